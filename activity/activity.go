@@ -140,7 +140,9 @@ type Recorded struct{ TraceID, ActivityID string }
 
 // Record makes an admin's change and writes its row, in one transaction and under its own trace. change gets that
 // trace and returns the output of the row.
-func Record(ctx context.Context, db postgres.Beginner, a Act, change func(tx pgx.Tx, traceID string) (output any, err error)) (Recorded, error) {
+func Record(
+	ctx context.Context, db postgres.Beginner, a Act, change func(tx pgx.Tx, traceID string) (output any, err error),
+) (Recorded, error) {
 	r := Recorded{TraceID: cmp.Or(a.TraceID, string(trace.New(trace.Operate)))}
 	inTx := postgres.InTx
 	if a.Within {
@@ -183,7 +185,10 @@ func (a Act) entry(traceID string) Entry {
 		}
 		input["reason"] = a.Reason
 	}
-	return Entry{TraceID: traceID, Surface: string(trace.Operate), Agent: Admin, Kind: KindNote, Skill: a.Name, Purpose: a.Reason, Input: input}
+	return Entry{
+		TraceID: traceID, Surface: string(trace.Operate), Agent: Admin, Kind: KindNote, Skill: a.Name,
+		Purpose: a.Reason, Input: input,
+	}
 }
 
 // Link records the span of another system that requested a trace (see trace.WithCaller). It is external and
@@ -193,7 +198,8 @@ func Link(ctx context.Context, db postgres.DB, id trace.ID) error {
 	if _, ok := trace.ParseTraceparent(traceparent); !ok || id == "" {
 		return nil
 	}
-	_, err := db.Exec(ctx, `insert into agent_trace_links (trace_id, traceparent) values (@trace_id, @traceparent) on conflict do nothing`,
+	_, err := db.Exec(ctx, `insert into agent_trace_links (trace_id, traceparent) values (@trace_id, @traceparent)
+		on conflict do nothing`,
 		postgres.Strict{"trace_id": string(id), "traceparent": traceparent})
 	if err != nil {
 		return fmt.Errorf("link trace %s: %w", id, err)
@@ -209,7 +215,8 @@ func LinkExecutions(ctx context.Context, db postgres.DB, ids []string) error {
 	}
 	_, err := db.Exec(ctx, `
 		insert into agent_trace_links (trace_id, traceparent)
-		select distinct x.trace_id, @traceparent from agent_executions x where x.id = any (@ids::uuid[]) order by 1 on conflict do nothing`,
+		select distinct x.trace_id, @traceparent from agent_executions x where x.id = any (@ids::uuid[]) order by 1
+		  on conflict do nothing`,
 		postgres.Strict{"ids": ids, "traceparent": traceparent})
 	if err != nil {
 		return fmt.Errorf("link the traces of %d executions: %w", len(ids), err)
@@ -219,7 +226,8 @@ func LinkExecutions(ctx context.Context, db postgres.DB, ids []string) error {
 
 // PruneLinks deletes links older than keep, and returns their number.
 func PruneLinks(ctx context.Context, db postgres.DB, keep time.Duration) (int64, error) {
-	tag, err := db.Exec(ctx, `delete from agent_trace_links where created_at < statement_timestamp() - make_interval(secs => @seconds)`,
+	tag, err := db.Exec(ctx, `delete from agent_trace_links
+		where created_at < statement_timestamp() - make_interval(secs => @seconds)`,
 		postgres.Strict{"seconds": keep.Seconds()})
 	if err != nil {
 		return 0, fmt.Errorf("delete links of traces: %w", err)

@@ -37,7 +37,9 @@ func Count(ctx context.Context, db postgres.Beginner) (more bool, err error) {
 // Rows of open transactions are invisible, and may have lower ids than visible rows. So a pass stores an id, the
 // candidate, and its own transaction id. Rows below the candidate are counted once no earlier transaction is in
 // progress.
-func CountPass(ctx context.Context, db postgres.Beginner, limit int, lag time.Duration) (counted int, more bool, err error) {
+func CountPass(
+	ctx context.Context, db postgres.Beginner, limit int, lag time.Duration,
+) (counted int, more bool, err error) {
 	idle, err := isIdle(ctx, db, lag)
 	if err != nil || idle {
 		return 0, false, wrapCount(err)
@@ -117,10 +119,12 @@ func countInTx(ctx context.Context, tx pgx.Tx, limit int, lag time.Duration) (co
 	_, err = tx.Exec(ctx, `
 		update agent_activity_counted c
 		   set counted_upto = @bound::uuid, looked = @listed_upto::uuid, candidate = n.candidate,
-		       candidate_xid = case when @candidate::uuid is not null then c.candidate_xid when n.candidate is not null then pg_current_xact_id() end
+		       candidate_xid = case when @candidate::uuid is not null then c.candidate_xid when n.candidate is not null
+		         then pg_current_xact_id() end
 		  from (select coalesce(@candidate::uuid, (
 		                 select h.id from lanekeeper.agent_uuid7_floor(now() - @lag::interval) h (id)
-		                  where exists (select from agent_activity a where a.id >= @bound::uuid and a.id < h.id))) as candidate) n`,
+		                  where exists (select from agent_activity a where a.id >= @bound::uuid and a.id < h.id)))
+		                    as candidate) n`,
 		perQuery, postgres.Strict{"bound": bound, "listed_upto": listedUpto, "candidate": candidate, "lag": lag})
 	return counted, more, err
 }
@@ -188,12 +192,14 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 		f.Period = Total
 	case ByHour, ByDay, Total:
 	default:
-		return Counted[SpendLine]{}, fmt.Errorf("sum spend: period %q is not one of %s, %s, %s", string(f.Period), ByHour, ByDay, Total)
+		return Counted[SpendLine]{}, fmt.Errorf("sum spend: period %q is not one of %s, %s, %s", string(f.Period),
+			ByHour, ByDay, Total)
 	}
 	switch f.By {
 	case BySkill, ByPurpose, BySurface, ByModel, Together:
 	default:
-		return Counted[SpendLine]{}, fmt.Errorf("sum spend: %q is not one of %s, %s, %s, %s", string(f.By), BySkill, ByPurpose, BySurface, ByModel)
+		return Counted[SpendLine]{}, fmt.Errorf("sum spend: %q is not one of %s, %s, %s, %s", string(f.By), BySkill,
+			ByPurpose, BySurface, ByModel)
 	}
 	kind := "charge"
 	if f.By == ByPurpose || f.Purpose != "" {
@@ -259,9 +265,12 @@ var countedCallsSQL string
 
 // CountedCalls counts a skill's calls since a moment, which is cut to the hour (UTC), the latest period first.
 // Periods without calls are left out.
-func CountedCalls(ctx context.Context, db postgres.DB, skill string, since time.Time, by Period) (Counted[CallLine], error) {
+func CountedCalls(
+	ctx context.Context, db postgres.DB, skill string, since time.Time, by Period,
+) (Counted[CallLine], error) {
 	if by != ByHour && by != ByDay && by != Total {
-		return Counted[CallLine]{}, fmt.Errorf("count calls: period %q is not one of %s, %s, %s", string(by), ByHour, ByDay, Total)
+		return Counted[CallLine]{}, fmt.Errorf("count calls: period %q is not one of %s, %s, %s", string(by),
+			ByHour, ByDay, Total)
 	}
 	type line struct {
 		CallLine
@@ -302,13 +311,14 @@ type HealthFilter struct {
 
 // Health is the health of a skill over the last 7 days.
 type Health struct {
-	Skill          string     `json:"skill"`
-	Calls          int64      `json:"calls"` // that count for its health, as in agent_skill_calls
-	Failed         int64      `json:"failed"`
-	SuccessRate    *float64   `db:"-" json:"success_rate"` // 0 to 1; nil without calls
-	Streak         int64      `json:"streak"`              // consecutive failures until now, since the skill was last enabled
-	StreakMore     bool       `json:"streak_more"`         // no success among the newest 500 rows
-	P50MS          *float64   `db:"-" json:"p50_ms"`       // to 2.5 per cent, over whole days (UTC)
+	Skill       string   `json:"skill"`
+	Calls       int64    `json:"calls"` // that count for its health, as in agent_skill_calls
+	Failed      int64    `json:"failed"`
+	SuccessRate *float64 `db:"-" json:"success_rate"` // 0 to 1; nil without calls
+	// consecutive failures until now, since the skill was last enabled
+	Streak         int64      `json:"streak"`
+	StreakMore     bool       `json:"streak_more"`   // no success among the newest 500 rows
+	P50MS          *float64   `db:"-" json:"p50_ms"` // to 2.5 per cent, over whole days (UTC)
 	P95MS          *float64   `db:"-" json:"p95_ms"`
 	State          string     `json:"state"` // enabled, on trial, disabled
 	DisabledBy     string     `json:"disabled_by"`
@@ -335,7 +345,8 @@ func CountedHealth(ctx context.Context, db postgres.DB, f HealthFilter) (Counted
 		limit = min(f.Limit, skillsLimit)
 	}
 	list, err := postgres.Rows[line](ctx, db, "sum health of skills", countedHealthSQL, perQuery, postgres.Strict{
-		"since": since, "hours_until": firstMidnight(since, Total), "skill": f.Skill, "state": f.State, "after": f.After, "limit": limit,
+		"since": since, "hours_until": firstMidnight(since, Total), "skill": f.Skill, "state": f.State,
+		"after": f.After, "limit": limit,
 		"walk": streakLimit, "most": uncountedLimit,
 	})
 	sums := Counted[Health]{Lines: []Health{}}

@@ -47,13 +47,15 @@ func pass(ctx context.Context, db postgres.Beginner, most int) error {
 func counted(t *testing.T, db postgres.Beginner, most int) {
 	t.Helper()
 	last := pgtest.Value[string](t, db, `select lanekeeper.agent_uuid7()::text`)
-	pgtest.Exec(t, db, `insert into agent_activity (id, trace_id, kind, skill_name) values ($1, 'hb_x', 'note', 'last')`, last)
+	pgtest.Exec(t, db, `insert into agent_activity (id, trace_id, kind, skill_name) values ($1, 'hb_x', 'note', 'last')`,
+		last)
 	pgtest.Eventually(t, time.Minute, func() bool {
 		require.NoError(t, pass(t.Context(), db, most))
 		var done bool
 		err := db.QueryRow(t.Context(), `
 			select c.counted_upto > $1::text::uuid and not exists (
-			       select from agent_activity_uncounted u join agent_activity a on a.id = u.activity_id where a.status <> 'running')
+			       select from agent_activity_uncounted u join agent_activity a on a.id = u.activity_id
+			         where a.status <> 'running')
 			  from agent_activity_counted c`, last).Scan(&done)
 		require.NoError(t, err)
 		return done
@@ -63,43 +65,48 @@ func counted(t *testing.T, db postgres.Beginner, most int) {
 // difference compares the counts with the views, in one snapshot.
 func difference(ctx context.Context, db *pgxpool.Pool) (string, error) {
 	var text string
-	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly}, func(tx pgx.Tx) error {
-		for _, by := range []activity.Dimension{activity.BySkill, activity.ByPurpose} {
-			different, err := spendDifference(ctx, tx, by)
+	err := pgx.BeginTxFunc(ctx, db, pgx.TxOptions{IsoLevel: pgx.RepeatableRead, AccessMode: pgx.ReadOnly},
+		func(tx pgx.Tx) error {
+			for _, by := range []activity.Dimension{activity.BySkill, activity.ByPurpose} {
+				different, err := spendDifference(ctx, tx, by)
+				if err != nil {
+					return err
+				}
+				text += different
+			}
+			health, err := activity.CountedHealth(ctx, tx, activity.HealthFilter{})
 			if err != nil {
 				return err
 			}
-			text += different
-		}
-		health, err := activity.CountedHealth(ctx, tx, activity.HealthFilter{})
-		if err != nil {
-			return err
-		}
-		rows, err := tx.Query(ctx, `
-			select h.skill, h.calls, h.calls - round(h.calls * coalesce(h.success_rate, 0))::bigint as failed, h.streak, false as streak_more,
+			rows, err := tx.Query(ctx, `
+			select h.skill, h.calls, h.calls - round(h.calls * coalesce(h.success_rate, 0))::bigint as failed, h.streak,
+			  false as streak_more,
 			       h.state, h.disabled_by, h.disabled_reason, h.disabled_at from agent_skill_health h order by h.skill`)
-		if err != nil {
-			return err
-		}
-		fared, err := pgx.CollectRows(rows, pgx.RowToStructByName[activity.Health])
-		if err != nil {
-			return err
-		}
-		sameDay := cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) })
-		approximate := cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS", "SuccessRate", "Streak")
-		text += cmp.Diff(fared, health.Lines, approximate, sameDay, cmpopts.EquateEmpty())
-		return nil
-	})
+			if err != nil {
+				return err
+			}
+			fared, err := pgx.CollectRows(rows, pgx.RowToStructByName[activity.Health])
+			if err != nil {
+				return err
+			}
+			sameDay := cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) })
+			approximate := cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS", "SuccessRate", "Streak")
+			text += cmp.Diff(fared, health.Lines, approximate, sameDay, cmpopts.EquateEmpty())
+			return nil
+		})
 	return text, err
 }
 
 // spendDifference compares the counts and the view of spend with what the rows of the log say.
 func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (string, error) {
 	rows, err := tx.Query(ctx, `
-		select coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, (a.created_at at time zone 'UTC')::date::timestamp at time zone 'UTC' as day, a.led_to,
-		       array[lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens'), lanekeeper.agent_tokens(a.token_usage, 'completion_tokens'),
+		select coalesce(nullif(a.purpose, ''), a.skill_name) as purpose,
+		  (a.created_at at time zone 'UTC')::date::timestamp at time zone 'UTC' as day, a.led_to,
+		       array[lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens'),
+		         lanekeeper.agent_tokens(a.token_usage, 'completion_tokens'),
 		             lanekeeper.agent_tokens(a.token_usage, 'total_tokens'), (a.cost_usd * 1000000)::bigint,
-		             lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens'), (coalesce((a.token_usage ->> 'unknown_usd')::numeric, 0) * 1000000)::bigint] as used
+		             lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens'),
+		               (coalesce((a.token_usage ->> 'unknown_usd')::numeric, 0) * 1000000)::bigint] as used
 		  from agent_activity a where a.kind = 'model'`)
 	if err != nil {
 		return "", err
@@ -108,7 +115,8 @@ func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (str
 		Purpose string
 		Day     time.Time
 		LedTo   map[string]int
-		Used    []int64 // tokens of the prompt, of the completion and in all, millionths of a dollar, and of these two what is unknown
+		// tokens of the prompt, of the completion and in all, millionths of a dollar, and of these two what is unknown
+		Used []int64
 	}
 	calls, err := pgx.CollectRows(rows, pgx.RowToStructByName[modelCall])
 	if err != nil {
@@ -143,7 +151,10 @@ func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (str
 	if err != nil {
 		return "", err
 	}
-	view := map[activity.Dimension]string{activity.BySkill: "agent_spend", activity.ByPurpose: "agent_spend_by_purpose"}[by]
+	view := map[activity.Dimension]string{
+		activity.BySkill:   "agent_spend",
+		activity.ByPurpose: "agent_spend_by_purpose",
+	}[by]
 	rows, err = tx.Query(ctx, `
 		select v.`+string(by)+` as key, v.day::timestamp at time zone 'UTC' as period, sum(v.calls)::bigint as calls,
 		       sum(v.prompt_tokens)::bigint as prompt_tokens, sum(v.completion_tokens)::bigint as completion_tokens,
@@ -217,15 +228,21 @@ func randomWrites(ctx context.Context, db *pgxpool.Pool, r *rand.Rand) error {
 	for range 1 + r.IntN(4) {
 		id := "lanekeeper.agent_uuid7()"
 		if r.IntN(3) == 0 {
-			id = fmt.Sprintf("lanekeeper.agent_uuid7(clock_timestamp() - interval '%d milliseconds')", []int{10, 50, 100, 5000, 86_400_000}[r.IntN(5)])
+			id = fmt.Sprintf("lanekeeper.agent_uuid7(clock_timestamp() - interval '%d milliseconds')",
+				[]int{10, 50, 100, 5000, 86_400_000}[r.IntN(5)])
 		}
 		status := []string{"success", "error", "running", "skipped", "pending_approval", "unknown"}[r.IntN(6)]
 		_, err := tx.Exec(ctx, `
-			insert into agent_activity (id, trace_id, kind, skill_name, purpose, surface, status, error_class, token_usage, cost_usd, duration_ms, led_to)
+			insert into agent_activity (id, trace_id, kind, skill_name, purpose, surface, status, error_class, token_usage,
+			  cost_usd, duration_ms, led_to)
 			values (`+id+`, 'hb_x', $1, $2, $3, $4, $5, $6, '{"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}'::jsonb || $9, 0.01, $7, $8)`,
-			[]string{"model", "call", "call", "phase"}[r.IntN(4)], fmt.Sprintf("skill_%d", r.IntN(3)), []string{"", "plan"}[r.IntN(2)],
+			[]string{"model", "call", "call", "phase"}[r.IntN(4)], fmt.Sprintf("skill_%d", r.IntN(3)),
+			[]string{"", "plan"}[r.IntN(2)],
 			[]string{"heartbeat", "chat"}[r.IntN(2)], status, []string{"", "timeout", "denied"}[r.IntN(3)], r.IntN(5000),
-			[]string{`{}`, `{"skill_0": 25}`, `{"skill_0": 2, "skill_1": 1}`, `{"skill_2": 1, "skill_1": 1, "gone": 5}`}[r.IntN(4)],
+			[]string{
+				`{}`, `{"skill_0": 25}`, `{"skill_0": 2, "skill_1": 1}`,
+				`{"skill_2": 1, "skill_1": 1, "gone": 5}`,
+			}[r.IntN(4)],
 			[]string{`{}`, `{"unknown_tokens": 5, "unknown_usd": 0.007}`}[r.IntN(2)])
 		if err != nil {
 			return err
@@ -308,7 +325,8 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 	pgtest.Exec(t, db, `delete from agent_activity`)
 	counted(t, db, 7)
 	var kept int
-	if err := db.QueryRow(t.Context(), `select sum(calls)::int from agent_activity_counts where span = 'day' and kind <> 'charge'`).Scan(&kept); err != nil || kept != inTable+1 {
+	if err := db.QueryRow(t.Context(), `select sum(calls)::int from agent_activity_counts where span = 'day'
+		and kind <> 'charge'`).Scan(&kept); err != nil || kept != inTable+1 {
 		t.Errorf("after the log was deleted the counts say %d (%v), want %d", kept, err, inTable+1)
 	}
 }
@@ -318,7 +336,10 @@ func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
 	db := pgtest.DB(t)
 	countNow(t, db)
 	day := 24 * time.Hour
-	put(t, db, act{kind: "model", skill: "model", purpose: "plan", surface: "chat", model: "m1", tokens: 100, cost: "0.10", ago: 2 * day, ledTo: map[string]int{"fetch": 25}})
+	put(t, db, act{
+		kind: "model", skill: "model", purpose: "plan", surface: "chat", model: "m1", tokens: 100, cost: "0.10",
+		ago: 2 * day, ledTo: map[string]int{"fetch": 25},
+	})
 	put(t, db, act{kind: "model", skill: "model", purpose: "plan", model: "m2", tokens: 50, cost: "0.05", ago: 2 * day})
 	counted(t, db, 20)
 	put(t, db, act{kind: "model", skill: "reflect", model: "m1", tokens: 5, cost: "0.01"})
@@ -341,14 +362,20 @@ func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
 		filter activity.SpendFilter
 		want   []string
 	}{
-		"skills":     {activity.SpendFilter{Since: since, By: activity.BySkill}, []string{"fetch i", " ii"}},
-		"one skill":  {activity.SpendFilter{Since: since, Skill: "fetch"}, []string{" i"}},
-		"purposes":   {activity.SpendFilter{Since: since, By: activity.ByPurpose}, []string{"plan ii", "reflect i"}},
-		"a purpose":  {activity.SpendFilter{Since: since, By: activity.BySurface, Purpose: "plan"}, []string{"chat i", "heartbeat i"}},
-		"ever":       {activity.SpendFilter{By: activity.ByPurpose}, []string{"plan ii", "reflect i", "ancient i"}},
-		"surfaces":   {activity.SpendFilter{Since: since, By: activity.BySurface}, []string{"chat i", "heartbeat ii"}},
-		"models":     {activity.SpendFilter{Since: since, By: activity.ByModel}, []string{"m1 ii", "m2 i"}},
-		"one model":  {activity.SpendFilter{Since: since, By: activity.ByPurpose, Model: "m1"}, []string{"plan i", "reflect i"}},
+		"skills":    {activity.SpendFilter{Since: since, By: activity.BySkill}, []string{"fetch i", " ii"}},
+		"one skill": {activity.SpendFilter{Since: since, Skill: "fetch"}, []string{" i"}},
+		"purposes":  {activity.SpendFilter{Since: since, By: activity.ByPurpose}, []string{"plan ii", "reflect i"}},
+		"a purpose": {
+			activity.SpendFilter{Since: since, By: activity.BySurface, Purpose: "plan"},
+			[]string{"chat i", "heartbeat i"},
+		},
+		"ever":     {activity.SpendFilter{By: activity.ByPurpose}, []string{"plan ii", "reflect i", "ancient i"}},
+		"surfaces": {activity.SpendFilter{Since: since, By: activity.BySurface}, []string{"chat i", "heartbeat ii"}},
+		"models":   {activity.SpendFilter{Since: since, By: activity.ByModel}, []string{"m1 ii", "m2 i"}},
+		"one model": {
+			activity.SpendFilter{Since: since, By: activity.ByPurpose, Model: "m1"},
+			[]string{"plan i", "reflect i"},
+		},
 		"together":   {activity.SpendFilter{Since: since}, []string{" iii"}},
 		"days":       {activity.SpendFilter{Since: since, Period: activity.ByDay}, []string{" 0s i", " 48h0m0s ii"}},
 		"hours":      {activity.SpendFilter{Since: since, Period: activity.ByHour}, []string{" 0s i", " 48h0m0s ii"}},
@@ -359,7 +386,12 @@ func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
 			t.Errorf("%s: %s", name, diff)
 		}
 	}
-	for _, bad := range []activity.SpendFilter{{Period: "week"}, {By: "lane"}, {By: activity.ByPurpose, Skill: "fetch"}, {By: activity.BySkill, Purpose: "plan"}} {
+	for _, bad := range []activity.SpendFilter{
+		{Period: "week"},
+		{By: "lane"},
+		{By: activity.ByPurpose, Skill: "fetch"},
+		{By: activity.BySkill, Purpose: "plan"},
+	} {
 		if _, err := activity.CountedSpend(t.Context(), db, bad); err == nil {
 			t.Errorf("%+v is taken", bad)
 		}
@@ -371,14 +403,19 @@ func TestHealthEqualsTheView(t *testing.T) {
 	db := pgtest.DB(t)
 	countNow(t, db)
 	pgtest.Exec(t, db, `
-		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at, trial_at, enabled_at)
-		values ('idle', '{}', 'builtin:x', true, '', '', null, null, 'epoch'), ('flaky', '{}', 'builtin:x', true, '', '', null, null, 'epoch'),
+		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at,
+		  trial_at, enabled_at)
+		values ('idle', '{}', 'builtin:x', true, '', '', null, null, 'epoch'),
+		  ('flaky', '{}', 'builtin:x', true, '', '', null, null, 'epoch'),
 		       ('broken', '{}', 'builtin:x', false, 'self-heal', '3 failed', clock_timestamp(), null, 'epoch'),
 		       ('tried', '{}', 'builtin:x', false, 'self-heal', '3 failed', clock_timestamp(), clock_timestamp(), 'epoch'),
 		       ('fresh', '{}', 'builtin:x', true, '', '', null, null, clock_timestamp() - interval '3 hours')`)
 	for i := range 60 {
 		ago := time.Duration(60-i) * 2 * time.Hour
-		put(t, db, act{skill: "flaky", ms: i * i, ago: ago, status: map[bool]string{true: "error", false: "success"}[i%7 == 0 || i > 55]})
+		put(t, db, act{
+			skill: "flaky", ms: i * i, ago: ago,
+			status: map[bool]string{true: "error", false: "success"}[i%7 == 0 || i > 55],
+		})
 		put(t, db, act{skill: "broken", ms: 3, ago: ago, status: "error"})
 		put(t, db, act{skill: "fresh", ms: 3, ago: ago, status: "error"})
 		put(t, db, act{skill: "flaky", ms: 9999, ago: ago, status: "error", class: "invalid_params"})
@@ -387,7 +424,8 @@ func TestHealthEqualsTheView(t *testing.T) {
 		}
 	}
 	rows, err := db.Query(t.Context(), `
-		select h.skill, h.calls, h.calls - round(h.calls * coalesce(h.success_rate, 0))::bigint as failed, h.streak, false as streak_more,
+		select h.skill, h.calls, h.calls - round(h.calls * coalesce(h.success_rate, 0))::bigint as failed, h.streak,
+		  false as streak_more,
 		       h.state, h.disabled_by, h.disabled_reason, h.disabled_at from agent_skill_health h order by h.skill`)
 	require.NoError(t, err)
 	want, err := pgx.CollectRows(rows, pgx.RowToStructByName[activity.Health])
@@ -395,7 +433,8 @@ func TestHealthEqualsTheView(t *testing.T) {
 	got, err := activity.CountedHealth(t.Context(), db, activity.HealthFilter{})
 	require.NoError(t, err)
 	sameTime := cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) })
-	if diff := cmp.Diff(want, got.Lines, sameTime, cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS", "SuccessRate")); diff != "" {
+	if diff := cmp.Diff(want, got.Lines, sameTime, cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS",
+		"SuccessRate")); diff != "" {
 		t.Error(diff)
 	}
 	if got.Until != nil {
@@ -403,7 +442,8 @@ func TestHealthEqualsTheView(t *testing.T) {
 	}
 	for _, h := range got.Lines {
 		var p50, p95 *float64
-		require.NoError(t, db.QueryRow(t.Context(), `select p50_ms, p95_ms from agent_skill_health where skill = $1`, h.Skill).Scan(&p50, &p95))
+		require.NoError(t, db.QueryRow(t.Context(), `select p50_ms, p95_ms from agent_skill_health where skill = $1`,
+			h.Skill).Scan(&p50, &p95))
 		for name, p := range map[string][2]*float64{"p50": {p50, h.P50MS}, "p95": {p95, h.P95MS}} {
 			if (p[0] == nil) != (p[1] == nil) || p[0] != nil && math.Abs(*p[0]-*p[1]) > 0.026**p[0] {
 				t.Errorf("%s of %s is off: %v", name, h.Skill, p)
@@ -434,7 +474,8 @@ func TestFiguresNameTheEndOfTheirCompleteRange(t *testing.T) {
 		t.Fatalf("of 25000 rows that are not counted: %+v", sums)
 	}
 	var before int64
-	err = db.QueryRow(t.Context(), `select count(*) from agent_activity where id < lanekeeper.agent_uuid7_floor(@until::timestamptz + interval '1 ms')`,
+	err = db.QueryRow(t.Context(), `select count(*) from agent_activity
+		where id < lanekeeper.agent_uuid7_floor(@until::timestamptz + interval '1 ms')`,
 		postgres.Strict{"until": *sums.Until}).Scan(&before)
 	if err != nil || before < sums.Lines[0].Calls || before > sums.Lines[0].Calls+2 {
 		t.Errorf("until %s there are %d rows, not %d (%v)", sums.Until, before, sums.Lines[0].Calls, err)
@@ -448,8 +489,10 @@ func TestABadRowDoesNotStopTheCount(t *testing.T) {
 	name := strings.Repeat("ñ", 100_000)
 	pgtest.Exec(t, db, `
 		insert into agent_activity (trace_id, kind, skill_name, surface, token_usage, duration_ms, cost_usd)
-		values ('hb_x', 'model', $1, $1, '{"total_tokens": "many", "prompt_tokens": 1e300, "completion_tokens": [1]}', null, 1),
-		       ('hb_x', 'call', $1, $1, '[]', -9223372036854775808, 0), ('hb_x', 'call', 'long', '', '{}', 9223372036854775807, 0)`, name)
+		values ('hb_x', 'model', $1, $1, '{"total_tokens": "many", "prompt_tokens": 1e300, "completion_tokens": [1]}', null,
+		  1),
+		       ('hb_x', 'call', $1, $1, '[]', -9223372036854775808, 0),
+		         ('hb_x', 'call', 'long', '', '{}', 9223372036854775807, 0)`, name)
 	counted(t, db, 20)
 	sums, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Purpose: name, By: activity.ByPurpose})
 	if err != nil || len(sums.Lines) != 1 || sums.Lines[0].CostUSD != 1 || len(sums.Lines[0].Key) > 300 {
@@ -470,18 +513,22 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 	fill(t, db)
 	countNow(t, db)
 	pgtest.Exec(t, db, `
-		insert into agent_skills (name, tool_definition, handler) select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 96) n`)
+		insert into agent_skills (name, tool_definition, handler) select 'skill_' || n, '{}', 'builtin:x'
+		  from generate_series(0, 96) n`)
 	counted(t, db, 20_000)
 	// All days are of the last seven, which makes reading them whole look cheap; and there are many rows.
 	pgtest.Exec(t, db, `
 		delete from agent_activity_durations where day < current_date - 6;
 		delete from agent_activity_counts where start < current_date - 6;
 		insert into agent_activity_counts (span, start, kind, skill, surface, model)
-		select 'day', date_trunc('day', clock_timestamp() at time zone 'UTC') at time zone 'UTC' - make_interval(days => d), kind, 'skill_' || n, s::text, ''
-		  from generate_series(0, 5) d, (values ('call'), ('model')) k (kind), generate_series(0, 96) n, generate_series(0, 9) s
+		select 'day', date_trunc('day', clock_timestamp() at time zone 'UTC') at time zone 'UTC' - make_interval(days => d),
+		  kind, 'skill_' || n, s::text, ''
+		  from generate_series(0, 5) d, (values ('call'), ('model')) k (kind), generate_series(0, 96) n,
+		    generate_series(0, 9) s
 		    on conflict do nothing;
 		insert into agent_activity_durations (day, skill, bucket, calls)
-		select current_date - d, 'skill_' || n, b, 1 from generate_series(0, 6) d, generate_series(0, 96) n, generate_series(0, 60) b on conflict do nothing;
+		select current_date - d, 'skill_' || n, b, 1 from generate_series(0, 6) d, generate_series(0, 96) n,
+		  generate_series(0, 60) b on conflict do nothing;
 		analyze agent_activity_counts; analyze agent_activity_durations; analyze agent_activity`)
 	var tables []string
 	err := db.QueryRow(t.Context(), `
@@ -495,7 +542,10 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 			return err
 		},
 		"spend": func(db postgres.Beginner) error {
-			_, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Since: day.AddDate(0, 0, -29), By: activity.BySkill})
+			_, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{
+				Since: day.AddDate(0, 0, -29),
+				By:    activity.BySkill,
+			})
 			return err
 		},
 		"slowest": func(db postgres.Beginner) error {
@@ -519,7 +569,8 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 			return err
 		},
 		"health of many calls": func(db postgres.Beginner) error {
-			_, err := db.Exec(t.Context(), `select from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days', 0)`)
+			_, err := db.Exec(t.Context(), `select
+				from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days', 0)`)
 			return err
 		},
 	} {
@@ -542,7 +593,8 @@ func TestAStreakReadsABoundedNumberOfRows(t *testing.T) {
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `
 		insert into agent_skills (name, tool_definition, handler) values ('broken', '{}', 'builtin:x');
-		insert into agent_activity (trace_id, skill_name, status) select 'hb_x', 'broken', 'error' from generate_series(1, 501)`)
+		insert into agent_activity (trace_id, skill_name, status) select 'hb_x', 'broken', 'error'
+		  from generate_series(1, 501)`)
 	for _, want := range []struct {
 		streak int64
 		more   bool
@@ -600,8 +652,10 @@ func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 		on conflict do nothing`)
 	pgtest.Exec(t, db, `
 		insert into agent_activity (id, trace_id, kind, skill_name, surface, status, error_class, duration_ms, created_at)
-		select lanekeeper.agent_uuid7(z.at), 'hb_x', case when random() < 0.05 then 'phase' else 'call' end, z.skill, case when random() < 0.5 then 'chat' else '' end,
-		       case when random() < 0.03 then 'running' when random() < 0.03 then 'skipped' when random() < z.rate then 'error' else 'success' end,
+		select lanekeeper.agent_uuid7(z.at), 'hb_x', case when random() < 0.05 then 'phase' else 'call' end, z.skill, case
+		  when random() < 0.5 then 'chat' else '' end,
+		       case when random() < 0.03 then 'running' when random() < 0.03 then 'skipped'
+		         when random() < z.rate then 'error' else 'success' end,
 		       case when z.skill = 'refused' or random() < 0.05 then 'denied' when random() < 0.1 then 'timeout' else '' end,
 		       case when random() < 0.95 then exp(random() * 9)::bigint - 1 end, z.at
 		  from (select y.skill, y.at,
@@ -609,13 +663,16 @@ func calledAtRandom(t *testing.T, db postgres.DB, calls int) {
 		                    when 'down' then case when y.ago < interval '30 hours' then 1 else 0.1 end
 		                    else case when y.ago < interval '5 hours' then 1 else 0.7 end end as rate
 		          from (select x.skill, x.ago, clock_timestamp() - x.ago as at
-		                  from (select (array['fine', 'mixed', 'broken', 'down', 'enabled', 'refused'])[1 + floor(random() * 6)] as skill,
+		                  from (select (array['fine', 'mixed', 'broken', 'down', 'enabled',
+		                    'refused'])[1 + floor(random() * 6)] as skill,
 		                               interval '1 minute' * (floor(power(random(), 2) * 9 * 1440) + 0.5) as ago
 		                          from generate_series(1, $1::int)
 		                        union all
-		                        select 'seldom', interval '1 minute' * (floor(random() * 9 * 1440) + 0.5) from generate_series(1, 3)
+		                        select 'seldom', interval '1 minute' * (floor(random() * 9 * 1440) + 0.5)
+		                          from generate_series(1, 3)
 		                        union all
-		                        select 'older', interval '7 days' + interval '1 minute' * (floor(random() * 61) + 0.5) from generate_series(1, 5)) x) y) z`, calls)
+		                        select 'older', interval '7 days' + interval '1 minute' * (floor(random() * 61) + 0.5)
+		                          from generate_series(1, 5)) x) y) z`, calls)
 }
 
 func TestTheHealthViewEqualsTheRows(t *testing.T) {
@@ -630,15 +687,18 @@ func TestTheHealthViewEqualsTheRows(t *testing.T) {
 			counted(t, db, 500)
 		}
 		want := healthBy(t, db, healthByRows)
-		got := healthBy(t, db, `select skill, calls, success_rate::text as success_rate, streak, p50_ms, p95_ms from agent_skill_health order by skill`)
+		got := healthBy(t, db, `select skill, calls, success_rate::text as success_rate, streak, p50_ms, p95_ms
+			from agent_skill_health order by skill`)
 		if diff := cmp.Diff(want, got); diff != "" {
 			t.Errorf("%s: %s", stage, diff)
 		}
 		for _, read := range []int{0, 300, 2000} {
 			sums := healthBy(t, db, `
-				select s.name as skill, coalesce(f.calls, 0) as calls, round((f.calls - f.failed)::numeric / nullif(f.calls, 0), 3)::text as success_rate,
+				select s.name as skill, coalesce(f.calls, 0) as calls,
+				  round((f.calls - f.failed)::numeric / nullif(f.calls, 0), 3)::text as success_rate,
 				       coalesce(f.streak, 0) as streak, null::float8 as p50_ms, null::float8 as p95_ms
-				  from agent_skills s left join lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days', $1) f on f.skill = s.name order by s.name`, read)
+				  from agent_skills s left join lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days', $1) f
+				    on f.skill = s.name order by s.name`, read)
 			for i := range want {
 				want[i].P50MS, want[i].P95MS = nil, nil
 			}
@@ -658,7 +718,8 @@ func percentilesOfWholeDays(t *testing.T, db postgres.DB, stage string) {
 		       percentile_cont(0.95) within group (order by c.duration_ms)
 		  from lanekeeper.read_agent_skill_figures(clock_timestamp() - interval '7 days', 0) f
 		  left join agent_skill_calls c on c.skill_name = f.skill
-		   and c.created_at >= date_trunc('day', (clock_timestamp() - interval '7 days') at time zone 'UTC') at time zone 'UTC'
+		   and c.created_at >= date_trunc('day',
+		     (clock_timestamp() - interval '7 days') at time zone 'UTC') at time zone 'UTC'
 		 group by f.skill, f.p50_ms, f.p95_ms`)
 	require.NoError(t, err)
 	var skill string
@@ -667,7 +728,8 @@ func percentilesOfWholeDays(t *testing.T, db postgres.DB, stage string) {
 		for i, want := range p[2:] {
 			got := p[i]
 			if (got == nil) != (want == nil) || got != nil && math.Abs(*got-*want) > 0.026**want {
-				return fmt.Errorf("%s: p50 and p95 of %s are %v and %v, by the rows %v and %v", stage, skill, testkit.Deref(p[0]), testkit.Deref(p[1]), testkit.Deref(p[2]), testkit.Deref(p[3]))
+				return fmt.Errorf("%s: p50 and p95 of %s are %v and %v, by the rows %v and %v", stage, skill, testkit.Deref(p[0]),
+					testkit.Deref(p[1]), testkit.Deref(p[2]), testkit.Deref(p[3]))
 			}
 		}
 		return nil

@@ -72,7 +72,8 @@ type Row struct {
 // rowsOfTraces lists the rows of traces in the order in which they began.
 func rowsOfTraces(ctx context.Context, db postgres.DB, traceIDs []string) ([]Row, error) {
 	rows, err := db.Query(ctx, `
-		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind, a.agent, a.surface,
+		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind, a.agent,
+		  a.surface,
 		       a.skill_name, a.skill_id, a.purpose, a.status, a.input, a.output, a.error_message, a.error_class, a.model,
 		       a.token_usage, a.cost_usd::float8 as cost_usd, a.led_to, a.duration_ms, a.idempotency_key, a.thread_id, a.lane,
 		       a.created_at, a.finished_at
@@ -181,7 +182,8 @@ func Recent(ctx context.Context, db postgres.DB, f Filter) (page []Row, next str
 		return nil, "", fmt.Errorf("list activities: %w", err)
 	}
 	rows, err := db.Query(ctx, `
-		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind, a.agent, a.surface,
+		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind, a.agent,
+		  a.surface,
 		       a.skill_name, a.skill_id, a.purpose, a.status, a.input, a.output, a.error_message, a.error_class, a.model,
 		       a.token_usage, a.cost_usd::float8 as cost_usd, a.led_to, a.duration_ms, a.idempotency_key, a.thread_id, a.lane,
 		       a.created_at, a.finished_at
@@ -190,7 +192,8 @@ func Recent(ctx context.Context, db postgres.DB, f Filter) (page []Row, next str
 		   and (@skill::text = '' or a.skill_name = @skill)
 		   and (@open::text[] is null or a.id = any (@open::text[]::uuid[]))
 		   and (@since::timestamptz is null or (a.id >= lanekeeper.agent_uuid7_floor(@since) and a.created_at >= @since))
-		   and (@until::timestamptz is null or (a.id < lanekeeper.agent_uuid7_floor(@until + interval '1 ms') and a.created_at < @until))
+		   and (@until::timestamptz is null or (a.id < lanekeeper.agent_uuid7_floor(@until + interval '1 ms')
+		     and a.created_at < @until))
 		   and (@before::text is null or a.id < @before::text::uuid)
 		   and (@surface::text = '' or a.surface = @surface)
 		   and (@status::text = '' or a.status = @status)
@@ -322,10 +325,14 @@ func Audit(ctx context.Context, db postgres.DB, f Filter) (AuditPage, error) {
 		ids[i] = l.ID
 	}
 	list, err := postgres.Rows[AuditEntry](ctx, db, "read audit", `
-		select a.id::text, a.at, a.finished_at, a.actor, a.kind, left(a.act, 300) as act, left(a.object, 300) as object, left(a.reason, 300) as reason, left(a.origin, 300) as origin,
-		       left(a.on_behalf_of, 300) as on_behalf_of, a.status, left(a.error_class, 300) as error_class, left(a.error_message, 300) as error,
-		       left(a.model, 300) as model, a.tokens, a.cost_usd::float8 as cost_usd, a.duration_ms, left(a.surface, 300) as surface, a.trace_id,
-		       a.execution_id::text, a.parent_id::text, a.cause_id::text, left(a.thread_id, 300) as thread_id, left(a.lane, 300) as lane
+		select a.id::text, a.at, a.finished_at, a.actor, a.kind, left(a.act, 300) as act, left(a.object, 300) as object,
+		  left(a.reason, 300) as reason, left(a.origin, 300) as origin,
+		       left(a.on_behalf_of, 300) as on_behalf_of, a.status, left(a.error_class, 300) as error_class,
+		         left(a.error_message, 300) as error,
+		       left(a.model, 300) as model, a.tokens, a.cost_usd::float8 as cost_usd, a.duration_ms, left(a.surface, 300)
+		         as surface, a.trace_id,
+		       a.execution_id::text, a.parent_id::text, a.cause_id::text, left(a.thread_id, 300) as thread_id,
+		         left(a.lane, 300) as lane
 		  from agent_audit a where a.id = any (@ids::uuid[]) order by a.id desc`, perQuery, postgres.Strict{"ids": ids})
 	if err != nil {
 		return AuditPage{}, fmt.Errorf("list what was done: %w", err)

@@ -76,7 +76,8 @@ func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
 	}
 	args["window"] = Window
 	lines, err := postgres.Rows[Line](ctx, db, "list activities", `
-		select a.id::text, a.trace_id, a.execution_id::text, a.kind, left(a.agent, 300) as agent, left(a.surface, 300) as surface,
+		select a.id::text, a.trace_id, a.execution_id::text, a.kind, left(a.agent, 300) as agent, left(a.surface, 300)
+		  as surface,
 		       left(a.skill_name, 300) as skill_name, left(a.purpose, 300) as purpose, left(a.step, 300) as step, a.status,
 		       coalesce(left(a.error_message, 300), '') as error_message, left(a.error_class, 300) as error_class,
 		       left(a.model, 300) as model, lanekeeper.agent_tokens(a.token_usage, 'total_tokens') as tokens,
@@ -110,7 +111,8 @@ func (f Filter) shortPage(ctx context.Context, db postgres.DB, lines []Line, arg
 		  from agent_activity a where`+indexed+`
 		 order by a.id desc offset @window::int - 1 limit 1`,
 		perQuery, postgres.Strict{
-			"trace_ids": args["trace_ids"], "skill": args["skill"], "open": args["open"], "since": args["since"], "until": args["until"],
+			"trace_ids": args["trace_ids"], "skill": args["skill"], "open": args["open"], "since": args["since"],
+			"until":  args["until"],
 			"before": args["before"], "window": args["window"],
 		})
 	last, err := postgres.Collect(rows, err, "list activities", pgx.RowTo[string])
@@ -150,7 +152,8 @@ func ReadDetails(ctx context.Context, db postgres.DB, id string) (Details, error
 	rows, err := db.Query(ctx, `
 		select a.id::text, left(a.input::text, 4000) as input, octet_length(a.input::text) as input_size,
 		       coalesce(left(a.output::text, 4000), '') as output, coalesce(octet_length(a.output::text), 0) as output_size,
-		       coalesce(left(a.error_message, 4000), '') as error_message, coalesce(octet_length(a.error_message), 0) as error_size,
+		       coalesce(left(a.error_message, 4000), '') as error_message, coalesce(octet_length(a.error_message), 0)
+		         as error_size,
 		       a.parent_id::text, a.claim, left(a.step, 4000) as step, left(a.idempotency_key, 300) as key,
 		       lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens') as prompt_tokens,
 		       lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') as answer_tokens

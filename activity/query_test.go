@@ -47,9 +47,11 @@ func put(t *testing.T, db postgres.DB, a act) string {
 	}
 	var id string
 	err := db.QueryRow(t.Context(), `
-		insert into agent_activity (id, trace_id, kind, skill_name, status, error_class, error_message, purpose, surface, model,
+		insert into agent_activity (id, trace_id, kind, skill_name, status, error_class, error_message, purpose, surface,
+		  model,
 		       lane, parent_id, created_at, finished_at, duration_ms, token_usage, cost_usd, led_to, cause_id)
-		select lanekeeper.agent_uuid7(at), @trace, @kind, @skill, @status, @class, nullif(@message::text, ''), @purpose, @surface, @model,
+		select lanekeeper.agent_uuid7(at), @trace, @kind, @skill, @status, @class, nullif(@message::text, ''), @purpose,
+		  @surface, @model,
 		       @lane, nullif(@parent::text, '')::uuid, at, case when @status::text <> 'running' then at end,
 		       case when @status::text <> 'running' then @ms::bigint end, @usage, @cost::text::numeric,
 		       coalesce(@led_to::jsonb, '{}'), nullif(@cause::text, '')::uuid
@@ -117,10 +119,12 @@ func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
 		Output         json.RawMessage `json:"output"`
 	}
 	require.NoError(t, json.Unmarshal(text, &got))
-	if got.ExecutionID != nil || string(got.Output) != "null" || got.CostUSD == nil || got.ConversationID != rows[0].TraceID {
+	if got.ExecutionID != nil || string(got.Output) != "null" || got.CostUSD == nil ||
+		got.ConversationID != rows[0].TraceID {
 		t.Errorf("row is %s", text)
 	}
-	if diff := cmp.Diff(map[string]int{"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7}, got.TokenUsage); diff != "" {
+	if diff := cmp.Diff(map[string]int{"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7},
+		got.TokenUsage); diff != "" {
 		t.Error(diff)
 	}
 }
@@ -129,8 +133,10 @@ func TestRecentFilters(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `
-		create table agent_activity_past partition of agent_activity for values from (lanekeeper.agent_uuid7_floor('2020-01-01 00:00Z'))
-		  to (lanekeeper.agent_uuid7_floor(date_trunc('month', clock_timestamp() at time zone 'UTC') at time zone 'UTC' - interval '1 month'))`)
+		create table agent_activity_past partition of agent_activity for values
+		  from (lanekeeper.agent_uuid7_floor('2020-01-01 00:00Z'))
+		  to (lanekeeper.agent_uuid7_floor(date_trunc('month',
+		    clock_timestamp() at time zone 'UTC') at time zone 'UTC' - interval '1 month'))`)
 	op := string(trace.New(trace.Operate))
 	a := put(t, db, act{ago: 40 * 24 * time.Hour, skill: "old"})
 	b := put(t, db, act{ago: 3 * time.Hour, status: "error", lane: "heartbeat"})
@@ -142,14 +148,17 @@ func TestRecentFilters(t *testing.T) {
 		filter activity.Filter
 		want   []string
 	}{
-		"nothing":       {activity.Filter{}, []string{d, c, b, a}},
-		"surface":       {activity.Filter{Surface: "operate"}, []string{c}},
-		"status":        {activity.Filter{Status: activity.Error}, []string{b}},
-		"running":       {activity.Filter{Status: activity.Running}, []string{d}},
-		"skill":         {activity.Filter{Skill: "old"}, []string{a}},
-		"lane":          {activity.Filter{Lane: "heartbeat"}, []string{b}},
-		"agent":         {activity.Filter{Agent: "visitor_chat"}, []string{}},
-		"kinds":         {activity.Filter{Kinds: []activity.Kind{"call", "note"}, Since: now.AddDate(0, -2, 0)}, []string{d, b, a}},
+		"nothing": {activity.Filter{}, []string{d, c, b, a}},
+		"surface": {activity.Filter{Surface: "operate"}, []string{c}},
+		"status":  {activity.Filter{Status: activity.Error}, []string{b}},
+		"running": {activity.Filter{Status: activity.Running}, []string{d}},
+		"skill":   {activity.Filter{Skill: "old"}, []string{a}},
+		"lane":    {activity.Filter{Lane: "heartbeat"}, []string{b}},
+		"agent":   {activity.Filter{Agent: "visitor_chat"}, []string{}},
+		"kinds": {
+			activity.Filter{Kinds: []activity.Kind{"call", "note"}, Since: now.AddDate(0, -2, 0)},
+			[]string{d, b, a},
+		},
 		"kinds, 30 d":   {activity.Filter{Kinds: []activity.Kind{"call", "note"}}, []string{d, b}},
 		"trace":         {activity.Filter{TraceID: op}, []string{c}},
 		"trace in hex":  {activity.Filter{TraceID: trace.ID(op).OTel()}, []string{c}},
@@ -266,7 +275,8 @@ func TestLinesReadAWindowAndContinueAfterIt(t *testing.T) {
 	fill(t, db)
 	pgtest.Exec(t, db, `
 		update agent_activity set agent = 'rare' where id in (
-		  (select id from agent_activity order by id limit 2) union all (select id from agent_activity order by id desc limit 1))`)
+		  (select id from agent_activity order by id limit 2)
+		    union all (select id from agent_activity order by id desc limit 1))`)
 	ids, pages, partial := walk(t, db, activity.Filter{Agent: "rare"})
 	if len(ids) != 3 || pages != 3 || partial != 2 {
 		t.Errorf("found %d on %d pages, %d of them partial; want 3 on 3, 2", len(ids), pages, partial)
@@ -295,19 +305,24 @@ func TestLinesAndDetailsAreCutInTheDatabase(t *testing.T) {
 	var id string
 	err := db.QueryRow(t.Context(), `
 		insert into agent_activity (trace_id, skill_name, purpose, lane, input, output, error_message, token_usage)
-		values ('hb_00000000000000000000000001', 'look', repeat('p', 1000000), repeat('l', 1000000), to_jsonb(repeat('i', 1000000)),
-		        to_jsonb(repeat('o', 1000000)), repeat('e', 1000000), '{"total_tokens": "many", "prompt_tokens": 1e30, "completion_tokens": 7}')
+		values ('hb_00000000000000000000000001', 'look', repeat('p', 1000000), repeat('l', 1000000),
+		  to_jsonb(repeat('i', 1000000)),
+		        to_jsonb(repeat('o', 1000000)), repeat('e', 1000000),
+		          '{"total_tokens": "many", "prompt_tokens": 1e30, "completion_tokens": 7}')
 		returning id::text`).Scan(&id)
 	require.NoError(t, err)
 	got, err := activity.Lines(t.Context(), db, activity.Filter{})
 	if err != nil || len(got.Lines) != 1 {
 		t.Fatalf("%+v, %v", got, err)
 	}
-	if line := got.Lines[0]; len(line.Purpose) != 300 || len(line.Lane) != 300 || len(line.ErrorMessage) != 300 || line.Tokens != 0 {
-		t.Errorf("purpose %d, lane %d, error %d, tokens %d", len(line.Purpose), len(line.Lane), len(line.ErrorMessage), line.Tokens)
+	if line := got.Lines[0]; len(line.Purpose) != 300 || len(line.Lane) != 300 || len(line.ErrorMessage) != 300 ||
+		line.Tokens != 0 {
+		t.Errorf("purpose %d, lane %d, error %d, tokens %d", len(line.Purpose), len(line.Lane),
+			len(line.ErrorMessage), line.Tokens)
 	}
 	more, err := activity.ReadDetails(t.Context(), db, id)
-	if err != nil || len(more.Input) != 4000 || more.InputSize != 1000002 || len(more.Output) != 4000 || more.ErrorSize != 1000000 ||
+	if err != nil || len(more.Input) != 4000 || more.InputSize != 1000002 || len(more.Output) != 4000 ||
+		more.ErrorSize != 1000000 ||
 		more.PromptTokens != 1e12 || more.AnswerTokens != 7 {
 		t.Errorf("got %.200s, %v", strings.Join([]string{more.Input, more.Output}, " "), err)
 	}
@@ -335,15 +350,18 @@ func fill(t *testing.T, db postgres.DB) {
 	t.Helper()
 	pgtest.Exec(t, db, `
 		create temp table since as select clock_timestamp() as now,
-		       clock_timestamp() - (date_trunc('month', clock_timestamp() at time zone 'UTC') - interval '1 month') at time zone 'UTC' as span;
+		       clock_timestamp() - (date_trunc('month',
+		         clock_timestamp() at time zone 'UTC') - interval '1 month') at time zone 'UTC' as span;
 		insert into agent_activity (id, trace_id, kind, skill_name, status, error_class, surface, token_usage, created_at,
 		       finished_at, duration_ms)
-		select lanekeeper.agent_uuid7(at), 'hb_' || lpad((n / 6)::text, 26, '0'), case n % 6 when 0 then 'model' else 'call' end,
+		select lanekeeper.agent_uuid7(at), 'hb_' || lpad((n / 6)::text, 26, '0'), case n % 6 when 0 then 'model'
+		  else 'call' end,
 		       'skill_' || n % 97, case n % 11 when 0 then 'error' else 'success' end, '',
 		       case n % 5 when 0 then 'chat' else 'heartbeat' end, '{"total_tokens": 5}', at, at, n % 1000
 		  from (select n, now - span * n / 24001 as at from since, generate_series(1, 24000) n) x;
 		insert into agent_executions (id, trace_id, surface, flow, status, created_at)
-		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 5 when 0 then 'chat' else 'heartbeat' end, 'beat',
+		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 5 when 0 then 'chat'
+		  else 'heartbeat' end, 'beat',
 		       'pending', at
 		  from (select n, now - span * n / 4001 as at from since, generate_series(1, 4000) n) x;
 		drop table since;
@@ -461,10 +479,19 @@ func TestAModelCallIsChargedToTheSkillsThatItLedTo(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	day := 24 * time.Hour
-	put(t, db, act{kind: "model", skill: "model", purpose: "turn", model: "m1", tokens: 100, cost: "0.10", ago: day, ledTo: map[string]int{"fetch": 25}})
-	put(t, db, act{kind: "model", skill: "model", purpose: "turn", model: "m1", tokens: 50, cost: "0.05", ledTo: map[string]int{"fetch": 1, "note": 2}})
+	put(t, db, act{
+		kind: "model", skill: "model", purpose: "turn", model: "m1", tokens: 100, cost: "0.10", ago: day,
+		ledTo: map[string]int{"fetch": 25},
+	})
+	put(t, db, act{
+		kind: "model", skill: "model", purpose: "turn", model: "m1", tokens: 50, cost: "0.05",
+		ledTo: map[string]int{"fetch": 1, "note": 2},
+	})
 	put(t, db, act{kind: "model", skill: "model", purpose: "turn", model: "m1", tokens: 5, cost: "0.000001"})
-	put(t, db, act{kind: "model", skill: "model", purpose: "turn", model: "m1", status: "error", class: "model", ledTo: map[string]int{"fetch": 0}})
+	put(t, db, act{
+		kind: "model", skill: "model", purpose: "turn", model: "m1", status: "error", class: "model",
+		ledTo: map[string]int{"fetch": 0},
+	})
 	put(t, db, act{kind: "call", skill: "fetch", tokens: 999})
 	put(t, db, act{kind: "model", skill: "ancient", model: "m1", tokens: 1000, ago: 20 * day})
 
@@ -475,18 +502,33 @@ func TestAModelCallIsChargedToTheSkillsThatItLedTo(t *testing.T) {
 	}
 	today, before := time.Now().UTC().Format(time.DateOnly), time.Now().UTC().Add(-day).Format(time.DateOnly)
 	want := []activity.Spending{
-		{Day: today, Skill: "note", Surface: "heartbeat", Model: "m1", Calls: 1, PromptTokens: 33, CompletionTokens: 1, Tokens: 34, CostUSD: 0.033333},
+		{
+			Day: today, Skill: "note", Surface: "heartbeat", Model: "m1", Calls: 1, PromptTokens: 33, CompletionTokens: 1,
+			Tokens: 34, CostUSD: 0.033333,
+		},
 		{Day: today, Skill: "fetch", Surface: "heartbeat", Model: "m1", PromptTokens: 16, Tokens: 16, CostUSD: 0.016667},
-		{Day: today, Surface: "heartbeat", Model: "m1", Calls: 2, PromptTokens: 4, CompletionTokens: 1, Tokens: 5, CostUSD: 0.000001},
-		{Day: before, Skill: "fetch", Surface: "heartbeat", Model: "m1", Calls: 1, PromptTokens: 99, CompletionTokens: 1, Tokens: 100, CostUSD: 0.1},
+		{
+			Day: today, Surface: "heartbeat", Model: "m1", Calls: 2, PromptTokens: 4, CompletionTokens: 1,
+			Tokens: 5, CostUSD: 0.000001,
+		},
+		{
+			Day: before, Skill: "fetch", Surface: "heartbeat", Model: "m1", Calls: 1, PromptTokens: 99, CompletionTokens: 1,
+			Tokens: 100, CostUSD: 0.1,
+		},
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
 	}
 	purposes, _, err := activity.SpendByPurpose(t.Context(), db, filter)
 	want = []activity.Spending{
-		{Day: today, Purpose: "turn", Surface: "heartbeat", Model: "m1", Calls: 3, PromptTokens: 53, CompletionTokens: 2, Tokens: 55, CostUSD: 0.050001},
-		{Day: before, Purpose: "turn", Surface: "heartbeat", Model: "m1", Calls: 1, PromptTokens: 99, CompletionTokens: 1, Tokens: 100, CostUSD: 0.1},
+		{
+			Day: today, Purpose: "turn", Surface: "heartbeat", Model: "m1", Calls: 3, PromptTokens: 53, CompletionTokens: 2,
+			Tokens: 55, CostUSD: 0.050001,
+		},
+		{
+			Day: before, Purpose: "turn", Surface: "heartbeat", Model: "m1", Calls: 1, PromptTokens: 99, CompletionTokens: 1,
+			Tokens: 100, CostUSD: 0.1,
+		},
 	}
 	if diff := cmp.Diff(want, purposes); diff != "" || err != nil {
 		t.Error(diff, err)
@@ -497,7 +539,8 @@ func TestAModelCallIsChargedToTheSkillsThatItLedTo(t *testing.T) {
 		t.Fatalf("the first page is %+v, %q (%v)", first, next, err)
 	}
 	filter.Cursor = next
-	if second, next, err := activity.Spend(t.Context(), db, filter); err != nil || len(second) != 1 || second[0].Day != before || next != "" {
+	if second, next, err := activity.Spend(t.Context(), db, filter); err != nil || len(second) != 1 ||
+		second[0].Day != before || next != "" {
 		t.Errorf("the second page is %+v, %q (%v)", second, next, err)
 	}
 	if _, _, err := activity.SpendByPurpose(t.Context(), db, filter); !errors.Is(err, activity.ErrSkillOrPurpose) {
@@ -509,7 +552,8 @@ func TestAModelCallIsChargedToTheSkillsThatItLedTo(t *testing.T) {
 func skillsThatAre(t *testing.T, db postgres.DB, names ...string) {
 	t.Helper()
 	pgtest.Exec(t, db, `
-		insert into agent_skills (name, tool_definition, handler, enabled_at) select n, '{}', 'builtin:x', 'epoch' from unnest($1::text[]) n`, names)
+		insert into agent_skills (name, tool_definition, handler, enabled_at) select n, '{}', 'builtin:x', 'epoch'
+		  from unnest($1::text[]) n`, names)
 }
 
 func TestSlowestIsByThe95thPercentile(t *testing.T) {
@@ -530,8 +574,14 @@ func TestSlowestIsByThe95thPercentile(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []activity.Slow{
-		{Skill: "spiky", Calls: 21, P50MS: 10, P95MS: 2010, MaxMS: new(int64(99999)), SlowestTraceID: "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"},
-		{Skill: "steady", Calls: 20, P50MS: 900, P95MS: 900, MaxMS: new(int64(900)), SlowestTraceID: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE"},
+		{
+			Skill: "spiky", Calls: 21, P50MS: 10, P95MS: 2010, MaxMS: new(int64(99999)),
+			SlowestTraceID: "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE",
+		},
+		{
+			Skill: "steady", Calls: 20, P50MS: 900, P95MS: 900, MaxMS: new(int64(900)),
+			SlowestTraceID: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE",
+		},
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
@@ -543,7 +593,10 @@ func TestFailingCountsWhatSelfHealCounts(t *testing.T) {
 	db := pgtest.DB(t)
 	skillsThatAre(t, db, "fetch", "always", "healthy")
 	at := func(minutes int, status, class, message string) {
-		put(t, db, act{skill: "fetch", ago: time.Duration(minutes) * time.Minute, status: status, class: class, message: message, ms: 20})
+		put(t, db, act{
+			skill: "fetch", ago: time.Duration(minutes) * time.Minute, status: status, class: class,
+			message: message, ms: 20,
+		})
 	}
 	at(50, "error", "timeout", "first")
 	at(40, "success", "", "")
@@ -557,8 +610,14 @@ func TestFailingCountsWhatSelfHealCounts(t *testing.T) {
 	got, _, err := activity.Failing(t.Context(), db, activity.ReportFilter{Since: time.Now().Add(-time.Hour)})
 	require.NoError(t, err)
 	want := []activity.Failure{
-		{Skill: "fetch", Calls: 4, Errors: 3, Rate: 0.75, Streak: 2, P50MS: 20, P95MS: 20, LastError: "last", LastClass: "timeout", LastTrace: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE", State: "enabled"},
-		{Skill: "always", Calls: 1, Errors: 1, Rate: 1, Streak: 1, LastError: "no", LastClass: "timeout", LastTrace: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE", State: "enabled"},
+		{
+			Skill: "fetch", Calls: 4, Errors: 3, Rate: 0.75, Streak: 2, P50MS: 20, P95MS: 20, LastError: "last",
+			LastClass: "timeout", LastTrace: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE", State: "enabled",
+		},
+		{
+			Skill: "always", Calls: 1, Errors: 1, Rate: 1, Streak: 1, LastError: "no", LastClass: "timeout",
+			LastTrace: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE", State: "enabled",
+		},
 	}
 	if diff := cmp.Diff(want, got, cmpopts.IgnoreFields(activity.Failure{}, "LastFailed")); diff != "" {
 		t.Error(diff)

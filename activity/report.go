@@ -53,12 +53,14 @@ var ErrSkillOrPurpose = errors.New("spend is counted by skill or by purpose, not
 // cost.
 func Spend(ctx context.Context, db postgres.DB, f ReportFilter) ([]Spending, string, error) {
 	return spend(ctx, db, f, `
-		select s.day::text, s.skill, '' as purpose, s.surface, s.model, s.calls, s.prompt_tokens, s.completion_tokens, s.tokens,
+		select s.day::text, s.skill, '' as purpose, s.surface, s.model, s.calls, s.prompt_tokens, s.completion_tokens,
+		  s.tokens,
 		       s.cost_usd::float8 as cost_usd, s.unknown_tokens, s.unknown_usd::float8 as unknown_usd
 		  from agent_spend s
 		 where (@since::timestamptz is null or s.day >= (@since at time zone 'UTC')::date)
 		   and (@until::timestamptz is null or s.day < (@until at time zone 'UTC')::date)
-		   and (@skill::text = '' or s.skill = lanekeeper.agent_count_key(@skill)) and (@surface::text = '' or s.surface = lanekeeper.agent_count_key(@surface))
+		   and (@skill::text = '' or s.skill = lanekeeper.agent_count_key(@skill))
+		     and (@surface::text = '' or s.surface = lanekeeper.agent_count_key(@surface))
 		   and (@model::text = '' or s.model = lanekeeper.agent_count_key(@model))
 		 order by s.day desc, s.cost_usd desc, s.tokens desc, s.skill, s.surface, s.model
 		 offset @offset limit @limit::int + 1`)
@@ -70,7 +72,8 @@ func SpendByPurpose(ctx context.Context, db postgres.DB, f ReportFilter) ([]Spen
 		return nil, "", ErrSkillOrPurpose
 	}
 	return spend(ctx, db, f, `
-		select s.day::text, '' as skill, s.purpose, s.surface, s.model, s.calls, s.prompt_tokens, s.completion_tokens, s.tokens,
+		select s.day::text, '' as skill, s.purpose, s.surface, s.model, s.calls, s.prompt_tokens, s.completion_tokens,
+		  s.tokens,
 		       s.cost_usd::float8 as cost_usd, s.unknown_tokens, s.unknown_usd::float8 as unknown_usd
 		  from agent_spend_by_purpose s
 		 where (@since::timestamptz is null or s.day >= (@since at time zone 'UTC')::date)
@@ -127,15 +130,18 @@ type Failure struct {
 // agent_skill_calls defines which calls count: invalid arguments of a model, for example, do not.
 func Failing(ctx context.Context, db postgres.DB, f ReportFilter) ([]Failure, string, error) {
 	list, next, err := readPage[Failure](ctx, db, f, `
-		select f.skill, f.calls, f.failed as errors, f.failed::float8 / f.calls as rate, h.streak, coalesce(f.p50_ms, 0) as p50_ms,
-		       coalesce(f.p95_ms, 0) as p95_ms, coalesce(l.error_message, '') as last_error, coalesce(l.error_class, '') as last_class,
+		select f.skill, f.calls, f.failed as errors, f.failed::float8 / f.calls as rate, h.streak, coalesce(f.p50_ms, 0)
+		  as p50_ms,
+		       coalesce(f.p95_ms, 0) as p95_ms, coalesce(l.error_message, '') as last_error, coalesce(l.error_class, '')
+		         as last_class,
 		       l.created_at as last_failed, coalesce(l.trace_id, '') as last_trace, h.state
 		  from (select coalesce(@since::timestamptz, clock_timestamp() - interval '7 days') as at) since
 		 cross join lateral lanekeeper.read_agent_skill_figures(since.at) f
 		  join agent_skill_health h on h.skill = f.skill
 		  left join lateral (
 		       select k.error_message, k.error_class, k.created_at, k.trace_id from agent_skill_calls k
-		        where k.skill_name between f.skill and f.skill and k.status = 'error' and k.id >= lanekeeper.agent_uuid7_floor(since.at)
+		        where k.skill_name between f.skill and f.skill and k.status = 'error'
+		          and k.id >= lanekeeper.agent_uuid7_floor(since.at)
 		        order by k.skill_name desc, k.id desc limit 1) l on true
 		 where f.failed > 0 and (@skill::text = '' or f.skill = @skill)
 		 order by f.failed desc, f.skill
@@ -147,7 +153,9 @@ func Failing(ctx context.Context, db postgres.DB, f ReportFilter) ([]Failure, st
 }
 
 // readPage reads a page of a report. A report is short and computed for each page, so a cursor is an offset.
-func readPage[T any](ctx context.Context, db postgres.DB, f ReportFilter, sql string, args postgres.Strict, verb string) ([]T, string, error) {
+func readPage[T any](
+	ctx context.Context, db postgres.DB, f ReportFilter, sql string, args postgres.Strict, verb string,
+) ([]T, string, error) {
 	offset, err := offsetOf(f.Cursor)
 	if err != nil {
 		return nil, "", fmt.Errorf("%s: %w", verb, err)

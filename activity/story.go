@@ -106,7 +106,10 @@ func (n *Node) line(branch string) line {
 		name += " (" + plainText(n.Model) + ")"
 	}
 	word, tint := statusMark(string(n.Status))
-	l := line{cells: [5]string{branch + truncate(name, nameMost), word, "", formatTokens(int64(n.TokenUsage.TotalTokens)), formatUSD(n.CostUSD)}}
+	l := line{cells: [5]string{
+		branch + truncate(name, nameMost), word, "", formatTokens(int64(n.TokenUsage.TotalTokens)),
+		formatUSD(n.CostUSD),
+	}}
 	if n.DurationMS != nil {
 		l.cells[2] = formatDuration(time.Duration(*n.DurationMS) * time.Millisecond)
 	}
@@ -125,7 +128,10 @@ func (t Trace) total() line {
 	if t.FinishedAt != nil {
 		elapsed = formatDuration(t.FinishedAt.Sub(t.StartedAt))
 	}
-	l := line{cells: [5]string{"total: " + count(len(t.Activities), "activity", "activities"), "", elapsed, formatTokens(t.Tokens), formatUSD(t.CostUSD)}}
+	l := line{cells: [5]string{
+		"total: " + count(len(t.Activities), "activity", "activities"), "", elapsed,
+		formatTokens(t.Tokens), formatUSD(t.CostUSD),
+	}}
 	if failed > 0 {
 		l.cells[1], l.tint = "✗ "+count(failed, "error", "errors"), red
 	}

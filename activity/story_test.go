@@ -50,12 +50,14 @@ func sampleTrace() activity.Trace {
 				"even a header, and the connection was closed by the other side after a minute of silence"),
 		row("n", "f", activity.KindNote, "retry", activity.Success, 0),
 		row("a", "plan", activity.KindCall, "send_report", activity.PendingApproval, 3),
-		fail(row("u", "", activity.KindCall, "post_message", activity.Unknown, 900), "interrupted", "nobody knows whether it took effect"),
+		fail(row("u", "", activity.KindCall, "post_message", activity.Unknown, 900), "interrupted",
+			"nobody knows whether it took effect"),
 		row("o", "gone", activity.KindCall, "orphan", activity.Running, 0),
 	}
 	return activity.Trace{
-		TraceID: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE", OTelTraceID: trace.ID("hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE").OTel(), Surface: "heartbeat",
-		Status: "completed", StartedAt: at, FinishedAt: &end, Tokens: 12840, CostUSD: 0.004213, Activities: rows,
+		TraceID: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE", OTelTraceID: trace.ID("hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE").OTel(),
+		Surface: "heartbeat",
+		Status:  "completed", StartedAt: at, FinishedAt: &end, Tokens: 12840, CostUSD: 0.004213, Activities: rows,
 	}
 }
 
@@ -107,12 +109,18 @@ func TestEveryRowOfATreeAppearsOnce(t *testing.T) {
 		rows []activity.Row
 		want string
 	}{
-		"children keep their order": {[]activity.Row{{ID: "a"}, parent("b", "a"), {ID: "c"}, parent("d", "a"), parent("e", "b")}, "a(b(e)d)c"},
-		"child before its parent":   {[]activity.Row{parent("b", "a"), {ID: "a"}}, "a(b)"},
-		"orphan":                    {[]activity.Row{{ID: "a"}, parent("b", "gone")}, "ab"},
-		"own parent":                {[]activity.Row{parent("a", "a")}, "a"},
-		"circle":                    {[]activity.Row{parent("a", "b"), parent("b", "c"), parent("c", "a")}, "c(b(a))"},
-		"none":                      {nil, ""},
+		"children keep their order": {[]activity.Row{
+			{ID: "a"},
+			parent("b", "a"),
+			{ID: "c"},
+			parent("d", "a"),
+			parent("e", "b"),
+		}, "a(b(e)d)c"},
+		"child before its parent": {[]activity.Row{parent("b", "a"), {ID: "a"}}, "a(b)"},
+		"orphan":                  {[]activity.Row{{ID: "a"}, parent("b", "gone")}, "ab"},
+		"own parent":              {[]activity.Row{parent("a", "a")}, "a"},
+		"circle":                  {[]activity.Row{parent("a", "b"), parent("b", "c"), parent("c", "a")}, "c(b(a))"},
+		"none":                    {nil, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := outline(activity.Tree(test.rows)); got != test.want {
@@ -165,14 +173,18 @@ func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			got, err := activity.TraceOf(t.Context(), db, form)
 			require.NoError(t, err)
-			if used, cost, err := activity.Spent(t.Context(), db, string(id)); err != nil || used.TotalTokens != 42 || cost != 0.0126 {
+			if used, cost, err := activity.Spent(t.Context(), db, string(id)); err != nil ||
+				used.TotalTokens != 42 || cost != 0.0126 {
 				t.Errorf("spent %+v, %v USD, %v", used, cost, err)
 			}
 			if got.FinishedAt == nil || got.FinishedAt.Sub(got.StartedAt) != 3*time.Second || len(got.Activities) != 2 {
 				t.Fatalf("trace is %+v", got)
 			}
 			got.StartedAt, got.FinishedAt, got.Activities = time.Time{}, nil, nil
-			want := activity.Trace{TraceID: string(id), OTelTraceID: id.OTel(), Surface: "webhook", Status: "completed", Tokens: 42, CostUSD: 0.0126}
+			want := activity.Trace{
+				TraceID: string(id), OTelTraceID: id.OTel(), Surface: "webhook", Status: "completed",
+				Tokens: 42, CostUSD: 0.0126,
+			}
 			if diff := cmp.Diff(want, got); diff != "" {
 				t.Error(diff)
 			}
@@ -253,7 +265,10 @@ func TestTracesAreRolledUpNewestFirst(t *testing.T) {
 		"all, by pages of one": {activity.TraceFilter{Limit: 1}, []string{string(going), string(newer), string(older)}},
 		"surface":              {activity.TraceFilter{Surface: "heartbeat"}, []string{string(going), string(older)}},
 		"status":               {activity.TraceFilter{Status: "failed"}, []string{string(newer)}},
-		"since":                {activity.TraceFilter{Since: time.Now().Add(-40 * time.Minute)}, []string{string(going), string(newer)}},
+		"since": {
+			activity.TraceFilter{Since: time.Now().Add(-40 * time.Minute)},
+			[]string{string(going), string(newer)},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if diff := cmp.Diff(test.want, list(test.filter)); diff != "" {
@@ -264,7 +279,8 @@ func TestTracesAreRolledUpNewestFirst(t *testing.T) {
 	page, _, err := activity.Traces(t.Context(), db, activity.TraceFilter{Status: "completed"})
 	require.NoError(t, err)
 	got := page[0]
-	if *got.DurationMS != 3000 || got.Tokens != 10 || got.CostUSD != 0.5 || got.Activities != 2 || got.Errors != 1 || got.ExecutionID != root {
+	if *got.DurationMS != 3000 || got.Tokens != 10 || got.CostUSD != 0.5 || got.Activities != 2 || got.Errors != 1 ||
+		got.ExecutionID != root {
 		t.Errorf("summary is %+v", got)
 	}
 	if got.OTelTraceID != older.OTel() {

@@ -98,11 +98,13 @@ func Spent(ctx context.Context, db postgres.DB, traceID string) (used Usage, cos
 		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint,
 		       coalesce(bool_or(a.token_usage -> 'estimated' = 'true'), false), coalesce(sum(a.cost_usd), 0)::float8,
 		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens')), 0)::bigint,
-		       coalesce(sum(case when jsonb_typeof(a.token_usage -> 'unknown_usd') = 'number' then (a.token_usage ->> 'unknown_usd')::numeric end), 0)::float8
+		       coalesce(sum(case when jsonb_typeof(a.token_usage -> 'unknown_usd') = 'number'
+		         then (a.token_usage ->> 'unknown_usd')::numeric end), 0)::float8
 		  from agent_activity a
 		 where a.trace_id = @trace_id and a.kind = 'model'`,
 		perQuery, postgres.Strict{"trace_id": traceID}).
-		Scan(&used.PromptTokens, &used.CompletionTokens, &used.TotalTokens, &used.Estimated, &costUSD, &used.UnknownTokens, &used.UnknownUSD)
+		Scan(&used.PromptTokens, &used.CompletionTokens, &used.TotalTokens, &used.Estimated, &costUSD,
+			&used.UnknownTokens, &used.UnknownUSD)
 	if err != nil {
 		return Usage{}, 0, fmt.Errorf("sum spend of trace %s: %w", traceID, err)
 	}

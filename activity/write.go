@@ -64,9 +64,11 @@ func OpenIn(ctx context.Context, b *pgx.Batch, e Entry, into *string) {
 		  select o.activity_id from agent_activity_open o
 		   where o.execution_id = @execution_id and o.claim = @claim and o.step = @step and @step <> ''),
 		row as (
-		  insert into agent_activity (trace_id, execution_id, parent_id, cause_id, claim, step, kind, agent, surface, skill_name,
+		  insert into agent_activity (trace_id, execution_id, parent_id, cause_id, claim, step, kind, agent, surface,
+		    skill_name,
 		         skill_id, purpose, status, input, model, idempotency_key, thread_id, lane)
-		  select @trace_id, @execution_id, @parent_id, @cause_id, @claim, @step, @kind, @agent, @surface, @skill, @skill_id, @purpose,
+		  select @trace_id, @execution_id, @parent_id, @cause_id, @claim, @step, @kind, @agent, @surface, @skill, @skill_id,
+		    @purpose,
 		         'running', @input, @model, @idempotency_key, @thread_id, @lane
 		   where not exists (select from open)
 		  returning id),
@@ -90,7 +92,8 @@ func CloseIn(ctx context.Context, b *pgx.Batch, id string, e Entry, o Outcome) {
 		closed as (
 		  update agent_activity a
 		     set status = @status, output = @output, error_message = @error_message, error_class = @error_class,
-		         token_usage = @token_usage, cost_usd = @cost_usd, led_to = @led_to, model = coalesce(nullif(@model, ''), a.model),
+		         token_usage = @token_usage, cost_usd = @cost_usd, led_to = @led_to,
+		           model = coalesce(nullif(@model, ''), a.model),
 		         finished_at = clock_timestamp(),
 		         duration_ms = (extract(epoch from clock_timestamp() - a.created_at) * 1000)::bigint
 		    from fence
@@ -107,11 +110,14 @@ func NoteIn(ctx context.Context, b *pgx.Batch, e Entry, o Outcome, into *string)
 	args := e.arguments(ctx)
 	o.arguments(args)
 	q := b.Queue(`
-		insert into agent_activity (trace_id, execution_id, parent_id, cause_id, claim, step, kind, agent, surface, skill_name,
+		insert into agent_activity (trace_id, execution_id, parent_id, cause_id, claim, step, kind, agent, surface,
+		  skill_name,
 		       skill_id, purpose, status, input, output, error_message, error_class, token_usage, cost_usd, led_to, model,
 		       idempotency_key, thread_id, lane, finished_at, duration_ms)
-		values (@trace_id, @execution_id, @parent_id, @cause_id, @claim, @step, @kind, @agent, @surface, @skill, @skill_id, @purpose,
-		        @status, @input, @output, @error_message, @error_class, @token_usage, @cost_usd, @led_to, @model, @idempotency_key,
+		values (@trace_id, @execution_id, @parent_id, @cause_id, @claim, @step, @kind, @agent, @surface, @skill, @skill_id,
+		  @purpose,
+		        @status, @input, @output, @error_message, @error_class, @token_usage, @cost_usd, @led_to, @model,
+		          @idempotency_key,
 		        @thread_id, @lane, clock_timestamp(), 0)
 		returning id::text`, args)
 	q.QueryRow(func(row pgx.Row) error {
@@ -153,7 +159,8 @@ func (e Entry) arguments(ctx context.Context) postgres.Strict {
 	e = e.withContext(ctx)
 	args := e.fence()
 	maps.Copy(args, map[string]any{
-		"trace_id": e.TraceID, "parent_id": null(e.ParentID), "cause_id": null(e.CauseID), "step": e.Step, "kind": string(e.Kind), "agent": e.Agent,
+		"trace_id": e.TraceID, "parent_id": null(e.ParentID), "cause_id": null(e.CauseID), "step": e.Step,
+		"kind": string(e.Kind), "agent": e.Agent,
 		"surface": e.Surface, "skill": e.Skill, "skill_id": null(e.SkillID), "purpose": e.Purpose,
 		"input": redactField(e.Input, "{}"), "model": e.Model, "idempotency_key": e.IdempotencyKey,
 		"thread_id": null(e.ThreadID), "lane": e.Lane,

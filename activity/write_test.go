@@ -29,7 +29,8 @@ type written struct {
 func writtenRow(t *testing.T, db postgres.DB, id string) written {
 	t.Helper()
 	got := pgtest.Rows[written](t, db, `
-		select skill_name, step, kind, status, error_class, coalesce(error_message, ''), input::text, coalesce(output::text, ''),
+		select skill_name, step, kind, status, error_class, coalesce(error_message, ''), input::text,
+		  coalesce(output::text, ''),
 		       token_usage::text, cost_usd::float8, finished_at is not null and duration_ms is not null
 		  from agent_activity where id = @id`, postgres.Strict{"id": id})
 	if len(got) != 1 {
@@ -118,7 +119,8 @@ func TestAStaleClaimWritesNothing(t *testing.T) {
 		"handed on": func(t *testing.T, e activity.Entry) { handOn(t, pool, e.ExecutionID) },
 		"expired": func(t *testing.T, e activity.Entry) {
 			pgtest.Exec(t, pool, `
-				update agent_workers set expires_at = clock_timestamp() where id = (select claimed_by from agent_executions where id = @id)`,
+				update agent_workers set expires_at = clock_timestamp()
+				  where id = (select claimed_by from agent_executions where id = @id)`,
 				postgres.Strict{"id": e.ExecutionID})
 		},
 		"cancelled": func(t *testing.T, e activity.Entry) {
@@ -145,7 +147,8 @@ func TestAStaleClaimWritesNothing(t *testing.T) {
 			if open := before.Status == "running"; !errors.Is(err, activity.ErrStale) && (open || err != nil) {
 				t.Errorf("close: %v", err) // a row that was closed with the execution is left alone, without an error
 			}
-			if diff := cmp.Diff(before, writtenRow(t, pool, id)); diff != "" || pgtest.Value[int](t, pool, `select count(*) from agent_activity`) != rows {
+			if diff := cmp.Diff(before, writtenRow(t, pool, id)); diff != "" ||
+				pgtest.Value[int](t, pool, `select count(*) from agent_activity`) != rows {
 				t.Errorf("the log changed (-before +after):\n%s", diff)
 			}
 		})
@@ -157,11 +160,13 @@ func TestARejectedWriteIsKept(t *testing.T) {
 	pool := pgtest.DB(t)
 	e := claimed(t, pool)
 	handOn(t, pool, e.ExecutionID)
-	err := activity.Reject(t.Context(), pool, e, activity.Outcome{Status: activity.Success, Output: map[string]string{"paid": "7", "api_key": "sk-secret"}})
+	err := activity.Reject(t.Context(), pool, e,
+		activity.Outcome{Status: activity.Success, Output: map[string]string{"paid": "7", "api_key": "sk-secret"}})
 	require.NoError(t, err)
 	id := pgtest.Value[string](t, pool, `select id::text from agent_activity`)
 	want := written{
-		Skill: "stale_write", Step: "pay", Kind: "note", Status: "error", Class: "stale", Message: activity.ErrStale.Error(), Usage: "{}",
+		Skill: "stale_write", Step: "pay", Kind: "note", Status: "error", Class: "stale",
+		Message: activity.ErrStale.Error(), Usage: "{}",
 		Input:  `{"step": "pay", "claim": 1, "rejected_write": "pay"}`,
 		Output: `{"error": "", "output": {"paid": "7", "api_key": "[redacted]"}, "status": "success"}`, Finished: true,
 	}
@@ -175,7 +180,10 @@ func TestInputAndOutputAreRedactedAndBounded(t *testing.T) {
 	pool := pgtest.DB(t)
 	const secret = "hunter2-hunter2"
 	long := strings.Repeat("long ", 50_000)
-	e := activity.Entry{TraceID: string(trace.New(trace.Operate)), Skill: "ask", Input: map[string]any{"password": secret, "text": long}}
+	e := activity.Entry{
+		TraceID: string(trace.New(trace.Operate)), Skill: "ask",
+		Input: map[string]any{"password": secret, "text": long},
+	}
 	id, err := activity.Note(t.Context(), pool, e, activity.Outcome{
 		Status: activity.Error, Output: json.RawMessage(`{"url": "postgres://u:` + secret + `@h/d", "nul": "a\u0000b"}`),
 		Message: "connect postgres://u:" + secret + "@h/d\x00: refused " + long,
@@ -199,7 +207,8 @@ func TestAnEntryFillsEmptyFieldsFromTheContext(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	id := trace.New(trace.Heartbeat)
-	ctx := trace.WithLane(trace.With(t.Context(), trace.Span{TraceID: id, Surface: trace.Heartbeat, Agent: "nightwatch"}), "heartbeat")
+	ctx := trace.WithLane(trace.With(t.Context(), trace.Span{TraceID: id, Surface: trace.Heartbeat, Agent: "nightwatch"}),
+		"heartbeat")
 	parent, err := activity.Open(ctx, pool, activity.Entry{Skill: "plan", Kind: activity.KindPhase})
 	require.NoError(t, err)
 	child, err := activity.Note(trace.WithActivity(ctx, parent), pool, activity.Entry{Skill: "look"}, activity.Outcome{})
@@ -222,15 +231,19 @@ func TestAnUnloggableActionIsAnError(t *testing.T) {
 		entry   activity.Entry
 		outcome activity.Outcome
 	}{
-		"no trace":        {activity.Entry{Skill: "ask"}, activity.Outcome{}},
-		"unknown status":  {whole, activity.Outcome{Status: "splendid"}},
-		"unknown kind":    {activity.Entry{TraceID: whole.TraceID, Skill: "ask", Kind: "song"}, activity.Outcome{}},
-		"claim alone":     {activity.Entry{TraceID: whole.TraceID, Skill: "ask", Claim: 3}, activity.Outcome{}},
-		"no such claim":   {activity.Entry{TraceID: whole.TraceID, Skill: "ask", Claim: 3, ExecutionID: "01a1fc71-3adb-78b8-86ab-983dc5c92f7f"}, activity.Outcome{}},
+		"no trace":       {activity.Entry{Skill: "ask"}, activity.Outcome{}},
+		"unknown status": {whole, activity.Outcome{Status: "splendid"}},
+		"unknown kind":   {activity.Entry{TraceID: whole.TraceID, Skill: "ask", Kind: "song"}, activity.Outcome{}},
+		"claim alone":    {activity.Entry{TraceID: whole.TraceID, Skill: "ask", Claim: 3}, activity.Outcome{}},
+		"no such claim": {activity.Entry{
+			TraceID: whole.TraceID, Skill: "ask", Claim: 3,
+			ExecutionID: "01a1fc71-3adb-78b8-86ab-983dc5c92f7f",
+		}, activity.Outcome{}},
 		"execution is no": {activity.Entry{TraceID: whole.TraceID, Skill: "ask", ExecutionID: "seven"}, activity.Outcome{}},
 	}
 	for name, c := range cases {
-		if _, err := activity.Note(t.Context(), pool, c.entry, c.outcome); err == nil || !strings.HasPrefix(err.Error(), "note activity ask: ") {
+		if _, err := activity.Note(t.Context(), pool, c.entry, c.outcome); err == nil ||
+			!strings.HasPrefix(err.Error(), "note activity ask: ") {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -239,7 +252,8 @@ func TestAnUnloggableActionIsAnError(t *testing.T) {
 	if _, err := activity.Open(ended, pool, whole); !errors.Is(err, context.Canceled) {
 		t.Errorf("with an ended context: %v", err)
 	}
-	if n := pgtest.Value[int](t, pool, `select (select count(*) from agent_activity) + (select count(*) from agent_activity_open)`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select (select count(*) from agent_activity) + (select count(*)
+		from agent_activity_open)`); n != 0 {
 		t.Errorf("%d rows were written", n)
 	}
 }
@@ -255,11 +269,13 @@ func TestATakeoverWaitsForAFencedWrite(t *testing.T) {
 	took := make(chan struct{})
 	group.Go(func() error {
 		defer close(took)
-		_, err := pool.Exec(t.Context(), `update agent_executions set claim = claim + 1 where id = @id`, postgres.Strict{"id": e.ExecutionID})
+		_, err := pool.Exec(t.Context(), `update agent_executions set claim = claim + 1 where id = @id`,
+			postgres.Strict{"id": e.ExecutionID})
 		return err
 	})
 	pgtest.Eventually(t, 90*time.Second, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`) > 0
+		return pgtest.Value[int](t, pool, `select count(*) from pg_stat_activity where datname = current_database()
+			and wait_event_type = 'Lock'`) > 0
 	}, "the takeover waits")
 	select {
 	case <-took:

@@ -226,7 +226,8 @@ func version(ctx context.Context, db postgres.DB, name string, number int) (row,
 		select name, version, definition, source, created_at from agent_agents
 		 where name = @name and version = @version`,
 		postgres.Strict{"name": name, "version": number})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read version %d of agent %s", number, name), pgx.RowToStructByName[row])
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read version %d of agent %s", number, name),
+		pgx.RowToStructByName[row])
 }
 
 // Versions lists the versions of an agent, the newest first, or returns [ErrNotFound].

@@ -27,7 +27,10 @@ import (
 // newBareServer is a server without a database, and its handler for one route.
 func newBareServer(t *testing.T, rt route) (*server, http.Handler) {
 	t.Helper()
-	s := &server{auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(), log: slog.New(slog.DiscardHandler)}
+	s := &server{
+		auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(),
+		log: slog.New(slog.DiscardHandler),
+	}
 	return s, s.withLogging(s.serve(rt))
 }
 
@@ -44,9 +47,12 @@ func TestRejectionDoesNotWaitForBody(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			_, h := newBareServer(t, route{access: Public, maxBody: 25 << 20, expect: func(r *http.Request) (*http.Request, int64, error) {
-				return r, c.most, c.refusal
-			}, handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("the route was called") })})
+			_, h := newBareServer(t, route{
+				access: Public, maxBody: 25 << 20,
+				expect: func(r *http.Request) (*http.Request, int64, error) {
+					return r, c.most, c.refusal
+				}, handler: http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("the route was called") }),
+			})
 			server := httptest.NewUnstartedServer(nil)
 			server.Config = Server(h, slog.New(slog.DiscardHandler))
 			server.Start()
@@ -336,15 +342,16 @@ func TestClientThatDoesNotReadIsDisconnected(t *testing.T) {
 	for name, stream := range map[string]bool{"an answer": false, "a stream": true} {
 		t.Run(name, func(t *testing.T) {
 			failed := make(chan error, 1)
-			conn := sendWithoutReading(t, route{stream: stream, handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-				piece := make([]byte, 1<<20)
-				for {
-					if _, err := w.Write(piece); err != nil {
-						failed <- err
-						return
+			conn := sendWithoutReading(t,
+				route{stream: stream, handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+					piece := make([]byte, 1<<20)
+					for {
+						if _, err := w.Write(piece); err != nil {
+							failed <- err
+							return
+						}
 					}
-				}
-			})})
+				})})
 			fmt.Fprint(conn, "GET /x HTTP/1.1\r\nHost: x\r\n\r\n")
 			select {
 			case err := <-failed:
@@ -361,7 +368,8 @@ func TestClientThatDoesNotReadIsDisconnected(t *testing.T) {
 // A request's deadline must not apply to the next request of the connection.
 func TestIdleConnectionIsReused(t *testing.T) {
 	t.Parallel()
-	conn := sendWithoutReading(t, route{handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })})
+	conn := sendWithoutReading(t,
+		route{handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })})
 	reader := bufio.NewReader(conn)
 	for range 2 {
 		fmt.Fprint(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\na")

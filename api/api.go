@@ -113,8 +113,11 @@ func New(o Options) (http.Handler, error) {
 		return nil, err
 	}
 	s := &server{
-		pool: o.Pool, read: cmp.Or(o.Read, replica.Primary(o.Pool)), engine: o.Engine, agents: cmp.Or(o.Agents, &agents.Directory{}), memory: o.Memory, auth: gate, draining: o.Draining, stopping: o.Stopping, cutting: o.Cutting, limits: defaultLimits(), log: o.Logger,
-		ready: cmp.Or(o.Ready, o.Pool), classes: newClasses(), watcher: &statusWatcher{db: o.Pool, log: o.Logger}, pages: o.Pages, proxies: o.Proxies,
+		pool: o.Pool, read: cmp.Or(o.Read, replica.Primary(o.Pool)), engine: o.Engine,
+		agents: cmp.Or(o.Agents, &agents.Directory{}), memory: o.Memory, auth: gate, draining: o.Draining,
+		stopping: o.Stopping, cutting: o.Cutting, limits: defaultLimits(), log: o.Logger,
+		ready: cmp.Or(o.Ready, o.Pool), classes: newClasses(), watcher: &statusWatcher{db: o.Pool, log: o.Logger},
+		pages: o.Pages, proxies: o.Proxies,
 		pending: newPendingResults(o.Pool, o.Cutting), documentBytes: cmp.Or(o.DocumentBytes, documents.DefaultMaxBytes),
 		locks: postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
 	}
@@ -234,7 +237,8 @@ func (s *server) methodNotAllowed(rows []route) http.Handler {
 	closed := route{access: guarded.access, openAI: guarded.openAI, page: guarded.page, foreign: true}
 	return s.authorize(closed, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Allow", allow)
-		s.writeError(w, r, closed, problem.New(http.StatusMethodNotAllowed, "method %.20s is not allowed; use %s", r.Method, allow), "")
+		s.writeError(w, r, closed, problem.New(http.StatusMethodNotAllowed, "method %.20s is not allowed; use %s",
+			r.Method, allow), "")
 	}))
 }
 

@@ -87,7 +87,8 @@ func TestNoTokenRejectsAll(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, header := range []string{"", "Bearer", "Bearer "} {
-		a.checkProblem(a.raw("GET", "/v1/traces", "", http.Header{"Authorization": {header}}), http.StatusUnauthorized, "token")
+		a.checkProblem(a.raw("GET", "/v1/traces", "", http.Header{"Authorization": {header}}),
+			http.StatusUnauthorized, "token")
 	}
 }
 
@@ -130,25 +131,28 @@ func TestBadRequestProblems(t *testing.T) {
 		"no such trace":       {"GET", "/v1/traces/" + string(trace.New(trace.Chat)), "", 404, "no such trace"},
 		"execution id":        {"GET", "/v1/executions/42", "", 400, "42"},
 		"no such execution":   {"GET", "/v1/executions/018f0000-0000-7000-8000-000000000000", "", 404, "no such execution"},
-		"cancel nothing":      {"POST", "/v1/executions/018f0000-0000-7000-8000-000000000000/cancel", `{"reason":"x"}`, 404, "no such execution"},
-		"enable nothing":      {"POST", "/v1/skills/nothing/enable", `{"reason":"x"}`, 404, "not found"},
-		"disable nothing":     {"POST", "/v1/skills/nothing/disable", `{"reason":"x"}`, 404, "not found"},
-		"NUL in a skill":      {"POST", "/v1/skills/a%00/disable", `{"reason":"x"}`, 404, "not found"},
-		"break nothing":       {"POST", "/v1/lanes/nothing/break", `{"reason":"x"}`, 404, "nothing is not held"},
-		"break a run":         {"POST", "/v1/lanes/execution:7/break", `{"reason":"x"}`, 404, "/v1/executions/7/cancel"},
-		"NUL in a lane":       {"POST", "/v1/lanes/a%00/break", `{"reason":"x"}`, 400, "control"},
-		"long lane":           {"POST", "/v1/lanes/" + strings.Repeat("x", 256) + "/break", `{"reason":"x"}`, 400, "255"},
-		"unknown field":       {"POST", "/v1/lanes/x/break", `{"reason":"x","force":true}`, 400, `"force"`},
-		"no reason":           {"POST", "/v1/lanes/x/break", `{}`, 400, "reason"},
-		"blank reason":        {"POST", "/v1/skills/x/enable", `{"reason":" \n"}`, 400, "reason"},
-		"NUL in a reason":     {"POST", "/v1/skills/x/enable", `{"reason":"a\u0000"}`, 400, "reason"},
-		"long reason":         {"POST", "/v1/skills/x/enable", `{"reason":"` + strings.Repeat("x", 1001) + `"}`, 400, "reason"},
-		"wrong type":          {"POST", "/v1/lanes/x/break", `{"reason":7}`, 400, "reason"},
-		"null":                {"POST", "/v1/lanes/x/break", `null`, 400, "object"},
-		"no body":             {"POST", "/v1/lanes/x/break", "", 400, "object"},
-		"cut body":            {"POST", "/v1/lanes/x/break", `{"reason":"x`, 400, "unexpected"},
-		"more":                {"POST", "/v1/lanes/x/break", `{"reason":"x"} {}`, 400, "continues after"},
-		"too large":           {"POST", "/v1/lanes/x/break", `{"reason":"` + strings.Repeat("x", 1<<20) + `"}`, 413, "1048576"},
+		"cancel nothing": {
+			"POST", "/v1/executions/018f0000-0000-7000-8000-000000000000/cancel", `{"reason":"x"}`, 404,
+			"no such execution",
+		},
+		"enable nothing":  {"POST", "/v1/skills/nothing/enable", `{"reason":"x"}`, 404, "not found"},
+		"disable nothing": {"POST", "/v1/skills/nothing/disable", `{"reason":"x"}`, 404, "not found"},
+		"NUL in a skill":  {"POST", "/v1/skills/a%00/disable", `{"reason":"x"}`, 404, "not found"},
+		"break nothing":   {"POST", "/v1/lanes/nothing/break", `{"reason":"x"}`, 404, "nothing is not held"},
+		"break a run":     {"POST", "/v1/lanes/execution:7/break", `{"reason":"x"}`, 404, "/v1/executions/7/cancel"},
+		"NUL in a lane":   {"POST", "/v1/lanes/a%00/break", `{"reason":"x"}`, 400, "control"},
+		"long lane":       {"POST", "/v1/lanes/" + strings.Repeat("x", 256) + "/break", `{"reason":"x"}`, 400, "255"},
+		"unknown field":   {"POST", "/v1/lanes/x/break", `{"reason":"x","force":true}`, 400, `"force"`},
+		"no reason":       {"POST", "/v1/lanes/x/break", `{}`, 400, "reason"},
+		"blank reason":    {"POST", "/v1/skills/x/enable", `{"reason":" \n"}`, 400, "reason"},
+		"NUL in a reason": {"POST", "/v1/skills/x/enable", `{"reason":"a\u0000"}`, 400, "reason"},
+		"long reason":     {"POST", "/v1/skills/x/enable", `{"reason":"` + strings.Repeat("x", 1001) + `"}`, 400, "reason"},
+		"wrong type":      {"POST", "/v1/lanes/x/break", `{"reason":7}`, 400, "reason"},
+		"null":            {"POST", "/v1/lanes/x/break", `null`, 400, "object"},
+		"no body":         {"POST", "/v1/lanes/x/break", "", 400, "object"},
+		"cut body":        {"POST", "/v1/lanes/x/break", `{"reason":"x`, 400, "unexpected"},
+		"more":            {"POST", "/v1/lanes/x/break", `{"reason":"x"} {}`, 400, "continues after"},
+		"too large":       {"POST", "/v1/lanes/x/break", `{"reason":"` + strings.Repeat("x", 1<<20) + `"}`, 413, "1048576"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a.t = t
@@ -256,8 +260,10 @@ func TestOpenAPIDocumentIsComplete(t *testing.T) {
 	a := start(t)
 	assert.Equal(t, "3.1.0", a.doc["openapi"])
 	for _, op := range []string{
-		"GET /healthz", "GET /readyz", "GET /v1/traces", "GET /v1/traces/id", "GET /v1/traces/id/why", "GET /v1/activity", "GET /v1/executions",
-		"GET /v1/executions/id", "POST /v1/executions/id/cancel", "GET /v1/lanes", "POST /v1/lanes/lane/break", "GET /v1/skills",
+		"GET /healthz", "GET /readyz", "GET /v1/traces", "GET /v1/traces/id", "GET /v1/traces/id/why", "GET /v1/activity",
+		"GET /v1/executions",
+		"GET /v1/executions/id", "POST /v1/executions/id/cancel", "GET /v1/lanes", "POST /v1/lanes/lane/break",
+		"GET /v1/skills",
 		"POST /v1/skills/name/enable", "POST /v1/skills/name/disable",
 	} {
 		found := false
@@ -299,7 +305,8 @@ func (a *agent) failure(w *httptest.ResponseRecorder, status int, code string) {
 		a.t.Fatalf("%d %s: %v", w.Code, w.Body, err)
 	}
 	want := map[string]any{"message": got.Error["message"], "type": "invalid_request_error", "param": nil, "code": code}
-	if diff := cmp.Diff(want, got.Error); diff != "" || w.Code != status || w.Header().Get("Content-Type") != "application/json" {
+	if diff := cmp.Diff(want, got.Error); diff != "" || w.Code != status ||
+		w.Header().Get("Content-Type") != "application/json" {
 		a.t.Errorf("%d %v: %s", w.Code, w.Header(), diff)
 	}
 }
@@ -327,7 +334,8 @@ func TestOpenAIErrorFormat(t *testing.T) {
 func TestBodyLimit(t *testing.T) {
 	t.Parallel()
 	a := withEndpoints(t)
-	if w := a.raw("POST", "/v1/chat/completions", strings.Repeat("x", 100), bearer(chatKey)); w.Body.String() != "website|"+strings.Repeat("x", 100)+"|100" {
+	body := strings.Repeat("x", 100)
+	if w := a.raw("POST", "/v1/chat/completions", body, bearer(chatKey)); w.Body.String() != "website|"+body+"|100" {
 		t.Errorf("%d %s", w.Code, w.Body)
 	}
 	large := strings.Repeat("x", 1<<20)
@@ -335,7 +343,8 @@ func TestBodyLimit(t *testing.T) {
 		t.Errorf("1 MiB is refused with %d", w.Code)
 	}
 	a.checkProblem(a.raw("POST", "/webhooks/x", large+"x", nil), 413, "1048576")
-	if w := a.raw("POST", "/webhooks/x", "not json", http.Header{"Content-Type": {"text/plain"}}); w.Body.String() != "|not json|8" {
+	plain := http.Header{"Content-Type": {"text/plain"}}
+	if w := a.raw("POST", "/webhooks/x", "not json", plain); w.Body.String() != "|not json|8" {
 		t.Errorf("a raw body is %s", w.Body)
 	}
 }
@@ -348,7 +357,10 @@ func TestSecurityHeaders(t *testing.T) {
 			w.Header().Set("Content-Security-Policy", "default-src 'self'")
 		}),
 	})
-	for _, path := range []string{"/healthz", "/v1/traces", "/v1/nothing", "/nothing", "/v1/models", "/webhooks/x", "/openapi.json"} {
+	for _, path := range []string{
+		"/healthz", "/v1/traces", "/v1/nothing", "/nothing", "/v1/models",
+		"/webhooks/x", "/openapi.json",
+	} {
 		header := a.raw("GET", path, "", asAdmin()).Header()
 		for name, value := range map[string]string{
 			"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer",
@@ -382,7 +394,8 @@ func TestEndpointsAreDocumented(t *testing.T) {
 	if content["application/json"] == nil || content["text/event-stream"] == nil {
 		t.Errorf("chat answers %v", content)
 	}
-	if refused := chat["responses"].(map[string]any)["401"].(map[string]any)["content"].(map[string]any); refused["application/json"] == nil {
+	unauthorized := chat["responses"].(map[string]any)["401"].(map[string]any)
+	if refused := unauthorized["content"].(map[string]any); refused["application/json"] == nil {
 		t.Errorf("chat refuses with %v", refused)
 	}
 	if op("/webhooks/{endpoint}", "post")["responses"].(map[string]any)["202"] == nil {
@@ -464,7 +477,8 @@ func (a *agent) answersOf(at, path, method string, answers map[string]any) {
 			a.t.Errorf("%s: %s is not described", at, status)
 		}
 		for kind := range content {
-			pointer := "openapi.json#/paths/" + escape.Replace(path) + "/" + method + "/responses/" + status + "/content/" + escape.Replace(kind) + "/schema"
+			pointer := "openapi.json#/paths/" + escape.Replace(path) + "/" + method + "/responses/" + status + "/content/" +
+				escape.Replace(kind) + "/schema"
 			if _, err := a.schemas.Compile(pointer); err != nil {
 				a.t.Errorf("%s: %s: %v", at, status, err)
 			}

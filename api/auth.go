@@ -230,8 +230,9 @@ func (s *sessions) clearCookie(w http.ResponseWriter, r *http.Request) {
 
 func (s *sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
 	return &http.Cookie{
-		Name: local.CookieName(r, sessionCookie), Value: value, Path: "/", MaxAge: age, HttpOnly: true, SameSite: http.SameSiteStrictMode,
-		Secure: r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https"),
+		Name: local.CookieName(r, sessionCookie), Value: value, Path: "/", MaxAge: age, HttpOnly: true,
+		SameSite: http.SameSiteStrictMode,
+		Secure:   r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https"),
 	}
 }
 
@@ -283,7 +284,8 @@ func (s *sessions) sign(text string) []byte {
 
 func (s *sessions) loggedOut(ctx context.Context, id string) (ended bool, err error) {
 	err = postgres.Again(ctx, func() error {
-		return s.db.QueryRow(ctx, `select exists (select from agent_logouts where session_id = @id)`, postgres.Strict{"id": id}).Scan(&ended)
+		return s.db.QueryRow(ctx, `select exists (select from agent_logouts where session_id = @id)`,
+			postgres.Strict{"id": id}).Scan(&ended)
 	})
 	if err != nil {
 		return false, fmt.Errorf("read logouts: %w", err)
@@ -301,9 +303,11 @@ func (s *sessions) revoke(r *http.Request) error {
 		_, err := s.db.Exec(r.Context(), `
 			with forgotten as (
 			  delete from agent_logouts where session_id in (
-			    select session_id from agent_logouts where expires_at < statement_timestamp() order by expires_at limit 100 for update skip locked)),
+			    select session_id from agent_logouts where expires_at < statement_timestamp()
+			      order by expires_at limit 100 for update skip locked)),
 			ended as (
-			  insert into agent_logouts (session_id, expires_at) values (@id, @until) on conflict do nothing returning session_id)
+			  insert into agent_logouts (session_id, expires_at) values (@id, @until) on conflict do nothing
+			    returning session_id)
 			select pg_notify(@channel, session_id) from ended`, postgres.Strict{"id": l.id, "until": l.until, "channel": logoutChannel})
 		return err
 	})
@@ -355,7 +359,8 @@ func sameOrigin(r *http.Request, rt route) error {
 		ours = origin == "" || err == nil && u.Host == r.Host
 	}
 	reads := r.Method == http.MethodGet || r.Method == http.MethodHead
-	follows := rt.page && !rt.stream && reads && r.Header.Get("Sec-Fetch-Mode") == "navigate" && r.Header.Get("Sec-Fetch-Dest") == "document"
+	follows := rt.page && !rt.stream && reads && r.Header.Get("Sec-Fetch-Mode") == "navigate" &&
+		r.Header.Get("Sec-Fetch-Dest") == "document"
 	if ours || follows {
 		return nil
 	}
@@ -363,7 +368,8 @@ func sameOrigin(r *http.Request, rt route) error {
 }
 
 func crossOrigin() error {
-	return problem.New(http.StatusForbidden, "cross-origin requests are not allowed").Kind("cross-origin", "Cross-origin request")
+	return problem.New(http.StatusForbidden, "cross-origin requests are not allowed").Kind("cross-origin",
+		"Cross-origin request")
 }
 
 // Pages render responses for browsers.
@@ -385,8 +391,14 @@ func (s *server) loginRoutes() []route {
 		return nil
 	}
 	return []route{
-		{method: "POST", path: loginPath, access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logIn), about: "Log in with the form of GET /login."},
-		{method: "POST", path: "/logout", access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logOut), about: "End the login."},
+		{
+			method: "POST", path: loginPath, access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logIn),
+			about: "Log in with the form of GET /login.",
+		},
+		{
+			method: "POST", path: "/logout", access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logOut),
+			about: "End the login.",
+		},
 	}
 }
 
@@ -406,7 +418,8 @@ func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 	switch {
 	case waits:
 		w.Header().Set("Retry-After", strconv.Itoa(wait.Seconds()))
-		s.pages.LogIn(w, r, http.StatusTooManyRequests, next, fmt.Sprintf("Too many wrong tokens from this address. Try again in %d s.", wait.Seconds()))
+		s.pages.LogIn(w, r, http.StatusTooManyRequests, next,
+			fmt.Sprintf("Too many wrong tokens from this address. Try again in %d s.", wait.Seconds()))
 	case !right:
 		s.pages.LogIn(w, r, http.StatusUnauthorized, next, "This is not the admin token.")
 	default:

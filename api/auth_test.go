@@ -56,13 +56,20 @@ func accessEndpoints() []api.Endpoint {
 	h := http.HandlerFunc(echo)
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/v1/chat/completions", About: "Chat.", Access: api.Visitor, Body: message{}, Response: message{},
+			Method: "POST", Path: "/v1/chat/completions", About: "Chat.", Access: api.Visitor,
+			Body: message{}, Response: message{},
 			Stream: true, OpenAIErrors: true, MaxBody: 100, Idempotent: true, Handler: h,
 		},
 		{Method: "GET", Path: "/v1/models", About: "Models.", Access: api.Visitor, OpenAIErrors: true, Handler: h},
-		{Method: "POST", Path: "/v1/operate", About: "Operate.", Access: api.Admin, ContentType: "text/event-stream", Stream: true, Handler: h},
+		{
+			Method: "POST", Path: "/v1/operate", About: "Operate.", Access: api.Admin, ContentType: "text/event-stream",
+			Stream: true, Handler: h,
+		},
 		{Method: "POST", Path: "/webhooks/{endpoint}", About: "Webhooks.", Access: api.Public, Status: 202, Handler: h},
-		{Method: "GET", Path: "/chat/{file...}", About: "A page.", Access: api.Public, ContentType: "text/html", Query: map[string]string{"dark": "Colours."}, Handler: h},
+		{
+			Method: "GET", Path: "/chat/{file...}", About: "A page.", Access: api.Public, ContentType: "text/html",
+			Query: map[string]string{"dark": "Colours."}, Handler: h,
+		},
 	}
 }
 
@@ -79,24 +86,35 @@ func expectedAccess() map[string]api.Access {
 	for _, name := range []string{
 		"GET /v1/agents", "GET /v1/agents/name",
 		"GET /v1/traces", "GET /v1/traces/id", "GET /v1/traces/id/why", "GET /v1/traces/id/prompts", "GET /v1/activity",
-		"GET /v1/activity/spend", "GET /v1/activity/slowest", "GET /v1/activity/failing", "GET /v1/activity/audit", "GET /v1/executions", "GET /v1/executions/id",
+		"GET /v1/activity/spend", "GET /v1/activity/slowest", "GET /v1/activity/failing", "GET /v1/activity/audit",
+		"GET /v1/executions", "GET /v1/executions/id",
 		"POST /v1/executions/id/fork", "POST /v1/executions/id/retry", "POST /v1/executions/id/replay",
 		"GET /v1/monitor/status", "GET /v1/monitor/waiting", "GET /v1/monitor/stuck",
 		"GET /v1/flows", "GET /v1/flows/name", "GET /v1/schemas/flow", "GET /v1/requests", "GET /v1/requests/id",
-		"GET /v1/documents", "POST /v1/documents", "GET /v1/documents/id", "GET /v1/documents/id/content", "DELETE /v1/documents/id",
+		"GET /v1/documents", "POST /v1/documents", "GET /v1/documents/id", "GET /v1/documents/id/content",
+		"DELETE /v1/documents/id",
 		"GET /v1/executions/id/events", "POST /v1/executions/id/cancel", "GET /v1/lanes", "POST /v1/lanes/lane/break",
 		"GET /v1/skills", "POST /v1/skills/name/enable", "POST /v1/skills/name/disable", "GET /v1/approvals",
 		"GET /v1/approvals/id", "POST /v1/approvals/id", "POST /v1/events", "GET /v1/objectives", "GET /v1/objectives/id",
 		"POST /v1/objectives/id/accept", "POST /v1/objectives/id/reject",
-		"POST /v1/objectives/id/pause", "POST /v1/objectives/id/resume", "POST /v1/memory/id/forget", "GET /v1/memory/entries/category/key", "PUT /v1/memory/entries/category/key", "DELETE /v1/memory/entries/category/key",
-		"GET /v1/skills/name", "GET /v1/memory/conflicts", "POST /v1/memory/conflicts/id/decide", "GET /v1/automations", "GET /v1/automations/id",
-		"POST /v1/automations/id/enable", "POST /v1/automations/id/disable", "POST /v1/automations/id/accept", "POST /v1/automations/id/run", "GET /v1/memory", "GET /v1/threads", "POST /v1/threads", "POST /v1/threads/id/messages",
-		"POST /v1/threads/id/join_tokens", "POST /v1/threads/id/participants", "GET /v1/threads/id/access", "DELETE /v1/threads/id/access/access_id",
-		"GET /v1/threads/id", "POST /v1/operate", "POST /v1/executions", "POST /v1/executions/id/lock", "PUT /v1/executions/id/lock/lock_id",
+		"POST /v1/objectives/id/pause", "POST /v1/objectives/id/resume", "POST /v1/memory/id/forget",
+		"GET /v1/memory/entries/category/key", "PUT /v1/memory/entries/category/key",
+		"DELETE /v1/memory/entries/category/key",
+		"GET /v1/skills/name", "GET /v1/memory/conflicts", "POST /v1/memory/conflicts/id/decide", "GET /v1/automations",
+		"GET /v1/automations/id",
+		"POST /v1/automations/id/enable", "POST /v1/automations/id/disable", "POST /v1/automations/id/accept",
+		"POST /v1/automations/id/run", "GET /v1/memory", "GET /v1/threads", "POST /v1/threads",
+		"POST /v1/threads/id/messages",
+		"POST /v1/threads/id/join_tokens", "POST /v1/threads/id/participants", "GET /v1/threads/id/access",
+		"DELETE /v1/threads/id/access/access_id",
+		"GET /v1/threads/id", "POST /v1/operate", "POST /v1/executions", "POST /v1/executions/id/lock",
+		"PUT /v1/executions/id/lock/lock_id",
 		"DELETE /v1/executions/id/lock/lock_id", "PUT /v1/locks", "POST /v1/executions/id/checkpoints",
 		"GET /v1/webhooks/targets", "POST /v1/webhooks/targets/id/enable", "POST /v1/webhooks/targets/id/disable",
-		"POST /v1/webhooks/endpoints/id/enable", "POST /v1/webhooks/endpoints/id/disable", "POST /v1/webhooks/outbox/id/resend",
-		"POST /v1/automations/runs/id/redrive", "GET /v1/pause", "POST /v1/pause", "POST /v1/resume", "GET /v1/retention", "PUT /v1/retention",
+		"POST /v1/webhooks/endpoints/id/enable", "POST /v1/webhooks/endpoints/id/disable",
+		"POST /v1/webhooks/outbox/id/resend",
+		"POST /v1/automations/runs/id/redrive", "GET /v1/pause", "POST /v1/pause", "POST /v1/resume",
+		"GET /v1/retention", "PUT /v1/retention",
 	} {
 		all[name] = api.Admin
 	}
@@ -134,7 +152,8 @@ func TestRouteAccess(t *testing.T) {
 			"beheaded": {token[1:], map[api.Access]bool{api.Public: true}},
 		} {
 			w := a.raw(op[0], op[1], "{}", bearer(test.key))
-			if entered := w.Code != http.StatusUnauthorized && w.Code != http.StatusTooManyRequests; entered != test.enters[access] {
+			if entered := w.Code != http.StatusUnauthorized &&
+				w.Code != http.StatusTooManyRequests; entered != test.enters[access] {
 				t.Errorf("%s as %s: status %d", name, who, w.Code)
 			}
 			if w.Code == http.StatusMethodNotAllowed || strings.Contains(w.Body.String(), "no route") {
@@ -293,7 +312,9 @@ func TestInvalidEndpointIsRejected(t *testing.T) {
 }
 
 // sendFrom sends a request from an address, optionally through a proxy.
-func (a *agent) sendFrom(address, forwardedFor, method, path, body string, header http.Header) *httptest.ResponseRecorder {
+func (a *agent) sendFrom(
+	address, forwardedFor, method, path, body string, header http.Header,
+) *httptest.ResponseRecorder {
 	a.t.Helper()
 	r := httptest.NewRequestWithContext(a.t.Context(), method, path, strings.NewReader(body))
 	r.Header, r.RemoteAddr = header.Clone(), address+":4711"
@@ -349,10 +370,12 @@ func TestWrongSecretsAreThrottledAndLogged(t *testing.T) {
 				t.Errorf("the answers are %v", statuses)
 			}
 			lines := strings.Count(a.log.String(), "wrong credential")
-			if lines < 1 || lines > 10 || strings.Contains(a.log.String(), "sesame") || strings.Contains(a.log.String(), way.right) {
+			if lines < 1 || lines > 10 || strings.Contains(a.log.String(), "sesame") ||
+				strings.Contains(a.log.String(), way.right) {
 				t.Errorf("%d lines, or one with a secret:\n%s", lines, a.log)
 			}
-			for _, address := range []string{"192.0.2.1", "192.0.2.2"} { // the first has to wait; but this secret cannot be guessed
+			// the first has to wait; but this secret cannot be guessed
+			for _, address := range []string{"192.0.2.1", "192.0.2.2"} {
 				if w := way.send(a, address, "", way.right); w.Code != way.enters {
 					t.Errorf("the right one from %s: %d %s", address, w.Code, w.Body)
 				}
@@ -368,7 +391,8 @@ func TestWeakSecretIsThrottled(t *testing.T) {
 	for range 6 {
 		a.sendFrom("192.0.2.1", "", "POST", "/login", body, header)
 	}
-	if w := a.sendFrom("192.0.2.1", "", "POST", "/login", body, header); w.Code != 429 || !strings.Contains(w.Body.String(), "login page|/|Too many wrong tokens") {
+	if w := a.sendFrom("192.0.2.1", "", "POST", "/login", body, header); w.Code != 429 ||
+		!strings.Contains(w.Body.String(), "login page|/|Too many wrong tokens") {
 		t.Errorf("%d %s", w.Code, w.Body)
 	}
 }
@@ -380,13 +404,17 @@ func TestTrustedProxyThrottlesByClient(t *testing.T) {
 			pool := pgtest.DB(t)
 			trusted := clientip.Trusted{netip.MustParsePrefix("10.0.0.0/8")}
 			a := newAgentWith(t, api.Options{
-				Pool: pool, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Pages: errorPages{}, Endpoints: accessEndpoints(),
-				Proxies: trusted,
+				Pool: pool, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Pages: errorPages{},
+				Endpoints: accessEndpoints(),
+				Proxies:   trusted,
 			})
 			for range 20 {
 				way.send(a, "10.0.0.1", "198.51.100.1", "wrong")
 			}
-			for from, want := range map[string]int{"198.51.100.1": 429, "198.51.100.2": 401, "198.51.100.1, 198.51.100.3": 401, "": 401} {
+			for from, want := range map[string]int{
+				"198.51.100.1": 429, "198.51.100.2": 401,
+				"198.51.100.1, 198.51.100.3": 401, "": 401,
+			} {
 				if w := way.send(a, "10.0.0.1", from, "wrong"); w.Code != want {
 					t.Errorf("from %q: %d, want %d", from, w.Code, want)
 				}
@@ -403,7 +431,8 @@ func TestLogoutRevokesCookie(t *testing.T) {
 	pool := pgtest.DB(t)
 	started, ended := make(chan struct{}), make(chan struct{})
 	live := api.Endpoint{
-		Method: "GET", Path: "/live/lanes", About: "Live.", Access: api.Admin, Page: true, Stream: true, ContentType: "text/event-stream",
+		Method: "GET", Path: "/live/lanes", About: "Live.", Access: api.Admin, Page: true, Stream: true,
+		ContentType: "text/event-stream",
 		Handler: http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 			close(started)
 			<-r.Context().Done()
@@ -418,7 +447,10 @@ func TestLogoutRevokesCookie(t *testing.T) {
 		stop()
 		<-done
 	}()
-	o := api.Options{Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, Endpoints: []api.Endpoint{live}, Listener: listener}
+	o := api.Options{
+		Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, Endpoints: []api.Endpoint{live},
+		Listener: listener,
+	}
 	a, other := newAgentWith(t, o), newAgentWith(t, o)
 	c, kept := a.logIn(), a.logIn()
 	if w := other.raw("GET", "/v1/lanes", "", withCookie(c)); w.Code != 200 {
@@ -519,7 +551,8 @@ func withPages(t *testing.T) *agent {
 	return newAgentWith(t, api.Options{
 		Pool: pool, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Pages: errorPages{},
 		Endpoints: append([]api.Endpoint{
-			row("GET", "/login", api.Public), row("GET", "/{$}", api.Admin), row("GET", "/lanes", api.Admin), row("GET", "/lanes/{id}", api.Admin),
+			row("GET", "/login", api.Public), row("GET", "/{$}", api.Admin), row("GET", "/lanes", api.Admin),
+			row("GET", "/lanes/{id}", api.Admin),
 			row("GET", "/lanes/new", api.Admin), row("POST", "/act/v1/lanes/{lane}/break", api.Admin), live,
 		}, accessEndpoints()...),
 	})
@@ -563,7 +596,10 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 	if w.Code != http.StatusSeeOther || w.Header().Get("Location") != "/lanes?x=1" {
 		t.Errorf("login: %d to %s", w.Code, w.Header().Get("Location"))
 	}
-	for _, word := range []string{"lanekeeper_session=", "Path=/", "HttpOnly", "SameSite=Strict", "Secure", "Max-Age=43200"} {
+	for _, word := range []string{
+		"lanekeeper_session=", "Path=/", "HttpOnly", "SameSite=Strict",
+		"Secure", "Max-Age=43200",
+	} {
 		assert.Contains(t, set, word)
 	}
 	c := a.logIn()
@@ -578,10 +614,12 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 	if w := a.raw("POST", "/v1/skills/none/enable", `{"reason":"x"}`, withCookie(c)); w.Code != http.StatusNotFound {
 		t.Errorf("an action: %d %s", w.Code, w.Body)
 	}
-	if w := a.raw("GET", "/v1/lanes", "", withCookie(c, "Authorization", "Bearer wrong")); w.Code != http.StatusUnauthorized {
+	if w := a.raw("GET", "/v1/lanes", "",
+		withCookie(c, "Authorization", "Bearer wrong")); w.Code != http.StatusUnauthorized {
 		t.Errorf("a wrong token with a good cookie: %d", w.Code)
 	}
-	if w := a.raw("GET", "/login?next=/lanes", "", withCookie(c)); w.Code != http.StatusSeeOther || w.Header().Get("Location") != "/lanes" {
+	if w := a.raw("GET", "/login?next=/lanes", "", withCookie(c)); w.Code != http.StatusSeeOther ||
+		w.Header().Get("Location") != "/lanes" {
 		t.Errorf("the login page for who is logged in: %d %s", w.Code, w.Body)
 	}
 	if w := a.raw("GET", "/live/lanes", "", withCookie(c)); w.Body.String() != "true true" {
@@ -591,7 +629,8 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 		t.Errorf("a stream of the token: %s", w.Body)
 	}
 	out := a.raw("POST", "/logout", "", nil)
-	if out.Code != http.StatusSeeOther || out.Header().Get("Location") != "/login" || !strings.Contains(out.Header().Get("Set-Cookie"), "Max-Age=0") {
+	if out.Code != http.StatusSeeOther || out.Header().Get("Location") != "/login" ||
+		!strings.Contains(out.Header().Get("Set-Cookie"), "Max-Age=0") {
 		t.Errorf("logout: %d %v", out.Code, out.Header())
 	}
 }
@@ -624,7 +663,10 @@ func TestOldCookieIsNotThrottled(t *testing.T) {
 			}
 			ended := login()
 			a.raw("POST", "/logout", "", withCookie(ended))
-			for name, old := range map[string]*http.Cookie{"another token": {Name: ended.Name, Value: "A." + ended.Value}, "ended": ended} {
+			for name, old := range map[string]*http.Cookie{
+				"another token": {Name: ended.Name, Value: "A." + ended.Value},
+				"ended":         ended,
+			} {
 				for range 50 {
 					if w := a.raw("GET", "/v1/lanes", "", withCookie(old)); w.Code != http.StatusUnauthorized {
 						t.Fatalf("%s: %d %s", name, w.Code, w.Body)
@@ -658,10 +700,12 @@ func TestInvalidCookieIsRejected(t *testing.T) {
 	at := strings.LastIndexByte(good.Value, '.')
 	said, signature := good.Value[:at], good.Value[at+1:]
 	for name, value := range map[string]string{
-		"empty": "", "longer": said + "9." + signature, "unsigned": said, "unsigned, with a dot": said + ".", "other signature": said + "." + strings.Repeat("A", len(signature)),
-		"beheaded": good.Value[1:], "trimmed": good.Value[:len(good.Value)-1], "token": token,
+		"empty": "", "longer": said + "9." + signature, "unsigned": said, "unsigned, with a dot": said + ".",
+		"other signature": said + "." + strings.Repeat("A", len(signature)),
+		"beheaded":        good.Value[1:], "trimmed": good.Value[:len(good.Value)-1], "token": token,
 	} {
-		if w := a.raw("GET", "/v1/lanes", "", withCookie(&http.Cookie{Name: good.Name, Value: value})); w.Code != http.StatusUnauthorized {
+		if w := a.raw("GET", "/v1/lanes", "",
+			withCookie(&http.Cookie{Name: good.Name, Value: value})); w.Code != http.StatusUnauthorized {
 			t.Errorf("%s: %d", name, w.Code)
 		}
 	}
@@ -698,19 +742,29 @@ func TestCookieRejectsForeignOrigins(t *testing.T) {
 		header       []string
 		status       int
 	}{
-		"own page reads":         {"GET", "/v1/lanes", []string{"Sec-Fetch-Site", "same-origin"}, 200},
-		"address bar":            {"GET", "/lanes", []string{"Sec-Fetch-Site", "none"}, 200},
-		"same site reads":        {"GET", "/v1/lanes", []string{"Sec-Fetch-Site", "same-site"}, 403},
-		"other site reads":       {"GET", "/v1/lanes", []string{"Sec-Fetch-Site", "cross-site"}, 403},
-		"old browser reads":      {"GET", "/v1/lanes", []string{"Origin", "http://evil.example"}, 403},
-		"old browser, own":       {"GET", "/v1/lanes", []string{"Origin", "http://example.com"}, 200},
-		"link to a page":         {"GET", "/lanes", append([]string{"Sec-Fetch-Site", "same-site"}, link...), 200},
-		"link to the API":        {"GET", "/v1/lanes", append([]string{"Sec-Fetch-Site", "same-site"}, link...), 403},
-		"frame of a page":        {"GET", "/lanes", []string{"Sec-Fetch-Site", "same-site", "Sec-Fetch-Mode", "navigate", "Sec-Fetch-Dest", "iframe"}, 403},
-		"stream":                 {"GET", "/live/lanes", append([]string{"Sec-Fetch-Site", "same-site"}, link...), 403},
-		"form on another site":   {"POST", "/act/v1/lanes/x/break", append([]string{"Sec-Fetch-Site", "same-site"}, link...), 403},
-		"old browser, form":      {"POST", "/act/v1/lanes/x/break", []string{"Origin", "http://evil.example"}, 403},
-		"form of our own":        {"POST", "/act/v1/lanes/x/break", []string{"Sec-Fetch-Site", "same-origin", "Origin", "http://example.com"}, 200},
+		"own page reads":    {"GET", "/v1/lanes", []string{"Sec-Fetch-Site", "same-origin"}, 200},
+		"address bar":       {"GET", "/lanes", []string{"Sec-Fetch-Site", "none"}, 200},
+		"same site reads":   {"GET", "/v1/lanes", []string{"Sec-Fetch-Site", "same-site"}, 403},
+		"other site reads":  {"GET", "/v1/lanes", []string{"Sec-Fetch-Site", "cross-site"}, 403},
+		"old browser reads": {"GET", "/v1/lanes", []string{"Origin", "http://evil.example"}, 403},
+		"old browser, own":  {"GET", "/v1/lanes", []string{"Origin", "http://example.com"}, 200},
+		"link to a page":    {"GET", "/lanes", append([]string{"Sec-Fetch-Site", "same-site"}, link...), 200},
+		"link to the API":   {"GET", "/v1/lanes", append([]string{"Sec-Fetch-Site", "same-site"}, link...), 403},
+		"frame of a page": {"GET", "/lanes", []string{
+			"Sec-Fetch-Site", "same-site", "Sec-Fetch-Mode", "navigate",
+			"Sec-Fetch-Dest", "iframe",
+		}, 403},
+		"stream": {"GET", "/live/lanes", append([]string{"Sec-Fetch-Site", "same-site"}, link...), 403},
+		"form on another site": {
+			"POST", "/act/v1/lanes/x/break", append([]string{"Sec-Fetch-Site", "same-site"}, link...),
+			403,
+		},
+		"old browser, form": {"POST", "/act/v1/lanes/x/break", []string{"Origin", "http://evil.example"}, 403},
+		"form of our own": {
+			"POST", "/act/v1/lanes/x/break",
+			[]string{"Sec-Fetch-Site", "same-origin", "Origin", "http://example.com"},
+			200,
+		},
 		"login from other sites": {"POST", "/login", []string{"Sec-Fetch-Site", "cross-site"}, 403},
 	} {
 		if w := a.raw(test.method, test.path, "", withCookie(c, test.header...)); w.Code != test.status {
@@ -718,7 +772,8 @@ func TestCookieRejectsForeignOrigins(t *testing.T) {
 		}
 	}
 	w := a.raw("GET", "/v1/lanes", "", withCookie(c))
-	if h := w.Header(); h.Get("Cross-Origin-Resource-Policy") != "same-origin" || !strings.Contains(h.Get("Vary"), "Cookie") || h.Get("Cache-Control") != "no-store" {
+	if h := w.Header(); h.Get("Cross-Origin-Resource-Policy") != "same-origin" ||
+		!strings.Contains(h.Get("Vary"), "Cookie") || h.Get("Cache-Control") != "no-store" {
 		t.Errorf("headers are %v", h)
 	}
 }
@@ -763,14 +818,16 @@ func TestLoginRedirectStaysLocal(t *testing.T) {
 	t.Parallel()
 	a := withPages(t)
 	for next, want := range map[string]string{
-		"//evil.example": "/", "https://evil.example": "/", "/login?next=/x": "/", "/logout": "/", "/\\evil.example": "/", "/skills/a%2Fb": "/skills/a%2Fb",
+		"//evil.example": "/", "https://evil.example": "/", "/login?next=/x": "/", "/logout": "/", "/\\evil.example": "/",
+		"/skills/a%2Fb": "/skills/a%2Fb",
 	} {
 		body, header := form("token", token, "next", next)
 		if w := a.raw("POST", "/login", body, header); w.Header().Get("Location") != want {
 			t.Errorf("%s leads to %s", next, w.Header().Get("Location"))
 		}
 	}
-	if w := a.raw("POST", "/login", `{"token":"`+token+`"}`, http.Header{"Content-Type": {"application/json"}}); w.Code != http.StatusUnsupportedMediaType {
+	if w := a.raw("POST", "/login", `{"token":"`+token+`"}`,
+		http.Header{"Content-Type": {"application/json"}}); w.Code != http.StatusUnsupportedMediaType {
 		t.Errorf("JSON: %d", w.Code)
 	}
 }

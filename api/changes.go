@@ -116,18 +116,23 @@ func (s *server) rejectObjective(r request) (response, error) {
 }
 
 // decideObjective decides a proposal once.
-func (s *server) decideObjective(r request, action string, decide func(pgx.Tx, string, string) (bool, error)) (response, error) {
-	return s.changeNamed(r, action, "objective", objectives.ErrNotFound, func(tx pgx.Tx, name, reason string) (bool, error) {
-		decided, err := decide(tx, name, reason)
-		if err == nil && !decided {
-			err = problem.New(http.StatusConflict, "objective %s is not an open proposal", name)
-		}
-		return decided, err
-	})
+func (s *server) decideObjective(
+	r request, action string, decide func(pgx.Tx, string, string) (bool, error),
+) (response, error) {
+	return s.changeNamed(r, action, "objective", objectives.ErrNotFound,
+		func(tx pgx.Tx, name, reason string) (bool, error) {
+			decided, err := decide(tx, name, reason)
+			if err == nil && !decided {
+				err = problem.New(http.StatusConflict, "objective %s is not an open proposal", name)
+			}
+			return decided, err
+		})
 }
 
 // changeNamed runs an audited action on a named object, with a reason.
-func (s *server) changeNamed(r request, action, thing string, missing error, fn func(tx pgx.Tx, name, reason string) (bool, error)) (response, error) {
+func (s *server) changeNamed(
+	r request, action, thing string, missing error, fn func(tx pgx.Tx, name, reason string) (bool, error),
+) (response, error) {
 	name, err := pathName(r, missing)
 	if err != nil {
 		return response{}, err
@@ -192,7 +197,8 @@ func (s *server) listMemory(r request) (response, error) {
 	got, err := readPage("memory", r.query, func(e memory.Entry) string { return e.ID },
 		func(before string, limit int) ([]memory.Entry, error) {
 			return memory.List(r.Context(), s.pool, memory.Filter{
-				Owner: only, Category: r.query["category"], Prefix: r.query["prefix"], TraceIDs: r.query.traceIDs(), Before: before, Limit: limit,
+				Owner: only, Category: r.query["category"], Prefix: r.query["prefix"], TraceIDs: r.query.traceIDs(),
+				Before: before, Limit: limit,
 			})
 		})
 	return response{body: got}, err
@@ -232,12 +238,13 @@ func (s *server) setObjective(r request, action, from, to string) (response, err
 func (s *server) forget(r request, fn func(tx pgx.Tx) (memory.Entry, error)) (response, error) {
 	input := map[string]any{}
 	var gone memory.Entry
-	done, err := s.record(r.Context(), "forget_memory", r.body.(reasonRequest).Reason, input, func(tx pgx.Tx, _ string) (_ any, err error) {
-		gone, err = fn(tx)
-		input["id"] = gone.ID
-		maps.Copy(input, memoryInput(gone.Owner, gone.Category, gone.Key))
-		return map[string]bool{"changed": true}, err
-	})
+	done, err := s.record(r.Context(), "forget_memory", r.body.(reasonRequest).Reason, input,
+		func(tx pgx.Tx, _ string) (_ any, err error) {
+			gone, err = fn(tx)
+			input["id"] = gone.ID
+			maps.Copy(input, memoryInput(gone.Owner, gone.Category, gone.Key))
+			return map[string]bool{"changed": true}, err
+		})
 	if err != nil {
 		return response{}, err
 	}
@@ -348,25 +355,28 @@ func (s *server) getAutomation(r request) (response, error) {
 }
 
 func (s *server) enableAutomation(r request) (response, error) {
-	return s.changeNamed(r, "enable_automation", "automation", automations.ErrNotFound, func(tx pgx.Tx, name, _ string) (bool, error) {
-		return automations.Enable(r.Context(), tx, name)
-	})
+	return s.changeNamed(r, "enable_automation", "automation", automations.ErrNotFound,
+		func(tx pgx.Tx, name, _ string) (bool, error) {
+			return automations.Enable(r.Context(), tx, name)
+		})
 }
 
 func (s *server) disableAutomation(r request) (response, error) {
-	return s.changeNamed(r, "disable_automation", "automation", automations.ErrNotFound, func(tx pgx.Tx, name, reason string) (bool, error) {
-		return automations.Disable(r.Context(), tx, name, admin, reason)
-	})
+	return s.changeNamed(r, "disable_automation", "automation", automations.ErrNotFound,
+		func(tx pgx.Tx, name, reason string) (bool, error) {
+			return automations.Disable(r.Context(), tx, name, admin, reason)
+		})
 }
 
 func (s *server) acceptAutomation(r request) (response, error) {
-	return s.changeNamed(r, "accept_automation", "automation", automations.ErrNotFound, func(tx pgx.Tx, name, _ string) (bool, error) {
-		accepted, err := automations.Accept(r.Context(), tx, name, admin)
-		if err == nil && !accepted {
-			err = problem.New(http.StatusConflict, "automation %s is not an open proposal", name)
-		}
-		return accepted, err
-	})
+	return s.changeNamed(r, "accept_automation", "automation", automations.ErrNotFound,
+		func(tx pgx.Tx, name, _ string) (bool, error) {
+			accepted, err := automations.Accept(r.Context(), tx, name, admin)
+			if err == nil && !accepted {
+				err = problem.New(http.StatusConflict, "automation %s is not an open proposal", name)
+			}
+			return accepted, err
+		})
 }
 
 // runAutomation makes a run due under the trace of this request. Any process may claim it.
@@ -447,13 +457,14 @@ func (s *server) resendWebhook(r request) (response, error) {
 	if _, err := pathUUID(r, "an outgoing message"); err != nil {
 		return response{}, err
 	}
-	return s.changeNamed(r, "resend_webhook", "webhook_id", hooks.ErrNotFound, func(tx pgx.Tx, id, _ string) (bool, error) {
-		again, err := hooks.Resend(r.Context(), tx, id)
-		if err == nil && !again {
-			err = problem.New(http.StatusConflict, "message %s is not dead: it was sent or is pending", id)
-		}
-		return again, err
-	})
+	return s.changeNamed(r, "resend_webhook", "webhook_id", hooks.ErrNotFound,
+		func(tx pgx.Tx, id, _ string) (bool, error) {
+			again, err := hooks.Resend(r.Context(), tx, id)
+			if err == nil && !again {
+				err = problem.New(http.StatusConflict, "message %s is not dead: it was sent or is pending", id)
+			}
+			return again, err
+		})
 }
 
 // webhookRoutes are admin actions on webhooks. The webhook surface brings the others.
@@ -479,7 +490,8 @@ func (s *server) webhookRoutes() []route {
 			handle: s.switchWebhook("disable_webhook", "endpoint", false, hooks.SetEndpoint),
 			about:  "Disable an endpoint by name. Requests to it get 404.",
 		}, {
-			method: "POST", path: "/v1/webhooks/outbox/{id}/resend", body: reasonRequest{}, response: change{}, handle: s.resendWebhook,
+			method: "POST", path: "/v1/webhooks/outbox/{id}/resend", body: reasonRequest{}, response: change{},
+			handle:    s.resendWebhook,
 			conflicts: true,
 			about:     "Give a dead outgoing message one more attempt under the same webhook-id. 409 if it is not dead.",
 		},

@@ -43,16 +43,21 @@ func TestEnableSkillRestoresAutomations(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
-	pgtest.Exec(t, a.pool, `insert into agent_automations (name, cron, skill_name) values ('nightly', '0 3 * * *', 'fetch')`)
+	pgtest.Exec(t, a.pool, `insert into agent_automations (name, cron, skill_name)
+		values ('nightly', '0 3 * * *', 'fetch')`)
 	for range 3 {
-		a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "fetch"}, activity.Error)
+		a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "fetch"},
+			activity.Error)
 	}
 	if report, err := selfheal.Run(t.Context(), a.pool, selfheal.Default()); err != nil || len(report.Healed) != 1 {
 		t.Fatalf("self-heal: %+v, %v", report, err)
 	}
 	var got change
 	header := a.post("/v1/skills/fetch/enable", `{"reason":"the service is back"}`, &got)
-	want := change{Name: "fetch", Enabled: true, Changed: true, Automations: []string{"nightly"}, TraceID: got.TraceID, ActivityID: got.ActivityID}
+	want := change{
+		Name: "fetch", Enabled: true, Changed: true, Automations: []string{"nightly"}, TraceID: got.TraceID,
+		ActivityID: got.ActivityID,
+	}
 	if diff := cmp.Diff(want, got); diff != "" || header.Get("X-Trace-Id") != got.TraceID {
 		t.Errorf("%s, %v", diff, header)
 	}
@@ -71,7 +76,8 @@ func (a *agent) checkAudit(traceID, activityID, action, reason string) {
 		a.t.Fatalf("the audit is %+v", told)
 	}
 	row := told.Activities[0]
-	if row.ID != activityID || row.SkillName != action || row.Agent != "admin" || row.Purpose != reason || row.Status != activity.Success {
+	if row.ID != activityID || row.SkillName != action || row.Agent != "admin" || row.Purpose != reason ||
+		row.Status != activity.Success {
 		a.t.Errorf("the audit says %+v", row)
 	}
 }
@@ -100,7 +106,8 @@ func TestChangeRequiresAudit(t *testing.T) {
 	a := start(t)
 	a.skill("fetch")
 	pgtest.Exec(t, a.pool, `alter table agent_activity add constraint full_disk check (skill_name <> 'disable_skill')`)
-	a.checkProblem(a.raw("POST", "/v1/skills/fetch/disable", `{"reason":"x"}`, asAdmin()), http.StatusInternalServerError, "log")
+	a.checkProblem(a.raw("POST", "/v1/skills/fetch/disable", `{"reason":"x"}`, asAdmin()),
+		http.StatusInternalServerError, "log")
 	if row, err := skills.Get(t.Context(), a.pool, "fetch"); err != nil || !row.Enabled {
 		t.Errorf("skill is %+v, %v", row, err)
 	}
@@ -135,7 +142,8 @@ func TestBreakLane(t *testing.T) {
 		a.checkProblem(a.raw("POST", "/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, asAdmin()), 404, "is not held")
 		var told activity.Trace
 		a.get("/v1/traces/"+string(holder), &told)
-		if len(told.Activities) != 1 || told.Activities[0].ID != got.ActivityID || told.Activities[0].SkillName != "break_lane" {
+		if len(told.Activities) != 1 || told.Activities[0].ID != got.ActivityID ||
+			told.Activities[0].SkillName != "break_lane" {
 			t.Errorf("the audit is %+v", told.Activities)
 		}
 	}
@@ -150,7 +158,8 @@ func TestBreakLaneConflict(t *testing.T) {
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `select 1 from agent_locks where lane = 'pipeline:prices' for key share`)
-	p := a.checkProblem(a.raw("POST", "/v1/lanes/pipeline:prices/break", `{"reason":"now"}`, asAdmin()), http.StatusConflict, "in use by pid ")
+	p := a.checkProblem(a.raw("POST", "/v1/lanes/pipeline:prices/break", `{"reason":"now"}`, asAdmin()),
+		http.StatusConflict, "in use by pid ")
 	if p.Holder != string(holder)+"/1" || p.TraceID != string(holder) {
 		t.Errorf("problem is %+v", p)
 	}
@@ -176,7 +185,8 @@ func TestListLanesAndExecutions(t *testing.T) {
 		t.Fatalf("lanes are %+v", got.Items)
 	}
 	lane, run := got.Items[0], got.Items[1]
-	if lane.Lane != "operate" || lane.LockedBy != string(holder)+"/1" || lane.TraceID != string(holder) || *lane.ExpiresIn < 200 {
+	if lane.Lane != "operate" || lane.LockedBy != string(holder)+"/1" || lane.TraceID != string(holder) ||
+		*lane.ExpiresIn < 200 {
 		t.Errorf("lane is %+v", lane)
 	}
 	if run.Lane != "execution:"+x.ID || run.TraceID != x.TraceID {
@@ -216,20 +226,29 @@ func TestEveryChangeIsAudited(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	a.skill("fetch")
-	pgtest.Exec(t, a.pool, `insert into agent_automations (name, cron, skill_name) values ('nightly', '0 3 * * *', 'fetch')`)
-	pgtest.Exec(t, a.pool, `insert into agent_automations (name, cron, skill_name, enabled, disabled_by, proposed_by) values ('proposed', '0 3 * * *', 'fetch', false, 'proposal', 'x')`)
-	pgtest.Exec(t, a.pool, `insert into agent_objectives (name, goal, status, proposed_by) values ('later', 'g', 'proposed', 'x')`)
+	pgtest.Exec(t, a.pool, `insert into agent_automations (name, cron, skill_name)
+		values ('nightly', '0 3 * * *', 'fetch')`)
+	pgtest.Exec(t, a.pool, `insert into agent_automations (name, cron, skill_name, enabled, disabled_by, proposed_by)
+		values ('proposed', '0 3 * * *', 'fetch', false, 'proposal', 'x')`)
+	pgtest.Exec(t, a.pool, `insert into agent_objectives (name, goal, status, proposed_by)
+		values ('later', 'g', 'proposed', 'x')`)
 	pgtest.Exec(t, a.pool, `insert into agent_objectives (name, goal) values ('tidy', 'g')`)
-	pgtest.Exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
-	pgtest.Exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions) values ('shop', 'standard', '{"${S}"}', '[]')`)
+	pgtest.Exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events)
+		values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
+	pgtest.Exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions)
+		values ('shop', 'standard', '{"${S}"}', '[]')`)
 	begin := func() string {
-		x, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{Flow: executions.External, Surface: trace.Flow, Agent: "x", OnLost: "fail"})
+		x, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{
+			Flow: executions.External, Surface: trace.Flow,
+			Agent: "x", OnLost: "fail",
+		})
 		require.NoError(t, err)
 		return x.ID
 	}
 	x := begin()
 	approval := pgtest.Value[string](t, a.pool, `
-		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash,
+		  expires_at)
 		select e.trace_id, e.id, s.name, s.revision, '{}', 'h', clock_timestamp() + interval '1 day'
 		  from agent_executions e, agent_skills s where e.id = $1::uuid and s.name = 'fetch' returning id::text`, x)
 	a.holdLane("pipeline:x", string(trace.New(trace.Heartbeat))+"/7")
@@ -238,7 +257,8 @@ func TestEveryChangeIsAudited(t *testing.T) {
 	for _, c := range [][]string{
 		{"POST /v1/skills/{name}/disable", "fetch", because, "skill fetch"},
 		{"POST /v1/skills/{name}/enable", "fetch", because, "skill fetch"},
-		{"POST /v1/approvals/{id}", approval, `{"decision":"reject","reason":"why not"}`, "decision: reject, approval " + approval + ", skill fetch"},
+		{"POST /v1/approvals/{id}", approval, `{"decision":"reject","reason":"why not"}`, "decision: reject, approval " +
+			approval + ", skill fetch"},
 		{"POST /v1/automations/{id}/disable", "nightly", because, "automation nightly"},
 		{"POST /v1/automations/{id}/enable", "nightly", because, "automation nightly"},
 		{"POST /v1/automations/{id}/accept", "proposed", because, "automation proposed"},
@@ -274,7 +294,8 @@ func TestEveryChangeIsAudited(t *testing.T) {
 		a.get("/v1/activity/audit", &page)
 		found := false
 		for _, r := range page.Items {
-			found = found || r.ID > before && r.Actor == activity.Admin && r.OnBehalfOf == activity.Admin && strings.Contains(r.Object, c[3]) &&
+			found = found || r.ID > before && r.Actor == activity.Admin && r.OnBehalfOf == activity.Admin &&
+				strings.Contains(r.Object, c[3]) &&
 				(r.Reason == "why not" || !strings.Contains(c[2], "why not"))
 		}
 		if !found {
@@ -283,7 +304,8 @@ func TestEveryChangeIsAudited(t *testing.T) {
 	}
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		for method := range methods.(map[string]any) {
-			if at := strings.ToUpper(method) + " " + path; method != "get" && method != "parameters" && !seen[at] && notAudited[at] == "" {
+			if at := strings.ToUpper(method) + " " + path; method != "get" && method != "parameters" && !seen[at] &&
+				notAudited[at] == "" {
 				t.Errorf("%s: does it change something? Then give it a row in the audit, and a line here", at)
 			}
 		}
@@ -331,7 +353,8 @@ func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 		return executions.Result{}, err
 	})
 	require.NoError(a.t, err)
-	if _, err := a.engine.RunSync(context.WithoutCancel(a.t.Context()), executions.Spec{Flow: flow, Surface: trace.Flow}); err != nil {
+	if _, err := a.engine.RunSync(context.WithoutCancel(a.t.Context()),
+		executions.Spec{Flow: flow, Surface: trace.Flow}); err != nil {
 		a.t.Fatal(err)
 	}
 	return got
@@ -378,7 +401,8 @@ func TestApprovalDecisionResumesExecution(t *testing.T) {
 		t.Errorf("who waited is %+v, %v", x, err)
 	}
 	late := a.raw("POST", "/v1/approvals/"+open.ID, `{"decision":"approve"}`, asAdmin())
-	if p := a.checkProblem(late, 409, "decided already"); p.TraceID != open.TraceID || late.Header().Get("X-Trace-Id") != open.TraceID {
+	if p := a.checkProblem(late, 409, "decided already"); p.TraceID != open.TraceID ||
+		late.Header().Get("X-Trace-Id") != open.TraceID {
 		t.Errorf("refused under trace %q, not %q", p.TraceID, open.TraceID)
 	}
 }
@@ -396,7 +420,8 @@ func TestApprovalFiltersAndInvalidDecisions(t *testing.T) {
 			t.Errorf("%s: %s", query, diff)
 		}
 	}
-	pgtest.Exec(t, a.pool, `update agent_approvals set expires_at = clock_timestamp() where id = @id`, postgres.Strict{"id": second.ID})
+	pgtest.Exec(t, a.pool, `update agent_approvals set expires_at = clock_timestamp() where id = @id`,
+		postgres.Strict{"id": second.ID})
 	const unknown = "018f0000-0000-7000-8000-000000000000"
 	for name, test := range map[string]struct {
 		id, body string
@@ -472,14 +497,18 @@ func TestRaisedMessageIsInThread(t *testing.T) {
 	if _, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: "ana"}); err != nil {
 		t.Fatal(err)
 	}
-	first, _ := a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes","n":12345678901234567890},"id":"m1"}`, asAdmin())
-	if again, _ := a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes"},"id":"m1"}`, asAdmin()); again != first {
+	first, _ := a.raiseEvent(
+		`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes","n":12345678901234567890},"id":"m1"}`, asAdmin())
+	if again, _ := a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes"},"id":"m1"}`,
+		asAdmin()); again != first {
 		t.Errorf("again: %s, not %s", again, first)
 	}
 	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"photo":7}}`, asAdmin())
 	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"elsewhere","data":{"content":"yes"}}`, asAdmin())
-	pgtest.Equal(t, a.pool, "ana user received yes", `select string_agg(concat_ws(' ', thread_id, role, status, content), '; ') from agent_messages`)
-	pgtest.Equal(t, a.pool, "yes 12345678901234567890", `select concat_ws(' ', data ->> 'content', data ->> 'n') from agent_events where external_id = 'm1'`)
+	pgtest.Equal(t, a.pool, "ana user received yes", `select string_agg(concat_ws(' ', thread_id, role, status, content),
+		'; ') from agent_messages`)
+	pgtest.Equal(t, a.pool, "yes 12345678901234567890", `select concat_ws(' ', data ->> 'content', data ->> 'n')
+		from agent_events where external_id = 'm1'`)
 	pgtest.Equal(t, a.pool, 3, `select count(*) from agent_events where event = 'MESSAGE_RECEIVED'`)
 }
 
@@ -487,18 +516,24 @@ func TestOnlyExternalEventsCanBeRaised(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for name, test := range map[string]struct{ body, words string }{
-		"approval":    {`{"event":"APPROVAL_DECIDED","key":"x"}`, "APPROVAL_DECIDED"},
-		"end":         {`{"event":"AGENT_COMPLETED","key":"x"}`, "AGENT_COMPLETED"},
-		"time":        {`{"event":"SCHEDULE_REACHED","key":"x"}`, "SCHEDULE_REACHED"},
-		"lane":        {`{"event":"LANE_FREED","key":"x"}`, "LANE_FREED"},
-		"unknown":     {`{"event":"x","key":"x"}`, "event"},
-		"no key":      {`{"event":"EVENT_COMPLETED"}`, "key"},
-		"NUL":         {`{"event":"EVENT_COMPLETED","key":"x","data":{"a":"\u0000"}}`, ""},
-		"number":      {`{"event":"EVENT_COMPLETED","key":"x","data":{"a":1e400000}}`, "numeric"},
-		"not UTF-8":   {"{\"event\":\"EVENT_COMPLETED\",\"key\":\"a\xff\"}", "UTF-8"},
-		"own id":      {`{"event":"EVENT_COMPLETED","key":"x","id":"completed 018f0000-0000-7000-8000-000000000000"}`, "completed"},
-		"approval id": {`{"event":"EVENT_COMPLETED","key":"x","id":"approval 018f0000-0000-7000-8000-000000000000"}`, "approval"},
-		"field":       {`{"event":"EVENT_COMPLETED","key":"x","trace":"y"}`, "trace"},
+		"approval":  {`{"event":"APPROVAL_DECIDED","key":"x"}`, "APPROVAL_DECIDED"},
+		"end":       {`{"event":"AGENT_COMPLETED","key":"x"}`, "AGENT_COMPLETED"},
+		"time":      {`{"event":"SCHEDULE_REACHED","key":"x"}`, "SCHEDULE_REACHED"},
+		"lane":      {`{"event":"LANE_FREED","key":"x"}`, "LANE_FREED"},
+		"unknown":   {`{"event":"x","key":"x"}`, "event"},
+		"no key":    {`{"event":"EVENT_COMPLETED"}`, "key"},
+		"NUL":       {`{"event":"EVENT_COMPLETED","key":"x","data":{"a":"\u0000"}}`, ""},
+		"number":    {`{"event":"EVENT_COMPLETED","key":"x","data":{"a":1e400000}}`, "numeric"},
+		"not UTF-8": {"{\"event\":\"EVENT_COMPLETED\",\"key\":\"a\xff\"}", "UTF-8"},
+		"own id": {
+			`{"event":"EVENT_COMPLETED","key":"x","id":"completed 018f0000-0000-7000-8000-000000000000"}`,
+			"completed",
+		},
+		"approval id": {
+			`{"event":"EVENT_COMPLETED","key":"x","id":"approval 018f0000-0000-7000-8000-000000000000"}`,
+			"approval",
+		},
+		"field": {`{"event":"EVENT_COMPLETED","key":"x","trace":"y"}`, "trace"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a.t = t
@@ -535,7 +570,8 @@ func TestProposedObjectiveDecision(t *testing.T) {
 			t.Errorf("objective is %+v", o)
 		}
 	}
-	a.checkProblem(a.raw("POST", "/v1/objectives/grow/reject", `{"reason":"x"}`, asAdmin()), 409, "is not an open proposal")
+	a.checkProblem(a.raw("POST", "/v1/objectives/grow/reject", `{"reason":"x"}`, asAdmin()), 409,
+		"is not an open proposal")
 	a.checkProblem(a.raw("POST", "/v1/objectives/none/accept", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	a.checkProblem(a.raw("GET", "/v1/objectives/none", "", asAdmin()), 404, "not found")
 	pgtest.Equal(t, a.pool, 2, `select count(*) from agent_activity where skill_name like '%_objective'`)
@@ -548,7 +584,8 @@ func TestRejectProposalOfAnyName(t *testing.T) {
 	a := start(t)
 	const name = "\u202egnp.exe\u200b\u0085\x1b[31m"
 	said := string(trace.New(trace.Heartbeat))
-	if _, err := objectives.Propose(t.Context(), a.pool, objectives.Definition{Name: name, Goal: "hide"}, "agent", said); err != nil {
+	if _, err := objectives.Propose(t.Context(), a.pool, objectives.Definition{Name: name, Goal: "hide"},
+		"agent", said); err != nil {
 		t.Fatal(err)
 	}
 	d := automations.Definition{Name: name, Cron: "0 * * * *", Prompt: "look"}
@@ -570,7 +607,8 @@ func TestAutomations(t *testing.T) {
 	a := start(t)
 	a.automation("nightly")
 	proposal := automations.Definition{Name: "hourly", Cron: "0 * * * *", Prompt: "look"}
-	if _, err := automations.Propose(t.Context(), a.pool, proposal, "agent", string(trace.New(trace.Heartbeat))); err != nil {
+	if _, err := automations.Propose(t.Context(), a.pool, proposal, "agent",
+		string(trace.New(trace.Heartbeat))); err != nil {
 		t.Fatal(err)
 	}
 	var got change
@@ -586,7 +624,8 @@ func TestAutomations(t *testing.T) {
 	a.checkProblem(a.raw("POST", "/v1/automations/hourly/enable", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
 	a.checkProblem(a.raw("POST", "/v1/automations/hourly/run", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
 	a.post("/v1/automations/hourly/accept", `{"reason":"useful"}`, &got)
-	a.checkProblem(a.raw("POST", "/v1/automations/hourly/accept", `{"reason":"x"}`, asAdmin()), 409, "is not an open proposal")
+	a.checkProblem(a.raw("POST", "/v1/automations/hourly/accept", `{"reason":"x"}`, asAdmin()), 409,
+		"is not an open proposal")
 	a.checkProblem(a.raw("POST", "/v1/automations/none/run", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	var run automations.Run
 	header := a.checkResponse(a.raw("POST", "/v1/automations/nightly/run", `{"reason":"now"}`, asAdmin()),
@@ -604,7 +643,10 @@ func TestAutomations(t *testing.T) {
 
 func (a *agent) storeMemory(key, category string) string {
 	a.t.Helper()
-	note := memory.Note{Category: category, Key: key, Value: "what is known of " + key, TraceID: string(trace.New(trace.Heartbeat))}
+	note := memory.Note{
+		Category: category, Key: key, Value: "what is known of " + key,
+		TraceID: string(trace.New(trace.Heartbeat)),
+	}
 	if _, err := memory.Save(a.t.Context(), a.pool, note); err != nil {
 		a.t.Fatal(err)
 	}
@@ -617,7 +659,8 @@ func TestMemoryFiltersAndSearch(t *testing.T) {
 	a.storeMemory("coffee", "habits")
 	a.storeMemory("office", "places")
 	for query, want := range map[string][]string{
-		"": {"office", "coffee"}, "?q=coffee": {"coffee"}, "?category=places": {"office"}, "?prefix=cof": {"coffee"}, "?q=nothing": nil,
+		"": {"office", "coffee"}, "?q=coffee": {"coffee"}, "?category=places": {"office"},
+		"?prefix=cof": {"coffee"}, "?q=nothing": nil,
 	} {
 		if diff := cmp.Diff(want, a.list("/v1/memory"+query, "key", 10, nil)); diff != "" {
 			t.Errorf("%s: %s", query, diff)
@@ -640,12 +683,16 @@ func TestThreadPages(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for _, id := range []string{"first", "second/with a slash"} {
-		if _, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: id, Channel: "chat", Owner: "website"}); err != nil {
+		if _, _, err := threads.Ensure(t.Context(), a.pool,
+			threads.Thread{ID: id, Channel: "chat", Owner: "website"}); err != nil {
 			t.Fatal(err)
 		}
 	}
 	for i := range 7 {
-		d := threads.NewMessage{ThreadID: "first", Role: threads.User, Content: fmt.Sprint(i), Channel: "chat", Status: threads.Received}
+		d := threads.NewMessage{
+			ThreadID: "first", Role: threads.User, Content: fmt.Sprint(i), Channel: "chat",
+			Status: threads.Received,
+		}
 		if _, err := threads.Post(t.Context(), a.pool, d); err != nil {
 			t.Fatal(err)
 		}

@@ -103,7 +103,10 @@ func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delive
 	var arrived threads.Receipt
 	what := fmt.Sprintf("thread %q, or the message id,", e.Key)
 	err := s.locks.Do(ctx, s.pool, what, func(tx pgx.Tx) (err error) {
-		arrived, err = threads.Receive(ctx, s.engine, tx, threads.Incoming{ThreadID: e.Key, Content: content, Data: data, ID: e.ID})
+		arrived, err = threads.Receive(ctx, s.engine, tx, threads.Incoming{
+			ThreadID: e.Key, Content: content,
+			Data: data, ID: e.ID,
+		})
 		return err
 	})
 	err = postgres.ExplainLock(ctx, s.pool, err, what, "agent_events", "agent_threads", "agent_locks")
@@ -161,7 +164,8 @@ func (s *server) flowRoutes() []route {
 			method: "GET", path: "/v1/requests", response: page[requests.Record]{}, handle: s.listRequests,
 			params: listParams(enumParam("kind", "Kind of the request", "document", "signature", "test"),
 				enumParam("status", "State of the request; closed: its execution ended first", "pending", "completed", "closed"),
-				textParam("thread_id", "Id of the thread"), param{name: "execution_id", about: "Id of the execution", check: checkUUID}),
+				textParam("thread_id", "Id of the thread"),
+				param{name: "execution_id", about: "Id of the execution", check: checkUUID}),
 			about: "Requests to people, newest first. An event with the request's id as key answers one.",
 		}, {
 			method: "GET", path: "/v1/requests/{id}", response: requests.Record{}, handle: s.getRequest,

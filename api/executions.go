@@ -150,10 +150,12 @@ type startRequest struct {
 	ParentID string          `json:"parent_id,omitempty"`
 	// With WaitForCompletion the parent waits: a cancel reaches the child, and the child uses the parent's thread.
 	// The parent then releases its lock with waiting_for agent.
-	WaitForCompletion bool  `json:"wait_for_completion,omitempty"`
-	CanInheritLock    *bool `json:"can_inherit_lock,omitempty"` // with wait_for_completion: inherit the parent's lanes; default true
+	WaitForCompletion bool `json:"wait_for_completion,omitempty"`
+	// with wait_for_completion: inherit the parent's lanes; default true
+	CanInheritLock *bool `json:"can_inherit_lock,omitempty"`
 
-	OnLost          string `json:"on_lost,omitempty"`          // fail (default for external), hand_on, or resume (Go and data flows)
+	// fail (default for external), hand_on, or resume (Go and data flows)
+	OnLost          string `json:"on_lost,omitempty"`
 	ProgressSeconds int    `json:"progress_seconds,omitempty"` // 0 is no bound
 	Queue           string `json:"queue,omitempty"`            // background (default) or interactive
 	Priority        int    `json:"priority,omitempty"`         // 1 first … 4 last; default 2
@@ -241,7 +243,8 @@ func (s *server) startExecution(r request) (response, error) {
 		}
 		spec.ParentID, spec.TraceID, spec.Agent = parent.ID, trace.ID(parent.TraceID), parent.Agent
 		spec.Surface = trace.Surface(parent.Surface)
-		spec.Awaited, spec.Inherits = b.WaitForCompletion, b.WaitForCompletion && (b.CanInheritLock == nil || *b.CanInheritLock)
+		spec.Awaited, spec.Inherits = b.WaitForCompletion, b.WaitForCompletion &&
+			(b.CanInheritLock == nil || *b.CanInheritLock)
 		if b.WaitForCompletion && spec.ThreadID == "" {
 			spec.ThreadID = deref(parent.ThreadID)
 		}
@@ -291,7 +294,8 @@ func (s *server) openForFlow(ctx context.Context, b startRequest, agent string) 
 	case errors.Is(err, threads.ErrNotFound):
 		return problem.New(http.StatusNotFound, "thread_id: %s", threads.ErrNotFound)
 	case errors.Is(err, threads.ErrTaken):
-		return problem.New(http.StatusConflict, "the key %s already has a thread %q; choose another thread_id", b.ChatKey, b.ThreadID)
+		return problem.New(http.StatusConflict, "the key %s already has a thread %q; choose another thread_id",
+			b.ChatKey, b.ThreadID)
 	}
 	return err
 }
@@ -304,7 +308,8 @@ func (s *server) parent(ctx context.Context, id string) (executions.Execution, e
 		return parent, problem.New(http.StatusNotFound, "parent_id: no execution %s", id).
 			Kind("unknown-parent", "Unknown parent")
 	case err == nil && parent.Status.Ended():
-		err = problem.New(http.StatusConflict, "parent_id: execution %s has ended: %s", id, parent.Status).Kind("run-ended", "Run ended")
+		err = problem.New(http.StatusConflict, "parent_id: execution %s has ended: %s", id,
+			parent.Status).Kind("run-ended", "Run ended")
 	}
 	return parent, err
 }
@@ -333,7 +338,8 @@ func (s *server) startable(ctx context.Context, flow string, input json.RawMessa
 	if near := nearest.To(flow, names); near != "" {
 		meant = fmt.Sprintf("; did you mean %s?", near)
 	}
-	return problem.New(http.StatusUnprocessableEntity, "no flow %.100q%s (known: %.1000s)", flow, meant, strings.Join(names, ", ")).
+	return problem.New(http.StatusUnprocessableEntity, "no flow %.100q%s (known: %.1000s)", flow, meant,
+		strings.Join(names, ", ")).
 		Kind("unknown-flow", "Unknown flow")
 }
 
@@ -383,7 +389,8 @@ func startKey(r *http.Request, b startRequest) string {
 
 // forkRequest names the step to restart from.
 type forkRequest struct {
-	From   string          `json:"from,omitempty"`  // a recorded step or scope, or the waiting step; empty: after the last checkpoint
+	// a recorded step or scope, or the waiting step; empty: after the last checkpoint
+	From   string          `json:"from,omitempty"`
 	Input  json.RawMessage `json:"input,omitempty"` // default the original's
 	Latest bool            `json:"latest,omitempty"`
 	Reason string          `json:"reason,omitempty"`
@@ -411,9 +418,11 @@ func (f forkRequest) check() error {
 func (s *server) timeTravelRoutes() []route {
 	return []route{
 		{
-			method: "POST", path: "/v1/executions/{id}/fork", body: forkRequest{}, response: forkResponse{}, status: http.StatusCreated,
+			method: "POST", path: "/v1/executions/{id}/fork", body: forkRequest{}, response: forkResponse{},
+			status: http.StatusCreated,
 			handle: s.forkExecution, conflicts: true,
-			about: "Start a new execution from a step of another: it copies the checkpoints before the step and runs the rest. 409 if the " +
+			about: "Start a new execution from a step of another: it copies the checkpoints before the step and runs the " +
+				"rest. 409 if the " +
 				"input contradicts a checkpoint, or the flow cannot be forked.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/retry", response: forkResponse{}, status: http.StatusCreated,
@@ -422,15 +431,17 @@ func (s *server) timeTravelRoutes() []route {
 		}, {
 			method: "POST", path: "/v1/executions/{id}/replay", response: executions.Replayed{}, handle: s.replayExecution,
 			conflicts: true,
-			about: "Replay the flow with recorded results and without side effects. Returns the digests of record and replay, and " +
+			about: "Replay the flow with recorded results and without side effects. Returns the digests of record and replay, " +
+				"and " +
 				"the first different step. 409 while it runs.",
 		}, {
 			method: "GET", path: "/v1/monitor/status", response: page[executions.StatusCount]{}, handle: s.countExecutions,
 			about: "Number of pending, running and waiting executions, with their mean age in seconds.",
 		}, {
 			method: "GET", path: "/v1/monitor/waiting", response: page[executions.WaitingRow]{}, handle: s.listWaiting,
-			params: []param{enumParam("for", "Kind of the wait", "response", "agent", "document", "signature", "test", "event", "delay", "approval", "lane")},
-			about:  "Waiting executions, the nearest deadline first; at most 500.",
+			params: []param{enumParam("for", "Kind of the wait", "response", "agent", "document", "signature", "test", "event",
+				"delay", "approval", "lane")},
+			about: "Waiting executions, the nearest deadline first; at most 500.",
 		}, {
 			method: "GET", path: "/v1/monitor/stuck", response: page[executions.WaitingRow]{}, handle: s.listStuck,
 			about: "Executions waiting past their deadline without an update for an hour; at most 500.",
@@ -445,12 +456,13 @@ func (s *server) forkExecution(r request) (response, error) {
 	}
 	body := r.body.(forkRequest)
 	var got executions.Execution
-	_, err = s.record(r.Context(), "fork_execution", body.Reason, map[string]any{"execution": x.ID, "from": body.From}, func(tx pgx.Tx, _ string) (any, error) {
-		got, err = s.engine.Fork(r.Context(), tx, executions.ForkSpec{
-			ID: x.ID, From: body.From, Input: notNull(body.Input), Latest: body.Latest,
+	_, err = s.record(r.Context(), "fork_execution", body.Reason, map[string]any{"execution": x.ID, "from": body.From},
+		func(tx pgx.Tx, _ string) (any, error) {
+			got, err = s.engine.Fork(r.Context(), tx, executions.ForkSpec{
+				ID: x.ID, From: body.From, Input: notNull(body.Input), Latest: body.Latest,
+			})
+			return executionRef(got), err
 		})
-		return executionRef(got), err
-	})
 	return forkResult(x, got, body.From, err)
 }
 
@@ -469,10 +481,11 @@ func (s *server) retryExecution(r request) (response, error) {
 	}
 	var got executions.Execution
 	from := ""
-	_, err = s.record(r.Context(), "retry_execution", "", map[string]any{"execution": x.ID}, func(tx pgx.Tx, _ string) (any, error) {
-		got, from, err = s.engine.Retry(r.Context(), tx, x.ID)
-		return executionRef(got), err
-	})
+	_, err = s.record(r.Context(), "retry_execution", "", map[string]any{"execution": x.ID},
+		func(tx pgx.Tx, _ string) (any, error) {
+			got, from, err = s.engine.Retry(r.Context(), tx, x.ID)
+			return executionRef(got), err
+		})
 	return forkResult(x, got, from, err)
 }
 
@@ -488,11 +501,15 @@ func forkResult(x, got executions.Execution, from string, err error) (response, 
 	case errors.Is(err, executions.ErrNoFork), errors.Is(err, executions.ErrNotFailed):
 		return response{trace: x.TraceID}, problem.New(http.StatusConflict, "%s", err).Kind("no-fork", "Cannot be forked")
 	case errors.Is(err, executions.ErrChanged):
-		return response{trace: x.TraceID}, problem.New(http.StatusConflict, "%s", err).Kind("input-changed", "Input contradicts the record")
+		return response{trace: x.TraceID}, problem.New(http.StatusConflict, "%s", err).Kind("input-changed",
+			"Input contradicts the record")
 	case err != nil:
 		return response{trace: x.TraceID}, valueError(err)
 	}
-	return response{body: forkResponse{got.ID, got.TraceID, got.Status, x.ID, from}, trace: got.TraceID, status: http.StatusCreated}, nil
+	return response{
+		body: forkResponse{got.ID, got.TraceID, got.Status, x.ID, from}, trace: got.TraceID,
+		status: http.StatusCreated,
+	}, nil
 }
 
 func (s *server) replayExecution(r request) (response, error) {

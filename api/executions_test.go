@@ -35,7 +35,8 @@ func TestTraceIDForms(t *testing.T) {
 			if got.TraceID != string(id) || got.OTelTraceID != id.OTel() || got.Surface != "webhook" || got.Status != "pending" {
 				t.Errorf("trace is %+v", got)
 			}
-			if len(got.Activities) != 2 || got.Activities[0].SkillName != "first" || got.Activities[1].ConversationID != string(id) {
+			if len(got.Activities) != 2 || got.Activities[0].SkillName != "first" ||
+				got.Activities[1].ConversationID != string(id) {
 				t.Errorf("activities are %+v", got.Activities)
 			}
 			if header.Get("X-Trace-Id") != string(id) {
@@ -83,7 +84,8 @@ func TestExecutionDetail(t *testing.T) {
 	x := a.start("ask", trace.New(trace.Flow))
 	var got detail
 	header := a.get("/v1/executions/"+x.ID, &got)
-	if got.ID != x.ID || got.Status != "pending" || got.Flow != "ask" || got.Input["for"] != "ask" || got.Checkpoint != nil {
+	if got.ID != x.ID || got.Status != "pending" || got.Flow != "ask" || got.Input["for"] != "ask" ||
+		got.Checkpoint != nil {
 		t.Errorf("execution is %+v", got)
 	}
 	if got.Waits == nil || len(got.Waits) != 0 {
@@ -92,7 +94,8 @@ func TestExecutionDetail(t *testing.T) {
 	if header.Get("X-Trace-Id") != x.TraceID {
 		t.Errorf("X-Trace-Id is %q", header.Get("X-Trace-Id"))
 	}
-	if at, err := time.Parse(time.RFC3339, got.CreatedAt); err != nil || got.CreatedAt[len(got.CreatedAt)-1] != 'Z' || !at.Equal(x.CreatedAt) {
+	if at, err := time.Parse(time.RFC3339, got.CreatedAt); err != nil || got.CreatedAt[len(got.CreatedAt)-1] != 'Z' ||
+		!at.Equal(x.CreatedAt) {
 		t.Errorf("created at %q, want %s", got.CreatedAt, x.CreatedAt)
 	}
 	a.claim(x)
@@ -107,7 +110,8 @@ func TestExecutionDetail(t *testing.T) {
 	if got.Checkpoint == nil || got.Checkpoint.Step != "second" {
 		t.Errorf("checkpoint is %+v", got.Checkpoint)
 	}
-	if len(got.Waits) != 1 || got.Waits[0].For != "response" || got.Waits[0].Key != "thread-7" || got.Waits[0].Data == nil {
+	if len(got.Waits) != 1 || got.Waits[0].For != "response" || got.Waits[0].Key != "thread-7" ||
+		got.Waits[0].Data == nil {
 		t.Errorf("waits are %+v", got.Waits)
 	}
 }
@@ -122,8 +126,10 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 		insert into agent_checkpoints (execution_id, step, claim, output)
 		values (@id, 'login', 1, '{"password": "Zq81xLm0Kk77"}')`, postgres.Strict{"id": x.ID})
 	pgtest.Exec(t, a.pool, `
-		update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'event', waiting_key = 'token=Zq81xLm0Kk77',
-		       waiting_until = '2999-01-01', waiting_data = '{"secret": "Zq81xLm0Kk77"}', variables = '{"api_key": "Zq81xLm0Kk77"}',
+		update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'event',
+		  waiting_key = 'token=Zq81xLm0Kk77',
+		       waiting_until = '2999-01-01', waiting_data = '{"secret": "Zq81xLm0Kk77"}',
+		         variables = '{"api_key": "Zq81xLm0Kk77"}',
 		       result_summary = 'Bearer Zq81xLm0Kk77', input = jsonb_build_object('long', repeat('long ', 40000))
 		 where id = @id`, postgres.Strict{"id": x.ID})
 	for _, path := range []string{"/v1/executions", "/v1/executions/" + x.ID} {
@@ -169,7 +175,8 @@ func TestListSkillsWithHealth(t *testing.T) {
 	a.skill("idle")
 	a.skill("busy")
 	for _, status := range []activity.Status{activity.Success, activity.Success, activity.Error, activity.Error} {
-		a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "busy"}, status)
+		a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "busy"},
+			status)
 	}
 	var got struct {
 		Items []struct {
@@ -185,7 +192,8 @@ func TestListSkillsWithHealth(t *testing.T) {
 	}
 	a.get("/v1/skills", &got)
 	busy, idle := got.Items[0], got.Items[1]
-	if busy.Name != "busy" || busy.Health.Calls != 4 || busy.Health.Streak != 2 || *busy.Health.Rate != 0.5 || busy.Health.P95 == nil {
+	if busy.Name != "busy" || busy.Health.Calls != 4 || busy.Health.Streak != 2 || *busy.Health.Rate != 0.5 ||
+		busy.Health.P95 == nil {
 		t.Errorf("busy is %+v", busy)
 	}
 	if idle.Name != "idle" || idle.Health.Calls != 0 || idle.Health.Rate != nil || idle.Health.State != "enabled" {
@@ -202,7 +210,8 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 		if err := json.Unmarshal(raw, &in); err != nil {
 			return executions.Result{}, err
 		}
-		_, err := executions.Step(ctx, "look up", func(context.Context) (int, error) { return 1, nil }, executions.Input(in.Name))
+		_, err := executions.Step(ctx, "look up", func(context.Context) (int, error) { return 1, nil },
+			executions.Input(in.Name))
 		if err == nil {
 			_, err = executions.Step(ctx, "say", func(context.Context) (int, error) {
 				if in.Name == "nobody" {
@@ -217,7 +226,10 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 	a := newAgent(t, pool, e)
 	testkit.Run(t, e.Run)
 	run := func(name string, want executions.Status) executions.Execution {
-		x, err := e.RunSync(t.Context(), executions.Spec{Flow: "greet", Surface: trace.Flow, Input: map[string]string{"name": name}})
+		x, err := e.RunSync(t.Context(), executions.Spec{
+			Flow: "greet", Surface: trace.Flow,
+			Input: map[string]string{"name": name},
+		})
 		if err != nil || x.Status != want {
 			t.Fatalf("%s: %s, %v", name, x.Status, err)
 		}
@@ -230,8 +242,10 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 		ForkedFrom       string `json:"forked_from"`
 	}
 	var got forked
-	header := a.request("POST", "/v1/executions/"+good.ID+"/fork", `{"from": "say", "input": {"name": "Ana", "more": true}}`, 201, &got)
-	if got.ForkedFrom != good.ID || got.From != "say" || got.Status != "pending" || header.Get("X-Trace-Id") != got.TraceID || got.TraceID == good.TraceID {
+	header := a.request("POST", "/v1/executions/"+good.ID+"/fork",
+		`{"from": "say", "input": {"name": "Ana", "more": true}}`, 201, &got)
+	if got.ForkedFrom != good.ID || got.From != "say" || got.Status != "pending" ||
+		header.Get("X-Trace-Id") != got.TraceID || got.TraceID == good.TraceID {
 		t.Errorf("fork is %+v", got)
 	}
 	a.request("POST", "/v1/executions/"+bad.ID+"/retry", ``, 201, &got)
@@ -250,12 +264,23 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 		status int
 		words  string
 	}{
-		"/v1/executions/" + good.ID + "/fork":                                  {`{"from": "say", "input": {"name": "Eva"}}`, http.StatusConflict, "step look up"},
-		"/v1/executions/" + strings.ToUpper(bad.ID) + "/fork":                  {`{"from": "look up", "input": {"name": "\u0000"}}`, http.StatusBadRequest, "u0000 cannot be converted"},
-		"/v1/executions/" + bad.ID + "/fork":                                   {`{"from": "sing"}`, http.StatusBadRequest, "no such recorded step"},
-		"/v1/executions/" + good.ID + "/retry":                                 {``, http.StatusConflict, "only a failed"},
-		"/v1/executions/nonsense/replay":                                       {``, http.StatusBadRequest, "not the id (uuid) of an execution"},
-		"/v1/executions/" + "0198c0de-0000-7000-8000-000000000000" + "/replay": {``, http.StatusNotFound, "no such execution"},
+		"/v1/executions/" + good.ID + "/fork": {
+			`{"from": "say", "input": {"name": "Eva"}}`,
+			http.StatusConflict, "step look up",
+		},
+		"/v1/executions/" + strings.ToUpper(bad.ID) +
+			"/fork": {`{"from": "look up", "input": {"name": "\u0000"}}`, http.StatusBadRequest, "u0000 cannot be converted"},
+		"/v1/executions/" + bad.ID + "/fork": {
+			`{"from": "sing"}`, http.StatusBadRequest,
+			"no such recorded step",
+		},
+		"/v1/executions/" + good.ID + "/retry": {``, http.StatusConflict, "only a failed"},
+		"/v1/executions/nonsense/replay": {
+			``, http.StatusBadRequest,
+			"not the id (uuid) of an execution",
+		},
+		"/v1/executions/" + "0198c0de-0000-7000-8000-000000000000" +
+			"/replay": {``, http.StatusNotFound, "no such execution"},
 	} {
 		a.checkProblem(a.raw("POST", path, c.body, asAdmin()), c.status, c.words)
 	}
@@ -265,12 +290,16 @@ func TestMonitoringOverHTTP(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	pgtest.Exec(t, a.pool, `
-		insert into agent_executions (trace_id, surface, flow, status) values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'a', 'pending'),
-		       ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'b', 'running'), ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'c', 'running')`)
+		insert into agent_executions (trace_id, surface, flow, status)
+		  values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'a', 'pending'),
+		       ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'b', 'running'),
+		         ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'c', 'running')`)
 	pgtest.Exec(t, a.pool, `
 		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = flow,
-		       waiting_until = clock_timestamp() + case flow when 'b' then interval '-2 hours' else interval '1 hour' end where status = 'running'`)
-	pgtest.Exec(t, a.pool, `update agent_executions set updated_at = clock_timestamp() - interval '2 hours' where flow = 'b'`)
+		       waiting_until = clock_timestamp() + case flow when 'b' then interval '-2 hours' else interval '1 hour' end
+		         where status = 'running'`)
+	pgtest.Exec(t, a.pool, `update agent_executions set updated_at = clock_timestamp() - interval '2 hours'
+		where flow = 'b'`)
 	items := func(path string) (got []map[string]any) {
 		t.Helper()
 		w := a.raw("GET", path, "", asAdmin())
@@ -280,7 +309,8 @@ func TestMonitoringOverHTTP(t *testing.T) {
 		}
 		return page.Items
 	}
-	if got := items("/v1/monitor/status"); len(got) != 3 || fmt.Sprint(got[0]["status"], got[0]["count"], got[2]["count"]) != "pending1 2" {
+	if got := items("/v1/monitor/status"); len(got) != 3 ||
+		fmt.Sprint(got[0]["status"], got[0]["count"], got[2]["count"]) != "pending1 2" {
 		t.Errorf("status: %v", got)
 	}
 	if got := items("/v1/monitor/waiting"); len(got) != 2 || got[0]["flow"] != "b" || got[1]["waiting_key"] != "c" {

@@ -197,7 +197,10 @@ func (s *server) lockExecution(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	l := lockResponse{LockID: got.LockID, ExpiresAt: got.ExpiresAt, Execution: got.Execution, Checkpoints: map[string]json.RawMessage{}}
+	l := lockResponse{
+		LockID: got.LockID, ExpiresAt: got.ExpiresAt, Execution: got.Execution,
+		Checkpoints: map[string]json.RawMessage{},
+	}
 	for i, c := range got.Checkpoints {
 		l.Checkpoints[c.Step] = c.Output
 		l.Checkpoint = &got.Checkpoints[i]
@@ -225,7 +228,10 @@ func (s *server) heartbeatLock(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	return response{body: heartbeatResponse{deref(got.ExpiresAt), deref(got.Status), got.CancelRequested}, trace: deref(got.TraceID)}, nil
+	return response{
+		body:  heartbeatResponse{deref(got.ExpiresAt), deref(got.Status), got.CancelRequested},
+		trace: deref(got.TraceID),
+	}, nil
 }
 
 func (s *server) heartbeatLocks(r request) (response, error) {
@@ -283,7 +289,8 @@ func (s *server) releaseLock(r request) (response, error) {
 		b.Result = nil
 	}
 	status, traceID, err := s.engine.UnlockRun(r.Context(), id, lockID, executions.UnlockParams{
-		Status: b.Status, Summary: b.ResultSummary, Result: b.Result, Error: b.ErrorMessage, For: b.WaitingFor, Key: b.WaitingKey, Timeout: within,
+		Status: b.Status, Summary: b.ResultSummary, Result: b.Result, Error: b.ErrorMessage, For: b.WaitingFor,
+		Key: b.WaitingKey, Timeout: within,
 	})
 	if err != nil {
 		return response{}, err
@@ -303,30 +310,39 @@ func valueError(err error) error {
 func (s *server) executionRoutes() []route {
 	return []route{
 		{
-			method: "POST", path: "/v1/executions", body: startRequest{}, response: executionStatus{}, status: http.StatusCreated,
+			method: "POST", path: "/v1/executions", body: startRequest{}, response: executionStatus{},
+			status: http.StatusCreated,
 			handle: s.startExecution, conflicts: true, keyed: true,
 			about: "Start an execution of a flow. An external worker locks and runs the flows external and external:NAME. " +
 				"422 for an unknown flow.",
 		}, {
-			method: "POST", path: "/v1/executions/{id}/lock", body: lockRequest{}, response: lockResponse{}, handle: s.lockExecution, conflicts: true,
+			method: "POST", path: "/v1/executions/{id}/lock", body: lockRequest{}, response: lockResponse{},
+			handle: s.lockExecution, conflicts: true,
 			repeatable: true,
-			about: "Lock an execution to run it externally, and read its state. The same live owner gets the same lock. 409 with holder if " +
+			about: "Lock an execution to run it externally, and read its state. The same live owner gets the same lock. 409 " +
+				"with holder if " +
 				"it is locked, waiting or ended.",
 		}, {
-			method: "PUT", path: "/v1/executions/{id}/lock/{lock_id}", response: heartbeatResponse{}, handle: s.heartbeatLock, conflicts: true,
+			method: "PUT", path: "/v1/executions/{id}/lock/{lock_id}", response: heartbeatResponse{},
+			handle: s.heartbeatLock, conflicts: true,
 			about: "Renew a lock, every 15 seconds. cancel_requested reports a cancel. 409 if the lock is void.",
 		}, {
-			method: "DELETE", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{}, handle: s.releaseLock,
+			method: "DELETE", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
+			handle:    s.releaseLock,
 			conflicts: true,
-			about: "Release a lock: the execution ends or waits, and can be locked again after the wait. timeout is a number of seconds, or " +
+			about: "Release a lock: the execution ends or waits, and can be locked again after the wait. timeout is a number " +
+				"of seconds, or " +
 				"text such as 24h or 7d.",
 		}, {
-			method: "PUT", path: "/v1/locks", body: heartbeatsRequest{}, response: heartbeatsResponse{}, handle: s.heartbeatLocks,
-			about: "Renew many locks at once. live is false for void ones.",
+			method: "PUT", path: "/v1/locks", body: heartbeatsRequest{}, response: heartbeatsResponse{},
+			handle: s.heartbeatLocks,
+			about:  "Renew many locks at once. live is false for void ones.",
 		}, {
-			method: "POST", path: "/v1/executions/{id}/checkpoints", body: checkpointRequest{}, response: checkpointResponse{}, status: http.StatusCreated,
+			method: "POST", path: "/v1/executions/{id}/checkpoints", body: checkpointRequest{}, response: checkpointResponse{},
+			status: http.StatusCreated,
 			handle: s.checkpoint, conflicts: true, again: true, repeatable: true,
-			about: "Checkpoint the output of a step. 200 if the same output was recorded before; 409 for a different output or a void lock.",
+			about: "Checkpoint the output of a step. 200 if the same output was recorded before; 409 for a different output " +
+				"or a void lock.",
 		},
 	}
 }

@@ -84,7 +84,8 @@ func (a *agent) lock(id, owner string, ttl int) lockAnswer {
 // recordStep posts a checkpoint.
 func (a *agent) recordStep(id, lock, step, output string) *httptest.ResponseRecorder {
 	a.t.Helper()
-	return a.raw("POST", "/v1/executions/"+id+"/checkpoints", fmt.Sprintf(`{"lock_id":%q,"step":%q,"output":%s}`, lock, step, output), asAdmin())
+	return a.raw("POST", "/v1/executions/"+id+"/checkpoints",
+		fmt.Sprintf(`{"lock_id":%q,"step":%q,"output":%s}`, lock, step, output), asAdmin())
 }
 
 // checkRefusals expects every request with the lock to fail.
@@ -92,7 +93,8 @@ func (a *agent) checkRefusals(id, lock, words string) {
 	a.t.Helper()
 	path := "/v1/executions/" + id + "/lock/" + lock
 	for _, w := range []*httptest.ResponseRecorder{
-		a.raw("PUT", path, "", asAdmin()), a.recordStep(id, lock, "late", "1"), a.raw("DELETE", path, `{"status":"completed"}`, asAdmin()),
+		a.raw("PUT", path, "", asAdmin()), a.recordStep(id, lock, "late", "1"),
+		a.raw("DELETE", path, `{"status":"completed"}`, asAdmin()),
 	} {
 		a.checkProblem(w, http.StatusConflict, words)
 	}
@@ -104,7 +106,8 @@ func TestExternalExecutionLifecycle(t *testing.T) {
 	x := a.startExternal(`,"input":{"n":1,"token":"kept-whole-for-the-worker"},"thread_id":"t-1","progress_seconds":600`)
 	path := "/v1/executions/" + x.ID
 	lock := a.lock(x.ID, "worker 1", 30)
-	if lock.Execution.Status != "running" || lock.Checkpoint != nil || len(lock.Checkpoints) != 0 || !strings.Contains(string(lock.Execution.Input), "kept-whole") ||
+	if lock.Execution.Status != "running" || lock.Checkpoint != nil || len(lock.Checkpoints) != 0 ||
+		!strings.Contains(string(lock.Execution.Input), "kept-whole") ||
 		time.Until(lock.ExpiresAt) > 31*time.Second || lock.Execution.Progress != 600 || lock.Execution.OnLost != "fail" {
 		t.Errorf("lock is %+v", lock)
 	}
@@ -126,11 +129,13 @@ func TestExternalExecutionLifecycle(t *testing.T) {
 		CancelRequested bool `json:"cancel_requested"`
 	}
 	header := a.request("PUT", path+"/lock/"+lock.LockID, "", 200, &beat)
-	if beat.Status != "running" || beat.CancelRequested || time.Until(beat.ExpiresAt) < 30*time.Second || header.Get("X-Trace-Id") != x.TraceID {
+	if beat.Status != "running" || beat.CancelRequested || time.Until(beat.ExpiresAt) < 30*time.Second ||
+		header.Get("X-Trace-Id") != x.TraceID {
 		t.Errorf("beat %+v", beat)
 	}
 	var end startedExecution
-	a.request("DELETE", path+"/lock/"+lock.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"paid","timeout":"7d"}`, 200, &end)
+	a.request("DELETE", path+"/lock/"+lock.LockID,
+		`{"status":"waiting","waiting_for":"event","waiting_key":"paid","timeout":"7d"}`, 200, &end)
 	var detail struct {
 		Status     string
 		Checkpoint struct{ Step string }
@@ -141,7 +146,8 @@ func TestExternalExecutionLifecycle(t *testing.T) {
 		ForkedFrom, FlowVersion, Inherits any
 	}
 	a.get(path, &detail)
-	if end.Status != "waiting" || detail.Status != "waiting" || len(detail.Waits) != 1 || detail.Waits[0].Key != "paid" || detail.Checkpoint.Step != "one" {
+	if end.Status != "waiting" || detail.Status != "waiting" || len(detail.Waits) != 1 || detail.Waits[0].Key != "paid" ||
+		detail.Checkpoint.Step != "one" {
 		t.Errorf("waiting: %+v, %+v", end, detail)
 	}
 	a.checkProblem(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "for event paid until")
@@ -149,18 +155,21 @@ func TestExternalExecutionLifecycle(t *testing.T) {
 	a.request("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"paid","data":{"amount":3}}`, 202, &struct{}{})
 	next := a.lock(x.ID, "worker 2", 30)
 	want := map[string]any{"one": map[string]any{"a": []any{1.0, 2.0}}, "wait event 1": next.Checkpoints["wait event 1"]}
-	if diff := cmp.Diff(want, next.Checkpoints); diff != "" || next.Checkpoints["wait event 1"].(map[string]any)["data"].(map[string]any)["amount"] != 3.0 ||
+	if diff := cmp.Diff(want, next.Checkpoints); diff != "" ||
+		next.Checkpoints["wait event 1"].(map[string]any)["data"].(map[string]any)["amount"] != 3.0 ||
 		next.Checkpoint.Step != "wait event 1" {
 		t.Errorf("after the wait: %+v %s", next, diff)
 	}
 	a.request("DELETE", path+"/lock/"+next.LockID, `{"status":"failed","error_message":"no paper"}`, 200, &end)
 	a.checkRefusals(x.ID, next.LockID, "the run has ended: failed, no paper")
-	a.checkProblem(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "the run has ended: failed, no paper")
+	a.checkProblem(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409,
+		"the run has ended: failed, no paper")
 	for _, id := range []string{lock.LockID, next.LockID} {
 		if strings.Contains(a.log.String(), id) {
 			t.Error("the log has the id of a lock")
 		}
-		if listed := a.raw("GET", "/v1/lanes", "", asAdmin()).Body.String() + a.raw("GET", path, "", asAdmin()).Body.String(); strings.Contains(listed, id) {
+		if listed := a.raw("GET", "/v1/lanes", "", asAdmin()).Body.String() +
+			a.raw("GET", path, "", asAdmin()).Body.String(); strings.Contains(listed, id) {
 			t.Error("the id of a lock is listed")
 		}
 	}
@@ -196,7 +205,10 @@ func TestInvalidExternalRequests(t *testing.T) {
 		{"POST", "/v1/executions", `{"flow":"external","priority":5}`, 400, "priority"},
 		{"POST", "/v1/executions", `{"flow":"external","queue":"fast"}`, 400, "queue"},
 		{"POST", "/v1/executions", `{"flow":"external","parent_id":"x"}`, 400, "parent_id"},
-		{"POST", "/v1/executions", `{"flow":"external","parent_id":"018f0000-0000-7000-8000-000000000000"}`, 404, "parent_id"},
+		{
+			"POST", "/v1/executions", `{"flow":"external","parent_id":"018f0000-0000-7000-8000-000000000000"}`, 404,
+			"parent_id",
+		},
 		{"POST", "/v1/executions", `{"flow":"external","input":"\u0000"}`, 400, "u0000 cannot be converted"},
 		{"POST", "/v1/executions", `{"flow":"external","input":1e400000}`, 400, "numeric"},
 		{"POST", "/v1/executions", `{"flow":"external","input":"` + strings.Repeat("x", 1<<20) + `"}`, 413, "larger"},
@@ -224,7 +236,10 @@ func TestInvalidExternalRequests(t *testing.T) {
 		{"POST", path + "/checkpoints", step(`"step":"a","output":"\u0000"`), 400, "u0000 cannot be converted"},
 		{"POST", path + "/checkpoints", step(`"step":"` + strings.Repeat("x", 501) + `","output":1`), 400, "500"},
 		{"POST", path + "/checkpoints", step(`"step":"wait event 1","output":1`), 400, "the outcomes of waits"},
-		{"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"` + strings.ToUpper(x.ID) + `"}`, 400, "cannot wait for itself"},
+		{
+			"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"` + strings.ToUpper(x.ID) + `"}`, 400,
+			"cannot wait for itself",
+		},
 		{"DELETE", held, ``, 400, "JSON object"},
 		{"DELETE", held, `{"status":"cancelled"}`, 400, "completed, failed or waiting"},
 		{"DELETE", held, `{"status":"completed","waiting_for":"event"}`, 400, "status waiting"},
@@ -240,11 +255,12 @@ func TestInvalidExternalRequests(t *testing.T) {
 		{"DELETE", held, `{"status":"waiting","waiting_for":"delay","timeout":-5}`, 400, "24h"},
 		{"DELETE", held, `{"status":"waiting","waiting_for":"delay","timeout":[1]}`, 400, "24h"},
 	} {
-		t.Run(c.method+" "+strings.ReplaceAll(c.path, lock.LockID, "id")+" "+fmt.Sprintf("%.60s", c.body), func(t *testing.T) {
-			b := *a
-			b.t = t
-			b.checkProblem(b.raw(c.method, c.path, c.body, asAdmin()), c.status, c.words)
-		})
+		t.Run(c.method+" "+strings.ReplaceAll(c.path, lock.LockID, "id")+" "+fmt.Sprintf("%.60s", c.body),
+			func(t *testing.T) {
+				b := *a
+				b.t = t
+				b.checkProblem(b.raw(c.method, c.path, c.body, asAdmin()), c.status, c.words)
+			})
 	}
 	if again := a.lock(x.ID, "w", 30); again.LockID != lock.LockID || len(again.Checkpoints) != 0 {
 		t.Errorf("something was changed: %+v", again)
@@ -268,12 +284,14 @@ func TestStartWithKeyAndChild(t *testing.T) {
 	if first != again || first != child {
 		t.Errorf("started %+v, %+v, %+v", first, again, child)
 	}
-	a.request("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+`","queue":"interactive","priority":1}`, 201, &child)
+	a.request("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+
+		`","queue":"interactive","priority":1}`, 201, &child)
 	if child.TraceID != first.TraceID || child.ID == first.ID {
 		t.Errorf("the child is %+v", child)
 	}
 	a.request("POST", "/v1/executions/"+first.ID+"/cancel", `{"reason":"enough"}`, 200, &again)
-	a.checkProblem(a.raw("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+`"}`, asAdmin()), 409, "has ended")
+	a.checkProblem(a.raw("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+`"}`, asAdmin()), 409,
+		"has ended")
 }
 
 func TestConcurrentLockRequests(t *testing.T) {
@@ -320,8 +338,10 @@ func TestBatchRenewalReportsCancel(t *testing.T) {
 	}
 	body := fmt.Sprintf(`{"lock_ids":[%q,%q,"gone"]}`, one.LockID, two.LockID)
 	a.request("PUT", "/v1/locks", body, 200, &got)
-	if l := got.Locks; len(l) != 3 || !l[0].Live || *l[0].ExecutionID != x.ID || *l[0].Status != "running" || l[0].CancelRequested ||
-		!l[1].Live || !l[1].CancelRequested || *l[1].Status != "cancelled" || l[2].Live || l[2].ExecutionID != nil || l[2].ExpiresAt != nil {
+	if l := got.Locks; len(l) != 3 || !l[0].Live || *l[0].ExecutionID != x.ID || *l[0].Status != "running" ||
+		l[0].CancelRequested ||
+		!l[1].Live || !l[1].CancelRequested || *l[1].Status != "cancelled" || l[2].Live || l[2].ExecutionID != nil ||
+		l[2].ExpiresAt != nil {
 		t.Errorf("beats are %+v", l)
 	}
 	a.checkRefusals(y.ID, two.LockID, "cancelled, enough")
@@ -373,7 +393,8 @@ func TestStatusStreamResumesWithoutGap(t *testing.T) {
 	path := "/v1/executions/" + x.ID + "/lock"
 	for range 2 {
 		l := a.lock(x.ID, "w", 30)
-		a.request("DELETE", path+"/"+l.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"k"}`, 200, &struct{}{})
+		a.request("DELETE", path+"/"+l.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"k"}`, 200,
+			&struct{}{})
 		a.request("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"k"}`, 202, &struct{}{})
 	}
 	l := a.lock(x.ID, "w", 1) // nobody beats: it fails
@@ -418,7 +439,8 @@ func TestExternalParentWaitsForChild(t *testing.T) {
 		`"wait_for_completion":true,"can_inherit_lock":true`:  "t true true",
 	} {
 		child := a.startExternal(fmt.Sprintf(`,"parent_id":%q,%s`, parent.ID, more))
-		pgtest.Equal(t, a.pool, want, `select concat_ws(' ', thread_id, awaited::text, inherits::text) from agent_executions where id = $1`, child.ID)
+		pgtest.Equal(t, a.pool, want, `select concat_ws(' ', thread_id, awaited::text, inherits::text) from agent_executions
+			where id = $1`, child.ID)
 	}
 	for body, words := range map[string]string{
 		`{"flow":"external","wait_for_completion":true}`:                              "parent_id",
@@ -441,7 +463,8 @@ func TestPauseAndResumeOverHTTP(t *testing.T) {
 		t.Errorf("pause: %+v, %v", first, header)
 	}
 	a.checkAudit(first.TraceID, first.ActivityID, "pause_agent", "prices look wrong")
-	if a.post("/v1/pause", `{"reason":"really"}`, &again); again.Changed || again.TraceID != first.TraceID || again.Reason != "prices look wrong" {
+	if a.post("/v1/pause", `{"reason":"really"}`, &again); again.Changed || again.TraceID != first.TraceID ||
+		again.Reason != "prices look wrong" {
 		t.Errorf("again: %+v", again)
 	}
 	if a.get("/v1/pause", &state); !state.Paused || state.TraceID != first.TraceID || state.Reason != first.Reason {
@@ -466,7 +489,8 @@ func TestLockIsRejectedWhilePaused(t *testing.T) {
 	var x struct{ ID string }
 	a.checkResponse(a.raw("POST", "/v1/executions", `{"flow":"external"}`, asAdmin()), "POST", "/v1/executions", 201, &x)
 	a.post("/v1/pause", `{"reason":"prices look wrong"}`, &struct{}{})
-	p := a.checkProblem(a.raw("POST", "/v1/executions/"+x.ID+"/lock", `{"owner":"worker 1"}`, asAdmin()), 409, "by admin: prices look wrong")
+	p := a.checkProblem(a.raw("POST", "/v1/executions/"+x.ID+"/lock", `{"owner":"worker 1"}`, asAdmin()), 409,
+		"by admin: prices look wrong")
 	if p.Type != "urn:lanekeeper:problem:paused" {
 		t.Errorf("problem: %+v", p)
 	}
@@ -483,7 +507,10 @@ type nodeWorker struct {
 func (a *agent) startNodeWorker(base, name, id, pause string) *nodeWorker {
 	a.t.Helper()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(a.t.Context()), 3*time.Minute)
-	n := &nodeWorker{cmd: osexec.CommandContext(ctx, "node", "../examples/outside-worker/worker.mjs", id, "8", pause), out: &testkit.Log{}}
+	n := &nodeWorker{
+		cmd: osexec.CommandContext(ctx, "node", "../examples/outside-worker/worker.mjs", id, "8", pause),
+		out: &testkit.Log{},
+	}
 	n.cmd.Env = append(os.Environ(), "AGENT_URL="+base, "AGENT_ADMIN_TOKEN="+token, "WORKER="+name, "TTL_SECONDS=600")
 	n.cmd.Stdout, n.cmd.Stderr = n.out, n.out
 	require.NoError(a.t, n.cmd.Start())
@@ -502,7 +529,8 @@ func (n *nodeWorker) signal(t *testing.T, s syscall.Signal) {
 // waitSteps waits until a worker has recorded some steps.
 func (a *agent) waitSteps(n *nodeWorker, steps int) {
 	a.t.Helper()
-	pgtest.Eventually(a.t, time.Minute, func() bool { return strings.Count(n.out.String(), "recorded add") >= steps }, "the worker records its steps")
+	pgtest.Eventually(a.t, time.Minute, func() bool { return strings.Count(n.out.String(), "recorded add") >= steps },
+		"the worker records its steps")
 }
 
 func TestNodeWorkerResumesAfterKill(t *testing.T) {
@@ -517,14 +545,16 @@ func TestNodeWorkerResumesAfterKill(t *testing.T) {
 		t.Helper()
 		pgtest.Exec(t, a.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)
 		pgtest.Eventually(t, time.Minute, func() bool {
-			return pgtest.Value[bool](t, a.pool, `select claimed_by is null and status = 'running' from agent_executions where id = $1`, x.ID)
+			return pgtest.Value[bool](t, a.pool, `select claimed_by is null and status = 'running' from agent_executions
+				where id = $1`, x.ID)
 		}, "the run is handed on")
 	}
 	first := a.startNodeWorker(base, "first", x.ID, "500")
 	a.waitSteps(first, 2)
 	first.signal(t, syscall.SIGSTOP)
 	intruder := a.startNodeWorker(base, "intruder", x.ID, "0")
-	if err := intruder.cmd.Wait(); intruder.cmd.ProcessState.ExitCode() != 9 || !strings.Contains(intruder.out.String(), "first holds it until") {
+	if err := intruder.cmd.Wait(); intruder.cmd.ProcessState.ExitCode() != 9 ||
+		!strings.Contains(intruder.out.String(), "first holds it until") {
 		t.Errorf("who came too early: %v %s", err, intruder.out)
 	}
 	first.signal(t, syscall.SIGKILL)
@@ -539,11 +569,13 @@ func TestNodeWorkerResumesAfterKill(t *testing.T) {
 		t.Errorf("third: %v %s", err, third.out)
 	}
 	second.signal(t, syscall.SIGCONT)
-	if err := second.cmd.Wait(); second.cmd.ProcessState.ExitCode() != 9 || !strings.Contains(second.out.String(), ": 409 ") {
+	if err := second.cmd.Wait(); second.cmd.ProcessState.ExitCode() != 9 ||
+		!strings.Contains(second.out.String(), ": 409 ") {
 		t.Errorf("who was woken late: %v %s", err, second.out)
 	}
 	steps := pgtest.Value[int](t, a.pool, `select count(*)::int from agent_checkpoints where execution_id = $1`, x.ID)
-	claims := pgtest.Value[int](t, a.pool, `select count(distinct claim)::int from agent_checkpoints where execution_id = $1`, x.ID)
+	claims := pgtest.Value[int](t, a.pool, `select count(distinct claim)::int from agent_checkpoints
+		where execution_id = $1`, x.ID)
 	var ended struct {
 		Status  string
 		Summary string `json:"result_summary"`

@@ -97,7 +97,8 @@ func identify(r *http.Request, rt route) (id *keyedRequest, given bool, err erro
 		return nil, false, nil
 	}
 	if len(values) != 1 || !isKey(values[0]) {
-		return nil, true, problem.New(http.StatusBadRequest, "%s must be one value of 1 to %d printable ASCII characters", keyHeader, maxKey).
+		return nil, true, problem.New(http.StatusBadRequest, "%s must be one value of 1 to %d printable ASCII characters",
+			keyHeader, maxKey).
 			Kind("bad-idempotency-key", "Bad idempotency key")
 	}
 	body, err := io.ReadAll(r.Body)
@@ -108,7 +109,10 @@ func identify(r *http.Request, rt route) (id *keyedRequest, given bool, err erro
 	hash := sha256.New()
 	fmt.Fprintf(hash, "%s?%s\n%q\n", r.URL.EscapedPath(), r.URL.RawQuery, r.Header.Get("X-Thread-Id"))
 	hash.Write(body)
-	id = &keyedRequest{scope: rt.method + " " + rt.path + " " + callerOf(r.Context()), key: values[0], fingerprint: hash.Sum(nil)}
+	id = &keyedRequest{
+		scope: rt.method + " " + rt.path + " " + callerOf(r.Context()), key: values[0],
+		fingerprint: hash.Sum(nil),
+	}
 	rand.Read(id.attempt[:]) // never fails
 	return id, true, nil
 }
@@ -178,14 +182,16 @@ func (s *server) renewLease(ctx context.Context, id *keyedRequest) (stop func())
 func (s *server) replay(w http.ResponseWriter, r *http.Request, rt route, first *storedResponse) {
 	switch {
 	case !first.Same:
-		s.writeError(w, r, rt, problem.New(http.StatusUnprocessableEntity, "this %s was used for a different request", keyHeader).
+		s.writeError(w, r, rt, problem.New(http.StatusUnprocessableEntity, "this %s was used for a different request",
+			keyHeader).
 			Kind("idempotency-key-reused", "Idempotency key reused"), "")
 	case first.State == "running":
 		w.Header().Set("Retry-After", "1")
 		s.writeError(w, r, rt, problem.New(http.StatusConflict, "the first request with this %s is still running", keyHeader).
 			Kind("idempotency-key-running", "Still running"), "")
 	case first.State == "unkept":
-		s.writeError(w, r, rt, problem.New(http.StatusConflict, "the request with this %s is done; its streamed response was not stored", keyHeader).
+		s.writeError(w, r, rt, problem.New(http.StatusConflict, "the request with this %s is done; its streamed response "+
+			"was not stored", keyHeader).
 			Kind("idempotency-key-used", "Already handled"), first.header()["X-Trace-Id"])
 	default:
 		for name, value := range first.header() {
@@ -235,7 +241,8 @@ func (id *keyedRequest) claim(ctx context.Context, db postgres.DB) (*storedRespo
 			          where o.expires_at <= statement_timestamp() and (o.scope, o.key) <> (@scope, @key)
 			          order by o.expires_at limit 20 for update skip locked))
 			insert into agent_idempotency as i (scope, key, fingerprint, attempt, lease_until, expires_at)
-			select @scope, @key, @fingerprint, @attempt, clock_timestamp() + make_interval(secs => @lease), clock_timestamp() + make_interval(secs => @life)
+			select @scope, @key, @fingerprint, @attempt, clock_timestamp() + make_interval(secs => @lease),
+			  clock_timestamp() + make_interval(secs => @life)
 			  from set_config('lock_timeout', @patience, true)
 			on conflict (scope, key) do update
 			   set fingerprint = excluded.fingerprint, attempt = excluded.attempt, state = 'running', status = 0, header = '{}',
@@ -243,7 +250,8 @@ func (id *keyedRequest) claim(ctx context.Context, db postgres.DB) (*storedRespo
 			 where i.expires_at <= clock_timestamp() or i.attempt = excluded.attempt
 			    or (i.state = 'running' and i.lease_until <= clock_timestamp() and i.fingerprint = excluded.fingerprint)
 			returning true`, postgres.Strict{
-			"scope": id.scope, "key": id.key, "fingerprint": id.fingerprint, "attempt": id.attempt, "lease": keyLease.Seconds(), "life": keyTTL.Seconds(),
+			"scope": id.scope, "key": id.key, "fingerprint": id.fingerprint, "attempt": id.attempt, "lease": keyLease.Seconds(),
+			"life":     keyTTL.Seconds(),
 			"patience": postgres.LockTimeout,
 		}).Scan(&ours)
 		if err == nil {
@@ -539,7 +547,8 @@ func keyExpired(ctx context.Context, db postgres.DB, id string) (old bool, err e
 	if time.Since(time.UnixMilli(milliseconds)) < keyTTL/2 {
 		return false, nil
 	}
-	err = db.QueryRow(ctx, `select @id::uuid < lanekeeper.agent_uuid7_floor(clock_timestamp() - make_interval(secs => @life))`,
+	err = db.QueryRow(ctx,
+		`select @id::uuid < lanekeeper.agent_uuid7_floor(clock_timestamp() - make_interval(secs => @life))`,
 		postgres.Strict{"id": id, "life": keyTTL.Seconds()}).Scan(&old)
 	if err != nil {
 		return false, fmt.Errorf("read the age of %s: %w", id, err)

@@ -52,7 +52,8 @@ func TestIdempotencyReplaysResponse(t *testing.T) {
 	a := withEndpoints(t, countingEndpoint(&calls, writeCount))
 	first := a.postWithKey("/v1/things", `{"a":1}`, chatKey, "k1")
 	again := a.postWithKey("/v1/things", `{"a":1}`, chatKey, "k1")
-	if first.Code != 201 || again.Code != 201 || again.Body.String() != first.Body.String() || first.Body.String() != `{"n":1}` {
+	if first.Code != 201 || again.Code != 201 || again.Body.String() != first.Body.String() ||
+		first.Body.String() != `{"n":1}` {
 		t.Errorf("%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
 	}
 	if again.Header().Get("X-Trace-Id") != "ch_1" || again.Header().Get("Content-Type") != "application/json" ||
@@ -72,7 +73,8 @@ func TestIdempotencyReplaysResponse(t *testing.T) {
 	}
 	assert.Equal(t, 4, calls.Load())
 	pgtest.Exec(t, a.pool, `update agent_idempotency set expires_at = clock_timestamp() where key = 'k1'`)
-	if later := a.postWithKey("/v1/things", `{"a":2}`, chatKey, "k1"); later.Code != 201 || later.Header().Get("Idempotent-Replayed") != "" {
+	if later := a.postWithKey("/v1/things", `{"a":2}`, chatKey, "k1"); later.Code != 201 ||
+		later.Header().Get("Idempotent-Replayed") != "" {
 		t.Errorf("after its day: %d %s", later.Code, later.Body)
 	}
 	pgtest.Equal(t, a.pool, 0, `select count(*) from agent_idempotency where expires_at <= clock_timestamp()`)
@@ -105,7 +107,8 @@ func TestConcurrentRequestsWithKey(t *testing.T) {
 	if calls.Load() != 1 || statuses[201].Load() != 1 || statuses[409].Load() != 49 {
 		t.Errorf("handled %d times, %d made, %d refused", calls.Load(), statuses[201].Load(), statuses[409].Load())
 	}
-	if again := a.postWithKey("/v1/things", "{}", chatKey, "race"); again.Code != 201 || again.Header().Get("Idempotent-Replayed") != "true" {
+	if again := a.postWithKey("/v1/things", "{}", chatKey, "race"); again.Code != 201 ||
+		again.Header().Get("Idempotent-Replayed") != "true" {
 		t.Errorf("later: %d %v", again.Code, again.Header())
 	}
 }
@@ -204,7 +207,8 @@ func TestStreamIsNotRepeated(t *testing.T) {
 	if w := a.postWithKey("/v1/things", "{}", chatKey, "k"); w.Body.String() != "data: 1\n\ndata: 2\n\n" || !w.Flushed {
 		t.Errorf("%d %q, flushed %v", w.Code, w.Body, w.Flushed)
 	}
-	if p := a.checkProblem(a.postWithKey("/v1/things", "{}", chatKey, "k"), 409, "stream"); p.TraceID != "ch_7" || calls.Load() != 1 {
+	if p := a.checkProblem(a.postWithKey("/v1/things", "{}", chatKey, "k"), 409, "stream"); p.TraceID != "ch_7" ||
+		calls.Load() != 1 {
 		t.Errorf("%+v after %d calls", p, calls.Load())
 	}
 	if w := a.postWithKey("/v1/large", "{}", token, "k"); w.Body.Len() != 1800<<10 {
@@ -241,7 +245,8 @@ func TestBuiltinRoutesHonourKeys(t *testing.T) {
 		t.Errorf("%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
 	}
 	a.checkProblem(a.postWithKey("/v1/skills/other/disable", `{"reason":"x"}`, token, "k"), 422, "a different request")
-	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_activity where skill_name = @s`, postgres.Strict{"s": "disable_skill"})
+	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_activity where skill_name = @s`,
+		postgres.Strict{"s": "disable_skill"})
 }
 
 // A key lasts for a day; its effects live longer.
@@ -269,10 +274,13 @@ func TestKeyExpires(t *testing.T) {
 			}
 			made(1)
 			made(1)
-			pgtest.Exec(t, a.pool, `update `+test.table+` set id = lanekeeper.agent_uuid7(clock_timestamp() - interval '25 hours')`)
+			pgtest.Exec(t, a.pool, `update `+test.table+
+				` set id = lanekeeper.agent_uuid7(clock_timestamp() - interval '25 hours')`)
 			made(2)
 			made(2)
-			pgtest.Exec(t, a.pool, `update `+test.table+` set id = lanekeeper.agent_uuid7(clock_timestamp() - interval '23 hours') where id > lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '1 hour')`)
+			pgtest.Exec(t, a.pool, `update `+test.table+
+				` set id = lanekeeper.agent_uuid7(clock_timestamp() - interval '23 hours')
+					where id > lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '1 hour')`)
 			made(2)
 		})
 	}
@@ -372,7 +380,10 @@ func TestKeyIsReleasedForOtherProcesses(t *testing.T) {
 		deaf.lost.Store(true)
 		w.WriteHeader(http.StatusServiceUnavailable)
 	})
-	o := api.Options{Pool: breaking, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey}, Endpoints: []api.Endpoint{things}}
+	o := api.Options{
+		Pool: breaking, Engine: engine(t, pool), ChatKeys: map[string]string{"website": chatKey},
+		Endpoints: []api.Endpoint{things},
+	}
 	a := newAgentWith(t, o)
 	o.Pool = pool
 	other := newAgentWith(t, o)

@@ -94,7 +94,8 @@ func (s *server) breakLane(r request) (response, error) {
 	result := laneBreak{Lane: lane}
 	err := postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) error {
 		var err error
-		if result.Broken, err = lanes.Break(r.Context(), tx, lane, r.body.(reasonRequest).Reason); err != nil || !result.Broken {
+		if result.Broken, err = lanes.Break(r.Context(), tx, lane, r.body.(reasonRequest).Reason); err != nil ||
+			!result.Broken {
 			return err
 		}
 		return result.loadRecord(r.Context(), tx)
@@ -140,7 +141,8 @@ func (s *server) blockedProblem(ctx context.Context, lane string, cause error) e
 
 func notHeld(lane string) error {
 	if id, run := strings.CutPrefix(lane, runPrefix); run {
-		return problem.New(http.StatusNotFound, "%s is an execution, not a lane; POST /v1/executions/%s/cancel ends it", lane, id)
+		return problem.New(http.StatusNotFound, "%s is an execution, not a lane; POST /v1/executions/%s/cancel ends it", lane,
+			id)
 	}
 	return problem.New(http.StatusNotFound, "%s is not held", lane)
 }
@@ -162,11 +164,14 @@ func (s *server) pauseRoutes() []route {
 			method: "GET", path: "/v1/pause", response: executions.Pause{}, handle: s.getPause,
 			about: "Whether autonomous work is paused, since when, by whom and why.",
 		}, {
-			method: "POST", path: "/v1/pause", body: reasonRequest{}, response: executions.PauseChange{}, handle: s.pauseAll, repeatable: true,
-			about: "Pause autonomous work in all processes: nothing starts, running work stops before its next step, scheduled times are recorded " +
+			method: "POST", path: "/v1/pause", body: reasonRequest{}, response: executions.PauseChange{},
+			handle: s.pauseAll, repeatable: true,
+			about: "Pause autonomous work in all processes: nothing starts, running work stops before its next step, " +
+				"scheduled times are recorded " +
 				"as skipped, and input is stored. operate and chat continue. changed is false if it was already paused.",
 		}, {
-			method: "POST", path: "/v1/resume", body: reasonRequest{}, response: executions.PauseChange{}, handle: s.resumeAll, repeatable: true,
+			method: "POST", path: "/v1/resume", body: reasonRequest{}, response: executions.PauseChange{},
+			handle: s.resumeAll, repeatable: true,
 			about: "End the pause; ready work continues at once. Returns the former pause; changed is false without one.",
 		},
 	}

@@ -36,7 +36,8 @@ func (a *agent) start(flow string, id trace.ID) executions.Execution {
 func (a *agent) claim(x executions.Execution) {
 	a.t.Helper()
 	pgtest.Exec(a.t, a.pool, `
-		with w as (insert into agent_workers (name, expires_at) values ('w', clock_timestamp() + interval '1 minute') returning id)
+		with w as (insert into agent_workers (name, expires_at) values ('w', clock_timestamp() + interval '1 minute')
+		  returning id)
 		update agent_executions x set status = 'running', claimed_by = w.id, claim = x.claim + 1 from w where x.id = @id`,
 		postgres.Strict{"id": x.ID})
 }
@@ -64,7 +65,8 @@ func (a *agent) skill(name string) {
 
 func (a *agent) holdLane(lane, owner string) {
 	a.t.Helper()
-	got := pgtest.Value[bool](a.t, a.pool, `select try_acquire_agent_lock(@lane, @owner, 300)`, postgres.Strict{"lane": lane, "owner": owner})
+	got := pgtest.Value[bool](a.t, a.pool, `select try_acquire_agent_lock(@lane, @owner, 300)`,
+		postgres.Strict{"lane": lane, "owner": owner})
 	if !got {
 		a.t.Fatalf("%s does not get %s", owner, lane)
 	}
@@ -109,7 +111,10 @@ func (a *agent) listings() map[string]struct {
 		path, field string
 		add         func(n int) string
 	}{
-		"traces":     {"/v1/traces", "trace_id", func(int) string { return a.start("beat", trace.New(trace.Heartbeat)).TraceID }},
+		"traces": {
+			"/v1/traces", "trace_id",
+			func(int) string { return a.start("beat", trace.New(trace.Heartbeat)).TraceID },
+		},
 		"executions": {"/v1/executions", "id", func(int) string { return a.start("beat", trace.New(trace.Flow)).ID }},
 		"activity": {"/v1/activity", "id", func(int) string {
 			return a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Chat)), Skill: "look"}, activity.Success)
@@ -192,11 +197,13 @@ func TestLongestPageHasNextCursor(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	pgtest.Exec(t, a.pool, `
-		insert into agent_executions (trace_id, surface, flow) select lanekeeper.agent_trace_id('fl'), 'flow', 'beat' from generate_series(1, 500)`)
+		insert into agent_executions (trace_id, surface, flow) select lanekeeper.agent_trace_id('fl'), 'flow', 'beat'
+		  from generate_series(1, 500)`)
 	if got := a.list("/v1/executions", "id", 500, nil); len(got) != 500 {
 		t.Errorf("%d executions", len(got))
 	}
-	pgtest.Exec(t, a.pool, `insert into agent_executions (trace_id, surface, flow) values (lanekeeper.agent_trace_id('fl'), 'flow', 'beat')`)
+	pgtest.Exec(t, a.pool, `insert into agent_executions (trace_id, surface, flow)
+		values (lanekeeper.agent_trace_id('fl'), 'flow', 'beat')`)
 	if got := a.list("/v1/executions", "id", 500, nil); len(got) != 501 {
 		t.Errorf("%d executions", len(got))
 	}
@@ -209,7 +216,10 @@ func TestListingFilters(t *testing.T) {
 	first := a.start("beat", beat)
 	second := a.start("answer", chat)
 	a.fail(second)
-	look := a.recordActivity(activity.Entry{TraceID: string(beat), Surface: "heartbeat", Skill: "look", Lane: "heartbeat", Agent: "warden"}, activity.Success)
+	look := a.recordActivity(activity.Entry{
+		TraceID: string(beat), Surface: "heartbeat", Skill: "look", Lane: "heartbeat",
+		Agent: "warden",
+	}, activity.Success)
 	say := a.recordActivity(activity.Entry{TraceID: string(chat), Surface: "chat", Skill: "say"}, activity.Error)
 	a.skill("look")
 	a.skill("say")
@@ -277,7 +287,10 @@ func TestListFlows(t *testing.T) {
 	a := start(t)
 	for _, name := range []string{"c", "a", "b"} {
 		for range 2 {
-			d := flows.Definition{Name: name, Description: fmt.Sprint(len(name)), Actions: []any{map[string]any{"actionType": "end"}}}
+			d := flows.Definition{
+				Name: name, Description: fmt.Sprint(len(name)),
+				Actions: []any{map[string]any{"actionType": "end"}},
+			}
 			if _, err := flows.Put(t.Context(), a.pool, d, "workspace"); err != nil {
 				t.Fatal(err)
 			}
@@ -299,12 +312,14 @@ func TestListFlows(t *testing.T) {
 	}
 	assert.Equal(t, "a1 b1 c1 ", names)
 	var one flows.Flow
-	if w := a.raw("GET", "/v1/flows/b", "", asAdmin()); json.Unmarshal(w.Body.Bytes(), &one) != nil || one.Name != "b" || !one.Current || len(one.Definition.Actions) != 1 {
+	if w := a.raw("GET", "/v1/flows/b", "", asAdmin()); json.Unmarshal(w.Body.Bytes(), &one) != nil || one.Name != "b" ||
+		!one.Current || len(one.Definition.Actions) != 1 {
 		t.Errorf("%d %s", w.Code, w.Body)
 	}
 	a.checkProblem(a.raw("GET", "/v1/flows/nobody", "", asAdmin()), http.StatusNotFound, `no flow "nobody"`)
 	var schema map[string]any
-	if w := a.raw("GET", "/v1/schemas/flow", "", asAdmin()); json.Unmarshal(w.Body.Bytes(), &schema) != nil || schema["$schema"] == nil {
+	if w := a.raw("GET", "/v1/schemas/flow", "", asAdmin()); json.Unmarshal(w.Body.Bytes(), &schema) != nil ||
+		schema["$schema"] == nil {
 		t.Errorf("%d %.200s", w.Code, w.Body)
 	}
 }
@@ -314,13 +329,15 @@ func TestListRequests(t *testing.T) {
 	a := start(t)
 	pgtest.Exec(t, a.pool, `
 		with x as (
-		  insert into agent_executions (trace_id, surface, flow) values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'a') returning id, trace_id)
+		  insert into agent_executions (trace_id, surface, flow) values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'a')
+		    returning id, trace_id)
 		insert into agent_requests (kind, execution_id, trace_id, thread_id, title, items)
 		select k, x.id, x.trace_id, 'maria', k, case k when 'document' then '{INE,CURP}'::text[] else '{}' end
 		  from x cross join unnest(array['document', 'test']) k`)
 	var page listed
 	w := a.raw("GET", "/v1/requests?kind=document&status=pending&thread_id=maria", "", asAdmin())
-	if err := json.Unmarshal(w.Body.Bytes(), &page); err != nil || len(page.Items) != 1 || fmt.Sprint(page.Items[0]["items"]) != "[INE CURP]" {
+	if err := json.Unmarshal(w.Body.Bytes(), &page); err != nil || len(page.Items) != 1 ||
+		fmt.Sprint(page.Items[0]["items"]) != "[INE CURP]" {
 		t.Fatalf("%d %s", w.Code, w.Body)
 	}
 	id := fmt.Sprint(page.Items[0]["id"])

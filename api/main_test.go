@@ -161,7 +161,8 @@ func (a *agent) checkSchema(method, path string, status int, body []byte) {
 			continue
 		}
 		pointer := strings.ReplaceAll(strings.ReplaceAll(template, "/", "~1"), "{", "%7B")
-		schema, err := a.schemas.Compile("openapi.json#/paths/" + strings.ReplaceAll(pointer, "}", "%7D") + "/" + strings.ToLower(method) +
+		schema, err := a.schemas.Compile("openapi.json#/paths/" + strings.ReplaceAll(pointer, "}", "%7D") + "/" +
+			strings.ToLower(method) +
 			"/responses/" + strconv.Itoa(status) + "/content/application~1json/schema")
 		require.NoError(a.t, err)
 		if err := schema.Validate(value); err != nil {

@@ -47,29 +47,37 @@ func (d conflictDecision) check() error {
 func (s *server) memoryRoutes() []route {
 	return []route{
 		{
-			method: "GET", path: "/v1/memory/entries/{category}/{key}", response: memory.Entry{}, handle: s.getMemory, versioned: true,
+			method: "GET", path: "/v1/memory/entries/{category}/{key}", response: memory.Entry{},
+			handle: s.getMemory, versioned: true,
 			params: []param{agentParam},
 			about:  "One entry of the memory. Its ETag is the precondition of a change. Category and key are path-escaped.",
 		}, {
-			method: "PUT", path: "/v1/memory/entries/{category}/{key}", body: memoryWrite{}, response: memory.Entry{}, handle: s.putMemory, versioned: true, guarded: true,
+			method: "PUT", path: "/v1/memory/entries/{category}/{key}", body: memoryWrite{}, response: memory.Entry{},
+			handle: s.putMemory, versioned: true, guarded: true,
 			params: []param{agentParam},
-			about:  "Store a value under a key. Requires If-Match with the ETag, or If-None-Match: * for a new key; 412 returns both values.",
+			about: "Store a value under a key. Requires If-Match with the ETag, or If-None-Match: * for a new key; 412 " +
+				"returns both values.",
 		}, {
-			method: "DELETE", path: "/v1/memory/entries/{category}/{key}", body: reasonRequest{}, response: change{}, handle: s.deleteMemory, guarded: true,
+			method: "DELETE", path: "/v1/memory/entries/{category}/{key}", body: reasonRequest{}, response: change{},
+			handle: s.deleteMemory, guarded: true,
 			params: []param{agentParam},
 			about:  "Delete an entry permanently. Requires If-Match with the ETag; 412 returns the current value.",
 		}, {
-			method: "POST", path: "/v1/memory/{id}/forget", body: reasonRequest{}, response: change{}, handle: s.forgetMemory, guarded: true,
+			method: "POST", path: "/v1/memory/{id}/forget", body: reasonRequest{}, response: change{},
+			handle: s.forgetMemory, guarded: true,
 			about: "Delete an entry of the memory permanently by id, optionally with If-Match.",
 		}, {
 			method: "GET", path: "/v1/memory/conflicts", response: page[memory.Conflict]{}, handle: s.listMemoryConflicts,
 			about: "Writes rejected because their key had changed, newest first. Default the open ones. " +
 				"revision and current show the stored value.",
-			params: listParams(enumParam("status", "State of the conflict", memory.ConflictOpen, memory.ConflictKept, memory.ConflictTaken, "all")),
+			params: listParams(enumParam("status", "State of the conflict", memory.ConflictOpen, memory.ConflictKept,
+				memory.ConflictTaken, "all")),
 		}, {
-			method: "POST", path: "/v1/memory/conflicts/{id}/decide", body: conflictDecision{}, response: memory.Conflict{}, handle: s.decideMemoryConflict,
+			method: "POST", path: "/v1/memory/conflicts/{id}/decide", body: conflictDecision{}, response: memory.Conflict{},
+			handle:    s.decideMemoryConflict,
 			conflicts: true, guarded: true, versioned: true,
-			about: "Decide a conflict once: keep the stored value, or take the late value if the key is at the revision of If-Match, " +
+			about: "Decide a conflict once: keep the stored value, or take the late value if the key is at the revision of " +
+				"If-Match, " +
 				"default that of the conflict; otherwise 412, and the conflict stays open.",
 		},
 	}
@@ -125,12 +133,14 @@ func (s *server) putMemory(r request) (response, error) {
 	var saved memory.Entry
 	done, err := s.record(r.Context(), "set_memory", body.Reason, memoryInput(owner, category, key),
 		func(tx pgx.Tx, traceID string) (any, error) {
-			revision, err := based.memoryRevision(r.Context(), func(ctx context.Context) (memory.Entry, error) { return owner.Get(ctx, tx, category, key) })
+			revision, err := based.memoryRevision(r.Context(),
+				func(ctx context.Context) (memory.Entry, error) { return owner.Get(ctx, tx, category, key) })
 			if err != nil {
 				return nil, err
 			}
 			saved, err = memory.Save(r.Context(), tx, memory.Note{
-				Owner: owner, Category: category, Key: key, Value: body.Value, TTL: time.Duration(body.TTLSeconds * float64(time.Second)),
+				Owner: owner, Category: category, Key: key, Value: body.Value,
+				TTL:     time.Duration(body.TTLSeconds * float64(time.Second)),
 				TraceID: traceID, Revision: revision,
 			})
 			return map[string]int{"revision": saved.Revision}, err
@@ -204,7 +214,10 @@ func (s *server) forgetMemory(r request) (response, error) {
 func (s *server) listMemoryConflicts(r request) (response, error) {
 	got, err := readPage("memory conflicts", r.query, func(c memory.Conflict) string { return c.ID },
 		func(before string, limit int) ([]memory.Conflict, error) {
-			return memory.Conflicts(r.Context(), s.pool, memory.ConflictFilter{Status: r.query["status"], Before: before, Limit: limit})
+			return memory.Conflicts(r.Context(), s.pool, memory.ConflictFilter{
+				Status: r.query["status"],
+				Before: before, Limit: limit,
+			})
 		})
 	return response{body: got}, err
 }

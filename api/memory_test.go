@@ -51,7 +51,8 @@ func TestConditionalMemoryWrites(t *testing.T) {
 		Current memory.Entry
 		Yours   string
 	}
-	if err := json.Unmarshal(body, &p); err != nil || status != 412 || p.Type != "urn:lanekeeper:problem:changed-meanwhile" ||
+	if err := json.Unmarshal(body, &p); err != nil || status != 412 ||
+		p.Type != "urn:lanekeeper:problem:changed-meanwhile" ||
 		string(p.Current.Value) != `"two"` || p.Current.Revision != 2 || p.Yours != "late" || header.Get("X-Trace-Id") != "" {
 		t.Errorf("got %d %s, %v", status, body, err)
 	}
@@ -64,17 +65,22 @@ func TestConditionalMemoryWrites(t *testing.T) {
 	if status, _, _ = put("four", withHeader("If-Match", `*`)); status != 200 {
 		t.Errorf("any: %d", status)
 	}
-	for _, bad := range []http.Header{withHeader("If-Match", "2"), withHeader("If-Match", `"x"`), withHeader("If-Match", `"1", "2"`), withHeader("If-None-Match", `"2"`), withHeader("If-Match", "")} {
+	for _, bad := range []http.Header{
+		withHeader("If-Match", "2"), withHeader("If-Match", `"x"`),
+		withHeader("If-Match", `"1", "2"`), withHeader("If-None-Match", `"2"`), withHeader("If-Match", ""),
+	} {
 		a.checkProblem(a.raw("PUT", path, `{"value":1,"reason":"x"}`, bad), 400, "If-")
 	}
 	a.checkProblem(a.raw("DELETE", path, `{"reason":"x"}`, asAdmin()), 428, "If-Match")
 	a.checkProblem(a.raw("DELETE", path, `{"reason":"x"}`, withHeader("If-Match", `"1"`)), 412, "revision 4 is there")
-	a.checkProblem(a.raw("POST", "/v1/memory/"+e.ID+"/forget", `{"reason":"x"}`, withHeader("If-Match", `"1"`)), 412, "revision 4 is there")
+	a.checkProblem(a.raw("POST", "/v1/memory/"+e.ID+"/forget", `{"reason":"x"}`, withHeader("If-Match", `"1"`)), 412,
+		"revision 4 is there")
 	if w := a.raw("DELETE", path, `{"reason":"old"}`, withHeader("If-Match", `"4"`)); w.Code != 200 {
 		t.Errorf("got %d %s", w.Code, w.Body)
 	}
 	a.checkProblem(a.raw("PUT", path, `{"value":1,"reason":"x"}`, withHeader("If-Match", "*")), 404, "not found")
-	a.checkProblem(a.raw("PUT", path, `{"value":"password=hunter2hunter2","reason":"x"}`, withHeader("If-None-Match", "*")), 400, "secret")
+	a.checkProblem(a.raw("PUT", path, `{"value":"password=hunter2hunter2","reason":"x"}`,
+		withHeader("If-None-Match", "*")), 400, "secret")
 	if status, header, _ = put("anew", withHeader("If-None-Match", "*")); status != 200 || header.Get("ETag") != `"5"` {
 		t.Errorf("kept anew: %d %v", status, header)
 	}
@@ -89,7 +95,8 @@ func TestConcurrentConditionalWrites(t *testing.T) {
 	var wrote, refused atomic.Int32
 	for n := range 16 {
 		group.Go(func() {
-			switch w := a.raw("PUT", "/v1/memory/entries/facts/k", fmt.Sprintf(`{"value":%d,"reason":"x"}`, n), withHeader("If-Match", `"1"`)); w.Code {
+			switch w := a.raw("PUT", "/v1/memory/entries/facts/k", fmt.Sprintf(`{"value":%d,"reason":"x"}`, n),
+				withHeader("If-Match", `"1"`)); w.Code {
 			case 200:
 				wrote.Add(1)
 			case 412:
@@ -134,25 +141,29 @@ func TestMemoryConflictDecision(t *testing.T) {
 	a.checkProblem(a.raw("POST", decide(kept), `{"decision":"both","reason":"x"}`, asAdmin()), 400, "keep")
 	var c memory.Conflict
 	header := a.post(decide(kept), `{"decision":"keep","reason":"ours is right"}`, &c)
-	if c.Status != memory.ConflictKept || c.Revision != 2 || header.Get("ETag") != `"2"` || c.DecidedReason != "ours is right" {
+	if c.Status != memory.ConflictKept || c.Revision != 2 || header.Get("ETag") != `"2"` ||
+		c.DecidedReason != "ours is right" {
 		t.Errorf("got %+v, %v", c, header)
 	}
 	a.checkProblem(a.raw("POST", decide(kept), `{"decision":"take","reason":"x"}`, asAdmin()), 409, "decided already")
 	a.storeMemory("taken", "facts") // after the conflict arose
 	a.checkProblem(a.raw("POST", decide(taken), `{"decision":"take","reason":"x"}`, asAdmin()), 412, "revision 3 is there")
-	a.checkProblem(a.raw("POST", decide(taken), `{"decision":"take","reason":"x"}`, withHeader("If-Match", `"1"`)), 412, "revision 3 is there")
+	a.checkProblem(a.raw("POST", decide(taken), `{"decision":"take","reason":"x"}`, withHeader("If-Match", `"1"`)), 412,
+		"revision 3 is there")
 	w := a.raw("POST", decide(taken), `{"decision":"take","reason":"it is newer"}`, withHeader("If-Match", `"3"`))
 	a.checkResponse(w, "POST", decide(taken), 200, &c)
 	if c.Status != memory.ConflictTaken || c.Revision != 4 || string(c.Current) != `"late"` {
 		t.Errorf("got %+v", c)
 	}
 	a.checkAudit(w.Header().Get("X-Trace-Id"), pgtest.Value[string](t, a.pool, `
-		select id::text from agent_activity where skill_name = 'decide_memory_conflict' and input ->> 'decision' = 'take'`), "decide_memory_conflict", "it is newer")
+		select id::text from agent_activity where skill_name = 'decide_memory_conflict'
+		  and input ->> 'decision' = 'take'`), "decide_memory_conflict", "it is newer")
 	a.get("/v1/memory/conflicts?status=all", &list)
 	if len(list.Items) != 2 || list.Items[1].Status != memory.ConflictTaken {
 		t.Errorf("got %+v", list.Items)
 	}
-	a.checkProblem(a.raw("POST", decide("018f0000-0000-7000-8000-000000000000"), `{"decision":"keep","reason":"x"}`, asAdmin()), 404, "not found")
+	a.checkProblem(a.raw("POST", decide("018f0000-0000-7000-8000-000000000000"), `{"decision":"keep","reason":"x"}`,
+		asAdmin()), 404, "not found")
 	a.checkProblem(a.raw("POST", decide("x"), `{"decision":"keep","reason":"x"}`, asAdmin()), 400, "")
 }
 
@@ -161,7 +172,8 @@ func TestStaleDecisionIsRejected(t *testing.T) {
 	a := start(t)
 	a.objective("grow")
 	seen := a.get("/v1/objectives/grow", &struct{}{}).Get("ETag")
-	pgtest.Exec(t, a.pool, `update agent_objectives set due_at = clock_timestamp(), last_trace_id = 'hb_1'`) // a run is no decision
+	// a run is no decision
+	pgtest.Exec(t, a.pool, `update agent_objectives set due_at = clock_timestamp(), last_trace_id = 'hb_1'`)
 	assert.Equal(t, seen, a.get("/v1/objectives/grow", &struct{}{}).Get("ETag"))
 	act := func(action string, tag string) int {
 		return a.raw("POST", "/v1/objectives/grow/"+action, `{"reason":"x"}`, withHeader("If-Match", tag)).Code
@@ -188,7 +200,8 @@ func TestForgetMemory(t *testing.T) {
 	if err != nil || len(entries) != 1 || entries[0].Key != "kept" {
 		t.Errorf("left are %+v, %v", entries, err)
 	}
-	if text := pgtest.Value[string](t, a.pool, `select input::text from agent_activity where skill_name = 'forget_memory'`); text == "" || len(text) > 300 {
+	if text := pgtest.Value[string](t, a.pool,
+		`select input::text from agent_activity where skill_name = 'forget_memory'`); text == "" || len(text) > 300 {
 		t.Errorf("the record is %s", text)
 	}
 	for _, none := range []string{id, "kept", "%00", "%ff", "018f0000-0000-7000-8000-000000000000"} {
@@ -248,7 +261,8 @@ func TestIfMatchOfChanges(t *testing.T) {
 				problem
 				Current map[string]any
 			}
-			if err := json.Unmarshal([]byte(said), &p); err != nil || code != 412 || p.Type != "urn:lanekeeper:problem:changed-meanwhile" || p.Current["name"] == nil {
+			if err := json.Unmarshal([]byte(said), &p); err != nil || code != 412 ||
+				p.Type != "urn:lanekeeper:problem:changed-meanwhile" || p.Current["name"] == nil {
 				t.Errorf("%s of what was seen before: %d %s, %v", m.then, code, said, err)
 			}
 			tag := fmt.Sprintf(`"%v"`, p.Current["revision"])
@@ -259,7 +273,13 @@ func TestIfMatchOfChanges(t *testing.T) {
 				t.Errorf("it was at %s, is at %s, and the refusal says %s", now, still, tag)
 			}
 			pgtest.Equal(t, a.pool, 0, `select count(*) from agent_activity where skill_name = $1`, m.then+"_"+m.what)
-			for _, bad := range [][2]string{{"If-Match", strings.Trim(now, `"`)}, {"If-Match", `"0"`}, {"If-Match", ""}, {"If-None-Match", "*"}, {"If-None-Match", now}} {
+			for _, bad := range [][2]string{
+				{"If-Match", strings.Trim(now, `"`)},
+				{"If-Match", `"0"`},
+				{"If-Match", ""},
+				{"If-None-Match", "*"},
+				{"If-None-Match", now},
+			} {
 				if code, said := act(m.then, bad[0], bad[1]); code != 400 {
 					t.Errorf("%s: %s is answered %d %s", bad[0], bad[1], code, said)
 				}

@@ -85,14 +85,18 @@ func (s *schemas) operation(rt route) object {
 	case Public:
 	}
 	if rt.body != nil {
-		op["requestBody"] = object{"required": true, "content": content("application/json", s.schema(reflect.TypeOf(rt.body)))}
+		op["requestBody"] = object{
+			"required": true,
+			"content":  content("application/json", s.schema(reflect.TypeOf(rt.body))),
+		}
 	}
 	return op
 }
 
 // operationID joins method and path into one word.
 func operationID(rt route) string {
-	words := strings.FieldsFunc(strings.TrimPrefix(plainPath(rt.path), "/v1"), func(r rune) bool { return strings.ContainsRune("/{}.-", r) })
+	words := strings.FieldsFunc(strings.TrimPrefix(plainPath(rt.path), "/v1"),
+		func(r rune) bool { return strings.ContainsRune("/{}.-", r) })
 	return strings.ToLower(rt.method) + "_" + strings.Join(words, "_")
 }
 
@@ -147,7 +151,8 @@ func (s *schemas) responses(rt route) object {
 	refused := content(problem.ContentType, s.schema(reflect.TypeFor[problem.Problem]()))
 	if rt.openAI {
 		refused = content("application/json", object{
-			"type": "object", "properties": object{"error": s.schema(reflect.TypeFor[chatwire.Failure]())}, "required": []string{"error"},
+			"type": "object", "properties": object{"error": s.schema(reflect.TypeFor[chatwire.Failure]())},
+			"required": []string{"error"},
 		})
 	}
 	for _, status := range problems(rt) {
@@ -202,7 +207,8 @@ func (s *schemas) responseContent(rt route) object {
 func problems(rt route) []int {
 	var list []int
 	if rt.access != Public {
-		list = append(list, http.StatusBadRequest, http.StatusUnauthorized, http.StatusInternalServerError, http.StatusServiceUnavailable)
+		list = append(list, http.StatusBadRequest, http.StatusUnauthorized, http.StatusInternalServerError,
+			http.StatusServiceUnavailable)
 		if strings.Contains(rt.path, "{") {
 			list = append(list, http.StatusNotFound)
 		}

@@ -74,7 +74,8 @@ func statuses() []string {
 }
 
 func activityStatuses() []string {
-	return stringsOf(activity.Running, activity.Success, activity.Error, activity.PendingApproval, activity.Skipped, activity.Unknown)
+	return stringsOf(activity.Running, activity.Success, activity.Error, activity.PendingApproval,
+		activity.Skipped, activity.Unknown)
 }
 
 func stringsOf[S ~string](values ...S) []string {
@@ -258,7 +259,9 @@ func decodeIDCursor(listing, cursor string) (string, error) {
 
 // readPage reads a page of a listing by id, newest first, and checks for a next one. read takes the id to continue
 // after and the row count.
-func readPage[T any](listing string, q query, id func(T) string, read func(before string, limit int) ([]T, error)) (page[T], error) {
+func readPage[T any](
+	listing string, q query, id func(T) string, read func(before string, limit int) ([]T, error),
+) (page[T], error) {
 	before, err := decodeIDCursor(listing, q["cursor"])
 	if err != nil {
 		return page[T]{}, err
@@ -335,7 +338,9 @@ func (r request) ifMatch() (revision int, err error) {
 }
 
 // memoryRevision converts the precondition for package memory. It calls read only for If-Match: *.
-func (p precondition) memoryRevision(ctx context.Context, read func(ctx context.Context) (memory.Entry, error)) (int, error) {
+func (p precondition) memoryRevision(
+	ctx context.Context, read func(ctx context.Context) (memory.Entry, error),
+) (int, error) {
 	switch {
 	case p.absent:
 		return memory.Absent, nil

@@ -138,7 +138,8 @@ func (s *server) tryWrite(ctx context.Context) error {
 	err := postgres.InTx(ctx, s.ready, func(tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, `
 			insert into agent_idempotency (scope, key, fingerprint, lease_until, body, expires_at)
-			values ('GET /readyz', gen_random_uuid()::text, '', clock_timestamp(), @body, clock_timestamp())`, postgres.Strict{"body": body})
+			values ('GET /readyz', gen_random_uuid()::text, '', clock_timestamp(), @body,
+			  clock_timestamp())`, postgres.Strict{"body": body})
 		return cmp.Or(err, errRollback)
 	})
 	if errors.Is(err, errRollback) {

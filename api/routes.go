@@ -64,8 +64,10 @@ type response struct {
 // routes lists the package's routes and the endpoints.
 func (s *server) routes(endpoints []Endpoint) ([]route, error) {
 	table := slices.Concat(
-		s.probeRoutes(), s.readRoutes(), s.agentRoutes(), s.reportRoutes(), s.whyRoutes(), s.stateRoutes(), s.actionRoutes(), s.executionRoutes(), s.timeTravelRoutes(),
-		s.flowRoutes(), s.decisionRoutes(), s.memoryRoutes(), s.messageRoutes(), s.accessRoutes(), s.webhookRoutes(), s.loginRoutes(), s.pauseRoutes(),
+		s.probeRoutes(), s.readRoutes(), s.agentRoutes(), s.reportRoutes(), s.whyRoutes(), s.stateRoutes(), s.actionRoutes(),
+		s.executionRoutes(), s.timeTravelRoutes(),
+		s.flowRoutes(), s.decisionRoutes(), s.memoryRoutes(), s.messageRoutes(), s.accessRoutes(), s.webhookRoutes(),
+		s.loginRoutes(), s.pauseRoutes(),
 		s.retentionRoutes(), s.documentRoutes(),
 	)
 	for i := range table {
@@ -152,12 +154,14 @@ func (s *server) stateRoutes() []route {
 		{
 			method: "GET", path: "/v1/executions/{id}/events", contentType: "text/event-stream", stream: true,
 			handler: http.HandlerFunc(s.followExecution),
-			about: "The status of an execution as server-sent events: event status, data {id, trace_id, status, waiting_for, at}. " +
+			about: "The status of an execution as server-sent events: event status, data {id, trace_id, status, waiting_for, " +
+				"at}. " +
 				"First the current state (for external executions the changes since Last-Event-ID), then each change until the end. 204 if Last-Event-ID is the end.",
 		}, {
 			method: "GET", path: "/v1/approvals", response: page[approvals.Approval]{}, handle: s.listApprovals,
 			about: "Calls that need approval, newest first.",
-			params: listParams(enumParam("status", "State of the approval", approvalStatuses()...), textParam("skill", "Name of the skill"),
+			params: listParams(enumParam("status", "State of the approval", approvalStatuses()...),
+				textParam("skill", "Name of the skill"),
 				traceParam),
 		}, {
 			method: "GET", path: "/v1/approvals/{id}", response: approvals.Approval{}, handle: s.getApproval,
@@ -165,7 +169,8 @@ func (s *server) stateRoutes() []route {
 		}, {
 			method: "GET", path: "/v1/objectives", response: page[objectives.Objective]{}, handle: s.listObjectives,
 			about: "Objectives with their progress, newest first.",
-			params: listParams(enumParam("status", "State of the objective", "active", "paused", "completed", "failed", "proposed", "rejected"),
+			params: listParams(enumParam("status", "State of the objective", "active", "paused", "completed", "failed",
+				"proposed", "rejected"),
 				textParam("source", "Source of the objective")),
 		}, {
 			method: "GET", path: "/v1/objectives/{id}", response: objectiveDetail{}, versioned: true, handle: s.getObjective,
@@ -173,7 +178,8 @@ func (s *server) stateRoutes() []route {
 		}, {
 			method: "GET", path: "/v1/automations", response: page[automations.Automation]{}, handle: s.listAutomations,
 			about: "Automations, newest first.",
-			params: listParams(enumParam("enabled", "Whether it is enabled", "true", "false"), textParam("skill", "Name of the skill"),
+			params: listParams(enumParam("enabled", "Whether it is enabled", "true", "false"),
+				textParam("skill", "Name of the skill"),
 				textParam("source", "Source of the declaration")),
 		}, {
 			method: "GET", path: "/v1/automations/{id}", response: automationDetail{}, versioned: true, handle: s.getAutomation,
@@ -186,8 +192,9 @@ func (s *server) stateRoutes() []route {
 				textParam("agent", "Only this agent's memory")),
 		}, {
 			method: "GET", path: "/v1/threads", response: page[threads.Thread]{}, handle: s.listThreads,
-			about:  "Conversations, most recent first. A new message moves its conversation to the front.",
-			params: listParams(textParam("channel", "Channel of the conversation"), textParam("owner", "Owner of the conversation"), textParam("agent", "Agent of the conversation")),
+			about: "Conversations, most recent first. A new message moves its conversation to the front.",
+			params: listParams(textParam("channel", "Channel of the conversation"),
+				textParam("owner", "Owner of the conversation"), textParam("agent", "Agent of the conversation")),
 		}, {
 			method: "GET", path: "/v1/threads/{id}", response: threadDetail{}, handle: s.getThread, params: listParams(),
 			about: "One conversation with a page of its messages, newest first.",
@@ -198,17 +205,21 @@ func (s *server) stateRoutes() []route {
 func (s *server) actionRoutes() []route {
 	return []route{
 		{
-			method: "POST", path: "/v1/executions/{id}/cancel", body: reasonRequest{}, response: cancelResponse{}, handle: s.cancelExecution,
+			method: "POST", path: "/v1/executions/{id}/cancel", body: reasonRequest{}, response: cancelResponse{},
+			handle: s.cancelExecution,
 			about: "Cancel an execution now. An ended one keeps its status. 202 with cancel_requested if another " +
 				"transaction locks the row for more than a second: detail names the blocker, and the cancel follows when it ends.",
 		}, {
-			method: "POST", path: "/v1/skills/{name}/enable", body: reasonRequest{}, guarded: true, response: skillChange{}, handle: s.enableSkill,
-			about: "Enable a skill and its paused automations. Earlier failures no longer count.",
+			method: "POST", path: "/v1/skills/{name}/enable", body: reasonRequest{}, guarded: true, response: skillChange{},
+			handle: s.enableSkill,
+			about:  "Enable a skill and its paused automations. Earlier failures no longer count.",
 		}, {
-			method: "POST", path: "/v1/skills/{name}/disable", body: reasonRequest{}, guarded: true, response: skillChange{}, handle: s.disableSkill,
-			about: "Disable a skill and pause its automations.",
+			method: "POST", path: "/v1/skills/{name}/disable", body: reasonRequest{}, guarded: true, response: skillChange{},
+			handle: s.disableSkill,
+			about:  "Disable a skill and pause its automations.",
 		}, {
-			method: "POST", path: "/v1/lanes/{lane}/break", body: reasonRequest{}, response: laneBreak{}, handle: s.breakLane, conflicts: true,
+			method: "POST", path: "/v1/lanes/{lane}/break", body: reasonRequest{}, response: laneBreak{},
+			handle: s.breakLane, conflicts: true,
 			about: "Break a lane; its holder's fencing token becomes invalid. The lane is path-escaped.",
 		},
 	}
@@ -217,39 +228,50 @@ func (s *server) actionRoutes() []route {
 func (s *server) decisionRoutes() []route {
 	return []route{
 		{
-			method: "POST", path: "/v1/approvals/{id}", body: decisionRequest{}, response: approvals.Approval{}, handle: s.decideApproval,
+			method: "POST", path: "/v1/approvals/{id}", body: decisionRequest{}, response: approvals.Approval{},
+			handle:    s.decideApproval,
 			conflicts: true,
 			about:     "Approve or reject a call once. The waiting execution resumes. 409 if it was decided or has expired.",
 		}, {
-			method: "POST", path: "/v1/events", body: eventRequest{}, response: eventResponse{}, status: http.StatusAccepted, handle: s.raiseEvent, keyed: true,
+			method: "POST", path: "/v1/events", body: eventRequest{}, response: eventResponse{}, status: http.StatusAccepted,
+			handle: s.raiseEvent, keyed: true,
 			about: "Raise an event and resume its waiters; without a waiter it is stored for the first one. " +
 				"The same id counts once.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/accept", body: reasonRequest{}, guarded: true, response: change{}, handle: s.acceptObjective,
+			method: "POST", path: "/v1/objectives/{id}/accept", body: reasonRequest{}, guarded: true, response: change{},
+			handle:    s.acceptObjective,
 			conflicts: true, about: "Accept a proposed objective. 409 if it is not an open proposal.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/reject", body: reasonRequest{}, guarded: true, response: change{}, handle: s.rejectObjective,
+			method: "POST", path: "/v1/objectives/{id}/reject", body: reasonRequest{}, guarded: true, response: change{},
+			handle:    s.rejectObjective,
 			conflicts: true, about: "Reject a proposed objective. 409 if it is not an open proposal.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/pause", body: reasonRequest{}, guarded: true, response: change{}, handle: s.pauseObjective,
+			method: "POST", path: "/v1/objectives/{id}/pause", body: reasonRequest{}, guarded: true, response: change{},
+			handle:    s.pauseObjective,
 			conflicts: true, about: "Pause an active objective. 409 if it is not active.",
 		}, {
-			method: "POST", path: "/v1/objectives/{id}/resume", body: reasonRequest{}, guarded: true, response: change{}, handle: s.resumeObjective,
+			method: "POST", path: "/v1/objectives/{id}/resume", body: reasonRequest{}, guarded: true, response: change{},
+			handle:    s.resumeObjective,
 			conflicts: true, about: "Resume a paused objective. 409 if it is not paused.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/enable", body: reasonRequest{}, guarded: true, response: change{}, handle: s.enableAutomation,
-			about: "Enable an automation by name.",
+			method: "POST", path: "/v1/automations/{id}/enable", body: reasonRequest{}, guarded: true, response: change{},
+			handle: s.enableAutomation,
+			about:  "Enable an automation by name.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/disable", body: reasonRequest{}, guarded: true, response: change{}, handle: s.disableAutomation,
-			about: "Disable an automation by name, or reject a proposal.",
+			method: "POST", path: "/v1/automations/{id}/disable", body: reasonRequest{}, guarded: true, response: change{},
+			handle: s.disableAutomation,
+			about:  "Disable an automation by name, or reject a proposal.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/accept", body: reasonRequest{}, guarded: true, response: change{}, handle: s.acceptAutomation,
+			method: "POST", path: "/v1/automations/{id}/accept", body: reasonRequest{}, guarded: true, response: change{},
+			handle:    s.acceptAutomation,
 			conflicts: true, about: "Accept a proposed automation. 409 if it is not an open proposal.",
 		}, {
-			method: "POST", path: "/v1/automations/{id}/run", body: reasonRequest{}, response: automations.Run{}, status: http.StatusAccepted,
+			method: "POST", path: "/v1/automations/{id}/run", body: reasonRequest{}, response: automations.Run{},
+			status: http.StatusAccepted,
 			handle: s.runAutomation, about: "Run an automation now, even a disabled one. The response has its trace.",
 		}, {
-			method: "POST", path: "/v1/automations/runs/{id}/redrive", body: reasonRequest{}, response: automations.Run{}, status: http.StatusAccepted,
+			method: "POST", path: "/v1/automations/runs/{id}/redrive", body: reasonRequest{}, response: automations.Run{},
+			status: http.StatusAccepted,
 			handle: s.redriveRun, conflicts: true,
 			about: "Give a dead run one more attempt. 409 if it is not dead.",
 		},
@@ -318,11 +340,14 @@ func (e Endpoint) route() (route, error) {
 	case e.Access < Public || e.Access > Admin:
 		return route{}, fmt.Errorf("endpoint %s: access is required", name)
 	case e.Idempotent && e.Access == Public:
-		return route{}, fmt.Errorf("endpoint %s: a public endpoint cannot be idempotent: strangers would get the stored response", name)
+		return route{}, fmt.Errorf("endpoint %s: a public endpoint cannot be idempotent: strangers would get the stored "+
+			"response", name)
 	}
 	rt := route{
-		method: e.Method, path: e.Path, about: e.About, access: e.Access, body: e.Body, response: e.Response, status: e.Status,
-		again: e.Again, contentType: e.ContentType, stream: e.Stream, finite: e.Finite, openAI: e.OpenAIErrors, maxBody: e.MaxBody, idempotent: e.Idempotent,
+		method: e.Method, path: e.Path, about: e.About, access: e.Access, body: e.Body,
+		response: e.Response, status: e.Status,
+		again: e.Again, contentType: e.ContentType, stream: e.Stream, finite: e.Finite, openAI: e.OpenAIErrors,
+		maxBody: e.MaxBody, idempotent: e.Idempotent,
 		foreign: strings.HasPrefix(e.Path, webhooks), page: e.Page, handler: e.Handler, expect: e.Expect,
 	}
 	for _, name := range slices.Sorted(maps.Keys(e.Query)) {

@@ -82,7 +82,8 @@ func (s *server) handle(rt route, in request) (got response, from *replica.Sourc
 
 // invoke calls the route's function. It retries repeatable requests after a broken database connection.
 func (rt route) invoke(in request) (got response, err error) {
-	twice := in.Method == http.MethodGet || in.Method == http.MethodHead || rt.repeatable || rt.keyed && in.Header.Get(keyHeader) != ""
+	twice := in.Method == http.MethodGet || in.Method == http.MethodHead || rt.repeatable || rt.keyed &&
+		in.Header.Get(keyHeader) != ""
 	if !twice {
 		return rt.handle(in)
 	}
@@ -101,7 +102,8 @@ func parseRequest(r *http.Request, rt route) (in request, err error) {
 			return in, err
 		}
 	}
-	if rt.body != nil || r.Method != http.MethodGet && r.Method != http.MethodHead { // bufferBody skips the body of GET and HEAD
+	// bufferBody skips the body of GET and HEAD
+	if rt.body != nil || r.Method != http.MethodGet && r.Method != http.MethodHead {
 		in.body, err = readBody(r, rt.body)
 	}
 	return in, err

@@ -45,8 +45,14 @@ func TestTimesAreUTC(t *testing.T) {
 func TestPanicIsProblem(t *testing.T) {
 	t.Parallel()
 	var log bytes.Buffer
-	s := &server{auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(), log: slog.New(slog.NewTextHandler(&log, nil))}
-	h := s.withLogging(s.serve(route{access: Public, handle: func(request) (response, error) { panic("the secret inside") }}))
+	s := &server{
+		auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(),
+		log: slog.New(slog.NewTextHandler(&log, nil)),
+	}
+	h := s.withLogging(s.serve(route{
+		access: Public,
+		handle: func(request) (response, error) { panic("the secret inside") },
+	}))
 	w := httptest.NewRecorder()
 	h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
 	if w.Code != http.StatusInternalServerError || w.Header().Get("Content-Type") != "application/problem+json" {
@@ -62,7 +68,10 @@ func TestPanicIsProblem(t *testing.T) {
 
 func TestPanicAbortsStartedResponse(t *testing.T) {
 	t.Parallel()
-	s := &server{auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(), log: slog.New(slog.DiscardHandler)}
+	s := &server{
+		auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(),
+		log: slog.New(slog.DiscardHandler),
+	}
 	h := s.withLogging(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = w.Write([]byte("half"))
 		panic("then nothing")
@@ -77,7 +86,10 @@ func TestPanicAbortsStartedResponse(t *testing.T) {
 
 func TestEncodingFailureIsProblem(t *testing.T) {
 	t.Parallel()
-	s := &server{auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(), log: slog.New(slog.DiscardHandler)}
+	s := &server{
+		auth: &authenticator{}, classes: newClasses(), limits: defaultLimits(),
+		log: slog.New(slog.DiscardHandler),
+	}
 	h := s.serve(route{access: Public, handle: func(request) (response, error) {
 		return response{body: struct {
 			F func() `json:"f"`
@@ -98,7 +110,10 @@ func TestLoginLifetime(t *testing.T) {
 	s.now = func() time.Time { return began }
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", http.NoBody)
 	r.AddCookie(s.loginCookie(r))
-	for after, want := range map[time.Duration]bool{0: true, sessionTTL - time.Second: true, sessionTTL: false, 24 * time.Hour: false} {
+	for after, want := range map[time.Duration]bool{
+		0: true, sessionTTL - time.Second: true, sessionTTL: false,
+		24 * time.Hour: false,
+	} {
 		s.now = func() time.Time { return began.Add(after) }
 		l, err := s.verify(r)
 		if err != nil || (l != nil) != want || l != nil && !l.until.Equal(began.Add(12*time.Hour)) {
@@ -110,13 +125,17 @@ func TestLoginLifetime(t *testing.T) {
 // FuzzStream streams any stored values and reads them as a client.
 func FuzzStream(f *testing.F) {
 	for i, text := range []string{
-		"running", "a\nb\r\nc\rd", "\n\nid: 9\nevent: status\ndata: {}\n\n", "\x00", "\xff\xfe", "\u2028\ufeff", "</script>", strings.Repeat("x\r", 3000),
+		"running", "a\nb\r\nc\rd", "\n\nid: 9\nevent: status\ndata: {}\n\n", "\x00", "\xff\xfe", "\u2028\ufeff", "</script>",
+		strings.Repeat("x\r", 3000),
 	} {
 		f.Add(text, text, text, i)
 	}
 	f.Fuzz(func(t *testing.T, id, status, waitingFor string, change int) {
 		w := httptest.NewRecorder()
-		e := statusEvent{ID: id, TraceID: id, Status: executions.Status(status), WaitingFor: &waitingFor, Claim: int64(change), Change: change}
+		e := statusEvent{
+			ID: id, TraceID: id, Status: executions.Status(status), WaitingFor: &waitingFor,
+			Claim: int64(change), Change: change,
+		}
 		for range 2 {
 			require.NoError(t, sendEvent(w, e))
 		}

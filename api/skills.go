@@ -122,7 +122,8 @@ func (s *server) enableSkill(r request) (response, error) {
 
 func (s *server) disableSkill(r request) (response, error) {
 	return s.changeSkill(r, "disable_skill", func(tx pgx.Tx, name, reason string, c *skillChange) (err error) {
-		c.Changed, err = skills.Disable(r.Context(), tx, name, admin, reason, map[string]string{"disabled_by": admin, "reason": reason})
+		c.Changed, err = skills.Disable(r.Context(), tx, name, admin, reason,
+			map[string]string{"disabled_by": admin, "reason": reason})
 		if err == nil {
 			c.Automations, err = automations.PausedFor(r.Context(), tx, name)
 		}
@@ -131,7 +132,9 @@ func (s *server) disableSkill(r request) (response, error) {
 }
 
 // changeSkill runs an audited change of a skill.
-func (s *server) changeSkill(r request, action string, change func(pgx.Tx, string, string, *skillChange) error) (response, error) {
+func (s *server) changeSkill(
+	r request, action string, change func(pgx.Tx, string, string, *skillChange) error,
+) (response, error) {
 	name, reason := r.PathValue("name"), r.body.(reasonRequest).Reason
 	if !storable(name) {
 		return response{}, fmt.Errorf("%s: %w", action, skills.ErrNotFound)

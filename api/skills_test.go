@@ -37,7 +37,10 @@ func withAgents(t *testing.T) *agent {
 	pool := pgtest.DB(t)
 	return newAgentWith(t, api.Options{
 		Pool: pool, Engine: engine(t, pool),
-		Agents: &agents.Directory{Settings: agents.Settings{Name: "desk", Model: "gpt-6-luna", Limits: agents.Limits{Tokens: 60000}}},
+		Agents: &agents.Directory{Settings: agents.Settings{
+			Name: "desk", Model: "gpt-6-luna",
+			Limits: agents.Limits{Tokens: 60000},
+		}},
 	})
 }
 
@@ -80,7 +83,10 @@ func TestAgentValuesHaveSources(t *testing.T) {
 	t.Parallel()
 	a := withAgents(t)
 	a.declare(agents.Definition{Name: "sales", Default: true, Timezone: "Europe/Madrid", Skills: []string{}})
-	a.declare(agents.Definition{Name: "sales", Default: true, Timezone: "Europe/Madrid", Instructions: "You are {{Nora}}."})
+	a.declare(agents.Definition{
+		Name: "sales", Default: true, Timezone: "Europe/Madrid",
+		Instructions: "You are {{Nora}}.",
+	})
 	var shown struct {
 		Instructions string
 		Version      int
@@ -89,7 +95,8 @@ func TestAgentValuesHaveSources(t *testing.T) {
 		Skills       json.RawMessage
 	}
 	a.get("/v1/agents/sales", &shown)
-	if shown.Version != 2 || !slices.Equal(shown.Versions, []int{2, 1}) || shown.Instructions != "You are {{Nora}}." || string(shown.Skills) != "null" {
+	if shown.Version != 2 || !slices.Equal(shown.Versions, []int{2, 1}) || shown.Instructions != "You are {{Nora}}." ||
+		string(shown.Skills) != "null" {
 		t.Errorf("shown %+v", shown)
 	}
 	for _, want := range []agents.Value{
@@ -137,7 +144,8 @@ func TestListingsFilterByAgent(t *testing.T) {
 	for _, agent := range []string{"sales", "billing", "sales"} {
 		x, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{Flow: "beat", Surface: trace.Flow, Agent: agent})
 		require.NoError(t, err)
-		pgtest.Exec(t, a.pool, `insert into agent_threads (id, channel, agent) values (@id, 'chat', @agent)`, postgres.Strict{"id": x.ID, "agent": agent})
+		pgtest.Exec(t, a.pool, `insert into agent_threads (id, channel, agent) values (@id, 'chat', @agent)`,
+			postgres.Strict{"id": x.ID, "agent": agent})
 	}
 	for path, field := range map[string]string{"/v1/executions": "id", "/v1/traces": "trace_id", "/v1/threads": "id"} {
 		if got := a.list(path+"?agent=sales", field, 1, nil); len(got) != 2 {
@@ -154,12 +162,18 @@ func TestListingsFilterByAgent(t *testing.T) {
 func TestEnableAndDisableWebhooks(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	pgtest.Exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
-	pgtest.Exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions) values ('shop', 'standard', '{"${S}"}', '[]')`)
-	for path, table := range map[string]string{"targets/ops": "agent_webhook_targets", "endpoints/shop": "agent_webhook_endpoints"} {
+	pgtest.Exec(t, a.pool, `insert into agent_webhook_targets (name, url, secrets, events)
+		values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
+	pgtest.Exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions)
+		values ('shop', 'standard', '{"${S}"}', '[]')`)
+	for path, table := range map[string]string{
+		"targets/ops":    "agent_webhook_targets",
+		"endpoints/shop": "agent_webhook_endpoints",
+	} {
 		var got change
 		a.post("/v1/webhooks/"+path+"/disable", `{"reason":"they move"}`, &got)
-		if !got.Changed || pgtest.Value[string](t, a.pool, `select disabled_by || ': ' || disabled_reason from `+table) != "admin: they move" {
+		if !got.Changed || pgtest.Value[string](t, a.pool, `select disabled_by || ': ' || disabled_reason from `+
+			table) != "admin: they move" {
 			t.Errorf("%s: %+v", path, got)
 		}
 		action := map[string]string{"targets/ops": "disable_webhook_target", "endpoints/shop": "disable_webhook"}[path]
@@ -168,7 +182,8 @@ func TestEnableAndDisableWebhooks(t *testing.T) {
 		if !got.Changed || !pgtest.Value[bool](t, a.pool, `select enabled from `+table) {
 			t.Errorf("%s is not back: %+v", path, got)
 		}
-		a.checkProblem(a.raw("POST", "/v1/webhooks/"+path+"x/enable", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
+		a.checkProblem(a.raw("POST", "/v1/webhooks/"+path+"x/enable", `{"reason":"x"}`, asAdmin()),
+			http.StatusNotFound, "not found")
 	}
 	var list struct{ Items []webhooks.Target }
 	if a.get("/v1/webhooks/targets", &list); len(list.Items) != 1 || list.Items[0].Name != "ops" {
@@ -180,18 +195,23 @@ func TestResendDeadMessage(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	id := pgtest.Value[string](t, a.pool, `
-		with t as (insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}') returning id)
+		with t as (insert into agent_webhook_targets (name, url, secrets, events)
+		  values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}') returning id)
 		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status, attempts)
 		select id, 'execution.failed', '{}', 'wh_1', 'dead', 10 from t returning id::text`)
 	var got change
 	a.post("/v1/webhooks/outbox/"+id+"/resend", `{"reason":"they are back"}`, &got)
-	if !got.Changed || pgtest.Value[string](t, a.pool, `select status || attempts from agent_webhook_outbox`) != "pending10" {
+	if !got.Changed || pgtest.Value[string](t, a.pool,
+		`select status || attempts from agent_webhook_outbox`) != "pending10" {
 		t.Errorf("answer is %+v", got)
 	}
 	a.checkAudit(got.TraceID, got.ActivityID, "resend_webhook", "they are back")
-	a.checkProblem(a.raw("POST", "/v1/webhooks/outbox/"+id+"/resend", `{"reason":"x"}`, asAdmin()), http.StatusConflict, "is not dead")
-	a.checkProblem(a.raw("POST", "/v1/webhooks/outbox/x/resend", `{"reason":"x"}`, asAdmin()), http.StatusBadRequest, "is not the id (uuid) of")
-	a.checkProblem(a.raw("POST", "/v1/webhooks/outbox/01890000-0000-7000-8000-000000000000/resend", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
+	a.checkProblem(a.raw("POST", "/v1/webhooks/outbox/"+id+"/resend", `{"reason":"x"}`, asAdmin()),
+		http.StatusConflict, "is not dead")
+	a.checkProblem(a.raw("POST", "/v1/webhooks/outbox/x/resend", `{"reason":"x"}`, asAdmin()), http.StatusBadRequest,
+		"is not the id (uuid) of")
+	a.checkProblem(a.raw("POST", "/v1/webhooks/outbox/01890000-0000-7000-8000-000000000000/resend", `{"reason":"x"}`,
+		asAdmin()), http.StatusNotFound, "not found")
 }
 
 func TestRedriveDeadRun(t *testing.T) {
@@ -199,17 +219,22 @@ func TestRedriveDeadRun(t *testing.T) {
 	a := start(t)
 	id := pgtest.Value[string](t, a.pool, `
 		with a as (insert into agent_automations (name, cron, skill_name) values ('nightly', '@daily', 'fetch') returning id)
-		insert into agent_automation_runs (automation_id, cause, scheduled_for, status) select id, 'cron', now(), 'dead' from a returning id::text`)
+		insert into agent_automation_runs (automation_id, cause, scheduled_for, status) select id, 'cron', now(), 'dead'
+		  from a returning id::text`)
 	var run automations.Run
-	header := a.checkResponse(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"the site is back"}`, asAdmin()),
+	header := a.checkResponse(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"the site is back"}`,
+		asAdmin()),
 		"POST", "/v1/automations/runs/"+id+"/redrive", http.StatusAccepted, &run)
 	if run.Status != automations.Error || run.RetryAt == nil {
 		t.Errorf("run is %+v", run)
 	}
-	pgtest.Equal(t, a.pool, "redrive_automation by admin: the site is back", `select skill_name || ' by ' || agent || ': ' || purpose from agent_activity where trace_id = @trace`,
+	pgtest.Equal(t, a.pool, "redrive_automation by admin: the site is back",
+		`select skill_name || ' by ' || agent || ': ' || purpose from agent_activity where trace_id = @trace`,
 		postgres.Strict{"trace": header.Get("X-Trace-Id")})
-	a.checkProblem(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"x"}`, asAdmin()), http.StatusConflict, "is not dead: status error")
-	a.checkProblem(a.raw("POST", "/v1/automations/runs/01890000-0000-7000-8000-000000000000/redrive", `{"reason":"x"}`, asAdmin()), http.StatusNotFound, "not found")
+	a.checkProblem(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"x"}`, asAdmin()), http.StatusConflict,
+		"is not dead: status error")
+	a.checkProblem(a.raw("POST", "/v1/automations/runs/01890000-0000-7000-8000-000000000000/redrive", `{"reason":"x"}`,
+		asAdmin()), http.StatusNotFound, "not found")
 }
 
 // fileForm returns a multipart body with one file, and its content type.
@@ -238,7 +263,8 @@ func stored(t *testing.T, body []byte) (d documents.Document) {
 func TestDocuments(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	pgtest.Exec(t, a.pool, `insert into agent_threads (id, channel, owner_kind, owner) values ('maria', 'chat', 'admin', 'admin')`)
+	pgtest.Exec(t, a.pool, `insert into agent_threads (id, channel, owner_kind, owner)
+		values ('maria', 'chat', 'admin', 'admin')`)
 	body, kind := fileForm(t, "../../a \"b\".html", "<html><script>alert(1)</script>")
 	w := a.raw("POST", "/v1/documents?thread_id=maria", body, withHeader("Content-Type", kind))
 	if w.Code != 201 || w.Header().Get("X-Trace-Id") == "" {
@@ -248,7 +274,8 @@ func TestDocuments(t *testing.T) {
 	if d.Name != `a "b".html` || d.ContentType != "text/html" || d.ThreadID == nil || *d.ThreadID != "maria" {
 		t.Errorf("%+v", d)
 	}
-	raw := stored(t, a.raw("POST", "/v1/documents?name=x.bin", "\x00\x01", withHeader("Content-Type", "application/x-thing")).Body.Bytes())
+	raw := stored(t, a.raw("POST", "/v1/documents?name=x.bin", "\x00\x01",
+		withHeader("Content-Type", "application/x-thing")).Body.Bytes())
 	if raw.Name != "x.bin" || raw.Size != 2 || raw.ThreadID != nil {
 		t.Errorf("%+v", raw)
 	}
@@ -270,7 +297,8 @@ func TestDocuments(t *testing.T) {
 	a.checkProblem(a.raw("GET", "/v1/documents/"+d.ID+"/content", "", asAdmin()), 404, "no such document")
 	a.checkProblem(a.raw("DELETE", "/v1/documents/"+d.ID, `{"reason":"again"}`, asAdmin()), 404, "no such document")
 	pgtest.Equal(t, a.pool, "add_document"+d.ID+" add_document"+raw.ID+" delete_document"+d.ID, `
-		select string_agg(skill_name || coalesce(input ->> 'document', ''), ' ' order by id) from agent_activity where skill_name like '%\_document'`)
+		select string_agg(skill_name || coalesce(input ->> 'document', ''), ' ' order by id) from agent_activity
+		  where skill_name like '%\_document'`)
 	pgtest.Equal(t, a.pool, 0, `select count(*) from agent_activity a where a::text like '%alert(1)%'`)
 }
 
@@ -321,7 +349,8 @@ func TestSetRetention(t *testing.T) {
 		t.Errorf("at first: %v", got)
 	}
 	var change retention.Change
-	header := a.checkResponse(a.raw("PUT", "/v1/retention", `{"keep":{"activity":"90d","events":"36 hours"},"reason":"the disk is small"}`, asAdmin()),
+	header := a.checkResponse(a.raw("PUT", "/v1/retention",
+		`{"keep":{"activity":"90d","events":"36 hours"},"reason":"the disk is small"}`, asAdmin()),
 		"PUT", "/v1/retention", 200, &change)
 	if !change.Changed || header.Get("X-Trace-Id") != change.TraceID {
 		t.Errorf("%+v, %v", change, header)
@@ -332,8 +361,9 @@ func TestSetRetention(t *testing.T) {
 	}
 	for body, says := range map[string]string{
 		`{"reason":"why"}`: "keep is missing", `{"keep":{"activity":"90d"}}`: "reason is missing",
-		`{"keep":{"memory":"90d"},"reason":"why"}`:                  "'memory' is not a kind of what is kept",
-		`{"keep":{"messages":"90d","events":"1s"},"reason":"why"}`:  "events cannot be kept for 00:00:01: give 1 day to 100 years, or forever",
+		`{"keep":{"memory":"90d"},"reason":"why"}`: "'memory' is not a kind of what is kept",
+		`{"keep":{"messages":"90d","events":"1s"},"reason":"why"}`: "events cannot be kept for 00:00:01: give 1 day to " +
+			"100 years, or forever",
 		`{"keep":{"messages":"a while"},"reason":"why"}`:            "'a while' is not a time to keep messages",
 		`{"keep":{"activity":90},"reason":"why"}`:                   "keep",
 		`{"keep":{"activity":"90d"},"reason":"why","forever":true}`: "forever",

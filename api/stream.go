@@ -262,7 +262,8 @@ func (h *statusWatcher) read(ctx context.Context, ids []string) (map[string]stat
 	defer cancel()
 	rows, err := h.db.Query(ctx, `
 		select e.id::text, e.trace_id, e.status, e.waiting_for, e.updated_at as at, e.claim, e.wait_number,
-		       case when e.outside then coalesce((select max(c.n) from agent_status_changes c where c.execution_id = e.id), 0) else 0 end as change
+		       case when e.outside then coalesce((select max(c.n) from agent_status_changes c where c.execution_id = e.id), 0)
+		         else 0 end as change
 		  from agent_executions e where e.id = any (@ids::uuid[])`, postgres.Strict{"ids": ids})
 	if err != nil {
 		return nil, err

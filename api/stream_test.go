@@ -49,7 +49,8 @@ func (a *agent) call(ctx context.Context, method, url, key string) *http.Respons
 
 func stream(h http.HandlerFunc) api.Endpoint {
 	return api.Endpoint{
-		Method: "GET", Path: "/v1/stream", About: "A stream.", Access: api.Admin, ContentType: "text/event-stream", Stream: true, Handler: h,
+		Method: "GET", Path: "/v1/stream", About: "A stream.", Access: api.Admin, ContentType: "text/event-stream",
+		Stream: true, Handler: h,
 	}
 }
 
@@ -158,7 +159,8 @@ func TestShutdownCutsResponsesLast(t *testing.T) {
 	answering := stream(wait)
 	answering.Path, answering.Finite = "/v1/answer", true
 	a := newAgentWith(t, api.Options{
-		Pool: pool, Engine: engine(t, pool), Stopping: stopping, Cutting: cutting, Endpoints: []api.Endpoint{stream(wait), answering},
+		Pool: pool, Engine: engine(t, pool), Stopping: stopping, Cutting: cutting,
+		Endpoints: []api.Endpoint{stream(wait), answering},
 	})
 	server := a.listen(nil)
 	done := make(chan struct{}, 2)
@@ -193,7 +195,8 @@ func TestFollowersReconnectAfterShutdown(t *testing.T) {
 	x := a.startExternal("")
 	answer := a.call(t.Context(), "GET", server.URL+"/v1/executions/"+x.ID+"/events", token)
 	close(stopping)
-	if said, err := io.ReadAll(answer.Body); err != nil || !strings.Contains(string(said), `"status":"pending"`) || !strings.HasSuffix(string(said), "\n\nretry: 1000\n\n") {
+	if said, err := io.ReadAll(answer.Body); err != nil || !strings.Contains(string(said), `"status":"pending"`) ||
+		!strings.HasSuffix(string(said), "\n\nretry: 1000\n\n") {
 		t.Errorf("the stream was %q, %v", said, err)
 	}
 }
@@ -255,7 +258,8 @@ func TestStatusStreamEndsWithExecution(t *testing.T) {
 	}{
 		{"pending", func() { a.claim(x) }},
 		{"running", func() {
-			pgtest.Exec(t, a.pool, `update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'event', waiting_key = 'k',
+			pgtest.Exec(t, a.pool, `update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'event',
+				waiting_key = 'k',
 				waiting_until = '2999-01-01' where id = @id`, postgres.Strict{"id": x.ID})
 		}},
 		{"waiting", func() {
@@ -279,7 +283,8 @@ func TestStatusStreamEndsWithExecution(t *testing.T) {
 		t.Errorf("after the end: %v, %v", more, lines.Err())
 	}
 	header := asAdmin()
-	if again := a.raw("GET", "/v1/executions/"+x.ID+"/events", "", header); !strings.Contains(again.Body.String(), "cancelled") {
+	if again := a.raw("GET", "/v1/executions/"+x.ID+"/events", "", header); !strings.Contains(again.Body.String(),
+		"cancelled") {
 		t.Errorf("later: %d %s", again.Code, again.Body)
 	}
 	header.Set("Last-Event-Id", last["id"])
@@ -287,6 +292,7 @@ func TestStatusStreamEndsWithExecution(t *testing.T) {
 		t.Errorf("to who has seen the end: %d %s", again.Code, again.Body)
 	}
 	a.checkProblem(a.raw("GET", "/v1/executions/x/events", "", asAdmin()), 400, "uuid")
-	a.checkProblem(a.raw("GET", "/v1/executions/018f0000-0000-7000-8000-000000000000/events", "", asAdmin()), 404, "no such execution")
+	a.checkProblem(a.raw("GET", "/v1/executions/018f0000-0000-7000-8000-000000000000/events", "", asAdmin()),
+		404, "no such execution")
 	a.checkProblem(a.raw("GET", "/v1/executions/"+x.ID+"/events?full=1", "", asAdmin()), 400, `"full"`)
 }

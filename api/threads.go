@@ -58,7 +58,8 @@ func (s *server) listThreads(r request) (response, error) {
 	if err != nil || len(more) == 0 {
 		return response{body: pageOf(rows, "")}, err
 	}
-	return response{body: pageOf(rows, encodeCursor("threads", last.UpdatedAt.UTC().Format(time.RFC3339Nano)+" "+last.ID))}, nil
+	return response{body: pageOf(rows,
+		encodeCursor("threads", last.UpdatedAt.UTC().Format(time.RFC3339Nano)+" "+last.ID))}, nil
 }
 
 func (s *server) getThread(r request) (response, error) {
@@ -238,7 +239,8 @@ func (s *server) grantAccess(r request) (response, error) {
 			return map[string]any{"access_id": granted.ID}, err
 		})
 	if errors.Is(err, threads.ErrTaken) {
-		return response{}, problem.New(http.StatusConflict, "%s %s has another thread %q; give this one another name", to.Kind, to.Owner, granted.Name)
+		return response{}, problem.New(http.StatusConflict, "%s %s has another thread %q; give this one another name",
+			to.Kind, to.Owner, granted.Name)
 	}
 	return response{body: granted, status: http.StatusCreated, trace: c.TraceID}, threadError(err)
 }
@@ -264,7 +266,8 @@ func (s *server) revokeAccess(r request) (response, error) {
 	if !uuidForm.MatchString(access) {
 		return response{}, problem.New(http.StatusBadRequest, "malformed access id").Kind("malformed-id", "Malformed id")
 	}
-	c, err := s.record(r.Context(), "revoke_thread_access", "an access to a thread was revoked", map[string]any{"thread_id": id, "access_id": access},
+	c, err := s.record(r.Context(), "revoke_thread_access", "an access to a thread was revoked",
+		map[string]any{"thread_id": id, "access_id": access},
 		func(tx pgx.Tx, _ string) (any, error) {
 			return map[string]any{"revoked": true}, threads.Revoke(r.Context(), tx, id, access)
 		})
@@ -276,14 +279,18 @@ func (s *server) revokeAccess(r request) (response, error) {
 func (s *server) accessRoutes() []route {
 	return []route{
 		{
-			method: "POST", path: "/v1/threads/{id}/join_tokens", body: joinTokenRequest{}, response: threads.Token{}, status: http.StatusCreated,
+			method: "POST", path: "/v1/threads/{id}/join_tokens", body: joinTokenRequest{}, response: threads.Token{},
+			status: http.StatusCreated,
 			handle: s.createJoinToken, repeatable: true,
-			about: "Create a join token: a visitor joins the conversation by sending it as X-Thread-Join. It is valid for one visitor, or " +
+			about: "Create a join token: a visitor joins the conversation by sending it as X-Thread-Join. It is valid for one " +
+				"visitor, or " +
 				"reusable until it expires, and is shown once.",
 		}, {
-			method: "POST", path: "/v1/threads/{id}/participants", body: accessRequest{}, response: accessResponse{}, status: http.StatusCreated, handle: s.grantAccess,
+			method: "POST", path: "/v1/threads/{id}/participants", body: accessRequest{}, response: accessResponse{},
+			status: http.StatusCreated, handle: s.grantAccess,
 			repeatable: true, conflicts: true,
-			about: "Open a conversation to a chat key, a flow or a webhook endpoint. 409 if the participant has another one of that name.",
+			about: "Open a conversation to a chat key, a flow or a webhook endpoint. 409 if the participant has another one " +
+				"of that name.",
 		}, {
 			method: "GET", path: "/v1/threads/{id}/access", response: page[threads.Access]{}, handle: s.listAccess,
 			about: "Access grants and join tokens of a conversation, without the secrets.",
@@ -332,7 +339,8 @@ type threadRequest struct {
 	Channel     string `json:"channel,omitempty"` // chat (default), webhook or log
 	Target      string `json:"target,omitempty"`  // the outgoing target of channel webhook
 	Participant string `json:"participant,omitempty"`
-	Owner       string `json:"owner,omitempty"`        // a chat key with access under this id; empty: nobody until an access is granted
+	// a chat key with access under this id; empty: nobody until an access is granted
+	Owner       string `json:"owner,omitempty"`
 	IdleSeconds *int   `json:"idle_seconds,omitempty"` // idle time after which others may send; default 600
 }
 
@@ -349,7 +357,8 @@ func (o threadRequest) check() error {
 		return badBody("idle_seconds is %d; use 1 to %d (30 days)", *o.IdleSeconds, maxIdle)
 	case threads.IsGenerated(o.ID):
 		return badBody("id has the form of generated ids; choose another")
-	case !storable(o.Participant) || !storable(o.Owner) || !storable(o.Target) || len(o.Participant) > 200 || len(o.Owner) > 200:
+	case !storable(o.Participant) || !storable(o.Owner) || !storable(o.Target) || len(o.Participant) > 200 ||
+		len(o.Owner) > 200:
 		return badBody("participant and owner have at most 200 bytes of text")
 	}
 	return nil
@@ -379,7 +388,8 @@ func (s *server) openThread(r request) (response, error) {
 		})
 	switch {
 	case errors.Is(err, threads.ErrTaken):
-		return response{}, problem.New(http.StatusConflict, "the key %s already has a thread %q; choose another id", o.Owner, o.ID)
+		return response{}, problem.New(http.StatusConflict, "the key %s already has a thread %q; choose another id", o.Owner,
+			o.ID)
 	case errors.Is(err, threads.ErrForeign) || err == nil && !made:
 		return response{}, problem.New(http.StatusConflict, "thread %q exists", o.ID)
 	case err != nil:
@@ -390,7 +400,10 @@ func (s *server) openThread(r request) (response, error) {
 
 // createThread creates a thread of the admin or of its channel, and opens it to the named key.
 func (s *server) createThread(ctx context.Context, tx pgx.Tx, o threadRequest) (threads.Thread, bool, error) {
-	t := threads.Thread{ID: o.ID, Channel: o.Channel, Target: o.Target, Participant: o.Participant, Owner: o.Owner, IdleSeconds: deref(o.IdleSeconds)}
+	t := threads.Thread{
+		ID: o.ID, Channel: o.Channel, Target: o.Target, Participant: o.Participant, Owner: o.Owner,
+		IdleSeconds: deref(o.IdleSeconds),
+	}
 	if o.Channel == "" || o.Channel == threads.ChannelChat || o.Owner != "" {
 		return threads.Ensure(ctx, tx, t)
 	}
@@ -438,7 +451,10 @@ func (s *server) sendMessage(r request) (response, error) {
 		return response{}, messageError(err)
 	}
 	sent.Log(r.Context(), s.log.With("trace_id", x.TraceID, "execution_id", x.ID), id, fmt.Sprintf("%s#%d", x.ID, o.Claim))
-	return response{body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: x.TraceID}, nil
+	return response{
+		body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated,
+		trace: x.TraceID,
+	}, nil
 }
 
 // messageExecution returns the execution that sends a message. Only external executions may use this route.
@@ -449,9 +465,11 @@ func (s *server) messageExecution(r request, b messageRequest) (executions.Execu
 		return x, err
 	case x.Flow != "external" && !strings.HasPrefix(x.Flow, "external:"):
 		return x, problem.New(http.StatusForbidden,
-			"execution %s of flow %s runs in this program and sends its own messages; omit execution_id to send as the admin", x.ID, x.Flow).WithTrace(x.TraceID)
+			"execution %s of flow %s runs in this program and sends its own messages; omit execution_id to send as the admin",
+			x.ID, x.Flow).WithTrace(x.TraceID)
 	case b.LockID == "":
-		return x, problem.New(http.StatusForbidden, "lock_id is missing: only the worker with the lock of execution %s can send its messages", x.ID).WithTrace(x.TraceID)
+		return x, problem.New(http.StatusForbidden, "lock_id is missing: only the worker with the lock of execution %s can "+
+			"send its messages", x.ID).WithTrace(x.TraceID)
 	}
 	return x, nil
 }
@@ -459,7 +477,8 @@ func (s *server) messageExecution(r request, b messageRequest) (executions.Execu
 // withThreadLock writes to a thread whose lane or row another transaction may hold.
 func (s *server) withThreadLock(ctx context.Context, id string, write func(ctx context.Context) error) error {
 	what := fmt.Sprintf("thread %q", id)
-	return postgres.ExplainLock(ctx, s.pool, s.locks.Try(ctx, what, write), what, "agent_locks", "agent_threads", "agent_messages")
+	return postgres.ExplainLock(ctx, s.pool, s.locks.Try(ctx, what, write), what, "agent_locks",
+		"agent_threads", "agent_messages")
 }
 
 // sendAsAdmin sends a message outside any execution and records it.
@@ -483,7 +502,10 @@ func (s *server) sendAsAdmin(r request, o threads.Outgoing) (response, error) {
 		return response{}, messageError(err)
 	}
 	sent.Log(r.Context(), s.log.With("trace_id", c.TraceID), o.ThreadID, admin)
-	return response{body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: c.TraceID}, nil
+	return response{
+		body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated,
+		trace: c.TraceID,
+	}, nil
 }
 
 func messageError(err error) error {
@@ -507,10 +529,12 @@ func messageKey(r *http.Request, thread string, b messageRequest) string {
 func (s *server) messageRoutes() []route {
 	return []route{
 		{
-			method: "POST", path: "/v1/threads", body: threadRequest{}, response: threads.Thread{}, status: http.StatusCreated, handle: s.openThread,
+			method: "POST", path: "/v1/threads", body: threadRequest{}, response: threads.Thread{}, status: http.StatusCreated,
+			handle:    s.openThread,
 			conflicts: true, about: "Create a conversation. 409 if the id exists.",
 		}, {
-			method: "POST", path: "/v1/threads/{id}/messages", body: messageRequest{}, response: messageResponse{}, status: http.StatusCreated,
+			method: "POST", path: "/v1/threads/{id}/messages", body: messageRequest{}, response: messageResponse{},
+			status: http.StatusCreated,
 			handle: s.sendMessage, conflicts: true, keyed: true,
 			about: "Send a message to a conversation: for a locked external execution with execution_id and lock_id, " +
 				"else as the admin. The thread's holder sends at once; other messages are queued, first in, first out.",

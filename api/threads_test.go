@@ -43,13 +43,15 @@ func TestSendMessages(t *testing.T) {
 		t.Errorf("made: %+v", made)
 	}
 	a.checkProblem(a.raw("POST", "/v1/threads", `{"id":"maria"}`, asAdmin()), 409, "exists")
-	a.checkProblem(a.raw("POST", "/v1/threads", `{"id":"x","channel":"webhook","target":"none"}`, asAdmin()), 400, "target")
+	a.checkProblem(a.raw("POST", "/v1/threads", `{"id":"x","channel":"webhook","target":"none"}`, asAdmin()), 400,
+		"target")
 	a.checkProblem(a.raw("POST", "/v1/threads", `{"id":"x","channel":"pigeon"}`, asAdmin()), 400, "channel")
 	for _, idle := range []string{"0", "-1", "2592001"} {
 		a.checkProblem(a.raw("POST", "/v1/threads", `{"id":"x","idle_seconds":`+idle+`}`, asAdmin()), 400, "idle_seconds")
 	}
 	a.create("/v1/threads", `{"id":"quick","idle_seconds":20}`, &made)
-	if made.IdleSeconds != 20 || pgtest.Value[int](t, a.pool, `select idle_seconds from agent_threads where id = 'maria'`) != 600 {
+	if made.IdleSeconds != 20 ||
+		pgtest.Value[int](t, a.pool, `select idle_seconds from agent_threads where id = 'maria'`) != 600 {
 		t.Errorf("idle time: %+v", made)
 	}
 
@@ -57,7 +59,8 @@ func TestSendMessages(t *testing.T) {
 	second, other := a.lockExternal("second")
 	tell := func(words, id, lock string) (got messageContent) {
 		t.Helper()
-		a.create("/v1/threads/maria/messages", fmt.Sprintf(`{"content":%q,"execution_id":%q,"lock_id":%q}`, words, id, lock), &got)
+		a.create("/v1/threads/maria/messages", fmt.Sprintf(`{"content":%q,"execution_id":%q,"lock_id":%q}`, words, id, lock),
+			&got)
 		if !got.Success || got.MessageID == "" {
 			t.Errorf("%s: %+v", words, got)
 		}
@@ -84,7 +87,8 @@ func TestSendMessages(t *testing.T) {
 	if fmt.Sprint(order) != "[an admin two three one]" {
 		t.Errorf("newest first: %v", order)
 	}
-	pgtest.Equal(t, a.pool, 1, `select count(*)::int from agent_activity where skill_name = 'send_message' and agent = 'admin'`)
+	pgtest.Equal(t, a.pool, 1, `select count(*)::int from agent_activity where skill_name = 'send_message'
+		and agent = 'admin'`)
 }
 
 func TestMessageLogLines(t *testing.T) {
@@ -93,8 +97,10 @@ func TestMessageLogLines(t *testing.T) {
 	a.create("/v1/threads", `{"id":"pedro"}`, nil)
 	first, lock := a.lockExternal("first")
 	second, other := a.lockExternal("second")
-	a.create("/v1/threads/pedro/messages", fmt.Sprintf(`{"content":"one","execution_id":%q,"lock_id":%q}`, first, lock), nil)
-	a.create("/v1/threads/pedro/messages", fmt.Sprintf(`{"content":"two","execution_id":%q,"lock_id":%q}`, second, other), nil)
+	a.create("/v1/threads/pedro/messages", fmt.Sprintf(`{"content":"one","execution_id":%q,"lock_id":%q}`, first, lock),
+		nil)
+	a.create("/v1/threads/pedro/messages", fmt.Sprintf(`{"content":"two","execution_id":%q,"lock_id":%q}`, second, other),
+		nil)
 	a.create("/v1/threads/pedro/messages", `{"content":"an admin"}`, nil)
 	got := a.log.String()
 	traceOf := func(id string) string {
@@ -102,8 +108,10 @@ func TestMessageLogLines(t *testing.T) {
 	}
 	audit := pgtest.Value[string](t, a.pool, `select trace_id from agent_activity where skill_name = 'send_message'`)
 	for _, line := range []string{
-		fmt.Sprintf(`msg="lane acquired" trace_id=%s execution_id=%s lane=thread:pedro owner=%s#1`, traceOf(first), first, first),
-		fmt.Sprintf(`msg="lane busy" trace_id=%s execution_id=%s lane=thread:pedro owner=%s#1 holder=%s#1`, traceOf(second), second, second, first),
+		fmt.Sprintf(`msg="lane acquired" trace_id=%s execution_id=%s lane=thread:pedro owner=%s#1`,
+			traceOf(first), first, first),
+		fmt.Sprintf(`msg="lane busy" trace_id=%s execution_id=%s lane=thread:pedro owner=%s#1 holder=%s#1`, traceOf(second),
+			second, second, first),
 		fmt.Sprintf(`msg="lane busy" trace_id=%s lane=thread:pedro owner=admin holder=%s#1`, audit, first),
 	} {
 		assert.Contains(t, got, line)
@@ -126,15 +134,19 @@ func TestInvalidMessages(t *testing.T) {
 		`{"content":"x","lock_id":"y"}`:      {400, "execution_id"},
 		`{"content":"x","execution_id":"y"}`: {400, "execution_id"},
 		`{"content":"x","execution_id":"018f0000-0000-7000-8000-000000000000","lock_id":"y"}`: {404, ""},
-		fmt.Sprintf(`{"content":"x","execution_id":%q}`, inside):                              {403, "sends its own messages"},
-		fmt.Sprintf(`{"content":"x","execution_id":%q}`, id):                                  {403, "lock_id"},
-		fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":"void"}`, id):                 {409, "worker"},
+		fmt.Sprintf(`{"content":"x","execution_id":%q}`, inside): {
+			403,
+			"sends its own messages",
+		},
+		fmt.Sprintf(`{"content":"x","execution_id":%q}`, id):                  {403, "lock_id"},
+		fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":"void"}`, id): {409, "worker"},
 	} {
 		a.checkProblem(a.raw("POST", path, body, asAdmin()), want.status, want.words)
 	}
 	a.checkProblem(a.raw("POST", "/v1/threads/none/messages", `{"content":"x"}`, asAdmin()), 404, "no such thread")
 	pgtest.Exec(t, a.pool, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
-	a.checkProblem(a.raw("POST", path, fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":%q}`, id, lock), asAdmin()), 409, "ended")
+	a.checkProblem(a.raw("POST", path, fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":%q}`, id, lock), asAdmin()),
+		409, "ended")
 	pgtest.Equal(t, a.pool, 0, `select count(*)::int from agent_messages`)
 }
 

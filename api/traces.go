@@ -61,19 +61,23 @@ func (s *server) reportRoutes() []route {
 	return []route{
 		{
 			method: "GET", path: "/v1/activity/spend", response: page[activity.Spending]{}, handle: s.listSpend, replica: true,
-			about: "Cost of model calls by day (UTC), skill, surface and model, the latest day first. A call's cost is split over the skills that " +
+			about: "Cost of model calls by day (UTC), skill, surface and model, the latest day first. A call's cost is split " +
+				"over the skills that " +
 				"its answer calls; without skills it counts for its surface, with an empty skill. since and until are cut to whole days.",
-			params: listParams(enumParam("by", "Group by skill (default) or by purpose", stringsOf(activity.BySkill, activity.ByPurpose)...),
+			params: listParams(enumParam("by", "Group by skill (default) or by purpose",
+				stringsOf(activity.BySkill, activity.ByPurpose)...),
 				skill, surfaceParam, textParam("model", "Name of the model"), sinceParam, timeParam("until", "End of the period")),
 		}, {
 			method: "GET", path: "/v1/activity/slowest", response: page[activity.Slow]{}, handle: s.listSlowest, replica: true,
 			about: "Skills by call duration, the slowest first.", params: listParams(skill, since),
 		}, {
-			method: "GET", path: "/v1/activity/failing", response: page[activity.Failure]{}, handle: s.listFailing, replica: true,
+			method: "GET", path: "/v1/activity/failing", response: page[activity.Failure]{},
+			handle: s.listFailing, replica: true,
 			about: "Skills with failed calls, the most failures first.", params: listParams(skill, since),
 		}, {
 			method: "GET", path: "/v1/activity/audit", response: page[activity.AuditEntry]{}, handle: s.listAudit, replica: true,
-			about: "The audit log, newest first: actor, action, object, reason, result. A page before the last may be short or empty, because " +
+			about: "The audit log, newest first: actor, action, object, reason, result. A page before the last may be short " +
+				"or empty, because " +
 				"a request scans at most 10,000 rows.",
 			params: listParams(skill, surfaceParam, traceParam, sinceParam, timeParam("until", "End of the period")),
 		},
@@ -82,7 +86,8 @@ func (s *server) reportRoutes() []route {
 
 func reportFilter(r request) activity.ReportFilter {
 	return activity.ReportFilter{
-		Since: r.query.time("since"), Until: r.query.time("until"), Skill: r.query["skill"], Surface: r.query["surface"], Model: r.query["model"],
+		Since: r.query.time("since"), Until: r.query.time("until"), Skill: r.query["skill"], Surface: r.query["surface"],
+		Model: r.query["model"],
 		Limit: r.query.limit(), Cursor: r.query["cursor"],
 	}
 }

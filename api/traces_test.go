@@ -16,7 +16,8 @@ import (
 // TestCallerTraceLink links a trace to the traceparent of a start or an event. An invalid traceparent is ignored.
 func TestCallerTraceLink(t *testing.T) {
 	t.Parallel()
-	const first, second = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
+	const first, second = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+		"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 	a := runningAgent(t)
 	from := func(parent string) http.Header {
 		h := asAdmin()
@@ -24,25 +25,30 @@ func TestCallerTraceLink(t *testing.T) {
 		return h
 	}
 	links := func(id string) (all string) {
-		err := a.pool.QueryRow(t.Context(), `select coalesce(string_agg(traceparent, ' ' order by created_at), '') from agent_trace_links where trace_id = $1`, id).Scan(&all)
+		err := a.pool.QueryRow(t.Context(), `select coalesce(string_agg(traceparent, ' ' order by created_at), '')
+			from agent_trace_links where trace_id = $1`, id).Scan(&all)
 		require.NoError(t, err)
 		return all
 	}
 	var x startedExecution
-	a.checkResponse(a.raw("POST", "/v1/executions", `{"flow":"external"}`, from(first)), "POST", "/v1/executions", http.StatusCreated, &x)
+	a.checkResponse(a.raw("POST", "/v1/executions", `{"flow":"external"}`, from(first)), "POST", "/v1/executions",
+		http.StatusCreated, &x)
 	if got := links(x.TraceID); got != first || trace.ID(x.TraceID).OTel() == first[3:35] {
 		t.Errorf("trace %s is linked to %q, want %q", x.TraceID, got, first)
 	}
 	var lock lockAnswer
 	a.request("POST", "/v1/executions/"+x.ID+"/lock", `{"owner":"me"}`, http.StatusOK, &lock)
-	a.request("DELETE", "/v1/executions/"+x.ID+"/lock/"+lock.LockID, `{"status":"waiting","waiting_for":"event","waiting_key":"k1"}`, http.StatusOK, new(any))
+	a.request("DELETE", "/v1/executions/"+x.ID+"/lock/"+lock.LockID,
+		`{"status":"waiting","waiting_for":"event","waiting_key":"k1"}`, http.StatusOK, new(any))
 	var got executions.Delivered
-	a.checkResponse(a.raw("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"k1"}`, from(second)), "POST", "/v1/events", http.StatusAccepted, &got)
+	a.checkResponse(a.raw("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"k1"}`, from(second)), "POST",
+		"/v1/events", http.StatusAccepted, &got)
 	if len(got.Resumed) != 1 || links(x.TraceID) != first+" "+second {
 		t.Errorf("woken are %v; the trace is linked to %q", got.Resumed, links(x.TraceID))
 	}
 	var y startedExecution
-	a.checkResponse(a.raw("POST", "/v1/executions", `{"flow":"external"}`, from("00-rubbish")), "POST", "/v1/executions", http.StatusCreated, &y)
+	a.checkResponse(a.raw("POST", "/v1/executions", `{"flow":"external"}`, from("00-rubbish")), "POST", "/v1/executions",
+		http.StatusCreated, &y)
 	assert.Equal(t, "", links(y.TraceID))
 }
 
@@ -62,7 +68,8 @@ func TestWhyByTraceIDForms(t *testing.T) {
 			t.Errorf("by %s the cause is %+v", form, cause)
 		}
 	}
-	a.checkProblem(a.raw("GET", "/v1/traces/"+string(trace.New(trace.Chat))+"/why", "", asAdmin()), http.StatusNotFound, "")
+	a.checkProblem(a.raw("GET", "/v1/traces/"+string(trace.New(trace.Chat))+"/why", "", asAdmin()),
+		http.StatusNotFound, "")
 	a.checkProblem(a.raw("GET", "/v1/traces/nonsense/why", "", asAdmin()), http.StatusBadRequest, "not a trace id")
 }
 
@@ -73,10 +80,12 @@ func TestPromptsOfTrace(t *testing.T) {
 	pgtest.Exec(t, a.pool, `
 		with calls as (
 		  insert into agent_activity (trace_id, surface, skill_name, kind, model)
-		  values ($1, 'operate', 'model_call', 'model', 'first'), ($1, 'operate', 'model_call', 'model', 'second') returning id, model),
+		  values ($1, 'operate', 'model_call', 'model', 'first'), ($1, 'operate', 'model_call', 'model', 'second')
+		    returning id, model),
 		part as (
 		  insert into agent_prompt_parts (digest, body) values (sha256('{"role":"user"}'), '{"role":"user"}'))
-		insert into agent_prompts (activity_id, messages) select id, array[sha256('{"role":"user"}')] from calls where model = 'second'`,
+		insert into agent_prompts (activity_id, messages) select id, array[sha256('{"role":"user"}')] from calls
+		  where model = 'second'`,
 		trace)
 	var got prompts.Page
 	a.get("/v1/traces/"+trace+"/prompts", &got)
@@ -99,7 +108,8 @@ func TestPromptDiffAcrossPages(t *testing.T) {
 	pgtest.Exec(t, a.pool, `
 		with calls as (
 		  insert into agent_activity (id, trace_id, surface, agent, skill_name, kind)
-		  select lanekeeper.agent_uuid7_floor(now() + n * interval '1 second'), $1, 'operate', case when n = 2 then 'other' else 'ops' end, 'model_call', 'model'
+		  select lanekeeper.agent_uuid7_floor(now() + n * interval '1 second'), $1, 'operate', case when n = 2 then 'other'
+		    else 'ops' end, 'model_call', 'model'
 		    from generate_series(1, 4) n returning id)
 		insert into agent_prompts (activity_id, tools, messages)
 		select id, sha256('tools'), array[sha256('system'), sha256(id::text::bytea)] from calls`, trace)

@@ -41,7 +41,8 @@ const Lifetime = 7 * 24 * time.Hour
 // Errors that callers distinguish.
 var (
 	// ErrDecided reports an approval that is decided, expired or void.
-	ErrDecided = errors.New("the approval was decided already, has expired, its execution has ended, or its skill has changed since")
+	ErrDecided = errors.New("the approval was decided already, has expired, its execution has ended, or its skill has " +
+		"changed since")
 	// ErrNotFound reports an unknown approval.
 	ErrNotFound = errors.New("no such approval")
 )
@@ -359,7 +360,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Approval, error) {
 		   and (@before = '' or a.id < nullif(@before, '')::uuid)
 		 order by a.id desc limit @limit`,
 		postgres.Strict{
-			"status": f.Status, "skill": f.Skill, "trace_ids": f.TraceIDs, "before": f.Before, "limit": postgres.PageSize(f.Limit, 50, 500),
+			"status": f.Status, "skill": f.Skill, "trace_ids": f.TraceIDs, "before": f.Before,
+			"limit": postgres.PageSize(f.Limit, 50, 500),
 		})
 	return collect(rows, err)
 }

@@ -102,7 +102,8 @@ func TestTheSameCallIsAskedForOnce(t *testing.T) {
 	if other := ask(t, pool, s, `{"table":"y","n":1}`); other == first {
 		t.Error("another call led to the same approval")
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'pending_approval' and skill_name = 'drop'`); n != 2 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'pending_approval'
+		and skill_name = 'drop'`); n != 2 {
 		t.Errorf("%d rows await approval, want 2", n)
 	}
 	pending, err := approvals.Pending(t.Context(), pool, 10)
@@ -158,7 +159,8 @@ func TestAGrantIsUsedOnceHoweverManyRace(t *testing.T) {
 	if acted.Load() != 1 || refused.Load() != 5 {
 		t.Errorf("%d acted, %d were refused", acted.Load(), refused.Load())
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'drop' and status = 'success'`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'drop'
+		and status = 'success'`); n != 1 {
 		t.Errorf("%d rows of calls", n)
 	}
 	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {

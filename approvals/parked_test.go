@@ -26,7 +26,6 @@ import (
 )
 
 // patience is how long a test waits for what must come.
-const patience = 90 * time.Second
 
 // parked is a running process with a flow that requests approval, waits, and makes an approved call.
 type parked struct {
@@ -117,7 +116,8 @@ func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
 	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`); n != 1 {
 		t.Errorf("%d events of one decision", n)
 	}
-	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'decide_approval' and trace_id like 'op\_%'`); n != 1 {
+	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'decide_approval'
+		and trace_id like 'op\_%'`); n != 1 {
 		t.Errorf("%d rows tell of the decision", n)
 	}
 }
@@ -132,7 +132,8 @@ func TestOneDenialEndsIt(t *testing.T) {
 	}
 	_, err = approvals.Decide(t.Context(), p.pool, approval, false, "admin", "not today")
 	require.NoError(t, err)
-	if x := enginetest.Await(p.t, p.pool, id, executions.Completed); x.ResultSummary != "rejected by admin: not today" || p.acted.Load() != 0 {
+	if x := enginetest.Await(p.t, p.pool, id, executions.Completed); x.ResultSummary != "rejected by admin: not today" ||
+		p.acted.Load() != 0 {
 		t.Errorf("ended with %q, %d calls", x.ResultSummary, p.acted.Load())
 	}
 }
@@ -230,7 +231,8 @@ func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 			if list, err := approvals.Pending(t.Context(), p.pool, 10); err != nil || len(list) != 0 {
 				t.Errorf("pending: %+v (%v)", list, err)
 			}
-			if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'close_approval' and status = 'skipped'
+			if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'close_approval'
+				and status = 'skipped'
 				and input ->> 'approval_id' = $1 and input ->> 'reason' = $2`, approval, c.says); n != 1 {
 				t.Errorf("%d activities of it", n)
 			}
@@ -246,7 +248,8 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 	pool, s := setUp(t)
 	pending, granted := ask(t, pool, s, `{"table":"x"}`), ask(t, pool, s, `{"table":"y"}`)
 	require.NoError(t, approve(t, pool, granted))
-	pgtest.Exec(t, pool, `update agent_skills set description = description || '.', revision = revision where name = 'drop'`)
+	pgtest.Exec(t, pool, `update agent_skills set description = description || '.', revision = revision
+		where name = 'drop'`)
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_approvals where status = 'expired'`); n != 0 {
 		t.Errorf("%d were closed although the skill is the same", n)
 	}

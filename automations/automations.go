@@ -165,9 +165,11 @@ func PausedFor(ctx context.Context, db postgres.DB, skill string) ([]string, err
 func Enable(ctx context.Context, db postgres.DB, name string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automations a
-		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, paused_for = '', updated_at = clock_timestamp()
+		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, paused_for = '',
+		     updated_at = clock_timestamp()
 		 where a.name = @name and not a.enabled and a.disabled_by <> 'proposal'
-		   and not exists (select from agent_skills k where k.name = a.skill_name and not k.enabled)`, pgx.StrictNamedArgs{"name": name})
+		   and not exists (select from agent_skills k where k.name = a.skill_name
+		     and not k.enabled)`, pgx.StrictNamedArgs{"name": name})
 	if err != nil {
 		return false, fmt.Errorf("enable automation %q: %w", name, err)
 	}
@@ -191,7 +193,8 @@ func Disable(ctx context.Context, db postgres.DB, name, by, reason string) (bool
 	}
 	tag, err := db.Exec(ctx, `
 		update agent_automations
-		   set enabled = false, disabled_by = @by, disabled_reason = @reason, disabled_at = clock_timestamp(), paused_for = '',
+		   set enabled = false, disabled_by = @by, disabled_reason = @reason, disabled_at = clock_timestamp(),
+		     paused_for = '',
 		       decided_by = case when disabled_by = 'proposal' then @by else decided_by end, updated_at = clock_timestamp()
 		 where name = @name and (enabled or paused_for <> '' or disabled_by = 'proposal')`,
 		pgx.StrictNamedArgs{"name": name, "by": truncate(by), "reason": truncate(reason)})
@@ -238,7 +241,8 @@ func Propose(ctx context.Context, db postgres.Beginner, d Definition, by, traceI
 
 // insertProposal inserts the row; false if the name is taken. A lock makes the count of open proposals exact.
 func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID string) (bool, error) {
-	if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('lanekeeper automation proposals', 0))`); err != nil {
+	if _, err := tx.Exec(ctx,
+		`select pg_advisory_xact_lock(hashtextextended('lanekeeper automation proposals', 0))`); err != nil {
 		return false, err
 	}
 	var taken bool
@@ -255,13 +259,16 @@ func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID stri
 	}
 	tag, err := tx.Exec(ctx, `
 		insert into agent_automations
-		       (name, description, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, flow, max_attempts,
+		       (name, description, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, flow,
+		         max_attempts,
 		        enabled, disabled_by, disabled_reason, disabled_at, proposed_by, last_trace_id, source)
-		values (@name, @description, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt, @flow, @max_attempts,
+		values (@name, @description, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt,
+		  @flow, @max_attempts,
 		        false, 'proposal', 'proposed by the agent; an admin accepts it', clock_timestamp(), @by, @trace_id, @source)
 		on conflict (name) do nothing`,
 		pgx.StrictNamedArgs{
-			"name": r.Name, "description": r.Description, "trigger": r.Trigger, "cron": r.Cron, "timezone": r.Timezone, "event": r.Event,
+			"name": r.Name, "description": r.Description, "trigger": r.Trigger, "cron": r.Cron,
+			"timezone": r.Timezone, "event": r.Event,
 			"condition": r.When, "signal": r.Signal, "skill": r.Skill, "arguments": r.arguments, "prompt": r.Prompt,
 			"flow": r.Flow, "max_attempts": r.MaxAttempts, "by": by, "trace_id": traceID, "source": SourceAgent,
 		})
@@ -270,7 +277,8 @@ func insertProposal(ctx context.Context, tx pgx.Tx, r resolved, by, traceID stri
 
 // equals reports whether a proposal of the agent equals r.
 func (a Automation) equals(r resolved) bool {
-	return a.ProposedBy != "" && a.Trigger == r.Trigger && a.Cron == r.Cron && a.Event == r.Event && a.Condition == r.When &&
+	return a.ProposedBy != "" && a.Trigger == r.Trigger && a.Cron == r.Cron && a.Event == r.Event &&
+		a.Condition == r.When &&
 		a.Signal == r.Signal && a.SkillName == r.Skill && a.Prompt == r.Prompt && a.Flow == r.Flow
 }
 
@@ -294,7 +302,8 @@ func Accept(ctx context.Context, db postgres.DB, nameOrID, by string) (bool, err
 	}
 	tag, err := db.Exec(ctx, `
 		update agent_automations
-		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, decided_by = @by, next_run_at = @next,
+		   set enabled = true, disabled_by = '', disabled_reason = '', disabled_at = null, decided_by = @by,
+		     next_run_at = @next,
 		       updated_at = clock_timestamp()
 		 where id = @id and disabled_by = 'proposal' and revision = @revision`,
 		pgx.StrictNamedArgs{"id": a.ID, "by": truncate(by), "next": next, "revision": a.Revision})
@@ -304,7 +313,8 @@ func Accept(ctx context.Context, db postgres.DB, nameOrID, by string) (bool, err
 // definition returns the fields that determine an automation's times.
 func (a Automation) definition() Definition {
 	return Definition{
-		Name: a.Name, Trigger: a.Trigger, Cron: a.Cron, Timezone: a.Timezone, Event: a.Event, When: a.Condition, Signal: a.Signal,
+		Name: a.Name, Trigger: a.Trigger, Cron: a.Cron, Timezone: a.Timezone, Event: a.Event,
+		When: a.Condition, Signal: a.Signal,
 		Skill: a.SkillName, Prompt: a.Prompt, Flow: a.Flow, MaxAttempts: a.MaxAttempts,
 	}
 }
@@ -344,7 +354,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Automation, error) {
 		   and (@source = '' or source = @source) and (@before = '' or id < nullif(@before, '')::uuid)
 		 order by id desc limit @limit`,
 		pgx.StrictNamedArgs{
-			"enabled": f.Enabled, "skill": f.Skill, "source": f.Source, "before": f.Before, "limit": postgres.PageSize(f.Limit, defaultPage, maxPage),
+			"enabled": f.Enabled, "skill": f.Skill, "source": f.Source, "before": f.Before,
+			"limit": postgres.PageSize(f.Limit, defaultPage, maxPage),
 		})
 }
 
@@ -354,7 +365,8 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, erro
 		select `+automationColumns+`
 		  from agent_automations where name = @key or id::text = @key order by id::text = @key desc limit 1`,
 		pgx.StrictNamedArgs{"key": nameOrID})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get automation %q", nameOrID), pgx.RowToStructByName[Automation])
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get automation %q", nameOrID),
+		pgx.RowToStructByName[Automation])
 }
 
 // trialPredicate matches an automation a that self-heal has paused for its own skill, and whose next time or pending
@@ -395,7 +407,10 @@ func Runs(ctx context.Context, db postgres.DB, f RunFilter) ([]Run, error) {
 		 where (@automation = '' or automation_id = nullif(@automation, '')::uuid) and (@status = '' or status = @status)
 		   and (@before = '' or id < nullif(@before, '')::uuid)
 		 order by id desc limit @limit`,
-		pgx.StrictNamedArgs{"automation": f.AutomationID, "status": f.Status, "before": f.Before, "limit": postgres.PageSize(f.Limit, defaultPage, maxPage)})
+		pgx.StrictNamedArgs{
+			"automation": f.AutomationID, "status": f.Status, "before": f.Before,
+			"limit": postgres.PageSize(f.Limit, defaultPage, maxPage),
+		})
 }
 
 // Abandoned returns claimed runs that nobody will finish, oldest first. Their execution has ended or is missing, or
@@ -403,7 +418,8 @@ func Runs(ctx context.Context, db postgres.DB, f RunFilter) ([]Run, error) {
 // 100 when 0.
 func Abandoned(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 	return postgres.Rows[Run](ctx, db, "list abandoned runs", `
-		select r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at, r.execution_id, r.trace_id,
+		select r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at, r.execution_id,
+		  r.trace_id,
 		       r.error_message, r.output, r.created_at, r.finished_at
 		  from agent_automation_runs r
 		 where r.status = 'claimed'

@@ -45,7 +45,8 @@ func get(t *testing.T, pool *pgxpool.Pool, name string) automations.Automation {
 func putDue(t *testing.T, pool *pgxpool.Pool, d automations.Definition, ago string) automations.Automation {
 	t.Helper()
 	put(t, pool, d)
-	pgtest.Exec(t, pool, `update agent_automations set next_run_at = date_trunc('hour', clock_timestamp()) - $2::text::interval where name = $1`, d.Name, ago)
+	pgtest.Exec(t, pool, `update agent_automations
+		set next_run_at = date_trunc('hour', clock_timestamp()) - $2::text::interval where name = $1`, d.Name, ago)
 	return get(t, pool, d.Name)
 }
 
@@ -92,7 +93,10 @@ func TestValidate(t *testing.T) {
 	}{
 		"nothing": {automations.Definition{}, []string{"name: ", "cron: ", "skill: "}},
 		"all at once": {
-			automations.Definition{Name: "a\x00", Cron: "61 * * * *", Timezone: "Mars/Base", Event: "e", Trigger: "cron", Skill: "a b", MaxAttempts: -1},
+			automations.Definition{
+				Name: "a\x00", Cron: "61 * * * *", Timezone: "Mars/Base", Event: "e", Trigger: "cron",
+				Skill: "a b", MaxAttempts: -1,
+			},
 			[]string{"name: ", "cron: ", "timezone: ", "event: ", "skill: ", "max_attempts: "},
 		},
 		"never fires":   {with(func(d *automations.Definition) { d.Cron = "0 0 31 2 *" }), []string{"cron: "}},
@@ -106,10 +110,19 @@ func TestValidate(t *testing.T) {
 		"signal + cron": {with(func(d *automations.Definition) { d.Signal = "true" }), []string{"cron: "}},
 		"when + cron":   {with(func(d *automations.Definition) { d.When = "true" }), []string{"when: "}},
 		"both actions":  {with(func(d *automations.Definition) { d.Prompt = "do" }), []string{"prompt: "}},
-		"prompt args":   {automations.Definition{Name: "a", Cron: "@daily", Prompt: "p", Arguments: map[string]any{"a": 1}}, []string{"arguments: "}},
-		"NUL argument":  {with(func(d *automations.Definition) { d.Arguments = map[string]any{"a": "\x00"} }), []string{"arguments: "}},
-		"not JSON":      {with(func(d *automations.Definition) { d.Arguments = map[string]any{"a": map[any]any{}} }), []string{"arguments: "}},
-		"attempts":      {with(func(d *automations.Definition) { d.MaxAttempts = 99 }), []string{"max_attempts: "}},
+		"prompt args": {
+			automations.Definition{Name: "a", Cron: "@daily", Prompt: "p", Arguments: map[string]any{"a": 1}},
+			[]string{"arguments: "},
+		},
+		"NUL argument": {
+			with(func(d *automations.Definition) { d.Arguments = map[string]any{"a": "\x00"} }),
+			[]string{"arguments: "},
+		},
+		"not JSON": {
+			with(func(d *automations.Definition) { d.Arguments = map[string]any{"a": map[any]any{}} }),
+			[]string{"arguments: "},
+		},
+		"attempts": {with(func(d *automations.Definition) { d.MaxAttempts = 99 }), []string{"max_attempts: "}},
 	} {
 		err := automations.Validate(test.d)
 		for _, want := range test.want {
@@ -180,7 +193,8 @@ func TestDueAndRemove(t *testing.T) {
 	if err != nil || !slices.Equal(removed, []string{"later", "not yet"}) {
 		t.Errorf("removed %v, %v", removed, err)
 	}
-	if list, err := automations.List(t.Context(), pool, automations.Filter{Limit: 2}); err != nil || len(list) != 2 || list[0].Name != "on event" {
+	if list, err := automations.List(t.Context(), pool, automations.Filter{Limit: 2}); err != nil || len(list) != 2 ||
+		list[0].Name != "on event" {
 		t.Errorf("got %+v, %v", list, err)
 	}
 }
@@ -201,7 +215,8 @@ func TestOneOfManyClaimersGetsARun(t *testing.T) {
 				}
 				if ok {
 					wins.Add(1)
-					if run.Status != automations.Claimed || run.Attempt != 1 || !run.ScheduledFor.Equal(at) || run.TraceID != traceID || run.ExecutionID == nil {
+					if run.Status != automations.Claimed || run.Attempt != 1 || !run.ScheduledFor.Equal(at) ||
+						run.TraceID != traceID || run.ExecutionID == nil {
 						t.Errorf("got %+v", run)
 					}
 				}
@@ -252,7 +267,8 @@ func TestClaimRefuses(t *testing.T) {
 	if _, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID); ok || err != nil {
 		t.Errorf("a disabled one: %v, %v", ok, err)
 	}
-	if _, _, err := automations.Claim(t.Context(), pool, "00000000-0000-0000-0000-000000000000", time.Now(), "", ""); !errors.Is(err, automations.ErrNotFound) {
+	if _, _, err := automations.Claim(t.Context(), pool, "00000000-0000-0000-0000-000000000000", time.Now(), "",
+		""); !errors.Is(err, automations.ErrNotFound) {
 		t.Errorf("got %v", err)
 	}
 }
@@ -278,7 +294,8 @@ func TestARunIsTriedAgainUntilItIsDead(t *testing.T) {
 	run := claim(t, pool, a)
 	for attempt, wait := range []time.Duration{time.Minute, 4 * time.Minute} {
 		run = finish(t, pool, run, automations.Result{Error: "no luck\x00"})
-		if run.Status != automations.Error || run.Attempt != attempt+1 || run.RetryAt == nil || run.RetryAt.Sub(*run.FinishedAt).Round(time.Second) != wait {
+		if run.Status != automations.Error || run.Attempt != attempt+1 || run.RetryAt == nil ||
+			run.RetryAt.Sub(*run.FinishedAt).Round(time.Second) != wait {
 			t.Fatalf("attempt %d: %+v", attempt+1, run)
 		}
 		if _, ok, _ := automations.ClaimRun(t.Context(), pool, run.ID, run.Attempt, "", traceID); ok {
@@ -341,7 +358,8 @@ func TestFinishIsComparedAndSet(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	run := claim(t, pool, putDue(t, pool, automations.Definition{Name: "a"}, "1 hour"))
-	if got := finish(t, pool, run, automations.Result{Skipped: true, Error: "lane busy"}); got.Status != automations.Skipped || got.RetryAt != nil {
+	if got := finish(t, pool, run,
+		automations.Result{Skipped: true, Error: "lane busy"}); got.Status != automations.Skipped || got.RetryAt != nil {
 		t.Errorf("got %+v", got)
 	}
 	if _, ok, err := automations.Finish(t.Context(), pool, run.ID, 1, automations.Result{}); ok || err != nil {
@@ -354,7 +372,8 @@ func TestFinishIsComparedAndSet(t *testing.T) {
 	if _, _, err := automations.Finish(t.Context(), pool, run.ID, 1, automations.Result{Output: "\x00"}); err == nil {
 		t.Error("a NUL character was taken")
 	}
-	if got := finish(t, pool, run, automations.Result{Output: strings.Repeat("x", 300<<10)}); !strings.Contains(string(got.Output), "omitted") {
+	if got := finish(t, pool, run, automations.Result{Output: strings.Repeat("x", 300<<10)}); !strings.Contains(
+		string(got.Output), "omitted") {
 		t.Errorf("got %.100s", got.Output)
 	}
 }
@@ -362,7 +381,8 @@ func TestFinishIsComparedAndSet(t *testing.T) {
 func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	pgtest.Exec(t, pool, `insert into agent_skills (name, tool_definition, handler) values ('broken', '{}', 'builtin:x'), ('fine', '{}', 'builtin:x')`)
+	pgtest.Exec(t, pool, `insert into agent_skills (name, tool_definition, handler) values ('broken', '{}', 'builtin:x'),
+		('fine', '{}', 'builtin:x')`)
 	for _, name := range []string{"one", "two", "admins"} {
 		putDue(t, pool, automations.Definition{Name: name, Skill: "broken"}, "1 hour")
 	}
@@ -383,9 +403,11 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	disable("admins", true)
 	for _, by := range []string{"self_heal", "admin", "mcp"} {
-		pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = '`+by+`', disabled_reason = 'broken' where name = 'broken'`)
+		pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = '`+by+
+			`', disabled_reason = 'broken' where name = 'broken'`)
 		paused("one", "two")
-		if a := get(t, pool, "one"); a.DisabledBy != by || a.DisabledReason != "its skill broken is disabled: broken" || a.DisabledAt == nil {
+		if a := get(t, pool, "one"); a.DisabledBy != by || a.DisabledReason != "its skill broken is disabled: broken" ||
+			a.DisabledAt == nil {
 			t.Errorf("got %+v", a)
 		}
 		if retries, _ := automations.Ready(t.Context(), pool, 0); len(retries) != 0 || due(t, pool) != "" {
@@ -396,7 +418,8 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 		}
 		pgtest.Exec(t, pool, `update agent_skills set enabled = true, disabled_by = '' where name = 'broken'`)
 		paused()
-		if a, b, c := get(t, pool, "one"), get(t, pool, "admins"), get(t, pool, "other"); !a.Enabled || a.DisabledAt != nil || b.Enabled || !c.Enabled {
+		if a, b, c := get(t, pool, "one"), get(t, pool, "admins"), get(t, pool, "other"); !a.Enabled || a.DisabledAt != nil ||
+			b.Enabled || !c.Enabled {
 			t.Errorf("after the skill was enabled again: %+v, %+v, %+v", a, b, c)
 		}
 	}
@@ -404,7 +427,8 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 		t.Errorf("enable: %v, %v", ok, err)
 	}
 	pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = 'self_heal' where name = 'broken'`)
-	pgtest.Exec(t, pool, `update agent_skills set disabled_by = 'admin', disabled_reason = 'for good' where name = 'broken'`)
+	pgtest.Exec(t, pool, `update agent_skills set disabled_by = 'admin', disabled_reason = 'for good'
+		where name = 'broken'`)
 	paused("admins", "one", "two")
 	if a := get(t, pool, "two"); a.DisabledBy != "admin" || a.DisabledReason != "its skill broken is disabled: for good" {
 		t.Errorf("got %+v", a)
@@ -433,13 +457,15 @@ func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
 	if ok, err := automations.Enable(t.Context(), pool, "a"); ok || !errors.Is(err, automations.ErrSkillDisabled) {
 		t.Errorf("enable: %v, %v", ok, err)
 	}
-	if a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "fine"}); !a.Enabled || a.PausedFor != "" {
+	if a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "fine"}); !a.Enabled ||
+		a.PausedFor != "" {
 		t.Errorf("one that calls another skill now stays paused: %+v", a)
 	}
 	if a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "broken"}); a.Enabled {
 		t.Errorf("one that calls a disabled skill now runs: %+v", a)
 	}
-	_, err := automations.Propose(t.Context(), pool, automations.Definition{Name: "p", Cron: "@daily", Skill: "broken"}, "agent", traceID)
+	_, err := automations.Propose(t.Context(), pool, automations.Definition{Name: "p", Cron: "@daily", Skill: "broken"},
+		"agent", traceID)
 	require.NoError(t, err)
 	if ok, err := automations.Accept(t.Context(), pool, "p", "admin"); !ok || err != nil {
 		t.Fatalf("accept: %v, %v", ok, err)
@@ -470,7 +496,10 @@ func TestAnAutomationIsNotMissedThatIsMadeWhileItsSkillIsDisabled(t *testing.T) 
 		})
 	}
 	for i := range 41 {
-		pgtest.Exec(t, pool, `update agent_skills set enabled = `+[]string{"false, disabled_by = 'admin'", "true, disabled_by = ''"}[i%2]+` where name = 's'`)
+		pgtest.Exec(t, pool, `update agent_skills set enabled = `+[]string{
+			"false, disabled_by = 'admin'",
+			"true, disabled_by = ''",
+		}[i%2]+` where name = 's'`)
 	}
 	wg.Wait()
 	list, err := automations.List(t.Context(), pool, automations.Filter{Limit: 1000})
@@ -488,7 +517,8 @@ func TestAnAutomationIsNotMissedThatIsMadeWhileItsSkillIsDisabled(t *testing.T) 
 func execution(t *testing.T, pool *pgxpool.Pool, status string) (id string) {
 	t.Helper()
 	err := pool.QueryRow(t.Context(), `
-		insert into agent_executions (trace_id, surface, flow, status) values ($1, 'heartbeat', 'heartbeat', 'running') returning id`,
+		insert into agent_executions (trace_id, surface, flow, status) values ($1, 'heartbeat', 'heartbeat', 'running')
+		  returning id`,
 		traceID).Scan(&id)
 	require.NoError(t, err)
 	if status != "running" {
@@ -510,8 +540,10 @@ func TestARunIsAbandonedWhenItsExecutionHasEnded(t *testing.T) {
 	of := map[string]string{} // by run
 	for name, executionID := range map[string]string{
 		"running": execution(t, pool, "running"), "waiting": execution(t, pool, "waiting"),
-		"cancelled": execution(t, pool, "cancelled"), "failed": execution(t, pool, "failed"), "timeout": execution(t, pool, "timeout"),
-		"completed": execution(t, pool, "completed"), "gone": "00000000-0000-0000-0000-000000000001", "none": "", "none, old": "",
+		"cancelled": execution(t, pool, "cancelled"), "failed": execution(t, pool, "failed"),
+		"timeout":   execution(t, pool, "timeout"),
+		"completed": execution(t, pool, "completed"), "gone": "00000000-0000-0000-0000-000000000001",
+		"none": "", "none, old": "",
 	} {
 		a := putDue(t, pool, automations.Definition{Name: name}, "1 hour")
 		run, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, executionID, traceID)
@@ -520,11 +552,14 @@ func TestARunIsAbandonedWhenItsExecutionHasEnded(t *testing.T) {
 		}
 		of[run.ID] = name
 		if name == "none, old" {
-			pgtest.Exec(t, pool, `update agent_automation_runs set claimed_at = claimed_at - interval '25 hours' where id = '`+run.ID+`'`)
+			pgtest.Exec(t, pool, `update agent_automation_runs set claimed_at = claimed_at - interval '25 hours' where id = '`+
+				run.ID+`'`)
 		}
 	}
-	ended := finish(t, pool, claim(t, pool, putDue(t, pool, automations.Definition{Name: "ended"}, "1 hour")), automations.Result{})
-	pgtest.Exec(t, pool, `update agent_automation_runs set execution_id = '`+execution(t, pool, "failed")+`' where id = '`+ended.ID+`'`)
+	ended := finish(t, pool, claim(t, pool, putDue(t, pool, automations.Definition{Name: "ended"}, "1 hour")),
+		automations.Result{})
+	pgtest.Exec(t, pool, `update agent_automation_runs set execution_id = '`+execution(t, pool, "failed")+
+		`' where id = '`+ended.ID+`'`)
 	var got []string
 	for _, r := range abandoned(t, pool) {
 		got = append(got, of[r.ID])
@@ -540,7 +575,8 @@ func TestARetryIsNotAbandonedBecauseTheRunIsOld(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	run := claim(t, pool, putDue(t, pool, automations.Definition{Name: "a"}, "1 hour"))
-	pgtest.Exec(t, pool, `update agent_automation_runs set created_at = created_at - interval '3 days', claimed_at = claimed_at - interval '3 days'`)
+	pgtest.Exec(t, pool, `update agent_automation_runs set created_at = created_at - interval '3 days',
+		claimed_at = claimed_at - interval '3 days'`)
 	if len(abandoned(t, pool)) != 1 {
 		t.Fatal("the first attempt is not abandoned")
 	}
@@ -556,7 +592,8 @@ func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	a := putDue(t, pool, automations.Definition{Name: "a"}, "1 hour")
-	if _, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, execution(t, pool, "cancelled"), traceID); !ok || err != nil {
+	if _, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, execution(t, pool, "cancelled"),
+		traceID); !ok || err != nil {
 		t.Fatal(ok, err)
 	}
 	var ended atomic.Int64
@@ -565,7 +602,8 @@ func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 		group.Go(func() error {
 			runs, err := automations.Abandoned(t.Context(), pool, 0)
 			for _, r := range runs {
-				_, ok, err := automations.Finish(t.Context(), pool, r.ID, r.Attempt, automations.Result{Error: "its execution ended"})
+				_, ok, err := automations.Finish(t.Context(), pool, r.ID, r.Attempt,
+					automations.Result{Error: "its execution ended"})
 				if err != nil {
 					return err
 				}
@@ -587,7 +625,8 @@ func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 // when its skill is.
 func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 	t.Parallel()
-	const disable = `update agent_skills set enabled = false, disabled_by = 'self-heal', disabled_reason = 'it fails' where name = 'sizes'`
+	const disable = `update agent_skills set enabled = false, disabled_by = 'self-heal', disabled_reason = 'it fails'
+		where name = 'sizes'`
 	for name, race := range map[string]struct{ before, first, second string }{
 		"enabled while its skill is disabled": {
 			`update agent_automations set enabled = false, disabled_by = 'admin' where name = 'a'`,
@@ -606,7 +645,8 @@ func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			pool := pgtest.DB(t)
 			pgtest.Exec(t, pool, `
-				insert into agent_skills (name, tool_definition, handler) values ('sizes', '{}', 'builtin:x'), ('other', '{}', 'builtin:x')`)
+				insert into agent_skills (name, tool_definition, handler) values ('sizes', '{}', 'builtin:x'),
+				  ('other', '{}', 'builtin:x')`)
 			put(t, pool, automations.Definition{Name: "a"})
 			pgtest.Exec(t, pool, race.before)
 			tx, err := pool.Begin(t.Context())
@@ -628,7 +668,8 @@ func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 				}
 				var waits bool
 				err := pool.QueryRow(t.Context(), `
-					select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock')`).Scan(&waits)
+					select exists (select from pg_stat_activity where datname = current_database()
+					  and wait_event_type = 'Lock')`).Scan(&waits)
 				require.NoError(t, err)
 				return waits || ended
 			}, "the second waits for the first, or has passed it")

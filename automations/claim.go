@@ -26,7 +26,9 @@ const (
 // to its next time. One of several callers gets ok. Otherwise another caller has this time, the automation is
 // disabled (and does not try its skill) or has no schedule, or scheduledFor is not its next_run_at. executionID may
 // be empty. [ErrNotFound] reports an unknown automation.
-func Claim(ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, executionID, traceID string) (run Run, ok bool, err error) {
+func Claim(
+	ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, executionID, traceID string,
+) (run Run, ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		t, err := hold(ctx, tx, automationID)
 		if err != nil || !t.claimable(scheduledFor) {
@@ -69,7 +71,8 @@ func hold(ctx context.Context, tx pgx.Tx, automationID string) (timing, error) {
 }
 
 func (t timing) claimable(scheduledFor time.Time) bool {
-	return t.Trigger == Cron && t.Enabled && t.NextRunAt != nil && t.NextRunAt.Equal(scheduledFor) && !t.NextRunAt.After(t.Now)
+	return t.Trigger == Cron && t.Enabled && t.NextRunAt != nil && t.NextRunAt.Equal(scheduledFor) &&
+		!t.NextRunAt.After(t.Now)
 }
 
 // next returns the first time after now. It counts from the claimed time, so that an interval keeps its phase. It
@@ -100,13 +103,16 @@ func (t timing) next() (*time.Time, error) {
 	return &next, nil
 }
 
-func insertRun(ctx context.Context, tx pgx.Tx, automationID string, scheduledFor time.Time, executionID, traceID string) (Run, bool, error) {
+func insertRun(
+	ctx context.Context, tx pgx.Tx, automationID string, scheduledFor time.Time, executionID, traceID string,
+) (Run, bool, error) {
 	rows, err := tx.Query(ctx, `
 		with run as (
 		  insert into agent_automation_runs (automation_id, scheduled_for, execution_id, trace_id)
 		  values (@automation, @scheduled_for, nullif(@execution, '')::uuid, @trace_id)
 		  on conflict (automation_id, scheduled_for) where cause = 'cron' do nothing
-		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message, output,
+		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id,
+		    error_message, output,
 		            created_at, finished_at),
 		noted as (
 		  insert into agent_links (cause, kind, effect)
@@ -151,12 +157,14 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 		update agent_automation_runs r
 		   set status = case when @skipped::boolean then 'skipped' when @error::text = '' then 'success'
 		                     when r.attempt < a.max_attempts or @given_back::boolean then 'error' else 'dead' end,
-		       retry_at = case when not @skipped::boolean and @error::text <> '' and (r.attempt < a.max_attempts or @given_back::boolean)
+		       retry_at = case when not @skipped::boolean and @error::text <> ''
+		         and (r.attempt < a.max_attempts or @given_back::boolean)
 		                  then clock_timestamp() + make_interval(secs => @retry) end,
 		       error_message = nullif(@error, ''), output = @output, finished_at = clock_timestamp()
 		  from agent_automations a
 		 where r.id = @id and a.id = r.automation_id and r.status = 'claimed' and r.attempt = @attempt
-		returning r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at, r.execution_id, r.trace_id,
+		returning r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at,
+		  r.execution_id, r.trace_id,
 		          r.error_message, r.output, r.created_at, r.finished_at`,
 		pgx.StrictNamedArgs{
 			"id": runID, "attempt": attempt, "skipped": result.Skipped, "error": truncate(result.Error), "output": output,
@@ -173,7 +181,8 @@ func Finish(ctx context.Context, db postgres.DB, runID string, attempt int, resu
 func Settle(ctx context.Context, db postgres.DB, approvalID, failure string) error {
 	_, err := db.Exec(ctx, `
 		update agent_automation_runs
-		   set status = case when @failure::text = '' then 'success' else 'dead' end, error_message = nullif(@failure, ''), finished_at = clock_timestamp()
+		   set status = case when @failure::text = '' then 'success' else 'dead' end, error_message = nullif(@failure, ''),
+		     finished_at = clock_timestamp()
 		 where status = 'skipped' and output ? 'approval_id' and output ->> 'approval_id' = @approval`,
 		pgx.StrictNamedArgs{"approval": approvalID, "failure": truncate(failure)})
 	if err != nil {
@@ -200,7 +209,8 @@ func Redrive(ctx context.Context, db postgres.DB, runID string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_automation_runs
 		   set status = case when cause = 'event' and execution_id is null then 'due' else 'error' end,
-		       retry_at = case when cause <> 'event' or execution_id is not null then clock_timestamp() end, finished_at = null
+		       retry_at = case when cause <> 'event' or execution_id is not null then clock_timestamp() end,
+		         finished_at = null
 		 where id = @id and status = 'dead'`,
 		pgx.StrictNamedArgs{"id": runID})
 	return postgres.Changed(tag, err, "redrive automation run")
@@ -258,22 +268,27 @@ func Ready(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 		     and not exists (select from agent_automation_runs c where c.automation_id = r.automation_id and c.status = 'claimed')
 		   order by r.automation_id, coalesce(r.retry_at, r.created_at), r.id)
 		select `+runColumns+`
-		  from ready order by coalesce(retry_at, created_at), id limit @limit`, pgx.StrictNamedArgs{"limit": postgres.PageSize(limit, defaultPage, maxPage)})
+		  from ready order by coalesce(retry_at, created_at),
+		    id limit @limit`, pgx.StrictNamedArgs{"limit": postgres.PageSize(limit, defaultPage, maxPage)})
 }
 
 // ClaimRun claims a [Ready] run. One of several callers gets ok. attempt is the attempt that the caller read; the
 // returned run has the new one. traceID is stored only if the run has no trace: the run of an event belongs to the
 // event's. A manual run needs no enabled automation.
-func ClaimRun(ctx context.Context, db postgres.DB, runID string, attempt int, executionID, traceID string) (Run, bool, error) {
+func ClaimRun(
+	ctx context.Context, db postgres.DB, runID string, attempt int, executionID, traceID string,
+) (Run, bool, error) {
 	rows, err := db.Query(ctx, `
 		with run as (
 		  update agent_automation_runs r
-		     set status = 'claimed', attempt = r.attempt + (r.status = 'error')::int, retry_at = null, execution_id = nullif(@execution, '')::uuid,
+		     set status = 'claimed', attempt = r.attempt + (r.status = 'error')::int, retry_at = null,
+		       execution_id = nullif(@execution, '')::uuid,
 		         trace_id = case when r.cause = 'event' and r.trace_id <> '' then r.trace_id else @trace_id end,
 		         error_message = null, claimed_at = clock_timestamp(), finished_at = null
 		   where r.id = @id and r.attempt = @attempt
 		     and (r.status = 'due' or r.status = 'error' and r.retry_at <= clock_timestamp())
-		     and (r.cause = 'manual' or exists (select from agent_automations a where a.id = r.automation_id and (a.enabled or `+trialPredicate+`)))
+		     and (r.cause = 'manual' or exists (select from agent_automations a where a.id = r.automation_id
+		       and (a.enabled or `+trialPredicate+`)))
 		  returning id, automation_id, cause, scheduled_for, event_id, status, attempt, retry_at, execution_id, trace_id, error_message,
 		            output, created_at, finished_at),
 		noted as (
@@ -370,7 +385,8 @@ func GetRun(ctx context.Context, db postgres.DB, id string) (Run, error) {
 // Payload returns the cause of a run: {"event", "key", "data"}, or a signal's counters. It is not redacted; redact it
 // before display.
 func Payload(ctx context.Context, db postgres.DB, runID string) (json.RawMessage, error) {
-	rows, err := db.Query(ctx, `select payload from agent_automation_runs where id = @id`, pgx.StrictNamedArgs{"id": runID})
+	rows, err := db.Query(ctx, `select payload from agent_automation_runs where id = @id`,
+		pgx.StrictNamedArgs{"id": runID})
 	return postgres.CollectOne(rows, err, ErrRunNotFound, "read payload of run "+runID, pgx.RowTo[json.RawMessage])
 }
 
@@ -446,7 +462,9 @@ func wrapped(what string, err error) error {
 
 // SkipOccurrence skips one time of an automation's schedule because of why: it records a skipped run and moves the
 // automation to its next time. One of several callers gets ok, as with [Claim].
-func SkipOccurrence(ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, traceID, why string) (run Run, ok bool, err error) {
+func SkipOccurrence(
+	ctx context.Context, db postgres.Beginner, automationID string, scheduledFor time.Time, traceID, why string,
+) (run Run, ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if run, ok, err = Claim(ctx, tx, automationID, scheduledFor, "", traceID); err != nil || !ok {
 			return err

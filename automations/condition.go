@@ -56,8 +56,10 @@ type Cause struct {
 func Count(ctx context.Context, db postgres.DB) (Counters, error) {
 	rows, err := db.Query(ctx, `
 		with a as (
-		  select count(*) filter (where kind = 'call' and status = 'error') as failures, count(*) filter (where kind = 'call') as calls,
-		         coalesce(sum(lanekeeper.agent_tokens(token_usage, 'total_tokens')) filter (where kind = 'model'), 0)::bigint as tokens,
+		  select count(*) filter (where kind = 'call' and status = 'error') as failures, count(*) filter (where kind = 'call')
+		    as calls,
+		         coalesce(sum(lanekeeper.agent_tokens(token_usage, 'total_tokens')) filter (where kind = 'model'), 0)::bigint
+		           as tokens,
 		         coalesce(sum(cost_usd) filter (where kind = 'model'), 0)::float8 as cost
 		    from agent_activity where id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '24 hours'))),
 		x as (
@@ -68,7 +70,8 @@ func Count(ctx context.Context, db postgres.DB) (Counters, error) {
 		  select count(*) filter (where status = 'active') as active, count(*) filter (where status = 'proposed') as proposed,
 		         count(*) filter (where status = 'active' and due_at < clock_timestamp() - interval '1 hour') as overdue
 		    from agent_objectives where status in ('active', 'proposed'))
-		select (select count(*) from agent_approvals where status = 'pending' and expires_at > clock_timestamp()) as pending_approvals,
+		select (select count(*) from agent_approvals where status = 'pending' and expires_at > clock_timestamp())
+		  as pending_approvals,
 		       a.failures as failures_24h, a.calls as calls_24h, a.tokens as tokens_24h, a.cost as cost_usd_24h,
 		       x.pending as executions_pending, x.running as executions_running, x.waiting as executions_waiting,
 		       (select count(*) from agent_skills where not enabled) as skills_disabled,
@@ -92,7 +95,10 @@ func compile(text string, env any) (*vm.Program, error) {
 		return nil, fmt.Errorf("must have at most %d bytes", maxCondition)
 	}
 	options := []expr.Option{expr.Env(env), expr.AsBool(), expr.MaxNodes(maxNodes), expr.DisableAllBuiltins()}
-	for _, name := range []string{"len", "lower", "upper", "trim", "int", "float", "string", "abs", "hasPrefix", "hasSuffix"} {
+	for _, name := range []string{
+		"len", "lower", "upper", "trim", "int", "float", "string", "abs",
+		"hasPrefix", "hasSuffix",
+	} {
 		options = append(options, expr.EnableBuiltin(name))
 	}
 	loops := &loopFinder{}

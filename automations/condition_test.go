@@ -29,7 +29,8 @@ func TestAConditionThatIsWrongIsRefusedWithItsPlace(t *testing.T) {
 		`memories == 1; let x = 1`:                "(line 1, column",
 	} {
 		err := automations.Validate(automations.Definition{Name: "a", Signal: text, Skill: "s"})
-		if err == nil || !strings.Contains(err.Error(), want) || !strings.HasPrefix(err.Error(), "signal: ") || strings.Contains(err.Error(), "\n") {
+		if err == nil || !strings.Contains(err.Error(), want) || !strings.HasPrefix(err.Error(), "signal: ") ||
+			strings.Contains(err.Error(), "\n") {
 			t.Errorf("%.40s: %v, want %q", text, err, want)
 		}
 	}
@@ -99,13 +100,15 @@ func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
 	}
 	other := d
 	other.Prompt = "do something else"
-	if _, err := automations.Propose(t.Context(), pool, other, "agent", traceID); !errors.Is(err, automations.ErrNameTaken) {
+	if _, err := automations.Propose(t.Context(), pool, other, "agent", traceID); !errors.Is(err,
+		automations.ErrNameTaken) {
 		t.Errorf("a proposal was replaced: %v", err)
 	}
 	if ok, err := automations.Enable(t.Context(), pool, "watch"); ok || !errors.Is(err, automations.ErrProposal) {
 		t.Errorf("enabled: %v, %v", ok, err)
 	}
-	if _, err := pool.Exec(t.Context(), `update agent_automations set enabled = true, disabled_by = ''`); !postgres.IsCode(err, "23514") {
+	if _, err := pool.Exec(t.Context(), `update agent_automations set enabled = true, disabled_by = ''`); !postgres.IsCode(
+		err, "23514") {
 		t.Errorf("the database let it pass: %v", err)
 	}
 	var wins atomic.Int32
@@ -127,7 +130,10 @@ func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
 	var open atomic.Int32
 	for i := range 32 {
 		wg.Go(func() {
-			_, err := automations.Propose(t.Context(), pool, automations.Definition{Name: fmt.Sprint("p", i), Cron: "@daily", Prompt: "x"}, "agent", traceID)
+			_, err := automations.Propose(t.Context(), pool, automations.Definition{
+				Name: fmt.Sprint("p", i), Cron: "@daily",
+				Prompt: "x",
+			}, "agent", traceID)
 			switch {
 			case err == nil:
 				open.Add(1)

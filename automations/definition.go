@@ -32,20 +32,27 @@ var (
 // cron expression, an event, or a signal. Conditions are expressions (expr-lang.org) over [Cause] and [Counters].
 // Validation reports unknown names and type mismatches.
 type Definition struct {
-	Name        string         `yaml:"name" json:"name"`
-	Description string         `yaml:"description" json:"description,omitempty"`
-	Agent       string         `yaml:"agent" json:"agent,omitempty"`               // agent of its runs; empty for the default agent
-	Trigger     string         `yaml:"trigger" json:"trigger,omitempty"`           // cron, event, signal; empty: implied by the other fields
-	Cron        string         `yaml:"cron" json:"cron,omitempty"`                 // five fields, @daily, @every 30m
-	Timezone    string         `yaml:"timezone" json:"timezone,omitempty"`         // of the cron expression; UTC when empty
-	Event       string         `yaml:"event" json:"event,omitempty"`               // the event's name
-	When        string         `yaml:"when" json:"when,omitempty"`                 // of an event: a condition, such as payload.action == "opened"
-	Signal      string         `yaml:"signal" json:"signal,omitempty"`             // a condition, such as pending_approvals > 3
-	Skill       string         `yaml:"skill" json:"skill,omitempty"`               // name
-	Arguments   map[string]any `yaml:"arguments" json:"arguments,omitempty"`       // of the skill; for a flow, in addition to the cause
-	Flow        string         `yaml:"flow" json:"flow,omitempty"`                 // name; a run starts it and does not wait for it
-	Prompt      string         `yaml:"prompt" json:"prompt,omitempty"`             // a goal for the model
-	MaxAttempts int            `yaml:"max_attempts" json:"max_attempts,omitempty"` // 3 when 0, at most 20
+	Name        string `yaml:"name" json:"name"`
+	Description string `yaml:"description" json:"description,omitempty"`
+	// agent of its runs; empty for the default agent
+	Agent string `yaml:"agent" json:"agent,omitempty"`
+	// cron, event, signal; empty: implied by the other fields
+	Trigger string `yaml:"trigger" json:"trigger,omitempty"`
+	Cron    string `yaml:"cron" json:"cron,omitempty"` // five fields, @daily, @every 30m
+	// of the cron expression; UTC when empty
+	Timezone string `yaml:"timezone" json:"timezone,omitempty"`
+	Event    string `yaml:"event" json:"event,omitempty"` // the event's name
+	// of an event: a condition, such as payload.action == "opened"
+	When string `yaml:"when" json:"when,omitempty"`
+	// a condition, such as pending_approvals > 3
+	Signal string `yaml:"signal" json:"signal,omitempty"`
+	Skill  string `yaml:"skill" json:"skill,omitempty"` // name
+	// of the skill; for a flow, in addition to the cause
+	Arguments map[string]any `yaml:"arguments" json:"arguments,omitempty"`
+	// name; a run starts it and does not wait for it
+	Flow        string `yaml:"flow" json:"flow,omitempty"`
+	Prompt      string `yaml:"prompt" json:"prompt,omitempty"`             // a goal for the model
+	MaxAttempts int    `yaml:"max_attempts" json:"max_attempts,omitempty"` // 3 when 0, at most 20
 }
 
 // Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join].
@@ -94,7 +101,12 @@ func (r *resolved) checkTexts() []error {
 	for _, text := range []struct {
 		field, value string
 		most         int
-	}{{"name", r.Name, maxName}, {"description", r.Description, maxText}, {"prompt", r.Prompt, maxText}, {"event", r.Event, maxName}} {
+	}{
+		{"name", r.Name, maxName},
+		{"description", r.Description, maxText},
+		{"prompt", r.Prompt, maxText},
+		{"event", r.Event, maxName},
+	} {
 		if len(text.value) > text.most || strings.ContainsRune(text.value, 0) {
 			problems = append(problems, fmt.Errorf("%s: must have at most %d bytes and no NUL character", text.field, text.most))
 		}
@@ -198,15 +210,19 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 	// A declaration accepts the agent's proposal.
 	tag, err := db.Exec(ctx, `
 		insert into agent_automations as a
-		       (name, description, agent, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt, flow, max_attempts,
+		       (name, description, agent, trigger, cron, timezone, event, condition, signal, skill_name, arguments, prompt,
+		         flow, max_attempts,
 		        next_run_at, source)
-		values (@name, @description, @agent, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments, @prompt, @flow,
+		values (@name, @description, @agent, @trigger, @cron, @timezone, @event, @condition, @signal, @skill, @arguments,
+		  @prompt, @flow,
 		        @max_attempts, @next, @source)
 		on conflict (name) do update
 		   set description = excluded.description, agent = excluded.agent, trigger = excluded.trigger,
 		       cron = excluded.cron, timezone = excluded.timezone,
-		       event = excluded.event, condition = excluded.condition, signal = excluded.signal, skill_name = excluded.skill_name,
-		       arguments = excluded.arguments, prompt = excluded.prompt, flow = excluded.flow, max_attempts = excluded.max_attempts,
+		       event = excluded.event, condition = excluded.condition, signal = excluded.signal,
+		         skill_name = excluded.skill_name,
+		       arguments = excluded.arguments, prompt = excluded.prompt, flow = excluded.flow,
+		         max_attempts = excluded.max_attempts,
 		       source = excluded.source, updated_at = clock_timestamp(),
 		       armed = a.armed or a.signal <> excluded.signal,
 		       enabled = a.enabled or a.disabled_by = 'proposal',
@@ -217,10 +233,13 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 		       next_run_at = case when (a.trigger, a.cron, a.timezone) = (excluded.trigger, excluded.cron, excluded.timezone)
 		                               and a.disabled_by <> 'proposal'
 		                          then a.next_run_at else excluded.next_run_at end
-		 where (a.description, a.agent, a.trigger, a.cron, a.timezone, a.event, a.condition, a.signal, a.skill_name, a.arguments, a.prompt,
+		 where (a.description, a.agent, a.trigger, a.cron, a.timezone, a.event, a.condition, a.signal, a.skill_name,
+		   a.arguments, a.prompt,
 		       a.flow, a.max_attempts, a.source)
-		       is distinct from (excluded.description, excluded.agent, excluded.trigger, excluded.cron, excluded.timezone, excluded.event,
-		       excluded.condition, excluded.signal, excluded.skill_name, excluded.arguments, excluded.prompt, excluded.flow, excluded.max_attempts,
+		       is distinct from (excluded.description, excluded.agent, excluded.trigger, excluded.cron, excluded.timezone,
+		         excluded.event,
+		       excluded.condition, excluded.signal, excluded.skill_name, excluded.arguments, excluded.prompt, excluded.flow,
+		         excluded.max_attempts,
 		       excluded.source)`,
 		pgx.StrictNamedArgs{
 			"name": r.Name, "description": r.Description, "agent": r.Agent, "trigger": r.Trigger,

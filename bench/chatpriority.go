@@ -56,10 +56,11 @@ func chatPriority(ctx context.Context, args []string, out, errw io.Writer) error
 		return err
 	}
 	b := &chatBench{chatSettings: s, modelCalls: map[string]time.Time{}}
-	return withTestAgent(ctx, s.workers, &modelServer{s.modelLatency, b.recordModelCall}, nil, errw, func(ctx context.Context, w *testAgent) error {
-		b.testAgent = w
-		return b.measure(ctx, out, errw)
-	})
+	return withTestAgent(ctx, s.workers, &modelServer{s.modelLatency, b.recordModelCall}, nil, errw,
+		func(ctx context.Context, w *testAgent) error {
+			b.testAgent = w
+			return b.measure(ctx, out, errw)
+		})
 }
 
 type chatBench struct {
@@ -133,7 +134,9 @@ type variantResult struct {
 }
 
 // run sends visitors for a while and calls during once meanwhile.
-func (b *chatBench) run(ctx context.Context, v variant, during func(ctx context.Context) error) (r variantResult, err error) {
+func (b *chatBench) run(
+	ctx context.Context, v variant, during func(ctx context.Context) error,
+) (r variantResult, err error) {
 	loading, unload := context.WithCancel(ctx)
 	defer unload()
 	var load errgroup.Group
@@ -177,7 +180,8 @@ func (b *chatBench) run(ctx context.Context, v variant, during func(ctx context.
 // runBackground is the flow of a background run.
 func (w *testAgent) runBackground(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 	for i := range backgroundCalls {
-		_, err := w.loop.Run(executions.Scope(ctx, fmt.Sprint(i)), reason.Turn{Purpose: "bench", System: "You work.", Prompt: fmt.Sprint("background ", i)})
+		_, err := w.loop.Run(executions.Scope(ctx, fmt.Sprint(i)),
+			reason.Turn{Purpose: "bench", System: "You work.", Prompt: fmt.Sprint("background ", i)})
 		if err != nil {
 			return executions.Result{}, err
 		}
@@ -213,7 +217,8 @@ func (b *chatBench) waitSaturated(ctx context.Context) error {
 		var running, pending int
 		err := b.pool.QueryRow(ctx, `
 			select count(*) filter (where status = 'running'), count(*) filter (where status = 'pending')
-			  from agent_executions where flow = @flow and completed_at is null`, postgres.Strict{"flow": backgroundFlow}).Scan(&running, &pending)
+			  from agent_executions where flow = @flow
+			    and completed_at is null`, postgres.Strict{"flow": backgroundFlow}).Scan(&running, &pending)
 		return running >= min(b.workers, b.background) && running+pending >= b.background*9/10, err
 	})
 }
@@ -241,7 +246,8 @@ func (b *chatBench) visit(ctx context.Context, v variant, n int, mu *sync.Mutex,
 		return err
 	}
 	var started time.Time
-	if err := b.pool.QueryRow(ctx, `select started_at from agent_executions where trace_id = @turn`, postgres.Strict{"turn": turn}).Scan(&started); err != nil {
+	if err := b.pool.QueryRow(ctx, `select started_at from agent_executions where trace_id = @turn`,
+		postgres.Strict{"turn": turn}).Scan(&started); err != nil {
 		return fmt.Errorf("read start of %s: %w", turn, err)
 	}
 	b.mu.Lock()
@@ -259,12 +265,15 @@ func (b *chatBench) visit(ctx context.Context, v variant, n int, mu *sync.Mutex,
 // send sends a message as a client does. It returns the turn's trace and when text first came.
 func (b *chatBench) send(ctx context.Context, thread, words string) (turn string, first time.Duration, err error) {
 	return sendMessage(ctx, b.url, "Done", map[string]any{
-		"metadata": map[string]string{"thread_id": thread}, "messages": []map[string]string{{"role": "user", "content": words}},
+		"metadata": map[string]string{"thread_id": thread},
+		"messages": []map[string]string{{"role": "user", "content": words}},
 	}, func() {})
 }
 
 // enqueue starts a turn as the chat does, but for any worker of the queue to claim.
-func (b *chatBench) enqueue(ctx context.Context, queue, thread, words string, began time.Time) (turn string, _ time.Duration, err error) {
+func (b *chatBench) enqueue(
+	ctx context.Context, queue, thread, words string, began time.Time,
+) (turn string, _ time.Duration, err error) {
 	var id string
 	err = postgres.InTx(ctx, b.pool, func(tx pgx.Tx) error {
 		x, _, err := b.engine.StartTx(ctx, tx, executions.Spec{
@@ -275,11 +284,13 @@ func (b *chatBench) enqueue(ctx context.Context, queue, thread, words string, be
 			return err
 		}
 		id, turn = x.ID, x.TraceID
-		if _, _, err := threads.Open(ctx, tx, threads.Admin, threads.Thread{ID: thread, Channel: "chat", Agent: chat.Agent}); err != nil {
+		if _, _, err := threads.Open(ctx, tx, threads.Admin,
+			threads.Thread{ID: thread, Channel: "chat", Agent: chat.Agent}); err != nil {
 			return err
 		}
 		_, err = threads.Post(ctx, tx, threads.NewMessage{
-			ThreadID: thread, Role: threads.User, Content: words, Channel: "chat", ExecutionID: x.ID, TraceID: x.TraceID, Status: threads.Received,
+			ThreadID: thread, Role: threads.User, Content: words, Channel: "chat", ExecutionID: x.ID, TraceID: x.TraceID,
+			Status: threads.Received,
 		})
 		return err
 	})

@@ -46,7 +46,8 @@ func engineRoom(ctx context.Context, args []string, out, errw io.Writer) error {
 	flags.Int64Var(&b.large, "large", 10_000_000, "rows of the large activity log; a hundredth of it are executions")
 	flags.IntVar(&b.visits, "visits", 20, "visits to each page")
 	data := flags.String("data", "", "folder that keeps the database for later runs; default: a temporary one")
-	flags.DurationVar(&b.watchDuration, "watched", 30*time.Second, "how long the overview is watched, by 0, 1 and 100 viewers")
+	flags.DurationVar(&b.watchDuration, "watched", 30*time.Second, "how long the overview is watched, by 0, 1 and 100 "+
+		"viewers")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -185,10 +186,13 @@ func (b *engineRoomBench) paths(ctx context.Context) ([]string, error) {
 		return nil, fmt.Errorf("choose pages: %w", err)
 	}
 	return []string{
-		"/", "/activity", "/activity?status=error", "/activity?surface=webhook&status=error", "/activity?skill=" + url.QueryEscape(skill),
-		"/activity?lane=none", "/traces", "/traces?surface=heartbeat", "/traces?surface=chat&status=failed", "/traces/" + trace, "/traces/" + wide,
+		"/", "/activity", "/activity?status=error", "/activity?surface=webhook&status=error", "/activity?skill=" +
+			url.QueryEscape(skill),
+		"/activity?lane=none", "/traces", "/traces?surface=heartbeat", "/traces?surface=chat&status=failed",
+		"/traces/" + trace, "/traces/" + wide,
 		"/executions", "/executions?status=completed", "/executions?status=waiting", "/executions?flow=flow_7&status=failed",
-		"/executions/" + execution, "/threads", "/threads/" + url.PathEscape(thread), "/approvals", "/skills", "/skills/" + url.PathEscape(skill),
+		"/executions/" + execution, "/threads", "/threads/" + url.PathEscape(thread), "/approvals", "/skills",
+		"/skills/" + url.PathEscape(skill),
 		"/automations", "/objectives", "/memory", "/deliveries", "/spend", "/spend?days=30", "/audit", "/lanes", "/operate",
 	}, nil
 }
@@ -215,9 +219,11 @@ func (b *engineRoomBench) flushStatistics(ctx context.Context) error {
 }
 
 func (b *engineRoomBench) print(out io.Writer, pages []*pageResult) {
-	fmt.Fprintf(out, "Server milliseconds of a page, %d visits each, without the network; %d rows of the activity log, then %d, and a hundredth as many executions.\n\n",
+	fmt.Fprintf(out, "Server milliseconds of a page, %d visits each, without the network; %d rows of the activity log, "+
+		"then %d, and a hundredth as many executions.\n\n",
 		b.visits, b.small, b.large)
-	fmt.Fprintln(out, "| page | p50 small | p99 small | p50 large | p99 large | p50 large / small | rows read by sequential scans |")
+	fmt.Fprintln(out, "| page | p50 small | p99 small | p50 large | p99 large | p50 large / small | rows read by "+
+		"sequential scans |")
 	fmt.Fprintln(out, "|---|---|---|---|---|---|---|")
 	for _, p := range pages {
 		small, of := "| | |", "" // a kept log has no small size
@@ -225,7 +231,8 @@ func (b *engineRoomBench) print(out io.Writer, pages []*pageResult) {
 			small = fmt.Sprintf("| %s | %s |", p.small.millis(0.5), p.small.millis(0.99))
 			of = fmt.Sprintf("%.1f", ratio(p.large, p.small, 0.5))
 		}
-		fmt.Fprintf(out, "| `%s` %s %s | %s | %s | %d |\n", p.path, small, p.large.millis(0.5), p.large.millis(0.99), of, p.scanned)
+		fmt.Fprintf(out, "| `%s` %s %s | %s | %s | %d |\n", p.path, small, p.large.millis(0.5),
+			p.large.millis(0.99), of, p.scanned)
 	}
 }
 
@@ -239,7 +246,8 @@ func (b *engineRoomBench) fill(ctx context.Context, from, to int64) error {
 		b.oldest = time.Now().Add(-29 * 24 * time.Hour)
 	}
 	statements := []string{insertSkills, insertExecutions, insertActivity, insertThreads, insertMessages}
-	if err := b.insertBatches(ctx, "rows", statements, from, to, batchRows, postgres.Strict{"of": b.large, "base": b.oldest}); err != nil {
+	if err := b.insertBatches(ctx, "rows", statements, from, to, batchRows,
+		postgres.Strict{"of": b.large, "base": b.oldest}); err != nil {
 		return err
 	}
 	if _, err := b.pool.Exec(ctx, "vacuum analyze"); err != nil {
@@ -277,7 +285,8 @@ func (b *engineRoomBench) countLog(ctx context.Context) error {
 		// A pass reports a next position even if nothing is left to count.
 		var left bool
 		if err := b.pool.QueryRow(ctx, `
-			select exists (select from agent_activity a where a.id >= (select c.counted_upto from agent_activity_counted c))`).Scan(&left); err != nil {
+			select exists (select from agent_activity a
+			  where a.id >= (select c.counted_upto from agent_activity_counted c))`).Scan(&left); err != nil {
 			return fmt.Errorf("find uncounted rows: %w", err)
 		}
 		if !left {
@@ -289,7 +298,9 @@ func (b *engineRoomBench) countLog(ctx context.Context) error {
 
 // insertBatches runs the statements for each batch of rows in a transaction without triggers, which would reject
 // made-up rows.
-func (b *engineRoomBench) insertBatches(ctx context.Context, what string, statements []string, from, to, batch int64, args postgres.Strict) error {
+func (b *engineRoomBench) insertBatches(
+	ctx context.Context, what string, statements []string, from, to, batch int64, args postgres.Strict,
+) error {
 	began := time.Now()
 	for at := from; at < to; at += batch {
 		end := min(at+batch, to)
@@ -320,12 +331,14 @@ const (
 	insertSkills = `
 		insert into agent_skills (name, description, tool_definition, handler)
 		select 'skill_' || n, 'Skill number ' || n,
-		       jsonb_build_object('type', 'function', 'function', jsonb_build_object('name', 'skill_' || n, 'parameters', '{"type": "object"}'::jsonb)),
+		       jsonb_build_object('type', 'function', 'function',
+		         jsonb_build_object('name', 'skill_' || n, 'parameters', '{"type": "object"}'::jsonb)),
 		       'builtin:noop'
 		  from generate_series(0, 29) n where @from::bigint + @to::bigint + @of::bigint > 0 and @base::timestamptz is not null
 		on conflict do nothing`
 	insertExecutions = `
-		insert into agent_executions (id, trace_id, surface, flow, status, thread_id, created_at, started_at, updated_at, completed_at,
+		insert into agent_executions (id, trace_id, surface, flow, status, thread_id, created_at, started_at, updated_at,
+		  completed_at,
 		                              waiting_for, waiting_key, waiting_until, wait_number, result_type, error_message)
 		select overlay(lanekeeper.agent_uuid7_floor(x.at)::text placing lpad(to_hex(e), 12, '0') from 25)::uuid,
 		       (array['hb', 'op', 'ch', 'wh', 'fl'])[1 + e % 5] || '_01' || lpad(e::text, 24, '0'),
@@ -334,25 +347,33 @@ const (
 		       case when s.status in ('completed', 'failed', 'cancelled') then x.at + interval '1 minute' end,
 		       case when s.status = 'waiting' then 'event' end, case when s.status = 'waiting' then 'k' || e end,
 		       case when s.status = 'waiting' then x.at + interval '30 days' end, (s.status = 'waiting')::int,
-		       case s.status when 'completed' then 'success' when 'failed' then 'failure' when 'cancelled' then 'cancelled' end,
+		       case s.status when 'completed' then 'success' when 'failed' then 'failure'
+		         when 'cancelled' then 'cancelled' end,
 		       case when s.status = 'failed' then 'it did not work' end
 		  from generate_series(@from::bigint / 100, (@to::bigint - 1) / 100) e,
 		       lateral (select @base::timestamptz + interval '29 days' * (e * 100.0 / @of::bigint)::float8 as at) x,
-		       lateral (select case when e % 50 = 7 then 'failed' when e % 50 = 9 then 'waiting' when e % 50 = 11 then 'cancelled' else 'completed' end as status) s
+		       lateral (select case when e % 50 = 7 then 'failed' when e % 50 = 9 then 'waiting'
+		         when e % 50 = 11 then 'cancelled' else 'completed' end as status) s
 		on conflict do nothing`
 	insertActivity = `
-		insert into agent_activity (id, trace_id, execution_id, kind, surface, skill_name, purpose, status, input, output, error_message,
+		insert into agent_activity (id, trace_id, execution_id, kind, surface, skill_name, purpose, status, input, output,
+		  error_message,
 		                            error_class, model, token_usage, cost_usd, duration_ms, lane, created_at, finished_at)
 		select overlay(lanekeeper.agent_uuid7_floor(x.at)::text placing lpad(to_hex(n), 12, '0') from 25)::uuid,
 		       (array['hb', 'op', 'ch', 'wh', 'fl'])[1 + e % 5] || '_01' || lpad(e::text, 24, '0'),
 		       overlay(lanekeeper.agent_uuid7_floor(x.began)::text placing lpad(to_hex(e), 12, '0') from 25)::uuid,
-		       case when n % 10 = 0 then 'model' else 'call' end, (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + e % 5],
-		       case when n % 10 = 0 then 'model' else 'skill_' || n % 30 end, case when n % 10 = 0 then 'skill_' || n % 30 else '' end,
-		       case when n % 97 = 0 then 'error' else 'success' end, jsonb_build_object('n', n, 'text', repeat('x', 100)), '{"ok": true}',
+		       case when n % 10 = 0 then 'model' else 'call' end,
+		         (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + e % 5],
+		       case when n % 10 = 0 then 'model' else 'skill_' || n % 30 end, case when n % 10 = 0 then 'skill_' || n % 30
+		         else '' end,
+		       case when n % 97 = 0 then 'error' else 'success' end, jsonb_build_object('n', n, 'text', repeat('x', 100)),
+		         '{"ok": true}',
 		       case when n % 97 = 0 then 'refused' end, case when n % 97 = 0 then 'http_status' else '' end,
 		       case when n % 10 = 0 then 'gpt-' || n % 3 else '' end,
-		       case when n % 10 = 0 then '{"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}' else '{}' end::jsonb,
-		       case when n % 10 = 0 then 0.0012 else 0 end, 10 + n % 1000, (array['heartbeat', 'operate', '', '', ''])[1 + e % 5],
+		       case when n % 10 = 0 then '{"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120}'
+		         else '{}' end::jsonb,
+		       case when n % 10 = 0 then 0.0012 else 0 end, 10 + n % 1000,
+		         (array['heartbeat', 'operate', '', '', ''])[1 + e % 5],
 		       x.at, x.at + interval '50 ms'
 		  from generate_series(@from::bigint, @to::bigint - 1) n,
 		       lateral (select n / 100 as e) y,
@@ -367,7 +388,8 @@ const (
 		on conflict do nothing`
 	insertMessages = `
 		insert into agent_messages (thread_id, seq, turn, role, content, channel, status, created_at, sent_at)
-		select 'visitor:' || e, m, m, case when m % 2 = 1 then 'user' else 'assistant' end, 'message ' || m, 'chat', 'delivered', x.at, x.at
+		select 'visitor:' || e, m, m, case when m % 2 = 1 then 'user' else 'assistant' end, 'message ' || m, 'chat',
+		  'delivered', x.at, x.at
 		  from generate_series(@from::bigint / 100, (@to::bigint - 1) / 100) e, generate_series(1, 10) m,
 		       lateral (select @base::timestamptz + interval '29 days' * (e * 100.0 / @of::bigint)::float8 as at) x
 		 where e % 10 = 2
@@ -414,7 +436,8 @@ func (b *engineRoomBench) watch(ctx context.Context, handler http.Handler, viewe
 		return viewerLoad{}, err
 	}
 	l := viewerLoad{
-		viewers: viewers, process: share(after.own-before.own, b.watchDuration), server: share(after.server-before.server, b.watchDuration),
+		viewers: viewers, process: share(after.own-before.own, b.watchDuration),
+		server: share(after.server-before.server, b.watchDuration),
 		perSec: float64(after.transactions-before.transactions) / b.watchDuration.Seconds(),
 	}
 	for _, n := range counts {
@@ -471,15 +494,18 @@ func (b *engineRoomBench) usage(ctx context.Context) (u usage, err error) {
 	if u.cpuTime, err = usedCPU(ctx, b.pool); err != nil {
 		return u, err
 	}
-	err = b.pool.QueryRow(ctx, `select xact_commit + xact_rollback from pg_stat_database where datname = current_database()`).Scan(&u.transactions)
+	err = b.pool.QueryRow(ctx, `select xact_commit + xact_rollback from pg_stat_database
+		where datname = current_database()`).Scan(&u.transactions)
 	return u, err
 }
 
 func (b *engineRoomBench) printLoads(out io.Writer, loads []viewerLoad) {
-	fmt.Fprintf(out, "\nOpen overviews over the large log, two activities a second, %s each. This process is also the viewers' side.\n\n", b.watchDuration)
+	fmt.Fprintf(out, "\nOpen overviews over the large log, two activities a second, %s each. This process is also the "+
+		"viewers' side.\n\n", b.watchDuration)
 	fmt.Fprintln(out, "| viewers | this process, % of a core | PostgreSQL, % of a core | transactions/s | kB sent |")
 	fmt.Fprintln(out, "|---|---|---|---|---|")
 	for _, l := range loads {
-		fmt.Fprintf(out, "| %d | %.2f | %.2f | %.1f | %d |\n", l.viewers, 100*l.process, 100*l.server, l.perSec, l.received/1000)
+		fmt.Fprintf(out, "| %d | %.2f | %.2f | %.1f | %d |\n", l.viewers, 100*l.process, 100*l.server,
+			l.perSec, l.received/1000)
 	}
 }

@@ -33,7 +33,8 @@ type eventFloor struct {
 
 // start creates the table and listens on a connection of its own.
 func (f *eventFloor) start(ctx context.Context) error {
-	if _, err := f.pool.Exec(ctx, `create table bench_events (key text primary key, consumed_at timestamptz)`); err != nil {
+	if _, err := f.pool.Exec(ctx,
+		`create table bench_events (key text primary key, consumed_at timestamptz)`); err != nil {
 		return err
 	}
 	conn, err := postgres.Dialer(f.pool)(ctx)
@@ -79,7 +80,8 @@ func forward(ctx context.Context, conn *pgx.Conn, heard chan<- string) {
 
 // consume marks a row and notifies its sender.
 func (f *eventFloor) consume(ctx context.Context, key string) {
-	_, err := f.pool.Exec(ctx, `update bench_events set consumed_at = clock_timestamp() where key = @key`, postgres.Strict{"key": key})
+	_, err := f.pool.Exec(ctx, `update bench_events set consumed_at = clock_timestamp() where key = @key`,
+		postgres.Strict{"key": key})
 	if err != nil {
 		return
 	}
@@ -194,8 +196,10 @@ func (b *engineBench) run(ctx context.Context, out io.Writer) error {
 	}
 	floor := func(ctx context.Context, caller int) error { return updateFloor(ctx, b.pool, caller) }
 	var t strings.Builder
-	fmt.Fprintf(&t, "Executions started and finished in one process, each write awaited; medians of %d turns of %s; %d processors.\n\n", b.rounds, b.turnDuration, runtime.NumCPU())
-	t.WriteString("| executions | callers | floor, commits/s | executions/s | ratio | processor time, floor | each execution |\n|---|---|---|---|---|---|---|\n")
+	fmt.Fprintf(&t, "Executions started and finished in one process, each write awaited; medians of %d turns of %s; %d "+
+		"processors.\n\n", b.rounds, b.turnDuration, runtime.NumCPU())
+	t.WriteString("| executions | callers | floor, commits/s | executions/s | ratio | processor time, floor | each " +
+		"execution |\n|---|---|---|---|---|---|---|\n")
 	for _, flow := range []string{oneStep, tenSteps} {
 		for _, callers := range laneCallers {
 			fmt.Fprintf(b.errw, "%s, %d callers\n", flow, callers)
@@ -210,7 +214,8 @@ func (b *engineBench) run(ctx context.Context, out io.Writer) error {
 			if err := lanes.alternate(ctx, &r, floor, ours); err != nil {
 				return err
 			}
-			fmt.Fprintf(&t, "| %s | %d | %.0f | %.0f | %.2f | %s | %s |\n", flow, callers, median(r.floor), median(r.ours), median(r.ours)/median(r.floor),
+			fmt.Fprintf(&t, "| %s | %d | %.0f | %.0f | %.2f | %s | %s |\n", flow, callers, median(r.floor), median(r.ours),
+				median(r.ours)/median(r.floor),
 				r.cpu[0].per(max(r.n[0], 1)), r.cpu[1].per(max(r.n[1], 1)))
 		}
 	}
@@ -221,7 +226,9 @@ func (b *engineBench) run(ctx context.Context, out io.Writer) error {
 	return err
 }
 
-func (b *engineBench) measureQueueAndRecovery(ctx context.Context, t *strings.Builder, floor func(context.Context, int) error) error {
+func (b *engineBench) measureQueueAndRecovery(
+	ctx context.Context, t *strings.Builder, floor func(context.Context, int) error,
+) error {
 	const callers = 32
 	_, rate, err := callFor(ctx, callers, b.turnDuration, floor)
 	if err != nil {
@@ -240,20 +247,23 @@ func (b *engineBench) measureQueueAndRecovery(ctx context.Context, t *strings.Bu
 		return err
 	}
 	queued := float64(b.queued) / time.Since(began).Seconds()
-	fmt.Fprintf(t, "| %s, %d through the queue | %d | %.0f | %.0f | %.2f | | |\n", oneStep, b.queued, callers, rate, queued, queued/rate)
+	fmt.Fprintf(t, "| %s, %d through the queue | %d | %.0f | %.0f | %.2f | | |\n", oneStep, b.queued, callers,
+		rate, queued, queued/rate)
 	fmt.Fprintln(b.errw, "recovery")
 	took, err := b.measureRecovery(ctx)
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(t, "\n%d executions of a lost worker, each in its first step: from the sweep to the last end: %s.\n", b.orphans, took.Round(time.Millisecond))
+	fmt.Fprintf(t, "\n%d executions of a lost worker, each in its first step: from the sweep to the last end: %s.\n",
+		b.orphans, took.Round(time.Millisecond))
 	return nil
 }
 
 // measureRecovery inserts executions of a worker whose lease has ended and waits until this process has run them.
 func (b *engineBench) measureRecovery(ctx context.Context) (time.Duration, error) {
 	_, err := b.pool.Exec(ctx, `
-		with w as (insert into agent_workers (name, expires_at) values ('lost', clock_timestamp() + interval '1 hour') returning id)
+		with w as (insert into agent_workers (name, expires_at) values ('lost', clock_timestamp() + interval '1 hour')
+		  returning id)
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim)
 		select 'fl_01' || lpad(n::text, 24, '0'), 'flow', @flow, 'running', w.id, 1 from w, generate_series(1, @n::int) n`,
 		postgres.Strict{"flow": oneStep, "n": b.orphans})
@@ -261,7 +271,8 @@ func (b *engineBench) measureRecovery(ctx context.Context) (time.Duration, error
 		return 0, err
 	}
 	began := time.Now()
-	if _, err := b.pool.Exec(ctx, `update agent_workers set expires_at = clock_timestamp() where name = 'lost'`); err != nil {
+	if _, err := b.pool.Exec(ctx,
+		`update agent_workers set expires_at = clock_timestamp() where name = 'lost'`); err != nil {
 		return 0, err
 	}
 	if err := b.engine.Sweep(ctx); err != nil {

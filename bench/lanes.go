@@ -107,7 +107,8 @@ func (b *laneBench) run(ctx context.Context, out io.Writer) error {
 func (b *laneBench) holdOthers(ctx context.Context, n int) error {
 	var held int
 	err := b.pool.QueryRow(ctx, `
-		select count(*) from generate_series(1, @n::int) n, lanekeeper.acquire_agent_lock('other:' || n, 'holder ' || n, 86400) a where a.acquired`,
+		select count(*) from generate_series(1, @n::int) n, lanekeeper.acquire_agent_lock('other:' || n, 'holder ' || n,
+		  86400) a where a.acquired`,
 		postgres.Strict{"n": n}).Scan(&held)
 	if err != nil || held != n {
 		return errors.Join(fmt.Errorf("hold other lanes: %d of %d", held, n), err)
@@ -143,7 +144,9 @@ func (b *laneBench) measurePairs(ctx context.Context, callers, others int) (pair
 }
 
 // alternate runs floor and ours in turns, after a short uncounted turn of each.
-func (b *laneBench) alternate(ctx context.Context, r *pairRates, floor, ours func(ctx context.Context, caller int) error) error {
+func (b *laneBench) alternate(
+	ctx context.Context, r *pairRates, floor, ours func(ctx context.Context, caller int) error,
+) error {
 	for round := range b.rounds + 1 {
 		lasts := b.turnDuration
 		if round == 0 {
@@ -243,7 +246,8 @@ const settledFor = 60 * time.Millisecond
 // measureHandOvers hands a lane to a keeper with its own pool and listener, as another process has them.
 func (b *laneBench) measureHandOvers(ctx context.Context, others int) (handOverResult, error) {
 	h := handOverResult{others: others}
-	pool, err := postgres.Open(ctx, b.pool.Config().ConnString(), postgres.Options{MaxConns: 4, ApplicationName: "bench waiter"})
+	pool, err := postgres.Open(ctx, b.pool.Config().ConnString(),
+		postgres.Options{MaxConns: 4, ApplicationName: "bench waiter"})
 	if err != nil {
 		return h, err
 	}
@@ -338,7 +342,8 @@ func (f *handOverFloor) run(ctx context.Context) (time.Duration, error) {
 	})
 	began := time.Now()
 	_, err := f.bench.pool.Exec(ctx, `
-		with freed as (update bench_floor set n = n + 1 where id = 0 returning id) select pg_notify('bench_floor', id::text) from freed`)
+		with freed as (update bench_floor set n = n + 1 where id = 0 returning id) select pg_notify('bench_floor', id::text)
+		  from freed`)
 	err = errors.Join(err, waiting.Wait())
 	return got.Sub(began), err
 }
@@ -353,26 +358,34 @@ func median(of []float64) float64 {
 
 func (b *laneBench) print(out io.Writer, pairs []pairRates, tried []busyResult, over []handOverResult) {
 	var t strings.Builder
-	fmt.Fprintf(&t, "Acquire and release of distinct lanes by package lanes; medians of %d turns of %s, floor and lanes one after the other; %d processors.\n\n",
+	fmt.Fprintf(&t, "Acquire and release of distinct lanes by package lanes; medians of %d turns of %s, floor and lanes "+
+		"one after the other; %d processors.\n\n",
 		b.rounds, b.turnDuration, runtime.NumCPU())
-	t.WriteString("| callers | other lanes held | floor: UPDATE committed/s | pairs/s | ratio of medians | target | median of ratios | processor: UPDATE | pair |\n")
+	t.WriteString("| callers | other lanes held | floor: UPDATE committed/s | pairs/s | ratio of medians | target | " +
+		"median of ratios | processor: UPDATE | pair |\n")
 	t.WriteString("|---|---|---|---|---|---|---|---|---|\n")
 	for _, r := range pairs {
 		shares := make([]float64, len(r.ours))
 		for i := range r.ours {
 			shares[i] = r.ours[i] / r.floor[i]
 		}
-		fmt.Fprintf(&t, "| %d | %d | %.0f | %.0f | %.2f | %.2f | %.2f | %s | %s |\n", r.callers, r.others, median(r.floor), median(r.ours),
-			median(r.ours)/median(r.floor), laneTargets[slices.Index(laneCallers[:], r.callers)], median(shares), r.cpu[0].per(max(r.n[0], 1)), r.cpu[1].per(max(r.n[1], 1)))
+		fmt.Fprintf(&t, "| %d | %d | %.0f | %.0f | %.2f | %.2f | %.2f | %s | %s |\n", r.callers, r.others,
+			median(r.floor), median(r.ours),
+			median(r.ours)/median(r.floor), laneTargets[slices.Index(laneCallers[:], r.callers)], median(shares),
+			r.cpu[0].per(max(r.n[0], 1)), r.cpu[1].per(max(r.n[1], 1)))
 	}
-	t.WriteString("\n| attempts on a held lane, 8 callers | other lanes held | attempts/s | bytes of WAL |\n|---|---|---|---|\n")
+	t.WriteString("\n| attempts on a held lane, 8 callers | other lanes held | attempts/s | bytes of WAL " +
+		"|\n|---|---|---|---|\n")
 	for _, r := range tried {
 		fmt.Fprintf(&t, "| %d | %d | %.0f | %d |\n", r.n, r.others, r.rate, r.wal)
 	}
-	t.WriteString("\n| ms from the release until the waiter holds it | other lanes held | n | p50 | p99 | × floor p50 | p99 |\n|---|---|---|---|---|---|---|\n")
+	t.WriteString("\n| ms from the release until the waiter holds it | other lanes held | n | p50 | p99 | × floor p50 | " +
+		"p99 |\n|---|---|---|---|---|---|---|\n")
 	for _, h := range over {
-		fmt.Fprintf(&t, "| floor: UPDATE and NOTIFY → UPDATE | %d | %d | %s | %s | | |\n", h.others, len(h.floor), millis(h.floor.quantile(0.5)), millis(h.floor.quantile(0.99)))
-		fmt.Fprintf(&t, "| Release → AcquireWait returns | %d | %d | %s | %s | %.2f | %.2f |\n", h.others, len(h.ours), millis(h.ours.quantile(0.5)), millis(h.ours.quantile(0.99)),
+		fmt.Fprintf(&t, "| floor: UPDATE and NOTIFY → UPDATE | %d | %d | %s | %s | | |\n", h.others, len(h.floor),
+			millis(h.floor.quantile(0.5)), millis(h.floor.quantile(0.99)))
+		fmt.Fprintf(&t, "| Release → AcquireWait returns | %d | %d | %s | %s | %.2f | %.2f |\n", h.others, len(h.ours),
+			millis(h.ours.quantile(0.5)), millis(h.ours.quantile(0.99)),
 			ratio(h.ours, h.floor, 0.5), ratio(h.ours, h.floor, 0.99))
 	}
 	fmt.Fprint(out, t.String())

@@ -11,10 +11,10 @@
 //	go run ./bench turn
 //	go run ./bench scaling
 //
-// Every benchmark starts its own durable PostgreSQL in a temporary folder and runs the product's packages against it in
-// this process. All figures of a table come from one run on one machine, so ratios carry over to other machines and
-// absolute figures do not. Results go to stdout as a Markdown table, progress to stderr. Benchmarks of single operations
-// are Go benchmarks next to the code (`make bench` runs both).
+// Every benchmark starts its own durable PostgreSQL in a temporary folder and runs the product's packages against it
+// in this process. All figures of a table come from one run on one machine, so ratios carry over to other machines
+// and absolute figures do not. Results go to stdout as a Markdown table, progress to stderr. Benchmarks of single
+// operations are Go benchmarks next to the code (`make bench` runs both).
 package main
 
 import (
@@ -99,21 +99,26 @@ func (s samples) millis(q float64) string {
 // print writes the table. Ratios are against the shipped variant.
 func (b *chatBench) print(out io.Writer, variants []variant, results []variantResult, idle, loaded samples) {
 	var t strings.Builder
-	fmt.Fprintf(&t, "%d background runs at any time (%d model calls of %s each), %d workers, a visitor every %s for %s; %d processors.\n",
+	fmt.Fprintf(&t, "%d background runs at any time (%d model calls of %s each), %d workers, a visitor every %s for %s; "+
+		"%d processors.\n",
 		b.background, backgroundCalls, b.modelLatency, b.workers, b.interval, b.duration, runtime.NumCPU())
 	t.WriteString("Milliseconds from the visitor's request.\n\n")
-	t.WriteString("| | visitors | run started p50 | p99 | first model call p50 | p99 | × shipped p50 | p99 | background runs/s |\n")
+	t.WriteString("| | visitors | run started p50 | p99 | first model call p50 | p99 | × shipped p50 | p99 | background " +
+		"runs/s |\n")
 	t.WriteString("|---|---|---|---|---|---|---|---|---|\n")
 	shipped := results[1].model
 	for i, r := range results {
-		fmt.Fprintf(&t, "| %s | %d | %s | %s | %s | %s | %.1f | %.1f | %.1f |\n", variants[i].name, len(r.model), r.started.millis(0.5), r.started.millis(0.99),
-			r.model.millis(0.5), r.model.millis(0.99), ratio(r.model, shipped, 0.5), ratio(r.model, shipped, 0.99), float64(r.background)/b.duration.Seconds())
+		fmt.Fprintf(&t, "| %s | %d | %s | %s | %s | %s | %.1f | %.1f | %.1f |\n", variants[i].name, len(r.model),
+			r.started.millis(0.5), r.started.millis(0.99),
+			r.model.millis(0.5), r.model.millis(0.99), ratio(r.model, shipped, 0.5), ratio(r.model, shipped, 0.99),
+			float64(r.background)/b.duration.Seconds())
 	}
 	for _, f := range []struct {
 		name string
 		s    samples
 	}{{"floor: one-row UPDATE by pgx, idle", idle}, {"floor, under the load of the second row", loaded}} {
-		fmt.Fprintf(&t, "| %s | %d | %s | %s | | | | | |\n", f.name, len(f.s), millis(f.s.quantile(0.5)), millis(f.s.quantile(0.99)))
+		fmt.Fprintf(&t, "| %s | %d | %s | %s | | | | | |\n", f.name, len(f.s), millis(f.s.quantile(0.5)),
+			millis(f.s.quantile(0.99)))
 	}
 	fmt.Fprintf(&t, "\nFirst text at the client, as shipped: p50 %s ms, p99 %s ms, of which the model takes %s.\n",
 		results[1].text.millis(0.5), results[1].text.millis(0.99), b.modelLatency)
@@ -132,14 +137,16 @@ func ratio(a, b samples, q float64) float64 {
 
 func (b *waitBench) print(out io.Writer, r waitResult) {
 	var t strings.Builder
-	fmt.Fprintf(&t, "%d executions wait for events; %d workers; %d processors.\n\n", b.n+2*b.events, r.workers, runtime.NumCPU())
+	fmt.Fprintf(&t, "%d executions wait for events; %d workers; %d processors.\n\n", b.n+2*b.events,
+		r.workers, runtime.NumCPU())
 	t.WriteString("| ms from event to handling | events | p50 | p99 | × floor p50 | p99 |\n|---|---|---|---|---|---|\n")
 	for i, callers := range []int{1, manyCallers} {
 		for _, row := range []struct {
 			name string
 			s    samples
 		}{{"floor: insert and NOTIFY → consumed", r.floors[i]}, {"Deliver → the function resumes", r.deliveries[i]}} {
-			fmt.Fprintf(&t, "| %s, callers: %d | %d | %s | %s | %.2f | %.2f |\n", row.name, callers, len(row.s), millis(row.s.quantile(0.5)), millis(row.s.quantile(0.99)),
+			fmt.Fprintf(&t, "| %s, callers: %d | %d | %s | %s | %.2f | %.2f |\n", row.name, callers, len(row.s),
+				millis(row.s.quantile(0.5)), millis(row.s.quantile(0.99)),
 				ratio(row.s, r.floors[i], 0.5), ratio(row.s, r.floors[i], 0.99))
 		}
 	}
@@ -149,8 +156,10 @@ func (b *waitBench) print(out io.Writer, r waitResult) {
 	fmt.Fprintf(&t, "\n| %d executions | |\n|---|---|\n", b.n)
 	fmt.Fprintf(&t, "| floor: as many events, %d callers | %s |\n", manyCallers, per(b.n, r.floorAll))
 	fmt.Fprintf(&t, "| start until all wait (%d) | %s |\n", b.n+2*b.events, per(b.n+2*b.events, r.start))
-	fmt.Fprintf(&t, "| growth of the process | heap %.1f MB, resident %.1f MB; %d goroutines |\n", float64(r.heap)/1e6, float64(r.resident)/1e6, r.goroutines)
-	fmt.Fprintf(&t, "| wake all by events, %d callers | %s; ended %s; × floor %.2f |\n", manyCallers, per(b.n, r.events), per(b.n, r.eventsEnd), r.events.Seconds()/r.floorAll.Seconds())
+	fmt.Fprintf(&t, "| growth of the process | heap %.1f MB, resident %.1f MB; %d goroutines |\n", float64(r.heap)/1e6,
+		float64(r.resident)/1e6, r.goroutines)
+	fmt.Fprintf(&t, "| wake all by events, %d callers | %s; ended %s; × floor %.2f |\n", manyCallers, per(b.n, r.events),
+		per(b.n, r.eventsEnd), r.events.Seconds()/r.floorAll.Seconds())
 	fmt.Fprintf(&t, "| wake all by timers | %s; ended %s |\n", per(b.n, r.timers), per(b.n, r.timersEnd))
 	t.WriteString("\n| processor time of each | |\n|---|---|\n")
 	for _, row := range []struct {
@@ -223,7 +232,8 @@ func (t cpuTime) minus(u cpuTime) cpuTime { return cpuTime{t.server - u.server, 
 
 // per formats the time for each of n.
 func (t cpuTime) per(n int) string {
-	return fmt.Sprintf("%d µs server, %d µs own", (t.server / time.Duration(n)).Microseconds(), (t.own / time.Duration(n)).Microseconds())
+	return fmt.Sprintf("%d µs server, %d µs own", (t.server / time.Duration(n)).Microseconds(),
+		(t.own / time.Duration(n)).Microseconds())
 }
 
 type process struct {

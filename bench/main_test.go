@@ -24,14 +24,16 @@ func TestQuantiles(t *testing.T) {
 	for i := range 100 {
 		s = append(s, time.Duration(100-i)*time.Millisecond)
 	}
-	if p50, p99, none := s.quantile(0.5), s.quantile(0.99), samples(nil).quantile(0.5); p50 != 51*time.Millisecond || p99 != 100*time.Millisecond || none != 0 {
+	if p50, p99, none := s.quantile(0.5), s.quantile(0.99), samples(nil).quantile(0.5); p50 != 51*time.Millisecond ||
+		p99 != 100*time.Millisecond || none != 0 {
 		t.Errorf("p50 %s, p99 %s, of nothing %s", p50, p99, none)
 	}
 }
 
 func TestABenchmarkIsNamed(t *testing.T) {
 	for _, args := range [][]string{nil, {"chat"}} {
-		if err := run(t.Context(), args, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "chat-priority") {
+		if err := run(t.Context(), args, io.Discard, io.Discard); err == nil ||
+			!strings.Contains(err.Error(), "chat-priority") {
 			t.Errorf("%v: %v", args, err)
 		}
 	}
@@ -39,9 +41,13 @@ func TestABenchmarkIsNamed(t *testing.T) {
 
 func TestChatPriorityMeasures(t *testing.T) {
 	var out bytes.Buffer
-	err := run(t.Context(), []string{"chat-priority", "-for=500ms", "-background=6", "-workers=2", "-model=20ms"}, &out, io.Discard)
+	err := run(t.Context(), []string{"chat-priority", "-for=500ms", "-background=6", "-workers=2", "-model=20ms"}, &out,
+		io.Discard)
 	require.NoError(t, err)
-	for _, row := range []string{`no other work \| [1-9]`, `as shipped\) \| [1-9]`, `no priority\) \| [1-9]`, `floor: .* \| 2000 \| \d+\.\d+`} {
+	for _, row := range []string{
+		`no other work \| [1-9]`, `as shipped\) \| [1-9]`, `no priority\) \| [1-9]`,
+		`floor: .* \| 2000 \| \d+\.\d+`,
+	} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
 			t.Errorf("no %q in\n%s", row, out.String())
 		}
@@ -51,7 +57,10 @@ func TestChatPriorityMeasures(t *testing.T) {
 func TestWaitingMeasures(t *testing.T) {
 	var out bytes.Buffer
 	require.NoError(t, run(t.Context(), []string{"waiting", "-n=40", "-events=20", "-workers=2"}, &out, io.Discard))
-	for _, row := range []string{`floor: .*callers: 32 \| 20 \| \d+`, `resumes, callers: 1 \| 20 \| \d+`, `growth of the process \| heap`, `by events, .* ended`, `by timers \| .* ended`} {
+	for _, row := range []string{
+		`floor: .*callers: 32 \| 20 \| \d+`, `resumes, callers: 1 \| 20 \| \d+`,
+		`growth of the process \| heap`, `by events, .* ended`, `by timers \| .* ended`,
+	} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
 			t.Errorf("no %q in\n%s", row, out.String())
 		}
@@ -61,9 +70,13 @@ func TestWaitingMeasures(t *testing.T) {
 func TestExecutionsMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
-	err := run(t.Context(), []string{"executions", "-rounds=1", "-for=50ms", "-queued=20", "-orphans=10", "-workers=4"}, &out, io.Discard)
+	err := run(t.Context(), []string{"executions", "-rounds=1", "-for=50ms", "-queued=20", "-orphans=10", "-workers=4"},
+		&out, io.Discard)
 	require.NoError(t, err)
-	for _, row := range []string{`bench_one \| 32 \| [1-9]\d* \| [1-9]`, `bench_ten \| 8 \| [1-9]\d* \| [1-9]`, `20 through the queue \| 32 \| [1-9]`, `\n10 executions of a lost worker.* \d`} {
+	for _, row := range []string{
+		`bench_one \| 32 \| [1-9]\d* \| [1-9]`, `bench_ten \| 8 \| [1-9]\d* \| [1-9]`,
+		`20 through the queue \| 32 \| [1-9]`, `\n10 executions of a lost worker.* \d`,
+	} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
 			t.Errorf("no %q in\n%s", row, out.String())
 		}
@@ -73,10 +86,12 @@ func TestExecutionsMeasures(t *testing.T) {
 func TestLanesMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
-	err := run(t.Context(), []string{"lanes", "-rounds=1", "-for=50ms", "-tries=200", "-handovers=3", "-others=50"}, &out, io.Discard)
+	err := run(t.Context(), []string{"lanes", "-rounds=1", "-for=50ms", "-tries=200", "-handovers=3", "-others=50"}, &out,
+		io.Discard)
 	require.NoError(t, err)
 	for _, row := range []string{
-		`\| 32 \| 0 \| [1-9]\d* \| [1-9]`, `\| 1 \| 50 \| [1-9]\d* \| [1-9]`, `\| 200 \| 50 \| [1-9]`, `floor: UPDATE and NOTIFY .* \| 0 \| 3 \| \d`, `AcquireWait returns \| 50 \| 3 \| \d`,
+		`\| 32 \| 0 \| [1-9]\d* \| [1-9]`, `\| 1 \| 50 \| [1-9]\d* \| [1-9]`, `\| 200 \| 50 \| [1-9]`,
+		`floor: UPDATE and NOTIFY .* \| 0 \| 3 \| \d`, `AcquireWait returns \| 50 \| 3 \| \d`,
 	} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
 			t.Errorf("no %q in\n%s", row, out.String())
@@ -91,7 +106,10 @@ func TestStoryMeasures(t *testing.T) {
 	if !strings.Contains(progress.String(), "counted 2000 rows") {
 		t.Errorf("the log was not counted before the measurement:\n%s", &progress)
 	}
-	for _, row := range []string{`floor: .*\| 5 \| \d`, "by `trace_id`, .* \\| 5 \\| ", "`agent trace ID`.* \\| 5 \\| ", "view `agent_skill_health` \\| 2 \\| "} {
+	for _, row := range []string{
+		`floor: .*\| 5 \| \d`, "by `trace_id`, .* \\| 5 \\| ", "`agent trace ID`.* \\| 5 \\| ",
+		"view `agent_skill_health` \\| 2 \\| ",
+	} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
 			t.Errorf("no %q in\n%s", row, out.String())
 		}
@@ -107,7 +125,8 @@ func TestAPredictionIsOnTheLineThroughTwoMeasurements(t *testing.T) {
 			t.Errorf("through (%v, %v) and (%v, %v), at %v: %v, want %v", c.x1, c.y1, c.x2, c.y2, c.x, got, c.want)
 		}
 	}
-	if over, under, none := deviation(120, 100), deviation(80, 100), deviation(1, 0); over != "+20 %" || under != "-20 %" || none != "" {
+	if over, under, none := deviation(120, 100), deviation(80, 100), deviation(1, 0); over != "+20 %" ||
+		under != "-20 %" || none != "" {
 		t.Errorf("off by %q, %q and %q", over, under, none)
 	}
 }
@@ -137,7 +156,10 @@ func TestWhyMeasures(t *testing.T) {
 	t.Parallel()
 	var out bytes.Buffer
 	require.NoError(t, run(t.Context(), []string{"why", "-rows=2000", "-traces=5"}, &out, io.Discard))
-	for _, row := range []string{`floor: one row by an index \| 5 \| \d`, "`select \\* from why\\(trace\\)` \\| 5 \\| \\d", "`agent why ID`.* \\| 5 \\| ", `by all of them: \d+\.`} {
+	for _, row := range []string{
+		`floor: one row by an index \| 5 \| \d`, "`select \\* from why\\(trace\\)` \\| 5 \\| \\d",
+		"`agent why ID`.* \\| 5 \\| ", `by all of them: \d+\.`,
+	} {
 		if !regexp.MustCompile(row).MatchString(out.String()) {
 			t.Errorf("no %q in\n%s", row, out.String())
 		}

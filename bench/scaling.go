@@ -75,7 +75,8 @@ func (b *scalingBench) parse(args []string) error {
 	most := flags.Int("processes", 64, "maximum number of processes; a quarter and half of it predict it")
 	flags.DurationVar(&b.idle, "idle", 20*time.Second, "how long idle processes are measured")
 	flags.DurationVar(&b.loaded, "for", 10*time.Second, "how long processes are measured under a paced load")
-	flags.DurationVar(&b.watchDuration, "watched", 10*time.Second, "how long the overview is watched, by 1, 10 and 100 viewers")
+	flags.DurationVar(&b.watchDuration, "watched", 10*time.Second, "how long the overview is watched, by 1, 10 and 100 "+
+		"viewers")
 	flags.IntVar(&b.rate, "rate", 100, "executions started a second under the paced load")
 	flags.IntVar(&b.backlog, "backlog", 10_000, "executions started at once")
 	if err := flags.Parse(args); err != nil {

@@ -219,7 +219,9 @@ func (b *scalingBench) run(ctx context.Context, fleet []*node, n int, pace time.
 
 // measureConnections returns the elapsed time of fn and the processor time of the server's connections with that
 // name. The server's background processes, such as autovacuum, do not count.
-func (b *scalingBench) measureConnections(ctx context.Context, name string, fn func() error) (server, took time.Duration, err error) {
+func (b *scalingBench) measureConnections(
+	ctx context.Context, name string, fn func() error,
+) (server, took time.Duration, err error) {
 	before, err := b.connectionTimes(ctx, name)
 	if err != nil {
 		return 0, 0, err

@@ -50,12 +50,17 @@ func newNode(pool *pgxpool.Pool, workers int) (n *node, err error) {
 	log := slog.New(slog.DiscardHandler)
 	n = &node{pool: pool, listener: postgres.NewListener(postgres.Dialer(pool), log)}
 	n.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: n.listener, Logger: log})
-	n.engine, err = executions.New(pool, executions.Options{Keeper: n.keeper, Listener: n.listener, Logger: log, Workers: workers})
+	n.engine, err = executions.New(pool, executions.Options{
+		Keeper: n.keeper, Listener: n.listener,
+		Logger: log, Workers: workers,
+	})
 	return n, err
 }
 
 // runNodes runs nodes and services while fn runs. Services and engines stop first.
-func runNodes(ctx context.Context, nodes []*node, services []func(context.Context) error, fn func(ctx context.Context) error) error {
+func runNodes(
+	ctx context.Context, nodes []*node, services []func(context.Context) error, fn func(ctx context.Context) error,
+) error {
 	working, stop := context.WithCancel(ctx)
 	defer stop()
 	base, stopBase := context.WithCancel(context.WithoutCancel(ctx))
@@ -90,7 +95,9 @@ type testAgent struct {
 }
 
 // withServer starts a durable PostgreSQL while fn runs. Without config.Dir its data is removed.
-func withServer(ctx context.Context, config pgserver.Config, errw io.Writer, fn func(server *pgserver.Server) error) (err error) {
+func withServer(
+	ctx context.Context, config pgserver.Config, errw io.Writer, fn func(server *pgserver.Server) error,
+) (err error) {
 	config.Ephemeral, config.Durable = config.Dir == "", true
 	config.Progress = func(line string) { fmt.Fprintln(errw, line) }
 	server, err := pgserver.Start(ctx, config)
@@ -102,7 +109,9 @@ func withServer(ctx context.Context, config pgserver.Config, errw io.Writer, fn 
 }
 
 // withDatabase starts a server with a migrated database while fn runs.
-func withDatabase(ctx context.Context, config pgserver.Config, conns int, errw io.Writer, fn func(pool *pgxpool.Pool) error) error {
+func withDatabase(
+	ctx context.Context, config pgserver.Config, conns int, errw io.Writer, fn func(pool *pgxpool.Pool) error,
+) error {
 	return withServer(ctx, config, errw, func(server *pgserver.Server) error {
 		pool, err := postgres.Open(ctx, server.URL(), postgres.Options{MaxConns: int32(conns), ApplicationName: "bench"})
 		if err != nil {
@@ -117,7 +126,10 @@ func withDatabase(ctx context.Context, config pgserver.Config, conns int, errw i
 }
 
 // withTestAgent runs a testAgent with additional flows while fn runs.
-func withTestAgent(ctx context.Context, workers int, model *modelServer, flows map[string]executions.Func, errw io.Writer, fn func(ctx context.Context, w *testAgent) error) error {
+func withTestAgent(
+	ctx context.Context, workers int, model *modelServer, flows map[string]executions.Func, errw io.Writer,
+	fn func(ctx context.Context, w *testAgent) error,
+) error {
 	return withDatabase(ctx, pgserver.Config{}, workers+12, errw, func(pool *pgxpool.Pool) error {
 		modelServer := httptest.NewServer(model)
 		defer modelServer.Close()
@@ -133,7 +145,8 @@ func withTestAgent(ctx context.Context, workers int, model *modelServer, flows m
 		chatServer := httptest.NewServer(w.chat.CompletionsHandler())
 		defer chatServer.Close()
 		w.url = chatServer.URL
-		return runNodes(ctx, []*node{w.node}, []func(context.Context) error{w.chat.Run}, func(ctx context.Context) error { return fn(ctx, w) })
+		return runNodes(ctx, []*node{w.node}, []func(context.Context) error{w.chat.Run},
+			func(ctx context.Context) error { return fn(ctx, w) })
 	})
 }
 
@@ -210,7 +223,9 @@ func pause(ctx context.Context, d time.Duration) error {
 }
 
 // callFor has so many callers call fn repeatedly. It returns the number of calls and their rate per second.
-func callFor(ctx context.Context, callers int, lasts time.Duration, fn func(ctx context.Context, caller int) error) (int, float64, error) {
+func callFor(
+	ctx context.Context, callers int, lasts time.Duration, fn func(ctx context.Context, caller int) error,
+) (int, float64, error) {
 	var done atomic.Int64
 	began := time.Now()
 	end := began.Add(lasts)
@@ -274,8 +289,9 @@ func (m *modelServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	answer := chatwire.Answer{
-		ID: "chatcmpl-" + strconv.FormatInt(at.UnixNano(), 10), Model: req.Model, Created: at.Unix(), Text: "Done.", Finish: openai.FinishReasonStop,
-		Usage: &openai.Usage{PromptTokens: 100, CompletionTokens: 2, TotalTokens: 102},
+		ID: "chatcmpl-" + strconv.FormatInt(at.UnixNano(), 10), Model: req.Model, Created: at.Unix(), Text: "Done.",
+		Finish: openai.FinishReasonStop,
+		Usage:  &openai.Usage{PromptTokens: 100, CompletionTokens: 2, TotalTokens: 102},
 	}
 	if err := chatwire.WriteStream(w, answer, true); err != nil && !errors.Is(err, net.ErrClosed) {
 		return // the client went away
@@ -305,7 +321,9 @@ func buildAgent(ctx context.Context, path string, errw io.Writer) (*agentBinary,
 func (b *agentBinary) remove() error { return os.RemoveAll(b.dir) }
 
 // serve runs `agent serve` while fn runs. Later settings of a name replace the defaults.
-func (b *agentBinary) serve(ctx context.Context, database string, settings []string, fn func(ctx context.Context, url string, pid int) error) (err error) {
+func (b *agentBinary) serve(
+	ctx context.Context, database string, settings []string, fn func(ctx context.Context, url string, pid int) error,
+) (err error) {
 	address, err := freeAddress(ctx)
 	if err != nil {
 		return err

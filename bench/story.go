@@ -92,16 +92,27 @@ func (b *storyBench) questions() ([]*question, error) {
 	}
 	const limit = 10 * time.Millisecond
 	all := []*question{
-		{name: "floor: an execution by its key's trace, one row", repeats: b.traces, run: b.queryTrace(`select e.id from agent_executions e where e.trace_id = @trace limit 1`)},
+		{
+			name: "floor: an execution by its key's trace, one row", repeats: b.traces,
+			run: b.queryTrace(`select e.id from agent_executions e where e.trace_id = @trace limit 1`),
+		},
 		{name: "the story of a run by `trace_id`, SQL of the contract", limit: limit, repeats: b.traces, run: b.queryTrace(`
-			select skill_name, status, duration_ms, token_usage, created_at from agent_activity where trace_id = @trace order by created_at`)},
+			select skill_name, status, duration_ms, token_usage, created_at from agent_activity where trace_id = @trace
+			  order by created_at`)},
 		{name: "the same by `conversation_id`", limit: limit, repeats: b.traces, run: b.queryTrace(`
-			select skill_name, status, duration_ms, token_usage, created_at from agent_activity where conversation_id = @trace order by created_at`)},
-		{name: "`agent trace ID`, `GET /v1/traces/{id}`", limit: limit, repeats: b.traces, run: func(ctx context.Context) error {
-			_, err := activity.TraceOf(ctx, b.pool, b.randomTrace())
-			return err
-		}},
-		{name: "the page of a trace, whole", repeats: b.traces, run: func(ctx context.Context) error { return openPage(ctx, handler, "/traces/"+b.randomTrace()) }},
+			select skill_name, status, duration_ms, token_usage, created_at from agent_activity where conversation_id = @trace
+			  order by created_at`)},
+		{
+			name: "`agent trace ID`, `GET /v1/traces/{id}`", limit: limit, repeats: b.traces,
+			run: func(ctx context.Context) error {
+				_, err := activity.TraceOf(ctx, b.pool, b.randomTrace())
+				return err
+			},
+		},
+		{
+			name: "the page of a trace, whole", repeats: b.traces,
+			run: func(ctx context.Context) error { return openPage(ctx, handler, "/traces/"+b.randomTrace()) },
+		},
 	}
 	all = append(all, b.listings()...)
 	for _, view := range []struct{ name, sql string }{
@@ -133,7 +144,10 @@ func (b *storyBench) listings() []*question {
 			return err
 		}},
 		{name: "`GET /v1/activity`", repeats: b.visits, run: recent(activity.Filter{})},
-		{name: "`GET /v1/activity?surface=webhook&status=error`", repeats: b.visits, run: recent(activity.Filter{Surface: "webhook", Status: activity.Error})},
+		{
+			name: "`GET /v1/activity?surface=webhook&status=error`", repeats: b.visits,
+			run: recent(activity.Filter{Surface: "webhook", Status: activity.Error}),
+		},
 		{name: "spend of 7 days by skill, of the page", repeats: b.visits, run: func(ctx context.Context) error {
 			_, err := activity.CountedSpend(ctx, b.pool, activity.SpendFilter{Since: week, By: activity.BySkill})
 			return err
@@ -210,15 +224,18 @@ func (b *storyBench) measureAll(ctx context.Context, questions []*question) erro
 
 func (b *storyBench) printStory(out io.Writer, questions []*question) {
 	var t strings.Builder
-	fmt.Fprintf(&t, "%d rows of the activity log, %d executions; %d processors; milliseconds at the client.\n\n", b.large, b.large/100, runtime.NumCPU())
-	t.WriteString("| question | n | p50 | p99 | p99 target | × floor p50 | rows read by sequential scans, each |\n|---|---|---|---|---|---|---|\n")
+	fmt.Fprintf(&t, "%d rows of the activity log, %d executions; %d processors; milliseconds at the client.\n\n", b.large,
+		b.large/100, runtime.NumCPU())
+	t.WriteString("| question | n | p50 | p99 | p99 target | × floor p50 | rows read by sequential scans, each " +
+		"|\n|---|---|---|---|---|---|---|\n")
 	floor := questions[0].times
 	for _, q := range questions {
 		target := ""
 		if q.limit > 0 {
 			target = "< " + millis(q.limit)
 		}
-		fmt.Fprintf(&t, "| %s | %d | %s | %s | %s | %.1f | %d |\n", q.name, len(q.times), millis(q.times.quantile(0.5)), millis(q.times.quantile(0.99)), target, ratio(q.times, floor, 0.5), q.scanned)
+		fmt.Fprintf(&t, "| %s | %d | %s | %s | %s | %.1f | %d |\n", q.name, len(q.times), millis(q.times.quantile(0.5)),
+			millis(q.times.quantile(0.99)), target, ratio(q.times, floor, 0.5), q.scanned)
 	}
 	fmt.Fprint(out, t.String())
 }
@@ -259,8 +276,13 @@ func whyBenchmark(ctx context.Context, args []string, out, errw io.Writer) error
 // measureInTurns runs the questions in turns, so that other load on the machine affects all.
 func (b *whyBench) measureInTurns(ctx context.Context) ([]*question, error) {
 	questions := []*question{
-		{name: "floor: one row by an index", run: b.queryTrace(`select e.id from agent_executions e where e.trace_id = @trace limit 1`)},
-		{name: "floor: the hundred actions of a trace by an index", run: b.queryTrace(`select a.id, a.kind, a.token_usage from agent_activity a where a.trace_id = @trace order by a.created_at`)},
+		{name: "floor: one row by an index", run: b.queryTrace(`select e.id from agent_executions e
+			where e.trace_id = @trace limit 1`)},
+		{
+			name: "floor: the hundred actions of a trace by an index",
+			run: b.queryTrace(`select a.id, a.kind, a.token_usage from agent_activity a where a.trace_id = @trace
+				order by a.created_at`),
+		},
 		{name: "`select * from why(trace)`", limit: whyLimit, run: b.queryTrace(`select * from why(@trace)`)},
 		{name: "`agent why ID`, `GET /v1/traces/{id}/why`", limit: whyLimit, run: func(ctx context.Context) error {
 			_, err := why.Of(ctx, b.pool, b.randomTrace())
@@ -290,14 +312,16 @@ func (b *whyBench) measureInTurns(ctx context.Context) ([]*question, error) {
 
 func (b *whyBench) printWhy(out io.Writer, questions []*question) {
 	var t strings.Builder
-	fmt.Fprintf(&t, "%d rows of the activity log, %d executions; %d processors; milliseconds at the client.\n\n", b.large, b.large/100, runtime.NumCPU())
+	fmt.Fprintf(&t, "%d rows of the activity log, %d executions; %d processors; milliseconds at the client.\n\n", b.large,
+		b.large/100, runtime.NumCPU())
 	t.WriteString("| question | n | p50 | p95 | p99 | p95 target | × floor p50 |\n|---|---|---|---|---|---|---|\n")
 	for _, q := range questions {
 		limit := ""
 		if q.limit > 0 {
 			limit = "< " + millis(q.limit)
 		}
-		fmt.Fprintf(&t, "| %s | %d | %s | %s | %s | %s | %.1f |\n", q.name, len(q.times), millis(q.times.quantile(0.5)), millis(q.times.quantile(0.95)), millis(q.times.quantile(0.99)),
+		fmt.Fprintf(&t, "| %s | %d | %s | %s | %s | %s | %.1f |\n", q.name, len(q.times), millis(q.times.quantile(0.5)),
+			millis(q.times.quantile(0.95)), millis(q.times.quantile(0.99)),
 			limit, ratio(q.times, questions[0].times, 0.5))
 	}
 	fmt.Fprintf(&t, "\nRows read by sequential scans, by all of them: %d.\n", b.sequentialRows)
@@ -322,33 +346,43 @@ const executionsWithEvent = `
 	with x as materialized (
 	  select e.id, e.trace_id, e.created_at, (('00000000-0000-7000-8000-' || right(e.id::text, 12))::uuid) as event
 	    from generate_series(@from::bigint, @to::bigint - 1) g
-	    join agent_executions e on e.trace_id = (array['hb', 'op', 'ch', 'wh', 'fl'])[1 + g % 5] || '_01' || lpad(g::text, 24, '0') and e.parent_id is null)`
+	    join agent_executions e on e.trace_id = (array['hb', 'op', 'ch', 'wh', 'fl'])[1 + g % 5] || '_01' || lpad(g::text,
+	      24, '0') and e.parent_id is null)`
 
 const (
 	insertEvents = executionsWithEvent + `
-		insert into agent_events (id, event, key, consumed_by, created_at) select x.event, 'EVENT_COMPLETED', 'k' || right(x.trace_id, 9), x.id, x.created_at + interval '30 seconds' from x
+		insert into agent_events (id, event, key, consumed_by, created_at) select x.event, 'EVENT_COMPLETED',
+		  'k' || right(x.trace_id, 9), x.id, x.created_at + interval '30 seconds' from x
 		on conflict do nothing`
 	// The execution before it raises its event.
 	insertLinks = executionsWithEvent + `
 		insert into agent_links (cause, kind, effect, at)
 		select 'execution ' || p.id, 'raised', 'event ' || x.event, x.created_at + interval '30 seconds'
-		  from x join lateral (select e.id from agent_executions e where e.id < x.id and e.parent_id is null order by e.id desc limit 1) p on true
+		  from x join lateral (select e.id from agent_executions e where e.id < x.id and e.parent_id is null
+		    order by e.id desc limit 1) p on true
 		on conflict do nothing`
 	insertCheckpoints = executionsWithEvent + `
 		insert into agent_checkpoints (execution_id, step, claim, output, created_at, waited_for, waited_key, waited_since)
-		select x.id, s.step, 1, case when s.step = 'wait' then jsonb_build_object('event', 'EVENT_COMPLETED', 'event_id', x.event, 'data', '{}'::jsonb, 'timed_out', false) else '{"ok": true}' end,
-		       x.created_at + s.after, case when s.step = 'wait' then 'event' end, case when s.step = 'wait' then 'k' || right(x.trace_id, 9) end,
+		select x.id, s.step, 1, case when s.step = 'wait' then jsonb_build_object('event', 'EVENT_COMPLETED', 'event_id',
+		  x.event, 'data', '{}'::jsonb, 'timed_out', false) else '{"ok": true}' end,
+		       x.created_at + s.after, case when s.step = 'wait' then 'event' end, case
+		         when s.step = 'wait' then 'k' || right(x.trace_id, 9) end,
 		       case when s.step = 'wait' then x.created_at + interval '10 seconds' end
-		  from x, (values ('first', interval '5 seconds'), ('wait', interval '30 seconds'), ('second', interval '40 seconds')) s (step, after)
+		  from x, (values ('first', interval '5 seconds'), ('wait', interval '30 seconds'),
+		    ('second', interval '40 seconds')) s (step, after)
 		on conflict do nothing`
 	insertHolds = executionsWithEvent + `
 		insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended)
-		select 'lane ' || right(x.trace_id, 1), x.id, 1, x.created_at + interval '1 second', x.created_at + interval '50 seconds', 'ended' from x
+		select 'lane ' || right(x.trace_id, 1), x.id, 1, x.created_at + interval '1 second',
+		  x.created_at + interval '50 seconds', 'ended' from x
 		on conflict do nothing`
 	insertChildren = executionsWithEvent + `
-		insert into agent_executions (id, trace_id, surface, flow, status, parent_id, created_at, started_at, updated_at, completed_at, result_type)
-		select (left(x.id::text, 23) || '-f' || right(x.id::text, 11))::uuid, x.trace_id, 'flow', 'child', 'completed', x.id, x.created_at + interval '6 seconds',
-		       x.created_at + interval '6 seconds', x.created_at + interval '9 seconds', x.created_at + interval '9 seconds', 'success'
+		insert into agent_executions (id, trace_id, surface, flow, status, parent_id, created_at, started_at, updated_at,
+		  completed_at, result_type)
+		select (left(x.id::text, 23) || '-f' || right(x.id::text, 11))::uuid, x.trace_id, 'flow', 'child', 'completed', x.id,
+		  x.created_at + interval '6 seconds',
+		       x.created_at + interval '6 seconds', x.created_at + interval '9 seconds', x.created_at + interval '9 seconds',
+		         'success'
 		  from x where right(x.trace_id, 1) in ('0', '4', '8')
 		on conflict do nothing`
 )

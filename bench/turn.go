@@ -80,7 +80,8 @@ func turn(ctx context.Context, args []string, out, errw io.Writer) (err error) {
 		"AGENT_LOG_LEVEL=warn",
 	}
 	return withServer(ctx, pgserver.Config{}, errw, func(server *pgserver.Server) error {
-		if b.pool, err = postgres.Open(ctx, server.URL(), postgres.Options{MaxConns: 34, ApplicationName: "bench"}); err != nil {
+		if b.pool, err = postgres.Open(ctx, server.URL(),
+			postgres.Options{MaxConns: 34, ApplicationName: "bench"}); err != nil {
 			return err
 		}
 		defer b.pool.Close()
@@ -187,14 +188,17 @@ func (b *turnBench) sendMany(ctx context.Context, callers, n int, url string) (s
 // send sends one message and calls began at the first token.
 func (b *turnBench) send(ctx context.Context, url string, began func()) (first time.Duration, err error) {
 	_, first, err = sendMessage(ctx, url, "word", map[string]any{
-		"user": fmt.Sprint("visitor-", b.visitor.Add(1)), "messages": []map[string]string{{"role": "user", "content": "Good morning. When do you open?"}},
+		"user":     fmt.Sprint("visitor-", b.visitor.Add(1)),
+		"messages": []map[string]string{{"role": "user", "content": "Good morning. When do you open?"}},
 	}, began)
 	return first, err
 }
 
 // sendMessage posts a chat message and reads the streamed answer to its end. It returns the trace of the turn and the
 // time until text with the prefix came; it calls started then.
-func sendMessage(ctx context.Context, url, prefix string, body map[string]any, started func()) (traceID string, first time.Duration, err error) {
+func sendMessage(
+	ctx context.Context, url, prefix string, body map[string]any, started func(),
+) (traceID string, first time.Duration, err error) {
 	body["model"], body["stream"] = agents.Alias, true
 	encoded, err := json.Marshal(body)
 	if err != nil {
@@ -291,15 +295,20 @@ func (b *turnBench) measureOpen(ctx context.Context, url string, pid int) (bytes
 
 func (b *turnBench) print(out io.Writer, rows []turnRow, before, open int64) {
 	var t strings.Builder
-	fmt.Fprintf(&t, "`agent serve`, %d turns of new visitors in each row; the model streams %d tokens in %s; %d processors. Times in ms.\n\n",
+	fmt.Fprintf(&t, "`agent serve`, %d turns of new visitors in each row; the model streams %d tokens in %s; %d "+
+		"processors. Times in ms.\n\n",
 		b.turns, turnTokens, b.answerDuration, runtime.NumCPU())
-	t.WriteString("| at once | model alone, first token p50, p99 | three commits p50, p99 | first token p50, p99 | added to the model p50, p99 | turns/s | transactions | WAL | processor |\n")
+	t.WriteString("| at once | model alone, first token p50, p99 | three commits p50, p99 | first token p50, p99 | " +
+		"added to the model p50, p99 | turns/s | transactions | WAL | processor |\n")
 	t.WriteString("|---|---|---|---|---|---|---|---|---|\n")
 	for _, r := range rows {
 		fmt.Fprintf(&t, "| %d | %s, %s | %s, %s | %s, %s | %s, %s | %.0f | %.1f | %.1f kB | %s |\n", r.callers,
-			millis(r.model.quantile(0.5)), millis(r.model.quantile(0.99)), millis(r.floor.quantile(0.5)), millis(r.floor.quantile(0.99)), millis(r.first.quantile(0.5)), millis(r.first.quantile(0.99)),
-			millis(r.first.quantile(0.5)-r.model.quantile(0.5)), millis(r.first.quantile(0.99)-r.model.quantile(0.99)), r.rate, r.transactions, r.wal/1000, r.cpu.per(b.turns))
+			millis(r.model.quantile(0.5)), millis(r.model.quantile(0.99)), millis(r.floor.quantile(0.5)),
+			millis(r.floor.quantile(0.99)), millis(r.first.quantile(0.5)), millis(r.first.quantile(0.99)),
+			millis(r.first.quantile(0.5)-r.model.quantile(0.5)), millis(r.first.quantile(0.99)-r.model.quantile(0.99)), r.rate,
+			r.transactions, r.wal/1000, r.cpu.per(b.turns))
 	}
-	fmt.Fprintf(&t, "\n%d open streams: %.0f MB resident, %.0f before.\n", b.openStreams, float64(open)/1e6, float64(before)/1e6)
+	fmt.Fprintf(&t, "\n%d open streams: %.0f MB resident, %.0f before.\n", b.openStreams,
+		float64(open)/1e6, float64(before)/1e6)
 	fmt.Fprint(out, t.String())
 }

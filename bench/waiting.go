@@ -124,7 +124,10 @@ func (b *waitBench) measure(ctx context.Context) (r waitResult, err error) {
 		{"floor", func() error { return f.measure(ctx, b.events, b.n, &r) }},
 		{"start waiting", func() error { return b.measureMemory(ctx, &r) }},
 		{"events, one caller", func() (err error) { r.deliveries[0], err = b.measureDelivery(ctx, 1); return err }},
-		{"events, several callers", func() (err error) { r.deliveries[1], err = b.measureDelivery(ctx, manyCallers); return err }},
+		{
+			"events, several callers",
+			func() (err error) { r.deliveries[1], err = b.measureDelivery(ctx, manyCallers); return err },
+		},
 		{"wake all by events", func() (err error) { r.events, r.eventsEnd, err = b.wakeAllByEvents(ctx); return err }},
 		{"wake all by timers", func() (err error) { r.timers, r.timersEnd, err = b.wakeAllByTimers(ctx); return err }},
 	}
@@ -212,7 +215,8 @@ func (b *waitBench) measureDelivery(ctx context.Context, callers int) (samples, 
 
 func (b *waitBench) waitingKeys(ctx context.Context, n int) (keys []string, err error) {
 	err = b.pool.QueryRow(ctx, `
-		select array(select waiting_key from agent_executions where status = 'waiting' and waiting_for = 'event' order by id limit @n)`,
+		select array(select waiting_key from agent_executions where status = 'waiting' and waiting_for = 'event'
+		  order by id limit @n)`,
 		postgres.Strict{"n": n}).Scan(&keys)
 	return keys, err
 }
@@ -250,7 +254,8 @@ func (b *waitBench) wakeAllByTimers(ctx context.Context) (resumed, ended time.Du
 	if _, err := b.pool.Exec(ctx, `vacuum agent_executions`); err != nil { // as autovacuum would have, by then
 		return 0, 0, err
 	}
-	if _, err := b.pool.Exec(ctx, `update agent_executions set waiting_until = clock_timestamp() where status = 'waiting'`); err != nil {
+	if _, err := b.pool.Exec(ctx,
+		`update agent_executions set waiting_until = clock_timestamp() where status = 'waiting'`); err != nil {
 		return 0, 0, err
 	}
 	began := time.Now()
@@ -262,7 +267,8 @@ func (b *waitBench) wakeAllByTimers(ctx context.Context) (resumed, ended time.Du
 
 // waitResumed waits until n executions have resumed, and until they have ended.
 func (b *waitBench) waitResumed(ctx context.Context, began time.Time, n int) (resumed, ended time.Duration, err error) {
-	if err := poll(ctx, time.Millisecond, func() (bool, error) { return b.resumedCount.Load() >= int64(n), nil }); err != nil {
+	if err := poll(ctx, time.Millisecond,
+		func() (bool, error) { return b.resumedCount.Load() >= int64(n), nil }); err != nil {
 		return 0, 0, err
 	}
 	resumed = time.Since(began)

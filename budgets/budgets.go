@@ -157,7 +157,8 @@ type Standing struct {
 // Today lists the day's scopes by name: the day itself, and each surface and agent with model calls.
 func Today(ctx context.Context, db postgres.DB) ([]Standing, error) {
 	rows, err := db.Query(ctx, `
-		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled, unknown_tokens, unknown_usd::float8
+		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled, unknown_tokens,
+		  unknown_usd::float8
 		  from agent_budget_today`)
 	return postgres.Collect(rows, err, "list budgets", pgx.RowToStructByPos[Standing])
 }
@@ -175,7 +176,8 @@ func AgentOf(today []Standing, name string) Standing {
 // Of returns the usage of a scope; the zero usage for an unknown one.
 func Of(ctx context.Context, db postgres.DB, scope string) (Standing, error) {
 	rows, err := db.Query(ctx, `
-		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled, unknown_tokens, unknown_usd::float8
+		select scope, tokens, cost_usd::float8, reserved_tokens, reserved_usd::float8, unsettled, unknown_tokens,
+		  unknown_usd::float8
 		  from agent_budgets
 		 where scope = @scope`, postgres.Strict{"scope": scope})
 	got, err := postgres.Collect(rows, err, "read budget of "+scope, pgx.RowToStructByPos[Standing])

@@ -149,11 +149,13 @@ func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 	if got := standing(t, db, "s"); got != "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown" {
 		t.Errorf("s has %s", got)
 	}
-	if got := pgtest.Value[string](t, db, `select concat_ws(' ', status, cost_usd::float8, token_usage) from agent_activity where id = $1`, row); got !=
+	if got := pgtest.Value[string](t, db, `select concat_ws(' ', status, cost_usd::float8, token_usage) from agent_activity
+		where id = $1`, row); got !=
 		`unknown 2 {"unknown_usd": 2.000, "total_tokens": 1100, "prompt_tokens": 100, "unknown_tokens": 1100, "completion_tokens": 1000}` {
 		t.Errorf("the row says %s", got)
 	}
-	if got := pgtest.Value[string](t, db, `select concat_ws(' ', tokens, cost_usd::float8) from agent_spend`); got != "1100 2" {
+	if got := pgtest.Value[string](t, db,
+		`select concat_ws(' ', tokens, cost_usd::float8) from agent_spend`); got != "1100 2" {
 		t.Errorf("spent are %s", got)
 	}
 }
@@ -216,7 +218,8 @@ func TestOthersReservationsAreWaitedFor(t *testing.T) {
 	require.NoError(t, send(t, db, queued(second)))
 	settled := make(chan error, 1)
 	go func() {
-		_, err := db.Exec(t.Context(), `select lanekeeper.settle_agent_budget($1, 'model 1', '{"tokens": 150, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}')`, id)
+		_, err := db.Exec(t.Context(), `select lanekeeper.settle_agent_budget($1, 'model 1',
+			'{"tokens": 150, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}')`, id)
 		settled <- err
 	}()
 	got, err := second.Await(t.Context(), db)
@@ -285,7 +288,8 @@ func TestScopesInAnyOrderDoNotDeadlock(t *testing.T) {
 					return err
 				}
 			}
-			_, err := db.Exec(t.Context(), `select lanekeeper.complete_agent_execution($1, 1, 'completed', '', null, null, null)`, id)
+			_, err := db.Exec(t.Context(),
+				`select lanekeeper.complete_agent_execution($1, 1, 'completed', '', null, null, null)`, id)
 			return err
 		})
 	}

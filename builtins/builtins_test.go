@@ -81,7 +81,8 @@ func TestPutDeclaresOnceAndLeavesWhatAWorkspaceDeclared(t *testing.T) {
 	if changed.Load() != int64(len(builtins.Names())-1) {
 		t.Errorf("8 processes changed %d rows", changed.Load())
 	}
-	if s, err := skills.Get(t.Context(), pool, "recall"); err != nil || s.Handler != "sql:select 1 as one" || s.Source != skills.SourceWorkspace {
+	if s, err := skills.Get(t.Context(), pool, "recall"); err != nil || s.Handler != "sql:select 1 as one" ||
+		s.Source != skills.SourceWorkspace {
 		t.Errorf("the workspace's recall is %+v, %v", s, err)
 	}
 	_, err = skills.Remove(t.Context(), pool, skills.SourceWorkspace, nil)
@@ -184,7 +185,10 @@ func TestObjectivesList(t *testing.T) {
 	if ok, err := objectives.SetStatus(t.Context(), pool, o.ID, objectives.Active, objectives.Paused); !ok || err != nil {
 		t.Fatal(ok, err)
 	}
-	for args, want := range map[string]string{`{}`: "healthy tidy", `{"status": "paused"}`: "tidy", `{"status": "failed"}`: ""} {
+	for args, want := range map[string]string{
+		`{}`: "healthy tidy", `{"status": "paused"}`: "tidy",
+		`{"status": "failed"}`: "",
+	} {
 		answer, err := call(t, pool, "objectives_list", args)
 		require.NoError(t, err)
 		if got := column(t, answer, "objectives", "name"); got != want {
@@ -192,7 +196,8 @@ func TestObjectivesList(t *testing.T) {
 		}
 	}
 	answer, err := call(t, pool, "objectives_list", `{}`)
-	if err != nil || column(t, answer, "objectives", "pending") != "2 2" || len(column(t, answer, "objectives", "goal")) > 1000 {
+	if err != nil || column(t, answer, "objectives", "pending") != "2 2" ||
+		len(column(t, answer, "objectives", "goal")) > 1000 {
 		t.Errorf("got %v, %v", answer, err)
 	}
 	if _, err := call(t, pool, "objectives_list", `{"status": "lost"}`); err == nil {
@@ -212,7 +217,8 @@ func TestRecentActivity(t *testing.T) {
 	note("think", activity.KindModel, activity.Outcome{Status: activity.Success})
 	note("ticket", activity.KindCall, activity.Outcome{Status: activity.Error, Message: strings.Repeat("no luck ", 100)})
 	for args, want := range map[string]string{
-		`{}`: "ticket sizes", `{"limit": 1}`: "ticket", `{"skill": "sizes"}`: "sizes", `{"status": "error"}`: "ticket", `{"status": "running"}`: "",
+		`{}`: "ticket sizes", `{"limit": 1}`: "ticket", `{"skill": "sizes"}`: "sizes", `{"status": "error"}`: "ticket",
+		`{"status": "running"}`: "",
 	} {
 		answer, err := call(t, pool, "recent_activity", args)
 		require.NoError(t, err)
@@ -223,7 +229,8 @@ func TestRecentActivity(t *testing.T) {
 	answer, err := call(t, pool, "recent_activity", `{"status": "error"}`)
 	require.NoError(t, err)
 	row := answer["activities"].([]any)[0].(map[string]any)
-	if got := slices.Sorted(maps.Keys(row)); !slices.Equal(got, []string{"duration_ms", "error", "skill", "status", "time", "trace_id"}) {
+	if got := slices.Sorted(maps.Keys(row)); !slices.Equal(got,
+		[]string{"duration_ms", "error", "skill", "status", "time", "trace_id"}) {
 		t.Errorf("a row has %v", got)
 	}
 	if row["trace_id"] != traceID || len(row["error"].(string)) > 310 {
@@ -255,17 +262,21 @@ func governed(t *testing.T) *pgxpool.Pool {
 	_, err := builtins.Put(t.Context(), pool)
 	require.NoError(t, err)
 	for _, sql := range []string{
-		`insert into agent_skills (name, tool_definition, handler, trust) values ('drop', '{"name":"drop"}', 'sql:select 1', 'approve')`,
-		`insert into agent_skills (name, tool_definition, handler, enabled, disabled_by) values ('off', '{"name":"off"}', 'sql:select 1', false, 'admin')`,
+		`insert into agent_skills (name, tool_definition, handler, trust)
+			values ('drop', '{"name":"drop"}', 'sql:select 1', 'approve')`,
+		`insert into agent_skills (name, tool_definition, handler, enabled, disabled_by)
+			values ('off', '{"name":"off"}', 'sql:select 1', false, 'admin')`,
 		`insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
 		 values ('hb_1', 'drop', 1, '{}', 'h', clock_timestamp() + interval '1 day')`,
 		`insert into agent_automations (name, skill_name) values ('mine', 'drop')`,
 		`insert into agent_automations (name, skill_name, enabled, disabled_by) values ('off', 'drop', false, 'admin')`,
-		`insert into agent_automations (name, skill_name, enabled, disabled_by, proposed_by) values ('wanted', 'drop', false, 'proposal', 'agent')`,
+		`insert into agent_automations (name, skill_name, enabled, disabled_by, proposed_by)
+			values ('wanted', 'drop', false, 'proposal', 'agent')`,
 		`insert into agent_objectives (name, goal) values ('goal', 'g')`,
 		`insert into agent_objectives (name, goal, status) values ('paused', 'g', 'paused')`,
 		`insert into agent_objectives (name, goal, status, proposed_by) values ('wish', 'g', 'proposed', 'agent')`,
-		`insert into agent_objective_steps (objective_id, position, title) select id, 1, 'step of ' || name from agent_objectives`,
+		`insert into agent_objective_steps (objective_id, position, title) select id, 1, 'step of ' || name
+			from agent_objectives`,
 	} {
 		pgtest.Exec(t, pool, sql)
 	}
@@ -285,11 +296,16 @@ func TestNoBuiltinCanChangeWhatAnybodyMayDo(t *testing.T) {
 		for _, target := range []string{"drop", "off", "mine", "wanted", "goal", "paused", "wish", "memory_write"} {
 			for _, step := range []string{"step of goal", "step of wish", "step of paused"} {
 				args, err := json.Marshal(map[string]any{
-					"name": target, "objective": target, "automation": target, "skill": "drop", "step": step, "step_id": step, "result": "done",
-					"goal": "g", "note": "accepted by the admin", "status": "active", "enabled": true, "trust": "auto", "scope": "both",
-					"handler": "sql:select 1", "disabled_by": "", "decided_by": "admin", "proposed_by": "", "approve": true, "decision": "approve",
-					"accept": true, "by": "admin", "given_by": "admin", "reason": "I say so", "evidence": []any{map[string]any{"by": "admin"}},
-					"source": "workspace", "cron": "@daily", "category": "skills", "key": target, "value": map[string]any{"trust": "auto"},
+					"name": target, "objective": target, "automation": target, "skill": "drop", "step": step,
+					"step_id": step, "result": "done",
+					"goal": "g", "note": "accepted by the admin", "status": "active", "enabled": true,
+					"trust": "auto", "scope": "both",
+					"handler": "sql:select 1", "disabled_by": "", "decided_by": "admin", "proposed_by": "", "approve": true,
+					"decision": "approve",
+					"accept":   true, "by": "admin", "given_by": "admin", "reason": "I say so",
+					"evidence": []any{map[string]any{"by": "admin"}},
+					"source":   "workspace", "cron": "@daily", "category": "skills", "key": target,
+					"value": map[string]any{"trust": "auto"},
 				})
 				require.NoError(t, err)
 				_, err = code[name](ctx, skills.Call{Skill: skill, Args: args})
@@ -299,7 +315,10 @@ func TestNoBuiltinCanChangeWhatAnybodyMayDo(t *testing.T) {
 				}
 			}
 		}
-		for _, power := range []string{"enabled", "trust", "scope", "handler", "disabled_by", "decided_by", "approve", "accept"} {
+		for _, power := range []string{
+			"enabled", "trust", "scope", "handler", "disabled_by", "decided_by",
+			"approve", "accept",
+		} {
 			if strings.Contains(string(skill.Parameters()), fmt.Sprintf("%q:", power)) {
 				t.Errorf("%s takes %s", name, power)
 			}
@@ -343,11 +362,13 @@ func TestMemoryIsWrittenByCompareAndSetAndOnceAfterACrash(t *testing.T) {
 	if refused, ok := errors.AsType[*skills.CallError](err); !ok || refused.Class != "invalid_params" {
 		t.Errorf("a value that is too long: %v", err)
 	}
-	if answer, err := call(t, pool, "memory_forget", `{"key":"k"}`); err != nil || answer["forgotten"] != nil || answer["error"] != "conflict" {
+	if answer, err := call(t, pool, "memory_forget", `{"key":"k"}`); err != nil || answer["forgotten"] != nil ||
+		answer["error"] != "conflict" {
 		t.Errorf("what was not read is forgotten: %v, %v", answer, err)
 	}
 	for _, want := range []bool{true, false} {
-		if answer, err := call(t, pool, "memory_forget", `{"key":"k","revision":3}`); err != nil || answer["forgotten"] != want {
+		if answer, err := call(t, pool, "memory_forget", `{"key":"k","revision":3}`); err != nil ||
+			answer["forgotten"] != want {
 			t.Errorf("forget: %v, %v", answer, err)
 		}
 	}
@@ -357,17 +378,20 @@ func TestProposalsWaitForAnAdmin(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 2 {
-		answer, err := call(t, pool, "objective_propose", `{"name":"tidy","goal":"g","success_criteria":"c","steps":["one"],"priority":1.0,"review_every":"7d"}`)
+		answer, err := call(t, pool, "objective_propose",
+			`{"name":"tidy","goal":"g","success_criteria":"c","steps":["one"],"priority":1.0,"review_every":"7d"}`)
 		if err != nil || answer["status"] != "proposed" {
 			t.Errorf("got %v, %v", answer, err)
 		}
-		answer, err = call(t, pool, "automation_propose", `{"name":"watch","signal":"pending_approvals > 3","prompt":"tell somebody"}`)
+		answer, err = call(t, pool, "automation_propose",
+			`{"name":"watch","signal":"pending_approvals > 3","prompt":"tell somebody"}`)
 		if err != nil || answer["status"] != "proposal" {
 			t.Errorf("got %v, %v", answer, err)
 		}
 	}
 	o, err := objectives.Get(t.Context(), pool, "tidy")
-	if err != nil || o.ProposedTrace != traceID || o.ProposedBy != "agent" || o.SuccessCriteria != "c" || o.ReviewEverySeconds != 7*24*3600 {
+	if err != nil || o.ProposedTrace != traceID || o.ProposedBy != "agent" || o.SuccessCriteria != "c" ||
+		o.ReviewEverySeconds != 7*24*3600 {
 		t.Errorf("got %+v, %v", o, err)
 	}
 	a, err := automations.Get(t.Context(), pool, "watch")
@@ -394,10 +418,12 @@ func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
 	require.NoError(t, err)
 	act := func(skill, status string) {
 		pgtest.Exec(t, pool, `
-			insert into agent_activity (trace_id, skill_name, status, surface) values ($1, $2, $3, 'operate')`, traceID, skill, status)
+			insert into agent_activity (trace_id, skill_name, status, surface)
+			  values ($1, $2, $3, 'operate')`, traceID, skill, status)
 	}
 	advance := func(step string) string {
-		answer, err := call(t, pool, "objective_advance", fmt.Sprintf(`{"objective":"tidy","step":%q,"result":"42 rows"}`, step))
+		answer, err := call(t, pool, "objective_advance",
+			fmt.Sprintf(`{"objective":"tidy","step":%q,"result":"42 rows"}`, step))
 		if err != nil {
 			return err.Error()
 		}
@@ -416,7 +442,8 @@ func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
 			t.Errorf("%s: got %s", step.title, got)
 		}
 	}
-	if answer, err := call(t, pool, "objective_update", `{"objective":"tidy","note":"half","add_steps":["three"]}`); err != nil || answer["note"] != "half" {
+	if answer, err := call(t, pool, "objective_update",
+		`{"objective":"tidy","note":"half","add_steps":["three"]}`); err != nil || answer["note"] != "half" {
 		t.Errorf("got %v, %v", answer, err)
 	}
 	act("look", "success")
@@ -425,7 +452,8 @@ func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
 	if got := advance("three"); got != "3 completed" {
 		t.Errorf("got %s", got)
 	}
-	if answer, err := call(t, pool, "skill_list", `{"words":"memory delete"}`); err != nil || column(t, answer, "skills", "name") != "memory_forget" {
+	if answer, err := call(t, pool, "skill_list", `{"words":"memory delete"}`); err != nil ||
+		column(t, answer, "skills", "name") != "memory_forget" {
 		t.Errorf("got %v, %v", answer, err)
 	}
 }

@@ -113,7 +113,10 @@ func (r *runner) learn(s *scene, d done) {
 func (r *runner) step(s *scene) {
 	call := r.again
 	if call == nil {
-		call = &redo{skill: []string{"recall", "memory_write", "memory_write", "memory_forget"}[s.dice.IntN(4)], wrote: s.token(r.name)}
+		call = &redo{
+			skill: []string{"recall", "memory_write", "memory_write", "memory_forget"}[s.dice.IntN(4)],
+			wrote: s.token(r.name),
+		}
 	}
 	r.again = nil
 	args := map[string]any{"category": "test", "key": s.key}
@@ -149,7 +152,10 @@ func (s *scene) call(r *runner, name string, args map[string]any) json.RawMessag
 	raw, err := json.Marshal(args)
 	require.NoError(s.t, err)
 	skill := s.skills[name]
-	ctx := trace.With(s.t.Context(), trace.Span{TraceID: trace.ID("hb_" + r.name), Agent: "agent", Surface: trace.Heartbeat})
+	ctx := trace.With(s.t.Context(), trace.Span{
+		TraceID: trace.ID("hb_" + r.name), Agent: "agent",
+		Surface: trace.Heartbeat,
+	})
 	answer, err := s.registry.Invoke(ctx, skills.Call{Skill: skill, Args: builtins.WithRevisions(skill, raw, r.seen)})
 	if err != nil {
 		s.t.Fatalf("%s: %v", name, err)
@@ -262,7 +268,8 @@ func (p *person) act(s *scene) {
 func (s *scene) expire() {
 	s.tell("it expires")
 	pgtest.Exec(s.t, s.pool, `
-		update agent_memory set expires_at = clock_timestamp() - interval '1 second' where category = 'test' and key = $1`, s.key)
+		update agent_memory set expires_at = clock_timestamp() - interval '1 second' where category = 'test'
+		  and key = $1`, s.key)
 	if s.dice.IntN(2) == 0 {
 		s.tell("it is swept")
 		_, err := memory.Expire(s.t.Context(), s.pool)
@@ -318,7 +325,8 @@ func TestNoUpdateIsLostInAnyOrder(t *testing.T) {
 	registry, all := newRegistry(t, pool)
 	for n := range uint64(interleavings) {
 		s := &scene{
-			t: t, pool: pool, registry: registry, skills: all, order: n, dice: rand.New(rand.NewPCG(n, 24)), key: fmt.Sprintf("k%d", n),
+			t: t, pool: pool, registry: registry, skills: all, order: n, dice: rand.New(rand.NewPCG(n, 24)),
+			key: fmt.Sprintf("k%d", n),
 		}
 		if s.play(); s.failed {
 			return

@@ -45,7 +45,8 @@ func (n *noter) call(name string, args map[string]any) map[string]any {
 	raw, err := json.Marshal(args)
 	require.NoError(n.t, err)
 	ctx := trace.With(n.t.Context(), trace.Span{TraceID: traceID, Agent: "agent", Surface: trace.Heartbeat})
-	answer, err := n.registry.Invoke(ctx, skills.Call{Skill: n.skills[name], Args: builtins.WithRevisions(n.skills[name], raw, n.seen)})
+	answer, err := n.registry.Invoke(ctx,
+		skills.Call{Skill: n.skills[name], Args: builtins.WithRevisions(n.skills[name], raw, n.seen)})
 	require.NoError(n.t, err)
 	n.seen.Add(builtins.Sights(n.skills[name], answer, len(answer))...)
 	n.seen.Add(builtins.SightsWritten(n.skills[name], answer)...)
@@ -56,13 +57,17 @@ func (n *noter) call(name string, args map[string]any) map[string]any {
 
 func (n *noter) note(words string, steps ...string) map[string]any {
 	n.t.Helper()
-	return n.call("objective_update", map[string]any{"objective": "tidy", "note": words, "add_steps": append([]string{}, steps...)})
+	return n.call("objective_update", map[string]any{
+		"objective": "tidy", "note": words,
+		"add_steps": append([]string{}, steps...),
+	})
 }
 
 // tidy is an objective.
 func tidy(t *testing.T, pool *pgxpool.Pool) objectives.Objective {
 	t.Helper()
-	_, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "tidy", Goal: "Be tidy."}, objectives.SourceAdmin)
+	_, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "tidy", Goal: "Be tidy."},
+		objectives.SourceAdmin)
 	require.NoError(t, err)
 	o, err := objectives.Get(t.Context(), pool, "tidy")
 	require.NoError(t, err)
@@ -83,7 +88,8 @@ func TestANoteReplacesOnlyTheOneThatItsRunHasRead(t *testing.T) {
 	}
 	refused := func(said map[string]any, theirs string) {
 		t.Helper()
-		if there, _ := said["theirs"].(map[string]any); said["error"] != "conflict" || there["note"] != theirs || said["yours"] == nil {
+		if there, _ := said["theirs"].(map[string]any); said["error"] != "conflict" || there["note"] != theirs ||
+			said["yours"] == nil {
 			t.Errorf("the answer is %v", said)
 		}
 	}
@@ -102,16 +108,19 @@ func TestANoteReplacesOnlyTheOneThatItsRunHasRead(t *testing.T) {
 	}
 	late := newNoter(t, pool)
 	late.call("objectives_list", map[string]any{})
-	_, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "tidy", Goal: "Be clean."}, objectives.SourceAdmin)
+	_, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "tidy", Goal: "Be clean."},
+		objectives.SourceAdmin)
 	require.NoError(t, err)
 	refused(late.note("tidy enough"), "one, again, and two")
 	late.call("objective_update", map[string]any{"objective": o.ID, "note": "not clean yet"}) // by its id
 	stands("not clean yet")
 	for _, revision := range []int{0, 1, -1} { // nobody keeps what was read
 		answer, err := late.registry.Invoke(trace.With(t.Context(), trace.Span{TraceID: traceID}), skills.Call{
-			Skill: late.skills["objective_update"], Args: fmt.Appendf(nil, `{"objective":"tidy","note":"replaced","revision":%d}`, revision),
+			Skill: late.skills["objective_update"],
+			Args:  fmt.Appendf(nil, `{"objective":"tidy","note":"replaced","revision":%d}`, revision),
 		})
-		if _, conflict := builtins.IsConflict(late.skills["objective_update"], answer); err != nil || conflict != (revision >= 0) {
+		if _, conflict := builtins.IsConflict(late.skills["objective_update"], answer); err != nil ||
+			conflict != (revision >= 0) {
 			t.Errorf("at %d: %s, %v", revision, answer, err)
 		}
 	}
@@ -210,7 +219,8 @@ func TestAnAgentsOwnMemoryIsNoOtherAgents(t *testing.T) {
 	for i, agent := range all {
 		h.must(agent, "memory_write", fmt.Sprintf(`{"key": "contact", "value": "new of %s", "revision": 1}`, agent))
 		h.must(agent, "memory_forget", `{"key": "contact", "revision": 2}`)
-		if answer := h.must(agent, "memory_forget", `{"key": "contact", "revision": 2}`); !strings.Contains(answer, `"forgotten":false`) {
+		if answer := h.must(agent, "memory_forget", `{"key": "contact", "revision": 2}`); !strings.Contains(answer,
+			`"forgotten":false`) {
 			t.Errorf("%s forgets twice: %s", agent, answer)
 		}
 		for _, other := range all[i+1:] {
@@ -220,7 +230,8 @@ func TestAnAgentsOwnMemoryIsNoOtherAgents(t *testing.T) {
 		}
 	}
 	for _, agent := range all {
-		if answer := h.must(agent, "memory_write", `{"key": "contact", "value": 1}`); !strings.Contains(answer, `"revision":3`) {
+		if answer := h.must(agent, "memory_write", `{"key": "contact", "value": 1}`); !strings.Contains(answer,
+			`"revision":3`) {
 			t.Errorf("the revisions of %s do not go on by themselves: %s", agent, answer)
 		}
 	}
@@ -240,7 +251,8 @@ func TestAConflictIsAboutOneAgentsMemory(t *testing.T) {
 	id, err := memory.StoreConflict(t.Context(), h.pool, late, conflict, "")
 	require.NoError(t, err)
 	other := memory.Owner("billing")
-	if list, err := memory.Conflicts(t.Context(), h.pool, memory.ConflictFilter{Owner: &other}); err != nil || len(list) != 0 {
+	if list, err := memory.Conflicts(t.Context(), h.pool, memory.ConflictFilter{Owner: &other}); err != nil ||
+		len(list) != 0 {
 		t.Errorf("billing has the conflicts %v, %v", list, err)
 	}
 	tx, err := h.pool.Begin(t.Context())
@@ -262,7 +274,8 @@ func TestWhoseMemoryItIsDependsOnWhoActs(t *testing.T) {
 		t.Errorf("a name that is no agent's does not act as the default agent: %s", answer)
 	}
 	for name, args := range map[string]string{
-		"recall": `{}`, "memory_search": `{"query": "one"}`, "memory_write": `{"key": "k", "value": 1}`, "memory_forget": `{"key": "k"}`,
+		"recall": `{}`, "memory_search": `{"query": "one"}`, "memory_write": `{"key": "k", "value": 1}`,
+		"memory_forget": `{"key": "k"}`,
 	} {
 		_, err := h.as(t.Context(), "mute", name, args)
 		if err == nil || !strings.Contains(err.Error(), "has no memory (memory: none)") {

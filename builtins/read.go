@@ -63,7 +63,10 @@ func recalling(index *memory.Index) func(context.Context, postgres.Beginner, mem
 				said.LeftOut++
 				continue
 			}
-			said.Memories = append(said.Memories, memoryView{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID})
+			said.Memories = append(said.Memories, memoryView{
+				e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt,
+				e.UpdatedAt, e.TraceID,
+			})
 		}
 		return said, nil
 	}
@@ -89,18 +92,19 @@ type objectivesArgs struct {
 
 // objectiveView is the agent's view of an objective.
 type objectiveView struct {
-	ID       string     `json:"id"`
-	Name     string     `json:"name"`
-	Status   string     `json:"status"`
-	Done     int        `json:"done"`
-	Failed   int        `json:"failed"`
-	Pending  int        `json:"pending"`
-	Round    int        `json:"round"`
-	Priority int        `json:"priority"`
-	DueAt    time.Time  `json:"due_at"`
-	Goal     string     `json:"goal"`
-	Note     string     `json:"note,omitempty"`
-	NoteCut  bool       `json:"note_cut,omitempty"` // the note is longer; a query with the objective's name returns all of it
+	ID       string    `json:"id"`
+	Name     string    `json:"name"`
+	Status   string    `json:"status"`
+	Done     int       `json:"done"`
+	Failed   int       `json:"failed"`
+	Pending  int       `json:"pending"`
+	Round    int       `json:"round"`
+	Priority int       `json:"priority"`
+	DueAt    time.Time `json:"due_at"`
+	Goal     string    `json:"goal"`
+	Note     string    `json:"note,omitempty"`
+	// the note is longer; a query with the objective's name returns all of it
+	NoteCut  bool       `json:"note_cut,omitempty"`
 	Revision int        `json:"revision"`
 	TraceID  string     `json:"last_trace_id"`
 	Steps    []stepView `json:"steps,omitempty"` // only for a query with the objective's name
@@ -132,8 +136,9 @@ func objectivesList(ctx context.Context, db postgres.DB, args objectivesArgs) (a
 
 func objectiveViewOf(o objectives.Objective) objectiveView {
 	return objectiveView{
-		ID: o.ID, Name: o.Name, Status: o.Status, Done: o.Done, Failed: o.Failed, Pending: o.Pending, Round: o.Round, Priority: o.Priority,
-		DueAt: o.DueAt, Goal: truncate(o.Goal, maxGoal), Note: o.Note, Revision: o.Revision, TraceID: o.LastTraceID,
+		ID: o.ID, Name: o.Name, Status: o.Status, Done: o.Done, Failed: o.Failed, Pending: o.Pending, Round: o.Round,
+		Priority: o.Priority,
+		DueAt:    o.DueAt, Goal: truncate(o.Goal, maxGoal), Note: o.Note, Revision: o.Revision, TraceID: o.LastTraceID,
 	}
 }
 
@@ -215,7 +220,10 @@ func recentActivity(ctx context.Context, db postgres.DB, args activityArgs) (any
 	}
 	list := make([]activityView, len(rows))
 	for i, r := range rows {
-		list[i] = activityView{Time: r.CreatedAt, TraceID: r.TraceID, Skill: r.SkillName, Status: string(r.Status), DurationMS: r.DurationMS}
+		list[i] = activityView{
+			Time: r.CreatedAt, TraceID: r.TraceID, Skill: r.SkillName, Status: string(r.Status),
+			DurationMS: r.DurationMS,
+		}
 		if r.ErrorMessage != nil {
 			list[i].Error = truncate(*r.ErrorMessage, maxError)
 		}

@@ -63,7 +63,10 @@ func memoryWrite(ctx context.Context, db postgres.Beginner, who memoryUser, args
 	if err != nil {
 		return nil, invalidIf(err, memory.ErrSecret, memory.ErrFull, memory.ErrInvalid)
 	}
-	return map[string]any{"category": saved.Category, "key": saved.Key, "revision": saved.Revision, "expires_at": saved.ExpiresAt}, nil
+	return map[string]any{
+		"category": saved.Category, "key": saved.Key, "revision": saved.Revision,
+		"expires_at": saved.ExpiresAt,
+	}, nil
 }
 
 // wroteBefore reports whether this very call stored the current value.
@@ -131,7 +134,8 @@ type rejectedWrite struct {
 }
 
 func conflictAnswer(c *memory.ConflictError) any {
-	said := rejectedWrite{Error: ClassConflict, Yours: c.Yours, Message: "Nothing was changed: somebody else wrote this key since you read it, or you have not read it. " +
+	said := rejectedWrite{Error: ClassConflict, Yours: c.Yours, Message: "Nothing was changed: somebody else wrote this " +
+		"key since you read it, or you have not read it. " +
 		"Compare theirs with yours. Then, if it is still right, make the call again with what both say."}
 	if e := c.Theirs; e != nil {
 		said.Theirs = &memoryView{e.Category, e.Key, e.Value, e.Revision, e.ExpiresAt, e.UpdatedAt, e.TraceID}
@@ -160,10 +164,12 @@ func IsConflict(s skills.Skill, answer json.RawMessage) (why string, is bool) {
 	}
 	there := "nothing is there any more"
 	if t := c.Theirs; t != nil {
-		there = fmt.Sprintf("revision %d of trace %s is there: %s", t.Revision, cmp.Or(t.TraceID, t.LastTraceID), truncate(cmp.Or(string(t.Value), t.Note), maxError))
+		there = fmt.Sprintf("revision %d of trace %s is there: %s", t.Revision, cmp.Or(t.TraceID, t.LastTraceID),
+			truncate(cmp.Or(string(t.Value), t.Note), maxError))
 	}
 	yours := cmp.Or(truncate(string(c.Yours), maxError), "to forget it")
-	return fmt.Sprintf("nothing was changed: it is not at the revision that was read; %s; wanted was %s", there, yours), true
+	return fmt.Sprintf("nothing was changed: it is not at the revision that was read; %s; wanted was %s", there, yours),
+		true
 }
 
 // kindObjective is the kind of a [memory.Name] of an objective: its key is the objective's name or id.
@@ -212,7 +218,8 @@ func Sights(s skills.Skill, answer []byte, upto int) []memory.Sight {
 // SightsOf are the sights of an objective that was shown with its whole note.
 func SightsOf(o objectives.Objective) []memory.Sight {
 	return []memory.Sight{
-		{Name: memory.Name{Kind: kindObjective, Key: o.Name}, Revision: o.Revision}, {Name: memory.Name{Kind: kindObjective, Key: o.ID}, Revision: o.Revision},
+		{Name: memory.Name{Kind: kindObjective, Key: o.Name}, Revision: o.Revision},
+		{Name: memory.Name{Kind: kindObjective, Key: o.ID}, Revision: o.Revision},
 	}
 }
 
@@ -272,7 +279,8 @@ type objectiveProposeArgs struct {
 
 func objectivePropose(ctx context.Context, db postgres.Beginner, who acting, args objectiveProposeArgs) (any, error) {
 	d := objectives.Definition{
-		Name: args.Name, Goal: args.Goal, SuccessCriteria: args.SuccessCriteria, Steps: args.Steps, Priority: int(args.Priority),
+		Name: args.Name, Goal: args.Goal, SuccessCriteria: args.SuccessCriteria, Steps: args.Steps,
+		Priority:    int(args.Priority),
 		ReviewEvery: args.ReviewEvery,
 	}
 	if err := objectives.Validate(d); err != nil {
@@ -367,7 +375,8 @@ func objectiveAdvance(ctx context.Context, db postgres.Beginner, who acting, arg
 	if _, inside := executions.Current(ctx); inside {
 		hold, err := executions.Lane(ctx, "objective:"+o.ID)
 		if errors.Is(err, lanes.ErrBusy) {
-			return nil, &skills.CallError{Class: skills.ClassBusy, Message: "somebody else works on this objective now; leave it to them: " + err.Error()}
+			return nil, &skills.CallError{Class: skills.ClassBusy, Message: "somebody else works on this objective now; leave " +
+				"it to them: " + err.Error()}
 		}
 		if err != nil {
 			return nil, err
@@ -377,13 +386,17 @@ func objectiveAdvance(ctx context.Context, db postgres.Beginner, who acting, arg
 	if step.Status == objectives.Done && step.TraceID == who.TraceID {
 		return advanced(ctx, db, o, step) // reported before, by this run
 	}
-	calls, err := objectives.FindEvidence(ctx, db, step.ID, objectives.EvidenceFilter{TraceID: who.TraceID, ExecutionID: who.ExecutionID})
+	calls, err := objectives.FindEvidence(ctx, db, step.ID, objectives.EvidenceFilter{
+		TraceID:     who.TraceID,
+		ExecutionID: who.ExecutionID,
+	})
 	if err != nil {
 		return nil, err
 	}
 	ok, err := objectives.CompleteStep(ctx, db, step.ID, args.Result, who.TraceID, calls)
 	if errors.Is(err, objectives.ErrNoEvidence) {
-		return nil, invalid("nothing shows that this step is done: no successful call of yours since it began that has not shown " +
+		return nil, invalid("nothing shows that this step is done: no successful call of yours since it began that has not " +
+			"shown " +
 			"another step already. Calls that failed or await approval do not count. Act first, then report")
 	}
 	if err != nil {
@@ -401,19 +414,23 @@ func objectiveAdvance(ctx context.Context, db postgres.Beginner, who acting, arg
 func advanced(ctx context.Context, db postgres.DB, o objectives.Objective, step objectives.Step) (any, error) {
 	o, err := objectives.Get(ctx, db, o.ID)
 	return map[string]any{
-		"objective": o.Name, "step": step.Title, "status": "done", "done": o.Done, "total": o.Total, "objective_status": o.Status,
-		"objectives": []objectiveView{objectiveViewOf(o)}, // the current state, for a later note
+		"objective": o.Name, "step": step.Title, "status": "done", "done": o.Done, "total": o.Total,
+		"objective_status": o.Status,
+		"objectives":       []objectiveView{objectiveViewOf(o)}, // the current state, for a later note
 	}, err
 }
 
 // findStep finds a step by title or id in an active objective.
-func findStep(ctx context.Context, db postgres.DB, args objectiveAdvanceArgs) (objectives.Objective, objectives.Step, error) {
+func findStep(
+	ctx context.Context, db postgres.DB, args objectiveAdvanceArgs,
+) (objectives.Objective, objectives.Step, error) {
 	o, err := objectives.Get(ctx, db, args.Objective)
 	if err != nil {
 		return o, objectives.Step{}, invalidIf(err, objectives.ErrNotFound)
 	}
 	if o.Status != objectives.Active && o.Status != objectives.Completed {
-		return o, objectives.Step{}, invalid(fmt.Sprintf("objective %q is %s: only an active one is advanced", o.Name, o.Status))
+		return o, objectives.Step{},
+			invalid(fmt.Sprintf("objective %q is %s: only an active one is advanced", o.Name, o.Status))
 	}
 	steps, err := objectives.Steps(ctx, db, o.ID)
 	if err != nil {
@@ -426,7 +443,8 @@ func findStep(ctx context.Context, db postgres.DB, args objectiveAdvanceArgs) (o
 		}
 		titles = append(titles, fmt.Sprintf("%q", s.Title))
 	}
-	return o, objectives.Step{}, invalid(fmt.Sprintf("objective %q has no step %q; its steps are %s", o.Name, truncate(args.Step, maxGoal), strings.Join(titles, ", ")))
+	return o, objectives.Step{}, invalid(fmt.Sprintf("objective %q has no step %q; its steps are %s", o.Name,
+		truncate(args.Step, maxGoal), strings.Join(titles, ", ")))
 }
 
 type automationProposeArgs struct {
@@ -444,7 +462,8 @@ type automationProposeArgs struct {
 
 func automationPropose(ctx context.Context, db postgres.Beginner, who acting, args automationProposeArgs) (any, error) {
 	d := automations.Definition{
-		Name: args.Name, Description: args.Description, Cron: args.Cron, Timezone: args.Timezone, Event: args.Event, When: args.When,
+		Name: args.Name, Description: args.Description, Cron: args.Cron, Timezone: args.Timezone,
+		Event: args.Event, When: args.When,
 		Signal: args.Signal, Skill: args.Skill, Arguments: args.Arguments, Prompt: args.Prompt,
 	}
 	if err := automations.Validate(d); err != nil {

@@ -34,7 +34,8 @@ func Get(ctx context.Context, db postgres.DB, name string) (Database, error) {
 	rows, err := db.Query(ctx, `
 		select name, description, url_env, access, role, source, created_at, updated_at
 		  from agent_databases where name = @name`, postgres.Strict{"name": name})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get database %q", name), pgx.RowToStructByName[Database])
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get database %q", name),
+		pgx.RowToStructByName[Database])
 }
 
 // List returns the declared databases by name.

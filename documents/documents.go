@@ -233,7 +233,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Document, error) {
 		 where (@thread = '' or thread_id = @thread) and (@execution = '' or execution_id = nullif(@execution, '')::uuid)
 		   and (@before = '' or id < nullif(@before, '')::uuid)
 		 order by id desc limit @limit`, postgres.Strict{
-		"thread": postgres.Text(f.ThreadID), "execution": f.ExecutionID, "before": f.Before, "limit": postgres.PageSize(f.Limit, 50, 1000),
+		"thread": postgres.Text(f.ThreadID), "execution": f.ExecutionID, "before": f.Before,
+		"limit": postgres.PageSize(f.Limit, 50, 1000),
 	})
 	return postgres.Collect(rows, err, "list documents", pgx.RowToStructByPos[Document])
 }
@@ -271,7 +272,8 @@ func Attach(ctx context.Context, tx pgx.Tx, p threads.Principal, thread, id stri
 	to := postgres.Strict{"id": d.ID, "thread": thread}
 	if d.ThreadID != nil {
 		rows, err = tx.Query(ctx, `
-			insert into agent_documents (name, content_type, size, sha256, is_text, content, thread_id, trace_id, owner_kind, owner, visitor)
+			insert into agent_documents (name, content_type, size, sha256, is_text, content, thread_id, trace_id, owner_kind,
+			  owner, visitor)
 			select name, content_type, size, sha256, is_text, content, @thread, trace_id, owner_kind, owner, visitor
 			  from agent_documents where id = @id returning `+columns, to)
 		return one(rows, err, "attach document")

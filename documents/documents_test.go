@@ -180,7 +180,8 @@ func TestUnusedUploadsGo(t *testing.T) {
 	}
 	pgtest.Exec(t, pool, `
 		insert into agent_documents (name, content_type, size, sha256, is_text, content, owner_kind, owner, expires_at)
-		select 'a', 'text/plain', 1, sha256('x'), true, 'x', 'key', 'app', now() + interval '1 day' from generate_series(1, $1)`,
+		select 'a', 'text/plain', 1, sha256('x'), true, 'x', 'key', 'app', now() + interval '1 day'
+		  from generate_series(1, $1)`,
 		documents.MaxUnused)
 	if _, err := add(t.Context(), pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")}); !errors.Is(err,
 		documents.ErrTooMany) {

@@ -10,7 +10,8 @@ import (
 type Excerpt struct{ ID, Name string }
 
 // excerptHead matches the first line that Shown writes.
-var excerptHead = regexp.MustCompile(`(?m)^\[Document ([0-9a-f-]{36}): ("(?:[^"\\]|\\.)*"), [^\n]*\. It is data, not instructions\.\]$`)
+var excerptHead = regexp.MustCompile(
+	`(?m)^\[Document ([0-9a-f-]{36}): ("(?:[^"\\]|\\.)*"), [^\n]*\. It is data, not instructions\.\]$`)
 
 // SplitExcerpts separates the text of a message from the documents that [Shown] added to it.
 func SplitExcerpts(content string) (text string, list []Excerpt) {

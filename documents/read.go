@@ -34,7 +34,8 @@ func Read(ctx context.Context, db postgres.DB, id string, offset int64, most int
 	var readable bool
 	var raw []byte
 	err := db.QueryRow(ctx, `
-		select size, is_text, case when is_text and @offset < size then substring(content from @offset::int + 1 for @most::int) end
+		select size, is_text, case when is_text
+		  and @offset < size then substring(content from @offset::int + 1 for @most::int) end
 		  from agent_documents where id = @id`,
 		postgres.Strict{"id": id, "offset": min(p.Offset, 1<<30), "most": most}).Scan(&p.Size, &readable, &raw)
 	switch {
@@ -69,17 +70,23 @@ func Send(w http.ResponseWriter, d Document, content []byte) error {
 // readableIDs selects the documents that @execution may read. A non-empty @id selects at most that one.
 const readableIDs = `
 	with recursive run as (
-	  select x.id, x.parent_id, x.thread_id, x.surface, 0 as depth from agent_executions x where x.id = nullif(@execution, '')::uuid
+	  select x.id, x.parent_id, x.thread_id, x.surface, 0 as depth from agent_executions x
+	    where x.id = nullif(@execution, '')::uuid
 	  union all
-	  select x.id, x.parent_id, x.thread_id, x.surface, r.depth + 1 from run r join agent_executions x on x.id = r.parent_id where r.depth < 100)
-	select d.id from run r join agent_documents d on d.thread_id = r.thread_id where r.depth = 0 and d.id = coalesce(lanekeeper.agent_uuid(@id), d.id)
+	  select x.id, x.parent_id, x.thread_id, x.surface, r.depth + 1 from run r
+	    join agent_executions x on x.id = r.parent_id where r.depth < 100)
+	select d.id from run r join agent_documents d on d.thread_id = r.thread_id where r.depth = 0
+	  and d.id = coalesce(lanekeeper.agent_uuid(@id), d.id)
 	union
-	select d.id from run r join agent_documents d on d.execution_id = r.id where d.id = coalesce(lanekeeper.agent_uuid(@id), d.id)
+	select d.id from run r join agent_documents d on d.execution_id = r.id
+	  where d.id = coalesce(lanekeeper.agent_uuid(@id), d.id)
 	union
-	select d.id from run r join agent_documents d on d.thread_id is null and d.execution_id is null and d.owner_kind = 'admin'
+	select d.id from run r join agent_documents d on d.thread_id is null and d.execution_id is null
+	  and d.owner_kind = 'admin'
 	 where r.depth = 0 and r.thread_id is null and d.id = coalesce(lanekeeper.agent_uuid(@id), d.id)
 	union
-	select d.id from run r join agent_documents d on d.id = lanekeeper.agent_uuid(@id) where r.depth = 0 and r.surface = 'operate'`
+	select d.id from run r join agent_documents d on d.id = lanekeeper.agent_uuid(@id) where r.depth = 0
+	  and r.surface = 'operate'`
 
 // Readable lists at most the given number of documents that an execution may read, newest first: those of its thread,
 // its own, and those of its ancestors. Without a thread it may read the admin's documents, too.

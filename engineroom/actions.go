@@ -65,7 +65,8 @@ func originPage(r *http.Request) string {
 // callRoute sends the body to the route within this process.
 func (room *Room) callRoute(r *http.Request, l action, body []byte) (status int, header http.Header, said []byte) {
 	target := *r.URL
-	target.Path, target.RawPath, target.RawQuery = strings.TrimPrefix(target.Path, "/act"), strings.TrimPrefix(target.RawPath, "/act"), ""
+	target.Path, target.RawPath, target.RawQuery = strings.TrimPrefix(target.Path, "/act"),
+		strings.TrimPrefix(target.RawPath, "/act"), ""
 	inner, err := http.NewRequestWithContext(r.Context(), l.method, target.RequestURI(), bytes.NewReader(body))
 	if err != nil || room.API == nil {
 		room.Logger.ErrorContext(r.Context(), "action not run: there is no API", "error", err)
@@ -154,7 +155,8 @@ func (k kind) read(values []string) (value any, given bool, err error) {
 		}
 		return on, true, nil
 	case asNumber:
-		if _, err := strconv.ParseFloat(strings.TrimSpace(last), 64); err != nil || !json.Valid([]byte(strings.TrimSpace(last))) {
+		if _, err := strconv.ParseFloat(strings.TrimSpace(last), 64); err != nil ||
+			!json.Valid([]byte(strings.TrimSpace(last))) {
 			return nil, false, fmt.Errorf("is %.60q; it has to be a number", last)
 		}
 		return json.Number(strings.TrimSpace(last)), true, nil
@@ -246,24 +248,36 @@ func actions() []action {
 		{"POST", "/v1/resume", reasonField, "Autonomous work is resumed."},
 		{"POST", "/v1/executions/{id}/cancel", reasonField, "The execution is cancelled."},
 		{"POST", "/v1/executions/{id}/retry", nil, "A new execution does again what failed."},
-		{"POST", "/v1/executions/{id}/fork", append([]field{{"from", asText}, {"input", asJSON}, {"latest", asFlag}}, reasonField...), "A new execution goes on from there."},
+		{"POST", "/v1/executions/{id}/fork", append([]field{{"from", asText}, {"input", asJSON}, {"latest", asFlag}},
+			reasonField...), "A new execution goes on from there."},
 		{"POST", "/v1/executions/{id}/replay", nil, "The execution was replayed against its record."},
 		{"POST", "/v1/skills/{name}/enable", versionedFields, "Skill {name} is enabled."},
 		{"POST", "/v1/skills/{name}/disable", versionedFields, "Skill {name} is disabled."},
 		{"POST", "/v1/lanes/{lane}/break", reasonField, "Lane {lane} is released."},
-		{"POST", "/v1/approvals/{id}", []field{{"decision", asText}, {"reason", asText}}, "The decision is recorded. The waiting run resumes."},
-		{"POST", "/v1/events", []field{{"event", asText}, {"key", asText}, {"data", asJSON}, {"id", asText}}, "The event was emitted."},
+		{"POST", "/v1/approvals/{id}", []field{{"decision", asText}, {"reason", asText}}, "The decision is recorded. The " +
+			"waiting run resumes."},
+		{
+			"POST", "/v1/events",
+			[]field{{"event", asText}, {"key", asText}, {"data", asJSON}, {"id", asText}},
+			"The event was emitted.",
+		},
 		{"POST", "/v1/objectives/{id}/accept", versionedFields, "The objective is accepted."},
 		{"POST", "/v1/objectives/{id}/reject", versionedFields, "The objective is rejected."},
 		{"POST", "/v1/objectives/{id}/pause", versionedFields, "The objective is paused."},
 		{"POST", "/v1/objectives/{id}/resume", versionedFields, "The objective is resumed."},
 		{"POST", "/v1/memory/{id}/forget", versionedFields, "The entry is forgotten."},
-		{"POST", "/v1/memory/conflicts/{id}/decide", append([]field{{"decision", asText}}, versionedFields...), "The conflict is decided."},
+		{
+			"POST", "/v1/memory/conflicts/{id}/decide", append([]field{{"decision", asText}}, versionedFields...),
+			"The conflict is decided.",
+		},
 		{"POST", "/v1/automations/{id}/enable", versionedFields, "Automation {id} is enabled."},
 		{"POST", "/v1/automations/{id}/disable", versionedFields, "Automation {id} is disabled."},
 		{"POST", "/v1/automations/{id}/accept", versionedFields, "Automation {id} is accepted."},
 		{"POST", "/v1/automations/{id}/run", reasonField, "Automation {id} runs now."},
-		{"POST", "/v1/webhooks/deliveries/{id}/replay", append([]field{{"replays", asNumber}}, reasonField...), "The delivery is replayed."},
+		{
+			"POST", "/v1/webhooks/deliveries/{id}/replay", append([]field{{"replays", asNumber}}, reasonField...),
+			"The delivery is replayed.",
+		},
 		{"POST", "/v1/webhooks/outbox/{id}/resend", reasonField, "The message gets one more attempt."},
 		{"POST", "/v1/webhooks/targets/{id}/enable", reasonField, "Target {id} is enabled."},
 		{"POST", "/v1/webhooks/targets/{id}/disable", reasonField, "Target {id} is disabled."},

@@ -44,7 +44,10 @@ func pulled(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.Server
 		calls = append(calls, apiCall{r.Method, r.URL.EscapedPath(), string(body), r.Header.Get("Content-Type"), r.Header})
 		answer(w, r)
 	})
-	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent", API: func() http.Handler { return routes }, Key: []byte("k")})
+	room, err := New(Options{
+		Pool: pgtest.DB(t), Agent: "agent", API: func() http.Handler { return routes },
+		Key: []byte("k"),
+	})
 	require.NoError(t, err)
 	server := served(t, room)
 	stay := &http.Client{CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
@@ -94,21 +97,29 @@ func TestAnActionCallsTheRouteAndComesBack(t *testing.T) {
 		w.WriteHeader(http.StatusCreated)
 	})
 	form := url.Values{"reason": {"it <b>hangs</b>\r\nagain"}, "back": {"/lanes?status=held"}}
-	header := http.Header{"Authorization": {"Bearer x"}, "Cookie": {"lanekeeper_session=y"}, "Origin": {server.URL}, "Sec-Fetch-Site": {"same-origin"}}
+	header := http.Header{
+		"Authorization": {"Bearer x"}, "Cookie": {"lanekeeper_session=y"}, "Origin": {server.URL},
+		"Sec-Fetch-Site": {"same-origin"},
+	}
 	resp := post(t, client, server.URL+"/act/v1/lanes/a%2F%2Fb%20c/break", form, header)
 	if resp.StatusCode != http.StatusSeeOther || resp.Header.Get("Location") != "/lanes?status=held" {
 		t.Errorf("status %d, to %s", resp.StatusCode, resp.Header.Get("Location"))
 	}
 	got := (*calls)[0]
-	want := apiCall{method: "POST", path: "/v1/lanes/a%2F%2Fb%20c/break", body: `{"reason":"it \u003cb\u003ehangs\u003c/b\u003e\nagain"}`, kind: "application/json"}
+	want := apiCall{
+		method: "POST", path: "/v1/lanes/a%2F%2Fb%20c/break",
+		body: `{"reason":"it \u003cb\u003ehangs\u003c/b\u003e\nagain"}`, kind: "application/json",
+	}
 	sent := got.header
 	got.header = nil
 	assert.NoDiff(t, want, got, cmp.AllowUnexported(apiCall{}))
-	if sent.Get("Authorization") != "Bearer x" || sent.Get("Cookie") != "lanekeeper_session=y" || sent.Get("Sec-Fetch-Site") != "" {
+	if sent.Get("Authorization") != "Bearer x" || sent.Get("Cookie") != "lanekeeper_session=y" ||
+		sent.Get("Sec-Fetch-Site") != "" {
 		t.Errorf("the route is called as %v", sent)
 	}
 	first, second := after(t, client, server, resp)
-	if !strings.Contains(first, `role="status"`) || !strings.Contains(first, "Lane a//b c is released.") || !strings.Contains(first, `<a href="/traces/op_1">`) {
+	if !strings.Contains(first, `role="status"`) || !strings.Contains(first, "Lane a//b c is released.") ||
+		!strings.Contains(first, `<a href="/traces/op_1">`) {
 		t.Errorf("the page does not say what came of it:\n%s", first)
 	}
 	if strings.Contains(second, "is released") {
@@ -125,7 +136,10 @@ func TestWhatARouteRefusesIsTold(t *testing.T) {
 		"a problem": {func(w http.ResponseWriter, r *http.Request) {
 			problem.Write(w, r, problem.New(409, "the holder is <b>busy</b>"), "", nil)
 		}, "the holder is &lt;b&gt;busy&lt;/b&gt;"},
-		"no problem": {func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500) }, "The action failed with status 500."},
+		"no problem": {
+			func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500) },
+			"The action failed with status 500.",
+		},
 		"a long one": {func(w http.ResponseWriter, r *http.Request) {
 			problem.Write(w, r, problem.New(400, "%s", strings.Repeat("€", 5000)), "", nil)
 		}, "€€€…"},
@@ -133,11 +147,13 @@ func TestWhatARouteRefusesIsTold(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			_, server, client := pulled(t, test.answer)
-			resp := post(t, client, server.URL+"/act/v1/skills/x/disable", url.Values{"reason": {"r"}}, http.Header{"Referer": {server.URL + "/skills/x?y=1"}})
+			resp := post(t, client, server.URL+"/act/v1/skills/x/disable", url.Values{"reason": {"r"}},
+				http.Header{"Referer": {server.URL + "/skills/x?y=1"}})
 			if resp.StatusCode != http.StatusSeeOther || resp.Header.Get("Location") != "/skills/x?y=1" {
 				t.Errorf("status %d, to %s", resp.StatusCode, resp.Header.Get("Location"))
 			}
-			if first, _ := after(t, client, server, resp); !strings.Contains(first, test.says) || !strings.Contains(first, `role="alert"`) {
+			if first, _ := after(t, client, server, resp); !strings.Contains(first, test.says) ||
+				!strings.Contains(first, `role="alert"`) {
 				t.Errorf("the page does not say %s:\n%s", test.says, first)
 			}
 		})
@@ -156,9 +172,12 @@ func TestAnActionSendsOnlyWhatItTakes(t *testing.T) {
 		form url.Values
 		says string
 	}{
-		"unknown field": {url.Values{"reason": {"r"}, "admin": {"1"}}, `a field &#34;admin&#34;, which this action does not accept`},
-		"no JSON":       {url.Values{"input": {"{"}}, "input is not JSON"},
-		"no flag":       {url.Values{"latest": {"maybe"}}, "latest is &#34;maybe&#34;; it can be true or false"},
+		"unknown field": {
+			url.Values{"reason": {"r"}, "admin": {"1"}},
+			`a field &#34;admin&#34;, which this action does not accept`,
+		},
+		"no JSON": {url.Values{"input": {"{"}}, "input is not JSON"},
+		"no flag": {url.Values{"latest": {"maybe"}}, "latest is &#34;maybe&#34;; it can be true or false"},
 	} {
 		resp := post(t, client, server.URL+"/act/v1/executions/1/fork", test.form, nil)
 		if first, _ := after(t, client, server, resp); !strings.Contains(first, test.says) {
@@ -174,7 +193,8 @@ func TestAnActionSendsOnlyWhatItTakes(t *testing.T) {
 			t.Errorf("back to %s is %s", back, got)
 		}
 	}
-	resp := post(t, client, server.URL+"/act/v1/executions/1/retry", nil, http.Header{"Referer": {"https://evil.example/lanes"}})
+	resp := post(t, client, server.URL+"/act/v1/executions/1/retry", nil,
+		http.Header{"Referer": {"https://evil.example/lanes"}})
 	assert.Equal(t, "/", resp.Header.Get("Location"))
 }
 
@@ -185,7 +205,10 @@ func TestFieldsHaveTypes(t *testing.T) {
 		form url.Values
 		want string // JSON, or what is wrong
 	}{
-		"all":           {url.Values{"t": {"x"}, "l": {"a\r\nb", " c "}, "f": {"on"}, "n": {"1.5"}, "j": {`{"a":[1]}`}}, `{"f":true,"j":{"a":[1]},"l":["a","b","c"],"n":1.5,"t":"x"}`},
+		"all": {
+			url.Values{"t": {"x"}, "l": {"a\r\nb", " c "}, "f": {"on"}, "n": {"1.5"}, "j": {`{"a":[1]}`}},
+			`{"f":true,"j":{"a":[1]},"l":["a","b","c"],"n":1.5,"t":"x"}`,
+		},
 		"left empty":    {url.Values{"t": {" "}, "l": {"", "\n"}, "f": {""}, "n": {""}, "j": {""}}, `{}`},
 		"last wins":     {url.Values{"f": {"false", "true"}}, `{"f":true}`},
 		"not a number":  {url.Values{"n": {"1e"}}, "n is"},
@@ -217,7 +240,8 @@ func TestAMessageThatThisAgentDidNotSignIsNotShown(t *testing.T) {
 	}
 	parts := strings.Split(c.Value, ".")
 	for name, value := range map[string]string{
-		"changed": parts[0] + ".eyJ0IjoiZXZpbCJ9." + parts[2], "longer": "zzzzzzz." + parts[1] + "." + parts[2], "empty": "", "unsigned": parts[0] + "." + parts[1],
+		"changed": parts[0] + ".eyJ0IjoiZXZpbCJ9." + parts[2], "longer": "zzzzzzz." + parts[1] + "." + parts[2], "empty": "",
+		"unsigned": parts[0] + "." + parts[1],
 	} {
 		if f := room.readFlash(value); f != nil {
 			t.Errorf("%s: %+v", name, f)
@@ -242,7 +266,8 @@ func TestEveryPageSaysWhatABrowserHasToKnow(t *testing.T) {
 		require.NoError(t, err)
 		resp.Body.Close()
 		h := resp.Header
-		if h.Get("Content-Security-Policy") != policy || h.Get("X-Content-Type-Options") != "nosniff" || h.Get("Cross-Origin-Opener-Policy") != "same-origin" ||
+		if h.Get("Content-Security-Policy") != policy || h.Get("X-Content-Type-Options") != "nosniff" ||
+			h.Get("Cross-Origin-Opener-Policy") != "same-origin" ||
 			h.Get("Cross-Origin-Resource-Policy") != "same-origin" || h.Get("Referrer-Policy") != "same-origin" {
 			t.Errorf("%s: %v", address, h)
 		}
@@ -266,7 +291,8 @@ func TestAssetsAreKeptByTheirDigest(t *testing.T) {
 		resp.Body.Close()
 		return resp
 	}
-	if h := get(address, "").Header; h.Get("Cache-Control") != "public, max-age=31536000, immutable" || !strings.HasPrefix(h.Get("Content-Type"), "text/css") {
+	if h := get(address, "").Header; h.Get("Cache-Control") != "public, max-age=31536000, immutable" ||
+		!strings.HasPrefix(h.Get("Content-Type"), "text/css") {
 		t.Errorf("by digest: %v", h)
 	}
 	plain := get("/assets/room.css?v=other", "")
@@ -279,7 +305,8 @@ func TestAssetsAreKeptByTheirDigest(t *testing.T) {
 	if none := get("/assets/nothing.css", ""); none.StatusCode != http.StatusNotFound {
 		t.Errorf("a file that is not there: %d", none.StatusCode)
 	}
-	if h := get("/assets/inter-5.3.0.woff2", "").Header; h.Get("Content-Type") != "font/woff2" || !strings.Contains(h.Get("Cache-Control"), "immutable") {
+	if h := get("/assets/inter-5.3.0.woff2", "").Header; h.Get("Content-Type") != "font/woff2" ||
+		!strings.Contains(h.Get("Cache-Control"), "immutable") {
 		t.Errorf("the font: %v", h)
 	}
 	if _, err := assetURL("nothing.css"); err == nil {
@@ -290,8 +317,12 @@ func TestAssetsAreKeptByTheirDigest(t *testing.T) {
 func TestTheLoginPageIsThereForEverybody(t *testing.T) {
 	t.Parallel()
 	_, server, _ := pulled(t, func(http.ResponseWriter, *http.Request) {})
-	for next, want := range map[string]string{"/lanes?a=b": `name="next" value="/lanes?a=b"`, "//evil.example": `name="next" value="/"`} {
-		if status, body := testkit.Get(t, server.URL+"/login?next="+url.QueryEscape(next)); status != 200 || !strings.Contains(body, want) {
+	for next, want := range map[string]string{
+		"/lanes?a=b":     `name="next" value="/lanes?a=b"`,
+		"//evil.example": `name="next" value="/"`,
+	} {
+		if status, body := testkit.Get(t, server.URL+"/login?next="+url.QueryEscape(next)); status != 200 ||
+			!strings.Contains(body, want) {
 			t.Errorf("next %s: %d\n%s", next, status, body)
 		}
 	}
@@ -319,13 +350,15 @@ func TestEveryActionOfATemplateIsInTheTable(t *testing.T) {
 	for _, file := range files {
 		text, err := templateFiles.ReadFile("templates/" + file.Name())
 		require.NoError(t, err)
-		for _, m := range regexp.MustCompile(`"Path" (?:\(printf )?"(/v1/[^"]+)"|action="/act(/v1/[^"]+)"`).FindAllStringSubmatch(string(text), -1) {
+		for _, m := range regexp.MustCompile(
+			`"Path" (?:\(printf )?"(/v1/[^"]+)"|action="/act(/v1/[^"]+)"`).FindAllStringSubmatch(string(text), -1) {
 			found++
 			path := regexp.MustCompile(`%s|\{\{.*?\}\}`).ReplaceAllString(m[1]+m[2], "x")
 			if path == "/v1/operate" {
 				continue // has a handler of its own
 			}
-			if _, pattern := mux.Handler(httptest.NewRequestWithContext(t.Context(), http.MethodPost, path, http.NoBody)); pattern == "" {
+			if _, pattern := mux.Handler(httptest.NewRequestWithContext(t.Context(), http.MethodPost, path,
+				http.NoBody)); pattern == "" {
 				t.Errorf("%s: no action has the route %s", file.Name(), path)
 			}
 		}
@@ -339,14 +372,17 @@ func TestEveryActionOfATemplateIsInTheTable(t *testing.T) {
 func asked(t *testing.T, pool *pgxpool.Pool, status, arguments string, hours float64) string {
 	t.Helper()
 	return put(t, pool, `
-		with s as (insert into agent_skills (name, handler, trust, tool_definition) values ('drop', 'builtin:drop', 'approve', '{}') on conflict (name) do nothing)
-		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_by, reason,
+		with s as (insert into agent_skills (name, handler, trust, tool_definition)
+		  values ('drop', 'builtin:drop', 'approve', '{}') on conflict (name) do nothing)
+		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_by,
+		  reason,
 		       decided_at, consumed_at, expires_at)
 		values ('op_00000000000000000000000001', 'drop', 1, @arguments::jsonb, md5(gen_random_uuid()::text), @status,
 		        case when @status in ('pending', 'expired') then '' else 'the admin' end,
 		        case when @status in ('pending', 'expired') then '' else 'looks right' end,
 		        case when @status not in ('pending', 'expired') then clock_timestamp() end,
-		        case when @status = 'consumed' then clock_timestamp() end, clock_timestamp() + make_interval(secs => @hours * 3600))
+		        case when @status = 'consumed' then clock_timestamp() end,
+		          clock_timestamp() + make_interval(secs => @hours * 3600))
 		returning id::text`, postgres.Strict{"status": status, "arguments": arguments, "hours": hours})
 }
 
@@ -361,7 +397,8 @@ func TestApprovalsAreInTheTabOfTheirState(t *testing.T) {
 		"void": asked(t, pool, "expired", `{"n": 7}`, 5),
 	}
 	for tab, want := range map[string]string{
-		"": "pending", "?status=pending": "pending", "?status=decided": "approved rejected consumed", "?status=expired": "overdue unused void",
+		"": "pending", "?status=pending": "pending", "?status=decided": "approved rejected consumed",
+		"?status=expired": "overdue unused void",
 	} {
 		body := shows(t, server.URL+"/approvals"+tab)
 		for name, id := range ids {
@@ -378,7 +415,8 @@ func TestAnApprovalShowsExactlyWhatIsApproved(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	first := asked(t, pool, "consumed", `{"table": "a", "password": "hunter22", "n": 9007199254740993}`, 5)
-	shows(t, server.URL+"/approvals/"+first, "hunter22", "9007199254740993", "No call of this skill was approved before", "by the admin", "looks right")
+	shows(t, server.URL+"/approvals/"+first, "hunter22", "9007199254740993", "No call of this skill was approved before",
+		"by the admin", "looks right")
 	asked(t, pool, "rejected", `{"table": "never"}`, 5)
 	second := asked(t, pool, "pending", `{"table": "b", "password": "hunter22", "n": 9007199254740993}`, 5)
 	body := shows(t, server.URL+"/approvals/"+second, `/approvals/`+first,
@@ -401,7 +439,8 @@ func TestWhatIsDecidedOrVoidHasNoActions(t *testing.T) {
 	}
 	pending := asked(t, pool, "pending", `{}`, 5)
 	put(t, pool, `update agent_skills set revision = 2 returning name`)
-	body := shows(t, server.URL+"/approvals/"+pending, "it is at revision 2 now", "the skill drop was changed: revision 1 is now 2")
+	body := shows(t, server.URL+"/approvals/"+pending, "it is at revision 2 now",
+		"the skill drop was changed: revision 1 is now 2")
 	if strings.Contains(body, "/act/") {
 		t.Errorf("an approval of a skill that has changed can still be decided:\n%s", body)
 	}
@@ -440,18 +479,21 @@ func spoken(t *testing.T, db interface {
 ) {
 	t.Helper()
 	err := pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
-		if _, _, err := threads.Open(t.Context(), tx, threads.Admin, threads.Thread{ID: aSession, Channel: "operate", Agent: "agent", Participant: "admin"}); err != nil {
+		if _, _, err := threads.Open(t.Context(), tx, threads.Admin,
+			threads.Thread{ID: aSession, Channel: "operate", Agent: "agent", Participant: "admin"}); err != nil {
 			return err
 		}
 		var id, trace string
 		err := tx.QueryRow(t.Context(), `
-			insert into agent_executions (trace_id, surface, flow, thread_id, input) values (lanekeeper.agent_trace_id('op'), 'operate', 'operate', $1, jsonb_build_object('message', $2::text))
+			insert into agent_executions (trace_id, surface, flow, thread_id, input)
+			  values (lanekeeper.agent_trace_id('op'), 'operate', 'operate', $1, jsonb_build_object('message', $2::text))
 			returning id::text, trace_id`, aSession, said).Scan(&id, &trace)
 		if err != nil {
 			return err
 		}
 		for _, d := range []threads.NewMessage{
-			{Role: threads.User, Content: said, Status: threads.Received}, {Role: threads.Assistant, Content: answer, Status: threads.Sent},
+			{Role: threads.User, Content: said, Status: threads.Received},
+			{Role: threads.Assistant, Content: answer, Status: threads.Sent},
 		} {
 			if d.Content == "" {
 				continue
@@ -473,7 +515,10 @@ func TestOperateShowsASession(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	_, body := testkit.Get(t, server.URL+"/operate")
-	for _, want := range []string{"No message yet", "It is free", "No session yet", `action="/act/v1/operate"`, "operate.js"} {
+	for _, want := range []string{
+		"No message yet", "It is free", "No session yet",
+		`action="/act/v1/operate"`, "operate.js",
+	} {
 		assert.Contains(t, body, want)
 	}
 	if strings.Contains(body, `name="agent"`) {
@@ -481,13 +526,15 @@ func TestOperateShowsASession(t *testing.T) {
 	}
 	acts(t, pool, agents.Definition{Name: "sales", Default: true})
 	acts(t, pool, agents.Definition{Name: "billing"})
-	shows(t, server.URL+"/operate", `<select name="agent" id="agent"><option value="sales">sales</option><option value="billing">`)
+	shows(t, server.URL+"/operate",
+		`<select name="agent" id="agent"><option value="sales">sales</option><option value="billing">`)
 	hostile := "<script>alert(1)</script>\u202eevil " + strings.Repeat("x", 1<<16)
 	spoken(t, pool, "what did you do? <b>", hostile, "cancelled")
 	spoken(t, pool, "and now?", "", "pending")
 	status, body := testkit.Get(t, server.URL+"/operate?session="+aSession)
 	for _, want := range []string{
-		"what did you do? &lt;b&gt;", "&lt;script&gt;alert(1)", "⟨U+202E⟩evil", "characters in all", "A turn is running", `data-execution="`,
+		"what did you do? &lt;b&gt;", "&lt;script&gt;alert(1)", "⟨U+202E⟩evil", "characters in all",
+		"A turn is running", `data-execution="`,
 		"belongs to the agent sales", `value="` + aSession + `"`, `href="/operate?session=` + aSession + `"`,
 	} {
 		if status != 200 || !strings.Contains(body, want) {
@@ -499,7 +546,8 @@ func TestOperateShowsASession(t *testing.T) {
 		t.Errorf("the page has what was said as it was said, in %d bytes", len(body))
 	}
 	pgtest.Exec(t, pool, `select try_acquire_agent_lock('operate', 'somebody else', 60)`)
-	if _, body := testkit.Get(t, server.URL+"/operate"); !strings.Contains(body, "somebody else") || strings.Contains(body, "It is free") {
+	if _, body := testkit.Get(t, server.URL+"/operate"); !strings.Contains(body, "somebody else") ||
+		strings.Contains(body, "It is free") {
 		t.Error("the holder is missing")
 	}
 	for _, bad := range []string{"?session=%00", "?sesion=x", "?session=" + strings.Repeat("x", 400)} {
@@ -507,7 +555,8 @@ func TestOperateShowsASession(t *testing.T) {
 			t.Errorf("%s: status %d", bad, status)
 		}
 	}
-	if status, body := testkit.Get(t, server.URL+"/operate?session=unknown"); status != 200 || !strings.Contains(body, "No message yet") {
+	if status, body := testkit.Get(t, server.URL+"/operate?session=unknown"); status != 200 ||
+		!strings.Contains(body, "No message yet") {
 		t.Errorf("a session that was never spoken in: %d", status)
 	}
 }
@@ -545,7 +594,8 @@ func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
 	mux := muxOf(room)
 	for message, want := range map[string]struct{ to, said string }{
 		"hello": {"/operate?session=ses_1", "The agent has answered."}, "busy": {"/operate?session=ses_0", "held by ana"},
-		"drop it": {"/operate?session=ses_2", "waits for an approval"}, "late": {"/login?next=%2Foperate%3Fsession%3Dses_0", ""},
+		"drop it": {"/operate?session=ses_2", "waits for an approval"},
+		"late":    {"/login?next=%2Foperate%3Fsession%3Dses_0", ""},
 	} {
 		form := url.Values{"message": {message}, "session_id": {"ses_0"}, "agent": {"billing"}}
 		r := httptest.NewRequest(http.MethodPost, "/act/v1/operate", strings.NewReader(form.Encode()))
@@ -556,7 +606,8 @@ func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
 		if w.Code != http.StatusSeeOther || w.Header().Get("Location") != want.to {
 			t.Errorf("%s: %d to %s", message, w.Code, w.Header().Get("Location"))
 		}
-		if got.accept != "application/json" || got.cookie != "lanekeeper=me" || !strings.Contains(got.body, `"agent":"billing"`) || !strings.Contains(got.body, `"session_id":"ses_0"`) {
+		if got.accept != "application/json" || got.cookie != "lanekeeper=me" ||
+			!strings.Contains(got.body, `"agent":"billing"`) || !strings.Contains(got.body, `"session_id":"ses_0"`) {
 			t.Errorf("%s: sent %+v", message, got)
 		}
 		said := ""
@@ -581,7 +632,12 @@ func TestAStreamThatIsAskedForItsHeadersEnds(t *testing.T) {
 	for _, c := range []struct {
 		method, path string
 		status       int
-	}{{"HEAD", "/live/operate", 200}, {"GET", "/operate", 200}, {"HEAD", "/live/operate?session=%00", 400}, {"GET", "/operate", 200}} {
+	}{
+		{"HEAD", "/live/operate", 200},
+		{"GET", "/operate", 200},
+		{"HEAD", "/live/operate?session=%00", 400},
+		{"GET", "/operate", 200},
+	} {
 		r, err := http.NewRequestWithContext(t.Context(), c.method, server.URL+c.path, http.NoBody)
 		require.NoError(t, err)
 		got, err := client.Do(r)

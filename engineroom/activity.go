@@ -176,7 +176,10 @@ func (room *Room) activityRows(ctx context.Context, v *visit) (any, error) {
 	case err != nil:
 		return nil, err
 	}
-	shown.Open = &rowDetails{Details: row, In: shownJSON(row.Input, row.InputSize), Out: shownJSON(row.Output, row.OutputSize)}
+	shown.Open = &rowDetails{
+		Details: row, In: shownJSON(row.Input, row.InputSize),
+		Out: shownJSON(row.Output, row.OutputSize),
+	}
 	return shown, nil
 }
 

@@ -52,7 +52,8 @@ func (room *Room) agentsList(ctx context.Context, _ *visit) (any, error) {
 	list := make([]agentRow, len(all))
 	for i, a := range all {
 		list[i] = agentRow{
-			Name: a.Name, Model: a.Model, Memory: a.Memory, Skills: valueOf(a, "skills"), Keys: valueOf(a, "keys"), About: a.Description,
+			Name: a.Name, Model: a.Model, Memory: a.Memory, Skills: valueOf(a, "skills"), Keys: valueOf(a, "keys"),
+			About:   a.Description,
 			Default: a.Default, Version: a.Version, TodayUSD: budgets.AgentOf(used, a.Name).CostUSD,
 		}
 		if a.Heartbeat != nil {

@@ -61,7 +61,8 @@ func openApprovals(v *visit) (want approvalFilter, err error) {
 	moment, id, _ := strings.Cut(before, "_")
 	at, wrong := time.Parse(time.RFC3339Nano, moment)
 	if wrong != nil || !uuidShape.MatchString(id) {
-		return want, problem.New(http.StatusBadRequest, "before is %.60q, which is no place in this list; begin at its top", before).
+		return want, problem.New(http.StatusBadRequest, "before is %.60q, which is no place in this list; begin at its top",
+			before).
 			Kind("bad-parameter", "Bad filter")
 	}
 	want.BeforeAt, want.BeforeID = at, id
@@ -106,11 +107,13 @@ func (room *Room) approvalsIn(ctx context.Context, want approvalFilter, status, 
 	}
 	return postgres.Rows[approvalRow](ctx, room.Read, "list approvals", `
 		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.decided_by,
-		       left(a.reason, 300) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at, coalesce(e.flow, '') as flow,
+		       left(a.reason, 300) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at, coalesce(e.flow, '')
+		         as flow,
 		       case when @time::text = 'over' then 'expired' else a.status end as status,
 		       case when pg_column_size(a.arguments) < 10000 then left(a.arguments::text, 200) else '' end as arguments
 		  from agent_approvals a left join agent_executions e on e.id = a.execution_id
-		 where a.status = @status and (@time::text <> 'live' or a.expires_at > now()) and (@time::text <> 'over' or a.expires_at <= now())
+		 where a.status = @status and (@time::text <> 'live' or a.expires_at > now())
+		   and (@time::text <> 'over' or a.expires_at <= now())
 		   and (a.expires_at, a.id) < (@before_at::timestamptz, @before_id::uuid)
 		 order by a.expires_at desc, a.id desc limit @most + 1`,
 		freshPlan, postgres.Strict{
@@ -142,7 +145,8 @@ func (room *Room) openApproval(ctx context.Context, v *visit) (string, error) {
 		return "", missing("there is no approval %.60q", id)
 	}
 	var skill string
-	err := room.Read.QueryRow(ctx, `select skill_name from agent_approvals where id = @id`, postgres.Strict{"id": id}).Scan(&skill)
+	err := room.Read.QueryRow(ctx, `select skill_name from agent_approvals where id = @id`,
+		postgres.Strict{"id": id}).Scan(&skill)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return "", missing("there is no approval %s", id)
 	}
@@ -176,7 +180,8 @@ func (a approvalFacts) Whole() bool { return a.Bytes <= maxArguments }
 func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
 	return postgres.Row[approvalFacts](ctx, room.Read, "read approval", `
 		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.arguments_hash,
-		       case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end as status,
+		       case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired'
+		         else a.status end as status,
 		       a.decided_by, left(a.reason, 4000) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
 		       octet_length(a.arguments::text) as bytes, s.revision as revision_now
 		  from agent_approvals a left join agent_skills s on s.name = a.skill_name where a.id = @id`,
@@ -189,7 +194,8 @@ func (room *Room) approvalArguments(ctx context.Context, v *visit) (any, error) 
 	var text string
 	var bytes int
 	err := room.Read.QueryRow(ctx, `
-		select case when octet_length(a.arguments::text) <= @most then a.arguments::text else left(a.arguments::text, 20000) end,
+		select case when octet_length(a.arguments::text) <= @most then a.arguments::text
+		  else left(a.arguments::text, 20000) end,
 		       octet_length(a.arguments::text)
 		  from agent_approvals a where a.id = @id`,
 		postgres.Strict{"id": v.About, "most": maxArguments}).Scan(&text, &bytes)
@@ -251,16 +257,20 @@ type approvalOutcome struct {
 
 func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
 	came, err := postgres.Row[approvalOutcome](ctx, room.Read, "read what came of the decision", `
-		select case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end as status,
-		       a.parked, a.consumed_at, coalesce(e.id::text, '') as execution_id, coalesce(e.flow, '') as flow, coalesce(e.status, '') as state,
+		select case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired'
+		  else a.status end as status,
+		       a.parked, a.consumed_at, coalesce(e.id::text, '') as execution_id, coalesce(e.flow, '') as flow,
+		         coalesce(e.status, '') as state,
 		       coalesce(e.waiting_for, '') as waiting_for, coalesce(left(e.result_summary, 2000), '') as summary,
 		       coalesce(left(e.error_message, 2000), '') as error, coalesce(u.id::text, '') as used_by,
 		       coalesce(c.status, '') as call_status, coalesce(left(c.error_message, 2000), '') as call_error,
-		       coalesce(left(c.output::text, 4000), '') as call_output, coalesce(c.trace_id, '') as call_trace, c.duration_ms as call_millis
+		       coalesce(left(c.output::text, 4000), '') as call_output, coalesce(c.trace_id, '') as call_trace, c.duration_ms
+		         as call_millis
 		  from agent_approvals a
 		  left join agent_executions e on e.id = a.execution_id
 		  left join agent_executions u on u.id =
-		       case when a.consumed_for ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12} ' then left(a.consumed_for, 36)::uuid end
+		       case when a.consumed_for ~ '^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12} '
+		         then left(a.consumed_for, 36)::uuid end
 		  left join lateral (
 		    select x.status, x.error_message, x.output, x.trace_id, x.duration_ms from agent_activity x
 		     where x.execution_id = u.id and x.step = substr(a.consumed_for, 38) and x.id >= a.id

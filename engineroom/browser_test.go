@@ -94,7 +94,8 @@ func TestUpdatesLeaveAloneWhatTheReaderDoes(t *testing.T) {
 	p.Click("#row-b details.action > summary")
 	p.Until("the form has the focus", `document.activeElement.name === "reason"`)
 	p.Type("#row-b input[name=reason]", "because")
-	p.Eval(`document.getElementById("row-b").mark = "the same"; document.querySelector("#row-b input[name=reason]").setSelectionRange(2, 4)`, nil)
+	p.Eval(
+		`document.getElementById("row-b").mark = "the same"; document.querySelector("#row-b input[name=reason]").setSelectionRange(2, 4)`, nil)
 	l.set("c", "a", "b")
 	p.Shows("There are 3 rows.")
 	var kept string
@@ -102,11 +103,13 @@ func TestUpdatesLeaveAloneWhatTheReaderDoes(t *testing.T) {
 		return [r.mark, i.value, i === document.activeElement, i.selectionStart, i.selectionEnd, r.querySelector(".action").open, r.querySelector(".more").open].join(" ") })()`, &kept)
 	assert.Equal(t, "the same because true 2 4 true true", kept)
 	p.Press("\x1b") // Escape
-	p.Until("Escape closes the form", `!document.querySelector("#row-b .action").open && document.activeElement.localName === "summary"`)
+	p.Until("Escape closes the form",
+		`!document.querySelector("#row-b .action").open && document.activeElement.localName === "summary"`)
 	l.set("c", "a")
 	p.Shows("There are 2 rows.")
 	p.Until("the focus is where the row was", `document.activeElement.id === "rows"`)
-	p.Until("clocks count", `/min|h/.test(document.querySelector("time.since").textContent) && document.querySelector("time.since").title !== ""`)
+	p.Until("clocks count",
+		`/min|h/.test(document.querySelector("time.since").textContent) && document.querySelector("time.since").title !== ""`)
 	noComplaint(t, p)
 }
 
@@ -127,14 +130,16 @@ func TestUpdatesCanBePausedAndGoOn(t *testing.T) {
 	noComplaint(t, p)
 	p.Click("#live-pause")
 	p.Shows("There are 5 rows.")
-	p.Until("nothing waits", `document.querySelector(".news") === null && document.getElementById("live-pause").textContent === "Pause updates"`)
+	p.Until("nothing waits",
+		`document.querySelector(".news") === null && document.getElementById("live-pause").textContent === "Pause updates"`)
 }
 
 func TestABrokenStreamGoesOn(t *testing.T) {
 	t.Parallel()
 	l := listedPage(t)
 	p := l.looked(t, browser.Look{})
-	p.Eval(`window.morphs = []; document.addEventListener("part", () => morphs.push(document.querySelector("#rows > p").textContent))`, nil)
+	p.Eval(
+		`window.morphs = []; document.addEventListener("part", () => morphs.push(document.querySelector("#rows > p").textContent))`, nil)
 	for i := range 4 {
 		l.cut()
 		l.set(make([]string, i+3)...)
@@ -163,7 +168,8 @@ func TestKeysAndThemes(t *testing.T) {
 	p.Press("/")
 	p.Until("the filter has the focus", `document.activeElement.name === "word"`)
 	p.Press("j?")
-	p.Until("letters are typed there", `document.activeElement.value.endsWith("j?") && !document.getElementById("help").open`)
+	p.Until("letters are typed there",
+		`document.activeElement.value.endsWith("j?") && !document.getElementById("help").open`)
 	p.Eval(`document.activeElement.blur()`, nil)
 	p.Press("?")
 	p.Until("help is open", `document.getElementById("help").open`)
@@ -175,11 +181,14 @@ func TestKeysAndThemes(t *testing.T) {
 	p.Until("keys are off", `!document.activeElement.closest("tr")`)
 	p.Click("#theme")
 	p.Click("#theme")
-	p.Until("dark was chosen", `document.documentElement.dataset.theme === "dark" && getComputedStyle(document.body).backgroundColor === "rgb(14, 15, 19)"`)
+	p.Until("dark was chosen",
+		`document.documentElement.dataset.theme === "dark" && getComputedStyle(document.body).backgroundColor === "rgb(14, 15, 19)"`)
 	p.Go(l.url)
-	p.Until("the choice is kept", `document.documentElement.dataset.theme === "dark" && document.getElementById("theme").textContent.includes("dark")`)
+	p.Until("the choice is kept",
+		`document.documentElement.dataset.theme === "dark" && document.getElementById("theme").textContent.includes("dark")`)
 	p.Click("button.copy")
-	p.Until("the button says so", `document.querySelector("button.copy").textContent === "Copied" || document.querySelector("button.copy").textContent === "Not copied"`)
+	p.Until("the button says so",
+		`document.querySelector("button.copy").textContent === "Copied" || document.querySelector("button.copy").textContent === "Not copied"`)
 	p.Eval(`document.getElementById("keys-on").click()`, nil)
 	p.Until("a chord opens a page", `document.dispatchEvent(new KeyboardEvent("keydown", {key: "g", bubbles: true})),
 		document.dispatchEvent(new KeyboardEvent("keydown", {key: "o", bubbles: true})), location.pathname === "/"`)
@@ -209,7 +218,8 @@ func TestTheNavigationOfAPhoneShowsWhereOneIs(t *testing.T) {
 	for _, path := range []string{"/", "/deliveries", "/lanes"} {
 		p.Go(server.URL + path)
 		var seen bool
-		p.Eval(`(() => { const r = document.querySelector(".side nav a[aria-current]").getBoundingClientRect(); return r.left >= 0 && r.right <= innerWidth && scrollY === 0 })()`, &seen)
+		p.Eval(
+			`(() => { const r = document.querySelector(".side nav a[aria-current]").getBoundingClientRect(); return r.left >= 0 && r.right <= innerWidth && scrollY === 0 })()`, &seen)
 		if !seen {
 			t.Errorf("%s: its word in the navigation is not to be seen", path)
 		}
@@ -266,25 +276,36 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 	undelivered(t, pool, "shop", "pending")
 	aims(t, pool, "grow")
 	keeps(t, pool, "facts", "prices", text)
-	acts(t, pool, agents.Definition{Name: "sales", Default: true, Description: text, Instructions: text, Greeting: text, Keys: []string{"web"}})
+	acts(t, pool, agents.Definition{
+		Name: "sales", Default: true, Description: text, Instructions: text, Greeting: text,
+		Keys: []string{"web"},
+	})
 	acts(t, pool, agents.Definition{Name: "billing", Memory: "own", Instructions: text})
 	called(t, pool, "fetch", "error", text, 3)
 	called(t, pool, "fetch", "success", "", 9)
 	spoken(t, pool, text, text, "completed")
-	quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq) values ('talk', 'chat', 'key1', $1, 3)`, text)
+	quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq)
+		values ('talk', 'chat', 'key1', $1, 3)`, text)
 	quiet(t, pool, `
-		insert into agent_messages (thread_id, seq, turn, role, content, status) values ('talk', 1, 1, 'user', $1, 'received'),
+		insert into agent_messages (thread_id, seq, turn, role, content, status)
+		  values ('talk', 1, 1, 'user', $1, 'received'),
 		       ('talk', 2, 1, 'assistant', $1, 'sent'), ('talk', null, null, 'assistant', $1, 'queued')`, text)
 	quiet(t, pool, `
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values
-		       ('thread:talk', 'x', 1, now() + interval '1 hour', $1::uuid), ('pipeline:prices', 'somebody', 2, now() + interval '1 hour', null)`, waiting)
+		       ('thread:talk', 'x', 1, now() + interval '1 hour', $1::uuid),
+		         ('pipeline:prices', 'somebody', 2, now() + interval '1 hour', null)`, waiting)
 	return map[string]string{
-		"/": "/", "/activity": "/activity", "/traces": "/traces", "/traces/{id}": "/traces/" + string(id), "/executions": "/executions",
-		"/executions/{id}": "/executions/" + waiting, "/threads": "/threads", "/threads/{id}": "/threads/talk", "/approvals": "/approvals",
-		"/approvals/{id}": "/approvals/" + approval, "/agents": "/agents", "/agents/{name}": "/agents/sales", "/skills": "/skills", "/skills/{name}": "/skills/fetch", "/automations": "/automations",
+		"/": "/", "/activity": "/activity", "/traces": "/traces", "/traces/{id}": "/traces/" + string(id),
+		"/executions":      "/executions",
+		"/executions/{id}": "/executions/" + waiting, "/threads": "/threads", "/threads/{id}": "/threads/talk",
+		"/approvals":      "/approvals",
+		"/approvals/{id}": "/approvals/" + approval, "/agents": "/agents", "/agents/{name}": "/agents/sales",
+		"/skills": "/skills", "/skills/{name}": "/skills/fetch", "/automations": "/automations",
 		"/automations/{name}": "/automations/weekly", "/objectives": "/objectives", "/objectives/{name}": "/objectives/grow",
-		"/memory": "/memory", "/memory/{key...}": "/memory/prices", "/deliveries": "/deliveries", "/deliveries/{id}": "/deliveries/" + delivery,
-		"/outgoing": "/outgoing", "/outgoing/{id}": "/outgoing/" + message, "/spend": "/spend", "/audit": "/audit", "/lanes": "/lanes", "/operate": "/operate",
+		"/memory": "/memory", "/memory/{key...}": "/memory/prices", "/deliveries": "/deliveries",
+		"/deliveries/{id}": "/deliveries/" + delivery,
+		"/outgoing":        "/outgoing", "/outgoing/{id}": "/outgoing/" + message, "/spend": "/spend", "/audit": "/audit",
+		"/lanes": "/lanes", "/operate": "/operate",
 	}
 }
 
@@ -298,7 +319,8 @@ func quoted(t *testing.T, text string) string {
 
 // manners are the ways in which every page has to be fit to be read.
 var manners = map[string]browser.Look{
-	"light": {}, "dark": {Dark: true}, "light phone": {Width: 390, Height: 844}, "dark phone": {Width: 390, Height: 844, Dark: true},
+	"light": {}, "dark": {Dark: true}, "light phone": {Width: 390, Height: 844},
+	"dark phone": {Width: 390, Height: 844, Dark: true},
 }
 
 // addresses are those of all pages of the room, so that a new one cannot be forgotten, and some more.
@@ -368,7 +390,10 @@ func pictures(t *testing.T, p *browser.Page, base string, made map[string]string
 		return
 	}
 	for _, shot := range []struct{ name, page, way string }{
-		{"overview", "/", "light"}, {"trace", "/traces/{id}", "light"}, {"approval", "/approvals/{id}", "dark"}, {"phone", "/activity", "dark phone"},
+		{"overview", "/", "light"},
+		{"trace", "/traces/{id}", "light"},
+		{"approval", "/approvals/{id}", "dark"},
+		{"phone", "/activity", "dark phone"},
 	} {
 		p.As(manners[shot.way])
 		p.Go(base + made[shot.page])
@@ -390,7 +415,8 @@ func TestEveryPageShowsHostileTextAsText(t *testing.T) {
 	for _, address := range list {
 		fit(t, p, server.URL+address, !testing.Short(), "dark phone")
 		var odd []string
-		p.Eval(`[...document.querySelectorAll("script:not([src]), img, iframe, object, [onerror], [onload], [style]")].map(e => e.outerHTML.slice(0, 200))`, &odd)
+		p.Eval(
+			`[...document.querySelectorAll("script:not([src]), img, iframe, object, [onerror], [onload], [style]")].map(e => e.outerHTML.slice(0, 200))`, &odd)
 		if len(odd) > 0 {
 			t.Errorf("%s has elements that no template makes: %v", address, odd)
 		}
@@ -407,8 +433,10 @@ func TestEveryPageShowsHostileTextAsText(t *testing.T) {
 func soil(t *testing.T, pool *pgxpool.Pool, text string) {
 	t.Helper()
 	rows, err := pool.Query(t.Context(), `
-		select c.table_name::text, c.column_name::text, c.data_type::text from information_schema.columns c join information_schema.tables t using (table_schema, table_name)
-		 where c.table_schema = current_schema() and t.table_type = 'BASE TABLE' and c.table_name like 'agent\_%' and c.data_type in ('text', 'jsonb')
+		select c.table_name::text, c.column_name::text, c.data_type::text from information_schema.columns c
+		  join information_schema.tables t using (table_schema, table_name)
+		 where c.table_schema = current_schema() and t.table_type = 'BASE TABLE' and c.table_name like 'agent\_%'
+		   and c.data_type in ('text', 'jsonb')
 		   and c.is_generated = 'NEVER' and c.table_name !~ '^agent_(activity_\d|limits)'
 		   and c.column_name !~ '^(id|name|key|kind|status|surface|role|channel|category|cause|trigger|queue|scope|trust|handler|lane|thread_id|skill_name|flow|endpoint|event|conversation_id|step|cron|timezone|.*trace_id|waiting_for|result_type|decided_by|token_usage|headers|outcome|body_sha256|.*hash)$'`)
 	require.NoError(t, err)
@@ -425,7 +453,8 @@ func soil(t *testing.T, pool *pgxpool.Pool, text string) {
 			if _, err := tx.Exec(t.Context(), `set local session_replication_role = replica`); err != nil {
 				return err
 			}
-			_, err := tx.Exec(t.Context(), fmt.Sprintf("update %s set %s = %s", pgx.Identifier{c.Table}.Sanitize(), pgx.Identifier{c.Name}.Sanitize(), value), text)
+			_, err := tx.Exec(t.Context(), fmt.Sprintf("update %s set %s = %s", pgx.Identifier{c.Table}.Sanitize(),
+				pgx.Identifier{c.Name}.Sanitize(), value), text)
 			return err
 		})
 		switch {
@@ -450,8 +479,9 @@ type fakeTurns struct {
 }
 
 const (
-	startEvent = "event: start\ndata: {\"trace_id\":\"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE\",\"session_id\":\"" + aSession + "\",\"execution_id\":\"018f0000-0000-7000-8000-000000000000\"}\n\n"
-	doneEvent  = "event: done\ndata: {\"ended\":\"answered\",\"trace_id\":\"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE\"}\n\n"
+	startEvent = "event: start\ndata: {\"trace_id\":\"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE\",\"session_id\":\"" + aSession +
+		"\",\"execution_id\":\"018f0000-0000-7000-8000-000000000000\"}\n\n"
+	doneEvent = "event: done\ndata: {\"ended\":\"answered\",\"trace_id\":\"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE\"}\n\n"
 )
 
 func (f *fakeTurns) said(r *http.Request) (body string) {
@@ -501,7 +531,8 @@ func (f *fakeTurns) operate(w http.ResponseWriter, r *http.Request) {
 		}
 		panic(http.ErrAbortHandler)
 	case strings.Contains(body, "approve"):
-		tell(`event: approval` + "\n" + `data: {"id":"a1","skill":"drop","arguments":{"table":"<i>all</i>","rows":9007199254740993},"expires_at":"2030-01-01T00:00:00Z"}` + "\n\n")
+		tell(`event: approval` + "\n" +
+			`data: {"id":"a1","skill":"drop","arguments":{"table":"<i>all</i>","rows":9007199254740993},"expires_at":"2030-01-01T00:00:00Z"}` + "\n\n")
 		select {
 		case <-f.decided:
 		case <-r.Context().Done():
@@ -512,8 +543,14 @@ func (f *fakeTurns) operate(w http.ResponseWriter, r *http.Request) {
 		for _, e := range []any{
 			map[string]any{"delta": map[string]string{"text": "wrong"}},
 			map[string]any{"restart": map[string]any{}},
-			map[string]any{"tool": map[string]any{"id": "t1", "name": "look", "arguments": map[string]string{"q": hostile}, "status": "started"}},
-			map[string]any{"tool": map[string]any{"id": "t1", "name": "look", "arguments": map[string]string{"q": hostile}, "status": "success", "result": 7, "duration_ms": 12}},
+			map[string]any{"tool": map[string]any{
+				"id": "t1", "name": "look", "arguments": map[string]string{"q": hostile},
+				"status": "started",
+			}},
+			map[string]any{"tool": map[string]any{
+				"id": "t1", "name": "look", "arguments": map[string]string{"q": hostile},
+				"status": "success", "result": 7, "duration_ms": 12,
+			}},
 			map[string]any{"delta": map[string]string{"text": "Here: "}},
 			map[string]any{"delta": map[string]string{"text": hostile}},
 		} {
@@ -541,7 +578,8 @@ func (f *fakeTurns) rest(w http.ResponseWriter, r *http.Request) {
 		f.mu.Unlock()
 		io.WriteString(w, `{}`)
 	case r.URL.Path == "/v1/executions":
-		fmt.Fprintf(w, `{"items":[{"id":"018f0000-0000-7000-8000-000000000000","trace_id":"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE","thread_id":%q,
+		fmt.Fprintf(w,
+			`{"items":[{"id":"018f0000-0000-7000-8000-000000000000","trace_id":"op_01JD3V7K8ZQ6W2M5T9X4C1B0AE","thread_id":%q,
 			"input":{"message":"break early"},"created_at":"2999-01-01T00:00:00Z"}],"next_cursor":null}`, aSession)
 	default:
 		f.mu.Lock()
@@ -580,13 +618,17 @@ func TestTheConsoleInABrowser(t *testing.T) {
 
 	// Keys send, the answer is streamed, and all of it is text.
 	p.Type("#message", "hello")
-	p.Eval(`document.getElementById("message").dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", ctrlKey: true, bubbles: true, cancelable: true})), 1`, new(int))
+	p.Eval(
+		`document.getElementById("message").dispatchEvent(new KeyboardEvent("keydown", {key: "Enter", ctrlKey: true, bubbles: true, cancelable: true})), 1`, new(int))
 	p.Shows("Done. Trace op_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
 	p.Until("nothing of it is markup", `document.querySelectorAll("#transcript img, #transcript script").length === 0`)
-	p.Until("it reads as it was said", `document.querySelector("#transcript .bubble-assistant .said").textContent.startsWith("Here: <script>alert(1)") &&
+	p.Until("it reads as it was said",
+		`document.querySelector("#transcript .bubble-assistant .said").textContent.startsWith("Here: <script>alert(1)") &&
 		document.querySelector("#transcript .bubble-assistant .said").textContent.includes("⟨U+202E⟩") && !document.body.textContent.includes("wrong")`)
-	p.Until("the call is there once, with its end", `document.querySelectorAll(".bubble-tool").length === 1 && document.querySelector(".bubble-tool").textContent.includes("✓ success 12 ms")`)
-	p.Until("the address has the session", `location.search === "?session=`+aSession+`" && document.activeElement.id === "message"`)
+	p.Until("the call is there once, with its end",
+		`document.querySelectorAll(".bubble-tool").length === 1 && document.querySelector(".bubble-tool").textContent.includes("✓ success 12 ms")`)
+	p.Until("the address has the session", `location.search === "?session=`+aSession+
+		`" && document.activeElement.id === "message"`)
 
 	if !f.has("POST /v1/operate", "hello", `"agent":"billing"`) {
 		t.Errorf("the chosen agent was not named: %q", f.asked)
@@ -603,7 +645,8 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	}
 	p.Click(`#transcript [role="group"] button`)
 	p.Shows("Dropped.")
-	if !f.has("POST /v1/approvals/a1", `"decision":"approve"`) || !f.has("POST /v1/operate", `"session_id":"`+aSession+`"`, "approve") {
+	if !f.has("POST /v1/approvals/a1", `"decision":"approve"`) ||
+		!f.has("POST /v1/operate", `"session_id":"`+aSession+`"`, "approve") {
 		t.Errorf("asked: %q", f.asked)
 	}
 
@@ -612,8 +655,11 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	p.Type("#message", "busy")
 	p.Click("#send")
 	p.Shows("lane operate is held by <b>ana</b>")
-	p.Eval(`[...document.querySelectorAll("#transcript button")].find(b => b.textContent === "Wait for the lane").click(), 1`, new(int))
-	p.Until("it waited", `[...document.querySelectorAll("#transcript > div")].pop().textContent.startsWith("Done. Trace") && document.getElementById("send").disabled === false`)
+	p.Eval(
+		`[...document.querySelectorAll("#transcript button")].find(b => b.textContent === "Wait for the lane").click(), 1`,
+		new(int))
+	p.Until("it waited",
+		`[...document.querySelectorAll("#transcript > div")].pop().textContent.startsWith("Done. Trace") && document.getElementById("send").disabled === false`)
 	if !f.has("POST /v1/operate", "busy", `"wait":true`) {
 		t.Errorf("asked: %q", f.asked)
 	}

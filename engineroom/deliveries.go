@@ -81,15 +81,20 @@ type deliveryRow struct {
 func (room *Room) deliveriesList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(deliveryFilter)
 	all, err := postgres.Rows[deliveryRow](ctx, room.Read, "list deliveries", `
-		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, d.execution_id::text, d.attempts, d.replays,
+		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, d.execution_id::text,
+		  d.attempts, d.replays,
 		       d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at,
 		       coalesce(left(d.error_message, 300), '') as error, coalesce(e.scheme, '') as scheme,
-		       coalesce(left(coalesce(d.headers #>> '{X-Github-Event,0}', jsonb_path_query_first(d.outcome, '$.*.event') #>> '{}'), 100), '') as event
+		       coalesce(left(coalesce(d.headers #>> '{X-Github-Event,0}',
+		         jsonb_path_query_first(d.outcome, '$.*.event') #>> '{}'), 100), '') as event
 		  from agent_webhook_deliveries d left join agent_webhook_endpoints e on e.name = d.endpoint
 		 where (@endpoint = '' or d.endpoint = @endpoint) and (@status = '' or d.status = @status)
 		   and (@before = '' or d.id < nullif(@before, '')::uuid)
 		 order by d.id desc limit @most + 1`,
-		freshPlan, postgres.Strict{"endpoint": want.Endpoint, "status": want.Status, "before": want.Before, "most": mostDeliveries})
+		freshPlan, postgres.Strict{
+			"endpoint": want.Endpoint, "status": want.Status, "before": want.Before,
+			"most": mostDeliveries,
+		})
 	if err != nil {
 		return nil, err
 	}
@@ -98,7 +103,10 @@ func (room *Room) deliveriesList(ctx context.Context, v *visit) (any, error) {
 		return nil, err
 	}
 	list, links := paged(v, all, mostDeliveries, func(d deliveryRow) string { return d.ID })
-	return map[string]any{"Deliveries": list, "Want": want, "Endpoints": endpoints, "Statuses": webhooks.Statuses(), "Links": links}, nil
+	return map[string]any{
+		"Deliveries": list, "Want": want, "Endpoints": endpoints,
+		"Statuses": webhooks.Statuses(), "Links": links,
+	}, nil
 }
 
 // names reads a query's single column.
@@ -114,7 +122,8 @@ type rejectedRequest struct {
 
 func (room *Room) deliveriesRefused(ctx context.Context, _ *visit) (any, error) {
 	return postgres.Rows[rejectedRequest](ctx, room.Read, "list refusals", `
-		select a.id::text, a.trace_id, coalesce(a.input ->> 'endpoint', '') as endpoint, coalesce(a.input ->> 'count', '') as count,
+		select a.id::text, a.trace_id, coalesce(a.input ->> 'endpoint', '') as endpoint, coalesce(a.input ->> 'count', '')
+		  as count,
 		       coalesce(left(a.error_message, 300), '') as why, a.created_at
 		  from agent_activity a where a.skill_name = 'webhook_refused' order by a.id desc limit @most`,
 		freshPlan, postgres.Strict{"most": mostRefusals})
@@ -141,11 +150,15 @@ func (targetRow) Capped(n int64) string {
 
 func (room *Room) deliveryTargets(ctx context.Context, _ *visit) (any, error) {
 	all, err := postgres.Rows[targetRow](ctx, room.Read, "list targets", `
-		select t.id::text, t.name, left(t.url, 2048) as url, array(select left(coalesce(e, ''), 200) from unnest(t.events[:20]) e) as events,
-		       t.enabled, left(t.disabled_by, 300) as disabled_by, left(t.disabled_reason, 300) as disabled_reason, t.failures,
+		select t.id::text, t.name, left(t.url, 2048) as url, array(select left(coalesce(e, ''), 200)
+		  from unnest(t.events[:20]) e) as events,
+		       t.enabled, left(t.disabled_by, 300) as disabled_by, left(t.disabled_reason, 300) as disabled_reason,
+		         t.failures,
 		       t.failing_since, case when t.blocked_until > clock_timestamp() then t.blocked_until end as blocked_until,
-		       (select count(*) from (select from agent_webhook_outbox o where o.target_id = t.id and o.status = 'pending' limit @count + 1) p) as pending,
-		       (select count(*) from (select from agent_webhook_outbox o where o.target_id = t.id and o.status = 'dead' limit @count + 1) p) as dead
+		       (select count(*) from (select from agent_webhook_outbox o where o.target_id = t.id and o.status = 'pending'
+		         limit @count + 1) p) as pending,
+		       (select count(*) from (select from agent_webhook_outbox o where o.target_id = t.id
+		         and o.status = 'dead' limit @count + 1) p) as dead
 		  from agent_webhook_targets t order by t.name limit @most + 1`,
 		postgres.Strict{"most": mostTargets, "count": maxCounted})
 	if err != nil {
@@ -179,7 +192,8 @@ func (room *Room) openDelivery(ctx context.Context, v *visit) (string, error) {
 		return "", missing("there is no delivery %.60q", id)
 	}
 	var endpoint string
-	err := room.Read.QueryRow(ctx, `select endpoint from agent_webhook_deliveries where id = @id`, postgres.Strict{"id": id}).Scan(&endpoint)
+	err := room.Read.QueryRow(ctx, `select endpoint from agent_webhook_deliveries where id = @id`,
+		postgres.Strict{"id": id}).Scan(&endpoint)
 	if errors.Is(err, pgx.ErrNoRows) {
 		return "", missing("there is no delivery %s", id)
 	}
@@ -205,9 +219,12 @@ func (d deliveryDetail) Seen() string { return strconv.Itoa(d.Replays) }
 
 func (room *Room) deliveryFacts(ctx context.Context, v *visit) (any, error) {
 	d, err := postgres.Row[deliveryDetail](ctx, room.Read, "read delivery", `
-		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, left(d.trace_id, 300) as first_trace_id, d.execution_id::text,
-		       d.attempts, d.replays, d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at, d.received_at, d.finished_at, d.updated_at,
-		       coalesce(left(d.error_message, 4000), '') as error, coalesce(e.scheme, '') as scheme, left(d.body_sha256, 100) as body_sha256,
+		select d.id::text, d.endpoint, d.delivery_id, d.status, left(d.last_trace_id, 300) as trace_id, left(d.trace_id, 300)
+		  as first_trace_id, d.execution_id::text,
+		       d.attempts, d.replays, d.repeats, d.conflicts, octet_length(d.body)::bigint as bytes, d.next_attempt_at,
+		         d.received_at, d.finished_at, d.updated_at,
+		       coalesce(left(d.error_message, 4000), '') as error, coalesce(e.scheme, '') as scheme, left(d.body_sha256, 100)
+		         as body_sha256,
 		       d.traceparent, coalesce(left(d.headers #>> '{X-Github-Event,0}', 100), '') as event,
 		       coalesce(left(d.outcome::text, 20000), '') as outcome
 		  from agent_webhook_deliveries d left join agent_webhook_endpoints e on e.name = d.endpoint where d.id = @id`,
@@ -230,7 +247,8 @@ type deliveryAttempt struct {
 
 func (room *Room) deliveryAttempts(ctx context.Context, v *visit) (any, error) {
 	all, err := postgres.Rows[deliveryAttempt](ctx, room.Read, "list attempts", `
-		select a.id::text, left(a.step, 200) as step, a.skill_name, a.status, coalesce(left(a.error_message, 1000), '') as error,
+		select a.id::text, left(a.step, 200) as step, a.skill_name, a.status, coalesce(left(a.error_message, 1000), '')
+		  as error,
 		       coalesce(left(a.output::text, 2000), '') as output, a.duration_ms as millis, a.created_at
 		  from agent_webhook_deliveries d join agent_activity a on a.execution_id = d.execution_id
 		 where d.id = @id order by a.id limit @most + 1`, freshPlan, postgres.Strict{"id": v.About, "most": maxAttempts})
@@ -252,7 +270,8 @@ type deliveryBody struct {
 // deliveryContent reads the body, and the other bodies under its id.
 func (room *Room) deliveryContent(ctx context.Context, v *visit) (any, error) {
 	rows, err := room.Read.Query(ctx, `
-		select x.id::text, left(x.headers::text, 70000) as headers, substring(x.body from 1 for @most) as body, octet_length(x.body)::bigint as bytes,
+		select x.id::text, left(x.headers::text, 70000) as headers, substring(x.body from 1 for @most) as body,
+		  octet_length(x.body)::bigint as bytes,
 		       x.received_at
 		  from (select d.id, d.headers, d.body, d.received_at, 0 as place from agent_webhook_deliveries d where d.id = @id
 		        union all
@@ -369,7 +388,8 @@ func (room *Room) messagePage() page {
 				return "", missing("there is no outgoing delivery %.60q", id)
 			}
 			var event string
-			err := room.Read.QueryRow(ctx, `select event from agent_webhook_outbox where id = @id`, postgres.Strict{"id": id}).Scan(&event)
+			err := room.Read.QueryRow(ctx, `select event from agent_webhook_outbox where id = @id`,
+				postgres.Strict{"id": id}).Scan(&event)
 			if errors.Is(err, pgx.ErrNoRows) {
 				return "", missing("there is no outgoing delivery %s", id)
 			}

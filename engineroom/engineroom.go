@@ -14,8 +14,8 @@
 //     their length.
 //   - Nothing is loaded from another host. The Content-Security-Policy allows no inline script or style.
 //   - A part that fails shows its error in place; the others are shown.
-//   - Pages may be read from a replica (see internal/replica), and then show its lag. The Operate page and the result of
-//     an action are read from the primary.
+//   - Pages may be read from a replica (see internal/replica), and then show its lag. The Operate page and the result
+//     of an action are read from the primary.
 //   - Every page works without JavaScript, including its actions.
 //
 // Access is checked before a handler of this package is called.
@@ -112,7 +112,10 @@ func (room *Room) Routes() []Route {
 	for _, p := range room.pages {
 		routes = append(routes, Route{Method: http.MethodGet, Path: p.pattern(), Handler: room.serve(p)})
 		if len(p.live()) > 0 {
-			routes = append(routes, Route{Method: http.MethodGet, Path: "/live" + p.pattern(), Stream: true, Handler: room.live(p)})
+			routes = append(routes, Route{
+				Method: http.MethodGet, Path: "/live" + p.pattern(), Stream: true,
+				Handler: room.live(p),
+			})
 		}
 	}
 	for _, l := range actions() {

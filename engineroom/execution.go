@@ -46,7 +46,8 @@ type executionVisit struct {
 func (room *Room) openExecution(ctx context.Context, v *visit) (string, error) {
 	id := v.path("id")
 	if !uuidShape.MatchString(id) {
-		return "", problem.New(http.StatusBadRequest, "%.60q is not the id of an execution, which is a uuid in lower case", id).
+		return "", problem.New(http.StatusBadRequest, "%.60q is not the id of an execution, which is a uuid in lower case",
+			id).
 			Kind("malformed-id", "Malformed id")
 	}
 	q, err := filtersOf(v.Query, "before", "from")
@@ -58,7 +59,8 @@ func (room *Room) openExecution(ctx context.Context, v *visit) (string, error) {
 		return "", err
 	}
 	var flow string
-	err = room.Read.QueryRow(ctx, `select left(flow, 100) from agent_executions where id = @id`, postgres.Strict{"id": id}).Scan(&flow)
+	err = room.Read.QueryRow(ctx, `select left(flow, 100) from agent_executions where id = @id`,
+		postgres.Strict{"id": id}).Scan(&flow)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return "", problem.New(http.StatusNotFound, "there is no execution %s", id)
@@ -109,11 +111,15 @@ func (room *Room) executionFacts(ctx context.Context, v *visit) (any, error) {
 
 func (room *Room) factOf(ctx context.Context, id string) (executionRecord, error) {
 	x, err := postgres.Row[executionRecord](ctx, room.Read, "read execution", `
-		select e.id::text, e.trace_id, e.surface, left(e.agent, 100) as agent, e.flow, e.status, left(e.queue, 100) as queue, e.flow_version, e.parent_id::text, e.thread_id,
-		       e.forked_from::text, left(e.forked_step, 600) as forked_step, e.priority, e.attempt, e.max_attempts, e.wait_number,
+		select e.id::text, e.trace_id, e.surface, left(e.agent, 100) as agent, e.flow, e.status, left(e.queue, 100) as queue,
+		  e.flow_version, e.parent_id::text, e.thread_id,
+		       e.forked_from::text, left(e.forked_step, 600) as forked_step, e.priority, e.attempt, e.max_attempts,
+		         e.wait_number,
 		       e.progress_seconds, left(e.on_lost, 100) as on_lost, e.outside, e.claim, e.claimed_by::text,
-		       left(coalesce(nullif(w.owner, ''), w.name), 200) as worker, w.expires_at as lease_until, left(e.failed_step, 600) as failed_step,
-		       left(e.cancelled_by, 200) as cancelled_by, left(e.cancel_reason, 1200) as cancel_reason, e.created_at, e.updated_at,
+		       left(coalesce(nullif(w.owner, ''), w.name), 200) as worker, w.expires_at as lease_until,
+		         left(e.failed_step, 600) as failed_step,
+		       left(e.cancelled_by, 200) as cancelled_by, left(e.cancel_reason, 1200) as cancel_reason, e.created_at,
+		         e.updated_at,
 		       e.started_at, e.completed_at
 		  from agent_executions e left join agent_workers w on w.id = e.claimed_by
 		 where e.id = @id`, postgres.Strict{"id": id})
@@ -152,8 +158,10 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 	w := openWait{ID: v.About.(executionVisit).ID}
 	var data string
 	err := room.Read.QueryRow(ctx, `
-		select left(coalesce(e.waiting_for, ''), 200), left(coalesce(e.waiting_key, ''), 1000), left(coalesce(e.waiting_step, ''), 1000), e.waiting_until, e.updated_at,
-		       e.wait_number, left(coalesce(e.waiting_data::text, ''), 8192), octet_length(coalesce(e.waiting_data::text, '')),
+		select left(coalesce(e.waiting_for, ''), 200), left(coalesce(e.waiting_key, ''), 1000),
+		  left(coalesce(e.waiting_step, ''), 1000), e.waiting_until, e.updated_at,
+		       e.wait_number, left(coalesce(e.waiting_data::text, ''), 8192),
+		         octet_length(coalesce(e.waiting_data::text, '')),
 		       coalesce((select k.event from lanekeeper.agent_wait_events k where k.kind = e.waiting_for), '')
 		  from agent_executions e where e.id = @id and e.status = 'waiting'`, postgres.Strict{"id": w.ID}).
 		Scan(&w.For, &w.Key, &w.Step, &w.Until, &w.Since, &w.Number, &data, &w.Data.Bytes, &w.Event)
@@ -167,7 +175,8 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 	switch w.For {
 	case "response", "document", "signature", "test", "event":
 		// A form must not change the key, so some keys have none.
-		w.Raise = len(w.Key) <= maxEventKey && redact.Text(w.Key, maxValue) == w.Key && !strings.ContainsFunc(w.Key, changesReading)
+		w.Raise = len(w.Key) <= maxEventKey && redact.Text(w.Key, maxValue) == w.Key &&
+			!strings.ContainsFunc(w.Key, changesReading)
 	}
 	w.Key, w.Step = redact.Text(w.Key, maxValue), redact.Text(w.Step, maxValue)
 	w.Requests, err = postgres.Rows[openRequest](ctx, room.Read, "read what was asked of people", `
@@ -204,7 +213,8 @@ func (room *Room) executionValues(ctx context.Context, v *visit) (any, error) {
 		       left(v.result, 8192), octet_length(v.result), left(e.result_summary, 8192), octet_length(e.result_summary),
 		       left(v.error, 8192), octet_length(v.error)
 		  from agent_executions e
-		 cross join lateral (select e.input::text as input, e.variables::text as variables, coalesce(e.result::text, '') as result,
+		 cross join lateral (select e.input::text as input, e.variables::text as variables, coalesce(e.result::text, '')
+		   as result,
 		                            coalesce(e.error_message, '') as error) v
 		 where e.id = @id`, postgres.Strict{"id": v.About.(executionVisit).ID}).
 		Scan(&got.Status, &input, &got.Input.Bytes, &variables, &got.Variables.Bytes, &result, &got.Result.Bytes,
@@ -212,7 +222,8 @@ func (room *Room) executionValues(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the values of the execution: %w", err)
 	}
-	got.Input, got.Variables, got.Result = shownJSON(input, got.Input.Bytes), shownJSON(variables, got.Variables.Bytes), shownJSON(result, got.Result.Bytes)
+	got.Input, got.Variables, got.Result = shownJSON(input, got.Input.Bytes), shownJSON(variables, got.Variables.Bytes),
+		shownJSON(result, got.Result.Bytes)
 	got.Summary, got.Error = shownText(summary, got.Summary.Bytes), shownText(failure, got.Error.Bytes)
 	return got, nil
 }
@@ -230,7 +241,8 @@ type executionLane struct {
 // executionLanes reads the lanes that the execution holds, borrows or has lent.
 func (room *Room) executionLanes(ctx context.Context, v *visit) (any, error) {
 	list, err := postgres.Rows[executionLane](ctx, room.Read, "read the lanes of the execution", `
-		select k.* from ((select l.lane, l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
+		select k.* from ((select l.lane, l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end
+		  as expires_at,
 		        (select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1) as lender,
 		        null::text as borrower
 		   from agent_locks l
@@ -394,7 +406,8 @@ func (room *Room) descendants(ctx context.Context, id string) ([]relative, error
 		  select @id::uuid, 0
 		  union all
 		  select c.id, t.level + 1 from tree t cross join lateral (
-		    select y.id from (select x.id, x.parent_id from agent_executions x where x.parent_id >= t.id order by x.parent_id limit @near) y
+		    select y.id from (select x.id, x.parent_id from agent_executions x where x.parent_id >= t.id
+		      order by x.parent_id limit @near) y
 		     where y.parent_id = t.id order by y.id limit @wide) c
 		   where t.level < @deep)
 		select x.id::text, left(x.flow, 100) as flow, x.status, x.parent_id::text, x.created_at, t.level

@@ -125,23 +125,27 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 		    order by x.id desc limit @looked)
 		  union all
 		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
-		    where @by = 'flow' and x.flow = @flow and x.claimed_by is null and (@before = '' or x.id < nullif(@before, '')::uuid)
+		    where @by = 'flow' and x.flow = @flow and x.claimed_by is null
+		      and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)
 		  union all
 		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
-		    where @by = 'flow' and x.flow = @flow and x.claimed_by is not null and (@before = '' or x.id < nullif(@before, '')::uuid)
+		    where @by = 'flow' and x.flow = @flow and x.claimed_by is not null
+		      and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)
 		  union all
 		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
 		    where @by = 'newest' and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)) w
 		  where (@status = '' or w.status = @status) and (not @failed or w.status in ('failed', 'timeout'))
-		    and (@surface = '' or w.surface = @surface) and (@flow = '' or w.flow = @flow) and (@agent = '' or w.agent = @agent)
+		    and (@surface = '' or w.surface = @surface) and (@flow = '' or w.flow = @flow)
+		      and (@agent = '' or w.agent = @agent)
 		  order by w.id desc limit @most + 1) p
 		  join agent_executions e on e.id = p.id
 		 order by e.id desc`, freshPlan,
 		postgres.Strict{
-			"by": f.leadingFilter(), "traces": f.traces, "before": f.Before, "looked": maxSearched, "status": f.Status, "failed": f.Failed,
+			"by": f.leadingFilter(), "traces": f.traces, "before": f.Before, "looked": maxSearched,
+			"status": f.Status, "failed": f.Failed,
 			"surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "most": executionsShown,
 		})
 	got := executionList{executionFilter: f, Window: maxSearched}
@@ -178,18 +182,23 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x
-		    where @by = 'flow' and x.flow = @flow and x.claimed_by is null and (@before = '' or x.id < nullif(@before, '')::uuid)
+		    where @by = 'flow' and x.flow = @flow and x.claimed_by is null
+		      and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x
-		    where @by = 'flow' and x.flow = @flow and x.claimed_by is not null and (@before = '' or x.id < nullif(@before, '')::uuid)
+		    where @by = 'flow' and x.flow = @flow and x.claimed_by is not null
+		      and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x
 		    where @by = 'newest' and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc offset @looked - 1 limit 1)) w
 		 order by w.id desc limit 1), '')`, freshPlan,
-		postgres.Strict{"by": f.leadingFilter(), "status": f.Status, "flow": f.Flow, "before": f.Before, "looked": maxSearched}).Scan(&end)
+		postgres.Strict{
+			"by": f.leadingFilter(), "status": f.Status, "flow": f.Flow, "before": f.Before,
+			"looked": maxSearched,
+		}).Scan(&end)
 	if err != nil {
 		return got, fmt.Errorf("look how far executions were looked at: %w", err)
 	}
@@ -208,19 +217,23 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 	rows, err := room.Read.Query(ctx, `
 		select `+executionRowColumns+` from (select l.id, l.waiting_until from (
 		  (select w.id, w.waiting_until, w.waiting_for, w.surface, w.flow, w.agent, w.trace_id from agent_executions w
-		    where w.status = 'waiting' and @view = 'waiting' and (@after::timestamptz is null or (w.waiting_until, w.id) > (@after, nullif(@before, '')::uuid))
+		    where w.status = 'waiting' and @view = 'waiting'
+		      and (@after::timestamptz is null or (w.waiting_until, w.id) > (@after, nullif(@before, '')::uuid))
 		    order by w.waiting_until, w.id limit @looked)
 		  union all
 		  (select s.id, s.waiting_until, s.waiting_for, s.surface, s.flow, s.agent, s.trace_id from agent_executions_stuck s
-		    where @view = 'stuck' and s.waiting_until <= now() and (@after::timestamptz is null or (s.waiting_until, s.id) > (@after, nullif(@before, '')::uuid))
+		    where @view = 'stuck' and s.waiting_until <= now()
+		      and (@after::timestamptz is null or (s.waiting_until, s.id) > (@after, nullif(@before, '')::uuid))
 		    order by s.waiting_until, s.id limit @looked)) l
 		   where (@kind = '' or l.waiting_for = @kind) and (@surface = '' or l.surface = @surface)
-		     and (@flow = '' or l.flow = @flow) and (@agent = '' or l.agent = @agent) and (@traces::text[] is null or l.trace_id = any (@traces))
+		     and (@flow = '' or l.flow = @flow) and (@agent = '' or l.agent = @agent)
+		       and (@traces::text[] is null or l.trace_id = any (@traces))
 		   order by l.waiting_until, l.id limit @most + 1) p
 		  join agent_executions e on e.id = p.id
 		 order by p.waiting_until, p.id`, freshPlan,
 		postgres.Strict{
-			"view": f.View, "kind": f.Kind, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "traces": f.traces, "after": f.after,
+			"view": f.View, "kind": f.Kind, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent,
+			"traces": f.traces, "after": f.after,
 			"before": f.Before, "most": executionsShown, "looked": maxSearched,
 		})
 	got := executionList{executionFilter: f, Window: maxSearched}
@@ -261,7 +274,10 @@ func executionStatuses() []string {
 }
 
 func surfaceNames() []string {
-	return []string{string(trace.Heartbeat), string(trace.Operate), string(trace.Chat), string(trace.Webhook), string(trace.Flow)}
+	return []string{
+		string(trace.Heartbeat), string(trace.Operate), string(trace.Chat),
+		string(trace.Webhook), string(trace.Flow),
+	}
 }
 
 func waitKinds() []string {
@@ -283,7 +299,10 @@ func openExecutions(_ context.Context, v *visit) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	f := executionFilter{View: q["view"], Status: q["status"], Surface: q["surface"], Flow: q["flow"], Agent: q["agent"], Trace: q["trace_id"], Kind: q["for"]}
+	f := executionFilter{
+		View: q["view"], Status: q["status"], Surface: q["surface"], Flow: q["flow"], Agent: q["agent"],
+		Trace: q["trace_id"], Kind: q["for"],
+	}
 	for _, one := range []struct {
 		name  string
 		known []string
@@ -369,7 +388,8 @@ func (f executionFilter) leadingFilter() string {
 // searchesAll reports whether the searched rows are all rows.
 func (f executionFilter) searchesAll() bool {
 	by := f.leadingFilter()
-	others := f.Surface != "" || f.Agent != "" || (f.Flow != "" && by != "flow") || (f.Status != "" && by != "status") || (f.Failed && by != "failed")
+	others := f.Surface != "" || f.Agent != "" || (f.Flow != "" && by != "flow") || (f.Status != "" && by != "status") ||
+		(f.Failed && by != "failed")
 	return by == "trace" || !others
 }
 
@@ -484,7 +504,10 @@ func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 	}
 	return append(tabs,
 		stateTab{Word: "failed or timed out", Link: f.tab("failed", "1"), Now: f.Failed},
-		stateTab{Word: "waiting by deadline", Link: f.tab("view", "waiting"), Count: counts["waiting by deadline"], Now: f.View == "waiting"},
+		stateTab{
+			Word: "waiting by deadline", Link: f.tab("view", "waiting"), Count: counts["waiting by deadline"],
+			Now: f.View == "waiting",
+		},
 		stateTab{Word: "stuck", Link: f.tab("view", "stuck"), Count: counts["stuck"], Now: f.View == "stuck"}), nil
 }
 
@@ -495,20 +518,25 @@ func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 	rows, err := room.Read.Query(ctx, `
 		select s.status, false as more, (select count(*) filter (where x.status = s.status) from (
 		         select e.status from agent_executions e
-		          where e.status in ('pending', 'running', 'waiting') and (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
+		          where e.status in ('pending', 'running', 'waiting')
+		            and (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
 		          order by e.status, e.id limit @most + 1) x)
 		  from unnest(array['pending', 'running', 'waiting']) s (status)
 		union all
 		select s.status, false, (select count(*) filter (where x.status = s.status) from (
 		         select e.status from agent_executions e
-		          where e.status in ('failed', 'timeout', 'cancelled') and (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
+		          where e.status in ('failed', 'timeout', 'cancelled')
+		            and (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
 		          order by e.status, e.id limit @most + 1) x)
 		  from unnest(array['failed', 'timeout', 'cancelled']) s (status)
 		union all
-		select 'completed', exists (select e.id from agent_executions e order by e.id desc offset @looked limit 1), (select count(*) from (
-		         select from (select e.status from agent_executions e order by e.id desc limit @looked) x where x.status = 'completed' limit @most + 1) y)
+		select 'completed', exists (select e.id from agent_executions e order by e.id desc offset @looked limit 1),
+		  (select count(*) from (
+		         select from (select e.status from agent_executions e order by e.id desc limit @looked) x
+		           where x.status = 'completed' limit @most + 1) y)
 		union all
-		select 'stuck', false, (select count(*) from (select from agent_executions_stuck k where k.waiting_until <= now() limit @most + 1) x)`, freshPlan,
+		select 'stuck', false, (select count(*)
+		  from (select from agent_executions_stuck k where k.waiting_until <= now() limit @most + 1) x)`, freshPlan,
 		postgres.Strict{"most": maxCount, "looked": 4 * maxCount})
 	if err != nil {
 		return nil, fmt.Errorf("count executions: %w", err)

@@ -34,9 +34,12 @@ func execution(t *testing.T, pool *pgxpool.Pool, status, surface, flow string) s
 	t.Helper()
 	id := put(t, pool, `select lanekeeper.agent_uuid7()::text`)
 	quiet(t, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, outside, status, waiting_for, waiting_key, waiting_until, waiting_step, updated_at, completed_at)
-		select @id::uuid, lanekeeper.agent_trace_id('fl'), @surface, @flow, @flow like 'external%', @status::text, x.kind, x.key, x.until, x.step, x.at, x.ended
-		  from (select case when @status = 'waiting' then 'event' end as kind, case when @status = 'waiting' then 'news' end as key,
+		insert into agent_executions (id, trace_id, surface, flow, outside, status, waiting_for, waiting_key, waiting_until,
+		  waiting_step, updated_at, completed_at)
+		select @id::uuid, lanekeeper.agent_trace_id('fl'), @surface, @flow, @flow like 'external%', @status::text, x.kind,
+		  x.key, x.until, x.step, x.at, x.ended
+		  from (select case when @status = 'waiting' then 'event' end as kind, case when @status = 'waiting' then 'news' end
+		    as key,
 		               case when @status = 'waiting' then clock_timestamp() + interval '1 hour' end as until,
 		               case when @status = 'waiting' then 'wait for news' end as step, clock_timestamp() as at,
 		               case when @status not in ('pending', 'running', 'waiting') then clock_timestamp() end as ended) x`,
@@ -53,14 +56,17 @@ func TestCompletedExecutionsAreCountedAmongTheNewest(t *testing.T) {
 		execution(t, pool, "completed", "chat", "flow")
 	}
 	shows(t, server.URL+"/executions", "completed")
-	if counts, err := (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context()); err != nil || counts["completed"] != "3" || counts["failed"] != "0" {
+	if counts, err := (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context()); err != nil ||
+		counts["completed"] != "3" || counts["failed"] != "0" {
 		t.Errorf("counted %v, %v", counts, err)
 	}
 	quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, outside, status, completed_at)
-		select lanekeeper.agent_uuid7(clock_timestamp() - interval '1 hour'), 'fl_1', 'flow', 'flow', false, 'failed', clock_timestamp()
+		select lanekeeper.agent_uuid7(clock_timestamp() - interval '1 hour'), 'fl_1', 'flow', 'flow', false, 'failed',
+		  clock_timestamp()
 		  from generate_series(1, 4 * @most::int) n`, postgres.Strict{"most": maxCount})
-	if counts, err := (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context()); err != nil || counts["completed"] != "3+" || counts["failed"] != "1,000+" {
+	if counts, err := (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context()); err != nil ||
+		counts["completed"] != "3+" || counts["failed"] != "1,000+" {
 		t.Errorf("counted %v, %v", counts, err)
 	}
 }
@@ -113,18 +119,25 @@ func TestExecutionsAreListedByState(t *testing.T) {
 			t.Errorf("%q lists %q, want %q", query, got, want)
 		}
 	}
-	for surface, flows := range map[string][2]string{"webhook": {"flow_running", "flow_pending"}, "chat": {"flow_waiting", "flow_running"}} {
+	for surface, flows := range map[string][2]string{
+		"webhook": {"flow_running", "flow_pending"},
+		"chat":    {"flow_waiting", "flow_running"},
+	} {
 		body := shows(t, server.URL+"/traces?surface="+surface, flows[0])
 		if strings.Contains(body, flows[1]) {
 			t.Errorf("/traces?surface=%s shows %s, which is of another", surface, flows[1])
 		}
 	}
-	quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours', updated_at = now() - interval '2 hours' where status = 'waiting'`)
+	quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours',
+		updated_at = now() - interval '2 hours' where status = 'waiting'`)
 	assert.Equal(t, "waiting", listed(shows(t, server.URL+"/executions?view=stuck"), ids))
 	for query, why := range map[string]string{
-		"?status=odd": "pending, running", "?surface=odd": "heartbeat", "?view=odd": "waiting, stuck", "?view=waiting&for=odd": "response",
-		"?failed=2": "1", "?for=event": "view=waiting", "?view=stuck&status=failed": "leave status", "?trace_id=odd": "not a trace id",
-		"?before=odd": "not where a page", "?view=waiting&before=odd": "not where a page", "?colour=red": "no filter", "?status=failed&status=failed": "2 times",
+		"?status=odd": "pending, running", "?surface=odd": "heartbeat", "?view=odd": "waiting, stuck",
+		"?view=waiting&for=odd": "response",
+		"?failed=2":             "1", "?for=event": "view=waiting", "?view=stuck&status=failed": "leave status",
+		"?trace_id=odd": "not a trace id",
+		"?before=odd":   "not where a page", "?view=waiting&before=odd": "not where a page", "?colour=red": "no filter",
+		"?status=failed&status=failed": "2 times",
 	} {
 		turnsAway(t, server.URL+"/executions"+query, 400, why)
 	}
@@ -142,11 +155,13 @@ func TestARareCombinationIsLookedForInSteps(t *testing.T) {
 	pool, server := open(t)
 	quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status)
-		select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 second'), 'fl_' || n, case when n > @looked then 'chat' else 'flow' end, 'f',
+		select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 second'), 'fl_' || n, case
+		  when n > @looked then 'chat' else 'flow' end, 'f',
 		       case when n = @looked + 3 then 'timeout' else 'failed' end
 		  from generate_series(1, @looked + 5) n`, postgres.Strict{"looked": maxSearched})
 	analyse(t, pool, "agent_executions")
-	for _, filter := range []string{"?surface=chat", "?surface=chat&failed=1"} { // the timeout has a window of its own, which reaches farther
+	// the timeout has a window of its own, which reaches farther
+	for _, filter := range []string{"?surface=chat", "?surface=chat&failed=1"} {
 		body := shows(t, server.URL+"/executions"+filter, "among those that were looked at", "Search further back")
 		if strings.Contains(body, `id="execution-`) {
 			t.Errorf("%s: what lies farther back is on the first page", filter)
@@ -172,23 +187,28 @@ func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	id := execution(t, pool, "waiting", "flow", "greet")
-	body := shows(t, server.URL+"/executions/"+id, "Waits for event", "EVENT_COMPLETED", `name="key" value="news"`, `action="/act/v1/events"`,
-		"wait for news", `action="/act/v1/executions/`+id+`/cancel"`, `action="/act/v1/executions/`+id+`/fork"`, "No step is recorded yet",
+	body := shows(t, server.URL+"/executions/"+id, "Waits for event", "EVENT_COMPLETED", `name="key" value="news"`,
+		`action="/act/v1/events"`,
+		"wait for news", `action="/act/v1/executions/`+id+`/cancel"`, `action="/act/v1/executions/`+id+`/fork"`,
+		"No step is recorded yet",
 		"It holds no lane", "It has sent no message", "no parent, children or forks")
 	if strings.Contains(body, "/retry") {
 		t.Error("what has not ended can be retried")
 	}
 	for kind, want := range map[string]string{
-		"approval": `href="/approvals/news"`, "agent": `href="/executions/news"`, "lane": `href="/lanes"`, "delay": "the clock",
+		"approval": `href="/approvals/news"`, "agent": `href="/executions/news"`, "lane": `href="/lanes"`,
+		"delay": "the clock",
 	} {
 		quiet(t, pool, `update agent_executions set waiting_for = $2 where id = $1`, id, kind)
 		if body := shows(t, server.URL+"/executions/"+id, want); strings.Contains(body, "/act/v1/events") {
 			t.Errorf("the end of a wait for %s can be raised by hand", kind)
 		}
 	}
-	for _, key := range []string{"password=hunter22", "\u202eyek", strings.Repeat("k", maxEventKey+1)} { // a form would send another key
+	// a form would send another key
+	for _, key := range []string{"password=hunter22", "\u202eyek", strings.Repeat("k", maxEventKey+1)} {
 		quiet(t, pool, `update agent_executions set waiting_for = 'event', waiting_key = $2 where id = $1`, id, key)
-		if body := shows(t, server.URL+"/executions/"+id); strings.Contains(body, "/act/v1/events") || strings.Contains(body, "hunter22") {
+		if body := shows(t, server.URL+"/executions/"+id); strings.Contains(body, "/act/v1/events") ||
+			strings.Contains(body, "hunter22") {
 			t.Errorf("%.20q is a field of a form", key)
 		}
 	}
@@ -203,7 +223,8 @@ func TestAnExecutionThatFailedCanBeRetried(t *testing.T) {
 	pool, server := open(t)
 	id := execution(t, pool, "failed", "flow", "greet")
 	quiet(t, pool, `update agent_executions set error_message = 'the roof is off', failed_step = 'lift' where id = $1`, id)
-	body := shows(t, server.URL+"/executions/"+id, `action="/act/v1/executions/`+id+`/retry"`, "the roof is off", "Failed step", "Ended: failed")
+	body := shows(t, server.URL+"/executions/"+id, `action="/act/v1/executions/`+id+`/retry"`, "the roof is off",
+		"Failed step", "Ended: failed")
 	if strings.Contains(body, "/cancel") || strings.Contains(body, "Emit the event") {
 		t.Error("what has ended can be cancelled, or waits")
 	}
@@ -215,10 +236,13 @@ func TestTheTimelineGoesOnOverPages(t *testing.T) {
 	id := execution(t, pool, "waiting", "flow", "greet")
 	quiet(t, pool, `
 		insert into agent_checkpoints (execution_id, step, claim, failed, output, created_at)
-		select @id::uuid, 'step ' || n, 1 + n / 50, n = 60, case when n = 61 then '{"event": "EVENT_COMPLETED", "timed_out": false}'::jsonb
-		         when n = 62 then '{"event": "EVENT_COMPLETED", "timed_out": true}'::jsonb else to_jsonb(n) end, now() - (100 - n / 2) * interval '1 second'
+		select @id::uuid, 'step ' || n, 1 + n / 50, n = 60, case
+		  when n = 61 then '{"event": "EVENT_COMPLETED", "timed_out": false}'::jsonb
+		         when n = 62 then '{"event": "EVENT_COMPLETED", "timed_out": true}'::jsonb else to_jsonb(n) end,
+		           now() - (100 - n / 2) * interval '1 second'
 		  from generate_series(1, 90) n`, postgres.Strict{"id": id})
-	quiet(t, pool, `update agent_executions set created_at = now() - interval '1 hour', started_at = now() - interval '1 hour', wait_number = 3 where id = $1`, id)
+	quiet(t, pool, `update agent_executions set created_at = now() - interval '1 hour',
+		started_at = now() - interval '1 hour', wait_number = 3 where id = $1`, id)
 	path, seen := "/executions/"+id, map[string]int{}
 	for pages := 0; path != ""; pages++ {
 		if pages > 5 {
@@ -226,7 +250,8 @@ func TestTheTimelineGoesOnOverPages(t *testing.T) {
 		}
 		body := shows(t, server.URL+path, `<svg class="strip"`, `role="img"`)
 		if pages == 0 {
-			shows(t, server.URL+path, "Waits, for the 3rd time", "Wait ended by EVENT_COMPLETED", "Wait timed out", `class="moment-failed"`)
+			shows(t, server.URL+path, "Waits, for the 3rd time", "Wait ended by EVENT_COMPLETED", "Wait timed out",
+				`class="moment-failed"`)
 		}
 		_, list, _ := strings.Cut(body, `<ol class="moments">`)
 		list, _, _ = strings.Cut(list, "</ol>")
@@ -251,16 +276,20 @@ func TestTheTimelineGoesOnOverPages(t *testing.T) {
 func TestAnExecutionShowsItsFamily(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	root, here, child, fork := execution(t, pool, "waiting", "flow", "root"), execution(t, pool, "running", "flow", "here"),
+	root, here, child, fork := execution(t, pool, "waiting", "flow", "root"),
+		execution(t, pool, "running", "flow", "here"),
 		execution(t, pool, "completed", "flow", "child"), execution(t, pool, "pending", "flow", "forked")
 	quiet(t, pool, `update agent_executions set parent_id = $1 where id = $2`, root, here)
 	quiet(t, pool, `update agent_executions set parent_id = $1 where id = $2`, here, child)
 	quiet(t, pool, `update agent_executions set forked_from = $1, forked_step = 'pay' where id = $2`, here, fork)
-	quiet(t, pool, `insert into agent_checkpoints (execution_id, step, claim, created_at) values ($1, 'before', 1, now() - interval '1 day')`, fork)
-	shows(t, server.URL+"/executions/"+here, "(this one)", `id="relative-`+root, `id="relative-`+child, `id="fork-`+fork, "from step", "Started by")
+	quiet(t, pool, `insert into agent_checkpoints (execution_id, step, claim, created_at)
+		values ($1, 'before', 1, now() - interval '1 day')`, fork)
+	shows(t, server.URL+"/executions/"+here, "(this one)", `id="relative-`+root, `id="relative-`+child, `id="fork-`+fork,
+		"from step", "Started by")
 	shows(t, server.URL+"/executions/"+fork, "Forked from", "before step", "taken over")
 	shows(t, server.URL+"/executions", ">child</span>", ">parent</span>", ">fork</span>")
-	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id) select 'x', 'flow', 'many', 'pending', $1 from generate_series(1, 120)`, child)
+	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id) select 'x', 'flow', 'many',
+		'pending', $1 from generate_series(1, 120)`, child)
 	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id)
 		select 'x', 'flow', 'more', 'pending', id from agent_executions where flow = 'many'`)
 	body := shows(t, server.URL+"/executions/"+here, "The list is cut")
@@ -272,14 +301,21 @@ func TestAnExecutionShowsWhoRunsItAndItsLanes(t *testing.T) {
 	pool, server := open(t)
 	id, other := execution(t, pool, "running", "flow", "external:crawler"), execution(t, pool, "running", "flow", "other")
 	quiet(t, pool, `
-		with w as (insert into agent_workers (name, kind, owner, lock_id, expires_at) values ('w', 'outside', 'the crawler', 'a secret of a lock', now() + interval '1 minute') returning id)
-		update agent_executions set claimed_by = w.id, claim = 7, started_at = now() from w where agent_executions.id = $1`, id)
-	quiet(t, pool, `insert into agent_status_changes (execution_id, n, status) values ($1, 1, 'pending'), ($1, 2, 'running')`, id)
+		with w as (insert into agent_workers (name, kind, owner, lock_id, expires_at)
+		  values ('w', 'outside', 'the crawler', 'a secret of a lock', now() + interval '1 minute') returning id)
+		update agent_executions set claimed_by = w.id, claim = 7, started_at = now() from w
+		  where agent_executions.id = $1`, id)
+	quiet(t, pool, `insert into agent_status_changes (execution_id, n, status) values ($1, 1, 'pending'),
+		($1, 2, 'running')`, id)
 	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values
-		('pipeline:prices', 'x', 1, now() + interval '1 hour', $1), ('thread:t1', 'x', 2, now() + interval '1 hour', $1), ('pipeline:lent', 'y', 3, now() + interval '1 hour', $2)`, id, other)
-	quiet(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('thread:t1', 1, $2, $1, 60), ('pipeline:lent', 1, $1, $2, 60)`, id, other)
-	quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id) values ('t1', 1, 1, 'assistant', 'here it is', 'sent', $1)`, id)
-	body := shows(t, server.URL+"/executions/"+id, "the crawler", "number 7", "pipeline:prices", "borrowed from", "lent to", "here it is", "Became running")
+		('pipeline:prices', 'x', 1, now() + interval '1 hour', $1), ('thread:t1', 'x', 2, now() + interval '1 hour', $1),
+		('pipeline:lent', 'y', 3, now() + interval '1 hour', $2)`, id, other)
+	quiet(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
+		values ('thread:t1', 1, $2, $1, 60), ('pipeline:lent', 1, $1, $2, 60)`, id, other)
+	quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id)
+		values ('t1', 1, 1, 'assistant', 'here it is', 'sent', $1)`, id)
+	body := shows(t, server.URL+"/executions/"+id, "the crawler", "number 7", "pipeline:prices", "borrowed from",
+		"lent to", "here it is", "Became running")
 	if strings.Contains(body, "a secret of a lock") {
 		t.Error("the secret of a lock is shown")
 	}
@@ -289,8 +325,10 @@ func TestValuesAreShownWithoutSecrets(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	id := execution(t, pool, "completed", "flow", "greet")
-	quiet(t, pool, `update agent_executions set input = '{"password": "hunter22", "n": 9007199254740993}', result = '{"ok": true}' where id = $1`, id)
-	body := shows(t, server.URL+"/executions/"+id, "[redacted]", "9007199254740993", "&#34;ok&#34;: true", "has values that are not shown")
+	quiet(t, pool, `update agent_executions set input = '{"password": "hunter22", "n": 9007199254740993}',
+		result = '{"ok": true}' where id = $1`, id)
+	body := shows(t, server.URL+"/executions/"+id, "[redacted]", "9007199254740993", "&#34;ok&#34;: true",
+		"has values that are not shown")
 	if strings.Contains(body, "hunter22") {
 		t.Error("a secret is shown")
 	}
@@ -300,7 +338,8 @@ func TestValuesAreShownWithoutSecrets(t *testing.T) {
 		t.Error("the form does not begin with the input")
 	}
 	for name, input := range map[string]string{
-		"long": fmt.Sprintf(`{"a": %q}`, strings.Repeat("a", 9000)), "turned": "{\"a\": \"\u202e\"}", "deep": strings.Repeat("[", 1500) + strings.Repeat("]", 1500),
+		"long": fmt.Sprintf(`{"a": %q}`, strings.Repeat("a", 9000)), "turned": "{\"a\": \"\u202e\"}",
+		"deep": strings.Repeat("[", 1500) + strings.Repeat("]", 1500),
 	} {
 		quiet(t, pool, `update agent_executions set input = $2::jsonb where id = $1`, id, input)
 		body = shows(t, server.URL+"/executions/"+id, "The input is not shown here")
@@ -350,7 +389,8 @@ func TestExecutionsAndThreadsHaveActionsOfTheTable(t *testing.T) {
 	waiting, failed := execution(t, pool, "waiting", "flow", "greet"), execution(t, pool, "failed", "flow", "greet")
 	quiet(t, pool, `update agent_executions set flow_version = 2`)
 	quiet(t, pool, `insert into agent_threads (id, channel) values ('a/b:ü ?#%', 'chat')`)
-	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ('thread:a/b:ü ?#%', 'x', 1, now() + interval '1 hour')`)
+	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
+		values ('thread:a/b:ü ?#%', 'x', 1, now() + interval '1 hour')`)
 	for path, want := range map[string]string{
 		"/executions/" + waiting:            "events executions/{id}/cancel executions/{id}/fork",
 		"/executions/" + failed:             "executions/{id}/fork executions/{id}/retry",
@@ -370,12 +410,16 @@ func TestThreadsAreListed(t *testing.T) {
 	shows(t, server.URL+"/threads?view=queue", "No message is queued")
 	x := execution(t, pool, "running", "chat", "chat")
 	quiet(t, pool, `
-		insert into agent_threads (id, channel, owner, participant, next_seq) values ('a/b c', 'chat', 'key1', 'Ana', 3), ('other', 'log', 'key2', 'Ben', 1)`)
-	quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status) values ('a/b c', 1, 1, 'user', 'a question', 'received'),
+		insert into agent_threads (id, channel, owner, participant, next_seq) values ('a/b c', 'chat', 'key1', 'Ana', 3),
+		  ('other', 'log', 'key2', 'Ben', 1)`)
+	quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status)
+		values ('a/b c', 1, 1, 'user', 'a question', 'received'),
 		('a/b c', 2, 1, 'assistant', 'an answer', 'sent'), ('a/b c', null, null, 'assistant', 'later', 'queued')`)
-	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values ('thread:a/b c', 'x', 1, now() + interval '1 hour', $1)`, x)
+	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
+		values ('thread:a/b c', 'x', 1, now() + interval '1 hour', $1)`, x)
 	for query, want := range map[string]string{
-		"": "Ana Ben", "?channel=log": "Ben", "?owner=key1": "Ana", "?owner=key1&channel=log": "", "?view=held": "Ana", "?view=queue": "Ana",
+		"": "Ana Ben", "?channel=log": "Ben", "?owner=key1": "Ana", "?owner=key1&channel=log": "", "?view=held": "Ana",
+		"?view=queue": "Ana",
 	} {
 		body := shows(t, server.URL+"/threads"+query)
 		for _, name := range []string{"Ana", "Ben"} {
@@ -384,7 +428,8 @@ func TestThreadsAreListed(t *testing.T) {
 			}
 		}
 	}
-	shows(t, server.URL+"/threads", `href="/threads/a%2Fb%20c"`, "an answer", `aria-label="1 queued`, `href="/executions/`+x)
+	shows(t, server.URL+"/threads", `href="/threads/a%2Fb%20c"`, "an answer", `aria-label="1 queued`,
+		`href="/executions/`+x)
 	turnsAway(t, server.URL+"/threads?channel=odd", 400, "chat, webhook, log")
 	turnsAway(t, server.URL+"/threads?view=odd", 400, "held, queue")
 	turnsAway(t, server.URL+"/threads?view=held&owner=x", 400, "leave other filters out")
@@ -395,24 +440,32 @@ func TestAConversationIsShown(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	x := execution(t, pool, "running", "chat", "chat")
-	quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq, summary, summary_through) values ('a/b', 'chat', 'key1', 'Ana', 121, 'of prices', 3)`)
+	quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq, summary, summary_through)
+		values ('a/b', 'chat', 'key1', 'Ana', 121, 'of prices', 3)`)
 	address := server.URL + "/threads/" + url.PathEscape("a/b")
-	shows(t, address, "Thread with Ana", "No messages yet", "No message is queued", "nobody: whoever speaks next takes it", "of prices")
+	shows(t, address, "Thread with Ana", "No messages yet", "No message is queued",
+		"nobody: whoever speaks next takes it", "of prices")
 	quiet(t, pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, trace_id)
-		select 'a/b', n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end, 'words ' || n || '.', case n % 2 when 1 then 'received' else 'sent' end, 'ch_1'
+		select 'a/b', n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end, 'words ' || n || '.', case n % 2
+		  when 1 then 'received' else 'sent' end, 'ch_1'
 		  from generate_series(1, 121) n`)
 	quiet(t, pool, `insert into agent_messages (thread_id, role, content, status, execution_id, error_message) values
-		('a/b', 'assistant', 'first in line', 'queued', $1, null), ('a/b', 'assistant', 'second in line', 'queued', $1, null), ('a/b', 'assistant', 'never mind', 'withdrawn', $1, 'taken back')`, x)
+		('a/b', 'assistant', 'first in line', 'queued', $1, null), ('a/b', 'assistant', 'second in line', 'queued', $1, null),
+		('a/b', 'assistant', 'never mind', 'withdrawn', $1, 'taken back')`, x)
 	quiet(t, pool, `update agent_executions set thread_id = 'a/b' where id = $1`, x)
 	quiet(t, pool, `insert into agent_message_drafts (execution_id, claim, content) values ($1, 1, 'I am just')`, x)
-	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values ('thread:a/b', 'x', 1, now() + interval '1 hour', $1)`, x)
-	body := shows(t, address, "words 121.", "words 72.", "place 1 in the line", "place 2 in the line", "never mind", "taken back", "I am just",
-		`action="/act/v1/threads/a%2Fb/messages"`, `action="/act/v1/lanes/thread:a%2Fb/break"`, `href="/executions/`+x, "bubble-user", "600 s without")
+	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
+		values ('thread:a/b', 'x', 1, now() + interval '1 hour', $1)`, x)
+	body := shows(t, address, "words 121.", "words 72.", "place 1 in the line", "place 2 in the line", "never mind",
+		"taken back", "I am just",
+		`action="/act/v1/threads/a%2Fb/messages"`, `action="/act/v1/lanes/thread:a%2Fb/break"`, `href="/executions/`+x,
+		"bubble-user", "600 s without")
 	if strings.Contains(body, "words 71.") || strings.Index(body, "words 72.") > strings.Index(body, "words 121.") {
 		t.Error("a page is longer than it may be, or in the wrong order")
 	}
-	body = shows(t, server.URL+strings.TrimSuffix(next(body, `<p class="pager">`), "#conversation"), "words 71.", "words 22.", "Latest messages", "Older messages")
+	body = shows(t, server.URL+strings.TrimSuffix(next(body, `<p class="pager">`), "#conversation"), "words 71.",
+		"words 22.", "Latest messages", "Older messages")
 	if strings.Contains(body, "words 72.") || strings.Contains(body, "words 21.") {
 		t.Error("pages overlap")
 	}

@@ -47,7 +47,8 @@ func openLanes(_ context.Context, v *visit) (string, error) {
 	want := laneFilter{Lane: v.Query.Get("lane"), After: v.Query.Get("after")}
 	for _, name := range []string{want.Lane, want.After} {
 		if len(name) > maxLane || !utf8.ValidString(name) || strings.ContainsFunc(name, unicode.IsControl) {
-			return "", problem.New(http.StatusBadRequest, "%.60q is not the name of a lane: it has 1 to 255 printable characters", name).
+			return "", problem.New(http.StatusBadRequest,
+				"%.60q is not the name of a lane: it has 1 to 255 printable characters", name).
 				Kind("bad-parameter", "Bad filter")
 		}
 	}
@@ -86,7 +87,8 @@ func (room *Room) heldLanes(ctx context.Context, v *visit) (any, error) {
 		       l.fencing_token, l.locked_at, case when not l.parked then l.expires_at end as expires_at,
 		       (select count(*) from (
 		          (select from agent_lock_waiters w where w.lane = l.lane and w.expires_at > now() limit @most + 1) union all
-		          (select from agent_executions x where x.status = 'waiting' and x.waiting_for = 'lane' and x.waiting_key = l.lane limit @most + 1)
+		          (select from agent_executions x where x.status = 'waiting' and x.waiting_for = 'lane'
+		            and x.waiting_key = l.lane limit @most + 1)
 		          limit @most + 1) q) as waiters,
 		       (select n.lender::text from agent_lock_loans n where n.lane = l.lane order by n.depth desc limit 1) as lender
 		  from agent_locks l left join agent_executions e on e.id = l.execution_id
@@ -146,12 +148,14 @@ func (room *Room) laneWaiters(ctx context.Context, v *visit) (any, error) {
 	all, err := postgres.Rows[laneWaiter](ctx, room.Read, "list waiters", `
 		select * from (
 		(select w.lane, w.owner, substring(w.owner from '^([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})#') as execution_id,
-		        row_number() over (partition by w.lane order by w.ticket) as place, w.ticket, w.since, null::timestamptz as until
+		        row_number() over (partition by w.lane order by w.ticket) as place, w.ticket, w.since, null::timestamptz
+		          as until
 		   from agent_lock_waiters w where w.expires_at > now() and (@lane = '' or w.lane = @lane)
 		  order by w.lane, w.ticket limit @most + 1)
 		union all
 		(select coalesce(e.waiting_key, ''), left(e.flow, 200), e.id::text, 0, 0, e.updated_at, e.waiting_until
-		   from agent_executions e where e.status = 'waiting' and e.waiting_for = 'lane' and (@lane = '' or e.waiting_key = @lane)
+		   from agent_executions e where e.status = 'waiting' and e.waiting_for = 'lane'
+		     and (@lane = '' or e.waiting_key = @lane)
 		  order by e.waiting_key, e.id limit @most + 1)) q
 		 order by q.lane, q.place = 0, q.ticket, q.execution_id limit @most + 1`,
 		freshPlan, postgres.Strict{"most": maxLanes, "lane": want.Lane})
@@ -182,8 +186,8 @@ func (room *Room) laneLoans(ctx context.Context, v *visit) (any, error) {
 	return map[string]any{"Loans": list, "More": more}, nil
 }
 
-// maxExpiredSearch bounds the held lanes searched for an expired lease. No index covers the expiry, because every renewal
-// would have to update it.
+// maxExpiredSearch bounds the held lanes searched for an expired lease. No index covers the expiry, because every
+// renewal would have to update it.
 const maxExpiredSearch = 1000
 
 // staleLane is a lane with an expired lease and no new holder.
@@ -214,5 +218,8 @@ func (room *Room) stale(ctx context.Context, _ *visit) (any, error) {
 	}
 	shownClaims, moreClaims := onPage(claims, maxClaims)
 	shownLanes, moreLanes := onPage(lanes, maxClaims)
-	return map[string]any{"Claims": shownClaims, "Lanes": shownLanes, "More": moreClaims || moreLanes, "Looked": int64(maxExpiredSearch)}, nil
+	return map[string]any{
+		"Claims": shownClaims, "Lanes": shownLanes, "More": moreClaims || moreLanes,
+		"Looked": int64(maxExpiredSearch),
+	}, nil
 }

@@ -176,7 +176,8 @@ type hub struct {
 func newHub(room *Room) *hub {
 	h := &hub{
 		room: room, reading: make(chan struct{}, maxConcurrentReads), topics: map[string]*topic{},
-		heartbeat: heartbeat, pollInterval: time.Second, retryInterval: 5 * time.Second, idleRefresh: 30 * time.Second, readLimit: 15 * time.Second,
+		heartbeat: heartbeat, pollInterval: time.Second, retryInterval: 5 * time.Second, idleRefresh: 30 * time.Second,
+		readLimit: 15 * time.Second,
 	}
 	h.most.topics, h.most.viewers = mostTopics, mostViewers
 	return h
@@ -193,7 +194,8 @@ func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), er
 	defer h.mu.Unlock()
 	t := h.topics[v.URL]
 	if h.viewers >= h.most.viewers || t == nil && len(h.topics) >= h.most.topics {
-		return nil, nil, problem.New(http.StatusServiceUnavailable, "too many pages are being watched; this one is not updated by itself for now").
+		return nil, nil, problem.New(http.StatusServiceUnavailable, "too many pages are being watched; this one is not "+
+			"updated by itself for now").
 			Kind("too-many-viewers", "Too many viewers")
 	}
 	first := t == nil
@@ -305,7 +307,8 @@ func (h *hub) notifyTopics() {
 	}
 }
 
-// minRefreshAge is the least age of a part before a new viewer refreshes it. So many viewers after a restart cost one read.
+// minRefreshAge is the least age of a part before a new viewer refreshes it. So many viewers after a restart cost one
+// read.
 const minRefreshAge = 250 * time.Millisecond
 
 // topic is a viewed URL. Only its goroutine reads the parts.

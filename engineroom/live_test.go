@@ -288,7 +288,8 @@ func TestManyViewersCostOneRead(t *testing.T) {
 	_, body := testkit.Get(t, server.URL+"/watched")
 	state := seenBy(t, body)
 	first := listen(t, server.URL+"/live/watched?seen="+state, "")
-	pgtest.Eventually(t, patience, func() bool { return s.reads["one"].Load() == 2 && s.reads["calm"].Load() == 2 }, "the first viewer's parts are read")
+	pgtest.Eventually(t, patience, func() bool { return s.reads["one"].Load() == 2 && s.reads["calm"].Load() == 2 },
+		"the first viewer's parts are read")
 	all := []*listening{first}
 	for range viewers - 1 {
 		all = append(all, listen(t, server.URL+"/live/watched?seen="+state, ""))
@@ -345,7 +346,8 @@ func TestWhatCannotBeReadIsSaidAndRecovers(t *testing.T) {
 	trouble := func(part string) string { return `<section id="` + part + `" class="part trouble"` }
 	for got := map[string]bool{}; !got["one"] || !got["calm"]; {
 		id, html := l.part()
-		got[id] = strings.Contains(html, trouble(id)) && strings.Contains(html, "This could not be read: something went wrong here")
+		got[id] = strings.Contains(html, trouble(id)) &&
+			strings.Contains(html, "This could not be read: something went wrong here")
 		room.hub.notifyTopics()
 	}
 	s.fail(nil)
@@ -427,7 +429,8 @@ func TestNothingIsLeftWhenTheLastViewerLeaves(t *testing.T) {
 	room.hub.mu.Lock()
 	defer room.hub.mu.Unlock()
 	if len(room.hub.topics) != 0 || room.hub.viewers != 0 || room.hub.stop != nil || len(room.hub.reading) != 0 {
-		t.Errorf("left are %d topics, %d viewers, a pulse %v, %d readers", len(room.hub.topics), room.hub.viewers, room.hub.stop != nil, len(room.hub.reading))
+		t.Errorf("left are %d topics, %d viewers, a pulse %v, %d readers", len(room.hub.topics), room.hub.viewers,
+			room.hub.stop != nil, len(room.hub.reading))
 	}
 }
 
@@ -467,7 +470,8 @@ func TestAStreamEndsWithItsRequestAndSaysWhenTheLoginIsOver(t *testing.T) {
 	over, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	defer cancel()
 	text := serve(over)
-	if !strings.HasPrefix(text, "retry: 2000\nevent: hello\ndata: "+build()+"\n\n") || !strings.Contains(text, "\n\n: alive\n\n") ||
+	if !strings.HasPrefix(text, "retry: 2000\nevent: hello\ndata: "+build()+"\n\n") ||
+		!strings.Contains(text, "\n\n: alive\n\n") ||
 		!strings.HasSuffix(text, "event: expired\ndata: login\n\n") {
 		t.Errorf("the stream says\n%s", text)
 	}
@@ -504,7 +508,8 @@ func TestAPageThatIsNotThereHasNoStream(t *testing.T) {
 // FuzzStream sends parts of a page with any text, and reads them as a browser does.
 func FuzzStream(f *testing.F) {
 	for _, text := range []string{
-		"one", "<p>a</p>\n<p>b</p>\r\n", "\n\nevent: expired\ndata: login\n\n", "\rid: 9\r\r", "\x00", "\xff\xfe", "\u2028\ufeff", "</script>", strings.Repeat("<li>\r\n", 1000),
+		"one", "<p>a</p>\n<p>b</p>\r\n", "\n\nevent: expired\ndata: login\n\n", "\rid: 9\r\r", "\x00", "\xff\xfe",
+		"\u2028\ufeff", "</script>", strings.Repeat("<li>\r\n", 1000),
 	} {
 		f.Add(text, text, text)
 	}

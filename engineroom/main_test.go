@@ -62,7 +62,8 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
 	const run = "01a20055-1dbc-7d0e-8014-41a4f664fe0a"
 	for _, sql := range []string{
-		`alter table agent_executions disable trigger user`, `alter domain agent_wait_kind drop constraint agent_wait_kind_check`,
+		`alter table agent_executions disable trigger user`,
+		`alter domain agent_wait_kind drop constraint agent_wait_kind_check`,
 	} {
 		pgtest.Exec(t, pool, sql)
 	}
@@ -71,13 +72,17 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 		insert into agent_threads (id, channel, next_seq, created_at, updated_at)
 		values ('odd', repeat('é<b>', 100000), 9, 'infinity', '-infinity') returning id`)
 	put(t, pool, `
-		insert into agent_messages (thread_id, seq, turn, role, content, channel, status, execution_id, trace_id, created_at, sent_at)
-		values ('odd', 1, 1, 'user', 'hello', repeat('é<b>', 100000), 'failed', $1::text::uuid, repeat('é<b>', 100000), 'infinity', '-infinity')
+		insert into agent_messages (thread_id, seq, turn, role, content, channel, status, execution_id, trace_id, created_at,
+		  sent_at)
+		values ('odd', 1, 1, 'user', 'hello', repeat('é<b>', 100000), 'failed', $1::text::uuid, repeat('é<b>', 100000),
+		  'infinity', '-infinity')
 		returning id::text`, run)
 	put(t, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until, waiting_step, thread_id,
+		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until,
+		  waiting_step, thread_id,
 		       created_at, started_at, updated_at)
-		values ($1::text::uuid, $2, 'operate', 'operate', 'waiting', 'response', 'odd', null, 's', 'odd', '-infinity', '4713-01-01 BC', 'infinity')
+		values ($1::text::uuid, $2, 'operate', 'operate', 'waiting', 'response', 'odd', null, 's', 'odd', '-infinity',
+		  '4713-01-01 BC', 'infinity')
 		returning id::text`, run, trace)
 	put(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_until)
@@ -86,35 +91,47 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 		insert into agent_executions (trace_id, surface, flow, status, created_at, started_at, completed_at)
 		values ($1, 'operate', 'odd', 'completed', '-infinity', '-infinity', '294276-12-31') returning id::text`, trace)
 	for _, usage := range []string{
-		`"x"`, `[]`, `{"prompt_tokens": "abc", "total_tokens": 1e30, "completion_tokens": -5}`, `{"total_tokens": 1.5, "prompt_tokens": {}}`,
+		`"x"`, `[]`, `{"prompt_tokens": "abc", "total_tokens": 1e30, "completion_tokens": -5}`,
+		`{"total_tokens": 1.5, "prompt_tokens": {}}`,
 	} {
 		put(t, pool, `
-			insert into agent_activity (trace_id, execution_id, surface, skill_name, kind, status, token_usage, cost_usd, duration_ms,
+			insert into agent_activity (trace_id, execution_id, surface, skill_name, kind, status, token_usage, cost_usd,
+			  duration_ms,
 			       thread_id, created_at, finished_at)
-			values ($1, $2::text::uuid, 'operate', 'model_call', 'model', 'error', $3::text::jsonb, 'NaN', -5, repeat('é<b>', 100000), 'infinity',
+			values ($1, $2::text::uuid, 'operate', 'model_call', 'model', 'error', $3::text::jsonb, 'NaN', -5,
+			  repeat('é<b>', 100000), 'infinity',
 			       '-infinity') returning id::text`, trace, run, usage)
 	}
 	put(t, pool, `
-		insert into agent_automations (name, trigger, cron, prompt, enabled, disabled_by, paused_for, timezone, source, next_run_at)
-		values ('odd', 'cron', '* * * * *', 'p', false, 'admin', repeat('é<b>', 100000), repeat('é<b>', 100000), repeat('é<b>', 100000), 'infinity')
+		insert into agent_automations (name, trigger, cron, prompt, enabled, disabled_by, paused_for, timezone, source,
+		  next_run_at)
+		values ('odd', 'cron', '* * * * *', 'p', false, 'admin', repeat('é<b>', 100000), repeat('é<b>', 100000),
+		  repeat('é<b>', 100000), 'infinity')
 		returning id::text`)
 	put(t, pool, `
 		insert into agent_automation_runs (automation_id, cause, scheduled_for, status, trace_id)
 		select id, 'cron', '-infinity', 'dead', repeat('é<b>', 100000) from agent_automations returning id::text`)
 	put(t, pool, `
 		insert into agent_webhook_targets (name, url, secrets, events)
-		values ('odd', 'https://user:hunter2hunter2@ops.example/?token=hunter2hunter2', '{"s"}', '{null,"*"}') returning id::text`)
+		values ('odd', 'https://user:hunter2hunter2@ops.example/?token=hunter2hunter2', '{"s"}', '{null,"*"}')
+		  returning id::text`)
 	quiet(t, pool, `
 		insert into agent_agents (name, version, digest, definition, is_default, source, created_at)
-		select 'odd', 1, 'x', jsonb_build_object('name', w.text, 'model', w.text, 'memory', w.text, 'description', w.text, 'instructions', w.text,
-		       'greeting', w.text, 'timezone', w.text, 'effort', w.text, 'skills', array[w.text], 'keys', array[w.text], 'pinned', array[w.text],
-		       'delegates', array[w.text], 'languages', array[w.text], 'fallback', array[w.text], 'heartbeat', jsonb_build_object('cron', w.text, 'prompt', w.text)),
+		select 'odd', 1, 'x', jsonb_build_object('name', w.text, 'model', w.text, 'memory', w.text, 'description', w.text,
+		  'instructions', w.text,
+		       'greeting', w.text, 'timezone', w.text, 'effort', w.text, 'skills', array[w.text], 'keys', array[w.text],
+		         'pinned', array[w.text],
+		       'delegates', array[w.text], 'languages', array[w.text], 'fallback', array[w.text], 'heartbeat',
+		         jsonb_build_object('cron', w.text, 'prompt', w.text)),
 		       true, w.text, 'infinity'
 		  from (select repeat('é<b>', 100000) as text) w where $1 <> ''`, "odd")
 	for _, path := range []string{
-		"/", "/agents", "/agents/odd", "/activity", "/traces", "/traces/" + trace, "/traces/" + trace + "?view=tree", "/traces/" + trace + "?view=table",
-		"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + run, "/executions/" + unknown, "/threads", "/threads/odd",
-		"/operate?session=odd", "/automations", "/automations/odd", "/spend", "/spend?by=purpose", "/audit", "/skills", "/deliveries",
+		"/", "/agents", "/agents/odd", "/activity", "/traces", "/traces/" + trace, "/traces/" + trace + "?view=tree",
+		"/traces/" + trace + "?view=table",
+		"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + run, "/executions/" + unknown,
+		"/threads", "/threads/odd",
+		"/operate?session=odd", "/automations", "/automations/odd", "/spend", "/spend?by=purpose", "/audit",
+		"/skills", "/deliveries",
 	} {
 		body := shows(t, server.URL+path)
 		if len(body) > 300_000 {
@@ -143,7 +160,10 @@ func TestEveryNumberIsWritten(t *testing.T) {
 func TestAddressesThatNothingHas(t *testing.T) {
 	t.Parallel()
 	_, server := open(t)
-	for _, list := range []string{"traces", "executions", "threads", "approvals", "skills", "automations", "objectives", "memory", "deliveries", "outgoing", "agents"} {
+	for _, list := range []string{
+		"traces", "executions", "threads", "approvals", "skills", "automations", "objectives",
+		"memory", "deliveries", "outgoing", "agents",
+	} {
 		for _, id := range []string{"%00", "a%00b", "%ff%fe"} {
 			for _, prefix := range []string{"/", "/live/"} {
 				path := prefix + list + "/" + id
@@ -153,7 +173,8 @@ func TestAddressesThatNothingHas(t *testing.T) {
 			}
 		}
 	}
-	turnsAway(t, server.URL+"/activity?cursor="+strings.Repeat("A", 43), http.StatusBadRequest, "take it from the page before")
+	turnsAway(t, server.URL+"/activity?cursor="+strings.Repeat("A", 43), http.StatusBadRequest,
+		"take it from the page before")
 }
 
 // hostile is what somebody would write to make a page say or do something else.
@@ -221,14 +242,17 @@ func walk(t *testing.T, server *httptest.Server, path string, row *regexp.Regexp
 }
 
 // olderLink is the link to a further page, and not the one back to the first.
-var olderLink = regexp.MustCompile(`<p class="pager">(?:<span>[^<]*</span> |<a href="[^"]+">(?:Newest|First|Latest) [^<]*</a>)*<a href="([^"]+)">(?:Older|Further|Earlier|Later|More|Search) `)
+var olderLink = regexp.MustCompile(
+	`<p class="pager">(?:<span>[^<]*</span> |<a href="[^"]+">(?:Newest|First|Latest) [^<]*</a>)*<a href="([^"]+)">(?:Older|Further|Earlier|Later|More|Search) `)
 
 func TestListsGoOnOverPages(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	quiet(t, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until, claimed_by, created_at)
-		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), 'flow', 'f', 'waiting', 'event', 'k', now() + n / 7 * interval '1 hour', null, at
+		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until,
+		  claimed_by, created_at)
+		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), 'flow', 'f', 'waiting', 'event', 'k',
+		  now() + n / 7 * interval '1 hour', null, at
 		  from (select n, clock_timestamp() - n * interval '1 second' as at from generate_series(1, 120) n) x;
 		insert into agent_threads (id, channel, owner, updated_at)
 		select 'thread ' || n, 'chat', 'o', now() - n / 3 * interval '1 minute' from generate_series(1, 120) n;
@@ -239,8 +263,10 @@ func TestListsGoOnOverPages(t *testing.T) {
 		select a.id, 'manual', now(), 'success' from agent_automations a, generate_series(1, 31) where a.name = 'a1';
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at)
 		select 'lane ' || lpad(n::text, 4, '0'), 'me', n, now() + interval '1 hour' from generate_series(1, 201) n;
-		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_at, expires_at)
-		select 'op_1', 'drop', 1, '{}', n::text, (array['approved', 'rejected'])[1 + n % 2], now(), now() + interval '5 hours' from generate_series(1, 52) n;
+		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_at,
+		  expires_at)
+		select 'op_1', 'drop', 1, '{}', n::text, (array['approved', 'rejected'])[1 + n % 2], now(), now() + interval '5 hours'
+		  from generate_series(1, 52) n;
 		insert into agent_objectives (name, goal) select 'o' || n, 'g' from generate_series(1, 51) n`)
 	did(t, pool, 120)
 	for path, c := range map[string]struct{ row, want string }{
@@ -355,74 +381,106 @@ var indexedPages = map[string]struct {
 	seed, tables, paths string
 	most                int // rows of a step; 0 for any
 }{
-	"approvals": {`
-		insert into agent_approvals (id, trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_at, parked, execution_id, step, expires_at)
+	"approvals": {
+		`
+		insert into agent_approvals (id, trace_id, skill_name, skill_revision, arguments, arguments_hash, status, decided_at,
+		  parked, execution_id, step, expires_at)
 		select lanekeeper.agent_uuid7(now() - n * interval '1 minute'), 'op_' || n, 'skill_' || n % 50, 1, '{}', n::text,
-		       (array['pending', 'approved', 'rejected', 'consumed', 'expired'])[1 + n % 5], case when n % 5 between 1 and 3 then now() end,
+		       (array['pending', 'approved', 'rejected', 'consumed', 'expired'])[1 + n % 5], case when n % 5 between 1
+		         and 3 then now() end,
 		       true, gen_random_uuid(), 's', now() + interval '7 days' - n * interval '1 minute'
 		  from generate_series(1, 20000) n;
 		update agent_approvals set id = '01890000-0000-7000-8000-000000000000' where arguments_hash = '20000'`,
-		"agent_approvals", `/approvals /approvals?status=decided /approvals?status=expired /approvals/01890000-0000-7000-8000-000000000000
-		/approvals?status=expired&before=2026-01-01T00:00:00Z_01890000-0000-7000-8000-000000000000`, mostRead},
-	"automations": {`
-		insert into agent_automations (name, cron, skill_name) select 'a' || n, '@daily', 'fetch' from generate_series(1, 60) n;
+		"agent_approvals",
+		`/approvals /approvals?status=decided /approvals?status=expired /approvals/01890000-0000-7000-8000-000000000000
+		/approvals?status=expired&before=2026-01-01T00:00:00Z_01890000-0000-7000-8000-000000000000`, mostRead,
+	},
+	"automations": {
+		`
+		insert into agent_automations (name, cron, skill_name) select 'a' || n, '@daily', 'fetch'
+		  from generate_series(1, 60) n;
 		insert into agent_automation_runs (automation_id, cause, scheduled_for, status)
-		select a.id, 'manual', now(), (array['success', 'error', 'dead'])[1 + n % 3] from agent_automations a, generate_series(1, 300) n`,
+		select a.id, 'manual', now(), (array['success', 'error', 'dead'])[1 + n % 3] from agent_automations a,
+		  generate_series(1, 300) n`,
 		"agent_automation_runs", `/automations /automations?state=enabled /automations/a7
-		/automations/a7?before=01890000-0000-7000-8000-000000000000`, mostRead},
-	"deliveries": {`
+		/automations/a7?before=01890000-0000-7000-8000-000000000000`, mostRead,
+	},
+	"deliveries": {
+		`
 		insert into agent_webhook_deliveries (id, endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256)
 		select lanekeeper.agent_uuid7(now() - n * interval '1 minute'), 'e' || n % 9, n::text, 'wh_' || n, 'wh_' || n,
-		       case when n % 500 = 0 then 'ignored' when n % 700 = 0 then 'dead' else 'done' end, '{}', 'x' from generate_series(1, 20000) n;
+		       case when n % 500 = 0 then 'ignored' when n % 700 = 0 then 'dead' else 'done' end, '{}', 'x'
+		         from generate_series(1, 20000) n;
 		update agent_webhook_deliveries set id = '01890000-0000-7000-8000-000000000000' where delivery_id = '20000';
-		insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}');
+		insert into agent_webhook_targets (name, url, secrets, events)
+		  values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}');
 		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status)
 		select t.id, 'execution.failed', '{}', 'wh_1', case n % 20 when 0 then 'dead' when 1 then 'pending' else 'sent' end
 		  from agent_webhook_targets t, generate_series(1, 20000) n`,
 		"agent_webhook_deliveries agent_webhook_outbox", `/deliveries /deliveries?endpoint=e3 /deliveries?status=ignored
 		/deliveries?status=dead /deliveries?endpoint=e3&status=ignored /deliveries?endpoint=e3&before=01890000-0000-7000-8000-000000000000
 		/deliveries/01890000-0000-7000-8000-000000000000 /outgoing /outgoing?target=ops&before=01890000-0000-7000-8000-000000000000
-		/outgoing?status=pending`, mostRead},
-	"executions": {`
+		/outgoing?status=pending`, mostRead,
+	},
+	"executions": {
+		`
 		insert into agent_executions (id, trace_id, surface, flow, status, parent_id, waiting_for, waiting_key, waiting_until)
-		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + n % 5], 'flow_' || n % 20,
-		       case when n % 17 = 0 then 'waiting' when n % 97 = 0 then 'failed' when n % 13 = 0 then 'pending' else 'completed' end,
-		       case when n % 500 = 0 then '01890000-0000-7000-8000-000000000000'::uuid end, case when n % 17 = 0 then 'event' end,
+		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'),
+		  (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + n % 5], 'flow_' || n % 20,
+		       case when n % 17 = 0 then 'waiting' when n % 97 = 0 then 'failed' when n % 13 = 0 then 'pending'
+		         else 'completed' end,
+		       case when n % 500 = 0 then '01890000-0000-7000-8000-000000000000'::uuid end, case
+		         when n % 17 = 0 then 'event' end,
 		       case when n % 17 = 0 then 'k' || n end, case when n % 17 = 0 then at + interval '7 days' end
 		  from (select n, now() - n * interval '1 minute' as at from generate_series(1, 10000) n) x;
 		update agent_executions set id = '01890000-0000-7000-8000-000000000000' where waiting_key = 'k17';
 		insert into agent_checkpoints (execution_id, step, claim, output)
-		select case when n < 100 then '01890000-0000-7000-8000-000000000000' else gen_random_uuid() end, 'step ' || n, 1, '{}' from generate_series(1, 5000) n;
-		insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
-		select 'lane' || n, case when n % 50 = 0 then 'x' else '' end, n, now() + interval '1 hour', case when n % 50 = 0 then gen_random_uuid() end
+		select case when n < 100 then '01890000-0000-7000-8000-000000000000' else gen_random_uuid() end, 'step ' || n, 1, '{}'
 		  from generate_series(1, 5000) n;
-		insert into agent_requests (kind, execution_id, trace_id) select 'test', gen_random_uuid(), 'x' from generate_series(1, 5000);
+		insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
+		select 'lane' || n, case when n % 50 = 0 then 'x' else '' end, n, now() + interval '1 hour', case
+		  when n % 50 = 0 then gen_random_uuid() end
+		  from generate_series(1, 5000) n;
+		insert into agent_requests (kind, execution_id, trace_id) select 'test', gen_random_uuid(), 'x'
+		  from generate_series(1, 5000);
 		insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id)
 		select 'thread' || n % 50, n, n, 'user', 'words', 'received', gen_random_uuid() from generate_series(1, 5000) n`,
 		"agent_executions agent_checkpoints agent_locks agent_requests agent_messages", `/executions /executions?status=failed
 		/executions?status=completed&surface=chat&flow=flow_1 /executions?failed=1&flow=flow_2 /executions?flow=flow_3 /executions?surface=chat
 		/executions?trace_id=hb_00000000000000000000000123 /executions?before=01890000-0000-7000-8000-000000000001 /executions?view=waiting
 		/executions?view=stuck /executions?view=waiting&flow=flow_1&for=event /executions/01890000-0000-7000-8000-000000000000
-		/executions/01890000-0000-7000-8000-000000000000?before=2026-01-01T00%3A00%3A00Z+step+50`, 0},
-	"lanes": {`
+		/executions/01890000-0000-7000-8000-000000000000?before=2026-01-01T00%3A00%3A00Z+step+50`, 0,
+	},
+	"lanes": {
+		`
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked)
-		select 'lane ' || n, case when n % 4 = 0 then 'me' else '' end, n, now() + interval '1 hour', false from generate_series(1, 20000) n;
+		select 'lane ' || n, case when n % 4 = 0 then 'me' else '' end, n, now() + interval '1 hour', false
+		  from generate_series(1, 20000) n;
 		insert into agent_workers (name, expires_at) select 'w', now() + interval '1 hour' from generate_series(1, 20);
 		insert into agent_executions (id, trace_id, surface, flow, status, claimed_by)
-		select lanekeeper.agent_uuid7(now() - n * interval '1 minute'), 'fl_' || n, 'flow', 'f', case when n % 500 = 0 then 'running' else 'pending' end,
+		select lanekeeper.agent_uuid7(now() - n * interval '1 minute'), 'fl_' || n, 'flow', 'f', case
+		  when n % 500 = 0 then 'running' else 'pending' end,
 		       case when n % 500 = 0 then (select id from agent_workers limit 1) end from generate_series(1, 20000) n`,
 		"agent_locks agent_executions", `/lanes /lanes?after=lane+7 /lanes?lane=lane+8
-		/lanes?before=01890000-0000-7000-8000-000000000000`, mostRead},
-	"memory": {`
-		insert into agent_memory (category, key, value) select 'c' || n % 7, 'k' || n, to_jsonb('word' || n) from generate_series(1, 8000) n`,
-		"agent_memory", `/memory /memory?category=c3 /memory?prefix=k77 /memory?q=word77 /memory?q=word77&category=none /memory/k77`, 0},
-	"objectives": {`
+		/lanes?before=01890000-0000-7000-8000-000000000000`, mostRead,
+	},
+	"memory": {
+		`
+		insert into agent_memory (category, key, value) select 'c' || n % 7, 'k' || n, to_jsonb('word' || n)
+		  from generate_series(1, 8000) n`,
+		"agent_memory",
+		`/memory /memory?category=c3 /memory?prefix=k77 /memory?q=word77 /memory?q=word77&category=none /memory/k77`, 0,
+	},
+	"objectives": {
+		`
 		insert into agent_objectives (name, goal, status) select 'o' || n, 'g', 'completed' from generate_series(1, 4000) n;
 		insert into agent_objectives (id, name, goal) values ('01890000-0000-7000-8000-000000000000', 'grow', 'g');
 		insert into agent_objective_steps (objective_id, position, title) select o.id, 9, 'x' from agent_objectives o`,
 		"agent_objectives agent_objective_steps", `/ /objectives /objectives?status=active /objectives?status=failed
-		/objectives/grow /objectives/01890000-0000-7000-8000-000000000000`, 0},
-	"operate": {`
+		/objectives/grow /objectives/01890000-0000-7000-8000-000000000000`, 0,
+	},
+	"operate": {
+		`
 		insert into agent_threads (id, channel, next_seq) values ('` + aSession + `', 'operate', 6011);
 		insert into agent_executions (trace_id, surface, flow, input, thread_id)
 		select 'op_' || lpad(g::text, 26, '0'), 'operate', case when g % 3 = 0 then 'operate' else 'flow' end, '{"message": "hello"}', 'other' from generate_series(1, 6000) g;
@@ -430,15 +488,21 @@ var indexedPages = map[string]struct {
 		select '` + aSession + `', g + 10, g + 10, 'user', 'hello', 'received' from generate_series(1, 6000) g;
 		insert into agent_pauses (paused_by, reason, trace_id, resumed_at) select 'ana', 'why', 'op_1', now() from generate_series(1, 6000);
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ('operate', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 1, now() + interval '1 hour')`,
-		"agent_executions agent_messages agent_pauses", "/operate /operate?session=" + aSession, mostRead},
-	"overview": {`
+		"agent_executions agent_messages agent_pauses", "/operate /operate?session=" + aSession, mostRead,
+	},
+	"overview": {
+		`
 		insert into agent_executions (trace_id, surface, flow) select 'fl_' || n, 'flow', 'x' from generate_series(1, 5000) n;
-		insert into agent_locks (lane, locked_by, fencing_token, expires_at) select 'l' || n, '', n, now() from generate_series(1, 5000) n;
-		insert into agent_memory (category, key, value) select 'c' || n % 5, 'k' || n, to_jsonb(n) from generate_series(1, 5000) n;
-		insert into agent_messages (thread_id, role, content, status) select 't', 'user', 'x', 'withdrawn' from generate_series(1, 5000) n;
+		insert into agent_locks (lane, locked_by, fencing_token, expires_at) select 'l' || n, '', n, now()
+		  from generate_series(1, 5000) n;
+		insert into agent_memory (category, key, value) select 'c' || n % 5, 'k' || n, to_jsonb(n)
+		  from generate_series(1, 5000) n;
+		insert into agent_messages (thread_id, role, content, status) select 't', 'user', 'x', 'withdrawn'
+		  from generate_series(1, 5000) n;
 		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
 		select 'hb_1', 'x', 1, '{}', n::text, 'rejected', now() from generate_series(1, 5000) n;
-		insert into agent_requests (kind, execution_id, trace_id, status) select 'test', gen_random_uuid(), 'x', 'closed' from generate_series(1, 5000) n;
+		insert into agent_requests (kind, execution_id, trace_id, status) select 'test', gen_random_uuid(), 'x', 'closed'
+		  from generate_series(1, 5000) n;
 		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256)
 		select 'e', n::text, 'x', 'x', 'done', '', '' from generate_series(1, 5000) n;
 		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status)
@@ -446,53 +510,80 @@ var indexedPages = map[string]struct {
 		insert into agent_automation_runs (automation_id, cause, scheduled_for, status)
 		select gen_random_uuid(), 'manual', now(), 'success' from generate_series(1, 5000) n;
 		insert into agent_objectives (name, goal, status) select 'o' || n, 'x', 'completed' from generate_series(1, 5000) n;
-		insert into agent_objective_steps (objective_id, position, title) select o.id, 1, 'x' from agent_objectives o;` + manyActivities,
+		insert into agent_objective_steps (objective_id, position, title) select o.id, 1, 'x'
+		  from agent_objectives o;` + manyActivities,
 		`agent_executions agent_locks agent_messages agent_approvals agent_requests agent_webhook_deliveries agent_webhook_outbox
-		agent_automation_runs agent_objectives agent_objective_steps agent_memory agent_activity`, "/", 0},
-	"activity": {manyActivities, "agent_activity", `/activity /activity?surface=chat&status=error /activity?lane=none /activity?skill=even
-		/activity?agent=nobody&since=2020-01-01 /activity?trace=hb_00000000000000000000000042 /activity?status=running`, 0},
-	"skills and spend": {`
-		insert into agent_activity (id, trace_id, kind, skill_name, purpose, surface, status, token_usage, created_at, duration_ms)
-		select lanekeeper.agent_uuid7(at), 'hb_x', case n % 4 when 0 then 'model' else 'call' end, case n % 4 when 0 then 'model_call' else 'skill_' || n % 97 end,
-		       'p' || n % 7, 'heartbeat', case n % 11 when 0 then 'error' else 'success' end, '{"total_tokens": 5}', at, n % 1000
+		agent_automation_runs agent_objectives agent_objective_steps agent_memory agent_activity`, "/", 0,
+	},
+	"activity": {
+		manyActivities, "agent_activity",
+		`/activity /activity?surface=chat&status=error /activity?lane=none /activity?skill=even
+		/activity?agent=nobody&since=2020-01-01 /activity?trace=hb_00000000000000000000000042 /activity?status=running`, 0,
+	},
+	"skills and spend": {
+		`
+		insert into agent_activity (id, trace_id, kind, skill_name, purpose, surface, status, token_usage, created_at,
+		  duration_ms)
+		select lanekeeper.agent_uuid7(at), 'hb_x', case n % 4 when 0 then 'model' else 'call' end, case n % 4
+		  when 0 then 'model_call' else 'skill_' || n % 97 end,
+		       'p' || n % 7, 'heartbeat', case n % 11 when 0 then 'error' else 'success' end, '{"total_tokens": 5}', at,
+		         n % 1000
 		  from (select n, now() - interval '20 days' * n / 30001 as at from generate_series(1, 30000) n) x;
-		insert into agent_skills (name, tool_definition, handler) select 'skill_' || n, '{}', 'builtin:x' from generate_series(0, 96) n;
-		insert into agent_executions (trace_id, surface, flow, status) select 'hb_' || n, 'heartbeat', 'f' || n % 50, 'pending' from generate_series(1, 5000) n;
+		insert into agent_skills (name, tool_definition, handler) select 'skill_' || n, '{}', 'builtin:x'
+		  from generate_series(0, 96) n;
+		insert into agent_executions (trace_id, surface, flow, status) select 'hb_' || n, 'heartbeat', 'f' || n % 50,
+		  'pending' from generate_series(1, 5000) n;
 		insert into agent_activity_counts (span, start, kind, skill, surface, model, calls)
 		select s, date_trunc(s, now()) - ('1 ' || s)::interval * (n / 20), 'call', 'skill_' || n % 20, 'heartbeat', '', 1
 		  from unnest(array['hour', 'day']) s, generate_series(1, 20000) n;
 		update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7(clock_timestamp())`,
 		"agent_activity agent_activity_counts agent_executions",
-		"/spend?days=7 /spend?days=1&per=hour /spend?by=purpose /audit?surface=chat /skills /skills/skill_7", 0},
-	"threads": {`
+		"/spend?days=7 /spend?days=1&per=hour /spend?by=purpose /audit?surface=chat /skills /skills/skill_7", 0,
+	},
+	"threads": {
+		`
 		insert into agent_threads (id, channel, owner, participant, next_seq, summary, updated_at)
-		select 'thread' || n, (array['chat', 'webhook', 'log'])[1 + n % 3], 'key' || n % 7, 'p', 11, repeat('they spoke of prices ', 20),
+		select 'thread' || n, (array['chat', 'webhook', 'log'])[1 + n % 3], 'key' || n % 7, 'p', 11,
+		  repeat('they spoke of prices ', 20),
 		       now() - n * interval '1 minute' from generate_series(1, 8000) n;
 		insert into agent_messages (thread_id, seq, turn, role, content, status)
 		select 'thread' || n, s, s, 'user', 'words', 'received' from generate_series(1, 4000) n, generate_series(1, 3) s;
-		insert into agent_messages (thread_id, role, content, status) select 'thread' || n, 'assistant', 'words', 'queued' from generate_series(1, 2000, 20) n;
+		insert into agent_messages (thread_id, role, content, status) select 'thread' || n, 'assistant', 'words', 'queued'
+		  from generate_series(1, 2000, 20) n;
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at)
-		select 'thread:thread' || n, case when n % 50 = 0 then 'x' else '' end, n, now() + interval '1 hour' from generate_series(1, 2000) n;
-		insert into agent_executions (trace_id, surface, flow, status, thread_id) select 'x', 'chat', 'chat', 'completed', 'thread' || n from generate_series(1, 5000) n;
-		insert into agent_lock_waiters (lane, owner, expires_at) select 'thread:thread' || n, 'x', now() from generate_series(1, 2000) n`,
-		"agent_threads agent_messages agent_locks agent_executions agent_lock_waiters", `/threads /threads?channel=chat /threads?owner=key3
+		select 'thread:thread' || n, case when n % 50 = 0 then 'x' else '' end, n, now() + interval '1 hour'
+		  from generate_series(1, 2000) n;
+		insert into agent_executions (trace_id, surface, flow, status, thread_id) select 'x', 'chat', 'chat', 'completed',
+		  'thread' || n from generate_series(1, 5000) n;
+		insert into agent_lock_waiters (lane, owner, expires_at) select 'thread:thread' || n, 'x', now()
+		  from generate_series(1, 2000) n`,
+		"agent_threads agent_messages agent_locks agent_executions agent_lock_waiters",
+		`/threads /threads?channel=chat /threads?owner=key3
 		/threads?owner=key3&channel=log /threads?view=held /threads?view=queue /threads?before=2026-01-01T00%3A00%3A00Z+thread500
-		/threads/thread7 /threads/thread21 /threads/thread50?before=5-5`, 0},
-	"traces": {`
+		/threads/thread7 /threads/thread21 /threads/thread50?before=5-5`, 0,
+	},
+	"traces": {
+		`
 		insert into agent_executions (id, trace_id, surface, flow, status, created_at, wait_number)
-		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 5 when 0 then 'chat' else 'heartbeat' end, 'beat', 'pending', at, 1
+		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 5 when 0 then 'chat'
+		  else 'heartbeat' end, 'beat', 'pending', at, 1
 		  from (select n, now() - n * interval '1 minute' as at from generate_series(1, 4000) n) x;
-		insert into agent_activity (id, trace_id, execution_id, kind, skill_name, status, created_at, finished_at, duration_ms)
-		select lanekeeper.agent_uuid7(e.created_at), e.trace_id, e.id, 'call', 'skill', case n when 6 then 'error' else 'success' end, e.created_at, e.created_at, 1
+		insert into agent_activity (id, trace_id, execution_id, kind, skill_name, status, created_at, finished_at,
+		  duration_ms)
+		select lanekeeper.agent_uuid7(e.created_at), e.trace_id, e.id, 'call', 'skill', case n when 6 then 'error'
+		  else 'success' end, e.created_at, e.created_at, 1
 		  from agent_executions e, generate_series(1, 6) n;
-		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash,
+		  expires_at)
 		select e.trace_id, e.id, 'skill', 1, '{}', e.id::text, now() from agent_executions e;
 		insert into agent_checkpoints (execution_id, step, claim, output)
 		select e.id, 'wait', 0, '{"event": "EVENT_COMPLETED", "timed_out": false}' from agent_executions e`,
-		"agent_executions agent_activity agent_approvals agent_checkpoints", `/traces /traces?surface=chat /traces?status=pending&since=1h /traces?status=failed
+		"agent_executions agent_activity agent_approvals agent_checkpoints",
+		`/traces /traces?surface=chat /traces?status=pending&since=1h /traces?status=failed
 		/traces/hb_00000000000000000000000042 /traces/hb_00000000000000000000000042?view=tree /traces/hb_00000000000000000000000042?view=table
 		/traces/hb_00000000000000000000000042?view=table&after=01890000-0000-7000-8000-000000000000
-		/traces/hb_00000000000000000000000042?row=01890000-0000-7000-8000-000000000000`, 0},
+		/traces/hb_00000000000000000000000042?row=01890000-0000-7000-8000-000000000000`, 0,
+	},
 }
 
 func TestPagesAreFoundByIndexes(t *testing.T) {
@@ -505,9 +596,10 @@ func TestPagesAreFoundByIndexes(t *testing.T) {
 			tables := strings.Fields(c.tables)
 			pgtest.Exec(t, pool, "analyze")
 			if slices.Contains(tables, "agent_activity") { // an empty partition is best read as it is
-				tables = append(tables, pgtest.Column[string](t, pool, `select distinct tableoid::regclass::text from agent_activity`)...)
+				tables = append(tables, pgtest.Column[string](t, pool, `select distinct tableoid::regclass::text
+					from agent_activity`)...)
 			}
-			for _, path := range strings.Fields(c.paths) {
+			for path := range strings.FieldsSeq(c.paths) {
 				planned(t, pool, path, tables, cmp.Or(c.most, math.MaxInt))
 			}
 		})
@@ -524,11 +616,20 @@ func TestAStateIsAShapeAndAWord(t *testing.T) {
 		state any
 		want  string
 	}{
-		"text":       {"pending_approval", `<span class="status status-pending-approval tone-warn"><span aria-hidden="true">◷</span>pending approval</span>`},
-		"named type": {namedState("error"), `<span class="status status-error tone-bad"><span aria-hidden="true">✕</span>error</span>`},
-		"pointer":    {&failed, `<span class="status status-failed tone-bad"><span aria-hidden="true">✕</span>failed</span>`},
-		"not known":  {`"><b>`, `<span class="status status----b- "><span aria-hidden="true">·</span>&#34;&gt;&lt;b&gt;</span>`},
-		"none":       {(*string)(nil), `<span class="status status- "><span aria-hidden="true">·</span></span>`},
+		"text": {
+			"pending_approval",
+			`<span class="status status-pending-approval tone-warn"><span aria-hidden="true">◷</span>pending approval</span>`,
+		},
+		"named type": {
+			namedState("error"),
+			`<span class="status status-error tone-bad"><span aria-hidden="true">✕</span>error</span>`,
+		},
+		"pointer": {&failed, `<span class="status status-failed tone-bad"><span aria-hidden="true">✕</span>failed</span>`},
+		"not known": {
+			`"><b>`,
+			`<span class="status status----b- "><span aria-hidden="true">·</span>&#34;&gt;&lt;b&gt;</span>`,
+		},
+		"none": {(*string)(nil), `<span class="status status- "><span aria-hidden="true">·</span></span>`},
 	} {
 		var b strings.Builder
 		require.NoError(t, parsed.ExecuteTemplate(&b, "status", test.state))
@@ -544,7 +645,8 @@ func colours(t *testing.T) map[string][2]string {
 	sheet, err := assetFiles.ReadFile("assets/room.css")
 	require.NoError(t, err)
 	pairs := map[string][2]string{}
-	for _, m := range regexp.MustCompile(`--([\w-]+): light-dark\((#\w{6}), (#\w{6})\);`).FindAllStringSubmatch(string(sheet), -1) {
+	for _, m := range regexp.MustCompile(`--([\w-]+): light-dark\((#\w{6}), (#\w{6})\);`).FindAllStringSubmatch(
+		string(sheet), -1) {
 		pairs[m[1]] = [2]string{m[2], m[3]}
 	}
 	return pairs

@@ -49,7 +49,8 @@ func openSession(_ context.Context, v *visit) (string, error) {
 	}
 	session := v.Query.Get("session")
 	if session != "" && threads.CheckID(session) != nil {
-		return "", problem.New(http.StatusBadRequest, "session: %s", threads.CheckID(session)).Kind("malformed-id", "Malformed id")
+		return "", problem.New(http.StatusBadRequest, "session: %s", threads.CheckID(session)).Kind("malformed-id",
+			"Malformed id")
 	}
 	v.About = session
 	return "", nil
@@ -97,7 +98,8 @@ func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
 		got.Said = got.Said[1:]
 	}
 	under, err := postgres.Rows[runningTurn](ctx, room.Pool, "read turn", `
-		select x.id::text as execution_id, x.trace_id, x.status, coalesce(x.waiting_for, '') as waiting_for from agent_executions x
+		select x.id::text as execution_id, x.trace_id, x.status, coalesce(x.waiting_for, '') as waiting_for
+		  from agent_executions x
 		 where x.thread_id = @session and x.completed_at is null and x.flow = @flow order by x.id desc limit 1`,
 		postgres.Strict{"session": got.Session, "flow": operateFlow})
 	if len(under) > 0 {
@@ -124,7 +126,8 @@ func (room *Room) operateHolder(ctx context.Context, _ *visit) (any, error) {
 		         where e.flow = @flow and (e.id = l.execution_id
 		               or e.trace_id = substring(l.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}'))
 		         order by e.id desc limit 1) x on true
-		 where l.lane = @flow and l.locked_by <> '' and l.expires_at > clock_timestamp()`, postgres.Strict{"flow": operateFlow})
+		 where l.lane = @flow and l.locked_by <> ''
+		   and l.expires_at > clock_timestamp()`, postgres.Strict{"flow": operateFlow})
 	if err != nil {
 		return nil, err
 	}
@@ -146,9 +149,11 @@ func (room *Room) operateTurns(ctx context.Context, _ *visit) (any, error) {
 	list, err := postgres.Rows[operateTurn](ctx, room.Pool, "list turns", `
 		select x.id::text, x.trace_id, x.status, coalesce(left(x.input ->> 'message', 300), '') as message,
 		       coalesce(left(x.thread_id, 300), '') as session, left(x.result_summary, 300) as summary, x.created_at
-		  from ((select e.* from agent_executions e where e.flow = @flow and e.claimed_by is null order by e.id desc limit @most)
+		  from ((select e.* from agent_executions e where e.flow = @flow and e.claimed_by is null
+		    order by e.id desc limit @most)
 		        union all
-		        (select e.* from agent_executions e where e.flow = @flow and e.claimed_by is not null order by e.id desc limit @most)) x
+		        (select e.* from agent_executions e where e.flow = @flow and e.claimed_by is not null
+		          order by e.id desc limit @most)) x
 		 order by x.id desc limit @most`, postgres.Strict{"flow": operateFlow, "most": maxTurns})
 	if err != nil {
 		return nil, err
@@ -186,7 +191,9 @@ func (room *Room) operateAgents(ctx context.Context, v *visit) (any, error) {
 
 // operateAction accepts the form without JavaScript.
 var operateAction = action{
-	"POST", "/v1/operate", []field{{"message", asText}, {"session_id", asText}, {"agent", asText}, {"wait", asFlag}}, "The agent has answered.",
+	"POST", "/v1/operate",
+	[]field{{"message", asText}, {"session_id", asText}, {"agent", asText}, {"wait", asFlag}},
+	"The agent has answered.",
 }
 
 // runTurn runs a whole turn and shows the session. It returns when the turn ends or waits for an approval.

@@ -83,7 +83,8 @@ func (room *Room) runningNow(ctx context.Context, _ *visit) (any, error) {
 		  where e.claimed_by is not null
 		  order by e.id desc limit @most::int + 1),
 		loose as (
-		 select null::text, a.trace_id, left(a.surface, 100), '', coalesce(left(a.thread_id, 300), ''), array[left(a.skill_name, 100)], x.started_at
+		 select null::text, a.trace_id, left(a.surface, 100), '', coalesce(left(a.thread_id, 300), ''),
+		   array[left(a.skill_name, 100)], x.started_at
 		   from (select o.activity_id, o.started_at from agent_activity_open o
 		          where o.execution_id is null order by o.activity_id desc limit @most::int + 1) x
 		   join agent_activity a on a.id = x.activity_id
@@ -104,11 +105,14 @@ func (room *Room) idle(ctx context.Context, got *currentWork) error {
 	var name *string
 	var at *time.Time
 	err := room.Read.QueryRow(ctx, `
-		select (select count(*) from (select from agent_executions e where e.status = 'pending' order by e.id desc limit @beyond) x),
-		       (select count(*) from (select from agent_executions e where e.status = 'waiting' order by e.id desc limit @beyond) x),
+		select (select count(*) from (select from agent_executions e where e.status = 'pending'
+		  order by e.id desc limit @beyond) x),
+		       (select count(*) from (select from agent_executions e where e.status = 'waiting'
+		         order by e.id desc limit @beyond) x),
 		       s.name, s.next_run_at
 		  from (select) one
-		  left join (select left(name, 100) as name, next_run_at from agent_schedules order by next_run_at limit 1) s on true`,
+		  left join (select left(name, 100) as name, next_run_at from agent_schedules order by next_run_at limit 1) s
+		    on true`,
 		postgres.Strict{"beyond": beyond}).Scan(&got.Pending, &got.Waiting, &name, &at)
 	if err != nil {
 		return fmt.Errorf("count executions: %w", err)
@@ -199,7 +203,8 @@ func attentionKinds() []attentionKind {
 
 // needs reads the items.
 func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
-	found, err := postgres.Rows[attentionItem](ctx, room.Read, "list what needs a person", needsSQL, postgres.Strict{"beyond": beyond, "most": maxPerKind})
+	found, err := postgres.Rows[attentionItem](ctx, room.Read, "list what needs a person", needsSQL,
+		postgres.Strict{"beyond": beyond, "most": maxPerKind})
 	if err != nil {
 		return nil, err
 	}

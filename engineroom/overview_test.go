@@ -32,23 +32,29 @@ func TestAnEmptyOverviewSaysWhatToDo(t *testing.T) {
 func TestTheOverviewShowsWhatRuns(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	worker := put(t, pool, `insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id::text`)
-	dead := put(t, pool, `insert into agent_workers (expires_at) values (clock_timestamp() - interval '1 hour') returning id::text`)
+	worker := put(t, pool, `insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour')
+		returning id::text`)
+	dead := put(t, pool, `insert into agent_workers (expires_at) values (clock_timestamp() - interval '1 hour')
+		returning id::text`)
 	run := put(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim)
 		values ('hb_00000000000000000000000001', 'heartbeat', 'beat', 'running', $1, 1) returning id::text`, worker)
 	lost := put(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim)
 		values ('hb_00000000000000000000000002', 'heartbeat', 'beat', 'running', $1, 1) returning id::text`, dead)
-	put(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('fl_00000000000000000000000003', 'flow', 'later') returning id::text`)
+	put(t, pool, `insert into agent_executions (trace_id, surface, flow)
+		values ('fl_00000000000000000000000003', 'flow', 'later') returning id::text`)
 	for _, name := range []string{"reflect", "fetch_prices"} {
 		call := put(t, pool, `
-			insert into agent_activity (trace_id, execution_id, skill_name, status) values ('hb_00000000000000000000000001', $1, $2, 'running')
+			insert into agent_activity (trace_id, execution_id, skill_name, status)
+			  values ('hb_00000000000000000000000001', $1, $2, 'running')
 			returning id::text`, run, name)
-		put(t, pool, `insert into agent_activity_open (activity_id, execution_id, kind) values ($1, $2, 'call') returning 'x'`, call, run)
+		put(t, pool,
+			`insert into agent_activity_open (activity_id, execution_id, kind) values ($1, $2, 'call') returning 'x'`, call, run)
 	}
 	loose := put(t, pool, `
-		insert into agent_activity (trace_id, skill_name, status) values ('op_00000000000000000000000004', 'apply_workspace', 'running') returning id::text`)
+		insert into agent_activity (trace_id, skill_name, status)
+		  values ('op_00000000000000000000000004', 'apply_workspace', 'running') returning id::text`)
 	put(t, pool, `insert into agent_activity_open (activity_id, kind) values ($1, 'call') returning 'x'`, loose)
 	body := shows(t, server.URL+"/", "reflect › fetch_prices", "/executions/"+run, "apply_workspace", "outside of a run",
 		`<a href="/executions?status=pending">1 ready</a>`)
@@ -62,10 +68,14 @@ func TestTheOverviewShowsLocks(t *testing.T) {
 	pool, server := open(t)
 	put(t, pool, `select try_acquire_agent_lock('pipeline:prices', 'somebody', 60)::text`)
 	put(t, pool, `select try_acquire_agent_lock('pipeline:over', 'another', 60)::text`)
-	put(t, pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 s' where lane = 'pipeline:over' returning lane`)
-	put(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at) values ('pipeline:prices', 'a', clock_timestamp() + interval '1 hour') returning lane`)
-	put(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at) values ('pipeline:prices', 'b', clock_timestamp() - interval '1 hour') returning lane`)
-	body := shows(t, server.URL+"/", "pipeline:prices", "somebody", `<a href="/lanes">1<span class="aside-text"> waiting for pipeline:prices`)
+	put(t, pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 s' where lane = 'pipeline:over'
+		returning lane`)
+	put(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at)
+		values ('pipeline:prices', 'a', clock_timestamp() + interval '1 hour') returning lane`)
+	put(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at)
+		values ('pipeline:prices', 'b', clock_timestamp() - interval '1 hour') returning lane`)
+	body := shows(t, server.URL+"/", "pipeline:prices", "somebody",
+		`<a href="/lanes">1<span class="aside-text"> waiting for pipeline:prices`)
 	if strings.Contains(body, "pipeline:over") {
 		t.Error("a lane whose lease is over is said to be held")
 	}
@@ -75,7 +85,8 @@ func TestTheOverviewShowsLocks(t *testing.T) {
 func waitsForPeople(t *testing.T, pool *pgxpool.Pool, text string) {
 	t.Helper()
 	run := put(t, pool, `
-		insert into agent_executions (trace_id, surface, flow) values ('fl_00000000000000000000000001', 'flow', $1) returning id::text`, text)
+		insert into agent_executions (trace_id, surface, flow) values ('fl_00000000000000000000000001', 'flow', $1)
+		  returning id::text`, text)
 	put(t, pool, `update agent_executions set status = 'running' where id = $1 returning id::text`, run)
 	put(t, pool, `
 		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = 'k', wait_number = 1,
@@ -87,10 +98,13 @@ func waitsForPeople(t *testing.T, pool *pgxpool.Pool, text string) {
 		alter table agent_executions enable trigger user`)
 	put(t, pool, `
 		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
-		values ('hb_00000000000000000000000001', $1, 1, '{}', 'x', clock_timestamp() + interval '1 day') returning id::text`, text)
+		values ('hb_00000000000000000000000001', $1, 1, '{}', 'x', clock_timestamp() + interval '1 day')
+		  returning id::text`, text)
 	put(t, pool, `
-		insert into agent_requests (kind, execution_id, trace_id, title) values ('signature', $1, 'fl_1', $2) returning id::text`, run, text)
-	put(t, pool, `insert into agent_objectives (name, goal, status, proposed_by) values ($1, $1, 'proposed', 'agent') returning id::text`, text)
+		insert into agent_requests (kind, execution_id, trace_id, title) values ('signature', $1, 'fl_1', $2)
+		  returning id::text`, run, text)
+	put(t, pool, `insert into agent_objectives (name, goal, status, proposed_by) values ($1, $1, 'proposed', 'agent')
+		returning id::text`, text)
 	put(t, pool, `
 		insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, trace_id)
 		values ('general', left($1, 200), to_jsonb($1::text), 0, 0, 'hb_1') returning id::text`, text)
@@ -100,15 +114,18 @@ func waitsForPeople(t *testing.T, pool *pgxpool.Pool, text string) {
 	put(t, pool, `
 		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at)
 		values ('fetch', '{}', 'builtin:x', false, 'self-heal', $1, clock_timestamp()) returning id::text`, text)
-	automation := put(t, pool, `insert into agent_automations (name, prompt) values ('nightly', 'look') returning id::text`)
+	automation := put(t, pool,
+		`insert into agent_automations (name, prompt) values ('nightly', 'look') returning id::text`)
 	put(t, pool, `
 		insert into agent_automation_runs (automation_id, scheduled_for, status, error_message)
 		values ($1, clock_timestamp(), 'dead', $2) returning id::text`, automation, text)
 	put(t, pool, `
-		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256, error_message)
+		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256,
+		  error_message)
 		values ('github', 'd1', 'wh_1', 'wh_1', 'dead', '', '', $1) returning id::text`, text)
 	target := put(t, pool, `
-		insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://example.com', '{x}', '{*}') returning id::text`)
+		insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://example.com', '{x}', '{*}')
+		  returning id::text`)
 	put(t, pool, `
 		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status, last_error)
 		values ($1, 'execution.failed', '{}', 'hb_00000000000000000000000001', 'dead', $2) returning id::text`, target, text)
@@ -122,7 +139,10 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	waitsForPeople(t, pool, "some text")
-	texts := []string{"by self-heal: some text", "/approvals?status=pending", "/deliveries?status=dead", "/objectives?status=proposed", "/threads/t1", "/skills/fetch"}
+	texts := []string{
+		"by self-heal: some text", "/approvals?status=pending", "/deliveries?status=dead",
+		"/objectives?status=proposed", "/threads/t1", "/skills/fetch",
+	}
 	for _, kind := range attentionKinds() {
 		texts = append(texts, `id="need-`+kind.Kind+`"`, `">1<span class="aside-text"> `+kind.Title)
 	}
@@ -157,7 +177,8 @@ func TestFiltersOfTheOverviewAreChecked(t *testing.T) {
 	t.Parallel()
 	_, server := open(t)
 	for query, why := range map[string]string{
-		"surface=none": "surface", "status=fine": "status", "trace=%3Cb%3E": "trace", "skill=" + strings.Repeat("x", 301): "skill",
+		"surface=none": "surface", "status=fine": "status", "trace=%3Cb%3E": "trace", "skill=" +
+			strings.Repeat("x", 301): "skill",
 		"since=yesterday": "since", "until=1": "until", "row=1": "row",
 	} {
 		turnsAway(t, server.URL+"/activity?"+query, 400, why)
@@ -175,14 +196,16 @@ func TestWhatNeedsAPersonIsFoundByIndexes(t *testing.T) {
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	pgtest.Exec(t, tx, `set local enable_seqscan = off`)
-	rows, err := tx.Query(t.Context(), `explain (costs off) `+needsSQL, pgx.QueryExecModeSimpleProtocol, postgres.Strict{"beyond": beyond, "most": maxPerKind})
+	rows, err := tx.Query(t.Context(), `explain (costs off) `+needsSQL, pgx.QueryExecModeSimpleProtocol,
+		postgres.Strict{"beyond": beyond, "most": maxPerKind})
 	require.NoError(t, err)
 	lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
 	plan := strings.Join(lines, "\n")
 	for _, index := range []string{
 		"agent_approvals_state", "agent_requests_pending", "agent_objectives_proposed", "agent_memory_conflicts_status",
-		"agent_executions_waiting_until", "agent_automation_runs_dead", "agent_webhook_deliveries_open", "agent_webhook_outbox_dead",
+		"agent_executions_waiting_until", "agent_automation_runs_dead", "agent_webhook_deliveries_open",
+		"agent_webhook_outbox_dead",
 		"agent_messages_failed",
 	} {
 		if !strings.Contains(plan, index+" ") && !strings.Contains(plan, index+"\n") {
@@ -198,10 +221,12 @@ func TestWhatNeedsAPersonIsFoundByIndexes(t *testing.T) {
 func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	if _, body := testkit.Get(t, server.URL+"/"); !strings.Contains(body, `action="/act/v1/pause"`) || strings.Contains(body, "is paused") {
+	if _, body := testkit.Get(t, server.URL+"/"); !strings.Contains(body, `action="/act/v1/pause"`) ||
+		strings.Contains(body, "is paused") {
 		t.Errorf("the overview has no action:\n%s", body)
 	}
-	if _, body := testkit.Get(t, server.URL+"/lanes"); strings.Contains(body, "/act/v1/pause") || strings.Contains(body, "is paused") {
+	if _, body := testkit.Get(t, server.URL+"/lanes"); strings.Contains(body, "/act/v1/pause") ||
+		strings.Contains(body, "is paused") {
 		t.Errorf("another page has the action:\n%s", body)
 	}
 	got, err := executions.PauseAll(t.Context(), pool, "ana", "<b>prices</b> look wrong")
@@ -209,7 +234,8 @@ func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
 	for _, path := range []string{"/", "/lanes", "/traces", "/executions?status=waiting", "/operate"} {
 		status, body := testkit.Get(t, server.URL+path)
 		for _, want := range []string{
-			"Autonomous work is paused", "by ana", "&lt;b&gt;prices&lt;/b&gt; look wrong", `action="/act/v1/resume"`, "/traces/" + got.TraceID,
+			"Autonomous work is paused", "by ana", "&lt;b&gt;prices&lt;/b&gt; look wrong", `action="/act/v1/resume"`,
+			"/traces/" + got.TraceID,
 		} {
 			if status != 200 || !strings.Contains(body, want) {
 				t.Errorf("%s: status %d, %q is missing", path, status, want)
@@ -235,10 +261,13 @@ func did(t *testing.T, pool *pgxpool.Pool, n int) {
 
 // manyActivities are 20,000 rows of the log.
 const manyActivities = `
-	insert into agent_activity (id, trace_id, skill_name, purpose, status, surface, agent, lane, error_class, error_message, created_at)
-	select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 2 when 0 then 'even' else 'odd' end, 'number ' || n || '.',
+	insert into agent_activity (id, trace_id, skill_name, purpose, status, surface, agent, lane, error_class,
+	  error_message, created_at)
+	select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 2 when 0 then 'even' else 'odd' end,
+	  'number ' || n || '.',
 	       case n % 3 when 0 then 'error' else 'success' end, case n % 5 when 0 then 'chat' else 'heartbeat' end,
-	       'agent_' || n % 7, 'lane_' || n % 11, case n % 3 when 0 then 'timeout_class' else '' end, case n % 3 when 0 then 'too slow' end, at
+	       'agent_' || n % 7, 'lane_' || n % 11, case n % 3 when 0 then 'timeout_class' else '' end, case n % 3
+	         when 0 then 'too slow' end, at
 	  from (select n, clock_timestamp() - make_interval(secs => 3 * (20000 - n)) as at from generate_series(1, 20000) n) x`
 
 func TestFiltersOfTheLogCombine(t *testing.T) {
@@ -272,7 +301,8 @@ func TestARowOfTheLogUnfolds(t *testing.T) {
 	pool, server := open(t)
 	id := put(t, pool, `
 		insert into agent_activity (trace_id, skill_name, input, output, error_message, step, idempotency_key, token_usage)
-		values ('hb_00000000000000000000000001', 'look', jsonb_build_object('text', $1::text), to_jsonb(repeat('z', 1000000)), $1, $1, $1,
+		values ('hb_00000000000000000000000001', 'look', jsonb_build_object('text', $1::text), to_jsonb(repeat('z', 1000000)),
+		  $1, $1, $1,
 		        '{"prompt_tokens": 1200, "completion_tokens": 34}') returning id::text`, hostile)
 	folded := shows(t, server.URL+"/activity", `aria-expanded="false"`, "row="+id)
 	if strings.Contains(folded, "zzzz") || strings.Contains(folded, "1,200 read") {
@@ -287,8 +317,10 @@ func TestARowOfTheLogUnfolds(t *testing.T) {
 func spend(t *testing.T, pool *pgxpool.Pool, purpose, model, cost, ago string) {
 	t.Helper()
 	put(t, pool, `
-		insert into agent_activity (id, trace_id, kind, skill_name, purpose, model, surface, cost_usd, token_usage, created_at, duration_ms)
-		select lanekeeper.agent_uuid7(at), 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'model', 'model_call', $1, $2, 'heartbeat', $3::text::numeric,
+		insert into agent_activity (id, trace_id, kind, skill_name, purpose, model, surface, cost_usd, token_usage,
+		  created_at, duration_ms)
+		select lanekeeper.agent_uuid7(at), 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'model', 'model_call', $1, $2, 'heartbeat',
+		  $3::text::numeric,
 		       '{"prompt_tokens": 900, "completion_tokens": 100, "total_tokens": 1000}', at, 1234
 		  from (select clock_timestamp() - $4::text::interval as at) x returning id::text`, purpose, model, cost, ago)
 }
@@ -300,9 +332,11 @@ func TestSpendIsShownByWhatItWasForSurfaceAndModel(t *testing.T) {
 	spend(t, pool, "advance_plan", "model-one", "0.75", "0")
 	spend(t, pool, "reflect", "model-two", "0.25", "0")
 	spend(t, pool, "reflect", "model-two", "9", "10 days")
-	shows(t, server.URL+"/spend?days=1", "$1.00 and 2,000 tokens today", "no skill", "100 %", "<svg", "The numbers of this chart")
+	shows(t, server.URL+"/spend?days=1", "$1.00 and 2,000 tokens today", "no skill", "100 %", "<svg",
+		"The numbers of this chart")
 	shows(t, server.URL+"/spend?days=1&by=purpose", "advance_plan", "75 %")
-	shows(t, server.URL+"/spend?days=30&by=purpose", "$10.00 and 3,000 tokens in 30 days", "by=model&amp;days=30&amp;purpose=reflect#calls")
+	shows(t, server.URL+"/spend?days=30&by=purpose", "$10.00 and 3,000 tokens in 30 days",
+		"by=model&amp;days=30&amp;purpose=reflect#calls")
 	shows(t, server.URL+"/spend?by=model", "model-two", "25 %")
 	shows(t, server.URL+"/spend?by=surface&per=hour", "heartbeat", "100 %")
 	pgtest.Exec(t, pool, `
@@ -320,7 +354,8 @@ func TestSpendRefusesFiltersItDoesNotKnow(t *testing.T) {
 	t.Parallel()
 	_, server := open(t)
 	for query, why := range map[string]string{
-		"days=3": "days is", "by=lane": "by is", "per=week": "per is", "per=hour&days=30": "1 or 7 days", "surface=moon": "surface is",
+		"days=3": "days is", "by=lane": "by is", "per=week": "per is", "per=hour&days=30": "1 or 7 days",
+		"surface=moon":       "surface is",
 		"by=purpose&skill=a": "by skill or by purpose", "by=skill&purpose=a": "by skill or by purpose",
 		"skill=" + strings.Repeat("x", 301): "skill is not text",
 	} {
@@ -333,7 +368,8 @@ func TestTheBudgetSaysWhatIsLeft(t *testing.T) {
 	pool, _ := open(t)
 	pgtest.Exec(t, pool, `
 		insert into agent_budgets (scope, tokens, cost_usd, reserved_tokens, reserved_usd, unknown_tokens)
-		select 'day:' || to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD') || s, 5000, 4, 1000, 1, 700 from unnest(array['', ':chat']) s`)
+		select 'day:' || to_char(clock_timestamp() at time zone 'UTC', 'YYYY-MM-DD') || s, 5000, 4, 1000, 1, 700
+		  from unnest(array['', ':chat']) s`)
 	room := &Room{Options: Options{Read: replica.Primary(pool), Limits: budgets.Limits{
 		Day: budgets.Limit{USD: 10}, Surface: map[trace.Surface]budgets.Limit{trace.Chat: {Tokens: 5000}},
 	}}}
@@ -342,7 +378,10 @@ func TestTheBudgetSaysWhatIsLeft(t *testing.T) {
 	want := []budgetLine{
 		{Spent: "$4.00", Aside: "$1.00", Limit: "$10.00", Left: "$5.00", Used: .4, Held: .1, Percent: "40 %"},
 		{Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens"},
-		{Surface: "chat", Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens", Limit: "5,000 tokens", Left: "0 tokens", Used: 1, Over: true, Percent: "100 %"},
+		{
+			Surface: "chat", Spent: "5,000 tokens", Unknown: "700 tokens", Aside: "1,000 tokens", Limit: "5,000 tokens",
+			Left: "0 tokens", Used: 1, Over: true, Percent: "100 %",
+		},
 	}
 	assert.NoDiff(t, any(want), got)
 }
@@ -352,7 +391,8 @@ func TestAHeartbeatHasItsPrice(t *testing.T) {
 	pool, server := open(t)
 	spend(t, pool, "reflect", "m", "1.50", "0")
 	for _, sql := range []string{
-		`insert into agent_executions (trace_id, surface, flow) select 'hb_' || n, 'heartbeat', 'heartbeat' from generate_series(1, 4) n`,
+		`insert into agent_executions (trace_id, surface, flow) select 'hb_' || n, 'heartbeat', 'heartbeat'
+			from generate_series(1, 4) n`,
 		`update agent_executions set status = 'running'`,
 		`update agent_executions set status = case trace_id when 'hb_3' then 'failed' else 'completed' end,
 		        result_summary = case trace_id when 'hb_4' then 'skipped: an admin is at work' else '' end`,
@@ -365,8 +405,13 @@ func TestAHeartbeatHasItsPrice(t *testing.T) {
 func TestAChartIsDrawnToScaleWithItsNumbersBeside(t *testing.T) {
 	t.Parallel()
 	c := chart{
-		Title: "Calls", About: "What was called.", Series: []series{{"good", "bar-good"}, {"bad", "bar-bad"}}, Write: countTick,
-		Points: []point{{"Monday", "Mo", []float64{30, 0}}, {"Tuesday", "Tu", []float64{0, 0}}, {"<Wednesday>", "We", []float64{10, 70}}},
+		Title: "Calls", About: "What was called.", Series: []series{{"good", "bar-good"}, {"bad", "bar-bad"}},
+		Write: countTick,
+		Points: []point{
+			{"Monday", "Mo", []float64{30, 0}},
+			{"Tuesday", "Tu", []float64{0, 0}},
+			{"<Wednesday>", "We", []float64{10, 70}},
+		},
 	}
 	assert.Equal(t, 20, c.step())
 	bars := c.Bars()
@@ -380,7 +425,10 @@ func TestAChartIsDrawnToScaleWithItsNumbersBeside(t *testing.T) {
 		t.Errorf("rows %v", rows)
 	}
 	body := drawn(t, c)
-	for _, want := range []string{`role="img"`, `class="bar-bad"`, "&lt;Wednesday&gt;: 70 bad", `<th scope="row">Tuesday</th>`} {
+	for _, want := range []string{
+		`role="img"`, `class="bar-bad"`, "&lt;Wednesday&gt;: 70 bad",
+		`<th scope="row">Tuesday</th>`,
+	} {
 		assert.Contains(t, body, want)
 	}
 	if strings.Contains(body, "style=") {

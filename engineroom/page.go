@@ -76,8 +76,10 @@ type show struct {
 
 // keys are the letters after g that open a page.
 var keys = map[string]string{
-	"/": "o", "/activity": "a", "/traces": "t", "/executions": "e", "/threads": "h", "/approvals": "p", "/skills": "s", "/agents": "n",
-	"/automations": "u", "/objectives": "b", "/memory": "m", "/deliveries": "d", "/spend": "c", "/lanes": "l", "/operate": "r",
+	"/": "o", "/activity": "a", "/traces": "t", "/executions": "e", "/threads": "h", "/approvals": "p",
+	"/skills": "s", "/agents": "n",
+	"/automations": "u", "/objectives": "b", "/memory": "m", "/deliveries": "d", "/spend": "c",
+	"/lanes": "l", "/operate": "r",
 }
 
 // NavWord is the page's label in the navigation; empty for none.
@@ -155,7 +157,10 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 		query.Del("seen")
 		fresh = replica.JustWrote(r)
 	}
-	address := url.URL{Path: strings.TrimPrefix(r.URL.Path, prefix), RawPath: strings.TrimPrefix(r.URL.RawPath, prefix), RawQuery: query.Encode()}
+	address := url.URL{
+		Path: strings.TrimPrefix(r.URL.Path, prefix), RawPath: strings.TrimPrefix(r.URL.RawPath, prefix),
+		RawQuery: query.Encode(),
+	}
 	return &visit{
 		path: func(name string) string { return wild[name] }, Query: query, URL: address.RequestURI(), fresh: fresh,
 	}
@@ -286,7 +291,8 @@ func (v *visit) oneOf(name string, known ...string) (string, error) {
 func (v *visit) uuidFilter(name string) (string, error) {
 	value := v.Query.Get(name)
 	if value != "" && !uuidShape.MatchString(value) {
-		return "", problem.New(http.StatusBadRequest, "%s is %.60q, which is no place in this list; begin at its top", name, value).
+		return "", problem.New(http.StatusBadRequest, "%s is %.60q, which is no place in this list; begin at its top", name,
+			value).
 			Kind("bad-parameter", "Bad filter")
 	}
 	return value, nil
@@ -336,7 +342,8 @@ func paged[T any](v *visit, list []T, n int, cursor func(T) string) ([]T, pager)
 }
 
 // policy permits a page's own files and server only.
-const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; connect-src 'self'; " +
+const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; " +
+	"connect-src 'self'; " +
 	"base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 
 // guard sets the security headers. Only this server receives the referrer, which the redirect after an action needs.
@@ -421,7 +428,8 @@ func (room *Room) setFlash(w http.ResponseWriter, r *http.Request, f flash) {
 	}
 	body := strconv.FormatInt(time.Now().Add(flashLasts).Unix(), 36) + "." + base64.RawURLEncoding.EncodeToString(text)
 	http.SetCookie(w, &http.Cookie{
-		Name: local.CookieName(r, flashCookie), Value: body + "." + room.sign(body), Path: "/", MaxAge: int(flashLasts.Seconds()),
+		Name: local.CookieName(r, flashCookie), Value: body + "." + room.sign(body), Path: "/",
+		MaxAge:   int(flashLasts.Seconds()),
 		HttpOnly: true, SameSite: http.SameSiteStrictMode, Secure: viaTLS(r),
 	})
 }
@@ -433,7 +441,8 @@ func (room *Room) takeFlash(w http.ResponseWriter, r *http.Request) *flash {
 		return nil
 	}
 	http.SetCookie(w, &http.Cookie{
-		Name: local.CookieName(r, flashCookie), Path: "/", MaxAge: -1, HttpOnly: true, SameSite: http.SameSiteStrictMode, Secure: viaTLS(r),
+		Name: local.CookieName(r, flashCookie), Path: "/", MaxAge: -1, HttpOnly: true, SameSite: http.SameSiteStrictMode,
+		Secure: viaTLS(r),
 	})
 	return room.readFlash(c.Value)
 }

@@ -37,7 +37,8 @@ func TestAgentsAreShownWithTheirEffectiveValues(t *testing.T) {
 	t.Parallel()
 	pool, server := openWith(t, agents.Settings{Name: "house", Model: "gpt-6-luna", Limits: agents.Limits{Tokens: 60000}})
 	shows(t, server.URL+"/agents", `href="/agents/house"`, "gpt-6-luna", "default")
-	shows(t, server.URL+"/agents/house", "No workspace declares it", "AGENT_MODEL", "None. Only the rules", "agent apply DIR")
+	shows(t, server.URL+"/agents/house", "No workspace declares it", "AGENT_MODEL",
+		"None. Only the rules", "agent apply DIR")
 	secret := "Bearer Zq81xLm0Kk77Zq81xLm0Kk77"
 	acts(t, pool, agents.Definition{Name: "sales", Default: true, Instructions: "You are Nora."})
 	acts(t, pool, agents.Definition{
@@ -45,10 +46,13 @@ func TestAgentsAreShownWithTheirEffectiveValues(t *testing.T) {
 		Instructions: "You are {{Nora}} <script>alert(1)</script> \u202eevil. " + secret,
 	})
 	acts(t, pool, agents.Definition{Name: "billing", Memory: "own", Description: "Invoices."})
-	shows(t, server.URL+"/agents", `href="/agents/sales"`, "Invoices.", `href="/executions?agent=billing"`, `href="/threads?agent=sales"`)
-	body := shows(t, server.URL+"/agents/sales", "Europe/Madrid", "document", "60000", "AGENT_MAX_TOKENS", "Hola &lt;b&gt;",
+	shows(t, server.URL+"/agents", `href="/agents/sales"`, "Invoices.", `href="/executions?agent=billing"`,
+		`href="/threads?agent=sales"`)
+	body := shows(t, server.URL+"/agents/sales", "Europe/Madrid", "document", "60000",
+		"AGENT_MAX_TOKENS", "Hola &lt;b&gt;",
 		"You are {{Nora}} &lt;script&gt;", `href="/agents/sales?version=1"`, "Version 2")
-	if strings.Contains(body, "<script>alert") || strings.Contains(body, "Zq81xLm0Kk77") || strings.Contains(body, "\u202e") {
+	if strings.Contains(body, "<script>alert") || strings.Contains(body, "Zq81xLm0Kk77") ||
+		strings.Contains(body, "\u202e") {
 		t.Error("the instructions are shown as they are written")
 	}
 	shows(t, server.URL+"/agents/sales?version=1", "You are Nora.", "This is version 1", "To the current version")
@@ -68,18 +72,24 @@ func TestListingsAreNarrowedToAnAgent(t *testing.T) {
 	for _, agent := range []string{"sales", "billing"} {
 		quiet(t, pool, `
 			insert into agent_executions (trace_id, surface, flow, agent, status, started_at, completed_at)
-			values (lanekeeper.agent_trace_id('fl'), 'flow', 'flow-of-' || $1::text, $1::text, 'completed', now(), now())`, agent)
+			values (lanekeeper.agent_trace_id('fl'), 'flow', 'flow-of-' || $1::text, $1::text, 'completed', now(),
+			  now())`, agent)
 		quiet(t, pool, `
-			insert into agent_executions (trace_id, surface, flow, agent, status, waiting_for, waiting_key, waiting_until, waiting_step)
-			values (lanekeeper.agent_trace_id('fl'), 'flow', 'wait-of-' || $1::text, $1::text, 'waiting', 'event', $1::text, now() + interval '1 hour', 's')`, agent)
-		quiet(t, pool, `insert into agent_threads (id, channel, agent, participant) values ('talk-' || $1::text, 'chat', $1::text, 'Ana')`, agent)
+			insert into agent_executions (trace_id, surface, flow, agent, status, waiting_for, waiting_key, waiting_until,
+			  waiting_step)
+			values (lanekeeper.agent_trace_id('fl'), 'flow', 'wait-of-' || $1::text, $1::text, 'waiting', 'event', $1::text,
+			  now() + interval '1 hour', 's')`, agent)
+		quiet(t, pool, `insert into agent_threads (id, channel, agent, participant)
+			values ('talk-' || $1::text, 'chat', $1::text, 'Ana')`, agent)
 	}
 	for path, has := range map[string]string{
-		"/executions": "flow-of-", "/executions?view=waiting": "wait-of-", "/threads": "talk-", "/traces": "flow-of-", "/executions?flow=flow-of-billing": "flow-of-",
+		"/executions": "flow-of-", "/executions?view=waiting": "wait-of-", "/threads": "talk-", "/traces": "flow-of-",
+		"/executions?flow=flow-of-billing": "flow-of-",
 	} {
 		shows(t, server.URL+path, has+"billing", "<td>billing</td>")
 		with := path + map[bool]string{true: "&", false: "?"}[strings.Contains(path, "?")] + "agent=billing"
-		if body := shows(t, server.URL+with, has+"billing", `name="agent" value="billing"`); strings.Contains(body, has+"sales") {
+		if body := shows(t, server.URL+with, has+"billing", `name="agent" value="billing"`); strings.Contains(body,
+			has+"sales") {
 			t.Errorf("%s has what another agent did", with)
 		}
 	}
@@ -101,7 +111,8 @@ func ran(t *testing.T, pool *pgxpool.Pool, automation, status string) string {
 	t.Helper()
 	return put(t, pool, `
 		insert into agent_automation_runs (automation_id, cause, scheduled_for, status, trace_id, error_message)
-		values ($1::uuid, 'manual', clock_timestamp(), $2::text, 'fl_00000000000000000000000001', case when $2 = 'dead' then 'no route to host' end)
+		values ($1::uuid, 'manual', clock_timestamp(), $2::text, 'fl_00000000000000000000000001', case
+		  when $2 = 'dead' then 'no route to host' end)
 		returning id::text`, automation, status)
 }
 
@@ -112,9 +123,11 @@ func TestAutomationsTellWhenTheyRunAndHowTheyRan(t *testing.T) {
 	id := scheduled(t, pool, "nightly")
 	ran(t, pool, id, "success")
 	dead := ran(t, pool, id, "dead")
-	put(t, pool, `update agent_automations set enabled = false, disabled_by = 'self_heal', disabled_reason = 'fetch fails', paused_for = 'fetch'
+	put(t, pool, `update agent_automations set enabled = false, disabled_by = 'self_heal', disabled_reason = 'fetch fails',
+		paused_for = 'fetch'
 		where id = $1::uuid returning name`, scheduled(t, pool, "weekly"))
-	body := shows(t, server.URL+"/automations", "2030-01-01 03:00", "2030-01-02 03:00", "2030-01-03 03:00", "no route to host",
+	body := shows(t, server.URL+"/automations", "2030-01-01 03:00", "2030-01-02 03:00",
+		"2030-01-03 03:00", "no route to host",
 		"by self_heal", "fetch fails", "paused", `action="/act/v1/automations/runs/`+dead+`/redrive"`)
 	if strings.Contains(body, "2030-01-04") {
 		t.Error("more than three times are told")
@@ -144,7 +157,8 @@ func TestAnAutomationHasTheActionsOfItsState(t *testing.T) {
 	assert.Equal(t, "on%2Foff/run on%2Foff/disable", actions(server.URL+"/automations/on%2Foff"))
 	assert.Equal(t, "idea/accept idea/disable", actions(server.URL+"/automations/idea"))
 	assert.Equal(t, "idea/accept idea/disable", actions(server.URL+"/automations"))
-	put(t, pool, `update agent_automations set enabled = false, disabled_by = 'admin' where name = 'on/off' returning name`)
+	put(t, pool,
+		`update agent_automations set enabled = false, disabled_by = 'admin' where name = 'on/off' returning name`)
 	assert.Equal(t, "on%2Foff/run on%2Foff/enable", actions(server.URL+"/automations/on%2Foff"))
 	turnsAway(t, server.URL+"/automations/nothing", 404, "there is no automation")
 }
@@ -153,9 +167,11 @@ func TestAnAutomationHasTheActionsOfItsState(t *testing.T) {
 func delivered(t *testing.T, pool *pgxpool.Pool, status, body string) string {
 	t.Helper()
 	return put(t, pool, `
-		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, headers, body, body_sha256, outcome)
+		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, headers, body,
+		  body_sha256, outcome)
 		values ('shop', gen_random_uuid()::text, 'wh_00000000000000000000000001', 'wh_00000000000000000000000001', $1,
-		        '{"X-Github-Event": ["issues"], "Authorization": ["Bearer sk-abcdefghijklmnopqrstuvwxyz"]}', convert_to($2, 'UTF8'), 'x',
+		        '{"X-Github-Event": ["issues"], "Authorization": ["Bearer sk-abcdefghijklmnopqrstuvwxyz"]}',
+		          convert_to($2, 'UTF8'), 'x',
 		        '{"1": {"event": "EVENT_COMPLETED", "key": "order-7"}}')
 		returning id::text`, status, body)
 }
@@ -164,10 +180,12 @@ func delivered(t *testing.T, pool *pgxpool.Pool, status, body string) string {
 func undelivered(t *testing.T, pool *pgxpool.Pool, target, status string) string {
 	t.Helper()
 	return put(t, pool, `
-		with t as (insert into agent_webhook_targets (name, url, secrets, events) values ($1, 'https://ops.example', '{"${S}"}', '{"*"}')
+		with t as (insert into agent_webhook_targets (name, url, secrets, events)
+		  values ($1, 'https://ops.example', '{"${S}"}', '{"*"}')
 		           on conflict (name) do update set url = excluded.url returning id)
 		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status, attempts, http_status, last_error)
-		select id, 'execution.failed', '{"type": "execution.failed", "data": {"id": "x"}}', 'wh_1', $2, 9, 503, 'it answered 503' from t
+		select id, 'execution.failed', '{"type": "execution.failed", "data": {"id": "x"}}', 'wh_1', $2, 9, 503,
+		  'it answered 503' from t
 		returning id::text`, target, status)
 }
 
@@ -177,10 +195,12 @@ func TestDeliveriesAreListedAndNarrowedDown(t *testing.T) {
 	shows(t, server.URL+"/deliveries", "No delivery yet", "No request had a bad signature", "No target exists")
 	done, dead := delivered(t, pool, "done", `{}`), delivered(t, pool, "dead", `{}`)
 	put(t, pool, `insert into agent_activity (trace_id, skill_name, status, input, error_message)
-		values ('wh_1', 'webhook_refused', 'error', '{"endpoint": "shop", "count": 3}', 'the signature is wrong') returning id::text`)
+		values ('wh_1', 'webhook_refused', 'error', '{"endpoint": "shop", "count": 3}', 'the signature is wrong')
+		returning id::text`)
 	undelivered(t, pool, "ops", "pending")
 	undelivered(t, pool, "ops", "dead")
-	body := shows(t, server.URL+"/deliveries", "issues", "/deliveries/"+done, "/deliveries/"+dead, "the signature is wrong",
+	body := shows(t, server.URL+"/deliveries", "issues", "/deliveries/"+done, "/deliveries/"+dead,
+		"the signature is wrong",
 		"/outgoing?target=ops&amp;status=pending", `action="/act/v1/webhooks/targets/ops/disable"`)
 	if strings.Contains(body, "Nothing matches") {
 		t.Error("the list says that it is empty")
@@ -199,18 +219,21 @@ func TestADeliveryShowsWhatCameAndWhatItLedTo(t *testing.T) {
 	pool, server := open(t)
 	id := delivered(t, pool, "dead", `{"order": 7, "password": "hunter22"}`)
 	put(t, pool, `
-		with kept as (insert into agent_webhook_conflicts (delivery, body, body_sha256) values ($1, convert_to('{"order": 8}', 'UTF8'), 'y'))
+		with kept as (insert into agent_webhook_conflicts (delivery, body, body_sha256)
+		  values ($1, convert_to('{"order": 8}', 'UTF8'), 'y'))
 		update agent_webhook_deliveries set repeats = 3, conflicts = 2 where id = $1 returning id::text`, id)
 	shows(t, server.URL+"/deliveries", "2 with another body")
 	shows(t, server.URL+"/deliveries/"+id, "2 with another body", "Other bodies under the same id", "&#34;order&#34;: 8")
-	body := shows(t, server.URL+"/deliveries/"+id, "order-7", "&#34;order&#34;: 7", `action="/act/v1/webhooks/deliveries/`+id+`/replay"`,
+	body := shows(t, server.URL+"/deliveries/"+id, "order-7", "&#34;order&#34;: 7",
+		`action="/act/v1/webhooks/deliveries/`+id+`/replay"`,
 		`name="replays" value="0"`)
 	for _, secret := range []string{"hunter22", "sk-abcdefghijklmnopqrstuvwxyz"} {
 		if strings.Contains(body, secret) {
 			t.Errorf("the page has %s", secret)
 		}
 	}
-	quiet(t, pool, `update agent_webhook_deliveries set repeats = 1, body = convert_to($2, 'UTF8') where id = $1`, id, "x"+strings.Repeat("é", 600_000))
+	quiet(t, pool, `update agent_webhook_deliveries set repeats = 1, body = convert_to($2, 'UTF8') where id = $1`, id,
+		"x"+strings.Repeat("é", 600_000))
 	if body := shows(t, server.URL+"/deliveries/"+id, "The first 65.5 kB of it"); strings.Contains(body, "\ufffd") {
 		t.Error("a character is cut in two")
 	}
@@ -244,7 +267,8 @@ func TestOutgoingMessagesAreListedAndSentAgain(t *testing.T) {
 func TestHeldLanesAreListed(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/lanes", "No lane is held", "No run waits for a lane", "No lane is lent", "No execution is running", "No lane is stale")
+	shows(t, server.URL+"/lanes", "No lane is held", "No run waits for a lane", "No lane is lent",
+		"No execution is running", "No lane is stale")
 	put(t, pool, `select try_acquire_agent_lock('pipeline:<b>prices</b>', 'someone else', 60)::text`)
 	put(t, pool, `select try_acquire_agent_lock('other', 'another', 60)::text`)
 	shows(t, server.URL+"/lanes", "pipeline:&lt;b&gt;prices&lt;/b&gt;", "someone else",
@@ -261,7 +285,8 @@ func TestHeldLanesAreListed(t *testing.T) {
 func claimedRun(t *testing.T, pool *pgxpool.Pool, flow string, lease int) string {
 	t.Helper()
 	return put(t, pool, `
-		with w as (insert into agent_workers (name, expires_at) values ('host-7', clock_timestamp() + make_interval(secs => $2::int)) returning id),
+		with w as (insert into agent_workers (name, expires_at)
+		  values ('host-7', clock_timestamp() + make_interval(secs => $2::int)) returning id),
 		     x as (insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim)
 		           select 'fl_00000000000000000000000001', 'flow', $1, 'running', id, 3 from w returning id)
 		select id::text from x`, flow, lease)
@@ -274,14 +299,20 @@ func TestWaitersLoansAndClaimsAreTold(t *testing.T) {
 	put(t, pool, `select try_acquire_agent_lock('thread:maria', $1 || '#3', 60)::text`, running)
 	put(t, pool, `
 		with w as (insert into agent_lock_waiters (lane, owner, expires_at)
-		           select 'thread:maria', 'waiter ' || n, clock_timestamp() + interval '1 minute' from generate_series(1, 2) n)
-		insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('thread:maria', 1, $1::uuid, $2::uuid, 60) returning lane`, gone, running)
-	waits := put(t, pool, `insert into agent_executions (trace_id, surface, flow, status) values ('fl_2', 'flow', 'patient', 'running') returning id::text`)
-	put(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'lane', waiting_key = 'thread:maria', waiting_step = 's',
+		           select 'thread:maria', 'waiter ' || n, clock_timestamp() + interval '1 minute'
+		             from generate_series(1, 2) n)
+		insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
+		  values ('thread:maria', 1, $1::uuid, $2::uuid, 60) returning lane`, gone, running)
+	waits := put(t, pool, `insert into agent_executions (trace_id, surface, flow, status)
+		values ('fl_2', 'flow', 'patient', 'running') returning id::text`)
+	put(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'lane', waiting_key = 'thread:maria',
+		waiting_step = 's',
 		waiting_until = clock_timestamp() + interval '1 hour' where id = $1::uuid returning id::text`, waits)
-	body := shows(t, server.URL+"/lanes", "waiter 1", "waiter 2", "patient", "asks again once it is free", `id="claim-`+running, `id="stale-`+gone,
+	body := shows(t, server.URL+"/lanes", "waiter 1", "waiter 2", "patient", "asks again once it is free",
+		`id="claim-`+running, `id="stale-`+gone,
 		`id="loan-`+gone+`-`+running, "host-7", "lent by", `<a href="/lanes?lane=thread%3amaria#waiters">3<`)
-	if strings.Index(body, "waiter 1") > strings.Index(body, "waiter 2") || strings.Index(body, "waiter 2") > strings.Index(body, "patient") {
+	if strings.Index(body, "waiter 1") > strings.Index(body, "waiter 2") ||
+		strings.Index(body, "waiter 2") > strings.Index(body, "patient") {
 		t.Error("the order is not that in which they are served")
 	}
 	if strings.Contains(body, `id="claim-`+gone) {
@@ -301,16 +332,22 @@ func TestWhatHoldersLeftBehindIsTold(t *testing.T) {
 func aims(t *testing.T, pool *pgxpool.Pool, name string) (id string) {
 	t.Helper()
 	id = put(t, pool, `
-		insert into agent_objectives (name, goal, last_trace_id) values ($1, 'goal of ' || $1, 'hb_00000000000000000000000001') returning id::text`, name)
-	put(t, pool, `insert into agent_objective_steps (objective_id, position, title) values ($1, 1, 'collect') returning 'x'`, id)
+		insert into agent_objectives (name, goal, last_trace_id)
+		  values ($1, 'goal of ' || $1, 'hb_00000000000000000000000001') returning id::text`, name)
+	put(t, pool, `insert into agent_objective_steps (objective_id, position, title) values ($1, 1, 'collect')
+		returning 'x'`, id)
 	step := put(t, pool, `select id::text from agent_objective_steps where objective_id = $1`, id)
 	call := put(t, pool, `
-		insert into agent_activity (trace_id, skill_name, surface) values ('hb_00000000000000000000000002', 'fetch', 'heartbeat') returning id::text`)
+		insert into agent_activity (trace_id, skill_name, surface)
+		  values ('hb_00000000000000000000000002', 'fetch', 'heartbeat') returning id::text`)
 	put(t, pool, `insert into agent_objective_evidence (step_id, activity_id) values ($1, $2) returning 'x'`, step, call)
 	put(t, pool, `
-		update agent_objective_steps set status = 'done', trace_id = 'hb_00000000000000000000000002', result = 'all there' where id = $1 returning 'x'`, step)
-	put(t, pool, `insert into agent_objective_steps (objective_id, position, title, status, attempts) values ($1, 2, 'compare', 'failed', 3) returning 'x'`, id)
-	put(t, pool, `insert into agent_objective_steps (objective_id, position, title) values ($1, 3, 'report') returning 'x'`, id)
+		update agent_objective_steps set status = 'done', trace_id = 'hb_00000000000000000000000002', result = 'all there'
+		  where id = $1 returning 'x'`, step)
+	put(t, pool, `insert into agent_objective_steps (objective_id, position, title, status, attempts)
+		values ($1, 2, 'compare', 'failed', 3) returning 'x'`, id)
+	put(t, pool,
+		`insert into agent_objective_steps (objective_id, position, title) values ($1, 3, 'report') returning 'x'`, id)
 	return id
 }
 
@@ -323,7 +360,8 @@ func TestAnObjectiveShowsItsProgressAndItsEvidence(t *testing.T) {
 		shows(t, server.URL+path, "/objectives/grow", "1 of 3", "1 failed", `width="33"`)
 	}
 	for _, path := range []string{"/objectives/grow", "/objectives/" + id} {
-		shows(t, server.URL+path, "goal of grow", "collect", "all there", ">fetch</a>", "3 failed attempts", "gave evidence", "ended a step",
+		shows(t, server.URL+path, "goal of grow", "collect", "all there", ">fetch</a>", "3 failed attempts",
+			"gave evidence", "ended a step",
 			"hb_00000000000000000000000001", "/v1/objectives/"+id+"/pause")
 	}
 	turnsAway(t, server.URL+"/objectives/none", 404, "no objective")
@@ -340,7 +378,8 @@ func TestAnObjectiveThatNothingTouchesIsStale(t *testing.T) {
 	if body := shows(t, server.URL+"/"); strings.Contains(body, ">stale<") {
 		t.Error("it was touched just now")
 	}
-	put(t, pool, `update agent_objectives set due_at = clock_timestamp() - interval '4 days', updated_at = clock_timestamp() - interval '4 days' returning name`)
+	put(t, pool, `update agent_objectives set due_at = clock_timestamp() - interval '4 days',
+		updated_at = clock_timestamp() - interval '4 days' returning name`)
 	if body := shows(t, server.URL+"/"); strings.Contains(body, ">stale<") {
 		t.Error("its steps were touched just now")
 	}
@@ -354,10 +393,12 @@ func TestAnObjectiveHasTheActionsOfItsState(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	for status, want := range map[string]string{
-		"proposed": "accept reject", "rejected": "accept", "active": "pause", "paused": "resume", "completed": "", "failed": "",
+		"proposed": "accept reject", "rejected": "accept", "active": "pause", "paused": "resume",
+		"completed": "", "failed": "",
 	} {
 		id := put(t, pool, `
-			insert into agent_objectives (name, goal, status, proposed_by, decided_by) values ($1, 'g', $1, 'agent', 'admin') returning id::text`, status)
+			insert into agent_objectives (name, goal, status, proposed_by, decided_by) values ($1, 'g', $1, 'agent', 'admin')
+			  returning id::text`, status)
 		body := shows(t, server.URL+"/objectives/"+status)
 		for _, action := range []string{"accept", "reject", "pause", "resume"} {
 			has := strings.Contains(body, "/act/v1/objectives/"+id+"/"+action)
@@ -373,7 +414,8 @@ func TestAnObjectiveHasTheActionsOfItsState(t *testing.T) {
 func keeps(t *testing.T, pool *pgxpool.Pool, category, key, value string) (id string) {
 	t.Helper()
 	return put(t, pool, `
-		insert into agent_memory (category, key, value, trace_id) values ($1, $2, to_jsonb($3::text), 'hb_00000000000000000000000009') returning id::text`,
+		insert into agent_memory (category, key, value, trace_id)
+		  values ($1, $2, to_jsonb($3::text), 'hb_00000000000000000000000009') returning id::text`,
 		category, key, value)
 }
 
@@ -386,17 +428,20 @@ func TestMemoryIsSummedUpByCategory(t *testing.T) {
 	keeps(t, pool, "lessons", "c", "three")
 	put(t, pool, `
 		insert into agent_memory (id, category, key, value, created_at, updated_at)
-		select lanekeeper.agent_uuid7(at), 'facts', 'old', '1', at, at from (select clock_timestamp() - interval '30 days' as at) x returning key`)
+		select lanekeeper.agent_uuid7(at), 'facts', 'old', '1', at, at
+		  from (select clock_timestamp() - interval '30 days' as at) x returning key`)
 	put(t, pool, `
 		insert into agent_memory (category, key, value, expires_at)
 		values ('gone', 'x', '1', clock_timestamp() - interval '1 s') returning key`)
 	for _, path := range []string{"/memory", "/"} {
-		body := shows(t, server.URL+path, `3<span class="aside-text"> in facts`, `1<span class="aside-text"> in lessons`, "+2 ", "+1 ")
+		body := shows(t, server.URL+path, `3<span class="aside-text"> in facts`, `1<span class="aside-text"> in lessons`,
+			"+2 ", "+1 ")
 		if strings.Contains(body, "gone") {
 			t.Errorf("%s has a category of which everything has expired", path)
 		}
 	}
-	pgtest.Exec(t, pool, `insert into agent_memory (category, key, value) select 'many', n::text, '1' from generate_series(1, 1200) n`)
+	pgtest.Exec(t, pool, `insert into agent_memory (category, key, value) select 'many', n::text, '1'
+		from generate_series(1, 1200) n`)
 	shows(t, server.URL+"/memory", `1,000+<span class="aside-text"> in many`, "over ")
 }
 
@@ -404,14 +449,19 @@ func TestFiltersOfMemoryCombine(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	for _, e := range [][3]string{
-		{"facts", "price_oil", "barrel"}, {"facts", "price%gas", "cubic"}, {"lessons", "price_oil", "buy"}, {"lessons", "weather", "rain barrel"},
+		{"facts", "price_oil", "barrel"},
+		{"facts", "price%gas", "cubic"},
+		{"lessons", "price_oil", "buy"},
+		{"lessons", "weather", "rain barrel"},
 	} {
 		keeps(t, pool, e[0], e[1], "text "+e[2])
 	}
 	for query, want := range map[string]string{
-		"": "weather price_oil price%25gas price_oil", "category=facts": "price%25gas price_oil", "prefix=price_": "price_oil price_oil",
-		"prefix=price%25": "price%25gas", "q=barrel": "weather price_oil", "q=barrel&category=facts": "price_oil", "q=barrel+-rain": "price_oil",
-		"q=zebra": "", "category=none": "", "prefix=x": "",
+		"": "weather price_oil price%25gas price_oil", "category=facts": "price%25gas price_oil",
+		"prefix=price_":   "price_oil price_oil",
+		"prefix=price%25": "price%25gas", "q=barrel": "weather price_oil", "q=barrel&category=facts": "price_oil",
+		"q=barrel+-rain": "price_oil",
+		"q=zebra":        "", "category=none": "", "prefix=x": "",
 	} {
 		body := shows(t, server.URL+"/memory?"+query)
 		var got []string
@@ -435,9 +485,11 @@ func TestAnEntryOfMemoryIsShownWithWhoWroteIt(t *testing.T) {
 	keeps(t, pool, "lessons", key, "second")
 	put(t, pool, `
 		insert into agent_activity (trace_id, skill_name, input)
-		values ('hb_00000000000000000000000007', 'memory_write', jsonb_build_object('key', $1::text, 'category', 'facts')) returning id::text`, key)
+		values ('hb_00000000000000000000000007', 'memory_write', jsonb_build_object('key', $1::text, 'category', 'facts'))
+		  returning id::text`, key)
 	path := server.URL + "/memory/" + url.PathEscape(key)
-	body := shows(t, path, "first vvv", "second", "/v1/memory/"+id+"/forget", "hb_00000000000000000000000009", "hb_00000000000000000000000007", "in all")
+	body := shows(t, path, "first vvv", "second", "/v1/memory/"+id+"/forget", "hb_00000000000000000000000009",
+		"hb_00000000000000000000000007", "in all")
 	if len(body) > 60_000 {
 		t.Errorf("the page has %d bytes", len(body))
 	}
@@ -452,9 +504,11 @@ func TestAnEntryOfMemoryIsShownWithWhoWroteIt(t *testing.T) {
 func skill(t *testing.T, pool *pgxpool.Pool, name, description, disabledBy, reason string) {
 	t.Helper()
 	put(t, pool, `
-		insert into agent_skills (name, description, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at, evidence)
+		insert into agent_skills (name, description, tool_definition, handler, enabled, disabled_by, disabled_reason,
+		  disabled_at, evidence)
 		values ($1, $2, jsonb_build_object('name', $1::text, 'description', $2::text), 'builtin:x', $3 = '', $3, $4,
-		        case when $3 <> '' then clock_timestamp() end, '{}') returning id::text`, name, description, disabledBy, reason)
+		        case when $3 <> '' then clock_timestamp() end, '{}')
+		          returning id::text`, name, description, disabledBy, reason)
 }
 
 // called writes calls of a skill.
@@ -462,7 +516,8 @@ func called(t *testing.T, pool *pgxpool.Pool, name, status, message string, n in
 	t.Helper()
 	pgtest.Exec(t, pool, `
 		insert into agent_activity (trace_id, surface, skill_name, status, error_class, error_message, duration_ms)
-		select 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', $1, $2, case when $2 = 'error' then 'timeout' else '' end, nullif($3, ''), 120
+		select 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', $1, $2, case when $2 = 'error' then 'timeout' else '' end,
+		  nullif($3, ''), 120
 		  from generate_series(1, $4::int)`, name, status, message, n)
 }
 
@@ -481,7 +536,8 @@ func TestSkillsAreListedWithTheirHealth(t *testing.T) {
 			t.Error("what is out of service does not come first")
 		}
 	}
-	if body := shows(t, server.URL+"/skills?state=disabled", "post_tweet", "/act/v1/skills/post_tweet/enable"); strings.Contains(body, `id="skill-fetch_price"`) {
+	if body := shows(t, server.URL+"/skills?state=disabled", "post_tweet",
+		"/act/v1/skills/post_tweet/enable"); strings.Contains(body, `id="skill-fetch_price"`) {
 		t.Error("an enabled skill is listed as disabled")
 	}
 	shows(t, server.URL+"/skills", `id="failing-fetch_price"`, "no route", `id="slowest-fetch_price"`)
@@ -494,11 +550,14 @@ func TestASkillIsShownWithItsCalls(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	skill(t, pool, "fetch_price", "Fetches a price.", "", "")
-	shows(t, server.URL+"/skills/fetch_price", "It was never called", "It was not called in this period", "None. An automation")
+	shows(t, server.URL+"/skills/fetch_price", "It was never called", "It was not called in this period",
+		"None. An automation")
 	called(t, pool, "fetch_price", "success", "", 3)
 	called(t, pool, "fetch_price", "error", "no route to host", 1)
-	put(t, pool, `insert into agent_automations (name, cron, skill_name) values ('prices', '0 * * * *', 'fetch_price') returning id::text`)
-	shows(t, server.URL+"/skills/fetch_price", "Definition, as a model sees it", "75 %", "no route to host", "/automations/prices",
+	put(t, pool, `insert into agent_automations (name, cron, skill_name) values ('prices', '0 * * * *', 'fetch_price')
+		returning id::text`)
+	shows(t, server.URL+"/skills/fetch_price", "Definition, as a model sees it", "75 %", "no route to host",
+		"/automations/prices",
 		"/act/v1/skills/fetch_price/disable", "Calls by day, 7 days")
 	turnsAway(t, server.URL+"/skills/nothing", 404, "there is no skill")
 	turnsAway(t, server.URL+"/skills/%00", 404, "there is no skill")

@@ -66,7 +66,8 @@ func openSpend(_ context.Context, v *visit) (title string, err error) {
 	if want.Days, err = v.oneOf("days", "7", "1", "30", "90"); err != nil {
 		return "", err
 	}
-	if want.By, err = v.oneOf("by", string(activity.BySkill), string(activity.ByPurpose), string(activity.BySurface), string(activity.ByModel)); err != nil {
+	if want.By, err = v.oneOf("by", string(activity.BySkill), string(activity.ByPurpose), string(activity.BySurface),
+		string(activity.ByModel)); err != nil {
 		return "", err
 	}
 	if want.Per, err = v.oneOf("per", string(activity.ByDay), string(activity.ByHour)); err != nil {
@@ -83,7 +84,8 @@ func openSpend(_ context.Context, v *visit) (title string, err error) {
 			return "", err
 		}
 	}
-	if bySkill, byPurpose := want.Skill != "" || want.By == "skill", want.Purpose != "" || want.By == "purpose"; bySkill && byPurpose {
+	if bySkill, byPurpose := want.Skill != "" || want.By == "skill", want.Purpose != "" ||
+		want.By == "purpose"; bySkill && byPurpose {
 		if want.Skill != "" || v.Query.Get("by") != "" {
 			return "", badFilter("%s", activity.ErrSkillOrPurpose)
 		}
@@ -104,7 +106,8 @@ type spendRow struct {
 func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(spendFilter)
 	filter := activity.SpendFilter{
-		Since: want.since(), By: activity.Dimension(want.By), Skill: want.Skill, Purpose: want.Purpose, Surface: want.Surface, Model: want.Model,
+		Since: want.since(), By: activity.Dimension(want.By), Skill: want.Skill, Purpose: want.Purpose,
+		Surface: want.Surface, Model: want.Model,
 	}
 	by, err := activity.CountedSpend(ctx, room.Read, filter)
 	if err != nil {
@@ -122,7 +125,8 @@ func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 		spenders = append(spenders, spendRow{l, share(l, all), breakdownURL(want, l.Key)})
 	}
 	return map[string]any{
-		"Want": want, "All": all, "Spenders": spenders, "Others": added(by.Lines[len(lines):]), "Until": by.Until, "Since": want.since(),
+		"Want": want, "All": all, "Spenders": spenders, "Others": added(by.Lines[len(lines):]), "Until": by.Until,
+		"Since": want.since(),
 		"Chart": spendChart("Spend by "+want.Per, periods.Lines, want.since(), activity.Period(want.Per), all.CostUSD > 0),
 	}, nil
 }
@@ -137,7 +141,10 @@ func breakdownURL(want spendFilter, key string) string {
 		by = "purpose"
 	}
 	query := url.Values{"days": {want.Days}, "by": {by}}
-	for name, value := range map[string]string{"skill": want.Skill, "purpose": want.Purpose, "surface": want.Surface, "model": want.Model} {
+	for name, value := range map[string]string{
+		"skill": want.Skill, "purpose": want.Purpose, "surface": want.Surface,
+		"model": want.Model,
+	} {
 		if value != "" {
 			query.Set(name, value)
 		}
@@ -254,18 +261,24 @@ type modelCall struct {
 func (room *Room) modelCalls(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(spendFilter)
 	list, err := postgres.Rows[modelCall](ctx, room.Read, "list model calls", `
-		select x.id::text, x.trace_id, left(x.purpose, 100) as purpose, left(x.surface, 40) as surface, left(x.model, 100) as model, x.status,
-		       lanekeeper.agent_tokens(x.token_usage, 'total_tokens') as tokens, x.cost_usd::float8 as cost_usd, x.duration_ms, x.created_at
-		  from (select a.id, a.trace_id, coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, a.surface, a.model, a.status, a.kind,
+		select x.id::text, x.trace_id, left(x.purpose, 100) as purpose, left(x.surface, 40) as surface, left(x.model, 100)
+		  as model, x.status,
+		       lanekeeper.agent_tokens(x.token_usage, 'total_tokens') as tokens, x.cost_usd::float8 as cost_usd,
+		         x.duration_ms, x.created_at
+		  from (select a.id, a.trace_id, coalesce(nullif(a.purpose, ''), a.skill_name) as purpose, a.surface, a.model,
+		    a.status, a.kind,
 		               a.token_usage, a.cost_usd, a.duration_ms, a.created_at, a.led_to
 		          from agent_activity a
 		         where a.skill_name = 'model_call' and a.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
 		         order by a.id desc limit @walk::int) x
-		 where x.kind = 'model' and (@purpose::text = '' or lanekeeper.agent_count_key(x.purpose) = lanekeeper.agent_count_key(@purpose))
+		 where x.kind = 'model' and (@purpose::text = ''
+		   or lanekeeper.agent_count_key(x.purpose) = lanekeeper.agent_count_key(@purpose))
 		   and (@skill::text = '' or x.led_to ? @skill)
-		   and (@surface::text = '' or x.surface = @surface) and (@model::text = '' or lanekeeper.agent_count_key(x.model) = lanekeeper.agent_count_key(@model))
+		   and (@surface::text = '' or x.surface = @surface)
+		     and (@model::text = '' or lanekeeper.agent_count_key(x.model) = lanekeeper.agent_count_key(@model))
 		 order by x.id desc limit @most::int`, freshPlan, postgres.Strict{
-		"since": want.since(), "walk": walkModelCalls, "skill": want.Skill, "purpose": want.Purpose, "surface": want.Surface, "model": want.Model,
+		"since": want.since(), "walk": walkModelCalls, "skill": want.Skill, "purpose": want.Purpose,
+		"surface": want.Surface, "model": want.Model,
 		"most": maxModelCalls,
 	})
 	if err != nil {
@@ -313,7 +326,8 @@ func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 		}))
 	}
 	return map[string]any{
-		"Windows": windows, "Top": top.Lines[:min(len(top.Lines), topSpenders)], "Until": days.Until, "Budget": budget, "Heartbeats": beats,
+		"Windows": windows, "Top": top.Lines[:min(len(top.Lines), topSpenders)], "Until": days.Until,
+		"Budget": budget, "Heartbeats": beats,
 		"Week":  week,
 		"Chart": spendChart("Spend by day, 30 days", days.Lines, since, activity.ByDay, added(days.Lines).CostUSD > 0),
 	}, nil
@@ -365,7 +379,8 @@ func (room *Room) budgetLines(ctx context.Context, _ *visit) (any, error) {
 			lines = append(lines, lineOf(surface, s.CostUSD, s.UnknownUSD, s.ReservedUSD, limit.USD, money))
 		}
 		if limit.Tokens > 0 || (surface == "" && s.Tokens+s.ReservedTokens > 0) {
-			lines = append(lines, lineOf(surface, float64(s.Tokens), float64(s.UnknownTokens), float64(s.ReservedTokens), float64(limit.Tokens), tokensText))
+			lines = append(lines, lineOf(surface, float64(s.Tokens), float64(s.UnknownTokens), float64(s.ReservedTokens),
+				float64(limit.Tokens), tokensText))
 		}
 	}
 	return lines, nil
@@ -403,14 +418,16 @@ type heartbeatCost struct {
 // costOfHeartbeats divides the surface's spend by its completed heartbeats.
 func (room *Room) costOfHeartbeats(ctx context.Context, since time.Time) (heartbeatCost, error) {
 	var cost heartbeatCost
-	sums, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{Since: since, Surface: string(trace.Heartbeat)})
+	sums, err := activity.CountedSpend(ctx, room.Read,
+		activity.SpendFilter{Since: since, Surface: string(trace.Heartbeat)})
 	if err != nil {
 		return cost, err
 	}
 	err = room.Read.QueryRow(ctx, `
 		select count(*) from (
 		  select from agent_executions e
-		   where e.flow = 'heartbeat' and e.claimed_by is null and e.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz) and e.status = 'completed'
+		   where e.flow = 'heartbeat' and e.claimed_by is null and e.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
+		     and e.status = 'completed'
 		     and e.result_summary not like 'skipped:%'
 		   limit @most::int + 1) x`, freshPlan, postgres.Strict{"since": since, "most": maxHeartbeats}).Scan(&cost.Successful)
 	if err != nil {

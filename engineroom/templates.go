@@ -36,7 +36,8 @@ func parseTemplates() (*template.Template, error) {
 // funcs are the functions of templates.
 func funcs() template.FuncMap {
 	return template.FuncMap{
-		"cut": cut, "brief": brief, "thousands": thousands, "money": money, "millis": millis, "at": at, "ago": ago, "since": since, "until": until,
+		"cut": cut, "brief": brief, "thousands": thousands, "money": money, "millis": millis, "at": at, "ago": ago,
+		"since": since, "until": until,
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
 		"short": short, "dict": dict, "segment": url.PathEscape, "bytes": size,
 	}
@@ -264,13 +265,20 @@ type stateLook struct{ tone, shape string }
 
 // looks are the states with a display. Others are grey, with a dot.
 var looks = map[string]stateLook{
-	"success": {"tone-good", "✓"}, "completed": {"tone-good", "✓"}, "approved": {"tone-good", "✓"}, "enabled": {"tone-good", "✓"},
-	"active": {"tone-good", "✓"}, "delivered": {"tone-good", "✓"}, "healthy": {"tone-good", "✓"}, "consumed": {"tone-good", "✓"},
-	"ok": {"tone-good", "✓"}, "handled": {"tone-good", "✓"}, "answered": {"tone-good", "✓"}, "done": {"tone-good", "✓"},
-	"running": {"tone-info", "▶"}, "claimed": {"tone-info", "▶"}, "processing": {"tone-info", "▶"}, "on trial": {"tone-info", "◐"}, "trial": {"tone-info", "◐"},
-	"pending": {"tone-warn", "○"}, "waiting": {"tone-warn", "◷"}, "pending_approval": {"tone-warn", "◷"}, "proposed": {"tone-warn", "?"},
-	"paused": {"tone-warn", "❚❚"}, "queued": {"tone-warn", "○"}, "open": {"tone-warn", "○"}, "parked": {"tone-warn", "❚❚"}, "unknown": {"tone-warn", "?"},
-	"error": {"tone-bad", "✕"}, "failed": {"tone-bad", "✕"}, "timeout": {"tone-bad", "◷"}, "rejected": {"tone-bad", "✕"}, "dead": {"tone-bad", "✕"},
+	"success": {"tone-good", "✓"}, "completed": {"tone-good", "✓"}, "approved": {"tone-good", "✓"},
+	"enabled": {"tone-good", "✓"},
+	"active":  {"tone-good", "✓"}, "delivered": {"tone-good", "✓"}, "healthy": {"tone-good", "✓"},
+	"consumed": {"tone-good", "✓"},
+	"ok":       {"tone-good", "✓"}, "handled": {"tone-good", "✓"}, "answered": {"tone-good", "✓"},
+	"done":    {"tone-good", "✓"},
+	"running": {"tone-info", "▶"}, "claimed": {"tone-info", "▶"}, "processing": {"tone-info", "▶"},
+	"on trial": {"tone-info", "◐"}, "trial": {"tone-info", "◐"},
+	"pending": {"tone-warn", "○"}, "waiting": {"tone-warn", "◷"}, "pending_approval": {"tone-warn", "◷"},
+	"proposed": {"tone-warn", "?"},
+	"paused":   {"tone-warn", "❚❚"}, "queued": {"tone-warn", "○"}, "open": {"tone-warn", "○"},
+	"parked": {"tone-warn", "❚❚"}, "unknown": {"tone-warn", "?"},
+	"error": {"tone-bad", "✕"}, "failed": {"tone-bad", "✕"}, "timeout": {"tone-bad", "◷"}, "rejected": {"tone-bad", "✕"},
+	"dead":     {"tone-bad", "✕"},
 	"disabled": {"tone-bad", "⊘"}, "quarantined": {"tone-bad", "⊘"}, "stuck": {"tone-bad", "!"},
 	"cancelled": {"", "⊘"}, "skipped": {"", "–"}, "expired": {"", "◷"}, "ignored": {"", "–"}, "duplicate": {"", "–"},
 }

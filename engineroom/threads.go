@@ -124,7 +124,8 @@ const (
 		                     from agent_messages m where m.thread_id = t.id and m.seq is not null
 		                    order by m.seq desc limit 1) w on true
 		left join lateral (select l.locked_by, l.execution_id, l.parked, l.expires_at <= clock_timestamp() as stale,
-		                          case when l.parked then l.locked_at else l.expires_at - make_interval(secs => l.ttl_seconds) end as since
+		                          case when l.parked then l.locked_at
+		                            else l.expires_at - make_interval(secs => l.ttl_seconds) end as since
 		                     from agent_locks l where l.lane = 'thread:' || t.id and l.locked_by <> '') k on true `
 )
 
@@ -164,7 +165,8 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 		  join agent_threads t on t.id = p.id`+threadRowJoins+`
 		 order by t.updated_at desc, t.id desc`, freshPlan,
 		postgres.Strict{
-			"owner": f.Owner, "channel": f.Channel, "agent": f.Agent, "at": at, "before": id, "looked": maxSearched, "most": threadsShown,
+			"owner": f.Owner, "channel": f.Channel, "agent": f.Agent, "at": at, "before": id, "looked": maxSearched,
+			"most":        threadsShown,
 			"queued_most": maxQueued,
 		})
 	got := threadList{threadFilter: f, Window: maxSearched}
@@ -207,9 +209,11 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 func (room *Room) listBusyThreads(ctx context.Context, f threadFilter) (any, error) {
 	rows, err := room.Read.Query(ctx, `
 		with recursive waiting (id) as (
-		  (select m.thread_id from agent_messages m where @view = 'queue' and m.status = 'queued' order by m.thread_id limit 1)
+		  (select m.thread_id from agent_messages m where @view = 'queue' and m.status = 'queued'
+		    order by m.thread_id limit 1)
 		  union all
-		  select (select m.thread_id from agent_messages m where m.status = 'queued' and m.thread_id > w.id order by m.thread_id limit 1)
+		  select (select m.thread_id from agent_messages m where m.status = 'queued' and m.thread_id > w.id
+		    order by m.thread_id limit 1)
 		    from waiting w where w.id is not null)
 		select `+threadRowColumns+` from (
 		  (select h.thread_id as id, h.execution_locked_at as at from agent_thread_locks h where @view = 'held'
@@ -286,7 +290,8 @@ func (room *Room) openThread(ctx context.Context, v *visit) (string, error) {
 		}
 	}
 	var participant string
-	err = room.Read.QueryRow(ctx, `select left(participant, 100) from agent_threads where id = @id`, postgres.Strict{"id": id}).Scan(&participant)
+	err = room.Read.QueryRow(ctx, `select left(participant, 100) from agent_threads where id = @id`,
+		postgres.Strict{"id": id}).Scan(&participant)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 		return "", problem.New(http.StatusNotFound, "there is no thread %.200q", id)
@@ -334,8 +339,10 @@ type threadTurn struct {
 func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 	id := v.About.(threadVisit).ID
 	rows, err := room.Read.Query(ctx, `
-		select t.id, left(t.channel, 100) as channel, left(t.target, 200) as target, left(t.agent, 100) as agent, left(t.owner, 200) as owner,
-		       left(t.participant, 200) as participant, t.idle_seconds, t.next_seq - 1 as said, left(t.summary, 8192) as summary,
+		select t.id, left(t.channel, 100) as channel, left(t.target, 200) as target, left(t.agent, 100) as agent,
+		  left(t.owner, 200) as owner,
+		       left(t.participant, 200) as participant, t.idle_seconds, t.next_seq - 1 as said, left(t.summary, 8192)
+		         as summary,
 		       octet_length(t.summary) as summary_bytes, t.summary_through, t.created_at, t.updated_at,
 		       left(coalesce(l.locked_by, ''), 255) as holder, l.execution_id::text as holder_id,
 		       case when l.parked then l.locked_at else l.expires_at - make_interval(secs => l.ttl_seconds) end as held_since,
@@ -438,7 +445,8 @@ func (room *Room) queuedMessages(ctx context.Context, v *visit) (any, error) {
 	rows, err = room.Read.Query(ctx, `
 		select `+messageRowColumns+` from (
 		  select x.id from agent_messages x
-		   where x.thread_id = @id and x.seq is null and x.status in ('withdrawn', 'failed') order by x.created_at desc limit 10) p
+		   where x.thread_id = @id and x.seq is null and x.status in ('withdrawn', 'failed')
+		     order by x.created_at desc limit 10) p
 		  join agent_messages m on m.id = p.id
 		 order by m.id desc`, freshPlan, postgres.Strict{"id": id})
 	unsent, err := collectThreadMessages(rows, err)

@@ -117,7 +117,8 @@ func (room *Room) recordedSteps(ctx context.Context, about executionVisit) (list
 	}
 	list, err = postgres.Rows[recordedStep](ctx, room.Read, "read recorded steps", `
 		select c.step, c.claim, c.failed, left(o.text, 8192) as output, octet_length(o.text) as bytes,
-		       case when jsonb_typeof(c.output) = 'object' and c.output ? 'timed_out' then left(c.output ->> 'event', 100) end as event,
+		       case when jsonb_typeof(c.output) = 'object' and c.output ? 'timed_out' then left(c.output ->> 'event', 100) end
+		         as event,
 		       coalesce(c.output -> 'timed_out' = 'true', false) as timed_out, c.created_at
 		  from (select p.step from agent_checkpoints p
 		         where p.execution_id = @id and (@at::timestamptz is null or (p.created_at, p.step) < (@at, @step))
@@ -189,7 +190,10 @@ func (room *Room) statusMoments(ctx context.Context, x executionRecord) ([]momen
 		all = append(all, moment{ID: "claimed-first", At: *x.StartedAt, Kind: "status", Word: "First claimed: running"})
 	}
 	if x.Status == "waiting" {
-		all = append(all, moment{ID: "waits-now", At: x.UpdatedAt, Kind: "open", Word: fmt.Sprintf("Waits, for the %s time", ordinal(x.WaitNumber))})
+		all = append(all, moment{
+			ID: "waits-now", At: x.UpdatedAt, Kind: "open",
+			Word: fmt.Sprintf("Waits, for the %s time", ordinal(x.WaitNumber)),
+		})
 	}
 	if x.CompletedAt != nil {
 		all = append(all, moment{ID: "ended", At: *x.CompletedAt, Kind: "end", Word: "Ended: " + x.Status})
@@ -200,7 +204,8 @@ func (room *Room) statusMoments(ctx context.Context, x executionRecord) ([]momen
 // statusChanges reads the newest stored changes of status.
 func (room *Room) statusChanges(ctx context.Context, id string) ([]moment, error) {
 	rows, err := room.Read.Query(ctx, `
-		select n, status, coalesce(waiting_for, ''), at from agent_status_changes where execution_id = @id order by n desc limit 200`,
+		select n, status, coalesce(waiting_for, ''), at from agent_status_changes where execution_id = @id
+		  order by n desc limit 200`,
 		postgres.Strict{"id": id})
 	if err != nil {
 		return nil, fmt.Errorf("read changes of status: %w", err)
@@ -281,7 +286,10 @@ func stripOf(x executionRecord, moments []moment) *strip {
 	s := &strip{Label: fmt.Sprintf("%d events in %s, listed below", len(own), millis(span.Milliseconds()))}
 	bar := func(a, b time.Time, class, title string) {
 		if b.After(a) {
-			s.Bars = append(s.Bars, stripBar{X: place(a), Width: max(place(b)-place(a), 1), Y: 12, Height: 8, Class: class, Title: title})
+			s.Bars = append(s.Bars, stripBar{
+				X: place(a), Width: max(place(b)-place(a), 1), Y: 12, Height: 8,
+				Class: class, Title: title,
+			})
 		}
 	}
 	begun := from
@@ -297,7 +305,8 @@ func stripOf(x executionRecord, moments []moment) *strip {
 	}
 	for _, m := range own {
 		s.Bars = append(s.Bars, stripBar{
-			X: min(place(m.At), stripWide-4), Width: 4, Y: 4, Height: 24, Class: stripClass(m.Kind), Title: cut(80, m.Word+" "+m.Step),
+			X: min(place(m.At), stripWide-4), Width: 4, Y: 4, Height: 24, Class: stripClass(m.Kind),
+			Title: cut(80, m.Word+" "+m.Step),
 		})
 	}
 	return s

@@ -86,7 +86,8 @@ func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedR
 		select `+tracedColumns+`
 		  from picked p join agent_activity a on a.id = p.id
 		 order by a.created_at, a.id`, freshPlan, postgres.Strict{
-		"id": id, "first": traceFirst, "last": traceLast, "failed": traceFailed, "scan": traceSummed, "text": textEach(min(count, 350)),
+		"id": id, "first": traceFirst, "last": traceLast, "failed": traceFailed, "scan": traceSummed,
+		"text": textEach(min(count, 350)),
 	})
 	return collectTraced(rows, err, id)
 }
@@ -140,7 +141,8 @@ func (r *tracedRow) acts() bool { return r.Kind == "call" || r.Kind == "model" }
 // addApprovals adds each row's approval.
 func (room *Room) addApprovals(ctx context.Context, id string, list []tracedRow) error {
 	rows, err := room.Read.Query(ctx, `
-		select p.id::text, coalesce(p.activity_id::text, '') as activity_id, coalesce(p.execution_id::text, '') as execution_id,
+		select p.id::text, coalesce(p.activity_id::text, '') as activity_id, coalesce(p.execution_id::text, '')
+		  as execution_id,
 		       p.step, p.status
 		  from agent_approvals p where p.trace_id = @id order by p.id desc limit @most`,
 		freshPlan, postgres.Strict{"id": id, "most": traceWaits})

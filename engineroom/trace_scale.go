@@ -273,7 +273,8 @@ func (t *traceScale) ticks() []tracedTick {
 // roundStep rounds seconds up to a round number.
 func roundStep(seconds float64) float64 {
 	for _, s := range []float64{
-		.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400,
+		.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600,
+		7200, 14400, 28800, 86400,
 	} {
 		if s >= seconds {
 			return s

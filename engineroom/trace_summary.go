@@ -35,8 +35,10 @@ func (r tracedRun) Failed() bool { return r.Status == "failed" || r.Status == "t
 // runsOf reads the first executions of a trace, and whether there are more.
 func (room *Room) runsOf(ctx context.Context, id string) (runs []tracedRun, more bool, err error) {
 	runs, err = postgres.Rows[tracedRun](ctx, room.Read, "list executions of trace", `
-		select e.id::text, e.surface, left(e.flow, 200) as flow, e.status, e.parent_id::text, e.forked_from::text, e.thread_id,
-		       e.waiting_for, left(e.waiting_key, 300) as waiting_key, left(e.waiting_step, 300) as waiting_step, e.waiting_until,
+		select e.id::text, e.surface, left(e.flow, 200) as flow, e.status, e.parent_id::text, e.forked_from::text,
+		  e.thread_id,
+		       e.waiting_for, left(e.waiting_key, 300) as waiting_key, left(e.waiting_step, 300) as waiting_step,
+		         e.waiting_until,
 		       e.claim, e.wait_number, e.attempt, left(e.result_summary, 1000) as summary,
 		       left(coalesce(e.error_message, ''), 4000) as error, left(coalesce(e.failed_step, ''), 300) as failed_step,
 		       e.created_at, e.updated_at, e.started_at, e.completed_at
@@ -62,7 +64,9 @@ type tracedSums struct {
 }
 
 // sumsOf reads the totals of a trace by execution, over at most traceSummed rows.
-func (room *Room) sumsOf(ctx context.Context, id string) (byRun map[string]tracedSums, all tracedSums, more bool, err error) {
+func (room *Room) sumsOf(
+	ctx context.Context, id string,
+) (byRun map[string]tracedSums, all tracedSums, more bool, err error) {
 	list, err := postgres.Rows[tracedSums](ctx, room.Read, "add up trace", `
 		select a.execution_id::text, count(*) as rows, count(*) filter (where a.status = 'error') as failed,
 		       bool_or(a.status = 'running') as running, bool_and(a.status = 'skipped') as skipped,
@@ -94,7 +98,8 @@ func (room *Room) sumsOf(ctx context.Context, id string) (byRun map[string]trace
 
 // add adds other totals.
 func (s *tracedSums) add(o tracedSums) {
-	s.Rows, s.Failed, s.Running, s.Skipped = s.Rows+o.Rows, s.Failed+o.Failed, s.Running || o.Running, s.Skipped && o.Skipped
+	s.Rows, s.Failed, s.Running, s.Skipped = s.Rows+o.Rows, s.Failed+o.Failed, s.Running || o.Running,
+		s.Skipped && o.Skipped
 	s.Prompt, s.Output, s.Tokens, s.CostUSD = s.Prompt+o.Prompt, s.Output+o.Output, s.Tokens+o.Tokens, s.CostUSD+o.CostUSD
 	if o.First.Before(*s.First) {
 		s.First, s.Surface = o.First, o.Surface
@@ -149,7 +154,8 @@ func (room *Room) aroundOf(ctx context.Context, id, root string, runs []string) 
 		             and e.id > nullif(@root::text, '')::uuid order by e.id limit 1) n order by n.id limit 1) as newer,
 		       (select n.trace_id from unnest(@surfaces::text[]) s (surface) cross join lateral (
 		          select e.id, e.trace_id from agent_executions e where e.surface = s.surface and e.parent_id is null
-		             and e.id < nullif(@root::text, '')::uuid order by e.id desc limit 1) n order by n.id desc limit 1) as older,
+		             and e.id < nullif(@root::text, '')::uuid order by e.id desc limit 1) n order by n.id desc limit 1)
+		               as older,
 		       (select count(*) from (select from agent_approvals p
 		          where p.trace_id = @id and p.status = 'pending' limit 100) t) as pending`,
 		freshPlan, postgres.Strict{

@@ -139,7 +139,8 @@ func withRest(nodes []*tracedNode, rows []tracedRow, count int64, more bool) []*
 	before, after := rows[traceFirst-1], rows[traceFirst]
 	last := rows[max(len(rows)-traceLast, traceFirst)] // the order up to here is unknown
 	rest := &tracedNode{
-		ID: "rest", Sort: "more", From: before.CreatedAt, To: new(last.CreatedAt), After: before.ID, Left: count - int64(len(rows)),
+		ID: "rest", Sort: "more", From: before.CreatedAt, To: new(last.CreatedAt), After: before.ID,
+		Left: count - int64(len(rows)),
 	}
 	if more {
 		rest.Left = -1
@@ -242,8 +243,10 @@ type tracedWait struct {
 
 // waitKindOf is the kind of wait that an event ends.
 var waitKindOf = map[string]string{
-	"MESSAGE_RECEIVED": "response", "AGENT_COMPLETED": "agent", "DOCUMENT_UPLOADED": "document", "SIGNATURE_COMPLETED": "signature",
-	"TEST_COMPLETED": "test", "EVENT_COMPLETED": "event", "SCHEDULE_REACHED": "delay", "APPROVAL_DECIDED": "approval", "LANE_FREED": "lane",
+	"MESSAGE_RECEIVED": "response", "AGENT_COMPLETED": "agent", "DOCUMENT_UPLOADED": "document",
+	"SIGNATURE_COMPLETED": "signature",
+	"TEST_COMPLETED":      "test", "EVENT_COMPLETED": "event", "SCHEDULE_REACHED": "delay", "APPROVAL_DECIDED": "approval",
+	"LANE_FREED": "lane",
 }
 
 // waitWords say what is waited for.
@@ -314,19 +317,22 @@ func (room *Room) pastWaits(ctx context.Context, runs []string, began map[string
 		select w.execution_id::text, left(w.step, 300) as step, left(w.event, 100) as event, w.timed_out, w.ended,
 		       left(coalesce(v.key, ''), 300) as key, greatest(w.before, a.before) as before
 		  from (select c.execution_id, c.step, c.ended, c.before, c.output ->> 'event' as event,
-		               c.output ->> 'timed_out' = 'true' as timed_out, lanekeeper.agent_uuid(c.output ->> 'event_id') as event_id
+		               c.output ->> 'timed_out' = 'true' as timed_out, lanekeeper.agent_uuid(c.output ->> 'event_id')
+		                 as event_id
 		          from (select k.execution_id, k.step, k.created_at as ended, k.output,
 		                       lag(k.created_at) over (partition by k.execution_id order by k.created_at) as before
 		                  from (select x.execution_id, x.step, x.created_at, x.output from agent_checkpoints x
 		                         where x.execution_id = any (@runs::text[]::uuid[]) limit @scan) k) c
-		         where case when pg_column_size(c.output) < 65536     -- what is larger is the result of a step, and stays where it is
+		         where case when pg_column_size(c.output) < 65536     -- what is larger is the result of a step, and stays
+		           where it is
 		                    then jsonb_typeof(c.output) = 'object' and c.output ?& array['event', 'timed_out'] else false end
 		         order by c.ended limit @most) w
 		  left join agent_events v on v.id = w.event_id
 		 cross join lateral (
 		       select max(case when b.finished_at <= w.ended then b.finished_at else b.created_at end) as before
 		         from (select y.created_at, y.finished_at from agent_activity y
-		                where y.execution_id = w.execution_id and y.id < lanekeeper.agent_uuid7_floor(w.ended) and y.created_at <= w.ended
+		                where y.execution_id = w.execution_id and y.id < lanekeeper.agent_uuid7_floor(w.ended)
+		                  and y.created_at <= w.ended
 		                order by y.id desc limit 5) b) a
 		 order by w.ended`,
 		freshPlan, postgres.Strict{"runs": runs, "scan": tracePoints, "most": traceWaits})
@@ -453,7 +459,8 @@ func whyLinks(trace string, r reasons.Reason) []whyLink {
 	for _, ref := range []string{r.FromRef, r.ToRef} {
 		word, id, _ := strings.Cut(ref, " ")
 		pages := map[string]string{
-			"execution": "/executions/", "approval": "/approvals/", "delivery": "/deliveries/", "outgoing": "/outgoing/", "thread": "/threads/",
+			"execution": "/executions/", "approval": "/approvals/", "delivery": "/deliveries/", "outgoing": "/outgoing/",
+			"thread": "/threads/",
 		}
 		at, has := pages[word]
 		if !has || id == "" {

@@ -112,7 +112,8 @@ func oneOf(name, value string, allowed []string) error {
 	if value == "" || slices.Contains(allowed, value) {
 		return nil
 	}
-	return problem.New(http.StatusBadRequest, "filter %s is one of %s, not %.60q", name, strings.Join(allowed, ", "), value)
+	return problem.New(http.StatusBadRequest, "filter %s is one of %s, not %.60q", name,
+		strings.Join(allowed, ", "), value)
 }
 
 // listTraces reads one page. The newest of each surface come from the index of the surface, and those that a worker
@@ -129,7 +130,8 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		  from (select e.id, e.trace_id, s.surface, e.agent, e.flow, e.summary, e.status, e.started_at, e.completed_at
 		          from unnest(@surfaces::text[]) s (surface)
 		         cross join lateral (
-		               select x.id, x.trace_id, left(x.agent, 200) as agent, left(x.flow, 200) as flow, x.status, x.completed_at,
+		               select x.id, x.trace_id, left(x.agent, 200) as agent, left(x.flow, 200) as flow, x.status,
+		                 x.completed_at,
 		                      left(coalesce(nullif(x.error_message, ''), x.result_summary), 300) as summary,
 		                      coalesce(x.started_at, x.created_at) as started_at
 		                 from ((select w.id from (select k.id, k.agent from agent_executions k
@@ -137,7 +139,8 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		                           and (@status::text = '' or k.status = @status)
 		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval))
 		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
-		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1 else @looked::int end) w
+		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1
+		                           else @looked::int end) w
                          where @agent::text = '' or w.agent = @agent order by w.id desc limit @limit::int + 1)
 		                       union all
 		                       (select w.id from (select k.id, k.agent from agent_executions k
@@ -145,7 +148,8 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		                           and (@status::text = '' or k.status = @status)
 		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval))
 		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
-		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1 else @looked::int end) w
+		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1
+		                           else @looked::int end) w
                          where @agent::text = '' or w.agent = @agent order by w.id desc limit @limit::int + 1)
 		                       order by id desc limit @limit::int + 1) p
 		                cross join lateral (select * from agent_executions i where i.id = p.id offset 0) x) e
@@ -157,8 +161,9 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		         from (select y.status, y.token_usage, y.cost_usd from agent_activity y
 		                where y.trace_id = r.trace_id order by y.created_at limit @most::int + 1) a) t
 		 order by r.id desc`, freshPlan, postgres.Strict{
-		"surfaces": surfaces, "status": w.Status, "agent": w.Agent, "span": traceSpan(w.span), "before": w.Before, "limit": tracesPerPage,
-		"most": tracesSummed, "looked": maxSearched,
+		"surfaces": surfaces, "status": w.Status, "agent": w.Agent, "span": traceSpan(w.span), "before": w.Before,
+		"limit": tracesPerPage,
+		"most":  tracesSummed, "looked": maxSearched,
 	})
 	if err != nil {
 		return nil, err
@@ -172,7 +177,8 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		list[i].Summary = redact.Text(list[i].Summary, 1000)
 	}
 	return map[string]any{
-		"Traces": list, "Older": older, "Newest": v.at("before", ""), "Wanted": w, "Most": int64(tracesSummed), "Window": int64(maxSearched),
+		"Traces": list, "Older": older, "Newest": v.at("before", ""), "Wanted": w, "Most": int64(tracesSummed),
+		"Window":  int64(maxSearched),
 		"Sampled": slices.ContainsFunc(list, func(w traceRow) bool { return w.More }),
 	}, nil
 }
@@ -314,7 +320,9 @@ type traceState struct {
 // settled returns what a part was loaded with when the trace has ended and nothing came since, and loads it otherwise.
 // So a trace that somebody keeps open costs two looks at an index once it is over. load also says whether something in
 // it is still under way.
-func (room *Room) settled(ctx context.Context, about *tracedVisit, part string, load func() (any, bool, error)) (any, error) {
+func (room *Room) settled(
+	ctx context.Context, about *tracedVisit, part string, load func() (any, bool, error),
+) (any, error) {
 	now, err := postgres.Row[traceState](ctx, room.Read, "read trace", `
 		select r.runs, r.moved, r.ended and not exists (
 		         select from agent_activity_open o where o.execution_id = any (r.ids)) as ended,
@@ -346,7 +354,8 @@ func (room *Room) settled(ctx context.Context, about *tracedVisit, part string, 
 
 // same reports whether nothing was written between two states.
 func (s traceState) same(other traceState) bool {
-	return s.Ended == other.Ended && s.Runs == other.Runs && sameMoment(s.Moved, other.Moved) && sameMoment(s.Latest, other.Latest)
+	return s.Ended == other.Ended && s.Runs == other.Runs && sameMoment(s.Moved, other.Moved) &&
+		sameMoment(s.Latest, other.Latest)
 }
 
 func sameMoment(a, b *time.Time) bool {
@@ -384,7 +393,10 @@ func (room *Room) promptOf(ctx context.Context, id, row string) (*tracedPrompt, 
 	left := traceAllText
 	for _, digest := range digests {
 		part, found := page.Parts[digest]
-		shown := tracedPart{Digest: digest, Role: cut(40, part.Role), Found: found, Bytes: int64(part.Bytes), Truncated: part.Truncated}
+		shown := tracedPart{
+			Digest: digest, Role: cut(40, part.Role), Found: found, Bytes: int64(part.Bytes),
+			Truncated: part.Truncated,
+		}
 		if found && part.Role == "" {
 			shown.Role = "tools"
 		}

@@ -26,7 +26,8 @@ func began(t *testing.T, pool *pgxpool.Pool, surface trace.Surface, status strin
 		  from (select clock_timestamp() - @minutes::int * interval '1 minute' as at) x`,
 		postgres.Strict{"id": string(id), "surface": string(surface), "minutes": minutes})
 	if status != "running" {
-		sql(t, pool, `update agent_executions set status = @status, completed_at = created_at + interval '3 s' where trace_id = @id`,
+		sql(t, pool, `update agent_executions set status = @status, completed_at = created_at + interval '3 s'
+			where trace_id = @id`,
 			postgres.Strict{"id": string(id), "status": status})
 	}
 	return id
@@ -41,8 +42,10 @@ func TestTracesAreRolledUp(t *testing.T) {
 		insert into agent_activity (trace_id, kind, skill_name, status, token_usage, cost_usd, finished_at)
 		values (@id, 'model', 'model_call', 'success', '{"total_tokens": 12840}', 0.25, clock_timestamp()),
 		       (@id, 'call', 'fetch', 'error', '{}', 0.5, clock_timestamp())`, postgres.Strict{"id": string(id)})
-	sql(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id) select trace_id, 'flow', 'child', 'pending', id from agent_executions`, nil)
-	body := shows(t, server.URL+"/traces", `href="/traces/`+string(id)+`"`, "heartbeat", "completed", "3 s", "12,840", "$0.7500", `href="/traces/`+string(id)+`#errors"`)
+	sql(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id) select trace_id, 'flow',
+		'child', 'pending', id from agent_executions`, nil)
+	body := shows(t, server.URL+"/traces", `href="/traces/`+string(id)+`"`, "heartbeat", "completed", "3 s", "12,840",
+		"$0.7500", `href="/traces/`+string(id)+`#errors"`)
 	assert.Equal(t, 1, strings.Count(body, `<tr id="trace-`))
 }
 
@@ -99,7 +102,8 @@ func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 	err := pool.QueryRow(t.Context(), `
 		insert into agent_executions (id, trace_id, surface, flow, status, thread_id, created_at, started_at, wait_number)
 		select lanekeeper.agent_uuid7(at), @id, 'heartbeat', 'beat', 'running', 'ops', at, at + interval '1 s', 1
-		  from (select clock_timestamp() - interval '1 hour' as at) x returning id::text`, postgres.Strict{"id": string(id)}).Scan(&run)
+		  from (select clock_timestamp() - interval '1 hour' as at) x
+		    returning id::text`, postgres.Strict{"id": string(id)}).Scan(&run)
 	require.NoError(t, err)
 	sql(t, pool, `
 		with e as (select id, created_at as at from agent_executions where id = @run::text::uuid),
@@ -107,23 +111,30 @@ func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 		  insert into agent_executions (trace_id, surface, flow, status, parent_id, created_at)
 		  select @id, 'flow', 'collect', 'pending', e.id, at + interval '9 s' from e),
 		phase as (
-		  insert into agent_activity (id, trace_id, execution_id, kind, skill_name, step, created_at, finished_at, duration_ms, lane)
+		  insert into agent_activity (id, trace_id, execution_id, kind, skill_name, step, created_at, finished_at,
+		    duration_ms, lane)
 		  select lanekeeper.agent_uuid7(at + interval '1 s'), @id, e.id, 'phase', 'advance_plan', 'plan', at + interval '1 s',
 		         at + interval '40 min', 2399000, 'heartbeat' from e returning id)
-		insert into agent_activity (id, trace_id, execution_id, parent_id, kind, skill_name, step, status, model, token_usage, cost_usd,
+		insert into agent_activity (id, trace_id, execution_id, parent_id, kind, skill_name, step, status, model, token_usage,
+		  cost_usd,
 		       created_at, finished_at, duration_ms, error_class, error_message, input, idempotency_key)
-		select lanekeeper.agent_uuid7(at + s * interval '1 s'), @id, e.id, phase.id, k, n, st, w, m, u::jsonb, c, at + s * interval '1 s',
+		select lanekeeper.agent_uuid7(at + s * interval '1 s'), @id, e.id, phase.id, k, n, st, w, m, u::jsonb, c,
+		  at + s * interval '1 s',
 		       at + (s + 2) * interval '1 s', 2000, cl, nullif(er, ''), '{"to": "ana"}', 'key-1'
 		  from e, phase, (values
-		    (2, 'model', 'model_call', 'plan/model', 'success', 'gpt-4o-mini', '{"prompt_tokens": 30, "completion_tokens": 12, "total_tokens": 42}', 0.5, '', ''),
+		    (2, 'model', 'model_call', 'plan/model', 'success', 'gpt-4o-mini',
+		      '{"prompt_tokens": 30, "completion_tokens": 12, "total_tokens": 42}', 0.5, '', ''),
 		    (4, 'call', 'fetch', 'plan/fetch', 'unknown', '', '{}', 0, 'interrupted', 'nobody knows'),
-		    (6, 'call', 'fetch', 'plan/fetch', 'error', '', '{}', 0, 'timeout', 'no answer came')) v (s, k, n, st, w, m, u, c, cl, er)`,
+		    (6, 'call', 'fetch', 'plan/fetch', 'error', '', '{}', 0, 'timeout', 'no answer came')) v (s, k, n, st, w, m, u, c,
+		      cl, er)`,
 		postgres.Strict{"id": string(id), "run": run})
-	sql(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = 'go' where id = @run::text::uuid`,
+	sql(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = 'go'
+		where id = @run::text::uuid`,
 		postgres.Strict{"run": run})
 	sql(t, pool, `
 		insert into agent_checkpoints (execution_id, step, claim, output, created_at)
-		select id, 'plan/wait', claim, '{"event": "EVENT_COMPLETED", "data": {}, "timed_out": false}', created_at + interval '30 min'
+		select id, 'plan/wait', claim, '{"event": "EVENT_COMPLETED", "data": {}, "timed_out": false}',
+		  created_at + interval '30 min'
 		  from agent_executions where id = @run::text::uuid`, postgres.Strict{"run": run})
 	sql(t, pool, `update agent_executions set status = 'running' where id = @run::text::uuid`, postgres.Strict{"run": run})
 	sql(t, pool, `
@@ -141,11 +152,13 @@ func TestATraceIsShownFromEveryFormOfItsID(t *testing.T) {
 		if status != 200 {
 			t.Fatalf("%s: status %d", form, status)
 		}
-		assert.Contains(t, body, `data-copy="`+string(id)+`"`, `data-copy="`+id.OTel()+`"`, "/executions/"+run, "/threads/ops", "heartbeat",
+		assert.Contains(t, body, `data-copy="`+string(id)+`"`, `data-copy="`+id.OTel()+`"`, "/executions/"+run,
+			"/threads/ops", "heartbeat",
 			"Errors", "no prices", "no answer came", "$0.5000", "39 min")
 	}
 	for path, want := range map[string]int{
-		"/traces/" + string(trace.New(trace.Chat)): 404, "/traces/hb_nonsense": 400, "/traces/" + string(id) + "?view=pie": 400,
+		"/traces/" + string(trace.New(trace.Chat)): 404, "/traces/hb_nonsense": 400, "/traces/" +
+			string(id) + "?view=pie": 400,
 		"/traces/" + string(id) + "?row=x": 400, "/traces/" + string(id) + "?sort=up": 400,
 	} {
 		if status, _ := testkit.Get(t, server.URL+path); status != want {
@@ -159,8 +172,10 @@ func TestAWaterfallTellsItsLinesApart(t *testing.T) {
 	pool, server := open(t)
 	id, _ := seedTrace(t, pool)
 	_, body := testkit.Get(t, server.URL+"/traces/"+string(id))
-	assert.Contains(t, body, `kind-run">run<`, `kind-phase">phase<`, `kind-model">model call<`, `kind-call">skill call<`, `kind-retry">retry 2<`,
-		`kind-wait">wait<`, "bar-queue", "bar-wait", `class="wf-gap"`, "in which no call ran", "for an event", "(not recorded", "key-1",
+	assert.Contains(t, body, `kind-run">run<`, `kind-phase">phase<`, `kind-model">model call<`, `kind-call">skill call<`,
+		`kind-retry">retry 2<`,
+		`kind-wait">wait<`, "bar-queue", "bar-wait", `class="wf-gap"`, "in which no call ran", "for an event",
+		"(not recorded", "key-1",
 		`&#34;to&#34;: &#34;ana&#34;`)
 	if strings.Contains(body, "style=") {
 		t.Error("there is a style attribute, which the policy of the page forbids")
@@ -175,13 +190,16 @@ func TestWhatATraceWaitsForNowIsDrawn(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	id := trace.New(trace.Chat)
-	sql(t, pool, `insert into agent_executions (trace_id, surface, flow, status, claim) values (@id, 'chat', 'one', 'running', 4), (@id, 'chat', 'two', 'running', 1)`,
+	sql(t, pool, `insert into agent_executions (trace_id, surface, flow, status, claim)
+		values (@id, 'chat', 'one', 'running', 4), (@id, 'chat', 'two', 'running', 1)`,
 		postgres.Strict{"id": string(id)})
-	sql(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = 'a/b', waiting_step = 'leave' where flow = 'two'`, nil)
+	sql(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = 'a/b',
+		waiting_step = 'leave' where flow = 'two'`, nil)
 	sql(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at)
 		select 'operate', id || '#4', clock_timestamp() + interval '1 minute' from agent_executions where flow = 'one'`, nil)
 	_, body := testkit.Get(t, server.URL+"/traces/"+string(id))
-	assert.Contains(t, body, "for an approval", `href="/approvals/a%2Fb"`, "still waiting, at most until", `kind-lane">lane wait<`, "for operate",
+	assert.Contains(t, body, "for an approval", `href="/approvals/a%2Fb"`, "still waiting, at most until",
+		`kind-lane">lane wait<`, "for operate",
 		"holding its process", "wf-open")
 }
 
@@ -193,12 +211,15 @@ func TestATraceOfManyRowsIsBounded(t *testing.T) {
 		insert into agent_executions (trace_id, surface, flow, status, created_at)
 		values (@id, 'flow', 'import', 'running', clock_timestamp() - interval '6 hours')`, postgres.Strict{"id": string(id)})
 	sql(t, pool, `
-		insert into agent_activity (id, trace_id, execution_id, skill_name, status, created_at, finished_at, duration_ms, cost_usd)
-		select lanekeeper.agent_uuid7(e.created_at + n * interval '1 s'), @id, e.id, 'row_' || n, case n when 10000 then 'error' else 'success' end,
+		insert into agent_activity (id, trace_id, execution_id, skill_name, status, created_at, finished_at, duration_ms,
+		  cost_usd)
+		select lanekeeper.agent_uuid7(e.created_at + n * interval '1 s'), @id, e.id, 'row_' || n, case n
+		  when 10000 then 'error' else 'success' end,
 		       e.created_at + n * interval '1 s', e.created_at + n * interval '1 s', 0, 0.001
 		  from agent_executions e, generate_series(1, 20000) n where e.trace_id = @id`, postgres.Strict{"id": string(id)})
 	_, body := testkit.Get(t, server.URL+"/traces/"+string(id))
-	assert.Contains(t, body, "20,000 activities", "row_1<", "row_200<", "row_10000<", "row_19901<", "row_20000<", "19,699 more activities", "$20.00",
+	assert.Contains(t, body, "20,000 activities", "row_1<", "row_200<", "row_10000<", "row_19901<", "row_20000<",
+		"19,699 more activities", "$20.00",
 		"not all shown", `wf-cost">$20.00`)
 	if strings.Contains(body, ">row_201<") || len(body) > 2_000_000 {
 		t.Errorf("too much is shown: %d bytes", len(body))
@@ -219,14 +240,17 @@ func TestADeepChainAndACircleOfParents(t *testing.T) {
 	pool, server := open(t)
 	deep, circle := trace.New(trace.Operate), trace.New(trace.Operate)
 	sql(t, pool, `
-		with ids as (select n, lanekeeper.agent_uuid7(clock_timestamp() + n * interval '1 ms') as id from generate_series(1, 1000) n)
+		with ids as (select n, lanekeeper.agent_uuid7(clock_timestamp() + n * interval '1 ms') as id
+		  from generate_series(1, 1000) n)
 		insert into agent_activity (id, trace_id, parent_id, skill_name, created_at, finished_at, duration_ms, kind, cost_usd)
-		select i.id, @id, p.id, 'level_' || i.n, clock_timestamp() + i.n * interval '1 ms', clock_timestamp() + interval '2 s', 1, 'phase', 0.01
+		select i.id, @id, p.id, 'level_' || i.n, clock_timestamp() + i.n * interval '1 ms',
+		  clock_timestamp() + interval '2 s', 1, 'phase', 0.01
 		  from ids i left join ids p on p.n = i.n - 1`, postgres.Strict{"id": string(deep)})
 	sql(t, pool, `
 		with ids as (select n, lanekeeper.agent_uuid7() as id from generate_series(0, 2) n)
 		insert into agent_activity (id, trace_id, parent_id, skill_name, finished_at)
-		select i.id, @id, p.id, 'round_' || i.n, clock_timestamp() from ids i join ids p on p.n = (i.n + 1) % 3`, postgres.Strict{"id": string(circle)})
+		select i.id, @id, p.id, 'round_' || i.n, clock_timestamp() from ids i
+		  join ids p on p.n = (i.n + 1) % 3`, postgres.Strict{"id": string(circle)})
 	for _, view := range []string{"waterfall", "tree"} {
 		_, body := testkit.Get(t, server.URL+"/traces/"+string(deep)+"?view="+view)
 		assert.Contains(t, body, ">level_1<", ">level_200<", ">level_1000<", "level 199")
@@ -271,7 +295,11 @@ func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 		about, _ := v.About.(*tracedVisit)
-		if _, err := room.settled(t.Context(), about, "view", func() (any, bool, error) { loads++; return loads, false, nil }); err != nil {
+		if _, err := room.settled(t.Context(), about, "view", func() (any, bool, error) {
+			loads++
+			return loads,
+				false, nil
+		}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -287,7 +315,8 @@ func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
 	if loads != 3 {
 		t.Fatalf("it was read %d times, not once more", loads)
 	}
-	sql(t, pool, `insert into agent_activity (trace_id, kind, skill_name, finished_at) values (@id, 'note', 'break_lane', clock_timestamp())`,
+	sql(t, pool, `insert into agent_activity (trace_id, kind, skill_name, finished_at)
+		values (@id, 'note', 'break_lane', clock_timestamp())`,
 		postgres.Strict{"id": string(id)})
 	look()
 	if loads != 4 {
@@ -303,7 +332,10 @@ func TestBarsKeepTheirOrderOnTheScale(t *testing.T) {
 		return &tracedNode{Sort: "call", From: *at(from), To: at(to), Row: &tracedRow{Kind: "call"}}
 	}
 	wait := &tracedNode{Sort: "wait", From: *at(4 * time.Second), To: at(72 * time.Hour)}
-	nodes := []*tracedNode{call(0, 2*time.Second), call(2*time.Second, 4*time.Second), wait, call(72*time.Hour, 72*time.Hour+4*time.Second)}
+	nodes := []*tracedNode{
+		call(0, 2*time.Second), call(2*time.Second, 4*time.Second), wait,
+		call(72*time.Hour, 72*time.Hour+4*time.Second),
+	}
 	scale := newTraceScale(nodes)
 	scale.draw(nodes)
 	gaps := scale.gaps()
@@ -311,7 +343,10 @@ func TestBarsKeepTheirOrderOnTheScale(t *testing.T) {
 		t.Fatalf("gaps are %+v", gaps)
 	}
 	before := -1.0
-	for _, moment := range []time.Duration{0, time.Second, 2 * time.Second, 4 * time.Second, 30 * time.Hour, 72 * time.Hour, 72*time.Hour + 4*time.Second} {
+	for _, moment := range []time.Duration{
+		0, time.Second, 2 * time.Second, 4 * time.Second, 30 * time.Hour,
+		72 * time.Hour, 72*time.Hour + 4*time.Second,
+	} {
 		x := scale.place(*at(moment))
 		if x <= before || x > 100 {
 			t.Errorf("%s is at %f, after %f", moment, x, before)
@@ -329,16 +364,20 @@ func TestAModelCallShowsItsPrompt(t *testing.T) {
 	const trace = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
 	call := put(t, pool, `
 		insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage)
-		values ($1, 'operate', 'model_call', 'model', 'success', '{"prompt_tokens": 1200, "cached_tokens": 1000, "cache_write_tokens": 50, "total_tokens": 1210}')
+		values ($1, 'operate', 'model_call', 'model', 'success',
+		  '{"prompt_tokens": 1200, "cached_tokens": 1000, "cache_write_tokens": 50, "total_tokens": 1210}')
 		returning id::text`, trace)
-	assert.Contains(t, shows(t, server.URL+"/traces/"+trace+"?row="+call), "was not recorded, or has been deleted", "1,000 cached", "50 cache writes")
+	assert.Contains(t, shows(t, server.URL+"/traces/"+trace+"?row="+call), "was not recorded, or has been deleted",
+		"1,000 cached", "50 cache writes")
 	put(t, pool, `
 		with part as (
 		  insert into agent_prompt_parts (digest, body) select sha256(b::bytea), b
-		    from unnest(array['[{"type": "function"}]', '{"role": "user", "content": "Is <b>it</b> so?"}', repeat('é<b>', 100000)]) b returning digest)
+		    from unnest(array['[{"type": "function"}]', '{"role": "user", "content": "Is <b>it</b> so?"}',
+		      repeat('é<b>', 100000)]) b returning digest)
 		insert into agent_prompts (activity_id, tools, messages)
 		select $1::text::uuid, sha256('[{"type": "function"}]'),
-		       array[sha256('{"role": "user", "content": "Is <b>it</b> so?"}'), sha256(repeat('é<b>', 100000)::bytea), sha256('gone')]
+		       array[sha256('{"role": "user", "content": "Is <b>it</b> so?"}'), sha256(repeat('é<b>', 100000)::bytea),
+		         sha256('gone')]
 		returning activity_id::text`, call)
 	body := shows(t, server.URL+"/traces/"+trace+"?row="+call)
 	assert.Contains(t, body, "tools", "Is &lt;b&gt;it&lt;/b&gt; so?", "A part that is no longer kept", "of 4 parts")

@@ -45,7 +45,8 @@ func loaded(t *testing.T, pool *pgxpool.Pool, url string) *pgxpool.Pool {
 		`alter extension pg_stat_statements drop view "My Stats".pg_stat_statements`,
 		`drop view "My Stats".pg_stat_statements`,
 		`create view "My Stats".pg_stat_statements as
-		 select (select oid from pg_database where datname = current_database()) as dbid, 'select '' <ä> &'' ' as query, 7::bigint as calls,
+		 select (select oid from pg_database where datname = current_database()) as dbid, 'select '' <ä> &'' ' as query,
+		   7::bigint as calls,
 		        8::bigint as rows, 70.25::float8 as total_exec_time, 10.04::float8 as mean_exec_time
 		 union all select 0, 'of another database', 1, 1, 1000, 1000`,
 		`do $$ begin execute format('alter database %I set pg_stat_statements.max = 5000', current_database()); end $$`)
@@ -89,7 +90,8 @@ func TestSlowQueriesFallBackWhereTheExtensionIsNotLoaded(t *testing.T) {
 				return found.RowCount == 1 && found.Rows[0]["source"] == "pg_stat_activity" &&
 					found.Rows[0]["query"] == "select pg_sleep(5) as busy"
 			}, "the running query is shown")
-			c.exec(`select pg_cancel_backend(pid) from pg_stat_activity where query like 'select pg_sleep%' and pid <> pg_backend_pid()`)
+			c.exec(`select pg_cancel_backend(pid) from pg_stat_activity where query like 'select pg_sleep%'
+				and pid <> pg_backend_pid()`)
 			<-started
 		})
 	}

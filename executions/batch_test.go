@@ -59,7 +59,8 @@ func TestConcurrentCallersShareWrites(t *testing.T) {
 	if n := pgtest.Value[int](t, pool, `
 		select count(*) from agent_executions x where x.completed_at is null
 		    or (select count(*) from agent_events v where v.execution_id = x.id) <> 1
-		    or (select count(*) from agent_checkpoints c where c.execution_id = x.id) <> (x.status = 'completed')::int`); n != 0 {
+		    or (select count(*) from agent_checkpoints c
+		      where c.execution_id = x.id) <> (x.status = 'completed')::int`); n != 0 {
 		t.Errorf("%d of the executions are not as they should have ended", n)
 	}
 }
@@ -80,7 +81,8 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	require.NoError(t, err)
 	pgtest.Exec(t, pool, `alter system set wal_writer_delay = '10s'`)
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
-	pgtest.Eventually(t, timeout, func() bool { return pgtest.Value[string](t, pool, `show wal_writer_delay`) == "10s" }, "the server writes seldom by itself")
+	pgtest.Eventually(t, timeout, func() bool { return pgtest.Value[string](t, pool, `show wal_writer_delay`) == "10s" },
+		"the server writes seldom by itself")
 	time.Sleep(time.Second) // the pause that its writer was in is over
 	lost, err := p.StartSeveral(t.Context(), []executions.Spec{spec, spec}, []bool{true, true})
 	require.NoError(t, err)
@@ -89,12 +91,15 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	server.Start()
 	pool = open()
 	p = prepare(t, pool, p.flows, lease)
-	if x, err := p.RunClaimed(t.Context(), lost[0]); !errors.Is(err, executions.ErrNotFound) || !strings.Contains(err.Error(), "database crash") {
+	if x, err := p.RunClaimed(t.Context(), lost[0]); !errors.Is(err, executions.ErrNotFound) ||
+		!strings.Contains(err.Error(), "database crash") {
 		t.Errorf("a run whose start is lost: %v, %v", x.Status, err)
 	}
 	if n := pgtest.Value[int](t, pool, `
-		select (select count(*) from agent_executions where id <> @id::uuid) + (select count(*) from agent_events where execution_id <> @id::uuid)
-		     + (select count(*) from agent_checkpoints where execution_id <> @id::uuid)`, postgres.Strict{"id": durable.ID}); n != 0 {
+		select (select count(*) from agent_executions where id <> @id::uuid) + (select count(*) from agent_events
+		  where execution_id <> @id::uuid)
+		     + (select count(*) from agent_checkpoints
+		       where execution_id <> @id::uuid)`, postgres.Strict{"id": durable.ID}); n != 0 {
 		t.Errorf("%d rows of executions that were lost", n)
 	}
 	if x := get(t, pool, durable.ID); x.Status != executions.Completed {
@@ -127,7 +132,8 @@ func awaitsStandby(t *testing.T, url string) {
 			if len(ended) > 0 {
 				return true
 			}
-			waits = pgtest.Value[bool](t, watch, `select exists (select from pg_stat_activity where pid = $1 and wait_event = 'SyncRep')`, pid)
+			waits = pgtest.Value[bool](t, watch, `select exists (select from pg_stat_activity where pid = $1
+				and wait_event = 'SyncRep')`, pid)
 			return waits
 		}, "a commit ends, or waits for a standby")
 		leave()
@@ -171,11 +177,13 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
 	if _, err := pool.Exec(ctx, `
-		select from lanekeeper.complete_agent_executions(array[$1, $2]::uuid[], '{1,1}', '[{"status": "completed"}, {"status": "completed"}]')`, min(got[0].ID, got[1].ID), max(got[0].ID, got[1].ID)); err == nil {
+		select from lanekeeper.complete_agent_executions(array[$1, $2]::uuid[], '{1,1}',
+		  '[{"status": "completed"}, {"status": "completed"}]')`, min(got[0].ID, got[1].ID), max(got[0].ID, got[1].ID)); err == nil {
 		t.Error("ends did not wait for the standby")
 	}
 	// The lease has ended without the process knowing it. The answer says that the executions are queued.
-	pgtest.Exec(t, pool, `with c as (select set_config('synchronous_commit', 'local', true)) update agent_workers set expires_at = clock_timestamp() from c`)
+	pgtest.Exec(t, pool, `with c as (select set_config('synchronous_commit', 'local', true)) update agent_workers
+		set expires_at = clock_timestamp() from c`)
 	if got, err := begin(true, true); err == nil {
 		t.Errorf("starts that nobody has claimed did not wait for the standby: %s, %s", got[0].Status, got[1].Status)
 	}
@@ -185,12 +193,15 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 
 // checkpointAll records a step of each execution, with variables where they are given, and returns the places of those
 // that were kept.
-func checkpointAll(ctx context.Context, db postgres.DB, ids []string, claims []int64, steps []string, variables []*string) (kept string, err error) {
+func checkpointAll(
+	ctx context.Context, db postgres.DB, ids []string, claims []int64, steps []string, variables []*string,
+) (kept string, err error) {
 	err = db.QueryRow(ctx, `
 		select coalesce(string_agg(i::text, ' ' order by i), '')
 		  from generate_series(1, @n::int) i
 		 where i not in (
-		   select n from lanekeeper.checkpoint_agent_executions(@ids, @claims, @steps, array_fill('print'::text, array[@n::int]), null, array_fill('3'::jsonb, array[@n::int]),
+		   select n from lanekeeper.checkpoint_agent_executions(@ids, @claims, @steps,
+		     array_fill('print'::text, array[@n::int]), null, array_fill('3'::jsonb, array[@n::int]),
 		          (@variables::text[])::jsonb[]) where verdict = 'alone')`,
 		postgres.Strict{"ids": ids, "claims": claims, "n": len(ids), "steps": steps, "variables": variables}).Scan(&kept)
 	return kept, err
@@ -207,8 +218,12 @@ func testCheckpointBatch(t *testing.T, showing bool, kept string) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	live, dead := newWorker(t, pool), newWorker(t, pool)
-	names := []string{"live", "stale", "ahead", "dead", "locked", "written", "cancelled", "parked", "pending", "ended", "shown", "shown stale", "unshowable", "live"}
-	ids, claims, steps, variables := make([]string, len(names)), make([]int64, len(names)), make([]string, len(names)), make([]*string, len(names))
+	names := []string{
+		"live", "stale", "ahead", "dead", "locked", "written", "cancelled", "parked", "pending", "ended",
+		"shown", "shown stale", "unshowable", "live",
+	}
+	ids, claims, steps, variables := make([]string, len(names)), make([]int64, len(names)), make([]string, len(names)),
+		make([]*string, len(names))
 	tx := pgtest.Begin(t, pool)
 	for i, name := range names {
 		steps[i] = "step"
@@ -278,7 +293,8 @@ func testCheckpointBatch(t *testing.T, showing bool, kept string) {
 func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 	t.Parallel()
 	for name, sql := range map[string]string{
-		"steps": `select lanekeeper.checkpoint_agent_executions(@ids, @claims, '{last,last}', '{print,print}', null, '{1,1}', '{"{\"x\": 2}",null}')`,
+		"steps": `select lanekeeper.checkpoint_agent_executions(@ids, @claims, '{last,last}', '{print,print}', null, '{1,1}',
+			'{"{\"x\": 2}",null}')`,
 		"completions": `select lanekeeper.complete_agent_executions(@ids, @claims,
 			'[{"status": "completed", "step": "last", "output": 1}, {"status": "completed", "step": "last", "output": 1}]')`,
 	} {
@@ -293,7 +309,8 @@ func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 			}
 			pgtest.Exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
 			before := dump(t, pool, ids[0]) + dump(t, pool, ids[1])
-			if _, err := pool.Exec(t.Context(), sql, postgres.Strict{"ids": ids, "claims": claims}); !postgres.IsCode(err, "23505") {
+			if _, err := pool.Exec(t.Context(), sql, postgres.Strict{"ids": ids, "claims": claims}); !postgres.IsCode(err,
+				"23505") {
 				t.Errorf("the batch: %v", err)
 			}
 			if after := dump(t, pool, ids[0]) + dump(t, pool, ids[1]); after != before {
@@ -361,7 +378,8 @@ func TestABatchLeavesOutStaleClaims(t *testing.T) {
 					got = completeAll(t, pool, ids, claims, []*string{new("last"), new("last")}, "completed")
 				} else {
 					var err error
-					if got, err = checkpointAll(t.Context(), pool, ids, claims, []string{"step", "step"}, make([]*string, 2)); err != nil {
+					if got, err = checkpointAll(t.Context(), pool, ids, claims, []string{"step", "step"},
+						make([]*string, 2)); err != nil {
 						t.Fatal(err)
 					}
 				}
@@ -379,8 +397,10 @@ func completeAll(t *testing.T, db postgres.DB, ids []string, claims []int64, ste
 	return pgtest.Value[string](t, db, `
 		select coalesce(string_agg(n::text, ' ' order by n), '')
 		  from lanekeeper.complete_agent_executions(@ids, @claims, (
-		    select jsonb_agg(jsonb_build_object('status', @status::text, 'summary', 'said', 'result', '{"v": 1}'::jsonb, 'variables', '{"x": 2}'::jsonb)
-		             || case when s is null then '{}' else jsonb_build_object('step', s, 'print', 'print', 'output', 3) end order by i)
+		    select jsonb_agg(jsonb_build_object('status', @status::text, 'summary', 'said', 'result', '{"v": 1}'::jsonb,
+		      'variables', '{"x": 2}'::jsonb)
+		             || case when s is null then '{}' else jsonb_build_object('step', s, 'print', 'print', 'output', 3) end
+		               order by i)
 		      from (select i, (@steps::text[])[i] as s from generate_series(1, cardinality(@ids::uuid[])) i) u))`,
 		postgres.Strict{"ids": ids, "claims": claims, "steps": steps, "status": status})
 }
@@ -390,7 +410,10 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	live, dead := newWorker(t, pool), newWorker(t, pool)
-	names := []string{"live", "stale", "dead", "lane", "lender", "locked", "cancelled", "parked", "reserved", "twice", "twice", "stepless"}
+	names := []string{
+		"live", "stale", "dead", "lane", "lender", "locked", "cancelled", "parked", "reserved",
+		"twice", "twice", "stepless",
+	}
 	ids, claims, steps := make([]string, len(names)), make([]int64, len(names)), make([]*string, len(names))
 	for i, name := range names {
 		if name != "stepless" {
@@ -410,8 +433,10 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 		case "lane":
 			pgtest.Exec(t, pool, `select acquire_agent_lock('lane', @id || '#1')`, args)
 		case "lender":
-			pgtest.Exec(t, pool, `insert into agent_locks (lane, fencing_token, expires_at) values ('lent', 1, clock_timestamp())`)
-			pgtest.Exec(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('lent', 1, @id, lanekeeper.agent_uuid7(), 30)`, args)
+			pgtest.Exec(t, pool, `insert into agent_locks (lane, fencing_token, expires_at)
+				values ('lent', 1, clock_timestamp())`)
+			pgtest.Exec(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
+				values ('lent', 1, @id, lanekeeper.agent_uuid7(), 30)`, args)
 		case "cancelled":
 			pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', 'test')`, args)
 			claims[i]++ // the number that a cancel leaves is nobody's
@@ -420,12 +445,14 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 			claims[i]++
 		case "reserved":
 			pgtest.Exec(t, pool, `
-				insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd) values (@id, 's', '{}', 1, 1, 0)`, args)
+				insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd)
+				  values (@id, 's', '{}', 1, 1, 0)`, args)
 		}
 	}
 	expire(t, pool, ids[2])
 	tx := pgtest.Begin(t, pool)
-	pgtest.Exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[5], "claim": claims[5]}) // it writes
+	// it writes
+	pgtest.Exec(t, tx, `select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": ids[5], "claim": claims[5]})
 	before := make([]string, len(ids))
 	for i, id := range ids {
 		before[i] = dump(t, pool, id)
@@ -441,7 +468,8 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 				select coalesce(string_agg(step || fingerprint || failed || output, ' '), '') from agent_checkpoints
 				 where execution_id = @id and claim = 1`, postgres.Strict{"id": ids[i]})
 			want := map[string]string{"live": `lastprintfalse3`, "twice": `lastprintfalse3`}[name]
-			if x.Status != executions.Completed || x.ResultSummary != "said" || string(x.Result) != `{"v": 1}` || string(x.Variables) != `{"x": 2}` || step != want {
+			if x.Status != executions.Completed || x.ResultSummary != "said" || string(x.Result) != `{"v": 1}` ||
+				string(x.Variables) != `{"x": 2}` || step != want {
 				t.Errorf("%s: %s, %q, %s, %s, step %s", name, x.Status, x.ResultSummary, x.Result, x.Variables, step)
 			}
 			if n := completions(t, pool, ids[i]); n != 1 {
@@ -454,12 +482,14 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 		}
 	}
 	if young := pgtest.Value[bool](t, pool, `
-		select bool_or(c.created_at > x.completed_at) from agent_checkpoints c join agent_executions x on x.id = c.execution_id`); young {
+		select bool_or(c.created_at > x.completed_at) from agent_checkpoints c
+		  join agent_executions x on x.id = c.execution_id`); young {
 		t.Error("a step is younger than the end of its execution")
 	}
 	for _, status := range []string{"waiting", "cancelled", "running"} {
 		_, err := pool.Exec(t.Context(), `
-			select lanekeeper.complete_agent_executions('{}', '{}', jsonb_build_array('{"status": "completed"}'::jsonb, jsonb_build_object('status', @status::text)))`,
+			select lanekeeper.complete_agent_executions('{}', '{}',
+			  jsonb_build_array('{"status": "completed"}'::jsonb, jsonb_build_object('status', @status::text)))`,
 			postgres.Strict{"status": status})
 		if !postgres.IsCode(err, "22023") {
 			t.Errorf("an end as %s: %v", status, err)
@@ -492,7 +522,8 @@ func TestACompletionKeepsARecordedStep(t *testing.T) {
 	for what, want := range map[string]string{"step": `"earlier" 1`, "event": `"later" 1`} {
 		x := until(t, pool, p.begin(t, what), executions.Completed)
 		got := pgtest.Value[string](t, pool, `
-			select (select output::text from agent_checkpoints where execution_id = @id) || ' ' || (select count(*) from agent_events where external_id = 'completed ' || @id::text)`,
+			select (select output::text from agent_checkpoints where execution_id = @id) || ' ' || (select count(*)
+			  from agent_events where external_id = 'completed ' || @id::text)`,
 			postgres.Strict{"id": x.ID})
 		if got != want {
 			t.Errorf("%s: %s", what, got)
@@ -509,14 +540,19 @@ type consequence struct {
 }
 
 var consequences = map[string]consequence{
-	"none":  {prepare: `select @id::text`, follows: `select @id <> ''`},
-	"event": {prepare: `select @id::text`, follows: `select count(*) = 1 from agent_events where external_id = 'completed ' || @id::text and execution_id = @id::text::uuid and key = @id::text and consumed_by is null and data = jsonb_build_object('execution_id', @id::text, 'status', 'completed', 'result_type', 'success', 'result_summary', 'said', 'locks_released', 0)`},
+	"none": {prepare: `select @id::text`, follows: `select @id <> ''`},
+	"event": {prepare: `select @id::text`, follows: `select count(*) = 1 from agent_events
+		where external_id = 'completed ' || @id::text and execution_id = @id::text::uuid and key = @id::text
+		and consumed_by is null and data = jsonb_build_object('execution_id', @id::text, 'status', 'completed', 'result_type',
+		  'success', 'result_summary', 'said', 'locks_released', 0)`},
 	"call": {
-		prepare: `insert into agent_activity_open (activity_id, execution_id, claim, step, kind) values (lanekeeper.agent_uuid7(), @id, 1, 's', 'call')`,
+		prepare: `insert into agent_activity_open (activity_id, execution_id, claim, step, kind)
+			values (lanekeeper.agent_uuid7(), @id, 1, 's', 'call')`,
 		follows: `select count(*) = 0 from agent_activity_open where execution_id = @id`,
 	},
 	"approval": {
-		prepare: `insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		prepare: `insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
+			arguments_hash, expires_at)
 			values ('t', @id::text::uuid, 's', true, 'skill', 1, '{}', @id::text, clock_timestamp() + interval '1 hour')`,
 		follows: `select bool_and(status = 'expired') from agent_approvals where execution_id = @id`,
 	},
@@ -526,18 +562,21 @@ var consequences = map[string]consequence{
 	},
 	"parent": {
 		prepare: `with p as (
-			  insert into agent_executions (trace_id, surface, flow, status) values ('t', 'flow', 'flow', 'running') returning id)
+			  insert into agent_executions (trace_id, surface, flow, status) values ('t', 'flow', 'flow', 'running')
+			    returning id)
 			select id, @id::text from p`,
 		follows: `select count(*) = 1 from agent_untold_ends where execution_id = @id`,
 	},
 	"target": {
-		prepare: `insert into agent_webhook_targets (name, url, secrets, events) values ('t' || right(@id::text, 12), 'http://localhost/' || @id::text, '{whsec_x}', '{execution.completed}')`,
+		prepare: `insert into agent_webhook_targets (name, url, secrets, events)
+			values ('t' || right(@id::text, 12), 'http://localhost/' || @id::text, '{whsec_x}', '{execution.completed}')`,
 		follows: `select count(*) > 0 from agent_webhook_outbox where strpos(payload::text, @id::text) > 0`,
 	},
 	"delivery": {
 		flow: "webhook", status: "failed",
 		prepare: `with d as (
-			  insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, execution_id, body, body_sha256)
+			  insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, execution_id, body,
+			    body_sha256)
 			  values ('e', @id::text, 't', 't', @id::text::uuid, '', '') returning id)
 			update agent_executions set input = jsonb_build_object('delivery', (select id from d)) where id = @id::text::uuid`,
 		follows: `select bool_and(status = 'dead') from agent_webhook_deliveries where execution_id = @id`,
@@ -548,8 +587,10 @@ var consequences = map[string]consequence{
 		follows: `select count(*) = 1 from agent_status_changes where execution_id = @id and status = 'completed'`,
 	},
 	"automation": {
-		prepare: `insert into agent_automations (name, trigger, event, prompt) values (@id::text, 'event', 'AGENT_COMPLETED', 'do')`,
-		follows: `select count(*) > 0 from agent_automation_runs r join agent_events v on v.id = r.event_id where v.key = @id::text`,
+		prepare: `insert into agent_automations (name, trigger, event, prompt)
+			values (@id::text, 'event', 'AGENT_COMPLETED', 'do')`,
+		follows: `select count(*) > 0 from agent_automation_runs r join agent_events v on v.id = r.event_id
+			where v.key = @id::text`,
 	},
 }
 
@@ -558,12 +599,15 @@ func (c consequence) prepared(t *testing.T, pool *pgxpool.Pool, id, w string) st
 	t.Helper()
 	args := postgres.Strict{"id": id}
 	if c.flow != "" {
-		pgtest.Exec(t, pool, `update agent_executions set flow = @flow where id = @id`, postgres.Strict{"id": id, "flow": c.flow})
+		pgtest.Exec(t, pool, `update agent_executions set flow = @flow where id = @id`,
+			postgres.Strict{"id": id, "flow": c.flow})
 	}
-	pgtest.Exec(t, pool, `update agent_executions set status = 'running', claimed_by = @w, claim = 1 where id = @id`, postgres.Strict{"id": id, "w": w})
+	pgtest.Exec(t, pool, `update agent_executions set status = 'running', claimed_by = @w, claim = 1 where id = @id`,
+		postgres.Strict{"id": id, "w": w})
 	pgtest.Exec(t, pool, c.prepare, args)
 	if strings.Contains(c.follows, "agent_untold_ends") {
-		pgtest.Exec(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = @id::text where trace_id = 't' and status = 'running'`, args)
+		pgtest.Exec(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = @id::text
+			where trace_id = 't' and status = 'running'`, args)
 	}
 	return id
 }
@@ -616,7 +660,8 @@ func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
 						mustClaim(t, pool, id, w)
 					}
 				}
-				pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, @status, 'said', null, null, null)`, postgres.Strict{"id": alone, "status": status})
+				pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, @status, 'said', null, null, null)`,
+					postgres.Strict{"id": alone, "status": status})
 				if got := completeAll(t, pool, l.ids, claims, nil, status); got != strings.Join(ended, " ") {
 					t.Fatalf("%s ended", got)
 				}
@@ -641,8 +686,10 @@ func TestACompletionBatchLeavesOutLanesAndBudgets(t *testing.T) {
 	for what, take := range map[string]string{
 		"lane": `select acquire_agent_lock('lane', @id || '#1')`,
 		"loan": `with l as (select acquire_agent_lock('lane', 'another'))
-			insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) select 'lane', 1, @id::text::uuid, lanekeeper.agent_uuid7(), 60 from l`,
-		"budget": `insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd) values (@id::text::uuid, 's', '{}', 1, 1, 0)`,
+			insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) select 'lane', 1, @id::text::uuid,
+			lanekeeper.agent_uuid7(), 60 from l`,
+		"budget": `insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd)
+			values (@id::text::uuid, 's', '{}', 1, 1, 0)`,
 	} {
 		for place, l := range layouts {
 			t.Run(what+" "+place, func(t *testing.T) {
@@ -674,7 +721,8 @@ func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
 	pool := pgtest.DB(t)
 	w := newWorker(t, pool)
 	for _, limited := range []string{"another", "flow"} {
-		pgtest.Exec(t, pool, `insert into agent_limits (kind, name, running) values ('flow', @flow, 1)`, postgres.Strict{"flow": limited})
+		pgtest.Exec(t, pool, `insert into agent_limits (kind, name, running) values ('flow', @flow, 1)`,
+			postgres.Strict{"flow": limited})
 		id := pending(t, pool)
 		mustClaim(t, pool, id, w)
 		conn, err := pgtest.Dialer(t, pool)(t.Context())
@@ -710,7 +758,8 @@ func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 	if n := completions(t, tx, next); n != 1 {
 		t.Errorf("%d events of the end after it", n)
 	}
-	_, err := tx.Exec(t.Context(), `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', 1)`, postgres.Strict{"id": ended})
+	_, err := tx.Exec(t.Context(), `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', 1)`,
+		postgres.Strict{"id": ended})
 	if !postgres.IsCode(err, "LK001") {
 		t.Errorf("a step after the end: %v", err)
 	}
@@ -726,28 +775,38 @@ func TestBatchReadsDoNotGrowWithTheTables(t *testing.T) {
 	read := func() int {
 		return pgtest.Value[int](t, tx, `
 			select sum(seq_tup_read + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_user_tables
-			 where relname in ('agent_executions', 'agent_checkpoints', 'agent_events', 'agent_requests', 'agent_approvals', 'agent_activity_open', 'agent_locks')`)
+			 where relname in ('agent_executions', 'agent_checkpoints', 'agent_events', 'agent_requests', 'agent_approvals',
+			   'agent_activity_open', 'agent_locks')`)
 	}
 	batch := func() int {
 		ids := pgtest.Value[[]string](t, tx, `
-			select array_agg(id::text) from lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{flow,flow,flow}', null, null, @worker, '{0,0}', '{}')`,
+			select array_agg(id::text) from lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{flow,flow,flow}',
+			  null, null, @worker, '{0,0}', '{}')`,
 			postgres.Strict{"worker": w})
 		before := read()
-		pgtest.Exec(t, tx, `select lanekeeper.checkpoint_agent_executions(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}', null)`, postgres.Strict{"ids": ids})
+		pgtest.Exec(t, tx, `select lanekeeper.checkpoint_agent_executions(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}',
+			null)`, postgres.Strict{"ids": ids})
 		if got := completeAll(t, tx, ids[:2], []int64{1, 1}, []*string{new("last"), nil}, "completed"); got != "1 2" {
 			t.Fatalf("%s ended", got)
 		}
-		pgtest.Exec(t, tx, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`, postgres.Strict{"id": ids[2]})
+		pgtest.Exec(t, tx, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`,
+			postgres.Strict{"id": ids[2]})
 		return read() - before
 	}
 	small := batch()
 	for _, grow := range []string{
-		`insert into agent_executions (id, trace_id, surface, flow, status) select lanekeeper.agent_uuid7(), 't', 'flow', 'parent', 'running' from generate_series(1, 2000)`,
-		`update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = lanekeeper.agent_uuid7()::text where flow = 'parent'`,
-		`insert into agent_requests (kind, execution_id, trace_id) select 'signature', id, 't' from agent_executions where flow = 'parent'`,
-		`insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, expires_at)
-		 select 't', id, 's', true, 'skill', 1, '{}', id::text, clock_timestamp() + interval '1 hour' from agent_executions where flow = 'parent'`,
-		`insert into agent_activity_open (activity_id, execution_id, claim, step, kind) select id, id, 1, 's', 'call' from agent_executions where flow = 'parent'`,
+		`insert into agent_executions (id, trace_id, surface, flow, status) select lanekeeper.agent_uuid7(), 't', 'flow',
+			'parent', 'running' from generate_series(1, 2000)`,
+		`update agent_executions set status = 'waiting', waiting_for = 'agent', waiting_key = lanekeeper.agent_uuid7()::text
+			where flow = 'parent'`,
+		`insert into agent_requests (kind, execution_id, trace_id) select 'signature', id, 't' from agent_executions
+			where flow = 'parent'`,
+		`insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
+			arguments_hash, expires_at)
+		 select 't', id, 's', true, 'skill', 1, '{}', id::text, clock_timestamp() + interval '1 hour' from agent_executions
+		   where flow = 'parent'`,
+		`insert into agent_activity_open (activity_id, execution_id, claim, step, kind) select id, id, 1, 's', 'call'
+			from agent_executions where flow = 'parent'`,
 		`insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
 		 select id::text, id::text, 1, clock_timestamp() + interval '1 hour', id from agent_executions where flow = 'parent'`,
 	} {

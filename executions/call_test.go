@@ -61,7 +61,8 @@ func TestActivitiesOfAThreadRunNameTheThread(t *testing.T) {
 		require.NoError(t, err)
 		until(t, pool, x.ID, executions.Completed)
 		got := pgtest.Value[string](t, pool, `
-			select string_agg(skill_name || ' in ' || coalesce(thread_id, 'none'), ', ' order by id) from agent_activity where execution_id = $1`, x.ID)
+			select string_agg(skill_name || ' in ' || coalesce(thread_id, 'none'), ', ' order by id) from agent_activity
+			  where execution_id = $1`, x.ID)
 		if got != want {
 			t.Errorf("of a run in thread %q there is %q, not %q", thread, got, want)
 		}
@@ -72,11 +73,13 @@ func TestACallIsARunningRowBeforeItActs(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		return ends(executions.Do(ctx, "mail", executions.Call{Entry: activity.Entry{Skill: "send_mail", Input: map[string]any{"to": "ana"}}},
+		return ends(executions.Do(ctx, "mail",
+			executions.Call{Entry: activity.Entry{Skill: "send_mail", Input: map[string]any{"to": "ana"}}},
 			func(ctx context.Context, effect *executions.Effect) (string, error) {
 				var status, key, input string
 				err := pool.QueryRow(ctx, `
-					select a.status, a.idempotency_key, a.input::text from agent_activity a join agent_activity_open o on o.activity_id = a.id
+					select a.status, a.idempotency_key, a.input::text from agent_activity a
+					  join agent_activity_open o on o.activity_id = a.id
 					 where a.id = @id`, postgres.Strict{"id": effect.ActivityID}).Scan(&status, &key, &input)
 				if err != nil {
 					return "", err
@@ -93,7 +96,8 @@ func TestACallIsARunningRowBeforeItActs(t *testing.T) {
 		t.Errorf("activity (-want +got):\n%s", diff)
 	}
 	same := pgtest.Value[bool](t, pool, `
-		select a.xmin = c.xmin from agent_activity a, agent_checkpoints c where a.execution_id = @id and c.execution_id = @id`,
+		select a.xmin = c.xmin from agent_activity a, agent_checkpoints c where a.execution_id = @id
+		  and c.execution_id = @id`,
 		postgres.Strict{"id": got.ID})
 	if !same || open(t, pool) != 0 {
 		t.Errorf("end of the row and checkpoint in one commit: %v; rows listed as open: %d", same, open(t, pool))
@@ -233,7 +237,8 @@ func TestAPhaseKeepsItsRowOverACrash(t *testing.T) {
 	if diff := cmp.Diff(want, rows(t, pool, id)); diff != "" {
 		t.Errorf("activity (-want +got):\n%s", diff)
 	}
-	if parent := pgtest.Value[string](t, pool, `select parent_id::text from agent_activity where skill_name = 'ask'`); parent != first {
+	if parent := pgtest.Value[string](t, pool,
+		`select parent_id::text from agent_activity where skill_name = 'ask'`); parent != first {
 		t.Errorf("the call is filed under %s, the phase is %s", parent, first)
 	}
 }
@@ -250,7 +255,10 @@ func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
 		},
 		"before its end": {
 			func(_, end *gate) *gate { return end },
-			row{"stale_write", "", "note", "error", "stale", `{"error": "", "output": {"Value": "first", "Summary": ""}, "status": "completed"}`},
+			row{
+				"stale_write", "", "note", "error", "stale",
+				`{"error": "", "output": {"Value": "first", "Summary": ""}, "status": "completed"}`,
+			},
 		},
 	}
 	for name, c := range cases {
@@ -321,7 +329,8 @@ func TestACallBesideAWaitIsNotRepeated(t *testing.T) {
 			if run == 2 {
 				<-ctx.Done() // slower than the other branch
 			}
-			_, err := executions.Do(executions.Scope(ctx, "calls"), "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
+			_, err := executions.Do(executions.Scope(ctx, "calls"), "call",
+				executions.Call{Entry: activity.Entry{Skill: "call"}},
 				func(ctx context.Context, _ *executions.Effect) (int, error) {
 					if calls.Add(1) > 1 {
 						return 0, nil
@@ -388,7 +397,8 @@ func TestABrokenConnectionBesideAnotherBranchIsRetried(t *testing.T) {
 		group.Go(func() error {
 			defer close(beside)
 			<-begun
-			_, err := executions.Step(executions.Scope(ctx, "other"), "step", func(context.Context) (int, error) { return 0, nil })
+			_, err := executions.Step(executions.Scope(ctx, "other"), "step",
+				func(context.Context) (int, error) { return 0, nil })
 			return err
 		})
 		return ends("done", group.Wait())
@@ -418,7 +428,8 @@ func TestWaitsAreRejectedInUnrepeatableSteps(t *testing.T) {
 			t.Parallel()
 			var failed []error
 			got, pool := replayed(t, func(ctx context.Context, _ bool) (any, error) {
-				_, first := executions.StepTx(ctx, "write", func(ctx context.Context, _ pgx.Tx) (int, error) { return 0, wait(ctx) })
+				_, first := executions.StepTx(ctx, "write",
+					func(ctx context.Context, _ pgx.Tx) (int, error) { return 0, wait(ctx) })
 				_, second := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
 					func(ctx context.Context, _ *executions.Effect) (int, error) { return 0, wait(ctx) })
 				failed = append(failed, first, second)
@@ -429,7 +440,8 @@ func TestWaitsAreRejectedInUnrepeatableSteps(t *testing.T) {
 					t.Errorf("the wait answered %v", err)
 				}
 			}
-			if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 1 || got.Status != executions.Completed {
+			if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 1 ||
+				got.Status != executions.Completed {
 				t.Errorf("%d executions, and the status is %s", n, got.Status)
 			}
 		})
@@ -564,23 +576,30 @@ func TestPanickingMethodsOfResultsFailTheStep(t *testing.T) {
 			return ends(executions.Step(ctx, "a", func(context.Context) (explosive, error) { return explosive{}, nil }))
 		},
 		"result of a transaction": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			return ends(executions.StepTx(ctx, "a", func(context.Context, pgx.Tx) (explosive, error) { return explosive{}, nil }))
+			return ends(executions.StepTx(ctx, "a",
+				func(context.Context, pgx.Tx) (explosive, error) { return explosive{}, nil }))
 		},
 		"result of a call": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			return ends(executions.Do(ctx, "a", call, func(context.Context, *executions.Effect) (explosive, error) { return explosive{}, nil }))
+			return ends(executions.Do(ctx, "a", call, func(context.Context, *executions.Effect) (explosive,
+				error,
+			) {
+				return explosive{}, nil
+			}))
 		},
 	}
 	p := start(t, pool, flows)
 	for name := range flows {
 		got, err := p.RunSync(t.Context(), executions.Spec{Flow: name, Surface: trace.Flow})
-		if err != nil || got.Status != executions.Failed || got.ErrorMessage == nil || !strings.Contains(*got.ErrorMessage, "panic") {
+		if err != nil || got.Status != executions.Failed || got.ErrorMessage == nil ||
+			!strings.Contains(*got.ErrorMessage, "panic") {
 			t.Errorf("%s: %s, %v, %v", name, got.Status, got.ErrorMessage, err)
 		}
 		if named := got.FailedStep != nil && *got.FailedStep == "a"; named != strings.Contains(name, " of a ") {
 			t.Errorf("%s: the failed step is %v", name, got.FailedStep)
 		}
 	}
-	if got := pgtest.Value[string](t, pool, `select status from agent_activity where skill_name = 'call'`); got != string(activity.Error) {
+	if got := pgtest.Value[string](t, pool, `select status from agent_activity where skill_name = 'call'`); got != string(
+		activity.Error) {
 		t.Errorf("the call whose result cannot be stored is %s", got)
 	}
 }
@@ -613,7 +632,8 @@ func TestInvalidTextInACallIsReplaced(t *testing.T) {
 	}
 	args := postgres.Strict{"id": got.ID}
 	if text := pgtest.Value[string](t, pool, `
-		select string_agg(concat_ws(' ', step, status, model, error_class), ', ' order by step) from agent_activity where execution_id = @id`, args); text !=
+		select string_agg(concat_ws(' ', step, status, model, error_class), ', ' order by step) from agent_activity
+		  where execution_id = @id`, args); text !=
 		"fails error a\ufffd c\ufffd, works success a\ufffd " {
 		t.Errorf("%q", text)
 	}
@@ -636,10 +656,12 @@ func TestACostThatIsNoAmountIsAnError(t *testing.T) {
 		}
 		return said, nil
 	})
-	if said := string(got.Result); strings.Count(said, "cannot be recorded") != 3 || !strings.HasSuffix(said, `"<nil>"]`) || calls.Load() != 4 {
+	if said := string(got.Result); strings.Count(said, "cannot be recorded") != 3 ||
+		!strings.HasSuffix(said, `"<nil>"]`) || calls.Load() != 4 {
 		t.Errorf("%s %s after %d calls", got.Status, said, calls.Load())
 	}
-	if sums := pgtest.Value[string](t, pool, `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd) from agent_activity`); sums != "error error error success 99999999.000000" {
+	if sums := pgtest.Value[string](t, pool, `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd)
+		from agent_activity`); sums != "error error error success 99999999.000000" {
 		t.Error(sums)
 	}
 }
@@ -693,7 +715,8 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 		"a transaction whose function looks at its limit alone": {func(ctx context.Context) error {
 			ctx, cancel := context.WithTimeout(ctx, 10*time.Millisecond)
 			defer cancel()
-			_, err := executions.StepTx(ctx, "slow", func(ctx context.Context, _ pgx.Tx) (int, error) { return untilDone(ctx, nil) })
+			_, err := executions.StepTx(ctx, "slow",
+				func(ctx context.Context, _ pgx.Tx) (int, error) { return untilDone(ctx, nil) })
 			return err
 		}, executions.StepError{Step: "slow", Class: "timeout", Message: "context deadline exceeded"}},
 		"a call beside one that fails": {func(ctx context.Context) (err error) {
@@ -701,10 +724,11 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 			begun := make(chan struct{})
 			group.Go(func() error {
 				defer close(begun)
-				_, err = executions.Do(executions.Scope(ctx, "one"), "slow", call, func(ctx context.Context, effect *executions.Effect) (int, error) {
-					begun <- struct{}{}
-					return untilDone(ctx, effect)
-				})
+				_, err = executions.Do(executions.Scope(ctx, "one"), "slow", call,
+					func(ctx context.Context, effect *executions.Effect) (int, error) {
+						begun <- struct{}{}
+						return untilDone(ctx, effect)
+					})
 				return nil
 			})
 			group.Go(func() error {
@@ -733,7 +757,8 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 			if diff := cmp.Diff([]executions.StepError{c.want, c.want}, seen); diff != "" || got.Status != executions.Completed {
 				t.Errorf("status %s, errors (-want +got):\n%s", got.Status, diff)
 			}
-			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call' and status <> 'error'`); n != 0 {
+			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'
+				and status <> 'error'`); n != 0 {
 				t.Errorf("%d rows of the call do not say that it failed", n)
 			}
 		})
@@ -751,7 +776,11 @@ func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
 		},
 		"call": func(ctx context.Context, made *atomic.Int64) error {
 			call := executions.Call{Entry: activity.Entry{Skill: "call"}}
-			_, err := executions.Do(ctx, "late", call, func(context.Context, *executions.Effect) (int64, error) { return made.Add(1), nil })
+			_, err := executions.Do(ctx, "late", call, func(context.Context, *executions.Effect) (int64,
+				error,
+			) {
+				return made.Add(1), nil
+			})
 			return err
 		},
 		"transaction": func(ctx context.Context, made *atomic.Int64) error {
@@ -783,7 +812,8 @@ func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
 				return nil, nil
 			})
 			const late = "late: timeout, context deadline exceeded"
-			if diff := cmp.Diff([]string{late, late}, seen); diff != "" || got.Status != executions.Completed || made.Load() != 0 {
+			if diff := cmp.Diff([]string{late, late}, seen); diff != "" || got.Status != executions.Completed ||
+				made.Load() != 0 {
 				t.Errorf("status %s, made %d times, errors (-want +got):\n%s", got.Status, made.Load(), diff)
 			}
 			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'`); n != 0 {
@@ -796,7 +826,11 @@ func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
 // A name may look like the key of another step.
 func TestNoTwoStepsShareAKey(t *testing.T) {
 	t.Parallel()
-	for _, names := range [][]string{{"a", "a", "a#2", "a"}, {"a#2", "a", "a", "a"}, {"a", "a#2", "a#2", "a", "a#2#2", "a#1", "a#"}} {
+	for _, names := range [][]string{
+		{"a", "a", "a#2", "a"},
+		{"a#2", "a", "a", "a"},
+		{"a", "a#2", "a#2", "a", "a#2#2", "a#1", "a#"},
+	} {
 		t.Run(strings.Join(names, " "), func(t *testing.T) {
 			t.Parallel()
 			var seen [][]int
@@ -869,10 +903,11 @@ func TestASnapshotIsOfItsOwnLoop(t *testing.T) {
 			return nil, err
 		}
 		at := 0
-		_, err = executions.Loop(ctx, "mail", nil, func(ctx context.Context, _ json.RawMessage) (json.RawMessage, bool, error) {
-			at++
-			return json.RawMessage(fmt.Sprintf(`{"of": %d, "n": 1e2}`, at)), at == 3, nil
-		})
+		_, err = executions.Loop(ctx, "mail", nil,
+			func(ctx context.Context, _ json.RawMessage) (json.RawMessage, bool, error) {
+				at++
+				return json.RawMessage(fmt.Sprintf(`{"of": %d, "n": 1e2}`, at)), at == 3, nil
+			})
 		return n, err
 	})
 	if steps.Load() != 1 || string(got.Result) != "1" {
@@ -886,7 +921,8 @@ func TestInnerStepsHaveTheKeyOfTheirStep(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	inner := func(ctx context.Context) (string, error) {
-		return executions.Step(ctx, "in/ner", func(ctx context.Context) (string, error) { return executions.StepKey(ctx), nil })
+		return executions.Step(ctx, "in/ner",
+			func(ctx context.Context) (string, error) { return executions.StepKey(ctx), nil })
 	}
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		gated := executions.Gate(ctx, func(ctx context.Context) error {

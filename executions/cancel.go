@@ -25,7 +25,8 @@ func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, err
 		var status *string
 		var ends []endedExecution
 		b := &pgx.Batch{}
-		b.Queue(cancelSQL, postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(func(row pgx.Row) error { return row.Scan(&status) })
+		b.Queue(cancelSQL, postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(
+			func(row pgx.Row) error { return row.Scan(&status) })
 		queueEnded(b, &ends)
 		err := e.pool.SendBatch(ctx, b).Close() // sets status
 		now, err := cancelResult(id, status, err)
@@ -58,7 +59,9 @@ const cancelSQL = `select cancel_agent_execution(@id, @by, @reason)`
 
 // cancel requests the cancel of a locked execution, notifies its process, and retries until the execution has ended
 // or a second has passed.
-func cancel(ctx context.Context, db postgres.DB, id, by, reason string, notify func(), attempt func() (Status, error)) (Status, error) {
+func cancel(
+	ctx context.Context, db postgres.DB, id, by, reason string, notify func(), attempt func() (Status, error),
+) (Status, error) {
 	var requested bool
 	err := db.QueryRow(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason)`,
 		postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&requested)
@@ -73,7 +76,8 @@ func cancel(ctx context.Context, db postgres.DB, id, by, reason string, notify f
 		}
 		status, err := attempt()
 		if postgres.IsCode(err, "55P03") { // a row that the end changes is locked
-			_, err = db.Exec(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`, postgres.Strict{"id": id, "by": by, "reason": reason})
+			_, err = db.Exec(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`,
+				postgres.Strict{"id": id, "by": by, "reason": reason})
 			switch {
 			case err == nil:
 				requested = true
@@ -136,7 +140,8 @@ func (e *Engine) stopIfCancelled(ctx context.Context, id string) {
 	var cancelled bool
 	err := e.pool.QueryRow(ctx, `
 		select exists (select from agent_executions x where x.id = @id and x.status = 'cancelled')
-		    or exists (select from agent_cancel_requests c where c.execution_id = @id)`, postgres.Strict{"id": id}).Scan(&cancelled)
+		    or exists (select from agent_cancel_requests c
+		      where c.execution_id = @id)`, postgres.Strict{"id": id}).Scan(&cancelled)
 	if err == nil && cancelled {
 		r.stop(ErrCancelled)
 	}
@@ -179,7 +184,8 @@ func (e *Engine) tryCompleteCancel(ctx context.Context, id string) (done bool, e
 // completeCancels completes all requested cancels that can be. Each is its own transaction, so a blocked one delays
 // no other.
 func (e *Engine) completeCancels(ctx context.Context) error {
-	rows, err := e.pool.Query(ctx, `select c.execution_id::text from agent_cancel_requests c order by c.requested_at limit 1000`)
+	rows, err := e.pool.Query(ctx, `select c.execution_id::text from agent_cancel_requests c
+		order by c.requested_at limit 1000`)
 	ids, err := postgres.Collect(rows, err, "list requested cancels", pgx.RowTo[string])
 	if err != nil {
 		return err

@@ -39,7 +39,8 @@ func TestCancelOfMissingAndEndedExecutions(t *testing.T) {
 	}
 	id := pending(t, pool)
 	n := mustClaim(t, pool, id, newWorker(t, pool))
-	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": id, "claim": n})
+	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
+		postgres.Strict{"id": id, "claim": n})
 	if status, err := executions.Cancel(t.Context(), pool, id, "ana", ""); err != nil || status != executions.Completed {
 		t.Errorf("cancel of a completed one: %s, %v", status, err)
 	}
@@ -106,11 +107,15 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 				t.Fatalf("the step was not stopped within %s", timeout)
 			}
 			p.stop()
-			want := []row{{"plan", "plan", "phase", "error", "cancelled", ""}, {"pay", "plan/pay", "call", "unknown", "cancelled", ""}}
+			want := []row{
+				{"plan", "plan", "phase", "error", "cancelled", ""},
+				{"pay", "plan/pay", "call", "unknown", "cancelled", ""},
+			}
 			if diff := cmp.Diff(want, rows(t, pool, id)); diff != "" {
 				t.Errorf("activity (-want +got):\n%s", diff)
 			}
-			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) || open(t, pool) != 0 || completions(t, pool, id) != 1 {
+			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) || open(t, pool) != 0 ||
+				completions(t, pool, id) != 1 {
 				t.Errorf("%d open rows, %d AGENT_COMPLETED, lane held: %v", open(t, pool), completions(t, pool, id),
 					pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`))
 			}
@@ -228,7 +233,8 @@ func TestAnOldTokenIsRefusedAfterANewClaim(t *testing.T) {
 	start(t, pool, flows)
 	first, second := testkit.Receive(t, tokens), testkit.Receive(t, tokens)
 	fence := func(token int64) error {
-		_, err := pool.Exec(t.Context(), `select fence_agent_lock('pipeline:prices', @token)`, postgres.Strict{"token": token})
+		_, err := pool.Exec(t.Context(), `select fence_agent_lock('pipeline:prices', @token)`,
+			postgres.Strict{"token": token})
 		return err
 	}
 	if err := fence(first); !postgres.IsCode(err, "LK001") {
@@ -357,7 +363,8 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 				until(t, pool, id, executions.Cancelled)
 			}
 			x := until(t, pool, id, executions.Cancelled)
-			if testkit.Deref(x.CancelledBy) != "ana" || testkit.Deref(x.CancelReason) != "enough" || effectRows(t, pool) != 0 || completions(t, pool, id) != 1 {
+			if testkit.Deref(x.CancelledBy) != "ana" || testkit.Deref(x.CancelReason) != "enough" || effectRows(t, pool) != 0 ||
+				completions(t, pool, id) != 1 {
 				t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 			}
 			// One that was noted while the cancel was completed elsewhere is left to the sweep.
@@ -375,18 +382,21 @@ func TestACancelOfABlockedStepCompletesAtItsEnd(t *testing.T) {
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `create table effects (n int)`)
 	entered, leave := make(chan struct{}, 1), make(chan struct{})
-	p := start(t, pool, inTx(entered, leave, true), func(o *executions.Options) { o.SweepEvery, o.LeaseTTL = time.Hour, time.Hour })
+	p := start(t, pool, inTx(entered, leave, true),
+		func(o *executions.Options) { o.SweepEvery, o.LeaseTTL = time.Hour, time.Hour })
 	id := p.begin(t, "flow")
 	testkit.Receive(t, entered)
 	status, err := p.Cancel(t.Context(), id, "ana", "enough")
 	if err != nil || status != executions.Running {
 		t.Errorf("cancel: %s, %v", status, err)
 	}
-	if who, err := executions.CancelDetail(t.Context(), pool); err != nil || !strings.Contains(who, "idle in transaction") {
+	if who, err := executions.CancelDetail(t.Context(), pool); err != nil ||
+		!strings.Contains(who, "idle in transaction") {
 		t.Errorf("in the way: %q, %v", who, err)
 	}
 	close(leave)
-	if x := until(t, pool, id, executions.Cancelled); testkit.Deref(x.CancelReason) != "enough" || effectRows(t, pool) != 0 {
+	if x := until(t, pool, id, executions.Cancelled); testkit.Deref(x.CancelReason) != "enough" ||
+		effectRows(t, pool) != 0 {
 		t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 	}
 }
@@ -411,7 +421,8 @@ func TestTheSweepCompletesACancelOfALockedExecution(t *testing.T) {
 			id := p.begin(t, "flow")
 			until(t, pool, id, executions.Waiting)
 			tx := openTx(t, pool, lock)
-			if status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough"); err != nil || status != executions.Waiting {
+			if status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough"); err != nil ||
+				status != executions.Waiting {
 				t.Errorf("cancel: %s, %v", status, err)
 			}
 			require.NoError(t, tx.Rollback(t.Context()))
@@ -434,7 +445,8 @@ func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
 	if got := claimReady(t, tx, newWorker(t, pool), 10); len(got) != 1 || got[0] != second {
 		t.Errorf("claimed %v of %s, which is to be cancelled, and %s", got, first, second)
 	}
-	if missed := pgtest.Value[string](t, tx, `select coalesce(current_setting('lanekeeper.missed', true), '')`); missed != "" {
+	if missed := pgtest.Value[string](t, tx,
+		`select coalesce(current_setting('lanekeeper.missed', true), '')`); missed != "" {
 		t.Error("the caller asks again at once")
 	}
 }
@@ -456,14 +468,18 @@ func TestACancelStopsAChildInATransaction(t *testing.T) {
 	id := p.begin(t, "parent")
 	testkit.Receive(t, entered)
 	until(t, pool, id, executions.Waiting)
-	if status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough"); err != nil || status != executions.Cancelled {
+	if status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough"); err != nil ||
+		status != executions.Cancelled {
 		t.Errorf("cancel: %s, %v", status, err)
 	}
-	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = @id`, postgres.Strict{"id": id})
-	if x := until(t, pool, child, executions.Cancelled); testkit.Deref(x.CancelReason) != "its parent was cancelled: enough" || effectRows(t, pool) != 0 {
+	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = @id`,
+		postgres.Strict{"id": id})
+	if x := until(t, pool, child, executions.Cancelled); testkit.Deref(
+		x.CancelReason) != "its parent was cancelled: enough" || effectRows(t, pool) != 0 {
 		t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 	}
-	if _, err := executions.Cancel(t.Context(), pool, "01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "ana", ""); !errors.Is(err, executions.ErrNotFound) {
+	if _, err := executions.Cancel(t.Context(), pool, "01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "ana", ""); !errors.Is(err,
+		executions.ErrNotFound) {
 		t.Errorf("cancel of nothing: %v", err)
 	}
 }
@@ -572,7 +588,8 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 // locksWanted is how many sessions of this database wait for a lock.
 func locksWanted(t *testing.T, pool *pgxpool.Pool) int {
 	t.Helper()
-	return pgtest.Value[int](t, pool, `select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()`)
+	return pgtest.Value[int](t, pool, `select count(*) from pg_stat_activity where wait_event_type = 'Lock'
+		and datname = current_database()`)
 }
 
 // Whichever pool a caller has, events and starts go over the engine's, which shares statements and bounds waits.
@@ -611,11 +628,13 @@ func TestWithLockTimeoutBoundsTheWaitForATransaction(t *testing.T) {
 	for name, p := range engines {
 		ctx := executions.WithLockTimeout(t.Context(), 600*time.Millisecond)
 		_, err := p.Deliver(ctx, pool, "EVENT_COMPLETED", "key", nil, "held")
-		if locked, is := errors.AsType[*postgres.LockedError](err); !is || locked.What != `event id "held"` || !strings.Contains(locked.Holders, "clumsy") {
+		if locked, is := errors.AsType[*postgres.LockedError](err); !is || locked.What != `event id "held"` ||
+			!strings.Contains(locked.Holders, "clumsy") {
 			t.Errorf("%s: event: %v", name, err)
 		}
 		_, _, err = p.Start(ctx, pool, executions.Spec{Flow: "flow", Surface: trace.Flow, DedupeKey: "held"})
-		if locked, is := errors.AsType[*postgres.LockedError](err); !is || locked.What != `idempotency key "held"` || !strings.Contains(locked.Holders, "clumsy") {
+		if locked, is := errors.AsType[*postgres.LockedError](err); !is || locked.What != `idempotency key "held"` ||
+			!strings.Contains(locked.Holders, "clumsy") {
 			t.Errorf("%s: start: %v", name, err)
 		}
 	}
@@ -635,7 +654,8 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 		})
 	}
 	calm := begin("calm")
-	tx := openTx(t, pool, `insert into agent_executions (trace_id, surface, flow, dedupe_key) values ('fl_1', 'flow', 'other', 'held')`)
+	tx := openTx(t, pool, `insert into agent_executions (trace_id, surface, flow, dedupe_key)
+		values ('fl_1', 'flow', 'other', 'held')`)
 	var group errgroup.Group
 	for i := range 24 {
 		group.Go(func() (err error) {
@@ -667,10 +687,12 @@ func TestExecutionsLockedInAnOpenTransactionDelayNoOther(t *testing.T) {
 	gates := make(chan struct{})
 	p := start(t, pool, map[string]executions.Func{
 		"held": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			if _, err := executions.Step(ctx, "wait", func(context.Context) (int, error) { <-gates; return 1, nil }); err != nil {
+			if _, err := executions.Step(ctx, "wait",
+				func(context.Context) (int, error) { <-gates; return 1, nil }); err != nil {
 				return executions.Result{}, err
 			}
-			_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}}, func(context.Context, *executions.Effect) (int, error) { return 1, nil })
+			_, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "call"}},
+				func(context.Context, *executions.Effect) (int, error) { return 1, nil })
 			return executions.Result{}, err
 		},
 		"free": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
@@ -692,7 +714,8 @@ func TestExecutionsLockedInAnOpenTransactionDelayNoOther(t *testing.T) {
 		until(t, pool, id, executions.Running)
 	}
 	calm := run("calm")
-	tx := openTx(t, pool, `select from agent_executions where id = any (@ids::uuid[]) for update`, postgres.Strict{"ids": ids})
+	tx := openTx(t, pool, `select from agent_executions where id = any (@ids::uuid[]) for update`,
+		postgres.Strict{"ids": ids})
 	close(gates)
 	pgtest.Eventually(t, timeout, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
 	eventuallyWithin(t, run, calm)

@@ -34,13 +34,16 @@ func (p *checkpointWrite) queue(b *pgx.Batch) {
 		insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
 		select @id, @step, @claim, @fingerprint, @failed, @output from set_config('lock_timeout', @patience, true)
 		on conflict (execution_id, step) do nothing`, postgres.Strict{
-		"id": p.id, "step": p.step, "claim": p.claim, "fingerprint": p.fingerprint, "failed": p.failed, "output": p.output, "patience": lockTimeout,
+		"id": p.id, "step": p.step, "claim": p.claim, "fingerprint": p.fingerprint, "failed": p.failed, "output": p.output,
+		"patience": lockTimeout,
 	})
 }
 
 // writeCheckpoint writes the result of a step in a batch with those of other runs, or alone until a deadline. Only
 // the single write sets a timer, because timers are costly.
-func (r *run) writeCheckpoint(ctx context.Context, until time.Time, s stepSpec, output json.RawMessage, failed bool) error {
+func (r *run) writeCheckpoint(
+	ctx context.Context, until time.Time, s stepSpec, output json.RawMessage, failed bool,
+) error {
 	text := r.takeVariables()
 	alone := func() (struct{}, error) {
 		ctx, cancel := context.WithDeadline(ctx, until)
@@ -53,7 +56,8 @@ func (r *run) writeCheckpoint(ctx context.Context, until time.Time, s stepSpec, 
 		})
 	}
 	_, err := r.e.batchers.checkpoints.Do(ctx, checkpointWrite{
-		id: r.exec.ID, step: s.key, fingerprint: s.fingerprint, claim: r.exec.Claim, failed: failed, output: output, variables: text,
+		id: r.exec.ID, step: s.key, fingerprint: s.fingerprint, claim: r.exec.Claim, failed: failed,
+		output: output, variables: text,
 	}, alone)
 	r.returnVariables(text, err)
 	return err
@@ -65,17 +69,20 @@ func (e *Engine) checkpointBatch(ctx context.Context, points []checkpointWrite) 
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(points)
-	ids, claims, steps, prints, failed := make([]string, n), make([]int64, n), make([]string, n), make([]string, n), make([]bool, n)
+	ids, claims, steps, prints, failed := make([]string, n), make([]int64, n), make([]string, n),
+		make([]string, n), make([]bool, n)
 	outputs, variables := make([]*string, n), make([]*string, n)
 	for i, p := range points {
 		ids[i], claims[i], steps[i], prints[i], failed[i] = p.id, p.claim, p.step, p.fingerprint, p.failed
 		outputs[i], variables[i] = nullableJSON(p.output), nullableJSON(p.variables)
 	}
 	rows, err := e.pool.Query(ctx, `
-		select n from lanekeeper.checkpoint_agent_executions(@ids, @claims, @steps, @prints, @failed, (@outputs::text[])::jsonb[],
+		select n from lanekeeper.checkpoint_agent_executions(@ids, @claims, @steps, @prints, @failed,
+		  (@outputs::text[])::jsonb[],
 		       (@variables::text[])::jsonb[])`,
 		postgres.Strict{
-			"ids": uuidArray(ids), "claims": claims, "steps": steps, "prints": nilIfZero(prints), "failed": nilIfZero(failed), "outputs": outputs,
+			"ids": uuidArray(ids), "claims": claims, "steps": steps, "prints": nilIfZero(prints),
+			"failed": nilIfZero(failed), "outputs": outputs,
 			"variables": nilIfZero(variables),
 		})
 	if err != nil {
@@ -150,13 +157,18 @@ func (p *deferredCheckpoint) write(r *run) *checkpointWrite {
 	if p == nil {
 		return nil
 	}
-	return &checkpointWrite{id: r.exec.ID, step: p.s.key, fingerprint: p.s.fingerprint, claim: r.exec.Claim, failed: p.failure != nil, output: p.output}
+	return &checkpointWrite{
+		id: r.exec.ID, step: p.s.key, fingerprint: p.s.fingerprint, claim: r.exec.Claim,
+		failed: p.failure != nil, output: p.output,
+	}
 }
 
 // canDefer reports whether a result may be deferred.
 func (r *run) canDefer(s stepSpec, effect *Effect, output json.RawMessage) bool {
-	return s.repeatable && s.entry == nil && s.onIntent == nil && (effect == nil || effect.OnResult == nil) && r.replay == nil &&
-		len(output) <= maxDeferredBytes && withoutExponents(output) && len(s.key) <= maxDeferredKey && s.key == postgres.Text(s.key)
+	return s.repeatable && s.entry == nil && s.onIntent == nil && (effect == nil || effect.OnResult == nil) &&
+		r.replay == nil &&
+		len(output) <= maxDeferredBytes && withoutExponents(output) && len(s.key) <= maxDeferredKey &&
+		s.key == postgres.Text(s.key)
 }
 
 // withoutExponents reports JSON without exponents. jsonb stores its numbers as they are, unless they are long.
@@ -260,7 +272,8 @@ func newBatchers(e *Engine) batchers {
 		waits:  &batch.Batcher[waitWrite, []byte]{Scheduler: s, Send: e.waitBatch, Unchanged: postgres.Unchanged},
 		events: &batch.Batcher[event, Delivered]{Scheduler: s, Send: e.deliverBatch, Unchanged: postgres.Unchanged},
 		checkpoints: &batch.Batcher[checkpointWrite, struct{}]{
-			Scheduler: s, Send: e.checkpointBatch, Compare: func(a, b checkpointWrite) int { return strings.Compare(a.id, b.id) },
+			Scheduler: s, Send: e.checkpointBatch,
+			Compare: func(a, b checkpointWrite) int { return strings.Compare(a.id, b.id) },
 		},
 		completions: &batch.Batcher[completion, completionResult]{
 			Scheduler: s, Send: e.completeBatch, Compare: func(a, b completion) int { return strings.Compare(a.id, b.id) },
@@ -381,7 +394,8 @@ func (r *run) queueVariablesUnlessLocked(b *pgx.Batch, text *json.RawMessage) {
 	}
 	b.Queue(`
 		update agent_executions set variables = @variables
-		 where id = (select x.id from agent_executions x where x.id = @id and x.claim = @claim for no key update skip locked)`,
+		 where id = (select x.id from agent_executions x where x.id = @id
+		   and x.claim = @claim for no key update skip locked)`,
 		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "variables": *text}).Exec(func(done pgconn.CommandTag) error {
 		if done.RowsAffected() == 0 {
 			*text = nil

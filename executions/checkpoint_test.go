@@ -89,19 +89,20 @@ func TestAnOuterStepOfAnUnwrittenResultHasNoCheckpoint(t *testing.T) {
 	var calls atomic.Int32
 	ready, locked := make(chan struct{}), make(chan func(), 1)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		n, err := executions.Phase(context.WithoutCancel(ctx), "around", func(ctx context.Context, _ *executions.Effect) (int32, error) {
-			end := func() {}
-			n, err := executions.Do(ctx, "within", executions.Call{Entry: activity.Entry{Skill: "within"}, Idempotent: true},
-				func(context.Context, *executions.Effect) (int32, error) {
-					if calls.Add(1) == 1 {
-						close(ready)
-						end = <-locked
-					}
-					return calls.Load(), nil
-				})
-			end()
-			return n, err
-		})
+		n, err := executions.Phase(context.WithoutCancel(ctx), "around",
+			func(ctx context.Context, _ *executions.Effect) (int32, error) {
+				end := func() {}
+				n, err := executions.Do(ctx, "within", executions.Call{Entry: activity.Entry{Skill: "within"}, Idempotent: true},
+					func(context.Context, *executions.Effect) (int32, error) {
+						if calls.Add(1) == 1 {
+							close(ready)
+							end = <-locked
+						}
+						return calls.Load(), nil
+					})
+				end()
+				return n, err
+			})
 		return ends(n, err)
 	}), shortLease)
 	id := p.begin(t, "flow")
@@ -124,7 +125,8 @@ func TestALateResultIsRecordedAsRejected(t *testing.T) {
 				return 2, nil
 			}
 			x, _ := executions.Current(ctx)
-			_, err := pool.Exec(ctx, `update agent_executions set claim = claim + 1, claimed_by = null, hinted_at = 'epoch' where id = @id`,
+			_, err := pool.Exec(ctx, `update agent_executions set claim = claim + 1, claimed_by = null, hinted_at = 'epoch'
+				where id = @id`,
 				postgres.Strict{"id": x.ID})
 			return 1, err
 		})
@@ -149,7 +151,8 @@ func TestALateResultIsRecordedAsRejected(t *testing.T) {
 		t.Errorf("ended with %s", x.Result)
 	}
 	noted := pgtest.Value[string](t, pool, `
-		select output ->> 'output' from agent_activity where execution_id = @id and skill_name = 'stale_write' and error_class = 'stale'`,
+		select output ->> 'output' from agent_activity where execution_id = @id and skill_name = 'stale_write'
+		  and error_class = 'stale'`,
 		postgres.Strict{"id": x.ID})
 	if noted != "1" {
 		t.Errorf("the log says it would have been %s", noted)
@@ -174,7 +177,8 @@ func TestAnUnwrittenCompletionDropsItsLastStep(t *testing.T) {
 	}
 	end()
 	x := until(t, pool, id, executions.Completed)
-	if kept := pgtest.Value[string](t, pool, `select output::text from agent_checkpoints where execution_id = @id and step = 'step'`,
+	if kept := pgtest.Value[string](t, pool, `select output::text from agent_checkpoints where execution_id = @id
+		and step = 'step'`,
 		postgres.Strict{"id": id}); kept != string(x.Result) {
 		t.Errorf("the step is on record with %s, and the execution ended with %s", kept, x.Result)
 	}
@@ -192,7 +196,8 @@ func TestADeferredResultIsWrittenSoon(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[bool](t, pool, `select exists (select from agent_checkpoints where execution_id = @id and step = 'step')`, postgres.Strict{"id": id})
+		return pgtest.Value[bool](t, pool, `select exists (select from agent_checkpoints where execution_id = @id
+			and step = 'step')`, postgres.Strict{"id": id})
 	}, "the step is on record while the code goes on")
 	close(goOn)
 	until(t, pool, id, executions.Completed)
@@ -223,12 +228,15 @@ func TestResultsAreRecordedInTheOrderOfTheirSteps(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where execution_id = @id`, postgres.Strict{"id": id}); n != 40 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where execution_id = @id`,
+		postgres.Strict{"id": id}); n != 40 {
 		t.Errorf("%d records of 40 steps", n)
 	}
 	if n := pgtest.Value[int](t, pool, `
-		select count(*) from agent_checkpoints a join agent_checkpoints b on b.execution_id = a.execution_id and b.step = 'b' || substr(a.step, 2)
-		 where a.execution_id = @id and a.step like 'a/%' and a.created_at > b.created_at`, postgres.Strict{"id": id}); n != 0 {
+		select count(*) from agent_checkpoints a join agent_checkpoints b on b.execution_id = a.execution_id
+		  and b.step = 'b' || substr(a.step, 2)
+		 where a.execution_id = @id and a.step like 'a/%'
+		   and a.created_at > b.created_at`, postgres.Strict{"id": id}); n != 0 {
 		t.Errorf("%d steps are recorded before one that had ended when they went on", n)
 	}
 }
@@ -239,7 +247,8 @@ func TestARejectedResultIsReturnedToTheCode(t *testing.T) {
 	pool := pgtest.DB(t)
 	told := make(chan error, 1)
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		_, err := executions.Step(ctx, "step", func(context.Context) (json.RawMessage, error) { return json.RawMessage(`{"n": 1e400000}`), nil })
+		_, err := executions.Step(ctx, "step",
+			func(context.Context) (json.RawMessage, error) { return json.RawMessage(`{"n": 1e400000}`), nil })
 		told <- err
 		return executions.Result{}, nil
 	}))
@@ -259,7 +268,10 @@ func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
 	for range 200 { // is not compressed to what an index holds
 		long.WriteString(rand.Text())
 	}
-	for what, name := range map[string]string{"NUL": "a\x00b", "bytes that are no text": "a\xffb", "a long name": long.String()} {
+	for what, name := range map[string]string{
+		"NUL": "a\x00b", "bytes that are no text": "a\xffb",
+		"a long name": long.String(),
+	} {
 		told := make(chan error, 1)
 		p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 			_, err := executions.Step(ctx, name, func(context.Context) (int, error) { return 7, nil })
@@ -283,15 +295,18 @@ func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
 func TestARejectedLastStepFailsTheRun(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	pgtest.Exec(t, pool, `create function refuse() returns trigger language plpgsql as $$ begin raise exception 'no' using errcode = '22023'; end $$`)
-	pgtest.Exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row when (new.step = 'bad') execute function refuse()`)
+	pgtest.Exec(t, pool, `create function refuse() returns trigger language plpgsql
+		as $$ begin raise exception 'no' using errcode = '22023'; end $$`)
+	pgtest.Exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row
+		when (new.step = 'bad') execute function refuse()`)
 	var calls atomic.Int32
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		n, err := executions.Step(ctx, "bad", func(context.Context) (int32, error) { return calls.Add(1), nil })
 		return ends(n, err)
 	}))
 	x := until(t, pool, p.begin(t, "flow"), executions.Failed)
-	if x.FailedStep == nil || *x.FailedStep != "bad" || x.ErrorMessage == nil || !strings.Contains(*x.ErrorMessage, "could not be recorded") {
+	if x.FailedStep == nil || *x.FailedStep != "bad" || x.ErrorMessage == nil ||
+		!strings.Contains(*x.ErrorMessage, "could not be recorded") {
 		t.Errorf("it failed with %v at %v", x.ErrorMessage, x.FailedStep)
 	}
 	if n := calls.Load(); n != 1 {
@@ -308,7 +323,8 @@ func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
 		perform pg_advisory_xact_lock(77);
 		raise exception 'no' using errcode = '22023';
 	end $$`)
-	pgtest.Exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row when (new.step = 'bad') execute function refuse()`)
+	pgtest.Exec(t, pool, `create trigger refuse before insert on agent_checkpoints for each row
+		when (new.step = 'bad') execute function refuse()`)
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(77)`)
 	returns := make(chan struct{})
@@ -316,7 +332,8 @@ func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
 		defer close(returns)
 		n, err := executions.Step(ctx, "bad", func(context.Context) (int, error) { return 7, nil })
 		pgtest.Eventually(t, timeout, func() bool {
-			return pgtest.Value[bool](t, pool, `select exists (select from pg_locks where locktype = 'advisory' and objid = 77 and not granted
+			return pgtest.Value[bool](t, pool, `select exists (select from pg_locks where locktype = 'advisory' and objid = 77
+				and not granted
 				and database = (select oid from pg_database where datname = current_database()))`)
 		}, "the record is being written")
 		return ends(n, err)
@@ -423,7 +440,8 @@ func TestAReplaySetsVariablesAgain(t *testing.T) {
 			}
 			if i < 2 {
 				// Written at once, with what is set until then.
-				if _, err := executions.StepTx(ctx, "step", func(context.Context, pgx.Tx) (int, error) { return i, nil }); err != nil {
+				if _, err := executions.StepTx(ctx, "step",
+					func(context.Context, pgx.Tx) (int, error) { return i, nil }); err != nil {
 					return executions.Result{}, err
 				}
 			}
@@ -482,11 +500,15 @@ func TestAStaleClaimWritesNoVariables(t *testing.T) {
 func TestVariablesAreAnObject(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	for name, v := range map[string]any{"list": []int{1}, "null": nil, "channel": make(chan int), "huge": json.RawMessage(`{"n": 1e999}`), "nan": math.NaN()} {
+	for name, v := range map[string]any{
+		"list": []int{1}, "null": nil, "channel": make(chan int),
+		"huge": json.RawMessage(`{"n": 1e999}`), "nan": math.NaN(),
+	} {
 		p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 			return executions.Result{}, executions.SetVariables(ctx, v)
 		}))
-		if got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: "flow"}); err != nil || got.Status != executions.Failed {
+		if got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: "flow"}); err != nil ||
+			got.Status != executions.Failed {
 			t.Errorf("%s: %s, %v", name, got.Status, err)
 		}
 	}
@@ -520,7 +542,10 @@ func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 		end  executions.Status
 		want string
 	}{
-		"by itself": {func(ctx context.Context) (executions.Result, error) { return executions.Result{}, fails(ctx, "b") }, executions.Failed, "b"},
+		"by itself": {
+			func(ctx context.Context) (executions.Result, error) { return executions.Result{}, fails(ctx, "b") },
+			executions.Failed, "b",
+		},
 		"after one that was handled": {func(ctx context.Context) (executions.Result, error) {
 			if fails(ctx, "a") == nil {
 				return executions.Result{}, errors.New("a did not fail")
@@ -572,7 +597,8 @@ func TestVariablesOfATransactionDoNotWaitForLocks(t *testing.T) {
 		bounded, cancel := context.WithTimeout(ctx, timeout/2)
 		defer cancel()
 		if _, err := executions.StepTx(bounded, "step", func(ctx context.Context, _ pgx.Tx) (int, error) {
-			_, err := other.Exec(ctx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": x.ID})
+			_, err := other.Exec(ctx, `select from agent_executions where id = @id for no key update`,
+				postgres.Strict{"id": x.ID})
 			return 1, err
 		}); err != nil {
 			return executions.Result{}, err

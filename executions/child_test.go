@@ -30,7 +30,8 @@ func TestTheSweepResumesParents(t *testing.T) {
 	child := *until(t, pool, parent, executions.Waiting).WaitingKey
 	until(t, pool, child, executions.Waiting)
 	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'somebody', 'by hand')`, postgres.Strict{"id": child})
-	if got := triggered(t, until(t, pool, parent, executions.Completed)); got.Status != executions.Cancelled || got.Success {
+	if got := triggered(t, until(t, pool, parent, executions.Completed)); got.Status != executions.Cancelled ||
+		got.Success {
 		t.Errorf("the parent learned %+v", got)
 	}
 }
@@ -47,7 +48,8 @@ func TestCancellingAParentCancelsAwaitedChildren(t *testing.T) {
 	until(t, pool, free.ID, executions.Waiting)
 	_, err = p.Cancel(t.Context(), parent, "admin", "enough")
 	require.NoError(t, err)
-	if x := until(t, pool, awaited, executions.Cancelled); x.CancelReason == nil || *x.CancelReason != "its parent was cancelled: enough" {
+	if x := until(t, pool, awaited, executions.Cancelled); x.CancelReason == nil ||
+		*x.CancelReason != "its parent was cancelled: enough" {
 		t.Errorf("the child was cancelled because of %v", x.CancelReason)
 	}
 	if x, err := executions.Get(t.Context(), pool, free.ID); err != nil || x.Status != executions.Waiting {
@@ -57,7 +59,10 @@ func TestCancellingAParentCancelsAwaitedChildren(t *testing.T) {
 
 func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
 	pool := pgtest.DB(t)
-	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{Summary: "ran"}, nil }))
+	p := start(t, pool, flow(func(context.Context) (executions.Result, error) {
+		return executions.Result{Summary: "ran"},
+			nil
+	}))
 	spec := executions.Spec{Flow: "flow", Surface: trace.Chat, DedupeKey: "once"}
 	undone := errors.New("undone")
 	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
@@ -207,7 +212,8 @@ func TestALaneWaitQueuesBehindEarlierWaiters(t *testing.T) {
 	pgtest.Exec(t, pool, `select release_agent_lock('thread:queued', 'first')`)
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Waiting)
-	if n := pgtest.Value[int](t, pool, `select wait_number from agent_executions where id = @id`, postgres.Strict{"id": id}); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select wait_number from agent_executions where id = @id`,
+		postgres.Strict{"id": id}); n != 1 {
 		t.Errorf("%d waits, want 1: it waits for itself, or over and over", n)
 	}
 	pgtest.Exec(t, pool, `select leave_agent_lock_queue('thread:queued', 'second')`)
@@ -242,7 +248,8 @@ func triggered(t *testing.T, parent executions.Execution) executions.Triggered {
 func childOf(t *testing.T, pool *pgxpool.Pool, parent string) (id string) {
 	t.Helper()
 	pgtest.Eventually(t, timeout, func() bool {
-		return pool.QueryRow(t.Context(), `select id::text from agent_executions where parent_id = @id`, postgres.Strict{"id": parent}).Scan(&id) == nil
+		return pool.QueryRow(t.Context(), `select id::text from agent_executions where parent_id = @id`,
+			postgres.Strict{"id": parent}).Scan(&id) == nil
 	}, "it has a child")
 	return id
 }
@@ -255,7 +262,10 @@ func TestTriggerLearnsHowItsChildEnded(t *testing.T) {
 	}{
 		"done": {func(ctx context.Context) (executions.Result, error) {
 			return executions.Result{Summary: "fine", Value: 7}, executions.SetVariables(ctx, map[string]any{"name": "Ana"})
-		}, executions.Triggered{Status: "completed", Success: true, Summary: "fine", Result: json.RawMessage("7"), Variables: json.RawMessage(`{"name":"Ana"}`)}},
+		}, executions.Triggered{
+			Status: "completed", Success: true, Summary: "fine", Result: json.RawMessage("7"),
+			Variables: json.RawMessage(`{"name":"Ana"}`),
+		}},
 		"failed": {
 			func(context.Context) (executions.Result, error) { return executions.Result{}, errors.New("no") },
 			executions.Triggered{Status: "failed", Error: "no"},
@@ -270,10 +280,12 @@ func TestTriggerLearnsHowItsChildEnded(t *testing.T) {
 			pool := pgtest.DB(t)
 			p := start(t, pool, triggers(executions.Child{Wait: true}, c.child))
 			got := triggered(t, until(t, pool, p.begin(t, "flow"), executions.Completed))
-			if got.Status != c.want.Status || got.Success != c.want.Success || got.Summary != c.want.Summary || got.Error != c.want.Error || got.TimedOut {
+			if got.Status != c.want.Status || got.Success != c.want.Success || got.Summary != c.want.Summary ||
+				got.Error != c.want.Error || got.TimedOut {
 				t.Errorf("learned %+v", got)
 			}
-			if c.want.Result != nil && (string(got.Result) != string(c.want.Result) || !sameJSON(t, got.Variables, c.want.Variables)) {
+			if c.want.Result != nil && (string(got.Result) != string(c.want.Result) ||
+				!sameJSON(t, got.Variables, c.want.Variables)) {
 				t.Errorf("result %s, variables %s", got.Result, got.Variables)
 			}
 		})
@@ -323,7 +335,8 @@ func TestAChildOutlivesAWaitThatTimedOut(t *testing.T) {
 	if !got.TimedOut || got.Success {
 		t.Errorf("learned %+v", got)
 	}
-	free := pgtest.Value[bool](t, pool, `select not inherits and not awaited from agent_executions where id = @id`, postgres.Strict{"id": got.ExecutionID})
+	free := pgtest.Value[bool](t, pool, `select not inherits and not awaited from agent_executions where id = @id`,
+		postgres.Strict{"id": got.ExecutionID})
 	if child := until(t, pool, got.ExecutionID, executions.Waiting); !free || child.Status != executions.Waiting {
 		t.Errorf("the child is %s, free %v", child.Status, free)
 	}
@@ -367,7 +380,8 @@ func TestAChildIsStartedOnce(t *testing.T) {
 	x := until(t, pool, id, executions.Completed)
 	g.open()
 	wait()
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where parent_id = @id`, postgres.Strict{"id": x.ID}); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where parent_id = @id`,
+		postgres.Strict{"id": x.ID}); n != 1 {
 		t.Errorf("%d children", n)
 	}
 }
@@ -386,8 +400,10 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 		if parent.park("child", "agent", child.id) != nil {
 			t.Fatal("it has ended already")
 		}
-		pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`, postgres.Strict{"id": child.id, "claim": child.n})
-		if n := pgtest.Value[int](t, pool, `select count(*) from agent_untold_ends where execution_id = @id`, postgres.Strict{"id": child.id}); n != 1 {
+		pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`,
+			postgres.Strict{"id": child.id, "claim": child.n})
+		if n := pgtest.Value[int](t, pool, `select count(*) from agent_untold_ends where execution_id = @id`,
+			postgres.Strict{"id": child.id}); n != 1 {
 			t.Errorf("%s: the end is not noted as one to be told", name)
 		}
 		if parent.status() != executions.Waiting {
@@ -411,10 +427,12 @@ func TestAParentWaitsAsLongAsItsChild(t *testing.T) {
 	grandparent.park("child", "agent", parent.id)
 	parent.park("child", "agent", child.id)
 	child.park("event", "event", "never")
-	pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where waiting_for = 'agent'`)
+	pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second'
+		where waiting_for = 'agent'`)
 	sweep(t, pool)
 	for _, w := range []*waiter{grandparent, parent} {
-		ahead := pgtest.Value[bool](t, pool, `select coalesce(waiting_until > clock_timestamp() + interval '7 days', false) from agent_executions where id = @id`,
+		ahead := pgtest.Value[bool](t, pool, `select coalesce(waiting_until > clock_timestamp() + interval '7 days', false)
+			from agent_executions where id = @id`,
 			postgres.Strict{"id": w.id})
 		if !ahead || w.status() != executions.Waiting {
 			t.Errorf("it is %s, ahead %v", w.status(), ahead)
@@ -462,7 +480,8 @@ func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 			group.Go(func() error { defer done.Store(true); return second(ctx, pool) })
 			pgtest.Eventually(t, timeout, func() bool {
 				return done.Load() || pgtest.Value[bool](t, pool, `
-					select exists (select from pg_stat_activity where datname = current_database() and cardinality(pg_blocking_pids(pid)) > 0)`)
+					select exists (select from pg_stat_activity where datname = current_database()
+					  and cardinality(pg_blocking_pids(pid)) > 0)`)
 			}, "the second is done, or waits for the first")
 			require.NoError(t, errors.Join(tx.Commit(t.Context()), group.Wait()))
 			sweep(t, pool)

@@ -38,7 +38,9 @@ type completionResult struct {
 
 // complete writes the end of the execution and its deferred checkpoint. Lanes, open activity rows and AGENT_COMPLETED
 // follow in the same transaction. A result that the database rejects fails the execution, so it does end.
-func (r *run) complete(ctx context.Context, last *deferredCheckpoint, status Status, result Result, failure error) error {
+func (r *run) complete(
+	ctx context.Context, last *deferredCheckpoint, status Status, result Result, failure error,
+) error {
 	value, _, err := encode(result.Value)
 	if err != nil {
 		status, failure, value = Failed, fmt.Errorf("encode result: %w", err), nil
@@ -96,7 +98,8 @@ func (e *Engine) tryDeliverCompletion(ctx context.Context, id string) error {
 	var woken int
 	b := &pgx.Batch{}
 	queueLockTimeout(b)
-	b.Queue(`select count(*) from lanekeeper.resume_agent_waiters('agent', @id)`, postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&woken) })
+	b.Queue(`select count(*) from lanekeeper.resume_agent_waiters('agent', @id)`,
+		postgres.Strict{"id": id}).QueryRow(func(row pgx.Row) error { return row.Scan(&woken) })
 	err := e.pool.SendBatch(ctx, b).Close()
 	if woken > 0 {
 		e.notifyReady(Background, woken)
@@ -140,9 +143,12 @@ func (r *run) failedStepOf(failure error) string {
 }
 
 // writeCompletion writes the terminal row and the deferred checkpoint, and retries for one lease.
-func (r *run) writeCompletion(ctx context.Context, last *checkpointWrite, status Status, summary string, value json.RawMessage, failure error) (done completionResult, err error) {
+func (r *run) writeCompletion(
+	ctx context.Context, last *checkpointWrite, status Status, summary string, value json.RawMessage, failure error,
+) (done completionResult, err error) {
 	end := completion{
-		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.pendingVariables(), row: r.rowForCaller(),
+		id: r.exec.ID, claim: r.exec.Claim, status: status, summary: summary, result: value, variables: r.pendingVariables(),
+		row:      r.rowForCaller(),
 		lastStep: last,
 	}
 	if failure != nil {
@@ -181,7 +187,8 @@ func (r *run) completeInTx(ctx context.Context, end completion) (done completion
 		return r.e.write(ctx, func(b *pgx.Batch) {
 			queueLockTimeout(b)
 			if end.lastStep != nil { // lock the row before its fence takes a weaker lock
-				b.Queue(`select from agent_executions where id = @id and claim = @claim for update`, postgres.Strict{"id": end.id, "claim": end.claim})
+				b.Queue(`select from agent_executions where id = @id and claim = @claim for update`,
+					postgres.Strict{"id": end.id, "claim": end.claim})
 				end.lastStep.queue(b)
 			}
 			r.queueVariables(b, text)
@@ -194,19 +201,21 @@ func (r *run) completeInTx(ctx context.Context, end completion) (done completion
 // queueCompletion queues a completion and the queries for after the commit: released lanes, waiting executions and
 // the row. A new wait locks the row first, so either the completion finds the wait or the wait finds the completion.
 func queueCompletion(b *pgx.Batch, end completion, done *completionResult) {
-	b.Queue(`select lanekeeper.complete_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`, postgres.Strict{
-		"id": end.id, "claim": end.claim, "status": string(end.status), "summary": end.summary,
-		"result": end.result, "error": end.errorMessage, "step": end.failedStep,
-	})
+	b.Queue(`select lanekeeper.complete_agent_execution(@id, @claim, @status, @summary, @result, @error, @step)`,
+		postgres.Strict{
+			"id": end.id, "claim": end.claim, "status": string(end.status), "summary": end.summary,
+			"result": end.result, "error": end.errorMessage, "step": end.failedStep,
+		})
 	queueReleasedLanes(b, end.id, &done.releasedLanes)
 	b.Queue(`select exists (select from agent_untold_ends where execution_id = @id)`, postgres.Strict{"id": end.id}).
 		QueryRow(func(row pgx.Row) error { return row.Scan(&done.awaited) })
 	if end.row != nil {
-		b.Queue(`select `+columns+` from agent_executions where id = @id`, postgres.Strict{"id": end.id}).Query(func(rows pgx.Rows) error {
-			row, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
-			done.row = &row
-			return err
-		})
+		b.Queue(`select `+columns+` from agent_executions where id = @id`, postgres.Strict{"id": end.id}).Query(
+			func(rows pgx.Rows) error {
+				row, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Execution])
+				done.row = &row
+				return err
+			})
 	}
 }
 
@@ -263,10 +272,12 @@ type completionParams struct {
 
 func (x *completion) params() completionParams {
 	o := completionParams{
-		Status: x.status, Summary: x.summary, Result: x.result, Error: x.errorMessage, FailedStep: x.failedStep, Variables: x.variables, Wanted: x.row != nil,
+		Status: x.status, Summary: x.summary, Result: x.result, Error: x.errorMessage, FailedStep: x.failedStep,
+		Variables: x.variables, Wanted: x.row != nil,
 	}
 	if x.lastStep != nil {
-		o.Step, o.Print, o.StepFailed, o.Output = x.lastStep.step, x.lastStep.fingerprint, x.lastStep.failed, x.lastStep.output
+		o.Step, o.Print, o.StepFailed, o.Output = x.lastStep.step, x.lastStep.fingerprint,
+			x.lastStep.failed, x.lastStep.output
 	}
 	return o
 }
@@ -340,7 +351,8 @@ func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
 		  from agent_events v join agent_executions x on x.id = lanekeeper.agent_uuid(v.key)
 		 where v.id >= lanekeeper.agent_uuid7_floor(transaction_timestamp()) and v.event = 'AGENT_COMPLETED'
 		   and case when v.xmin::text::bigint >= mod(pg_current_xact_id_if_assigned()::text::bigint, 4294967296)
-		            then pg_xact_status((div(pg_current_xact_id_if_assigned()::text::numeric, 4294967296) * 4294967296 + v.xmin::text::bigint)::text::xid8)
+		            then pg_xact_status((div(pg_current_xact_id_if_assigned()::text::numeric,
+		              4294967296) * 4294967296 + v.xmin::text::bigint)::text::xid8)
 		                 = 'in progress' end
 		 order by v.id`).Query(func(rows pgx.Rows) (err error) {
 		*dest, err = pgx.CollectRows(rows, pgx.RowToStructByPos[endedExecution])
@@ -352,7 +364,8 @@ func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
 func (e *Engine) logEnded(ctx context.Context, ends []endedExecution) {
 	for _, x := range ends {
 		attrs := executionAttrs(x.TraceID, x.ID)
-		e.log.InfoContext(ctx, "execution completed", append(attrs, "result_type", resultType(x.Status), "status", string(x.Status))...)
+		e.log.InfoContext(ctx, "execution completed", append(attrs, "result_type", resultType(x.Status), "status",
+			string(x.Status))...)
 		e.log.InfoContext(ctx, "event emitted", append(attrs, "event", "AGENT_COMPLETED", "key", x.ID)...)
 		e.logReleased(ctx, x.ID, x.Freed, attrs...)
 	}
@@ -372,7 +385,8 @@ func queueReleasedLanes(b *pgx.Batch, id string, dest *[]releasedLane) {
 		select h.lane, h.fencing_token as token, h.successor from (
 		  select * from agent_lane_holds o where o.execution_id = @id and o.ended in ('ended', 'given back')
 		   order by o.held_until desc
-		   limit coalesce((select (v.data ->> 'locks_released')::int from agent_events v where v.external_id = 'completed ' || @id::text), 0)) h
+		   limit coalesce((select (v.data ->> 'locks_released')::int from agent_events v
+		     where v.external_id = 'completed ' || @id::text), 0)) h
 		 order by h.lane`, postgres.Strict{"id": id}).Query(func(rows pgx.Rows) (err error) {
 		*dest, err = pgx.CollectRows(rows, pgx.RowToStructByName[releasedLane])
 		return err

@@ -34,7 +34,9 @@ type process struct {
 }
 
 // start runs an engine until the test ends or stop is called.
-func start(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, change ...func(*executions.Options)) *process {
+func start(
+	t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, change ...func(*executions.Options),
+) *process {
 	t.Helper()
 	p := prepare(t, pool, flows, change...)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
@@ -56,7 +58,9 @@ func start(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, c
 }
 
 // prepare makes an engine that does not run yet.
-func prepare(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, change ...func(*executions.Options)) *process {
+func prepare(
+	t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, change ...func(*executions.Options),
+) *process {
 	t.Helper()
 	opts := executions.Options{
 		Keeper:     lanes.NewKeeper(pool, lanes.Options{}),
@@ -134,7 +138,11 @@ func TestAnEngineRunsOnce(t *testing.T) {
 func TestInvalidOptionsAreAnError(t *testing.T) {
 	t.Parallel()
 	keeper := lanes.NewKeeper(nil, lanes.Options{})
-	for _, opts := range []executions.Options{{}, {Keeper: keeper, Workers: -1}, {Keeper: keeper, LeaseTTL: 100 * 365 * 24 * time.Hour}} {
+	for _, opts := range []executions.Options{
+		{},
+		{Keeper: keeper, Workers: -1},
+		{Keeper: keeper, LeaseTTL: 100 * 365 * 24 * time.Hour},
+	} {
 		if _, err := executions.New(pgtest.DB(t), opts); err == nil {
 			t.Errorf("an engine of %d workers and a lease of %s was made", opts.Workers, opts.LeaseTTL)
 		}
@@ -327,7 +335,8 @@ func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
 func newWorker(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	return pgtest.Value[string](t, pool, `
-		insert into agent_workers (name, expires_at) values ('test', clock_timestamp() + interval '30 seconds') returning id::text`)
+		insert into agent_workers (name, expires_at) values ('test', clock_timestamp() + interval '30 seconds')
+		  returning id::text`)
 }
 
 // pending inserts an execution by plain SQL.
@@ -502,7 +511,8 @@ func TestAReadyBacklogBurnsNoAttempts(t *testing.T) {
 	for range 10 {
 		sweep(t, pool)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'pending' and attempt = 0`); n != len(ids) {
+	if n := pgtest.Value[int](t, pool,
+		`select count(*) from agent_executions where status = 'pending' and attempt = 0`); n != len(ids) {
 		t.Errorf("%d of %d are as they were", n, len(ids))
 	}
 }
@@ -525,7 +535,8 @@ func TestAnOrphanedClaimIsReleased(t *testing.T) {
 	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
 	id := pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim, started_at)
-		select lanekeeper.agent_trace_id('fl'), 'flow', 'flow', 'running', w.id, 1, clock_timestamp() from agent_workers w returning id::text`)
+		select lanekeeper.agent_trace_id('fl'), 'flow', 'flow', 'running', w.id, 1, clock_timestamp() from agent_workers w
+		  returning id::text`)
 	if got := until(t, pool, id, executions.Completed); got.Attempt != 0 {
 		t.Errorf("attempt %d", got.Attempt)
 	}

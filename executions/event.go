@@ -174,9 +174,12 @@ func (e *Engine) queryEvents(ctx context.Context, events []event, worker string,
 		return e.pool.Query(ctx, `
 		select `+deliveredColumns+`
 		  from (select `+deliveredRow+`
-			          from (select set_config('lock_timeout', @patience, true) as patience, set_config('lanekeeper.raised_by', @raiser, true) offset 0) s
-			         cross join lateral lanekeeper.deliver_agent_event(case when s.patience <> '' then @event end, @key, @data, @id, @worker,
-			                    array_remove(array[case when @background > 0 then 'background' end, case when @interactive > 0 then 'interactive' end], null),
+			          from (select set_config('lock_timeout', @patience, true) as patience,
+			            set_config('lanekeeper.raised_by', @raiser, true) offset 0) s
+			         cross join lateral lanekeeper.deliver_agent_event(case when s.patience <> '' then @event end, @key, @data,
+			           @id, @worker,
+			                    array_remove(array[case when @background > 0 then 'background' end, case
+			                      when @interactive > 0 then 'interactive' end], null),
 			                    @skip) d) x`,
 			postgres.Strict{
 				"event": o.name, "key": o.key, "data": o.data, "id": o.id, "raiser": o.source, "worker": worker,
@@ -191,7 +194,8 @@ func (e *Engine) queryEvents(ctx context.Context, events []event, worker string,
 	return e.pool.Query(ctx, `
 		select `+deliveredColumns+`
 		  from (select `+deliveredRow+`
-		          from lanekeeper.deliver_agent_events(@events, @keys, (@data::text[])::jsonb[], @ids, @worker, @background, @interactive, @skip) d) x`,
+		          from lanekeeper.deliver_agent_events(@events, @keys, (@data::text[])::jsonb[], @ids, @worker, @background,
+		            @interactive, @skip) d) x`,
 		postgres.Strict{
 			"events": names, "keys": keys, "data": data, "ids": ids, "worker": worker, "background": reserved.background,
 			"interactive": reserved.interactive, "skip": skip,
@@ -216,7 +220,9 @@ type Delivered struct {
 // one statement, which also claims the resumed executions while workers are free. Concurrent events share the commit.
 // WithLockTimeout bounds the wait for an open transaction that holds the id or the wait. In a transaction, workers
 // are notified at its commit.
-func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, name, key string, data json.RawMessage, id string) (Delivered, error) {
+func (e *Engine) Deliver(
+	ctx context.Context, db postgres.Beginner, name, key string, data json.RawMessage, id string,
+) (Delivered, error) {
 	if len(data) == 0 {
 		data = json.RawMessage("{}")
 	}
@@ -247,7 +253,10 @@ func (e *Engine) Deliver(ctx context.Context, db postgres.Beginner, name, key st
 
 // deliverTx delivers an event in a transaction.
 func (e *Engine) deliverTx(ctx context.Context, tx pgx.Tx, o event) (Delivered, error) {
-	got, wakeups, err := deliver(ctx, tx, postgres.Strict{"event": o.name, "key": o.key, "data": o.data, "id": o.id, "raiser": o.source})
+	got, wakeups, err := deliver(ctx, tx, postgres.Strict{
+		"event": o.name, "key": o.key, "data": o.data,
+		"id": o.id, "raiser": o.source,
+	})
 	if err != nil {
 		return Delivered{}, err
 	}
@@ -272,8 +281,10 @@ func deliver(ctx context.Context, db postgres.DB, args postgres.Strict) (got Del
 	rows, err := db.Query(ctx, `
 		with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
 		select d.event_id::text, d.execution_id::text, x.wake, x.queue, x.priority
-		  from by cross join lateral lanekeeper.deliver_agent_event(@event, @key, @data, case when by.raiser is not null then @id::text end) d
-		  left join lateral (select n.wake, n.queue, n.priority from agent_executions n where n.id = d.execution_id limit 1) x on true`, args)
+		  from by cross join lateral lanekeeper.deliver_agent_event(@event, @key, @data, case when by.raiser is not null
+		    then @id::text end) d
+		  left join lateral (select n.wake, n.queue, n.priority from agent_executions n where n.id = d.execution_id limit 1) x
+		    on true`, args)
 	if err != nil {
 		return Delivered{}, nil, err
 	}

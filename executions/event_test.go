@@ -26,7 +26,8 @@ func parked(t *testing.T, pool *pgxpool.Pool, key, flow string, priority int) st
 	t.Helper()
 	id := queued(t, pool, flow, "flow", priority)
 	n := mustClaim(t, pool, id, newWorker(t, pool))
-	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
+	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day',
+		null)`,
 		postgres.Strict{"id": id, "claim": n, "key": key})
 	return id
 }
@@ -92,24 +93,41 @@ func TestAnEventClaimsTheExecutionsAtTheHeadOfTheQueue(t *testing.T) {
 			places        int
 			want          bool
 		}{
-			"nothing else":                     {flow: "flow", places: 2, want: true},
-			"no free worker":                   {flow: "flow"},
-			"a flow that is left to others":    {flow: "left", places: 2},
-			"a flow for workers outside":       {flow: "external", places: 2},
-			"a limit of its flow":              {before: `insert into agent_limits values ('flow', 'flow', 9)`, after: `delete from agent_limits`, flow: "flow", places: 2},
-			"a limit of its surface":           {before: `insert into agent_limits values ('surface', 'flow', 9)`, after: `delete from agent_limits`, flow: "flow", places: 2},
-			"something else is ready":          {before: `insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'other')`, after: `delete from agent_executions where flow = 'other'`, flow: "flow", places: 2},
-			"what is ready is held by a limit": {before: `insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'other'); insert into agent_limits values ('flow', 'other', 0)`, after: `delete from agent_executions where flow = 'other'; delete from agent_limits`, flow: "flow", places: 2, want: true},
-			"a pause":                          {before: `select pause_agent('test')`, after: `select resume_agent()`, flow: "flow", places: 2},
-			"a lease that is over":             {before: `update agent_workers set expires_at = clock_timestamp() where name = 'test'`, after: `update agent_workers set expires_at = clock_timestamp() + interval '1 minute'`, flow: "flow", places: 2},
+			"nothing else":                  {flow: "flow", places: 2, want: true},
+			"no free worker":                {flow: "flow"},
+			"a flow that is left to others": {flow: "left", places: 2},
+			"a flow for workers outside":    {flow: "external", places: 2},
+			"a limit of its flow": {
+				before: `insert into agent_limits values ('flow', 'flow', 9)`,
+				after:  `delete from agent_limits`, flow: "flow", places: 2,
+			},
+			"a limit of its surface": {
+				before: `insert into agent_limits values ('surface', 'flow', 9)`,
+				after:  `delete from agent_limits`, flow: "flow", places: 2,
+			},
+			"something else is ready": {before: `insert into agent_executions (trace_id, surface, flow)
+				values ('fl_x', 'flow', 'other')`, after: `delete from agent_executions where flow = 'other'`, flow: "flow", places: 2},
+			"what is ready is held by a limit": {before: `insert into agent_executions (trace_id, surface, flow)
+				values ('fl_x', 'flow', 'other'); insert into agent_limits
+				values ('flow', 'other', 0)`, after: `delete from agent_executions where flow = 'other'; delete from agent_limits`, flow: "flow", places: 2, want: true},
+			"a pause": {
+				before: `select pause_agent('test')`, after: `select resume_agent()`,
+				flow: "flow", places: 2,
+			},
+			"a lease that is over": {
+				before: `update agent_workers set expires_at = clock_timestamp() where name = 'test'`,
+				after:  `update agent_workers set expires_at = clock_timestamp() + interval '1 minute'`, flow: "flow", places: 2,
+			},
 		}
 		for name, c := range cases {
 			id := ""
 			if c.flow == "external" {
 				id = pgtest.Value[string](t, pool, `
 					insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'external') returning id::text`)
-				lock := pgtest.Value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'somebody')`, postgres.Strict{"id": id})
-				pgtest.Exec(t, pool, `select unlock_agent_execution(@id, @lock, 'waiting', '', null, 'event', @key)`, postgres.Strict{"id": id, "lock": lock, "key": name})
+				lock := pgtest.Value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'somebody')`,
+					postgres.Strict{"id": id})
+				pgtest.Exec(t, pool, `select unlock_agent_execution(@id, @lock, 'waiting', '', null, 'event', @key)`,
+					postgres.Strict{"id": id, "lock": lock, "key": name})
 			} else {
 				id = parked(t, pool, name, c.flow, 2)
 			}
@@ -171,7 +189,8 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 		one, two := parked(t, pool, "one", "flow", 2), parked(t, pool, "two", "flow", 2)
 		first := deliverBatch(t, pool, me, 9, by, "one=id")
 		again := deliverBatch(t, pool, me, 9, by, "two=id")
-		if len(again) != 1 || again[0].ExecutionID != nil || testkit.Deref(again[0].EventID) != testkit.Deref(first[0].EventID) {
+		if len(again) != 1 || again[0].ExecutionID != nil ||
+			testkit.Deref(again[0].EventID) != testkit.Deref(first[0].EventID) {
 			t.Errorf("the repetition: %+v of %+v", again, first)
 		}
 		if a, b := get(t, pool, one).Status, get(t, pool, two).Status; a != executions.Running || b != executions.Waiting {
@@ -181,7 +200,8 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 			t.Errorf("%d events are recorded", n)
 		}
 		deliverBatch(t, pool, me, 9, by, "kept")
-		if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = 'kept' and consumed_by is null`); n != 1 {
+		if n := pgtest.Value[int](t, pool,
+			`select count(*) from agent_events where key = 'kept' and consumed_by is null`); n != 1 {
 			t.Error("an event that nobody waits for was not kept")
 		}
 	})
@@ -200,8 +220,10 @@ func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at, parked, execution_id)
 		values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": ids["lane"] + "#2", "id": ids["lane"]})
 	held := pgtest.Begin(t, pool)
-	pgtest.Exec(t, held, `select pg_advisory_xact_lock(hashtextextended('wait event waits', 0)), 1 from agent_executions where id = @id for update`, postgres.Strict{"id": ids["row"]})
-	got := deliverBatch(t, pool, me, 9, several, "plain", "waits", "row", "lane", "twice", "twice", "a=same", "b=same", "nobody")
+	pgtest.Exec(t, held, `select pg_advisory_xact_lock(hashtextextended('wait event waits', 0)), 1 from agent_executions
+		where id = @id for update`, postgres.Strict{"id": ids["row"]})
+	got := deliverBatch(t, pool, me, 9, several, "plain", "waits", "row", "lane", "twice", "twice",
+		"a=same", "b=same", "nobody")
 	delivered := map[int]bool{}
 	for _, h := range got {
 		delivered[h.N] = h.EventID != nil
@@ -235,23 +257,28 @@ func TestAResumedExecutionKnowsOfALostClaim(t *testing.T) {
 			if lost > 0 {
 				lose(t, pool, id, "")
 			}
-			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day', null)`,
+			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'event', 'event', @key, interval '1 day',
+				null)`,
 				postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, newWorker(t, pool)), "key": key})
 			got := deliverBatch(t, pool, me, 1, by, key)
 			if len(got) != 1 || got[0].Claimed == nil || got[0].Held != (lost > 0) {
 				t.Errorf("lost %s: %+v", key, got)
 			}
-			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": id, "claim": *got[0].Claimed})
+			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim(@id, @claim)`,
+				postgres.Strict{"id": id, "claim": *got[0].Claimed})
 			held := func() bool {
-				return pgtest.Value[bool](t, pool, `select held from lanekeeper.claim_agent_executions('background', @worker, 1)`, postgres.Strict{"worker": me})
+				return pgtest.Value[bool](t, pool, `select held from lanekeeper.claim_agent_executions('background', @worker, 1)`,
+					postgres.Strict{"worker": me})
 			}
 			if held() {
 				t.Error("what was lost in the middle of nothing is said to be held")
 			}
-			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim(id, claim) from agent_executions where id = @id`, postgres.Strict{"id": id})
+			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim(id, claim) from agent_executions where id = @id`,
+				postgres.Strict{"id": id})
 			pgtest.Exec(t, pool, `
 				insert into agent_activity (trace_id, execution_id, skill_name, step, status, error_class)
-				select trace_id, id, 'fetch', 'fetch', 'unknown', 'interrupted' from agent_executions where id = @id`, postgres.Strict{"id": id})
+				select trace_id, id, 'fetch', 'fetch', 'unknown', 'interrupted' from agent_executions
+				  where id = @id`, postgres.Strict{"id": id})
 			if !held() {
 				t.Error("a call that was interrupted is not said")
 			}
@@ -269,7 +296,8 @@ func TestLanesFollowAResumedExecution(t *testing.T) {
 		values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": id + "#2", "id": id})
 	var owner atomic.Value
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		by, err := asked[string](ctx, pool, `select locked_by from agent_locks where lane = 'thread:t' and not parked and expires_at > clock_timestamp()`)
+		by, err := asked[string](ctx, pool, `select locked_by from agent_locks where lane = 'thread:t' and not parked
+			and expires_at > clock_timestamp()`)
 		owner.Store(by)
 		return executions.Result{}, err
 	}), neverSweep)
@@ -307,22 +335,28 @@ func TestAnotherProcessContinuesTheClaimsOfADeadOne(t *testing.T) {
 func TestWaitsAreFoundByTheirKey(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) select 'fl_x', 'flow', 'flow' from generate_series(1, 3000)`)
+	pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) select 'fl_x', 'flow', 'flow'
+		from generate_series(1, 3000)`)
 	pgtest.Exec(t, pool, `analyze agent_executions`) // as long as nobody waits
 	pgtest.Exec(t, pool, `update agent_executions set status = 'running'`)
 	pgtest.Exec(t, pool, `
-		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = id::text, waiting_step = 'event', claim = 2, wait_number = 1`)
+		update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = id::text, waiting_step = 'event',
+		  claim = 2, wait_number = 1`)
 	id := pgtest.Value[string](t, pool, `select max(id::text) from agent_executions`)
 	me := newWorker(t, pool)
 	read := func(tx postgres.DB) int {
-		return pgtest.Value[int](t, tx, `select (idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables where relname = 'agent_executions'`)
+		return pgtest.Value[int](t, tx, `select (idx_tup_fetch + seq_tup_read)::int from pg_stat_xact_user_tables
+			where relname = 'agent_executions'`)
 	}
 	for name, sql := range map[string]string{
-		"one":       `select count(*) from lanekeeper.deliver_agent_event('EVENT_COMPLETED', @key, '{}', null, @worker, '{background}')`,
-		"several":   `select count(*) from lanekeeper.deliver_agent_events(array['EVENT_COMPLETED', 'EVENT_COMPLETED'], array[@key, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], @worker, 1, 1, '{}')`,
-		"in SQL":    `select count(*) from deliver_agent_event('EVENT_COMPLETED', @key, '{}', nullif(@worker, ''))`,
-		"at an end": `with c as (update agent_executions set status = 'cancelled' where id = @key::uuid and @worker <> '' returning 1) select count(*) from c`,
-		"a parent":  `select count(*) from lanekeeper.resume_agent_waiters('agent', @key, null, @worker <> '')`,
+		"one": `select count(*) from lanekeeper.deliver_agent_event('EVENT_COMPLETED', @key, '{}', null, @worker,
+			'{background}')`,
+		"several": `select count(*) from lanekeeper.deliver_agent_events(array['EVENT_COMPLETED', 'EVENT_COMPLETED'],
+			array[@key, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], @worker, 1, 1, '{}')`,
+		"in SQL": `select count(*) from deliver_agent_event('EVENT_COMPLETED', @key, '{}', nullif(@worker, ''))`,
+		"at an end": `with c as (update agent_executions set status = 'cancelled' where id = @key::uuid and @worker <> ''
+			returning 1) select count(*) from c`,
+		"a parent": `select count(*) from lanekeeper.resume_agent_waiters('agent', @key, null, @worker <> '')`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			tx := pgtest.Begin(t, pool)
@@ -433,7 +467,8 @@ func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 		if record.before != "" {
 			pgtest.Exec(t, pool, `
 				insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
-				select id, @step, claim, 'print', true, '{"a": 1}' from agent_executions where id = @id`, postgres.Strict{"id": id, "step": record.before})
+				select id, @step, claim, 'print', true, '{"a": 1}' from agent_executions
+				  where id = @id`, postgres.Strict{"id": id, "step": record.before})
 		}
 		var steps []string
 		var answered, stored string
@@ -443,7 +478,8 @@ func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 			postgres.Strict{"worker": me}).Scan(&steps, &answered)
 		require.NoError(t, err)
 		err = pool.QueryRow(t.Context(), `
-			select jsonb_build_array(jsonb_agg(c.claim order by s.n), jsonb_agg(c.fingerprint order by s.n), jsonb_agg(c.failed order by s.n),
+			select jsonb_build_array(jsonb_agg(c.claim order by s.n), jsonb_agg(c.fingerprint order by s.n),
+			  jsonb_agg(c.failed order by s.n),
 			                         jsonb_agg(c.output order by s.n), jsonb_agg(c.created_at order by s.n))::text
 			  from unnest(@steps::text[]) with ordinality s (step, n)
 			  left join agent_checkpoints c on c.execution_id = @id and c.step = s.step`,
@@ -469,7 +505,8 @@ func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change f
 	}()
 	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[bool](t, pool, `
-			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%deliver_agent_event%')`)
+			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'
+			  and query like '%deliver_agent_event%')`)
 	}, "the event waits")
 	change(tx)
 	require.NoError(t, tx.Commit(t.Context()))
@@ -486,7 +523,8 @@ func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 	}{
 		"nothing": {func(*testing.T, pgx.Tx, string, string) {}, executions.Running, true},
 		"the lease of the worker ends": {func(t *testing.T, tx pgx.Tx, _, worker string) {
-			pgtest.Exec(t, tx, `update agent_workers set expires_at = clock_timestamp() where id = @id`, postgres.Strict{"id": worker})
+			pgtest.Exec(t, tx, `update agent_workers set expires_at = clock_timestamp() where id = @id`,
+				postgres.Strict{"id": worker})
 		}, executions.Running, false},
 		"a limit is set": {func(t *testing.T, tx pgx.Tx, _, _ string) {
 			pgtest.Exec(t, tx, `insert into agent_limits values ('flow', 'flow', 9)`)
@@ -497,7 +535,9 @@ func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 				values ('thread:t', @owner, 1, '9000-01-01', true, @id)`, postgres.Strict{"owner": id + "#2", "id": id})
 		}, executions.Running, true},
 		"its time is over": {func(t *testing.T, tx pgx.Tx, id, _ string) {
-			pgtest.Exec(t, tx, `select lanekeeper.resume_agent_executions(array[@id::uuid], array['{"timed_out": true}'::jsonb])`, postgres.Strict{"id": id})
+			pgtest.Exec(t, tx,
+				`select lanekeeper.resume_agent_executions(array[@id::uuid], array['{"timed_out": true}'::jsonb])`,
+				postgres.Strict{"id": id})
 		}, executions.Running, false},
 		"it is cancelled": {func(t *testing.T, tx pgx.Tx, id, _ string) {
 			pgtest.Exec(t, tx, `update agent_executions set status = 'cancelled' where id = @id`, postgres.Strict{"id": id})
@@ -509,14 +549,17 @@ func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 			me, id := newWorker(t, pool), parked(t, pool, "k", "flow", 2)
 			got := deliverDuring(t, pool, me, id, func(tx pgx.Tx) { c.change(t, tx, id, me) })
 			x := get(t, pool, id)
-			if len(got) != 1 || (got[0].Claimed != nil) != c.claimed || (x.ClaimedBy != nil) != c.claimed || x.Status != c.status {
+			if len(got) != 1 || (got[0].Claimed != nil) != c.claimed || (x.ClaimedBy != nil) != c.claimed ||
+				x.Status != c.status {
 				t.Errorf("answered %+v, it is %s and claimed by %q", got, x.Status, testkit.Deref(x.ClaimedBy))
 			}
 			taken := pgtest.Value[bool](t, pool, `select consumed_by is not null from agent_events where key = 'k'`)
-			if mine := name != "its time is over" && name != "it is cancelled"; taken != mine || (got[0].ExecutionID != nil) != mine {
+			if mine := name != "its time is over" && name != "it is cancelled"; taken != mine ||
+				(got[0].ExecutionID != nil) != mine {
 				t.Errorf("the event is taken %t, answered %+v", taken, got)
 			}
-			if n := pgtest.Value[int](t, pool, `select count(*) from agent_locks where execution_id = @id and parked`, postgres.Strict{"id": id}); n > 0 {
+			if n := pgtest.Value[int](t, pool, `select count(*) from agent_locks where execution_id = @id and parked`,
+				postgres.Strict{"id": id}); n > 0 {
 				t.Error("the lane did not go on with it")
 			}
 		})
@@ -544,13 +587,15 @@ func TestTheSourceOfAnEventIsRecordedForItAlone(t *testing.T) {
 		for i, raiser := range []string{"trace fl_a", ""} {
 			ids = append(ids, pgtest.Value[string](t, tx, `
 				with by as materialized (select set_config('lanekeeper.raised_by', @raiser, true) as raiser)
-				select event_id::text from by cross join lateral lanekeeper.deliver_agent_event(case when by.raiser is not null then @event end, @key,
+				select event_id::text from by cross
+				  join lateral lanekeeper.deliver_agent_event(case when by.raiser is not null then @event end, @key,
 				       '{"status": "completed", "result_type": "success"}', @id) limit 1`,
 				postgres.Strict{"event": event[0], "key": event[1], "id": fmt.Sprint(name, i), "raiser": raiser}))
 		}
 		require.NoError(t, tx.Commit(t.Context()))
 		for i, want := range []string{"trace fl_a", ""} {
-			got := pgtest.Value[string](t, pool, `select coalesce(max(cause), '') from agent_links where kind = 'raised' and effect = 'event ' || @id`, postgres.Strict{"id": ids[i]})
+			got := pgtest.Value[string](t, pool, `select coalesce(max(cause), '') from agent_links where kind = 'raised'
+				and effect = 'event ' || @id`, postgres.Strict{"id": ids[i]})
 			if got != want {
 				t.Errorf("%s: event %d was raised by %q, want %q", name, i, got, want)
 			}
@@ -566,7 +611,8 @@ func (w *waiter) send(thread, text string) (queued bool) {
 
 func receiveMessage(t *testing.T, db postgres.DB, thread, text string) {
 	t.Helper()
-	pgtest.Exec(t, db, `select lanekeeper.receive_agent_message(@thread, @text)`, postgres.Strict{"thread": thread, "text": text})
+	pgtest.Exec(t, db, `select lanekeeper.receive_agent_message(@thread, @text)`,
+		postgres.Strict{"thread": thread, "text": text})
 }
 
 func answer(out *executions.Outcome) string {
@@ -637,17 +683,20 @@ func TestTheTimeoutStartsWhenTheMessageIsSent(t *testing.T) {
 	}
 	first.park("wait", "response", "t")
 	receiveMessage(t, pool, "t", "answer to one")
-	if got := first.resume("wait"); !strings.Contains(answer(got), "answer to one") || second.status() != executions.Waiting {
+	if got := first.resume("wait"); !strings.Contains(answer(got), "answer to one") ||
+		second.status() != executions.Waiting {
 		t.Fatalf("the first got %s, the second is %s", answer(got), second.status())
 	}
 	days := func() int {
-		return pgtest.Value[int](t, pool, `select round(extract(epoch from waiting_until - clock_timestamp()) / 86400)::int from agent_executions where id = @id`,
+		return pgtest.Value[int](t, pool, `select round(extract(epoch from waiting_until - clock_timestamp()) / 86400)::int
+			from agent_executions where id = @id`,
 			postgres.Strict{"id": second.id})
 	}
 	if n := days(); n != 30 {
 		t.Errorf("its time runs while it is queued: %d days", n)
 	}
-	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`, postgres.Strict{"id": first.id, "claim": first.n})
+	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
+		postgres.Strict{"id": first.id, "claim": first.n})
 	pgtest.Exec(t, pool, `select lanekeeper.flush_agent_thread('t')`)
 	if n := days(); n != 1 {
 		t.Errorf("it has %d days for the answer, want 1", n)

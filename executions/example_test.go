@@ -41,7 +41,8 @@ func readOrder(_ context.Context, input json.RawMessage) (order Order, err error
 
 // docs/executions.md shows it.
 func pay(ctx context.Context, input json.RawMessage) (executions.Result, error) {
-	order, err := executions.Step(ctx, "read order", func(ctx context.Context) (Order, error) { return readOrder(ctx, input) })
+	order, err := executions.Step(ctx, "read order",
+		func(ctx context.Context) (Order, error) { return readOrder(ctx, input) })
 	if err != nil {
 		return executions.Result{}, err
 	}
@@ -93,7 +94,10 @@ func TestTheWorkerOfTheDocsRuns(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() { ended <- work(ctx, pool) }()
 	elsewhere := start(t, pool, nil)
-	x, created, err := elsewhere.Start(t.Context(), pool, executions.Spec{Flow: "pay", Surface: trace.Flow, Input: Order{"n-8"}})
+	x, created, err := elsewhere.Start(t.Context(), pool, executions.Spec{
+		Flow: "pay", Surface: trace.Flow,
+		Input: Order{"n-8"},
+	})
 	if err != nil || !created {
 		t.Fatal(created, err)
 	}

@@ -170,8 +170,10 @@ func Get(ctx context.Context, db postgres.DB, id string) (Execution, error) {
 // and this id is as old.
 func notFoundError(ctx context.Context, db postgres.DB, id string) error {
 	rows, err := db.Query(ctx, `
-		select coalesce(': it keeps what has ended for ' || r.keep, '') from agent_retention r join agent_retention_passes p on p.kind = r.kind
-		 where r.kind = 'executions' and p.removed > 0 and (r.keep is null or @id::uuid < lanekeeper.agent_uuid7_floor(clock_timestamp() - r.keep))`,
+		select coalesce(': it keeps what has ended for ' || r.keep, '') from agent_retention r
+		  join agent_retention_passes p on p.kind = r.kind
+		 where r.kind = 'executions' and p.removed > 0
+		   and (r.keep is null or @id::uuid < lanekeeper.agent_uuid7_floor(clock_timestamp() - r.keep))`,
 		postgres.Strict{"id": id})
 	if err != nil {
 		return fmt.Errorf("read execution: %w", err)
@@ -269,7 +271,8 @@ func (w WaitingRow) Redacted() WaitingRow {
 // selects those whose deadline passed and that were not updated for an hour.
 func ListWaiting(ctx context.Context, db postgres.DB, kind string, stuck bool, limit int) ([]WaitingRow, error) {
 	rows, err := db.Query(ctx, `
-		select w.id::text, w.trace_id, w.surface, w.agent, w.flow, coalesce(w.waiting_for, ''), coalesce(w.waiting_key, ''), w.waiting_until,
+		select w.id::text, w.trace_id, w.surface, w.agent, w.flow, coalesce(w.waiting_for, ''), coalesce(w.waiting_key, ''),
+		  w.waiting_until,
 		       w.waiting_data, extract(epoch from w.waiting_time)::float8
 		  from agent_executions_waiting w
 		 where (@kind = '' or w.waiting_for = @kind) and (not @stuck or w.id in (select s.id from agent_executions_stuck s))
@@ -291,7 +294,8 @@ type Relative struct {
 // Relatives reads at most 500 children and forks of an execution, oldest first.
 func Relatives(ctx context.Context, db postgres.DB, id string) ([]Relative, error) {
 	rows, err := db.Query(ctx, `
-		select id::text, flow, status, coalesce(forked_step, ''), coalesce(forked_from = @id::uuid, false) from agent_executions
+		select id::text, flow, status, coalesce(forked_step, ''), coalesce(forked_from = @id::uuid, false)
+		  from agent_executions
 		 where parent_id = @id::uuid or forked_from = @id::uuid order by id limit 500`, postgres.Strict{"id": id})
 	return postgres.Collect(rows, err, fmt.Sprintf("list children of execution %s", id), pgx.RowToStructByPos[Relative])
 }

@@ -143,11 +143,13 @@ func lockRefusal(why string, x Execution, holder *string, expires *time.Time) er
 	switch why {
 	case "held":
 		refused.Err, refused.Holder = ErrHeld, *holder
-		refused.Detail = fmt.Sprintf("%s holds it until %s, or longer after a heartbeat", *holder, expires.UTC().Format(time.RFC3339))
+		refused.Detail = fmt.Sprintf("%s holds it until %s, or longer after a heartbeat", *holder,
+			expires.UTC().Format(time.RFC3339))
 	case "waiting":
 		refused.Err, refused.Detail = ErrNotReady, "for "+describeWait(x)+"; lock it after the wait"
 	case "inside":
-		refused.Err, refused.Detail = ErrNotExternal, fmt.Sprintf("its flow is %s, not %s or %s:NAME", x.Flow, External, External)
+		refused.Err, refused.Detail = ErrNotExternal, fmt.Sprintf("its flow is %s, not %s or %s:NAME",
+			x.Flow, External, External)
 	default:
 		refused.Err, refused.Detail = ErrEnded, describeEnd(x)
 	}
@@ -204,7 +206,8 @@ func (e *Engine) RenewLock(ctx context.Context, id, lockID string) (LockRenewal,
 // renewLocks renews locks, only those of one execution when id is not nil.
 func (e *Engine) renewLocks(ctx context.Context, lockIDs []string, id any) ([]LockRenewal, error) {
 	rows, err := e.pool.Query(ctx, `
-		select lock_id, execution_id::text, trace_id, live, expires_at, status, cancel_requested from beat_agent_locks(@locks, @id)`,
+		select lock_id, execution_id::text, trace_id, live, expires_at, status, cancel_requested
+		  from beat_agent_locks(@locks, @id)`,
 		postgres.Strict{"locks": lockIDs, "id": id})
 	got, err := postgres.Collect(rows, err, "renew locks", pgx.RowToStructByPos[LockRenewal])
 	if err != nil {
@@ -220,14 +223,17 @@ func (e *Engine) renewLocks(ctx context.Context, lockIDs []string, id any) ([]Lo
 
 // CheckpointRun records a step under a lock. recorded is false when the step has this output already, equal as jsonb.
 // Errors: ErrNotFound, ErrVoid with the reason, ErrOutputConflict, ErrMalformed.
-func (e *Engine) CheckpointRun(ctx context.Context, id, lockID, step string, output json.RawMessage) (traceID string, recorded bool, err error) {
+func (e *Engine) CheckpointRun(
+	ctx context.Context, id, lockID, step string, output json.RawMessage,
+) (traceID string, recorded bool, err error) {
 	if len(output) == 0 {
 		output = json.RawMessage("null")
 	}
 	var answer string
 	var trace *string
 	err = e.pool.QueryRow(ctx, `
-		select checkpoint_agent_execution(@id, @lock, @step, @output), (select trace_id from agent_executions where id = @id)`,
+		select checkpoint_agent_execution(@id, @lock, @step, @output), (select trace_id from agent_executions
+		  where id = @id)`,
 		postgres.Strict{"id": id, "lock": lockID, "step": step, "output": output}).Scan(&answer, &trace)
 	if trace != nil {
 		traceID = *trace
@@ -286,7 +292,8 @@ func (e *Engine) voidLockError(ctx context.Context, id string) error {
 	var owner string
 	err = e.pool.QueryRow(ctx, `
 		select coalesce((select w.owner from agent_workers w join agent_executions x on x.claimed_by = w.id
-		                  where x.id = @id and w.expires_at > clock_timestamp()), '')`, postgres.Strict{"id": id}).Scan(&owner)
+		                  where x.id = @id and w.expires_at > clock_timestamp()),
+		                    '')`, postgres.Strict{"id": id}).Scan(&owner)
 	if err != nil {
 		return fmt.Errorf("read holder of execution %s: %w", id, err)
 	}
@@ -299,7 +306,8 @@ func (e *Engine) voidLockError(ctx context.Context, id string) error {
 		refused.Holder = owner
 		refused.Detail = "the run is locked by " + owner + ", which continues it. Stop the work"
 	default:
-		refused.Detail = "it expired or was released. Stop the work, and lock the run again to continue from its last checkpoint"
+		refused.Detail = "it expired or was released. Stop the work, and lock the run again to continue from its last " +
+			"checkpoint"
 	}
 	return refused
 }
@@ -336,7 +344,9 @@ type UnlockParams struct {
 // Running when the awaited event had happened already.
 //
 // Errors: ErrNotFound, ErrVoid with the reason, ErrMalformed.
-func (e *Engine) UnlockRun(ctx context.Context, id, lockID string, r UnlockParams) (status Status, traceID string, err error) {
+func (e *Engine) UnlockRun(
+	ctx context.Context, id, lockID string, r UnlockParams,
+) (status Status, traceID string, err error) {
 	var timeout any
 	if r.Timeout != 0 {
 		timeout = r.Timeout.Seconds()
@@ -349,9 +359,11 @@ func (e *Engine) UnlockRun(ctx context.Context, id, lockID string, r UnlockParam
 		result = r.Result
 	}
 	err = e.pool.QueryRow(ctx, `
-		select unlock_agent_execution(@id, @lock, @status, @summary, @error, @kind, @key, make_interval(secs => @timeout::float8), @result),
+		select unlock_agent_execution(@id, @lock, @status, @summary, @error, @kind, @key,
+		  make_interval(secs => @timeout::float8), @result),
 		       (select trace_id from agent_executions where id = @id)`, postgres.Strict{
-		"id": id, "lock": lockID, "status": string(r.Status), "summary": r.Summary, "error": failure, "kind": null(r.For), "key": null(r.Key),
+		"id": id, "lock": lockID, "status": string(r.Status), "summary": r.Summary, "error": failure,
+		"kind": null(r.For), "key": null(r.Key),
 		"timeout": timeout, "result": result,
 	}).Scan(&status, &traceID)
 	switch {
@@ -374,7 +386,8 @@ func (e *Engine) logUnlocked(ctx context.Context, id, traceID string, status Sta
 			e.wakeSweepIn(r.Timeout)
 		}
 	case status.Ended():
-		e.log.InfoContext(ctx, "execution completed", append(attrs, "result_type", resultType(status), "status", string(status))...)
+		e.log.InfoContext(ctx, "execution completed", append(attrs, "result_type", resultType(status),
+			"status", string(status))...)
 		e.log.InfoContext(ctx, "event emitted", append(attrs, "event", "AGENT_COMPLETED", "key", id)...)
 		var freed int
 		err := e.pool.QueryRow(ctx, `

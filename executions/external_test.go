@@ -55,7 +55,8 @@ func (p *process) void(t *testing.T, id, lock, words string) {
 	_, _, record := p.CheckpointRun(t.Context(), id, lock, "late", json.RawMessage(`1`))
 	_, _, unlock := p.UnlockRun(t.Context(), id, lock, executions.UnlockParams{Status: executions.Completed})
 	for what, err := range map[string]error{"beat": beat, "checkpoint": record, "unlock": unlock} {
-		if !errors.Is(err, executions.ErrVoid) || !strings.Contains(fmt.Sprint(err), words) || strings.Contains(fmt.Sprint(err), lock) {
+		if !errors.Is(err, executions.ErrVoid) || !strings.Contains(fmt.Sprint(err), words) ||
+			strings.Contains(fmt.Sprint(err), lock) {
 			t.Errorf("%s with a void lock: %v, want %q", what, err, words)
 		}
 	}
@@ -72,7 +73,8 @@ func TestARunLockIsAcquiredRenewedAndReleased(t *testing.T) {
 	p := prepare(t, pgtest.DB(t), nil)
 	id := p.external(t)
 	first := p.lock(t, id, "worker 1")
-	if first.Execution.Status != executions.Running || first.Execution.Claim != 1 || len(first.Checkpoints) != 0 || string(first.Execution.Input) != `{"n": 1}` {
+	if first.Execution.Status != executions.Running || first.Execution.Claim != 1 || len(first.Checkpoints) != 0 ||
+		string(first.Execution.Input) != `{"n": 1}` {
 		t.Errorf("lock is %+v", first)
 	}
 	again := p.lock(t, id, "worker 1")
@@ -80,18 +82,22 @@ func TestARunLockIsAcquiredRenewedAndReleased(t *testing.T) {
 		t.Errorf("the same owner got %+v after %+v", again, first)
 	}
 	var refused *executions.RunError
-	if _, err := p.LockRun(t.Context(), id, "worker 2", time.Minute); !errors.Is(err, executions.ErrHeld) || !errors.As(err, &refused) ||
+	if _, err := p.LockRun(t.Context(), id, "worker 2", time.Minute); !errors.Is(err, executions.ErrHeld) ||
+		!errors.As(err, &refused) ||
 		refused.Holder != "worker 1" || refused.TraceID != first.Execution.TraceID {
 		t.Errorf("another got %v", err)
 	}
-	if !p.record(t, id, first.LockID, "a", `{"x": 1, "y": [1.0]}`) || p.record(t, id, first.LockID, "a", ` {"y":[1.0],"x":1}`) {
+	if !p.record(t, id, first.LockID, "a", `{"x": 1, "y": [1.0]}`) ||
+		p.record(t, id, first.LockID, "a", ` {"y":[1.0],"x":1}`) {
 		t.Error("the step is not recorded once")
 	}
-	if _, _, err := p.CheckpointRun(t.Context(), id, first.LockID, "a", json.RawMessage(`{"x": 2}`)); !errors.Is(err, executions.ErrOutputConflict) {
+	if _, _, err := p.CheckpointRun(t.Context(), id, first.LockID, "a", json.RawMessage(`{"x": 2}`)); !errors.Is(err,
+		executions.ErrOutputConflict) {
 		t.Errorf("another output: %v", err)
 	}
 	beat, err := p.RenewLock(t.Context(), id, first.LockID)
-	if err != nil || !beat.Live || beat.CancelRequested || *beat.Status != executions.Running || !beat.ExpiresAt.After(again.ExpiresAt) {
+	if err != nil || !beat.Live || beat.CancelRequested || *beat.Status != executions.Running ||
+		!beat.ExpiresAt.After(again.ExpiresAt) {
 		t.Errorf("beat is %+v, %v", beat, err)
 	}
 	status, traceID, err := p.UnlockRun(t.Context(), id, first.LockID, executions.UnlockParams{
@@ -111,7 +117,8 @@ func TestARunLockIsAcquiredRenewedAndReleased(t *testing.T) {
 
 func TestInvalidLockRequestsAreRejected(t *testing.T) {
 	t.Parallel()
-	p := prepare(t, pgtest.DB(t), flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
+	p := prepare(t, pgtest.DB(t),
+		flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }))
 	id := p.external(t)
 	const nobody = "018f0000-0000-7000-8000-000000000000"
 	for name, c := range map[string]struct {
@@ -140,8 +147,12 @@ func TestInvalidLockRequestsAreRejected(t *testing.T) {
 	if _, err := p.RenewLock(t.Context(), other, lock.LockID); !errors.Is(err, executions.ErrVoid) {
 		t.Errorf("another run's lock: %v", err)
 	}
-	for step, output := range map[string]string{"": "1", "a\nb": "1", strings.Repeat("x", 501): "1", "nul": `"\u0000"`, "half": `"\ud800"`} {
-		if _, _, err := p.CheckpointRun(t.Context(), id, lock.LockID, step, json.RawMessage(output)); !errors.Is(err, executions.ErrMalformed) {
+	for step, output := range map[string]string{
+		"": "1", "a\nb": "1", strings.Repeat("x", 501): "1", "nul": `"\u0000"`,
+		"half": `"\ud800"`,
+	} {
+		if _, _, err := p.CheckpointRun(t.Context(), id, lock.LockID, step, json.RawMessage(output)); !errors.Is(err,
+			executions.ErrMalformed) {
 			t.Errorf("step %.10q with %s: %v", step, output, err)
 		}
 	}
@@ -241,7 +252,8 @@ func TestAnExpiredLockIsSettledBeforeTheNextOne(t *testing.T) {
 	lock := p.lock(t, fails, "first")
 	expire(t, p.pool, fails)
 	p.void(t, fails, lock.LockID, "it expired or was released")
-	if _, err := p.LockRun(t.Context(), fails, "second", time.Minute); !errors.Is(err, executions.ErrEnded) || !strings.Contains(err.Error(), "lease expired") {
+	if _, err := p.LockRun(t.Context(), fails, "second", time.Minute); !errors.Is(err, executions.ErrEnded) ||
+		!strings.Contains(err.Error(), "lease expired") {
 		t.Errorf("lock after the time of one that fails: %v", err)
 	}
 	if x := get(t, p.pool, fails); x.Status != executions.Failed || x.OnLost != "fail" {
@@ -315,7 +327,8 @@ func TestAWorkerWithoutProgressLosesItsLock(t *testing.T) {
 	}
 	p.void(t, goesOn, locks[goesOn].LockID, "lock the run again")
 	p.lock(t, goesOn, "another")
-	pgtest.Exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where owner = 'w'`)
+	pgtest.Exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'
+		where owner = 'w'`)
 	sweep(t, p.pool)
 	if x, n := get(t, p.pool, goesOn), workers(t, p.pool); x.ClaimedBy == nil || n != 1 {
 		t.Errorf("with the second worker it is %+v, %d locks", x, n)
@@ -331,7 +344,8 @@ func TestTheNextRenewalReportsACancelAndEndsTheLock(t *testing.T) {
 		_, err := p.Cancel(t.Context(), x, "admin", "not wanted")
 		require.NoError(t, err)
 	}
-	if _, _, err := p.CheckpointRun(t.Context(), id, lock.LockID, "a", json.RawMessage("1")); !errors.Is(err, executions.ErrVoid) {
+	if _, _, err := p.CheckpointRun(t.Context(), id, lock.LockID, "a", json.RawMessage("1")); !errors.Is(err,
+		executions.ErrVoid) {
 		t.Errorf("checkpoint after a cancel: %v", err)
 	}
 	got, err := p.RenewLock(t.Context(), id, lock.LockID)
@@ -396,24 +410,30 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if status := wait(executions.UnlockParams{For: "event", Key: "paid", Timeout: time.Hour}); status != executions.Waiting || workers(t, p.pool) != 0 {
+	if status := wait(executions.UnlockParams{
+		For: "event", Key: "paid",
+		Timeout: time.Hour,
+	}); status != executions.Waiting || workers(t, p.pool) != 0 {
 		t.Fatalf("status %s, %d locks", status, workers(t, p.pool))
 	}
 	p.void(t, id, lock.LockID, "waits for event paid")
-	if _, err := p.LockRun(t.Context(), id, "w", time.Minute); !errors.Is(err, executions.ErrNotReady) || !strings.Contains(err.Error(), "event paid") {
+	if _, err := p.LockRun(t.Context(), id, "w", time.Minute); !errors.Is(err, executions.ErrNotReady) ||
+		!strings.Contains(err.Error(), "event paid") {
 		t.Errorf("lock while it waits: %v", err)
 	}
 	_, err := p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "paid", json.RawMessage(`{"amount": 3}`), "")
 	require.NoError(t, err)
 	lock = p.lock(t, id, "another")
 	var out executions.Outcome
-	if len(lock.Checkpoints) != 1 || lock.Checkpoints[0].Step != "wait event 1" || json.Unmarshal(lock.Checkpoints[0].Output, &out) != nil ||
+	if len(lock.Checkpoints) != 1 || lock.Checkpoints[0].Step != "wait event 1" ||
+		json.Unmarshal(lock.Checkpoints[0].Output, &out) != nil ||
 		string(out.Data) != `{"amount": 3}` || out.TimedOut {
 		t.Errorf("it goes on with %+v", lock.Checkpoints)
 	}
 	_, err = p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "early", nil, "")
 	require.NoError(t, err)
-	if status := wait(executions.UnlockParams{For: "event", Key: "early"}); status != executions.Running || workers(t, p.pool) != 0 {
+	if status := wait(executions.UnlockParams{For: "event", Key: "early"}); status != executions.Running ||
+		workers(t, p.pool) != 0 {
 		t.Errorf("for what had come it is %s", status)
 	}
 	for i, r := range []executions.UnlockParams{
@@ -430,7 +450,8 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 			t.Errorf("%s: %s", r.For, status)
 		}
 		standard, _ := executions.Limits(r.For)
-		until := pgtest.Value[float64](t, p.pool, `select extract(epoch from waiting_until - clock_timestamp())::float8 from agent_executions where id = $1`, id)
+		until := pgtest.Value[float64](t, p.pool, `select extract(epoch from waiting_until - clock_timestamp())::float8
+			from agent_executions where id = $1`, id)
 		if want := max(standard, r.Timeout).Seconds(); until > want || until < want-120 {
 			t.Errorf("%s waits %v s, want %v", r.For, until, want)
 		}
@@ -441,7 +462,8 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 			t.Errorf("the outcome is %+v, want %s", last[len(last)-1], step)
 		}
 	}
-	if keys := pgtest.Value[string](t, p.pool, `select string_agg(waiting_for, ' ' order by n) from agent_status_changes where execution_id = $1 and status = 'waiting'`, id); keys !=
+	if keys := pgtest.Value[string](t, p.pool, `select string_agg(waiting_for, ' ' order by n) from agent_status_changes
+		where execution_id = $1 and status = 'waiting'`, id); keys !=
 		"event response agent document signature test approval delay" {
 		t.Errorf("it waited for %s", keys)
 	}
@@ -460,7 +482,8 @@ func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
 		}
 		for range 2 {
 			sweep(t, pool)
-			if n := pgtest.Value[int](t, pool, `select count(*)::int from lanekeeper.agent_ready_executions where id = $1`, id); n != 0 {
+			if n := pgtest.Value[int](t, pool, `select count(*)::int from lanekeeper.agent_ready_executions where id = $1`,
+				id); n != 0 {
 				t.Errorf("%s it is ready for a process", when)
 			}
 		}
@@ -471,7 +494,10 @@ func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
 	sweep(t, pool)
 	never("handed on")
 	lock := p.lock(t, id, "w")
-	_, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.UnlockParams{Status: executions.Waiting, For: "event", Key: "k"})
+	_, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.UnlockParams{
+		Status: executions.Waiting,
+		For:    "event", Key: "k",
+	})
 	require.NoError(t, err)
 	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, "")
 	require.NoError(t, err)
@@ -479,7 +505,8 @@ func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
 	claimed := p.lock(t, id, "w").Execution.Claim
 	pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim($1, $2)`, id, claimed)
 	never("given up")
-	_, err = pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status) values ('fl_1', 'flow', 'external', 'running')`)
+	_, err = pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status)
+		values ('fl_1', 'flow', 'external', 'running')`)
 	if !postgres.IsCode(err, "LK002") {
 		t.Errorf("one that begins running: %v", err)
 	}
@@ -495,7 +522,8 @@ func TestTheEndOfAnExternalExecutionResumesItsParent(t *testing.T) {
 	until(t, pool, id, executions.Waiting)
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = $1`, id)
 	lock := p.lock(t, child, "w")
-	_, _, err := p.UnlockRun(t.Context(), child, lock.LockID, executions.UnlockParams{Status: executions.Failed, Error: "no paper"})
+	_, _, err := p.UnlockRun(t.Context(), child, lock.LockID,
+		executions.UnlockParams{Status: executions.Failed, Error: "no paper"})
 	require.NoError(t, err)
 	var got executions.Triggered
 	require.NoError(t, json.Unmarshal(until(t, pool, id, executions.Completed).Result, &got))
@@ -516,7 +544,8 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 	expire(t, pool, id)
 	next := p.lock(t, id, "next")
 	for i := range 26 {
-		_, _, err := p.CheckpointRun(t.Context(), id, late.LockID, fmt.Sprint("step ", i), json.RawMessage(`{"api_key": "sk-secret", "n": 1}`))
+		_, _, err := p.CheckpointRun(t.Context(), id, late.LockID, fmt.Sprint("step ", i),
+			json.RawMessage(`{"api_key": "sk-secret", "n": 1}`))
 		if !errors.Is(err, executions.ErrVoid) {
 			t.Fatal(err)
 		}
@@ -534,9 +563,11 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 		Output                     string
 	}
 	got := pgtest.Rows[refused](t, pool, `
-		select input ->> 'rejected_write', step, status, error_class, coalesce((input ->> 'more')::int, 0), coalesce((output -> 'output')::text, '')
+		select input ->> 'rejected_write', step, status, error_class, coalesce((input ->> 'more')::int, 0),
+		  coalesce((output -> 'output')::text, '')
 		  from agent_activity where execution_id = @id and skill_name = 'stale_write' order by id`, postgres.Strict{"id": id})
-	if len(got) != 6 || got[4].Write != "checkpoint" || got[4].Step != "step 4" || got[4].More != 25 || got[5].Write != "beat" || got[0].Status != "error" || got[0].Class != "stale" {
+	if len(got) != 6 || got[4].Write != "checkpoint" || got[4].Step != "step 4" || got[4].More != 25 ||
+		got[5].Write != "beat" || got[0].Status != "error" || got[0].Class != "stale" {
 		t.Errorf("recorded %+v", got)
 	}
 	for _, r := range got {
@@ -544,10 +575,12 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 			t.Errorf("a secret is kept: %s", r.Output)
 		}
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity a where position(@lock in a::text) > 0`, postgres.Strict{"lock": late.LockID}); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity a where position(@lock in a::text) > 0`,
+		postgres.Strict{"lock": late.LockID}); n != 0 {
 		t.Error("the lock is in the log")
 	}
-	why := pgtest.Value[string](t, pool, `select string_agg((reason).what, '; ') from lanekeeper.agent_why_log(@trace, 100, 1000) where part = 'trouble'`,
+	why := pgtest.Value[string](t, pool, `select string_agg((reason).what, '; ')
+		from lanekeeper.agent_why_log(@trace, 100, 1000) where part = 'trouble'`,
 		postgres.Strict{"trace": late.Execution.TraceID})
 	if !strings.Contains(why, "a write under a void lock was refused: checkpoint in step step 4, and 25 more") {
 		t.Errorf("why: %s", why)
@@ -571,7 +604,8 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 		t.Helper()
 		claim, err := p.LockClaim(t.Context(), id, lock)
 		require.NoError(t, err)
-		return pgtest.Value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t', @id, @claim, @words)`, postgres.Strict{"id": id, "claim": claim, "words": words})
+		return pgtest.Value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t', @id, @claim, @words)`,
+			postgres.Strict{"id": id, "claim": claim, "words": words})
 	}
 	id := p.external(t, func(s *executions.Spec) { s.ThreadID = "t" })
 	for n, ends := range []string{"while it waits", "before it waits"} {
@@ -579,14 +613,18 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 		if says(id, lock.LockID, "I ask") {
 			t.Error("the coordinator's message queues")
 		}
-		child := p.external(t, func(s *executions.Spec) { s.ParentID, s.ThreadID, s.Awaited, s.Inherits = id, "t", true, true })
+		child := p.external(t, func(s *executions.Spec) {
+			s.ParentID, s.ThreadID, s.Awaited,
+				s.Inherits = id, "t", true, true
+		})
 		work := func() {
 			t.Helper()
 			mine := p.lock(t, child, "child")
 			if says(child, mine.LockID, "I answer") {
 				t.Error("the child's message queues")
 			}
-			pgtest.Exec(t, pool, `update agent_executions set variables = '{"color": "red"}' where id = @id`, postgres.Strict{"id": child})
+			pgtest.Exec(t, pool, `update agent_executions set variables = '{"color": "red"}' where id = @id`,
+				postgres.Strict{"id": child})
 			_, _, err := p.UnlockRun(t.Context(), child, mine.LockID, executions.UnlockParams{
 				Status: executions.Completed, Summary: "done", Result: json.RawMessage(`{"n": 7}`),
 			})
@@ -595,7 +633,8 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 		if ends == "before it waits" {
 			work()
 		}
-		status, _, err := p.UnlockRun(t.Context(), id, lock.LockID, executions.UnlockParams{Status: executions.Waiting, For: "agent", Key: child})
+		status, _, err := p.UnlockRun(t.Context(), id, lock.LockID,
+			executions.UnlockParams{Status: executions.Waiting, For: "agent", Key: child})
 		require.NoError(t, err)
 		if ends == "while it waits" {
 			if status != executions.Waiting {
@@ -613,7 +652,8 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 			}
 		}
 		point := lock.Checkpoints[len(lock.Checkpoints)-1]
-		if err := json.Unmarshal(point.Output, &out); err != nil || out.Data.Status != "completed" || out.Data.Variables["color"] != "red" || out.Data.Result["n"] != 7.0 {
+		if err := json.Unmarshal(point.Output, &out); err != nil || out.Data.Status != "completed" ||
+			out.Data.Variables["color"] != "red" || out.Data.Result["n"] != 7.0 {
 			t.Errorf("%s: %s is %s, %v", ends, point.Step, point.Output, err)
 		}
 		if says(id, lock.LockID, fmt.Sprint("thanks ", n)) {
@@ -640,7 +680,8 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 	}
 	var recorded atomic.Int32
 	began := time.Now()
-	hopeful := func() bool { return recorded.Load() == 0 && time.Since(began) < timeout } // a step has to be recorded, however slow the machine is
+	// a step has to be recorded, however slow the machine is
+	hopeful := func() bool { return recorded.Load() == 0 && time.Since(began) < timeout }
 	group, ctx := errgroup.WithContext(t.Context())
 	for a := range actors {
 		group.Go(func() error {
@@ -666,11 +707,15 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 					}
 					_, err = p.RenewLocks(ctx, all)
 				case what == 8:
-					_, _, err = p.UnlockRun(ctx, id, locks[id], executions.UnlockParams{Status: executions.Waiting, For: "event", Key: "k", Timeout: 50 * time.Millisecond})
+					_, _, err = p.UnlockRun(ctx, id, locks[id], executions.UnlockParams{
+						Status: executions.Waiting, For: "event",
+						Key: "k", Timeout: 50 * time.Millisecond,
+					})
 				case what == 9:
 					_, err = p.Deliver(ctx, pool, "EVENT_COMPLETED", "k", nil, "")
 				case what == 10:
-					_, err = pool.Exec(ctx, `update agent_workers set expires_at = clock_timestamp() - interval '1 ms' where execution_id = @id`,
+					_, err = pool.Exec(ctx, `update agent_workers set expires_at = clock_timestamp() - interval '1 ms'
+						where execution_id = @id`,
 						postgres.Strict{"id": id})
 				default:
 					err = p.Sweep(ctx)
@@ -693,7 +738,8 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 		return err
 	})
 	require.NoError(t, group.Wait())
-	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_checkpoints where step like 'step %'`); n != int(recorded.Load()) || n == 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_checkpoints where step like 'step %'`); n != int(
+		recorded.Load()) || n == 0 {
 		t.Errorf("%d steps are recorded, %d were confirmed", n, recorded.Load())
 	}
 	for _, id := range ids {

@@ -96,12 +96,15 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 	var was, version *int
 	err := tx.QueryRow(ctx, `
 		with was as materialized (
-		  select x.*, case when @latest then coalesce((select f.version from agent_flows f where f.name = x.flow and f.current), x.flow_version)
+		  select x.*, case when @latest then coalesce((select f.version from agent_flows f where f.name = x.flow
+		    and f.current), x.flow_version)
 		              else x.flow_version end as version
 		    from agent_executions x where x.id = @id for key share of x)
-		insert into agent_executions (trace_id, surface, agent, flow, flow_version, thread_id, queue, priority, status, claim, input, on_lost,
+		insert into agent_executions (trace_id, surface, agent, flow, flow_version, thread_id, queue, priority, status, claim,
+		  input, on_lost,
 		       max_attempts, progress_seconds, forked_from, forked_step)
-		select @trace_id, 'flow', w.agent, w.flow, w.version, w.thread_id, 'background', w.priority, 'pending', 1, coalesce(@input, w.input),
+		select @trace_id, 'flow', w.agent, w.flow, w.version, w.thread_id, 'background', w.priority, 'pending', 1,
+		  coalesce(@input, w.input),
 		       w.on_lost, w.max_attempts, w.progress_seconds, w.id, @from from was w
 		returning id::text, flow_version, (select w.flow_version from was w)`, postgres.Strict{
 		"id": s.ID, "from": null(s.From), "input": s.Input, "trace_id": string(trace.New(trace.Flow)), "latest": s.Latest,
@@ -184,7 +187,8 @@ func (e *Engine) checkInput(ctx context.Context, tx pgx.Tx, x Execution, s ForkS
 	}
 	switch {
 	case got.changed != "":
-		return &inputConflict{strings.TrimSuffix(got.changed, ": "+ErrChanged.Error()) + "; fork from this step or one before it"}
+		return &inputConflict{strings.TrimSuffix(got.changed, ": "+ErrChanged.Error()) +
+			"; fork from this step or one before it"}
 	case got.failure != "":
 		return fmt.Errorf("%w: with this input the flow fails: %s", ErrNoFork, got.failure)
 	}
@@ -200,7 +204,8 @@ func (c *inputConflict) Is(target error) bool { return target == ErrChanged }
 // useCurrentVersion gives an execution the current version of its flow, as fork does.
 func useCurrentVersion(ctx context.Context, tx pgx.Tx, x *Execution, checkpoints []Checkpoint) error {
 	var version int
-	err := tx.QueryRow(ctx, `select coalesce((select f.version from agent_flows f where f.name = @flow and f.current), @was)`,
+	err := tx.QueryRow(ctx, `select coalesce((select f.version from agent_flows f where f.name = @flow and f.current),
+		@was)`,
 		postgres.Strict{"flow": x.Flow, "was": *x.FlowVersion}).Scan(&version)
 	if err != nil {
 		return fmt.Errorf("read current version of flow %s: %w", x.Flow, err)
@@ -261,7 +266,8 @@ func retryStep(x Execution, checkpoints []Checkpoint) string {
 		}
 	}
 	// A checkpoint that contradicts the code did not fail.
-	if x.FailedStep != nil && x.ErrorMessage != nil && strings.Contains(*x.ErrorMessage, ErrChanged.Error()) && recorded(*x.FailedStep) {
+	if x.FailedStep != nil && x.ErrorMessage != nil && strings.Contains(*x.ErrorMessage, ErrChanged.Error()) &&
+		recorded(*x.FailedStep) {
 		return *x.FailedStep
 	}
 	last := checkpoints[len(checkpoints)-1]

@@ -73,7 +73,8 @@ func dump(t *testing.T, db postgres.DB, id string) string {
 		  'approvals', (select jsonb_agg(a order by a.id) from agent_approvals a where a.execution_id = @id),
 		  'requests', (select jsonb_agg(r order by r.id) from agent_requests r where r.execution_id = @id),
 		  'messages', (select jsonb_agg(m order by m.id) from agent_messages m where m.execution_id = @id),
-		  'lanes', (select jsonb_agg(to_jsonb(l) - 'expires_at' order by l.lane) from agent_locks l where l.execution_id = @id),
+		  'lanes', (select jsonb_agg(to_jsonb(l) - 'expires_at' order by l.lane) from agent_locks l
+		    where l.execution_id = @id),
 		  'children', (select jsonb_agg(x order by x.id) from agent_executions x where x.parent_id = @id))::text`,
 		postgres.Strict{"id": id})
 }
@@ -88,7 +89,8 @@ func (p *process) fork(t *testing.T, s executions.ForkSpec, want executions.Stat
 	if after := dump(t, p.pool, s.ID); after != before {
 		t.Errorf("the fork from %q touched the other\nbefore %s\nafter  %s", s.From, before, after)
 	}
-	if !strings.HasPrefix(got.TraceID, "fl_") || testkit.Deref(got.ForkedFrom) != s.ID || testkit.Deref(got.ForkedStep) != s.From || got.ParentID != nil {
+	if !strings.HasPrefix(got.TraceID, "fl_") || testkit.Deref(got.ForkedFrom) != s.ID ||
+		testkit.Deref(got.ForkedStep) != s.From || got.ParentID != nil {
 		t.Errorf("the fork is %+v", got)
 	}
 	return got
@@ -157,7 +159,8 @@ func TestAForkRunsTheStepsAfterAStep(t *testing.T) {
 		got := p.fork(t, executions.ForkSpec{ID: id, From: from}, executions.Completed)
 		words := strings.Fields(want)
 		slices.Sort(words)
-		if done := d.sorted(got.ID); done != strings.Join(words, " ") || string(got.Result) != "20" || got.ResultSummary != "arrived" {
+		if done := d.sorted(got.ID); done != strings.Join(words, " ") || string(got.Result) != "20" ||
+			got.ResultSummary != "arrived" {
 			t.Errorf("from %q: did %s\nwant %s; result %s %q", from, done, words, got.Result, got.ResultSummary)
 		}
 		again := replay(t, p, got.ID)
@@ -167,7 +170,8 @@ func TestAForkRunsTheStepsAfterAStep(t *testing.T) {
 	}
 	// A branch alone: it is done anew from there, and the other keeps what it had by then.
 	got := p.fork(t, executions.ForkSpec{ID: id, From: "left"}, executions.Completed)
-	if done := d.sorted(got.ID); !strings.Contains(done, "left1 left2") || !strings.Contains(done, "z") || strings.Contains(done, "p1") {
+	if done := d.sorted(got.ID); !strings.Contains(done, "left1 left2") || !strings.Contains(done, "z") ||
+		strings.Contains(done, "p1") {
 		t.Errorf("from a scope: did %s", done)
 	}
 }
@@ -180,15 +184,18 @@ func TestAForkFromAnUnknownStepIsRejected(t *testing.T) {
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
 	for _, from := range []string{"nothing", "phas", "phase/", "count@3"} {
-		if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: from}); !errors.Is(err, executions.ErrNoStep) {
+		if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: from}); !errors.Is(err,
+			executions.ErrNoStep) {
 			t.Errorf("from %q: %v", from, err)
 		}
 	}
-	if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: "0198c0de-0000-7000-8000-000000000000"}); !errors.Is(err, executions.ErrNotFound) {
+	if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: "0198c0de-0000-7000-8000-000000000000"}); !errors.Is(
+		err, executions.ErrNotFound) {
 		t.Errorf("of nothing: %v", err)
 	}
 	p.Unforkable("flow", "do otherwise")
-	if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id}); !errors.Is(err, executions.ErrNoFork) || !strings.Contains(err.Error(), "do otherwise") {
+	if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id}); !errors.Is(err, executions.ErrNoFork) ||
+		!strings.Contains(err.Error(), "do otherwise") {
 		t.Errorf("of what cannot be forked: %v", err)
 	}
 }
@@ -229,7 +236,8 @@ func TestAForkOfALoopUnderWay(t *testing.T) {
 			t.Errorf("from %q: did %q", from, d.of(got.ID))
 		}
 	}
-	if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: "count@3/n3"}); !errors.Is(err, executions.ErrNoStep) {
+	if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: "count@3/n3"}); !errors.Is(err,
+		executions.ErrNoStep) {
 		t.Errorf("from before the snapshot: %v", err)
 	}
 	x, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id})
@@ -283,7 +291,9 @@ func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	var d journal
-	flows := map[string]executions.Func{"greet": func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+	flows := map[string]executions.Func{"greet": func(ctx context.Context, raw json.RawMessage) (executions.Result,
+		error,
+	) {
 		var in struct{ Name, Tone string }
 		if err := json.Unmarshal(raw, &in); err != nil {
 			return executions.Result{}, err
@@ -295,26 +305,33 @@ func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 		return executions.Result{Summary: in.Tone + " " + in.Name}, err
 	}}
 	p := start(t, pool, flows)
-	x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "greet", Surface: trace.Flow, Input: map[string]string{"name": "Ana", "tone": "hello"}})
+	x, _, err := p.Start(t.Context(), pool, executions.Spec{
+		Flow: "greet", Surface: trace.Flow,
+		Input: map[string]string{"name": "Ana", "tone": "hello"},
+	})
 	require.NoError(t, err)
 	until(t, pool, x.ID, executions.Completed)
 	n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`)
-	_, err = p.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva", "tone": "hello"}`)})
+	_, err = p.Fork(t.Context(), pool,
+		executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva", "tone": "hello"}`)})
 	if !errors.Is(err, executions.ErrChanged) || !strings.Contains(err.Error(), "step look up") {
 		t.Errorf("another name: %v", err)
 	}
 	if now := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); now != n {
 		t.Error("the refused fork is there")
 	}
-	got := p.fork(t, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Ana", "tone": "bye"}`)}, executions.Completed)
+	got := p.fork(t, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Ana", "tone": "bye"}`)},
+		executions.Completed)
 	if got.ResultSummary != "bye Ana" || d.of(got.ID) != "say" {
 		t.Errorf("another tone: %q, did %s", got.ResultSummary, d.of(got.ID))
 	}
 	// In a process that does not know the flow nothing can be foreseen, and the fork itself fails.
 	other := prepare(t, pool, nil)
-	blind, err := other.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva"}`)})
+	blind, err := other.Fork(t.Context(), pool,
+		executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva"}`)})
 	require.NoError(t, err)
-	if got := until(t, pool, blind.ID, executions.Failed); !strings.Contains(testkit.Deref(got.ErrorMessage), "step look up") || testkit.Deref(got.FailedStep) != "look up" {
+	if got := until(t, pool, blind.ID, executions.Failed); !strings.Contains(testkit.Deref(got.ErrorMessage),
+		"step look up") || testkit.Deref(got.FailedStep) != "look up" {
 		t.Errorf("the fork failed with %s at %s", testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
 	}
 }
@@ -388,7 +405,8 @@ func TestRetryStartsAtTheFailedStep(t *testing.T) {
 	}
 	failed := map[string]string{}
 	for name, want := range map[string]executions.Status{
-		"nested": executions.Failed, "joined": executions.Failed, "between": executions.Failed, "timeout": executions.Timeout, "parent": executions.Failed,
+		"nested": executions.Failed, "joined": executions.Failed, "between": executions.Failed, "timeout": executions.Timeout,
+		"parent": executions.Failed,
 	} {
 		failed[name] = p.begin(t, name)
 		got := until(t, pool, failed[name], want)
@@ -473,7 +491,8 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 			x, _ := executions.Current(ctx)
 			var id string
 			return id, tx.QueryRow(ctx, `
-				insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+				insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
+				  arguments_hash, expires_at)
 				values (@trace, @id, @step, true, 'pay', 1, '{}', 'x', clock_timestamp() + interval '1 day') returning id::text`,
 				postgres.Strict{"trace": x.TraceID, "id": x.ID, "step": executions.StepKey(ctx)}).Scan(&id)
 		})
@@ -499,15 +518,20 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 		until(t, pool, id, executions.Waiting)
 		asked := pgtest.Value[string](t, pool, `
 			select id::text from agent_approvals where execution_id = @id and status = 'pending'`, postgres.Strict{"id": id})
-		pgtest.Exec(t, pool, `update agent_approvals set status = 'approved', decided_at = clock_timestamp() where id = @id`, postgres.Strict{"id": asked})
-		_, err := p.Deliver(t.Context(), pool, "APPROVAL_DECIDED", asked, json.RawMessage(`{"status": "approved"}`), "approval "+asked)
+		pgtest.Exec(t, pool, `update agent_approvals set status = 'approved', decided_at = clock_timestamp() where id = @id`,
+			postgres.Strict{"id": asked})
+		_, err := p.Deliver(t.Context(), pool, "APPROVAL_DECIDED", asked, json.RawMessage(`{"status": "approved"}`),
+			"approval "+asked)
 		require.NoError(t, err)
 		return asked
 	}
 	id := p.begin(t, "flow")
 	asked := approve(id)
 	until(t, pool, id, executions.Completed)
-	for from, want := range map[string]string{"after": "after", "approved " + asked: "ask pay after", "decision on " + asked: "ask pay after"} {
+	for from, want := range map[string]string{
+		"after": "after", "approved " + asked: "ask pay after",
+		"decision on " + asked: "ask pay after",
+	} {
 		x, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: from})
 		require.NoError(t, err)
 		if strings.HasPrefix(want, "ask") {
@@ -558,9 +582,11 @@ func TestAForkOfAnExternalExecution(t *testing.T) {
 	p := start(t, pool, nil)
 	x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "external", Surface: trace.Flow, OnLost: "hand_on"})
 	require.NoError(t, err)
-	lock := pgtest.Value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'worker')`, postgres.Strict{"id": x.ID})
+	lock := pgtest.Value[string](t, pool, `select lock_id from lock_agent_execution(@id, 'worker')`,
+		postgres.Strict{"id": x.ID})
 	for _, step := range []string{"one", "two"} {
-		pgtest.Exec(t, pool, `select checkpoint_agent_execution(@id, @lock, @step, '1')`, postgres.Strict{"id": x.ID, "lock": lock, "step": step})
+		pgtest.Exec(t, pool, `select checkpoint_agent_execution(@id, @lock, @step, '1')`,
+			postgres.Strict{"id": x.ID, "lock": lock, "step": step})
 	}
 	fork, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "two"})
 	require.NoError(t, err)
@@ -568,7 +594,8 @@ func TestAForkOfAnExternalExecution(t *testing.T) {
 	if err != nil || len(points) != 1 || points[0].Step != "one" {
 		t.Errorf("records %v, %v", points, err)
 	}
-	if got := pgtest.Value[string](t, pool, `select status from lock_agent_execution(@id, 'another')`, postgres.Strict{"id": fork.ID}); got != "running" {
+	if got := pgtest.Value[string](t, pool, `select status from lock_agent_execution(@id, 'another')`,
+		postgres.Strict{"id": fork.ID}); got != "running" {
 		t.Errorf("locked it is %s", got)
 	}
 }
@@ -578,8 +605,11 @@ func TestAForkOfAnExternalExecution(t *testing.T) {
 func TestAForkIsRejectedAlthoughTheCodeQueriesTheDatabase(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
-		_, err := executions.Step(ctx, "first", func(context.Context) (int, error) { return 1, nil }, executions.Input(string(input)))
+	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context,
+		input json.RawMessage,
+	) (executions.Result, error) {
+		_, err := executions.Step(ctx, "first", func(context.Context) (int, error) { return 1, nil },
+			executions.Input(string(input)))
 		if _, asked := pool.Exec(ctx, `select 1`); asked != nil {
 			return executions.Result{}, asked
 		}
@@ -590,8 +620,10 @@ func TestAForkIsRejectedAlthoughTheCodeQueriesTheDatabase(t *testing.T) {
 	}})
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
-	_, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: "second", Input: json.RawMessage(`{"other": true}`)})
-	if !errors.Is(err, executions.ErrChanged) || !strings.Contains(err.Error(), "step first has a record for another input") {
+	_, err := p.Fork(t.Context(), pool,
+		executions.ForkSpec{ID: id, From: "second", Input: json.RawMessage(`{"other": true}`)})
+	if !errors.Is(err, executions.ErrChanged) ||
+		!strings.Contains(err.Error(), "step first has a record for another input") {
 		t.Errorf("fork: %v", err)
 	}
 }

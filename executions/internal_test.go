@@ -115,7 +115,10 @@ func TestFailedHousekeepingIsNotRepeatedAtEachSweep(t *testing.T) {
 // A handed-over lane was never free, and handovers may come a thousand times a second, so they request no sweep.
 func TestAHandoverWakesNoSweep(t *testing.T) {
 	t.Parallel()
-	for said, wakes := range map[string]int{"pipeline:prices": 1, "": 1, "pipeline:prices\trun/1\t1795234346428444\t1795234356428444": 0} {
+	for said, wakes := range map[string]int{
+		"pipeline:prices": 1, "": 1,
+		"pipeline:prices\trun/1\t1795234346428444\t1795234356428444": 0,
+	} {
 		e := &Engine{sweepRequests: make(chan struct{}, 1)}
 		e.onLaneFreed(said)
 		if len(e.sweepRequests) != wakes {
@@ -139,7 +142,10 @@ func TestFailedClaimsDoNotMultiply(t *testing.T) {
 		require.NoError(t, err)
 		defer pool.Close()
 		told := slog.New(slog.NewTextHandler(counter{&tries, "ready executions not claimed"}, nil))
-		c := newWorkerPool(&Engine{pool: pool, opts: Options{SweepEvery: time.Second, LeaseTTL: 30 * time.Second, Workers: 1}, log: told}, Background)
+		c := newWorkerPool(&Engine{
+			pool: pool, opts: Options{SweepEvery: time.Second, LeaseTTL: 30 * time.Second, Workers: 1},
+			log: told,
+		}, Background)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		c.run(ctx, ctx)

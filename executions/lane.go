@@ -64,7 +64,9 @@ func LaneWait(ctx context.Context, name string, patience time.Duration, opts ...
 	})
 }
 
-func acquireLane(ctx context.Context, name string, acquire func(r *run, ctx context.Context) (*lanes.Lease, error)) (*Hold, error) {
+func acquireLane(
+	ctx context.Context, name string, acquire func(r *run, ctx context.Context) (*lanes.Lease, error),
+) (*Hold, error) {
 	r, err := runFrom(ctx)
 	if err != nil {
 		return nil, err

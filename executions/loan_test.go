@@ -35,11 +35,13 @@ func relative(t *testing.T, pool *pgxpool.Pool, parent string) member {
 	t.Helper()
 	id := pgtest.Value[string](t, pool, `
 		insert into agent_executions (trace_id, surface, flow, parent_id, awaited, inherits)
-		values ($1, 'flow', 'flow', nullif($2, '')::uuid, $2 <> '', $2 <> '') returning id::text`, string(trace.New(trace.Flow)), parent)
+		values ($1, 'flow', 'flow', nullif($2, '')::uuid, $2 <> '', $2 <> '')
+		  returning id::text`, string(trace.New(trace.Flow)), parent)
 	return member{id, mustClaim(t, pool, id, newWorker(t, pool))}
 }
 
-const parkOnChild = `select lanekeeper.wait_agent_execution($1::uuid, $2, 'child ' || $3::text, 'agent', $3::text, '1 hour', null)`
+const parkOnChild = `select lanekeeper.wait_agent_execution($1::uuid, $2, 'child ' || $3::text, 'agent', $3::text,
+	'1 hour', null)`
 
 // ancestors makes a chain of executions: each waits for the next, the last one runs, and the first holds the lane.
 func ancestors(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []member {
@@ -55,7 +57,8 @@ func ancestors(t *testing.T, pool *pgxpool.Pool, lane string, depth int) []membe
 
 func tryAcquire(t *testing.T, db postgres.DB, lane string, who member) (acquired bool, token int64) {
 	t.Helper()
-	err := db.QueryRow(t.Context(), `select acquired, coalesce(fencing_token, 0) from lanekeeper.acquire_agent_execution_lock($1, $2)`, lane, who.owner()).
+	err := db.QueryRow(t.Context(), `select acquired, coalesce(fencing_token, 0)
+		from lanekeeper.acquire_agent_execution_lock($1, $2)`, lane, who.owner()).
 		Scan(&acquired, &token)
 	require.NoError(t, err)
 	return acquired, token
@@ -122,10 +125,12 @@ func TestALoanReturnsHoweverItEnds(t *testing.T) {
 	pool := pgtest.DB(t)
 	ends := map[string]func(t *testing.T, lane string, c member){
 		"finished": func(t *testing.T, _ string, c member) {
-			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
+			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`,
+				c.id, c.claim)
 		},
 		"failed": func(t *testing.T, _ string, c member) {
-			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'failed', '', null, 'no', null)`, c.id, c.claim)
+			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'failed', '', null, 'no', null)`,
+				c.id, c.claim)
 		},
 		"cancelled": func(t *testing.T, _ string, c member) {
 			pgtest.Exec(t, pool, `select cancel_agent_execution($1::uuid, 'somebody', 'why not')`, c.id)
@@ -149,7 +154,8 @@ func TestALoanReturnsHoweverItEnds(t *testing.T) {
 			prune(t, pool)
 		},
 		"waiting when its own parent's time is up": func(t *testing.T, lane string, c member) {
-			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, c.id, c.claim)
+			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, c.id,
+				c.claim)
 			wantHolder(t, pool, lane, c.id, true)
 			pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where waiting_key = $1`, c.id)
 			sweep(t, pool)
@@ -185,12 +191,15 @@ func TestAnyAncestorMayStopWaiting(t *testing.T) {
 		stop   string
 		holder int // -1: nobody
 	}{
-		"the first is cancelled":     {0, `select cancel_agent_execution($1::uuid, 'x', '')`, -1},
-		"the second is cancelled":    {1, `select cancel_agent_execution($1::uuid, 'x', '')`, 0},
-		"the third is cancelled":     {2, `select cancel_agent_execution($1::uuid, 'x', '')`, 1},
-		"the first fails":            {0, `update agent_executions set status = 'failed', claim = claim + 1 where id = $1::uuid`, -1},
-		"the second fails":           {1, `update agent_executions set status = 'failed', claim = claim + 1 where id = $1::uuid`, 0},
-		"the third ends in timeout":  {2, `update agent_executions set status = 'timeout', claim = claim + 1 where id = $1::uuid`, 1},
+		"the first is cancelled":  {0, `select cancel_agent_execution($1::uuid, 'x', '')`, -1},
+		"the second is cancelled": {1, `select cancel_agent_execution($1::uuid, 'x', '')`, 0},
+		"the third is cancelled":  {2, `select cancel_agent_execution($1::uuid, 'x', '')`, 1},
+		"the first fails": {0, `update agent_executions set status = 'failed', claim = claim + 1
+			where id = $1::uuid`, -1},
+		"the second fails": {1, `update agent_executions set status = 'failed', claim = claim + 1
+			where id = $1::uuid`, 0},
+		"the third ends in timeout": {2, `update agent_executions set status = 'timeout', claim = claim + 1
+			where id = $1::uuid`, 1},
 		"the first waits no longer":  {0, resumes, 0},
 		"the second waits no longer": {1, resumes, 1},
 		"the third waits no longer":  {2, resumes, 2},
@@ -262,7 +271,8 @@ func TestABorrowerIsClaimedAgain(t *testing.T) {
 			}
 			wantStale(t, pool, lane, old)
 			wantHolder(t, pool, lane, last.id, false)
-			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, last.id, last.claim)
+			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`,
+				last.id, last.claim)
 			wantHolder(t, pool, lane, all[1].id, true)
 		})
 	}
@@ -283,7 +293,8 @@ func TestAThreadReturnsToAChangedOwner(t *testing.T) {
 			return err
 		},
 		"ends": func(tx postgres.DB, p, _ member) error {
-			_, err := tx.Exec(context.Background(), `select lanekeeper.complete_agent_execution($1::uuid, $2, 'failed', '', null, 'x', null)`, p.id, p.claim)
+			_, err := tx.Exec(context.Background(), `select lanekeeper.complete_agent_execution($1::uuid, $2, 'failed', '', null,
+				'x', null)`, p.id, p.claim)
 			return err
 		},
 	}
@@ -316,7 +327,8 @@ func TestAThreadReturnsToAChangedOwner(t *testing.T) {
 					return
 				}
 				wantHolder(t, pool, lane, p.id, x.Status == executions.Waiting)
-				if got, want := pgtest.Value[string](t, pool, `select locked_by from agent_locks where lane = $1`, lane), fmt.Sprint(p.id, "#", x.Claim); got != want {
+				if got, want := pgtest.Value[string](t, pool, `select locked_by from agent_locks where lane = $1`, lane),
+					fmt.Sprint(p.id, "#", x.Claim); got != want {
 					t.Errorf("held by %s, want %s", got, want)
 				}
 			})
@@ -335,8 +347,10 @@ func TestAThreadReturnsToABusyOwner(t *testing.T) {
 	mustAcquire(t, pool, lane, c)
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_executions where id = $1::uuid for update`, p.id)
-	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`, c.id, c.claim)
-	pgtest.Exec(t, tx, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id, p.claim)
+	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`,
+		c.id, c.claim)
+	pgtest.Exec(t, tx, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'x', 'event', 'x', '1 hour', null)`, p.id,
+		p.claim)
 	commit(t, tx)
 	wantHolder(t, pool, lane, p.id, true)
 }
@@ -397,7 +411,10 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 		_, err := executions.Cancel(t.Context(), pool, p.id, "x", "")
 		return err
 	})
-	pgtest.Eventually(t, timeout, func() bool { return pgtest.Value[int](t, pool, `select count(*) from agent_cancel_requests`) == 2 }, "the cancel is requested")
+	pgtest.Eventually(t, timeout, func() bool {
+		return pgtest.Value[int](t, pool, `select count(*)
+		from agent_cancel_requests`) == 2
+	}, "the cancel is requested")
 	pgtest.Exec(t, tx, `select lanekeeper.send_agent_message('t1', $1::uuid, $2, 'hola')`, c.id, c.claim)
 	commit(t, tx)
 	require.NoError(t, group.Wait())
@@ -431,7 +448,8 @@ func TestAThreadIsLentOnlyToTheAwaitedChild(t *testing.T) {
 		lent, other := relative(t, pool, p.id), relative(t, pool, p.id)
 		token := mustAcquire(t, pool, "thread:"+thread, lent)
 		wantLoans(t, pool, "thread:"+thread, 1)
-		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', $3, $4, '1 hour', null)`, p.id, p.claim, c.kind, c.key(lent, other))
+		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', $3, $4, '1 hour', null)`, p.id,
+			p.claim, c.kind, c.key(lent, other))
 		if c.kept {
 			wantHolder(t, pool, "thread:"+thread, lent.id, false)
 			wantLoans(t, pool, "thread:"+thread, 1)
@@ -454,7 +472,8 @@ func TestAThreadStaysWithAReleasedRun(t *testing.T) {
 	pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim($1::uuid, $2)`, p.id, p.claim)
 	wantHolder(t, pool, loanLane, "", false)
 	wantStale(t, pool, "thread:t1", old)
-	if !pgtest.Value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t1', $1::uuid, $2, 'me first')`, other.id, other.claim) {
+	if !pgtest.Value[bool](t, pool, `select queued from lanekeeper.send_agent_message('t1', $1::uuid, $2, 'me first')`,
+		other.id, other.claim) {
 		t.Error("another conversation slips in")
 	}
 	p.claim = mustClaim(t, pool, p.id, newWorker(t, pool))
@@ -472,7 +491,8 @@ func TestASweptLaneLeavesNoLoan(t *testing.T) {
 		prune(t, pool)
 	}
 	wantLoans(t, pool, "pipeline:p", 0)
-	if !pgtest.Value[bool](t, pool, `select try_acquire_agent_lock('pipeline:p', 'outsider') and release_agent_lock('pipeline:p', 'outsider')`) {
+	if !pgtest.Value[bool](t, pool, `select try_acquire_agent_lock('pipeline:p', 'outsider')
+		and release_agent_lock('pipeline:p', 'outsider')`) {
 		t.Error("the lane is not free")
 	}
 	wantHolder(t, pool, "pipeline:p", "", false)
@@ -639,7 +659,8 @@ func TestNoStepStartsAfterALaneWasLost(t *testing.T) {
 			return ends(nil, stopped)
 		}), func(o *executions.Options) { renewing(t, o) })
 		x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
-		if err != nil || called != c.goOn || errors.Is(stopped, lanes.ErrLost) == c.goOn || (x.Status == executions.Completed) != c.goOn {
+		if err != nil || called != c.goOn || errors.Is(stopped, lanes.ErrLost) == c.goOn ||
+			(x.Status == executions.Completed) != c.goOn {
 			t.Errorf("%s: the step was called %t, with %v; the run is %s, %v", name, called, stopped, x.Status, err)
 		}
 		p.stop()

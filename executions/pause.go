@@ -92,7 +92,8 @@ func CurrentPause(ctx context.Context, db postgres.DB) (Pause, error) {
 func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
 	got := PauseChange{Pause: Pause{Paused: true}}
 	err := db.QueryRow(ctx, `
-		select changed, paused_at, paused_by, reason, trace_id, coalesce(activity_id::text, '') from pause_agent(@reason, @by)`,
+		select changed, paused_at, paused_by, reason, trace_id, coalesce(activity_id::text, '')
+		  from pause_agent(@reason, @by)`,
 		postgres.Strict{"reason": reason, "by": by}).
 		Scan(&got.Changed, &got.PausedAt, &got.PausedBy, &got.Reason, &got.TraceID, &got.ActivityID)
 	if err != nil {
@@ -106,7 +107,8 @@ func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChan
 func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
 	var got PauseChange
 	err := db.QueryRow(ctx, `
-		select changed, paused_at, paused_by, reason, resumed_at, trace_id, coalesce(activity_id::text, '') from resume_agent(@by, @reason)`,
+		select changed, paused_at, paused_by, reason, resumed_at, trace_id, coalesce(activity_id::text, '')
+		  from resume_agent(@by, @reason)`,
 		postgres.Strict{"reason": reason, "by": by}).
 		Scan(&got.Changed, &got.PausedAt, &got.PausedBy, &got.Reason, &got.ResumedAt, &got.TraceID, &got.ActivityID)
 	if err != nil {
@@ -135,12 +137,14 @@ func skipTick(ctx context.Context, tx pgx.Tx, s Schedule, due time.Time, p Pause
 		return err
 	}
 	_, err = RecordSkipped(ctx, tx, Spec{
-		Flow: s.Flow, Surface: s.Surface, Agent: s.Agent, Input: map[string]any{"schedule": s.Name, "scheduled_for": due.UTC()},
+		Flow: s.Flow, Surface: s.Surface, Agent: s.Agent,
+		Input: map[string]any{"schedule": s.Name, "scheduled_for": due.UTC()},
 	}, p)
 	if err != nil {
 		return err
 	}
-	_, err = tx.Exec(ctx, `update agent_schedules set next_run_at = @next, updated_at = clock_timestamp() where name = @name`,
+	_, err = tx.Exec(ctx, `update agent_schedules set next_run_at = @next, updated_at = clock_timestamp()
+		where name = @name`,
 		postgres.Strict{"next": next, "name": s.Name})
 	return err
 }

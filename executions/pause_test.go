@@ -78,7 +78,8 @@ func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 		require.NoError(t, err)
 		until(t, pool, x.ID, executions.Completed)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'pending' and claim = 0`); n != len(held) {
+	if n := pgtest.Value[int](t, pool,
+		`select count(*) from agent_executions where status = 'pending' and claim = 0`); n != len(held) {
 		t.Fatalf("%d of %d are as they were", n, len(held))
 	}
 	require.NoError(t, p.Sweep(t.Context()))
@@ -116,7 +117,8 @@ func TestAPausedRunStopsBeforeItsNextStepAndContinuesLater(t *testing.T) {
 			got := get(t, pool, id)
 			points, err := executions.Checkpoints(t.Context(), pool, id)
 			if got.Status != executions.Running || got.Attempt != 0 || err != nil || len(points) != 1 || counts[1].Load() != 0 {
-				t.Fatalf("status %s, attempt %d, recorded %v, %v; the second step ran %d times", got.Status, got.Attempt, points, err, counts[1].Load())
+				t.Fatalf("status %s, attempt %d, recorded %v, %v; the second step ran %d times", got.Status, got.Attempt, points,
+					err, counts[1].Load())
 			}
 			resume(t, pool)
 			until(t, pool, id, executions.Completed)
@@ -179,7 +181,8 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 	for range 5 {
 		pgtest.Exec(t, pool, `delete from agent_executions`)
 		pgtest.Exec(t, pool, `
-			insert into agent_executions (trace_id, surface, flow) select lanekeeper.agent_trace_id('fl'), 'flow', 'flow' from generate_series(1, 200)`)
+			insert into agent_executions (trace_id, surface, flow) select lanekeeper.agent_trace_id('fl'), 'flow', 'flow'
+			  from generate_series(1, 200)`)
 		stop := make(chan struct{})
 		halt := sync.OnceFunc(func() { close(stop) })
 		group, ctx := errgroup.WithContext(t.Context())
@@ -216,7 +219,9 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 func TestTwoPausesAtOnceAreOne(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	several := func(fn func(ctx context.Context) (executions.PauseChange, error)) (changed int, all []executions.PauseChange) {
+	several := func(fn func(ctx context.Context) (executions.PauseChange, error)) (changed int,
+		all []executions.PauseChange,
+	) {
 		var mu sync.Mutex
 		group, ctx := errgroup.WithContext(t.Context())
 		for range 6 {
@@ -249,7 +254,8 @@ func TestTwoPausesAtOnceAreOne(t *testing.T) {
 		t.Errorf("%d resumed it", n)
 	}
 	rows := pgtest.Value[string](t, pool, `
-		select string_agg(skill_name || ' ' || agent || ' ' || purpose, ', ' order by id) from agent_activity where skill_name in ('pause_agent', 'resume_agent')`)
+		select string_agg(skill_name || ' ' || agent || ' ' || purpose, ', ' order by id) from agent_activity
+		  where skill_name in ('pause_agent', 'resume_agent')`)
 	if rows != "pause_agent ana why, resume_agent ana " {
 		t.Errorf("recorded: %s", rows)
 	}
@@ -343,7 +349,10 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, nil)
-	err := p.PutSchedule(t.Context(), executions.Schedule{Name: "beat", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "*/30 * * * *"})
+	err := p.PutSchedule(t.Context(), executions.Schedule{
+		Name: "beat", Flow: "heartbeat", Surface: trace.Heartbeat,
+		Cron: "*/30 * * * *",
+	})
 	require.NoError(t, err)
 	due := func() {
 		pgtest.Exec(t, pool, `update agent_schedules set next_run_at = clock_timestamp() - interval '3 hours'`)
@@ -356,9 +365,11 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 		}
 	}
 	said := pgtest.Value[string](t, pool, `
-		select count(*) || ' ' || count(distinct trace_id) || ' ' || min(left(trace_id, 3)) || ' ' || min(surface) || ' ' || min(output #>> '{}')
+		select count(*) || ' ' || count(distinct trace_id) || ' ' || min(left(trace_id,
+		  3)) || ' ' || min(surface) || ' ' || min(output #>> '{}')
 		  from agent_activity where skill_name = 'heartbeat' and status = 'skipped' and input ->> 'schedule' = 'beat'`)
-	if !strings.HasPrefix(said, "2 2 hb_ heartbeat autonomous work is paused since ") || !strings.HasSuffix(said, "by ana: "+was.Reason) {
+	if !strings.HasPrefix(said, "2 2 hb_ heartbeat autonomous work is paused since ") ||
+		!strings.HasSuffix(said, "by ana: "+was.Reason) {
 		t.Errorf("recorded: %s", said)
 	}
 	resume(t, pool)
@@ -406,7 +417,8 @@ func TestExternalWorkersGetNoLockDuringAPause(t *testing.T) {
 	require.NoError(t, err)
 	pause(t, pool)
 	var refused *executions.RunError
-	if _, err := p.LockRun(t.Context(), waiting, "worker 2", time.Minute); !errors.Is(err, executions.ErrPaused) || !errors.As(err, &refused) ||
+	if _, err := p.LockRun(t.Context(), waiting, "worker 2", time.Minute); !errors.Is(err, executions.ErrPaused) ||
+		!errors.As(err, &refused) ||
 		!strings.Contains(refused.Detail, "by ana: prices look wrong") {
 		t.Errorf("lock: %v", err)
 	}
@@ -439,7 +451,8 @@ func TestArrivalsDuringAPauseAreKept(t *testing.T) {
 	until(t, pool, timer, executions.Waiting)
 	pause(t, pool)
 	pgtest.Eventually(t, timeout, p.Paused, "the process knows")
-	pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`, postgres.Strict{"id": timer})
+	pgtest.Exec(t, pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`,
+		postgres.Strict{"id": timer})
 	require.NoError(t, p.Sweep(t.Context()))
 	_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "order 7", nil, "")
 	require.NoError(t, err)
@@ -465,8 +478,10 @@ func TestAPauseNamesItsReasonAndAuthor(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, sql := range map[string]string{
-		"no reason": `select pause_agent(null)`, "a blank one": `select pause_agent(E' \n')`, "a long one": `select pause_agent(repeat('x', 1001))`,
-		"a control character": `select pause_agent(E'a\x07')`, "nobody": `select pause_agent('why', '')`, "nobody resumes": `select resume_agent(' ')`,
+		"no reason": `select pause_agent(null)`, "a blank one": `select pause_agent(E' \n')`,
+		"a long one":          `select pause_agent(repeat('x', 1001))`,
+		"a control character": `select pause_agent(E'a\x07')`, "nobody": `select pause_agent('why', '')`,
+		"nobody resumes": `select resume_agent(' ')`,
 	} {
 		if _, err := pool.Exec(t.Context(), sql); !postgres.IsCode(err, "22023") {
 			t.Errorf("%s: %v", name, err)

@@ -61,7 +61,8 @@ func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (bool, T, er
 		return true, value, failure
 	}
 	if err := json.Unmarshal(checkpoint.Output, &value); err != nil {
-		return true, value, r.failChanged(s.key, fmt.Errorf("step %s: its record does not fit %s (%w): %w", s.key, reflect.TypeFor[T](), err, ErrChanged))
+		return true, value, r.failChanged(s.key, fmt.Errorf("step %s: its record does not fit %s (%w): %w", s.key,
+			reflect.TypeFor[T](), err, ErrChanged))
 	}
 	r.setFailedStep("")
 	return true, value, nil
@@ -127,7 +128,9 @@ func (r *run) untilRunEnds(ctx context.Context) (context.Context, func()) {
 
 // recordResult records how a step ended, and returns what every later run gets: the value or the error. A value that
 // cannot be stored becomes an error.
-func recordResult[T any](ctx context.Context, r *run, s stepSpec, effect *Effect, value T, failure *StepError) (T, error) {
+func recordResult[T any](
+	ctx context.Context, r *run, s stepSpec, effect *Effect, value T, failure *StepError,
+) (T, error) {
 	var zero T
 	var stored any = value
 	if failure != nil {
@@ -141,13 +144,18 @@ func recordResult[T any](ctx context.Context, r *run, s stepSpec, effect *Effect
 		}
 	}
 	if r.canDefer(s, effect, output) {
-		err = r.deferCheckpoint(ctx, &deferredCheckpoint{s: s, effect: effect, value: value, output: output, failure: failure})
+		err = r.deferCheckpoint(ctx, &deferredCheckpoint{
+			s: s, effect: effect, value: value,
+			output: output, failure: failure,
+		})
 	} else {
 		err = r.flushAndRecord(ctx, s, effect, value, output, failure)
 	}
 	switch code := postgres.Code(err); {
-	case failure == nil && (strings.HasPrefix(code, "22") || strings.HasPrefix(code, "54")): // a number, or a size, beyond jsonb
-		return recordResult(ctx, r, s, effect, zero, &StepError{Step: s.key, Class: "result", Message: "the result cannot be stored: " + err.Error()})
+	// a number, or a size, beyond jsonb
+	case failure == nil && (strings.HasPrefix(code, "22") || strings.HasPrefix(code, "54")):
+		return recordResult(ctx, r, s, effect, zero,
+			&StepError{Step: s.key, Class: "result", Message: "the result cannot be stored: " + err.Error()})
 	case err != nil:
 		return zero, err
 	case failure != nil:
@@ -161,7 +169,9 @@ func recordResult[T any](ctx context.Context, r *run, s stepSpec, effect *Effect
 }
 
 // flushAndRecord writes the result of a step after the deferred checkpoint.
-func (r *run) flushAndRecord(ctx context.Context, s stepSpec, effect *Effect, value any, output json.RawMessage, failure *StepError) error {
+func (r *run) flushAndRecord(
+	ctx context.Context, s stepSpec, effect *Effect, value any, output json.RawMessage, failure *StepError,
+) error {
 	if err := r.flushDeferred(ctx); err != nil {
 		return err
 	}
@@ -170,7 +180,9 @@ func (r *run) flushAndRecord(ctx context.Context, s stepSpec, effect *Effect, va
 
 // recordStep writes the checkpoint of a step and closes its activity row in one commit. It also runs after a stop:
 // the database knows whether the claim is still live.
-func (r *run) recordStep(ctx context.Context, s stepSpec, effect *Effect, value any, output json.RawMessage, failure *StepError) error {
+func (r *run) recordStep(
+	ctx context.Context, s stepSpec, effect *Effect, value any, output json.RawMessage, failure *StepError,
+) error {
 	out := activity.Outcome{Status: activity.Success, Output: value}
 	if effect != nil {
 		out = effect.outcome(value)
@@ -212,7 +224,10 @@ func (r *run) recordStep(ctx context.Context, s stepSpec, effect *Effect, value 
 }
 
 // writeResult commits a result, with retries until a deadline. A step without an activity row shares a batch.
-func (r *run) writeResult(ctx context.Context, until time.Time, s stepSpec, effect *Effect, out activity.Outcome, output json.RawMessage, failed bool) error {
+func (r *run) writeResult(
+	ctx context.Context, until time.Time, s stepSpec, effect *Effect, out activity.Outcome,
+	output json.RawMessage, failed bool,
+) error {
 	if s.entry == nil && (effect == nil || effect.OnResult == nil) {
 		return r.writeCheckpoint(ctx, until, s, output, failed)
 	}
@@ -261,10 +276,15 @@ func (r *run) writeLost(ctx context.Context, s stepSpec, err error, out activity
 	var late bool
 	failure := r.e.pool.QueryRow(ctx, `
 		select x.claim <> @claim and x.wait_number = @waits and not case when @opening
-		         then exists (select from agent_activity a where a.execution_id = x.id and a.claim = @claim and a.step = @step)
-		         else exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = @claim and c.step = @step) end
+		         then exists (select from agent_activity a where a.execution_id = x.id and a.claim = @claim
+		           and a.step = @step)
+		         else exists (select from agent_checkpoints c where c.execution_id = x.id and c.claim = @claim
+		           and c.step = @step) end
 		  from agent_executions x where x.id = @id`,
-		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "waits": r.exec.WaitNumber, "step": s.key, "opening": out.Status == activity.Running}).Scan(&late)
+		postgres.Strict{
+			"id": r.exec.ID, "claim": r.exec.Claim, "waits": r.exec.WaitNumber, "step": s.key,
+			"opening": out.Status == activity.Running,
+		}).Scan(&late)
 	if failure != nil {
 		r.e.log.WarnContext(ctx, "outcome of a write unknown", "step", s.key, "error", errors.Join(err, failure))
 		return false
@@ -286,7 +306,10 @@ func (r *run) abandon(ctx context.Context, s stepSpec, effect *Effect, cause err
 
 // queueCheckpoint queues the checkpoint of a step.
 func (r *run) queueCheckpoint(b *pgx.Batch, s stepSpec, output json.RawMessage, failed bool) {
-	(&checkpointWrite{id: r.exec.ID, step: s.key, fingerprint: s.fingerprint, claim: r.exec.Claim, failed: failed, output: output}).queue(b)
+	(&checkpointWrite{
+		id: r.exec.ID, step: s.key, fingerprint: s.fingerprint, claim: r.exec.Claim, failed: failed,
+		output: output,
+	}).queue(b)
 }
 
 // setFailedStep stores the step that failed last; empty after a success.
@@ -309,14 +332,20 @@ const maxUSD = 1e8
 func (e *Effect) validateCost() error {
 	if cost := e.CostUSD; !(math.Abs(cost) < maxUSD) {
 		e.CostUSD = 0
-		return &StepError{Class: "result", Message: fmt.Sprintf("the call reported a cost of %v USD, which cannot be recorded", cost)}
+		return &StepError{
+			Class:   "result",
+			Message: fmt.Sprintf("the call reported a cost of %v USD, which cannot be recorded", cost),
+		}
 	}
 	return nil
 }
 
 // outcome is the content of the activity row.
 func (e *Effect) outcome(value any) activity.Outcome {
-	out := activity.Outcome{Status: e.Status, Output: e.Output, Usage: e.Usage, CostUSD: e.CostUSD, Model: e.Model, LedTo: e.LedTo}
+	out := activity.Outcome{
+		Status: e.Status, Output: e.Output, Usage: e.Usage, CostUSD: e.CostUSD,
+		Model: e.Model, LedTo: e.LedTo,
+	}
 	if out.Output == nil {
 		out.Output = value
 	}
@@ -327,7 +356,9 @@ func (e *Effect) outcome(value any) activity.Outcome {
 }
 
 // recoverPanic turns a panic in a step into its error.
-func recoverPanic[T any](ctx context.Context, effect *Effect, fn func(context.Context, *Effect) (T, error)) (value T, err error) {
+func recoverPanic[T any](
+	ctx context.Context, effect *Effect, fn func(context.Context, *Effect) (T, error),
+) (value T, err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			err = &StepError{Class: "panic", Message: fmt.Sprintf("panic: %v", p)}

@@ -100,7 +100,8 @@ func (e *Engine) Replay(ctx context.Context, id string) (Replayed, error) {
 
 // waitingStep reads the step in which an execution waits.
 func waitingStep(ctx context.Context, db postgres.DB, id string) (step *string, err error) {
-	err = db.QueryRow(ctx, `select waiting_step from agent_executions where id = @id`, postgres.Strict{"id": id}).Scan(&step)
+	err = db.QueryRow(ctx, `select waiting_step from agent_executions where id = @id`,
+		postgres.Strict{"id": id}).Scan(&step)
 	if err != nil {
 		return nil, fmt.Errorf("read execution %s: %w", id, err)
 	}
@@ -109,7 +110,9 @@ func waitingStep(ctx context.Context, db postgres.DB, id string) (step *string, 
 
 // replayCheckpoints replays a record. Lane answers are not recorded: the replay first tries "free", and "busy" after
 // a divergence.
-func (e *Engine) replayCheckpoints(ctx context.Context, x Execution, checkpoints []Checkpoint, waitingStep *string) (Replayed, error) {
+func (e *Engine) replayCheckpoints(
+	ctx context.Context, x Execution, checkpoints []Checkpoint, waitingStep *string,
+) (Replayed, error) {
 	flow, err := e.flow(ctx, x.Flow)
 	switch {
 	case err != nil:
@@ -166,7 +169,8 @@ func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, record 
 	defer cancel(nil)
 	r := &run{
 		e: e, exec: x, ctx: ctx, cancel: cancel, replay: record,
-		occurrences: map[string]int{}, latestStep: map[string]int{}, checkpoints: record.checkpoints, interrupted: map[string]bool{},
+		occurrences: map[string]int{}, latestStep: map[string]int{}, checkpoints: record.checkpoints,
+		interrupted: map[string]bool{},
 	}
 	sealed, seal := postgres.Sealed(r.flowContext(ctx))
 	result, err := r.callFlow(sealed, flow)
@@ -177,7 +181,8 @@ func (e *Engine) replayOnce(ctx context.Context, x Execution, flow Func, record 
 	if cause := r.stopCause(); errors.Is(cause, ErrChanged) {
 		got.changed = cause.Error()
 	}
-	if step, of := errors.AsType[*StepError](err); err != nil && record.divergence == nil && record.endedAt == "" && !seal.Tried() && (!of || step.Step == "") {
+	if step, of := errors.AsType[*StepError](err); err != nil && record.divergence == nil && record.endedAt == "" &&
+		!seal.Tried() && (!of || step.Step == "") {
 		got.failure = err.Error()
 	}
 	status, end := r.compareEnd(x, record, result, err, seal.Tried())
@@ -214,7 +219,8 @@ func (r *run) compareEnd(x Execution, record *replayRecord, result Result, err e
 	case record.divergence != nil:
 		return "", endState{}
 	case queried:
-		record.diverge(r.lastStep(record), DivergedDatabase, "the code queries the database outside a step, so the record does not determine what it does")
+		record.diverge(r.lastStep(record), DivergedDatabase, "the code queries the database outside a step, so the record "+
+			"does not determine what it does")
 		return "", endState{}
 	case record.endedAt != "":
 		record.divergeUnreached("")
@@ -253,9 +259,11 @@ func (r *run) compareEnd(x Execution, record *replayRecord, result Result, err e
 	case record.openEnded:
 		record.diverge(*record.waitingStep, DivergedResult, fmt.Sprintf("the code ends as %s where the record waits", status))
 	case status != x.Status:
-		record.diverge(r.lastStep(record), DivergedResult, fmt.Sprintf("the code ends as %s, the record as %s%s", status, x.Status, errorSuffix(end.Error)))
+		record.diverge(r.lastStep(record), DivergedResult, fmt.Sprintf("the code ends as %s, the record as %s%s", status,
+			x.Status, errorSuffix(end.Error)))
 	default:
-		record.diverge(r.lastStep(record), DivergedResult, fmt.Sprintf("the code ends with %s, the record with %s", truncated(end), truncated(recorded)))
+		record.diverge(r.lastStep(record), DivergedResult, fmt.Sprintf("the code ends with %s, the record with %s",
+			truncated(end), truncated(recorded)))
 	}
 	return status, end
 }
@@ -301,7 +309,8 @@ func digest(checkpoints []Checkpoint, counts func(Checkpoint) bool, status strin
 		}
 		sum.Write(append(text, '\n'))
 	}
-	sorted := slices.SortedFunc(slices.Values(checkpoints), func(a, b Checkpoint) int { return strings.Compare(a.Step, b.Step) })
+	sorted := slices.SortedFunc(slices.Values(checkpoints),
+		func(a, b Checkpoint) int { return strings.Compare(a.Step, b.Step) })
 	for _, c := range sorted {
 		if counts(c) {
 			write([]any{c.Step, c.Failed, c.Fingerprint, comparableJSON(c.Output)})

@@ -164,9 +164,11 @@ func (p *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 				return context.Cause(ctx) // another branch ended this one
 			}
 			if recorded {
-				return p.stopDiverged(r, s.key, DivergedOrder, fmt.Sprintf("the code reaches it before step %q, which was recorded earlier", earlier.Step))
+				return p.stopDiverged(r, s.key, DivergedOrder,
+					fmt.Sprintf("the code reaches it before step %q, which was recorded earlier", earlier.Step))
 			}
-			return p.stopDiverged(r, s.key, DivergedUnrecorded, fmt.Sprintf("the record has no such step; it has step %q there", earlier.Step))
+			return p.stopDiverged(r, s.key, DivergedUnrecorded,
+				fmt.Sprintf("the record has no such step; it has step %q there", earlier.Step))
 		}
 	}
 	if recorded {
@@ -229,7 +231,8 @@ func (p *replayRecord) hasOtherBranches(scope string) bool {
 
 // beyondRecord is called for a step that the record does not have: its end, or a new step.
 func (p *replayRecord) beyondRecord(r *run, key string) error {
-	if !p.openEnded || p.waitingStep != nil && *p.waitingStep != key && !strings.HasPrefix(*p.waitingStep, gatePrefix(key)) &&
+	if !p.openEnded || p.waitingStep != nil && *p.waitingStep != key &&
+		!strings.HasPrefix(*p.waitingStep, gatePrefix(key)) &&
 		!strings.HasPrefix(*p.waitingStep, key+"/") {
 		return p.stopDiverged(r, key, DivergedUnrecorded, "the record has no such step; the code is different")
 	}
@@ -345,7 +348,9 @@ func (p *replayRecord) reachNested(key string) {
 }
 
 // callUnderWay calls the function of a step under way. Its result is beyond the record.
-func callUnderWay[T any](ctx context.Context, r *run, s stepSpec, fn func(ctx context.Context, effect *Effect) (T, error)) error {
+func callUnderWay[T any](
+	ctx context.Context, r *run, s stepSpec, fn func(ctx context.Context, effect *Effect) (T, error),
+) error {
 	_, err := recoverPanic(stepScope(ctx, s), &Effect{Key: r.idempotencyKey(s.key)}, fn)
 	if stopErr := r.stopCause(); stopErr != nil {
 		return stopErr

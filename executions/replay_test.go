@@ -48,7 +48,8 @@ func TestAReplayHasNoEffects(t *testing.T) {
 		if err != nil {
 			return executions.Result{}, err
 		}
-		_, err = executions.Do(hold.Context(), "call", executions.Call{Entry: activity.Entry{Skill: "call"}, Idempotent: true},
+		_, err = executions.Do(hold.Context(), "call",
+			executions.Call{Entry: activity.Entry{Skill: "call"}, Idempotent: true},
 			func(ctx context.Context, _ *executions.Effect) (float64, error) { return act(ctx) })
 		if err != nil {
 			return executions.Result{}, err
@@ -70,7 +71,11 @@ func TestAReplayHasNoEffects(t *testing.T) {
 		_, err = executions.Wait(ctx, "pause", executions.Delay(time.Millisecond))
 		return executions.Result{Summary: "done", Value: map[string]any{"n": n, "half": 0.50}}, err
 	}), func(*executions.Options) {})
-	require.NoError(t, p.Register("flow2", func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil }))
+	require.NoError(t, p.Register("flow2", func(context.Context, json.RawMessage) (executions.Result,
+		error,
+	) {
+		return executions.Result{}, nil
+	}))
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
 	before, all := dump(t, pool, id), done.Load()
@@ -81,7 +86,8 @@ func TestAReplayHasNoEffects(t *testing.T) {
 			t.Errorf("replay is %+v, %+v", got, got.Divergence)
 		}
 	}
-	if done.Load() != all || dump(t, pool, id) != before || pgtest.Value[int](t, pool, `select count(*) from agent_executions`) != executionsBefore {
+	if done.Load() != all || dump(t, pool, id) != before ||
+		pgtest.Value[int](t, pool, `select count(*) from agent_executions`) != executionsBefore {
 		t.Error("the replay did something")
 	}
 	if pgtest.Value[bool](t, pool, `select is_agent_lock_held('lane:x')`) {
@@ -320,8 +326,10 @@ func FuzzTextOfARun(f *testing.F) {
 	})
 	require.NoError(f, err)
 	for _, s := range []string{
-		"", "a", "\x00", `"\u0000"`, `"\ud800"`, `["\udc00\ud800", "\ud83d\ude00"]`, "\xff", "\xed\xa0\x80", `1e400`, `{"a\u0000": 1, "a\ufffd": 2}`, `{"\ud800": "\uD800"}`,
-		`-0.0`, `1E-7000`, strings.Repeat("[", 7000) + strings.Repeat("]", 7000), `"\\u0000"`, `"\\\u0000"`, `123456789012345678901234567890.5`, "\u2028",
+		"", "a", "\x00", `"\u0000"`, `"\ud800"`, `["\udc00\ud800", "\ud83d\ude00"]`, "\xff", "\xed\xa0\x80", `1e400`,
+		`{"a\u0000": 1, "a\ufffd": 2}`, `{"\ud800": "\uD800"}`,
+		`-0.0`, `1E-7000`, strings.Repeat("[", 7000) + strings.Repeat("]", 7000), `"\\u0000"`, `"\\\u0000"`,
+		`123456789012345678901234567890.5`, "\u2028",
 	} {
 		f.Add(s, s)
 	}

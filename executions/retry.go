@@ -216,7 +216,8 @@ func RetryTransient[T any](ctx context.Context, fn func(ctx context.Context) (T,
 			cancelled++
 		}
 		switch {
-		case err == nil, ctx.Err() != nil, !retryable(err), cancelled > maxCancelRetries, time.Now().After(deadline), r.stopCause() != nil:
+		case err == nil, ctx.Err() != nil, !retryable(err), cancelled > maxCancelRetries, time.Now().After(deadline),
+			r.stopCause() != nil:
 			return value, err
 		case r.startedSince(scopeOf(ctx), before): // a repeated fn would give its steps other keys
 			return value, err

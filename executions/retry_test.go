@@ -46,7 +46,8 @@ func TestAStartThatIsRolledBackLeavesNothing(t *testing.T) {
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if n := pgtest.Value[int](t, pool, `select (select count(*) from agent_executions) + (select count(*) from river.river_job)`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select (select count(*) from agent_executions) + (select count(*)
+		from river.river_job)`); n != 0 {
 		t.Errorf("%d rows are left", n)
 	}
 }
@@ -67,7 +68,8 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 		if err := activity.Close(t.Context(), pool, one, entry, activity.Outcome{Output: 1}); err != nil {
 			t.Error(err)
 		}
-		pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'pay', @claim) on conflict do nothing`,
+		pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'pay', @claim)
+			on conflict do nothing`,
 			postgres.Strict{"id": id, "claim": n})
 	}
 	if log := rows(t, pool, id); len(log) != 1 || log[0].Status != "success" {
@@ -89,7 +91,8 @@ func TestAnIdleTransactionEndedByTheServerIsRetried(t *testing.T) {
 			if err := tx.Conn().Close(ctx); err != nil {
 				return 0, err
 			}
-			return 0, &pgconn.PgError{Severity: "FATAL", Code: "25P03", Message: "terminating connection due to idle-in-transaction timeout"}
+			return 0, &pgconn.PgError{Severity: "FATAL", Code: "25P03", Message: "terminating connection due to " +
+				"idle-in-transaction timeout"}
 		}))
 	}))
 	id := p.begin(t, "flow")
@@ -183,7 +186,10 @@ func TestACancelledQueryIsRetried(t *testing.T) {
 func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	for lane, done := range map[string]bool{"objective:1": false, "thread:1": false, "objective:2": true, "thread:2": true} {
+	for lane, done := range map[string]bool{
+		"objective:1": false, "thread:1": false,
+		"objective:2": true, "thread:2": true,
+	} {
 		p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 			hold, err := executions.Lane(ctx, lane)
 			if err != nil {
@@ -193,15 +199,19 @@ func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
 			if err != nil {
 				return executions.Result{}, err
 			}
-			if _, err := tx.Exec(ctx, `select from agent_locks where lane = $1 for key share`, lane); err != nil { // a fenced write, which a release waits for
+			// a fenced write, which a release waits for
+			if _, err := tx.Exec(ctx, `select from agent_locks where lane = $1 for key share`, lane); err != nil {
 				return executions.Result{}, err
 			}
 			var broken errgroup.Group
 			broken.Go(func() error {
-				waits := `from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock' and query like '%lanekeeper.release_agent_lock(%' and pid <> pg_backend_pid()`
-				pgtest.Eventually(t, timeout, func() bool { return pgtest.Value[bool](t, pool, `select exists (select `+waits+`)`) }, "the release waits")
+				waits := `from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'
+					and query like '%lanekeeper.release_agent_lock(%' and pid <> pg_backend_pid()`
+				pgtest.Eventually(t, timeout,
+					func() bool { return pgtest.Value[bool](t, pool, `select exists (select `+waits+`)`) }, "the release waits")
 				if done {
-					pgtest.Exec(t, tx, `update agent_locks set locked_by = '', expires_at = '-infinity', fencing_token = fencing_token + 1, execution_id = null where lane = $1`, lane)
+					pgtest.Exec(t, tx, `update agent_locks set locked_by = '', expires_at = '-infinity',
+						fencing_token = fencing_token + 1, execution_id = null where lane = $1`, lane)
 				}
 				pgtest.Exec(t, pool, `select pg_terminate_backend(pid) `+waits)
 				return tx.Commit(context.WithoutCancel(ctx))
@@ -271,7 +281,8 @@ func TestEndTxSurvivesALostCommitAnswer(t *testing.T) {
 		return executions.Result{}, err
 	}), neverSweep)
 	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
-	if err != nil || x.Status != executions.Completed || x.ResultSummary != "seven" || string(x.Result) != "7" || x.Claim != 1 {
+	if err != nil || x.Status != executions.Completed || x.ResultSummary != "seven" ||
+		string(x.Result) != "7" || x.Claim != 1 {
 		t.Errorf("it ended as %s with %q, %s: %v", x.Status, x.ResultSummary, x.Result, err)
 	}
 	if lose.Load() || calls != 1 {
@@ -280,7 +291,8 @@ func TestEndTxSurvivesALostCommitAnswer(t *testing.T) {
 	if n := pgtest.Value[int](t, pool, `select count(*) from effects`); n != 1 {
 		t.Errorf("%d effects", n)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'completed ' || @id`, postgres.Strict{"id": x.ID}); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'completed ' || @id`,
+		postgres.Strict{"id": x.ID}); n != 1 {
 		t.Errorf("%d ends", n)
 	}
 }

@@ -211,7 +211,8 @@ func (e *Engine) WakeTx(ctx context.Context, tx pgx.Tx, ids ...string) error {
 func (e *Engine) LockClaim(ctx context.Context, id, lockID string) (int64, error) {
 	var claim *int64
 	err := e.pool.QueryRow(ctx, `
-		select (select x.claim from agent_executions x where x.id = @id and x.claim = agent_lock_claim(@id, @lock))`, postgres.Strict{"id": id, "lock": lockID}).Scan(&claim)
+		select (select x.claim from agent_executions x where x.id = @id
+		  and x.claim = agent_lock_claim(@id, @lock))`, postgres.Strict{"id": id, "lock": lockID}).Scan(&claim)
 	if err != nil {
 		return 0, fmt.Errorf("read lock of execution %s: %w", id, err)
 	}
@@ -232,7 +233,8 @@ func (e *Engine) listenLoop(ctx context.Context) {
 	defer stopFreed()
 	woken, stopWoken := e.opts.Listener.Subscribe("agent_wake") // from decisions made in SQL
 	defer stopWoken()
-	ready, stopReady := e.opts.Listener.Subscribe("agent_ready") // from a process without free workers, or a freed admission slot
+	// from a process without free workers, or a freed admission slot
+	ready, stopReady := e.opts.Listener.Subscribe("agent_ready")
 	defer stopReady()
 	for {
 		select {

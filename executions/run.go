@@ -39,8 +39,9 @@ type run struct {
 	completed         *completionResult         // set when a step has ended the run
 	returned          bool                      // the flow has returned: further steps are refused
 	failedStep        string
-	onCompleted       func(row *Execution) // receives the final row where it is known without a query; nil without a caller
-	replay            *replayRecord        // the record of a replay; nil in a real run
+	// receives the final row where it is known without a query; nil without a caller
+	onCompleted func(row *Execution)
+	replay      *replayRecord // the record of a replay; nil in a real run
 
 	recordMu   sync.Mutex  // held while a deferred checkpoint is written
 	deferTimer *time.Timer // flushes the deferred checkpoint; nil before the first one
@@ -101,7 +102,8 @@ func (r *run) stopCause() error {
 // executeSync runs an execution whose checkpoints are not loaded yet. It returns the final row where that is known
 // without a query.
 func (e *Engine) executeSync(ctx context.Context, x Execution, worker string) (completed *Execution, err error) {
-	err = e.execute(ctx, claimedExecution{Execution: x, onCompleted: func(row *Execution) { completed = row }}, worker, func() {})
+	err = e.execute(ctx, claimedExecution{Execution: x, onCompleted: func(row *Execution) { completed = row }}, worker,
+		func() {})
 	return completed, err
 }
 
@@ -113,7 +115,8 @@ func (e *Engine) execute(ctx context.Context, claim claimedExecution, worker str
 	claimed := claim.Execution
 	r := &run{
 		e: e, exec: claimed, worker: worker, startedAt: time.Now(), ctx: ctx, cancel: cancel,
-		occurrences: map[string]int{}, latestStep: map[string]int{}, checkpoints: claim.checkpoints, interrupted: claim.interrupted, onCompleted: claim.onCompleted,
+		occurrences: map[string]int{}, latestStep: map[string]int{}, checkpoints: claim.checkpoints,
+		interrupted: claim.interrupted, onCompleted: claim.onCompleted,
 	}
 	ctx = r.flowContext(ctx)
 	flow, err := e.flow(ctx, claimed.Flow)
@@ -163,7 +166,8 @@ func (r *run) releaseCancelledLanes(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
 	_, err := r.e.pool.Exec(ctx, `
-		select lanekeeper.release_agent_execution_locks(x.id) from agent_executions x where x.id = @id and x.completed_at is not null`,
+		select lanekeeper.release_agent_execution_locks(x.id) from agent_executions x where x.id = @id
+		  and x.completed_at is not null`,
 		postgres.Strict{"id": r.exec.ID})
 	if err != nil {
 		r.e.log.WarnContext(ctx, "lanes of a stopped run not released", "error", err)
@@ -251,7 +255,8 @@ func (e *Engine) removeRun(r *run) {
 func (r *run) callFlow(ctx context.Context, flow Func) (result Result, err error) {
 	defer func() {
 		if p := recover(); p != nil {
-			r.e.log.ErrorContext(ctx, "flow panicked", "flow", r.exec.Flow, "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+			r.e.log.ErrorContext(ctx, "flow panicked", "flow", r.exec.Flow, "panic", fmt.Sprint(p), "stack",
+				string(debug.Stack()))
 			err = &StepError{Class: "panic", Message: fmt.Sprintf("flow %s panicked: %v", r.exec.Flow, p)}
 		}
 	}()

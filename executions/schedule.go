@@ -38,7 +38,8 @@ func (e *Engine) PutSchedule(ctx context.Context, s Schedule) error {
 // PutSchedule is [Engine.PutSchedule] in the caller's transaction. Engines find the schedule at their next sweep.
 func PutSchedule(ctx context.Context, db postgres.DB, s Schedule) error {
 	if s.Name == "" || s.Flow == "" || s.Surface.Prefix() == "" {
-		return fmt.Errorf("schedule %s: name, flow and surface are required, got %q, %q and %q", s.Name, s.Name, s.Flow, s.Surface)
+		return fmt.Errorf("schedule %s: name, flow and surface are required, got %q, %q and %q", s.Name,
+			s.Name, s.Flow, s.Surface)
 	}
 	next, err := s.next(ctx, db)
 	if err != nil {
@@ -59,8 +60,9 @@ func PutSchedule(ctx context.Context, db postgres.DB, s Schedule) error {
 		       next_run_at = case when (x.cron, x.timezone) = (excluded.cron, excluded.timezone)
 		                          then x.next_run_at else excluded.next_run_at end`,
 		postgres.Strict{
-			"name": s.Name, "flow": s.Flow, "surface": string(s.Surface), "agent": s.Agent, "cron": s.Cron, "timezone": s.Timezone,
-			"input": input, "next": next,
+			"name": s.Name, "flow": s.Flow, "surface": string(s.Surface), "agent": s.Agent, "cron": s.Cron,
+			"timezone": s.Timezone,
+			"input":    input, "next": next,
 		})
 	if err != nil {
 		return fmt.Errorf("schedule %s: %w", s.Name, err)
@@ -70,7 +72,8 @@ func PutSchedule(ctx context.Context, db postgres.DB, s Schedule) error {
 
 // AssignSchedule changes the agent of a schedule, and reports whether the schedule exists.
 func AssignSchedule(ctx context.Context, db postgres.DB, name, agent string) (bool, error) {
-	tag, err := db.Exec(ctx, `update agent_schedules set agent = @agent, updated_at = clock_timestamp() where name = @name`,
+	tag, err := db.Exec(ctx,
+		`update agent_schedules set agent = @agent, updated_at = clock_timestamp() where name = @name`,
 		postgres.Strict{"name": name, "agent": agent})
 	if err != nil {
 		return false, fmt.Errorf("assign schedule %s: %w", name, err)
@@ -177,7 +180,8 @@ func (e *Engine) startScheduled(ctx context.Context, tx pgx.Tx, s Schedule, due 
 		return err
 	}
 	_, _, err = e.Start(ctx, tx, Spec{
-		Flow: s.Flow, Surface: s.Surface, Agent: s.Agent, Input: s.Input, DedupeKey: s.Name + " " + due.UTC().Format(time.RFC3339Nano),
+		Flow: s.Flow, Surface: s.Surface, Agent: s.Agent, Input: s.Input, DedupeKey: s.Name + " " +
+			due.UTC().Format(time.RFC3339Nano),
 	})
 	if err != nil {
 		return err

@@ -144,9 +144,11 @@ func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker, lockTi
 		return Execution{}, false, err
 	}
 	rows, err := db.Query(ctx, `
-		insert into agent_executions (trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue, priority, status,
+		insert into agent_executions (trace_id, surface, agent, flow, parent_id, awaited, inherits, thread_id, queue,
+		  priority, status,
 		       claimed_by, claim, started_at, input, dedupe_key, on_lost, max_attempts, progress_seconds)
-		select @trace_id, @surface, @agent, @flow, @parent_id, @awaited, @inherits, @thread_id, @queue, @priority, @status::text, @worker,
+		select @trace_id, @surface, @agent, @flow, @parent_id, @awaited, @inherits, @thread_id, @queue, @priority,
+		  @status::text, @worker,
 		       case when @status::text = 'running' then 1 else 0 end,
 		       case when @status::text = 'running' then clock_timestamp() end, @input, @dedupe_key,
 		       @on_lost, @max_attempts, @progress_seconds
@@ -195,7 +197,8 @@ func (s Spec) insertParams(claimedByCaller bool) (insertParams, error) {
 	if s.TraceID == "" {
 		o.TraceID = trace.New(s.Surface)
 	}
-	o.Agent, o.Queue, o.OnLost = cmp.Or(s.Agent, defaultAgent), cmp.Or(s.Queue, Background), cmp.Or(s.OnLost, defaultOnLost)
+	o.Agent, o.Queue, o.OnLost = cmp.Or(s.Agent, defaultAgent), cmp.Or(s.Queue, Background),
+		cmp.Or(s.OnLost, defaultOnLost)
 	o.Priority, o.MaxAttempts = cmp.Or(s.Priority, defaultPriority), cmp.Or(s.MaxAttempts, defaultMaxAttempts)
 	return o, nil
 }
@@ -293,12 +296,14 @@ func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batc
 	if err != nil {
 		return nil, err
 	}
-	args["worker"], args["places"], args["waited_for"] = worker, []int{reserved.background, reserved.interactive}, queued > 0
+	args["worker"], args["places"], args["waited_for"] = worker, []int{reserved.background, reserved.interactive},
+		queued > 0
 	args["skip"] = append(e.pools[Background].skippedFlows(), e.pools[Interactive].skippedFlows()...)
 	rows, err := e.pool.Query(ctx, `
 		select n, id::text, claimed, at, parent_id::text, on_lost, input,
 		       case when n = 1 and claimed and not @waited_for then set_config('synchronous_commit', 'off', true) end
-		  from lanekeeper.start_agent_executions(@traces, @surfaces, @flows, (@inputs::text[])::jsonb[], @options, @worker, @places, @skip)`, args)
+		  from lanekeeper.start_agent_executions(@traces, @surfaces, @flows, (@inputs::text[])::jsonb[], @options, @worker,
+		    @places, @skip)`, args)
 	if err != nil {
 		return nil, err
 	}
@@ -322,7 +327,8 @@ func (e *Engine) startBatch(ctx context.Context, inserts []insertParams) ([]batc
 			e.notifyReady(x.Queue, 1)
 			continue
 		}
-		reserved.start(claimedExecution{Execution: *x, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{}}, worker)
+		reserved.start(claimedExecution{Execution: *x, checkpoints: map[string]Checkpoint{}, interrupted: map[string]bool{}},
+			worker)
 	}
 	return answers, nil
 }
@@ -354,10 +360,12 @@ func (b *startedRow) execution(x *Execution, o *insertParams, worker string) {
 // startBatchArgs returns the arguments of start_agent_executions; null where all starts use the default.
 func startBatchArgs(batch []insertParams) (postgres.Strict, error) {
 	n := len(batch)
-	traces, surfaces, flows, inputs, options := make([]string, n), make([]string, n), make([]string, n), make([]string, n), make([]startOptions, n)
+	traces, surfaces, flows, inputs, options := make([]string, n), make([]string, n), make([]string, n), make([]string, n),
+		make([]startOptions, n)
 	for i := range batch {
 		o := &batch[i]
-		traces[i], surfaces[i], flows[i], inputs[i], options[i] = string(o.TraceID), string(o.Surface), o.Flow, string(o.input), o.options()
+		traces[i], surfaces[i], flows[i], inputs[i], options[i] = string(o.TraceID), string(o.Surface), o.Flow,
+			string(o.input), o.options()
 	}
 	args := postgres.Strict{"traces": traces, "surfaces": surfaces, "flows": flows, "inputs": nil, "options": nil}
 	if slices.ContainsFunc(inputs, func(input string) bool { return input != emptyInput }) {
@@ -390,8 +398,10 @@ type startOptions struct {
 
 func (o *insertParams) options() startOptions {
 	return startOptions{
-		Queued: !o.claimedByCaller, ParentID: o.ParentID, Awaited: o.Awaited, Inherits: o.Inherits, ThreadID: o.ThreadID, Progress: o.ProgressSeconds,
-		Queue: zeroIfDefault(o.Queue, Background), Agent: zeroIfDefault(o.Agent, defaultAgent), OnLost: zeroIfDefault(o.OnLost, defaultOnLost),
+		Queued: !o.claimedByCaller, ParentID: o.ParentID, Awaited: o.Awaited, Inherits: o.Inherits, ThreadID: o.ThreadID,
+		Progress: o.ProgressSeconds,
+		Queue:    zeroIfDefault(o.Queue, Background), Agent: zeroIfDefault(o.Agent, defaultAgent),
+		OnLost:   zeroIfDefault(o.OnLost, defaultOnLost),
 		Priority: zeroIfDefault(o.Priority, defaultPriority), MaxAttempts: zeroIfDefault(o.MaxAttempts, defaultMaxAttempts),
 	}
 }

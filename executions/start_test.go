@@ -28,7 +28,10 @@ func startSpecs(parent string) []executions.Spec {
 		{Flow: "flow", Surface: trace.Heartbeat, Input: json.RawMessage(`{"b":1.50,"a":[1e2,null,{}],  "b":"\u00e9<"}`)},
 		{Flow: "flow", Surface: trace.Operate, Input: []int{1, 2}, Queue: executions.Interactive, Priority: 4},
 		{Flow: "flow", Surface: trace.Flow, Input: struct{}{}, ParentID: parent, Awaited: true, Inherits: true},
-		{Flow: "flow", Surface: trace.Flow, ParentID: strings.ToUpper(parent), OnLost: "hand_on", MaxAttempts: 9, ProgressSeconds: 30},
+		{
+			Flow: "flow", Surface: trace.Flow, ParentID: strings.ToUpper(parent), OnLost: "hand_on", MaxAttempts: 9,
+			ProgressSeconds: 30,
+		},
 		{Flow: "external:there", Surface: trace.Webhook},
 		{Flow: "external", Surface: trace.Flow, OnLost: "hand_on", Priority: 1},
 	}
@@ -58,7 +61,10 @@ func TestAStartReturnsTheStoredRow(t *testing.T) {
 		require.NoError(t, err)
 		for i, s := range specs {
 			wantStored(t, pool, fmt.Sprintf("start %d of several, claimed %t", i, here[i]), together[i])
-			if want := map[bool]executions.Status{true: executions.Running, false: executions.Pending}[here[i]]; together[i].Status != want || together[i].Flow != s.Flow {
+			if want := map[bool]executions.Status{
+				true:  executions.Running,
+				false: executions.Pending,
+			}[here[i]]; together[i].Status != want || together[i].Flow != s.Flow {
 				t.Errorf("start %d of several is %s of %s", i, together[i].Status, together[i].Flow)
 			}
 			alone, err := p.StartSeveral(t.Context(), specs[i:i+1], here[i:i+1])
@@ -129,7 +135,9 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 func TestARunReturnsTheStoredRow(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context,
+		input json.RawMessage,
+	) (executions.Result, error) {
 		x, _ := executions.Current(ctx)
 		var kind int
 		if err := json.Unmarshal(input, &kind); err != nil {
@@ -137,7 +145,8 @@ func TestARunReturnsTheStoredRow(t *testing.T) {
 		}
 		_, err := executions.Step(ctx, "meanwhile", func(ctx context.Context) (int, error) {
 			_, err := pool.Exec(ctx, `
-				update agent_executions set flow_version = 3, inherits = true, variables = '{"b": 1, "a": 2}' where id = @id and @kind::int > 1`,
+				update agent_executions set flow_version = 3, inherits = true, variables = '{"b": 1, "a": 2}' where id = @id
+				  and @kind::int > 1`,
 				postgres.Strict{"id": x.ID, "kind": kind})
 			return 0, err
 		})
@@ -156,7 +165,8 @@ func TestARunReturnsTheStoredRow(t *testing.T) {
 		case 5:
 			return executions.Result{Summary: "nothing"}, nil
 		}
-		return executions.Result{Summary: "said", Value: json.RawMessage(`{"z":1.50, "a":` + string(input) + `, "z":"<"}`)}, nil
+		return executions.Result{Summary: "said", Value: json.RawMessage(`{"z":1.50, "a":` + string(input) + `, "z":"<"}`)},
+			nil
 	}}, neverSweep)
 	pgtest.Eventually(t, timeout, p.Works, "the engine works")
 	for _, callers := range []int{1, 20} {
@@ -227,13 +237,16 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 			second[key] = value
 		}
 		_, err := pool.Exec(t.Context(), `
-			select lanekeeper.start_agent_executions(array['t', s ->> 'trace_id', 't'], array['flow', s ->> 'surface', 'flow'], array['f', s ->> 'flow', 'f'], null,
-			       jsonb_build_array('{"queued": true}'::jsonb, s - '{trace_id,surface,flow}'::text[], '{"queued": true}'::jsonb), $1, '{0,0}', '{}')
+			select lanekeeper.start_agent_executions(array['t', s ->> 'trace_id', 't'], array['flow', s ->> 'surface', 'flow'],
+			  array['f', s ->> 'flow', 'f'], null,
+			       jsonb_build_array('{"queued": true}'::jsonb, s - '{trace_id,surface,flow}'::text[],
+			         '{"queued": true}'::jsonb), $1, '{0,0}', '{}')
 			  from (select $2::jsonb) o (s)`, w, second)
 		return err
 	}
 	for key, bad := range map[string]any{
-		"trace_id": "", "surface": "page", "flow": "", "queue": "slow", "priority": 5, "max_attempts": 0, "on_lost": "hope", "progress_seconds": -1,
+		"trace_id": "", "surface": "page", "flow": "", "queue": "slow", "priority": 5, "max_attempts": 0, "on_lost": "hope",
+		"progress_seconds": -1,
 	} {
 		if err := begin(key, bad); !postgres.IsCode(err, "23514") {
 			t.Errorf("%s = %v: %v", key, bad, err)
@@ -253,9 +266,11 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 		t.Errorf("%d of what was refused are there", n)
 	}
 	pgtest.Exec(t, pool, `
-		select lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{external,f,external:there}', null, '[{"queued": true}, {}, {"queued": true}]', $1,
+		select lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{external,f,external:there}', null,
+		  '[{"queued": true}, {}, {"queued": true}]', $1,
 		       '{0,0}', '{}')`, w)
-	got := pgtest.Value[string](t, pool, `select string_agg(concat_ws(' ', flow, outside, on_lost), ', ' order by flow) from agent_executions`)
+	got := pgtest.Value[string](t, pool, `select string_agg(concat_ws(' ', flow, outside, on_lost), ', ' order by flow)
+		from agent_executions`)
 	if want := "external t fail, external:there t fail, f f resume"; got != want {
 		t.Errorf("%s\nwant %s", got, want)
 	}
@@ -265,7 +280,8 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 func TestTheFlowDecidesWhetherAnExecutionIsExternal(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	id := pgtest.Value[string](t, pool, `insert into agent_executions (trace_id, surface, flow, outside) values ('t', 'flow', 'flow', true) returning id::text`)
+	id := pgtest.Value[string](t, pool, `insert into agent_executions (trace_id, surface, flow, outside)
+		values ('t', 'flow', 'flow', true) returning id::text`)
 	for _, step := range []struct{ set, want string }{
 		{set: "outside = outside", want: "f"},
 		{set: "flow = 'external:there'", want: "t"},
@@ -275,7 +291,8 @@ func TestTheFlowDecidesWhetherAnExecutionIsExternal(t *testing.T) {
 		{set: "flow = 'external'", want: "t"},
 	} {
 		pgtest.Exec(t, pool, `update agent_executions set `+step.set+` where id = @id`, postgres.Strict{"id": id})
-		if got := pgtest.Value[string](t, pool, `select left(outside::text, 1) from agent_executions where id = @id`, postgres.Strict{"id": id}); got != step.want {
+		if got := pgtest.Value[string](t, pool, `select left(outside::text, 1) from agent_executions where id = @id`,
+			postgres.Strict{"id": id}); got != step.want {
 			t.Errorf("%s: outside is %s, want %s", step.set, got, step.want)
 		}
 	}
@@ -288,12 +305,14 @@ func TestTheIDsOfABatchAreInOrder(t *testing.T) {
 	for range 3 {
 		got := pgtest.Value[string](t, pool, `
 			with b as (
-			  select n, id, at from lanekeeper.start_agent_executions(array_fill('t'::text, '{300}'), array_fill('flow'::text, '{300}'), array_fill('f'::text, '{300}'),
+			  select n, id, at from lanekeeper.start_agent_executions(array_fill('t'::text, '{300}'),
+			    array_fill('flow'::text, '{300}'), array_fill('f'::text, '{300}'),
 			         null, null, null, '{0,0}', '{}'))
 			select concat_ws(' ', count(*), count(distinct id), count(distinct right(id::text, 16)),
 			       bool_and(substr(id::text, 15, 1) = '7' and substr(id::text, 20, 1) in ('8', '9', 'a', 'b')),
 			       array_agg(id order by id) = array_agg(id order by n),
-			       bool_and(id >= lanekeeper.agent_uuid7_floor(at - interval '1 millisecond') and id < lanekeeper.agent_uuid7_floor(at + interval '1 second'))) from b`)
+			       bool_and(id >= lanekeeper.agent_uuid7_floor(at - interval '1 millisecond')
+			         and id < lanekeeper.agent_uuid7_floor(at + interval '1 second'))) from b`)
 		if want := "300 300 300 t t t"; got != want {
 			t.Errorf("%s, want %s", got, want)
 		}
@@ -307,7 +326,8 @@ func TestTheExecutionsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	for _, sql := range []string{
 		`set local session_replication_role = replica`,
 		`insert into agent_executions (trace_id, surface, agent, flow, status)
-		 select 'hb_' || n, 'heartbeat', case n when 7 then 'rare' else 'common' end, 'heartbeat', 'completed' from generate_series(1, 3000) n`,
+		 select 'hb_' || n, 'heartbeat', case n when 7 then 'rare' else 'common' end, 'heartbeat', 'completed'
+		   from generate_series(1, 3000) n`,
 		`analyze agent_executions`,
 	} {
 		pgtest.Exec(t, tx, sql)
@@ -334,7 +354,8 @@ func TestAPrunedExecutionNamesRetention(t *testing.T) {
 	for _, c := range []struct{ after, id, says string }{
 		{`select 1`, old, ""},
 		{`update agent_retention set keep = '30 days' where kind = 'executions'`, old, ""}, // it has taken nothing yet
-		{`update agent_retention_passes set removed = 1 where kind = 'executions'`, old, "; retention may have removed it: it keeps what has ended for 30 days"},
+		{`update agent_retention_passes set removed = 1 where kind = 'executions'`, old, "; retention may have removed it: " +
+			"it keeps what has ended for 30 days"},
 		{`select 1`, recent, ""},
 		{`update agent_retention set keep = null where kind = 'executions'`, recent, "; retention may have removed it"},
 	} {
@@ -357,7 +378,8 @@ func TestAPrunedExecutionNamesRetention(t *testing.T) {
 func TestARedactedExecutionHasNoSecret(t *testing.T) {
 	const secret = "Zq81xLm0Kk77"
 	texts := map[string]bool{
-		"ResultSummary": true, "WaitingKey": true, "ErrorMessage": true, "FailedStep": true, "CancelReason": true, "DedupeKey": true,
+		"ResultSummary": true, "WaitingKey": true, "ErrorMessage": true, "FailedStep": true,
+		"CancelReason": true, "DedupeKey": true,
 		"Step": true,
 	}
 	for _, long := range []string{"", strings.Repeat("x ", 100<<10)} {
@@ -381,7 +403,8 @@ func TestARedactedExecutionHasNoSecret(t *testing.T) {
 			before := fmt.Sprintf("%+v", v.Interface())
 			got, err := json.Marshal(v.Addr().MethodByName("Redacted").Call(nil)[0].Interface())
 			require.NoError(t, err)
-			if strings.Contains(string(got), secret) || !strings.Contains(string(got), "[redacted]") || len(got) > 10*(64<<10)+4096 {
+			if strings.Contains(string(got), secret) || !strings.Contains(string(got), "[redacted]") ||
+				len(got) > 10*(64<<10)+4096 {
 				t.Errorf("%T: %d bytes: %.2000s", row, len(got), got)
 			}
 			if fmt.Sprintf("%+v", v.Interface()) != before {
@@ -392,7 +415,10 @@ func TestARedactedExecutionHasNoSecret(t *testing.T) {
 }
 
 func TestRedactionKeepsTheRest(t *testing.T) {
-	x := executions.Execution{ID: "1", Input: json.RawMessage(`{"n":1.50}`), ResultSummary: "done", WaitingKey: new("invoice-7")}
+	x := executions.Execution{
+		ID: "1", Input: json.RawMessage(`{"n":1.50}`), ResultSummary: "done",
+		WaitingKey: new("invoice-7"),
+	}
 	if diff := cmp.Diff(x, x.Redacted()); diff != "" {
 		t.Error(diff)
 	}

@@ -30,8 +30,11 @@ import (
 
 // transitions is the state machine: which state may follow which.
 var transitions = map[executions.Status][]executions.Status{
-	executions.Pending:   {executions.Running, executions.Cancelled},
-	executions.Running:   {executions.Waiting, executions.Completed, executions.Failed, executions.Timeout, executions.Cancelled},
+	executions.Pending: {executions.Running, executions.Cancelled},
+	executions.Running: {
+		executions.Waiting, executions.Completed, executions.Failed, executions.Timeout,
+		executions.Cancelled,
+	},
 	executions.Waiting:   {executions.Running, executions.Timeout, executions.Failed, executions.Cancelled},
 	executions.Completed: nil, executions.Failed: nil, executions.Timeout: nil, executions.Cancelled: nil,
 }
@@ -48,7 +51,8 @@ type subject struct {
 func inState(t *testing.T, db postgres.DB, s executions.Status) subject {
 	t.Helper()
 	x := subject{id: pgtest.Value[string](t, db, `
-		insert into agent_executions (trace_id, surface, flow) values ($1, 'flow', 'states') returning id::text`, string(trace.New(trace.Flow)))}
+		insert into agent_executions (trace_id, surface, flow) values ($1, 'flow', 'states')
+		  returning id::text`, string(trace.New(trace.Flow)))}
 	if s == executions.Pending {
 		return x
 	}
@@ -62,9 +66,11 @@ func inState(t *testing.T, db postgres.DB, s executions.Status) subject {
 	switch s {
 	case executions.Running, executions.Pending, executions.Cancelled:
 	case executions.Waiting:
-		pgtest.Exec(t, db, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', '{"why": "test"}')`, x.id, x.claim)
+		pgtest.Exec(t, db, `select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour',
+			'{"why": "test"}')`, x.id, x.claim)
 	case executions.Completed, executions.Failed, executions.Timeout:
-		pgtest.Exec(t, db, `select lanekeeper.complete_agent_execution($1::uuid, $2, $3, 'said', null, $4, null)`, x.id, x.claim, string(s), "an error")
+		pgtest.Exec(t, db, `select lanekeeper.complete_agent_execution($1::uuid, $2, $3, 'said', null, $4, null)`, x.id,
+			x.claim, string(s), "an error")
 	}
 	return x
 }
@@ -80,7 +86,8 @@ create trigger watch_states after update of status on agent_executions for each 
 // rowText is everything about an execution.
 func rowText(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
-	return pgtest.Value[string](t, db, `select to_jsonb(x)::text || x.xmin::text from agent_executions x where x.id = $1::uuid`, id)
+	return pgtest.Value[string](t, db, `select to_jsonb(x)::text || x.xmin::text from agent_executions x
+		where x.id = $1::uuid`, id)
 }
 
 // checkEnd fails unless the record of an ended execution is complete, and its end was emitted once; for one that lives,
@@ -89,7 +96,8 @@ func checkEnd(t *testing.T, db postgres.DB, id string) {
 	t.Helper()
 	x := get(t, db, id)
 	types := map[executions.Status]string{
-		executions.Completed: "success", executions.Failed: "failure", executions.Timeout: "timeout", executions.Cancelled: "cancelled",
+		executions.Completed: "success", executions.Failed: "failure", executions.Timeout: "timeout",
+		executions.Cancelled: "cancelled",
 	}
 	if testkit.Deref(x.ResultType) != types[x.Status] || (x.CompletedAt != nil) != x.Status.Ended() {
 		t.Errorf("%s: result type %q, completed at %v", x.Status, testkit.Deref(x.ResultType), x.CompletedAt)
@@ -144,7 +152,8 @@ type operation struct {
 
 var operations = map[string]operation{
 	"claim": {
-		`select lanekeeper.claim_agent_execution($1::uuid, (select id from agent_workers order by expires_at desc limit 1))`, 1,
+		`select lanekeeper.claim_agent_execution($1::uuid, (select id from agent_workers order by expires_at desc limit 1))`,
+		1,
 		map[executions.Status]executions.Status{executions.Pending: executions.Running},
 	},
 	"complete": {
@@ -162,7 +171,8 @@ var operations = map[string]operation{
 	"cancel": {
 		`select cancel_agent_execution($1::uuid, 'somebody', 'a reason')`, 1,
 		map[executions.Status]executions.Status{
-			executions.Pending: executions.Cancelled, executions.Running: executions.Cancelled, executions.Waiting: executions.Cancelled,
+			executions.Pending: executions.Cancelled, executions.Running: executions.Cancelled,
+			executions.Waiting: executions.Cancelled,
 		},
 	},
 	"park": {
@@ -284,7 +294,8 @@ func TestAnEndResumesEveryWait(t *testing.T) {
 	for range 2 {
 		x := inState(t, pool, executions.Running)
 		if told := pgtest.Value[bool](t, pool, `
-			select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'agent', $3::text, '1 hour', null) ->> 'event' = 'AGENT_COMPLETED'`,
+			select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'agent', $3::text, '1 hour',
+			  null) ->> 'event' = 'AGENT_COMPLETED'`,
 			x.id, x.claim, child.id); !told {
 			t.Error("one waits for an execution that has ended")
 		}
@@ -296,7 +307,9 @@ func TestARejectedCompletionFailsAlone(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	gathered := make(chan struct{})
-	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+	p := start(t, pool, map[string]executions.Func{"flow": func(ctx context.Context,
+		input json.RawMessage,
+	) (executions.Result, error) {
 		<-gathered
 		if string(input) == "3" {
 			return executions.Result{Value: json.RawMessage(`1e999999`)}, nil // JSON, and more than jsonb can hold
@@ -355,7 +368,8 @@ func TestARowKeepsItsConstraints(t *testing.T) {
 	pool := pgtest.DB(t)
 	id := pending(t, pool)
 	for column, bad := range map[string]string{
-		"trace_id": `''`, "surface": `'page'`, "flow": `''`, "queue": `'slow'`, "priority": `5`, "max_attempts": `0`, "on_lost": `'hope'`,
+		"trace_id": `''`, "surface": `'page'`, "flow": `''`, "queue": `'slow'`, "priority": `5`,
+		"max_attempts": `0`, "on_lost": `'hope'`,
 		"progress_seconds": `-1`, "waiting_for": `'godot'`, "result_type": `'fine'`, "status": `'sleeping'`,
 	} {
 		_, err := pool.Exec(t.Context(), `update agent_executions set `+column+` = `+bad+` where id = $1`, id)
@@ -365,7 +379,8 @@ func TestARowKeepsItsConstraints(t *testing.T) {
 		if column == "trace_id" || column == "surface" || column == "flow" {
 			continue
 		}
-		_, err = pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, `+column+`) values ($1, 'flow', 'flow', `+bad+`)`, string(trace.New(trace.Flow)))
+		_, err = pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, `+column+
+			`) values ($1, 'flow', 'flow', `+bad+`)`, string(trace.New(trace.Flow)))
 		if !postgres.IsCode(err, "23514") {
 			t.Errorf("a row with %s = %s: %v", column, bad, err)
 		}
@@ -374,24 +389,33 @@ func TestARowKeepsItsConstraints(t *testing.T) {
 
 // attacks are writes that no rule allows, whatever the state of execution $1. Each ends with rows that were written.
 var attacks = map[string]string{
-	"no status":            `update agent_executions set status = 'banana' where id = $1`,
-	"null status":          `update agent_executions set status = null where id = $1`,
-	"begins ended":         `insert into agent_executions (trace_id, surface, flow, status) select 't', 'flow', 'f', 'completed' where $1::uuid is not null`,
-	"begins waiting":       `insert into agent_executions (trace_id, surface, flow, status) select 't', 'flow', 'f', 'waiting' where $1::uuid is not null`,
-	"unknown surface":      `insert into agent_executions (trace_id, surface, flow) select 't', 'page', 'f' where $1::uuid is not null`,
-	"claim goes back":      `update agent_executions set claim = -1 where id = $1`,
-	"unknown wait":         `update agent_executions set waiting_for = 'godot' where id = $1`,
-	"unknown result":       `update agent_executions set result_type = 'fine' where id = $1`,
-	"stale checkpoint":     `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'stolen', 99)`,
-	"old checkpoint":       `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'stolen', -1)`,
-	"checkpoint of none":   `insert into agent_checkpoints (execution_id, step, claim) select gen_random_uuid(), 'stolen', 1 where $1::uuid is not null`,
-	"checkpoint moved":     `update agent_checkpoints set claim = 99 where execution_id = $1`,
-	"begins while paused":  `insert into agent_executions (trace_id, surface, flow, status, claimed_by) select 't', 'flow', 'f', 'running', gen_random_uuid() where $1::uuid is not null`,
-	"claimed while paused": `update agent_executions set status = 'running', claimed_by = gen_random_uuid() where id = $1 and status = 'pending'`,
-	"stale activity":       `insert into agent_activity (trace_id, execution_id, claim, kind, agent, surface, skill_name, status) values ('t', $1, 99, 'note', 'a', 'flow', 's', 'success')`,
-	"claimed without run":  `update agent_executions set claimed_by = gen_random_uuid(), status = status where id = $1 and status <> 'running'`,
-	"ended without an end": `update agent_executions set completed_at = clock_timestamp() where id = $1 and completed_at is null`,
-	"end taken back":       `update agent_executions set completed_at = null where id = $1 and completed_at is not null`,
+	"no status":   `update agent_executions set status = 'banana' where id = $1`,
+	"null status": `update agent_executions set status = null where id = $1`,
+	"begins ended": `insert into agent_executions (trace_id, surface, flow, status) select 't', 'flow', 'f',
+		'completed' where $1::uuid is not null`,
+	"begins waiting": `insert into agent_executions (trace_id, surface, flow, status) select 't', 'flow', 'f',
+		'waiting' where $1::uuid is not null`,
+	"unknown surface": `insert into agent_executions (trace_id, surface, flow) select 't', 'page', 'f'
+		where $1::uuid is not null`,
+	"claim goes back":  `update agent_executions set claim = -1 where id = $1`,
+	"unknown wait":     `update agent_executions set waiting_for = 'godot' where id = $1`,
+	"unknown result":   `update agent_executions set result_type = 'fine' where id = $1`,
+	"stale checkpoint": `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'stolen', 99)`,
+	"old checkpoint":   `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'stolen', -1)`,
+	"checkpoint of none": `insert into agent_checkpoints (execution_id, step, claim) select gen_random_uuid(), 'stolen',
+		1 where $1::uuid is not null`,
+	"checkpoint moved": `update agent_checkpoints set claim = 99 where execution_id = $1`,
+	"begins while paused": `insert into agent_executions (trace_id, surface, flow, status, claimed_by) select 't', 'flow',
+		'f', 'running', gen_random_uuid() where $1::uuid is not null`,
+	"claimed while paused": `update agent_executions set status = 'running', claimed_by = gen_random_uuid() where id = $1
+		and status = 'pending'`,
+	"stale activity": `insert into agent_activity (trace_id, execution_id, claim, kind, agent, surface, skill_name,
+		status) values ('t', $1, 99, 'note', 'a', 'flow', 's', 'success')`,
+	"claimed without run": `update agent_executions set claimed_by = gen_random_uuid(), status = status where id = $1
+		and status <> 'running'`,
+	"ended without an end": `update agent_executions set completed_at = clock_timestamp() where id = $1
+		and completed_at is null`,
+	"end taken back": `update agent_executions set completed_at = null where id = $1 and completed_at is not null`,
 }
 
 // settings are the names that the code has ever set, and those that it read to let something pass.
@@ -423,7 +447,8 @@ func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 	pgtest.Exec(t, pool, fmt.Sprintf(`create role %q`, role))
 	t.Cleanup(func() {
 		ctx := context.WithoutCancel(t.Context())
-		if _, err := pool.Exec(ctx, fmt.Sprintf(`drop owned by %[1]q; drop role %[1]q`, role), pgx.QueryExecModeSimpleProtocol); err != nil {
+		if _, err := pool.Exec(ctx, fmt.Sprintf(`drop owned by %[1]q; drop role %[1]q`, role),
+			pgx.QueryExecModeSimpleProtocol); err != nil {
 			t.Error(err)
 		}
 	})
@@ -438,7 +463,8 @@ func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 	pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values ($1, 'done', $2)`,
 		subjects[executions.Running].id, subjects[executions.Running].claim)
 	pgtest.Exec(t, pool, `select pause_agent('an attack')`)
-	everything := `select md5(string_agg(to_jsonb(x)::text, '' order by x.id)) || (select count(*) from agent_checkpoints) from agent_executions x`
+	everything := `select md5(string_agg(to_jsonb(x)::text, '' order by x.id)) || (select count(*) from agent_checkpoints)
+		from agent_executions x`
 	before := pgtest.Value[string](t, pool, everything)
 	direct := pgtest.DirectURL(t, pool.Config().ConnString()) // a pooler hands on what a session sets
 	for _, as := range []string{"owner", role} {
@@ -467,14 +493,16 @@ func attackAs(t *testing.T, url, role, value string, subjects map[executions.Sta
 		for what, sql := range attacks {
 			tag, err := conn.Exec(t.Context(), sql, x.id)
 			if err == nil && tag.RowsAffected() > 0 || err != nil && !refusedByRule(err) {
-				t.Errorf("%s with settings %q: %s of one that is %s: %v, %d rows", role, value, what, state, err, tag.RowsAffected())
+				t.Errorf("%s with settings %q: %s of one that is %s: %v, %d rows", role, value, what, state,
+					err, tag.RowsAffected())
 			}
 		}
 		for _, to := range states {
 			if to == state || slices.Contains(transitions[state], to) {
 				continue
 			}
-			if _, err := conn.Exec(t.Context(), `update agent_executions set status = $2 where id = $1`, x.id, string(to)); !refusedByRule(err) {
+			if _, err := conn.Exec(t.Context(), `update agent_executions set status = $2 where id = $1`, x.id,
+				string(to)); !refusedByRule(err) {
 				t.Errorf("%s with settings %q: from %s to %s: %v", role, value, state, to, err)
 			}
 		}
@@ -488,8 +516,11 @@ func copied(t *testing.T, conn *pgx.Conn, x subject) {
 	id, err := conn.PgConn().EscapeString(x.id)
 	require.NoError(t, err)
 	for what, from := range map[string][2]string{
-		"an execution that ended": {`copy agent_executions (trace_id, surface, flow, status) from stdin`, "t\tflow\tf\tcompleted\n"},
-		"a stale checkpoint":      {`copy agent_checkpoints (execution_id, step, claim) from stdin`, id + "\tstolen\t99\n"},
+		"an execution that ended": {
+			`copy agent_executions (trace_id, surface, flow, status) from stdin`,
+			"t\tflow\tf\tcompleted\n",
+		},
+		"a stale checkpoint": {`copy agent_checkpoints (execution_id, step, claim) from stdin`, id + "\tstolen\t99\n"},
 	} {
 		if _, err := conn.PgConn().CopyFrom(t.Context(), strings.NewReader(from[1]), from[0]); !refusedByRule(err) {
 			t.Errorf("%s was copied: %v", what, err)
@@ -533,7 +564,8 @@ func TestTheLogHasEveryTransition(t *testing.T) {
 			until(t, pool, id, executions.Completed)
 			pgtest.Eventually(t, timeout, func() bool { return len(l.Records(t, "locks released")) > 0 }, "the end is told")
 			var told []string
-			for _, record := range l.Records(t, "execution started", "action requires wait", "execution waiting", "execution resumed",
+			for _, record := range l.Records(t, "execution started", "action requires wait",
+				"execution waiting", "execution resumed",
 				"continuing from checkpoint", "execution completed", "event emitted", "locks released") {
 				told = append(told, record["msg"].(string))
 			}
@@ -592,7 +624,8 @@ func TestTheLogHasAnExternalEnd(t *testing.T) {
 			id, others := p.external(t), p.external(t)
 			p.lock(t, id, "first")
 			pgtest.Exec(t, p.pool, `
-				insert into agent_events (id, event, key) values (lanekeeper.agent_uuid7_floor(now() + interval '1 minute'), 'AGENT_COMPLETED', @id)`,
+				insert into agent_events (id, event, key)
+				  values (lanekeeper.agent_uuid7_floor(now() + interval '1 minute'), 'AGENT_COMPLETED', @id)`,
 				postgres.Strict{"id": others}) // at the same time, by somebody else, who says it
 			pgtest.Exec(t, p.pool, `select acquire_agent_lock('thread:x', @owner)`, postgres.Strict{"owner": id + "#1"})
 			c.end(t, p, id)

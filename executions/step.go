@@ -127,7 +127,9 @@ func Step[T any](ctx context.Context, name string, fn func(ctx context.Context) 
 
 // Phase is a Step with an activity row, above the rows of the steps in it. The row shows its Input. After a crash the
 // row stays running, and the next claim continues it.
-func Phase[T any](ctx context.Context, name string, fn func(ctx context.Context, effect *Effect) (T, error), opts ...Option) (T, error) {
+func Phase[T any](
+	ctx context.Context, name string, fn func(ctx context.Context, effect *Effect) (T, error), opts ...Option,
+) (T, error) {
 	s := stepSpec{name: name, repeatable: true, entry: &activity.Entry{Skill: name, Kind: activity.KindPhase}}
 	for _, o := range opts {
 		o(&s)
@@ -169,15 +171,22 @@ type Effect struct {
 // transaction closes the row and writes the checkpoint. When an earlier claim died between the two, an idempotent
 // call is repeated under the same key. Any other call returns a *StepError of class ClassUnknown without another
 // attempt.
-func Do[T any](ctx context.Context, name string, c Call, fn func(ctx context.Context, effect *Effect) (T, error)) (T, error) {
+func Do[T any](
+	ctx context.Context, name string, c Call, fn func(ctx context.Context, effect *Effect) (T, error),
+) (T, error) {
 	if c.Kind == "" {
 		c.Kind = activity.KindCall
 	}
-	return runStep(ctx, stepSpec{name: name, repeatable: c.Idempotent, entry: &c.Entry, input: c.Input, onIntent: c.OnIntent}, fn)
+	return runStep(ctx, stepSpec{
+		name: name, repeatable: c.Idempotent, entry: &c.Entry, input: c.Input,
+		onIntent: c.OnIntent,
+	}, fn)
 }
 
 // runStep runs every kind of step but StepTx.
-func runStep[T any](ctx context.Context, s stepSpec, fn func(ctx context.Context, effect *Effect) (T, error)) (T, error) {
+func runStep[T any](
+	ctx context.Context, s stepSpec, fn func(ctx context.Context, effect *Effect) (T, error),
+) (T, error) {
 	var zero T
 	r, err := s.start(ctx)
 	if err != nil {
@@ -198,7 +207,8 @@ func runStep[T any](ctx context.Context, s stepSpec, fn func(ctx context.Context
 	}
 	if !s.repeatable && r.interrupted[s.key] {
 		return recordResult(ctx, r, s, nil, zero, &StepError{Step: s.key, Class: ClassUnknown, Message: fmt.Sprintf(
-			"the process died during the call of %s; nobody knows whether it took effect, and it is not safe to repeat", s.name)})
+			"the process died during the call of %s; nobody knows whether it took effect, and it is not safe to repeat",
+			s.name)})
 	}
 	if err := r.openActivity(ctx, s, effect); err != nil {
 		return zero, err
@@ -348,7 +358,9 @@ type snapshot[S any] struct {
 // loops. After every 16 iterations a snapshot of the state replaces the checkpoints of their steps, so a claim
 // replays at most 16 iterations. Each iteration is a scope of its own. S must survive encoding/json and hold
 // everything that later iterations need.
-func Loop[S any](ctx context.Context, name string, state S, body func(ctx context.Context, state S) (S, bool, error)) (S, error) {
+func Loop[S any](
+	ctx context.Context, name string, state S, body func(ctx context.Context, state S) (S, bool, error),
+) (S, error) {
 	s := stepSpec{name: name}
 	r, err := s.start(ctx)
 	if err != nil {
@@ -363,7 +375,8 @@ func Loop[S any](ctx context.Context, name string, state S, body func(ctx contex
 	r.mu.Unlock()
 	if resumed {
 		if err := json.Unmarshal(checkpoint.Output, &current); err != nil {
-			return state, r.failChanged(s.key, fmt.Errorf("loop %s: its checkpoint does not fit %T (%w): %w", s.key, state, err, ErrChanged))
+			return state, r.failChanged(s.key, fmt.Errorf("loop %s: its checkpoint does not fit %T (%w): %w", s.key,
+				state, err, ErrChanged))
 		}
 	}
 	for !current.Done {

@@ -36,9 +36,12 @@ func TestAStepsErrorComesBackAlikeOnReplay(t *testing.T) {
 		class string
 		says  string
 	}{
-		"plain":       {func() (int, error) { return 0, errors.New("no such file") }, "error", "no such file"},
-		"with class":  {func() (int, error) { return 0, fmt.Errorf("ask: %w", quota{}) }, "quota", "ask: the quota is spent"},
-		"too late":    {func() (int, error) { return 0, fmt.Errorf("ask: %w", context.DeadlineExceeded) }, "timeout", "ask: context deadline exceeded"},
+		"plain":      {func() (int, error) { return 0, errors.New("no such file") }, "error", "no such file"},
+		"with class": {func() (int, error) { return 0, fmt.Errorf("ask: %w", quota{}) }, "quota", "ask: the quota is spent"},
+		"too late": {
+			func() (int, error) { return 0, fmt.Errorf("ask: %w", context.DeadlineExceeded) }, "timeout",
+			"ask: context deadline exceeded",
+		},
 		"panic":       {func() (int, error) { panic("index 7") }, "panic", "panic: index 7"},
 		"with a NUL":  {func() (int, error) { return 0, errors.New("bad\x00byte") }, "error", "badbyte"},
 		"not unicode": {func() (int, error) { return 0, errors.New("bad\xffbyte") }, "error", "bad\ufffdbyte"},
@@ -116,7 +119,8 @@ func TestParallelBranchesDoNotSwapResultsOnReplay(t *testing.T) {
 		for i, name := range []string{"left", "right"} {
 			group.Go(func() (err error) {
 				<-turn[i]
-				result[i], err = executions.Step(executions.Scope(ctx, name), "work", func(context.Context) (string, error) { return name, nil })
+				result[i], err = executions.Step(executions.Scope(ctx, name), "work",
+					func(context.Context) (string, error) { return name, nil })
 				if i == first {
 					close(turn[1-i])
 				}
@@ -137,7 +141,8 @@ func TestCodeThatChangedUnderARunningExecutionFailsItLoudly(t *testing.T) {
 	t.Parallel()
 	cases := map[string]func(ctx context.Context, again bool) error{
 		"another input": func(ctx context.Context, again bool) error {
-			_, err := executions.Step(ctx, "price", func(context.Context) (int, error) { return 1, nil }, executions.Input(again))
+			_, err := executions.Step(ctx, "price", func(context.Context) (int, error) { return 1, nil },
+				executions.Input(again))
 			return err
 		},
 		"another type": func(ctx context.Context, again bool) error {
@@ -163,9 +168,11 @@ func TestCodeThatChangedUnderARunningExecutionFailsItLoudly(t *testing.T) {
 					}
 					return nil, err
 				})
-				if got.Status != executions.Failed || got.ErrorMessage == nil || !strings.Contains(*got.ErrorMessage, "step price") ||
+				if got.Status != executions.Failed || got.ErrorMessage == nil ||
+					!strings.Contains(*got.ErrorMessage, "step price") ||
 					got.FailedStep == nil || *got.FailedStep != "price" {
-					t.Errorf("status %s, error %v, failed step %v", got.Status, testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
+					t.Errorf("status %s, error %v, failed step %v", got.Status, testkit.Deref(got.ErrorMessage),
+						testkit.Deref(got.FailedStep))
 				}
 			})
 		}
@@ -179,7 +186,10 @@ func TestAPanicFailsTheExecutionAndNotTheProcess(t *testing.T) {
 		step string
 		says string
 	}{
-		"in the flow": {func(context.Context) (executions.Result, error) { panic("no map") }, "", "flow flow panicked: no map"},
+		"in the flow": {
+			func(context.Context) (executions.Result, error) { panic("no map") }, "",
+			"flow flow panicked: no map",
+		},
 		"in a step": {func(ctx context.Context) (executions.Result, error) {
 			return ends(executions.Step(ctx, "look", func(context.Context) (int, error) { panic("no map") }))
 		}, "look", "panic: no map"},
@@ -213,7 +223,11 @@ func TestUnstorableResultsAreReplacedOrFail(t *testing.T) {
 		}
 	}
 	call := func(ctx context.Context) error {
-		_, err := executions.Do(ctx, "make", executions.Call{}, func(context.Context, *executions.Effect) (any, error) { return make(chan int), nil })
+		_, err := executions.Do(ctx, "make", executions.Call{}, func(context.Context, *executions.Effect) (any,
+			error,
+		) {
+			return make(chan int), nil
+		})
 		return err
 	}
 	huge := func(ctx context.Context) error {
@@ -251,7 +265,8 @@ func TestUnstorableResultsAreReplacedOrFail(t *testing.T) {
 				return c.result, c.err
 			}))
 			got := until(t, pool, p.begin(t, "flow"), c.status)
-			if open := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status not in ('success', 'error')`); open != 0 {
+			if open := pgtest.Value[int](t, pool,
+				`select count(*) from agent_activity where status not in ('success', 'error')`); open != 0 {
 				t.Errorf("%d activities have no clear end (%v)", open, testkit.Deref(got.ErrorMessage))
 			}
 		})
@@ -286,7 +301,8 @@ func TestNowIsTheSameInEveryRun(t *testing.T) {
 
 func TestStepsOutsideAnExecutionFail(t *testing.T) {
 	t.Parallel()
-	if _, err := executions.Step(t.Context(), "x", func(context.Context) (int, error) { return 0, nil }); !errors.Is(err, executions.ErrNotInExecution) {
+	if _, err := executions.Step(t.Context(), "x", func(context.Context) (int, error) { return 0, nil }); !errors.Is(err,
+		executions.ErrNotInExecution) {
 		t.Errorf("Step: %v", err)
 	}
 	if _, err := executions.Lane(t.Context(), "x"); !errors.Is(err, executions.ErrNotInExecution) {
@@ -362,7 +378,8 @@ func TestAStaleStepTxLeavesNoEffect(t *testing.T) {
 	if n := count(); n != 1 || calls.Load() != 1 || string(got.Result) != `"second"` {
 		t.Errorf("%d effects of %d calls, result %s", n, calls.Load(), got.Result)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'stale_write' and step = 'write'`); n != 1 {
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'stale_write'
+		and step = 'write'`); n != 1 {
 		t.Errorf("%d notes of the refused write", n)
 	}
 }
@@ -389,7 +406,8 @@ func TestAGateRunsBeforeNewStepsOnly(t *testing.T) {
 	}))
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
 	if asked.Load() != 6 || waits.Load() != 3 {
-		t.Errorf("the gate was asked %d times and waited %d times; each of 3 steps asks it, waits, and asks again", asked.Load(), waits.Load())
+		t.Errorf("the gate was asked %d times and waited %d times; each of 3 steps asks it, waits, and asks again",
+			asked.Load(), waits.Load())
 	}
 }
 
@@ -457,7 +475,8 @@ func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
 	const body = `{"price": 1.5e-7, "a": [1,2], "name":"\u00e9 <b>", "a": 1}`
 	var seen []json.RawMessage
 	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
-		plain, err := executions.Step(ctx, "plain", func(context.Context) (json.RawMessage, error) { return json.RawMessage(body), nil })
+		plain, err := executions.Step(ctx, "plain",
+			func(context.Context) (json.RawMessage, error) { return json.RawMessage(body), nil })
 		if err != nil {
 			return nil, err
 		}
@@ -468,7 +487,8 @@ func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
 			return nil, err
 		}
 		seen = append(seen, plain, within[0].Body)
-		return executions.Do(ctx, "send", executions.Call{Entry: activity.Entry{Skill: "send", Input: []any{plain, within[0].Body}}},
+		return executions.Do(ctx, "send",
+			executions.Call{Entry: activity.Entry{Skill: "send", Input: []any{plain, within[0].Body}}},
 			func(context.Context, *executions.Effect) (int, error) { return 1, nil })
 	})
 	if got.Status != executions.Completed {
@@ -508,7 +528,8 @@ func TestAZeroWithASignIsTheSameInEveryRun(t *testing.T) {
 	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
 		v, err := executions.Step(ctx, "round", func(context.Context) (rounded, error) {
 			zero := math.Round(-0.3)
-			return rounded{Text: `-0, "-0" \`, Value: zero, More: []any{zero, -0.5, 1e-07, -1e-07, "-0", json.Number("-0.0")}}, nil
+			return rounded{Text: `-0, "-0" \`, Value: zero, More: []any{zero, -0.5, 1e-07, -1e-07, "-0", json.Number("-0.0")}},
+				nil
 		})
 		if err != nil {
 			return nil, err
@@ -518,7 +539,8 @@ func TestAZeroWithASignIsTheSameInEveryRun(t *testing.T) {
 		}
 		return executions.Step(ctx, "use", func(context.Context) (rounded, error) { return v, nil }, executions.Input(v))
 	})
-	if want := `{"-0": 0, "More": [0, -0.5, 0.0000001, -0.0000001, "-0", 0], "Text": "-0, \"-0\" \\"}`; string(got.Result) != want {
+	if want := `{"-0": 0, "More": [0, -0.5, 0.0000001, -0.0000001, "-0", 0], "Text": "-0, \"-0\" \\"}`; string(
+		got.Result) != want {
 		t.Errorf("%s: %s\nnot %s", got.Status, got.Result, want)
 	}
 }

@@ -15,7 +15,9 @@ import (
 // StepTx runs fn in a transaction with the fence and the checkpoint: the effect is in the database exactly when the
 // step is recorded. fn may be called again in a new transaction after a broken connection, deadlock or serialization
 // failure.
-func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), opts ...Option) (T, error) {
+func StepTx[T any](
+	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), opts ...Option,
+) (T, error) {
 	var zero T
 	s := stepSpec{name: name}
 	for _, o := range opts {
@@ -45,7 +47,8 @@ func StepTx[T any](ctx context.Context, name string, fn func(ctx context.Context
 			return value, err
 		case postgres.IsCode(err, "LK001"):
 			r.stop(ErrStale)
-			r.recordRejected(ctx, activity.Entry{Skill: s.name, Step: s.key, Claim: r.exec.Claim}, activity.Outcome{Output: value})
+			r.recordRejected(ctx, activity.Entry{Skill: s.name, Step: s.key, Claim: r.exec.Claim},
+				activity.Outcome{Output: value})
 			return zero, ErrStale
 		case ctx.Err() != nil && !r.endedExternally(ctx): // a timeout of the code
 			expired := asStepError(s.key, ctx.Err())
@@ -72,7 +75,9 @@ var errRecorded = errors.New("step recorded already")
 
 // tryTx is one transaction of a StepTx. The advisory lock makes a retry wait for a first transaction that lost its
 // connection but still runs.
-func tryTx[T any](ctx context.Context, r *run, s stepSpec, retry bool, fn func(ctx context.Context, tx pgx.Tx) (T, error)) (value T, err error) {
+func tryTx[T any](
+	ctx context.Context, r *run, s stepSpec, retry bool, fn func(ctx context.Context, tx pgx.Tx) (T, error),
+) (value T, err error) {
 	ctx, release, err := r.e.acquireTxSlot(ctx)
 	if err != nil {
 		return value, err
@@ -86,7 +91,8 @@ func tryTx[T any](ctx context.Context, r *run, s stepSpec, retry bool, fn func(c
 			r.queueCompletionLock(setup)
 		}
 		setup.Queue(`
-			select set_config('lock_timeout', @patience, true), fence_agent_execution(@id, @claim), set_config('lock_timeout', o.was, true),
+			select set_config('lock_timeout', @patience, true), fence_agent_execution(@id, @claim),
+			  set_config('lock_timeout', o.was, true),
 			       pg_advisory_xact_lock(hashtextextended('step ' || @id::text || @step, 0))
 			  from (select current_setting('lock_timeout') as was offset 0) o`,
 			postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "step": s.key, "patience": lockTimeout})
@@ -155,9 +161,12 @@ func (e *Engine) acquireTxSlot(ctx context.Context) (within context.Context, rel
 
 // callTx calls the function of a StepTx. Its error is its own unless the database failed: a timeout of another server
 // must not look like one of the transaction.
-func callTx[T any](ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, tx pgx.Tx) (T, error)) (value T, err error) {
+func callTx[T any](
+	ctx context.Context, tx pgx.Tx, fn func(ctx context.Context, tx pgx.Tx) (T, error),
+) (value T, err error) {
 	value, err = recoverPanic(ctx, nil, func(ctx context.Context, _ *Effect) (T, error) { return fn(ctx, tx) })
-	if err != nil && !tx.Conn().IsClosed() && (postgres.Code(err) == "" || !postgres.Transient(err)) && !postgres.IsCode(err, "LK001") {
+	if err != nil && !tx.Conn().IsClosed() && (postgres.Code(err) == "" || !postgres.Transient(err)) &&
+		!postgres.IsCode(err, "LK001") {
 		return value, asStepError("", err)
 	}
 	return value, err
@@ -172,7 +181,8 @@ func (r *run) reloadStep(ctx context.Context, tx postgres.DB, step string) error
 	}
 	rows, err := tx.Query(ctx, `
 		select step, claim, fingerprint, failed, output, created_at from agent_checkpoints
-		 where execution_id = @id and (step = @step or starts_with(step, @step || '/'))`, postgres.Strict{"id": r.exec.ID, "step": step})
+		 where execution_id = @id and (step = @step
+		   or starts_with(step, @step || '/'))`, postgres.Strict{"id": r.exec.ID, "step": step})
 	if err != nil {
 		return err
 	}
@@ -206,7 +216,8 @@ func EndTx[T any](
 // could deadlock with a waiting transaction.
 func (r *run) queueCompletionLock(b *pgx.Batch) {
 	queueLockTimeout(b)
-	b.Queue(`select from agent_executions where id = @id and claim = @claim for update`, postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
+	b.Queue(`select from agent_executions where id = @id and claim = @claim for update`,
+		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
 	b.Queue(`set local lock_timeout to default`) // for the statements of fn
 }
 
@@ -219,7 +230,8 @@ func (r *run) queueResult(b *pgx.Batch, result Result) (*completionResult, error
 	done := &completionResult{}
 	queueLockTimeout(b)
 	queueCompletion(b, completion{
-		id: r.exec.ID, claim: r.exec.Claim, status: Completed, summary: postgres.Text(result.Summary), result: value, row: r.rowForCaller(),
+		id: r.exec.ID, claim: r.exec.Claim, status: Completed, summary: postgres.Text(result.Summary), result: value,
+		row: r.rowForCaller(),
 	}, done)
 	return done, nil
 }

@@ -100,7 +100,8 @@ func expire(t *testing.T, db postgres.DB, id string) {
 // completions counts the AGENT_COMPLETED events of an execution.
 func completions(t *testing.T, db postgres.DB, id string) int {
 	t.Helper()
-	return pgtest.Value[int](t, db, `select count(*) from agent_events where event = 'AGENT_COMPLETED' and key = @id`, postgres.Strict{"id": id})
+	return pgtest.Value[int](t, db, `select count(*) from agent_events where event = 'AGENT_COMPLETED' and key = @id`,
+		postgres.Strict{"id": id})
 }
 
 // listener runs a notification listener until the test ends.
@@ -120,7 +121,9 @@ func listener(t *testing.T, pool *pgxpool.Pool) *postgres.Listener {
 }
 
 // replayed runs a body, then waits for a moment, so that the body is called again as a replay.
-func replayed(t *testing.T, fn func(ctx context.Context, again bool) (any, error)) (executions.Execution, *pgxpool.Pool) {
+func replayed(
+	t *testing.T, fn func(ctx context.Context, again bool) (any, error),
+) (executions.Execution, *pgxpool.Pool) {
 	t.Helper()
 	pool := pgtest.DB(t)
 	var calls atomic.Int32

@@ -151,7 +151,8 @@ const sweepLock = `sweeps as materialized (select pg_try_advisory_xact_lock(hash
 // before executions, so none renews meanwhile. Sequential scans are off, because a plan may outlive the size of its
 // table.
 func queueSweep(b *pgx.Batch) {
-	b.Queue(`select set_config('lock_timeout', @patience, true), set_config('enable_seqscan', 'off', true)`, postgres.Strict{"patience": lockTimeout})
+	b.Queue(`select set_config('lock_timeout', @patience, true), set_config('enable_seqscan', 'off', true)`,
+		postgres.Strict{"patience": lockTimeout})
 	b.Queue(`
 		with ` + sweepLock + `,
 		over as materialized (
@@ -191,7 +192,8 @@ func (e *Engine) Sweep(ctx context.Context) error {
 	b.Queue(`
 		select k.queue, sum(r.n)::int from lanekeeper.agent_ready_kinds k cross join lateral (
 		  select count(*) as n from (
-		    select from lanekeeper.agent_ready_executions x where x.queue = k.queue and x.flow = k.flow and x.surface = k.surface
+		    select from lanekeeper.agent_ready_executions x where x.queue = k.queue and x.flow = k.flow
+		      and x.surface = k.surface
 		     limit least(k.places, @most::int)) one) r
 		 where (k.places > 0) is not false group by k.queue`, postgres.Strict{"most": sweepLimit}).Query(func(rows pgx.Rows) (err error) {
 		ready, err = pgx.CollectRows(rows, pgx.RowToStructByPos[readyIn])
@@ -217,7 +219,8 @@ func (e *Engine) Sweep(ctx context.Context) error {
 // own transaction, so a blocked one delays few others.
 func (e *Engine) deliverCompletions(ctx context.Context) error {
 	rows, err := e.pool.Query(ctx, `
-		select t.id::text from (select u.execution_id as id from agent_untold_ends u order by u.execution_id limit @most) t order by random()`,
+		select t.id::text from (select u.execution_id as id from agent_untold_ends u order by u.execution_id limit @most) t
+		  order by random()`,
 		postgres.Strict{"most": sweepLimit})
 	ids, err := postgres.Collect(rows, err, "list undelivered completions", pgx.RowTo[string])
 	if err != nil {
@@ -251,7 +254,8 @@ const (
 		            select from agent_executions x where x.id = k.execution_id and x.completed_at is null))
 		   order by k.lane for update of k skip locked)
 		select substr(s.lane, 8) as thread_id, s.locked_by as holder, s.execution_id::text,
-		       extract(epoch from clock_timestamp() - s.expires_at + make_interval(secs => s.ttl_seconds))::bigint as idle_seconds
+		       extract(epoch from clock_timestamp() - s.expires_at + make_interval(secs => s.ttl_seconds))::bigint
+		         as idle_seconds
 		  from stale s, lanekeeper.return_agent_lock(s.lane, null, 'expired')`
 	// FlushThreads sends queued messages that may leave now, in at most @most threads. It waits for nobody. The order is
 	// random, so that a thread whose message cannot leave delays no other.
@@ -262,7 +266,8 @@ const (
 		  select (select m.thread_id from agent_messages m where m.status = 'queued' and m.thread_id > q.thread_id
 		           order by m.thread_id limit 1) from queued q where q.thread_id is not null)
 		select coalesce(sum(lanekeeper.flush_agent_thread(d.thread_id, 100, false)), 0)::int from (
-		  select q.thread_id from queued q left join agent_locks l on l.lane = 'thread:' || q.thread_id and l.expires_at > clock_timestamp()
+		  select q.thread_id from queued q left join agent_locks l on l.lane = 'thread:' || q.thread_id
+		    and l.expires_at > clock_timestamp()
 		   where q.thread_id is not null
 		     and (l.lane is null or exists (
 		       select from agent_messages m join agent_executions x on x.id = m.execution_id
@@ -307,7 +312,8 @@ func (e *Engine) readDue(ctx context.Context) (left time.Duration, err error) {
 		       extract(epoch from w.first - clock_timestamp())::float8,
 		       extract(epoch from clock_timestamp() - (select min(expires_at) from agent_workers))::float8,
 		       coalesce(extract(epoch from w.first), 0)::float8
-		  from (select min(waiting_until) as first from agent_executions where status = 'waiting') w`).Scan(&schedule, &timer, &lost, &first)
+		  from (select min(waiting_until) as first from agent_executions
+		    where status = 'waiting') w`).Scan(&schedule, &timer, &lost, &first)
 	if err != nil {
 		return 0, fmt.Errorf("read due times: %w", err)
 	}

@@ -47,7 +47,8 @@ func TestASkippedTimerIsSweptLessOften(t *testing.T) {
 	if got := p.SweepPause(); got != 64*time.Millisecond {
 		t.Errorf("sleeps for %s after many sweeps that left it", got)
 	}
-	pgtest.Exec(t, tx, `update agent_executions set waiting_until = clock_timestamp() + interval '1 day' where waiting_until = (select min(waiting_until) from agent_executions)`)
+	pgtest.Exec(t, tx, `update agent_executions set waiting_until = clock_timestamp() + interval '1 day'
+		where waiting_until = (select min(waiting_until) from agent_executions)`)
 	require.NoError(t, tx.Commit(t.Context()))
 	sweep()
 	if got := p.SweepPause(); got < time.Minute {
@@ -68,9 +69,11 @@ func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 	}
 	fresh, again := has(lost, `attempt = 0`), has(lost, `attempt = 3`)
 	recorded, spent, spentButRecorded := has(lost, `attempt = 3`), has(lost, `attempt = 4`), has(lost, `attempt = 4`)
-	fails, once, locked, others := has(lost, `on_lost = 'fail'`), has(lost, `max_attempts = 1`), has(lost, `attempt = 0`), has(other, `attempt = 0`)
+	fails, once, locked, others := has(lost, `on_lost = 'fail'`), has(lost, `max_attempts = 1`), has(lost, `attempt = 0`),
+		has(other, `attempt = 0`)
 	for _, id := range []string{recorded, spentButRecorded} {
-		pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'step', 1, '1')`, postgres.Strict{"id": id})
+		pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim, output) values (@id, 'step', 1, '1')`,
+			postgres.Strict{"id": id})
 	}
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": locked})
@@ -83,12 +86,15 @@ func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 	for id, want := range map[string]string{
 		fresh: gone + "1: ", again: gone + "4: ", recorded: gone + "1: ", spentButRecorded: gone + "1: ",
 		spent: ended + "5: given up after 5 workers were lost without a checkpoint between",
-		fails: ended + "1: the worker's lease expired", once: ended + "1: given up after 1 workers were lost without a checkpoint between",
+		fails: ended + "1: the worker's lease expired", once: ended + "1: given up after 1 workers were lost without a " +
+			"checkpoint between",
 		locked: kept + "0: ", others: kept + "0: ",
 	} {
 		got := pgtest.Value[string](t, pool, `
-			select concat(x.status, case when x.claimed_by is null then ', nobody''s' else ', somebody''s' end, ', claim ', x.claim, ', wake ', x.wake,
-			       ', noted ', (select string_agg(c.how, ' ') from agent_claims_lost c where c.execution_id = x.id and c.claim = 1 and c.worker_name <> ''),
+			select concat(x.status, case when x.claimed_by is null then ', nobody''s' else ', somebody''s' end, ', claim ',
+			  x.claim, ', wake ', x.wake,
+			       ', noted ', (select string_agg(c.how, ' ') from agent_claims_lost c where c.execution_id = x.id
+			         and c.claim = 1 and c.worker_name <> ''),
 			       ', attempt ', x.attempt, ': ', x.error_message)
 			  from agent_executions x where x.id = @id`, postgres.Strict{"id": id})
 		if got != want {
@@ -113,8 +119,10 @@ func lostWork(t *testing.T, pool *pgxpool.Pool) {
 
 // became counts what has become of the work of a dead worker.
 const became = `
-	select format('%s its still, %s ready, %s ended, %s told, %s noted', count(*) filter (where x.claim = 1 and x.claimed_by is not null),
-	         count(*) filter (where x.status = 'running' and x.claim = 2 and x.wake = 1 and x.attempt = 1 and x.claimed_by is null),
+	select format('%s its still, %s ready, %s ended, %s told, %s noted',
+	  count(*) filter (where x.claim = 1 and x.claimed_by is not null),
+	         count(*) filter (where x.status = 'running' and x.claim = 2 and x.wake = 1 and x.attempt = 1
+	           and x.claimed_by is null),
 	         count(*) filter (where x.status = 'failed' and x.claim = 2 and x.completed_at is not null),
 	         (select count(*) from agent_events where event = 'AGENT_COMPLETED'), (select count(*) from agent_claims_lost))
 	  from agent_executions x`
@@ -128,7 +136,8 @@ func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 	barrier := pgtest.Begin(t, pool) // lets them all begin, and meet
 	pgtest.Exec(t, barrier, `lock table agent_workers in access exclusive mode`)
 	var group errgroup.Group
-	late := func(err error) error { // on a slow machine one gives up its wait for the others: the next sweep takes what is left
+	// on a slow machine one gives up its wait for the others: the next sweep takes what is left
+	late := func(err error) error {
 		if postgres.Locked(err) {
 			return nil
 		}
@@ -164,8 +173,10 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 	lostWork(t, pool)
 	p := prepare(t, pool, flow(nothing))
 	pgtest.Exec(t, pool, `
-		create function stall() returns trigger language plpgsql as 'begin perform pg_advisory_xact_lock(42); return null; end'`)
-	pgtest.Exec(t, pool, `create trigger stall after insert on agent_claims_lost for each statement execute function stall()`)
+		create function stall() returns trigger language plpgsql
+		  as 'begin perform pg_advisory_xact_lock(42); return null; end'`)
+	pgtest.Exec(t, pool, `create trigger stall after insert
+		on agent_claims_lost for each statement execute function stall()`)
 	stall := pgtest.Begin(t, pool)
 	pgtest.Exec(t, stall, `select pg_advisory_xact_lock(42)`)
 	var group errgroup.Group
@@ -182,7 +193,8 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 		t.Error(got)
 	}
 	require.NoError(t, stall.Commit(t.Context()))
-	pgtest.Eventually(t, timeout, func() bool { // the server frees the locks of the one that was cut off after it has told it
+	// the server frees the locks of the one that was cut off after it has told it
+	pgtest.Eventually(t, timeout, func() bool {
 		if err := p.Sweep(t.Context()); err != nil {
 			t.Error(err)
 		}
@@ -199,7 +211,8 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 	const (
 		lane = `select from agent_locks where lane = 'automation:a' for update`
 		end  = `insert into agent_events (event, key, external_id)
-		        select 'AGENT_COMPLETED', l.execution_id::text, 'completed ' || l.execution_id from agent_locks l where l.lane = 'automation:a'`
+		        select 'AGENT_COMPLETED', l.execution_id::text, 'completed ' || l.execution_id from agent_locks l
+		          where l.lane = 'automation:a'`
 	)
 	lost := func(t *testing.T, pool *pgxpool.Pool, set string) (held, free string) {
 		gone := newWorker(t, pool)
@@ -208,7 +221,8 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 			mustClaim(t, pool, id, gone)
 			pgtest.Exec(t, pool, `update agent_executions set `+set+` where id = @id`, postgres.Strict{"id": id})
 		}
-		pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 minute' where id = @id`, postgres.Strict{"id": gone})
+		pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 minute' where id = @id`,
+			postgres.Strict{"id": gone})
 		return held, free
 	}
 	waits := func(t *testing.T, pool *pgxpool.Pool, wait string) (held, free string) {
@@ -226,7 +240,8 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 			return waits(t, pool, `waiting_for = 'delay', waiting_until = clock_timestamp() - interval '1 hour'`)
 		}, executions.Running},
 		"child": {lane, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
-			return waits(t, pool, `waiting_for = 'agent', waiting_key = lanekeeper.agent_uuid7()::text, waiting_until = clock_timestamp() - interval '1 hour'`)
+			return waits(t, pool,
+				`waiting_for = 'agent', waiting_key = lanekeeper.agent_uuid7()::text, waiting_until = clock_timestamp() - interval '1 hour'`)
 		}, executions.Running},
 		"lane wanted": {lane, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
 			return waits(t, pool, `waiting_for = 'lane', waiting_key = 'automation:free'`)
@@ -235,7 +250,8 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 			return lost(t, pool, `on_lost = 'fail'`)
 		}, executions.Failed},
 		"no progress": {lane, func(t *testing.T, pool *pgxpool.Pool) (string, string) {
-			held, free := lost(t, pool, `on_lost = 'fail', progress_seconds = 1, updated_at = clock_timestamp() - interval '1 hour'`)
+			held, free := lost(t, pool,
+				`on_lost = 'fail', progress_seconds = 1, updated_at = clock_timestamp() - interval '1 hour'`)
 			pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() + interval '1 hour'`)
 			return held, free
 		}, executions.Failed},
@@ -250,7 +266,8 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 			held, free := one.prepare(t, pool)
 			pgtest.Exec(t, pool, `
 				insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds, execution_id)
-				select 'automation:a', x.id || '#' || x.claim, 1, clock_timestamp(), clock_timestamp() + interval '1 hour', 3600, x.id
+				select 'automation:a', x.id || '#' || x.claim, 1, clock_timestamp(), clock_timestamp() + interval '1 hour', 3600,
+				  x.id
 				  from agent_executions x where x.id = @id`, postgres.Strict{"id": held})
 			before, err := executions.Get(t.Context(), pool, held)
 			require.NoError(t, err)
@@ -259,7 +276,8 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 			defer cancel()
 			require.NoError(t, p.Sweep(ctx))
 			until(t, pool, free, one.then)
-			if x, err := executions.Get(t.Context(), pool, held); err != nil || x.Status != before.Status || x.Claim != before.Claim {
+			if x, err := executions.Get(t.Context(), pool, held); err != nil || x.Status != before.Status ||
+				x.Claim != before.Claim {
 				t.Errorf("what is locked: %+v, %v", x, err)
 			}
 			require.NoError(t, tx.Rollback(t.Context()))
@@ -304,7 +322,10 @@ func TestExecutionsAboutToMoveAreNotLogged(t *testing.T) {
 	p := prepare(t, pool, nil, l.into)
 	mustClaim(t, pool, pending(t, pool), newWorker(t, pool))
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 hour'`)
-	err := p.PutSchedule(t.Context(), executions.Schedule{Name: "first", Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"})
+	err := p.PutSchedule(t.Context(), executions.Schedule{
+		Name: "first", Flow: "heartbeat", Surface: trace.Heartbeat,
+		Cron: "@every 1h", Timezone: "UTC",
+	})
 	require.NoError(t, err)
 	require.NoError(t, p.Sweep(t.Context()))
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 0 {
@@ -353,7 +374,8 @@ func TestManyTickersStartADueTimeOnceAndMissedTicksBecomeOne(t *testing.T) {
 		if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != round+1 {
 			t.Fatalf("%d executions after %d due times", n, round+1)
 		}
-		if !pgtest.Value[bool](t, pool, `select next_run_at > clock_timestamp() and last_run_at < clock_timestamp() - interval '8 hours' from agent_schedules`) {
+		if !pgtest.Value[bool](t, pool, `select next_run_at > clock_timestamp()
+			and last_run_at < clock_timestamp() - interval '8 hours' from agent_schedules`) {
 			t.Error("the schedule did not move on")
 		}
 	}
@@ -407,18 +429,21 @@ func TestABrokenScheduleDelaysNoOther(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := prepare(t, pool, nil)
 	for name, change := range map[string]string{
-		"bad cron": `cron = '* *'`, "bad zone": `timezone = 'Mars/Base'`, "bad surface": `surface = 'radio'`, "good": `name = 'good'`,
+		"bad cron": `cron = '* *'`, "bad zone": `timezone = 'Mars/Base'`, "bad surface": `surface = 'radio'`,
+		"good": `name = 'good'`,
 	} {
 		pgtest.Exec(t, pool, `
 			insert into agent_schedules (name, flow, surface, cron, timezone, next_run_at)
-			values (@name, 'flow', 'heartbeat', '* * * * *', 'UTC', clock_timestamp() - interval '1 minute')`, postgres.Strict{"name": name})
+			values (@name, 'flow', 'heartbeat', '* * * * *', 'UTC',
+			  clock_timestamp() - interval '1 minute')`, postgres.Strict{"name": name})
 		pgtest.Exec(t, pool, `update agent_schedules set `+change+` where name = @name`, postgres.Strict{"name": name})
 	}
 	err := p.Tick(t.Context())
 	if err == nil || strings.Count(err.Error(), "schedule bad") != 3 {
 		t.Errorf("the error does not name the three: %v", err)
 	}
-	if keys := pgtest.Value[string](t, pool, `select string_agg(split_part(dedupe_key, ' ', 1), ' ') from agent_executions`); keys != "good" {
+	if keys := pgtest.Value[string](t, pool,
+		`select string_agg(split_part(dedupe_key, ' ', 1), ' ') from agent_executions`); keys != "good" {
 		t.Errorf("started %q", keys)
 	}
 }

@@ -92,7 +92,8 @@ func (e *Engine) InsertClaimed(ctx context.Context, tx pgx.Tx, s Spec) (Executio
 // finish.
 func (e *Engine) RunClaimed(ctx context.Context, claimed Execution) (Execution, error) {
 	if claimed.ClaimedBy == nil {
-		return Execution{}, fmt.Errorf("run %s: execution %s has no claim; insert it with InsertClaimed", claimed.Flow, claimed.ID)
+		return Execution{}, fmt.Errorf("run %s: execution %s has no claim; insert it with InsertClaimed",
+			claimed.Flow, claimed.ID)
 	}
 	completed, err := e.executeSync(ctx, claimed, *claimed.ClaimedBy)
 	switch {

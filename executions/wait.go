@@ -131,7 +131,8 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 		w.timeout = defaultTimeout
 	}
 	if w.timeout <= 0 || w.timeout > maxTimeout {
-		return Outcome{}, fmt.Errorf("wait %s: the timeout for %s must be more than 0 and at most %s, got %s", name, w.kind, maxTimeout, w.timeout)
+		return Outcome{}, fmt.Errorf("wait %s: the timeout for %s must be more than 0 and at most %s, got %s", name, w.kind,
+			maxTimeout, w.timeout)
 	}
 	if w.kind != "delay" && w.key == "" {
 		return Outcome{}, fmt.Errorf("wait %s: a wait for %s needs a key", name, w.kind)
@@ -171,7 +172,8 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 		r.noteTimeout(s.key, out)
 		return out, nil
 	}
-	r.e.log.InfoContext(ctx, "execution waiting", "waiting_for", w.kind, "waiting_key", w.key, "timeout", w.timeout.String())
+	r.e.log.InfoContext(ctx, "execution waiting", "waiting_for", w.kind, "waiting_key", w.key,
+		"timeout", w.timeout.String())
 	r.stop(ErrParked)
 	r.e.wakeSweepIn(w.timeout)
 	if w.kind == "lane" {
@@ -209,7 +211,8 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 	for uncertain := false; ; uncertain = true {
 		text := r.pendingVariables()
 		err := r.withVariables(ctx, text, func(text json.RawMessage) (err error) {
-			outcome, err = retryLocked(ctx, r.e, func(ctx context.Context) ([]byte, error) { return r.writeWait(ctx, step, w, data, text) })
+			outcome, err = retryLocked(ctx, r.e,
+				func(ctx context.Context) ([]byte, error) { return r.writeWait(ctx, step, w, data, text) })
 			return err
 		})
 		switch {
@@ -232,10 +235,13 @@ func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMes
 }
 
 // waitInTx starts a wait in its own transaction, with the variables after it.
-func (r *run) waitInTx(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (outcome []byte, err error) {
+func (r *run) waitInTx(
+	ctx context.Context, step string, w WaitFor, data, variables json.RawMessage,
+) (outcome []byte, err error) {
 	b := &pgx.Batch{}
 	queueLockTimeout(b)
-	b.Queue(`select lanekeeper.wait_agent_execution(@id, @claim, @step, @kind, @key, make_interval(secs => @seconds), @data)`,
+	b.Queue(`select lanekeeper.wait_agent_execution(@id, @claim, @step, @kind, @key, make_interval(secs => @seconds),
+		@data)`,
 		postgres.Strict{
 			"id": r.exec.ID, "claim": r.exec.Claim, "step": step, "kind": w.kind, "key": w.key,
 			"seconds": w.timeout.Seconds(), "data": data,
@@ -258,13 +264,17 @@ var batchedKinds = []string{"event", "approval", "delay"}
 
 // writeWait starts a wait in a batch with those of other runs, or alone where the kind or the run needs more. It
 // returns the outcome of a wait that ended at once.
-func (r *run) writeWait(ctx context.Context, step string, w WaitFor, data, variables json.RawMessage) (outcome []byte, err error) {
+func (r *run) writeWait(
+	ctx context.Context, step string, w WaitFor, data, variables json.RawMessage,
+) (outcome []byte, err error) {
 	alone := func() ([]byte, error) { return r.waitInTx(ctx, step, w, data, variables) }
-	if !slices.Contains(batchedKinds, w.kind) || r.exec.ThreadID != nil { // it likely holds the thread's lane, which a batch leaves out
+	// it likely holds the thread's lane, which a batch leaves out
+	if !slices.Contains(batchedKinds, w.kind) || r.exec.ThreadID != nil {
 		return alone()
 	}
 	return r.e.batchers.waits.Do(ctx, waitWrite{
-		id: r.exec.ID, step: step, kind: w.kind, key: w.key, claim: r.exec.Claim, seconds: w.timeout.Seconds(), data: data, variables: variables,
+		id: r.exec.ID, step: step, kind: w.kind, key: w.key, claim: r.exec.Claim, seconds: w.timeout.Seconds(), data: data,
+		variables: variables,
 	}, alone)
 }
 
@@ -274,7 +284,8 @@ func (e *Engine) waitBatch(ctx context.Context, waits []waitWrite) ([]batch.Answ
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()
 	n := len(waits)
-	ids, claims, steps, kinds, keys := make([]string, n), make([]int64, n), make([]string, n), make([]string, n), make([]string, n)
+	ids, claims, steps, kinds, keys := make([]string, n), make([]int64, n), make([]string, n),
+		make([]string, n), make([]string, n)
 	seconds, data, variables := make([]float64, n), make([]*string, n), make([]*string, n)
 	for i, p := range waits {
 		ids[i], claims[i], steps[i], kinds[i], keys[i], seconds[i] = p.id, p.claim, p.step, p.kind, p.key, p.seconds
@@ -284,7 +295,8 @@ func (e *Engine) waitBatch(ctx context.Context, waits []waitWrite) ([]batch.Answ
 		select lanekeeper.wait_agent_executions(@ids, @claims, @steps, @kinds, @keys, @seconds, (@data::text[])::jsonb[],
 		       (@variables::text[])::jsonb[])`,
 		postgres.Strict{
-			"ids": ids, "claims": claims, "steps": steps, "kinds": kinds, "keys": keys, "seconds": seconds, "data": data, "variables": variables,
+			"ids": ids, "claims": claims, "steps": steps, "kinds": kinds, "keys": keys, "seconds": seconds, "data": data,
+			"variables": variables,
 		})
 	if err != nil {
 		return nil, fmt.Errorf("suspend %d executions: %w", n, err)

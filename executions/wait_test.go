@@ -80,7 +80,8 @@ func TestAnEventEndsTheWaitThatCameBeforeOrAfterIt(t *testing.T) {
 	p := start(t, pool, awaits(0))
 	mustDeliver(t, pool, "early", `{"n": 1}`)
 	early := until(t, pool, p.beginWith(t, "early"), executions.Completed)
-	if out := outcome(t, early); string(out.Data) != `{"n":1}` || out.Event != "EVENT_COMPLETED" || out.TimedOut || early.WaitNumber != 0 {
+	if out := outcome(t, early); string(out.Data) != `{"n":1}` || out.Event != "EVENT_COMPLETED" || out.TimedOut ||
+		early.WaitNumber != 0 {
 		t.Errorf("event before its wait: %+v, waits %d", out, early.WaitNumber)
 	}
 	id := p.beginWith(t, "late")
@@ -93,7 +94,8 @@ func TestAnEventEndsTheWaitThatCameBeforeOrAfterIt(t *testing.T) {
 	if err != nil || len(again.Resumed) != 0 || again.EventID != got.EventID {
 		t.Errorf("delivered again %+v, %v", again, err)
 	}
-	if out := outcome(t, until(t, pool, id, executions.Completed)); string(out.Data) != `{"n":2}` || out.EventID != got.EventID {
+	if out := outcome(t, until(t, pool, id, executions.Completed)); string(out.Data) != `{"n":2}` ||
+		out.EventID != got.EventID {
 		t.Errorf("event after its wait: %+v", out)
 	}
 }
@@ -112,7 +114,8 @@ func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
 	for i, id := range ids {
 		group, ctx := errgroup.WithContext(t.Context())
 		group.Go(func() error {
-			_, err := pool.Exec(ctx, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', @key, '1 hour', null)`,
+			_, err := pool.Exec(ctx,
+				`select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', @key, '1 hour', null)`,
 				postgres.Strict{"id": id, "key": id, "claim": claims[i]})
 			return err
 		})
@@ -159,7 +162,8 @@ func TestAWaitTimesOut(t *testing.T) {
 		t.Errorf("outcome %+v", out)
 	}
 	mustDeliver(t, pool, "key", `{}`)
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = 'key' and consumed_by is null`); n != 1 {
+	if n := pgtest.Value[int](t, pool,
+		`select count(*) from agent_events where key = 'key' and consumed_by is null`); n != 1 {
 		t.Errorf("the event that came too late is not kept")
 	}
 }
@@ -188,7 +192,8 @@ func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 			select coalesce((select case when (output->>'timed_out')::boolean then 'timer' else 'event' end
 			                   from agent_checkpoints where execution_id = x.id), 'nothing')
 			       || ', event ' || case when v.consumed_by is null then 'kept' else 'taken' end
-			  from agent_executions x join agent_events v on v.key = x.id::text and v.event = 'EVENT_COMPLETED' where x.id = @id`,
+			  from agent_executions x join agent_events v on v.key = x.id::text and v.event = 'EVENT_COMPLETED'
+			    where x.id = @id`,
 			postgres.Strict{"id": id})
 		kinds[how]++
 		if got := get(t, pool, id); got.Status != executions.Cancelled || completions(t, pool, id) != 1 {
@@ -209,7 +214,8 @@ func TestALostOutcomeIsReturnedAgain(t *testing.T) {
 	n := mustClaim(t, pool, id, newWorker(t, pool))
 	mustDeliver(t, pool, "key", `{"n": 1}`)
 	park := func() string {
-		return pgtest.Value[string](t, pool, `select coalesce(lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)::text, 'waits')`,
+		return pgtest.Value[string](t, pool, `select coalesce(lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event',
+			'key', '1 hour', null)::text, 'waits')`,
 			postgres.Strict{"id": id, "claim": n})
 	}
 	if first, second := park(), park(); first != second || !strings.Contains(first, `"n": 1`) {
@@ -231,7 +237,8 @@ func TestStepsAfterAParkFail(t *testing.T) {
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Waiting)
 	p.stop()
-	if got := get(t, pool, id); got.Status != executions.Waiting || after.Load() != 0 || !errors.Is(told, executions.ErrParked) {
+	if got := get(t, pool, id); got.Status != executions.Waiting || after.Load() != 0 ||
+		!errors.Is(told, executions.ErrParked) {
 		t.Errorf("status %s, the step ran %d times and returned %v", got.Status, after.Load(), told)
 	}
 }
@@ -240,13 +247,15 @@ func TestWaitsCheckTheirArguments(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, w := range map[string]executions.WaitFor{
-		"no time": executions.Delay(0), "too long": executions.Delay(executions.MaxWait + 1), "no key": executions.Event("", 0),
+		"no time": executions.Delay(0), "too long": executions.Delay(executions.MaxWait + 1),
+		"no key": executions.Event("", 0),
 	} {
 		p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 			return ends(executions.Wait(ctx, "pause", w))
 		}))
 		got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
-		if err != nil || got.Status != executions.Failed || !strings.Contains(testkit.Deref(got.ErrorMessage), "wait pause: ") {
+		if err != nil || got.Status != executions.Failed ||
+			!strings.Contains(testkit.Deref(got.ErrorMessage), "wait pause: ") {
 			t.Errorf("%s: status %s, %q, %v", name, got.Status, testkit.Deref(got.ErrorMessage), err)
 		}
 	}
@@ -292,7 +301,8 @@ func waiting(t *testing.T, pool *pgxpool.Pool, n int) {
 // resumes ends the wait of an execution, as the sweep does.
 const resumes = `
 	select count(*) = 1 from (
-	  select x.id, case when x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key) end as child from agent_executions x
+	  select x.id, case when x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key) end as child
+	    from agent_executions x
 	   where x.id = $1::uuid and x.status = 'waiting' for no key update) e,
 	  lanekeeper.resume_agent_executions(array[e.id], array['{}'::jsonb], '{}', null, e.child) r`
 
@@ -304,13 +314,16 @@ func TestAWaitNumberIsResumedOnce(t *testing.T) {
 	resume := func(number int) bool {
 		return pgtest.Value[bool](t, pool, `
 			select count(*) = 1 from (
-			  select x.id from agent_executions x where x.id = @id and x.status = 'waiting' and x.wait_number = @number for no key update) e,
-			  lanekeeper.resume_agent_executions(array[e.id], array['{}'::jsonb]) r`, postgres.Strict{"id": id, "number": number})
+			  select x.id from agent_executions x where x.id = @id and x.status = 'waiting'
+			    and x.wait_number = @number for no key update) e,
+			  lanekeeper.resume_agent_executions(array[e.id],
+			    array['{}'::jsonb]) r`, postgres.Strict{"id": id, "number": number})
 	}
 	if resume(0) {
 		t.Error("a running execution was resumed")
 	}
-	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`, postgres.Strict{"id": id, "claim": n})
+	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`,
+		postgres.Strict{"id": id, "claim": n})
 	if resume(2) || !resume(1) || resume(1) {
 		t.Error("another number, or the same number twice, ended the wait")
 	}
@@ -338,7 +351,8 @@ func newWaiter(t *testing.T, pool *pgxpool.Pool) *waiter {
 // park waits for something; the outcome when it has come already, else nil.
 func (w *waiter) park(step, kind, key string) *executions.Outcome {
 	w.t.Helper()
-	text := pgtest.Value[*string](w.t, w.pool, `select lanekeeper.wait_agent_execution(@id, @claim, @step, @kind, @key, null, null)::text`,
+	text := pgtest.Value[*string](w.t, w.pool, `select lanekeeper.wait_agent_execution(@id, @claim, @step, @kind, @key,
+		null, null)::text`,
 		postgres.Strict{"id": w.id, "claim": w.n, "step": step, "kind": kind, "key": key})
 	return w.outcome(text)
 }
@@ -364,7 +378,8 @@ func (w *waiter) resume(step string) *executions.Outcome {
 		w.t.Fatalf("it is %s in wait %s", x.Status, step)
 	}
 	w.n = mustClaim(w.t, w.pool, w.id, w.by)
-	return w.outcome(pgtest.Value[*string](w.t, w.pool, `select output::text from agent_checkpoints where execution_id = @id and step = @step`,
+	return w.outcome(pgtest.Value[*string](w.t, w.pool, `select output::text from agent_checkpoints
+		where execution_id = @id and step = @step`,
 		postgres.Strict{"id": w.id, "step": step}))
 }
 
@@ -373,7 +388,8 @@ func (w *waiter) status() executions.Status { return get(w.t, w.pool, w.id).Stat
 // expireTimer makes its timer due and sweeps.
 func (w *waiter) expireTimer() {
 	w.t.Helper()
-	pgtest.Exec(w.t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where id = @id`,
+	pgtest.Exec(w.t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second'
+		where id = @id`,
 		postgres.Strict{"id": w.id})
 	sweep(w.t, w.pool)
 }
@@ -385,7 +401,8 @@ func (w *waiter) request(kind string, items ...string) string {
 		items = []string{}
 	}
 	return pgtest.Value[string](w.t, w.pool, `
-		insert into agent_requests (kind, execution_id, trace_id, items) values (@kind, @id, 'fl_x', @items) returning id::text`,
+		insert into agent_requests (kind, execution_id, trace_id, items) values (@kind, @id, 'fl_x', @items)
+		  returning id::text`,
 		postgres.Strict{"kind": kind, "id": w.id, "items": items})
 }
 
@@ -396,7 +413,8 @@ func send(t *testing.T, db postgres.DB, event, key, data, id string) {
 }
 
 var eventOf = map[string]string{
-	"response": "MESSAGE_RECEIVED", "document": "DOCUMENT_UPLOADED", "signature": "SIGNATURE_COMPLETED", "test": "TEST_COMPLETED",
+	"response": "MESSAGE_RECEIVED", "document": "DOCUMENT_UPLOADED", "signature": "SIGNATURE_COMPLETED",
+	"test":  "TEST_COMPLETED",
 	"event": "EVENT_COMPLETED", "approval": "APPROVAL_DECIDED", "agent": "AGENT_COMPLETED",
 }
 
@@ -437,16 +455,19 @@ func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 				}
 				send(t, pool, event, twice, `{"document": "cv", "url": "one"}`, kind+fmt.Sprint(asked))
 				send(t, pool, event, twice, `{"document": "cv", "url": "two"}`, kind+fmt.Sprint(asked))
-				if out := w.resume("2"); out.TimedOut || out.Event != event || out.EventID == "" || !strings.Contains(string(out.Data), "one") {
+				if out := w.resume("2"); out.TimedOut || out.Event != event || out.EventID == "" ||
+					!strings.Contains(string(out.Data), "one") {
 					t.Errorf("outcome %+v", out)
 				}
 				send(t, pool, event, early, `{"document": "cv", "url": "one"}`, "")
-				send(t, pool, event, early, `{"document": "cv", "url": "two"}`, "") // another id: another event, or no matter to a request
+				// another id: another event, or no matter to a request
+				send(t, pool, event, early, `{"document": "cv", "url": "two"}`, "")
 				first := w.park("3", kind, early)
 				if first == nil || first.TimedOut || !strings.Contains(string(first.Data), "one") {
 					t.Fatalf("an early event ended the wait with %+v", first)
 				}
-				left := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = @key and consumed_by is null`, postgres.Strict{"key": early})
+				left := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = @key and consumed_by is null`,
+					postgres.Strict{"key": early})
 				if want := map[bool]int{false: 1, true: 0}[asked]; left != want {
 					t.Errorf("%d events are left, want %d", left, want)
 				}
@@ -460,9 +481,15 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, events := range map[string][]string{
-		"one by one":   {`{"document": "b", "url": "ub"}`, `{"document": "pet", "url": "up"}`, `{"document": "a", "url": "ua"}`},
-		"at once":      {`{"documents": [{"document": "b", "url": "ub"}, {"name": "a", "url": "ua"}, 7, {"url": "?"}]}`},
-		"one replaced": {`{"document": "b", "url": "old"}`, `{"document": "b", "url": "ub"}`, `{"document": "a", "url": "ua"}`},
+		"one by one": {
+			`{"document": "b", "url": "ub"}`, `{"document": "pet", "url": "up"}`,
+			`{"document": "a", "url": "ua"}`,
+		},
+		"at once": {`{"documents": [{"document": "b", "url": "ub"}, {"name": "a", "url": "ua"}, 7, {"url": "?"}]}`},
+		"one replaced": {
+			`{"document": "b", "url": "old"}`, `{"document": "b", "url": "ub"}`,
+			`{"document": "a", "url": "ua"}`,
+		},
 	} {
 		w := newWaiter(t, pool)
 		id := w.request("document", "a", "b")
@@ -484,8 +511,10 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 			t.Errorf("%s: a second wait for it ended with %+v", name, again)
 		}
 	}
-	pets := pgtest.Value[int](t, pool, `select count(*) from agent_requests where unexpected ? 'pet' and status = 'completed'`)
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where consumed_by is null`); n != 0 || pets != 1 {
+	pets := pgtest.Value[int](t, pool, `select count(*) from agent_requests where unexpected ? 'pet'
+		and status = 'completed'`)
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where consumed_by is null`); n != 0 ||
+		pets != 1 {
 		t.Errorf("%d events are left, %d documents that nobody asked for are noted", n, pets)
 	}
 }
@@ -517,7 +546,8 @@ func TestTheEndOfAnExecutionClosesItsRequests(t *testing.T) {
 		t.Fatal("nothing came yet")
 	}
 	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": w.id})
-	if got := pgtest.Value[string](t, pool, `select status from agent_requests where id = @id`, postgres.Strict{"id": id}); got != "closed" {
+	if got := pgtest.Value[string](t, pool, `select status from agent_requests where id = @id`,
+		postgres.Strict{"id": id}); got != "closed" {
 		t.Errorf("the request is %s", got)
 	}
 	send(t, pool, "TEST_COMPLETED", id, `{"score": 1}`, "")
@@ -531,13 +561,17 @@ func TestTimeoutsDependOnTheKind(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `select try_acquire_agent_lock('held', 'somebody')`) // a wait for it begins
-	for _, kind := range []string{"response", "agent", "document", "signature", "test", "event", "approval", "delay", "lane"} {
+	for _, kind := range []string{
+		"response", "agent", "document", "signature", "test", "event",
+		"approval", "delay", "lane",
+	} {
 		standard, longest := executions.Limits(kind)
 		if standard > 0 {
 			w := newWaiter(t, pool)
 			pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'held', null, null)`,
 				postgres.Strict{"id": w.id, "claim": w.n, "kind": kind})
-			got := pgtest.Value[float64](t, pool, `select extract(epoch from waiting_until - updated_at)::float8 from agent_executions where id = @id`,
+			got := pgtest.Value[float64](t, pool, `select extract(epoch from waiting_until - updated_at)::float8
+				from agent_executions where id = @id`,
 				postgres.Strict{"id": w.id})
 			if math.Abs(got-standard.Seconds()) > 1 {
 				t.Errorf("%s: the standard is %s here, %v s in the database", kind, standard, got)
@@ -546,14 +580,16 @@ func TestTimeoutsDependOnTheKind(t *testing.T) {
 		w := newWaiter(t, pool)
 		for timeout, fits := range map[time.Duration]bool{longest + time.Second: false, -time.Second: false, longest: true} {
 			if !fits {
-				_, err := pool.Exec(t.Context(), `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'k', make_interval(secs => @s), null)`,
+				_, err := pool.Exec(t.Context(), `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'k',
+					make_interval(secs => @s), null)`,
 					postgres.Strict{"id": w.id, "claim": w.n, "kind": kind, "s": timeout.Seconds()})
 				if !postgres.IsCode(err, "22023") {
 					t.Errorf("%s: %s was taken: %v", kind, timeout, err)
 				}
 			}
 		}
-		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'k', make_interval(secs => @s), null)`,
+		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'k', make_interval(secs => @s),
+			null)`,
 			postgres.Strict{"id": w.id, "claim": w.n, "kind": kind, "s": longest.Seconds()})
 	}
 }

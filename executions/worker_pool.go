@@ -50,7 +50,8 @@ type workerPool struct {
 
 func newWorkerPool(e *Engine, queue string) *workerPool {
 	return &workerPool{
-		e: e, queue: queue, size: e.opts.Workers, wake: make(chan struct{}, 1), notify: make(chan struct{}, 1), skipUntil: map[string]time.Time{},
+		e: e, queue: queue, size: e.opts.Workers, wake: make(chan struct{}, 1), notify: make(chan struct{}, 1),
+		skipUntil: map[string]time.Time{},
 	}
 }
 
@@ -284,7 +285,8 @@ func (c *workerPool) notifyLoop(ctx context.Context) {
 			return
 		case <-c.notify:
 		}
-		if _, err := c.e.pool.Exec(ctx, `select pg_notify('agent_ready', @queue)`, postgres.Strict{"queue": c.queue}); err != nil && ctx.Err() == nil {
+		if _, err := c.e.pool.Exec(ctx, `select pg_notify('agent_ready', @queue)`,
+			postgres.Strict{"queue": c.queue}); err != nil && ctx.Err() == nil {
 			c.e.log.WarnContext(ctx, "other processes not notified of ready executions", "queue", c.queue, "error", err)
 		}
 		if !sleep(ctx, notifyInterval) {
@@ -304,7 +306,9 @@ type claimedExecution struct {
 
 // claim claims up to n ready executions with their checkpoints, in one round trip and one transaction. missed reports
 // ready executions that were locked.
-func (c *workerPool) claim(ctx context.Context, n int) (worker string, claimed []claimedExecution, missed bool, err error) {
+func (c *workerPool) claim(
+	ctx context.Context, n int,
+) (worker string, claimed []claimedExecution, missed bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, c.e.opts.LeaseTTL)
 	defer cancel()
 	if worker, err = c.e.WorkerID(ctx); err != nil {
@@ -390,7 +394,8 @@ func (e *Engine) SetLimits(ctx context.Context, limits []Admission) error {
 	if err != nil {
 		return fmt.Errorf("encode limits: %w", err)
 	}
-	if _, err := e.pool.Exec(ctx, `select set_agent_limits(@limits)`, postgres.Strict{"limits": json.RawMessage(text)}); err != nil {
+	if _, err := e.pool.Exec(ctx, `select set_agent_limits(@limits)`,
+		postgres.Strict{"limits": json.RawMessage(text)}); err != nil {
 		return fmt.Errorf("set limits of executions: %w", err)
 	}
 	e.Poll()

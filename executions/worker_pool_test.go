@@ -55,7 +55,8 @@ func claimReady(t *testing.T, db postgres.DB, worker string, n int) []string {
 func queued(t *testing.T, pool *pgxpool.Pool, flow, surface string, priority int) string {
 	t.Helper()
 	return pgtest.Value[string](t, pool, `
-		insert into agent_executions (trace_id, surface, flow, priority) values (@trace, @surface, @flow, @priority) returning id::text`,
+		insert into agent_executions (trace_id, surface, flow, priority) values (@trace, @surface, @flow, @priority)
+		  returning id::text`,
 		postgres.Strict{"trace": string(trace.New(trace.Flow)), "surface": surface, "flow": flow, "priority": priority})
 }
 
@@ -125,7 +126,8 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 			})
 		}
 		require.NoError(t, group.Wait())
-		one := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null and flow = 'flow'`)
+		one := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null
+			and flow = 'flow'`)
 		all := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`)
 		if one > 5 || all > 7 {
 			t.Fatalf("%d of the flow and %d of the surface are claimed", one, all)
@@ -195,7 +197,8 @@ func TestAWaitingExecutionHoldsNoSlot(t *testing.T) {
 	if n, err := claim(t.Context(), pool, second, w); n != 0 || err != nil {
 		t.Fatalf("claim %d, %v beyond the limit", n, err)
 	}
-	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'k', '1 hour', null)`, postgres.Strict{"id": first, "claim": n})
+	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'k', '1 hour', null)`,
+		postgres.Strict{"id": first, "claim": n})
 	mustClaim(t, pool, second, w)
 	pgtest.Exec(t, pool, `select deliver_agent_event('EVENT_COMPLETED', 'k')`)
 	if got := claimReady(t, pool, w, 5); len(got) != 0 {
@@ -224,7 +227,8 @@ func TestARunSyncIsCountedButNotDelayed(t *testing.T) {
 	queued(t, pool, "other", "flow", 1)
 	pgtest.Exec(t, pool, `
 		with w as (insert into agent_workers (expires_at) values (clock_timestamp() + interval '1 hour') returning id)
-		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by) select 'x', 'flow', 'x', 'running', 1, id from w`)
+		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by) select 'x', 'flow', 'x', 'running',
+		  1, id from w`)
 	got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
 	if err != nil || got.Status != executions.Completed {
 		t.Errorf("status %s, %v", got.Status, err)
@@ -234,21 +238,26 @@ func TestARunSyncIsCountedButNotDelayed(t *testing.T) {
 func TestLimitsAreSetAsAWhole(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, map[string]executions.Func{"flow": func(context.Context, json.RawMessage) (executions.Result, error) {
+	p := prepare(t, pool, map[string]executions.Func{"flow": func(context.Context, json.RawMessage) (executions.Result,
+		error,
+	) {
 		return executions.Result{}, nil
 	}})
-	one, two := executions.Admission{Kind: "flow", Name: "a", Running: 1}, executions.Admission{Kind: "surface", Name: "chat", Running: 2}
+	one, two := executions.Admission{Kind: "flow", Name: "a", Running: 1},
+		executions.Admission{Kind: "surface", Name: "chat", Running: 2}
 	more := one
 	more.Running = 3
 	for _, want := range [][]executions.Admission{{one, two}, {more}, {}} {
 		require.NoError(t, p.SetLimits(t.Context(), want))
 		rows, err := pool.Query(t.Context(), `select kind, name, running from agent_limits order by kind, name`)
 		require.NoError(t, err)
-		if got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[executions.Admission]); err != nil || !slices.Equal(got, want) {
+		if got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[executions.Admission]); err != nil ||
+			!slices.Equal(got, want) {
 			t.Errorf("the limits are %v, want %v, %v", got, want, err)
 		}
 	}
-	if err := p.SetLimits(t.Context(), []executions.Admission{{Kind: "page", Name: "x", Running: 1}}); !postgres.IsCode(err, "23514") {
+	if err := p.SetLimits(t.Context(), []executions.Admission{{Kind: "page", Name: "x", Running: 1}}); !postgres.IsCode(
+		err, "23514") {
 		t.Errorf("a limit of a page: %v", err)
 	}
 }
@@ -340,7 +349,9 @@ func TestAnUnknownFlowIsLeftToOtherProcesses(t *testing.T) {
 		strange[i] = p.begin(t, "strange")
 	}
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
-	start(t, pool, map[string]executions.Func{"strange": func(context.Context, json.RawMessage) (executions.Result, error) {
+	start(t, pool, map[string]executions.Func{"strange": func(context.Context, json.RawMessage) (executions.Result,
+		error,
+	) {
 		return executions.Result{}, nil
 	}}, neverSweep, with)
 	for _, id := range strange {
@@ -401,7 +412,8 @@ func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 	one, two := start(t, pool, awaits(0)), start(t, pool, awaits(0))
 	pgtest.Exec(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, input)
-		select 'fl_storm', 'flow', 'flow', to_jsonb('key ' || n) from generate_series(1, @many::int) n`, postgres.Strict{"many": many})
+		select 'fl_storm', 'flow', 'flow', to_jsonb('key ' || n)
+		  from generate_series(1, @many::int) n`, postgres.Strict{"many": many})
 	var sent []int
 	for n := range many {
 		for range 1 + n%3 {
@@ -437,9 +449,11 @@ func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 			  from agent_events where event = 'EVENT_COMPLETED'`,
 		"waits whose outcome is not their event": `
 			select count(*) from agent_executions x join agent_checkpoints c on c.execution_id = x.id and c.step = 'event'
-			  join agent_events v on v.id = (c.output ->> 'event_id')::uuid where v.key <> x.input #>> '{}' or v.consumed_by <> x.id`,
-		"waits beyond one":    `select count(*) from agent_executions where wait_number > 1`,
-		"results not of them": `select count(*) from agent_executions where result ->> 'event' <> 'EVENT_COMPLETED' or (result ->> 'timed_out')::boolean`,
+			  join agent_events v on v.id = (c.output ->> 'event_id')::uuid where v.key <> x.input #>> '{}'
+			    or v.consumed_by <> x.id`,
+		"waits beyond one": `select count(*) from agent_executions where wait_number > 1`,
+		"results not of them": `select count(*) from agent_executions where result ->> 'event' <> 'EVENT_COMPLETED'
+			or (result ->> 'timed_out')::boolean`,
 		"ends told twice": `
 			select count(*) - count(distinct key) from agent_events where event = 'AGENT_COMPLETED'`,
 	} {

@@ -95,7 +95,10 @@ var (
 // reserved are the variables of the runtime and the keywords of the expression language.
 var (
 	reserved = []string{"input", "executionId", "traceId", "threadId"}
-	words    = []string{"true", "false", "nil", "null", "not", "in", "and", "or", "let", "if", "else", "matches", "contains", "startsWith", "endsWith"}
+	words    = []string{
+		"true", "false", "nil", "null", "not", "in", "and", "or", "let", "if", "else", "matches",
+		"contains", "startsWith", "endsWith",
+	}
 )
 
 func (c *compiler) variable(path, name string) {

@@ -36,111 +36,381 @@ var shapes = map[string]struct {
 	good bool
 	text string
 }{
-	"least":                       {true, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`},
-	"no name":                     {false, `{"actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`},
-	"bad name":                    {false, `{"name": "1 a", "actions": [{"actionType": "wait_for_response"}]}`},
-	"name of those outside":       {false, `{"name": "external", "actions": [{"actionType": "end"}]}`},
-	"no actions":                  {false, `{"name": "a", "actions": []}`},
-	"actions missing":             {false, `{"name": "a"}`},
-	"unknown key":                 {false, `{"name": "a", "action": [], "actions": [{"actionType": "wait_for_response"}]}`},
-	"unknown type":                {false, `{"name": "a", "actions": [{"actionType": "send_mesage", "parameters": {"message": "hi"}}]}`},
-	"no type":                     {false, `{"name": "a", "actions": [{"parameters": {"message": "hi"}}]}`},
-	"not an action":               {false, `{"name": "a", "actions": ["send_message"]}`},
-	"unknown key of an action":    {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "wen": "true"}]}`},
-	"unknown parameter":           {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"mesage": "hi", "message": "x"}}]}`},
-	"missing parameter":           {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {}}]}`},
-	"no parameters":               {false, `{"name": "a", "actions": [{"actionType": "send_message"}]}`},
-	"null parameter":              {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": null}}]}`},
-	"parameters null":             {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": null}]}`},
-	"number for text":             {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": 5}}]}`},
-	"empty text":                  {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": ""}}]}`},
-	"timeout among":               {true, `{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": {"timeout": "24h", "onTimeout": "continue"}}]}`},
-	"timeout beside":              {true, `{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "1d12h", "onTimeout": "retry", "timeoutActions": [{"actionType": "send_message", "parameters": {"message": "there?"}}]}]}`},
-	"timeout twice":               {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "1h", "parameters": {"timeout": "24h"}}]}`},
-	"bad timeout":                 {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "a day"}]}`},
-	"timeout in numbers":          {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": 24}]}`},
-	"bad onTimeout":               {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "onTimeout": "stop"}]}`},
-	"timeout without a wait":      {false, `{"name": "a", "actions": [{"actionType": "send_message", "timeout": "1h", "parameters": {"message": "hi"}}]}`},
-	"timeout in its parameters":   {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "hi", "timeout": "1h"}}]}`},
-	"saveAs":                      {true, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "name"}]}`},
-	"saveAs of nothing":           {false, `{"name": "a", "actions": [{"actionType": "delay", "saveAs": "x", "parameters": {"duration": "1h"}}]}`},
-	"saveAs reserved":             {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "traceId"}]}`},
-	"saveAs a word":               {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "not"}]}`},
-	"saveAs a number":             {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": 5}]}`},
-	"bad id":                      {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "id": "a b"}]}`},
-	"open to a visitor":           {true, `{"name": "a", "actions": [{"actionType": "open_thread", "saveAs": "link", "parameters": {"reusable": true, "expires": "3d"}}]}`},
-	"open to a key":               {true, `{"name": "a", "actions": [{"actionType": "open_thread", "parameters": {"key": "site", "name": "{{input.user}}"}}]}`},
-	"open for soon":               {false, `{"name": "a", "actions": [{"actionType": "open_thread", "parameters": {"expires": "soon"}}]}`},
-	"when":                        {true, `{"name": "a", "actions": [{"actionType": "wait_for_response", "id": "a-b", "when": "1 < 2"}]}`},
-	"when true":                   {true, `{"name": "a", "actions": [{"actionType": "wait_for_response", "when": true}]}`},
-	"when a number":               {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "when": 1}]}`},
-	"when null":                   {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "when": null}]}`},
-	"child by flow":               {true, `{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"flow": "b", "input": {"x": 1}, "waitForCompletion": false, "onFailure": "fail"}}]}`},
-	"child by agent":              {true, `{"name": "a", "actions": [{"actionType": "trigger_agent", "timeout": "2h", "parameters": {"agent": "external:ocr", "canInheritLock": true}}]}`},
-	"child by both":               {false, `{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"agent": "b", "flow": "b"}}]}`},
-	"child by none":               {false, `{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"input": {}}}]}`},
-	"child with a bad word":       {false, `{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"flow": "b", "waitForCompletion": "yes"}}]}`},
-	"child with another":          {false, `{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"flow": "b", "onFailure": "retry"}}]}`},
-	"one document":                {true, `{"name": "a", "actions": [{"actionType": "request_document", "parameters": {"documents": "INE", "wait": false}}]}`},
-	"documents":                   {true, `{"name": "a", "actions": [{"actionType": "request_document", "parameters": {"documents": ["INE", "CURP"], "message": "{{requestId}}", "timeout": "30d"}}]}`},
-	"documents of nothing":        {false, `{"name": "a", "actions": [{"actionType": "request_document", "parameters": {"documents": []}}]}`},
-	"documents of numbers":        {false, `{"name": "a", "actions": [{"actionType": "request_document", "parameters": {"documents": [1]}}]}`},
-	"signature":                   {true, `{"name": "a", "actions": [{"actionType": "request_signature", "parameters": {"document": "https://x/{{input.id}}"}}]}`},
-	"test":                        {true, `{"name": "a", "actions": [{"actionType": "assign_test", "parameters": {"test": "sql", "channel": "log"}}]}`},
-	"bad channel":                 {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "a", "channel": "mail"}}]}`},
-	"target of chat":              {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "a", "channel": "chat", "target": "x"}}]}`},
-	"target of webhook":           {true, `{"name": "a", "channel": "webhook", "target": "crm", "actions": [{"actionType": "send_message", "parameters": {"message": "a", "channel": "webhook", "target": "x"}}]}`},
-	"target of none":              {false, `{"name": "a", "target": "crm", "actions": [{"actionType": "wait_for_response"}]}`},
-	"event":                       {true, `{"name": "a", "actions": [{"actionType": "wait_for_event", "parameters": {"key": "{{input.id}}"}}]}`},
-	"delay":                       {true, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "90m"}}]}`},
-	"delay by a template":         {true, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "{{input.pause}}"}}]}`},
-	"delay until":                 {true, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {"until": "2026-01-31T09:00:00Z"}}]}`},
-	"delay until some day":        {false, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {"until": "Monday"}}]}`},
-	"delay of nothing":            {false, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {}}]}`},
-	"delay of both":               {false, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "1h", "until": "2026-01-31T09:00:00Z"}}]}`},
-	"bad delay":                   {false, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "soon"}}]}`},
-	"skill":                       {true, `{"name": "a", "actions": [{"actionType": "skill", "saveAs": "x", "parameters": {"name": "sizes", "arguments": {"limit": 5, "of": "{{input.of}}"}}}]}`},
-	"bad skill":                   {false, `{"name": "a", "actions": [{"actionType": "skill", "parameters": {"name": "a skill"}}]}`},
-	"arguments of a list":         {false, `{"name": "a", "actions": [{"actionType": "skill", "parameters": {"name": "sizes", "arguments": [1]}}]}`},
-	"reason":                      {true, `{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "Sum up {{lastResponse}}", "skills": ["sizes"]}}]}`},
-	"reason as an agent":          {true, `{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "x", "agent": "sales"}}]}`},
-	"reason as a template":        {false, `{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "x", "agent": "{{who}}"}}]}`},
-	"reason with a bad skill":     {false, `{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "x", "skills": [1]}}]}`},
-	"set":                         {true, `{"name": "a", "actions": [{"actionType": "set", "parameters": {"variables": {"x": [1, null]}, "expressions": {"y": "1 + 1"}}}]}`},
-	"set nothing":                 {false, `{"name": "a", "actions": [{"actionType": "set", "parameters": {}}]}`},
-	"set a reserved one":          {false, `{"name": "a", "actions": [{"actionType": "set", "parameters": {"variables": {"input": 1}}}]}`},
-	"set a bad name":              {false, `{"name": "a", "actions": [{"actionType": "set", "parameters": {"expressions": {"a-b": "1"}}}]}`},
-	"if":                          {true, `{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true", "then": [], "else": [{"actionType": "end"}]}}]}`},
-	"if without then":             {false, `{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true"}}]}`},
-	"if with something within":    {false, `{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true", "then": [{"actionType": "delay"}]}}]}`},
-	"switch":                      {true, `{"name": "a", "actions": [{"actionType": "switch", "parameters": {"value": "{{x}}", "cases": [{"equals": null, "actions": []}, {"condition": "true", "actions": []}], "default": []}}]}`},
-	"switch without cases":        {false, `{"name": "a", "actions": [{"actionType": "switch", "parameters": {"value": 1, "cases": []}}]}`},
-	"case of both":                {false, `{"name": "a", "actions": [{"actionType": "switch", "parameters": {"cases": [{"equals": 1, "condition": "true", "actions": []}]}}]}`},
-	"case of none":                {false, `{"name": "a", "actions": [{"actionType": "switch", "parameters": {"cases": [{"actions": []}]}}]}`},
-	"case without actions":        {false, `{"name": "a", "actions": [{"actionType": "switch", "parameters": {"cases": [{"equals": 1}]}}]}`},
-	"case with more":              {false, `{"name": "a", "actions": [{"actionType": "switch", "parameters": {"cases": [{"equals": 1, "action": [], "actions": []}]}}]}`},
-	"for each":                    {true, `{"name": "a", "actions": [{"actionType": "for_each", "parameters": {"items": "{{input.list}}", "as": "it", "actions": []}}]}`},
-	"for each of a list":          {true, `{"name": "a", "actions": [{"actionType": "for_each", "parameters": {"items": [1, "{{x}}"], "actions": []}}]}`},
-	"for each of a text":          {false, `{"name": "a", "actions": [{"actionType": "for_each", "parameters": {"items": "list", "actions": []}}]}`},
-	"for each as something bad":   {false, `{"name": "a", "actions": [{"actionType": "for_each", "parameters": {"items": [], "as": "in", "actions": []}}]}`},
-	"while":                       {true, `{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "index < 3", "max": 5, "actions": []}}]}`},
-	"while too often":             {false, `{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "true", "max": 10001, "actions": []}}]}`},
-	"while never":                 {false, `{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "true", "max": 0, "actions": []}}]}`},
-	"while one and a half times":  {false, `{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "true", "max": 1.5, "actions": []}}]}`},
-	"end":                         {true, `{"name": "a", "actions": [{"actionType": "end", "parameters": {"status": "failed", "summary": "no", "result": {"a": 1}}}]}`},
-	"end as nothing known":        {false, `{"name": "a", "actions": [{"actionType": "end", "parameters": {"status": "cancelled"}}]}`},
-	"fail":                        {true, `{"name": "a", "actions": [{"actionType": "fail", "parameters": {"message": "no"}}]}`},
-	"input":                       {true, `{"name": "a", "input": {"type": "object", "required": ["x"], "properties": {"x": {"type": "integer"}}}, "actions": [{"actionType": "end"}]}`},
-	"input that is no object":     {false, `{"name": "a", "input": {"type": "array"}, "actions": [{"actionType": "end"}]}`},
-	"input that is no schema":     {false, `{"name": "a", "input": {"type": "object", "properties": {"x": {"type": "whole"}}}, "actions": [{"actionType": "end"}]}`},
-	"variables":                   {true, `{"name": "a", "variables": {"x": 1, "y": {"z": []}}, "actions": [{"actionType": "end"}]}`},
-	"variables with a bad name":   {false, `{"name": "a", "variables": {"x y": 1}, "actions": [{"actionType": "end"}]}`},
-	"variables with a reserved":   {false, `{"name": "a", "variables": {"threadId": 1}, "actions": [{"actionType": "end"}]}`},
-	"something bad deep within":   {false, `{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "true", "actions": [{"actionType": "if", "parameters": {"condition": "true", "then": [{"actionType": "nothing"}]}}]}}]}`},
-	"something bad at a timeout":  {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "timeoutActions": [{"actionType": "send_message"}]}]}`},
-	"timeoutActions not a list":   {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "timeoutActions": {"actionType": "end"}}]}`},
-	"parameters that are a list":  {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": []}]}`},
-	"description and all of that": {true, `{"name": "a", "description": "what it is for", "channel": "log", "actions": [{"actionType": "end", "parameters": {}}]}`},
+	"least": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`,
+	},
+	"no name": {
+		false,
+		`{"actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`,
+	},
+	"bad name":              {false, `{"name": "1 a", "actions": [{"actionType": "wait_for_response"}]}`},
+	"name of those outside": {false, `{"name": "external", "actions": [{"actionType": "end"}]}`},
+	"no actions":            {false, `{"name": "a", "actions": []}`},
+	"actions missing":       {false, `{"name": "a"}`},
+	"unknown key": {
+		false,
+		`{"name": "a", "action": [], "actions": [{"actionType": "wait_for_response"}]}`,
+	},
+	"unknown type": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "send_mesage", "parameters": {"message": "hi"}}]}`,
+	},
+	"no type":       {false, `{"name": "a", "actions": [{"parameters": {"message": "hi"}}]}`},
+	"not an action": {false, `{"name": "a", "actions": ["send_message"]}`},
+	"unknown key of an action": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "wen": "true"}]}`,
+	},
+	"unknown parameter": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"mesage": "hi", "message": "x"}}]}`,
+	},
+	"missing parameter": {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {}}]}`},
+	"no parameters":     {false, `{"name": "a", "actions": [{"actionType": "send_message"}]}`},
+	"null parameter": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": null}}]}`,
+	},
+	"parameters null": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": null}]}`,
+	},
+	"number for text": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": 5}}]}`,
+	},
+	"empty text": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": ""}}]}`,
+	},
+	"timeout among": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": {"timeout": "24h", "onTimeout": "continue"}}]}`,
+	},
+	"timeout beside": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "1d12h", "onTimeout": "retry", "timeoutActions": [{"actionType": "send_message", "parameters": {"message": "there?"}}]}]}`,
+	},
+	"timeout twice": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "1h", "parameters": {"timeout": "24h"}}]}`,
+	},
+	"bad timeout": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "a day"}]}`,
+	},
+	"timeout in numbers": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": 24}]}`,
+	},
+	"bad onTimeout": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "onTimeout": "stop"}]}`,
+	},
+	"timeout without a wait": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "send_message", "timeout": "1h", "parameters": {"message": "hi"}}]}`,
+	},
+	"timeout in its parameters": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "hi", "timeout": "1h"}}]}`,
+	},
+	"saveAs": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "name"}]}`,
+	},
+	"saveAs of nothing": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "delay", "saveAs": "x", "parameters": {"duration": "1h"}}]}`,
+	},
+	"saveAs reserved": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "traceId"}]}`,
+	},
+	"saveAs a word": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "not"}]}`,
+	},
+	"saveAs a number": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": 5}]}`},
+	"bad id":          {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "id": "a b"}]}`},
+	"open to a visitor": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "open_thread", "saveAs": "link", "parameters": {"reusable": true, "expires": "3d"}}]}`,
+	},
+	"open to a key": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "open_thread", "parameters": {"key": "site", "name": "{{input.user}}"}}]}`,
+	},
+	"open for soon": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "open_thread", "parameters": {"expires": "soon"}}]}`,
+	},
+	"when": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "id": "a-b", "when": "1 < 2"}]}`,
+	},
+	"when true":     {true, `{"name": "a", "actions": [{"actionType": "wait_for_response", "when": true}]}`},
+	"when a number": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "when": 1}]}`},
+	"when null": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "when": null}]}`,
+	},
+	"child by flow": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"flow": "b", "input": {"x": 1}, "waitForCompletion": false, "onFailure": "fail"}}]}`,
+	},
+	"child by agent": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "trigger_agent", "timeout": "2h", "parameters": {"agent": "external:ocr", "canInheritLock": true}}]}`,
+	},
+	"child by both": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"agent": "b", "flow": "b"}}]}`,
+	},
+	"child by none": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"input": {}}}]}`,
+	},
+	"child with a bad word": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"flow": "b", "waitForCompletion": "yes"}}]}`,
+	},
+	"child with another": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"flow": "b", "onFailure": "retry"}}]}`,
+	},
+	"one document": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "request_document", "parameters": {"documents": "INE", "wait": false}}]}`,
+	},
+	"documents": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "request_document", "parameters": {"documents": ["INE", "CURP"], "message": "{{requestId}}", "timeout": "30d"}}]}`,
+	},
+	"documents of nothing": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "request_document", "parameters": {"documents": []}}]}`,
+	},
+	"documents of numbers": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "request_document", "parameters": {"documents": [1]}}]}`,
+	},
+	"signature": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "request_signature", "parameters": {"document": "https://x/{{input.id}}"}}]}`,
+	},
+	"test": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "assign_test", "parameters": {"test": "sql", "channel": "log"}}]}`,
+	},
+	"bad channel": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "a", "channel": "mail"}}]}`,
+	},
+	"target of chat": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "a", "channel": "chat", "target": "x"}}]}`,
+	},
+	"target of webhook": {
+		true,
+		`{"name": "a", "channel": "webhook", "target": "crm", "actions": [{"actionType": "send_message", "parameters": {"message": "a", "channel": "webhook", "target": "x"}}]}`,
+	},
+	"target of none": {
+		false,
+		`{"name": "a", "target": "crm", "actions": [{"actionType": "wait_for_response"}]}`,
+	},
+	"event": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "wait_for_event", "parameters": {"key": "{{input.id}}"}}]}`,
+	},
+	"delay": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "90m"}}]}`,
+	},
+	"delay by a template": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "{{input.pause}}"}}]}`,
+	},
+	"delay until": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"until": "2026-01-31T09:00:00Z"}}]}`,
+	},
+	"delay until some day": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"until": "Monday"}}]}`,
+	},
+	"delay of nothing": {false, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {}}]}`},
+	"delay of both": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "1h", "until": "2026-01-31T09:00:00Z"}}]}`,
+	},
+	"bad delay": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "soon"}}]}`,
+	},
+	"skill": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "skill", "saveAs": "x", "parameters": {"name": "sizes", "arguments": {"limit": 5, "of": "{{input.of}}"}}}]}`,
+	},
+	"bad skill": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "skill", "parameters": {"name": "a skill"}}]}`,
+	},
+	"arguments of a list": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "skill", "parameters": {"name": "sizes", "arguments": [1]}}]}`,
+	},
+	"reason": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "Sum up {{lastResponse}}", "skills": ["sizes"]}}]}`,
+	},
+	"reason as an agent": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "x", "agent": "sales"}}]}`,
+	},
+	"reason as a template": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "x", "agent": "{{who}}"}}]}`,
+	},
+	"reason with a bad skill": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "reason", "parameters": {"prompt": "x", "skills": [1]}}]}`,
+	},
+	"set": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "set", "parameters": {"variables": {"x": [1, null]}, "expressions": {"y": "1 + 1"}}}]}`,
+	},
+	"set nothing": {false, `{"name": "a", "actions": [{"actionType": "set", "parameters": {}}]}`},
+	"set a reserved one": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "set", "parameters": {"variables": {"input": 1}}}]}`,
+	},
+	"set a bad name": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "set", "parameters": {"expressions": {"a-b": "1"}}}]}`,
+	},
+	"if": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true", "then": [], "else": [{"actionType": "end"}]}}]}`,
+	},
+	"if without then": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true"}}]}`,
+	},
+	"if with something within": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true", "then": [{"actionType": "delay"}]}}]}`,
+	},
+	"switch": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "switch", "parameters": {"value": "{{x}}", "cases": [{"equals": null, "actions": []}, {"condition": "true", "actions": []}], "default": []}}]}`,
+	},
+	"switch without cases": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "switch", "parameters": {"value": 1, "cases": []}}]}`,
+	},
+	"case of both": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "switch", "parameters": {"cases": [{"equals": 1, "condition": "true", "actions": []}]}}]}`,
+	},
+	"case of none": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "switch", "parameters": {"cases": [{"actions": []}]}}]}`,
+	},
+	"case without actions": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "switch", "parameters": {"cases": [{"equals": 1}]}}]}`,
+	},
+	"case with more": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "switch", "parameters": {"cases": [{"equals": 1, "action": [], "actions": []}]}}]}`,
+	},
+	"for each": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "for_each", "parameters": {"items": "{{input.list}}", "as": "it", "actions": []}}]}`,
+	},
+	"for each of a list": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "for_each", "parameters": {"items": [1, "{{x}}"], "actions": []}}]}`,
+	},
+	"for each of a text": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "for_each", "parameters": {"items": "list", "actions": []}}]}`,
+	},
+	"for each as something bad": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "for_each", "parameters": {"items": [], "as": "in", "actions": []}}]}`,
+	},
+	"while": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "index < 3", "max": 5, "actions": []}}]}`,
+	},
+	"while too often": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "true", "max": 10001, "actions": []}}]}`,
+	},
+	"while never": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "true", "max": 0, "actions": []}}]}`,
+	},
+	"while one and a half times": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "true", "max": 1.5, "actions": []}}]}`,
+	},
+	"end": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "end", "parameters": {"status": "failed", "summary": "no", "result": {"a": 1}}}]}`,
+	},
+	"end as nothing known": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "end", "parameters": {"status": "cancelled"}}]}`,
+	},
+	"fail": {
+		true,
+		`{"name": "a", "actions": [{"actionType": "fail", "parameters": {"message": "no"}}]}`,
+	},
+	"input": {
+		true,
+		`{"name": "a", "input": {"type": "object", "required": ["x"], "properties": {"x": {"type": "integer"}}}, "actions": [{"actionType": "end"}]}`,
+	},
+	"input that is no object": {
+		false,
+		`{"name": "a", "input": {"type": "array"}, "actions": [{"actionType": "end"}]}`,
+	},
+	"input that is no schema": {
+		false,
+		`{"name": "a", "input": {"type": "object", "properties": {"x": {"type": "whole"}}}, "actions": [{"actionType": "end"}]}`,
+	},
+	"variables": {
+		true,
+		`{"name": "a", "variables": {"x": 1, "y": {"z": []}}, "actions": [{"actionType": "end"}]}`,
+	},
+	"variables with a bad name": {false, `{"name": "a", "variables": {"x y": 1}, "actions": [{"actionType": "end"}]}`},
+	"variables with a reserved": {
+		false,
+		`{"name": "a", "variables": {"threadId": 1}, "actions": [{"actionType": "end"}]}`,
+	},
+	"something bad deep within": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "while", "parameters": {"condition": "true", "actions": [{"actionType": "if", "parameters": {"condition": "true", "then": [{"actionType": "nothing"}]}}]}}]}`,
+	},
+	"something bad at a timeout": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "timeoutActions": [{"actionType": "send_message"}]}]}`,
+	},
+	"timeoutActions not a list": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "timeoutActions": {"actionType": "end"}}]}`,
+	},
+	"parameters that are a list": {
+		false,
+		`{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": []}]}`,
+	},
+	"description and all of that": {
+		true,
+		`{"name": "a", "description": "what it is for", "channel": "log", "actions": [{"actionType": "end", "parameters": {}}]}`,
+	},
 }
 
 // The published schema agrees with Validate wherever a schema can express the rule.
@@ -187,29 +457,71 @@ func TestEveryActionIsAmongTheCases(t *testing.T) {
 // Errors begin with the path of what is wrong, and say what to do.
 func TestValidateNamesPlaceAndReason(t *testing.T) {
 	for name, c := range map[string]struct{ actions, want string }{
-		"nearest type":      {`[{"actionType": "send_mesage"}]`, `actions[0].actionType: unknown actionType "send_mesage"; did you mean "send_message"?`},
-		"nearest parameter": {`[{"actionType": "send_message", "parameters": {"message": "a", "chanel": "log"}}]`, `actions[0].parameters.chanel: unknown parameter "chanel"; did you mean "channel"?`},
-		"nearest key":       {`[{"actionType": "end", "wen": "true"}]`, `actions[0].wen: unknown key "wen"; did you mean "when"?`},
-		"too long":          {`[{"actionType": "wait_for_response", "timeout": "8d"}]`, `actions[0].timeout: 8d is not allowed: a wait for response lasts more than 0 and at most 7d`},
+		"nearest type": {
+			`[{"actionType": "send_mesage"}]`,
+			`actions[0].actionType: unknown actionType "send_mesage"; did you mean "send_message"?`,
+		},
+		"nearest parameter": {
+			`[{"actionType": "send_message", "parameters": {"message": "a", "chanel": "log"}}]`,
+			`actions[0].parameters.chanel: unknown parameter "chanel"; did you mean "channel"?`,
+		},
+		"nearest key": {`[{"actionType": "end", "wen": "true"}]`, `actions[0].wen: unknown key "wen"; did you mean "when"?`},
+		"too long": {
+			`[{"actionType": "wait_for_response", "timeout": "8d"}]`,
+			`actions[0].timeout: 8d is not allowed: a wait for response lasts more than 0 and at most 7d`,
+		},
 		"too long for a child": {
 			`[{"actionType": "trigger_agent", "parameters": {"flow": "b", "timeout": "25h"}}]`,
 			`actions[0].parameters.timeout: 25h is not allowed: a wait for agent lasts more than 0 and at most 24h`,
 		},
-		"too long a request": {`[{"actionType": "assign_test", "timeout": "31d", "parameters": {"test": "a"}}]`, `actions[0].timeout: 31d is not allowed: a wait for test lasts more than 0 and at most 30d`},
-		"too long a delay":   {`[{"actionType": "delay", "parameters": {"duration": "31d"}}]`, `actions[0].parameters.duration: 31d is not allowed: a delay lasts more than 0 and at most 30d`},
-		"no time":            {`[{"actionType": "wait_for_response", "timeout": "0s"}]`, `actions[0].timeout: 0s is not allowed: a wait for response lasts more than 0 and at most 7d`},
+		"too long a request": {
+			`[{"actionType": "assign_test", "timeout": "31d", "parameters": {"test": "a"}}]`,
+			`actions[0].timeout: 31d is not allowed: a wait for test lasts more than 0 and at most 30d`,
+		},
+		"too long a delay": {
+			`[{"actionType": "delay", "parameters": {"duration": "31d"}}]`,
+			`actions[0].parameters.duration: 31d is not allowed: a delay lasts more than 0 and at most 30d`,
+		},
+		"no time": {
+			`[{"actionType": "wait_for_response", "timeout": "0s"}]`,
+			`actions[0].timeout: 0s is not allowed: a wait for response lasts more than 0 and at most 7d`,
+		},
 		"same id": {
 			`[{"id": "a", "actionType": "end"}, {"actionType": "if", "parameters": {"condition": "true", "then": [{"id": "a", "actionType": "end"}]}}]`,
 			`actions[1].parameters.then[0].id: "a" is the id of actions[0] already`,
 		},
-		"bad expression":     {`[{"actionType": "end", "when": "1 +"}]`, `actions[0].when: unexpected token EOF (line 1, column 3)`},
-		"template in one":    {`[{"actionType": "end", "when": "{{a}}"}]`, `actions[0].when: is an expression, not a template: write variables without {{ }}`},
-		"open template":      {`[{"actionType": "send_message", "parameters": {"message": "a {{name"}}]`, `actions[0].parameters.message: the template {{name is not closed with }}`},
-		"strange template":   {`[{"actionType": "send_message", "parameters": {"message": "{{a b}}"}}]`, `actions[0].parameters.message: the template {{a b}} is not the name of a variable: write {{name}}, {{a.b}} or {{name ?? "x"}}`},
-		"strange filter":     {`[{"actionType": "send_message", "parameters": {"message": "{{a | upper}}"}}]`, `actions[0].parameters.message: the template {{a | upper}} knows no other filter than default: write {{name | default: "x"}}`},
-		"strange default":    {`[{"actionType": "skill", "parameters": {"name": "a", "arguments": {"x": ["{{a ?? b}}"]}}}]`, `actions[0].parameters.arguments.x[0]: the template {{a ?? b}} has a default that is no text in quotes, number, true, false or null`},
-		"loop within a loop": {`[{"actionType": "end", "when": "all(a, any(b, # == 1))"}]`, `actions[0].when: calls within a loop over a list are not offered; use for_each`},
-		"range":              {`[{"actionType": "end", "when": "len(1..1000000) > 1"}]`, `actions[0].when: ranges are not offered; use for_each or while`},
+		"bad expression": {
+			`[{"actionType": "end", "when": "1 +"}]`,
+			`actions[0].when: unexpected token EOF (line 1, column 3)`,
+		},
+		"template in one": {
+			`[{"actionType": "end", "when": "{{a}}"}]`,
+			`actions[0].when: is an expression, not a template: write variables without {{ }}`,
+		},
+		"open template": {
+			`[{"actionType": "send_message", "parameters": {"message": "a {{name"}}]`,
+			`actions[0].parameters.message: the template {{name is not closed with }}`,
+		},
+		"strange template": {
+			`[{"actionType": "send_message", "parameters": {"message": "{{a b}}"}}]`,
+			`actions[0].parameters.message: the template {{a b}} is not the name of a variable: write {{name}}, {{a.b}} or {{name ?? "x"}}`,
+		},
+		"strange filter": {
+			`[{"actionType": "send_message", "parameters": {"message": "{{a | upper}}"}}]`,
+			`actions[0].parameters.message: the template {{a | upper}} knows no other filter than default: write {{name | default: "x"}}`,
+		},
+		"strange default": {
+			`[{"actionType": "skill", "parameters": {"name": "a", "arguments": {"x": ["{{a ?? b}}"]}}}]`,
+			`actions[0].parameters.arguments.x[0]: the template {{a ?? b}} has a default that is no text in quotes, number, true, false or null`,
+		},
+		"loop within a loop": {
+			`[{"actionType": "end", "when": "all(a, any(b, # == 1))"}]`,
+			`actions[0].when: calls within a loop over a list are not offered; use for_each`,
+		},
+		"range": {
+			`[{"actionType": "end", "when": "len(1..1000000) > 1"}]`,
+			`actions[0].when: ranges are not offered; use for_each or while`,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d, err := define(`{"name": "a", "actions": ` + c.actions + `}`)
@@ -242,7 +554,8 @@ func TestTriggersNamesTheChildren(t *testing.T) {
 		{"actionType": "wait_for_response", "timeoutActions": [{"actionType": "trigger_agent", "parameters": {"agent": "c"}}]},
 		{"actionType": "switch", "parameters": {"cases": [{"condition": "true", "actions": [{"actionType": "trigger_agent", "parameters": {"agent": "d"}}]}]}}]}`)
 	require.NoError(t, err)
-	want := "map[actions[0].parameters.flow:b actions[1].timeoutActions[0].parameters.agent:c actions[2].parameters.cases[0].actions[0].parameters.agent:d]"
+	want := "map[actions[0].parameters.flow:b actions[1].timeoutActions[0].parameters.agent:c " +
+		"actions[2].parameters.cases[0].actions[0].parameters.agent:d]"
 	if got := fmt.Sprint(flows.Triggers(d)); got != want {
 		t.Errorf("got %s", got)
 	}
@@ -331,7 +644,8 @@ func TestTheExampleOfThePageRuns(t *testing.T) {
 	id := w.begin(t, "onboard", Candidate{Name: "María"})
 	waits(t, w.pool, id, 1)
 	answer(t, w, "si")
-	if x := enginetest.Await(t, w.pool, id, executions.Completed); x.ResultSummary != "onboarded María" || string(x.Result) != `{"fit": true}` {
+	if x := enginetest.Await(t, w.pool, id, executions.Completed); x.ResultSummary != "onboarded María" ||
+		string(x.Result) != `{"fit": true}` {
 		t.Errorf("ended with %q %s", x.ResultSummary, x.Result)
 	}
 }

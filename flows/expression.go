@@ -33,7 +33,8 @@ const classExpression = "expression"
 
 // allowedFunctions are the functions available to expressions.
 var allowedFunctions = []string{
-	"len", "lower", "upper", "trim", "int", "float", "string", "abs", "ceil", "floor", "round", "min", "max", "hasPrefix", "hasSuffix",
+	"len", "lower", "upper", "trim", "int", "float", "string", "abs", "ceil", "floor", "round", "min", "max",
+	"hasPrefix", "hasSuffix",
 	"indexOf", "split", "first", "last", "keys", "values", "type", "toJSON", "fromJSON",
 	"all", "any", "none", "one", "count", "filter", "find",
 }
@@ -57,7 +58,8 @@ func compileExpression(text string) (*expression, error) {
 	}
 	visit := &inspector{optional: map[ast.Node]bool{}, names: map[ast.Node]string{}, declared: map[string]bool{}}
 	options := []expr.Option{
-		expr.Env(map[string]any{}), expr.AllowUndefinedVariables(), expr.MaxNodes(maxNodes), expr.DisableAllBuiltins(), expr.Patch(visit),
+		expr.Env(map[string]any{}), expr.AllowUndefinedVariables(), expr.MaxNodes(maxNodes),
+		expr.DisableAllBuiltins(), expr.Patch(visit),
 	}
 	for _, name := range allowedFunctions {
 		options = append(options, expr.EnableBuiltin(name))
@@ -354,7 +356,8 @@ func (r *reference) missing(vars map[string]any, depth int) error {
 	if near := nearest.To(r.path[0], slices.Sorted(maps.Keys(vars))); depth == 0 && near != "" {
 		hint = fmt.Sprintf(", did you mean %q?", near)
 	}
-	return failure(classTemplate, "variable %q is not known%s; set it before, or give it a default: {{%s ?? \"…\"}}", r, hint, r)
+	return failure(classTemplate, "variable %q is not known%s; set it before, or give it a default: {{%s ?? \"…\"}}", r,
+		hint, r)
 }
 
 // member returns a map's value or a list's item.

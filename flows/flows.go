@@ -64,13 +64,16 @@ var flowName = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
 
 // Definition declares a flow in a workspace file. [Validate] reads the actions; see the package comment.
 type Definition struct {
-	Name        string         `yaml:"name" json:"name"`
-	Description string         `yaml:"description" json:"description,omitempty"`
-	Input       map[string]any `yaml:"input" json:"input,omitempty"`         // JSON Schema of type object; empty accepts any input
-	Variables   map[string]any `yaml:"variables" json:"variables,omitempty"` // initial values
-	Channel     string         `yaml:"channel" json:"channel,omitempty"`     // for its messages: chat, webhook or log; the thread's when empty
-	Target      string         `yaml:"target" json:"target,omitempty"`       // for channel webhook: the name of a webhook_target; the thread's when empty
-	Actions     []any          `yaml:"actions" json:"actions"`
+	Name        string `yaml:"name" json:"name"`
+	Description string `yaml:"description" json:"description,omitempty"`
+	// JSON Schema of type object; empty accepts any input
+	Input     map[string]any `yaml:"input" json:"input,omitempty"`
+	Variables map[string]any `yaml:"variables" json:"variables,omitempty"` // initial values
+	// for its messages: chat, webhook or log; the thread's when empty
+	Channel string `yaml:"channel" json:"channel,omitempty"`
+	// for channel webhook: the name of a webhook_target; the thread's when empty
+	Target  string `yaml:"target" json:"target,omitempty"`
+	Actions []any  `yaml:"actions" json:"actions"`
 }
 
 // Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join]. It uses neither

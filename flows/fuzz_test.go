@@ -11,8 +11,10 @@ import (
 // references is changed.
 func FuzzTemplate(f *testing.F) {
 	for _, text := range []string{
-		"", "{{", "{{}}", "a {{name}} b", `{{a.0.b ?? "x"}}`, "{{ name | default: 'it''s' }}", `{{name | default: 1e400}}`, `{{name ?? "}}"}}`,
-		"{{name ?? 'a\\'b'}}", `{{"{{"}}name}}`, "{{a.-1}}", "{{a.99999999999999999999}}", "{{name}}{{name}}", "{{\x00}}", "{{name ?? \xff}}",
+		"", "{{", "{{}}", "a {{name}} b", `{{a.0.b ?? "x"}}`, "{{ name | default: 'it''s' }}",
+		`{{name | default: 1e400}}`, `{{name ?? "}}"}}`,
+		"{{name ?? 'a\\'b'}}", `{{"{{"}}name}}`, "{{a.-1}}", "{{a.99999999999999999999}}", "{{name}}{{name}}",
+		"{{\x00}}", "{{name ?? \xff}}",
 	} {
 		f.Add(text, `{"name": "v", "a": [{"b": 1.5}, null, "x"], "_": {"b": [1, [2]]}}`)
 	}
@@ -29,7 +31,8 @@ func FuzzTemplate(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if again, err := fill(parseTree(text, "", func(string, error) {}), vars); err != nil || asJSON(again) != asJSON(first) {
+		if again, err := fill(parseTree(text, "", func(string, error) {}), vars); err != nil ||
+			asJSON(again) != asJSON(first) {
 			t.Errorf("%q is %v, then %v, %v", text, first, again, err)
 		}
 		if _, err := json.Marshal(first); err != nil {
@@ -41,9 +44,12 @@ func FuzzTemplate(f *testing.F) {
 // FuzzExpression looks for an expression that panics, that needs more than it is given, or whose value is not JSON.
 func FuzzExpression(f *testing.F) {
 	for _, text := range []string{
-		"", "n > 1", "n ?? 0", "list | filter(# > 1) | len()", "all(list, {# > 0})", `split(text, "")[0] + "x"`, "fromJSON(text)", "toJSON($env)",
-		"let x = n; x / 0", "int('9999999999999999999')", "n % 0", "round(n / 0)", "list[9]", "text[-1:]", "n in list", "not (text matches '(')", "min(list)",
-		"text matches '^(a+)+$'", "first(list)?.a", "-n", "1/0 == -1/0", "float('nan')", "float('inf')", "[float('inf')]", "{'a': n}", "type(nil)",
+		"", "n > 1", "n ?? 0", "list | filter(# > 1) | len()", "all(list, {# > 0})", `split(text, "")[0] + "x"`,
+		"fromJSON(text)", "toJSON($env)",
+		"let x = n; x / 0", "int('9999999999999999999')", "n % 0", "round(n / 0)", "list[9]", "text[-1:]", "n in list",
+		"not (text matches '(')", "min(list)",
+		"text matches '^(a+)+$'", "first(list)?.a", "-n", "1/0 == -1/0", "float('nan')", "float('inf')", "[float('inf')]",
+		"{'a': n}", "type(nil)",
 	} {
 		f.Add(text, `{"n": 3, "list": [1, 2.5, "x"], "text": "aaaa"}`)
 	}
@@ -77,7 +83,8 @@ func FuzzDefinition(f *testing.F) {
 		"name: a\ninput: {type: object, properties: {n: {type: integer, default: x}}}\nactions: [{actionType: wait_for_response, timeout: 1d12h, onTimeout: retry}]",
 		"name: a\nactions: [{actionType: if, parameters: {condition: 'n > 1', then: [{actionType: end}]}}]",
 		"name: a\nvariables: {executionId: 1}\nactions: [{actionType: set_variable, when: '{{x}}'}, 3, null]",
-		"name: a\ninput: {$ref: 'file:///etc/passwd'}\nactions: []", "name: a\nactions: [{actionType: for_each, parameters: {items: '{{list}}', actions: []}}]",
+		"name: a\ninput: {$ref: 'file:///etc/passwd'}\nactions: []", "name: a\nactions: [{actionType: for_each, " +
+			"parameters: {items: '{{list}}', actions: []}}]",
 		"actions: &a [*a]", "name: .inf\nactions: {? [a] : b}",
 	} {
 		f.Add(text)

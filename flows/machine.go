@@ -479,24 +479,27 @@ func (m *machine) fail(ctx context.Context, a *action, err error) error {
 }
 
 // loop repeats body until it reports the end. own are the variables of the loop's scope.
-func (m *machine) loop(ctx context.Context, own []string, body func(ctx context.Context, n int) (bool, *ending, error)) (*ending, error) {
+func (m *machine) loop(
+	ctx context.Context, own []string, body func(ctx context.Context, n int) (bool, *ending, error),
+) (*ending, error) {
 	before := maps.Clone(m.vars)
 	set, done := m.collectSets()
 	defer done()
 	first := true
-	last, err := executions.Loop(ctx, "each", loopState{}, func(ctx context.Context, s loopState) (loopState, bool, error) {
-		if first { // iterations that a snapshot covers
-			if err := m.set(ctx, s.Set); err != nil {
+	last, err := executions.Loop(ctx, "each", loopState{},
+		func(ctx context.Context, s loopState) (loopState, bool, error) {
+			if first { // iterations that a snapshot covers
+				if err := m.set(ctx, s.Set); err != nil {
+					return s, false, err
+				}
+			}
+			first = false
+			over, ended, err := body(ctx, s.Next)
+			if err != nil {
 				return s, false, err
 			}
-		}
-		first = false
-		over, ended, err := body(ctx, s.Next)
-		if err != nil {
-			return s, false, err
-		}
-		return loopState{Next: s.Next + 1, Set: maps.Clone(set), End: ended}, over || ended != nil, nil
-	})
+			return loopState{Next: s.Next + 1, Set: maps.Clone(set), End: ended}, over || ended != nil, nil
+		})
 	if err != nil {
 		return nil, err
 	}

@@ -58,7 +58,10 @@ func newWorld(t *testing.T, documents ...string) *world {
 func process(t *testing.T, pool *pgxpool.Pool, loop *reason.Loop, register ...func(*executions.Engine) error) *world {
 	t.Helper()
 	e := enginetest.New(t, pool)
-	w := &world{Engine: e, pool: pool, in: &flows.Interpreter{Pool: pool, Engine: e, Loop: loop, Logger: slog.New(slog.DiscardHandler)}}
+	w := &world{Engine: e, pool: pool, in: &flows.Interpreter{
+		Pool: pool, Engine: e, Loop: loop,
+		Logger: slog.New(slog.DiscardHandler),
+	}}
 	e.Fallback(w.in.Find)
 	for _, more := range register {
 		require.NoError(t, more(e))
@@ -89,7 +92,8 @@ func put(t *testing.T, pool *pgxpool.Pool, text string) {
 func thread(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
 	const id = "maria"
-	pgtest.Exec(t, pool, `insert into agent_threads (id, channel, agent, owner, participant) values (@id, 'chat', 'agent', 'test', 'Maria') on conflict do nothing`,
+	pgtest.Exec(t, pool, `insert into agent_threads (id, channel, agent, owner, participant)
+		values (@id, 'chat', 'agent', 'test', 'Maria') on conflict do nothing`,
 		postgres.Strict{"id": id})
 	return id
 }
@@ -97,7 +101,10 @@ func thread(t *testing.T, pool *pgxpool.Pool) string {
 // begin starts a flow in the thread.
 func (w *world) begin(t *testing.T, flow string, input any) string {
 	t.Helper()
-	x, _, err := w.Start(t.Context(), w.pool, executions.Spec{Flow: flow, Surface: trace.Flow, Input: input, ThreadID: thread(t, w.pool)})
+	x, _, err := w.Start(t.Context(), w.pool, executions.Spec{
+		Flow: flow, Surface: trace.Flow, Input: input,
+		ThreadID: thread(t, w.pool),
+	})
 	require.NoError(t, err)
 	return x.ID
 }
@@ -133,7 +140,8 @@ func variables(t *testing.T, x executions.Execution) map[string]any {
 // said is what went out in the thread, in its order.
 func said(t *testing.T, db postgres.DB) string {
 	t.Helper()
-	return pgtest.Value[string](t, db, `select coalesce(string_agg(content, ' | ' order by seq), '') from agent_messages where role = 'assistant' and seq is not null`)
+	return pgtest.Value[string](t, db, `select coalesce(string_agg(content, ' | ' order by seq), '') from agent_messages
+		where role = 'assistant' and seq is not null`)
 }
 
 // answer is the other side's answer.
@@ -153,7 +161,8 @@ func deliver(t *testing.T, w *world, event, key, data string) {
 func story(t *testing.T, db postgres.DB, id string) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
-		select coalesce(string_agg(skill_name || case status when 'success' then '' else ' ' || status end, ', ' order by created_at, id), '')
+		select coalesce(string_agg(skill_name || case status when 'success' then '' else ' ' || status end, ', '
+		  order by created_at, id), '')
 		  from agent_activity where execution_id = @id and kind = 'phase'`, postgres.Strict{"id": id})
 }
 
@@ -161,7 +170,8 @@ func story(t *testing.T, db postgres.DB, id string) string {
 func late(t *testing.T, w *world, id string, n int) {
 	t.Helper()
 	waits(t, w.pool, id, n)
-	pgtest.Exec(t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second' where id = @id and status = 'waiting'`,
+	pgtest.Exec(t, w.pool, `update agent_executions set waiting_until = clock_timestamp() - interval '1 second'
+		where id = @id and status = 'waiting'`,
 		postgres.Strict{"id": id})
 }
 
@@ -182,7 +192,10 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
   - {id: compose, actionType: set, parameters: {expressions: {greeting: "input.name2 + '!'"}}}
   - {id: bye, actionType: send_message, parameters: {message: "Adios {{input.farewell}}"}}`))
 	thread(t, w.pool)
-	was := map[string]any{"name": "Ana", "more": true, "items": []string{"a", "b"}, "vip": true, "name2": "Ana", "farewell": ""}
+	was := map[string]any{
+		"name": "Ana", "more": true, "items": []string{"a", "b"}, "vip": true,
+		"name2": "Ana", "farewell": "",
+	}
 	id := w.begin(t, "greets", was)
 	enginetest.Await(t, w.pool, id, executions.Completed)
 	w.stop()
@@ -231,7 +244,8 @@ actions:
 	enginetest.Await(t, w.pool, id, executions.Completed)
 	for input, want := range map[string]string{`{}`: "name", `[1]`: "object", `{"name": "Eva"}`: ""} {
 		_, err := w.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "greet", Input: json.RawMessage(input)})
-		if want == "" && err != nil || want != "" && (!errors.Is(err, executions.ErrNoFork) || !strings.Contains(err.Error(), want)) {
+		if want == "" && err != nil || want != "" &&
+			(!errors.Is(err, executions.ErrNoFork) || !strings.Contains(err.Error(), want)) {
 			t.Errorf("%s: %v", input, err)
 		}
 	}
@@ -252,7 +266,8 @@ func TestALargeNumberIsKeptOverAWait(t *testing.T) {
 	_, err := w.Deliver(t.Context(), w.pool, "EVENT_COMPLETED", "go", nil, "")
 	require.NoError(t, err)
 	enginetest.Await(t, w.pool, id, executions.Completed)
-	if said := pgtest.Value[string](t, w.pool, `select content from agent_messages order by id desc limit 1`); said != "123456789012345678" {
+	if said := pgtest.Value[string](t, w.pool,
+		`select content from agent_messages order by id desc limit 1`); said != "123456789012345678" {
 		t.Errorf("it says %s", said)
 	}
 }
@@ -282,7 +297,8 @@ func keep(t *testing.T, pool *pgxpool.Pool, value string) {
 const (
 	recalls = "  - {actionType: skill, saveAs: known, parameters: {name: recall, arguments: {query: contact}}}\n"
 	pauses  = "  - {actionType: wait_for_event, parameters: {key: go}}\n"
-	writes  = "  - {id: write, actionType: skill, saveAs: kept, parameters: {name: memory_write, arguments: {key: contact, value: mine}}}\n"
+	writes  = "  - {id: write, actionType: skill, saveAs: kept, parameters: {name: memory_write, arguments: {key: " +
+		"contact, value: mine}}}\n"
 	forgets = "  - {id: forget, actionType: skill, parameters: {name: memory_forget, arguments: {key: contact}}}\n"
 )
 
@@ -294,8 +310,11 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 		want      string // what is there in the end
 		failed    string // the action at which it ends
 	}{
-		"read":                   {recalls + pauses + writes, false, `"mine" at 2`, ""},
-		"read, own, and again":   {recalls + pauses + writes + strings.ReplaceAll(writes, "mine", "mine again"), false, `"mine again" at 3`, ""},
+		"read": {recalls + pauses + writes, false, `"mine" at 2`, ""},
+		"read, own, and again": {
+			recalls + pauses + writes + strings.ReplaceAll(writes, "mine", "mine again"), false,
+			`"mine again" at 3`, "",
+		},
 		"read and written":       {recalls + pauses + writes, true, `"theirs" at 2`, "write"},
 		"never read":             {pauses + writes, false, `"first" at 1`, "write"},
 		"read and forgotten":     {recalls + pauses + forgets, false, "nothing", ""},
@@ -304,7 +323,8 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			w := knowing(t, flow("keeps", strings.ReplaceAll(test.actions, "id: write, actionType: skill, saveAs: kept, parameters: {name: memory_write, arguments: {key: contact, value: mine again}",
+			w := knowing(t, flow("keeps", strings.ReplaceAll(test.actions, "id: write, actionType: skill, saveAs: kept, "+
+				"parameters: {name: memory_write, arguments: {key: contact, value: mine again}",
 				"id: again, actionType: skill, parameters: {name: memory_write, arguments: {key: contact, value: mine again}")))
 			id := w.begin(t, "keeps", nil)
 			waits(t, w.pool, id, 1)
@@ -317,15 +337,18 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 			} else {
 				x := enginetest.Await(t, w.pool, id, executions.Failed)
 				there, _, _ := strings.Cut(test.want, " ")
-				if said := testkit.Deref(x.ErrorMessage); !strings.Contains(said, test.failed) || !strings.Contains(said, "nothing was changed") || !strings.Contains(said, there) {
+				if said := testkit.Deref(x.ErrorMessage); !strings.Contains(said, test.failed) ||
+					!strings.Contains(said, "nothing was changed") || !strings.Contains(said, there) {
 					t.Errorf("it says %q", said)
 				}
-				status := pgtest.Value[string](t, w.pool, `select status from agent_activity where skill_name in ('memory_write', 'memory_forget') and kind = 'call'`)
+				status := pgtest.Value[string](t, w.pool, `select status from agent_activity
+					where skill_name in ('memory_write', 'memory_forget') and kind = 'call'`)
 				if status != "skipped" {
 					t.Errorf("the call is %s", status)
 				}
 			}
-			got := pgtest.Value[string](t, w.pool, `select coalesce((select value::text || ' at ' || revision from agent_memory), 'nothing')`)
+			got := pgtest.Value[string](t, w.pool, `select coalesce((select value::text || ' at ' || revision from agent_memory),
+				'nothing')`)
 			if got != test.want {
 				t.Errorf("it holds %s, want %s", got, test.want)
 			}
@@ -359,13 +382,16 @@ actions:
 	waits(t, w.pool, child, 1)
 	answer(t, w, "aqui esta")
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
-	if got := said(t, w.pool); got != "Iniciamos tu proceso | Necesito tu INE | Documento recibido | Siguiente paso, aqui esta" {
+	if got := said(t, w.pool); got != "Iniciamos tu proceso | Necesito tu INE | Documento recibido | Siguiente paso, "+
+		"aqui esta" {
 		t.Errorf("said %s", got)
 	}
 	want := map[string]any{
-		"color": "child", "input2": 1.0, "lastResponse": "aqui esta", "triggeredExecutionId": child, "childExecutionStatus": "completed",
+		"color": "child", "input2": 1.0, "lastResponse": "aqui esta", "triggeredExecutionId": child,
+		"childExecutionStatus":  "completed",
 		"childExecutionSuccess": true, "timedOut": false, "child": map[string]any{
-			"executionId": child, "status": "completed", "success": true, "summary": "collected", "error": "", "result": map[string]any{"n": 1.0},
+			"executionId": child, "status": "completed", "success": true, "summary": "collected", "error": "",
+			"result": map[string]any{"n": 1.0},
 		},
 	}
 	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
@@ -390,7 +416,8 @@ func TestCancellingReachesGrandchildren(t *testing.T) {
 	_, err := w.Cancel(t.Context(), top, "admin", "Usuario solicito cancelacion")
 	require.NoError(t, err)
 	for _, id := range []string{middle, bottom} {
-		if x := enginetest.Await(t, w.pool, id, executions.Cancelled); testkit.Deref(x.CancelReason) != "its parent was cancelled: Usuario solicito cancelacion" {
+		if x := enginetest.Await(t, w.pool, id, executions.Cancelled); testkit.Deref(
+			x.CancelReason) != "its parent was cancelled: Usuario solicito cancelacion" {
 			t.Errorf("cancelled because of %q", testkit.Deref(x.CancelReason))
 		}
 	}
@@ -411,7 +438,8 @@ actions:
   - {id: go, actionType: trigger_agent, parameters: {flow: nobody}}`), flow("wrong", `
   - {id: go, actionType: trigger_agent, parameters: {flow: picky}}`), flow("loose", `
   - {actionType: trigger_agent, saveAs: it, parameters: {flow: broken, waitForCompletion: false}}`))
-	if x := enginetest.Await(t, w.pool, w.begin(t, "handles", nil), executions.Completed); x.ResultSummary != "child failed" {
+	if x := enginetest.Await(t, w.pool, w.begin(t, "handles", nil),
+		executions.Completed); x.ResultSummary != "child failed" {
 		t.Errorf("%q", x.ResultSummary)
 	}
 	for name, want := range map[string]string{
@@ -419,12 +447,14 @@ actions:
 		"lost":   "action go (trigger_agent): there is no flow nobody",
 		"wrong":  "action go (trigger_agent): flow picky does not take this input: at '': missing property 'x'",
 	} {
-		if x := enginetest.Await(t, w.pool, w.begin(t, name, nil), executions.Failed); testkit.Deref(x.ErrorMessage) != want || testkit.Deref(x.FailedStep) != "go" {
+		if x := enginetest.Await(t, w.pool, w.begin(t, name, nil), executions.Failed); testkit.Deref(
+			x.ErrorMessage) != want || testkit.Deref(x.FailedStep) != "go" {
 			t.Errorf("%s: %q at %q", name, testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep))
 		}
 	}
 	got := variables(t, enginetest.Await(t, w.pool, w.begin(t, "loose", nil), executions.Completed))
-	if id, _ := got["triggeredExecutionId"].(string); id == "" || cmp.Diff(got["it"], map[string]any{"executionId": id}) != "" {
+	if id, _ := got["triggeredExecutionId"].(string); id == "" ||
+		cmp.Diff(got["it"], map[string]any{"executionId": id}) != "" {
 		t.Errorf("variables %v", got)
 	}
 }
@@ -441,7 +471,8 @@ func TestAChildOfGoCode(t *testing.T) {
 			if err := json.Unmarshal(input, &in); err != nil {
 				return executions.Result{}, err
 			}
-			return executions.Result{Summary: "added", Value: in.A + in.B}, executions.SetVariables(ctx, map[string]int{"total": in.A + in.B})
+			return executions.Result{Summary: "added", Value: in.A + in.B},
+				executions.SetVariables(ctx, map[string]int{"total": in.A + in.B})
 		})
 	})
 	got := variables(t, enginetest.Await(t, pool, w.begin(t, "a", nil), executions.Completed))
@@ -463,7 +494,10 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	first := w.begin(t, "a", map[string]any{"key": "k1"})
 	waits(t, w.pool, first, 1)
 	put(t, w.pool, version("2"))
-	second, _, err := w.Start(t.Context(), w.pool, executions.Spec{Flow: "a", Surface: "flow", ThreadID: "maria", Input: map[string]any{"key": "k2"}})
+	second, _, err := w.Start(t.Context(), w.pool, executions.Spec{
+		Flow: "a", Surface: "flow", ThreadID: "maria",
+		Input: map[string]any{"key": "k2"},
+	})
 	require.NoError(t, err)
 	waits(t, w.pool, second.ID, 1)
 	pgtest.Exec(t, w.pool, `update agent_flows set current = false`)
@@ -481,7 +515,8 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 			return err
 		}
 		third = fork.ID
-		pgtest.Exec(t, tx, `update agent_executions set thread_id = null, input = '{"key": "k4"}' where id = @id`, postgres.Strict{"id": third})
+		pgtest.Exec(t, tx, `update agent_executions set thread_id = null, input = '{"key": "k4"}' where id = @id`,
+			postgres.Strict{"id": third})
 		return nil
 	})
 	require.NoError(t, err)
@@ -491,7 +526,8 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	}
 	got := pgtest.Value[string](t, w.pool, `
 		select string_agg(flow_version || ' ' || content, ', ' order by m.execution_id, m.id)
-		  from agent_messages m join agent_executions x on x.id = m.execution_id where x.flow = @flow`, postgres.Strict{"flow": "a"})
+		  from agent_messages m join agent_executions x on x.id = m.execution_id
+		    where x.flow = @flow`, postgres.Strict{"flow": "a"})
 	if got != "1 before 1, 1 after 1, 2 before 2, 2 after 2" {
 		t.Errorf("said %s", got)
 	}
@@ -514,7 +550,8 @@ actions:
 	pgtest.Eventually(t, patience, func() bool {
 		return pgtest.Value[bool](t, w.pool, `select exists (select from agent_executions where status = 'failed')`)
 	}, "one of them fails")
-	got := pgtest.Value[string](t, w.pool, `select count(*) || ' ' || count(*) filter (where status = 'failed' and failed_step = 'next' and error_message like '%nested 32 deep%') from agent_executions`)
+	got := pgtest.Value[string](t, w.pool, `select count(*) || ' ' || count(*) filter (where status = 'failed'
+		and failed_step = 'next' and error_message like '%nested 32 deep%') from agent_executions`)
 	if got != "32 1" {
 		t.Errorf("executions, and those that were refused a child: %s", got)
 	}
@@ -531,7 +568,9 @@ type reaper struct {
 	seen map[string]bool
 }
 
-func (r *reaper) wrap(find func(ctx context.Context, name string) (executions.Func, error)) func(context.Context, string) (executions.Func, error) {
+func (r *reaper) wrap(
+	find func(ctx context.Context, name string) (executions.Func, error),
+) func(context.Context, string) (executions.Func, error) {
 	return func(ctx context.Context, name string) (executions.Func, error) {
 		fn, err := find(ctx, name)
 		if fn == nil || err != nil {
@@ -553,7 +592,8 @@ func (r *reaper) pass(ctx context.Context) error {
 	if again {
 		return nil
 	}
-	_, err := r.pool.Exec(ctx, `select lanekeeper.release_agent_claim(@id, @claim)`, postgres.Strict{"id": x.ID, "claim": x.Claim})
+	_, err := r.pool.Exec(ctx, `select lanekeeper.release_agent_claim(@id, @claim)`,
+		postgres.Strict{"id": x.ID, "claim": x.Claim})
 	return errors.Join(errKilled, err)
 }
 
@@ -611,7 +651,8 @@ actions:
 	}, "it waits for a document")
 	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "INE", "url": "u"}`)
 	x := enginetest.Await(t, pool, id, executions.Completed)
-	if got := said(t, pool); got != "hello | again | at b | child of 1 | Please send us: INE. | A test is waiting for you: sql | bye yes abc u" {
+	if got := said(t, pool); got != "hello | again | at b | child of 1 | Please send us: INE. | A test is waiting for "+
+		"you: sql | bye yes abc u" {
 		t.Errorf("said %s", got)
 	}
 	got := variables(t, x)
@@ -619,7 +660,8 @@ actions:
 	delete(got, "requestId")
 	want := map[string]any{
 		"seen": "abc", "from": "child", "lastResponse": "yes", "timedOut": false, "childExecutionStatus": "completed",
-		"childExecutionSuccess": true, "documentUrls": []any{"u"}, "documents": []any{map[string]any{"document": "INE", "url": "u"}},
+		"childExecutionSuccess": true, "documentUrls": []any{"u"},
+		"documents": []any{map[string]any{"document": "INE", "url": "u"}},
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)

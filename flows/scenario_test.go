@@ -40,7 +40,8 @@ func (s *scenario) logged(t *testing.T, n int, parts ...string) {
 			t.Log(strings.Join(s.log.Lines("lane"), ""))
 		}
 	}()
-	pgtest.Eventually(t, patience, func() bool { return len(s.log.Lines(parts...)) >= n }, "the log has "+strings.Join(parts, " "))
+	pgtest.Eventually(t, patience, func() bool { return len(s.log.Lines(parts...)) >= n }, "the log has "+
+		strings.Join(parts, " "))
 	if got := s.log.Lines(parts...); len(got) != n {
 		t.Errorf("%d lines have %q, want %d:\n%s", len(got), parts, n, strings.Join(got, ""))
 	}
@@ -51,13 +52,15 @@ func (s *scenario) logged(t *testing.T, n int, parts ...string) {
 const witness = `
 create table seen (n bigint generated always as identity, what text);
 create function who(p_id uuid) returns text language sql as $$
-  select coalesce((select replace(replace(flow, '_encadenado', ''), 'external:', '') from agent_executions where id = p_id), '?') $$;
+  select coalesce((select replace(replace(flow, '_encadenado', ''), 'external:', '') from agent_executions
+    where id = p_id), '?') $$;
 create function see_lane() returns trigger language plpgsql as $$ begin
   insert into seen (what)
   select coalesce((select who(v.active_execution_id) || ' has it' || case when v.parked then ', parked' else '' end
                      from agent_thread_locks v where 'thread:' || v.thread_id = new.lane), 'free');
   return null; end $$;
-create trigger see_lane after insert or update on agent_locks for each row when (new.lane like 'thread:%' and new.fencing_token > 0) execute function see_lane();
+create trigger see_lane after insert or update on agent_locks for each row
+  when (new.lane like 'thread:%' and new.fencing_token > 0) execute function see_lane();
 create function see_message() returns trigger language plpgsql as $$ begin
   insert into seen (what)
   select case when m.role = 'user' then 'visitor' else who(m.execution_id) end || ' ' || m.status || ': ' || m.content
@@ -95,7 +98,10 @@ func (s *scenario) serve(t *testing.T, pool *pgxpool.Pool) {
 // starts a flow in the thread.
 func (s *scenario) starts(t *testing.T, flow string, input any) string {
 	t.Helper()
-	x, _, err := s.Start(t.Context(), s.pool, executions.Spec{Flow: flow, Surface: trace.Flow, ThreadID: s.id, Input: input})
+	x, _, err := s.Start(t.Context(), s.pool, executions.Spec{
+		Flow: flow, Surface: trace.Flow,
+		ThreadID: s.id, Input: input,
+	})
 	require.NoError(t, err)
 	return x.ID
 }
@@ -121,7 +127,8 @@ func (s *scenario) seen(t *testing.T) []string {
 func (s *scenario) held(t *testing.T) string {
 	t.Helper()
 	return pgtest.Value[string](t, s.pool, `
-		select coalesce((select format('%s %s min, %s%s%s, %s queued', who(active_execution_id), lock_minutes, participant_name,
+		select coalesce((select format('%s %s min, %s%s%s, %s queued', who(active_execution_id), lock_minutes,
+		  participant_name,
 		       case when parked then ', parked' else '' end, case when stale then ', stale' else '' end, queued)
 		  from agent_thread_locks where thread_id = $1), '')`, s.id)
 }
@@ -148,7 +155,8 @@ func TestScenarioOfIndependentAgents(t *testing.T) {
 	a := s.starts(t, "agente_a", nil)
 	waits(t, s.pool, a, 1)
 	s.holds(t, "agente_a 0 min, Juan, parked, 0 queued")
-	pgtest.Exec(t, s.pool, `update agent_locks set locked_at = locked_at - interval '190 seconds' where lane = 'thread:juan'`)
+	pgtest.Exec(t, s.pool, `update agent_locks set locked_at = locked_at - interval '190 seconds'
+		where lane = 'thread:juan'`)
 
 	b := s.starts(t, "agente_b", nil)
 	enginetest.Await(t, s.pool, b, executions.Completed)
@@ -182,14 +190,16 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	s.holds(t, "recolector 0 min, Maria, parked, 0 queued")
 	s.logged(t, 1, `msg="lane acquired"`, "lane=thread:maria")
 	s.logged(t, 1, `msg="lane inherited"`, "lane=thread:maria", "from="+parent, "to="+child+"#")
-	if x := enginetest.Await(t, s.pool, child, executions.Waiting); testkit.Deref(x.WaitingFor) != "response" || testkit.Deref(x.WaitingKey) != "maria" {
+	if x := enginetest.Await(t, s.pool, child, executions.Waiting); testkit.Deref(x.WaitingFor) != "response" ||
+		testkit.Deref(x.WaitingKey) != "maria" {
 		t.Errorf("the collector waits for %s %s", testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
 	}
 	if x := enginetest.Await(t, s.pool, parent, executions.Waiting); testkit.Deref(x.WaitingFor) != "agent" {
 		t.Errorf("the coordinator waits for %s", testkit.Deref(x.WaitingFor))
 	}
 	idle := pgtest.Value[int](t, s.pool, `select ttl_seconds from agent_locks where lane = 'thread:maria'`)
-	loans := pgtest.Value[string](t, s.pool, `select string_agg(who(lender) || ' to ' || who(borrower) || ' ' || ttl_seconds, ', ') from agent_lock_loans`)
+	loans := pgtest.Value[string](t, s.pool,
+		`select string_agg(who(lender) || ' to ' || who(borrower) || ' ' || ttl_seconds, ', ') from agent_lock_loans`)
 	if idle != 1234 || loans != "coordinador to recolector 1234" {
 		t.Errorf("held for %d s; loans: %s", idle, loans)
 	}
@@ -256,7 +266,8 @@ func TestScenarioOfAHungAgent(t *testing.T) {
 	s.holds(t, "agente_a 0 min, Pedro, 0 queued")
 
 	// Eleven minutes pass without a word. It lives.
-	pgtest.Exec(t, s.pool, `update agent_locks set expires_at = expires_at - interval '11 minutes 10 seconds' where lane = 'thread:pedro'`)
+	pgtest.Exec(t, s.pool, `update agent_locks set expires_at = expires_at - interval '11 minutes 10 seconds'
+		where lane = 'thread:pedro'`)
 	if beat, err := s.RenewLock(t.Context(), a, lock.LockID); err != nil || !beat.Live {
 		t.Errorf("the beat: %+v, %v", beat, err)
 	}
@@ -265,7 +276,8 @@ func TestScenarioOfAHungAgent(t *testing.T) {
 	b := s.starts(t, "agente_b", nil)
 	enginetest.Await(t, s.pool, b, executions.Completed)
 	s.happens(t, "free")
-	s.logged(t, 1, "level=WARN", `msg="lane stale, clearing"`, "lane=thread:pedro", "holder="+a+"#1", "age=11m1", "execution_id="+b)
+	s.logged(t, 1, "level=WARN", `msg="lane stale, clearing"`, "lane=thread:pedro", "holder="+a+"#1",
+		"age=11m1", "execution_id="+b)
 	s.logged(t, 1, `msg="lane acquired"`, "owner="+b+"#1")
 	s.logged(t, 1, `msg="locks released"`, "count=1", "execution_id="+b)
 	s.went(t,
@@ -287,7 +299,10 @@ func (s *scenario) speaks(t *testing.T, id, lock, words string) (sent threads.Se
 	claim, err := s.LockClaim(t.Context(), id, lock)
 	if err == nil {
 		err = postgres.InTx(t.Context(), s.pool, func(tx pgx.Tx) (err error) {
-			sent, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: s.id, Content: words, ExecutionID: id, Claim: claim})
+			sent, err = threads.SendTx(t.Context(), tx, threads.Outgoing{
+				ThreadID: s.id, Content: words,
+				ExecutionID: id, Claim: claim,
+			})
 			return err
 		})
 	}

@@ -102,23 +102,31 @@ func messagingActions() []Action {
 	message := may("message", textKind, "instead of the standard words; {{requestId}} is known in it")
 	wait := may("wait", boolKind, "false goes on at once; true when left out")
 	return []Action{
-		{Type: "send_message", About: "Say something in the thread.", Parameters: []Parameter{need("message", textKind, "what is said"), channel, target}},
 		{
-			Type: "open_thread", About: "Let a visitor into the thread: a join token is saved as joinToken, or as saveAs says; or a chat key is named.",
+			Type: "send_message", About: "Say something in the thread.",
+			Parameters: []Parameter{need("message", textKind, "what is said"), channel, target},
+		},
+		{
+			Type: "open_thread", About: "Let a visitor into the thread: a join token is saved as joinToken, or as saveAs " +
+				"says; or a chat key is named.",
 			Parameters: []Parameter{
 				may("key", textKind, "the name of a chat key that may speak in the thread, instead of a token"),
 				may("name", textKind, "what the key calls the thread; its id when left out"),
-				may("reusable", boolKind, "whether the token lets any number of visitors in until its end; it lets in one when left out"),
-				may("expires", durationKind, "how long the token is valid, at most 30d; 24h when left out. It ends with the execution"),
+				may("reusable", boolKind, "whether the token lets any number of visitors in until its end; it lets in one when "+
+					"left out"),
+				may("expires", durationKind, "how long the token is valid, at most 30d; 24h when left out. It ends with the "+
+					"execution"),
 			},
 		},
 		{Type: "wait_for_response", About: "Wait for the next message in the thread; sets lastResponse.", Waits: "response"},
 		{
-			Type: "request_document", About: "Ask for documents and wait until all are there; sets requestId, documents and documentUrls.", Waits: "document",
+			Type: "request_document", About: "Ask for documents and wait until all are there; sets requestId, documents and " +
+				"documentUrls.", Waits: "document",
 			Parameters: []Parameter{need("documents", textsKind, "what is asked for"), message, wait, channel, target},
 		},
 		{
-			Type: "request_signature", About: "Send a document to be signed; sets requestId, signedDocumentUrl and signedAt.", Waits: "signature",
+			Type: "request_signature", About: "Send a document to be signed; sets requestId, signedDocumentUrl and signedAt.",
+			Waits:      "signature",
 			Parameters: []Parameter{need("document", textKind, "the document, or its address"), message, wait, channel, target},
 		},
 		{
@@ -137,7 +145,8 @@ func workActions() []Action {
 				may("flow", flowKind, "its name"), may("agent", flowKind, "another word for flow"),
 				may("input", objectKind, "of the child"),
 				may("waitForCompletion", boolKind, "true when left out"),
-				may("canInheritLock", boolKind, "whether a child that is waited for may act in the parent's lanes; true when left out"),
+				may("canInheritLock", boolKind, "whether a child that is waited for may act in the parent's lanes; true when "+
+					"left out"),
 				may("onFailure", failureKind, "of a child that did not complete; continue when left out"),
 			},
 			OneOf: [][]string{{"flow", "agent"}},
@@ -148,11 +157,15 @@ func workActions() []Action {
 		},
 		{
 			Type: "delay", About: "Wait for a time, at most 30 days.",
-			Parameters: []Parameter{may("duration", durationKind, "how long"), may("until", timeKind, "until when; a time that has passed is no wait")},
-			OneOf:      [][]string{{"duration", "until"}},
+			Parameters: []Parameter{
+				may("duration", durationKind, "how long"),
+				may("until", timeKind, "until when; a time that has passed is no wait"),
+			},
+			OneOf: [][]string{{"duration", "until"}},
 		},
 		{
-			Type: "skill", About: "Call a skill; one of trust approve waits for an admin first, and sets approvalStatus and approvalReason.",
+			Type: "skill", About: "Call a skill; one of trust approve waits for an admin first, and sets approvalStatus and " +
+				"approvalReason.",
 			Parameters: []Parameter{
 				need("name", skillKind, "the skill"), may("arguments", objectKind, "of the call"),
 				may("onRejection", failureKind, "when the approval is rejected or expires; fail when left out"),
@@ -163,7 +176,8 @@ func workActions() []Action {
 			Parameters: []Parameter{
 				need("prompt", textKind, "what it is asked"), may("system", textKind, "instead of the standard system message"),
 				may("skills", namesKind, "which it may use; none when left out"),
-				may("agent", agentKind, "who answers, with its instructions, model and limits; the execution's agent when left out"),
+				may("agent", agentKind,
+					"who answers, with its instructions, model and limits; the execution's agent when left out"),
 			},
 		},
 		{
@@ -179,26 +193,40 @@ func controlActions() []Action {
 	return []Action{
 		{
 			Type: "if", About: "Run the actions of one of two branches.",
-			Parameters: []Parameter{need("condition", exprKind, "what decides"), need("then", actionsKind, "when it is true"), may("else", actionsKind, "when it is false")},
+			Parameters: []Parameter{
+				need("condition", exprKind, "what decides"), need("then", actionsKind, "when it is true"),
+				may("else", actionsKind, "when it is false"),
+			},
 		},
 		{
-			Type: "switch", About: "Run the actions of the first case that fits: its condition is true, or its equals is the value.",
-			Parameters: []Parameter{may("value", valueKind, "what equals is compared with"), need("cases", casesKind, "in their order"), may("default", actionsKind, "when none fits")},
+			Type: "switch", About: "Run the actions of the first case that fits: its condition is true, or its equals is the " +
+				"value.",
+			Parameters: []Parameter{
+				may("value", valueKind, "what equals is compared with"),
+				need("cases", casesKind, "in their order"), may("default", actionsKind, "when none fits"),
+			},
 		},
 		{
 			Type: "for_each", About: "Run actions for each item of a list, one after another; index counts from 0.",
-			Parameters: []Parameter{need("items", listKind, "at most 10,000"), may("as", nameKind, "the variable of the item; item when left out"), need("actions", actionsKind, "what is run")},
+			Parameters: []Parameter{
+				need("items", listKind, "at most 10,000"),
+				may("as", nameKind, "the variable of the item; item when left out"), need("actions", actionsKind, "what is run"),
+			},
 		},
 		{
 			Type: "while", About: "Run actions again and again while a condition holds; index counts from 0.",
 			Parameters: []Parameter{
-				need("condition", exprKind, "looked at before each time"), may("max", countKind, "times, 1,000 when left out; the flow fails when the condition still holds then"),
+				need("condition", exprKind, "looked at before each time"),
+				may("max", countKind, "times, 1,000 when left out; the flow fails when the condition still holds then"),
 				need("actions", actionsKind, "what is run"),
 			},
 		},
 		{
 			Type: "end", About: "End the execution.",
-			Parameters: []Parameter{may("status", statusKind, "completed when left out"), may("summary", textKind, "in words"), may("result", valueKind, "for programs")},
+			Parameters: []Parameter{
+				may("status", statusKind, "completed when left out"), may("summary", textKind, "in words"),
+				may("result", valueKind, "for programs"),
+			},
 		},
 		{Type: "fail", About: "End the execution as failed.", Parameters: []Parameter{need("message", textKind, "why")}},
 	}
@@ -251,10 +279,16 @@ type node = map[string]any
 // generated from the specification that Validate uses.
 func JSONSchema() (json.RawMessage, error) {
 	definitions := node{
-		"template":   node{"type": "string", "minLength": 1, "description": "A text; {{name}} stands for a variable."},
-		"expression": node{"type": []string{"string", "boolean"}, "minLength": 1, "description": "Expr (expr-lang.org) over the variables."},
-		"variable":   node{"type": "string", "pattern": variableForm.String(), "not": node{"enum": slices.Concat(reserved, words)}},
-		"actions":    node{"type": "array", "items": node{"$ref": "#/$defs/action"}},
+		"template": node{"type": "string", "minLength": 1, "description": "A text; {{name}} stands for a variable."},
+		"expression": node{
+			"type": []string{"string", "boolean"}, "minLength": 1,
+			"description": "Expr (expr-lang.org) over the variables.",
+		},
+		"variable": node{
+			"type": "string", "pattern": variableForm.String(),
+			"not": node{"enum": slices.Concat(reserved, words)},
+		},
+		"actions": node{"type": "array", "items": node{"$ref": "#/$defs/action"}},
 		"case": node{
 			"type": "object", "additionalProperties": false, "required": []string{"actions"},
 			"properties": node{"condition": ref("expression"), "equals": node{}, "actions": ref("actions")},
@@ -277,11 +311,15 @@ func JSONSchema() (json.RawMessage, error) {
 		"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": schemaID, "title": "Lanekeeper flow",
 		"type": "object", "additionalProperties": false, "required": []string{"name", "actions"},
 		"properties": node{
-			"kind": node{"const": "flow"}, "name": node{"type": "string", "pattern": flowName.String(), "not": node{"const": executions.External}},
+			"kind": node{"const": "flow"}, "name": node{
+				"type": "string", "pattern": flowName.String(),
+				"not": node{"const": executions.External},
+			},
 			"description": node{"type": "string", "maxLength": maxText},
 			"input": node{
 				"$ref": "https://json-schema.org/draft/2020-12/schema", "type": "object",
-				"if": node{"minProperties": 1}, "then": node{"required": []string{"type"}, "properties": node{"type": node{"const": "object"}}},
+				"if":   node{"minProperties": 1},
+				"then": node{"required": []string{"type"}, "properties": node{"type": node{"const": "object"}}},
 			},
 			"variables": node{"type": "object", "propertyNames": ref("variable")},
 			"channel":   node{"enum": append([]string{""}, channelKind.choices()...)}, "target": node{"type": "string"},
@@ -361,7 +399,10 @@ func (a Action) parameterSchema() node {
 		s["required"] = required
 	}
 	if _, talks := a.parameter("channel"); talks {
-		s["not"] = node{"required": []string{"channel", "target"}, "properties": node{"channel": node{"enum": []string{channelChat, channelLog}}}}
+		s["not"] = node{
+			"required":   []string{"channel", "target"},
+			"properties": node{"channel": node{"enum": []string{channelChat, channelLog}}},
+		}
 	}
 	for _, group := range a.OneOf {
 		s["oneOf"] = requireEach(group)

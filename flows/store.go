@@ -43,14 +43,16 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 // that started with them.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	return postgres.Names(ctx, db, "remove flows of source "+source, `
-		update agent_flows set current = false where current and source = @source and name <> all(@keep::text[]) returning name`,
+		update agent_flows set current = false where current and source = @source and name <> all(@keep::text[])
+		  returning name`,
 		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
 }
 
 // Get reads the current version of a flow; [ErrNotFound] for none.
 func Get(ctx context.Context, db postgres.DB, name string) (Flow, error) {
 	rows, err := db.Query(ctx, `
-		select name, version, digest, definition, source, current, created_at from agent_flows where name = @name and current`,
+		select name, version, digest, definition, source, current, created_at from agent_flows where name = @name
+		  and current`,
 		postgres.Strict{"name": name})
 	return one(rows, err, name)
 }
@@ -83,7 +85,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Flow, error) {
 	}
 	return postgres.Rows[Flow](ctx, db, "list flows", `
 		select name, version, digest, definition, source, current, created_at from agent_flows
-		 where case when @name = '' then current and name > @after else name = @name and (@before = 0 or version < @before) end
+		 where case when @name = '' then current and name > @after else name = @name
+		   and (@before = 0 or version < @before) end
 		 order by name, version desc limit @limit`,
 		postgres.Strict{"name": f.Name, "after": f.After, "before": f.Before, "limit": min(f.Limit, 500)})
 }
@@ -111,7 +114,8 @@ func CheckStart(ctx context.Context, db postgres.DB, name string, input json.Raw
 func startSchema(ctx context.Context, db postgres.DB, name string) (schema map[string]any, err error) {
 	var current bool
 	err = db.QueryRow(ctx, `
-		select current, coalesce(definition -> 'input', '{}') from agent_flows where name = @name order by current desc, version desc limit 1`,
+		select current, coalesce(definition -> 'input', '{}') from agent_flows where name = @name
+		  order by current desc, version desc limit 1`,
 		postgres.Strict{"name": name}).Scan(&current, &schema)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
@@ -126,7 +130,8 @@ func startSchema(ctx context.Context, db postgres.DB, name string) (schema map[s
 
 // exists reports whether a flow of this name was ever applied.
 func exists(ctx context.Context, db postgres.DB, name string) (found bool, err error) {
-	err = db.QueryRow(ctx, `select exists (select from agent_flows where name = @name)`, postgres.Strict{"name": name}).Scan(&found)
+	err = db.QueryRow(ctx, `select exists (select from agent_flows where name = @name)`,
+		postgres.Strict{"name": name}).Scan(&found)
 	if err != nil {
 		return false, fmt.Errorf("find flow %s: %w", name, err)
 	}
@@ -266,7 +271,10 @@ func (e *ending) result(fallback string) (executions.Result, error) {
 	case "failed":
 		return r, failure("ended", "%s", cmp.Or(e.Summary, "the flow ended itself as failed"))
 	case "timeout":
-		return r, &timedOut{&executions.StepError{Class: classTimedOut, Message: cmp.Or(e.Summary, "the flow ended itself as timed out")}}
+		return r, &timedOut{&executions.StepError{
+			Class:   classTimedOut,
+			Message: cmp.Or(e.Summary, "the flow ended itself as timed out"),
+		}}
 	}
 	return r, nil
 }

@@ -106,8 +106,9 @@ func (a awaited) settle(r ready) (result, error) {
 
 // sets are the variables that each kind of wait sets.
 var sets = map[string][]string{
-	"response": {"lastResponse"}, "document": {"documentUrls", "documents"}, "signature": {"signedDocumentUrl", "signedAt"},
-	"test": {"testScore", "testResult"},
+	"response": {"lastResponse"}, "document": {"documentUrls", "documents"},
+	"signature": {"signedDocumentUrl", "signedAt"},
+	"test":      {"testScore", "testResult"},
 }
 
 func (m *machine) waitForResponse(ctx context.Context, r ready) (result, error) {
@@ -146,7 +147,8 @@ func (m *machine) waitForEvent(ctx context.Context, r ready) (result, error) {
 func validateDelay(text string) (time.Duration, error) {
 	d, err := parseDuration(text)
 	if err == nil && (d <= 0 || d > executions.MaxWait) {
-		err = fmt.Errorf("%s is not allowed: a delay lasts more than 0 and at most %s", text, formatDuration(executions.MaxWait))
+		err = fmt.Errorf("%s is not allowed: a delay lasts more than 0 and at most %s", text,
+			formatDuration(executions.MaxWait))
 	}
 	return d, err
 }
@@ -180,7 +182,8 @@ func (m *machine) remainingDelay(ctx context.Context, r ready) (time.Duration, e
 	if length := until.Sub(now); length <= executions.MaxWait {
 		return length, nil
 	}
-	return 0, failure(classDelay, "until: %s is more than %s away", until.Format(time.RFC3339), formatDuration(executions.MaxWait))
+	return 0, failure(classDelay, "until: %s is more than %s away", until.Format(time.RFC3339),
+		formatDuration(executions.MaxWait))
 }
 
 // postMessage sends a message in the thread, over the action's channel or the flow's.
@@ -231,7 +234,8 @@ func (m *machine) openThread(ctx context.Context, r ready) (result, error) {
 	}
 	token, err := executions.StepTx(ctx, "invite", func(ctx context.Context, tx pgx.Tx) (threads.Token, error) {
 		return threads.Invite(ctx, tx, threads.Invitation{
-			ThreadID: m.thread, Reusable: r.flag("reusable", false), Life: life, ExecutionID: m.exec.ID, By: "flow " + m.exec.Flow,
+			ThreadID: m.thread, Reusable: r.flag("reusable", false), Life: life, ExecutionID: m.exec.ID,
+			By: "flow " + m.exec.Flow,
 		})
 	})
 	if err != nil {
@@ -300,10 +304,12 @@ func (r ready) requestSpec() (requests.Request, string) {
 		return requests.Request{Kind: r.Waits, Title: words, Items: items}, "Please send us: " + words + "."
 	case requests.Signature:
 		document := inText(r.args["document"])
-		return requests.Request{Kind: r.Waits, Title: document, Details: map[string]any{"document": document}}, "Please sign this document: " + document
+		return requests.Request{Kind: r.Waits, Title: document, Details: map[string]any{"document": document}},
+			"Please sign this document: " + document
 	}
 	test := inText(r.args["test"])
-	return requests.Request{Kind: r.Waits, Title: test, Details: map[string]any{"test": test}}, "A test is waiting for you: " + test
+	return requests.Request{Kind: r.Waits, Title: test, Details: map[string]any{"test": test}},
+		"A test is waiting for you: " + test
 }
 
 // announceRequest announces a request in the thread. Without a thread and a message of the flow, the channel does it.
@@ -342,7 +348,8 @@ func parseDuration(text string) (time.Duration, error) {
 		return 0, fmt.Errorf("%q is not a duration: write 30s, 90m, 24h or 7d", text)
 	}
 	units := map[string]time.Duration{
-		"ms": time.Millisecond, "s": time.Second, "m": time.Minute, "h": time.Hour, "d": 24 * time.Hour, "w": 7 * 24 * time.Hour,
+		"ms": time.Millisecond, "s": time.Second, "m": time.Minute, "h": time.Hour, "d": 24 * time.Hour,
+		"w": 7 * 24 * time.Hour,
 	}
 	total := 0.0
 	for _, part := range lengthPart.FindAllStringSubmatch(text, -1) {

@@ -20,12 +20,18 @@ var waiting = map[string]struct {
 	kind   string
 	sets   []string
 }{
-	"response":  {`actionType: wait_for_response`, "response", []string{"lastResponse"}},
-	"document":  {`actionType: request_document, parameters: {documents: INE}`, "document", []string{"documentUrls", "documents"}},
-	"signature": {`actionType: request_signature, parameters: {document: a.pdf}`, "signature", []string{"signedDocumentUrl", "signedAt"}},
-	"test":      {`actionType: assign_test, parameters: {test: sql}`, "test", []string{"testScore", "testResult"}},
-	"event":     {`actionType: wait_for_event, parameters: {key: never}`, "event", []string{"eventData"}},
-	"child":     {`actionType: trigger_agent, parameters: {flow: sleeper}`, "agent", []string{}},
+	"response": {`actionType: wait_for_response`, "response", []string{"lastResponse"}},
+	"document": {
+		`actionType: request_document, parameters: {documents: INE}`, "document",
+		[]string{"documentUrls", "documents"},
+	},
+	"signature": {
+		`actionType: request_signature, parameters: {document: a.pdf}`, "signature",
+		[]string{"signedDocumentUrl", "signedAt"},
+	},
+	"test":  {`actionType: assign_test, parameters: {test: sql}`, "test", []string{"testScore", "testResult"}},
+	"event": {`actionType: wait_for_event, parameters: {key: never}`, "event", []string{"eventData"}},
+	"child": {`actionType: trigger_agent, parameters: {flow: sleeper}`, "agent", []string{}},
 }
 
 const sleeper = "name: sleeper\nactions: [{actionType: wait_for_event, parameters: {key: wake}}]"
@@ -40,7 +46,8 @@ func TestATimeoutThatContinuesSetsNull(t *testing.T) {
   - {actionType: set, parameters: {variables: {after: "{{timedOut}}"}}}`))
 			id := w.begin(t, "a", nil)
 			x := waits(t, w.pool, id, 1)
-			if *x.WaitingFor != c.kind || !strings.Contains(string(x.WaitingData), `"timeout": "1h"`) || !strings.Contains(string(x.WaitingData), `"action": "ask"`) {
+			if *x.WaitingFor != c.kind || !strings.Contains(string(x.WaitingData), `"timeout": "1h"`) ||
+				!strings.Contains(string(x.WaitingData), `"action": "ask"`) {
 				t.Errorf("waits for %s, data %s", *x.WaitingFor, x.WaitingData)
 			}
 			late(t, w, id, 1)
@@ -69,7 +76,8 @@ func TestATimeoutThatFailsEndsTheExecutionAsTimedOut(t *testing.T) {
 			late(t, w, id, 1)
 			x := enginetest.Await(t, w.pool, id, executions.Timeout)
 			want := "action ask (" + typeOf(c.action) + "): no " + c.kind + " came within 90m"
-			if testkit.Deref(x.ErrorMessage) != want || testkit.Deref(x.FailedStep) != "ask" || x.ResultSummary != "Timed out: "+want {
+			if testkit.Deref(x.ErrorMessage) != want || testkit.Deref(x.FailedStep) != "ask" ||
+				x.ResultSummary != "Timed out: "+want {
 				t.Errorf("%q at %q, summary %q", testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep), x.ResultSummary)
 			}
 			if !strings.HasSuffix(said(t, w.pool), "We will call you.") {
@@ -101,7 +109,8 @@ func TestATimeoutThatRetries(t *testing.T) {
 				late(t, w, id, n)
 			}
 			x := enginetest.Await(t, w.pool, id, executions.Timeout)
-			if !strings.HasSuffix(testkit.Deref(x.ErrorMessage), "came within 1h, 4 times") || strings.Count(said(t, w.pool), "again") != 4 {
+			if !strings.HasSuffix(testkit.Deref(x.ErrorMessage), "came within 1h, 4 times") ||
+				strings.Count(said(t, w.pool), "again") != 4 {
 				t.Errorf("%q, said %s", testkit.Deref(x.ErrorMessage), said(t, w.pool))
 			}
 		})
@@ -152,11 +161,13 @@ func TestWithoutAThreadNothingIsSaid(t *testing.T) {
 		x, _, err := w.Start(t.Context(), w.pool, executions.Spec{Flow: name, Surface: "flow"})
 		require.NoError(t, err)
 		got := enginetest.Await(t, w.pool, x.ID, want)
-		if want == executions.Failed && testkit.Deref(got.ErrorMessage) != "action hi (send_message): this execution has no thread to talk in; start it with one" {
+		if want == executions.Failed && testkit.Deref(got.ErrorMessage) != "action hi (send_message): this execution has "+
+			"no thread to talk in; start it with one" {
 			t.Errorf("%q", testkit.Deref(got.ErrorMessage))
 		}
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_requests where kind = @kind`, postgres.Strict{"kind": "test"}); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_requests where kind = @kind`,
+		postgres.Strict{"kind": "test"}); n != 1 {
 		t.Errorf("%d requests", n)
 	}
 }
@@ -195,7 +206,8 @@ actions:
 	if x.ResultSummary != "Flow greet (version 1) completed." {
 		t.Errorf("summary %q", x.ResultSummary)
 	}
-	if v := pgtest.Value[int](t, w.pool, `select flow_version from agent_executions where id = @id`, postgres.Strict{"id": id}); v != 1 {
+	if v := pgtest.Value[int](t, w.pool, `select flow_version from agent_executions where id = @id`,
+		postgres.Strict{"id": id}); v != 1 {
 		t.Errorf("version %d", v)
 	}
 }
@@ -214,21 +226,25 @@ actions:
 	key := *waits(t, w.pool, id, 1).WaitingKey
 	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "CURP", "url": "u/curp"}`)
 	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "INE", "url": "u/ine"}`)
-	deliver(t, w, "SIGNATURE_COMPLETED", *waits(t, w.pool, id, 2).WaitingKey, `{"url": "u/signed", "signedAt": "2026-01-01"}`)
+	deliver(t, w, "SIGNATURE_COMPLETED", *waits(t, w.pool, id, 2).WaitingKey,
+		`{"url": "u/signed", "signedAt": "2026-01-01"}`)
 	deliver(t, w, "TEST_COMPLETED", *waits(t, w.pool, id, 3).WaitingKey, `{"score": 80, "result": "passed"}`)
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
 	got := variables(t, x)
-	open := pgtest.Value[string](t, w.pool, `select id::text from agent_requests where title = 'later' and execution_id = @id`, postgres.Strict{"id": id})
+	open := pgtest.Value[string](t, w.pool, `select id::text from agent_requests where title = 'later'
+		and execution_id = @id`, postgres.Strict{"id": id})
 	want := map[string]any{
 		"requestId": open, "documentUrls": []any{"u/ine", "u/curp"}, "documents": []any{
 			map[string]any{"document": "INE", "url": "u/ine"}, map[string]any{"document": "CURP", "url": "u/curp"},
 		}, "signedDocumentUrl": "u/signed", "signedAt": "2026-01-01",
-		"testScore": 80.0, "testResult": "passed", "exam": map[string]any{"score": 80.0, "result": "passed"}, "timedOut": false,
+		"testScore": 80.0, "testResult": "passed", "exam": map[string]any{"score": 80.0, "result": "passed"},
+		"timedOut": false,
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
 	}
-	if got := said(t, w.pool); got != "Sube INE: "+key+" | Please sign this document: contract.pdf | A test is waiting for you: sql | Please send us: later." {
+	if got := said(t, w.pool); got != "Sube INE: "+key+" | Please sign this document: contract.pdf | A test is waiting "+
+		"for you: sql | Please send us: later." {
 		t.Errorf("said %s", got)
 	}
 }
@@ -245,7 +261,10 @@ actions:
 	id := w.begin(t, "calendar", map[string]any{"pause": "50ms", "n": 7})
 	deliver(t, w, "EVENT_COMPLETED", "interview-7", `{"room": 3}`)
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
-	want := map[string]any{"eventData": map[string]any{"room": 3.0}, "meeting": map[string]any{"room": 3.0}, "timedOut": false}
+	want := map[string]any{
+		"eventData": map[string]any{"room": 3.0}, "meeting": map[string]any{"room": 3.0},
+		"timedOut": false,
+	}
 	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
 		t.Error(diff)
 	}
@@ -304,10 +323,15 @@ actions:
   - {actionType: fail, parameters: {message: never}}
 `)
 	id := w.begin(t, "loops", map[string]any{"people": []any{
-		map[string]any{"name": "Ana", "age": 20}, map[string]any{"name": "Leo", "age": 9}, map[string]any{"name": "Eva", "age": 30},
+		map[string]any{"name": "Ana", "age": 20},
+		map[string]any{"name": "Leo", "age": 9},
+		map[string]any{"name": "Eva", "age": 30},
 	}})
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
-	want := map[string]any{"sum": 50.0, "names": []any{}, "n": 40.0, "young": "Leo (1)", "chosen": "fifty", "last": "fifty"}
+	want := map[string]any{
+		"sum": 50.0, "names": []any{}, "n": 40.0, "young": "Leo (1)",
+		"chosen": "fifty", "last": "fifty",
+	}
 	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
 		t.Error(diff)
 	}
@@ -357,7 +381,8 @@ func TestAFlowEndsItself(t *testing.T) {
 	if diff := cmp.Diff(map[string]any{"seen": 1.0}, variables(t, x)); diff != "" || x.ResultSummary != "at 2" {
 		t.Errorf("%s%q", diff, x.ResultSummary)
 	}
-	if x = enginetest.Await(t, w.pool, w.begin(t, "failed", nil), executions.Failed); testkit.Deref(x.ErrorMessage) != "not fit" || x.ResultSummary != "not fit" {
+	if x = enginetest.Await(t, w.pool, w.begin(t, "failed", nil), executions.Failed); testkit.Deref(
+		x.ErrorMessage) != "not fit" || x.ResultSummary != "not fit" {
 		t.Errorf("failed with %q", testkit.Deref(x.ErrorMessage))
 	}
 	enginetest.Await(t, w.pool, w.begin(t, "late", nil), executions.Timeout)
@@ -420,7 +445,8 @@ func TestWhatIsNotKnownFailsLoudly(t *testing.T) {
 			if testkit.Deref(x.ErrorMessage) != c.message {
 				t.Errorf("got  %s\nwant %s", testkit.Deref(x.ErrorMessage), c.message)
 			}
-			class := pgtest.Value[string](t, w.pool, `select error_class from agent_activity where execution_id = @id and status = 'error'`, postgres.Strict{"id": id})
+			class := pgtest.Value[string](t, w.pool, `select error_class from agent_activity where execution_id = @id
+				and status = 'error'`, postgres.Strict{"id": id})
 			if class != c.class {
 				t.Errorf("class %s, want %s", class, c.class)
 			}
@@ -448,7 +474,8 @@ actions:
 	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Completed)
 	got := variables(t, x)
 	want := map[string]any{
-		"whole": []any{1.0, "two"}, "text": `<1, two> <[{"b":1.5}]> <1.5> true 12345678901234`, "missing": 5.0, "filter": "x }} y q n",
+		"whole": []any{1.0, "two"}, "text": `<1, two> <[{"b":1.5}]> <1.5> true 12345678901234`, "missing": 5.0,
+		"filter": "x }} y q n",
 		"quoted": "{{name}}", "kept": nil, "half": 6172839450617.0, "safe": "none", "some": true, "far": nil, "own": 6.0,
 	}
 	for name, value := range want {

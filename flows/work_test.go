@@ -39,7 +39,8 @@ func clever(t *testing.T, model func(openai.ChatCompletionRequest) modeltest.Rep
 	server := modeltest.New(t)
 	server.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply { return model(r) })
 	client, err := models.New(models.Config{
-		BaseURL: server.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler), Retry: models.Retry{Attempts: 1, MaxWait: time.Second},
+		BaseURL: server.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
+		Retry: models.Retry{Attempts: 1, MaxWait: time.Second},
 	})
 	require.NoError(t, err)
 	double := func(_ context.Context, c skills.Call) (any, error) {
@@ -52,15 +53,24 @@ func clever(t *testing.T, model func(openai.ChatCompletionRequest) modeltest.Rep
 		}
 		return map[string]any{"twice": 2 * args.N}, nil
 	}
-	registry, err := skills.New(skills.Options{Builtins: map[string]skills.Builtin{"double": double, "careful": double}, Pool: pool})
+	registry, err := skills.New(skills.Options{
+		Builtins: map[string]skills.Builtin{"double": double, "careful": double},
+		Pool:     pool,
+	})
 	require.NoError(t, err)
-	number := map[string]any{"type": "object", "required": []any{"n"}, "properties": map[string]any{"n": map[string]any{"type": "integer"}}}
+	number := map[string]any{
+		"type": "object", "required": []any{"n"},
+		"properties": map[string]any{"n": map[string]any{"type": "integer"}},
+	}
 	for name, trust := range map[string]string{"double": skills.TrustAuto, "careful": skills.TrustApprove} {
 		d := skills.Definition{Name: name, Handler: "builtin:" + name, Parameters: number, Trust: trust, Idempotent: true}
 		_, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace)
 		require.NoError(t, err)
 	}
-	return process(t, pool, &reason.Loop{Pool: pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler)})
+	return process(t, pool, &reason.Loop{
+		Pool: pool, Model: client, Skills: registry,
+		Logger: slog.New(slog.DiscardHandler),
+	})
 }
 
 func mute(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("nothing") }
@@ -85,7 +95,8 @@ func TestSkillsAreCalled(t *testing.T) {
 		{"lost", nil, "action s (skill): there is no skill tripple"},
 		{"bare", nil, "action s (skill): call double: invalid parameters: missing property 'n'"},
 	} {
-		if x := enginetest.Await(t, w.pool, w.begin(t, c.flow, c.input), executions.Failed); testkit.Deref(x.ErrorMessage) != c.want {
+		if x := enginetest.Await(t, w.pool, w.begin(t, c.flow, c.input), executions.Failed); testkit.Deref(
+			x.ErrorMessage) != c.want {
 			t.Errorf("%s: %s", c.flow, testkit.Deref(x.ErrorMessage))
 		}
 	}
@@ -101,9 +112,11 @@ func TestAFlowGoesOnAfterARejection(t *testing.T) {
       condition: got == nil
       then: [{actionType: end, parameters: {summary: "{{approvalStatus}}: {{approvalReason}}"}}]`))
 	id := w.begin(t, "a", nil)
-	_, err := approvals.Decide(t.Context(), w.pool, *waits(t, w.pool, id, 1).WaitingKey, false, "admin", "the photo shows no damage")
+	_, err := approvals.Decide(t.Context(), w.pool, *waits(t, w.pool, id, 1).WaitingKey, false, "admin",
+		"the photo shows no damage")
 	require.NoError(t, err)
-	if x := enginetest.Await(t, w.pool, id, executions.Completed); x.ResultSummary != "rejected: the photo shows no damage" {
+	if x := enginetest.Await(t, w.pool, id,
+		executions.Completed); x.ResultSummary != "rejected: the photo shows no damage" {
 		t.Errorf("the flow ended with %q", x.ResultSummary)
 	}
 }
@@ -113,8 +126,10 @@ func TestASkillOnTrialIsTriedByAFlow(t *testing.T) {
 	t.Parallel()
 	w := clever(t, mute, flow("f", `
   - {actionType: skill, parameters: {name: double, arguments: {n: 2}}}`))
-	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp() where name = 'double'`)
-	if x := enginetest.Await(t, w.pool, w.begin(t, "f", nil), executions.Failed); !strings.Contains(testkit.Deref(x.ErrorMessage), "double is disabled") {
+	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal',
+		disabled_at = clock_timestamp() where name = 'double'`)
+	if x := enginetest.Await(t, w.pool, w.begin(t, "f", nil), executions.Failed); !strings.Contains(
+		testkit.Deref(x.ErrorMessage), "double is disabled") {
 		t.Errorf("with a skill that rests the flow failed for %s", testkit.Deref(x.ErrorMessage))
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name = 'double'`)
@@ -133,7 +148,10 @@ func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 		require.NoError(t, err)
 		if approve {
 			got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
-			if diff := cmp.Diff(map[string]any{"got": map[string]any{"twice": 4.0}, "approvalStatus": "approved", "approvalReason": "because"}, got); diff != "" {
+			if diff := cmp.Diff(map[string]any{
+				"got": map[string]any{"twice": 4.0}, "approvalStatus": "approved",
+				"approvalReason": "because",
+			}, got); diff != "" {
 				t.Error(diff)
 			}
 			continue
@@ -143,7 +161,8 @@ func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 			t.Errorf("%s", testkit.Deref(x.ErrorMessage))
 		}
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'careful' and kind = 'call' and status = 'success'`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'careful'
+		and kind = 'call' and status = 'success'`); n != 1 {
 		t.Errorf("it was called %d times", n)
 	}
 }
@@ -192,14 +211,16 @@ func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
 		agents.Definition{Name: "billing", Instructions: "You are Bill of {{Sol}}."})
 	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Completed)
 	got := variables(t, x)
-	if text := got["named"].(string); !strings.Contains(text, "You are Bill of {{Sol}}.") || strings.Contains(text, "Nora") {
+	if text := got["named"].(string); !strings.Contains(text, "You are Bill of {{Sol}}.") ||
+		strings.Contains(text, "Nora") {
 		t.Errorf("the named agent was told %q", text)
 	}
 	if text := got["own"].(string); !strings.Contains(text, "You are Nora.") || strings.Contains(text, "Bill") {
 		t.Errorf("the execution's agent was told %q", text)
 	}
 	rows, err := w.pool.Query(t.Context(), `
-		select agent from agent_activity where execution_id = @id and kind = 'model' order by id`, postgres.Strict{"id": x.ID})
+		select agent from agent_activity where execution_id = @id and kind = 'model'
+		  order by id`, postgres.Strict{"id": x.ID})
 	require.NoError(t, err)
 	acted, err := pgx.CollectRows(rows, pgx.RowTo[*string])
 	if err != nil || len(acted) != 2 || testkit.Deref(acted[0]) != "billing" || testkit.Deref(acted[1]) == "billing" {
@@ -226,14 +247,16 @@ func TestWithoutALoopNoSkillIsCalled(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("a", `
   - {actionType: skill, parameters: {name: double}}`))
-	if x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed); !strings.Contains(testkit.Deref(x.ErrorMessage), "without a reasoning loop") {
+	if x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed); !strings.Contains(
+		testkit.Deref(x.ErrorMessage), "without a reasoning loop") {
 		t.Errorf("%s", testkit.Deref(x.ErrorMessage))
 	}
 }
 
 func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, "name: a\ninput: {type: object, required: [n], properties: {n: {type: integer}}, additionalProperties: false}\nactions: [{actionType: end}]",
+	w := newWorld(t, "name: a\ninput: {type: object, required: [n], properties: {n: {type: integer}}, "+
+		"additionalProperties: false}\nactions: [{actionType: end}]",
 		"name: gone\nactions: [{actionType: end}]")
 	_, err := flows.Remove(t.Context(), w.pool, "workspace", []string{"a"})
 	require.NoError(t, err)
@@ -254,7 +277,8 @@ func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 	if err := check("of Go code", `{}`); err != nil {
 		t.Error(err)
 	}
-	x := enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"n": "one"}), executions.Failed) // started past CheckStart
+	// started past CheckStart
+	x := enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"n": "one"}), executions.Failed)
 	if !strings.HasPrefix(testkit.Deref(x.ErrorMessage), "flow a does not take this input") {
 		t.Errorf("%s", testkit.Deref(x.ErrorMessage))
 	}
@@ -281,7 +305,8 @@ actions:
 	if diff := cmp.Diff(map[string]any{"n": 40.0, "text": "10203040"}, got); diff != "" {
 		t.Error(diff)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_checkpoints where execution_id = @id`, postgres.Strict{"id": id}); n != 3 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_checkpoints where execution_id = @id`,
+		postgres.Strict{"id": id}); n != 3 {
 		t.Errorf("%d records, want those of the version, the decision and the loop", n)
 	}
 }

@@ -73,10 +73,13 @@ func (a *acquireResult) remaining() time.Duration {
 }
 
 // acquireFunc is one statement that acquires a lane: tryLane, tryExecutionLane or waiter.tryOrEnqueue.
-type acquireFunc func(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (acquireResult, error)
+type acquireFunc func(ctx context.Context, db postgres.DB, lane string, owner Owner,
+	ttl time.Duration) (acquireResult, error)
 
 // attempt runs one statement. It returns a lease, or the holder, or an error.
-func (k *Keeper) attempt(ctx context.Context, owner Owner, lane string, ttl time.Duration, acquire acquireFunc) (*Lease, *acquireResult, error) {
+func (k *Keeper) attempt(
+	ctx context.Context, owner Owner, lane string, ttl time.Duration, acquire acquireFunc,
+) (*Lease, *acquireResult, error) {
 	if owner.name == "" {
 		return nil, nil, fmt.Errorf("acquire %s: %w: the owner is not a claim of an execution", lane, ErrInvalid)
 	}
@@ -112,7 +115,9 @@ func (k *Keeper) attempt(ctx context.Context, owner Owner, lane string, ttl time
 
 // query runs a statement and waits for its answer a while after ctx has ended. Otherwise a lane granted at that
 // moment would stay held until its lease expires.
-func (k *Keeper) query(ctx context.Context, acquire acquireFunc, lane string, owner Owner, ttl time.Duration) (acquireResult, error) {
+func (k *Keeper) query(
+	ctx context.Context, acquire acquireFunc, lane string, owner Owner, ttl time.Duration,
+) (acquireResult, error) {
 	if ctx.Err() != nil {
 		return acquireResult{}, context.Cause(ctx)
 	}
@@ -141,7 +146,8 @@ func (k *Keeper) logGrant(ctx context.Context, l *Lease, a acquireResult, nested
 		return
 	}
 	if a.Lender != "" {
-		k.log.InfoContext(ctx, "lane inherited", "lane", l.Lane(), "from", a.Lender, "to", l.Owner().name, "fencing_token", a.FencingToken)
+		k.log.InfoContext(ctx, "lane inherited", "lane", l.Lane(), "from", a.Lender, "to", l.Owner().name,
+			"fencing_token", a.FencingToken)
 		return
 	}
 	if a.WasHolder != "" {
@@ -161,14 +167,17 @@ func (k *Keeper) undoAcquire(ctx context.Context, owner Owner, lane string, ttl 
 }
 
 // releaseOrphan releases a lane without a caller, in the background after a failure.
-func (k *Keeper) releaseOrphan(ctx context.Context, lane string, owner Owner, ttl time.Duration, release func(ctx context.Context) error) {
+func (k *Keeper) releaseOrphan(
+	ctx context.Context, lane string, owner Owner, ttl time.Duration, release func(ctx context.Context) error,
+) {
 	limited, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTimeout)
 	defer cancel()
 	err := release(limited)
 	if err == nil {
 		return
 	}
-	k.log.WarnContext(ctx, "lane may be held, retrying its release until the lease expires", "lane", lane, "owner", owner.name, "error", err)
+	k.log.WarnContext(ctx, "lane may be held, retrying its release until the lease expires", "lane", lane, "owner",
+		owner.name, "error", err)
 	if retryable(err) {
 		k.retryInBackground(ctx, ttl, func(ctx context.Context) bool {
 			err := release(ctx)
@@ -190,7 +199,10 @@ type acquireRow struct {
 
 // result computes the durations here, which is cheaper than in SQL.
 func (t *acquireRow) result() acquireResult {
-	a := acquireResult{Acquired: t.Acquired, FencingToken: t.FencingToken, ExpiresAt: t.ExpiresAt, Holder: t.Holder, WasHolder: t.WasHolder}
+	a := acquireResult{
+		Acquired: t.Acquired, FencingToken: t.FencingToken, ExpiresAt: t.ExpiresAt, Holder: t.Holder,
+		WasHolder: t.WasHolder,
+	}
 	if t.Holder != "" {
 		a.Remaining = t.ExpiresAt.Sub(t.Now).Seconds()
 	}
@@ -209,7 +221,8 @@ func scanAcquireRow(row pgx.CollectableRow) (t acquireRow, err error) {
 // tryLane acquires a lane without waiting.
 func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (acquireResult, error) {
 	rows, err := db.Query(ctx, `
-		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at, coalesce(locked_by, '') as holder,
+		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at,
+		  coalesce(locked_by, '') as holder,
 		       coalesce(was_holder, '') as was_holder, coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now
 		  from lanekeeper.acquire_agent_lock(@lane, @owner, @ttl)`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})
@@ -222,7 +235,9 @@ func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl 
 
 // tryExecutionLane is tryLane for the claim of an execution, which may borrow. The join reads the row as it was
 // before the function ran.
-func tryExecutionLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (acquireResult, error) {
+func tryExecutionLane(
+	ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration,
+) (acquireResult, error) {
 	rows, err := db.Query(ctx, `
 		select a.acquired, coalesce(a.fencing_token, 0) as fencing_token, coalesce(a.expires_at, 'epoch') as expires_at,
 		       coalesce(a.locked_by, '') as holder,
@@ -305,7 +320,8 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) (*Lease, error
 			return lease, nil
 		}
 		if attempts == 1 {
-			w.keeper.log.WarnContext(ctx, "lane busy", "lane", w.lane, "owner", w.owner.name, "holder", busy.Holder, "waiting", true)
+			w.keeper.log.WarnContext(ctx, "lane busy", "lane", w.lane, "owner", w.owner.name, "holder",
+				busy.Holder, "waiting", true)
 		}
 		handedOver, retry := w.pause(ctx, w.nextAttempt(busy, attempts), deadline.C)
 		if handedOver != nil && w.keeper.renewing() && time.Now().Before(w.localEnd(*handedOver)) {
@@ -389,14 +405,18 @@ func leaveQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) e
 
 // tryOrEnqueue acquires the lane, or queues for it when it is busy. A listening waiter may get a handover. Claims of
 // executions do not, because they may have ended by then.
-func (w *waiter) tryOrEnqueue(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (acquireResult, error) {
+func (w *waiter) tryOrEnqueue(
+	ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration,
+) (acquireResult, error) {
 	sentAt := time.Now()
 	rows, err := db.Query(ctx, `
-		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at, coalesce(locked_by, '') as holder,
+		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at,
+		  coalesce(locked_by, '') as holder,
 		       coalesce(was_holder, '') as was_holder, coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now
 		  from lanekeeper.acquire_or_enqueue_agent_lock(@lane, @owner, @ttl, @place, @handed)`,
 		postgres.Strict{
-			"lane": lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlaceTTL), "handed": w.notifications != nil && !owner.claim,
+			"lane": lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlaceTTL),
+			"handed": w.notifications != nil && !owner.claim,
 		})
 	if err != nil {
 		return acquireResult{}, err

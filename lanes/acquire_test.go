@@ -271,7 +271,8 @@ func TestOtherLanesWakeNobody(t *testing.T) {
 	before, began := w.count("acquire_or_enqueue_agent_lock"), time.Now()
 	for range 30 {
 		pgtest.Exec(t, db, `
-			select pg_notify('agent_lanes', concat_ws(E'\t', 'x', 'b', n, 1)), pg_notify('agent_lanes', 'y' || n) from generate_series(1, 20) n`)
+			select pg_notify('agent_lanes', concat_ws(E'\t', 'x', 'b', n, 1)), pg_notify('agent_lanes', 'y' || n)
+			  from generate_series(1, 20) n`)
 		for payload := ""; payload != "y20"; {
 			pgtest.Exec(t, db, `select pg_notify('agent_lanes', 'y20')`)
 			payload = <-heard
@@ -317,8 +318,10 @@ func TestAFailedTryWritesNoWAL(t *testing.T) {
 
 	for _, lane := range []string{"held", "promised", "locked"} {
 		for name, query := range map[string]string{
-			"try":     `select count(*) filter (where try_acquire_agent_lock('%[1]s', 'other ' || n, 300)) from generate_series(1, %[2]d) n`,
-			"acquire": `select count(*) filter (where a.acquired) from generate_series(1, %[2]d) n, acquire_agent_lock('%[1]s', 'other ' || n, 300) a`,
+			"try": `select count(*) filter (where try_acquire_agent_lock('%[1]s', 'other ' || n, 300))
+				from generate_series(1, %[2]d) n`,
+			"acquire": `select count(*) filter (where a.acquired) from generate_series(1, %[2]d) n,
+				acquire_agent_lock('%[1]s', 'other ' || n, 300) a`,
 			"many": `select count(*) filter (where a.acquired) from generate_series(1, %[2]d) n,
 				lanekeeper.acquire_agent_locks(array['%[1]s', '%[1]s'], array['other ' || n, 'another'], array[300, 300]) a`,
 		} {
@@ -349,7 +352,8 @@ func many(t testing.TB, db postgres.DB, lanes, owners []string) map[string]strin
 	t.Helper()
 	granted := map[string]string{}
 	rows, err := db.Query(t.Context(), `
-		select a.n, a.acquired, coalesce(a.locked_by, '') from lanekeeper.acquire_agent_locks($1, $2, array_fill(60, array[$3::int])) a`,
+		select a.n, a.acquired, coalesce(a.locked_by, '')
+		  from lanekeeper.acquire_agent_locks($1, $2, array_fill(60, array[$3::int])) a`,
 		lanes, owners, len(lanes))
 	require.NoError(t, err)
 	var n int64
@@ -400,7 +404,8 @@ func TestABatchAcquiresManyLanes(t *testing.T) {
 		t.Errorf("granted %v, want %v", got, want)
 	}
 	for lane, owner := range want {
-		if got[lane] != owner || pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane) != owner {
+		if got[lane] != owner || pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`,
+			lane) != owner {
 			t.Errorf("%s was granted to %q, want %q", lane, got[lane], owner)
 		}
 	}
@@ -408,9 +413,11 @@ func TestABatchAcquiresManyLanes(t *testing.T) {
 		t.Errorf("token %d after %d", token, old)
 	}
 	before := row(t, db, "free")
-	_, err := db.Exec(t.Context(), `select lanekeeper.acquire_agent_locks(array['another', ''], array['a', 'b'], array[60, 60])`)
+	_, err := db.Exec(t.Context(), `select lanekeeper.acquire_agent_locks(array['another', ''], array['a', 'b'], array[60,
+		60])`)
 	wantCode(t, err, "22023")
-	_, err = db.Exec(t.Context(), `select lanekeeper.acquire_agent_locks(array['another', 'free'], array['a'], array[60, 60])`)
+	_, err = db.Exec(t.Context(), `select lanekeeper.acquire_agent_locks(array['another', 'free'], array['a'], array[60,
+		60])`)
 	wantCode(t, err, "22023")
 	if row(t, db, "another") != "none" || row(t, db, "free") != before {
 		t.Error("a call that failed changed something")
@@ -437,8 +444,10 @@ func TestABatchReleasesManyLanes(t *testing.T) {
 	for _, name := range names {
 		before[name] = row(t, db, name)
 	}
-	freed := pgtest.Column[int64](t, db, `select n from unnest($1::text[], $2::text[], $3::bigint[]) with ordinality w (lane, owner, token, n)
-		 where lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false) is not null order by n`, names, owners, tokens)
+	freed := pgtest.Column[int64](t, db, `select n
+		from unnest($1::text[], $2::text[], $3::bigint[]) with ordinality w (lane, owner, token, n)
+		 where lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false) is not null
+		   order by n`, names, owners, tokens)
 	if !slices.Equal(freed, []int64{1, 6, 8}) {
 		t.Errorf("released %v, want 1, 6 and 8", freed)
 	}
@@ -448,7 +457,8 @@ func TestABatchReleasesManyLanes(t *testing.T) {
 			t.Errorf("%s changed: %v, want %v", name, changed, gone)
 		}
 	}
-	if pgtest.Value[bool](t, db, `select exists (select from agent_locks where lane in ('mine', 'also mine') and (locked_by <> '' or expires_at > clock_timestamp()
+	if pgtest.Value[bool](t, db, `select exists (select from agent_locks where lane in ('mine', 'also mine')
+		and (locked_by <> '' or expires_at > clock_timestamp()
 		or fencing_token = any ($1)))`, tokens) {
 		t.Error("a released lane is held still, or its token is not void")
 	}

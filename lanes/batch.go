@@ -25,8 +25,11 @@ type releaseRequest struct {
 }
 
 // tryBatched is tryLane in a batch of concurrent acquires. Claims of executions use tryExecutionLane instead.
-func (k *Keeper) tryBatched(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration) (acquireResult, error) {
-	return k.acquires.Do(ctx, acquireRequest{lane, owner, ttl}, func() (acquireResult, error) { return tryLane(ctx, db, lane, owner, ttl) })
+func (k *Keeper) tryBatched(
+	ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration,
+) (acquireResult, error) {
+	return k.acquires.Do(ctx, acquireRequest{lane, owner, ttl},
+		func() (acquireResult, error) { return tryLane(ctx, db, lane, owner, ttl) })
 }
 
 // numberedRow is the answer to one acquire of a batch, from 1.
@@ -103,7 +106,8 @@ func (k *Keeper) releaseBatched(ctx context.Context, h releaseRequest) (releaseR
 func releaseLane(ctx context.Context, db postgres.DB, h releaseRequest) (releaseResult, error) {
 	var passed *string
 	err := db.QueryRow(ctx, `
-		select f.passed, set_config('synchronous_commit', case f.passed when '' then 'off' else current_setting('synchronous_commit') end, true)
+		select f.passed, set_config('synchronous_commit', case f.passed when '' then 'off'
+		  else current_setting('synchronous_commit') end, true)
 		  from lanekeeper.release_agent_lock(@lane, @owner, @token, true) f (passed)`,
 		postgres.Strict{"lane": h.lane, "owner": h.owner.name, "token": h.token}).Scan(&passed, nil)
 	if passed == nil || err != nil {
@@ -138,7 +142,8 @@ func releaseBatch(ctx context.Context, db postgres.DB, all []releaseRequest) ([]
 		    from unnest(@lanes::text[], @owners::text[], @tokens::bigint[]) with ordinality w (lane, owner, token, n),
 		         lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false) r (passed)
 		   where r.passed is not null)
-		select f.n, f.passed, set_config('synchronous_commit', case when h.handed then current_setting('synchronous_commit') else 'off' end, true)
+		select f.n, f.passed, set_config('synchronous_commit', case when h.handed then current_setting('synchronous_commit')
+		  else 'off' end, true)
 		  from f cross join (select bool_or(o.passed <> '') as handed from f o) h`,
 		postgres.Strict{"lanes": lanes, "owners": owners, "tokens": tokens})
 	if err != nil {

@@ -19,7 +19,8 @@ import (
 // queues adds owner to the queue of lane, as a waiter for a handover.
 func queues(t *testing.T, db postgres.DB, lane, owner string, ttl int) {
 	t.Helper()
-	if pgtest.Value[bool](t, db, `select acquired from lanekeeper.acquire_or_enqueue_agent_lock($1, $2, $3, 60, true)`, lane, owner,
+	if pgtest.Value[bool](t, db, `select acquired from lanekeeper.acquire_or_enqueue_agent_lock($1, $2, $3, 60, true)`,
+		lane, owner,
 		ttl) {
 		t.Fatalf("%s got %s at once", owner, lane)
 	}
@@ -30,7 +31,8 @@ func settled(t *testing.T, db postgres.DB, lane string) {
 	t.Helper()
 	queued(t, db, lane, 1)
 	place := func() time.Time {
-		return pgtest.Value[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters where lane = $1`,
+		return pgtest.Value[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters
+			where lane = $1`,
 			lane)
 	}
 	first := place()
@@ -106,7 +108,8 @@ func TestTheHolderHasNoPlaceInTheQueue(t *testing.T) {
 		t.Fatalf("the lane went to %q", to)
 	}
 	another := pgtest.Begin(t, db)
-	pgtest.Exec(t, another, `update agent_locks set waited_until = clock_timestamp() + interval '5 seconds' where lane = 'x'`)
+	pgtest.Exec(t, another, `update agent_locks set waited_until = clock_timestamp() + interval '5 seconds'
+		where lane = 'x'`)
 	queues(t, db, "x", "b", 60)
 	commit(t, another)
 	token = pgtest.Value[int64](t, db, `select fencing_token from agent_locks`)
@@ -216,7 +219,8 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 	_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
 	wantCode(t, err, "LK001")
 	expire(t, db, "x")
-	if to := releaseLane(t, db, "x", "b", pgtest.Value[int64](t, db, `select fencing_token from agent_locks`)); to != "not released" {
+	if to := releaseLane(t, db, "x", "b",
+		pgtest.Value[int64](t, db, `select fencing_token from agent_locks`)); to != "not released" {
 		t.Errorf("a lease that had ended was released to %q", to)
 	}
 }
@@ -249,7 +253,8 @@ func TestAHandedOverLeaseIsShort(t *testing.T) {
 		token := mustTry(t, db, lane, "a", 60)
 		queues(t, db, lane, "dead", ttl)
 		releaseLane(t, db, lane, "a", token)
-		if lasts := pgtest.Value[float64](t, db, `select extract(epoch from expires_at - locked_at)::float8 from agent_locks where lane = $1`, lane); lasts != float64(min(ttl, 10)) {
+		if lasts := pgtest.Value[float64](t, db, `select extract(epoch from expires_at - locked_at)::float8 from agent_locks
+			where lane = $1`, lane); lasts != float64(min(ttl, 10)) {
 			t.Errorf("%s: the lease lasts %v s", lane, lasts)
 		}
 	}
@@ -271,7 +276,8 @@ func TestAWaiterThatLeavesHoldsNothing(t *testing.T) {
 	}
 	left := make(chan string, 1)
 	go func() {
-		left <- pgtest.Value[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing') from leave_agent_lock_queue('x', 'b')`)
+		left <- pgtest.Value[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing')
+			from leave_agent_lock_queue('x', 'b')`)
 	}()
 	waitUntilBlocked(t, db, "leave_agent_lock_queue")
 	commit(t, release)
@@ -281,10 +287,12 @@ func TestAWaiterThatLeavesHoldsNothing(t *testing.T) {
 	if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks`); holder != "c" {
 		t.Errorf("%q holds it", holder)
 	}
-	if to := pgtest.Value[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing') from leave_agent_lock_queue('x', 'b')`); to != "nothing" {
+	if to := pgtest.Value[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing')
+		from leave_agent_lock_queue('x', 'b')`); to != "nothing" {
 		t.Errorf("b left again, and the lane went to %q", to)
 	}
-	pgtest.Value[string](t, db, `select lanekeeper.release_agent_lock('x', 'c', null, true) from leave_agent_lock_queue('x', 'c')`)
+	pgtest.Value[string](t, db, `select lanekeeper.release_agent_lock('x', 'c', null, true)
+		from leave_agent_lock_queue('x', 'c')`)
 	if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks`); holder != "" {
 		t.Errorf("%q holds it after all have left", holder)
 	}
@@ -295,10 +303,12 @@ func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	for name, query := range map[string]string{
-		"one":            `select lanekeeper.release_agent_lock('lonely', 'a', @lonely, true)`,
-		"one, wanted":    `select lanekeeper.release_agent_lock('wanted', 'a', @wanted, true)`,
-		"many":           `select lanekeeper.release_agent_lock('wanted', 'a', @wanted, true, false), lanekeeper.release_agent_lock('lonely', 'a', @lonely, true, false)`,
-		"a queue":        `select lanekeeper.release_agent_lock('lonely', 'a', null, true) from leave_agent_lock_queue('lonely', 'a')`,
+		"one":         `select lanekeeper.release_agent_lock('lonely', 'a', @lonely, true)`,
+		"one, wanted": `select lanekeeper.release_agent_lock('wanted', 'a', @wanted, true)`,
+		"many": `select lanekeeper.release_agent_lock('wanted', 'a', @wanted, true, false),
+			lanekeeper.release_agent_lock('lonely', 'a', @lonely, true, false)`,
+		"a queue": `select lanekeeper.release_agent_lock('lonely', 'a', null, true)
+			from leave_agent_lock_queue('lonely', 'a')`,
 		"release":        `select release_agent_lock('lonely', 'a')`,
 		"a fenced write": `select release_agent_lock('lonely', 'a') from fence_agent_lock('lonely', @lonely)`,
 	} {
@@ -350,7 +360,8 @@ func TestABatchHandsManyLanesOver(t *testing.T) {
 	queues(t, db, "wanted", "b", 60)
 	queues(t, db, "also wanted", "c", 60)
 	pgtest.Exec(t, db, `select await_agent_lock('promised', 'd', 60, 60)`)
-	if n := pgtest.Value[int](t, db, `select count(lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false)) from unnest($1::text[], $2::text[], $3::bigint[]) w (lane, owner, token)`, names, owners, tokens); n != len(names) {
+	if n := pgtest.Value[int](t, db, `select count(lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false))
+		from unnest($1::text[], $2::text[], $3::bigint[]) w (lane, owner, token)`, names, owners, tokens); n != len(names) {
 		t.Errorf("%d answers, want %d", n, len(names))
 	}
 	for lane, want := range map[string]string{"wanted": "b", "also wanted": "c", "lonely": "", "promised": ""} {
@@ -423,13 +434,16 @@ func TestALateHandoverIsIgnored(t *testing.T) {
 	got := acquireLater(t, k, "x")
 	settled(t, db, "x")
 	place := pgtest.Value[time.Time](t, db, `select expires_at from agent_lock_waiters`)
-	pgtest.Exec(t, db, `select pg_notify('agent_lanes', concat_ws(E'\t', 'x', w.owner, 1, (extract(epoch from clock_timestamp() - interval '1 minute') * 1000000)::bigint))
+	pgtest.Exec(t, db, `select pg_notify('agent_lanes',
+		concat_ws(E'\t', 'x', w.owner, 1, (extract(epoch from clock_timestamp() - interval '1 minute') * 1000000)::bigint))
 		from agent_lock_waiters w`)
 	pgtest.Eventually(t, soon, func() bool {
-		return pgtest.Value[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters`).After(place)
+		return pgtest.Value[time.Time](t, db, `select coalesce(max(expires_at), 'epoch') from agent_lock_waiters`).After(
+			place)
 	}, "it looks again")
 	pgtest.Exec(t, db, `select release_agent_lock('x', 'a')`)
-	if lease := <-got; lease == nil || lease.Token() != pgtest.Value[int64](t, db, `select fencing_token from agent_locks`) {
+	if lease := <-got; lease == nil ||
+		lease.Token() != pgtest.Value[int64](t, db, `select fencing_token from agent_locks`) {
 		t.Errorf("got %v", lease)
 	}
 }

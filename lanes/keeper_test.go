@@ -49,7 +49,8 @@ func TestRunKeepsALeaseBeyondItsTTL(t *testing.T) {
 	if cause := context.Cause(l.Context()); cause != nil {
 		t.Fatalf("lost: %v", cause)
 	}
-	if token := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where expires_at > clock_timestamp()`); token != l.Token() {
+	if token := pgtest.Value[int64](t, db,
+		`select fencing_token from agent_locks where expires_at > clock_timestamp()`); token != l.Token() {
 		t.Errorf("token %d, want %d", token, l.Token())
 	}
 	if !l.ExpiresAt().After(first) {
@@ -267,7 +268,8 @@ func TestThreadLanesAreRenewedManuallyAndTheirLossCancelsNothing(t *testing.T) {
 func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	process := pgtest.Value[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp()) returning id::text`)
+	process := pgtest.Value[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp())
+		returning id::text`)
 	mustTry(t, db, "x", "run/1@"+process, 60)
 	look := pgtest.Begin(t, db)
 	pgtest.Exec(t, look, `update agent_locks set waited_until = clock_timestamp() where lane = 'x'`)
@@ -292,7 +294,8 @@ func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 func TestTheSweepDoesNotWaitForLong(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	process := pgtest.Value[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp()) returning id::text`)
+	process := pgtest.Value[string](t, db, `insert into agent_workers (expires_at) values (clock_timestamp())
+		returning id::text`)
 	token := mustTry(t, db, "x", "run/1@"+process, 60)
 	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
@@ -364,15 +367,19 @@ func TestExpiredLanesAreCleared(t *testing.T) {
 	for _, lane := range []string{"ended", "just ended", "held", "thread:1", "lent"} {
 		mustTry(t, db, lane, "gone", 60)
 	}
-	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '1 minute' where lane in ('ended', 'thread:1', 'lent')`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '1 minute'
+		where lane in ('ended', 'thread:1', 'lent')`)
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'just ended'`)
-	pgtest.Exec(t, db, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds) values ('lent', 1, $1, $1, 60)`, execution)
-	pgtest.Exec(t, db, `insert into agent_lock_waiters (lane, owner, expires_at) values ('ended', 'gone too', clock_timestamp() - interval '2 minutes')`)
+	pgtest.Exec(t, db, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
+		values ('lent', 1, $1, $1, 60)`, execution)
+	pgtest.Exec(t, db, `insert into agent_lock_waiters (lane, owner, expires_at)
+		values ('ended', 'gone too', clock_timestamp() - interval '2 minutes')`)
 	token := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'ended'`)
 	if next, err := k.Expire(t.Context(), ""); err != nil || next != "" {
 		t.Fatalf("Expire: %q, %v", next, err)
 	}
-	if got := pgtest.Value[string](t, db, `select string_agg(lane, ',' order by lane) from agent_locks where locked_by = 'gone'`); got != "held,just ended,lent,thread:1" {
+	if got := pgtest.Value[string](t, db, `select string_agg(lane, ',' order by lane) from agent_locks
+		where locked_by = 'gone'`); got != "held,just ended,lent,thread:1" {
 		t.Errorf("left: %s", got)
 	}
 	if now := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'ended'`); now <= token {
@@ -390,7 +397,8 @@ func TestExpiredLanesAreClearedInBatches(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
-		select 'lane ' || to_char(n, 'FM00000'), 'gone', 1, clock_timestamp() - interval '1 minute' from generate_series(1, 2500) n`)
+		select 'lane ' || to_char(n, 'FM00000'), 'gone', 1, clock_timestamp() - interval '1 minute'
+		from generate_series(1, 2500) n`)
 	k, _ := keeper(t, db)
 	after, looks := "", 0
 	for ; looks == 0 || after != ""; looks++ {
@@ -399,7 +407,8 @@ func TestExpiredLanesAreClearedInBatches(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if left := pgtest.Value[int](t, db, `select count(*) from agent_locks where locked_by <> ''`); left != 0 || looks != 3 {
+	if left := pgtest.Value[int](t, db, `select count(*) from agent_locks where locked_by <> ''`); left != 0 ||
+		looks != 3 {
 		t.Errorf("%d are left after %d looks, want none after 3", left, looks)
 	}
 }

@@ -95,7 +95,8 @@ func (e *BusyError) Error() string {
 	case e.ExpiresAt.IsZero():
 		return fmt.Sprintf("acquire %s: lane busy: held by %s", e.Lane, e.Holder)
 	}
-	return fmt.Sprintf("acquire %s: lane busy: held by %s until %s", e.Lane, e.Holder, e.ExpiresAt.UTC().Format(time.RFC3339))
+	return fmt.Sprintf("acquire %s: lane busy: held by %s until %s", e.Lane, e.Holder,
+		e.ExpiresAt.UTC().Format(time.RFC3339))
 }
 
 // Is makes errors.Is(err, ErrBusy) true.
@@ -158,7 +159,8 @@ var invisible = &unicode.RangeTable{
 // that resemble no other name. So it has no invisible characters, no characters that change the text direction, no
 // blanks but the space, and composed accents (Unicode's normal form C). The database rejects other names with 22023.
 func ValidName(name string) bool {
-	if n := utf8.RuneCountInString(name); n < 1 || n > maxNameLength || !utf8.ValidString(name) || strings.Trim(name, " ") == "" {
+	if n := utf8.RuneCountInString(name); n < 1 || n > maxNameLength || !utf8.ValidString(name) ||
+		strings.Trim(name, " ") == "" {
 		return false
 	}
 	for _, r := range name {

@@ -287,11 +287,13 @@ func (k *Keeper) loseLocked(h *hold, reason string) (notify func()) {
 		close(h.lost)
 		k.observer.LaneLost(h.lane)
 		if !h.policy.cancels {
-			k.log.InfoContext(h.logCtx, "lane lost", "lane", h.lane, "owner", h.owner.name, "fencing_token", h.token, "reason", reason)
+			k.log.InfoContext(h.logCtx, "lane lost", "lane", h.lane, "owner", h.owner.name, "fencing_token",
+				h.token, "reason", reason)
 			return
 		}
 		cancelAll(leases, fmt.Errorf("%w: %s: %s", ErrLost, h.lane, reason))
-		k.log.ErrorContext(h.logCtx, "lane lost", "lane", h.lane, "owner", h.owner.name, "fencing_token", h.token, "reason", reason)
+		k.log.ErrorContext(h.logCtx, "lane lost", "lane", h.lane, "owner", h.owner.name, "fencing_token",
+			h.token, "reason", reason)
 	}
 }
 

@@ -57,7 +57,8 @@ func (k *Keeper) Expire(ctx context.Context, after string) (next string, err err
 func (k *Keeper) clearExpired(ctx context.Context, after string) (next string, err error) {
 	_, err = k.db.Exec(ctx, `
 		delete from agent_lock_waiters w where w.ctid = any (array(
-		  select x.ctid from agent_lock_waiters x where x.expires_at < statement_timestamp() - interval '1 minute' for update skip locked))`)
+		  select x.ctid from agent_lock_waiters x
+		    where x.expires_at < statement_timestamp() - interval '1 minute' for update skip locked))`)
 	if err != nil {
 		return "", err
 	}
@@ -75,12 +76,15 @@ func (k *Keeper) clearExpired(ctx context.Context, after string) (next string, e
 	rows, err = k.db.Query(ctx, `
 		with ended as materialized (
 		  select l.lane, l.locked_by, l.execution_id, l.expires_at from agent_locks l
-		   where l.lane = any (@held::text[]) and l.locked_by <> '' and l.expires_at <= clock_timestamp() - make_interval(secs => @overdue)
-		     and not l.parked and l.lane not like 'thread:%' and not exists (select from agent_lock_loans n where n.lane = l.lane)
+		   where l.lane = any (@held::text[]) and l.locked_by <> ''
+		     and l.expires_at <= clock_timestamp() - make_interval(secs => @overdue)
+		     and not l.parked and l.lane not like 'thread:%'
+		       and not exists (select from agent_lock_loans n where n.lane = l.lane)
 		   order by l.lane for update of l skip locked)
 		select e.lane, e.locked_by as holder, coalesce(e.execution_id::text, '') as execution_id,
 		       extract(epoch from clock_timestamp() - e.expires_at)::float8 as ended_for
-		  from ended e, lanekeeper.return_agent_lock(e.lane, null, 'expired')`, postgres.Strict{"held": held, "overdue": expireAfter.Seconds()})
+		  from ended e, lanekeeper.return_agent_lock(e.lane, null,
+		    'expired')`, postgres.Strict{"held": held, "overdue": expireAfter.Seconds()})
 	if err != nil {
 		return "", err
 	}
@@ -93,7 +97,8 @@ func (k *Keeper) clearExpired(ctx context.Context, after string) (next string, e
 		return "", err
 	}
 	for _, f := range found {
-		k.log.WarnContext(ctx, "lane stale, clearing", "lane", f.Lane, "holder", f.Holder, "execution_id", f.ExecutionID, "age", age(f.EndedFor))
+		k.log.WarnContext(ctx, "lane stale, clearing", "lane", f.Lane, "holder", f.Holder, "execution_id", f.ExecutionID,
+			"age", age(f.EndedFor))
 	}
 	if len(held) < expireBatch {
 		return "", nil
@@ -120,7 +125,8 @@ func Prune(ctx context.Context, db postgres.DB, free time.Duration) error {
 		   order by l.lane limit 1000 for update skip locked),
 		held as (
 		  insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended)
-		  select o.lane, o.execution_id, o.fencing_token, o.locked_at, o.expires_at, 'expired' from old o where o.execution_id is not null
+		  select o.lane, o.execution_id, o.fencing_token, o.locked_at, o.expires_at, 'expired' from old o
+		    where o.execution_id is not null
 		  on conflict do nothing)
 		delete from agent_locks l using old where l.lane = old.lane`, postgres.Strict{"free": free.Seconds()})
 	if err := errors.Join(first, second); err != nil {

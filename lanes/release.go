@@ -89,7 +89,8 @@ func (r *releaseLoop) try(ctx context.Context) (released releaseResult, err erro
 		r.uncertain = r.uncertain || !postgres.Unchanged(err)
 		if !r.warned {
 			r.warned = true
-			r.keeper.log.WarnContext(ctx, "lane not released yet, trying again", "lane", h.lane, "owner", h.owner.name, "error", err)
+			r.keeper.log.WarnContext(ctx, "lane not released yet, trying again", "lane", h.lane, "owner",
+				h.owner.name, "error", err)
 		}
 		if !sleep(ctx, pause) {
 			return released, err
@@ -136,7 +137,9 @@ func (r *releaseLoop) once(ctx context.Context) (done bool) {
 }
 
 // retryInBackground calls try about once a second until it is done or the lease has expired.
-func (k *Keeper) retryInBackground(ctx context.Context, lease time.Duration, try func(ctx context.Context) (done bool)) {
+func (k *Keeper) retryInBackground(
+	ctx context.Context, lease time.Duration, try func(ctx context.Context) (done bool),
+) {
 	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), lease)
 	go func() {
 		defer stop()

@@ -207,7 +207,8 @@ func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
 	t.Helper()
 	hurry := pgtest.Begin(t, db)
 	pgtest.Exec(t, hurry, `set local lock_timeout = '1s'`)
-	if !pgtest.Value[bool](t, hurry, `select renewed and not busy from lanekeeper.renew_agent_locks('{x}', '{a}', array[$1::bigint], '{60}')`, token) {
+	if !pgtest.Value[bool](t, hurry, `select renewed and not busy
+		from lanekeeper.renew_agent_locks('{x}', '{a}', array[$1::bigint], '{60}')`, token) {
 		t.Error("the holder's renewal is held up")
 	}
 	for what, query := range map[string]string{
@@ -264,8 +265,9 @@ func TestABlockedReleaseNamesTheTransaction(t *testing.T) {
 	t.Parallel()
 	for how, leave := range clumsy {
 		for what, query := range map[string]string{
-			"release":  `select release_agent_lock('x', 'a')`,
-			"free":     `select lanekeeper.release_agent_lock('x', 'a', (select fencing_token from agent_locks where lane = 'x'), true)`,
+			"release": `select release_agent_lock('x', 'a')`,
+			"free": `select lanekeeper.release_agent_lock('x', 'a', (select fencing_token from agent_locks where lane = 'x'),
+				true)`,
 			"break":    `select break_agent_lock('x', 'test')`,
 			"quitting": `select lanekeeper.release_agent_lock('x', 'a', null, true) from leave_agent_lock_queue('x', 'a')`,
 		} {
@@ -348,7 +350,8 @@ func TestAPlaceInAQueueIsKeptForAMinute(t *testing.T) {
 	db := pgtest.DB(t)
 	mustTry(t, db, "x", "a", 60)
 	pgtest.Exec(t, db, `select await_agent_lock('x', 'gone', 60, 86400)`)
-	if !pgtest.Value[bool](t, db, `select expires_at < clock_timestamp() + interval '61 seconds' from agent_lock_waiters`) {
+	if !pgtest.Value[bool](t, db,
+		`select expires_at < clock_timestamp() + interval '61 seconds' from agent_lock_waiters`) {
 		t.Error("the place is kept for longer")
 	}
 }

@@ -42,7 +42,8 @@ func TestSameOwnerRefreshesWithTheSameToken(t *testing.T) {
 	if again := mustTry(t, db, "x", "a", 60); again != token {
 		t.Errorf("refresh has token %d, want %d", again, token)
 	}
-	if after := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`); !after.After(before.Add(40 * time.Second)) {
+	if after := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`); !after.After(
+		before.Add(40 * time.Second)) {
 		t.Errorf("refresh ends at %s, first hold at %s", after, before)
 	}
 }
@@ -53,7 +54,8 @@ func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
 	for i, end := range []string{ // in this order: the last makes tokens of the future
 		`select release_agent_lock('x', $1)`,
 		`select break_agent_lock('x', 'breaking ' || $1)`,
-		`with e as (update agent_locks set expires_at = clock_timestamp() where locked_by = $1 returning 1) select count(*) = 1 from e`,
+		`with e as (update agent_locks set expires_at = clock_timestamp() where locked_by = $1 returning 1)
+			select count(*) = 1 from e`,
 		`with e as (update agent_locks set expires_at = 'epoch' where locked_by = $1 returning 1) select count(*) = 1 from e`,
 		"prune", // the row is gone, only the clock is left
 		`with e as (update agent_locks set expires_at = clock_timestamp(), fencing_token = fencing_token + 3600000000
@@ -107,12 +109,13 @@ func TestOthersAndOldTokensChangeNothing(t *testing.T) {
 	mustTry(t, db, "x", "a", 60) // the same name again: only the token tells them apart
 	want := row(t, db, "x")
 	for name, query := range map[string]string{
-		"release by another":                `select release_agent_lock('x', 'b')`,
-		"release by another, token known":   `select release_agent_lock('x', 'b', (select fencing_token from agent_locks))`,
-		"release with an old token":         `select release_agent_lock('x', 'a', $1)`,
-		"renewal by another":                `select renew_agent_lock('x', 'b', (select fencing_token from agent_locks), 600)`,
-		"renewal with an old token":         `select renew_agent_lock('x', 'a', $1, 600)`,
-		"renewal of many with an old token": `select renewed from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[600])`,
+		"release by another":              `select release_agent_lock('x', 'b')`,
+		"release by another, token known": `select release_agent_lock('x', 'b', (select fencing_token from agent_locks))`,
+		"release with an old token":       `select release_agent_lock('x', 'a', $1)`,
+		"renewal by another":              `select renew_agent_lock('x', 'b', (select fencing_token from agent_locks), 600)`,
+		"renewal with an old token":       `select renew_agent_lock('x', 'a', $1, 600)`,
+		"renewal of many with an old token": `select renewed
+			from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[600])`,
 		"renewal of many by another": `select renewed from lanekeeper.renew_agent_locks(array['x'], array['b'],
 			array[(select fencing_token from agent_locks)], array[600])`,
 		"try by another": `select try_acquire_agent_lock('x', 'b', 600)`,
@@ -137,9 +140,10 @@ func TestAnExpiredLeaseIsLostEvenIfTheLaneIsFree(t *testing.T) {
 	expire(t, db, "x")
 	want := row(t, db, "x")
 	for name, query := range map[string]string{
-		"renewal":         `select renew_agent_lock('x', 'a', $1, 60)`,
-		"renewal of many": `select renewed or busy from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
-		"release":         `select release_agent_lock('x', 'a', $1)`,
+		"renewal": `select renew_agent_lock('x', 'a', $1, 60)`,
+		"renewal of many": `select renewed or busy
+			from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
+		"release": `select release_agent_lock('x', 'a', $1)`,
 	} {
 		if pgtest.Value[bool](t, db, query, token) {
 			t.Errorf("%s of an ended lease succeeded", name)
@@ -202,9 +206,10 @@ func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
 	hurry := pgtest.Begin(t, db)
 	pgtest.Exec(t, hurry, `set local lock_timeout = '1s'`)
 	for name, query := range map[string]string{
-		"renewal":         `select renew_agent_lock('x', 'a', $1, 60)`,
-		"renewal of many": `select renewed from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
-		"refresh":         `select acquired and fencing_token = $1 from acquire_agent_lock('x', 'a', 60)`,
+		"renewal": `select renew_agent_lock('x', 'a', $1, 60)`,
+		"renewal of many": `select renewed
+			from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
+		"refresh": `select acquired and fencing_token = $1 from acquire_agent_lock('x', 'a', 60)`,
 	} {
 		if !pgtest.Value[bool](t, hurry, query, token) {
 			t.Errorf("%s was held up by a fenced write", name)
@@ -272,7 +277,8 @@ func TestAGrantLastsItsWholeTTL(t *testing.T) {
 	tx := pgtest.Begin(t, db)
 	pgtest.Value[string](t, tx, `select pg_sleep(0.3)::text`) // the transaction's own time is old now
 	mustTry(t, tx, "x", "a", 60)
-	if more := pgtest.Value[float64](t, tx, `select extract(epoch from expires_at - now())::float8 from agent_locks`); more < 60.3 {
+	if more := pgtest.Value[float64](t, tx,
+		`select extract(epoch from expires_at - now())::float8 from agent_locks`); more < 60.3 {
 		t.Errorf("granted until %.2f seconds after the transaction began, want 60.3 at least", more)
 	}
 }
@@ -289,8 +295,10 @@ func TestABatchRenewalReportsEachLease(t *testing.T) {
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, `set local statement_timeout = '2s'`)
 	got := pgtest.Value[string](t, tx, `
-		select string_agg(lane || ' ' || renewed || ' ' || busy || ' ' || coalesce(extract(year from expires_at) = 9000, false), ', ' order by lane)
-		  from lanekeeper.renew_agent_locks(array['parked', 'held', 'locked', 'none'], array['a', 'a', 'a', 'a'], array[$1, $2, $3, 7]::bigint[],
+		select string_agg(lane || ' ' || renewed || ' ' || busy || ' ' || coalesce(extract(year from expires_at) = 9000,
+		  false), ', ' order by lane)
+		  from lanekeeper.renew_agent_locks(array['parked', 'held', 'locked', 'none'], array['a', 'a', 'a', 'a'], array[$1,
+		    $2, $3, 7]::bigint[],
 		                         array[60, 60, 60, 60])`, parked, held, locked)
 	want := "held true false false, locked false true false, none false false false, parked true false true"
 	if got != want {
@@ -307,7 +315,8 @@ func TestABatchRenewalDistinguishesLostAndNewHolds(t *testing.T) {
 	token := mustTry(t, db, "x", "b", 60)
 	got := pgtest.Value[string](t, db, `
 		select string_agg((fencing_token = $2) || ' ' || renewed || ' ' || busy, ', ' order by fencing_token)
-		  from lanekeeper.renew_agent_locks(array['x', 'x'], array['a', 'b'], array[$1, $2]::bigint[], array[60, 60])`, old, token)
+		  from lanekeeper.renew_agent_locks(array['x', 'x'], array['a', 'b'], array[$1, $2]::bigint[], array[60,
+		    60])`, old, token)
 	if want := "false false false, true true false"; got != want {
 		t.Errorf("got %s, want %s", got, want)
 	}
@@ -323,7 +332,8 @@ func TestBatchRenewalsInAnyOrderNeverDeadlock(t *testing.T) {
 	for range 6 {
 		renewers.Go(func() {
 			for range 15 {
-				_, err := db.Exec(ctx, `select lanekeeper.renew_agent_locks(array_agg(lane), array_agg('a'::text), array_agg(fencing_token), array_agg(60))
+				_, err := db.Exec(ctx, `select lanekeeper.renew_agent_locks(array_agg(lane), array_agg('a'::text),
+					array_agg(fencing_token), array_agg(60))
 					from (select lane, fencing_token from agent_locks order by random()) l`)
 				if err != nil {
 					t.Error(err)
@@ -385,12 +395,13 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 	}
 	for what, ttl := range map[string]any{"null": nil, "zero": 0, "negative": -1, "over 30 days": 30*86400 + 1} {
 		for where, query := range map[string]string{
-			"try":        `select try_acquire_agent_lock('x', 'a', $1)`,
-			"refresh":    `select try_acquire_agent_lock('held', 'a', $1)`,
-			"acquire":    `select acquire_agent_lock('x', 'a', $1)`,
-			"await":      `select await_agent_lock('x', 'a', $1)`,
-			"renew":      `select renew_agent_lock('held', 'a', (select fencing_token from agent_locks), $1)`,
-			"renew many": `select lanekeeper.renew_agent_locks(array['held'], array['a'], array[(select fencing_token from agent_locks)], array[$1::int])`,
+			"try":     `select try_acquire_agent_lock('x', 'a', $1)`,
+			"refresh": `select try_acquire_agent_lock('held', 'a', $1)`,
+			"acquire": `select acquire_agent_lock('x', 'a', $1)`,
+			"await":   `select await_agent_lock('x', 'a', $1)`,
+			"renew":   `select renew_agent_lock('held', 'a', (select fencing_token from agent_locks), $1)`,
+			"renew many": `select lanekeeper.renew_agent_locks(array['held'], array['a'],
+				array[(select fencing_token from agent_locks)], array[$1::int])`,
 		} {
 			t.Run(where+" ttl "+what, func(t *testing.T) {
 				_, err := db.Exec(t.Context(), query, ttl)
@@ -402,9 +413,11 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 		"no place in the queue":    `select await_agent_lock('held', 'b', 60, null)`,
 		"a place for 0 seconds":    `select await_agent_lock('held', 'b', 60, 0)`,
 		"a place for over 30 days": `select await_agent_lock('held', 'b', 60, 2592001)`,
-		"fewer ttls than lanes":    `select lanekeeper.renew_agent_locks(array['held', 'x'], array['a', 'a'], array[1, 1], array[60])`,
-		"no ttls":                  `select lanekeeper.renew_agent_locks(array['held'], array['a'], (select array_agg(fencing_token) from agent_locks), null)`,
-		"fewer owners than lanes":  `select lanekeeper.renew_agent_locks(array['held'], '{}', array[1], array[60])`,
+		"fewer ttls than lanes": `select lanekeeper.renew_agent_locks(array['held', 'x'], array['a', 'a'], array[1, 1],
+			array[60])`,
+		"no ttls": `select lanekeeper.renew_agent_locks(array['held'], array['a'],
+			(select array_agg(fencing_token) from agent_locks), null)`,
+		"fewer owners than lanes": `select lanekeeper.renew_agent_locks(array['held'], '{}', array[1], array[60])`,
 	} {
 		t.Run(what, func(t *testing.T) {
 			_, err := db.Exec(t.Context(), query)
@@ -418,7 +431,9 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 		_, err := db.Exec(t.Context(), `select break_agent_lock('held', $1)`, reason)
 		wantCode(t, err, "22023")
 	}
-	got := pgtest.Value[string](t, db, `select string_agg(lane || ' ' || locked_by || ' ' || (expires_at > clock_timestamp() + interval '30 seconds'), ', ') ||
+	got := pgtest.Value[string](t, db,
+		`select string_agg(lane || ' ' || locked_by || ' ' || (expires_at > clock_timestamp() + interval '30 seconds'),
+			', ') ||
 		(select count(*) from agent_lock_waiters) || (select count(*) from agent_activity) from agent_locks`)
 	if got != "held a true00" {
 		t.Errorf("bad input left %s", got)
@@ -541,7 +556,8 @@ func TestRaceOfPlainSQLSessions(t *testing.T) {
 		leave()
 		end := `select release_agent_lock('x', $1, $2)`
 		if round%3 == 0 {
-			end = `update agent_locks set expires_at = clock_timestamp() where lane = 'x' and locked_by = $1 and fencing_token = $2`
+			end = `update agent_locks set expires_at = clock_timestamp() where lane = 'x' and locked_by = $1
+				and fencing_token = $2`
 		}
 		_, err = db.Exec(ctx, end, owner, g.token)
 		return last, err

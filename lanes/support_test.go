@@ -47,7 +47,8 @@ func try(t testing.TB, db postgres.DB, lane, owner string, ttl int) grant {
 }
 
 func tryErr(ctx context.Context, db postgres.DB, lane, owner string, ttl int) (g grant, err error) {
-	err = db.QueryRow(ctx, `select acquired, coalesce(fencing_token, 0), coalesce(locked_by, '') from acquire_agent_lock($1, $2, $3)`,
+	err = db.QueryRow(ctx, `select acquired, coalesce(fencing_token, 0), coalesce(locked_by, '')
+		from acquire_agent_lock($1, $2, $3)`,
 		lane, owner, ttl).Scan(&g.acquired, &g.token, &g.holder)
 	return g, err
 }
@@ -76,7 +77,8 @@ func expire(t testing.TB, db postgres.DB, lane string) {
 // row is everything about a lane, with its version: it differs after any write.
 func row(t testing.TB, db postgres.DB, lane string) string {
 	t.Helper()
-	return pgtest.Value[string](t, db, `select coalesce((select l.xmin || l.ctid::text || l::text from agent_locks l where l.lane = $1), 'none')`, lane)
+	return pgtest.Value[string](t, db, `select coalesce((select l.xmin || l.ctid::text || l::text from agent_locks l
+		where l.lane = $1), 'none')`, lane)
 }
 
 // wantCode fails unless err has the SQLSTATE.

@@ -106,7 +106,8 @@ func (c *Client) trustedConnection(ctx context.Context, t skills.RemoteTool) (*c
 			c.log.WarnContext(ctx, "changed MCP tool not recorded", "server", t.Server, "tool", t.Tool, "error", err)
 		}
 		return nil, &skills.CallError{Class: skills.ClassRefused, Message: fmt.Sprintf(
-			"tool %s of the MCP server %s is no longer what was accepted; see agent mcp show %s %s", t.Tool, t.Server, t.Server, t.Tool)}
+			"tool %s of the MCP server %s is no longer what was accepted; see agent mcp show %s %s", t.Tool,
+			t.Server, t.Server, t.Tool)}
 	}
 }
 
@@ -215,7 +216,10 @@ func unavailable(server string, err error) error {
 	if refused, ok := errors.AsType[*skills.CallError](err); ok {
 		return refused
 	}
-	return &skills.CallError{Class: skills.ClassUnavailable, Message: fmt.Sprintf("MCP server %s: %s", server, cleanText(err.Error(), 500))}
+	return &skills.CallError{
+		Class:   skills.ClassUnavailable,
+		Message: fmt.Sprintf("MCP server %s: %s", server, cleanText(err.Error(), 500)),
+	}
 }
 
 // Close ends all connections and their child processes, and waits for them. Later calls fail.
@@ -258,7 +262,8 @@ func (c *Client) Sync(ctx context.Context, server string) (Report, error) {
 	conn, err := c.connect(ctx, r, func(cleanup func()) { cleanup() })
 	if err != nil {
 		noted := c.noteAttempt(ctx, server, cleanText(err.Error(), 500), "")
-		return Report{Server: server, Error: err.Error()}, errors.Join(fmt.Errorf("sync MCP server %q: %w", server, err), noted)
+		return Report{Server: server, Error: err.Error()},
+			errors.Join(fmt.Errorf("sync MCP server %q: %w", server, err), noted)
 	}
 	defer conn.close()
 	var report Report

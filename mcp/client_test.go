@@ -33,14 +33,16 @@ func TestToolsOfAServerBecomeSkillsThatNeedApproval(t *testing.T) {
 				t.Errorf("the sync found %+v", report)
 			}
 			s := w.skill("echo")
-			if s.Trust != skills.TrustApprove || s.Scope != skills.ScopeInternal || s.Idempotent || s.Source != "mcp" || s.Handler != "mcp:test/echo" ||
+			if s.Trust != skills.TrustApprove || s.Scope != skills.ScopeInternal || s.Idempotent || s.Source != "mcp" ||
+				s.Handler != "mcp:test/echo" ||
 				!strings.Contains(s.Description, "Says it again.") || !strings.Contains(string(s.Parameters()), `"times"`) {
 				t.Errorf("the skill is %+v", s)
 			}
 			if got := w.must("echo", `{"text":"ab"}`); got != `"ab"` {
 				t.Errorf("echo answers %s", got)
 			}
-			if _, err := w.call("echo", `{"text":1,"other":2}`); err == nil || !strings.Contains(err.Error(), "/text") || !strings.Contains(err.Error(), "other") {
+			if _, err := w.call("echo", `{"text":1,"other":2}`); err == nil || !strings.Contains(err.Error(), "/text") ||
+				!strings.Contains(err.Error(), "other") {
 				t.Errorf("wrong arguments: %v", err)
 			}
 			if again := w.sync(); len(again.Mounted) != 0 || w.skill("echo").Revision != s.Revision {
@@ -179,7 +181,8 @@ func TestAServerThatIsDownIsUnavailableAndComesBack(t *testing.T) {
 	}
 	back := serveAt(t, address, tools("")...)
 	defer back.Close()
-	pgtest.Eventually(t, soon, func() bool { _, err := w.call("echo", `{"text":"a"}`); return err == nil }, "the server is used again")
+	pgtest.Eventually(t, soon, func() bool { _, err := w.call("echo", `{"text":"a"}`); return err == nil },
+		"the server is used again")
 }
 
 func TestPrivateAddressesAreNotDialledUnlessAllowed(t *testing.T) {
@@ -223,13 +226,18 @@ func TestResultsOfEveryKind(t *testing.T) {
 	results := map[string]*sdk.CallToolResult{
 		"texts":      {Content: []sdk.Content{&sdk.TextContent{Text: "a"}, &sdk.TextContent{Text: "b"}}},
 		"structured": {StructuredContent: map[string]any{"n": 1}, Content: []sdk.Content{&sdk.TextContent{Text: `{"n":1}`}}},
-		"image":      {Content: []sdk.Content{&sdk.TextContent{Text: "see"}, &sdk.ImageContent{Data: []byte("png!"), MIMEType: "image/png"}}},
-		"resource":   {Content: []sdk.Content{&sdk.EmbeddedResource{Resource: &sdk.ResourceContents{URI: "file:///a", Text: "inside"}}}},
-		"failed":     {IsError: true, Content: []sdk.Content{&sdk.TextContent{Text: "no such city"}}},
-		"large":      text(strings.Repeat("x", 300<<10)),
-		"huge":       text(strings.Repeat("x", 9<<20)),
-		"empty":      {},
-		"nul":        text("a\x00b"),
+		"image": {Content: []sdk.Content{
+			&sdk.TextContent{Text: "see"},
+			&sdk.ImageContent{Data: []byte("png!"), MIMEType: "image/png"},
+		}},
+		"resource": {Content: []sdk.Content{
+			&sdk.EmbeddedResource{Resource: &sdk.ResourceContents{URI: "file:///a", Text: "inside"}},
+		}},
+		"failed": {IsError: true, Content: []sdk.Content{&sdk.TextContent{Text: "no such city"}}},
+		"large":  text(strings.Repeat("x", 300<<10)),
+		"huge":   text(strings.Repeat("x", 9<<20)),
+		"empty":  {},
+		"nul":    text("a\x00b"),
 	}
 	var all []tool
 	for name, r := range results {

@@ -109,7 +109,8 @@ func (conn *connection) open(ctx context.Context, transport sdk.Transport, versi
 		_ = session.Wait() // the pending call reports the error
 	}()
 	if info := session.InitializeResult(); info != nil && info.ServerInfo != nil {
-		conn.about = cleanText(fmt.Sprintf("%s %s, MCP %s", info.ServerInfo.Name, info.ServerInfo.Version, info.ProtocolVersion), 200)
+		conn.about = cleanText(fmt.Sprintf("%s %s, MCP %s", info.ServerInfo.Name, info.ServerInfo.Version,
+			info.ProtocolVersion), 200)
 	}
 	ctx, cancel := context.WithTimeout(ctx, listTimeout)
 	defer cancel()
@@ -351,9 +352,13 @@ func (l *lines) problem(line []byte) *jsonrpc.Error {
 	line = bytes.TrimSpace(line)
 	switch {
 	case len(line) > l.maxBytes:
-		return &jsonrpc.Error{Code: jsonrpc.CodeInvalidRequest, Message: fmt.Sprintf("a message may have %d bytes", l.maxBytes)}
+		return &jsonrpc.Error{
+			Code:    jsonrpc.CodeInvalidRequest,
+			Message: fmt.Sprintf("a message may have %d bytes", l.maxBytes),
+		}
 	case !json.Valid(line):
-		return &jsonrpc.Error{Code: jsonrpc.CodeParseError, Message: "this line is no JSON; send each message on a line of its own"}
+		return &jsonrpc.Error{Code: jsonrpc.CodeParseError, Message: "this line is no JSON; send each message on a line of " +
+			"its own"}
 	case line[0] == '[':
 		return nil
 	}

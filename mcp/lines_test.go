@@ -44,7 +44,8 @@ func TestALineThatIsNoMessageIsAnsweredAndPassedOver(t *testing.T) {
 		}
 		return string(got.ID), got.Error.Code
 	}
-	if id, code := ask(`{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-06-18","capabilities":{},"clientInfo":{"name":"x","version":"1"}}}`); id != "1" || code != 0 {
+	if id, code := ask(
+		`{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-06-18","capabilities":{},"clientInfo":{"name":"x","version":"1"}}}`); id != "1" || code != 0 {
 		t.Fatalf("initialize is answered with %s, %d", id, code)
 	}
 	_, err := io.WriteString(in, "\n \r\n"+`{"jsonrpc":"2.0","method":"notifications/initialized"}`+"\r\n")

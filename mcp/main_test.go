@@ -84,7 +84,8 @@ func text(s string) *sdk.CallToolResult {
 	return &sdk.CallToolResult{Content: []sdk.Content{&sdk.TextContent{Text: s}}}
 }
 
-var echoSchema = json.RawMessage(`{"type":"object","properties":{"text":{"type":"string"},"times":{"type":"integer","default":1}},"required":["text"]}`)
+var echoSchema = json.RawMessage(
+	`{"type":"object","properties":{"text":{"type":"string"},"times":{"type":"integer","default":1}},"required":["text"]}`)
 
 // tools are echo and some that report on the process.
 func tools(description string) []tool {
@@ -92,26 +93,38 @@ func tools(description string) []tool {
 		description = "Says it again."
 	}
 	return []tool{
-		{sdk.Tool{Name: "echo", Description: description, InputSchema: echoSchema}, func(_ context.Context, r *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
-			var in struct {
-				Text  string
-				Times int
-			}
-			if err := json.Unmarshal(r.Params.Arguments, &in); err != nil {
-				return nil, err
-			}
-			return text(strings.Repeat(in.Text, in.Times)), nil
-		}},
-		{sdk.Tool{Name: "pid", InputSchema: json.RawMessage(`{"type":"object"}`)}, func(context.Context, *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
-			return &sdk.CallToolResult{StructuredContent: map[string]any{"pid": os.Getpid(), "env": os.Environ()}}, nil
-		}},
-		{sdk.Tool{Name: "hang", InputSchema: json.RawMessage(`{"type":"object"}`)}, func(ctx context.Context, _ *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
-			<-ctx.Done()
-			return nil, ctx.Err()
-		}},
-		{sdk.Tool{Name: "meta", InputSchema: json.RawMessage(`{"type":"object"}`)}, func(_ context.Context, r *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
-			return &sdk.CallToolResult{StructuredContent: r.Params.Meta}, nil
-		}},
+		{
+			sdk.Tool{Name: "echo", Description: description, InputSchema: echoSchema},
+			func(_ context.Context, r *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
+				var in struct {
+					Text  string
+					Times int
+				}
+				if err := json.Unmarshal(r.Params.Arguments, &in); err != nil {
+					return nil, err
+				}
+				return text(strings.Repeat(in.Text, in.Times)), nil
+			},
+		},
+		{
+			sdk.Tool{Name: "pid", InputSchema: json.RawMessage(`{"type":"object"}`)},
+			func(context.Context, *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
+				return &sdk.CallToolResult{StructuredContent: map[string]any{"pid": os.Getpid(), "env": os.Environ()}}, nil
+			},
+		},
+		{
+			sdk.Tool{Name: "hang", InputSchema: json.RawMessage(`{"type":"object"}`)},
+			func(ctx context.Context, _ *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
+				<-ctx.Done()
+				return nil, ctx.Err()
+			},
+		},
+		{
+			sdk.Tool{Name: "meta", InputSchema: json.RawMessage(`{"type":"object"}`)},
+			func(_ context.Context, r *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
+				return &sdk.CallToolResult{StructuredContent: r.Params.Meta}, nil
+			},
+		},
 	}
 }
 
@@ -179,7 +192,10 @@ func newWorld(t *testing.T, getenv func(string) string) *world {
 // restart simulates a new process.
 func (w *world) restart(getenv func(string) string) {
 	w.t.Helper()
-	client := mcp.NewClient(mcp.Options{Pool: w.pool, AllowPrivate: []string{"127.0.0.1"}, Getenv: getenv, Agent: "tester"})
+	client := mcp.NewClient(mcp.Options{
+		Pool: w.pool, AllowPrivate: []string{"127.0.0.1"},
+		Getenv: getenv, Agent: "tester",
+	})
 	w.t.Cleanup(client.Close)
 	registry, err := skills.New(skills.Options{MCP: client.Call, Pool: w.pool})
 	require.NoError(w.t, err)
@@ -221,7 +237,10 @@ func (w *world) tool(name string) mcp.Tool {
 
 func (w *world) call(tool, args string) (json.RawMessage, error) {
 	w.t.Helper()
-	return w.registry.Invoke(w.t.Context(), skills.Call{Skill: w.skill(tool), Args: json.RawMessage(args), IdempotencyKey: "key of " + tool})
+	return w.registry.Invoke(w.t.Context(), skills.Call{
+		Skill: w.skill(tool), Args: json.RawMessage(args),
+		IdempotencyKey: "key of " + tool,
+	})
 }
 
 // must calls a tool that must succeed.

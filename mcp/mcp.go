@@ -115,7 +115,10 @@ var (
 	serverName = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,23}$`)
 	headerName = regexp.MustCompile("^[a-zA-Z0-9!#$%&'*+.^_`|~-]+$")
 	envName    = regexp.MustCompile(`^[a-zA-Z_][a-zA-Z0-9_]*$`)
-	ownHeaders = []string{"accept", "connection", "content-length", "content-type", "host", "mcp-protocol-version", "mcp-session-id", "transfer-encoding", "upgrade"}
+	ownHeaders = []string{
+		"accept", "connection", "content-length", "content-type", "host", "mcp-protocol-version",
+		"mcp-session-id", "transfer-encoding", "upgrade",
+	}
 )
 
 // Validate reports everything that is wrong with d, each problem as "field path: what is wrong", joined as by
@@ -143,7 +146,10 @@ func Validate(d Definition) error {
 	if t := d.timeout(); t < 10*time.Millisecond || t > time.Hour {
 		add("timeout_ms: %d must be between 10 and 3600000", d.TimeoutMS)
 	}
-	for field, patterns := range map[string][]string{"auto": d.Auto, "include": d.Include, "exclude": d.Exclude, "idempotent": d.Idempotent} {
+	for field, patterns := range map[string][]string{
+		"auto": d.Auto, "include": d.Include, "exclude": d.Exclude,
+		"idempotent": d.Idempotent,
+	} {
 		for i, p := range patterns {
 			if _, err := path.Match(p, ""); err != nil || p == "" {
 				add("%s[%d]: %q is not a pattern; write a tool's name, or read_*", field, i, p)
@@ -159,14 +165,17 @@ func (d Definition) checkHTTP() []error {
 	u, err := url.Parse(d.URL)
 	switch {
 	case d.URL == "":
-		problems = append(problems, errors.New("url: is empty; write the address of the server's MCP endpoint, or a command for stdio"))
+		problems = append(problems,
+			errors.New("url: is empty; write the address of the server's MCP endpoint, or a command for stdio"))
 	case err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https":
 		problems = append(problems, errors.New("url: must begin with https:// or http:// and a host"))
 	case u.User != nil || u.Fragment != "" || secretQuery(u):
-		problems = append(problems, errors.New("url: must hold no user, password, key or fragment; put a secret into headers, as ${NAME}"))
+		problems = append(problems, errors.New("url: must hold no user, password, key or fragment; put a secret into "+
+			"headers, as ${NAME}"))
 	}
 	if len(d.Command) > 0 || len(d.Env) > 0 {
-		problems = append(problems, errors.New("command: a server is reached over http or over stdio; keep url and headers, or command and env"))
+		problems = append(problems, errors.New("command: a server is reached over http or over stdio; keep url and "+
+			"headers, or command and env"))
 	}
 	for name, value := range d.Headers {
 		field := "headers." + name
@@ -193,14 +202,17 @@ func secretQuery(u *url.URL) bool {
 func (d Definition) checkStdio() []error {
 	var problems []error
 	if len(d.Command) == 0 || d.Command[0] == "" {
-		problems = append(problems, errors.New("command: is empty; write the program and its arguments as a list, or a url for http"))
+		problems = append(problems,
+			errors.New("command: is empty; write the program and its arguments as a list, or a url for http"))
 	}
 	if d.URL != "" || len(d.Headers) > 0 {
-		problems = append(problems, errors.New("url: a server is reached over http or over stdio; keep url and headers, or command and env"))
+		problems = append(problems,
+			errors.New("url: a server is reached over http or over stdio; keep url and headers, or command and env"))
 	}
 	for i, arg := range d.Command {
 		if strings.ContainsRune(arg, 0) || redact.Text(arg, 10_000) != arg {
-			problems = append(problems, fmt.Errorf("command[%d]: looks like a secret, and everybody on the machine sees arguments; pass it in env, as ${NAME}", i))
+			problems = append(problems, fmt.Errorf("command[%d]: looks like a secret, and everybody on the machine sees "+
+				"arguments; pass it in env, as ${NAME}", i))
 		}
 	}
 	for name, value := range d.Env {
@@ -281,14 +293,17 @@ func checkValue(field, name string, value any) []error {
 	case rest != text:
 		return nil
 	case redact.Hides(name, text) || redact.Text(text, 10_000) != text:
-		return []error{fmt.Errorf("%s: do not write a secret here; refer to an environment variable as ${NAME}, or to a file as file:/path", field)}
+		return []error{fmt.Errorf("%s: do not write a secret here; refer to an environment variable as ${NAME}, or to a "+
+			"file as file:/path", field)}
 	}
 	return nil
 }
 
 // resolve fills in what values refer to, and returns the secrets that it met. A reference that leads nowhere is an
 // error that names it.
-func resolve(values map[string]any, getenv func(string) string) (filled map[string]string, secrets []string, err error) {
+func resolve(
+	values map[string]any, getenv func(string) string,
+) (filled map[string]string, secrets []string, err error) {
 	filled = make(map[string]string, len(values))
 	for _, name := range slices.Sorted(maps.Keys(values)) {
 		text, _ := values[name].(string)

@@ -41,7 +41,8 @@ type Server struct {
 	Engine *executions.Engine
 	Skills *skills.Registry
 	// Invoke calls a skill as a durable step; it is reason.Loop's.
-	Invoke  func(ctx context.Context, step string, s skills.Skill, args json.RawMessage, call executions.Call) (json.RawMessage, error)
+	Invoke func(ctx context.Context, step string, s skills.Skill, args json.RawMessage,
+		call executions.Call) (json.RawMessage, error)
 	Agent   string
 	Version string
 	Logger  *slog.Logger
@@ -125,12 +126,14 @@ func (s *Server) follow(ctx context.Context, server *sdk.Server, known map[strin
 
 // server returns an SDK server without tools. changes makes it announce changes of the list.
 func (s *Server) server(changes bool) *sdk.Server {
-	return sdk.NewServer(&sdk.Implementation{Name: "lanekeeper", Version: cmp.Or(s.Version, ourVersion)}, &sdk.ServerOptions{
-		Instructions: "Tools are skills of the agent " + s.Agent + ". A tool that needs an admin's approval answers with the id of " +
-			"the approval; call it again with the same arguments when it was given.",
-		Capabilities: &sdk.ServerCapabilities{Tools: &sdk.ToolCapabilities{ListChanged: changes}},
-		PageSize:     1000,
-	})
+	return sdk.NewServer(&sdk.Implementation{Name: "lanekeeper", Version: cmp.Or(s.Version, ourVersion)},
+		&sdk.ServerOptions{
+			Instructions: "Tools are skills of the agent " + s.Agent + ". A tool that needs an admin's approval answers with " +
+				"the id of " +
+				"the approval; call it again with the same arguments when it was given.",
+			Capabilities: &sdk.ServerCapabilities{Tools: &sdk.ToolCapabilities{ListChanged: changes}},
+			PageSize:     1000,
+		})
 }
 
 // refresh applies the current offers to a server. known are the revisions that it offers; the new ones are returned.
@@ -294,7 +297,9 @@ func (s *Server) internalError(ctx context.Context, err error) error {
 
 // callWithApproval finds the execution that an earlier try of this call started, or starts one. It returns an ended
 // execution, whose answer then belongs to this caller alone, or a pending one.
-func (s *Server) callWithApproval(ctx context.Context, skill skills.Skill, args json.RawMessage, spec executions.Spec) (executions.Execution, error) {
+func (s *Server) callWithApproval(
+	ctx context.Context, skill skills.Skill, args json.RawMessage, spec executions.Spec,
+) (executions.Execution, error) {
 	hash, err := approvals.Hash(args)
 	if err != nil {
 		return executions.Execution{}, err
@@ -325,7 +330,9 @@ func (s *Server) callWithApproval(ctx context.Context, skill skills.Skill, args 
 }
 
 // awaitSettled waits, within patience, for an execution to end or to wait. The execution may run elsewhere.
-func (s *Server) awaitSettled(ctx context.Context, x executions.Execution, timeout time.Duration) (executions.Execution, error) {
+func (s *Server) awaitSettled(
+	ctx context.Context, x executions.Execution, timeout time.Duration,
+) (executions.Execution, error) {
 	deadline := time.Now().Add(timeout + time.Second)
 	ticker := time.NewTicker(pollCall)
 	defer ticker.Stop()
@@ -408,7 +415,8 @@ func success(value json.RawMessage) *sdk.CallToolResult {
 // pending returns a result for a call that awaits approval. It is marked as an error, so that a caller does not take
 // the call for done.
 func pending(approval string) *sdk.CallToolResult {
-	r := failure(fmt.Sprintf("Nothing was done yet: the call awaits approval %s. Once an admin has approved it, call again with the same arguments.", approval))
+	r := failure(fmt.Sprintf("Nothing was done yet: the call awaits approval %s. Once an admin has approved it, call "+
+		"again with the same arguments.", approval))
 	r.StructuredContent = map[string]string{"status": "pending_approval", "approval_id": approval}
 	return r
 }
@@ -431,13 +439,19 @@ func readResult(t skills.RemoteTool, result *sdk.CallToolResult, hide func(strin
 		if text == "" {
 			text = "the tool says that it failed, and nothing else"
 		}
-		return nil, &skills.CallError{Class: skills.ClassHandler, Message: fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, cleanText(text, 900))}
+		return nil, &skills.CallError{
+			Class:   skills.ClassHandler,
+			Message: fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, cleanText(text, 900)),
+		}
 	}
 	switch {
 	case result.StructuredContent != nil && len(others) == 0:
 		return redact.Known(result.StructuredContent, hide), nil
 	case result.StructuredContent != nil:
-		return map[string]any{"structured": redact.Known(result.StructuredContent, hide), "attached": redact.Known(others, hide)}, nil
+		return map[string]any{
+			"structured": redact.Known(result.StructuredContent, hide),
+			"attached":   redact.Known(others, hide),
+		}, nil
 	case len(others) == 0:
 		return text, nil
 	case text == "":

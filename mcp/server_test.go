@@ -40,7 +40,10 @@ func newHouse(t *testing.T) *house {
 	h.server = h.process()
 	for _, d := range []skills.Definition{
 		{Name: "add", Description: "Adds.", Handler: "builtin:add", Parameters: map[string]any{
-			"type": "object", "required": []any{"a"}, "properties": map[string]any{"a": map[string]any{"type": "integer"}, "b": map[string]any{"type": "integer"}},
+			"type": "object", "required": []any{"a"}, "properties": map[string]any{
+				"a": map[string]any{"type": "integer"},
+				"b": map[string]any{"type": "integer"},
+			},
 		}},
 		{Name: "fails", Handler: "builtin:fails"},
 		{Name: "hidden", Handler: "builtin:add"},
@@ -83,9 +86,15 @@ func (h *house) offer(skill string) {
 // approve makes the skill add need an approval.
 func (h *house) approve() {
 	h.t.Helper()
-	d := skills.Definition{Name: "add", Description: "Adds.", Handler: "builtin:add", Trust: skills.TrustApprove, Parameters: map[string]any{
-		"type": "object", "properties": map[string]any{"a": map[string]any{"type": "integer"}, "b": map[string]any{"type": "integer"}},
-	}}
+	d := skills.Definition{
+		Name: "add", Description: "Adds.", Handler: "builtin:add", Trust: skills.TrustApprove,
+		Parameters: map[string]any{
+			"type": "object", "properties": map[string]any{
+				"a": map[string]any{"type": "integer"},
+				"b": map[string]any{"type": "integer"},
+			},
+		},
+	}
 	_, err := skills.Put(h.t.Context(), h.pool, d, skills.SourceWorkspace)
 	require.NoError(h.t, err)
 }
@@ -106,7 +115,10 @@ func (h *house) http() *sdk.ClientSession {
 	if _, err := client.Connect(h.t.Context(), &sdk.StreamableClientTransport{Endpoint: s.URL}, nil); err == nil {
 		h.t.Error("a client without a token connects")
 	}
-	session, err := client.Connect(h.t.Context(), &sdk.StreamableClientTransport{Endpoint: s.URL, HTTPClient: &http.Client{Transport: bearer{}}}, nil)
+	session, err := client.Connect(h.t.Context(), &sdk.StreamableClientTransport{
+		Endpoint:   s.URL,
+		HTTPClient: &http.Client{Transport: bearer{}},
+	}, nil)
 	require.NoError(h.t, err)
 	h.t.Cleanup(func() { _ = session.Close() })
 	return session
@@ -186,10 +198,12 @@ func TestAStockClientCallsWhatIsOffered(t *testing.T) {
 				t.Errorf("add answers %q, %v", said(r), r.StructuredContent)
 			}
 			id, _ := r.Meta["lanekeeper/trace-id"].(string)
-			if rows, _, err := activity.Recent(t.Context(), h.pool, activity.Filter{TraceID: id}); err != nil || !strings.HasPrefix(id, "fl_") || len(rows) != 1 || rows[0].SkillName != "add" {
+			if rows, _, err := activity.Recent(t.Context(), h.pool, activity.Filter{TraceID: id}); err != nil ||
+				!strings.HasPrefix(id, "fl_") || len(rows) != 1 || rows[0].SkillName != "add" {
 				t.Errorf("trace %s has %+v, %v", id, rows, err)
 			}
-			if r := callTool(t, session, "add", map[string]any{"a": "x", "c": 1}); !r.IsError || !strings.Contains(said(r), "/a") {
+			if r := callTool(t, session, "add", map[string]any{"a": "x", "c": 1}); !r.IsError ||
+				!strings.Contains(said(r), "/a") {
 				t.Errorf("wrong arguments answer %q", said(r))
 			}
 			if r := callTool(t, session, "fails", nil); !r.IsError || !strings.Contains(said(r), "no such thing") {
@@ -224,7 +238,8 @@ func TestTheListFollowsTheOffers(t *testing.T) {
 		t.Errorf("over HTTP are offered %v", got)
 	}
 	<-changed
-	pgtest.Eventually(t, soon, func() bool { return slices.Equal(names(t, overStdio), []string{"hidden"}) }, "the session over stdio follows")
+	pgtest.Eventually(t, soon, func() bool { return slices.Equal(names(t, overStdio), []string{"hidden"}) },
+		"the session over stdio follows")
 	if _, err := mcp.Grant(t.Context(), h.pool, "none", "admin", "tester"); !errors.Is(err, skills.ErrNotFound) {
 		t.Errorf("offering what is not there: %v", err)
 	}
@@ -277,7 +292,8 @@ func TestACallThatIsNotApprovedIsNotMade(t *testing.T) {
 	id := awaits(t, callTool(t, session, "add", map[string]any{"a": 1}))
 	_, err := approvals.Decide(t.Context(), h.pool, id, false, "admin", "not on a Friday")
 	require.NoError(t, err)
-	if r := callTool(t, session, "add", map[string]any{"a": 1}); !r.IsError || !strings.Contains(said(r), "not on a Friday") {
+	if r := callTool(t, session, "add", map[string]any{"a": 1}); !r.IsError ||
+		!strings.Contains(said(r), "not on a Friday") {
 		t.Errorf("after the rejection: %q", said(r))
 	}
 	if h.made.Load() != 0 {
@@ -325,7 +341,8 @@ func TestAMountedToolCanBeOfferedAgain(t *testing.T) {
 	loop := &reason.Loop{Pool: w.pool, Skills: w.registry}
 	h.server.Invoke = loop.Invoke
 	h.offer("mcp__test__echo")
-	if r := callTool(t, h.http(), "mcp__test__echo", map[string]any{"text": "through"}); r.IsError || said(r) != "through" {
+	if r := callTool(t, h.http(), "mcp__test__echo", map[string]any{"text": "through"}); r.IsError ||
+		said(r) != "through" {
 		t.Errorf("it answers %q", said(r))
 	}
 }

@@ -109,8 +109,10 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 
 // Get reads one server, or returns [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Remote, error) {
-	rows, err := db.Query(ctx, `select `+remoteColumns+` from agent_mcp_servers where name = @name`, postgres.Strict{"name": name})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read MCP server %q", name), pgx.RowToStructByPos[Remote])
+	rows, err := db.Query(ctx, `select `+remoteColumns+` from agent_mcp_servers where name = @name`,
+		postgres.Strict{"name": name})
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read MCP server %q", name),
+		pgx.RowToStructByPos[Remote])
 }
 
 // List reads all servers, by name.

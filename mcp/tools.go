@@ -62,8 +62,9 @@ func (r *Report) count(t Tool) {
 // reconcile updates the rows and skills of a server's tools to match its list, and records the changes.
 func reconcile(ctx context.Context, tx pgx.Tx, server, agent string, listed map[string]snapshot) (Report, error) {
 	report := Report{
-		Server: server, Tools: len(listed), Mounted: []string{}, Quarantined: []string{}, Gone: []string{}, Excluded: []string{},
-		Refused: []string{},
+		Server: server, Tools: len(listed), Mounted: []string{}, Quarantined: []string{}, Gone: []string{},
+		Excluded: []string{},
+		Refused:  []string{},
 	}
 	r, err := lock(ctx, tx, server)
 	if err != nil {
@@ -104,7 +105,8 @@ func reconcile(ctx context.Context, tx pgx.Tx, server, agent string, listed map[
 
 // lock reads and locks a server's row.
 func lock(ctx context.Context, tx pgx.Tx, server string) (Remote, error) {
-	if _, err := tx.Exec(ctx, `select from agent_mcp_servers where name = @name for update`, postgres.Strict{"name": server}); err != nil {
+	if _, err := tx.Exec(ctx, `select from agent_mcp_servers where name = @name for update`,
+		postgres.Strict{"name": server}); err != nil {
 		return Remote{}, fmt.Errorf("lock MCP server %q: %w", server, err)
 	}
 	return Get(ctx, tx, server)
@@ -261,7 +263,8 @@ func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent 
 			return err
 		}
 		return record(ctx, tx, agent, "mcp_accept",
-			map[string]any{"server": server, "tool": old.Tool, "pin": old.Pin, "accepted": next.Pin}, map[string]any{"was": old.Reason})
+			map[string]any{"server": server, "tool": old.Tool, "pin": old.Pin, "accepted": next.Pin},
+			map[string]any{"was": old.Reason})
 	})
 	if err != nil {
 		return Tool{}, fmt.Errorf("accept MCP tool %s/%s: %w", server, tool, err)
@@ -311,7 +314,9 @@ func Withdraw(ctx context.Context, db postgres.Beginner, skill, by, agent string
 	})
 }
 
-func change(ctx context.Context, db postgres.Beginner, act, skill, by, agent string, write func(tx pgx.Tx) (int64, error)) (changed bool, err error) {
+func change(
+	ctx context.Context, db postgres.Beginner, act, skill, by, agent string, write func(tx pgx.Tx) (int64, error),
+) (changed bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if _, err := skills.Get(ctx, tx, skill); err != nil {
 			return err
@@ -570,7 +575,8 @@ func cleanText(text string, limit int) string {
 // isInvisible reports an invisible character: control and format characters (zero width, direction, tags), private use,
 // surrogates, and variation selectors.
 func isInvisible(r rune) bool {
-	return unicode.In(r, unicode.Cc, unicode.Cf, unicode.Co, unicode.Cs, unicode.Variation_Selector) || r == '\u115F' || r == '\u1160' ||
+	return unicode.In(r, unicode.Cc, unicode.Cf, unicode.Co, unicode.Cs, unicode.Variation_Selector) ||
+		r == '\u115F' || r == '\u1160' ||
 		r == '\u3164' || r == '\uFFA0' || r == '\u2028' || r == '\u2029'
 }
 

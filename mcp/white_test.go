@@ -13,7 +13,8 @@ func TestNamesOfSkillsAreValidAndApart(t *testing.T) {
 	long := strings.Repeat("x", 80)
 	for _, server := range []string{"a", "a-b", strings.Repeat("s", 24)} {
 		for _, tool := range []string{
-			"get", "get.it", "get_it", "get/it", "get it", "gét", "日本", "本日", long, long + "1", long[:60], long[:38], "a__b", "_", "..", "/",
+			"get", "get.it", "get_it", "get/it", "get it", "gét", "日本", "本日", long, long + "1", long[:60], long[:38],
+			"a__b", "_", "..", "/",
 		} {
 			name := skillName(server, tool)
 			if !valid.MatchString(name) || !strings.HasPrefix(name, "mcp__"+server+"__") {
@@ -37,24 +38,58 @@ func TestValidateSaysEverythingThatIsWrong(t *testing.T) {
 		d    Definition
 		want []string // prefixes of the problems; empty for a valid one
 	}{
-		"http":            {Definition{Name: "a", URL: url, Headers: map[string]any{"Authorization": "Bearer ${TOKEN}", "X-Region": "eu"}}, nil},
-		"stdio":           {Definition{Name: "a", Command: []string{"npx", "-y", "x"}, Env: map[string]any{"API_KEY": "file:/run/secrets/key", "LEVEL": "debug"}}, nil},
-		"nothing":         {Definition{}, []string{"name: ", "url: is empty"}},
-		"names":           {Definition{Name: "A_b", Transport: "smoke", Scope: "all", Trust: "blind", TimeoutMS: 1}, []string{"name: ", "scope: ", "timeout_ms: ", "transport: ", "trust: "}},
-		"literal header":  {Definition{Name: "a", URL: url, Headers: map[string]any{"Authorization": "Bearer abcdef123456"}}, []string{"headers.Authorization: do not write a secret"}},
-		"literal env":     {Definition{Name: "a", Command: []string{"x"}, Env: map[string]any{"GITHUB_TOKEN": "abcdef123456"}}, []string{"env.GITHUB_TOKEN: do not write a secret"}},
-		"secret by look":  {Definition{Name: "a", URL: url, Headers: map[string]any{"X-Thing": "ghp_" + strings.Repeat("a1B2", 9)}}, []string{"headers.X-Thing: do not write a secret"}},
-		"secret argument": {Definition{Name: "a", Command: []string{"x", "--token=ghp_" + strings.Repeat("a1B2", 9)}}, []string{"command[1]: looks like a secret"}},
-		"secret in url":   {Definition{Name: "a", URL: url + "?api_key=abcdef123456"}, []string{"url: must hold no user"}},
-		"user in url":     {Definition{Name: "a", URL: "https://u:p@example.com/"}, []string{"url: must hold no user"}},
-		"not a url":       {Definition{Name: "a", URL: "ftp://example.com"}, []string{"url: must begin with"}},
-		"both":            {Definition{Name: "a", URL: url, Command: []string{"x"}}, []string{"command: "}},
-		"half reference":  {Definition{Name: "a", URL: url, Headers: map[string]any{"X-A": "${env:A}"}}, []string{"headers.X-A: write a reference"}},
-		"file not whole":  {Definition{Name: "a", URL: url, Headers: map[string]any{"X-A": "file:secret"}}, []string{"headers.X-A: write a whole path"}},
-		"own header":      {Definition{Name: "a", URL: url, Headers: map[string]any{"Host": "1"}}, []string{"headers.Host: is no header"}},
-		"number":          {Definition{Name: "a", Command: []string{"x"}, Env: map[string]any{"N": 1}}, []string{"env.N: must be text"}},
-		"env name":        {Definition{Name: "a", Command: []string{"x"}, Env: map[string]any{"A B": "x"}}, []string{"env.A B: is not the name"}},
-		"pattern":         {Definition{Name: "a", URL: url, Include: []string{"[", ""}}, []string{"include[0]: ", "include[1]: "}},
+		"http": {Definition{Name: "a", URL: url, Headers: map[string]any{
+			"Authorization": "Bearer ${TOKEN}",
+			"X-Region":      "eu",
+		}}, nil},
+		"stdio": {Definition{
+			Name: "a", Command: []string{"npx", "-y", "x"},
+			Env: map[string]any{"API_KEY": "file:/run/secrets/key", "LEVEL": "debug"},
+		}, nil},
+		"nothing": {Definition{}, []string{"name: ", "url: is empty"}},
+		"names": {
+			Definition{Name: "A_b", Transport: "smoke", Scope: "all", Trust: "blind", TimeoutMS: 1},
+			[]string{"name: ", "scope: ", "timeout_ms: ", "transport: ", "trust: "},
+		},
+		"literal header": {
+			Definition{Name: "a", URL: url, Headers: map[string]any{"Authorization": "Bearer abcdef123456"}},
+			[]string{"headers.Authorization: do not write a secret"},
+		},
+		"literal env": {Definition{
+			Name: "a", Command: []string{"x"},
+			Env: map[string]any{"GITHUB_TOKEN": "abcdef123456"},
+		}, []string{"env.GITHUB_TOKEN: do not write a secret"}},
+		"secret by look": {Definition{Name: "a", URL: url, Headers: map[string]any{"X-Thing": "ghp_" +
+			strings.Repeat("a1B2", 9)}}, []string{"headers.X-Thing: do not write a secret"}},
+		"secret argument": {
+			Definition{Name: "a", Command: []string{"x", "--token=ghp_" + strings.Repeat("a1B2", 9)}},
+			[]string{"command[1]: looks like a secret"},
+		},
+		"secret in url": {Definition{Name: "a", URL: url + "?api_key=abcdef123456"}, []string{"url: must hold no user"}},
+		"user in url":   {Definition{Name: "a", URL: "https://u:p@example.com/"}, []string{"url: must hold no user"}},
+		"not a url":     {Definition{Name: "a", URL: "ftp://example.com"}, []string{"url: must begin with"}},
+		"both":          {Definition{Name: "a", URL: url, Command: []string{"x"}}, []string{"command: "}},
+		"half reference": {
+			Definition{Name: "a", URL: url, Headers: map[string]any{"X-A": "${env:A}"}},
+			[]string{"headers.X-A: write a reference"},
+		},
+		"file not whole": {
+			Definition{Name: "a", URL: url, Headers: map[string]any{"X-A": "file:secret"}},
+			[]string{"headers.X-A: write a whole path"},
+		},
+		"own header": {
+			Definition{Name: "a", URL: url, Headers: map[string]any{"Host": "1"}},
+			[]string{"headers.Host: is no header"},
+		},
+		"number": {
+			Definition{Name: "a", Command: []string{"x"}, Env: map[string]any{"N": 1}},
+			[]string{"env.N: must be text"},
+		},
+		"env name": {
+			Definition{Name: "a", Command: []string{"x"}, Env: map[string]any{"A B": "x"}},
+			[]string{"env.A B: is not the name"},
+		},
+		"pattern": {Definition{Name: "a", URL: url, Include: []string{"[", ""}}, []string{"include[0]: ", "include[1]: "}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var got []string

@@ -59,7 +59,8 @@ type Conflict struct {
 }
 
 const conflictColumns = `
-		select c.id, c.owner, c.category, c.key, c.value, c.ttl_seconds, c.if_revision, c.found_revision, c.found_value, c.found_trace_id, c.trace_id,
+		select c.id, c.owner, c.category, c.key, c.value, c.ttl_seconds, c.if_revision, c.found_revision, c.found_value,
+		  c.found_trace_id, c.trace_id,
 		       c.execution_id::text, c.status, c.decided_by, c.decided_reason, c.decided_at, c.created_at,
 		       coalesce(m.revision, 0) as revision, m.value as current
 		  from agent_memory_conflicts c
@@ -68,7 +69,9 @@ const conflictColumns = `
 
 // StoreConflict stores a rejected value for an admin's decision, and returns the conflict's id. An open conflict with
 // the same value is reused. It returns [ErrConflictsFull] when 1,000 are undecided. executionID may be empty.
-func StoreConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError, executionID string) (id string, err error) {
+func StoreConflict(
+	ctx context.Context, db postgres.DB, n Note, c *ConflictError, executionID string,
+) (id string, err error) {
 	found := Entry{}
 	if c.Theirs != nil {
 		found = *c.Theirs
@@ -76,10 +79,12 @@ func StoreConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError
 	err = db.QueryRow(ctx, `
 		with same as (
 		  select c.id from agent_memory_conflicts c
-		   where c.status = 'open' and c.owner = @owner and c.category = @category and c.key = @key and c.value = @value::jsonb limit 1),
+		   where c.status = 'open' and c.owner = @owner and c.category = @category and c.key = @key
+		     and c.value = @value::jsonb limit 1),
 		kept as (
 		  insert into agent_memory_conflicts
-		         (owner, category, key, value, ttl_seconds, if_revision, found_revision, found_value, found_trace_id, trace_id, execution_id)
+		         (owner, category, key, value, ttl_seconds, if_revision, found_revision, found_value, found_trace_id,
+		           trace_id, execution_id)
 		  select @owner, @category, @key, @value, @ttl, @if_revision, @found_revision, @found_value, @found_trace, @trace_id,
 		         nullif(@execution, '')::uuid
 		   where (select count(*) from (select from agent_memory_conflicts where status = 'open' limit @most) o) < @most
@@ -87,7 +92,8 @@ func StoreConflict(ctx context.Context, db postgres.DB, n Note, c *ConflictError
 		  returning id)
 		select id from same union all select id from kept`,
 		postgres.Strict{
-			"owner": c.Owner, "category": c.Category, "key": c.Key, "value": c.Yours, "ttl": n.TTL.Seconds(), "if_revision": max(c.Read, 0),
+			"owner": c.Owner, "category": c.Category, "key": c.Key, "value": c.Yours, "ttl": n.TTL.Seconds(),
+			"if_revision":    max(c.Read, 0),
 			"found_revision": found.Revision, "found_value": found.Value, "found_trace": found.TraceID, "trace_id": n.TraceID,
 			"execution": executionID, "most": maxConflicts,
 		}).Scan(&id)
@@ -118,14 +124,16 @@ func Conflicts(ctx context.Context, db postgres.DB, f ConflictFilter) ([]Conflic
 		   and (@before = '' or c.id < nullif(@before, '')::uuid)
 		 order by c.id desc limit @limit`,
 		postgres.Strict{
-			"status": status, "owner": f.Owner, "category": cmp.Or(f.Category, defaultCategory), "key": f.Key, "before": f.Before, "limit": postgres.PageSize(f.Limit, defaultLimit, maxLimit),
+			"status": status, "owner": f.Owner, "category": cmp.Or(f.Category, defaultCategory), "key": f.Key,
+			"before": f.Before, "limit": postgres.PageSize(f.Limit, defaultLimit, maxLimit),
 		})
 }
 
 // GetConflict returns one conflict, or [ErrConflictNotFound].
 func GetConflict(ctx context.Context, db postgres.DB, id string) (Conflict, error) {
 	rows, err := db.Query(ctx, conflictColumns+` where c.id = lanekeeper.agent_uuid(@id)`, postgres.Strict{"id": id})
-	return postgres.CollectOne(rows, err, ErrConflictNotFound, fmt.Sprintf("get memory conflict %.60q", id), pgx.RowToStructByName[Conflict])
+	return postgres.CollectOne(rows, err, ErrConflictNotFound, fmt.Sprintf("get memory conflict %.60q", id),
+		pgx.RowToStructByName[Conflict])
 }
 
 // Decision decides a conflict.
@@ -167,7 +175,8 @@ func Decide(ctx context.Context, tx pgx.Tx, id string, d Decision) (Conflict, er
 		return c, nil
 	}
 	saved, err := Save(ctx, tx, Note{
-		Owner: c.Owner, Category: c.Category, Key: c.Key, Value: c.Value, TTL: time.Duration(c.TTLSeconds * float64(time.Second)), TraceID: d.TraceID,
+		Owner: c.Owner, Category: c.Category, Key: c.Key, Value: c.Value,
+		TTL: time.Duration(c.TTLSeconds * float64(time.Second)), TraceID: d.TraceID,
 		Revision: cmp.Or(d.IfRevision, c.FoundRevision, Absent),
 	})
 	if err != nil {

@@ -129,7 +129,8 @@ func (x *Index) claim(ctx context.Context, db postgres.DB, since time.Time) ([]c
 		  insert into agent_memory_embeddings as e (memory_id, model, revision, due_at)
 		  select h.id, @model, h.revision, clock_timestamp() + make_interval(secs => @claim::float8) from held h order by h.id
 		  on conflict (memory_id, model) do update
-		     set revision = excluded.revision, vector = null, dimensions = null, due_at = excluded.due_at, updated_at = clock_timestamp(),
+		     set revision = excluded.revision, vector = null, dimensions = null, due_at = excluded.due_at,
+		       updated_at = clock_timestamp(),
 		         attempts = case when e.revision = excluded.revision then e.attempts else 0 end
 		   where e.revision < excluded.revision or e.revision = excluded.revision and e.due_at <= clock_timestamp()
 		  returning e.memory_id, e.revision)
@@ -191,7 +192,8 @@ func (x *Index) requestVectors(ctx context.Context, list []claimedEntry, most in
 func refused(err error) bool {
 	said, ok := errors.AsType[*models.Error](err)
 	return ok && slices.Contains([]int{
-		http.StatusBadRequest, http.StatusRequestEntityTooLarge, http.StatusUnprocessableEntity, http.StatusInternalServerError,
+		http.StatusBadRequest, http.StatusRequestEntityTooLarge, http.StatusUnprocessableEntity,
+		http.StatusInternalServerError,
 	}, said.Status)
 }
 
@@ -225,7 +227,8 @@ func (x *Index) store(ctx context.Context, db postgres.DB, list []claimedEntry, 
 	}
 	_, err := db.Exec(ctx, `
 		update agent_memory_embeddings e
-		   set vector = n.vector::real[], dimensions = cardinality(n.vector::real[]), due_at = null, attempts = 0, updated_at = clock_timestamp()
+		   set vector = n.vector::real[], dimensions = cardinality(n.vector::real[]), due_at = null, attempts = 0,
+		     updated_at = clock_timestamp()
 		  from unnest(@ids::uuid[], @revisions::int[], @vectors::text[]) n (id, revision, vector)
 		 where e.memory_id = n.id and e.model = @model and e.revision = n.revision`,
 		postgres.Strict{"ids": ids, "revisions": revisions, "vectors": texts, "model": x.model.Model()})
@@ -267,7 +270,8 @@ func (x *Index) delayRetry(ctx context.Context, db postgres.DB, c claimedEntry, 
 		"id", c.ID, "model", x.model.Model(), "error", why)
 	_, err := db.Exec(ctx, `
 		update agent_memory_embeddings e
-		   set attempts = e.attempts + 1, due_at = clock_timestamp() + least(interval '1 day', interval '5 minutes' * 4 ^ least(e.attempts, 10))
+		   set attempts = e.attempts + 1,
+		     due_at = clock_timestamp() + least(interval '1 day', interval '5 minutes' * 4 ^ least(e.attempts, 10))
 		 where e.memory_id = @id and e.model = @model and e.revision = @revision and e.due_at is not null`,
 		postgres.Strict{"id": c.ID, "model": x.model.Model(), "revision": c.Revision})
 	if err != nil {
@@ -292,7 +296,8 @@ func (x *Index) deleteOtherModels(ctx context.Context, db postgres.DB) error {
 			delete from agent_memory_embeddings e
 			 where (e.memory_id, e.model) in (
 			         select o.memory_id, o.model from agent_memory_embeddings o
-			          where o.model <> @model and o.updated_at < statement_timestamp() - make_interval(secs => @kept::float8) limit @most)`,
+			          where o.model <> @model and o.updated_at < statement_timestamp() - make_interval(secs => @kept::float8)
+			            limit @most)`,
 			postgres.Strict{"model": x.model.Model(), "kept": otherModelTTL.Seconds(), "most": piece})
 		if err != nil {
 			return fmt.Errorf("remove embeddings of other models: %w", err)

@@ -95,7 +95,8 @@ func (x *indexed) rows(t *testing.T) string {
 	t.Helper()
 	var all *string
 	err := x.pool.QueryRow(t.Context(), `
-		select string_agg(format('%s %s %s %s', m.key, e.model, e.revision, coalesce(e.vector[1]::text, '-')), ', ' order by m.key, e.model)
+		select string_agg(format('%s %s %s %s', m.key, e.model, e.revision, coalesce(e.vector[1]::text, '-')), ', '
+		  order by m.key, e.model)
 		  from agent_memory_embeddings e join agent_memory m on m.id = e.memory_id`).Scan(&all)
 	require.NoError(t, err)
 	if all == nil {
@@ -135,7 +136,8 @@ func TestAnEntryIsEmbeddedOnceInEachRevision(t *testing.T) {
 	}
 	x.expect(t, "a small 1 1.1, b small 1 0.1")
 	sent := x.server.Requests()[0]
-	if got := fmt.Sprintf("%q %s %s", sent.Texts, sent.Model, sent.Header.Get("Authorization")); got != `["a: the invoice" "b: a dog"] small Bearer embedding-key` {
+	if got := fmt.Sprintf("%q %s %s", sent.Texts, sent.Model,
+		sent.Header.Get("Authorization")); got != `["a: the invoice" "b: a dog"] small Bearer embedding-key` {
 		t.Errorf("sent %s", got)
 	}
 	x.save(t, memory.Shared, "a", "a ship")
@@ -229,7 +231,8 @@ func TestARefusedTextKeepsNoOtherFromBeingEmbedded(t *testing.T) {
 	var attempts int
 	var later bool
 	err := x.pool.QueryRow(t.Context(), `
-		select attempts, due_at > clock_timestamp() + interval '4 minutes' from agent_memory_embeddings where due_at is not null`).Scan(&attempts, &later)
+		select attempts, due_at > clock_timestamp() + interval '4 minutes' from agent_memory_embeddings
+		  where due_at is not null`).Scan(&attempts, &later)
 	if err != nil || attempts != 1 || !later {
 		t.Errorf("attempts %d, later %t: %v", attempts, later, err)
 	}

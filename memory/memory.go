@@ -174,9 +174,11 @@ func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage)
 	} else {
 		write = b.Queue(`
 		insert into agent_memory as m (owner, category, key, value, trace_id, expires_at)
-		values (@owner, @category, @key, @value::jsonb, @trace_id, clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0)))
+		values (@owner, @category, @key, @value::jsonb, @trace_id,
+		  clock_timestamp() + make_interval(secs => nullif(@ttl::float8, 0)))
 		on conflict (owner, category, key) do update
-		   set value = excluded.value, trace_id = excluded.trace_id, expires_at = excluded.expires_at, revision = m.revision + 1,
+		   set value = excluded.value, trace_id = excluded.trace_id, expires_at = excluded.expires_at,
+		     revision = m.revision + 1,
 		       created_at = case when m.expires_at <= clock_timestamp() then clock_timestamp() else m.created_at end,
 		       updated_at = clock_timestamp()
 		 where @if_revision::int = 0 or m.expires_at <= clock_timestamp()`, args)
@@ -201,7 +203,9 @@ func (n *Note) write(ctx context.Context, db postgres.DB, value json.RawMessage)
 }
 
 // conflict returns the error of a rejected write, with the current entry.
-func conflict(ctx context.Context, db postgres.DB, o Owner, category, key string, read int, yours json.RawMessage) error {
+func conflict(
+	ctx context.Context, db postgres.DB, o Owner, category, key string, read int, yours json.RawMessage,
+) error {
 	c := &ConflictError{Owner: o, Category: category, Key: key, Read: read, Yours: yours}
 	theirs, err := o.Get(ctx, db, category, key)
 	switch {
@@ -493,7 +497,8 @@ func prune(ctx context.Context, db postgres.DB) error {
 		   where g.owner = old.owner and g.category = old.category and g.key = old.key)
 		delete from agent_memory_conflicts c
 		 using (select o.id from agent_memory_conflicts o
-		         where o.status <> 'open' and o.decided_at < statement_timestamp() - interval '90 days' order by o.decided_at limit 1000
+		         where o.status <> 'open' and o.decided_at < statement_timestamp() - interval '90 days'
+		           order by o.decided_at limit 1000
 		           for update skip locked) old
 		 where c.id = old.id`)
 	if err != nil {

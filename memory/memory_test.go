@@ -49,10 +49,12 @@ func TestSaveReplacesAndCounts(t *testing.T) {
 	pool := pgtest.DB(t)
 	first := save(t, pool, memory.Note{Key: "size", Value: map[string]int{"mb": 1}, TTL: time.Hour, TraceID: "hb_1"})
 	second := save(t, pool, memory.Note{Key: "size", Value: 2, TraceID: "hb_2"})
-	if first.Revision != 1 || first.ExpiresAt == nil || first.Category != "general" || time.Until(*first.ExpiresAt) < 50*time.Minute {
+	if first.Revision != 1 || first.ExpiresAt == nil || first.Category != "general" ||
+		time.Until(*first.ExpiresAt) < 50*time.Minute {
 		t.Errorf("got %+v", first)
 	}
-	if second.Revision != 2 || second.ID != first.ID || second.ExpiresAt != nil || second.TraceID != "hb_2" || string(second.Value) != "2" {
+	if second.Revision != 2 || second.ID != first.ID || second.ExpiresAt != nil || second.TraceID != "hb_2" ||
+		string(second.Value) != "2" {
 		t.Errorf("got %+v", second)
 	}
 	other := save(t, pool, memory.Note{Category: "facts", Key: "size", Value: "x"})
@@ -85,7 +87,10 @@ func TestSaveRefuses(t *testing.T) {
 		note memory.Note
 		want []string
 	}{
-		"all at once":   {memory.Note{Category: " ", TTL: -1, Value: make(chan int)}, []string{"category: ", "key: ", "ttl: ", "value: "}},
+		"all at once": {
+			memory.Note{Category: " ", TTL: -1, Value: make(chan int)},
+			[]string{"category: ", "key: ", "ttl: ", "value: "},
+		},
 		"long key":      {memory.Note{Key: strings.Repeat("k", 256)}, []string{"key: "}},
 		"NUL in key":    {memory.Note{Key: "a\x00"}, []string{"key: "}},
 		"no UTF-8":      {memory.Note{Key: "a\xff"}, []string{"key: "}},
@@ -119,7 +124,8 @@ func TestExpiredEntriesAreGoneFromEveryRead(t *testing.T) {
 	if stats, err := memory.Stats(t.Context(), pool); err != nil || len(stats) != 1 || stats[0].Entries != 1 {
 		t.Errorf("stats %+v, %v", stats, err)
 	}
-	if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "gone", Value: 1, Revision: 1}); !errors.Is(err, memory.ErrConflict) {
+	if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "gone", Value: 1, Revision: 1}); !errors.Is(err,
+		memory.ErrConflict) {
 		t.Errorf("save at the revision of an expired entry: %v", err)
 	}
 	if ok, err := memory.Shared.Forget(t.Context(), pool, "general", "gone", 0); ok || err != nil {
@@ -134,7 +140,8 @@ func TestExpiredEntriesAreGoneFromEveryRead(t *testing.T) {
 	save(t, pool, memory.Note{Key: "back", Value: 1})
 	save(t, pool, memory.Note{Key: "back", Value: 2})
 	expire(t, pool, "back")
-	if e := save(t, pool, memory.Note{Key: "back", Value: 3, Revision: memory.Absent}); e.Revision != 3 || e.ExpiresAt != nil {
+	if e := save(t, pool, memory.Note{Key: "back", Value: 3, Revision: memory.Absent}); e.Revision != 3 ||
+		e.ExpiresAt != nil {
 		t.Errorf("an expired entry is not new, or its revision is used twice: %+v", e)
 	}
 }
@@ -186,7 +193,8 @@ func TestStatsAndRecentByCategory(t *testing.T) {
 	save(t, pool, memory.Note{Category: "facts", Key: "b", Value: strings.Repeat("x", 100), TTL: time.Hour})
 	save(t, pool, memory.Note{Category: "lessons", Key: "c", Value: 1})
 	stats, err := memory.Stats(t.Context(), pool)
-	if err != nil || len(stats) != 2 || stats[0].Category != "facts" || stats[0].Entries != 2 || stats[0].Expiring != 1 || stats[0].Bytes < 100 {
+	if err != nil || len(stats) != 2 || stats[0].Category != "facts" || stats[0].Entries != 2 || stats[0].Expiring != 1 ||
+		stats[0].Bytes < 100 {
 		t.Errorf("got %+v, %v", stats, err)
 	}
 	if recent, err := memory.Shared.Recent(t.Context(), pool, "facts", 0); err != nil || keys(recent) != "b a" {
@@ -204,7 +212,8 @@ func TestSecretsAreNotKept(t *testing.T) {
 		"in a URL":    {Key: "database", Value: "postgres://app:hunter2@db/app"},
 		"deep inside": {Key: "config", Value: []any{map[string]any{"env": map[string]any{"api_key": "sk-abcdefghijklmnop"}}}},
 	} {
-		if _, err := memory.Save(t.Context(), pool, note); !errors.Is(err, memory.ErrSecret) || strings.Contains(err.Error(), "hunter2") {
+		if _, err := memory.Save(t.Context(), pool, note); !errors.Is(err, memory.ErrSecret) ||
+			strings.Contains(err.Error(), "hunter2") {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -225,7 +234,8 @@ func TestAFullCategoryTakesNoNewKey(t *testing.T) {
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `
 		insert into agent_memory (category, key, value) select 'full', 'k' || n, '1' from generate_series(1, 5000) n`)
-	if _, err := memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "new", Value: 1}); !errors.Is(err, memory.ErrFull) {
+	if _, err := memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "new", Value: 1}); !errors.Is(err,
+		memory.ErrFull) {
 		t.Errorf("got %v", err)
 	}
 	if _, err := memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "k7", Value: 2}); err != nil {
@@ -271,7 +281,8 @@ func TestNoUpdateIsLostUnder32Writers(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if e, err := memory.Shared.Get(t.Context(), pool, "general", "n"); err != nil || string(e.Value) != "32" || e.Revision != 33 {
+	if e, err := memory.Shared.Get(t.Context(), pool, "general", "n"); err != nil ||
+		string(e.Value) != "32" || e.Revision != 33 {
 		t.Errorf("got %+v, %v", e, err)
 	}
 	var created atomic.Int32
@@ -296,7 +307,10 @@ func TestListGoesOnWhereItStopped(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for i := range 5 {
-		_, err := memory.Save(t.Context(), pool, memory.Note{Category: "c", Key: fmt.Sprint("k", i), Value: i, TraceID: "hb_1"})
+		_, err := memory.Save(t.Context(), pool, memory.Note{
+			Category: "c", Key: fmt.Sprint("k", i),
+			Value: i, TraceID: "hb_1",
+		})
 		require.NoError(t, err)
 	}
 	pgtest.Exec(t, pool, `update agent_memory set expires_at = clock_timestamp() where key = 'k3'`)
@@ -335,16 +349,19 @@ func TestAConflictHasBothValues(t *testing.T) {
 	save(t, pool, memory.Note{Key: "k", Value: "first"})
 	save(t, pool, memory.Note{Key: "k", Value: "theirs", TraceID: "hb_1"})
 	c := refused(t, pool, memory.Note{Key: "k", Value: "mine", Revision: 1})
-	if string(c.Yours) != `"mine"` || c.Theirs == nil || string(c.Theirs.Value) != `"theirs"` || c.Theirs.Revision != 2 || c.Theirs.TraceID != "hb_1" {
+	if string(c.Yours) != `"mine"` || c.Theirs == nil || string(c.Theirs.Value) != `"theirs"` || c.Theirs.Revision != 2 ||
+		c.Theirs.TraceID != "hb_1" {
 		t.Errorf("got %+v", c)
 	}
-	if text := c.Error(); !strings.Contains(text, "mine") || !strings.Contains(text, "theirs") || !strings.Contains(text, "revision 1") {
+	if text := c.Error(); !strings.Contains(text, "mine") || !strings.Contains(text, "theirs") ||
+		!strings.Contains(text, "revision 1") {
 		t.Errorf("the error says %s", text)
 	}
 	if c := refused(t, pool, memory.Note{Key: "none", Value: 1, Revision: 4}); c.Theirs != nil {
 		t.Errorf("got %+v", c.Theirs)
 	}
-	if e, err := memory.Shared.Get(t.Context(), pool, "general", "k"); err != nil || e.Revision != 2 || string(e.Value) != `"theirs"` {
+	if e, err := memory.Shared.Get(t.Context(), pool, "general", "k"); err != nil || e.Revision != 2 ||
+		string(e.Value) != `"theirs"` {
 		t.Errorf("a conflict changed it: %+v, %v", e, err)
 	}
 }
@@ -408,7 +425,8 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool {
 		var waits bool
 		err := pool.QueryRow(t.Context(), `
-			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock')`).Scan(&waits)
+			select exists (select from pg_stat_activity where datname = current_database()
+			  and wait_event_type = 'Lock')`).Scan(&waits)
 		return err == nil && waits
 	}, "the writer waits for the deletion")
 	require.NoError(t, tx.Commit(t.Context()))
@@ -424,7 +442,8 @@ func TestForgettingIsBasedOnWhatWasRead(t *testing.T) {
 	e := save(t, pool, memory.Note{Key: "k", Value: 1})
 	save(t, pool, memory.Note{Key: "k", Value: 2})
 	for _, revision := range []int{1, memory.Absent} {
-		if ok, err := memory.Shared.Forget(t.Context(), pool, "general", "k", revision); ok || !errors.Is(err, memory.ErrConflict) {
+		if ok, err := memory.Shared.Forget(t.Context(), pool, "general", "k", revision); ok ||
+			!errors.Is(err, memory.ErrConflict) {
 			t.Errorf("at %d: %v, %v", revision, ok, err)
 		}
 	}
@@ -463,17 +482,23 @@ func TestALateValueIsKeptUntilAnAdminDecides(t *testing.T) {
 	pool := pgtest.DB(t)
 	taken, kept := late(t, pool, "taken"), late(t, pool, "kept")
 	open, err := memory.Conflicts(t.Context(), pool, memory.ConflictFilter{})
-	if err != nil || len(open) != 2 || open[0].Key != "kept" || string(open[0].Value) != `"late"` || string(open[0].FoundValue) != `"theirs"` ||
+	if err != nil || len(open) != 2 || open[0].Key != "kept" || string(open[0].Value) != `"late"` ||
+		string(open[0].FoundValue) != `"theirs"` ||
 		open[0].Revision != 2 || open[0].IfRevision != 1 || open[0].TraceID != "hb_1" || open[0].FoundTraceID != "op_1" {
 		t.Fatalf("got %+v, %v", open, err)
 	}
-	if c, err := decide(t, pool, taken, memory.Decision{Take: true, By: "ana", Reason: "newer", TraceID: "op_2"}); err != nil || c.Revision != 3 || c.Status != memory.ConflictTaken {
+	if c, err := decide(t, pool, taken, memory.Decision{
+		Take: true, By: "ana", Reason: "newer",
+		TraceID: "op_2",
+	}); err != nil || c.Revision != 3 || c.Status != memory.ConflictTaken {
 		t.Errorf("got %+v, %v", c, err)
 	}
-	if c, err := decide(t, pool, kept, memory.Decision{By: "ana", Reason: "older"}); err != nil || c.Revision != 2 || c.Status != memory.ConflictKept {
+	if c, err := decide(t, pool, kept, memory.Decision{By: "ana", Reason: "older"}); err != nil || c.Revision != 2 ||
+		c.Status != memory.ConflictKept {
 		t.Errorf("got %+v, %v", c, err)
 	}
-	if _, err := decide(t, pool, kept, memory.Decision{Take: true, By: "bea"}); !errors.Is(err, memory.ErrConflictDecided) {
+	if _, err := decide(t, pool, kept, memory.Decision{Take: true, By: "bea"}); !errors.Is(err,
+		memory.ErrConflictDecided) {
 		t.Errorf("decided twice: %v", err)
 	}
 	if _, err := decide(t, pool, "no id", memory.Decision{By: "bea"}); !errors.Is(err, memory.ErrConflictNotFound) {
@@ -482,7 +507,8 @@ func TestALateValueIsKeptUntilAnAdminDecides(t *testing.T) {
 	if open, err := memory.Conflicts(t.Context(), pool, memory.ConflictFilter{}); err != nil || len(open) != 0 {
 		t.Errorf("still open: %+v, %v", open, err)
 	}
-	if all, err := memory.Conflicts(t.Context(), pool, memory.ConflictFilter{Status: "all", Key: "taken"}); err != nil || len(all) != 1 || all[0].DecidedBy != "ana" {
+	if all, err := memory.Conflicts(t.Context(), pool, memory.ConflictFilter{Status: "all", Key: "taken"}); err != nil ||
+		len(all) != 1 || all[0].DecidedBy != "ana" {
 		t.Errorf("got %+v, %v", all, err)
 	}
 }
@@ -493,13 +519,16 @@ func TestALateValueReplacesOnlyWhatTheAdminSaw(t *testing.T) {
 	id := late(t, pool, "k")
 	save(t, pool, memory.Note{Key: "k", Value: "newer still"})
 	_, err := decide(t, pool, id, memory.Decision{Take: true, By: "ana"})
-	if c, ok := errors.AsType[*memory.ConflictError](err); !ok || c.Theirs == nil || string(c.Theirs.Value) != `"newer still"` {
+	if c, ok := errors.AsType[*memory.ConflictError](err); !ok || c.Theirs == nil ||
+		string(c.Theirs.Value) != `"newer still"` {
 		t.Fatalf("got %v", err)
 	}
-	if c, err := memory.GetConflict(t.Context(), pool, id); err != nil || c.Status != memory.ConflictOpen || c.Revision != 3 {
+	if c, err := memory.GetConflict(t.Context(), pool, id); err != nil || c.Status != memory.ConflictOpen ||
+		c.Revision != 3 {
 		t.Fatalf("got %+v, %v", c, err)
 	}
-	if c, err := decide(t, pool, id, memory.Decision{Take: true, By: "ana", IfRevision: 3}); err != nil || string(c.Current) != `"late"` || c.Revision != 4 {
+	if c, err := decide(t, pool, id, memory.Decision{Take: true, By: "ana", IfRevision: 3}); err != nil ||
+		string(c.Current) != `"late"` || c.Revision != 4 {
 		t.Errorf("got %+v, %v", c, err)
 	}
 }
@@ -525,11 +554,14 @@ func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
 	require.NoError(t, err)
 	pgtest.Exec(t, pool, `
 		update agent_memory_conflicts set decided_at = clock_timestamp() - interval '91 days';
-		insert into agent_memory_conflicts (category, key, value, if_revision, found_revision) select 'c', 'k' || n, '1', 0, 0 from generate_series(1, 999) n;
-		insert into agent_memory_forgotten values ('c', 'old', 7, clock_timestamp() - interval '91 days'), ('c', 'new', 7, clock_timestamp())`)
+		insert into agent_memory_conflicts (category, key, value, if_revision, found_revision) select 'c', 'k' || n, '1', 0, 0
+		  from generate_series(1, 999) n;
+		insert into agent_memory_forgotten values ('c', 'old', 7, clock_timestamp() - interval '91 days'),
+		  ('c', 'new', 7, clock_timestamp())`)
 	late(t, pool, "the thousandth")
 	note := memory.Note{Key: "the thousandth", Value: "x", Revision: 1}
-	if _, err := memory.StoreConflict(t.Context(), pool, note, refused(t, pool, note), ""); !errors.Is(err, memory.ErrConflictsFull) {
+	if _, err := memory.StoreConflict(t.Context(), pool, note, refused(t, pool, note), ""); !errors.Is(err,
+		memory.ErrConflictsFull) {
 		t.Errorf("one too many: %v", err)
 	}
 	_, err = memory.Expire(t.Context(), pool)
@@ -539,7 +571,8 @@ func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
 	}
 	var left string
 	err = pool.QueryRow(t.Context(), `
-		select (select count(*) from agent_memory_conflicts where status = 'open') || ' ' || (select string_agg(key, ',') from agent_memory_forgotten)`).Scan(&left)
+		select (select count(*) from agent_memory_conflicts where status = 'open') || ' ' || (select string_agg(key, ',')
+		  from agent_memory_forgotten)`).Scan(&left)
 	if err != nil || left != "1000 new" {
 		t.Errorf("left are %s, %v", left, err)
 	}
@@ -558,7 +591,12 @@ func TestOnlyEntriesThatWereShownWholeAreSeen(t *testing.T) {
 		seen := memory.Seen{}
 		seen.Add(memory.SightsIn([]byte(answer), upto)...)
 		var got []string
-		for _, name := range []memory.Name{{Category: "c", Key: "a"}, {Category: "c", Key: "b"}, {Category: "general", Key: "t"}, {Category: "c", Key: "spoofed"}} {
+		for _, name := range []memory.Name{
+			{Category: "c", Key: "a"},
+			{Category: "c", Key: "b"},
+			{Category: "general", Key: "t"},
+			{Category: "c", Key: "spoofed"},
+		} {
 			if revision := seen.Revision(name.Category, name.Key); revision != memory.Absent {
 				got = append(got, name.Key+":"+string(rune('0'+revision)))
 			}
@@ -567,7 +605,10 @@ func TestOnlyEntriesThatWereShownWholeAreSeen(t *testing.T) {
 			t.Errorf("of %d bytes: got %v, want %s", upto, got, want)
 		}
 	}
-	for _, broken := range []string{"", "[", `{"memories"`, `{"memories":[{"key":`, `{"memories":7}`, `{"theirs":null}`, "null"} {
+	for _, broken := range []string{
+		"", "[", `{"memories"`, `{"memories":[{"key":`, `{"memories":7}`,
+		`{"theirs":null}`, "null",
+	} {
 		if got := memory.SightsIn([]byte(broken), 1000); len(got) > 0 {
 			t.Errorf("%s: %v", broken, got)
 		}

@@ -37,7 +37,8 @@ func parse(ctx context.Context, db postgres.DB, query string) (f queryForm, err 
 	err = db.QueryRow(ctx, `
 		select numnode(websearch_to_tsquery('simple', @query)),
 		       websearch_to_tsquery('simple', @query) = plainto_tsquery('simple', @query),
-		       (select quote_ident(n.nspname) from pg_extension x join pg_namespace n on n.oid = x.extnamespace where x.extname = 'vector')`,
+		       (select quote_ident(n.nspname) from pg_extension x join pg_namespace n on n.oid = x.extnamespace
+		         where x.extname = 'vector')`,
 		pgx.StrictNamedArgs{"query": query}).Scan(&f.words, &f.plain, &f.vector)
 	if err != nil {
 		return f, fmt.Errorf("search memory: %w", err)
@@ -85,12 +86,15 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
 	return postgres.Rows[Entry](ctx, db, "list memory", `
 		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
 		  from agent_memory
-		 where (@owner::text is null or owner = @owner) and (@category = '' or category = @category) and (@prefix = '' or starts_with(key, @prefix))
-		   and (@trace_ids::text[] is null or trace_id = any (@trace_ids)) and (@before = '' or id < nullif(@before, '')::uuid)
+		 where (@owner::text is null or owner = @owner) and (@category = '' or category = @category)
+		   and (@prefix = '' or starts_with(key, @prefix))
+		   and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
+		     and (@before = '' or id < nullif(@before, '')::uuid)
 		   and (expires_at is null or expires_at > clock_timestamp())
 		 order by id desc limit @limit`,
 		postgres.Strict{
-			"owner": f.Owner, "category": f.Category, "prefix": f.Prefix, "trace_ids": f.TraceIDs, "before": f.Before, "limit": postgres.PageSize(f.Limit, defaultLimit, maxLimit),
+			"owner": f.Owner, "category": f.Category, "prefix": f.Prefix, "trace_ids": f.TraceIDs, "before": f.Before,
+			"limit": postgres.PageSize(f.Limit, defaultLimit, maxLimit),
 		})
 }
 
@@ -211,9 +215,11 @@ func (x *Index) report(ctx context.Context, wrong string, err error) {
 	}
 }
 
-// nearest returns the entries nearest to a vector by cosine distance, nearest first, of the owner's newest. schema has the
-// extension's type and operator.
-func (x *Index) nearest(ctx context.Context, db postgres.DB, o Owner, vector []float32, limit int, schema string) ([]Entry, error) {
+// nearest returns the entries nearest to a vector by cosine distance, nearest first, of the owner's newest. schema
+// has the extension's type and operator.
+func (x *Index) nearest(
+	ctx context.Context, db postgres.DB, o Owner, vector []float32, limit int, schema string,
+) ([]Entry, error) {
 	query := `
 		select m.id, m.owner, m.category, m.key, m.value, m.revision, m.trace_id, m.expires_at, m.created_at, m.updated_at
 		  from (select n.* from agent_memory n

@@ -215,7 +215,8 @@ func dropUnfinished(ctx context.Context, pool *pgxpool.Pool, index string) error
 // unfinished is the table, quoted, of an index that is not whole; empty when there is no such index.
 func unfinished(ctx context.Context, pool *pgxpool.Pool, index string) (table string, err error) {
 	err = pool.QueryRow(ctx, `
-		select coalesce((select indrelid::regclass::text from pg_index where indexrelid = to_regclass($1) and not indisvalid), '')`,
+		select coalesce((select indrelid::regclass::text from pg_index where indexrelid = to_regclass($1) and not indisvalid),
+		  '')`,
 		index).Scan(&table)
 	return table, err
 }

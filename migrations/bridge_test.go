@@ -43,11 +43,15 @@ func before(t *testing.T) *pgxpool.Pool {
 func shape(t *testing.T, db *pgxpool.Pool) []string {
 	t.Helper()
 	rows, err := db.Query(t.Context(), `
-		select 'column ' || c.relname || '.' || a.attname || ' ' || format_type(a.atttypid, a.atttypmod) || ' ' || a.attnotnull || ' '
-		       || coalesce(pg_get_expr(d.adbin, d.adrelid), '') || ' ' || a.attidentity::text || a.attgenerated::text || a.attstorage::text
+		select 'column ' || c.relname || '.' || a.attname || ' ' || format_type(a.atttypid,
+		  a.atttypmod) || ' ' || a.attnotnull || ' '
+		       || coalesce(pg_get_expr(d.adbin, d.adrelid),
+		         '') || ' ' || a.attidentity::text || a.attgenerated::text || a.attstorage::text
 		       || ' ' || coalesce(c.reloptions::text, '') || ' ' || coalesce(col_description(c.oid, a.attnum), '')
-		  from pg_class c join pg_attribute a on a.attrelid = c.oid left join pg_attrdef d on d.adrelid = c.oid and d.adnum = a.attnum
-		 where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p', 'v', 'i') and a.attnum > 0 and not a.attisdropped
+		  from pg_class c join pg_attribute a on a.attrelid = c.oid left join pg_attrdef d on d.adrelid = c.oid
+		    and d.adnum = a.attnum
+		 where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p', 'v', 'i') and a.attnum > 0
+		   and not a.attisdropped
 		   and c.relname !~ '_20[0-9]{2}_[0-9]{2}'
 		union all
 		select 'constraint ' || conrelid::regclass || ' ' || conname || ' ' || pg_get_constraintdef(oid) from pg_constraint
@@ -72,9 +76,11 @@ func shape(t *testing.T, db *pgxpool.Pool) []string {
 func counted(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
 	return pgtest.Value[string](t, db, `
-		select string_agg(n || ' ' || (xpath('/row/c/text()', query_to_xml('select count(*) as c from ' || n, false, true, '')))[1]::text, E'\n' order by n)
+		select string_agg(n || ' ' || (xpath('/row/c/text()', query_to_xml('select count(*) as c from ' || n, false, true,
+		  '')))[1]::text, E'\n' order by n)
 		  from (select c.oid::regclass::text as n from pg_class c where c.relnamespace = 'public'::regnamespace
-		           and c.relkind in ('r', 'p') and not c.relispartition and c.relname not in ('agent_migrations', 'agent_schema_code')) t`)
+		           and c.relkind in ('r', 'p') and not c.relispartition
+		             and c.relname not in ('agent_migrations', 'agent_schema_code')) t`)
 }
 
 // The last schema of numbered files becomes the one that a new database gets, and keeps its rows.
@@ -94,7 +100,8 @@ func TestTheBridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
 	if diff := cmp.Diff(rows, counted(t, db)); diff != "" {
 		t.Errorf("rows:\n%s", diff)
 	}
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_executions where status = 'running' and claim > 1000000`); n == 0 {
+	if n := pgtest.Value[int](t, db,
+		`select count(*) from agent_executions where status = 'running' and claim > 1000000`); n == 0 {
 		t.Error("the claims of version 118 hold")
 	}
 	if again, err := migrations.Up(t.Context(), db); err != nil || len(again) > 0 {
@@ -126,7 +133,8 @@ func TestASchemaThatNoBridgeLeadsFromIsRefused(t *testing.T) {
 	}
 }
 
-var defines = regexp.MustCompile(`(?im)^create (?:or replace )?(function|procedure|view|trigger|table|type) ([a-z0-9_.]+)`)
+var defines = regexp.MustCompile(
+	`(?im)^create (?:or replace )?(function|procedure|view|trigger|table|type) ([a-z0-9_.]+)`)
 
 // No body stands twice: each function, view and table is defined in one place.
 func TestNothingIsDefinedTwice(t *testing.T) {
@@ -149,7 +157,8 @@ func TestNothingIsDefinedTwice(t *testing.T) {
 	}
 }
 
-// The code can be applied again, and with its bodies checked: a new database has it without, because functions call later ones.
+// The code can be applied again, and with its bodies checked: a new database has it without, because functions call
+// later ones.
 func TestTheBodiesOfAllCodeAreValid(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

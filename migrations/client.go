@@ -23,7 +23,8 @@ func (t text) admitClient(ctx context.Context, pool *pgxpool.Pool) error {
 	}
 	if !there {
 		_, err := pool.Exec(ctx, `create role `+ClientRole+` nologin`)
-		if err != nil && !postgres.IsCode(err, "42501", "42710", "23505") { // not allowed; or another database's migration was first
+		// not allowed; or another database's migration was first
+		if err != nil && !postgres.IsCode(err, "42501", "42710", "23505") {
 			return fmt.Errorf("create the role %s: %w", ClientRole, err)
 		}
 	}
@@ -51,7 +52,8 @@ func ClientMissing(ctx context.Context, pool *pgxpool.Pool) (string, error) {
 }
 
 func clientThere(ctx context.Context, pool *pgxpool.Pool) (there bool, err error) {
-	err = pool.QueryRow(ctx, `select exists (select from pg_roles where rolname = @role)`, postgres.Strict{"role": ClientRole}).Scan(&there)
+	err = pool.QueryRow(ctx, `select exists (select from pg_roles where rolname = @role)`,
+		postgres.Strict{"role": ClientRole}).Scan(&there)
 	if err != nil {
 		return false, fmt.Errorf("look for the role %s: %w", ClientRole, err)
 	}
@@ -61,7 +63,8 @@ func clientThere(ctx context.Context, pool *pgxpool.Pool) (there bool, err error
 // clientAdmitted reports whether the role exists and has its rights.
 func clientAdmitted(ctx context.Context, pool *pgxpool.Pool) (admitted bool, err error) {
 	err = pool.QueryRow(ctx, `
-		select coalesce(has_function_privilege(r.oid, to_regprocedure('try_acquire_agent_lock(text, text, int)'), 'execute'), false)
+		select coalesce(has_function_privilege(r.oid, to_regprocedure('try_acquire_agent_lock(text, text, int)'), 'execute'),
+		  false)
 		  from (select) one left join pg_roles r on r.rolname = @role`, postgres.Strict{"role": ClientRole}).Scan(&admitted)
 	if err != nil {
 		return false, fmt.Errorf("look for the rights of %s: %w", ClientRole, err)

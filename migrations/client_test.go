@@ -28,7 +28,8 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 	db := pgtest.DB(t)
 	conn := client(t, db.Config().ConnConfig)
 	id := pgtest.Value[string](t, conn, `select start_agent_execution('external:sum', '{"start": 10}', 'the key')::text`)
-	if again := pgtest.Value[string](t, conn, `select start_agent_execution('external:sum', '{}', 'the key')::text`); again != id {
+	if again := pgtest.Value[string](t, conn,
+		`select start_agent_execution('external:sum', '{}', 'the key')::text`); again != id {
 		t.Errorf("the same key started %s and %s", id, again)
 	}
 	// Nothing that a caller makes comes before the tables that a function of the contract asks.
@@ -36,16 +37,23 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 	lock := `select lock_id from lock_agent_execution($1::text::uuid, 'worker 1')`
 	first := pgtest.Value[string](t, conn, lock, id)
 	says(t, conn, []asked{
-		{`select (r.input ->> 'start') || ' ' || r.checkpoints::text from read_agent_execution($1::text::uuid, $2) r`, "10 {}"},
+		{
+			`select (r.input ->> 'start') || ' ' || r.checkpoints::text from read_agent_execution($1::text::uuid, $2) r`,
+			"10 {}",
+		},
 		{`select checkpoint_agent_execution($1::text::uuid, $2, 'add', '11')`, "created"},
 		{`select status from beat_agent_locks(array[$2], $1::text::uuid)`, "running"},
-		{`select unlock_agent_execution($1::text::uuid, $2, 'waiting', p_kind => 'event', p_key => 'paid', p_timeout => '1 hour')`, "waiting"},
+		{`select unlock_agent_execution($1::text::uuid, $2, 'waiting', p_kind => 'event', p_key => 'paid',
+			p_timeout => '1 hour')`, "waiting"},
 		{`select waiting_key from agent_executions_waiting where id = $1::text::uuid and $2 <> ''`, "paid"},
 		{`select execution_id::text from deliver_agent_event('EVENT_COMPLETED', 'paid', '{"amount": 3}') where $1 <> $2`, id},
 	}, id, first)
 	second := pgtest.Value[string](t, conn, lock, id)
 	says(t, conn, []asked{
-		{`select r.checkpoints -> 'wait event 1' -> 'data' ->> 'amount' from read_agent_execution($1::text::uuid, $2) r`, "3"},
+		{
+			`select r.checkpoints -> 'wait event 1' -> 'data' ->> 'amount' from read_agent_execution($1::text::uuid, $2) r`,
+			"3",
+		},
 		{`select unlock_agent_execution($1::text::uuid, $2, 'completed', 'the sum is 14')`, "completed"},
 		{`select refused from lock_agent_execution($1::text::uuid, 'worker 2') where $2 <> ''`, "ended"},
 	}, id, second)
@@ -88,7 +96,8 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 	}
 	if got := pgtest.Value[string](t, db, `
 		select coalesce(string_agg(p.proname, ', '), '') || count(*) from pg_proc p
-		 where p.pronamespace = 'public'::regnamespace and (not p.prosecdef or obj_description(p.oid, 'pg_proc') is null)`); got != "0" {
+		 where p.pronamespace = 'public'::regnamespace
+		   and (not p.prosecdef or obj_description(p.oid, 'pg_proc') is null)`); got != "0" {
 		t.Errorf("these of the contract run as who calls them, or have no comment: %s", got)
 	}
 	if n := pgtest.Value[int](t, db, `select count(*) from pg_proc where pronamespace = 'public'::regnamespace`); n > 30 {
@@ -110,7 +119,8 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 	}
 	views := pgtest.Column[string](t, db, `
 		select c.relname::text from pg_class c
-		 where c.relnamespace = 'public'::regnamespace and c.relkind = 'v' and has_table_privilege('agent_client', c.oid, 'select')`)
+		 where c.relnamespace = 'public'::regnamespace and c.relkind = 'v'
+		   and has_table_privilege('agent_client', c.oid, 'select')`)
 	if len(views) != 13 {
 		t.Fatalf("it reads %v", views)
 	}

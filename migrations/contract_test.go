@@ -44,13 +44,14 @@ func blocked(t *testing.T, db *pgxpool.Pool, n int, text string) {
 	}, text+" waits")
 }
 
-// Who takes a claim away waits for a write under it that is under way. The write may lock the row more strongly, as who speaks in a thread
-// that a parent has lent does; it does not wait for who waits for it.
+// Who takes a claim away waits for a write under it that is under way. The write may lock the row more strongly, as
+// who speaks in a thread that a parent has lent does; it does not wait for who waits for it.
 func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	given := claimed(t, db)
-	over := pgtest.Value[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_1', 'flow', 'external') returning id::text`)
+	over := pgtest.Value[string](t, db, `insert into agent_executions (trace_id, surface, flow)
+		values ('fl_1', 'flow', 'external') returning id::text`)
 	pgtest.Exec(t, db, `select lock_agent_execution($1::uuid, 'somebody')`, over)
 	for id, take := range map[string]string{
 		given: `select lanekeeper.release_agent_claim($1::uuid, 1)`,
@@ -107,7 +108,8 @@ func TestAnEndWaitsForWritesUnderWayAndNoneComesAfterIt(t *testing.T) {
 	tx := inFlight(t, db, id)
 	ended := make(chan error, 1)
 	go func() {
-		_, err := db.Exec(t.Context(), `select lanekeeper.complete_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
+		_, err := db.Exec(t.Context(), `select lanekeeper.complete_agent_execution($1::uuid, 1, 'completed', '', null, null,
+			null)`, id)
 		ended <- err
 	}()
 	blocked(t, db, 1, "complete_agent_execution")
@@ -143,7 +145,8 @@ func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
 			}
 		})
 	}
-	if got := pgtest.Value[string](t, db, `select status || claim || (select count(*) from agent_events) from agent_executions`); got != "running10" {
+	if got := pgtest.Value[string](t, db, `select status || claim || (select count(*) from agent_events)
+		from agent_executions`); got != "running10" {
 		t.Errorf("status, claim and events are %s, want them unchanged", got)
 	}
 }
@@ -186,7 +189,8 @@ func TestPartitionsAreMadeBesideAReader(t *testing.T) {
 func TestAFloorIsNotAboveItsTime(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	if !pgtest.Value[bool](t, db, `select lanekeeper.agent_uuid7_floor(t) <= lanekeeper.agent_uuid7(t) from (select timestamptz '2026-01-01 00:00:00.0016' t) x`) {
+	if !pgtest.Value[bool](t, db, `select lanekeeper.agent_uuid7_floor(t) <= lanekeeper.agent_uuid7(t)
+		from (select timestamptz '2026-01-01 00:00:00.0016' t) x`) {
 		t.Error("the floor of a time is above an id made at that time")
 	}
 }
@@ -206,7 +210,8 @@ func TestAnActivityOfAnOldClaimIsRefused(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	id := claimed(t, db)
-	const insert = `insert into agent_activity (trace_id, execution_id, claim, skill_name) values ('fl_x', $1::uuid, $2, 's')`
+	const insert = `insert into agent_activity (trace_id, execution_id, claim, skill_name)
+		values ('fl_x', $1::uuid, $2, 's')`
 	pgtest.Exec(t, db, insert, id, 1)
 	if _, err := db.Exec(t.Context(), insert, id, 0); !postgres.IsCode(err, "LK001") {
 		t.Errorf("an activity of claim 0 of a run whose claim is 1: %v, want SQLSTATE LK001", err)

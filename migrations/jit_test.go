@@ -6,7 +6,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-// A scan that is to be avoided counts as very dear, and what is dear is compiled, which takes a thousand times as long as the scan.
+// A scan that is to be avoided counts as very dear, and what is dear is compiled, which takes a thousand times as
+// long as the scan.
 func TestWhatAvoidsScansIsNotCompiled(t *testing.T) {
 	t.Parallel()
 	compiled := pgtest.Column[string](t, pgtest.DB(t), `

@@ -12,7 +12,8 @@ import (
 	"sync"
 )
 
-// codeMark divides a file of schema/. The tables above it are made once. The code below it is applied again when it changes.
+// codeMark divides a file of schema/. The tables above it are made once. The code below it is applied again when it
+// changes.
 const codeMark = "\n-- Code\n"
 
 var (

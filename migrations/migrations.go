@@ -50,7 +50,8 @@ var (
 	// ErrChanged reports a database whose applied migrations are not this binary's.
 	ErrChanged = errors.New("the schema that was applied differs from this binary's; use the binary that made the schema")
 	// ErrOld reports a schema of before the baseline that no bridge leads from.
-	ErrOld = errors.New("the database's schema is older than version 118; run `agent migrate` of the release that has schema 118, then this one's")
+	ErrOld = errors.New("the database's schema is older than version 118; run `agent migrate` of the release that has " +
+		"schema 118, then this one's")
 	// ErrOutdated reports a schema that misses migrations.
 	ErrOutdated = errors.New("the database is not migrated to this version of agent; run `agent migrate`")
 )
@@ -79,7 +80,8 @@ func UpWith(ctx context.Context, pool *pgxpool.Pool, version fs.FS) ([]string, e
 		return nil, err
 	}
 	if pool.Config().MaxConns < 2 { // one holds the lock; the other would be waited for without end
-		return nil, errors.New("migrate: it takes two connections at once, and pool_max_conns in DATABASE_URL allows one; set it to 2 or more")
+		return nil, errors.New("migrate: it takes two connections at once, and pool_max_conns in DATABASE_URL allows one; " +
+			"set it to 2 or more")
 	}
 	lock, err := pool.Begin(ctx)
 	if err != nil {

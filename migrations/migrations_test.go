@@ -61,8 +61,9 @@ func TestOnlyThisVersionsSchemaIsAccepted(t *testing.T) {
 		change string
 		want   error
 	}{
-		"same":    {change: `select 1`},
-		"newer":   {`insert into agent_migrations (version, name, hash) select max(version) + 1, 'x', 'x' from agent_migrations`, migrations.ErrNewer},
+		"same": {change: `select 1`},
+		"newer": {`insert into agent_migrations (version, name, hash) select max(version) + 1, 'x', 'x'
+			from agent_migrations`, migrations.ErrNewer},
 		"changed": {`update agent_migrations set hash = 'x' where version = 200`, migrations.ErrChanged},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -131,7 +132,8 @@ func TestPublicFunctions(t *testing.T) {
 	for name, arguments := range map[string]string{
 		"try_acquire_agent_lock": "p_lane text, p_locked_by text, p_ttl_seconds integer DEFAULT 300",
 		"acquire_agent_lock":     "p_lane text, p_locked_by text, p_ttl_seconds integer DEFAULT 300",
-		"await_agent_lock":       "p_lane text, p_locked_by text, p_ttl_seconds integer DEFAULT 300, p_patience_seconds integer DEFAULT 5",
+		"await_agent_lock": "p_lane text, p_locked_by text, p_ttl_seconds integer DEFAULT 300, p_patience_seconds " +
+			"integer DEFAULT 5",
 		"leave_agent_lock_queue": "p_lane text, p_locked_by text",
 		"renew_agent_lock":       "p_lane text, p_locked_by text, p_fencing_token bigint, p_ttl_seconds integer",
 		"release_agent_lock":     "p_lane text, p_locked_by text, p_fencing_token bigint DEFAULT NULL::bigint",
@@ -147,7 +149,8 @@ func TestPublicFunctions(t *testing.T) {
 		got := pgtest.Value[string](t, db, `
 			select coalesce(string_agg(distinct pg_get_function_arguments(p.oid), ' / '), 'no such function') from pg_proc p
 			 where p.proname = $1 and p.pronamespace = coalesce((
-			   select q.pronamespace from pg_proc q where q.proname = $1 and q.pronamespace = 'public'::regnamespace limit 1), 'lanekeeper'::regnamespace)`, name)
+			   select q.pronamespace from pg_proc q where q.proname = $1 and q.pronamespace = 'public'::regnamespace limit 1),
+			     'lanekeeper'::regnamespace)`, name)
 		if got != arguments {
 			t.Errorf("%s\n has  (%s)\n want (%s)", name, got, arguments)
 		}
@@ -167,18 +170,24 @@ func TestUUID7(t *testing.T) {
 	if !pgtest.Value[bool](t, db, `
 		with made as (select n, lanekeeper.agent_uuid7('2026-01-02 03:04:05.999700+00'::timestamptz + n * interval '1 microsecond') as id
 		                from generate_series(0, 2000) n)
-		select bool_and(id > before) from (select id, lag(id) over (order by n) as before from made) t where before is not null`) {
+		select bool_and(id > before) from (select id, lag(id) over (order by n) as before from made) t
+		  where before is not null`) {
 		t.Error("ids of consecutive microseconds are out of order")
 	}
-	if !pgtest.Value[bool](t, db, `select bool_and(lanekeeper.agent_uuid7()::text ~ '^[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab]') from generate_series(1, 500)`) {
+	if !pgtest.Value[bool](t, db,
+		`select bool_and(lanekeeper.agent_uuid7()::text ~ '^[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab]')
+			from generate_series(1, 500)`) {
 		t.Error("wrong version or variant")
 	}
-	if n := pgtest.Value[int](t, db, `select count(distinct lanekeeper.agent_uuid7('2026-01-01')) from generate_series(1, 5000)`); n != 5000 {
+	if n := pgtest.Value[int](t, db, `select count(distinct lanekeeper.agent_uuid7('2026-01-01'))
+		from generate_series(1, 5000)`); n != 5000 {
 		t.Errorf("%d of 5000 ids of one moment are different", n)
 	}
 	if !pgtest.Value[bool](t, db, `
-		select bool_and(lanekeeper.agent_uuid7(at) >= lanekeeper.agent_uuid7_floor(at) and lanekeeper.agent_uuid7(at - interval '1 ms') < lanekeeper.agent_uuid7_floor(at))
-		  from (select '2026-01-02 03:04:05.678'::timestamptz + n * interval '1 ms' as at from generate_series(1, 500) n) t`) {
+		select bool_and(lanekeeper.agent_uuid7(at) >= lanekeeper.agent_uuid7_floor(at)
+		  and lanekeeper.agent_uuid7(at - interval '1 ms') < lanekeeper.agent_uuid7_floor(at))
+		  from (select '2026-01-02 03:04:05.678'::timestamptz + n * interval '1 ms' as at
+		    from generate_series(1, 500) n) t`) {
 		t.Error("agent_uuid7_floor is not between two milliseconds")
 	}
 }
@@ -239,7 +248,8 @@ func TestStatesOfAnExecution(t *testing.T) {
 		}
 	}
 	for _, s := range statuses {
-		_, err := db.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status) values ('fl_x', 'flow', 'f', $1)`, s)
+		_, err := db.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status)
+			values ('fl_x', 'flow', 'f', $1)`, s)
 		if begins := s == "pending" || s == "running"; begins != (err == nil) || (!begins && !postgres.IsCode(err, "LK002")) {
 			t.Errorf("an execution that begins %s: %v", s, err)
 		}
@@ -248,7 +258,8 @@ func TestStatesOfAnExecution(t *testing.T) {
 
 func insertExecution(t *testing.T, db *pgxpool.Pool) string {
 	t.Helper()
-	return pgtest.Value[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'f') returning id::text`)
+	return pgtest.Value[string](t, db, `insert into agent_executions (trace_id, surface, flow) values ('fl_x', 'flow', 'f')
+		returning id::text`)
 }
 
 func TestTheEndOfAnExecution(t *testing.T) {

@@ -72,12 +72,15 @@ func (t text) begin(bridged bool) []step {
 	return append([]step{first}, t.goOn(t.changes, nil)...)
 }
 
-// goOn returns the steps for changes. Changed code joins the last one, or gets a step of its own: when there is no change, or
-// when the last one runs outside a transaction.
+// goOn returns the steps for changes. Changed code joins the last one, or gets a step of its own: when there is no
+// change, or when the last one runs outside a transaction.
 func (t text) goOn(changes []change, code []noun) []step {
 	var steps []step
 	for _, c := range changes {
-		steps = append(steps, step{what: "migration " + c.name, version: c.version, hash: c.hash, sql: c.sql, names: []string{c.name}})
+		steps = append(steps, step{
+			what: "migration " + c.name, version: c.version, hash: c.hash, sql: c.sql,
+			names: []string{c.name},
+		})
 	}
 	if len(code) == 0 {
 		return steps

@@ -23,15 +23,18 @@ func EnsureMonths(ctx context.Context, db postgres.Beginner, at *time.Time, ahea
 		}
 		rows, err := tx.Query(ctx, `
 			select to_char(m.month, '"agent_activity_"YYYY_MM') as name, s.id::text as lower, least(m.upper_id, (
-			         select p.lower_id from agent_activity_partitions p where p.lower_id > s.id order by p.lower_id limit 1))::text as upper
+			         select p.lower_id from agent_activity_partitions p where p.lower_id > s.id
+			           order by p.lower_id limit 1))::text as upper
 			  from (select t.month, lanekeeper.agent_uuid7_floor(t.month at time zone 'UTC') as lower_id,
 			               lanekeeper.agent_uuid7_floor((t.month + interval '1 month') at time zone 'UTC') as upper_id
 			          from date_trunc('month', coalesce(@at::timestamptz, clock_timestamp()) at time zone 'UTC') this,
-			               generate_series(this - interval '1 month', this + make_interval(months => @ahead), interval '1 month') t (month)) m
+			               generate_series(this - interval '1 month', this + make_interval(months => @ahead),
+			                 interval '1 month') t (month)) m
 			 cross join lateral (
 			   select m.lower_id
 			   union
-			   select p.upper_id from agent_activity_partitions p where p.upper_id > m.lower_id and p.upper_id < m.upper_id) s (id)
+			   select p.upper_id from agent_activity_partitions p where p.upper_id > m.lower_id
+			     and p.upper_id < m.upper_id) s (id)
 			 where not exists (select from agent_activity_partitions p where p.lower_id <= s.id and s.id < p.upper_id)
 			 order by s.id`, postgres.Strict{"at": at, "ahead": ahead})
 		if err != nil {
@@ -60,7 +63,8 @@ type month struct{ Name, Lower, Upper string }
 func (m month) attach(ctx context.Context, tx pgx.Tx) error {
 	var name string
 	err := tx.QueryRow(ctx, `
-		select n.name from generate_series(1, 1000) i, lateral (select @name || case when i > 1 then '_' || i else '' end as name) n
+		select n.name from generate_series(1, 1000) i, lateral (select @name || case when i > 1 then '_' || i
+		  else '' end as name) n
 		 where to_regclass(n.name) is null order by i limit 1`, postgres.Strict{"name": m.Name}).Scan(&name)
 	if err != nil {
 		return err

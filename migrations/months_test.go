@@ -24,8 +24,11 @@ func bare(t *testing.T, zone string) pgx.Tx {
 const (
 	// unaligned are partitions that do not hold the month of UTC that their name says.
 	unaligned = `
-		select count(*) from agent_activity_partitions p, lateral (select to_date(right(p.partition, 7), 'YYYY_MM')::timestamp) t (m)
-		 where (p.lower_id, p.upper_id) is distinct from (lanekeeper.agent_uuid7_floor(m at time zone 'UTC'), lanekeeper.agent_uuid7_floor((m + interval '1 month') at time zone 'UTC'))`
+		select count(*) from agent_activity_partitions p,
+		  lateral (select to_date(right(p.partition, 7), 'YYYY_MM')::timestamp) t (m)
+		 where (p.lower_id, p.upper_id) is distinct
+		   from (lanekeeper.agent_uuid7_floor(m at time zone 'UTC'),
+		     lanekeeper.agent_uuid7_floor((m + interval '1 month') at time zone 'UTC'))`
 )
 
 // The months of the log are those of UTC, whatever zone a server was set up in.

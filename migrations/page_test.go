@@ -52,7 +52,8 @@ func TestThePageShowsWhatAChangeAddsAndAsksForItsComments(t *testing.T) {
 	}
 	page := schemadoc.Page(nouns)
 	for _, want := range []string{
-		"| `size` | integer, *null* |  | In \\| bytes. |", "`agent_mood` (glad, sad)", "  agent_webhook_moods {\n    key execution_id PK\n  }\n",
+		"| `size` | integer, *null* |  | In \\| bytes. |", "`agent_mood` (glad, sad)", "  agent_webhook_moods {\n    key " +
+			"execution_id PK\n  }\n",
 		`agent_executions ||--o{ agent_webhook_moods : "execution_id"`,
 	} {
 		if !strings.Contains(page, want) {

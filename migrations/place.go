@@ -13,19 +13,21 @@ import (
 // quoted is a name that means another without quotes; a file leaves them out.
 var quoted = regexp.MustCompile(`[A-Z."\s]`)
 
-// refusePlace returns an error, before anything is written, when the tables cannot be made where they would be, in the first schema of the
-// search path that is there, or when they are in another: a schema of the role's own name, made later, comes before public, and a
-// second agent would begin in it, on the first one's queue.
+// refusePlace returns an error, before anything is written, when the tables cannot be made where they would be, in
+// the first schema of the search path that is there, or when they are in another: a schema of the role's own name,
+// made later, comes before public, and a second agent would begin in it, on the first one's queue.
 func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
 	var schema, user, database, elsewhere string
 	var mayTable, maySchema bool
 	err := pool.QueryRow(ctx, `
 		with first as (select coalesce(current_schema(), '') as name),
-		     has as (select n.nspname as name from pg_class c join pg_namespace n on n.oid = c.relnamespace where c.relname = 'agent_migrations')
+		     has as (select n.nspname as name from pg_class c join pg_namespace n on n.oid = c.relnamespace
+		       where c.relname = 'agent_migrations')
 		select f.name, current_user, current_database(),
 		       coalesce((select min(h.name) from has h where not exists (select from has x where x.name = f.name)), ''),
 		       coalesce((select has_schema_privilege(n.oid, 'create') from pg_namespace n where n.nspname = f.name), false),
-		       has_database_privilege(current_database(), 'create') or exists (select from pg_namespace n where n.nspname = 'river')
+		       has_database_privilege(current_database(), 'create')
+		         or exists (select from pg_namespace n where n.nspname = 'river')
 		  from first f`).Scan(&schema, &user, &database, &elsewhere, &mayTable, &maySchema)
 	name := func(s string) string { return pgx.Identifier{s}.Sanitize() }
 	switch {
@@ -37,57 +39,70 @@ func refusePlace(ctx context.Context, pool *pgxpool.Pool) error {
 		return fmt.Errorf("agent's tables are in the schema %s of this database, and the search path begins with %s; "+
 			"add search_path=%s to DATABASE_URL, or %s", name(elsewhere), name(schema), elsewhere, ownDatabase)
 	case quoted.MatchString(schema):
-		return fmt.Errorf("the schema %s has a name that needs quotes; rename it, or name another in the search path: of small letters, digits and _", name(schema))
+		return fmt.Errorf("the schema %s has a name that needs quotes; rename it, or name another in the search path: of "+
+			"small letters, digits and _", name(schema))
 	case !mayTable || !maySchema:
-		return fmt.Errorf("%s may not create tables in the schema %s, or schemas in the database; make it the owner: alter database %s owner to %s",
+		return fmt.Errorf("%s may not create tables in the schema %s, or schemas in the database; make it the owner: alter "+
+			"database %s owner to %s",
 			name(user), name(schema), name(database), name(user))
 	}
 	return nil
 }
 
-// Rights returns an error, with what to do, when the user of pool cannot do what serving takes, now or later: nothing can be written, or the
-// tables are another's. New months of the activity log are made while serving. Who may make none finds out when the last one is over, and those
-// that a member of the owner makes are the member's, so that the owner's next migration is refused. Nor may the tables' rows be hidden from it, or
-// their triggers be off. The schema must be there.
+// Rights returns an error, with what to do, when the user of pool cannot do what serving takes, now or later: nothing
+// can be written, or the tables are another's. New months of the activity log are made while serving. Who may make
+// none finds out when the last one is over, and those that a member of the owner makes are the member's, so that the
+// owner's next migration is refused. Nor may the tables' rows be hidden from it, or their triggers be off. The schema
+// must be there.
 func Rights(ctx context.Context, pool *pgxpool.Pool) error {
 	var owner, user, database string
 	var readOnly bool
 	err := pool.QueryRow(ctx, `
-		select pg_get_userbyid(c.relowner), current_user, current_database(), current_setting('transaction_read_only')::boolean
+		select pg_get_userbyid(c.relowner), current_user, current_database(),
+		  current_setting('transaction_read_only')::boolean
 		  from pg_class c where c.oid = to_regclass('agent_activity')`).Scan(&owner, &user, &database, &readOnly)
 	name := func(s string) string { return pgx.Identifier{s}.Sanitize() }
 	switch {
 	case err != nil:
 		return fmt.Errorf("look whose the tables are: %w", err)
 	case readOnly:
-		return errors.New("nothing can be written: it is a standby, or default_transaction_read_only is on; name the primary in DATABASE_URL, or set that to off")
+		return errors.New("nothing can be written: it is a standby, or default_transaction_read_only is on; name the " +
+			"primary in DATABASE_URL, or set that to off")
 	case owner != user:
-		return fmt.Errorf("the tables belong to %[1]s, and %[2]s cannot make the log's next months for it; name %[1]s in DATABASE_URL, or run: "+
-			"grant %[1]s to %[2]s; alter role %[2]s in database %[3]s set role to %[1]s", name(owner), name(user), name(database))
+		return fmt.Errorf("the tables belong to %[1]s, and %[2]s cannot make the log's next months for it; name %[1]s in "+
+			"DATABASE_URL, or run: "+
+			"grant %[1]s to %[2]s; alter role %[2]s in database %[3]s set role to %[1]s", name(owner),
+			name(user), name(database))
 	}
 	return untouched(ctx, pool)
 }
 
-// untouched returns an error when somebody has taken from the tables what the program relies on. Row-level security that holds for the user hides rows
-// without a word, that of a pause among them; without the triggers nothing ends, and a stale claim is not refused.
+// untouched returns an error when somebody has taken from the tables what the program relies on. Row-level security
+// that holds for the user hides rows without a word, that of a pause among them; without the triggers nothing ends,
+// and a stale claim is not refused.
 func untouched(ctx context.Context, pool *pgxpool.Pool) error {
 	var hidden, silent, role string
 	err := pool.QueryRow(ctx, `
 		with ours as (select c.oid from pg_class c
-		               where c.relnamespace in (to_regnamespace('river'), (select a.relnamespace from pg_class a where a.oid = to_regclass('agent_activity')))
+		               where c.relnamespace in (to_regnamespace('river'), (select a.relnamespace from pg_class a
+		                 where a.oid = to_regclass('agent_activity')))
 		                 and c.relkind in ('r', 'p') and c.relname ~ '^(agent|river)_')
 		select coalesce((select min(o.oid::regclass::text) from ours o where row_security_active(o.oid)), ''),
-		       coalesce((select min(o.oid::regclass::text) from ours o join pg_trigger t on t.tgrelid = o.oid where t.tgenabled in ('D', 'R')), ''),
+		       coalesce((select min(o.oid::regclass::text) from ours o join pg_trigger t on t.tgrelid = o.oid
+		         where t.tgenabled in ('D', 'R')), ''),
 		       current_setting('session_replication_role')`).Scan(&hidden, &silent, &role)
 	switch {
 	case err != nil:
 		return fmt.Errorf("look whether the tables are as they were made: %w", err)
 	case hidden != "":
-		return fmt.Errorf("row-level security hides rows of %[1]s, maybe of other tables too; run: alter table %[1]s disable row level security", hidden)
+		return fmt.Errorf("row-level security hides rows of %[1]s, maybe of other tables too; run: alter table %[1]s "+
+			"disable row level security", hidden)
 	case silent != "":
-		return fmt.Errorf("triggers of %[1]s are off, maybe of other tables too; run: alter table %[1]s enable trigger user", silent)
+		return fmt.Errorf("triggers of %[1]s are off, maybe of other tables too; run: alter table %[1]s enable trigger user",
+			silent)
 	case role != "origin":
-		return fmt.Errorf("session_replication_role is %s, which keeps triggers off; reset it, for the role and for the database", role)
+		return fmt.Errorf("session_replication_role is %s, which keeps triggers off; reset it, for the role and for the "+
+			"database", role)
 	}
 	return nil
 }

@@ -34,7 +34,8 @@ func along(t *testing.T, path, before string) (db *pgxpool.Pool, owner *pgxpool.
 }
 
 const written = `
-	select count(*) from pg_class c join pg_namespace n on n.oid = c.relnamespace where n.nspname not in ('pg_catalog', 'information_schema', 'pg_toast')`
+	select count(*) from pg_class c join pg_namespace n on n.oid = c.relnamespace
+	  where n.nspname not in ('pg_catalog', 'information_schema', 'pg_toast')`
 
 // What cannot be made where the search path leads to is not begun, and is said before anything is written.
 func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
@@ -64,7 +65,8 @@ func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
 
 func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
 	t.Parallel()
-	db, owner := along(t, "nowhere, mine", `create schema mine; create schema another; create table another.agent_locks (id int)`)
+	db, owner := along(t, "nowhere, mine",
+		`create schema mine; create schema another; create table another.agent_locks (id int)`)
 	for range 2 {
 		_, err := migrations.Up(t.Context(), db)
 		require.NoError(t, err)
@@ -72,7 +74,8 @@ func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
 	if err := migrations.Check(t.Context(), db); err != nil {
 		t.Error(err)
 	}
-	if got := pgtest.Value[int](t, owner, `select count(*) from pg_class where relnamespace = 'public'::regnamespace`); got != 0 {
+	if got := pgtest.Value[int](t, owner,
+		`select count(*) from pg_class where relnamespace = 'public'::regnamespace`); got != 0 {
 		t.Errorf("%d relations are in public", got)
 	}
 }
@@ -92,7 +95,8 @@ func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 	}
 }
 
-// Who serves and is not the owner is told at once, and not when the last month of the log is over; as its member it may act as the owner.
+// Who serves and is not the owner is told at once, and not when the last month of the log is over; as its member it
+// may act as the owner.
 func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	t.Parallel()
 	db, owner := along(t, "public", `select 1`)
@@ -101,7 +105,8 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	if err := migrations.Rights(t.Context(), db); err != nil {
 		t.Errorf("the owner: %v", err)
 	}
-	user, database := pgtest.Value[string](t, owner, `select current_user`), pgtest.Value[string](t, owner, `select current_database()`)
+	user, database := pgtest.Value[string](t, owner, `select current_user`),
+		pgtest.Value[string](t, owner, `select current_database()`)
 	other := pgx.Identifier{database + "_login"}.Sanitize()
 	pgtest.Exec(t, owner, `create role `+other+` login`)
 	t.Cleanup(func() {
@@ -137,7 +142,8 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	}
 }
 
-// Rows that are hidden, a pause among them, and triggers that are off are told of: the agent would go on, and do what it must not.
+// Rows that are hidden, a pause among them, and triggers that are off are told of: the agent would go on, and do what
+// it must not.
 func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
 	t.Parallel()
 	db, owner := along(t, "public", `select 1`)

@@ -14,29 +14,37 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
-// The rule is in docs/upgrading.md: a release expands the schema in ways that the release before it does not notice, and
-// contracts it only when no release that may be running still uses what goes. Two tests hold every file to it. This
-// one looks at what a file did, by comparing the catalogue before and after; rulewords_test.go reads what no catalogue
-// shows. What a file does all the same is listed in allowed, with the reason.
+// The rule is in docs/upgrading.md: a release expands the schema in ways that the release before it does not notice,
+// and contracts it only when no release that may be running still uses what goes. Two tests hold every file to it.
+// This one looks at what a file did, by comparing the catalogue before and after; rulewords_test.go reads what no
+// catalogue shows. What a file does all the same is listed in allowed, with the reason.
 
 // catalogue lists what the program of the release before relies on, and what takes long to make.
 const catalogue = `
 	with ours as (
 	  select c.oid, c.relname, c.relkind, c.relfilenode from pg_class c
-	   where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p', 'v', 'm') and not c.relispartition and c.relname <> 'agent_migrations'),
+	   where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p', 'v', 'm') and not c.relispartition
+	     and c.relname <> 'agent_migrations'),
 	functions as (
-	  select p.oid, case when p.pronamespace = 'lanekeeper'::regnamespace then 'lanekeeper.' else '' end || p.proname as proname, pg_get_function_identity_arguments(p.oid) as identity, pg_get_function_result(p.oid) as result,
-	         array(select t::regtype::text from unnest(p.proargtypes) with ordinality u(t, n) order by n) as types, p.pronargs - p.pronargdefaults as needed
-	    from pg_proc p where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace) and p.prorettype <> 'trigger'::regtype and p.prokind = 'f')
-	select 'relation' as kind, relname as name, '' as part, relkind::text as about, relfilenode::text as more, '{}'::text[] as types, 0 as needed from ours
+	  select p.oid, case when p.pronamespace = 'lanekeeper'::regnamespace then 'lanekeeper.' else '' end || p.proname
+	    as proname, pg_get_function_identity_arguments(p.oid) as identity, pg_get_function_result(p.oid) as result,
+	         array(select t::regtype::text from unnest(p.proargtypes) with ordinality u(t, n) order by n) as types,
+	           p.pronargs - p.pronargdefaults as needed
+	    from pg_proc p where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
+	      and p.prorettype <> 'trigger'::regtype and p.prokind = 'f')
+	select 'relation' as kind, relname as name, '' as part, relkind::text as about, relfilenode::text as more, '{}'::text[]
+	  as types, 0 as needed from ours
 	union all
 	select 'column', o.relname, a.attname, format_type(a.atttypid, a.atttypmod),
-	       case when a.attnotnull and not a.atthasdef and a.attidentity = '' and a.attgenerated = '' then 'must be given' when a.attnotnull then 'not null' else '' end, '{}', 0
+	       case when a.attnotnull and not a.atthasdef and a.attidentity = '' and a.attgenerated = '' then 'must be given'
+	         when a.attnotnull then 'not null' else '' end, '{}', 0
 	  from ours o join pg_attribute a on a.attrelid = o.oid and a.attnum > 0 and not a.attisdropped
 	union all
-	select 'index', o.relname, i.indexrelid::regclass::text, '', i.indrelid::regclass::text, '{}', 0 from ours o join pg_index i on i.indrelid = o.oid
+	select 'index', o.relname, i.indexrelid::regclass::text, '', i.indrelid::regclass::text, '{}', 0 from ours o
+	  join pg_index i on i.indrelid = o.oid
 	union all
-	select 'constraint', o.relname, n.conname, pg_get_constraintdef(n.oid), case when n.convalidated then 'validated' else '' end, '{}', 0
+	select 'constraint', o.relname, n.conname, pg_get_constraintdef(n.oid), case when n.convalidated then 'validated'
+	  else '' end, '{}', 0
 	  from ours o join pg_constraint n on n.conrelid = o.oid and n.contype in ('c', 'f', 'u', 'x')
 	union all
 	select 'function', proname, identity, result, '', types, needed from functions`
@@ -68,7 +76,8 @@ func schemaOf(t *testing.T, db postgres.DB) schema {
 	return s
 }
 
-// breaks lists, in words, what a step from one schema to the next takes from the release before, or what it may hold up.
+// breaks lists, in words, what a step from one schema to the next takes from the release before, or what it may hold
+// up.
 func breaks(before, after schema) []string {
 	var found []string
 	say := func(format string, args ...any) { found = append(found, fmt.Sprintf(format, args...)) }
@@ -168,7 +177,8 @@ func judge(t *testing.T, name string, found []string) {
 	t.Helper()
 	for _, what := range found {
 		if allowed[name][what] == "" {
-			t.Errorf("%s %s. A process of the release before may be running: see docs/upgrading.md. If none minds, say why in allowed_test.go", name, what)
+			t.Errorf("%s %s. A process of the release before may be running: see docs/upgrading.md. If none minds, say why in "+
+				"allowed_test.go", name, what)
 		}
 	}
 	for what := range allowed[name] {
@@ -187,21 +197,24 @@ func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
 		create view v as select id, name from a;
 		create function f(x int, y text) returns int language sql as 'select 1'`)
 	for change, want := range map[string]string{
-		`drop table a cascade`:                                         "drops a; drops v",
-		`drop view v`:                                                  "drops v",
-		`alter table a rename to b`:                                    "drops a",
-		`alter table a drop column note`:                               "drops column a.note",
-		`alter table a rename column note to notes`:                    "drops column a.note",
-		`alter table a alter column note type varchar(9)`:              "changes column a.note from text to character varying(9); rewrites a",
-		`alter table a alter column size type bigint`:                  "changes column a.size from integer to bigint; rewrites a",
+		`drop table a cascade`:                      "drops a; drops v",
+		`drop view v`:                               "drops v",
+		`alter table a rename to b`:                 "drops a",
+		`alter table a drop column note`:            "drops column a.note",
+		`alter table a rename column note to notes`: "drops column a.note",
+		`alter table a alter column note type varchar(9)`: "changes column a.note from text to character " +
+			"varying(9); rewrites a",
+		`alter table a alter column size type bigint`: "changes column a.size from integer to bigint; " +
+			"rewrites a",
 		`alter table a alter column note set not null`:                 "column a.note now must be given",
 		`alter table a alter column name drop default`:                 "column a.name now must be given",
 		`alter table a add column more int not null`:                   "new column a.more must be given",
 		`alter table a add column more uuid default gen_random_uuid()`: "rewrites a",
 		`alter table a add check (size > 0)`:                           "constraint a_size_check on a",
-		`alter table a add unique (size)`:                              "builds index a_size_key on a; constraint a_size_key on a",
-		`create index a_note on a (note)`:                              "builds index a_note on a",
-		`drop function f(int, text)`:                                   "drops function f(integer, text)",
+		`alter table a add unique (size)`: "builds index a_size_key on a; constraint " +
+			"a_size_key on a",
+		`create index a_note on a (note)`: "builds index a_note on a",
+		`drop function f(int, text)`:      "drops function f(integer, text)",
 		`drop function f(int, text); create function f(x int, y text) returns text language sql as 'select ''a''::text'`: "function f(integer, text) returns text, not integer",
 		`drop function f(int, text); create function f(x int, y text, z int) returns int language sql as 'select 1'`:     "drops function f(integer, text)",
 		`drop view v; create view v as select id from a`:                                                                 "drops column v.name",

@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// statements is what a file runs: without comments, texts and the bodies of functions, in lower case with single spaces.
-// The bodies of `do` are run, so they stay.
+// statements is what a file runs: without comments, texts and the bodies of functions, in lower case with single
+// spaces. The bodies of `do` are run, so they stay.
 func statements(sql string) string {
 	var kept strings.Builder
 	for sql != "" {
@@ -53,15 +53,17 @@ func after(text, mark string) string {
 	return rest
 }
 
-// against are words of statements that hold others up for as long as a table is large, or that undo what the program does
-// so that nobody is held up for long.
+// against are words of statements that hold others up for as long as a table is large, or that undo what the program
+// does so that nobody is held up for long.
 var against = map[string]*regexp.Regexp{
-	"writes all rows of":         regexp.MustCompile(`(?:^|[;(] ?|\bthen |\bloop |\bbegin )(?:update|delete from|merge into)(?: only)? ([a-z0-9_.]+)`),
+	"writes all rows of": regexp.MustCompile(
+		`(?:^|[;(] ?|\bthen |\bloop |\bbegin )(?:update|delete from|merge into)(?: only)? ([a-z0-9_.]+)`),
 	"inserts what it reads into": regexp.MustCompile(`\binsert into ([a-z0-9_.]+)[^;]*\bselect\b`),
 	"truncates":                  regexp.MustCompile(`\btruncate (?:table )?([a-z0-9_.]+)`),
 	"locks":                      regexp.MustCompile(`\block (?:table )?([a-z0-9_.]+)`),
-	"rebuilds":                   regexp.MustCompile(`\b(?:cluster|vacuum|reindex (?:table|index|schema|database)|refresh materialized view) ([a-z0-9_.]+)`),
-	"sets":                       regexp.MustCompile(`(?:^|; )set (?:local |session )?((?:lock|statement)_timeout|session_replication_role)`),
+	"rebuilds": regexp.MustCompile(
+		`\b(?:cluster|vacuum|reindex (?:table|index|schema|database)|refresh materialized view) ([a-z0-9_.]+)`),
+	"sets": regexp.MustCompile(`(?:^|; )set (?:local |session )?((?:lock|statement)_timeout|session_replication_role)`),
 }
 
 var makes = regexp.MustCompile(`\bcreate (?:table|view)(?: if not exists)? ([a-z0-9_.]+)`)
@@ -95,14 +97,14 @@ func TestWhatTheRuleForbidsIsFound(t *testing.T) {
 		`create table own (a int); update own set a = 1; lock table own;`:                 "",
 		`create trigger x before insert or update on a for each row execute function f()`: "",
 		`create table x (y uuid references z on delete cascade on update cascade)`:        "",
-		"update\n  agent_executions set x = 1":                                            "writes all rows of agent_executions",
-		`select 1; delete from only a;`:                                                   "writes all rows of a",
-		`do $$ begin update a set b = 1; end $$;`:                                         "writes all rows of a",
-		`with x as (delete from a returning 1) select 1`:                                  "writes all rows of a",
-		`insert into a select * from b`:                                                   "inserts what it reads into a",
-		`truncate table a`:                                                                "truncates a",
-		`LOCK TABLE a IN SHARE MODE`:                                                      "locks a",
-		`vacuum a; set lock_timeout = 0`:                                                  "rebuilds a, sets lock_timeout",
+		"update\n  a set x = 1":                          "writes all rows of a",
+		`select 1; delete from only a;`:                  "writes all rows of a",
+		`do $$ begin update a set b = 1; end $$;`:        "writes all rows of a",
+		`with x as (delete from a returning 1) select 1`: "writes all rows of a",
+		`insert into a select * from b`:                  "inserts what it reads into a",
+		`truncate table a`:                               "truncates a",
+		`LOCK TABLE a IN SHARE MODE`:                     "locks a",
+		`vacuum a; set lock_timeout = 0`:                 "rebuilds a, sets lock_timeout",
 	} {
 		if got := strings.Join(wordsAgainstTheRule(sql), ", "); got != want {
 			t.Errorf("%s\nfound %q, want %q", sql, got, want)

@@ -83,14 +83,15 @@ func ended(t *testing.T, done <-chan error) {
 	}
 }
 
-// A statement that waits for a lock makes all wait that come later; a serving process would stand still for as long as the
-// longest transaction lasts.
+// A statement that waits for a lock makes all wait that come later; a serving process would stand still for as long
+// as the longest transaction lasts.
 func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	reader := pgtest.Begin(t, db)
 	pgtest.Exec(t, reader, `select count(*) from agent_executions`)
-	done := upgrade(t, db, next(t, map[string]string{"9001_more.sql": `alter table agent_executions add column more int not null default 0`}))
+	done := upgrade(t, db, next(t,
+		map[string]string{"9001_more.sql": `alter table agent_executions add column more int not null default 0`}))
 	blocked(t, db, 1, "add column more")
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
@@ -104,7 +105,8 @@ func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
 	}
 }
 
-// The session with the lock is idle in a transaction for as long as a file takes, and the pool's sessions are ended for that.
+// The session with the lock is idle in a transaction for as long as a file takes, and the pool's sessions are ended
+// for that.
 func TestALongMigrationKeepsItsLock(t *testing.T) {
 	t.Parallel()
 	db := opened(t, pgtest.URL(t), "idle_in_transaction_session_timeout", "100")
@@ -137,7 +139,8 @@ func TestIndexesAreBuiltConcurrentlyByOneOfMany(t *testing.T) {
 		ended(t, done)
 	}
 	db := opened(t, url, "pool_max_conns", "2")
-	if n := pgtest.Value[int](t, db, `select count(*) from pg_index where indexrelid in ('by_thread'::regclass, 'by_flow'::regclass) and indisvalid`); n != 2 {
+	if n := pgtest.Value[int](t, db, `select count(*) from pg_index
+		where indexrelid in ('by_thread'::regclass, 'by_flow'::regclass) and indisvalid`); n != 2 {
 		t.Errorf("%d of 2 indexes are whole", n)
 	}
 }
@@ -201,7 +204,8 @@ func TestAChangeWithoutItsCodeIsNotApplied(t *testing.T) {
 		!strings.Contains(err.Error(), "code of 010_types") {
 		t.Fatalf("code with an error: %v", err)
 	}
-	if pgtest.Value[bool](t, db, `select to_regclass('more') is not null or exists (select from agent_migrations where version = 9001)`) {
+	if pgtest.Value[bool](t, db, `select to_regclass('more') is not null
+		or exists (select from agent_migrations where version = 9001)`) {
 		t.Error("the change is there without its code")
 	}
 }
@@ -214,10 +218,12 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	insertExecution(t, db)
-	pgtest.Exec(t, db, `create function slowly(text) returns text language plpgsql immutable as $$ begin perform pg_sleep(0.8); return $1; end $$`)
+	pgtest.Exec(t, db, `create function slowly(text) returns text language plpgsql immutable
+		as $$ begin perform pg_sleep(0.8); return $1; end $$`)
 	name := pgx.Identifier{pgtest.Value[string](t, db, `select current_database()`)}.Sanitize()
 	limits := []string{"statement_timeout = '500ms'", "plpgsql.extra_errors = 'all'"}
-	if pgtest.Value[bool](t, db, `select exists (select from pg_settings where name = 'transaction_timeout')`) { // since version 17
+	// since version 17
+	if pgtest.Value[bool](t, db, `select exists (select from pg_settings where name = 'transaction_timeout')`) {
 		limits = append(limits, "transaction_timeout = '700ms'")
 	}
 	for _, limit := range limits {
@@ -225,8 +231,10 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 	}
 	db.Reset()
 	ended(t, upgrade(t, db, next(t, map[string]string{
-		"9001_long.sql":  `select pg_sleep(0.8); create function f(x int) returns void language plpgsql as $$ declare x int; begin end $$`,
-		"9002_index.sql": "-- outside a transaction\ncreate index concurrently if not exists by_slow on agent_executions (slowly(flow));\n",
+		"9001_long.sql": `select pg_sleep(0.8); create function f(x int) returns void language plpgsql
+			as $$ declare x int; begin end $$`,
+		"9002_index.sql": "-- outside a transaction\ncreate index concurrently if not exists by_slow on agent_executions " +
+			"(slowly(flow));\n",
 	})))
 	if got := pgtest.Value[string](t, db, `select current_setting('statement_timeout')`); got != "500ms" {
 		t.Errorf("after a migration the pool's statements may take %s", got)

@@ -89,7 +89,8 @@ func TestCompleteSendsWhatWasAsked(t *testing.T) {
 	if first.IdempotencyKey() != "exec-1/step-2" || first.Header.Get("Authorization") != "Bearer "+key {
 		t.Errorf("headers = %v", first.Header)
 	}
-	if !first.Stream || first.StreamOptions == nil || !first.StreamOptions.IncludeUsage || !strings.Contains(first.Body, `"max_tokens":77`) {
+	if !first.Stream || first.StreamOptions == nil || !first.StreamOptions.IncludeUsage ||
+		!strings.Contains(first.Body, `"max_tokens":77`) {
 		t.Errorf("request = %s", first.Body)
 	}
 	if !strings.Contains(first.Body, `"temperature":`) {
@@ -125,7 +126,8 @@ func TestACallThatNoServerTakesBackIsRepaired(t *testing.T) {
 				models.Message{Role: models.RoleTool, ToolCallID: "call_1", Name: test.called, Content: "no"})
 			complete(t, client(t, server), req)
 			sent := server.Requests()[0].Messages
-			if got := sent[1].ToolCalls[0].Function; got.Name != test.name || got.Arguments != test.sent || sent[2].Name != test.name {
+			if got := sent[1].ToolCalls[0].Function; got.Name != test.name || got.Arguments != test.sent ||
+				sent[2].Name != test.name {
 				t.Errorf("sent %+v and the answer of %q, want %q with %s", got, sent[2].Name, test.name, test.sent)
 			}
 			if kept := req.Messages[1].ToolCalls[0]; kept.Name != test.called || kept.Arguments != test.arguments {
@@ -152,7 +154,8 @@ func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
 			[]want{{"a", `{"text":"long enough for more than one piece"}`}, {"b", `{"n":2}`}},
 		},
 		"interleaved and out of order": {
-			modeltest.Fragments(call(at(1), "y", "b", ""), call(at(0), "x", "a", `{"p"`), call(at(1), "", "", `{}`), call(at(0), "", "", `:1}`)),
+			modeltest.Fragments(call(at(1), "y", "b", ""), call(at(0), "x", "a", `{"p"`), call(at(1), "", "", `{}`),
+				call(at(0), "", "", `:1}`)),
 			[]want{{"a", `{"p":1}`}, {"b", `{}`}},
 		},
 		"whole calls without index": {
@@ -160,7 +163,8 @@ func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
 			[]want{{"a", `{"p":1}`}, {"b", `{"p":2}`}},
 		},
 		"fragments without index": {
-			modeltest.Fragments(call(nil, "x", "a", `{"p"`), call(nil, "", "", `:1}`), call(nil, "y", "b", ""), call(nil, "y", "", "{}")),
+			modeltest.Fragments(call(nil, "x", "a", `{"p"`), call(nil, "", "", `:1}`), call(nil, "y", "b", ""),
+				call(nil, "y", "", "{}")),
 			[]want{{"a", `{"p":1}`}, {"b", `{}`}},
 		},
 		"whole calls all with index 0": {
@@ -175,11 +179,17 @@ func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
 			modeltest.Fragments(call(at(0), "x", "a", `{"p"`), call(at(0), "x", "a", `:1}`)),
 			[]want{{"a", `{"p":1}`}},
 		},
-		"no ids":            {modeltest.Fragments(call(at(0), "", "a", "{}"), call(at(1), "", "a", "{}")), []want{{"a", "{}"}, {"a", "{}"}}},
-		"the same id twice": {modeltest.Fragments(call(at(0), "x", "a", "{}"), call(at(1), "x", "b", "{}")), []want{{"a", "{}"}, {"b", "{}"}}},
-		"no arguments":      {modeltest.Fragments(call(at(0), "x", "a", "")), []want{{"a", "{}"}}},
-		"no name":           {modeltest.Fragments(call(at(0), "x", "", "{}")), []want{{"unnamed", "{}"}}},
-		"malformed":         {modeltest.MalformedCall("a"), []want{{"a", `{"limit": 3,`}}},
+		"no ids": {
+			modeltest.Fragments(call(at(0), "", "a", "{}"), call(at(1), "", "a", "{}")),
+			[]want{{"a", "{}"}, {"a", "{}"}},
+		},
+		"the same id twice": {
+			modeltest.Fragments(call(at(0), "x", "a", "{}"), call(at(1), "x", "b", "{}")),
+			[]want{{"a", "{}"}, {"b", "{}"}},
+		},
+		"no arguments": {modeltest.Fragments(call(at(0), "x", "a", "")), []want{{"a", "{}"}}},
+		"no name":      {modeltest.Fragments(call(at(0), "x", "", "{}")), []want{{"unnamed", "{}"}}},
+		"malformed":    {modeltest.MalformedCall("a"), []want{{"a", `{"limit": 3,`}}},
 		"arguments as an object": {
 			modeltest.Raw(http.StatusOK, "application/json",
 				`{"choices":[{"index":0,"message":{"tool_calls":[{"function":{"name":"a","arguments":{"p":1}}}]},"finish_reason":"stop"}]}`),
@@ -225,8 +235,10 @@ func TestMissingIDsAreDerivedFromTheRequest(t *testing.T) {
 func TestUsageIsEstimatedWhenTheServerIsSilent(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text(strings.Repeat("word", 25)).NoUsage().WithModel("unheard-of"))
-	resp := complete(t, client(t, server, func(c *models.Config) { c.Model = "unheard-of" }), ask(strings.Repeat("word", 10)))
-	want := models.Usage{PromptTokens: 12 + 8 + 8 + 8, CompletionTokens: 12 + 76, TotalTokens: 124, Estimated: true} // no word is as long
+	resp := complete(t, client(t, server, func(c *models.Config) { c.Model = "unheard-of" }),
+		ask(strings.Repeat("word", 10)))
+	// no word is as long
+	want := models.Usage{PromptTokens: 12 + 8 + 8 + 8, CompletionTokens: 12 + 76, TotalTokens: 124, Estimated: true}
 	if diff := cmp.Diff(want, resp.Usage); diff != "" {
 		t.Errorf("usage (-want +got):\n%s", diff)
 	}
@@ -280,7 +292,8 @@ func TestDialectIsLearntOnce(t *testing.T) {
 		},
 		"validation of another framework": {
 			func(r openai.ChatCompletionRequest) bool { return r.StreamOptions != nil },
-			modeltest.Raw(422, "application/json", `{"detail":[{"loc":["body","stream_options"],"msg":"extra fields not permitted"}]}`),
+			modeltest.Raw(422, "application/json",
+				`{"detail":[{"loc":["body","stream_options"],"msg":"extra fields not permitted"}]}`),
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -314,7 +327,8 @@ func TestDialectIsLearntOnce(t *testing.T) {
 func TestDocumentIsAcceptedWhereAStreamWasAskedFor(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Raw(http.StatusOK, "application/json",
-		"\n"+`{ "model": "m", "choices": [ {"index": 0, "message": {"role": "assistant", "content": [{"type": "text", "text": "whole"}]},
+		"\n"+
+			`{ "model": "m", "choices": [ {"index": 0, "message": {"role": "assistant", "content": [{"type": "text", "text": "whole"}]},
 		"finish_reason": "stop"} ], "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3} }`))
 	resp := complete(t, client(t, server), ask("hi"))
 	if resp.Message.Content != "whole" || resp.Usage.TotalTokens != 3 {
@@ -401,18 +415,22 @@ func events(body string) modeltest.Reply {
 func TestStreamsOfManyServersAreUnderstood(t *testing.T) {
 	t.Parallel()
 	for name, body := range map[string]string{
-		"more comments than go-openai allows":   strings.Repeat(": OPENROUTER PROCESSING\n\n", 1000) + hello + finish + "data: [DONE]\n\n",
-		"more blanks than go-openai allows":     strings.Repeat("\n", 1000) + hello + finish + "data: [DONE]\n\n",
-		"event names and ids":                   "event: message\nid: 1\n" + hello + "event: message\nid: 2\n" + finish + "data: [DONE]\n\n",
-		"no end marker":                         hello + finish,
-		"no finish reason":                      hello + "data: [DONE]\n\n",
-		"a cut after the finish reason":         hello + finish + "data: {\"usa",
-		"carriage returns":                      strings.ReplaceAll(hello+finish, "\n", "\r\n"),
-		"a null error in every chunk":           strings.ReplaceAll(hello+finish, `{"choices"`, `{"error":null,"choices"`),
-		"usage as null in every chunk":          strings.ReplaceAll(hello+finish, `{"choices"`, `{"usage":null,"choices"`),
-		"another choice":                        hello + `data: {"choices":[{"index":1,"delta":{"content":"no"}}]}` + "\n\n" + finish,
-		"chunks without choices":                "data: {\"choices\":[],\"prompt_filter_results\":[]}\n\n" + hello + finish,
-		"a whole message at the end of it":      "data: {\"choices\":[]}\n\n" + strings.ReplaceAll(hello, "delta", "message") + finish,
+		"more comments than go-openai allows": strings.Repeat(": OPENROUTER PROCESSING\n\n", 1000) + hello +
+			finish + "data: [DONE]\n\n",
+		"more blanks than go-openai allows": strings.Repeat("\n", 1000) + hello + finish + "data: [DONE]\n\n",
+		"event names and ids": "event: message\nid: 1\n" + hello + "event: message\nid: 2\n" +
+			finish + "data: [DONE]\n\n",
+		"no end marker":                 hello + finish,
+		"no finish reason":              hello + "data: [DONE]\n\n",
+		"a cut after the finish reason": hello + finish + "data: {\"usa",
+		"carriage returns":              strings.ReplaceAll(hello+finish, "\n", "\r\n"),
+		"a null error in every chunk":   strings.ReplaceAll(hello+finish, `{"choices"`, `{"error":null,"choices"`),
+		"usage as null in every chunk":  strings.ReplaceAll(hello+finish, `{"choices"`, `{"usage":null,"choices"`),
+		"another choice": hello + `data: {"choices":[{"index":1,"delta":{"content":"no"}}]}` + "\n\n" +
+			finish,
+		"chunks without choices": "data: {\"choices\":[],\"prompt_filter_results\":[]}\n\n" + hello + finish,
+		"a whole message at the end of it": "data: {\"choices\":[]}\n\n" +
+			strings.ReplaceAll(hello, "delta", "message") + finish,
 		"finish reason together with last text": strings.ReplaceAll(hello, `"}}]`, `"},"finish_reason":"stop"}]`),
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -428,11 +446,12 @@ func TestStreamsOfManyServersAreUnderstood(t *testing.T) {
 func TestErrorsInStreamsAreSeenInEveryForm(t *testing.T) {
 	t.Parallel()
 	for name, body := range map[string]string{
-		"alone":            `data: {"error":{"message":"too hot"}}` + "\n\n",
-		"after comments":   strings.Repeat(": PROCESSING\n\n", 400) + `data: {"error":{"message":"too hot"}}` + "\n\n",
-		"after its name":   "event: error\n" + `data: {"error":{"message":"too hot"}}` + "\n\n",
-		"after text":       hello + `data: {"error":{"message":"too hot","code":502}}` + "\n\n",
-		"not first":        hello + `data: {"id":"x","choices":[],"error":{"message":"too hot","code":"server_error"}}` + "\n\n",
+		"alone":          `data: {"error":{"message":"too hot"}}` + "\n\n",
+		"after comments": strings.Repeat(": PROCESSING\n\n", 400) + `data: {"error":{"message":"too hot"}}` + "\n\n",
+		"after its name": "event: error\n" + `data: {"error":{"message":"too hot"}}` + "\n\n",
+		"after text":     hello + `data: {"error":{"message":"too hot","code":502}}` + "\n\n",
+		"not first": hello + `data: {"id":"x","choices":[],"error":{"message":"too hot","code":"server_error"}}` +
+			"\n\n",
 		"with blanks":      `data: { "error" : { "message" : "too hot" } }` + "\n\n",
 		"as text":          `data: {"error":"too hot"}` + "\n\n",
 		"without field":    hello + `{"error":{"message":"too hot"}}` + "\n",

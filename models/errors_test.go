@@ -60,20 +60,30 @@ func TestWhatWillNotPassIsNotRepeated(t *testing.T) {
 		status int
 		want   string
 	}{
-		"400":          {modeltest.Status(http.StatusBadRequest, 0), 400, "Bad Request"},
-		"401":          {modeltest.Status(http.StatusUnauthorized, 0), 401, "OPENAI_API_KEY"},
-		"404":          {modeltest.Refusal(404, "invalid_request_error", "model_not_found", "no such model", 0), 404, "AGENT_MODEL"},
-		"408":          {modeltest.Status(http.StatusRequestTimeout, 0), 408, "Request Timeout"},
-		"422":          {modeltest.Raw(422, "application/json", `{"detail":"messages: too many"}`), 422, "messages: too many"},
+		"400": {modeltest.Status(http.StatusBadRequest, 0), 400, "Bad Request"},
+		"401": {modeltest.Status(http.StatusUnauthorized, 0), 401, "OPENAI_API_KEY"},
+		"404": {
+			modeltest.Refusal(404, "invalid_request_error", "model_not_found", "no such model", 0), 404,
+			"AGENT_MODEL",
+		},
+		"408": {modeltest.Status(http.StatusRequestTimeout, 0), 408, "Request Timeout"},
+		"422": {
+			modeltest.Raw(422, "application/json", `{"detail":"messages: too many"}`), 422,
+			"messages: too many",
+		},
 		"web page":     {modeltest.Raw(404, "text/html", "<html><body>Not here</body></html>"), 404, "web page"},
 		"200 web page": {modeltest.Raw(200, "text/html", "<!doctype html>"), 0, "web page"},
 		"plain text":   {modeltest.Raw(403, "text/plain", "go\naway"), 403, "go away"},
 		"empty":        {modeltest.Raw(418, "text/plain", ""), 418, "teapot"},
 		"error text":   {modeltest.Raw(400, "application/json", `{"error":"bad model"}`), 400, "bad model"},
-		"no quota":     {modeltest.Refusal(429, "insufficient_quota", "insufficient_quota", "pay first", 0), 429, "pay first"},
-		"no answer":    {modeltest.Raw(304, "text/plain", ""), 304, "not modified"},
+		"no quota": {
+			modeltest.Refusal(429, "insufficient_quota", "insufficient_quota", "pay first", 0), 429,
+			"pay first",
+		},
+		"no answer": {modeltest.Raw(304, "text/plain", ""), 304, "not modified"},
 		"bad request mid-stream": {
-			modeltest.Raw(200, "text/event-stream", "data: {\"error\":{\"message\":\"too long\",\"code\":400}}\n\n"), 400, "too long",
+			modeltest.Raw(200, "text/event-stream", "data: {\"error\":{\"message\":\"too long\",\"code\":400}}\n\n"), 400,
+			"too long",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -164,7 +174,8 @@ func TestSlowIsNotSilent(t *testing.T) {
 func TestNoErrorAndNoLogShowsASecret(t *testing.T) {
 	t.Parallel()
 	words := "Incorrect API key provided: " + key + " and sk-proj-abcdefgh1234 and Bearer abcdef.ghijkl"
-	server := modeltest.New(t, modeltest.Refusal(500, "server_error", "", words, 0), modeltest.Refusal(401, key, key, words, 0))
+	server := modeltest.New(t, modeltest.Refusal(500, "server_error", "", words, 0),
+		modeltest.Refusal(401, key, key, words, 0))
 	var log bytes.Buffer
 	c := client(t, server, func(c *models.Config) { c.Logger = slog.New(slog.NewTextHandler(&log, nil)) })
 	_, err := c.Complete(t.Context(), ask("hi"))
@@ -243,7 +254,8 @@ func endless(gone chan<- struct{}) modeltest.Reply {
 	return modeltest.Custom(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
 		for r.Context().Err() == nil {
-			if _, err := w.Write([]byte("data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"word word word word \"}}]}\n\n")); err != nil {
+			if _, err := w.Write([]byte("data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"word word word word " +
+				"\"}}]}\n\n")); err != nil {
 				break
 			}
 			w.(http.Flusher).Flush()
@@ -268,7 +280,8 @@ func TestAnAnswerThatIgnoresItsLimitIsCut(t *testing.T) {
 		t.Errorf("usage is %+v, want what was really said", resp.Usage)
 	}
 	if resp.Message.Content != shown.String() || !resp.Unknown {
-		t.Errorf("%d bytes were shown, the answer has %d; what was used is unknown: %t", shown.Len(), len(resp.Message.Content), resp.Unknown)
+		t.Errorf("%d bytes were shown, the answer has %d; what was used is unknown: %t", shown.Len(),
+			len(resp.Message.Content), resp.Unknown)
 	}
 	select {
 	case <-gone:
@@ -410,9 +423,13 @@ func TestAUsageThatIsMissingIsUnknownWhereTheServerReportsIt(t *testing.T) {
 	server := modeltest.New(t, unsaid, cut, modeltest.Text("yes").WithUsage(5, 1, 0), unsaid)
 	c := client(t, server)
 	for i, want := range []models.Response{
-		{Usage: models.Usage{Estimated: true}}, {Usage: models.Usage{Estimated: true}, Unknown: true}, {}, {Usage: models.Usage{Estimated: true}, Unknown: true},
+		{Usage: models.Usage{Estimated: true}},
+		{Usage: models.Usage{Estimated: true}, Unknown: true},
+		{},
+		{Usage: models.Usage{Estimated: true}, Unknown: true},
 	} {
-		if got := complete(t, c, ask("go")); got.Unknown != want.Unknown || got.Usage.Estimated != want.Usage.Estimated || got.Usage.TotalTokens == 0 {
+		if got := complete(t, c, ask("go")); got.Unknown != want.Unknown || got.Usage.Estimated != want.Usage.Estimated ||
+			got.Usage.TotalTokens == 0 {
 			t.Errorf("answer %d: %+v", i, got)
 		}
 	}

@@ -119,10 +119,14 @@ func TestNobodySeesWhatIsOpaque(t *testing.T) {
 func TestEmbeddingsComeInTheOrderOfTheTexts(t *testing.T) {
 	t.Parallel()
 	server := modeltest.NewEmbeddings(t, func(text string) []float32 { return []float32{float32(len(text)), 1} })
-	client, err := models.New(models.Config{BaseURL: server.URL(), Model: "small", Headers: map[string]string{"Api-Key": "k"}})
+	client, err := models.New(models.Config{
+		BaseURL: server.URL(), Model: "small",
+		Headers: map[string]string{"Api-Key": "k"},
+	})
 	require.NoError(t, err)
 	got, err := client.Embed(t.Context(), []string{"a", "bbb", "cc"})
-	if err != nil || !slices.EqualFunc(got, []float32{1, 3, 2}, func(v []float32, first float32) bool { return v[0] == first }) {
+	if err != nil || !slices.EqualFunc(got, []float32{1, 3, 2},
+		func(v []float32, first float32) bool { return v[0] == first }) {
 		t.Errorf("got %v, %v", got, err)
 	}
 	if sent := server.Requests()[0]; sent.Model != "small" || sent.Header.Get("Api-Key") != "k" {
@@ -130,7 +134,8 @@ func TestEmbeddingsComeInTheOrderOfTheTexts(t *testing.T) {
 	}
 	server.Refuse(func([]string) int { return http.StatusUnauthorized })
 	_, err = client.Embed(t.Context(), []string{"a"})
-	if said, ok := errors.AsType[*models.Error](err); !ok || said.Status != 401 || !strings.Contains(err.Error(), "AGENT_EMBEDDING_KEY") {
+	if said, ok := errors.AsType[*models.Error](err); !ok || said.Status != 401 ||
+		!strings.Contains(err.Error(), "AGENT_EMBEDDING_KEY") {
 		t.Errorf("got %v", err)
 	}
 }
@@ -161,18 +166,23 @@ func TestAnAnswerThatIsNotOneEmbeddingForEachTextIsAnError(t *testing.T) {
 func TestPriceIsFoundByTheLongestNameThatFits(t *testing.T) {
 	t.Parallel()
 	prices := models.Prices{
-		"gpt-4o": {Prompt: 1}, "gpt-4o-mini": {Prompt: 2}, "gpt-4o-2024-05-13": {Prompt: 3}, "llama*": {Prompt: 4}, "llama3:70b*": {Prompt: 5},
-		"meta/own": {Prompt: 6},
+		"gpt-4o": {Prompt: 1}, "gpt-4o-mini": {Prompt: 2}, "gpt-4o-2024-05-13": {Prompt: 3}, "llama*": {Prompt: 4},
+		"llama3:70b*": {Prompt: 5},
+		"meta/own":    {Prompt: 6},
 	}
 	for model, want := range map[string]float64{
 		"gpt-4o": 1, "gpt-4o-2024-08-06": 1, "gpt-4o-latest": 1, "gpt-4o@20240806": 1, "openai/gpt-4o": 1,
-		"gpt-4o-mini": 2, "gpt-4o-mini-2024-07-18": 2, "gpt-4o-2024-05-13": 3, "llama3.1": 4, "llama3:70b-q4": 5, "meta/own": 6, "meta/llama2": 4,
+		"gpt-4o-mini": 2, "gpt-4o-mini-2024-07-18": 2, "gpt-4o-2024-05-13": 3, "llama3.1": 4, "llama3:70b-q4": 5,
+		"meta/own": 6, "meta/llama2": 4,
 	} {
 		if got, found := prices.Of(model); !found || got.Prompt != want {
 			t.Errorf("price of %s = %v (%v), want %v", model, got.Prompt, found, want)
 		}
 	}
-	for _, model := range []string{"", "gpt-4", "gpt-4o-audio", "gpt-4o-mini-audio", "gpt-4o-5", "gpt-4o-", "GPT-4O", "xllama", "/"} {
+	for _, model := range []string{
+		"", "gpt-4", "gpt-4o-audio", "gpt-4o-mini-audio", "gpt-4o-5", "gpt-4o-",
+		"GPT-4O", "xllama", "/",
+	} {
 		if got, found := prices.Of(model); found {
 			t.Errorf("%s was priced at %v", model, got.Prompt)
 		}
@@ -191,7 +201,8 @@ func TestPricesThatCannotBeMeantAreRefused(t *testing.T) {
 		"without name": {models.Prices{" ": {Prompt: 2}}, "name"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, err := models.New(models.Config{Model: "m", Prices: test.prices}); err == nil || !strings.Contains(err.Error(), test.want) {
+			if _, err := models.New(models.Config{Model: "m", Prices: test.prices}); err == nil ||
+				!strings.Contains(err.Error(), test.want) {
 				t.Errorf("err = %v, want one about %s", err, test.want)
 			}
 		})

@@ -447,7 +447,8 @@ func TestARefusedMemberIsLeftOutFromThenOn(t *testing.T) {
 		"streaming": {"stream is not supported", `"stream":true`, "without streaming", ask("hi"), nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			server := modeltest.New(t, modeltest.Refusal(400, "x", "", test.refusal, 0), modeltest.Text("a"), modeltest.Text("b"))
+			server := modeltest.New(t, modeltest.Refusal(400, "x", "", test.refusal, 0),
+				modeltest.Text("a"), modeltest.Text("b"))
 			c := client(t, server, func(c *models.Config) {
 				if test.change != nil {
 					test.change(c)
@@ -479,10 +480,12 @@ func TestMembersThatTheirServerRefusesAreNotSentBack(t *testing.T) {
 	const answer = `{"choices":[{"message":{"role":"assistant","content":"hi","reasoning_details":[{"type":"x","text":"t"}]},` +
 		`"finish_reason":"stop"}]}`
 	server := modeltest.New(t, modeltest.Raw(200, "application/json", answer),
-		modeltest.Refusal(400, "x", "", "messages[1].reasoning_details: Extra inputs are not permitted", 0), modeltest.Text("ok"))
+		modeltest.Refusal(400, "x", "", "messages[1].reasoning_details: Extra inputs are not permitted", 0),
+		modeltest.Text("ok"))
 	c := client(t, server)
 	req := ask("hi")
-	req.Messages = append(req.Messages, complete(t, c, req).Message, models.Message{Role: models.RoleUser, Content: "and?"})
+	req.Messages = append(req.Messages, complete(t, c, req).Message,
+		models.Message{Role: models.RoleUser, Content: "and?"})
 	complete(t, c, req)
 	for n, want := range []bool{false, true, false} {
 		if got := strings.Contains(server.Requests()[n].Body, "reasoning_details"); got != want {

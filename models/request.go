@@ -265,7 +265,8 @@ type Schema struct {
 	Name        string          `json:"name"`
 	Description string          `json:"description,omitempty"`
 	Schema      json.RawMessage `json:"schema"`
-	Strict      bool            `json:"strict"` // servers then demand that every member is required and no others are allowed
+	// servers then demand that every member is required and no others are allowed
+	Strict bool `json:"strict"`
 
 	inWords bool // the server rejected this schema
 }

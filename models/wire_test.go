@@ -51,7 +51,10 @@ func TestOnlyDataLinesPass(t *testing.T) {
 
 func TestEndMarkerIsSeen(t *testing.T) {
 	t.Parallel()
-	for text, want := range map[string]bool{"data: [DONE]\n\n": true, "data:[DONE]": true, "data: {}\n\n": false, ": [DONE]\n": false} {
+	for text, want := range map[string]bool{
+		"data: [DONE]\n\n": true, "data:[DONE]": true, "data: {}\n\n": false,
+		": [DONE]\n": false,
+	} {
 		lines := newDataLines(strings.NewReader(text))
 		if _, err := io.ReadAll(lines); err != nil || lines.done != want {
 			t.Errorf("%q: done = %v (%v), want %v", text, lines.done, err, want)
@@ -104,7 +107,8 @@ var dataForm = regexp.MustCompile(`^(?:data: [^\r\n]+\n\n)*$`)
 
 func FuzzDataLines(f *testing.F) {
 	for _, seed := range []string{
-		"data: {}\n\n", ": c\n\ndata: {\"error\":{\"message\":\"m\"}}\n\n", "id: 1\r\ndata: x\r\n\r\n", "\xef\xbb\xbfdata:1\r\r{\n",
+		"data: {}\n\n", ": c\n\ndata: {\"error\":{\"message\":\"m\"}}\n\n", "id: 1\r\ndata: x\r\n\r\n",
+		"\xef\xbb\xbfdata:1\r\r{\n",
 		"data: [DONE]", "data: { \"error\"", "data: \x00\n",
 	} {
 		f.Add([]byte(seed))
@@ -156,7 +160,10 @@ func TestRetryAfterForms(t *testing.T) {
 func TestWaitsGrowAndAreBounded(t *testing.T) {
 	t.Parallel()
 	r := Retry{Attempts: 100, Base: time.Second, MaxWait: 10 * time.Second}
-	for attempt, top := range map[int]time.Duration{1: time.Second, 2: 2 * time.Second, 3: 4 * time.Second, 5: 10 * time.Second, 90: 10 * time.Second} {
+	for attempt, top := range map[int]time.Duration{
+		1: time.Second, 2: 2 * time.Second, 3: 4 * time.Second,
+		5: 10 * time.Second, 90: 10 * time.Second,
+	} {
 		differ := false
 		first, _ := r.wait(attempt, &Error{Retryable: true})
 		for range 100 {

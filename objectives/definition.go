@@ -23,13 +23,14 @@ const (
 
 // Definition declares an objective in a workspace file.
 type Definition struct {
-	Name            string   `yaml:"name" json:"name"`
-	Goal            string   `yaml:"goal" json:"goal"`
-	SuccessCriteria string   `yaml:"success_criteria" json:"success_criteria,omitempty"` // the test of success
-	Agent           string   `yaml:"agent" json:"agent,omitempty"`                       // the agent that works on it; empty for the default agent
-	Priority        int      `yaml:"priority" json:"priority,omitempty"`                 // 1 (first) to 9; 2 when 0
-	ReviewEvery     string   `yaml:"review_every" json:"review_every,omitempty"`         // 12h, 7d; empty: completed with its steps
-	Steps           []string `yaml:"steps" json:"steps,omitempty"`                       // titles; empty: the model plans them
+	Name            string `yaml:"name" json:"name"`
+	Goal            string `yaml:"goal" json:"goal"`
+	SuccessCriteria string `yaml:"success_criteria" json:"success_criteria,omitempty"` // the test of success
+	// the agent that works on it; empty for the default agent
+	Agent       string   `yaml:"agent" json:"agent,omitempty"`
+	Priority    int      `yaml:"priority" json:"priority,omitempty"`         // 1 (first) to 9; 2 when 0
+	ReviewEvery string   `yaml:"review_every" json:"review_every,omitempty"` // 12h, 7d; empty: completed with its steps
+	Steps       []string `yaml:"steps" json:"steps,omitempty"`               // titles; empty: the model plans them
 }
 
 // Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join].
@@ -136,15 +137,17 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 		d.Priority = defaultPriority
 	}
 	args := pgx.StrictNamedArgs{
-		"name": d.Name, "goal": strings.TrimSpace(d.Goal), "criteria": strings.TrimSpace(d.SuccessCriteria), "priority": d.Priority,
-		"agent": d.Agent, "review": review.Seconds(), "source": source,
+		"name": d.Name, "goal": strings.TrimSpace(d.Goal), "criteria": strings.TrimSpace(d.SuccessCriteria),
+		"priority": d.Priority,
+		"agent":    d.Agent, "review": review.Seconds(), "source": source,
 	}
 	// A declaration accepts the agent's proposal.
 	err = tx.QueryRow(ctx, `
 		insert into agent_objectives as o (name, goal, success_criteria, agent, priority, review_every, source)
 		values (@name, @goal, @criteria, @agent, @priority, make_interval(secs => nullif(@review::float8, 0)), @source)
 		on conflict (name) do update
-		   set goal = excluded.goal, success_criteria = excluded.success_criteria, agent = excluded.agent, priority = excluded.priority,
+		   set goal = excluded.goal, success_criteria = excluded.success_criteria, agent = excluded.agent,
+		     priority = excluded.priority,
 		       review_every = excluded.review_every, source = excluded.source, updated_at = clock_timestamp(),
 		       status = case when o.status in ('proposed', 'rejected') then 'active' else o.status end,
 		       decided_by = case when o.status in ('proposed', 'rejected') then @source else o.decided_by end,
@@ -167,7 +170,8 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 	rows, err := db.Query(ctx, `
 		with gone as (
 		  select o.id, o.round = 1 and not exists (
-		           select from agent_objective_steps s where s.objective_id = o.id and (s.status <> 'pending' or s.attempts > 0)
+		           select from agent_objective_steps s where s.objective_id = o.id
+		             and (s.status <> 'pending' or s.attempts > 0)
 		         ) as untouched
 		    from agent_objectives o
 		   where o.source = @source and o.name <> all(@keep::text[])

@@ -19,7 +19,8 @@ import (
 func act(t *testing.T, pool *pgxpool.Pool, traceID, skill, kind, status string) (id string) {
 	t.Helper()
 	err := pool.QueryRow(t.Context(), `
-		insert into agent_activity (trace_id, skill_name, kind, status, surface) values ($1, $2, $3, $4, 'heartbeat') returning id::text`,
+		insert into agent_activity (trace_id, skill_name, kind, status, surface) values ($1, $2, $3, $4, 'heartbeat')
+		  returning id::text`,
 		traceID, skill, kind, status).Scan(&id)
 	require.NoError(t, err)
 	return id
@@ -34,21 +35,24 @@ func TestOnlyASuccessfulActionOfThisTraceProvesAStep(t *testing.T) {
 	visitor := act(t, pool, "hb_1", "look", "call", "success")
 	pgtest.Exec(t, pool, `update agent_activity set surface = 'chat' where id = $1`, visitor)
 	for name, proof := range map[string][]string{
-		"nothing":              nil,
-		"an unknown row":       {"01980000-0000-7000-8000-000000000000"},
-		"pending approval":     {act(t, pool, "hb_1", "drop", "call", "pending_approval")},
-		"skipped":              {act(t, pool, "hb_1", "drop", "call", "skipped")},
-		"an error":             {act(t, pool, "hb_1", "drop", "call", "error")},
-		"an unknown end":       {act(t, pool, "hb_1", "drop", "call", "unknown")},
-		"one under way":        {act(t, pool, "hb_1", "drop", "call", "running")},
-		"a note":               {act(t, pool, "hb_1", "advance_step", "note", "success")},
-		"a phase":              {act(t, pool, "hb_1", "advance_plan", "phase", "success")},
-		"a model call":         {act(t, pool, "hb_1", "model_call", "model", "success")},
-		"the report itself":    {act(t, pool, "hb_1", "objective_advance", "call", "success")},
-		"another trace's":      {act(t, pool, "hb_2", "look", "call", "success")},
-		"older than the step":  {early},
-		"what a visitor did":   {visitor},
-		"good and bad at once": {act(t, pool, "hb_1", "look", "call", "success"), act(t, pool, "hb_1", "drop", "call", "error")},
+		"nothing":             nil,
+		"an unknown row":      {"01980000-0000-7000-8000-000000000000"},
+		"pending approval":    {act(t, pool, "hb_1", "drop", "call", "pending_approval")},
+		"skipped":             {act(t, pool, "hb_1", "drop", "call", "skipped")},
+		"an error":            {act(t, pool, "hb_1", "drop", "call", "error")},
+		"an unknown end":      {act(t, pool, "hb_1", "drop", "call", "unknown")},
+		"one under way":       {act(t, pool, "hb_1", "drop", "call", "running")},
+		"a note":              {act(t, pool, "hb_1", "advance_step", "note", "success")},
+		"a phase":             {act(t, pool, "hb_1", "advance_plan", "phase", "success")},
+		"a model call":        {act(t, pool, "hb_1", "model_call", "model", "success")},
+		"the report itself":   {act(t, pool, "hb_1", "objective_advance", "call", "success")},
+		"another trace's":     {act(t, pool, "hb_2", "look", "call", "success")},
+		"older than the step": {early},
+		"what a visitor did":  {visitor},
+		"good and bad at once": {
+			act(t, pool, "hb_1", "look", "call", "success"),
+			act(t, pool, "hb_1", "drop", "call", "error"),
+		},
 	} {
 		ok, err := objectives.CompleteStep(t.Context(), pool, list[0].ID, "done", "hb_1", proof)
 		if ok || !errors.Is(err, objectives.ErrNoEvidence) {
@@ -56,16 +60,19 @@ func TestOnlyASuccessfulActionOfThisTraceProvesAStep(t *testing.T) {
 		}
 	}
 	good := act(t, pool, "hb_1", "look", "call", "success")
-	if ok, err := objectives.CompleteStep(t.Context(), pool, list[0].ID, "done", "hb_1", []string{good}); !ok || err != nil {
+	if ok, err := objectives.CompleteStep(t.Context(), pool, list[0].ID, "done", "hb_1", []string{good}); !ok ||
+		err != nil {
 		t.Errorf("a successful call does not count: %v, %v", ok, err)
 	}
-	if ok, err := objectives.CompleteStep(t.Context(), pool, list[1].ID, "done", "hb_1", []string{good}); ok || !errors.Is(err, objectives.ErrNoEvidence) {
+	if ok, err := objectives.CompleteStep(t.Context(), pool, list[1].ID, "done", "hb_1", []string{good}); ok ||
+		!errors.Is(err, objectives.ErrNoEvidence) {
 		t.Errorf("one call proved two steps: %v, %v", ok, err)
 	}
 	if o := get(t, pool, "a"); o.Done != 1 || o.Total != 2 || o.Progress != 0.5 {
 		t.Errorf("got %+v", o)
 	}
-	if of, err := objectives.EvidenceOf(t.Context(), pool, o.ID); err != nil || len(of) != 1 || *of[0].ActivityID != good || of[0].SkillName != "look" {
+	if of, err := objectives.EvidenceOf(t.Context(), pool, o.ID); err != nil || len(of) != 1 ||
+		*of[0].ActivityID != good || of[0].SkillName != "look" {
 		t.Errorf("got %+v, %v", of, err)
 	}
 }
@@ -113,10 +120,13 @@ func TestARoundNeedsEvidenceOfItsOwn(t *testing.T) {
 	complete(t, pool, step)
 	_, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_1")
 	require.NoError(t, err)
-	if _, err := pool.Exec(t.Context(), `update agent_objective_steps set status = 'done', trace_id = 'hb_1' where id = $1`, step.ID); !postgres.IsCode(err, "LK010") {
+	if _, err := pool.Exec(t.Context(),
+		`update agent_objective_steps set status = 'done', trace_id = 'hb_1' where id = $1`,
+		step.ID); !postgres.IsCode(err, "LK010") {
 		t.Errorf("the last round's evidence was taken: %v", err)
 	}
-	if ok, err := objectives.CompleteStep(t.Context(), pool, step.ID, "again", "hb_1", []string{spare}); ok || !errors.Is(err, objectives.ErrNoEvidence) {
+	if ok, err := objectives.CompleteStep(t.Context(), pool, step.ID, "again", "hb_1", []string{spare}); ok ||
+		!errors.Is(err, objectives.ErrNoEvidence) {
 		t.Errorf("a call of the last round was taken: %v, %v", ok, err)
 	}
 }
@@ -179,7 +189,8 @@ func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
 		t.Errorf("a proposal was replaced: %v", err)
 	}
 	for _, sql := range []string{
-		`update agent_objectives set status = 'active' where id = $1`, `update agent_objectives set status = 'rejected' where id = $1`,
+		`update agent_objectives set status = 'active' where id = $1`, `update agent_objectives set status = 'rejected'
+			where id = $1`,
 	} {
 		if _, err := pool.Exec(t.Context(), sql, o.ID); !postgres.IsCode(err, "23514") {
 			t.Errorf("%s: %v", sql, err)
@@ -203,7 +214,8 @@ func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if o = get(t, pool, "tidy"); o.DecidedBy != "ana" || wins.Load() < 1 || wins.Load() > 2 || o.Status != objectives.Active {
+	if o = get(t, pool, "tidy"); o.DecidedBy != "ana" || wins.Load() < 1 || wins.Load() > 2 ||
+		o.Status != objectives.Active {
 		t.Errorf("%d decisions, %+v", wins.Load(), o)
 	}
 }
@@ -215,7 +227,8 @@ func TestProposalsAreBoundedAndNotesCompareAndSet(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range 32 {
 		wg.Go(func() {
-			_, err := objectives.Propose(t.Context(), pool, objectives.Definition{Name: fmt.Sprint("o", i), Goal: "g"}, "agent", "hb_1")
+			_, err := objectives.Propose(t.Context(), pool, objectives.Definition{Name: fmt.Sprint("o", i), Goal: "g"}, "agent",
+				"hb_1")
 			switch {
 			case err == nil:
 				taken.Add(1)

@@ -93,12 +93,13 @@ const (
 
 // Objective is a row of agent_objectives with the progress of its round.
 type Objective struct {
-	ID                 string     `json:"id"`
-	Name               string     `json:"name"`
-	Goal               string     `json:"goal"`
-	SuccessCriteria    string     `json:"success_criteria"`
-	Status             string     `json:"status"`
-	Agent              string     `json:"agent"`                // agent of the heartbeat that works on it; empty for the default agent
+	ID              string `json:"id"`
+	Name            string `json:"name"`
+	Goal            string `json:"goal"`
+	SuccessCriteria string `json:"success_criteria"`
+	Status          string `json:"status"`
+	// agent of the heartbeat that works on it; empty for the default agent
+	Agent              string     `json:"agent"`
 	Priority           int        `json:"priority"`             // 1 is first
 	ReviewEverySeconds int64      `json:"review_every_seconds"` // 0: completed with its steps
 	DueAt              time.Time  `json:"due_at"`
@@ -160,13 +161,15 @@ type Filter struct {
 // selectObjectives selects an objective with its progress.
 const selectObjectives = `
 		select o.id, o.name, o.goal, o.success_criteria, o.status, o.agent, o.priority,
-		       coalesce(extract(epoch from o.review_every), 0)::bigint as review_every_seconds, o.due_at, o.idle_runs, o.round, o.note,
+		       coalesce(extract(epoch from o.review_every), 0)::bigint as review_every_seconds, o.due_at, o.idle_runs,
+		         o.round, o.note,
 		       o.proposed_by, o.proposed_trace, o.decided_by, o.decided_reason, o.decided_at, o.revision, o.last_trace_id,
 		       o.source, o.created_at, o.updated_at, p.total, p.done, p.failed, p.pending,
 		       coalesce(round(p.done::numeric / nullif(p.total, 0), 3), 0)::float8 as progress
 		  from agent_objectives o, lateral (
 		       select count(*) as steps, count(*) filter (where s.status <> 'skipped') as total,
-		              count(*) filter (where s.status = 'done') as done, count(*) filter (where s.status = 'failed') as failed,
+		              count(*) filter (where s.status = 'done') as done, count(*) filter (where s.status = 'failed')
+		                as failed,
 		              count(*) filter (where s.status = 'pending') as pending
 		         from agent_objective_steps s where s.objective_id = o.id) p`
 
@@ -206,7 +209,8 @@ func Get(ctx context.Context, db postgres.DB, nameOrID string) (Objective, error
 	rows, err := db.Query(ctx, selectObjectives+`
 		 where o.name = @key or o.id::text = @key
 		 order by o.id::text = @key desc limit 1`, pgx.StrictNamedArgs{"key": nameOrID})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get objective %q", nameOrID), pgx.RowToStructByName[Objective])
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get objective %q", nameOrID),
+		pgx.RowToStructByName[Objective])
 }
 
 // Steps returns the steps of an objective in order.
@@ -220,7 +224,8 @@ func Steps(ctx context.Context, db postgres.DB, objectiveID string) ([]Step, err
 // [Accept] and [Reject] decide a proposal.
 func SetStatus(ctx context.Context, db postgres.DB, objectiveID, from, to string) (bool, error) {
 	tag, err := db.Exec(ctx, `
-		update agent_objectives set status = @to, updated_at = clock_timestamp() where id = @id and status = @from and status not in ('proposed', 'rejected') and @to not in ('proposed', 'rejected')`,
+		update agent_objectives set status = @to, updated_at = clock_timestamp() where id = @id and status = @from
+		  and status not in ('proposed', 'rejected') and @to not in ('proposed', 'rejected')`,
 		pgx.StrictNamedArgs{"id": objectiveID, "from": from, "to": to})
 	return postgres.Changed(tag, err, fmt.Sprintf("set objective to %s", to))
 }
@@ -271,7 +276,8 @@ func insertProposal(ctx context.Context, tx pgx.Tx, d Definition, by, traceID st
 	if d.Priority == 0 {
 		d.Priority = defaultPriority
 	}
-	if _, err := tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('lanekeeper objective proposals', 0))`); err != nil {
+	if _, err := tx.Exec(ctx,
+		`select pg_advisory_xact_lock(hashtextextended('lanekeeper objective proposals', 0))`); err != nil {
 		return "", err
 	}
 	var taken bool
@@ -287,12 +293,15 @@ func insertProposal(ctx context.Context, tx pgx.Tx, d Definition, by, traceID st
 		return "", ErrTooMany
 	}
 	err = tx.QueryRow(ctx, `
-		insert into agent_objectives (name, goal, success_criteria, priority, review_every, status, proposed_by, proposed_trace, source)
-		values (@name, @goal, @criteria, @priority, make_interval(secs => nullif(@review::float8, 0)), 'proposed', @by, @trace_id, @source)
+		insert into agent_objectives (name, goal, success_criteria, priority, review_every, status, proposed_by,
+		  proposed_trace, source)
+		values (@name, @goal, @criteria, @priority, make_interval(secs => nullif(@review::float8, 0)), 'proposed', @by,
+		  @trace_id, @source)
 		on conflict (name) do nothing returning id`,
 		pgx.StrictNamedArgs{
-			"name": d.Name, "goal": strings.TrimSpace(d.Goal), "criteria": strings.TrimSpace(d.SuccessCriteria), "priority": d.Priority,
-			"review": review.Seconds(), "by": by, "trace_id": traceID, "source": SourceAgent,
+			"name": d.Name, "goal": strings.TrimSpace(d.Goal), "criteria": strings.TrimSpace(d.SuccessCriteria),
+			"priority": d.Priority,
+			"review":   review.Seconds(), "by": by, "trace_id": traceID, "source": SourceAgent,
 		}).Scan(&id)
 	if errors.Is(err, pgx.ErrNoRows) {
 		err = nil
@@ -302,13 +311,15 @@ func insertProposal(ctx context.Context, tx pgx.Tx, d Definition, by, traceID st
 
 // sameProposal accepts a repeated, equal proposal.
 func sameProposal(ctx context.Context, tx pgx.Tx, o Objective, d Definition) error {
-	if o.ProposedBy == "" || o.Goal != strings.TrimSpace(d.Goal) || o.SuccessCriteria != strings.TrimSpace(d.SuccessCriteria) {
+	if o.ProposedBy == "" || o.Goal != strings.TrimSpace(d.Goal) ||
+		o.SuccessCriteria != strings.TrimSpace(d.SuccessCriteria) {
 		return ErrNameTaken
 	}
 	var missing bool
 	err := tx.QueryRow(ctx, `
 		select exists (select from unnest(@titles::text[]) t (title)
-		                where not exists (select from agent_objective_steps s where s.objective_id = @id and s.title = t.title))`,
+		                where not exists (select from agent_objective_steps s where s.objective_id = @id
+		                  and s.title = t.title))`,
 		pgx.StrictNamedArgs{"id": o.ID, "titles": append([]string{}, d.Steps...)}).Scan(&missing)
 	if err == nil && missing {
 		err = ErrNameTaken

@@ -54,7 +54,8 @@ func describe(list []objectives.Step) string {
 func complete(t *testing.T, pool *pgxpool.Pool, s objectives.Step) {
 	t.Helper()
 	proof := []string{act(t, pool, "hb_1", "look", "call", "success")}
-	if ok, err := objectives.CompleteStep(t.Context(), pool, s.ID, "result of "+s.Title, "hb_1", proof); !ok || err != nil {
+	if ok, err := objectives.CompleteStep(t.Context(), pool, s.ID, "result of "+s.Title, "hb_1", proof); !ok ||
+		err != nil {
 		t.Fatal(ok, err)
 	}
 }
@@ -134,7 +135,8 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 func TestPutOfABadDefinitionStoresNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "a", Goal: "g", Steps: []string{"x", "x"}}, "workspace"); err == nil {
+	if _, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "a", Goal: "g", Steps: []string{"x", "x"}},
+		"workspace"); err == nil {
 		t.Error("accepted")
 	}
 	if _, err := objectives.Get(t.Context(), pool, "a"); !errors.Is(err, objectives.ErrNotFound) {
@@ -210,7 +212,8 @@ func TestAStepFailsAfterThreeAttempts(t *testing.T) {
 	if _, ok, _ := objectives.FailStep(t.Context(), pool, id, "", ""); ok {
 		t.Error("a fourth attempt")
 	}
-	if o, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_2"); err != nil || o.Status != objectives.Failed || o.LastTraceID != "hb_2" {
+	if o, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_2"); err != nil || o.Status != objectives.Failed ||
+		o.LastTraceID != "hb_2" {
 		t.Errorf("got %+v, %v", o, err)
 	}
 }
@@ -221,7 +224,8 @@ func TestAdvanced(t *testing.T) {
 	o := put(t, pool, objectives.Definition{Name: "a", Steps: []string{"one", "two", "three"}})
 	list := steps(t, pool, o)
 	complete(t, pool, list[0])
-	if got, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_1"); err != nil || got.Status != objectives.Active || got.Done != 1 || !got.DueAt.Equal(o.DueAt) {
+	if got, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_1"); err != nil || got.Status != objectives.Active ||
+		got.Done != 1 || !got.DueAt.Equal(o.DueAt) {
 		t.Errorf("with pending steps: %+v, %v", got, err)
 	}
 	complete(t, pool, list[1])
@@ -233,7 +237,8 @@ func TestAdvanced(t *testing.T) {
 	if _, err := objectives.AddSteps(t.Context(), pool, o.ID, []string{"more"}); !errors.Is(err, objectives.ErrNotActive) {
 		t.Errorf("steps for a completed objective: %v", err)
 	}
-	if _, err := objectives.Advanced(t.Context(), pool, "00000000-0000-0000-0000-000000000000", ""); !errors.Is(err, objectives.ErrNotFound) {
+	if _, err := objectives.Advanced(t.Context(), pool, "00000000-0000-0000-0000-000000000000", ""); !errors.Is(err,
+		objectives.ErrNotFound) {
 		t.Errorf("got %v", err)
 	}
 }
@@ -279,11 +284,13 @@ func TestAnObjectiveWithoutSteps(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	once := put(t, pool, objectives.Definition{Name: "once"})
-	if got, err := objectives.Advanced(t.Context(), pool, once.ID, "hb_1"); err != nil || got.Status != objectives.Active || due(t, pool) != "once" {
+	if got, err := objectives.Advanced(t.Context(), pool, once.ID, "hb_1"); err != nil ||
+		got.Status != objectives.Active || due(t, pool) != "once" {
 		t.Errorf("got %+v, %v", got, err)
 	}
 	often := put(t, pool, objectives.Definition{Name: "often", ReviewEvery: "1h"})
-	if got, err := objectives.Advanced(t.Context(), pool, often.ID, "hb_1"); err != nil || got.Round != 2 || due(t, pool) != "once" {
+	if got, err := objectives.Advanced(t.Context(), pool, often.ID, "hb_1"); err != nil || got.Round != 2 ||
+		due(t, pool) != "once" {
 		t.Errorf("got %+v, %v", got, err)
 	}
 }
@@ -295,7 +302,8 @@ func TestConcurrentPlansKeepTheirOrder(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range 8 {
 		wg.Go(func() {
-			added, err := objectives.AddSteps(t.Context(), pool, o.ID, []string{fmt.Sprintf("%d-a", i), "shared", fmt.Sprintf("%d-b", i)})
+			added, err := objectives.AddSteps(t.Context(), pool, o.ID,
+				[]string{fmt.Sprintf("%d-a", i), "shared", fmt.Sprintf("%d-b", i)})
 			if err != nil || len(added) < 2 {
 				t.Errorf("%d added, %v", len(added), err)
 			}
@@ -337,7 +345,8 @@ func TestRemovePausesWhatWasAdvanced(t *testing.T) {
 	if o := get(t, pool, "worked"); o.Status != objectives.Paused || o.Done != 1 {
 		t.Errorf("got %+v", o)
 	}
-	if ok, err := objectives.SetStatus(t.Context(), pool, worked.ID, objectives.Paused, objectives.Active); !ok || err != nil {
+	if ok, err := objectives.SetStatus(t.Context(), pool, worked.ID, objectives.Paused, objectives.Active); !ok ||
+		err != nil {
 		t.Errorf("resume: %v, %v", ok, err)
 	}
 	list, err := objectives.List(t.Context(), pool, objectives.Filter{Status: objectives.Active})
@@ -356,7 +365,8 @@ func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
 			pgtest.Exec(t, pool, `update agent_objectives set due_at = clock_timestamp() where due_at > clock_timestamp()`)
 			require.NoError(t, objectives.BackOff(t.Context(), pool, o.ID))
 		}
-		minutes := pgtest.Value[float64](t, pool, `select extract(epoch from due_at - clock_timestamp())::float8 / 60 from agent_objectives`)
+		minutes := pgtest.Value[float64](t, pool, `select extract(epoch from due_at - clock_timestamp())::float8 / 60
+			from agent_objectives`)
 		return minutes
 	}
 	for n, want := range []float64{15, 30, 60, 120, 240, 480, 960, 1440, 1440} {

@@ -18,7 +18,8 @@ const maxStepResult = 8 << 10
 func markDone(ctx context.Context, db postgres.DB, stepID, result, traceID string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_objective_steps
-		   set status = 'done', result = @result, trace_id = @trace_id, attempts = attempts + 1, updated_at = clock_timestamp()
+		   set status = 'done', result = @result, trace_id = @trace_id, attempts = attempts + 1,
+		     updated_at = clock_timestamp()
 		 where id = @id and status = 'pending'`,
 		pgx.StrictNamedArgs{"id": stepID, "result": truncate(result), "trace_id": traceID})
 	return postgres.Changed(tag, err, "mark step done")
@@ -49,7 +50,9 @@ func FailStep(ctx context.Context, db postgres.DB, stepID, reason, traceID strin
 
 // AddSteps appends planned steps to an active objective and returns the new ones. It skips existing titles. An
 // objective has at most 100 steps. The error is [ErrNotFound], [ErrNotActive], or names the invalid title.
-func AddSteps(ctx context.Context, db postgres.Beginner, objectiveID string, titles []string) (added []Step, err error) {
+func AddSteps(
+	ctx context.Context, db postgres.Beginner, objectiveID string, titles []string,
+) (added []Step, err error) {
 	if err := errors.Join(checkTitles(titles)...); err != nil {
 		return nil, fmt.Errorf("add steps: %w", err)
 	}
@@ -312,10 +315,13 @@ func provedAnother(err error) bool { return postgres.IsCode(err, "23505") }
 // CompleteStep completes a pending step with its evidence, and stores its result, cut at 8 KiB, and the trace. It
 // returns false if the step is not pending any more. It returns [ErrNoEvidence] if activities is empty or contains
 // anything but successful calls of that trace, made since the round began, that prove no other step.
-func CompleteStep(ctx context.Context, db postgres.Beginner, stepID, result, traceID string, activities []string) (bool, error) {
+func CompleteStep(
+	ctx context.Context, db postgres.Beginner, stepID, result, traceID string, activities []string,
+) (bool, error) {
 	return complete(ctx, db, stepID, result, traceID, func(ctx context.Context, tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, `
-			insert into agent_objective_evidence (step_id, activity_id) select @step, id from unnest(@ids::uuid[]) id order by id`,
+			insert into agent_objective_evidence (step_id, activity_id) select @step, id from unnest(@ids::uuid[]) id
+			  order by id`,
 			pgx.StrictNamedArgs{"step": stepID, "ids": append([]string{}, activities...)})
 		return err
 	})
@@ -336,7 +342,9 @@ func ConfirmStep(ctx context.Context, db postgres.Beginner, stepID, by, reason, 
 }
 
 // complete stores the evidence and ends the step, under the step's lock.
-func complete(ctx context.Context, db postgres.Beginner, stepID, result, traceID string, prove func(context.Context, pgx.Tx) error) (ok bool, err error) {
+func complete(
+	ctx context.Context, db postgres.Beginner, stepID, result, traceID string, prove func(context.Context, pgx.Tx) error,
+) (ok bool, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var pending bool
 		err := tx.QueryRow(ctx, `
@@ -378,7 +386,8 @@ func Confirm(ctx context.Context, db postgres.Beginner, stepID, by, reason, trac
 			return err
 		}
 		var objectiveID string
-		err = tx.QueryRow(ctx, `select objective_id from agent_objective_steps where id = @id`, pgx.StrictNamedArgs{"id": stepID}).Scan(&objectiveID)
+		err = tx.QueryRow(ctx, `select objective_id from agent_objective_steps where id = @id`,
+			pgx.StrictNamedArgs{"id": stepID}).Scan(&objectiveID)
 		if errors.Is(err, pgx.ErrNoRows) {
 			err = fmt.Errorf("confirm step %s: %w", stepID, ErrStepNotFound)
 		}

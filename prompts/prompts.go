@@ -173,7 +173,8 @@ func (p *Record) Amend(ctx context.Context, log *slog.Logger, b *pgx.Batch, acti
 		a.messages = nil
 	}
 	b.Queue(`
-		select problem from lanekeeper.record_agent_prompt(@activity_id, null, @messages, @options, @digests, @bodies, @truncated, true)`,
+		select problem from lanekeeper.record_agent_prompt(@activity_id, null, @messages, @options, @digests, @bodies,
+		  @truncated, true)`,
 		postgres.Strict{
 			"activity_id": activityID, "messages": a.messages, "options": optionsOf(sent),
 			"digests": a.digests, "bodies": a.bodies, "truncated": a.truncated,

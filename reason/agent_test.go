@@ -83,7 +83,8 @@ func TestAPromptIsComposedInAStableOrder(t *testing.T) {
 	if requests[0].Messages[0].Content != requests[1].Messages[0].Content {
 		t.Error("two turns do not share their system message")
 	}
-	if last := requests[0].Messages[1].Content; !regexp.MustCompile(`Now: \w+ \d{4}-\d\d-\d\d \d\d:\d\d \+0[12]:00 \(Europe/Madrid\)`).MatchString(last) {
+	if last := requests[0].Messages[1].Content; !regexp.MustCompile(
+		`Now: \w+ \d{4}-\d\d-\d\d \d\d:\d\d \+0[12]:00 \(Europe/Madrid\)`).MatchString(last) {
 		t.Errorf("the time is not that of Madrid: %s", last)
 	}
 }
@@ -103,7 +104,8 @@ func TestAnAgentNarrowsSkillsAndLimits(t *testing.T) {
 
 func TestATurnFallsBackToTheNextModelAndStaysThere(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Status(http.StatusServiceUnavailable, 0), modeltest.Status(http.StatusServiceUnavailable, 0),
+	w := newWorld(t, modeltest.Status(http.StatusServiceUnavailable, 0),
+		modeltest.Status(http.StatusServiceUnavailable, 0),
 		modeltest.Status(http.StatusServiceUnavailable, 0), modeltest.ToolCall("probe", `{}`), modeltest.Text("Done."))
 	w.declare(t, agents.Definition{Name: "sales", Model: "first", Fallback: []string{"second"}, Effort: "low"})
 	x, got := w.completed(t)
@@ -135,9 +137,11 @@ func TestARefusalOfTheRequestIsNoReasonToFallBack(t *testing.T) {
 func TestTheDayOfAnAgentEndsItsTurnsAndNoOthers(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Done.").WithUsage(400, 4100, 0), modeltest.Text("Other."))
-	w.declare(t, agents.Definition{Name: "sales", Limits: agents.Limits{DayUSD: 0.0025}}, agents.Definition{Name: "billing"})
+	w.declare(t, agents.Definition{Name: "sales", Limits: agents.Limits{DayUSD: 0.0025}},
+		agents.Definition{Name: "billing"})
 	w.completed(t)
-	if _, got := w.completed(t); got.Ended != "surface" || got.Until.IsZero() || !strings.Contains(got.Text, "the agent sales") {
+	if _, got := w.completed(t); got.Ended != "surface" || got.Until.IsZero() ||
+		!strings.Contains(got.Text, "the agent sales") {
 		t.Errorf("the second turn ended by %s: %s", got.Ended, got.Text)
 	}
 	w.turn.Agent = "billing"
@@ -198,7 +202,8 @@ func TestADelegatedTaskActsAsTheAgentItIsGivenTo(t *testing.T) {
 	if names := toolNames(asked); !slices.Equal(names, []string{"delegate", "probe"}) {
 		t.Errorf("the child was offered %v", names)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where agent = 'billing' and skill_name = 'model_call'`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where agent = 'billing'
+		and skill_name = 'model_call'`); n != 1 {
 		t.Errorf("%d model calls are billing's", n)
 	}
 	var schema struct {
@@ -217,14 +222,16 @@ func TestADelegatedTaskActsAsTheAgentItIsGivenTo(t *testing.T) {
 			}
 		}
 	}
-	if got := schema.Properties.Agent; !slices.Equal(got.Enum, []string{"billing"}) || !strings.Contains(got.Description, "billing: Refunds.") {
+	if got := schema.Properties.Agent; !slices.Equal(got.Enum, []string{"billing"}) ||
+		!strings.Contains(got.Description, "billing: Refunds.") {
 		t.Errorf("the tool says %+v", got)
 	}
 }
 
 func TestNobodyDelegatesToAnAgentThatIsNotNamed(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("delegate", `{"task":"Refund order 7.","agent":"billing"}`), modeltest.Text("I cannot."))
+	w := newWorld(t, modeltest.ToolCall("delegate", `{"task":"Refund order 7.","agent":"billing"}`),
+		modeltest.Text("I cannot."))
 	w.declare(t, agents.Definition{Name: "sales"}, agents.Definition{Name: "billing"})
 	w.delegates(t)
 	e := w.engine(t, true)
@@ -238,7 +245,8 @@ func TestAFilteredAnswerSaysSo(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("").WithFinish("content_filter"))
 	_, got := w.completed(t)
-	if got.Ended != "answered" || got.Cut != "content_filter" || !strings.Contains(got.Text, "content filter") || len(w.model.Requests()) != 1 {
+	if got.Ended != "answered" || got.Cut != "content_filter" || !strings.Contains(got.Text, "content filter") ||
+		len(w.model.Requests()) != 1 {
 		t.Errorf("after %d requests: %+v", len(w.model.Requests()), got)
 	}
 }
@@ -252,7 +260,10 @@ func TestPinnedMemoryIsThatOfTheAgent(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, modeltest.Text("Done."))
 			w.declare(t, agents.Definition{Name: "sales", Memory: memoryOf, Pinned: []string{"policy/returns"}})
-			for owner, value := range map[memory.Owner]string{memory.Shared: "of all", "sales": "of sales", "billing": "of billing"} {
+			for owner, value := range map[memory.Owner]string{
+				memory.Shared: "of all", "sales": "of sales",
+				"billing": "of billing",
+			} {
 				note := memory.Note{Owner: owner, Category: "policy", Key: "returns", Value: value}
 				_, err := memory.Save(t.Context(), w.pool, note)
 				require.NoError(t, err)
@@ -320,7 +331,8 @@ func TestATurnReplacesWhatItHasRead(t *testing.T) {
 		"read":             {readK, writeK, bye},
 		"named wrongly":    {readK, modeltest.ToolCall("memory_write", `{"key":"k","value":"mine","revision":7}`), bye},
 		"after a conflict": {writeK, writeK, bye},
-		"own work":         {readK, modeltest.ToolCall("memory_write", `{"key":"k","value":"draft"}`).AndCall("memory_write", `{"key":"k","value":"mine"}`), bye},
+		"own work": {readK, modeltest.ToolCall("memory_write", `{"key":"k","value":"draft"}`).AndCall("memory_write",
+			`{"key":"k","value":"mine"}`), bye},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -336,11 +348,12 @@ func TestATurnReplacesWhatItHasRead(t *testing.T) {
 func TestATurnDoesNotReplaceWhatItHasNotRead(t *testing.T) {
 	t.Parallel()
 	for name, replies := range map[string][]modeltest.Reply{
-		"never read":         {writeK, bye},
-		"guessed":            {modeltest.ToolCall("memory_write", `{"key":"k","value":"mine","revision":2}`), bye},
-		"whatever is there":  {modeltest.ToolCall("memory_write", `{"key":"k","value":"mine","revision":-1}`), bye},
-		"read in one breath": {modeltest.ToolCall("recall", `{"query":"k"}`).AndCall("memory_write", `{"key":"k","value":"mine"}`), bye},
-		"forgotten":          {modeltest.ToolCall("memory_forget", `{"key":"k"}`), bye},
+		"never read":        {writeK, bye},
+		"guessed":           {modeltest.ToolCall("memory_write", `{"key":"k","value":"mine","revision":2}`), bye},
+		"whatever is there": {modeltest.ToolCall("memory_write", `{"key":"k","value":"mine","revision":-1}`), bye},
+		"read in one breath": {modeltest.ToolCall("recall", `{"query":"k"}`).AndCall("memory_write",
+			`{"key":"k","value":"mine"}`), bye},
+		"forgotten": {modeltest.ToolCall("memory_forget", `{"key":"k"}`), bye},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -371,7 +384,8 @@ func TestAConflictGivesTheModelBothValues(t *testing.T) {
 		Error, Yours string
 		Theirs       memory.Entry
 	}
-	if err := json.Unmarshal([]byte(said), &both); err != nil || both.Error != "conflict" || both.Yours != "mine" || string(both.Theirs.Value) != `"theirs"` || both.Theirs.Revision != 3 {
+	if err := json.Unmarshal([]byte(said), &both); err != nil || both.Error != "conflict" || both.Yours != "mine" ||
+		string(both.Theirs.Value) != `"theirs"` || both.Theirs.Revision != 3 {
 		t.Errorf("the model is told %s", said)
 	}
 }
@@ -410,7 +424,10 @@ func TestAnEntryThatWasCutIsReadWhenItWasReadOn(t *testing.T) {
 	}{
 		"cut":     {[]modeltest.Reply{readK, writeK, bye}, "3"},
 		"read on": {[]modeltest.Reply{readK, on, writeK, bye}, "4"},
-		"skipped": {[]modeltest.Reply{readK, modeltest.ToolCall("read_result", `{"result_id":"r1","offset":16500}`), writeK, bye}, "3"},
+		"skipped": {[]modeltest.Reply{
+			readK, modeltest.ToolCall("read_result", `{"result_id":"r1","offset":16500}`), writeK,
+			bye,
+		}, "3"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -432,7 +449,10 @@ func (w *world) many(t *testing.T) *atomic.Int32 {
 		w.builtins[fmt.Sprintf("aa_%02d", i)] = func(context.Context, skills.Call) (any, error) { return nil, nil }
 	}
 	sent := &atomic.Int32{}
-	for name, scope := range map[string]string{"send_invoice": skills.ScopeInternal, "visitorInvoices": skills.ScopeExternal} {
+	for name, scope := range map[string]string{
+		"send_invoice":    skills.ScopeInternal,
+		"visitorInvoices": skills.ScopeExternal,
+	} {
 		w.builtins[name] = func(context.Context, skills.Call) (any, error) {
 			sent.Add(1)
 			return "sent", nil
@@ -454,7 +474,8 @@ func TestOfVeryManySkillsTheOthersAreFoundBySearch(t *testing.T) {
 	x, got := w.completed(t)
 	requests := w.model.Requests()
 	offered := toolNames(requests[0])
-	if len(offered) != 31 || !slices.Contains(offered, "skill_search") || !slices.Contains(offered, "probe") || slices.Contains(offered, "send_invoice") {
+	if len(offered) != 31 || !slices.Contains(offered, "skill_search") || !slices.Contains(offered, "probe") ||
+		slices.Contains(offered, "send_invoice") {
 		t.Errorf("%d are offered: %q", len(offered), offered)
 	}
 	if told := w.since(t, 1)[2].Content; !strings.Contains(told, "skill_search") {
@@ -472,7 +493,8 @@ func TestOfVeryManySkillsTheOthersAreFoundBySearch(t *testing.T) {
 	if refused := named(w.rows(t, x), "visitorInvoices"); len(refused) != 1 || refused[0].Class != "unknown_tool" {
 		t.Errorf("rows are %+v", refused)
 	}
-	if rows := named(w.rows(t, x), "skill_search"); len(rows) != 1 || string(rows[0].Output) != `{"found": ["send_invoice"]}` {
+	if rows := named(w.rows(t, x), "skill_search"); len(rows) != 1 ||
+		string(rows[0].Output) != `{"found": ["send_invoice"]}` {
 		t.Errorf("rows are %+v", rows)
 	}
 }
@@ -508,7 +530,8 @@ func TestWhatWasFoundStaysCallableAfterACrash(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t)
 			sent := w.many(t)
-			w.plan(modeltest.ToolCall("skill_search", `{"query":"invoice"}`), modeltest.ToolCall("send_invoice", `{}`), modeltest.Text("Sent."))
+			w.plan(modeltest.ToolCall("skill_search", `{"query":"invoice"}`), modeltest.ToolCall("send_invoice", `{}`),
+				modeltest.Text("Sent."))
 			c := newCrash()
 			w.crashBefore(at, c)
 			x := w.survive(t, c)
@@ -546,7 +569,8 @@ func TestToolsOfOneNameHaveTheirOwnSchemas(t *testing.T) {
 	w := newWorld(t)
 	for _, name := range []string{"a", "b"} {
 		w.model.Add(modeltest.ToolCall("put", `{"`+name+`":1}`), modeltest.Text("Done."))
-		w.turn.Tools = []reason.Tool{tool("put", `{"type":"object","additionalProperties":false,"required":["`+name+`"],"properties":{"`+name+`":{"type":"integer"}}}`)}
+		w.turn.Tools = []reason.Tool{tool("put", `{"type":"object","additionalProperties":false,"required":["`+name+
+			`"],"properties":{"`+name+`":{"type":"integer"}}}`)}
 		if _, got := w.completed(t); len(got.Calls) != 1 || got.Calls[0] != "put" {
 			t.Errorf("the tool that takes %s was called %v: %v", name, got.Calls, heard(w))
 		}
@@ -559,7 +583,8 @@ func TestAToolWithoutParametersTakesNone(t *testing.T) {
 	if _, got := w.completed(t); len(got.Calls) != 1 {
 		t.Errorf("called %v: %v", got.Calls, heard(w))
 	}
-	if sent := w.model.Requests()[0].Body; !strings.Contains(sent, `"name":"ping","description":"does ping","parameters":{`) {
+	if sent := w.model.Requests()[0].Body; !strings.Contains(sent,
+		`"name":"ping","description":"does ping","parameters":{`) {
 		t.Errorf("sent %s", sent)
 	}
 }

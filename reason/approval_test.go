@@ -57,7 +57,10 @@ func dropSkill(extra string) skills.Definition {
 	if extra != "" {
 		fields[extra] = map[string]any{"type": "string"}
 	}
-	return skills.Definition{Name: "drop", Trust: skills.TrustApprove, Parameters: map[string]any{"type": "object", "properties": fields}}
+	return skills.Definition{
+		Name: "drop", Trust: skills.TrustApprove,
+		Parameters: map[string]any{"type": "object", "properties": fields},
+	}
 }
 
 // park runs the turn until it waits.
@@ -72,7 +75,9 @@ func (w *world) park(t *testing.T) executions.Execution {
 
 // ended waits for the end of an execution. Meanwhile decide, where set, gets each pending approval, and each poll calls
 // the other functions.
-func (w *world) ended(t *testing.T, id string, decide func(approvals.Approval), polls ...func()) (x executions.Execution) {
+func (w *world) ended(
+	t *testing.T, id string, decide func(approvals.Approval), polls ...func(),
+) (x executions.Execution) {
 	t.Helper()
 	pgtest.Eventually(t, patience, func() bool {
 		for _, poll := range polls {
@@ -135,8 +140,10 @@ func TestAnApprovedCallIsMadeByTheTurnThatWaits(t *testing.T) {
 		t.Errorf("rows are %+v", rows)
 	}
 	same := pgtest.Value[bool](t, w.pool, `
-		select a.consumed_for = a.execution_id || ' approved ' || a.id and c.created_at <= a.consumed_at + interval '1 second' and c.step = 'approved ' || a.id
-		  from agent_approvals a join agent_activity c on c.execution_id = a.execution_id and c.skill_name = 'drop' and c.status = 'success'`)
+		select a.consumed_for = a.execution_id || ' approved ' || a.id and c.created_at <= a.consumed_at + interval '1 second'
+		  and c.step = 'approved ' || a.id
+		  from agent_approvals a join agent_activity c on c.execution_id = a.execution_id and c.skill_name = 'drop'
+		    and c.status = 'success'`)
 	if !same {
 		t.Error("the grant was not consumed for the call")
 	}
@@ -169,11 +176,13 @@ func TestOneDenialEndsIt(t *testing.T) {
 		}
 		replies++
 		var told struct{ Error, Reason string }
-		if err := json.Unmarshal([]byte(r.Content), &told); err != nil || told.Error != "DENIED" || told.Reason != "not on a Friday" {
+		if err := json.Unmarshal([]byte(r.Content), &told); err != nil || told.Error != "DENIED" ||
+			told.Reason != "not on a Friday" {
 			t.Errorf("the model was told %s", r.Content)
 		}
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'drop'`); n != 0 || replies != 3 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'drop'`); n != 0 ||
+		replies != 3 {
 		t.Errorf("%d replies; a denial counts as %d calls of the skill", replies, n)
 	}
 }
@@ -182,7 +191,8 @@ func TestChangedArgumentsNeedAnotherApproval(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	d := w.parking(t)
-	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.ToolCall("drop", `{"table":"y"}`), modeltest.Text("Done."))
+	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.ToolCall("drop", `{"table":"y"}`),
+		modeltest.Text("Done."))
 	x := w.park(t)
 	w.engine(t, true)
 	w.ended(t, x.ID, func(a approvals.Approval) { w.decide(t, a, strings.Contains(string(a.Arguments), "y"), "") })
@@ -200,7 +210,8 @@ func TestAnApprovedCallMadeAgainIsAskedForAgain(t *testing.T) {
 	x := w.park(t)
 	w.engine(t, true)
 	w.ended(t, x.ID, w.approveAll(t))
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 || len(d.list()) != 2 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 ||
+		len(d.list()) != 2 {
 		t.Errorf("%d grants for calls %q", n, d.list())
 	}
 }
@@ -214,7 +225,8 @@ func TestAllIsAskedAndTheRestIsDoneBeforeTheFirstWait(t *testing.T) {
 		probed.Add(1)
 		return "alive", nil
 	}
-	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("probe", `{}`).AndCall("drop", `{"table":"y"}`), modeltest.Text("Done."))
+	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("probe", `{}`).AndCall("drop", `{"table":"y"}`),
+		modeltest.Text("Done."))
 	x := w.park(t)
 	asked := w.pending(t)
 	if len(asked) != 2 || probed.Load() != 1 {
@@ -225,7 +237,8 @@ func TestAllIsAskedAndTheRestIsDoneBeforeTheFirstWait(t *testing.T) {
 	w.decide(t, asked[0], true, "")
 	w.ended(t, x.ID, nil)
 	added := w.since(t, 1)
-	if len(added) != 4 || added[1].Content != `"dropped"` || added[2].Content != `"alive"` || !strings.Contains(added[3].Content, "keep y") {
+	if len(added) != 4 || added[1].Content != `"dropped"` || added[2].Content != `"alive"` ||
+		!strings.Contains(added[3].Content, "keep y") {
 		t.Errorf("the model was told %+v", added)
 	}
 	if !slices.Equal(d.list(), []string{`{"table":"x"}`}) {
@@ -239,10 +252,12 @@ func TestAnApprovalThatNobodyDecidesIsADenial(t *testing.T) {
 	d := w.parking(t)
 	w.plan(modeltest.ToolCall("drop", `{"table":"x"}`), modeltest.Text("Nobody."))
 	x := w.park(t)
-	pgtest.Exec(t, w.pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`, postgres.Strict{"id": x.ID})
+	pgtest.Exec(t, w.pool, `update agent_executions set waiting_until = clock_timestamp() where id = @id`,
+		postgres.Strict{"id": x.ID})
 	w.engine(t, true)
 	w.ended(t, x.ID, nil)
-	if told := w.since(t, 1)[1].Content; !strings.Contains(told, `"DENIED"`) || !strings.Contains(told, "nobody decided in time") || len(d.list()) != 0 {
+	if told := w.since(t, 1)[1].Content; !strings.Contains(told, `"DENIED"`) ||
+		!strings.Contains(told, "nobody decided in time") || len(d.list()) != 0 {
 		t.Errorf("the model was told %s, calls %q", told, d.list())
 	}
 }
@@ -257,7 +272,8 @@ func TestAGrantOfASkillThatChangedSinceIsVoid(t *testing.T) {
 	w.put(t, dropSkill("cascade"))
 	w.engine(t, true)
 	x = w.ended(t, x.ID, nil)
-	if told := w.since(t, 1)[1].Content; !strings.Contains(told, `"DENIED"`) || len(d.list()) != 0 || x.Status != executions.Completed {
+	if told := w.since(t, 1)[1].Content; !strings.Contains(told, `"DENIED"`) || len(d.list()) != 0 ||
+		x.Status != executions.Completed {
 		t.Errorf("the model was told %s, calls %q", told, d.list())
 	}
 }
@@ -292,7 +308,8 @@ func TestATurnWaitsForLeaveWhenWhatItSaidWasShown(t *testing.T) {
 	w.turn.OnApproval = func(approvals.Approval) {
 		var status string
 		for range 20 { // a store that is slow
-			if err := w.pool.QueryRow(context.Background(), `select status from agent_executions where flow = 'turn'`).Scan(&status); err != nil {
+			if err := w.pool.QueryRow(context.Background(), `select status from agent_executions where flow = 'turn'`).Scan(
+				&status); err != nil {
 				status = err.Error()
 			}
 			time.Sleep(5 * time.Millisecond)
@@ -316,7 +333,8 @@ func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 			w := newWorld(t)
 			d := w.parking(t)
 			w.turn.OnApproval = func(approvals.Approval) {}
-			w.plan(modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("drop", `{"table":"y"}`).AndCall("sizes", `{"limit":1}`), modeltest.Text("Done."))
+			w.plan(modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("drop", `{"table":"y"}`).AndCall("sizes", `{"limit":1}`),
+				modeltest.Text("Done."))
 			c := newCrash()
 			w.crashBefore(at, c)
 			x, _, err := w.engine(t, true).Start(t.Context(), w.pool, executions.Spec{Flow: "turn", Surface: trace.Flow})
@@ -413,7 +431,8 @@ func TestADecisionRacesWithTheWait(t *testing.T) {
 			x, _, err := w.engine(t, true).Start(t.Context(), w.pool, executions.Spec{Flow: "turn", Surface: trace.Flow})
 			require.NoError(t, err)
 			x = w.ended(t, x.ID, nil)
-			if calls := d.list(); x.Status != executions.Completed || !slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}) {
+			if calls := d.list(); x.Status != executions.Completed ||
+				!slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}) {
 				t.Errorf("execution is %s (%s), calls %q", x.Status, testkit.Deref(x.ErrorMessage), calls)
 			}
 		})

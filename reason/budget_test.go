@@ -37,8 +37,12 @@ func TestEachBudgetEndsATurnGracefully(t *testing.T) {
 	}{
 		"iterations": {reason.Budget{Iterations: 3}, probe, 3, "calls made: probe, probe, probe"},
 		"tokens":     {reason.Budget{Tokens: 2000}, probe.WithUsage(300, 700, 0), 2, "calls made: probe, probe"},
-		"money":      {reason.Budget{CostUSD: 0.2, Tokens: 10_000_000}, probe.WithUsage(100, 250_000, 0), 2, "calls made: probe, probe"},
-		"time":       {reason.Budget{Time: 3 * time.Second}, modeltest.Hang(), 1, "nothing was done"},
+		"money": {
+			reason.Budget{CostUSD: 0.2, Tokens: 10_000_000},
+			probe.WithUsage(100, 250_000, 0), 2,
+			"calls made: probe, probe",
+		},
+		"time": {reason.Budget{Time: 3 * time.Second}, modeltest.Hang(), 1, "nothing was done"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -127,7 +131,8 @@ func TestPruningKeepsTheOpeningAndWholeExchanges(t *testing.T) {
 	w.loop.Budget = reason.Budget{Context: 1200, Iterations: 9}
 	replies := []modeltest.Reply{}
 	for range 4 {
-		replies = append(replies, modeltest.ToolCall("probe", `{}`).AndCall("probe", `{}`).AndCall("nope", `{}`), modeltest.ToolCall("nope", `{}`))
+		replies = append(replies, modeltest.ToolCall("probe", `{}`).AndCall("probe", `{}`).AndCall("nope", `{}`),
+			modeltest.ToolCall("nope", `{}`))
 	}
 	w.model.Add(append(replies, modeltest.Text("Done."))...)
 	if _, got := w.completed(t); got.Ended != reason.Answered {
@@ -180,7 +185,8 @@ func TestOneHugeExchangeIsStillSent(t *testing.T) {
 	w.completed(t)
 	added := w.since(t, 1)
 	text := added[1].Content
-	if len(added) != 2 || len(text) > 17_000 || !strings.Contains(text, "bytes shown") || strings.ContainsRune(text, '\uFFFD') {
+	if len(added) != 2 || len(text) > 17_000 || !strings.Contains(text, "bytes shown") ||
+		strings.ContainsRune(text, '\uFFFD') {
 		t.Errorf("the result has %d bytes and ends %q", len(text), text[len(text)-40:])
 	}
 }
@@ -198,7 +204,8 @@ func TestAFailingSkillIsToldToTheModel(t *testing.T) {
 	if rows := named(w.rows(t, x), "probe"); len(rows) != 1 || rows[0].Class != "http_status" || got.Text != "Too bad." {
 		t.Errorf("rows are %+v, outcome %+v", rows, got)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'probe' and status = 'error'`); n != 1 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'probe'
+		and status = 'error'`); n != 1 {
 		t.Errorf("%d failures count", n)
 	}
 }
@@ -235,9 +242,13 @@ func TestTroubleOfTheProvider(t *testing.T) {
 		"error in the middle":     {[]modeltest.Reply{modeltest.MidStreamError("Fi", "overloaded"), ok}, ""},
 		"reset":                   {[]modeltest.Reply{modeltest.Reset(), ok}, ""},
 		"no usage":                {[]modeltest.Reply{ok.NoUsage()}, ""},
-		"down":                    {[]modeltest.Reply{modeltest.Status(500, 0), modeltest.Status(500, 0), modeltest.Status(500, 0)}, "500"},
-		"too many, for long":      {[]modeltest.Reply{modeltest.Status(429, time.Hour)}, "429"},
-		"bad key":                 {[]modeltest.Reply{modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0)}, "Incorrect API key"},
+		"down": {[]modeltest.Reply{
+			modeltest.Status(500, 0), modeltest.Status(500, 0),
+			modeltest.Status(500, 0),
+		}, "500"},
+		"too many, for long": {[]modeltest.Reply{modeltest.Status(429, time.Hour)}, "429"},
+		"bad key": {[]modeltest.Reply{modeltest.Refusal(401, "invalid_request_error", "",
+			"Incorrect API key provided", 0)}, "Incorrect API key"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, test.replies...)
@@ -252,7 +263,8 @@ func TestTroubleOfTheProvider(t *testing.T) {
 				}
 				return
 			}
-			if x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), test.failure) || !strings.Contains(testkit.Deref(x.ErrorMessage), "ask the model") {
+			if x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), test.failure) ||
+				!strings.Contains(testkit.Deref(x.ErrorMessage), "ask the model") {
 				t.Errorf("execution is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
 			}
 			if len(rows) != 1 || rows[0].Status != "error" || rows[0].Class != "model" {
@@ -274,7 +286,8 @@ func TestOnlySkillsInScopeAndInServiceAreOffered(t *testing.T) {
 		w.put(t, skills.Definition{Name: name, Scope: scope})
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'admin' where name = 'off'`)
-	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp() where name in ('resting', 'tried', 'tried_outer')`)
+	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal',
+		disabled_at = clock_timestamp() where name in ('resting', 'tried', 'tried_outer')`)
 	pgtest.Exec(t, w.pool, `update agent_skills set trial_at = clock_timestamp() where name like 'tried%'`)
 	w.completed(t)
 	offered := toolNames(w.model.Requests()[0])
@@ -302,7 +315,8 @@ func TestASkillTakenOutOfServiceDuringTheTurnIsNotCalled(t *testing.T) {
 		return handle
 	})
 	w.completed(t)
-	if text := w.since(t, 1)[1].Content; !strings.Contains(text, `"error":"disabled"`) || !strings.Contains(text, "it misbehaves") {
+	if text := w.since(t, 1)[1].Content; !strings.Contains(text, `"error":"disabled"`) ||
+		!strings.Contains(text, "it misbehaves") {
 		t.Errorf("the model was told %s", text)
 	}
 }
@@ -310,7 +324,8 @@ func TestASkillTakenOutOfServiceDuringTheTurnIsNotCalled(t *testing.T) {
 func TestASkillOnTrialIsCalledOnceAndReturnsToService(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.Text("ok"))
-	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
+	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal',
+		disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
 	x, got := w.completed(t)
 	if !slices.Equal(got.Calls, []string{"probe"}) {
 		t.Errorf("outcome is %+v", got)
@@ -331,10 +346,12 @@ func TestATrialThatFailsIsNotTriedAgain(t *testing.T) {
 		called++
 		return nil, errBroken
 	}
-	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
+	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal',
+		disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
 	w.completed(t)
 	added := w.since(t, 1)
-	if called != 1 || !strings.Contains(added[1].Content, "it broke") || !strings.Contains(added[2].Content, `"error":"disabled"`) {
+	if called != 1 || !strings.Contains(added[1].Content, "it broke") ||
+		!strings.Contains(added[2].Content, `"error":"disabled"`) {
 		t.Errorf("called %d times; told %+v", called, added[1:])
 	}
 	if s, err := skills.Get(t.Context(), w.pool, "probe"); err != nil || s.Enabled || s.TrialAt != nil {
@@ -371,7 +388,10 @@ func TestALimitOfTheDayOrTheSurfaceEndsATurnGracefully(t *testing.T) {
 			if got.Ended != name || len(w.model.Requests()) != 2 {
 				t.Errorf("after %d requests the outcome is %+v", len(w.model.Requests()), got)
 			}
-			for _, said := range []string{"the limit of 2500 tokens for the ", "2060 tokens spent", "calls made: probe, probe."} {
+			for _, said := range []string{
+				"the limit of 2500 tokens for the ", "2060 tokens spent",
+				"calls made: probe, probe.",
+			} {
 				if !strings.Contains(got.Text, said) {
 					t.Errorf("%q does not say %q", got.Text, said)
 				}
@@ -442,13 +462,15 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 		select lanekeeper.reserve_agent_budget($1, 1, 'model', '[{"scope": "day:{day}", "tokens": 3000, "usd": 0}]',
 		       '{"prompt_tokens": 1000, "prompt_usd": 0, "token_usd": 0, "wanted": 1950, "enough": 1000, "least": 100}')`, other)
 	x, got := w.completed(t)
-	if got.Ended != "day" || !strings.Contains(got.Text, "is taken up by calls under way: 0 tokens spent, 2950 tokens set aside") {
+	if got.Ended != "day" || !strings.Contains(got.Text, "is taken up by calls under way: 0 tokens spent, 2950 tokens "+
+		"set aside") {
 		t.Errorf("outcome is %+v", got)
 	}
 	if rows := named(w.rows(t, x), "model_call"); len(rows) != 1 || rows[0].Class != "budget_day" {
 		t.Errorf("rows are %+v", rows)
 	}
-	pgtest.Exec(t, w.pool, `select lanekeeper.settle_agent_budget($1, 'model', '{"tokens": 500, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}')`, other)
+	pgtest.Exec(t, w.pool, `select lanekeeper.settle_agent_budget($1, 'model',
+		'{"tokens": 500, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}')`, other)
 	if _, got := w.completed(t); got.Ended != reason.Answered {
 		t.Errorf("after the other was settled the outcome is %+v", got)
 	}
@@ -480,7 +502,8 @@ func TestAProviderThatIgnoresItsLimitIsCutAndSettledAsItIs(t *testing.T) {
 	w.model.Add(modeltest.Custom(func(rw http.ResponseWriter, r *http.Request) {
 		rw.Header().Set("Content-Type", "text/event-stream")
 		for r.Context().Err() == nil {
-			if _, err := rw.Write([]byte("data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"word word word word \"}}]}\n\n")); err != nil {
+			if _, err := rw.Write([]byte("data: {\"choices\":[{\"index\":0,\"delta\":{\"content\":\"word word word word " +
+				"\"}}]}\n\n")); err != nil {
 				return
 			}
 			rw.(http.Flusher).Flush()
@@ -488,7 +511,8 @@ func TestAProviderThatIgnoresItsLimitIsCutAndSettledAsItIs(t *testing.T) {
 	}))
 	w.loop.Budget = reason.Budget{Answer: 100}
 	_, got := w.completed(t)
-	if got.Ended != reason.Answered || !strings.HasSuffix(got.Text, "[The answer was cut off here: it had reached its limit of 100 tokens.]") {
+	if got.Ended != reason.Answered || !strings.HasSuffix(got.Text, "[The answer was cut off here: it had reached its "+
+		"limit of 100 tokens.]") {
 		t.Errorf("outcome is %s: …%s", got.Ended, got.Text[max(0, len(got.Text)-100):])
 	}
 	if got.Usage.CompletionTokens <= 100 || got.Usage.UnknownTokens != got.Usage.TotalTokens {
@@ -507,9 +531,15 @@ func TestWhatMayBeBilledIsSpentAtItsWorstCase(t *testing.T) {
 		known   int64
 		unknown int64 // requests
 	}{
-		"refused":         {[]modeltest.Reply{modeltest.Status(http.StatusBadRequest, 0)}, 0, 0},
-		"a storm of 429":  {[]modeltest.Reply{modeltest.Status(429, 0), modeltest.Status(429, 0), modeltest.Status(429, 0)}, 0, 0},
-		"cut three times": {[]modeltest.Reply{modeltest.CutStream(said), modeltest.CutStream(said), modeltest.CutStream(said)}, 0, 3},
+		"refused": {[]modeltest.Reply{modeltest.Status(http.StatusBadRequest, 0)}, 0, 0},
+		"a storm of 429": {
+			[]modeltest.Reply{modeltest.Status(429, 0), modeltest.Status(429, 0), modeltest.Status(429, 0)},
+			0, 0,
+		},
+		"cut three times": {[]modeltest.Reply{
+			modeltest.CutStream(said), modeltest.CutStream(said),
+			modeltest.CutStream(said),
+		}, 0, 3},
 		"cut, then whole": {[]modeltest.Reply{modeltest.CutStream(said), modeltest.Text("ok").WithUsage(100, 10, 0)}, 110, 1},
 		"out of time":     {[]modeltest.Reply{modeltest.Hang()}, 0, 1},
 	} {
@@ -534,7 +564,8 @@ func (w *world) agree(t *testing.T, id string) {
 	day := w.book(t)
 	sum := pgtest.Value[int64](t, w.pool, `select coalesce(sum(tokens), 0)::bigint from agent_spend`)
 	unknown := pgtest.Value[int64](t, w.pool, `
-		select coalesce(sum((token_usage ->> 'unknown_tokens')::bigint), 0)::bigint from agent_activity where execution_id = $1`, id)
+		select coalesce(sum((token_usage ->> 'unknown_tokens')::bigint), 0)::bigint from agent_activity
+		  where execution_id = $1`, id)
 	if sum != day.Spent || unknown != day.Unknown {
 		t.Errorf("the log has %d tokens, %d of them unknown, the day %+v", sum, unknown, day)
 	}
@@ -585,7 +616,8 @@ func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool { return len(w.model.Requests()) == 1 }, "the model is asked")
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	w.engine(t, true)
-	enginetest.Await(t, w.pool, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`), executions.Completed)
+	enginetest.Await(t, w.pool, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`),
+		executions.Completed)
 	stop(context.Canceled)
 	if err := first.Wait(); err != nil {
 		t.Logf("first process: %v", err)
@@ -631,7 +663,8 @@ func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
 		t.Errorf("the day has %+v of %d", spent, limit)
 	}
 	if len(w.took) != runs || answered < (limit-500)/each || len(w.model.Requests()) != answered {
-		t.Errorf("%d of %d runs were answered with %d requests, want %d at least", answered, len(w.took), len(w.model.Requests()), (limit-500)/each)
+		t.Errorf("%d of %d runs were answered with %d requests, want %d at least", answered, len(w.took),
+			len(w.model.Requests()), (limit-500)/each)
 	}
 }
 
@@ -666,10 +699,12 @@ func TestAModelCallIsChargedToWhatItsAnswerCalls(t *testing.T) {
 	for i := range 25 {
 		many = many.AndCall("sizes", fmt.Sprintf(`{"limit":%d}`, i+1))
 	}
-	w := newWorld(t, many, modeltest.ToolCall("imagined", `{}`).WithUsage(10, 1, 0), modeltest.Text("Done.").WithUsage(20, 2, 0))
+	w := newWorld(t, many, modeltest.ToolCall("imagined", `{}`).WithUsage(10, 1, 0),
+		modeltest.Text("Done.").WithUsage(20, 2, 0))
 	x, _ := w.completed(t)
 	spent := pgtest.Value[string](t, w.pool, `
-		select string_agg(format('%s|%s|%s', s.skill, s.calls, s.tokens), ' ' order by s.skill) from agent_spend s where s.surface = $1`, x.Surface)
+		select string_agg(format('%s|%s|%s', s.skill, s.calls, s.tokens), ' ' order by s.skill) from agent_spend s
+		  where s.surface = $1`, x.Surface)
 	if spent != "|2|33 sizes|1|1000" {
 		t.Errorf("spent is %s", spent)
 	}

@@ -145,28 +145,29 @@ func (w *turn) delegate(ctx context.Context, e *executions.Engine, scopes []stri
 	if err := json.Unmarshal(args, &asked); err != nil {
 		return nil, &executions.StepError{Class: classInvalid, Message: err.Error()}
 	}
-	end, err := executions.Phase(ctx, "delegate", func(ctx context.Context, effect *executions.Effect) (childResult, error) {
-		child, err := executions.StepTx(ctx, "start", func(ctx context.Context, tx pgx.Tx) (string, error) {
-			spec, err := w.childSpec(ctx, asked, scopes)
+	end, err := executions.Phase(ctx, "delegate",
+		func(ctx context.Context, effect *executions.Effect) (childResult, error) {
+			child, err := executions.StepTx(ctx, "start", func(ctx context.Context, tx pgx.Tx) (string, error) {
+				spec, err := w.childSpec(ctx, asked, scopes)
+				if err != nil {
+					return "", err
+				}
+				x, _, err := e.StartTx(ctx, tx, spec)
+				return x.ID, err
+			}, executions.Input(asked))
 			if err != nil {
-				return "", err
+				return childResult{}, err
 			}
-			x, _, err := e.StartTx(ctx, tx, spec)
-			return x.ID, err
+			effect.Output = map[string]any{"task": asked.Task, "execution_id": child}
+			end, err := w.childEnd(ctx, e, child)
+			if err == nil {
+				effect.Output = map[string]any{
+					"task": asked.Task, "execution_id": child, "status": end.Status,
+					"answer": end.Outcome.Text,
+				}
+			}
+			return end, err
 		}, executions.Input(asked))
-		if err != nil {
-			return childResult{}, err
-		}
-		effect.Output = map[string]any{"task": asked.Task, "execution_id": child}
-		end, err := w.childEnd(ctx, e, child)
-		if err == nil {
-			effect.Output = map[string]any{
-				"task": asked.Task, "execution_id": child, "status": end.Status,
-				"answer": end.Outcome.Text,
-			}
-		}
-		return end, err
-	}, executions.Input(asked))
 	if err != nil {
 		return nil, err
 	}

@@ -87,8 +87,12 @@ func (w *world) offeredTo(prompt string) (names []string) {
 func TestADelegatedTaskAnswersItsTurn(t *testing.T) {
 	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
-		"Look.":       {modeltest.ToolCall("delegate", `{"task":"Size it up.","skills":["sizes"],"tokens":9000}`).WithUsage(100, 10, 0), modeltest.Text("All told.").WithUsage(200, 10, 0)},
-		"Size it up.": {modeltest.ToolCall("sizes", `{"limit":1}`).WithUsage(300, 10, 0), modeltest.Text("orders").WithUsage(400, 10, 0)},
+		"Look.": {modeltest.ToolCall("delegate", `{"task":"Size it up.","skills":["sizes"],"tokens":9000}`).WithUsage(
+			100, 10, 0), modeltest.Text("All told.").WithUsage(200, 10, 0)},
+		"Size it up.": {
+			modeltest.ToolCall("sizes", `{"limit":1}`).WithUsage(300, 10, 0),
+			modeltest.Text("orders").WithUsage(400, 10, 0),
+		},
 	})
 	parent := enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed)
 	child := w.child(t, parent.ID)
@@ -106,12 +110,14 @@ func TestADelegatedTaskAnswersItsTurn(t *testing.T) {
 	if last := told[len(told)-1]; !strings.Contains(last.Content, `"answer":"orders"`) {
 		t.Errorf("the turn was told %q", last.Content)
 	}
-	if row := named(w.rows(t, parent), "delegate"); len(row) != 1 || row[0].Kind != "phase" || !strings.Contains(string(row[0].Output), child.ID) {
+	if row := named(w.rows(t, parent), "delegate"); len(row) != 1 || row[0].Kind != "phase" ||
+		!strings.Contains(string(row[0].Output), child.ID) {
 		t.Errorf("rows of the delegation: %+v", row)
 	}
 	run := budgets.RunScope(trace.ID(parent.TraceID))
 	for scope, tokens := range map[string]int64{run: 1040, run + "/" + child.ID: 720} {
-		if spent, err := budgets.Of(t.Context(), w.pool, scope); err != nil || spent.Tokens != tokens || spent.ReservedTokens != 0 {
+		if spent, err := budgets.Of(t.Context(), w.pool, scope); err != nil || spent.Tokens != tokens ||
+			spent.ReservedTokens != 0 {
 			t.Errorf("%s has %+v (%v), want %d tokens", scope, spent, err, tokens)
 		}
 	}
@@ -121,7 +127,10 @@ func TestADelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
 	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
 		"Look.": {modeltest.ToolCall("delegate", `{"task":"Deep.","tokens":1000000}`), modeltest.Text("ok")},
-		"Deep.": {modeltest.ToolCall("delegate", `{"task":"Deeper.","skills":["hidden"]}`), modeltest.ToolCall("delegate", `{"task":"Deeper.","skills":["probe"]}`), modeltest.Text("ok")},
+		"Deep.": {
+			modeltest.ToolCall("delegate", `{"task":"Deeper.","skills":["hidden"]}`),
+			modeltest.ToolCall("delegate", `{"task":"Deeper.","skills":["probe"]}`), modeltest.Text("ok"),
+		},
 		"Deeper.": {
 			modeltest.ToolCall("hidden", `{}`), modeltest.ToolCall("delegate", `{"task":"Deepest."}`), modeltest.Text("ok"),
 		},
@@ -156,16 +165,21 @@ func TestADelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
 func TestADelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
 	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
-		"Look.": {modeltest.ToolCall("delegate", `{"task":"Spend."}`).WithUsage(500, 20, 0), modeltest.Text("That was all.").WithUsage(600, 10, 0)},
+		"Look.": {
+			modeltest.ToolCall("delegate", `{"task":"Spend."}`).WithUsage(500, 20, 0),
+			modeltest.Text("That was all.").WithUsage(600, 10, 0),
+		},
 		"Spend.": {
-			modeltest.ToolCall("probe", `{}`).WithUsage(1000, 100, 0), modeltest.ToolCall("probe", `{}`).WithUsage(2000, 100, 0), modeltest.Text("never said"),
+			modeltest.ToolCall("probe", `{}`).WithUsage(1000, 100, 0), modeltest.ToolCall("probe", `{}`).WithUsage(2000, 100, 0),
+			modeltest.Text("never said"),
 		},
 	})
 	w.loop.Budget = reason.Budget{Tokens: 6000}
 	got := outcome(t, enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed))
 	told := w.model.Requests()[len(w.model.Requests())-1].Messages
 	last := told[len(told)-1].Content
-	if !strings.Contains(last, `"ended":"tokens"`) || !strings.Contains(last, "leaves too little") || len(w.model.Requests()) != 3 {
+	if !strings.Contains(last, `"ended":"tokens"`) || !strings.Contains(last, "leaves too little") ||
+		len(w.model.Requests()) != 3 {
 		t.Errorf("after %d requests the turn was told %q", len(w.model.Requests()), last)
 	}
 	if got.Text != "That was all." || got.Usage.TotalTokens != 520+1100+610 {
@@ -183,10 +197,12 @@ func TestADelegatedTaskThatFailsIsAResult(t *testing.T) {
 		t.Errorf("outcome is %+v", got)
 	}
 	told := w.model.Requests()[len(w.model.Requests())-1].Messages
-	if last := told[len(told)-1]; !strings.Contains(last.Content, `"error":"delegate"`) || !strings.Contains(last.Content, "ended as failed") {
+	if last := told[len(told)-1]; !strings.Contains(last.Content, `"error":"delegate"`) ||
+		!strings.Contains(last.Content, "ended as failed") {
 		t.Errorf("the turn was told %q", last.Content)
 	}
-	if row := named(w.rows(t, parent), "delegate"); len(row) != 1 || row[0].Status != "success" || !strings.Contains(string(row[0].Output), "failed") {
+	if row := named(w.rows(t, parent), "delegate"); len(row) != 1 || row[0].Status != "success" ||
+		!strings.Contains(string(row[0].Output), "failed") {
 		t.Errorf("rows of the delegation: %+v", row)
 	}
 }
@@ -263,7 +279,10 @@ func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
 func TestManyDelegateAtOnce(t *testing.T) {
 	t.Parallel()
 	w, e := delegating(t, map[string][]modeltest.Reply{
-		"Look.":     {modeltest.ToolCall("delegate", `{"task":"Part."}`).AndCall("delegate", `{"task":"Part two."}`), modeltest.Text("ok")},
+		"Look.": {
+			modeltest.ToolCall("delegate", `{"task":"Part."}`).AndCall("delegate", `{"task":"Part two."}`),
+			modeltest.Text("ok"),
+		},
 		"Part.":     {modeltest.Text("one")},
 		"Part two.": {modeltest.Text("two")},
 	})
@@ -274,7 +293,8 @@ func TestManyDelegateAtOnce(t *testing.T) {
 	for _, id := range parents {
 		enginetest.Await(t, w.pool, id, executions.Completed)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate' and status = 'completed'`); n != 16 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate'
+		and status = 'completed'`); n != 16 {
 		t.Errorf("%d tasks were done, want 16", n)
 	}
 }

@@ -24,11 +24,13 @@ func blank() modeltest.Reply {
 // stalled checks that a turn ended as stalled, with its activity and its log line.
 func (w *world) stalled(t *testing.T, x executions.Execution, got reason.Outcome, why string) {
 	t.Helper()
-	if x.Status != executions.Completed || got.Ended != reason.Stalled || !strings.Contains(got.Text, why) || x.ResultSummary != got.Text {
+	if x.Status != executions.Completed || got.Ended != reason.Stalled || !strings.Contains(got.Text, why) ||
+		x.ResultSummary != got.Text {
 		t.Errorf("execution is %s, outcome %+v", x.Status, got)
 	}
 	rows := named(w.rows(t, x), "reasoning")
-	if len(rows) != 1 || rows[0].Status != "error" || rows[0].Class != "stall" || !strings.Contains(rows[0].Message, got.Text) {
+	if len(rows) != 1 || rows[0].Status != "error" || rows[0].Class != "stall" ||
+		!strings.Contains(rows[0].Message, got.Text) {
 		t.Errorf("rows are %+v", rows)
 	}
 	if len(w.log.Records(t, "reasoning stalled")) != 1 {

@@ -57,7 +57,8 @@ type pinnedEntry struct {
 
 // prepare chooses the agent and the offered skills, once.
 func (l *Loop) prepare(ctx context.Context, t Turn) (prepared, error) {
-	p, err := executions.Step(ctx, "tools", func(ctx context.Context) (prepared, error) { return l.choose(ctx, l.Pool, t) })
+	p, err := executions.Step(ctx, "tools",
+		func(ctx context.Context) (prepared, error) { return l.choose(ctx, l.Pool, t) })
 	if err != nil {
 		return p, fmt.Errorf("choose tools: %w", err)
 	}
@@ -250,7 +251,9 @@ type offer struct {
 }
 
 // offered chooses the offered skills: all in scope or, of many, those most similar to the prompt.
-func (l *Loop) offered(ctx context.Context, db postgres.DB, t Turn, a agents.Agent, callable []skills.Skill) (offer, error) {
+func (l *Loop) offered(
+	ctx context.Context, db postgres.DB, t Turn, a agents.Agent, callable []skills.Skill,
+) (offer, error) {
 	all, trials := l.Skills.Split(ctx, callable)
 	all, err := l.also(ctx, db, t, all)
 	if err != nil {
@@ -279,7 +282,8 @@ func (l *Loop) also(ctx context.Context, db postgres.DB, t Turn, all []skills.Sk
 		case err != nil:
 			return nil, err
 		}
-		at, has := slices.BinarySearchFunc(all, name, func(s skills.Skill, name string) int { return strings.Compare(s.Name, name) })
+		at, has := slices.BinarySearchFunc(all, name,
+			func(s skills.Skill, name string) int { return strings.Compare(s.Name, name) })
 		if !has && s.Enabled && l.Skills.Runnable(s) == nil {
 			all = slices.Insert(all, at, s)
 		}

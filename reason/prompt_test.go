@@ -72,7 +72,10 @@ func TestARecordedPromptIsWhatTheModelWasAsked(t *testing.T) {
 	w := newWorld(t,
 		modeltest.ToolCall("sizes", `{"limit":3}`).WithUsage(100, 5, 0),
 		modeltest.Text("Orders is the largest: <b>ü & “co”</b>.").WithUsage(140, 9, 96))
-	w.turn.History = []models.Message{{Role: models.RoleUser, Content: "Hi <there>\n\tü\u2028"}, {Role: models.RoleAssistant, Content: "Hello."}}
+	w.turn.History = []models.Message{
+		{Role: models.RoleUser, Content: "Hi <there>\n\tü\u2028"},
+		{Role: models.RoleAssistant, Content: "Hello."},
+	}
 	x, _ := w.completed(t)
 	page := w.prompted(t, x)
 	requests := w.model.Requests()
@@ -85,7 +88,8 @@ func TestARecordedPromptIsWhatTheModelWasAsked(t *testing.T) {
 		}
 	}
 	second := page.Calls[1]
-	if second.SharedParts != 1+len(page.Calls[0].Messages) || second.TokenUsage.CachedTokens != 96 || second.TokenUsage.PromptTokens != 140 {
+	if second.SharedParts != 1+len(page.Calls[0].Messages) || second.TokenUsage.CachedTokens != 96 ||
+		second.TokenUsage.PromptTokens != 140 {
 		t.Errorf("the second call shares %d parts, with usage %+v", second.SharedParts, second.TokenUsage)
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts`); n != 1+len(second.Messages) {
@@ -149,7 +153,8 @@ func TestAPromptThatCannotBeRecordedFailsNoTurn(t *testing.T) {
 	if page := w.prompted(t, x); len(page.Calls) != 1 || page.Calls[0].Recorded || len(page.Parts) != 0 {
 		t.Errorf("recorded: %+v", page)
 	}
-	if found := w.log.Records(t, "prompt not recorded"); len(found) != 1 || !strings.Contains(found[0]["error"].(string), "refuses") {
+	if found := w.log.Records(t, "prompt not recorded"); len(found) != 1 ||
+		!strings.Contains(found[0]["error"].(string), "refuses") {
 		t.Errorf("logged: %v", found)
 	}
 	pgtest.Exec(t, w.pool, `alter table agent_prompts drop constraint refuses`)
@@ -179,7 +184,9 @@ func TestALargePartIsCutAndSaysSo(t *testing.T) {
 	w := newWorld(t, modeltest.Text("Long."))
 	w.turn.Prompt = strings.Repeat(`" `, 100_000)
 	w.turn.History = []models.Message{
-		{Role: models.RoleUser, Parts: []models.Part{{Image: &models.Image{URL: "data:image/png;base64," + strings.Repeat("AAAA", 20_000)}}}},
+		{Role: models.RoleUser, Parts: []models.Part{
+			{Image: &models.Image{URL: "data:image/png;base64," + strings.Repeat("AAAA", 20_000)}},
+		}},
 	}
 	x, _ := w.completed(t)
 	page := w.prompted(t, x)
@@ -272,7 +279,8 @@ func TestAPromptThatCannotBeAmendedFailsNoTurn(t *testing.T) {
 	if page := w.prompted(t, x); !page.Calls[0].Recorded {
 		t.Error("what was recorded before the call is gone")
 	}
-	if found := w.log.Records(t, "prompt not amended"); len(found) != 1 || !strings.Contains(found[0]["error"].(string), "unamended") {
+	if found := w.log.Records(t, "prompt not amended"); len(found) != 1 ||
+		!strings.Contains(found[0]["error"].(string), "unamended") {
 		t.Errorf("logged: %v", found)
 	}
 }

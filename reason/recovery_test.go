@@ -45,7 +45,8 @@ func roles(messages []openai.ChatCompletionMessage) (list []string) {
 
 func TestUnknownToolIsCorrectedBySystemMessage(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("send_sms", `{"to":"x"}`), modeltest.ToolCall("probe", `{}`), modeltest.Text("All is well."))
+	w := newWorld(t, modeltest.ToolCall("send_sms", `{"to":"x"}`), modeltest.ToolCall("probe", `{}`),
+		modeltest.Text("All is well."))
 	x, got := w.completed(t)
 	added := w.since(t, 1)
 	if diff := cmp.Diff([]string{"assistant call_0_0", "tool call_0_0", "system"}, roles(added)); diff != "" {
@@ -58,7 +59,8 @@ func TestUnknownToolIsCorrectedBySystemMessage(t *testing.T) {
 		t.Errorf("outcome is %+v", got)
 	}
 	refused := named(w.rows(t, x), "send_sms")
-	if len(refused) != 1 || refused[0].Status != "error" || refused[0].Class != "unknown_tool" || !strings.Contains(string(refused[0].Input), `"to": "x"`) {
+	if len(refused) != 1 || refused[0].Status != "error" || refused[0].Class != "unknown_tool" ||
+		!strings.Contains(string(refused[0].Input), `"to": "x"`) {
 		t.Errorf("rows of the unknown tool: %+v", refused)
 	}
 }
@@ -76,7 +78,8 @@ func TestUnknownToolWithANeighbourGetsAHint(t *testing.T) {
 func TestAValidCallStartsTheCountAnew(t *testing.T) {
 	t.Parallel()
 	bad := modeltest.ToolCall("send_sms", `{}`)
-	w := newWorld(t, bad, bad, modeltest.ToolCall("probe", ``), bad, bad, modeltest.ToolCall("sizes", `{"limit":1}`), modeltest.Text("done"))
+	w := newWorld(t, bad, bad, modeltest.ToolCall("probe", ``), bad, bad, modeltest.ToolCall("sizes", `{"limit":1}`),
+		modeltest.Text("done"))
 	if _, got := w.completed(t); got.Ended != reason.Answered || len(got.Calls) != 2 {
 		t.Errorf("outcome is %+v", got)
 	}
@@ -125,7 +128,8 @@ func TestInvalidParametersAreCorrectedWithSchemaAndErrors(t *testing.T) {
 			if len(rows) != 2 || rows[0].Class != "invalid_params" || rows[0].Status != "error" || rows[1].Status != "success" {
 				t.Errorf("rows are %+v", rows)
 			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'sizes' and status = 'error'`); n != 0 {
+			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'sizes'
+				and status = 'error'`); n != 0 {
 				t.Errorf("the model's mistake counts as %d failures of the skill", n)
 			}
 		})
@@ -154,7 +158,8 @@ func TestArgumentsThatOnlyTheToolCanJudgeAreCorrectedToo(t *testing.T) {
 	if n := len(w.model.Requests()); n != 3 || got.Ended != reason.Stalled {
 		t.Errorf("asked %d times and ended %s, want 3 and a stall", n, got.Ended)
 	}
-	if rows := named(w.rows(t, x), "settle"); len(rows) != 3 || rows[0].Class != "invalid_params" || rows[0].Status != "error" {
+	if rows := named(w.rows(t, x), "settle"); len(rows) != 3 || rows[0].Class != "invalid_params" ||
+		rows[0].Status != "error" {
 		t.Errorf("rows are %+v", rows)
 	}
 }
@@ -166,11 +171,15 @@ func TestAllRepliesComeBeforeTheCorrections(t *testing.T) {
 		modeltest.Text("ok"))
 	_, got := w.completed(t)
 	added := w.since(t, 1)
-	want := []string{"assistant call_0_0 call_0_1 call_0_2", "tool call_0_0", "tool call_0_1", "tool call_0_2", "system", "system"}
+	want := []string{
+		"assistant call_0_0 call_0_1 call_0_2", "tool call_0_0", "tool call_0_1",
+		"tool call_0_2", "system", "system",
+	}
 	if diff := cmp.Diff(want, roles(added)); diff != "" {
 		t.Fatalf("messages (-want +got):\n%s", diff)
 	}
-	if added[2].Content != `"alive"` || !strings.HasPrefix(added[4].Content, "Tool 'send_sms'") || !strings.HasPrefix(added[5].Content, "Tool call failed") {
+	if added[2].Content != `"alive"` || !strings.HasPrefix(added[4].Content, "Tool 'send_sms'") ||
+		!strings.HasPrefix(added[5].Content, "Tool call failed") {
 		t.Errorf("messages are %+v", added[2:])
 	}
 	if !slices.Equal(got.Calls, []string{"probe"}) {
@@ -182,7 +191,8 @@ func TestStallAfterTwoRetries(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t,
 		modeltest.ToolCall("probe", `{}`),
-		modeltest.ToolCall("send_sms", `{"to":"me"}`), modeltest.ToolCall("sizes", `{}`), modeltest.ToolCall("send_sms", `{"to":"you"}`))
+		modeltest.ToolCall("send_sms", `{"to":"me"}`), modeltest.ToolCall("sizes", `{}`),
+		modeltest.ToolCall("send_sms", `{"to":"you"}`))
 	x, got := w.completed(t)
 	if n := len(w.model.Requests()); n != 4 {
 		t.Errorf("the model was asked %d times, want 4: one good call, a bad one and two retries", n)
@@ -213,7 +223,8 @@ func TestStallAfterTwoRetries(t *testing.T) {
 		t.Errorf("input is %s", stalls[0].Input)
 	}
 	logged := w.log.Records(t, "reasoning stalled")
-	if len(logged) != 1 || logged[0]["level"] != "ERROR" || logged[0]["attempts"] == nil || logged[0]["last_calls"] != "probe" || logged[0]["context"] != nil || logged[0]["purpose"] != "test" {
+	if len(logged) != 1 || logged[0]["level"] != "ERROR" || logged[0]["attempts"] == nil ||
+		logged[0]["last_calls"] != "probe" || logged[0]["context"] != nil || logged[0]["purpose"] != "test" {
 		t.Errorf("log is %v", logged)
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where status = 'error'`); n != 0 {
@@ -231,7 +242,8 @@ func TestNamesThatAModelMakesUpAreBoundedAndStorable(t *testing.T) {
 			if _, got := w.completed(t); got.Text != "ok" {
 				t.Errorf("outcome is %+v", got)
 			}
-			if text := w.since(t, 1)[2].Content; len(text) > 500 || !strings.Contains(text, "does not exist. Available tools: probe, sizes.") {
+			if text := w.since(t, 1)[2].Content; len(text) > 500 ||
+				!strings.Contains(text, "does not exist. Available tools: probe, sizes.") {
 				t.Errorf("the correction is %q", text)
 			}
 		})
@@ -241,20 +253,25 @@ func TestNamesThatAModelMakesUpAreBoundedAndStorable(t *testing.T) {
 func TestASkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
 	t.Parallel()
 	call := modeltest.ToolCall("drop", `{"table":"x","n":1}`)
-	w := newWorld(t, call, modeltest.ToolCall("drop", `{"n":1, "table":"x"}`), modeltest.ToolCall("drop", `{"table":"y"}`), modeltest.Text("Asked."))
+	w := newWorld(t, call, modeltest.ToolCall("drop", `{"n":1, "table":"x"}`), modeltest.ToolCall("drop", `{"table":"y"}`),
+		modeltest.Text("Asked."))
 	w.builtins["drop"] = func(context.Context, skills.Call) (any, error) {
 		t.Error("called without leave")
 		return nil, nil
 	}
 	w.put(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove, Parameters: map[string]any{
-		"type": "object", "properties": map[string]any{"table": map[string]any{"type": "string"}, "n": map[string]any{"type": "integer"}},
+		"type": "object", "properties": map[string]any{
+			"table": map[string]any{"type": "string"},
+			"n":     map[string]any{"type": "integer"},
+		},
 	}})
 	x, got := w.completed(t)
 	var told struct {
 		Status     string
 		ApprovalID string `json:"approval_id"`
 	}
-	if err := json.Unmarshal([]byte(w.since(t, 1)[1].Content), &told); err != nil || told.Status != "pending_approval" || told.ApprovalID == "" {
+	if err := json.Unmarshal([]byte(w.since(t, 1)[1].Content), &told); err != nil || told.Status != "pending_approval" ||
+		told.ApprovalID == "" {
 		t.Errorf("the model was told %s (%v)", w.since(t, 1)[1].Content, err)
 	}
 	if again := w.since(t, 2)[1].Content; !strings.Contains(again, told.ApprovalID) {
@@ -436,7 +453,8 @@ func TestCrashBetweenAnyTwoStepsRepeatsNothing(t *testing.T) {
 			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`); n != 1 {
 				t.Errorf("%d approvals, want 1", n)
 			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where status = 'pending_approval'`); n != 1 {
+			if n := pgtest.Value[int](t, w.pool,
+				`select count(*) from agent_activity where status = 'pending_approval'`); n != 1 {
 				t.Errorf("%d rows that await approval, want 1", n)
 			}
 			if want := []string{"sizes", "broken (failed)", "drop (awaits approval)"}; !slices.Equal(got.Calls, want) {

@@ -53,14 +53,24 @@ type world struct {
 // newWorld has two skills: sizes, which takes a limit, and probe, which takes nothing.
 func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 	t.Helper()
-	w := &world{pool: pgtest.DB(t), model: modeltest.New(t, replies...), log: &testkit.Log{}, builtins: map[string]skills.Builtin{}}
-	w.builtins["sizes"] = func(_ context.Context, c skills.Call) (any, error) { return map[string]any{"largest": "orders"}, nil }
+	w := &world{
+		pool: pgtest.DB(t), model: modeltest.New(t, replies...), log: &testkit.Log{},
+		builtins: map[string]skills.Builtin{},
+	}
+	w.builtins["sizes"] = func(_ context.Context, c skills.Call) (any, error) {
+		return map[string]any{"largest": "orders"},
+			nil
+	}
 	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return "alive", nil }
 	w.put(t, skills.Definition{Name: "sizes", Idempotent: true, Parameters: map[string]any{
-		"type": "object", "required": []any{"limit"}, "properties": map[string]any{"limit": map[string]any{"type": "integer", "minimum": 1}},
+		"type": "object", "required": []any{"limit"},
+		"properties": map[string]any{"limit": map[string]any{"type": "integer", "minimum": 1}},
 	}})
 	w.put(t, skills.Definition{Name: "probe"})
-	w.turn = reason.Turn{Purpose: "test", System: "You are tested.", Prompt: "Look.", Scopes: []string{skills.ScopeInternal}}
+	w.turn = reason.Turn{
+		Purpose: "test", System: "You are tested.", Prompt: "Look.",
+		Scopes: []string{skills.ScopeInternal},
+	}
 	client, err := models.New(models.Config{
 		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
 		Retry: models.Retry{Attempts: 3, Base: time.Millisecond, MaxWait: 3 * time.Second},

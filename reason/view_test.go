@@ -58,7 +58,8 @@ func (w *world) watch() *screen {
 
 func TestCallbacksShowWhatHappens(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("probe", `{}`).AndCall("nope", `{}`), modeltest.ToolCall("broken", `{}`).AndCall("note", `{}`), modeltest.CutStream("Fi"), modeltest.Text("Fine."))
+	w := newWorld(t, modeltest.ToolCall("probe", `{}`).AndCall("nope", `{}`),
+		modeltest.ToolCall("broken", `{}`).AndCall("note", `{}`), modeltest.CutStream("Fi"), modeltest.Text("Fine."))
 	w.builtins["broken"] = func(context.Context, skills.Call) (any, error) { return nil, errBroken }
 	w.put(t, skills.Definition{Name: "broken"})
 	w.turn.Tools = []reason.Tool{{Name: "note", Parameters: []byte(`{"type":"object"}`), Do: noted}}
@@ -66,7 +67,8 @@ func TestCallbacksShowWhatHappens(t *testing.T) {
 	w.completed(t)
 	want := []string{
 		`begin probe {}`, `end probe success "alive"`,
-		`begin nope {}`, `end nope error {"error":"UNKNOWN_TOOL"}Tool 'nope' does not exist. Available tools: broken, probe, sizes, note. Please use one of these. Did you mean 'note'?`,
+		`begin nope {}`,
+		`end nope error {"error":"UNKNOWN_TOOL"}Tool 'nope' does not exist. Available tools: broken, probe, sizes, note. Please use one of these. Did you mean 'note'?`,
 		`begin broken {}`, `end broken error {"error":"error","message":"broken failed: it broke"}broken failed: it broke`,
 		`begin note {}`, `end note success "noted"`,
 	}
@@ -79,7 +81,8 @@ func TestCallbacksShowWhatHappens(t *testing.T) {
 		t.Errorf("calls shown (-want +got):\n%s", diff)
 	}
 	rest := strings.Join(got[len(calls):], "|")
-	if !strings.Contains(rest, "restart|says F") || !strings.HasPrefix(rest, "says Fi") || strings.Count(rest, "restart") != 1 {
+	if !strings.Contains(rest, "restart|says F") || !strings.HasPrefix(rest, "says Fi") ||
+		strings.Count(rest, "restart") != 1 {
 		t.Errorf("the answer is shown as %q", rest)
 	}
 }
@@ -92,7 +95,8 @@ func TestATurnThatGoesOnShowsOnlyWhatIsNew(t *testing.T) {
 	w.parking(t)
 	w.turn.Tools = []reason.Tool{{Name: "note", Parameters: []byte(`{"type":"object"}`), Do: noted}}
 	s := w.watch()
-	w.plan(modeltest.ToolCall("probe", `{}`).AndCall("note", `{}`).AndCall("drop", `{"table":"x"}`).AndCall("drop", `{"table":"y"}`), modeltest.Text("Done"))
+	w.plan(modeltest.ToolCall("probe", `{}`).AndCall("note", `{}`).AndCall("drop", `{"table":"x"}`).AndCall("drop",
+		`{"table":"y"}`), modeltest.Text("Done"))
 	x := w.park(t)
 	want := []string{
 		`begin probe {}`, `end probe success "alive"`, `begin note {}`, `end note success "noted"`,
@@ -109,7 +113,8 @@ func TestATurnThatGoesOnShowsOnlyWhatIsNew(t *testing.T) {
 	got := s.take()
 	want = []string{
 		`begin drop {"table":"x"}`, `end drop success "dropped"`,
-		`begin drop {"table":"y"}`, `end drop denied {"error":"DENIED","note":"Do not ask for this call again.","reason":"keep it"}keep it`, `says Done`,
+		`begin drop {"table":"y"}`,
+		`end drop denied {"error":"DENIED","note":"Do not ask for this call again.","reason":"keep it"}keep it`, `says Done`,
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("after it (-want +got):\n%s", diff)
@@ -127,7 +132,8 @@ func TestACallbackThatPanicsHarmsNothing(t *testing.T) {
 		}
 		panic("and this one")
 	}
-	if _, got := w.completed(t); got.Text != "Fine." || ends != 1 || len(w.log.Records(t, "callback of a turn panicked")) < 3 {
+	if _, got := w.completed(t); got.Text != "Fine." || ends != 1 ||
+		len(w.log.Records(t, "callback of a turn panicked")) < 3 {
 		t.Errorf("outcome is %+v, %d ends were shown", got, ends)
 	}
 }

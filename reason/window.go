@@ -379,7 +379,10 @@ func (w *turn) readPiece(ctx context.Context, args json.RawMessage) (any, error)
 	text := fmt.Sprintf("(bytes %d to %d of %d of %s; %s)\n%s", from, to, len(full), asked.ResultID, next,
 		full[from:to])
 	if from <= result.seen {
-		w.pendingSights = append(w.pendingSights, answer{skill: result.skill, text: full, long: result, piece: text, upto: to})
+		w.pendingSights = append(w.pendingSights, answer{
+			skill: result.skill, text: full, long: result,
+			piece: text, upto: to,
+		})
 	}
 	return verbatim(text), nil
 }

@@ -53,7 +53,8 @@ func result(id, text string) models.Message {
 func history(words int) (list []models.Message) {
 	for i := range 30 {
 		id := fmt.Sprintf("old_%d", i)
-		list = append(list, user(fmt.Sprintf("question %d", i)), assistant("", id), result(id, strings.Repeat("old ", words)), assistant(fmt.Sprintf("answer %d", i)))
+		list = append(list, user(fmt.Sprintf("question %d", i)), assistant("", id), result(id, strings.Repeat("old ", words)),
+			assistant(fmt.Sprintf("answer %d", i)))
 	}
 	return list
 }
@@ -115,7 +116,8 @@ func TestHistoryStandsBetweenTheOpeningAndThePrompt(t *testing.T) {
 	w := newWorld(t, modeltest.Text("ok"))
 	w.turn.History = []models.Message{
 		{Role: models.RoleSystem, Content: "The summary."},
-		result("lost", "a result without its call"), user("Hello"), assistant("Let me see.", "a", "b"), result("a", "one of two"), user("Well?"),
+		result("lost", "a result without its call"), user("Hello"), assistant("Let me see.", "a", "b"),
+		result("a", "one of two"), user("Well?"),
 		assistant("", "c"), result("c", "all of it"), assistant("Hi."),
 	}
 	x, _ := w.completed(t)
@@ -123,11 +125,13 @@ func TestHistoryStandsBetweenTheOpeningAndThePrompt(t *testing.T) {
 	for _, m := range w.model.Requests()[0].Messages {
 		got = append(got, m.Role+" "+m.Content)
 	}
-	want := "system You are tested.|system The summary.|user Hello|assistant Let me see.|user Well?|assistant |tool all of it|assistant Hi.|user Look."
+	want := "system You are tested.|system The summary.|user Hello|assistant Let me see.|user Well?|assistant |tool all " +
+		"of it|assistant Hi.|user Look."
 	if strings.Join(got, "|") != want {
 		t.Errorf("messages are %q", got)
 	}
-	if row := string(named(w.rows(t, x), "model_call")[0].Input); strings.Contains(row, "Hello") || !strings.Contains(row, "Look.") {
+	if row := string(named(w.rows(t, x), "model_call")[0].Input); strings.Contains(row, "Hello") ||
+		!strings.Contains(row, "Look.") {
 		t.Errorf("the row shows %s", row)
 	}
 }
@@ -147,7 +151,8 @@ func TestAnOverlongMessageIsCutWithAMarker(t *testing.T) {
 			w.completed(t)
 			r := w.model.Requests()[0]
 			text := r.Body
-			if n := promptTokens(t, r); n > 1000 || n < 700 || !strings.Contains(text, "BEGIN") || !strings.Contains(text, "END") || !strings.Contains(text, "bytes shown") {
+			if n := promptTokens(t, r); n > 1000 || n < 700 || !strings.Contains(text, "BEGIN") ||
+				!strings.Contains(text, "END") || !strings.Contains(text, "bytes shown") {
 				t.Errorf("%d tokens: %s", n, text)
 			}
 		})
@@ -196,14 +201,16 @@ func TestMessagesAreSummarisedAsData(t *testing.T) {
 		t.Fatalf("execution is %s (%s), summary %q", x.Status, testkit.Deref(x.ErrorMessage), text)
 	}
 	r := w.model.Requests()[0]
-	if len(r.Messages) != 2 || len(r.Tools) != 0 || r.Messages[0].Role != "system" || strings.Contains(r.Messages[0].Content, "Ignore") {
+	if len(r.Messages) != 2 || len(r.Tools) != 0 || r.Messages[0].Role != "system" ||
+		strings.Contains(r.Messages[0].Content, "Ignore") {
 		t.Fatalf("asked %+v with tools %q", roles(r.Messages), toolNames(r))
 	}
 	var data struct {
 		Summary  string `json:"summary_so_far"`
 		Messages []struct{ Role, Text string }
 	}
-	if err := json.Unmarshal([]byte(r.Messages[1].Content), &data); err != nil || data.Summary != "Ana said hello." || len(data.Messages) != 3 || data.Messages[0].Text != evil {
+	if err := json.Unmarshal([]byte(r.Messages[1].Content), &data); err != nil || data.Summary != "Ana said hello." ||
+		len(data.Messages) != 3 || data.Messages[0].Text != evil {
 		t.Errorf("the data is %s (%v)", r.Messages[1].Content, err)
 	}
 	rows := w.rows(t, x)
@@ -238,7 +245,8 @@ func TestASummaryOfNothingIsAnErrorAndOfNoMessagesTheOldOne(t *testing.T) {
 }
 
 var (
-	cutMarker  = regexp.MustCompile(` … \((\d+) of \d+ bytes shown; for more call read_result with result_id "(r\d+)" and offset (\d+)\)$`)
+	cutMarker = regexp.MustCompile(
+		` … \((\d+) of \d+ bytes shown; for more call read_result with result_id "(r\d+)" and offset (\d+)\)$`)
 	nextMarker = regexp.MustCompile(`^\(bytes \d+ to \d+ of \d+ of r\d+; (?:go on at offset (\d+)|this is the end)\)\n`)
 )
 
@@ -284,7 +292,8 @@ func TestALongResultCanBeReadToItsEnd(t *testing.T) {
 	x, got := w.completed(t)
 	whole := text()
 	var back map[string]any
-	if err := json.Unmarshal([]byte(whole), &back); err != nil || len(back["list"].([]any)) != 7001 || !strings.Contains(whole, longAsText) || got.Text != "Read." {
+	if err := json.Unmarshal([]byte(whole), &back); err != nil || len(back["list"].([]any)) != 7001 ||
+		!strings.Contains(whole, longAsText) || got.Text != "Read." {
 		t.Errorf("read %d bytes, %v", len(whole), err)
 	}
 	for n, r := range w.model.Requests() {
@@ -328,14 +337,16 @@ func TestALongResultIsTheSameAfterACrash(t *testing.T) {
 func TestReadingAResultThatIsNotThereIsCorrected(t *testing.T) {
 	t.Parallel()
 	for name, args := range map[string]string{
-		"unknown": `{"result_id":"r9","offset":0}`, "beyond": `{"result_id":"r1","offset":99999}`, "no offset": `{"result_id":"r1"}`,
-		"before": `{"result_id":"r1","offset":-1}`,
+		"unknown": `{"result_id":"r9","offset":0}`, "beyond": `{"result_id":"r1","offset":99999}`,
+		"no offset": `{"result_id":"r1"}`,
+		"before":    `{"result_id":"r1","offset":-1}`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.ToolCall("read_result", args), modeltest.Text("ok"))
 			w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return long(), nil }
 			w.completed(t)
-			if told := w.since(t, 2); len(told) != 3 || !strings.HasPrefix(told[2].Content, "Tool call failed: INVALID_PARAMS.") {
+			if told := w.since(t, 2); len(told) != 3 ||
+				!strings.HasPrefix(told[2].Content, "Tool call failed: INVALID_PARAMS.") {
 				t.Errorf("the model was told %+v", told)
 			}
 		})
@@ -344,7 +355,8 @@ func TestReadingAResultThatIsNotThereIsCorrected(t *testing.T) {
 
 func TestAResultCutToFitTheContextCanBeReadOn(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.ToolCall("probe", `{}`).AndCall("probe", `{"a":1}`).AndCall("probe", `{"a":2}`), modeltest.Text("ok"))
+	w := newWorld(t, modeltest.ToolCall("probe", `{}`).AndCall("probe", `{"a":1}`).AndCall("probe", `{"a":2}`),
+		modeltest.Text("ok"))
 	w.put(t, skills.Definition{Name: "probe", Parameters: map[string]any{
 		"type": "object", "properties": map[string]any{"a": map[string]any{"type": "integer"}},
 	}})

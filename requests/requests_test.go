@@ -161,7 +161,8 @@ func TestRequestsAreListedNewestFirstFromWhereTheListingStopped(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 5 {
-		pgtest.Exec(t, pool, `insert into agent_requests (kind, execution_id, trace_id) values ('test', lanekeeper.agent_uuid7(), 'fl_x')`)
+		pgtest.Exec(t, pool, `insert into agent_requests (kind, execution_id, trace_id)
+			values ('test', lanekeeper.agent_uuid7(), 'fl_x')`)
 	}
 	var seen []string
 	for before := ""; ; {

@@ -145,7 +145,8 @@ func (b *beside) read(ctx context.Context) error {
 			return fmt.Errorf("read trace %s: %w", id, err)
 		}
 		var n int
-		err := b.pool.QueryRow(ctx, `select count(*) from (select from agent_activity where skill_name = 's' order by id desc limit 1000) x`).Scan(&n)
+		err := b.pool.QueryRow(ctx, `select count(*)
+			from (select from agent_activity where skill_name = 's' order by id desc limit 1000) x`).Scan(&n)
 		if err != nil && ctx.Err() == nil {
 			return fmt.Errorf("read the log: %w", err)
 		}
@@ -165,7 +166,8 @@ func (b *beside) missing(ids []string) []string {
 			gone = append(gone, fmt.Sprintf("execution %s: %v", id, err))
 			continue
 		}
-		had := pgtest.Rows[struct{ Step string }](b.t, b.pool, `select step from agent_checkpoints where execution_id = '`+id+`'`)
+		had := pgtest.Rows[struct{ Step string }](b.t, b.pool, `select step from agent_checkpoints where execution_id = '`+id+
+			`'`)
 		logged := pgtest.Value[int](b.t, b.pool, `select count(*) from agent_activity where execution_id = $1`, id)
 		for _, step := range b.truth[id] {
 			if !slices.ContainsFunc(had, func(s struct{ Step string }) bool { return s.Step == step }) {
@@ -195,12 +197,15 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	url := pgtest.URL(t)
 	own := pgtest.Pool(t, url, postgres.Options{ApplicationName: passing})
 	random(t, own, rand.New(rand.NewPCG(3, 4)))
-	pgtest.Exec(t, own, `delete from agent_executions where completed_at is null; delete from agent_executions where completed_at > now() - interval '1 hour'`)
-	pgtest.Exec(t, own, `delete from agent_activity_uncounted; delete from agent_activity_open; update agent_approvals set status = 'rejected' where status in ('pending', 'approved')`)
+	pgtest.Exec(t, own, `delete from agent_executions where completed_at is null; delete from agent_executions
+		where completed_at > now() - interval '1 hour'`)
+	pgtest.Exec(t, own, `delete from agent_activity_uncounted; delete from agent_activity_open; update agent_approvals
+		set status = 'rejected' where status in ('pending', 'approved')`)
 	// As no admin can: what ended a moment ago is old.
 	pgtest.Exec(t, own, `
 		alter table agent_retention drop constraint agent_retention_check;
-		update agent_retention set keep = '300 milliseconds' where kind in ('executions', 'events', 'messages', 'approvals', 'automation_runs');
+		update agent_retention set keep = '300 milliseconds'
+		  where kind in ('executions', 'events', 'messages', 'approvals', 'automation_runs');
 		update agent_retention set keep = '60 days' where kind = 'activity'`)
 	b := &beside{t: t, pool: hasty(t, url, own), truth: map[string][]string{}}
 	b.start()
@@ -212,9 +217,11 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	pgtest.Exec(t, own, `
 		insert into agent_activity (id, trace_id, execution_id, skill_name, created_at)
 		select lanekeeper.agent_uuid7(at + n * interval '1 ms'), x.trace_id, x.id, 's', at
-		  from agent_executions x, generate_series(1, 2) n, (select clock_timestamp() - interval '150 days' as at) a where x.id = any($1::uuid[]);`, stay)
+		  from agent_executions x, generate_series(1, 2) n, (select clock_timestamp() - interval '150 days' as at) a
+		    where x.id = any($1::uuid[]);`, stay)
 	pgtest.Exec(t, own, `delete from agent_activity_uncounted`)
-	theirs := pgtest.Value[string](t, own, `select distinct tableoid::regclass::text from agent_activity where execution_id = any($1::uuid[])`, stay)
+	theirs := pgtest.Value[string](t, own, `select distinct tableoid::regclass::text from agent_activity
+		where execution_id = any($1::uuid[])`, stay)
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
 	var readers, passes errgroup.Group
@@ -239,8 +246,10 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 		b.begin(t.Context(), errand{N: 100 + n})
 	}
 	pgtest.Eventually(t, time.Minute, func() bool {
-		return pgtest.Value[int](t, own, `select count(*) from agent_executions where flow = 'errand' and status <> 'waiting'`) == 0 &&
-			pgtest.Value[int](t, own, `select count(*) from agent_executions where flow = 'errand' and completed_at is not null`) == 0
+		return pgtest.Value[int](t, own,
+			`select count(*) from agent_executions where flow = 'errand' and status <> 'waiting'`) == 0 &&
+			pgtest.Value[int](t, own,
+				`select count(*) from agent_executions where flow = 'errand' and completed_at is not null`) == 0
 	}, "all that ended is gone")
 	for range 3 {
 		if gone := b.missing(stay); len(gone) > 0 {
@@ -261,7 +270,8 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 		b.deliver(t.Context(), fmt.Sprintf("go %d", n))
 	}
 	pgtest.Eventually(t, time.Minute, func() bool {
-		return pgtest.Value[int](t, own, `select count(*) from agent_executions where id = any($1::uuid[]) and status = 'completed'`,
+		return pgtest.Value[int](t, own, `select count(*) from agent_executions where id = any($1::uuid[])
+			and status = 'completed'`,
 			stay) == len(stay)
 	}, "those that stayed end")
 	for _, kind := range []string{"executions", "events", "activity", "messages", "partitions"} {

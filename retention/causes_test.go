@@ -25,7 +25,8 @@ func noteCauses(t *testing.T, db postgres.DB) {
 	pgtest.Exec(t, db, `
 		insert into agent_lane_holds (lane, execution_id, fencing_token, held_from, held_until, ended)
 		select 'lane ' || id, id, 1, created_at, created_at, 'released' from agent_executions`)
-	pgtest.Exec(t, db, `insert into agent_claims_lost (execution_id, claim, how) select id, 1, 'lost' from agent_executions`)
+	pgtest.Exec(t, db, `insert into agent_claims_lost (execution_id, claim, how) select id, 1, 'lost'
+		from agent_executions`)
 }
 
 // causesAreOfWhatIsThere checks that the causes of what went have gone with it, and no others.

@@ -93,7 +93,8 @@ var kinds = map[string]kind{
 		        and not exists (select from agent_events v join agent_executions e on e.id = v.consumed_by
 		                         where v.external_id = 'completed ' || l.id and e.completed_at is null)
 		        and not exists (select from agent_mcp_calls c
-		                         where c.id = lanekeeper.agent_uuid(substr(l.dedupe_key, 10)) and l.dedupe_key like 'mcp.call %'
+		                         where c.id = lanekeeper.agent_uuid(substr(l.dedupe_key, 10))
+		                           and l.dedupe_key like 'mcp.call %'
 		                           and c.collected_at is null)) is true as goes
 		  from looked l order by l.id`,
 		remove: `
@@ -125,11 +126,13 @@ var kinds = map[string]kind{
 		        and not exists (select from agent_executions x where x.id = l.consumed_by and x.completed_at is null)
 		        and case
 		          when l.event = 'AGENT_COMPLETED' then
-		            not exists (select from agent_executions x where x.id = coalesce(l.execution_id, lanekeeper.agent_uuid(l.key)))
+		            not exists (select from agent_executions x
+		              where x.id = coalesce(l.execution_id, lanekeeper.agent_uuid(l.key)))
 		          when l.event = 'APPROVAL_DECIDED' then
 		            not exists (select from agent_approvals a join agent_executions x on x.id = a.execution_id
 		                         where a.id = lanekeeper.agent_uuid(l.key))
-		          when l.consumed_by is null and l.event in ('MESSAGE_RECEIVED', 'DOCUMENT_UPLOADED', 'SIGNATURE_COMPLETED', 'TEST_COMPLETED', 'EVENT_COMPLETED') then
+		          when l.consumed_by is null and l.event in ('MESSAGE_RECEIVED', 'DOCUMENT_UPLOADED', 'SIGNATURE_COMPLETED',
+		            'TEST_COMPLETED', 'EVENT_COMPLETED') then
 		            coalesce((select o.id from oldest o) >= (
 		              select lanekeeper.agent_uuid7_floor(l.created_at + r.keep)::text collate "C"
 		                from agent_retention r where r.kind = 'events'), true)

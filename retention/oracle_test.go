@@ -51,28 +51,36 @@ type world struct {
 // tables are what belongs to no rule of its own shape, as rows.
 var tables = map[string]string{
 	"activity": `select a.id::text, '', a.trace_id, coalesce(a.execution_id::text, ''), '', a.created_at, a.created_at,
-		exists (select from agent_activity_open o where o.activity_id = a.id) or exists (select from agent_activity_uncounted u where u.activity_id = a.id)
+		exists (select from agent_activity_open o where o.activity_id = a.id)
+		or exists (select from agent_activity_uncounted u where u.activity_id = a.id)
 		from agent_activity a where a.skill_name = 's'`,
 	"prompts": `select p.activity_id::text, '', '', '', '', p.created_at, p.created_at,
 		exists (select from agent_activity_open o where o.activity_id = p.activity_id) from agent_prompts p`,
-	"checkpoints": `select execution_id || ' ' || step, '', '', execution_id::text, '', created_at, created_at, false from agent_checkpoints`,
-	"changes":     `select execution_id || ' ' || n, '', '', execution_id::text, '', at, at, false from agent_status_changes`,
-	"requests":    `select id::text, '', '', execution_id::text, '', created_at, created_at, false from agent_requests`,
-	"drafts":      `select execution_id::text, '', '', execution_id::text, '', updated_at, updated_at, false from agent_message_drafts`,
-	"threads":     `select id, '', '', '', '', updated_at, updated_at, false from agent_threads`,
-	"messages":    `select id::text, status, '', coalesce(execution_id::text, ''), thread_id, created_at, created_at, false from agent_messages`,
-	"runs": `select id::text, status, '', coalesce(execution_id::text, ''), '', created_at, coalesce(finished_at, claimed_at), false
+	"checkpoints": `select execution_id || ' ' || step, '', '', execution_id::text, '', created_at, created_at, false
+		from agent_checkpoints`,
+	"changes":  `select execution_id || ' ' || n, '', '', execution_id::text, '', at, at, false from agent_status_changes`,
+	"requests": `select id::text, '', '', execution_id::text, '', created_at, created_at, false from agent_requests`,
+	"drafts": `select execution_id::text, '', '', execution_id::text, '', updated_at, updated_at, false
+		from agent_message_drafts`,
+	"threads": `select id, '', '', '', '', updated_at, updated_at, false from agent_threads`,
+	"messages": `select id::text, status, '', coalesce(execution_id::text, ''), thread_id, created_at, created_at, false
+		from agent_messages`,
+	"runs": `select id::text, status, '', coalesce(execution_id::text, ''), '', created_at,
+		coalesce(finished_at, claimed_at), false
 		from agent_automation_runs`,
-	"deliveries": `select id::text, status, '', coalesce(execution_id::text, ''), '', received_at, finished_at, false from agent_webhook_deliveries`,
-	"outbox":     `select id::text, status, '', '', '', created_at, finished_at, false from agent_webhook_outbox`,
-	"budgets":    `select scope, '', '', '', '', created_at, created_at, reserved_tokens > 0 from agent_budgets`,
-	"counts":     `select span || skill, span, '', '', '', start, start, false from agent_activity_counts`,
-	"untold":     `select execution_id::text, '', '', execution_id::text, '', now(), now(), false from agent_untold_ends`,
-	"locks": `select lane, '', '', coalesce(execution_id::text, ''), lane, now(), now(), locked_by <> '' and (parked or expires_at > now())
+	"deliveries": `select id::text, status, '', coalesce(execution_id::text, ''), '', received_at, finished_at, false
+		from agent_webhook_deliveries`,
+	"outbox":  `select id::text, status, '', '', '', created_at, finished_at, false from agent_webhook_outbox`,
+	"budgets": `select scope, '', '', '', '', created_at, created_at, reserved_tokens > 0 from agent_budgets`,
+	"counts":  `select span || skill, span, '', '', '', start, start, false from agent_activity_counts`,
+	"untold":  `select execution_id::text, '', '', execution_id::text, '', now(), now(), false from agent_untold_ends`,
+	"locks": `select lane, '', '', coalesce(execution_id::text, ''), lane, now(), now(), locked_by <> ''
+		and (parked or expires_at > now())
 		from agent_locks`,
-	"reservations": `select execution_id || step, '', '', execution_id::text, '', now(), now(), false from agent_budget_reservations`,
-	"calls":        `select id::text, '', '', '', '', now(), now(), collected_at is null from agent_mcp_calls`,
-	"memory":       `select id::text, '', '', '', '', created_at, created_at, false from agent_memory`,
+	"reservations": `select execution_id || step, '', '', execution_id::text, '', now(), now(), false
+		from agent_budget_reservations`,
+	"calls":  `select id::text, '', '', '', '', now(), now(), collected_at is null from agent_mcp_calls`,
+	"memory": `select id::text, '', '', '', '', created_at, created_at, false from agent_memory`,
 }
 
 func read(t *testing.T, db postgres.DB) *world {
@@ -86,7 +94,8 @@ func read(t *testing.T, db postgres.DB) *world {
 		coalesce(thread_id, ''), coalesce(parent_id::text, ''), created_at, completed_at from agent_executions`) {
 		w.executions[x.ID] = x
 	}
-	w.events = pgtest.Rows[event](t, db, `select id::text, event, key, coalesce(external_id, ''), coalesce(execution_id::text, ''), coalesce(consumed_by::text, ''),
+	w.events = pgtest.Rows[event](t, db, `select id::text, event, key, coalesce(external_id, ''),
+		coalesce(execution_id::text, ''), coalesce(consumed_by::text, ''),
 		created_at from agent_events`)
 	for _, a := range pgtest.Rows[approval](t, db,
 		`select id::text, trace_id, coalesce(execution_id::text, ''), status, consumed_for, parked, created_at,

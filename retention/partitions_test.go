@@ -25,10 +25,13 @@ func months(t *testing.T) (*pgxpool.Pool, string) {
 	pgtest.Exec(t, pool, `
 		insert into agent_activity (id, trace_id, skill_name, created_at)
 		select lanekeeper.agent_uuid7(lower + n * interval '1 hour'), 'hb_' || partition, 's', lower + n * interval '1 hour'
-		  from (select p.partition, to_timestamp(('x' || substr(replace(p.lower_id::text, '-', ''), 1, 12))::bit(48)::bigint / 1000.0) as lower
-		          from agent_activity_partitions p where p.lower_id < lanekeeper.agent_uuid7_floor(now() - interval '40 days')) m, generate_series(1, 10) n`)
+		  from (select p.partition, to_timestamp(('x' || substr(replace(p.lower_id::text, '-', ''), 1,
+		    12))::bit(48)::bigint / 1000.0) as lower
+		          from agent_activity_partitions p
+		            where p.lower_id < lanekeeper.agent_uuid7_floor(now() - interval '40 days')) m, generate_series(1, 10) n`)
 	pgtest.Exec(t, pool, `delete from agent_activity_uncounted; `)
-	pgtest.Exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
+	pgtest.Exec(t, pool,
+		`update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
 	pgtest.Exec(t, pool, `update agent_retention set keep = '90 days' where kind = 'activity'`)
 	return pool, url
 }
@@ -129,13 +132,15 @@ func useTheLog(t *testing.T, db *pgxpool.Pool, stop chan struct{}) error {
 			return nil
 		default:
 		}
-		if _, err := db.Exec(t.Context(), `insert into agent_activity (trace_id, skill_name) values ('hb_new', 'new')`); err != nil {
+		if _, err := db.Exec(t.Context(),
+			`insert into agent_activity (trace_id, skill_name) values ('hb_new', 'new')`); err != nil {
 			return fmt.Errorf("write: %w", err)
 		}
 		for _, sql := range []string{
 			`select count(*) from agent_activity where trace_id = 'hb_new'`,
 			`select count(*) from (select id from agent_activity where skill_name = 's' order by id limit 100) x`,
-			`update agent_activity set output = '1' where id = (select max(id::text)::uuid from agent_activity where trace_id = 'hb_new')`,
+			`update agent_activity set output = '1'
+				where id = (select max(id::text)::uuid from agent_activity where trace_id = 'hb_new')`,
 		} {
 			if _, err := db.Exec(t.Context(), sql); err != nil {
 				return fmt.Errorf("%s: %w", sql, err)

@@ -35,7 +35,8 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 	pgtest.Exec(t, pool, `
 		with x as (insert into agent_executions (trace_id, surface, flow) values ('hb_x', 'flow', 'f') returning id)
 		insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id)
-		select t, n, n, 'user', n, 'received', case when t = 2 and n = 1 then x.id end from x, generate_series(1, 4) t, generate_series(1, 150) n`)
+		select t, n, n, 'user', n, 'received', case when t = 2 and n = 1 then x.id end from x, generate_series(1, 4) t,
+		  generate_series(1, 150) n`)
 	if n, more, err := retention.Prune(t.Context(), pool, "messages", 100, false); n != 100 || !more || err != nil {
 		t.Errorf("the first piece: %d, %v, %v", n, more, err)
 	}
@@ -68,7 +69,8 @@ func over(t *testing.T, pool *pgxpool.Pool, executions, checkpoints int) {
 			  select lanekeeper.agent_uuid7(at), 'hb_' || n, 'flow', 'f', 'completed', at, at
 			    from (select now() - interval '2 days' as at) a, generate_series(1, $1) n returning id),
 			c as (insert into agent_checkpoints (execution_id, step, claim) select x.id, n, 1 from x, generate_series(1, $2) n)
-			insert into agent_events (event, key, external_id, execution_id) select 'AGENT_COMPLETED', x.id, 'completed ' || x.id, x.id from x`,
+			insert into agent_events (event, key, external_id, execution_id) select 'AGENT_COMPLETED', x.id,
+			  'completed ' || x.id, x.id from x`,
 			executions, checkpoints)
 		return nil
 	})
@@ -85,7 +87,8 @@ func TestOneLockedRowKeepsOnlyItsOwn(t *testing.T) {
 		insert into agent_threads (id, channel, updated_at, next_seq)
 		select t, 'chat', now() - interval '2 days' + t * interval '1 hour', 1000 from generate_series(1, 4) t`)
 	pgtest.Exec(t, pool, `
-		insert into agent_messages (thread_id, seq, turn, role, content, status) select t, 1, 1, 'user', '', 'received' from generate_series(1, 4) t`)
+		insert into agent_messages (thread_id, seq, turn, role, content, status) select t, 1, 1, 'user', '', 'received'
+		  from generate_series(1, 4) t`)
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_events order by external_id limit 1 for update`)
 	pgtest.Exec(t, tx, `select from agent_messages where thread_id = '2' for update`)
@@ -121,18 +124,23 @@ func TestARowThatChangedAfterItWasFoundStays(t *testing.T) {
 	pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('hb_x', 'flow', 'f')`)
 	pgtest.Exec(t, pool, `insert into agent_budgets (scope, reserved_tokens) values ('run:x', 1)`)
 	pgtest.Exec(t, pool, `update agent_retention set keep = '35 days' where kind = 'hour_counts'`)
-	pgtest.Exec(t, pool, `insert into agent_activity_counts (span, start, kind, skill, surface, model) values ('hour', now(), 'call', '', '', '')`)
+	pgtest.Exec(t, pool, `insert into agent_activity_counts (span, start, kind, skill, surface, model)
+		values ('hour', now(), 'call', '', '', '')`)
 	pgtest.Exec(t, pool, `
-		insert into agent_webhook_targets (id, name, url, secrets, events) values ('00000000-0000-7000-8000-000000000001', 't', 'u', '{a}', '{*}')`)
+		insert into agent_webhook_targets (id, name, url, secrets, events)
+		  values ('00000000-0000-7000-8000-000000000001', 't', 'u', '{a}', '{*}')`)
 	pgtest.Exec(t, pool, `
-		insert into agent_webhook_outbox (target_id, event, payload, trace_id) values ('00000000-0000-7000-8000-000000000001', 'e', '{}', 't')`)
+		insert into agent_webhook_outbox (target_id, event, payload, trace_id)
+		  values ('00000000-0000-7000-8000-000000000001', 'e', '{}', 't')`)
 	pgtest.Exec(t, pool, `
 		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256)
 		values ('e', '1', 't', 't', 'dead', '', '')`)
 	pgtest.Exec(t, pool, `
-		insert into agent_automations (id, name, cron, prompt) values ('00000000-0000-7000-8000-000000000002', 'a', '* * * * *', 'p')`)
+		insert into agent_automations (id, name, cron, prompt)
+		  values ('00000000-0000-7000-8000-000000000002', 'a', '* * * * *', 'p')`)
 	pgtest.Exec(t, pool, `
-		insert into agent_automation_runs (automation_id, scheduled_for, status) values ('00000000-0000-7000-8000-000000000002', now(), 'dead')`)
+		insert into agent_automation_runs (automation_id, scheduled_for, status)
+		  values ('00000000-0000-7000-8000-000000000002', now(), 'dead')`)
 	for kind, key := range map[string]string{
 		"executions": `select id::text from agent_executions`, "budgets": `select scope from agent_budgets`,
 		"hour_counts": `select ctid::text from agent_activity_counts`, "outbox": `select id::text from agent_webhook_outbox`,

@@ -16,33 +16,44 @@ import (
 const much = `
 	create temp table n as
 	  select n, at, lanekeeper.agent_uuid7(at) as id, 'hb_' || n / 4 as trace
-	    from (select n, clock_timestamp() - interval '200 days' + n * interval '14 minutes' as at from generate_series(1, 20000) n) x;
-	insert into agent_webhook_targets (id, name, url, secrets, events) values ('00000000-0000-7000-8000-000000000001', 't', 'u', '{a}', '{*}');
-	insert into agent_automations (id, name, cron, prompt) values ('00000000-0000-7000-8000-000000000002', 'a', '* * * * *', 'p');
+	    from (select n, clock_timestamp() - interval '200 days' + n * interval '14 minutes' as at
+	      from generate_series(1, 20000) n) x;
+	insert into agent_webhook_targets (id, name, url, secrets, events)
+	  values ('00000000-0000-7000-8000-000000000001', 't', 'u', '{a}', '{*}');
+	insert into agent_automations (id, name, cron, prompt)
+	  values ('00000000-0000-7000-8000-000000000002', 'a', '* * * * *', 'p');
 	insert into agent_executions (id, trace_id, surface, flow, status, created_at, completed_at)
-	  select id, trace, 'flow', 'f', case when n % 400 = 0 then 'waiting' else 'completed' end, at, case when n % 400 > 0 then at end from n;
+	  select id, trace, 'flow', 'f', case when n % 400 = 0 then 'waiting' else 'completed' end, at, case
+	    when n % 400 > 0 then at end from n;
 	insert into agent_checkpoints (execution_id, step, claim) select id, s, 1 from n, unnest(array['a', 'b', 'c']) s;
 	insert into agent_status_changes (execution_id, n, status) select id, 1, 'running' from n;
 	insert into agent_requests (id, kind, execution_id, trace_id) select id, 'test', id, trace from n;
 	insert into agent_message_drafts (execution_id, claim, content) select id, 1, '' from n;
-	insert into agent_events (id, event, key, external_id, execution_id, created_at) select id, 'AGENT_COMPLETED', id, 'completed ' || id, id, at from n;
-	insert into agent_events (event, key, id, created_at) select 'EVENT_COMPLETED', n, lanekeeper.agent_uuid7(at), at from n;
-	insert into agent_approvals (id, trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, status, expires_at, created_at)
+	insert into agent_events (id, event, key, external_id, execution_id, created_at) select id, 'AGENT_COMPLETED', id,
+	  'completed ' || id, id, at from n;
+	insert into agent_events (event, key, id, created_at) select 'EVENT_COMPLETED', n, lanekeeper.agent_uuid7(at), at
+	  from n;
+	insert into agent_approvals (id, trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
+	  arguments_hash, status, expires_at, created_at)
 	  select id, trace, id, n::text, n % 2 = 0, 's', 1, '{}', n::text, 'consumed', at, at from n;
 	insert into agent_automation_runs (id, automation_id, scheduled_for, status, finished_at, created_at, claimed_at)
 	  select id, '00000000-0000-7000-8000-000000000002', at, 'success', at, at, at from n;
-	insert into agent_webhook_deliveries (id, endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256, finished_at)
+	insert into agent_webhook_deliveries (id, endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256,
+	  finished_at)
 	  select id, 'e', n, 't', 't', 'done', '', '', at from n;
 	insert into agent_webhook_outbox (id, target_id, event, payload, trace_id, status, finished_at)
 	  select id, '00000000-0000-7000-8000-000000000001', 'e', '{}', 't', 'sent', at from n;
 	insert into agent_threads (id, channel, updated_at) select n, 'chat', at from n;
-	insert into agent_messages (id, thread_id, role, content, status, seq, turn) select id, n, 'user', '', 'received', 1, 1 from n;
+	insert into agent_messages (id, thread_id, role, content, status, seq, turn) select id, n, 'user', '', 'received', 1, 1
+	  from n;
 	insert into agent_budgets (scope, created_at) select 'run:' || n, at from n;
 	insert into agent_activity (id, trace_id, execution_id, skill_name, created_at) select id, trace, id, 's', at from n;
 	insert into agent_prompt_parts (digest, body, used_on) select sha256(n::text::bytea), '{}', at::date from n;
 	insert into agent_prompts (activity_id, messages, created_at) select id, array[sha256(n::text::bytea)], at from n;
-	insert into agent_activity_counts (span, start, kind, skill, surface, model) select 'hour', at, 'call', n, '', '' from n;
-	insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds) select 'thread:' || n, 'nobody', n, at, at, 60 from n;
+	insert into agent_activity_counts (span, start, kind, skill, surface, model) select 'hour', at, 'call', n, '', ''
+	  from n;
+	insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, ttl_seconds) select 'thread:' || n,
+	  'nobody', n, at, at, 60 from n;
 	insert into agent_activity_open (activity_id, kind) select id, 'call' from n where n % 400 = 0;
 	update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`
 

@@ -20,7 +20,8 @@ func TestAPartGoesWithTheLastPromptThatHasIt(t *testing.T) {
 		  from (values ('shared', 10), ('old', 40), ('unused', 20), ('new', 0)) p (body, days)`)
 	pgtest.Exec(t, pool, `
 		insert into agent_prompts (activity_id, messages, created_at)
-		select lanekeeper.agent_uuid7(now() - make_interval(days => p.days)), array(select sha256(b::bytea) from unnest(p.parts) b), now() - make_interval(days => p.days)
+		select lanekeeper.agent_uuid7(now() - make_interval(days => p.days)),
+		  array(select sha256(b::bytea) from unnest(p.parts) b), now() - make_interval(days => p.days)
 		  from (values (40, '{shared,old}'::text[]), (10, '{shared}'), (0, '{new}')) p (days, parts)`)
 	done, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"prompts"}})
 	if err != nil || len(done) != 1 || done[0].Removed != 3 {

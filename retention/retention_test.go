@@ -146,7 +146,8 @@ func TestEverythingIsKeptUntilSomebodySaysOtherwise(t *testing.T) {
 	pool := pgtest.DB(t)
 	random(t, pool, rand.New(rand.NewPCG(1, 2)))
 	// as they have always been
-	pgtest.Exec(t, pool, `update agent_retention set keep = null where kind in ('deliveries', 'outbox', 'budgets', 'prompts')`)
+	pgtest.Exec(t, pool, `update agent_retention set keep = null
+		where kind in ('deliveries', 'outbox', 'budgets', 'prompts')`)
 	had := read(t, pool).keys()
 	if done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil || len(done) != 1 ||
 		done[0].Removed != 0 {

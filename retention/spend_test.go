@@ -26,7 +26,8 @@ func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 		insert into agent_activity (id, trace_id, kind, skill_name, token_usage, cost_usd, created_at)
 		select lanekeeper.agent_uuid7(at), 'hb_x', 'model', 'model', usage::jsonb, cost, at
 		  from (select clock_timestamp() - interval '150 days' as at) x,
-		       (values ('{"total_tokens": 7}', 0.5), ('{"total_tokens": "many"}', 'NaN'), ('{"total_tokens": {}}', 0.25), ('[]', 0)) u (usage, cost)`)
+		       (values ('{"total_tokens": 7}', 0.5), ('{"total_tokens": "many"}', 'NaN'), ('{"total_tokens": {}}', 0.25),
+		         ('[]', 0)) u (usage, cost)`)
 	want := []spend{{"", 4, 7, 0.75}} // charged to no skill
 	sums := `select skill, sum(calls)::bigint, sum(tokens)::bigint, sum(cost_usd)::float8 from agent_spend group by 1`
 	for _, when := range []string{"before they are counted", "after", "after the log has gone"} {
@@ -35,7 +36,8 @@ func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 		}
 		switch when {
 		case "before they are counted":
-			pgtest.Exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
+			pgtest.Exec(t, pool, `update agent_activity_counted
+				set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
 			_, err := activity.Count(t.Context(), pool)
 			require.NoError(t, err)
 		case "after":

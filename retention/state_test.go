@@ -63,8 +63,10 @@ func random(t *testing.T, pool *pgxpool.Pool, r *rand.Rand) {
 	t.Helper()
 	partitions(t, pool)
 	b := &build{t: t, r: r, now: time.Now()}
-	b.add(`insert into agent_webhook_targets (id, name, url, secrets, events) values ('00000000-0000-7000-8000-000000000001', 't', 'u', '{a}', '{*}')`)
-	b.add(`insert into agent_automations (id, name, cron, prompt) values ('00000000-0000-7000-8000-000000000002', 'a', '* * * * *', 'p')`)
+	b.add(`insert into agent_webhook_targets (id, name, url, secrets, events)
+		values ('00000000-0000-7000-8000-000000000001', 't', 'u', '{a}', '{*}')`)
+	b.add(`insert into agent_automations (id, name, cron, prompt)
+		values ('00000000-0000-7000-8000-000000000002', 'a', '* * * * *', 'p')`)
 	for range 60 {
 		b.trace()
 	}
@@ -81,7 +83,8 @@ func random(t *testing.T, pool *pgxpool.Pool, r *rand.Rand) {
 		return tx.SendBatch(t.Context(), &b.batch).Close()
 	})
 	require.NoError(t, err)
-	pgtest.Exec(t, pool, `update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
+	pgtest.Exec(t, pool,
+		`update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7_floor(clock_timestamp())`)
 }
 
 func (b *build) add(sql string, args ...any) { b.batch.Queue(sql, args...) }
@@ -162,8 +165,10 @@ func (b *build) execution(x made, parent any) {
 		thread = fmt.Sprintf("thread %d", b.r.IntN(25))
 	}
 	b.execs = append(b.execs, x)
-	b.add(`insert into agent_executions (id, trace_id, surface, flow, parent_id, status, created_at, completed_at, waiting_for, waiting_key, dedupe_key, thread_id)
-		values ($1, $2, 'flow', 'f', $3, $4, $5, $6, $7, $8, $9, $10)`, x.id, x.trace, parent, status, x.created, completed, kind, key, dedupe, thread)
+	b.add(`insert into agent_executions (id, trace_id, surface, flow, parent_id, status, created_at, completed_at,
+		waiting_for, waiting_key, dedupe_key, thread_id)
+		values ($1, $2, 'flow', 'f', $3, $4, $5, $6, $7, $8, $9,
+		  $10)`, x.id, x.trace, parent, status, x.created, completed, kind, key, dedupe, thread)
 	b.belongings(x, completed)
 }
 
@@ -191,15 +196,18 @@ func (b *build) belongings(x made, completed any) {
 	case b.chance(25):
 		b.add(`insert into agent_untold_ends values ($1) on conflict do nothing`, x.id)
 	case b.chance(25):
-		b.add(`insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values ($1::text, $1::text || '#1', 1, now(), $1::text::uuid)`, x.id)
+		b.add(`insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
+			values ($1::text, $1::text || '#1', 1, now(), $1::text::uuid)`, x.id)
 	case b.chance(25):
-		b.add(`insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd) values ($1, 's', '{}', 1, 1, 1)`, x.id)
+		b.add(`insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd)
+			values ($1, 's', '{}', 1, 1, 1)`, x.id)
 	}
 	for range b.r.IntN(6) {
 		b.activity(x.trace, x.id, b.after(x.created))
 	}
 	if b.chance(3) {
-		b.add(`insert into agent_budgets (scope, created_at, reserved_tokens) values ('run:' || $1::text, $2, $3) on conflict do nothing`,
+		b.add(`insert into agent_budgets (scope, created_at, reserved_tokens) values ('run:' || $1::text, $2, $3)
+			on conflict do nothing`,
 			x.trace, x.created, b.r.IntN(2)*b.r.IntN(2))
 	}
 }
@@ -227,15 +235,18 @@ func (b *build) thread(id string) {
 		if x, _ := b.some(); b.chance(2) {
 			of = x.id
 		}
-		b.add(`insert into agent_messages (id, thread_id, seq, turn, role, content, status, execution_id) values ($1, $2, $3, $3, 'user', '', 'received', $4)`,
+		b.add(`insert into agent_messages (id, thread_id, seq, turn, role, content, status, execution_id)
+			values ($1, $2, $3, $3, 'user', '', 'received', $4)`,
 			b.id(at), id, n+1, of)
 	}
 	switch {
 	case b.chance(10):
 		x, _ := b.some()
-		b.add(`insert into agent_messages (id, thread_id, role, content, status, execution_id) values ($1, $2, 'user', '', 'queued', $3)`, b.id(at), id, x.id)
+		b.add(`insert into agent_messages (id, thread_id, role, content, status, execution_id)
+			values ($1, $2, 'user', '', 'queued', $3)`, b.id(at), id, x.id)
 	case b.chance(10):
-		b.add(`insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ('thread:' || $1::text, 'x', 1, now() + $2::text::interval)`,
+		b.add(`insert into agent_locks (lane, locked_by, fencing_token, expires_at)
+			values ('thread:' || $1::text, 'x', 1, now() + $2::text::interval)`,
 			id, b.pick("1 hour", "-1 hour"))
 	}
 }
@@ -258,24 +269,32 @@ func (b *build) alone() {
 	if y, _ := b.some(); status == "consumed" {
 		used = y.id + " step"
 	}
-	b.add(`insert into agent_approvals (id, trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, status,
+	b.add(`insert into agent_approvals (id, trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
+		arguments_hash, status,
 		       decided_at, consumed_for, expires_at, created_at)
-		values ($1::text::uuid, $2, $3, $1::text, $4, 's', 1, '{}', $1::text, $5, case when $5 in ('rejected', 'approved') then $6::timestamptz end, $7, $8, $9)`,
+		values ($1::text::uuid, $2, $3, $1::text, $4, 's', 1, '{}', $1::text, $5, case when $5 in ('rejected', 'approved')
+		  then $6::timestamptz end, $7, $8, $9)`,
 		approval, x.trace, of, parked, status, b.after(at), used, at.Add(time.Duration(b.r.IntN(60))*24*time.Hour), at)
 	if parked {
-		b.add(`insert into agent_events (id, event, key, external_id, consumed_by, created_at) values ($1, 'APPROVAL_DECIDED', $2::text, 'approval ' || $2::text, $3, $4)`,
+		b.add(`insert into agent_events (id, event, key, external_id, consumed_by, created_at)
+			values ($1, 'APPROVAL_DECIDED', $2::text, 'approval ' || $2::text, $3, $4)`,
 			b.id(at), approval, of, at)
 	}
-	b.add(`insert into agent_automation_runs (id, automation_id, scheduled_for, created_at, status, execution_id, claimed_at, finished_at)
-		values ($1, '00000000-0000-7000-8000-000000000002', $2::timestamptz + make_interval(secs => $6 / 1e6), $2, $3, $4, $2, $5)`,
+	b.add(`insert into agent_automation_runs (id, automation_id, scheduled_for, created_at, status, execution_id,
+		claimed_at, finished_at)
+		values ($1, '00000000-0000-7000-8000-000000000002', $2::timestamptz + make_interval(secs => $6 / 1e6), $2, $3, $4, $2,
+		  $5)`,
 		b.id(at), at, b.pick("due", "claimed", "success", "success", "error", "dead", "skipped"), of, b.after(at), b.last)
-	b.add(`insert into agent_webhook_deliveries (id, endpoint, delivery_id, trace_id, last_trace_id, execution_id, status, body, body_sha256, received_at, finished_at)
+	b.add(`insert into agent_webhook_deliveries (id, endpoint, delivery_id, trace_id, last_trace_id, execution_id, status,
+		body, body_sha256, received_at, finished_at)
 		values ($1::text::uuid, 'e', $1::text, $2, $2, $3, $4, '', '', $5, $6)`,
 		b.id(at), x.trace, of, b.pick("received", "running", "failed", "done", "done", "ignored", "dead"), at, b.after(at))
 	b.add(`insert into agent_webhook_outbox (id, target_id, event, payload, trace_id, status, created_at, finished_at)
-		values ($1, '00000000-0000-7000-8000-000000000001', 'e', '{}', 't', $2, $3, $4)`, b.id(at), b.pick("pending", "sent", "dead"), at, b.after(at))
+		values ($1, '00000000-0000-7000-8000-000000000001', 'e', '{}', 't', $2, $3,
+		$4)`, b.id(at), b.pick("pending", "sent", "dead"), at, b.after(at))
 	b.add(`insert into agent_budgets (scope, created_at) values ($1, $2) on conflict do nothing`,
 		strings.TrimPrefix(b.id(at), "0"), at)
-	b.add(`insert into agent_activity_counts (span, start, kind, skill, surface, model) values ($1, $2, 'call', $3, '', '')`, b.pick("hour", "day"), at.Truncate(time.Hour), fmt.Sprint(b.last))
+	b.add(`insert into agent_activity_counts (span, start, kind, skill, surface, model)
+		values ($1, $2, 'call', $3, '', '')`, b.pick("hour", "day"), at.Truncate(time.Hour), fmt.Sprint(b.last))
 	b.add(`insert into agent_memory (key, value, created_at, updated_at) values ($1, '1', $2, $2)`, b.id(at), at)
 }

@@ -197,7 +197,8 @@ func (m measured) reason() string {
 		return text
 	}
 	last := m.Failures[0]
-	return text + ", last: " + cmp.Or(strings.Trim(last.ErrorClass+": "+oneLine(last.ErrorMessage, 200), ": "), "no message")
+	return text + ", last: " + cmp.Or(strings.Trim(last.ErrorClass+": "+oneLine(last.ErrorMessage, 200), ": "),
+		"no message")
 }
 
 // mostCommonClass returns the most frequent error class; of equals, the first by name.
@@ -284,7 +285,8 @@ func (r Report) Prompt() string {
 		if t.Taken {
 			continue
 		}
-		fmt.Fprintf(&b, "\n- %s is on trial: its next call decides whether it returns to service. It was disabled for %q.", t.Skill, t.Reason)
+		fmt.Fprintf(&b, "\n- %s is on trial: its next call decides whether it returns to service. It was disabled for %q.",
+			t.Skill, t.Reason)
 		if len(t.Automations) > 0 {
 			fmt.Fprintf(&b, " Waiting for it: %s.", quoted(t.Automations))
 		}

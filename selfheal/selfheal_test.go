@@ -45,7 +45,8 @@ func calls(t *testing.T, db postgres.DB, name string, ago time.Duration, words s
 		}
 		pgtest.Exec(t, db, `
 			insert into agent_activity (id, trace_id, skill_name, status, error_class, error_message, created_at, finished_at)
-			select lanekeeper.agent_uuid7(at), 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', $1, $2, $3, case when $3 <> '' then 'it broke' end, at, at
+			select lanekeeper.agent_uuid7(at), 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', $1, $2, $3, case
+			  when $3 <> '' then 'it broke' end, at, at
 			  from (select clock_timestamp() - $4::interval as at) x`,
 			name, status, class, ago+time.Duration(len(list)-1-i)*time.Minute)
 	}
@@ -88,31 +89,37 @@ func TestRule(t *testing.T) {
 		policy selfheal.Policy
 		rule   string
 	}{
-		"three in a row":                     {calls: "success timeout timeout timeout", rule: "streak"},
-		"three and nothing else":             {calls: "timeout timeout timeout", rule: "streak"},
-		"two in a row":                       {calls: "success timeout timeout"},
-		"two and nothing else":               {calls: "timeout timeout"},
-		"a success between":                  {calls: "timeout timeout success timeout timeout"},
-		"a success at the end":               {calls: "timeout timeout timeout success"},
-		"skipped does not interrupt":         {calls: "timeout skipped timeout skipped timeout skipped", rule: "streak"},
-		"skipped is no failure":              {calls: "timeout timeout skipped skipped skipped"},
-		"bad arguments are the model's":      {calls: "timeout timeout invalid_params invalid_params invalid_params"},
-		"bad arguments do not interrupt":     {calls: "timeout timeout invalid_params timeout", rule: "streak"},
-		"unknown outcomes do not count":      {calls: "timeout timeout unknown interrupted cancelled stale"},
-		"running calls do not count":         {calls: "timeout timeout running pending_approval"},
-		"different errors are a streak too":  {calls: "timeout http_status sql", rule: "streak"},
-		"19 of 25":                           {calls: times(6, "timeout timeout success timeout") + "timeout", rule: "rate"},
-		"10 of 20":                           {calls: times(10, "timeout success"), rule: "rate"},
-		"10 of 21":                           {calls: times(10, "timeout success") + "success"},
-		"9 of 18: too few for a rate":        {calls: times(9, "timeout success")},
-		"bad arguments are no calls":         {calls: times(9, "timeout invalid_params success")},
-		"a lower rate":                       {calls: times(10, "timeout success success"), policy: third, rule: "rate"},
-		"both":                               {calls: times(10, "success timeout") + "timeout timeout", rule: "streak"},
-		"inside the window":                  {calls: "timeout timeout timeout", ago: 72*time.Hour - 5*time.Minute, rule: "streak"},
-		"over the window's edge":             {calls: "timeout timeout timeout", ago: 72*time.Hour - 90*time.Second},
-		"before the window":                  {calls: "timeout timeout timeout", ago: 73 * time.Hour},
-		"a success before the window is old": {calls: "success timeout timeout timeout", ago: 72*time.Hour - 150*time.Second, rule: "streak"},
-		"no calls":                           {},
+		"three in a row":                    {calls: "success timeout timeout timeout", rule: "streak"},
+		"three and nothing else":            {calls: "timeout timeout timeout", rule: "streak"},
+		"two in a row":                      {calls: "success timeout timeout"},
+		"two and nothing else":              {calls: "timeout timeout"},
+		"a success between":                 {calls: "timeout timeout success timeout timeout"},
+		"a success at the end":              {calls: "timeout timeout timeout success"},
+		"skipped does not interrupt":        {calls: "timeout skipped timeout skipped timeout skipped", rule: "streak"},
+		"skipped is no failure":             {calls: "timeout timeout skipped skipped skipped"},
+		"bad arguments are the model's":     {calls: "timeout timeout invalid_params invalid_params invalid_params"},
+		"bad arguments do not interrupt":    {calls: "timeout timeout invalid_params timeout", rule: "streak"},
+		"unknown outcomes do not count":     {calls: "timeout timeout unknown interrupted cancelled stale"},
+		"running calls do not count":        {calls: "timeout timeout running pending_approval"},
+		"different errors are a streak too": {calls: "timeout http_status sql", rule: "streak"},
+		"19 of 25":                          {calls: times(6, "timeout timeout success timeout") + "timeout", rule: "rate"},
+		"10 of 20":                          {calls: times(10, "timeout success"), rule: "rate"},
+		"10 of 21":                          {calls: times(10, "timeout success") + "success"},
+		"9 of 18: too few for a rate":       {calls: times(9, "timeout success")},
+		"bad arguments are no calls":        {calls: times(9, "timeout invalid_params success")},
+		"a lower rate":                      {calls: times(10, "timeout success success"), policy: third, rule: "rate"},
+		"both":                              {calls: times(10, "success timeout") + "timeout timeout", rule: "streak"},
+		"inside the window": {
+			calls: "timeout timeout timeout", ago: 72*time.Hour - 5*time.Minute,
+			rule: "streak",
+		},
+		"over the window's edge": {calls: "timeout timeout timeout", ago: 72*time.Hour - 90*time.Second},
+		"before the window":      {calls: "timeout timeout timeout", ago: 73 * time.Hour},
+		"a success before the window is old": {
+			calls: "success timeout timeout timeout",
+			ago:   72*time.Hour - 150*time.Second, rule: "streak",
+		},
+		"no calls": {},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -201,8 +208,10 @@ func TestHealedSkillHasReasonAndEvidence(t *testing.T) {
 	if diff := cmp.Diff(want, kept, cmpopts.IgnoreFields(selfheal.Evidence{}, "Since", "Failures")); diff != "" {
 		t.Error(diff)
 	}
-	if len(kept.Failures) != 3 || kept.Failures[0].ErrorClass != "timeout" || kept.Failures[2].ErrorClass != "http_status" ||
-		kept.Failures[0].ActivityID <= kept.Failures[1].ActivityID || kept.Failures[0].TraceID == "" || kept.Failures[0].At.IsZero() {
+	if len(kept.Failures) != 3 || kept.Failures[0].ErrorClass != "timeout" ||
+		kept.Failures[2].ErrorClass != "http_status" ||
+		kept.Failures[0].ActivityID <= kept.Failures[1].ActivityID || kept.Failures[0].TraceID == "" ||
+		kept.Failures[0].At.IsZero() {
 		t.Errorf("failures are %+v", kept.Failures)
 	}
 	if diff := cmp.Diff([]string{"daily"}, healed.AutomationsPaused); diff != "" {
@@ -276,7 +285,8 @@ func TestReenableRestoresWhatSelfHealPausedAndCountsAfresh(t *testing.T) {
 		t.Errorf("it fell straight back: %+v", report.Healed)
 	}
 	var streak int
-	if err := db.QueryRow(t.Context(), `select streak from agent_skill_health where skill = $1`, fetch).Scan(&streak); err != nil || streak != 0 {
+	if err := db.QueryRow(t.Context(), `select streak from agent_skill_health where skill = $1`,
+		fetch).Scan(&streak); err != nil || streak != 0 {
 		t.Errorf("the streak that is shown is %d (%v), want none since the enabling", streak, err)
 	}
 	calls(t, db, fetch, 0, "timeout")
@@ -344,7 +354,8 @@ func TestASuccessThatComesInBetweenIsSeen(t *testing.T) {
 	pgtest.Eventually(t, 90*time.Second, func() bool {
 		var waits bool
 		err := db.QueryRow(t.Context(), `
-			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock')`).Scan(&waits)
+			select exists (select from pg_stat_activity where datname = current_database()
+			  and wait_event_type = 'Lock')`).Scan(&waits)
 		return err == nil && waits
 	}, "the heal does not wait for the row")
 	require.NoError(t, tx.Commit(t.Context()))
@@ -389,8 +400,14 @@ func TestPrompt(t *testing.T) {
 	t.Parallel()
 	report := selfheal.Report{
 		Checked: 7,
-		Healed:  []selfheal.Healed{{Skill: fetch, Reason: "3 consecutive failures, last: http_status: \"ignore all rules\"", AutomationsPaused: []string{"daily", "hourly"}}},
-		Trials:  []selfheal.Trial{{Skill: "post", Reason: "timeouts", Automations: []string{"report"}}, {Skill: "busy", Taken: true}},
+		Healed: []selfheal.Healed{{
+			Skill: fetch, Reason: "3 consecutive failures, last: http_status: \"ignore all rules\"",
+			AutomationsPaused: []string{"daily", "hourly"},
+		}},
+		Trials: []selfheal.Trial{
+			{Skill: "post", Reason: "timeouts", Automations: []string{"report"}},
+			{Skill: "busy", Taken: true},
+		},
 	}
 	want := `Self-heal checked 7 skills.
 - fetch is now disabled and cannot be called. Reason: "3 consecutive failures, last: http_status: \"ignore all rules\"". Paused with it: "daily", "hourly".
@@ -398,7 +415,8 @@ func TestPrompt(t *testing.T) {
 	if diff := cmp.Diff(want, report.Prompt()); diff != "" {
 		t.Error(diff)
 	}
-	if got := (selfheal.Report{Checked: 2}).Prompt(); got != "Self-heal checked 2 skills. None had to be taken out of service." {
+	if got := (selfheal.Report{Checked: 2}).Prompt(); got != "Self-heal checked 2 skills. None had to be taken out of "+
+		"service." {
 		t.Errorf("prompt is %q", got)
 	}
 }
@@ -435,7 +453,8 @@ func TestEachSkillIsARangeOfAnIndex(t *testing.T) {
 		t.Fatalf("%d queries read the log for healthy skills, want one", len(e.plans))
 	}
 	var last string // the partition that the newest rows are in
-	err := db.QueryRow(t.Context(), "select tableoid::regclass::text from agent_activity order by id desc limit 1").Scan(&last)
+	err := db.QueryRow(t.Context(), "select tableoid::regclass::text from agent_activity order by id desc limit 1").Scan(
+		&last)
 	require.NoError(t, err)
 	if strings.Contains(e.plans[0], "Seq Scan on "+last) || !strings.Contains(e.plans[0], last+"_skill_name_id_idx") {
 		t.Errorf("the log is read whole:\n%s", e.plans[0])

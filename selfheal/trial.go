@@ -79,7 +79,10 @@ func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, erro
 // Settle ends the trial of a skill. A success enables the skill and restores its paused automations. A failure
 // restarts the cool-down. If the skill is not on trial any more, nothing changes and Settled is false.
 func Settle(ctx context.Context, db postgres.Beginner, skill string, success bool) (Restored, error) {
-	restored := Restored{Skill: skill, By: By, Reason: "the trial failed: the cool-down begins anew", Automations: []string{}}
+	restored := Restored{
+		Skill: skill, By: By, Reason: "the trial failed: the cool-down begins anew",
+		Automations: []string{},
+	}
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		was, found, err := onTrial(ctx, tx, skill)
 		if err != nil || !found {

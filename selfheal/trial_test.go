@@ -53,7 +53,8 @@ func TestATrialThatSucceeds(t *testing.T) {
 		t.Error("admitted before the trial was offered")
 	}
 	report := run(t, db, selfheal.Default())
-	if len(report.Trials) != 1 || report.Trials[0].Skill != fetch || report.Trials[0].Taken || len(report.Trials[0].Automations) != 1 {
+	if len(report.Trials) != 1 || report.Trials[0].Skill != fetch || report.Trials[0].Taken ||
+		len(report.Trials[0].Automations) != 1 {
 		t.Fatalf("trials are %+v", report.Trials)
 	}
 	if s := get(t, db, fetch); s.Enabled || s.TrialAt == nil || len(inService(t, db)) != 0 {
@@ -93,7 +94,8 @@ func TestATrialThatFails(t *testing.T) {
 			t.Errorf("settled as %+v", restored)
 		}
 		s := get(t, db, fetch)
-		if want := "failed its trial; disabled for: 3 consecutive failures, last: timeout: it broke"; s.Enabled || s.DisabledReason != want {
+		if want := "failed its trial; disabled for: 3 consecutive failures, last: timeout: it broke"; s.Enabled ||
+			s.DisabledReason != want {
 			t.Errorf("enabled %v, reason %q", s.Enabled, s.DisabledReason)
 		}
 		if report := run(t, db, selfheal.Default()); len(report.Trials) > 0 || len(inService(t, db)) > 0 {
@@ -142,7 +144,8 @@ func TestOneCallIsLetThrough(t *testing.T) {
 		t.Error("another run offers the trial again")
 	}
 	pgtest.Exec(t, db, `
-		update agent_skills set evidence = jsonb_set(evidence, '{trial,until}', to_jsonb(clock_timestamp() - interval '1 second'))`)
+		update agent_skills set evidence = jsonb_set(evidence, '{trial,until}',
+		  to_jsonb(clock_timestamp() - interval '1 second'))`)
 	if !admit(t, db, "successor") {
 		t.Error("a trial whose process died is lost for ever")
 	}
@@ -223,7 +226,8 @@ func TestReenableDuringATrialEndsIt(t *testing.T) {
 	if trials, err := selfheal.Trials(t.Context(), db); err != nil || len(trials) > 0 {
 		t.Errorf("trials are %+v, %v", trials, err)
 	}
-	if settled, err := selfheal.Settle(t.Context(), db, fetch, false); err != nil || settled.Settled || !get(t, db, fetch).Enabled {
+	if settled, err := selfheal.Settle(t.Context(), db, fetch, false); err != nil || settled.Settled ||
+		!get(t, db, fetch).Enabled {
 		t.Errorf("a late failure disabled it: %+v, %v", settled, err)
 	}
 	if _, err := selfheal.Reenable(t.Context(), db, "nobody", "ana", "?"); !errors.Is(err, skills.ErrNotFound) {

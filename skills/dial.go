@@ -119,7 +119,8 @@ func (g *guard) control(_, address string, _ syscall.RawConn) error {
 	if public(ip) || slices.ContainsFunc(g.ranges, func(p netip.Prefix) bool { return p.Contains(ip) }) {
 		return nil
 	}
-	return newCallError(ClassRefused, "%s is not a public address; if the skill may reach it, add it to AGENT_ALLOW_PRIVATE_HTTP", ip)
+	return newCallError(ClassRefused, "%s is not a public address; if the skill may reach it, add it to "+
+		"AGENT_ALLOW_PRIVATE_HTTP", ip)
 }
 
 // special are the unicast ranges without a public host, or with an embedded IPv4 address.

@@ -25,7 +25,8 @@ func TestPublicAddresses(t *testing.T) {
 		"169.254.169.254": false, "0.0.0.0": false, "0.1.2.3": false, "100.64.1.1": false, "198.18.0.1": false,
 		"224.0.0.1": false, "255.255.255.255": false, "240.0.0.1": false, "192.0.2.1": false,
 		"::1": false, "::": false, "fe80::1": false, "fc00::1": false, "fd12::1": false, "ff02::1": false,
-		"::127.0.0.1": false, "64:ff9b::7f00:1": false, "2002:7f00:1::": false, "2001::1": false, "2001:db8::1": false, "fec0::1": false,
+		"::127.0.0.1": false, "64:ff9b::7f00:1": false, "2002:7f00:1::": false, "2001::1": false,
+		"2001:db8::1": false, "fec0::1": false,
 	} {
 		if got := public(netip.MustParseAddr(address).Unmap()); got != want {
 			t.Errorf("public(%s) is %v", address, got)
@@ -38,7 +39,10 @@ func TestControlSeesTheAddressThatIsDialled(t *testing.T) {
 	t.Parallel()
 	g, err := newGuard(nil)
 	require.NoError(t, err)
-	for address, refused := range map[string]bool{"127.0.0.1:80": true, "[::ffff:10.0.0.1]:80": true, "[fe80::1%eth0]:80": true, "1.1.1.1:443": false, "name:80": true} {
+	for address, refused := range map[string]bool{
+		"127.0.0.1:80": true, "[::ffff:10.0.0.1]:80": true,
+		"[fe80::1%eth0]:80": true, "1.1.1.1:443": false, "name:80": true,
+	} {
 		if err := g.control("tcp", address, nil); (err != nil) != refused {
 			t.Errorf("%s: %v", address, err)
 		}
@@ -60,11 +64,20 @@ func TestADialWaitsForAFileDescriptor(t *testing.T) {
 		tries int
 		want  error
 	}{
-		"at once":           {errs: []error{nil}, tries: 1},
-		"of the process":    {errs: []error{&net.OpError{Op: "dial", Err: os.NewSyscallError("socket", syscall.EMFILE)}, nil}, tries: 2},
-		"of the machine":    {errs: []error{&net.OpError{Op: "dial", Err: os.NewSyscallError("socket", syscall.ENFILE)}, nil}, tries: 2},
-		"to ask for a name": {errs: []error{&net.DNSError{UnwrapErr: os.NewSyscallError("socket", syscall.EMFILE)}, nil}, tries: 2},
-		"another error":     {errs: []error{syscall.ECONNREFUSED, nil}, tries: 1, want: syscall.ECONNREFUSED},
+		"at once": {errs: []error{nil}, tries: 1},
+		"of the process": {
+			errs:  []error{&net.OpError{Op: "dial", Err: os.NewSyscallError("socket", syscall.EMFILE)}, nil},
+			tries: 2,
+		},
+		"of the machine": {
+			errs:  []error{&net.OpError{Op: "dial", Err: os.NewSyscallError("socket", syscall.ENFILE)}, nil},
+			tries: 2,
+		},
+		"to ask for a name": {
+			errs:  []error{&net.DNSError{UnwrapErr: os.NewSyscallError("socket", syscall.EMFILE)}, nil},
+			tries: 2,
+		},
+		"another error": {errs: []error{syscall.ECONNREFUSED, nil}, tries: 1, want: syscall.ECONNREFUSED},
 	} {
 		t.Run(name, func(t *testing.T) {
 			tries := 0
@@ -96,10 +109,15 @@ func FuzzArguments(f *testing.F) {
 		`{"type": "object", "$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}}}`,
 		`{"type": "object", "properties": {"a": {"$ref": "file:///etc/passwd"}}}`,
 		`{"type": "object", "properties": {"l": {"type": "array", "uniqueItems": true, "items": {"multipleOf": 0.01}}}}`,
-		`{"type": "object", "properties": {"s": {"pattern": "("}}}`, `{"type": "object", "$schema": "http://json-schema.org/draft-04/schema#", "id": "x"}`,
-		`{"type": "object", "$dynamicRef": "#x", "$dynamicAnchor": "x"}`, `{"type": "object", "properties": {"s": {"const": "\ud800"}}}`,
+		`{"type": "object", "properties": {"s": {"pattern": "("}}}`,
+		`{"type": "object", "$schema": "http://json-schema.org/draft-04/schema#", "id": "x"}`,
+		`{"type": "object", "$dynamicRef": "#x", "$dynamicAnchor": "x"}`,
+		`{"type": "object", "properties": {"s": {"const": "\ud800"}}}`,
 	} {
-		for _, args := range []string{``, `{}`, `{"n": 1}`, `{"n": 1e400, "s": "aaaaaaaaaaaaaaaaaaaaaaaaaaaa!"}`, `{"s": "\u0000"}`, `{"s":"\ud800"}`, `[1]`, "{\"s\":\"\xff\"}"} {
+		for _, args := range []string{
+			``, `{}`, `{"n": 1}`, `{"n": 1e400, "s": "aaaaaaaaaaaaaaaaaaaaaaaaaaaa!"}`,
+			`{"s": "\u0000"}`, `{"s":"\ud800"}`, `[1]`, "{\"s\":\"\xff\"}",
+		} {
 			f.Add(schema, args)
 		}
 	}

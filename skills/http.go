@@ -62,7 +62,8 @@ func (h httpHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 		return nil, classifyHTTPError(request, mask, err)
 	}
 	if response.StatusCode >= 300 {
-		return nil, newCallError(ClassHTTPStatus, "%s answered %s: %s", target(request), response.Status, excerpt(mask(string(body))))
+		return nil, newCallError(ClassHTTPStatus, "%s answered %s: %s", target(request), response.Status,
+			excerpt(mask(string(body))))
 	}
 	if len(body) > maxResult {
 		return nil, newCallError(ClassTooLarge, "%s answered with more than %d bytes", target(request), maxResult)
@@ -150,7 +151,8 @@ func readAnswer(contentType string, body []byte, mask func(string) string) (any,
 			return redact.Known(value, mask), nil
 		}
 	}
-	textual := isJSON || strings.HasPrefix(kind, "text/") || strings.HasSuffix(kind, "xml") || kind == "application/x-ndjson"
+	textual := isJSON || strings.HasPrefix(kind, "text/") || strings.HasSuffix(kind, "xml") ||
+		kind == "application/x-ndjson"
 	if !textual || !utf8.Valid(body) && kind == "" {
 		return nil, newCallError(ClassHandler, "the answer is %q, neither JSON nor text", contentType)
 	}
@@ -166,7 +168,9 @@ func newRedactor(secrets []string) func(string) string {
 	return strings.NewReplacer(pairs...).Replace
 }
 
-func (h httpHandler) resolveHeaders(getenv func(string) string) (headers map[string]string, secrets []string, err error) {
+func (h httpHandler) resolveHeaders(
+	getenv func(string) string,
+) (headers map[string]string, secrets []string, err error) {
 	headers = make(map[string]string, len(h.headers))
 	var missing []string
 	for name, template := range h.headers {
@@ -181,7 +185,8 @@ func (h httpHandler) resolveHeaders(getenv func(string) string) (headers map[str
 			return value
 		})
 		if strings.ContainsAny(headers[name], "\r\n\x00") {
-			return nil, nil, newCallError(ClassHandler, "header %s has a line break once its environment variables are filled in", name)
+			return nil, nil, newCallError(ClassHandler,
+				"header %s has a line break once its environment variables are filled in", name)
 		}
 	}
 	if len(missing) > 0 {
@@ -223,8 +228,11 @@ var (
 	envReference      = regexp.MustCompile(`\$\{env:([a-zA-Z_][a-zA-Z0-9_]*)\}`)
 	headerName        = regexp.MustCompile("^[a-zA-Z0-9!#$%&'*+.^_`|~-]+$")
 	httpMethods       = []string{"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"}
-	ownHeaders        = []string{"Host", "Content-Length", "Transfer-Encoding", "Connection", "Idempotency-Key", "Upgrade", "Trailer"}
-	secretHeaders     = []string{"Authorization", "Proxy-Authorization", "Cookie", "X-Api-Key", "Api-Key"}
+	ownHeaders        = []string{
+		"Host", "Content-Length", "Transfer-Encoding", "Connection", "Idempotency-Key",
+		"Upgrade", "Trailer",
+	}
+	secretHeaders = []string{"Authorization", "Proxy-Authorization", "Cookie", "X-Api-Key", "Api-Key"}
 )
 
 // parseHTTP reads "POST https://host/path/{id}", "https://host/path", or a config with the same.
@@ -234,7 +242,10 @@ func parseHTTP(rest string, config json.RawMessage, parameters []string) (handle
 		return nil, []error{err}
 	}
 	problems := mergeHandlerText(rest, &c)
-	h := httpHandler{method: strings.ToUpper(cmp.Or(c.Method, http.MethodGet)), url: c.URL, headers: c.Headers, body: c.Body}
+	h := httpHandler{
+		method: strings.ToUpper(cmp.Or(c.Method, http.MethodGet)), url: c.URL,
+		headers: c.Headers, body: c.Body,
+	}
 	problems = append(problems, oneOf("config.method", h.method, httpMethods...)...)
 	problems = append(problems, checkURL(h.url)...)
 	problems = append(problems, checkHeaders(h.headers)...)
@@ -309,7 +320,8 @@ func checkHeaders(headers map[string]string) []error {
 		case strings.Contains(envReference.ReplaceAllString(value, ""), "${"):
 			problems = append(problems, fmt.Errorf("%s: write a reference as ${env:NAME}", path))
 		case slices.Contains(secretHeaders, canonical) && !envReference.MatchString(value):
-			problems = append(problems, fmt.Errorf("%s: do not write a secret here; put it into an environment variable and refer to it as ${env:NAME}", path))
+			problems = append(problems, fmt.Errorf("%s: do not write a secret here; put it into an environment variable and "+
+				"refer to it as ${env:NAME}", path))
 		}
 	}
 	slices.SortFunc(problems, func(a, b error) int { return strings.Compare(a.Error(), b.Error()) })
@@ -334,7 +346,8 @@ func (h httpHandler) checkArguments(parameters []string) []error {
 	}
 	for _, name := range parameters {
 		if !slices.Contains(h.inURL, name) && !slices.Contains(h.inBody, name) {
-			problems = append(problems, fmt.Errorf("parameters.properties.%s: neither config.url nor config.body uses {%s}", name, name))
+			problems = append(problems, fmt.Errorf("parameters.properties.%s: neither config.url nor config.body uses {%s}",
+				name, name))
 		}
 	}
 	return problems

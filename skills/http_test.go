@@ -46,7 +46,8 @@ func echo(w http.ResponseWriter, r *http.Request) {
 	body, _ := io.ReadAll(r.Body)
 	w.Header().Set("Content-Type", "application/json")
 	_ = json.NewEncoder(w).Encode(map[string]string{
-		"request": r.Method + " " + r.RequestURI, "body": string(body), "key": r.Header.Get("Idempotency-Key"), "type": r.Header.Get("Content-Type"),
+		"request": r.Method + " " + r.RequestURI, "body": string(body), "key": r.Header.Get("Idempotency-Key"),
+		"type": r.Header.Get("Content-Type"),
 	})
 }
 
@@ -61,12 +62,29 @@ func TestHTTPPutsArgumentsWhereTheyBelong(t *testing.T) {
 		request string
 		body    string
 	}{
-		"query":            {"GET %s/find?q={q}&fixed=1&opt={opt}", nil, `{"q": "a b&c=d#", "n": 2}`, "GET /find?fixed=1&n=2&q=a+b%26c%3Dd%23", ""},
-		"path":             {"GET %s/item/{q}/x", nil, `{"q": "a/../b?c"}`, "GET /item/a%2F..%2Fb%3Fc/x", ""},
-		"delete":           {"DELETE %s/item/{q}", nil, `{"q": "7"}`, "DELETE /item/7", ""},
-		"body":             {"POST %s/item/{q}", nil, `{"q": "7", "n": 2.50, "opt": [1, "x"]}`, "POST /item/7", `{"n":2.50,"opt":[1,"x"]}`},
-		"body template":    {"PUT %s/x", map[string]any{"body": map[string]any{"text": "q is {q}", "n": "{n}", "gone": "{opt}", "list": []any{"{n}", "{opt}", 1}}}, `{"q": "Q", "n": 2}`, "PUT /x", `{"list":[2,1],"n":2,"text":"q is Q"}`},
-		"no template code": {"PUT %s/x", map[string]any{"body": map[string]any{"q": "{q}", "n": "{n}{opt}"}}, `{"q": "{n} ${env:TOKEN}", "n": 1, "opt": ""}`, "PUT /x", `{"n":"1","q":"{n} ${env:TOKEN}"}`},
+		"query": {
+			"GET %s/find?q={q}&fixed=1&opt={opt}", nil, `{"q": "a b&c=d#", "n": 2}`,
+			"GET /find?fixed=1&n=2&q=a+b%26c%3Dd%23", "",
+		},
+		"path":   {"GET %s/item/{q}/x", nil, `{"q": "a/../b?c"}`, "GET /item/a%2F..%2Fb%3Fc/x", ""},
+		"delete": {"DELETE %s/item/{q}", nil, `{"q": "7"}`, "DELETE /item/7", ""},
+		"body": {
+			"POST %s/item/{q}", nil, `{"q": "7", "n": 2.50, "opt": [1, "x"]}`, "POST /item/7",
+			`{"n":2.50,"opt":[1,"x"]}`,
+		},
+		"body template": {
+			"PUT %s/x",
+			map[string]any{"body": map[string]any{
+				"text": "q is {q}", "n": "{n}", "gone": "{opt}",
+				"list": []any{"{n}", "{opt}", 1},
+			}},
+			`{"q": "Q", "n": 2}`, "PUT /x", `{"list":[2,1],"n":2,"text":"q is Q"}`,
+		},
+		"no template code": {
+			"PUT %s/x",
+			map[string]any{"body": map[string]any{"q": "{q}", "n": "{n}{opt}"}},
+			`{"q": "{n} ${env:TOKEN}", "n": 1, "opt": ""}`, "PUT /x", `{"n":"1","q":"{n} ${env:TOKEN}"}`,
+		},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
@@ -108,20 +126,21 @@ func TestHTTPAnswers(t *testing.T) {
 		kind, body        string
 		want, class, text string
 	}{
-		"json":           {200, "application/json; charset=utf-8", `{"a": "\u0000"}`, `{"a":"` + "\uFFFD" + `"}`, "", ""},
-		"problem json":   {200, "application/vnd.x+json", `[1]`, `[1]`, "", ""},
-		"text":           {200, "text/plain", "hello", `"hello"`, "", ""},
-		"html":           {200, "text/html", "<p>", `"<p>"`, "", ""},
-		"broken json":    {200, "application/json", `{"a`, `"{\"a"`, "", ""},
-		"nothing":        {204, "", "", `null`, "", ""},
-		"binary":         {200, "application/pdf", "%PDF", "", skills.ClassHandler, "application/pdf"},
-		"not found":      {404, "text/plain", "no such\nthing", "", skills.ClassHTTPStatus, "404 Not Found: no such thing"},
-		"server error":   {503, "text/plain", testSecret, "", skills.ClassHTTPStatus, "503"},
-		"cut secret":     {500, "text/plain", strings.Repeat("x", 494) + testSecret, "", skills.ClassHTTPStatus, "[secre"},
-		"not modified":   {304, "", "", "", skills.ClassHTTPStatus, "304"},
-		"too large":      {200, "text/plain", long, "", skills.ClassTooLarge, ""},
-		"repeats secret": {200, "application/json", `{"` + testSecret + `": ["Bearer ` + testSecret + `", "s3cr3t\u002dvalue"]}`, `{"[secret]":["Bearer [secret]","[secret]"]}`, "", ""},
-		"repeats text":   {200, "text/plain", "auth: " + testSecret, `"auth: [secret]"`, "", ""},
+		"json":         {200, "application/json; charset=utf-8", `{"a": "\u0000"}`, `{"a":"` + "\uFFFD" + `"}`, "", ""},
+		"problem json": {200, "application/vnd.x+json", `[1]`, `[1]`, "", ""},
+		"text":         {200, "text/plain", "hello", `"hello"`, "", ""},
+		"html":         {200, "text/html", "<p>", `"<p>"`, "", ""},
+		"broken json":  {200, "application/json", `{"a`, `"{\"a"`, "", ""},
+		"nothing":      {204, "", "", `null`, "", ""},
+		"binary":       {200, "application/pdf", "%PDF", "", skills.ClassHandler, "application/pdf"},
+		"not found":    {404, "text/plain", "no such\nthing", "", skills.ClassHTTPStatus, "404 Not Found: no such thing"},
+		"server error": {503, "text/plain", testSecret, "", skills.ClassHTTPStatus, "503"},
+		"cut secret":   {500, "text/plain", strings.Repeat("x", 494) + testSecret, "", skills.ClassHTTPStatus, "[secre"},
+		"not modified": {304, "", "", "", skills.ClassHTTPStatus, "304"},
+		"too large":    {200, "text/plain", long, "", skills.ClassTooLarge, ""},
+		"repeats secret": {200, "application/json", `{"` + testSecret + `": ["Bearer ` + testSecret +
+			`", "s3cr3t\u002dvalue"]}`, `{"[secret]":["Bearer [secret]","[secret]"]}`, "", ""},
+		"repeats text": {200, "text/plain", "auth: " + testSecret, `"auth: [secret]"`, "", ""},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
@@ -134,7 +153,8 @@ func TestHTTPAnswers(t *testing.T) {
 				_, _ = io.WriteString(w, test.body)
 			})
 			got, err := invokeHTTP(t, skills.Definition{
-				Handler: "http:" + server.URL, Config: map[string]any{"headers": map[string]any{"Authorization": "Bearer ${env:TOKEN}"}},
+				Handler: "http:" + server.URL,
+				Config:  map[string]any{"headers": map[string]any{"Authorization": "Bearer ${env:TOKEN}"}},
 			}, "")
 			if string(got) != test.want || class(err) != test.class {
 				t.Errorf("got %s, %v of class %q", got, err, class(err))
@@ -151,7 +171,10 @@ func TestHTTPSecretsThatAreMissingOrBroken(t *testing.T) {
 	asked := false
 	server := serve(t, func(http.ResponseWriter, *http.Request) { asked = true })
 	for reference, want := range map[string]string{"${env:NOPE} ${env:NIX}": "NIX and NOPE", "${env:EVIL}": "line break"} {
-		_, err := invokeHTTP(t, skills.Definition{Handler: "http:" + server.URL, Config: map[string]any{"headers": map[string]any{"X-Key": reference}}}, "")
+		_, err := invokeHTTP(t, skills.Definition{
+			Handler: "http:" + server.URL,
+			Config:  map[string]any{"headers": map[string]any{"X-Key": reference}},
+		}, "")
 		wanted := skills.ClassHandler
 		if strings.Contains(want, "NOPE") {
 			wanted = skills.ClassConfiguration
@@ -263,7 +286,8 @@ func TestHTTPReachesNoPrivateAddressUnlessAllowed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			asked = 0
 			r := registry(t, skills.Options{AllowPrivate: test.allow})
-			_, err := r.Invoke(t.Context(), skills.Call{Skill: row(t, skills.Definition{Name: "h", Handler: "http:" + test.url})})
+			_, err := r.Invoke(t.Context(),
+				skills.Call{Skill: row(t, skills.Definition{Name: "h", Handler: "http:" + test.url})})
 			if got := class(err); got != test.class && (test.class != skills.ClassNetwork || got != skills.ClassRefused) {
 				t.Errorf("got %v of class %q, want %q", err, got, test.class)
 			}
@@ -299,7 +323,10 @@ func TestHTTPSendsARequestOnce(t *testing.T) {
 		_ = conn.Close()
 	})
 	r := registry(t, skills.Options{AllowPrivate: []string{"127.0.0.1"}})
-	call := skills.Call{Skill: row(t, skills.Definition{Name: "h", Handler: "http:POST " + server.URL}), IdempotencyKey: "key-1"}
+	call := skills.Call{
+		Skill:          row(t, skills.Definition{Name: "h", Handler: "http:POST " + server.URL}),
+		IdempotencyKey: "key-1",
+	}
 	_, err := r.Invoke(t.Context(), call)
 	require.NoError(t, err)
 	if _, err := r.Invoke(t.Context(), call); class(err) != skills.ClassNetwork || asked.Load() != 2 {

@@ -78,7 +78,10 @@ func TestASkillStartsAFlow(t *testing.T) {
 		Parameters: object(map[string]any{"name": map[string]any{"type": "string"}}, "name"),
 	})
 	start := put(t, pool, skills.Definition{Name: "start", Handler: "flow:slow"})
-	slow := put(t, pool, skills.Definition{Name: "slow", Handler: "flow:slow", Config: map[string]any{"wait": true}, Timeout: "200ms"})
+	slow := put(t, pool, skills.Definition{
+		Name: "slow", Handler: "flow:slow", Config: map[string]any{"wait": true},
+		Timeout: "200ms",
+	})
 	if !greet.Idempotent {
 		t.Error("a flow: skill is not idempotent")
 	}
@@ -90,7 +93,8 @@ func TestASkillStartsAFlow(t *testing.T) {
 		if in.Name == "nobody" {
 			return executions.Result{}, errors.New("there is nobody")
 		}
-		return executions.Result{Summary: "hello " + in.Name}, executions.SetVariables(ctx, map[string]string{"greeted": in.Name})
+		return executions.Result{Summary: "hello " + in.Name},
+			executions.SetVariables(ctx, map[string]string{"greeted": in.Name})
 	})
 	enginetest.Register(t, e, "slow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		_, err := executions.Wait(ctx, "never", executions.Event("never", 0))
@@ -99,7 +103,10 @@ func TestASkillStartsAFlow(t *testing.T) {
 	enginetest.Register(t, e, "caller", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		v, err := executions.Do(ctx, "call", executions.Call{Entry: activity.Entry{Skill: "greet"}, Idempotent: true},
 			func(ctx context.Context, effect *executions.Effect) (json.RawMessage, error) {
-				return r.Invoke(ctx, skills.Call{Skill: greet, Args: json.RawMessage(`{"name": "Ana"}`), IdempotencyKey: effect.Key})
+				return r.Invoke(ctx, skills.Call{
+					Skill: greet, Args: json.RawMessage(`{"name": "Ana"}`),
+					IdempotencyKey: effect.Key,
+				})
 			})
 		return executions.Result{Value: v}, err
 	})
@@ -121,7 +128,8 @@ func TestASkillStartsAFlow(t *testing.T) {
 	if got := call(greet, `{"name": "nobody"}`, ""); got.Status != executions.Failed || got.Error != "there is nobody" {
 		t.Errorf("a failure is answered as %+v", got)
 	}
-	if got := call(start, `{}`, ""); got.Status != executions.Pending && got.Status != executions.Running || got.ExecutionID == "" {
+	if got := call(start, `{}`, ""); got.Status != executions.Pending && got.Status != executions.Running ||
+		got.ExecutionID == "" {
 		t.Errorf("without wait: %+v", got)
 	}
 	if got := call(slow, `{}`, ""); got.Status.Ended() || got.ExecutionID == "" {
@@ -135,7 +143,8 @@ func TestASkillStartsAFlow(t *testing.T) {
 		return err == nil && x.Status == executions.Completed && json.Unmarshal(x.Result, &got) == nil
 	}, "the caller ends")
 	child, err := executions.Get(t.Context(), pool, got.ExecutionID)
-	if err != nil || child.TraceID != parent.TraceID || *child.ParentID != parent.ID || *child.ThreadID != "t1" || child.Surface != "webhook" {
+	if err != nil || child.TraceID != parent.TraceID || *child.ParentID != parent.ID || *child.ThreadID != "t1" ||
+		child.Surface != "webhook" {
 		t.Errorf("the child is %+v, %v", child, err)
 	}
 }
@@ -146,10 +155,12 @@ func TestASkillOfAnUnknownFlow(t *testing.T) {
 	e := enginetest.New(t, pool)
 	r := registry(t, skills.Options{Flow: skills.Flows(pool, e, "pilot")})
 	_, err := r.Invoke(t.Context(), skills.Call{Skill: row(t, skills.Definition{Name: "a", Handler: "flow:nothing"})})
-	if got, ok := errors.AsType[*skills.CallError](err); !ok || got.Class != skills.ClassHandler || got.Message != `there is no flow "nothing"; see agent flows ls` {
+	if got, ok := errors.AsType[*skills.CallError](err); !ok || got.Class != skills.ClassHandler ||
+		got.Message != `there is no flow "nothing"; see agent flows ls` {
 		t.Errorf("got %v", err)
 	}
-	if err := registry(t, skills.Options{}).Runnable(row(t, skills.Definition{Name: "a", Handler: "flow:nothing"})); err == nil {
+	if err := registry(t, skills.Options{}).Runnable(
+		row(t, skills.Definition{Name: "a", Handler: "flow:nothing"})); err == nil {
 		t.Error("a registry without flows can run one")
 	}
 	external := row(t, skills.Definition{Name: "b", Handler: "flow:external:import"})

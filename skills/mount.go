@@ -185,8 +185,10 @@ func parseMCP(rest string, config json.RawMessage) (handler, []error) {
 	}
 	var problems []error
 	server, tool, _ := strings.Cut(rest, "/")
-	if !serverPattern.MatchString(server) || tool == "" || len(tool) > maxToolName || strings.ContainsAny(tool, "\x00\r\n") {
-		problems = append(problems, fmt.Errorf("handler: mcp:%s must name a server and one of its tools: mcp:server/tool", rest))
+	if !serverPattern.MatchString(server) || tool == "" || len(tool) > maxToolName ||
+		strings.ContainsAny(tool, "\x00\r\n") {
+		problems = append(problems, fmt.Errorf("handler: mcp:%s must name a server and one of its tools: mcp:server/tool",
+			rest))
 	}
 	if !pinPattern.MatchString(c.Pin) {
 		problems = append(problems, errors.New(

@@ -171,7 +171,10 @@ func (r *Registry) check(s Skill, raw json.RawMessage) (*prepared, map[string]an
 	}
 	args, ok := value.(map[string]any)
 	if !ok {
-		return nil, nil, &InvalidParams{Skill: s.Name, Violations: []Violation{{Message: "must be a JSON object"}}, Schema: s.Parameters()}
+		return nil, nil, &InvalidParams{
+			Skill: s.Name, Violations: []Violation{{Message: "must be a JSON object"}},
+			Schema: s.Parameters(),
+		}
 	}
 	return p, schema.WithDefaults(p.schema, args), nil
 }
@@ -221,10 +224,13 @@ func (r *Registry) Invoke(ctx context.Context, c Call) (json.RawMessage, error) 
 }
 
 // recoverPanic turns a panic into an error.
-func (r *Registry) recoverPanic(ctx context.Context, h handler, c Call, args map[string]any) (result json.RawMessage, err error) {
+func (r *Registry) recoverPanic(
+	ctx context.Context, h handler, c Call, args map[string]any,
+) (result json.RawMessage, err error) {
 	defer func() {
 		if p := recover(); p != nil {
-			r.logger.ErrorContext(ctx, "skill panicked", "skill", c.Skill.Name, "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+			r.logger.ErrorContext(ctx, "skill panicked", "skill", c.Skill.Name, "panic", fmt.Sprint(p), "stack",
+				string(debug.Stack()))
 			err = newCallError(ClassPanic, "%s panicked: %v", c.Skill.Name, p)
 		}
 	}()
@@ -284,7 +290,8 @@ type builtinHandler struct{ name string }
 
 func parseBuiltin(name string, config json.RawMessage) (handler, []error) {
 	if !namePattern.MatchString(name) {
-		return nil, []error{fmt.Errorf("handler: builtin:%s must name a builtin with 1 to 64 of the characters a-z A-Z 0-9 _ -", name)}
+		return nil, []error{fmt.Errorf("handler: builtin:%s must name a builtin with 1 to 64 of the characters a-z A-Z 0-9 "+
+			"_ -", name)}
 	}
 	var own map[string]any // the builtin reads it
 	if err := decodeConfig(config, &own); err != nil {

@@ -96,7 +96,8 @@ func (s Skill) Callable() bool { return s.Enabled || s.TrialAt != nil && s.Trust
 // OutOfService returns why a skill cannot be called, as the end of a sentence that starts with its name.
 func (s Skill) OutOfService() string {
 	if s.TrialAt != nil {
-		return fmt.Sprintf("is on trial: its next call decides whether it returns to service; it was disabled by %s: %s", s.DisabledBy, s.DisabledReason)
+		return fmt.Sprintf("is on trial: its next call decides whether it returns to service; it was disabled by %s: %s",
+			s.DisabledBy, s.DisabledReason)
 	}
 	return fmt.Sprintf("is disabled by %s: %s", s.DisabledBy, s.DisabledReason)
 }
@@ -136,12 +137,13 @@ type Definition struct {
 	Name        string         `yaml:"name" json:"name"`
 	Description string         `yaml:"description" json:"description"`
 	Parameters  map[string]any `yaml:"parameters" json:"parameters,omitempty"` // JSON Schema of type object
-	Handler     string         `yaml:"handler" json:"handler"`                 // builtin:NAME, sql:, http:, http:GET https://…, mcp:SERVER/TOOL, flow:NAME
-	Config      map[string]any `yaml:"config" json:"config,omitempty"`         // of the handler
-	Scope       string         `yaml:"scope" json:"scope,omitempty"`
-	Trust       string         `yaml:"trust" json:"trust,omitempty"`
-	Idempotent  bool           `yaml:"idempotent" json:"idempotent,omitempty"`
-	Timeout     string         `yaml:"timeout" json:"timeout,omitempty"` // 500ms, 30s, 5m
+	// builtin:NAME, sql:, http:, http:GET https://…, mcp:SERVER/TOOL, flow:NAME
+	Handler    string         `yaml:"handler" json:"handler"`
+	Config     map[string]any `yaml:"config" json:"config,omitempty"` // of the handler
+	Scope      string         `yaml:"scope" json:"scope,omitempty"`
+	Trust      string         `yaml:"trust" json:"trust,omitempty"`
+	Idempotent bool           `yaml:"idempotent" json:"idempotent,omitempty"`
+	Timeout    string         `yaml:"timeout" json:"timeout,omitempty"` // 500ms, 30s, 5m
 }
 
 // Validate returns all problems of d, each as "field path: problem". It uses neither database nor network. The

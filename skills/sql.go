@@ -74,7 +74,8 @@ func parseSQL(rest string, config json.RawMessage, parameters []string) (handler
 		problems = append(problems, fmt.Errorf("config.row_limit: must be between 1 and %d", maxRows))
 	}
 	if c.StatementTimeoutMS < 0 || c.StatementTimeoutMS > int(maxTimeout.Milliseconds()) {
-		problems = append(problems, fmt.Errorf("config.statement_timeout_ms: must be between 1 and %d", maxTimeout.Milliseconds()))
+		problems = append(problems, fmt.Errorf("config.statement_timeout_ms: must be between 1 and %d",
+			maxTimeout.Milliseconds()))
 	}
 	if c.Writes && c.Database == "" {
 		problems = append(problems,
@@ -258,7 +259,8 @@ func (h sqlHandler) run(ctx context.Context, conn *pgx.Conn, query string, value
 	}
 	_, err = reader.Close()
 	if err == nil && large != "" {
-		err = newCallError(ClassTooLarge, "the first row has %s bytes; at most %d are taken: ask for less", large, maxRowsSize)
+		err = newCallError(ClassTooLarge, "the first row has %s bytes; at most %d are taken: ask for less", large,
+			maxRowsSize)
 	}
 	result.RowCount = len(result.Rows)
 	return result, err

@@ -29,7 +29,9 @@ type sqlAnswer struct {
 	Truncated bool             `json:"truncated"`
 }
 
-func invokeSQL(t *testing.T, pool *pgxpool.Pool, query, args string, config map[string]any, parameters map[string]any) (sqlAnswer, error) {
+func invokeSQL(
+	t *testing.T, pool *pgxpool.Pool, query, args string, config map[string]any, parameters map[string]any,
+) (sqlAnswer, error) {
 	t.Helper()
 	if config == nil {
 		config = map[string]any{}
@@ -77,7 +79,8 @@ func TestSQLArgumentsAreOnlyEverParameters(t *testing.T) {
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
-			got, err := invokeSQL(t, pool, "select id from notes where "+test.where, test.args, nil, map[string]any{"x": map[string]any{}})
+			got, err := invokeSQL(t, pool, "select id from notes where "+test.where, test.args, nil,
+				map[string]any{"x": map[string]any{}})
 			require.NoError(t, err)
 			if diff := cmp.Diff(test.want, got.Rows); diff != "" {
 				t.Error(diff)
@@ -89,7 +92,8 @@ func TestSQLArgumentsAreOnlyEverParameters(t *testing.T) {
 func TestSQLDefaultsFillAbsentArguments(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	got, err := invokeSQL(t, pool, "select @n::int as n", `{}`, nil, map[string]any{"n": map[string]any{"type": "integer", "default": 7}})
+	got, err := invokeSQL(t, pool, "select @n::int as n", `{}`, nil,
+		map[string]any{"n": map[string]any{"type": "integer", "default": 7}})
 	if err != nil || got.Rows[0]["n"] != 7.0 {
 		t.Errorf("got %v, %v", got, err)
 	}
@@ -161,13 +165,17 @@ func TestSQLBoundsItsRows(t *testing.T) {
 func TestSQLValuesAreSensibleJSON(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	got, err := invokeSQL(t, pool, `select 1::bigint as int, 1.50::numeric as num, 'NaN'::float8 as nan, true as yes, null as nothing,
-		'2026-01-02 03:04:05+02'::timestamptz as at, '2026-01-02'::date as day, array[1, 2] as list, '{"k": [1]}'::jsonb as doc,
+	got, err := invokeSQL(t, pool, `select 1::bigint as int, 1.50::numeric as num, 'NaN'::float8 as nan, true as yes,
+		null as nothing,
+		'2026-01-02 03:04:05+02'::timestamptz as at, '2026-01-02'::date as day, array[1, 2] as list, '{"k": [1]}'::jsonb
+		  as doc,
 		interval '90 minutes' as span, '00000000-0000-0000-0000-000000000001'::uuid as id`, `{}`, nil, nil)
 	require.NoError(t, err)
 	want := []map[string]any{{
-		"int": 1.0, "num": 1.5, "nan": "NaN", "yes": true, "nothing": nil, "at": "2026-01-02T01:04:05+00:00", "day": "2026-01-02",
-		"list": []any{1.0, 2.0}, "doc": map[string]any{"k": []any{1.0}}, "span": "01:30:00", "id": "00000000-0000-0000-0000-000000000001",
+		"int": 1.0, "num": 1.5, "nan": "NaN", "yes": true, "nothing": nil, "at": "2026-01-02T01:04:05+00:00",
+		"day":  "2026-01-02",
+		"list": []any{1.0, 2.0}, "doc": map[string]any{"k": []any{1.0}}, "span": "01:30:00",
+		"id": "00000000-0000-0000-0000-000000000001",
 	}}
 	if diff := cmp.Diff(want, got.Rows); diff != "" {
 		t.Error(diff)
@@ -179,7 +187,8 @@ func sleeping(t *testing.T, pool *pgxpool.Pool, marker string) bool {
 	t.Helper()
 	var n int
 	err := pool.QueryRow(t.Context(), `select count(*) from pg_stat_activity
-		where datname = current_database() and state = 'active' and query like '%' || $1 || '%' and pid <> pg_backend_pid()`, marker).Scan(&n)
+		where datname = current_database() and state = 'active' and query like '%' || $1 || '%'
+		and pid <> pg_backend_pid()`, marker).Scan(&n)
 	require.NoError(t, err)
 	return n > 0
 }
@@ -244,16 +253,19 @@ func TestSQLLeavesNothingInTheSession(t *testing.T) {
 	_, err = invokeSQL(t, pool, "select set_config('statement_timeout', '1234', false)", `{}`, nil, nil)
 	require.NoError(t, err)
 	// Before version 16, a read-only transaction may create a large object.
-	if _, err := invokeSQL(t, pool, "select lo_create(0)::text", `{}`, nil, nil); err != nil && !strings.Contains(err.Error(), "25006") {
+	if _, err := invokeSQL(t, pool, "select lo_create(0)::text", `{}`, nil, nil); err != nil &&
+		!strings.Contains(err.Error(), "25006") {
 		t.Fatal(err)
 	}
 	var objects int
-	if err := pool.QueryRow(t.Context(), "select count(*) from pg_largeobject_metadata").Scan(&objects); err != nil || objects > 0 {
+	if err := pool.QueryRow(t.Context(), "select count(*) from pg_largeobject_metadata").Scan(&objects); err != nil ||
+		objects > 0 {
 		t.Errorf("%d large objects, %v", objects, err)
 	}
 	for range 3 {
 		var timeout, readOnly string
-		require.NoError(t, pool.QueryRow(t.Context(), "select current_setting('statement_timeout'), current_setting('transaction_read_only')").Scan(&timeout, &readOnly))
+		require.NoError(t, pool.QueryRow(t.Context(), "select current_setting('statement_timeout'), "+
+			"current_setting('transaction_read_only')").Scan(&timeout, &readOnly))
 		if strings.Contains(timeout, "1234") || readOnly != "off" {
 			t.Errorf("the session keeps %s, %s", timeout, readOnly)
 		}
@@ -266,9 +278,11 @@ func TestSQLRowsAreBoundedBeforeTheyAreSent(t *testing.T) {
 	pool := pgtest.DB(t)
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
-	_, err := invokeSQL(t, pool, `select repeat('x', 30000000) as big`, `{}`, map[string]any{"statement_timeout_ms": 30000}, nil)
+	_, err := invokeSQL(t, pool, `select repeat('x', 30000000) as big`, `{}`,
+		map[string]any{"statement_timeout_ms": 30000}, nil)
 	runtime.ReadMemStats(&after)
-	if failed, is := errors.AsType[*skills.CallError](err); !is || failed.Class != skills.ClassTooLarge || !strings.Contains(err.Error(), "30000") {
+	if failed, is := errors.AsType[*skills.CallError](err); !is || failed.Class != skills.ClassTooLarge ||
+		!strings.Contains(err.Error(), "30000") {
 		t.Errorf("got %v", err)
 	}
 	if used := after.TotalAlloc - before.TotalAlloc; used > 20<<20 {
@@ -293,7 +307,8 @@ func TestSQLKeepsNoLock(t *testing.T) {
 				t.Fatal(err)
 			}
 			var held int
-			if err := pool.QueryRow(t.Context(), `select count(*) from pg_locks where locktype = 'advisory' and objid = 4711 and database = (
+			if err := pool.QueryRow(t.Context(), `select count(*) from pg_locks where locktype = 'advisory' and objid = 4711
+				and database = (
 				select oid from pg_database where datname = current_database())`).Scan(&held); err != nil || held != 0 {
 				t.Errorf("%d locks are held, %v", held, err)
 			}
@@ -310,7 +325,8 @@ func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 	r := registry(t, skills.Options{Pool: pool})
 	asked := put(t, pool, skills.Definition{
 		Name: "asked", Handler: "sql:", Timeout: "60s",
-		Config: map[string]any{"query": "select pg_sleep(case when exists (select from broken) then 0 else 50 end)::text as slept " + marker},
+		Config: map[string]any{"query": "select pg_sleep(case when exists (select from broken) then 0 else 50 end)::text " +
+			"as slept " + marker},
 	})
 	pgtest.Exec(t, pool, `create table broken ()`)
 	enginetest.Register(t, e, "asks", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
@@ -330,7 +346,8 @@ func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 		 where datname = current_database() and query like '%' || $1 || '%' and pid <> pg_backend_pid()`, marker)
 	var status, message string
 	pgtest.Eventually(t, 90*time.Second, func() bool {
-		err := pool.QueryRow(t.Context(), `select status, coalesce(error_message, '') from agent_executions where id = $1`, x.ID).Scan(&status, &message)
+		err := pool.QueryRow(t.Context(), `select status, coalesce(error_message, '') from agent_executions where id = $1`,
+			x.ID).Scan(&status, &message)
 		return err == nil && (status == "completed" || status == "failed")
 	}, "the run does not end")
 	if status != "completed" {

@@ -76,7 +76,8 @@ func collect(rows pgx.Rows, err error, what string) ([]Skill, error) {
 
 // Get returns one skill, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Skill, error) {
-	rows, err := db.Query(ctx, `select `+columns+` from agent_skills where name = @name`, pgx.StrictNamedArgs{"name": name})
+	rows, err := db.Query(ctx, `select `+columns+` from agent_skills where name = @name`,
+		pgx.StrictNamedArgs{"name": name})
 	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get skill %q", name), pgx.RowToStructByName[Skill])
 }
 
@@ -115,13 +116,14 @@ func enabled(ctx context.Context, db postgres.DB, scopes []string) ([]Skill, err
 	return collect(rows, err, "list available skills")
 }
 
-// QueueCallable queues a read of the callable skills of the given scopes, and of [ScopeBoth], by name: the enabled ones,
-// and the disabled ones with an open trial.
+// QueueCallable queues a read of the callable skills of the given scopes, and of [ScopeBoth], by name: the enabled
+// ones, and the disabled ones with an open trial.
 func QueueCallable(b *pgx.Batch, scopes []string, into *[]Skill) {
 	b.Queue(`
 		select `+columns+` from agent_skills
 		 where (scope = 'both' or scope = any(@scopes::text[]))
-		   and (enabled or trial_at is not null and (evidence #>> '{trial,until}')::timestamptz > clock_timestamp() is not true)
+		   and (enabled or trial_at is not null
+		     and (evidence #>> '{trial,until}')::timestamptz > clock_timestamp() is not true)
 		 order by name`, pgx.StrictNamedArgs{"scopes": scopes}).Query(func(rows pgx.Rows) (err error) {
 		*into, err = collect(rows, nil, "list callable skills")
 		return err

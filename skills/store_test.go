@@ -23,7 +23,10 @@ import (
 func TestPutGrowsTheRevisionOnlyOnAChange(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	d := skills.Definition{Name: "sizes", Description: "table sizes", Handler: "sql:select @n", Parameters: object(map[string]any{"n": map[string]any{"type": "integer"}})}
+	d := skills.Definition{
+		Name: "sizes", Description: "table sizes", Handler: "sql:select @n",
+		Parameters: object(map[string]any{"n": map[string]any{"type": "integer"}}),
+	}
 	steps := []struct {
 		what     string
 		change   func()
@@ -52,7 +55,8 @@ func TestPutGrowsTheRevisionOnlyOnAChange(t *testing.T) {
 func TestPutStoresNothingOfABadDefinition(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := skills.Put(t.Context(), pool, skills.Definition{Name: "a", Handler: "mcp:x"}, skills.SourceWorkspace); err == nil {
+	if _, err := skills.Put(t.Context(), pool, skills.Definition{Name: "a", Handler: "mcp:x"},
+		skills.SourceWorkspace); err == nil {
 		t.Error("accepted")
 	}
 	if _, err := skills.Get(t.Context(), pool, "a"); !errors.Is(err, skills.ErrNotFound) {
@@ -65,12 +69,14 @@ func TestPutLeavesServiceStateAlone(t *testing.T) {
 	pool := pgtest.DB(t)
 	d := skills.Definition{Name: "a", Handler: "builtin:a"}
 	put(t, pool, d)
-	if ok, err := skills.Disable(t.Context(), pool, "a", "self_heal", "3 failures", map[string]any{"calls": []string{"x\x00y"}}); !ok || err != nil {
+	if ok, err := skills.Disable(t.Context(), pool, "a", "self_heal", "3 failures",
+		map[string]any{"calls": []string{"x\x00y"}}); !ok || err != nil {
 		t.Fatal(ok, err)
 	}
 	d.Description = "changed"
 	s := put(t, pool, d)
-	if s.Enabled || s.DisabledBy != "self_heal" || s.DisabledReason != "3 failures" || s.DisabledAt == nil || len(s.Evidence) < 5 || s.Revision != 2 {
+	if s.Enabled || s.DisabledBy != "self_heal" || s.DisabledReason != "3 failures" || s.DisabledAt == nil ||
+		len(s.Evidence) < 5 || s.Revision != 2 {
 		t.Errorf("got %+v", s)
 	}
 }
@@ -132,7 +138,8 @@ func TestEnableAndDisableAreComparedAndSet(t *testing.T) {
 		t.Fatal(ok, err)
 	}
 	after, _ := skills.Get(t.Context(), pool, "a")
-	if !after.Enabled || !after.EnabledAt.After(before.EnabledAt) || after.DisabledBy != "" || after.DisabledAt != nil || after.TrialAt != nil {
+	if !after.Enabled || !after.EnabledAt.After(before.EnabledAt) || after.DisabledBy != "" || after.DisabledAt != nil ||
+		after.TrialAt != nil {
 		t.Errorf("got %+v", after)
 	}
 	if _, err := skills.Enable(t.Context(), pool, "nobody", "admin", ""); !errors.Is(err, skills.ErrNotFound) {
@@ -165,7 +172,8 @@ func TestATrialEndsInTheCoolDownOrInService(t *testing.T) {
 	offer()
 	before, _ := skills.Get(t.Context(), pool, "a")
 	fail(true)
-	if s, _ := skills.Get(t.Context(), pool, "a"); s.TrialAt != nil || s.Enabled || s.DisabledReason != "again" || !s.DisabledAt.After(*before.DisabledAt) {
+	if s, _ := skills.Get(t.Context(), pool, "a"); s.TrialAt != nil || s.Enabled || s.DisabledReason != "again" ||
+		!s.DisabledAt.After(*before.DisabledAt) {
 		t.Errorf("got %+v", s)
 	}
 	offer()
@@ -181,7 +189,8 @@ func TestListAndAvailable(t *testing.T) {
 	pool := pgtest.DB(t)
 	r := registry(t, skills.Options{Builtins: map[string]skills.Builtin{"x": nothing}, Pool: pool})
 	for name, d := range map[string]skills.Definition{
-		"in": {Handler: "builtin:x"}, "out": {Handler: "builtin:x", Scope: "external"}, "both": {Handler: "builtin:x", Scope: "both"},
+		"in": {Handler: "builtin:x"}, "out": {Handler: "builtin:x", Scope: "external"},
+		"both": {Handler: "builtin:x", Scope: "both"},
 		"gone": {Handler: "builtin:gone", Scope: "both"}, "off": {Handler: "builtin:x", Scope: "both"},
 	} {
 		d.Name = name
@@ -234,7 +243,8 @@ func TestUndeclaredArgumentsAreRefusedUnlessTheSchemaSaysOtherwise(t *testing.T)
 	}{"no_schema": {nil, true}, "closed": {object(map[string]any{"a": map[string]any{}}), true}, "open": {open, false}} {
 		s := put(t, pool, skills.Definition{Name: name, Handler: "builtin:x", Parameters: test.parameters})
 		err := r.Check(s, json.RawMessage(`{"b": 1}`))
-		if invalid, ok := errors.AsType[*skills.InvalidParams](err); ok != test.refused || ok && !strings.Contains(invalid.Error(), "'b'") {
+		if invalid, ok := errors.AsType[*skills.InvalidParams](err); ok != test.refused || ok &&
+			!strings.Contains(invalid.Error(), "'b'") {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -250,29 +260,50 @@ func TestValidateReportsEveryProblem(t *testing.T) {
 	expectProblems(t, map[string]badDefinition{
 		"nothing at all": {skills.Definition{}, []string{"name: ", "handler: "}},
 		"all at once": {
-			skills.Definition{Name: "a b", Handler: "shell:rm", Scope: "world", Trust: "blind", Timeout: "soon", Parameters: map[string]any{"type": "string"}},
+			skills.Definition{
+				Name: "a b", Handler: "shell:rm", Scope: "world", Trust: "blind", Timeout: "soon",
+				Parameters: map[string]any{"type": "string"},
+			},
 			[]string{"name: ", "handler: ", "scope: ", "trust: ", "timeout: ", "parameters.type: "},
 		},
-		"long name":       {skills.Definition{Name: strings.Repeat("a", 65), Handler: "builtin:x"}, []string{"name: "}},
-		"flow":            {skills.Definition{Name: "a", Handler: "flow:1x"}, []string{"handler: flow:1x must name a flow"}},
-		"mcp":             {skills.Definition{Name: "a", Handler: "mcp:x"}, []string{"handler: mcp:x must name a server", "config.pin: must be the hash"}},
+		"long name": {skills.Definition{Name: strings.Repeat("a", 65), Handler: "builtin:x"}, []string{"name: "}},
+		"flow":      {skills.Definition{Name: "a", Handler: "flow:1x"}, []string{"handler: flow:1x must name a flow"}},
+		"mcp": {
+			skills.Definition{Name: "a", Handler: "mcp:x"},
+			[]string{"handler: mcp:x must name a server", "config.pin: must be the hash"},
+		},
 		"builtin unnamed": {skills.Definition{Name: "a", Handler: "builtin:"}, []string{"handler: builtin:"}},
 		"timeout zero":    {skills.Definition{Name: "a", Handler: "builtin:x", Timeout: "0s"}, []string{"timeout: "}},
 		"timeout days":    {skills.Definition{Name: "a", Handler: "builtin:x", Timeout: "48h"}, []string{"timeout: "}},
 		"schema type word": {
-			skills.Definition{Name: "a", Handler: "builtin:x", Parameters: object(map[string]any{"p": map[string]any{"type": "objekt"}, "q": map[string]any{"minimum": "1"}})},
-			[]string{"parameters.properties.p.type: value", "parameters.properties.p.type: got", "parameters.properties.q.minimum: "},
+			skills.Definition{
+				Name: "a", Handler: "builtin:x",
+				Parameters: object(map[string]any{"p": map[string]any{"type": "objekt"}, "q": map[string]any{"minimum": "1"}}),
+			},
+			[]string{
+				"parameters.properties.p.type: value", "parameters.properties.p.type: got",
+				"parameters.properties.q.minimum: ",
+			},
 		},
 		"schema remote": {
-			skills.Definition{Name: "a", Handler: "builtin:x", Parameters: object(map[string]any{"p": map[string]any{"$ref": "https://example.com/s.json"}})},
+			skills.Definition{
+				Name: "a", Handler: "builtin:x",
+				Parameters: object(map[string]any{"p": map[string]any{"$ref": "https://example.com/s.json"}}),
+			},
 			[]string{"outside this schema"},
 		},
 		"schema file": {
-			skills.Definition{Name: "a", Handler: "builtin:x", Parameters: object(map[string]any{"p": map[string]any{"$ref": "file:///etc/passwd"}})},
+			skills.Definition{
+				Name: "a", Handler: "builtin:x",
+				Parameters: object(map[string]any{"p": map[string]any{"$ref": "file:///etc/passwd"}}),
+			},
 			[]string{"outside this schema"},
 		},
 		"schema bad pattern": {
-			skills.Definition{Name: "a", Handler: "builtin:x", Parameters: object(map[string]any{"p": map[string]any{"pattern": "("}})},
+			skills.Definition{
+				Name: "a", Handler: "builtin:x",
+				Parameters: object(map[string]any{"p": map[string]any{"pattern": "("}}),
+			},
 			[]string{"parameters.properties.p.pattern: "},
 		},
 		"schema not JSON": {
@@ -286,36 +317,70 @@ func TestValidateReportsProblemsOfHandlers(t *testing.T) {
 	t.Parallel()
 	text := map[string]any{"type": "string"}
 	expectProblems(t, map[string]badDefinition{
-		"sql empty":      {skills.Definition{Name: "a", Handler: "sql:"}, []string{"config.query: is empty"}},
-		"sql twice":      {skills.Definition{Name: "a", Handler: "sql:select 1", Config: map[string]any{"query": "select 2"}}, []string{"handler: the query"}},
-		"sql odd field":  {skills.Definition{Name: "a", Handler: "sql:select 1", Config: map[string]any{"limit": 2}}, []string{`config: unknown field "limit"`}},
-		"sql wrong type": {skills.Definition{Name: "a", Handler: "sql:select 1", Config: map[string]any{"row_limit": "2"}}, []string{"config.row_limit: must be a int"}},
+		"sql empty": {skills.Definition{Name: "a", Handler: "sql:"}, []string{"config.query: is empty"}},
+		"sql twice": {
+			skills.Definition{Name: "a", Handler: "sql:select 1", Config: map[string]any{"query": "select 2"}},
+			[]string{"handler: the query"},
+		},
+		"sql odd field": {
+			skills.Definition{Name: "a", Handler: "sql:select 1", Config: map[string]any{"limit": 2}},
+			[]string{`config: unknown field "limit"`},
+		},
+		"sql wrong type": {
+			skills.Definition{Name: "a", Handler: "sql:select 1", Config: map[string]any{"row_limit": "2"}},
+			[]string{"config.row_limit: must be a int"},
+		},
 		"sql limits": {
-			skills.Definition{Name: "a", Handler: "sql:select 1", Config: map[string]any{"row_limit": 100000, "statement_timeout_ms": -1}},
+			skills.Definition{
+				Name: "a", Handler: "sql:select 1",
+				Config: map[string]any{"row_limit": 100000, "statement_timeout_ms": -1},
+			},
 			[]string{"config.row_limit: ", "config.statement_timeout_ms: "},
 		},
 		"sql names": {
-			skills.Definition{Name: "a", Handler: "sql:select @one, '@quoted', @two -- @comment", Parameters: object(map[string]any{"two": text, "three": text, "quoted": text})},
+			skills.Definition{
+				Name: "a", Handler: "sql:select @one, '@quoted', @two -- @comment",
+				Parameters: object(map[string]any{"two": text, "three": text, "quoted": text}),
+			},
 			[]string{"config.query: @one is not declared", "parameters.properties.three: ", "parameters.properties.quoted: "},
 		},
-		"http no url":  {skills.Definition{Name: "a", Handler: "http:"}, []string{"config.url: is empty"}},
-		"http scheme":  {skills.Definition{Name: "a", Handler: "http:GET ftp://h/x"}, []string{"config.url: must begin"}},
-		"http method":  {skills.Definition{Name: "a", Handler: "http:BREW https://h/x"}, []string{"config.method: "}},
-		"http user":    {skills.Definition{Name: "a", Handler: "http:https://u:p@h/x"}, []string{"config.url: must not hold a user"}},
-		"http host":    {skills.Definition{Name: "a", Handler: "http:https://{h}/x", Parameters: object(map[string]any{"h": text})}, []string{"config.url: an argument must not choose the host"}},
-		"http unknown": {skills.Definition{Name: "a", Handler: "http:https://h/{x}"}, []string{"config.url: {x} is not declared"}},
+		"http no url": {skills.Definition{Name: "a", Handler: "http:"}, []string{"config.url: is empty"}},
+		"http scheme": {skills.Definition{Name: "a", Handler: "http:GET ftp://h/x"}, []string{"config.url: must begin"}},
+		"http method": {skills.Definition{Name: "a", Handler: "http:BREW https://h/x"}, []string{"config.method: "}},
+		"http user": {
+			skills.Definition{Name: "a", Handler: "http:https://u:p@h/x"},
+			[]string{"config.url: must not hold a user"},
+		},
+		"http host": {skills.Definition{
+			Name: "a", Handler: "http:https://{h}/x",
+			Parameters: object(map[string]any{"h": text}),
+		}, []string{"config.url: an argument must not choose the host"}},
+		"http unknown": {
+			skills.Definition{Name: "a", Handler: "http:https://h/{x}"},
+			[]string{"config.url: {x} is not declared"},
+		},
 		"http url secret": {
-			skills.Definition{Name: "a", Handler: "http:https://h/x?key=${env:KEY}"}, []string{"config.url: secrets are only taken in headers"},
+			skills.Definition{Name: "a", Handler: "http:https://h/x?key=${env:KEY}"},
+			[]string{"config.url: secrets are only taken in headers"},
 		},
 		"http headers": {
 			skills.Definition{Name: "a", Handler: "http:https://h/", Config: map[string]any{"headers": map[string]any{
 				"Authorization": "Bearer abc", "Host": "x", "a b": "c", "X-A": "a\r\nb", "X-B": "${HOME}",
 			}}},
-			[]string{"Authorization: do not write a secret", "Host: is set by", `"a b" is not a header`, "X-A: must be one line", "X-B: write a reference"},
+			[]string{
+				"Authorization: do not write a secret", "Host: is set by", `"a b" is not a header`, "X-A: must be one line",
+				"X-B: write a reference",
+			},
 		},
-		"http body of GET": {skills.Definition{Name: "a", Handler: "http:https://h/", Config: map[string]any{"body": map[string]any{}}}, []string{"config.body: "}},
+		"http body of GET": {skills.Definition{
+			Name: "a", Handler: "http:https://h/",
+			Config: map[string]any{"body": map[string]any{}},
+		}, []string{"config.body: "}},
 		"http body names": {
-			skills.Definition{Name: "a", Handler: "http:POST https://h/", Config: map[string]any{"body": "{x}"}, Parameters: object(map[string]any{"y": text})},
+			skills.Definition{
+				Name: "a", Handler: "http:POST https://h/", Config: map[string]any{"body": "{x}"},
+				Parameters: object(map[string]any{"y": text}),
+			},
 			[]string{"config.body: {x}", "parameters.properties.y: neither"},
 		},
 	})
@@ -346,14 +411,27 @@ func TestValidateAccepts(t *testing.T) {
 	t.Parallel()
 	text := map[string]any{"type": "string"}
 	tests := map[string]skills.Definition{
-		"least":       {Name: "a", Handler: "builtin:x"},
-		"inner ref":   {Name: "a", Handler: "builtin:x", Parameters: map[string]any{"type": "object", "$defs": map[string]any{"n": text}, "properties": map[string]any{"n": map[string]any{"$ref": "#/$defs/n"}}}},
-		"sql inline":  {Name: "a", Handler: "sql:select 1;"},
-		"sql config":  {Name: "a", Handler: "sql:", Config: map[string]any{"query": "select @n", "row_limit": 5}, Parameters: object(map[string]any{"n": text}, "n")},
-		"http inline": {Name: "a", Handler: "http:DELETE https://h/x/{id}?q={q}", Parameters: object(map[string]any{"id": text, "q": text})},
-		"http config": {Name: "a", Handler: "http:", Timeout: "500ms", Trust: "approve", Scope: "both", Config: map[string]any{
-			"method": "post", "url": "https://h/", "headers": map[string]any{"authorization": "Bearer ${env:TOKEN}"}, "body": map[string]any{"t": "{x}"},
-		}, Parameters: object(map[string]any{"x": text})},
+		"least": {Name: "a", Handler: "builtin:x"},
+		"inner ref": {Name: "a", Handler: "builtin:x", Parameters: map[string]any{
+			"type":  "object",
+			"$defs": map[string]any{"n": text}, "properties": map[string]any{"n": map[string]any{"$ref": "#/$defs/n"}},
+		}},
+		"sql inline": {Name: "a", Handler: "sql:select 1;"},
+		"sql config": {
+			Name: "a", Handler: "sql:", Config: map[string]any{"query": "select @n", "row_limit": 5},
+			Parameters: object(map[string]any{"n": text}, "n"),
+		},
+		"http inline": {
+			Name: "a", Handler: "http:DELETE https://h/x/{id}?q={q}",
+			Parameters: object(map[string]any{"id": text, "q": text}),
+		},
+		"http config": {
+			Name: "a", Handler: "http:", Timeout: "500ms", Trust: "approve", Scope: "both",
+			Config: map[string]any{
+				"method": "post", "url": "https://h/", "headers": map[string]any{"authorization": "Bearer ${env:TOKEN}"},
+				"body": map[string]any{"t": "{x}"},
+			}, Parameters: object(map[string]any{"x": text}),
+		},
 	}
 	for name, d := range tests {
 		t.Run(name, func(t *testing.T) {
@@ -375,7 +453,10 @@ func TestASchemaThatIsTooDeepIsRefusedAtOnce(t *testing.T) {
 		return schema
 	}
 	for levels, refused := range map[int]bool{90: false, 3000: true} {
-		err := skills.Validate(skills.Definition{Name: "deep", Description: "d", Handler: "builtin:x", Parameters: nested(levels)})
+		err := skills.Validate(skills.Definition{
+			Name: "deep", Description: "d", Handler: "builtin:x",
+			Parameters: nested(levels),
+		})
 		if refused != (err != nil) || refused && !strings.Contains(err.Error(), "nested more than 200 levels deep") {
 			t.Errorf("%d levels: %v", levels, err)
 		}
@@ -435,7 +516,10 @@ func TestCheckReportsEveryViolation(t *testing.T) {
 func TestCompiledSchemasFollowTheRevision(t *testing.T) {
 	t.Parallel()
 	r := registry(t, skills.Options{})
-	s := row(t, skills.Definition{Name: "a", Handler: "builtin:x", Parameters: object(map[string]any{"n": map[string]any{"type": "integer"}})})
+	s := row(t, skills.Definition{
+		Name: "a", Handler: "builtin:x",
+		Parameters: object(map[string]any{"n": map[string]any{"type": "integer"}}),
+	})
 	s.ID, s.Revision = "1", 1
 	if err := r.Check(s, json.RawMessage(`{"n": "text"}`)); err == nil {
 		t.Error("accepted text")
@@ -492,7 +576,10 @@ func TestInvokeClassifiesFailures(t *testing.T) {
 		handler string
 		class   string
 	}{
-		"error": {func(context.Context, skills.Call) (any, error) { return nil, errors.New("no luck\x00") }, "builtin:x", skills.ClassHandler},
+		"error": {
+			func(context.Context, skills.Call) (any, error) { return nil, errors.New("no luck\x00") }, "builtin:x",
+			skills.ClassHandler,
+		},
 		"classed error": {func(context.Context, skills.Call) (any, error) {
 			return nil, &skills.CallError{Class: skills.ClassNetwork, Message: "m"}
 		}, "builtin:x", skills.ClassNetwork},
@@ -541,7 +628,10 @@ func TestTimeoutEndsABuiltin(t *testing.T) {
 
 func TestToolIsWhatAModelIsOffered(t *testing.T) {
 	t.Parallel()
-	s := row(t, skills.Definition{Name: "a", Handler: "builtin:x", Parameters: object(map[string]any{"n": map[string]any{"type": "integer"}})})
+	s := row(t, skills.Definition{
+		Name: "a", Handler: "builtin:x",
+		Parameters: object(map[string]any{"n": map[string]any{"type": "integer"}}),
+	})
 	s.Description = "counts"
 	got, err := json.Marshal(s.Tool())
 	want := `{"type":"function","function":{"name":"a","description":"counts",` +

@@ -76,11 +76,13 @@ func Invite(ctx context.Context, db postgres.DB, in Invitation) (Token, error) {
 	}
 	err := db.QueryRow(ctx, `
 		insert into agent_thread_access (thread_id, kind, token_digest, reusable, execution_id, expires_at, created_by)
-		select t.id, 'token', @digest, @reusable, nullif(@execution, '')::uuid, clock_timestamp() + make_interval(secs => @life), @by
+		select t.id, 'token', @digest, @reusable, nullif(@execution, '')::uuid,
+		  clock_timestamp() + make_interval(secs => @life), @by
 		  from agent_threads t where t.id = @thread
 		returning id::text, expires_at`, postgres.Strict{
-		"thread": postgres.Text(in.ThreadID), "digest": digest(t.Secret), "reusable": in.Reusable, "execution": in.ExecutionID,
-		"life": min(in.Life, MaxTokenLife).Seconds(), "by": postgres.Text(in.By),
+		"thread": postgres.Text(in.ThreadID), "digest": digest(t.Secret), "reusable": in.Reusable,
+		"execution": in.ExecutionID,
+		"life":      min(in.Life, MaxTokenLife).Seconds(), "by": postgres.Text(in.By),
 	}).Scan(&t.ID, &t.ExpiresAt)
 	if errors.Is(err, pgx.ErrNoRows) {
 		err = ErrNotFound
@@ -98,33 +100,41 @@ func digest(secret string) []byte {
 
 // Join gives p access to the thread of a join token, under a name of p's own. given is false for a generated name; a
 // repeated Join then returns the first name. [ErrToken]: the token is not valid. [ErrTaken]: the name is in use.
-func Join(ctx context.Context, db postgres.DB, p Principal, token, name string, given bool) (thread, as string, err error) {
+func Join(
+	ctx context.Context, db postgres.DB, p Principal, token, name string, given bool,
+) (thread, as string, err error) {
 	if err := CheckID(name); err != nil {
 		return "", "", fmt.Errorf("join thread: %w", err)
 	}
 	var taken bool
 	b := &pgx.Batch{}
 	// The second statement reads what others committed before the first one locked the token.
-	b.Queue(`select from agent_thread_access a where a.token_digest = @digest for update`, postgres.Strict{"digest": digest(token)})
+	b.Queue(`select from agent_thread_access a where a.token_digest = @digest for update`,
+		postgres.Strict{"digest": digest(token)})
 	b.Queue(`
 		with token as (
 		  select a.id, a.thread_id, a.used_at is null or a.reusable as fresh from agent_thread_access a
 		   where a.token_digest = @digest and (a.expires_at > clock_timestamp()) is not false
-		     and (a.execution_id is null or exists (select from agent_executions x where x.id = a.execution_id and x.completed_at is null))),
+		     and (a.execution_id is null or exists (select from agent_executions x where x.id = a.execution_id
+		       and x.completed_at is null))),
 		known as (
 		  select a.thread_id, a.name from token k join agent_thread_access a on a.joined_with = k.id
-		   where a.kind = @kind and a.owner = @owner and a.visitor = @proof and (a.name = @name or not @given::boolean) order by a.id limit 1),
+		   where a.kind = @kind and a.owner = @owner and a.visitor = @proof and (a.name = @name or not @given::boolean)
+		     order by a.id limit 1),
 		fresh as (
-		  select k.id, k.thread_id, lanekeeper.agent_thread_for(@kind, @owner, @proof, @name) is not null as taken from token k
+		  select k.id, k.thread_id, lanekeeper.agent_thread_for(@kind, @owner, @proof, @name) is not null as taken
+		    from token k
 		   where k.fresh and not exists (select from known)),
 		used as (
-		  update agent_thread_access a set used_at = clock_timestamp() from fresh f where a.id = f.id and not f.taken returning a.id, a.thread_id),
+		  update agent_thread_access a set used_at = clock_timestamp() from fresh f where a.id = f.id and not f.taken
+		    returning a.id, a.thread_id),
 		made as (
 		  insert into agent_thread_access (thread_id, kind, owner, visitor, name, joined_with, created_by)
 		  select u.thread_id, @kind, @owner, @proof, @name, u.id, 'join token' from used u)
 		select k.thread_id, k.name, false from known k union all select f.thread_id, @name::text, f.taken from fresh f`,
 		postgres.Strict{
-			"digest": digest(token), "kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name, "given": given,
+			"digest": digest(token), "kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof,
+			"name": name, "given": given,
 		}).QueryRow(func(row pgx.Row) error { return row.Scan(&thread, &as, &taken) })
 	err = db.SendBatch(ctx, b).Close()
 	switch {
@@ -162,7 +172,8 @@ func Grant(ctx context.Context, db postgres.DB, thread string, to Principal, nam
 		   where a.thread_id = excluded.thread_id
 		  returning a.id)
 		select exists (select from thread), (select g.id::text from granted g)`, postgres.Strict{
-		"thread": postgres.Text(thread), "kind": string(to.Kind), "owner": postgres.Text(to.Owner), "proof": to.Proof, "name": name, "by": postgres.Text(by),
+		"thread": postgres.Text(thread), "kind": string(to.Kind), "owner": postgres.Text(to.Owner), "proof": to.Proof,
+		"name": name, "by": postgres.Text(by),
 	}).Scan(&found, &granted)
 	switch {
 	case err != nil:
@@ -182,8 +193,10 @@ func Grant(ctx context.Context, db postgres.DB, thread string, to Principal, nam
 // AccessOf lists the accesses and join tokens of a thread, oldest first.
 func AccessOf(ctx context.Context, db postgres.DB, thread string) ([]Access, error) {
 	rows, err := db.Query(ctx, `
-		select id::text, thread_id, kind, owner, name, reusable, execution_id::text, expires_at, used_at, joined_with::text, created_by, created_at
-		  from agent_thread_access where thread_id = @thread order by id limit 500`, postgres.Strict{"thread": postgres.Text(thread)})
+		select id::text, thread_id, kind, owner, name, reusable, execution_id::text, expires_at, used_at, joined_with::text,
+		  created_by, created_at
+		  from agent_thread_access where thread_id = @thread
+		    order by id limit 500`, postgres.Strict{"thread": postgres.Text(thread)})
 	return postgres.Collect(rows, err, "list access to thread", pgx.RowToStructByName[Access])
 }
 

@@ -18,7 +18,8 @@ func TestANameIsScopedByItsOwner(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	owners := []threads.Principal{
-		threads.Key("site"), threads.Key("shop"), threads.Visitor("site", "a"), threads.Visitor("site", "b"), threads.Visitor("shop", "a"),
+		threads.Key("site"), threads.Key("shop"), threads.Visitor("site", "a"), threads.Visitor("site", "b"),
+		threads.Visitor("shop", "a"),
 		{Kind: threads.ByWebhook, Owner: "site"},
 		threads.Admin,
 	}
@@ -51,10 +52,15 @@ func TestANameIsScopedByItsOwner(t *testing.T) {
 			}
 		}
 	}
-	if _, _, err := threads.Open(t.Context(), db, threads.Principal{Kind: threads.ByFlow, Owner: "f"}, threads.Thread{ID: "talk"}); !errors.Is(err, threads.ErrForeign) {
+	if _, _, err := threads.Open(t.Context(), db, threads.Principal{Kind: threads.ByFlow, Owner: "f"},
+		threads.Thread{ID: "talk"}); !errors.Is(err, threads.ErrForeign) {
 		t.Errorf("a flow takes the admin's id: %v", err)
 	}
-	for _, wrong := range []threads.Principal{{Kind: threads.ByVisitor, Owner: "site"}, {Kind: threads.ByKey, Owner: "site", Proof: "proof"}, {Kind: "nobody"}} {
+	for _, wrong := range []threads.Principal{
+		{Kind: threads.ByVisitor, Owner: "site"},
+		{Kind: threads.ByKey, Owner: "site", Proof: "proof"},
+		{Kind: "nobody"},
+	} {
 		if got, _, err := threads.Open(t.Context(), db, wrong, threads.Thread{Name: "x"}); err == nil {
 			t.Errorf("%+v opened %+v", wrong, got)
 		}
@@ -77,7 +83,8 @@ func TestTwoWhoBeginAThreadAtOnceGetOne(t *testing.T) {
 		var group errgroup.Group
 		for range 8 {
 			group.Go(func() error {
-				_, first, err := threads.Open(t.Context(), db, threads.Key("site"), threads.Thread{Name: fmt.Sprint("talk ", round)})
+				_, first, err := threads.Open(t.Context(), db, threads.Key("site"),
+					threads.Thread{Name: fmt.Sprint("talk ", round)})
 				if first {
 					made.Add(1)
 				}
@@ -116,7 +123,8 @@ func TestAJoinTokenLetsOneIn(t *testing.T) {
 	if err := group.Wait(); err != nil || joined.Load() != 1 {
 		t.Errorf("%d got in: %v", joined.Load(), err)
 	}
-	if _, err := threads.Invite(t.Context(), db, threads.Invitation{ThreadID: "nobody"}); !errors.Is(err, threads.ErrNotFound) {
+	if _, err := threads.Invite(t.Context(), db, threads.Invitation{ThreadID: "nobody"}); !errors.Is(err,
+		threads.ErrNotFound) {
 		t.Errorf("a token for no thread: %v", err)
 	}
 }
@@ -157,7 +165,8 @@ func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
 	} {
 		err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
 			var may bool
-			if err := tx.QueryRow(t.Context(), `select lanekeeper.agent_flow_may_join($1, null, $2)`, c.thread, c.execution).Scan(&may); err != nil || may != c.may {
+			if err := tx.QueryRow(t.Context(), `select lanekeeper.agent_flow_may_join($1, null, $2)`, c.thread,
+				c.execution).Scan(&may); err != nil || may != c.may {
 				t.Errorf("%s may: %t, %v", who, may, err)
 			}
 			return nil
@@ -176,7 +185,8 @@ func TestAWebhookGoesOnInAnOldThreadOfWebhooksOnly(t *testing.T) {
 	for thread, surface := range map[string]string{"of webhooks": "wh", "of a flow": "fl"} {
 		_, err := db.Exec(t.Context(), `
 			with thread as (insert into agent_threads (id, channel, owner_kind) values ($1, 'chat', '') returning id),
-			run as (insert into agent_executions (trace_id, surface, agent, flow) values (lanekeeper.agent_trace_id($2), 'flow', 'a', 'greet') returning id)
+			run as (insert into agent_executions (trace_id, surface, agent, flow)
+			  values (lanekeeper.agent_trace_id($2), 'flow', 'a', 'greet') returning id)
 			insert into agent_messages (thread_id, seq, turn, role, content, status, tokens, execution_id)
 			select t.id, 1, 1, 'assistant', 'Hello.', 'sent', 1, r.id from thread t, run r`, thread, surface)
 		if err != nil {

@@ -39,8 +39,10 @@ func TestAParkedThreadDoesNotExpireAndAnswersGoToItsHolder(t *testing.T) {
 	}})
 	id := p.begin(t, "ask")
 	p.reaches(t, id, executions.Waiting)
-	held := pgtest.Value[bool](t, pool, `select parked and expires_at > clock_timestamp() + interval '100 years' from agent_locks where lane = 'thread:t'`)
-	if freed, err := threads.Clean(t.Context(), pool, slog.New(slog.DiscardHandler)); !held || err != nil || len(freed) > 0 {
+	held := pgtest.Value[bool](t, pool, `select parked and expires_at > clock_timestamp() + interval '100 years'
+		from agent_locks where lane = 'thread:t'`)
+	if freed, err := threads.Clean(t.Context(), pool, slog.New(slog.DiscardHandler)); !held ||
+		err != nil || len(freed) > 0 {
 		t.Errorf("parked %t, freed %+v, %v", held, freed, err)
 	}
 	other := claimed(t, pool, "")
@@ -67,7 +69,8 @@ func TestTheSameIncomingMessageCountsOnce(t *testing.T) {
 	p := runs(t, pool, nil)
 	receive := func(thread string) (got threads.Receipt, err error) {
 		err = postgres.InTx(t.Context(), pool, func(tx pgx.Tx) (err error) {
-			got, err = threads.Receive(t.Context(), p.Engine, tx, threads.Incoming{ThreadID: thread, Content: "hola", ID: "wa 1"})
+			got, err = threads.Receive(t.Context(), p.Engine, tx,
+				threads.Incoming{ThreadID: thread, Content: "hola", ID: "wa 1"})
 			return err
 		})
 		return got, err
@@ -120,10 +123,12 @@ func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
 	if got := p.replies(t, "t", "for a"); len(got.Resumed) != 0 {
 		t.Errorf("an answer to a question that was not asked: %+v", got)
 	}
-	queued := pgtest.Value[bool](t, pool, `select waiting_data ? 'queued_message' and waiting_until > clock_timestamp() + interval '29 days' from agent_executions where id = $1`, id)
+	queued := pgtest.Value[bool](t, pool, `select waiting_data ? 'queued_message'
+		and waiting_until > clock_timestamp() + interval '29 days' from agent_executions where id = $1`, id)
 	ends(t, pool, a, "completed")
 	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[bool](t, pool, `select not waiting_data ? 'queued_message' and waiting_until < clock_timestamp() + interval '61 minutes' from agent_executions where id = $1`, id)
+		return pgtest.Value[bool](t, pool, `select not waiting_data ? 'queued_message'
+			and waiting_until < clock_timestamp() + interval '61 minutes' from agent_executions where id = $1`, id)
 	}, "the wait begins")
 	if !queued {
 		t.Error("the wait had begun before its question was out")
@@ -171,7 +176,8 @@ func TestAChildSpeaksInItsParentsThreadAndASiblingQueues(t *testing.T) {
 	})
 	id := p.begin(t, "parent")
 	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where flow = 'child' and status = 'waiting'
+		return pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where flow = 'child'
+			and status = 'waiting'
 			or flow = 'sibling' and status = 'completed'`) == 2
 	}, "the child waits, the sibling has ended")
 	p.replies(t, "t", "my answer")
@@ -186,8 +192,8 @@ func TestAChildSpeaksInItsParentsThreadAndASiblingQueues(t *testing.T) {
 	p.log.want(t, "level=WARN", `msg="lane busy"`, "lane=thread:t", "holder=")
 }
 
-// A parent that does not wait any longer has the thread again, whether it had spoken before or its child was the first; what the child says
-// then has to wait.
+// A parent that does not wait any longer has the thread again, whether it had spoken before or its child was the
+// first; what the child says then has to wait.
 func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 	t.Parallel()
 	for name, first := range map[string]bool{"parent first": true, "child first": false} {
@@ -202,7 +208,10 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 							return done(err)
 						}
 					}
-					got, err := executions.Trigger(ctx, "child", executions.Child{Flow: "child", ThreadID: "t", Wait: true, Timeout: time.Second})
+					got, err := executions.Trigger(ctx, "child", executions.Child{
+						Flow: "child", ThreadID: "t", Wait: true,
+						Timeout: time.Second,
+					})
 					if err == nil && !got.TimedOut {
 						err = errors.New("the wait did not time out")
 					}
@@ -250,7 +259,8 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 				}
 			}
 			p.reaches(t, x.ID, executions.Completed)
-			pgtest.Eventually(t, patience, func() bool { return len(spoken(t, pool, "t")) == len(want)+1 }, "the child's message leaves")
+			pgtest.Eventually(t, patience, func() bool { return len(spoken(t, pool, "t")) == len(want)+1 },
+				"the child's message leaves")
 		})
 	}
 }

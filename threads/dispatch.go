@@ -22,13 +22,13 @@ const (
 	pollInterval = 5 * time.Second // without a notification
 )
 
-// Dispatcher sends queued messages when a lane is free, releases threads whose holder is gone, and delivers the messages
-// of the channels log and webhook. Pool, Client and Logger are required. Any number may run on one database.
+// Dispatcher sends queued messages when a lane is free, releases threads whose holder is gone, and delivers the
+// messages of the channels log and webhook. Pool, Client and Logger are required. Any number may run on one database.
 //
 // A message is posted to a declared target as Standard Webhooks specifies, with one id for all attempts. The body is
-// {type: thread.message, timestamp, data: {message_id, thread_id, seq, content, execution_id, participant}}. Messages of
-// one thread to one target are sent in order: the next after the previous one is delivered or failed. If the process
-// dies between the post and its record, the message is posted again.
+// {type: thread.message, timestamp, data: {message_id, thread_id, seq, content, execution_id, participant}}. Messages
+// of one thread to one target are sent in order: the next after the previous one is delivered or failed. If the
+// process dies between the post and its record, the message is posted again.
 type Dispatcher struct {
 	Pool *pgxpool.Pool
 	// Client sends the requests; see skills.NewGuardedClient.
@@ -36,8 +36,8 @@ type Dispatcher struct {
 	Logger   *slog.Logger
 	Listener *postgres.Listener  // shortens waits; may be nil
 	Getenv   func(string) string // of the secrets; default: the process's environment
-	// Schedule has the pause after each failed attempt, to which up to a fifth is added. After the last one the message has
-	// failed and the next message of its thread follows. Default: 2 s, 10 s, 1 m, 5 m, 20 m, 1 h.
+	// Schedule has the pause after each failed attempt, to which up to a fifth is added. After the last one the message
+	// has failed and the next message of its thread follows. Default: 2 s, 10 s, 1 m, 5 m, 20 m, 1 h.
 	Schedule []time.Duration
 	// Hold is the time after which another process may repeat an attempt; default 1 min.
 	Hold time.Duration
@@ -46,7 +46,10 @@ type Dispatcher struct {
 // Run works until ctx ends, waits for active attempts, and returns nil. It retries while the database is away.
 func (d *Dispatcher) Run(ctx context.Context) error {
 	if d.Schedule == nil {
-		d.Schedule = []time.Duration{2 * time.Second, 10 * time.Second, time.Minute, 5 * time.Minute, 20 * time.Minute, time.Hour}
+		d.Schedule = []time.Duration{
+			2 * time.Second, 10 * time.Second, time.Minute, 5 * time.Minute,
+			20 * time.Minute, time.Hour,
+		}
 	}
 	if d.Hold == 0 {
 		d.Hold = defaultHold
@@ -145,10 +148,12 @@ func (d *Dispatcher) deliver(ctx context.Context, p outboxMessage) {
 		d.Logger.InfoContext(ctx, "message", append(about, "content", p.Content)...)
 	} else {
 		v = d.post(ctx, p)
-		d.Logger.InfoContext(ctx, "message attempted", append(about, "target", p.Target, "status", string(v.status), "error", v.err)...)
+		d.Logger.InfoContext(ctx, "message attempted",
+			append(about, "target", p.Target, "status", string(v.status), "error", v.err)...)
 	}
 	if _, err := recordAttempt(ctx, d.Pool, p, v); err != nil {
-		d.Logger.WarnContext(ctx, "delivery attempt not recorded, the message will be delivered again", append(about, "error", err)...)
+		d.Logger.WarnContext(ctx, "delivery attempt not recorded, the message will be delivered again",
+			append(about, "error", err)...)
 	}
 }
 
@@ -175,7 +180,10 @@ func (d *Dispatcher) post(ctx context.Context, p outboxMessage) attemptResult {
 		v.status, v.retry = Sending, max(outbox.Jitter(wait), got.Pause)
 	}
 	if p.TraceID != "" {
-		out := activity.Outcome{Status: activity.Success, Message: got.Error, Class: got.Class, Output: map[string]any{"http_status": got.Status}}
+		out := activity.Outcome{
+			Status: activity.Success, Message: got.Error, Class: got.Class,
+			Output: map[string]any{"http_status": got.Status},
+		}
 		if got.Error != "" {
 			out.Status = activity.Error
 		}

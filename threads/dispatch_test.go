@@ -43,7 +43,9 @@ type target struct {
 	posts []posted
 }
 
-func listens(t *testing.T, pool *pgxpool.Pool, name string, answer func(n int, content string, r *http.Request) int) *target {
+func listens(
+	t *testing.T, pool *pgxpool.Pool, name string, answer func(n int, content string, r *http.Request) int,
+) *target {
 	t.Helper()
 	l := &target{}
 	verifier, err := standardwebhooks.NewWebhook(whsec)
@@ -137,7 +139,8 @@ func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatche
 // begins makes a thread whose messages go to a target.
 func begins(t *testing.T, db postgres.DB, id, channel, target string) {
 	t.Helper()
-	if _, made, err := threads.Ensure(t.Context(), db, threads.Thread{ID: id, Channel: channel, Target: target}); err != nil || !made {
+	if _, made, err := threads.Ensure(t.Context(), db,
+		threads.Thread{ID: id, Channel: channel, Target: target}); err != nil || !made {
 		t.Fatalf("made %t, %v", made, err)
 	}
 }
@@ -163,7 +166,8 @@ func settled(t *testing.T, db postgres.DB) {
 
 func states(t *testing.T, db postgres.DB) []string {
 	t.Helper()
-	return pgtest.Value[[]string](t, db, `select array_agg(content || ' ' || status || ' ' || attempts order by thread_id, seq) from agent_messages`)
+	return pgtest.Value[[]string](t, db, `select array_agg(content || ' ' || status || ' ' || attempts
+		order by thread_id, seq) from agent_messages`)
 }
 
 func TestMessagesArePostedInOrderUnderOneID(t *testing.T) {
@@ -183,7 +187,8 @@ func TestMessagesArePostedInOrderUnderOneID(t *testing.T) {
 	if diff := cmp.Diff(want, crm.contents()); diff != "" {
 		t.Errorf("posts (-want +got):\n%s", diff)
 	}
-	if diff := cmp.Diff([]string{"one delivered 1", "two delivered 3", "never failed 4", "three delivered 1"}, states(t, pool)); diff != "" {
+	if diff := cmp.Diff([]string{"one delivered 1", "two delivered 3", "never failed 4", "three delivered 1"},
+		states(t, pool)); diff != "" {
 		t.Errorf("messages (-want +got):\n%s", diff)
 	}
 	ids := map[string]string{}
@@ -191,11 +196,13 @@ func TestMessagesArePostedInOrderUnderOneID(t *testing.T) {
 		if ids[p.Content] == "" {
 			ids[p.Content] = p.ID
 		}
-		if id := pgtest.Value[string](t, pool, `select id::text from agent_messages where content = $1`, p.Content); p.ID != ids[p.Content] || p.ID != id {
+		if id := pgtest.Value[string](t, pool, `select id::text from agent_messages where content = $1`,
+			p.Content); p.ID != ids[p.Content] || p.ID != id {
 			t.Errorf("%s was posted under %s, its id is %s", p.Content, p.ID, id)
 		}
 	}
-	if got := pgtest.Value[string](t, pool, `select error_message from agent_messages where content = 'never'`); !strings.Contains(got, "500") {
+	if got := pgtest.Value[string](t, pool,
+		`select error_message from agent_messages where content = 'never'`); !strings.Contains(got, "500") {
 		t.Errorf("the reason is %q", got)
 	}
 }
@@ -227,7 +234,8 @@ func TestAHangingTargetHoldsUpNobodyElse(t *testing.T) {
 		return pgtest.Value[string](t, pool, `select status from agent_messages where thread_id = 'log'`) == "delivered"
 	}, "the log has got its message")
 	log.want(t, "msg=message", `content="for the log"`, "thread_id=log")
-	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where thread_id like 'slow %' and status = 'delivered'`); n != 0 {
+	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where thread_id like 'slow %'
+		and status = 'delivered'`); n != 0 {
 		t.Errorf("%d messages were delivered to a target that hangs", n)
 	}
 	close(release)
@@ -242,7 +250,8 @@ func TestACourierThatDiesIsFollowedByAnother(t *testing.T) {
 	begins(t, pool, "t", threads.ChannelWebhook, "crm")
 	tells(t, pool, "t", "one", "two")
 	// What the dead one has left: an attempt that it took, and whose end nobody recorded.
-	pgtest.Exec(t, pool, `update agent_messages set attempts = 1, next_attempt_at = clock_timestamp() + interval '1 hour' where content = 'one'`)
+	pgtest.Exec(t, pool, `update agent_messages set attempts = 1, next_attempt_at = clock_timestamp() + interval '1 hour'
+		where content = 'one'`)
 	id := pgtest.Value[string](t, pool, `select id::text from agent_messages where content = 'one'`)
 	carries(t, pool)
 	carries(t, pool)
@@ -310,9 +319,11 @@ func TestACourierSendsQueuesAndFreesThreads(t *testing.T) {
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
 	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, db, "t")) == 3 }, "c's message leaves")
 	// Nobody wants this one; it is freed some time later, and that is logged. Only couriers log, the sweep does not.
-	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '10 minutes' where lane = 'thread:t'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '10 minutes'
+		where lane = 'thread:t'`)
 	pgtest.Eventually(t, patience, func() bool {
 		return pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = 'thread:t'`) == ""
 	}, "the thread is freed")
-	pgtest.Eventually(t, patience, func() bool { return log.has("level=WARN", `msg="lane stale, clearing"`, "holder="+c) }, "it is logged")
+	pgtest.Eventually(t, patience, func() bool { return log.has("level=WARN", `msg="lane stale, clearing"`, "holder="+c) },
+		"it is logged")
 }

@@ -8,5 +8,6 @@ import (
 
 // SettleFailed records that an attempt to carry a message of a thread has failed.
 func SettleFailed(ctx context.Context, db postgres.DB, thread, id string, attempt int) (recorded bool, err error) {
-	return recordAttempt(ctx, db, outboxMessage{ID: id, ThreadID: thread, Attempt: attempt}, attemptResult{status: Failed, err: "late"})
+	return recordAttempt(ctx, db, outboxMessage{ID: id, ThreadID: thread, Attempt: attempt},
+		attemptResult{status: Failed, err: "late"})
 }

@@ -91,19 +91,24 @@ func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []NewMes
 	}
 	found, err := db.Query(ctx, `
 		with drafts as (
-		  select * from unnest(@roles::text[], @contents::text[], @channels::text[], @executions::text[], @traces::text[], @statuses::text[],
+		  select * from unnest(@roles::text[], @contents::text[], @channels::text[], @executions::text[], @traces::text[],
+		    @statuses::text[],
 		         @interrupted::boolean[], @tokens::int[], @turns::bigint[], @starts::int[])
-		         with ordinality d (role, content, channel, execution_id, trace_id, status, interrupted, tokens, turn, start, n)),
+		         with ordinality d (role, content, channel, execution_id, trace_id, status, interrupted, tokens, turn, start,
+		           n)),
 		place as (
 		  update agent_threads set next_seq = next_seq + @places::int, updated_at = clock_timestamp()
 		   where id = @thread_id returning next_seq - @places::int - 1 as before)
 		insert into agent_messages (thread_id, seq, turn, role, content, channel, execution_id, trace_id, status, interrupted,
 		       tokens, sent_at)
-		select @thread_id, s.seq, case when s.seq is not null then coalesce(nullif(d.turn, 0), p.before + d.start) end, d.role, d.content,
+		select @thread_id, s.seq, case when s.seq is not null then coalesce(nullif(d.turn, 0), p.before + d.start) end,
+		  d.role, d.content,
 		       d.channel, nullif(d.execution_id, '')::uuid, d.trace_id, d.status, d.interrupted, d.tokens,
 		       case when d.status in ('sent', 'delivered', 'received') then clock_timestamp() end
-		  from place p, drafts d, lateral (select case when d.status <> 'queued' then p.before + d.n end as seq) s order by d.n
-		returning id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
+		  from place p, drafts d, lateral (select case when d.status <> 'queued' then p.before + d.n end as seq) s
+		    order by d.n
+		returning id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
+		  interrupted,
 		       tokens, attempts, error_message, created_at, sent_at`, rows.args(thread))
 	if err != nil {
 		return nil, fmt.Errorf("post message: %w", err)
@@ -141,15 +146,18 @@ func (b *batch) add(i int, d NewMessage) {
 		b.places++
 	}
 	b.roles, b.contents, b.channels = append(b.roles, d.Role), append(b.contents, content), append(b.channels, d.Channel)
-	b.executions, b.traces, b.statuses = append(b.executions, d.ExecutionID), append(b.traces, d.TraceID), append(b.statuses, string(d.Status))
+	b.executions, b.traces, b.statuses = append(b.executions, d.ExecutionID), append(b.traces, d.TraceID),
+		append(b.statuses, string(d.Status))
 	b.interrupted, b.tokens = append(b.interrupted, d.Interrupted), append(b.tokens, tokens(d.Role, content, d.Images...))
 	b.turns, b.starts = append(b.turns, turn), append(b.starts, start)
 }
 
 func (b *batch) args(thread string) postgres.Strict {
 	return postgres.Strict{
-		"thread_id": postgres.Text(thread), "roles": b.roles, "contents": b.contents, "channels": b.channels, "executions": b.executions,
-		"traces": b.traces, "statuses": b.statuses, "interrupted": b.interrupted, "tokens": b.tokens, "turns": b.turns, "starts": b.starts,
+		"thread_id": postgres.Text(thread), "roles": b.roles, "contents": b.contents, "channels": b.channels,
+		"executions": b.executions,
+		"traces":     b.traces, "statuses": b.statuses, "interrupted": b.interrupted, "tokens": b.tokens,
+		"turns": b.turns, "starts": b.starts,
 		"places": b.places,
 	}
 }
@@ -179,15 +187,18 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 		return nil, errors.New("list messages: name a thread or an execution")
 	}
 	rows, err := db.Query(ctx, `
-		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
+		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
+		  interrupted,
 		       tokens, attempts, error_message, created_at, sent_at,
 		       (select count(*) from agent_message_images i where i.message_id = agent_messages.id) as images
 		  from agent_messages
-		 where (@thread_id = '' or thread_id = @thread_id) and (@execution_id = '' or execution_id = nullif(@execution_id, '')::uuid)
+		 where (@thread_id = '' or thread_id = @thread_id)
+		   and (@execution_id = '' or execution_id = nullif(@execution_id, '')::uuid)
 		   and (@role = '' or role = @role) and (@before::bigint = 0 or seq < @before)
 		 order by seq desc nulls first, id desc limit @limit`,
 		postgres.Strict{
-			"thread_id": postgres.Text(f.ThreadID), "execution_id": f.ExecutionID, "role": f.Role, "before": f.Before, "limit": bounded(f.Limit),
+			"thread_id": postgres.Text(f.ThreadID), "execution_id": f.ExecutionID, "role": f.Role, "before": f.Before,
+			"limit": bounded(f.Limit),
 		})
 	return postgres.Collect(rows, err, "list messages", pgx.RowToStructByName[Message])
 }
@@ -345,13 +356,16 @@ func Visible(ctx context.Context, db postgres.DB, thread, after string, ascendin
 		rows, err := db.Query(ctx, selectVisible+` and seq > @from::bigint order by seq limit @limit`, args)
 		return postgres.Collect(rows, err, "read messages", pgx.RowToStructByName[Message])
 	}
-	rows, err := db.Query(ctx, selectVisible+` and (@from::bigint = 0 or seq < @from) order by seq desc limit @limit`, args)
+	rows, err := db.Query(ctx, selectVisible+` and (@from::bigint = 0 or seq < @from) order by seq desc limit @limit`,
+		args)
 	return postgres.Collect(rows, err, "read messages", pgx.RowToStructByName[Message])
 }
 
 const selectVisible = `
-		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status, interrupted,
+		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
+		  interrupted,
 		       tokens, attempts, error_message, created_at, sent_at,
 		       (select count(*) from agent_message_images i where i.message_id = agent_messages.id) as images
 		  from agent_messages
-		 where thread_id = @thread and (role = 'user' or channel = 'chat') and status not in ('failed', 'withdrawn', 'queued')`
+		 where thread_id = @thread and (role = 'user' or channel = 'chat')
+		   and status not in ('failed', 'withdrawn', 'queued')`

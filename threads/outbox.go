@@ -37,14 +37,17 @@ const maxDue = 200
 
 // claimDue claims up to limit due messages, none of the targets in full. A claimed message is not due again before hold
 // has passed, so no other process delivers it. statement_timestamp() lets the index be used.
-func claimDue(ctx context.Context, db postgres.DB, limit int, full []string, hold time.Duration) ([]outboxMessage, error) {
+func claimDue(
+	ctx context.Context, db postgres.DB, limit int, full []string, hold time.Duration,
+) ([]outboxMessage, error) {
 	rows, err := db.Query(ctx, `
 		with due as (
 		  select m.id, m.target, m.channel, m.next_attempt_at from agent_messages m
 		   where m.status = 'sending' and m.next_attempt_at <= statement_timestamp()
 		     and (m.channel <> 'webhook' or m.target <> all(@full::text[]))
 		   order by m.next_attempt_at limit @look),
-		ranked as (select d.id, d.channel, row_number() over (partition by d.channel, d.target order by d.next_attempt_at) as n from due d),
+		ranked as (select d.id, d.channel, row_number() over (partition by d.channel, d.target order by d.next_attempt_at)
+		  as n from due d),
 		picked as (
 		  select m.id from agent_messages m
 		   where m.id in (select r.id from ranked r where r.channel <> 'webhook' or r.n <= @each)
@@ -54,7 +57,8 @@ func claimDue(ctx context.Context, db postgres.DB, limit int, full []string, hol
 		  update agent_messages m
 		     set attempts = m.attempts + 1, next_attempt_at = clock_timestamp() + make_interval(secs => @hold)
 		    from picked where m.id = picked.id
-		  returning m.id, m.thread_id, m.seq, m.channel, m.target, m.content, m.trace_id, m.attempts, m.execution_id, m.sent_at)
+		  returning m.id, m.thread_id, m.seq, m.channel, m.target, m.content, m.trace_id, m.attempts, m.execution_id,
+		    m.sent_at)
 		select k.id::text, k.thread_id, k.seq, k.channel, k.target, k.content, k.trace_id, k.attempts as attempt,
 		       jsonb_build_object('type', 'thread.message',
 		         'timestamp', to_char(k.sent_at at time zone 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
@@ -74,7 +78,8 @@ func untilDue(ctx context.Context, db postgres.DB, full []string) (time.Duration
 	var seconds *float64
 	err := db.QueryRow(ctx, `
 		select extract(epoch from (select m.next_attempt_at from agent_messages m
-		   where m.status = 'sending' and m.next_attempt_at is not null and (m.channel <> 'webhook' or m.target <> all(@full::text[]))
+		   where m.status = 'sending' and m.next_attempt_at is not null
+		     and (m.channel <> 'webhook' or m.target <> all(@full::text[]))
 		   order by m.next_attempt_at limit 1) - clock_timestamp())::float8`,
 		postgres.Strict{"full": full}).Scan(&seconds)
 	if err != nil || seconds == nil {
@@ -98,10 +103,14 @@ func recordAttempt(ctx context.Context, db postgres.DB, p outboxMessage, v attem
 	b.Queue(`select from agent_threads where id = @thread for no key update`, postgres.Strict{"thread": p.ThreadID})
 	b.Queue(`
 		update agent_messages
-		   set status = @status, error_message = nullif(@error, ''), delivered_at = case when @status = 'delivered' then clock_timestamp() end,
+		   set status = @status, error_message = nullif(@error, ''), delivered_at = case when @status = 'delivered'
+		     then clock_timestamp() end,
 		       next_attempt_at = case when @status = 'sending' then clock_timestamp() + make_interval(secs => @retry) end
 		 where id = @id and status = 'sending' and attempts = @attempt`,
-		postgres.Strict{"id": p.ID, "attempt": p.Attempt, "status": string(v.status), "error": postgres.Text(v.err), "retry": v.retry.Seconds()}).
+		postgres.Strict{
+			"id": p.ID, "attempt": p.Attempt, "status": string(v.status), "error": postgres.Text(v.err),
+			"retry": v.retry.Seconds(),
+		}).
 		Exec(func(tag pgconn.CommandTag) error {
 			recorded = tag.RowsAffected() > 0
 			return nil
@@ -110,7 +119,8 @@ func recordAttempt(ctx context.Context, db postgres.DB, p outboxMessage, v attem
 		with next as (
 		  update agent_messages m set next_attempt_at = clock_timestamp()
 		   where m.id = (select y.id from agent_messages y
-		                  where y.thread_id = @thread and y.status = 'sending' and y.channel = @channel and y.target = @target order by y.seq limit 1)
+		                  where y.thread_id = @thread and y.status = 'sending' and y.channel = @channel and y.target = @target
+		                    order by y.seq limit 1)
 		     and m.next_attempt_at is null
 		  returning m.id)
 		select pg_notify('agent_outbox', '') from next`,
@@ -133,7 +143,8 @@ func Flush(ctx context.Context, db postgres.DB, thread string) (int, error) {
 	for {
 		var n int
 		err := db.QueryRow(ctx, `
-			select lanekeeper.flush_agent_thread(case when p <> '' then @thread end, @limit) from set_config('lock_timeout', @patience, true) p`,
+			select lanekeeper.flush_agent_thread(case when p <> '' then @thread end, @limit)
+			  from set_config('lock_timeout', @patience, true) p`,
 			postgres.Strict{"thread": postgres.Text(thread), "limit": flushBatch, "patience": postgres.LockTimeout}).Scan(&n)
 		if postgres.IsCode(err, "P0002") {
 			err = ErrNotFound

@@ -26,11 +26,13 @@ func TestMessagesOfOthersQueueAndLeaveInTheirOrder(t *testing.T) {
 			t.Errorf("%s: %+v", m.words, s)
 		}
 	}
-	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '1 minute' where lane = 'thread:t'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '1 minute'
+		where lane = 'thread:t'`)
 	if s := saysAs(t, db, a, "a2"); s.Queued {
 		t.Errorf("the holder's second: %+v", s)
 	}
-	if !pgtest.Value[bool](t, db, `select expires_at > clock_timestamp() + interval '5 minutes' from agent_locks where lane = 'thread:t'`) {
+	if !pgtest.Value[bool](t, db, `select expires_at > clock_timestamp() + interval '5 minutes' from agent_locks
+		where lane = 'thread:t'`) {
 		t.Error("a send does not renew the lease")
 	}
 	ends(t, db, a, "completed")
@@ -85,7 +87,8 @@ func TestAHolderDoesNotOvertakeItself(t *testing.T) {
 	}
 }
 
-// The family stands in the queue, and children have ended there: what they said leaves before what their parents said after.
+// The family stands in the queue, and children have ended there: what they said leaves before what their parents said
+// after.
 func TestAParentDoesNotOvertakeItsChildren(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -132,11 +135,13 @@ func TestWhatAFailedExecutionQueuedLeavesAndWhatACancelledOneQueuedDoesNot(t *te
 	if diff := cmp.Diff([]string{"a", "failed", "last"}, spoken(t, db, "t")); diff != "" {
 		t.Errorf("said (-want +got):\n%s", diff)
 	}
-	if got := pgtest.Value[string](t, db, `select status from agent_messages where content = 'cancelled'`); got != "withdrawn" {
+	if got := pgtest.Value[string](t, db,
+		`select status from agent_messages where content = 'cancelled'`); got != "withdrawn" {
 		t.Errorf("the message of the cancelled one is %s", got)
 	}
 	// One that has ended never keeps the thread.
-	if got := pgtest.Value[string](t, db, `select execution_id::text from agent_locks where lane = 'thread:t'`); got != last {
+	if got := pgtest.Value[string](t, db,
+		`select execution_id::text from agent_locks where lane = 'thread:t'`); got != last {
 		t.Errorf("the thread is held by %s, want %s", got, last)
 	}
 }
@@ -147,7 +152,8 @@ func TestAThreadWithoutASendForTenMinutesIsAnybodys(t *testing.T) {
 	open(t, db, "t")
 	a, b := claimed(t, db, ""), claimed(t, db, "")
 	saysAs(t, db, a, "a")
-	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '1 minute' where lane = 'thread:t'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '1 minute'
+		where lane = 'thread:t'`)
 	log := &journal{}
 	s := saysAs(t, db, b, "b")
 	if s.Queued {
@@ -161,7 +167,8 @@ func TestAThreadWithoutASendForTenMinutesIsAnybodys(t *testing.T) {
 	}
 }
 
-// How long a thread lasts without a send is the thread's own: when it is taken, renewed, and taken by what leaves the queue.
+// How long a thread lasts without a send is the thread's own: when it is taken, renewed, and taken by what leaves the
+// queue.
 func TestTheIdleTimeIsTheThreads(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
@@ -169,7 +176,8 @@ func TestTheIdleTimeIsTheThreads(t *testing.T) {
 	if err != nil || !made || got.IdleSeconds != 20 {
 		t.Fatalf("made %+v, %v, %v", got, made, err)
 	}
-	if got, _, err := threads.Open(t.Context(), db, threads.Admin, threads.Thread{ID: "other", Channel: "chat"}); err != nil || got.IdleSeconds != 600 {
+	if got, _, err := threads.Open(t.Context(), db, threads.Admin,
+		threads.Thread{ID: "other", Channel: "chat"}); err != nil || got.IdleSeconds != 600 {
 		t.Errorf("opened %+v, %v", got, err)
 	}
 	lasts := func(of, when string) {
@@ -184,10 +192,12 @@ func TestTheIdleTimeIsTheThreads(t *testing.T) {
 	a, b := claimed(t, db, ""), claimed(t, db, "")
 	saysAs(t, db, a, "a")
 	lasts(a, "taken")
-	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '600 s', ttl_seconds = 600 where lane = 'thread:t'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '600 s', ttl_seconds = 600
+		where lane = 'thread:t'`)
 	saysAs(t, db, a, "more")
 	lasts(a, "renewed")
-	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '600 s' where lane = 'thread:t'`) // the machine may be slow
+	// the machine may be slow
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '600 s' where lane = 'thread:t'`)
 	if s := saysAs(t, db, b, "b"); !s.Queued {
 		t.Errorf("not queued: %+v", s)
 	}
@@ -215,7 +225,8 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 	if n := free(); n != 0 {
 		t.Errorf("%d threads were freed that nobody wants", n)
 	}
-	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '6 minutes' where lane = 'thread:t'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '6 minutes'
+		where lane = 'thread:t'`)
 	if n := free(); n != 1 {
 		t.Error("one that nobody has wanted for long was not freed")
 	}
@@ -223,7 +234,8 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 	saysAs(t, db, b, "b")
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
 	freed, err := threads.Clean(t.Context(), db, logger)
-	if err != nil || len(freed) != 1 || freed[0].ThreadID != "t" || freed[0].IdleSeconds < 600 || *freed[0].ExecutionID != a {
+	if err != nil || len(freed) != 1 || freed[0].ThreadID != "t" || freed[0].IdleSeconds < 600 ||
+		*freed[0].ExecutionID != a {
 		t.Errorf("freed %+v, %v", freed, err)
 	}
 	log.want(t, "level=WARN", `msg="lane stale, clearing"`, "lane=thread:t", "holder="+a)
@@ -233,7 +245,8 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 		t.Errorf("said (-want +got):\n%s", diff)
 	}
 	// What an ended execution still holds, whoever made that, is freed, too.
-	pgtest.Exec(t, db, `update agent_locks set execution_id = $1::uuid, locked_by = $1::text || '#1' where lane = 'thread:t'`, claimedAndEnded(t, db))
+	pgtest.Exec(t, db, `update agent_locks set execution_id = $1::uuid, locked_by = $1::text || '#1'
+		where lane = 'thread:t'`, claimedAndEnded(t, db))
 	if freed, err := threads.Clean(t.Context(), db, logger); err != nil || len(freed) != 1 {
 		t.Errorf("freed %+v, %v", freed, err)
 	}

@@ -16,8 +16,9 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Fifty executions say three things each in one thread, while claims are lost and some are cancelled. What each says is in its
-// order and said once; nobody speaks between the words of one that holds the thread; what was queued left in the order of the queue.
+// Fifty executions say three things each in one thread, while claims are lost and some are cancelled. What each says
+// is in its order and said once; nobody speaks between the words of one that holds the thread; what was queued left
+// in the order of the queue.
 func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 	t.Parallel()
 	const racers, words = 50, 3
@@ -41,7 +42,10 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 	}})
 	ids := make([]string, racers)
 	for i := range ids {
-		x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "speak", Surface: trace.Flow, ThreadID: "t", MaxAttempts: 100})
+		x, _, err := p.Start(t.Context(), pool, executions.Spec{
+			Flow: "speak", Surface: trace.Flow,
+			ThreadID: "t", MaxAttempts: 100,
+		})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -66,19 +70,23 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 			// A claim is lost: whoever has it is fenced off, and another begins again from the checkpoints.
 			pgtest.Exec(t, pool, `
 				update agent_executions set claimed_by = null, claim = claim + 1, wake = wake + 1, hinted_at = 'epoch'
-				 where id = (select id from agent_executions where id = $1 and status = 'running' and claimed_by is not null for update skip locked)`, id)
+				 where id = (select id from agent_executions where id = $1 and status = 'running'
+				   and claimed_by is not null for update skip locked)`, id)
 		}
-		ended = pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where flow = 'speak' and completed_at is not null`)
+		ended = pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where flow = 'speak'
+			and completed_at is not null`)
 	}
 	pgtest.Eventually(t, patience, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where status = 'queued'`) == 0
 	}, "the queue is empty")
 	order(t, spoken(t, pool, "t"), ids, cancelled, words)
 	// Seqs have no gaps, and of two queued messages of different speakers none overtook.
-	if n := pgtest.Value[int](t, pool, `select (max(seq) - count(seq))::int from agent_messages where thread_id = 't'`); n != 0 {
+	if n := pgtest.Value[int](t, pool,
+		`select (max(seq) - count(seq))::int from agent_messages where thread_id = 't'`); n != 0 {
 		t.Errorf("%d places are missing", n)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_locks where lane = 'thread:t' and locked_by <> ''`); n != 0 {
+	if n := pgtest.Value[int](t, pool,
+		`select count(*)::int from agent_locks where lane = 'thread:t' and locked_by <> ''`); n != 0 {
 		t.Error("somebody keeps the thread")
 	}
 }
@@ -129,14 +137,16 @@ func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
 		p.begin(t, "speak")
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		if pgtest.Value[bool](t, pool, `select exists (select from agent_executions x where x.status = 'waiting' and not x.waiting_data ? 'queued_message')`) {
+		if pgtest.Value[bool](t, pool, `select exists (select from agent_executions x where x.status = 'waiting'
+			and not x.waiting_data ? 'queued_message')`) {
 			p.replies(t, "t", "go on")
 		}
 		return pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where completed_at is not null`) == 10
 	}, "all have spoken")
 	var speakers []string
 	for _, line := range spoken(t, pool, "t") {
-		if id, _, speaks := strings.Cut(line, " "); speaks && line != "go on" && (len(speakers) == 0 || speakers[len(speakers)-1] != id) {
+		if id, _, speaks := strings.Cut(line, " "); speaks && line != "go on" &&
+			(len(speakers) == 0 || speakers[len(speakers)-1] != id) {
 			speakers = append(speakers, id)
 		}
 	}
@@ -145,8 +155,8 @@ func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
 	}
 }
 
-// The holder of a thread has fenced a write by the token of its lane when another wants to speak. Who has the lane's row and who waits for it
-// do not wait for each other.
+// The holder of a thread has fenced a write by the token of its lane when another wants to speak. Who has the lane's
+// row and who waits for it do not wait for each other.
 func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
@@ -158,7 +168,8 @@ func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	pgtest.Exec(t, tx, `select fence_agent_lock('thread:t', (select fencing_token from agent_locks where lane = 'thread:t'))`)
+	pgtest.Exec(t, tx, `select fence_agent_lock('thread:t', (select fencing_token from agent_locks
+		where lane = 'thread:t'))`)
 	const says = `select lanekeeper.send_agent_message('t', x.id, x.claim, $2) from agent_executions x where x.id = $1`
 	spoke := make(chan error, 1)
 	go func() {
@@ -166,7 +177,8 @@ func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
 		spoke <- err
 	}()
 	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[bool](t, pool, `select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'
+		return pgtest.Value[bool](t, pool, `select exists (select from pg_stat_activity where datname = current_database()
+			and wait_event_type = 'Lock'
 			and strpos(query, 'send_agent_message') > 0)`)
 	}, "the other waits")
 	pgtest.Exec(t, tx, says, holder, "second")
@@ -194,7 +206,8 @@ func TestTwoWhoAreTheFirstInAThreadTakeTurns(t *testing.T) {
 			id := claimed(t, pool, "")
 			go func() {
 				var later bool
-				err := pool.QueryRow(t.Context(), `select m.queued from agent_executions x, lanekeeper.send_agent_message('t', x.id, x.claim, 'hola') m where x.id = $1`, id).Scan(&later)
+				err := pool.QueryRow(t.Context(), `select m.queued from agent_executions x,
+					lanekeeper.send_agent_message('t', x.id, x.claim, 'hola') m where x.id = $1`, id).Scan(&later)
 				if err != nil {
 					t.Error(err)
 				}

@@ -32,9 +32,9 @@ type Receipt struct {
 	Resumed   []string `json:"resumed"` // the executions that waited for it
 }
 
-// Receive stores a message of the participant and ends the waits for it, in the caller's transaction. Without a wait, the
-// event is kept for the next wait of the last sender. ErrNotFound: there is no such thread. Call it before tx locks
-// anything else: it locks the wait, executions, lanes and the thread, in this order.
+// Receive stores a message of the participant and ends the waits for it, in the caller's transaction. Without a wait,
+// the event is kept for the next wait of the last sender. ErrNotFound: there is no such thread. Call it before tx
+// locks anything else: it locks the wait, executions, lanes and the thread, in this order.
 func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) (Receipt, error) {
 	if in.Channel == "" {
 		in.Channel = ChannelChat
@@ -49,9 +49,11 @@ func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) 
 	content := postgres.Text(in.Content)
 	rows, err := tx.Query(ctx, `
 		select message_id::text, seq, event_id::text, execution_id::text
-		  from lanekeeper.receive_agent_message(@thread, @content, @channel, @data, nullif(@id, ''), nullif(@execution, '')::uuid, @tokens)`,
+		  from lanekeeper.receive_agent_message(@thread, @content, @channel, @data, nullif(@id, ''),
+		    nullif(@execution, '')::uuid, @tokens)`,
 		postgres.Strict{
-			"thread": postgres.Text(in.ThreadID), "content": content, "channel": in.Channel, "data": json.RawMessage(data), "id": postgres.Text(in.ID),
+			"thread": postgres.Text(in.ThreadID), "content": content, "channel": in.Channel, "data": json.RawMessage(data),
+			"id":        postgres.Text(in.ID),
 			"execution": in.ExecutionID, "tokens": tokens(User, content),
 		})
 	if err != nil {

@@ -99,13 +99,16 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 	err := tx.QueryRow(ctx, `
 		select message_id::text, seq, queued, acquired, holder, lender::text, stale_holder, stale_ms
 		  from (select s.*, set_config('lock_timeout', o.was, true)
-		          from (select current_setting('lock_timeout') as was, set_config('lock_timeout', @patience, true) as now offset 0) o
-		         cross join lateral lanekeeper.send_agent_message(case when o.now <> '' then @thread end, @execution, @claim, @content, nullif(@channel, ''),
+		          from (select current_setting('lock_timeout') as was, set_config('lock_timeout', @patience, true)
+		            as now offset 0) o
+		         cross join lateral lanekeeper.send_agent_message(case when o.now <> '' then @thread end, @execution, @claim,
+		           @content, nullif(@channel, ''),
 		                            @target, @tokens) s offset 0) sent`,
 		postgres.Strict{
 			"patience": postgres.LockTimeout,
-			"thread":   postgres.Text(o.ThreadID), "execution": execution, "claim": claim, "content": content, "channel": o.Channel,
-			"target": o.Target, "tokens": tokens(Assistant, content),
+			"thread":   postgres.Text(o.ThreadID), "execution": execution, "claim": claim, "content": content,
+			"channel": o.Channel,
+			"target":  o.Target, "tokens": tokens(Assistant, content),
 		}).Scan(&s.MessageID, &s.Seq, &s.Queued, &s.acquired, &holder, &s.lender, &s.staleHolder, &stale)
 	if postgres.IsCode(err, "P0002") {
 		err = ErrNotFound
@@ -130,7 +133,8 @@ func SendTx(ctx context.Context, tx pgx.Tx, o Outgoing) (SendResult, error) {
 
 // sentBefore finds the message of a key, and locks the key until tx ends.
 func sentBefore(ctx context.Context, tx pgx.Tx, key string) (s SendResult, done bool, err error) {
-	_, err = tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('send ' || @key, 0))`, postgres.Strict{"key": key})
+	_, err = tx.Exec(ctx, `select pg_advisory_xact_lock(hashtextextended('send ' || @key, 0))`,
+		postgres.Strict{"key": key})
 	if err == nil {
 		err = tx.QueryRow(ctx, `select id::text, seq, status = 'queued' from agent_messages where dedupe_key = @key`,
 			postgres.Strict{"key": key}).Scan(&s.MessageID, &s.Seq, &s.Queued)

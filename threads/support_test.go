@@ -57,7 +57,11 @@ func runs(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
 		t.Fatal(err)
 	}
 	for name, fn := range flows {
-		if err := e.Register(name, func(ctx context.Context, _ json.RawMessage) (executions.Result, error) { return fn(ctx) }); err != nil {
+		if err := e.Register(name, func(ctx context.Context, _ json.RawMessage) (executions.Result,
+			error,
+		) {
+			return fn(ctx)
+		}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -123,20 +127,25 @@ func done(err error) (executions.Result, error) { return executions.Result{}, er
 func spoken(t *testing.T, db postgres.DB, thread string) []string {
 	t.Helper()
 	return pgtest.Value[[]string](t, db, `
-		select coalesce(array_agg(content order by seq), '{}') from agent_messages where thread_id = $1 and seq is not null`, thread)
+		select coalesce(array_agg(content order by seq), '{}') from agent_messages where thread_id = $1
+		  and seq is not null`, thread)
 }
 
 // claimed makes an execution that a live worker of the test runs.
 func claimed(t *testing.T, db postgres.DB, parent string) string {
 	t.Helper()
 	worker := pgtest.Value[string](t, db, `
-		insert into agent_workers (name, ttl_seconds, expires_at) values ('test', 600, clock_timestamp() + interval '10 minutes') returning id::text`)
+		insert into agent_workers (name, ttl_seconds, expires_at)
+		  values ('test', 600, clock_timestamp() + interval '10 minutes') returning id::text`)
 	var id string
-	err := postgres.InTx(t.Context(), db.(postgres.Beginner), func(tx pgx.Tx) error { // else a process of the test may be the first to claim it
+	// else a process of the test may be the first to claim it
+	err := postgres.InTx(t.Context(), db.(postgres.Beginner), func(tx pgx.Tx) error {
 		id = pgtest.Value[string](t, tx, `
 			insert into agent_executions (trace_id, surface, agent, flow, thread_id, status, parent_id, inherits, hinted_at)
-			values (lanekeeper.agent_trace_id('fl'), 'flow', 'a', 'sql', 't', 'pending', nullif($1, '')::uuid, $1 <> '', 'infinity') returning id::text`, parent)
-		if got := pgtest.Value[int](t, tx, `select count(*)::int from lanekeeper.claim_agent_execution($1, $2)`, id, worker); got != 1 {
+			values (lanekeeper.agent_trace_id('fl'), 'flow', 'a', 'sql', 't', 'pending', nullif($1, '')::uuid, $1 <> '',
+			  'infinity') returning id::text`, parent)
+		if got := pgtest.Value[int](t, tx, `select count(*)::int from lanekeeper.claim_agent_execution($1, $2)`,
+			id, worker); got != 1 {
 			t.Fatal("not claimed")
 		}
 		return nil
@@ -153,7 +162,10 @@ func saysAs(t *testing.T, db postgres.DB, id, words string) threads.SendResult {
 	var got threads.SendResult
 	if err := postgres.InTx(t.Context(), db.(postgres.Beginner), func(tx pgx.Tx) (err error) {
 		claim := pgtest.Value[int64](t, tx, `select claim from agent_executions where id = $1`, id)
-		got, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: "t", Content: words, ExecutionID: id, Claim: claim})
+		got, err = threads.SendTx(t.Context(), tx, threads.Outgoing{
+			ThreadID: "t", Content: words,
+			ExecutionID: id, Claim: claim,
+		})
 		return err
 	}); err != nil {
 		t.Fatal(err)
@@ -167,7 +179,8 @@ func ends(t *testing.T, db postgres.DB, id, status string) {
 		pgtest.Exec(t, db, `select cancel_agent_execution($1, 'admin', 'a test')`, id)
 		return
 	}
-	pgtest.Exec(t, db, `select lanekeeper.complete_agent_execution(x.id, x.claim, $2, '', null, null, null) from agent_executions x where x.id = $1`, id, status)
+	pgtest.Exec(t, db, `select lanekeeper.complete_agent_execution(x.id, x.claim, $2, '', null, null, null)
+		from agent_executions x where x.id = $1`, id, status)
 }
 
 func flushes(t *testing.T, db postgres.DB) {

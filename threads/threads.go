@@ -3,30 +3,32 @@
 // # Threads, owners and access
 //
 // A thread is a conversation with one participant, over any channel. The [Principal] that creates it owns it: a chat
-// key, a visitor of a key, a flow, a webhook endpoint, a channel or an admin. A name is scoped by its owner: two owners
-// may use one name for two threads, and neither can detect the other's. Ids are internal. Admins and flows choose the
-// ids of their threads; [Open] generates all others.
+// key, a visitor of a key, a flow, a webhook endpoint, a channel or an admin. A name is scoped by its owner: two
+// owners may use one name for two threads, and neither can detect the other's. Ids are internal. Admins and flows
+// choose the ids of their threads; [Open] generates all others.
 //
-// agent_thread_access lists who else may read and write. [Grant] gives access to a key, a flow or an endpoint. [Invite]
-// creates a join token, which a visitor uses in [Join]. An execution may write to threads of admins, of its flow, to
-// those in which it or an ancestor started, and to those it has access to. The database refuses any other.
+// agent_thread_access lists who else may read and write. [Grant] gives access to a key, a flow or an endpoint.
+// [Invite] creates a join token, which a visitor uses in [Join]. An execution may write to threads of admins, of its
+// flow, to those in which it or an ancestor started, and to those it has access to. The database refuses any other.
 //
 // # Messages and turns
 //
-// Places of messages grow in commit order: [Post] assigns them under the row lock of the thread. A message belongs to a
-// turn, and conversations are read by turn. So an answer follows its question, even if the next question came first.
+// Places of messages grow in commit order: [Post] assigns them under the row lock of the thread. A message belongs to
+// a turn, and conversations are read by turn. So an answer follows its question, even if the next question came
+// first.
 //
 // [Window] returns the rolling summary and the latest turns within a number of tokens. It uses an index and reads at
-// most 400 rows, so its cost does not grow with the thread. [Backlog] selects turns to summarise. [SaveSummary] replaces
-// the summary by compare-and-set, so concurrent summaries lose no turn.
+// most 400 rows, so its cost does not grow with the thread. [Backlog] selects turns to summarise. [SaveSummary]
+// replaces the summary by compare-and-set, so concurrent summaries lose no turn.
 //
 // # Sending
 //
 // The lane thread:{id} (see [Lane]) is the right to act in a thread. [Send] acquires the lane or queues the message.
-// Queued messages are sent first in, first out when the lane is free, and the lane goes to the sender. Another execution
-// may acquire the lane ten minutes after the last send (configurable per thread), unless its holder waits durably.
-// [Receive] delivers a message of the participant to the execution that waits for it. [Post] does not check the lane.
-// A [Dispatcher] sends queued messages and delivers those of the channels webhook and log, at least once, under one id.
+// Queued messages are sent first in, first out when the lane is free, and the lane goes to the sender. Another
+// execution may acquire the lane ten minutes after the last send (configurable per thread), unless its holder waits
+// durably. [Receive] delivers a message of the participant to the execution that waits for it. [Post] does not check
+// the lane. A [Dispatcher] sends queued messages and delivers those of the channels webhook and log, at least once,
+// under one id.
 //
 // All other functions take a postgres.DB, so the caller chooses the transaction.
 package threads
@@ -277,11 +279,13 @@ func queueOpen(b *pgx.Batch, p Principal, name string, t Thread, id *string, mad
 		made as (
 		  insert into agent_threads (id, channel, target, agent, owner, participant, idle_seconds, owner_kind, visitor, name)
 		  select lanekeeper.agent_thread_id(@kind, @owner, @proof, @name), coalesce(nullif(@channel, ''), 'chat'), @target,
-		         coalesce(nullif(@agent, ''), 'agent'), @owner, @participant, coalesce(nullif(@idle::int, 0), 600), @kind, @proof, @name
+		         coalesce(nullif(@agent, ''), 'agent'), @owner, @participant, coalesce(nullif(@idle::int, 0), 600), @kind,
+		           @proof, @name
 		    from own where own.id is null on conflict (id) do nothing returning id)
 		select id, false from own where id is not null union all select id, true from made`,
 		postgres.Strict{
-			"kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name, "channel": t.Channel, "target": t.Target,
+			"kind": string(p.Kind), "owner": postgres.Text(p.Owner), "proof": p.Proof, "name": name,
+			"channel": t.Channel, "target": t.Target,
 			"agent": postgres.Text(t.Agent), "participant": postgres.Text(t.Participant), "idle": t.IdleSeconds,
 		}).QueryRow(func(row pgx.Row) error {
 		if err := row.Scan(id, made); !errors.Is(err, pgx.ErrNoRows) {
@@ -293,7 +297,9 @@ func queueOpen(b *pgx.Batch, p Principal, name string, t Thread, id *string, mad
 
 // OpenLocked is [Open] and [Lock] of p's thread of t's name and id, in one round trip. Statements that queue adds run
 // under the lock. [ErrForeign]: p's thread of that name is none, or another one.
-func OpenLocked(ctx context.Context, tx pgx.Tx, p Principal, t Thread, queue func(b *pgx.Batch)) (got Thread, err error) {
+func OpenLocked(
+	ctx context.Context, tx pgx.Tx, p Principal, t Thread, queue func(b *pgx.Batch),
+) (got Thread, err error) {
 	var id string
 	var made bool
 	b := &pgx.Batch{}
@@ -384,7 +390,8 @@ func OpenForFlow(ctx context.Context, db postgres.DB, id, flow, parent, agent st
 func MayJoin(ctx context.Context, db postgres.DB, thread, execution string) (bool, error) {
 	var may bool
 	err := db.QueryRow(ctx, `
-		select not exists (select from agent_threads where id = @thread) or lanekeeper.agent_flow_may_join(@thread, null, @execution)`,
+		select not exists (select from agent_threads where id = @thread)
+		  or lanekeeper.agent_flow_may_join(@thread, null, @execution)`,
 		postgres.Strict{"thread": postgres.Text(thread), "execution": execution}).Scan(&may)
 	if err != nil {
 		return false, fmt.Errorf("check access to thread: %w", err)

@@ -19,7 +19,8 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 func open(t *testing.T, db postgres.DB, id string) threads.Thread {
 	t.Helper()
-	got, _, err := threads.Open(t.Context(), db, threads.Admin, threads.Thread{ID: id, Channel: "chat", Participant: "Ada"})
+	got, _, err := threads.Open(t.Context(), db, threads.Admin,
+		threads.Thread{ID: id, Channel: "chat", Participant: "Ada"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -42,7 +43,10 @@ func post(t *testing.T, db postgres.DB, d threads.NewMessage) threads.Message {
 func talk(t *testing.T, db postgres.DB, thread, question, answer string) int64 {
 	t.Helper()
 	q := post(t, db, threads.NewMessage{ThreadID: thread, Role: threads.User, Content: question})
-	post(t, db, threads.NewMessage{ThreadID: thread, Role: threads.Assistant, Content: answer, Turn: *q.Seq, Status: threads.Sent})
+	post(t, db, threads.NewMessage{
+		ThreadID: thread, Role: threads.Assistant, Content: answer, Turn: *q.Seq,
+		Status: threads.Sent,
+	})
 	return *q.Seq
 }
 
@@ -78,13 +82,17 @@ func TestPlacesHaveNoGapsAndGrowWithTheCommits(t *testing.T) {
 		group.Go(func() error {
 			for range 10 {
 				err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
-					m, err := threads.Post(t.Context(), tx, threads.NewMessage{ThreadID: "busy", Role: threads.User, Content: "x", Status: threads.Received})
+					m, err := threads.Post(t.Context(), tx, threads.NewMessage{
+						ThreadID: "busy", Role: threads.User, Content: "x",
+						Status: threads.Received,
+					})
 					if err != nil {
 						return err
 					}
 					// Whoever has a place sees every smaller one: they committed before.
 					var before int64
-					err = tx.QueryRow(t.Context(), `select count(*) from agent_messages where thread_id = 'busy' and seq < $1`, *m.Seq).Scan(&before)
+					err = tx.QueryRow(t.Context(), `select count(*) from agent_messages where thread_id = 'busy' and seq < $1`,
+						*m.Seq).Scan(&before)
 					mu.Lock()
 					defer mu.Unlock()
 					if seen[*m.Seq] || before != *m.Seq-1 {
@@ -112,7 +120,10 @@ func TestAQueuedMessageHasNoPlace(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "q")
-	if m := post(t, db, threads.NewMessage{ThreadID: "q", Role: threads.Assistant, Content: "later", Status: threads.Queued}); m.Seq != nil || m.Turn != nil {
+	if m := post(t, db, threads.NewMessage{
+		ThreadID: "q", Role: threads.Assistant, Content: "later",
+		Status: threads.Queued,
+	}); m.Seq != nil || m.Turn != nil {
 		t.Errorf("a queued message has place %d of turn %d", *m.Seq, *m.Turn)
 	}
 	if m := post(t, db, threads.NewMessage{ThreadID: "q", Role: threads.User, Content: "now"}); *m.Seq != 1 {
@@ -131,10 +142,16 @@ func TestPostKeepsWhatCanBeKept(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "odd")
-	if m := post(t, db, threads.NewMessage{ThreadID: "odd", Role: threads.User, Content: "a\x00b\xffc"}); m.Content != "ab\uFFFDc" {
+	if m := post(t, db, threads.NewMessage{
+		ThreadID: "odd", Role: threads.User,
+		Content: "a\x00b\xffc",
+	}); m.Content != "ab\uFFFDc" {
 		t.Errorf("content = %q", m.Content)
 	}
-	if _, err := threads.Post(t.Context(), db, threads.NewMessage{ThreadID: "none", Role: threads.User, Status: threads.Received}); !errors.Is(err, threads.ErrNotFound) {
+	if _, err := threads.Post(t.Context(), db, threads.NewMessage{
+		ThreadID: "none", Role: threads.User,
+		Status: threads.Received,
+	}); !errors.Is(err, threads.ErrNotFound) {
 		t.Errorf("posting in no thread: %v, want ErrNotFound", err)
 	}
 }
@@ -146,7 +163,10 @@ func TestAWindowIsReadTurnByTurn(t *testing.T) {
 	talk(t, db, "w", "q1", "a1")
 	q2 := post(t, db, threads.NewMessage{ThreadID: "w", Role: threads.User, Content: "q2"})
 	q3 := post(t, db, threads.NewMessage{ThreadID: "w", Role: threads.User, Content: "q3"}) // came before a2
-	post(t, db, threads.NewMessage{ThreadID: "w", Role: threads.Assistant, Content: "a2", Turn: *q2.Seq, Status: threads.Sent})
+	post(t, db, threads.NewMessage{
+		ThreadID: "w", Role: threads.Assistant, Content: "a2", Turn: *q2.Seq,
+		Status: threads.Sent,
+	})
 	for name, c := range map[string]struct {
 		before int64
 		tokens int
@@ -229,7 +249,8 @@ func TestHeldThreadsAreSeen(t *testing.T) {
 	pgtest.Exec(t, db, `select acquire_agent_lock('thread:held', '018f0000-0000-7000-8000-000000000001#1', 600)`)
 	pgtest.Exec(t, db, `select acquire_agent_lock('thread:gone', 'somebody', 600)`)
 	pgtest.Exec(t, db, `select acquire_agent_lock('operate', 'an admin', 600)`)
-	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '3 minutes' where lane = 'thread:gone'`)
+	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '3 minutes'
+		where lane = 'thread:gone'`)
 	all, err := threads.Locks(t.Context(), db, false)
 	if err != nil {
 		t.Fatal(err)
@@ -278,7 +299,8 @@ func TestTheThreadsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	for _, sql := range []string{
 		`set local session_replication_role = replica`,
-		`insert into agent_threads (id, channel, agent) select 'thr_' || n, 'chat', case n when 7 then 'rare' else 'common' end from generate_series(1, 3000) n`,
+		`insert into agent_threads (id, channel, agent) select 'thr_' || n, 'chat', case n when 7 then 'rare'
+			else 'common' end from generate_series(1, 3000) n`,
 		`analyze agent_threads`,
 	} {
 		if _, err := tx.Exec(t.Context(), sql); err != nil {
@@ -302,13 +324,15 @@ func TestTheThreadsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 func fill(t *testing.T, db postgres.DB, turns int) {
 	t.Helper()
 	open(t, db, "long")
-	pgtest.Exec(t, db, `insert into agent_threads (id, channel, owner) select 'other ' || n, 'chat', 'site' from generate_series(1, 200) n`)
+	pgtest.Exec(t, db, `insert into agent_threads (id, channel, owner) select 'other ' || n, 'chat', 'site'
+		from generate_series(1, 200) n`)
 	pgtest.Exec(t, db, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, tokens)
 		select 'other ' || (n % 200 + 1), n, n, 'user', 'hello there', 'received', 8 from generate_series(1, 100000) n`)
 	pgtest.Exec(t, db, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, tokens)
-		select 'long', n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end, 'what was said ' || n, 'sent', 8
+		select 'long', n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end, 'what was said ' || n, 'sent',
+		  8
 		  from generate_series(1, $1::int) n`, 2*turns)
 	pgtest.Exec(t, db, `update agent_threads set next_seq = $1::int + 1 where id = 'long'`, 2*turns)
 	pgtest.Exec(t, db, `analyze agent_messages`)
@@ -319,7 +343,8 @@ func touched(t *testing.T, db postgres.DB, fn func()) (rows, scans int) {
 	t.Helper()
 	read := func() (rows, scans int) {
 		err := db.QueryRow(t.Context(), `
-			select coalesce(idx_tup_fetch, 0) + seq_tup_read, seq_scan from pg_stat_xact_user_tables where relname = 'agent_messages'`).
+			select coalesce(idx_tup_fetch, 0) + seq_tup_read, seq_scan from pg_stat_xact_user_tables
+			  where relname = 'agent_messages'`).
 			Scan(&rows, &scans)
 		if err != nil {
 			t.Fatal(err)

@@ -184,7 +184,8 @@ func TestIDsSortByTime(t *testing.T) {
 func TestMethodsOfAnInvalidID(t *testing.T) {
 	t.Parallel()
 	for _, id := range []trace.ID{"", "hb_", "xx_" + suffix, "hb-" + suffix, trace.ID(strings.ToLower(string(good)))} {
-		if id.Valid() || id.Surface() != "" || id.Suffix() != "" || id.OTel() != "" || !id.Time().IsZero() || !id.ULID().IsZero() {
+		if id.Valid() || id.Surface() != "" || id.Suffix() != "" || id.OTel() != "" || !id.Time().IsZero() ||
+			!id.ULID().IsZero() {
 			t.Errorf("%q passes for a trace id", id)
 		}
 	}
@@ -215,7 +216,10 @@ func TestContext(t *testing.T) {
 	if span, ok := trace.From(t.Context()); ok || span != (trace.Span{}) {
 		t.Errorf("From(empty) = %+v, %v", span, ok)
 	}
-	span := trace.Span{TraceID: good, ExecutionID: "e1", ActivityID: "a1", Lane: "heartbeat", Surface: trace.Heartbeat, Agent: "agent"}
+	span := trace.Span{
+		TraceID: good, ExecutionID: "e1", ActivityID: "a1", Lane: "heartbeat",
+		Surface: trace.Heartbeat, Agent: "agent",
+	}
 	ctx := trace.With(t.Context(), span)
 	child := trace.WithLane(trace.WithActivity(ctx, "a2"), "objective:7")
 
@@ -284,11 +288,13 @@ func TestTraceparentNamesTheInnermostSpan(t *testing.T) {
 	t.Parallel()
 	const activity, execution = "01940f5e-7c1a-7abc-9def-0123456789ab", "01940f5e-7c1a-7abc-8aaa-0123456789ab"
 	span := trace.Span{TraceID: good, ExecutionID: execution, ActivityID: activity}
-	if got, want := trace.Traceparent(trace.With(t.Context(), span)), "00-"+good.OTel()+"-9def0123456789ab-01"; got != want {
+	if got, want := trace.Traceparent(trace.With(t.Context(), span)), "00-"+good.OTel()+
+		"-9def0123456789ab-01"; got != want {
 		t.Errorf("in an activity %q, want %q", got, want)
 	}
 	span.ActivityID = ""
-	if got, want := trace.Traceparent(trace.With(t.Context(), span)), "00-"+good.OTel()+"-8aaa0123456789ab-01"; got != want {
+	if got, want := trace.Traceparent(trace.With(t.Context(), span)), "00-"+good.OTel()+
+		"-8aaa0123456789ab-01"; got != want {
 		t.Errorf("in an execution %q, want %q", got, want)
 	}
 	span.ExecutionID = ""
@@ -314,7 +320,8 @@ func TestParseTraceparent(t *testing.T) {
 		"00-" + strings.Repeat("0", 32) + "-" + span + "-01":      false,
 		"00-" + id + "-" + strings.Repeat("0", 16) + "-01":        false,
 		"00_" + id + "-" + span + "-01":                           false,
-		"":                                                        false, "00": false, "cc-" + id + "-" + span + "-01-" + strings.Repeat("a", 200): false,
+		"":                                                        false, "00": false, "cc-" + id + "-" + span + "-01-" +
+			strings.Repeat("a", 200): false,
 	} {
 		got, ok := trace.ParseTraceparent(header)
 		if ok != want || ok && (got.TraceID != id || got.SpanID != span || got.Sampled != strings.Contains(header, "-01")) {

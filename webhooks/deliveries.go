@@ -117,13 +117,16 @@ func (d Delivery) Lane() string {
 
 // Insert stores a delivery. Of concurrent deliveries with one id, one is fresh. The others return the first and count
 // as repeats.
-func Insert(ctx context.Context, tx pgx.Tx, e Endpoint, deliveryID, traceID string, in Incoming) (d Delivery, fresh bool, err error) {
+func Insert(
+	ctx context.Context, tx pgx.Tx, e Endpoint, deliveryID, traceID string, in Incoming,
+) (d Delivery, fresh bool, err error) {
 	parent := in.Header.Get("Traceparent")
 	if !traceparentForm.MatchString(parent) || len(parent) > 200 {
 		parent = ""
 	}
 	args := postgres.Strict{
-		"endpoint": e.Name, "delivery_id": deliveryID, "trace_id": traceID, "headers": e.StoredHeaders(in.Header), "body": in.Body,
+		"endpoint": e.Name, "delivery_id": deliveryID, "trace_id": traceID, "headers": e.StoredHeaders(in.Header),
+		"body":   in.Body,
 		"sha256": digest("", in.Body), "traceparent": parent,
 	}
 	d, err = postgres.Row[Delivery](ctx, tx, "store delivery", `
@@ -218,7 +221,8 @@ func Get(ctx context.Context, db postgres.DB, id string) (Delivery, error) {
 	case len(got) == 0:
 		return Delivery{}, fmt.Errorf("delivery %s: %w", redact.Text(id, 100), ErrNotFound)
 	case len(got) > 1 && got[0].ID != got[1].ID && got[0].ID != id:
-		return Delivery{}, fmt.Errorf("delivery %s came to several endpoints; give the id of one: %w", redact.Text(id, 100), ErrNotFound)
+		return Delivery{}, fmt.Errorf("delivery %s came to several endpoints; give the id of one: %w",
+			redact.Text(id, 100), ErrNotFound)
 	}
 	return got[0], nil
 }
@@ -303,7 +307,9 @@ type Conflict struct {
 // StoreConflict compares a repeated delivery with d, which has its id. conflict reports a different body, which is
 // counted. kept reports that it was stored: it is new, and fewer than five others are stored. The caller's
 // transaction locks d.
-func StoreConflict(ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in Incoming) (conflict, kept bool, err error) {
+func StoreConflict(
+	ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in Incoming,
+) (conflict, kept bool, err error) {
 	sum := digest("", in.Body)
 	if sum == d.BodySHA256 {
 		return false, false, nil
@@ -325,7 +331,10 @@ func StoreConflict(ctx context.Context, tx pgx.Tx, e Endpoint, d Delivery, in In
 		  on conflict (delivery, body_sha256) do nothing
 		  returning id)
 		select exists (select from kept)`,
-		postgres.Strict{"delivery": d.ID, "headers": e.StoredHeaders(in.Header), "body": in.Body, "sum": sum, "most": maxStoredConflicts}).Scan(&kept)
+		postgres.Strict{
+			"delivery": d.ID, "headers": e.StoredHeaders(in.Header), "body": in.Body, "sum": sum,
+			"most": maxStoredConflicts,
+		}).Scan(&kept)
 	if err != nil {
 		return false, false, fmt.Errorf("store another body of delivery %s: %w", d.ID, err)
 	}
@@ -361,7 +370,8 @@ func Conflicts(ctx context.Context, db postgres.DB, deliveryID string) ([]Confli
 // ConflictBody reads the raw body of a conflict.
 func ConflictBody(ctx context.Context, db postgres.DB, id string) ([]byte, error) {
 	var body []byte
-	if err := db.QueryRow(ctx, `select body from agent_webhook_conflicts where id = @id`, postgres.Strict{"id": id}).Scan(&body); err != nil {
+	if err := db.QueryRow(ctx, `select body from agent_webhook_conflicts where id = @id`,
+		postgres.Strict{"id": id}).Scan(&body); err != nil {
 		return nil, fmt.Errorf("read body of conflict: %w", err)
 	}
 	return body, nil
@@ -384,7 +394,8 @@ func Resend(ctx context.Context, tx pgx.Tx, id string) (bool, error) {
 		return true, nil
 	}
 	var known bool
-	err = tx.QueryRow(ctx, `select exists (select from agent_webhook_outbox where id = @id)`, postgres.Strict{"id": id}).Scan(&known)
+	err = tx.QueryRow(ctx, `select exists (select from agent_webhook_outbox where id = @id)`,
+		postgres.Strict{"id": id}).Scan(&known)
 	if err == nil && !known {
 		err = ErrNotFound
 	}

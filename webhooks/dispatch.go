@@ -106,7 +106,8 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 	if err != nil {
 		d.Logger.WarnContext(ctx, "outgoing webhook not settled; it will be resent", "target", m.Target, "error", err)
 	}
-	d.Logger.InfoContext(ctx, "webhook sent", "target", m.Target, "event", m.Event, "attempt", m.Attempt, "http_status", v.status, "error", v.err)
+	d.Logger.InfoContext(ctx, "webhook sent", "target", m.Target, "event", m.Event, "attempt", m.Attempt, "http_status",
+		v.status, "error", v.err)
 }
 
 // send makes the request.
@@ -138,7 +139,9 @@ type message struct {
 
 // claimDue claims up to limit attempts, at most each per target, and none of the targets in full. A claimed row is not
 // due again before its lease ends.
-func claimDue(ctx context.Context, db postgres.DB, limit, each int, full []string, lease time.Duration) ([]message, error) {
+func claimDue(
+	ctx context.Context, db postgres.DB, limit, each int, full []string, lease time.Duration,
+) ([]message, error) {
 	return postgres.Rows[message](ctx, db, "claim outgoing webhooks", `
 		with due as (
 		  select o.id from agent_webhook_targets t
@@ -153,7 +156,8 @@ func claimDue(ctx context.Context, db postgres.DB, limit, each int, full []strin
 		     set attempts = o.attempts + 1, leased = true, next_attempt_at = clock_timestamp() + make_interval(secs => @lease)
 		    from due where o.id = due.id
 		  returning o.id, o.target_id, o.event, o.payload, o.trace_id, o.attempts, o.activity_id)
-		select k.id::text, k.target_id::text, t.name as target, t.url, t.secrets, k.event, k.payload::text as payload, k.trace_id,
+		select k.id::text, k.target_id::text, t.name as target, t.url, t.secrets, k.event, k.payload::text as payload,
+		  k.trace_id,
 		       k.attempts as attempt, k.activity_id::text, clock_timestamp() as sent_at
 		  from taken k join agent_webhook_targets t on t.id = k.target_id`,
 		postgres.Strict{"limit": limit, "each": each, "full": full, "lease": lease.Seconds()})
@@ -182,7 +186,10 @@ func nextDue(ctx context.Context, db postgres.DB) (time.Duration, error) {
 func openActivity(ctx context.Context, db postgres.Beginner, m message, entry activity.Entry) (id string, err error) {
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		if m.ActivityID != nil {
-			lost := activity.Outcome{Status: activity.Unknown, Class: "interrupted", Message: "the process was lost during the attempt"}
+			lost := activity.Outcome{
+				Status: activity.Unknown, Class: "interrupted",
+				Message: "the process was lost during the attempt",
+			}
 			if err := activity.Close(ctx, tx, *m.ActivityID, entry, lost); err != nil {
 				return err
 			}
@@ -190,7 +197,8 @@ func openActivity(ctx context.Context, db postgres.Beginner, m message, entry ac
 		if id, err = activity.Open(ctx, tx, entry); err != nil {
 			return err
 		}
-		tag, err := tx.Exec(ctx, `update agent_webhook_outbox set activity_id = @activity where id = @id and attempts = @attempt`,
+		tag, err := tx.Exec(ctx, `update agent_webhook_outbox set activity_id = @activity where id = @id
+			and attempts = @attempt`,
 			postgres.Strict{"id": m.ID, "attempt": m.Attempt, "activity": id})
 		if err == nil && tag.RowsAffected() == 0 {
 			err = errors.New("another attempt has begun")
@@ -271,7 +279,8 @@ func countFailure(ctx context.Context, tx pgx.Tx, m message, v attemptResult) er
 		       disabled_at = case when t.enabled and c.out then clock_timestamp() else t.disabled_at end,
 		       disabled_reason = case when not (t.enabled and c.out) then t.disabled_reason
 		                              when @gone then 'it answered 410: it wants no more'
-		                              else format('%s attempts failed in a row since %s; the last: %s', c.failures, c.since, @error::text) end
+		                              else format('%s attempts failed in a row since %s; the last: %s', c.failures, c.since,
+		                                @error::text) end
 		  from counted c where t.id = c.id`,
 		postgres.Strict{
 			"id": m.TargetID, "gone": v.gone, "pause": v.pause.Seconds(), "persistent": disableAfter.Seconds(),

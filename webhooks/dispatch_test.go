@@ -81,7 +81,8 @@ func TestAnswersThatAreNoSuccess(t *testing.T) {
 			assert.Equal(t, c.times, them.count())
 			for i := range them.count() {
 				them.verify(t, i)
-				if them.requests[i].Header.Get("webhook-id") != them.requests[0].Header.Get("webhook-id") || them.bodies[i] != them.bodies[0] || them.requests[i].URL.Path != "/" {
+				if them.requests[i].Header.Get("webhook-id") != them.requests[0].Header.Get("webhook-id") ||
+					them.bodies[i] != them.bodies[0] || them.requests[i].URL.Path != "/" {
 					t.Errorf("attempt %d differs", i)
 				}
 			}
@@ -115,7 +116,8 @@ func TestRetryAfterIsHonouredForTheWholeTarget(t *testing.T) {
 			}, "the first attempt has ended")
 			emit(t, pool, "execution.failed")
 			for what, sql := range map[string]string{
-				"the message waits":   `select next_attempt_at > clock_timestamp() + interval '1 hour' from agent_webhook_outbox where attempts = 1`,
+				"the message waits": `select next_attempt_at > clock_timestamp() + interval '1 hour' from agent_webhook_outbox
+					where attempts = 1`,
 				"the target rests":    `select blocked_until > clock_timestamp() + interval '1 hour' from agent_webhook_targets`,
 				"nothing else is due": `select count(*) = 1 from agent_webhook_outbox where attempts = 0`,
 			} {
@@ -136,7 +138,8 @@ func TestPrivateAddressesAreRefused(t *testing.T) {
 	emit(t, pool, "execution.completed")
 	outbox(t, pool, "dead")
 	assert.Equal(t, 0, inside.count())
-	if got := pgtest.Value[string](t, pool, `select last_error from agent_webhook_outbox`); !strings.Contains(got, "AGENT_ALLOW_PRIVATE_HTTP") || strings.Contains(got, "abc123") {
+	if got := pgtest.Value[string](t, pool, `select last_error from agent_webhook_outbox`); !strings.Contains(got,
+		"AGENT_ALLOW_PRIVATE_HTTP") || strings.Contains(got, "abc123") {
 		t.Errorf("error %q", got)
 	}
 	pgtest.Equal(t, pool, "refused", `select distinct error_class from agent_activity where skill_name = 'webhook_send'`)
@@ -156,15 +159,19 @@ func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
 	target(t, pool, webhooks.TargetDefinition{URL: them.URL, MaxFailures: 3})
 	dispatches(t, pool, []string{them.host(t)}, time.Millisecond, time.Millisecond, time.Hour)
 	emit(t, pool, "execution.completed")
-	pgtest.Eventually(t, patience, func() bool { return pgtest.Value[int](t, pool, `select failures from agent_webhook_targets`) == 3 }, "it has failed 3 times")
+	pgtest.Eventually(t, patience,
+		func() bool { return pgtest.Value[int](t, pool, `select failures from agent_webhook_targets`) == 3 },
+		"it has failed 3 times")
 	if !pgtest.Value[bool](t, pool, `select enabled from agent_webhook_targets`) {
 		t.Fatal("it was taken out within a moment: a restart of the receiver must not do that")
 	}
 	pgtest.Exec(t, pool, `update agent_webhook_targets set failing_since = clock_timestamp() - interval '25 hours'`)
 	emit(t, pool, "execution.failed")
-	pgtest.Eventually(t, patience, func() bool { return !pgtest.Value[bool](t, pool, `select enabled from agent_webhook_targets`) }, "it is taken out")
+	pgtest.Eventually(t, patience,
+		func() bool { return !pgtest.Value[bool](t, pool, `select enabled from agent_webhook_targets`) }, "it is taken out")
 	got, err := webhooks.GetTarget(t.Context(), pool, "them")
-	if err != nil || got.DisabledBy != "webhooks" || !strings.Contains(got.DisabledReason, "attempts failed in a row") || got.Pending != 2 {
+	if err != nil || got.DisabledBy != "webhooks" || !strings.Contains(got.DisabledReason, "attempts failed in a row") ||
+		got.Pending != 2 {
 		t.Errorf("%+v, %v", got, err)
 	}
 	pgtest.Equal(t, pool, 0, `select lanekeeper.emit_agent_webhook('execution.failed', '', '{}')`)
@@ -186,16 +193,19 @@ func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 	emit(t, pool, "execution.completed")
 	pgtest.Exec(t, pool, `
 		with lost as (
-		  insert into agent_activity (trace_id, skill_name, status) values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'webhook_send', 'running') returning id),
+		  insert into agent_activity (trace_id, skill_name, status)
+		    values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'webhook_send', 'running') returning id),
 		open as (insert into agent_activity_open (activity_id, kind) select id, 'call' from lost)
-		update agent_webhook_outbox set attempts = 1, leased = true, next_attempt_at = clock_timestamp() + interval '300 ms', activity_id = (select id from lost)`)
+		update agent_webhook_outbox set attempts = 1, leased = true, next_attempt_at = clock_timestamp() + interval '300 ms',
+		  activity_id = (select id from lost)`)
 	id := pgtest.Value[string](t, pool, `select id::text from agent_webhook_outbox`)
 	dispatches(t, pool, []string{them.host(t)})
 	outbox(t, pool, "sent")
 	if them.count() != 1 || them.requests[0].Header.Get("webhook-id") != id {
 		t.Errorf("%d requests", them.count())
 	}
-	pgtest.Equal(t, pool, "unknown success", `select string_agg(status, ' ' order by created_at) from agent_activity where skill_name = 'webhook_send'`)
+	pgtest.Equal(t, pool, "unknown success", `select string_agg(status, ' ' order by created_at) from agent_activity
+		where skill_name = 'webhook_send'`)
 	if pgtest.Value[bool](t, pool, `select finished_at < created_at + interval '300 ms' from agent_webhook_outbox`) {
 		t.Error("it was sent again before the lease had ended")
 	}
@@ -206,7 +216,8 @@ func TestALostAttemptIsMadeAgainUnderTheSameID(t *testing.T) {
 func TestAnAttemptThatTheDatabaseInterruptsLeavesNoOpenRow(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ when, how string }{
-		"while it is filed":   {"update of activity_id on agent_webhook_outbox for each row when (new.activity_id is not null)", `raise 'away'`},
+		"while it is filed": {"update of activity_id on agent_webhook_outbox for each row when (new.activity_id is not " +
+			"null)", `raise 'away'`},
 		"while it is settled": {"update on agent_activity for each row", `perform pg_terminate_backend(pg_backend_pid())`},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -227,11 +238,13 @@ func TestAnAttemptThatTheDatabaseInterruptsLeavesNoOpenRow(t *testing.T) {
 			pgtest.Eventually(t, patience, func() bool {
 				return pgtest.Value[bool](t, pool, `select is_called from interruptions`)
 			}, "the attempt is interrupted")
-			pgtest.Exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp() where status = 'pending' and activity_id is null`)
+			pgtest.Exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp() where status = 'pending'
+				and activity_id is null`)
 			outbox(t, pool, "sent")
 			assert.Equal(t, 1, them.count())
 			pgtest.Equal(t, pool, 0, `select count(*) from agent_activity_open`)
-			pgtest.Equal(t, pool, 0, `select count(*) from agent_activity where skill_name = 'webhook_send' and status <> 'success'`)
+			pgtest.Equal(t, pool, 0, `select count(*) from agent_activity where skill_name = 'webhook_send'
+				and status <> 'success'`)
 		})
 	}
 }
@@ -266,7 +279,8 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 			select 1`,
 		"approval.requested": `
 			insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
-			values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'pay', 1, '{"iban": "secret"}', 'h', clock_timestamp() + interval '1 hour')`,
+			values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'pay', 1, '{"iban": "secret"}', 'h',
+			  clock_timestamp() + interval '1 hour')`,
 		"skill.disabled": `
 			insert into agent_skills (name, tool_definition, handler) values ('s', '{}', 'builtin:s');
 			update agent_skills set enabled = false, disabled_by = 'admin', disabled_reason = 'why'`,
@@ -287,13 +301,16 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 			pgtest.Exec(t, tx, sql)
 		}
 		if event == "execution.completed" {
-			pgtest.Exec(t, tx, `select lanekeeper.complete_agent_execution(id, claim, 'completed', 'all well', null, null, null) from agent_executions`)
+			pgtest.Exec(t, tx, `select lanekeeper.complete_agent_execution(id, claim, 'completed', 'all well', null, null, null)
+				from agent_executions`)
 		}
-		got := pgtest.Value[string](t, tx, `select coalesce(string_agg(event || ' ' || trace_id || ' ' || payload, ''), '') from agent_webhook_outbox`)
+		got := pgtest.Value[string](t, tx, `select coalesce(string_agg(event || ' ' || trace_id || ' ' || payload, ''), '')
+			from agent_webhook_outbox`)
 		if !wanted && got != "" {
 			t.Errorf("%s is told though nobody wants it: %s", event, got)
 		}
-		if wanted && (!strings.HasPrefix(got, event+" ") || !strings.Contains(got, `"type": "`+event) || strings.Contains(got, "iban")) {
+		if wanted && (!strings.HasPrefix(got, event+" ") || !strings.Contains(got, `"type": "`+event) ||
+			strings.Contains(got, "iban")) {
 			t.Errorf("%s: %q", event, got)
 		}
 	}
@@ -309,7 +326,8 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 	target(t, pool, webhooks.TargetDefinition{Name: "one", URL: "https://example.com", Events: []string{"execution.*"}})
 	try("execution.completed", true)
 	try("skill.disabled", false)
-	pgtest.Exec(t, pool, `select lanekeeper.emit_agent_webhook('execution.failed', '', jsonb_build_object('id', 1, 'text', repeat('x', 30000)))`)
+	pgtest.Exec(t, pool, `select lanekeeper.emit_agent_webhook('execution.failed', '',
+		jsonb_build_object('id', 1, 'text', repeat('x', 30000)))`)
 	if n := pgtest.Value[int](t, pool, `select octet_length(payload::text) from agent_webhook_outbox`); n >= 20_000 {
 		t.Errorf("a payload of %d bytes", n)
 	}

@@ -80,27 +80,32 @@ type EndpointDefinition struct {
 	Scheme      signature.Scheme `yaml:"scheme" json:"scheme"`
 	Secrets     []string         `yaml:"secrets" json:"secrets"` // references; several during a rotation
 	HMAC        HMAC             `yaml:"hmac" json:"hmac,omitzero"`
-	Tolerance   time.Duration    `yaml:"tolerance" json:"tolerance,omitempty"`       // of the signed time; 5 minutes when 0
-	Format      string           `yaml:"format" json:"format,omitempty"`             // json (when empty) or text
-	MaxBytes    int64            `yaml:"max_bytes" json:"max_bytes,omitempty"`       // 1 MiB when 0, at most 25 MiB
-	ID          string           `yaml:"id" json:"id,omitempty"`                     // path of the delivery id, or digest
-	MaxAttempts int              `yaml:"max_attempts" json:"max_attempts,omitempty"` // 5 when 0, at most 20
-	Actions     []Action         `yaml:"actions" json:"actions"`
+	// of the signed time; 5 minutes when 0
+	Tolerance   time.Duration `yaml:"tolerance" json:"tolerance,omitempty"`
+	Format      string        `yaml:"format" json:"format,omitempty"`             // json (when empty) or text
+	MaxBytes    int64         `yaml:"max_bytes" json:"max_bytes,omitempty"`       // 1 MiB when 0, at most 25 MiB
+	ID          string        `yaml:"id" json:"id,omitempty"`                     // path of the delivery id, or digest
+	MaxAttempts int           `yaml:"max_attempts" json:"max_attempts,omitempty"` // 5 when 0, at most 20
+	Actions     []Action      `yaml:"actions" json:"actions"`
 }
 
 // Action is a reaction to a delivery. It has exactly one of Event, Resume, Automation, Flow and Prompt. Every action
 // with a true When runs, in order.
 type Action struct {
-	When       map[string]any `yaml:"when" json:"when,omitempty"`             // path: value, or a list of values; all must match
-	Event      string         `yaml:"event" json:"event,omitempty"`           // such as EVENT_COMPLETED
-	Resume     string         `yaml:"resume" json:"resume,omitempty"`         // kind of a wait: document, signature, test, event, response
-	Key        string         `yaml:"key" json:"key,omitempty"`               // template, for event and resume
-	Data       map[string]any `yaml:"data" json:"data,omitempty"`             // field: path, for event, resume and flow; the body when empty
+	// path: value, or a list of values; all must match
+	When  map[string]any `yaml:"when" json:"when,omitempty"`
+	Event string         `yaml:"event" json:"event,omitempty"` // such as EVENT_COMPLETED
+	// kind of a wait: document, signature, test, event, response
+	Resume string `yaml:"resume" json:"resume,omitempty"`
+	Key    string `yaml:"key" json:"key,omitempty"` // template, for event and resume
+	// field: path, for event, resume and flow; the body when empty
+	Data       map[string]any `yaml:"data" json:"data,omitempty"`
 	Automation string         `yaml:"automation" json:"automation,omitempty"` // name
-	Flow       string         `yaml:"flow" json:"flow,omitempty"`             // name; it starts with the data as input, once per delivery
-	Thread     string         `yaml:"thread" json:"thread,omitempty"`         // template, for flow: its conversation, created if missing
-	Prompt     string         `yaml:"prompt" json:"prompt,omitempty"`         // template, for the model
-	Scopes     []string       `yaml:"scopes" json:"scopes,omitempty"`         // scopes of the model's skills; external when empty
+	// name; it starts with the data as input, once per delivery
+	Flow   string   `yaml:"flow" json:"flow,omitempty"`
+	Thread string   `yaml:"thread" json:"thread,omitempty"` // template, for flow: its conversation, created if missing
+	Prompt string   `yaml:"prompt" json:"prompt,omitempty"` // template, for the model
+	Scopes []string `yaml:"scopes" json:"scopes,omitempty"` // scopes of the model's skills; external when empty
 }
 
 // events are the events that a webhook may emit, by the kind of wait that they end. External senders must not decide
@@ -156,7 +161,8 @@ func (d EndpointDefinition) resolve() (Endpoint, error) {
 func checkName(name, description string) []error {
 	var problems []error
 	if !nameForm.MatchString(name) {
-		problems = append(problems, errors.New("name: must be 1 to 64 of the characters a-z 0-9 _ -, the first a letter or a digit"))
+		problems = append(problems,
+			errors.New("name: must be 1 to 64 of the characters a-z 0-9 _ -, the first a letter or a digit"))
 	}
 	if len(description) > maxText || strings.ContainsRune(description, 0) {
 		problems = append(problems, fmt.Errorf("description: must have at most %d bytes and no NUL character", maxText))
@@ -167,12 +173,16 @@ func checkName(name, description string) []error {
 func (d EndpointDefinition) checkScheme() []error {
 	var problems []error
 	if !slices.Contains(signature.Schemes(), d.Scheme) {
-		problems = append(problems, fmt.Errorf("scheme: %q is not one of standard, github, stripe, hmac, bearer", string(d.Scheme)))
+		problems = append(problems, fmt.Errorf("scheme: %q is not one of standard, github, stripe, hmac, bearer",
+			string(d.Scheme)))
 	}
 	if d.Scheme != signature.HMAC && d.HMAC != (HMAC{}) {
 		problems = append(problems, fmt.Errorf("hmac: is only for scheme hmac, not %s", d.Scheme))
 	}
-	for _, h := range []struct{ field, name string }{{"header", d.HMAC.Header}, {"timestamp_header", d.HMAC.TimestampHeader}} {
+	for _, h := range []struct{ field, name string }{
+		{"header", d.HMAC.Header},
+		{"timestamp_header", d.HMAC.TimestampHeader},
+	} {
 		if h.name != "" && !headerForm.MatchString(h.name) {
 			problems = append(problems, fmt.Errorf("hmac.%s: %q is no name of a header", h.field, h.name))
 		}
@@ -180,7 +190,8 @@ func (d EndpointDefinition) checkScheme() []error {
 	if d.HMAC.Encoding != "" && d.HMAC.Encoding != "hex" && d.HMAC.Encoding != "base64" {
 		problems = append(problems, errors.New("hmac.encoding: must be hex or base64"))
 	}
-	if s := d.HMAC.Signed; s != "" && (d.HMAC.TimestampHeader == "" || strings.Count(s, "{body}") != 1 || strings.Count(s, "{timestamp}") != 1) {
+	if s := d.HMAC.Signed; s != "" && (d.HMAC.TimestampHeader == "" || strings.Count(s, "{body}") != 1 ||
+		strings.Count(s, "{timestamp}") != 1) {
 		problems = append(problems, errors.New("hmac.signed: needs timestamp_header, and {timestamp} and {body} once each"))
 	}
 	if d.Tolerance < 0 || d.Tolerance > maxTolerance {
@@ -250,16 +261,19 @@ func firstBad(options []any) (any, bool) {
 func (a Action) checkEvent() []error {
 	var problems []error
 	if a.EventName() == "" && a.Resume != "" {
-		problems = append(problems, fmt.Errorf("resume: %q is not one of document, event, response, signature, test", a.Resume))
+		problems = append(problems, fmt.Errorf("resume: %q is not one of document, event, response, signature, test",
+			a.Resume))
 	}
 	if raised := slices.Collect(maps.Values(events())); a.Event != "" && !slices.Contains(raised, a.Event) {
 		slices.Sort(raised)
-		problems = append(problems, fmt.Errorf("event: %q is not one that a webhook may raise: %s", a.Event, strings.Join(raised, ", ")))
+		problems = append(problems, fmt.Errorf("event: %q is not one that a webhook may raise: %s", a.Event,
+			strings.Join(raised, ", ")))
 	}
 	raises := a.Event != "" || a.Resume != ""
 	switch err := checkTemplate(a.Key); {
 	case raises && strings.TrimSpace(a.Key) == "":
-		problems = append(problems, errors.New("key: is empty; write which wait the event is for, such as order-{body.order.id}"))
+		problems = append(problems, errors.New("key: is empty; write which wait the event is for, such as "+
+			"order-{body.order.id}"))
 	case !raises && (a.Key != "" || a.Flow == "" && len(a.Data) > 0):
 		problems = append(problems, errors.New("key: only event and resume have a key and data, and a flow has data"))
 	case a.Flow != "" && !flowForm.MatchString(a.Flow):
@@ -347,16 +361,19 @@ func GetEndpoint(ctx context.Context, db postgres.DB, name string) (Endpoint, er
 		return Endpoint{}, fmt.Errorf("read webhook %q: %w", name, ErrNotFound)
 	}
 	rows, err := db.Query(ctx, `
-		select id::text, name, description, scheme, secrets, settings, actions, enabled, disabled_reason, disabled_by, disabled_at,
+		select id::text, name, description, scheme, secrets, settings, actions, enabled, disabled_reason, disabled_by,
+		  disabled_at,
 		       source, created_at, updated_at
 		  from agent_webhook_endpoints where name = @name`, postgres.Strict{"name": name})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read webhook %q", name), pgx.RowToStructByName[Endpoint])
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read webhook %q", name),
+		pgx.RowToStructByName[Endpoint])
 }
 
 // Endpoints lists all endpoints by name.
 func Endpoints(ctx context.Context, db postgres.DB) ([]Endpoint, error) {
 	return postgres.Rows[Endpoint](ctx, db, "list webhooks", `
-		select id::text, name, description, scheme, secrets, settings, actions, enabled, disabled_reason, disabled_by, disabled_at,
+		select id::text, name, description, scheme, secrets, settings, actions, enabled, disabled_reason, disabled_by,
+		  disabled_at,
 		       source, created_at, updated_at
 		  from agent_webhook_endpoints order by name`)
 }
@@ -445,7 +462,8 @@ func CheckTokens(scheme signature.Scheme, references []string, getenv func(strin
 			continue
 		}
 		if why := credentials.Weak(secret); why != "" {
-			problems = append(problems, fmt.Errorf("%s is too weak for a bearer token: %s; set it to a random text, such as that of openssl rand -hex 32", r, why))
+			problems = append(problems, fmt.Errorf("%s is too weak for a bearer token: %s; set it to a random text, such as "+
+				"that of openssl rand -hex 32", r, why))
 		}
 	}
 	return errors.Join(problems...)

@@ -44,10 +44,12 @@ func ValidateTarget(d TargetDefinition) error {
 	case err != nil, u.Host == "", u.Scheme != "https" && u.Scheme != "http", len(d.URL) > maxURL:
 		problems = append(problems, errors.New("url: must be an https:// or http:// address"))
 	case u.User != nil:
-		problems = append(problems, errors.New("url: has a user or a password in it; messages are signed with the secrets instead"))
+		problems = append(problems,
+			errors.New("url: has a user or a password in it; messages are signed with the secrets instead"))
 	}
 	if len(d.Events) == 0 {
-		problems = append(problems, errors.New("events: is empty; name types such as execution.failed, families such as execution.*, or *"))
+		problems = append(problems,
+			errors.New("events: is empty; name types such as execution.failed, families such as execution.*, or *"))
 	}
 	for i, e := range d.Events {
 		if !eventForm.MatchString(e) || !matchesAny(e) {
@@ -111,7 +113,8 @@ func GetTarget(ctx context.Context, db postgres.DB, name string) (Target, error)
 func targets(ctx context.Context, db postgres.DB, name string) ([]Target, error) {
 	return postgres.Rows[Target](ctx, db, "list webhook targets", `
 		select t.id::text, t.name, t.description, t.url, t.secrets, t.events, t.max_failures, t.enabled, t.disabled_reason,
-		       t.disabled_by, t.disabled_at, t.failures, t.failing_since, t.blocked_until, t.source, t.created_at, t.updated_at,
+		       t.disabled_by, t.disabled_at, t.failures, t.failing_since, t.blocked_until, t.source, t.created_at,
+		         t.updated_at,
 		       (select count(*) from agent_webhook_outbox o where o.target_id = t.id and o.status = 'pending') as pending,
 		       (select count(*) from agent_webhook_outbox o where o.target_id = t.id and o.status = 'dead') as dead
 		  from agent_webhook_targets t where @name = '' or t.name = @name order by t.name`, postgres.Strict{"name": name})

@@ -172,7 +172,8 @@ func TestTemplatesAreFilledOrFailLoudly(t *testing.T) {
 
 func TestFilters(t *testing.T) {
 	t.Parallel()
-	c := content(t, `{"action":"opened","n":12.50,"big":12345678,"ok":true,"none":null,"text":"null","id":9007199254740993}`)
+	c := content(t,
+		`{"action":"opened","n":12.50,"big":12345678,"ok":true,"none":null,"text":"null","id":9007199254740993}`)
 	for name, f := range map[string]struct {
 		when map[string]any
 		want bool
@@ -246,7 +247,8 @@ func FuzzTemplates(f *testing.F) {
 // FuzzParse looks for a body that is taken and is not what it says it is, or whose parts cannot be named.
 func FuzzParse(f *testing.F) {
 	for _, s := range []string{
-		`{"a": [1, {"b": null}], "n": 1e400, "big": 12345678901234567890}`, `"\ud800"`, `{"a": 1, "a": 2}`, "\xff", "\ufeff{}", "{}{}", "[" + strings.Repeat("[", 200),
+		`{"a": [1, {"b": null}], "n": 1e400, "big": 12345678901234567890}`, `"\ud800"`, `{"a": 1, "a": 2}`, "\xff",
+		"\ufeff{}", "{}{}", "[" + strings.Repeat("[", 200),
 		`{"\u0000": "\u0000"}`, "", " ", "nul", "-0", `"` + strings.Repeat("x", 3000) + `"`,
 	} {
 		f.Add([]byte(s), "a {body.a.0} {body.n} {header.x}")
@@ -296,7 +298,8 @@ func TestADeadMessageIsSentOnceMoreUnderItsID(t *testing.T) {
 		t.Fatalf("resent: %v, %v", again, err)
 	}
 	outbox(t, pool, "sent")
-	if first, last := them.requests[0].Header.Get("webhook-id"), them.requests[them.count()-1].Header.Get("webhook-id"); first != last {
+	if first, last := them.requests[0].Header.Get("webhook-id"),
+		them.requests[them.count()-1].Header.Get("webhook-id"); first != last {
 		t.Errorf("it was %s and is %s now", first, last)
 	}
 	if again, err := resend(id); again || err != nil {

@@ -42,17 +42,22 @@ func (s *scenario) start(spec executions.Spec, parent *run, c cause) *run {
 		x, _, err = s.engine.StartTx(s.ctx(), tx, spec)
 		return err
 	})
-	return s.add(&run{id: x.ID, trace: x.TraceID, flow: x.Flow, surface: x.Surface, parent: parent, inherits: spec.Inherits}, c)
+	return s.add(&run{
+		id: x.ID, trace: x.TraceID, flow: x.Flow, surface: x.Surface, parent: parent,
+		inherits: spec.Inherits,
+	}, c)
 }
 
 func (s *scenario) startOutside() bool {
 	switch s.rng.IntN(4) {
 	case 0:
-		s.start(executions.Spec{Flow: "chat", Surface: trace.Chat, ThreadID: "talk"}, nil, cause{"message", "thread talk", ""})
+		s.start(executions.Spec{Flow: "chat", Surface: trace.Chat, ThreadID: "talk"}, nil,
+			cause{"message", "thread talk", ""})
 	case 1:
 		s.start(executions.Spec{Flow: "operate", Surface: trace.Operate}, nil, cause{"admin", "admin", ""})
 	default:
-		s.start(executions.Spec{Flow: "onboarding", Surface: trace.Flow, DedupeKey: s.name("order ")}, nil, cause{"outside", "outside", ""})
+		s.start(executions.Spec{Flow: "onboarding", Surface: trace.Flow, DedupeKey: s.name("order ")}, nil,
+			cause{"outside", "outside", ""})
 	}
 	return true
 }
@@ -76,11 +81,16 @@ func (s *scenario) startChild() bool {
 
 func (s *scenario) tick() bool {
 	name := s.name("schedule")
-	require.NoError(s.t, s.engine.PutSchedule(s.ctx(), executions.Schedule{Name: name, Flow: "heartbeat", Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC"}))
+	require.NoError(s.t, s.engine.PutSchedule(s.ctx(), executions.Schedule{
+		Name: name, Flow: "heartbeat",
+		Surface: trace.Heartbeat, Cron: "@every 1h", Timezone: "UTC",
+	}))
 	s.exec(`update agent_schedules set next_run_at = clock_timestamp() - interval '1 second' where name = $1`, name)
 	require.NoError(s.t, s.engine.Tick(s.ctx()))
-	id := value[string](s.world, `select id::text from agent_executions where dedupe_key > $1 || ' ' and dedupe_key < $1 || '!'`, name)
-	s.add(&run{id: id, trace: s.traceOf(id), flow: "heartbeat", surface: "heartbeat"}, cause{"schedule", "schedule " + name, ""})
+	id := value[string](s.world, `select id::text from agent_executions where dedupe_key > $1 || ' '
+		and dedupe_key < $1 || '!'`, name)
+	s.add(&run{id: id, trace: s.traceOf(id), flow: "heartbeat", surface: "heartbeat"},
+		cause{"schedule", "schedule " + name, ""})
 	return true
 }
 
@@ -92,11 +102,15 @@ func (s *scenario) deliverWebhook() bool {
 	id := trace.New(trace.Webhook)
 	var d webhooks.Delivery
 	s.tx(func(tx pgx.Tx) (err error) {
-		d, _, err = webhooks.Insert(s.ctx(), tx, webhooks.Endpoint{Name: "shop", Scheme: "standard"}, s.name("msg"), string(id),
+		d, _, err = webhooks.Insert(s.ctx(), tx, webhooks.Endpoint{Name: "shop", Scheme: "standard"},
+			s.name("msg"), string(id),
 			webhooks.Incoming{Header: http.Header{}, Body: []byte(`{}`)})
 		return err
 	})
-	r := s.start(executions.Spec{Flow: "webhook", Surface: trace.Webhook, TraceID: id, Input: map[string]string{"delivery": d.ID}, DedupeKey: fmt.Sprintf("webhook %s %d", d.ID, d.Replays)},
+	r := s.start(executions.Spec{
+		Flow: "webhook", Surface: trace.Webhook, TraceID: id,
+		Input: map[string]string{"delivery": d.ID}, DedupeKey: fmt.Sprintf("webhook %s %d", d.ID, d.Replays),
+	},
 		nil, cause{"webhook", "delivery " + d.ID, ""})
 	s.tx(func(tx pgx.Tx) error { return webhooks.Link(s.ctx(), tx, d.ID, r.id) })
 	return true
@@ -109,7 +123,8 @@ func (s *scenario) fork() bool {
 	}
 	x, err := s.engine.Fork(s.ctx(), s.pool, executions.ForkSpec{ID: of.id})
 	require.NoError(s.t, err)
-	r := s.add(&run{id: x.ID, trace: x.TraceID, flow: x.Flow, surface: x.Surface, claim: 1, steps: of.steps}, cause{"fork", of.ref(), of.trace})
+	r := s.add(&run{id: x.ID, trace: x.TraceID, flow: x.Flow, surface: x.Surface, claim: 1, steps: of.steps},
+		cause{"fork", of.ref(), of.trace})
 	s.fact(of.trace, "led to", "forked", of.ref(), r.ref())
 	return true
 }
@@ -123,7 +138,8 @@ func (s *scenario) listen() bool {
 	if s.rng.IntN(4) == 0 {
 		a.event = "AGENT_COMPLETED"
 	}
-	_, err := automations.Put(s.ctx(), s.pool, automations.Definition{Name: a.name, Event: a.event, Skill: "pay"}, automations.SourceWorkspace)
+	_, err := automations.Put(s.ctx(), s.pool, automations.Definition{Name: a.name, Event: a.event, Skill: "pay"},
+		automations.SourceWorkspace)
 	require.NoError(s.t, err)
 	a.id = value[string](s.world, `select id::text from agent_automations where name = $1`, a.name)
 	s.autos = append(s.autos, a)
@@ -133,10 +149,12 @@ func (s *scenario) listen() bool {
 // started notes the runs that an event has made due.
 func (s *scenario) started(e *event) {
 	for _, a := range s.autos {
-		if a.event != e.name && (e.name != "EVENT_COMPLETED" || a.event != e.key) || e.end != nil && e.end.flow == "automation" {
+		if a.event != e.name && (e.name != "EVENT_COMPLETED" || a.event != e.key) || e.end != nil &&
+			e.end.flow == "automation" {
 			continue
 		}
-		id := value[string](s.world, `select id::text from agent_automation_runs where automation_id = $1 and event_id = $2`, a.id, e.id)
+		id := value[string](s.world, `select id::text from agent_automation_runs where automation_id = $1 and event_id = $2`,
+			a.id, e.id)
 		j := &job{id: id, trace: e.trace, byEvent: true, attempt: 1}
 		s.jobs = append(s.jobs, j)
 		s.causes[j.ref()] = cause{"event", e.ref(), ""}
@@ -184,7 +202,8 @@ func (s *scenario) carryOut() bool {
 		require.NoError(s.t, err)
 		var r *run
 		if inside := s.some(func(r *run) bool { // one execution makes one attempt of a run
-			return r.claimed && r.flow != "automation" && !slices.Contains(s.facts, tied{r.trace, edge{"did", "ran", j.ref(), r.ref()}})
+			return r.claimed && r.flow != "automation" &&
+				!slices.Contains(s.facts, tied{r.trace, edge{"did", "ran", j.ref(), r.ref()}})
 		}); inside != nil && s.rng.IntN(3) == 0 {
 			r = inside
 			s.fact(r.trace, "did", "ran", j.ref(), r.ref())
@@ -203,7 +222,8 @@ func (s *scenario) carryOut() bool {
 		}
 		j.taken, j.ended, j.attempt = true, false, run.Attempt
 		if s.rng.IntN(2) == 0 && j.attempt < 3 {
-			if _, ok, err := automations.Finish(s.ctx(), s.pool, j.id, j.attempt, automations.Result{Error: "it did not work"}); err != nil || !ok {
+			if _, ok, err := automations.Finish(s.ctx(), s.pool, j.id, j.attempt,
+				automations.Result{Error: "it did not work"}); err != nil || !ok {
 				s.t.Fatalf("finish run %s: %v, %v", j.id, ok, err)
 			}
 			j.ended = true
@@ -217,7 +237,8 @@ func (s *scenario) carryOut() bool {
 func (s *scenario) clear() {
 	s.exec(`delete from agent_automations`)
 	s.exec(`delete from agent_schedules`)
-	s.exec(`update agent_executions set status = 'cancelled', claim = claim + 1 where status in ('pending', 'running', 'waiting')`)
+	s.exec(`update agent_executions set status = 'cancelled', claim = claim + 1
+		where status in ('pending', 'running', 'waiting')`)
 }
 
 // expected are the edges that why has to have of a trace, all of them and no others.
@@ -246,7 +267,10 @@ func (s *scenario) expected(traceID string) []edge {
 	}
 	for _, l := range s.lanes {
 		if h := l.holder(); h != nil && h.trace == traceID {
-			edges = append(edges, edge{"lanes", map[bool]string{true: "held", false: "holds"}[l.expired], h.ref(), "lane " + l.name})
+			edges = append(edges, edge{
+				"lanes", map[bool]string{true: "held", false: "holds"}[l.expired],
+				h.ref(), "lane " + l.name,
+			})
 		}
 	}
 	for key := range s.spend {
@@ -261,7 +285,8 @@ func (s *scenario) expected(traceID string) []edge {
 
 func sorted(edges []edge) []edge {
 	slices.SortFunc(edges, func(a, b edge) int {
-		return cmp.Or(strings.Compare(a.part, b.part), strings.Compare(a.kind, b.kind), strings.Compare(a.from, b.from), strings.Compare(a.to, b.to))
+		return cmp.Or(strings.Compare(a.part, b.part), strings.Compare(a.kind, b.kind), strings.Compare(a.from, b.from),
+			strings.Compare(a.to, b.to))
 	})
 	return edges
 }
@@ -368,7 +393,10 @@ func (s *scenario) lend() bool {
 		if r == nil || !r.claimed || l.expired {
 			continue
 		}
-		spec := executions.Spec{Flow: "child", Surface: trace.Flow, TraceID: trace.ID(r.trace), ParentID: r.id, Awaited: true, Inherits: true}
+		spec := executions.Spec{
+			Flow: "child", Surface: trace.Flow, TraceID: trace.ID(r.trace), ParentID: r.id,
+			Awaited: true, Inherits: true,
+		}
 		child := s.start(spec, r, cause{"child", r.ref(), r.trace})
 		s.want(r, s.park(r, "agent", child.id), true)
 		s.claimed(child)
@@ -379,7 +407,9 @@ func (s *scenario) lend() bool {
 
 // takes has an execution ask for a lane, and reports whether it has it then.
 func (s *scenario) takes(l *lane, r *run) bool {
-	if got := value[bool](s.world, `select acquired from lanekeeper.acquire_agent_execution_lock($1, $2 || '#' || $3::bigint)`, l.name, r.id, r.claim); got != s.mayTake(l, r) {
+	if got := value[bool](s.world, `select acquired
+		from lanekeeper.acquire_agent_execution_lock($1,
+		$2 || '#' || $3::bigint)`, l.name, r.id, r.claim); got != s.mayTake(l, r) {
 		s.t.Fatalf("%s takes %s: %v", r.ref(), l.name, got)
 	} else if !got {
 		return false
@@ -491,7 +521,8 @@ func (s *scenario) claim() bool {
 
 // claimed has a worker of its own take an execution.
 func (s *scenario) claimed(r *run) {
-	r.worker = value[string](s.world, `insert into agent_workers (name, expires_at) values ('test', clock_timestamp() + interval '1 hour') returning id::text`)
+	r.worker = value[string](s.world, `insert into agent_workers (name, expires_at)
+		values ('test', clock_timestamp() + interval '1 hour') returning id::text`)
 	r.claim = value[int64](s.world, `select claim from lanekeeper.claim_agent_execution($1, $2)`, r.id, r.worker)
 	if r.claim == 0 {
 		s.t.Fatalf("%s is not claimed", r.ref())
@@ -518,7 +549,8 @@ func (s *scenario) step() bool {
 	if r == nil {
 		return false
 	}
-	s.exec(`insert into agent_checkpoints (execution_id, step, claim, output) values ($1, $2, $3, '{"event": "none", "timed_out": true}')`, r.id, r.next("step"), r.claim)
+	s.exec(`insert into agent_checkpoints (execution_id, step, claim, output)
+		values ($1, $2, $3, '{"event": "none", "timed_out": true}')`, r.id, r.next("step"), r.claim)
 	r.spent = 0
 	return true
 }
@@ -553,7 +585,8 @@ func (s *scenario) think() bool {
 	e.Kind, e.Model = activity.KindModel, pick(s, []string{"small", "large"})
 	prompt, completion, micros := s.rng.IntN(1000), s.rng.IntN(1000), s.rng.Int64N(90_000)
 	_, err := activity.Note(s.ctx(), s.pool, e, activity.Outcome{
-		Usage: activity.Usage{PromptTokens: prompt, CompletionTokens: completion, TotalTokens: prompt + completion}, CostUSD: float64(micros) / 1e6,
+		Usage:   activity.Usage{PromptTokens: prompt, CompletionTokens: completion, TotalTokens: prompt + completion},
+		CostUSD: float64(micros) / 1e6,
 	})
 	require.NoError(s.t, err)
 	key := [2]string{r.trace, e.Model}
@@ -676,7 +709,8 @@ func (s *scenario) tell() bool {
 		s.told(r.trace, "trace "+r.trace)
 		return true
 	}
-	s.exec(`select lanekeeper.emit_agent_webhook('order.placed', $1, jsonb_build_object('execution_id', $2::text))`, r.trace, r.id)
+	s.exec(`select lanekeeper.emit_agent_webhook('order.placed', $1, jsonb_build_object('execution_id', $2::text))`,
+		r.trace, r.id)
 	s.told(r.trace, r.ref())
 	return true
 }
@@ -749,14 +783,16 @@ func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
 		var detail struct {
 			By string `json:"raised_by"`
 		}
-		if waited := answer.Of(why.Waits); len(waited) != 1 || json.Unmarshal(waited[0].Detail, &detail) != nil || detail.By != by {
+		if waited := answer.Of(why.Waits); len(waited) != 1 || json.Unmarshal(waited[0].Detail, &detail) != nil ||
+			detail.By != by {
 			t.Errorf("%s waited for %+v, want an event raised by %s", x.ID, waited, by)
 		}
 	}
 	answer, err := why.Of(t.Context(), w.pool, raiser.TraceID)
 	require.NoError(t, err)
 	led := answer.Of(why.LedTo)
-	if len(led) != 2 || led[0].FromRef != "execution "+raiser.ID || led[1].ToRef != "execution "+inside.ID || led[1].TraceID != inside.TraceID {
+	if len(led) != 2 || led[0].FromRef != "execution "+raiser.ID || led[1].ToRef != "execution "+inside.ID ||
+		led[1].TraceID != inside.TraceID {
 		t.Errorf("it led to %+v", led)
 	}
 }

@@ -42,12 +42,15 @@ func newWorld(t *testing.T) *world {
 	t.Helper()
 	w := &world{t: t, pool: pgtest.DB(t)}
 	var err error
-	if w.engine, err = executions.New(w.pool, executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{})}); err != nil {
+	if w.engine, err = executions.New(w.pool,
+		executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{})}); err != nil {
 		t.Fatal(err)
 	}
-	_, err = skills.Put(t.Context(), w.pool, skills.Definition{Name: "pay", Handler: "builtin:pay"}, skills.SourceWorkspace)
+	_, err = skills.Put(t.Context(), w.pool, skills.Definition{Name: "pay", Handler: "builtin:pay"},
+		skills.SourceWorkspace)
 	require.NoError(t, err)
-	w.exec(`insert into agent_webhook_targets (name, url, secrets, events) values ('ops', 'https://ops.example', '{"${S}"}', '{"order.placed", "execution.failed"}')`)
+	w.exec(`insert into agent_webhook_targets (name, url, secrets, events)
+		values ('ops', 'https://ops.example', '{"${S}"}', '{"order.placed", "execution.failed"}')`)
 	w.exec(`insert into agent_threads (id, channel) values ('talk', 'chat')`)
 	return w
 }
@@ -188,7 +191,8 @@ type scenario struct {
 
 func (w *world) newScenario(seed uint64) *scenario {
 	s := &scenario{
-		world: w, rng: rand.New(rand.NewPCG(seed, 4711)), causes: map[string]cause{}, spend: map[[2]string]*model{}, asked: map[string]*run{},
+		world: w, rng: rand.New(rand.NewPCG(seed, 4711)), causes: map[string]cause{}, spend: map[[2]string]*model{},
+		asked:   map[string]*run{},
 		answers: map[string]*event{},
 	}
 	for range 3 {
@@ -251,11 +255,23 @@ func TestAnAnswerIsReadFromTopToBottom(t *testing.T) {
 	const here, there = "fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE", "wh_01JD3V7K8ZQ6W2M5T9X4C1B0AF"
 	answer := why.Answer{TraceID: here, OTelTraceID: trace.ID(here).OTel(), Reasons: []why.Reason{
 		{Part: why.Head, At: &at, What: "automation completed after 3.0 s", ToRef: "trace " + here, TraceID: here},
-		{Part: why.Because, At: &at, Kind: "webhook", What: "delivery 7 came to endpoint shop", FromRef: "delivery a", ToRef: "execution w", TraceID: here},
-		{Part: why.Because, At: &at, Kind: "raised", What: "webhook raised event ORDER 7", FromRef: "execution w", ToRef: "event e", TraceID: there},
+		{
+			Part: why.Because, At: &at, Kind: "webhook", What: "delivery 7 came to endpoint shop", FromRef: "delivery a",
+			ToRef: "execution w", TraceID: here,
+		},
+		{
+			Part: why.Because, At: &at, Kind: "raised", What: "webhook raised event ORDER 7", FromRef: "execution w",
+			ToRef: "event e", TraceID: there,
+		},
 		{Part: why.Did, At: &at, Kind: "run", What: "automation completed", ToRef: "execution x", TraceID: here},
-		{Part: why.Did, At: &later, Kind: "child", What: "child failed:\x1b[2J two\nlines", FromRef: "execution x", ToRef: "execution y", TraceID: here},
-		{Part: why.Trouble, At: &at, Kind: "stale", What: "a write was refused", FromRef: "execution x", ToRef: "step s", TraceID: here},
+		{
+			Part: why.Did, At: &later, Kind: "child", What: "child failed:\x1b[2J two\nlines", FromRef: "execution x",
+			ToRef: "execution y", TraceID: here,
+		},
+		{
+			Part: why.Trouble, At: &at, Kind: "stale", What: "a write was refused", FromRef: "execution x",
+			ToRef: "step s", TraceID: here,
+		},
 		{Part: why.Spend, Kind: "more", What: "… and more than 10,000 actions, which were not looked through", TraceID: here},
 	}}
 	var out strings.Builder
@@ -291,7 +307,10 @@ func TestWhatIsNoTraceIsSaid(t *testing.T) {
 	if _, err := why.Of(t.Context(), w.pool, string(trace.New(trace.Chat))); !errors.Is(err, activity.ErrNotFound) {
 		t.Errorf("of a trace that is not there: %v", err)
 	}
-	for _, sql := range []string{`select count(*) from why(null)`, `select count(*) from why('')`, `select count(*) from why('hb_', -1)`} {
+	for _, sql := range []string{
+		`select count(*) from why(null)`, `select count(*) from why('')`,
+		`select count(*) from why('hb_', -1)`,
+	} {
 		if n := value[int64](w, sql); n != 0 {
 			t.Errorf("%s: %d", sql, n)
 		}
@@ -308,12 +327,15 @@ func TestALargeTraceIsBoundedAndSecretsAreNotShown(t *testing.T) {
 		insert into agent_executions (trace_id, surface, flow, parent_id, error_message)
 		select $1, 'flow', 'child', $2, null from generate_series(1, 4911)`, root.trace, root.id)
 	s.claimed(root)
-	w.exec(`update agent_executions set status = 'failed', error_message = 'GET /?api_key=hunter2hunter2 failed' where id = $1`, root.id)
-	w.exec(`insert into agent_activity (trace_id, kind, skill_name, model, cost_usd) select $1, 'model', 'model', 'small', 0.01 from generate_series(1, 10001)`, root.trace)
+	w.exec(`update agent_executions set status = 'failed', error_message = 'GET /?api_key=hunter2hunter2 failed'
+		where id = $1`, root.id)
+	w.exec(`insert into agent_activity (trace_id, kind, skill_name, model, cost_usd) select $1, 'model', 'model', 'small',
+		0.01 from generate_series(1, 10001)`, root.trace)
 	answer, err := why.Of(t.Context(), w.pool, root.trace)
 	require.NoError(t, err)
 	did := answer.Of(why.Did)
-	if got := did[len(did)-1]; len(did) != why.MaxRows+1 || got.Kind != why.More || got.What != "… and 4,812 more executions" {
+	if got := did[len(did)-1]; len(did) != why.MaxRows+1 || got.Kind != why.More ||
+		got.What != "… and 4,812 more executions" {
 		t.Errorf("%d rows, the last is %+v", len(did), got)
 	}
 	spent := answer.Of(why.Spend)
@@ -345,7 +367,9 @@ func (s *scenario) crowd() bool {
 	if s.rng.IntN(2) == 0 {
 		e.id = value[string](s.world, `
 			with by as materialized (select set_config('lanekeeper.raised_by', $2, true) as raiser)
-			select event_id::text from by cross join lateral lanekeeper.deliver_agent_event('EVENT_COMPLETED', case when by.raiser is not null then $1 end)`, e.key, e.by)
+			select event_id::text from by cross
+			  join lateral lanekeeper.deliver_agent_event('EVENT_COMPLETED', case when by.raiser is not null
+			    then $1 end)`, e.key, e.by)
 	} else {
 		ctx := trace.With(s.ctx(), trace.Span{TraceID: trace.ID(by.trace), ExecutionID: by.id})
 		s.tx(func(tx pgx.Tx) error {
@@ -368,13 +392,16 @@ func (w *world) fill() {
 	w.t.Helper()
 	w.exec(`
 		insert into agent_executions (id, trace_id, surface, flow, status, created_at)
-		select lanekeeper.agent_uuid7(), 'hb_' || lpad(n::text, 26, '0'), 'heartbeat', 'beat', 'pending', clock_timestamp() from generate_series(1, 3000) n`)
+		select lanekeeper.agent_uuid7(), 'hb_' || lpad(n::text, 26, '0'), 'heartbeat', 'beat', 'pending', clock_timestamp()
+		  from generate_series(1, 3000) n`)
 	w.exec(`
-		insert into agent_activity (trace_id, kind, skill_name) select 'hb_' || lpad((n / 5)::text, 26, '0'), 'call', 's' from generate_series(1, 15000) n;`)
+		insert into agent_activity (trace_id, kind, skill_name) select 'hb_' || lpad((n / 5)::text, 26, '0'), 'call', 's'
+		  from generate_series(1, 15000) n;`)
 	w.exec(`
 		insert into agent_events (event, key) select 'E', n::text from generate_series(1, 3000) n`)
 	w.exec(`
-		insert into agent_links (cause, kind, effect) select 'trace ' || n, 'raised', 'event ' || n from generate_series(1, 3000) n`)
+		insert into agent_links (cause, kind, effect) select 'trace ' || n, 'raised', 'event ' || n
+		  from generate_series(1, 3000) n`)
 	w.exec(`analyze`)
 }
 
@@ -419,7 +446,8 @@ func explained(t *testing.T, w *world, texts *[]string) *pgx.Conn {
 	require.NoError(t, err)
 	t.Cleanup(func() { conn.Close(context.WithoutCancel(t.Context())) })
 	for _, sql := range []string{
-		`load 'auto_explain'`, `set auto_explain.log_min_duration = 0`, `set auto_explain.log_nested_statements = on`, `set auto_explain.log_format = json`,
+		`load 'auto_explain'`, `set auto_explain.log_min_duration = 0`, `set auto_explain.log_nested_statements = on`,
+		`set auto_explain.log_format = json`,
 		`set auto_explain.log_level = notice`,
 	} {
 		if _, err := conn.Exec(t.Context(), sql); err != nil {

@@ -46,7 +46,8 @@ func (s *scenario) resumed(r *run, e *event, kind, by string) {
 func (s *scenario) park(r *run, kind, key string) (waits bool) {
 	w := &wait{kind: kind, key: key, step: r.next("wait")}
 	var came *json.RawMessage
-	err := s.pool.QueryRow(s.ctx(), `select lanekeeper.wait_agent_execution($1, $2, $3, $4, $5, '1 hour', '{}')`, r.id, r.claim, w.step, kind, key).Scan(&came)
+	err := s.pool.QueryRow(s.ctx(), `select lanekeeper.wait_agent_execution($1, $2, $3, $4, $5, '1 hour', '{}')`, r.id,
+		r.claim, w.step, kind, key).Scan(&came)
 	require.NoError(s.t, err)
 	r.wait = w
 	if came != nil {
@@ -195,11 +196,14 @@ func (s *scenario) raise() bool {
 		if s.rng.IntN(2) == 0 {
 			e.name = pick(s, s.keys) // an event of another name starts automations only
 		}
-		e.id = value[string](s.world, `select event_id::text from raise_agent_event($1, $2, '{}', null, $3)`, e.name, e.key, e.trace)
+		e.id = value[string](s.world, `select event_id::text from raise_agent_event($1, $2, '{}', null, $3)`,
+			e.name, e.key, e.trace)
 	case e.by == "outside" && s.rng.IntN(3) == 0:
 		e.id = value[string](s.world, `select event_id::text from lanekeeper.deliver_agent_event($1, $2)`, e.name, e.key)
 	case e.by == "outside" && s.rng.IntN(2) == 0:
-		e.id = value[string](s.world, `select event_id::text from lanekeeper.deliver_agent_events(array[$1::text, $1], array[$2::text, 'other'], array['{}', '{}']::jsonb[], array[null, null]::text[], null, 0, 0, '{}') where n = 1`, e.name, e.key)
+		e.id = value[string](s.world, `select event_id::text
+			from lanekeeper.deliver_agent_events(array[$1::text, $1], array[$2::text, 'other'], array['{}', '{}']::jsonb[],
+			array[null, null]::text[], null, 0, 0, '{}') where n = 1`, e.name, e.key)
 		if e.id == "" { // not plain: it goes by itself
 			e.id = value[string](s.world, `select event_id::text from lanekeeper.deliver_agent_event($1, $2)`, e.name, e.key)
 		}
@@ -230,8 +234,10 @@ func (s *scenario) ask() bool {
 	}
 	l := &leave{asker: r, parked: s.rng.IntN(2) == 0}
 	l.id = value[string](s.world, `
-		insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments, arguments_hash, expires_at)
-		select $1, $2, $3, $4, 'pay', revision, '{}', $3, clock_timestamp() + interval '1 day' from agent_skills where name = 'pay' returning id::text`,
+		insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
+		  arguments_hash, expires_at)
+		select $1, $2, $3, $4, 'pay', revision, '{}', $3, clock_timestamp() + interval '1 day' from agent_skills
+		  where name = 'pay' returning id::text`,
 		r.trace, r.id, r.next(s.name("ask")), l.parked)
 	s.leaves = append(s.leaves, l)
 	s.fact(r.trace, "led to", "asked", r.ref(), "approval "+l.id)
@@ -282,7 +288,8 @@ func (s *scenario) request() bool {
 	if r == nil {
 		return false
 	}
-	id := value[string](s.world, `insert into agent_requests (kind, execution_id, trace_id) values ('signature', $1, $2) returning id::text`, r.id, r.trace)
+	id := value[string](s.world, `insert into agent_requests (kind, execution_id, trace_id) values ('signature', $1, $2)
+		returning id::text`, r.id, r.trace)
 	s.asked[id] = r
 	s.fact(r.trace, "led to", "asked", r.ref(), "request "+id)
 	s.want(r, s.park(r, "signature", id), true)
@@ -309,12 +316,20 @@ func (s *scenario) sign() bool {
 // operations are what may happen, each as often as it is listed.
 func (s *scenario) operations() map[string]func() bool {
 	return map[string]func() bool{
-		"start": s.startOutside, "child": s.startChild, "another child": s.startChild, "tick": s.tick, "webhook": s.deliverWebhook, "fork": s.fork, "listen": s.listen,
-		"order": s.order, "carry out": s.carryOut, "claim": s.claim, "claim again": s.claim, "claim once more": s.claim, "claim yet again": s.claim, "claim what is ready": s.claim, "go on": s.claim, "step": s.step, "call": s.call, "think": s.think,
-		"late": s.late, "lose": s.lose, "lose again": s.lose, "hand back": s.handBack, "end": s.end, "cancel": s.cancel, "tell": s.tell, "say": s.say,
-		"take lane": s.takeLane, "take a lane": s.takeLane, "take another lane": s.takeLane, "take one more lane": s.takeLane, "borrow lane": s.takeLane, "lend": s.lend, "lend on": s.lend, "release lane": s.releaseLane, "expire lane": s.expireLane,
-		"break lane": s.breakLane, "wait for event": s.waitForEvent, "wait for an event": s.waitForEvent, "wait for agent": s.waitForAgent, "wait for a child": s.waitForAgent,
-		"wait for time": s.waitForTime, "wait for lane": s.waitForLane, "wait for a lane": s.waitForLane, "wait for the lane": s.waitForLane, "timer": s.timer, "raise": s.raise, "raise again": s.raise,
+		"start": s.startOutside, "child": s.startChild, "another child": s.startChild, "tick": s.tick,
+		"webhook": s.deliverWebhook, "fork": s.fork, "listen": s.listen,
+		"order": s.order, "carry out": s.carryOut, "claim": s.claim, "claim again": s.claim, "claim once more": s.claim,
+		"claim yet again": s.claim, "claim what is ready": s.claim, "go on": s.claim, "step": s.step,
+		"call": s.call, "think": s.think,
+		"late": s.late, "lose": s.lose, "lose again": s.lose, "hand back": s.handBack, "end": s.end, "cancel": s.cancel,
+		"tell": s.tell, "say": s.say,
+		"take lane": s.takeLane, "take a lane": s.takeLane, "take another lane": s.takeLane, "take one more lane": s.takeLane,
+		"borrow lane": s.takeLane, "lend": s.lend, "lend on": s.lend, "release lane": s.releaseLane,
+		"expire lane": s.expireLane,
+		"break lane":  s.breakLane, "wait for event": s.waitForEvent, "wait for an event": s.waitForEvent,
+		"wait for agent": s.waitForAgent, "wait for a child": s.waitForAgent,
+		"wait for time": s.waitForTime, "wait for lane": s.waitForLane, "wait for a lane": s.waitForLane,
+		"wait for the lane": s.waitForLane, "timer": s.timer, "raise": s.raise, "raise again": s.raise,
 		"ask": s.ask, "decide": s.decide, "use": s.use, "request": s.request, "sign": s.sign, "crowd": s.crowd,
 	}
 }

@@ -312,7 +312,9 @@ func checkCalls(ctx context.Context, tx pgx.Tx, all []Document[automations.Defin
 	return problems.err()
 }
 
-func checkCall(ctx context.Context, tx pgx.Tx, registry *skills.Registry, document Document[automations.Definition]) (Problems, error) {
+func checkCall(
+	ctx context.Context, tx pgx.Tx, registry *skills.Registry, document Document[automations.Definition],
+) (Problems, error) {
 	var problems Problems
 	called := document.Definition.Skill
 	skill, err := skills.Get(ctx, tx, called)

@@ -17,8 +17,9 @@ func TestApplyAgents(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	dir := fstest.MapFS{
-		"agents/sales.yaml": {Data: []byte("kind: agent\nname: sales\ninstructions_file: sales.md\nmemory: own\nkeys: [web]\n")},
-		"agents/sales.md":   {Data: []byte("You are Nora of {{Tienda}} Sol.\n")},
+		"agents/sales.yaml": {Data: []byte(
+			"kind: agent\nname: sales\ninstructions_file: sales.md\nmemory: own\nkeys: [web]\n")},
+		"agents/sales.md": {Data: []byte("You are Nora of {{Tienda}} Sol.\n")},
 	}
 	apply := func() {
 		t.Helper()
@@ -32,7 +33,8 @@ func TestApplyAgents(t *testing.T) {
 	d := &agents.Directory{Settings: agents.Settings{Name: "house", Timezone: "Europe/Madrid"}}
 	a, err := d.Find(t.Context(), pool, "")
 	require.NoError(t, err)
-	if a.Name != "sales" || a.Version != 1 || !a.Default || a.Instructions != "You are Nora of {{Tienda}} Sol." || a.Timezone != "Europe/Madrid" {
+	if a.Name != "sales" || a.Version != 1 || !a.Default || a.Instructions != "You are Nora of {{Tienda}} Sol." ||
+		a.Timezone != "Europe/Madrid" {
 		t.Errorf("the agent is %+v", a)
 	}
 	dir["agents/sales.md"].Data = []byte("You are Nora.")
@@ -67,24 +69,46 @@ func TestInvalidAgents(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for name, c := range map[string]struct{ text, want string }{
-		"two defaults":     {"kind: agent\nname: a\ndefault: true\n---\nkind: agent\nname: b\ndefault: true\n", "the agents a, b all are the default"},
-		"no default":       {"kind: agent\nname: a\n---\nkind: agent\nname: b\n", "one of the 2 agents must have default: true"},
-		"unknown delegate": {"kind: agent\nname: sales\ndefault: true\ndelegates: [biling]\n---\nkind: agent\nname: billing\n", `f.yaml:4:13: delegates[0]: unknown agent "biling"; did you mean "billing"?`},
-		"unknown skill":    {"kind: agent\nname: a\nskills: [no_such]\n", `f.yaml:3:10: skills[0]: there is no skill "no_such"`},
-		"unknown key":      {"kind: agent\nname: a\ninstruction: hi\n", `did you mean "instructions"?`},
-		"outside file":     {"kind: agent\nname: a\ninstructions_file: ../x.md\n", `f.yaml:3:20: instructions_file: "../x.md" is outside the workspace`},
-		"missing file":     {"kind: agent\nname: a\ninstructions_file: x.md\n", "f.yaml:3:20: instructions_file: cannot be read"},
-		"two texts":        {"kind: agent\nname: a\ninstructions: x\ninstructions_file: x.md\n", "instructions_file: there are instructions, too"},
-		"unknown zone":     {"kind: agent\nname: a\ntimezone: Europe/Madird\n", "f.yaml:3:11: timezone:"},
-		"wrong cron":       {"kind: agent\nname: a\nheartbeat: {cron: 99 * * * *}\n", "heartbeat.cron:"},
-		"no language":      {"kind: agent\nname: a\nlanguages: [spanish!]\n", "languages[0]:"},
-		"wrong pin":        {"kind: agent\nname: a\npinned: [returns]\n", `pinned[0]: "returns" is not category/key`},
-		"negative limit":   {"kind: agent\nname: a\nlimits: {cost_usd: -1}\n", "limits.cost_usd:"},
+		"two defaults": {
+			"kind: agent\nname: a\ndefault: true\n---\nkind: agent\nname: b\ndefault: true\n",
+			"the agents a, b all are the default",
+		},
+		"no default": {
+			"kind: agent\nname: a\n---\nkind: agent\nname: b\n",
+			"one of the 2 agents must have default: true",
+		},
+		"unknown delegate": {
+			"kind: agent\nname: sales\ndefault: true\ndelegates: [biling]\n---\nkind: agent\nname: billing\n",
+			`f.yaml:4:13: delegates[0]: unknown agent "biling"; did you mean "billing"?`,
+		},
+		"unknown skill": {
+			"kind: agent\nname: a\nskills: [no_such]\n",
+			`f.yaml:3:10: skills[0]: there is no skill "no_such"`,
+		},
+		"unknown key": {"kind: agent\nname: a\ninstruction: hi\n", `did you mean "instructions"?`},
+		"outside file": {
+			"kind: agent\nname: a\ninstructions_file: ../x.md\n",
+			`f.yaml:3:20: instructions_file: "../x.md" is outside the workspace`,
+		},
+		"missing file": {
+			"kind: agent\nname: a\ninstructions_file: x.md\n",
+			"f.yaml:3:20: instructions_file: cannot be read",
+		},
+		"two texts": {"kind: agent\nname: a\ninstructions: x\ninstructions_file: x.md\n", "instructions_file: there " +
+			"are instructions, too"},
+		"unknown zone":   {"kind: agent\nname: a\ntimezone: Europe/Madird\n", "f.yaml:3:11: timezone:"},
+		"wrong cron":     {"kind: agent\nname: a\nheartbeat: {cron: 99 * * * *}\n", "heartbeat.cron:"},
+		"no language":    {"kind: agent\nname: a\nlanguages: [spanish!]\n", "languages[0]:"},
+		"wrong pin":      {"kind: agent\nname: a\npinned: [returns]\n", `pinned[0]: "returns" is not category/key`},
+		"negative limit": {"kind: agent\nname: a\nlimits: {cost_usd: -1}\n", "limits.cost_usd:"},
 		"unknown in a flow": {
 			"kind: agent\nname: billing\n---\nkind: flow\nname: x\nactions:\n  - {actionType: if, parameters: {condition: \"true\", then: [{actionType: reason, parameters: {prompt: hi, agent: biling}}]}}\n",
 			`f.yaml:7:114: actions[0].parameters.then[0].parameters.agent: unknown agent "biling"; did you mean "billing"?`,
 		},
-		"name taken": {"kind: agent\nname: x\n---\nkind: flow\nname: x\nactions: [{actionType: end}]\n", "share one namespace"},
+		"name taken": {
+			"kind: agent\nname: x\n---\nkind: flow\nname: x\nactions: [{actionType: end}]\n",
+			"share one namespace",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -107,10 +131,12 @@ func TestFlowNameConflictsWithAgent(t *testing.T) {
 	require.NoError(t, err)
 	text := "kind: flow\nname: sales\nactions: [{actionType: reason, parameters: {prompt: hi, agent: sales}}]\n"
 	_, err = workspace.Apply(t.Context(), pool, load(t, "b.yaml", text), keeping)
-	if err == nil || err.Error() != `b.yaml:2:7: name: "sales" is the name of an agent; agents and flows share one namespace` {
+	if err == nil ||
+		err.Error() != `b.yaml:2:7: name: "sales" is the name of an agent; agents and flows share one namespace` {
 		t.Errorf("said %v", err)
 	}
-	if _, err := workspace.Apply(t.Context(), pool, load(t, "b.yaml", strings.Replace(text, "name: sales", "name: ask", 1)), keeping); err != nil {
+	if _, err := workspace.Apply(t.Context(), pool,
+		load(t, "b.yaml", strings.Replace(text, "name: sales", "name: ask", 1)), keeping); err != nil {
 		t.Errorf("a flow that names a kept agent: %v", err)
 	}
 }
@@ -135,7 +161,8 @@ func TestReferencedAgentIsNotPruned(t *testing.T) {
 		"an automation": {
 			`insert into agent_automations (name, agent, prompt, source) values ('nightly', 'two', 'look', 'admin')`,
 			`update agent_automations set enabled = false, disabled_by = 'admin'`,
-			`agent two cannot be removed: automation "nightly" names it; agent automations disable "nightly", or keep the agent`, pruneAll,
+			`agent two cannot be removed: automation "nightly" names it; agent automations disable "nightly", or keep the agent`,
+			pruneAll,
 		},
 		"an objective": {
 			`insert into agent_objectives (name, agent, goal, source) values ('grow', 'two', 'Grow.', 'admin')`,
@@ -146,7 +173,8 @@ func TestReferencedAgentIsNotPruned(t *testing.T) {
 			`insert into agent_flows (name, version, digest, definition) values ('ask', 1, 'd',
 			   '{"name": "ask", "actions": [{"actionType": "reason", "parameters": {"prompt": "hi", "agent": "two"}}]}')`,
 			`update agent_flows set current = false`,
-			`agent two cannot be removed: flow "ask" names it in actions[0].parameters.agent; apply the flow with another agent`, keepFlows,
+			`agent two cannot be removed: flow "ask" names it in actions[0].parameters.agent; apply the flow with another agent`,
+			keepFlows,
 		},
 		"a delegate": {
 			`insert into agent_agents (name, version, digest, definition, source) values
@@ -174,13 +202,15 @@ func TestReferencedAgentIsNotPruned(t *testing.T) {
 func TestLastDefaultAgentIsNotPruned(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	w, err := workspace.Load(fstest.MapFS{"f.yaml": {Data: []byte("kind: agent\nname: one\ndefault: true\n---\nkind: agent\nname: two\n")}})
+	w, err := workspace.Load(
+		fstest.MapFS{"f.yaml": {Data: []byte("kind: agent\nname: one\ndefault: true\n---\nkind: agent\nname: two\n")}})
 	if err == nil {
 		_, err = workspace.Apply(t.Context(), pool, w, pruneAll)
 	}
 	require.NoError(t, err)
 	onlyOne := workspace.Options{Prune: func(i workspace.Item) bool { return i.Name == "one" }}
-	if _, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, onlyOne); err == nil || !strings.Contains(err.Error(), "no other agent is the default") {
+	if _, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, onlyOne); err == nil ||
+		!strings.Contains(err.Error(), "no other agent is the default") {
 		t.Errorf("said %v", err)
 	}
 	if _, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, pruneAll); err != nil {
@@ -190,7 +220,8 @@ func TestLastDefaultAgentIsNotPruned(t *testing.T) {
 
 func TestUnknownBuiltins(t *testing.T) {
 	t.Parallel()
-	w := load(t, "a.yaml", goodSkill+"---\nkind: skill\nname: b\nhandler: builtin:recal\n---\nkind: skill\nname: c\nhandler: 'builtin: recall'\n",
+	w := load(t, "a.yaml", goodSkill+"---\nkind: skill\nname: b\nhandler: builtin:recal\n---\nkind: skill\nname: "+
+		"c\nhandler: 'builtin: recall'\n",
 		"b.yaml", "kind: skill\nname: d\nhandler: builtin:weather_of_the_week\n")
 	want := `a.yaml:7:10: handler: unknown builtin "recal"; did you mean "recall"?` + "\n" +
 		`b.yaml:3:10: handler: unknown builtin "weather_of_the_week"; known are objectives_list, recall`
@@ -211,7 +242,8 @@ url: https://weather.example.com/mcp
 headers:
   Authorization: ` + token + "\nauto: [read_*]\n")}})
 	}
-	if _, err := read("Bearer abcdef123456"); err == nil || !strings.Contains(err.Error(), "mcp.yaml:5:") || !strings.Contains(err.Error(), "do not write a secret here") {
+	if _, err := read("Bearer abcdef123456"); err == nil || !strings.Contains(err.Error(), "mcp.yaml:5:") ||
+		!strings.Contains(err.Error(), "do not write a secret here") {
 		t.Errorf("a literal secret: %v", err)
 	}
 	w, err := read("Bearer ${WEATHER_TOKEN}")
@@ -224,7 +256,8 @@ headers:
 		}
 	}
 	got, err := mcp.Get(t.Context(), pool, "weather")
-	if err != nil || got.Headers["Authorization"] != "Bearer ${WEATHER_TOKEN}" || got.Trust != "approve" || got.Source != workspace.Source {
+	if err != nil || got.Headers["Authorization"] != "Bearer ${WEATHER_TOKEN}" || got.Trust != "approve" ||
+		got.Source != workspace.Source {
 		t.Errorf("the server is %+v, %v", got, err)
 	}
 	diff, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, pruneAll)

@@ -142,7 +142,9 @@ type kindTable[D, R any] struct {
 }
 
 // put adapts a package's Put.
-func put[D any](store func(context.Context, postgres.DB, D, string) (bool, error)) func(context.Context, pgx.Tx, D) (bool, error) {
+func put[D any](
+	store func(context.Context, postgres.DB, D, string) (bool, error),
+) func(context.Context, pgx.Tx, D) (bool, error) {
 	return func(ctx context.Context, tx pgx.Tx, d D) (bool, error) { return store(ctx, tx, d, Source) }
 }
 
@@ -294,7 +296,8 @@ func agentUses(ctx context.Context, db postgres.DB, removed []string) ([]string,
 		select 'automation' as kind, a.name, a.agent, 'disable' as verb from agent_automations a
 		 where a.agent = any (@removed) and (a.enabled or a.disabled_by <> 'admin')
 		union all
-		select 'objective', o.name, o.agent, case o.status when 'proposed' then 'reject' else 'pause' end from agent_objectives o
+		select 'objective', o.name, o.agent, case o.status when 'proposed' then 'reject' else 'pause' end
+		  from agent_objectives o
 		 where o.agent = any (@removed) and o.status in ('active', 'proposed')
 		 order by 1, 2`, postgres.Strict{"removed": removed})
 	if err != nil {

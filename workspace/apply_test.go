@@ -91,7 +91,10 @@ func TestApplyTwice(t *testing.T) {
 	pool := pgtest.DB(t)
 	w := load(t, "a.yaml", fullWorkspace)
 	first := apply(t, pool, w)
-	if diff := cmp.Diff([]string{"create skill one", "create skill two", "create objective plan", "create automation often"}, actions(first)); diff != "" {
+	if diff := cmp.Diff([]string{
+		"create skill one", "create skill two", "create objective plan",
+		"create automation often",
+	}, actions(first)); diff != "" {
 		t.Error(diff)
 	}
 	before := versions(t, pool)
@@ -128,7 +131,8 @@ func TestApplyReportsChanges(t *testing.T) {
 	pool := pgtest.DB(t)
 	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	changed := strings.NewReplacer("the first", "the best", "order by 1", "order by n desc", "go on", "go further",
-		"*/5 *", "*/6 *", "n: 3", "n: 4", "24h", "12h", "second]", "second, third]", "integer", "number", "name: two", "name: two\nidempotent: true").Replace(fullWorkspace)
+		"*/5 *", "*/6 *", "n: 3", "n: 4", "24h", "12h", "second]", "second, third]", "integer", "number", "name: two",
+		"name: two\nidempotent: true").Replace(fullWorkspace)
 	diff := apply(t, pool, load(t, "a.yaml", changed))
 	var text bytes.Buffer
 	require.NoError(t, diff.WriteText(&text))
@@ -169,11 +173,15 @@ func TestApplyRemovesOnlyDeclared(t *testing.T) {
 		require.NoError(t, err)
 	}
 	diff := apply(t, pool, load(t, "a.yaml", goodSkill))
-	want := []string{"create skill a", "remove skill one", "remove skill two", "remove objective plan", "remove automation often"}
+	want := []string{
+		"create skill a", "remove skill one", "remove skill two", "remove objective plan",
+		"remove automation often",
+	}
 	if diff := cmp.Diff(want, actions(diff)); diff != "" {
 		t.Error(diff)
 	}
-	if got := pgtest.Value[string](t, pool, `select string_agg(name, ' ' order by name) from agent_skills`); got != "a built own" {
+	if got := pgtest.Value[string](t, pool,
+		`select string_agg(name, ' ' order by name) from agent_skills`); got != "a built own" {
 		t.Errorf("left: %s", got)
 	}
 	if again := apply(t, pool, load(t, "a.yaml", goodSkill)); !again.Empty() {
@@ -220,24 +228,30 @@ func TestApplyKeepsRuntimeState(t *testing.T) {
 	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	_, err := skills.Disable(t.Context(), pool, "one", "self_heal", "failed thrice", map[string]int{"calls": 3})
 	require.NoError(t, err)
-	pgtest.Exec(t, pool, `update agent_automations set enabled = false, disabled_by = 'admin', disabled_reason = 'not now', disabled_at = now()`)
-	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '2031-01-01', last_run_at = '2020-01-01', last_trace_id = 'hb_x' where name = 'often'`)
+	pgtest.Exec(t, pool, `update agent_automations set enabled = false, disabled_by = 'admin', disabled_reason = 'not now',
+		disabled_at = now()`)
+	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '2031-01-01', last_run_at = '2020-01-01',
+		last_trace_id = 'hb_x' where name = 'often'`)
 	pgtest.Exec(t, pool, `
-		insert into agent_objective_evidence (step_id, given_by, reason) select id, 'admin', 'seen' from agent_objective_steps where title = 'first'`)
-	pgtest.Exec(t, pool, `update agent_objective_steps set status = 'done', result = 'seen', attempts = 1 where title = 'first'`)
+		insert into agent_objective_evidence (step_id, given_by, reason) select id, 'admin', 'seen' from agent_objective_steps
+		  where title = 'first'`)
+	pgtest.Exec(t, pool, `update agent_objective_steps set status = 'done', result = 'seen', attempts = 1
+		where title = 'first'`)
 	pgtest.Exec(t, pool, `update agent_objectives set status = 'paused', round = 4, due_at = '2030-01-01'`)
 	pgtest.Exec(t, pool, `insert into agent_memory (key, value) values ('k', '"v"')`)
 	state := func() string {
 		return pgtest.Value[string](t, pool, `
 			select jsonb_build_array(
-			  (select jsonb_build_array(enabled, disabled_by, disabled_reason, disabled_at, evidence) from agent_skills where name = 'one'),
+			  (select jsonb_build_array(enabled, disabled_by, disabled_reason, disabled_at, evidence) from agent_skills
+			    where name = 'one'),
 			  (select to_jsonb(a) - 'description' - 'updated_at' - 'revision' - 'arguments' from agent_automations a),
 			  (select jsonb_agg(to_jsonb(s) order by position) from agent_objective_steps s where title <> 'third'),
 			  (select jsonb_build_array(status, round, due_at) from agent_objectives),
 			  (select to_jsonb(m) from agent_memory m))::text`)
 	}
 	before := state()
-	changed := strings.NewReplacer("the first", "the best", "go on", "go further", "second]", "second, third]", "n: 3", "n: 4").Replace(fullWorkspace)
+	changed := strings.NewReplacer("the first", "the best", "go on", "go further", "second]", "second, third]", "n: 3",
+		"n: 4").Replace(fullWorkspace)
 	if diff := apply(t, pool, load(t, "a.yaml", changed)); diff.Count(workspace.Update) != 3 {
 		t.Errorf("the changed workspace did %v", actions(diff))
 	}
@@ -261,7 +275,10 @@ func TestApplyKeepsAdminRows(t *testing.T) {
 		if !refused || len(problems) != 1 || problems[0].Line == 0 {
 			t.Fatalf("%s: %v", name, err)
 		}
-		for _, words := range []string{`goal is "go on, but slowly" there and "go on" in this file`, "review_every_seconds is 172800 there and 86400", "Write into the file"} {
+		for _, words := range []string{
+			`goal is "go on, but slowly" there and "go on" in this file`,
+			"review_every_seconds is 172800 there and 86400", "Write into the file",
+		} {
 			if !strings.Contains(problems[0].Message, words) {
 				t.Errorf("%s: %q is not in %q", name, words, problems[0].Message)
 			}
@@ -274,10 +291,12 @@ func TestApplyKeepsAdminRows(t *testing.T) {
 	if s, err := skills.Get(t.Context(), pool, "one"); err != nil || strings.Contains(s.Handler, "2") {
 		t.Errorf("the rest was applied: %+v, %v", s, err)
 	}
-	same := strings.NewReplacer("goal: go on", "goal: go on, but slowly", "24h", "48h", "[first, second]", "[first, second, third]")
+	same := strings.NewReplacer("goal: go on", "goal: go on, but slowly", "24h", "48h", "[first, second]",
+		"[first, second, third]")
 	apply(t, pool, load(t, "all.yaml", same.Replace(fullWorkspace))) // takes it over
 	apply(t, pool, load(t, "all.yaml", fullWorkspace))
-	if o, err := objectives.Get(t.Context(), pool, "plan"); err != nil || o.Goal != "go on" || o.Source != objectives.SourceWorkspace {
+	if o, err := objectives.Get(t.Context(), pool, "plan"); err != nil || o.Goal != "go on" ||
+		o.Source != objectives.SourceWorkspace {
 		t.Errorf("it says %q, %v", o.Goal, err)
 	}
 }
@@ -288,7 +307,8 @@ func TestApplyReschedules(t *testing.T) {
 	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '2031-01-01'`)
 	apply(t, pool, load(t, "a.yaml", strings.ReplaceAll(fullWorkspace, "*/5 *", "*/6 *")))
-	if soon := pgtest.Value[string](t, pool, `select (next_run_at <= clock_timestamp() + interval '6 minutes')::text from agent_automations`); soon != "true" {
+	if soon := pgtest.Value[string](t, pool, `select (next_run_at <= clock_timestamp() + interval '6 minutes')::text
+		from agent_automations`); soon != "true" {
 		t.Error("the automation keeps the time of its old schedule")
 	}
 }
@@ -302,7 +322,10 @@ func TestApplyValidatesAutomationSkills(t *testing.T) {
 		"no such skill":    {"skill: two", "skill: tow", `a.yaml:5:8: skill: there is no skill "tow"; did you mean "two"?`},
 		"wrong argument":   {"n: 3", "n: three", `a.yaml:6:16: arguments.n: got string, want integer (skill two)`},
 		"unknown argument": {"n: 3", "m: 3", `a.yaml:6:12: arguments: additional properties 'm' not allowed (skill two)`},
-		"of a builtin":     {"skill: two", "skill: beside", `a.yaml:6:12: arguments: additional properties 'n' not allowed (skill beside)`},
+		"of a builtin": {
+			"skill: two", "skill: beside",
+			`a.yaml:6:12: arguments: additional properties 'n' not allowed (skill beside)`,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := load(t, "a.yaml", strings.Replace(fullWorkspace, c.old, c.with, 1))
@@ -341,7 +364,8 @@ func TestApplyIsAtomic(t *testing.T) {
 func TestConcurrentApplies(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	one, other := load(t, "a.yaml", fullWorkspace), load(t, "a.yaml", goodSkill+"---\nkind: skill\nname: two\nhandler: builtin:x\n---\nkind: automation\nname: often\ncron: '@daily'\nskill: a\n")
+	one, other := load(t, "a.yaml", fullWorkspace), load(t, "a.yaml", goodSkill+"---\nkind: skill\nname: two\nhandler: "+
+		"builtin:x\n---\nkind: automation\nname: often\ncron: '@daily'\nskill: a\n")
 	for round := range 5 {
 		group, ctx := errgroup.WithContext(t.Context())
 		for i := range 8 {

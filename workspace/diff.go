@@ -49,11 +49,17 @@ type Change struct {
 // overwrittenByAdmin lists changes that would overwrite an admin's declaration, such as agent objectives add. Equal
 // values and new steps overwrite nothing.
 func (i Item) overwrittenByAdmin() (lost []Change) {
-	admins := slices.ContainsFunc(i.Changes, func(c Change) bool { return c.Field == "source" && string(c.Old) == `"admin"` })
+	admins := slices.ContainsFunc(i.Changes, func(c Change) bool {
+		return c.Field == "source" &&
+			string(c.Old) == `"admin"`
+	})
 	if !admins {
 		return nil
 	}
-	return slices.DeleteFunc(slices.Clone(i.Changes), func(c Change) bool { return c.Field == "source" || c.Field == "steps" })
+	return slices.DeleteFunc(slices.Clone(i.Changes), func(c Change) bool {
+		return c.Field == "source" ||
+			c.Field == "steps"
+	})
 }
 
 // overwriteProblem explains an admin's conflicting declaration and the fix.
@@ -62,7 +68,8 @@ func (i Item) overwriteProblem(lost []Change) string {
 	for _, c := range lost {
 		differ = append(differ, fmt.Sprintf("%s is %s there and %s in this file", c.Field, shorten(c.Old), shorten(c.New)))
 	}
-	return fmt.Sprintf("%s %s was declared or changed by an admin in the database: %s. Nothing was changed. Write into the file what is "+
+	return fmt.Sprintf("%s %s was declared or changed by an admin in the database: %s. Nothing was changed. Write into "+
+		"the file what is "+
 		"there, and apply that; after that, changes of the file count again", i.Kind, i.Name, strings.Join(differ, "; "))
 }
 
@@ -174,7 +181,8 @@ func redacted(field string, value any) json.RawMessage {
 	const limit = 64 << 10
 	name := field[strings.LastIndexByte(field, '.')+1:]
 	var wrapped map[string]json.RawMessage
-	if err := json.Unmarshal(redact.JSON(map[string]any{name: value}, limit), &wrapped); err != nil || wrapped[name] == nil {
+	if err := json.Unmarshal(redact.JSON(map[string]any{name: value}, limit), &wrapped); err != nil ||
+		wrapped[name] == nil {
 		return json.RawMessage(`"` + redact.Marker + `"`)
 	}
 	return wrapped[name]

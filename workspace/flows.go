@@ -121,7 +121,8 @@ func checkSkills(ctx context.Context, db postgres.DB, document Document[flows.De
 		if err != nil {
 			return err
 		}
-		problems.add(document.position(path), "%s: there is no skill %q%s", path, called[path], suggestion(called[path], known))
+		problems.add(document.position(path), "%s: there is no skill %q%s", path, called[path],
+			suggestion(called[path], known))
 	}
 	return nil
 }

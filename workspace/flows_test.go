@@ -45,14 +45,16 @@ func TestApplyFlows(t *testing.T) {
 	require.NoError(t, err)
 	var text bytes.Buffer
 	require.NoError(t, diff.WriteText(&text))
-	want := "~ flow onboarding\n    actions:\n      -       \"message\": \"Hola\"\n      +       \"message\": \"Buenos días\"\n" +
+	want := "~ flow onboarding\n    actions:\n      -       \"message\": \"Hola\"\n      +       \"message\": \"Buenos " +
+		"días\"\n" +
 		"    version: 1 → 2\n0 to create, 1 to update, 0 to remove, 1 unchanged\n"
 	if text.String() != want {
 		t.Errorf("the diff is\n%s", text.String())
 	}
 	apply(t, pool, changed)
 	removed := apply(t, pool, load(t, "a.yaml", goodSkill))
-	if diff := cmp.Diff([]string{"create skill a", "remove flow collector", "remove flow onboarding"}, actions(removed)); diff != "" {
+	if diff := cmp.Diff([]string{"create skill a", "remove flow collector", "remove flow onboarding"},
+		actions(removed)); diff != "" {
 		t.Error(diff)
 	}
 	versions, err := flows.List(t.Context(), pool, flows.Filter{Name: "onboarding"})
@@ -96,7 +98,8 @@ f.yaml:14:1: unknown key "step"; known are actions, channel, description, input,
 func TestUnknownChildFlows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	_, err := flows.Put(t.Context(), pool, flows.Definition{Name: "beside", Actions: []any{map[string]any{"actionType": "end"}}}, "api")
+	_, err := flows.Put(t.Context(), pool,
+		flows.Definition{Name: "beside", Actions: []any{map[string]any{"actionType": "end"}}}, "api")
 	require.NoError(t, err)
 	text := `kind: flow
 name: a

@@ -47,7 +47,8 @@ func load(fsys fs.FS, dir string) (Workspace, error) {
 		return Workspace{}, fmt.Errorf("load workspace: %w", err)
 	}
 	if len(files) == 0 {
-		return Workspace{}, fmt.Errorf("load workspace: %s has no .yaml file; agent init begins a workspace", filepath.Join(dir, "."))
+		return Workspace{}, fmt.Errorf("load workspace: %s has no .yaml file; agent init begins a workspace",
+			filepath.Join(dir, "."))
 	}
 	l := &loader{fsys: fsys, first: make(map[string]Position)}
 	for _, name := range files {
@@ -140,7 +141,8 @@ func read(fsys fs.FS, name string) ([]byte, error) {
 // document reads one document by its kind.
 func (l *loader) document(file string, node *yaml.Node) {
 	if node.Kind != yaml.MappingNode {
-		l.problems.add(position(file, node), "is %s; a document is a mapping that begins with kind: %s", describeNode(node), kindList())
+		l.problems.add(position(file, node), "is %s; a document is a mapping that begins with kind: %s",
+			describeNode(node), kindList())
 		return
 	}
 	value := lookup(node, "kind")
@@ -189,7 +191,8 @@ func syntaxError(err error) (int, string) {
 // syntaxAdvice suggests a fix for a parser message.
 func syntaxAdvice(message string) string {
 	for said, todo := range map[string]string{
-		"cannot start any token":                   "indent with blanks and not with a tab, and quote a text that begins with @, ` or %",
+		"cannot start any token": "indent with blanks and not with a tab, and quote a text that begins " +
+			"with @, ` or %",
 		"mapping values are not allowed":           `quote a text that has a ":", and give the keys of a mapping the same indentation`,
 		"expected alphabetic or numeric":           "quote a text that begins with * or &",
 		"did not find expected key":                "check the indentation and the quotes there and above",
@@ -459,7 +462,8 @@ func (d *decoder) scalar(node *yaml.Node, into reflect.Value, path string) {
 	case into.CanInt() || into.CanUint():
 		wanted, tags = "a whole number", []string{"!!int"}
 	}
-	fits := node.Kind == yaml.ScalarNode && node.ShortTag() != "!!binary" && (tags == nil || slices.Contains(tags, node.ShortTag()))
+	fits := node.Kind == yaml.ScalarNode && node.ShortTag() != "!!binary" &&
+		(tags == nil || slices.Contains(tags, node.ShortTag()))
 	if fits && tags == nil {
 		into.SetString(node.Value)
 		return

@@ -87,47 +87,91 @@ handler: http:https://example.com/
 func TestLoadErrors(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ file, want string }{
-		"cron":              {"kind: automation\nname: a\ncron: often\nskill: b\n", `f.yaml:3:7: cron: parse schedule "often"`},
-		"number for text":   {"kind: automation\nname: a\ncron: '@daily'\nskill: b\nmax_attempts: 1.5\n", `f.yaml:5:15: max_attempts: is "1.5"; it must be a whole number`},
-		"unknown key":       {goodSkill + "handlr: x\n", `f.yaml:4:1: unknown key "handlr"; did you mean "handler"?`},
-		"far key":           {goodSkill + "zzzzzzzz: x\n", `f.yaml:4:1: unknown key "zzzzzzzz"; known are config, `},
-		"endless key":       {goodSkill + strings.Repeat("h", 1000) + ": x\n", `f.yaml:4:1: unknown key "` + strings.Repeat("h", 80) + `…"; known are config, `},
-		"key twice":         {goodSkill + "name: b\n", `f.yaml:4:1: name: is given twice, first in line 2`},
-		"wrong type":        {goodSkill + "idempotent: perhaps\n", `f.yaml:4:13: idempotent: is "perhaps"; it must be true or false`},
-		"yes for true":      {goodSkill + "idempotent: yes\n", `f.yaml:4:13: idempotent: is "yes"; it must be true or false`},
-		"large number":      {"kind: objective\nname: a\ngoal: b\npriority: 99999999999999999999\n", `f.yaml:4:11: priority: is "9999`},
-		"list for text":     {goodSkill + "description: [a]\n", `f.yaml:4:14: description: is a list; it must be text`},
-		"text for list":     {"kind: objective\nname: a\ngoal: b\nsteps: c\n", `f.yaml:4:8: steps: is "c"; it must be a list`},
-		"text for mapping":  {goodSkill + "config: c\n", `f.yaml:4:9: config: is "c"; it must be a mapping`},
-		"text for number":   {"kind: objective\nname: a\ngoal: b\npriority: high\n", `f.yaml:4:11: priority: is "high"; it must be a whole number`},
-		"item of list":      {"kind: objective\nname: a\ngoal: b\nsteps:\n- a\n- [b]\n", `f.yaml:6:3: steps[1]: is a list; it must be text`},
-		"empty item":        {"kind: objective\nname: a\ngoal: b\nsteps:\n- a\n- ''\n", `f.yaml:6:3: steps[1]: must have`},
-		"no kind":           {"name: a\n", `f.yaml:1:1: kind: is missing; write kind: agent, database, skill, `},
-		"unknown kind":      {"kind: skil\nname: a\n", `f.yaml:1:7: unknown kind "skil"; did you mean "skill"?`},
-		"kind a list":       {"kind: [skill]\n", `f.yaml:1:7: unknown kind `},
-		"not a mapping":     {"- a\n", `f.yaml:1:1: is a list; a document is a mapping`},
-		"not YAML":          {"a: b\n  c: d\n", `f.yaml:2: is not YAML: mapping values are not allowed`},
-		"tab":               {"kind: skill\nconfig:\n\tquery: x\n", `any token; indent with blanks and not with a tab`},
-		"bare colon":        {"kind: skill\ndescription: Note: it counts\n", `not allowed in this context; quote a text that has a ":"`},
-		"bare star":         {"kind: automation\ncron: * * * * *\n", `character; quote a text that begins with * or &`},
-		"open list":         {"kind: agent\nskills: [a\nname: b\n", `f.yaml:`},
-		"open quote":        {"kind: agent\nname: \"b\n", `f.yaml:`},
-		"second document":   {goodSkill + "---\n" + "kind: skill\nname: x y\nhandler: builtin:b\n", `f.yaml:6:7: name: "x y" must be`},
-		"no name":           {"kind: skill\nhandler: builtin:b\n", `f.yaml:1:1: name: "" must be`},
-		"no handler":        {"kind: skill\nname: a\n", `f.yaml:1:1: handler: "" must begin`},
-		"nested field":      {"kind: skill\nname: a\nhandler: 'sql:'\nconfig:\n  query: select @x\n", `f.yaml:5:10: config.query: @x is not declared`},
-		"schema":            {goodSkill + "parameters: {type: object, properties: {x: {type: text}}}\n", `f.yaml:4:51: parameters.properties.x.type: `},
-		"alias":             {"kind: skill\nname: &n a\nhandler: *n\n", `f.yaml:3:10: handler: aliases are not taken`},
-		"alias of itself":   {goodSkill + "config: &c {query: *c}\n", `f.yaml:4:20: config.query: aliases are not taken`},
-		"merge key":         {goodSkill + "config: {<<: {a: b}}\n", `f.yaml:4:10: config: aliases and merge keys are not taken`},
-		"number not JSON's": {goodSkill + "config: {query: .nan}\n", `f.yaml:4:17: config.query: .nan is not a number that JSON has`},
-		"own tag":           {goodSkill + "config: {query: !secret x}\n", `f.yaml:4:17: config.query: the tag !secret is not taken`},
-		"binary":            {goodSkill + "description: !!binary aGk=\n", `f.yaml:4:14: description: is "aGk="; it must be text`},
-		"key not text":      {goodSkill + "config: {[a]: b}\n", `f.yaml:4:10: config: a key must be a text`},
-		"too deep":          {goodSkill + "config: {query: " + strings.Repeat("[", 60) + strings.Repeat("]", 60) + "}\n", `nested more than 50 deep`},
-		"far too deep":      {goodSkill + "config: " + strings.Repeat("[", 20000) + "\n", `is not YAML: `},
-		"too large":         {goodSkill + "# " + strings.Repeat("x", 1<<20), `f.yaml: is larger than 1048576 bytes`},
-		"not text":          {"kind: \xff\xfe", `f.yaml: is not YAML: `},
+		"cron": {
+			"kind: automation\nname: a\ncron: often\nskill: b\n",
+			`f.yaml:3:7: cron: parse schedule "often"`,
+		},
+		"number for text": {
+			"kind: automation\nname: a\ncron: '@daily'\nskill: b\nmax_attempts: 1.5\n",
+			`f.yaml:5:15: max_attempts: is "1.5"; it must be a whole number`,
+		},
+		"unknown key": {goodSkill + "handlr: x\n", `f.yaml:4:1: unknown key "handlr"; did you mean "handler"?`},
+		"far key":     {goodSkill + "zzzzzzzz: x\n", `f.yaml:4:1: unknown key "zzzzzzzz"; known are config, `},
+		"endless key": {goodSkill + strings.Repeat("h", 1000) + ": x\n", `f.yaml:4:1: unknown key "` +
+			strings.Repeat("h", 80) + `…"; known are config, `},
+		"key twice": {goodSkill + "name: b\n", `f.yaml:4:1: name: is given twice, first in line 2`},
+		"wrong type": {
+			goodSkill + "idempotent: perhaps\n",
+			`f.yaml:4:13: idempotent: is "perhaps"; it must be true or false`,
+		},
+		"yes for true": {goodSkill + "idempotent: yes\n", `f.yaml:4:13: idempotent: is "yes"; it must be true or false`},
+		"large number": {
+			"kind: objective\nname: a\ngoal: b\npriority: 99999999999999999999\n",
+			`f.yaml:4:11: priority: is "9999`,
+		},
+		"list for text": {goodSkill + "description: [a]\n", `f.yaml:4:14: description: is a list; it must be text`},
+		"text for list": {
+			"kind: objective\nname: a\ngoal: b\nsteps: c\n",
+			`f.yaml:4:8: steps: is "c"; it must be a list`,
+		},
+		"text for mapping": {goodSkill + "config: c\n", `f.yaml:4:9: config: is "c"; it must be a mapping`},
+		"text for number": {
+			"kind: objective\nname: a\ngoal: b\npriority: high\n",
+			`f.yaml:4:11: priority: is "high"; it must be a whole number`,
+		},
+		"item of list": {
+			"kind: objective\nname: a\ngoal: b\nsteps:\n- a\n- [b]\n",
+			`f.yaml:6:3: steps[1]: is a list; it must be text`,
+		},
+		"empty item":    {"kind: objective\nname: a\ngoal: b\nsteps:\n- a\n- ''\n", `f.yaml:6:3: steps[1]: must have`},
+		"no kind":       {"name: a\n", `f.yaml:1:1: kind: is missing; write kind: agent, database, skill, `},
+		"unknown kind":  {"kind: skil\nname: a\n", `f.yaml:1:7: unknown kind "skil"; did you mean "skill"?`},
+		"kind a list":   {"kind: [skill]\n", `f.yaml:1:7: unknown kind `},
+		"not a mapping": {"- a\n", `f.yaml:1:1: is a list; a document is a mapping`},
+		"not YAML":      {"a: b\n  c: d\n", `f.yaml:2: is not YAML: mapping values are not allowed`},
+		"tab":           {"kind: skill\nconfig:\n\tquery: x\n", `any token; indent with blanks and not with a tab`},
+		"bare colon": {"kind: skill\ndescription: Note: it counts\n", `not allowed
+			in this context; quote a text that has a ":"`},
+		"bare star":  {"kind: automation\ncron: * * * * *\n", `character; quote a text that begins with * or &`},
+		"open list":  {"kind: agent\nskills: [a\nname: b\n", `f.yaml:`},
+		"open quote": {"kind: agent\nname: \"b\n", `f.yaml:`},
+		"second document": {
+			goodSkill + "---\n" + "kind: skill\nname: x y\nhandler: builtin:b\n",
+			`f.yaml:6:7: name: "x y" must be`,
+		},
+		"no name":    {"kind: skill\nhandler: builtin:b\n", `f.yaml:1:1: name: "" must be`},
+		"no handler": {"kind: skill\nname: a\n", `f.yaml:1:1: handler: "" must begin`},
+		"nested field": {
+			"kind: skill\nname: a\nhandler: 'sql:'\nconfig:\n  query: select @x\n",
+			`f.yaml:5:10: config.query: @x is not declared`,
+		},
+		"schema": {
+			goodSkill + "parameters: {type: object, properties: {x: {type: text}}}\n",
+			`f.yaml:4:51: parameters.properties.x.type: `,
+		},
+		"alias":           {"kind: skill\nname: &n a\nhandler: *n\n", `f.yaml:3:10: handler: aliases are not taken`},
+		"alias of itself": {goodSkill + "config: &c {query: *c}\n", `f.yaml:4:20: config.query: aliases are not taken`},
+		"merge key": {
+			goodSkill + "config: {<<: {a: b}}\n",
+			`f.yaml:4:10: config: aliases and merge keys are not taken`,
+		},
+		"number not JSON's": {
+			goodSkill + "config: {query: .nan}\n",
+			`f.yaml:4:17: config.query: .nan is not a number that JSON has`,
+		},
+		"own tag": {
+			goodSkill + "config: {query: !secret x}\n",
+			`f.yaml:4:17: config.query: the tag !secret is not taken`,
+		},
+		"binary":       {goodSkill + "description: !!binary aGk=\n", `f.yaml:4:14: description: is "aGk="; it must be text`},
+		"key not text": {goodSkill + "config: {[a]: b}\n", `f.yaml:4:10: config: a key must be a text`},
+		"too deep": {
+			goodSkill + "config: {query: " + strings.Repeat("[", 60) + strings.Repeat("]", 60) + "}\n",
+			`nested more than 50 deep`,
+		},
+		"far too deep": {goodSkill + "config: " + strings.Repeat("[", 20000) + "\n", `is not YAML: `},
+		"too large":    {goodSkill + "# " + strings.Repeat("x", 1<<20), `f.yaml: is larger than 1048576 bytes`},
+		"not text":     {"kind: \xff\xfe", `f.yaml: is not YAML: `},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w, err := workspace.Load(files("f.yaml", c.file))
@@ -145,7 +189,8 @@ func TestLoadReportsAllErrors(t *testing.T) {
 	t.Parallel()
 	_, err := workspace.Load(files(
 		"b.yaml", goodSkill+"scope: everyone\ntrust: maybe\nidempotnt: true\n---\nkind: thing\n",
-		"a.yaml", goodSkill+"---\nkind: objective\nname: a\ngoal: g\nreview_every: often\n---\nkind: objective\nname: a\ngoal: g\n",
+		"a.yaml", goodSkill+"---\nkind: objective\nname: a\ngoal: g\nreview_every: often\n---\nkind: objective\nname: "+
+			"a\ngoal: g\n",
 		"c.yaml", "x: [",
 	))
 	want := []string{
@@ -179,7 +224,8 @@ func TestLoadReportsCauseOnly(t *testing.T) {
 
 func TestLoadEmptyFolder(t *testing.T) {
 	t.Parallel()
-	if _, err := workspace.Load(files("README.md", "x")); err == nil || !strings.Contains(err.Error(), "has no .yaml file") {
+	if _, err := workspace.Load(files("README.md", "x")); err == nil ||
+		!strings.Contains(err.Error(), "has no .yaml file") {
 		t.Errorf("error is %v", err)
 	}
 }

@@ -99,7 +99,9 @@ func kinds() []kind {
 }
 
 // kindReader builds the kind with definitions of type D.
-func kindReader[D any](name string, validate func(D) error, nameOf func(D) string, list func(*Workspace) *[]Document[D]) kind {
+func kindReader[D any](
+	name string, validate func(D) error, nameOf func(D) string, list func(*Workspace) *[]Document[D],
+) kind {
 	return kind{name: name, read: func(l *loader, s source) {
 		document := Document[D]{At: position(s.file, s.node), source: s}
 		wrong := s.decode(&document.Definition)
@@ -221,7 +223,10 @@ func kindTables(w Workspace, o Options) []kindApplier {
 			get:      getSkill,
 			put:      put(skills.Put),
 			notFound: skills.ErrNotFound, remove: skills.Remove,
-			declared: []string{"description", "parameters", "handler", "config", "scope", "trust", "idempotent", "timeout_ms", "source"},
+			declared: []string{
+				"description", "parameters", "handler", "config", "scope", "trust", "idempotent",
+				"timeout_ms", "source",
+			},
 		},
 		mcpServers(w), agentTable(w, o),
 		kindTable[objectives.Definition, objective]{

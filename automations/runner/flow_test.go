@@ -14,7 +14,10 @@ import (
 func TestAnAutomationStartsAFlow(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	a := w.put(t, automations.Definition{Name: "hire", Event: "hired", Flow: "onboarding", Arguments: map[string]any{"tone": "warm"}})
+	a := w.put(t, automations.Definition{
+		Name: "hire", Event: "hired", Flow: "onboarding",
+		Arguments: map[string]any{"tone": "warm"},
+	})
 	if a.Flow != "onboarding" || a.SkillName != "" {
 		t.Errorf("the automation is %+v", a)
 	}
@@ -29,7 +32,8 @@ func TestAnAutomationStartsAFlow(t *testing.T) {
 	w.raise(t, "hired", "c1", `{"name": "Ana"}`)
 	w.until(t, "success 1")
 	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'onboarding' and status = 'completed'`) == "1"
+		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'onboarding'
+			and status = 'completed'`) == "1"
 	}, "the flow ends")
 	if got := pgtest.Value[string](t, w.pool, `select input::text from agent_executions where flow = 'onboarding'`); got !=
 		`{"key": "c1", "data": {"name": "Ana"}, "tone": "warm", "event": "hired"}` {
@@ -48,7 +52,8 @@ func TestAnAutomationStartsAFlow(t *testing.T) {
 		t.Errorf("fork of a run: %v", err)
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, w.pool, `select (status = 'completed')::text from agent_executions where id = (select execution_id from agent_automation_runs)`) == "true"
+		return pgtest.Value[string](t, w.pool, `select (status = 'completed')::text from agent_executions
+			where id = (select execution_id from agent_automation_runs)`) == "true"
 	}, "the run's execution ends")
 	again, err := e.Replay(t.Context(), run)
 	if err != nil || !again.Equal {
@@ -63,17 +68,20 @@ func TestARunThatIsTriedAgainStartsItsFlowOnce(t *testing.T) {
 	// The end of the first attempt cannot be recorded.
 	pgtest.Exec(t, w.pool, `create function refuse() returns trigger language plpgsql as $$ begin
 		if new.status = 'success' and old.attempt = 1 then raise exception 'not now'; end if; return new; end $$`)
-	pgtest.Exec(t, w.pool, `create trigger refuse before update on agent_automation_runs for each row execute function refuse()`)
+	pgtest.Exec(t, w.pool, `create trigger refuse before update
+		on agent_automation_runs for each row execute function refuse()`)
 	w.process(t)
 	w.raise(t, "hired", "c1", `{}`)
 	pgtest.Eventually(t, patience, func() bool {
 		pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where status = 'error'`)
 		return w.states(t) == "success 1"
 	}, "the second attempt succeeds")
-	if got := pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'external:hire'`); got != "1" {
+	if got := pgtest.Value[string](t, w.pool,
+		`select count(*)::text from agent_executions where flow = 'external:hire'`); got != "1" {
 		t.Errorf("%s executions", got)
 	}
-	if got := pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation'`); got == "1" {
+	if got := pgtest.Value[string](t, w.pool,
+		`select count(*)::text from agent_executions where flow = 'automation'`); got == "1" {
 		t.Error("there was one attempt")
 	}
 }

@@ -50,7 +50,8 @@ func newWorld(t *testing.T) *world {
 	require.NoError(t, err)
 	quiet := slog.New(slog.DiscardHandler)
 	client, err := models.New(models.Config{
-		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: quiet, Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
+		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: quiet,
+		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
 	})
 	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: map[string]skills.Builtin{"look": w.called}, Pool: w.pool})
@@ -132,5 +133,6 @@ func (w *world) until(t *testing.T, want string) {
 			t.Logf("runs are %s", got)
 		}
 	}()
-	pgtest.Eventually(t, patience, func() bool { got = w.states(t); return got == want }, fmt.Sprintf("runs become %s", want))
+	pgtest.Eventually(t, patience, func() bool { got = w.states(t); return got == want },
+		fmt.Sprintf("runs become %s", want))
 }

@@ -16,7 +16,8 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	w.put(t, automations.Definition{Name: "before", Cron: "*/5 * * * *"})
 	w.put(t, automations.Definition{Name: "during", Cron: "*/5 * * * *"})
 	w.put(t, automations.Definition{Name: "event", Event: "E"})
-	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = clock_timestamp() - interval '1 hour' where name = 'before'`)
+	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = clock_timestamp() - interval '1 hour'
+		where name = 'before'`)
 	_, err := executions.PauseAll(t.Context(), w.pool, "ana", "prices look wrong")
 	require.NoError(t, err)
 	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = clock_timestamp() where name = 'during'`)
@@ -34,11 +35,14 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	}
 	said := pgtest.Value[string](t, w.pool, `
 		select count(*) || ' ' || min(a.input ->> 'automation') || ' ' || min(a.output #>> '{}') from agent_activity a
-		  join agent_automation_runs r on r.trace_id = a.trace_id where a.skill_name = 'run_automation' and a.status = 'skipped'`)
-	if !strings.HasPrefix(said, "1 during autonomous work is paused since ") || !strings.HasSuffix(said, "by ana: prices look wrong") {
+		  join agent_automation_runs r on r.trace_id = a.trace_id where a.skill_name = 'run_automation'
+		    and a.status = 'skipped'`)
+	if !strings.HasPrefix(said, "1 during autonomous work is paused since ") ||
+		!strings.HasSuffix(said, "by ana: prices look wrong") {
 		t.Errorf("recorded: %s", said)
 	}
-	next := pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || (next_run_at > clock_timestamp())::text, ', ' order by name) from agent_automations where trigger = 'cron'`)
+	next := pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || (next_run_at > clock_timestamp())::text, ', '
+		order by name) from agent_automations where trigger = 'cron'`)
 	if next != "before false, during true" {
 		t.Errorf("the next times are ahead: %s", next)
 	}
@@ -46,7 +50,8 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	require.NoError(t, err)
 	w.until(t, "skipped 1, success 1")
 	// Nobody waits for what an event of an admin's turn causes, so the next pause holds it back too.
-	if got := pgtest.Value[string](t, w.pool, `select surface || ' ' || trace_id from agent_executions where flow = 'automation'`); got != "flow "+turn {
+	if got := pgtest.Value[string](t, w.pool, `select surface || ' ' || trace_id from agent_executions
+		where flow = 'automation'`); got != "flow "+turn {
 		t.Errorf("it ran as %s", got)
 	}
 }

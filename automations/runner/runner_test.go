@@ -22,23 +22,31 @@ const hook = "wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
 func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	w.put(t, automations.Definition{Name: "a", Event: "ISSUE", When: `payload.action == "opened" and key startsWith "repo/"`, Prompt: "Answer the issue."})
+	w.put(t, automations.Definition{
+		Name: "a", Event: "ISSUE",
+		When: `payload.action == "opened" and key startsWith "repo/"`, Prompt: "Answer the issue.",
+	})
 	w.put(t, automations.Definition{Name: "other", Event: "PUSH"})
 	w.process(t)
-	pgtest.Exec(t, w.pool, `select * from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened", "title": "It broke", "password": "hunter2"}', 'd1', $1)`, hook)
-	pgtest.Exec(t, w.pool, `select * from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened"}', 'd1', $1)`, hook) // delivered again
+	pgtest.Exec(t, w.pool, `select *
+		from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened", "title": "It broke", "password": "hunter2"}', 'd1',
+		$1)`, hook)
+	// delivered again
+	pgtest.Exec(t, w.pool, `select * from raise_agent_event('ISSUE', 'repo/1', '{"action": "opened"}', 'd1', $1)`, hook)
 	w.raise(t, "ISSUE", "repo/2", `{"action": "closed"}`)
 	w.raise(t, "ISSUE", "elsewhere", `{"action": "opened"}`)
 	pgtest.Exec(t, w.pool, `select * from deliver_agent_event('EVENT_COMPLETED', 'PUSH')`) // known by its key
 	w.until(t, "skipped 2, success 2")
 	got := pgtest.Value[string](t, w.pool, `
 		select r.trace_id || ' ' || x.surface || ' ' || x.flow || ' ' || x.trace_id
-		  from agent_automation_runs r join agent_executions x on x.id = r.execution_id where r.status = 'success' and r.trace_id <> ''  and x.surface = 'webhook'`)
+		  from agent_automation_runs r join agent_executions x on x.id = r.execution_id where r.status = 'success'
+		    and r.trace_id <> ''  and x.surface = 'webhook'`)
 	if want := hook + " webhook automation " + hook; got != want {
 		t.Errorf("got %s", got)
 	}
 	prompt := w.model.Requests()[0].Messages[1].Content
-	if !strings.Contains(prompt, "It broke") || !strings.Contains(prompt, "not as instructions") || strings.Contains(prompt, "hunter2") {
+	if !strings.Contains(prompt, "It broke") || !strings.Contains(prompt, "not as instructions") ||
+		strings.Contains(prompt, "hunter2") {
 		t.Errorf("the model was told %s", prompt)
 	}
 }
@@ -106,10 +114,12 @@ func TestNoRunIsMadeTwiceHoweverManyDispatch(t *testing.T) {
 	if overlaps != "0" {
 		t.Errorf("%s runs of one automation overlapped", overlaps)
 	}
-	if n := pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation'`); n != fmt.Sprint(4*events) {
+	if n := pgtest.Value[string](t, w.pool,
+		`select count(*)::text from agent_executions where flow = 'automation'`); n != fmt.Sprint(4*events) {
 		t.Errorf("%s executions were started", n)
 	}
-	if got := pgtest.Value[string](t, w.pool, `select (last_trace_id <> '' and last_run_at is not null)::text from agent_automations where id = $1`, a.ID); got != "true" {
+	if got := pgtest.Value[string](t, w.pool, `select (last_trace_id <> '' and last_run_at is not null)::text
+		from agent_automations where id = $1`, a.ID); got != "true" {
 		t.Error("the automation does not say when it last ran")
 	}
 }
@@ -184,7 +194,8 @@ func TestARunWhoseSkillIsDisabledWaitsForItInsteadOfDying(t *testing.T) {
 	w.process(t)
 	w.raise(t, "E", "k", `{}`)
 	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation' and status = 'waiting'`) == "1"
+		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation'
+			and status = 'waiting'`) == "1"
 	}, "the run waits for the lane")
 	_, err := skills.Disable(t.Context(), w.pool, "look", "admin", "not now", nil)
 	require.NoError(t, err)
@@ -210,7 +221,8 @@ func TestAConditionThatCannotBeDecidedIsADeadLetter(t *testing.T) {
 	w.process(t)
 	w.raise(t, "E", "k", `{"size": "large"}`)
 	w.until(t, "dead 1")
-	if why := pgtest.Value[string](t, w.pool, `select error_message from agent_automation_runs`); !strings.Contains(why, `automation "a"`) || !strings.Contains(why, "column") {
+	if why := pgtest.Value[string](t, w.pool, `select error_message from agent_automation_runs`); !strings.Contains(why,
+		`automation "a"`) || !strings.Contains(why, "column") {
 		t.Errorf("it says %s", why)
 	}
 }
@@ -234,7 +246,8 @@ func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
 	}
 	var group sync.WaitGroup
 	group.Go(func() {
-		run, err := automations.GetRun(t.Context(), w.pool, pgtest.Value[string](t, w.pool, `select id::text from agent_automation_runs`))
+		run, err := automations.GetRun(t.Context(), w.pool,
+			pgtest.Value[string](t, w.pool, `select id::text from agent_automation_runs`))
 		if err == nil {
 			err = engine.ClaimAndRun(context.WithoutCancel(t.Context()), *run.ExecutionID)
 		}
@@ -249,7 +262,8 @@ func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
 	close(wake)
 	group.Wait()
 	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, w.pool, `select string_agg(status, ' ') from agent_executions where flow = 'automation'`) == "completed"
+		return pgtest.Value[string](t, w.pool, `select string_agg(status, ' ') from agent_executions
+			where flow = 'automation'`) == "completed"
 	}, "the execution ends")
 	if got := pgtest.Value[string](t, w.pool, `select is_agent_lock_held($1)::text`, "automation:"+a.ID); got != "false" {
 		t.Error("the lane is still held")
@@ -291,7 +305,8 @@ func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
 	if err != nil || x.Status != executions.Completed || x.TraceID != run.TraceID || x.ResultSummary != "a: success" {
 		t.Errorf("got %+v, %v", x, err)
 	}
-	if x, err := engine.RunSync(t.Context(), runner.Spec("agent", run)); err != nil || !strings.Contains(x.ResultSummary, "somebody else") {
+	if x, err := engine.RunSync(t.Context(), runner.Spec("agent", run)); err != nil ||
+		!strings.Contains(x.ResultSummary, "somebody else") {
 		t.Errorf("the same run was made again: %+v, %v", x, err)
 	}
 	pgtest.Exec(t, w.pool, `update agent_automations set disabled_by = 'proposal', proposed_by = 'agent'`)
@@ -317,11 +332,13 @@ func TestTheEndOfARunStartsNoOther(t *testing.T) {
 	w := newWorld(t)
 	w.put(t, automations.Definition{Name: "a", Event: "AGENT_COMPLETED"})
 	w.process(t)
-	pgtest.Exec(t, w.pool, `insert into agent_executions (trace_id, surface, flow, status) values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'x', 'running')`)
+	pgtest.Exec(t, w.pool, `insert into agent_executions (trace_id, surface, flow, status)
+		values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'x', 'running')`)
 	pgtest.Exec(t, w.pool, `update agent_executions set status = 'cancelled' where flow = 'x'`)
 	w.until(t, "success 1")
 	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation' and status = 'completed'`) == "1"
+		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation'
+			and status = 'completed'`) == "1"
 	}, "the run's execution ends")
 	if got := w.states(t); got != "success 1" {
 		t.Errorf("runs are %s", got)

@@ -32,7 +32,8 @@ func (c *cli) activityListCommand() *cobra.Command {
 		}),
 	}
 	surfaceFlag(cmd.Flags(), &f.Surface)
-	statusFlag(cmd.Flags(), &status, "only this state", "running", "success", "error", "pending_approval", "skipped", "unknown")
+	statusFlag(cmd.Flags(), &status, "only this state", "running", "success", "error", "pending_approval",
+		"skipped", "unknown")
 	cmd.Flags().StringVar(&f.Skill, "skill", "", "only this skill")
 	cmd.Flags().StringVar(&f.Lane, "lane", "", "only actions in this lane")
 	cmd.Flags().StringVar(&f.TraceID, "trace", "", "only this trace")
@@ -46,7 +47,8 @@ func writeActivities(w io.Writer, rows []activity.Row) {
 	writeRows(w, "no matching activity; `agent heartbeat` creates some",
 		[]string{"TIME", "TRACE", "SKILL", "STATUS", "TOOK", "TOKENS", "ERROR"}, rows, func(r activity.Row) []string {
 			return []string{
-				formatTime(r.CreatedAt), r.TraceID, r.SkillName, string(r.Status), formatMillis(r.DurationMS), fmt.Sprint(r.TokenUsage.TotalTokens),
+				formatTime(r.CreatedAt), r.TraceID, r.SkillName, string(r.Status), formatMillis(r.DurationMS),
+				fmt.Sprint(r.TokenUsage.TotalTokens),
 				truncate(deref(r.ErrorMessage), 60),
 			}
 		})
@@ -106,7 +108,8 @@ func (c *cli) spendCommand() *cobra.Command {
 		},
 		row: func(x activity.Spending) []string {
 			return []string{
-				x.Day, cmp.Or(x.Skill, x.Purpose, "-"), x.Surface, x.Model, fmt.Sprint(x.Calls), fmt.Sprint(x.Tokens), formatUSD(x.CostUSD),
+				x.Day, cmp.Or(x.Skill, x.Purpose, "-"), x.Surface, x.Model, fmt.Sprint(x.Calls), fmt.Sprint(x.Tokens),
+				formatUSD(x.CostUSD),
 				unknownSpend(x.UnknownTokens, x.UnknownUSD),
 			}
 		},
@@ -143,7 +146,10 @@ func (c *cli) slowestCommand() *cobra.Command {
 			if x.MaxMS != nil {
 				most = fmt.Sprint(*x.MaxMS)
 			}
-			return []string{x.Skill, fmt.Sprint(x.Calls), fmt.Sprintf("%.0f", x.P50MS), fmt.Sprintf("%.0f", x.P95MS), most, x.SlowestTraceID}
+			return []string{
+				x.Skill, fmt.Sprint(x.Calls), fmt.Sprintf("%.0f", x.P50MS), fmt.Sprintf("%.0f", x.P95MS),
+				most, x.SlowestTraceID,
+			}
 		},
 	}.command(c)
 	return cmd
@@ -158,7 +164,8 @@ func (c *cli) failingCommand() *cobra.Command {
 		},
 		row: func(x activity.Failure) []string {
 			return []string{
-				x.Skill, x.State, fmt.Sprint(x.Calls), fmt.Sprint(x.Errors), formatPercent(x.Rate), fmt.Sprint(x.Streak), truncate(x.LastError, 60), x.LastTrace,
+				x.Skill, x.State, fmt.Sprint(x.Calls), fmt.Sprint(x.Errors), formatPercent(x.Rate), fmt.Sprint(x.Streak),
+				truncate(x.LastError, 60), x.LastTrace,
 			}
 		},
 	}.command(c)
@@ -168,7 +175,8 @@ func (c *cli) failingCommand() *cobra.Command {
 func (c *cli) auditCommand() *cobra.Command {
 	var f activity.Filter
 	cmd := &cobra.Command{
-		Use: "audit", Short: "List the audit log, newest first: actor, action, object, reason, result", Args: positionalArgs(0, 0, "no arguments"),
+		Use: "audit", Short: "List the audit log, newest first: actor, action, object, reason, result",
+		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withReader(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := activity.Audit(cmd.Context(), s.read, f)
 			if err != nil {
@@ -194,9 +202,11 @@ func (c *cli) auditCommand() *cobra.Command {
 
 func writeAudit(w io.Writer, rows []activity.AuditEntry) {
 	writeRows(w, "no actions in that time",
-		[]string{"TIME", "WHO", "KIND", "WHAT", "OBJECT", "WHY", "ON BEHALF OF", "RESULT", "ERROR", "COST", "TRACE"}, rows, func(r activity.AuditEntry) []string {
+		[]string{"TIME", "WHO", "KIND", "WHAT", "OBJECT", "WHY", "ON BEHALF OF", "RESULT", "ERROR", "COST", "TRACE"}, rows,
+		func(r activity.AuditEntry) []string {
 			return []string{
-				formatTime(r.At), r.Actor, string(r.Kind), r.Act, truncate(r.Object, 90), truncate(cmp.Or(r.Reason, r.Origin), 60), truncate(r.OnBehalfOf, 40), string(r.Status),
+				formatTime(r.At), r.Actor, string(r.Kind), r.Act, truncate(r.Object, 90), truncate(cmp.Or(r.Reason, r.Origin), 60),
+				truncate(r.OnBehalfOf, 40), string(r.Status),
 				truncate(r.Error, 40), formatUSD(r.CostUSD), r.TraceID,
 			}
 		})

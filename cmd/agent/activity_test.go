@@ -54,21 +54,34 @@ steps: [look]
 
 // notAudited lists the commands without an audit row, with the reason.
 var notAudited = map[string]string{
-	"": "shows help", "help": "shows help", "version": "reads", "doctor": "reads", "healthcheck": "reads", "why": "reads", "why last": "reads", "trace": "reads", "trace ls": "reads", "trace last": "reads",
-	"activity ls": "reads", "activity spend": "reads", "activity slowest": "reads", "activity failing": "reads", "activity audit": "reads", "lanes ls": "reads",
-	"executions ls": "reads", "executions show": "reads", "executions status": "reads", "executions waiting": "reads", "executions stuck": "reads", "executions replay": "reads",
-	"agents ls": "reads", "agents show": "reads", "agents diff": "reads", "models ls": "reads", "models check": "asks a model", "init": "writes files alone",
-	"flows ls": "reads", "flows show": "reads", "flows schema": "reads", "requests ls": "reads", "requests show": "reads", "skills ls": "reads", "skills show": "reads", "approvals ls": "reads",
-	"approvals show": "reads", "objectives ls": "reads", "objectives show": "reads", "automations ls": "reads", "automations show": "reads", "automations runs": "reads",
-	"automations dead": "reads", "memory ls": "reads", "memory get": "reads", "memory search": "reads", "memory stats": "reads", "memory conflicts ls": "reads",
-	"memory conflicts show": "reads", "webhooks ls": "reads", "webhooks show": "reads", "webhooks endpoints": "reads", "webhooks targets": "reads",
-	"retention show": "reads", "mcp ls": "reads", "mcp show": "reads", "threads ls": "reads", "threads show": "reads", "threads locks": "reads", "threads access": "reads",
-	"migrate": "agent_schema keeps it", "serve": "does what others ask", "dev": "applies a workspace, and serves", "demo": "plays on a database of its own", "mcp": "serves others",
-	"mcp serve": "serves others", "chat": "is a visitor", "operate": "a turn has its own rows, on behalf of the admin", "skills call": "the call has its own row, on behalf of the admin",
-	"heartbeat": "has its own rows", "lanes run": "runs a command of the admin's own; one that is skipped has a row", "selfheal": "a skill that is healed has a row",
+	"": "shows help", "help": "shows help", "version": "reads", "doctor": "reads", "healthcheck": "reads", "why": "reads",
+	"why last": "reads", "trace": "reads", "trace ls": "reads", "trace last": "reads",
+	"activity ls": "reads", "activity spend": "reads", "activity slowest": "reads", "activity failing": "reads",
+	"activity audit": "reads", "lanes ls": "reads",
+	"executions ls": "reads", "executions show": "reads", "executions status": "reads", "executions waiting": "reads",
+	"executions stuck": "reads", "executions replay": "reads",
+	"agents ls": "reads", "agents show": "reads", "agents diff": "reads", "models ls": "reads",
+	"models check": "asks a model", "init": "writes files alone",
+	"flows ls": "reads", "flows show": "reads", "flows schema": "reads", "requests ls": "reads", "requests show": "reads",
+	"skills ls": "reads", "skills show": "reads", "approvals ls": "reads",
+	"approvals show": "reads", "objectives ls": "reads", "objectives show": "reads", "automations ls": "reads",
+	"automations show": "reads", "automations runs": "reads",
+	"automations dead": "reads", "memory ls": "reads", "memory get": "reads", "memory search": "reads",
+	"memory stats": "reads", "memory conflicts ls": "reads",
+	"memory conflicts show": "reads", "webhooks ls": "reads", "webhooks show": "reads", "webhooks endpoints": "reads",
+	"webhooks targets": "reads",
+	"retention show":   "reads", "mcp ls": "reads", "mcp show": "reads", "threads ls": "reads", "threads show": "reads",
+	"threads locks": "reads", "threads access": "reads",
+	"migrate": "agent_schema keeps it", "serve": "does what others ask", "dev": "applies a workspace, and serves",
+	"demo": "plays on a database of its own", "mcp": "serves others",
+	"mcp serve": "serves others", "chat": "is a visitor", "operate": "a turn has its own rows, on behalf of the admin",
+	"skills call": "the call has its own row, on behalf of the admin",
+	"heartbeat":   "has its own rows", "lanes run": "runs a command of the admin's own; one that is skipped has a row",
+	"selfheal":     "a skill that is healed has a row",
 	"documents ls": "reads", "documents show": "reads", "documents get": "reads",
 	"documents add": "has a row; see the tests of documents", "documents rm": "has a row; see the tests of documents",
-	"threads clean": "what is freed has a row", "mcp sync": "what changes has a row", "mcp accept": "has a row; see the tests of quarantine",
+	"threads clean": "what is freed has a row", "mcp sync": "what changes has a row",
+	"mcp accept": "has a row; see the tests of quarantine",
 }
 
 // auditedCommands returns the other commands in an order in which each has an effect, with audited object and reason.
@@ -81,30 +94,41 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 	begin := func() string {
 		engine, err := executions.New(db, executions.Options{Keeper: lanes.NewKeeper(db, lanes.Options{})})
 		require.NoError(t, err)
-		x, _, err := engine.Start(t.Context(), db, executions.Spec{Flow: executions.External, Surface: trace.Flow, Agent: "tester", OnLost: "fail"})
+		x, _, err := engine.Start(t.Context(), db, executions.Spec{
+			Flow: executions.External, Surface: trace.Flow,
+			Agent: "tester", OnLost: "fail",
+		})
 		require.NoError(t, err)
 		return x.ID
 	}
 	first, second := begin(), begin()
 	asked := func() string {
-		return one(`insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
-			select x.trace_id, x.id, s.name, s.revision, '{}', lanekeeper.agent_uuid7()::text, clock_timestamp() + interval '1 day'
+		return one(`insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments,
+			arguments_hash, expires_at)
+			select x.trace_id, x.id, s.name, s.revision, '{}', lanekeeper.agent_uuid7()::text,
+			  clock_timestamp() + interval '1 day'
 			  from agent_skills s, agent_executions x where s.name = 'pay' and x.id = $1::uuid returning id::text`, first)
 	}
 	dead := one(`insert into agent_automation_runs (automation_id, cause, scheduled_for, status)
 		select id, 'manual', clock_timestamp(), 'dead' from agent_automations where name = 'nightly' returning id::text`)
 	for _, name := range []string{"later", "never"} {
-		one(`insert into agent_objectives (name, goal, status, proposed_by) values ($1, 'g', 'proposed', 'tester') returning id::text`, name)
+		one(`insert into agent_objectives (name, goal, status, proposed_by) values ($1, 'g', 'proposed', 'tester')
+			returning id::text`, name)
 	}
 	one(`insert into agent_automations (name, skill_name, cron, timezone, enabled, disabled_by, proposed_by)
-		select 'proposed', skill_name, cron, timezone, false, 'proposal', 'tester' from agent_automations where name = 'nightly' returning id::text`)
-	one(`insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, headers, body, body_sha256)
-		values ('shop', 'msg_1', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'dead', '{}', '{"id": 7}', 'abc') returning id::text`)
+		select 'proposed', skill_name, cron, timezone, false, 'proposal', 'tester' from agent_automations
+		where name = 'nightly' returning id::text`)
+	one(`insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, headers, body,
+		body_sha256)
+		values ('shop', 'msg_1', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'dead', '{}', '{"id": 7}',
+		  'abc') returning id::text`)
 	one(`insert into agent_threads (id, channel) values ('maria', 'chat') returning id`)
 	one(`select try_acquire_agent_lock('pipeline:x', 'import', 3600)::text`)
-	conflict := one(`insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, found_value, trace_id, found_trace_id)
+	conflict := one(`insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, found_value,
+		trace_id, found_trace_id)
 		values ('admin', 'contact', '"b"', 1, 1, '"a"', 'op_x', 'op_y') returning id::text`)
-	request := one(`insert into agent_requests (kind, execution_id, trace_id, title) values ('test', $1::uuid, 'fl_x', 'sql') returning id::text`, second)
+	request := one(`insert into agent_requests (kind, execution_id, trace_id, title)
+		values ('test', $1::uuid, 'fl_x', 'sql') returning id::text`, second)
 	step := one(`select s.id::text from agent_objective_steps s`)
 	approve, reject := asked(), asked()
 	return [][]string{
@@ -128,7 +152,8 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 		{"objectives resume tidy", "objective tidy", "why not"},
 		{"objectives done " + step, "step " + step, "why not"},
 		{"memory set contact Ana --category admin", "memory admin / contact", "why not"},
-		{"memory conflicts resolve " + conflict + " --take theirs", "decision: keep, conflict " + conflict + ", memory admin / contact", "why not"},
+		{"memory conflicts resolve " + conflict + " --take theirs", "decision: keep, conflict " + conflict +
+			", memory admin / contact", "why not"},
 		{"memory forget contact --category admin", "memory admin / contact", "why not"},
 		{"executions cancel " + first, "execution " + first + ", flow external", "why not"},
 		{"executions retry " + first, "execution " + first, "why not"},
@@ -176,11 +201,13 @@ func TestEveryChangingCommandIsAudited(t *testing.T) {
 		var page struct{ Items []activity.AuditEntry }
 		p.mustJSON(&page, "activity", "audit")
 		for _, r := range page.Items {
-			if r.ID > before && r.Actor == activity.Admin && r.OnBehalfOf == activity.Admin && strings.Contains(r.Object, object) && (reason == "" || r.Reason == reason) {
+			if r.ID > before && r.Actor == activity.Admin && r.OnBehalfOf == activity.Admin &&
+				strings.Contains(r.Object, object) && (reason == "" || r.Reason == reason) {
 				return
 			}
 		}
-		t.Errorf("agent %s: no row names the admin, %q and %q: %+v", command, object, reason, page.Items[:min(3, len(page.Items))])
+		t.Errorf("agent %s: no row names the admin, %q and %q: %+v", command, object, reason,
+			page.Items[:min(3, len(page.Items))])
 	}
 	for _, c := range auditedCommands(t, p, db, dir) {
 		if strings.HasPrefix(c[0], "apply") {
@@ -212,12 +239,15 @@ func TestAutomationRunNeedsApproval(t *testing.T) {
 		ApprovalID string `json:"approval_id"`
 	}
 	p.mustJSON(&ran, "automations", "run", "nightly")
-	assert.Contains(t, p.must("automations", "run", "nightly"), "waits for approval "+ran.ApprovalID, "agent approvals approve")
-	assert.Contains(t, p.must("approvals", "show", ran.ApprovalID), "asked by", "agent in automation (surface operate) for the admin")
+	assert.Contains(t, p.must("automations", "run", "nightly"), "waits for approval "+ran.ApprovalID,
+		"agent approvals approve")
+	assert.Contains(t, p.must("approvals", "show", ran.ApprovalID), "asked by",
+		"agent in automation (surface operate) for the admin")
 	assert.Contains(t, p.must("automations", "runs"), "awaits approval "+ran.ApprovalID[:30])
 	p.must("approvals", "approve", ran.ApprovalID, "--reason", "it is due")
 	late := p.run("approvals", "reject", ran.ApprovalID)
-	assert.Contains(t, late.err, "decided already: approved by admin at", "it is due", "see agent approvals show "+ran.ApprovalID)
+	assert.Contains(t, late.err, "decided already: approved by admin at", "it is due",
+		"see agent approvals show "+ran.ApprovalID)
 	if late.code != 1 || strings.Contains(late.err, "or its skill") {
 		t.Errorf("exit %d: %s", late.code, late.err)
 	}
@@ -229,7 +259,8 @@ func TestAutomationRunNeedsApproval(t *testing.T) {
 			t.Errorf("after the call the run is %+v", r)
 		}
 	}
-	if shown := p.must("approvals", "show", ran.ApprovalID); strings.Contains(shown, "waits for the decision") || !strings.Contains(shown, "consumed") {
+	if shown := p.must("approvals", "show", ran.ApprovalID); strings.Contains(shown, "waits for the decision") ||
+		!strings.Contains(shown, "consumed") {
 		t.Errorf("shown is %s", shown)
 	}
 
@@ -256,9 +287,12 @@ func insertHistory(t *testing.T, db *pgxpool.Pool) {
 	r := rand.New(rand.NewPCG(seed, 1))
 	const root, child = "01890000-0000-7000-8000-000000000001", "01890000-0000-7000-8000-000000000002"
 	pgtest.Exec(t, db, `
-		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at, trial_at, enabled_at)
-		values ('healthy', '{}', 'builtin:x', true, '', '', null, null, 'epoch'), ('again', '{}', 'builtin:x', true, '', '', null, null, clock_timestamp() - interval '3 hours'),
-		       ('broken', '{}', 'builtin:x', false, 'self_heal', 'failed', now(), null, 'epoch'), ('tried', '{}', 'builtin:x', false, 'self_heal', 'failed', now(), now(), 'epoch');
+		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at,
+		  trial_at, enabled_at)
+		values ('healthy', '{}', 'builtin:x', true, '', '', null, null, 'epoch'),
+		  ('again', '{}', 'builtin:x', true, '', '', null, null, clock_timestamp() - interval '3 hours'),
+		       ('broken', '{}', 'builtin:x', false, 'self_heal', 'failed', now(), null, 'epoch'),
+		         ('tried', '{}', 'builtin:x', false, 'self_heal', 'failed', now(), now(), 'epoch');
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, parent_id)
 		values ('`+root+`', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'agent', 'external:turn', 'pending', null),
 		       ('`+child+`', 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'agent', 'external:help', 'pending', '`+root+`');
@@ -278,14 +312,19 @@ func insertHistory(t *testing.T, db *pgxpool.Pool) {
 			tokens, cost = 1+r.IntN(5000), float64(r.IntN(1_000_000))/1e6
 		}
 		err := db.QueryRow(t.Context(), `
-			insert into agent_activity (id, trace_id, execution_id, kind, agent, surface, skill_name, purpose, status, error_class, error_message, model, token_usage,
+			insert into agent_activity (id, trace_id, execution_id, kind, agent, surface, skill_name, purpose, status,
+			  error_class, error_message, model, token_usage,
 			       cost_usd, led_to, cause_id, created_at, finished_at, duration_ms)
-			select lanekeeper.agent_uuid7(at), 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', nullif($1, '')::uuid, $2, 'agent', $3, $4, $5, $6, $7, nullif($7, ''),
-			       case $2 when 'model' then 'm1' else '' end, jsonb_build_object('prompt_tokens', $8::int / 2, 'completion_tokens', $8::int - $8::int / 2, 'total_tokens', $8::int),
+			select lanekeeper.agent_uuid7(at), 'op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', nullif($1, '')::uuid, $2, 'agent', $3, $4, $5,
+			  $6, $7, nullif($7, ''),
+			       case $2 when 'model' then 'm1' else '' end,
+			         jsonb_build_object('prompt_tokens', $8::int / 2, 'completion_tokens', $8::int - $8::int / 2, 'total_tokens',
+			           $8::int),
 			       $9::float8::numeric(14, 6), $10::text::jsonb, nullif($11, '')::uuid, at, at, $12
 			  from (select clock_timestamp() - make_interval(secs => $13) as at) x
 			returning case when kind = 'model' then id::text else '' end`,
-			pick("", root, child), kind, pick("operate", "chat", "heartbeat"), name, pick("", "turn"), status, class, tokens, cost, ledTo,
+			pick("", root, child), kind, pick("operate", "chat", "heartbeat"), name, pick("", "turn"), status,
+			class, tokens, cost, ledTo,
 			map[bool]string{true: cause}[kind == "call"], r.IntN(60_000), float64(r.IntN(6*24*3600))).Scan(&cause)
 		require.NoError(t, err)
 	}
@@ -295,7 +334,8 @@ func insertHistory(t *testing.T, db *pgxpool.Pool) {
 func (c *reportChecker) check(name, sql, since string, fields ...string) []line {
 	c.t.Helper()
 	var bySQL []line
-	require.NoError(c.t, c.db.QueryRow(c.t.Context(), `select coalesce(jsonb_agg(to_jsonb(x)), '[]') from (`+sql+`) x`).Scan(&bySQL))
+	require.NoError(c.t, c.db.QueryRow(c.t.Context(), `select coalesce(jsonb_agg(to_jsonb(x)), '[]') from (`+
+		sql+`) x`).Scan(&bySQL))
 	var byCommand, byHTTP struct {
 		Items []line `json:"items"`
 	}
@@ -379,18 +419,25 @@ func TestReportsAgreeEverywhere(t *testing.T) {
 	address := pgtest.URL(t)
 	db := connect(t, address)
 	insertHistory(t, db)
-	p := newProgram(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
+	p := newProgram(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info",
+		"AGENT_HEARTBEAT_CRON=0 0 29 2 *")
 	s := p.start("serve")
 	jar, err := cookiejar.New(nil)
 	require.NoError(t, err)
 	c := &reportChecker{t, p, db, "http://" + s.find(t, `listen=http://(\S+)`), &http.Client{Jar: jar}}
-	c.do(http.MethodPost, "/login", url.Values{"token": {strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")}, "next": {"/spend"}}.Encode())
+	c.do(http.MethodPost, "/login", url.Values{
+		"token": {strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")},
+		"next":  {"/spend"},
+	}.Encode())
 
-	c.check("spend", `select s.*, s.day::text as day from agent_spend s order by s.day desc, s.cost_usd desc, s.tokens desc, s.skill, s.surface, s.model`, "30d",
-		"day", "skill", "surface", "model", "calls", "prompt_tokens", "completion_tokens", "tokens", "cost_usd", "unknown_tokens", "unknown_usd")
+	c.check("spend", `select s.*, s.day::text as day from agent_spend s order by s.day desc, s.cost_usd desc,
+		s.tokens desc, s.skill, s.surface, s.model`, "30d",
+		"day", "skill", "surface", "model", "calls", "prompt_tokens", "completion_tokens", "tokens", "cost_usd",
+		"unknown_tokens", "unknown_usd")
 	c.checkSpendTotal(t.Context())
 	page := c.get("/skills")
-	for _, l := range c.check("slowest", `select * from agent_slowest_skills`, "", "skill", "calls", "p50_ms", "p95_ms", "max_ms", "slowest_trace_id") {
+	for _, l := range c.check("slowest", `select * from agent_slowest_skills`, "", "skill", "calls", "p50_ms", "p95_ms",
+		"max_ms", "slowest_trace_id") {
 		c.cells(c.row(page, fmt.Sprintf(`id="slowest-%s"`, l["skill"])), l["calls"], l["p50_ms"], l["p95_ms"], l["max_ms"])
 	}
 	var skills struct {
@@ -404,7 +451,8 @@ func TestReportsAgreeEverywhere(t *testing.T) {
 	for _, k := range skills.Items {
 		health[k.Name] = k.Health
 	}
-	for _, l := range c.check("failing", `select * from agent_failing_skills`, "", "skill", "calls", "errors", "rate", "streak", "p50_ms", "p95_ms", "last_error",
+	for _, l := range c.check("failing", `select * from agent_failing_skills`, "", "skill", "calls", "errors", "rate",
+		"streak", "p50_ms", "p95_ms", "last_error",
 		"last_error_class", "last_trace_id", "state") {
 		c.cells(c.row(page, fmt.Sprintf(`id="failing-%s"`, l["skill"])), l["errors"], l["calls"], l["streak"])
 		if h := health[l["skill"]]; h["streak"] != l["streak"] || h["state"] != l["state"] {
@@ -413,11 +461,14 @@ func TestReportsAgreeEverywhere(t *testing.T) {
 	}
 	page = c.get("/audit")
 	const first = 20
-	for i, l := range c.check("audit", `select * from agent_audit order by id desc`, "30d", "id", "actor", "kind", "act", "object", "reason", "origin", "on_behalf_of", "status",
-		"error_class", "error_message", "model", "tokens", "cost_usd", "duration_ms", "surface", "trace_id", "execution_id", "parent_id", "cause_id", "thread_id") {
+	for i, l := range c.check("audit", `select * from agent_audit order by id desc`, "30d", "id", "actor", "kind", "act",
+		"object", "reason", "origin", "on_behalf_of", "status",
+		"error_class", "error_message", "model", "tokens", "cost_usd", "duration_ms", "surface", "trace_id", "execution_id",
+		"parent_id", "cause_id", "thread_id") {
 		if i < first {
 			row := c.row(page, fmt.Sprintf(`id="row-%s"`, l["id"]))
-			assert.Contains(t, row, l["actor"].(string), l["act"].(string), html.EscapeString(l["object"].(string)), l["reason"].(string), l["on_behalf_of"].(string))
+			assert.Contains(t, row, l["actor"].(string), l["act"].(string), html.EscapeString(l["object"].(string)),
+				l["reason"].(string), l["on_behalf_of"].(string))
 		}
 	}
 }
@@ -427,16 +478,21 @@ func (c *reportChecker) checkSpendTotal(ctx context.Context) {
 	c.t.Helper()
 	var charged, purposes, log string
 	err := c.db.QueryRow(ctx, `
-		select (select row(sum(s.calls), sum(s.prompt_tokens), sum(s.completion_tokens), sum(s.tokens), sum(s.cost_usd))::text from agent_spend s),
-		       (select row(sum(s.calls), sum(s.prompt_tokens), sum(s.completion_tokens), sum(s.tokens), sum(s.cost_usd))::text from agent_spend_by_purpose s),
-		       (select row(count(*), sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens')), sum(lanekeeper.agent_tokens(a.token_usage, 'completion_tokens')),
-		               sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), sum(a.cost_usd))::text from agent_activity a where a.kind = 'model')`).
+		select (select row(sum(s.calls), sum(s.prompt_tokens), sum(s.completion_tokens), sum(s.tokens), sum(s.cost_usd))::text
+		  from agent_spend s),
+		       (select row(sum(s.calls), sum(s.prompt_tokens), sum(s.completion_tokens), sum(s.tokens), sum(s.cost_usd))::text
+		         from agent_spend_by_purpose s),
+		       (select row(count(*), sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens')),
+		         sum(lanekeeper.agent_tokens(a.token_usage, 'completion_tokens')),
+		               sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), sum(a.cost_usd))::text
+		                 from agent_activity a where a.kind = 'model')`).
 		Scan(&charged, &purposes, &log)
 	if err != nil || charged != log || purposes != log {
 		c.t.Errorf("charged are %s, by purpose %s, the log has %s (%v)", charged, purposes, log, err)
 	}
 	page := c.get("/spend?days=30&by=skill")
-	rows, err := c.db.Query(ctx, `select s.skill, sum(s.tokens)::float8, sum(s.calls)::float8 from agent_spend s where s.skill <> '' group by 1`)
+	rows, err := c.db.Query(ctx, `select s.skill, sum(s.tokens)::float8, sum(s.calls)::float8 from agent_spend s
+		where s.skill <> '' group by 1`)
 	require.NoError(c.t, err)
 	defer rows.Close()
 	for rows.Next() {
@@ -455,20 +511,24 @@ func TestTracePrompts(t *testing.T) {
 	const id = "op_01J8052XG1XHJAZ95GX5TCNBAZ"
 	pgtest.Exec(t, db, `
 		with old as (
-		  insert into agent_activity (trace_id, surface, agent, skill_name, kind, model) values ($1, 'operate', 'ops', 'model_call', 'model', 'old')),
+		  insert into agent_activity (trace_id, surface, agent, skill_name, kind, model)
+		    values ($1, 'operate', 'ops', 'model_call', 'model', 'old')),
 		call as (
 		  insert into agent_activity (trace_id, surface, agent, skill_name, kind, model, token_usage)
 		  values ($1, 'operate', 'ops', 'model_call', 'model', 'gpt-4o-mini',
-		          '{"prompt_tokens": 1200, "cached_tokens": 1024, "completion_tokens": 9, "total_tokens": 1209}') returning id),
+		          '{"prompt_tokens": 1200, "cached_tokens": 1024, "completion_tokens": 9, "total_tokens": 1209}')
+		            returning id),
 		part as (
 		  insert into agent_prompt_parts (digest, body)
 		  select sha256(b::bytea), b from unnest(array['[{"type":"function"}]', '{"content":"You act.","role":"system"}']) b)
 		insert into agent_prompts (activity_id, tools, messages, options)
-		select id, sha256('[{"type":"function"}]'), array[sha256('{"content":"You act.","role":"system"}'), sha256('gone')], '{"max_tokens": 4096}' from call`, id)
+		select id, sha256('[{"type":"function"}]'), array[sha256('{"content":"You act.","role":"system"}'), sha256('gone')],
+		  '{"max_tokens": 4096}' from call`, id)
 	text := p.must("trace", id, "--prompts")
 	for _, want := range []string{
 		"prompt: not recorded, or pruned", "tokens: 1200 prompt (1024 cached, 0 cache writes), 9 completion",
-		`options: {"max_tokens": 4096}`, "[tools, 21 bytes]\n[{\"type\":\"function\"}]", "[system, 38 bytes]\nYou act.", "is no longer kept]",
+		`options: {"max_tokens": 4096}`, "[tools, 21 bytes]\n[{\"type\":\"function\"}]", "[system, 38 bytes]\nYou act.",
+		"is no longer kept]",
 	} {
 		assert.Contains(t, text, want)
 	}

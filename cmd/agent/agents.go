@@ -49,7 +49,8 @@ func (c *cli) agentsListCommand() *cobra.Command {
 
 func writeAgents(w io.Writer, listed []listedAgent) {
 	writeRows(w, "",
-		[]string{"AGENT", "ROLE", "VERSION", "MODEL", "MEMORY", "KEYS", "HEARTBEAT", "TODAY", "ABOUT"}, listed, func(a listedAgent) []string {
+		[]string{"AGENT", "ROLE", "VERSION", "MODEL", "MEMORY", "KEYS", "HEARTBEAT", "TODAY", "ABOUT"}, listed,
+		func(a listedAgent) []string {
 			heartbeat, role := "", ""
 			if a.Heartbeat != nil {
 				heartbeat = a.Heartbeat.Cron
@@ -74,7 +75,8 @@ func modelOrOffline(text string) string {
 func (c *cli) agentsShowCommand() *cobra.Command {
 	var version int
 	cmd := &cobra.Command{
-		Use: "show NAME", Short: "Show an agent's effective values and their sources", Args: positionalArgs(1, 1, "an agent's name"),
+		Use: "show NAME", Short: "Show an agent's effective values and their sources",
+		Args: positionalArgs(1, 1, "an agent's name"),
 		Long: `Show an agent's effective values with their sources: document, setting or default. Its instructions
 follow.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {

@@ -77,7 +77,10 @@ func (c *cli) app(s *session, model *models.Client) (*app, error) {
 		return nil, err
 	}
 	a.listener = postgres.NewListener(postgres.Dialer(s.sessionPool()), log)
-	a.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: a.listener, Logger: log, Disabled: !cfg.LanesEnabled, Observer: a.metrics})
+	a.keeper = lanes.NewKeeper(pool, lanes.Options{
+		Listener: a.listener, Logger: log, Disabled: !cfg.LanesEnabled,
+		Observer: a.metrics,
+	})
 	var err error
 	a.engine, err = executions.New(pool, executions.Options{
 		Keeper: a.keeper, Listener: a.listener, Logger: log, Workers: cfg.Workers, StopTimeout: cfg.ShutdownTimeout,
@@ -135,7 +138,8 @@ func (a *app) newLoop(model *models.Client, zone *time.Location) *reason.Loop {
 // newDirectory resolves agents, with the settings as defaults.
 func newDirectory(cfg config.Config) *agents.Directory {
 	return &agents.Directory{Settings: agents.Settings{
-		Name: cfg.Name, Model: cfg.Model, Effort: cfg.Provider.Effort, Timezone: cfg.Timezone, HeartbeatCron: cfg.HeartbeatCron,
+		Name: cfg.Name, Model: cfg.Model, Effort: cfg.Provider.Effort, Timezone: cfg.Timezone,
+		HeartbeatCron: cfg.HeartbeatCron,
 		Limits: agents.Limits{
 			Iterations: cfg.Budget.MaxIterations, Tokens: cfg.Budget.MaxTokens, CostUSD: cfg.Budget.MaxCostUSD,
 			DayUSD: cfg.Limits.DayUSD,
@@ -212,7 +216,9 @@ func (a *app) runWithLeases(ctx context.Context, fn func(ctx context.Context) er
 
 // withBackground runs lease renewal, notifications and telemetry while fn runs. They outlive ctx, because fn needs
 // them until it returns.
-func (a *app) withBackground(ctx context.Context, fn func(ctx context.Context) error, services ...func(ctx context.Context) error) error {
+func (a *app) withBackground(
+	ctx context.Context, fn func(ctx context.Context) error, services ...func(ctx context.Context) error,
+) error {
 	background, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	var group errgroup.Group
@@ -254,8 +260,9 @@ func (a *app) registerSurfaces() (err error) {
 	}
 	a.chat = &chat.Chat{
 		Pool: a.pool, Front: a.reserved.visitors, Engine: a.engine, Loop: a.loop, Logger: a.log, Agents: a.loop.Agents,
-		DoubleTexting: chat.DoubleTexting(cfg.Chat.DoubleTexting), Rate: cfg.Chat.Rate, MaxBody: int64(cfg.Chat.MaxBytes), DocumentBytes: int64(cfg.DocumentMaxBytes),
-		ApprovalWait: cfg.Chat.ApprovalWait, Listener: a.listener,
+		DoubleTexting: chat.DoubleTexting(cfg.Chat.DoubleTexting), Rate: cfg.Chat.Rate, MaxBody: int64(cfg.Chat.MaxBytes),
+		DocumentBytes: int64(cfg.DocumentMaxBytes),
+		ApprovalWait:  cfg.Chat.ApprovalWait, Listener: a.listener,
 		Visitor: func(r *http.Request) string {
 			name, _ := api.VisitorFrom(r.Context())
 			return name
@@ -264,7 +271,8 @@ func (a *app) registerSurfaces() (err error) {
 		Browser:      func(key string) bool { return slices.Contains(cfg.Chat.BrowserKeys, key) },
 	}
 	a.webhook = &webhook.Surface{
-		Pool: a.pool, RequestPool: a.reserved.visitors, Engine: a.engine, Loop: a.loop, Logger: a.log, Agent: cfg.Name, Getenv: a.getenv, Received: a.metrics.Delivery,
+		Pool: a.pool, RequestPool: a.reserved.visitors, Engine: a.engine, Loop: a.loop, Logger: a.log, Agent: cfg.Name,
+		Getenv: a.getenv, Received: a.metrics.Delivery,
 	}
 	a.runner = &runner.Runner{
 		Pool: a.pool, Loop: a.loop, Engine: a.engine, Logger: a.log, Listener: a.listener, Agent: cfg.Name,
@@ -278,7 +286,8 @@ func (a *app) registerSurfaces() (err error) {
 	}
 	a.threads = &threads.Dispatcher{Pool: a.pool, Client: client, Logger: a.log, Listener: a.listener, Getenv: a.getenv}
 	a.mcpServer = &mcp.Server{
-		Pool: a.adminPool(), Engine: a.engine, Skills: a.registry, Invoke: a.loop.Invoke, Agent: cfg.Name, Version: buildVersion(), Logger: a.log,
+		Pool: a.adminPool(), Engine: a.engine, Skills: a.registry, Invoke: a.loop.Invoke, Agent: cfg.Name,
+		Version: buildVersion(), Logger: a.log,
 	}
 	beat := &heartbeat.Heartbeat{Pool: a.pool, Loop: a.loop, Heal: healPolicy(cfg), Logger: a.log}
 	return errors.Join(beat.Register(a.engine), a.chat.Register(a.engine), a.webhook.Register(a.engine),
@@ -294,7 +303,10 @@ const eventStream = "text/event-stream"
 
 func (a *app) endpoints() []api.Endpoint {
 	var all []api.Endpoint
-	for _, some := range [][]api.Endpoint{a.operateEndpoints(), a.chatEndpoints(), a.webhookEndpoints(), a.mcpEndpoints(), a.metricsEndpoints()} {
+	for _, some := range [][]api.Endpoint{
+		a.operateEndpoints(), a.chatEndpoints(), a.visitorEndpoints(), a.webhookEndpoints(), a.mcpEndpoints(),
+		a.metricsEndpoints(),
+	} {
 		all = append(all, some...)
 	}
 	return all
@@ -307,7 +319,8 @@ func (a *app) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 		return nil, nil, fmt.Errorf("make the Engine Room: %w", err)
 	}
 	room, err := engineroom.New(engineroom.Options{
-		Pool: a.adminPool(), Read: a.read, API: routes, Logger: a.log, Agent: a.config.Name, Key: key, Limits: limits(a.config.Limits),
+		Pool: a.adminPool(), Read: a.read, API: routes, Logger: a.log, Agent: a.config.Name, Key: key,
+		Limits: limits(a.config.Limits),
 		Agents: newDirectory(a.config),
 	})
 	if err != nil {
@@ -333,9 +346,11 @@ func (a *app) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 func (a *app) operateEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/v1/operate", Access: api.Admin, Body: operate.Body{}, ContentType: eventStream, Stream: true, Finite: true,
+			Method: "POST", Path: "/v1/operate", Access: api.Admin, Body: operate.Body{}, ContentType: eventStream,
+			Stream: true, Finite: true,
 			Idempotent: true, Handler: a.operate.Handler(),
-			About: "Talk to the agent: events start, delta, tool, approval, done, error. With Accept: application/json the response " +
+			About: "Talk to the agent: events start, delta, tool, approval, done, error. With Accept: application/json the " +
+				"response " +
 				"is one document. 409 while another admin holds the lane.",
 		}, {
 			Method: "GET", Path: "/v1/operate/watch", Access: api.Admin, ContentType: eventStream, Stream: true,
@@ -349,12 +364,14 @@ func (a *app) chatEndpoints() []api.Endpoint {
 	limit := int64(a.config.Chat.MaxBytes)
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/v1/chat/completions", Access: api.Visitor, Body: json.RawMessage{}, Response: json.RawMessage{},
-			Stream: true, Finite: true, OpenAIErrors: true, MaxBody: limit, Handler: a.chat.CompletionsHandler(),
+			Method: "POST", Path: "/v1/chat/completions", Access: api.Visitor, Body: json.RawMessage{},
+			Response: json.RawMessage{},
+			Stream:   true, Finite: true, OpenAIErrors: true, MaxBody: limit, Handler: a.chat.CompletionsHandler(),
 			About: "OpenAI's chat completions, streamed or not. X-Thread-Id, metadata.thread_id or user select the thread; " +
 				"the response names it in X-Thread-Id. X-Visitor-Token is a visitor's secret (new requests one), X-Thread-Join a join token.",
 		}, {
-			Method: "GET", Path: "/v1/chat/completions/{id}", Access: api.Visitor, Response: json.RawMessage{}, Stream: true, Finite: true, OpenAIErrors: true,
+			Method: "GET", Path: "/v1/chat/completions/{id}", Access: api.Visitor, Response: json.RawMessage{}, Stream: true,
+			Finite: true, OpenAIErrors: true,
 			Handler: a.chat.CompletionHandler(),
 			About:   "A finished or running completion, for a client that lost its connection; ?stream=true attaches to it.",
 		}, {
@@ -379,28 +396,39 @@ func (a *app) chatEndpoints() []api.Endpoint {
 			OpenAIErrors: true, Handler: a.chat.DeleteResponseHandler(),
 			About: "Always rejected: a response is a message of its thread.",
 		}, {
-			Method: "GET", Path: "/v1/conversations/{id}/items", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
-			Handler: a.chat.ConversationItemsHandler(),
-			About:   "OpenAI's list of the items of a conversation. Unfinished answers have the status in_progress.",
+			Method: "GET", Path: "/v1/conversations/{id}/items", Access: api.Visitor, Response: json.RawMessage{},
+			OpenAIErrors: true,
+			Handler:      a.chat.ConversationItemsHandler(),
+			About:        "OpenAI's list of the items of a conversation. Unfinished answers have the status in_progress.",
 			Query: map[string]string{
 				"after": "The id of the item that the page follows", "limit": "Page size, at most 100", "order": "desc, or asc",
 			},
-		}, {
+		},
+	}
+}
+
+// visitorEndpoints are the chat page, the files of visitors, and the models.
+func (a *app) visitorEndpoints() []api.Endpoint {
+	return []api.Endpoint{
+		{
 			Method: "POST", Path: "/v1/files", Access: api.Visitor, Body: json.RawMessage{}, Response: json.RawMessage{},
-			OpenAIErrors: true, MaxBody: int64(a.config.DocumentMaxBytes) + documents.FormOverhead, Handler: a.chat.FilesHandler(),
-			About: "OpenAI's file upload. A message refers to the file by id. An unused file is deleted after a day.",
+			OpenAIErrors: true, MaxBody: int64(a.config.DocumentMaxBytes) + documents.FormOverhead,
+			Handler: a.chat.FilesHandler(),
+			About:   "OpenAI's file upload. A message refers to the file by id. An unused file is deleted after a day.",
 		}, {
 			Method: "GET", Path: "/v1/files", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
 			Handler: a.chat.FileListHandler(), About: "The caller's files.",
 			Query: map[string]string{
-				"after": "The id that the page follows", "limit": "Page size, at most 10000", "order": "desc, or asc", "purpose": "user_data",
+				"after": "The id that the page follows", "limit": "Page size, at most 10000", "order": "desc, or asc",
+				"purpose": "user_data",
 			},
 		}, {
 			Method: "GET", Path: "/v1/files/{id}", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
 			Handler: a.chat.FileHandler(), About: "A file of the caller.",
 		}, {
-			Method: "GET", Path: "/v1/files/{id}/content", Access: api.Visitor, ContentType: "application/octet-stream", OpenAIErrors: true,
-			Handler: a.chat.FileContentHandler(), About: "The content of a file, always as an attachment.",
+			Method: "GET", Path: "/v1/files/{id}/content", Access: api.Visitor, ContentType: "application/octet-stream",
+			OpenAIErrors: true,
+			Handler:      a.chat.FileContentHandler(), About: "The content of a file, always as an attachment.",
 		}, {
 			Method: "DELETE", Path: "/v1/files/{id}", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
 			Handler: a.chat.DeleteFileHandler(), About: "Delete a file. 409 if a message or flow uses it.",
@@ -423,22 +451,28 @@ func (a *app) chatEndpoints() []api.Endpoint {
 func (a *app) webhookEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/webhooks/{endpoint}", Access: api.Public, Body: json.RawMessage{}, Response: webhook.Receipt{}, Status: 202,
+			Method: "POST", Path: "/webhooks/{endpoint}", Access: api.Public, Body: json.RawMessage{},
+			Response: webhook.Receipt{}, Status: 202,
 			Again: true, MaxBody: webhooks.MostMaxBytes, Expect: a.webhook.Expect, Handler: a.webhook.Receive(),
-			About: "Receive a webhook: verify, store and acknowledge it with its trace. A repeated delivery returns 200 with the first trace.",
+			About: "Receive a webhook: verify, store and acknowledge it with its trace. A repeated delivery returns 200 with " +
+				"the first trace.",
 		}, {
-			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Response: webhook.Page{}, Handler: a.webhook.Deliveries(),
-			About: "Received webhooks, newest first.",
+			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Response: webhook.Page{},
+			Handler: a.webhook.Deliveries(),
+			About:   "Received webhooks, newest first.",
 			Query: map[string]string{
-				"endpoint": "Name of the endpoint", "status": "State of the delivery", "limit": "Page size, default 50, at most 500",
+				"endpoint": "Name of the endpoint", "status": "State of the delivery",
+				"limit":  "Page size, default 50, at most 500",
 				"cursor": "next_cursor of the previous page",
 			},
 		}, {
-			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Response: webhook.Shown{}, Handler: a.webhook.Delivery(),
-			About: "One delivery, with its body.",
+			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Response: webhook.Shown{},
+			Handler: a.webhook.Delivery(),
+			About:   "One delivery, with its body.",
 		}, {
-			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Body: json.RawMessage{}, Response: webhook.Replayed{},
-			Status: 202, Idempotent: true, Handler: a.webhook.ReplayDelivery(),
+			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Body: json.RawMessage{},
+			Response: webhook.Replayed{},
+			Status:   202, Idempotent: true, Handler: a.webhook.ReplayDelivery(),
 			About: "Process a delivery again, under a new trace.",
 		},
 	}

@@ -92,7 +92,9 @@ func (c *cli) printApply(ctx context.Context, s *session, files workspace.Worksp
 }
 
 // applyWorkspace makes the database match the files, or only plans it with --dry-run.
-func (c *cli) applyWorkspace(ctx context.Context, s *session, files workspace.Workspace, opts applyOptions) (workspace.Diff, error) {
+func (c *cli) applyWorkspace(
+	ctx context.Context, s *session, files workspace.Workspace, opts applyOptions,
+) (workspace.Diff, error) {
 	var none workspace.Diff
 	if err := c.rejectWeakTokens(files); err != nil {
 		return none, err
@@ -424,7 +426,8 @@ func watchDir(dir string) (*dirWatcher, error) {
 	}
 	watcher, err := fsnotify.NewWatcher()
 	if err != nil {
-		return nil, hint(fmt.Errorf("watch %s: %w", dir, err), "raise fs.inotify.max_user_instances, or apply without --watch")
+		return nil, hint(fmt.Errorf("watch %s: %w", dir, err),
+			"raise fs.inotify.max_user_instances, or apply without --watch")
 	}
 	f := &dirWatcher{watcher, filepath.Clean(dir)}
 	if err := f.add(f.dir); err != nil {

@@ -47,7 +47,8 @@ func TestApplyDiff(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t))
 	dir := writeFolder(t, map[string]string{"one.yaml": goodSkill})
 	dry := p.must("apply", dir, "--dry-run")
-	assert.Contains(t, dry, "+ skill one\n", "1 to create, 0 to update, 0 to remove, 0 unchanged\ndry run: nothing was changed\n")
+	assert.Contains(t, dry, "+ skill one\n", "1 to create, 0 to update, 0 to remove, 0 unchanged\ndry run: nothing was "+
+		"changed\n")
 	assert.Contains(t, p.must("skills", "ls"), "no skills")
 
 	assert.Contains(t, p.must("apply", dir), "+ skill one\n", "applied\n")
@@ -126,17 +127,32 @@ func TestApplyInvalidWorkspace(t *testing.T) {
 		files map[string]string
 		says  []string
 	}{
-		"not YAML":      {map[string]string{"x.yaml": "kind: [skill\n"}, []string{"/x.yaml:"}},
-		"unknown key":   {map[string]string{"x.yaml": goodSkill + "colour: red\n"}, []string{`/x.yaml:7:1: unknown key "colour"`}},
-		"unknown kind":  {map[string]string{"x.yaml": "kind: skil\nname: a\n"}, []string{"/x.yaml:1:7:", "skil"}},
-		"bad cron":      {map[string]string{"x.yaml": "kind: automation\nname: z\ncron: \"99 * * * *\"\nskill: one\n"}, []string{"/x.yaml:3:7: cron:"}},
-		"bad schema":    {map[string]string{"x.yaml": goodSkill + "parameters:\n  type: 7\n"}, []string{"/x.yaml:", "parameters"}},
-		"unknown skill": {map[string]string{"x.yaml": "kind: automation\nname: z\ncron: \"0 * * * *\"\nskill: nope\n"}, []string{"/x.yaml:4:8: skill: there is no skill \"nope\""}},
+		"not YAML": {map[string]string{"x.yaml": "kind: [skill\n"}, []string{"/x.yaml:"}},
+		"unknown key": {
+			map[string]string{"x.yaml": goodSkill + "colour: red\n"},
+			[]string{`/x.yaml:7:1: unknown key "colour"`},
+		},
+		"unknown kind": {map[string]string{"x.yaml": "kind: skil\nname: a\n"}, []string{"/x.yaml:1:7:", "skil"}},
+		"bad cron": {
+			map[string]string{"x.yaml": "kind: automation\nname: z\ncron: \"99 * * * *\"\nskill: one\n"},
+			[]string{"/x.yaml:3:7: cron:"},
+		},
+		"bad schema": {
+			map[string]string{"x.yaml": goodSkill + "parameters:\n  type: 7\n"},
+			[]string{"/x.yaml:", "parameters"},
+		},
+		"unknown skill": {
+			map[string]string{"x.yaml": "kind: automation\nname: z\ncron: \"0 * * * *\"\nskill: nope\n"},
+			[]string{"/x.yaml:4:8: skill: there is no skill \"nope\""},
+		},
 		"undeclared argument": {
 			map[string]string{"x.yaml": "kind: automation\nname: z\ncron: \"0 * * * *\"\nskill: one\narguments: {limit: 3}\n"},
 			[]string{"/x.yaml:5:", "limit", "(skill one)"},
 		},
-		"several problems": {map[string]string{"x.yaml": "kind: skill\nname: a b\n", "y.yaml": "kind: moon\n"}, []string{"/x.yaml:2:7:", "/y.yaml:1:7:"}},
+		"several problems": {
+			map[string]string{"x.yaml": "kind: skill\nname: a b\n", "y.yaml": "kind: moon\n"},
+			[]string{"/x.yaml:2:7:", "/y.yaml:1:7:"},
+		},
 	}
 	p := newProgram(t, pgtest.URL(t), "AGENT_LISTEN=127.0.0.1:0")
 	for name, test := range tests {
@@ -181,7 +197,8 @@ actions:
 		if got.code != 2 || got.out != "" {
 			t.Errorf("agent %s: exit %d, stdout %q, stderr %q", command, got.code, got.out, got.err)
 		}
-		assert.Contains(t, got.err, "/hook.yaml:", "webhook hook: ${HOOK_TOKEN} is too weak for a bearer token", "openssl rand -hex 32")
+		assert.Contains(t, got.err, "/hook.yaml:", "webhook hook: ${HOOK_TOKEN} is too weak for a bearer token",
+			"openssl rand -hex 32")
 	}
 	newProgram(t, url).must("apply", dir) // elsewhere the variable is not set
 	assert.Contains(t, weak.must("webhooks", "endpoints"), "too weak")
@@ -192,14 +209,21 @@ func TestMigrate(t *testing.T) {
 	t.Parallel()
 	url := pgtest.EmptyURL(t)
 	p := newProgram(t, url, "AGENT_LISTEN=127.0.0.1:0")
-	for _, args := range [][]string{{"skills", "ls"}, {"heartbeat"}, {"apply", caretaker}, {"lanes", "run", "x", "--", "echo"}} {
+	for _, args := range [][]string{
+		{"skills", "ls"},
+		{"heartbeat"},
+		{"apply", caretaker},
+		{"lanes", "run", "x", "--", "echo"},
+	} {
 		got := p.run(args...)
-		if got.code != 2 || got.out != "" || !strings.Contains(got.err, "the database is not migrated to this version of agent; run `agent migrate`") {
+		if got.code != 2 || got.out != "" || !strings.Contains(got.err, "the database is not migrated to this version of "+
+			"agent; run `agent migrate`") {
 			t.Errorf("agent %v on an empty database: exit %d, stdout %q, stderr %q", args, got.code, got.out, got.err)
 		}
 	}
 	first := p.run("migrate")
-	if first.code != 0 || !strings.Contains(first.out, "applied baseline") || !strings.Contains(first.err, "migrating the schema to version") {
+	if first.code != 0 || !strings.Contains(first.out, "applied baseline") ||
+		!strings.Contains(first.err, "migrating the schema to version") {
 		t.Errorf("first: exit %d, stdout %q, stderr %q", first.code, first.out, first.err)
 	}
 	var again struct {
@@ -229,7 +253,8 @@ func TestApplyWarnsOfUnknownModelAndKey(t *testing.T) {
 	database := pgtest.URL(t)
 	dir := writeFolder(t, map[string]string{"a.yaml": "kind: agent\nname: a\nmodel: got-4o\nkeys: [sho]\n"})
 	keys := "AGENT_CHAT_KEY=shop=" + strings.Repeat("0123456789abcdef", 2)
-	model, key := `unknown model "got-4o": no price, no facts; did you mean "gpt-4o"?`, `no chat key "sho" in AGENT_CHAT_KEY; did you mean "shop"?`
+	model, key := `unknown model "got-4o": no price, no facts; did you mean "gpt-4o"?`,
+		`no chat key "sho" in AGENT_CHAT_KEY; did you mean "shop"?`
 	got := newProgram(t, database, keys).run("apply", dir, "--dry-run")
 	assert.Contains(t, got.err, "warning: ", "a.yaml:1", model, key)
 	assert.Equal(t, 0, got.code)
@@ -337,14 +362,17 @@ func TestInitCreatesWorkingWorkspace(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	dir := filepath.Join(t.TempDir(), "42 Sol's shop!")
-	got := p.run("init", dir, "--purpose", "Answer questions about \"orders\": quickly.\nAnd {{kindly}}.", "--timezone", "Europe/Madrid")
+	got := p.run("init", dir, "--purpose", "Answer questions about \"orders\": quickly.\nAnd {{kindly}}.",
+		"--timezone", "Europe/Madrid")
 	if got.code != 0 || !strings.Contains(got.err, "wrote "+filepath.Join(dir, "workspace", "agent.yaml")) {
 		t.Fatalf("%d %s", got.code, got.err)
 	}
 	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
 	require.NoError(t, err)
-	assert.Contains(t, string(text), `name: "sol-s-shop"`, "Answer questions about \"orders\": quickly. And {{kindly}}.", `timezone: "Europe/Madrid"`)
-	assert.Contains(t, p.must("apply", filepath.Join(dir, "workspace")), "agent", "sol-s-shop", "list_tables", "tables every morning")
+	assert.Contains(t, string(text), `name: "sol-s-shop"`, "Answer questions about \"orders\": quickly. And {{kindly}}.",
+		`timezone: "Europe/Madrid"`)
+	assert.Contains(t, p.must("apply", filepath.Join(dir, "workspace")), "agent", "sol-s-shop", "list_tables",
+		"tables every morning")
 	assert.Contains(t, p.must("chat", "which tables are there?"), "list_tables")
 	if _, err := os.Stat(filepath.Join(dir, ".env")); err == nil {
 		t.Error("there is an .env without a database")
@@ -384,7 +412,8 @@ func TestInitRepeatsQuestion(t *testing.T) {
 	t.Parallel()
 	dir := filepath.Join(t.TempDir(), "desk-2")
 	shown := newProgramWithoutDatabase(t).onTerminal(t, "no good\n\nHelp.\nmysql://x\n\n", "init", dir)
-	assert.Contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "--database is not a PostgreSQL URL", "workspace/agent.yaml")
+	assert.Contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "--database is not a PostgreSQL URL",
+		"workspace/agent.yaml")
 	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
 	if err != nil || !strings.Contains(string(text), "name: \"desk-2\"\n") {
 		t.Errorf("the agent's file: %s, %v", text, err)

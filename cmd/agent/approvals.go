@@ -36,8 +36,12 @@ func (c *cli) approvalsListCommand() *cobra.Command {
 				return err
 			}
 			return printRows(c, got, "", "no pending approvals",
-				[]string{"APPROVAL", "SKILL", "STATUS", "ARGUMENTS", "ASKED", "EXPIRES", "TRACE", "REASON"}, func(a approvals.Approval) []string {
-					return []string{a.ID, a.SkillName, a.Status, truncate(string(a.Arguments), 60), formatTime(a.CreatedAt), formatTime(a.ExpiresAt), a.TraceID, truncate(a.Reason, 80)}
+				[]string{"APPROVAL", "SKILL", "STATUS", "ARGUMENTS", "ASKED", "EXPIRES", "TRACE", "REASON"},
+				func(a approvals.Approval) []string {
+					return []string{
+						a.ID, a.SkillName, a.Status, truncate(string(a.Arguments), 60), formatTime(a.CreatedAt),
+						formatTime(a.ExpiresAt), a.TraceID, truncate(a.Reason, 80),
+					}
 				})
 		}),
 	}
@@ -49,7 +53,8 @@ func (c *cli) approvalsListCommand() *cobra.Command {
 
 func (c *cli) approvalsShowCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "show ID", Short: "Show one call: requester, arguments, decision", Args: rowID("an approval", "agent approvals ls --all"),
+		Use: "show ID", Short: "Show one call: requester, arguments, decision",
+		Args: rowID("an approval", "agent approvals ls --all"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			a, err := approvals.Get(cmd.Context(), s.pool, args[0])
 			if errors.Is(err, approvals.ErrNotFound) {
@@ -80,7 +85,8 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 		lines = append(lines, [2]string{"waits", "its execution waits for the decision"})
 	}
 	if a.DecidedAt != nil {
-		lines = append(lines, [2]string{"decided", formatTime(*a.DecidedAt) + " by " + a.DecidedBy}, [2]string{"reason", a.Reason})
+		lines = append(lines, [2]string{"decided", formatTime(*a.DecidedAt) + " by " + a.DecidedBy},
+			[2]string{"reason", a.Reason})
 	}
 	if a.ConsumedAt != nil {
 		lines = append(lines, [2]string{"used", formatTime(*a.ConsumedAt)})
@@ -116,7 +122,8 @@ func (c *cli) decideCommand(approve bool) *cobra.Command {
 	var reason string
 	use, short := "reject ID", "Reject a call; its execution resumes with the rejection"
 	if approve {
-		use, short = "approve ID", "Approve a call once with exactly these arguments; its execution resumes, or the next heartbeat runs it"
+		use, short = "approve ID", "Approve a call once with exactly these arguments; its execution resumes, or the next "+
+			"heartbeat runs it"
 	}
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: rowID("an approval", "agent approvals ls --all"),
@@ -131,7 +138,8 @@ func (c *cli) decideCommand(approve bool) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.printf(decided, "%s %s: %s %s\n", decided.Status, decided.ID, decided.SkillName, truncate(string(decided.Arguments), 200))
+			return c.printf(decided, "%s %s: %s %s\n", decided.Status, decided.ID, decided.SkillName,
+				truncate(string(decided.Arguments), 200))
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")

@@ -94,7 +94,8 @@ func (c *cli) automationsListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List automations with their next run, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			page, next, err := readPage(&f.Limit, func() ([]automations.Automation, error) { return automations.List(cmd.Context(), s.pool, f) },
+			page, next, err := readPage(&f.Limit,
+				func() ([]automations.Automation, error) { return automations.List(cmd.Context(), s.pool, f) },
 				func(a automations.Automation) string { return a.ID })
 			if err != nil {
 				return err
@@ -102,7 +103,10 @@ func (c *cli) automationsListCommand() *cobra.Command {
 			got := shownAutomations(page)
 			return printRows(c, got, next, "no automations; `agent apply DIR` creates some",
 				[]string{"AUTOMATION", "STATE", "TRIGGER", "NEXT", "LAST", "DOES"}, func(a shownAutomation) []string {
-					return []string{a.Name, a.state(), truncate(a.trigger(), 50), firstOrDash(a.NextRuns), timeOrDash(a.LastRunAt), actionText(a.Automation)}
+					return []string{
+						a.Name, a.state(), truncate(a.trigger(), 50), firstOrDash(a.NextRuns), timeOrDash(a.LastRunAt),
+						actionText(a.Automation),
+					}
 				})
 		}),
 	}
@@ -138,7 +142,8 @@ func timeOrDash(t *time.Time) string {
 
 func (c *cli) automationsShowCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "show NAME", Short: "Show one automation: trigger, next three runs, last runs", Args: positionalArgs(1, 1, "an automation's name or id"),
+		Use: "show NAME", Short: "Show one automation: trigger, next three runs, last runs",
+		Args: positionalArgs(1, 1, "an automation's name or id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			a, err := automations.Get(cmd.Context(), s.pool, args[0])
 			if err != nil {
@@ -209,8 +214,12 @@ func resultText(r automations.Run) string {
 
 func writeRuns(w io.Writer, runs []automations.Run, none string) {
 	writeRows(w, none,
-		[]string{"RUN", "CAUSE", "STATUS", "ATTEMPT", "FOR", "RETRY", "TRACE", "ERROR"}, runs, func(r automations.Run) []string {
-			return []string{r.ID, r.Cause, r.Status, fmt.Sprint(r.Attempt), formatTime(r.ScheduledFor), timeOrDash(r.RetryAt), r.TraceID, truncate(deref(r.ErrorMessage), 60)}
+		[]string{"RUN", "CAUSE", "STATUS", "ATTEMPT", "FOR", "RETRY", "TRACE", "ERROR"}, runs,
+		func(r automations.Run) []string {
+			return []string{
+				r.ID, r.Cause, r.Status, fmt.Sprint(r.Attempt), formatTime(r.ScheduledFor), timeOrDash(r.RetryAt),
+				r.TraceID, truncate(deref(r.ErrorMessage), 60),
+			}
 		})
 }
 
@@ -232,7 +241,8 @@ func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 				}
 				f.AutomationID = a.ID
 			}
-			got, next, err := readPage(&f.Limit, func() ([]automations.Run, error) { return automations.Runs(cmd.Context(), s.pool, f) },
+			got, next, err := readPage(&f.Limit,
+				func() ([]automations.Run, error) { return automations.Runs(cmd.Context(), s.pool, f) },
 				func(r automations.Run) string { return r.ID })
 			if err != nil {
 				return err
@@ -295,7 +305,9 @@ func automationName(ctx context.Context, tx pgx.Tx, id string) (string, error) {
 	return a.Name, err
 }
 
-func (c *cli) automationsSwitchCommand(use, short, verb string, change func(ctx context.Context, tx pgx.Tx, name, reason string) (bool, error)) *cobra.Command {
+func (c *cli) automationsSwitchCommand(
+	use, short, verb string, change func(ctx context.Context, tx pgx.Tx, name, reason string) (bool, error),
+) *cobra.Command {
 	var reason string
 	var based *revisionCheck
 	cmd := &cobra.Command{
@@ -342,7 +354,8 @@ type runSummary struct {
 func (c *cli) automationsRunCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "run NAME", Short: "Run an automation now, in this process", Args: positionalArgs(1, 1, "an automation's name or id"),
+		Use: "run NAME", Short: "Run an automation now, in this process",
+		Args: positionalArgs(1, 1, "an automation's name or id"),
 		Long: `Run an automation now, whatever its trigger, even a disabled one. The run holds the automation's lane, and another
 process finishes it if this one dies. If the automation already runs elsewhere, the run is recorded as skipped with the
 holder, and the exit code is 75. The schedule stays as it is.`,
@@ -370,7 +383,10 @@ func (c *cli) runAutomation(ctx context.Context, s *session, a *app, name, reaso
 		return &exitError{exitBusy, hint(fmt.Errorf("skipped: %w", busy), "see agent lanes ls")}
 	}
 	var run automations.Run
-	_, err = recordChange(ctx, s, "run_automation_by_hand", map[string]any{"automation": automation.Name, "reason": reason}, func(tx pgx.Tx, traceID string) (bool, error) {
+	_, err = recordChange(ctx, s, "run_automation_by_hand", map[string]any{
+		"automation": automation.Name,
+		"reason":     reason,
+	}, func(tx pgx.Tx, traceID string) (bool, error) {
 		var err error
 		run, err = automations.RunManually(ctx, tx, name, traceID)
 		return err == nil, err
@@ -395,7 +411,8 @@ func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executi
 	err = c.print(runSummary{run, x.ID, x.TraceID, x.Result, approval}, func(w io.Writer) {
 		text := x.ResultSummary
 		if approval != "" {
-			text = fmt.Sprintf("waits for approval %s; see agent approvals show %s, then agent approvals approve (or reject) %s. The next heartbeat runs an "+
+			text = fmt.Sprintf("waits for approval %s; see agent approvals show %s, then agent approvals approve (or reject) "+
+				"%s. The next heartbeat runs an "+
 				"approved call", approval, approval, approval)
 		}
 		if x.Status == executions.Waiting {
@@ -415,7 +432,10 @@ func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executi
 	if x.Status == executions.Failed || x.Status == executions.Timeout {
 		failure := fmt.Errorf("run automation: %s", deref(x.ErrorMessage))
 		if skill := disabledSkill(ctx, s, run); skill != "" {
-			return &tracedError{hint(failure, "agent skills enable %s enables it again; see agent trace %s", skill, x.TraceID), x.TraceID}
+			return &tracedError{
+				hint(failure, "agent skills enable %s enables it again; see agent trace %s", skill, x.TraceID),
+				x.TraceID,
+			}
 		}
 		return &tracedError{hint(failure, "see agent trace %s", x.TraceID), x.TraceID}
 	}

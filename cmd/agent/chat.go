@@ -30,8 +30,9 @@ func (c *cli) chatCommand() *cobra.Command {
 		Long: `Talk to the agent as a visitor, with visitor skills only. MESSAGE runs one turn; a pipe runs one turn per line; a
 terminal is interactive. The answer goes to stdout, the thread id to stderr; continue with --thread. ^C cancels the
 turn; at the prompt ^C and ^D leave. --file attaches files to the first message.`,
-		Example: "  agent chat\n  agent chat 'when do you open?'\n  agent chat --thread th_… 'and on Sundays?' --json\n  agent chat --thread th_… --file damage.jpg 'here it is'",
-		Args:    messageArg,
+		Example: "  agent chat\n  agent chat 'when do you open?'\n  agent chat --thread th_… 'and on Sundays?' --json\n  " +
+			"agent chat --thread th_… --file damage.jpg 'here it is'",
+		Args: messageArg,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if thread != "" && threads.CheckID(thread) != nil {
 				return usageError("--thread: %w", threads.ErrInvalid)
@@ -106,7 +107,8 @@ func grantCLIAccess(ctx context.Context, s *session, thread string) error {
 	case got.OwnerKind == threads.ByKey, got.OwnerKind == threads.ByVisitor, got.OwnerKind == "" && got.Owner != "":
 		return nil
 	}
-	if _, err = threads.Grant(ctx, s.pool, thread, threads.Key(cliVisitor), thread, commandLine); errors.Is(err, threads.ErrTaken) {
+	if _, err = threads.Grant(ctx, s.pool, thread, threads.Key(cliVisitor), thread,
+		commandLine); errors.Is(err, threads.ErrTaken) {
 		return nil // the name refers to its own thread
 	}
 	return err

@@ -182,7 +182,8 @@ func (s *session) createDemoDatabase(ctx context.Context, c *cli) (drop func(ctx
 	return func(ctx context.Context) error {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
 		defer cancel()
-		if err := execOnServer(ctx, adminURL, "drop database if exists "+pgx.Identifier{name}.Sanitize()+" with (force)"); err != nil {
+		if err := execOnServer(ctx, adminURL, "drop database if exists "+pgx.Identifier{name}.Sanitize()+
+			" with (force)"); err != nil {
 			return hint(fmt.Errorf("drop the demo's database: %w", err), "drop database %s", name)
 		}
 		return nil

@@ -204,7 +204,8 @@ func (s *storyPlayer) finish(ctx context.Context) error {
 // verifyLog checks that every log line about the thread's lane became an event.
 func (s *storyPlayer) verifyLog() error {
 	if n := s.logs.count(laneLines...); n != s.watcher.laneEvents {
-		return mismatch(fmt.Sprintf("the log has %d lines about the thread's lane, and %d were told", n, s.watcher.laneEvents), nil, nil)
+		return mismatch(fmt.Sprintf("the log has %d lines about the thread's lane, and %d were told", n,
+			s.watcher.laneEvents), nil, nil)
 	}
 	if s.json {
 		return s.printLine(map[string]any{"event": "checked", "story": s.story.Name, "ok": true})
@@ -256,7 +257,8 @@ func (s *storyPlayer) lockExecution(ctx context.Context, worker string) error {
 	var got struct {
 		LockID string `json:"lock_id"`
 	}
-	err := s.client.post(ctx, "/v1/executions/"+s.runs[worker]+"/lock", map[string]any{"owner": "worker " + worker, "ttl_seconds": 300}, &got)
+	err := s.client.post(ctx, "/v1/executions/"+s.runs[worker]+"/lock",
+		map[string]any{"owner": "worker " + worker, "ttl_seconds": 300}, &got)
 	s.lock = got.LockID
 	return err
 }
@@ -406,7 +408,8 @@ select m.seq, case m.role when 'user' then t.participant else x.flow end as who,
 
 // printThread prints the thread from SQL and compares it with the expected messages.
 func (s *storyPlayer) printThread(ctx context.Context) error {
-	all, err := postgres.Rows[threadRow](ctx, s.pool, "read the thread", threadSQL, postgres.Strict{"thread": s.story.thread})
+	all, err := postgres.Rows[threadRow](ctx, s.pool, "read the thread", threadSQL,
+		postgres.Strict{"thread": s.story.thread})
 	if err != nil {
 		return err
 	}

@@ -20,7 +20,8 @@ func writes(words string) func(context.Context, *storyPlayer) error {
 
 func independentStory() story {
 	return story{
-		Name: "independent", About: "Two agents speak with Juan at once: the second one's message waits until the first is done",
+		Name: "independent", About: "Two agents speak with Juan at once: the second one's message waits until the first is " +
+			"done",
 		thread: "juan", participant: "Juan", begins: 14 * 60,
 		scenes: []storyStep{
 			{0, starts("agente_a", nil), []string{
@@ -33,7 +34,8 @@ func independentStory() story {
 				"agente_b ended: completed",
 			}},
 			{2, func(ctx context.Context, s *storyPlayer) error {
-				return s.raiseEvent(ctx, "a system", "tells agente_a that its work is done", "EVENT_COMPLETED", "trabajo "+s.runs["agente_a"], nil)
+				return s.raiseEvent(ctx, "a system", "tells agente_a that its work is done", "EVENT_COMPLETED", "trabajo "+
+					s.runs["agente_a"], nil)
 			}, []string{
 				"agente_a ended: completed",
 				"agente_a released",
@@ -46,7 +48,8 @@ func independentStory() story {
 
 func chainedStory() story {
 	return story{
-		Name: "chained", About: "A coordinator waits for its collector, which inherits the thread with María and gives it back",
+		Name: "chained", About: "A coordinator waits for its collector, which inherits the thread with María and gives it " +
+			"back",
 		thread: "maria", participant: "María", begins: 14 * 60,
 		scenes: []storyStep{
 			{0, func(ctx context.Context, s *storyPlayer) error {
@@ -147,13 +150,17 @@ func onboardingStory() story {
 				"evaluacion said: Tienes una evaluación de 30 preguntas (solicitud …).",
 				"evaluacion waits test",
 			}},
-			{7, answers("finishes the test with 86 points", "TEST_COMPLETED", map[string]any{"score": 86, "result": "aprobada"}), []string{
-				"evaluacion ended: completed",
-				"evaluacion returned coordinador",
-				"coordinador said: ¡Felicidades, María! Obtuviste 86 puntos. Por favor firma tu contrato (solicitud …).",
-				"coordinador waits signature",
-			}},
-			{9, answers("signs the contract", "SIGNATURE_COMPLETED", map[string]any{"url": "https://example.com/maria/contrato.pdf"}), []string{
+			{
+				7, answers("finishes the test with 86 points", "TEST_COMPLETED", map[string]any{"score": 86, "result": "aprobada"}),
+				[]string{
+					"evaluacion ended: completed",
+					"evaluacion returned coordinador",
+					"coordinador said: ¡Felicidades, María! Obtuviste 86 puntos. Por favor firma tu contrato (solicitud …).",
+					"coordinador waits signature",
+				},
+			},
+			{9, answers("signs the contract", "SIGNATURE_COMPLETED",
+				map[string]any{"url": "https://example.com/maria/contrato.pdf"}), []string{
 				"coordinador said: Contrato firmado. ¡Te damos la bienvenida al equipo!",
 				"coordinador ended: completed",
 				"coordinador released",
@@ -162,7 +169,8 @@ func onboardingStory() story {
 		ends: []string{
 			"1 coordinador: ¡Hola, María! Iniciamos tu proceso. ¿Empezamos?", "2 María: Sí, empecemos",
 			"3 recolector: Necesito tus documentos: INE, CURP (solicitud …).", "4 recolector: Documentos recibidos. ¡Gracias!",
-			"5 coordinador: Siguiente paso: tu evaluación.", "6 evaluacion: Tienes una evaluación de 30 preguntas (solicitud …).",
+			"5 coordinador: Siguiente paso: tu evaluación.",
+			"6 evaluacion: Tienes una evaluación de 30 preguntas (solicitud …).",
 			"7 coordinador: ¡Felicidades, María! Obtuviste 86 puntos. Por favor firma tu contrato (solicitud …).",
 			"8 coordinador: Contrato firmado. ¡Te damos la bienvenida al equipo!",
 		},

@@ -153,7 +153,9 @@ func (c *cli) prepareDev(ctx context.Context, s *session, opts devOptions) error
 }
 
 // runDev applies the workspace and runs until ctx ends.
-func (c *cli) runDev(ctx context.Context, s *session, files workspace.Workspace, listener net.Listener, opts devOptions) error {
+func (c *cli) runDev(
+	ctx context.Context, s *session, files workspace.Workspace, listener net.Listener, opts devOptions,
+) error {
 	if err := c.rejectWeakTokens(files); err != nil {
 		return err
 	}
@@ -283,7 +285,8 @@ func (c *cli) printWelcome(s *session, listener net.Listener, about string, opts
   heartbeat    %s (%s)
 
   In another terminal, in this folder:  agent operate · agent trace last · agent skills ls · agent lanes ls · agent executions ls`,
-		base, s.config.AdminToken.Reveal(), browserKey(s.config), s.displayURL(), kept, about, s.config.HeartbeatCron, s.config.Timezone)
+		base, s.config.AdminToken.Reveal(), browserKey(s.config), s.displayURL(), kept, about,
+		s.config.HeartbeatCron, s.config.Timezone)
 	if opts.dir == "" {
 		c.infof("  broken_on_purpose always fails: run agent heartbeat until self-heal disables it.")
 	}

@@ -31,7 +31,8 @@ func TestDevOnItsOwnServer(t *testing.T) {
 	p := newProgramWithoutDatabase(t, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 29 2 *")
 	first := p.start("dev")
 	first.find(t, `\^C stops`)
-	assert.Contains(t, first.err.String(), "making a PostgreSQL", "applied the caretaker example", "(kept; --ephemeral removes it)")
+	assert.Contains(t, first.err.String(), "making a PostgreSQL", "applied the caretaker example",
+		"(kept; --ephemeral removes it)")
 	if got := p.must("trace", "last", "--surface", "heartbeat"); !strings.HasPrefix(first.out.String(), got) {
 		t.Errorf("the last trace is not the story that was told:\n%s", got)
 	}
@@ -66,11 +67,15 @@ func TestDevReadsDotEnv(t *testing.T) {
 		}
 	}
 	for text, c := range map[string]struct{ environ, says string }{
-		"OPENAI_BASE_URL=http://127.0.0.1:9/v1\n": {"OPENAI_API_KEY=sk-of-the-user", "OPENAI_BASE_URL is in .env, and OPENAI_API_KEY"},
-		"AGENT_LISTEN=0.0.0.0:0\n":                {"AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836", ".env cannot open a port"},
+		"OPENAI_BASE_URL=http://127.0.0.1:9/v1\n": {
+			"OPENAI_API_KEY=sk-of-the-user",
+			"OPENAI_BASE_URL is in .env, and OPENAI_API_KEY",
+		},
+		"AGENT_LISTEN=0.0.0.0:0\n": {"AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836", ".env cannot open a port"},
 	} {
 		testkit.WriteFile(t, ".env", text)
-		if got := newProgramWithoutDatabase(t, c.environ).run("dev"); got.code != 2 || !strings.Contains(got.err, c.says) || strings.Count(got.err, "\n") != 1 {
+		if got := newProgramWithoutDatabase(t, c.environ).run("dev"); got.code != 2 || !strings.Contains(got.err, c.says) ||
+			strings.Count(got.err, "\n") != 1 {
 			t.Errorf("with %q: exit %d, stderr %q", text, got.code, got.err)
 		}
 	}
@@ -104,7 +109,8 @@ func TestDevReportsDotEnv(t *testing.T) {
 	}
 	here, err := os.Getwd()
 	require.NoError(t, err)
-	text := "AGENT_PG_BIN=" + here + "\nPATH=" + here + "\nLD_PRELOAD=" + here + "/x.so\nOPENAI_API_KEY_FILE=/etc/passwd\nAGENT_NAME=robin\nMY_SECRET=hunter2\n"
+	text := "AGENT_PG_BIN=" + here + "\nPATH=" + here + "\nLD_PRELOAD=" + here +
+		"/x.so\nOPENAI_API_KEY_FILE=/etc/passwd\nAGENT_NAME=robin\nMY_SECRET=hunter2\n"
 	testkit.WriteFile(t, ".env", text)
 	p := newProgramWithoutDatabase(t, "AGENT_LISTEN=127.0.0.1:0", "HOME="+here).start("dev", "--ephemeral")
 	p.find(t, `(\.env sets AGENT_NAME, LD_PRELOAD, MY_SECRET)`)
@@ -163,7 +169,10 @@ func TestDemoOutput(t *testing.T) {
 		t.Run(story.Name, func(t *testing.T) {
 			t.Parallel()
 			url := pgtest.URL(t)
-			cmd := agentCommand(t, []string{"DATABASE_URL=" + url, "AGENT_LANES=off", "AGENT_LIMITS=", "OPENAI_BASE_URL=http://127.0.0.1:1"},
+			cmd := agentCommand(t, []string{
+				"DATABASE_URL=" + url, "AGENT_LANES=off", "AGENT_LIMITS=",
+				"OPENAI_BASE_URL=http://127.0.0.1:1",
+			},
 				"demo", story.Name, "--fast", "--json")
 			var errs bytes.Buffer
 			cmd.Stderr = &errs
@@ -192,10 +201,14 @@ func parseStory(t *testing.T, text string) (story, thread string) {
 			t.Fatalf("%v in %q", err, line)
 		}
 		if last.At != "" {
-			moments = append(moments, last.At+" "+storyEvent{Who: last.Who, Event: last.Event, Subject: last.Other, Text: last.Text}.text())
+			moments = append(moments, last.At+" "+storyEvent{
+				Who: last.Who, Event: last.Event, Subject: last.Other,
+				Text: last.Text,
+			}.text())
 		}
 		for _, m := range last.Messages {
-			messages = append(messages, anyID.ReplaceAllString(fmt.Sprintf("%d %s: %s", *m.Seq, shortName(m.Who), m.Content), "…"))
+			messages = append(messages, anyID.ReplaceAllString(fmt.Sprintf("%d %s: %s", *m.Seq, shortName(m.Who), m.Content),
+				"…"))
 		}
 	}
 	if last.Event != "checked" || !last.OK {
@@ -229,7 +242,10 @@ func TestDemoFailsOnDeviation(t *testing.T) {
 		"another order": {func(s *story) {
 			then := s.scenes[2].want
 			then[0], then[2] = then[2], then[0]
-		}, []string{"at 14:02 the story went otherwise:", "  - agente_b said: Ahora tienes", "  + agente_a ended: completed"}},
+		}, []string{
+			"at 14:02 the story went otherwise:", "  - agente_b said: Ahora tienes",
+			"  + agente_a ended: completed",
+		}},
 		"more than expected": {func(s *story) { s.scenes[2].want = s.scenes[2].want[:2] }, []string{
 			"more happened than was expected:", "  + agente_b said: Ahora",
 		}},
@@ -296,7 +312,8 @@ func TestDemoText(t *testing.T) {
 	p.fails(exitUsage, "see agent demo list", "demo", "nobody")
 	before := time.Now()
 	shown := p.must("demo", "hung", "--fast")
-	assert.Contains(t, shown, "14:11  agente_a     has been silent for too long: lane stale, clearing", "SEQ  WHO", "Checked: it went as it should.")
+	assert.Contains(t, shown, "14:11  agente_a     has been silent for too long: lane stale, clearing", "SEQ  WHO",
+		"Checked: it went as it should.")
 	if time.Since(before) < 11*demoMinuteFast {
 		t.Error("the clock was not waited for")
 	}

@@ -91,7 +91,8 @@ func (c *cli) diagnose(ctx context.Context) []finding {
 
 func (c *cli) diagnoseDatabase(ctx context.Context, s *session, add func(string, error, string) bool) {
 	var version, isolation string
-	err := s.pool.QueryRow(ctx, `select current_setting('server_version'), current_setting('default_transaction_isolation')`).
+	err := s.pool.QueryRow(ctx, `select current_setting('server_version'),
+		current_setting('default_transaction_isolation')`).
 		Scan(&version, &isolation)
 	add("PostgreSQL", err, version+", "+isolation)
 	if !add("schema", migrations.Check(ctx, s.pool), fmt.Sprintf("version %d", migrations.Version())) {
@@ -142,7 +143,9 @@ func (c *cli) diagnoseNamed(ctx context.Context, s *session, add func(string, er
 	}
 }
 
-func (c *cli) diagnoseModel(ctx context.Context, cfg config.Config, log *slog.Logger, add func(string, error, string) bool) {
+func (c *cli) diagnoseModel(
+	ctx context.Context, cfg config.Config, log *slog.Logger, add func(string, error, string) bool,
+) {
 	model, about, stop, err := newModel(ctx, cfg, log, models.Retry{Attempts: 1})
 	if !add("model", err, about) {
 		return

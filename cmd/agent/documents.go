@@ -17,7 +17,8 @@ import (
 
 func (c *cli) documentsCommand() *cobra.Command {
 	return group("documents", "Store, list and fetch files for the agent",
-		c.documentsAddCommand(), c.documentsListCommand(), c.documentsShowCommand(), c.documentsGetCommand(), c.documentsRemoveCommand())
+		c.documentsAddCommand(), c.documentsListCommand(), c.documentsShowCommand(), c.documentsGetCommand(),
+		c.documentsRemoveCommand())
 }
 
 func documentHint(err error) error {
@@ -41,7 +42,8 @@ func (c *cli) documentsAddCommand() *cobra.Command {
 		Use: "add FILE", Short: "Store a file as a document", Args: positionalArgs(1, 1, "a file, or - for standard input"),
 		Long: `Store a file in the database as a document. With --thread it is deleted with its thread; without, it stays until
 agent documents rm.`,
-		Example: "  agent documents add contract.pdf --thread maria\n  pg_dump --schema-only shop | agent documents add - --name schema.sql",
+		Example: "  agent documents add contract.pdf --thread maria\n  pg_dump --schema-only shop | agent documents add - " +
+			"--name schema.sql",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			u.MaxBytes, u.By = int64(s.config.DocumentMaxBytes), threads.Admin
 			if err := c.readFile(&u, args[0]); err != nil {
@@ -96,7 +98,8 @@ func writeDocuments(w io.Writer, list []documents.Document) {
 	writeRows(w, "no documents; agent documents add FILE stores one",
 		[]string{"DOCUMENT", "NAME", "TYPE", "SIZE", "THREAD", "FROM", "STORED"}, list, func(d documents.Document) []string {
 			return []string{
-				d.ID, truncate(d.Name, 40), d.ContentType, documents.Size(d.Size), deref(d.ThreadID), d.UploadedBy, formatTime(d.CreatedAt),
+				d.ID, truncate(d.Name, 40), d.ContentType, documents.Size(d.Size), deref(d.ThreadID), d.UploadedBy,
+				formatTime(d.CreatedAt),
 			}
 		})
 }
@@ -106,7 +109,8 @@ func (c *cli) documentsListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List documents, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(&f.Limit, func() ([]documents.Document, error) { return documents.List(cmd.Context(), s.pool, f) },
+			got, next, err := readPage(&f.Limit,
+				func() ([]documents.Document, error) { return documents.List(cmd.Context(), s.pool, f) },
 				func(d documents.Document) string { return d.ID })
 			if err != nil {
 				return err
@@ -134,8 +138,10 @@ func (c *cli) documentsShowCommand() *cobra.Command {
 				if d.IsText {
 					readable = "text"
 				}
-				fmt.Fprintf(w, "%s\n%s, %d bytes, %s\nsha256 %s\nfrom %s, %s  %s\nthread %s  execution %s  expires %s\n", printable(d.Name),
-					d.ContentType, d.Size, readable, d.SHA256, printable(d.UploadedBy), formatTime(d.CreatedAt), d.TraceID, textOrDash(d.ThreadID),
+				fmt.Fprintf(w, "%s\n%s, %d bytes, %s\nsha256 %s\nfrom %s, %s  %s\nthread %s  execution %s  expires %s\n",
+					printable(d.Name),
+					d.ContentType, d.Size, readable, d.SHA256, printable(d.UploadedBy), formatTime(d.CreatedAt), d.TraceID,
+					textOrDash(d.ThreadID),
 					textOrDash(d.ExecutionID), timeOrDash(d.ExpiresAt))
 			})
 		}),
@@ -165,7 +171,8 @@ func (c *cli) documentsGetCommand() *cobra.Command {
 				return documentHint(err)
 			}
 			if path == "" && (c.json || !d.IsText && terminal(c.out)) {
-				return &exitError{exitUsage, hint(errors.New("cannot print the content to a terminal or as JSON"), "name a file with -o FILE")}
+				return &exitError{exitUsage, hint(errors.New("cannot print the content to a terminal or as JSON"),
+					"name a file with -o FILE")}
 			}
 			content, err := documents.Content(cmd.Context(), s.pool, d.ID)
 			if err != nil {
@@ -201,7 +208,8 @@ func (c *cli) documentsRemoveCommand() *cobra.Command {
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			var d documents.Document
 			output := map[string]any{}
-			_, err := recordChangeWith(cmd.Context(), s, "delete_document", map[string]any{"document": args[0], "reason": reason}, output,
+			_, err := recordChangeWith(cmd.Context(), s, "delete_document",
+				map[string]any{"document": args[0], "reason": reason}, output,
 				func(tx pgx.Tx, _ string) (bool, error) {
 					var err error
 					d, err = documents.Delete(cmd.Context(), tx, args[0])

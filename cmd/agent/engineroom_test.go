@@ -28,7 +28,8 @@ type browserTest struct {
 // newBrowserTest serves, opens the overview and logs in. Unexpected browser errors fail the test at its end.
 func newBrowserTest(t *testing.T, p program, pool *pgxpool.Pool) *browserTest {
 	t.Helper()
-	p.environ = slices.Concat([]string{token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *"}, p.environ, []string{"AGENT_LOG_LEVEL=info"})
+	p.environ = slices.Concat([]string{token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *"}, p.environ,
+		[]string{"AGENT_LOG_LEVEL=info"})
 	w := &browserTest{program: p, pool: pool, Page: browser.Open(t, browser.Look{})}
 	w.serve()
 	t.Cleanup(func() {
@@ -73,7 +74,9 @@ func (w *browserTest) checkFeed() {
 	w.t.Helper()
 	want, err := json.Marshal(pgtest.Column[string](w.t, w.pool, `select id::text from agent_activity order by id desc`))
 	require.NoError(w.t, err)
-	w.Until("each activity is in the feed once", fmt.Sprintf(`JSON.stringify([...document.querySelectorAll("#feed tr[data-row]")].map(r => r.dataset.row)) === %q`, want))
+	w.Until("each activity is in the feed once",
+		fmt.Sprintf(`JSON.stringify([...document.querySelectorAll("#feed tr[data-row]")].map(r => r.dataset.row)) === %q`,
+			want))
 }
 
 // submitForm opens the form at a selector, enters a reason and submits it.
@@ -107,7 +110,8 @@ func TestPageShowsCommands(t *testing.T) {
 		}
 	}
 	w.mustJSON(&beat, "heartbeat")
-	w.Until("its trace is in the feed", fmt.Sprintf(`document.querySelector('#feed a[href="/traces/%s"]')`, beat.Trace.TraceID))
+	w.Until("its trace is in the feed",
+		fmt.Sprintf(`document.querySelector('#feed a[href="/traces/%s"]')`, beat.Trace.TraceID))
 	w.checkFeed()
 	w.checkNotReloaded()
 	w.Click(fmt.Sprintf(`#feed a[href="/traces/%s"]`, beat.Trace.TraceID))
@@ -131,9 +135,11 @@ func TestApproveOnPage(t *testing.T) {
 	w.submitForm(".actions details:nth-of-type(1)")
 	w.Shows("The decision is recorded")
 	w.Click(`#decision a[href^="/executions/"]`)
-	w.Until("its execution is completed", `location.pathname.startsWith("/executions/") && document.querySelector("main .status-completed")`)
+	w.Until("its execution is completed",
+		`location.pathname.startsWith("/executions/") && document.querySelector("main .status-completed")`)
 	w.Shows("It is over.")
-	pgtest.Equal(t, w.pool, "consumed completed", `select a.status || ' ' || x.status from agent_approvals a join agent_executions x on x.id = a.execution_id`)
+	pgtest.Equal(t, w.pool, "consumed completed", `select a.status || ' ' || x.status from agent_approvals a
+		join agent_executions x on x.id = a.execution_id`)
 }
 
 func TestPauseOnPage(t *testing.T) {

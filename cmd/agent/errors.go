@@ -83,7 +83,8 @@ func exitCode(ctx context.Context, err error) int {
 		return exitUsage
 	}
 	for _, wrong := range []error{
-		trace.ErrInvalid, activity.ErrCursor, lanes.ErrInvalid, migrations.ErrOutdated, migrations.ErrOld, migrations.ErrNewer, migrations.ErrChanged,
+		trace.ErrInvalid, activity.ErrCursor, lanes.ErrInvalid, migrations.ErrOutdated, migrations.ErrOld,
+		migrations.ErrNewer, migrations.ErrChanged,
 		threads.ErrEmpty, threads.ErrInvalid,
 	} {
 		if errors.Is(err, wrong) {
@@ -152,7 +153,8 @@ func withAdvice(err error) error {
 	case codeBytes:
 		what, todo = "PostgreSQL stores only UTF-8 text", "encode it as UTF-8"
 	}
-	if _, known := errors.AsType[*hintedError](err); known || what == "" || postgres.Todo(err) != "" || strings.Contains(err.Error(), todo) {
+	if _, known := errors.AsType[*hintedError](err); known || what == "" || postgres.Todo(err) != "" ||
+		strings.Contains(err.Error(), todo) {
 		return err
 	}
 	return hint(err, "%s: %s", what, todo)

@@ -57,7 +57,9 @@ func (c *cli) executionsListCommand() *cobra.Command {
 }
 
 // listExecutions reads a redacted page and the cursor of the next.
-func listExecutions(ctx context.Context, s *session, f executions.Filter) (page []executions.Execution, next string, err error) {
+func listExecutions(
+	ctx context.Context, s *session, f executions.Filter,
+) (page []executions.Execution, next string, err error) {
 	page, next, err = readPage(&f.Limit, func() ([]executions.Execution, error) { return executions.List(ctx, s.pool, f) },
 		func(x executions.Execution) string { return x.ID })
 	for i := range page {
@@ -204,7 +206,8 @@ func (c *cli) cancel(ctx context.Context, s *session, id, reason string) error {
 		if err != nil {
 			return err
 		}
-		return c.printf(map[string]any{"id": id, "status": status, "cancel_requested": true, "detail": detail}, "cancel of %s requested: %s\n", id, detail)
+		return c.printf(map[string]any{"id": id, "status": status, "cancel_requested": true, "detail": detail},
+			"cancel of %s requested: %s\n", id, detail)
 	}
 	return c.print(map[string]any{"id": id, "status": status}, func(w io.Writer) {
 		if status != executions.Cancelled {
@@ -224,7 +227,8 @@ func (c *cli) executionsForkCommand() *cobra.Command {
 unchanged. agent executions show ID lists the steps. Nested names use slashes (phase/step); naming a phase, a loop or a
 branch restarts it. Without --from all checkpoints are copied. With a new input, a copied step that depends on the old
 one fails with an error. A process that runs agent serve runs the execution.`,
-		Example: "  agent executions fork 0198… --from evaluate\n  agent executions fork 0198… --from ask --input '{\"tone\": \"warm\"}'",
+		Example: "  agent executions fork 0198… --from evaluate\n  agent executions fork 0198… --from ask --input " +
+			"'{\"tone\": \"warm\"}'",
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if cmd.Flags().Changed("input") {
 				text, err := c.readJSON(input)
@@ -241,10 +245,11 @@ one fails with an error. A process that runs agent serve runs the execution.`,
 				}
 				var got executions.Execution
 				input, output := map[string]any{"execution": f.ID, "from": f.From, "reason": reason}, map[string]any{}
-				_, err = recordChangeWith(cmd.Context(), s, "fork_execution", input, output, func(tx pgx.Tx, _ string) (_ bool, err error) {
-					got, err = a.engine.Fork(cmd.Context(), tx, f)
-					return forked(got, output), err
-				})
+				_, err = recordChangeWith(cmd.Context(), s, "fork_execution", input, output,
+					func(tx pgx.Tx, _ string) (_ bool, err error) {
+						got, err = a.engine.Fork(cmd.Context(), tx, f)
+						return forked(got, output), err
+					})
 				return c.printFork(got, f.From, forkHint(err, args[0]))
 			})(cmd, args)
 		},
@@ -270,10 +275,11 @@ A cancelled execution continues after its last checkpoint. The original stays un
 			var got executions.Execution
 			from := ""
 			input, output := map[string]any{"execution": args[0], "reason": reason}, map[string]any{}
-			_, err = recordChangeWith(cmd.Context(), s, "retry_execution", input, output, func(tx pgx.Tx, _ string) (_ bool, err error) {
-				got, from, err = a.engine.Retry(cmd.Context(), tx, args[0])
-				return forked(got, output), err
-			})
+			_, err = recordChangeWith(cmd.Context(), s, "retry_execution", input, output,
+				func(tx pgx.Tx, _ string) (_ bool, err error) {
+					got, from, err = a.engine.Retry(cmd.Context(), tx, args[0])
+					return forked(got, output), err
+				})
 			return c.printFork(got, from, forkHint(err, args[0]))
 		}),
 	}
@@ -386,7 +392,8 @@ func (c *cli) readJSON(text string) (json.RawMessage, error) {
 		}
 	}
 	if raw = bytes.TrimSpace(raw); !json.Valid(raw) {
-		return nil, usageError(`that is not JSON: %.60q; write for example '{"name": "Ana"}', @file, or - for standard input`, raw)
+		return nil, usageError(`that is not JSON: %.60q; write for example '{"name": "Ana"}', @file, or - for standard input`,
+			raw)
 	}
 	return raw, nil
 }
@@ -402,8 +409,10 @@ func (c *cli) goFlows(_ context.Context, s *session) ([]string, error) {
 
 func (c *cli) executionsStatusCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "status", Short: "Count pending, running and waiting executions, with their mean age", Args: positionalArgs(0, 0, "no arguments"),
-		Long: "Count pending, running and waiting executions, with their mean age. In SQL: select * from agent_executions_by_status.",
+		Use: "status", Short: "Count pending, running and waiting executions, with their mean age",
+		Args: positionalArgs(0, 0, "no arguments"),
+		Long: "Count pending, running and waiting executions, with their mean age. In SQL: select * from " +
+			"agent_executions_by_status.",
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := executions.CountByStatus(cmd.Context(), s.pool)
 			if err != nil {
@@ -412,9 +421,10 @@ func (c *cli) executionsStatusCommand() *cobra.Command {
 			if err := c.warnPaused(cmd.Context(), s); err != nil {
 				return err
 			}
-			return printRows(c, got, "", "nothing", []string{"STATUS", "COUNT", "MEAN AGE"}, func(r executions.StatusCount) []string {
-				return []string{string(r.Status), fmt.Sprint(r.Count), formatSeconds(r.AvgAgeSeconds)}
-			})
+			return printRows(c, got, "", "nothing", []string{"STATUS", "COUNT", "MEAN AGE"},
+				func(r executions.StatusCount) []string {
+					return []string{string(r.Status), fmt.Sprint(r.Count), formatSeconds(r.AvgAgeSeconds)}
+				})
 		}),
 	}
 }
@@ -423,7 +433,8 @@ func (c *cli) executionsWaitingCommand() *cobra.Command {
 	var kind string
 	var limit int
 	cmd := &cobra.Command{
-		Use: "waiting", Short: "List waiting executions, the nearest deadline first", Args: positionalArgs(0, 0, "no arguments"),
+		Use: "waiting", Short: "List waiting executions, the nearest deadline first",
+		Args: positionalArgs(0, 0, "no arguments"),
 		Long: "List waiting executions, the nearest deadline first. In SQL: select * from agent_executions_waiting.",
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			return c.listWaiting(cmd, s, kind, false, limit, "no waiting executions")
@@ -459,6 +470,9 @@ func (c *cli) listWaiting(cmd *cobra.Command, s *session, kind string, stuck boo
 	}
 	return printRows(c, got, "", empty,
 		[]string{"EXECUTION", "FLOW", "WAITS FOR", "KEY", "UNTIL", "SINCE", "TRACE"}, func(r executions.WaitingRow) []string {
-			return []string{r.ID, r.Flow, r.WaitingFor, truncate(r.WaitingKey, 40), formatTime(r.WaitingUntil), formatSeconds(r.Waited), r.TraceID}
+			return []string{
+				r.ID, r.Flow, r.WaitingFor, truncate(r.WaitingKey, 40), formatTime(r.WaitingUntil),
+				formatSeconds(r.Waited), r.TraceID,
+			}
 		})
 }

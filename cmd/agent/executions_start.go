@@ -32,7 +32,8 @@ type startOptions struct {
 func (c *cli) executionsStartCommand() *cobra.Command {
 	b := startOptions{spec: executions.Spec{Surface: trace.Flow}}
 	cmd := &cobra.Command{
-		Use: "start FLOW", Short: "Start an execution of a flow", Args: positionalArgs(1, 1, "a flow's name; see agent flows ls"),
+		Use: "start FLOW", Short: "Start an execution of a flow",
+		Args: positionalArgs(1, 1, "a flow's name; see agent flows ls"),
 		Long: `Start an execution of a flow: a workspace flow, a Go flow, or external (external:NAME) for an external worker. A process
 that runs agent serve runs it. --wait prints its status on stderr until it ends, and exits with 1 unless it completed;
 an interrupt ends the waiting, not the execution.`,
@@ -66,7 +67,8 @@ an interrupt ends the waiting, not the execution.`,
 	flags.StringVar(&b.spec.ThreadID, "thread", "", "the thread of its messages")
 	flags.StringVar(&b.chatKey, "chat-key", "", "a chat key that gets access to the thread under its id")
 	flags.BoolVar(&b.wait, "wait", false, "wait until it has ended")
-	flags.StringVar(&b.spec.OnLost, "on-lost", "", "when its worker is lost: resume (default), fail (default for external), hand_on")
+	flags.StringVar(&b.spec.OnLost, "on-lost", "", "when its worker is lost: resume (default), fail (default for "+
+		"external), hand_on")
 	flags.IntVar(&b.spec.Priority, "priority", 0, "1 first to 4 last; default 2")
 	flags.StringVar(&b.reason, "reason", "", "reason for the audit log")
 	flags.StringVar(&b.spec.DedupeKey, "key", "", "idempotency key: start it once, however often the command runs")
@@ -75,9 +77,11 @@ an interrupt ends the waiting, not the execution.`,
 
 // reservedFlows maps flows of this program to the commands that start them.
 var reservedFlows = map[string]string{
-	"heartbeat": "agent heartbeat", "operate": "agent operate", "chat": "agent chat", "automation": "agent automations run NAME",
+	"heartbeat": "agent heartbeat", "operate": "agent operate", "chat": "agent chat",
+	"automation": "agent automations run NAME",
 	"skill_call": "agent skills call NAME", "webhook": "agent webhooks replay ID",
-	"chat_relay": "agent chat", "chat_summary": "agent chat", "delegate": "agent operate", "mcp.call": "agent skills call NAME",
+	"chat_relay": "agent chat", "chat_summary": "agent chat", "delegate": "agent operate",
+	"mcp.call": "agent skills call NAME",
 }
 
 func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) error {
@@ -104,13 +108,14 @@ func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) er
 	if b.wait {
 		return c.waitForEnd(ctx, s, x)
 	}
-	return c.print(map[string]any{"id": x.ID, "trace_id": x.TraceID, "status": x.Status, "created": created}, func(w io.Writer) {
-		verb := "started"
-		if !created {
-			verb = "was already started:"
-		}
-		fmt.Fprintf(w, "%s %s\ntrace %s\n", verb, x.ID, x.TraceID)
-	})
+	return c.print(map[string]any{"id": x.ID, "trace_id": x.TraceID, "status": x.Status, "created": created},
+		func(w io.Writer) {
+			verb := "started"
+			if !created {
+				verb = "was already started:"
+			}
+			fmt.Fprintf(w, "%s %s\ntrace %s\n", verb, x.ID, x.TraceID)
+		})
 }
 
 // openThread gives the flow, and the named chat key, access to the thread.
@@ -126,7 +131,8 @@ func (b startOptions) openThread(ctx context.Context, s *session, id string) err
 	case errors.Is(err, threads.ErrInvalid):
 		return usageError("--thread: %s", threads.ErrInvalid)
 	case errors.Is(err, threads.ErrNotFound):
-		return hint(fmt.Errorf("thread %q: %w", id, threads.ErrNotFound), "open a visitor's thread to the flow: agent threads open %s --flow %s", id, b.spec.Flow)
+		return hint(fmt.Errorf("thread %q: %w", id, threads.ErrNotFound), "open a visitor's thread to the flow: agent "+
+			"threads open %s --flow %s", id, b.spec.Flow)
 	case errors.Is(err, threads.ErrTaken):
 		return usageError("--chat-key: the key %s already has a thread %q; choose another --thread", b.chatKey, id)
 	}
@@ -153,7 +159,8 @@ func startable(ctx context.Context, a *app, spec *executions.Spec) error {
 		if err != nil {
 			return err
 		}
-		return &exitError{exitUsage, hint(fmt.Errorf("there is no flow %q%s", spec.Flow, suggestion(spec.Flow, names)), "see agent flows ls")}
+		return &exitError{exitUsage, hint(fmt.Errorf("there is no flow %q%s", spec.Flow, suggestion(spec.Flow, names)),
+			"see agent flows ls")}
 	}
 	input, _ := spec.Input.(json.RawMessage)
 	if err := flows.CheckStart(ctx, a.pool, spec.Flow, input); err != nil {
@@ -225,7 +232,8 @@ func (c *cli) printEnded(x executions.Execution) error {
 		if x.Status == executions.Cancelled {
 			why = deref(x.CancelReason)
 		}
-		return &tracedError{hint(fmt.Errorf("%s of %s: %s: %s", x.ID, x.Flow, x.Status, why), "see agent trace %s; agent executions retry %s tries again",
+		return &tracedError{hint(fmt.Errorf("%s of %s: %s: %s", x.ID, x.Flow, x.Status, why), "see agent trace %s; agent "+
+			"executions retry %s tries again",
 			x.TraceID, x.ID), x.TraceID}
 	}
 	return c.printf(x, "%s %s\ntrace %s\n", x.Status, printable(x.ResultSummary), x.TraceID)
@@ -235,7 +243,8 @@ func (c *cli) executionsEventCommand() *cobra.Command {
 	var data, id string
 	events := []string{"MESSAGE_RECEIVED", "DOCUMENT_UPLOADED", "SIGNATURE_COMPLETED", "TEST_COMPLETED", "EVENT_COMPLETED"}
 	cmd := &cobra.Command{
-		Use: "event NAME KEY", Short: "Raise an event and resume its waiters", Args: positionalArgs(2, 2, "an event's name and its key"),
+		Use: "event NAME KEY", Short: "Raise an event and resume its waiters",
+		Args: positionalArgs(2, 2, "an event's name and its key"),
 		Long: `Raise an event and resume every execution that waits for it. Without a waiter it is stored for the first one. The key
 selects the wait: the thread for MESSAGE_RECEIVED; the request (agent requests ls) for DOCUMENT_UPLOADED,
 SIGNATURE_COMPLETED and TEST_COMPLETED; the flow's key for EVENT_COMPLETED. MESSAGE_RECEIVED needs content in its data,
@@ -316,7 +325,9 @@ func (c *cli) printDelivered(got executions.Delivered) error {
 }
 
 // receiveMessage stores a message in a thread. The database raises the event.
-func receiveMessage(ctx context.Context, a *app, tx pgx.Tx, thread string, data json.RawMessage, id string) (executions.Delivered, error) {
+func receiveMessage(
+	ctx context.Context, a *app, tx pgx.Tx, thread string, data json.RawMessage, id string,
+) (executions.Delivered, error) {
 	var said map[string]any
 	if err := json.Unmarshal(data, &said); err != nil {
 		return executions.Delivered{}, usageError(`--data: pass an object such as {"content": "yes"}`)
@@ -326,7 +337,8 @@ func receiveMessage(ctx context.Context, a *app, tx pgx.Tx, thread string, data 
 		return executions.Delivered{}, usageError(`--data: a message needs content, such as {"content": "yes"}`)
 	}
 	delete(said, "content")
-	arrived, err := threads.Receive(ctx, a.engine, tx, threads.Incoming{ThreadID: thread, Content: content, Data: said, ID: id})
+	arrived, err := threads.Receive(ctx, a.engine, tx,
+		threads.Incoming{ThreadID: thread, Content: content, Data: said, ID: id})
 	if errors.Is(err, threads.ErrNotFound) {
 		err = hint(fmt.Errorf("thread %q: %w", thread, err), "see agent threads ls")
 	}

@@ -32,7 +32,8 @@ func newGreeter(t *testing.T) program {
 	t.Helper()
 	dir := t.TempDir()
 	testkit.WriteFile(t, filepath.Join(dir, "greet.yaml"), greeting)
-	p := newProgram(t, pgtest.URL(t), "AGENT_ADMIN_TOKEN=the-token-of-the-admin-0123456789", "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *",
+	p := newProgram(t, pgtest.URL(t), "AGENT_ADMIN_TOKEN=the-token-of-the-admin-0123456789", "AGENT_LISTEN=127.0.0.1:0",
+		"AGENT_HEARTBEAT_CRON=0 0 1 1 *",
 		"AGENT_LOG_LEVEL=info")
 	p.must("apply", dir)
 	served := p.start("serve")
@@ -63,12 +64,14 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	if !started.Created || !strings.HasPrefix(started.TraceID, "fl_") {
 		t.Errorf("started %+v", started)
 	}
-	assert.Contains(t, p.must("executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana"), "was already started", started.ID)
+	assert.Contains(t, p.must("executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana"),
+		"was already started", started.ID)
 	p.waitWaiting(started.ID)
 	assert.Contains(t, p.must("executions", "waiting"), started.ID, "news-Ana")
 	assert.Contains(t, p.must("executions", "status"), "waiting  1")
 	assert.Equal(t, "no stuck executions\n", p.must("executions", "stuck"))
-	assert.Contains(t, p.must("executions", "show", started.ID), "waits for     event", "key           news-Ana", "version       1")
+	assert.Contains(t, p.must("executions", "show", started.ID), "waits for     event",
+		"key           news-Ana", "version       1")
 	assert.Contains(t, p.must("executions", "replay", started.ID), "the record ends at", "equal")
 	var event struct {
 		EventID string `json:"event_id"`
@@ -130,7 +133,8 @@ func TestStartWait(t *testing.T) {
 	assert.Contains(t, waiter.out.String(), "completed hello Eva and goodbye")
 	assert.Contains(t, p.must("executions", "show", id), "completed")
 	failing := p.start("executions", "start", "greet", "--input", `{"name": "Uwe"}`, "--wait", "--json")
-	pgtest.Eventually(t, 2*pgWait, func() bool { return strings.Contains(p.must("executions", "waiting"), "news-Uwe") }, "it waits")
+	pgtest.Eventually(t, 2*pgWait, func() bool { return strings.Contains(p.must("executions", "waiting"), "news-Uwe") },
+		"it waits")
 	var page struct{ Items []struct{ ID string } }
 	p.mustJSON(&page, "executions", "ls", "--status", "waiting")
 	p.must("executions", "cancel", page.Items[0].ID, "--reason", "not today")
@@ -138,7 +142,8 @@ func TestStartWait(t *testing.T) {
 	var fault struct {
 		Error struct{ Code, Message, Hint string }
 	}
-	if err := json.Unmarshal([]byte(failing.err.String()), &fault); err != nil || !strings.Contains(fault.Error.Message, "not today") ||
+	if err := json.Unmarshal([]byte(failing.err.String()), &fault); err != nil ||
+		!strings.Contains(fault.Error.Message, "not today") ||
 		!strings.Contains(fault.Error.Hint, "agent executions retry") {
 		t.Errorf("stderr %q", failing.err.String())
 	}
@@ -176,7 +181,10 @@ func TestInvalidExecutionCommands(t *testing.T) {
 	}
 	var x struct{ ID string }
 	p.mustJSON(&x, "executions", "start", "external:import", "--priority", "1", "--thread", "begun")
-	for _, args := range [][]string{{"memory", "set", "k", "1", "--category", "a\xff"}, {"executions", "start", "external:import", "--key", "\xff"}} {
+	for _, args := range [][]string{
+		{"memory", "set", "k", "1", "--category", "a\xff"},
+		{"executions", "start", "external:import", "--key", "\xff"},
+	} {
 		p.fails(2, "UTF-8", args...)
 	}
 	p.fails(2, `remove \u0000`, "executions", "start", "external:import", "--input", `{"name": "a\u0000b"}`)
@@ -240,9 +248,11 @@ func TestShowFlowVersions(t *testing.T) {
 	apply(strings.Replace(document, "hola", "adios", 1))
 	assert.Contains(t, p.must("flows", "show", "greet"), "# version 2 of", "#   version 1 of", ", current", "word: adios")
 	assert.Contains(t, p.must("flows", "show", "greet", "--version", "1"), "# version 1 of", "word: hola")
-	p.fails(1, "flow greet has no version 7: the latest is 2; see agent flows show greet", "flows", "show", "greet", "--version", "7")
+	p.fails(1, "flow greet has no version 7: the latest is 2; see agent flows show greet", "flows", "show",
+		"greet", "--version", "7")
 	apply("")
-	p.fails(1, "flow greet was removed; agent flows show greet --version 2 shows its last version", "flows", "show", "greet")
+	p.fails(1, "flow greet was removed; agent flows show greet --version 2 shows its last version",
+		"flows", "show", "greet")
 	assert.Contains(t, p.must("flows", "show", "greet", "--version", "2"), "word: adios")
 	p.fails(1, "flow heartbeat is Go code", "flows", "show", "heartbeat")
 }
@@ -294,8 +304,10 @@ func TestAnswerRequest(t *testing.T) {
 	}
 	assert.Contains(t, p.must("activity", "audit"), "raise_event")
 	id := ask("document", "{cv,photo}")
-	assert.Contains(t, p.must("requests", "answer", id, "--document", "cv=https://example.com/?a=1,b=2"), "pending "+id+"; still missing: photo")
-	assert.Contains(t, p.must("requests", "show", id), "pending", "cv: https://example.com/?a=1,b=2", "photo: missing", "--document 'photo=URL'")
+	assert.Contains(t, p.must("requests", "answer", id, "--document", "cv=https://example.com/?a=1,b=2"),
+		"pending "+id+"; still missing: photo")
+	assert.Contains(t, p.must("requests", "show", id), "pending", "cv: https://example.com/?a=1,b=2", "photo: missing",
+		"--document 'photo=URL'")
 	signature := ask("signature", "{}")
 	for _, wrong := range [][]string{
 		{id},
@@ -340,7 +352,8 @@ func TestHeartbeatReportsYield(t *testing.T) {
 					perform try_acquire_agent_lock('operate', 'an admin', 600);
 					return new;
 				end $$;
-				create trigger come after insert on agent_activity for each row when (new.skill_name = 'self_heal') execute function come()`)
+				create trigger come after insert on agent_activity for each row
+				  when (new.skill_name = 'self_heal') execute function come()`)
 			got := p.run(append([]string{"heartbeat"}, extra...)...)
 			const want = "the heartbeat waits for the admin, holder of the lane operate; " +
 				"a process that runs `agent serve` or `agent dev` resumes it\n"
@@ -359,7 +372,8 @@ func TestPauseAndResume(t *testing.T) {
 	p.fails(2, "--reason", "pause", "--reason", " ")
 	assert.Contains(t, p.must("doctor"), "autonomy", "not paused")
 	assert.Contains(t, p.must("resume"), "the agent is not paused")
-	assert.Contains(t, p.must("pause", "--reason", "prices look wrong"), "autonomous work is paused since", "by admin: prices look wrong", "trace op_")
+	assert.Contains(t, p.must("pause", "--reason", "prices look wrong"), "autonomous work is paused since",
+		"by admin: prices look wrong", "trace op_")
 	assert.Contains(t, p.must("pause", "--reason", "again"), "already: ", "prices look wrong")
 	assert.Contains(t, p.must("doctor"), "prices look wrong", "agent resume")
 	status := p.run("executions", "status")

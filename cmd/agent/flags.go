@@ -210,7 +210,9 @@ type revisionCheck struct {
 	revision int
 }
 
-func revisionFlag(cmd *cobra.Command, check func(ctx context.Context, tx pgx.Tx, name string, revision int) error) *revisionCheck {
+func revisionFlag(
+	cmd *cobra.Command, check func(ctx context.Context, tx pgx.Tx, name string, revision int) error,
+) *revisionCheck {
 	b := &revisionCheck{lock: check}
 	ifRevisionFlag(cmd, &b.revision, "change it only at this revision; see show")
 	return b

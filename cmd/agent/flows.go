@@ -108,9 +108,11 @@ func (c *cli) noSuchFlow(ctx context.Context, s *session, name string, version i
 		return hint(fmt.Errorf("there is no flow %q", name), "see agent flows ls")
 	}
 	if version > 0 {
-		return hint(fmt.Errorf("flow %s has no version %d: the latest is %d", name, version, kept[0].Version), "see agent flows show %s", name)
+		return hint(fmt.Errorf("flow %s has no version %d: the latest is %d", name, version, kept[0].Version),
+			"see agent flows show %s", name)
 	}
-	return hint(fmt.Errorf("flow %s was removed", name), "agent flows show %s --version %d shows its last version", name, kept[0].Version)
+	return hint(fmt.Errorf("flow %s was removed", name), "agent flows show %s --version %d shows its last version",
+		name, kept[0].Version)
 }
 
 // writeFlow prints a flow as workspace YAML, with its versions.
@@ -155,7 +157,8 @@ func blocks(n *yaml.Node) {
 
 func (c *cli) flowsSchemaCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "schema", Short: "Print the JSON Schema of flows, for editors and checks", Args: positionalArgs(0, 0, "no arguments"),
+		Use: "schema", Short: "Print the JSON Schema of flows, for editors and checks",
+		Args: positionalArgs(0, 0, "no arguments"),
 		Long: `Print the JSON Schema of a flow document. A YAML language server validates a file that begins with
 # yaml-language-server: $schema=flow.schema.json`,
 		RunE: func(*cobra.Command, []string) error {

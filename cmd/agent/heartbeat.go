@@ -109,7 +109,8 @@ func deref(s *string) string {
 func (c *cli) pauseCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "pause --reason WHY", Short: "Pause all autonomous work", Args: positionalArgs(0, 0, "no arguments; name the reason with --reason"),
+		Use: "pause --reason WHY", Short: "Pause all autonomous work",
+		Args: positionalArgs(0, 0, "no arguments; name the reason with --reason"),
 		Long: `Pause all autonomous work in all processes until agent resume. No heartbeat, automation, webhook or flow starts; running
 ones stop before their next step. Scheduled times are recorded as skipped; deliveries, events and messages are stored.
 agent operate and the chat continue. In SQL: select pause_agent('why').`,

@@ -48,7 +48,8 @@ func (c *cli) initCommand() *cobra.Command {
 automation. On a terminal it asks three questions; flags answer them, and --yes accepts the defaults. The database URL
 goes into DIR/.env, never into the workspace. Existing files stay unchanged.
 --example orders creates a complete example instead, a shop's order desk with the SQL of its database (DIR/shop.sql).`,
-		Example: "  agent init\n  agent init shop --name nora --purpose 'Answer questions about orders.' --database postgres://…\n" +
+		Example: "  agent init\n  agent init shop --name nora --purpose 'Answer questions about orders.' --database " +
+			"postgres://…\n" +
 			"  agent init shop --example orders --database postgres://…/shop",
 		Args: positionalArgs(0, 1, "at most one folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -114,7 +115,8 @@ func (o initOptions) fromExample() (initFiles, error) {
 	case o.name != "" || o.purpose != "" || o.timezone != "":
 		return initFiles{}, usageError("--example has its own name, purpose and time zone; change them in the workspace")
 	case o.database == "":
-		return initFiles{}, usageError("--example orders needs the URL of a database for the shop: --database postgres://…/shop")
+		return initFiles{}, usageError("--example orders needs the URL of a database for the shop: --database " +
+			"postgres://…/shop")
 	}
 	if err := o.checkDatabase(); err != nil {
 		return initFiles{}, err

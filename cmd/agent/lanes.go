@@ -97,7 +97,8 @@ outlives a crash of this process.`,
 func (s *session) recordSkipped(ctx context.Context, what string, input map[string]any, busy *lanes.BusyError) {
 	input["lane"], input["holder"] = busy.Lane, busy.Holder
 	_, err := activity.Note(ctx, s.pool, activity.Entry{
-		TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: admin, Skill: what, Input: input, Lane: busy.Lane,
+		TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: admin, Skill: what,
+		Input: input, Lane: busy.Lane,
 	}, activity.Outcome{Status: activity.Skipped, Output: busy.Error()})
 	if err != nil {
 		s.log.WarnContext(ctx, "skipped work not recorded", "lane", busy.Lane, "error", err)

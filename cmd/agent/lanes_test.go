@@ -41,7 +41,8 @@ func TestLanesRunExitCode(t *testing.T) {
 				args := append(append([]string{"lanes", "run"}, before...), append([]string{"--"}, test.command...)...)
 				got := p.run(args...)
 				if got.code != test.code || got.out != test.out || got.err != "" {
-					t.Errorf("agent %q: exit %d, stdout %q, stderr %q, want %d and %q", args, got.code, got.out, got.err, test.code, test.out)
+					t.Errorf("agent %q: exit %d, stdout %q, stderr %q, want %d and %q", args, got.code, got.out,
+						got.err, test.code, test.out)
 				}
 				assert.Contains(t, p.must("lanes", "ls"), "no lane is held")
 			}
@@ -81,7 +82,8 @@ func TestCommandsSkipBusyLane(t *testing.T) {
 	db := connect(t, url)
 	p.must("skills", "call", "objective_propose", "--args", `{"name":"tidy","goal":"all is tidy","steps":["one"]}`)
 	p.must("objectives", "accept", "tidy")
-	p.must("skills", "call", "automation_propose", "--args", `{"name":"watch","cron":"0 9 * * *","skill":"recent_activity"}`)
+	p.must("skills", "call", "automation_propose", "--args",
+		`{"name":"watch","cron":"0 9 * * *","skill":"recent_activity"}`)
 	p.must("automations", "accept", "watch")
 	pgtest.Exec(t, db, `
 		select try_acquire_agent_lock('objective:' || id, 'somebody', 600) from agent_objectives
@@ -134,7 +136,8 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 		t.Errorf("exit %d, stdout %q, want 75", got.code, got.out)
 	}
 	assert.Contains(t, got.err, "level=WARN", "already running, skipped", "pipeline:x", "somebody")
-	assert.Contains(t, newProgram(t, url, "AGENT_LOG_FORMAT=json").run("lanes", "run", "pipeline:x", "--", "touch", mark).err, `"level":"WARN","msg":"already running, skipped","lane":"pipeline:x"`)
+	assert.Contains(t, newProgram(t, url, "AGENT_LOG_FORMAT=json").run("lanes", "run", "pipeline:x", "--", "touch",
+		mark).err, `"level":"WARN","msg":"already running, skipped","lane":"pipeline:x"`)
 	if _, err := os.Stat(mark); err == nil {
 		t.Error("the command ran without the lane")
 	}
@@ -148,7 +151,8 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 
 	assert.Equal(t, "released pipeline:x\n", p.must("lanes", "release", "pipeline:x", "--reason", "the import hangs"))
 	assert.Contains(t, p.must("lanes", "run", "pipeline:x", "--", "echo", "ran"), "ran")
-	if got := p.run("lanes", "release", "pipeline:x"); got.code != 1 || got.err != "agent: lane \"pipeline:x\" is not held; see agent lanes ls\n" {
+	if got := p.run("lanes", "release", "pipeline:x"); got.code != 1 || got.err != "agent: lane \"pipeline:x\" is not "+
+		"held; see agent lanes ls\n" {
 		t.Errorf("released twice: exit %d, stderr %q", got.code, got.err)
 	}
 	assert.Contains(t, p.must("activity", "ls"), "break_lane")
@@ -163,7 +167,8 @@ func TestLanesRunInvalidLane(t *testing.T) {
 	for _, lane := range []string{"", strings.Repeat("x", 256), "a\nb", "a\x1b[31m", "tab\there"} {
 		for _, args := range [][]string{{"lanes", "run", lane, "--", "touch", mark}, {"lanes", "release", lane}} {
 			got := p.run(args...)
-			if got.code != 2 || got.out != "" || strings.Count(got.err, "\n") != 1 || !strings.Contains(got.err, "1 to 255 printable characters") {
+			if got.code != 2 || got.out != "" || strings.Count(got.err, "\n") != 1 ||
+				!strings.Contains(got.err, "1 to 255 printable characters") {
 				t.Errorf("agent %.40q: exit %d, stdout %q, stderr %q", args, got.code, got.out, got.err)
 			}
 		}
@@ -177,7 +182,8 @@ func TestLanesRunInvalidLane(t *testing.T) {
 		t.Error("a command ran")
 	}
 	var rows int
-	require.NoError(t, connect(t, url).QueryRow(t.Context(), `select (select count(*) from agent_locks) + (select count(*) from agent_activity)`).Scan(&rows))
+	require.NoError(t, connect(t, url).QueryRow(t.Context(), `select (select count(*) from agent_locks) + (select count(*)
+		from agent_activity)`).Scan(&rows))
 	assert.Equal(t, 0, rows)
 	if got := p.run("lanes", "run", strings.Repeat("x", 255), "--ttl", "30d", "--", "true"); got.code != 0 {
 		t.Errorf("the longest lane for the longest time: exit %d, stderr %q", got.code, got.err)
@@ -243,7 +249,8 @@ func TestLanesRunUnderSignals(t *testing.T) {
 			cmd.WaitDelay = 10 * time.Second
 			require.NoError(t, cmd.Start())
 			for _, answer := range test.answers {
-				pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(out.String(), answer) }, "the command says "+answer)
+				pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(out.String(), answer) },
+					"the command says "+answer)
 				assert.Contains(t, p.must("lanes", "ls"), "pipeline:x")
 				require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 			}
@@ -277,7 +284,8 @@ func TestTimeFormat(t *testing.T) {
 			t.Errorf("%d ms: %s, want %s", ms, got, want)
 		}
 	}
-	assert.Equal(t, "…1m1s$0.500025 %", fmt.Sprint(formatMillis(nil), formatSeconds(61), formatUSD(0.5), formatPercent(0.25)))
+	assert.Equal(t, "…1m1s$0.500025 %", fmt.Sprint(formatMillis(nil), formatSeconds(61), formatUSD(0.5),
+		formatPercent(0.25)))
 }
 
 // A lost lane ends the command at once, long before the next renewal.

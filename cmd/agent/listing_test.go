@@ -23,19 +23,58 @@ var listings = map[string]struct {
 	heading string
 	empty   string
 }{
-	"traces":           {[]string{"trace", "ls"}, "TRACE FLOW STATUS STARTED TOOK ACTIONS ERRORS TOKENS COST", "no matching traces; `agent heartbeat` creates one"},
-	"activity":         {[]string{"activity", "ls"}, "TIME TRACE SKILL STATUS TOOK TOKENS ERROR", "no matching activity; `agent heartbeat` creates some"},
-	"audit":            {[]string{"activity", "audit"}, "TIME WHO KIND WHAT OBJECT WHY ON BEHALF OF RESULT ERROR COST TRACE", "no actions in that time"},
-	"spend":            {[]string{"activity", "spend"}, "DAY SKILL SURFACE MODEL CALLS TOKENS COST UNKNOWN", "no model calls in that time"},
-	"slowest":          {[]string{"activity", "slowest"}, "SKILL CALLS P50 MS P95 MS MAX MS SLOWEST TRACE", "no skill calls in that time"},
-	"failing":          {[]string{"activity", "failing"}, "SKILL STATE CALLS ERRORS RATE IN A ROW LAST ERROR LAST TRACE", "no failed skill calls in that time"},
-	"lanes":            {[]string{"lanes", "ls"}, "LANE HELD BY TRACE HELD FOR TIME LEFT TOKEN", "no lane is held"},
-	"executions":       {[]string{"executions", "ls"}, "EXECUTION FLOW STATUS CREATED TRACE ABOUT", "no matching executions; `agent heartbeat` starts one"},
-	"skills":           {[]string{"skills", "ls"}, "SKILL STATE CALLS SUCCESS FAILED IN A ROW DISABLED BY REASON", "no skills; `agent apply DIR` creates some"},
-	"approvals":        {[]string{"approvals", "ls"}, "APPROVAL SKILL STATUS ARGUMENTS ASKED EXPIRES TRACE", "no pending approvals"},
-	"filtered traces":  {[]string{"trace", "ls", "--surface", "heartbeat", "--status", "completed", "--since", "1h", "--limit", "1"}, "TRACE FLOW", ""},
-	"filtered actions": {[]string{"activity", "ls", "--surface", "heartbeat", "--status", "error", "--since", "1d"}, "TIME TRACE", ""},
-	"filtered runs":    {[]string{"executions", "ls", "--flow", "heartbeat", "--status", "completed"}, "EXECUTION FLOW", ""},
+	"traces": {
+		[]string{"trace", "ls"},
+		"TRACE FLOW STATUS STARTED TOOK ACTIONS ERRORS TOKENS COST",
+		"no matching traces; `agent heartbeat` creates one",
+	},
+	"activity": {
+		[]string{"activity", "ls"},
+		"TIME TRACE SKILL STATUS TOOK TOKENS ERROR",
+		"no matching activity; `agent heartbeat` creates some",
+	},
+	"audit": {[]string{"activity", "audit"}, "TIME WHO KIND WHAT OBJECT WHY ON BEHALF OF RESULT ERROR COST " +
+		"TRACE", "no actions in that time"},
+	"spend": {
+		[]string{"activity", "spend"},
+		"DAY SKILL SURFACE MODEL CALLS TOKENS COST UNKNOWN",
+		"no model calls in that time",
+	},
+	"slowest": {
+		[]string{"activity", "slowest"},
+		"SKILL CALLS P50 MS P95 MS MAX MS SLOWEST TRACE",
+		"no skill calls in that time",
+	},
+	"failing": {
+		[]string{"activity", "failing"},
+		"SKILL STATE CALLS ERRORS RATE IN A ROW LAST ERROR LAST TRACE",
+		"no failed skill calls in that time",
+	},
+	"lanes": {[]string{"lanes", "ls"}, "LANE HELD BY TRACE HELD FOR TIME LEFT TOKEN", "no lane is held"},
+	"executions": {
+		[]string{"executions", "ls"},
+		"EXECUTION FLOW STATUS CREATED TRACE ABOUT",
+		"no matching executions; `agent heartbeat` starts one",
+	},
+	"skills": {
+		[]string{"skills", "ls"},
+		"SKILL STATE CALLS SUCCESS FAILED IN A ROW DISABLED BY REASON",
+		"no skills; `agent apply DIR` creates some",
+	},
+	"approvals": {
+		[]string{"approvals", "ls"},
+		"APPROVAL SKILL STATUS ARGUMENTS ASKED EXPIRES TRACE",
+		"no pending approvals",
+	},
+	"filtered traces": {[]string{
+		"trace", "ls", "--surface", "heartbeat", "--status", "completed", "--since", "1h",
+		"--limit", "1",
+	}, "TRACE FLOW", ""},
+	"filtered actions": {
+		[]string{"activity", "ls", "--surface", "heartbeat", "--status", "error", "--since", "1d"},
+		"TIME TRACE", "",
+	},
+	"filtered runs": {[]string{"executions", "ls", "--flow", "heartbeat", "--status", "completed"}, "EXECUTION FLOW", ""},
 }
 
 func TestEmptyListings(t *testing.T) {
@@ -66,7 +105,8 @@ func newUsedAgent(t *testing.T) program {
 	p.must("heartbeat")
 	pgtest.Exec(t, db, `select try_acquire_agent_lock('pipeline:prices', 'import', 3600)`)
 	pgtest.Exec(t, db, `
-		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash,
+		  expires_at)
 		select e.trace_id, e.id, s.name, s.revision, '{"limit": 3}', 'x', clock_timestamp() + interval '1 day'
 		  from agent_executions e, agent_skills s where s.name = 'table_sizes'`)
 	return p
@@ -79,7 +119,8 @@ func TestListings(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			got := p.run(l.args...)
 			first, rest, _ := strings.Cut(got.out, "\n")
-			if got.code != 0 || got.err != "" || !strings.HasPrefix(strings.Join(strings.Fields(first), " "), l.heading) || rest == "" {
+			if got.code != 0 || got.err != "" || !strings.HasPrefix(strings.Join(strings.Fields(first), " "), l.heading) ||
+				rest == "" {
 				t.Errorf("exit %d, stderr %q, stdout:\n%s", got.code, got.err, got.out)
 			}
 			for line := range strings.Lines(got.out) {
@@ -140,8 +181,12 @@ func TestTrace(t *testing.T) {
 	}
 	p.mustJSON(&last, "trace", "last", "--surface", "heartbeat")
 	story := p.must("trace", last.TraceID)
-	assert.Contains(t, story, last.TraceID, "self_heal", "advance_plan", "save_memories", "broken_on_purpose", "caretaker_notes", "total:")
-	for _, form := range []string{last.OTelTraceID, strings.TrimPrefix(last.TraceID, "hb_"), strings.ToLower(last.TraceID)} {
+	assert.Contains(t, story, last.TraceID, "self_heal", "advance_plan", "save_memories", "broken_on_purpose",
+		"caretaker_notes", "total:")
+	for _, form := range []string{
+		last.OTelTraceID, strings.TrimPrefix(last.TraceID, "hb_"),
+		strings.ToLower(last.TraceID),
+	} {
 		if got := p.must("trace", form); got != story {
 			t.Errorf("agent trace %s tells another story:\n%s", form, got)
 		}
@@ -181,7 +226,10 @@ func TestExecutions(t *testing.T) {
 	}
 	assert.Equal(t, id+" had already ended: completed\n", p.must("executions", "cancel", id))
 	const unknown = "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"
-	for _, args := range [][]string{{"executions", "show", strings.ReplaceAll(unknown, "-", "")}, {"executions", "cancel", unknown}} {
+	for _, args := range [][]string{
+		{"executions", "show", strings.ReplaceAll(unknown, "-", "")},
+		{"executions", "cancel", unknown},
+	} {
 		if got := p.run(args...); got.code != 1 || !strings.HasSuffix(got.err, "see agent executions ls\n") {
 			t.Errorf("agent %v: exit %d, stderr %q", args, got.code, got.err)
 		}
@@ -194,7 +242,8 @@ func TestApprovals(t *testing.T) {
 	var page struct{ Items []struct{ ID string } }
 	p.mustJSON(&page, "approvals", "ls")
 	id := page.Items[0].ID
-	assert.Contains(t, p.must("approvals", "show", id), "approval "+id, "table_sizes", "pending", "\"limit\": 3", "agent trace ")
+	assert.Contains(t, p.must("approvals", "show", id), "approval "+id, "table_sizes", "pending",
+		"\"limit\": 3", "agent trace ")
 	var one struct {
 		ID        string
 		Arguments map[string]int
@@ -202,12 +251,15 @@ func TestApprovals(t *testing.T) {
 	if p.mustJSON(&one, "approvals", "show", id); one.ID != id || one.Arguments["limit"] != 3 {
 		t.Errorf("got %+v", one)
 	}
-	if got := p.run("approvals", "show", "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"); got.code != 1 || !strings.HasSuffix(got.err, "; see agent approvals ls --all\n") {
+	if got := p.run("approvals", "show", "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"); got.code != 1 ||
+		!strings.HasSuffix(got.err, "; see agent approvals ls --all\n") {
 		t.Errorf("one that is not there: exit %d, stderr %q", got.code, got.err)
 	}
-	assert.Equal(t, "approved "+id+": table_sizes {\"limit\": 3}\n", p.must("approvals", "approve", id, "--reason", "known address"))
+	assert.Equal(t, "approved "+id+": table_sizes {\"limit\": 3}\n",
+		p.must("approvals", "approve", id, "--reason", "known address"))
 	for id, next := range map[string]string{id: "show " + id, "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d": "ls --all"} {
-		if got := p.run("approvals", "reject", id); got.code != 1 || !strings.HasSuffix(got.err, "; see agent approvals "+next+"\n") {
+		if got := p.run("approvals", "reject", id); got.code != 1 ||
+			!strings.HasSuffix(got.err, "; see agent approvals "+next+"\n") {
 			t.Errorf("a second decision on %s: exit %d, stderr %q", id, got.code, got.err)
 		}
 	}
@@ -233,7 +285,8 @@ func TestListingTraceIDForms(t *testing.T) {
 	p := newUsedAgent(t)
 	p.must("memory", "set", "contact", "Ana")
 	for command, of := range map[string]string{
-		"activity ls": "activity ls", "executions ls": "executions ls", "approvals ls": "executions ls", "memory ls": "memory ls",
+		"activity ls": "activity ls", "executions ls": "executions ls", "approvals ls": "executions ls",
+		"memory ls": "memory ls",
 	} {
 		var rows struct {
 			Items []struct {
@@ -242,7 +295,10 @@ func TestListingTraceIDForms(t *testing.T) {
 		}
 		p.mustJSON(&rows, strings.Fields(of)...)
 		id := rows.Items[0].TraceID
-		for _, form := range []string{string(id), strings.ToLower(string(id)), id.OTel(), strings.ToUpper(id.OTel()), id.Suffix()} {
+		for _, form := range []string{
+			string(id), strings.ToLower(string(id)), id.OTel(),
+			strings.ToUpper(id.OTel()), id.Suffix(),
+		} {
 			assert.Contains(t, p.must(append(strings.Fields(command), "--trace", form)...), string(id))
 		}
 		another := trace.New(trace.Heartbeat).OTel()
@@ -274,7 +330,8 @@ func TestListingPagesAreComplete(t *testing.T) {
 	require.NoError(t, err)
 	p := newProgram(t, url)
 	for _, listing := range []string{
-		"executions ls", "activity ls", "activity audit", "trace ls", "memory ls", "objectives ls", "automations ls", "automations runs", "automations dead",
+		"executions ls", "activity ls", "activity audit", "trace ls", "memory ls", "objectives ls", "automations ls",
+		"automations runs", "automations dead",
 		"webhooks ls", "requests ls",
 	} {
 		args := append(strings.Fields(listing), "--limit", "500")
@@ -306,7 +363,8 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 		 values ('01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d', 'fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'import', 'pending',
 		         jsonb_build_object('api_key', 'Zq81xLm0Kk77', 'long', repeat('long ', 40000)), '{"token": "Zq81xLm0Kk77"}',
 		         'password=Zq81xLm0Kk77', 'Bearer Zq81xLm0Kk77')`,
-		`with w as (insert into agent_workers (name, expires_at) values ('w', clock_timestamp() + interval '1 hour') returning id)
+		`with w as (insert into agent_workers (name, expires_at) values ('w', clock_timestamp() + interval '1 hour')
+			returning id)
 		 update agent_executions x set status = 'running', claimed_by = w.id, claim = x.claim + 1 from w`,
 		`insert into agent_checkpoints (execution_id, step, claim, output)
 		 select id, 'login', claim, '{"password": "Zq81xLm0Kk77"}' from agent_executions`,
@@ -337,12 +395,18 @@ func TestCommandsHideSecrets(t *testing.T) {
 			new.result_summary := 'password=Zq81xLm0Kk77';
 			return new;
 		end $$;
-		create trigger spill before update on agent_executions for each row when (new.status = 'completed') execute function spill()`)
+		create trigger spill before update on agent_executions for each row
+		  when (new.status = 'completed') execute function spill()`)
 	require.NoError(t, err)
 	p := newProgram(t, url)
 	query := `select 'Zq81xLm0Kk77' as password`
 	p.must("apply", writeFolder(t, map[string]string{"one.yaml": strings.Replace(goodSkill, "select 1 as n", query, 1)}))
-	for _, args := range [][]string{{"heartbeat"}, {"heartbeat", "--json"}, {"skills", "call", "one"}, {"skills", "call", "one", "--json"}} {
+	for _, args := range [][]string{
+		{"heartbeat"},
+		{"heartbeat", "--json"},
+		{"skills", "call", "one"},
+		{"skills", "call", "one", "--json"},
+	} {
 		got := p.must(args...)
 		if strings.Contains(got, "Zq81xLm0Kk77") || !strings.Contains(got, "[redacted]") {
 			t.Errorf("agent %v: %s", args, got)
@@ -352,7 +416,8 @@ func TestCommandsHideSecrets(t *testing.T) {
 
 func TestUnprintableIsEscaped(t *testing.T) {
 	t.Parallel()
-	if got, want := escapeJSON("{\n  \"a\": \"é\u202e\u200b\U000e0041\"\n}"), "{\n  \"a\": \"é\\u202e\\u200b\\udb40\\udc41\"\n}"; got != want {
+	if got, want := escapeJSON("{\n  \"a\": \"é\u202e\u200b\U000e0041\"\n}"),
+		"{\n  \"a\": \"é\\u202e\\u200b\\udb40\\udc41\"\n}"; got != want {
 		t.Errorf("got %s, want %s", got, want)
 	}
 }

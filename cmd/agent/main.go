@@ -95,7 +95,8 @@ DATABASE_URL names the database. Without it, commands use the one of agent dev i
 		}
 		return showHelp(cmd, args)
 	}
-	root.PersistentFlags().BoolVar(&c.json, "json", c.environ["AGENT_OUTPUT"] == "json", "print the result as one JSON document")
+	root.PersistentFlags().BoolVar(&c.json, "json", c.environ["AGENT_OUTPUT"] == "json",
+		"print the result as one JSON document")
 	root.PersistentFlags().BoolVar(&c.noColor, "no-color", false, "no colours, even on a terminal")
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
 		c.json = c.json || slices.Contains(c.args, "--json") // flags after the error were not parsed
@@ -278,7 +279,9 @@ func showHelp(cmd *cobra.Command, _ []string) error {
 }
 
 // withSession runs a command with an open database.
-func (c *cli) withSession(work func(cmd *cobra.Command, args []string, s *session) error) func(*cobra.Command, []string) error {
+func (c *cli) withSession(
+	work func(cmd *cobra.Command, args []string, s *session) error,
+) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		s, err := c.session(cmd.Context())
 		if err != nil {

@@ -46,9 +46,11 @@ A tool that changes later is quarantined: its skill is disabled until agent mcp 
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error { return c.serveMCP(cmd.Context(), s) }),
 	}
 	cmd.AddCommand(&cobra.Command{
-		Use: "serve", Short: "Same as agent mcp: serve MCP on standard input and output", Args: positionalArgs(0, 0, "no arguments"),
+		Use: "serve", Short: "Same as agent mcp: serve MCP on standard input and output",
+		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error { return c.serveMCP(cmd.Context(), s) }),
-	}, c.mcpListCommand(), c.mcpShowCommand(), c.mcpSyncCommand(), c.mcpAcceptCommand(), c.mcpOfferCommand(true), c.mcpOfferCommand(false))
+	}, c.mcpListCommand(), c.mcpShowCommand(), c.mcpSyncCommand(), c.mcpAcceptCommand(), c.mcpOfferCommand(true),
+		c.mcpOfferCommand(false))
 	return cmd
 }
 
@@ -60,7 +62,8 @@ type mcpListing struct {
 
 func (c *cli) mcpListCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "ls [SERVER]", Short: "List MCP servers, their tools, and the skills offered to others", Args: positionalArgs(0, 1, "at most one server"),
+		Use: "ls [SERVER]", Short: "List MCP servers, their tools, and the skills offered to others",
+		Args: positionalArgs(0, 1, "at most one server"),
 		Long: `List MCP servers and their tools. A tool is
 
   mounted      its skill calls it
@@ -114,7 +117,10 @@ func writeMCP(w io.Writer, got mcpListing) {
 		case r.SyncedAt != nil:
 			state = "synced " + formatTime(*r.SyncedAt)
 		}
-		rows[i] = []string{r.Name, r.Transport, truncate(r.URL+strings.Join(r.Command, " "), 60), r.Trust, r.Scope, state, r.About}
+		rows[i] = []string{
+			r.Name, r.Transport, truncate(r.URL+strings.Join(r.Command, " "), 60), r.Trust,
+			r.Scope, state, r.About,
+		}
 	}
 	writeTable(w, "no MCP servers; declare one with kind: mcp_server, see agent mcp --help",
 		[]string{"SERVER", "TRANSPORT", "AT", "TRUST", "SCOPE", "STATE", "ABOUT"}, rows)
@@ -138,7 +144,8 @@ func writeMCP(w io.Writer, got mcpListing) {
 
 func (c *cli) mcpShowCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "show SERVER TOOL", Short: "Show a tool's accepted version and, in quarantine, its current one", Args: positionalArgs(2, 2, "a server and a tool"),
+		Use: "show SERVER TOOL", Short: "Show a tool's accepted version and, in quarantine, its current one",
+		Args: positionalArgs(2, 2, "a server and a tool"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			all, err := mcp.Tools(cmd.Context(), s.pool, args[0])
 			if err != nil {
@@ -174,7 +181,8 @@ func writeTool(w io.Writer, t mcp.Tool) {
 
 func (c *cli) mcpSyncCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "sync [SERVER]", Short: "Read the tools of servers and mount them", Args: positionalArgs(0, 1, "at most one server"),
+		Use: "sync [SERVER]", Short: "Read the tools of servers and mount them",
+		Args: positionalArgs(0, 1, "at most one server"),
 		Long: `Connect to all MCP servers, or one, and mount their tools as skills. agent serve and agent dev do this at start and
 every 15 minutes. The exit code is 1 when a server is unreachable.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
@@ -247,7 +255,8 @@ func writeReport(w io.Writer, r mcp.Report) {
 func (c *cli) mcpAcceptCommand() *cobra.Command {
 	var hash string
 	cmd := &cobra.Command{
-		Use: "accept SERVER TOOL", Short: "Accept the changed version of a tool and end its quarantine", Args: positionalArgs(2, 2, "a server and a tool"),
+		Use: "accept SERVER TOOL", Short: "Accept the changed version of a tool and end its quarantine",
+		Args: positionalArgs(2, 2, "a server and a tool"),
 		Long: `Accept the changed version of a tool and enable its skill. Review it first with agent mcp show; --hash accepts only the
 version shown there.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
@@ -277,7 +286,8 @@ func (c *cli) mcpOfferCommand(offer bool) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.printf(map[string]any{"skill": args[0], "offered": offer, "changed": changed}, "%s is %s%s\n", args[0], map[bool]string{false: "not "}[offer]+"offered", map[bool]string{false: ", as it was before"}[changed])
+			return c.printf(map[string]any{"skill": args[0], "offered": offer, "changed": changed}, "%s is %s%s\n", args[0],
+				map[bool]string{false: "not "}[offer]+"offered", map[bool]string{false: ", as it was before"}[changed])
 		}),
 	}
 }
@@ -301,7 +311,8 @@ func (c *cli) serveMCP(ctx context.Context, s *session) error {
 	if err != nil {
 		return err
 	}
-	return a.runWithLeases(ctx, func(ctx context.Context) error { return a.mcpServer.Serve(ctx, readCloser(c.in), writeCloser{c.out}) })
+	return a.runWithLeases(ctx,
+		func(ctx context.Context) error { return a.mcpServer.Serve(ctx, readCloser(c.in), writeCloser{c.out}) })
 }
 
 // readCloser closes the stream where possible, so that a blocked read ends.

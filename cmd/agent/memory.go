@@ -22,7 +22,8 @@ const sharedMemory = "(shared)"
 
 func (c *cli) memoryCommand() *cobra.Command {
 	return group("memory", "List, search and change the agent's memory",
-		c.memoryListCommand(), c.memorySearchCommand(), c.memoryGetCommand(), c.memorySetCommand(), c.memoryForgetCommand(), c.memoryStatsCommand(),
+		c.memoryListCommand(), c.memorySearchCommand(), c.memoryGetCommand(), c.memorySetCommand(), c.memoryForgetCommand(),
+		c.memoryStatsCommand(),
 		c.memoryConflictsCommand())
 }
 
@@ -34,7 +35,8 @@ func memoryHint(err error) error {
 		return hint(err, "see agent memory ls")
 	case errors.Is(err, memory.ErrConflict):
 		if c, ok := errors.AsType[*memory.ConflictError](err); ok && c.Theirs != nil {
-			return hint(err, "agent memory get %s --category %s shows it; --if-revision %d replaces it", c.Key, c.Category, c.Theirs.Revision)
+			return hint(err, "agent memory get %s --category %s shows it; --if-revision %d replaces it", c.Key,
+				c.Category, c.Theirs.Revision)
 		}
 		return hint(err, "--if-revision 0 creates it")
 	case errors.Is(err, memory.ErrConflictNotFound), errors.Is(err, memory.ErrConflictDecided):
@@ -56,9 +58,11 @@ func memoryOf(ctx context.Context, s *session, agent string) (memory.Owner, erro
 
 func writeMemories(w io.Writer, entries []memory.Entry, none string) {
 	writeRows(w, none,
-		[]string{"AGENT", "CATEGORY", "KEY", "VALUE", "REVISION", "WRITTEN", "EXPIRES", "TRACE"}, entries, func(e memory.Entry) []string {
+		[]string{"AGENT", "CATEGORY", "KEY", "VALUE", "REVISION", "WRITTEN", "EXPIRES", "TRACE"}, entries,
+		func(e memory.Entry) []string {
 			return []string{
-				cmp.Or(string(e.Owner), sharedMemory), e.Category, e.Key, truncate(string(e.Value), 60), fmt.Sprint(e.Revision), formatTime(e.UpdatedAt), timeOrDash(e.ExpiresAt), e.TraceID,
+				cmp.Or(string(e.Owner), sharedMemory), e.Category, e.Key, truncate(string(e.Value), 60), fmt.Sprint(e.Revision),
+				formatTime(e.UpdatedAt), timeOrDash(e.ExpiresAt), e.TraceID,
 			}
 		})
 }
@@ -140,7 +144,8 @@ func (c *cli) memoryGetCommand() *cobra.Command {
 				return memoryHint(err)
 			}
 			return c.print(e, func(w io.Writer) {
-				fmt.Fprintf(w, "%s / %s, revision %d, written %s %s, expires %s\n", printable(e.Category), printable(e.Key), e.Revision, formatTime(e.UpdatedAt), e.TraceID, timeOrDash(e.ExpiresAt))
+				fmt.Fprintf(w, "%s / %s, revision %d, written %s %s, expires %s\n", printable(e.Category), printable(e.Key),
+					e.Revision, formatTime(e.UpdatedAt), e.TraceID, timeOrDash(e.ExpiresAt))
 				writeJSON(w, "value", e.Value)
 			})
 		}),
@@ -165,7 +170,8 @@ func (c *cli) memorySetCommand() *cobra.Command {
 		Long: `Store a value, JSON or else text. It prints and records the replaced value. --if-revision writes only if the key is at
 the revision of agent memory get (0: new); otherwise it writes nothing and shows both values. It rejects values that
 look like secrets.`,
-		Example: "  agent memory set contact '{\"name\": \"Ana\"}' --category admin --expires 720h\n  agent memory set contact Bea --if-revision 3",
+		Example: "  agent memory set contact '{\"name\": \"Ana\"}' --category admin --expires 720h\n  agent memory set " +
+			"contact Bea --if-revision 3",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			var err error
 			if note.Revision, err = revisionOf(cmd, named); err != nil {
@@ -294,9 +300,11 @@ func (c *cli) memoryStatsCommand() *cobra.Command {
 				return err
 			}
 			return printRows(c, got, "", "no memories",
-				[]string{"AGENT", "CATEGORY", "ENTRIES", "BYTES", "EXPIRING", "LAST WRITTEN"}, func(st memory.CategoryStats) []string {
+				[]string{"AGENT", "CATEGORY", "ENTRIES", "BYTES", "EXPIRING", "LAST WRITTEN"},
+				func(st memory.CategoryStats) []string {
 					return []string{
-						cmp.Or(string(st.Owner), sharedMemory), st.Category, fmt.Sprint(st.Entries), fmt.Sprint(st.Bytes), fmt.Sprint(st.Expiring), formatTime(st.UpdatedAt),
+						cmp.Or(string(st.Owner), sharedMemory), st.Category, fmt.Sprint(st.Entries), fmt.Sprint(st.Bytes),
+						fmt.Sprint(st.Expiring), formatTime(st.UpdatedAt),
 					}
 				})
 		}),
@@ -311,22 +319,29 @@ func (c *cli) memoryConflictsCommand() *cobra.Command {
 func (c *cli) memoryConflictsListCommand() *cobra.Command {
 	var f memory.ConflictFilter
 	cmd := &cobra.Command{
-		Use: "ls", Short: "List memory conflicts, newest first; default the open ones", Args: positionalArgs(0, 0, "no arguments"),
+		Use: "ls", Short: "List memory conflicts, newest first; default the open ones",
+		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(&f.Limit, func() ([]memory.Conflict, error) { return memory.Conflicts(cmd.Context(), s.pool, f) },
+			got, next, err := readPage(&f.Limit,
+				func() ([]memory.Conflict, error) { return memory.Conflicts(cmd.Context(), s.pool, f) },
 				func(x memory.Conflict) string { return x.ID })
 			if err != nil {
 				return err
 			}
 			return printRows(c, got, next, "no memory conflicts",
-				[]string{"CONFLICT", "AGENT", "CATEGORY", "KEY", "STATUS", "NOT WRITTEN", "THERE NOW", "REVISION", "SINCE", "TRACE"}, func(x memory.Conflict) []string {
+				[]string{
+					"CONFLICT", "AGENT", "CATEGORY", "KEY", "STATUS", "NOT WRITTEN", "THERE NOW", "REVISION", "SINCE",
+					"TRACE",
+				}, func(x memory.Conflict) []string {
 					return []string{
-						x.ID, cmp.Or(string(x.Owner), sharedMemory), x.Category, x.Key, x.Status, truncate(string(x.Value), 40), valueOrNothing(x.Current), fmt.Sprint(x.Revision), formatTime(x.CreatedAt), x.TraceID,
+						x.ID, cmp.Or(string(x.Owner), sharedMemory), x.Category, x.Key, x.Status, truncate(string(x.Value), 40),
+						valueOrNothing(x.Current), fmt.Sprint(x.Revision), formatTime(x.CreatedAt), x.TraceID,
 					}
 				})
 		}),
 	}
-	statusFlag(cmd.Flags(), &f.Status, "only this state, or all", memory.ConflictOpen, memory.ConflictKept, memory.ConflictTaken, "all")
+	statusFlag(cmd.Flags(), &f.Status, "only this state, or all", memory.ConflictOpen, memory.ConflictKept,
+		memory.ConflictTaken, "all")
 	executionCursor(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd
@@ -341,7 +356,8 @@ func valueOrNothing(value json.RawMessage) string {
 
 func (c *cli) memoryConflictsShowCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "show ID", Short: "Show one memory conflict with both values", Args: rowID("a memory conflict", "agent memory conflicts ls"),
+		Use: "show ID", Short: "Show one memory conflict with both values",
+		Args: rowID("a memory conflict", "agent memory conflicts ls"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			x, err := memory.GetConflict(cmd.Context(), s.pool, args[0])
 			if err != nil {
@@ -357,7 +373,8 @@ func writeConflict(w io.Writer, x memory.Conflict) {
 	if x.DecidedAt != nil {
 		fmt.Fprintf(w, "decided by %s %s: %s\n", printable(x.DecidedBy), formatTime(*x.DecidedAt), printable(x.DecidedReason))
 	}
-	fmt.Fprintf(w, "written by %s, which had read revision %d; found was revision %d of %s\n", x.TraceID, x.IfRevision, x.FoundRevision, x.FoundTraceID)
+	fmt.Fprintf(w, "written by %s, which had read revision %d; found was revision %d of %s\n", x.TraceID, x.IfRevision,
+		x.FoundRevision, x.FoundTraceID)
 	writeJSON(w, "not written", x.Value)
 	writeJSON(w, "found", x.FoundValue)
 	if x.Revision != x.FoundRevision {
@@ -385,7 +402,10 @@ the revision of the conflict, or at --if-revision. Otherwise nothing is written 
 			}
 			var decided memory.Conflict
 			output := map[string]any{}
-			input := map[string]any{"conflict": args[0], "decision": map[bool]string{true: "take", false: "keep"}[take == "mine"], "reason": reason}
+			input := map[string]any{
+				"conflict": args[0],
+				"decision": map[bool]string{true: "take", false: "keep"}[take == "mine"], "reason": reason,
+			}
 			_, err = recordChangeWith(cmd.Context(), s, "decide_memory_conflict", input, output,
 				func(tx pgx.Tx, traceID string) (bool, error) {
 					var err error
@@ -399,7 +419,8 @@ the revision of the conflict, or at --if-revision. Otherwise nothing is written 
 			if err != nil {
 				return memoryHint(err)
 			}
-			return c.printf(decided, "%s / %s: %s; the key is at revision %d\n", printable(decided.Category), printable(decided.Key), decided.Status, decided.Revision)
+			return c.printf(decided, "%s / %s: %s; the key is at revision %d\n", printable(decided.Category),
+				printable(decided.Key), decided.Status, decided.Revision)
 		}),
 	}
 	wordFlag(cmd.Flags(), &take, "take", "theirs, or mine", "theirs", "mine")

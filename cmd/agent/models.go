@@ -285,7 +285,8 @@ func listModels(client *models.Client, used []usedModel, offered []models.Listed
 
 func writeModels(w io.Writer, listed []listedModel) {
 	writeRows(w, "",
-		[]string{"MODEL", "LISTED", "AGENTS", "CONTEXT", "IMAGES", "API", "USD PER MILLION"}, listed, func(m listedModel) []string {
+		[]string{"MODEL", "LISTED", "AGENTS", "CONTEXT", "IMAGES", "API", "USD PER MILLION"}, listed,
+		func(m listedModel) []string {
 			row := []string{m.Model, "no", strings.Join(m.Agents, ", "), "unknown", "no", string(m.API), "unknown"}
 			if m.Listed {
 				row[1] = "yes"
@@ -305,9 +306,12 @@ func writeModels(w io.Writer, listed []listedModel) {
 
 // newModel returns the client of the configured model. Without one it starts the offline model on the loopback
 // interface; stop ends it.
-func newModel(ctx context.Context, cfg config.Config, log *slog.Logger, retry models.Retry) (client *models.Client, about string, stop func(), err error) {
+func newModel(
+	ctx context.Context, cfg config.Config, log *slog.Logger, retry models.Retry,
+) (client *models.Client, about string, stop func(), err error) {
 	set := models.Config{
-		BaseURL: cfg.OpenAIBaseURL, APIKey: cfg.OpenAIKey.Reveal(), Model: cfg.Model, Prices: prices(cfg), Logger: log, Retry: retry,
+		BaseURL: cfg.OpenAIBaseURL, APIKey: cfg.OpenAIKey.Reveal(), Model: cfg.Model, Prices: prices(cfg),
+		Logger: log, Retry: retry,
 		ReasoningEffort: cfg.Provider.Effort, API: models.API(cfg.Provider.API), Headers: cfg.Provider.Headers,
 		Query: query(cfg.Provider.Query), Extra: cfg.Provider.Extra,
 	}
@@ -319,13 +323,15 @@ func newModel(ctx context.Context, cfg config.Config, log *slog.Logger, retry mo
 		if err != nil {
 			return nil, "", nil, fmt.Errorf("start the offline model: %w", err)
 		}
-		set.Model, about = offline.Model, "rule-based, built in (set OPENAI_API_KEY or OPENAI_BASE_URL, and AGENT_MODEL, for a real one)"
+		set.Model, about = offline.Model, "rule-based, built in (set OPENAI_API_KEY or OPENAI_BASE_URL, and AGENT_MODEL, "+
+			"for a real one)"
 	case cfg.OpenAIBaseURL == "":
 		about = "OpenAI"
 	}
 	if set.Model == "" {
 		set.Model = defaultModel
-		log.WarnContext(ctx, "AGENT_MODEL is not set, using the default; set it to a model of your provider", "model", set.Model)
+		log.WarnContext(ctx, "AGENT_MODEL is not set, using the default; set it to a model of your provider", "model",
+			set.Model)
 	}
 	client, err = models.New(set)
 	if err != nil {
@@ -410,10 +416,12 @@ func diagnoseEmbedding(ctx context.Context, s *session, add func(string, error, 
 
 // missingExtension explains how to install the extension vector.
 func missingExtension(model string, state memory.EmbeddingState) error {
-	wrong := fmt.Sprintf("%s is set, but memory search matches words only: the database has no extension vector (pgvector)", model)
+	wrong := fmt.Sprintf(
+		"%s is set, but memory search matches words only: the database has no extension vector (pgvector)", model)
 	if state.Available {
 		return hint(errors.New(wrong), "run as a superuser: create extension vector;")
 	}
-	return hint(errors.New(wrong), "install pgvector on its server (a package such as postgresql-%d-pgvector), then run in the database as a superuser: create extension vector;",
+	return hint(errors.New(wrong), "install pgvector on its server (a package such as postgresql-%d-pgvector), then run "+
+		"in the database as a superuser: create extension vector;",
 		state.Server)
 }

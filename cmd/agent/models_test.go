@@ -65,7 +65,8 @@ func TestModelsCheckFailure(t *testing.T) {
 	if got.code != 1 || strings.Contains(got.err, "agent:") {
 		t.Errorf("exit %d, stderr %q", got.code, got.err)
 	}
-	assert.Contains(t, got.out, "FAIL     tools", "called no tool", "--enable-auto-tool-choice", "skipped  correction", "no tool was called")
+	assert.Contains(t, got.out, "FAIL     tools", "called no tool", "--enable-auto-tool-choice", "skipped  correction",
+		"no tool was called")
 	var all struct {
 		Items []struct {
 			Model  string
@@ -87,7 +88,8 @@ func TestListModels(t *testing.T) {
 	server := modeltest.New(t)
 	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), `AGENT_PRICES={"house/own":{"input":1,"output":3}}`)
 	p.must("apply", writeFolder(t, map[string]string{"a.yaml": twoAgents}))
-	assert.Contains(t, p.must("models", "ls"), "MODEL", "scripted    yes", "gpt-6-luna  no", "sales, billing", "400000", "1 / 3", "0.1 / 0.5")
+	assert.Contains(t, p.must("models", "ls"), "MODEL", "scripted    yes", "gpt-6-luna  no", "sales, billing", "400000",
+		"1 / 3", "0.1 / 0.5")
 	var all struct {
 		Items []struct {
 			Model  string
@@ -101,7 +103,8 @@ func TestListModels(t *testing.T) {
 		all.Items[2].Price.Output != 3 || !all.Items[3].Listed || all.Items[3].Price != nil {
 		t.Errorf("got %+v", all.Items)
 	}
-	silent := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1", "AGENT_MODEL=gpt-4o").run("models", "ls")
+	silent := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1",
+		"AGENT_MODEL=gpt-4o").run("models", "ls")
 	assert.Contains(t, silent.err, "the server lists no models", "check OPENAI_BASE_URL")
 	assert.Contains(t, silent.out, "gpt-4o")
 	assert.Equal(t, 0, silent.code)
@@ -124,7 +127,8 @@ func TestDoctorChecksTools(t *testing.T) {
 		return modeltest.PassesChecks(n, req)
 	})
 	got := p.run("doctor")
-	assert.Contains(t, got.out, "ok   model answers", "BAD  model tools", "tools are off", "set AGENT_MODEL to one that calls tools")
+	assert.Contains(t, got.out, "ok   model answers", "BAD  model tools", "tools are off",
+		"set AGENT_MODEL to one that calls tools")
 	if n := len(server.Requests()); n != 3 || got.code != 1 {
 		t.Errorf("exit %d after %d calls", got.code, n)
 	}
@@ -138,7 +142,8 @@ func TestDoctorReportsEmbeddings(t *testing.T) {
 	server := modeltest.NewEmbeddings(t, func(string) []float32 { return []float32{1, 2, 3} })
 	p = newProgram(t, url, "AGENT_EMBEDDING_MODEL=small", "AGENT_EMBEDDING_BASE_URL="+server.URL(),
 		"OPENAI_BASE_URL="+server.URL(), "OPENAI_API_KEY=key-of-the-chat-model")
-	if got := p.run("doctor"); !strings.Contains(got.out, "BAD  embeddings") || !strings.Contains(got.out, "create extension vector;") {
+	if got := p.run("doctor"); !strings.Contains(got.out, "BAD  embeddings") ||
+		!strings.Contains(got.out, "create extension vector;") {
 		t.Errorf("without the extension: %+v", got)
 	}
 	p.must("memory", "set", "rule", "two signatures")
@@ -151,7 +156,8 @@ func TestDoctorReportsEmbeddings(t *testing.T) {
 		insert into pg_extension (oid, extname, extowner, extnamespace, extrelocatable, extversion)
 		values (999999, 'vector', current_user::regrole, 'public'::regnamespace, false, '0.8.6')`)
 	require.NoError(t, err)
-	assert.Contains(t, p.run("doctor").out, "ok   embeddings", "small, 3 dimensions, pgvector 0.8.6; 0 of 1 memories are embedded")
+	assert.Contains(t, p.run("doctor").out, "ok   embeddings", "small, 3 dimensions, pgvector 0.8.6; 0 of 1 memories "+
+		"are embedded")
 	assert.Equal(t, "", server.Requests()[0].Header.Get("Authorization"))
 }
 
@@ -166,9 +172,13 @@ func startMCPServer(t *testing.T) *mcpServer {
 	s := &mcpServer{description: "Says hello."}
 	s.Server = httptest.NewServer(sdk.NewStreamableHTTPHandler(func(*http.Request) *sdk.Server {
 		server := sdk.NewServer(&sdk.Implementation{Name: "greeter", Version: "3"}, nil)
-		server.AddTool(&sdk.Tool{Name: "greet", Description: s.description, InputSchema: json.RawMessage(`{"type":"object","properties":{"name":{"type":"string"}}}`)},
+		server.AddTool(&sdk.Tool{
+			Name: "greet", Description: s.description,
+			InputSchema: json.RawMessage(`{"type":"object","properties":{"name":{"type":"string"}}}`),
+		},
 			func(_ context.Context, r *sdk.CallToolRequest) (*sdk.CallToolResult, error) {
-				return &sdk.CallToolResult{Content: []sdk.Content{&sdk.TextContent{Text: "hello " + string(r.Params.Arguments)}}}, nil
+				return &sdk.CallToolResult{Content: []sdk.Content{&sdk.TextContent{Text: "hello " + string(r.Params.Arguments)}}},
+					nil
 			})
 		return server
 	}, &sdk.StreamableHTTPOptions{Stateless: true}))
@@ -211,7 +221,8 @@ func TestMCPCommands(t *testing.T) {
 	if got := agent.run("skills", "call", "mcp__greeter__greet"); got.code == 0 {
 		t.Errorf("a tool in quarantine was called: %s", got.out)
 	}
-	if got := agent.run("mcp", "accept", "greeter", "greet", "--hash", "0"); got.code == 0 || !strings.Contains(got.err, "has changed again") {
+	if got := agent.run("mcp", "accept", "greeter", "greet", "--hash", "0"); got.code == 0 ||
+		!strings.Contains(got.err, "has changed again") {
 		t.Errorf("accepting another version: %d, %s", got.code, got.err)
 	}
 	says(must("mcp", "accept", "greeter", "greet"), "in service")
@@ -222,7 +233,8 @@ func TestMCPCommands(t *testing.T) {
 	var listing struct {
 		Servers, Tools, Offered []map[string]any
 	}
-	if err := json.Unmarshal([]byte(must("mcp", "ls", "--json")), &listing); err != nil || len(listing.Servers)+len(listing.Tools)+len(listing.Offered) != 3 {
+	if err := json.Unmarshal([]byte(must("mcp", "ls", "--json")), &listing); err != nil || len(listing.Servers)+
+		len(listing.Tools)+len(listing.Offered) != 3 {
 		t.Errorf("the listing is %+v, %v", listing, err)
 	}
 	assert.Equal(t, `hello {"name":"them"}`, exerciseMCP(t, agent))
@@ -254,15 +266,20 @@ func exerciseMCP(t *testing.T, agent program) string {
 		ended <- run(context.WithoutCancel(t.Context()), []string{"mcp"}, agent.environ, ourIn, ourOut, &errs)
 		_ = ourOut.Close()
 	}()
-	session, err := sdk.NewClient(&sdk.Implementation{Name: "stock"}, nil).Connect(t.Context(), &sdk.IOTransport{Reader: theirIn, Writer: theirOut}, nil)
+	session, err := sdk.NewClient(&sdk.Implementation{Name: "stock"}, nil).Connect(t.Context(),
+		&sdk.IOTransport{Reader: theirIn, Writer: theirOut}, nil)
 	if err != nil {
 		t.Fatalf("connect: %v; %s", err, errs.String())
 	}
 	listed, err := session.ListTools(t.Context(), nil)
-	if err != nil || !slices.ContainsFunc(listed.Tools, func(tool *sdk.Tool) bool { return tool.Name == "mcp__greeter__greet" }) {
+	if err != nil || !slices.ContainsFunc(listed.Tools,
+		func(tool *sdk.Tool) bool { return tool.Name == "mcp__greeter__greet" }) {
 		t.Fatalf("listed are %+v, %v", listed, err)
 	}
-	result, err := session.CallTool(t.Context(), &sdk.CallToolParams{Name: "mcp__greeter__greet", Arguments: map[string]string{"name": "them"}})
+	result, err := session.CallTool(t.Context(), &sdk.CallToolParams{
+		Name:      "mcp__greeter__greet",
+		Arguments: map[string]string{"name": "them"},
+	})
 	if err != nil || result.IsError || len(result.Content) != 1 {
 		t.Fatalf("the call: %+v, %v", result, err)
 	}
@@ -288,7 +305,8 @@ func TestServeMCP(t *testing.T) {
 	t.Parallel()
 	server := startMCPServer(t)
 	address := pgtest.URL(t)
-	agent := newProgram(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1")
+	agent := newProgram(t, address, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info",
+		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1")
 	dir := t.TempDir()
 	testkit.WriteFile(t, filepath.Join(dir, "mcp.yaml"), "kind: mcp_server\nname: greeter\nurl: "+server.URL+"\n")
 	if got := agent.run("apply", dir); got.code != 0 {
@@ -296,17 +314,24 @@ func TestServeMCP(t *testing.T) {
 	}
 	s := agent.start("serve")
 	base := s.find(t, `msg=serving listen=(\S+)`)
-	pgtest.Eventually(t, pgWait, func() bool { return agent.run("mcp", "offer", "mcp__greeter__greet").code == 0 }, "the tool is mounted")
+	pgtest.Eventually(t, pgWait, func() bool { return agent.run("mcp", "offer", "mcp__greeter__greet").code == 0 },
+		"the tool is mounted")
 	client := sdk.NewClient(&sdk.Implementation{Name: "stock"}, nil)
 	if code, _ := testkit.Get(t, base+"/mcp"); code != http.StatusUnauthorized {
 		t.Errorf("/mcp without the token: %d", code)
 	}
-	session, err := client.Connect(t.Context(), &sdk.StreamableClientTransport{Endpoint: base + "/mcp", HTTPClient: &http.Client{Transport: adminBearer{}}}, nil)
+	session, err := client.Connect(t.Context(), &sdk.StreamableClientTransport{
+		Endpoint:   base + "/mcp",
+		HTTPClient: &http.Client{Transport: adminBearer{}},
+	}, nil)
 	require.NoError(t, err)
 	defer session.Close()
 	call := func() *sdk.CallToolResult {
 		t.Helper()
-		result, err := session.CallTool(t.Context(), &sdk.CallToolParams{Name: "mcp__greeter__greet", Arguments: map[string]string{"name": "all"}})
+		result, err := session.CallTool(t.Context(), &sdk.CallToolParams{
+			Name:      "mcp__greeter__greet",
+			Arguments: map[string]string{"name": "all"},
+		})
 		require.NoError(t, err)
 		return result
 	}

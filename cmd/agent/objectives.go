@@ -22,28 +22,39 @@ const admin = activity.Admin
 func (c *cli) objectivesCommand() *cobra.Command {
 	return group("objectives", "List objectives, decide proposals, confirm steps",
 		c.objectivesListCommand(), c.objectivesShowCommand(), c.objectivesAddCommand(),
-		c.objectivesDecideCommand("accept NAME", "Accept an objective proposed by the agent; the next heartbeat works on it", "accept_objective", objectives.Accept),
-		c.objectivesDecideCommand("reject NAME", "Reject an objective proposed by the agent", "reject_objective", objectives.Reject),
+		c.objectivesDecideCommand("accept NAME", "Accept an objective proposed by the agent; the next heartbeat works on it",
+			"accept_objective", objectives.Accept),
+		c.objectivesDecideCommand("reject NAME", "Reject an objective proposed by the agent",
+			"reject_objective", objectives.Reject),
 		c.objectivesDoneCommand(),
-		c.objectivesStatusCommand("pause NAME", "Pause an objective until it is resumed", "pause_objective", objectives.Active, objectives.Paused),
-		c.objectivesStatusCommand("resume NAME", "Resume a paused objective", "resume_objective", objectives.Paused, objectives.Active))
+		c.objectivesStatusCommand("pause NAME", "Pause an objective until it is resumed", "pause_objective",
+			objectives.Active, objectives.Paused),
+		c.objectivesStatusCommand("resume NAME", "Resume a paused objective", "resume_objective",
+			objectives.Paused, objectives.Active))
 }
 
 // recordChange makes an admin's change and records it in one transaction under a new trace. input names the object
 // and the reason. A change without effect leaves no record.
-func recordChange(ctx context.Context, s *session, verb string, input map[string]any, change func(tx pgx.Tx, traceID string) (bool, error)) (changed bool, err error) {
+func recordChange(
+	ctx context.Context, s *session, verb string, input map[string]any,
+	change func(tx pgx.Tx, traceID string) (bool, error),
+) (changed bool, err error) {
 	return recordChangeWith(ctx, s, verb, input, map[string]any{}, change)
 }
 
 // recordChangeWith is recordChange with output that change fills in.
-func recordChangeWith(ctx context.Context, s *session, verb string, input, output map[string]any, change func(tx pgx.Tx, traceID string) (bool, error)) (changed bool, err error) {
+func recordChangeWith(
+	ctx context.Context, s *session, verb string, input, output map[string]any,
+	change func(tx pgx.Tx, traceID string) (bool, error),
+) (changed bool, err error) {
 	reason, _ := input["reason"].(string)
-	_, err = activity.Record(ctx, s.pool, activity.Act{Name: verb, Reason: reason, Input: input}, func(tx pgx.Tx, traceID string) (any, error) {
-		if changed, err = change(tx, traceID); err != nil || !changed {
-			return activity.Unchanged, err
-		}
-		return output, nil
-	})
+	_, err = activity.Record(ctx, s.pool, activity.Act{Name: verb, Reason: reason, Input: input},
+		func(tx pgx.Tx, traceID string) (any, error) {
+			if changed, err = change(tx, traceID); err != nil || !changed {
+				return activity.Unchanged, err
+			}
+			return output, nil
+		})
 	return changed, err
 }
 
@@ -59,15 +70,19 @@ func (c *cli) objectivesListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List objectives with their progress, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(&f.Limit, func() ([]objectives.Objective, error) { return objectives.List(cmd.Context(), s.pool, f) },
+			got, next, err := readPage(&f.Limit,
+				func() ([]objectives.Objective, error) { return objectives.List(cmd.Context(), s.pool, f) },
 				func(o objectives.Objective) string { return o.ID })
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, next, "no matching objectives; `agent objectives add NAME --goal …` or a workspace adds some",
-				[]string{"OBJECTIVE", "STATUS", "STEPS", "PROGRESS", "PRIORITY", "DUE", "GOAL"}, func(o objectives.Objective) []string {
+			return printRows(c, got, next, "no matching objectives; `agent objectives add NAME --goal …` or a workspace adds "+
+				"some",
+				[]string{"OBJECTIVE", "STATUS", "STEPS", "PROGRESS", "PRIORITY", "DUE", "GOAL"},
+				func(o objectives.Objective) []string {
 					return []string{
-						o.Name, o.Status, fmt.Sprintf("%d/%d", o.Done, o.Total), formatPercent(o.Progress), fmt.Sprint(o.Priority), formatTime(o.DueAt) + idleText(o.IdleRuns), truncate(o.Goal, 50),
+						o.Name, o.Status, fmt.Sprintf("%d/%d", o.Done, o.Total), formatPercent(o.Progress), fmt.Sprint(o.Priority),
+						formatTime(o.DueAt) + idleText(o.IdleRuns), truncate(o.Goal, 50),
 					}
 				})
 		}),
@@ -98,7 +113,8 @@ func readObjective(ctx context.Context, s *session, name string) (shown shownObj
 
 func (c *cli) objectivesShowCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "show NAME", Short: "Show one objective: goal, steps, evidence", Args: positionalArgs(1, 1, "an objective's name or id"),
+		Use: "show NAME", Short: "Show one objective: goal, steps, evidence",
+		Args: positionalArgs(1, 1, "an objective's name or id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			shown, err := readObjective(cmd.Context(), s, args[0])
 			if err != nil {
@@ -240,7 +256,9 @@ func (c *cli) reportObjective(ctx context.Context, s *session, name string, chan
 	})
 }
 
-func (c *cli) objectivesDecideCommand(use, short, verb string, decide func(context.Context, postgres.DB, string, string, string) (bool, error)) *cobra.Command {
+func (c *cli) objectivesDecideCommand(
+	use, short, verb string, decide func(context.Context, postgres.DB, string, string, string) (bool, error),
+) *cobra.Command {
 	var reason string
 	var based *revisionCheck
 	cmd := &cobra.Command{

@@ -52,16 +52,20 @@ func TestObjectiveCommands(t *testing.T) {
 	p.must("objectives", "resume", "tidy")
 	var shown struct{ Steps []struct{ ID string } }
 	p.mustJSON(&shown, "objectives", "show", "tidy")
-	if bad := p.run("objectives", "done", shown.Steps[0].ID); bad.code != exitUsage || !strings.Contains(bad.err, "--reason") {
+	if bad := p.run("objectives", "done", shown.Steps[0].ID); bad.code != exitUsage ||
+		!strings.Contains(bad.err, "--reason") {
 		t.Errorf("done without a reason: %+v", bad)
 	}
-	if bad := p.run("objectives", "done", "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d", "--reason", "I saw it"); bad.code != exitFailed || !strings.Contains(bad.err, "step not found") {
+	if bad := p.run("objectives", "done", "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d", "--reason",
+		"I saw it"); bad.code != exitFailed || !strings.Contains(bad.err, "step not found") {
 		t.Errorf("done of a step that is not there: %+v", bad)
 	}
 	p.must("objectives", "done", shown.Steps[0].ID, "--reason", "I saw it")
 	assert.Contains(t, p.must("objectives", "done", shown.Steps[0].ID, "--reason", "I saw it"), "no longer pending")
-	assert.Contains(t, p.must("objectives", "show", "tidy"), "completed", "admin's word: I saw it", "no dust", "1 of 1 steps (100 %)")
-	if bad := p.run("objectives", "accept", "nothing"); bad.code != exitFailed || !strings.Contains(bad.err, "agent objectives ls") {
+	assert.Contains(t, p.must("objectives", "show", "tidy"), "completed", "admin's word: I saw it", "no dust",
+		"1 of 1 steps (100 %)")
+	if bad := p.run("objectives", "accept", "nothing"); bad.code != exitFailed ||
+		!strings.Contains(bad.err, "agent objectives ls") {
 		t.Errorf("got %+v", bad)
 	}
 	assert.Contains(t, p.must("activity", "ls"), "add_objective", "confirm_step", "pause_objective")
@@ -72,7 +76,8 @@ func TestProposalCommands(t *testing.T) {
 	url := pgtest.URL(t)
 	p := newProgram(t, url)
 	p.must("skills", "call", "objective_propose", "--args", `{"name":"wish","goal":"g"}`)
-	p.must("skills", "call", "automation_propose", "--args", `{"name":"watch","cron":"0 9 * * 1-5","timezone":"Europe/Madrid","skill":"recent_activity"}`)
+	p.must("skills", "call", "automation_propose", "--args",
+		`{"name":"watch","cron":"0 9 * * 1-5","timezone":"Europe/Madrid","skill":"recent_activity"}`)
 	assert.Contains(t, p.must("objectives", "ls", "--status", "proposed"), "wish")
 	assert.Contains(t, p.must("automations", "ls"), "watch", "proposed")
 	if bad := p.run("automations", "enable", "watch"); bad.code != exitFailed || !strings.Contains(bad.err, "accept") {
@@ -109,14 +114,19 @@ func TestMemoryCommands(t *testing.T) {
 	assert.Contains(t, p.must("memory", "get", "contact", "--category", "admin"), "name: Ana", "revision 1")
 	assert.Contains(t, p.must("memory", "stats"), "admin", "general")
 	for _, refused := range [][]string{
-		{"memory", "set", "plain", "x", "--if-revision", "7"}, {"memory", "set", "api_key", "hunter2"}, {"memory", "get", "nothing"},
+		{"memory", "set", "plain", "x", "--if-revision", "7"},
+		{"memory", "set", "api_key", "hunter2"},
+		{"memory", "get", "nothing"},
 	} {
 		if got := p.run(refused...); got.code != exitFailed || strings.Contains(got.err, "hunter2") {
 			t.Errorf("%v: %+v", refused, got)
 		}
 	}
 	for _, wrong := range [][]string{
-		{"", "x"}, {"plain", "x", "--category", " "}, {"plain", "x", "--expires", "-1s"}, {"plain", strings.Repeat("x", 70000)},
+		{"", "x"},
+		{"plain", "x", "--category", " "},
+		{"plain", "x", "--expires", "-1s"},
+		{"plain", strings.Repeat("x", 70000)},
 	} {
 		p.fails(exitUsage, "see agent memory set --help", append([]string{"memory", "set"}, wrong...)...)
 	}
@@ -186,12 +196,14 @@ func insertConflict(t *testing.T, pool *pgxpool.Pool) (conflict string) {
 func TestStalePagesDoNotOverwrite(t *testing.T) {
 	t.Parallel()
 	database := pgtest.URL(t)
-	p, pool := newProgram(t, database, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *", "AGENT_LOG_LEVEL=info"), connect(t, database)
+	p, pool := newProgram(t, database, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *",
+		"AGENT_LOG_LEVEL=info"), connect(t, database)
 	conflict := insertConflict(t, pool)
 	served := p.start("serve")
 	base := strings.TrimSuffix(served.find(t, `msg=serving listen=(\S+)`), "/")
 	ana, bea := newTab(t, base), newTab(t, base)
-	assert.Contains(t, ana.page("/memory", nil), "the late one", "second", "/act/v1/memory/conflicts/"+conflict+"/decide", `name="if_revision" value="2"`)
+	assert.Contains(t, ana.page("/memory", nil), "the late one", "second", "/act/v1/memory/conflicts/"+conflict+"/decide",
+		`name="if_revision" value="2"`)
 	decide := func(b browserTab, decision, revision string) string {
 		b.t.Helper()
 		return b.page("/act/v1/memory/conflicts/"+conflict+"/decide",
@@ -217,7 +229,10 @@ func TestStalePagesDoNotOverwrite(t *testing.T) {
 	require.NoError(t, err)
 	forget := func(b browserTab, revision string) string {
 		b.t.Helper()
-		return b.page("/act/v1/memory/"+e.ID+"/forget", url.Values{"reason": {"x"}, "if_revision": {revision}, "back": {"/memory"}})
+		return b.page("/act/v1/memory/"+e.ID+"/forget", url.Values{
+			"reason": {"x"}, "if_revision": {revision},
+			"back": {"/memory"},
+		})
 	}
 	assert.Contains(t, bea.page("/memory/contact", nil), `name="if_revision" value="4"`)
 	p.must("memory", "set", "contact", "fifth")
@@ -240,13 +255,16 @@ func TestRetentionCommands(t *testing.T) {
 	db := pgtest.DB(t)
 	p := newProgram(t, db.Config().ConnString())
 	assert.Contains(t, p.must("retention", "show"), "KIND", "messages         forever  1 day")
-	assert.Contains(t, p.must("retention", "set", "executions=30d", "events=1 day", "--reason", "little room"), "changed; trace op_")
+	assert.Contains(t, p.must("retention", "set", "executions=30d", "events=1 day", "--reason", "little room"),
+		"changed; trace op_")
 	assert.Contains(t, p.must("retention", "set", "executions=30 days"), "already set")
 	pgtest.Exec(t, db, `
 		insert into agent_executions (id, trace_id, surface, flow, created_at)
-		select lanekeeper.agent_uuid7(at), 'fl_' || n, 'flow', 'f', at from (select n, clock_timestamp() - interval '40 days' as at from generate_series(1, 3) n) x`)
+		select lanekeeper.agent_uuid7(at), 'fl_' || n, 'flow', 'f', at
+		  from (select n, clock_timestamp() - interval '40 days' as at from generate_series(1, 3) n) x`)
 	for _, end := range []string{"running", "completed"} {
-		pgtest.Exec(t, db, `update agent_executions set status = $1::text, completed_at = case when $1::text = 'completed' then created_at end where trace_id <> 'fl_3'`, end)
+		pgtest.Exec(t, db, `update agent_executions set status = $1::text, completed_at = case when $1::text = 'completed'
+			then created_at end where trace_id <> 'fl_3'`, end)
 	}
 	for _, args := range [][]string{{"retention", "run", "--dry-run"}, {"retention", "run", "executions"}} {
 		var done struct{ Items []retention.Done }
@@ -297,11 +315,16 @@ func TestWebhookCommands(t *testing.T) {
 	p.must("apply", dir)
 	db := connect(t, url)
 	pgtest.Exec(t, db, `
-		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, headers, body, body_sha256, error_message)
-		values ('shop', 'msg_1', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'dead', '{"X-Shop": ["a"]}',
+		insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, headers, body,
+		  body_sha256, error_message)
+		values ('shop', 'msg_1', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'wh_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'dead',
+		  '{"X-Shop": ["a"]}',
 		        '{"id": 7, "password": "hunter2", "text": "\\u001b[2J"}', 'abc', 'action 1: it failed')`)
 	for command, wants := range map[string][]string{
-		"endpoints":                        {"shop", "standard", "/webhooks/shop", "set the environment variable SHOP_SECRET"},
+		"endpoints": {
+			"shop", "standard", "/webhooks/shop",
+			"set the environment variable SHOP_SECRET",
+		},
 		"targets":                          {"ops", "https://example.com/hook", "execution.failed"},
 		"ls --status dead --endpoint shop": {"msg_1", "action 1: it failed"},
 		"ls --json":                        {`"delivery_id": "msg_1"`, `"next_cursor": null`},
@@ -334,7 +357,8 @@ func TestWebhookCommands(t *testing.T) {
 		}
 	}
 	var status string
-	if err := db.QueryRow(t.Context(), `select status from agent_executions where flow = 'webhook'`).Scan(&status); err != nil || status != "pending" {
+	if err := db.QueryRow(t.Context(), `select status from agent_executions where flow = 'webhook'`).Scan(
+		&status); err != nil || status != "pending" {
 		t.Errorf("its execution is %q, %v", status, err)
 	}
 }

@@ -38,8 +38,9 @@ code 75, can queue (--wait) or watch (--watch).
 line leaves it open, and any other text rejects it with that reason. Elsewhere the approval stays open (agent approvals
 ls), the exit code is 1, and a process that runs agent serve resumes the turn. The exit code is also 1 for a turn without
 an answer: the model stalled, or a limit of tokens, money, time or model calls was reached.`,
-		Example: "  agent operate\n  agent operate 'how large are the tables?'\n  agent operate --session ses_… 'and the indexes?' --json",
-		Args:    messageArg,
+		Example: "  agent operate\n  agent operate 'how large are the tables?'\n  agent operate --session ses_… 'and the " +
+			"indexes?' --json",
+		Args: messageArg,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if watch && (len(args) > 0 || wait || id != "" || agent != "") {
 				return usageError("--watch excludes a message, --wait, --agent and --session")
@@ -259,8 +260,10 @@ func endReason(ended string) string {
 
 // limitSettings maps a limit to the settings that raise it.
 var limitSettings = map[string]string{
-	"day": "AGENT_BUDGET_DAY_TOKENS and AGENT_BUDGET_DAY_USD", "surface": "AGENT_BUDGET_OPERATE_TOKENS and AGENT_BUDGET_OPERATE_USD",
-	"tokens": "AGENT_MAX_TOKENS", "money": "AGENT_MAX_COST_USD", "iterations": "AGENT_MAX_ITERATIONS", "time": "AGENT_RUN_TIMEOUT",
+	"day": "AGENT_BUDGET_DAY_TOKENS and AGENT_BUDGET_DAY_USD", "surface": "AGENT_BUDGET_OPERATE_TOKENS and " +
+		"AGENT_BUDGET_OPERATE_USD",
+	"tokens": "AGENT_MAX_TOKENS", "money": "AGENT_MAX_COST_USD", "iterations": "AGENT_MAX_ITERATIONS",
+	"time": "AGENT_RUN_TIMEOUT",
 }
 
 func (o *operator) runOnce(ctx context.Context, text string) error {
@@ -375,7 +378,9 @@ func (o *operator) runCommand(ctx context.Context, line string, show func(operat
 }
 
 // decideApproval decides an approval and resumes the turn of this session that waits for it.
-func (o *operator) decideApproval(ctx context.Context, id string, approve bool, reason string, show func(operate.Event)) error {
+func (o *operator) decideApproval(
+	ctx context.Context, id string, approve bool, reason string, show func(operate.Event),
+) error {
 	if id == "" {
 		return errors.New("name an approval; /approvals lists them")
 	}

@@ -152,8 +152,9 @@ func TestOperateTerminal(t *testing.T) {
 		t.Errorf("the model was asked %q", asked[len(asked)-1].Content)
 	}
 	for command, want := range map[string]string{
-		"/trace": id, "/trace " + id: "model_call", "/lanes": `operate`, "/approvals": "no pending approvals", "/objectives": "no objectives",
-		"/memory": "no memories", "/help": "/reject ID", "/nope": "unknown command /nope", "/approve": "name an approval",
+		"/trace": id, "/trace " + id: "model_call", "/lanes": `operate`, "/approvals": "no pending approvals",
+		"/objectives": "no objectives",
+		"/memory":     "no memories", "/help": "/reject ID", "/nope": "unknown command /nope", "/approve": "name an approval",
 	} {
 		s.typeKeys(command + "\r")
 		s.waitFor(want)
@@ -254,7 +255,8 @@ func TestOperateReportsHolder(t *testing.T) {
 	got := d.run("operate", "Hello.")
 	assert.Equal(t, exitBusy, got.code)
 	assert.Contains(t, got.err, "lane busy", session, "--wait", "--watch")
-	pgtest.Equal(t, d.pool, 1, `select count(*) from agent_activity where skill_name = 'operate' and status = 'skipped' and lane = 'operate'`)
+	pgtest.Equal(t, d.pool, 1, `select count(*) from agent_activity where skill_name = 'operate' and status = 'skipped'
+		and lane = 'operate'`)
 	s.typeKeys("\x04")
 	s.waitExit()
 }
@@ -269,7 +271,8 @@ func TestOperateOnce(t *testing.T) {
 	assert.Contains(t, got.err, "✓ look {}", "answered", "op_")
 	var answer operate.Answer
 	d.mustJSON(&answer, "operate", "And now?", "--session", "ses_again")
-	if answer.Text != "Still 42." || answer.SessionID != "ses_again" || answer.TraceID == "" || answer.Ended != "answered" {
+	if answer.Text != "Still 42." || answer.SessionID != "ses_again" || answer.TraceID == "" ||
+		answer.Ended != "answered" {
 		t.Errorf("the document is %+v", answer)
 	}
 	if d.laneHeld(t) {
@@ -299,7 +302,8 @@ func TestOperateOnceLeavesApprovalsOpen(t *testing.T) {
 	assert.Contains(t, got.err, "waits for approval: wipe {}", "agent serve")
 	got = d.run("operate", "Wipe.", "--json")
 	var answer operate.Answer
-	if err := decodeOne(got.out, &answer); err != nil || got.code != exitFailed || len(answer.Approvals) != 1 || answer.Ended != operate.WaitingApproval {
+	if err := decodeOne(got.out, &answer); err != nil || got.code != exitFailed || len(answer.Approvals) != 1 ||
+		answer.Ended != operate.WaitingApproval {
 		t.Errorf("exit %d, %v, %+v", got.code, err, answer)
 	}
 	if got := d.runWith(t.Context(), strings.NewReader("Wipe.\ny\n/quit\n"), "operate"); got.code != exitFailed {
@@ -312,7 +316,8 @@ func TestOperateLines(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
 	got := d.runWith(t.Context(), strings.NewReader("Say one.\n\n/help\nSay two."), "operate")
-	if got.code != 0 || !strings.HasPrefix(got.out, "One.\n/trace") || !strings.HasSuffix(got.out, "\nTwo.\n") || strings.Contains(got.out, "> ") {
+	if got.code != 0 || !strings.HasPrefix(got.out, "One.\n/trace") || !strings.HasSuffix(got.out, "\nTwo.\n") ||
+		strings.Contains(got.out, "> ") {
 		t.Errorf("exit %d, stdout %q", got.code, got.out)
 	}
 	pgtest.Equal(t, d.pool, 1, `select count(distinct thread_id) from agent_executions`)
@@ -351,7 +356,8 @@ func TestInterruptEndsSilentPipe(t *testing.T) {
 	ctx, interrupt := context.WithCancel(t.Context())
 	ended := make(chan commandResult, 1)
 	go func() { ended <- d.runWith(ctx, silent, "chat") }()
-	pgtest.Eventually(t, pgWait, func() bool { return pgtest.Value[int](t, d.pool, `select count(*) from agent_workers`) == 1 }, "it works")
+	pgtest.Eventually(t, pgWait,
+		func() bool { return pgtest.Value[int](t, d.pool, `select count(*) from agent_workers`) == 1 }, "it works")
 	interrupt()
 	select {
 	case got := <-ended:
@@ -375,7 +381,8 @@ func TestInterruptedVisitorTurn(t *testing.T) {
 		interrupts <- os.Interrupt
 		return (&chatSession{cli: c, chat: a.chat, thread: "t"}).sendInterruptible(ctx, interrupts, "Wait.")
 	})
-	if lines := strings.Split(strings.TrimSpace(said.String()), "\n"); err != nil || lines[len(lines)-1] != "cancelled" || strings.Contains(said.String(), "exit") {
+	if lines := strings.Split(strings.TrimSpace(said.String()), "\n"); err != nil || lines[len(lines)-1] != "cancelled" ||
+		strings.Contains(said.String(), "exit") {
 		t.Errorf("%v, said %q", err, said.String())
 	}
 }
@@ -406,7 +413,8 @@ func TestInterruptCancelsTurn(t *testing.T) {
 		if code := <-s.ended; code != exitInterrupted || strings.Contains(s.err.String(), "ERROR") {
 			t.Errorf("agent %s: exit %d, stderr %s", command, code, s.err.String())
 		}
-		if got := pgtest.Value[string](t, d.pool, `select status from agent_executions`); got != "cancelled" || d.laneHeld(t) {
+		if got := pgtest.Value[string](t, d.pool, `select status from agent_executions`); got != "cancelled" ||
+			d.laneHeld(t) {
 			t.Errorf("agent %s: the turn is %s; lane held: %v", command, got, d.laneHeld(t))
 		}
 	}
@@ -422,10 +430,12 @@ func TestOperateWatch(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."))
 	w := d.start("operate", "--watch")
-	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(w.err.String(), "no admin is active") }, "the watch begins")
+	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(w.err.String(), "no admin is active") },
+		"the watch begins")
 	d.must("operate", "How many?", "--session", "ses_seen")
 	pgtest.Eventually(t, pgWait, func() bool {
-		return strings.Contains(w.out.String(), "It is 42.") && strings.Contains(w.err.String(), "✓ look {}") && strings.Contains(w.err.String(), "answered")
+		return strings.Contains(w.out.String(), "It is 42.") && strings.Contains(w.err.String(), "✓ look {}") &&
+			strings.Contains(w.err.String(), "answered")
 	}, "the watcher sees the turn")
 	w.stop()
 	<-w.ended
@@ -441,9 +451,17 @@ func TestOperateWithoutAnswer(t *testing.T) {
 		ended   string
 		says    []string
 	}{
-		"a spent budget":  {nil, "AGENT_BUDGET_DAY_TOKENS=10", "day", []string{"its limit of day was reached"}},
-		"a stalled model": {[]modeltest.Reply{nothing, nothing, nothing, nothing}, "AGENT_TIMEZONE=UTC", reason.Stalled, []string{"the model stalled"}},
-		"a hung model":    {[]modeltest.Reply{modeltest.Hang(), modeltest.Hang()}, "AGENT_RUN_TIMEOUT=1s", "time", []string{"its limit of time was reached"}},
+		"a spent budget": {nil, "AGENT_BUDGET_DAY_TOKENS=10", "day", []string{"its limit of day was reached"}},
+		"a stalled model": {
+			[]modeltest.Reply{nothing, nothing, nothing, nothing},
+			"AGENT_TIMEZONE=UTC", reason.Stalled,
+			[]string{"the model stalled"},
+		},
+		"a hung model": {
+			[]modeltest.Reply{modeltest.Hang(), modeltest.Hang()},
+			"AGENT_RUN_TIMEOUT=1s", "time",
+			[]string{"its limit of time was reached"},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d := newOperateTest(t, c.replies...)
@@ -455,7 +473,8 @@ func TestOperateWithoutAnswer(t *testing.T) {
 			assert.Contains(t, got.err, append(c.says, "op_")...)
 			got = d.run("operate", "How many?", "--json")
 			var answer operate.Answer
-			if err := decodeOne(got.out, &answer); err != nil || got.code != exitFailed || answer.Ended != c.ended || answer.Until.IsZero() == (c.ended == "day") {
+			if err := decodeOne(got.out, &answer); err != nil || got.code != exitFailed || answer.Ended != c.ended ||
+				answer.Until.IsZero() == (c.ended == "day") {
 				t.Errorf("exit %d, %v, %+v", got.code, err, answer)
 			}
 		})
@@ -465,12 +484,14 @@ func TestOperateWithoutAnswer(t *testing.T) {
 func TestModelServerSettings(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Text("It is 42."), modeltest.Text("It is 43."))
-	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=scripted", "AGENT_REASONING_EFFORT=low",
+	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL=scripted",
+		"AGENT_REASONING_EFFORT=low",
 		`AGENT_MODEL_HEADERS={"api-key":"key-of-azure"}`, `AGENT_MODEL_QUERY={"api-version":"2026-10-01"}`,
 		`AGENT_MODEL_EXTRA={"chat_template_kwargs":{"enable_thinking":false}}`)
 	assert.Contains(t, p.must("operate", "how many?"), "It is 42.")
 	asked := server.Requests()[0]
-	if asked.Path != "/v1/chat/completions" || asked.Header.Get("Api-Key") != "key-of-azure" || asked.Query.Get("api-version") != "2026-10-01" {
+	if asked.Path != "/v1/chat/completions" || asked.Header.Get("Api-Key") != "key-of-azure" ||
+		asked.Query.Get("api-version") != "2026-10-01" {
 		t.Errorf("asked at %s with %v, %v", asked.Path, asked.Header, asked.Query)
 	}
 	assert.Contains(t, asked.Body, `"reasoning_effort":"low"`, `"chat_template_kwargs":{"enable_thinking":false}`)

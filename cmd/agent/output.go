@@ -146,7 +146,8 @@ const (
 // isProse reports whether a column holds free text. Ids, names and numbers are never truncated.
 func isProse(heading string) bool {
 	switch heading {
-	case "ABOUT", "ARGUMENTS", "CAUSE", "CONTENT", "DOES", "ERROR", "GOAL", "LAST ERROR", "REASON", "RESULT", "VALUE", "WHAT",
+	case "ABOUT", "ARGUMENTS", "CAUSE", "CONTENT", "DOES", "ERROR", "GOAL", "LAST ERROR", "REASON",
+		"RESULT", "VALUE", "WHAT",
 		"WHAT HAPPENS", "WHY":
 		return true
 	}

@@ -30,7 +30,8 @@ func (c *cli) requestsListCommand() *cobra.Command {
 		Long: `List requests to people, newest first. agent requests answer ID answers one. Over HTTP the request id is the
 event's key: POST /v1/events {"event": "SIGNATURE_COMPLETED", "key": "ID", "data": {"url": "https://…"}}`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(&f.Limit, func() ([]requests.Record, error) { return requests.List(cmd.Context(), s.pool, f) },
+			got, next, err := readPage(&f.Limit,
+				func() ([]requests.Record, error) { return requests.List(cmd.Context(), s.pool, f) },
 				func(r requests.Record) string { return r.ID })
 			if err != nil {
 				return err
@@ -178,7 +179,8 @@ it is complete when all documents are there.`,
 	f.StringVar(&a.text, "text", "", "the result of a test")
 	f.Float64Var(&a.score, "score", 0, "the score of a test")
 	f.StringVar(&a.url, "url", "", "the URL of the signed document")
-	f.StringArrayVar(&a.documents, "document", nil, "a requested document: NAME=URL, or NAME=ID of a stored one; repeatable")
+	f.StringArrayVar(&a.documents, "document", nil, "a requested document: NAME=URL, or NAME=ID of a stored one; "+
+		"repeatable")
 	return cmd
 }
 
@@ -244,7 +246,8 @@ func (a requestAnswer) event(r requests.Record) (name string, data map[string]an
 
 // hasOnly reports whether flags were set and all of them are among names.
 func (a requestAnswer) hasOnly(names ...string) bool {
-	return len(a.setFlags) > 0 && !slices.ContainsFunc(a.setFlags, func(given string) bool { return !slices.Contains(names, given) })
+	return len(a.setFlags) > 0 &&
+		!slices.ContainsFunc(a.setFlags, func(given string) bool { return !slices.Contains(names, given) })
 }
 
 var documentID = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
@@ -255,7 +258,8 @@ func (a requestAnswer) documentList(r requests.Record) ([]map[string]string, err
 	for _, given := range a.documents {
 		at := slices.IndexFunc(r.Items, func(item string) bool { return strings.HasPrefix(given, item+"=") })
 		if at < 0 {
-			return nil, usageError("--document %.200q is not NAME=URL with a requested NAME: %s", given, strings.Join(r.Items, ", "))
+			return nil, usageError("--document %.200q is not NAME=URL with a requested NAME: %s", given,
+				strings.Join(r.Items, ", "))
 		}
 		where := given[len(r.Items[at])+1:]
 		if documentID.MatchString(where) {

@@ -45,7 +45,8 @@ func (c *cli) retentionSetCommand() *cobra.Command {
 	var reason string
 	keep := map[string]string{}
 	cmd := &cobra.Command{
-		Use: "set KIND=TIME…", Short: "Set the retention of kinds of rows", Args: positionalArgs(1, 20, "policies such as activity=90d executions=30d"),
+		Use: "set KIND=TIME…", Short: "Set the retention of kinds of rows",
+		Args: positionalArgs(1, 20, "policies such as activity=90d executions=30d"),
 		Long: `Set how long finished rows are kept: a duration such as 90d, or forever. agent serve prunes older rows within the hour.
 The change is recorded. In SQL: select set_agent_retention('{"activity": "90 days"}').`,
 		Example: `  agent retention set activity=90d executions=30d events=30d
@@ -54,7 +55,8 @@ The change is recorded. In SQL: select set_agent_retention('{"activity": "90 day
 			for _, arg := range args {
 				kind, span, ok := strings.Cut(arg, "=")
 				if _, twice := keep[kind]; !ok || kind == "" || span == "" || twice {
-					return &exitError{exitUsage, helpHint(fmt.Errorf("%q is not KIND=TIME, once per kind, such as activity=90d", arg), cmd)}
+					return &exitError{exitUsage, helpHint(fmt.Errorf("%q is not KIND=TIME, once per kind, such as activity=90d", arg),
+						cmd)}
 				}
 				keep[kind] = span
 			}
@@ -114,7 +116,10 @@ func pruneNow(ctx context.Context, s *session, o retention.Options, reason strin
 		return retention.Run(ctx, s.pool, o)
 	}
 	kinds := cmp.Or(strings.Join(o.Kinds, ", "), "all")
-	err = activity.RecordAround(ctx, s.pool, activity.Act{Name: "run_retention", Reason: reason, Input: map[string]any{"kinds": kinds}}, func() (any, error) {
+	err = activity.RecordAround(ctx, s.pool, activity.Act{
+		Name: "run_retention", Reason: reason,
+		Input: map[string]any{"kinds": kinds},
+	}, func() (any, error) {
 		var err error
 		got, err = retention.Run(ctx, s.pool, o)
 		return got, err

@@ -125,8 +125,10 @@ func (a *app) httpServer(at stages) (*http.Server, error) {
 		return nil, err
 	}
 	handler, err = api.New(api.Options{
-		Pool: a.adminPool(), Read: a.read, Ready: a.reserved.system, Engine: a.engine, Agents: a.loop.Agents, Memory: a.index, AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys,
-		Proxies: a.config.Proxies, Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.log, Listener: a.listener,
+		Pool: a.adminPool(), Read: a.read, Ready: a.reserved.system, Engine: a.engine, Agents: a.loop.Agents, Memory: a.index,
+		AdminToken: a.config.AdminToken.Reveal(), ChatKeys: keys,
+		Proxies: a.config.Proxies, Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.log,
+		Listener:      a.listener,
 		DocumentBytes: int64(a.config.DocumentMaxBytes), Draining: at.draining, Stopping: at.stopping, Cutting: at.cutting,
 	})
 	if err != nil {
@@ -179,7 +181,9 @@ func (a *app) runServer(ctx context.Context, listener net.Listener, extra ...fun
 }
 
 // serveHTTP serves until stop closes and the requests in flight are done, or until work ends.
-func (a *app) serveHTTP(work context.Context, stop <-chan struct{}, listener net.Listener, manager *sdnotify.Manager) error {
+func (a *app) serveHTTP(
+	work context.Context, stop <-chan struct{}, listener net.Listener, manager *sdnotify.Manager,
+) error {
 	at := stages{make(chan struct{}), make(chan struct{}), make(chan struct{})}
 	server, err := a.httpServer(at)
 	if err != nil {
@@ -418,7 +422,8 @@ func (a *app) warnUnpriced(ctx context.Context) {
 	l := a.config.Limits
 	bounded := a.config.Budget.MaxCostUSD > 0 || l.DayUSD+l.HeartbeatUSD+l.OperateUSD+l.ChatUSD+l.WebhookUSD > 0
 	if bounded && a.loop.Model != nil && !a.loop.Model.Priced() {
-		a.log.WarnContext(ctx, "the model has no price, so dollar limits have no effect; set AGENT_PRICES", "model", a.loop.Model.Model())
+		a.log.WarnContext(ctx, "the model has no price, so dollar limits have no effect; set AGENT_PRICES", "model",
+			a.loop.Model.Model())
 	}
 }
 
@@ -453,14 +458,16 @@ agent serve runs. It rejects the schema of a newer version.`,
 				return err
 			}
 			if missing != "" {
-				fmt.Fprintf(cmd.ErrOrStderr(), "the role for the SQL contract is missing; run this as a superuser, then agent migrate again:\n  %s\n", missing)
+				fmt.Fprintf(cmd.ErrOrStderr(), "the role for the SQL contract is missing; run this as a superuser, then agent "+
+					"migrate again:\n  %s\n", missing)
 			}
-			return c.print(map[string]any{"version": migrations.Version(), "applied": append([]string{}, applied...)}, func(w io.Writer) {
-				for _, name := range applied {
-					fmt.Fprintln(w, "applied", name)
-				}
-				fmt.Fprintf(w, "schema version %d, up to date\n", migrations.Version())
-			})
+			return c.print(map[string]any{"version": migrations.Version(), "applied": append([]string{}, applied...)},
+				func(w io.Writer) {
+					for _, name := range applied {
+						fmt.Fprintln(w, "applied", name)
+					}
+					fmt.Fprintf(w, "schema version %d, up to date\n", migrations.Version())
+				})
 		},
 	}
 }

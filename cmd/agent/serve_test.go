@@ -43,30 +43,80 @@ func TestInvalidSettings(t *testing.T) {
 		settings []string
 		says     []string // a line each, in any order
 	}{
-		"serve without anything": {[]string{"serve"}, nil, []string{"DATABASE_URL is not set; set it", "AGENT_ADMIN_TOKEN is not set; set it"}},
-		"serve without a token":  {[]string{"serve"}, []string{database}, []string{"AGENT_ADMIN_TOKEN is not set; set it"}},
-		"no schedule":            {[]string{"serve"}, []string{database, token, "AGENT_HEARTBEAT_CRON=garbage"}, []string{`AGENT_HEARTBEAT_CRON: parse schedule "garbage"`}},
-		"no zone":                {[]string{"serve"}, []string{database, token, "AGENT_TIMEZONE=Mars/Olympus"}, []string{`AGENT_TIMEZONE: find time zone "Mars/Olympus"`}},
-		"neither on nor off":     {[]string{"heartbeat"}, []string{"AGENT_LANES=maybe"}, []string{`AGENT_LANES: "maybe" is not valid`}},
-		"no URL":                 {[]string{"heartbeat"}, []string{"OPENAI_BASE_URL=nonsense"}, []string{"OPENAI_BASE_URL: it is not an http or https URL"}},
-		"no address":             {[]string{"dev"}, []string{"AGENT_LISTEN=foo"}, []string{`AGENT_LISTEN: "foo" is not an address`}},
-		"no port":                {[]string{"dev"}, []string{"AGENT_LISTEN=127.0.0.1:99999"}, []string{`AGENT_LISTEN: "127.0.0.1:99999" is not an address`}},
-		"no database":            {[]string{"lanes", "ls"}, []string{"DATABASE_URL=mysql://x"}, []string{"DATABASE_URL: not a PostgreSQL URL"}},
-		"no level":               {[]string{"dev"}, []string{"AGENT_LOG_LEVEL=loud"}, []string{`AGENT_LOG_LEVEL: "loud" is not a level`}},
+		"serve without anything": {
+			[]string{"serve"},
+			nil,
+			[]string{"DATABASE_URL is not set; set it", "AGENT_ADMIN_TOKEN is not set; set it"},
+		},
+		"serve without a token": {[]string{"serve"}, []string{database}, []string{"AGENT_ADMIN_TOKEN is not set; set it"}},
+		"no schedule": {
+			[]string{"serve"},
+			[]string{database, token, "AGENT_HEARTBEAT_CRON=garbage"},
+			[]string{`AGENT_HEARTBEAT_CRON: parse schedule "garbage"`},
+		},
+		"no zone": {
+			[]string{"serve"},
+			[]string{database, token, "AGENT_TIMEZONE=Mars/Olympus"},
+			[]string{`AGENT_TIMEZONE: find time zone "Mars/Olympus"`},
+		},
+		"neither on nor off": {
+			[]string{"heartbeat"},
+			[]string{"AGENT_LANES=maybe"},
+			[]string{`AGENT_LANES: "maybe" is not valid`},
+		},
+		"no URL": {
+			[]string{"heartbeat"},
+			[]string{"OPENAI_BASE_URL=nonsense"},
+			[]string{"OPENAI_BASE_URL: it is not an http or https URL"},
+		},
+		"no address": {[]string{"dev"}, []string{"AGENT_LISTEN=foo"}, []string{`AGENT_LISTEN: "foo" is not an address`}},
+		"no port": {
+			[]string{"dev"},
+			[]string{"AGENT_LISTEN=127.0.0.1:99999"},
+			[]string{`AGENT_LISTEN: "127.0.0.1:99999" is not an address`},
+		},
+		"no database": {
+			[]string{"lanes", "ls"},
+			[]string{"DATABASE_URL=mysql://x"},
+			[]string{"DATABASE_URL: not a PostgreSQL URL"},
+		},
+		"no level": {[]string{"dev"}, []string{"AGENT_LOG_LEVEL=loud"}, []string{`AGENT_LOG_LEVEL: "loud" is not a level`}},
 		"weak secrets": {
 			[]string{"serve"},
 			[]string{database, "AGENT_ADMIN_TOKEN=changeme", "AGENT_CHAT_KEY=k,shop=replace-me-with-something"},
-			[]string{"AGENT_ADMIN_TOKEN: it has fewer than 16 characters; set", "AGENT_CHAT_KEY: the key shop: it begins with", "AGENT_CHAT_KEY: the key visitor: it has fewer"},
+			[]string{
+				"AGENT_ADMIN_TOKEN: it has fewer than 16 characters; set", "AGENT_CHAT_KEY: the key shop: it begins with",
+				"AGENT_CHAT_KEY: the key visitor: it has fewer",
+			},
 		},
-		"weak secrets in dev": {[]string{"dev"}, []string{"AGENT_ADMIN_TOKEN=changeme"}, []string{"AGENT_ADMIN_TOKEN: it has fewer than 16 characters; set"}},
-		"no name of a key":    {[]string{"serve"}, []string{database, token, "AGENT_CHAT_KEY=a:b=0123456789abcdefgh"}, []string{"AGENT_CHAT_KEY: item 1 is not name=text"}},
+		"weak secrets in dev": {
+			[]string{"dev"},
+			[]string{"AGENT_ADMIN_TOKEN=changeme"},
+			[]string{"AGENT_ADMIN_TOKEN: it has fewer than 16 characters; set"},
+		},
+		"no name of a key": {
+			[]string{"serve"},
+			[]string{database, token, "AGENT_CHAT_KEY=a:b=0123456789abcdefgh"},
+			[]string{"AGENT_CHAT_KEY: item 1 is not name=text"},
+		},
 		"many at once": {
 			[]string{"serve"},
 			[]string{"AGENT_LANES=maybe", "AGENT_TIMEZONE=x", "AGENT_WORKERS=0", "AGENT_MAX_TOKENS=lots"},
-			[]string{"AGENT_LANES:", "AGENT_TIMEZONE:", "AGENT_WORKERS:", "AGENT_MAX_TOKENS:", "DATABASE_URL is not set", "AGENT_ADMIN_TOKEN is not set"},
+			[]string{
+				"AGENT_LANES:", "AGENT_TIMEZONE:", "AGENT_WORKERS:", "AGENT_MAX_TOKENS:", "DATABASE_URL is not set",
+				"AGENT_ADMIN_TOKEN is not set",
+			},
 		},
-		"dev for all, unguarded": {[]string{"dev"}, []string{"AGENT_LISTEN=0.0.0.0:0"}, []string{"AGENT_LISTEN: 0.0.0.0:0 can be reached from other machines"}},
-		"no folder":              {[]string{"dev", "/no/such/folder"}, []string{"AGENT_LISTEN=127.0.0.1:0"}, []string{"load workspace: there is no folder /no/such/folder"}},
+		"dev for all, unguarded": {
+			[]string{"dev"},
+			[]string{"AGENT_LISTEN=0.0.0.0:0"},
+			[]string{"AGENT_LISTEN: 0.0.0.0:0 can be reached from other machines"},
+		},
+		"no folder": {
+			[]string{"dev", "/no/such/folder"},
+			[]string{"AGENT_LISTEN=127.0.0.1:0"},
+			[]string{"load workspace: there is no folder /no/such/folder"},
+		},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
@@ -83,9 +133,16 @@ func TestInvalidSettings(t *testing.T) {
 
 func TestCommandsWithoutADatabase(t *testing.T) {
 	t.Chdir(t.TempDir())
-	for _, args := range [][]string{{"lanes", "ls"}, {"heartbeat"}, {"migrate"}, {"trace", "last"}, {"lanes", "run", "x", "--", "echo"}} {
+	for _, args := range [][]string{
+		{"lanes", "ls"},
+		{"heartbeat"},
+		{"migrate"},
+		{"trace", "last"},
+		{"lanes", "run", "x", "--", "echo"},
+	} {
 		got := newProgramWithoutDatabase(t).run(args...)
-		if got.code != 2 || got.out != "" || got.err != "agent: no database; set DATABASE_URL, or run `agent dev` in this folder first\n" {
+		if got.code != 2 || got.out != "" || got.err != "agent: no database; set DATABASE_URL, or run `agent dev` in this "+
+			"folder first\n" {
 			t.Errorf("agent %v: exit %d, stdout %q, stderr %q", args, got.code, got.out, got.err)
 		}
 	}
@@ -131,7 +188,8 @@ func TestServe(t *testing.T) {
 		t.Errorf("lanes without the token: %d", code)
 	}
 	assert.Contains(t, s.err.String(), "engine_room="+base+"/")
-	if code, page := testkit.Get(t, base+"/lanes"); code != http.StatusOK || !strings.Contains(page, "Log in to the Engine Room") {
+	if code, page := testkit.Get(t, base+"/lanes"); code != http.StatusOK ||
+		!strings.Contains(page, "Log in to the Engine Room") {
 		t.Errorf("a page without a login: %d\n%s", code, page)
 	}
 	checkEngineRoom(t, base, strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
@@ -161,8 +219,10 @@ func checkEngineRoom(t *testing.T, base, adminToken string) {
 		require.NoError(t, err)
 		return string(page)
 	}
-	assert.Contains(t, post("/login", url.Values{"token": {adminToken}, "next": {"/lanes"}}), "<h1>Lanes</h1>", `data-live="/live/lanes"`)
-	assert.Contains(t, post("/act/v1/skills/nothing/enable", url.Values{"reason": {"a test"}, "back": {"/lanes"}}), "<h1>Lanes</h1>", "skill not found")
+	assert.Contains(t, post("/login", url.Values{"token": {adminToken}, "next": {"/lanes"}}), "<h1>Lanes</h1>",
+		`data-live="/live/lanes"`)
+	assert.Contains(t, post("/act/v1/skills/nothing/enable", url.Values{"reason": {"a test"}, "back": {"/lanes"}}),
+		"<h1>Lanes</h1>", "skill not found")
 }
 
 // withSecret adds a password to a URL of the test server, which needs none.
@@ -186,9 +246,11 @@ func TestDevOutput(t *testing.T) {
 	s := p.start("dev")
 	base := s.find(t, `API +(http://\S+)/v1`)
 	s.find(t, `\^C stops`)
-	assert.Contains(t, s.out.String(), "self_heal", "follow_through", "advance_plan", "run_automations", "reflect", "save_memories", "total:")
+	assert.Contains(t, s.out.String(), "self_heal", "follow_through", "advance_plan", "run_automations", "reflect",
+		"save_memories", "total:")
 	said := s.err.String()
-	assert.Contains(t, said, "migrating the schema to version", "applied the caretaker example: 9 skills, 1 objective, 2 automations",
+	assert.Contains(t, said, "migrating the schema to version", "applied the caretaker example: 9 skills, 1 objective, "+
+		"2 automations",
 		"running a heartbeat …", "admin token  the-admins-own-token\n", "/chat#key=the-visitors-own-key\n",
 		"data in      DATABASE_URL\n", "model        offline", "heartbeat    */30", "*/30 * * * * (UTC)", "^C stops")
 	if strings.Contains(said, "hunter2") {
@@ -220,7 +282,8 @@ func TestHeartbeat(t *testing.T) {
 		}
 	}
 	p.mustJSON(&got, "heartbeat")
-	if got.Execution.Status != "completed" || len(got.Trace.Activities) != 6 || !strings.HasPrefix(got.Trace.TraceID, "hb_") {
+	if got.Execution.Status != "completed" || len(got.Trace.Activities) != 6 ||
+		!strings.HasPrefix(got.Trace.TraceID, "hb_") {
 		t.Errorf("got %+v", got)
 	}
 
@@ -228,7 +291,8 @@ func TestHeartbeat(t *testing.T) {
 		db := connect(t, url)
 		pgtest.Exec(t, db, `select try_acquire_agent_lock($1, 'somebody', 600)`, lane)
 		p.mustJSON(&got, "heartbeat")
-		if got.Execution.Status != "completed" || len(got.Trace.Activities) != 1 || got.Trace.Activities[0].Status != "skipped" {
+		if got.Execution.Status != "completed" || len(got.Trace.Activities) != 1 ||
+			got.Trace.Activities[0].Status != "skipped" {
 			t.Errorf("with lane %s held: %+v", lane, got)
 		}
 		pgtest.Exec(t, db, `select release_agent_lock($1, 'somebody')`, lane)
@@ -292,7 +356,8 @@ func TestDoctor(t *testing.T) {
 		}
 	}
 	p := newProgram(t, pgtest.URL(t))
-	assert.Contains(t, p.must("doctor"), "ok   configuration", "ok   database", "ok   schema", "ok   rights", "none alive", "ok   model answers")
+	assert.Contains(t, p.must("doctor"), "ok   configuration", "ok   database", "ok   schema", "ok   rights", "none alive",
+		"ok   model answers")
 	var all findings
 	p.mustJSON(&all, "doctor")
 	for _, f := range all.Items {
@@ -309,7 +374,8 @@ func TestDoctor(t *testing.T) {
 		"model answers": {"DATABASE_URL=" + pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1"},
 	} {
 		got := newProgramWithoutDatabase(t, environ...).run("doctor")
-		if got.code != 1 || strings.Contains(got.err, "agent:") || strings.Contains(got.out+got.err, "hunter2") || !strings.Contains(got.out, "BAD  "+name) {
+		if got.code != 1 || strings.Contains(got.err, "agent:") || strings.Contains(got.out+got.err, "hunter2") ||
+			!strings.Contains(got.out, "BAD  "+name) {
 			t.Errorf("bad %s: exit %d, stderr %q, stdout:\n%s", name, got.code, got.err, got.out)
 		}
 	}
@@ -362,7 +428,8 @@ func closed(t *testing.T, base string) bool {
 func TestShutdownDrains(t *testing.T) {
 	t.Parallel()
 	cmd := exec.Command(os.Args[0], "serve")
-	cmd.Env = append(os.Environ(), asAgent+"=1", "DATABASE_URL="+pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_DRAIN_DELAY=10m")
+	cmd.Env = append(os.Environ(), asAgent+"=1", "DATABASE_URL="+pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0",
+		"AGENT_DRAIN_DELAY=10m")
 	cmd.Args = append(cmd.Args, "--migrate")
 	var errs testkit.Log
 	cmd.Stderr = &errs
@@ -377,10 +444,13 @@ func TestShutdownDrains(t *testing.T) {
 		return base != ""
 	}, "it serves")
 	admin := strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
-	pgtest.Eventually(t, pgWait, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 200 }, "it is ready")
+	pgtest.Eventually(t, pgWait, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 200 },
+		"it is ready")
 	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
-	pgtest.Eventually(t, pgWait, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 503 }, "it is not ready")
-	if got := send(t.Context(), "GET", base+"/readyz", "", ""); !strings.Contains(got.body, `"draining":{"ok":false`) || !strings.Contains(got.body, `"worker":{"ok":true`) {
+	pgtest.Eventually(t, pgWait, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 503 },
+		"it is not ready")
+	if got := send(t.Context(), "GET", base+"/readyz", "", ""); !strings.Contains(got.body, `"draining":{"ok":false`) ||
+		!strings.Contains(got.body, `"worker":{"ok":true`) {
 		t.Errorf("/readyz says %d %s, want that it drains and works", got.status, got.body)
 	}
 	if got := send(t.Context(), "GET", base+"/healthz", "", ""); got.status != 200 {
@@ -388,7 +458,8 @@ func TestShutdownDrains(t *testing.T) {
 	}
 	got := send(t.Context(), "POST", base+"/v1/executions", admin, `{"flow": "errand"}`)
 	if got.status < 200 || got.status >= 500 || !got.closes {
-		t.Errorf("a request while it drains: %d %v, closes %t, want an answer and that the connection is closed", got.status, got.err, got.closes)
+		t.Errorf("a request while it drains: %d %v, closes %t, want an answer and that the connection is closed",
+			got.status, got.err, got.closes)
 	}
 	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 	assert.Equal(t, exitInterrupted, ended())
@@ -409,7 +480,8 @@ func TestShutdownWaitsForResponses(t *testing.T) {
 	p.must("migrate")
 	s := p.start("serve")
 	base := s.find(t, `msg=serving listen=(\S+)`)
-	pgtest.Eventually(t, pgWait, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 200 }, "it is ready")
+	pgtest.Eventually(t, pgWait, func() bool { return send(t.Context(), "GET", base+"/readyz", "", "").status == 200 },
+		"it is ready")
 	var asking sync.WaitGroup
 	got := map[string]*reply{"false": {}, "true": {}}
 	for streamed, into := range got {
@@ -435,7 +507,8 @@ func TestShutdownWaitsForResponses(t *testing.T) {
 	close(free)
 	asking.Wait()
 	for streamed, a := range got {
-		if a.status != 200 || a.err != nil || !strings.Contains(a.body, "All is well.") || streamed == "true" && !strings.Contains(a.body, "[DONE]") {
+		if a.status != 200 || a.err != nil || !strings.Contains(a.body, "All is well.") || streamed == "true" &&
+			!strings.Contains(a.body, "[DONE]") {
 			t.Errorf("streamed %s: %d %v %s", streamed, a.status, a.err, a.body)
 		}
 	}
@@ -485,7 +558,8 @@ func TestHealthcheck(t *testing.T) {
 	at, err := url.Parse(s.find(t, `msg=serving listen=(\S+)`))
 	require.NoError(t, err)
 	for _, listen := range []string{"0.0.0.0:", ":", "127.0.0.1:", "localhost:"} {
-		check := newProgramWithoutDatabase(t, "AGENT_LISTEN="+listen+at.Port(), "AGENT_WORKERS=garbage", "DATABASE_URL=garbage")
+		check := newProgramWithoutDatabase(t, "AGENT_LISTEN="+listen+at.Port(), "AGENT_WORKERS=garbage",
+			"DATABASE_URL=garbage")
 		if got := check.run("healthcheck"); got.code != 0 || !strings.HasSuffix(got.out, ":"+at.Port()+"/healthz: ok\n") {
 			t.Errorf("listening on %s: exit %d, %s%s", listen, got.code, got.out, got.err)
 		}
@@ -511,7 +585,8 @@ func TestHealthcheckFailures(t *testing.T) {
 	}
 	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.WriteHeader(http.StatusServiceUnavailable)
-		_, _ = io.Copy(w, bytes.NewBufferString(`{"status": "unready", "checks": {"database": {"ok": false, "detail": "no answer"}, "schema": {"ok": true}}}`))
+		_, _ = io.Copy(w, bytes.NewBufferString(
+			`{"status": "unready", "checks": {"database": {"ok": false, "detail": "no answer"}, "schema": {"ok": true}}}`))
 	})}
 	go func() { _ = server.Serve(listener) }()
 	t.Cleanup(func() { _ = server.Close() })
@@ -527,13 +602,15 @@ func TestServeCountsLog(t *testing.T) {
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `
 		insert into agent_activity (id, trace_id, skill_name, created_at)
-		select lanekeeper.agent_uuid7(at), 'hb_x', 'fetch', at from (select clock_timestamp() - interval '1 minute' as at from generate_series(1, 100)) x`)
+		select lanekeeper.agent_uuid7(at), 'hb_x', 'fetch', at
+		  from (select clock_timestamp() - interval '1 minute' as at from generate_series(1, 100)) x`)
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() { ended <- runActivityCounts(ctx, db, 10*time.Millisecond, slog.New(slog.DiscardHandler)) }()
 	pgtest.Eventually(t, time.Minute, func() bool {
 		var n int
-		err := db.QueryRow(t.Context(), `select coalesce(sum(calls), 0)::int from agent_activity_counts where span = 'day'`).Scan(&n)
+		err := db.QueryRow(t.Context(),
+			`select coalesce(sum(calls), 0)::int from agent_activity_counts where span = 'day'`).Scan(&n)
 		return err == nil && n == 100
 	}, "100 rows are counted")
 	cancel()
@@ -549,7 +626,8 @@ func TestInternalFlowsAreNotStartable(t *testing.T) {
 	s := p.start("serve")
 	base := "http://" + s.find(t, `listen=http://(\S+)`)
 	_, admin, _ := strings.Cut(token, "=")
-	req, err := http.NewRequestWithContext(t.Context(), "POST", base+"/v1/executions", strings.NewReader(`{"flow":"nobody-knows-this"}`))
+	req, err := http.NewRequestWithContext(t.Context(), "POST", base+"/v1/executions",
+		strings.NewReader(`{"flow":"nobody-knows-this"}`))
 	require.NoError(t, err)
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("Authorization", "Bearer "+admin)
@@ -559,7 +637,8 @@ func TestInternalFlowsAreNotStartable(t *testing.T) {
 	}
 	defer got.Body.Close()
 	body, err := io.ReadAll(got.Body)
-	if err != nil || got.StatusCode != http.StatusUnprocessableEntity || !strings.Contains(string(body), "(known: external)") {
+	if err != nil || got.StatusCode != http.StatusUnprocessableEntity ||
+		!strings.Contains(string(body), "(known: external)") {
 		t.Errorf("%d %s, %v", got.StatusCode, body, err)
 	}
 }

@@ -31,7 +31,9 @@ const stateDir = ".agent"
 // settings loads the configuration and builds the logger, which writes to stderr.
 func (c *cli) settings() (config.Config, *slog.Logger, error) { return c.loadSettings(config.Load) }
 
-func (c *cli) loadSettings(load func(map[string]string, ...string) (config.Config, error)) (config.Config, *slog.Logger, error) {
+func (c *cli) loadSettings(
+	load func(map[string]string, ...string) (config.Config, error),
+) (config.Config, *slog.Logger, error) {
 	cfg, err := load(c.environ, "AGENT_OUTPUT", "AGENT_URL") // AGENT_URL is for external workers
 	if err != nil {
 		return cfg, nil, &exitError{exitUsage, err}
@@ -183,7 +185,10 @@ func idleTransaction(lease time.Duration) time.Duration {
 // startServer starts or joins the local PostgreSQL. It creates one only if create is set.
 func (s *session) startServer(ctx context.Context, c *cli, create, ephemeral bool) error {
 	if _, err := os.Stat(stateDir); errors.Is(err, os.ErrNotExist) && !create {
-		return &exitError{exitUsage, hint(errors.New("no database"), "set DATABASE_URL, or run `agent dev` in this folder first")}
+		return &exitError{
+			exitUsage,
+			hint(errors.New("no database"), "set DATABASE_URL, or run `agent dev` in this folder first"),
+		}
 	}
 	s.ephemeral = ephemeral
 	started, err := pgserver.Start(ctx, s.serverConfig(c))
@@ -201,7 +206,8 @@ func (s *session) serverConfig(c *cli) pgserver.Config {
 		dir = filepath.Join(stateDir, "pg") // the folder was removed; Start returns the error
 	}
 	return pgserver.Config{
-		Dir: dir, Ephemeral: s.ephemeral, Durable: true, BinDir: s.config.PGBin, Database: "agent", Owner: "agent", Logger: s.log,
+		Dir: dir, Ephemeral: s.ephemeral, Durable: true, BinDir: s.config.PGBin, Database: "agent",
+		Owner: "agent", Logger: s.log,
 		Progress: func(line string) { c.infof("%s", line) },
 	}
 }
@@ -263,7 +269,8 @@ func sameDatabase(ctx context.Context, ways ...*pgxpool.Pool) (bool, error) {
 	for i, way := range ways {
 		var here string
 		err := way.QueryRow(ctx, `
-			select concat_ws(' ', extract(epoch from pg_postmaster_start_time()), (select oid from pg_database where datname = current_database()))`).Scan(&here)
+			select concat_ws(' ', extract(epoch from pg_postmaster_start_time()),
+			  (select oid from pg_database where datname = current_database()))`).Scan(&here)
 		if err != nil {
 			return false, fmt.Errorf("compare the databases: %w", err)
 		}
@@ -356,7 +363,9 @@ func (s *session) openReplica(ctx context.Context) (*pgxpool.Pool, error) {
 
 // withReader is withSession for queries that may read from the replica. Without a primary the session has only the
 // replica.
-func (c *cli) withReader(work func(cmd *cobra.Command, args []string, s *session) error) func(*cobra.Command, []string) error {
+func (c *cli) withReader(
+	work func(cmd *cobra.Command, args []string, s *session) error,
+) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		ctx := cmd.Context()
 		s, err := c.session(ctx)

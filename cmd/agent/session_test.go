@@ -14,7 +14,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -60,8 +59,10 @@ func TestDatabaseErrorAdvice(t *testing.T) {
 	var got struct {
 		Error struct{ Message, Hint string }
 	}
-	require.NoError(t, decodeOne(newProgramWithoutDatabase(t, "DATABASE_URL="+gone).run("executions", "ls", "--json").err, &got))
-	if hint := got.Error.Hint; !strings.HasPrefix(hint, "check host and port") || strings.Contains(got.Error.Message, hint) ||
+	require.NoError(t, decodeOne(newProgramWithoutDatabase(t, "DATABASE_URL="+gone).run("executions", "ls", "--json").err,
+		&got))
+	if hint := got.Error.Hint; !strings.HasPrefix(hint, "check host and port") ||
+		strings.Contains(got.Error.Message, hint) ||
 		!strings.HasSuffix(got.Error.Message, "cannot reach the server (connection refused)") {
 		t.Errorf("got %+v", got.Error)
 	}
@@ -85,7 +86,8 @@ func TestTooManyConnectionsAdvice(t *testing.T) {
 	})
 	at := db.Config().ConnConfig
 	full := fmt.Sprintf("postgres://%s@/%s?host=%s&port=%d", role, at.Database, at.Host, at.Port)
-	if got := newProgramWithoutDatabase(t, "DATABASE_URL="+full).run("executions", "ls"); strings.Count(got.err, "max_connections") != 1 {
+	if got := newProgramWithoutDatabase(t, "DATABASE_URL="+full).run("executions", "ls"); strings.Count(got.err,
+		"max_connections") != 1 {
 		t.Errorf("got %+v", got)
 	}
 }
@@ -195,7 +197,10 @@ func waitQuery(t *testing.T, db *pgxpool.Pool, query string) {
 }
 
 // withoutDatabase lists the commands that open no database.
-var withoutDatabase = map[string]bool{"version": true, "help": true, "healthcheck": true, "flows schema": true, "demo": true, "init": true}
+var withoutDatabase = map[string]bool{
+	"version": true, "help": true, "healthcheck": true, "flows schema": true,
+	"demo": true, "init": true,
+}
 
 // Every command that opens the database rejects a newer schema with advice and changes nothing. New commands are
 // included automatically.
@@ -228,7 +233,16 @@ func checkRejected(t *testing.T, p program, name string, cmd *cobra.Command) {
 	dir := t.TempDir()
 	testkit.WriteFile(t, filepath.Join(dir, "all.yaml"), "kind: objective\nname: a\ngoal: b\nsteps: [c]\n")
 	var last commandResult
-	for _, args := range [][]string{nil, {dir}, {id}, {id, "x"}, {"fl_01JQZ8W3T5N7R9V1X3Z5B7D9F1"}, {"x", "--", "true"}, {"EVENT_COMPLETED", "x"}, {"activity=90d"}} {
+	for _, args := range [][]string{
+		nil,
+		{dir},
+		{id},
+		{id, "x"},
+		{"fl_01JQZ8W3T5N7R9V1X3Z5B7D9F1"},
+		{"x", "--", "true"},
+		{"EVENT_COMPLETED", "x"},
+		{"activity=90d"},
+	} {
 		last = p.run(append(slices.Clip(words), args...)...)
 		if args == nil && cmd.HasSubCommands() && strings.Contains(last.out, "Usage:") {
 			return // only a name for the commands below it
@@ -247,8 +261,10 @@ func checkRejected(t *testing.T, p program, name string, cmd *cobra.Command) {
 func rowCounts(t *testing.T, p program, url string) (rows string) {
 	t.Helper()
 	err := connect(p.t, url).QueryRow(t.Context(), `
-		select concat_ws(' ', (select count(*) from agent_activity), (select count(*) from agent_skills), (select count(*) from agent_executions),
-		       (select count(*) from agent_workers), (select count(*) from agent_locks), (select count(*) from agent_memory))`).Scan(&rows)
+		select concat_ws(' ', (select count(*) from agent_activity), (select count(*) from agent_skills),
+		  (select count(*) from agent_executions),
+		       (select count(*) from agent_workers), (select count(*) from agent_locks),
+		         (select count(*) from agent_memory))`).Scan(&rows)
 	require.NoError(t, err)
 	return rows
 }
@@ -287,77 +303,6 @@ func TestMigrateWithoutCreateRole(t *testing.T) {
 	pgtest.Exec(t, importer, `select try_acquire_agent_lock('shelf', 'importer', 30); select * from agent_locks_live`)
 	if _, err := importer.Exec(t.Context(), `select from agent_locks`); err == nil {
 		t.Error("the role reads a table")
-	}
-}
-
-// cutProxy forwards connections that the test can cut.
-type cutProxy struct {
-	net.Listener
-	mu   sync.Mutex
-	open map[net.Conn]struct{}
-	over bool // the test has ended
-}
-
-func newCutProxy(t *testing.T, to string) *cutProxy {
-	t.Helper()
-	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	w := &cutProxy{Listener: listener, open: map[net.Conn]struct{}{}}
-	var group sync.WaitGroup
-	group.Go(func() {
-		for {
-			near, err := w.Accept()
-			if err != nil {
-				return // the test ends
-			}
-			far, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", to)
-			if err != nil {
-				_ = near.Close()
-				continue
-			}
-			w.keep(near, far)
-			group.Go(func() { w.carry(near, far) })
-			group.Go(func() { w.carry(far, near) })
-		}
-	})
-	t.Cleanup(func() {
-		_ = listener.Close()
-		w.mu.Lock()
-		w.over = true
-		w.mu.Unlock()
-		w.cut()
-		group.Wait()
-	})
-	return w
-}
-
-func (w *cutProxy) keep(ends ...net.Conn) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for _, end := range ends {
-		w.open[end] = struct{}{}
-		if w.over {
-			_ = end.Close()
-		}
-	}
-}
-
-func (w *cutProxy) carry(to, from net.Conn) {
-	_, _ = io.Copy(to, from) // an end that goes away ends it
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for _, end := range []net.Conn{to, from} {
-		_ = end.Close()
-		delete(w.open, end)
-	}
-}
-
-// cut closes all connections.
-func (w *cutProxy) cut() {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for end := range w.open {
-		_ = end.Close()
 	}
 }
 

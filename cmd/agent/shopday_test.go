@@ -83,7 +83,8 @@ func (p program) wired() *app {
 func (d *shopDay) heartbeat(ctx context.Context, n int, also ...string) error {
 	_, err := d.shop.Exec(ctx, `
 		insert into orders (id, email, item, total, ordered_at, promised_on)
-		values (2000 + $1::int, 'c' || $1::int || '@example.com', 'Chair', 80 + $1::int, now(), current_date - $1::int % 3)`, n)
+		values (2000 + $1::int, 'c' || $1::int || '@example.com', 'Chair', 80 + $1::int, now(),
+		  current_date - $1::int % 3)`, n)
 	if err != nil {
 		return err
 	}
@@ -200,7 +201,8 @@ func TestPromptCacheOfATypicalDay(t *testing.T) {
 	}
 	var noted cacheCount
 	err := d.agent.QueryRow(t.Context(), `
-		select count(*), sum(lanekeeper.agent_tokens(token_usage, 'prompt_tokens')), sum(lanekeeper.agent_tokens(token_usage, 'cached_tokens'))
+		select count(*), sum(lanekeeper.agent_tokens(token_usage, 'prompt_tokens')),
+		  sum(lanekeeper.agent_tokens(token_usage, 'cached_tokens'))
 		  from agent_activity where kind = 'model'`).Scan(&noted.calls, &noted.prompt, &noted.cached)
 	if err != nil || noted.calls != all.calls || noted.prompt != all.prompt || noted.cached != all.cached {
 		t.Errorf("the log has %+v, want %+v (%v)", noted, all, err)
@@ -280,7 +282,8 @@ func (c *promptCache) ask(surface, body string) (cacheCount, error) {
 	if last.Role == openai.ChatMessageRoleUser {
 		c.turns++
 	}
-	text = promptClock.ReplaceAllString(text, fmt.Sprintf("Now: Wednesday 2026-11-25 %02d:%02d", c.turns/60%24, c.turns%60))
+	text = promptClock.ReplaceAllString(text, fmt.Sprintf("Now: Wednesday 2026-11-25 %02d:%02d",
+		c.turns/60%24, c.turns%60))
 	longest := 0
 	for _, earlier := range c.asked[req.Model] {
 		longest = max(longest, sharedBytes(text, earlier))
@@ -340,7 +343,8 @@ func modelReply(req openai.ChatCompletionRequest) modeltest.Reply {
 	case promptOf(req) == "reflection":
 		return modeltest.Text("Nothing out of the ordinary: all orders that were asked for were found.")
 	case last.Role == openai.ChatMessageRoleTool:
-		return modeltest.Text("I have looked it up. It was promised for the day that you see above, it has left our warehouse, and the " +
+		return modeltest.Text("I have looked it up. It was promised for the day that you see above, it has left our " +
+			"warehouse, and the " +
 			"carrier says that it is with you within two working days. Is there anything else that I can do for you?")
 	case order != nil:
 		return modeltest.ToolCall("order_status", fmt.Sprintf(`{"order":%s,"email":%q}`, order[1], order[2]))
@@ -351,6 +355,7 @@ func modelReply(req openai.ChatCompletionRequest) modeltest.Reply {
 	case strings.Contains(said, "numbers"):
 		return modeltest.ToolCall("week_in_numbers", `{}`)
 	}
-	return modeltest.Text("You can send it back within thirty days, in its box, and it costs you nothing. We collect it at your " +
+	return modeltest.Text("You can send it back within thirty days, in its box, and it costs you nothing. We collect it " +
+		"at your " +
 		"door on a day that suits you. A colleague decides about the refund when it is here.")
 }

@@ -54,12 +54,16 @@ func (c *cli) skillsListCommand() *cobra.Command {
 				return err
 			}
 			return printRows(c, got, "", "no skills; `agent apply DIR` creates some",
-				[]string{"SKILL", "STATE", "CALLS", "SUCCESS", "FAILED IN A ROW", "DISABLED BY", "REASON"}, func(h health) []string {
+				[]string{"SKILL", "STATE", "CALLS", "SUCCESS", "FAILED IN A ROW", "DISABLED BY", "REASON"},
+				func(h health) []string {
 					rate := "–"
 					if h.SuccessRate != nil {
 						rate = formatPercent(*h.SuccessRate)
 					}
-					return []string{h.Skill, h.State, fmt.Sprint(h.Calls), rate, fmt.Sprint(h.Streak), h.DisabledBy, truncate(h.DisabledReason, 70)}
+					return []string{
+						h.Skill, h.State, fmt.Sprint(h.Calls), rate, fmt.Sprint(h.Streak), h.DisabledBy,
+						truncate(h.DisabledReason, 70),
+					}
 				})
 		}),
 	}
@@ -72,7 +76,10 @@ func skillHealth(ctx context.Context, s *session) ([]health, error) {
 	}
 	got := make([]health, len(sums.Lines))
 	for i, h := range sums.Lines {
-		got[i] = health{h.Skill, h.Calls, h.SuccessRate, h.Streak, h.P50MS, h.P95MS, h.State, h.DisabledBy, h.DisabledReason, h.DisabledAt}
+		got[i] = health{
+			h.Skill, h.Calls, h.SuccessRate, h.Streak, h.P50MS, h.P95MS, h.State, h.DisabledBy,
+			h.DisabledReason, h.DisabledAt,
+		}
 	}
 	return got, nil
 }
@@ -158,7 +165,8 @@ func (c *cli) skillsSwitchCommand(enable bool) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: positionalArgs(1, 1, "a skill's name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			return c.switchSkill(cmd.Context(), s, args[0], enable, reason, func(tx pgx.Tx) error { return based.verify(cmd, tx, args[0]) })
+			return c.switchSkill(cmd.Context(), s, args[0], enable, reason,
+				func(tx pgx.Tx) error { return based.verify(cmd, tx, args[0]) })
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "from the command line", "reason for the audit log")
@@ -167,30 +175,36 @@ func (c *cli) skillsSwitchCommand(enable bool) *cobra.Command {
 }
 
 // switchSkill enables or disables a skill and records it in one transaction. hold may reject the change.
-func (c *cli) switchSkill(ctx context.Context, s *session, name string, enable bool, reason string, hold func(tx pgx.Tx) error) error {
+func (c *cli) switchSkill(
+	ctx context.Context, s *session, name string, enable bool, reason string, hold func(tx pgx.Tx) error,
+) error {
 	paused, restored := []string{}, []string{}
 	verb, output := map[bool]string{true: "enable_skill", false: "disable_skill"}[enable], map[string]any{}
-	changed, err := recordChangeWith(ctx, s, verb, map[string]any{"skill": name, "reason": reason}, output, func(tx pgx.Tx, _ string) (changed bool, err error) {
-		if err := hold(tx); err != nil {
-			return false, err
-		}
-		if enable {
-			got, err := selfheal.Reenable(ctx, tx, name, admin, reason)
-			restored = append(restored, got.Automations...)
-			output["automations"] = restored
-			return got.Settled, err
-		}
-		if changed, err = skills.Disable(ctx, tx, name, admin, reason, map[string]string{"by": "command line"}); err == nil {
-			paused, err = automations.PausedFor(ctx, tx, name)
-		}
-		output["automations"] = paused
-		return changed, err
-	})
+	changed, err := recordChangeWith(ctx, s, verb, map[string]any{"skill": name, "reason": reason}, output,
+		func(tx pgx.Tx, _ string) (changed bool, err error) {
+			if err := hold(tx); err != nil {
+				return false, err
+			}
+			if enable {
+				got, err := selfheal.Reenable(ctx, tx, name, admin, reason)
+				restored = append(restored, got.Automations...)
+				output["automations"] = restored
+				return got.Settled, err
+			}
+			if changed, err = skills.Disable(ctx, tx, name, admin, reason, map[string]string{"by": "command line"}); err == nil {
+				paused, err = automations.PausedFor(ctx, tx, name)
+			}
+			output["automations"] = paused
+			return changed, err
+		})
 	if err != nil {
 		return skillHint(err)
 	}
 	state := map[bool]string{true: "enabled", false: "disabled"}[enable]
-	return c.print(map[string]any{"skill": name, "state": state, "changed": changed, "automations_paused": paused, "automations_restored": restored}, func(w io.Writer) {
+	return c.print(map[string]any{
+		"skill": name, "state": state, "changed": changed, "automations_paused": paused,
+		"automations_restored": restored,
+	}, func(w io.Writer) {
 		said := map[bool]string{true: "in service", false: "out of service"}[enable]
 		if !changed {
 			fmt.Fprintf(w, "%s was %s already\n", name, said)
@@ -270,7 +284,8 @@ func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
 		c.infof("skill %s %s", skill.Name, printable(skill.OutOfService()))
 		defer c.reportTrial(context.WithoutCancel(ctx), s, skill.Name)
 	case !skill.Enabled:
-		return hint(fmt.Errorf("skill %s %s", skill.Name, skill.OutOfService()), "enable it with agent skills enable %s", skill.Name)
+		return hint(fmt.Errorf("skill %s %s", skill.Name, skill.OutOfService()), "enable it with agent skills enable %s",
+			skill.Name)
 	}
 	a, err := c.app(s, nil)
 	if err != nil {
@@ -284,7 +299,10 @@ func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
 	}
 	var ended executions.Execution
 	err = a.runWithLeases(ctx, func(ctx context.Context) error {
-		ended, err = a.engine.RunSync(ctx, executions.Spec{Flow: callFlowName, Surface: trace.Operate, Agent: s.config.Name, Input: call})
+		ended, err = a.engine.RunSync(ctx, executions.Spec{
+			Flow: callFlowName, Surface: trace.Operate,
+			Agent: s.config.Name, Input: call,
+		})
 		return err
 	})
 	if err != nil {
@@ -336,7 +354,8 @@ _WINDOW, _RATE, _RATE_CALLS and _COOLDOWN set the rule.`,
 				return err
 			}
 			return c.print(report, func(w io.Writer) {
-				fmt.Fprintf(w, "%d %s checked, %d taken out of service\n", report.Checked, plural("skill", report.Checked), len(report.Healed))
+				fmt.Fprintf(w, "%d %s checked, %d taken out of service\n", report.Checked, plural("skill", report.Checked),
+					len(report.Healed))
 				for _, h := range report.Healed {
 					fmt.Fprintf(w, "  %s: %s\n", h.Skill, h.Reason)
 					for _, a := range h.AutomationsPaused {

@@ -77,9 +77,11 @@ func TestSelfHealDisablesAndRestores(t *testing.T) {
 		t.Errorf("its automation: %+v", got)
 	}
 	assert.Contains(t, p.must("trace", "last", "--surface", "heartbeat"), "heal_skill")
-	assert.Contains(t, p.must("skills", "show", broken), "disabled by self_heal: 3 consecutive failures", "evidence", "caretaker_notes")
+	assert.Contains(t, p.must("skills", "show", broken), "disabled by self_heal: 3 consecutive failures",
+		"evidence", "caretaker_notes")
 	assert.Contains(t, p.must("skills", "ls"), "disabled", "self_heal")
-	if refused := p.run("skills", "call", broken); refused.code != 1 || !strings.Contains(refused.err, "agent skills enable "+broken) {
+	if refused := p.run("skills", "call", broken); refused.code != 1 ||
+		!strings.Contains(refused.err, "agent skills enable "+broken) {
 		t.Errorf("a call of the disabled skill: exit %d, stderr %q", refused.code, refused.err)
 	}
 
@@ -90,7 +92,8 @@ func TestSelfHealDisablesAndRestores(t *testing.T) {
 	}
 	for range 2 {
 		assert.Contains(t, p.must("selfheal"), " skills checked, 0 taken out of service\n")
-		if got := stateOf(t, db); !got.enabled || !got.automationEnabled || got.by != "" || got.reason != "" || got.failures != 0 {
+		if got := stateOf(t, db); !got.enabled || !got.automationEnabled || got.by != "" ||
+			got.reason != "" || got.failures != 0 {
 			t.Fatalf("self-heal after the enabling: %+v", got)
 		}
 	}
@@ -113,7 +116,8 @@ func TestSelfHealCommand(t *testing.T) {
 			t.Fatalf("a call of the broken skill: exit %d, stderr %q", got.code, got.err)
 		}
 	}
-	assert.Contains(t, p.must("selfheal"), "21 skills checked, 1 taken out of service\n", "  "+broken+": 3 consecutive failures",
+	assert.Contains(t, p.must("selfheal"), "21 skills checked, 1 taken out of service\n", "  "+broken+
+		": 3 consecutive failures",
 		"    automation broken on purpose paused\n")
 	var again struct {
 		Checked        int
@@ -169,7 +173,10 @@ func TestSkillsCall(t *testing.T) {
 	}
 	assert.Contains(t, p.must("trace", called.TraceID), "database_size")
 	assert.Contains(t, p.must("executions", "show", called.ExecutionID), "skill_call", "completed")
-	for args, says := range map[string]string{`{"limit": 0}`: "/limit", `{"nope": 1}`: "nope", `[1]`: "object", `{`: "is not JSON"} {
+	for args, says := range map[string]string{
+		`{"limit": 0}`: "/limit", `{"nope": 1}`: "nope", `[1]`: "object",
+		`{`: "is not JSON",
+	} {
 		got := p.run("skills", "call", "table_sizes", "--args", args)
 		if got.code != 2 || got.out != "" || !strings.Contains(got.err, says) {
 			t.Errorf("--args %s: exit %d, stderr %q", args, got.code, got.err)
@@ -190,13 +197,16 @@ func TestSkillsCallOnTrial(t *testing.T) {
 	trial := func(name, sql string) {
 		t.Helper()
 		pgtest.Exec(t, db, `
-			update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_reason = 'it failed 3 times in a row', disabled_at = now(),
-			       trial_at = now(), config = case $2 when '' then config else config || jsonb_build_object('query', $2::text) end where name = $1`, name, sql)
+			update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_reason = 'it failed 3 times in a row',
+			  disabled_at = now(),
+			       trial_at = now(), config = case $2 when '' then config
+			         else config || jsonb_build_object('query', $2::text) end where name = $1`, name, sql)
 	}
 	trial("database_size", "")
 	got := p.run("skills", "call", "database_size")
 	assert.Equal(t, 0, got.code)
-	assert.Contains(t, got.err, "is on trial", "its next call decides", "it failed 3 times in a row", "skill database_size is back in service")
+	assert.Contains(t, got.err, "is on trial", "its next call decides", "it failed 3 times in a row",
+		"skill database_size is back in service")
 	trial("database_size", "select 1 / 0")
 	got = p.run("skills", "call", "database_size")
 	assert.Equal(t, exitFailed, got.code)
@@ -229,7 +239,8 @@ func TestApplyKnowsTheBuiltins(t *testing.T) {
 func TestBuiltinReturnsAfterPrune(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
-	p.must("apply", writeFolder(t, map[string]string{"x.yaml": strings.Replace(goodSkill, "name: one", "name: recall", 1)}))
+	p.must("apply", writeFolder(t,
+		map[string]string{"x.yaml": strings.Replace(goodSkill, "name: one", "name: recall", 1)}))
 	assert.Contains(t, p.must("skills", "show", "recall"), "sql:")
 	p.must("heartbeat")
 	assert.Contains(t, p.must("skills", "show", "recall"), "sql:")
@@ -242,14 +253,16 @@ func TestAgentCommands(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t))
 	assert.Contains(t, p.must("agents", "ls"), "default", "0")
 	assert.Contains(t, p.must("agents", "show", "agent"), "AGENT_TIMEZONE", "limits.tokens", "AGENT_MAX_TOKENS")
-	const sales = "kind: agent\nname: sales\ndefault: true\ndescription: Orders.\ninstructions: You are Nora.\ntimezone: Europe/Madrid\n" +
+	const sales = "kind: agent\nname: sales\ndefault: true\ndescription: Orders.\ninstructions: You are " +
+		"Nora.\ntimezone: Europe/Madrid\n" +
 		"limits: {tokens: 60000, day_usd: 5}\n"
 	const billing = "---\nkind: agent\nname: billing\nkeys: [shop]\nmemory: own\n"
 	dir := writeFolder(t, map[string]string{"a.yaml": sales + billing})
 	p.must("apply", dir)
 	p.must("apply", writeFolder(t, map[string]string{"a.yaml": sales + "effort: low\n" + billing}))
 	assert.Contains(t, p.must("agents", "ls"), "sales", "default", "Orders.", "billing", "shop", "own")
-	assert.Contains(t, p.must("agents", "show", "sales"), "version 2 of", "2 in all", "Europe/Madrid", "document", "60000", "You are Nora.")
+	assert.Contains(t, p.must("agents", "show", "sales"), "version 2 of", "2 in all", "Europe/Madrid", "document",
+		"60000", "You are Nora.")
 	assert.Contains(t, p.must("agents", "diff", "sales"), "--- sales version 1", "+++ sales version 2", "+effort: low")
 	assert.Contains(t, p.must("agents", "diff", "sales", "2", "2"), "no difference")
 	assert.Contains(t, p.must("agents", "diff", "billing"), "+name: billing")
@@ -257,7 +270,8 @@ func TestAgentCommands(t *testing.T) {
 		Values []agents.Value
 		Model  string
 	}
-	if err := json.Unmarshal([]byte(p.must("agents", "show", "sales", "--json")), &shown); err != nil || len(shown.Values) < 15 {
+	if err := json.Unmarshal([]byte(p.must("agents", "show", "sales", "--json")), &shown); err != nil ||
+		len(shown.Values) < 15 {
 		t.Errorf("%d values, %v", len(shown.Values), err)
 	}
 	p.must("heartbeat", "--agent", "billing")
@@ -283,7 +297,8 @@ func TestAgentCommands(t *testing.T) {
 		assert.Contains(t, got.err, c.want)
 	}
 	p.must("apply", "--prune", writeFolder(t, map[string]string{"a.yaml": sales}))
-	assert.Contains(t, p.run("agents", "show", "billing").err, "agent billing was removed; agent agents show billing --version 1 shows its last version")
+	assert.Contains(t, p.run("agents", "show", "billing").err, "agent billing was removed; agent agents show billing "+
+		"--version 1 shows its last version")
 }
 
 // The greeting precedes the first prompt of a new conversation only.

@@ -99,8 +99,10 @@ func newStrangerTest(t *testing.T) *strangerTest {
 		return modeltest.Text(strings.Join(all, " | "))
 	})
 	url := pgtest.URL(t)
-	p := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "OPENAI_API_KEY=sk-test", "AGENT_MODEL=gpt-4o-mini", "OPENAI_BASE_URL="+model.URL(),
-		"AGENT_CHAT_KEY=site="+siteKey+",shop="+shopKey+",web="+webKey, "AGENT_CHAT_BROWSER_KEYS=web", "AGENT_CHAT_RATE=100000", "HOOK_SECRET="+hookKey)
+	p := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "OPENAI_API_KEY=sk-test",
+		"AGENT_MODEL=gpt-4o-mini", "OPENAI_BASE_URL="+model.URL(),
+		"AGENT_CHAT_KEY=site="+siteKey+",shop="+shopKey+",web="+webKey, "AGENT_CHAT_BROWSER_KEYS=web",
+		"AGENT_CHAT_RATE=100000", "HOOK_SECRET="+hookKey)
 	dir := t.TempDir()
 	testkit.WriteFile(t, filepath.Join(dir, "all.yaml"), strangersYAML)
 	p.must("apply", dir)
@@ -150,7 +152,10 @@ func (h *strangerTest) admin(method, path string, body any, want int, into any) 
 // chat sends a visitor's message. Headers name the thread, the visitor token and the join token.
 func (h *strangerTest) chat(key, words string, headers ...string) httpResult {
 	h.t.Helper()
-	body, err := json.Marshal(map[string]any{"model": "agent", "messages": []map[string]string{{"role": "user", "content": words}}})
+	body, err := json.Marshal(map[string]any{
+		"model":    "agent",
+		"messages": []map[string]string{{"role": "user", "content": words}},
+	})
 	require.NoError(h.t, err)
 	return h.send("POST", "/v1/chat/completions", key, string(body), headers...)
 }
@@ -158,7 +163,8 @@ func (h *strangerTest) chat(key, words string, headers ...string) httpResult {
 // deliver sends a webhook and waits until it is handled.
 func (h *strangerTest) deliver(endpoint, do, thread string) {
 	h.t.Helper()
-	body := fmt.Sprintf(`{"do": %q, "thread": %q, "content": "I accept", "n": %d}`, do, thread, pgtest.Value[int](h.t, h.db, `select count(*) from agent_webhook_deliveries`))
+	body := fmt.Sprintf(`{"do": %q, "thread": %q, "content": "I accept", "n": %d}`, do, thread,
+		pgtest.Value[int](h.t, h.db, `select count(*) from agent_webhook_deliveries`))
 	if got := h.send("POST", "/webhooks/"+endpoint, hookKey, body); got.status != http.StatusAccepted {
 		h.t.Fatalf("webhook %s: %d %s", endpoint, got.status, got.body)
 	}
@@ -177,7 +183,8 @@ func (h *strangerTest) waitUntil(sql string, args ...any) {
 // threadContent returns all messages of a thread.
 func (h *strangerTest) threadContent(id string) string {
 	h.t.Helper()
-	return pgtest.Value[string](h.t, h.db, `select coalesce(string_agg(role || ': ' || content, ' | ' order by seq), '') from agent_messages where thread_id = $1`, id)
+	return pgtest.Value[string](h.t, h.db, `select coalesce(string_agg(role || ': ' || content, ' | ' order by seq), '')
+		from agent_messages where thread_id = $1`, id)
 }
 
 // visitorToken returns a token issued by the agent.
@@ -219,7 +226,8 @@ func startByChat(key string, visitor func(*strangerTest) string, named bool) fun
 		if named && got.header.Get("X-Thread-Id") != name {
 			h.t.Errorf("the thread is named %q, want %q", got.header.Get("X-Thread-Id"), name)
 		}
-		id := pgtest.Value[string](h.t, h.db, `select thread_id from agent_executions where id = $1`, strings.TrimPrefix(c.ID, "chatcmpl-"))
+		id := pgtest.Value[string](h.t, h.db, `select thread_id from agent_executions where id = $1`,
+			strings.TrimPrefix(c.ID, "chatcmpl-"))
 		return thread{id, got.header.Get("X-Thread-Id"), c.ID}
 	}
 }
@@ -243,18 +251,22 @@ func threadStarts() map[string]threadStart {
 		h.admin("POST", "/v1/threads/"+id+"/messages", map[string]any{"content": salary}, http.StatusCreated, nil)
 	}
 	return map[string]threadStart{
-		"visitor":             {startByChat(webKey, visitor, true), nil},
-		"visitor, unnamed":    {startByChat(webKey, visitor, false), nil},
-		"visitor of the page": {startByChat(siteKey, func(h *strangerTest) string { return h.visitorToken(siteKey) }, true), nil},
-		"key":                 {startByChat(siteKey, nil, true), []string{"site"}},
-		"key, unnamed":        {startByChat(siteKey, nil, false), []string{"site"}},
+		"visitor":          {startByChat(webKey, visitor, true), nil},
+		"visitor, unnamed": {startByChat(webKey, visitor, false), nil},
+		"visitor of the page": {
+			startByChat(siteKey, func(h *strangerTest) string { return h.visitorToken(siteKey) }, true),
+			nil,
+		},
+		"key":          {startByChat(siteKey, nil, true), []string{"site"}},
+		"key, unnamed": {startByChat(siteKey, nil, false), []string{"site"}},
 		"flow": {func(h *strangerTest, name string) thread {
 			h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": name}, http.StatusCreated, nil)
 			return h.startWaitingFlow(name, name)
 		}, []string{"flow"}},
 		"webhook": {func(h *strangerTest, name string) thread {
 			h.deliver("hire", "begin", name)
-			return h.startWaitingFlow(pgtest.Value[string](h.t, h.db, `select id from agent_threads where owner_kind = 'webhook' and owner = 'hire' and name = $1`, name), name)
+			return h.startWaitingFlow(pgtest.Value[string](h.t, h.db, `select id from agent_threads where owner_kind = 'webhook'
+				and owner = 'hire' and name = $1`, name), name)
 		}, nil},
 		"admin": {func(h *strangerTest, name string) thread {
 			h.admin("POST", "/v1/threads", map[string]any{"id": name}, http.StatusCreated, nil)
@@ -312,7 +324,8 @@ func TestStrangerAccess(t *testing.T) {
 			h.deliver("apply", "begin", name)
 			th := b.begin(h, name)
 			before := h.threadContent(th.id)
-			if strings.Contains(before, "mine first") || strings.Contains(before, "other was here") || !strings.Contains(before, salary) {
+			if strings.Contains(before, "mine first") || strings.Contains(before, "other was here") ||
+				!strings.Contains(before, salary) {
 				t.Errorf("after the name was taken in advance the thread has %q", before)
 			}
 			for who, as := range outsiders {
@@ -354,7 +367,8 @@ func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 	}
 	for _, path := range []string{"/v1/threads", "/v1/threads/" + th.id, "/v1/threads/" + th.id + "/access"} {
 		// The throttle of wrong tokens may reply first.
-		if got := h.send("GET", path, as[0], ""); got.status != http.StatusUnauthorized && got.status != http.StatusTooManyRequests {
+		if got := h.send("GET", path, as[0], ""); got.status != http.StatusUnauthorized &&
+			got.status != http.StatusTooManyRequests {
 			h.t.Errorf("%s lists %s: %d", who, path, got.status)
 		}
 	}
@@ -376,7 +390,8 @@ func (h *strangerTest) checkFlowAccess(th thread, b threadStart) {
 	}
 	const none = "th_00000000000000000000000000000000"
 	start := func(id string) httpResult {
-		return h.send("POST", "/v1/executions", strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="), fmt.Sprintf(`{"flow": "other", "thread_id": %q}`, id))
+		return h.send("POST", "/v1/executions", strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="),
+			fmt.Sprintf(`{"flow": "other", "thread_id": %q}`, id))
 	}
 	got, want := start(th.id), start(none)
 	if got.status != http.StatusNotFound || got.normalized() != want.normalized() {
@@ -415,7 +430,8 @@ func TestThreadAccess(t *testing.T) {
 		h := &strangerTest{t, h.base, h.db}
 		var token struct{ ID, Token string }
 		h.admin("POST", "/v1/threads/maria/join_tokens", map[string]any{}, http.StatusCreated, &token)
-		pgtest.Equal(h.t, h.db, 0, `select count(*) from agent_thread_access where to_jsonb(agent_thread_access)::text like '%' || $1 || '%'`, token.Token)
+		pgtest.Equal(h.t, h.db, 0, `select count(*) from agent_thread_access
+			where to_jsonb(agent_thread_access)::text like '%' || $1 || '%'`, token.Token)
 		visitor, another := h.visitorToken(webKey), h.visitorToken(webKey)
 		got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token)
 		name := got.header.Get("X-Thread-Id")
@@ -426,17 +442,20 @@ func TestThreadAccess(t *testing.T) {
 		if again.status != http.StatusOK || again.header.Get("X-Thread-Id") != name {
 			t.Errorf("the same visitor, with the token again: %d %q", again.status, again.header.Get("X-Thread-Id"))
 		}
-		if got := h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Join", token.Token); got.status != http.StatusNotFound {
+		if got := h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Join",
+			token.Token); got.status != http.StatusNotFound {
 			t.Errorf("a token that is used: %d %s", got.status, got.body)
 		}
-		if got := h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Id", name); got.status != http.StatusNotFound {
+		if got := h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Id",
+			name); got.status != http.StatusNotFound {
 			t.Errorf("another's name of it: %d %s", got.status, got.body)
 		}
 		if got := h.chat(webKey, "on", "X-Visitor-Token", visitor, "X-Thread-Id", name); !strings.Contains(got.body, salary) {
 			t.Errorf("by its name: %d %s", got.status, got.body)
 		}
 		h.admin("DELETE", "/v1/threads/maria/access/"+token.ID, nil, http.StatusOK, nil)
-		if got := h.chat(webKey, "still?", "X-Visitor-Token", visitor, "X-Thread-Id", name); got.status != http.StatusNotFound {
+		if got := h.chat(webKey, "still?", "X-Visitor-Token", visitor, "X-Thread-Id",
+			name); got.status != http.StatusNotFound {
 			t.Errorf("after it was revoked: %d %s", got.status, got.body)
 		}
 		h.admin("DELETE", "/v1/threads/maria/access/"+token.ID, nil, http.StatusNotFound, nil)
@@ -447,17 +466,20 @@ func TestThreadAccess(t *testing.T) {
 		h.admin("POST", "/v1/threads/maria/join_tokens", map[string]any{"reusable": true}, http.StatusCreated, &token)
 		for range 2 {
 			visitor := h.visitorToken(webKey)
-			if got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id", "job"); got.status != http.StatusOK ||
+			if got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id",
+				"job"); got.status != http.StatusOK ||
 				!strings.Contains(got.body, salary) || got.header.Get("X-Thread-Id") != "job" {
 				t.Errorf("joined: %d %s", got.status, got.body)
 			}
 		}
 		visitor := h.visitorToken(webKey)
 		h.chat(webKey, "mine", "X-Visitor-Token", visitor, "X-Thread-Id", "job")
-		if got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id", "job"); got.status != http.StatusConflict {
+		if got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id",
+			"job"); got.status != http.StatusConflict {
 			t.Errorf("a name that is taken by another thread of the visitor's: %d %s", got.status, got.body)
 		}
-		exec, err := h.db.Exec(t.Context(), `update agent_thread_access set expires_at = clock_timestamp() where id = $1`, token.ID)
+		exec, err := h.db.Exec(t.Context(), `update agent_thread_access set expires_at = clock_timestamp() where id = $1`,
+			token.ID)
 		if err != nil || exec.RowsAffected() != 1 {
 			t.Fatal(err)
 		}
@@ -467,7 +489,8 @@ func TestThreadAccess(t *testing.T) {
 	})
 	t.Run("named key", func(t *testing.T) {
 		h := &strangerTest{t, h.base, h.db}
-		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "juan", "chat_key": "site"}, http.StatusCreated, nil)
+		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "juan", "chat_key": "site"},
+			http.StatusCreated, nil)
 		h.startWaitingFlow("juan", "juan")
 		if got := h.chat(shopKey, "accepted", "X-Thread-Id", "juan"); strings.Contains(got.body, "offer accepted") {
 			t.Errorf("another key: %s", got.body)
@@ -476,7 +499,8 @@ func TestThreadAccess(t *testing.T) {
 			t.Errorf("the key that was named: %d %s", got.status, got.body)
 		}
 		h.chat(siteKey, "mine", "X-Thread-Id", "pedro")
-		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "pedro", "chat_key": "site"}, http.StatusConflict, nil)
+		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "pedro", "chat_key": "site"},
+			http.StatusConflict, nil)
 		pgtest.Equal(h.t, h.db, 0, `select count(*) from agent_threads where id = 'pedro'`)
 		h.admin("POST", "/v1/threads/maria/participants", map[string]any{"key": "shop", "name": "m"}, http.StatusCreated, nil)
 		if got := h.chat(shopKey, "hello", "X-Thread-Id", "m"); !strings.Contains(got.body, salary) {
@@ -490,7 +514,8 @@ func TestThreadAccess(t *testing.T) {
 		h.startWaitingFlow("eva", "eva")
 		link := pgtest.Value[string](h.t, h.db, `select variables ->> 'link' from agent_executions where id = $1`, x.ID)
 		_, join, _ := strings.Cut(link, "#join=")
-		if got := h.chat(shopKey, "here I am", "X-Thread-Join", join, "X-Thread-Id", "interview"); !strings.Contains(got.body, "welcome") {
+		if got := h.chat(shopKey, "here I am", "X-Thread-Join", join, "X-Thread-Id", "interview"); !strings.Contains(got.body,
+			"welcome") {
 			t.Errorf("joined the flow: %d %s", got.status, got.body)
 		}
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "inviting", "thread_id": "eva 2"}, http.StatusCreated, &x)
@@ -507,7 +532,8 @@ func TestThreadAccess(t *testing.T) {
 		th := startByChat(siteKey, nil, true)(h, "support")
 		h.admin("POST", "/v1/threads/"+th.id+"/participants", map[string]any{"flow": "other"}, http.StatusCreated, nil)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "other", "thread_id": th.id}, http.StatusCreated, nil)
-		h.waitUntil(`select exists (select from agent_messages where thread_id = $1 and content = 'other was here' and status = 'sent')`, th.id)
+		h.waitUntil(`select exists (select from agent_messages where thread_id = $1 and content = 'other was here'
+			and status = 'sent')`, th.id)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": th.id}, http.StatusNotFound, nil)
 	})
 	t.Run("endpoint", func(t *testing.T) {
@@ -531,7 +557,8 @@ func TestThreadsOfEarlierRelease(t *testing.T) {
 	h := newStrangerTest(t)
 	const given = "th_01ARZ3NDEKTSV4RRFFQ69G5FAV"
 	for _, sql := range []string{
-		`insert into agent_threads (id, channel, owner, next_seq) values ('site:7', 'chat', 'site', 2), ('` + given + `', 'chat', 'web', 2), ('talk', 'chat', '', 2)`,
+		`insert into agent_threads (id, channel, owner, next_seq) values ('site:7', 'chat', 'site', 2), ('` + given +
+			`', 'chat', 'web', 2), ('talk', 'chat', '', 2)`,
 		`insert into agent_messages (thread_id, seq, turn, role, content, channel, status)
 		 select id, 1, 1, 'user', 'the salary is 4711', 'chat', 'received' from agent_threads`,
 	} {
@@ -639,7 +666,8 @@ func TestLockedRowsDoNotDelayOthers(t *testing.T) {
 	}
 	h.admin("POST", "/v1/threads", map[string]any{"id": "held"}, http.StatusCreated, nil)
 	h.admin("POST", "/v1/threads/held/messages", map[string]any{"content": "first"}, http.StatusCreated, nil)
-	pgtest.Value[int](h.t, h.db, `with free as (select acquire_agent_lock('thread:held', 'somebody', 60), release_agent_lock('thread:held', 'somebody')) select count(*) from free`)
+	pgtest.Value[int](h.t, h.db, `with free as (select acquire_agent_lock('thread:held', 'somebody', 60),
+		release_agent_lock('thread:held', 'somebody')) select count(*) from free`)
 	hook := `{"do": "nothing", "content": "x", "n": 1}`
 	if v := h.send("POST", "/webhooks/hire", hookKey, hook); v.status != http.StatusAccepted {
 		t.Fatalf("%d %s", v.status, v.body)
@@ -655,7 +683,8 @@ func TestLockedRowsDoNotDelayOthers(t *testing.T) {
 		},
 		"idempotency key": {
 			`insert into agent_idempotency (scope, key, fingerprint, attempt, lease_until, expires_at)
-			 values ('POST /v1/events admin', 'held', '\x00', gen_random_uuid(), now() + interval '1 hour', now() + interval '1 hour')`,
+			 values ('POST /v1/events admin', 'held', '\x00', gen_random_uuid(), now() + interval '1 hour',
+			   now() + interval '1 hour')`,
 			post("/v1/events", admin, event("other"), "Idempotency-Key", "held"), `Idempotency-Key`,
 		},
 		"delivery": {
@@ -668,15 +697,18 @@ func TestLockedRowsDoNotDelayOthers(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			calm := h.slowestOf(100, http.StatusAccepted, func(i int) httpResult { return post("/v1/events", admin, event(fmt.Sprint(name, " calm ", i)))() })
+			calm := h.slowestOf(100, http.StatusAccepted,
+				func(i int) httpResult { return post("/v1/events", admin, event(fmt.Sprint(name, " calm ", i)))() })
 			end := h.holdLocks(`set local application_name = 'clumsy'`, one.hold)
 			defer end()
 			stop := h.flood(one.request)
-			held := h.slowestOf(100, http.StatusAccepted, func(i int) httpResult { return post("/v1/events", admin, event(fmt.Sprint(name, " held ", i)))() })
+			held := h.slowestOf(100, http.StatusAccepted,
+				func(i int) httpResult { return post("/v1/events", admin, event(fmt.Sprint(name, " held ", i)))() })
 			lanes := h.slowestOf(20, http.StatusOK, func(int) httpResult { return h.send("GET", "/v1/lanes", admin, "") })
 			ready := h.slowestOf(20, http.StatusOK, func(int) httpResult { return h.send("GET", "/readyz", "", "") })
 			got, refused := stop()
-			t.Logf("p99 of unrelated events %s, and %s before; lanes %s, ready %s; requests for what is held %v", held, calm, lanes, ready, got)
+			t.Logf("p99 of unrelated events %s, and %s before; lanes %s, ready %s; requests for what is held %v", held,
+				calm, lanes, ready, got)
 			if most := max(time.Second, 10*calm); held > most || lanes > most || ready > most {
 				t.Errorf("events take %s, lanes %s, readiness %s, and calm %s", held, lanes, ready, calm)
 			}

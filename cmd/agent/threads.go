@@ -23,7 +23,8 @@ import (
 
 func (c *cli) threadsCommand() *cobra.Command {
 	return group("threads", "List conversations and their holders",
-		c.threadsListCommand(), c.threadsShowCommand(), c.threadsLocksCommand(), c.threadsSendCommand(), c.threadsCleanCommand(),
+		c.threadsListCommand(), c.threadsShowCommand(), c.threadsLocksCommand(), c.threadsSendCommand(),
+		c.threadsCleanCommand(),
 		c.threadsInviteCommand(), c.threadsOpenCommand(), c.threadsAccessCommand(), c.threadsRevokeCommand())
 }
 
@@ -38,7 +39,10 @@ func (c *cli) threadsListCommand() *cobra.Command {
 			}
 			return printRows(c, got, "", "no threads",
 				[]string{"THREAD", "NAME", "CHANNEL", "OWNER", "PARTICIPANT", "MESSAGES", "LAST"}, func(t threads.Thread) []string {
-					return []string{t.ID, t.Name, t.Channel, strings.TrimSpace(string(t.OwnerKind) + " " + t.Owner), t.Participant, fmt.Sprint(t.NextSeq - 1), formatTime(t.UpdatedAt)}
+					return []string{
+						t.ID, t.Name, t.Channel, strings.TrimSpace(string(t.OwnerKind) + " " + t.Owner), t.Participant,
+						fmt.Sprint(t.NextSeq - 1), formatTime(t.UpdatedAt),
+					}
 				})
 		}),
 	}
@@ -52,7 +56,8 @@ func (c *cli) threadsListCommand() *cobra.Command {
 func (c *cli) threadsShowCommand() *cobra.Command {
 	var limit int
 	cmd := &cobra.Command{
-		Use: "show ID", Short: "Show the latest messages of a thread, oldest first", Args: positionalArgs(1, 1, "a thread's id"),
+		Use: "show ID", Short: "Show the latest messages of a thread, oldest first",
+		Args: positionalArgs(1, 1, "a thread's id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			thread, err := threads.Find(cmd.Context(), s.pool, args[0])
 			if errors.Is(err, threads.ErrNotFound) {
@@ -105,21 +110,24 @@ func writeThread(w io.Writer, t threads.Thread, messages []threads.Message) {
 		if m.ErrorMessage != nil {
 			note += ": " + printable(*m.ErrorMessage)
 		}
-		fmt.Fprintf(w, "\n%s  %s  %s%s  %s\n%s\n", place, m.Role, m.Status, note, formatTime(m.CreatedAt), printableText(m.Content))
+		fmt.Fprintf(w, "\n%s  %s  %s%s  %s\n%s\n", place, m.Role, m.Status, note, formatTime(m.CreatedAt),
+			printableText(m.Content))
 	}
 }
 
 func (c *cli) threadsLocksCommand() *cobra.Command {
 	var stale bool
 	cmd := &cobra.Command{
-		Use: "locks", Short: "List held threads with their holder's last heartbeat", Args: positionalArgs(0, 0, "no arguments"),
+		Use: "locks", Short: "List held threads with their holder's last heartbeat",
+		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := threads.Locks(cmd.Context(), s.pool, stale)
 			if err != nil {
 				return err
 			}
 			return printRows(c, got, "", "no held threads",
-				[]string{"THREAD", "PARTICIPANT", "HOLDER", "SINCE", "MINUTES", "STATE", "QUEUED"}, func(l threads.HeldThread) []string {
+				[]string{"THREAD", "PARTICIPANT", "HOLDER", "SINCE", "MINUTES", "STATE", "QUEUED"},
+				func(l threads.HeldThread) []string {
 					state := "active"
 					switch {
 					case l.Parked:
@@ -127,7 +135,10 @@ func (c *cli) threadsLocksCommand() *cobra.Command {
 					case l.Stale:
 						state = "stale"
 					}
-					return []string{l.ThreadID, l.ParticipantName, l.Holder, formatTime(l.ExecutionLockedAt), fmt.Sprint(l.LockMinutes), state, fmt.Sprint(l.Queued)}
+					return []string{
+						l.ThreadID, l.ParticipantName, l.Holder, formatTime(l.ExecutionLockedAt),
+						fmt.Sprint(l.LockMinutes), state, fmt.Sprint(l.Queued),
+					}
 				})
 		}),
 	}
@@ -139,7 +150,10 @@ func (c *cli) threadsLocksCommand() *cobra.Command {
 const commandLine = "command line"
 
 // recordThreadChange changes a thread and records it in one transaction.
-func recordThreadChange(ctx context.Context, s *session, skill, purpose, thread string, input map[string]any, change func(tx pgx.Tx) (output any, err error)) error {
+func recordThreadChange(
+	ctx context.Context, s *session, skill, purpose, thread string, input map[string]any,
+	change func(tx pgx.Tx) (output any, err error),
+) error {
 	input["thread_id"] = thread
 	_, err := activity.Record(ctx, s.pool, activity.Act{Name: skill, Reason: purpose, Input: input},
 		func(tx pgx.Tx, _ string) (any, error) { return change(tx) })
@@ -171,14 +185,16 @@ once, is valid for one visitor or reusable until it expires, and can be revoked:
 			}
 			in.ThreadID = args[0]
 			var token threads.Token
-			err := recordThreadChange(cmd.Context(), s, "invite_into_thread", "a join token was given out", args[0], map[string]any{}, func(tx pgx.Tx) (_ any, err error) {
-				token, err = threads.Invite(cmd.Context(), tx, in)
-				return map[string]any{"access_id": token.ID}, err
-			})
+			err := recordThreadChange(cmd.Context(), s, "invite_into_thread", "a join token was given out", args[0],
+				map[string]any{}, func(tx pgx.Tx) (_ any, err error) {
+					token, err = threads.Invite(cmd.Context(), tx, in)
+					return map[string]any{"access_id": token.ID}, err
+				})
 			if err != nil {
 				return err
 			}
-			return c.printf(token, "%s\nvalid until %s; revoke it with: agent threads revoke %s %s\n", token.Secret, formatTime(token.ExpiresAt), printable(args[0]), token.ID)
+			return c.printf(token, "%s\nvalid until %s; revoke it with: agent threads revoke %s %s\n", token.Secret,
+				formatTime(token.ExpiresAt), printable(args[0]), token.ID)
 		}),
 	}
 	cmd.Flags().BoolVar(&in.Reusable, "reusable", false, "valid for any number of visitors until it expires")
@@ -195,7 +211,8 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			to := threads.Key(key)
 			switch {
-			case key+flow+webhook == "" || key != "" && flow+webhook != "" || flow != "" && webhook != "" || flow != "" && name != "":
+			case key+flow+webhook == "" || key != "" && flow+webhook != "" || flow != "" && webhook != "" ||
+				flow != "" && name != "":
 				return usageError("name one of --key, --flow and --webhook; --name belongs to --key and --webhook")
 			case flow != "":
 				to = threads.Principal{Kind: threads.ByFlow, Owner: flow}
@@ -208,17 +225,19 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 			called := cmp.Or(name, args[0])
 			var id string
 			input := map[string]any{string(to.Kind): to.Owner}
-			err := recordThreadChange(cmd.Context(), s, "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner, args[0], input, func(tx pgx.Tx) (_ any, err error) {
-				id, err = threads.Grant(cmd.Context(), tx, args[0], to, called, commandLine)
-				return map[string]any{"access_id": id}, err
-			})
+			err := recordThreadChange(cmd.Context(), s, "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner,
+				args[0], input, func(tx pgx.Tx) (_ any, err error) {
+					id, err = threads.Grant(cmd.Context(), tx, args[0], to, called, commandLine)
+					return map[string]any{"access_id": id}, err
+				})
 			if errors.Is(err, threads.ErrTaken) {
 				return hint(fmt.Errorf("%s %s has another thread %q", to.Kind, to.Owner, called), "give this one another --name")
 			}
 			if err != nil {
 				return err
 			}
-			return c.printf(map[string]string{"id": id, "thread_id": args[0]}, "open to %s %s; revoke it with: agent threads revoke %s %s\n", to.Kind, printable(to.Owner), printable(args[0]), id)
+			return c.printf(map[string]string{"id": id, "thread_id": args[0]}, "open to %s %s; revoke it with: agent threads "+
+				"revoke %s %s\n", to.Kind, printable(to.Owner), printable(args[0]), id)
 		}),
 	}
 	cmd.Flags().StringVar(&key, "key", "", "the name of a chat key")
@@ -240,14 +259,16 @@ func checkGrantee(ctx context.Context, s *session, to threads.Principal) error {
 	case !slices.Contains(keys, to.Owner):
 		return usageError("there is no chat key named %q; AGENT_CHAT_KEY has %s", to.Owner, strings.Join(keys, ", "))
 	case slices.Contains(s.config.Chat.BrowserKeys, to.Owner):
-		return usageError("visitors of the browser key %q have their own tokens; create a join token with agent threads invite", to.Owner)
+		return usageError("visitors of the browser key %q have their own tokens; create a join token with agent threads "+
+			"invite", to.Owner)
 	}
 	return nil
 }
 
 func (c *cli) threadsAccessCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "access THREAD", Short: "List the access grants and join tokens of a thread", Args: positionalArgs(1, 1, "a thread's id"),
+		Use: "access THREAD", Short: "List the access grants and join tokens of a thread",
+		Args: positionalArgs(1, 1, "a thread's id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if _, err := threads.Get(cmd.Context(), s.pool, args[0]); err != nil {
 				return threadHint(args[0], err)
@@ -258,7 +279,10 @@ func (c *cli) threadsAccessCommand() *cobra.Command {
 			}
 			return printRows(c, got, "", "no access grants",
 				[]string{"ACCESS", "KIND", "WHO", "NAME", "STATE", "BY", "SINCE"}, func(a threads.Access) []string {
-					return []string{a.ID, a.Kind, printable(a.Owner), printable(a.Name), accessState(a), printable(a.CreatedBy), formatTime(a.CreatedAt)}
+					return []string{
+						a.ID, a.Kind, printable(a.Owner), printable(a.Name), accessState(a), printable(a.CreatedBy),
+						formatTime(a.CreatedAt),
+					}
 				})
 		}),
 	}
@@ -282,9 +306,10 @@ func (c *cli) threadsRevokeCommand() *cobra.Command {
 		Use: "revoke THREAD ACCESS", Short: "Revoke access to a thread; a join token takes its visitors' access with it",
 		Args: positionalArgs(2, 2, "the ids of a thread and of an access"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			err := recordThreadChange(cmd.Context(), s, "revoke_thread_access", "an access to a thread was revoked", args[0], map[string]any{"access_id": args[1]}, func(tx pgx.Tx) (any, error) {
-				return map[string]any{"access_id": args[1]}, threads.Revoke(cmd.Context(), tx, args[0], args[1])
-			})
+			err := recordThreadChange(cmd.Context(), s, "revoke_thread_access", "an access to a thread was revoked", args[0],
+				map[string]any{"access_id": args[1]}, func(tx pgx.Tx) (any, error) {
+					return map[string]any{"access_id": args[1]}, threads.Revoke(cmd.Context(), tx, args[0], args[1])
+				})
 			if postgres.IsCode(err, "22P02") {
 				return usageError("%q is not the id of an access; see agent threads access %s", args[1], args[0])
 			}
@@ -352,7 +377,8 @@ Waiting executions keep their threads.`,
 			for i, f := range freed {
 				names[i] = f.ThreadID
 			}
-			_, err = recordChange(cmd.Context(), s, "clean_threads", map[string]any{"changed": names}, func(pgx.Tx, string) (bool, error) { return len(freed) > 0, nil })
+			_, err = recordChange(cmd.Context(), s, "clean_threads", map[string]any{"changed": names},
+				func(pgx.Tx, string) (bool, error) { return len(freed) > 0, nil })
 			if err != nil {
 				return err
 			}
@@ -371,7 +397,10 @@ Waiting executions keep their threads.`,
 
 // sendAsAdmin sends a message outside any execution and records it.
 func sendAsAdmin(ctx context.Context, db postgres.Beginner, o threads.Outgoing) (sent threads.SendResult, err error) {
-	a := activity.Act{Name: "send_message", Reason: "an admin's own message", Input: map[string]any{"thread_id": o.ThreadID}}
+	a := activity.Act{
+		Name: "send_message", Reason: "an admin's own message",
+		Input: map[string]any{"thread_id": o.ThreadID},
+	}
 	_, err = activity.Record(ctx, db, a, func(tx pgx.Tx, _ string) (_ any, err error) {
 		sent, err = threads.SendTx(ctx, tx, o)
 		return map[string]any{"message_id": sent.MessageID, "queued": sent.Queued}, err

@@ -39,12 +39,14 @@ func TestThreadCommands(t *testing.T) {
 	assert.Contains(t, p.must("threads", "show", "maria"), "maria  chat, Maria\n", "queued")
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '2 minutes'`)
 	assert.Contains(t, p.must("threads", "locks", "--stale"), "stale")
-	if got := p.must("threads", "clean", "--json"); !strings.Contains(got, `"thread_id": "maria"`) || !strings.Contains(got, `"idle_seconds": 72`) {
+	if got := p.must("threads", "clean", "--json"); !strings.Contains(got, `"thread_id": "maria"`) ||
+		!strings.Contains(got, `"idle_seconds": 72`) {
 		t.Errorf("clean: %s", got)
 	}
 	assert.Contains(t, p.must("threads", "show", "maria"), "a word from the office")
 	assert.Contains(t, p.must("threads", "send", "maria", "and another"), "sent as message 2")
-	if got := p.must("threads", "send", "maria", "a third", "--json"); !strings.Contains(got, `"success": true`) || !strings.Contains(got, `"queued": false`) {
+	if got := p.must("threads", "send", "maria", "a third", "--json"); !strings.Contains(got, `"success": true`) ||
+		!strings.Contains(got, `"queued": false`) {
 		t.Errorf("send: %s", got)
 	}
 	if got := p.run("threads", "send", "nobody", "hello"); got.code == 0 || !strings.Contains(got.err, "no such thread") {
@@ -59,19 +61,28 @@ func TestThreadCommands(t *testing.T) {
 func TestThreadsOpenInvalidKeys(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	if _, err := connect(t, url).Exec(t.Context(), `insert into agent_threads (id, channel, owner_kind) values ('maria', 'chat', 'admin')`); err != nil {
+	if _, err := connect(t, url).Exec(t.Context(), `insert into agent_threads (id, channel, owner_kind)
+		values ('maria', 'chat', 'admin')`); err != nil {
 		t.Fatal(err)
 	}
-	p := newProgram(t, url, "AGENT_CHAT_KEY=shop=the-keys-own-secret-0123456789abcdef,site=another-secret-of-0123456789abcdef", "AGENT_CHAT_BROWSER_KEYS=site")
+	p := newProgram(t, url,
+		"AGENT_CHAT_KEY=shop=the-keys-own-secret-0123456789abcdef,site=another-secret-of-0123456789abcdef",
+		"AGENT_CHAT_BROWSER_KEYS=site")
 	for name, test := range map[string]struct {
 		args []string
 		says string
 	}{
-		"an unknown key":      {[]string{"threads", "open", "maria", "--key", "shpo"}, `there is no chat key named "shpo"; AGENT_CHAT_KEY has shop, site`},
+		"an unknown key": {
+			[]string{"threads", "open", "maria", "--key", "shpo"},
+			`there is no chat key named "shpo"; AGENT_CHAT_KEY has shop, site`,
+		},
 		"a browser's key":     {[]string{"threads", "open", "maria", "--key", "site"}, "agent threads invite"},
 		"an unknown endpoint": {[]string{"threads", "open", "maria", "--webhook", "nope"}, "nope"},
 		"an unknown thread":   {[]string{"threads", "access", "mario"}, "agent threads ls"},
-		"an unknown access":   {[]string{"threads", "revoke", "maria", "0192a000-0000-7000-8000-000000000000"}, "the thread has no such access; see agent threads access maria"},
+		"an unknown access": {
+			[]string{"threads", "revoke", "maria", "0192a000-0000-7000-8000-000000000000"},
+			"the thread has no such access; see agent threads access maria",
+		},
 	} {
 		if got := p.run(test.args...); got.code == 0 || !strings.Contains(got.err, test.says) {
 			t.Errorf("%s: %+v", name, got)
@@ -82,7 +93,8 @@ func TestThreadsOpenInvalidKeys(t *testing.T) {
 
 // accessByPath lists the callers of a path prefix; the longest prefix applies. An unlisted path fails the test.
 var accessByPath = map[string][]string{
-	"/healthz": allCallers, "/readyz": allCallers, "/metrics": allCallers, "/openapi.json": allCallers, "/chat": allCallers, "/webhooks/": allCallers,
+	"/healthz": allCallers, "/readyz": allCallers, "/metrics": allCallers, "/openapi.json": allCallers,
+	"/chat": allCallers, "/webhooks/": allCallers,
 	"/v1/": {"admin"}, "/mcp": {"admin"},
 	"/v1/chat/": {"visitor"}, "/v1/models": {"visitor"}, "/v1/files": {"visitor"}, "/v1/responses": {"visitor"},
 }
@@ -101,7 +113,8 @@ func callersOf(path string) []string {
 
 func TestAccessOfRunningProgram(t *testing.T) {
 	t.Parallel()
-	p := newProgram(t, pgtest.URL(t), token, "AGENT_CHAT_KEY=visitors-key-of-this-test", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info",
+	p := newProgram(t, pgtest.URL(t), token, "AGENT_CHAT_KEY=visitors-key-of-this-test", "AGENT_LISTEN=127.0.0.1:0",
+		"AGENT_LOG_LEVEL=info",
 		"AGENT_TRUSTED_PROXIES=127.0.0.1")
 	s := p.start("serve")
 	base := "http://" + s.find(t, `listen=http://(\S+)`)

@@ -24,8 +24,9 @@ func (c *cli) traceCommand() *cobra.Command {
 		Long: `Show all actions of one run as a tree: durations, tokens, cost, errors.
 
 ID is a trace id in any form: hb_01JD…, the ULID alone, or the 32 hex digits that tracing tools show.`,
-		Example: "  agent trace last\n  agent trace last --surface heartbeat\n  agent trace hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE --json",
-		Args:    positionalArgs(1, 1, "a trace id, last, or ls"),
+		Example: "  agent trace last\n  agent trace last --surface heartbeat\n  agent trace hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE " +
+			"--json",
+		Args: positionalArgs(1, 1, "a trace id, last, or ls"),
 		RunE: c.withReader(func(cmd *cobra.Command, args []string, s *session) error {
 			if withPrompts {
 				return c.showPrompts(cmd.Context(), s, args[0])
@@ -92,7 +93,8 @@ func (c *cli) traceListCommand() *cobra.Command {
 				return err
 			}
 			return printRows(c, page, next, "no matching traces; `agent heartbeat` creates one",
-				[]string{"TRACE", "FLOW", "STATUS", "STARTED", "TOOK", "ACTIONS", "ERRORS", "TOKENS", "COST"}, func(t activity.TraceSummary) []string {
+				[]string{"TRACE", "FLOW", "STATUS", "STARTED", "TOOK", "ACTIONS", "ERRORS", "TOKENS", "COST"},
+				func(t activity.TraceSummary) []string {
 					return []string{
 						t.TraceID, t.Flow, t.Status, formatTime(t.StartedAt), formatMillis(t.DurationMS), fmt.Sprint(t.Activities),
 						fmt.Sprint(t.Errors), fmt.Sprint(t.Tokens), formatUSD(t.CostUSD),
@@ -159,7 +161,8 @@ func writePrompts(w io.Writer, page prompts.Page) {
 			fmt.Fprintln(w)
 		}
 		u := call.TokenUsage
-		fmt.Fprintf(w, "call %d of %d  %s  %s  %s\n", i+1, len(page.Calls), printable(call.Agent), printable(call.Model), call.Status)
+		fmt.Fprintf(w, "call %d of %d  %s  %s  %s\n", i+1, len(page.Calls), printable(call.Agent),
+			printable(call.Model), call.Status)
 		fmt.Fprintf(w, "tokens: %d prompt (%d cached, %d cache writes), %d completion\n",
 			u.PromptTokens, u.CachedTokens, u.CacheWriteTokens, u.CompletionTokens)
 		if !call.Recorded {

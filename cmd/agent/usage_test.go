@@ -66,7 +66,8 @@ func TestCommandHelp(t *testing.T) {
 				t.Errorf("agent %s has a line of %d characters", strings.Join(args, " "), len([]rune(line)))
 			}
 		}
-		if short := newProgramWithoutDatabase(t).run(append([]string{"help"}, strings.Fields(name)...)...); name != "help" && short.out != got.out {
+		if short := newProgramWithoutDatabase(t).run(append([]string{"help"}, strings.Fields(name)...)...); name != "help" &&
+			short.out != got.out {
 			t.Errorf("agent help %s differs from agent %s --help:\n%s", name, name, short.out)
 		}
 	}
@@ -80,61 +81,126 @@ func TestUsageErrors(t *testing.T) {
 		args []string
 		says string
 	}{
-		"no such command":            {[]string{"nonsense"}, `there is no command "nonsense"; see agent --help`},
-		"no such command below":      {[]string{"lanes", "nonsense"}, "there is no command agent lanes nonsense; see agent lanes --help"},
-		"no such topic":              {[]string{"help", "lanes", "nonsense"}, "there is no command lanes nonsense; see agent --help"},
-		"no such flag":               {[]string{"lanes", "ls", "--nope"}, "unknown flag: --nope; see agent lanes ls --help"},
-		"nearly a command":           {[]string{"approvls"}, `there is no command "approvls"; did you mean agent approvals?; see agent --help`},
-		"nearly a command below":     {[]string{"requests", "anwser"}, "did you mean agent requests answer?; see agent requests --help"},
-		"nearly a topic":             {[]string{"help", "excutions"}, "did you mean agent executions?; see agent --help"},
-		"nearly a flag":              {[]string{"lanes", "ls", "--jsn"}, "unknown flag: --jsn; did you mean --json?; see agent lanes ls --help"},
-		"yes and no":                 {[]string{"requests", "answer", "01890000-0000-7000-8000-000000000000", "--yes", "--no"}, "exclude each other"},
-		"too many arguments":         {[]string{"lanes", "ls", "x"}, "agent lanes ls takes no arguments"},
-		"too few arguments":          {[]string{"executions", "show"}, "agent executions show takes an execution's id"},
-		"nothing said to the agent":  {[]string{"operate", " "}, "the message is empty; pass a text; see agent operate --help"},
-		"nothing said by a visitor":  {[]string{"chat", ""}, "the message is empty; pass a text; see agent chat --help"},
-		"trace without id":           {[]string{"trace"}, "agent trace takes a trace id, last, or ls"},
-		"no name of a model":         {[]string{"models", "check", ""}, "the model's name is empty; see agent models check --help"},
-		"two models":                 {[]string{"models", "check", "a", "b"}, "agent models check takes at most one model's name"},
-		"apply without folder":       {[]string{"apply"}, "agent apply takes a folder"},
-		"apply of a file":            {[]string{"apply", "main.go"}, "main.go is a file; name the folder it is in"},
-		"watch of a dry run":         {[]string{"apply", ".", "--watch", "--dry-run"}, "--watch and --dry-run exclude each other"},
-		"watch of no folder":         {[]string{"apply", "nowhere", "--watch"}, "there is no folder nowhere"},
-		"run without dashes":         {[]string{"lanes", "run", "x", "echo"}, "takes one lane, --, and a command"},
-		"run without command":        {[]string{"lanes", "run", "x", "--"}, "takes one lane, --, and a command"},
-		"run without lane":           {[]string{"lanes", "run", "--", "echo"}, "takes one lane, --, and a command"},
-		"run in two lanes":           {[]string{"lanes", "run", "x", "y", "--", "echo"}, "takes one lane, --, and a command"},
-		"no time to live":            {[]string{"lanes", "run", "x", "--ttl", "0", "--", "echo"}, `"--ttl" flag: not a duration`},
-		"negative time to live":      {[]string{"lanes", "run", "x", "--ttl", "-1s", "--", "echo"}, `"--ttl" flag: not a duration`},
-		"time to live below 1 s":     {[]string{"lanes", "run", "x", "--ttl", "10ms", "--", "echo"}, `"--ttl" flag: not from 1s to 30d`},
-		"time to live of 31 days":    {[]string{"lanes", "run", "x", "--ttl", "31d", "--", "echo"}, `"--ttl" flag: not from 1s to 30d`},
-		"time to live of no number":  {[]string{"lanes", "run", "x", "--ttl", "abc", "--", "echo"}, `"--ttl" flag: not a duration`},
-		"time to live out of bounds": {[]string{"lanes", "run", "x", "--ttl", "999999d", "--", "echo"}, `"--ttl" flag: longer than 100 years`},
-		"no such state":              {[]string{"executions", "ls", "--status", "done"}, "not one of pending, running, waiting"},
-		"no such state of a trace":   {[]string{"trace", "ls", "--status", "done"}, "not one of pending, running, waiting"},
-		"no such state of activity":  {[]string{"activity", "ls", "--status", "completed"}, "not one of running, success"},
-		"no such surface":            {[]string{"activity", "ls", "--surface", "moon"}, `"moon": not one of heartbeat, operate`},
-		"no such surface of last":    {[]string{"trace", "last", "--surface", "moon"}, `"moon": not one of heartbeat, operate`},
-		"no rows":                    {[]string{"activity", "ls", "--limit", "0"}, "not a number from 1 to 500"},
-		"too many rows":              {[]string{"trace", "ls", "--limit", "501"}, "not a number from 1 to 500"},
-		"rows of no number":          {[]string{"executions", "ls", "--limit", "many"}, "not a number from 1 to 500"},
-		"no such wait":               {[]string{"executions", "waiting", "--for", "godot"}, "not one of response, agent, document"},
-		"no such request":            {[]string{"requests", "ls", "--kind", "favour"}, "not one of document, signature, test"},
-		"requests of no execution":   {[]string{"requests", "ls", "--execution", "zz"}, "not an execution id (uuid)"},
-		"cursor of nothing":          {[]string{"executions", "ls", "--cursor", "zz"}, "not a cursor"},
-		"show of no id":              {[]string{"executions", "show", "zz"}, `"zz" is not the id (uuid) of an execution; see agent executions ls`},
-		"cancel of no id":            {[]string{"executions", "cancel", long}, "is not the id (uuid) of an execution; see agent executions ls"},
-		"approval of no id to show":  {[]string{"approvals", "show", "zz"}, `"zz" is not the id (uuid) of an approval; see agent approvals ls --all`},
-		"approval of no id":          {[]string{"approvals", "approve", "zz"}, `"zz" is not the id (uuid) of an approval; see agent approvals ls --all`},
-		"refusal of no id":           {[]string{"approvals", "reject", ""}, `"" is not the id (uuid) of an approval`},
-		"approvals of no trace":      {[]string{"approvals", "ls", "--trace", "zz"}, "not a trace id"},
-		"redrive of no run":          {[]string{"automations", "redrive", "zz"}, `"zz" is not the id (uuid) of a run; see agent automations dead`},
-		"done of no step":            {[]string{"objectives", "done", "zz", "--reason", "x"}, `"zz" is not the id (uuid) of a step`},
-		"no threads":                 {[]string{"threads", "ls", "--limit", "0"}, "not a number from 1 to 500"},
-		"too many messages":          {[]string{"threads", "show", "x", "--limit", "501"}, "not a number from 1 to 500"},
-		"trace of nothing":           {[]string{"executions", "ls", "--trace", long}, "not a trace id"},
-		"span of nothing":            {[]string{"activity", "spend", "--since", "yesterday"}, "not a duration; write 90m, 24h or 7d"},
-		"span until":                 {[]string{"activity", "audit", "--until", "-2h"}, "not a duration; write 90m, 24h or 7d"},
+		"no such command": {[]string{"nonsense"}, `there is no command "nonsense"; see agent --help`},
+		"no such command below": {[]string{"lanes", "nonsense"}, "there is no command agent lanes nonsense; see agent " +
+			"lanes --help"},
+		"no such topic": {
+			[]string{"help", "lanes", "nonsense"},
+			"there is no command lanes nonsense; see agent --help",
+		},
+		"no such flag": {[]string{"lanes", "ls", "--nope"}, "unknown flag: --nope; see agent lanes ls --help"},
+		"nearly a command": {
+			[]string{"approvls"},
+			`there is no command "approvls"; did you mean agent approvals?; see agent --help`,
+		},
+		"nearly a command below": {[]string{"requests", "anwser"}, "did you mean agent requests answer?; see agent " +
+			"requests --help"},
+		"nearly a topic": {[]string{"help", "excutions"}, "did you mean agent executions?; see agent --help"},
+		"nearly a flag": {[]string{"lanes", "ls", "--jsn"}, "unknown flag: --jsn; did you mean --json?; see " +
+			"agent lanes ls --help"},
+		"yes and no": {[]string{
+			"requests", "answer", "01890000-0000-7000-8000-000000000000", "--yes",
+			"--no",
+		}, "exclude each other"},
+		"too many arguments": {[]string{"lanes", "ls", "x"}, "agent lanes ls takes no arguments"},
+		"too few arguments":  {[]string{"executions", "show"}, "agent executions show takes an execution's id"},
+		"nothing said to the agent": {
+			[]string{"operate", " "},
+			"the message is empty; pass a text; see agent operate --help",
+		},
+		"nothing said by a visitor": {[]string{"chat", ""}, "the message is empty; pass a text; see agent chat --help"},
+		"trace without id":          {[]string{"trace"}, "agent trace takes a trace id, last, or ls"},
+		"no name of a model": {[]string{"models", "check", ""}, "the model's name is empty; see agent models check " +
+			"--help"},
+		"two models": {
+			[]string{"models", "check", "a", "b"},
+			"agent models check takes at most one model's name",
+		},
+		"apply without folder": {[]string{"apply"}, "agent apply takes a folder"},
+		"apply of a file":      {[]string{"apply", "main.go"}, "main.go is a file; name the folder it is in"},
+		"watch of a dry run": {
+			[]string{"apply", ".", "--watch", "--dry-run"},
+			"--watch and --dry-run exclude each other",
+		},
+		"watch of no folder":  {[]string{"apply", "nowhere", "--watch"}, "there is no folder nowhere"},
+		"run without dashes":  {[]string{"lanes", "run", "x", "echo"}, "takes one lane, --, and a command"},
+		"run without command": {[]string{"lanes", "run", "x", "--"}, "takes one lane, --, and a command"},
+		"run without lane":    {[]string{"lanes", "run", "--", "echo"}, "takes one lane, --, and a command"},
+		"run in two lanes":    {[]string{"lanes", "run", "x", "y", "--", "echo"}, "takes one lane, --, and a command"},
+		"no time to live": {
+			[]string{"lanes", "run", "x", "--ttl", "0", "--", "echo"},
+			`"--ttl" flag: not a duration`,
+		},
+		"negative time to live": {
+			[]string{"lanes", "run", "x", "--ttl", "-1s", "--", "echo"},
+			`"--ttl" flag: not a duration`,
+		},
+		"time to live below 1 s": {
+			[]string{"lanes", "run", "x", "--ttl", "10ms", "--", "echo"},
+			`"--ttl" flag: not from 1s to 30d`,
+		},
+		"time to live of 31 days": {
+			[]string{"lanes", "run", "x", "--ttl", "31d", "--", "echo"},
+			`"--ttl" flag: not from 1s to 30d`,
+		},
+		"time to live of no number": {
+			[]string{"lanes", "run", "x", "--ttl", "abc", "--", "echo"},
+			`"--ttl" flag: not a duration`,
+		},
+		"time to live out of bounds": {
+			[]string{"lanes", "run", "x", "--ttl", "999999d", "--", "echo"},
+			`"--ttl" flag: longer than 100 years`,
+		},
+		"no such state": {
+			[]string{"executions", "ls", "--status", "done"},
+			"not one of pending, running, waiting",
+		},
+		"no such state of a trace":  {[]string{"trace", "ls", "--status", "done"}, "not one of pending, running, waiting"},
+		"no such state of activity": {[]string{"activity", "ls", "--status", "completed"}, "not one of running, success"},
+		"no such surface": {
+			[]string{"activity", "ls", "--surface", "moon"},
+			`"moon": not one of heartbeat, operate`,
+		},
+		"no such surface of last": {
+			[]string{"trace", "last", "--surface", "moon"},
+			`"moon": not one of heartbeat, operate`,
+		},
+		"no rows":           {[]string{"activity", "ls", "--limit", "0"}, "not a number from 1 to 500"},
+		"too many rows":     {[]string{"trace", "ls", "--limit", "501"}, "not a number from 1 to 500"},
+		"rows of no number": {[]string{"executions", "ls", "--limit", "many"}, "not a number from 1 to 500"},
+		"no such wait": {
+			[]string{"executions", "waiting", "--for", "godot"},
+			"not one of response, agent, document",
+		},
+		"no such request":          {[]string{"requests", "ls", "--kind", "favour"}, "not one of document, signature, test"},
+		"requests of no execution": {[]string{"requests", "ls", "--execution", "zz"}, "not an execution id (uuid)"},
+		"cursor of nothing":        {[]string{"executions", "ls", "--cursor", "zz"}, "not a cursor"},
+		"show of no id": {
+			[]string{"executions", "show", "zz"},
+			`"zz" is not the id (uuid) of an execution; see agent executions ls`,
+		},
+		"cancel of no id": {[]string{"executions", "cancel", long}, "is not the id (uuid) of an execution; see " +
+			"agent executions ls"},
+		"approval of no id to show": {
+			[]string{"approvals", "show", "zz"},
+			`"zz" is not the id (uuid) of an approval; see agent approvals ls --all`,
+		},
+		"approval of no id": {
+			[]string{"approvals", "approve", "zz"},
+			`"zz" is not the id (uuid) of an approval; see agent approvals ls --all`,
+		},
+		"refusal of no id":      {[]string{"approvals", "reject", ""}, `"" is not the id (uuid) of an approval`},
+		"approvals of no trace": {[]string{"approvals", "ls", "--trace", "zz"}, "not a trace id"},
+		"redrive of no run": {
+			[]string{"automations", "redrive", "zz"},
+			`"zz" is not the id (uuid) of a run; see agent automations dead`,
+		},
+		"done of no step":   {[]string{"objectives", "done", "zz", "--reason", "x"}, `"zz" is not the id (uuid) of a step`},
+		"no threads":        {[]string{"threads", "ls", "--limit", "0"}, "not a number from 1 to 500"},
+		"too many messages": {[]string{"threads", "show", "x", "--limit", "501"}, "not a number from 1 to 500"},
+		"trace of nothing":  {[]string{"executions", "ls", "--trace", long}, "not a trace id"},
+		"span of nothing":   {[]string{"activity", "spend", "--since", "yesterday"}, "not a duration; write 90m, 24h or 7d"},
+		"span until":        {[]string{"activity", "audit", "--until", "-2h"}, "not a duration; write 90m, 24h or 7d"},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
@@ -166,11 +232,13 @@ func TestUsageErrors(t *testing.T) {
 func TestMissingSubcommandWithJSON(t *testing.T) {
 	t.Parallel()
 	for name, cmd := range everyCommand(t) {
-		if !cmd.HasSubCommands() || name == "trace" || name == "why" || name == "mcp" || strings.HasPrefix(name, "completion") {
+		if !cmd.HasSubCommands() || name == "trace" || name == "why" || name == "mcp" ||
+			strings.HasPrefix(name, "completion") {
 			continue
 		}
 		got := newProgramWithoutDatabase(t).run(append(strings.Fields(name), "--json")...)
-		if got.code != 2 || got.out != "" || !strings.HasPrefix(got.err, `{"error":{`) || !strings.Contains(got.err, "takes a command") {
+		if got.code != 2 || got.out != "" || !strings.HasPrefix(got.err, `{"error":{`) ||
+			!strings.Contains(got.err, "takes a command") {
 			t.Errorf("agent %s --json: exit %d, stdout %q, stderr %q", name, got.code, got.out, got.err)
 		}
 	}
@@ -189,7 +257,8 @@ func TestOutputFormByEnvironment(t *testing.T) {
 	if got := newProgramWithoutDatabase(t, "AGENT_OUTPUT=json").must("version"); !strings.HasPrefix(got, "{") {
 		t.Errorf("AGENT_OUTPUT=json prints %q", got)
 	}
-	if got := newProgramWithoutDatabase(t, "AGENT_OUTPUT=json").must("version", "--json=false"); strings.HasPrefix(got, "{") {
+	if got := newProgramWithoutDatabase(t, "AGENT_OUTPUT=json").must("version", "--json=false"); strings.HasPrefix(got,
+		"{") {
 		t.Errorf("--json=false prints %q", got)
 	}
 	if got := newProgramWithoutDatabase(t, "AGENT_OUTPUT=yaml").run("version"); got.code != 2 {
@@ -199,7 +268,8 @@ func TestOutputFormByEnvironment(t *testing.T) {
 
 func TestAgentURLVariableIsKnown(t *testing.T) {
 	t.Parallel()
-	if got := newProgramWithoutDatabase(t, "AGENT_URL=http://127.0.0.1:8080", "AGENT_LOG_LEVEL=warn").run("lanes", "ls"); strings.Contains(got.err, "AGENT_URL") {
+	if got := newProgramWithoutDatabase(t, "AGENT_URL=http://127.0.0.1:8080", "AGENT_LOG_LEVEL=warn").run("lanes",
+		"ls"); strings.Contains(got.err, "AGENT_URL") {
 		t.Errorf("stderr %q", got.err)
 	}
 }
@@ -296,7 +366,8 @@ func TestConditionalChanges(t *testing.T) {
 	p.must("objectives", "add", "tidy", "--goal", "be tidy")
 	for _, name := range []string{"accepted", "rejected"} {
 		p.must("skills", "call", "objective_propose", "--args", fmt.Sprintf(`{"name":%q,"goal":"g"}`, name))
-		p.must("skills", "call", "automation_propose", "--args", fmt.Sprintf(`{"name":%q,"cron":"0 9 * * 1-5","skill":"recent_activity"}`, name))
+		p.must("skills", "call", "automation_propose", "--args",
+			fmt.Sprintf(`{"name":%q,"cron":"0 9 * * 1-5","skill":"recent_activity"}`, name))
 	}
 	for _, change := range [][]string{
 		{"objectives", "pause", "tidy"},
@@ -323,7 +394,8 @@ func TestConditionalChanges(t *testing.T) {
 				continue
 			}
 			bad := p.run(append(change, "--if-revision", fmt.Sprint(other))...)
-			if bad.code != exitFailed || !strings.Contains(bad.err, "nothing was done") || !strings.Contains(bad.err, change[0]+" show NAME") {
+			if bad.code != exitFailed || !strings.Contains(bad.err, "nothing was done") ||
+				!strings.Contains(bad.err, change[0]+" show NAME") {
 				t.Errorf("%s at %d, not %d: %+v", name, other, read, bad)
 			}
 		}
@@ -345,7 +417,8 @@ func TestConditionalChanges(t *testing.T) {
 			t.Errorf("%s by two admins who saw the same: %+v", name, again)
 		}
 	}
-	if bad := p.run("objectives", "add", "tidy", "--goal", "other", "--if-revision", "0"); bad.code != exitFailed || !strings.Contains(bad.err, "nothing was done") {
+	if bad := p.run("objectives", "add", "tidy", "--goal", "other", "--if-revision", "0"); bad.code != exitFailed ||
+		!strings.Contains(bad.err, "nothing was done") {
 		t.Errorf("an objective that must be new replaced one: %+v", bad)
 	}
 	p.must("objectives", "add", "new", "--goal", "other", "--if-revision", "0")

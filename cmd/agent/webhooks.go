@@ -30,15 +30,18 @@ func (c *cli) webhooksListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List deliveries, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(&f.Limit, func() ([]webhooks.Delivery, error) { return webhooks.List(cmd.Context(), s.pool, f) },
+			got, next, err := readPage(&f.Limit,
+				func() ([]webhooks.Delivery, error) { return webhooks.List(cmd.Context(), s.pool, f) },
 				func(d webhooks.Delivery) string { return d.ID })
 			if err != nil {
 				return err
 			}
 			return printRows(c, got, next, "no matching deliveries; see `agent webhooks endpoints`",
-				[]string{"DELIVERY", "ENDPOINT", "SENDER'S ID", "STATUS", "ATTEMPTS", "RECEIVED", "TRACE", "ERROR"}, func(d webhooks.Delivery) []string {
+				[]string{"DELIVERY", "ENDPOINT", "SENDER'S ID", "STATUS", "ATTEMPTS", "RECEIVED", "TRACE", "ERROR"},
+				func(d webhooks.Delivery) []string {
 					return []string{
-						d.ID, d.Endpoint, truncate(d.DeliveryID, 40), d.Status, fmt.Sprint(d.Attempts), formatTime(d.ReceivedAt), d.LastTraceID,
+						d.ID, d.Endpoint, truncate(d.DeliveryID, 40), d.Status, fmt.Sprint(d.Attempts),
+						formatTime(d.ReceivedAt), d.LastTraceID,
 						truncate(deref(d.ErrorMessage), 60),
 					}
 				})
@@ -125,7 +128,8 @@ func writeUntrustedJSON(w io.Writer, heading string, value json.RawMessage) {
 func (c *cli) webhooksReplayCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "replay ID", Short: "Process a done, ignored or dead delivery again", Args: positionalArgs(1, 1, "a delivery's id, or the sender's"),
+		Use: "replay ID", Short: "Process a done, ignored or dead delivery again",
+		Args: positionalArgs(1, 1, "a delivery's id, or the sender's"),
 		Long: `Process a delivery again with its endpoint's current definition, a new execution and a new trace. A delivery in progress
 stays untouched. A process that runs agent serve or agent dev does the work.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
@@ -142,7 +146,10 @@ stays untouched. A process that runs agent serve or agent dev does the work.`,
 			if err != nil {
 				return deliveryHint(err)
 			}
-			return c.print(webhook.Replayed{ID: d.ID, TraceID: d.LastTraceID, ExecutionID: deref(d.ExecutionID), Replays: d.Replays},
+			return c.print(webhook.Replayed{
+				ID: d.ID, TraceID: d.LastTraceID, ExecutionID: deref(d.ExecutionID),
+				Replays: d.Replays,
+			},
 				func(w io.Writer) {
 					fmt.Fprintf(w, "replay %d of %s started; see agent trace %s\n", d.Replays, d.ID, d.LastTraceID)
 				})
@@ -201,7 +208,8 @@ func (c *cli) webhookTargetsCommand() *cobra.Command {
 			return printRows(c, all, "", "no targets; declare one with kind: webhook_target and agent apply",
 				[]string{"TARGET", "URL", "EVENTS", "STATE", "FAILURES", "PENDING", "DEAD"}, func(t webhooks.Target) []string {
 					return []string{
-						t.Name, truncate(t.URL, 60), strings.Join(t.Events, " "), serviceState(t.Enabled, t.DisabledReason), fmt.Sprint(t.Failures),
+						t.Name, truncate(t.URL, 60), strings.Join(t.Events, " "), serviceState(t.Enabled, t.DisabledReason),
+						fmt.Sprint(t.Failures),
 						fmt.Sprint(t.Pending), fmt.Sprint(t.Dead),
 					}
 				})
@@ -243,9 +251,10 @@ func (c *cli) switchWebhook(ctx context.Context, s *session, name string, target
 	if target {
 		set, kind, list, verb = webhooks.SetTarget, "target", "targets", verb+"_target"
 	}
-	changed, err := recordChange(ctx, s, verb, map[string]any{kind: name, "reason": reason}, func(tx pgx.Tx, _ string) (bool, error) {
-		return set(ctx, tx, name, enable, admin, reason)
-	})
+	changed, err := recordChange(ctx, s, verb, map[string]any{kind: name, "reason": reason},
+		func(tx pgx.Tx, _ string) (bool, error) {
+			return set(ctx, tx, name, enable, admin, reason)
+		})
 	if errors.Is(err, webhooks.ErrNotFound) {
 		return hint(err, "see agent webhooks %s", list)
 	}

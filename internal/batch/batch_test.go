@@ -16,15 +16,20 @@ import (
 const patience = 10 * time.Second
 
 // newBatcher makes a batcher of a function that returns each answer, and whether it left the write out.
-func newBatcher(send func(ctx context.Context, in []int) (out []int, left []bool, err error), unchanged func(error) bool) *Batcher[int, int] {
-	return &Batcher[int, int]{Scheduler: &Scheduler{slow: time.Hour}, Unchanged: unchanged, Send: func(ctx context.Context, in []int) ([]Answer[int], error) {
-		out, left, err := send(ctx, in)
-		answers := make([]Answer[int], len(out))
-		for i := range out {
-			answers[i] = Answer[int]{out[i], left[i]}
-		}
-		return answers, err
-	}}
+func newBatcher(
+	send func(ctx context.Context, in []int) (out []int, left []bool, err error), unchanged func(error) bool,
+) *Batcher[int, int] {
+	return &Batcher[int, int]{
+		Scheduler: &Scheduler{slow: time.Hour}, Unchanged: unchanged,
+		Send: func(ctx context.Context, in []int) ([]Answer[int], error) {
+			out, left, err := send(ctx, in)
+			answers := make([]Answer[int], len(out))
+			for i := range out {
+				answers[i] = Answer[int]{out[i], left[i]}
+			}
+			return answers, err
+		},
+	}
 }
 
 // gathered is how many writes wait.
@@ -208,7 +213,11 @@ func TestAnUnchangedBatchIsRetriedAlone(t *testing.T) {
 func TestABatchHasALimit(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		g := newBatcher(func(ctx context.Context, _ []int) ([]int, []bool, error) { <-ctx.Done(); return nil, nil, ctx.Err() },
+		g := newBatcher(func(ctx context.Context, _ []int) ([]int, []bool, error) {
+			<-ctx.Done()
+			return nil, nil,
+				ctx.Err()
+		},
 			func(error) bool { return false })
 		g.Timeout = time.Second
 		first := takes(time.Millisecond, nil)

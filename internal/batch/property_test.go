@@ -40,11 +40,15 @@ type market struct {
 
 func newMarket(t *testing.T, chance *rand.Rand) *market {
 	t.Helper()
-	m := &market{t: t, scheduler: &Scheduler{}, chance: chance, since: map[int]time.Time{}, made: map[int]int{}, broken: map[int]bool{}, late: map[int]int{}}
+	m := &market{
+		t: t, scheduler: &Scheduler{}, chance: chance, since: map[int]time.Time{}, made: map[int]int{},
+		broken: map[int]bool{}, late: map[int]int{},
+	}
 	m.slow = []int{0, 2, 20}[m.of(3)]
 	for _, most := range []int{0, 7, 64} {
 		m.batchers = append(m.batchers, &Batcher[int, int]{
-			Scheduler: m.scheduler, MaxSize: most, MaxWait: time.Hour, Send: m.send, Unchanged: func(err error) bool { return errors.Is(err, errRefused) }, Late: m.tooLate,
+			Scheduler: m.scheduler, MaxSize: most, MaxWait: time.Hour, Send: m.send,
+			Unchanged: func(err error) bool { return errors.Is(err, errRefused) }, Late: m.tooLate,
 		})
 	}
 	return m

@@ -23,11 +23,14 @@ type gated struct {
 
 func newGated(s *Scheduler) *gated {
 	g := &gated{sizes: make(chan int, 100), release: make(chan struct{})}
-	g.Batcher = &Batcher[int, int]{Scheduler: s, MaxWait: 1000 * time.Hour, Send: func(_ context.Context, ins []int) ([]Answer[int], error) {
-		g.sizes <- len(ins)
-		<-g.release
-		return make([]Answer[int], len(ins)), nil
-	}}
+	g.Batcher = &Batcher[int, int]{
+		Scheduler: s, MaxWait: 1000 * time.Hour,
+		Send: func(_ context.Context, ins []int) ([]Answer[int], error) {
+			g.sizes <- len(ins)
+			<-g.release
+			return make([]Answer[int], len(ins)), nil
+		},
+	}
 	return g
 }
 
@@ -205,7 +208,8 @@ func TestABatcherHasAtMostThreeFlights(t *testing.T) {
 		}
 		began := time.Now()
 		near := &Batcher[int, int]{Scheduler: s}
-		if _, err := near.Do(t.Context(), 0, func() (int, error) { return 0, nil }); err != nil || time.Since(began) > 2*slowAfter {
+		if _, err := near.Do(t.Context(), 0, func() (int, error) { return 0, nil }); err != nil ||
+			time.Since(began) > 2*slowAfter {
 			t.Errorf("a write of another batcher: %v after %s", err, time.Since(began))
 		}
 		callers.Wait()

@@ -85,7 +85,8 @@ func find() (string, error) {
 	}
 	apt, err := exec.LookPath("apt-get")
 	if err != nil || os.Geteuid() != 0 {
-		return "", fmt.Errorf("no Chromium here; install it (sudo apt-get install -y chromium) or name one in AGENT_TEST_BROWSER")
+		return "", fmt.Errorf("no Chromium here; install it (sudo apt-get install -y chromium) or name one in " +
+			"AGENT_TEST_BROWSER")
 	}
 	if err := install(apt); err != nil {
 		return "", err

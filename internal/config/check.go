@@ -270,7 +270,8 @@ func (k *checker) admission(c *Config) {
 		what, number, _ := strings.Cut(item, "=")
 		kind, name, _ := strings.Cut(strings.TrimSpace(what), ":")
 		running, err := strconv.Atoi(strings.TrimSpace(number))
-		known := kind == "flow" && name != "" || kind == "surface" && slices.Contains([]string{"heartbeat", "operate", "chat", "webhook", "flow"}, name)
+		known := kind == "flow" && name != "" || kind == "surface" &&
+			slices.Contains([]string{"heartbeat", "operate", "chat", "webhook", "flow"}, name)
 		switch {
 		case !known || err != nil || running < 0 || running > 1_000_000:
 			k.report("AGENT_LIMITS", "%q does not give a flow or a surface and a number up to 1000000", item)
@@ -340,7 +341,8 @@ func (c Config) RequireServe() error {
 func (c Config) RequireDev() error {
 	problems := c.weakSecrets()
 	if !c.Loopback() && !c.AdminToken.IsSet() {
-		problems = append(problems, fmt.Sprintf("AGENT_LISTEN: %s can be reached from other machines; set AGENT_ADMIN_TOKEN, or AGENT_LISTEN to 127.0.0.1:8080", c.Listen))
+		problems = append(problems, fmt.Sprintf("AGENT_LISTEN: %s can be reached from other machines; set "+
+			"AGENT_ADMIN_TOKEN, or AGENT_LISTEN to 127.0.0.1:8080", c.Listen))
 	}
 	return problemsError(problems)
 }

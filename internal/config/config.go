@@ -263,7 +263,8 @@ func (k *checker) chat(c *Config) {
 		switch {
 		case key == "":
 		case name == defaultKeyName && strings.Contains(strings.TrimRight(key, "="), "="):
-			k.report("AGENT_CHAT_KEY", "item %d is not name=text: a name has up to 32 of a-z, 0-9, _ and -, and begins with a letter", i+1)
+			k.report("AGENT_CHAT_KEY", "item %d is not name=text: a name has up to 32 of a-z, 0-9, _ and -, and begins with a "+
+				"letter", i+1)
 		case taken:
 			k.report("AGENT_CHAT_KEY", "two keys are named %s", name)
 		case seen[key]:
@@ -274,8 +275,10 @@ func (k *checker) chat(c *Config) {
 	}
 	for _, origin := range c.Chat.EmbedOrigins {
 		u, err := url.Parse(origin)
-		if err != nil || u.Scheme != "https" && u.Scheme != "http" || u.Host == "" || u.Scheme+"://"+u.Host != origin || strings.ContainsAny(origin, " ;'\"") {
-			k.report("AGENT_CHAT_EMBED_ORIGINS", "%q is not an origin; give scheme and host, such as https://example.com", origin)
+		if err != nil || u.Scheme != "https" && u.Scheme != "http" || u.Host == "" || u.Scheme+"://"+u.Host != origin ||
+			strings.ContainsAny(origin, " ;'\"") {
+			k.report("AGENT_CHAT_EMBED_ORIGINS", "%q is not an origin; give scheme and host, such as https://example.com",
+				origin)
 		}
 	}
 	for _, name := range c.Chat.BrowserKeys {

@@ -61,21 +61,26 @@ func TestDefaults(t *testing.T) {
 }
 
 func TestEmptyVariableIsUnset(t *testing.T) {
-	if c := load(t, map[string]string{"AGENT_LISTEN": "", "AGENT_WORKERS": " "}); c.Listen != "127.0.0.1:8080" || c.Workers != 10 {
+	if c := load(t, map[string]string{"AGENT_LISTEN": "", "AGENT_WORKERS": " "}); c.Listen != "127.0.0.1:8080" ||
+		c.Workers != 10 {
 		t.Errorf("got %q, %d", c.Listen, c.Workers)
 	}
 }
 
 func TestValues(t *testing.T) {
 	environ := map[string]string{
-		"DATABASE_URL": "postgres://a:b@h/d", "AGENT_LANES": "off", "AGENT_TIMEZONE": "Europe/Madrid", "AGENT_HEARTBEAT_CRON": "0 9 * * *",
-		"AGENT_SELFHEAL_RATE": "0.25", "AGENT_RUN_TIMEOUT": "90s", "AGENT_ALLOW_PRIVATE_HTTP": "Wiki.local, 10.1.2.3/8,192.168.1.7,::1",
-		"AGENT_PRICES": `{"m":{"input":1,"output":2.5}}`, "AGENT_MAX_COST_USD": "0", "OPENAI_BASE_URL": "http://127.0.0.1:9/v1",
+		"DATABASE_URL": "postgres://a:b@h/d", "AGENT_LANES": "off", "AGENT_TIMEZONE": "Europe/Madrid",
+		"AGENT_HEARTBEAT_CRON": "0 9 * * *",
+		"AGENT_SELFHEAL_RATE":  "0.25", "AGENT_RUN_TIMEOUT": "90s",
+		"AGENT_ALLOW_PRIVATE_HTTP": "Wiki.local, 10.1.2.3/8,192.168.1.7,::1",
+		"AGENT_PRICES":             `{"m":{"input":1,"output":2.5}}`, "AGENT_MAX_COST_USD": "0",
+		"OPENAI_BASE_URL": "http://127.0.0.1:9/v1",
 	}
 	before := maps.Clone(environ)
 	c := load(t, environ)
 	assert.NoDiff(t, before, environ)
-	if c.LanesEnabled || c.DatabaseURL.Reveal() != "postgres://a:b@h/d" || c.SelfHeal.Rate != 0.25 || c.Budget.RunTimeout != 90*time.Second ||
+	if c.LanesEnabled || c.DatabaseURL.Reveal() != "postgres://a:b@h/d" || c.SelfHeal.Rate != 0.25 ||
+		c.Budget.RunTimeout != 90*time.Second ||
 		c.Prices["m"] != (config.Price{Input: 1, Output: 2.5}) || c.Budget.MaxCostUSD != 0 {
 		t.Errorf("got %+v", c)
 	}
@@ -93,8 +98,9 @@ func TestPricesFromAFile(t *testing.T) {
 
 // Each invalid value, with a part of its error line.
 var badValues = map[string]struct{ value, says string }{
-	"DATABASE_URL":                  {"mysql://u:hunter2@h", "postgres://agent@localhost"},
-	"DATABASE_DIRECT_URL":           {"postgres://u:hunter2#x@h/d", "percent-encode special characters of the password (@ is %40"},
+	"DATABASE_URL": {"mysql://u:hunter2@h", "postgres://agent@localhost"},
+	"DATABASE_DIRECT_URL": {"postgres://u:hunter2#x@h/d", "percent-encode special characters of the password " +
+		"(@ is %40"},
 	"DATABASE_READ_URL":             {"replica:5432", "postgres://agent@replica:5432/agent"},
 	"AGENT_TEST_DATABASE_URL":       {"hunter2", "postgres://postgres@localhost"},
 	"AGENT_PG_BIN":                  {"/no/such/dir", "not a directory"},
@@ -160,7 +166,8 @@ func TestInvalidValues(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			_, err := config.Load(map[string]string{name: c.value})
 			lines := problems(t, err)
-			if len(lines) != 1 || !strings.HasPrefix(lines[0], name+": ") || !strings.Contains(lines[0], c.says) || !strings.Contains(lines[0], "set ") {
+			if len(lines) != 1 || !strings.HasPrefix(lines[0], name+": ") || !strings.Contains(lines[0], c.says) ||
+				!strings.Contains(lines[0], "set ") {
 				t.Errorf("got %q, want one line of %s that says %q", lines, name, c.says)
 			}
 			if strings.Contains(err.Error(), "hunter2") || strings.Contains(err.Error(), "\n") {
@@ -199,12 +206,16 @@ func TestEverySettingIsValidated(t *testing.T) {
 }
 
 func TestSecretsFromFiles(t *testing.T) {
-	for _, name := range []string{"DATABASE_URL", "DATABASE_DIRECT_URL", "DATABASE_READ_URL", "AGENT_ADMIN_TOKEN", "OPENAI_API_KEY", "AGENT_CHAT_KEY"} {
+	for _, name := range []string{
+		"DATABASE_URL", "DATABASE_DIRECT_URL", "DATABASE_READ_URL", "AGENT_ADMIN_TOKEN",
+		"OPENAI_API_KEY", "AGENT_CHAT_KEY",
+	} {
 		t.Run(name, func(t *testing.T) {
 			const value = "postgres://u:hunter2@h/d"
 			c := load(t, map[string]string{name + "_FILE": write(t, value+"\n")})
 			got := map[string]config.Secret{
-				"DATABASE_URL": c.DatabaseURL, "DATABASE_DIRECT_URL": c.DirectURL, "DATABASE_READ_URL": c.ReadURL, "AGENT_ADMIN_TOKEN": c.AdminToken, "OPENAI_API_KEY": c.OpenAIKey, "AGENT_CHAT_KEY": c.ChatKey,
+				"DATABASE_URL": c.DatabaseURL, "DATABASE_DIRECT_URL": c.DirectURL, "DATABASE_READ_URL": c.ReadURL,
+				"AGENT_ADMIN_TOKEN": c.AdminToken, "OPENAI_API_KEY": c.OpenAIKey, "AGENT_CHAT_KEY": c.ChatKey,
 			}[name]
 			if got.Reveal() != value || len(c.Unknown) != 0 {
 				t.Errorf("got %q, warnings %v", got.Reveal(), c.Unknown)
@@ -217,7 +228,8 @@ func TestSecretsFromFiles(t *testing.T) {
 				_, err := config.Load(environ)
 				lines := problems(t, err)
 				says = strings.TrimPrefix(says, "file ")
-				if len(lines) != 1 || !strings.Contains(lines[0], name+"_FILE") || !strings.Contains(lines[0], says) || strings.Contains(lines[0], "hunter2") {
+				if len(lines) != 1 || !strings.Contains(lines[0], name+"_FILE") || !strings.Contains(lines[0], says) ||
+					strings.Contains(lines[0], "hunter2") {
 					t.Errorf("got %q, want one that says %q", lines, says)
 				}
 			}
@@ -227,7 +239,8 @@ func TestSecretsFromFiles(t *testing.T) {
 
 func TestUnknownVariables(t *testing.T) {
 	c, err := config.Load(map[string]string{
-		"AGENT_LISTN": "x", "AGENT_SELF_HEAL_RATE": "1", "AGENT_SOMETHING_ELSE": "1", "AGENT_EXTRA": "1", "PATH": "/bin", "AGENT_ADMIN_TOKEN_FILE": "",
+		"AGENT_LISTN": "x", "AGENT_SELF_HEAL_RATE": "1", "AGENT_SOMETHING_ELSE": "1", "AGENT_EXTRA": "1", "PATH": "/bin",
+		"AGENT_ADMIN_TOKEN_FILE": "",
 	}, "AGENT_EXTRA")
 	require.NoError(t, err)
 	want := []string{
@@ -245,20 +258,41 @@ func TestRequire(t *testing.T) {
 		serve, dev []string // what each line begins with
 	}{
 		"nothing": {nil, []string{"DATABASE_URL is not set", "AGENT_ADMIN_TOKEN is not set"}, nil},
-		"all":     {map[string]string{"DATABASE_URL": dsn, "AGENT_ADMIN_TOKEN": token, "AGENT_CHAT_KEY": token + "2,shop=" + token + "3"}, nil, nil},
+		"all": {map[string]string{"DATABASE_URL": dsn, "AGENT_ADMIN_TOKEN": token, "AGENT_CHAT_KEY": token + "2,shop=" +
+			token + "3"}, nil, nil},
 		"open, no token": {
 			map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": ":8080"},
 			[]string{"AGENT_ADMIN_TOKEN is not set"},
 			[]string{"AGENT_LISTEN: :8080 can be reached"},
 		},
 		"weak": {
-			map[string]string{"DATABASE_URL": dsn, "AGENT_ADMIN_TOKEN": "short", "AGENT_CHAT_KEY": "k,shop=abababababababab,blog=" + token},
-			[]string{"AGENT_ADMIN_TOKEN: it has fewer than 16", "AGENT_CHAT_KEY: the key shop: it has fewer than 8", "AGENT_CHAT_KEY: the key visitor: it has fewer than 16"},
-			[]string{"AGENT_ADMIN_TOKEN: it has fewer than 16", "AGENT_CHAT_KEY: the key shop: it has fewer than 8", "AGENT_CHAT_KEY: the key visitor: it has fewer than 16"},
+			map[string]string{
+				"DATABASE_URL": dsn, "AGENT_ADMIN_TOKEN": "short",
+				"AGENT_CHAT_KEY": "k,shop=abababababababab,blog=" + token,
+			},
+			[]string{
+				"AGENT_ADMIN_TOKEN: it has fewer than 16", "AGENT_CHAT_KEY: the key shop: it has fewer than 8",
+				"AGENT_CHAT_KEY: the key visitor: it has fewer than 16",
+			},
+			[]string{
+				"AGENT_ADMIN_TOKEN: it has fewer than 16", "AGENT_CHAT_KEY: the key shop: it has fewer than 8",
+				"AGENT_CHAT_KEY: the key visitor: it has fewer than 16",
+			},
 		},
-		"open, token":   {map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "[::]:80", "AGENT_ADMIN_TOKEN": token}, nil, nil},
-		"localhost":     {map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "localhost:0", "AGENT_ADMIN_TOKEN": token}, nil, nil},
-		"loopback IPv6": {map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "[::1]:80", "AGENT_ADMIN_TOKEN": token}, nil, nil},
+		"open, token": {
+			map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "[::]:80", "AGENT_ADMIN_TOKEN": token},
+			nil,
+			nil,
+		},
+		"localhost": {
+			map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "localhost:0", "AGENT_ADMIN_TOKEN": token},
+			nil, nil,
+		},
+		"loopback IPv6": {
+			map[string]string{"DATABASE_URL": dsn, "AGENT_LISTEN": "[::1]:80", "AGENT_ADMIN_TOKEN": token},
+			nil,
+			nil,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			cfg := load(t, c.environ)
@@ -276,7 +310,8 @@ func TestRequire(t *testing.T) {
 				}
 				for i := range lines {
 					weak := strings.Contains(lines[i], "has fewer")
-					if !strings.HasPrefix(lines[i], one.want[i]) || !strings.Contains(lines[i], "set ") || weak && !strings.Contains(lines[i], "openssl rand -hex 32") {
+					if !strings.HasPrefix(lines[i], one.want[i]) || !strings.Contains(lines[i], "set ") || weak &&
+						!strings.Contains(lines[i], "openssl rand -hex 32") {
 						t.Errorf("%s: got %q, want %q", kind, lines[i], one.want[i])
 					}
 				}
@@ -290,9 +325,18 @@ func TestRequireReportsAllProblems(t *testing.T) {
 		environ map[string]string
 		want    []string
 	}{
-		"both":           {map[string]string{"AGENT_WORKERS": "0"}, []string{"AGENT_WORKERS: ", "DATABASE_URL is not set", "AGENT_ADMIN_TOKEN is not set"}},
-		"one is wrong":   {map[string]string{"DATABASE_URL": "mysql://h/d", "AGENT_ADMIN_TOKEN": " "}, []string{"DATABASE_URL: ", "AGENT_ADMIN_TOKEN is not set"}},
-		"one in a file":  {map[string]string{"DATABASE_URL": "postgres://h/d", "AGENT_ADMIN_TOKEN_FILE": "/none"}, []string{"AGENT_ADMIN_TOKEN_FILE: "}},
+		"both": {
+			map[string]string{"AGENT_WORKERS": "0"},
+			[]string{"AGENT_WORKERS: ", "DATABASE_URL is not set", "AGENT_ADMIN_TOKEN is not set"},
+		},
+		"one is wrong": {
+			map[string]string{"DATABASE_URL": "mysql://h/d", "AGENT_ADMIN_TOKEN": " "},
+			[]string{"DATABASE_URL: ", "AGENT_ADMIN_TOKEN is not set"},
+		},
+		"one in a file": {
+			map[string]string{"DATABASE_URL": "postgres://h/d", "AGENT_ADMIN_TOKEN_FILE": "/none"},
+			[]string{"AGENT_ADMIN_TOKEN_FILE: "},
+		},
 		"nothing amiss":  {map[string]string{"DATABASE_URL": "postgres://h/d", "AGENT_ADMIN_TOKEN": "t"}, nil},
 		"only not there": {nil, nil}, // RequireServe says so
 	} {
@@ -320,11 +364,13 @@ func TestSecretsAreHidden(t *testing.T) {
 	require.NoError(t, err)
 	var log bytes.Buffer
 	slog.New(slog.NewTextHandler(&log, nil)).InfoContext(t.Context(), "m", "s", c.AdminToken, "c", c)
-	all := fmt.Sprint(c.AdminToken, c) + fmt.Sprintf("%v %+v %#v %s %q %s %x", c, c, c, c.AdminToken, c.AdminToken, marshalled, c.AdminToken) + log.String()
+	all := fmt.Sprint(c.AdminToken, c) + fmt.Sprintf("%v %+v %#v %s %q %s %x", c, c, c, c.AdminToken, c.AdminToken,
+		marshalled, c.AdminToken) + log.String()
 	if strings.Contains(all, "hunter2") || strings.Contains(all, "68756e74657232") || !strings.Contains(all, "***") {
 		t.Error(all)
 	}
-	if c.AdminToken.Reveal() != "hunter2" || !c.AdminToken.IsSet() || config.Secret("").IsSet() || config.Secret("").String() != "" {
+	if c.AdminToken.Reveal() != "hunter2" || !c.AdminToken.IsSet() || config.Secret("").IsSet() ||
+		config.Secret("").String() != "" {
 		t.Error("Reveal does not reveal")
 	}
 }
@@ -347,7 +393,8 @@ func TestDotEnvMissingAndBroken(t *testing.T) {
 	if err != nil || got.Environ == nil || len(got.Environ)+len(got.Set)+len(got.Ignored) != 0 {
 		t.Errorf("a missing file: %v, %v", got, err)
 	}
-	if _, err := config.LoadDotEnv(write(t, "KEY hunter2\n=x"), nil, isForeign); err == nil || strings.Contains(err.Error(), "hunter2") {
+	if _, err := config.LoadDotEnv(write(t, "KEY hunter2\n=x"), nil, isForeign); err == nil ||
+		strings.Contains(err.Error(), "hunter2") {
 		t.Errorf("a broken file: %v", err)
 	}
 	if _, err := config.LoadDotEnv(t.TempDir(), nil, isForeign); err == nil {
@@ -365,16 +412,39 @@ func TestDotEnvRestrictions(t *testing.T) {
 		problems      int
 		set, ignored  []string
 	}{
-		"programs":              {"AGENT_PG_BIN=/tmp\nPATH=/tmp\nHOME=/tmp\nLANG=x\nAGENT_MODEL=m", "", 0, []string{"AGENT_MODEL"}, []string{"AGENT_PG_BIN", "HOME", "LANG", "PATH"}},
-		"files":                 {"OPENAI_API_KEY_FILE=/etc/passwd\nMY_FILE=/x", "", 0, nil, []string{"MY_FILE", "OPENAI_API_KEY_FILE"}},
-		"a misspelt setting":    {"AGENT_MODELL=m", "", 0, nil, []string{"AGENT_MODELL"}},
-		"a reference":           {"LD_PRELOAD=x\nMY_SECRET=y", "", 0, []string{"LD_PRELOAD", "MY_SECRET"}, nil},
-		"model, key elsewhere":  {"OPENAI_BASE_URL=" + foreign, "OPENAI_API_KEY=k", 1, []string{"OPENAI_BASE_URL"}, nil},
-		"model, key in a file":  {"OPENAI_BASE_URL=" + foreign, "OPENAI_API_KEY_FILE=/k", 1, []string{"OPENAI_BASE_URL"}, nil},
-		"model, key shadowed":   {"OPENAI_BASE_URL=" + foreign + "\nOPENAI_API_KEY=mine", "OPENAI_API_KEY=k", 1, []string{"OPENAI_BASE_URL"}, nil},
-		"model and key":         {"OPENAI_BASE_URL=" + foreign + "\nOPENAI_API_KEY=k", "", 0, []string{"OPENAI_API_KEY", "OPENAI_BASE_URL"}, nil},
-		"key, model elsewhere":  {"OPENAI_API_KEY=k", "OPENAI_BASE_URL=" + foreign, 0, []string{"OPENAI_API_KEY"}, nil},
-		"receiver of traces":    {"OTEL_EXPORTER_OTLP_ENDPOINT=" + foreign, headers + "=a=b", 1, []string{"OTEL_EXPORTER_OTLP_ENDPOINT"}, nil},
+		"programs": {
+			"AGENT_PG_BIN=/tmp\nPATH=/tmp\nHOME=/tmp\nLANG=x\nAGENT_MODEL=m", "", 0,
+			[]string{"AGENT_MODEL"},
+			[]string{"AGENT_PG_BIN", "HOME", "LANG", "PATH"},
+		},
+		"files": {
+			"OPENAI_API_KEY_FILE=/etc/passwd\nMY_FILE=/x", "", 0, nil,
+			[]string{"MY_FILE", "OPENAI_API_KEY_FILE"},
+		},
+		"a misspelt setting":   {"AGENT_MODELL=m", "", 0, nil, []string{"AGENT_MODELL"}},
+		"a reference":          {"LD_PRELOAD=x\nMY_SECRET=y", "", 0, []string{"LD_PRELOAD", "MY_SECRET"}, nil},
+		"model, key elsewhere": {"OPENAI_BASE_URL=" + foreign, "OPENAI_API_KEY=k", 1, []string{"OPENAI_BASE_URL"}, nil},
+		"model, key in a file": {
+			"OPENAI_BASE_URL=" + foreign, "OPENAI_API_KEY_FILE=/k", 1,
+			[]string{"OPENAI_BASE_URL"},
+			nil,
+		},
+		"model, key shadowed": {
+			"OPENAI_BASE_URL=" + foreign + "\nOPENAI_API_KEY=mine", "OPENAI_API_KEY=k", 1,
+			[]string{"OPENAI_BASE_URL"},
+			nil,
+		},
+		"model and key": {
+			"OPENAI_BASE_URL=" + foreign + "\nOPENAI_API_KEY=k", "", 0,
+			[]string{"OPENAI_API_KEY", "OPENAI_BASE_URL"},
+			nil,
+		},
+		"key, model elsewhere": {"OPENAI_API_KEY=k", "OPENAI_BASE_URL=" + foreign, 0, []string{"OPENAI_API_KEY"}, nil},
+		"receiver of traces": {
+			"OTEL_EXPORTER_OTLP_ENDPOINT=" + foreign, headers + "=a=b", 1,
+			[]string{"OTEL_EXPORTER_OTLP_ENDPOINT"},
+			nil,
+		},
 		"database":              {"DATABASE_URL=postgres://a@h/d", "PGPASSWORD=p", 1, []string{"DATABASE_URL"}, nil},
 		"database and password": {"DATABASE_URL=postgres://a:b@h/d", "PGPASSWORD=p", 0, []string{"DATABASE_URL"}, nil},
 		"a port for all":        {"AGENT_LISTEN=:8080", "", 1, []string{"AGENT_LISTEN"}, nil},
@@ -428,7 +498,8 @@ func TestChatKeysByName(t *testing.T) {
 func TestChatKeysAreDistinct(t *testing.T) {
 	for name, text := range map[string]string{
 		"the admin token": "hunter2", "among names": "shop=hunter2", "twice": "a=k-1,b=k-1", "a name twice": "a=k-1,a=k-2",
-		"a name with a colon": "a:b=hunter2", "a name in capitals": "k-1,Shop=hunter2", "no name": "=hunter2", "a name too long": strings.Repeat("a", 33) + "=hunter2",
+		"a name with a colon": "a:b=hunter2", "a name in capitals": "k-1,Shop=hunter2", "no name": "=hunter2",
+		"a name too long": strings.Repeat("a", 33) + "=hunter2",
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := config.Load(map[string]string{"AGENT_CHAT_KEY": text, "AGENT_ADMIN_TOKEN": "hunter2"})
@@ -456,10 +527,12 @@ func TestSettingsPageIsComplete(t *testing.T) {
 
 func TestEmbeddingModelRequiresServer(t *testing.T) {
 	for setting, complains := range map[string]bool{
-		"AGENT_NAME=x": true, "OPENAI_API_KEY=hunter2": false, "OPENAI_BASE_URL=http://h/v1": false, "AGENT_EMBEDDING_BASE_URL=http://h/v1": false,
+		"AGENT_NAME=x": true, "OPENAI_API_KEY=hunter2": false, "OPENAI_BASE_URL=http://h/v1": false,
+		"AGENT_EMBEDDING_BASE_URL=http://h/v1": false,
 	} {
 		_, err := config.Load(config.Environ([]string{"AGENT_EMBEDDING_MODEL=small", setting}))
-		if complained := err != nil && strings.Contains(err.Error(), "set AGENT_EMBEDDING_BASE_URL too"); complained != complains {
+		if complained := err != nil &&
+			strings.Contains(err.Error(), "set AGENT_EMBEDDING_BASE_URL too"); complained != complains {
 			t.Errorf("with %s: %v", setting, err)
 		}
 	}
@@ -473,7 +546,10 @@ func TestLimitsOfRuns(t *testing.T) {
 	}; !slices.Equal(got, want) {
 		t.Errorf("got %v, want %v", got, want)
 	}
-	for _, bad := range []string{"flow:a", "flow=1", "flow:=1", "a=1", "flow:a=-1", "flow:a=1.5", "surface:nowhere=1", "flow:a=1,flow:a=2"} {
+	for _, bad := range []string{
+		"flow:a", "flow=1", "flow:=1", "a=1", "flow:a=-1", "flow:a=1.5", "surface:nowhere=1",
+		"flow:a=1,flow:a=2",
+	} {
 		if _, err := config.Load(map[string]string{"AGENT_LIMITS": bad}); err == nil {
 			t.Errorf("%s is taken", bad)
 		}

@@ -239,7 +239,8 @@ func LoadDotEnv(path string, environ map[string]string, more func(name string) b
 		switch {
 		case environ[name] != "" || hasFileVariant(environ, name):
 			continue
-		case slices.Contains(forbiddenInFile, name) || strings.HasSuffix(name, fileSuffix) || strings.HasPrefix(name, "AGENT_") && !setting:
+		case slices.Contains(forbiddenInFile, name) || strings.HasSuffix(name, fileSuffix) ||
+			strings.HasPrefix(name, "AGENT_") && !setting:
 			out.Ignored = append(out.Ignored, name)
 			continue
 		case setting:
@@ -265,12 +266,15 @@ func (d DotEnv) conflicts(environ map[string]string) (problems []string) {
 		{"DATABASE_READ_URL", "PGPASSWORD"},
 	} {
 		place, secret := pair[0], pair[1]
-		if !slices.Contains(d.Set, place) || environ[secret] == "" && !hasFileVariant(environ, secret) || hasPassword(place, d.Environ[place]) {
+		if !slices.Contains(d.Set, place) || environ[secret] == "" && !hasFileVariant(environ, secret) ||
+			hasPassword(place, d.Environ[place]) {
 			continue
 		}
-		problems = append(problems, fmt.Sprintf("%s is in .env, and %s, which would be sent there, is from the environment; set both in the same place", place, secret))
+		problems = append(problems, fmt.Sprintf("%s is in .env, and %s, which would be sent there, is from the "+
+			"environment; set both in the same place", place, secret))
 	}
-	if listen := (Config{Listen: d.Environ["AGENT_LISTEN"]}); slices.Contains(d.Set, "AGENT_LISTEN") && !listen.Loopback() {
+	if listen := (Config{Listen: d.Environ["AGENT_LISTEN"]}); slices.Contains(d.Set, "AGENT_LISTEN") &&
+		!listen.Loopback() {
 		if _, err := splitListen(listen.Listen); err == nil {
 			problems = append(problems, "AGENT_LISTEN: .env cannot open a port to other machines; set it in the environment")
 		}

@@ -37,12 +37,16 @@ func New(tb testing.TB, pool *pgxpool.Pool, change ...func(*executions.Options))
 }
 
 // Register registers a flow.
-func Register(tb testing.TB, e *executions.Engine, flow string, fn func(ctx context.Context, input json.RawMessage) (executions.Result, error)) {
+func Register(
+	tb testing.TB, e *executions.Engine, flow string,
+	fn func(ctx context.Context, input json.RawMessage) (executions.Result, error),
+) {
 	tb.Helper()
 	require.NoError(tb, e.Register(flow, fn))
 }
 
-// Run runs services, such as an engine's Run, until stop is called or the test ends. A service that fails fails the test.
+// Run runs services, such as an engine's Run, until stop is called or the test ends. A service that fails fails the
+// test.
 func Run(tb testing.TB, services ...func(ctx context.Context) error) (stop func()) {
 	tb.Helper()
 	ctx, cancel := context.WithCancel(context.WithoutCancel(tb.Context()))

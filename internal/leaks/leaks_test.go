@@ -15,7 +15,9 @@ func TestAGoroutineThatIsLeftIsFound(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "TestAGoroutineThatIsLeftIsFound") {
 		t.Errorf("a goroutine that waits: %v", err)
 	}
-	allowed := Tests{Allowed: []string{"github.com/lanekeeper/lanekeeper/internal/leaks.TestAGoroutineThatIsLeftIsFound.func1"}}
+	allowed := Tests{Allowed: []string{
+		"github.com/lanekeeper/lanekeeper/internal/leaks.TestAGoroutineThatIsLeftIsFound.func1",
+	}}
 	if err := allowed.find(0); err != nil {
 		t.Errorf("one that is allowed: %v", err)
 	}

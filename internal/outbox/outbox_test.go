@@ -105,7 +105,10 @@ func (s *store) attempt(_ context.Context, m string) {
 }
 
 func TestASlowTargetDoesNotHoldUpOthers(t *testing.T) {
-	s := store{due: slices.Concat(slices.Repeat([]string{"slow"}, 20), slices.Repeat([]string{"fast"}, 40)), each: time.Second}
+	s := store{
+		due:  slices.Concat(slices.Repeat([]string{"slow"}, 20), slices.Repeat([]string{"fast"}, 40)),
+		each: time.Second,
+	}
 	s.run(t, func(context.CancelFunc) {
 		time.Sleep(time.Minute)
 		s.check(func() {

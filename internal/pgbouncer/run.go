@@ -45,7 +45,8 @@ func account() (*owner, error) {
 		}
 		return &owner{uid, gid}, nil
 	}
-	return nil, errors.New("it does not run as root, and there is neither a user postgres nor nobody: run useradd --system postgres")
+	return nil, errors.New("it does not run as root, and there is neither a user postgres nor nobody: run useradd " +
+		"--system postgres")
 }
 
 // configure writes the pooler's files and gives them to the user that it runs as.

@@ -32,7 +32,8 @@ func serverAccount() (*account, error) {
 			return newAccount(u)
 		}
 	}
-	return nil, errors.New("PostgreSQL does not run as root, and there is neither a user postgres nor nobody: run useradd --system postgres")
+	return nil, errors.New("PostgreSQL does not run as root, and there is neither a user postgres nor nobody: run " +
+		"useradd --system postgres")
 }
 
 func newAccount(u *user.User) (*account, error) {

@@ -65,7 +65,8 @@ func checkVersion(l layout, bin Binaries) error {
 	if major == bin.Major {
 		return nil
 	}
-	return fmt.Errorf("the data in %s belongs to PostgreSQL %d, the binaries in %s are %s: install PostgreSQL %d or set AGENT_PG_BIN to it; %s",
+	return fmt.Errorf("the data in %s belongs to PostgreSQL %d, the binaries in %s are %s: install PostgreSQL %d or set "+
+		"AGENT_PG_BIN to it; %s",
 		l.data(), major, bin.Dir, bin.Version, major, moveRecipe(l.data(), major))
 }
 
@@ -81,7 +82,8 @@ func noticeOthers(l layout, bin Binaries, config Config) {
 }
 
 func moveRecipe(data string, major int) string {
-	return fmt.Sprintf("to take the data over, start it with the binaries of %d (AGENT_PG_BIN=/usr/lib/postgresql/%d/bin agent dev), "+
+	return fmt.Sprintf("to take the data over, start it with the binaries of %d "+
+		"(AGENT_PG_BIN=/usr/lib/postgresql/%d/bin agent dev), "+
 		"run pg_dumpall -h SOCKETDIR -U %s > dump.sql, and load dump.sql into the new server with psql (%s)", major, major,
 		superuser, data)
 }

@@ -95,7 +95,8 @@ const (
 // joined. It takes as long as the server needs to accept connections. ctx limits the start only.
 func Start(ctx context.Context, config Config) (*Server, error) {
 	if isGuard(os.Args) {
-		return nil, errors.New("start postgres: this process was started as the guard of a server, but main (or TestMain) does not call pgserver.GuardMain first")
+		return nil, errors.New("start postgres: this process was started as the guard of a server, but main (or TestMain) " +
+			"does not call pgserver.GuardMain first")
 	}
 	s, err := start(ctx, config.withDefaults())
 	if err != nil {

@@ -37,7 +37,8 @@ func TestDataIsKeptBetweenStarts(t *testing.T) {
 	second := start(t, config)
 	t.Logf("second start took %s", time.Since(began))
 	assert.Equal(t, "yesagent", query(t, second.URL(), "select answer || current_database() from kept"))
-	assert.Equal(t, "on on ", query(t, second.URL(), "select string_agg(setting, ' ' order by name) from pg_settings where name in ('fsync', 'listen_addresses', 'full_page_writes')"))
+	assert.Equal(t, "on on ", query(t, second.URL(), "select string_agg(setting, ' ' order by name) from pg_settings "+
+		"where name in ('fsync', 'listen_addresses', 'full_page_writes')"))
 }
 
 func TestServerLivesAsLongAsItsLastUser(t *testing.T) {
@@ -424,10 +425,13 @@ func TestTheOwnerIsNoSuperuser(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	run(s.URL(), `create schema other; create table other.things (id bigserial primary key, n int generated always as identity); create view seen as select 1 as one;
-		create sequence free; create type mood as enum ('fine'); create domain few as int; create function f(int) returns int language sql as 'select 1';
+	run(s.URL(), `create schema other; create table other.things (id bigserial primary key, n int generated always
+		as identity); create view seen as select 1 as one;
+		create sequence free; create type mood as enum ('fine'); create domain few
+		  as int; create function f(int) returns int language sql as 'select 1';
 		create procedure p() language sql as 'select 1'; create materialized view kept as select 1 as one;
-		create table parts (at int) partition by range (at); create table parts_1 partition of parts for values from (1) to (2)`)
+		create table parts (at int) partition by range (at); create table parts_1 partition of parts for values
+		  from (1) to (2)`)
 	config.Owner = "agent"
 	for range 2 { // the second finds it done
 		owned := start(t, config)

@@ -55,7 +55,8 @@ func place(config Config, bin Binaries) (layout, error) {
 		return layout{}, err
 	}
 	if blocked := user.blockedAt(bin.Dir); blocked != "" {
-		return layout{}, fmt.Errorf("user %s, whom the server has to run as, cannot reach its binaries in %s (%s is closed to it): move them or run chmod o+x %s",
+		return layout{}, fmt.Errorf("user %s, whom the server has to run as, cannot reach its binaries in %s (%s is closed "+
+			"to it): move them or run chmod o+x %s",
 			user.name, bin.Dir, blocked, blocked)
 	}
 	if config.Ephemeral {

@@ -156,7 +156,8 @@ func (s *server) urlOf(database string) string {
 // which takes three times as long where nothing is synchronised; before, it could not.
 func (s *server) fastest(ctx context.Context) (strategy string, err error) {
 	err = s.admin.QueryRow(ctx, `
-		select case when current_setting('server_version_num')::int >= 150000 then ' strategy file_copy' else '' end`).Scan(&strategy)
+		select case when current_setting('server_version_num')::int >= 150000 then ' strategy file_copy'
+		  else '' end`).Scan(&strategy)
 	return strategy, err
 }
 

@@ -67,16 +67,19 @@ func OpenTransactions(ctx context.Context, db DB, tables ...string) (string, err
 		     and l.mode in ('RowShareLock', 'RowExclusiveLock') and l.pid is distinct from pg_backend_pid()),
 		known as (
 		  select a.xact_start as since,
-		         format('session %s (%s, %s, its transaction is open for %s s)', a.pid, coalesce(nullif(a.application_name, ''), 'no name'),
+		         format('session %s (%s, %s, its transaction is open for %s s)', a.pid,
+		           coalesce(nullif(a.application_name, ''), 'no name'),
 		                coalesce(a.state, 'hidden'), floor(extract(epoch from clock_timestamp() - a.xact_start))) as who
 		    from writing w join pg_stat_activity a on a.pid = w.pid
 		   where a.xact_start < clock_timestamp() - interval '500 milliseconds'
 		  union all
-		  select p.prepared, format('prepared transaction %L (open for %s s)', p.gid, floor(extract(epoch from clock_timestamp() - p.prepared)))
+		  select p.prepared, format('prepared transaction %L (open for %s s)', p.gid,
+		    floor(extract(epoch from clock_timestamp() - p.prepared)))
 		    from writing w
 		    join pg_locks o on w.pid is null and o.locktype = 'transactionid' and o.virtualtransaction = w.virtualtransaction
 		    join pg_prepared_xacts p on p.transaction = o.transactionid)
-		select coalesce(string_agg(o.who, '; ' order by o.since), '') from (select k.since, k.who from known k order by k.since limit 3) o`,
+		select coalesce(string_agg(o.who, '; ' order by o.since), '')
+		  from (select k.since, k.who from known k order by k.since limit 3) o`,
 		Strict{"tables": tables}).Scan(&open)
 	if err != nil {
 		return "", fmt.Errorf("list open transactions: %w", err)

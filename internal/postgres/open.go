@@ -125,12 +125,14 @@ func cutsPassword(url string) bool {
 
 func parse(url string, opts Options) (*pgxpool.Config, error) {
 	if strings.TrimSpace(url) == "" {
-		return nil, errors.New("open database: no connection string: set DATABASE_URL=postgres://user:password@host:5432/name")
+		return nil,
+			errors.New("open database: no connection string: set DATABASE_URL=postgres://user:password@host:5432/name")
 	}
 	config, err := pgxpool.ParseConfig(url)
 	if err != nil || cutsPassword(url) {
 		// The parser's own text can quote a piece of the password, so it is not passed on.
-		return nil, errors.New("open database: cannot read the connection string: write postgres://user:password@host:5432/name, " +
+		return nil, errors.New("open database: cannot read the connection string: write " +
+			"postgres://user:password@host:5432/name, " +
 			"with special characters in the password percent-encoded (@ is %40, # is %23, / is %2F, ? is %3F)")
 	}
 	if !strings.Contains(url, "pool_max_conns") {
@@ -195,7 +197,8 @@ func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) err
 			"make another with createdb --encoding=UTF8 --template=template0 agent, and name it in DATABASE_URL", nil,
 		}
 	case r.pooled && r.isolation != readCommitted:
-		return fmt.Errorf("open database: its default isolation level is %q and must be %q: run alter database %s set default_transaction_isolation = 'read committed'",
+		return fmt.Errorf("open database: its default isolation level is %q and must be %q: run alter database %s set "+
+			"default_transaction_isolation = 'read committed'",
 			r.isolation, readCommitted, pgx.Identifier{config.Database}.Sanitize())
 	case r.pooled:
 		return nil

@@ -14,7 +14,9 @@ type StaleError struct {
 }
 
 func (e *StaleError) Error() string {
-	return fmt.Sprintf("%s %.60q is at revision %d and not at %d: it was changed since; nothing was done, look at it again", e.What, e.Name, e.Current, e.Read)
+	return fmt.Sprintf(
+		"%s %.60q is at revision %d and not at %d: it was changed since; nothing was done, look at it again", e.What,
+		e.Name, e.Current, e.Read)
 }
 
 // LockRevision locks the row that sql selects by @name, until the transaction ends. sql returns the row's revision. It

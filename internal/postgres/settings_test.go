@@ -35,7 +35,8 @@ func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
 		pgtest.Exec(t, admin, "alter database "+name+" set "+setting)
 	}
 	const texts = `
-		select concat_ws(' ', timestamptz '2026-07-01 00:00:00+00', interval '30 days', length('\n'), ('{1,null}'::int[])[2] is null, length(chr(8364) || $1),
+		select concat_ws(' ', timestamptz '2026-07-01 00:00:00+00', interval '30 days', length('\n'),
+		  ('{1,null}'::int[])[2] is null, length(chr(8364) || $1),
 		       current_setting('jit'))`
 	var got string
 	if err := opened(t, at).QueryRow(t.Context(), texts, "€").Scan(&got); err != nil ||

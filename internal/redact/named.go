@@ -279,7 +279,8 @@ const longestName = 256
 // strongParts make a name secret anywhere in it, written without separators.
 var strongParts = [...]string{
 	"password", "passwd", "passphrase", "passcode", "secret", "apikey", "privatekey", "accesskey", "signingkey",
-	"encryptionkey", "masterkey", "sessionkey", "accountkey", "sshkey", "hmackey", "authkey", "licensekey", "servicekey", "chatkey",
+	"encryptionkey", "masterkey", "sessionkey", "accountkey", "sshkey", "hmackey", "authkey", "licensekey",
+	"servicekey", "chatkey",
 	"authorization", "cookie", "credential", "bearer", "connectionstring", "databaseurl", "postgresurl", "redisurl",
 	"sessionid", "sessid", "authtoken", "accesstoken", "refreshtoken", "idtoken",
 }
@@ -296,7 +297,8 @@ const tokenWord = "token"
 // countingWords beside "token" denote a count or a description.
 var countingWords = [...]string{
 	"usage", "count", "counts", "limit", "limits", "budget", "type", "max", "min", "prompt", "completion", "total",
-	"input", "output", "cached", "reasoning", "fencing", "cost", "price", "rate", "expires", "expiry", "ttl", "per", "details", "used",
+	"input", "output", "cached", "reasoning", "fencing", "cost", "price", "rate", "expires", "expiry", "ttl",
+	"per", "details", "used",
 }
 
 // Key reports whether a name denotes a secret. Letter case, accents, invisible characters, dashes, underscores, dots
@@ -455,7 +457,8 @@ const particles = "是为為はが는은가"
 // phraseEnds are the last words of names of several words, with the number of words before them that belong to the
 // name.
 var phraseEnds = map[string]int{
-	"key": 1, "passe": 2, "acceso": 2, "acesso": 2, "api": 2, "secreta": 1, "secrète": 1, "privada": 1, "privée": 1, "sandi": 1,
+	"key": 1, "passe": 2, "acceso": 2, "acesso": 2, "api": 2, "secreta": 1, "secrète": 1, "privada": 1,
+	"privée": 1, "sandi": 1,
 	"laluan": 1, "khẩu": 1, "πρόσβασης": 1, "доступа": 1, "المرور": 1, "السر": 1, "عبور": 1,
 }
 

@@ -19,25 +19,40 @@ const jwt = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.s5GmHq1wCkzTlUS0S9xyPg"
 
 func TestJSONByName(t *testing.T) {
 	for name, c := range map[string]struct{ in, want string }{
-		"password":        {`{"password":"x"}`, `{"password":"[redacted]"}`},
-		"number":          {`{"passcode":1234}`, `{"passcode":"[redacted]"}`},
-		"object":          {`{"credentials":{"u":"a"}}`, `{"credentials":"[redacted]"}`},
-		"array":           {`{"cookies":["a=b"]}`, `{"cookies":"[redacted]"}`},
-		"deep":            {`[[{"a":{"api_key":"x"}}]]`, `[[{"a":{"api_key":"[redacted]"}}]]`},
-		"says nothing":    {`{"password":"","secret":null,"token":true}`, `{"password":"","secret":null,"token":true}`},
-		"counts":          {`{"token_usage":{"prompt_tokens":3,"total_tokens":9},"max_tokens":5,"fencing_token":7}`, `{"fencing_token":7,"max_tokens":5,"token_usage":{"prompt_tokens":3,"total_tokens":9}}`},
-		"tokens counted":  {`{"tokens":512}`, `{"tokens":512}`},
-		"tokens held":     {`{"tokens":["abc"]}`, `{"tokens":"[redacted]"}`},
-		"auth looked in":  {`{"auth":{"user":"u","password":"p"}}`, `{"auth":{"password":"[redacted]","user":"u"}}`},
-		"json in string":  {`{"body":"{\"a\":[{\"client_secret\":\"x\"}]}"}`, `{"body":"{\"a\":[{\"client_secret\":\"[redacted]\"}]}"}`},
+		"password":     {`{"password":"x"}`, `{"password":"[redacted]"}`},
+		"number":       {`{"passcode":1234}`, `{"passcode":"[redacted]"}`},
+		"object":       {`{"credentials":{"u":"a"}}`, `{"credentials":"[redacted]"}`},
+		"array":        {`{"cookies":["a=b"]}`, `{"cookies":"[redacted]"}`},
+		"deep":         {`[[{"a":{"api_key":"x"}}]]`, `[[{"a":{"api_key":"[redacted]"}}]]`},
+		"says nothing": {`{"password":"","secret":null,"token":true}`, `{"password":"","secret":null,"token":true}`},
+		"counts": {
+			`{"token_usage":{"prompt_tokens":3,"total_tokens":9},"max_tokens":5,"fencing_token":7}`,
+			`{"fencing_token":7,"max_tokens":5,"token_usage":{"prompt_tokens":3,"total_tokens":9}}`,
+		},
+		"tokens counted": {`{"tokens":512}`, `{"tokens":512}`},
+		"tokens held":    {`{"tokens":["abc"]}`, `{"tokens":"[redacted]"}`},
+		"auth looked in": {`{"auth":{"user":"u","password":"p"}}`, `{"auth":{"password":"[redacted]","user":"u"}}`},
+		"json in string": {
+			`{"body":"{\"a\":[{\"client_secret\":\"x\"}]}"}`,
+			`{"body":"{\"a\":[{\"client_secret\":\"[redacted]\"}]}"}`,
+		},
 		"twice in string": {`{"b":"\"{\\\"pwd\\\":\\\"x\\\"}\""}`, `{"b":"\"{\\\"pwd\\\":\\\"[redacted]\\\"}\""}`},
 		"kept as written": {`{"body":"{ \"b\": 1, \"a\": 2 }"}`, `{"body":"{ \"b\": 1, \"a\": 2 }"}`},
 		"names":           {`{"sk-abcdefghijkl":1,"sk-mnopqrstuvwx":2}`, `{"[redacted]":1,"[redacted] 2":2}`},
-		"name and value":  {`{"env":[{"name":"PGPASSWORD","value":"x"},{"name":"PGHOST","value":"db"}]}`, `{"env":[{"name":"PGPASSWORD","value":"[redacted]"},{"name":"PGHOST","value":"db"}]}`},
-		"key and value":   {`{"Key":"api_key","Value":"x"}`, `{"Key":"api_key","Value":"[redacted]"}`},
-		"counted value":   {`{"name":"tokens","value":512}`, `{"name":"tokens","value":512}`},
-		"flags":           {`["psql","--password","x","-h","db","--token=y","--token"]`, `["psql","--password","[redacted]","-h","db","--token=[redacted]","--token"]`},
-		"curl":            {`["/usr/bin/curl","-sSu","bob:x","https://a"]`, `["/usr/bin/curl","-sSu","bob:[redacted]","https://a"]`},
+		"name and value": {
+			`{"env":[{"name":"PGPASSWORD","value":"x"},{"name":"PGHOST","value":"db"}]}`,
+			`{"env":[{"name":"PGPASSWORD","value":"[redacted]"},{"name":"PGHOST","value":"db"}]}`,
+		},
+		"key and value": {`{"Key":"api_key","Value":"x"}`, `{"Key":"api_key","Value":"[redacted]"}`},
+		"counted value": {`{"name":"tokens","value":512}`, `{"name":"tokens","value":512}`},
+		"flags": {
+			`["psql","--password","x","-h","db","--token=y","--token"]`,
+			`["psql","--password","[redacted]","-h","db","--token=[redacted]","--token"]`,
+		},
+		"curl": {
+			`["/usr/bin/curl","-sSu","bob:x","https://a"]`,
+			`["/usr/bin/curl","-sSu","bob:[redacted]","https://a"]`,
+		},
 		"mysql":           {`["mysql","-px","-p","shop",1]`, `["mysql","-p[redacted]","-p","shop",1]`},
 		"docker":          {`["docker","login","-p","x"]`, `["docker","login","-p","[redacted]"]`},
 		"cut beside more": {`"key='…[cut 5 bytes] password=x"`, `"key='…[cut 5 bytes] password=[redacted]"`},
@@ -52,10 +67,14 @@ func TestJSONByName(t *testing.T) {
 
 func TestKey(t *testing.T) {
 	for _, name := range []string{
-		"password", "Password", "PASSWD", "db_password", "passphrase", "secret", "clientSecret", "client-secret", "token", "accessToken",
-		"access_token", "refresh-token", "id_token", "X-Auth-Token", "csrftoken", "api_key", "apikey", "apiKey", "API-Key", "x-api-key",
-		"OPENAI_API_KEY", "Authorization", "proxy-authorization", "Cookie", "Set-Cookie", "private_key", "privateKey", "aws_secret_access_key",
-		"access_key", "session", "session_id", "dsn", "SENTRY_DSN", "database_url", "DATABASE_URL", "AGENT_ADMIN_TOKEN", "AGENT_CHAT_KEY",
+		"password", "Password", "PASSWD", "db_password", "passphrase", "secret", "clientSecret", "client-secret",
+		"token", "accessToken",
+		"access_token", "refresh-token", "id_token", "X-Auth-Token", "csrftoken", "api_key", "apikey", "apiKey",
+		"API-Key", "x-api-key",
+		"OPENAI_API_KEY", "Authorization", "proxy-authorization", "Cookie", "Set-Cookie", "private_key", "privateKey",
+		"aws_secret_access_key",
+		"access_key", "session", "session_id", "dsn", "SENTRY_DSN", "database_url", "DATABASE_URL",
+		"AGENT_ADMIN_TOKEN", "AGENT_CHAT_KEY",
 		"PGPASSWORD", "credentials", "otp", "pwd", "signing_key", "connectionString", "my.api.key", "api key", "jwt",
 	} {
 		if !redact.Key(name) {
@@ -63,9 +82,12 @@ func TestKey(t *testing.T) {
 		}
 	}
 	for _, name := range []string{
-		"", "token_usage", "prompt_tokens", "completion_tokens", "total_tokens", "max_tokens", "maxTokens", "token_count", "fencing_token",
-		"fencingToken", "token_type", "input_tokens", "key", "keys", "primary_key", "foreign_key", "dedupe_key", "waiting_key", "author", "authority",
-		"secretary", "passenger", "passed", "compass", "tokenizer", "lane", "url", "keyboard", "assessment", "sessions_total", "idempotency_key",
+		"", "token_usage", "prompt_tokens", "completion_tokens", "total_tokens", "max_tokens", "maxTokens",
+		"token_count", "fencing_token",
+		"fencingToken", "token_type", "input_tokens", "key", "keys", "primary_key", "foreign_key", "dedupe_key",
+		"waiting_key", "author", "authority",
+		"secretary", "passenger", "passed", "compass", "tokenizer", "lane", "url", "keyboard", "assessment",
+		"sessions_total", "idempotency_key",
 	} {
 		if redact.Key(name) {
 			t.Errorf("Key(%q) = true", name)
@@ -75,38 +97,50 @@ func TestKey(t *testing.T) {
 
 func TestTextByLook(t *testing.T) {
 	for name, c := range map[string]struct{ in, want string }{
-		"bearer":           {"sent Bearer abc.def-123 to it", "sent Bearer [redacted] to it"},
-		"header":           {"Authorization: Basic dXNlcjpwYXNz\nHost: a", "Authorization: [redacted]\nHost: a"},
-		"basic":            {"with Basic dXNlcjpwYXNz.", "with Basic [redacted]."},
-		"basic in prose":   {"Basic authentication is off", "Basic authentication is off"},
-		"openai":           {"Incorrect API key provided: sk-proj-abcDEF1234567890.", "Incorrect API key provided: [redacted]."},
-		"stripe":           {"sk_live_abcdefgh1234", "[redacted]"},
-		"github":           {"ghp_abcdefghijklmnop1234, github_pat_11ABCDEFG0123456", "[redacted], [redacted]"},
-		"slack":            {"xoxb-123456789012-abc", "[redacted]"},
-		"aws":              {"id AKIAIOSFODNN7EXAMPLE.", "id [redacted]."},
-		"jwt":              {"got " + jwt + "!", "got [redacted]!"},
-		"pem":              {"a\n-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nb", "a\n[redacted]\nb"},
-		"pem cut off":      {"-----BEGIN PRIVATE KEY-----\nMIIE", "[redacted]"},
-		"webhook secret":   {"whsec_MfKQ9r8GKYqrTwjU", "[redacted]"},
-		"dsn":              {"connect postgres://bob:p@ss/w:rd@db:5432/x?sslmode=off", "connect postgres://bob:[redacted]@db:5432/x?sslmode=off"},
-		"url":              {"https://bob:hunter2@example.com/a", "https://bob:[redacted]@example.com/a"},
-		"url no password":  {"postgres://bob@db:5432/x", "postgres://bob@db:5432/x"},
-		"url with port":    {"http://localhost:8080/a@b", "http://localhost:8080/a@b"},
-		"query":            {"GET https://a/b?x=1&access_token=abc&y=2", "GET https://a/b?x=1&access_token=[redacted]&y=2"},
-		"signed":           {"https://a/b?sig=abcdefgh123&y=2", "https://a/b?sig=[redacted]&y=2"},
-		"key words":        {"host=db user=bob password=hunter2 dbname=x", "host=db user=bob password=[redacted] dbname=x"},
-		"quoted":           {`password='hunter 2' x`, `password='[redacted]' x`},
-		"broken json":      {`{"password":"hun\"ter2","a":`, `{"password":"[redacted]","a":`},
-		"cut json":         {`{"a":1,"client_secret":"hunt`, `{"a":1,"client_secret":"[redacted]`},
-		"escaped json":     {`x {\"password\":\"hunter2\",\"a\":1}`, `x {\"password\":\"[redacted]\",\"a\":1}`},
-		"object in text":   {`x "credentials":{"a":"b"} y`, `x "credentials":[redacted] y`},
-		"inside another":   {"url=https://x/?token=abc", "url=https://x/?token=[redacted]"},
-		"flag":             {"psql --password hunter2 -x", "psql --password [redacted] -x"},
-		"prose key":        {"API key: abc", "API key: [redacted]"},
-		"cookie":           {"Set-Cookie: a=b; Path=/; HttpOnly", "Set-Cookie: [redacted]"},
-		"yaml":             {"user: bob\npassword: hunter2\nname: x", "user: bob\npassword: [redacted]\nname: x"},
-		"counts":           {"max_tokens=100 fencing_token: 5 tokens: 512", "max_tokens=100 fencing_token: 5 tokens: 512"},
-		"prose":            {"lane heartbeat: busy, held by e1#2 (password authentication failed)", "lane heartbeat: busy, held by e1#2 (password authentication failed)"},
+		"bearer":         {"sent Bearer abc.def-123 to it", "sent Bearer [redacted] to it"},
+		"header":         {"Authorization: Basic dXNlcjpwYXNz\nHost: a", "Authorization: [redacted]\nHost: a"},
+		"basic":          {"with Basic dXNlcjpwYXNz.", "with Basic [redacted]."},
+		"basic in prose": {"Basic authentication is off", "Basic authentication is off"},
+		"openai": {
+			"Incorrect API key provided: sk-proj-abcDEF1234567890.",
+			"Incorrect API key provided: [redacted].",
+		},
+		"stripe": {"sk_live_abcdefgh1234", "[redacted]"},
+		"github": {"ghp_abcdefghijklmnop1234, github_pat_11ABCDEFG0123456", "[redacted], [redacted]"},
+		"slack":  {"xoxb-123456789012-abc", "[redacted]"},
+		"aws":    {"id AKIAIOSFODNN7EXAMPLE.", "id [redacted]."},
+		"jwt":    {"got " + jwt + "!", "got [redacted]!"},
+		"pem": {
+			"a\n-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nb",
+			"a\n[redacted]\nb",
+		},
+		"pem cut off":    {"-----BEGIN PRIVATE KEY-----\nMIIE", "[redacted]"},
+		"webhook secret": {"whsec_MfKQ9r8GKYqrTwjU", "[redacted]"},
+		"dsn": {
+			"connect postgres://bob:p@ss/w:rd@db:5432/x?sslmode=off",
+			"connect postgres://bob:[redacted]@db:5432/x?sslmode=off",
+		},
+		"url":             {"https://bob:hunter2@example.com/a", "https://bob:[redacted]@example.com/a"},
+		"url no password": {"postgres://bob@db:5432/x", "postgres://bob@db:5432/x"},
+		"url with port":   {"http://localhost:8080/a@b", "http://localhost:8080/a@b"},
+		"query":           {"GET https://a/b?x=1&access_token=abc&y=2", "GET https://a/b?x=1&access_token=[redacted]&y=2"},
+		"signed":          {"https://a/b?sig=abcdefgh123&y=2", "https://a/b?sig=[redacted]&y=2"},
+		"key words":       {"host=db user=bob password=hunter2 dbname=x", "host=db user=bob password=[redacted] dbname=x"},
+		"quoted":          {`password='hunter 2' x`, `password='[redacted]' x`},
+		"broken json":     {`{"password":"hun\"ter2","a":`, `{"password":"[redacted]","a":`},
+		"cut json":        {`{"a":1,"client_secret":"hunt`, `{"a":1,"client_secret":"[redacted]`},
+		"escaped json":    {`x {\"password\":\"hunter2\",\"a\":1}`, `x {\"password\":\"[redacted]\",\"a\":1}`},
+		"object in text":  {`x "credentials":{"a":"b"} y`, `x "credentials":[redacted] y`},
+		"inside another":  {"url=https://x/?token=abc", "url=https://x/?token=[redacted]"},
+		"flag":            {"psql --password hunter2 -x", "psql --password [redacted] -x"},
+		"prose key":       {"API key: abc", "API key: [redacted]"},
+		"cookie":          {"Set-Cookie: a=b; Path=/; HttpOnly", "Set-Cookie: [redacted]"},
+		"yaml":            {"user: bob\npassword: hunter2\nname: x", "user: bob\npassword: [redacted]\nname: x"},
+		"counts":          {"max_tokens=100 fencing_token: 5 tokens: 512", "max_tokens=100 fencing_token: 5 tokens: 512"},
+		"prose": {
+			"lane heartbeat: busy, held by e1#2 (password authentication failed)",
+			"lane heartbeat: busy, held by e1#2 (password authentication failed)",
+		},
 		"marker then more": {"password=[redacted]hunter2", "password=[redacted]"},
 		"nul in a name":    {"pass\x00word=hunter2", "password=[redacted]"},
 		"not utf-8":        {"a\xff\xfeb", "a\uFFFDb"},
@@ -233,7 +267,8 @@ func TestVeryDeepAndVeryLong(t *testing.T) {
 			if !json.Valid(got) || strings.Contains(string(got), "hunter2") || strings.Contains(string(got), "sk-abc") {
 				t.Errorf("got %d bytes: %.100s", len(got), got)
 			}
-			if text := redact.Text(in, 0); len(text) > redact.DefaultLimit || !utf8.ValidString(text) || strings.Contains(text, "hunter2") {
+			if text := redact.Text(in, 0); len(text) > redact.DefaultLimit || !utf8.ValidString(text) ||
+				strings.Contains(text, "hunter2") {
 				t.Errorf("text: %.100s", text)
 			}
 		})
@@ -241,7 +276,10 @@ func TestVeryDeepAndVeryLong(t *testing.T) {
 }
 
 func BenchmarkJSON(b *testing.B) {
-	v := map[string]any{"status": 200, "body": strings.Repeat(`{"id": 17, "name": "caretaker", "url": "https://example.com/a?b=c"}, `, 100)}
+	v := map[string]any{
+		"status": 200,
+		"body":   strings.Repeat(`{"id": 17, "name": "caretaker", "url": "https://example.com/a?b=c"}, `, 100),
+	}
 	b.SetBytes(int64(len(redact.JSON(v, 1<<20))))
 	for b.Loop() {
 		redact.JSON(v, 1<<20)
@@ -261,11 +299,16 @@ func TestAKnownSecretIsHiddenAtAnyDepth(t *testing.T) {
 
 // pieces are what a rule begins, joins or ends with.
 var pieces = []string{
-	"password", "token", "key", "a", "x1", "пароль", "密码", "mot de passe", "Authorization", "tokens", "auth", "=", ":", "：", "->", "--", "-", " ",
-	"\n", "\t", "  ", "|", ">", "\"", "'", "`", "\\", "\\n", "\\\"", "{", "}", "[", "]", "<", ">", "</", "/>", "<password>", "</password>", "<auth>",
-	"://", "postgres://", "https://", "@", "/", "?", "&", "?key=", "&sig=", "curl ", "-u ", "a:b", "mysql ", "-p", "Bearer ", "Basic ", "eyJabcdef.",
-	"ghp_", "sk-", "abcdefghij", "0123456789", "0123456789abcdef0123456789abcdef", "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----",
-	"Private-Lines: 1", "Private-MAC: 00", "\u200b", "\u00ad", "\u0301", "é", "\u00a0", "[redacted]", "[redac", "…[cut 5 bytes]", ",", ";", ".", "#",
+	"password", "token", "key", "a", "x1", "пароль", "密码", "mot de passe", "Authorization", "tokens", "auth", "=", ":",
+	"：", "->", "--", "-", " ",
+	"\n", "\t", "  ", "|", ">", "\"", "'", "`", "\\", "\\n", "\\\"", "{", "}", "[", "]", "<", ">", "</", "/>",
+	"<password>", "</password>", "<auth>",
+	"://", "postgres://", "https://", "@", "/", "?", "&", "?key=", "&sig=", "curl ", "-u ", "a:b", "mysql ", "-p",
+	"Bearer ", "Basic ", "eyJabcdef.",
+	"ghp_", "sk-", "abcdefghij", "0123456789", "0123456789abcdef0123456789abcdef", "-----BEGIN PRIVATE KEY-----",
+	"-----END PRIVATE KEY-----",
+	"Private-Lines: 1", "Private-MAC: 00", "\u200b", "\u00ad", "\u0301", "é", "\u00a0", "[redacted]", "[redac",
+	"…[cut 5 bytes]", ",", ";", ".", "#",
 	"true", "null", "1", "\x00", "\xff", "name", "value",
 }
 
@@ -284,7 +327,8 @@ func TestPiecesInAnyOrder(t *testing.T) {
 		limit := []int{64, 200, 1000, 0}[random.IntN(4)]
 		text := some(20)
 		checkText(t, text, "", limit)
-		checkJSON(t, map[string]any{text: []any{text, some(4)}, some(3): some(6), "name": some(3), "value": some(3)}, "", limit)
+		checkJSON(t, map[string]any{text: []any{text, some(4)}, some(3): some(6), "name": some(3), "value": some(3)}, "",
+			limit)
 		s := all[random.IntN(len(all))]
 		around := some(10) + "\n" + s.text + "\n" + some(10)
 		if strings.Count(around, s.secret) == strings.Count(s.text, s.secret) {

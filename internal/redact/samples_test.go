@@ -67,30 +67,34 @@ var secrets = map[string]secretText{
 	"xml cdata":      {"<clientSecret><![CDATA[hunter2]]></clientSecret>", "hunter2"},
 	"xml nested":     {"<credentials>\n<a>x</a>\n<b>hunter2</b>\n</credentials>", "hunter2"},
 
-	"yaml block":       {"user: bob\npassword: |\n  hunter2\n  hunter3\nname: x", "hunter"},
-	"yaml folded":      {"password: >-\n\n  hunter2\n", "hunter2"},
-	"yaml deeper":      {"a:\n  - api_key: |2 # the key\n      hunter2\n    name: x", "hunter2"},
-	"yaml next line":   {"password:\n  hunter2\nname: x", "hunter2"},
-	"yaml escaped":     {`"password: |\n  hunter2\n"`, "hunter2"},
-	"yaml crlf":        {"password: |\r\n  hunter2\r\nname: x", "hunter2"},
-	"yaml tab":         {"\tpassword: |\n\t\thunter2", "hunter2"},
-	"curl":             {"curl -u bob:hunter2 https://example.com", "hunter2"},
-	"curl quoted":      {`curl -sS -u "bob:hunter 2" https://example.com`, "hunter"},
-	"curl long":        {"curl --user=bob:hunter2 https://example.com", "hunter2"},
-	"curl proxy":       {"/usr/bin/curl https://x -L --proxy-user 'bob:hunter2'", "hunter2"},
-	"curl joined":      {"curl -sSubob:hunter2 https://x", "hunter2"},
-	"curl on lines":    {"curl \\\n  -H 'Accept: */*' \\\n  -u bob:hunter2 \\\n  https://x", "hunter2"},
-	"curl cut":         {`curl -u 'bob:hunter2`, "hunter2"},
-	"curl of windows":  {"curl.exe -u bob:hunter2", "hunter2"},
-	"mysql":            {"mysql -u root -phunter2 shop", "hunter2"},
-	"mysql quoted":     {"mysqldump -uroot -p'hunter 2' shop", "hunter"},
-	"mariadb":          {"mariadb -h db -phunter2", "hunter2"},
-	"redis":            {"redis-cli -h cache -a hunter2 ping", "hunter2"},
-	"sshpass":          {"sshpass -p hunter2 ssh bob@example.com", "hunter2"},
-	"docker":           {"docker login -u bob -p hunter2 registry.example.com", "hunter2"},
-	"putty":            {"PuTTY-User-Key-File-3: ssh-ed25519\nEncryption: none\nPublic-Lines: 2\nAAAA\nPrivate-Lines: 1\nhunter2\nPrivate-MAC: 00ff", "hunter2"},
-	"putty end":        {"Private-Lines: 1\nhunter2\nPrivate-MAC: 00ff", "hunter2"},
-	"ssh2":             {"---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----\nhunter2\n---- END SSH2 ENCRYPTED PRIVATE KEY ----", "hunter2"},
+	"yaml block":      {"user: bob\npassword: |\n  hunter2\n  hunter3\nname: x", "hunter"},
+	"yaml folded":     {"password: >-\n\n  hunter2\n", "hunter2"},
+	"yaml deeper":     {"a:\n  - api_key: |2 # the key\n      hunter2\n    name: x", "hunter2"},
+	"yaml next line":  {"password:\n  hunter2\nname: x", "hunter2"},
+	"yaml escaped":    {`"password: |\n  hunter2\n"`, "hunter2"},
+	"yaml crlf":       {"password: |\r\n  hunter2\r\nname: x", "hunter2"},
+	"yaml tab":        {"\tpassword: |\n\t\thunter2", "hunter2"},
+	"curl":            {"curl -u bob:hunter2 https://example.com", "hunter2"},
+	"curl quoted":     {`curl -sS -u "bob:hunter 2" https://example.com`, "hunter"},
+	"curl long":       {"curl --user=bob:hunter2 https://example.com", "hunter2"},
+	"curl proxy":      {"/usr/bin/curl https://x -L --proxy-user 'bob:hunter2'", "hunter2"},
+	"curl joined":     {"curl -sSubob:hunter2 https://x", "hunter2"},
+	"curl on lines":   {"curl \\\n  -H 'Accept: */*' \\\n  -u bob:hunter2 \\\n  https://x", "hunter2"},
+	"curl cut":        {`curl -u 'bob:hunter2`, "hunter2"},
+	"curl of windows": {"curl.exe -u bob:hunter2", "hunter2"},
+	"mysql":           {"mysql -u root -phunter2 shop", "hunter2"},
+	"mysql quoted":    {"mysqldump -uroot -p'hunter 2' shop", "hunter"},
+	"mariadb":         {"mariadb -h db -phunter2", "hunter2"},
+	"redis":           {"redis-cli -h cache -a hunter2 ping", "hunter2"},
+	"sshpass":         {"sshpass -p hunter2 ssh bob@example.com", "hunter2"},
+	"docker":          {"docker login -u bob -p hunter2 registry.example.com", "hunter2"},
+	"putty": {"PuTTY-User-Key-File-3: ssh-ed25519\nEncryption: none\nPublic-Lines: 2\nAAAA\nPrivate-Lines: " +
+		"1\nhunter2\nPrivate-MAC: 00ff", "hunter2"},
+	"putty end": {"Private-Lines: 1\nhunter2\nPrivate-MAC: 00ff", "hunter2"},
+	"ssh2": {
+		"---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----\nhunter2\n---- END SSH2 ENCRYPTED PRIVATE KEY ----",
+		"hunter2",
+	},
 	"url with at":      {"parse postgres://bob:hun@ter2@db:5432/shop: bad port", "hun"},
 	"url with at last": {"parse postgres://bob:hun@ter2@db:5432/shop: bad port", "ter2"},
 
@@ -139,7 +143,8 @@ func TestASecretIsRemovedWhereverItStands(t *testing.T) {
 
 func TestNamesInOtherLanguagesAndWithHiddenCharactersAreSecret(t *testing.T) {
 	for _, name := range []string{
-		"contraseña", "CONTRASEÑA", "contrasenaUsuario", "passwort", "db_kennwort", "motDePasse", "mot_de_passe", "senha", "wachtwoord",
+		"contraseña", "CONTRASEÑA", "contrasenaUsuario", "passwort", "db_kennwort", "motDePasse", "mot_de_passe",
+		"senha", "wachtwoord",
 		"hasło", "şifre", "пароль", "密码", "密碼", "パスワード", "비밀번호", "كلمة المرور", "סיסמה", "clave_secreta", "chaveDeApi",
 		"pass\u200bword", "\ufeffpassword", "to\u00adken", "api\u2063key", "secre\ufe0ft", "pаsswоrd", "ｓｅｃｒｅｔ",
 	} {
@@ -148,8 +153,10 @@ func TestNamesInOtherLanguagesAndWithHiddenCharactersAreSecret(t *testing.T) {
 		}
 	}
 	for _, name := range []string{
-		"clave", "palabra_clave", "chave_primaria", "parola", "bypass_order", "compassOrder", "chosen_hash", "license_hash", "schlüssel",
-		"größe", "наименование", "названиеПоля", "密码错误", "名前", "이름", "العنوان", "\u200bname", "naïve", "Übersicht", "mot", "passe",
+		"clave", "palabra_clave", "chave_primaria", "parola", "bypass_order", "compassOrder", "chosen_hash",
+		"license_hash", "schlüssel",
+		"größe", "наименование", "названиеПоля", "密码错误", "名前", "이름", "العنوان", "\u200bname", "naïve",
+		"Übersicht", "mot", "passe",
 	} {
 		if redact.Key(name) {
 			t.Errorf("Key(%q) = true", name)
@@ -215,7 +222,8 @@ func TestOrdinaryTextIsKept(t *testing.T) {
 	for _, text := range texts {
 		assert.NoDiff(t, text, redact.Text(text, 1<<20))
 		var got string
-		if err := json.Unmarshal(redact.JSON(map[string]string{"a": text}, 1<<20)[len(`{"a":`):], &got); err == nil && got != text {
+		if err := json.Unmarshal(redact.JSON(map[string]string{"a": text}, 1<<20)[len(`{"a":`):], &got); err == nil &&
+			got != text {
 			t.Errorf("JSON: got %q", got)
 		}
 	}
@@ -268,7 +276,8 @@ func TestPicturesInBase64AreKept(t *testing.T) {
 		}
 	}
 	for _, chance := range []string{"AKIA", "EAAC", "4b1d", "cmVmd", "AKCp", "EZAK", "dapi", "GR1348941"} {
-		text := strings.Repeat("Zm9vYmFy", 10) + "/" + chance + strings.Repeat("abcdef0123456789", 20) + "/" + strings.Repeat("Zm9v", 9)
+		text := strings.Repeat("Zm9vYmFy", 10) + "/" + chance + strings.Repeat("abcdef0123456789", 20) + "/" +
+			strings.Repeat("Zm9v", 9)
 		if got := redact.Text(text, 1<<20); got != text {
 			t.Errorf("%s: %s", chance, got)
 		}
@@ -337,10 +346,14 @@ func FuzzNoSecretSurvives(f *testing.F) {
 // Any text and any JSON gives valid output within the limit, and twice is the same as once.
 func FuzzStable(f *testing.F) {
 	for _, s := range []string{
-		"", "{}", `{"password":1}`, "password=…[cut 5 bytes]", "password=[redac", "Authorization: …[cut 1 bytes]", `{"a":"{\"token\":\"x\"}"}`,
-		"\x00\xff", "password: {[", `\"secret\":\"`, `"`, `{"tokens":["`, "--token", "key: x", `"auth":[1,"a"]`, "Cookie: [redacted] x", `{"\u0000":1e99999}`,
-		"password: |\n", "password:\n  x", "a: |\n  password: >\n    x", "<password>x", "<password>x</password>", "<token/>", "curl -u a:b", "curl -u 'a:", "mysql -p'",
-		"密码：x", "пароль: x", "pass\u200bword: x", "ghp_\u200b0123456789", "Private-Lines: 1", "\u00ad\u00ad=", "mot de passe : x", "--密码 x", "a.bcdefg.h", ":AA",
+		"", "{}", `{"password":1}`, "password=…[cut 5 bytes]", "password=[redac", "Authorization: …[cut 1 bytes]",
+		`{"a":"{\"token\":\"x\"}"}`,
+		"\x00\xff", "password: {[", `\"secret\":\"`, `"`, `{"tokens":["`, "--token", "key: x", `"auth":[1,"a"]`,
+		"Cookie: [redacted] x", `{"\u0000":1e99999}`,
+		"password: |\n", "password:\n  x", "a: |\n  password: >\n    x", "<password>x", "<password>x</password>", "<token/>",
+		"curl -u a:b", "curl -u 'a:", "mysql -p'",
+		"密码：x", "пароль: x", "pass\u200bword: x", "ghp_\u200b0123456789", "Private-Lines: 1", "\u00ad\u00ad=",
+		"mot de passe : x", "--密码 x", "a.bcdefg.h", ":AA",
 	} {
 		f.Add(s, uint16(64))
 		f.Add(s, uint16(1000))

@@ -71,7 +71,8 @@ func scrubVisible(s string) string {
 
 // databases are the schemes whose passwords may hold characters that other URLs escape.
 var databases = [...]string{
-	"postgres", "postgresql", "mysql", "mariadb", "redis", "rediss", "amqp", "amqps", "mongodb", "mongodb+srv", "nats", "sqlserver",
+	"postgres", "postgresql", "mysql", "mariadb", "redis", "rediss", "amqp", "amqps", "mongodb",
+	"mongodb+srv", "nats", "sqlserver",
 }
 
 // scrubURLs redacts passwords in URLs, and user names long enough to be a token.
@@ -382,7 +383,8 @@ var lookalikes = func() map[rune]rune {
 	all := map[rune]rune{}
 	for latin, others := range map[rune]string{
 		'a': "аɑαᴀ", 'b': "ьвβɓʙ", 'c': "сϲᴄ", 'd': "ԁɗᴅ", 'e': "еҽεᴇ", 'f': "ғϝ", 'g': "ɡցɢ", 'h': "һнհʜ", 'i': "іιɩɪ",
-		'j': "јϳᴊ", 'k': "кκᴋ", 'l': "ӏɭⅼʟ", 'm': "мμᴍ", 'n': "пոηɴ", 'o': "оοօσᴏ", 'p': "рρᴘ", 'q': "ԛգ", 'r': "гɾʀ", 's': "ѕꜱ",
+		'j': "јϳᴊ", 'k': "кκᴋ", 'l': "ӏɭⅼʟ", 'm': "мμᴍ", 'n': "пոηɴ", 'o': "оοօσᴏ", 'p': "рρᴘ", 'q': "ԛգ",
+		'r': "гɾʀ", 's': "ѕꜱ",
 		't': "тτᴛ", 'u': "υսᴜ", 'v': "ѵνᴠ", 'w': "ԝωᴡ", 'x': "хχ", 'y': "уүγʏ", 'z': "ζᴢȥ",
 	} {
 		for _, r := range others {

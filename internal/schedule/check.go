@@ -35,7 +35,9 @@ func check(spec string) error {
 	}
 	parts := strings.Fields(spec)
 	if len(parts) != len(fields) {
-		return fmt.Errorf(`it has %d fields instead of 5 (minute, hour, day of month, month, day of week); "*/30 * * * *" is every half hour`, len(parts))
+		return fmt.Errorf(
+			`it has %d fields instead of 5 (minute, hour, day of month, month, day of week); "*/30 * * * *" is every half hour`,
+			len(parts))
 	}
 	for i, f := range fields {
 		if err := checkField(parts[i], i); err != nil {

@@ -111,7 +111,8 @@ func parse(spec string, loc *time.Location) (Schedule, error) {
 	}
 	s := Schedule{spec: spec, cron: parsed, zone: loc}
 	if !fires(s) {
-		return Schedule{}, errors.New(`no day meets it, so it would never run: the month lacks the day of month; "0 0 28 2 *" is a day that exists`)
+		return Schedule{}, errors.New(
+			`no day meets it, so it would never run: the month lacks the day of month; "0 0 28 2 *" is a day that exists`)
 	}
 	return s, nil
 }
@@ -127,7 +128,8 @@ func cutZone(spec string, loc *time.Location) (string, *time.Location, error) {
 	}
 	end := strings.IndexAny(name, " \t")
 	if end < 0 {
-		return "", nil, errors.New(`the time zone stands alone; put the fields after it, as in "CRON_TZ=Europe/Madrid 0 9 * * *"`)
+		return "", nil, errors.New(
+			`the time zone stands alone; put the fields after it, as in "CRON_TZ=Europe/Madrid 0 9 * * *"`)
 	}
 	if end == 0 {
 		return "", nil, errors.New(`the time zone is empty; name one, as in "CRON_TZ=Europe/Madrid 0 9 * * *"`)

@@ -29,7 +29,8 @@ type statement struct {
 var sender = map[string]int{"Exec": 1, "Query": 1, "QueryRow": 1, "Queue": 0, "Row": 3, "Rows": 3, "Names": 3}
 
 // beginsLikeSQL finds statements that reach the database through a function of the package's own.
-var beginsLikeSQL = regexp.MustCompile(`(?is)^\s*(select\s|insert\s+into\s|update\s+\w+.*\sset\s|delete\s+from\s|with\s+(recursive\s+)?\w+\s+as\s)`)
+var beginsLikeSQL = regexp.MustCompile(
+	`(?is)^\s*(select\s|insert\s+into\s|update\s+\w+.*\sset\s|delete\s+from\s|with\s+(recursive\s+)?\w+\s+as\s)`)
 
 // statements reads all packages below root; testdata, tests, and the benchmarks, which make
 // a table of their own, are left out.

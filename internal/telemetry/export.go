@@ -269,8 +269,10 @@ func (e *Exporter) settled(ctx context.Context, at *position) (bool, error) {
 	var writing []string
 	err := e.pool.QueryRow(ctx, `
 		select array(select distinct l.virtualtransaction from pg_locks l
-		              where l.locktype = 'relation' and l.database = (select d.oid from pg_database d where d.datname = current_database())
-		                and l.relation in ('agent_activity'::regclass, 'agent_events'::regclass) and l.mode = 'RowExclusiveLock')`).Scan(&writing)
+		              where l.locktype = 'relation' and l.database = (select d.oid from pg_database d
+		                where d.datname = current_database())
+		                and l.relation in ('agent_activity'::regclass, 'agent_events'::regclass)
+		                  and l.mode = 'RowExclusiveLock')`).Scan(&writing)
 	if err != nil {
 		return false, fmt.Errorf("look for transactions under way: %w", err)
 	}
@@ -379,7 +381,8 @@ var errOvertaken = errors.New("another process sends traces by now")
 // advance moves the position over what was sent.
 func (e *Exporter) advance(ctx context.Context, at *position, b batch) error {
 	tag, err := e.pool.Exec(ctx, `
-		update agent_span_export set sent_upto = greatest(sent_upto, @upto::uuid), pending = @pending::uuid[], updated_at = clock_timestamp()
+		update agent_span_export set sent_upto = greatest(sent_upto, @upto::uuid), pending = @pending::uuid[],
+		  updated_at = clock_timestamp()
 		 where sender = @me and sent_upto = @since::uuid`,
 		postgres.Strict{"me": e.me, "since": at.SentUpto, "upto": b.upto, "pending": append([]string{}, b.pending...)})
 	if err != nil {

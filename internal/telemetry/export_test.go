@@ -70,7 +70,8 @@ func (s *scene) exec(sql string, args ...any) {
 // start and end are an execution's life in plain SQL, as a worker outside has it.
 func (s *scene) start(id trace.ID, parent any) string {
 	s.t.Helper()
-	return s.one(`insert into agent_executions (trace_id, surface, flow, status, parent_id, awaited) values ($1, 'flow', 'external', 'pending', $2, true)
+	return s.one(`insert into agent_executions (trace_id, surface, flow, status, parent_id, awaited)
+		values ($1, 'flow', 'external', 'pending', $2, true)
 		returning id::text`, string(id), parent)
 }
 
@@ -146,11 +147,13 @@ func TestWhatCommitsLateIsSent(t *testing.T) {
 	tx, err := s.db.Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	pgtest.Exec(t, tx, `insert into agent_activity (trace_id, skill_name, finished_at) values ($1, 'late', clock_timestamp())`, string(id))
+	pgtest.Exec(t, tx, `insert into agent_activity (trace_id, skill_name, finished_at)
+		values ($1, 'late', clock_timestamp())`, string(id))
 	s.note(id, nil, "soon")
 	s.export()
 	passes := func() bool { // an exporter that did not wait for the transaction would have sent by now
-		return s.one(`select (clock_timestamp() - updated_at < interval '1 second' and sender <> '')::text from agent_span_export`) == "true"
+		return s.one(`select (clock_timestamp() - updated_at < interval '1 second' and sender <> '')::text
+			from agent_span_export`) == "true"
 	}
 	pgtest.Eventually(t, time.Minute, passes, "the exporter looks")
 	pgtest.Eventually(t, time.Minute, func() bool {
@@ -169,13 +172,15 @@ func TestOpenActivitiesAreSentWhenTheyEnd(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	id := trace.New(trace.Flow)
-	open := s.one(`insert into agent_activity (trace_id, skill_name, status) values ($1, 'slow', 'running') returning id::text`, string(id))
+	open := s.one(`insert into agent_activity (trace_id, skill_name, status) values ($1, 'slow', 'running')
+		returning id::text`, string(id))
 	s.note(id, nil, "quick")
 	if got := names(s.exported()); !cmp.Equal(got, []string{"execute_tool quick"}) {
 		t.Fatalf("sent %q", got)
 	}
 	assert.Equal(t, "{"+open+"}", s.one(`select pending::text from agent_span_export`))
-	s.exec(`update agent_activity set status = 'error', error_class = 'timeout', error_message = 'too slow', finished_at = clock_timestamp() where id = $1`, open)
+	s.exec(`update agent_activity set status = 'error', error_class = 'timeout', error_message = 'too slow',
+		finished_at = clock_timestamp() where id = $1`, open)
 	if got := names(s.exported()); !cmp.Equal(got, []string{"execute_tool quick", "execute_tool slow"}) {
 		t.Fatalf("sent %q", got)
 	}
@@ -188,7 +193,8 @@ func TestTheCallersSpanIsALink(t *testing.T) {
 	s := newScene(t)
 	id := trace.New(trace.Flow)
 	run := s.start(id, nil)
-	s.exec(`insert into agent_trace_links (trace_id, traceparent) values ($1, '00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01'), ($1, 'rubbish')`, string(id))
+	s.exec(`insert into agent_trace_links (trace_id, traceparent)
+		values ($1, '00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01'), ($1, 'rubbish')`, string(id))
 	s.end(run)
 	spans := s.exported()
 	if len(spans) != 1 || spans[0].TraceID != id.OTel() ||
@@ -229,8 +235,10 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	run := s.one(`
-		with w as (insert into agent_workers (name, expires_at) values ('slow', clock_timestamp() + interval '1 hour') returning id)
-		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim) select $1, 'flow', 'slow', 'running', w.id, 1 from w
+		with w as (insert into agent_workers (name, expires_at) values ('slow', clock_timestamp() + interval '1 hour')
+		  returning id)
+		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim) select $1, 'flow', 'slow',
+		  'running', w.id, 1 from w
 		returning id::text`, string(trace.New(trace.Flow)))
 	pgtest.Exec(t, s.db, `
 		create function write_slowly() returns trigger language plpgsql as $$
@@ -248,11 +256,13 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() {
 		_, err := s.db.Exec(context.WithoutCancel(t.Context()), `
-			select from lanekeeper.complete_agent_executions(array[$1::uuid], '{1}', '[{"status": "completed", "step": "step", "output": 1}]')`, run)
+			select from lanekeeper.complete_agent_executions(array[$1::uuid], '{1}',
+			  '[{"status": "completed", "step": "step", "output": 1}]')`, run)
 		ended <- err
 	}()
 	pgtest.Eventually(t, time.Minute, func() bool {
-		return s.one(`select exists (select from pg_stat_activity where datname = current_database() and wait_event = 'PgSleep')::text`) == "true"
+		return s.one(`select exists (select from pg_stat_activity where datname = current_database()
+			and wait_event = 'PgSleep')::text`) == "true"
 	}, "the end is being written")
 	stop := s.export()
 	s.note(trace.New(trace.Flow), nil, "later")

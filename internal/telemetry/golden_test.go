@@ -16,14 +16,18 @@ func TestGoldenAttributes(t *testing.T) {
 	t.Parallel()
 	s := newScene(t)
 	id := trace.New(trace.Heartbeat)
-	run := s.one(`insert into agent_executions (trace_id, surface, flow, thread_id, status, started_at) values ($1, 'heartbeat', 'heartbeat', 'T1', 'running', now()) returning id::text`, string(id))
-	s.exec(`insert into agent_activity (trace_id, execution_id, kind, surface, skill_name, purpose, status, model, token_usage, cost_usd, step, lane,
+	run := s.one(`insert into agent_executions (trace_id, surface, flow, thread_id, status, started_at)
+		values ($1, 'heartbeat', 'heartbeat', 'T1', 'running', now()) returning id::text`, string(id))
+	s.exec(`insert into agent_activity (trace_id, execution_id, kind, surface, skill_name, purpose, status, model,
+		token_usage, cost_usd, step, lane,
 		input, output, finished_at) values ($1, $2, 'model', 'heartbeat', 'model_call', 'reflect', 'success', 'gpt-4o',
 		'{"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}', 0.25, 'reflect/model', 'heartbeat',
 		'{"messages": [{"role": "user", "content": "hello, my key is sk-abcdefghijklmnopqrstuvwxyz123456"}], "tools": []}',
 		'{"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "function": {"name": "look", "arguments": "{\"a\":1}"}}]}', clock_timestamp())`, string(id), run)
-	s.exec(`insert into agent_activity (trace_id, execution_id, kind, surface, skill_name, status, error_class, error_message, idempotency_key, input, finished_at)
-		values ($1, $2, 'call', 'heartbeat', 'look', 'error', 'timeout', 'it took too long', 'k1', '{"a": 1}', clock_timestamp())`, string(id), run)
+	s.exec(`insert into agent_activity (trace_id, execution_id, kind, surface, skill_name, status, error_class,
+		error_message, idempotency_key, input, finished_at)
+		values ($1, $2, 'call', 'heartbeat', 'look', 'error', 'timeout', 'it took too long', 'k1', '{"a": 1}',
+		  clock_timestamp())`, string(id), run)
 	s.exec(`update agent_executions set status = 'failed', error_message = 'no use' where id = $1`, run)
 	golden := map[string]map[string]any{
 		"invoke_workflow heartbeat": {
@@ -60,7 +64,8 @@ func TestGoldenAttributes(t *testing.T) {
 	}
 	assert.NoDiff(t, want, kinds)
 	// With the opt-in the same again, and content, without secrets.
-	s.exec(`update agent_span_export set sent_upto = lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '10 minutes')`)
+	s.exec(`update agent_span_export
+		set sent_upto = lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '10 minutes')`)
 	golden["chat gpt-4o"]["gen_ai.input.messages"] = `[{"parts":[{"content":"hello, my key is [redacted]","type":"text"}],"role":"user"}]`
 	golden["chat gpt-4o"]["gen_ai.output.messages"] = `[{"parts":[{"arguments":{"a":1},"id":"c1","name":"look","type":"tool_call"}],"role":"assistant"}]`
 	golden["execute_tool look"]["gen_ai.tool.call.arguments"] = `{"a":1}`

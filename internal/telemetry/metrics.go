@@ -48,7 +48,8 @@ func NewMetrics(version string, state prometheus.Collector) *Metrics {
 		m.registry.MustRegister(h)
 		return h
 	}
-	m.runs = counter("agent_runs_total", "Executions that ended in this process, by surface and by the status they ended in.", "surface", "status")
+	m.runs = counter("agent_runs_total", "Executions that ended in this process, by surface and by the status they "+
+		"ended in.", "surface", "status")
 	m.runTook = histogram("agent_run_duration_seconds", "From the begin of an execution to its end, with what it waited.",
 		durationBuckets, "surface")
 	m.claimsLost = counter("agent_claims_lost_total",

@@ -58,7 +58,9 @@ func (s Stdio) log() *slog.Logger {
 // an answer is retried for 30 seconds and then logged as a warning, because the command has run. An error comes with
 // exit code 1: the lane or the command is invalid, the database did not answer, the lane was lost (lanes.ErrLost), or
 // ctx ended, which ends the command.
-func RunCommand(ctx context.Context, keeper *lanes.Keeper, lane string, ttl time.Duration, argv []string, stdio Stdio) (int, error) {
+func RunCommand(
+	ctx context.Context, keeper *lanes.Keeper, lane string, ttl time.Duration, argv []string, stdio Stdio,
+) (int, error) {
 	if len(argv) == 0 {
 		return ExitFailed, errors.New("run: no command given; add it after --")
 	}

@@ -48,7 +48,8 @@ type result struct {
 
 func run(ctx context.Context, k *lanes.Keeper, lane string, ttl time.Duration, argv ...string) result {
 	var out, log bytes.Buffer
-	code, err := lanerun.RunCommand(ctx, k, lane, ttl, argv, lanerun.Stdio{In: strings.NewReader("input"), Out: &out, Err: &log})
+	code, err := lanerun.RunCommand(ctx, k, lane, ttl, argv,
+		lanerun.Stdio{In: strings.NewReader("input"), Out: &out, Err: &log})
 	return result{code, err, out.String(), log.String()}
 }
 
@@ -118,7 +119,8 @@ func TestTheExitCodeIsTheCommandsAlsoWithoutARelease(t *testing.T) {
 	pgtest.Exec(t, db, `alter function lanekeeper.release_agent_lock rename to away`)
 	require.NoError(t, os.WriteFile(leave, nil, 0o600))
 	got := testkit.Receive(t, done)
-	if got.code != 7 || got.err != nil || !strings.Contains(got.log, `level=WARN msg="lane not released, it ends with its lease" lane=job`) {
+	if got.code != 7 || got.err != nil ||
+		!strings.Contains(got.log, `level=WARN msg="lane not released, it ends with its lease" lane=job`) {
 		t.Errorf("%+v", got)
 	}
 }

@@ -42,7 +42,8 @@ func (t turn) answer() string {
 	return encode(f.value("summary", schema))
 }
 
-// conversationSummary answers the runtime's request to summarize a conversation with the beginnings of its newest messages.
+// conversationSummary answers the runtime's request to summarize a conversation with the beginnings of its newest
+// messages.
 func (t turn) conversationSummary() string {
 	var request struct {
 		Before   *string `json:"summary_so_far"`
@@ -80,7 +81,8 @@ func (t turn) findings() string {
 	case len(lines)+len(recorded) == 0:
 		return t.withoutCalls()
 	case len(lines) == 0:
-		first = fmt.Sprintf(t.texts["recorded"], t.count(len(recorded), "item"), truncate(append(factLines(t.prompt), oneLine(t.prompt))[0], 150))
+		first = fmt.Sprintf(t.texts["recorded"], t.count(len(recorded), "item"),
+			truncate(append(factLines(t.prompt), oneLine(t.prompt))[0], 150))
 	case len(lines)+len(recorded) == 1:
 		first, lines = strings.TrimRight(lines[0], ".")+".", nil
 	case len(found) == 0:
@@ -128,7 +130,8 @@ func (t turn) fixedText(key string) string {
 		if tl.changes() {
 			line += t.texts["when_ordered"]
 		}
-		names, descriptions = append(names, tl.name), append(descriptions, line+": "+truncate(oneLine(tl.description), maxDescription))
+		names, descriptions = append(names, tl.name),
+			append(descriptions, line+": "+truncate(oneLine(tl.description), maxDescription))
 	}
 	switch {
 	case key == "identity" && t.identity != "":

@@ -92,7 +92,8 @@ func (f *filler) value(name string, schema map[string]any) any {
 
 // number returns the message's number for a parameter, or a small one, within the schema's bounds.
 func (f *filler) number(name string, schema map[string]any) float64 {
-	text := cmp.Or(f.find(spoken(name)+`(?:\s*[:=]\s*|\s+)(\d+(?:\.\d+)?)`), f.find(`(\d+(?:\.\d+)?)\s+`+spoken(name)), "1")
+	text := cmp.Or(f.find(spoken(name)+`(?:\s*[:=]\s*|\s+)(\d+(?:\.\d+)?)`), f.find(`(\d+(?:\.\d+)?)\s+`+spoken(name)),
+		"1")
 	n, err := strconv.ParseFloat(text, 64)
 	if err != nil {
 		n = 1
@@ -114,7 +115,8 @@ func (f *filler) string(name string) string {
 		return text
 	}
 	for _, c := range f.calls {
-		if m := regexp.MustCompile(`"` + name + `(?:_name)?":\s*"([^"]+)"`).FindStringSubmatch(c.result); m != nil && !c.failed {
+		if m := regexp.MustCompile(`"` + name + `(?:_name)?":\s*"([^"]+)"`).FindStringSubmatch(c.result); m != nil &&
+			!c.failed {
 			return m[1]
 		}
 	}
@@ -127,7 +129,8 @@ func (f *filler) string(name string) string {
 
 // formats are patterns for values of a schema's format.
 var formats = map[string]string{
-	"date": `(\d{4}-\d\d-\d\d)`, "email": `([\w.+-]+@[\w-]+(?:\.[\w-]+)+)`, "uri": `(https?://[^\s"'<>)]+)`, "uuid": `([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})`,
+	"date": `(\d{4}-\d\d-\d\d)`, "email": `([\w.+-]+@[\w-]+(?:\.[\w-]+)+)`, "uri": `(https?://[^\s"'<>)]+)`,
+	"uuid": `([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})`,
 }
 
 // find returns the group of a pattern in the prompt.

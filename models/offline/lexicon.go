@@ -62,13 +62,15 @@ func textsFor(message string) map[string]string {
 
 // wordsOf returns a text's words in lower case and without accents.
 func wordsOf(text string) []string {
-	plain := strings.NewReplacer("á", "a", "é", "e", "í", "i", "ó", "o", "ú", "u", "ü", "u", "ñ", "n").Replace(strings.ToLower(text))
+	plain := strings.NewReplacer("á", "a", "é", "e", "í", "i", "ó", "o", "ú", "u", "ü", "u", "ñ",
+		"n").Replace(strings.ToLower(text))
 	return strings.FieldsFunc(plain, func(r rune) bool { return !unicode.IsLetter(r) && !unicode.IsDigit(r) })
 }
 
 // keywords returns up to six words of a text without stop words.
 func keywords(text string) []string {
-	list := slices.DeleteFunc(wordsOf(text), func(word string) bool { return listed("stop_words", word) || len(word) > 30 })
+	list := slices.DeleteFunc(wordsOf(text),
+		func(word string) bool { return listed("stop_words", word) || len(word) > 30 })
 	return list[:min(len(list), 6)]
 }
 

@@ -31,30 +31,48 @@ func answers(text string) func(string) string { return func(string) string { ret
 func caretaker() []skill {
 	return []skill{
 		{
-			"table_sizes", "Tables by total size", `{"type":"object","properties":{"limit":{"type":"integer","default":5}},"required":["limit"]}`,
+			"table_sizes", "Tables by total size",
+			`{"type":"object","properties":{"limit":{"type":"integer","default":5}},"required":["limit"]}`,
 			answers(`[{"table":"orders","total_bytes":8192000},{"table":"events","total_bytes":4096000}]`),
 		},
-		{"dead_rows", "Dead rows that vacuum has not removed yet, by table", none, answers(`{"rows":[{"table":"events","dead":1234}]}`)},
 		{
-			"slow_queries", "Queries running longer than a threshold", `{"type":"object","properties":{"seconds":{"type":"number","minimum":5}},"required":["seconds"]}`,
+			"dead_rows", "Dead rows that vacuum has not removed yet, by table", none,
+			answers(`{"rows":[{"table":"events","dead":1234}]}`),
+		},
+		{
+			"slow_queries", "Queries running longer than a threshold",
+			`{"type":"object","properties":{"seconds":{"type":"number","minimum":5}},"required":["seconds"]}`,
 			answers(`[]`),
 		},
-		{"replication_lag", "Lag of each replica of the database", none, answers(`{"error":"sql","message":"relation pg_lag does not exist"}`)},
 		{
-			"table_details", "Columns and statistics of one table", `{"type":"object","properties":{"table":{"type":"string"}},"required":["table"]}`,
+			"replication_lag", "Lag of each replica of the database", none,
+			answers(`{"error":"sql","message":"relation pg_lag does not exist"}`),
+		},
+		{
+			"table_details", "Columns and statistics of one table",
+			`{"type":"object","properties":{"table":{"type":"string"}},"required":["table"]}`,
 			answers(`{"table":"orders","columns":7}`),
 		},
-		{"vacuum_table", "Vacuum a table now", `{"type":"object","properties":{"table":{"type":"string"}},"required":["table"]}`, answers(`{"done":true}`)},
+		{
+			"vacuum_table", "Vacuum a table now",
+			`{"type":"object","properties":{"table":{"type":"string"}},"required":["table"]}`, answers(`{"done":true}`),
+		},
 		{"weather", "The forecast for a city", none, answers(`{"degrees":21}`)},
 	}
 }
 
 func bookkeeping() []skill {
 	return []skill{
-		{"complete_step", "Report a step as done", `{"type":"object","additionalProperties":false,"required":["step_id","result"],
-			"properties":{"step_id":{"type":"string"},"result":{"type":"string","minLength":1}}}`, answers(`{"status":"done"}`)},
-		{"fail_step", "Report that a step did not work", `{"type":"object","additionalProperties":false,"required":["step_id","reason"],
-			"properties":{"step_id":{"type":"string"},"reason":{"type":"string","minLength":1}}}`, answers(`{"status":"noted"}`)},
+		{
+			"complete_step", "Report a step as done",
+			`{"type":"object","additionalProperties":false,"required":["step_id","result"],
+			"properties":{"step_id":{"type":"string"},"result":{"type":"string","minLength":1}}}`, answers(`{"status":"done"}`),
+		},
+		{
+			"fail_step", "Report that a step did not work",
+			`{"type":"object","additionalProperties":false,"required":["step_id","reason"],
+			"properties":{"step_id":{"type":"string"},"reason":{"type":"string","minLength":1}}}`, answers(`{"status":"noted"}`),
+		},
 		{"add_steps", "Plan further steps", `{"type":"object","additionalProperties":false,"required":["titles"],
 			"properties":{"titles":{"type":"array","minItems":1,"maxItems":10,"items":{"type":"string","minLength":1}}}}`, answers(`[]`)},
 		{"remember", "Keep a fact", `{"type":"object","additionalProperties":false,"required":["key","value"],
@@ -172,7 +190,10 @@ func TestObjectiveIsAdvanced(t *testing.T) {
 			t.Errorf("a finished step was settled again: %s", call)
 		}
 	}
-	if !slices.ContainsFunc(calls, func(c string) bool { return strings.HasPrefix(c, "complete_step") && strings.Contains(c, "0192f-d") }) {
+	if !slices.ContainsFunc(calls, func(c string) bool {
+		return strings.HasPrefix(c, "complete_step") &&
+			strings.Contains(c, "0192f-d")
+	}) {
 		t.Errorf("the summing-up step was not completed:\n%s", strings.Join(calls, "\n"))
 	}
 	first, _, _ := strings.Cut(text, "\n")
@@ -183,7 +204,8 @@ func TestObjectiveIsAdvanced(t *testing.T) {
 
 func TestObjectiveWithoutStepsIsPlanned(t *testing.T) {
 	t.Parallel()
-	calls, _ := talk(t, "Objective o (round 1): Watch table sizes.\n\nSteps:\n(none yet)\n", append(caretaker(), bookkeeping()...))
+	calls, _ := talk(t, "Objective o (round 1): Watch table sizes.\n\nSteps:\n(none yet)\n",
+		append(caretaker(), bookkeeping()...))
 	if !slices.ContainsFunc(calls, func(c string) bool {
 		return strings.HasPrefix(c, "add_steps") && strings.Contains(c, "table_sizes") && !strings.Contains(c, "Report")
 	}) {
@@ -196,7 +218,8 @@ func TestReflectionRemembersTroubleFirst(t *testing.T) {
 	prompt := "Reflect on the last 7 days of your own performance.\n\nModel tokens: 120, cost: 0.0000 USD.\nSkills:\n" +
 		"- table_sizes (enabled): 9 calls, 100 % succeeded, 0 in a row\n- replication_lag (disabled): 3 calls, 0 % succeeded, 3 failures in a row\n"
 	calls, text := talk(t, prompt, bookkeeping()[3:])
-	if len(calls) != 2 || !strings.Contains(calls[0], `"key":"replication_lag"`) || !strings.Contains(calls[0], "3 failures in a row") {
+	if len(calls) != 2 || !strings.Contains(calls[0], `"key":"replication_lag"`) ||
+		!strings.Contains(calls[0], "3 failures in a row") {
 		t.Errorf("calls:\n%s", strings.Join(calls, "\n"))
 	}
 	if !strings.Contains(text, "3 failures in a row") {
@@ -235,20 +258,37 @@ func TestNamesAreTakenFromResultsAndNotInvented(t *testing.T) {
 func TestArgumentsFitTheirSchema(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct{ schema, want string }{
-		"default":     {`{"type":"object","properties":{"a":{"type":"integer","default":3}},"required":["a"]}`, `{"a":3}`},
-		"enum":        {`{"type":"object","properties":{"a":{"enum":["x","y"]}},"required":["a"]}`, `{"a":"x"}`},
-		"const":       {`{"type":"object","properties":{"a":{"const":true}},"required":["a"]}`, `{"a":true}`},
-		"example":     {`{"type":"object","properties":{"a":{"type":"string","examples":["e"]}},"required":["a"]}`, `{"a":"e"}`},
-		"minimum":     {`{"type":"object","properties":{"a":{"type":"integer","minimum":12}},"required":["a"]}`, `{"a":12}`},
-		"maximum":     {`{"type":"object","properties":{"days":{"type":"integer","maximum":4}},"required":["days"]}`, `{"days":4}`},
+		"default": {`{"type":"object","properties":{"a":{"type":"integer","default":3}},"required":["a"]}`, `{"a":3}`},
+		"enum":    {`{"type":"object","properties":{"a":{"enum":["x","y"]}},"required":["a"]}`, `{"a":"x"}`},
+		"const":   {`{"type":"object","properties":{"a":{"const":true}},"required":["a"]}`, `{"a":true}`},
+		"example": {
+			`{"type":"object","properties":{"a":{"type":"string","examples":["e"]}},"required":["a"]}`,
+			`{"a":"e"}`,
+		},
+		"minimum": {`{"type":"object","properties":{"a":{"type":"integer","minimum":12}},"required":["a"]}`, `{"a":12}`},
+		"maximum": {
+			`{"type":"object","properties":{"days":{"type":"integer","maximum":4}},"required":["days"]}`,
+			`{"days":4}`,
+		},
 		"from prompt": {`{"type":"object","properties":{"days":{"type":"integer"}},"required":["days"]}`, `{"days":30}`},
 		"boolean":     {`{"type":"object","properties":{"a":{"type":"boolean"}},"required":["a"]}`, `{"a":false}`},
-		"nested":      {`{"type":"object","properties":{"a":{"type":"object","properties":{"b":{"type":"boolean"}},"required":["b"]}},"required":["a"]}`, `{"a":{"b":false}}`},
-		"array":       {`{"type":"object","properties":{"a":{"type":"array","items":{"type":"integer"},"minItems":2}},"required":["a"]}`, `{"a":[1,1]}`},
-		"date":        {`{"type":"object","properties":{"a":{"type":"string","format":"date"}},"required":["a"]}`, `{"a":"2026-03-04"}`},
-		"free text":   {`{"type":"object","properties":{"query":{"type":"string","maxLength":8}},"required":["query"]}`, `{"query":"Growth o"}`},
-		"optional":    {`{"type":"object","properties":{"a":{"type":"string"}}}`, `{}`},
-		"no schema":   {`{}`, `{}`},
+		"nested": {
+			`{"type":"object","properties":{"a":{"type":"object","properties":{"b":{"type":"boolean"}},"required":["b"]}},"required":["a"]}`, `{"a":{"b":false}}`,
+		},
+		"array": {
+			`{"type":"object","properties":{"a":{"type":"array","items":{"type":"integer"},"minItems":2}},"required":["a"]}`,
+			`{"a":[1,1]}`,
+		},
+		"date": {
+			`{"type":"object","properties":{"a":{"type":"string","format":"date"}},"required":["a"]}`,
+			`{"a":"2026-03-04"}`,
+		},
+		"free text": {
+			`{"type":"object","properties":{"query":{"type":"string","maxLength":8}},"required":["query"]}`,
+			`{"query":"Growth o"}`,
+		},
+		"optional":  {`{"type":"object","properties":{"a":{"type":"string"}}}`, `{}`},
+		"no schema": {`{}`, `{}`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			prompt := "Growth over the last 30 days since 2026-03-04"
@@ -263,7 +303,8 @@ func TestArgumentsFitTheirSchema(t *testing.T) {
 func TestEveryConversationEnds(t *testing.T) {
 	t.Parallel()
 	for name, result := range map[string]string{
-		"errors": `{"error":"INVALID_PARAMS"}`, "nothing": "", "prose": "Error: no", "nested": `{"a":{"b":[{"c":[1,2]}]}}`, "cut": `[{"table":"x","n":1},{"ta … (9 of 99 bytes shown)`,
+		"errors": `{"error":"INVALID_PARAMS"}`, "nothing": "", "prose": "Error: no", "nested": `{"a":{"b":[{"c":[1,2]}]}}`,
+		"cut": `[{"table":"x","n":1},{"ta … (9 of 99 bytes shown)`,
 	} {
 		t.Run(name, func(t *testing.T) {
 			all := append(caretaker(), bookkeeping()...)
@@ -287,7 +328,8 @@ func TestNothingRelevantIsSaidHonestly(t *testing.T) {
 
 func post(t *testing.T, url, body string) (int, string) {
 	t.Helper()
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url+"/v1/chat/completions", strings.NewReader(body))
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url+"/v1/chat/completions",
+		strings.NewReader(body))
 	require.NoError(t, err)
 	resp, err := http.DefaultClient.Do(req)
 	require.NoError(t, err)

@@ -18,10 +18,11 @@ const orderVerbs = `(?i)(?:^|\W)(?:call|run|use|execute|invoke|try|ejecuta|ejecu
 	`\s+(?:(?:the|la|el)\s+)?(?:(?:tool|skill|herramienta|habilidad)\s+)?["'` + "`" + `]?`
 
 var (
-	anyOrder    = regexp.MustCompile(orderVerbs + `([a-z][a-z0-9]*_[a-z0-9_]+)`)
-	negated     = regexp.MustCompile(`(?i)\b(?:not|never|don't|without|no|nunca|sin)\s*$`)
-	quoted      = regexp.MustCompile(`"(?:[^"\\]|\\.)*(?:"|$)`)
-	jsonObject  = regexp.MustCompile("(?i)^[\"'`]?\\s*(?:(?:with|using|con|arguments?|args|argumentos)\\s*)*[:(]?\\s*(?:```(?:json)?)?\\s*(\\{(?s:.*))$")
+	anyOrder   = regexp.MustCompile(orderVerbs + `([a-z][a-z0-9]*_[a-z0-9_]+)`)
+	negated    = regexp.MustCompile(`(?i)\b(?:not|never|don't|without|no|nunca|sin)\s*$`)
+	quoted     = regexp.MustCompile(`"(?:[^"\\]|\\.)*(?:"|$)`)
+	jsonObject = regexp.MustCompile(
+		"(?i)^[\"'`]?\\s*(?:(?:with|using|con|arguments?|args|argumentos)\\s*)*[:(]?\\s*(?:```(?:json)?)?\\s*(\\{(?s:.*))$")
 	discouraged = regexp.MustCompile(`(?i)\bbroken\b|always fails|deprecated|do not (?:use|call)`)
 	bookkeeping = regexp.MustCompile(`^(?:complete_step|fail_step|add_steps|remember)$`)
 	navigation  = regexp.MustCompile(`^(?:skill_search|read_result)$`) // leads to other tools or to the rest of a result
@@ -42,7 +43,10 @@ func plan(t turn) reply {
 	}
 	for _, rule := range rules {
 		calls := slices.DeleteFunc(rule(), func(next call) bool {
-			return slices.ContainsFunc(t.calls, func(c call) bool { return c.name == next.name && c.arguments == next.arguments })
+			return slices.ContainsFunc(t.calls, func(c call) bool {
+				return c.name == next.name &&
+					c.arguments == next.arguments
+			})
 		})
 		if len(calls) > 0 {
 			return reply{calls: calls}
@@ -130,11 +134,13 @@ func (tl tool) score(subject []string) int {
 	return 3*overlap(subject, stems(tl.name)) + overlap(subject, stems(tl.description))
 }
 
-// relevant returns the read-only tools close to the message, and the closest one of each open step. The closest come first.
+// relevant returns the read-only tools close to the message, and the closest one of each open step. The closest come
+// first.
 func (t turn) relevant() []tool {
 	scores, best := map[string]int{}, 0
 	reads := slices.DeleteFunc(slices.Clone(t.tools), func(tl tool) bool {
-		return bookkeeping.MatchString(tl.name) || navigation.MatchString(tl.name) || tl.changes() || discouraged.MatchString(tl.description)
+		return bookkeeping.MatchString(tl.name) || navigation.MatchString(tl.name) || tl.changes() ||
+			discouraged.MatchString(tl.description)
 	})
 	rank := func(text string) {
 		subject := stems(text)
@@ -167,7 +173,8 @@ func (tl tool) changes() bool {
 		return false
 	}
 	isVerb := func(word string) bool {
-		return word != "" && (listed("change_verbs", word) || listed("change_verbs", strings.TrimSuffix(word, "s")) || listed("change_verbs", strings.TrimSuffix(word, "es")))
+		return word != "" && (listed("change_verbs", word) || listed("change_verbs", strings.TrimSuffix(word, "s")) ||
+			listed("change_verbs", strings.TrimSuffix(word, "es")))
 	}
 	first, _, _ := strings.Cut(description, " ")
 	parts := strings.FieldsFunc(strings.ToLower(tl.name), func(r rune) bool { return !unicode.IsLetter(r) })
@@ -192,7 +199,8 @@ func (t turn) matchIntent() (reply, bool) {
 		}
 		m = append(m, "", "") // absent groups
 		subject := strings.TrimSpace(m[1])
-		values := strings.NewReplacer("$key", memoryKey(subject), "$words", strings.Join(keywords(subject), " "), "$1", subject, "$2", m[2], "$document", t.document)
+		values := strings.NewReplacer("$key", memoryKey(subject), "$words", strings.Join(keywords(subject), " "), "$1",
+			subject, "$2", m[2], "$document", t.document)
 		arguments := map[string]any{}
 		for parameter, value := range in.Arguments {
 			if text, isText := value.(string); isText {

@@ -16,7 +16,8 @@ var (
 	noSteps = regexp.MustCompile(`(?i)\bsteps?:?\s*\(?(?:none|no steps)`)
 	trouble = regexp.MustCompile(`(?i)\b(?:fail|error|disabl|slow|broken|stall)`)
 	// noEvidence matches skills that prove no step of an objective, as the runtime defines it.
-	noEvidence = regexp.MustCompile(`^(?:objective_|automation_|skill_|remember$|complete_step$|fail_step$|add_steps$|objectives_list$|recent_activity$|read_result$)`)
+	noEvidence = regexp.MustCompile(
+		`^(?:objective_|automation_|skill_|remember$|complete_step$|fail_step$|add_steps$|objectives_list$|recent_activity$|read_result$)`)
 )
 
 // reports returns the bookkeeping: outcomes of steps, a plan where there is none, and facts to remember.
@@ -64,14 +65,17 @@ func (t turn) reports() []call {
 	if len(t.work()) == 0 {
 		for _, line := range factLines(t.prompt) {
 			subject, _, _ := strings.Cut(line, "(")
-			add("remember", map[string]any{"key": memoryKey(subject), "category": "observation", "value": truncate(line, maxFacts)})
+			add("remember", map[string]any{
+				"key": memoryKey(subject), "category": "observation",
+				"value": truncate(line, maxFacts),
+			})
 		}
 	}
 	return calls
 }
 
-// evidence pairs each open step with a call of its own, as the runtime demands: one that the title names, else a related
-// one. A successful call comes before a failed one. A step that sums up accepts any successful call.
+// evidence pairs each open step with a call of its own, as the runtime demands: one that the title names, else a
+// related one. A successful call comes before a failed one. A step that sums up accepts any successful call.
 func (t turn) evidence() map[string]call {
 	pairs := map[string]call{}
 	free := slices.DeleteFunc(t.work(), func(c call) bool { return noEvidence.MatchString(c.name) })
@@ -106,7 +110,8 @@ func (t turn) reported(s step) bool {
 	})
 }
 
-// factLines returns the list items of a text with figures, with trouble first. Without items it returns the other lines.
+// factLines returns the list items of a text with figures, with trouble first. Without items it returns the other
+// lines.
 func factLines(text string) []string {
 	var items, others []string
 	for line := range strings.Lines(text) {

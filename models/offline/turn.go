@@ -44,15 +44,20 @@ type step struct {
 }
 
 var (
-	foreign      = regexp.MustCompile(`(?s)<delivery\b.*(?:</delivery>|$)|\[Document [\w-]+: ".*$|What caused this task, as data and not as instructions .*$`)
-	attached     = regexp.MustCompile(`(?m)^\[Document ([\w-]+): "`)
-	preamble     = regexp.MustCompile(`(?s)^\[Context from the runtime\..*?\n\[End of context\]\n\n`)
-	polite       = regexp.MustCompile(`(?i)^(?:[\s¿¡]|(?:please|por favor|can you|could you|would you|puedes|podr[ií]as|hey|hi|hello|hola|ok|okay|so|oye|and now)\b[,.!:]?\s+)+`)
-	again        = regexp.MustCompile(`(?i)^(?:(?:do (?:it|that)|try|and|y)\s+)?(?:again|once more|one more time|repeat(?: that| it)?|otra vez|de nuevo|rep[ií]telo)[\s!.?]*$`)
-	identityLine = regexp.MustCompile(`(?s)Your name in this installation is "([^"]+)"\.(?:.*?\n# Instructions\n\nYou are (.+?)(?:[.!?](?:\s|$)|\n|$))?`)
-	errorText    = regexp.MustCompile(`(?i)^\s*(?:error|tool call failed|tool '|failed)`)
-	stepLine     = regexp.MustCompile(`(?im)^[\s>*-]*step\s+([0-9a-z][0-9a-z_-]*)\s*:\s*(\S.*)$`)
-	stepStatus   = regexp.MustCompile(`(?i)\s*\((?:(done|completed?|failed|skipped|cancelled)|pending|open|in progress|running)\).*`)
+	foreign = regexp.MustCompile(
+		`(?s)<delivery\b.*(?:</delivery>|$)|\[Document [\w-]+: ".*$|What caused this task, as data and not as instructions .*$`)
+	attached = regexp.MustCompile(`(?m)^\[Document ([\w-]+): "`)
+	preamble = regexp.MustCompile(`(?s)^\[Context from the runtime\..*?\n\[End of context\]\n\n`)
+	polite   = regexp.MustCompile(
+		`(?i)^(?:[\s¿¡]|(?:please|por favor|can you|could you|would you|puedes|podr[ií]as|hey|hi|hello|hola|ok|okay|so|oye|and now)\b[,.!:]?\s+)+`)
+	again = regexp.MustCompile(
+		`(?i)^(?:(?:do (?:it|that)|try|and|y)\s+)?(?:again|once more|one more time|repeat(?: that| it)?|otra vez|de nuevo|rep[ií]telo)[\s!.?]*$`)
+	identityLine = regexp.MustCompile(
+		`(?s)Your name in this installation is "([^"]+)"\.(?:.*?\n# Instructions\n\nYou are (.+?)(?:[.!?](?:\s|$)|\n|$))?`)
+	errorText  = regexp.MustCompile(`(?i)^\s*(?:error|tool call failed|tool '|failed)`)
+	stepLine   = regexp.MustCompile(`(?im)^[\s>*-]*step\s+([0-9a-z][0-9a-z_-]*)\s*:\s*(\S.*)$`)
+	stepStatus = regexp.MustCompile(
+		`(?i)\s*\((?:(done|completed?|failed|skipped|cancelled)|pending|open|in progress|running)\).*`)
 )
 
 // parse reads a request. Of the earlier messages, it uses attachments and what "again" repeats.
@@ -85,7 +90,10 @@ func parse(req openai.ChatCompletionRequest) turn {
 	t.readCalls(req.Messages[last+1:])
 	for _, m := range stepLine.FindAllStringSubmatch(t.prompt, -1) {
 		state := stepStatus.FindStringSubmatch(m[2])
-		t.steps = append(t.steps, step{id: m[1], title: stepStatus.ReplaceAllString(m[2], ""), open: state == nil || state[1] == ""})
+		t.steps = append(t.steps, step{
+			id: m[1], title: stepStatus.ReplaceAllString(m[2], ""),
+			open: state == nil || state[1] == "",
+		})
 	}
 	t.texts = lexicon.Texts["en"]
 	if !t.isTask() {

@@ -19,14 +19,6 @@ import (
 // skipped lists directories whose files come from elsewhere, or are never edited again.
 var skipped = []string{".git", ".bin", "bin", ".agent", "testdata", "changes", "node_modules", "axe", "gitleaks"}
 
-// wide lists directories whose Go lines are not checked yet.
-var wide = []string{
-	"activity/", "api/", "automations/", "bench/", "builtins/", "cmd/", "engineroom/", "executions/", "flows/",
-	"internal/batch/", "internal/config/", "internal/outbox/", "internal/redact/", "lanes/", "mcp/", "memory/",
-	"migrations/", "models/", "objectives/", "reason/", "selfheal/", "skills/", "surfaces/", "threads/", "trace/",
-	"webhooks/", "why/", "workspace/",
-}
-
 func main() {
 	found, err := check(os.DirFS("."), os.Args[1], os.Stdout)
 	if err != nil {
@@ -63,8 +55,7 @@ func check(tree fs.FS, list string, out io.Writer) (found int, err error) {
 			return err
 		}
 		found += reportWords(path, string(text), replacements, out)
-		if strings.HasSuffix(path, ".go") && !slices.ContainsFunc(wide,
-			func(dir string) bool { return strings.HasPrefix(path, dir) }) {
+		if strings.HasSuffix(path, ".go") {
 			found += reportWidth(path, string(text), out)
 		}
 		return nil

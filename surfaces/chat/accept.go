@@ -75,7 +75,8 @@ func (a UserMessage) principal() threads.Principal {
 // input returns the input of the turn, or of the relay to an execution.
 func (a UserMessage) input(to string) input {
 	return input{
-		Owner: a.Owner, Visitor: a.principal().Proof, Thread: a.thread, Name: a.Name, Model: a.Model, MaxTokens: a.MaxTokens, Hash: a.Hash, To: to,
+		Owner: a.Owner, Visitor: a.principal().Proof, Thread: a.thread, Name: a.Name, Model: a.Model, MaxTokens: a.MaxTokens,
+		Hash: a.Hash, To: to,
 		Response: a.response, Form: a.form, Unseen: a.unseen,
 	}
 }
@@ -313,7 +314,9 @@ func queueThreadLock(b *pgx.Batch, thread string) {
 }
 
 // runTurn runs an inserted turn in this process. The turn does not end with ctx and holds its admission.
-func (c *Chat) runTurn(ctx context.Context, x executions.Execution, place *admission.Hold, stored *storedMessages) startedTurn {
+func (c *Chat) runTurn(
+	ctx context.Context, x executions.Execution, place *admission.Hold, stored *storedMessages,
+) startedTurn {
 	if place != nil {
 		place.Keep()
 	}
@@ -363,7 +366,8 @@ func (c *Chat) replay(ctx context.Context, a UserMessage, x executions.Execution
 			Param: "Idempotency-Key", Message: "This Idempotency-Key was used for another request.",
 		}
 	case !x.Status.Ended():
-		r := conflict("still_running", "The first request with this Idempotency-Key is still being answered; attach to it with GET /v1/chat/completions/%s.", id)
+		r := conflict("still_running", "The first request with this Idempotency-Key is still being answered; attach to it "+
+			"with GET /v1/chat/completions/%s.", id)
 		r.CompletionID, r.RetryAfter = id, retrySoon
 		return startedTurn{}, r
 	}
@@ -375,7 +379,8 @@ func (c *Chat) replay(ctx context.Context, a UserMessage, x executions.Execution
 // newThread returns the thread that the message creates.
 func (a UserMessage) newThread() threads.Thread {
 	return threads.Thread{
-		ID: a.thread, Name: a.Name, Channel: cmp.Or(a.Channel, channel), Agent: agentName(a.agent), Participant: truncate(a.Participant, 200),
+		ID: a.thread, Name: a.Name, Channel: cmp.Or(a.Channel, channel), Agent: agentName(a.agent),
+		Participant: truncate(a.Participant, 200),
 	}
 }
 
@@ -477,9 +482,11 @@ func threadError(err error) error {
 	case errors.Is(err, threads.ErrForeign), errors.Is(err, threads.ErrNotFound), errors.Is(err, threads.ErrToken):
 		return unknown("thread_not_found", "There is no such thread.")
 	case errors.Is(err, threads.ErrTaken):
-		return conflict("thread_name_taken", "You have another thread of that name. Send X-Thread-Join with another X-Thread-Id, or without one.")
+		return conflict("thread_name_taken", "You have another thread of that name. Send X-Thread-Join with another "+
+			"X-Thread-Id, or without one.")
 	case postgres.Locked(err):
-		r := broken(http.StatusServiceUnavailable, "thread_locked", "This thread is busy: another transaction has it locked. Please send the message again.")
+		r := broken(http.StatusServiceUnavailable, "thread_locked", "This thread is busy: another transaction has it "+
+			"locked. Please send the message again.")
 		r.RetryAfter = retrySoon
 		return r
 	case errors.Is(err, threads.ErrInvalid):
@@ -504,12 +511,14 @@ func (c *Chat) findDocumentRequest(ctx context.Context, tx pgx.Tx, a UserMessage
 	// Lock order, as for an event: the wait, executions, the request.
 	err = tx.QueryRow(ctx, `
 		select r.id::text, pg_advisory_xact_lock(hashtextextended('wait document ' || r.id, 0))::text from (
-		  select id from agent_requests where thread_id = @thread and kind = 'document' and status = 'pending' order by id limit 1) r`,
+		  select id from agent_requests where thread_id = @thread and kind = 'document' and status = 'pending'
+		    order by id limit 1) r`,
 		postgres.Strict{"thread": a.thread}).Scan(&r.id, nil)
 	if err == nil {
 		err = tx.QueryRow(ctx, `
 			select coalesce((select id::text from agent_executions
-			                  where waiting_for = 'document' and waiting_key = @id and (status = 'waiting') is true order by id limit 1 for no key update), '')`,
+			                  where waiting_for = 'document' and waiting_key = @id and (status = 'waiting') is true
+			                    order by id limit 1 for no key update), '')`,
 			postgres.Strict{"id": r.id}).Scan(&r.waiter)
 	}
 	if err == nil {
@@ -551,7 +560,9 @@ func (r documentRequest) deliver(ctx context.Context, c *Chat, tx pgx.Tx, x exec
 }
 
 // relayDocuments stores a message whose files an execution waits for, resumes that, and relays its messages.
-func (c *Chat) relayDocuments(ctx context.Context, tx pgx.Tx, a UserMessage, r documentRequest) (x executions.Execution, created bool, err error) {
+func (c *Chat) relayDocuments(
+	ctx context.Context, tx pgx.Tx, a UserMessage, r documentRequest,
+) (x executions.Execution, created bool, err error) {
 	s := a.spec()
 	s.Flow, s.Input = RelayFlow, a.input(r.waiter)
 	if x, created, err = c.Engine.InsertClaimed(ctx, tx, s); err != nil || !created {
@@ -605,7 +616,8 @@ func (c *Chat) emptyRelayAnswer(ctx context.Context, in input, said int) (string
 	case len(missing) == 0:
 		return passedOn, nil
 	}
-	return clean(question + "\n\nStill missing: " + strings.Join(missing, ", ") + ". Send each as a file with your next message."), nil
+	return clean(question + "\n\nStill missing: " + strings.Join(missing, ", ") +
+		". Send each as a file with your next message."), nil
 }
 
 // Answer is the answer to a message.

@@ -119,8 +119,8 @@ type Chat struct {
 	Agents *agents.Directory
 	// Visitor returns the name of the key of a request. The key owns the threads that the request creates. Default: "".
 	Visitor func(r *http.Request) string
-	// Browser reports whether browsers hold a key. Its visitors then need a token each, and a request without one creates a
-	// visitor. Default: none.
+	// Browser reports whether browsers hold a key. Its visitors then need a token each, and a request without one
+	// creates a visitor. Default: none.
 	Browser func(key string) bool
 	// Address returns the client address of a request, for the rate limit; default clientip.Key.
 	Address       func(r *http.Request) string
@@ -242,8 +242,8 @@ func newLimits(perMinute int) *limits {
 	return &limits{perMinute: perMinute, known: map[visitorKey]*list.Element{}, recent: list.New()}
 }
 
-// reserve counts a message for a name with share times the usual rate. It returns the wait until the message is allowed;
-// 0: now.
+// reserve counts a message for a name with share times the usual rate. It returns the wait until the message is
+// allowed; 0: now.
 func (l *limits) reserve(name string, share int) time.Duration {
 	if l.perMinute < 0 {
 		return 0

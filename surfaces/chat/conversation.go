@@ -25,9 +25,9 @@ const (
 	maxActive    = 20 // unfinished answers of a page
 )
 
-// ConversationItemsHandler serves GET /v1/conversations/{id}/items: OpenAI's list of the items of a conversation, newest
-// first unless order=asc. An unfinished answer has the status in_progress and the id msg_ with the id of its execution:
-// GET /v1/responses/resp_… attaches to it.
+// ConversationItemsHandler serves GET /v1/conversations/{id}/items: OpenAI's list of the items of a conversation,
+// newest first unless order=asc. An unfinished answer has the status in_progress and the id msg_ with the id of its
+// execution: GET /v1/responses/resp_… attaches to it.
 func (c *Chat) ConversationItemsHandler() http.Handler { return c.handler(c.conversationItems) }
 
 // itemPage is a request for items.

@@ -45,7 +45,10 @@ func TestAConversationListsItsItems(t *testing.T) {
 	p.answerTo(t, "maria", "1")
 	p.answerTo(t, "maria", "2")
 	all := p.listItems(t, "/v1/conversations/maria/items?order=asc")
-	if got := all.texts(); !slices.Equal(got, []string{"user completed: 1", "assistant completed: One.", "user completed: 2", "assistant completed: Two."}) {
+	if got := all.texts(); !slices.Equal(got, []string{
+		"user completed: 1", "assistant completed: One.",
+		"user completed: 2", "assistant completed: Two.",
+	}) {
 		t.Errorf("ascending: %q", got)
 	}
 	var pages []string
@@ -56,7 +59,10 @@ func TestAConversationListsItsItems(t *testing.T) {
 			break
 		}
 	}
-	if !slices.Equal(pages, []string{"assistant completed: Two.", "user completed: 2", "assistant completed: One.", "user completed: 1"}) {
+	if !slices.Equal(pages, []string{
+		"assistant completed: Two.", "user completed: 2", "assistant completed: One.",
+		"user completed: 1",
+	}) {
 		t.Errorf("by pages: %q", pages)
 	}
 
@@ -74,7 +80,8 @@ func TestAConversationListsItsItems(t *testing.T) {
 	}, "the unfinished answer is listed")
 	id := strings.TrimPrefix(active.Data[0].ID, "msg_")
 	close(release)
-	if r, body := p.get(t, "/v1/chat/completions/chatcmpl-"+id+"?stream=true"); r.StatusCode != http.StatusOK || !strings.Contains(body, "long.") {
+	if r, body := p.get(t, "/v1/chat/completions/chatcmpl-"+id+"?stream=true"); r.StatusCode != http.StatusOK ||
+		!strings.Contains(body, "long.") {
 		t.Errorf("attach: %d %s", r.StatusCode, body)
 	}
 
@@ -90,7 +97,8 @@ func TestAConversationListsItsItems(t *testing.T) {
 			t.Errorf("GET %s: %d %s, want %d", path, r.StatusCode, body, status)
 		}
 	}
-	if r, body := p.get(t, "/v1/conversations/maria/items", "X-Visitor-Token", "vis_"+strings.Repeat("a", 43)); r.StatusCode != http.StatusNotFound {
+	if r, body := p.get(t, "/v1/conversations/maria/items", "X-Visitor-Token", "vis_"+
+		strings.Repeat("a", 43)); r.StatusCode != http.StatusNotFound {
 		t.Errorf("another visitor: %d %s", r.StatusCode, body)
 	}
 }

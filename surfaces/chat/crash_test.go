@@ -31,7 +31,8 @@ func loseAt(t *testing.T, db postgres.DB, table string, k int) {
 		  end if;
 		  return null;
 		end $$`, k))
-	pgtest.Exec(t, db, fmt.Sprintf(`create trigger test_lose after insert on %s for each statement execute function test_lose()`, table))
+	pgtest.Exec(t, db, fmt.Sprintf(`create trigger test_lose after insert
+		on %s for each statement execute function test_lose()`, table))
 }
 
 // TestATurnSurvivesTheLossOfItsProcessAnywhere loses the first process right after the message is stored, and after its
@@ -60,7 +61,8 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 	t.Helper()
 	w := newWorld(t)
 	script := []modeltest.Reply{
-		modeltest.Text("Let me look.").AndCall("opening", `{}`), modeltest.ToolCall("weather", `{}`), modeltest.Text("Nine, and it is sunny."),
+		modeltest.Text("Let me look.").AndCall("opening", `{}`), modeltest.ToolCall("weather", `{}`),
+		modeltest.Text("Nine, and it is sunny."),
 	}
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		answers := 0
@@ -92,7 +94,8 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 	}
 	lines := w.transcript(t, "s")
 	// Words beside a tool call may be gone when the process dies before anybody has made the call.
-	if !strings.HasSuffix(answer, "Nine, and it is sunny.") || !cmp.Equal(lines, []string{"user: When?", "assistant: " + answer}) {
+	if !strings.HasSuffix(answer, "Nine, and it is sunny.") ||
+		!cmp.Equal(lines, []string{"user: When?", "assistant: " + answer}) {
 		t.Errorf("answer %q, thread %q", answer, lines)
 	}
 	keys := map[string]bool{}
@@ -100,7 +103,8 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 		keys[r.IdempotencyKey()] = true
 	}
 	if len(keys) != len(script) || w.called("weather") > 1 {
-		t.Errorf("%d different model calls, want %d; weather was called %d times, want at most once", len(keys), len(script), w.called("weather"))
+		t.Errorf("%d different model calls, want %d; weather was called %d times, want at most once", len(keys),
+			len(script), w.called("weather"))
 	}
 	for what, sql := range map[string]string{
 		"completed":            `select bool_and(status = 'completed') and count(*) = 1 from agent_executions`,

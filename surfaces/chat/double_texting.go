@@ -64,9 +64,11 @@ func queueActiveTurns(b *pgx.Batch, thread string, before int64, list *[]activeT
 	})
 }
 
-// applyDoubleTexting enqueues or refuses the message, or interrupts the active turns. The text of an interrupted turn is
-// stored as a message, so the next turn reads it.
-func (c *Chat) applyDoubleTexting(ctx context.Context, tx pgx.Tx, a UserMessage, x executions.Execution) (cut []string, err error) {
+// applyDoubleTexting enqueues or refuses the message, or interrupts the active turns. The text of an interrupted turn
+// is stored as a message, so the next turn reads it.
+func (c *Chat) applyDoubleTexting(
+	ctx context.Context, tx pgx.Tx, a UserMessage, x executions.Execution,
+) (cut []string, err error) {
 	if c.DoubleTexting == Enqueue {
 		return nil, nil
 	}
@@ -93,7 +95,9 @@ func (c *Chat) applyDoubleTexting(ctx context.Context, tx pgx.Tx, a UserMessage,
 
 // interruptTurn cancels a turn and stores its text so far. It returns false when the turn has ended, or ends with its
 // current step.
-func (c *Chat) interruptTurn(ctx context.Context, tx pgx.Tx, thread, traceID, by, why string, b activeTurn) (bool, error) {
+func (c *Chat) interruptTurn(
+	ctx context.Context, tx pgx.Tx, thread, traceID, by, why string, b activeTurn,
+) (bool, error) {
 	status, err := executions.CancelTx(ctx, tx, b.ExecutionID, by, why)
 	if err != nil || status.Ended() && status != executions.Cancelled {
 		return false, err

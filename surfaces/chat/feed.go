@@ -151,7 +151,8 @@ func (f *feed) draft() threads.Draft {
 	return threads.Draft{Content: f.text, Settled: utf8.RuneCountInString(f.text[:f.settled])}
 }
 
-// detach ends the run of a claim in this process, unless a later claim runs here. The turn continues elsewhere or waits.
+// detach ends the run of a claim in this process, unless a later claim runs here. The turn continues elsewhere or
+// waits.
 func (f *feed) detach(claim int64) {
 	f.update(func() { f.runsHere = f.runsHere && f.claim > claim })
 }

@@ -28,7 +28,8 @@ func inBase64(content string) string { return base64.StdEncoding.EncodeToString(
 func (w *world) stored(t *testing.T) string {
 	t.Helper()
 	return pgtest.Value[string](t, w.pool, `
-		select coalesce(string_agg(concat_ws(' ', name, content_type, owner_kind, owner, convert_from(content, 'UTF8')), '; ' order by id), '')
+		select coalesce(string_agg(concat_ws(' ', name, content_type, owner_kind, owner, convert_from(content, 'UTF8')), '; '
+		  order by id), '')
 		  from agent_documents where thread_id is not null`)
 }
 
@@ -46,7 +47,8 @@ func TestAFileInsideARequestIsStoredWithItsMessage(t *testing.T) {
 	if got, want := w.stored(t), "orders.csv text/csv key site id,total"; got != want {
 		t.Errorf("stored: %s, want %s", got, want)
 	}
-	if said := w.transcript(t, "s"); !strings.Contains(said[0], `"orders.csv", text/csv, 8 B`) || !strings.Contains(said[0], "id,total") {
+	if said := w.transcript(t, "s"); !strings.Contains(said[0], `"orders.csv", text/csv, 8 B`) ||
+		!strings.Contains(said[0], "id,total") {
 		t.Errorf("the model was shown %q", said[0])
 	}
 	id := p.upload(t, "note.txt", "by its id")
@@ -59,7 +61,8 @@ func TestAFileInsideARequestIsStoredWithItsMessage(t *testing.T) {
 		t.Errorf("the model was shown %q", said[0])
 	}
 	other := p.official("shop")
-	_, err := other.Chat.Completions.New(t.Context(), withFile(pgtest.Value[string](t, w.pool, `select id::text from agent_documents where name = 'a.txt'`)))
+	_, err := other.Chat.Completions.New(t.Context(),
+		withFile(pgtest.Value[string](t, w.pool, `select id::text from agent_documents where name = 'a.txt'`)))
 	refusal(t, err, http.StatusNotFound, "file_not_found")
 }
 
@@ -122,11 +125,13 @@ func TestAnImageFileIsShownToAModelThatTakesImages(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i, r := range w.model.Requests() { // the second is of the same conversation, and its own image is too large
-		if n := strings.Count(r.Body, `"image_url"`); n != 2 || !strings.Contains(r.Body, pixel("one")) { // the type and the field
+		// the type and the field
+		if n := strings.Count(r.Body, `"image_url"`); n != 2 || !strings.Contains(r.Body, pixel("one")) {
 			t.Errorf("request %d has %d mentions of images: %.2000s", i, n, r.Body)
 		}
 	}
-	if said := w.transcript(t, "s"); !strings.Contains(said[0], "orders.csv\", image/png") || !strings.Contains(said[2], "5.0 MB") {
+	if said := w.transcript(t, "s"); !strings.Contains(said[0], "orders.csv\", image/png") ||
+		!strings.Contains(said[2], "5.0 MB") {
 		t.Errorf("the thread: %q", said)
 	}
 }
@@ -144,7 +149,8 @@ func TestAnImageFileIsDataForAModelThatTakesTextAlone(t *testing.T) {
 	if _, body := p.post(t, holding(pixel("one"), "")); !strings.Contains(body, "A name.") {
 		t.Fatal(body)
 	}
-	if sent := w.model.Requests()[0].Body; strings.Contains(sent, "image_url") || !strings.Contains(sent, "image/png, 11 B") {
+	if sent := w.model.Requests()[0].Body; strings.Contains(sent, "image_url") ||
+		!strings.Contains(sent, "image/png, 11 B") {
 		t.Errorf("the model was asked %s", sent)
 	}
 }

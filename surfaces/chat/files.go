@@ -95,12 +95,15 @@ func fileError(err error) error {
 
 // hasLongDocument reports whether the model reads only the start of a document in the conversation.
 func (p conversation) hasLongDocument() bool {
-	return slices.ContainsFunc(p.messages, func(m models.Message) bool { return strings.Contains(m.Content, documents.Continues) })
+	return slices.ContainsFunc(p.messages,
+		func(m models.Message) bool { return strings.Contains(m.Content, documents.Continues) })
 }
 
-// attachFiles attaches the files of the messages to the thread and stores the included ones. texts are the messages with
-// the part of each file that the model reads; docs are the documents of each message.
-func (c *Chat) attachFiles(ctx context.Context, tx pgx.Tx, a UserMessage) (texts []string, docs [][]documents.Document, err error) {
+// attachFiles attaches the files of the messages to the thread and stores the included ones. texts are the messages
+// with the part of each file that the model reads; docs are the documents of each message.
+func (c *Chat) attachFiles(
+	ctx context.Context, tx pgx.Tx, a UserMessage,
+) (texts []string, docs [][]documents.Document, err error) {
 	texts, docs = slices.Clone(a.Texts), make([][]documents.Document, len(a.Texts))
 	for i, files := range a.Files {
 		for _, f := range files {
@@ -129,7 +132,9 @@ func idsOf(docs [][]documents.Document) (ids []string) {
 
 // imagesWith returns the images of each message, including those among its files if the model takes images. Larger
 // images are left out.
-func (c *Chat) imagesWith(ctx context.Context, tx pgx.Tx, a UserMessage, docs [][]documents.Document) ([][]threads.Image, error) {
+func (c *Chat) imagesWith(
+	ctx context.Context, tx pgx.Tx, a UserMessage, docs [][]documents.Document,
+) ([][]threads.Image, error) {
 	images := make([][]threads.Image, len(a.Texts))
 	copy(images, a.Images)
 	if !c.agentTakesImages(a) {

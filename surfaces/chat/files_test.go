@@ -40,14 +40,16 @@ func refusal(t *testing.T, err error, status int, code string) {
 	}
 }
 
-// The official client uploads a file and names it in a message. Nobody else can, and a foreign id is as one that never was.
+// The official client uploads a file and names it in a message. Nobody else can, and a foreign id is as one that
+// never was.
 func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Two orders."), modeltest.Text("Still two."))
 	p := w.process(t, func(c *chat.Chat) { c.DocumentBytes = 1000 })
 	client := p.official("site", option.WithHeader("X-Thread-Id", "ada"))
 	up, err := client.Files.New(t.Context(), openai.FileNewParams{
-		File: openai.File(strings.NewReader("id,total\n1,9.50\n"), "../orders.csv", "text/csv"), Purpose: openai.FilePurposeUserData,
+		File:    openai.File(strings.NewReader("id,total\n1,9.50\n"), "../orders.csv", "text/csv"),
+		Purpose: openai.FilePurposeUserData,
 	})
 	if err != nil || up.Filename != "orders.csv" || up.Bytes != 16 {
 		t.Fatalf("%+v, %v", up, err)
@@ -65,7 +67,10 @@ func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 		t.Fatalf("%+v, %v", got, err)
 	}
 	said := w.transcript(t, "ada")
-	for _, want := range []string{"What is in it?", up.ID, `"orders.csv", text/csv, 16 B`, "1,9.50", "data, not instructions"} {
+	for _, want := range []string{
+		"What is in it?", up.ID, `"orders.csv", text/csv, 16 B`, "1,9.50",
+		"data, not instructions",
+	} {
 		if !strings.Contains(said[0], want) {
 			t.Errorf("%q is not in %q", want, said[0])
 		}
@@ -76,11 +81,13 @@ func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 		t.Fatal(err)
 	}
 	var bound int
-	if err := w.pool.QueryRow(t.Context(), `select count(*) from agent_documents where thread_id is not null`).Scan(&bound); err != nil || bound != 2 {
+	if err := w.pool.QueryRow(t.Context(), `select count(*) from agent_documents where thread_id is not null`).Scan(
+		&bound); err != nil || bound != 2 {
 		t.Errorf("%d documents belong to a thread, %v", bound, err)
 	}
 	_, err = client.Files.New(t.Context(), openai.FileNewParams{
-		File: openai.File(strings.NewReader(strings.Repeat("x", 1001)), "a", "text/plain"), Purpose: openai.FilePurposeUserData,
+		File:    openai.File(strings.NewReader(strings.Repeat("x", 1001)), "a", "text/plain"),
+		Purpose: openai.FilePurposeUserData,
 	})
 	refusal(t, err, 413, "file_too_large")
 }
@@ -127,7 +134,8 @@ func (p *process) upload(t *testing.T, name, content string, more ...option.Requ
 	return up.ID
 }
 
-// What a flow asked for comes as a file of a message. The flow goes on, and its words are the answer; no model is called.
+// What a flow asked for comes as a file of a message. The flow goes on, and its words are the answer; no model is
+// called.
 func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -145,7 +153,8 @@ func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 		t.Fatalf("%+v, %v", second, err)
 	}
 	p.reaches(t, id, executions.Completed)
-	if said := w.transcript(t, "t"); len(said) != 5 || !strings.Contains(said[1], "a dent") || !strings.Contains(said[2], "yes") {
+	if said := w.transcript(t, "t"); len(said) != 5 || !strings.Contains(said[1], "a dent") ||
+		!strings.Contains(said[2], "yes") {
 		t.Errorf("the thread: %q", said)
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`); n != 2 {
@@ -182,7 +191,8 @@ func TestAForeignFileAnswersNoRequest(t *testing.T) {
 	client := p.official("site", option.WithHeader("X-Thread-Id", "t"))
 	_, err = client.Chat.Completions.New(t.Context(), withFile(up.ID))
 	refusal(t, err, 404, "file_not_found")
-	if n := pgtest.Value[int](t, w.pool, `select count(*)::int from agent_messages m full join agent_events v on false where m.role = 'user' or v.event = 'DOCUMENT_UPLOADED'`); n != 0 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*)::int from agent_messages m full join agent_events v on false
+		where m.role = 'user' or v.event = 'DOCUMENT_UPLOADED'`); n != 0 {
 		t.Errorf("%d messages and events were stored", n)
 	}
 }
@@ -202,7 +212,8 @@ func TestTheModelReadsOnInALongDocument(t *testing.T) {
 	elsewhere := p.official("site", option.WithHeader("X-Thread-Id", "bea"))
 	var offered []bool
 	w.model.Handle(func(n int, r goopenai.ChatCompletionRequest) modeltest.Reply {
-		offered = append(offered, slices.ContainsFunc(r.Tools, func(t goopenai.Tool) bool { return t.Function.Name == "document_read" }))
+		offered = append(offered,
+			slices.ContainsFunc(r.Tools, func(t goopenai.Tool) bool { return t.Function.Name == "document_read" }))
 		switch last := r.Messages[len(r.Messages)-1]; {
 		case n == 0:
 			return modeltest.Text("Thank you.")
@@ -247,7 +258,8 @@ func TestAVisitorDeletesAFileThatNothingUses(t *testing.T) {
 	if err != nil || len(next.Data) != 1 || next.Data[0].ID != used || next.HasMore || next.Data[0].ExpiresAt != 0 {
 		t.Errorf("%+v, %v", next, err)
 	}
-	if r, body := p.get(t, "/v1/files/"+unused+"/content"); body != "bc" || !strings.HasPrefix(r.Header.Get("Content-Disposition"), "attachment") {
+	if r, body := p.get(t, "/v1/files/"+unused+"/content"); body != "bc" ||
+		!strings.HasPrefix(r.Header.Get("Content-Disposition"), "attachment") {
 		t.Errorf("%s, %v", body, r.Header)
 	}
 	none, err := other.Files.List(t.Context(), openai.FileListParams{})
@@ -267,7 +279,8 @@ func TestAVisitorDeletesAFileThatNothingUses(t *testing.T) {
 	}
 	_, err = client.Files.Get(t.Context(), unused)
 	refusal(t, err, 404, "file_not_found")
-	if got, err := client.Files.Get(t.Context(), used); err != nil || got.Filename != "used.txt" || got.Purpose != "user_data" {
+	if got, err := client.Files.Get(t.Context(), used); err != nil || got.Filename != "used.txt" ||
+		got.Purpose != "user_data" {
 		t.Errorf("%+v, %v", got, err)
 	}
 }

@@ -25,10 +25,11 @@ const citySchema = `{"type":"object","properties":{"population":{"type":"integer
 
 const (
 	city       = `{"population":3,"city":"Ulm"}`
-	cityFormat = `"response_format":{"type":"json_schema","json_schema":{"name":"city","strict":true,"schema":` + citySchema + `}}`
-	citySent   = `"json_schema":{"name":"city","schema":` + citySchema + `,"strict":true}`
-	cityText   = `"text":{"format":{"type":"json_schema","name":"city","strict":true,"schema":` + citySchema + `}}`
-	cityAsked  = `{"model":"agent",` + cityFormat + `,"messages":[{"role":"user","content":"Which city?"}]`
+	cityFormat = `"response_format":{"type":"json_schema","json_schema":{"name":"city","strict":true,"schema":` +
+		citySchema + `}}`
+	citySent  = `"json_schema":{"name":"city","schema":` + citySchema + `,"strict":true}`
+	cityText  = `"text":{"format":{"type":"json_schema","name":"city","strict":true,"schema":` + citySchema + `}}`
+	cityAsked = `{"model":"agent",` + cityFormat + `,"messages":[{"role":"user","content":"Which city?"}]`
 )
 
 func TestAnAnswerHasTheFormThatAClientAsksFor(t *testing.T) {
@@ -121,7 +122,8 @@ func TestAnAnswerWithoutItsFormIsCorrectedOnceAndThenRefused(t *testing.T) {
 				return
 			}
 			f := failureOf(t, body)
-			if r.StatusCode != http.StatusBadGateway || f.Code != "answer_not_in_format" || !strings.Contains(f.Message, c.why) ||
+			if r.StatusCode != http.StatusBadGateway || f.Code != "answer_not_in_format" ||
+				!strings.Contains(f.Message, c.why) ||
 				r.Header.Get("X-Should-Retry") != "false" {
 				t.Errorf("%d %s", r.StatusCode, body)
 			}
@@ -151,8 +153,9 @@ func TestAFormThatCannotBeGivenIsRefusedByName(t *testing.T) {
 	w := newWorld(t)
 	p := w.process(t)
 	for format, want := range map[string]string{
-		`{"type":"json_schema"}`:                                                   "missing_required_parameter json_schema",
-		`{"type":"json_schema","json_schema":{"schema":{}}}`:                       "missing_required_parameter json_schema.name",
+		`{"type":"json_schema"}`: "missing_required_parameter json_schema",
+		`{"type":"json_schema","json_schema":{"schema":{}}}`: "missing_required_parameter " +
+			"json_schema.name",
 		`{"type":"json_schema","json_schema":{"name":"a b"}}`:                      "invalid_json_schema json_schema.schema",
 		schemaOf(`{"type":"thing"}`):                                               "invalid_json_schema json_schema.schema",
 		schemaOf(`7`):                                                              "invalid_json_schema json_schema.schema",
@@ -199,7 +202,8 @@ func TestASchemaThatMultipliesItselfEnds(t *testing.T) {
 		p := w.process(t)
 		schema := `{"$ref":"#/$defs/A0","$defs":{` + strings.ReplaceAll(defs.String(), "anyOf", word) + `"E0":` + last + `}}`
 		began := time.Now()
-		_, body := p.post(t, `{"model":"agent","response_format":`+schemaOf(schema)+`,"messages":[{"role":"user","content":"hi"}]}`)
+		_, body := p.post(t, `{"model":"agent","response_format":`+schemaOf(schema)+
+			`,"messages":[{"role":"user","content":"hi"}]}`)
 		if failureOf(t, body).Code != "answer_not_in_format" || time.Since(began) > time.Minute {
 			t.Errorf("%s after %s: %s", last, time.Since(began), body)
 		}

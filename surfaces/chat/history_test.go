@@ -23,7 +23,8 @@ const countInserts = `
 	  insert into test_inserts select count(*) from added where role = 'user' having count(*) > 0;
 	  return null;
 	end $$;
-	create trigger test_count after insert on agent_messages referencing new table as added for each statement execute function test_count()`
+	create trigger test_count after insert on agent_messages referencing new table
+	  as added for each statement execute function test_count()`
 
 // roomy takes requests as large as the settings allow by default.
 func roomy(c *chat.Chat) { c.MaxBody = 4 << 20 }
@@ -49,10 +50,13 @@ func TestALongHistoryIsCutAndStoredInOneStatement(t *testing.T) {
 		t.Fatalf("a new thread: %d %s", r.StatusCode, body)
 	}
 	lines := w.transcript(t, "long")
-	if len(lines) != 202 || lines[0] != "user: 7800" || lines[199] != "assistant: 7999" || lines[200] != "user: first" || lines[201] != "assistant: One." {
-		t.Errorf("the thread has %d messages: %s … %s", len(lines), lines[0], strings.Join(lines[max(0, len(lines)-3):], ", "))
+	if len(lines) != 202 || lines[0] != "user: 7800" || lines[199] != "assistant: 7999" || lines[200] != "user: first" ||
+		lines[201] != "assistant: One." {
+		t.Errorf("the thread has %d messages: %s … %s", len(lines), lines[0],
+			strings.Join(lines[max(0, len(lines)-3):], ", "))
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where turn = case role when 'user' then seq else seq - 1 end`); n != 202 {
+	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where turn = case role when 'user' then seq
+		else seq - 1 end`); n != 202 {
 		t.Errorf("%d messages have their turn, want 202", n)
 	}
 	if r, body := p.post(t, invented(8000, "second"), inThread("long")...); r.StatusCode != http.StatusOK {
@@ -84,7 +88,8 @@ func TestTooManyNewMessagesAreRefused(t *testing.T) {
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user' and turn = 1`); n != 32 {
 		t.Errorf("%d messages are in the turn", n)
 	}
-	body := `{"model":"agent","messages":[` + strings.TrimSuffix(strings.Repeat(`{"role":"user","content":"x"},`, 8000), ",") + `]}`
+	body := `{"model":"agent","messages":[` +
+		strings.TrimSuffix(strings.Repeat(`{"role":"user","content":"x"},`, 8000), ",") + `]}`
 	r, answer := p.post(t, body, inThread("many")...)
 	if got := failureOf(t, answer); r.StatusCode != http.StatusBadRequest || got.Code != "too_many_messages" {
 		t.Errorf("8,000 new messages: %d %s", r.StatusCode, answer)
@@ -110,7 +115,8 @@ func TestTheFaultOfALateMessageNamesItsPlace(t *testing.T) {
 	}
 }
 
-// A turn has its place until it ends here, also when its sender has left: one thread, key or address cannot have all of them.
+// A turn has its place until it ends here, also when its sender has left: one thread, key or address cannot have all
+// of them.
 func TestTurnsUnderWayAreBounded(t *testing.T) {
 	t.Parallel()
 	g, reply := gated()
@@ -136,7 +142,8 @@ func TestTurnsUnderWayAreBounded(t *testing.T) {
 	refused := func(what, thread string) {
 		t.Helper()
 		r, body := p.post(t, message, inThread(thread)...)
-		if got := failureOf(t, body); r.StatusCode != http.StatusTooManyRequests || got.Code != "rate_limit_exceeded" || r.Header.Get("Retry-After") == "" {
+		if got := failureOf(t, body); r.StatusCode != http.StatusTooManyRequests || got.Code != "rate_limit_exceeded" ||
+			r.Header.Get("Retry-After") == "" {
 			t.Errorf("%s: %d %v %s", what, r.StatusCode, r.Header, body)
 		}
 	}

@@ -114,7 +114,9 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 }
 
 // show sends the answer of a turn, as a stream or complete.
-func (c *Chat) show(w http.ResponseWriter, r *http.Request, b startedTurn, model string, stream bool, opts streamOptions) error {
+func (c *Chat) show(
+	w http.ResponseWriter, r *http.Request, b startedTurn, model string, stream bool, opts streamOptions,
+) error {
 	stamp(w, b.exec.TraceID, b.name)
 	in, err := inputOf(b.exec)
 	if err != nil {

@@ -102,16 +102,22 @@ func TestAnImageThatCannotBeTakenIsRefused(t *testing.T) {
 	p := w.process(t, func(c *chat.Chat) { c.MaxBody = 16 << 20 })
 	large := base64.StdEncoding.EncodeToString(append([]byte("\x89PNG\x0d\x0a\x1a\x0a"), make([]byte, 5<<20)...))
 	for name, c := range map[string]struct{ url, why string }{
-		"plain http":    {"http://pictures.example.com/a.png", "https"},
-		"a file":        {"file:///etc/passwd", "https"},
-		"no host":       {"https:///a.png", "https"},
-		"a password":    {"https://a:b@example.com/a.png", "https"},
-		"a long URL":    {"https://example.com/" + strings.Repeat("a", 2048), "2048"},
-		"no base64":     {"data:image/png;base64,###", "base64"},
-		"no data":       {"data:image/png,abc", "form"},
-		"another type":  {strings.Replace(pixel("a"), "png", "gif", 1), "its data is image/png"},
-		"a page":        {"data:image/png;base64," + base64.StdEncoding.EncodeToString([]byte("<html>")), "png, jpeg, gif or webp"},
-		"a drawing":     {"data:image/svg+xml;base64," + base64.StdEncoding.EncodeToString([]byte("<svg/>")), "png, jpeg, gif or webp"},
+		"plain http":   {"http://pictures.example.com/a.png", "https"},
+		"a file":       {"file:///etc/passwd", "https"},
+		"no host":      {"https:///a.png", "https"},
+		"a password":   {"https://a:b@example.com/a.png", "https"},
+		"a long URL":   {"https://example.com/" + strings.Repeat("a", 2048), "2048"},
+		"no base64":    {"data:image/png;base64,###", "base64"},
+		"no data":      {"data:image/png,abc", "form"},
+		"another type": {strings.Replace(pixel("a"), "png", "gif", 1), "its data is image/png"},
+		"a page": {
+			"data:image/png;base64," + base64.StdEncoding.EncodeToString([]byte("<html>")),
+			"png, jpeg, gif or webp",
+		},
+		"a drawing": {
+			"data:image/svg+xml;base64," + base64.StdEncoding.EncodeToString([]byte("<svg/>")),
+			"png, jpeg, gif or webp",
+		},
 		"a large image": {"data:image/png;base64," + large, "5242880"},
 	} {
 		r, body := p.post(t, shows("hi", c.url))
@@ -122,10 +128,12 @@ func TestAnImageThatCannotBeTakenIsRefused(t *testing.T) {
 		}
 	}
 	nine := strings.Split(strings.Repeat(picture+" ", 9), " ")[:9]
-	if r, body := p.post(t, shows("hi", nine...)); r.StatusCode != http.StatusBadRequest || !strings.Contains(body, "at most 8") {
+	if r, body := p.post(t, shows("hi", nine...)); r.StatusCode != http.StatusBadRequest ||
+		!strings.Contains(body, "at most 8") {
 		t.Errorf("nine images: %d %s", r.StatusCode, body)
 	}
-	_, body := p.respond(t, "POST", "", `{"model":"agent","input":[{"role":"user","content":[{"type":"input_image","file_id":"f"}]}]}`)
+	_, body := p.respond(t, "POST", "",
+		`{"model":"agent","input":[{"role":"user","content":[{"type":"input_image","file_id":"f"}]}]}`)
 	if f := failureOf(t, body); f.Code != "unsupported_content" || *f.Param != "input[0].content" {
 		t.Error(body)
 	}

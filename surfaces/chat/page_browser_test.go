@@ -96,7 +96,8 @@ func TestThePageShowsTheGreetingInANewConversation(t *testing.T) {
 	submit(page, "Are you there?")
 	page.Until("the answer is shown", shown+` === "sales Hola, soy Nora. | You Are you there? | sales Yes."`)
 	pgtest.Eventually(t, patience, func() bool { // the answer is stored just after it was streamed
-		said := pgtest.Value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq) from agent_messages`)
+		said := pgtest.Value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq)
+			from agent_messages`)
 		return said == "assistant: Hola, soy Nora., user: Are you there?, assistant: Yes."
 	}, "the thread has the greeting once")
 	page.Click("#new")
@@ -114,8 +115,10 @@ func TestThePageSelectsAnAgent(t *testing.T) {
 	})
 	page := browser.Open(t, browser.Look{})
 	page.Go(site(t, w.house(t)) + "/chat#key=site-both")
-	page.Until("the agents are listed", `document.querySelector("#agents").value === "sales" && !document.querySelector("#agents").hidden`)
-	page.Eval(`(() => { const a = document.querySelector("#agents"); a.value = "billing"; a.dispatchEvent(new Event("change")); return 1 })()`, new(int))
+	page.Until("the agents are listed",
+		`document.querySelector("#agents").value === "sales" && !document.querySelector("#agents").hidden`)
+	page.Eval(
+		`(() => { const a = document.querySelector("#agents"); a.value = "billing"; a.dispatchEvent(new Event("change")); return 1 })()`, new(int))
 	page.Until("the page names the agent", `document.title === "billing"`)
 	submit(page, "Who are you?")
 	page.Until("the agent answers", shown+` === "You Who are you? | billing Bill here."`)
@@ -191,7 +194,8 @@ func TestThePageKeepsTheComposerInView(t *testing.T) {
 	w := newWorld(t, modeltest.Text(strings.Repeat("A long line of an answer.\n\n", 200)), modeltest.Text("Short."))
 	page := openPage(t, w.process(t), browser.Look{Width: 390, Height: 700})
 	submit(page, "Tell me all.")
-	page.Until("the answer is shown", `document.querySelector(".agent .body")?.textContent.length > 4000 && document.querySelector("#send").offsetParent`)
+	page.Until("the answer is shown",
+		`document.querySelector(".agent .body")?.textContent.length > 4000 && document.querySelector("#send").offsetParent`)
 	page.Until("the end of the answer and the composer are in view", `(() => {
 		const within = e => { const r = e.getBoundingClientRect(); return r.bottom <= innerHeight && r.bottom > 0; };
 		return within(document.querySelector("#send")) && within(document.querySelector(".agent:last-child .body > :last-child"));
@@ -216,7 +220,8 @@ func TestThePageShowsTheConversationAfterAReload(t *testing.T) {
 	page.Until("the conversation and the answer in progress are shown",
 		shown+`.startsWith("You First | nora One. | You Second | nora Two is") && !document.querySelector("#stop").hidden`)
 	close(release)
-	page.Until("the answer is complete", shown+` === "You First | nora One. | You Second | nora Two is done." && document.querySelector("#stop").hidden`)
+	page.Until("the answer is complete", shown+
+		` === "You First | nora One. | You Second | nora Two is done." && document.querySelector("#stop").hidden`)
 	noProblems(t, page)
 }
 
@@ -230,14 +235,17 @@ func TestThePageLoadsEarlierMessages(t *testing.T) {
 	thread := pgtest.Value[string](t, w.pool, `select id from agent_threads`)
 	pgtest.Exec(t, w.pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, channel, trace_id, status)
-		select $1, n, n, case n % 2 when 1 then 'user' else 'assistant' end, 'message ' || n, 'chat', '', case n % 2 when 1 then 'received' else 'sent' end
+		select $1, n, n, case n % 2 when 1 then 'user' else 'assistant' end, 'message ' || n, 'chat', '', case n % 2
+		  when 1 then 'received' else 'sent' end
 		  from generate_series(3, 60) n`, thread)
 	pgtest.Exec(t, w.pool, `update agent_threads set next_seq = 61 where id = $1`, thread)
 	page.Eval(`(location.reload(), 1)`, new(int))
-	page.Until("the latest messages are shown", `document.querySelectorAll(".message").length === 30 && `+shown+`.endsWith("nora message 60")`)
+	page.Until("the latest messages are shown", `document.querySelectorAll(".message").length === 30 && `+shown+
+		`.endsWith("nora message 60")`)
 	page.Click("#earlier")
-	page.Until("all messages are shown", `document.querySelectorAll(".message").length === 60 && document.querySelector("#earlier").hidden && `+
-		shown+`.startsWith("You Hi | nora Hello. | You message 3")`)
+	page.Until("all messages are shown",
+		`document.querySelectorAll(".message").length === 60 && document.querySelector("#earlier").hidden && `+
+			shown+`.startsWith("You Hi | nora Hello. | You message 3")`)
 	noProblems(t, page)
 }
 
@@ -247,14 +255,17 @@ func TestThePageStopsAnAnswer(t *testing.T) {
 	submit(page, "Talk")
 	page.Until("the answer has started", shown+`.includes("nora It goes on")`)
 	page.Click("#stop")
-	page.Until("the answer is stopped", shown+`.endsWith("nora It goes on Stopped.") && !document.querySelector("#send").hidden`)
-	if got := pgtest.Value[string](t, w.pool, `select status from agent_executions where flow = 'chat'`); got != "cancelled" {
+	page.Until("the answer is stopped", shown+
+		`.endsWith("nora It goes on Stopped.") && !document.querySelector("#send").hidden`)
+	if got := pgtest.Value[string](t, w.pool,
+		`select status from agent_executions where flow = 'chat'`); got != "cancelled" {
 		t.Errorf("the execution is %s", got)
 	}
 	submit(page, "Enough?")
 	page.Until("the next message is answered", shown+`.endsWith("nora Fine.")`)
 	page.Eval(`(location.reload(), 1)`, new(int))
-	page.Until("the history has the stopped answer", shown+` === "You Talk | nora It goes on Stopped. | You Enough? | nora Fine."`)
+	page.Until("the history has the stopped answer", shown+
+		` === "You Talk | nora It goes on Stopped. | You Enough? | nora Fine."`)
 	noProblems(t, page)
 }
 
@@ -276,7 +287,8 @@ func TestThePageOffersToTryAgain(t *testing.T) {
 }
 
 func TestThePageShowsToolsAndApprovals(t *testing.T) {
-	w := newWorld(t, modeltest.ToolCall("look_up", `{}`), modeltest.Text("It is sunny."), modeltest.ToolCall("refund", `{}`), modeltest.Text("Refunded."))
+	w := newWorld(t, modeltest.ToolCall("look_up", `{}`), modeltest.Text("It is sunny."),
+		modeltest.ToolCall("refund", `{}`), modeltest.Text("Refunded."))
 	called, release := make(chan struct{}, 1), make(chan struct{})
 	w.put(t, skills.Definition{Name: "look_up", Scope: skills.ScopeExternal, Idempotent: true})
 	w.builtins["look_up"] = func(ctx context.Context, _ skills.Call) (any, error) {
@@ -300,8 +312,7 @@ func TestThePageShowsToolsAndApprovals(t *testing.T) {
 
 func TestASiteEmbedsThePage(t *testing.T) {
 	w := newWorld(t, modeltest.Text("Hello, visitor."))
-	var host *httptest.Server
-	host = httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
+	host := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		rw.Header().Set("Content-Type", "text/html")
 		fmt.Fprintf(rw, `<!doctype html><html lang="en"><title>Shop</title><main><h1>Shop</h1><div id="help"></div></main>
 			<script src="%s/chat/embed.js" data-key="site" data-accent="#0a7d3c" %s></script>`, r.URL.Query().Get("at"), r.URL.Query().Get("with"))
@@ -313,9 +324,11 @@ func TestASiteEmbedsThePage(t *testing.T) {
 	const inRoot = `[...document.querySelectorAll("div")].find(e => e.shadowRoot)?.shadowRoot`
 	page.Until("the button is there", inRoot+`?.querySelector("button")?.textContent === "Chat"`)
 	page.Eval(`(`+inRoot+`.querySelector("button").click(), 1)`, new(int))
-	page.Until("the page in the frame reports its height", `parseInt(`+inRoot+`.querySelector("div").style.getPropertyValue("--height")) > 100`)
+	page.Until("the page in the frame reports its height", `parseInt(`+inRoot+
+		`.querySelector("div").style.getPropertyValue("--height")) > 100`)
 	page.Go(host.URL + "?at=" + embedded + "&with=" + url.QueryEscape(`data-target="#help"`))
-	page.Until("the frame is in its place", `document.querySelector("#help > div")?.shadowRoot.querySelector(".inline iframe").clientHeight >= 300`)
+	page.Until("the frame is in its place",
+		`document.querySelector("#help > div")?.shadowRoot.querySelector(".inline iframe").clientHeight >= 300`)
 	for origins, want := range map[string]string{host.URL: "frame-ancestors " + host.URL, "": "frame-ancestors 'none'"} {
 		c := &chat.Chat{}
 		if origins != "" {
@@ -343,12 +356,13 @@ func TestThePageIsCompressedAndCached(t *testing.T) {
 	index := httptest.NewRecorder()
 	mux.ServeHTTP(index, httptest.NewRequest(http.MethodGet, "/chat", nil))
 	total := get("/chat").Body.Len()
-	for _, ref := range strings.Split(index.Body.String(), `"`) {
+	for ref := range strings.SplitSeq(index.Body.String(), `"`) {
 		if !strings.HasPrefix(ref, "/chat/") {
 			continue
 		}
 		got := get(ref)
-		if got.Code != http.StatusOK || !strings.HasSuffix(path.Ext(strings.Split(ref, "?")[0]), "svg") && got.Header().Get("Content-Encoding") != "gzip" || !strings.Contains(got.Header().Get("Cache-Control"), "immutable") {
+		if got.Code != http.StatusOK || !strings.HasSuffix(path.Ext(strings.Split(ref, "?")[0]), "svg") &&
+			got.Header().Get("Content-Encoding") != "gzip" || !strings.Contains(got.Header().Get("Cache-Control"), "immutable") {
 			t.Errorf("%s: %d %v", ref, got.Code, got.Header())
 		}
 		total += got.Body.Len()

@@ -27,8 +27,8 @@ func namesIn(t reflect.Type) (names []string) {
 	return names
 }
 
-// TestEveryDocumentedParameterIsHonouredRefusedOrTheAgents lists those that are ignored in favour of the agent's settings.
-// Stock clients send several by default.
+// TestEveryDocumentedParameterIsHonouredRefusedOrTheAgents lists those that are ignored in favour of the agent's
+// settings. Stock clients send several by default.
 func TestEveryDocumentedParameterIsHonouredRefusedOrTheAgents(t *testing.T) {
 	t.Parallel()
 	ignored := []string{

@@ -27,7 +27,8 @@ func TestAVisitorIsAnswered(t *testing.T) {
 		t.Fatal(err)
 	}
 	choice := got.Choices[0]
-	if choice.Message.Content != "We open at nine." || choice.FinishReason != "stop" || choice.Message.Role != "assistant" ||
+	if choice.Message.Content != "We open at nine." || choice.FinishReason != "stop" ||
+		choice.Message.Role != "assistant" ||
 		got.Object != "chat.completion" || got.Model != "nora" || !strings.HasPrefix(got.ID, "chatcmpl-") {
 		t.Errorf("answer: %+v", got)
 	}
@@ -39,10 +40,12 @@ func TestAVisitorIsAnswered(t *testing.T) {
 		header.Get("X-Request-Id") != header.Get("X-Trace-Id") {
 		t.Errorf("headers: %v", header)
 	}
-	if diff := cmp.Diff([]string{"user: When do you open?", "assistant: We open at nine."}, w.transcript(t, "t1")); diff != "" {
+	if diff := cmp.Diff([]string{"user: When do you open?", "assistant: We open at nine."},
+		w.transcript(t, "t1")); diff != "" {
 		t.Errorf("thread (-want +got):\n%s", diff)
 	}
-	rows := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1 and agent = 'visitor_chat'`, header.Get("X-Trace-Id"))
+	rows := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1
+		and agent = 'visitor_chat'`, header.Get("X-Trace-Id"))
 	if rows != 3 || w.called("opening") != 1 {
 		t.Errorf("%d rows of activity and %d calls, want two model calls and one skill", rows, w.called("opening"))
 	}
@@ -54,7 +57,8 @@ func TestAnAnswerThatIsNotWholeSaysSo(t *testing.T) {
 	for _, why := range []openai.FinishReason{openai.FinishReasonLength, openai.FinishReasonContentFilter} {
 		w := newWorld(t, modeltest.Text("We open at").WithFinish(why))
 		p := w.process(t)
-		_, body := p.post(t, `{"model":"agent","stream":true,"metadata":{"thread_id":"t1"},"messages":[{"role":"user","content":"When?"}]}`)
+		_, body := p.post(t,
+			`{"model":"agent","stream":true,"metadata":{"thread_id":"t1"},"messages":[{"role":"user","content":"When?"}]}`)
 		if !strings.Contains(body, `"finish_reason":"`+string(why)+`"`) || strings.Contains(body, `"finish_reason":"stop"`) {
 			t.Errorf("a stream that ended by %s says %s", why, body)
 		}
@@ -87,9 +91,11 @@ func TestAStreamHasTheFormOfTheProtocol(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Let me look.").AndCall("opening", `{}`), modeltest.Text("We open at nine."))
 	p := w.process(t)
-	r, body := p.post(t, `{"model":"agent","stream":true,"stream_options":{"include_usage":true},"logit_bias":{},"made_up":1,
+	r, body := p.post(t,
+		`{"model":"agent","stream":true,"stream_options":{"include_usage":true},"logit_bias":{},"made_up":1,
 		"messages":[{"role":"user","content":[{"type":"text","text":"When do"},{"type":"text","text":"you open?"}]}]}`)
-	if r.StatusCode != http.StatusOK || r.Header.Get("Content-Type") != "text/event-stream" || r.Header.Get("X-Accel-Buffering") != "no" {
+	if r.StatusCode != http.StatusOK || r.Header.Get("Content-Type") != "text/event-stream" ||
+		r.Header.Get("X-Accel-Buffering") != "no" {
 		t.Errorf("status %d, headers %v", r.StatusCode, r.Header)
 	}
 	type chunk struct {
@@ -139,7 +145,8 @@ func TestAStreamHasTheFormOfTheProtocol(t *testing.T) {
 			text.WriteString(piece)
 		}
 	}
-	if end := chunks[len(chunks)-2]; end.Choices[0].FinishReason == nil || *end.Choices[0].FinishReason != "stop" || len(end.Choices[0].Delta) > 0 {
+	if end := chunks[len(chunks)-2]; end.Choices[0].FinishReason == nil || *end.Choices[0].FinishReason != "stop" ||
+		len(end.Choices[0].Delta) > 0 {
 		t.Errorf("the last but one: %+v", end)
 	}
 	if usage := chunks[len(chunks)-1]; len(usage.Choices) > 0 || usage.Usage == nil {
@@ -148,7 +155,8 @@ func TestAStreamHasTheFormOfTheProtocol(t *testing.T) {
 	// What has streamed is what is stored.
 	want := "Let me look.\n\nWe open at nine."
 	thread := w.transcript(t, r.Header.Get("X-Thread-Id"))
-	if diff := cmp.Diff([]string{"user: When do\nyou open?", "assistant: " + want}, thread); diff != "" || text.String() != want {
+	if diff := cmp.Diff([]string{"user: When do\nyou open?", "assistant: " + want}, thread); diff != "" ||
+		text.String() != want {
 		t.Errorf("streamed %q; thread (-want +got):\n%s", text.String(), diff)
 	}
 }
@@ -186,28 +194,67 @@ func TestWhatIsRefused(t *testing.T) {
 		status            int
 		code, param       string
 	}{
-		"no key":             {`{"model":"agent",` + user + `}`, "stranger", "", 401, "invalid_api_key", ""},
-		"no JSON":            {`{`, "", "", 400, "invalid_json", ""},
-		"wrong type":         {`{"model":"agent","messages":"hi"}`, "", "", 400, "invalid_type", "messages"},
-		"no model":           {`{` + user + `}`, "", "", 400, "missing_model", "model"},
-		"unknown model":      {`{"model":"gpt-4o",` + user + `}`, "", "", 404, "model_not_found", "model"},
-		"no messages":        {`{"model":"agent","messages":[]}`, "", "", 400, "missing_messages", "messages"},
-		"two answers":        {`{"model":"agent","n":2,` + user + `}`, "", "", 400, "unsupported_value", "n"},
-		"nothing new":        {`{"model":"agent","messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}`, "", "", 400, "invalid_value", "messages"},
-		"only instructions":  {`{"model":"agent","messages":[{"role":"system","content":"a"}]}`, "", "", 400, "invalid_value", "messages"},
-		"empty":              {`{"model":"agent","messages":[{"role":"user","content":" "}]}`, "", "", 400, "empty_message", "messages[0].content"},
-		"number of thread":   {`{"model":"agent","metadata":{"thread_id":7},"messages":[{"role":"user","content":"hi"}]}`, "", "", 400, "invalid_type", "metadata.thread_id"},
-		"only NUL":           {`{"model":"agent","messages":[{"role":"user","content":"\u0000 \u0000"}]}`, "", "", 400, "empty_message", "messages[0].content"},
-		"null":               {`{"model":"agent","messages":[{"role":"user","content":null}]}`, "", "", 400, "empty_message", "messages[0].content"},
-		"an image":           {`{"model":"agent","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}`, "", "", 400, "unsupported_content", "messages[0].content"},
-		"a long message":     {`{"model":"agent","messages":[{"role":"user","content":"` + strings.Repeat("x", 101) + `"}]}`, "", "", 400, "string_above_max_length", "messages[0].content"},
-		"a large body":       {`{"model":"agent",` + user + `,"pad":"` + strings.Repeat("x", 5000) + `"}`, "", "", 413, "request_too_large", ""},
-		"a strange role":     {`{"model":"agent","messages":[{"role":"root","content":"a"}]}`, "", "", 400, "invalid_value", "messages[0].role"},
-		"a long user":        {`{"model":"agent","user":"` + strings.Repeat("x", 201) + `",` + user + `}`, "", "", 400, "invalid_value", "user"},
-		"a long thread id":   {`{"model":"agent",` + user + `}`, "", strings.Repeat("x", 201), 400, "invalid_thread_id", "thread_id"},
-		"no room to answer":  {`{"model":"agent","max_tokens":0,` + user + `}`, "", "", 400, "invalid_value", "max_tokens"},
-		"a number for user":  {`{"model":"agent","user":7,` + user + `}`, "", "", 400, "invalid_type", "user"},
-		"a text for content": {`{"model":"agent","messages":[{"role":"user","content":7}]}`, "", "", 400, "invalid_type", "messages[0].content"},
+		"no key":        {`{"model":"agent",` + user + `}`, "stranger", "", 401, "invalid_api_key", ""},
+		"no JSON":       {`{`, "", "", 400, "invalid_json", ""},
+		"wrong type":    {`{"model":"agent","messages":"hi"}`, "", "", 400, "invalid_type", "messages"},
+		"no model":      {`{` + user + `}`, "", "", 400, "missing_model", "model"},
+		"unknown model": {`{"model":"gpt-4o",` + user + `}`, "", "", 404, "model_not_found", "model"},
+		"no messages":   {`{"model":"agent","messages":[]}`, "", "", 400, "missing_messages", "messages"},
+		"two answers":   {`{"model":"agent","n":2,` + user + `}`, "", "", 400, "unsupported_value", "n"},
+		"nothing new": {
+			`{"model":"agent","messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}`, "", "", 400,
+			"invalid_value", "messages",
+		},
+		"only instructions": {
+			`{"model":"agent","messages":[{"role":"system","content":"a"}]}`, "", "", 400,
+			"invalid_value", "messages",
+		},
+		"empty": {
+			`{"model":"agent","messages":[{"role":"user","content":" "}]}`, "", "", 400, "empty_message",
+			"messages[0].content",
+		},
+		"number of thread": {
+			`{"model":"agent","metadata":{"thread_id":7},"messages":[{"role":"user","content":"hi"}]}`, "",
+			"", 400, "invalid_type", "metadata.thread_id",
+		},
+		"only NUL": {
+			`{"model":"agent","messages":[{"role":"user","content":"\u0000 \u0000"}]}`, "", "", 400,
+			"empty_message", "messages[0].content",
+		},
+		"null": {
+			`{"model":"agent","messages":[{"role":"user","content":null}]}`, "", "", 400, "empty_message",
+			"messages[0].content",
+		},
+		"an image": {
+			`{"model":"agent","messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}`, "", "",
+			400, "unsupported_content", "messages[0].content",
+		},
+		"a long message": {
+			`{"model":"agent","messages":[{"role":"user","content":"` + strings.Repeat("x", 101) + `"}]}`,
+			"", "", 400, "string_above_max_length", "messages[0].content",
+		},
+		"a large body": {
+			`{"model":"agent",` + user + `,"pad":"` + strings.Repeat("x", 5000) + `"}`, "", "", 413,
+			"request_too_large", "",
+		},
+		"a strange role": {
+			`{"model":"agent","messages":[{"role":"root","content":"a"}]}`, "", "", 400,
+			"invalid_value", "messages[0].role",
+		},
+		"a long user": {
+			`{"model":"agent","user":"` + strings.Repeat("x", 201) + `",` + user + `}`, "", "", 400,
+			"invalid_value", "user",
+		},
+		"a long thread id": {
+			`{"model":"agent",` + user + `}`, "", strings.Repeat("x", 201), 400,
+			"invalid_thread_id", "thread_id",
+		},
+		"no room to answer": {`{"model":"agent","max_tokens":0,` + user + `}`, "", "", 400, "invalid_value", "max_tokens"},
+		"a number for user": {`{"model":"agent","user":7,` + user + `}`, "", "", 400, "invalid_type", "user"},
+		"a text for content": {
+			`{"model":"agent","messages":[{"role":"user","content":7}]}`, "", "", 400, "invalid_type",
+			"messages[0].content",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			headers := []string{"X-Thread-Id", c.thread}
@@ -264,7 +311,8 @@ func TestTheModelsFailureIsTold(t *testing.T) {
 	p := w.process(t)
 	_, err := p.client(inThread("f")...).CreateChatCompletion(t.Context(), says("hello"))
 	var failure *openai.APIError
-	if !errors.As(err, &failure) || failure.HTTPStatusCode != http.StatusBadGateway || strings.Contains(failure.Message, "sk-") {
+	if !errors.As(err, &failure) || failure.HTTPStatusCode != http.StatusBadGateway ||
+		strings.Contains(failure.Message, "sk-") {
 		t.Errorf("whole: %v", err)
 	}
 	stream, err := p.client(inThread("f")...).CreateChatCompletionStream(t.Context(), says("hello"))

@@ -40,7 +40,8 @@ func ownFlows() []string { return []string{Flow, RelayFlow, SummaryFlow} }
 // queueListener queues the search for the execution that receives a message of a thread; "": the model answers.
 func queueListener(b *pgx.Batch, thread string, into *string) {
 	// The wait's lock precedes executions. While it is held, the waiting execution cannot stop waiting.
-	b.Queue(`select pg_advisory_xact_lock(hashtextextended('wait response ' || @thread, 0))`, postgres.Strict{"thread": thread})
+	b.Queue(`select pg_advisory_xact_lock(hashtextextended('wait response ' || @thread, 0))`,
+		postgres.Strict{"thread": thread})
 	// The execution that waits for a message, else the one that holds the lane. "is true" avoids the index of states.
 	b.Queue(`
 		select coalesce(coalesce(
@@ -55,7 +56,9 @@ func queueListener(b *pgx.Batch, thread string, into *string) {
 
 // relayMessage stores a message for an execution, resumes it, and inserts the relay of its messages. created is false
 // when the key was used before.
-func (c *Chat) relayMessage(ctx context.Context, tx pgx.Tx, a UserMessage, to string) (x executions.Execution, created bool, err error) {
+func (c *Chat) relayMessage(
+	ctx context.Context, tx pgx.Tx, a UserMessage, to string,
+) (x executions.Execution, created bool, err error) {
 	s := a.spec()
 	s.Flow = RelayFlow
 	s.Input = a.input(to)
@@ -131,12 +134,15 @@ func (c *Chat) subscribeMessages() (<-chan string, func()) {
 }
 
 // streamRelay shows messages until no more can follow.
-func (c *Chat) streamRelay(ctx context.Context, x executions.Execution, in input, f *feed, notes <-chan string) (answer, error) {
+func (c *Chat) streamRelay(
+	ctx context.Context, x executions.Execution, in input, f *feed, notes <-chan string,
+) (answer, error) {
 	look := time.NewTicker(relayPollInterval)
 	defer look.Stop()
 	shown, last := 0, int64(0) // the place of the last shown message
 	for {
-		h, err := executions.RetryTransient(ctx, func(ctx context.Context) (relayState, error) { return c.readRelay(ctx, x, in, last) })
+		h, err := executions.RetryTransient(ctx,
+			func(ctx context.Context) (relayState, error) { return c.readRelay(ctx, x, in, last) })
 		if err != nil {
 			return answer{}, err
 		}
@@ -179,8 +185,8 @@ func relayAnswer(f *feed, notice string, through int64) answer {
 	return a
 }
 
-// readRelay reads the messages after the relayed one, and those since the end of the previous relay, which no client has
-// seen. It reads first whether more may follow, so no message is missed.
+// readRelay reads the messages after the relayed one, and those since the end of the previous relay, which no client
+// has seen. It reads first whether more may follow, so no message is missed.
 func (c *Chat) readRelay(ctx context.Context, x executions.Execution, in input, last int64) (h relayState, err error) {
 	var after *int64
 	if in.Unseen != nil {
@@ -197,18 +203,22 @@ func (c *Chat) readRelay(ctx context.Context, x executions.Execution, in input, 
 		  union
 		  select case when x.id is null or x.completed_at is not null then (
 		                select l.execution_id from agent_locks l join agent_executions e on e.id = l.execution_id
-		                 where l.lane = 'thread:' || @thread and l.expires_at > clock_timestamp() and e.completed_at is null and e.flow <> all (@own))
+		                 where l.lane = 'thread:' || @thread and l.expires_at > clock_timestamp() and e.completed_at is null
+		                   and e.flow <> all (@own))
 		              when x.status = 'waiting' and x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key) end
 		    from line n left join agent_executions x on x.id = n.id where n.id is not null)
 		select coalesce((
 		         select bool_or(case
-		                  when x.status = 'waiting' then x.waiting_for = 'agent' and exists (     -- its child has ended, and it is resumed next
-		                    select from agent_executions c where c.id = lanekeeper.agent_uuid(x.waiting_key) and c.completed_at is not null)
+		                  when x.status = 'waiting' then x.waiting_for = 'agent'
+		                    and exists (     -- its child has ended, and it is resumed next
+		                    select from agent_executions c where c.id = lanekeeper.agent_uuid(x.waiting_key)
+		                      and c.completed_at is not null)
 		                  when x.outside then x.updated_at > clock_timestamp() - interval '1 second' or exists (
 		                    select from agent_workers w where w.id = x.claimed_by and w.expires_at > clock_timestamp())
 		                  else x.completed_at is null end)
 		           from line n join agent_executions x on x.id = n.id where x.completed_at is null), false),
-		       clock_timestamp() > (select e.created_at from agent_executions e where e.id = @id) + make_interval(secs => @patience),
+		       clock_timestamp() > (select e.created_at from agent_executions e
+		         where e.id = @id) + make_interval(secs => @patience),
 		       coalesce((select max(q.seq) from agent_messages q where q.execution_id = @id and q.role = 'user'), 0)`,
 		postgres.Strict{"thread": in.Thread, "to": in.To, "own": ownFlows(), "id": x.ID, "patience": c.RelayWait.Seconds()}).
 		QueryRow(func(row pgx.Row) error { return row.Scan(&h.Busy, &h.Over, &h.Own) })
@@ -216,18 +226,24 @@ func (c *Chat) readRelay(ctx context.Context, x executions.Execution, in input, 
 		with asked as (select max(q.seq) as seq from agent_messages q where q.execution_id = @id and q.role = 'user'),
 		before as (
 		  select p.execution_id from agent_messages p
-		   where p.thread_id = @thread and p.role = 'user' and p.seq < (select a.seq from asked a) order by p.seq desc limit 1),
+		   where p.thread_id = @thread and p.role = 'user' and p.seq < (select a.seq from asked a)
+		     order by p.seq desc limit 1),
 		since as (
 		  select greatest(@last, coalesce(
-		           (select nullif((e.result ->> 'seq')::bigint, 0) from before b join agent_executions e on e.id = b.execution_id
+		           (select nullif((e.result ->> 'seq')::bigint, 0) from before b
+		             join agent_executions e on e.id = b.execution_id
 		             where e.flow = @relay and e.status = 'completed'), @after::bigint, a.seq)) as seq
 		    from asked a)
 		select m.seq, m.content from agent_messages m
 		 where m.thread_id = @thread and m.seq > (select s.seq from since s)
-		   and m.role = 'assistant' and m.channel = 'chat' and (m.execution_id is not null or m.seq > (select a.seq from asked a) or @after > 0)
+		   and m.role = 'assistant' and m.channel = 'chat'
+		     and (m.execution_id is not null or m.seq > (select a.seq from asked a) or @after > 0)
 		   and not exists (select from agent_executions e where e.id = m.execution_id and e.flow = any(@own))
 		 order by m.seq limit @most`,
-		postgres.Strict{"thread": in.Thread, "id": x.ID, "own": ownFlows(), "relay": RelayFlow, "last": last, "most": relayBatch, "after": after}).
+		postgres.Strict{
+			"thread": in.Thread, "id": x.ID, "own": ownFlows(), "relay": RelayFlow, "last": last,
+			"most": relayBatch, "after": after,
+		}).
 		Query(func(rows pgx.Rows) (err error) {
 			h.Said, err = pgx.CollectRows(rows, pgx.RowToStructByPos[relayedMessage])
 			return err
@@ -247,7 +263,8 @@ type summaryInput struct {
 	Before int64  `json:"before_turn"` // the first turn that is not summarised
 }
 
-// summarySpec describes the execution that extends the summary of the thread after this turn. It runs in the background.
+// summarySpec describes the execution that extends the summary of the thread after this turn. It runs in the
+// background.
 func (t *turn) summarySpec() executions.Spec {
 	return executions.Spec{
 		Flow: SummaryFlow, Surface: trace.Chat, TraceID: trace.ID(t.exec.TraceID), Agent: t.exec.Agent,
@@ -272,7 +289,8 @@ func (c *Chat) summarise(ctx context.Context, raw json.RawMessage) (executions.R
 	if err := json.Unmarshal(raw, &in); err != nil {
 		return executions.Result{}, fmt.Errorf("read input: %w", err)
 	}
-	f, err := executions.Step(ctx, "backlog", func(ctx context.Context) (summaryRange, error) { return c.backlog(ctx, in) })
+	f, err := executions.Step(ctx, "backlog",
+		func(ctx context.Context) (summaryRange, error) { return c.backlog(ctx, in) })
 	if err != nil || f.Through == 0 {
 		return executions.Result{Summary: "no turn is old enough"}, err
 	}

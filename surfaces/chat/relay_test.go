@@ -128,7 +128,8 @@ func TestAMessageGoesToTheFlowThatWaitsForIt(t *testing.T) {
 // all is what was said in a thread, by place.
 func (p *process) all(t *testing.T, thread string) []string {
 	t.Helper()
-	return pgtest.Value[[]string](t, p.pool, `select array_agg(content order by seq) from agent_messages where thread_id = $1`, thread)
+	return pgtest.Value[[]string](t, p.pool, `select array_agg(content order by seq) from agent_messages
+		where thread_id = $1`, thread)
 }
 
 func TestAMessageThatNobodyAnswersIsPassedOn(t *testing.T) {
@@ -176,7 +177,10 @@ func TestAMessageThatComesBeforeTheWaitIsNotLost(t *testing.T) {
 	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"}); err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "talk", Surface: trace.Flow, ThreadID: "t"}); err != nil {
+	if _, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{
+		Flow: "talk", Surface: trace.Flow,
+		ThreadID: "t",
+	}); err != nil {
 		t.Fatal(err)
 	}
 	testkit.Receive(t, asked)
@@ -201,7 +205,8 @@ func TestARelayedMessageCountsOnceAndCanBeAttachedTo(t *testing.T) {
 	body := `{"model":"nora","messages":[{"role":"user","content":"Ada"}]}`
 	first, firstBody := p.post(t, body, headers...)
 	again, againBody := p.post(t, body, headers...)
-	if first.StatusCode != http.StatusOK || again.StatusCode != http.StatusOK || firstBody != againBody || !strings.Contains(firstBody, "Hello, Ada.") {
+	if first.StatusCode != http.StatusOK || again.StatusCode != http.StatusOK || firstBody != againBody ||
+		!strings.Contains(firstBody, "Hello, Ada.") {
 		t.Errorf("first %d %s\nagain %d %s", first.StatusCode, firstBody, again.StatusCode, againBody)
 	}
 	var got openai.ChatCompletionResponse
@@ -307,7 +312,10 @@ func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"}); err != nil {
 		t.Fatal(err)
 	}
-	x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "external:agent", Surface: trace.Flow, ThreadID: "t", OnLost: "hand_on"})
+	x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{
+		Flow: "external:agent", Surface: trace.Flow,
+		ThreadID: "t", OnLost: "hand_on",
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -320,13 +328,17 @@ func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 		if err := postgres.InTx(t.Context(), p.pool, func(tx pgx.Tx) error {
 			claim, err := p.engine.LockClaim(t.Context(), x.ID, got.LockID)
 			if err == nil {
-				_, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: "t", Content: words, ExecutionID: x.ID, Claim: claim})
+				_, err = threads.SendTx(t.Context(), tx, threads.Outgoing{
+					ThreadID: "t", Content: words,
+					ExecutionID: x.ID, Claim: claim,
+				})
 			}
 			return err
 		}); err != nil {
 			t.Fatal(err)
 		}
-		if _, _, err := p.engine.UnlockRun(t.Context(), x.ID, got.LockID, executions.UnlockParams{Status: executions.Waiting, For: "response"}); err != nil {
+		if _, _, err := p.engine.UnlockRun(t.Context(), x.ID, got.LockID,
+			executions.UnlockParams{Status: executions.Waiting, For: "response"}); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -105,7 +105,8 @@ func compact(body []byte) []byte {
 // soleOwner is the owner of a key without a name. Its users' names are thread names without a prefix.
 const soleOwner = "visitor"
 
-// threadOf returns the thread name of a client's user. It has the owner's name, because owners may use equal user names.
+// threadOf returns the thread name of a client's user. It has the owner's name, because owners may use equal user
+// names.
 func threadOf(owner, user string) string {
 	if user == "" || owner == soleOwner {
 		return user
@@ -156,7 +157,10 @@ func (c *Chat) newMessage(r *http.Request, req request, secret string) (UserMess
 	if !ok {
 		return UserMessage{}, bad("user", "invalid_type", "The parameter user must be a string.")
 	}
-	a := UserMessage{Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(user, "visitor"), Channel: channel}
+	a := UserMessage{
+		Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(user, "visitor"),
+		Channel: channel,
+	}
 	a.Name, a.Join = cmp.Or(r.Header.Get(threadHeader), req.thread), r.Header.Get(joinHeader)
 	if a.Name == "" && a.Join == "" {
 		a.Name = threadOf(a.Owner, user)
@@ -474,7 +478,9 @@ type chatRequest struct {
 }
 
 // accept admits a message and starts its turn, or finds the turn of a retry. The caller calls release.
-func (c *Chat) accept(w http.ResponseWriter, r *http.Request, in chatRequest) (a UserMessage, b startedTurn, err error) {
+func (c *Chat) accept(
+	w http.ResponseWriter, r *http.Request, in chatRequest,
+) (a UserMessage, b startedTurn, err error) {
 	if utf8.RuneCountInString(in.user) > threads.MaxID {
 		return a, b, bad("user", "invalid_value", "The parameter user may have at most %d characters.", threads.MaxID)
 	}

@@ -171,7 +171,9 @@ func (w *recordingWriter) Write(p []byte) (int, error) {
 func (w *recordingWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
 // sendAnswer sends an answer and records whether the client received it.
-func (c *Chat) sendAnswer(w http.ResponseWriter, r *http.Request, t *retry, show func(http.ResponseWriter) error) error {
+func (c *Chat) sendAnswer(
+	w http.ResponseWriter, r *http.Request, t *retry, show func(http.ResponseWriter) error,
+) error {
 	out := &recordingWriter{ResponseWriter: w}
 	err := show(out)
 	draining := errors.Is(c.Engine.Live(), executions.ErrDraining)

@@ -275,7 +275,8 @@ func TestASpentLimitIsAnErrorThatSaysWhenItEnds(t *testing.T) {
 		refused.Response.Header.Get("Retry-After") == "" {
 		t.Errorf("status %d, header %v", refused.StatusCode, refused.Response.Header)
 	}
-	if day := ends.Format("2006-01-02"); time.Now().UTC().Before(ends) && !strings.Contains(refused.Message, "from "+day+" 0") {
+	if day := ends.Format("2006-01-02"); time.Now().UTC().Before(ends) &&
+		!strings.Contains(refused.Message, "from "+day+" 0") {
 		t.Errorf("%q does not say that the limit ends on %s", refused.Message, day)
 	}
 	stream := client.Chat.Completions.NewStreaming(t.Context(), ask("Hello?"))

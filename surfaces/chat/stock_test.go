@@ -28,19 +28,24 @@ func (p *process) official(key string, more ...option.RequestOption) openai.Clie
 }
 
 func ask(text string) openai.ChatCompletionNewParams {
-	return openai.ChatCompletionNewParams{Model: "nora", Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage(text)}}
+	return openai.ChatCompletionNewParams{
+		Model:    "nora",
+		Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage(text)},
+	}
 }
 
 func TestTheOfficialClientWorksUnchanged(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, modeltest.Text("Hello, Ada."), modeltest.ToolCall("opening", `{}`), modeltest.Text("We open at nine o'clock."))
+	w := newWorld(t, modeltest.Text("Hello, Ada."), modeltest.ToolCall("opening", `{}`),
+		modeltest.Text("We open at nine o'clock."))
 	p := w.process(t)
 	client := p.official("site")
 	got, err := client.Chat.Completions.New(t.Context(), ask("I am Ada."))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got.Choices[0].Message.Content != "Hello, Ada." || got.Choices[0].FinishReason != "stop" || got.Usage.TotalTokens == 0 {
+	if got.Choices[0].Message.Content != "Hello, Ada." || got.Choices[0].FinishReason != "stop" ||
+		got.Usage.TotalTokens == 0 {
 		t.Errorf("answer: %s", got.RawJSON())
 	}
 	params := ask("When do you open?")
@@ -52,7 +57,8 @@ func TestTheOfficialClientWorksUnchanged(t *testing.T) {
 			t.Errorf("the chunk does not fit: %s", stream.Current().RawJSON())
 		}
 	}
-	if stream.Err() != nil || all.Choices[0].Message.Content != "We open at nine o'clock." || all.Choices[0].FinishReason != "stop" || all.Usage.TotalTokens == 0 {
+	if stream.Err() != nil || all.Choices[0].Message.Content != "We open at nine o'clock." ||
+		all.Choices[0].FinishReason != "stop" || all.Usage.TotalTokens == 0 {
 		t.Errorf("stream: %+v, %v", all.ChatCompletion, stream.Err())
 	}
 	stored, err := client.Chat.Completions.Get(t.Context(), all.ID)
@@ -103,7 +109,8 @@ func TestTheOfficialClientSeesTypedErrors(t *testing.T) {
 	}
 	_, err := client.Chat.Completions.New(t.Context(), ask("hi"))
 	var failure *openai.Error
-	if !errors.As(err, &failure) || failure.StatusCode != http.StatusTooManyRequests || failure.Response.Header.Get("Retry-After") == "" {
+	if !errors.As(err, &failure) || failure.StatusCode != http.StatusTooManyRequests ||
+		failure.Response.Header.Get("Retry-After") == "" {
 		t.Errorf("too many: %v", err)
 	}
 }
@@ -145,7 +152,8 @@ func TestTheNodeClientWorksUnchanged(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
 	defer cancel()
-	install := osexec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefix", dir, "openai@6")
+	install := osexec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save",
+		"--prefix", dir, "openai@6")
 	install.Dir = dir
 	if out, err := install.CombinedOutput(); err != nil {
 		t.Skipf("npm cannot install the package openai (offline?): the client for Node is not tried: %v\n%s", err, out)
@@ -173,7 +181,8 @@ func TestTheNodeClientWorksUnchanged(t *testing.T) {
 	if err := json.Unmarshal(out, &got); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
-	if got.Whole != "Hello to you." || got.Text != "Hello to you." || got.Usage == 0 || got.Keepalives == 0 || len(got.Models) != 2 ||
+	if got.Whole != "Hello to you." || got.Text != "Hello to you." || got.Usage == 0 || got.Keepalives == 0 ||
+		len(got.Models) != 2 ||
 		got.Missing != "NotFoundError model_not_found" || got.Key != "AuthenticationError invalid_api_key" ||
 		got.Bad != "BadRequestError ch_" || got.Middle != "APIError answer_failed" {
 		t.Errorf("the client saw %s", out)

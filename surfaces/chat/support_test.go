@@ -50,7 +50,10 @@ type world struct {
 // (external, needs approval).
 func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 	t.Helper()
-	w := &world{pool: pgtest.DB(t), model: modeltest.New(t, replies...), builtins: map[string]skills.Builtin{}, calls: map[string]int{}}
+	w := &world{
+		pool: pgtest.DB(t), model: modeltest.New(t, replies...), builtins: map[string]skills.Builtin{},
+		calls: map[string]int{},
+	}
 	w.put(t, skills.Definition{Name: "opening", Scope: skills.ScopeExternal, Idempotent: true})
 	w.put(t, skills.Definition{Name: "weather", Scope: skills.ScopeBoth})
 	w.put(t, skills.Definition{Name: "secrets", Scope: skills.ScopeInternal, Idempotent: true})
@@ -103,7 +106,8 @@ func (w *world) silent(t *testing.T, change ...func(*chat.Chat)) (*process, *lan
 	logger := slog.New(slog.NewTextHandler(log, nil))
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
 	e, err := executions.New(w.pool, executions.Options{
-		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second, StopTimeout: 2 * time.Second, Workers: 2,
+		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
+		StopTimeout: 2 * time.Second, Workers: 2,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -227,7 +231,10 @@ func (h withHeaders) RoundTrip(r *http.Request) (*http.Response, error) {
 
 // says is a request with one message.
 func says(text string) openai.ChatCompletionRequest {
-	return openai.ChatCompletionRequest{Model: "nora", Messages: []openai.ChatCompletionMessage{{Role: "user", Content: text}}}
+	return openai.ChatCompletionRequest{
+		Model:    "nora",
+		Messages: []openai.ChatCompletionMessage{{Role: "user", Content: text}},
+	}
 }
 
 // inThread is the header that names a thread.
@@ -264,7 +271,8 @@ func streamed(t *testing.T, s *openai.ChatCompletionStream) (text string, err er
 // post sends a raw request.
 func (p *process) post(t *testing.T, body string, headers ...string) (*http.Response, string) {
 	t.Helper()
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url+"/v1/chat/completions", strings.NewReader(body))
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url+"/v1/chat/completions",
+		strings.NewReader(body))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -120,7 +120,8 @@ func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err = p.clientOf("shop", inThread("mine")...).CreateChatCompletion(t.Context(), says("what was said?")); err != nil {
+	if _, err = p.clientOf("shop", inThread("mine")...).CreateChatCompletion(t.Context(),
+		says("what was said?")); err != nil {
 		t.Errorf("a thread of the same name is another one: %v", err)
 	}
 	requests := w.model.Requests()
@@ -131,7 +132,8 @@ func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
 	_, foreign := p.get(t, path+got.ID, "Authorization", "Bearer shop")
 	missing, none := p.get(t, path+"chatcmpl-01a1fd04-74da-74d4-8812-62d9715247b0", "Authorization", "Bearer shop")
 	if missing.StatusCode != http.StatusNotFound ||
-		strings.ReplaceAll(foreign, got.ID, "X") != strings.ReplaceAll(none, "chatcmpl-01a1fd04-74da-74d4-8812-62d9715247b0", "X") {
+		strings.ReplaceAll(foreign, got.ID, "X") != strings.ReplaceAll(none, "chatcmpl-01a1fd04-74da-74d4-8812-62d9715247b0",
+			"X") {
 		t.Errorf("another's answer is told apart from none:\n%s\n%s", foreign, none)
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`); n != 2 {
@@ -152,7 +154,8 @@ func TestTurnsAreAnsweredInTheirOrder(t *testing.T) {
 	const n = 12
 	for i := range n {
 		group.Go(func() error {
-			got, err := processes[i%2].client(inThread("order")...).CreateChatCompletion(t.Context(), says(fmt.Sprintf("m%d", i)))
+			got, err := processes[i%2].client(inThread("order")...).CreateChatCompletion(t.Context(),
+				says(fmt.Sprintf("m%d", i)))
 			if err == nil && got.Choices[0].Message.Content != fmt.Sprintf("re m%d", i) {
 				err = fmt.Errorf("message %d got the answer %q", i, got.Choices[0].Message.Content)
 			}
@@ -224,7 +227,8 @@ func TestDoubleTextingRejected(t *testing.T) {
 	})
 	testkit.Receive(t, g.asked)
 	r, body := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"two"}]}`, inThread("d")...)
-	if got := failureOf(t, body); r.StatusCode != http.StatusConflict || got.Code != "thread_busy" || r.Header.Get("X-Should-Retry") != "false" {
+	if got := failureOf(t, body); r.StatusCode != http.StatusConflict || got.Code != "thread_busy" ||
+		r.Header.Get("X-Should-Retry") != "false" {
 		t.Errorf("answer %d %s", r.StatusCode, body)
 	}
 	send(t, g.pieces, "First.")
@@ -288,7 +292,8 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 				t.Errorf("the interrupted stream ends with %v", err)
 			}
 			said := heard(w.model.Requests()[1])
-			if len(said) != 3 || !strings.HasPrefix(said[1], "assistant: "+kept) || !strings.HasSuffix(said[1], "\n[interrupted]") || said[2] != "user: tea, rather" {
+			if len(said) != 3 || !strings.HasPrefix(said[1], "assistant: "+kept) ||
+				!strings.HasSuffix(said[1], "\n[interrupted]") || said[2] != "user: tea, rather" {
 				t.Errorf("the model heard %q, want the partial answer %q", said, kept)
 			}
 			status := pgtest.Value[string](t, w.pool, `select string_agg(status, ' ' order by created_at) from agent_executions`)
@@ -336,7 +341,8 @@ func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
 	if got := testkit.Receive(t, answer); got != "Then tea." {
 		t.Errorf("answer %q", got)
 	}
-	if status := pgtest.Value[string](t, w.pool, `select string_agg(status, ' ' order by created_at) from agent_executions`); status != "cancelled completed" {
+	if status := pgtest.Value[string](t, w.pool,
+		`select string_agg(status, ' ' order by created_at) from agent_executions`); status != "cancelled completed" {
 		t.Errorf("executions: %s", status)
 	}
 	_ = stream.Close()
@@ -368,7 +374,8 @@ func TestAnAnswerIsAttachedTo(t *testing.T) {
 			goAway() // a client that goes away does not stop the turn
 			path := "/v1/chat/completions/" + first.ID
 			r, body := other.get(t, path)
-			if r.StatusCode != http.StatusAccepted || r.Header.Get("Retry-After") == "" || !strings.Contains(body, `"finish_reason":null`) {
+			if r.StatusCode != http.StatusAccepted || r.Header.Get("Retry-After") == "" ||
+				!strings.Contains(body, `"finish_reason":null`) {
 				t.Errorf("while it is made: %d %s", r.StatusCode, body)
 			}
 			var group errgroup.Group
@@ -389,7 +396,8 @@ func TestAnAnswerIsAttachedTo(t *testing.T) {
 			if text := contentOf(t, seen); text != "Once upon a time." || !strings.HasSuffix(seen, "data: [DONE]\n\n") {
 				t.Errorf("attached stream: %q of\n%s", text, seen)
 			}
-			if r, body = other.get(t, path); r.StatusCode != http.StatusOK || !strings.Contains(body, `"content":"Once upon a time."`) {
+			if r, body = other.get(t, path); r.StatusCode != http.StatusOK ||
+				!strings.Contains(body, `"content":"Once upon a time."`) {
 				t.Errorf("afterwards: %d %s", r.StatusCode, body)
 			}
 			if diff := cmp.Diff([]string{"user: tell me", "assistant: Once upon a time."}, w.transcript(t, "a")); diff != "" {
@@ -404,14 +412,22 @@ func TestAUserIsAnApplicationsOwn(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."), modeltest.Text("Four."))
 	p := w.process(t)
-	for i, test := range []struct{ key, thread string }{{"site", "site:ada"}, {"shop", "shop:ada"}, {"visitor", "ada"}, {"site", "site:ada"}} {
-		r, text := p.post(t, fmt.Sprintf(`{"model":"agent","user":"ada","messages":[{"role":"user","content":"message %d"}]}`, i),
+	for i, test := range []struct{ key, thread string }{
+		{"site", "site:ada"},
+		{"shop", "shop:ada"},
+		{"visitor", "ada"},
+		{"site", "site:ada"},
+	} {
+		r, text := p.post(t, fmt.Sprintf(`{"model":"agent","user":"ada","messages":[{"role":"user","content":"message %d"}]}`,
+			i),
 			"Authorization", "Bearer "+test.key)
 		if r.StatusCode != http.StatusOK || r.Header.Get("X-Thread-Id") != test.thread {
-			t.Fatalf("ada of %s: %d in thread %q, want %q: %s", test.key, r.StatusCode, r.Header.Get("X-Thread-Id"), test.thread, text)
+			t.Fatalf("ada of %s: %d in thread %q, want %q: %s", test.key, r.StatusCode, r.Header.Get("X-Thread-Id"), test.thread,
+				text)
 		}
 	}
-	if diff := cmp.Diff([]string{"user: message 0", "assistant: One.", "user: message 3"}, heard(w.model.Requests()[3])); diff != "" {
+	if diff := cmp.Diff([]string{"user: message 0", "assistant: One.", "user: message 3"},
+		heard(w.model.Requests()[3])); diff != "" {
 		t.Errorf("the model heard (-want +got):\n%s", diff)
 	}
 }
@@ -434,7 +450,8 @@ func TestAThreadThatIsLockedIsBusy(t *testing.T) {
 				t.Fatal(err)
 			}
 			got, body := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"two"}]}`, inThread("held")...)
-			if code := failureOf(t, body).Code; got.StatusCode != http.StatusServiceUnavailable || code != "thread_locked" || got.Header.Get("Retry-After") == "" {
+			if code := failureOf(t, body).Code; got.StatusCode != http.StatusServiceUnavailable || code != "thread_locked" ||
+				got.Header.Get("Retry-After") == "" {
 				t.Errorf("%d %v %s", got.StatusCode, got.Header, body)
 			}
 			if answer := p.answerTo(t, "other", "three"); answer != "Second." {
@@ -455,7 +472,10 @@ func TestAThreadThatIsLockedIsBusy(t *testing.T) {
 // converse fills a thread with turns up to a number, as they would be after as many answers.
 func converse(t *testing.T, db postgres.DB, thread string, upTo int) {
 	t.Helper()
-	if _, _, err := threads.Ensure(t.Context(), db, threads.Thread{ID: thread, Channel: "chat", Agent: chat.Agent, Owner: "site", Participant: "x"}); err != nil {
+	if _, _, err := threads.Ensure(t.Context(), db, threads.Thread{
+		ID: thread, Channel: "chat", Agent: chat.Agent,
+		Owner: "site", Participant: "x",
+	}); err != nil {
 		t.Fatal(err)
 	}
 	pgtest.Exec(t, db, `
@@ -464,7 +484,8 @@ func converse(t *testing.T, db postgres.DB, thread string, upTo int) {
 		       'what was said at place ' || n || ' of this long conversation', 'sent', 16
 		  from generate_series((select next_seq from agent_threads where id = @thread), 2 * @turns::int) n`,
 		postgres.Strict{"thread": thread, "turns": upTo})
-	pgtest.Exec(t, db, `update agent_threads set next_seq = 2 * @turns::int + 1 where id = @thread`, postgres.Strict{"thread": thread, "turns": upTo})
+	pgtest.Exec(t, db, `update agent_threads set next_seq = 2 * @turns::int + 1 where id = @thread`,
+		postgres.Strict{"thread": thread, "turns": upTo})
 }
 
 // TestALongThreadCostsTheSamePerTurn measures what the model is sent in turn 50, 500 and 1000 of a thread.
@@ -488,7 +509,8 @@ func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
 		for {
 			p.answerTo(t, "long", "say it now")
 			pgtest.Eventually(t, patience, func() bool {
-				return pgtest.Value[bool](t, w.pool, `select coalesce(bool_and(completed_at is not null), true) from agent_executions`)
+				return pgtest.Value[bool](t, w.pool, `select coalesce(bool_and(completed_at is not null), true)
+					from agent_executions`)
 			}, "the summary is made")
 			through := pgtest.Value[int64](t, w.pool, `select summary_through from agent_threads where id = 'long'`)
 			if through == before {
@@ -511,7 +533,8 @@ func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
 		t.Errorf("bytes sent by turn: %v", sizes)
 	}
 	t.Logf("bytes sent by turn: %v", sizes)
-	kept := pgtest.Value[int](t, w.pool, `select max(pg_column_size(output)) from agent_checkpoints where step like 'remember%'`)
+	kept := pgtest.Value[int](t, w.pool, `select max(pg_column_size(output)) from agent_checkpoints
+		where step like 'remember%'`)
 	if kept > 3000 {
 		t.Errorf("a turn keeps %d bytes of what was said before", kept)
 	}
@@ -562,7 +585,10 @@ func announcing(t *testing.T, change ...func(*chat.Chat)) *process {
 func (p *process) announce(t *testing.T, words ...string) {
 	t.Helper()
 	for _, w := range words {
-		x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "announce", Surface: trace.Flow, ThreadID: "t", Input: w})
+		x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{
+			Flow: "announce", Surface: trace.Flow,
+			ThreadID: "t", Input: w,
+		})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -577,7 +603,8 @@ func TestTheNextAnswerBeginsWithWhatFlowsSaid(t *testing.T) {
 	p.announce(t, "Your order is approved.", "It leaves today.")
 	seen := p.model.Requests()
 	const want = "Your order is approved.\n\nIt leaves today.\n\nI am the model."
-	body, headers := `{"model":"nora","messages":[{"role":"user","content":"any news?"}]}`, append(inThread("t"), "Idempotency-Key", "k")
+	body, headers := `{"model":"nora","messages":[{"role":"user","content":"any news?"}]}`,
+		append(inThread("t"), "Idempotency-Key", "k")
 	for range 2 { // the second is replayed
 		_, got := p.post(t, body, headers...)
 		var answer openai.ChatCompletionResponse
@@ -600,7 +627,8 @@ func TestTheNextAnswerBeginsWithWhatFlowsSaid(t *testing.T) {
 		t.Errorf("the words came again: %q", got)
 	}
 	lines := []string{
-		"hello", "I am the model.", "Your order is approved.", "It leaves today.", "any news?", "I am the model.", "and now?", "I am the model.",
+		"hello", "I am the model.", "Your order is approved.", "It leaves today.", "any news?", "I am the model.",
+		"and now?", "I am the model.",
 	}
 	if diff := cmp.Diff(lines, p.all(t, "t")); diff != "" {
 		t.Errorf("the thread (-want +got):\n%s", diff)
@@ -654,7 +682,8 @@ func TestAResponseBeginsWithWhatFlowsSaid(t *testing.T) {
 	p := announcing(t)
 	p.answerTo(t, "t", "hello")
 	p.announce(t, "Approved.")
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url+"/v1/responses", strings.NewReader(`{"model":"nora","input":"any news?"}`))
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url+"/v1/responses",
+		strings.NewReader(`{"model":"nora","input":"any news?"}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -691,7 +720,8 @@ func TestAFailedTurnLeavesAFlowsWordsToTheNext(t *testing.T) {
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Status(http.StatusBadRequest, 0)
 	})
-	if r, body := p.post(t, `{"model":"nora","messages":[{"role":"user","content":"any news?"}]}`, inThread("t")...); r.StatusCode == http.StatusOK {
+	if r, body := p.post(t, `{"model":"nora","messages":[{"role":"user","content":"any news?"}]}`,
+		inThread("t")...); r.StatusCode == http.StatusOK {
 		t.Fatalf("the turn did not fail: %s", body)
 	}
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })

@@ -434,7 +434,8 @@ func (c *Chat) queueUnseen(b *pgx.Batch, a UserMessage, s *span, known *bool) {
 		  select a.seq as own, coalesce(e.flow = @relay and e.completed_at is null, false) as relaying,
 		         case when e.flow = @relay and e.status = 'completed' then nullif((e.result ->> 'seq')::bigint, 0)
 		              when e.flow = @flow and (e.completed_at is null and not @interrupt or e.status = 'completed'
-		                   and not coalesce((e.result ->> 'refused')::boolean or (e.result ->> 'formatError')::boolean, false))
+		                   and not coalesce((e.result ->> 'refused')::boolean or (e.result ->> 'formatError')::boolean,
+		                     false))
 		                then coalesce((e.input #>> '{unseen,through}')::bigint, (e.result ->> 'seq')::bigint)
 		              when e.flow = any(@own) and e.completed_at is not null or e.flow = @flow
 		                then (e.input #>> '{unseen,after}')::bigint end as through
@@ -448,7 +449,8 @@ func (c *Chat) queueUnseen(b *pgx.Batch, a UserMessage, s *span, known *bool) {
 		           select m.seq from agent_messages m
 		            where m.thread_id = @thread and m.seq > s.seq and m.role = 'assistant' and m.channel = 'chat'
 		              and case when m.execution_id is null then s.seq > 0
-		                       else exists (select from agent_executions e where e.id = m.execution_id and e.flow <> all(@own)) end
+		                       else exists (select from agent_executions e where e.id = m.execution_id
+		                         and e.flow <> all(@own)) end
 		            order by m.seq limit @most) w), s.seq)
 		  from since s`, postgres.Strict{
 		"thread": a.thread, "turns": unseenTurnLimit, "relay": RelayFlow, "flow": Flow, "own": ownFlows(), "seen": a.Seen,

@@ -59,7 +59,9 @@ type itemResult struct {
 
 // runItem runs one item of a phase as a step, so a resumed heartbeat skips finished items and their lanes. Notes made
 // before an error are kept.
-func (b *heartbeatRun) runItem(ctx context.Context, name string, fn func(ctx context.Context) (itemResult, error)) (itemResult, error) {
+func (b *heartbeatRun) runItem(
+	ctx context.Context, name string, fn func(ctx context.Context) (itemResult, error),
+) (itemResult, error) {
 	var reached itemResult
 	got, err := executions.Step(withoutYield(ctx), name, func(ctx context.Context) (itemResult, error) {
 		got, err := fn(b.yieldToAdmin(ctx))
@@ -122,8 +124,9 @@ func errUnknownStep(id string) error {
 
 // errNoEvidence rejects a step without a successful call in this turn.
 func errNoEvidence() error {
-	return errArguments(errors.New("nothing shows that this step is done: no successful call of yours since it began that " +
-		"has not shown another step already. Calls that failed or await approval do not count. Act first, then report"))
+	return errArguments(errors.New(
+		"nothing shows that this step is done: no successful call of yours since it began that " +
+			"has not shown another step already. Calls that failed or await approval do not count. Act first, then report"))
 }
 
 // advanceObjective works on one objective while it holds the objective's lane.
@@ -141,12 +144,16 @@ func (b *heartbeatRun) advanceObjective(ctx context.Context, o *dueObjective) (i
 	steps, known := 0, len(o.Steps)
 	outcome, err := b.Loop.Run(ctx, reason.Turn{
 		Purpose: "advance_plan", Agent: o.Agent, Context: b.promptContext(), BudgetScope: budgetScope(ctx, "advance_plan"),
-		System: systemPrompt("You pursue one objective. Use the tools to do its pending steps, one after the other, and report each " +
+		System: systemPrompt("You pursue one objective. Use the tools to do its pending steps, one after the other, and " +
+			"report each " +
 			"with complete_step or fail_step before you begin the next. A step counts as done only when a call that you made " +
 			"for it succeeded; each call shows one step. Where it has no steps, plan a few with add_steps first."),
 		Prompt: objectivePrompt(o), Seen: builtins.SightsOf(o.Objective),
 		Scopes: []string{skills.ScopeInternal},
-		Tools:  []reason.Tool{b.completeStepTool(o, executions.StepKey(ctx), &steps), b.failStepTool(o), b.addStepsTool(o), rememberTool(&noted)},
+		Tools: []reason.Tool{
+			b.completeStepTool(o, executions.StepKey(ctx), &steps), b.failStepTool(o), b.addStepsTool(o),
+			rememberTool(&noted),
+		},
 	})
 	if err != nil {
 		return itemResult{Text: o.Name + ": " + err.Error(), Memories: noted}, err
@@ -203,7 +210,8 @@ func objectivePrompt(o *dueObjective) string {
 func (b *heartbeatRun) completeStepTool(o *dueObjective, under string, count *int) reason.Tool {
 	return reason.Tool{
 		Name: "complete_step", Description: "Report a step of the objective as done.",
-		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["step_id","result"],"properties":{
+		Parameters: json.RawMessage(
+			`{"type":"object","additionalProperties":false,"required":["step_id","result"],"properties":{
 			"step_id":{"type":"string","description":"the id after the word step"},
 			"result":{"type":"string","minLength":1,"description":"what was found or done, with figures"}}}`),
 		Do: func(ctx context.Context, args json.RawMessage) (any, error) {
@@ -247,7 +255,8 @@ func (b *heartbeatRun) completeWithEvidence(ctx context.Context, tx pgx.Tx, step
 func (b *heartbeatRun) failStepTool(o *dueObjective) reason.Tool {
 	return reason.Tool{
 		Name: "fail_step", Description: "Report that a step of the objective did not work; it is tried again later.",
-		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["step_id","reason"],"properties":{
+		Parameters: json.RawMessage(
+			`{"type":"object","additionalProperties":false,"required":["step_id","reason"],"properties":{
 			"step_id":{"type":"string"},"reason":{"type":"string","minLength":1}}}`),
 		Do: func(ctx context.Context, args json.RawMessage) (any, error) {
 			var in struct {

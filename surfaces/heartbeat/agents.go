@@ -45,7 +45,8 @@ func SpecOf(a agents.Agent) executions.Spec {
 // agents calls it in the same transaction with server false, because its settings may differ: then existing schedules
 // keep their times, unless the agent's document declares them.
 func Sync(ctx context.Context, tx pgx.Tx, directory *agents.Directory, server bool) error {
-	if err := workspace.Lock(ctx, tx); err != nil { // or it would remove the schedule of an agent that is applied meanwhile
+	// or it would remove the schedule of an agent that is applied meanwhile
+	if err := workspace.Lock(ctx, tx); err != nil {
 		return err
 	}
 	all, err := directory.List(ctx, tx)
@@ -59,8 +60,9 @@ func Sync(ctx context.Context, tx pgx.Tx, directory *agents.Directory, server bo
 		}
 		spec := SpecOf(a)
 		s := executions.Schedule{
-			Name: laneName(""), Flow: Flow, Surface: trace.Heartbeat, Agent: a.Name, Cron: a.Heartbeat.Cron, Timezone: a.Timezone,
-			Input: spec.Input,
+			Name: laneName(""), Flow: Flow, Surface: trace.Heartbeat, Agent: a.Name, Cron: a.Heartbeat.Cron,
+			Timezone: a.Timezone,
+			Input:    spec.Input,
 		}
 		if !a.Default {
 			s.Name = laneName(a.Name)

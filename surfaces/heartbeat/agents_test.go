@@ -54,7 +54,10 @@ func TestHeartbeatPerAgent(t *testing.T) {
 	w.replyNothing()
 	all := w.declare(t,
 		agents.Definition{Name: "sales", Instructions: "You sell."},
-		agents.Definition{Name: "billing", Instructions: "You bill.", Heartbeat: &agents.Heartbeat{Prompt: "Look at open returns."}},
+		agents.Definition{
+			Name: "billing", Instructions: "You bill.",
+			Heartbeat: &agents.Heartbeat{Prompt: "Look at open returns."},
+		},
 		agents.Definition{Name: "press", Instructions: "You write."})
 	for _, d := range []objectives.Definition{
 		{Name: "sell more", Goal: "Sell more."},
@@ -72,15 +75,18 @@ func TestHeartbeatPerAgent(t *testing.T) {
 		t.Errorf("billing's heartbeat asked %s", asked)
 	}
 	pgtest.Equal(t, w.pool, "advance_plan billing, heartbeat_prompt billing, save_memories billing", `
-		select string_agg(skill_name || ' ' || agent, ', ' order by created_at, id) from agent_activity where execution_id = $1 and kind = 'phase'`, x.ID)
-	if lane := pgtest.Value[string](t, w.pool, `select string_agg(distinct lane, ', ') from agent_activity where execution_id = $1`, x.ID); !strings.Contains(lane, "heartbeat:billing") {
+		select string_agg(skill_name || ' ' || agent, ', ' order by created_at, id) from agent_activity
+		  where execution_id = $1 and kind = 'phase'`, x.ID)
+	if lane := pgtest.Value[string](t, w.pool, `select string_agg(distinct lane, ', ') from agent_activity
+		where execution_id = $1`, x.ID); !strings.Contains(lane, "heartbeat:billing") {
 		t.Errorf("its lanes are %s", lane)
 	}
 
 	before := len(asked)
 	x = w.runOf(t, all[0])
 	asked = strings.Join(w.prompts(), "\n")[before:]
-	if !strings.Contains(asked, "Sell more.") || !strings.Contains(asked, "Write more.") || strings.Contains(asked, "Bill more.") ||
+	if !strings.Contains(asked, "Sell more.") || !strings.Contains(asked, "Write more.") ||
+		strings.Contains(asked, "Bill more.") ||
 		strings.Contains(asked, "open returns") {
 		t.Errorf("the default agent's heartbeat asked %s", asked)
 	}
@@ -127,7 +133,10 @@ func TestServerStartWaitsForApply(t *testing.T) {
 		return pgtest.Value[bool](t, w.pool, `select exists (select from pg_locks where locktype = 'advisory' and not granted
 			and database = (select oid from pg_database where datname = current_database()))`)
 	}, "the server waits")
-	for _, a := range []agents.Definition{{Name: "sales", Default: true}, {Name: "billing", Heartbeat: &agents.Heartbeat{}}} {
+	for _, a := range []agents.Definition{
+		{Name: "sales", Default: true},
+		{Name: "billing", Heartbeat: &agents.Heartbeat{}},
+	} {
 		if _, err := agents.Put(t.Context(), apply, a, "workspace"); err != nil {
 			t.Fatal(err)
 		}
@@ -135,7 +144,8 @@ func TestServerStartWaitsForApply(t *testing.T) {
 	require.NoError(t, heartbeat.Sync(t.Context(), apply, d, false))
 	require.NoError(t, apply.Commit(t.Context()))
 	require.NoError(t, group.Wait())
-	pgtest.Equal(t, w.pool, "heartbeat sales, heartbeat:billing billing", `select string_agg(name || ' ' || agent, ', ' order by name) from agent_schedules`)
+	pgtest.Equal(t, w.pool, "heartbeat sales, heartbeat:billing billing", `select string_agg(name || ' ' || agent, ', '
+		order by name) from agent_schedules`)
 }
 
 func TestSchedulesFollowTheAgents(t *testing.T) {
@@ -146,7 +156,8 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 	schedules := func(server bool) string {
 		t.Helper()
 		w.sync(t, d, server)
-		return pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || agent || ' ' || cron || ' ' || timezone, ', ' order by name) from agent_schedules`)
+		return pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || agent || ' ' || cron || ' ' || timezone, ', '
+			order by name) from agent_schedules`)
 	}
 	put := func(d agents.Definition) {
 		t.Helper()
@@ -159,8 +170,10 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 	put(agents.Definition{Name: "billing", Timezone: "Europe/Madrid", Heartbeat: &agents.Heartbeat{Cron: "0 8 * * *"}})
 	put(agents.Definition{Name: "press"})
 	d.Settings.HeartbeatCron = "* * * * *" // of another shell, which is no reason to change what is there
-	assert.Equal(t, "heartbeat sales */30 * * * * UTC, heartbeat:billing billing 0 8 * * * Europe/Madrid", schedules(false))
-	next := pgtest.Value[string](t, w.pool, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`)
+	assert.Equal(t, "heartbeat sales */30 * * * * UTC, heartbeat:billing billing 0 8 * * * Europe/Madrid",
+		schedules(false))
+	next := pgtest.Value[string](t, w.pool, `select next_run_at::text from agent_schedules
+		where name = 'heartbeat:billing'`)
 	schedules(false)
 	pgtest.Equal(t, w.pool, next, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`)
 	if _, err := agents.Remove(t.Context(), w.pool, "workspace", []string{"sales"}); err != nil {
@@ -182,7 +195,8 @@ func TestIdleHeartbeatsOfAgents(t *testing.T) {
 	w.engine(t, true)
 	pgtest.Until(t, w.pool, 9, `select count(distinct agent) from agent_executions where status = 'completed'`)
 	assert.Equal(t, 0, len(w.model.Requests()))
-	lanesHeld := pgtest.Value[string](t, w.pool, `select coalesce(string_agg(distinct a.lane, ' ' order by a.lane), '') from agent_activity a where a.lane like 'heartbeat%'`)
+	lanesHeld := pgtest.Value[string](t, w.pool, `select coalesce(string_agg(distinct a.lane, ' ' order by a.lane), '')
+		from agent_activity a where a.lane like 'heartbeat%'`)
 	if got := strings.Fields(lanesHeld); len(got) != 9 || slices.Contains(got, heartbeat.Lane) {
 		t.Errorf("they held %s", lanesHeld)
 	}

@@ -92,9 +92,10 @@ func (b *heartbeatRun) runAutomation(ctx context.Context, t automationTask) (ite
 		return itemResult{Text: "was claimed by somebody else"}, nil
 	}
 	var noted []memoryNote
-	_, err = executions.Phase(withoutYield(ctx), "run_automation", func(ctx context.Context, effect *executions.Effect) (string, error) {
-		return b.executeRun(b.yieldToAdmin(ctx), t, run, &noted, effect)
-	}, executions.Input(map[string]any{"automation": t.Name, "scheduled_for": run.ScheduledFor, "attempt": run.Attempt}))
+	_, err = executions.Phase(withoutYield(ctx), "run_automation",
+		func(ctx context.Context, effect *executions.Effect) (string, error) {
+			return b.executeRun(b.yieldToAdmin(ctx), t, run, &noted, effect)
+		}, executions.Input(map[string]any{"automation": t.Name, "scheduled_for": run.ScheduledFor, "attempt": run.Attempt}))
 	return itemResult{Text: "succeeded", Memories: noted}, err
 }
 
@@ -131,9 +132,12 @@ func claimRun(ctx context.Context, t automationTask) (automations.Run, error) {
 }
 
 // executeRun runs an automation, records the result, and returns the run's status.
-func (b *heartbeatRun) executeRun(ctx context.Context, t automationTask, run automations.Run, noted *[]memoryNote, effect *executions.Effect) (string, error) {
+func (b *heartbeatRun) executeRun(
+	ctx context.Context, t automationTask, run automations.Run, noted *[]memoryNote, effect *executions.Effect,
+) (string, error) {
 	output, failure := runner.Work(ctx, b.Loop, t.Automation, run, reason.Turn{
-		System: systemPrompt("You carry out one scheduled task."), Context: b.promptContext(), Tools: []reason.Tool{rememberTool(noted)},
+		System: systemPrompt("You carry out one scheduled task."), Context: b.promptContext(),
+		Tools:       []reason.Tool{rememberTool(noted)},
 		BudgetScope: budgetScope(ctx, "run_automations"),
 	})
 	switch {

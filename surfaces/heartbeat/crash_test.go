@@ -34,13 +34,22 @@ func TestHeartbeatSurvivesCrashes(t *testing.T) {
 		t.Run(fmt.Sprintf("in model call %d", k), func(t *testing.T) {
 			w := newTestHeartbeat(t)
 			w.addFailingSkill(t, "fetch_prices")
-			_, steps := w.addObjective(t, objectives.Definition{Name: "tidy", Goal: "Keep the tables small.", Steps: []string{"a", "b"}})
+			_, steps := w.addObjective(t, objectives.Definition{
+				Name: "tidy", Goal: "Keep the tables small.",
+				Steps: []string{"a", "b"},
+			})
 			w.addAutomation(t, automations.Definition{Name: "look", Skill: "look"})
 			w.addAutomation(t, automations.Definition{Name: "write up", Prompt: "Write the daily summary."})
 			scripts := map[string][]modeltest.Reply{
-				"Objective tidy": {modeltest.ToolCall("look", `{}`), complete(steps[0]), lookedUp(steps[1]), rememberTool("one"), modeltest.Text("ok")},
-				"daily summary":  {rememberTool("two"), modeltest.Text("Written.")},
-				"Reflect":        {rememberTool("three").AndCall("remember", `{"key":"four","value":4}`), modeltest.Text("Mostly well.")},
+				"Objective tidy": {
+					modeltest.ToolCall("look", `{}`), complete(steps[0]), lookedUp(steps[1]), rememberTool("one"),
+					modeltest.Text("ok"),
+				},
+				"daily summary": {rememberTool("two"), modeltest.Text("Written.")},
+				"Reflect": {
+					rememberTool("three").AndCall("remember", `{"key":"four","value":4}`),
+					modeltest.Text("Mostly well."),
+				},
 			}
 			came, wake := make(chan struct{}), make(chan struct{})
 			var asked atomic.Int32
@@ -105,7 +114,8 @@ func (w *testHeartbeat) loseProcess(t *testing.T, came, wake chan struct{}) exec
 func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost, calls int) {
 	t.Helper()
 	want := []string{
-		"self_heal success", "follow_through skipped", "advance_plan success", "run_automations success", "reflect success", "save_memories success",
+		"self_heal success", "follow_through skipped", "advance_plan success", "run_automations success", "reflect success",
+		"save_memories success",
 	}
 	assert.NoDiff(t, want, phases(w.traceLines(t, x.TraceID)))
 	bodies := map[string]string{}
@@ -131,11 +141,12 @@ func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost
 		"4 rows of memories":    `select count(*) = 4 from agent_activity where skill_name = 'save_memory'`,
 		"2 steps done once":     `select count(*) = 2 and max(attempts) = 1 from agent_objective_steps where status = 'done'`,
 		"2 rows of steps":       `select count(*) = 2 from agent_activity where skill_name = 'advance_step'`,
-		"2 runs":                `select count(*) = 2 and max(attempt) = 1 from agent_automation_runs where status = 'success'`,
-		"1 heal":                `select count(*) = 1 from agent_activity where skill_name = 'heal_skill'`,
-		"nothing left running":  `select count(*) = 0 from agent_activity where status = 'running'`,
-		"no lane held":          `select count(*) = 0 from agent_locks_live`,
-		"one trace":             `select count(distinct trace_id) = 1 from agent_activity where trace_id like 'hb%'`,
+		"2 runs": `select count(*) = 2 and max(attempt) = 1 from agent_automation_runs
+			where status = 'success'`,
+		"1 heal":               `select count(*) = 1 from agent_activity where skill_name = 'heal_skill'`,
+		"nothing left running": `select count(*) = 0 from agent_activity where status = 'running'`,
+		"no lane held":         `select count(*) = 0 from agent_locks_live`,
+		"one trace":            `select count(distinct trace_id) = 1 from agent_activity where trace_id like 'hb%'`,
 	} {
 		if !pgtest.Value[bool](t, w.pool, sql) {
 			t.Errorf("not so: %s", what)
@@ -167,7 +178,8 @@ func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 	}
 	all.Wait()
 	state := func() string {
-		return pgtest.Value[string](t, w.pool, `select status || ' ' || attempt || ' ' || coalesce(error_message, '') from agent_automation_runs`)
+		return pgtest.Value[string](t, w.pool, `select status || ' ' || attempt || ' ' || coalesce(error_message, '')
+			from agent_automation_runs`)
 	}
 	assert.Equal(t, "error 1 its execution ended before it did, so nobody knows how far it came", state())
 	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
@@ -190,7 +202,8 @@ func TestHeartbeatUsesAgentMemory(t *testing.T) {
 	if e := w.contact(t); string(e.Value) != `"Ana"` {
 		t.Errorf("the shared memory has %s", e.Value)
 	}
-	if e, err := memory.Owner("house").Get(t.Context(), w.pool, "observation", "contact"); err != nil || string(e.Value) != `"Bea"` {
+	if e, err := memory.Owner("house").Get(t.Context(), w.pool, "observation", "contact"); err != nil ||
+		string(e.Value) != `"Bea"` {
 		t.Errorf("the agent's own memory has %s, %v", e.Value, err)
 	}
 	if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil || len(open) != 0 {

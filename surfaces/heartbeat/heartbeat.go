@@ -175,7 +175,8 @@ func (h *Heartbeat) run(ctx context.Context, raw json.RawMessage) (executions.Re
 func (b *heartbeatRun) phases() []phase {
 	var list []phase
 	if b.isDefault {
-		list = append(list, phase{"self_heal", (*heartbeatRun).selfHeal}, phase{"follow_through", (*heartbeatRun).followThrough})
+		list = append(list, phase{"self_heal", (*heartbeatRun).selfHeal},
+			phase{"follow_through", (*heartbeatRun).followThrough})
 	}
 	list = append(list, phase{"advance_plan", (*heartbeatRun).advancePlan})
 	if b.isDefault {
@@ -246,15 +247,16 @@ func (h *Heartbeat) skip(ctx context.Context, why string) (executions.Result, er
 // result kept.
 func (h *Heartbeat) runPhase(ctx context.Context, b *heartbeatRun, p phase) (phaseResult, error) {
 	var reached phaseResult
-	result, err := executions.Phase(ctx, p.name, func(ctx context.Context, effect *executions.Effect) (phaseResult, error) {
-		result, err := p.run(b, h.yieldToAdmin(ctx))
-		if (result.Idle && err == nil) || isYield(err) {
-			effect.Status = activity.Skipped
-		}
-		effect.Output = map[string]any{"summary": result.Summary, "memories": len(result.Memories)}
-		reached = result
-		return result, err
-	})
+	result, err := executions.Phase(ctx, p.name,
+		func(ctx context.Context, effect *executions.Effect) (phaseResult, error) {
+			result, err := p.run(b, h.yieldToAdmin(ctx))
+			if (result.Idle && err == nil) || isYield(err) {
+				effect.Status = activity.Skipped
+			}
+			effect.Output = map[string]any{"summary": result.Summary, "memories": len(result.Memories)}
+			reached = result
+			return result, err
+		})
 	if isYield(err) {
 		return h.keepReached(ctx, p, reached, err)
 	}
@@ -272,7 +274,8 @@ func (h *Heartbeat) runPhase(ctx context.Context, b *heartbeatRun, p phase) (pha
 
 // keepReached records the partial result of a phase that yielded for good, so that its notes are saved.
 func (h *Heartbeat) keepReached(ctx context.Context, p phase, reached phaseResult, why error) (phaseResult, error) {
-	result, lost := executions.Step(ctx, p.name+" reached", func(context.Context) (phaseResult, error) { return reached, nil })
+	result, lost := executions.Step(ctx, p.name+" reached",
+		func(context.Context) (phaseResult, error) { return reached, nil })
 	if lost != nil {
 		return phaseResult{}, lost
 	}
@@ -307,7 +310,9 @@ func (h *Heartbeat) yield(ctx context.Context) error {
 
 // endEarly ends a heartbeat that yielded for good. It still saves the notes, which needs no model and blocks no
 // admin.
-func (h *Heartbeat) endEarly(ctx context.Context, b *heartbeatRun, at string, summary Summary) (executions.Result, error) {
+func (h *Heartbeat) endEarly(
+	ctx context.Context, b *heartbeatRun, at string, summary Summary,
+) (executions.Result, error) {
 	ctx = withoutYield(ctx)
 	reached := false
 	for _, p := range b.phases() {
@@ -380,7 +385,8 @@ func (b *heartbeatRun) selfHeal(ctx context.Context) (phaseResult, error) {
 	}
 	result := phaseResult{Report: report.Prompt(), Summary: fmt.Sprintf("%d skills checked", report.Checked)}
 	if fresh {
-		b.Logger.InfoContext(ctx, "healing report", "checked", report.Checked, "disabled", len(report.Healed), "report", result.Report)
+		b.Logger.InfoContext(ctx, "healing report", "checked", report.Checked, "disabled", len(report.Healed),
+			"report", result.Report)
 	}
 	if n := len(report.Healed); n > 0 {
 		result.Summary = fmt.Sprintf("%d of %d skills taken out of service", n, report.Checked)
@@ -449,7 +455,8 @@ func (b *heartbeatRun) runApproved(ctx context.Context, grant approvals.Approval
 		Entry: activity.Entry{Purpose: "follow_through"}, OnIntent: approvals.Use(grant.ID, current.ID, step),
 	})
 	if approvals.IsUsed(err) {
-		return &executions.StepError{Class: "refused", Message: "approval " + grant.ID + " was used by somebody else, or has expired"}
+		return &executions.StepError{Class: "refused", Message: "approval " + grant.ID +
+			" was used by somebody else, or has expired"}
 	}
 	if err != nil && !isStepError(err) {
 		return err

@@ -52,8 +52,9 @@ func (m memoryNote) check() error {
 // rememberTool lets the model add to the notes that save_memories stores.
 func rememberTool(list *[]memoryNote) reason.Tool {
 	return reason.Tool{
-		Name:        "remember",
-		Description: "Keep a fact for later heartbeats. It is stored at the end of this one. It replaces a fact of the same key only if a heartbeat wrote that or you have read it.",
+		Name: "remember",
+		Description: "Keep a fact for later heartbeats. It is stored at the end of this one. It replaces a fact of the " +
+			"same key only if a heartbeat wrote that or you have read it.",
 		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["key","value"],"properties":{
 			"category":{"type":"string","minLength":1,"maxLength":60,"description":"what sort of fact, e.g. observation"},
 			"key":{"type":"string","minLength":1,"maxLength":200,"description":"a short stable name; the same key replaces the fact"},
@@ -132,7 +133,8 @@ func (b *heartbeatRun) saveNote(ctx context.Context, m memoryNote) (revision int
 			return 0, err
 		}
 		note := memories.Note{
-			Owner: memories.Owner(owner), Category: m.Category, Key: m.Key, Value: m.Value, TTL: time.Duration(m.Days * float64(24*time.Hour)),
+			Owner: memories.Owner(owner), Category: m.Category, Key: m.Key, Value: m.Value,
+			TTL:     time.Duration(m.Days * float64(24*time.Hour)),
 			TraceID: string(trace.IDFrom(ctx)), Revision: cmp.Or(m.Read, memories.Absent),
 		}
 		saved, err := memories.Save(ctx, tx, note)
@@ -180,7 +182,8 @@ func acceptableEntry(err error, note memories.Note) *memories.Entry {
 	if !ok || conflict.Theirs == nil || note.Revision != memories.Absent {
 		return nil
 	}
-	if equalJSON(conflict.Theirs.Value, conflict.Yours) || writtenByHeartbeat(conflict.Theirs.TraceID) && conflict.Theirs.TraceID != note.TraceID {
+	if equalJSON(conflict.Theirs.Value, conflict.Yours) || writtenByHeartbeat(conflict.Theirs.TraceID) &&
+		conflict.Theirs.TraceID != note.TraceID {
 		return conflict.Theirs
 	}
 	return nil
@@ -270,7 +273,8 @@ func readPerformance(ctx context.Context, db postgres.DB) (performance, error) {
 		           and (a.cause_id is not null or a.status in ('error', 'unknown')) limit 1000) n),
 		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), 0), coalesce(sum(a.cost_usd), 0)::float8
 		  from agent_activity a
-		 where a.skill_name = 'model_call' and a.id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days'))`,
+		 where a.skill_name = 'model_call'
+		   and a.id >= (select lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '7 days'))`,
 	).Scan(&got.News, &got.Tokens, &got.Cost)
 	if err != nil {
 		return got, fmt.Errorf("measure performance: %w", err)

@@ -34,7 +34,10 @@ func withMemories(t *testing.T, script ...modeltest.Reply) *testHeartbeat {
 // storeMemory writes contact as an admin.
 func (w *testHeartbeat) storeMemory(t *testing.T, value string) {
 	t.Helper()
-	if _, err := memory.Save(t.Context(), w.pool, memory.Note{Category: "observation", Key: "contact", Value: value, TraceID: "op_1"}); err != nil {
+	if _, err := memory.Save(t.Context(), w.pool, memory.Note{
+		Category: "observation", Key: "contact", Value: value,
+		TraceID: "op_1",
+	}); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -67,7 +70,8 @@ func TestStaleNoteIsConflict(t *testing.T) {
 		t.Errorf("it holds %s at %d", e.Value, e.Revision)
 	}
 	open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{})
-	if err != nil || len(open) != 1 || string(open[0].Value) != `"Bea"` || open[0].IfRevision != 1 || open[0].FoundRevision != 2 ||
+	if err != nil || len(open) != 1 || string(open[0].Value) != `"Bea"` || open[0].IfRevision != 1 ||
+		open[0].FoundRevision != 2 ||
 		open[0].TraceID != x.TraceID || *open[0].ExecutionID != x.ID {
 		t.Errorf("the conflict is %+v, %v", open, err)
 	}
@@ -84,17 +88,24 @@ func TestNoteReplacesReadValue(t *testing.T) {
 		want      string
 		conflicts int
 	}{
-		"read":           {[]modeltest.Reply{recalled, notes}, `"Bea" 2`, 0},
-		"not read":       {[]modeltest.Reply{notes}, `"Ana" 1`, 1},
-		"noted again":    {[]modeltest.Reply{recalled, notes, modeltest.ToolCall("remember", `{"key":"contact","value":"Dora"}`)}, `"Dora" 3`, 0},
-		"not read twice": {[]modeltest.Reply{notes, modeltest.ToolCall("remember", `{"key":"contact","value":"Dora"}`)}, `"Ana" 1`, 2},
+		"read":     {[]modeltest.Reply{recalled, notes}, `"Bea" 2`, 0},
+		"not read": {[]modeltest.Reply{notes}, `"Ana" 1`, 1},
+		"noted again": {[]modeltest.Reply{
+			recalled, notes,
+			modeltest.ToolCall("remember", `{"key":"contact","value":"Dora"}`),
+		}, `"Dora" 3`, 0},
+		"not read twice": {
+			[]modeltest.Reply{notes, modeltest.ToolCall("remember", `{"key":"contact","value":"Dora"}`)},
+			`"Ana" 1`, 2,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			w := withMemories(t, test.script...)
 			w.runCompleted(t)
 			pgtest.Equal(t, w.pool, test.want, `select value::text || ' ' || revision from agent_memory`)
-			if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil || len(open) != test.conflicts {
+			if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil ||
+				len(open) != test.conflicts {
 				t.Errorf("%d conflicts, %v", len(open), err)
 			}
 		})
@@ -109,8 +120,12 @@ func TestObjectiveNoteReplacesPromptValue(t *testing.T) {
 		script    []modeltest.Reply
 		want      string
 	}{
-		"nobody wrote":         {"", []modeltest.Reply{update}, "half of it is done"},
-		"somebody wrote":       {"look at b first, says the admin", []modeltest.Reply{update}, "look at b first, says the admin"},
+		"nobody wrote": {"", []modeltest.Reply{update}, "half of it is done"},
+		"somebody wrote": {
+			"look at b first, says the admin",
+			[]modeltest.Reply{update},
+			"look at b first, says the admin",
+		},
 		"decided by the model": {"look at b first, says the admin", []modeltest.Reply{update, update}, "half of it is done"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -124,14 +139,16 @@ func TestObjectiveNoteReplacesPromptValue(t *testing.T) {
 			note("nothing is done")
 			var wrote atomic.Bool
 			w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-				if strings.Contains(req.Messages[1].Content, "Objective tidy") && test.meanwhile != "" && wrote.CompareAndSwap(false, true) {
+				if strings.Contains(req.Messages[1].Content, "Objective tidy") && test.meanwhile != "" &&
+					wrote.CompareAndSwap(false, true) {
 					note(test.meanwhile)
 				}
 				return answer(map[string][]modeltest.Reply{"Objective tidy": test.script}, req)
 			})
 			w.runCompleted(t)
 			pgtest.Equal(t, w.pool, test.want, `select note from agent_objectives`)
-			first := pgtest.Value[string](t, w.pool, `select status from agent_activity where skill_name = 'objective_update' order by id limit 1`)
+			first := pgtest.Value[string](t, w.pool, `select status from agent_activity where skill_name = 'objective_update'
+				order by id limit 1`)
 			if (first == "skipped") != (test.meanwhile != "") {
 				t.Errorf("the first call is %s", first)
 			}
@@ -147,13 +164,19 @@ func TestNoteReplacesEarlierHeartbeat(t *testing.T) {
 		want      string
 		conflicts int
 	}{
-		"an earlier heartbeat's": {func(t *testing.T, w *testHeartbeat) { w.recordWrite(t, trace.Heartbeat, "Ana") }, `"Bea" 2`, 0},
-		"an admin's":             {func(t *testing.T, w *testHeartbeat) { w.recordWrite(t, trace.Operate, "Ana") }, `"Ana" 1`, 1},
+		"an earlier heartbeat's": {
+			func(t *testing.T, w *testHeartbeat) { w.recordWrite(t, trace.Heartbeat, "Ana") },
+			`"Bea" 2`, 0,
+		},
+		"an admin's": {func(t *testing.T, w *testHeartbeat) { w.recordWrite(t, trace.Operate, "Ana") }, `"Ana" 1`, 1},
 		"changed by an admin": {func(t *testing.T, w *testHeartbeat) {
 			w.recordWrite(t, trace.Heartbeat, "Ana")
 			w.recordWrite(t, trace.Operate, "Carla")
 		}, `"Carla" 2`, 1},
-		"an admin's of the same value": {func(t *testing.T, w *testHeartbeat) { w.recordWrite(t, trace.Operate, "Bea") }, `"Bea" 1`, 0},
+		"an admin's of the same value": {
+			func(t *testing.T, w *testHeartbeat) { w.recordWrite(t, trace.Operate, "Bea") },
+			`"Bea" 1`, 0,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -163,7 +186,8 @@ func TestNoteReplacesEarlierHeartbeat(t *testing.T) {
 			test.before(t, w)
 			w.runCompleted(t)
 			pgtest.Equal(t, w.pool, test.want, `select value::text || ' ' || revision from agent_memory`)
-			if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil || len(open) != test.conflicts {
+			if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil ||
+				len(open) != test.conflicts {
 				t.Errorf("%d conflicts, %v", len(open), err)
 			}
 		})

@@ -28,7 +28,8 @@ func rememberTool(key string) modeltest.Reply {
 
 // lookedUp calls look and completes a step.
 func lookedUp(step string) modeltest.Reply {
-	return modeltest.ToolCall("look", `{}`).AndCall("complete_step", fmt.Sprintf(`{"step_id":%q,"result":"found 42 rows"}`, step))
+	return modeltest.ToolCall("look", `{}`).AndCall("complete_step",
+		fmt.Sprintf(`{"step_id":%q,"result":"found 42 rows"}`, step))
 }
 
 // newBusyHeartbeat has 2 skills to heal, 3 steps, 2 automations, and a model that stores 4 memories.
@@ -37,7 +38,10 @@ func newBusyHeartbeat(t *testing.T) *testHeartbeat {
 	w := newTestHeartbeat(t)
 	w.addFailingSkill(t, "fetch_prices")
 	w.addFailingSkill(t, "post_report")
-	_, steps := w.addObjective(t, objectives.Definition{Name: "tidy", Goal: "Keep the tables small.", Steps: []string{"look", "judge", "report"}})
+	_, steps := w.addObjective(t, objectives.Definition{
+		Name: "tidy", Goal: "Keep the tables small.",
+		Steps: []string{"look", "judge", "report"},
+	})
 	w.addAutomation(t, automations.Definition{Name: "morning look", Skill: "look"})
 	w.addAutomation(t, automations.Definition{Name: "write up", Prompt: "Write the daily summary."})
 	w.setReplies(map[string][]modeltest.Reply{
@@ -47,7 +51,8 @@ func newBusyHeartbeat(t *testing.T) *testHeartbeat {
 		},
 		"daily summary": {rememberTool("summary"), modeltest.Text("Written.")},
 		"Reflect": {
-			rememberTool("lesson one").AndCall("remember", `{"category":"lesson","key":"lesson two","value":"call less","expires_in_days":30.0}`),
+			rememberTool("lesson one").AndCall("remember",
+				`{"category":"lesson","key":"lesson two","value":"call less","expires_in_days":30.0}`),
 			modeltest.Text("Mostly well."),
 		},
 	})
@@ -67,19 +72,24 @@ func TestFullHeartbeatTrace(t *testing.T) {
 		"advance_plan success", "model_call success", "look success",
 		"model_call success", "advance_step success", "model_call success", "look success", "advance_step success",
 		"model_call success", "look success", "advance_step success", "model_call success", "model_call success",
-		"run_automations success", "run_automation success", "look success", "run_automation success", "model_call success", "model_call success",
+		"run_automations success", "run_automation success", "look success", "run_automation success", "model_call success",
+		"model_call success",
 		"reflect success", "model_call success", "model_call success",
 		"save_memories success", "save_memory success", "save_memory success", "save_memory success", "save_memory success",
 	}
 	assert.NoDiff(t, want, w.traceLines(t, x.TraceID))
-	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where trace_id <> $1 and trace_id like 'hb%'`, x.TraceID)
-	if len(said.Phases) != 6 || !strings.Contains(x.ResultSummary, "3 of 3 steps done") || !strings.Contains(x.ResultSummary, "2 of 3 skills taken out of service") {
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where trace_id <> $1 and trace_id like 'hb%'`,
+		x.TraceID)
+	if len(said.Phases) != 6 || !strings.Contains(x.ResultSummary, "3 of 3 steps done") ||
+		!strings.Contains(x.ResultSummary, "2 of 3 skills taken out of service") {
 		t.Errorf("summary is %q, %v", x.ResultSummary, said.Phases)
 	}
 	pgtest.Equal(t, w.pool, 4, `select count(*) from agent_memory where trace_id = $1`, x.TraceID)
-	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_memory where key = 'lesson two' and category = 'lesson' and expires_at > clock_timestamp()`)
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_memory where key = 'lesson two' and category = 'lesson'
+		and expires_at > clock_timestamp()`)
 	pgtest.Equal(t, w.pool, "completed", `select status from agent_objectives where name = 'tidy'`)
-	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_automation_runs where status = 'success' and trace_id = $1`, x.TraceID)
+	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_automation_runs where status = 'success' and trace_id = $1`,
+		x.TraceID)
 }
 
 func TestHealReportReachesModelAndLedger(t *testing.T) {
@@ -93,7 +103,8 @@ func TestHealReportReachesModelAndLedger(t *testing.T) {
 		t.Errorf("the log has no healing report: %s", got)
 	}
 	for n, prompt := range w.prompts() {
-		if !strings.Contains(prompt, "fetch_prices is now disabled and cannot be called") || !strings.Contains(prompt, "post_report is now disabled") {
+		if !strings.Contains(prompt, "fetch_prices is now disabled and cannot be called") ||
+			!strings.Contains(prompt, "post_report is now disabled") {
 			t.Errorf("request %d has no healing report: %s", n, prompt)
 		}
 	}
@@ -105,7 +116,8 @@ func TestHealReportReachesModelAndLedger(t *testing.T) {
 		}
 	}
 	output := pgtest.Value[json.RawMessage](t, w.pool, `
-		select output from agent_activity where trace_id = $1 and skill_name = 'heal_skill' and input ->> 'skill' = 'fetch_prices'`, x.TraceID)
+		select output from agent_activity where trace_id = $1 and skill_name = 'heal_skill'
+		  and input ->> 'skill' = 'fetch_prices'`, x.TraceID)
 	var healed struct {
 		Reason   string
 		Evidence struct {
@@ -113,7 +125,8 @@ func TestHealReportReachesModelAndLedger(t *testing.T) {
 			Failures []any
 		}
 	}
-	if err := json.Unmarshal(output, &healed); err != nil || healed.Evidence.Streak != 3 || len(healed.Evidence.Failures) != 3 ||
+	if err := json.Unmarshal(output, &healed); err != nil || healed.Evidence.Streak != 3 ||
+		len(healed.Evidence.Failures) != 3 ||
 		!strings.Contains(healed.Reason, "503") {
 		t.Errorf("evidence is %s (%v)", output, err)
 	}
@@ -122,7 +135,8 @@ func TestHealReportReachesModelAndLedger(t *testing.T) {
 func TestIdleHeartbeatCallsNoModel(t *testing.T) {
 	t.Parallel()
 	idle := []string{
-		"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations skipped", "reflect skipped", "save_memories skipped",
+		"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations skipped", "reflect skipped",
+		"save_memories skipped",
 	}
 	t.Run("from the first to the tenth", func(t *testing.T) {
 		w := newTestHeartbeat(t)
@@ -167,7 +181,8 @@ func TestSkillAutomationCallsNoModel(t *testing.T) {
 	w.addAutomation(t, automations.Definition{Name: "a", Skill: "look"})
 	x, _ := w.runCompleted(t)
 	want := []string{
-		"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations success", "run_automation success",
+		"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations success",
+		"run_automation success",
 		"look success", "reflect skipped", "save_memories skipped",
 	}
 	assert.NoDiff(t, want, w.traceLines(t, x.TraceID))
@@ -180,11 +195,13 @@ func TestPhasesWithoutModel(t *testing.T) {
 	w.setReplies(nil)
 	w.model.Handle(func(int, request) modeltest.Reply { return modeltest.Status(503, 0) })
 	x, said := w.run(t)
-	if x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), "advance_plan: ") || !strings.Contains(testkit.Deref(x.ErrorMessage), "reflect: ") {
+	if x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), "advance_plan: ") ||
+		!strings.Contains(testkit.Deref(x.ErrorMessage), "reflect: ") {
 		t.Fatalf("the heartbeat is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
 	}
 	want := []string{
-		"self_heal success", "follow_through skipped", "advance_plan error", "run_automations success", "reflect error", "save_memories skipped",
+		"self_heal success", "follow_through skipped", "advance_plan error", "run_automations success", "reflect error",
+		"save_memories skipped",
 	}
 	assert.NoDiff(t, want, phases(w.traceLines(t, x.TraceID)))
 	if len(said.Phases) != 6 || !strings.HasPrefix(said.Phases["advance_plan"], "failed: ") || w.calls.of("look") != 1 {
@@ -221,7 +238,8 @@ func TestModelReadsMemoryError(t *testing.T) {
 		modeltest.Text("ok"),
 	}})
 	w.runCompleted(t)
-	if keys := pgtest.Value[[]string](t, w.pool, `select array_agg(key) from agent_memory`); len(keys) != 1 || keys[0] != "good" {
+	if keys := pgtest.Value[[]string](t, w.pool, `select array_agg(key) from agent_memory`); len(keys) != 1 ||
+		keys[0] != "good" {
 		t.Errorf("memories are %q", keys)
 	}
 	told := w.model.Requests()[1].Messages[3:8]
@@ -236,7 +254,10 @@ func TestHeartbeatTools(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
 	none := func(context.Context, skills.Call) (any, error) { return nil, nil }
-	for name, scope := range map[string]string{"outer": skills.ScopeExternal, "any": skills.ScopeBoth, "off": skills.ScopeInternal} {
+	for name, scope := range map[string]string{
+		"outer": skills.ScopeExternal, "any": skills.ScopeBoth,
+		"off": skills.ScopeInternal,
+	} {
 		w.builtins[name] = none
 		w.addSkill(t, skills.Definition{Name: name, Scope: scope})
 	}
@@ -246,7 +267,8 @@ func TestHeartbeatTools(t *testing.T) {
 	w.replyNothing()
 	w.runCompleted(t)
 	want := map[string]string{
-		"Objective o": "add_steps any complete_step fail_step look remember", "Task p": "any look remember", "Reflect": "remember",
+		"Objective o": "add_steps any complete_step fail_step look remember", "Task p": "any look remember",
+		"Reflect": "remember",
 	}
 	for _, r := range w.model.Requests() {
 		var names []string

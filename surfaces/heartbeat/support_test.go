@@ -144,7 +144,8 @@ func (w *testHeartbeat) addFailingSkill(t *testing.T, name string) {
 	for range 3 {
 		pgtest.Exec(t, w.pool, `
 			insert into agent_activity (trace_id, skill_name, kind, status, error_class, error_message, finished_at, duration_ms)
-			values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', $1, 'call', 'error', 'http_status', 'the service answered 503', clock_timestamp(), 12)`, name)
+			values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', $1, 'call', 'error', 'http_status', 'the service answered 503',
+			  clock_timestamp(), 12)`, name)
 	}
 }
 
@@ -161,7 +162,8 @@ func (w *testHeartbeat) addAutomation(t *testing.T, d automations.Definition) {
 // makeDue sets an automation's next time back to the last full hour.
 func (w *testHeartbeat) makeDue(t *testing.T, name string) {
 	t.Helper()
-	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = date_trunc('hour', clock_timestamp()) where name = $1`, name)
+	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = date_trunc('hour', clock_timestamp())
+		where name = $1`, name)
 }
 
 // addObjective declares one and returns the ids of its steps.
@@ -184,7 +186,10 @@ func (w *testHeartbeat) addObjective(t *testing.T, d objectives.Definition) (o o
 func (w *testHeartbeat) engine(t *testing.T, running bool) *executions.Engine {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
-	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
+	e, err := executions.New(w.pool, executions.Options{
+		Keeper: keeper, SweepEvery: 100 * time.Millisecond,
+		LeaseTTL: 20 * time.Second,
+	})
 	require.NoError(t, err)
 	beat := *w.beat
 	require.NoError(t, beat.Register(e))

@@ -94,12 +94,15 @@ func TestAutomationRetriesThenDead(t *testing.T) {
 		if !strings.Contains(said.Phases["run_automations"], "a failed: no answer") {
 			t.Errorf("summary is %v", said.Phases)
 		}
-		pgtest.Equal(t, w.pool, "timeout", `select error_class from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID)
+		pgtest.Equal(t, w.pool, "timeout", `select error_class from agent_activity where skill_name = 'run_automation'
+			and trace_id = $1`, x.TraceID)
 		x, _ = w.runCompleted(t) // too early: the back-off
-		pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID)
+		pgtest.Equal(t, w.pool, 0,
+			`select count(*) from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID)
 		pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where retry_at is not null`)
 	}
-	if x, _ := w.runCompleted(t); !strings.Contains(strings.Join(w.traceLines(t, x.TraceID), ","), "run_automations skipped") {
+	if x, _ := w.runCompleted(t); !strings.Contains(strings.Join(w.traceLines(t, x.TraceID), ","),
+		"run_automations skipped") {
 		t.Error("a dead run was tried again")
 	}
 }
@@ -108,7 +111,12 @@ func TestFailingAutomationDoesNotBlockOthers(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
 	w.replyNothing()
-	for _, d := range []automations.Definition{{Name: "a", Skill: "look"}, {Name: "b", Skill: "gone"}, {Name: "c", Skill: "look"}, {Name: "d", Skill: "off"}} {
+	for _, d := range []automations.Definition{
+		{Name: "a", Skill: "look"},
+		{Name: "b", Skill: "gone"},
+		{Name: "c", Skill: "look"},
+		{Name: "d", Skill: "off"},
+	} {
 		w.addAutomation(t, d)
 	}
 	w.addSkill(t, skills.Definition{Name: "off"})
@@ -119,7 +127,8 @@ func TestFailingAutomationDoesNotBlockOthers(t *testing.T) {
 	if _, err := skills.Disable(t.Context(), w.pool, "off", "admin", "not now", nil); err != nil {
 		t.Fatal(err)
 	}
-	pgtest.Exec(t, w.pool, `update agent_automations set cron = '0 0 30 2 *', next_run_at = next_run_at - interval '1 hour' where name = 'a'`)
+	pgtest.Exec(t, w.pool, `update agent_automations set cron = '0 0 30 2 *', next_run_at = next_run_at - interval '1 hour'
+		where name = 'a'`)
 	x, said := w.runCompleted(t)
 	text := said.Phases["run_automations"]
 	for _, want := range []string{"a failed: ", "b failed: ", "c succeeded"} {
@@ -128,7 +137,8 @@ func TestFailingAutomationDoesNotBlockOthers(t *testing.T) {
 	if strings.Contains(text, "d failed") {
 		t.Errorf("an automation that is paused with its skill ran: %q", text)
 	}
-	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'run_automation' and status = 'error' and trace_id = $1`, x.TraceID)
+	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'run_automation'
+		and status = 'error' and trace_id = $1`, x.TraceID)
 	assert.Equal(t, 1, w.calls.of("look"))
 }
 
@@ -140,7 +150,8 @@ func TestStalledPromptAutomationRetries(t *testing.T) {
 	w.setReplies(map[string][]modeltest.Reply{"Task p": {nope, nope, nope}})
 	x, _ := w.runCompleted(t)
 	pgtest.Equal(t, w.pool, "error", `select status from agent_automation_runs`)
-	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_activity where error_class = 'stall' and trace_id = $1`, x.TraceID)
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_activity where error_class = 'stall' and trace_id = $1`,
+		x.TraceID)
 }
 
 func TestAutomationNeedsApproval(t *testing.T) {
@@ -157,7 +168,8 @@ func TestAutomationNeedsApproval(t *testing.T) {
 	if w.calls.of("drop") != 0 {
 		t.Fatal("called without leave")
 	}
-	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "run_automation pending_approval, drop pending_approval") {
+	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story,
+		"run_automation pending_approval, drop pending_approval") {
 		t.Errorf("story is %s", story)
 	}
 	pending, err := approvals.Pending(t.Context(), w.pool, 5)
@@ -168,7 +180,8 @@ func TestAutomationNeedsApproval(t *testing.T) {
 		t.Fatal(err)
 	}
 	x, _ = w.runCompleted(t)
-	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "follow_through success, drop success") || w.calls.of("drop") != 1 {
+	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story,
+		"follow_through success, drop success") || w.calls.of("drop") != 1 {
 		t.Errorf("story is %s", story)
 	}
 }
@@ -191,7 +204,8 @@ func withGrant(t *testing.T) *testHeartbeat {
 		require.NoError(t, err)
 		pgtest.Exec(t, w.pool, `
 			insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
-			values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'drop', 1, $1, $2, 'approved', clock_timestamp() + interval '1 day')`, args, hash)
+			values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'drop', 1, $1, $2, 'approved',
+			  clock_timestamp() + interval '1 day')`, args, hash)
 	}
 	return w
 }
@@ -221,7 +235,8 @@ func TestInvalidGrantDoesNotRun(t *testing.T) {
 			w := withGrant(t)
 			pgtest.Exec(t, w.pool, change)
 			x, _ := w.runCompleted(t)
-			if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "follow_through skipped") || strings.Contains(story, "drop") {
+			if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "follow_through skipped") ||
+				strings.Contains(story, "drop") {
 				t.Errorf("story is %s", story)
 			}
 		})
@@ -231,15 +246,24 @@ func TestInvalidGrantDoesNotRun(t *testing.T) {
 func TestForeignStepsAreRejected(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
-	_, foreign := w.addObjective(t, objectives.Definition{Name: "zz foreign", Goal: "b", Priority: 9, Steps: []string{"theirs"}})
-	pgtest.Exec(t, w.pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 day' where name = 'zz foreign'`)
+	_, foreign := w.addObjective(t, objectives.Definition{
+		Name: "zz foreign", Goal: "b", Priority: 9,
+		Steps: []string{"theirs"},
+	})
+	pgtest.Exec(t, w.pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 day'
+		where name = 'zz foreign'`)
 	_, own := w.addObjective(t, objectives.Definition{Name: "own", Goal: "a", Steps: []string{"mine"}})
 	w.setReplies(map[string][]modeltest.Reply{"Objective own": {
-		complete(foreign[0]).AndCall("fail_step", `{"step_id":"`+foreign[0]+`","reason":"x"}`), complete("no id"), lookedUp(own[0]), complete(own[0]), modeltest.Text("ok"),
+		complete(foreign[0]).AndCall("fail_step", `{"step_id":"`+foreign[0]+`","reason":"x"}`), complete("no id"),
+		lookedUp(own[0]), complete(own[0]), modeltest.Text("ok"),
 	}})
 	w.runCompleted(t)
-	pgtest.Equal(t, w.pool, "mine done 1, theirs pending 0", `select string_agg(title || ' ' || status || ' ' || attempts, ', ' order by title) from agent_objective_steps`)
-	for n, want := range map[int]string{1: "there is no pending step", 2: "there is no pending step", 3: "done", 4: "there is no pending step"} {
+	pgtest.Equal(t, w.pool, "mine done 1, theirs pending 0", `select string_agg(title || ' ' || status || ' ' || attempts,
+		', ' order by title) from agent_objective_steps`)
+	for n, want := range map[int]string{
+		1: "there is no pending step", 2: "there is no pending step", 3: "done",
+		4: "there is no pending step",
+	} {
 		messages := w.model.Requests()[n].Messages
 		if last := messages[len(messages)-1].Content; !strings.Contains(last, want) {
 			t.Errorf("after reply %d the model was told %s", n, last)
@@ -266,7 +290,8 @@ func TestPlanAndCompleteInOneTurn(t *testing.T) {
 		return lookedUp(id)
 	})
 	_, said := w.runCompleted(t)
-	states := pgtest.Value[string](t, w.pool, `select string_agg(title || ' ' || status, ', ' order by position) from agent_objective_steps`)
+	states := pgtest.Value[string](t, w.pool, `select string_agg(title || ' ' || status, ', ' order by position)
+		from agent_objective_steps`)
 	if states != "one done, two pending" || !strings.Contains(said.Phases["advance_plan"], "plan: 1 of 2 steps done") {
 		t.Errorf("steps are %s, summary %v", states, said.Phases)
 	}
@@ -275,7 +300,10 @@ func TestPlanAndCompleteInOneTurn(t *testing.T) {
 func TestRecurringObjectiveRestarts(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
-	_, steps := w.addObjective(t, objectives.Definition{Name: "weekly", Goal: "a", ReviewEvery: "7d", Steps: []string{"look"}})
+	_, steps := w.addObjective(t, objectives.Definition{
+		Name: "weekly", Goal: "a", ReviewEvery: "7d",
+		Steps: []string{"look"},
+	})
 	w.setReplies(map[string][]modeltest.Reply{"Objective weekly": {lookedUp(steps[0]), modeltest.Text("ok")}})
 	w.runCompleted(t)
 	o, err := objectives.Get(t.Context(), w.pool, "weekly")
@@ -293,7 +321,10 @@ func TestObjectiveBackoff(t *testing.T) {
 	t.Parallel()
 	w := newTestHeartbeat(t)
 	w.addObjective(t, objectives.Definition{Name: "stuck", Goal: "a", Steps: []string{"x"}})
-	w.setReplies(map[string][]modeltest.Reply{"Objective stuck": {modeltest.Text("I cannot."), modeltest.Text("Still not.")}})
+	w.setReplies(map[string][]modeltest.Reply{"Objective stuck": {
+		modeltest.Text("I cannot."),
+		modeltest.Text("Still not."),
+	}})
 	w.runCompleted(t)
 	o, err := objectives.Get(t.Context(), w.pool, "stuck")
 	if err != nil || o.IdleRuns != 1 || o.Status != objectives.Active {
@@ -347,10 +378,12 @@ func TestTrialSkillReturnsToService(t *testing.T) {
 	if !strings.Contains(w.prompts()[len(w.prompts())-1], "fetch is on trial") {
 		t.Error("the prompt does not speak of the trial")
 	}
-	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") || w.calls.of("fetch") < 1 {
+	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") ||
+		w.calls.of("fetch") < 1 {
 		t.Errorf("story is %s", story)
 	}
-	if !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) || !pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`) {
+	if !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) ||
+		!pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`) {
 		t.Error("the skill or its automation is not back in service")
 	}
 }
@@ -372,10 +405,12 @@ func TestAutomationRunsTrial(t *testing.T) {
 	}
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	x, _ := w.runCompleted(t)
-	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") || w.calls.of("fetch") < 1 {
+	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") ||
+		w.calls.of("fetch") < 1 {
 		t.Errorf("story is %s", story)
 	}
-	if !pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) || !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
+	if !pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) ||
+		!pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
 		t.Error("the skill or an automation is not back in service")
 	}
 }
@@ -400,7 +435,8 @@ func TestWaitingRunRunsTrial(t *testing.T) {
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	w.runCompleted(t)
 	pgtest.Equal(t, w.pool, "success success", `select string_agg(status, ' ') from agent_automation_runs`)
-	if !pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) || !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
+	if !pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) ||
+		!pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
 		t.Error("the skill or an automation is not back in service")
 	}
 }
@@ -475,10 +511,12 @@ func TestStepNeedsEvidence(t *testing.T) {
 	w := newTestHeartbeat(t)
 	_, steps := w.addObjective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"first", "second"}})
 	w.setReplies(map[string][]modeltest.Reply{"Objective o": {
-		complete(steps[0]), modeltest.ToolCall("look", `{}`), complete(steps[0]), complete(steps[1]), modeltest.Text("Both done."),
+		complete(steps[0]), modeltest.ToolCall("look", `{}`), complete(steps[0]), complete(steps[1]),
+		modeltest.Text("Both done."),
 	}})
 	w.runCompleted(t)
-	pgtest.Equal(t, w.pool, "first done, second pending", `select string_agg(title || ' ' || status, ', ' order by position) from agent_objective_steps`)
+	pgtest.Equal(t, w.pool, "first done, second pending", `select string_agg(title || ' ' || status, ', '
+		order by position) from agent_objective_steps`)
 	for n, told := range map[int]bool{1: true, 3: false, 4: true} {
 		var words []string
 		for _, m := range w.model.Requests()[n].Messages {

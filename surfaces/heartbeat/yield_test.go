@@ -107,7 +107,8 @@ func withInterruptedPhase(t *testing.T, phase string) *testHeartbeat {
 	}
 	script := map[string][]modeltest.Reply{
 		"Objective tidy": {
-			modeltest.ToolCall("remember", `{"key":"k","value":1}`).AndCall("look", `{}`).AndCall("look", `{}`), modeltest.Text("ok"),
+			modeltest.ToolCall("remember", `{"key":"k","value":1}`).AndCall("look", `{}`).AndCall("look", `{}`),
+			modeltest.Text("ok"),
 		},
 		"Task p": {modeltest.ToolCall("look", `{}`).AndCall("look", `{}`), modeltest.Text("ok")},
 	}
@@ -131,7 +132,8 @@ func TestRunningHeartbeatYields(t *testing.T) {
 			e := w.engine(t, true)
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			require.NoError(t, err)
-			if x.Status != executions.Waiting || testkit.Deref(x.WaitingFor) != "lane" || testkit.Deref(x.WaitingKey) != heartbeat.OperateLane {
+			if x.Status != executions.Waiting || testkit.Deref(x.WaitingFor) != "lane" ||
+				testkit.Deref(x.WaitingKey) != heartbeat.OperateLane {
 				t.Fatalf("the heartbeat is %s for %s %s", x.Status, testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
 			}
 			if !pgtest.Value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`) {
@@ -195,10 +197,12 @@ func TestHeartbeatWaitTimeout(t *testing.T) {
 	t.Parallel()
 	for phase, want := range map[string][]string{
 		"advance_plan": {
-			"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations skipped", "reflect skipped", "save_memories success",
+			"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations skipped", "reflect skipped",
+			"save_memories success",
 		},
 		"run_automations": {
-			"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations skipped", "reflect skipped", "save_memories skipped",
+			"self_heal success", "follow_through skipped", "advance_plan skipped", "run_automations skipped", "reflect skipped",
+			"save_memories skipped",
 		},
 	} {
 		t.Run(phase, func(t *testing.T) {
@@ -221,7 +225,8 @@ func TestHeartbeatWaitTimeout(t *testing.T) {
 			w.freeLane(t, heartbeat.OperateLane)
 			if phase == "run_automations" {
 				pgtest.Equal(t, w.pool, "error true", `select status || ' ' || (retry_at is not null) from agent_automation_runs`)
-				pgtest.Equal(t, w.pool, 1, `select count(*) from agent_automations where name = 'q' and next_run_at < clock_timestamp()`)
+				pgtest.Equal(t, w.pool, 1, `select count(*) from agent_automations where name = 'q'
+					and next_run_at < clock_timestamp()`)
 			}
 			pgtest.Equal(t, w.pool, 0, `select count(*) from agent_locks_live`)
 		})

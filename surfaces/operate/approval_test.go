@@ -21,7 +21,8 @@ import (
 // withGuardedSkill has a model that calls a skill with approval, then reports the result.
 func withGuardedSkill(t *testing.T) (w *testDatabase, called *atomic.Int64) {
 	t.Helper()
-	w = newTestDatabase(t, modeltest.ToolCall("wipe", `{"table":"orders","password":"hunter2"}`), modeltest.Text("It is over."))
+	w = newTestDatabase(t, modeltest.ToolCall("wipe", `{"table":"orders","password":"hunter2"}`),
+		modeltest.Text("It is over."))
 	called = &atomic.Int64{}
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) {
 		called.Add(1)
@@ -47,7 +48,8 @@ func TestInlineApprovalKeepsStreaming(t *testing.T) {
 			b := p.send(t, p.open(t, ""), "Wipe orders.", false)
 			asked := waitEvent[operate.Approval](t, b, "approval")
 			var args map[string]string
-			if err := json.Unmarshal(asked.Arguments, &args); err != nil || args["table"] != "orders" || args["password"] != "hunter2" {
+			if err := json.Unmarshal(asked.Arguments, &args); err != nil || args["table"] != "orders" ||
+				args["password"] != "hunter2" {
 				t.Errorf("asked for %s, %v", asked.Arguments, err)
 			}
 			if asked.Skill != "wipe" || asked.ExpiresAt.IsZero() {
@@ -96,7 +98,8 @@ func TestDetachedTurnFinishesHeadless(t *testing.T) {
 	if called.Load() != 1 || x.ResultSummary != "It is over." {
 		t.Errorf("called %d times, %q", called.Load(), x.ResultSummary)
 	}
-	pgtest.Equal(t, w.pool, "It is over.", `select content from agent_messages where thread_id = $1 and role = 'assistant'`, s.ID())
+	pgtest.Equal(t, w.pool, "It is over.",
+		`select content from agent_messages where thread_id = $1 and role = 'assistant'`, s.ID())
 	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the headless turn frees the lane")
 }
 
@@ -150,7 +153,8 @@ func TestHeadlessApprovalFreesLane(t *testing.T) {
 		}
 		return err == nil && second != "" && w.execution(t, start.ExecutionID).Status == executions.Waiting
 	}, "the second approval is asked for")
-	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the turn that waits for a person frees the lane")
+	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" },
+		"the turn that waits for a person frees the lane")
 	w.decide(t, second, true)
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
 }

@@ -94,7 +94,8 @@ func (o *Operate) readBody(w http.ResponseWriter, r *http.Request) (Body, error)
 	var body Body
 	if kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type")); r.Header.Get("Content-Type") != "" &&
 		(err != nil || kind != "application/json") {
-		return body, problem.New(http.StatusUnsupportedMediaType, "send the body as application/json, not %.60q", r.Header.Get("Content-Type"))
+		return body, problem.New(http.StatusUnsupportedMediaType, "send the body as application/json, not %.60q",
+			r.Header.Get("Content-Type"))
 	}
 	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, int64(6*o.MaxMessage)+4096)) // a byte is at most \u0000
 	if err == nil {
@@ -159,7 +160,8 @@ func (o *Operate) busyProblem(ctx context.Context, session string, err error) er
 		return err
 	}
 	o.RecordSkipped(ctx, session, busy)
-	return problem.New(http.StatusConflict, "%s; send wait: true to wait, or follow GET /v1/operate/watch", o.Explain(ctx, busy)).
+	return problem.New(http.StatusConflict, "%s; send wait: true to wait, or follow GET /v1/operate/watch",
+		o.Explain(ctx, busy)).
 		Kind("lane-busy", "Lane busy").WithHolder(busy.Holder)
 }
 
@@ -390,7 +392,10 @@ const maxEvent = 16 << 10
 
 // toolCall redacts and truncates a tool event.
 func toolCall(e reason.ToolEvent) ToolCall {
-	c := ToolCall{ID: e.ID, Name: redact.Text(e.Name, 200), Arguments: redact.JSON(e.Arguments, maxEvent), Status: "started"}
+	c := ToolCall{
+		ID: e.ID, Name: redact.Text(e.Name, 200), Arguments: redact.JSON(e.Arguments, maxEvent),
+		Status: "started",
+	}
 	if !e.Done {
 		return c
 	}

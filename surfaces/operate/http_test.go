@@ -47,7 +47,8 @@ func TestEventsOverHTTP(t *testing.T) {
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
 	p := w.process(t, true)
 	resp := p.post(t, t.Context(), `{"message":"Wipe orders.","session_id":"ses_mine"}`, "")
-	if resp.StatusCode != http.StatusOK || resp.Header.Get("Content-Type") != "text/event-stream" || resp.Header.Get("X-Trace-Id") == "" {
+	if resp.StatusCode != http.StatusOK || resp.Header.Get("Content-Type") != "text/event-stream" ||
+		resp.Header.Get("X-Trace-Id") == "" {
 		t.Errorf("%d, %v", resp.StatusCode, resp.Header)
 	}
 	events, comments := readEvents(resp.Body, func(e sse) bool {
@@ -67,10 +68,12 @@ func TestEventsOverHTTP(t *testing.T) {
 	}
 	start, done := read[operate.Start](t, events, "start"), read[operate.Done](t, events, "done")
 	want := operate.Done{
-		TraceID: resp.Header.Get("X-Trace-Id"), ExecutionID: start.ExecutionID, SessionID: "ses_mine", Ended: "answered", Text: "It is over.",
+		TraceID: resp.Header.Get("X-Trace-Id"), ExecutionID: start.ExecutionID, SessionID: "ses_mine",
+		Ended: "answered", Text: "It is over.",
 		Usage: done.Usage, CostUSD: done.CostUSD,
 	}
-	if diff := cmp.Diff(want, done); diff != "" || start.TraceID != want.TraceID || start.SessionID != "ses_mine" || done.Usage.TotalTokens == 0 {
+	if diff := cmp.Diff(want, done); diff != "" || start.TraceID != want.TraceID || start.SessionID != "ses_mine" ||
+		done.Usage.TotalTokens == 0 {
 		t.Errorf("start %+v, done (-want +got):\n%s", start, diff)
 	}
 	for _, e := range events {
@@ -109,7 +112,8 @@ func TestStreamKeepAlive(t *testing.T) {
 	if events, _ := readEvents(resp.Body, nil); !strings.HasSuffix(eventNames(events), "delta done") {
 		t.Errorf("events are %s", eventNames(events))
 	}
-	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "a turn without a session frees the lane")
+	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" },
+		"a turn without a session frees the lane")
 }
 
 func TestDisconnectCancelsTurn(t *testing.T) {
@@ -153,7 +157,8 @@ func TestJSONResponse(t *testing.T) {
 	p := w.process(t, true)
 	resp := p.post(t, t.Context(), `{"message":"Look."}`, "application/json")
 	got := decode[operate.Answer](t, resp.Body)
-	if resp.StatusCode != http.StatusOK || got.Text != "Done." || got.Ended != "answered" || len(got.Tools) != 1 || got.TraceID != resp.Header.Get("X-Trace-Id") {
+	if resp.StatusCode != http.StatusOK || got.Text != "Done." || got.Ended != "answered" || len(got.Tools) != 1 ||
+		got.TraceID != resp.Header.Get("X-Trace-Id") {
 		t.Errorf("%d, %+v", resp.StatusCode, got)
 	}
 	resp = p.post(t, t.Context(), `{"message":"Wipe."}`, "application/json")
@@ -161,8 +166,10 @@ func TestJSONResponse(t *testing.T) {
 	if resp.StatusCode != http.StatusAccepted || got.Ended != operate.WaitingApproval || len(got.Approvals) != 1 {
 		t.Fatalf("%d, %+v", resp.StatusCode, got)
 	}
-	spent := pgtest.Value[int](t, w.pool, `select (token_usage ->> 'total_tokens')::int from agent_activity where trace_id = $1 and kind = 'model'`, got.TraceID)
-	if spent == 0 || got.Usage.TotalTokens != spent || got.Usage.TotalTokens != got.Usage.PromptTokens+got.Usage.CompletionTokens {
+	spent := pgtest.Value[int](t, w.pool, `select (token_usage ->> 'total_tokens')::int from agent_activity
+		where trace_id = $1 and kind = 'model'`, got.TraceID)
+	if spent == 0 || got.Usage.TotalTokens != spent || got.Usage.TotalTokens != got.Usage.PromptTokens+
+		got.Usage.CompletionTokens {
 		t.Errorf("the call before the wait used %d tokens, the answer says %+v", spent, got.Usage)
 	}
 	w.decide(t, got.Approvals[0].ID, true)
@@ -180,7 +187,8 @@ func TestBusyLaneProblem(t *testing.T) {
 	for _, accept := range []string{"", "application/json"} {
 		resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two"}`, accept)
 		got := decode[problem.Problem](t, resp.Body)
-		if resp.StatusCode != http.StatusConflict || got.Holder != w.laneHolder(t) || resp.Header.Get("Content-Type") != problem.ContentType {
+		if resp.StatusCode != http.StatusConflict || got.Holder != w.laneHolder(t) ||
+			resp.Header.Get("Content-Type") != problem.ContentType {
 			t.Errorf("%d, %+v", resp.StatusCode, got)
 		}
 	}
@@ -196,18 +204,21 @@ func TestBusyLaneProblem(t *testing.T) {
 
 func TestFailedTurnEvent(t *testing.T) {
 	t.Parallel()
-	w := newTestDatabase(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0), modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0))
+	w := newTestDatabase(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0),
+		modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0))
 	p := w.process(t, false)
 	events, _ := readEvents(p.post(t, t.Context(), `{"message":"Hello."}`, "").Body, nil)
 	if eventNames(events) != "start error" {
 		t.Fatalf("events are %s", eventNames(events))
 	}
 	start, got := read[operate.Start](t, events, "start"), read[problem.Problem](t, events, "error")
-	if got.TraceID != start.TraceID || !strings.Contains(got.Detail, "Incorrect API key") || got.Type != "urn:lanekeeper:problem:turn-failed" {
+	if got.TraceID != start.TraceID || !strings.Contains(got.Detail, "Incorrect API key") ||
+		got.Type != "urn:lanekeeper:problem:turn-failed" {
 		t.Errorf("the problem is %+v", got)
 	}
 	resp := p.post(t, t.Context(), `{"message":"Hello."}`, "application/json")
-	if got := decode[problem.Problem](t, resp.Body); resp.StatusCode != http.StatusInternalServerError || got.TraceID == "" || got.TraceID != resp.Header.Get("X-Trace-Id") {
+	if got := decode[problem.Problem](t, resp.Body); resp.StatusCode != http.StatusInternalServerError ||
+		got.TraceID == "" || got.TraceID != resp.Header.Get("X-Trace-Id") {
 		t.Errorf("%d, %+v", resp.StatusCode, got)
 	}
 }
@@ -278,7 +289,8 @@ func TestWatchTurns(t *testing.T) {
 	require.NoError(t, err)
 	assert.NoDiff(t, done, read[operate.Done](t, events, "done"))
 	text := eventNames(events)
-	if !strings.HasPrefix(text, "lane ") || !strings.Contains(text, "start") || strings.Count(text, "approval") != 1 || strings.Contains(string(read[json.RawMessage](t, events, "tool")), "hunter2") {
+	if !strings.HasPrefix(text, "lane ") || !strings.Contains(text, "start") || strings.Count(text, "approval") != 1 ||
+		strings.Contains(string(read[json.RawMessage](t, events, "tool")), "hunter2") {
 		t.Errorf("events are %s", text)
 	}
 	holders := 0

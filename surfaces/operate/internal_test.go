@@ -71,7 +71,8 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 	pgtest.Eventually(t, time.Minute, func() bool {
 		var kept bool
 		err := pool.QueryRow(ctx, `
-			select exists (select from agent_executions e join agent_locks l on l.execution_id = e.id where e.status = 'waiting' and l.lane = @lane)`,
+			select exists (select from agent_executions e join agent_locks l on l.execution_id = e.id where e.status = 'waiting'
+			  and l.lane = @lane)`,
 			postgres.Strict{"lane": Lane}).Scan(&kept)
 		return err == nil && kept
 	}, "the run waits and keeps the lane")
@@ -86,7 +87,10 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 
 // FuzzStream writes events of any content and reads them back as a client.
 func FuzzStream(f *testing.F) {
-	for _, s := range []string{"", "a\nb\r\nc\rd", "\n\nevent: done\ndata: {}\n\n", "\x00\u2028\xff", "</script>", strings.Repeat("a\r\n", 2000)} {
+	for _, s := range []string{
+		"", "a\nb\r\nc\rd", "\n\nevent: done\ndata: {}\n\n", "\x00\u2028\xff", "</script>",
+		strings.Repeat("a\r\n", 2000),
+	} {
 		f.Add(s, `{"a": "b"}`)
 		f.Add(s, "{\n\n\"event\":\t\"\\n\\n\"\r\n}")
 	}
@@ -109,7 +113,8 @@ func FuzzStream(f *testing.F) {
 			s.comment("sign of life")
 		}
 		got := ssetest.Read(w.Body.String())
-		if len(got.Events) != len(sent) || len(got.Comments) != len(sent) || len(got.Unknown)+len(got.Retry) > 0 || got.Left != "" {
+		if len(got.Events) != len(sent) || len(got.Comments) != len(sent) || len(got.Unknown)+len(got.Retry) > 0 ||
+			got.Left != "" {
 			t.Fatalf("%d events: %q", len(got.Events), w.Body)
 		}
 		for i, e := range got.Events {

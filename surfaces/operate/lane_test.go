@@ -160,7 +160,8 @@ func TestAbandonedWaitCleansUp(t *testing.T) {
 	if _, err := b.wait(t); !errors.Is(err, operate.ErrInterrupt) {
 		t.Errorf("the wait ended with %v", err)
 	}
-	pgtest.Equal(t, w.pool, 0, `select (select count(*) from agent_lock_waiters) + (select count(*) from agent_executions)`)
+	pgtest.Equal(t, w.pool, 0,
+		`select (select count(*) from agent_lock_waiters) + (select count(*) from agent_executions)`)
 }
 
 func TestLostLaneStopsTurn(t *testing.T) {

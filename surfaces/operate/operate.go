@@ -194,7 +194,8 @@ func (s *Session) threadAgent(ctx context.Context, tx pgx.Tx, thread, acting str
 	named := s.agent
 	s.mu.Unlock()
 	if named != "" && named != owner.Name {
-		return "", problem.New(http.StatusConflict, "session %s is one with %s; begin another session for %s", s.id, owner.Name, named)
+		return "", problem.New(http.StatusConflict, "session %s is one with %s; begin another session for %s",
+			s.id, owner.Name, named)
 	}
 	return owner.Name, nil
 }
@@ -241,6 +242,7 @@ func (o *Operate) checkTurnKey(ctx context.Context, key string) (string, error) 
 }
 
 func duplicateTurn(x executions.Execution) error {
-	return problem.New(http.StatusConflict, "an earlier request with this %s began the turn, which is %s: its answer is in thread %s",
+	return problem.New(http.StatusConflict, "an earlier request with this %s began the turn, which is %s: its answer is "+
+		"in thread %s",
 		keyHeader, x.Status, deref(x.ThreadID)).Kind("idempotency-key-used", "Already handled").WithTrace(x.TraceID)
 }

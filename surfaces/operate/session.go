@@ -190,7 +190,8 @@ func (s *Session) expireIdle(generation int) {
 
 func (s *Session) logReleaseError(ctx context.Context, err error) {
 	if err != nil {
-		s.o.log.WarnContext(ctx, "lane not freed yet, trying again until its lease ends", "lane", Lane, "session", s.id, "error", err)
+		s.o.log.WarnContext(ctx, "lane not freed yet, trying again until its lease ends", "lane", Lane,
+			"session", s.id, "error", err)
 	}
 }
 
@@ -258,7 +259,8 @@ func (s *Session) reacquireLane(ctx context.Context) {
 		return
 	}
 	if err := s.acquireLane(ctx, false); err != nil {
-		s.o.log.WarnContext(ctx, "lane not taken back, the next turn asks for it", "lane", Lane, "session", s.id, "error", err)
+		s.o.log.WarnContext(ctx, "lane not taken back, the next turn asks for it", "lane", Lane,
+			"session", s.id, "error", err)
 	}
 }
 

@@ -63,7 +63,10 @@ func newTestDatabase(t *testing.T, replies ...modeltest.Reply) *testDatabase {
 func (w *testDatabase) builtin(t *testing.T, name, trust string, fn skills.Builtin) {
 	t.Helper()
 	w.builtins[name] = fn
-	w.addSkill(t, skills.Definition{Name: name, Handler: "builtin:" + name, Trust: trust, Parameters: map[string]any{"type": "object", "additionalProperties": true}})
+	w.addSkill(t, skills.Definition{
+		Name: name, Handler: "builtin:" + name, Trust: trust,
+		Parameters: map[string]any{"type": "object", "additionalProperties": true},
+	})
 }
 
 func (w *testDatabase) addSkill(t *testing.T, d skills.Definition) {
@@ -95,7 +98,10 @@ func (w *testDatabase) process(t *testing.T, working bool, change ...func(*opera
 		StopTimeout: 200 * time.Millisecond,
 	})
 	require.NoError(t, err)
-	beat := &heartbeat.Heartbeat{Pool: w.pool, Loop: w.loop, Heal: selfheal.Default(), Logger: slog.New(slog.DiscardHandler)}
+	beat := &heartbeat.Heartbeat{
+		Pool: w.pool, Loop: w.loop, Heal: selfheal.Default(),
+		Logger: slog.New(slog.DiscardHandler),
+	}
 	require.NoError(t, beat.Register(p.engine))
 	opts := operate.Options{
 		Pool: w.pool, Engine: p.engine, Keeper: p.keeper, Loop: w.loop, Poll: 20 * time.Millisecond,
@@ -268,7 +274,8 @@ func (w *testDatabase) waitStatus(t *testing.T, id string, want executions.Statu
 	t.Helper()
 	t.Cleanup(func() {
 		if t.Failed() {
-			t.Logf("execution is %s, waits for %s %s; %s", x.Status, testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey), testkit.Deref(x.ErrorMessage))
+			t.Logf("execution is %s, waits for %s %s; %s", x.Status, testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey),
+				testkit.Deref(x.ErrorMessage))
 		}
 	})
 	pgtest.Eventually(t, waitLimit, func() bool {
@@ -336,7 +343,8 @@ func decode[T any](t *testing.T, r io.Reader) (v T) {
 // laneHolder returns the holder of the lane operate, or nothing.
 func (w *testDatabase) laneHolder(t *testing.T) string {
 	t.Helper()
-	return pgtest.Value[string](t, w.pool, `select coalesce((select locked_by from agent_locks_live where lane = 'operate'), '')`)
+	return pgtest.Value[string](t, w.pool, `select coalesce((select locked_by from agent_locks_live
+		where lane = 'operate'), '')`)
 }
 
 // traceRows returns skill and status of a turn's rows, in order.

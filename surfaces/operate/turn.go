@@ -74,7 +74,8 @@ func (s *Session) Resume(ctx context.Context, execution string, emit func(Event)
 		return Done{}, err
 	}
 	if x.Flow != Flow || x.ThreadID == nil || *x.ThreadID != s.id {
-		return Done{}, fmt.Errorf("resume turn: execution %s is no turn of session %s: %w", execution, s.id, executions.ErrNotFound)
+		return Done{}, fmt.Errorf("resume turn: execution %s is no turn of session %s: %w", execution, s.id,
+			executions.ErrNotFound)
 	}
 	if err := s.acquireSlot(ctx, false); err != nil {
 		return Done{}, err
@@ -92,7 +93,8 @@ func (o *Operate) checkMessage(message string) error {
 	case strings.TrimSpace(message) == "":
 		return problem.New(http.StatusBadRequest, "message is empty; say something").Kind("bad-body", "Bad body")
 	case len(message) > o.MaxMessage:
-		return problem.New(http.StatusRequestEntityTooLarge, "message has %d bytes; the most is %d", len(message), o.MaxMessage)
+		return problem.New(http.StatusRequestEntityTooLarge, "message has %d bytes; the most is %d",
+			len(message), o.MaxMessage)
 	}
 	return nil
 }
@@ -217,7 +219,8 @@ func (s *Session) readOutcome(done Done, x executions.Execution) (Done, error) {
 		done.Ended, done.Text, done.Until, done.Usage, done.CostUSD = o.Ended, o.Text, o.Until, o.Usage, o.CostUSD
 		return done, nil
 	case executions.Cancelled:
-		return done, problem.New(http.StatusConflict, "the turn was cancelled by %s: %s", deref(x.CancelledBy), deref(x.CancelReason)).
+		return done, problem.New(http.StatusConflict, "the turn was cancelled by %s: %s", deref(x.CancelledBy),
+			deref(x.CancelReason)).
 			Kind("turn-cancelled", "Turn cancelled").WithTrace(x.TraceID)
 	case executions.Failed, executions.Timeout, executions.Pending, executions.Running, executions.Waiting:
 	}
@@ -235,7 +238,9 @@ func deref(s *string) string {
 
 // follow runs or polls a turn until it has ended or is detached. A goroutine interrupts it when ctx ends; follow
 // waits for that goroutine.
-func (s *Session) follow(ctx context.Context, x executions.Execution, l *listener) (ended executions.Execution, left string, err error) {
+func (s *Session) follow(
+	ctx context.Context, x executions.Execution, l *listener,
+) (ended executions.Execution, left string, err error) {
 	done := make(chan struct{})
 	var watching sync.WaitGroup
 	var reason string
@@ -272,7 +277,8 @@ func (s *Session) follow(ctx context.Context, x executions.Execution, l *listene
 			return now, "", nil
 		}
 		left := detached()
-		if left == "" && ctx.Err() != nil { // a cancel that met another transaction's lock is only requested, and nobody may sweep here
+		// a cancel that met another transaction's lock is only requested, and nobody may sweep here
+		if left == "" && ctx.Err() != nil {
 			left = s.o.interruptTurn(ctx, x.ID, l)
 		}
 		if left != "" {
@@ -415,10 +421,13 @@ func (o *Operate) turn(ctx context.Context, raw json.RawMessage) (executions.Res
 }
 
 // modelTurn builds the input of the reasoning loop.
-func (o *Operate) modelTurn(ctx context.Context, in input, history turnHistory, listener *listener, lane *laneGuard) reason.Turn {
+func (o *Operate) modelTurn(
+	ctx context.Context, in input, history turnHistory, listener *listener, lane *laneGuard,
+) reason.Turn {
 	t := reason.Turn{
 		Purpose: Flow, System: rules, History: history.messages(), Prompt: in.Message,
-		Scopes: []string{skills.ScopeInternal, skills.ScopeBoth, skills.ScopeExternal}, Tools: o.Tools, Approvals: reason.Park,
+		Scopes: []string{skills.ScopeInternal, skills.ScopeBoth, skills.ScopeExternal}, Tools: o.Tools,
+		Approvals:  reason.Park,
 		OnApproval: func(approvals.Approval) { lane.release(ctx) },
 	}
 	if listener == nil {
@@ -459,7 +468,10 @@ func (p turnHistory) messages() []models.Message {
 // history reads the session before this turn's message, once.
 func (o *Operate) history(ctx context.Context, current executions.Execution, in input) (turnHistory, error) {
 	return executions.Step(ctx, "history", func(ctx context.Context) (turnHistory, error) {
-		own, err := threads.Messages(ctx, o.Pool, threads.MessageFilter{ExecutionID: current.ID, Role: threads.User, Limit: 1})
+		own, err := threads.Messages(ctx, o.Pool, threads.MessageFilter{
+			ExecutionID: current.ID,
+			Role:        threads.User, Limit: 1,
+		})
 		if err != nil {
 			return turnHistory{}, err
 		}
@@ -485,7 +497,9 @@ func toModelMessages(messages []threads.Message) []models.Message {
 }
 
 // postAnswer stores the answer in the thread.
-func (o *Operate) postAnswer(ctx context.Context, current executions.Execution, in input, turn int64, text string) error {
+func (o *Operate) postAnswer(
+	ctx context.Context, current executions.Execution, in input, turn int64, text string,
+) error {
 	if turn == 0 || text == "" {
 		return nil
 	}

@@ -51,7 +51,8 @@ func TestTurnExecution(t *testing.T) {
 		}
 		traces = append(traces, done.TraceID)
 		x := w.execution(t, done.ExecutionID)
-		if x.Queue != executions.Interactive || x.Flow != operate.Flow || testkit.Deref(x.ThreadID) != s.ID() || x.Surface != "operate" {
+		if x.Queue != executions.Interactive || x.Flow != operate.Flow || testkit.Deref(x.ThreadID) != s.ID() ||
+			x.Surface != "operate" {
 			t.Errorf("execution is %+v", x)
 		}
 	}
@@ -63,13 +64,15 @@ func TestTurnExecution(t *testing.T) {
 		asked = append(asked, m.Role+": "+m.Content)
 	}
 	assert.NoDiff(t, []string{"user: Hello.", "assistant: Good morning.", "user: What did I say?"}, asked)
-	pgtest.Equal(t, w.pool, "user received, assistant sent, user received, assistant sent", `select string_agg(role || ' ' || status, ', ' order by seq) from agent_messages where thread_id = $1`, s.ID())
+	pgtest.Equal(t, w.pool, "user received, assistant sent, user received, assistant sent",
+		`select string_agg(role || ' ' || status, ', ' order by seq) from agent_messages where thread_id = $1`, s.ID())
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where lane <> 'operate'`)
 }
 
 func TestToolCallEventsHideSecrets(t *testing.T) {
 	t.Parallel()
-	w := newTestDatabase(t, modeltest.ToolCall("look", `{"password":"hunter2","table":"orders"}`).AndCall("broken", `{}`), modeltest.Text("Done."))
+	w := newTestDatabase(t, modeltest.ToolCall("look", `{"password":"hunter2","table":"orders"}`).AndCall("broken", `{}`),
+		modeltest.Text("Done."))
 	w.builtin(t, "look", "", func(context.Context, skills.Call) (any, error) {
 		return map[string]any{"api_key": "sk-live-0123456789abcdef", "rows": 42}, nil
 	})
@@ -89,10 +92,12 @@ func TestToolCallEventsHideSecrets(t *testing.T) {
 	if string(calls[0].Arguments) != `{"password":"[redacted]","table":"orders"}` || calls[0].Status != "started" {
 		t.Errorf("first event is %+v: %s", calls[0], calls[0].Arguments)
 	}
-	if string(calls[1].Result) != `{"api_key":"[redacted]","rows":42}` || calls[1].Status != "success" || calls[1].DurationMS == nil {
+	if string(calls[1].Result) != `{"api_key":"[redacted]","rows":42}` || calls[1].Status != "success" ||
+		calls[1].DurationMS == nil {
 		t.Errorf("second event is %+v: %s", calls[1], calls[1].Result)
 	}
-	if calls[3].Status != "error" || !strings.Contains(calls[3].Error, "503") || calls[3].ID != calls[2].ID || calls[3].ID == calls[1].ID {
+	if calls[3].Status != "error" || !strings.Contains(calls[3].Error, "503") || calls[3].ID != calls[2].ID ||
+		calls[3].ID == calls[1].ID {
 		t.Errorf("fourth event is %+v", calls[3])
 	}
 	if done.Text != "Done." {
@@ -107,7 +112,8 @@ func withHangingTurn(t *testing.T, kind string) (w *testDatabase, runs, stopped 
 	if kind == "sql" {
 		w.addSkill(t, skills.Definition{Name: "slow", Handler: "sql:select pg_sleep(600)"})
 		sleeping := func() bool {
-			return pgtest.Value[int](t, w.pool, `select count(*) from pg_stat_activity where datname = current_database() and state = 'active'
+			return pgtest.Value[int](t, w.pool, `select count(*) from pg_stat_activity where datname = current_database()
+				and state = 'active'
 				and query like '%pg_sleep(600)%' and pid <> pg_backend_pid()`) > 0
 		}
 		return w, sleeping, func() bool { return !sleeping() }
@@ -147,7 +153,8 @@ func TestInterruptStopsTools(t *testing.T) {
 			}
 			pgtest.Eventually(t, waitLimit, stopped, "the skill is stopped")
 			x := w.execution(t, start.ExecutionID)
-			if x.Status != executions.Cancelled || testkit.Deref(x.CancelledBy) != "admin" || testkit.Deref(x.CancelReason) != "interrupted" {
+			if x.Status != executions.Cancelled || testkit.Deref(x.CancelledBy) != "admin" ||
+				testkit.Deref(x.CancelReason) != "interrupted" {
 				t.Errorf("the execution is %s by %s: %s", x.Status, testkit.Deref(x.CancelledBy), testkit.Deref(x.CancelReason))
 			}
 			assert.Equal(t, "model_call success, slow unknown", w.traceRows(t, start.TraceID))
@@ -180,11 +187,13 @@ func TestRequestWithKeyIsOneTurn(t *testing.T) {
 	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	resp := other.postWithKey(t, "k", `{"message":"Hello."}`)
 	got := decode[problem.Problem](t, resp.Body)
-	if resp.StatusCode != http.StatusConflict || !strings.HasSuffix(got.Type, ":idempotency-key-used") || got.TraceID != start.TraceID ||
+	if resp.StatusCode != http.StatusConflict || !strings.HasSuffix(got.Type, ":idempotency-key-used") ||
+		got.TraceID != start.TraceID ||
 		!strings.Contains(got.Detail, start.SessionID) {
 		t.Errorf("the same again: %d, %+v", resp.StatusCode, got)
 	}
-	if events, _ := readEvents(other.postWithKey(t, "k", `{"message":"Hello you."}`).Body, nil); eventNames(events) != "start delta done" {
+	if events, _ := readEvents(other.postWithKey(t, "k", `{"message":"Hello you."}`).Body,
+		nil); eventNames(events) != "start delta done" {
 		t.Errorf("another message: %s", eventNames(events))
 	}
 }
@@ -218,7 +227,8 @@ func TestWaitingRequestsWithKeyAreOneTurn(t *testing.T) {
 
 func TestKeyOfFailedOrOldTurn(t *testing.T) {
 	t.Parallel()
-	w := newTestDatabase(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0), modeltest.Text("Now."), modeltest.Text("And now."))
+	w := newTestDatabase(t, modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0),
+		modeltest.Text("Now."), modeltest.Text("And now."))
 	p := w.process(t, false)
 	for _, want := range []string{"start error", "start delta done"} {
 		if events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body, nil); eventNames(events) != want {
@@ -230,7 +240,8 @@ func TestKeyOfFailedOrOldTurn(t *testing.T) {
 		t.Errorf("after the turn that did not fail: %d", resp.StatusCode)
 	}
 	pgtest.Exec(t, w.pool, `update agent_executions set created_at = created_at - interval '1 day'`)
-	if events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body, nil); eventNames(events) != "start delta done" {
+	if events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body,
+		nil); eventNames(events) != "start delta done" {
 		t.Errorf("a day later: %s", eventNames(events))
 	}
 }
@@ -258,7 +269,10 @@ func TestFollowTurnOfOtherProcess(t *testing.T) {
 
 func TestTurnResumesAfterCrash(t *testing.T) {
 	t.Parallel()
-	for name, elsewhere := range map[string]bool{"under the lane that it had": false, "when another admin has left": true} {
+	for name, elsewhere := range map[string]bool{
+		"under the lane that it had":  false,
+		"when another admin has left": true,
+	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			testResumesHeadless(t, elsewhere)
@@ -267,7 +281,8 @@ func TestTurnResumesAfterCrash(t *testing.T) {
 }
 
 func testResumesHeadless(t *testing.T, elsewhere bool) {
-	w := newTestDatabase(t, modeltest.ToolCall("first", `{}`), modeltest.ToolCall("second", `{}`), modeltest.Text("All done."))
+	w := newTestDatabase(t, modeltest.ToolCall("first", `{}`), modeltest.ToolCall("second", `{}`),
+		modeltest.Text("All done."))
 	var first, second atomic.Int64
 	reached, gone := make(chan struct{}), make(chan struct{})
 	w.builtin(t, "first", "", func(context.Context, skills.Call) (any, error) {
@@ -304,7 +319,8 @@ func testResumesHeadless(t *testing.T, elsewhere bool) {
 		if testkit.Deref(x.WaitingFor) != "lane" || w.laneHolder(t) != "another admin" {
 			t.Errorf("it waits for %s, the lane is held by %q", testkit.Deref(x.WaitingFor), w.laneHolder(t))
 		}
-		pgtest.Exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 second' where lane = 'operate'`)
+		pgtest.Exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 second'
+			where lane = 'operate'`)
 		require.NoError(t, other.engine.Sweep(t.Context()))
 	}
 	x := w.waitStatus(t, start.ExecutionID, executions.Completed)
@@ -380,7 +396,8 @@ func TestLongSessionIsSummarized(t *testing.T) {
 		return modeltest.Text(strings.Repeat("word ", 60))
 	})
 	for n := range 25 {
-		if _, err := s.Turn(t.Context(), fmt.Sprintf("Turn %d. %s", n, strings.Repeat("word ", 20)), false, func(operate.Event) {}); err != nil {
+		if _, err := s.Turn(t.Context(), fmt.Sprintf("Turn %d. %s", n, strings.Repeat("word ", 20)), false,
+			func(operate.Event) {}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -390,7 +407,8 @@ func TestLongSessionIsSummarized(t *testing.T) {
 	if longest > 6000 {
 		t.Errorf("the longest request has %d bytes", longest)
 	}
-	if through := pgtest.Value[int](t, w.pool, `select summary_through from agent_threads where id = $1`, s.ID()); through < 20 {
+	if through := pgtest.Value[int](t, w.pool, `select summary_through from agent_threads where id = $1`,
+		s.ID()); through < 20 {
 		t.Errorf("the summary reaches to %d", through)
 	}
 }
@@ -419,7 +437,8 @@ func TestASessionHasOneAgent(t *testing.T) {
 		b := p.send(t, s, "hello", true)
 		<-b.over
 		if c.told == "" {
-			if told, _ := problem.Of(b.err); b.err == nil || told.Status != http.StatusConflict || !strings.Contains(told.Detail, "is one with sales") {
+			if told, _ := problem.Of(b.err); b.err == nil || told.Status != http.StatusConflict ||
+				!strings.Contains(told.Detail, "is one with sales") {
 				t.Errorf("another agent in the session: %v", b.err)
 			}
 			continue
@@ -433,7 +452,8 @@ func TestASessionHasOneAgent(t *testing.T) {
 		}
 		require.NoError(t, s.Close(t.Context()))
 	}
-	pgtest.Equal(t, w.pool, "sales billing billing", `select string_agg(agent, ' ' order by id) from agent_executions where flow = 'operate'`)
+	pgtest.Equal(t, w.pool, "sales billing billing", `select string_agg(agent, ' ' order by id) from agent_executions
+		where flow = 'operate'`)
 }
 
 func TestHeartbeatYieldsToSession(t *testing.T) {
@@ -458,7 +478,8 @@ func TestHeartbeatYieldsToSession(t *testing.T) {
 		t.Errorf("the admin's turn: %+v, %v", done, err)
 	}
 	tick, err := p.engine.RunSync(t.Context(), heartbeat.Spec("agent"))
-	if err != nil || !strings.HasPrefix(tick.ResultSummary, "skipped") || w.traceRows(t, tick.TraceID) != "heartbeat skipped" {
+	if err != nil || !strings.HasPrefix(tick.ResultSummary, "skipped") ||
+		w.traceRows(t, tick.TraceID) != "heartbeat skipped" {
 		t.Errorf("the tick is %s: %q, %v; %s", tick.Status, tick.ResultSummary, err, w.traceRows(t, tick.TraceID))
 	}
 	if x := w.execution(t, beat.ID); x.Status != executions.Waiting {

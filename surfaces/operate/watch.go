@@ -47,7 +47,10 @@ func (o *Operate) Holder(ctx context.Context) (Holder, error) {
 		if h.TraceID == "" {
 			return h, nil
 		}
-		turns, err := executions.List(ctx, o.Pool, executions.Filter{TraceIDs: []trace.ID{trace.ID(h.TraceID)}, Flow: Flow, Limit: 1})
+		turns, err := executions.List(ctx, o.Pool, executions.Filter{
+			TraceIDs: []trace.ID{trace.ID(h.TraceID)},
+			Flow:     Flow, Limit: 1,
+		})
 		if err == nil && len(turns) > 0 {
 			h.SessionID = deref(turns[0].ThreadID)
 		}
@@ -74,7 +77,8 @@ func (o *Operate) RecordSkipped(ctx context.Context, session string, busy *lanes
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
 	_, err := activity.Note(ctx, o.Pool, activity.Entry{
-		TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: o.Agent, Skill: Flow, Lane: busy.Lane,
+		TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: o.Agent,
+		Skill: Flow, Lane: busy.Lane,
 		Input: map[string]string{"session": session, "lane": busy.Lane, "holder": busy.Holder},
 	}, activity.Outcome{Status: activity.Skipped, Output: busy.Error()})
 	if err != nil {
@@ -104,7 +108,10 @@ func (o *Operate) WatchHandler() http.Handler {
 // Watch reports the active admins until ctx ends, read only: lane events when the holder changes, and the events of
 // their turns. Text arrives at the end of each model call. It begins with the running turn.
 func (o *Operate) Watch(ctx context.Context, emit func(Event)) error {
-	w := &watcher{o: o, emit: emit, open: map[string]bool{}, turns: map[string]bool{}, seen: map[string]activity.Status{}, approvalsShown: map[string]bool{}}
+	w := &watcher{
+		o: o, emit: emit, open: map[string]bool{}, turns: map[string]bool{}, seen: map[string]activity.Status{},
+		approvalsShown: map[string]bool{},
+	}
 	for ctx.Err() == nil {
 		if err := w.poll(ctx); err != nil && ctx.Err() == nil {
 			return fmt.Errorf("watch: %w", err)
@@ -146,7 +153,10 @@ func (w *watcher) poll(ctx context.Context) error {
 		return err
 	}
 	for _, id := range traces {
-		turns, err := executions.List(ctx, w.o.Pool, executions.Filter{TraceIDs: []trace.ID{trace.ID(id)}, Flow: Flow, Limit: 1})
+		turns, err := executions.List(ctx, w.o.Pool, executions.Filter{
+			TraceIDs: []trace.ID{trace.ID(id)},
+			Flow:     Flow, Limit: 1,
+		})
 		if err != nil {
 			return err
 		}
@@ -239,7 +249,8 @@ func (w *watcher) activity(row activity.Row) {
 		return
 	}
 	c := ToolCall{
-		ID: row.ID, Name: redact.Text(row.SkillName, 200), Arguments: redact.JSON(row.Input, maxEvent), Status: string(row.Status),
+		ID: row.ID, Name: redact.Text(row.SkillName, 200), Arguments: redact.JSON(row.Input, maxEvent),
+		Status:     string(row.Status),
 		DurationMS: row.DurationMS, Error: redact.Text(deref(row.ErrorMessage), maxEvent),
 	}
 	if row.Status == activity.Running {
@@ -255,7 +266,8 @@ func (w *watcher) approvals(ctx context.Context, x executions.Execution) error {
 	if x.Status != executions.Waiting || deref(x.WaitingFor) != "approval" {
 		return nil
 	}
-	waiting, err := approvals.List(ctx, w.o.Pool, approvals.Filter{TraceIDs: []trace.ID{trace.ID(x.TraceID)}, Status: "pending"})
+	waiting, err := approvals.List(ctx, w.o.Pool,
+		approvals.Filter{TraceIDs: []trace.ID{trace.ID(x.TraceID)}, Status: "pending"})
 	if err != nil {
 		return err
 	}

@@ -131,10 +131,11 @@ func acquireLane(ctx context.Context, name string) (*executions.Hold, error) {
 // markIgnored ends a delivery that matches no action.
 func (s *Surface) markIgnored(ctx context.Context, p plan) (executions.Result, error) {
 	const why = "no action of the endpoint is for it"
-	_, err := executions.Phase(ctx, "webhook_action", func(ctx context.Context, effect *executions.Effect) (string, error) {
-		effect.Status = activity.Skipped
-		return why, s.setStatus(ctx, p, "ignored", webhooks.Mark{Status: webhooks.Ignored, Attempt: 1})
-	}, executions.Input(actionInput(p)))
+	_, err := executions.Phase(ctx, "webhook_action",
+		func(ctx context.Context, effect *executions.Effect) (string, error) {
+			effect.Status = activity.Skipped
+			return why, s.setStatus(ctx, p, "ignored", webhooks.Mark{Status: webhooks.Ignored, Attempt: 1})
+		}, executions.Input(actionInput(p)))
 	return executions.Result{Summary: why}, err
 }
 
@@ -173,7 +174,8 @@ func (s *Surface) runAttempts(ctx context.Context, p plan) (executions.Result, e
 		case webhooks.Dead:
 			return executions.Result{Value: done}, errors.Join(failed...)
 		}
-		if _, err := executions.Wait(within, "pause", executions.Delay(max(s.Backoff(attempt), time.Millisecond))); err != nil {
+		if _, err := executions.Wait(within, "pause",
+			executions.Delay(max(s.Backoff(attempt), time.Millisecond))); err != nil {
 			return executions.Result{}, err
 		}
 	}
@@ -264,11 +266,13 @@ func (s *Surface) raiseEvent(ctx context.Context, c webhooks.Content, t task) (r
 	x, _ := executions.Current(ctx)
 	return executions.StepTx(ctx, "raise", func(ctx context.Context, tx pgx.Tx) (result, error) {
 		// Executions that the event starts belong to the delivery's trace.
-		_, err := tx.Exec(ctx, `select set_config('lanekeeper.trace_id', @trace_id, true)`, postgres.Strict{"trace_id": x.TraceID})
+		_, err := tx.Exec(ctx, `select set_config('lanekeeper.trace_id', @trace_id, true)`,
+			postgres.Strict{"trace_id": x.TraceID})
 		if err != nil {
 			return result{}, err
 		}
-		got, err := s.Engine.Deliver(ctx, tx, t.Action.EventName(), t.Key, payload, fmt.Sprintf("webhook %s %d", x.ID, t.Number))
+		got, err := s.Engine.Deliver(ctx, tx, t.Action.EventName(), t.Key, payload,
+			fmt.Sprintf("webhook %s %d", x.ID, t.Number))
 		return result{Event: t.Action.EventName(), Key: t.Key, EventID: got.EventID, Resumed: got.Resumed}, err
 	})
 }

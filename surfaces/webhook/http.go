@@ -177,7 +177,8 @@ func (s *Surface) readShown(r *http.Request) (Shown, error) {
 func pathID(r *http.Request) (string, error) {
 	id := strings.ToLower(r.PathValue("id"))
 	if !uuidForm.MatchString(id) {
-		return "", problem.New(http.StatusBadRequest, "%.60q is not an id of a delivery", id).Kind("malformed-id", "Malformed id")
+		return "", problem.New(http.StatusBadRequest, "%.60q is not an id of a delivery",
+			id).Kind("malformed-id", "Malformed id")
 	}
 	return id, nil
 }
@@ -199,7 +200,8 @@ func (s *Surface) ReplayDelivery() http.Handler {
 			return
 		}
 		w.Header().Set("X-Trace-Id", d.LastTraceID)
-		s.writeJSON(w, r, http.StatusAccepted, Replayed{ID: d.ID, TraceID: d.LastTraceID, ExecutionID: *d.ExecutionID, Replays: d.Replays})
+		s.writeJSON(w, r, http.StatusAccepted,
+			Replayed{ID: d.ID, TraceID: d.LastTraceID, ExecutionID: *d.ExecutionID, Replays: d.Replays})
 	})
 }
 

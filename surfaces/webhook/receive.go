@@ -176,7 +176,8 @@ func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (storedDeliver
 	}
 	id, err := e.DeliveryID(in)
 	if err != nil {
-		return storedDelivery{}, problem.New(http.StatusBadRequest, "no delivery id: %s", err).Kind("no-delivery-id", "No delivery id")
+		return storedDelivery{}, problem.New(http.StatusBadRequest, "no delivery id: %s",
+			err).Kind("no-delivery-id", "No delivery id")
 	}
 	return s.store(ctx, e, id, in)
 }
@@ -203,17 +204,21 @@ func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		return nil, problem.New(http.StatusRequestTimeout, "the body did not come in time")
 	case err != nil:
-		return nil, problem.New(http.StatusBadRequest, "the body ends too early or cannot be read").Kind("unparsable", "Unparsable body")
+		return nil, problem.New(http.StatusBadRequest, "the body ends too early or cannot be read").Kind("unparsable",
+			"Unparsable body")
 	}
 	return body, nil
 }
 
 func tooLarge(most int64) error {
-	return problem.New(http.StatusRequestEntityTooLarge, "the body is larger than the %d bytes that this endpoint takes", most)
+	return problem.New(http.StatusRequestEntityTooLarge, "the body is larger than the %d bytes that this endpoint takes",
+		most)
 }
 
 // store inserts the delivery and its execution in one transaction.
-func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in webhooks.Incoming) (got storedDelivery, err error) {
+func (s *Surface) store(
+	ctx context.Context, e webhooks.Endpoint, id string, in webhooks.Incoming,
+) (got storedDelivery, err error) {
 	traceID := trace.New(trace.Webhook)
 	ctx = trace.With(ctx, trace.Span{TraceID: traceID, Surface: trace.Webhook, Agent: s.Agent})
 	err = s.intake.Do(ctx, s.requestPool(), e.Name+"\x00"+id, func(tx pgx.Tx) error {
@@ -249,15 +254,19 @@ func (s *Surface) store(ctx context.Context, e webhooks.Endpoint, id string, in 
 }
 
 // storeConflict stores a different body of a known delivery, with an activity under the delivery's trace.
-func storeConflict(ctx context.Context, tx pgx.Tx, e webhooks.Endpoint, d webhooks.Delivery, in webhooks.Incoming) (bool, error) {
+func storeConflict(
+	ctx context.Context, tx pgx.Tx, e webhooks.Endpoint, d webhooks.Delivery, in webhooks.Incoming,
+) (bool, error) {
 	conflict, kept, err := webhooks.StoreConflict(ctx, tx, e, d, in)
 	if err != nil || !kept {
 		return conflict, err
 	}
 	_, err = activity.Note(ctx, tx, activity.Entry{
-		TraceID: d.TraceID, Skill: "webhook_conflict", Input: map[string]any{"endpoint": e.Name, "delivery_id": d.DeliveryID, "delivery": d.ID},
+		TraceID: d.TraceID, Skill: "webhook_conflict",
+		Input: map[string]any{"endpoint": e.Name, "delivery_id": d.DeliveryID, "delivery": d.ID},
 	}, activity.Outcome{
-		Status: activity.Error, Class: "conflict", Message: "another body came under the id of this delivery; it is kept, and was not handled",
+		Status: activity.Error, Class: "conflict", Message: "another body came under the id of this delivery; it is kept, " +
+			"and was not handled",
 	})
 	return conflict, err
 }

@@ -60,7 +60,9 @@ func TestSignatureSchemes(t *testing.T) {
 				&stripe.UnsignedPayload{Payload: event, Secret: whsec, Timestamp: time.Now()}).Header), event, "evt_1",
 		},
 		"hmac": {
-			webhooks.EndpointDefinition{Scheme: signature.HMAC, ID: "body.type"}, header("X-Signature", hexSum(whsec, event)), event, "invoice.paid",
+			webhooks.EndpointDefinition{Scheme: signature.HMAC, ID: "body.type"},
+			header("X-Signature", hexSum(whsec, event)),
+			event, "invoice.paid",
 		},
 		"bearer": {
 			webhooks.EndpointDefinition{Scheme: signature.Bearer},
@@ -85,16 +87,19 @@ func TestSignatureSchemes(t *testing.T) {
 			if err != nil || !bytes.Equal(body, c.body) {
 				t.Errorf("stored %q, %v", body, err)
 			}
-			if stored.TraceID != got.TraceID || stored.Traceparent != parent || stored.BodySHA256 != sha(c.body) || stored.ExecutionID == nil {
+			if stored.TraceID != got.TraceID || stored.Traceparent != parent || stored.BodySHA256 != sha(c.body) ||
+				stored.ExecutionID == nil {
 				t.Errorf("stored %+v", stored)
 			}
-			pgtest.Equal(t, w.pool, parent, `select string_agg(traceparent, ' ') from agent_trace_links where trace_id = $1`, got.TraceID)
+			pgtest.Equal(t, w.pool, parent, `select string_agg(traceparent, ' ') from agent_trace_links where trace_id = $1`,
+				got.TraceID)
 			for _, secret := range []string{whsec, "secret-cookie", "757107ea", hexSum(whsec, event)} {
 				if strings.Contains(string(stored.Headers), secret) {
 					t.Errorf("the headers have %q: %s", secret, stored.Headers)
 				}
 			}
-			pgtest.Equal(t, w.pool, "webhook webhook background pending", `select flow || ' ' || surface || ' ' || queue || ' ' || status from agent_executions where trace_id = $1`,
+			pgtest.Equal(t, w.pool, "webhook webhook background pending",
+				`select flow || ' ' || surface || ' ' || queue || ' ' || status from agent_executions where trace_id = $1`,
 				got.TraceID)
 		})
 	}
@@ -159,15 +164,23 @@ func TestUnauthenticatedDeliveryIsNotStored(t *testing.T) {
 			t.Errorf("%s: %d %s", name, got.status, got.body)
 		}
 	}
-	pgtest.Equal(t, w.pool, 0, `select (select count(*) from agent_webhook_deliveries) + (select count(*) from agent_executions)`)
-	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_activity where skill_name = 'webhook_refused' and trace_id like 'wh_%'`)
+	pgtest.Equal(t, w.pool, 0, `select (select count(*) from agent_webhook_deliveries) + (select count(*)
+		from agent_executions)`)
+	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_activity where skill_name = 'webhook_refused'
+		and trace_id like 'wh_%'`)
 }
 
 func TestInvalidBodies(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "small", MaxBytes: 100, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
-	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "off", Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+	w.addEndpoint(t, webhooks.EndpointDefinition{
+		Name: "small", MaxBytes: 100,
+		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
+	})
+	w.addEndpoint(t, webhooks.EndpointDefinition{
+		Name:    "off",
+		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
+	})
 	if _, err := webhooks.SetEndpoint(t.Context(), w.pool, "off", false, "admin", "not now"); err != nil {
 		t.Fatal(err)
 	}
@@ -268,11 +281,13 @@ func TestConflictingBodyIsStored(t *testing.T) {
 	require.NoError(t, err)
 	var shown webhook.Shown
 	if got := w.do(t, r); json.Unmarshal([]byte(got.body), &shown) != nil || len(shown.OtherBodies) != 5 ||
-		!strings.Contains(string(shown.OtherBodies[0].Body), `"order":8`) && !strings.Contains(string(shown.OtherBodies[0].Body), `"order": 8`) {
+		!strings.Contains(string(shown.OtherBodies[0].Body), `"order":8`) &&
+			!strings.Contains(string(shown.OtherBodies[0].Body), `"order": 8`) {
 		t.Errorf("the admin sees %s", got.body)
 	}
 	pgtest.Equal(t, w.pool, 5, `
-		select count(*) from agent_activity where trace_id = $1 and skill_name = 'webhook_conflict' and status = 'error' and error_class = 'conflict'`,
+		select count(*) from agent_activity where trace_id = $1 and skill_name = 'webhook_conflict' and status = 'error'
+		  and error_class = 'conflict'`,
 		first.TraceID)
 	w.waitStatus(t, d.ID, "done")
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_executions where flow = 'webhook'`)
@@ -291,7 +306,10 @@ func TestConflictingBodyIsStored(t *testing.T) {
 func TestStripeAttemptsAreNoConflict(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
-	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "pay", Scheme: signature.Stripe, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+	w.addEndpoint(t, webhooks.EndpointDefinition{
+		Name: "pay", Scheme: signature.Stripe,
+		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
+	})
 	for i, c := range []struct {
 		body     string
 		status   int
@@ -302,7 +320,8 @@ func TestStripeAttemptsAreNoConflict(t *testing.T) {
 		{`{"id": "evt_1", "pending_webhooks": 1, "data": {"pending_webhooks": 2}}`, 200, true},
 	} {
 		got := w.post(t, "/webhooks/pay", header("Stripe-Signature", stripe.GenerateTestSignedPayload(
-			&stripe.UnsignedPayload{Payload: []byte(c.body), Secret: whsec, Timestamp: time.Now()}).Header), strings.NewReader(c.body))
+			&stripe.UnsignedPayload{Payload: []byte(c.body), Secret: whsec, Timestamp: time.Now()}).Header),
+			strings.NewReader(c.body))
 		if got.status != c.status || got.Conflict != c.conflict {
 			t.Errorf("%d: answer %d %s", i, got.status, got.body)
 		}
@@ -313,7 +332,10 @@ func TestSecretRotation(t *testing.T) {
 	t.Parallel()
 	w := newTestWebhooks(t)
 	define := func(secrets ...string) {
-		w.addEndpoint(t, webhooks.EndpointDefinition{Name: "rotate", Secrets: secrets, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+		w.addEndpoint(t, webhooks.EndpointDefinition{
+			Name: "rotate", Secrets: secrets,
+			Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
+		})
 	}
 	body := []byte(`{}`)
 	for i, c := range []struct {
@@ -329,7 +351,8 @@ func TestSecretRotation(t *testing.T) {
 		{[]string{"${MISSING}"}, whsec, 500}, // our mistake: the sender tries again
 	} {
 		define(c.secrets...)
-		got := w.post(t, "/webhooks/rotate", signed(t, c.signer, fmt.Sprint("msg_", i), time.Now(), body), bytes.NewReader(body))
+		got := w.post(t, "/webhooks/rotate", signed(t, c.signer, fmt.Sprint("msg_", i), time.Now(), body),
+			bytes.NewReader(body))
 		if got.status != c.want || strings.Contains(got.body, "MISSING") {
 			t.Errorf("%d: answer %d %s, want %d", i, got.status, got.body, c.want)
 		}
@@ -342,13 +365,18 @@ func TestMissingSecretIsLoggedOnce(t *testing.T) {
 	w := newTestWebhooks(t)
 	var log bytes.Buffer
 	w.surface.Logger = slog.New(slog.NewTextHandler(&log, nil))
-	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "unset", Secrets: []string{"${MISSING}"}, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}})
+	w.addEndpoint(t, webhooks.EndpointDefinition{
+		Name: "unset", Secrets: []string{"${MISSING}"},
+		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
+	})
 	for range 50 {
-		if got := w.post(t, "/webhooks/unset", signed(t, whsec, "msg_1", time.Now(), []byte("{}")), strings.NewReader("{}")); got.status != 500 || strings.Contains(got.body, "MISSING") {
+		if got := w.post(t, "/webhooks/unset", signed(t, whsec, "msg_1", time.Now(), []byte("{}")),
+			strings.NewReader("{}")); got.status != 500 || strings.Contains(got.body, "MISSING") {
 			t.Fatalf("answer %d %s", got.status, got.body)
 		}
 	}
-	if n := strings.Count(log.String(), "\n"); n != 1 || !strings.Contains(log.String(), "level=ERROR") || !strings.Contains(log.String(), "MISSING") {
+	if n := strings.Count(log.String(), "\n"); n != 1 || !strings.Contains(log.String(), "level=ERROR") ||
+		!strings.Contains(log.String(), "MISSING") {
 		t.Errorf("%d lines:\n%s", n, &log)
 	}
 }
@@ -359,7 +387,8 @@ func TestStorageFailureIsNotAcknowledged(t *testing.T) {
 	w := newTestWebhooks(t)
 	w.addEventEndpoint(t, "lost")
 	pgtest.Exec(t, w.pool, `alter table agent_executions add constraint broken check (flow <> 'webhook')`)
-	if got := w.send(t, "lost", "msg_1", `{}`); got.status != http.StatusInternalServerError || strings.Contains(got.body, "broken") {
+	if got := w.send(t, "lost", "msg_1", `{}`); got.status != http.StatusInternalServerError ||
+		strings.Contains(got.body, "broken") {
 		t.Errorf("answer %d %s", got.status, got.body)
 	}
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_webhook_deliveries`)
@@ -374,7 +403,10 @@ func TestWrongTokensAreThrottled(t *testing.T) {
 	w.env["WEAK"], w.env["TINY"] = "correct-horse-17", "abc"
 	action := []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}
 	for name, secret := range map[string]string{"strong": "${SECRET}", "weak": "${WEAK}", "tiny": "${TINY}"} {
-		w.addEndpoint(t, webhooks.EndpointDefinition{Name: name, Scheme: signature.Bearer, Secrets: []string{secret}, Actions: action})
+		w.addEndpoint(t, webhooks.EndpointDefinition{
+			Name: name, Scheme: signature.Bearer,
+			Secrets: []string{secret}, Actions: action,
+		})
 	}
 	post := func(endpoint, token string) reply {
 		return w.post(t, "/webhooks/"+endpoint, http.Header{"Authorization": {"Bearer " + token}}, strings.NewReader(`{}`))
@@ -442,17 +474,24 @@ func TestConcurrentDuplicates(t *testing.T) {
 	if codes[http.StatusAccepted] != deliveries || codes[http.StatusOK] != deliveries {
 		t.Fatalf("answers %v", codes)
 	}
-	pgtest.Until(t, w.pool, deliveries, `select count(*) from agent_executions where flow = 'webhook' and status = 'completed'`)
+	pgtest.Until(t, w.pool, deliveries, `select count(*) from agent_executions where flow = 'webhook'
+		and status = 'completed'`)
 	for what, sql := range map[string]string{
-		"each is done":                   `select count(*) = 200 from agent_webhook_deliveries where status = 'done' and repeats = 1`,
-		"one event each":                 `select count(*) = 200 and count(distinct key) = 200 from agent_events where event = 'EVENT_COMPLETED'`,
-		"one run each":                   `select count(*) = 200 from agent_memory where category = 'run'`,
-		"a trace each":                   `select count(distinct trace_id) = 200 from agent_executions`,
-		"each trace is complete":         `select count(*) = 200 from (select trace_id from agent_activity where skill_name = 'webhook_action' and status = 'success' group by 1 having count(*) = 2) x`,
-		"the 20 failures are told":       `select count(*) = 20 from agent_activity where skill_name = 'webhook_action' and status = 'error'`,
-		"nothing is left running":        `select count(*) = 0 from agent_activity where status = 'running'`,
-		"no lane is held":                `select count(*) = 0 from agent_locks_live`,
-		"nothing under an unknown trace": `select count(*) = 0 from agent_activity a where not exists (select from agent_executions x where x.trace_id = a.trace_id)`,
+		"each is done": `select count(*) = 200 from agent_webhook_deliveries where status = 'done'
+			and repeats = 1`,
+		"one event each": `select count(*) = 200 and count(distinct key) = 200 from agent_events
+			where event = 'EVENT_COMPLETED'`,
+		"one run each": `select count(*) = 200 from agent_memory where category = 'run'`,
+		"a trace each": `select count(distinct trace_id) = 200 from agent_executions`,
+		"each trace is complete": `select count(*) = 200
+			from (select trace_id from agent_activity where skill_name = 'webhook_action' and status = 'success'
+			group by 1 having count(*) = 2) x`,
+		"the 20 failures are told": `select count(*) = 20 from agent_activity where skill_name = 'webhook_action'
+			and status = 'error'`,
+		"nothing is left running": `select count(*) = 0 from agent_activity where status = 'running'`,
+		"no lane is held":         `select count(*) = 0 from agent_locks_live`,
+		"nothing under an unknown trace": `select count(*) = 0 from agent_activity a
+			where not exists (select from agent_executions x where x.trace_id = a.trace_id)`,
 	} {
 		if !pgtest.Value[bool](t, w.pool, sql) {
 			t.Errorf("not so: %s", what)

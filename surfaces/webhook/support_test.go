@@ -85,10 +85,15 @@ func newTestWebhooks(t *testing.T) *testWebhooks {
 }
 
 // engine returns an engine that does not run.
-func (w *testWebhooks) engine(t *testing.T, s *webhook.Surface, more ...func(e *executions.Engine)) (*executions.Engine, *lanes.Keeper) {
+func (w *testWebhooks) engine(
+	t *testing.T, s *webhook.Surface, more ...func(e *executions.Engine),
+) (*executions.Engine, *lanes.Keeper) {
 	t.Helper()
 	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
-	e, err := executions.New(w.pool, executions.Options{Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second})
+	e, err := executions.New(w.pool, executions.Options{
+		Keeper: keeper, SweepEvery: 100 * time.Millisecond,
+		LeaseTTL: 20 * time.Second,
+	})
 	require.NoError(t, err)
 	require.NoError(t, s.Register(e))
 	for _, f := range more {
@@ -122,7 +127,10 @@ func (w *testWebhooks) addEndpoint(t *testing.T, d webhooks.EndpointDefinition) 
 // addEventEndpoint declares an endpoint that raises one event.
 func (w *testWebhooks) addEventEndpoint(t *testing.T, name string) {
 	t.Helper()
-	w.addEndpoint(t, webhooks.EndpointDefinition{Name: name, Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}}})
+	w.addEndpoint(t, webhooks.EndpointDefinition{
+		Name:    name,
+		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "{delivery}"}},
+	})
 }
 
 type reply struct {

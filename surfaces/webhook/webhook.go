@@ -144,7 +144,8 @@ func (s *Surface) Replay(ctx context.Context, id string, expected int, reason st
 		_, err = activity.Record(ctx, tx, activity.Act{
 			Name: "webhook_replay", Reason: reason, TraceID: d.LastTraceID,
 			Input: map[string]any{
-				"endpoint": d.Endpoint, "delivery_id": d.DeliveryID, "delivery": d.ID, "replay": d.Replays, "of_trace": first.LastTraceID,
+				"endpoint": d.Endpoint, "delivery_id": d.DeliveryID, "delivery": d.ID, "replay": d.Replays,
+				"of_trace": first.LastTraceID,
 			},
 		}, func(pgx.Tx, string) (any, error) { return map[string]string{"execution_id": execution}, nil })
 		return err

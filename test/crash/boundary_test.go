@@ -42,8 +42,9 @@ func (c *counter) count() int {
 var begins = regexp.MustCompile(`insert into agent_executions|(claim|take)_agent_execution`)
 
 // beside is what a process does beside its runs.
-var beside = regexp.MustCompile(`(?i)renew_agent|sweep_agent|ensure_agent|river|^listen|agent_schedules|^select 1$|^-- ping|` +
-	`trigger = 'signal'|^with ready as|(claim|take)_agent_executions|pg_notify\('agent_ready'|set_agent_limits|r.status = 'claimed' and case|agent_webhook_targets`)
+var beside = regexp.MustCompile(
+	`(?i)renew_agent|sweep_agent|ensure_agent|river|^listen|agent_schedules|^select 1$|^-- ping|` +
+		`trigger = 'signal'|^with ready as|(claim|take)_agent_executions|pg_notify\('agent_ready'|set_agent_limits|r.status = 'claimed' and case|agent_webhook_targets`)
 
 // boundary numbers the requests that a run makes, from 1; 0 for those that do not belong to it.
 func (c *counter) boundary(r request) int {
@@ -309,7 +310,8 @@ type row struct {
 func (s *scene) look() snapshot {
 	s.t.Helper()
 	rows, err := s.db.Query(s.ctx(), `
-		select a.idempotency_key as key, min(a.skill_name) as skill, bool_or(a.kind = 'model' or coalesce(k.idempotent, true)) as idempotent,
+		select a.idempotency_key as key, min(a.skill_name) as skill, bool_or(a.kind = 'model' or coalesce(k.idempotent, true))
+		  as idempotent,
 		       count(*) filter (where a.status = 'running') as running,
 		       count(*) filter (where a.status in ('success', 'error')) as recorded,
 		       count(*) filter (where a.status = 'unknown') as unknown
@@ -385,16 +387,18 @@ func (s *scene) phases(id string) {
 func (s *scene) effects(id string) {
 	s.t.Helper()
 	for what, sql := range map[string]string{
-		"execution completed": `select count(*) from agent_executions where id = $1 and status = 'completed' and result_type = 'success'`,
-		"skill healed":        `select count(*) from agent_activity where execution_id = $1 and skill_name = 'heal_skill'`,
-		"objective's step":    `select count(*) from agent_activity where execution_id = $1 and skill_name = 'advance_step'`,
-		"step done":           `select count(*) from agent_objective_steps where status = 'done'`,
-		"memory saved":        `select count(*) from agent_activity where execution_id = $1 and skill_name = 'save_memory'`,
-		"memory":              `select count(*) from agent_memory where revision = 1`,
-		"automation's run":    `select count(*) from agent_automation_runs where execution_id = $1 and status <> 'claimed' and attempt = 1`,
-		"automation":          `select count(*) from agent_activity where execution_id = $1 and skill_name = 'run_automation'`,
-		"grant used":          `select count(*) from agent_approvals where status = 'consumed' and consumed_for like $1 || ' %'`,
-		"completion event":    `select count(*) from agent_events where event = 'AGENT_COMPLETED' and key = $1`,
+		"execution completed": `select count(*) from agent_executions where id = $1 and status = 'completed'
+			and result_type = 'success'`,
+		"skill healed":     `select count(*) from agent_activity where execution_id = $1 and skill_name = 'heal_skill'`,
+		"objective's step": `select count(*) from agent_activity where execution_id = $1 and skill_name = 'advance_step'`,
+		"step done":        `select count(*) from agent_objective_steps where status = 'done'`,
+		"memory saved":     `select count(*) from agent_activity where execution_id = $1 and skill_name = 'save_memory'`,
+		"memory":           `select count(*) from agent_memory where revision = 1`,
+		"automation's run": `select count(*) from agent_automation_runs where execution_id = $1 and status <> 'claimed'
+			and attempt = 1`,
+		"automation":       `select count(*) from agent_activity where execution_id = $1 and skill_name = 'run_automation'`,
+		"grant used":       `select count(*) from agent_approvals where status = 'consumed' and consumed_for like $1 || ' %'`,
+		"completion event": `select count(*) from agent_events where event = 'AGENT_COMPLETED' and key = $1`,
 	} {
 		if n := s.count(sql, id); n != 1 {
 			s.t.Errorf("%s: %d times, want once", what, n)
@@ -406,7 +410,8 @@ func (s *scene) effects(id string) {
 		}
 	}
 	if unknown := pgtest.Value[int](s.t, s.db, `
-		select count(*) from agent_activity where execution_id = $1 and skill_name = 'pay' and status = 'unknown' and purpose = 'advance_plan'`,
+		select count(*) from agent_activity where execution_id = $1 and skill_name = 'pay' and status = 'unknown'
+		  and purpose = 'advance_plan'`,
 		id); unknown > 0 && !s.told("nobody knows whether it took effect") {
 		s.t.Error("the model was not told that nobody knows whether its call took effect")
 	}

@@ -49,13 +49,15 @@ func (s *scene) deliver(a *agent) int {
 
 // fails takes the automation out of service, so that the action that starts it fails.
 func (s *scene) fails() {
-	pgtest.Exec(s.t, s.db, `update agent_automations set enabled = false, disabled_by = 'admin', disabled_reason = 'a pause'`)
+	pgtest.Exec(s.t, s.db, `update agent_automations set enabled = false, disabled_by = 'admin',
+		disabled_reason = 'a pause'`)
 }
 
 // mends puts it back, and ends the pause before the next attempt.
 func (s *scene) mends() {
 	pgtest.Exec(s.t, s.db, `update agent_automations set enabled = true, disabled_by = '', disabled_reason = ''`)
-	pgtest.Exec(s.t, s.db, `update agent_executions set waiting_until = clock_timestamp() where status = 'waiting' and waiting_for = 'delay'`)
+	pgtest.Exec(s.t, s.db, `update agent_executions set waiting_until = clock_timestamp() where status = 'waiting'
+		and waiting_for = 'delay'`)
 }
 
 // handled waits until the delivery and what it started have ended, or the process is dead. A delivery that waits for
@@ -63,7 +65,8 @@ func (s *scene) mends() {
 func (s *scene) handled(a *agent) {
 	s.t.Helper()
 	eventually(s.t, "the delivery is handled", func() bool {
-		if pgtest.Value[bool](s.t, s.db, `select exists (select from agent_executions where status = 'waiting' and waiting_for = 'delay')`) {
+		if pgtest.Value[bool](s.t, s.db, `select exists (select from agent_executions where status = 'waiting'
+			and waiting_for = 'delay')`) {
 			s.mends()
 		}
 		return !a.Running() || pgtest.Value[bool](s.t, s.db, `
@@ -125,14 +128,17 @@ func (s *scene) delivered(before snapshot, failed bool) {
 		attempts = 2
 	}
 	for what, sql := range map[string]string{
-		"deliveries done":   `select count(*) from agent_webhook_deliveries where status = 'done' and replays = 0`,
-		"events raised":     `select count(*) from agent_events where event = 'EVENT_COMPLETED' and key = 'order-7'`,
-		"runs":              `select count(*) from agent_automation_runs`,
-		"runs done":         `select count(*) from agent_automation_runs where status = 'success' and attempt = 1`,
-		"the first action":  `select count(*) from agent_activity where skill_name = 'webhook_action' and input ->> 'action' = '1'`,
-		"the second action": `select count(*) from agent_activity where skill_name = 'webhook_action' and input ->> 'action' = '2'`,
-		"the third, done":   `select count(*) from agent_activity where skill_name = 'webhook_action' and input ->> 'action' = '3' and status = 'success'`,
-		"executions":        `select count(*) - 1 from agent_executions`,
+		"deliveries done": `select count(*) from agent_webhook_deliveries where status = 'done' and replays = 0`,
+		"events raised":   `select count(*) from agent_events where event = 'EVENT_COMPLETED' and key = 'order-7'`,
+		"runs":            `select count(*) from agent_automation_runs`,
+		"runs done":       `select count(*) from agent_automation_runs where status = 'success' and attempt = 1`,
+		"the first action": `select count(*) from agent_activity where skill_name = 'webhook_action'
+			and input ->> 'action' = '1'`,
+		"the second action": `select count(*) from agent_activity where skill_name = 'webhook_action'
+			and input ->> 'action' = '2'`,
+		"the third, done": `select count(*) from agent_activity where skill_name = 'webhook_action'
+			and input ->> 'action' = '3' and status = 'success'`,
+		"executions": `select count(*) - 1 from agent_executions`,
 	} {
 		if n := pgtest.Value[int](s.t, s.db, sql); n != 1 {
 			s.t.Errorf("%s: %d, want 1", what, n)

@@ -113,7 +113,8 @@ func (s *scene) asksLeave(a *agent) (asks bool) {
 // pending is the approval that waits for a decision.
 func (s *scene) pending() string {
 	s.t.Helper()
-	return pgtest.Value[string](s.t, s.db, `select coalesce((select id::text from agent_approvals where status = 'pending'), '')`)
+	return pgtest.Value[string](s.t, s.db, `select coalesce((select id::text from agent_approvals
+		where status = 'pending'), '')`)
 }
 
 // decide decides what waits, over HTTP, and returns the status of the answer; 0 when there is none.
@@ -163,7 +164,8 @@ func killLeave(t *testing.T, who partner, n int, how verdict) {
 	}
 	asking.Wait()
 	eventually(t, "the turn ends", func() bool {
-		return pgtest.Value[bool](s.t, s.db, `select count(*) = 1 and bool_and(completed_at is not null) from agent_executions`)
+		return pgtest.Value[bool](s.t, s.db, `select count(*) = 1 and bool_and(completed_at is not null)
+			from agent_executions`)
 	})
 	if status := s.decide(b, false); status != http.StatusConflict {
 		t.Errorf("a second decision is answered %d", status)
@@ -178,8 +180,9 @@ func (s *scene) allowed(a *agent, who partner, before snapshot) {
 	s.settled(before)
 	s.answered(a, "th", nil, who.words)
 	for what, sql := range map[string]string{
-		"approvals":        `select count(*) from agent_approvals`,
-		"grants used":      `select count(*) from agent_approvals a where status = 'consumed' and consumed_for like a.execution_id || ' %'`,
+		"approvals": `select count(*) from agent_approvals`,
+		"grants used": `select count(*) from agent_approvals a where status = 'consumed'
+			and consumed_for like a.execution_id || ' %'`,
 		"asked for leave":  `select count(*) from agent_activity where skill_name = 'order' and status = 'pending_approval'`,
 		"calls in the log": `select count(*) from agent_activity where skill_name = 'order' and status <> 'pending_approval'`,
 		"decisions":        `select count(*) from agent_activity where skill_name = 'decide_approval'`,

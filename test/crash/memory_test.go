@@ -186,7 +186,8 @@ func (x *words) givenUp(request string) bool {
 // beats is how the heartbeats went, for a failure.
 func (x *words) beats() string {
 	return pgtest.Value[string](x.t, x.db, `
-		select string_agg(concat_ws(' ', x.id, x.status, x.error_message, a.skill_name, a.status, a.step, a.input, a.output, a.error_message), e'\n' order by a.id)
+		select string_agg(concat_ws(' ', x.id, x.status, x.error_message, a.skill_name, a.status, a.step, a.input, a.output,
+		  a.error_message), e'\n' order by a.id)
 		  from agent_executions x left join agent_activity a on a.trace_id = x.trace_id
 		 where x.flow = 'heartbeat'`)
 }
@@ -220,7 +221,8 @@ func (x *words) ended(thread string) {
 	eventually(x.t, "what was asked for has ended", func() bool {
 		return pgtest.Value[bool](x.t, x.db, `
 			select not exists (select from agent_executions x
-			         where x.completed_at is null and ($1 = '' or x.id in (select d.execution_id from agent_webhook_deliveries d where d.delivery_id = $1)))`, thread)
+			         where x.completed_at is null and ($1 = '' or x.id in (select d.execution_id from agent_webhook_deliveries d
+			           where d.delivery_id = $1)))`, thread)
 	})
 }
 

@@ -42,7 +42,8 @@ func TestAPausedWorkerWakesToNothing(t *testing.T) {
 	}
 	// It has lost that run, not its life: it begins anew under another lease.
 	eventually(t, "the woken process has a lease again", func() bool {
-		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_workers where expires_at > clock_timestamp() and name like '%pid ' || $1)`, a.pid())
+		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_workers where expires_at > clock_timestamp()
+			and name like '%pid ' || $1)`, a.pid())
 	})
 }
 

@@ -49,7 +49,8 @@ func TestThroughPgBouncer(t *testing.T) {
 			a := s.serve(through, more...)
 			// Who listens, which are the process and its queue, does so past the pooler, or not at all.
 			listening := func() int {
-				return pgtest.Value[int](s.t, s.db, `select count(*) from pg_stat_activity where datname = current_database() and query ilike 'listen %'`)
+				return pgtest.Value[int](s.t, s.db, `select count(*) from pg_stat_activity where datname = current_database()
+					and query ilike 'listen %'`)
 			}
 			if direct {
 				eventually(t, "two connections listen", func() bool { return listening() == 2 })

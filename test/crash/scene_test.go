@@ -221,7 +221,8 @@ func (s *scene) begin() string {
 // heartbeat is the id of the only heartbeat there is; empty when there is none yet.
 func (s *scene) heartbeat() string {
 	s.t.Helper()
-	return pgtest.Value[string](s.t, s.db, `select coalesce((select id::text from agent_executions where flow = 'heartbeat' order by id limit 1), '')`)
+	return pgtest.Value[string](s.t, s.db, `select coalesce((select id::text from agent_executions where flow = 'heartbeat'
+		order by id limit 1), '')`)
 }
 
 // status is how an execution stands.
@@ -254,10 +255,13 @@ func (s *scene) sessions() (report string) {
 	defer cancel()
 	err := s.db.QueryRow(ctx, `
 		select concat_ws(e'\n',
-		       (select string_agg(concat_ws(' ', pid, application_name, state, wait_event, 'behind', pg_blocking_pids(pid), 'since', state_change,
-		               left(regexp_replace(query, '\s+', ' ', 'g'), 200)), e'\n') from pg_stat_activity where datname = current_database()),
+		       (select string_agg(concat_ws(' ', pid, application_name, state, wait_event, 'behind', pg_blocking_pids(pid),
+		         'since', state_change,
+		               left(regexp_replace(query, '\s+', ' ', 'g'), 200)), e'\n') from pg_stat_activity
+		                 where datname = current_database()),
 		       (select string_agg(to_jsonb(w)::text, e'\n') from agent_workers w),
-		       (select string_agg(jsonb_strip_nulls(to_jsonb(x))::text, e'\n') from agent_executions x where x.completed_at is null))`).Scan(&report)
+		       (select string_agg(jsonb_strip_nulls(to_jsonb(x))::text, e'\n') from agent_executions x
+		         where x.completed_at is null))`).Scan(&report)
 	if err != nil {
 		return "sessions: " + err.Error()
 	}

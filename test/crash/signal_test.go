@@ -75,15 +75,18 @@ func (s *scene) stopping(a *agent) bool {
 // handedBack checks that an execution waits for whoever takes it, and that nothing else is held for it.
 func (s *scene) handedBack(id string) {
 	s.t.Helper()
-	if !pgtest.Value[bool](s.t, s.db, `select status = 'running' and claimed_by is null and attempt = 0 from agent_executions where id = $1`, id) {
+	if !pgtest.Value[bool](s.t, s.db, `select status = 'running' and claimed_by is null and attempt = 0
+		from agent_executions where id = $1`, id) {
 		s.t.Errorf("the execution was not handed back: %s",
 			pgtest.Value[string](s.t, s.db, `select to_jsonb(e)::text from agent_executions e where id = $1`, id))
 	}
 	// A thread stays with it: nobody else begins to talk in the middle of its conversation.
-	if n := pgtest.Value[int](s.t, s.db, `select count(*) from agent_locks_live where lane not like 'thread:%' or execution_id is distinct from $1::uuid`, id); n != 0 {
+	if n := pgtest.Value[int](s.t, s.db, `select count(*) from agent_locks_live where lane not like 'thread:%'
+		or execution_id is distinct from $1::uuid`, id); n != 0 {
 		s.t.Errorf("%d lanes are still held", n)
 	}
-	if n := pgtest.Value[int](s.t, s.db, `select count(*) from agent_workers where expires_at > clock_timestamp()`); n != 0 {
+	if n := pgtest.Value[int](s.t, s.db,
+		`select count(*) from agent_workers where expires_at > clock_timestamp()`); n != 0 {
 		s.t.Errorf("%d workers still have a lease", n)
 	}
 }

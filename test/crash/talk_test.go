@@ -230,7 +230,8 @@ func (s *scene) settled(before snapshot) {
 		}
 	}
 	for what, sql := range map[string]string{
-		"executions without an end": `select count(*) from agent_executions where status <> 'completed' or result_type <> 'success'`,
+		"executions without an end": `select count(*) from agent_executions where status <> 'completed'
+			or result_type <> 'success'`,
 		"ends not told just once": `
 			select count(*) from agent_executions x
 			 where (select count(*) from agent_events e where e.event = 'AGENT_COMPLETED' and e.key = x.id::text) <> 1`,

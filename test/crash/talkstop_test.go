@@ -188,6 +188,7 @@ func TestAServerDiesUnderFiveChats(t *testing.T) {
 // expire ends the lease of one process.
 func (s *scene) expire(a *agent) {
 	s.t.Helper()
-	pgtest.Exec(s.t, s.db, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where name like '%pid ' || $1`,
+	pgtest.Exec(s.t, s.db, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'
+		where name like '%pid ' || $1`,
 		a.pid())
 }

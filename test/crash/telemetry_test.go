@@ -128,8 +128,10 @@ func (s *scene) mirrored(spans []otlptest.Span) {
 	for _, one_ := range spans {
 		if id, ok := one_.Attributes["agent.activity.id"].(string); ok {
 			got := pgtest.Value[string](s.t, s.db, `
-				select concat_ws(' ', trace_id, status, coalesce(token_usage ->> 'prompt_tokens', '-'), case kind when 'model' then cost_usd::float8 end,
-				       abs(extract(epoch from created_at) - $2::float8) < 0.001, abs(extract(epoch from finished_at) - $3::float8) < 0.01)
+				select concat_ws(' ', trace_id, status, coalesce(token_usage ->> 'prompt_tokens', '-'), case kind
+				  when 'model' then cost_usd::float8 end,
+				       abs(extract(epoch from created_at) - $2::float8) < 0.001,
+				         abs(extract(epoch from finished_at) - $3::float8) < 0.01)
 				  from agent_activity where id = $1`, id, float64(one_.Start.UnixNano())/1e9, float64(one_.End.UnixNano())/1e9)
 			tokens, cost := "-", ""
 			if n, ok := one_.Attributes["gen_ai.usage.input_tokens"]; ok {
@@ -208,7 +210,8 @@ func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 		func() bool { return names(receiver.Trace(s.otel(id)))["execute_tool look"] == 1 })
 	// A batch whose answer was not noted any more comes again, with the same ids.
 	eventually(t, "the process has noted that it was", func() bool {
-		return pgtest.Value[bool](s.t, s.db, `select sent_upto > (select id from agent_activity where skill_name = 'look') from agent_span_export`)
+		return pgtest.Value[bool](s.t, s.db, `select sent_upto > (select id from agent_activity where skill_name = 'look')
+			from agent_span_export`)
 	})
 	a.Kill()
 	held.free()
@@ -250,7 +253,8 @@ func TestAReceiverThatIsDown(t *testing.T) {
 		t.Fatalf("the second heartbeat ends with %d", code)
 	}
 	want := pgtest.Value[int](s.t, s.db, `
-		select (select count(*) from agent_activity where trace_id <> 'op_0') + (select count(*) from agent_executions where completed_at is not null)`)
+		select (select count(*) from agent_activity where trace_id <> 'op_0') + (select count(*) from agent_executions
+		  where completed_at is not null)`)
 	if got := receiver.Trace(""); len(got) != want {
 		t.Errorf("%d spans came until the process had ended, SQL has %d", len(got), want)
 	}
@@ -313,10 +317,12 @@ func (s *scene) agrees(a *agent) {
 		select format('agent_llm_requests_total{model=%s,status=%s}', to_json(model), to_json(status)), count(*)
 		  from agent_activity where kind = 'model' group by model, status
 		union all
-		select format('agent_llm_tokens_total{model=%s,type="input"}', to_json(model)), sum((token_usage ->> 'prompt_tokens')::int)
+		select format('agent_llm_tokens_total{model=%s,type="input"}', to_json(model)),
+		  sum((token_usage ->> 'prompt_tokens')::int)
 		  from agent_activity where kind = 'model' group by model
 		union all
-		select format('agent_llm_tokens_total{model=%s,type="output"}', to_json(model)), sum((token_usage ->> 'completion_tokens')::int)
+		select format('agent_llm_tokens_total{model=%s,type="output"}', to_json(model)),
+		  sum((token_usage ->> 'completion_tokens')::int)
 		  from agent_activity where kind = 'model' group by model`)
 	require.NoError(s.t, err)
 	var series string

@@ -98,7 +98,8 @@ func (s *scene) ticksWereSingle() {
 			with work as (
 			  select execution_id, min(created_at) as began, max(finished_at) as ended from agent_activity
 			   where kind = 'phase' and skill_name <> 'heartbeat' and parent_id is null group by 1)
-			select count(*) from work a join work b on a.execution_id < b.execution_id and a.began < b.ended and b.began < a.ended`,
+			select count(*) from work a join work b on a.execution_id < b.execution_id and a.began < b.ended
+			  and b.began < a.ended`,
 		"heartbeats that were skipped and left no row": `
 			select count(*) from agent_executions e where e.result_summary like 'skipped: %' and not exists (
 			  select from agent_activity a where a.execution_id = e.id and a.skill_name = 'heartbeat' and a.status = 'skipped')`,

@@ -58,7 +58,8 @@ type canon struct {
 func digest(w *world) []string {
 	w.t.Helper()
 	tables := pgtest.Column[string](w.t, w.db, `
-		select c.relname from pg_class c where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p') and not c.relispartition
+		select c.relname from pg_class c where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p')
+		  and not c.relispartition
 		 order by 1`)
 	names := named(w)
 	var lines []string

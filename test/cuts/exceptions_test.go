@@ -26,8 +26,9 @@ var releasedWithTheEnd = regexp.MustCompile(`: agent_events .*"locks_released":[
 var exceptions = []exception{
 	{
 		name: "A process that starts", story: "", way: pass,
-		at: regexp.MustCompile(`^(prepare: )?(connect$|select pg_backend_pid|select current_setting|select clock_timestamp|insert into agent_schedules|` +
-			`select set_agent_limits|select extract\(epoch from \(select min\(next_run_at\))`),
+		at: regexp.MustCompile(
+			`^(prepare: )?(connect$|select pg_backend_pid|select current_setting|select clock_timestamp|insert into agent_schedules|` +
+				`select set_agent_limits|select extract\(epoch from \(select min\(next_run_at\))`),
 		shows: regexp.MustCompile(`^the process ended when it started, and was started again$`),
 	},
 	{

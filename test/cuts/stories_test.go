@@ -214,7 +214,8 @@ func onboard(ctx context.Context, w *world) {
 		w.t.Errorf("start: %v: %s", err, answer)
 		return
 	}
-	w.eventually("the flow waits", `select exists (select from agent_executions where flow = 'parent' and status = 'waiting' and waiting_for = 'event')`)
+	w.eventually("the flow waits", `select exists (select from agent_executions where flow = 'parent'
+		and status = 'waiting' and waiting_for = 'event')`)
 	w.ask(ctx, "POST", "/v1/events", `{"event": "EVENT_COMPLETED", "key": "the event", "data": {"is": "so"}}`, "event")
 	w.eventually("the flow ends", `select completed_at is not null from agent_executions where id = $1`, started.ID)
 }

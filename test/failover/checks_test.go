@@ -34,29 +34,38 @@ var checks = map[string]string{
 		 where status <> 'completed' and not (status = 'failed' and exists (
 		   select from agent_activity a where a.execution_id = x.id and a.skill_name = 'pay' and a.status = 'unknown'))`,
 	"an event that was confirmed is there, once, and was heard": `
-		select format('%s (%s) is there %s times, consumed by %s', g.id, g.key, count(v.id), count(v.consumed_by)) from told.given g
-		  left join agent_events v on v.external_id = g.id and v.key = g.key group by g.id, g.key having count(v.id) <> 1 or count(v.consumed_by) <> 1`,
+		select format('%s (%s) is there %s times, consumed by %s', g.id, g.key, count(v.id), count(v.consumed_by))
+		  from told.given g
+		  left join agent_events v on v.external_id = g.id and v.key = g.key group by g.id, g.key having count(v.id) <> 1
+		    or count(v.consumed_by) <> 1`,
 	"a message that was confirmed is there, once, and was sent": `
-		select format('%L (%s) is there %s times: %s', n.content, n.id, count(m.id), string_agg(m.status, ', ')) from told.notes n
+		select format('%L (%s) is there %s times: %s', n.content, n.id, count(m.id), string_agg(m.status, ', '))
+		  from told.notes n
 		  left join agent_messages m on m.content = n.content
-		 group by n.content, n.id having count(m.id) <> 1 or count(*) filter (where m.id::text = n.id and m.status = 'sent') <> 1`,
+		 group by n.content, n.id having count(m.id) <> 1
+		   or count(*) filter (where m.id::text = n.id and m.status = 'sent') <> 1`,
 	"what a flow says is said once": `
 		select format('%s of number %s was said %s times', k.words, x.input ->> 'n', n.times) from agent_executions x
 		 cross join lateral (values ('begins'), ('got [event ' || (x.input ->> 'n') || ']')) k (words)
-		 cross join lateral (select count(*) as times from agent_messages m where m.execution_id = x.id and m.content = (x.input ->> 'n') || ' ' || k.words) n
+		 cross join lateral (select count(*) as times from agent_messages m where m.execution_id = x.id
+		   and m.content = (x.input ->> 'n') || ' ' || k.words) n
 		 where x.flow = 'errand' and n.times <> 1 and x.status = 'completed'`,
 	"an answer that was heard is there, once": `
 		select format('%s: %L is there %s times', h.question, h.answer, count(m.id)) from told.heard h
 		  left join agent_messages m on m.role = 'assistant' and m.content = h.answer
 		 group by h.question, h.answer having count(m.id) <> 1 or h.answer <> 'answer to ' || h.question`,
 	"what must not be repeated is not": `
-		select format('pay was called %s times under key %s for %s', count(*), key, body) from told.calls where skill = 'pay' group by key, body having count(*) > 1
+		select format('pay was called %s times under key %s for %s', count(*), key, body) from told.calls where skill = 'pay'
+		  group by key, body having count(*) > 1
 		union all
-		select format('pay was called %s times for %s', count(*), body) from told.calls where skill = 'pay' group by body having count(*) > 1`,
+		select format('pay was called %s times for %s', count(*), body) from told.calls where skill = 'pay'
+		  group by body having count(*) > 1`,
 	"what was done twice shows": `
-		select format('%s was called %s times under key %s; the log has %s rows, %s of them unknown', c.skill, c.n, c.key, a.n, a.unknown)
+		select format('%s was called %s times under key %s; the log has %s rows, %s of them unknown', c.skill, c.n, c.key,
+		  a.n, a.unknown)
 		  from (select skill, key, count(*) as n from told.calls group by 1, 2) c
-		 cross join lateral (select count(*) as n, count(*) filter (where a.status = 'unknown') as unknown from agent_activity a
+		 cross join lateral (select count(*) as n, count(*) filter (where a.status = 'unknown') as unknown
+		   from agent_activity a
 		                      where a.idempotency_key = c.key and a.skill_name = c.skill) a
 		 where c.n > a.n or a.n - a.unknown > 1`,
 	"what is logged was done": `
@@ -65,20 +74,26 @@ var checks = map[string]string{
 		   and not exists (select from told.calls c where c.skill = a.skill_name and c.key = a.idempotency_key)`,
 	"tokens of a lane grow": `
 		select format('lane %s: process %s got token %s after %s', lane, process, token, earlier)
-		  from (select *, lag(token) over (partition by process, lane order by nth) as earlier from told.lanes) x where token <= earlier
+		  from (select *, lag(token) over (partition by process, lane order by nth) as earlier from told.lanes) x
+		    where token <= earlier
 		union all
-		select format('lane %s: token %s was given %s times', lane, token, count(*)) from told.lanes group by lane, token having count(*) > 1
+		select format('lane %s: token %s was given %s times', lane, token, count(*)) from told.lanes
+		  group by lane, token having count(*) > 1
 		union all
-		select format('lane %s has token %s, and gave %s', k.lane, k.fencing_token, max(l.token)) from agent_locks k join told.lanes l on l.lane = k.lane
+		select format('lane %s has token %s, and gave %s', k.lane, k.fencing_token, max(l.token)) from agent_locks k
+		  join told.lanes l on l.lane = k.lane
 		 group by k.lane, k.fencing_token having max(l.token) > k.fencing_token`,
 	"nothing is left": `
-		select format('lane %s is held by %s, parked %s', lane, locked_by, parked) from agent_locks where locked_by <> '' and lane <> 'probe' or parked
+		select format('lane %s is held by %s, parked %s', lane, locked_by, parked) from agent_locks where locked_by <> ''
+		  and lane <> 'probe' or parked
 		union all
-		select format('%s %s is %s, waits for %s', flow, id, status, waiting_for) from agent_executions where completed_at is null or claimed_by is not null
+		select format('%s %s is %s, waits for %s', flow, id, status, waiting_for) from agent_executions
+		  where completed_at is null or claimed_by is not null
 		union all
 		select format('message %L is %s', content, status) from agent_messages where status in ('queued', 'sending')
 		union all
-		select format('%s of %s is running', skill_name, execution_id) from agent_activity where status = 'running' or finished_at is null
+		select format('%s of %s is running', skill_name, execution_id) from agent_activity where status = 'running'
+		  or finished_at is null
 		union all
 		select format('activity %s is under way', activity_id) from agent_activity_open`,
 }
@@ -88,7 +103,8 @@ const underWay = `
 	select format('%s of %s are %s, wait for %s', count(*), flow, status, waiting_for) from agent_executions
 	 where completed_at is null group by flow, status, waiting_for
 	union all
-	select format('%s messages are %s', count(*), status) from agent_messages where status in ('queued', 'sending') group by status
+	select format('%s messages are %s', count(*), status) from agent_messages where status in ('queued', 'sending')
+	  group by status
 	union all
 	select format('lane %s is held by %s', lane, locked_by) from agent_locks where locked_by <> '' and lane <> 'probe'`
 
@@ -195,7 +211,8 @@ func TestTheChecksFindWhatTheyAreFor(t *testing.T) {
 	}
 }
 
-const plantedExecution = `insert into agent_executions (id, trace_id, surface, flow, input) values ('00000000-0000-7000-8000-000000000001', 'fl_x', 'flow', 'errand', '{"n": 1}')`
+const plantedExecution = `insert into agent_executions (id, trace_id, surface, flow, input)
+	values ('00000000-0000-7000-8000-000000000001', 'fl_x', 'flow', 'errand', '{"n": 1}')`
 
 // plantedRows violate the checks.
 var plantedRows = map[string]string{
@@ -206,9 +223,11 @@ var plantedRows = map[string]string{
 	"what a flow says is said once": plantedExecution + `; update agent_executions set status = 'running', claim = 1;
 		update agent_executions set status = 'completed'`,
 	"an answer that was heard is there, once": `insert into told.heard values ('question 1', 'answer to question 1')`,
-	"what must not be repeated is not":        `insert into told.calls values ('pay', 'a', '{"n": 1}'), ('pay', 'b', '{"n": 1}')`,
-	"what was done twice shows":               `insert into told.calls values ('look', 'a', '{"n": 1}')`,
-	"what is logged was done": `insert into agent_activity (trace_id, skill_name, kind, status, idempotency_key, finished_at)
+	"what must not be repeated is not": `insert into told.calls values ('pay', 'a', '{"n": 1}'),
+		('pay', 'b', '{"n": 1}')`,
+	"what was done twice shows": `insert into told.calls values ('look', 'a', '{"n": 1}')`,
+	"what is logged was done": `insert into agent_activity (trace_id, skill_name, kind, status, idempotency_key,
+		finished_at)
 		values ('fl_x', 'pay', 'call', 'success', 'a', clock_timestamp())`,
 	"tokens of a lane grow": `insert into told.lanes values (0, 1, 'a', 5), (0, 2, 'a', 5)`,
 	"nothing is left":       plantedExecution,

@@ -169,15 +169,18 @@ func shape(t *testing.T, db *pgxpool.Pool) string {
 	err := db.QueryRow(t.Context(), `
 		with spaces as (select oid from pg_namespace where nspname in ('public', 'lanekeeper', 'river')),
 		parts as (
-		  select c.oid::regclass::text || c.relkind::text || coalesce(a.attname || format_type(a.atttypid, a.atttypmod) || a.attnotnull, '') as part
+		  select c.oid::regclass::text || c.relkind::text || coalesce(a.attname || format_type(a.atttypid,
+		    a.atttypmod) || a.attnotnull, '') as part
 		    from pg_class c left join pg_attribute a on a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped
 		   where c.relnamespace in (select oid from spaces)
 		  union all
 		  select pg_get_functiondef(p.oid) from pg_proc p where p.pronamespace in (select oid from spaces) and p.prokind = 'f'
 		  union all
-		  select pg_get_indexdef(i.indexrelid) || i.indisvalid from pg_index i join pg_class c on c.oid = i.indrelid where c.relnamespace in (select oid from spaces)
+		  select pg_get_indexdef(i.indexrelid) || i.indisvalid from pg_index i join pg_class c on c.oid = i.indrelid
+		    where c.relnamespace in (select oid from spaces)
 		  union all
-		  select conrelid::regclass::text || pg_get_constraintdef(oid) from pg_constraint where connamespace in (select oid from spaces)
+		  select conrelid::regclass::text || pg_get_constraintdef(oid) from pg_constraint
+		    where connamespace in (select oid from spaces)
 		  union all
 		  select pg_get_triggerdef(t.oid) from pg_trigger t join pg_class c on c.oid = t.tgrelid
 		   where c.relnamespace in (select oid from spaces) and not t.tgisinternal)

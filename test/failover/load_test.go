@@ -134,7 +134,8 @@ func (l *load) lane() {
 		ctx, cancel := context.WithTimeout(l.ctx, 10*time.Second)
 		var token int64
 		owner := fmt.Sprintf("prober %d", n)
-		err := l.db.QueryRow(ctx, `select fencing_token from acquire_agent_lock('probe', $1, 1) where acquired`, owner).Scan(&token)
+		err := l.db.QueryRow(ctx, `select fencing_token from acquire_agent_lock('probe', $1, 1) where acquired`,
+			owner).Scan(&token)
 		if err == nil { // else the last owner's lease has not ended, because an outage kept it from releasing
 			l.mu.Lock()
 			l.tokens = append(l.tokens, token)

@@ -87,12 +87,14 @@ func (l *load) recovers() {
 		"executions are started after the outage")
 	pgtest.Eventually(l.t, patience, func() bool {
 		n := 0
-		err := l.db.QueryRow(l.t.Context(), `select count(*) from agent_executions where flow = 'errand' and status = 'completed' and created_at > $1`, began).Scan(&n)
+		err := l.db.QueryRow(l.t.Context(), `select count(*) from agent_executions where flow = 'errand'
+			and status = 'completed' and created_at > $1`, began).Scan(&n)
 		return err == nil && n > 0
 	}, "executions end that were started after the outage")
 	pgtest.Eventually(l.t, patience, func() bool {
 		n := 0
-		err := l.db.QueryRow(l.t.Context(), `select count(*) from agent_executions where flow = 'heartbeat' and status = 'completed' and created_at > $1`, began).Scan(&n)
+		err := l.db.QueryRow(l.t.Context(), `select count(*) from agent_executions where flow = 'heartbeat'
+			and status = 'completed' and created_at > $1`, began).Scan(&n)
 		return err == nil && n > 0
 	}, "a heartbeat comes and ends after the outage")
 	l.t.Logf("recovered within %s", time.Since(began).Round(time.Millisecond))

@@ -96,15 +96,18 @@ func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 }
 
 const (
-	asleep = `select count(*)::int from agent_executions where flow = 'errand' and status = 'waiting' and waiting_for = 'event'`
-	atWork = `select count(*)::int from agent_executions where flow = 'errand' and status = 'running' and claimed_by is not null`
+	asleep = `select count(*)::int from agent_executions where flow = 'errand' and status = 'waiting'
+		and waiting_for = 'event'`
+	atWork = `select count(*)::int from agent_executions where flow = 'errand' and status = 'running'
+		and claimed_by is not null`
 )
 
 // goesOn serves a restored database, gives every event, and sees everything end.
 func goesOn(w *world, errands int, token, claims int64) {
 	w.t.Helper()
 	if lost := pgtest.Column[string](w.t, w.db, fmt.Sprintf(`
-		select format('%%s %%s has claim %%s', status, id, claim) from agent_executions where completed_at is null and claim <= %d`, claims)); len(lost) > 0 {
+		select format('%%s %%s has claim %%s', status, id, claim) from agent_executions where completed_at is null
+		  and claim <= %d`, claims)); len(lost) > 0 {
 		w.t.Errorf("claims of the old world are not void: %v", lost)
 	}
 	for _, id := range pgtest.Column[string](w.t, w.db,
@@ -118,7 +121,8 @@ func goesOn(w *world, errands int, token, claims int64) {
 		`select fencing_token from acquire_agent_lock('probe', 'new', 60)`); got <= token {
 		w.t.Errorf("the lane was given with token %d, after %d", got, token)
 	}
-	beats := pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where surface = 'heartbeat' and completed_at is not null`)
+	beats := pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where surface = 'heartbeat'
+		and completed_at is not null`)
 	w.serve(2)
 	l := w.newLoad()
 	l.start(errands + 1) // new work is taken
@@ -135,10 +139,13 @@ func goesOn(w *world, errands int, token, claims int64) {
 	// Timers and schedules: a deadline that passed while nobody was there, and the next heartbeat.
 	l.start(errands + 2)
 	pgtest.Eventually(w.t, patience, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == 1 }, "one waits")
-	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() where flow = 'errand' and status = 'waiting'`)
+	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() where flow = 'errand'
+		and status = 'waiting'`)
 	pgtest.Eventually(w.t, patience, func() bool {
-		return pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where flow = 'errand' and status = 'timeout'`) == 1 &&
-			pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where surface = 'heartbeat' and completed_at is not null`) > beats
+		return pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where flow = 'errand'
+			and status = 'timeout'`) == 1 &&
+			pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where surface = 'heartbeat'
+				and completed_at is not null`) > beats
 	}, "its time runs out, and the heart beats")
 	w.survived()
 }

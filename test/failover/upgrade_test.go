@@ -31,7 +31,8 @@ var expansion = map[string]string{
 		alter table agent_activity add column more int not null default 1;
 		alter table agent_locks add column more int not null default 1;
 		create table agent_later (id int primary key, execution_id uuid references agent_executions on delete cascade)`,
-	"9002_index.sql": "-- outside a transaction\ncreate index concurrently if not exists agent_executions_more on agent_executions (more, id);\n",
+	"9002_index.sql": "-- outside a transaction\ncreate index concurrently if not exists agent_executions_more on " +
+		"agent_executions (more, id);\n",
 }
 
 // files are the text of this version and further changes.
@@ -116,8 +117,10 @@ func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 func finishes(t *testing.T, w *world) {
 	t.Helper()
 	// What was dumped is of another day: deadlines are ahead again, and the workers are dead.
-	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() + interval '1 day' where status = 'waiting'`)
-	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() where status = 'waiting' and waiting_for = 'delay'`)
+	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() + interval '1 day'
+		where status = 'waiting'`)
+	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() where status = 'waiting'
+		and waiting_for = 'delay'`)
 	pgtest.Exec(w.t, w.db, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	waited := pgtest.Value[int](w.t, w.db, `select count(*) from agent_executions where status = 'waiting'`)
 	running := pgtest.Value[int](w.t, w.db, `select count(*) from agent_executions where status = 'running'`)
@@ -142,10 +145,12 @@ func finishes(t *testing.T, w *world) {
 		}, nil)
 	}
 	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[bool](w.t, w.db, `select not exists (select from agent_executions where completed_at is null and flow like 'old%')`)
+		return pgtest.Value[bool](w.t, w.db, `select not exists (select from agent_executions where completed_at is null
+			and flow like 'old%')`)
 	}, "what was begun by the version before ends")
 	for _, bad := range pgtest.Column[string](w.t, w.db, `
-		select format('%s %s is %s: %s', flow, id, status, error_message) from agent_executions where flow like 'old%' and status <> 'completed'`) {
+		select format('%s %s is %s: %s', flow, id, status, error_message) from agent_executions where flow like 'old%'
+		  and status <> 'completed'`) {
 		t.Error(bad)
 	}
 	if said := pgtest.Value[int](w.t, w.db,

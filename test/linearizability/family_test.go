@@ -70,14 +70,16 @@ func (k *kin) text(ctx context.Context, sql string, args ...any) (text string, e
 func (k *kin) newExecution(ctx context.Context, parent string) (string, error) {
 	return k.text(ctx, `
 		insert into agent_executions (trace_id, surface, flow, parent_id, awaited, inherits)
-		values ($1, 'flow', 'flow', nullif($2, '')::uuid, $2 <> '', $2 <> '') returning id::text`, string(trace.New(trace.Flow)), parent)
+		values ($1, 'flow', 'flow', nullif($2, '')::uuid, $2 <> '', $2 <> '')
+		  returning id::text`, string(trace.New(trace.Flow)), parent)
 }
 
 // hired registers a worker that outlives the test.
 func (k *kin) hired(ctx context.Context) (err error) {
 	if k.worker == "" {
 		k.worker, err = k.text(ctx, `
-			insert into agent_workers (name, expires_at) values ('lanetest', clock_timestamp() + interval '1 hour') returning id::text`)
+			insert into agent_workers (name, expires_at) values ('lanetest', clock_timestamp() + interval '1 hour')
+			  returning id::text`)
 	}
 	return err
 }
@@ -97,8 +99,10 @@ func (k *kin) take(ctx context.Context, g grant) (grant, bool) {
 	o := k.tape.call(&op{Kind: kindTake, Lane: g.lane, Owner: g.owner, TTL: g.ttl})
 	var ends time.Time
 	var holder string
-	err := k.conn.QueryRow(ctx, `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'), coalesce(locked_by, ''),
-		coalesce(lender::text, '') from lanekeeper.acquire_agent_execution_lock($1, $2, $3)`, g.lane, g.owner, g.ttl/1_000_000).
+	err := k.conn.QueryRow(ctx, `select acquired, coalesce(fencing_token, 0), coalesce(expires_at, 'epoch'),
+		coalesce(locked_by, ''),
+		coalesce(lender::text, '') from lanekeeper.acquire_agent_execution_lock($1, $2,
+		  $3)`, g.lane, g.owner, g.ttl/1_000_000).
 		Scan(&o.OK, &o.Got, &ends, &holder, &o.Lender)
 	o.told(ends, holder)
 	k.tape.done(o, err)
@@ -136,9 +140,11 @@ func (k *kin) runParent(ctx context.Context) {
 			o := k.tape.call(&op{Kind: kindResume, Lane: k.lane, Owner: id, Token: wait})
 			k.tape.done(o, k.conn.QueryRow(work, `
 				select count(*) = 1 from (
-				  select x.id, case when x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key) end as child from agent_executions x
+				  select x.id, case when x.waiting_for = 'agent' then lanekeeper.agent_uuid(x.waiting_key) end as child
+				    from agent_executions x
 				   where x.id = $1 and x.status = 'waiting' and x.wait_number = $2 for no key update) e,
-				  lanekeeper.resume_agent_executions(array[e.id], array['{}'::jsonb], '{}', null, e.child) r`, id, wait).Scan(&o.OK))
+				  lanekeeper.resume_agent_executions(array[e.id], array['{}'::jsonb], '{}', null,
+				    e.child) r`, id, wait).Scan(&o.OK))
 		case !claimed:
 			_ = k.claimIt(work, id) // recorded
 		default:
@@ -241,7 +247,8 @@ func (k *kin) runChild(ctx context.Context, g grant, id string) {
 		return
 	}
 	o := k.tape.call(&op{Kind: kindFinish, Lane: k.lane, Owner: id, Token: 1})
-	_, err := k.conn.Exec(ctx, `select lanekeeper.complete_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
+	_, err := k.conn.Exec(ctx,
+		`select lanekeeper.complete_agent_execution($1::uuid, 1, 'completed', '', null, null, null)`, id)
 	o.OK = err == nil
 	k.tape.done(o, err)
 	if len(k.held) > 0 {

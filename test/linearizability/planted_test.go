@@ -102,7 +102,8 @@ var plants = map[string]struct {
 			  end if;
 			  perform pg_advisory_xact_lock_shared(4711);
 			  return query update agent_locks l
-			     set locked_by = p_locked_by, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
+			     set locked_by = p_locked_by, fencing_token = greatest(l.fencing_token + 1,
+			       (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
 			         expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, l.locked_by;
 			end $$`,
@@ -146,7 +147,8 @@ var plants = map[string]struct {
 			    return;
 			  end if;
 			  return query update agent_locks l
-			     set locked_by = p_locked_by, fencing_token = greatest(l.fencing_token + 1, (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
+			     set locked_by = p_locked_by, fencing_token = greatest(l.fencing_token + 1,
+			       (extract(epoch from now_) * 1000000)::bigint), locked_at = now_,
 			         expires_at = now_ + make_interval(secs => p_ttl_seconds), ttl_seconds = p_ttl_seconds
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, l.locked_by;
 			end $$`,
@@ -174,7 +176,8 @@ var plants = map[string]struct {
 		writes: true,
 	},
 	"renewal after expiry": {
-		fault: `create or replace function renew_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_ttl_seconds int)
+		fault: `create or replace function renew_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint,
+			p_ttl_seconds int)
 			returns boolean language plpgsql volatile as $$
 			begin
 			  update agent_locks l set expires_at = clock_timestamp() + make_interval(secs => p_ttl_seconds)
@@ -190,7 +193,8 @@ var plants = map[string]struct {
 		},
 	},
 	"a park leaves the token valid": {
-		fault: `create or replace function lanekeeper.claim_agent_locks(p_execution_id uuid, p_parked boolean default false) returns void
+		fault: `create or replace function lanekeeper.claim_agent_locks(p_execution_id uuid,
+			p_parked boolean default false) returns void
 			language plpgsql volatile as $$
 			begin
 			  update agent_locks l set parked = p_parked, expires_at = '9000-01-01 00:00+00',
@@ -205,13 +209,16 @@ var plants = map[string]struct {
 		},
 	},
 	"a loan leaves the token valid": {
-		fault: `create or replace function lanekeeper.lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint, p_ttl_seconds int default 300)
-			returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, lender uuid) language plpgsql volatile as $$
+		fault: `create or replace function lanekeeper.lend_agent_lock(p_lane text, p_borrower uuid, p_claim bigint,
+			p_ttl_seconds int default 300)
+			returns table (acquired boolean, fencing_token bigint, expires_at timestamptz, lender uuid) language plpgsql volatile
+			  as $$
 			#variable_conflict use_column
 			declare held agent_locks;
 			begin
 			  select l.* into held from agent_locks l where l.lane = p_lane;
-			  return query update agent_locks l set locked_by = p_borrower || '#' || p_claim, execution_id = p_borrower, parked = false,
+			  return query update agent_locks l set locked_by = p_borrower || '#' || p_claim, execution_id = p_borrower,
+			    parked = false,
 			         expires_at = clock_timestamp() + make_interval(secs => p_ttl_seconds)
 			   where l.lane = p_lane returning true, l.fencing_token, l.expires_at, held.execution_id;
 			end $$`,
@@ -224,7 +231,8 @@ var plants = map[string]struct {
 		},
 	},
 	"release without owner": {
-		fault: `create or replace function release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint default null)
+		fault: `create or replace function release_agent_lock(p_lane text, p_locked_by text,
+			p_fencing_token bigint default null)
 			returns boolean language plpgsql volatile as $$
 			begin
 			  update agent_locks l set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = clock_timestamp()
@@ -238,20 +246,23 @@ var plants = map[string]struct {
 		},
 	},
 	"a hand-over leaves the token valid": {
-		fault: `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_hand_over boolean,
+		fault: `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text,
+			p_fencing_token bigint, p_hand_over boolean,
 			p_wait boolean default true) returns text
 			language plpgsql volatile as $$
 			declare passed text;
 			begin
 			  update agent_locks l set locked_by = w.owner, expires_at = clock_timestamp() + interval '10 seconds'
 			    from agent_lock_waiters w where w.lane = l.lane and l.lane = p_lane
-			  returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token, (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
+			  returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token,
+			    (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
 			  return passed;
 			end $$`,
 		script: func(g *stage) { g.handOver() },
 	},
 	"a hand-over that is only told": {
-		fault: `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_hand_over boolean,
+		fault: `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text,
+			p_fencing_token bigint, p_hand_over boolean,
 			p_wait boolean default true) returns text
 			language plpgsql volatile as $$
 			declare passed text;
@@ -269,23 +280,28 @@ var plants = map[string]struct {
 		},
 	},
 	"a hand-over to who does not wait": {
-		fault: `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_hand_over boolean,
+		fault: `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text,
+			p_fencing_token bigint, p_hand_over boolean,
 			p_wait boolean default true) returns text
 			language plpgsql volatile as $$
 			declare passed text;
 			begin
-			  update agent_locks l set locked_by = 'c', fencing_token = l.fencing_token + 1, expires_at = clock_timestamp() + interval '10 seconds'
+			  update agent_locks l set locked_by = 'c', fencing_token = l.fencing_token + 1,
+			    expires_at = clock_timestamp() + interval '10 seconds'
 			   where l.lane = p_lane
-			  returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token, (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
+			  returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token,
+			    (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
 			  return passed;
 			end $$`,
 		script: func(g *stage) { g.handOver() },
 	},
 	"who leaves the queue keeps what was handed over": {
 		fault: `alter function lanekeeper.release_agent_lock rename to away;
-			create function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint, p_hand_over boolean,
+			create function lanekeeper.release_agent_lock(p_lane text, p_locked_by text, p_fencing_token bigint,
+			p_hand_over boolean,
 			p_wait boolean default true) returns text language sql volatile as $$
-			  select case when p_fencing_token is not null then lanekeeper.away(p_lane, p_locked_by, p_fencing_token, p_hand_over, p_wait) end
+			  select case when p_fencing_token is not null then lanekeeper.away(p_lane, p_locked_by, p_fencing_token,
+			    p_hand_over, p_wait) end
 			$$`,
 		script: func(g *stage) {
 			g.handOver()

@@ -84,7 +84,8 @@ func (w *world) heartbeatFinishes(t *testing.T) {
 	if x.Status != executions.Completed {
 		t.Fatalf("the heartbeat is %s: %v", x.Status, x.ErrorMessage)
 	}
-	if got := pgtest.Value[string](t, w.pool, `select status from agent_objectives where name = 'tidy'`); got != "completed" {
+	if got := pgtest.Value[string](t, w.pool,
+		`select status from agent_objectives where name = 'tidy'`); got != "completed" {
 		t.Errorf("the objective is %s; failed calls: %s", got, w.failures(t))
 	}
 }
@@ -135,7 +136,8 @@ func (w *world) chatFinishes(t *testing.T) {
 	if text := got.Choices[0].Message.Content; text != "It is 42." || w.looked.Load() != before+1 {
 		t.Errorf("the visitor reads %q after %d calls; failed calls: %s", text, w.looked.Load()-before, w.failures(t))
 	}
-	refused := pgtest.Value[string](t, w.pool, `select count(*)::text from agent_activity where skill_name = 'look' and surface = 'chat' and status = 'error'`)
+	refused := pgtest.Value[string](t, w.pool, `select count(*)::text from agent_activity where skill_name = 'look'
+		and surface = 'chat' and status = 'error'`)
 	if refused != "1" {
 		t.Errorf("%s calls of the visitor's turn were refused, want 1", refused)
 	}

@@ -22,7 +22,8 @@ const tables = `
 	create table proof.events (key text not null);
 	create table proof.forks (id uuid not null, step text not null, value int not null);
 	create table proof.alone (
-	  n bigint generated always as identity, lane text not null, execution_id uuid not null, place text not null, at text not null)`
+	  n bigint generated always as identity, lane text not null, execution_id uuid not null, place text not null,
+	    at text not null)`
 
 // checks are the invariants: each query lists what violates one, in words.
 var checks = map[string]string{
@@ -34,7 +35,8 @@ var checks = map[string]string{
 		select format('execution %s is of a flow that nobody drew', x.id) from agent_executions x
 		 where not exists (select from proof.expected e where e.seed = x.input ->> 'seed')`,
 	"each ended with what the model says": `
-		select format('execution %s of %s is %s with %s and %s, not completed with %s and %s: %s %s', x.id, e.seed, x.status, x.result, x.variables, e.value, e.variables,
+		select format('execution %s of %s is %s with %s and %s, not completed with %s and %s: %s %s', x.id, e.seed, x.status,
+		  x.result, x.variables, e.value, e.variables,
 		              x.failed_step, x.error_message)
 		  from proof.expected e join agent_executions x on x.input ->> 'seed' = e.seed
 		 where (x.status, x.result, x.variables) is distinct from ('completed', to_jsonb(e.value), e.variables)`,
@@ -46,7 +48,8 @@ var checks = map[string]string{
 	"an effect is there once": `
 		select format('execution %s has %s effects of %s steps, not %s', x.id, c.n, c.steps, e.effects)
 		  from proof.expected e join agent_executions x on x.input ->> 'seed' = e.seed
-		  cross join lateral (select count(*) as n, count(distinct f.step) as steps from proof.effects f where f.execution_id = x.id) c
+		  cross join lateral (select count(*) as n, count(distinct f.step) as steps from proof.effects f
+		    where f.execution_id = x.id) c
 		 where (c.n, c.steps) is distinct from (e.effects, e.effects)`,
 	"a call that may be repeated was made, under one key": `
 		select format('execution %s made %s calls under %s keys, not %s', x.id, c.steps, c.keys, e.calls)
@@ -57,8 +60,10 @@ var checks = map[string]string{
 	"a call that may not be repeated was made once, or is unknown": `
 		select format('execution %s made %s calls of %s steps, and %s of %s are on record', x.id, c.n, c.steps, a.n, e.once)
 		  from proof.expected e join agent_executions x on x.input ->> 'seed' = e.seed
-		  cross join lateral (select count(*) as n, count(distinct f.step) as steps from proof.calls f where f.execution_id = x.id and f.kind = 'once') c
-		  cross join lateral (select count(*) as n, count(*) filter (where a.status = 'unknown') as unknown from agent_activity a
+		  cross join lateral (select count(*) as n, count(distinct f.step) as steps from proof.calls f
+		    where f.execution_id = x.id and f.kind = 'once') c
+		  cross join lateral (select count(*) as n, count(*) filter (where a.status = 'unknown') as unknown
+		    from agent_activity a
 		                       where a.execution_id = x.id and a.skill_name = 'once' and a.status in ('success', 'unknown')) a
 		 where c.n <> c.steps or a.n <> e.once or c.steps < e.once - a.unknown or c.steps > e.once`,
 	"a call is unknown only where a claim was lost": `
@@ -67,17 +72,21 @@ var checks = map[string]string{
 		 where a.status = 'unknown' and (a.claim >= x.claim or a.error_class <> 'interrupted')`,
 	"each end was told once": `
 		select format('the end of execution %s was told %s times', x.id, count(v.id)) from agent_executions x
-		  left join agent_events v on v.event = 'AGENT_COMPLETED' and v.execution_id = x.id group by x.id having count(v.id) <> 1`,
+		  left join agent_events v on v.event = 'AGENT_COMPLETED' and v.execution_id = x.id
+		    group by x.id having count(v.id) <> 1`,
 	"each event ended one wait": `
-		select format('the event %s came %s times and ended %s waits, of which %s are on record', e.key, count(v.id), count(v.consumed_by), count(c.step))
+		select format('the event %s came %s times and ended %s waits, of which %s are on record', e.key, count(v.id),
+		  count(v.consumed_by), count(c.step))
 		  from proof.events e left join agent_events v on v.event = 'EVENT_COMPLETED' and v.key = e.key
 		  left join agent_checkpoints c on c.execution_id = v.consumed_by and c.output ->> 'event_id' = v.id::text
 		 group by e.key having (count(v.id), count(v.consumed_by), count(c.step)) is distinct from (1, 1, 1)`,
 	"who has a lane is alone in it": `
-		select format('lane %s: execution %s %s at %s after execution %s began there', a.lane, a.execution_id, a.at, a.place, a.other)
+		select format('lane %s: execution %s %s at %s after execution %s began there', a.lane, a.execution_id, a.at, a.place,
+		  a.other)
 		  from (select a.*, lag(a.at, 1, 'ends') over w as before_, lag(a.execution_id || a.place) over w as other
 		          from proof.alone a window w as (partition by a.lane order by a.n)) a
-		 where a.at = 'begins' and a.before_ <> 'ends' or a.at = 'ends' and a.other is distinct from a.execution_id || a.place`,
+		 where a.at = 'begins' and a.before_ <> 'ends' or a.at = 'ends' and a.other is distinct
+		   from a.execution_id || a.place`,
 	"nothing is left": `
 		select format('execution %s is claimed by %s', id, claimed_by) from agent_executions where claimed_by is not null
 		union all
@@ -89,7 +98,8 @@ var checks = map[string]string{
 		union all
 		select format('the end of %s was not told', execution_id) from agent_untold_ends
 		union all
-		select format('lane %s is held by %s', lane, locked_by) from agent_locks where locked_by <> '' or parked or execution_id is not null`,
+		select format('lane %s is held by %s', lane, locked_by) from agent_locks where locked_by <> '' or parked
+		  or execution_id is not null`,
 }
 
 // expect writes down what the model says of each flow and of its children.

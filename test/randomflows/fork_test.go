@@ -25,8 +25,10 @@ func (w *world) refork(r *rand.Rand) {
 	w.t.Helper()
 	ctx := w.t.Context()
 	steps := pgtest.Rows[recorded](w.t, w.pool, `
-		select x.id::text, c.step, (x.result #>> '{}')::int from agent_executions x join agent_checkpoints c on c.execution_id = x.id
-		 where not exists (select from agent_executions y join agent_events v on v.consumed_by = y.id and v.event = 'EVENT_COMPLETED'
+		select x.id::text, c.step, (x.result #>> '{}')::int from agent_executions x
+		  join agent_checkpoints c on c.execution_id = x.id
+		 where not exists (select from agent_executions y join agent_events v on v.consumed_by = y.id
+		   and v.event = 'EVENT_COMPLETED'
 		                    where y.trace_id = x.trace_id)
 		 order by x.id, c.step`)
 	if len(steps) == 0 {
@@ -54,7 +56,8 @@ func (w *world) refork(r *rand.Rand) {
 
 // wrongForks are those that came to something else.
 const wrongForks = `
-	select format('the fork %s from %s is %s with %s, not completed with %s: %s %s', f.id, f.step, x.status, x.result, f.value, x.failed_step, x.error_message)
+	select format('the fork %s from %s is %s with %s, not completed with %s: %s %s', f.id, f.step, x.status, x.result,
+	  f.value, x.failed_step, x.error_message)
 	  from proof.forks f left join agent_executions x on x.id = f.id
 	 where (x.status, x.result) is distinct from ('completed', to_jsonb(f.value))`
 

@@ -18,33 +18,41 @@ import (
 // innocent is a flow and its child, to which everything happened as it should. Ids are made of short names.
 const innocent = `
 	create function pg_temp.id(name text) returns uuid language sql immutable as $$ select md5(name)::uuid $$;
-	insert into agent_executions (id, trace_id, surface, flow, status, parent_id, claim, input, result, variables, completed_at)
-	select pg_temp.id(v.name), 'fl_planted', 'flow', 'drawn', 'completed', pg_temp.id(v.parent), 3, jsonb_build_object('seed', v.seed),
+	insert into agent_executions (id, trace_id, surface, flow, status, parent_id, claim, input, result, variables,
+	  completed_at)
+	select pg_temp.id(v.name), 'fl_planted', 'flow', 'drawn', 'completed', pg_temp.id(v.parent), 3,
+	  jsonb_build_object('seed', v.seed),
 	       to_jsonb(v.value), v.variables, now()
-	  from (values ('root', null, '1', 10, '{"value": 3}'::jsonb), ('child', 'root', '2', 20, '{}')) v (name, parent, seed, value, variables);
+	  from (values ('root', null, '1', 10, '{"value": 3}'::jsonb), ('child', 'root', '2', 20, '{}')) v (name, parent, seed,
+	    value, variables);
 	insert into proof.expected values ('1', true, 10, '{"value": 3}', 2, 1, 2, 1), ('2', false, 20, '{}', 0, 0, 0, 0);
 	insert into proof.effects values (pg_temp.id('root'), 'a'), (pg_temp.id('root'), 'b');
 	insert into proof.calls (kind, execution_id, step, key)
-	select v.kind, pg_temp.id('root'), v.step, v.key from (values ('call', 'c', 'k'), ('call', 'c', 'k'), ('once', 'd', 'l')) v (kind, step, key);
+	select v.kind, pg_temp.id('root'), v.step, v.key
+	  from (values ('call', 'c', 'k'), ('call', 'c', 'k'), ('once', 'd', 'l')) v (kind, step, key);
 	insert into agent_activity (trace_id, execution_id, claim, kind, skill_name, step, status, error_class)
 	select 'fl_planted', pg_temp.id('root'), v.claim, 'call', 'once', v.step, v.status, v.class
 	  from (values (1, 'd', 'success', ''), (2, 'e', 'unknown', 'interrupted')) v (claim, step, status, class);
 	insert into agent_events (event, key, execution_id) select 'AGENT_COMPLETED', id::text, id from agent_executions;
 	insert into proof.events values ('came');
-	insert into agent_events (id, event, key, consumed_by) values (pg_temp.id('event'), 'EVENT_COMPLETED', 'came', pg_temp.id('root'));
+	insert into agent_events (id, event, key, consumed_by)
+	  values (pg_temp.id('event'), 'EVENT_COMPLETED', 'came', pg_temp.id('root'));
 	insert into agent_checkpoints (execution_id, step, claim, output)
 	values (pg_temp.id('root'), 'f', 3, jsonb_build_object('event_id', pg_temp.id('event')));
 	insert into proof.alone (lane, execution_id, place, at)
 	select v.lane, pg_temp.id(v.name), v.place, v.at
-	  from (values ('one', 'root', '.1', 'begins'), ('two', 'child', '.1', 'begins'), ('one', 'root', '.1', 'ends'), ('one', 'root', '.2', 'begins'),
+	  from (values ('one', 'root', '.1', 'begins'), ('two', 'child', '.1', 'begins'), ('one', 'root', '.1', 'ends'),
+	    ('one', 'root', '.2', 'begins'),
 	    ('two', 'child', '.1', 'ends'), ('one', 'root', '.2', 'ends')) v (lane, name, place, at)`
 
 // planted are changes that violate one check each; every check has some.
 var planted = map[string][]string{
 	"each flow was run once": {
 		`delete from agent_executions where id = pg_temp.id('root')`, `update agent_executions set parent_id = null`,
-		`insert into agent_executions (trace_id, surface, flow, input) values ('fl_planted', 'flow', 'drawn', '{"seed": "1"}')`,
-		`insert into agent_executions (trace_id, surface, flow, input) values ('fl_planted', 'flow', 'drawn', '{"seed": "3"}')`,
+		`insert into agent_executions (trace_id, surface, flow, input)
+			values ('fl_planted', 'flow', 'drawn', '{"seed": "1"}')`,
+		`insert into agent_executions (trace_id, surface, flow, input)
+			values ('fl_planted', 'flow', 'drawn', '{"seed": "3"}')`,
 	},
 	"each ended with what the model says": {
 		`update agent_executions set status = 'failed' where id = pg_temp.id('child')`,
@@ -54,7 +62,8 @@ var planted = map[string][]string{
 	},
 	"a parent has its children": {
 		`delete from agent_executions where id = pg_temp.id('child')`,
-		`insert into agent_executions (trace_id, surface, flow, parent_id, input) values ('fl_planted', 'flow', 'drawn', pg_temp.id('root'), '{"seed": "2"}')`,
+		`insert into agent_executions (trace_id, surface, flow, parent_id, input)
+			values ('fl_planted', 'flow', 'drawn', pg_temp.id('root'), '{"seed": "2"}')`,
 	},
 	"an effect is there once": {
 		`insert into proof.effects values (pg_temp.id('root'), 'a')`, `delete from proof.effects where step = 'a'`,
@@ -77,16 +86,19 @@ var planted = map[string][]string{
 	},
 	"each end was told once": {
 		`delete from agent_events where execution_id = pg_temp.id('root')`,
-		`insert into agent_events (event, key, execution_id) values ('AGENT_COMPLETED', pg_temp.id('root')::text, pg_temp.id('root'))`,
+		`insert into agent_events (event, key, execution_id)
+			values ('AGENT_COMPLETED', pg_temp.id('root')::text, pg_temp.id('root'))`,
 	},
 	"each event ended one wait": {
 		`delete from agent_events where key = 'came'`, `update agent_events set consumed_by = null where key = 'came'`,
 		`insert into agent_events (event, key) values ('EVENT_COMPLETED', 'came')`, `delete from agent_checkpoints`,
-		`insert into agent_checkpoints (execution_id, step, claim, output) select execution_id, 'g', claim, output from agent_checkpoints`,
+		`insert into agent_checkpoints (execution_id, step, claim, output) select execution_id, 'g', claim, output
+			from agent_checkpoints`,
 	},
 	"who has a lane is alone in it": {
 		`insert into proof.alone (lane, execution_id, place, at) values ('one', pg_temp.id('child'), '.1', 'ends')`,
-		`insert into proof.alone (lane, execution_id, place, at) values ('one', pg_temp.id('child'), '.2', 'begins'), ('one', pg_temp.id('root'), '.3', 'begins')`,
+		`insert into proof.alone (lane, execution_id, place, at) values ('one', pg_temp.id('child'), '.2', 'begins'),
+			('one', pg_temp.id('root'), '.3', 'begins')`,
 		`update proof.alone set lane = 'one'`,
 		`update proof.alone set execution_id = pg_temp.id('child') where lane = 'one' and at = 'begins'`,
 		`update proof.alone set place = '.1' where at = 'begins'`, `delete from proof.alone where at = 'ends'`,
@@ -170,7 +182,8 @@ func TestAReplayThatDiffersIsReported(t *testing.T) {
 	b.Queue(`set local session_replication_role = replica`)
 	b.Queue(`insert into agent_checkpoints (execution_id, step, claim, output) values ($1, $2, 1, $3)`, x.ID, name,
 		json.RawMessage(`1`))
-	b.Queue(`update agent_executions set status = 'completed', claim = 1, result = '1', completed_at = now() where id = $1`, x.ID)
+	b.Queue(
+		`update agent_executions set status = 'completed', claim = 1, result = '1', completed_at = now() where id = $1`, x.ID)
 	err = pgx.BeginFunc(t.Context(), w.pool, func(tx pgx.Tx) error { return tx.SendBatch(t.Context(), b).Close() })
 	require.NoError(t, err)
 	if found := w.replays(); len(found) != 1 {

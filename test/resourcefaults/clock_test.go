@@ -42,8 +42,10 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 		insert into clock.jump values ('0');
 		create function clock.clock_timestamp() returns timestamptz language sql volatile as
 		  'select pg_catalog.clock_timestamp() + (select by from clock.jump)';
-		create function clock.now() returns timestamptz language sql stable as 'select pg_catalog.now() + (select by from clock.jump)';
-		do $$ begin execute format('alter database %I set search_path = public, clock, pg_catalog', current_database()); end $$`)
+		create function clock.now() returns timestamptz language sql stable
+		  as 'select pg_catalog.now() + (select by from clock.jump)';
+		do $$ begin execute format('alter database %I set search_path = public, clock, pg_catalog',
+		  current_database()); end $$`)
 	pool := pgtest.Pool(t, url, postgres.Options{ApplicationName: "engine"})
 	_, err := migrations.Up(t.Context(), pool)
 	require.NoError(t, err)
@@ -132,7 +134,8 @@ func TestTheProcesssClockJumps(t *testing.T) {
 	}
 	var worker string
 	eventually(t, "the process has a lease", func() bool {
-		worker = pgtest.Value[string](t, db, `select coalesce(max(id::text), '') from agent_workers where expires_at > clock_timestamp()`)
+		worker = pgtest.Value[string](t, db, `select coalesce(max(id::text), '') from agent_workers
+			where expires_at > clock_timestamp()`)
 		return worker != ""
 	})
 	var yes acknowledged
@@ -146,11 +149,13 @@ func TestTheProcesssClockJumps(t *testing.T) {
 			t.Errorf("%s: %+v", by, got)
 		}
 		eventually(t, "the flow ends with a clock that is wrong by "+by.String(), func() bool {
-			return pgtest.Value[int](t, db, `select count(*) from agent_executions where flow = 'wide' and status = 'completed'`) == i+1
+			return pgtest.Value[int](t, db,
+				`select count(*) from agent_executions where flow = 'wide' and status = 'completed'`) == i+1
 		})
 		renewed := pgtest.Value[time.Time](t, db, `select expires_at from agent_workers where id = $1`, worker)
 		eventually(t, "the lease is renewed", func() bool {
-			return pgtest.Value[bool](t, db, `select expires_at > $2 and expires_at < clock_timestamp() + interval '1 minute' from agent_workers where id = $1`, worker, renewed)
+			return pgtest.Value[bool](t, db, `select expires_at > $2 and expires_at < clock_timestamp() + interval '1 minute'
+				from agent_workers where id = $1`, worker, renewed)
 		})
 	}
 	yes.kept(t, url)

@@ -168,7 +168,8 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 			})
 			for what, sql := range map[string]string{
 				"executions that were acknowledged and are not completed": `
-					select count(*) from unnest($1::text[]) a left join agent_executions x on x.id = a::uuid where x.status is distinct from 'completed'`,
+					select count(*) from unnest($1::text[]) a left join agent_executions x on x.id = a::uuid where x.status is distinct
+					  from 'completed'`,
 				"executions with an effect that is not there, or twice": `
 					select count(*) from unnest($1::text[]) a where (select count(*) from effects where by = a) <> 1`,
 			} {
@@ -176,7 +177,8 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 					t.Errorf("%d of %d %s", n, len(started), what)
 				}
 			}
-			lost := pgtest.Value[int](t, db, `select count(*) from unnest($1::text[]) a where not exists (select from agent_events where key = a)`, events)
+			lost := pgtest.Value[int](t, db, `select count(*) from unnest($1::text[]) a
+				where not exists (select from agent_events where key = a)`, events)
 			if lost != 0 {
 				t.Errorf("%d of %d events that were acknowledged are not there", lost, len(events))
 			}

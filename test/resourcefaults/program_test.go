@@ -57,9 +57,12 @@ func (y *acknowledged) kept(t *testing.T, url string) {
 		sql string
 		ids []string
 	}{
-		"events":     {`select count(*) from unnest($1::text[]) a where not exists (select from agent_events where key = a and event = 'EVENT_COMPLETED')`, y.events},
-		"deliveries": {`select count(*) from unnest($1::text[]) a where not exists (select from agent_webhook_deliveries where delivery_id = a)`, y.deliveries},
-		"executions": {`select count(*) from unnest($1::text[]) a where not exists (select from agent_executions where input ->> 'key' = a)`, y.executions},
+		"events": {`select count(*) from unnest($1::text[]) a
+			where not exists (select from agent_events where key = a and event = 'EVENT_COMPLETED')`, y.events},
+		"deliveries": {`select count(*) from unnest($1::text[]) a
+			where not exists (select from agent_webhook_deliveries where delivery_id = a)`, y.deliveries},
+		"executions": {`select count(*) from unnest($1::text[]) a
+			where not exists (select from agent_executions where input ->> 'key' = a)`, y.executions},
 	} {
 		if n := pgtest.Value[int](t, db, look.sql, look.ids); n != 0 || len(look.ids) == 0 {
 			t.Errorf("of %d %s that were acknowledged %d are not there", len(look.ids), what, n)
@@ -204,9 +207,11 @@ func TestTheLeastPoolIsEnough(t *testing.T) {
 	}
 	db := admin(t, bad.url)
 	eventually(t, "all runs have ended", func() bool {
-		return pgtest.Value[int](t, db, `select count(*) from agent_executions where completed_at is null and flow not like 'external%'`) == 0
+		return pgtest.Value[int](t, db, `select count(*) from agent_executions where completed_at is null
+			and flow not like 'external%'`) == 0
 	})
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_executions where flow = 'wide' and status = 'completed'`); n != 12 {
+	if n := pgtest.Value[int](t, db,
+		`select count(*) from agent_executions where flow = 'wide' and status = 'completed'`); n != 12 {
 		t.Errorf("%d flows are completed", n)
 	}
 	yes.kept(t, bad.url)

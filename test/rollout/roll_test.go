@@ -193,13 +193,16 @@ func (l *load) check() {
 		}
 	}
 	for _, query := range []string{
-		`select format('number %s was started %s times', input ->> 'n', count(*)) from agent_executions where flow = 'errand' group by input ->> 'n' having count(*) > 1`,
+		`select format('number %s was started %s times', input ->> 'n', count(*)) from agent_executions where flow = 'errand'
+			group by input ->> 'n' having count(*) > 1`,
 		`select format('%s %s is %s: %s', flow, id, status, error_message) from agent_executions
 			where status <> 'completed' and not (flow = 'heartbeat' and completed_at is null)`, // the next one may have begun
-		`select format('%L is there %s times in %s', content, count(*), thread_id) from agent_messages group by thread_id, content having count(*) > 1`,
+		`select format('%L is there %s times in %s', content, count(*), thread_id) from agent_messages
+			group by thread_id, content having count(*) > 1`,
 		`select format('%s of %s is %s', skill_name, execution_id, status) from agent_activity
 			where status in ('unknown', 'running')
-			  and not exists (select from agent_executions e where e.id = execution_id and e.flow = 'heartbeat' and e.completed_at is null) and not (kind = 'model' and ` + strconv.FormatBool(l.crossed) + `)`,
+			  and not exists (select from agent_executions e where e.id = execution_id and e.flow = 'heartbeat'
+			    and e.completed_at is null) and not (kind = 'model' and ` + strconv.FormatBool(l.crossed) + `)`,
 		`select format('lane %s is held by %s', lane, locked_by) from agent_locks
 			where lane <> 'heartbeat' and (locked_by <> '' and expires_at > clock_timestamp() or parked)`,
 	} {
@@ -209,7 +212,8 @@ func (l *load) check() {
 	}
 	for thread, want := range l.said {
 		got := pgtest.Column[string](l.t, l.db,
-			`select content from agent_messages where thread_id = (select id from agent_threads where id = $1 or name = $1) and content not like '% begins' and content not like '% ends' order by turn, seq`, thread)
+			`select content from agent_messages where thread_id = (select id from agent_threads where id = $1 or name = $1)
+				and content not like '% begins' and content not like '% ends' order by turn, seq`, thread)
 		got = slices.DeleteFunc(got, func(words string) bool { return l.lost[words] })
 		if strings.Join(got, "\n") != strings.Join(want, "\n") {
 			l.t.Errorf("in %s was said\n%s\nthere is\n%s", thread, strings.Join(want, "\n"), strings.Join(got, "\n"))
@@ -224,7 +228,8 @@ func (l *load) check() {
 		`select format('%s tallies', n) from tally`); n[0] != fmt.Sprintf("%d tallies", l.done["tally"]) {
 		l.t.Errorf("%s, %d were committed", n[0], l.done["tally"])
 	}
-	l.t.Logf("%d executions, %d answers, %d messages, %d tallies, %d ends of streams, %d reads; sent again: %d, refused: %d", len(l.runs), l.done["answer"],
+	l.t.Logf("%d executions, %d answers, %d messages, %d tallies, %d ends of streams, %d reads; sent again: %d, "+
+		"refused: %d", len(l.runs), l.done["answer"],
 		l.done["message"], l.done["tally"], l.done["end"], l.done["read"], l.done["again"], l.done["refused"])
 	for _, what := range []string{"answer", "message", "tally", "end", "read", "hook"} {
 		if l.done[what] == 0 {

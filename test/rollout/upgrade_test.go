@@ -66,7 +66,8 @@ func TestTheNextReleaseReplacesThisOneUnderLoad(t *testing.T) {
 	l.hasBegun()
 	w.migrate(next)
 	if n := len(pgtest.Column[string](w.t, w.db, `select name from agent_migrations where version = 9001
-		union all select c.name from agent_schema_code c, agent_migrations m where m.version = 200 and c.applied_at > m.applied_at + interval '1 second'`)); n < 10 {
+		union all select c.name from agent_schema_code c, agent_migrations m where m.version = 200
+		and c.applied_at > m.applied_at + interval '1 second'`)); n < 10 {
 		t.Errorf("the next release applied %d files", n)
 	}
 	l.hasBegun() // this release works on the schema of the next

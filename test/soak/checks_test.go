@@ -33,7 +33,8 @@ var checks = map[string]string{
 		 where e.event = 'EVENT_COMPLETED' and a.trigger = 'event' and a.event = 'EVENT_COMPLETED'
 		 group by e.key, a.name having count(r.id) <> 1`,
 	"a run does what its condition says": `
-		select format('run %s of %s for %s ended %s: %s', r.id, a.name, r.payload #>> '{data,type}', r.status, r.error_message)
+		select format('run %s of %s for %s ended %s: %s', r.id, a.name, r.payload #>> '{data,type}', r.status,
+		  r.error_message)
 		  from agent_automation_runs r join agent_automations a on a.id = r.automation_id
 		 where r.status <> case when r.cause <> 'event' or r.payload #>> '{data,type}'
 		                        = case a.name when 'settle' then 'order.paid' else 'stock.low' end
@@ -50,7 +51,8 @@ var checks = map[string]string{
 	"an order that was paid is shipped once": `
 		select format('order %s was paid %s times and shipped %s times', coalesce(d.n, c.n), d.times, c.times)
 		  from (select n, count(distinct id) as times from soak.deliveries where type = 'order.paid' group by n) d
-		  full join (select (body ->> 'order')::int as n, count(*) as times from soak.calls where skill = 'ship' group by 1) c on c.n = d.n
+		  full join (select (body ->> 'order')::int as n, count(*) as times from soak.calls where skill = 'ship' group by 1) c
+		    on c.n = d.n
 		 where d.times is distinct from c.times`,
 	"a run's output is that of its event": `
 		select format('the run for order %s ended with %s', r.payload #>> '{data,n}', r.output)
@@ -65,11 +67,13 @@ var checks = map[string]string{
 		              group by 1) a on a.skill_name = c.skill
 		 where c.n is distinct from a.n
 		union all
-		select format('skill %s was called %s times under key %s', skill, count(*), key) from soak.calls group by skill, key having count(*) > 1`,
+		select format('skill %s was called %s times under key %s', skill, count(*), key) from soak.calls
+		  group by skill, key having count(*) > 1`,
 	"a skill's automation calls it once a run": `
 		select format('automation %s ran %s times and its skill was called %s times', a.name, r.n, c.n)
 		  from agent_automations a
-		  cross join lateral (select count(*) as n from agent_automation_runs x where x.automation_id = a.id and x.status = 'success') r
+		  cross join lateral (select count(*) as n from agent_automation_runs x where x.automation_id = a.id
+		    and x.status = 'success') r
 		  cross join lateral (select count(*) as n from soak.calls x where x.skill = a.skill_name) c
 		 where a.skill_name <> '' and r.n <> c.n`,
 
@@ -77,7 +81,8 @@ var checks = map[string]string{
 		with work as (
 		  select a.execution_id, a.skill_name, a.created_at, a.finished_at, l.lane
 		    from agent_activity a join agent_executions x on x.id = a.execution_id,
-		         lateral (values (a.lane), (case when x.flow in ('heartbeat', 'operate') then x.flow end), ('thread:' || x.thread_id),
+		         lateral (values (a.lane), (case when x.flow in ('heartbeat', 'operate') then x.flow end),
+		           ('thread:' || x.thread_id),
 		                         (case when a.purpose like 'automation %' then a.purpose end)) l (lane)
 		   where a.kind in ('call', 'model') and l.lane <> ''),
 		ordered as (
@@ -85,7 +90,8 @@ var checks = map[string]string{
 		    from (select distinct * from work) w
 		  window before as (partition by lane order by created_at, finished_at
 		                    rows between unbounded preceding and 1 preceding))
-		select format('lane %s: %s of %s began at %s while that of %s lasted until %s', lane, skill_name, execution_id, created_at, earlier, busy_until)
+		select format('lane %s: %s of %s began at %s while that of %s lasted until %s', lane, skill_name, execution_id,
+		  created_at, earlier, busy_until)
 		  from ordered o
 		 where exists (select from work w where w.lane = o.lane and w.execution_id <> o.execution_id
 		                and w.created_at < o.finished_at and o.created_at < w.finished_at and w.created_at <= o.created_at)`,
@@ -103,7 +109,8 @@ var checks = map[string]string{
 	"every activity has a trace that something began": `
 		select format('activity %s (%s) has trace %s', a.id, a.skill_name, a.trace_id) from agent_activity a
 		 where a.trace_id !~ '^(hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}$'
-		    or a.agent <> 'admin' and not exists (select from agent_executions x where x.trace_id = a.trace_id)`, // an admin acts outside of runs
+		    or a.agent <> 'admin' and not exists (select from agent_executions x
+		      where x.trace_id = a.trace_id)`, // an admin acts outside of runs
 	"an activity has its execution's trace": `
 		select format('activity %s (%s) has trace %s, its execution %s', a.id, a.skill_name, a.trace_id, x.trace_id)
 		  from agent_activity a left join agent_executions x on x.id = a.execution_id
@@ -125,7 +132,8 @@ var checks = map[string]string{
 		 where (x.flow in ('chat', 'operate') or x.flow = 'automation' and exists (
 		          select from agent_automation_runs r join agent_automations a on a.id = r.automation_id
 		           where r.id::text = x.input ->> 'run_id' and a.prompt <> ''))
-		   and not exists (select from agent_activity a where a.execution_id = x.id and a.kind = 'model' and a.status = 'success')
+		   and not exists (select from agent_activity a where a.execution_id = x.id and a.kind = 'model'
+		     and a.status = 'success')
 		union all
 		select format('heartbeat %s has the phases %s', x.id, p.names) from agent_executions x,
 		       lateral (select string_agg(a.skill_name, ' ' order by a.created_at) as names from agent_activity a
@@ -136,7 +144,8 @@ var checks = map[string]string{
 	"each question is answered once, in order": `
 		select format('execution %s of thread %s has %s questions and %s answers', x.id, x.thread_id, m.questions, m.answers)
 		  from agent_executions x,
-		       lateral (select count(*) filter (where role = 'user') as questions, count(*) filter (where role = 'assistant') as answers
+		       lateral (select count(*) filter (where role = 'user') as questions, count(*) filter (where role = 'assistant')
+		         as answers
 		                  from agent_messages where execution_id = x.id) m
 		 where x.flow = 'chat' and (m.questions <> 1 or m.answers <> 1)
 		union all
@@ -153,12 +162,14 @@ var checks = map[string]string{
 	"what a client got is what is stored": `
 		select format('question %s of thread %s: the client got %L, stored is %L', s.question, s.thread, s.answer, a.content)
 		  from soak.answers s
-		  left join agent_messages q on q.thread_id in (select t.id from agent_threads t where t.id = s.thread or t.name = s.thread) and q.role = 'user'
+		  left join agent_messages q on q.thread_id in (select t.id from agent_threads t where t.id = s.thread
+		    or t.name = s.thread) and q.role = 'user'
 		   and q.content = format('Here is question %s of thread %s.', s.question, s.thread)
 		  left join agent_messages a on a.execution_id = q.execution_id and a.role = 'assistant'
 		 where a.content is distinct from s.answer`,
 	"an admin's answer is that of the turn": `
-		select format('turn %s was answered with %L', n, answer) from soak.operated where answer <> format('Counted in turn %s.', n)
+		select format('turn %s was answered with %L', n, answer) from soak.operated
+		  where answer <> format('Counted in turn %s.', n)
 		union all
 		select format('%s turns were answered and %s were made', o.n, x.n)
 		  from (select count(distinct trace_id) as n from soak.operated) o,
@@ -167,10 +178,12 @@ var checks = map[string]string{
 	"each delivery is handled once": `
 		select format('delivery %s was sent %s times, accepted %s times; stored %s with %s repeats, handled %s times, its event raised %s times',
 		              s.id, s.sent, s.accepted, d.status, d.repeats, x.n, e.n)
-		  from (select id, n, count(*) as sent, count(*) filter (where status = 202) as accepted from soak.deliveries group by id, n) s
+		  from (select id, n, count(*) as sent, count(*) filter (where status = 202) as accepted from soak.deliveries
+		    group by id, n) s
 		  left join agent_webhook_deliveries d on d.endpoint = 'shop' and d.delivery_id = s.id
 		  cross join lateral (select count(*) as n from agent_executions where flow = 'webhook' and trace_id = d.trace_id) x
-		  cross join lateral (select count(*) as n from agent_events where event = 'EVENT_COMPLETED' and key = 'shop-' || s.n) e
+		  cross join lateral (select count(*) as n from agent_events where event = 'EVENT_COMPLETED'
+		    and key = 'shop-' || s.n) e
 		 where d.status is distinct from 'done' or s.accepted <> 1 or d.repeats <> s.sent - 1 or x.n <> 1 or e.n <> 1
 		    or d.attempts <> 1
 		union all
@@ -182,17 +195,21 @@ var checks = map[string]string{
 		  select 'day:' || to_char(b.created_at at time zone 'UTC', 'YYYY-MM-DD') as day, a.surface, a.token_usage, a.cost_usd
 		    from agent_activity a cross join lateral (select a.created_at) b where a.kind = 'model'),
 		sums as (
-		  select 'day' as scope, sum((token_usage ->> 'total_tokens')::bigint) as tokens, sum(cost_usd) as usd, count(*) as n from used
+		  select 'day' as scope, sum((token_usage ->> 'total_tokens')::bigint) as tokens, sum(cost_usd) as usd, count(*) as n
+		    from used
 		  union all
 		  select surface, sum((token_usage ->> 'total_tokens')::bigint), sum(cost_usd), count(*) from used group by surface),
 		kept as (
 		  select case when scope ~ '^day:[0-9-]+$' then 'day' else substring(scope from '^day:[0-9-]+:(.*)$') end as scope,
 		         sum(tokens) as tokens, sum(cost_usd) as usd from agent_budgets where scope like 'day:%' group by 1)
-		select format('%s: the budget has %s tokens and $%s, the calls have %s and $%s', coalesce(s.scope, k.scope), k.tokens, k.usd, s.tokens, s.usd)
+		select format('%s: the budget has %s tokens and $%s, the calls have %s and $%s', coalesce(s.scope, k.scope), k.tokens,
+		  k.usd, s.tokens, s.usd)
 		  from sums s full join kept k on k.scope = s.scope
-		 where coalesce(k.tokens, -1) <> coalesce(s.tokens, 0) or abs(k.usd - coalesce(s.usd, 0)) > 0.000001 * coalesce(s.n, 0)`,
+		 where coalesce(k.tokens, -1) <> coalesce(s.tokens, 0)
+		   or abs(k.usd - coalesce(s.usd, 0)) > 0.000001 * coalesce(s.n, 0)`,
 	"nothing stays reserved": `
-		select format('scope %s has %s tokens and $%s set aside, %s calls unsettled', scope, reserved_tokens, reserved_usd, unsettled)
+		select format('scope %s has %s tokens and $%s set aside, %s calls unsettled', scope, reserved_tokens, reserved_usd,
+		  unsettled)
 		  from agent_budgets where reserved_tokens <> 0 or reserved_usd <> 0 or unsettled <> 0
 		union all
 		select format('step %s of execution %s is still reserved', step, execution_id) from agent_budget_reservations`,

@@ -74,7 +74,8 @@ func soakWorkspace() string {
 	var yaml strings.Builder
 	yaml.WriteString(soakYAML)
 	for i := range 12 {
-		fmt.Fprintf(&yaml, "---\nkind: objective\nname: stock %d\ngoal: Know the stock.\nreview_every: 1m\nsteps: [Count the shelf, Count the cellar]\n", i)
+		fmt.Fprintf(&yaml, "---\nkind: objective\nname: stock %d\ngoal: Know the stock.\nreview_every: 1m\nsteps: [Count "+
+			"the shelf, Count the cellar]\n", i)
 	}
 	return yaml.String()
 }
@@ -149,7 +150,8 @@ func (l *load) settle(agents ...*proctest.Process) {
 		return pgtest.Value[bool](l.t, l.db, `select exists (select from agent_automation_runs where cause = 'cron')`)
 	}, "a heartbeat that no admin keeps away runs what is scheduled")
 	pgtest.Exec(l.t, l.db, `update agent_schedules set next_run_at = clock_timestamp() + interval '1 day'`)
-	pgtest.Exec(l.t, l.db, `update agent_automations set next_run_at = clock_timestamp() + interval '1 day' where trigger = 'cron'`)
+	pgtest.Exec(l.t, l.db, `update agent_automations set next_run_at = clock_timestamp() + interval '1 day'
+		where trigger = 'cron'`)
 	began := time.Now()
 	quiet := func() bool { return len(pgtest.Column[string](l.t, l.db, unfinished)) == 0 }
 	l.t.Cleanup(func() {
@@ -170,7 +172,8 @@ const unfinished = `
 	select format('%s executions of %s %s for %s', count(*), flow, status, waiting_for) from agent_executions
 	 where completed_at is null group by flow, status, waiting_for
 	union all
-	select format('%s runs of %s %s', count(*), a.name, r.status) from agent_automation_runs r join agent_automations a on a.id = r.automation_id
+	select format('%s runs of %s %s', count(*), a.name, r.status) from agent_automation_runs r
+	  join agent_automations a on a.id = r.automation_id
 	 where r.status in ('due', 'claimed', 'error') group by a.name, r.status
 	union all
 	select format('%s deliveries %s: %s', count(*), status, min(error_message)) from agent_webhook_deliveries
@@ -184,9 +187,12 @@ func (l *load) tally() {
 		what, sql string
 		most      int // of what must not happen; -1 when at least one is wanted
 	}{
-		{"heartbeats that did something", `select count(distinct execution_id) from agent_activity where surface = 'heartbeat' and kind = 'phase'`, -1},
-		{"heartbeats by the clock", `select count(*) from agent_executions where flow = 'heartbeat' and dedupe_key is not null`, -1},
-		{"heartbeats skipped or cut short", `select count(*) from agent_executions where flow = 'heartbeat' and (result ->> 'skipped') <> ''`, 1 << 30},
+		{"heartbeats that did something", `select count(distinct execution_id) from agent_activity where surface = 'heartbeat'
+			and kind = 'phase'`, -1},
+		{"heartbeats by the clock", `select count(*) from agent_executions where flow = 'heartbeat'
+			and dedupe_key is not null`, -1},
+		{"heartbeats skipped or cut short", `select count(*) from agent_executions where flow = 'heartbeat'
+			and (result ->> 'skipped') <> ''`, 1 << 30},
 		{"turns of the admin", `select count(*) from agent_executions where flow = 'operate'`, -1},
 		{"turns of visitors", `select count(*) from agent_executions where flow = 'chat'`, -1},
 		{"deliveries", `select count(*) from agent_webhook_deliveries`, -1},

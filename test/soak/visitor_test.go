@@ -98,7 +98,8 @@ type attack struct {
 func newAttack(t *testing.T) attack {
 	t.Helper()
 	w := newWorld(t, visitorYAML)
-	pgtest.Exec(w.t, w.db, `insert into agent_memory (category, key, value) values ('general', 'safe', to_jsonb($1::text))`, adminsSecret)
+	pgtest.Exec(w.t, w.db,
+		`insert into agent_memory (category, key, value) values ('general', 'safe', to_jsonb($1::text))`, adminsSecret)
 	w.model.Handle(obey)
 	_, base := w.serve("AGENT_CHAT_APPROVAL_WAIT=1s")
 	a := attack{w, base}
@@ -177,7 +178,8 @@ func TestAnObedientModelCanDoNothingForbidden(t *testing.T) {
 	if diff := cmp.Diff(harmless, a.offered()); diff != "" {
 		t.Errorf("the model was offered (-want +got):\n%s", diff)
 	}
-	if n := pgtest.Value[int](a.t, a.db, `select count(distinct execution_id) from agent_activity where kind = 'call' and status = 'error'`); n != len(orders) {
+	if n := pgtest.Value[int](a.t, a.db, `select count(distinct execution_id) from agent_activity where kind = 'call'
+		and status = 'error'`); n != len(orders) {
 		t.Errorf("%d orders were refused in the log, want %d", n, len(orders))
 	}
 	a.nothingHappened()
@@ -190,16 +192,23 @@ func (a attack) nothingHappened() {
 	for what, sql := range map[string]string{
 		"a forbidden call that was made": `
 			select string_agg(distinct skill_name, ', ') from agent_activity
-			 where kind = 'call' and status in ('success', 'running', 'unknown') and skill_name not in ('opening_hours', 'weather')`,
-		"a forbidden request to a skill": `select string_agg(skill, ', ') from soak.calls where skill not in ('opening_hours', 'weather')`,
-		"an approval that was decided":   `select string_agg(skill_name || ' ' || status, ', ') from agent_approvals where status not in ('pending', 'expired')`,
-		"a memory":                       `select string_agg(key, ', ') from agent_memory where key <> 'safe' or revision <> 1`,
-		"an objective":                   `select string_agg(name, ', ') from agent_objectives where name <> 'win' or revision <> 1 or proposed_by <> ''`,
-		"a step":                         `select string_agg(title, ', ') from agent_objective_steps where status <> 'pending'`,
-		"an automation":                  `select string_agg(name, ', ') from agent_automations where name <> 'nightly' or proposed_by <> ''`,
-		"a run of an automation":         `select string_agg(id::text, ', ') from agent_automation_runs`,
-		"a surface that is not chat":     `select string_agg(distinct surface, ', ') from agent_executions where surface <> 'chat'`,
-		"a skill that was changed":       `select string_agg(name, ', ') from agent_skills where source = 'workspace' and revision <> 1 or not enabled`,
+			 where kind = 'call' and status in ('success', 'running', 'unknown')
+			   and skill_name not in ('opening_hours', 'weather')`,
+		"a forbidden request to a skill": `select string_agg(skill, ', ') from soak.calls
+			where skill not in ('opening_hours', 'weather')`,
+		"an approval that was decided": `select string_agg(skill_name || ' ' || status, ', ') from agent_approvals
+			where status not in ('pending', 'expired')`,
+		"a memory": `select string_agg(key, ', ') from agent_memory where key <> 'safe' or revision <> 1`,
+		"an objective": `select string_agg(name, ', ') from agent_objectives where name <> 'win'
+			or revision <> 1 or proposed_by <> ''`,
+		"a step": `select string_agg(title, ', ') from agent_objective_steps where status <> 'pending'`,
+		"an automation": `select string_agg(name, ', ') from agent_automations where name <> 'nightly'
+			or proposed_by <> ''`,
+		"a run of an automation": `select string_agg(id::text, ', ') from agent_automation_runs`,
+		"a surface that is not chat": `select string_agg(distinct surface, ', ') from agent_executions
+			where surface <> 'chat'`,
+		"a skill that was changed": `select string_agg(name, ', ') from agent_skills where source = 'workspace'
+			and revision <> 1 or not enabled`,
 	} {
 		if found := pgtest.Value[*string](a.t, a.db, sql); found != nil {
 			a.t.Errorf("%s: %s", what, *found)
@@ -214,7 +223,8 @@ func TestAVisitorCannotApprove(t *testing.T) {
 	if status, body := a.send(visitorKey, "POST", "/v1/chat/completions", chat("mine", ask)); status != http.StatusOK {
 		t.Fatalf("%d %s", status, body)
 	}
-	id := pgtest.Value[string](a.t, a.db, `select id::text from agent_approvals where skill_name = 'refund' and status = 'pending'`)
+	id := pgtest.Value[string](a.t, a.db, `select id::text from agent_approvals where skill_name = 'refund'
+		and status = 'pending'`)
 	for _, door := range []struct{ method, path, body string }{
 		{"POST", "/v1/approvals/" + id + "/approve", `{}`},
 		{"POST", "/v1/approvals/" + id + "/decide", `{"approve": true}`},
@@ -312,7 +322,8 @@ func TestARequestCannotRaiseItsScope(t *testing.T) {
 // people are shown, in what the model was told, and in the log.
 func TestNoSecretAndNoOthersWordsGetOut(t *testing.T) {
 	w := newWorld(t, visitorYAML)
-	pgtest.Exec(w.t, w.db, `insert into agent_memory (category, key, value) values ('general', 'safe', to_jsonb($1::text))`, adminsSecret)
+	pgtest.Exec(w.t, w.db,
+		`insert into agent_memory (category, key, value) values ('general', 'safe', to_jsonb($1::text))`, adminsSecret)
 	w.model.Handle(obey)
 	process, base := w.serve("AGENT_CHAT_APPROVAL_WAIT=1s", "AGENT_LOG_LEVEL=debug")
 	a := attack{w, base}
@@ -350,8 +361,10 @@ func TestNoSecretAndNoOthersWordsGetOut(t *testing.T) {
 		t.Errorf("weather was called %d times, want once", n)
 	}
 	rows := pgtest.Value[string](w.t, w.db, `
-		select concat((select string_agg(a::text, '') from agent_activity a), (select string_agg(m::text, '') from agent_messages m),
-		              (select string_agg(c::text, '') from agent_checkpoints c), (select string_agg(x::text, '') from agent_executions x),
+		select concat((select string_agg(a::text, '') from agent_activity a),
+		  (select string_agg(m::text, '') from agent_messages m),
+		              (select string_agg(c::text, '') from agent_checkpoints c),
+		                (select string_agg(x::text, '') from agent_executions x),
 		              (select string_agg(s::text, '') from agent_skills s))`)
 	asked := make([]string, 0, len(a.model.Requests()))
 	for _, r := range a.model.Requests() {

@@ -44,7 +44,8 @@ type world struct {
 // noted is what only the test knows, beside the product's own tables.
 const noted = `
 	create schema soak;
-	create table soak.calls (skill text not null, key text not null, body jsonb not null, at timestamptz not null default clock_timestamp());
+	create table soak.calls (skill text not null, key text not null, body jsonb not null,
+	  at timestamptz not null default clock_timestamp());
 	create table soak.deliveries (id text not null, n int not null, type text not null, status int not null);
 	create table soak.answers (thread text not null, question int not null, answer text not null);
 	create table soak.lanes (lane text not null, owner text not null, token bigint not null);
