@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// A background run makes one model call after the other, as heartbeats and automations do.
+// A background run makes sequential model calls, as heartbeats and automations do.
 const (
 	backgroundFlow  = "bench_background"
 	backgroundCalls = 5
@@ -30,17 +30,17 @@ const (
 
 type chatSettings struct {
 	duration     time.Duration // of each variant
-	background   int           // runs at any time, including pending ones
+	background   int           // concurrent runs, including pending ones
 	workers      int
-	modelLatency time.Duration // of the model
+	modelLatency time.Duration
 	interval     time.Duration // between two visitors
 }
 
 // variant is one way to start a visitor's turn.
 type variant struct {
-	name  string
-	queue string // "" for the surface's own: claimed by the process that has the connection
-	busy  bool   // with background runs
+	name   string
+	queue  string // "" starts the turn in the process that has the connection
+	loaded bool   // background runs occupy the workers
 }
 
 // chatPriority measures how long a visitor's turn waits while background runs take all workers.
@@ -82,7 +82,7 @@ func (b *chatBench) recordModelCall(prompt string, at time.Time) {
 	}
 }
 
-// measure runs all variants, and the floor without and with load.
+// measure runs all variants, and measures the floor idle and under load.
 func (b *chatBench) measure(ctx context.Context, out, errw io.Writer) error {
 	if err := createFloor(ctx, b.pool); err != nil {
 		return err
@@ -129,20 +129,23 @@ func (b *chatBench) floor(ctx context.Context, n int) (took samples, err error) 
 }
 
 type variantResult struct {
-	started, model, text samples // from the request to the run's start, to its first model call, to the first text
+	started, model, text samples // time from the request to each
 	background           int     // runs that ended meanwhile
 }
 
-// run sends visitors for a while and calls during once meanwhile.
+// run sends visitors for b.duration and calls during once in parallel.
 func (b *chatBench) run(
 	ctx context.Context, v variant, during func(ctx context.Context) error,
 ) (r variantResult, err error) {
-	loading, unload := context.WithCancel(ctx)
-	defer unload()
+	loadCtx, stopLoad := context.WithCancel(ctx)
 	var load errgroup.Group
-	if v.busy {
+	defer func() {
+		stopLoad()
+		err = errors.Join(err, load.Wait())
+	}()
+	if v.loaded {
 		for range b.background {
-			load.Go(func() error { return b.keepBusy(loading) })
+			load.Go(func() error { return b.keepBusy(loadCtx) })
 		}
 		if err := b.waitSaturated(ctx); err != nil {
 			return r, err
@@ -173,8 +176,7 @@ func (b *chatBench) run(
 	}
 	after, err := b.countEnded(ctx)
 	r.background = after - before
-	unload()
-	return r, errors.Join(err, load.Wait())
+	return r, err
 }
 
 // runBackground is the flow of a background run.
@@ -189,15 +191,15 @@ func (w *testAgent) runBackground(ctx context.Context, _ json.RawMessage) (execu
 	return executions.Result{Summary: "done"}, nil
 }
 
-// keepBusy starts one background run after the other until ctx ends.
+// keepBusy starts background runs sequentially until ctx ends. It finishes the last one.
 func (b *chatBench) keepBusy(ctx context.Context) error {
-	whole := context.WithoutCancel(ctx)
+	runCtx := context.WithoutCancel(ctx)
 	for ctx.Err() == nil {
-		x, _, err := b.engine.Start(whole, b.pool, executions.Spec{Flow: backgroundFlow, Surface: trace.Flow, Agent: "bench"})
+		x, _, err := b.engine.Start(runCtx, b.pool, executions.Spec{Flow: backgroundFlow, Surface: trace.Flow, Agent: "bench"})
 		if err != nil {
 			return err
 		}
-		if err := b.waitEnded(whole, x.ID); err != nil {
+		if err := b.waitEnded(runCtx, x.ID); err != nil {
 			return err
 		}
 	}
@@ -240,7 +242,7 @@ func (b *chatBench) visit(ctx context.Context, v variant, n int, mu *sync.Mutex,
 	if v.queue == "" {
 		turn, text, err = b.send(ctx, thread, words)
 	} else {
-		turn, text, err = b.enqueue(ctx, v.queue, thread, words, began)
+		turn, err = b.enqueue(ctx, v.queue, thread, words)
 	}
 	if err != nil {
 		return err
@@ -251,18 +253,21 @@ func (b *chatBench) visit(ctx context.Context, v variant, n int, mu *sync.Mutex,
 		return fmt.Errorf("read start of %s: %w", turn, err)
 	}
 	b.mu.Lock()
-	modelCalled := b.modelCalls[words]
+	modelCalled, called := b.modelCalls[words]
 	b.mu.Unlock()
+	if !called {
+		return fmt.Errorf("visitor %d: the model received no call", n)
+	}
 	mu.Lock()
 	defer mu.Unlock()
-	// The database's clock is this machine's, so the two can be compared.
+	// The database runs on this machine, so both clocks agree.
 	r.started = append(r.started, max(started.Sub(began), 0))
 	r.model = append(r.model, modelCalled.Sub(began))
 	r.text = append(r.text, text)
 	return nil
 }
 
-// send sends a message as a client does. It returns the turn's trace and when text first came.
+// send sends a message as a client does. It returns the trace and the time to the first text.
 func (b *chatBench) send(ctx context.Context, thread, words string) (turn string, first time.Duration, err error) {
 	return sendMessage(ctx, b.url, "Done", map[string]any{
 		"metadata": map[string]string{"thread_id": thread},
@@ -270,10 +275,10 @@ func (b *chatBench) send(ctx context.Context, thread, words string) (turn string
 	}, func() {})
 }
 
-// enqueue starts a turn as the chat does, but for any worker of the queue to claim.
+// enqueue starts a turn on a queue, so that any worker may claim it.
 func (b *chatBench) enqueue(
-	ctx context.Context, queue, thread, words string, began time.Time,
-) (turn string, _ time.Duration, err error) {
+	ctx context.Context, queue, thread, words string,
+) (turn string, err error) {
 	var id string
 	err = postgres.InTx(ctx, b.pool, func(tx pgx.Tx) error {
 		x, _, err := b.engine.StartTx(ctx, tx, executions.Spec{
@@ -295,10 +300,7 @@ func (b *chatBench) enqueue(
 		return err
 	})
 	if err != nil {
-		return "", 0, fmt.Errorf("enqueue message: %w", err)
+		return "", fmt.Errorf("enqueue message: %w", err)
 	}
-	if err := b.waitEnded(ctx, id); err != nil {
-		return "", 0, err
-	}
-	return turn, time.Since(began), nil
+	return turn, b.waitEnded(ctx, id)
 }

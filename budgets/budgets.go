@@ -1,7 +1,7 @@
 // Package budgets bounds what model calls use: tokens and money, per run, per surface and per day (UTC).
 //
-// The transaction of a call's intent reserves its worst case in every scope. The transaction of its result settles it
-// and frees the rest.
+// A model call reserves its worst case in every scope, in the transaction of its intent. The transaction of its result
+// settles the real usage and releases the remainder.
 //
 // Guarantees:
 //
@@ -9,7 +9,7 @@
 //     its scopes. Only a call that uses more than its reservation exceeds a limit: its server ignored max_tokens, or
 //     its prompt was estimated too low. It is settled at its real usage.
 //   - A small remainder shortens the requested answer, down to a minimum.
-//   - A call waits for others' reservations, for a bounded time. Spent tokens and money end a run at once.
+//   - A call waits a bounded time for others' reservations. A spent limit ends the run at once.
 //   - Each request to a provider has its own reservation, committed before it is sent. A request without an answer may
 //     have been billed, so its reservation is written off: it counts as spent at its worst case, and as unknown.
 //   - The database writes off the reservations of a lost claim, and those open at the end of an execution.
@@ -31,21 +31,21 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Limit bounds a scope. Zero fields bound nothing.
+// Limit bounds a scope. A zero field means no limit.
 type Limit struct {
 	Tokens int64 // prompt and completion together
 	USD    float64
 }
 
-// Limits bound all runs together, by the UTC day. Surface bounds the runs of one surface, within Day.
+// Limits are daily limits (UTC). Day bounds all runs together. Surface bounds one surface, and counts towards Day.
 type Limits struct {
 	Day     Limit
 	Surface map[trace.Surface]Limit
-	// Patience bounds the wait for others' reservations; the constant of that name when zero.
+	// Patience bounds the wait for others' reservations. Default: the constant Patience.
 	Patience time.Duration
 }
 
-// Scope is a named limit. {day} in a name stands for the database's UTC date.
+// Scope is a named limit. {day} in a name is replaced by the database's UTC date.
 type Scope struct {
 	Name string `json:"name"`
 	Limit
@@ -59,7 +59,7 @@ func AgentScope(name string, limit Limit) Scope {
 	return Scope{Name: "day:{day}:" + agentPrefix + name, Limit: limit}
 }
 
-// agentPrefix marks a daily scope of an agent; without it, the scope is a surface's.
+// agentPrefix distinguishes an agent's daily scope from a surface's.
 const agentPrefix = "agent:"
 
 // Scopes returns the scopes of a surface's call: the day, the surface's day, and the given others.
@@ -70,13 +70,13 @@ func (l Limits) Scopes(surface trace.Surface, others ...Scope) []Scope {
 	}, others...)
 }
 
-// Kinds of refusals.
+// Values of Error.Kind.
 const (
 	Spent    = "spent"    // the remainder is too small for a useful answer
 	Reserved = "reserved" // other calls hold the remainder
 )
 
-// Units of limits.
+// Values of Error.Unit.
 const (
 	Tokens = "tokens"
 	USD    = "usd"
@@ -97,16 +97,16 @@ func (e *Error) Error() string {
 	text := fmt.Sprintf("the limit of %s for %s leaves too little for another model call: %s spent",
 		amount(e.Limit, e.Unit), scopeText(e.Scope), amount(e.Spent, e.Unit))
 	if e.Kind == Reserved {
-		text = fmt.Sprintf("the limit of %s for %s is taken up by calls under way: %s spent",
+		text = fmt.Sprintf("the limit of %s for %s is reserved by calls in progress: %s spent",
 			amount(e.Limit, e.Unit), scopeText(e.Scope), amount(e.Spent, e.Unit))
 	}
 	if e.Reserved > 0 {
-		text += ", " + amount(e.Reserved, e.Unit) + " set aside"
+		text += ", " + amount(e.Reserved, e.Unit) + " reserved"
 	}
 	return text
 }
 
-// Ends returns when a daily limit resets: at the next midnight UTC. It is zero for other limits.
+// ResetsAt returns when a daily limit resets, at midnight UTC. It is zero for other limits.
 func (e *Error) Ends() time.Time {
 	kind, rest, _ := strings.Cut(e.Scope, ":")
 	date, _, _ := strings.Cut(rest, ":")

@@ -323,8 +323,7 @@ func (room *Room) pastWaits(ctx context.Context, runs []string, began map[string
 		                       lag(k.created_at) over (partition by k.execution_id order by k.created_at) as before
 		                  from (select x.execution_id, x.step, x.created_at, x.output from agent_checkpoints x
 		                         where x.execution_id = any (@runs::text[]::uuid[]) limit @scan) k) c
-		         where case when pg_column_size(c.output) < 65536     -- what is larger is the result of a step, and stays
-		           where it is
+		         where case when pg_column_size(c.output) < 65536     -- a larger output is the result of a step
 		                    then jsonb_typeof(c.output) = 'object' and c.output ?& array['event', 'timed_out'] else false end
 		         order by c.ended limit @most) w
 		  left join agent_events v on v.id = w.event_id

@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// ErrTimedOut ends an execution with status timeout, when its durable function returns it, wrapped or not.
+// ErrTimedOut, returned by a durable function (wrapped or not), ends its execution with status timeout.
 var ErrTimedOut = errors.New("the wait timed out")
 
 // WaitFor describes a wait.
@@ -30,8 +30,8 @@ type WaitFor struct {
 // MaxWait is the longest wait. Some kinds have a shorter limit; see Limits.
 const MaxWait = 30 * 24 * time.Hour
 
-// Limits returns the default and the longest timeout of a kind of wait; a default of 0 requires a timeout. The
-// database has the same table (wait_agent_execution) and rejects longer timeouts.
+// Limits returns the default and the maximum timeout of a kind of wait. A default of 0 requires a timeout.
+// wait_agent_execution has the same table and rejects longer timeouts.
 func Limits(kind string) (defaultTimeout, maxTimeout time.Duration) {
 	const day = 24 * time.Hour
 	switch kind {
@@ -45,11 +45,11 @@ func Limits(kind string) (defaultTimeout, maxTimeout time.Duration) {
 	return 7 * day, MaxWait
 }
 
-// Delay waits for time to pass by the database's clock; at most MaxWait.
+// Delay waits for d, by the database's clock. The limit is MaxWait.
 func Delay(d time.Duration) WaitFor { return WaitFor{kind: "delay", timeout: d} }
 
-// Event waits for EVENT_COMPLETED with a key. A timeout of 0 is 7 days; the limit is MaxWait. An earlier event that
-// ended no other wait ends this one at once.
+// Event waits for EVENT_COMPLETED with a key. A timeout of 0 is 7 days; the limit is MaxWait. An event that arrived
+// earlier and ended no other wait ends this one at once.
 func Event(key string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "event", key: key, timeout: timeout}
 }
@@ -94,7 +94,7 @@ func Test(requestID string, timeout time.Duration) WaitFor {
 	return WaitFor{kind: "test", key: requestID, timeout: timeout}
 }
 
-// WithData adds an object to waiting_data, which people see.
+// WithData adds an object to waiting_data, which the Engine Room shows.
 func (w WaitFor) WithData(data map[string]any) WaitFor {
 	all := map[string]any{}
 	maps.Copy(all, data)
@@ -118,9 +118,9 @@ type Outcome struct {
 	TimedOut bool            `json:"timed_out"`
 }
 
-// Wait waits durably. The first call normally returns ErrParked, and the flow returns it: the execution is waiting
-// and holds no process. After the wait the flow runs again, and Wait returns the recorded outcome. Event, timer and
-// cancel compete; exactly one ends the wait. Wait fails within a StepTx, and within a Do that is not idempotent.
+// Wait waits durably. The first call normally returns ErrParked, and the flow must return it. The execution then waits
+// without a process. After the wait the flow runs again, and Wait returns the recorded outcome. Exactly one of event,
+// timer and cancel ends the wait. Wait fails within a StepTx, and within a Do that is not idempotent.
 func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	if err := checkWaitAllowed(ctx, name); err != nil {
 		return Outcome{}, err
@@ -177,19 +177,19 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	r.stop(ErrParked)
 	r.e.wakeSweepIn(w.timeout)
 	if w.kind == "lane" {
-		r.e.requestSweep() // a release before this commit notified nobody
+		r.e.requestSweep() // a lane released before this commit notified no waiter
 	}
 	return Outcome{}, ErrParked
 }
 
 type noWaitsKey struct{}
 
-// forbidWaits marks the context of a step that must end in its run.
+// forbidWaits marks the context of a step that cannot suspend.
 func forbidWaits(ctx context.Context, within string) context.Context {
 	return context.WithValue(ctx, noWaitsKey{}, within)
 }
 
-// checkWaitAllowed rejects a wait in a step that must end in its run.
+// checkWaitAllowed rejects a wait in a step that cannot suspend.
 func checkWaitAllowed(ctx context.Context, name string) error {
 	if within, ok := ctx.Value(noWaitsKey{}).(string); ok {
 		return fmt.Errorf("wait %s: not allowed within %s: wait before or after it", name, within)
@@ -197,7 +197,7 @@ func checkWaitAllowed(ctx context.Context, name string) error {
 	return nil
 }
 
-// noteTimeout stores a timed-out wait as the failed step of the run.
+// noteTimeout records the step of a timed-out wait as the failed step of the run.
 func (r *run) noteTimeout(step string, out Outcome) {
 	if out.TimedOut {
 		r.setFailedStep(step)
@@ -205,7 +205,7 @@ func (r *run) noteTimeout(step string, out Outcome) {
 }
 
 // park suspends the execution, or returns the outcome of a wait that ended at once. It retries after a broken
-// connection; the wait number identifies an attempt whose answer was lost.
+// connection. The wait number shows whether an attempt with a lost response was committed.
 func (r *run) park(ctx context.Context, step string, w WaitFor, data json.RawMessage) (outcome []byte, err error) {
 	backoff := newBackoff()
 	for uncertain := false; ; uncertain = true {
@@ -250,7 +250,7 @@ func (r *run) waitInTx(
 	return outcome, r.e.pool.SendBatch(ctx, b).Close()
 }
 
-// waitWrite is the start of a wait, as it is written.
+// waitWrite is the batched write that starts a wait.
 type waitWrite struct {
 	id, step, kind, key string
 	claim               int64
@@ -259,16 +259,16 @@ type waitWrite struct {
 	variables           json.RawMessage // nil when the row has them
 }
 
-// batchedKinds are the kinds of waits that need only an event or a time.
+// batchedKinds end by an event or a time alone, so their writes can be batched.
 var batchedKinds = []string{"event", "approval", "delay"}
 
-// writeWait starts a wait in a batch with those of other runs, or alone where the kind or the run needs more. It
-// returns the outcome of a wait that ended at once.
+// writeWait starts a wait in a batch, or in its own transaction if its kind or run needs one. It returns the outcome of
+// a wait that ended at once.
 func (r *run) writeWait(
 	ctx context.Context, step string, w WaitFor, data, variables json.RawMessage,
 ) (outcome []byte, err error) {
 	alone := func() ([]byte, error) { return r.waitInTx(ctx, step, w, data, variables) }
-	// it likely holds the thread's lane, which a batch leaves out
+	// A run with a thread usually holds its lane, and batches skip runs that hold lanes.
 	if !slices.Contains(batchedKinds, w.kind) || r.exec.ThreadID != nil {
 		return alone()
 	}
@@ -278,8 +278,8 @@ func (r *run) writeWait(
 	}, alone)
 }
 
-// waitBatch starts waits in one commit, each under its own claim. It leaves out executions that hold lanes, are
-// locked or stale, and waits that may end at once.
+// waitBatch starts waits in one commit, each under its own claim. It skips executions that hold lanes, are locked or
+// stale, and waits that may end at once. The batcher retries those alone.
 func (e *Engine) waitBatch(ctx context.Context, waits []waitWrite) ([]batch.Answer[[]byte], error) {
 	ctx, cancel := context.WithTimeout(ctx, e.opts.LeaseTTL)
 	defer cancel()

@@ -462,8 +462,8 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 		select lanekeeper.reserve_agent_budget($1, 1, 'model', '[{"scope": "day:{day}", "tokens": 3000, "usd": 0}]',
 		       '{"prompt_tokens": 1000, "prompt_usd": 0, "token_usd": 0, "wanted": 1950, "enough": 1000, "least": 100}')`, other)
 	x, got := w.completed(t)
-	if got.Ended != "day" || !strings.Contains(got.Text, "is taken up by calls under way: 0 tokens spent, 2950 tokens "+
-		"set aside") {
+	if got.Ended != "day" || !strings.Contains(got.Text, "is reserved by calls in progress: 0 tokens spent, 2950 tokens "+
+		"reserved") {
 		t.Errorf("outcome is %+v", got)
 	}
 	if rows := named(w.rows(t, x), "model_call"); len(rows) != 1 || rows[0].Class != "budget_day" {

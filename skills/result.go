@@ -13,18 +13,18 @@ import (
 )
 
 const (
-	maxResult  = 256 << 10
-	maxDepth   = 100
-	maxNumeric = 300 // the largest decimal exponent that every reader supports
+	maxResult   = 256 << 10
+	maxDepth    = 100
+	maxExponent = 300 // decimal; float64 overflows above 308
 )
 
-// encodeResult encodes value as JSON that PostgreSQL stores and other languages read.
+// encodeResult encodes value as JSON that PostgreSQL stores, within the limits of size and depth.
 func encodeResult(value any) (json.RawMessage, error) {
-	raw, err := json.Marshal(value)
+	raw, err := exactjson.Encode(value)
 	if err != nil {
 		return nil, newCallError(ClassHandler, "the result cannot be written as JSON: %s", err)
 	}
-	if len(raw) > 2*maxResult { // HTML escapes may shrink it
+	if len(raw) > maxResult {
 		return nil, tooLarge(len(raw))
 	}
 	tree, err := exactjson.Decode(raw)
@@ -46,12 +46,13 @@ func encodeResult(value any) (json.RawMessage, error) {
 }
 
 func tooLarge(size int) error {
-	return newCallError(ClassTooLarge, "the result has %d bytes; at most %d are taken: ask for less", size, maxResult)
+	return newCallError(ClassTooLarge, "the result has %d bytes, over the limit of %d: request less", size, maxResult)
 }
 
+// sanitize replaces NUL characters and numbers with large exponents, and bounds the depth.
 func sanitize(value any, depth int) (any, error) {
 	if depth > maxDepth {
-		return nil, newCallError(ClassTooLarge, "the result is nested more than %d deep", maxDepth)
+		return nil, newCallError(ClassTooLarge, "the result is nested more than %d levels deep", maxDepth)
 	}
 	switch v := value.(type) {
 	case string:
@@ -83,13 +84,13 @@ func sanitize(value any, depth int) (any, error) {
 
 func stripNUL(s string) string { return strings.ReplaceAll(s, "\x00", "\uFFFD") }
 
-// portableNumber keeps a number, or writes it as a string if PostgreSQL cannot store its exponent.
+// portableNumber returns n, or its text if its exponent would overflow a float64.
 func portableNumber(n json.Number) any {
 	_, exponent, ok := strings.Cut(strings.ToLower(n.String()), "e")
 	if !ok {
 		return n
 	}
-	if e, err := strconv.Atoi(exponent); err != nil || e > maxNumeric || e < -maxNumeric {
+	if e, err := strconv.Atoi(exponent); err != nil || e > maxExponent || e < -maxExponent {
 		return n.String()
 	}
 	return n
@@ -123,7 +124,7 @@ type CallError struct {
 
 func (e *CallError) Error() string { return e.Message }
 
-// Misconfigured rejects a call for a missing setting. The message names the setting.
+// Misconfigured returns the error of a call whose setting is missing or invalid. The message must name the setting.
 func Misconfigured(format string, args ...any) *CallError {
 	return newCallError(ClassConfiguration, format, args...)
 }
@@ -137,7 +138,7 @@ const ClassBusy = "lane_busy"
 
 const maxMessage = 1000
 
-// clip shortens a message and makes it storable.
+// clip truncates a message and replaces what PostgreSQL cannot store.
 func clip(s string) string {
 	s = strings.ReplaceAll(strings.ToValidUTF8(s, "\uFFFD"), "\x00", "\uFFFD")
 	if len(s) <= maxMessage {
@@ -146,8 +147,8 @@ func clip(s string) string {
 	return strings.ToValidUTF8(s[:maxMessage], "") + "…"
 }
 
-// classify classifies err. outer is the caller's context, inner the call's own. If outer ended, the error is outer's,
-// and it says nothing about the skill.
+// classify maps err to a CallError. If outer, the caller's context, has ended, its cause is returned unclassified: the
+// skill did not fail. inner is the context of the call, with its timeout.
 func classify(outer, inner context.Context, c Call, err error) error {
 	if outer.Err() != nil {
 		return fmt.Errorf("call %s: %w", c.Skill.Name, context.Cause(outer))

@@ -198,7 +198,7 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 		 order by seq desc nulls first, id desc limit @limit`,
 		postgres.Strict{
 			"thread_id": postgres.Text(f.ThreadID), "execution_id": f.ExecutionID, "role": f.Role, "before": f.Before,
-			"limit": bounded(f.Limit),
+			"limit": clampLimit(f.Limit),
 		})
 	return postgres.Collect(rows, err, "list messages", pgx.RowToStructByName[Message])
 }

@@ -9,11 +9,11 @@
 //
 // agent_thread_access lists who else may read and write. [Grant] gives access to a key, a flow or an endpoint.
 // [Invite] creates a join token, which a visitor uses in [Join]. An execution may write to threads of admins, of its
-// flow, to those in which it or an ancestor started, and to those it has access to. The database refuses any other.
+// flow, where it or an ancestor started, and where it has a grant. The database rejects all other writes.
 //
 // # Messages and turns
 //
-// Places of messages grow in commit order: [Post] assigns them under the row lock of the thread. A message belongs to
+// Message seqs grow in commit order: [Post] assigns them under the row lock of the thread. A message belongs to
 // a turn, and conversations are read by turn. So an answer follows its question, even if the next question came
 // first.
 //
@@ -23,14 +23,14 @@
 //
 // # Sending
 //
-// The lane thread:{id} (see [Lane]) is the right to act in a thread. [Send] acquires the lane or queues the message.
-// Queued messages are sent first in, first out when the lane is free, and the lane goes to the sender. Another
-// execution may acquire the lane ten minutes after the last send (configurable per thread), unless its holder waits
+// The lane thread:{id} (see [Lane]) serialises senders. [Send] acquires it or queues the message. When it is free,
+// queued messages are sent first in, first out, and their sender acquires it. Ten minutes after the last send
+// (configurable per thread) another execution may acquire it, unless the holder waits
 // durably. [Receive] delivers a message of the participant to the execution that waits for it. [Post] does not check
 // the lane. A [Dispatcher] sends queued messages and delivers those of the channels webhook and log, at least once,
 // under one id.
 //
-// All other functions take a postgres.DB, so the caller chooses the transaction.
+// Functions take a postgres.DB, so the caller chooses the transaction.
 package threads
 
 import (
@@ -55,8 +55,8 @@ var (
 	ErrNotFound = errors.New("no such thread")
 	// ErrForeign reports a thread of another owner. Report ErrNotFound to external callers.
 	ErrForeign = errors.New("the thread belongs to another owner")
-	// ErrInvalid reports an id that no thread can have.
-	ErrInvalid = errors.New("a thread id is 1 to 200 printable characters, none invisible, with composed accents (NFC)")
+	// ErrInvalid reports an invalid thread id.
+	ErrInvalid = errors.New("invalid thread id: must be 1 to 200 printable characters in Unicode NFC")
 )
 
 // MaxID bounds the id of a thread, in characters.
@@ -65,15 +65,15 @@ const MaxID = 200
 // Thread is a row of agent_threads.
 type Thread struct {
 	ID             string    `json:"id"`
-	Name           string    `json:"name"`       // the public name, scoped by the owner; "": the id
-	OwnerKind      Kind      `json:"owner_kind"` // the kind of its creator; "": an earlier release
+	Name           string    `json:"name"`       // unique per owner; "" means the id
+	OwnerKind      Kind      `json:"owner_kind"` // kind of its creator; "" on rows of earlier releases
 	Channel        string    `json:"channel"`
 	Target         string    `json:"target"` // of channel webhook: the default target of its messages
 	Agent          string    `json:"agent"`
 	Owner          string    `json:"owner"`
 	Participant    string    `json:"participant"`
-	IdleSeconds    int       `json:"idle_seconds"` // lifetime of its lane without a send; 0 in a new thread: 600
-	NextSeq        int64     `json:"next_seq"`     // 1: the thread is empty
+	IdleSeconds    int       `json:"idle_seconds"` // lane lease after the last send; default 600
+	NextSeq        int64     `json:"next_seq"`     // seq of the next message; 1 if the thread is empty
 	Summary        string    `json:"summary"`
 	SummaryThrough int64     `json:"summary_through"` // the last turn in the summary
 	CreatedAt      time.Time `json:"created_at"`
@@ -83,7 +83,7 @@ type Thread struct {
 // Lane returns the name of the lane of a thread.
 func Lane(id string) string { return "thread:" + id }
 
-// CheckID returns ErrInvalid for an id that a thread or its lane cannot have.
+// CheckID returns ErrInvalid for an id that is invalid for a thread or its lane.
 func CheckID(id string) error {
 	if utf8.RuneCountInString(id) > MaxID || !lanes.ValidName(id) {
 		return ErrInvalid
@@ -94,13 +94,13 @@ func CheckID(id string) error {
 // Get reads one thread; ErrNotFound when there is none.
 func Get(ctx context.Context, db postgres.DB, id string) (Thread, error) {
 	rows, err := db.Query(ctx, selectThread+` where id = @id`, postgres.Strict{"id": postgres.Text(id)})
-	return one(rows, err)
+	return collectThread(rows, err)
 }
 
-// Lock reads a thread and locks its row: nobody else posts until tx ends.
+// Lock reads a thread and locks its row. Other transactions cannot post until tx ends.
 func Lock(ctx context.Context, tx pgx.Tx, id string) (Thread, error) {
 	rows, err := tx.Query(ctx, lockThread, postgres.Strict{"id": postgres.Text(id)})
-	return one(rows, err)
+	return collectThread(rows, err)
 }
 
 const selectThread = `
@@ -110,7 +110,7 @@ const selectThread = `
 
 const lockThread = selectThread + ` where id = @id for no key update`
 
-func one(rows pgx.Rows, err error) (Thread, error) {
+func collectThread(rows pgx.Rows, err error) (Thread, error) {
 	if err != nil {
 		return Thread{}, fmt.Errorf("read thread: %w", err)
 	}
@@ -124,8 +124,8 @@ func one(rows pgx.Rows, err error) (Thread, error) {
 	return got, nil
 }
 
-// Filter narrows a listing of threads. Zero values do not narrow; Limit defaults to 50 and is at most 500.
-// BeforeTime and BeforeID are those of the last thread of the previous page.
+// Filter narrows a listing of threads. A zero field matches every thread. Limit defaults to 50 and is at most 500.
+// BeforeTime and BeforeID come from the last thread of the previous page.
 type Filter struct {
 	Channel, Owner, Agent string
 	BeforeTime            time.Time
@@ -145,23 +145,23 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Thread, error) {
 		 order by updated_at desc, id desc limit @limit`,
 		postgres.Strict{
 			"channel": f.Channel, "owner": f.Owner, "agent": f.Agent, "before": before, "before_id": f.BeforeID,
-			"limit": bounded(f.Limit),
+			"limit": clampLimit(f.Limit),
 		})
 	return postgres.Collect(rows, err, "list threads", pgx.RowToStructByName[Thread])
 }
 
-// bounded returns the limit of a listing.
-func bounded(limit int) int {
+// clampLimit applies the default and the maximum of a listing.
+func clampLimit(limit int) int {
 	if limit <= 0 {
 		return 50
 	}
 	return min(limit, 500)
 }
 
-// HeldThread is a row of the view agent_thread_locks: a thread that an execution holds.
+// HeldThread is a row of the view agent_thread_locks: a thread with a held lane.
 type HeldThread struct {
 	ThreadID          string    `json:"thread_id"`
-	ActiveExecutionID *string   `json:"active_execution_id"` // nil: the holder is no execution
+	ActiveExecutionID *string   `json:"active_execution_id"` // nil if the holder is not an execution
 	ExecutionLockedAt time.Time `json:"execution_locked_at"` // the last send or renewal
 	LockMinutes       int       `json:"lock_minutes"`
 	ParticipantName   string    `json:"participant_name"`
@@ -185,8 +185,8 @@ type Kind string
 
 // The kinds of owners. Keys, visitors, flows and webhooks can also get access to a thread.
 const (
-	ByKey     Kind = "key"     // a chat key: the backend that holds it speaks for its users
-	ByVisitor Kind = "visitor" // a visitor of a key that browsers hold, identified by a secret
+	ByKey     Kind = "key"     // a chat key, held by a backend
+	ByVisitor Kind = "visitor" // a visitor of a browser's chat key, identified by a secret
 	ByFlow    Kind = "flow"
 	ByWebhook Kind = "webhook" // an endpoint
 	ByChannel Kind = "channel" // webhook or log
@@ -218,8 +218,8 @@ var generatedID = regexp.MustCompile(`^th_([0-9A-HJKMNP-TV-Z]{26}|[0-9a-f]{32})$
 // IsGenerated reports whether a name has the form that only the agent generates.
 func IsGenerated(name string) bool { return generatedID.MatchString(name) }
 
-// Resolve returns the id of p's thread of a name. known is false when there is none; id is then the id of a new thread.
-// Another owner's thread of that name does not count.
+// Resolve returns the id of p's thread of a name. If there is none, known is false and id is the one that [Open] would
+// assign. It ignores threads of other owners.
 func Resolve(ctx context.Context, db postgres.DB, p Principal, name string) (id string, known bool, err error) {
 	if err := CheckID(name); err != nil {
 		return "", false, fmt.Errorf("find thread: %w", err)
@@ -241,8 +241,9 @@ func QueueResolve(b *pgx.Batch, p Principal, name string, id *string, known *boo
 		QueryRow(func(row pgx.Row) error { return row.Scan(id, known) })
 }
 
-// Open returns p's thread of t's name, or of its id without a name. made reports that it was created, with t's channel
-// (default chat), target, agent, participant and idle time. [ErrForeign]: another owner has the id.
+// Open returns p's thread of the name t.Name, or t.ID without a name. If there is none, Open creates it with t's
+// channel (default chat), target, agent, participant and idle time, and made is true. [ErrForeign]: another owner has
+// the id.
 func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Thread, made bool, err error) {
 	name := t.Name
 	if name == "" {
@@ -252,7 +253,7 @@ func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Threa
 		return Thread{}, false, fmt.Errorf("open thread: %w", err)
 	}
 	if (p.Kind == ByVisitor) != (p.Proof != "") {
-		return Thread{}, false, errors.New("open thread: a visitor, and no other principal, has a secret")
+		return Thread{}, false, errors.New("open thread: Principal.Proof is for visitors only, and required for them")
 	}
 	var id string
 	b := &pgx.Batch{}
@@ -295,8 +296,8 @@ func queueOpen(b *pgx.Batch, p Principal, name string, t Thread, id *string, mad
 	})
 }
 
-// OpenLocked is [Open] and [Lock] of p's thread of t's name and id, in one round trip. Statements that queue adds run
-// under the lock. [ErrForeign]: p's thread of that name is none, or another one.
+// OpenLocked is [Open] and [Lock] in one round trip. Statements that queue adds run under the row lock. [ErrForeign]:
+// p has another thread of that name, or another owner has the id.
 func OpenLocked(
 	ctx context.Context, tx pgx.Tx, p Principal, t Thread, queue func(b *pgx.Batch),
 ) (got Thread, err error) {
@@ -313,7 +314,7 @@ func OpenLocked(
 	})
 	queue(b)
 	known := true
-	if err = tx.SendBatch(ctx, b).Close(); err == nil && id == "" { // another transaction created it during this one
+	if err = tx.SendBatch(ctx, b).Close(); err == nil && id == "" { // created concurrently
 		id, known, err = Resolve(ctx, tx, p, t.Name)
 	}
 	if err == nil && (!known || id != t.ID) {
@@ -325,9 +326,9 @@ func OpenLocked(
 	return got, nil
 }
 
-// Ensure returns the thread of an id and creates it if it is missing; made reports that. It acts for the agent. In an
-// execution the flow owns a new thread, and a thread without access for it is [ErrForeign]. Otherwise the admin owns it
-// and has access to all. The chat key t.Owner, where set, gets access to a new thread under its id.
+// Ensure returns the thread t.ID and creates it if it is missing; made reports that. In an execution its flow owns a
+// new thread, and [ErrForeign] reports a thread that the execution cannot access. Otherwise the admin owns it. The
+// chat key t.Owner, if set, gets access to a new thread.
 func Ensure(ctx context.Context, db postgres.DB, t Thread) (got Thread, made bool, err error) {
 	p := Admin
 	x, inside := executions.Current(ctx)
@@ -354,30 +355,30 @@ func Ensure(ctx context.Context, db postgres.DB, t Thread) (got Thread, made boo
 	return got, made, err
 }
 
-// OpenForFlow checks that an admin may start a flow in a thread, and creates the thread for the flow if it is missing.
-// [ErrNotFound]: it belongs to a key, a visitor or an endpoint, and neither the flow nor parent has access.
+// OpenForFlow checks that a flow may start in a thread, and creates the thread if it is missing. [ErrNotFound]: a key,
+// a visitor or an endpoint owns it, and neither the flow nor parent has access.
 func OpenForFlow(ctx context.Context, db postgres.DB, id, flow, parent, agent string) error {
 	if err := CheckID(id); err != nil {
 		return fmt.Errorf("open thread: %w", err)
 	}
 	if flow == "" {
-		return fmt.Errorf("open thread %q: name the flow that creates it", id)
+		return fmt.Errorf("open thread %q: the flow is required", id)
 	}
 	var err error
-	if !IsGenerated(id) { // such an id cannot be chosen
+	if !IsGenerated(id) { // callers cannot choose generated ids
 		_, err = db.Exec(ctx, `
 			insert into agent_threads (id, channel, agent, owner, owner_kind)
 			values (@id, 'chat', coalesce(nullif(@agent, ''), 'agent'), @flow, 'flow') on conflict (id) do nothing`,
 			postgres.Strict{"id": id, "flow": flow, "agent": postgres.Text(agent)})
 	}
 	var may bool
-	if err == nil { // a start in the thread of another flow gives access
+	if err == nil { // starting in the thread of another flow grants access
 		err = db.QueryRow(ctx, `
 			select exists (select from agent_threads where id = @id and owner_kind = 'flow')
 			    or lanekeeper.agent_flow_may_join(@id, @flow, nullif(@parent, '')::uuid)`,
 			postgres.Strict{"id": id, "flow": flow, "parent": parent}).Scan(&may)
 	}
-	if err == nil && !may { // as if it did not exist
+	if err == nil && !may { // hide that it exists
 		err = ErrNotFound
 	}
 	if err != nil {
@@ -386,7 +387,7 @@ func OpenForFlow(ctx context.Context, db postgres.DB, id, flow, parent, agent st
 	return nil
 }
 
-// MayJoin reports whether an execution has access to a thread; true for an unused id.
+// MayJoin reports whether an execution has access to a thread; true if no thread has the id.
 func MayJoin(ctx context.Context, db postgres.DB, thread, execution string) (bool, error) {
 	var may bool
 	err := db.QueryRow(ctx, `

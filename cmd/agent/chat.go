@@ -27,9 +27,9 @@ func (c *cli) chatCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "chat [MESSAGE]",
 		Short: "Talk to the agent as a visitor",
-		Long: `Talk to the agent as a visitor, with visitor skills only. MESSAGE runs one turn; a pipe runs one turn per line; a
-terminal is interactive. The answer goes to stdout, the thread id to stderr; continue with --thread. ^C cancels the
-turn; at the prompt ^C and ^D leave. --file attaches files to the first message.`,
+		Long: `Talk to the agent as a visitor, with visitor skills only. MESSAGE runs one turn; a pipe runs one turn per
+		line; a terminal is interactive. The answer goes to stdout, the thread id to stderr; continue with --thread. ^C cancels
+		the turn; at the prompt, ^C or ^D exits. --file attaches files to the first message.`,
 		Example: "  agent chat\n  agent chat 'when do you open?'\n  agent chat --thread th_… 'and on Sundays?' --json\n  " +
 			"agent chat --thread th_… --file damage.jpg 'here it is'",
 		Args: messageArg,
@@ -48,8 +48,6 @@ turn; at the prompt ^C and ^D leave. --file attaches files to the first message.
 				switch {
 				case len(args) > 0:
 					return chatting.send(ctx, args[0])
-				case len(files) > 0 && !terminal(c.in):
-					return chatting.send(ctx, "")
 				case !c.json && terminal(c.in) && terminal(c.out):
 					return chatting.interact(ctx)
 				}
@@ -92,8 +90,7 @@ func (c *cli) storeFiles(ctx context.Context, s *session, paths []string) (ids [
 	return ids, nil
 }
 
-// grantCLIAccess opens a thread to the command line, which has the whole database anyway. Threads of visitors stay
-// private.
+// grantCLIAccess grants the command line access to a thread, unless a chat key or a visitor owns it.
 func grantCLIAccess(ctx context.Context, s *session, thread string) error {
 	if thread == "" {
 		return nil
@@ -109,7 +106,7 @@ func grantCLIAccess(ctx context.Context, s *session, thread string) error {
 	}
 	if _, err = threads.Grant(ctx, s.pool, thread, threads.Key(cliVisitor), thread,
 		commandLine); errors.Is(err, threads.ErrTaken) {
-		return nil // the name refers to its own thread
+		return nil // the command line has a thread of this name
 	}
 	return err
 }
@@ -158,10 +155,14 @@ func (v *chatSession) send(ctx context.Context, text string) error {
 }
 
 func (v *chatSession) sendLines(ctx context.Context) error {
-	return v.eachLine(ctx, func(line string) (bool, error) { return true, v.send(ctx, line) })
+	err := v.eachLine(ctx, func(line string) (bool, error) { return true, v.send(ctx, line) })
+	if err == nil && len(v.files) > 0 { // there was no line to send them with
+		err = v.send(ctx, "")
+	}
+	return err
 }
 
-// interact reads messages from a terminal. An interrupt cancels the turn; at the prompt it ends the conversation.
+// interact reads messages from a terminal. An interrupt cancels the current turn, or exits at the prompt.
 func (v *chatSession) interact(ctx context.Context) error {
 	signal.Reset(os.Interrupt)
 	interrupts := make(chan os.Signal, 1)
@@ -222,7 +223,7 @@ func (v *chatSession) sendInterruptible(ctx context.Context, interrupts <-chan o
 	}()
 	select {
 	case <-done:
-		if err != nil {
+		if err != nil && ctx.Err() == nil {
 			v.infof("%s", printable(err.Error()))
 		}
 	case <-interrupts:

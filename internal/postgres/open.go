@@ -18,27 +18,25 @@ const (
 	defaultApplicationName = "agent"
 	connectTimeout         = 10 * time.Second
 	connectRetryEvery      = 250 * time.Millisecond
-	// A session that is idle in a transaction for so long is ended. A paused process keeps its locks no longer.
+	// The server ends a session that is idle in a transaction for this long, so a paused process loses its locks.
 	idleInTransaction = time.Minute
 	readCommitted     = "read committed"
 	utf8              = "UTF8"
 )
 
-// Options tune [Open]; the zero value is right for a server process. What the connection string
-// says (pool_max_conns, application_name, connect_timeout, default_query_exec_mode,
-// idle_in_transaction_session_timeout, pool_ping_timeout, and what a session is asked to be like) wins.
+// Options configure [Open]. The zero value suits a server process. The connection string overrides them, and all
+// session parameters except default_transaction_isolation.
 type Options struct {
-	MaxConns        int32         // most connections of the pool; 16 when 0
-	ApplicationName string        // name shown in pg_stat_activity; "agent" when empty
-	ConnectWait     time.Duration // how long to retry while the server cannot be reached or starts up; 0 tries once
-	IdleTransaction time.Duration // how long a transaction may be left alone until the server ends it; a minute when 0
-	// Reserve says how many of the most connections are left to pools of [Reserve]; nil for none.
-	Reserve func(most int32) int32
+	MaxConns        int32         // maximum size of the pool; default 16
+	ApplicationName string        // shown in pg_stat_activity; default "agent"
+	ConnectWait     time.Duration // how long to retry an unreachable or starting server; 0 tries once
+	IdleTransaction time.Duration // idle_in_transaction_session_timeout; default 1 minute
+	// Reserve returns how many of maxConns are left to pools made by [Reserve]. Nil reserves none.
+	Reserve func(maxConns int32) int32
 }
 
-// Open returns a pool for url (a URL or a key=value string) whose server has answered. The error
-// says whether the server cannot be reached, refuses the user or has no such database, and what to
-// do; it never contains the password. The caller closes the pool.
+// Open connects once and returns a pool for url, a URL or a key=value string. The error names the cause (unreachable
+// server, rejected user, missing database) and a remedy, never the password. The caller closes the pool.
 func Open(ctx context.Context, url string, opts Options) (*pgxpool.Pool, error) {
 	config, err := parse(url, opts)
 	if err != nil {
@@ -61,9 +59,8 @@ func Open(ctx context.Context, url string, opts Options) (*pgxpool.Pool, error) 
 	return pool, nil
 }
 
-// Reserve returns another pool to the database of pool, which was made by [Open], with at most n connections that
-// nobody takes who has only that one. Where no pooler is in between, its statements wait for a lock for a second at
-// most, unless they say otherwise, and fail with SQLSTATE 55P03 then. It opens no connection yet. The caller closes it.
+// Reserve returns a second pool, of at most n connections, to the database of pool. Users of pool cannot exhaust it.
+// Without a pooler its lock_timeout is one second (SQLSTATE 55P03). It connects lazily. The caller closes it.
 func Reserve(ctx context.Context, pool *pgxpool.Pool, n int32) (*pgxpool.Pool, error) {
 	config := pool.Config()
 	config.MaxConns, config.MinConns, config.MinIdleConns = n, 0, 0
@@ -85,7 +82,7 @@ func Reserve(ctx context.Context, pool *pgxpool.Pool, n int32) (*pgxpool.Pool, e
 	return reserved, nil
 }
 
-// Dialer opens single connections to the database of pool, outside its limit: what [Listener] needs.
+// Dialer returns a function that opens connections to the database of pool, outside its limit. [Listener] needs one.
 func Dialer(pool *pgxpool.Pool) func(ctx context.Context) (*pgx.Conn, error) {
 	config := pool.Config().ConnConfig
 	return func(ctx context.Context) (*pgx.Conn, error) {
@@ -93,17 +90,16 @@ func Dialer(pool *pgxpool.Pool) func(ctx context.Context) (*pgx.Conn, error) {
 	}
 }
 
-// Pooled reports whether pool, made by [Open], ended at a connection pooler when it was opened: then LISTEN has no
-// effect on its connections, and nothing may be kept in a session.
+// Pooled reports whether pool, made by [Open], goes through a connection pooler. LISTEN and session state do not work
+// there.
 func Pooled(pool *pgxpool.Pool) bool {
 	g, ok := pool.Config().ConnConfig.Tracer.(guard)
 	return ok && g.pooled
 }
 
-// cutsPassword reports whether an @ stands behind the user information of a URL, which ends at the first @, as in
-// libpq, or before a slash. Then a password had an @ or a slash in it, and errors would name a piece of it as the host
-// or as the database.
-func cutsPassword(url string) bool {
+// hasUnescapedPassword reports whether the password of a URL contains an unescaped @ or slash. The parser would take
+// the rest of the password for the host or the database, and errors would print it.
+func hasUnescapedPassword(url string) bool {
 	scheme, rest, found := strings.Cut(url, "://")
 	if !found || !strings.HasPrefix(scheme, "postgres") {
 		return false
@@ -129,8 +125,8 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 			errors.New("open database: no connection string: set DATABASE_URL=postgres://user:password@host:5432/name")
 	}
 	config, err := pgxpool.ParseConfig(url)
-	if err != nil || cutsPassword(url) {
-		// The parser's own text can quote a piece of the password, so it is not passed on.
+	if err != nil || hasUnescapedPassword(url) {
+		// The parser's error can quote part of the password, so it is dropped.
 		return nil, errors.New("open database: cannot read the connection string: write " +
 			"postgres://user:password@host:5432/name, " +
 			"with special characters in the password percent-encoded (@ is %40, # is %23, / is %2F, ? is %3F)")
@@ -145,11 +141,7 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 		config.MaxConns -= opts.Reserve(config.MaxConns)
 	}
 	if config.ConnConfig.RuntimeParams["application_name"] == "" {
-		name := opts.ApplicationName
-		if name == "" {
-			name = defaultApplicationName
-		}
-		config.ConnConfig.RuntimeParams["application_name"] = name
+		config.ConnConfig.RuntimeParams["application_name"] = cmp.Or(opts.ApplicationName, defaultApplicationName)
 	}
 	if config.ConnConfig.ConnectTimeout == 0 {
 		config.ConnConfig.ConnectTimeout = connectTimeout
@@ -165,23 +157,22 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 	return config, nil
 }
 
-// route is what one connection told about the way to the server.
+// route describes the path to the server, as seen by one probe.
 type route struct {
-	pooled    bool   // another process than the announced one answers: a pooler is in between
-	isolation string // the isolation level a statement gets when nobody asks
-	encoding  string // of the database
+	pooled    bool   // through a connection pooler
+	isolation string // default_transaction_isolation
+	encoding  string // server_encoding
 }
 
-// asked is what a session is to be like where no pooler is in between, whatever the server, the database and the role
-// set: no just-in-time compilation, which costs short statements far more than it saves; times, spans and texts that
-// are written, and read again, in one way alone; no end for being idle, which listening is.
-var asked = map[string]string{
+// sessionDefaults are the session parameters of connections without a pooler. JIT costs short statements more than it
+// saves. Fixed formats parse the same under every server setting. LISTEN needs idle_session_timeout off.
+var sessionDefaults = map[string]string{
 	"jit": "off", "timezone": "UTC", "datestyle": "ISO", "intervalstyle": "postgres", "client_encoding": utf8,
 	"standard_conforming_strings": "on", "array_nulls": "on", "idle_session_timeout": "0",
 }
 
-// adapt makes config fit the way to the server. What a session is to be like is sent as startup parameters, of which
-// PgBouncer refuses some, so they are only sent when no pooler is there.
+// adapt configures the session for the route. PgBouncer rejects some startup parameters, so they are sent only without
+// a pooler.
 func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) error {
 	config.Tracer = guard{moved: &moved{}, refused: &refusals{}, pooled: r.pooled}
 	if !strings.Contains(url, "default_query_exec_mode") {
@@ -193,13 +184,15 @@ func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) err
 	switch {
 	case r.encoding != utf8:
 		return &openError{
-			target(config), fmt.Sprintf("its encoding is %q and must be %q", r.encoding, utf8),
-			"make another with createdb --encoding=UTF8 --template=template0 agent, and name it in DATABASE_URL", nil,
+			target(config), fmt.Sprintf("database encoding is %q, must be %q", r.encoding, utf8),
+			"create a database with createdb --encoding=UTF8 --template=template0 agent and set DATABASE_URL to it", nil,
 		}
 	case r.pooled && r.isolation != readCommitted:
-		return fmt.Errorf("open database: its default isolation level is %q and must be %q: run alter database %s set "+
-			"default_transaction_isolation = 'read committed'",
-			r.isolation, readCommitted, pgx.Identifier{config.Database}.Sanitize())
+		return &openError{
+			target(config), fmt.Sprintf("default isolation level is %q, must be %q", r.isolation, readCommitted),
+			"run alter database " + pgx.Identifier{config.Database}.Sanitize() +
+				" set default_transaction_isolation = 'read committed'", nil,
+		}
 	case r.pooled:
 		return nil
 	}
@@ -207,7 +200,7 @@ func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) err
 	for name := range config.RuntimeParams {
 		given[strings.ToLower(name)] = true
 	}
-	for name, value := range asked {
+	for name, value := range sessionDefaults {
 		if !given[name] {
 			config.RuntimeParams[name] = value
 		}
@@ -215,7 +208,7 @@ func (r route) adapt(config *pgx.ConnConfig, url string, idle time.Duration) err
 	if !given["idle_in_transaction_session_timeout"] {
 		config.RuntimeParams["idle_in_transaction_session_timeout"] = strconv.FormatInt(idle.Milliseconds(), 10)
 	}
-	config.RuntimeParams["default_transaction_isolation"] = readCommitted // also where the default is changed later
+	config.RuntimeParams["default_transaction_isolation"] = readCommitted // also if the server default changes later
 	return nil
 }
 
@@ -249,8 +242,7 @@ func probe(ctx context.Context, config *pgx.ConnConfig) (r route, err error) {
 	return r, err
 }
 
-// pooled reports whether conn ends at a pooler: PgBouncer and its like announce a process id of
-// their own making, not the one of the server process that answers.
+// pooled reports whether conn goes through a pooler: PgBouncer announces a process id that is not the backend's.
 func pooled(ctx context.Context, conn *pgx.Conn) (bool, error) {
 	var pid uint32
 	if err := conn.QueryRow(ctx, "select pg_backend_pid()::bigint", pgx.QueryExecModeExec).Scan(&pid); err != nil {

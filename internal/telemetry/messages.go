@@ -43,7 +43,7 @@ func messages(raw json.RawMessage, asked bool) string {
 	case !asked && json.Unmarshal(raw, &answer) == nil && answer.Role != "":
 		list = []said{answer}
 	default:
-		return kept(raw)
+		return redacted(raw)
 	}
 	converted := make([]message, len(list))
 	for i, m := range list {

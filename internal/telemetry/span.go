@@ -16,13 +16,13 @@ import (
 )
 
 const (
-	maxName    = 120      // of a span: a model may call a tool what it likes
-	maxContent = 16 << 10 // of an attribute that has content, as in the log
+	maxName    = 120      // of a span: a model may invent any tool name
+	maxContent = 16 << 10 // of a content attribute, as in the activity log
 	maxMessage = 4 << 10
-	provider   = "openai" // the protocol that is spoken; who answers is not known
+	provider   = "openai" // the wire protocol; the actual provider is unknown
 )
 
-// span is a finished piece of work as it is sent.
+// span is a finished span, before conversion to OpenTelemetry.
 type span struct {
 	trace      trace.ID
 	id, parent string // 16 hex digits; parent is empty at the root
@@ -32,10 +32,10 @@ type span struct {
 	attributes []attribute.KeyValue
 	links      []trace.Remote
 	failed     bool
-	message    string // why
+	message    string // error message if failed
 }
 
-// spans makes the spans of what was read. A row whose trace id is none of ours cannot be shown.
+// spans converts rows to spans. It skips rows with an invalid trace id.
 func (f found) spans(content bool) []span {
 	var all []span
 	owner := map[string]runRow{}
@@ -52,15 +52,15 @@ func (f found) spans(content bool) []span {
 	valid := all[:0]
 	for _, s := range all {
 		if s.trace.Valid() {
-			valid = append(valid, s.within(s.end))
+			valid = append(valid, s.clampEnd(s.end))
 		}
 	}
 	return valid
 }
 
-// within lets a span end at a moment at the latest, and never before it began. What one statement ends, such as a
-// phase and a call in it at a cancel, ends microseconds apart.
-func (s span) within(latest time.Time) span {
+// clampEnd moves the end of a span to latest at most, and to its start at least. One statement ends a phase and the
+// call in it microseconds apart.
+func (s span) clampEnd(latest time.Time) span {
 	if s.end.After(latest) && !s.start.After(latest) {
 		s.end = latest
 	}
@@ -82,18 +82,18 @@ func (r runRow) span() span {
 	case r.RootID != nil && *r.RootID != r.ID:
 		s.parent = trace.SpanID(*r.RootID)
 	}
-	s.links = append(s.links, linked(r.ParentID, r.ParentTrace, r.TraceID)...)
-	s.links = append(s.links, linked(r.ForkedFrom, r.ForkedTrace, r.TraceID)...)
+	s.links = append(s.links, crossTraceLink(r.ParentID, r.ParentTrace, r.TraceID)...)
+	s.links = append(s.links, crossTraceLink(r.ForkedFrom, r.ForkedTrace, r.TraceID)...)
 	for _, header := range r.Links {
 		if remote, ok := trace.ParseTraceparent(header); ok {
 			s.links = append(s.links, remote)
 		}
 	}
 	operation, target, named := opWorkflow, r.Flow, genWorkflowName
-	if r.turn() {
+	if r.isTurn() {
 		operation, target, named = opAgent, r.Agent, genAgentName
 	}
-	s.name = title(operation, target)
+	s.name = spanName(operation, target)
 	s.attributes = set(
 		text(genOperation, operation), text(named, target), text(genAgentName, r.Agent), text(genConversation, r.ThreadID),
 		text(agentTraceRef, r.TraceID), text(agentSurface, r.Surface), text(agentExecution, r.ID), text(agentFlow, r.Flow),
@@ -112,13 +112,13 @@ func (r runRow) span() span {
 	return s
 }
 
-// turn reports whether an execution is one agent's turn, as against a process that may have several.
-func (r runRow) turn() bool {
+// isTurn reports whether an execution is a turn of one agent. A workflow may have turns of several.
+func (r runRow) isTurn() bool {
 	return r.Flow == "operate" || r.Flow == "chat" || r.Flow == "delegate"
 }
 
-// linked is the link to an execution of another trace.
-func linked(id *string, its, ours string) []trace.Remote {
+// crossTraceLink returns the link to an execution of another trace, if there is one.
+func crossTraceLink(id *string, its, ours string) []trace.Remote {
 	if id == nil || its == "" || its == ours || !trace.ID(its).Valid() {
 		return nil
 	}
@@ -128,7 +128,7 @@ func linked(id *string, its, ours string) []trace.Remote {
 func (w waitRow) span(of runRow) span {
 	s := span{
 		trace: trace.ID(of.TraceID), id: trace.SpanID(w.ExecutionID, "wait", w.Step), parent: trace.SpanID(w.ExecutionID),
-		name: title("wait", w.kind()), kind: oteltrace.SpanKindInternal, start: w.BeganAt, end: w.EndedAt,
+		name: spanName("wait", w.kind()), kind: oteltrace.SpanKindInternal, start: w.BeganAt, end: w.EndedAt,
 		attributes: set(
 			text(agentTraceRef, of.TraceID), text(agentSurface, of.Surface), text(agentExecution, w.ExecutionID),
 			text(agentWaitFor, w.kind()), text(agentStep, w.Step), attribute.Bool(agentTimedOut, w.TimedOut),
@@ -140,10 +140,10 @@ func (w waitRow) span(of runRow) span {
 	if s.start.After(s.end) {
 		s.start = s.end
 	}
-	return s.within(of.CompletedAt)
+	return s.clampEnd(of.CompletedAt)
 }
 
-// kind is what was waited for, by the event that ended it.
+// kind maps the event that ended a wait to the kind of the wait.
 func (w waitRow) kind() string {
 	switch w.Event {
 	case "MESSAGE_RECEIVED":
@@ -170,7 +170,7 @@ func (a activityRow) span(content bool) span {
 	s := span{
 		trace: trace.ID(a.TraceID), id: trace.SpanID(a.ID), start: a.CreatedAt, end: a.FinishedAt,
 		kind:   oteltrace.SpanKindInternal,
-		failed: a.Status == "error" || a.Status == "unknown", message: a.ErrorMessage,
+		failed: a.Status == "error" || a.Status == "unknown", message: redact.Text(a.ErrorMessage, maxMessage),
 	}
 	for _, above := range []*string{a.ParentID, a.RunID, a.RootID} {
 		if above != nil && *above != a.ID {
@@ -178,9 +178,9 @@ func (a activityRow) span(content bool) span {
 			break
 		}
 	}
-	var about []attribute.KeyValue
-	s.name, s.kind, about = a.describe()
-	s.attributes = append(about, set(
+	var specific []attribute.KeyValue
+	s.name, s.kind, specific = a.describe()
+	s.attributes = append(specific, set(
 		text(genConversation, a.ThreadID), text(agentTraceRef, a.TraceID), text(agentSurface, a.Surface),
 		text(agentExecution, deref(a.ExecutionID)), text(agentActivity, a.ID), text(agentKind, a.Kind),
 		text(agentStatus, a.Status),
@@ -195,62 +195,62 @@ func (a activityRow) span(content bool) span {
 	}
 	for _, latest := range []*time.Time{a.ParentEnded, a.RunEnded} {
 		if latest != nil {
-			s = s.within(*latest)
+			s = s.clampEnd(*latest)
 		}
 	}
 	return s
 }
 
-// describe is what the conventions say about a row of its kind.
-func (a activityRow) describe() (name string, kind oteltrace.SpanKind, about []attribute.KeyValue) {
+// describe returns the name, the kind and the attributes that the GenAI conventions define for a row's kind.
+func (a activityRow) describe() (name string, kind oteltrace.SpanKind, specific []attribute.KeyValue) {
 	switch a.Kind {
 	case "model":
-		about = set(
+		specific = set(
 			text(genOperation, opChat), text(genProvider, provider), text(genAgentName, a.Agent), text(genRequestModel, a.Model),
 			attribute.Int64(genInputTokens, number(a.PromptTokens)),
 			attribute.Int64(genOutputTokens, number(a.CompletionTokens)),
 			attribute.Float64(agentCost, a.CostUsd),
 		)
 		if a.Status == "success" {
-			about = append(about, text(genAnswerModel, a.Model))
+			specific = append(specific, text(genAnswerModel, a.Model))
 		}
 		if unknown := number(a.UnknownTokens); unknown > 0 {
-			about = append(about, attribute.Int64(agentUnknown, unknown))
+			specific = append(specific, attribute.Int64(agentUnknown, unknown))
 		}
 		if a.Estimated {
-			about = append(about, attribute.Bool(agentEstimated, true))
+			specific = append(specific, attribute.Bool(agentEstimated, true))
 		}
-		return title(opChat, a.Model), oteltrace.SpanKindClient, about
+		return spanName(opChat, a.Model), oteltrace.SpanKindClient, specific
 	case "call":
-		return title(opTool, a.SkillName), oteltrace.SpanKindInternal, set(
+		return spanName(opTool, a.SkillName), oteltrace.SpanKindInternal, set(
 			text(genOperation, opTool), text(genToolName, a.SkillName), text(genToolType, "function"),
 			text(genAgentName, a.Agent))
 	}
-	return title(a.Kind, a.SkillName), oteltrace.SpanKindInternal, set(text(genAgentName, a.Agent))
+	return spanName(a.Kind, a.SkillName), oteltrace.SpanKindInternal, set(text(genAgentName, a.Agent))
 }
 
-// content is what was said and given, for whoever asks for it. It was redacted when it was stored; what is done here
-// again costs little, and holds when a row was written by somebody else.
+// content returns the messages, arguments and results of a row. They were redacted when stored. Redacting again covers
+// rows that other programs wrote.
 func (a activityRow) content() []attribute.KeyValue {
-	in, out := genToolArguments, genToolResult
 	switch a.Kind {
 	case "model":
 		return set(text(genInputMessages, messages(a.Input, true)), text(genOutputMessages, messages(a.Output, false)))
 	case "call":
-		return set(text(in, kept(a.Input)), text(out, kept(a.Output)))
+		return set(text(genToolArguments, redacted(a.Input)), text(genToolResult, redacted(a.Output)))
 	}
 	return nil
 }
 
-func kept(raw json.RawMessage) string {
+// redacted returns raw, redacted and bounded, or "" for null.
+func redacted(raw json.RawMessage) string {
 	if len(raw) == 0 || string(raw) == "null" {
 		return ""
 	}
 	return string(redact.JSON(raw, maxContent))
 }
 
-// title is the name of a span: few words, from short lists.
-func title(operation, target string) string {
+// spanName joins an operation and its target, truncated. Names have low cardinality, as the conventions require.
+func spanName(operation, target string) string {
 	name := strings.TrimSpace(operation + " " + strings.ToValidUTF8(target, "\uFFFD"))
 	if len(name) > maxName {
 		name = strings.ToValidUTF8(name[:maxName], "") + "…"
@@ -258,29 +258,29 @@ func title(operation, target string) string {
 	return name
 }
 
-// text is an attribute; set leaves empty ones out.
+// text returns a string attribute. [set] drops empty ones.
 func text(key, value string) attribute.KeyValue {
 	return attribute.String(key, strings.ToValidUTF8(value, "\uFFFD"))
 }
 
-// set keeps what says something, the first of each name.
+// set returns the attributes without empty strings and repeated keys; the first of a key wins.
 func set(all ...attribute.KeyValue) []attribute.KeyValue {
 	seen := map[attribute.Key]bool{}
-	kept := make([]attribute.KeyValue, 0, len(all))
+	result := make([]attribute.KeyValue, 0, len(all))
 	for _, kv := range all {
 		if kv.Value.Type() == attribute.STRING && kv.Value.AsString() == "" || seen[kv.Key] {
 			continue
 		}
 		seen[kv.Key] = true
-		kept = append(kept, kv)
+		result = append(result, kv)
 	}
-	return kept
+	return result
 }
 
 func number(text string) int64 {
 	n, err := strconv.ParseInt(text, 10, 64)
 	if err != nil {
-		return 0 // a row that somebody else wrote
+		return 0 // a row that another program wrote
 	}
 	return max(n, 0)
 }
@@ -292,7 +292,7 @@ func deref(s *string) string {
 	return *s
 }
 
-// spanID and traceID are the bytes of hex digits that this package made, or checked.
+// spanID and traceID decode hex digits that are known to be valid.
 func spanID(digits string) (id oteltrace.SpanID) {
 	raw, _ := hex.DecodeString(digits)
 	copy(id[:], raw)

@@ -11,8 +11,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
-// restartNotice follows the text of a failed model call when a client has seen it.
-const restartNotice = "\n\n(The answer was cut off; it begins again.)\n\n"
+// restartNotice separates the text of a failed model call from its retry, if a client has seen that text.
+const restartNotice = "\n\n(The answer was interrupted and starts again.)\n\n"
 
 // bytesPerToken converts a limit in tokens to one in bytes.
 const bytesPerToken = 4
@@ -24,15 +24,15 @@ type feed struct {
 	text           string
 	settled        int             // bytes of finished model calls; they never change
 	attempt        int             // where the text of the current model call starts
-	separator      string          // precedes the next text
+	separator      string          // inserted before the next text
 	limit          int             // bytes; 0 is no limit
 	truncated      bool            // the limit cut text off
-	shown          bool            // a client was sent text
+	shown          bool            // a client has received text
 	startedHere    bool            // this process started the turn, and its client waits here
 	runsHere       bool            // this process runs the turn now
 	claim          int64           // the claim of the current or last run here
 	stored         *storedMessages // of a turn that was started here; nil for others
-	tool           string          // the tool that runs; "" for none
+	tool           string          // the running tool, or ""
 	awaitsApproval bool            // this turn, or the turn before it, waits for an approval
 	end            *executions.Execution
 	changed        chan struct{}
@@ -51,11 +51,11 @@ type view struct {
 	changed        <-chan struct{}
 }
 
-// snapshot returns the current state. shows says that the caller sends the text to a client.
-func (f *feed) snapshot(shows bool) view {
+// snapshot returns the current state. show records that a client receives the text.
+func (f *feed) snapshot(show bool) view {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.shown = f.shown || shows && f.text != ""
+	f.shown = f.shown || show && f.text != ""
 	return view{
 		text: f.text, truncated: f.truncated, runsHere: f.runsHere, tool: f.tool,
 		awaitsApproval: f.awaitsApproval, end: f.end, changed: f.changed,
@@ -67,17 +67,22 @@ func (f *feed) update(change func()) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	change()
+	f.wake()
+}
+
+// wake notifies the followers. The caller holds mu.
+func (f *feed) wake() {
 	close(f.changed)
 	f.changed = make(chan struct{})
 }
 
-// start starts a run under a claim. said is the final text of earlier claims.
-func (f *feed) start(claim int64, said string, limit int) {
+// start starts a run under a claim. earlier is the final text of earlier claims.
+func (f *feed) start(claim int64, earlier string, limit int) {
 	f.update(func() {
 		f.claim = claim
-		f.text, f.settled, f.attempt, f.separator, f.limit = said, len(said), len(said), "", limit
+		f.text, f.settled, f.attempt, f.separator, f.limit = earlier, len(earlier), len(earlier), "", limit
 		f.truncated, f.runsHere, f.tool, f.awaitsApproval, f.end = false, true, "", false, nil
-		if said != "" {
+		if earlier != "" {
 			f.separator = "\n\n"
 		}
 	})
@@ -130,7 +135,7 @@ func (f *feed) retryCall() {
 }
 
 // finalText appends the final answer unless the text ends with it, and returns the whole text.
-func (f *feed) finalText(answer string) (text string, full bool) {
+func (f *feed) finalText(answer string) (text string, truncated bool) {
 	v := f.snapshot(false)
 	if !v.truncated && !strings.HasSuffix(strings.TrimSpace(v.text), answer) {
 		f.update(func() {
@@ -144,7 +149,7 @@ func (f *feed) finalText(answer string) (text string, full bool) {
 	return v.text, v.truncated
 }
 
-// draft returns the text as other processes read it.
+// draft returns the text that other processes may read.
 func (f *feed) draft() threads.Draft {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -160,10 +165,10 @@ func (f *feed) detach(claim int64) {
 // setAwaitsApproval records whether an earlier turn of the thread waits for an approval.
 func (f *feed) setAwaitsApproval(waits bool) {
 	f.mu.Lock()
-	same := f.awaitsApproval == waits
-	f.mu.Unlock()
-	if !same {
-		f.update(func() { f.awaitsApproval = waits })
+	defer f.mu.Unlock()
+	if f.awaitsApproval != waits {
+		f.awaitsApproval = waits
+		f.wake()
 	}
 }
 
@@ -192,14 +197,15 @@ func (f *feed) finish(x executions.Execution) {
 // setRemote sets the text of a turn that another process runs.
 func (f *feed) setRemote(text string, awaitsApproval bool) {
 	f.mu.Lock()
-	same := f.runsHere || f.text == text && f.awaitsApproval == awaitsApproval
-	f.mu.Unlock()
-	if !same {
-		f.update(func() { f.text, f.awaitsApproval = text, awaitsApproval })
+	defer f.mu.Unlock()
+	if f.runsHere || f.text == text && f.awaitsApproval == awaitsApproval {
+		return
 	}
+	f.text, f.awaitsApproval = text, awaitsApproval
+	f.wake()
 }
 
-// feeds has the feeds in use, by execution id.
+// feeds holds the feeds in use, by execution id.
 type feeds struct {
 	mu   sync.Mutex
 	used map[string]*sharedFeed
@@ -232,7 +238,7 @@ func (s *feeds) join(id string) (f *feed, release func()) {
 	})
 }
 
-// textOf returns the text of an execution. ok is false when it does not run here.
+// textOf returns the text of an execution. ok is false if it does not run in this process.
 func (s *feeds) textOf(id string) (text string, ok bool) {
 	s.mu.Lock()
 	u := s.used[id]

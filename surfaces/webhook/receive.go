@@ -28,7 +28,7 @@ import (
 type Receipt struct {
 	TraceID    string `json:"trace_id"`
 	DeliveryID string `json:"delivery_id"`
-	// Conflict reports a different body under an earlier id. It is stored for the admin and not processed.
+	// Conflict reports that an earlier delivery has this id and another body. The new body is stored, not processed.
 	Conflict bool `json:"conflict,omitempty"`
 }
 
@@ -54,7 +54,7 @@ func (s *Surface) Receive() http.Handler {
 	})
 }
 
-// expected is known before the body is read.
+// expected is the endpoint and the verifier of a request, known before its body is read.
 type expected struct {
 	endpoint webhooks.Endpoint
 	verifier signature.Verifier
@@ -78,12 +78,12 @@ func (s *Surface) expect(r *http.Request) (expected, error) {
 	}
 	e, err := webhooks.GetEndpoint(r.Context(), s.requestPool(), r.PathValue("endpoint"))
 	if errors.Is(err, webhooks.ErrNotFound) || err == nil && !e.Enabled {
-		return expected{}, problem.New(http.StatusNotFound, "there is no such endpoint")
+		return expected{}, problem.New(http.StatusNotFound, "no such endpoint")
 	}
 	if err != nil {
 		return expected{}, err
 	}
-	// A missing header is the sender's error, even if our setup is wrong too.
+	// Check the header before the secrets: a request without a signature is a 401, even if a secret is missing.
 	if err := e.Verifier(nil).Before(r.Header, s.now()); err != nil {
 		return expected{}, s.rejectionError(r.Context(), e.Name, err)
 	}
@@ -128,12 +128,12 @@ func (s *Surface) checkBearer(r *http.Request, e webhooks.Endpoint, secrets []st
 	return err
 }
 
-// rejectionError maps a failed verification to a problem. An error of our setup, such as a missing secret, is a 500,
-// so the sender retries.
+// rejectionError maps a failed verification to a problem. A setup error, such as a missing secret, is a 500: the sender
+// retries.
 func (s *Surface) rejectionError(ctx context.Context, endpoint string, err error) error {
 	if !errors.Is(err, signature.ErrRefused) {
 		s.logRejection(ctx, endpoint, "setup", err)
-		return problem.New(http.StatusInternalServerError, "this endpoint cannot verify requests now; the log has the cause")
+		return problem.New(http.StatusInternalServerError, "this endpoint cannot verify requests; see the server log")
 	}
 	s.report(endpoint, "refused")
 	s.logRejection(ctx, endpoint, "signature", err)
@@ -145,17 +145,17 @@ func (s *Surface) writeJSON(w http.ResponseWriter, r *http.Request, status int, 
 	w.Header().Set("Cache-Control", "no-store")
 	w.WriteHeader(status)
 	if err := json.NewEncoder(w).Encode(v); err != nil {
-		s.Logger.DebugContext(r.Context(), "answer not written", "error", err)
+		s.Logger.DebugContext(r.Context(), "response not written", "error", err)
 	}
 }
 
 type storedDelivery struct {
 	webhooks.Delivery
-	isNew    bool // it came for the first time
-	conflict bool // it came before, with another body
+	isNew    bool // first delivery with this id
+	conflict bool // an earlier delivery has this id and another body
 }
 
-// receive checks header and limit, reads, verifies, parses and stores a delivery, in this order.
+// receive checks the header, reads, verifies and parses the body, and stores the delivery.
 func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (storedDelivery, error) {
 	ctx := trace.WithCaller(r.Context(), r.Header.Get("Traceparent"))
 	known, err := s.expect(r)
@@ -171,13 +171,13 @@ func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (storedDeliver
 		return storedDelivery{}, s.rejectionError(ctx, e.Name, err)
 	}
 	if in.Value, err = webhooks.Parse(in.Body, e.Settings.Format); err != nil {
-		return storedDelivery{}, problem.New(http.StatusBadRequest, "%s; this endpoint takes %s", err, e.Settings.Format).
+		return storedDelivery{}, problem.New(http.StatusBadRequest, "%s; expected %s", err, e.Settings.Format).
 			Kind("unparsable", "Unparsable body")
 	}
 	id, err := e.DeliveryID(in)
 	if err != nil {
-		return storedDelivery{}, problem.New(http.StatusBadRequest, "no delivery id: %s",
-			err).Kind("no-delivery-id", "No delivery id")
+		return storedDelivery{}, problem.New(http.StatusBadRequest, "no delivery id: %s", err).
+			Kind("no-delivery-id", "No delivery id")
 	}
 	return s.store(ctx, e, id, in)
 }
@@ -191,28 +191,27 @@ func (s *Surface) now() time.Time {
 	return s.Now()
 }
 
-// readBody reads the whole body.
-func readBody(w http.ResponseWriter, r *http.Request, most int64) ([]byte, error) {
-	if r.ContentLength > most {
-		return nil, tooLarge(most)
+// readBody reads the body, up to maxBytes.
+func readBody(w http.ResponseWriter, r *http.Request, maxBytes int64) ([]byte, error) {
+	if r.ContentLength > maxBytes {
+		return nil, tooLarge(maxBytes)
 	}
-	body, err := admission.All(w, r, most)
+	body, err := admission.All(w, r, maxBytes)
 	large, isLarge := errors.AsType[*admission.TooLarge](err)
 	switch {
 	case isLarge:
 		return nil, tooLarge(large.Most)
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return nil, problem.New(http.StatusRequestTimeout, "the body did not come in time")
+		return nil, problem.New(http.StatusRequestTimeout, "timed out reading the body")
 	case err != nil:
-		return nil, problem.New(http.StatusBadRequest, "the body ends too early or cannot be read").Kind("unparsable",
-			"Unparsable body")
+		return nil, problem.New(http.StatusBadRequest, "the body is truncated or cannot be read").
+			Kind("unparsable", "Unparsable body")
 	}
 	return body, nil
 }
 
-func tooLarge(most int64) error {
-	return problem.New(http.StatusRequestEntityTooLarge, "the body is larger than the %d bytes that this endpoint takes",
-		most)
+func tooLarge(maxBytes int64) error {
+	return problem.New(http.StatusRequestEntityTooLarge, "the body exceeds this endpoint's limit of %d bytes", maxBytes)
 }
 
 // store inserts the delivery and its execution in one transaction.
@@ -234,7 +233,7 @@ func (s *Surface) store(
 		}
 		return activity.Link(ctx, tx, traceID)
 	})
-	if err == nil && !got.isNew { // what is logged belongs to the first: a trace of this request is nowhere
+	if err == nil && !got.isNew { // log under the first delivery's trace; this request's trace is stored nowhere
 		ctx = trace.With(ctx, trace.Span{TraceID: trace.ID(got.TraceID), Surface: trace.Webhook, Agent: s.Agent})
 	}
 	switch {
@@ -248,7 +247,7 @@ func (s *Surface) store(
 		s.Logger.WarnContext(ctx, "webhook repeated with another body, not run", "endpoint", e.Name, "delivery_id", id)
 	default:
 		s.report(e.Name, "repeated")
-		s.Logger.InfoContext(ctx, "webhook repeated, not run again", "endpoint", e.Name, "delivery_id", id)
+		s.Logger.InfoContext(ctx, "webhook repeated, not processed again", "endpoint", e.Name, "delivery_id", id)
 	}
 	return got, nil
 }
@@ -265,8 +264,8 @@ func storeConflict(
 		TraceID: d.TraceID, Skill: "webhook_conflict",
 		Input: map[string]any{"endpoint": e.Name, "delivery_id": d.DeliveryID, "delivery": d.ID},
 	}, activity.Outcome{
-		Status: activity.Error, Class: "conflict", Message: "another body came under the id of this delivery; it is kept, " +
-			"and was not handled",
+		Status: activity.Error, Class: "conflict",
+		Message: "a later request has this delivery id and another body; it was stored, not processed",
 	})
 	return conflict, err
 }
@@ -315,6 +314,6 @@ func (s *Surface) logRejection(ctx context.Context, endpoint, class string, why 
 		Skill: "webhook_refused", Input: map[string]any{"endpoint": endpoint, "count": count},
 	}, activity.Outcome{Status: activity.Error, Class: class, Message: why.Error()})
 	if err != nil {
-		s.Logger.WarnContext(ctx, "refused webhook not noted", "error", err)
+		s.Logger.WarnContext(ctx, "rejected webhook not recorded", "error", err)
 	}
 }
