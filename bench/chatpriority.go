@@ -195,7 +195,8 @@ func (w *testAgent) runBackground(ctx context.Context, _ json.RawMessage) (execu
 func (b *chatBench) keepBusy(ctx context.Context) error {
 	runCtx := context.WithoutCancel(ctx)
 	for ctx.Err() == nil {
-		x, _, err := b.engine.Start(runCtx, b.pool, executions.Spec{Flow: backgroundFlow, Surface: trace.Flow, Agent: "bench"})
+		spec := executions.Spec{Flow: backgroundFlow, Surface: trace.Flow, Agent: "bench"}
+		x, _, err := b.engine.Start(runCtx, b.pool, spec)
 		if err != nil {
 			return err
 		}
