@@ -107,7 +107,7 @@ func (e *Error) Error() string {
 }
 
 // ResetsAt returns when a daily limit resets, at midnight UTC. It is zero for other limits.
-func (e *Error) Ends() time.Time {
+func (e *Error) ResetsAt() time.Time {
 	kind, rest, _ := strings.Cut(e.Scope, ":")
 	date, _, _ := strings.Cut(rest, ":")
 	day, err := time.Parse(time.DateOnly, date)

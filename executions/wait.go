@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// ErrTimedOut, returned by a durable function (wrapped or not), ends its execution with status timeout.
+// ErrTimedOut ends an execution with status timeout, when a durable function returns it, wrapped or not.
 var ErrTimedOut = errors.New("the wait timed out")
 
 // WaitFor describes a wait.

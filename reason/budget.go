@@ -131,7 +131,7 @@ func (r *reservation) take(granted int64, err error) (int, error) {
 	case errors.As(err, &refused):
 		return 0, &executions.StepError{
 			Class: classLimit + endedByScope(refused), Message: refused.Error(),
-			Until: refused.Ends(),
+			Until: refused.ResetsAt(),
 		}
 	case err != nil:
 		return 0, err

@@ -130,8 +130,7 @@ func TestLoadErrors(t *testing.T) {
 		"not a mapping": {"- a\n", `f.yaml:1:1: is a list; a document is a mapping`},
 		"not YAML":      {"a: b\n  c: d\n", `f.yaml:2: is not YAML: mapping values are not allowed`},
 		"tab":           {"kind: skill\nconfig:\n\tquery: x\n", `any token; indent with blanks and not with a tab`},
-		"bare colon": {"kind: skill\ndescription: Note: it counts\n", `not allowed
-			in this context; quote a text that has a ":"`},
+		"bare colon": {"kind: skill\ndescription: Note: it counts\n", `not allowed in this context; quote a text that has a ":"`},
 		"bare star":  {"kind: automation\ncron: * * * * *\n", `character; quote a text that begins with * or &`},
 		"open list":  {"kind: agent\nskills: [a\nname: b\n", `f.yaml:`},
 		"open quote": {"kind: agent\nname: \"b\n", `f.yaml:`},
