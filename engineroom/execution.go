@@ -179,7 +179,7 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 			!strings.ContainsFunc(w.Key, changesReading)
 	}
 	w.Key, w.Step = redact.Text(w.Key, maxValue), redact.Text(w.Step, maxValue)
-	w.Requests, err = postgres.Rows[openRequest](ctx, room.Read, "read what was asked of people", `
+	w.Requests, err = postgres.Rows[openRequest](ctx, room.Read, "read open requests", `
 		select r.id::text, r.kind, left(r.title, 400) as title, r.status, cardinality(r.items) as items, r.created_at
 		  from agent_requests r where r.execution_id = @id order by r.id desc limit 20`, postgres.Strict{"id": w.ID})
 	if err != nil {

