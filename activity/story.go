@@ -27,6 +27,9 @@ func WriteStory(w io.Writer, t Trace, colour bool) error {
 	for _, l := range s.lines {
 		s.write(out, l)
 	}
+	if t.RootCause != nil {
+		fmt.Fprintf(out, "root cause: %s\n", s.paint(t.RootCause.String(), red))
+	}
 	return out.Flush()
 }
 

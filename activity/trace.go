@@ -21,6 +21,7 @@ type Trace struct {
 	FinishedAt  *time.Time `json:"finished_at"` // nil while it runs
 	Tokens      int64      `json:"tokens"`
 	CostUSD     float64    `json:"cost_usd"`
+	RootCause   *RootCause `json:"root_cause"` // of a failed trace
 	Activities  []Row      `json:"activities"` // by created_at, id
 }
 
@@ -42,7 +43,14 @@ func TraceOf(ctx context.Context, db postgres.DB, id string) (Trace, error) {
 	if len(roots) == 0 && len(rows) == 0 {
 		return Trace{}, fmt.Errorf("read trace %s: %w", id, ErrNotFound)
 	}
-	return assemble(roots, rows), nil
+	t := assemble(roots, rows)
+	if t.Status != "failed" && t.Status != "timeout" {
+		return t, nil
+	}
+	if t.RootCause, err = RootCauseOf(ctx, db, t.TraceID); err != nil {
+		return Trace{}, fmt.Errorf("read trace %s: %w", id, err)
+	}
+	return t, nil
 }
 
 // root is an execution without a parent. A trace has one; a fork adds another.

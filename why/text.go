@@ -67,6 +67,10 @@ func Write(w io.Writer, a Answer, colour bool) error {
 		fmt.Fprintf(out, "%s  %s\n%s\n", p.paint(a.TraceID, bold), plain(r.What), p.paint(a.OTelTraceID+when(r.At), dim))
 		p.began = r.At
 	}
+	if a.RootCause != nil {
+		fmt.Fprintf(out, "\n%s\n  %s  %s\n", p.paint("Root cause", bold), p.paint(p.clock(&a.RootCause.At), dim),
+			p.paint("✗ "+plain(a.RootCause.String()), red))
+	}
 	for _, part := range a.Parts() {
 		p.part(part)
 	}

@@ -1,5 +1,5 @@
 // Package why explains a trace: its causes, also in other traces; its executions, waits and lanes; its failures; its
-// effects; and its cost.
+// effects; and its cost. [Answer.RootCause] is the failure that the others pass on.
 //
 // The SQL function why(trace) computes the answer, also in psql. This package reads, redacts and formats it. A row says
 // that one thing caused another (FromRef → ToRef). The parts are:
@@ -77,6 +77,8 @@ type Answer struct {
 	TraceID     string   `json:"trace_id"`
 	OTelTraceID string   `json:"otel_trace_id"` // the same 16 bytes in hex, for tracing tools
 	Reasons     []Reason `json:"reasons"`
+	// RootCause is the failure that made the trace fail; null if it did not fail.
+	RootCause *activity.RootCause `json:"root_cause"`
 }
 
 // Of explains a trace by its id in any form. The error wraps trace.ErrInvalid for an invalid id, and
@@ -99,6 +101,9 @@ func Of(ctx context.Context, db postgres.DB, id string) (Answer, error) {
 	}
 	a := Answer{TraceID: reasons[0].TraceID, Reasons: reasons}
 	a.OTelTraceID = trace.ID(a.TraceID).OTel()
+	if a.RootCause, err = activity.RootCauseOf(ctx, db, a.TraceID); err != nil {
+		return Answer{}, fmt.Errorf("ask why %s: %w", id, err)
+	}
 	return a, nil
 }
 
