@@ -7,9 +7,10 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
-	"time"
 	"unicode"
 	"unicode/utf8"
+
+	"github.com/lanekeeper/lanekeeper/internal/human"
 )
 
 // WriteStory writes a trace for people: a header, the activities as a tree, and a total. Each line has status (a sign
@@ -114,7 +115,7 @@ func (n *Node) line(branch string) line {
 		formatUSD(n.CostUSD),
 	}}
 	if n.DurationMS != nil {
-		l.cells[2] = formatDuration(time.Duration(*n.DurationMS) * time.Millisecond)
+		l.cells[2] = human.Millis(*n.DurationMS)
 	}
 	l.tint = tint
 	return l
@@ -129,7 +130,7 @@ func (t Trace) total() line {
 		}
 	}
 	if t.FinishedAt != nil {
-		elapsed = formatDuration(t.FinishedAt.Sub(t.StartedAt))
+		elapsed = human.Duration(t.FinishedAt.Sub(t.StartedAt))
 	}
 	l := line{cells: [5]string{
 		"total: " + count(len(t.Activities), "activity", "activities"), "", elapsed,
@@ -239,44 +240,20 @@ func statusMark(status string) (word, tint string) {
 	return sign + " " + plainText(status), tint
 }
 
-// formatDuration rounds a duration for people.
-func formatDuration(d time.Duration) string {
-	switch {
-	case d < time.Second:
-		return fmt.Sprintf("%d ms", max(0, d.Milliseconds()))
-	case d < time.Minute-50*time.Millisecond:
-		return fmt.Sprintf("%.1f s", d.Seconds())
-	case d < time.Hour-500*time.Millisecond:
-		d = d.Round(time.Second)
-		return fmt.Sprintf("%d min %02d s", int(d.Minutes()), int(d.Seconds())%60)
-	}
-	d = d.Round(time.Minute)
-	return fmt.Sprintf("%d h %02d min", int(d.Hours()), int(d.Minutes())%60)
-}
-
 // formatTokens groups thousands; empty for none.
 func formatTokens(n int64) string {
 	if n <= 0 {
 		return ""
 	}
-	digits := strconv.FormatInt(n, 10)
-	for i := len(digits) - 3; i > 0; i -= 3 {
-		digits = digits[:i] + "," + digits[i:]
-	}
-	return digits + " tok"
+	return human.Count(n) + " tokens"
 }
 
-// formatUSD formats dollars, with more digits for small amounts; empty for none.
+// formatUSD formats dollars; empty for none.
 func formatUSD(usd float64) string {
-	switch {
-	case usd <= 0:
+	if usd <= 0 {
 		return ""
-	case usd < 0.001:
-		return fmt.Sprintf("$%.6f", usd)
-	case usd < 100:
-		return fmt.Sprintf("$%.4f", usd)
 	}
-	return fmt.Sprintf("$%.2f", usd)
+	return human.Money(usd)
 }
 
 // count is a number with its noun.

@@ -12,6 +12,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -233,7 +234,7 @@ func (f skillHealth) Rate() string {
 	if f.SuccessRate == nil {
 		return "–"
 	}
-	return percentage(*f.SuccessRate)
+	return human.Percent(*f.SuccessRate)
 }
 
 // P50 is the median duration.
@@ -248,10 +249,10 @@ func milliseconds(ms *float64) string {
 		return "–"
 	}
 	if *ms < 10 {
-		return millis(int64(*ms + .5))
+		return human.Millis(int64(*ms + .5))
 	}
 	unit := math.Pow(10, math.Floor(math.Log10(*ms))-1)
-	return millis(int64(math.Round(*ms/unit) * unit))
+	return human.Millis(int64(math.Round(*ms/unit) * unit))
 }
 
 // Since is the start of the counted period.

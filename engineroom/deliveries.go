@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -143,9 +144,9 @@ type targetRow struct {
 // Capped formats a bounded count.
 func (targetRow) Capped(n int64) string {
 	if n > maxCounted {
-		return thousands(maxCounted) + "+"
+		return human.Count(maxCounted) + "+"
 	}
-	return thousands(n)
+	return human.Count(n)
 }
 
 func (room *Room) deliveryTargets(ctx context.Context, _ *visit) (any, error) {

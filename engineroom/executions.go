@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -561,9 +562,9 @@ func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 // capped formats a bounded count.
 func capped(n, most int64) string {
 	if n > most {
-		return thousands(most) + "+"
+		return human.Count(most) + "+"
 	}
-	return thousands(n)
+	return human.Count(n)
 }
 
 // readyKind is ready work of one kind without a worker.

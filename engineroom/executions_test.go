@@ -444,7 +444,7 @@ func TestAConversationIsShown(t *testing.T) {
 		values ('a/b', 'chat', 'key1', 'Ana', 121, 'of prices', 3)`)
 	address := server.URL + "/threads/" + url.PathEscape("a/b")
 	shows(t, address, "Thread with Ana", "No messages yet", "No message is queued",
-		"nobody: whoever speaks next takes it", "of prices")
+		"nobody; the next speaker takes it", "of prices")
 	quiet(t, pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, trace_id)
 		select 'a/b', n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end, 'words ' || n || '.', case n % 2
@@ -457,10 +457,10 @@ func TestAConversationIsShown(t *testing.T) {
 	quiet(t, pool, `insert into agent_message_drafts (execution_id, claim, content) values ($1, 1, 'I am just')`, x)
 	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
 		values ('thread:a/b', 'x', 1, now() + interval '1 hour', $1)`, x)
-	body := shows(t, address, "words 121.", "words 72.", "place 1 in the line", "place 2 in the line", "never mind",
+	body := shows(t, address, "words 121.", "words 72.", "place 1 in the queue", "place 2 in the queue", "never mind",
 		"taken back", "I am just",
 		`action="/act/v1/threads/a%2Fb/messages"`, `action="/act/v1/lanes/thread:a%2Fb/break"`, `href="/executions/`+x,
-		"bubble-user", "600 s without")
+		"bubble-user", "10 min without")
 	if strings.Contains(body, "words 71.") || strings.Index(body, "words 72.") > strings.Index(body, "words 121.") {
 		t.Error("a page is longer than it may be, or in the wrong order")
 	}

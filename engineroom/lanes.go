@@ -8,6 +8,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
@@ -73,9 +74,9 @@ type heldLane struct {
 // Waiting formats the bounded number of waiters.
 func (l heldLane) Waiting() string {
 	if l.Waiters > maxLanes {
-		return thousands(maxLanes) + "+"
+		return human.Count(maxLanes) + "+"
 	}
-	return thousands(l.Waiters)
+	return human.Count(l.Waiters)
 }
 
 // heldLanes reads the held lanes by name, in index order.

@@ -20,6 +20,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/browser"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -150,8 +151,8 @@ func TestEveryNumberIsWritten(t *testing.T) {
 		0: "0", 999: "999", 1000: "1,000", -1: "-1", -999: "-999", -123456: "-123,456",
 		math.MaxInt64: "9,223,372,036,854,775,807", math.MinInt64: "-9,223,372,036,854,775,808",
 	} {
-		if got := thousands(n); got != want {
-			t.Errorf("thousands(%d) = %q, want %q", n, got, want)
+		if got := human.Count(n); got != want {
+			t.Errorf("human.Count(%d) = %q, want %q", n, got, want)
 		}
 	}
 }

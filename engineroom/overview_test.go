@@ -56,7 +56,7 @@ func TestTheOverviewShowsWhatRuns(t *testing.T) {
 		insert into agent_activity (trace_id, skill_name, status)
 		  values ('op_00000000000000000000000004', 'apply_workspace', 'running') returning id::text`)
 	put(t, pool, `insert into agent_activity_open (activity_id, kind) values ($1, 'call') returning 'x'`, loose)
-	body := shows(t, server.URL+"/", "reflect › fetch_prices", "/executions/"+run, "apply_workspace", "outside of a run",
+	body := shows(t, server.URL+"/", "reflect › fetch_prices", "/executions/"+run, "apply_workspace", "without an execution",
 		`<a href="/executions?status=pending">1 ready</a>`)
 	if strings.Contains(body, lost) {
 		t.Error("a run whose worker is gone is said to run")
@@ -308,7 +308,7 @@ func TestARowOfTheLogUnfolds(t *testing.T) {
 	if strings.Contains(folded, "zzzz") || strings.Contains(folded, "1,200 read") {
 		t.Error("a folded row has what it leaves out")
 	}
-	shows(t, server.URL+"/activity?row="+id, `aria-expanded="true"`, "1,200 read, 34 written", "zzzz", "in all")
+	shows(t, server.URL+"/activity?row="+id, `aria-expanded="true"`, "1,200 prompt, 34 completion", "zzzz", "in all")
 	harmless(t, server.URL+"/activity?row="+id)
 	shows(t, server.URL+"/activity?row=018f0000-0000-7000-8000-000000000000", "look")
 }
@@ -333,7 +333,7 @@ func TestSpendIsShownByWhatItWasForSurfaceAndModel(t *testing.T) {
 	spend(t, pool, "reflect", "model-two", "0.25", "0")
 	spend(t, pool, "reflect", "model-two", "9", "10 days")
 	shows(t, server.URL+"/spend?days=1", "$1.00 and 2,000 tokens today", "no skill", "100 %", "<svg",
-		"The numbers of this chart")
+		"Chart data")
 	shows(t, server.URL+"/spend?days=1&by=purpose", "advance_plan", "75 %")
 	shows(t, server.URL+"/spend?days=30&by=purpose", "$10.00 and 3,000 tokens in 30 days",
 		"by=model&amp;days=30&amp;purpose=reflect#calls")
@@ -342,7 +342,7 @@ func TestSpendIsShownByWhatItWasForSurfaceAndModel(t *testing.T) {
 	pgtest.Exec(t, pool, `
 		update agent_activity set token_usage = token_usage || '{"unknown_tokens": 400, "unknown_usd": 0.1}'
 		 where model = 'model-one'`)
-	shows(t, server.URL+"/spend?days=1", "$0.1000 and 400 tokens of it are unknown")
+	shows(t, server.URL+"/spend?days=1", "$0.10 and 400 tokens of it are unknown")
 	body := shows(t, server.URL+"/spend?days=30&by=model&purpose=reflect", "$9.25", "Newest model calls")
 	if strings.Contains(body, "model-one") {
 		t.Error("a model that was not called for it is shown")
@@ -399,7 +399,7 @@ func TestAHeartbeatHasItsPrice(t *testing.T) {
 	} {
 		pgtest.Exec(t, pool, sql)
 	}
-	shows(t, server.URL+"/", "$0.7500 · 500 tokens", "2 successful ones")
+	shows(t, server.URL+"/", "$0.75 · 500 tokens", "2 successful ones")
 }
 
 func TestAChartIsDrawnToScaleWithItsNumbersBeside(t *testing.T) {
@@ -453,7 +453,7 @@ func TestAChartOfNothingIsEmpty(t *testing.T) {
 	if !c.Empty() || len(c.Bars()) != 0 {
 		t.Error("a chart without values has bars")
 	}
-	for v, want := range map[float64]string{0: "$0", 0.0123: "$0.0123", 2.5: "$2.50", 20: "$20"} {
+	for v, want := range map[float64]string{0: "$0.00", 0.0123: "$0.0123", 2.5: "$2.50", 20: "$20.00"} {
 		if got := moneyTick(v); got != want {
 			t.Errorf("%v is %s, want %s", v, got, want)
 		}

@@ -37,7 +37,7 @@ func TestAgentsAreShownWithTheirEffectiveValues(t *testing.T) {
 	t.Parallel()
 	pool, server := openWith(t, agents.Settings{Name: "house", Model: "gpt-6-luna", Limits: agents.Limits{Tokens: 60000}})
 	shows(t, server.URL+"/agents", `href="/agents/house"`, "gpt-6-luna", "default")
-	shows(t, server.URL+"/agents/house", "No workspace declares it", "AGENT_MODEL",
+	shows(t, server.URL+"/agents/house", "It has no declaration in a workspace", "AGENT_MODEL",
 		"None. Only the rules", "agent apply DIR")
 	secret := "Bearer Zq81xLm0Kk77Zq81xLm0Kk77"
 	acts(t, pool, agents.Definition{Name: "sales", Default: true, Instructions: "You are Nora."})
@@ -119,7 +119,7 @@ func ran(t *testing.T, pool *pgxpool.Pool, automation, status string) string {
 func TestAutomationsTellWhenTheyRunAndHowTheyRan(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/automations", "There is no automation", "no open proposal", "No run is dead")
+	shows(t, server.URL+"/automations", "No automation yet", "no open proposal", "No run has used up its attempts")
 	id := scheduled(t, pool, "nightly")
 	ran(t, pool, id, "success")
 	dead := ran(t, pool, id, "dead")
@@ -234,13 +234,13 @@ func TestADeliveryShowsWhatCameAndWhatItLedTo(t *testing.T) {
 	}
 	quiet(t, pool, `update agent_webhook_deliveries set repeats = 1, body = convert_to($2, 'UTF8') where id = $1`, id,
 		"x"+strings.Repeat("é", 600_000))
-	if body := shows(t, server.URL+"/deliveries/"+id, "The first 65.5 kB of it"); strings.Contains(body, "\ufffd") {
+	if body := shows(t, server.URL+"/deliveries/"+id, "The first 65 kB of it"); strings.Contains(body, "\ufffd") {
 		t.Error("a character is cut in two")
 	}
-	shows(t, server.URL+"/deliveries/"+id, "and 1 more time, which was not handled")
-	shows(t, server.URL+"/deliveries", "came 1 more time<")
+	shows(t, server.URL+"/deliveries/"+id, "then 1 more time (duplicates are not handled)")
+	shows(t, server.URL+"/deliveries", "received 1 more time<")
 	quiet(t, pool, `update agent_webhook_deliveries set repeats = 2 where id = $1`, id)
-	shows(t, server.URL+"/deliveries/"+id, "and 2 more times, which were not handled")
+	shows(t, server.URL+"/deliveries/"+id, "then 2 more times (duplicates are not handled)")
 	if body := shows(t, server.URL+"/deliveries/"+delivered(t, pool, "running", `{}`)); strings.Contains(body, "/act/") {
 		t.Error("what is being handled can be replayed")
 	}
@@ -251,7 +251,7 @@ func TestADeliveryShowsWhatCameAndWhatItLedTo(t *testing.T) {
 func TestOutgoingMessagesAreListedAndSentAgain(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/outgoing", "No message is dead")
+	shows(t, server.URL+"/outgoing", "No message has failed")
 	shows(t, server.URL+"/outgoing?status=pending", "No message is pending")
 	dead, pending := undelivered(t, pool, "ops", "dead"), undelivered(t, pool, "ops", "pending")
 	action := `action="/act/v1/webhooks/outbox/` + dead + `/resend"`
@@ -267,7 +267,7 @@ func TestOutgoingMessagesAreListedAndSentAgain(t *testing.T) {
 func TestHeldLanesAreListed(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	shows(t, server.URL+"/lanes", "No lane is held", "No run waits for a lane", "No lane is lent",
+	shows(t, server.URL+"/lanes", "No lane is held", "No execution waits for a lane", "No lane is lent",
 		"No execution is running", "No lane is stale")
 	put(t, pool, `select try_acquire_agent_lock('pipeline:<b>prices</b>', 'someone else', 60)::text`)
 	put(t, pool, `select try_acquire_agent_lock('other', 'another', 60)::text`)
@@ -308,7 +308,7 @@ func TestWaitersLoansAndClaimsAreTold(t *testing.T) {
 	put(t, pool, `update agent_executions set status = 'waiting', waiting_for = 'lane', waiting_key = 'thread:maria',
 		waiting_step = 's',
 		waiting_until = clock_timestamp() + interval '1 hour' where id = $1::uuid returning id::text`, waits)
-	body := shows(t, server.URL+"/lanes", "waiter 1", "waiter 2", "patient", "asks again once it is free",
+	body := shows(t, server.URL+"/lanes", "waiter 1", "waiter 2", "patient", "retries when the lane is free",
 		`id="claim-`+running, `id="stale-`+gone,
 		`id="loan-`+gone+`-`+running, "host-7", "lent by", `<a href="/lanes?lane=thread%3amaria#waiters">3<`)
 	if strings.Index(body, "waiter 1") > strings.Index(body, "waiter 2") ||
@@ -550,8 +550,8 @@ func TestASkillIsShownWithItsCalls(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	skill(t, pool, "fetch_price", "Fetches a price.", "", "")
-	shows(t, server.URL+"/skills/fetch_price", "It was never called", "It was not called in this period",
-		"None. An automation")
+	shows(t, server.URL+"/skills/fetch_price", "No call yet", "No call in this period",
+		"No automation calls this skill")
 	called(t, pool, "fetch_price", "success", "", 3)
 	called(t, pool, "fetch_price", "error", "no route to host", 1)
 	put(t, pool, `insert into agent_automations (name, cron, skill_name) values ('prices', '0 * * * *', 'fetch_price')

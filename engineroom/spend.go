@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -171,23 +172,11 @@ func added(lines []activity.SpendLine) (sum activity.SpendLine) {
 func share(l, all activity.SpendLine) string {
 	switch {
 	case all.CostUSD > 0:
-		return percentage(l.CostUSD / all.CostUSD)
+		return human.Percent(l.CostUSD / all.CostUSD)
 	case all.Tokens > 0:
-		return percentage(float64(l.Tokens) / float64(all.Tokens))
+		return human.Percent(float64(l.Tokens) / float64(all.Tokens))
 	}
 	return ""
-}
-
-// percentage formats a fraction: 12 %.
-func percentage(f float64) string {
-	switch percent := f * 100; {
-	case percent > 0 && percent < 1:
-		return "<1 %"
-	case percent > 99 && percent < 100:
-		return ">99 %"
-	default:
-		return fmt.Sprintf("%.0f %%", percent)
-	}
 }
 
 // spendChart draws all periods since a time: cost, or tokens without prices.
@@ -227,12 +216,12 @@ func periodsSince(since time.Time, per activity.Period, values func(time.Time) [
 	return list
 }
 
-// moneyTick formats dollars at an axis.
+// moneyTick formats dollars at an axis: a part of a cent has four decimals, so that no two ticks read alike.
 func moneyTick(f float64) string {
-	if f == 0 || f >= 10 {
-		return fmt.Sprintf("$%.0f", f)
+	if cents := f * 100; math.Abs(cents-math.Round(cents)) > 1e-6 {
+		return fmt.Sprintf("$%.4f", f)
 	}
-	return money(f)
+	return human.Money(f)
 }
 
 // countTick formats a count at an axis: 950, 1.5k, 20M.
@@ -376,7 +365,7 @@ func (room *Room) budgetLines(ctx context.Context, _ *visit) (any, error) {
 	for _, surface := range order {
 		s, limit := standing[surface], limits[surface]
 		if limit.USD > 0 || (surface == "" && s.CostUSD+s.ReservedUSD > 0) {
-			lines = append(lines, lineOf(surface, s.CostUSD, s.UnknownUSD, s.ReservedUSD, limit.USD, money))
+			lines = append(lines, lineOf(surface, s.CostUSD, s.UnknownUSD, s.ReservedUSD, limit.USD, human.Money))
 		}
 		if limit.Tokens > 0 || (surface == "" && s.Tokens+s.ReservedTokens > 0) {
 			lines = append(lines, lineOf(surface, float64(s.Tokens), float64(s.UnknownTokens), float64(s.ReservedTokens),
@@ -386,7 +375,7 @@ func (room *Room) budgetLines(ctx context.Context, _ *visit) (any, error) {
 	return lines, nil
 }
 
-func tokensText(f float64) string { return thousands(int64(f)) + " tokens" }
+func tokensText(f float64) string { return human.Count(int64(f)) + " tokens" }
 
 // lineOf computes the rest of a limit; 0 is no limit.
 func lineOf(surface string, spent, unknown, aside, limit float64, write func(float64) string) budgetLine {
@@ -403,7 +392,7 @@ func lineOf(surface string, spent, unknown, aside, limit float64, write func(flo
 	l.Limit, l.Left = write(limit), write(max(0, limit-spent-aside))
 	l.Used = min(1, spent/limit)
 	l.Held = min(1-l.Used, aside/limit)
-	l.Over, l.Percent = spent >= limit, percentage(spent/limit)
+	l.Over, l.Percent = spent >= limit, human.Percent(spent/limit)
 	return l
 }
 

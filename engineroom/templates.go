@@ -10,12 +10,12 @@ import (
 	"fmt"
 	"html/template"
 	"io/fs"
+	"math"
 	"mime"
 	"net/http"
 	"net/url"
 	"path"
 	"reflect"
-	"strconv"
 	"strings"
 	"time"
 	"unicode"
@@ -23,6 +23,7 @@ import (
 
 	"github.com/aymanbagabas/go-udiff"
 
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
@@ -36,71 +37,56 @@ func parseTemplates() (*template.Template, error) {
 // funcs are the functions of templates.
 func funcs() template.FuncMap {
 	return template.FuncMap{
-		"cut": cut, "brief": brief, "thousands": thousands, "money": money, "millis": millis, "at": at, "ago": ago,
+		"cut": cut, "brief": brief, "thousands": human.Count, "money": human.Money, "millis": millis, "seconds": seconds, "at": at, "ago": ago,
 		"since": since, "until": until,
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
-		"short": short, "dict": dict, "segment": url.PathEscape, "bytes": size,
+		"short": short, "dict": dict, "segment": url.PathEscape, "bytes": human.Bytes, "left": left, "next": nextRun,
 	}
 }
 
-// thousands formats a count with separators: 12,345.
-func thousands(n int64) string {
-	digits, sign := strings.CutPrefix(strconv.FormatInt(n, 10), "-") // -n overflows for the least number
-	for i := len(digits) - 3; i > 0; i -= 3 {
-		digits = digits[:i] + "," + digits[i:]
-	}
-	if sign {
-		return "-" + digits
-	}
-	return digits
-}
+// millis formats a number of milliseconds of any type.
+func millis(ms any) string { return human.Seconds(number(ms) / 1000) }
 
-// money formats dollars: two decimals from one dollar on, four below a cent.
-func money(usd float64) string {
-	if usd == 0 || usd >= 1 {
-		return fmt.Sprintf("$%.2f", usd)
-	}
-	return fmt.Sprintf("$%.4f", usd)
-}
+// seconds formats a number of seconds of any type.
+func seconds(s any) string { return human.Seconds(number(s)) }
 
-// millis formats a duration in milliseconds: 850 ms, 1.2 s, 3 min 20 s.
-func millis(ms int64) string {
-	d := time.Duration(ms) * time.Millisecond
+// number reads a number of any type; NaN is none.
+func number(n any) float64 {
+	v := reflect.Indirect(reflect.ValueOf(n))
 	switch {
-	case d < time.Second:
-		return fmt.Sprintf("%d ms", ms)
-	case d < time.Minute:
-		return fmt.Sprintf("%.1f s", d.Seconds())
-	case d < time.Hour:
-		return fmt.Sprintf("%d min %d s", int(d.Minutes()), int(d.Seconds())%60)
+	case v.CanInt():
+		return float64(v.Int())
+	case v.CanFloat():
+		return v.Float()
 	}
-	return fmt.Sprintf("%d h %d min", int(d.Hours()), int(d.Minutes())%60)
+	return math.NaN()
 }
 
-// size formats bytes: 512 B, 1.5 kB, 3.2 MB.
-func size(n int64) string {
-	switch {
-	case n < 1000:
-		return fmt.Sprintf("%d B", n)
-	case n < 1000*1000:
-		return fmt.Sprintf("%.1f kB", float64(n)/1000)
-	case n < 1000*1000*1000:
-		return fmt.Sprintf("%.1f MB", float64(n)/1000/1000)
-	}
-	return fmt.Sprintf("%.1f GB", float64(n)/1000/1000/1000)
-}
+// The clocks of a page. Each writes the absolute time in UTC; the page's script shows it in the reader's zone and keeps
+// it up to date. What it shows is in package human.
 
-// at formats a time; the page's script shows it in the reader's time zone.
+// at is a moment: 19:04:05, or 26 Nov 19:04:05 on another day.
 func at(t time.Time) template.HTML { return clock("at", t) }
 
-// ago formats the age of a time in one unit, "3 min ago"; the page's script updates it.
+// ago is the age of a moment: 3 min ago. A sentence goes around it.
 func ago(t time.Time) template.HTML { return clock("ago", t) }
 
-// since formats the duration since a time; the page's script updates it.
+// since is how long something has lasted: 3 min 20 s. Write "for {{since .At}}".
 func since(t time.Time) template.HTML { return clock("since", t) }
 
-// until formats the time left; the page's script updates it.
+// until is the distance to a moment to come: in 2 min 5 s, or due.
 func until(t time.Time) template.HTML { return clock("until", t) }
+
+// left is the rest of a time limit: 2 min 5 s left, or over.
+func left(t time.Time) template.HTML { return clock("left", t) }
+
+// nextRun is a planned moment; one that has passed is due.
+func nextRun(t time.Time) template.HTML {
+	if t.After(time.Now()) {
+		return clock("next", t)
+	}
+	return template.HTML(`<time class="next" datetime="` + t.UTC().Format(time.RFC3339Nano) + `">due</time>`) // digits only
+}
 
 // clock writes the absolute time. The script formats it as its class demands.
 func clock(class string, t time.Time) template.HTML {
@@ -253,7 +239,7 @@ func cut(n int, s string) string {
 	count := 0
 	for i := range s {
 		if count == n {
-			return fmt.Sprintf("%s… (%s more characters)", s[:i], thousands(int64(utf8.RuneCountInString(s[i:]))))
+			return fmt.Sprintf("%s… (%s more characters)", s[:i], human.Count(int64(utf8.RuneCountInString(s[i:]))))
 		}
 		count++
 	}
@@ -357,18 +343,15 @@ func clip(text string, size int64, n int) string {
 	count := 0
 	for i := range text {
 		if count == n {
-			return fmt.Sprintf("%s… (%s in all)", text[:i], bytesIn(size))
+			return fmt.Sprintf("%s… (%s in all)", text[:i], human.Bytes(size))
 		}
 		count++
 	}
 	if int64(len(text)) < size && count >= n {
-		return fmt.Sprintf("%s… (%s in all)", text, bytesIn(size))
+		return fmt.Sprintf("%s… (%s in all)", text, human.Bytes(size))
 	}
 	return text
 }
-
-// bytesIn is size, for scopes with a variable of that name.
-func bytesIn(n int64) string { return size(n) }
 
 // maxJSONDepth bounds the nesting of formatted JSON.
 const maxJSONDepth = 60

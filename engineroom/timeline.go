@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -283,7 +284,7 @@ func stripOf(x executionRecord, moments []moment) *strip {
 		return nil
 	}
 	place := func(t time.Time) int { return int(stripWide * (float64(t.Sub(from)) / float64(span))) }
-	s := &strip{Label: fmt.Sprintf("%d events in %s, listed below", len(own), millis(span.Milliseconds()))}
+	s := &strip{Label: fmt.Sprintf("%d events in %s, listed below", len(own), human.Millis(span.Milliseconds()))}
 	bar := func(a, b time.Time, class, title string) {
 		if b.After(a) {
 			s.Bars = append(s.Bars, stripBar{
@@ -298,10 +299,10 @@ func stripOf(x executionRecord, moments []moment) *strip {
 		if begun.After(to) {
 			begun = to
 		}
-		bar(from, begun, "bar-lane", "in the queue: "+millis(begun.Sub(from).Milliseconds()))
+		bar(from, begun, "bar-lane", "in the queue: "+human.Millis(begun.Sub(from).Milliseconds()))
 	}
 	if x.StartedAt != nil {
-		bar(begun, to, "bar-phase", "since its first claim: "+millis(to.Sub(begun).Milliseconds()))
+		bar(begun, to, "bar-phase", "since its first claim: "+human.Millis(to.Sub(begun).Milliseconds()))
 	}
 	for _, m := range own {
 		s.Bars = append(s.Bars, stripBar{

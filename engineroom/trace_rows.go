@@ -10,6 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
@@ -414,7 +415,7 @@ func (n *tracedNode) Took() string {
 	if ms == nil || n.Point() {
 		return ""
 	}
-	return formatMS(*ms)
+	return human.Millis(*ms)
 }
 
 // Goes reports whether it is running.
@@ -433,5 +434,5 @@ func (r tracedRun) Queued() string {
 	if r.StartedAt == nil || r.StartedAt.Sub(r.CreatedAt) < time.Millisecond {
 		return ""
 	}
-	return formatDuration(r.StartedAt.Sub(r.CreatedAt))
+	return human.Duration(r.StartedAt.Sub(r.CreatedAt))
 }

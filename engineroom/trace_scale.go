@@ -2,10 +2,11 @@ package engineroom
 
 import (
 	"cmp"
-	"fmt"
 	"slices"
 	"strconv"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/human"
 )
 
 // tracedBar is a rectangle of a line. X and Width are SVG lengths.
@@ -262,7 +263,7 @@ func (t *traceScale) ticks() []tracedTick {
 			after := time.Duration(float64(n) * step * float64(time.Second))
 			x := t.place(t.start.Add(after))
 			if x-last >= 16 && x <= 88 {
-				all = append(all, tracedTick{percent(x), formatDuration(after)})
+				all = append(all, tracedTick{percent(x), human.Duration(after)})
 				last = x
 			}
 		}
@@ -284,35 +285,8 @@ func roundStep(seconds float64) float64 {
 	return float64(int64(seconds/day)+1) * day
 }
 
-// formatDuration formats a duration: 250 ms, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h.
-func formatDuration(d time.Duration) string {
-	day := 24 * time.Hour
-	switch {
-	case d < time.Second:
-		return fmt.Sprintf("%d ms", d.Milliseconds())
-	case d < time.Minute:
-		return strconv.FormatFloat(float64(d.Round(10*time.Millisecond).Milliseconds())/1000, 'f', -1, 64) + " s"
-	case d < time.Hour:
-		return pair(d, time.Minute, "min", time.Second, "s")
-	case d < day:
-		return pair(d, time.Hour, "h", time.Minute, "min")
-	}
-	return pair(d, day, "d", time.Hour, "h")
-}
-
-// pair formats a duration in two units, without a zero smaller one.
-func pair(d, big time.Duration, bigName string, small time.Duration, smallName string) string {
-	if rest := d % big / small; rest > 0 {
-		return fmt.Sprintf("%d %s %d %s", d/big, bigName, rest, smallName)
-	}
-	return fmt.Sprintf("%d %s", d/big, bigName)
-}
-
-// formatMS is lasting, in milliseconds.
-func formatMS(ms int64) string { return formatDuration(time.Duration(ms) * time.Millisecond) }
-
 // Word is the gap's length.
-func (g tracedGap) Word() string { return formatMS(g.MS) }
+func (g tracedGap) Word() string { return human.Millis(g.MS) }
 
 // Place is the gap's start, relative to the trace's.
-func (g tracedGap) Place() string { return formatMS(g.After) }
+func (g tracedGap) Place() string { return human.Millis(g.After) }

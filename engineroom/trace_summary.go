@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -252,7 +253,7 @@ func (s *tracedSummary) fill() {
 // Took is the duration in short form; empty while it runs.
 func (s *tracedSummary) Took() string {
 	if ms := between(s.StartedAt, s.FinishedAt); ms != nil {
-		return formatMS(*ms)
+		return human.Millis(*ms)
 	}
 	return ""
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	reasons "github.com/lanekeeper/lanekeeper/why"
@@ -220,7 +221,7 @@ func (n *tracedNode) LeftWord() string {
 	if n.Left <= 0 {
 		return ""
 	}
-	return thousands(n.Left)
+	return human.Count(n.Left)
 }
 
 // Idle reports whether time is drawn shorter because nothing was done in it.
@@ -390,7 +391,7 @@ func (w tracedWait) Took() string {
 	if w.To == nil {
 		return ""
 	}
-	return formatDuration(w.To.Sub(w.From))
+	return human.Duration(w.To.Sub(w.From))
 }
 
 // Link is the page of what is waited for; empty when it has none.

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -67,7 +68,7 @@ type traceRow struct {
 // Took is how long the work took in few characters; empty while it goes on.
 func (w traceRow) Took() string {
 	if ms := between(w.StartedAt, w.FinishedAt); ms != nil {
-		return formatMS(*ms)
+		return human.Millis(*ms)
 	}
 	return ""
 }

@@ -45,7 +45,7 @@ func TestTracesAreRolledUp(t *testing.T) {
 	sql(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id) select trace_id, 'flow',
 		'child', 'pending', id from agent_executions`, nil)
 	body := shows(t, server.URL+"/traces", `href="/traces/`+string(id)+`"`, "heartbeat", "completed", "3 s", "12,840",
-		"$0.7500", `href="/traces/`+string(id)+`#errors"`)
+		"$0.75", `href="/traces/`+string(id)+`#errors"`)
 	assert.Equal(t, 1, strings.Count(body, `<tr id="trace-`))
 }
 
@@ -181,7 +181,7 @@ func TestAWaterfallTellsItsLinesApart(t *testing.T) {
 		t.Error("there is a style attribute, which the policy of the page forbids")
 	}
 	_, body = testkit.Get(t, server.URL+"/traces/"+string(id)+"?view=tree")
-	assert.Contains(t, body, `class="trace-tree"`, "42 tokens · $0.5000 · <span", `kind-retry">retry 2<`, "for an event")
+	assert.Contains(t, body, `class="trace-tree"`, "42 tokens · $0.50 · <span", `kind-retry">retry 2<`, "for an event")
 	_, body = testkit.Get(t, server.URL+"/traces/"+string(id)+"?view=table")
 	assert.Contains(t, body, "plan/fetch", "gpt-4o-mini", "retry 2", "EVENT_COMPLETED", "<caption>")
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 )
 
 func (c *cli) activityCommand() *cobra.Command {
@@ -109,7 +110,7 @@ func (c *cli) spendCommand() *cobra.Command {
 		row: func(x activity.Spending) []string {
 			return []string{
 				x.Day, cmp.Or(x.Skill, x.Purpose, "-"), x.Surface, x.Model, fmt.Sprint(x.Calls), fmt.Sprint(x.Tokens),
-				formatUSD(x.CostUSD),
+				human.Money(x.CostUSD),
 				unknownSpend(x.UnknownTokens, x.UnknownUSD),
 			}
 		},
@@ -131,7 +132,7 @@ func unknownSpend(tokens int64, usd float64) string {
 	case usd == 0:
 		return fmt.Sprintf("%d tokens", tokens)
 	}
-	return fmt.Sprintf("%d tokens, %s", tokens, formatUSD(usd))
+	return fmt.Sprintf("%d tokens, %s", tokens, human.Money(usd))
 }
 
 func (c *cli) slowestCommand() *cobra.Command {
@@ -164,7 +165,7 @@ func (c *cli) failingCommand() *cobra.Command {
 		},
 		row: func(x activity.Failure) []string {
 			return []string{
-				x.Skill, x.State, fmt.Sprint(x.Calls), fmt.Sprint(x.Errors), formatPercent(x.Rate), fmt.Sprint(x.Streak),
+				x.Skill, x.State, fmt.Sprint(x.Calls), fmt.Sprint(x.Errors), human.Percent(x.Rate), fmt.Sprint(x.Streak),
 				truncate(x.LastError, 60), x.LastTrace,
 			}
 		},
@@ -207,7 +208,7 @@ func writeAudit(w io.Writer, rows []activity.AuditEntry) {
 			return []string{
 				formatTime(r.At), r.Actor, string(r.Kind), r.Act, truncate(r.Object, 90), truncate(cmp.Or(r.Reason, r.Origin), 60),
 				truncate(r.OnBehalfOf, 40), string(r.Status),
-				truncate(r.Error, 40), formatUSD(r.CostUSD), r.TraceID,
+				truncate(r.Error, 40), human.Money(r.CostUSD), r.TraceID,
 			}
 		})
 }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 )
 
 func (c *cli) agentsCommand() *cobra.Command {
@@ -60,7 +61,7 @@ func writeAgents(w io.Writer, listed []listedAgent) {
 			}
 			return []string{
 				a.Name, role, strconv.Itoa(a.Version), modelOrOffline(a.Model), a.Memory, strings.Join(a.Keys, ", "), heartbeat,
-				fmt.Sprintf("$%.4f", a.Today.CostUSD), truncate(a.Description, 50),
+				human.Money(a.Today.CostUSD), truncate(a.Description, 50),
 			}
 		})
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -98,7 +99,7 @@ func writeDocuments(w io.Writer, list []documents.Document) {
 	writeRows(w, "no documents; agent documents add FILE stores one",
 		[]string{"DOCUMENT", "NAME", "TYPE", "SIZE", "THREAD", "FROM", "STORED"}, list, func(d documents.Document) []string {
 			return []string{
-				d.ID, truncate(d.Name, 40), d.ContentType, documents.Size(d.Size), deref(d.ThreadID), d.UploadedBy,
+				d.ID, truncate(d.Name, 40), d.ContentType, human.Bytes(d.Size), deref(d.ThreadID), d.UploadedBy,
 				formatTime(d.CreatedAt),
 			}
 		})

@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
@@ -423,7 +424,7 @@ func (c *cli) executionsStatusCommand() *cobra.Command {
 			}
 			return printRows(c, got, "", "nothing", []string{"STATUS", "COUNT", "MEAN AGE"},
 				func(r executions.StatusCount) []string {
-					return []string{string(r.Status), fmt.Sprint(r.Count), formatSeconds(r.AvgAgeSeconds)}
+					return []string{string(r.Status), fmt.Sprint(r.Count), human.Seconds(r.AvgAgeSeconds)}
 				})
 		}),
 	}
@@ -472,7 +473,7 @@ func (c *cli) listWaiting(cmd *cobra.Command, s *session, kind string, stuck boo
 		[]string{"EXECUTION", "FLOW", "WAITS FOR", "KEY", "UNTIL", "SINCE", "TRACE"}, func(r executions.WaitingRow) []string {
 			return []string{
 				r.ID, r.Flow, r.WaitingFor, truncate(r.WaitingKey, 40), formatTime(r.WaitingUntil),
-				formatSeconds(r.Waited), r.TraceID,
+				human.Seconds(r.Waited), r.TraceID,
 			}
 		})
 }

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/lanes/lanerun"
@@ -36,9 +37,9 @@ func (c *cli) lanesListCommand() *cobra.Command {
 				[]string{"LANE", "HELD BY", "TRACE", "HELD FOR", "TIME LEFT", "TOKEN"}, func(l lanes.LiveLane) []string {
 					left := "parked"
 					if l.ExpiresIn != nil {
-						left = formatSeconds(*l.ExpiresIn)
+						left = human.Seconds(*l.ExpiresIn)
 					}
-					return []string{l.Lane, l.LockedBy, deref(l.TraceID), formatSeconds(l.HeldFor), left, fmt.Sprint(l.FencingToken)}
+					return []string{l.Lane, l.LockedBy, deref(l.TraceID), human.Seconds(l.HeldFor), left, fmt.Sprint(l.FencingToken)}
 				})
 		}),
 	}

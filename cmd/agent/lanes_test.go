@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -279,13 +280,13 @@ func TestTimeFormat(t *testing.T) {
 	t.Parallel()
 	zone := time.FixedZone("elsewhere", 3600)
 	assert.Equal(t, "2025-12-31 23:30:00", formatTime(time.Date(2026, 1, 1, 0, 30, 0, 0, zone)))
-	for ms, want := range map[int64]string{0: "0s", 12: "12ms", 1500: "1.5s"} {
+	for ms, want := range map[int64]string{0: "0 ms", 12: "12 ms", 1500: "1.5 s"} {
 		if got := formatMillis(&ms); got != want {
 			t.Errorf("%d ms: %s, want %s", ms, got, want)
 		}
 	}
-	assert.Equal(t, "…1m1s$0.500025 %", fmt.Sprint(formatMillis(nil), formatSeconds(61), formatUSD(0.5),
-		formatPercent(0.25)))
+	assert.Equal(t, "…1 min 1 s$0.5025 %", fmt.Sprint(formatMillis(nil), human.Seconds(61), human.Money(0.5),
+		human.Percent(0.25)))
 }
 
 // A lost lane ends the command at once, long before the next renewal.

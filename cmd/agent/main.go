@@ -23,6 +23,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/heap"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 )
@@ -298,13 +299,5 @@ func formatMillis(ms *int64) string {
 	if ms == nil {
 		return "…"
 	}
-	return (time.Duration(*ms) * time.Millisecond).String()
+	return human.Millis(*ms)
 }
-
-func formatSeconds(s float64) string {
-	return (time.Duration(s) * time.Second).String()
-}
-
-func formatUSD(usd float64) string { return fmt.Sprintf("$%.4f", usd) }
-
-func formatPercent(share float64) string { return fmt.Sprintf("%.0f %%", share*100) }

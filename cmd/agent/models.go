@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/models/modelcheck"
@@ -170,7 +171,7 @@ func (c *cli) checkModels(
 		if err != nil {
 			return nil, err
 		}
-		fmt.Fprintf(w, "%d calls, %s\n", found.Calls, formatUSD(found.CostUSD))
+		fmt.Fprintf(w, "%d calls, %s\n", found.Calls, human.Money(found.CostUSD))
 		all = append(all, found)
 	}
 	return all, nil

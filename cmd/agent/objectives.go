@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
@@ -81,7 +82,7 @@ func (c *cli) objectivesListCommand() *cobra.Command {
 				[]string{"OBJECTIVE", "STATUS", "STEPS", "PROGRESS", "PRIORITY", "DUE", "GOAL"},
 				func(o objectives.Objective) []string {
 					return []string{
-						o.Name, o.Status, fmt.Sprintf("%d/%d", o.Done, o.Total), formatPercent(o.Progress), fmt.Sprint(o.Priority),
+						o.Name, o.Status, fmt.Sprintf("%d/%d", o.Done, o.Total), human.Percent(o.Progress), fmt.Sprint(o.Priority),
 						formatTime(o.DueAt) + idleText(o.IdleRuns), truncate(o.Goal, 50),
 					}
 				})
@@ -140,7 +141,7 @@ func writeObjective(w io.Writer, o shownObjective) {
 	fmt.Fprintf(w, "%s\n%s\n\n", printable(o.Name), o.Goal)
 	every := ""
 	if o.ReviewEverySeconds > 0 {
-		every = formatSeconds(float64(o.ReviewEverySeconds))
+		every = human.Seconds(float64(o.ReviewEverySeconds))
 	}
 	proposed := o.ProposedBy
 	if proposed != "" {
@@ -153,7 +154,7 @@ func writeObjective(w io.Writer, o shownObjective) {
 	writeFields(w, "%-12s %s\n", [][2]string{
 		{"status", o.Status},
 		{"reached when", o.SuccessCriteria},
-		{"progress", fmt.Sprintf("%d of %d steps (%s), %d failed", o.Done, o.Total, formatPercent(o.Progress), o.Failed)},
+		{"progress", fmt.Sprintf("%d of %d steps (%s), %d failed", o.Done, o.Total, human.Percent(o.Progress), o.Failed)},
 		{"priority", fmt.Sprint(o.Priority)},
 		{"round", fmt.Sprint(o.Round)},
 		{"every", every},

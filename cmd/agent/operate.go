@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -413,7 +414,7 @@ func (o *operator) showLanes(ctx context.Context) error {
 	}
 	return showRows(o, "no lane is held",
 		[]string{"LANE", "HELD BY", "TRACE", "HELD FOR"}, live, func(l lanes.LiveLane) []string {
-			return []string{l.Lane, l.LockedBy, deref(l.TraceID), formatSeconds(l.HeldFor)}
+			return []string{l.Lane, l.LockedBy, deref(l.TraceID), human.Seconds(l.HeldFor)}
 		})
 }
 

@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/term"
 
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
@@ -332,7 +333,7 @@ func (s *eventPrinter) printDone(d operate.Done) {
 	s.endLine()
 	line := fmt.Sprintf("%s  %s  %d tokens", d.TraceID, d.Ended, d.Usage.TotalTokens)
 	if d.CostUSD > 0 {
-		line += "  " + formatUSD(d.CostUSD)
+		line += "  " + human.Money(d.CostUSD)
 	}
 	s.printNote("2", line)
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -58,7 +59,7 @@ func (c *cli) skillsListCommand() *cobra.Command {
 				func(h health) []string {
 					rate := "–"
 					if h.SuccessRate != nil {
-						rate = formatPercent(*h.SuccessRate)
+						rate = human.Percent(*h.SuccessRate)
 					}
 					return []string{
 						h.Skill, h.State, fmt.Sprint(h.Calls), rate, fmt.Sprint(h.Streak), h.DisabledBy,

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/prompts"
 	"github.com/lanekeeper/lanekeeper/why"
 )
@@ -97,7 +98,7 @@ func (c *cli) traceListCommand() *cobra.Command {
 				func(t activity.TraceSummary) []string {
 					return []string{
 						t.TraceID, t.Flow, t.Status, formatTime(t.StartedAt), formatMillis(t.DurationMS), fmt.Sprint(t.Activities),
-						fmt.Sprint(t.Errors), fmt.Sprint(t.Tokens), formatUSD(t.CostUSD),
+						fmt.Sprint(t.Errors), fmt.Sprint(t.Tokens), human.Money(t.CostUSD),
 					}
 				})
 		}),

@@ -46,18 +46,6 @@
   const months = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
   const zoned = new Intl.DateTimeFormat("en-GB", { dateStyle: "full", timeStyle: "long" });
   const two = (n) => String(n).padStart(2, "0");
-  const span = (ms) => {
-    const s = Math.max(0, Math.floor(ms / 1000));
-    if (s < 60) return s + " s";
-    if (s < 3600) return Math.floor(s / 60) + " min " + (s % 60) + " s";
-    if (s < 86400) return Math.floor(s / 3600) + " h " + Math.floor((s % 3600) / 60) + " min";
-    return Math.floor(s / 86400) + " d " + Math.floor((s % 86400) / 3600) + " h";
-  };
-  const age = (ms) => {
-    const s = Math.max(0, Math.floor(ms / 1000));
-    const [n, unit] = s < 60 ? [s, "s"] : s < 3600 ? [s / 60, "min"] : s < 86400 ? [s / 3600, "h"] : [s / 86400, "d"];
-    return Math.floor(n) + " " + unit + " ago";
-  };
   const moment = (t) => {
     const today = new Date(now());
     const clock = two(t.getHours()) + ":" + two(t.getMinutes()) + ":" + two(t.getSeconds());
@@ -69,9 +57,11 @@
     const t = new Date(element.dateTime);
     if (Number.isNaN(t.getTime())) return;
     if (!element.title) element.title = zoned.format(t);
-    if (element.classList.contains("since")) put(element, span(now() - t));
-    else if (element.classList.contains("ago")) put(element, age(now() - t));
-    else if (element.classList.contains("until")) put(element, t > now() ? span(t - now()) : "due");
+    if (element.classList.contains("since")) put(element, human.clock(now() - t));
+    else if (element.classList.contains("ago")) put(element, human.ago(now() - t));
+    else if (element.classList.contains("until")) put(element, human.until(t - now()));
+    else if (element.classList.contains("left")) put(element, human.left(t - now()));
+    else if (element.classList.contains("next")) put(element, t > now() ? moment(t) : "due");
     else if (element.classList.contains("at")) put(element, moment(t));
   };
   const seenClocks = new Set(); // those on the screen

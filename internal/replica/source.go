@@ -3,7 +3,6 @@ package replica
 import (
 	"context"
 	"errors"
-	"fmt"
 	"sync/atomic"
 	"time"
 
@@ -11,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -31,7 +31,7 @@ func (s *Source) Failed() bool { return s.Replica() && s.failed.Load() }
 
 // String says how far behind the source is: "0.4 s behind".
 func (s *Source) String() string {
-	text := fmt.Sprintf("%.1f s behind", s.Behind.Seconds())
+	text := human.Duration(s.Behind) + " behind"
 	if s.PrimaryAway {
 		text += "; the primary does not answer"
 	}

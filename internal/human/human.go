@@ -1,0 +1,176 @@
+// Package human formats money, durations, sizes, counts and distances in time for people. The Engine Room, the command
+// line and the trace story use it, so a value reads the same everywhere. The browser's twin is
+// engineroom/assets/human.js; both are tested against testdata/examples.json.
+//
+// The rules:
+//
+//   - Money has two decimals, as an invoice of Stripe has: $0.00, $0.05, $1,234.50. An amount below a cent has four, as
+//     Langfuse shows model costs: $0.0042. Below $0.0001 it is <$0.0001. Zero is always $0.00.
+//   - A number below ten has one decimal, without a trailing zero: 5.9 s, 6 s, 1.5 kB. From ten on it is whole.
+//   - A duration from a minute on has two units, without a zero one: 3 min 20 s, 2 h, 3 d 4 h.
+//   - Durations and sizes are cut, not rounded: a clock that counts and a duration that was stored agree.
+//   - A distance in time has one unit in the past ("3 min ago") and two in the future ("in 2 min 5 s", "due").
+package human
+
+import (
+	"fmt"
+	"math"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Money formats dollars.
+func Money(usd float64) string {
+	switch abs := math.Abs(usd); {
+	case math.IsNaN(usd) || math.IsInf(usd, 0):
+		return "–"
+	case usd == 0:
+		return "$0.00"
+	case usd < 0:
+		return "-" + Money(abs)
+	case usd < 0.00005:
+		return "<$0.0001"
+	case usd < 0.00995:
+		return fmt.Sprintf("$%.4f", usd)
+	}
+	whole, cents, _ := strings.Cut(strconv.FormatFloat(usd, 'f', 2, 64), ".")
+	return "$" + group(whole) + "." + cents
+}
+
+// Count formats a number with separators: 12,345.
+func Count(n int64) string {
+	digits, negative := strings.CutPrefix(strconv.FormatInt(n, 10), "-") // -n overflows for the least number
+	if negative {
+		return "-" + group(digits)
+	}
+	return group(digits)
+}
+
+// group separates thousands.
+func group(digits string) string {
+	for i := len(digits) - 3; i > 0; i -= 3 {
+		digits = digits[:i] + "," + digits[i:]
+	}
+	return digits
+}
+
+// Bytes formats a size: 512 B, 1.5 kB, 32 MB.
+func Bytes(n int64) string {
+	const k = 1000
+	switch {
+	case n < k:
+		return strconv.FormatInt(n, 10) + " B"
+	case n < k*k:
+		return tenths(n/(k/10)) + " kB"
+	case n < k*k*k:
+		return tenths(n/(k*k/10)) + " MB"
+	}
+	return tenths(n/(k*k*k/10)) + " GB"
+}
+
+// tenths formats a number of tenths: one decimal below ten, unless it is zero.
+func tenths(n int64) string {
+	if n >= 100 || n%10 == 0 {
+		return Count(n / 10)
+	}
+	return fmt.Sprintf("%d.%d", n/10, n%10)
+}
+
+// Percent formats a share between 0 and 1: 12 %, <1 %, >99 %.
+func Percent(share float64) string {
+	switch {
+	case math.IsNaN(share):
+		return "–"
+	case share > 0 && share < 0.01:
+		return "<1 %"
+	case share > 0.99 && share < 1:
+		return ">99 %"
+	}
+	return fmt.Sprintf("%.0f %%", share*100)
+}
+
+// Duration formats a duration: 250 ms, 5.9 s, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h. A negative one is 0 ms.
+func Duration(d time.Duration) string {
+	const day = 24 * time.Hour
+	switch {
+	case d <= 0:
+		return "0 ms"
+	case d < time.Millisecond:
+		return "<1 ms"
+	case d < time.Second:
+		return strconv.FormatInt(d.Milliseconds(), 10) + " ms"
+	case d < time.Minute:
+		return tenths(int64(d/(100*time.Millisecond))) + " s"
+	case d < time.Hour:
+		return pair(d, time.Minute, "min", time.Second, "s")
+	case d < day:
+		return pair(d, time.Hour, "h", time.Minute, "min")
+	}
+	return pair(d, day, "d", time.Hour, "h")
+}
+
+// Millis formats a duration in milliseconds.
+func Millis(ms int64) string { return Duration(milliseconds(float64(ms))) }
+
+// Seconds formats a duration in seconds.
+func Seconds(s float64) string { return Duration(milliseconds(math.Round(s * 1000))) }
+
+// milliseconds avoids an overflow.
+func milliseconds(ms float64) time.Duration {
+	const most = float64(math.MaxInt64 / time.Millisecond)
+	if !(ms > 0) { // or not a number
+		return 0
+	}
+	return time.Duration(min(ms, most-1)) * time.Millisecond
+}
+
+// pair formats a duration in two units, without a zero smaller one.
+func pair(d, big time.Duration, bigName string, small time.Duration, smallName string) string {
+	whole := Count(int64(d/big)) + " " + bigName
+	if rest := d % big / small; rest > 0 {
+		return fmt.Sprintf("%s %d %s", whole, rest, smallName)
+	}
+	return whole
+}
+
+// Clock formats a running duration, in whole seconds: 0 s, 6 s, 3 min 20 s.
+func Clock(d time.Duration) string {
+	if d < time.Second {
+		return "0 s"
+	}
+	return Duration(d.Truncate(time.Second))
+}
+
+// Ago formats the age of a moment: just now, 12 s ago, 3 min ago, 2 d ago. A moment to come is Until.
+func Ago(age time.Duration) string {
+	switch {
+	case age <= -time.Second:
+		return Until(-age)
+	case age < time.Second:
+		return "just now"
+	case age < time.Minute:
+		return fmt.Sprintf("%d s ago", age/time.Second)
+	case age < time.Hour:
+		return fmt.Sprintf("%d min ago", age/time.Minute)
+	case age < 24*time.Hour:
+		return fmt.Sprintf("%d h ago", age/time.Hour)
+	}
+	return Count(int64(age/(24*time.Hour))) + " d ago"
+}
+
+// Until formats the time until a moment: in 2 min 5 s, or due.
+func Until(left time.Duration) string {
+	if left < time.Second {
+		return "due"
+	}
+	return "in " + Clock(left)
+}
+
+// Left formats the rest of a time limit: 2 min 5 s left, or over.
+func Left(left time.Duration) string {
+	if left <= 0 {
+		return "over"
+	}
+	return Clock(left) + " left"
+}

@@ -1,0 +1,55 @@
+package human
+
+import (
+	"encoding/json"
+	"math"
+	"os"
+	"testing"
+	"time"
+)
+
+// The browser's twin is tested with the same examples, in package engineroom.
+func TestValuesReadAsInTheExamples(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile("testdata/examples.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var examples map[string][][2]any
+	if err := json.Unmarshal(text, &examples); err != nil {
+		t.Fatal(err)
+	}
+	ms := func(f func(time.Duration) string) func(float64) string {
+		return func(x float64) string { return f(time.Duration(x) * time.Millisecond) }
+	}
+	whole := func(f func(int64) string) func(float64) string {
+		return func(x float64) string { return f(int64(x)) }
+	}
+	formatters := map[string]func(float64) string{
+		"money": Money, "count": whole(Count), "bytes": whole(Bytes), "percent": Percent, "duration": ms(Duration),
+		"clock": ms(Clock), "ago": ms(Ago), "until": ms(Until), "left": ms(Left),
+	}
+	for name, format := range formatters {
+		if len(examples[name]) == 0 {
+			t.Errorf("%s has no examples", name)
+		}
+		for _, e := range examples[name] {
+			if got := format(e[0].(float64)); got != e[1] {
+				t.Errorf("%s(%v) = %q, want %q", name, e[0], got, e[1])
+			}
+		}
+	}
+}
+
+func TestValuesAtTheEdges(t *testing.T) {
+	t.Parallel()
+	for got, want := range map[string]string{
+		Count(math.MaxInt64): "9,223,372,036,854,775,807", Count(math.MinInt64): "-9,223,372,036,854,775,808",
+		Duration(time.Microsecond): "<1 ms", Duration(math.MinInt64): "0 ms", Money(math.NaN()): "–",
+		Millis(math.MaxInt64): "106,751 d 23 h", Seconds(61.5): "1 min 1 s", Seconds(math.NaN()): "0 ms",
+	} {
+		if got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+}
