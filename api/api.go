@@ -116,7 +116,7 @@ func New(o Options) (http.Handler, error) {
 		pool: o.Pool, read: cmp.Or(o.Read, replica.Primary(o.Pool)), engine: o.Engine,
 		agents: cmp.Or(o.Agents, &agents.Directory{}), memory: o.Memory, auth: gate, draining: o.Draining,
 		stopping: o.Stopping, cutting: o.Cutting, limits: defaultLimits(), log: o.Logger,
-		ready: cmp.Or(o.Ready, o.Pool), classes: newClasses(), watcher: &statusWatcher{db: o.Pool, log: o.Logger},
+		ready: cmp.Or(o.Ready, o.Pool), classes: newClasses(),
 		pages: o.Pages, proxies: o.Proxies,
 		pending: newPendingResults(o.Pool, o.Cutting), documentBytes: cmp.Or(o.DocumentBytes, documents.DefaultMaxBytes),
 		locks: postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
@@ -140,7 +140,6 @@ type server struct {
 	stopping <-chan struct{}
 	cutting  <-chan struct{}
 	limits   limits
-	watcher  *statusWatcher
 	pages    Pages // nil for none
 	proxies  clientip.Trusted
 	classes  classes

@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"maps"
 	"net/http"
 	"regexp"
 	"slices"
@@ -184,9 +183,6 @@ var reservedFlows = map[string]string{
 	"skill_call":   "agent skills call calls a skill",
 }
 
-// ReservedFlows lists the flows that only the program itself starts.
-func ReservedFlows() []string { return slices.Sorted(maps.Keys(reservedFlows)) }
-
 func (b startRequest) check() error {
 	switch {
 	case b.Flow == "" || !storable(b.Flow):
@@ -362,7 +358,11 @@ func (s *server) flowNames(ctx context.Context) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	for _, name := range s.engine.Flows() {
+	inGo, err := s.engine.Flows(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range inGo {
 		if _, reserved := reservedFlows[name]; !reserved {
 			names = append(names, name)
 		}

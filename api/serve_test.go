@@ -4,8 +4,10 @@ import (
 	"bytes"
 	"encoding/json"
 	"log/slog"
+	"maps"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -132,7 +134,7 @@ func FuzzStream(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, id, status, waitingFor string, change int) {
 		w := httptest.NewRecorder()
-		e := statusEvent{
+		e := executions.StatusChange{
 			ID: id, TraceID: id, Status: executions.Status(status), WaitingFor: &waitingFor,
 			Claim: int64(change), Change: change,
 		}
@@ -144,7 +146,7 @@ func FuzzStream(f *testing.F) {
 			t.Fatalf("%q are not two events", w.Body)
 		}
 		for _, event := range got.Events {
-			var read statusEvent
+			var read executions.StatusChange
 			if err := json.Unmarshal([]byte(event.Data), &read); err != nil || event.Name != "status" {
 				t.Fatalf("event %+v: %v", event, err)
 			}
@@ -153,9 +155,15 @@ func FuzzStream(f *testing.F) {
 			}
 			read.Claim, read.Change = e.Claim, e.Change
 			assert.NoDiff(t, e, read)
-			if !strings.ContainsAny(status, "\r\n\x00") && event.ID != e.eventID() {
-				t.Errorf("the id is %q, not %q", event.ID, e.eventID())
+			if !strings.ContainsAny(status, "\r\n\x00") && event.ID != eventID(e) {
+				t.Errorf("the id is %q, not %q", event.ID, eventID(e))
 			}
 		}
 	})
+}
+
+func TestEveryReservedFlowHasAHint(t *testing.T) {
+	if here := slices.Sorted(maps.Keys(reservedFlows)); !slices.Equal(here, executions.Reserved()) {
+		t.Errorf("HTTP has %v, the engine %v", here, executions.Reserved())
+	}
 }

@@ -5,11 +5,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"log/slog"
 	"net/http"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -23,21 +21,8 @@ import (
 // keepAliveInterval is the longest silence of a stream.
 const keepAliveInterval = 15 * time.Second
 
-// statusEvent is the data of a status event.
-type statusEvent struct {
-	ID         string            `json:"id"`
-	TraceID    string            `json:"trace_id"`
-	Status     executions.Status `json:"status"`
-	WaitingFor *string           `json:"waiting_for"`
-	At         time.Time         `json:"at"`
-	Claim      int64             `json:"-"`
-	WaitNumber int               `json:"-"`
-	// Change numbers the stored status changes of an external execution; 0 for others.
-	Change int `json:"-"`
-}
-
 // eventID distinguishes two states of an execution.
-func (e statusEvent) eventID() string {
+func eventID(e executions.StatusChange) string {
 	if e.Change > 0 {
 		return fmt.Sprintf("%d-%s", e.Change, e.Status)
 	}
@@ -53,13 +38,9 @@ func (s *server) followExecution(w http.ResponseWriter, r *http.Request) {
 	if err == nil {
 		x, err = s.execution(in)
 	}
-	var found map[string]statusEvent
+	var now executions.StatusChange
 	if err == nil {
-		found, err = s.watcher.read(r.Context(), []string{x.ID})
-	}
-	now, is := found[x.ID]
-	if err == nil && !is {
-		err = fmt.Errorf("execution %s: %w", x.ID, executions.ErrNotFound)
+		now, err = s.engine.CurrentStatus(r.Context(), x.ID)
 	}
 	if err != nil {
 		problem.Write(w, r, err, "", s.log)
@@ -67,7 +48,7 @@ func (s *server) followExecution(w http.ResponseWriter, r *http.Request) {
 	}
 	w.Header().Set("X-Trace-Id", x.TraceID)
 	last := r.Header.Get("Last-Event-ID")
-	if now.Status.Ended() && last == now.eventID() {
+	if now.Status.Ended() && last == eventID(now) {
 		w.WriteHeader(http.StatusNoContent)
 		return
 	}
@@ -89,15 +70,15 @@ func lastSeen(lastEventID string, present int) int {
 }
 
 // stream sends states after the given change until a terminal one, a deleted execution, or the end of ctx.
-func (s *server) stream(ctx context.Context, w http.ResponseWriter, now statusEvent, after int) error {
-	updates, unsubscribe := s.watcher.subscribe(ctx, now.ID)
+func (s *server) stream(ctx context.Context, w http.ResponseWriter, now executions.StatusChange, after int) error {
+	updates, unsubscribe := s.engine.Watch(ctx, now.ID)
 	defer unsubscribe()
 	alive := time.NewTicker(keepAliveInterval)
 	defer alive.Stop()
 	control := http.NewResponseController(w)
 	sent := ""
 	for {
-		if mark := now.eventID(); mark != sent {
+		if mark := eventID(now); mark != sent {
 			changes, err := s.changesAfter(ctx, now, after)
 			if err != nil {
 				return err
@@ -141,155 +122,26 @@ func sendRetry(ctx context.Context, w http.ResponseWriter, control *http.Respons
 	return control.Flush()
 }
 
-func sendEvent(w http.ResponseWriter, e statusEvent) error {
+func sendEvent(w http.ResponseWriter, e executions.StatusChange) error {
 	data, err := json.Marshal(inUTC(e))
 	if err != nil {
 		return err
 	}
-	_, err = w.Write(sse.Event{ID: e.eventID(), Name: "status", Data: string(data)}.Append(nil))
+	_, err = w.Write(sse.Event{ID: eventID(e), Name: "status", Data: string(data)}.Append(nil))
 	return err
 }
 
 // changesAfter returns the stored changes up to the current state, or only that state.
-func (s *server) changesAfter(ctx context.Context, now statusEvent, after int) ([]statusEvent, error) {
+func (s *server) changesAfter(ctx context.Context, now executions.StatusChange, after int) ([]executions.StatusChange, error) {
 	if now.Change == 0 {
-		return []statusEvent{now}, nil
+		return []executions.StatusChange{now}, nil
 	}
 	rows, err := s.pool.Query(ctx, `
 		select n, status, waiting_for, at from agent_status_changes
 		 where execution_id = @id and n > @after and n <= @upto order by n`,
 		postgres.Strict{"id": now.ID, "after": after, "upto": now.Change})
-	return postgres.Collect(rows, err, "read status changes", func(row pgx.CollectableRow) (statusEvent, error) {
-		e := statusEvent{ID: now.ID, TraceID: now.TraceID}
+	return postgres.Collect(rows, err, "read status changes", func(row pgx.CollectableRow) (executions.StatusChange, error) {
+		e := executions.StatusChange{ID: now.ID, TraceID: now.TraceID}
 		return e, row.Scan(&e.Change, &e.Status, &e.WaitingFor, &e.At)
 	})
-}
-
-// watchInterval is the pause between polls of followed executions.
-const watchInterval = 250 * time.Millisecond
-
-// statusWatcher polls all followed executions in one query. Its goroutine runs only while there are followers.
-type statusWatcher struct {
-	db  postgres.DB
-	log *slog.Logger
-
-	mu        sync.Mutex
-	followers map[string]map[chan statusEvent]struct{} // by execution
-	stop      func()                                   // ends the goroutine and waits; nil without one
-}
-
-// subscribe follows an execution. The channel holds the latest state; a zero value means the execution is gone. The
-// caller must call unsubscribe.
-func (h *statusWatcher) subscribe(ctx context.Context, id string) (updates <-chan statusEvent, unsubscribe func()) {
-	ch := make(chan statusEvent, 1)
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.followers == nil {
-		h.followers = map[string]map[chan statusEvent]struct{}{}
-	}
-	if h.followers[id] == nil {
-		h.followers[id] = map[chan statusEvent]struct{}{}
-	}
-	h.followers[id][ch] = struct{}{}
-	if h.stop == nil {
-		h.start(context.WithoutCancel(ctx))
-	}
-	return ch, func() { h.unsubscribe(id, ch) }
-}
-
-func (h *statusWatcher) start(ctx context.Context) {
-	ctx, cancel := context.WithCancel(ctx)
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		h.run(ctx)
-	}()
-	h.stop = func() {
-		cancel()
-		<-done
-	}
-}
-
-func (h *statusWatcher) unsubscribe(id string, ch chan statusEvent) {
-	h.mu.Lock()
-	delete(h.followers[id], ch)
-	if len(h.followers[id]) == 0 {
-		delete(h.followers, id)
-	}
-	var stop func()
-	if len(h.followers) == 0 {
-		stop, h.stop = h.stop, nil
-	}
-	h.mu.Unlock()
-	if stop != nil {
-		stop()
-	}
-}
-
-func (h *statusWatcher) run(ctx context.Context) {
-	tick := time.NewTicker(watchInterval)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-		}
-		ids := h.ids()
-		found, err := h.read(ctx, ids)
-		if err != nil {
-			if ctx.Err() == nil {
-				h.log.WarnContext(ctx, "followed executions not read", "error", err)
-			}
-			continue
-		}
-		h.publish(ids, found)
-	}
-}
-
-func (h *statusWatcher) ids() []string {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	list := make([]string, 0, len(h.followers))
-	for id := range h.followers {
-		list = append(list, id)
-	}
-	return list
-}
-
-func (h *statusWatcher) read(ctx context.Context, ids []string) (map[string]statusEvent, error) {
-	ctx, cancel := context.WithTimeout(ctx, defaultLimits().request)
-	defer cancel()
-	rows, err := h.db.Query(ctx, `
-		select e.id::text, e.trace_id, e.status, e.waiting_for, e.updated_at as at, e.claim, e.wait_number,
-		       case when e.outside then coalesce((select max(c.n) from agent_status_changes c where c.execution_id = e.id), 0)
-		         else 0 end as change
-		  from agent_executions e where e.id = any (@ids::uuid[])`, postgres.Strict{"ids": ids})
-	if err != nil {
-		return nil, err
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[statusEvent])
-	if err != nil {
-		return nil, err
-	}
-	found := make(map[string]statusEvent, len(list))
-	for _, e := range list {
-		found[e.ID] = e
-	}
-	return found, nil
-}
-
-// publish replaces an unread state by the latest one.
-func (h *statusWatcher) publish(ids []string, found map[string]statusEvent) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	for _, id := range ids {
-		for ch := range h.followers[id] {
-			select {
-			case <-ch:
-			default:
-			}
-			ch <- found[id] // has room: this is the only sender
-		}
-	}
 }

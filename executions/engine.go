@@ -7,7 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -78,6 +80,7 @@ type Engine struct {
 	nextDue       dueTimes
 	stuckLimiter  stuckWarnings
 	batchers      batchers
+	watcher       *statusWatcher
 	paused        atomic.Bool // as far as this process knows
 
 	txSlots       chan struct{} // bounds open transactions
@@ -116,7 +119,7 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	for _, queue := range []string{Background, Interactive} {
 		e.pools[queue] = newWorkerPool(e, queue)
 	}
-	e.batchers = newBatchers(e)
+	e.batchers, e.watcher = newBatchers(e), newStatusWatcher(e)
 	var err error
 	if e.river, err = newRiverClient(pool, e); err != nil {
 		return nil, err
@@ -142,10 +145,37 @@ func (e *Engine) Fallback(find func(ctx context.Context, flow string) (Func, err
 	e.fallback = find
 }
 
-// HasFlow reports whether a flow is registered, or the fallback finds it.
+// HasFlow reports whether a flow is registered, here or in another live process, or the fallback finds it.
 func (e *Engine) HasFlow(ctx context.Context, flow string) (bool, error) {
 	fn, err := e.flow(ctx, flow)
-	return fn != nil, err
+	if fn != nil || err != nil {
+		return fn != nil, err
+	}
+	var elsewhere bool
+	err = e.pool.QueryRow(ctx, `
+		select exists (select from agent_workers w where w.flows @> array[@flow] and w.expires_at > clock_timestamp())`,
+		postgres.Strict{"flow": flow}).Scan(&elsewhere)
+	if err != nil {
+		return false, fmt.Errorf("find flow %s: %w", flow, err)
+	}
+	return elsewhere, nil
+}
+
+// Flows returns the registered flows of this and all other live processes, sorted, without those of the fallback.
+func (e *Engine) Flows(ctx context.Context) ([]string, error) {
+	rows, err := e.pool.Query(ctx, `
+		select name from unnest(@mine::text[]) name
+		union
+		select unnest(w.flows) from agent_workers w where w.expires_at > clock_timestamp()`,
+		postgres.Strict{"mine": e.registered()})
+	names, err := postgres.Collect(rows, err, "list the flows of workers", pgx.RowTo[string])
+	slices.Sort(names)
+	return names, err
+}
+
+// registered returns the flows that are registered here.
+func (e *Engine) registered() []string {
+	return slices.AppendSeq(make([]string, 0, len(e.flows)), maps.Keys(e.flows))
 }
 
 // flow returns the function of a flow; nil when it is unknown here.

@@ -2,8 +2,10 @@ package executions_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -597,5 +599,30 @@ func TestAnExpiredLeaseStopsWritesBeforeAnybodySweeps(t *testing.T) {
 	}
 	if x := get(t, pool, id); x.Status != executions.Running {
 		t.Errorf("status %s", x.Status)
+	}
+}
+
+// A program that embeds the runtime has flows that the agent does not have.
+func TestTheFlowsOfALiveProcessAreKnownToAll(t *testing.T) {
+	pool := pgtest.DB(t)
+	agent := start(t, pool, nil)
+	known := func() bool {
+		has, err := agent.HasFlow(t.Context(), "pay")
+		require.NoError(t, err)
+		return has
+	}
+	if known() {
+		t.Error("a flow that nobody has is known")
+	}
+	program := start(t, pool, map[string]executions.Func{
+		"pay": func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil },
+	})
+	pgtest.Eventually(t, time.Minute, known, "the flow of another process is unknown")
+	if names, err := agent.Flows(t.Context()); err != nil || !slices.Contains(names, "pay") {
+		t.Errorf("the flows are %v, %v", names, err)
+	}
+	program.stop()
+	if known() {
+		t.Error("the flow of a process that has ended is known")
 	}
 }

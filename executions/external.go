@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -25,8 +24,17 @@ const External = "external"
 // IsExternal reports whether external workers run a flow.
 func IsExternal(flow string) bool { return flow == External || strings.HasPrefix(flow, External+":") }
 
-// Flows returns the registered flows, sorted, without those of the fallback.
-func (e *Engine) Flows() []string { return slices.Sorted(maps.Keys(e.flows)) }
+// reserved are the flows of the program itself, which only it starts.
+var reserved = []string{
+	"automation", "chat", "chat_relay", "chat_summary", "delegate", "heartbeat", "mcp.call", "operate", "skill_call",
+	"webhook",
+}
+
+// Reserved lists the flows that only the program itself starts, sorted. No other program may register them.
+func Reserved() []string { return slices.Clone(reserved) }
+
+// IsReserved reports whether only the program itself starts a flow.
+func IsReserved(flow string) bool { return slices.Contains(reserved, flow) }
 
 // The errors of run locks. Each comes as a *RunError.
 var (

@@ -249,6 +249,7 @@ func (e *Engine) removeRun(r *run) {
 		delete(e.runs, r.exec.ID)
 	}
 	e.mu.Unlock()
+	e.watcher.runEnded(r.exec.ID)
 }
 
 // callFlow calls the durable function; a panic becomes an error.

@@ -27,9 +27,9 @@ func (e *Engine) registerWorker(ctx context.Context) error {
 	sentAt := time.Now()
 	var id string
 	err := cmp.Or(e.opts.Lease, e.pool).QueryRow(ctx, `
-		insert into agent_workers (name, ttl_seconds, expires_at)
-		values (@name, @ttl::int, clock_timestamp() + make_interval(secs => @ttl::int)) returning id::text`,
-		postgres.Strict{"name": processName(), "ttl": int(e.opts.LeaseTTL.Seconds())}).Scan(&id)
+		insert into agent_workers (name, ttl_seconds, expires_at, flows)
+		values (@name, @ttl::int, clock_timestamp() + make_interval(secs => @ttl::int), @flows) returning id::text`,
+		postgres.Strict{"name": processName(), "ttl": int(e.opts.LeaseTTL.Seconds()), "flows": e.registered()}).Scan(&id)
 	if err != nil {
 		return fmt.Errorf("register worker: %w", err)
 	}

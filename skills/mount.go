@@ -74,11 +74,8 @@ func (h flowHandler) call(ctx context.Context, r *Registry, c Call, args map[str
 	return r.flow(ctx, FlowRequest{Flow: h.flow, Input: input, Wait: h.wait, Key: c.IdempotencyKey})
 }
 
-// Pauses between polls of an execution; they double.
-const (
-	firstLook = 20 * time.Millisecond
-	lastLook  = time.Second
-)
+// maxAnswerTime is the time kept to answer with an execution's id where the deadline comes before its end.
+const maxAnswerTime = time.Second
 
 // Flows runs flows with an engine, for Options.Flow. Inside an execution, the new one is a child with the same trace,
 // surface, agent and thread. Elsewhere it has its own trace and acts as agent.
@@ -106,7 +103,7 @@ func Flows(db postgres.Beginner, e *executions.Engine, agent string) RunFlow {
 			return FlowAnswer{}, err
 		}
 		if r.Wait {
-			x, err = awaitEnd(ctx, db, x)
+			x, err = awaitEnd(ctx, e, x)
 		}
 		return flowAnswer(x), err
 	}
@@ -120,28 +117,25 @@ func canStart(ctx context.Context, e *executions.Engine, flow string) (bool, err
 	return e.HasFlow(ctx, flow)
 }
 
-// awaitEnd polls an execution until it ends or the deadline is near.
-func awaitEnd(ctx context.Context, db postgres.DB, x executions.Execution) (executions.Execution, error) {
-	var up <-chan time.Time
+// awaitEnd waits until an execution ends or the deadline is near.
+func awaitEnd(ctx context.Context, e *executions.Engine, x executions.Execution) (executions.Execution, error) {
+	waiting := ctx
 	if deadline, limited := ctx.Deadline(); limited {
 		left := time.Until(deadline)
-		up = time.After(left - min(left/10, lastLook))
+		within, cancel := context.WithTimeout(ctx, left-min(left/10, maxAnswerTime))
+		defer cancel()
+		waiting = within
 	}
-	for pause := firstLook; !x.Status.Ended(); pause = min(2*pause, lastLook) {
-		select {
-		case <-ctx.Done():
-			return x, context.Cause(ctx)
-		case <-up:
-			return x, nil
-		case <-time.After(pause):
-		}
-		now, err := executions.Get(ctx, db, x.ID)
-		if err != nil {
-			return x, err
-		}
-		x = now
+	ended, err := e.Await(waiting, x.ID)
+	switch {
+	case err == nil:
+		return ended, nil
+	case ctx.Err() != nil:
+		return x, context.Cause(ctx)
+	case waiting.Err() != nil:
+		return x, nil
 	}
-	return x, nil
+	return x, err
 }
 
 func flowAnswer(x executions.Execution) FlowAnswer {

@@ -14,8 +14,8 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
 
-	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/examples"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/workspace"
@@ -122,7 +122,7 @@ func (c *cli) playStory(ctx context.Context, s *session, listener net.Listener, 
 	if err != nil {
 		return err
 	}
-	files.Reserved = api.ReservedFlows()
+	files.Reserved = executions.Reserved()
 	if files.GoFlows, err = c.goFlows(ctx, s); err != nil {
 		return err
 	}

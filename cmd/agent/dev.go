@@ -18,7 +18,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/examples"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -118,7 +117,7 @@ func readWorkspace(dir string) (workspace.Workspace, error) {
 		files, err := workspace.LoadDir(dir)
 		if err == nil {
 			err = files.CheckBuiltins(builtins.Names())
-			files.Reserved = api.ReservedFlows()
+			files.Reserved = executions.Reserved()
 		}
 		if err != nil {
 			return workspace.Workspace{}, &exitError{exitUsage, err}

@@ -399,13 +399,13 @@ func (c *cli) readJSON(text string) (json.RawMessage, error) {
 	return raw, nil
 }
 
-// goFlows lists the flows that this program implements in Go.
-func (c *cli) goFlows(_ context.Context, s *session) ([]string, error) {
+// goFlows lists the flows in Go, of this program and of live processes.
+func (c *cli) goFlows(ctx context.Context, s *session) ([]string, error) {
 	a, err := c.app(s, nil)
 	if err != nil {
 		return nil, err
 	}
-	return a.engine.Flows(), nil
+	return a.engine.Flows(ctx)
 }
 
 func (c *cli) executionsStatusCommand() *cobra.Command {

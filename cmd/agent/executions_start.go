@@ -178,7 +178,11 @@ func startableFlows(ctx context.Context, a *app) ([]string, error) {
 	for _, f := range all {
 		names = append(names, f.Name)
 	}
-	for _, name := range a.engine.Flows() {
+	inGo, err := a.engine.Flows(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range inGo {
 		if reservedFlows[name] == "" {
 			names = append(names, name)
 		}

@@ -24,7 +24,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
-	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -646,7 +646,7 @@ func TestInternalFlowsAreNotStartable(t *testing.T) {
 // Command line and HTTP reject the same flows.
 func TestReservedFlowsAgree(t *testing.T) {
 	t.Parallel()
-	if here := slices.Sorted(maps.Keys(reservedFlows)); !slices.Equal(here, api.ReservedFlows()) {
-		t.Errorf("the command line has %v, HTTP has %v", here, api.ReservedFlows())
+	if here := slices.Sorted(maps.Keys(reservedFlows)); !slices.Equal(here, executions.Reserved()) {
+		t.Errorf("the command line has %v, the engine %v", here, executions.Reserved())
 	}
 }

@@ -1,0 +1,104 @@
+package lanekeeper_test
+
+import (
+	"context"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+// Order is paid.
+type Order struct {
+	Number string
+}
+
+// Receipt is the bank's answer.
+type Receipt struct {
+	Key string
+}
+
+// Parcel is the data of an event.
+type Parcel struct {
+	Weight int
+}
+
+// account remembers what it was charged.
+type account map[string]Order
+
+var bank = account{}
+
+func (a account) Charge(_ context.Context, order Order, key string) (Receipt, error) {
+	a[key] = order
+	return Receipt{key}, nil
+}
+
+func pay(ctx context.Context, order Order) (Receipt, error) {
+	receipt, err := lanekeeper.Step(ctx, "charge", func(ctx context.Context) (Receipt, error) {
+		return bank.Charge(ctx, order, lanekeeper.StepKey(ctx)) // the same key every time this step is tried
+	}, lanekeeper.Input(order))
+	if err != nil {
+		return Receipt{}, err
+	}
+	_, err = lanekeeper.WaitEvent[Parcel](ctx, "wait for the parcel", "shipped "+order.Number, 7*24*time.Hour)
+	return receipt, err
+}
+
+func work(ctx context.Context, pool *pgxpool.Pool) error {
+	runtime, err := lanekeeper.Open(ctx, pool)
+	if err != nil {
+		return err
+	}
+	if _, err := lanekeeper.Register(runtime, "pay", pay); err != nil {
+		return err
+	}
+	return runtime.Run(ctx)
+}
+
+func TestTheWorkerOfTheDocsRuns(t *testing.T) {
+	pool := pgtest.DB(t)
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- work(ctx, pool) }()
+	elsewhere, err := lanekeeper.Open(t.Context(), pool)
+	require.NoError(t, err)
+	h, err := lanekeeper.Remote[Order, Receipt](elsewhere, "pay").Start(t.Context(), Order{"n-8"})
+	require.NoError(t, err)
+	require.NoError(t, elsewhere.SendEvent(t.Context(), "shipped n-8", Parcel{3}, ""))
+	receipt, err := h.Wait(t.Context())
+	if err != nil || bank[receipt.Key] != (Order{"n-8"}) {
+		t.Errorf("the key %q is of %v among %v, %v", receipt.Key, bank[receipt.Key], bank, err)
+	}
+	stop()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
+
+func TestTheDocsShowCodeThatRuns(t *testing.T) {
+	for _, shown := range []struct{ page, file, from, to string }{
+		{"docs/executions.md", "example_test.go", "func pay(", "func work("},
+		{"docs/executions.md", "example_test.go", "func work(", "func TestTheWorker"},
+		{"README.md", "examples/shipping/main.go", "func ship(", "// To here."},
+	} {
+		code, page := read(t, shown.file), read(t, shown.page)
+		from := strings.Index(code, shown.from)
+		to := from + strings.Index(code[from:], shown.to)
+		if want := "```go\n" + strings.TrimSpace(code[from:to]) + "\n```"; !strings.Contains(page, want) {
+			t.Errorf("%s does not show this code of %s:\n%s", shown.page, shown.file, want)
+		}
+	}
+}
+
+func read(t *testing.T, file string) string {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	require.NoError(t, err)
+	return string(text)
+}

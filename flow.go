@@ -1,0 +1,260 @@
+package lanekeeper
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Flow is a durable function with its types. It is safe for concurrent use.
+type Flow[In, Out any] struct {
+	r    *Runtime
+	name string
+	spec executions.Spec
+}
+
+// FlowOption configures the executions that a [Flow] starts.
+type FlowOption func(*executions.Spec)
+
+// Interactive starts executions in the queue for work that a person waits for. It has workers of its own.
+func Interactive() FlowOption { return func(s *executions.Spec) { s.Queue = executions.Interactive } }
+
+// MaxLostWorkers bounds how many processes may die in an execution without a step recorded between them; the default
+// is 5. Then the execution fails.
+func MaxLostWorkers(n int) FlowOption { return func(s *executions.Spec) { s.MaxAttempts = n } }
+
+// ProgressTimeout ends an execution that records no step for d, a whole number of seconds, while it runs.
+func ProgressTimeout(d time.Duration) FlowOption {
+	return func(s *executions.Spec) { s.ProgressSeconds = int(d / time.Second) }
+}
+
+// Register names a durable function, before [Runtime.Run]. In and Out must survive encoding/json. A name is one for
+// all programs on the database: executions that were started under it are run by every process that registers it.
+func Register[In, Out any](
+	r *Runtime, name string, fn func(context.Context, In) (Out, error), opts ...FlowOption,
+) (Flow[In, Out], error) {
+	if r.started.Load() {
+		return Flow[In, Out]{}, fmt.Errorf("register flow %s: the runtime runs already; register before Run", name)
+	}
+	if executions.IsReserved(name) || executions.IsExternal(name) {
+		return Flow[In, Out]{}, fmt.Errorf("register flow %s: the name is Lanekeeper's own; choose another", name)
+	}
+	err := r.engine.Register(name, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+		var in In
+		if err := json.Unmarshal(input, &in); err != nil {
+			return executions.Result{}, fmt.Errorf("decode the input of flow %s as %T: %w", name, in, err)
+		}
+		out, err := fn(ctx, in)
+		if err != nil {
+			return executions.Result{}, err
+		}
+		return executions.Result{Summary: summary(out), Value: out}, nil
+	})
+	if err != nil {
+		return Flow[In, Out]{}, err
+	}
+	return Remote[In, Out](r, name, opts...), nil
+}
+
+// Remote names a flow that other programs run, to start it here.
+func Remote[In, Out any](r *Runtime, name string, opts ...FlowOption) Flow[In, Out] {
+	s := executions.Spec{Flow: name, Surface: trace.Flow}
+	for _, option := range opts {
+		option(&s)
+	}
+	return Flow[In, Out]{r: r, name: name, spec: s}
+}
+
+// maxSummary bounds the characters of a summary.
+const maxSummary = 200
+
+// summary is the result in one line, for people.
+func summary(out any) string {
+	text := ""
+	switch v := out.(type) {
+	case string:
+		text = v
+	case fmt.Stringer:
+		text = v.String()
+	default:
+		if encoded, err := encode(out); err == nil {
+			text = string(encoded)
+		}
+	}
+	if runes := []rune(text); len(runes) > maxSummary {
+		return string(runes[:maxSummary-1]) + "…"
+	}
+	return text
+}
+
+// encode is JSON, with {} for nil.
+func encode(value any) (json.RawMessage, error) {
+	if value == nil {
+		return json.RawMessage("{}"), nil
+	}
+	return json.Marshal(value)
+}
+
+// StartOption configures one start.
+type StartOption func(*executions.Spec)
+
+// Key makes a start idempotent: a second start with the same key, of any flow, returns the first execution.
+func Key(key string) StartOption { return func(s *executions.Spec) { s.DedupeKey = key } }
+
+// Priority orders executions that are ready: 1 is first, 4 last, and the default 2.
+func Priority(n int) StartOption { return func(s *executions.Spec) { s.Priority = n } }
+
+// Start starts an execution. When it returns, the execution is durable. Inside a flow use [Flow.Call], or Start within
+// a Step and with a [Key].
+func (f Flow[In, Out]) Start(ctx context.Context, in In, opts ...StartOption) (Handle[Out], error) {
+	s, err := f.startSpec(ctx, in, opts)
+	if err != nil {
+		return Handle[Out]{}, err
+	}
+	x, _, err := f.r.engine.Start(ctx, f.r.pool, s)
+	return f.handle(x), err
+}
+
+// StartTx starts an execution in the caller's transaction: it exists exactly when tx commits.
+func (f Flow[In, Out]) StartTx(ctx context.Context, tx pgx.Tx, in In, opts ...StartOption) (Handle[Out], error) {
+	s, err := f.startSpec(ctx, in, opts)
+	if err != nil {
+		return Handle[Out]{}, err
+	}
+	x, _, err := f.r.engine.StartTx(ctx, tx, s)
+	return f.handle(x), err
+}
+
+func (f Flow[In, Out]) startSpec(ctx context.Context, in In, opts []StartOption) (executions.Spec, error) {
+	s := f.spec
+	s.Input = in
+	for _, option := range opts {
+		option(&s)
+	}
+	if _, inside := executions.Current(ctx); inside && (executions.StepKey(ctx) == "" || s.DedupeKey == "") {
+		return s, fmt.Errorf("start %s inside a flow: use Call, or Start within a Step and with a Key", f.name)
+	}
+	return s, nil
+}
+
+// Handle is an execution that was started before, by its id.
+func (f Flow[In, Out]) Handle(id string) Handle[Out] {
+	return Handle[Out]{r: f.r, flow: f.name, id: id}
+}
+
+func (f Flow[In, Out]) handle(x executions.Execution) Handle[Out] {
+	return Handle[Out]{r: f.r, flow: f.name, id: x.ID, traceID: x.TraceID}
+}
+
+// Call runs the flow as a child of the calling flow, in the same trace, and waits for its result. name is that of the
+// step. A cancel of the parent cancels the child. A child that did not complete is a *[FlowError].
+func (f Flow[In, Out]) Call(ctx context.Context, name string, in In) (out Out, err error) {
+	got, err := executions.Trigger(ctx, name, executions.Child{Flow: f.name, Input: in, Wait: true})
+	switch {
+	case err != nil:
+		return out, err
+	case got.TimedOut:
+		return out, fmt.Errorf("call %s: %w", f.name, ErrTimedOut)
+	case !got.Success:
+		return out, &FlowError{Flow: f.name, ID: got.ExecutionID, Status: string(got.Status), Message: got.Error}
+	}
+	return out, decode(got.Result, &out, "result of flow "+f.name)
+}
+
+// Handle is a started execution. It is safe for concurrent use.
+type Handle[Out any] struct {
+	r                 *Runtime
+	flow, id, traceID string
+}
+
+// ID is the execution's id, as in `agent executions show ID`.
+func (h Handle[Out]) ID() string { return h.id }
+
+// TraceID is the trace's id, as in `agent trace ID`; empty for a handle by id.
+func (h Handle[Out]) TraceID() string { return h.traceID }
+
+// Wait waits for the end of the execution. An execution that did not complete is a *[FlowError]. When ctx ends first,
+// Wait returns its cause, and the execution goes on.
+func (h Handle[Out]) Wait(ctx context.Context) (out Out, err error) {
+	x, err := h.r.engine.Await(ctx, h.id)
+	switch {
+	case err != nil:
+		return out, fmt.Errorf("wait for execution %s of flow %s: %w", h.id, h.flow, err)
+	case x.Status != executions.Completed:
+		failed := &FlowError{Flow: h.flow, ID: h.id, Status: string(x.Status)}
+		for _, message := range []*string{x.ErrorMessage, x.CancelReason} {
+			if message != nil && failed.Message == "" {
+				failed.Message = *message
+			}
+		}
+		return out, failed
+	}
+	return out, decode(x.Result, &out, "result of flow "+h.flow)
+}
+
+// Cancel cancels the execution. A running step's context ends. An ended execution stays as it is.
+func (h Handle[Out]) Cancel(ctx context.Context, reason string) error {
+	_, err := h.r.engine.Cancel(ctx, h.id, "program", reason)
+	return err
+}
+
+// FlowError reports an execution that ended without a result.
+type FlowError struct {
+	Flow, ID string
+	Status   string // failed, timeout or cancelled
+	Message  string // the error or the reason
+}
+
+// Error names the execution, its status and the cause.
+func (e *FlowError) Error() string {
+	return fmt.Sprintf("execution %s of flow %s: %s: %s", e.ID, e.Flow, e.Status, e.Message)
+}
+
+// decode reads a recorded value. What is absent is the zero value.
+func decode(text json.RawMessage, into any, what string) error {
+	if len(text) == 0 {
+		return nil
+	}
+	if err := json.Unmarshal(text, into); err != nil {
+		return fmt.Errorf("decode the %s: %w", what, err)
+	}
+	return nil
+}
+
+// ErrTimedOut reports a wait whose time ended. A flow that returns it, wrapped or not, ends with status timeout.
+var ErrTimedOut = executions.ErrTimedOut
+
+// ErrNotFound reports an unknown execution.
+var ErrNotFound = executions.ErrNotFound
+
+// IsControl reports an error that suspends or stops a run and is no result of its work. A flow returns it unchanged.
+func IsControl(err error) bool { return executions.IsControl(err) }
+
+// StepError is the recorded error of a step. Every later run gets the same one, so a flow may branch on it. The
+// original error is not kept.
+type StepError struct {
+	Step    string // its key
+	Class   string // a stable word for the kind of error
+	Message string
+}
+
+// Error is the message of the error that ended the step.
+func (e *StepError) Error() string { return e.Message }
+
+// ErrorClass is Class.
+func (e *StepError) ErrorClass() string { return e.Class }
+
+// stepError hides the type of package executions.
+func stepError(err error) error {
+	if recorded, is := errors.AsType[*executions.StepError](err); is {
+		return &StepError{recorded.Step, recorded.Class, recorded.Message}
+	}
+	return err
+}

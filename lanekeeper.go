@@ -1,0 +1,155 @@
+// Package lanekeeper makes Go functions durable. PostgreSQL records every step of such a function, a flow. A flow
+// survives the death of its process: another process, or the next start of the same one, continues it after the last
+// recorded step. It can wait for days without a process.
+//
+// # A program
+//
+// Open a [Runtime] on a pool, register flows, and run it:
+//
+//	rt, err := lanekeeper.Open(ctx, pool)                  // after lanekeeper.Migrate
+//	ship, err := lanekeeper.Register(rt, "ship", shipOrder) // func(context.Context, Order) (Receipt, error)
+//	go rt.Run(ctx)
+//	handle, err := ship.Start(ctx, Order{ID: "7"}, lanekeeper.Key("order 7"))
+//	receipt, err := handle.Wait(ctx)
+//
+// # Steps
+//
+// A flow is ordinary code with one rule: whatever differs between two runs happens inside a [Step]. That is time,
+// randomness, and every effect on the world. After a crash the function is called again from its top, and recorded
+// steps return their results without being called.
+//
+//	paid, err := lanekeeper.Step(ctx, "charge", func(ctx context.Context) (Payment, error) {
+//		return bank.Charge(ctx, order, lanekeeper.StepKey(ctx)) // the same key in every attempt
+//	})
+//	if err != nil {
+//		return Receipt{}, err
+//	}
+//
+// A step may be called a second time if the process died before its record. StepKey makes that harmless where the
+// other side deduplicates. [StepTx] is for effects in the same database: effect and record are one transaction.
+//
+// # Waits and children
+//
+// [WaitEvent] and [Sleep] suspend the flow: it leaves memory, and continues in any process. [Flow.Call] starts another
+// flow and waits for its result. All three return an error when the flow is suspended, and the flow must return that
+// error ([IsControl]). Code that ignores it does no harm: every later step fails.
+//
+// # Guarantees
+//
+//   - An acknowledged [Flow.Start] is executed, whatever process dies. With a [Key] it is executed once.
+//   - A recorded step is never called again. A process that lost its lease, because it was paused or cut off, cannot
+//     record anything: the database refuses the write.
+//   - One execution runs in one process at a time. [WithLane] extends that to everything that shares a lane's name.
+//   - A shutdown ([Runtime.Run] returns) finishes running steps and hands the rest to other processes.
+//
+// The commands `agent executions`, `agent trace` and `agent why`, the HTTP API and the Engine Room show and start these
+// flows like all others. The package executions has what this package leaves out.
+package lanekeeper
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/migrations"
+)
+
+// Migrate brings the schema of the database to this version, as `agent migrate` does. It keeps all rows, may run while
+// other processes serve, and does nothing where the schema is current. Concurrent calls wait for each other.
+func Migrate(ctx context.Context, pool *pgxpool.Pool) error {
+	_, err := migrations.Up(ctx, pool)
+	return err
+}
+
+// Runtime runs flows in this process. It is safe for concurrent use.
+type Runtime struct {
+	pool     *pgxpool.Pool
+	listener *postgres.Listener
+	keeper   *lanes.Keeper
+	engine   *executions.Engine
+	started  atomic.Bool
+}
+
+// Option configures a [Runtime].
+type Option func(*executions.Options)
+
+// WithLogger sets the logger; the default discards.
+func WithLogger(log *slog.Logger) Option { return func(o *executions.Options) { o.Logger = log } }
+
+// WithWorkers bounds the executions that run at once in this process; the default is 16. Waiting executions do not
+// count.
+func WithWorkers(n int) Option { return func(o *executions.Options) { o.Workers = n } }
+
+// WithLease sets how long a dead process keeps its executions; the default is 30 s. It is a whole number of seconds,
+// at most a day.
+func WithLease(d time.Duration) Option { return func(o *executions.Options) { o.LeaseTTL = d } }
+
+// WithShutdownTimeout bounds how long running steps may finish after the context of Run has ended; the default is
+// 20 s.
+func WithShutdownTimeout(d time.Duration) Option {
+	return func(o *executions.Options) { o.StopTimeout = d }
+}
+
+// Open returns a Runtime on a database with a current schema; see [Migrate]. It starts nothing. The pool stays the
+// caller's, and must outlive Run. The program needs as many connections as it has busy workers, and two more.
+func Open(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Runtime, error) {
+	if err := migrations.Check(ctx, pool); err != nil {
+		return nil, fmt.Errorf("open runtime: %w; call lanekeeper.Migrate, or run agent migrate", err)
+	}
+	var o executions.Options
+	for _, option := range opts {
+		option(&o)
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	r := &Runtime{pool: pool, listener: postgres.NewListener(postgres.Dialer(pool), o.Logger)}
+	r.keeper = lanes.NewKeeper(pool, lanes.Options{Listener: r.listener, Logger: o.Logger})
+	o.Keeper, o.Listener = r.keeper, r.listener
+	engine, err := executions.New(pool, o)
+	if err != nil {
+		return nil, fmt.Errorf("open runtime: %w", err)
+	}
+	r.engine = engine
+	return r, nil
+}
+
+// Run executes the registered flows until ctx ends. Then it finishes running steps, hands the rest to other processes,
+// and returns nil. It survives an outage of the database. A Runtime runs once. A program that only starts flows, and
+// waits for their results, needs no Run.
+func (r *Runtime) Run(ctx context.Context) error {
+	if r.started.Swap(true) {
+		return errors.New("run: the runtime runs already or has ended; open another")
+	}
+	base, stop := context.WithCancel(context.WithoutCancel(ctx)) // leases are renewed until the last step has ended
+	defer stop()
+	var services errgroup.Group
+	services.Go(func() error { return r.listener.Run(base) })
+	services.Go(func() error { return r.keeper.Run(base) })
+	err := r.engine.Run(ctx)
+	stop()
+	return errors.Join(err, services.Wait())
+}
+
+// SendEvent delivers an event to the flow that waits for key in [WaitEvent]; without one, it is kept for the first.
+// data must survive encoding/json. A second event with the same id counts once; an empty id never deduplicates.
+func (r *Runtime) SendEvent(ctx context.Context, key string, data any, id string) error {
+	encoded, err := encode(data)
+	if err != nil {
+		return fmt.Errorf("send event %s: %w", key, err)
+	}
+	_, err = r.engine.Deliver(ctx, r.pool, eventCompleted, key, encoded, id)
+	return err
+}
+
+// eventCompleted is the event that ends a wait for an event.
+const eventCompleted = "EVENT_COMPLETED"

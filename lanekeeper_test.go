@@ -1,0 +1,398 @@
+package lanekeeper_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper"
+	"github.com/lanekeeper/lanekeeper/internal/leaks"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
+
+// open returns a runtime on a database of the test.
+func open(t *testing.T, opts ...lanekeeper.Option) (*lanekeeper.Runtime, *pgxpool.Pool) {
+	t.Helper()
+	pool := pgtest.DB(t)
+	rt, err := lanekeeper.Open(t.Context(), pool, opts...)
+	require.NoError(t, err)
+	return rt, pool
+}
+
+// run runs a runtime until the test ends.
+func run(t *testing.T, rt *lanekeeper.Runtime) {
+	t.Helper()
+	ctx, stop := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- rt.Run(ctx) }()
+	t.Cleanup(func() {
+		stop()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// register registers a flow without options.
+func register[In, Out any](
+	t *testing.T, rt *lanekeeper.Runtime, name string, fn func(context.Context, In) (Out, error),
+) lanekeeper.Flow[In, Out] {
+	t.Helper()
+	flow, err := lanekeeper.Register(rt, name, fn)
+	require.NoError(t, err)
+	return flow
+}
+
+type order struct {
+	ID    string `json:"id"`
+	Cents int    `json:"cents"`
+}
+
+type receipt struct {
+	Order string `json:"order"`
+	Keys  []string
+	Total int
+}
+
+func (r receipt) String() string { return fmt.Sprintf("%s: %d cents", r.Order, r.Total) }
+
+func TestAFlowReturnsItsTypedResult(t *testing.T) {
+	rt, pool := open(t)
+	pay := register(t, rt, "pay", func(ctx context.Context, o order) (receipt, error) {
+		r := receipt{Order: o.ID}
+		for _, name := range []string{"reserve", "charge"} {
+			key, err := lanekeeper.Step(ctx, name, func(ctx context.Context) (string, error) {
+				return lanekeeper.StepKey(ctx), nil
+			}, lanekeeper.Input(o))
+			if err != nil {
+				return r, err
+			}
+			r.Keys = append(r.Keys, key)
+		}
+		total, err := lanekeeper.Step(ctx, "sum", func(context.Context) (int, error) { return o.Cents, nil },
+			lanekeeper.Untraced())
+		r.Total = total
+		return r, err
+	})
+	run(t, rt)
+	h, err := pay.Start(t.Context(), order{"n-7", 250}, lanekeeper.Key("n-7"))
+	require.NoError(t, err)
+	got, err := h.Wait(t.Context())
+	require.NoError(t, err)
+	if got.Order != "n-7" || got.Total != 250 || len(got.Keys) != 2 || got.Keys[0] == "" || got.Keys[0] == got.Keys[1] {
+		t.Errorf("got %+v", got)
+	}
+	again, err := pay.Start(t.Context(), order{"n-7", 250}, lanekeeper.Key("n-7"))
+	require.NoError(t, err)
+	if again.ID() != h.ID() || again.TraceID() != h.TraceID() {
+		t.Errorf("the same key started %s beside %s", again.ID(), h.ID())
+	}
+	steps := pgtest.Column[string](t, pool, `
+		select skill_name || ' ' || status || ' ' || (input ->> 'id') from agent_activity where trace_id = $1
+		 order by created_at, id`, h.TraceID())
+	if want := "reserve success n-7,charge success n-7"; strings.Join(steps, ",") != want {
+		t.Errorf("the trace has %q, want %s", steps, want)
+	}
+	if s := pgtest.Value[string](t, pool, `select result_summary from agent_executions where id = $1::uuid`,
+		h.ID()); s != "n-7: 250 cents" {
+		t.Errorf("the summary is %q", s)
+	}
+}
+
+func TestAFlowWaitsForEventsAndChildren(t *testing.T) {
+	rt, _ := open(t)
+	double := register(t, rt, "double", func(_ context.Context, n int) (int, error) {
+		if n < 0 {
+			return 0, errors.New("it is negative")
+		}
+		return 2 * n, nil
+	})
+	parent := register(t, rt, "parent", func(ctx context.Context, key string) (int, error) {
+		n, err := lanekeeper.WaitEvent[int](ctx, "number", key, time.Minute)
+		if err != nil {
+			return 0, err
+		}
+		if err := lanekeeper.Sleep(ctx, "breath", 10*time.Millisecond); err != nil {
+			return 0, err
+		}
+		return double.Call(ctx, "double", n)
+	})
+	run(t, rt)
+	for n, want := range map[int]string{21: "42", -1: "it is negative"} {
+		key := fmt.Sprint("number ", n)
+		h, err := parent.Start(t.Context(), key)
+		require.NoError(t, err)
+		require.NoError(t, rt.SendEvent(t.Context(), key, n, key))
+		require.NoError(t, rt.SendEvent(t.Context(), key, 1000, key)) // the id again
+		got, err := parent.Handle(h.ID()).Wait(t.Context())
+		failed, is := errors.AsType[*lanekeeper.FlowError](err)
+		switch {
+		case n > 0 && (err != nil || fmt.Sprint(got) != want):
+			t.Errorf("got %d, %v, want %s", got, err, want)
+		case n < 0 && (!is || failed.Status != "failed" || !strings.Contains(failed.Message, want)):
+			t.Errorf("got %d, %v, want a flow that failed because %s", got, err, want)
+		}
+	}
+}
+
+func TestAWaitEndsByItsTimeout(t *testing.T) {
+	rt, _ := open(t)
+	late := register(t, rt, "late", func(ctx context.Context, _ struct{}) (string, error) {
+		return lanekeeper.WaitEvent[string](ctx, "never", "never", 20*time.Millisecond)
+	})
+	run(t, rt)
+	h, err := late.Start(t.Context(), struct{}{})
+	require.NoError(t, err)
+	_, err = h.Wait(t.Context())
+	if failed, is := errors.AsType[*lanekeeper.FlowError](err); !is || failed.Status != "timeout" {
+		t.Errorf("got %v, want a timeout", err)
+	}
+}
+
+func TestAStepRecordsItsErrorAndRetriesBefore(t *testing.T) {
+	rt, pool := open(t)
+	calls := 0
+	flaky := register(t, rt, "flaky", func(ctx context.Context, fails int) (string, error) {
+		word, err := lanekeeper.Step(ctx, "call", func(context.Context) (string, error) {
+			if calls++; calls <= fails {
+				return "", fmt.Errorf("failure %d", calls)
+			}
+			return "done", nil
+		}, lanekeeper.Retry(2, time.Millisecond))
+		recorded, is := errors.AsType[*lanekeeper.StepError](err)
+		if is {
+			return recorded.Step + ": " + recorded.Message, nil
+		}
+		return word, err
+	})
+	run(t, rt)
+	for fails, want := range map[int]string{2: "done", 9: "call: failure 3"} {
+		calls = 0
+		h, err := flaky.Start(t.Context(), fails)
+		require.NoError(t, err)
+		if got, err := h.Wait(t.Context()); err != nil || got != want || calls != 3 {
+			t.Errorf("%d failures: %q after %d calls, %v; want %q after 3", fails, got, calls, err, want)
+		}
+	}
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'error'`); n != 1 {
+		t.Errorf("%d failed steps in the log, want 1", n)
+	}
+}
+
+func TestAStepInATransactionIsRecordedWithItsEffect(t *testing.T) {
+	rt, pool := open(t)
+	pgtest.Exec(t, pool, `create table shop_orders (id text primary key)`)
+	var mu sync.Mutex
+	inside := 0
+	book := register(t, rt, "book", func(ctx context.Context, id string) (string, error) {
+		return lanekeeper.WithLane(ctx, "shop", time.Minute, func(ctx context.Context) (string, error) {
+			mu.Lock()
+			inside++
+			alone := inside == 1
+			mu.Unlock()
+			defer func() { mu.Lock(); inside--; mu.Unlock() }()
+			if !alone {
+				return "", errors.New("another execution holds the lane, too")
+			}
+			return lanekeeper.StepTx(ctx, "insert", func(ctx context.Context, tx pgx.Tx) (string, error) {
+				_, err := tx.Exec(ctx, `insert into shop_orders values ($1)`, id)
+				return id, err
+			})
+		})
+	})
+	run(t, rt)
+	var handles []lanekeeper.Handle[string]
+	for i := range 8 {
+		h, err := book.Start(t.Context(), fmt.Sprint("order ", i))
+		require.NoError(t, err)
+		handles = append(handles, h)
+	}
+	for _, h := range handles {
+		if _, err := h.Wait(t.Context()); err != nil {
+			t.Error(err)
+		}
+	}
+	if n := pgtest.Value[int](t, pool, `select count(*) from shop_orders`); n != 8 {
+		t.Errorf("%d orders, want 8", n)
+	}
+}
+
+func TestAStartBelongsToItsTransaction(t *testing.T) {
+	rt, pool := open(t)
+	echo := register(t, rt, "echo", func(_ context.Context, text string) (string, error) { return text, nil })
+	run(t, rt)
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	gone, err := echo.StartTx(t.Context(), tx, "gone")
+	require.NoError(t, err)
+	require.NoError(t, tx.Rollback(t.Context()))
+	if _, err := gone.Wait(t.Context()); !errors.Is(err, lanekeeper.ErrNotFound) {
+		t.Errorf("a start that was rolled back: %v", err)
+	}
+	tx, err = pool.Begin(t.Context())
+	require.NoError(t, err)
+	kept, err := echo.StartTx(t.Context(), tx, "kept")
+	require.NoError(t, err)
+	require.NoError(t, tx.Commit(t.Context()))
+	if got, err := kept.Wait(t.Context()); err != nil || got != "kept" {
+		t.Errorf("%q, %v", got, err)
+	}
+}
+
+func TestAHandleCancelsAndAWaitMayEndBefore(t *testing.T) {
+	rt, _ := open(t)
+	sleeper := register(t, rt, "sleeper", func(ctx context.Context, _ string) (string, error) {
+		return "", lanekeeper.Sleep(ctx, "long", time.Hour)
+	})
+	run(t, rt)
+	h, err := sleeper.Start(t.Context(), "")
+	require.NoError(t, err)
+	short, stop := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer stop()
+	if _, err := h.Wait(short); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a wait of 50 ms: %v", err)
+	}
+	require.NoError(t, h.Cancel(t.Context(), "not needed any more"))
+	_, err = h.Wait(t.Context())
+	failed, is := errors.AsType[*lanekeeper.FlowError](err)
+	if !is || failed.Status != "cancelled" || failed.Message != "not needed any more" {
+		t.Errorf("got %v", err)
+	}
+}
+
+// A program that only starts flows shares the database with one that runs them.
+func TestAnotherProgramRunsTheFlow(t *testing.T) {
+	rt, pool := open(t)
+	register(t, rt, "echo", func(_ context.Context, text string) (string, error) { return text, nil })
+	run(t, rt)
+	client, err := lanekeeper.Open(t.Context(), pool)
+	require.NoError(t, err)
+	h, err := lanekeeper.Remote[string, string](client, "echo").Start(t.Context(), "hello")
+	require.NoError(t, err)
+	if got, err := h.Wait(t.Context()); err != nil || got != "hello" {
+		t.Errorf("%q, %v", got, err)
+	}
+}
+
+func TestMistakesAreNamed(t *testing.T) {
+	rt, _ := open(t)
+	echo := register(t, rt, "echo", func(_ context.Context, text string) (string, error) { return text, nil })
+	nested := register(t, rt, "nested", func(ctx context.Context, _ struct{}) (string, error) {
+		h, err := echo.Start(ctx, "x")
+		return h.ID(), err
+	})
+	_, again := lanekeeper.Register(rt, "echo", func(context.Context, string) (string, error) { return "", nil })
+	_, reserved := lanekeeper.Register(rt, "heartbeat", func(context.Context, string) (string, error) { return "", nil })
+	run(t, rt)
+	h, err := lanekeeper.Remote[int, string](rt, "echo").Start(t.Context(), 7)
+	require.NoError(t, err)
+	_, mistyped := h.Wait(t.Context())
+	n, err := nested.Start(t.Context(), struct{}{})
+	require.NoError(t, err)
+	_, inside := n.Wait(t.Context())
+	_, late := lanekeeper.Register(rt, "late", func(context.Context, string) (string, error) { return "", nil })
+	_, unknown := echo.Handle("00000000-0000-7000-8000-000000000000").Wait(t.Context())
+	for want, err := range map[string]error{
+		"registered already":                      again,
+		"Lanekeeper's own":                        reserved,
+		"decode the input of flow echo as string": mistyped,
+		"use Call":                                inside,
+		"register before Run":                     late,
+		"no such execution":                       unknown,
+		"runs already":                            rt.Run(t.Context()),
+	} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want %q", err, want)
+		}
+	}
+}
+
+func TestARuntimeNeedsACurrentSchema(t *testing.T) {
+	pool := pgtest.Empty(t)
+	if _, err := lanekeeper.Open(t.Context(), pool); err == nil || !strings.Contains(err.Error(), "lanekeeper.Migrate") {
+		t.Errorf("an empty database: %v", err)
+	}
+	require.NoError(t, lanekeeper.Migrate(t.Context(), pool))
+	if _, err := lanekeeper.Open(t.Context(), pool); err != nil {
+		t.Error(err)
+	}
+}
+
+// The program of the README dies in its second step and goes on there.
+func TestTheProgramOfTheReadmeSurvivesAKill(t *testing.T) {
+	binary := filepath.Join(t.TempDir(), "shipping")
+	if out, err := exec.Command("go", "build", "-o", binary, "./examples/shipping").CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	pool := pgtest.DB(t)
+	program := func() (*exec.Cmd, *lines) {
+		said := &lines{news: make(chan struct{}, 1)}
+		p := exec.CommandContext(t.Context(), binary)
+		p.Env = append(os.Environ(), "DATABASE_URL="+pool.Config().ConnString())
+		p.Stdout, p.Stderr = said, os.Stderr
+		require.NoError(t, p.Start())
+		return p, said
+	}
+	first, said := program()
+	said.until(t, "pack")
+	require.NoError(t, first.Process.Kill())
+	first.Wait() // its error is the kill
+	second, more := program()
+	more.until(t, "order-7 is on its way")
+	require.NoError(t, second.Process.Kill())
+	second.Wait()
+	before, after := strings.Fields(said.String()), more.String()
+	if strings.Contains(after, "charge") || !strings.Contains(after, "pack order-7 "+before[len(before)-1]) ||
+		!strings.Contains(after, "send order-7 ") {
+		t.Errorf("it said %q, and after the kill %q: want pack again under its key, and no charge", said, after)
+	}
+}
+
+// lines is the output of a program.
+type lines struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+	news chan struct{}
+}
+
+func (l *lines) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	select {
+	case l.news <- struct{}{}:
+	default:
+	}
+	return l.text.Write(b)
+}
+
+func (l *lines) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+// until waits for a text.
+func (l *lines) until(t *testing.T, text string) {
+	t.Helper()
+	for limit := time.After(2 * time.Minute); !strings.Contains(l.String(), text); {
+		select {
+		case <-l.news:
+		case <-limit:
+			t.Fatalf("no %q in %q", text, l)
+		}
+	}
+}

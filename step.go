@@ -1,0 +1,157 @@
+package lanekeeper
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+)
+
+// StepOption configures a step.
+type StepOption func(*stepOptions)
+
+type stepOptions struct {
+	input    any
+	untraced bool
+	retries  int
+	pause    time.Duration
+}
+
+// Input shows the input of a step in the trace, and records its fingerprint: a later run that reaches the step with
+// another input fails instead of using a result that does not belong to it.
+func Input(v any) StepOption { return func(o *stepOptions) { o.input = v } }
+
+// Untraced records the result alone: one write instead of two, no row in the activity log, and no [StepKey].
+func Untraced() StepOption { return func(o *stepOptions) { o.untraced = true } }
+
+// Retry calls the function up to n more times after an error, first after pause, and each time after twice as long.
+// The pauses are spent in the process, so keep them under a minute; [Sleep] is for longer ones.
+func Retry(n int, pause time.Duration) StepOption {
+	return func(o *stepOptions) { o.retries, o.pause = n, pause }
+}
+
+type stepKey struct{}
+
+// StepKey is the idempotency key of the running step: the same in every attempt of this step of this execution, and
+// unique to it. It is empty outside steps.
+func StepKey(ctx context.Context) string {
+	key, _ := ctx.Value(stepKey{}).(string)
+	return key
+}
+
+// Step runs fn once and records its result. Later runs of the flow get the record. An error is a result too, and comes
+// back as a *[StepError]. fn may run again if the process dies before the record: see [StepKey]. Steps of one name are
+// told apart by their order, so parallel branches each need a [Scope]. T must survive encoding/json.
+func Step[T any](
+	ctx context.Context, name string, fn func(ctx context.Context) (T, error), opts ...StepOption,
+) (T, error) {
+	var o stepOptions
+	for _, option := range opts {
+		option(&o)
+	}
+	call := func(ctx context.Context) (T, error) { return tryAgain(ctx, o, fn) }
+	if o.untraced {
+		var input []executions.Option
+		if o.input != nil {
+			input = append(input, executions.Input(o.input))
+		}
+		value, err := executions.Step(ctx, name, call, input...)
+		return value, stepError(err)
+	}
+	entry := executions.Call{Entry: activity.Entry{Skill: name, Input: o.input}, Idempotent: true}
+	value, err := executions.Do(ctx, name, entry, func(ctx context.Context, effect *executions.Effect) (T, error) {
+		return call(context.WithValue(ctx, stepKey{}, effect.Key))
+	})
+	return value, stepError(err)
+}
+
+// tryAgain calls fn until it succeeds, the retries are used up, or the run ends.
+func tryAgain[T any](ctx context.Context, o stepOptions, fn func(ctx context.Context) (T, error)) (T, error) {
+	for pause, left := o.pause, o.retries; ; pause, left = 2*pause, left-1 {
+		value, err := fn(ctx)
+		if err == nil || left <= 0 || executions.IsControl(err) || ctx.Err() != nil {
+			return value, err
+		}
+		select {
+		case <-ctx.Done():
+			return value, err
+		case <-time.After(pause):
+		}
+	}
+}
+
+// StepTx runs fn in a transaction that also records the step: the effect is in the database exactly when the step is
+// recorded. fn may be called again in a new transaction, after a broken connection, a deadlock or a serialization
+// failure. Inside [WithLane] the transaction fails if the lane was lost.
+func StepTx[T any](
+	ctx context.Context, name string, fn func(ctx context.Context, tx pgx.Tx) (T, error), opts ...StepOption,
+) (T, error) {
+	var o stepOptions
+	for _, option := range opts {
+		option(&o)
+	}
+	var input []executions.Option
+	if o.input != nil {
+		input = append(input, executions.Input(o.input))
+	}
+	hold, _ := ctx.Value(holdKey{}).(*executions.Hold)
+	value, err := executions.StepTx(ctx, name, func(ctx context.Context, tx pgx.Tx) (value T, err error) {
+		if hold != nil {
+			if err := hold.Fence(ctx, tx); err != nil {
+				return value, err
+			}
+		}
+		return fn(ctx, tx)
+	}, input...)
+	return value, stepError(err)
+}
+
+// WaitEvent suspends the flow until [Runtime.SendEvent] sends an event with key, or POST /v1/events does with
+// EVENT_COMPLETED. An event that came earlier and ended no other wait ends this one at once. A timeout of 0 is 7 days,
+// the longest is 30; after it WaitEvent returns [ErrTimedOut]. name is that of the step.
+func WaitEvent[T any](ctx context.Context, name, key string, timeout time.Duration) (data T, err error) {
+	out, err := executions.Wait(ctx, name, executions.Event(key, timeout))
+	switch {
+	case err != nil:
+		return data, err
+	case out.TimedOut:
+		return data, fmt.Errorf("wait %s for event %s: %w", name, key, ErrTimedOut)
+	}
+	return data, decode(out.Data, &data, "data of event "+key)
+}
+
+// Sleep suspends the flow for d, by the database's clock; at most 30 days. name is that of the step.
+func Sleep(ctx context.Context, name string, d time.Duration) error {
+	_, err := executions.Wait(ctx, name, executions.Delay(d))
+	return err
+}
+
+// Now is the database's time, recorded: the same in every run of the execution.
+func Now(ctx context.Context) (time.Time, error) { return executions.Now(ctx) }
+
+// Scope names a branch of a flow. Steps of parallel branches need one each, because their order differs between runs.
+func Scope(ctx context.Context, name string) context.Context { return executions.Scope(ctx, name) }
+
+type holdKey struct{}
+
+// WithLane runs fn while the execution holds a lane: no other execution, surface or program on the database holds it
+// meanwhile. It queues for the lane for at most patience, and then returns an error. The lane outlives the process: a
+// wait keeps it, and the process that continues takes it over. fn's context ends when the lane is lost; then no step
+// starts. Hold one lane at a time, or acquire several in one order everywhere.
+func WithLane[T any](
+	ctx context.Context, lane string, patience time.Duration, fn func(ctx context.Context) (T, error),
+) (value T, err error) {
+	hold, err := executions.LaneWait(ctx, lane, patience)
+	if err != nil {
+		return value, err
+	}
+	value, err = fn(context.WithValue(hold.Context(), holdKey{}, hold))
+	if released := hold.Release(ctx); err == nil {
+		err = released
+	}
+	return value, err
+}
