@@ -1,18 +1,14 @@
 package engineroom
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"maps"
-	"math"
-	"slices"
 	"strings"
 	"time"
 	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -135,7 +131,7 @@ func (s feedPage) Fold(id string) string {
 // feed reads the newest rows of the log that match the filters.
 func (room *Room) feed(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(activityFilter)
-	asked.Limit, asked.Cursor, asked.Row = 50, "", ""
+	asked.Limit, asked.Cursor, asked.Row = mostFeed, "", ""
 	got, err := activity.Lines(ctx, room.Read, asked.Filter)
 	if err != nil {
 		return nil, err
@@ -221,70 +217,4 @@ func (room *Room) auditRows(ctx context.Context, v *visit) (any, error) {
 		shown.Newest = v.at("cursor", "")
 	}
 	return shown, nil
-}
-
-// maxTroubled bounds the skills on the overview.
-const maxTroubled = 10
-
-// skillHealth formats a skill's health.
-type skillHealth struct{ activity.Health }
-
-// Rate is the success rate.
-func (f skillHealth) Rate() string {
-	if f.SuccessRate == nil {
-		return "–"
-	}
-	return human.Percent(*f.SuccessRate)
-}
-
-// P50 is the median duration.
-func (f skillHealth) P50() string { return milliseconds(f.P50MS) }
-
-// P95 is the 95th percentile of the duration.
-func (f skillHealth) P95() string { return milliseconds(f.P95MS) }
-
-// milliseconds formats a percentile with two digits, which is its precision.
-func milliseconds(ms *float64) string {
-	if ms == nil {
-		return "–"
-	}
-	if *ms < 10 {
-		return human.Millis(int64(*ms + .5))
-	}
-	unit := math.Pow(10, math.Floor(math.Log10(*ms))-1)
-	return human.Millis(int64(math.Round(*ms/unit) * unit))
-}
-
-// Since is the start of the counted period.
-func (f skillHealth) Since() string {
-	return time.Now().UTC().Truncate(time.Hour).AddDate(0, 0, -7).Format("2006-01-02T15:04")
-}
-
-// healthPart is the panel of the overview.
-func (room *Room) healthPart() part {
-	return part{name: "health", every: 10 * time.Second, calm: true, load: room.healthPanel}
-}
-
-// healthPanel lists skills by urgency: disabled, then failing, then the busiest.
-func (room *Room) healthPanel(ctx context.Context, _ *visit) (any, error) {
-	sums, err := activity.CountedHealth(ctx, room.Read, activity.HealthFilter{})
-	if err != nil {
-		return nil, err
-	}
-	counts := map[string]int{}
-	list := make([]skillHealth, 0, len(sums.Lines))
-	for _, h := range sums.Lines {
-		counts[h.State]++
-		list = append(list, skillHealth{h})
-	}
-	trouble := func(f skillHealth) int {
-		return map[bool]int{true: 0, false: 1}[f.State == "enabled"]
-	}
-	slices.SortStableFunc(list, func(a, b skillHealth) int {
-		return -cmp.Or(cmp.Compare(trouble(b), trouble(a)), cmp.Compare(a.Streak, b.Streak), cmp.Compare(a.Failed, b.Failed),
-			cmp.Compare(a.Calls, b.Calls), -cmp.Compare(a.Skill, b.Skill))
-	})
-	return map[string]any{
-		"Skills": list[:min(len(list), maxTroubled)], "All": len(list), "Until": sums.Until, "Counts": counts,
-	}, nil
 }

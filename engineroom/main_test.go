@@ -494,7 +494,25 @@ var indexedPages = map[string]struct {
 	"overview": {
 		`
 		insert into agent_executions (trace_id, surface, flow) select 'fl_' || n, 'flow', 'x' from generate_series(1, 5000) n;
-		insert into agent_locks (lane, locked_by, fencing_token, expires_at) select 'l' || n, '', n, now()
+		insert into agent_executions (id, trace_id, surface, agent, flow, status, error_message, created_at, completed_at)
+		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), 'flow', (array['sales', 'billing'])[1 + n % 2],
+		  'flow_' || n % 40, case when n % 5 = 0 then 'failed' when n % 55 = 1 then 'timeout' else 'completed' end,
+		  'no answer from host ' || n, at, at
+		  from (select n, now() - n * interval '7 s' as at from generate_series(1, 15000) n) x;
+		insert into agent_executions (id, trace_id, surface, agent, flow, status, completed_at)
+		select lanekeeper.agent_uuid7(at), 'hb_' || n, 'heartbeat', 'sales', 'heartbeat', 'completed', at
+		  from (select n, now() - n * interval '1 minute' as at from generate_series(1, 5000) n) x;
+		insert into agent_schedules (name, flow, surface, agent, cron, timezone, next_run_at)
+		values ('heartbeat', 'heartbeat', 'heartbeat', 'sales', '* * * * *', 'UTC', now());
+		insert into agent_agents (name, version, digest, definition, is_default) values ('sales', 1, 'x', '{}', true),
+		  ('billing', 1, 'x', '{}', false);
+		insert into agent_activity_counts (span, start, kind, skill, surface, model, calls, worked, failed)
+		select 'hour', date_trunc('hour', now()) - n / 20 * interval '1 hour', 'call', 'skill_' || n % 20, 'heartbeat', '', 9, 9, 3
+		  from generate_series(1, 5000) n;
+		insert into agent_lock_waiters (lane, owner, since, expires_at)
+		select 'l' || n, 'w' || n, now() - interval '1 hour', now() + interval '1 hour' from generate_series(1, 5000) n;
+		insert into agent_locks (lane, locked_by, fencing_token, expires_at)
+		select 'l' || n, case n % 50 when 0 then 'x' else '' end, n, now() + interval '1 minute'
 		  from generate_series(1, 5000) n;
 		insert into agent_memory (category, key, value) select 'c' || n % 5, 'k' || n, to_jsonb(n)
 		  from generate_series(1, 5000) n;
@@ -514,7 +532,8 @@ var indexedPages = map[string]struct {
 		insert into agent_objective_steps (objective_id, position, title) select o.id, 1, 'x'
 		  from agent_objectives o;` + manyActivities,
 		`agent_executions agent_locks agent_messages agent_approvals agent_requests agent_webhook_deliveries agent_webhook_outbox
-		agent_automation_runs agent_objectives agent_objective_steps agent_memory agent_activity`, "/", 0,
+		agent_automation_runs agent_objectives agent_objective_steps agent_memory agent_activity agent_activity_counts
+		agent_lock_waiters`, "/ /?agent=billing", 0,
 	},
 	"activity": {
 		manyActivities, "agent_activity",

@@ -11,33 +11,33 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// overviewPage shows on one screen the current work, health, cost, and what needs attention. Parts with live numbers
-// are cheap; sums are refreshed on activity.
+// overviewPage shows whether the agent works, what needs attention, what fails, the current work, and its cost, in the
+// order of importance. With several agents the parameter agent narrows it to one; what needs attention is of all.
 func (room *Room) overviewPage() page {
 	return page{
 		path: "/", name: "overview", nav: "Overview", title: "Overview", open: openActivity,
 		parts: []part{
-			{name: "now", every: time.Second, load: room.runningNow},
+			{name: "verdict", every: 2 * time.Second, calm: true, load: room.verdictPart},
 			{name: "needs", every: 3 * time.Second, load: room.needs},
-			room.spendPart(), room.healthPart(),
+			{name: "failing", every: 3 * time.Second, calm: true, load: room.failingNow},
+			{name: "now", every: time.Second, load: room.runningNow},
+			room.healthPart(),
 			{name: "feed", every: time.Second, load: room.feed},
+			room.spendPart(),
 			{name: "locks", every: time.Second, load: room.locks},
 			{name: "objectives", every: 10 * time.Second, calm: true, load: room.activeObjectives},
-			{name: "memory", every: 30 * time.Second, calm: true, load: room.memoryUse},
+			{name: "memory", every: 30 * time.Second, calm: true, load: room.memoryPanel},
 		},
 	}
 }
 
-// Has reports whether the page has a part.
-func (s show) Has(name string) bool {
-	_, has := s.parts[name]
-	return has
-}
-
+// The overview names a few of each kind and links to all.
 const (
-	maxRunning     = 15 // runs on the overview
-	mostLocks      = 12
-	mostObjectives = 8
+	maxRunning     = 5
+	mostLocks      = 6
+	mostObjectives = 5
+	mostFeed       = 12
+	mostMemory     = 6
 	// beyond is the first uncounted number: "1,000+".
 	beyond = 1001
 )
@@ -55,19 +55,22 @@ type running struct {
 
 // currentWork is the agent's current work.
 type currentWork struct {
-	Runs             []running
-	More             bool
-	Pending, Waiting int64 // executions, counted up to beyond
-	Next             *struct {
+	Runs                      []running
+	More                      bool
+	Running, Pending, Waiting int64 // executions, counted up to beyond
+	Next                      *struct {
 		Name string
 		At   time.Time
 	}
 }
 
 // runningNow reads the running work: claimed executions with a live worker, then other actions.
-func (room *Room) runningNow(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) runningNow(ctx context.Context, v *visit) (any, error) {
 	var got currentWork
-	var err error
+	agent, err := room.chosenName(ctx, v)
+	if err != nil {
+		return nil, err
+	}
 	got.Runs, err = postgres.Rows[running](ctx, room.Read, "list what runs", `
 		with runs as (
 		 select e.id::text as execution_id, e.trace_id, e.surface, left(e.flow, 100) as flow,
@@ -80,7 +83,7 @@ func (room *Room) runningNow(ctx context.Context, _ *visit) (any, error) {
 		          from (select o.activity_id, o.started_at from agent_activity_open o
 		                 where o.execution_id = e.id order by o.activity_id desc limit 5) x
 		          join agent_activity a on a.id = x.activity_id) o on true
-		  where e.claimed_by is not null
+		  where e.claimed_by is not null and (@agent::text = '' or e.agent = @agent)
 		  order by e.id desc limit @most::int + 1),
 		loose as (
 		 select null::text, a.trace_id, left(a.surface, 100), '', coalesce(left(a.thread_id, 300), ''),
@@ -88,8 +91,9 @@ func (room *Room) runningNow(ctx context.Context, _ *visit) (any, error) {
 		   from (select o.activity_id, o.started_at from agent_activity_open o
 		          where o.execution_id is null order by o.activity_id desc limit @most::int + 1) x
 		   join agent_activity a on a.id = x.activity_id
+		  where @agent::text = '' or a.agent = @agent
 		  order by a.id desc)
-		select * from runs union all select * from loose`, postgres.Strict{"most": maxRunning})
+		select * from runs union all select * from loose`, postgres.Strict{"most": maxRunning, "agent": agent})
 	if err != nil {
 		return nil, err
 	}
@@ -105,7 +109,9 @@ func (room *Room) idle(ctx context.Context, got *currentWork) error {
 	var name *string
 	var at *time.Time
 	err := room.Read.QueryRow(ctx, `
-		select (select count(*) from (select from agent_executions e where e.status = 'pending'
+		select (select count(*) from (select from agent_executions e where e.status = 'running'
+		  order by e.id desc limit @beyond) x),
+		       (select count(*) from (select from agent_executions e where e.status = 'pending'
 		  order by e.id desc limit @beyond) x),
 		       (select count(*) from (select from agent_executions e where e.status = 'waiting'
 		         order by e.id desc limit @beyond) x),
@@ -113,7 +119,7 @@ func (room *Room) idle(ctx context.Context, got *currentWork) error {
 		  from (select) one
 		  left join (select left(name, 100) as name, next_run_at from agent_schedules order by next_run_at limit 1) s
 		    on true`,
-		postgres.Strict{"beyond": beyond}).Scan(&got.Pending, &got.Waiting, &name, &at)
+		postgres.Strict{"beyond": beyond}).Scan(&got.Running, &got.Pending, &got.Waiting, &name, &at)
 	if err != nil {
 		return fmt.Errorf("count executions: %w", err)
 	}
@@ -153,8 +159,27 @@ func (room *Room) locks(ctx context.Context, _ *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	more := len(list) > mostLocks
-	return map[string]any{"Locks": list[:min(len(list), mostLocks)], "More": more}, nil
+	list, more := onPage(list, mostLocks)
+	all := int64(len(list))
+	if more {
+		err = room.Read.QueryRow(ctx, `select count(*) from (select from agent_locks k
+			where k.locked_by <> '' and k.expires_at > clock_timestamp() limit @beyond) x`,
+			postgres.Strict{"beyond": beyond}).Scan(&all)
+	}
+	return map[string]any{"Locks": list, "More": more, "All": all}, err
+}
+
+// memoryPanel is the use of memory by the first categories.
+func (room *Room) memoryPanel(ctx context.Context, v *visit) (any, error) {
+	data, err := room.memoryUse(ctx, v)
+	use, ok := data.(map[string]any)
+	if err != nil || !ok {
+		return data, err
+	}
+	if list, ok := use["Categories"].([]category); ok && len(list) > mostMemory {
+		use["Categories"], use["More"] = list[:mostMemory], true
+	}
+	return use, nil
 }
 
 // needsSQL finds what needs a person: the newest few of each kind, and their number.
@@ -179,7 +204,11 @@ type attentionItem struct {
 	Kind, Name, Target, Note string
 	At                       time.Time
 	Total                    int64
+	Call                     *pendingCall `db:"-"` // of an approval
 }
+
+// Left is the number of items that are not named.
+func (n attentionKind) Left() int64 { return n.Total - int64(len(n.Items)) }
 
 // Path is the item's URL, without its id.
 func (n attentionKind) Path() string { return n.item }
@@ -208,10 +237,15 @@ func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
+	calls, err := room.pendingCalls(ctx, found)
+	if err != nil {
+		return nil, err
+	}
 	var list []attentionKind
 	for _, kind := range attentionKinds() {
 		for _, n := range found {
 			if n.Kind == kind.Kind {
+				n.Call = calls[n.Target]
 				kind.Total = n.Total
 				kind.Items = append(kind.Items, n)
 			}
@@ -221,6 +255,54 @@ func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
 		}
 	}
 	return map[string]any{"Needs": list}, nil
+}
+
+// maxInPlace bounds the arguments, in bytes, that are shown and approved on the overview. Longer ones have their page.
+const maxInPlace = 3000
+
+// pendingCall is a call that waits for an approval.
+type pendingCall struct {
+	ID, TraceID, Flow, Agent, Description string
+	ExecutionID                           *string
+	SkillRevision                         int
+	RevisionNow                           *int
+	Bytes                                 int64
+	Arguments                             string // empty if they are long
+	ExpiresAt                             time.Time
+}
+
+// Whole reports that the arguments are shown in full.
+func (c pendingCall) Whole() bool { return c.Bytes <= maxInPlace }
+
+// Changed reports that an approval would be void: see approvalFacts.
+func (c pendingCall) Changed() bool { return c.RevisionNow == nil || *c.RevisionNow != c.SkillRevision }
+
+// pendingCalls reads the calls of the named approvals, by id. Arguments are exact, as on the approval's page.
+func (room *Room) pendingCalls(ctx context.Context, found []attentionItem) (map[string]*pendingCall, error) {
+	ids := []string{}
+	for _, n := range found {
+		if n.Kind == "approval" {
+			ids = append(ids, n.Target)
+		}
+	}
+	if len(ids) == 0 {
+		return nil, nil
+	}
+	list, err := postgres.Rows[pendingCall](ctx, room.Read, "read approvals", `
+		select a.id::text, left(a.trace_id, 100) as trace_id, coalesce(left(e.flow, 100), '') as flow,
+		       coalesce(left(e.agent, 100), '') as agent, coalesce(left(s.description, 200), '') as description,
+		       a.execution_id::text, a.skill_revision, s.revision as revision_now, octet_length(a.arguments::text) as bytes,
+		       case when octet_length(a.arguments::text) <= @most then a.arguments::text else '' end as arguments, a.expires_at
+		  from agent_approvals a
+		  left join agent_executions e on e.id = a.execution_id
+		  left join agent_skills s on s.name = a.skill_name
+		 where a.id = any (@ids::uuid[])`, postgres.Strict{"ids": ids, "most": maxInPlace})
+	calls := map[string]*pendingCall{}
+	for i := range list {
+		list[i].Arguments = formatJSON(list[i].Arguments)
+		calls[list[i].ID] = &list[i]
+	}
+	return calls, err
 }
 
 // pausePart shows on every page that autonomous work is paused, with the action to resume. Otherwise only the

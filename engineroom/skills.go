@@ -1,15 +1,19 @@
 package engineroom
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"regexp"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -21,6 +25,87 @@ const (
 	walkSkillCalls = 2000
 )
 
+// maxTroubled bounds the skills on the overview.
+const maxTroubled = 6
+
+// skillHealth formats a skill's health.
+type skillHealth struct{ activity.Health }
+
+// Rate is the success rate.
+func (f skillHealth) Rate() string {
+	if f.SuccessRate == nil {
+		return "–"
+	}
+	return human.Percent(*f.SuccessRate)
+}
+
+// P50 is the median duration.
+func (f skillHealth) P50() string { return milliseconds(f.P50MS) }
+
+// P95 is the 95th percentile of the duration.
+func (f skillHealth) P95() string { return milliseconds(f.P95MS) }
+
+// milliseconds formats a percentile with two digits, which is its precision.
+func milliseconds(ms *float64) string {
+	if ms == nil {
+		return "–"
+	}
+	if *ms < 10 {
+		return human.Millis(int64(*ms + .5))
+	}
+	unit := math.Pow(10, math.Floor(math.Log10(*ms))-1)
+	return human.Millis(int64(math.Round(*ms/unit) * unit))
+}
+
+// Since is the start of the counted period.
+func (f skillHealth) Since() string {
+	return time.Now().UTC().Truncate(time.Hour).AddDate(0, 0, -7).Format("2006-01-02T15:04")
+}
+
+// healthPart is the panel of the overview.
+func (room *Room) healthPart() part {
+	return part{name: "health", every: 10 * time.Second, calm: true, load: room.healthPanel}
+}
+
+// healthPanel lists the skills that fare worst.
+func (room *Room) healthPanel(ctx context.Context, _ *visit) (any, error) {
+	sums, err := activity.CountedHealth(ctx, room.Read, activity.HealthFilter{})
+	if err != nil {
+		return nil, err
+	}
+	list, counts := worstFirst(sums.Lines), map[string]int{}
+	for _, h := range list {
+		counts[h.Look()]++
+	}
+	return map[string]any{
+		"Skills": list[:min(len(list), maxTroubled)], "All": len(list), "Until": sums.Until, "Counts": counts,
+	}, nil
+}
+
+// Look is the state as shown. An enabled skill is failing if it failed 3 times or more in a row, or if its newest call
+// failed and most of its calls in 7 days did.
+func (f skillHealth) Look() string {
+	if f.State == "enabled" && (f.Streak >= failingStreak || f.Streak > 0 && 2*f.Failed > f.Calls) {
+		return "failing"
+	}
+	return f.State
+}
+
+// worstFirst orders skills: disabled, on trial, failing, then the others by failures and calls.
+func worstFirst(lines []activity.Health) []skillHealth {
+	list := make([]skillHealth, len(lines))
+	for i, h := range lines {
+		list[i] = skillHealth{h}
+	}
+	order := []string{"disabled", "on trial", "failing", "enabled"}
+	slices.SortStableFunc(list, func(a, b skillHealth) int {
+		return cmp.Or(cmp.Compare(slices.Index(order, a.Look()), slices.Index(order, b.Look())),
+			cmp.Compare(b.Streak, a.Streak), cmp.Compare(b.Failed, a.Failed), cmp.Compare(b.Calls, a.Calls),
+			cmp.Compare(a.Skill, b.Skill))
+	})
+	return list
+}
+
 // skillShape matches names of skills.
 var skillShape = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 
@@ -29,7 +114,7 @@ func (room *Room) skillsPage() page {
 	return page{
 		path: "/skills", name: "skills", nav: "Skills", title: "Skills",
 		open: func(_ context.Context, v *visit) (string, error) {
-			state, err := v.oneOf("state", "", "enabled", "on trial", "disabled")
+			state, err := v.oneOf("state", "", "enabled", "failing", "on trial", "disabled")
 			if err != nil {
 				return "", err
 			}
@@ -38,7 +123,7 @@ func (room *Room) skillsPage() page {
 				return "", err
 			}
 			after, err := v.textFilter("after")
-			v.About = activity.HealthFilter{State: state, Skill: name, After: after, Limit: mostSkills + 1}
+			v.About = activity.HealthFilter{State: state, Skill: name, After: after}
 			return "", err
 		},
 		parts: []part{
@@ -49,9 +134,21 @@ func (room *Room) skillsPage() page {
 	}
 }
 
+// failingSkill is a failing skill with its state as shown.
+type failingSkill struct {
+	activity.Failure
+	Look string
+}
+
 // failingSkills reads the view agent_failing_skills, of the last 7 days.
 func (room *Room) failingSkills(ctx context.Context, _ *visit) (any, error) {
-	list, next, err := activity.Failing(ctx, room.Read, activity.ReportFilter{})
+	failures, next, err := activity.Failing(ctx, room.Read, activity.ReportFilter{})
+	list := make([]failingSkill, len(failures))
+	for i, f := range failures {
+		list[i] = failingSkill{f, skillHealth{activity.Health{
+			State: f.State, Calls: f.Calls, Failed: f.Errors, Streak: f.Streak,
+		}}.Look()}
+	}
 	return map[string]any{"Skills": list, "More": next != ""}, err
 }
 
@@ -75,11 +172,22 @@ type skillAbout struct {
 
 func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(activity.HealthFilter)
-	sums, err := activity.CountedHealth(ctx, room.Read, want)
+	filter := want
+	if filter.After = ""; want.State == "failing" {
+		filter.State = "enabled"
+	}
+	sums, err := activity.CountedHealth(ctx, room.Read, filter)
 	if err != nil {
 		return nil, err
 	}
-	healths, more := onPage(sums.Lines, mostSkills)
+	all := worstFirst(sums.Lines)
+	if want.State == "failing" {
+		all = slices.DeleteFunc(all, func(h skillHealth) bool { return h.Look() != "failing" })
+	}
+	if i := slices.IndexFunc(all, func(h skillHealth) bool { return h.Skill == want.After }); i >= 0 {
+		all = all[i+1:]
+	}
+	healths, more := onPage(all, mostSkills)
 	names := make([]string, 0, len(healths))
 	for _, h := range healths {
 		names = append(names, h.Skill)
@@ -97,7 +205,7 @@ func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 	}
 	list := make([]listedSkill, 0, len(healths))
 	for _, h := range healths {
-		list = append(list, listedSkill{skillHealth{h}, of[h.Skill]})
+		list = append(list, listedSkill{h, of[h.Skill]})
 	}
 	next := ""
 	if more {

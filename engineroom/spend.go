@@ -21,7 +21,7 @@ const (
 	// maxSpenders bounds the lines; the rest is one more.
 	maxSpenders = 100
 	// topSpenders bounds the lines on the overview.
-	topSpenders = 5
+	topSpenders = 3
 	// maxModelCalls bounds the listed model calls, and walkModelCalls the rows searched for them.
 	maxModelCalls, walkModelCalls = 25, 2000
 )
@@ -307,6 +307,10 @@ func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
+	yesterday, err := room.spendOfYesterday(ctx)
+	if err != nil {
+		return nil, err
+	}
 	windows := []window{{Days: 1, Name: "today"}, {Days: 7, Name: "7 days"}, {Days: 30, Name: "30 days"}}
 	for i, w := range windows {
 		from := today().AddDate(0, 0, 1-w.Days)
@@ -317,9 +321,32 @@ func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 	return map[string]any{
 		"Windows": windows, "Top": top.Lines[:min(len(top.Lines), topSpenders)], "Until": days.Until,
 		"Budget": budget, "Heartbeats": beats,
-		"Week":  week,
+		"Week": week, "Yesterday": yesterday,
 		"Chart": spendChart("Spend by day, 30 days", days.Lines, since, activity.ByDay, added(days.Lines).CostUSD > 0),
 	}, nil
+}
+
+// spendOfYesterday sums up yesterday (UTC), and names the skills and the purposes that cost most.
+func (room *Room) spendOfYesterday(ctx context.Context) (any, error) {
+	day := today().AddDate(0, 0, -1)
+	shown := map[string]any{"Day": day}
+	for _, by := range []activity.Dimension{activity.BySkill, activity.ByPurpose} {
+		sums, err := activity.CountedSpend(ctx, room.Read,
+			activity.SpendFilter{Since: day, By: by, Period: activity.ByDay})
+		if err != nil {
+			return nil, err
+		}
+		lines := slices.DeleteFunc(sums.Lines, func(l activity.SpendLine) bool {
+			return l.Period == nil || !l.Period.Equal(day)
+		})
+		all := added(lines)
+		rows := make([]spendRow, 0, topSpenders)
+		for _, l := range lines[:min(len(lines), topSpenders)] {
+			rows = append(rows, spendRow{SpendLine: l, Share: share(l, all)})
+		}
+		shown[string(by)], shown["All"] = rows, all
+	}
+	return shown, nil
 }
 
 // maxHeartbeats bounds the counted heartbeats: two weeks at one every five minutes.

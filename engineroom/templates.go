@@ -266,6 +266,8 @@ var looks = map[string]stateLook{
 	"error": {"tone-bad", "✕"}, "failed": {"tone-bad", "✕"}, "timeout": {"tone-bad", "◷"}, "rejected": {"tone-bad", "✕"},
 	"dead":     {"tone-bad", "✕"},
 	"disabled": {"tone-bad", "⊘"}, "quarantined": {"tone-bad", "⊘"}, "stuck": {"tone-bad", "!"},
+	"failing": {"tone-bad", "✕"}, "recovered": {"tone-good", "✓"},
+	"working": {"tone-good", "●"}, "degraded": {"tone-warn", "▲"}, "stopped": {"tone-bad", "■"},
 	"cancelled": {"", "⊘"}, "skipped": {"", "–"}, "expired": {"", "◷"}, "ignored": {"", "–"}, "duplicate": {"", "–"},
 }
 

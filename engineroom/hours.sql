@@ -1,0 +1,18 @@
+-- Executions that began in each hour since @since, and those of them that failed or timed out, each counted up to @beyond.
+select h.at, r.runs, least(r.runs, f.failed) as failed
+  from generate_series(@since::timestamptz, @until::timestamptz, interval '1 hour') h(at)
+ cross join lateral (
+   select count(*) as runs from (
+     select from agent_executions e
+      where e.id >= lanekeeper.agent_uuid7_floor(h.at) and e.id < lanekeeper.agent_uuid7_floor(h.at + interval '1 hour')
+        and (@agent::text = '' or e.agent = @agent) limit @beyond::int) x) r
+ cross join lateral (
+   select count(*) as failed from (
+     (select e.agent from agent_executions e
+       where e.status = 'failed' and e.id >= lanekeeper.agent_uuid7_floor(h.at) and e.id < lanekeeper.agent_uuid7_floor(h.at + interval '1 hour')
+       limit @beyond::int)
+     union all
+     (select e.agent from agent_executions e
+       where e.status = 'timeout' and e.id >= lanekeeper.agent_uuid7_floor(h.at) and e.id < lanekeeper.agent_uuid7_floor(h.at + interval '1 hour')
+       limit @beyond::int)) x where @agent::text = '' or x.agent = @agent) f
+ order by h.at

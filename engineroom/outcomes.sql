@@ -1,0 +1,33 @@
+-- How the newest @walk runs of some flows, by agent, and the newest @walk calls since @since of some names ended. The
+-- streak is the failures after the last success. Heartbeats that were skipped say nothing.
+with ended as materialized (
+  select 'flow' as kind, f.name, left(w.agent, 300) as agent, w.id, w.at, w.status <> 'completed' as failed
+    from unnest(@flows::text[]) f(name)
+   cross join lateral (
+     select x.id, x.agent, x.status, x.result_summary, coalesce(x.completed_at, x.updated_at) as at from agent_executions x
+      where x.flow = f.name and x.claimed_by is null order by x.id desc limit @walk::int) w
+   where w.status in ('completed', 'failed', 'timeout') and w.result_summary not like 'skipped:%'
+  union all
+  select 'call', s.name, '', k.id, k.created_at, k.status = 'error'
+    from unnest(@calls::text[]) s(name)
+   cross join lateral (
+     select k.id, k.status, k.created_at from agent_skill_calls k
+      where k.skill_name between s.name and s.name and k.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
+      order by k.skill_name desc, k.id desc limit @walk::int) k
+  union all
+  select 'call', m.name, '', m.id, m.created_at, m.status = 'error'
+    from (
+     select 'model_call' as name, a.id, a.kind, a.status, a.error_class, a.created_at from agent_activity a
+      where @models and a.skill_name between 'model_call' and 'model_call' and a.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
+      order by a.skill_name desc, a.id desc limit @walk::int) m
+   where m.kind = 'model' and m.status in ('success', 'error')
+     and m.error_class not in ('cancelled', 'interrupted', 'stale', 'yielded', 'budget')),
+numbered as (
+  select e.*, row_number() over newest as n,
+         sum((not e.failed)::int) over newest as won -- successes so far, this one included
+    from ended e window newest as (partition by e.kind, e.name, e.agent order by e.id desc))
+select n.kind, n.name, n.agent, bool_or(n.n = 1 and n.failed) as latest_failed,
+       count(*) filter (where n.won = 0) as streak, min(n.at) filter (where n.won = 0) as since,
+       count(*) filter (where n.at > @hour::timestamptz) as hour_all,
+       count(*) filter (where n.at > @hour::timestamptz and n.failed) as hour_failed
+  from numbered n group by n.kind, n.name, n.agent

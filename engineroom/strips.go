@@ -1,0 +1,210 @@
+package engineroom
+
+import (
+	"context"
+	_ "embed"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+)
+
+// concerned reports which agents the page is about.
+func (room *Room) concerned(ctx context.Context, v *visit) (func(name string) bool, error) {
+	name, err := room.chosenName(ctx, v)
+	if name == "" || err != nil {
+		return func(string) bool { return true }, err
+	}
+	all, err := room.Agents.List(ctx, room.Read)
+	return func(other string) bool { return agents.Acting(all, other).Name == name }, err
+}
+
+// chosenName is the name of the agent that the page is about; empty for all.
+func (room *Room) chosenName(ctx context.Context, v *visit) (string, error) {
+	name := v.Query.Get("agent")
+	if name == "" {
+		return "", nil
+	}
+	all, err := room.Agents.List(ctx, room.Read)
+	if len(all) == 1 || !slices.ContainsFunc(all, func(a agents.Agent) bool { return a.Name == name }) {
+		return "", err
+	}
+	return name, err
+}
+
+// agentStrip is the line of an agent, or of all.
+type agentStrip struct {
+	verdict
+	Agent string // empty for all
+	URL   string // of its overview
+	Here  bool
+	Beat  *beat // its newest, or the newest of all
+	Next  *time.Time
+	Spent budgetLine
+}
+
+// Overdue reports whether the next heartbeat is in the past.
+func (s agentStrip) Overdue() bool { return s.Next != nil && s.Next.Before(time.Now()) }
+
+// verdictPart reads the strips: that of the page, and with several agents one for each.
+func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
+	c, err := readCondition(ctx, room.Read)
+	if err != nil {
+		return nil, err
+	}
+	all, err := room.Agents.List(ctx, room.Read)
+	if err != nil {
+		return nil, err
+	}
+	used, err := budgets.Today(ctx, room.Read)
+	if err != nil {
+		return nil, err
+	}
+	lines, err := room.budgetLines(ctx, nil)
+	if err != nil {
+		return nil, err
+	}
+	total := budgetLine{Spent: human.Money(0)}
+	if list, _ := lines.([]budgetLine); len(list) > 0 {
+		total = list[0]
+	}
+	c.spent = map[string]bool{}
+	if total.Over {
+		c.spent[""] = true
+	}
+	spent := map[string]budgetLine{}
+	for _, a := range all {
+		s := budgets.AgentOf(used, a.Name)
+		spent[a.Name] = lineOf("", s.CostUSD, s.UnknownUSD, s.ReservedUSD, a.Limits.DayUSD, human.Money)
+		if spent[a.Name].Over {
+			c.spent[a.Name] = true
+		}
+	}
+	head := c.strip(nil, all, total)
+	head.URL = v.at("agent", "")
+	var each []agentStrip
+	for _, a := range all {
+		one := c.strip(&a, all, spent[a.Name])
+		one.URL, one.Here = v.at("agent", a.Name), len(all) > 1 && v.Query.Get("agent") == a.Name
+		if each = append(each, one); one.Here {
+			head = one
+		}
+	}
+	if len(all) == 1 {
+		each = nil
+	}
+	shown, more := onPage(each, mostStrips)
+	chosen := head.Agent
+	hours, err := room.runsByHour(ctx, chosen)
+	return map[string]any{"Head": head, "Each": shown, "More": more, "All": v.at("agent", ""), "Hours": hours}, err
+}
+
+// mostStrips bounds the agents on the overview.
+const mostStrips = 20
+
+// strip makes the line of an agent, or of all.
+func (c condition) strip(of *agents.Agent, all []agents.Agent, spent budgetLine) agentStrip {
+	s := agentStrip{verdict: c.judge(of, all), Spent: spent}
+	concerns := func(string) bool { return true }
+	if of != nil {
+		s.Agent = of.Name
+		concerns = func(name string) bool { return agents.Acting(all, name).Name == of.Name }
+	}
+	for _, b := range c.beatsOf(concerns) {
+		if s.Next == nil || b.NextRunAt.Before(*s.Next) {
+			s.Next = &b.NextRunAt
+		}
+		if b.EndedAt != nil && (s.Beat == nil || b.EndedAt.After(*s.Beat.EndedAt)) {
+			b.Result = cut(160, redact.Text(b.Result, maxValue))
+			b.Problem = cut(160, redact.Text(b.Problem, maxValue))
+			s.Beat = &b
+		}
+	}
+	return s
+}
+
+//go:embed hours.sql
+var hoursSQL string
+
+// hourRuns counts the executions of an hour.
+type hourRuns struct {
+	At           time.Time
+	Runs, Failed int64
+}
+
+// hourChart is the executions of the last 24 hours, drawn.
+type hourChart struct {
+	Hours        []hourRuns
+	Runs, Failed int64
+	Many         bool // an hour has more than are counted
+}
+
+// Measures of the chart.
+const hourWide, hourHigh = 20, 56
+
+// runsByHour reads the chart of an agent, or of all for "": this hour, and the 23 before it.
+func (room *Room) runsByHour(ctx context.Context, agent string) (c hourChart, err error) {
+	until := time.Now().UTC().Truncate(time.Hour)
+	c.Hours, err = postgres.Rows[hourRuns](ctx, room.Read, "count executions", hoursSQL, freshPlan, postgres.Strict{
+		"since": until.Add(-23 * time.Hour), "until": until, "agent": agent, "beyond": beyond,
+	})
+	for i, h := range c.Hours {
+		c.Hours[i].At = h.At.UTC()
+		c.Many = c.Many || h.Runs >= beyond
+		c.Runs, c.Failed = c.Runs+h.Runs, c.Failed+h.Failed
+	}
+	return c, err
+}
+
+// Bars are the pieces of the chart: for each hour what failed, on top of what did not.
+func (c hourChart) Bars() []bar {
+	most := int64(1)
+	for _, h := range c.Hours {
+		most = max(most, h.Runs)
+	}
+	var list []bar
+	for i, h := range c.Hours {
+		base := float64(hourHigh)
+		for _, piece := range []struct {
+			n     int64
+			class string
+		}{{h.Runs - h.Failed, "bar-accent"}, {h.Failed, "bar-bad"}} {
+			if piece.n <= 0 {
+				continue
+			}
+			high := max(float64(piece.n)/float64(most)*(hourHigh-2), 2)
+			base -= high
+			list = append(list, bar{
+				X: place(float64(i*hourWide + 2)), Y: place(max(base, 0)), W: place(hourWide - 4), H: place(high), Class: piece.class,
+			})
+		}
+	}
+	return list
+}
+
+// Columns are the whole columns of the chart, with what a reader sees when pointing at one.
+func (c hourChart) Columns() []bar {
+	list := make([]bar, len(c.Hours))
+	for i, h := range c.Hours {
+		list[i] = bar{
+			X: place(float64(i * hourWide)), W: place(hourWide), H: place(hourHigh),
+			Text: fmt.Sprintf("%s UTC: %s, %s failed", h.At.Format("15:04"), counted(h.Runs, "run"), human.Count(h.Failed)),
+		}
+	}
+	return list
+}
+
+// Latest are the hours, latest first.
+func (c hourChart) Latest() []hourRuns {
+	list := slices.Clone(c.Hours)
+	slices.Reverse(list)
+	return list
+}
+
+// Box is the chart's viewBox.
+func (c hourChart) Box() string { return fmt.Sprintf("0 0 %d %d", 24*hourWide, hourHigh) }
