@@ -40,9 +40,6 @@ func ProgressTimeout(d time.Duration) FlowOption {
 func Register[In, Out any](
 	r *Runtime, name string, fn func(context.Context, In) (Out, error), opts ...FlowOption,
 ) (Flow[In, Out], error) {
-	if r.started.Load() {
-		return Flow[In, Out]{}, fmt.Errorf("register flow %s: the runtime runs already; register before Run", name)
-	}
 	if executions.IsReserved(name) || executions.IsExternal(name) {
 		return Flow[In, Out]{}, fmt.Errorf("register flow %s: the name is Lanekeeper's own; choose another", name)
 	}

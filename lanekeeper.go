@@ -79,6 +79,13 @@ type Runtime struct {
 	started  atomic.Bool
 }
 
+// Of returns a Runtime of an engine that something else runs, such as the agent of package server.
+func Of(pool *pgxpool.Pool, engine *executions.Engine) *Runtime {
+	r := &Runtime{pool: pool, engine: engine}
+	r.started.Store(true)
+	return r
+}
+
 // Option configures a [Runtime].
 type Option func(*executions.Options)
 

@@ -132,7 +132,9 @@ func sendEvent(w http.ResponseWriter, e executions.StatusChange) error {
 }
 
 // changesAfter returns the stored changes up to the current state, or only that state.
-func (s *server) changesAfter(ctx context.Context, now executions.StatusChange, after int) ([]executions.StatusChange, error) {
+func (s *server) changesAfter(
+	ctx context.Context, now executions.StatusChange, after int,
+) ([]executions.StatusChange, error) {
 	if now.Change == 0 {
 		return []executions.StatusChange{now}, nil
 	}
@@ -140,8 +142,9 @@ func (s *server) changesAfter(ctx context.Context, now executions.StatusChange, 
 		select n, status, waiting_for, at from agent_status_changes
 		 where execution_id = @id and n > @after and n <= @upto order by n`,
 		postgres.Strict{"id": now.ID, "after": after, "upto": now.Change})
-	return postgres.Collect(rows, err, "read status changes", func(row pgx.CollectableRow) (executions.StatusChange, error) {
+	change := func(row pgx.CollectableRow) (executions.StatusChange, error) {
 		e := executions.StatusChange{ID: now.ID, TraceID: now.TraceID}
 		return e, row.Scan(&e.Change, &e.Status, &e.WaitingFor, &e.At)
-	})
+	}
+	return postgres.Collect(rows, err, "read status changes", change)
 }

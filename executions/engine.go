@@ -127,8 +127,11 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	return e, nil
 }
 
-// Register names a durable function. It returns an error for an empty or registered name.
+// Register names a durable function, before Run. It returns an error for an empty or registered name.
 func (e *Engine) Register(flow string, fn Func) error {
+	if e.running.Load() || e.stopping() {
+		return fmt.Errorf("register flow %s: the engine runs already; register before Run", flow)
+	}
 	if flow == "" || fn == nil {
 		return errors.New("register flow: a name and a function are required")
 	}

@@ -25,7 +25,7 @@ func (c *cli) activityListCommand() *cobra.Command {
 		Example: "  agent activity ls --status error --since 24h\n  agent activity ls --skill table_sizes --json",
 		RunE: c.withReader(func(cmd *cobra.Command, _ []string, s *session) error {
 			f.Status = activity.Status(status)
-			rows, next, err := activity.Recent(cmd.Context(), s.read, f)
+			rows, next, err := activity.Recent(cmd.Context(), s.Read, f)
 			if err != nil {
 				return err
 			}
@@ -103,9 +103,9 @@ func (c *cli) spendCommand() *cobra.Command {
 				return nil, "", usageError("--skill: %w", activity.ErrSkillOrPurpose)
 			}
 			if by == string(activity.ByPurpose) {
-				return activity.SpendByPurpose(ctx, s.read, f)
+				return activity.SpendByPurpose(ctx, s.Read, f)
 			}
-			return activity.Spend(ctx, s.read, f)
+			return activity.Spend(ctx, s.Read, f)
 		},
 		row: func(x activity.Spending) []string {
 			return []string{
@@ -140,7 +140,7 @@ func (c *cli) slowestCommand() *cobra.Command {
 		use: "slowest", short: "Skills by how long their calls take", empty: "no skill calls in that time",
 		heading: []string{"SKILL", "CALLS", "P50 MS", "P95 MS", "MAX MS", "SLOWEST TRACE"},
 		read: func(ctx context.Context, s *session, f activity.ReportFilter) ([]activity.Slow, string, error) {
-			return activity.Slowest(ctx, s.read, f)
+			return activity.Slowest(ctx, s.Read, f)
 		},
 		row: func(x activity.Slow) []string {
 			most := ""
@@ -161,7 +161,7 @@ func (c *cli) failingCommand() *cobra.Command {
 		use: "failing", short: "Skills by how often their calls fail", empty: "no failed skill calls in that time",
 		heading: []string{"SKILL", "STATE", "CALLS", "ERRORS", "RATE", "IN A ROW", "LAST ERROR", "LAST TRACE"},
 		read: func(ctx context.Context, s *session, f activity.ReportFilter) ([]activity.Failure, string, error) {
-			return activity.Failing(ctx, s.read, f)
+			return activity.Failing(ctx, s.Read, f)
 		},
 		row: func(x activity.Failure) []string {
 			return []string{
@@ -179,7 +179,7 @@ func (c *cli) auditCommand() *cobra.Command {
 		Use: "audit", Short: "List the audit log, newest first: actor, action, object, reason, result",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withReader(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := activity.Audit(cmd.Context(), s.read, f)
+			got, err := activity.Audit(cmd.Context(), s.Read, f)
 			if err != nil {
 				return err
 			}

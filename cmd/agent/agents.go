@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 )
 
@@ -31,11 +32,11 @@ func (c *cli) agentsListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls", Short: "List the enabled agents, the default first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			all, err := newDirectory(s.config).List(cmd.Context(), s.pool)
+			all, err := app.NewDirectory(s.config).List(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}
-			used, err := budgets.Today(cmd.Context(), s.pool)
+			used, err := budgets.Today(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}
@@ -81,7 +82,7 @@ func (c *cli) agentsShowCommand() *cobra.Command {
 		Long: `Show an agent's effective values with their sources: document, setting or default. Its instructions
 follow.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			shown, err := newDirectory(s.config).Show(cmd.Context(), s.pool, args[0], version)
+			shown, err := app.NewDirectory(s.config).Show(cmd.Context(), s.Pool, args[0], version)
 			if err != nil {
 				return agentHint(err)
 			}
@@ -99,7 +100,7 @@ func actingFlag(flags *pflag.FlagSet, agent *string) {
 
 // findAgent reads an agent or one of its versions, also after its removal.
 func findAgent(ctx context.Context, s *session, name string, version int) (agents.Agent, error) {
-	a, err := newDirectory(s.config).Look(ctx, s.pool, name, version)
+	a, err := app.NewDirectory(s.config).Look(ctx, s.Pool, name, version)
 	return a, agentHint(err)
 }
 
@@ -160,7 +161,7 @@ type agentVersion struct {
 func label(name string, v agentVersion) string { return fmt.Sprintf("%s version %d", name, v.version) }
 
 func diffVersions(ctx context.Context, s *session, args []string) (from, to agentVersion, err error) {
-	versions, err := agents.Versions(ctx, s.pool, args[0])
+	versions, err := agents.Versions(ctx, s.Pool, args[0])
 	if errors.Is(err, agents.ErrNotFound) {
 		return from, to, hint(fmt.Errorf("there is no agent %q", args[0]), "see agent agents ls")
 	}

@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/databases"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -114,14 +115,14 @@ func (c *cli) applyWorkspace(
 	if opts.dry {
 		apply = workspace.Plan
 	}
-	diff, err := apply(ctx, s.pool, files, options)
+	diff, err := apply(ctx, s.Pool, files, options)
 	diff.Warnings = append(diff.Warnings, agentWarnings(files.Agents, s.config)...)
 	return diff, err
 }
 
 // namedDatabases opens the named databases of a workspace. The caller closes the client.
 func (c *cli) namedDatabases(s *session) *databases.Client {
-	return &databases.Client{DB: s.pool, Getenv: c.getenv}
+	return &databases.Client{DB: s.Pool, Getenv: c.getenv}
 }
 
 // printWarnings prints the checks that an apply could not make.
@@ -166,7 +167,7 @@ func itemNames(items []workspace.Item) string {
 // syncHeartbeats schedules the heartbeats of the applied agents in the same transaction.
 func syncHeartbeats(s *session) func(ctx context.Context, tx pgx.Tx) error {
 	return func(ctx context.Context, tx pgx.Tx) error {
-		return heartbeat.Sync(ctx, tx, newDirectory(s.config), false)
+		return heartbeat.Sync(ctx, tx, app.NewDirectory(s.config), false)
 	}
 }
 
@@ -182,7 +183,7 @@ func (c *cli) confirmRemovals(
 	if opts.dry || opts.watch || c.json || !terminal(c.in) || !terminal(c.err) {
 		return keep, nil
 	}
-	planned, err := workspace.Plan(ctx, s.pool, files, workspace.Options{Prune: workspace.All, Reach: named.Reach})
+	planned, err := workspace.Plan(ctx, s.Pool, files, workspace.Options{Prune: workspace.All, Reach: named.Reach})
 	if used, ok := errors.AsType[*workspace.InUseError](err); ok {
 		c.infof("nothing removed: %s", used)
 		return keep, nil
@@ -260,7 +261,7 @@ func agentWarnings(documents []workspace.Document[agents.Definition], cfg config
 	for _, d := range documents {
 		for _, model := range append([]string{d.Definition.Model}, d.Definition.Fallback...) {
 			if model != "" && !knownModel(model, cfg) {
-				known := slices.Concat(models.KnownModels(), slices.Collect(maps.Keys(prices(cfg))))
+				known := slices.Concat(models.KnownModels(), slices.Collect(maps.Keys(app.Prices(cfg))))
 				slices.Sort(known)
 				warnings = append(warnings, fmt.Sprintf("%s: unknown model %q: no price, no facts%s",
 					d.At, model, suggestion(model, known)))
@@ -279,7 +280,7 @@ func agentWarnings(documents []workspace.Document[agents.Definition], cfg config
 
 // knownModel reports whether a model is known, or a custom server may offer it.
 func knownModel(model string, cfg config.Config) bool {
-	if _, priced := prices(cfg).Of(model); priced || model == cfg.Model || models.FactsOf(model) != (models.Facts{}) {
+	if _, priced := app.Prices(cfg).Of(model); priced || model == cfg.Model || models.FactsOf(model) != (models.Facts{}) {
 		return true
 	}
 	server, err := url.Parse(cfg.OpenAIBaseURL)

@@ -27,10 +27,10 @@ func (c *cli) approvalsListCommand() *cobra.Command {
 		Use: "ls", Short: "List pending calls, oldest first; with --all every call, newest first",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := approvals.Pending(cmd.Context(), s.pool, 200)
+			got, err := approvals.Pending(cmd.Context(), s.Pool, 200)
 			if all || f.Status != "" || f.TraceIDs != nil {
 				f.Limit = 200
-				got, err = approvals.List(cmd.Context(), s.pool, f)
+				got, err = approvals.List(cmd.Context(), s.Pool, f)
 			}
 			if err != nil {
 				return err
@@ -56,7 +56,7 @@ func (c *cli) approvalsShowCommand() *cobra.Command {
 		Use: "show ID", Short: "Show one call: requester, arguments, decision",
 		Args: rowID("an approval", "agent approvals ls --all"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			a, err := approvals.Get(cmd.Context(), s.pool, args[0])
+			a, err := approvals.Get(cmd.Context(), s.Pool, args[0])
 			if errors.Is(err, approvals.ErrNotFound) {
 				return hint(err, "see agent approvals ls --all")
 			}
@@ -128,7 +128,7 @@ func (c *cli) decideCommand(approve bool) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: rowID("an approval", "agent approvals ls --all"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			decided, err := approvals.Decide(cmd.Context(), s.pool, args[0], approve, "admin", reason)
+			decided, err := approvals.Decide(cmd.Context(), s.Pool, args[0], approve, "admin", reason)
 			if late, ok := errors.AsType[*approvals.DecidedError](err); ok {
 				return hint(err, "see agent approvals show %s", late.Approval.ID)
 			}

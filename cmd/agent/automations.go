@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
@@ -95,7 +96,7 @@ func (c *cli) automationsListCommand() *cobra.Command {
 		Use: "ls", Short: "List automations with their next run, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			page, next, err := readPage(&f.Limit,
-				func() ([]automations.Automation, error) { return automations.List(cmd.Context(), s.pool, f) },
+				func() ([]automations.Automation, error) { return automations.List(cmd.Context(), s.Pool, f) },
 				func(a automations.Automation) string { return a.ID })
 			if err != nil {
 				return err
@@ -145,11 +146,11 @@ func (c *cli) automationsShowCommand() *cobra.Command {
 		Use: "show NAME", Short: "Show one automation: trigger, next three runs, last runs",
 		Args: positionalArgs(1, 1, "an automation's name or id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			a, err := automations.Get(cmd.Context(), s.pool, args[0])
+			a, err := automations.Get(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return automationHint(err)
 			}
-			runs, err := automations.Runs(cmd.Context(), s.pool, automations.RunFilter{AutomationID: a.ID, Limit: 5})
+			runs, err := automations.Runs(cmd.Context(), s.Pool, automations.RunFilter{AutomationID: a.ID, Limit: 5})
 			if err != nil {
 				return err
 			}
@@ -235,14 +236,14 @@ func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 		Use: use, Short: short, Args: positionalArgs(0, 1, "an automation's name or nothing"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if len(args) > 0 {
-				a, err := automations.Get(cmd.Context(), s.pool, args[0])
+				a, err := automations.Get(cmd.Context(), s.Pool, args[0])
 				if err != nil {
 					return automationHint(err)
 				}
 				f.AutomationID = a.ID
 			}
 			got, next, err := readPage(&f.Limit,
-				func() ([]automations.Run, error) { return automations.Runs(cmd.Context(), s.pool, f) },
+				func() ([]automations.Run, error) { return automations.Runs(cmd.Context(), s.Pool, f) },
 				func(r automations.Run) string { return r.ID })
 			if err != nil {
 				return err
@@ -279,7 +280,7 @@ func (c *cli) automationsRedriveCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			run, err := automations.GetRun(cmd.Context(), s.pool, args[0])
+			run, err := automations.GetRun(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return automationHint(err)
 			}
@@ -323,7 +324,7 @@ func (c *cli) automationsSwitchCommand(
 			if err != nil {
 				return automationHint(err)
 			}
-			a, err := automations.Get(cmd.Context(), s.pool, args[0])
+			a, err := automations.Get(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return automationHint(err)
 			}
@@ -360,7 +361,7 @@ func (c *cli) automationsRunCommand() *cobra.Command {
 process finishes it if this one dies. If the automation already runs elsewhere, the run is recorded as skipped with the
 holder, and the exit code is 75. The schedule stays as it is.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app) error {
+			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
 				return c.runAutomation(ctx, s, a, args[0], reason)
 			})
 		},
@@ -369,12 +370,12 @@ holder, and the exit code is 75. The schedule stays as it is.`,
 	return cmd
 }
 
-func (c *cli) runAutomation(ctx context.Context, s *session, a *app, name, reason string) error {
-	automation, err := automations.Get(ctx, s.pool, name)
+func (c *cli) runAutomation(ctx context.Context, s *session, a *app.App, name, reason string) error {
+	automation, err := automations.Get(ctx, s.Pool, name)
 	if err != nil {
 		return automationHint(err)
 	}
-	busy, err := a.keeper.Holder(ctx, "automation:"+automation.ID)
+	busy, err := a.Keeper.Holder(ctx, "automation:"+automation.ID)
 	if err != nil {
 		return err
 	}
@@ -394,7 +395,7 @@ func (c *cli) runAutomation(ctx context.Context, s *session, a *app, name, reaso
 	if err != nil {
 		return automationHint(err)
 	}
-	ended, err := a.engine.RunSync(ctx, runner.Spec(s.config.Name, run))
+	ended, err := a.Engine.RunSync(ctx, runner.Spec(s.config.Name, run))
 	if err != nil {
 		return err
 	}
@@ -403,7 +404,7 @@ func (c *cli) runAutomation(ctx context.Context, s *session, a *app, name, reaso
 
 // reportRun prints the result of a manual run. A failed run is an error.
 func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executions.Execution) error {
-	run, err := automations.GetRun(ctx, s.pool, runID)
+	run, err := automations.GetRun(ctx, s.Pool, runID)
 	if err != nil {
 		return err
 	}
@@ -447,11 +448,11 @@ func (c *cli) reportRun(ctx context.Context, s *session, runID string, x executi
 
 // disabledSkill returns the disabled skill of an automation, or "".
 func disabledSkill(ctx context.Context, s *session, run automations.Run) string {
-	a, err := automations.Get(ctx, s.pool, run.AutomationID)
+	a, err := automations.Get(ctx, s.Pool, run.AutomationID)
 	if err != nil || a.SkillName == "" {
 		return ""
 	}
-	skill, err := skills.Get(ctx, s.pool, a.SkillName)
+	skill, err := skills.Get(ctx, s.Pool, a.SkillName)
 	if err != nil || skill.Callable() {
 		return ""
 	}

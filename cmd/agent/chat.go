@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -37,11 +38,11 @@ func (c *cli) chatCommand() *cobra.Command {
 			if thread != "" && threads.CheckID(thread) != nil {
 				return usageError("--thread: %w", threads.ErrInvalid)
 			}
-			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app) (err error) {
+			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) (err error) {
 				if err := grantCLIAccess(ctx, s, thread); err != nil {
 					return err
 				}
-				chatting := &chatSession{cli: c, chat: a.chat, thread: thread, agent: agent}
+				chatting := &chatSession{cli: c, chat: a.Chat, thread: thread, agent: agent}
 				if chatting.files, err = c.storeFiles(ctx, s, files); err != nil {
 					return documentHint(err)
 				}
@@ -78,7 +79,7 @@ func (c *cli) storeFiles(ctx context.Context, s *session, paths []string) (ids [
 			return nil, err
 		}
 		var d documents.Document
-		err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) (err error) {
+		err := postgres.InTx(ctx, s.Pool, func(tx pgx.Tx) (err error) {
 			d, err = documents.Add(ctx, tx, u)
 			return err
 		})
@@ -95,7 +96,7 @@ func grantCLIAccess(ctx context.Context, s *session, thread string) error {
 	if thread == "" {
 		return nil
 	}
-	got, err := threads.Get(ctx, s.pool, thread)
+	got, err := threads.Get(ctx, s.Pool, thread)
 	switch {
 	case errors.Is(err, threads.ErrNotFound):
 		return nil
@@ -104,7 +105,7 @@ func grantCLIAccess(ctx context.Context, s *session, thread string) error {
 	case got.OwnerKind == threads.ByKey, got.OwnerKind == threads.ByVisitor, got.OwnerKind == "" && got.Owner != "":
 		return nil
 	}
-	if _, err = threads.Grant(ctx, s.pool, thread, threads.Key(cliVisitor), thread,
+	if _, err = threads.Grant(ctx, s.Pool, thread, threads.Key(cliVisitor), thread,
 		commandLine); errors.Is(err, threads.ErrTaken) {
 		return nil // the command line has a thread of this name
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/examples"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/workspace"
@@ -126,10 +127,10 @@ func (c *cli) playStory(ctx context.Context, s *session, listener net.Listener, 
 	if files.GoFlows, err = c.goFlows(ctx, s); err != nil {
 		return err
 	}
-	if _, err := applyFiles(ctx, s.pool, files, workspace.Options{}); err != nil {
+	if _, err := applyFiles(ctx, s.Pool, files, workspace.Options{}); err != nil {
 		return err
 	}
-	model, _, stop, err := newModel(ctx, s.config, s.log, models.Retry{})
+	model, _, stop, err := app.NewModel(ctx, s.config, s.log, models.Retry{})
 	if err != nil {
 		return err
 	}
@@ -138,13 +139,13 @@ func (c *cli) playStory(ctx context.Context, s *session, listener net.Listener, 
 	if err != nil {
 		return err
 	}
-	player.pool = s.pool
+	player.pool = s.Pool
 	player.client = newClient("http://"+listener.Addr().String(), s.config)
 	defer player.client.http.CloseIdleConnections()
 	runCtx, stopRun := context.WithCancel(ctx)
 	defer stopRun()
 	var storyErr error
-	err = a.runServer(runCtx, listener,
+	err = a.Serve(runCtx, listener,
 		func(ctx context.Context) error { return s.restartServer(ctx, c) },
 		func(ctx context.Context) error {
 			defer stopRun()

@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/examples"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/migrations"
@@ -169,14 +170,14 @@ func (c *cli) runDev(
 	if err != nil {
 		return err
 	}
-	diff, err := applyFiles(ctx, s.pool, files, decided)
+	diff, err := applyFiles(ctx, s.Pool, files, decided)
 	if err != nil {
 		return err
 	}
 	if err := c.reportApplied(diff, opts); err != nil {
 		return err
 	}
-	model, about, stop, err := newModel(ctx, s.config, s.log, models.Retry{})
+	model, about, stop, err := app.NewModel(ctx, s.config, s.log, models.Retry{})
 	if err != nil {
 		return err
 	}
@@ -191,7 +192,7 @@ func (c *cli) runDev(
 	if err != nil {
 		return err
 	}
-	err = a.runServer(ctx, listener,
+	err = a.Serve(ctx, listener,
 		func(ctx context.Context) error { return s.restartServer(ctx, c) },
 		func(ctx context.Context) error {
 			if err := c.firstHeartbeat(ctx, s, a); err != nil {
@@ -239,13 +240,13 @@ func plural(noun string, n int) string {
 }
 
 // firstHeartbeat runs and prints one heartbeat. A failed heartbeat does not end dev.
-func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app) error {
+func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app.App) error {
 	c.infof("running a heartbeat …")
-	acting, err := a.loop.Agents.Default(ctx, s.pool)
+	acting, err := a.Loop.Agents.Default(ctx, s.Pool)
 	if err != nil {
 		return err
 	}
-	x, err := a.engine.RunSync(ctx, heartbeat.SpecOf(acting))
+	x, err := a.Engine.RunSync(ctx, heartbeat.SpecOf(acting))
 	if held, paused := errors.AsType[*executions.PausedError](err); paused {
 		return c.skipHeartbeat(ctx, s, held.Pause)
 	}
@@ -253,7 +254,7 @@ func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app) error {
 		return err
 	}
 	x = x.Redacted()
-	story, err := activity.TraceOf(ctx, s.pool, x.TraceID)
+	story, err := activity.TraceOf(ctx, s.Pool, x.TraceID)
 	if err != nil {
 		return err
 	}

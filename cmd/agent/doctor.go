@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/migrations"
@@ -91,16 +92,16 @@ func (c *cli) diagnose(ctx context.Context) []finding {
 
 func (c *cli) diagnoseDatabase(ctx context.Context, s *session, add func(string, error, string) bool) {
 	var version, isolation string
-	err := s.pool.QueryRow(ctx, `select current_setting('server_version'),
+	err := s.Pool.QueryRow(ctx, `select current_setting('server_version'),
 		current_setting('default_transaction_isolation')`).
 		Scan(&version, &isolation)
 	add("PostgreSQL", err, version+", "+isolation)
-	if !add("schema", migrations.Check(ctx, s.pool), fmt.Sprintf("version %d", migrations.Version())) {
+	if !add("schema", migrations.Check(ctx, s.Pool), fmt.Sprintf("version %d", migrations.Version())) {
 		return
 	}
-	add("rights", migrations.Rights(ctx, s.pool), "owner of the tables, with write access")
+	add("rights", migrations.Rights(ctx, s.Pool), "owner of the tables, with write access")
 	var workers, stuck int
-	err = s.pool.QueryRow(ctx, `
+	err = s.Pool.QueryRow(ctx, `
 		select (select count(*) from agent_workers where expires_at > clock_timestamp()),
 		       (select count(*) from agent_executions_stuck)`).Scan(&workers, &stuck)
 	alive := fmt.Sprintf("%d alive", workers)
@@ -112,7 +113,7 @@ func (c *cli) diagnoseDatabase(ctx context.Context, s *session, add func(string,
 		err = fmt.Errorf("%d executions are stuck; check that `agent serve` runs", stuck)
 	}
 	add("executions", err, "none stuck")
-	pause, err := executions.CurrentPause(ctx, s.pool)
+	pause, err := executions.CurrentPause(ctx, s.Pool)
 	autonomy := "not paused"
 	if pause.Paused {
 		autonomy = pause.String() + "; `agent resume` ends it"
@@ -125,7 +126,7 @@ func (c *cli) diagnoseDatabase(ctx context.Context, s *session, add func(string,
 
 // diagnoseNamed connects to each named database, as calls of sql: skills do.
 func (c *cli) diagnoseNamed(ctx context.Context, s *session, add func(string, error, string) bool) {
-	all, err := databases.List(ctx, s.pool)
+	all, err := databases.List(ctx, s.Pool)
 	if err != nil {
 		add("databases", err, "")
 		return
@@ -146,7 +147,7 @@ func (c *cli) diagnoseNamed(ctx context.Context, s *session, add func(string, er
 func (c *cli) diagnoseModel(
 	ctx context.Context, cfg config.Config, log *slog.Logger, add func(string, error, string) bool,
 ) {
-	model, about, stop, err := newModel(ctx, cfg, log, models.Retry{Attempts: 1})
+	model, about, stop, err := app.NewModel(ctx, cfg, log, models.Retry{Attempts: 1})
 	if !add("model", err, about) {
 		return
 	}

@@ -111,7 +111,7 @@ func (c *cli) documentsListCommand() *cobra.Command {
 		Use: "ls", Short: "List documents, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, next, err := readPage(&f.Limit,
-				func() ([]documents.Document, error) { return documents.List(cmd.Context(), s.pool, f) },
+				func() ([]documents.Document, error) { return documents.List(cmd.Context(), s.Pool, f) },
 				func(d documents.Document) string { return d.ID })
 			if err != nil {
 				return err
@@ -130,7 +130,7 @@ func (c *cli) documentsShowCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "show ID", Short: "Show a document without its content", Args: positionalArgs(1, 1, "the id of a document"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			d, err := documents.Get(cmd.Context(), s.pool, args[0])
+			d, err := documents.Get(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return documentHint(err)
 			}
@@ -167,7 +167,7 @@ func (c *cli) documentsGetCommand() *cobra.Command {
 		Use: "get ID", Short: "Fetch the content of a document", Args: positionalArgs(1, 1, "the id of a document"),
 		Long: "Write the content of a document to standard output, or to a new file with -o.",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			d, err := documents.Get(cmd.Context(), s.pool, args[0])
+			d, err := documents.Get(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return documentHint(err)
 			}
@@ -175,7 +175,7 @@ func (c *cli) documentsGetCommand() *cobra.Command {
 				return &exitError{exitUsage, hint(errors.New("cannot print the content to a terminal or as JSON"),
 					"name a file with -o FILE")}
 			}
-			content, err := documents.Content(cmd.Context(), s.pool, d.ID)
+			content, err := documents.Content(cmd.Context(), s.Pool, d.ID)
 			if err != nil {
 				return documentHint(err)
 			}

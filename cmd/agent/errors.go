@@ -79,7 +79,8 @@ func exitCode(ctx context.Context, err error) int {
 	case ctx.Err() != nil:
 		return exitInterrupted
 	}
-	if badWorkspace(err) || postgres.IsCode(err, codeNUL, codeBytes) {
+	var setting *config.Error
+	if errors.As(err, &setting) || badWorkspace(err) || postgres.IsCode(err, codeNUL, codeBytes) {
 		return exitUsage
 	}
 	for _, wrong := range []error{

@@ -61,7 +61,7 @@ func (c *cli) executionsListCommand() *cobra.Command {
 func listExecutions(
 	ctx context.Context, s *session, f executions.Filter,
 ) (page []executions.Execution, next string, err error) {
-	page, next, err = readPage(&f.Limit, func() ([]executions.Execution, error) { return executions.List(ctx, s.pool, f) },
+	page, next, err = readPage(&f.Limit, func() ([]executions.Execution, error) { return executions.List(ctx, s.Pool, f) },
 		func(x executions.Execution) string { return x.ID })
 	for i := range page {
 		page[i] = page[i].Redacted()
@@ -82,11 +82,11 @@ func (c *cli) executionsShowCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "show ID", Short: "Show one execution with its checkpoints", Args: executionID,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			x, err := executions.Get(cmd.Context(), s.pool, args[0])
+			x, err := executions.Get(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return notFoundHint(err)
 			}
-			recorded, err := executions.Checkpoints(cmd.Context(), s.pool, x.ID)
+			recorded, err := executions.Checkpoints(cmd.Context(), s.Pool, x.ID)
 			if err != nil {
 				return err
 			}
@@ -97,7 +97,7 @@ func (c *cli) executionsShowCommand() *cobra.Command {
 			for i, p := range recorded {
 				shown.Checkpoints[i] = p.Redacted()
 			}
-			relatives, err := executions.Relatives(cmd.Context(), s.pool, x.ID)
+			relatives, err := executions.Relatives(cmd.Context(), s.Pool, x.ID)
 			if err != nil {
 				return err
 			}
@@ -198,12 +198,12 @@ If another transaction locks the row, the cancel takes effect when it ends; the 
 }
 
 func (c *cli) cancel(ctx context.Context, s *session, id, reason string) error {
-	status, err := executions.Cancel(ctx, s.pool, id, "admin", reason)
+	status, err := executions.Cancel(ctx, s.Pool, id, "admin", reason)
 	if err != nil {
 		return notFoundHint(err)
 	}
 	if !status.Ended() {
-		detail, err := executions.CancelDetail(ctx, s.pool)
+		detail, err := executions.CancelDetail(ctx, s.Pool)
 		if err != nil {
 			return err
 		}
@@ -248,7 +248,7 @@ one fails with an error. A process that runs agent serve runs the execution.`,
 				input, output := map[string]any{"execution": f.ID, "from": f.From, "reason": reason}, map[string]any{}
 				_, err = recordChangeWith(cmd.Context(), s, "fork_execution", input, output,
 					func(tx pgx.Tx, _ string) (_ bool, err error) {
-						got, err = a.engine.Fork(cmd.Context(), tx, f)
+						got, err = a.Engine.Fork(cmd.Context(), tx, f)
 						return forked(got, output), err
 					})
 				return c.printFork(got, f.From, forkHint(err, args[0]))
@@ -278,7 +278,7 @@ A cancelled execution continues after its last checkpoint. The original stays un
 			input, output := map[string]any{"execution": args[0], "reason": reason}, map[string]any{}
 			_, err = recordChangeWith(cmd.Context(), s, "retry_execution", input, output,
 				func(tx pgx.Tx, _ string) (_ bool, err error) {
-					got, from, err = a.engine.Retry(cmd.Context(), tx, args[0])
+					got, from, err = a.Engine.Retry(cmd.Context(), tx, args[0])
 					return forked(got, output), err
 				})
 			return c.printFork(got, from, forkHint(err, args[0]))
@@ -337,7 +337,7 @@ the exit code is 1.`,
 			if err != nil {
 				return err
 			}
-			got, err := a.engine.Replay(cmd.Context(), args[0])
+			got, err := a.Engine.Replay(cmd.Context(), args[0])
 			if errors.Is(err, executions.ErrUnknownFlow) {
 				return hint(err, "an external worker ran it, so this program has no code to replay")
 			}
@@ -405,7 +405,7 @@ func (c *cli) goFlows(ctx context.Context, s *session) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	return a.engine.Flows(ctx)
+	return a.Engine.Flows(ctx)
 }
 
 func (c *cli) executionsStatusCommand() *cobra.Command {
@@ -415,7 +415,7 @@ func (c *cli) executionsStatusCommand() *cobra.Command {
 		Long: "Count pending, running and waiting executions, with their mean age. In SQL: select * from " +
 			"agent_executions_by_status.",
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := executions.CountByStatus(cmd.Context(), s.pool)
+			got, err := executions.CountByStatus(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}
@@ -462,7 +462,7 @@ runs. In SQL: select * from agent_executions_stuck.`,
 }
 
 func (c *cli) listWaiting(cmd *cobra.Command, s *session, kind string, stuck bool, limit int, empty string) error {
-	got, err := executions.ListWaiting(cmd.Context(), s.pool, kind, stuck, limit)
+	got, err := executions.ListWaiting(cmd.Context(), s.Pool, kind, stuck, limit)
 	if err != nil {
 		return err
 	}

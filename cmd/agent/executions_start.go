@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -101,7 +102,7 @@ func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) er
 			return err
 		}
 	}
-	x, created, err := a.engine.StartByAdmin(executions.WithLockTimeout(ctx, postgres.LockPatience), b.spec, b.reason)
+	x, created, err := a.Engine.StartByAdmin(executions.WithLockTimeout(ctx, postgres.LockPatience), b.spec, b.reason)
 	if err != nil {
 		return err
 	}
@@ -120,7 +121,7 @@ func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) er
 
 // openThread gives the flow, and the named chat key, access to the thread.
 func (b startOptions) openThread(ctx context.Context, s *session, id string) error {
-	err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) error {
+	err := postgres.InTx(ctx, s.Pool, func(tx pgx.Tx) error {
 		err := threads.OpenForFlow(ctx, tx, id, b.spec.Flow, "", b.spec.Agent)
 		if err == nil && b.chatKey != "" {
 			_, err = threads.Grant(ctx, tx, id, threads.Key(b.chatKey), id, commandLine)
@@ -140,7 +141,7 @@ func (b startOptions) openThread(ctx context.Context, s *session, id string) err
 }
 
 // startable validates flow, input and on_lost before the start.
-func startable(ctx context.Context, a *app, spec *executions.Spec) error {
+func startable(ctx context.Context, a *app.App, spec *executions.Spec) error {
 	if executions.IsExternal(spec.Flow) {
 		if spec.OnLost == "resume" {
 			return usageError("--on-lost: external executions accept fail or hand_on, not resume")
@@ -150,7 +151,7 @@ func startable(ctx context.Context, a *app, spec *executions.Spec) error {
 		}
 		return nil
 	}
-	known, err := a.engine.HasFlow(ctx, spec.Flow)
+	known, err := a.Engine.HasFlow(ctx, spec.Flow)
 	if err != nil {
 		return err
 	}
@@ -163,14 +164,14 @@ func startable(ctx context.Context, a *app, spec *executions.Spec) error {
 			"see agent flows ls")}
 	}
 	input, _ := spec.Input.(json.RawMessage)
-	if err := flows.CheckStart(ctx, a.pool, spec.Flow, input); err != nil {
+	if err := flows.CheckStart(ctx, a.Pool, spec.Flow, input); err != nil {
 		return &exitError{exitUsage, hint(err, "see agent flows show %s", spec.Flow)}
 	}
 	return nil
 }
 
-func startableFlows(ctx context.Context, a *app) ([]string, error) {
-	all, err := flows.List(ctx, a.pool, flows.Filter{Limit: 500})
+func startableFlows(ctx context.Context, a *app.App) ([]string, error) {
+	all, err := flows.List(ctx, a.Pool, flows.Filter{Limit: 500})
 	if err != nil {
 		return nil, err
 	}
@@ -178,7 +179,7 @@ func startableFlows(ctx context.Context, a *app) ([]string, error) {
 	for _, f := range all {
 		names = append(names, f.Name)
 	}
-	inGo, err := a.engine.Flows(ctx)
+	inGo, err := a.Engine.Flows(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -199,7 +200,7 @@ func (c *cli) waitForEnd(ctx context.Context, s *session, x executions.Execution
 	}
 	said := ""
 	for pause := 20 * time.Millisecond; ; pause = min(2*pause, maxPollInterval) {
-		now, err := executions.Get(ctx, s.pool, x.ID)
+		now, err := executions.Get(ctx, s.Pool, x.ID)
 		if err != nil {
 			return err
 		}
@@ -299,18 +300,18 @@ func (c *cli) raiseEvent(
 	}
 	raised := activity.Act{Name: "raise_event", Within: true, Input: map[string]any{"event": event, "key": key, "id": id}}
 	err = new(postgres.KeyedTx).Try(ctx, what, func(ctx context.Context) error {
-		_, err := activity.Record(ctx, s.pool, raised, func(tx pgx.Tx, _ string) (_ any, err error) {
+		_, err := activity.Record(ctx, s.Pool, raised, func(tx pgx.Tx, _ string) (_ any, err error) {
 			if event == "MESSAGE_RECEIVED" {
 				got, err = receiveMessage(ctx, a, tx, key, data, id)
 			} else {
-				got, err = a.engine.Deliver(ctx, tx, event, key, data, id)
+				got, err = a.Engine.Deliver(ctx, tx, event, key, data, id)
 			}
 			output["event_id"], output["resumed"] = got.EventID, got.Resumed
 			return output, err
 		})
 		return err
 	})
-	err = postgres.ExplainLock(ctx, s.pool, err, what, "agent_events", "agent_executions", "agent_threads", "agent_locks")
+	err = postgres.ExplainLock(ctx, s.Pool, err, what, "agent_events", "agent_executions", "agent_threads", "agent_locks")
 	if postgres.IsCode(err, "22023", "22P02") {
 		return got, &exitError{exitUsage, err}
 	}
@@ -330,7 +331,7 @@ func (c *cli) printDelivered(got executions.Delivered) error {
 
 // receiveMessage stores a message in a thread. The database raises the event.
 func receiveMessage(
-	ctx context.Context, a *app, tx pgx.Tx, thread string, data json.RawMessage, id string,
+	ctx context.Context, a *app.App, tx pgx.Tx, thread string, data json.RawMessage, id string,
 ) (executions.Delivered, error) {
 	var said map[string]any
 	if err := json.Unmarshal(data, &said); err != nil {
@@ -341,7 +342,7 @@ func receiveMessage(
 		return executions.Delivered{}, usageError(`--data: a message needs content, such as {"content": "yes"}`)
 	}
 	delete(said, "content")
-	arrived, err := threads.Receive(ctx, a.engine, tx,
+	arrived, err := threads.Receive(ctx, a.Engine, tx,
 		threads.Incoming{ThreadID: thread, Content: content, Data: said, ID: id})
 	if errors.Is(err, threads.ErrNotFound) {
 		err = hint(fmt.Errorf("thread %q: %w", thread, err), "see agent threads ls")

@@ -33,7 +33,7 @@ func (c *cli) flowsListCommand() *cobra.Command {
 		Use: "ls", Short: "List the startable flows", Args: positionalArgs(0, 0, "no arguments"),
 		Long: `List the flows that agent executions start accepts: workspace flows (agent apply) and Go flows of this program.`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			all, err := flows.List(cmd.Context(), s.pool, flows.Filter{Limit: 500})
+			all, err := flows.List(cmd.Context(), s.Pool, flows.Filter{Limit: 500})
 			if err != nil {
 				return err
 			}
@@ -70,9 +70,9 @@ func (c *cli) flowsShowCommand() *cobra.Command {
 			var f flows.Flow
 			var err error
 			if version > 0 {
-				f, err = flows.GetVersion(cmd.Context(), s.pool, args[0], version)
+				f, err = flows.GetVersion(cmd.Context(), s.Pool, args[0], version)
 			} else {
-				f, err = flows.Get(cmd.Context(), s.pool, args[0])
+				f, err = flows.Get(cmd.Context(), s.Pool, args[0])
 			}
 			if errors.Is(err, flows.ErrNotFound) {
 				return c.noSuchFlow(cmd.Context(), s, args[0], version)
@@ -80,7 +80,7 @@ func (c *cli) flowsShowCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			kept, err := flows.List(cmd.Context(), s.pool, flows.Filter{Name: f.Name, Limit: 20})
+			kept, err := flows.List(cmd.Context(), s.Pool, flows.Filter{Name: f.Name, Limit: 20})
 			if err != nil {
 				return err
 			}
@@ -93,7 +93,7 @@ func (c *cli) flowsShowCommand() *cobra.Command {
 
 // noSuchFlow distinguishes an unknown flow, a missing version, and a removed flow.
 func (c *cli) noSuchFlow(ctx context.Context, s *session, name string, version int) error {
-	kept, err := flows.List(ctx, s.pool, flows.Filter{Name: name, Limit: 1})
+	kept, err := flows.List(ctx, s.Pool, flows.Filter{Name: name, Limit: 1})
 	if err != nil {
 		return err
 	}

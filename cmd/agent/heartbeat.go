@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -25,7 +26,7 @@ heartbeat runs, an admin holds the lane operate, or the agent is paused. If an a
 a process that runs agent serve or agent dev resumes it.`,
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app) error {
+			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
 				acting, err := findAgent(ctx, s, agent, 0)
 				if err != nil {
 					return err
@@ -33,7 +34,7 @@ a process that runs agent serve or agent dev resumes it.`,
 				if terminal(c.err) {
 					c.infof("running a heartbeat …")
 				}
-				ended, err := a.engine.RunSync(ctx, heartbeat.SpecOf(acting))
+				ended, err := a.Engine.RunSync(ctx, heartbeat.SpecOf(acting))
 				if held, paused := errors.AsType[*executions.PausedError](err); paused {
 					return c.skipHeartbeat(ctx, s, held.Pause)
 				}
@@ -52,7 +53,7 @@ a process that runs agent serve or agent dev resumes it.`,
 func (c *cli) reportHeartbeat(ctx context.Context, s *session, x executions.Execution) error {
 	ctx = context.WithoutCancel(ctx)
 	x = x.Redacted()
-	story, err := activity.TraceOf(ctx, s.pool, x.TraceID)
+	story, err := activity.TraceOf(ctx, s.Pool, x.TraceID)
 	if err != nil {
 		return err
 	}
@@ -115,7 +116,7 @@ func (c *cli) pauseCommand() *cobra.Command {
 ones stop before their next step. Scheduled times are recorded as skipped; deliveries, events and messages are stored.
 agent operate and the chat continue. In SQL: select pause_agent('why').`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := executions.PauseAll(cmd.Context(), s.pool, admin, reason)
+			got, err := executions.PauseAll(cmd.Context(), s.Pool, admin, reason)
 			if err != nil {
 				return err
 			}
@@ -145,7 +146,7 @@ func (c *cli) resumeCommand() *cobra.Command {
 		Long: `End the pause of agent pause. Ready work continues at once; missed scheduled times stay skipped. In SQL: select
 resume_agent().`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := executions.ResumeAll(cmd.Context(), s.pool, admin, reason)
+			got, err := executions.ResumeAll(cmd.Context(), s.Pool, admin, reason)
 			if err != nil {
 				return err
 			}
@@ -165,7 +166,7 @@ resume_agent().`,
 
 // warnPaused prints a note on stderr while the agent is paused.
 func (c *cli) warnPaused(ctx context.Context, s *session) error {
-	p, err := executions.CurrentPause(ctx, s.pool)
+	p, err := executions.CurrentPause(ctx, s.Pool)
 	if err == nil && p.Paused {
 		c.infof("%s; `agent resume` ends it", printable(p.String()))
 	}
@@ -174,13 +175,13 @@ func (c *cli) warnPaused(ctx context.Context, s *session) error {
 
 // skipHeartbeat records a heartbeat skipped by a pause and prints its trace.
 func (c *cli) skipHeartbeat(ctx context.Context, s *session, p executions.Pause) error {
-	id, err := executions.RecordSkipped(ctx, s.pool, executions.Spec{
+	id, err := executions.RecordSkipped(ctx, s.Pool, executions.Spec{
 		Flow: heartbeat.Flow, Surface: trace.Heartbeat, Agent: s.config.Name,
 	}, p)
 	if err != nil {
 		return err
 	}
-	story, err := activity.TraceOf(ctx, s.pool, string(id))
+	story, err := activity.TraceOf(ctx, s.Pool, string(id))
 	if err != nil {
 		return err
 	}

@@ -29,7 +29,7 @@ func (c *cli) lanesListCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "ls", Short: "List held lanes", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			live, err := lanes.Live(cmd.Context(), s.pool)
+			live, err := lanes.Live(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}
@@ -53,7 +53,7 @@ func (c *cli) lanesReleaseCommand() *cobra.Command {
 break is recorded under the holder's trace with the reason.`,
 		Args: positionalArgs(1, 1, "a lane"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			broken, err := lanes.Break(cmd.Context(), s.pool, args[0], reason)
+			broken, err := lanes.Break(cmd.Context(), s.Pool, args[0], reason)
 			if blocked, ok := errors.AsType[*lanes.BlockedError](err); ok {
 				return hint(err, "%s", blocked.Hint)
 			}
@@ -97,7 +97,7 @@ outlives a crash of this process.`,
 // recordSkipped records work skipped because its lane is busy, with the holder, under a separate trace.
 func (s *session) recordSkipped(ctx context.Context, what string, input map[string]any, busy *lanes.BusyError) {
 	input["lane"], input["holder"] = busy.Lane, busy.Holder
-	_, err := activity.Note(ctx, s.pool, activity.Entry{
+	_, err := activity.Note(ctx, s.Pool, activity.Entry{
 		TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: admin, Skill: what,
 		Input: input, Lane: busy.Lane,
 	}, activity.Outcome{Status: activity.Skipped, Output: busy.Error()})
@@ -108,8 +108,8 @@ func (s *session) recordSkipped(ctx context.Context, what string, input map[stri
 
 // runInLane runs the command and returns its exit code. Signals go to the command; the lane stays held until it ends.
 func (c *cli) runInLane(cmd *cobra.Command, s *session, lane string, ttl time.Duration, command []string) error {
-	listener := postgres.NewListener(postgres.Dialer(s.sessionPool()), s.log) // reports a lost lane
-	keeper := lanes.NewKeeper(s.pool, lanes.Options{Listener: listener, Logger: s.log, Disabled: !s.config.LanesEnabled})
+	listener := postgres.NewListener(postgres.Dialer(s.Sessions()), s.log) // reports a lost lane
+	keeper := lanes.NewKeeper(s.Pool, lanes.Options{Listener: listener, Logger: s.log, Disabled: !s.config.LanesEnabled})
 	signal.Reset(os.Interrupt, syscall.SIGTERM)
 	signals := make(chan os.Signal, 1) // a signal before RunCommand listens must not end the process with the lane held
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)

@@ -85,24 +85,24 @@ func (c *cli) mcpListCommand() *cobra.Command {
 func readMCP(ctx context.Context, s *session, server string) (mcpListing, error) {
 	got := mcpListing{Servers: []mcp.Remote{}, Tools: []mcp.Tool{}, Offered: []mcp.Offer{}}
 	if server != "" {
-		one, err := mcp.Get(ctx, s.pool, server)
+		one, err := mcp.Get(ctx, s.Pool, server)
 		if err != nil {
 			return got, mcpHint(err)
 		}
 		got.Servers = append(got.Servers, one)
 	} else {
-		all, err := mcp.List(ctx, s.pool)
+		all, err := mcp.List(ctx, s.Pool)
 		if err != nil {
 			return got, err
 		}
 		got.Servers = append(got.Servers, all...)
 	}
-	tools, err := mcp.Tools(ctx, s.pool, server)
+	tools, err := mcp.Tools(ctx, s.Pool, server)
 	if err != nil {
 		return got, err
 	}
 	got.Tools = append(got.Tools, tools...)
-	offers, err := mcp.Offers(ctx, s.pool)
+	offers, err := mcp.Offers(ctx, s.Pool)
 	got.Offered = append(got.Offered, offers...)
 	return got, err
 }
@@ -147,7 +147,7 @@ func (c *cli) mcpShowCommand() *cobra.Command {
 		Use: "show SERVER TOOL", Short: "Show a tool's accepted version and, in quarantine, its current one",
 		Args: positionalArgs(2, 2, "a server and a tool"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			all, err := mcp.Tools(cmd.Context(), s.pool, args[0])
+			all, err := mcp.Tools(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return err
 			}
@@ -200,12 +200,12 @@ func (c *cli) syncMCP(ctx context.Context, s *session, server string) error {
 	if err != nil {
 		return err
 	}
-	defer a.mcpClient.Close()
+	defer a.MCPClient.Close()
 	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate, Agent: admin})
 	reports := []mcp.Report{}
 	failed := 0
 	for _, r := range known.Servers {
-		report, err := a.mcpClient.Sync(ctx, r.Name)
+		report, err := a.MCPClient.Sync(ctx, r.Name)
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
@@ -260,7 +260,7 @@ func (c *cli) mcpAcceptCommand() *cobra.Command {
 		Long: `Accept the changed version of a tool and enable its skill. Review it first with agent mcp show; --hash accepts only the
 version shown there.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			t, err := mcp.Accept(cmd.Context(), s.pool, args[0], args[1], hash, admin)
+			t, err := mcp.Accept(cmd.Context(), s.Pool, args[0], args[1], hash, admin)
 			if err != nil {
 				return mcpHint(err)
 			}
@@ -279,7 +279,7 @@ func (c *cli) mcpOfferCommand(offer bool) *cobra.Command {
 	return &cobra.Command{
 		Use: use, Short: short, Args: positionalArgs(1, 1, "a skill's name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			changed, err := act(cmd.Context(), s.pool, args[0], admin, admin)
+			changed, err := act(cmd.Context(), s.Pool, args[0], admin, admin)
 			if errors.Is(err, skills.ErrNotFound) {
 				return skillHint(err)
 			}
@@ -304,15 +304,15 @@ func (c *cli) serveMCP(ctx context.Context, s *session) error {
 	if terminal(c.in) {
 		c.infof("serving the Model Context Protocol on standard input and output; see agent mcp --help, ^D leaves")
 	}
-	if _, err := builtins.Put(ctx, s.pool); err != nil {
+	if _, err := builtins.Put(ctx, s.Pool); err != nil {
 		return err
 	}
 	a, err := c.app(s, nil)
 	if err != nil {
 		return err
 	}
-	return a.runWithLeases(ctx,
-		func(ctx context.Context) error { return a.mcpServer.Serve(ctx, readCloser(c.in), writeCloser{c.out}) })
+	return a.RunWithLeases(ctx,
+		func(ctx context.Context) error { return a.MCPServer.Serve(ctx, readCloser(c.in), writeCloser{c.out}) })
 }
 
 // readCloser closes the stream where possible, so that a blocked read ends.

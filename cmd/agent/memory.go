@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/memory"
 )
 
@@ -52,7 +53,7 @@ func agentFlag(cmd *cobra.Command, into *string) {
 
 // memoryOf returns the memory of the agent that --agent names.
 func memoryOf(ctx context.Context, s *session, agent string) (memory.Owner, error) {
-	owner, err := newDirectory(s.config).MemoryOf(ctx, s.pool, agent)
+	owner, err := app.NewDirectory(s.config).MemoryOf(ctx, s.Pool, agent)
 	return memory.Owner(owner), memoryHint(err)
 }
 
@@ -80,7 +81,7 @@ func (c *cli) memoryListCommand() *cobra.Command {
 				}
 				f.Owner = &owner
 			}
-			got, next, err := readPage(&f.Limit, func() ([]memory.Entry, error) { return memory.List(cmd.Context(), s.pool, f) },
+			got, next, err := readPage(&f.Limit, func() ([]memory.Entry, error) { return memory.List(cmd.Context(), s.Pool, f) },
 				func(e memory.Entry) string { return e.ID })
 			if err != nil {
 				return err
@@ -110,11 +111,11 @@ func (c *cli) memorySearchCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			index, err := newIndex(s.config, s.log)
+			index, err := app.NewIndex(s.config, s.log)
 			if err != nil {
 				return err
 			}
-			got, err := index.Search(cmd.Context(), s.pool, owner, args[0], limit)
+			got, err := index.Search(cmd.Context(), s.Pool, owner, args[0], limit)
 			if err != nil {
 				return err
 			}
@@ -139,7 +140,7 @@ func (c *cli) memoryGetCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			e, err := owner.Get(cmd.Context(), s.pool, category, args[0])
+			e, err := owner.Get(cmd.Context(), s.Pool, category, args[0])
 			if err != nil {
 				return memoryHint(err)
 			}
@@ -295,7 +296,7 @@ func (c *cli) memoryStatsCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "stats", Short: "Count memories and bytes by category", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := memory.Stats(cmd.Context(), s.pool)
+			got, err := memory.Stats(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}
@@ -323,7 +324,7 @@ func (c *cli) memoryConflictsListCommand() *cobra.Command {
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, next, err := readPage(&f.Limit,
-				func() ([]memory.Conflict, error) { return memory.Conflicts(cmd.Context(), s.pool, f) },
+				func() ([]memory.Conflict, error) { return memory.Conflicts(cmd.Context(), s.Pool, f) },
 				func(x memory.Conflict) string { return x.ID })
 			if err != nil {
 				return err
@@ -359,7 +360,7 @@ func (c *cli) memoryConflictsShowCommand() *cobra.Command {
 		Use: "show ID", Short: "Show one memory conflict with both values",
 		Args: rowID("a memory conflict", "agent memory conflicts ls"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			x, err := memory.GetConflict(cmd.Context(), s.pool, args[0])
+			x, err := memory.GetConflict(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return memoryHint(err)
 			}

@@ -6,8 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
-	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -16,12 +14,11 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/agents"
-	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/models/modelcheck"
-	"github.com/lanekeeper/lanekeeper/models/offline"
 )
 
 func (c *cli) modelsCommand() *cobra.Command {
@@ -79,7 +76,7 @@ func (c *cli) modelsToCheck(ctx context.Context, named []string) (*models.Client
 	if err != nil {
 		return nil, nil, nil, err
 	}
-	client, _, stop, err := newModel(ctx, cfg, log, models.Retry{Attempts: 2})
+	client, _, stop, err := app.NewModel(ctx, cfg, log, models.Retry{Attempts: 2})
 	if err != nil || len(named) > 0 {
 		return client, targetsOf(named), stop, err
 	}
@@ -108,7 +105,7 @@ func (c *cli) agentsInService(ctx context.Context) ([]agents.Agent, error) {
 		return nil, err
 	}
 	defer s.close(ctx)
-	return newDirectory(s.config).List(ctx, s.pool)
+	return app.NewDirectory(s.config).List(ctx, s.Pool)
 }
 
 type usedModel struct {
@@ -230,12 +227,12 @@ func (c *cli) modelsListCommand() *cobra.Command {
 AGENT_PRICES and a built-in table.`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			ctx := cmd.Context()
-			client, _, stop, err := newModel(ctx, s.config, s.log, models.Retry{Attempts: 1})
+			client, _, stop, err := app.NewModel(ctx, s.config, s.log, models.Retry{Attempts: 1})
 			if err != nil {
 				return err
 			}
 			defer stop()
-			all, err := newDirectory(s.config).List(ctx, s.pool)
+			all, err := app.NewDirectory(s.config).List(ctx, s.Pool)
 			if err != nil {
 				return err
 			}
@@ -305,99 +302,15 @@ func writeModels(w io.Writer, listed []listedModel) {
 		})
 }
 
-// newModel returns the client of the configured model. Without one it starts the offline model on the loopback
-// interface; stop ends it.
-func newModel(
-	ctx context.Context, cfg config.Config, log *slog.Logger, retry models.Retry,
-) (client *models.Client, about string, stop func(), err error) {
-	set := models.Config{
-		BaseURL: cfg.OpenAIBaseURL, APIKey: cfg.OpenAIKey.Reveal(), Model: cfg.Model, Prices: prices(cfg),
-		Logger: log, Retry: retry,
-		ReasoningEffort: cfg.Provider.Effort, API: models.API(cfg.Provider.API), Headers: cfg.Provider.Headers,
-		Query: query(cfg.Provider.Query), Extra: cfg.Provider.Extra,
-	}
-	stop = func() {}
-	about = "at " + cfg.OpenAIBaseURL
-	switch {
-	case cfg.OpenAIBaseURL == "" && !cfg.OpenAIKey.IsSet():
-		set.BaseURL, stop, err = offline.Start(ctx)
-		if err != nil {
-			return nil, "", nil, fmt.Errorf("start the offline model: %w", err)
-		}
-		set.Model, about = offline.Model, "rule-based, built in (set OPENAI_API_KEY or OPENAI_BASE_URL, and AGENT_MODEL, "+
-			"for a real one)"
-	case cfg.OpenAIBaseURL == "":
-		about = "OpenAI"
-	}
-	if set.Model == "" {
-		set.Model = defaultModel
-		log.WarnContext(ctx, "AGENT_MODEL is not set, using the default; set it to a model of your provider", "model",
-			set.Model)
-	}
-	client, err = models.New(set)
-	if err != nil {
-		stop()
-		return nil, "", nil, &exitError{exitUsage, err}
-	}
-	return client, fmt.Sprintf("%s, %s", set.Model, about), stop, nil
-}
-
-// defaultModel is used when AGENT_MODEL is not set.
-const defaultModel = "gpt-4o-mini"
-
-func query(values map[string]string) url.Values {
-	q := url.Values{}
-	for name, value := range values {
-		q.Set(name, value)
-	}
-	return q
-}
-
-// prices returns the built-in price table with the overrides of AGENT_PRICES.
-func prices(cfg config.Config) models.Prices {
-	own := models.Prices{}
-	for model, p := range cfg.Prices {
-		own[model] = models.Price{
-			Prompt: p.Input, Cached: cmp.Or(p.Cached, p.Input), CacheWrite: p.CacheWrite, Completion: p.Output,
-			Long: models.Long{
-				Over: p.Long.Over, Prompt: p.Long.Input, Cached: cmp.Or(p.Long.Cached, p.Long.Input), CacheWrite: p.Long.CacheWrite,
-				Completion: p.Long.Output,
-			},
-		}
-	}
-	return models.DefaultPrices().With(own)
-}
-
-// newIndex returns the embedding index, or nil without an embedding model. The chat model's key, headers and query go
-// only to its own server.
-func newIndex(cfg config.Config, log *slog.Logger) (*memory.Index, error) {
-	set := models.Config{
-		BaseURL: cfg.Embedding.BaseURL, APIKey: cfg.Embedding.Key.Reveal(), Model: cfg.Embedding.Model, Logger: log,
-	}
-	switch {
-	case set.Model == "":
-		return nil, nil
-	case set.BaseURL == "":
-		set.BaseURL = cfg.OpenAIBaseURL
-		set.APIKey = cmp.Or(set.APIKey, cfg.OpenAIKey.Reveal())
-		set.Headers, set.Query = cfg.Provider.Headers, query(cfg.Provider.Query)
-	}
-	client, err := models.New(set)
-	if err != nil {
-		return nil, &exitError{exitUsage, fmt.Errorf("AGENT_EMBEDDING_MODEL: %w", err)}
-	}
-	return memory.NewIndex(client, log), nil
-}
-
 // diagnoseEmbedding checks semantic search of memories.
 func diagnoseEmbedding(ctx context.Context, s *session, add func(string, error, string) bool) {
 	const check = "embeddings"
-	index, err := newIndex(s.config, s.log)
+	index, err := app.NewIndex(s.config, s.log)
 	if err != nil || index == nil {
 		add(check, err, "off: memory search matches words only; set AGENT_EMBEDDING_MODEL to enable them")
 		return
 	}
-	state, err := index.State(ctx, s.pool)
+	state, err := index.State(ctx, s.Pool)
 	if err == nil && state.Extension == "" {
 		err = missingExtension(s.config.Embedding.Model, state)
 	}

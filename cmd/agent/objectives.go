@@ -49,7 +49,7 @@ func recordChangeWith(
 	change func(tx pgx.Tx, traceID string) (bool, error),
 ) (changed bool, err error) {
 	reason, _ := input["reason"].(string)
-	_, err = activity.Record(ctx, s.pool, activity.Act{Name: verb, Reason: reason, Input: input},
+	_, err = activity.Record(ctx, s.Pool, activity.Act{Name: verb, Reason: reason, Input: input},
 		func(tx pgx.Tx, traceID string) (any, error) {
 			if changed, err = change(tx, traceID); err != nil || !changed {
 				return activity.Unchanged, err
@@ -72,7 +72,7 @@ func (c *cli) objectivesListCommand() *cobra.Command {
 		Use: "ls", Short: "List objectives with their progress, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, next, err := readPage(&f.Limit,
-				func() ([]objectives.Objective, error) { return objectives.List(cmd.Context(), s.pool, f) },
+				func() ([]objectives.Objective, error) { return objectives.List(cmd.Context(), s.Pool, f) },
 				func(o objectives.Objective) string { return o.ID })
 			if err != nil {
 				return err
@@ -102,13 +102,13 @@ type shownObjective struct {
 }
 
 func readObjective(ctx context.Context, s *session, name string) (shown shownObjective, err error) {
-	if shown.Objective, err = objectives.Get(ctx, s.pool, name); err != nil {
+	if shown.Objective, err = objectives.Get(ctx, s.Pool, name); err != nil {
 		return shown, objectiveHint(err)
 	}
-	if shown.Steps, err = objectives.Steps(ctx, s.pool, shown.ID); err != nil {
+	if shown.Steps, err = objectives.Steps(ctx, s.Pool, shown.ID); err != nil {
 		return shown, err
 	}
-	shown.Evidence, err = objectives.EvidenceOf(ctx, s.pool, shown.ID)
+	shown.Evidence, err = objectives.EvidenceOf(ctx, s.Pool, shown.ID)
 	return shown, err
 }
 
@@ -289,7 +289,7 @@ func (c *cli) objectivesStatusCommand(use, short, verb, from, to string) *cobra.
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: positionalArgs(1, 1, "an objective's name or id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			o, err := objectives.Get(cmd.Context(), s.pool, args[0])
+			o, err := objectives.Get(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return objectiveHint(err)
 			}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/memory"
@@ -49,7 +50,7 @@ an answer: the model stalled, or a limit of tokens, money, time or model calls w
 			if id != "" && threads.CheckID(id) != nil {
 				return usageError("--session: %w", threads.ErrInvalid)
 			}
-			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app) error {
+			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
 				if watch {
 					return c.watchOperate(ctx, a)
 				}
@@ -65,16 +66,16 @@ an answer: the model stalled, or a limit of tokens, money, time or model calls w
 }
 
 // withApp runs a command that runs executions in its own process.
-func (c *cli) withApp(ctx context.Context, work func(context.Context, *session, *app) error) error {
+func (c *cli) withApp(ctx context.Context, work func(context.Context, *session, *app.App) error) error {
 	s, err := c.session(ctx)
 	if err != nil {
 		return err
 	}
 	defer s.close(ctx)
-	if _, err := builtins.Put(ctx, s.pool); err != nil {
+	if _, err := builtins.Put(ctx, s.Pool); err != nil {
 		return err
 	}
-	model, _, stop, err := newModel(ctx, s.config, s.log, models.Retry{})
+	model, _, stop, err := app.NewModel(ctx, s.config, s.log, models.Retry{})
 	if err != nil {
 		return err
 	}
@@ -83,7 +84,7 @@ func (c *cli) withApp(ctx context.Context, work func(context.Context, *session, 
 	if err != nil {
 		return err
 	}
-	return a.runWithLeases(ctx, func(ctx context.Context) error { return work(ctx, s, a) })
+	return a.RunWithLeases(ctx, func(ctx context.Context) error { return work(ctx, s, a) })
 }
 
 type operateOptions struct {
@@ -92,8 +93,8 @@ type operateOptions struct {
 }
 
 // operate runs turns from the argument, the terminal or the pipe.
-func (c *cli) operate(ctx context.Context, s *session, a *app, which operateOptions, args []string) (err error) {
-	admin, err := a.operate.Session(which.id, true)
+func (c *cli) operate(ctx context.Context, s *session, a *app.App, which operateOptions, args []string) (err error) {
+	admin, err := a.Operate.Session(which.id, true)
 	if err != nil {
 		return err
 	}
@@ -115,15 +116,15 @@ func (c *cli) operate(ctx context.Context, s *session, a *app, which operateOpti
 }
 
 // acquireLane acquires the lane operate, or reports its holder.
-func (c *cli) acquireLane(ctx context.Context, a *app, admin *operate.Session, wait bool) error {
+func (c *cli) acquireLane(ctx context.Context, a *app.App, admin *operate.Session, wait bool) error {
 	err := admin.Hold(ctx, false)
 	busy, ok := errors.AsType[*lanes.BusyError](err)
 	if !ok {
 		return err
 	}
-	explanation := errors.New(a.operate.Explain(ctx, busy))
+	explanation := errors.New(a.Operate.Explain(ctx, busy))
 	if !wait {
-		a.operate.RecordSkipped(ctx, admin.ID(), busy)
+		a.Operate.RecordSkipped(ctx, admin.ID(), busy)
 		return &exitError{exitBusy, hint(explanation, "wait with --wait, or watch with --watch")}
 	}
 	c.infof("%s; waiting …", printable(explanation.Error()))
@@ -134,9 +135,9 @@ func (c *cli) acquireLane(ctx context.Context, a *app, admin *operate.Session, w
 }
 
 // watchOperate prints another admin's turns until ctx ends.
-func (c *cli) watchOperate(ctx context.Context, a *app) error {
+func (c *cli) watchOperate(ctx context.Context, a *app.App) error {
 	show := c.newEventPrinter()
-	if err := a.operate.Watch(ctx, show.print); err != nil {
+	if err := a.Operate.Watch(ctx, show.print); err != nil {
 		return err
 	}
 	if show.err != nil {
@@ -149,7 +150,7 @@ func (c *cli) watchOperate(ctx context.Context, a *app) error {
 type operator struct {
 	*cli
 	s             *session
-	app           *app
+	app           *app.App
 	admin         *operate.Session
 	lastTrace     string            // of the latest turn
 	openApprovals map[string]string // approval id to the waiting execution
@@ -226,7 +227,7 @@ func (o *operator) askApproval(ctx context.Context, a operate.Approval) bool {
 }
 
 func (o *operator) recordDecision(ctx context.Context, id string, approve bool, reason string) error {
-	_, err := approvals.Decide(ctx, o.s.pool, id, approve, "admin", reason)
+	_, err := approvals.Decide(ctx, o.s.Pool, id, approve, "admin", reason)
 	o.admin.Wake()
 	return err
 }
@@ -408,7 +409,7 @@ func showRows[T any](o *operator, empty string, heading []string, items []T, row
 }
 
 func (o *operator) showLanes(ctx context.Context) error {
-	live, err := lanes.Live(ctx, o.s.pool)
+	live, err := lanes.Live(ctx, o.s.Pool)
 	if err != nil {
 		return err
 	}
@@ -419,7 +420,7 @@ func (o *operator) showLanes(ctx context.Context) error {
 }
 
 func (o *operator) showApprovals(ctx context.Context) error {
-	waiting, err := approvals.Pending(ctx, o.s.pool, 200)
+	waiting, err := approvals.Pending(ctx, o.s.Pool, 200)
 	if err != nil {
 		return err
 	}
@@ -430,7 +431,7 @@ func (o *operator) showApprovals(ctx context.Context) error {
 }
 
 func (o *operator) showObjectives(ctx context.Context) error {
-	all, err := objectives.List(ctx, o.s.pool, objectives.Filter{})
+	all, err := objectives.List(ctx, o.s.Pool, objectives.Filter{})
 	if err != nil {
 		return err
 	}
@@ -441,11 +442,11 @@ func (o *operator) showObjectives(ctx context.Context) error {
 }
 
 func (o *operator) showMemory(ctx context.Context, query string) error {
-	index, err := newIndex(o.s.config, o.s.log)
+	index, err := app.NewIndex(o.s.config, o.s.log)
 	if err != nil {
 		return err
 	}
-	found, err := index.Search(ctx, o.s.pool, memory.Shared, query, 20)
+	found, err := index.Search(ctx, o.s.Pool, memory.Shared, query, 20)
 	if err != nil {
 		return err
 	}

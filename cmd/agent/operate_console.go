@@ -218,7 +218,7 @@ func (c *console) execute(ctx context.Context, line string, show *eventPrinter) 
 	case lineCtx.Err() != nil && ctx.Err() == nil:
 		c.infof("cancelled")
 	case isBusy:
-		c.infof("agent: %s", printable(c.app.operate.Explain(ctx, busy)))
+		c.infof("agent: %s", printable(c.app.Operate.Explain(ctx, busy)))
 	case err != nil:
 		c.infof("agent: %s", printable(err.Error()))
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
@@ -376,10 +377,10 @@ func TestInterruptedVisitorTurn(t *testing.T) {
 	d := newOperateTest(t, modeltest.Text("Too late."))
 	var said testkit.Log
 	c := &cli{environ: config.Environ(d.environ), in: strings.NewReader(""), out: io.Discard, err: &said}
-	err := c.withApp(t.Context(), func(ctx context.Context, _ *session, a *app) error {
+	err := c.withApp(t.Context(), func(ctx context.Context, _ *session, a *app.App) error {
 		interrupts := make(chan os.Signal, 1)
 		interrupts <- os.Interrupt
-		return (&chatSession{cli: c, chat: a.chat, thread: "t"}).sendInterruptible(ctx, interrupts, "Wait.")
+		return (&chatSession{cli: c, chat: a.Chat, thread: "t"}).sendInterruptible(ctx, interrupts, "Wait.")
 	})
 	if lines := strings.Split(strings.TrimSpace(said.String()), "\n"); err != nil || lines[len(lines)-1] != "cancelled" ||
 		strings.Contains(said.String(), "exit") {
@@ -499,14 +500,14 @@ func TestModelServerSettings(t *testing.T) {
 	got := p.run("operate", "how many?")
 	assert.Contains(t, got.out, "It is 43.")
 	assert.Contains(t, got.err, "AGENT_MODEL is not set")
-	if asked := server.Requests()[1]; asked.Path != "/v1/responses" || asked.Model != defaultModel {
+	if asked := server.Requests()[1]; asked.Path != "/v1/responses" || asked.Model != app.DefaultModel {
 		t.Errorf("asked %s at %s", asked.Model, asked.Path)
 	}
 }
 
 func TestModelPrices(t *testing.T) {
 	t.Parallel()
-	table := prices(config.Config{Prices: map[string]config.Price{
+	table := app.Prices(config.Config{Prices: map[string]config.Price{
 		"m": {Input: 2, Cached: 0.2, CacheWrite: 2.5, Output: 10, Long: config.Long{Over: 1000, Input: 4, Output: 15}},
 	}})
 	price, found := table.Of("m")

@@ -31,7 +31,7 @@ func (c *cli) requestsListCommand() *cobra.Command {
 event's key: POST /v1/events {"event": "SIGNATURE_COMPLETED", "key": "ID", "data": {"url": "https://…"}}`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, next, err := readPage(&f.Limit,
-				func() ([]requests.Record, error) { return requests.List(cmd.Context(), s.pool, f) },
+				func() ([]requests.Record, error) { return requests.List(cmd.Context(), s.Pool, f) },
 				func(r requests.Record) string { return r.ID })
 			if err != nil {
 				return err
@@ -70,7 +70,7 @@ func (c *cli) requestsShowCommand() *cobra.Command {
 }
 
 func readRequest(ctx context.Context, s *session, id string) (requests.Record, error) {
-	r, err := requests.Get(ctx, s.pool, id)
+	r, err := requests.Get(ctx, s.Pool, id)
 	if errors.Is(err, requests.ErrNotFound) {
 		err = hint(err, "see agent requests ls")
 	}

@@ -25,7 +25,7 @@ func (c *cli) retentionShowCommand() *cobra.Command {
 		Long: `Show how long finished rows of each kind are kept, and how many were pruned. Unfinished rows are never pruned. In SQL:
 select * from agent_retention.`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := retention.Show(cmd.Context(), s.pool)
+			got, err := retention.Show(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}
@@ -63,7 +63,7 @@ The change is recorded. In SQL: select set_agent_retention('{"activity": "90 day
 			return nil
 		},
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := retention.Set(cmd.Context(), s.pool, keep, admin, reason)
+			got, err := retention.Set(cmd.Context(), s.Pool, keep, admin, reason)
 			if errors.Is(err, retention.ErrInvalid) {
 				return &exitError{exitUsage, hint(err, "see agent retention show")}
 			}
@@ -113,15 +113,15 @@ work. --dry-run only counts.`,
 // pruneNow runs a retention pass and records it, unless it only counts.
 func pruneNow(ctx context.Context, s *session, o retention.Options, reason string) (got []retention.Done, err error) {
 	if o.DryRun {
-		return retention.Run(ctx, s.pool, o)
+		return retention.Run(ctx, s.Pool, o)
 	}
 	kinds := cmp.Or(strings.Join(o.Kinds, ", "), "all")
-	err = activity.RecordAround(ctx, s.pool, activity.Act{
+	err = activity.RecordAround(ctx, s.Pool, activity.Act{
 		Name: "run_retention", Reason: reason,
 		Input: map[string]any{"kinds": kinds},
 	}, func() (any, error) {
 		var err error
-		got, err = retention.Run(ctx, s.pool, o)
+		got, err = retention.Run(ctx, s.Pool, o)
 		return got, err
 	})
 	return got, err

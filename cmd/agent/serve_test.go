@@ -5,7 +5,6 @@ import (
 	"context"
 	"encoding/json"
 	"io"
-	"log/slog"
 	"maps"
 	"net"
 	"net/http"
@@ -20,7 +19,6 @@ import (
 	"sync"
 	"syscall"
 	"testing"
-	"time"
 
 	openai "github.com/sashabaranov/go-openai"
 
@@ -594,28 +592,6 @@ func TestHealthcheckFailures(t *testing.T) {
 	got := newProgramWithoutDatabase(t, "AGENT_LISTEN="+all+":"+port).run("healthcheck", "--ready")
 	if got.code != 1 || !strings.Contains(got.err, "503 Service Unavailable (database: no answer)") {
 		t.Errorf("exit %d, %s", got.code, got.err)
-	}
-}
-
-func TestServeCountsLog(t *testing.T) {
-	t.Parallel()
-	db := pgtest.DB(t)
-	pgtest.Exec(t, db, `
-		insert into agent_activity (id, trace_id, skill_name, created_at)
-		select lanekeeper.agent_uuid7(at), 'hb_x', 'fetch', at
-		  from (select clock_timestamp() - interval '1 minute' as at from generate_series(1, 100)) x`)
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan error, 1)
-	go func() { ended <- runActivityCounts(ctx, db, 10*time.Millisecond, slog.New(slog.DiscardHandler)) }()
-	pgtest.Eventually(t, time.Minute, func() bool {
-		var n int
-		err := db.QueryRow(t.Context(),
-			`select coalesce(sum(calls), 0)::int from agent_activity_counts where span = 'day'`).Scan(&n)
-		return err == nil && n == 100
-	}, "100 rows are counted")
-	cancel()
-	if err := <-ended; err != nil {
-		t.Error(err)
 	}
 }
 

@@ -44,7 +44,7 @@ func TestIdleTransactionTimeout(t *testing.T) {
 		s := &session{config: config.Config{Workers: 1, WorkerLease: lease}, log: log, url: url}
 		require.NoError(t, s.connect(t.Context()))
 		var got string
-		err := s.pool.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&got)
+		err := s.Pool.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&got)
 		s.close(t.Context())
 		if err != nil || got != want {
 			t.Errorf("with a lease of %s the server ends it after %q (%v), want %s", lease, got, err, want)

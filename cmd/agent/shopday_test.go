@@ -16,6 +16,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -30,7 +31,7 @@ type shopDay struct {
 	t     *testing.T
 	agent *pgxpool.Pool
 	shop  *pgxpool.Pool
-	app   *app // for heartbeats and admins
+	app   *app.App // for heartbeats and admins
 	base  string
 	cache promptCache
 }
@@ -65,13 +66,13 @@ func newShopDay(t *testing.T) *shopDay {
 }
 
 // wired is the runtime that a command has, for tests that are one.
-func (p program) wired() *app {
+func (p program) wired() *app.App {
 	p.t.Helper()
 	c := &cli{environ: config.Environ(p.environ), in: strings.NewReader(""), out: io.Discard, err: io.Discard}
 	s, err := c.session(p.t.Context())
 	require.NoError(p.t, err)
 	p.t.Cleanup(func() { s.close(context.WithoutCancel(p.t.Context())) })
-	model, _, stop, err := newModel(p.t.Context(), s.config, s.log, models.Retry{})
+	model, _, stop, err := app.NewModel(p.t.Context(), s.config, s.log, models.Retry{})
 	require.NoError(p.t, err)
 	p.t.Cleanup(stop)
 	a, err := c.app(s, model)
@@ -97,11 +98,11 @@ func (d *shopDay) heartbeat(ctx context.Context, n int, also ...string) error {
 	if err != nil {
 		return err
 	}
-	acting, err := d.app.loop.Agents.Default(ctx, d.agent)
+	acting, err := d.app.Loop.Agents.Default(ctx, d.agent)
 	if err != nil {
 		return err
 	}
-	x, err := d.app.engine.RunSync(ctx, heartbeat.SpecOf(acting))
+	x, err := d.app.Engine.RunSync(ctx, heartbeat.SpecOf(acting))
 	if err == nil && (x.Status != executions.Completed || strings.Contains(x.ResultSummary, "failed")) {
 		err = fmt.Errorf("heartbeat %d is %s: %s %s", n, x.Status, x.ResultSummary, deref(x.ErrorMessage))
 	}
@@ -136,7 +137,7 @@ func (d *shopDay) visitor(ctx context.Context, n, messages int) error {
 
 // admin runs a session of some messages.
 func (d *shopDay) admin(ctx context.Context, said ...string) error {
-	s, err := d.app.operate.Session("", true)
+	s, err := d.app.Operate.Session("", true)
 	if err != nil {
 		return err
 	}
@@ -184,7 +185,7 @@ func (d *shopDay) run(ctx context.Context) error {
 func TestPromptCacheOfATypicalDay(t *testing.T) {
 	t.Parallel()
 	d := newShopDay(t)
-	require.NoError(t, d.app.runWithLeases(t.Context(), d.run))
+	require.NoError(t, d.app.RunWithLeases(t.Context(), d.run))
 	for surface, count := range d.cache.counts {
 		t.Logf("%-10s %s", surface, count)
 	}

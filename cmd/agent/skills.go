@@ -19,8 +19,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/human"
-	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -71,7 +71,7 @@ func (c *cli) skillsListCommand() *cobra.Command {
 }
 
 func skillHealth(ctx context.Context, s *session) ([]health, error) {
-	sums, err := activity.CountedHealth(ctx, s.pool, activity.HealthFilter{})
+	sums, err := activity.CountedHealth(ctx, s.Pool, activity.HealthFilter{})
 	if err != nil {
 		return nil, fmt.Errorf("read skill health: %w", err)
 	}
@@ -89,7 +89,7 @@ func (c *cli) skillsShowCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "show NAME", Short: "Show one skill: definition, state, evidence", Args: positionalArgs(1, 1, "a skill's name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			skill, err := skills.Get(cmd.Context(), s.pool, args[0])
+			skill, err := skills.Get(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return skillHint(err)
 			}
@@ -221,37 +221,6 @@ func (c *cli) switchSkill(
 	})
 }
 
-// callFlowName is the flow of an admin's skill call: one durable step.
-const callFlowName = "skill_call"
-
-type skillCall struct {
-	Skill string          `json:"skill"`
-	Args  json.RawMessage `json:"args"`
-}
-
-// registerCallFlow lets every process resume a skill call.
-func registerCallFlow(a *app, loop *reason.Loop) error {
-	return a.engine.Register(callFlowName, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
-		var call skillCall
-		if err := json.Unmarshal(input, &call); err != nil {
-			return executions.Result{}, fmt.Errorf("read input: %w", err)
-		}
-		skill, err := executions.Step(ctx, "skill", func(ctx context.Context) (skills.Skill, error) {
-			return skills.Get(ctx, a.pool, call.Skill)
-		})
-		if err != nil {
-			return executions.Result{}, err
-		}
-		value, err := loop.Invoke(ctx, "skill "+skill.Name, skill, call.Args, executions.Call{
-			Entry: activity.Entry{Purpose: "called by an admin"},
-		})
-		if err != nil {
-			return executions.Result{}, err
-		}
-		return executions.Result{Summary: "called " + skill.Name, Value: value}, nil
-	})
-}
-
 func (c *cli) skillsCallCommand() *cobra.Command {
 	var text string
 	cmd := &cobra.Command{
@@ -264,7 +233,7 @@ restarts its cool-down.`,
 			if !json.Valid([]byte(text)) {
 				return usageError(`--args is not JSON; write an object, for example '{"limit": 5}'`)
 			}
-			return c.callSkill(cmd.Context(), s, skillCall{args[0], json.RawMessage(text)})
+			return c.callSkill(cmd.Context(), s, app.SkillCall{Skill: args[0], Args: json.RawMessage(text)})
 		}),
 	}
 	cmd.Flags().StringVar(&text, "args", "{}", "the arguments, as a JSON object")
@@ -272,11 +241,11 @@ restarts its cool-down.`,
 }
 
 // callSkill validates the call before it records anything, then runs it.
-func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
-	if _, err := builtins.Put(ctx, s.pool); err != nil {
+func (c *cli) callSkill(ctx context.Context, s *session, call app.SkillCall) error {
+	if _, err := builtins.Put(ctx, s.Pool); err != nil {
 		return err
 	}
-	skill, err := skills.Get(ctx, s.pool, call.Skill)
+	skill, err := skills.Get(ctx, s.Pool, call.Skill)
 	if err != nil {
 		return skillHint(err)
 	}
@@ -292,16 +261,16 @@ func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
 	if err != nil {
 		return err
 	}
-	if err := a.registry.Check(skill, call.Args); err != nil {
+	if err := a.Registry.Check(skill, call.Args); err != nil {
 		if invalid, ok := errors.AsType[*skills.InvalidParams](err); ok {
 			return &exitError{exitUsage, hint(invalid, "see agent skills show %s", skill.Name)}
 		}
 		return err
 	}
 	var ended executions.Execution
-	err = a.runWithLeases(ctx, func(ctx context.Context) error {
-		ended, err = a.engine.RunSync(ctx, executions.Spec{
-			Flow: callFlowName, Surface: trace.Operate,
+	err = a.RunWithLeases(ctx, func(ctx context.Context) error {
+		ended, err = a.Engine.RunSync(ctx, executions.Spec{
+			Flow: app.CallFlow, Surface: trace.Operate,
 			Agent: s.config.Name, Input: call,
 		})
 		return err
@@ -321,7 +290,7 @@ func (c *cli) callSkill(ctx context.Context, s *session, call skillCall) error {
 
 // reportTrial prints the effect of a call on a skill's trial.
 func (c *cli) reportTrial(ctx context.Context, s *session, name string) {
-	skill, err := skills.Get(ctx, s.pool, name)
+	skill, err := skills.Get(ctx, s.Pool, name)
 	switch {
 	case err != nil:
 		c.infof("agent: %s", printable(err.Error()))
@@ -372,9 +341,9 @@ _WINDOW, _RATE, _RATE_CALLS and _COOLDOWN set the rule.`,
 func heal(ctx context.Context, s *session) (selfheal.Report, error) {
 	var report selfheal.Report
 	ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate, Agent: admin})
-	err := pgx.BeginFunc(ctx, s.pool, func(tx pgx.Tx) error {
+	err := pgx.BeginFunc(ctx, s.Pool, func(tx pgx.Tx) error {
 		var err error
-		if report, err = selfheal.Run(ctx, tx, healPolicy(s.config)); err != nil {
+		if report, err = selfheal.Run(ctx, tx, app.HealPolicy(s.config)); err != nil {
 			return err
 		}
 		for _, h := range report.Healed {

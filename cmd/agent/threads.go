@@ -33,7 +33,7 @@ func (c *cli) threadsListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List threads, most recent first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := threads.List(cmd.Context(), s.pool, f)
+			got, err := threads.List(cmd.Context(), s.Pool, f)
 			if err != nil {
 				return err
 			}
@@ -59,14 +59,14 @@ func (c *cli) threadsShowCommand() *cobra.Command {
 		Use: "show ID", Short: "Show the latest messages of a thread, oldest first",
 		Args: positionalArgs(1, 1, "a thread's id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			thread, err := threads.Find(cmd.Context(), s.pool, args[0])
+			thread, err := threads.Find(cmd.Context(), s.Pool, args[0])
 			if errors.Is(err, threads.ErrNotFound) {
 				return hint(fmt.Errorf("thread %q: %w", args[0], err), "see agent threads ls")
 			}
 			if err != nil {
 				return err
 			}
-			messages, err := threads.Messages(cmd.Context(), s.pool, threads.MessageFilter{ThreadID: thread.ID, Limit: limit})
+			messages, err := threads.Messages(cmd.Context(), s.Pool, threads.MessageFilter{ThreadID: thread.ID, Limit: limit})
 			if err != nil {
 				return err
 			}
@@ -121,7 +121,7 @@ func (c *cli) threadsLocksCommand() *cobra.Command {
 		Use: "locks", Short: "List held threads with their holder's last heartbeat",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := threads.Locks(cmd.Context(), s.pool, stale)
+			got, err := threads.Locks(cmd.Context(), s.Pool, stale)
 			if err != nil {
 				return err
 			}
@@ -155,7 +155,7 @@ func recordThreadChange(
 	change func(tx pgx.Tx) (output any, err error),
 ) error {
 	input["thread_id"] = thread
-	_, err := activity.Record(ctx, s.pool, activity.Act{Name: skill, Reason: purpose, Input: input},
+	_, err := activity.Record(ctx, s.Pool, activity.Act{Name: skill, Reason: purpose, Input: input},
 		func(tx pgx.Tx, _ string) (any, error) { return change(tx) })
 	return threadHint(thread, err)
 }
@@ -252,7 +252,7 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 func checkGrantee(ctx context.Context, s *session, to threads.Principal) error {
 	switch keys := slices.Sorted(maps.Keys(s.config.ChatKeys)); {
 	case to.Kind == threads.ByWebhook:
-		if _, err := webhooks.GetEndpoint(ctx, s.pool, to.Owner); err != nil {
+		if _, err := webhooks.GetEndpoint(ctx, s.Pool, to.Owner); err != nil {
 			return hint(err, "a workspace declares endpoints; see agent apply")
 		}
 	case to.Kind != threads.ByKey || len(keys) == 0:
@@ -270,10 +270,10 @@ func (c *cli) threadsAccessCommand() *cobra.Command {
 		Use: "access THREAD", Short: "List the access grants and join tokens of a thread",
 		Args: positionalArgs(1, 1, "a thread's id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			if _, err := threads.Get(cmd.Context(), s.pool, args[0]); err != nil {
+			if _, err := threads.Get(cmd.Context(), s.Pool, args[0]); err != nil {
 				return threadHint(args[0], err)
 			}
-			got, err := threads.AccessOf(cmd.Context(), s.pool, args[0])
+			got, err := threads.AccessOf(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return err
 			}
@@ -334,10 +334,10 @@ is recorded.`,
 			var sent threads.SendResult
 			what := fmt.Sprintf("thread %q", o.ThreadID)
 			err := new(postgres.KeyedTx).Try(ctx, what, func(ctx context.Context) (err error) {
-				sent, err = sendAsAdmin(ctx, s.pool, o)
+				sent, err = sendAsAdmin(ctx, s.Pool, o)
 				return err
 			})
-			err = postgres.ExplainLock(ctx, s.pool, err, what, "agent_locks", "agent_threads")
+			err = postgres.ExplainLock(ctx, s.Pool, err, what, "agent_locks", "agent_threads")
 			switch {
 			case errors.Is(err, threads.ErrNotFound):
 				return hint(fmt.Errorf("thread %q: %w", args[0], threads.ErrNotFound), "see agent threads ls")
@@ -369,7 +369,7 @@ queued messages. A running agent does this itself: at once for threads with a qu
 Waiting executions keep their threads.`,
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			freed, err := threads.Clean(cmd.Context(), s.pool, slog.New(slog.DiscardHandler))
+			freed, err := threads.Clean(cmd.Context(), s.Pool, slog.New(slog.DiscardHandler))
 			if err != nil {
 				return err
 			}
@@ -383,7 +383,7 @@ Waiting executions keep their threads.`,
 				return err
 			}
 			for _, f := range freed {
-				if _, err := threads.Flush(cmd.Context(), s.pool, f.ThreadID); err != nil && !errors.Is(err, threads.ErrNotFound) {
+				if _, err := threads.Flush(cmd.Context(), s.Pool, f.ThreadID); err != nil && !errors.Is(err, threads.ErrNotFound) {
 					return err
 				}
 			}

@@ -41,7 +41,7 @@ ID is a trace id in any form: hb_01JD…, the ULID alone, or the 32 hex digits t
 }
 
 func (c *cli) showTrace(ctx context.Context, s *session, id string) error {
-	story, err := activity.TraceOf(ctx, s.read, id)
+	story, err := activity.TraceOf(ctx, s.Read, id)
 	if errors.Is(err, activity.ErrNotFound) {
 		return hint(err, "see agent trace ls")
 	}
@@ -53,7 +53,7 @@ func (c *cli) showTrace(ctx context.Context, s *session, id string) error {
 
 // newestTrace returns the newest trace of a surface, or of all surfaces.
 func newestTrace(ctx context.Context, s *session, surface string) (string, error) {
-	newest, _, err := activity.Traces(ctx, s.read, activity.TraceFilter{Surface: surface, Limit: 1})
+	newest, _, err := activity.Traces(ctx, s.Read, activity.TraceFilter{Surface: surface, Limit: 1})
 	if err != nil {
 		return "", err
 	}
@@ -89,7 +89,7 @@ func (c *cli) traceListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List traces, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withReader(func(cmd *cobra.Command, _ []string, s *session) error {
-			page, next, err := activity.Traces(cmd.Context(), s.read, f)
+			page, next, err := activity.Traces(cmd.Context(), s.Read, f)
 			if err != nil {
 				return err
 			}
@@ -136,7 +136,7 @@ func promptsFlag(cmd *cobra.Command, withPrompts *bool) {
 func (c *cli) showPrompts(ctx context.Context, s *session, id string) error {
 	all := prompts.Page{Calls: []prompts.Call{}, Parts: map[string]prompts.Part{}}
 	for cursor := ""; ; cursor = *all.Next {
-		page, err := prompts.Of(ctx, s.read, id, prompts.Filter{Cursor: cursor})
+		page, err := prompts.Of(ctx, s.Read, id, prompts.Filter{Cursor: cursor})
 		if errors.Is(err, activity.ErrNotFound) {
 			return hint(err, "see agent trace ls")
 		}
@@ -225,7 +225,7 @@ select * from why('hb_01JD…').`,
 }
 
 func (c *cli) showWhy(cmd *cobra.Command, s *session, id string) error {
-	answer, err := why.Of(cmd.Context(), s.read, id)
+	answer, err := why.Of(cmd.Context(), s.Read, id)
 	if errors.Is(err, activity.ErrNotFound) {
 		return hint(err, "see agent trace ls")
 	}

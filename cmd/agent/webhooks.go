@@ -31,7 +31,7 @@ func (c *cli) webhooksListCommand() *cobra.Command {
 		Use: "ls", Short: "List deliveries, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, next, err := readPage(&f.Limit,
-				func() ([]webhooks.Delivery, error) { return webhooks.List(cmd.Context(), s.pool, f) },
+				func() ([]webhooks.Delivery, error) { return webhooks.List(cmd.Context(), s.Pool, f) },
 				func(d webhooks.Delivery) string { return d.ID })
 			if err != nil {
 				return err
@@ -59,11 +59,11 @@ func (c *cli) webhooksShowCommand() *cobra.Command {
 		Use: "show ID", Short: "Show one delivery with its headers and body, without secrets",
 		Args: positionalArgs(1, 1, "a delivery's id, or the sender's"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			d, err := webhooks.Get(cmd.Context(), s.pool, args[0])
+			d, err := webhooks.Get(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return deliveryHint(err)
 			}
-			shown, err := webhook.Show(cmd.Context(), s.pool, d)
+			shown, err := webhook.Show(cmd.Context(), s.Pool, d)
 			if err != nil {
 				return err
 			}
@@ -133,14 +133,14 @@ func (c *cli) webhooksReplayCommand() *cobra.Command {
 		Long: `Process a delivery again with its endpoint's current definition, a new execution and a new trace. A delivery in progress
 stays untouched. A process that runs agent serve or agent dev does the work.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			keeper := lanes.NewKeeper(s.pool, lanes.Options{Logger: s.log, Disabled: !s.config.LanesEnabled})
-			engine, err := executions.New(s.pool, executions.Options{Keeper: keeper, Logger: s.log})
+			keeper := lanes.NewKeeper(s.Pool, lanes.Options{Logger: s.log, Disabled: !s.config.LanesEnabled})
+			engine, err := executions.New(s.Pool, executions.Options{Keeper: keeper, Logger: s.log})
 			if err != nil {
 				return err
 			}
-			d, err := webhooks.Get(cmd.Context(), s.pool, args[0])
+			d, err := webhooks.Get(cmd.Context(), s.Pool, args[0])
 			if err == nil {
-				surface := &webhook.Surface{Pool: s.pool, Engine: engine, Logger: s.log}
+				surface := &webhook.Surface{Pool: s.Pool, Engine: engine, Logger: s.log}
 				d, err = surface.Replay(cmd.Context(), d.ID, d.Replays, reason)
 			}
 			if err != nil {
@@ -172,7 +172,7 @@ func (c *cli) webhookEndpointsCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "endpoints", Short: "List the endpoints for incoming webhooks", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			all, err := webhooks.Endpoints(cmd.Context(), s.pool)
+			all, err := webhooks.Endpoints(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}
@@ -201,7 +201,7 @@ func (c *cli) webhookTargetsCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "targets", Short: "List the targets of outgoing webhooks", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			all, err := webhooks.Targets(cmd.Context(), s.pool)
+			all, err := webhooks.Targets(cmd.Context(), s.Pool)
 			if err != nil {
 				return err
 			}

@@ -1,0 +1,13 @@
+package main
+
+import (
+	"github.com/lanekeeper/lanekeeper/internal/app"
+	"github.com/lanekeeper/lanekeeper/models"
+)
+
+// app wires the runtime for a command. It starts no goroutine.
+func (c *cli) app(s *session, model *models.Client) (*app.App, error) {
+	return app.New(app.Options{
+		Config: s.config, Log: s.log, Database: s.Database, Environ: c.environ, Getenv: c.getenv, Version: buildVersion(),
+	}, model)
+}

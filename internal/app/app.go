@@ -1,0 +1,322 @@
+// Package app wires the components of an agent to one database, and runs them: the engine of executions, the surfaces,
+// the HTTP server and what works in the background. The command agent and package server build on it.
+//
+// Serve stops in the stages of a graceful shutdown (serve.go). Leases are renewed until the last step has ended. Of a
+// serving process's connections, some are reserved for readiness, the admin and visitors (database.go), so that no
+// load of one kind starves another.
+package app
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"go.opentelemetry.io/otel"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/automations/runner"
+	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/databases"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/schedule"
+	"github.com/lanekeeper/lanekeeper/internal/telemetry"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/mcp"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
+	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
+	"github.com/lanekeeper/lanekeeper/surfaces/operate"
+	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+// App is the runtime of one process. Its methods may be called at any time after New; Run and Serve once.
+type App struct {
+	Options
+	Keeper    *lanes.Keeper
+	Engine    *executions.Engine
+	Registry  *skills.Registry
+	Loop      *reason.Loop
+	MCPClient *mcp.Client
+	Index     *memory.Index // nil without an embedding model
+	Databases *databases.Client
+	listener  *postgres.Listener
+	metrics   *telemetry.Metrics
+	exporter  *telemetry.Exporter
+	surfaces
+}
+
+// Options are the settings and connections of an App.
+type Options struct {
+	Config config.Config
+	Log    *slog.Logger
+	Database
+	Environ map[string]string   // the settings of OpenTelemetry
+	Getenv  func(string) string // resolves secrets named in files
+	Version string              // of the program
+}
+
+// New wires the runtime. It starts no goroutine; Run, Serve and RunWithLeases do. model may be nil for a command that
+// does not reason. A wrong setting is a *config.Error.
+func New(o Options, model *models.Client) (*App, error) {
+	cfg, log, pool := o.Config, o.Log, o.Pool
+	a := &App{Options: o}
+	if err := a.initTelemetry(); err != nil {
+		return nil, err
+	}
+	a.listener = postgres.NewListener(postgres.Dialer(a.Sessions()), log)
+	a.Keeper = lanes.NewKeeper(pool, lanes.Options{
+		Listener: a.listener, Logger: log, Disabled: !cfg.LanesEnabled,
+		Observer: a.metrics,
+	})
+	var err error
+	a.Engine, err = executions.New(pool, executions.Options{
+		Keeper: a.Keeper, Listener: a.listener, Logger: log, Workers: cfg.Workers, StopTimeout: cfg.ShutdownTimeout,
+		LeaseTTL: cfg.WorkerLease, SweepEvery: min(cfg.WorkerLease/6, 5*time.Second),
+		Direct: a.Direct, Lease: a.reserved.system, Observer: a.metrics,
+	})
+	if err != nil {
+		return nil, err
+	}
+	a.MCPClient = mcp.NewClient(mcp.Options{
+		Pool: pool, AllowPrivate: cfg.PrivateHTTP, Getenv: a.Getenv, Logger: log, Agent: cfg.Name, Version: a.Version,
+	})
+	a.Databases = &databases.Client{DB: pool, Getenv: a.Getenv}
+	if a.Index, err = NewIndex(cfg, log); err != nil {
+		return nil, err
+	}
+	a.Registry, err = skills.New(skills.Options{
+		Builtins: builtins.New(pool, NewDirectory(a.Config), a.Index), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log,
+		MCP:       a.MCPClient.Call,
+		Databases: a.Databases.Open, Getenv: a.Getenv,
+		Flow: skills.Flows(pool, a.Engine, cfg.Name),
+	})
+	if err != nil {
+		return nil, fmt.Errorf("prepare skills: %w", err)
+	}
+	zone, err := schedule.Location(a.Config.Timezone)
+	if err != nil {
+		return nil, err
+	}
+	a.Loop = a.newLoop(model, zone)
+	a.Engine.Fallback((&flows.Interpreter{Pool: pool, Engine: a.Engine, Loop: a.Loop, Logger: log}).Find)
+	if err := errors.Join(a.Loop.RegisterDelegate(a.Engine), registerCallFlow(a, a.Loop)); err != nil {
+		return nil, err
+	}
+	return a, a.registerSurfaces()
+}
+
+// newLoop builds the reasoning loop with the configured budgets.
+func (a *App) newLoop(model *models.Client, zone *time.Location) *reason.Loop {
+	b, pool := a.Config.Budget, a.Pool
+	return &reason.Loop{
+		Pool: pool, Model: model, Skills: a.Registry, Agents: NewDirectory(a.Config), Logger: a.Log,
+		Budget: reason.Budget{
+			Iterations: b.MaxIterations, Tokens: unlimited(b.MaxTokens), CostUSD: b.MaxCostUSD, Time: b.RunTimeout,
+			Context: b.ContextTokens,
+		},
+		Limits: limits(a.Config.Limits), Zone: zone,
+		Admit: func(ctx context.Context, skill, owner string) (bool, error) {
+			return selfheal.Admit(ctx, pool, skill, owner)
+		},
+		After: selfheal.After(pool),
+	}
+}
+
+// NewDirectory resolves agents, with the settings as defaults.
+func NewDirectory(cfg config.Config) *agents.Directory {
+	return &agents.Directory{Settings: agents.Settings{
+		Name: cfg.Name, Model: cfg.Model, Effort: cfg.Provider.Effort, Timezone: cfg.Timezone,
+		HeartbeatCron: cfg.HeartbeatCron,
+		Limits: agents.Limits{
+			Iterations: cfg.Budget.MaxIterations, Tokens: cfg.Budget.MaxTokens, CostUSD: cfg.Budget.MaxCostUSD,
+			DayUSD: cfg.Limits.DayUSD,
+		},
+	}}
+}
+
+func limits(l config.Limits) budgets.Limits {
+	limit := func(tokens int, usd float64) budgets.Limit { return budgets.Limit{Tokens: int64(tokens), USD: usd} }
+	return budgets.Limits{
+		Day: limit(l.DayTokens, l.DayUSD),
+		Surface: map[trace.Surface]budgets.Limit{
+			trace.Heartbeat: limit(l.HeartbeatTokens, l.HeartbeatUSD),
+			trace.Operate:   limit(l.OperateTokens, l.OperateUSD),
+			trace.Chat:      limit(l.ChatTokens, l.ChatUSD),
+			trace.Webhook:   limit(l.WebhookTokens, l.WebhookUSD),
+		},
+	}
+}
+
+// unlimited maps the setting 0, no limit, to the largest int.
+func unlimited(n int) int {
+	if n == 0 {
+		return math.MaxInt
+	}
+	return n
+}
+
+// admission converts the configured concurrency limits.
+func admission(cfg config.Config) []executions.Admission {
+	limits := make([]executions.Admission, len(cfg.Admission))
+	for i, l := range cfg.Admission {
+		limits[i] = executions.Admission(l)
+	}
+	return limits
+}
+
+// HealPolicy returns the configured rules of self-heal.
+func HealPolicy(cfg config.Config) selfheal.Policy {
+	return selfheal.Policy{
+		Failures: cfg.SelfHeal.Failures, Window: cfg.SelfHeal.Window, Rate: cfg.SelfHeal.Rate,
+		RateCalls: cfg.SelfHeal.RateCalls, Cooldown: cfg.SelfHeal.Cooldown,
+	}
+}
+
+// Run works until ctx ends: it claims executions, renews leases, ticks schedules and serves the surfaces. It waits
+// for extra.
+func (a *App) Run(ctx context.Context, extra ...func(ctx context.Context) error) error {
+	err := postgres.InTx(ctx, a.Pool, func(tx pgx.Tx) error { return heartbeat.Sync(ctx, tx, a.Loop.Agents, true) })
+	if err != nil {
+		return err
+	}
+	if err := a.Engine.SetLimits(ctx, admission(a.Config)); err != nil {
+		return err
+	}
+	a.warnUnpriced(ctx)
+	return a.withBackground(ctx, func(ctx context.Context) error {
+		group, ctx := errgroup.WithContext(ctx)
+		group.Go(func() error { return a.Engine.Run(ctx) })
+		group.Go(func() error { return a.runHousekeeping(ctx) })
+		group.Go(func() error { return a.Read.Run(ctx) })
+		group.Go(func() error { return a.Index.Run(ctx, a.Pool) })
+		group.Go(func() error { return runActivityCounts(ctx, a.Pool, countEvery, a.Log) })
+		for _, f := range slices.Concat(a.background(), extra) {
+			group.Go(func() error { return f(ctx) })
+		}
+		return group.Wait()
+	}, a.MCPClient.Run)
+}
+
+// RunWithLeases renews leases while fn runs. Commands use it to run one execution in their own process.
+func (a *App) RunWithLeases(ctx context.Context, fn func(ctx context.Context) error) error {
+	return a.withBackground(ctx, fn, a.Engine.KeepAlive)
+}
+
+// withBackground runs lease renewal, notifications and telemetry while fn runs. They outlive ctx, because fn needs
+// them until it returns.
+func (a *App) withBackground(
+	ctx context.Context, fn func(ctx context.Context) error, services ...func(ctx context.Context) error,
+) error {
+	background, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	var group errgroup.Group
+	for _, service := range append(services, a.listener.Run, a.Keeper.Run, a.exporter.Run) {
+		group.Go(func() error { return service(background) })
+	}
+	err := fn(ctx)
+	err = errors.Join(err, a.Operate.Close(context.WithoutCancel(ctx)))
+	stop()
+	if groupErr := group.Wait(); err == nil {
+		err = groupErr
+	}
+	a.MCPClient.Close()
+	a.Databases.Close()
+	return err
+}
+
+// surfaces are the entry points of the agent and its dispatchers.
+type surfaces struct {
+	Operate   *operate.Operate
+	Chat      *chat.Chat
+	Webhook   *webhook.Surface
+	Runner    *runner.Runner
+	outgoing  *webhooks.Dispatcher
+	threads   *threads.Dispatcher
+	MCPServer *mcp.Server
+}
+
+// registerSurfaces builds the surfaces and registers their flows.
+func (a *App) registerSurfaces() (err error) {
+	cfg := a.Config
+	scopes := []string{skills.ScopeInternal, skills.ScopeExternal, skills.ScopeBoth}
+	a.Operate, err = operate.New(operate.Options{
+		Pool: a.Pool, Engine: a.Engine, Keeper: a.Keeper, Loop: a.Loop, Logger: a.Log, Agent: cfg.Name,
+		Idle: cfg.Operate.Idle, Tools: []reason.Tool{a.Loop.DelegateTool(a.Engine, scopes)},
+	})
+	if err != nil {
+		return err
+	}
+	a.Chat = &chat.Chat{
+		Pool: a.Pool, Front: a.reserved.visitors, Engine: a.Engine, Loop: a.Loop, Logger: a.Log, Agents: a.Loop.Agents,
+		DoubleTexting: chat.DoubleTexting(cfg.Chat.DoubleTexting), Rate: cfg.Chat.Rate, MaxBody: int64(cfg.Chat.MaxBytes),
+		DocumentBytes: int64(cfg.DocumentMaxBytes),
+		ApprovalWait:  cfg.Chat.ApprovalWait, Listener: a.listener,
+		Visitor: func(r *http.Request) string {
+			name, _ := api.VisitorFrom(r.Context())
+			return name
+		},
+		EmbedOrigins: cfg.Chat.EmbedOrigins,
+		Browser:      func(key string) bool { return slices.Contains(cfg.Chat.BrowserKeys, key) },
+	}
+	a.Webhook = &webhook.Surface{
+		Pool: a.Pool, RequestPool: a.reserved.visitors, Engine: a.Engine, Loop: a.Loop, Logger: a.Log, Agent: cfg.Name,
+		Getenv: a.Getenv, Received: a.metrics.Delivery,
+	}
+	a.Runner = &runner.Runner{
+		Pool: a.Pool, Loop: a.Loop, Engine: a.Engine, Logger: a.Log, Listener: a.listener, Agent: cfg.Name,
+	}
+	client, err := skills.NewGuardedClient(cfg.PrivateHTTP, nil)
+	if err != nil {
+		return fmt.Errorf("prepare outgoing webhooks: %w", err)
+	}
+	a.outgoing = &webhooks.Dispatcher{
+		Pool: a.Pool, Client: client, Logger: a.Log, Listener: a.listener, Getenv: a.Getenv,
+	}
+	a.threads = &threads.Dispatcher{Pool: a.Pool, Client: client, Logger: a.Log, Listener: a.listener, Getenv: a.Getenv}
+	a.MCPServer = &mcp.Server{
+		Pool: a.admin(), Engine: a.Engine, Skills: a.Registry, Invoke: a.Loop.Invoke, Agent: cfg.Name,
+		Version: a.Version, Logger: a.Log,
+	}
+	beat := &heartbeat.Heartbeat{Pool: a.Pool, Loop: a.Loop, Heal: HealPolicy(cfg), Logger: a.Log}
+	return errors.Join(beat.Register(a.Engine), a.Chat.Register(a.Engine), a.Webhook.Register(a.Engine),
+		a.Runner.Register(), a.MCPServer.Register())
+}
+
+// background lists the loops that run beside the engine.
+func (s *surfaces) background() []func(ctx context.Context) error {
+	return []func(ctx context.Context) error{s.Chat.Run, s.Runner.Run, s.outgoing.Run, s.threads.Run}
+}
+
+// initTelemetry builds the metrics and, if configured, the trace exporter.
+func (a *App) initTelemetry() error {
+	settings, err := telemetry.Load(a.Environ)
+	if err != nil {
+		return &config.Error{Problems: strings.Split(err.Error(), "\n")}
+	}
+	if settings.Endpoint != "" { // SDK errors, such as a partially rejected batch
+		otel.SetErrorHandler(otel.ErrorHandlerFunc(func(err error) { a.Log.Warn("OpenTelemetry", "error", err) }))
+	}
+	a.metrics = telemetry.NewMetrics(a.Version, telemetry.NewState(a.Pool, a.Log))
+	a.exporter = telemetry.NewExporter(a.Pool, settings, a.Version, a.metrics, a.Log)
+	return nil
+}

@@ -1,0 +1,76 @@
+package app
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/retention"
+)
+
+// linkRetention keeps trace links long enough for their traces to end.
+const linkRetention = 60 * 24 * time.Hour
+
+func (a *App) pruneLinks(ctx context.Context) {
+	if _, err := activity.PruneLinks(ctx, a.Pool, linkRetention); err != nil && ctx.Err() == nil {
+		a.Log.WarnContext(ctx, "old trace links not pruned", "error", err)
+	}
+}
+
+const (
+	housekeepEvery = time.Hour
+	countEvery     = 5 * time.Second
+)
+
+// runHousekeeping prunes rows past their retention until ctx ends. Several processes may run it.
+func (a *App) runHousekeeping(ctx context.Context) error {
+	tick := time.NewTicker(housekeepEvery)
+	defer tick.Stop()
+	for {
+		if _, err := retention.Run(ctx, a.Pool, retention.Options{Logger: a.Log}); err != nil && ctx.Err() == nil {
+			a.Log.WarnContext(ctx, "old rows not pruned; the next pass retries", "error", err)
+		}
+		a.pruneLinks(ctx)
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+	}
+}
+
+// runActivityCounts updates the counters of the activity log until ctx ends. Several processes may run it. It works
+// off a backlog at half speed.
+func runActivityCounts(ctx context.Context, db postgres.Beginner, every time.Duration, log *slog.Logger) error {
+	next := time.NewTimer(0)
+	defer next.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-next.C:
+		}
+		began := time.Now()
+		more, err := activity.Count(ctx, db)
+		if err != nil && ctx.Err() == nil {
+			log.WarnContext(ctx, "activity not counted; reports are slower", "error", err)
+		}
+		if more {
+			next.Reset(time.Since(began))
+		} else {
+			next.Reset(every)
+		}
+	}
+}
+
+// warnUnpriced warns that a dollar limit has no effect because the model has no price.
+func (a *App) warnUnpriced(ctx context.Context) {
+	l := a.Config.Limits
+	bounded := a.Config.Budget.MaxCostUSD > 0 || l.DayUSD+l.HeartbeatUSD+l.OperateUSD+l.ChatUSD+l.WebhookUSD > 0
+	if bounded && a.Loop.Model != nil && !a.Loop.Model.Priced() {
+		a.Log.WarnContext(ctx, "the model has no price, so dollar limits have no effect; set AGENT_PRICES", "model",
+			a.Loop.Model.Model())
+	}
+}

@@ -1,0 +1,34 @@
+package app
+
+import (
+	"context"
+	"log/slog"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+func TestActivityIsCounted(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `
+		insert into agent_activity (id, trace_id, skill_name, created_at)
+		select lanekeeper.agent_uuid7(at), 'hb_x', 'fetch', at
+		  from (select clock_timestamp() - interval '1 minute' as at from generate_series(1, 100)) x`)
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- runActivityCounts(ctx, db, 10*time.Millisecond, slog.New(slog.DiscardHandler)) }()
+	pgtest.Eventually(t, time.Minute, func() bool {
+		var n int
+		err := db.QueryRow(t.Context(),
+			`select coalesce(sum(calls), 0)::int from agent_activity_counts where span = 'day'`).Scan(&n)
+		return err == nil && n == 100
+	}, "100 rows are counted")
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}

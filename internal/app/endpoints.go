@@ -1,0 +1,216 @@
+package app
+
+import (
+	"crypto/hkdf"
+	"crypto/sha256"
+	"encoding/json"
+	"fmt"
+	"net/http"
+
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/engineroom"
+	"github.com/lanekeeper/lanekeeper/surfaces/operate"
+	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+const eventStream = "text/event-stream"
+
+func (a *App) endpoints() []api.Endpoint {
+	var all []api.Endpoint
+	for _, some := range [][]api.Endpoint{
+		a.operateEndpoints(), a.chatEndpoints(), a.visitorEndpoints(), a.webhookEndpoints(), a.mcpEndpoints(),
+		a.metricsEndpoints(),
+	} {
+		all = append(all, some...)
+	}
+	return all
+}
+
+// engineRoom builds the admin's web interface and its endpoints. Its actions call the API through routes.
+func (a *App) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.Endpoint, error) {
+	key, err := hkdf.Key(sha256.New, []byte(a.Config.AdminToken.Reveal()), nil, "lanekeeper engine room 1", sha256.Size)
+	if err != nil {
+		return nil, nil, fmt.Errorf("make the Engine Room: %w", err)
+	}
+	room, err := engineroom.New(engineroom.Options{
+		Pool: a.admin(), Read: a.Read, API: routes, Logger: a.Log, Agent: a.Config.Name, Key: key,
+		Limits: limits(a.Config.Limits),
+		Agents: NewDirectory(a.Config),
+	})
+	if err != nil {
+		return nil, nil, err
+	}
+	var all []api.Endpoint
+	for _, r := range room.Routes() {
+		e := api.Endpoint{
+			Method: r.Method, Path: r.Path, About: "A page of the Engine Room.", Access: api.Admin, Page: true, Stream: r.Stream,
+			Handler: r.Handler,
+		}
+		if r.Public {
+			e.Access = api.Public
+		}
+		if r.Stream {
+			e.ContentType, e.Finite = eventStream, r.Method == "POST"
+		}
+		all = append(all, e)
+	}
+	return room, all, nil
+}
+
+func (a *App) operateEndpoints() []api.Endpoint {
+	return []api.Endpoint{
+		{
+			Method: "POST", Path: "/v1/operate", Access: api.Admin, Body: operate.Body{}, ContentType: eventStream,
+			Stream: true, Finite: true,
+			Idempotent: true, Handler: a.Operate.Handler(),
+			About: "Talk to the agent: events start, delta, tool, approval, done, error. With Accept: application/json the " +
+				"response " +
+				"is one document. 409 while another admin holds the lane.",
+		}, {
+			Method: "GET", Path: "/v1/operate/watch", Access: api.Admin, ContentType: eventStream, Stream: true,
+			Handler: a.Operate.WatchHandler(),
+			About:   "Watch the current admin: events of their traces, live.",
+		},
+	}
+}
+
+func (a *App) chatEndpoints() []api.Endpoint {
+	limit := int64(a.Config.Chat.MaxBytes)
+	return []api.Endpoint{
+		{
+			Method: "POST", Path: "/v1/chat/completions", Access: api.Visitor, Body: json.RawMessage{},
+			Response: json.RawMessage{},
+			Stream:   true, Finite: true, OpenAIErrors: true, MaxBody: limit, Handler: a.Chat.CompletionsHandler(),
+			About: "OpenAI's chat completions, streamed or not. X-Thread-Id, metadata.thread_id or user select the thread; " +
+				"the response names it in X-Thread-Id. X-Visitor-Token is a visitor's secret (new requests one), X-Thread-Join a join token.",
+		}, {
+			Method: "GET", Path: "/v1/chat/completions/{id}", Access: api.Visitor, Response: json.RawMessage{}, Stream: true,
+			Finite: true, OpenAIErrors: true,
+			Handler: a.Chat.CompletionHandler(),
+			About:   "A finished or running completion, for a client that lost its connection; ?stream=true attaches to it.",
+		}, {
+			Method: "POST", Path: "/v1/responses", Access: api.Visitor, Body: json.RawMessage{},
+			Response: json.RawMessage{}, Stream: true, Finite: true, OpenAIErrors: true, MaxBody: limit,
+			Handler: a.Chat.ResponsesHandler(),
+			About: "OpenAI's Responses, streamed or not, on the same threads. The thread is conversation, " +
+				"else that of previous_response_id, else X-Thread-Id, else new. background: true returns at once.",
+		}, {
+			Method: "GET", Path: "/v1/responses/{id}", Access: api.Visitor, Response: json.RawMessage{},
+			Stream: true, Finite: true, OpenAIErrors: true, Handler: a.Chat.ResponseHandler(),
+			About: "The current state of a response; ?stream=true attaches to it.",
+		}, {
+			Method: "POST", Path: "/v1/responses/{id}/cancel", Access: api.Visitor, Body: json.RawMessage{},
+			Response: json.RawMessage{}, OpenAIErrors: true, Handler: a.Chat.CancelResponseHandler(),
+			About: "Cancel a running response. Its text so far stays in the thread.",
+		}, {
+			Method: "GET", Path: "/v1/responses/{id}/input_items", Access: api.Visitor, Response: json.RawMessage{},
+			OpenAIErrors: true, Handler: a.Chat.InputItemsHandler(), About: "The input messages of a response.",
+		}, {
+			Method: "DELETE", Path: "/v1/responses/{id}", Access: api.Visitor, Response: json.RawMessage{},
+			OpenAIErrors: true, Handler: a.Chat.DeleteResponseHandler(),
+			About: "Always rejected: a response is a message of its thread.",
+		}, {
+			Method: "GET", Path: "/v1/conversations/{id}/items", Access: api.Visitor, Response: json.RawMessage{},
+			OpenAIErrors: true,
+			Handler:      a.Chat.ConversationItemsHandler(),
+			About:        "OpenAI's list of the items of a conversation. Unfinished answers have the status in_progress.",
+			Query: map[string]string{
+				"after": "The id of the item that the page follows", "limit": "Page size, at most 100", "order": "desc, or asc",
+			},
+		},
+	}
+}
+
+// visitorEndpoints are the chat page, the files of visitors, and the models.
+func (a *App) visitorEndpoints() []api.Endpoint {
+	return []api.Endpoint{
+		{
+			Method: "POST", Path: "/v1/files", Access: api.Visitor, Body: json.RawMessage{}, Response: json.RawMessage{},
+			OpenAIErrors: true, MaxBody: int64(a.Config.DocumentMaxBytes) + documents.FormOverhead,
+			Handler: a.Chat.FilesHandler(),
+			About:   "OpenAI's file upload. A message refers to the file by id. An unused file is deleted after a day.",
+		}, {
+			Method: "GET", Path: "/v1/files", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
+			Handler: a.Chat.FileListHandler(), About: "The caller's files.",
+			Query: map[string]string{
+				"after": "The id that the page follows", "limit": "Page size, at most 10000", "order": "desc, or asc",
+				"purpose": "user_data",
+			},
+		}, {
+			Method: "GET", Path: "/v1/files/{id}", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
+			Handler: a.Chat.FileHandler(), About: "A file of the caller.",
+		}, {
+			Method: "GET", Path: "/v1/files/{id}/content", Access: api.Visitor, ContentType: "application/octet-stream",
+			OpenAIErrors: true,
+			Handler:      a.Chat.FileContentHandler(), About: "The content of a file, always as an attachment.",
+		}, {
+			Method: "DELETE", Path: "/v1/files/{id}", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
+			Handler: a.Chat.DeleteFileHandler(), About: "Delete a file. 409 if a message or flow uses it.",
+		}, {
+			Method: "GET", Path: "/v1/models", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
+			Handler: a.Chat.ModelsHandler(), About: "OpenAI's list of models: the agent.",
+		}, {
+			Method: "GET", Path: "/v1/models/{id}", Access: api.Visitor, Response: json.RawMessage{}, OpenAIErrors: true,
+			Handler: a.Chat.ModelHandler(), About: "One of the models.",
+		}, {
+			Method: "GET", Path: "/chat", Access: api.Public, ContentType: "text/html", Handler: a.Chat.PageHandler(),
+			About: "A chat page. It asks for the chat key.",
+		}, {
+			Method: "GET", Path: "/chat/{file}", Access: api.Public, ContentType: "text/plain", Handler: a.Chat.PageHandler(),
+			About: "Assets of the chat page.",
+		},
+	}
+}
+
+func (a *App) webhookEndpoints() []api.Endpoint {
+	return []api.Endpoint{
+		{
+			Method: "POST", Path: "/webhooks/{endpoint}", Access: api.Public, Body: json.RawMessage{},
+			Response: webhook.Receipt{}, Status: 202,
+			Again: true, MaxBody: webhooks.MostMaxBytes, Expect: a.Webhook.Expect, Handler: a.Webhook.Receive(),
+			About: "Receive a webhook: verify, store and acknowledge it with its trace. A repeated delivery returns 200 with " +
+				"the first trace.",
+		}, {
+			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Response: webhook.Page{},
+			Handler: a.Webhook.Deliveries(),
+			About:   "Received webhooks, newest first.",
+			Query: map[string]string{
+				"endpoint": "Name of the endpoint", "status": "State of the delivery",
+				"limit":  "Page size, default 50, at most 500",
+				"cursor": "next_cursor of the previous page",
+			},
+		}, {
+			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Response: webhook.Shown{},
+			Handler: a.Webhook.Delivery(),
+			About:   "One delivery, with its body.",
+		}, {
+			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Body: json.RawMessage{},
+			Response: webhook.Replayed{},
+			Status:   202, Idempotent: true, Handler: a.Webhook.ReplayDelivery(),
+			About: "Process a delivery again, under a new trace.",
+		},
+	}
+}
+
+func (a *App) mcpEndpoints() []api.Endpoint {
+	handler := a.MCPServer.Handler()
+	var all []api.Endpoint
+	for _, method := range []string{"POST", "GET", "DELETE"} {
+		all = append(all, api.Endpoint{
+			Method: method, Path: "/mcp", Access: api.Admin, Stream: true, Finite: method == "POST", Handler: handler,
+			About: "Offered skills over the Model Context Protocol (streamable HTTP).",
+		})
+	}
+	return all
+}
+
+// metricsEndpoints serves Prometheus without a token. It exposes counts and names, never content.
+func (a *App) metricsEndpoints() []api.Endpoint {
+	return []api.Endpoint{{
+		Method: "GET", Path: "/metrics", Access: api.Public, ContentType: "text/plain",
+		About:   "Counters of this process and gauges of the database, for Prometheus. Works without the database.",
+		Handler: a.metrics.Handler(),
+	}}
+}

@@ -1,0 +1,98 @@
+package app
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"log/slog"
+	"net/url"
+
+	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/models/offline"
+)
+
+// NewModel returns the client of the configured model. Without one it starts the offline model on the loopback
+// interface; stop ends it.
+func NewModel(
+	ctx context.Context, cfg config.Config, log *slog.Logger, retry models.Retry,
+) (client *models.Client, about string, stop func(), err error) {
+	set := models.Config{
+		BaseURL: cfg.OpenAIBaseURL, APIKey: cfg.OpenAIKey.Reveal(), Model: cfg.Model, Prices: Prices(cfg),
+		Logger: log, Retry: retry,
+		ReasoningEffort: cfg.Provider.Effort, API: models.API(cfg.Provider.API), Headers: cfg.Provider.Headers,
+		Query: query(cfg.Provider.Query), Extra: cfg.Provider.Extra,
+	}
+	stop = func() {}
+	about = "at " + cfg.OpenAIBaseURL
+	switch {
+	case cfg.OpenAIBaseURL == "" && !cfg.OpenAIKey.IsSet():
+		set.BaseURL, stop, err = offline.Start(ctx)
+		if err != nil {
+			return nil, "", nil, fmt.Errorf("start the offline model: %w", err)
+		}
+		set.Model, about = offline.Model, "rule-based, built in (set OPENAI_API_KEY or OPENAI_BASE_URL, and AGENT_MODEL, "+
+			"for a real one)"
+	case cfg.OpenAIBaseURL == "":
+		about = "OpenAI"
+	}
+	if set.Model == "" {
+		set.Model = DefaultModel
+		log.WarnContext(ctx, "AGENT_MODEL is not set, using the default; set it to a model of your provider", "model",
+			set.Model)
+	}
+	client, err = models.New(set)
+	if err != nil {
+		stop()
+		return nil, "", nil, &config.Error{Problems: []string{err.Error()}}
+	}
+	return client, fmt.Sprintf("%s, %s", set.Model, about), stop, nil
+}
+
+// DefaultModel is used when AGENT_MODEL is not set.
+const DefaultModel = "gpt-4o-mini"
+
+func query(values map[string]string) url.Values {
+	q := url.Values{}
+	for name, value := range values {
+		q.Set(name, value)
+	}
+	return q
+}
+
+// Prices returns the built-in price table with the overrides of AGENT_PRICES.
+func Prices(cfg config.Config) models.Prices {
+	own := models.Prices{}
+	for model, p := range cfg.Prices {
+		own[model] = models.Price{
+			Prompt: p.Input, Cached: cmp.Or(p.Cached, p.Input), CacheWrite: p.CacheWrite, Completion: p.Output,
+			Long: models.Long{
+				Over: p.Long.Over, Prompt: p.Long.Input, Cached: cmp.Or(p.Long.Cached, p.Long.Input), CacheWrite: p.Long.CacheWrite,
+				Completion: p.Long.Output,
+			},
+		}
+	}
+	return models.DefaultPrices().With(own)
+}
+
+// NewIndex returns the embedding index, or nil without an embedding model. The chat model's key, headers and query go
+// only to its own server.
+func NewIndex(cfg config.Config, log *slog.Logger) (*memory.Index, error) {
+	set := models.Config{
+		BaseURL: cfg.Embedding.BaseURL, APIKey: cfg.Embedding.Key.Reveal(), Model: cfg.Embedding.Model, Logger: log,
+	}
+	switch {
+	case set.Model == "":
+		return nil, nil
+	case set.BaseURL == "":
+		set.BaseURL = cfg.OpenAIBaseURL
+		set.APIKey = cmp.Or(set.APIKey, cfg.OpenAIKey.Reveal())
+		set.Headers, set.Query = cfg.Provider.Headers, query(cfg.Provider.Query)
+	}
+	client, err := models.New(set)
+	if err != nil {
+		return nil, settingError("AGENT_EMBEDDING_MODEL: %s", err)
+	}
+	return memory.NewIndex(client, log), nil
+}

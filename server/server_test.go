@@ -1,0 +1,104 @@
+package server_test
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/server"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+const token = "an-admin-token-of-this-test"
+
+// settings are those of an agent on a database.
+func settings(url string) map[string]string {
+	return map[string]string{"DATABASE_URL": url, "AGENT_ADMIN_TOKEN": token, "AGENT_DRAIN_DELAY": "0s"}
+}
+
+// call sends an admin's request, and returns status and body.
+func call(t *testing.T, method, url, body string) (int, string) {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), method, url, strings.NewReader(body))
+	require.NoError(t, err)
+	req.Header.Set("Authorization", "Bearer "+token)
+	req.Header.Set("Content-Type", "application/json")
+	resp, err := http.DefaultClient.Do(req)
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	return resp.StatusCode, string(text)
+}
+
+func TestAProgramEmbedsTheAgentBesideItsFlows(t *testing.T) {
+	agent, err := server.Open(t.Context(), settings(pgtest.URL(t)), nil)
+	require.NoError(t, err)
+	defer agent.Close()
+	ship, err := lanekeeper.Register(agent.Runtime(), "ship", func(ctx context.Context, order string) (string, error) {
+		return lanekeeper.Step(ctx, "pack", func(context.Context) (string, error) { return order + " is packed", nil })
+	})
+	require.NoError(t, err)
+	web := httptest.NewServer(agent.Handler())
+	defer web.Close()
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- agent.Run(ctx) }()
+	pgtest.Eventually(t, time.Minute, func() bool {
+		status, _ := call(t, "GET", web.URL+"/readyz", "")
+		return status == http.StatusOK
+	}, "the agent is not ready")
+
+	status, body := call(t, "POST", web.URL+"/v1/executions", `{"flow": "ship", "input": "order 7"}`)
+	var started struct {
+		ID      string `json:"id"`
+		TraceID string `json:"trace_id"`
+	}
+	if err := json.Unmarshal([]byte(body), &started); status != http.StatusCreated || err != nil {
+		t.Fatalf("%d %s, %v", status, body, err)
+	}
+	if got, err := ship.Handle(started.ID).Wait(t.Context()); err != nil || got != "order 7 is packed" {
+		t.Errorf("%q, %v", got, err)
+	}
+	for path, want := range map[string]string{
+		"/": "<title>Overview", "/chat": "<html", "/v1/traces/" + started.TraceID: `"pack"`, "/traces/" + started.TraceID: "pack",
+	} {
+		if status, body := call(t, "GET", web.URL+path, ""); status != http.StatusOK || !strings.Contains(body, want) {
+			t.Errorf("%s: %d, without %s", path, status, want)
+		}
+	}
+	stop()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	if status, _ := call(t, "GET", web.URL+"/readyz", ""); status != http.StatusServiceUnavailable {
+		t.Errorf("after its end /readyz is %d", status)
+	}
+}
+
+func TestWrongSettingsAreNamed(t *testing.T) {
+	url := pgtest.EmptyURL(t)
+	for want, wrong := range map[string]map[string]string{
+		"DATABASE_URL":       {"AGENT_ADMIN_TOKEN": token},
+		"AGENT_ADMIN_TOKEN":  {"DATABASE_URL": url},
+		"AGENT_WORKERS":      {"DATABASE_URL": url, "AGENT_ADMIN_TOKEN": token, "AGENT_WORKERS": "many"},
+		"lanekeeper.Migrate": settings(url),
+	} {
+		agent, err := server.Open(t.Context(), wrong, nil)
+		if err == nil {
+			agent.Close()
+		}
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("got %v, want %s", err, want)
+		}
+	}
+}
