@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -404,14 +405,25 @@ func (c *reportChecker) row(page, from string) string {
 }
 
 // cells reports numbers that the row lacks.
-func (c *reportChecker) cells(row string, numbers ...any) {
+func (c *reportChecker) cells(row string, values ...any) {
 	c.t.Helper()
 	plain := strings.ReplaceAll(row, ",", "")
-	for _, n := range numbers {
-		if n != nil && !strings.Contains(plain, fmt.Sprintf(">%.0f<", n)) {
-			c.t.Errorf("the page does not say %.0f in %s", n, row)
+	for _, v := range values {
+		if n, is := v.(float64); is {
+			v = fmt.Sprintf("%.0f", n)
+		}
+		if v != nil && !strings.Contains(plain, fmt.Sprintf(">%s<", v)) {
+			c.t.Errorf("the page does not say %s in %s", v, row)
 		}
 	}
+}
+
+// duration is the words for a number of milliseconds; nil for none.
+func duration(ms any) any {
+	if n, is := ms.(float64); is {
+		return human.Millis(int64(n))
+	}
+	return nil
 }
 
 func TestReportsAgreeEverywhere(t *testing.T) {
@@ -438,7 +450,8 @@ func TestReportsAgreeEverywhere(t *testing.T) {
 	page := c.get("/skills")
 	for _, l := range c.check("slowest", `select * from agent_slowest_skills`, "", "skill", "calls", "p50_ms", "p95_ms",
 		"max_ms", "slowest_trace_id") {
-		c.cells(c.row(page, fmt.Sprintf(`id="slowest-%s"`, l["skill"])), l["calls"], l["p50_ms"], l["p95_ms"], l["max_ms"])
+		c.cells(c.row(page, fmt.Sprintf(`id="slowest-%s"`, l["skill"])), l["calls"], duration(l["p50_ms"]),
+			duration(l["p95_ms"]), duration(l["max_ms"]))
 	}
 	var skills struct {
 		Items []struct {
