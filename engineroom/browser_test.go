@@ -260,7 +260,7 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 	t.Helper()
 	waitsForPeople(t, pool, text)
 	did(t, pool, 60)
-	id, _ := seedTrace(t, pool)
+	id, run := seedTrace(t, pool)
 	spend(t, pool, text, "model-one", "0.75", "0")
 	spend(t, pool, "reflect", "model-two", "0.25", "2 days")
 	waiting := execution(t, pool, "waiting", "flow", "onboarding")
@@ -294,7 +294,9 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values
 		       ('thread:talk', 'x', 1, now() + interval '1 hour', $1::uuid),
 		         ('pipeline:prices', 'somebody', 2, now() + interval '1 hour', null)`, waiting)
+	model := pgtest.Value[string](t, pool, `select id::text from agent_activity where trace_id = $1 and kind = 'model'`, string(id))
 	return map[string]string{
+		"span": model, "run span": run,
 		"/": "/", "/activity": "/activity", "/traces": "/traces", "/traces/{id}": "/traces/" + string(id),
 		"/executions":      "/executions",
 		"/executions/{id}": "/executions/" + waiting, "/threads": "/threads", "/threads/{id}": "/threads/talk",
@@ -337,7 +339,11 @@ func addresses(t *testing.T, pool *pgxpool.Pool, made map[string]string) []strin
 		list = append(list, made[p.path])
 	}
 	trace := made["/traces/{id}"]
-	return append(list, trace+"?view=tree", trace+"?view=table", "/login")
+	list = append(list, trace+"?view=table", "/login")
+	for _, tab := range panelTabs {
+		list = append(list, trace+"?span="+made["span"]+"&tab="+tab)
+	}
+	return append(list, trace+"?span="+made["run span"], trace+"?tab=why", trace+"?q=fetch&errors=1")
 }
 
 // fit opens a page in some ways. It reports complaints of the browser, pages wider than the window and, with axe, what

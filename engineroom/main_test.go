@@ -127,8 +127,8 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 		       true, w.text, 'infinity'
 		  from (select repeat('é<b>', 100000) as text) w where $1 <> ''`, "odd")
 	for _, path := range []string{
-		"/", "/agents", "/agents/odd", "/activity", "/traces", "/traces/" + trace, "/traces/" + trace + "?view=tree",
-		"/traces/" + trace + "?view=table",
+		"/", "/agents", "/agents/odd", "/activity", "/traces", "/traces/" + trace, "/traces/" + trace + "?view=table",
+		"/traces/" + trace + "?tab=cost", "/traces/" + trace + "?span=" + run + "&tab=raw",
 		"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + run, "/executions/" + unknown,
 		"/threads", "/threads/odd",
 		"/operate?session=odd", "/automations", "/automations/odd", "/spend", "/spend?by=purpose", "/audit",
@@ -584,9 +584,9 @@ var indexedPages = map[string]struct {
 	},
 	"traces": {
 		`
-		insert into agent_executions (id, trace_id, surface, flow, status, created_at, wait_number)
+		insert into agent_executions (id, trace_id, surface, flow, status, created_at, wait_number, claim)
 		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 5 when 0 then 'chat'
-		  else 'heartbeat' end, 'beat', 'pending', at, 1
+		  else 'heartbeat' end, 'beat', case when n % 2 = 0 then 'failed' else 'pending' end, at, 1, 2
 		  from (select n, now() - n * interval '1 minute' as at from generate_series(1, 4000) n) x;
 		insert into agent_activity (id, trace_id, execution_id, kind, skill_name, status, created_at, finished_at,
 		  duration_ms)
@@ -596,13 +596,14 @@ var indexedPages = map[string]struct {
 		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash,
 		  expires_at)
 		select e.trace_id, e.id, 'skill', 1, '{}', e.id::text, now() from agent_executions e;
-		insert into agent_checkpoints (execution_id, step, claim, output)
-		select e.id, 'wait', 0, '{"event": "EVENT_COMPLETED", "timed_out": false}' from agent_executions e`,
-		"agent_executions agent_activity agent_approvals agent_checkpoints",
+		insert into agent_checkpoints (execution_id, step, claim, output, waited_for, waited_since)
+		select e.id, 'wait', 0, '{"event": "EVENT_COMPLETED", "timed_out": false}', 'event', e.created_at from agent_executions e;
+		insert into agent_claims_lost (execution_id, claim, how) select e.id, 1, 'lost' from agent_executions e`,
+		"agent_executions agent_activity agent_approvals agent_checkpoints agent_claims_lost",
 		`/traces /traces?surface=chat /traces?status=pending&since=1h /traces?status=failed
-		/traces/hb_00000000000000000000000042 /traces/hb_00000000000000000000000042?view=tree /traces/hb_00000000000000000000000042?view=table
+		/traces/hb_00000000000000000000000042 /traces/hb_00000000000000000000000042?tab=cost /traces/hb_00000000000000000000000042?view=table
 		/traces/hb_00000000000000000000000042?view=table&after=01890000-0000-7000-8000-000000000000
-		/traces/hb_00000000000000000000000042?row=01890000-0000-7000-8000-000000000000`, 0,
+		/traces/hb_00000000000000000000000042?span=01890000-0000-7000-8000-000000000000`, 0,
 	},
 }
 

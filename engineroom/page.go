@@ -133,6 +133,10 @@ func (room *Room) serve(p page) http.Handler {
 		s := show{visit: newVisit(r, p, ""), Flash: room.takeFlash(w, r)}
 		var body []byte
 		from, err := room.Read.Do(r.Context(), p.follows || s.fresh, func(ctx context.Context) (err error) {
+			if part := r.URL.Query().Get(partField); part != "" {
+				body, err = room.renderAlone(ctx, p, part, s)
+				return err
+			}
 			body, err = room.render(ctx, p, s)
 			return err
 		})
@@ -145,6 +149,21 @@ func (room *Room) serve(p page) http.Handler {
 	})
 }
 
+// partField is the parameter that asks for one part of a page, which a script puts into the page.
+const partField = "part"
+
+// renderAlone renders one part of a page.
+func (room *Room) renderAlone(ctx context.Context, p page, name string, s show) ([]byte, error) {
+	i := slices.IndexFunc(p.parts, func(one part) bool { return one.name == name })
+	if i < 0 {
+		return nil, missing("page %s has no part %.60q", p.path, name)
+	}
+	if err := s.find(ctx, p); err != nil {
+		return nil, err
+	}
+	return room.renderPart(ctx, p, p.parts[i], s.visit)
+}
+
 // newVisit parses a request below prefix.
 func newVisit(r *http.Request, p page, prefix string) *visit {
 	wild := map[string]string{}
@@ -152,6 +171,7 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 		wild[m[1]] = r.PathValue(m[1])
 	}
 	query := r.URL.Query()
+	query.Del(partField)
 	fresh := replica.Fresh(r)
 	if prefix != "" {
 		query.Del("seen")

@@ -3,6 +3,9 @@ package engineroom
 import (
 	"cmp"
 	"context"
+	"encoding/json"
+	"maps"
+	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -23,6 +26,9 @@ type tracedRow struct {
 	Step, Kind, Agent, Surface, Skill     string
 	SkillID                               *string
 	Purpose, Status                       string
+	CauseID                               *string
+	LedTo                                 string // JSON: calls of each skill in a model's answer
+	Open                                  bool   // somebody works on it
 	Input, Output, Message                string
 	InputBytes, OutputBytes, MessageBytes int64
 	Class, Model                          string
@@ -58,10 +64,11 @@ func setOutWhole(text string, size int64) (string, bool) {
 	return formatJSON(text), false
 }
 
-// tracedColumns are the columns of a tracedRow, texts cut at @text characters.
+// tracedColumns are all columns of a tracedRow, texts cut at @text characters.
 const tracedColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.claim, left(a.step, 300) as step, a.kind,
 	left(a.agent, 100) as agent, left(a.surface, 100) as surface, left(a.skill_name, 200) as skill, a.skill_id::text,
-	left(a.purpose, 200) as purpose, a.status, coalesce(left(nullif(a.input::text, '{}'), @text::int), '') as input,
+	left(a.purpose, 200) as purpose, a.status, a.cause_id::text, left(a.led_to::text, 400) as led_to,
+	a.status = 'running' and exists (select from agent_activity_open o where o.activity_id = a.id) as open, coalesce(left(nullif(a.input::text, '{}'), @text::int), '') as input,
 	coalesce(left(nullif(a.output::text, 'null'), @text::int), '') as output,
 	left(coalesce(a.error_message, ''), @text::int) as message, octet_length(a.input::text)::bigint as input_bytes,
 	coalesce(octet_length(a.output::text), 0)::bigint as output_bytes,
@@ -73,8 +80,17 @@ const tracedColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.cl
 	lanekeeper.agent_tokens(a.token_usage, 'unknown_tokens') as unknown, coalesce(a.token_usage ->> 'estimated', '') = 'true' as estimated, a.cost_usd::float8 as cost_usd, a.duration_ms,
 	left(a.idempotency_key, 200) as key, left(a.thread_id, 300) as thread_id, left(a.lane, 255) as lane, a.created_at, a.finished_at`
 
-// rowsOf reads the activities of the waterfall and the tree: the first, the last, and the failed ones.
-func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedRow, error) {
+// lineColumns are the columns of a line of the waterfall. They leave out what only the panel shows.
+const lineColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.claim, left(a.step, 300) as step, a.kind,
+	left(a.skill_name, 200) as skill, left(a.purpose, 200) as purpose, a.status,
+	case when a.kind = 'model' then left(a.led_to::text, 400) else '' end as led_to,
+	a.status = 'running' and exists (select from agent_activity_open o where o.activity_id = a.id) as open,
+	left(coalesce(a.error_message, ''), 300) as message, left(a.error_class, 100) as class, left(a.model, 200) as model,
+	case when a.kind = 'model' then lanekeeper.agent_tokens(a.token_usage, 'total_tokens') else 0 end as tokens,
+	a.cost_usd::float8 as cost_usd, a.duration_ms, a.created_at, a.finished_at`
+
+// rowsOf reads the activities of the waterfall: the first, the last, and the failed ones.
+func (room *Room) rowsOf(ctx context.Context, id string) ([]tracedRow, error) {
 	rows, err := room.Read.Query(ctx, `
 		with picked as (
 		  (select a.id from agent_activity a where a.trace_id = @id order by a.created_at, a.id limit @first)
@@ -84,11 +100,10 @@ func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedR
 		  (select a.id from (select x.id, x.status, x.created_at from agent_activity x
 		                      where x.trace_id = @id order by x.created_at limit @scan) a
 		    where a.status in ('error', 'unknown') order by a.created_at limit @failed))
-		select `+tracedColumns+`
+		select `+lineColumns+`
 		  from picked p join agent_activity a on a.id = p.id
 		 order by a.created_at, a.id`, freshPlan, postgres.Strict{
 		"id": id, "first": traceFirst, "last": traceLast, "failed": traceFailed, "scan": traceSummed,
-		"text": textEach(min(count, 350)),
 	})
 	return collectTraced(rows, err, id)
 }
@@ -96,7 +111,7 @@ func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedR
 // pageOf reads a page of the table in order of the start, after a row.
 func (room *Room) pageOf(ctx context.Context, id, after string) ([]tracedRow, error) {
 	rows, err := room.Read.Query(ctx, `
-		select `+tracedColumns+`
+		select `+lineColumns+`
 		  from agent_activity a
 		 where a.trace_id = @id
 		   and (@after::text = '' or a.created_at >= (select b.created_at from agent_activity b
@@ -104,7 +119,7 @@ func (room *Room) pageOf(ctx context.Context, id, after string) ([]tracedRow, er
 		   and (@after::text = '' or (a.created_at, a.id) > (select b.created_at, b.id from agent_activity b
 		                                               where b.id = nullif(@after::text, '')::uuid and b.trace_id = @id))
 		 order by a.created_at, a.id limit @limit::int + 1`, freshPlan, postgres.Strict{
-		"id": id, "after": after, "limit": tracePerPage, "text": textEach(tracePerPage),
+		"id": id, "after": after, "limit": tracePerPage,
 	})
 	return collectTraced(rows, err, id)
 }
@@ -120,7 +135,7 @@ func (room *Room) rowOf(ctx context.Context, id, row string) ([]tracedRow, error
 
 // collectTraced reads rows, numbers the attempts at each step, and formats the texts.
 func collectTraced(rows pgx.Rows, err error, id string) ([]tracedRow, error) {
-	list, err := postgres.Collect(rows, err, "list activities of trace", pgx.RowToStructByName[tracedRow])
+	list, err := postgres.Collect(rows, err, "list activities of trace", pgx.RowToStructByNameLax[tracedRow])
 	if err != nil {
 		return nil, err
 	}
@@ -174,13 +189,24 @@ func (room *Room) addApprovals(ctx context.Context, id string, list []tracedRow)
 // Sort is the row's sort, for texts and colours.
 func (r *tracedRow) Sort() string { return rowNode(r).Sort }
 
+// Name is what it was: of a model call its purpose, else its skill.
+func (r *tracedRow) Name() string { return rowNode(r).Name }
+
+// ForkURL is the form that forks the execution from the row's step; empty for none.
+func (r *tracedRow) ForkURL() string {
+	if r.ExecutionID == nil || r.Step == "" || len(r.Step) > maxFilter {
+		return ""
+	}
+	return "/executions/" + *r.ExecutionID + "?from=" + url.QueryEscape(r.Step) + "#fork"
+}
+
 // Label is the row's sort for people.
 func (r *tracedRow) Label() string { return rowNode(r).Label() }
 
 // Took is its duration in short form; empty while it runs, or without one.
 func (r *tracedRow) Took() string { return rowNode(r).Took() }
 
-// maxTreeLevel bounds the drawn depth of a tree. Deeper nodes show their depth.
+// maxTreeLevel bounds the drawn depth of the lines. Deeper nodes show their depth.
 const maxTreeLevel = 16
 
 // tracedNode is a line of a trace: a run, an activity, a wait, or omitted rows.
@@ -207,6 +233,8 @@ type tracedNode struct {
 	Bars     []tracedBar
 	Left     int64 // omitted rows; -1 if not counted
 	After    string
+	Out      bool        // the filter hides it
+	Lost     []lostClaim // claims of a run that ended without a wait or an end
 
 	parent *tracedNode
 	placed bool
@@ -215,16 +243,19 @@ type tracedNode struct {
 // sortLabels name the sorts of lines.
 var sortLabels = map[string]string{
 	"run": "run", "model": "model call", "call": "skill call", "retry": "retry", "phase": "phase", "note": "note",
-	"wait": "wait", "lane": "lane wait", "more": "not shown",
+	"wait": "wait", "lane": "lane wait", "more": "not shown", "queue": "in the queue", "failed": "failed",
 }
 
 // Label is the node's sort for people.
 func (n *tracedNode) Label() string {
 	if n.Sort == "retry" && n.Row != nil {
-		return "retry " + strconv.Itoa(n.Row.Try)
+		return "attempt " + strconv.Itoa(n.Row.Try)
 	}
 	return sortLabels[n.Sort]
 }
+
+// AriaLevel is the depth, from 1.
+func (n *tracedNode) AriaLevel() int { return n.Level + 1 }
 
 // Depth is the drawn depth.
 func (n *tracedNode) Depth() int { return min(n.Level, maxTreeLevel) }
@@ -250,8 +281,11 @@ func nodesOf(rows []tracedRow, runs []tracedRun, waits []tracedWait) []*tracedNo
 		r := &runs[i]
 		r.Error, r.Summary = redact.Text(r.Error, 4000), redact.Text(r.Summary, 1000)
 		nodes = append(nodes, &tracedNode{
-			ID: "run-" + r.ID, Sort: "run", Name: r.Flow, Status: r.Status, From: r.CreatedAt, To: r.CompletedAt, Run: r,
+			ID: "run-" + r.ID, Sort: "run", Name: r.Flow, Status: r.State(), From: r.CreatedAt, To: r.CompletedAt, Run: r,
 		})
+		if r.Lost != nil {
+			nodes[len(nodes)-1].To = r.Lost
+		}
 	}
 	for i := range rows {
 		nodes = append(nodes, rowNode(&rows[i]))
@@ -280,6 +314,9 @@ func rowNode(r *tracedRow) *tracedNode {
 	n := &tracedNode{
 		ID: "row-" + r.ID, Sort: r.Kind, Name: r.Skill, Status: r.Status, From: r.CreatedAt, To: r.FinishedAt, Row: r,
 		Tokens: r.Tokens, CostUSD: r.CostUSD,
+	}
+	if r.Kind == "model" {
+		n.Name = modelName(r.Purpose, r.LedTo)
 	}
 	if r.Try > 1 {
 		n.Sort = "retry"
@@ -391,24 +428,6 @@ func (n *tracedNode) walk(parent *tracedNode, order []*tracedNode) []*tracedNode
 	return order
 }
 
-// branches returns the nodes as a tree of bounded depth: a deeper node is beside its parent.
-func branches(order []*tracedNode) []*tracedNode {
-	var top []*tracedNode
-	for _, n := range order {
-		n.Children = nil
-		above := n.parent
-		for above != nil && above.Level >= maxTreeLevel {
-			above = above.parent
-		}
-		if above == nil {
-			top = append(top, n)
-		} else {
-			above.Children = append(above.Children, n)
-		}
-	}
-	return top
-}
-
 // Took is its duration in short form; empty while it runs, or without one.
 func (n *tracedNode) Took() string {
 	ms := n.DurationMS()
@@ -426,13 +445,150 @@ func (n *tracedNode) Fine() bool {
 	return n.Status == "success" || n.Status == "completed" || n.Status == "done"
 }
 
-// Unfolded reports whether the tree starts expanded here.
-func (n *tracedNode) Unfolded() bool { return n.Level < 3 }
-
 // Queued is a run's queue time; empty before the claim, or if it was short.
 func (r tracedRun) Queued() string {
 	if r.StartedAt == nil || r.StartedAt.Sub(r.CreatedAt) < time.Millisecond {
 		return ""
 	}
 	return human.Duration(r.StartedAt.Sub(r.CreatedAt))
+}
+
+// purposeNames name model calls by the purpose that the caller records.
+var purposeNames = map[string]string{
+	"chat": "answer the visitor", "operate": "answer the admin", "summary": "compress the context",
+	"chat_summary": "compress the context", "advance_plan": "advance the plan", "reflect": "reflect",
+	"heartbeat_prompt": "follow the heartbeat's prompt",
+}
+
+// modelName names a model call by what it was for: the tools that its answer calls, or else its recorded purpose.
+func modelName(purpose, ledTo string) string {
+	var calls map[string]any
+	if json.Unmarshal([]byte(ledTo), &calls) == nil && len(calls) > 0 {
+		names := slices.Sorted(maps.Keys(calls))
+		for i, name := range names {
+			if n, is := calls[name].(float64); is && n > 1 {
+				names[i] = name + " ×" + strconv.FormatFloat(n, 'f', 0, 64)
+			}
+		}
+		if len(names) == 1 {
+			return "choose a tool: " + names[0]
+		}
+		return "choose tools: " + strings.Join(names, ", ")
+	}
+	if name, known := purposeNames[purpose]; known {
+		return name
+	}
+	kind, name, _ := strings.Cut(purpose, " ")
+	switch {
+	case purpose == "":
+		return "ask the model"
+	case kind == "flow" || kind == "automation" || kind == "webhook":
+		return "work on " + kind + " " + name
+	}
+	return strings.ReplaceAll(purpose, "_", " ")
+}
+
+// lostClaim is a claim of a run that ended without a wait or an end.
+type lostClaim struct {
+	ExecutionID string
+	Claim       int64
+	At          time.Time
+	How, Worker string
+}
+
+// lostOf reads the lost claims of runs.
+func (room *Room) lostOf(ctx context.Context, runs []tracedRun) ([]lostClaim, error) {
+	var again []string
+	for _, r := range runs {
+		if r.Claim > 1 {
+			again = append(again, r.ID)
+		}
+	}
+	if len(again) == 0 {
+		return nil, nil
+	}
+	return postgres.Rows[lostClaim](ctx, room.Read, "list lost claims", `
+		select l.execution_id::text, l.claim, l.at, l.how, left(coalesce(nullif(l.worker_name, ''), l.worker::text, ''), 200) as worker
+		  from agent_claims_lost l where l.execution_id = any (@runs::text[]::uuid[])
+		 order by l.execution_id, l.claim limit @most`, freshPlan, postgres.Strict{"runs": again, "most": traceWaits})
+}
+
+// stopLost ends what nobody works on any more: activities whose execution has ended, whose claim is over, or whose
+// worker's lease is. Their rows say running until somebody closes them.
+func stopLost(nodes []*tracedNode, runs []tracedRun, lost []lostClaim) {
+	byID := map[string]*tracedRun{}
+	for i := range runs {
+		byID[runs[i].ID] = &runs[i]
+	}
+	for _, n := range nodes {
+		if n.Run != nil {
+			for _, l := range lost {
+				if l.ExecutionID == n.Run.ID {
+					n.Lost = append(n.Lost, l)
+				}
+			}
+		}
+		if n.Row == nil || n.Row.Status != "running" || n.To != nil {
+			continue
+		}
+		run := byID[text(n.Row.ExecutionID)]
+		switch {
+		case run != nil && run.CompletedAt != nil:
+			n.Status, n.To = stateStopped, run.CompletedAt
+		case run != nil && run.Lost != nil:
+			n.Status, n.To = stateLost, run.Lost
+		case run != nil && n.Row.Kind != "phase" && n.Row.Claim != nil && *n.Row.Claim < run.Claim:
+			n.Status, n.To = stateLost, new(run.UpdatedAt)
+			for _, l := range lost {
+				if l.ExecutionID == run.ID && l.Claim == *n.Row.Claim {
+					n.To = new(l.At)
+				}
+			}
+		case !n.Row.Open:
+			n.Status, n.To = stateStopped, new(n.From)
+		}
+		if n.To != nil && n.To.Before(n.From) {
+			n.To = new(n.From)
+		}
+	}
+}
+
+// Bad reports a failure, which is drawn red.
+func (n *tracedNode) Bad() bool {
+	switch n.Status {
+	case "error", "failed", "timeout":
+		return true
+	}
+	return false
+}
+
+// Halted reports work that ended without a result: cancelled, stopped, or with an unknown outcome.
+func (n *tracedNode) Halted() bool {
+	switch n.Status {
+	case "cancelled", "unknown", stateStopped, stateLost:
+		return true
+	}
+	return false
+}
+
+// Message is the beginning of its error.
+func (n *tracedNode) Message() string {
+	switch {
+	case n.Row != nil:
+		return n.Row.Message
+	case n.Run != nil && n.Bad():
+		return n.Run.Error
+	}
+	return ""
+}
+
+// Span is the value of the parameter span that selects it.
+func (n *tracedNode) Span() string {
+	switch {
+	case n.Row != nil:
+		return n.Row.ID
+	case n.Run != nil:
+		return n.Run.ID
+	}
+	return n.ID
 }

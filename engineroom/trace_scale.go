@@ -16,8 +16,11 @@ type tracedBar struct {
 	Open     bool // it is running
 }
 
-// tracedTick is a mark of the time axis, relative to the start.
-type tracedTick struct{ X, Word string }
+// tracedTick is a mark of the time axis, relative to the start. Zoom is the least factor at which it is shown.
+type tracedTick struct {
+	X, Word string
+	Zoom    int
+}
 
 // tracedGap is idle time, drawn shorter.
 type tracedGap struct {
@@ -48,7 +51,7 @@ type segment struct {
 const (
 	minIdle  = time.Second // idle time of up to three times this is drawn to scale
 	maxGaps  = 12          // the longest ones
-	minBar   = 0.35        // least width of a bar, in percent
+	minBar   = 0.02        // least width of a bar, in percent; its outline makes it visible
 	openTail = 0.06        // share of the drawing for running work
 )
 
@@ -205,14 +208,50 @@ func percent(x float64) string { return strconv.FormatFloat(x, 'f', 2, 64) + "%"
 func (t *traceScale) draw(nodes []*tracedNode) {
 	for _, n := range nodes {
 		switch {
-		case n.Sort == "run" && n.Run.StartedAt != nil && n.Run.StartedAt.Sub(n.From) > 0:
-			n.Bars = []tracedBar{t.bar("queue", n.From, n.Run.StartedAt), t.bar("run", *n.Run.StartedAt, n.To)}
+		case n.Sort == "run":
+			n.Bars = t.runBars(n)
 		case n.Point() && n.Sort == "note":
 			n.Bars = []tracedBar{{Class: "note", X: percent(min(t.place(n.From), 99.6))}}
 		default:
-			n.Bars = []tracedBar{t.bar(n.Sort, n.From, n.To)}
+			sort := n.Sort
+			if sort == "retry" {
+				sort = n.Row.Kind
+			}
+			n.Bars = []tracedBar{t.bar(n.look(sort), n.From, n.To)}
 		}
 	}
+}
+
+// runBars returns the time in the queue, and each attempt of the run.
+func (t *traceScale) runBars(n *tracedNode) (bars []tracedBar) {
+	from := n.From
+	if began := n.Run.StartedAt; began != nil && began.After(from) {
+		bars = append(bars, t.bar("queue", from, began))
+		from = *began
+	}
+	if n.Run.StartedAt == nil && n.To == nil {
+		return []tracedBar{t.bar("queue", from, nil)}
+	}
+	for _, l := range n.Lost {
+		if l.At.After(from) && (n.To == nil || l.At.Before(*n.To)) {
+			bars = append(bars, t.bar("halted", from, &l.At), t.bar("lost", l.At, &l.At))
+			from = l.At
+		}
+	}
+	return append(bars, t.bar(n.look("run"), from, n.To))
+}
+
+// look is the class of a node's bar: its state if that is not good, else its sort.
+func (n *tracedNode) look(sort string) string {
+	switch {
+	case n.Bad() && n.Run != nil:
+		return "bad-run"
+	case n.Bad():
+		return "bad"
+	case n.Halted():
+		return "halted"
+	}
+	return sort
 }
 
 // bar returns the rectangle between two times, or to the edge.
@@ -246,29 +285,45 @@ func (t *traceScale) gaps() []tracedGap {
 	return all
 }
 
+// tickZooms are the factors from which on finer marks are shown.
+var tickZooms = []int{1, 4, 16}
+
 // ticks returns the marks of the axis: round times since the start, where the scale is linear.
 func (t *traceScale) ticks() []tracedTick {
+	all := []tracedTick{{percent(0), "0", 1}}
 	if t.whole == 0 {
-		return []tracedTick{{percent(0), "0"}}
+		return all
 	}
-	step := roundStep(t.whole / 4)
-	all := []tracedTick{{percent(0), "0"}}
-	last := 0.0
-	for _, s := range t.stretches {
-		if s.short || s.rest {
-			continue
-		}
-		from, to := s.from.Sub(t.start).Seconds(), s.to.Sub(t.start).Seconds()
-		for n := int64(from/step) + 1; float64(n)*step <= to && len(all) < 24; n++ {
-			after := time.Duration(float64(n) * step * float64(time.Second))
-			x := t.place(t.start.Add(after))
-			if x-last >= 16 && x <= 88 {
-				all = append(all, tracedTick{percent(x), human.Duration(after)})
-				last = x
+	taken := []float64{0}
+	for _, zoom := range tickZooms {
+		step, least, made := roundStep(t.whole/4/float64(zoom)), 16/float64(zoom), 0
+		for _, s := range t.stretches {
+			if s.short || s.rest {
+				continue
+			}
+			from, to := s.from.Sub(t.start).Seconds(), s.to.Sub(t.start).Seconds()
+			for n := int64(from/step) + 1; float64(n)*step <= to && made < 24*zoom; n++ {
+				after := time.Duration(float64(n) * step * float64(time.Second))
+				x := t.place(t.start.Add(after))
+				i, _ := slices.BinarySearch(taken, x)
+				if x > 100-12/float64(zoom) || x-taken[i-1] < least || i < len(taken) && taken[i]-x < least {
+					continue
+				}
+				taken = slices.Insert(taken, i, x)
+				all, made = append(all, tracedTick{percent(x), tickWord(after), zoom}), made+1
 			}
 		}
 	}
 	return all
+}
+
+// tickWord formats the time of a mark: in milliseconds where a short form would cut it.
+func tickWord(after time.Duration) string {
+	if after > time.Second && after < time.Minute && after%(100*time.Millisecond) != 0 ||
+		after > 10*time.Second && after < time.Minute && after%time.Second != 0 {
+		return human.Count(after.Milliseconds()) + " ms"
+	}
+	return human.Duration(after)
 }
 
 // roundStep rounds seconds up to a round number.

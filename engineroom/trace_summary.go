@@ -4,14 +4,17 @@ import (
 	"context"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // tracedRun is an execution of a trace.
 type tracedRun struct {
-	ID, Surface, Flow, Status           string
+	ID, Surface, Flow, Status, Agent    string
+	CancelledBy, CancelReason           string
 	ParentID, ForkedFrom, ThreadID      *string
 	WaitingFor, WaitingKey, WaitingStep *string
 	WaitingUntil                        *time.Time
@@ -20,6 +23,19 @@ type tracedRun struct {
 	Summary, Error, FailedStep          string
 	CreatedAt, UpdatedAt                time.Time
 	StartedAt, CompletedAt              *time.Time
+	Lost                                *time.Time // the end of its worker's lease, if that is over
+}
+
+// stateLost is the state of what a lost worker had, until the next sweep of the executions. stateStopped is the state
+// of an activity that nobody works on any more.
+const stateLost, stateStopped = "worker lost", "stopped"
+
+// State is the status, or stateLost.
+func (r tracedRun) State() string {
+	if r.Lost != nil {
+		return stateLost
+	}
+	return r.Status
 }
 
 // began is the run's start of work, or its creation.
@@ -30,20 +46,22 @@ func (r tracedRun) began() time.Time {
 	return r.CreatedAt
 }
 
-// Failed reports a failed, timed out or cancelled run.
-func (r tracedRun) Failed() bool { return r.Status == "failed" || r.Status == "timeout" }
-
 // runsOf reads the first executions of a trace, and whether there are more.
 func (room *Room) runsOf(ctx context.Context, id string) (runs []tracedRun, more bool, err error) {
 	runs, err = postgres.Rows[tracedRun](ctx, room.Read, "list executions of trace", `
-		select e.id::text, e.surface, left(e.flow, 200) as flow, e.status, e.parent_id::text, e.forked_from::text,
-		  e.thread_id,
+		select e.id::text, e.surface, left(e.flow, 200) as flow, e.status, left(e.agent, 200) as agent, e.parent_id::text,
+		       e.forked_from::text, e.thread_id, left(coalesce(e.cancelled_by, ''), 200) as cancelled_by,
+		       left(coalesce(e.cancel_reason, ''), 1200) as cancel_reason,
+		       case when e.claimed_by is not null and coalesce(w.expires_at <= clock_timestamp(), true)
+		            then coalesce(w.expires_at, e.updated_at) end as lost,
 		       e.waiting_for, left(e.waiting_key, 300) as waiting_key, left(e.waiting_step, 300) as waiting_step,
 		         e.waiting_until,
 		       e.claim, e.wait_number, e.attempt, left(e.result_summary, 1000) as summary,
 		       left(coalesce(e.error_message, ''), 4000) as error, left(coalesce(e.failed_step, ''), 300) as failed_step,
 		       e.created_at, e.updated_at, e.started_at, e.completed_at
-		  from agent_executions e where e.trace_id = @id order by e.id limit @most::int + 1`,
+		  from (select x.* from agent_executions x where x.trace_id = @id order by x.id limit @most::int + 1) e
+		  left join agent_workers w on w.id = e.claimed_by
+		 order by e.id`,
 		freshPlan, postgres.Strict{"id": id, "most": traceRuns})
 	if err != nil {
 		return nil, false, err
@@ -110,30 +128,6 @@ func (s *tracedSums) add(o tracedSums) {
 	}
 }
 
-// tracedFailure is one failure.
-type tracedFailure struct {
-	ID, Name, Status, Class, Message string
-	At                               time.Time
-}
-
-// failuresOf lists the failures of a trace in order of their start.
-func (room *Room) failuresOf(ctx context.Context, id string) (list []tracedFailure, more bool, err error) {
-	list, err = postgres.Rows[tracedFailure](ctx, room.Read, "list errors of trace", `
-		select b.id::text, left(b.skill_name, 200) as name, b.status, left(b.error_class, 100) as class,
-		       left(coalesce(b.error_message, ''), 600) as message, b.created_at as at
-		  from (select a.id from (select x.id, x.status, x.created_at from agent_activity x
-		                           where x.trace_id = @id order by x.created_at limit @scan) a
-		         where a.status in ('error', 'unknown') order by a.created_at limit @most::int + 1) f
-		  join agent_activity b on b.id = f.id
-		 order by b.created_at, b.id`,
-		freshPlan, postgres.Strict{"id": id, "scan": traceSummed, "most": traceFailed})
-	if err != nil {
-		return nil, false, err
-	}
-	list, more = onPage(list, traceFailed)
-	return list, more, nil
-}
-
 // tracedAround is the data about a trace in other tables.
 type tracedAround struct {
 	Lanes        []string // lanes of its rows
@@ -164,126 +158,115 @@ func (room *Room) aroundOf(ctx context.Context, id, root string, runs []string) 
 		})
 }
 
-// tracedSummary is the head of the page.
-type tracedSummary struct {
+// tracedHead is the head of the page: what the trace was, and how it ended.
+type tracedHead struct {
 	tracedAround
 
-	ID, Hex, Surface, Status string
-	Flow, Agent, Result      string
-	StartedAt                time.Time
-	FinishedAt               *time.Time
-	Runs                     []tracedRun
-	MoreRuns, MoreRows       bool
-	Threads                  []string
-	Sums                     tracedSums
-	Failures                 []tracedFailure
-	FailedRuns               []tracedRun
-	MoreFailures             bool
-	OnPage                   bool // the failed rows are on this page
+	ID, Surface, Status string
+	Flow, Agent, Result string
+	CancelledBy, Reason string
+	StartedAt           time.Time
+	FinishedAt          *time.Time
+	Root                *tracedRun // the execution that the actions are about; nil for none
+	First               string     // its first recorded step
+	Runs                []tracedRun
+	MoreRuns, MoreRows  bool
+	Threads             []string
+	Sums                tracedSums
+	Cause               *activity.RootCause
+	byRun               map[string]tracedSums
 }
 
-// traceSummary loads the head.
-func (room *Room) traceSummary(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(*tracedVisit)
-	return room.settled(ctx, about, "summary", func() (any, bool, error) {
-		s := &tracedSummary{ID: about.ID, Hex: trace.ID(about.ID).OTel(), OnPage: about.View != "table" && about.Row == ""}
-		var err error
-		if s.Runs, s.MoreRuns, err = room.runsOf(ctx, about.ID); err != nil {
-			return nil, false, err
+// readHead reads all of a trace but its rows.
+func (room *Room) readHead(ctx context.Context, id string) (h *tracedHead, err error) {
+	h = &tracedHead{ID: id}
+	if h.Runs, h.MoreRuns, err = room.runsOf(ctx, id); err != nil {
+		return nil, err
+	}
+	if h.byRun, h.Sums, h.MoreRows, err = room.sumsOf(ctx, id); err != nil {
+		return nil, err
+	}
+	root, ids := "", make([]string, len(h.Runs))
+	for i, r := range h.Runs {
+		if ids[i] = r.ID; r.ParentID == nil && root == "" {
+			root = r.ID
 		}
-		if _, s.Sums, s.MoreRows, err = room.sumsOf(ctx, about.ID); err != nil {
-			return nil, false, err
+	}
+	if h.tracedAround, err = room.aroundOf(ctx, id, root, ids); err != nil {
+		return nil, err
+	}
+	h.fill()
+	if h.Failed() {
+		if h.Cause, err = activity.RootCauseOf(ctx, room.Read, id); err != nil {
+			return nil, err
 		}
-		if s.Failures, s.MoreFailures, err = room.failuresOf(ctx, about.ID); err != nil {
-			return nil, false, err
-		}
-		root, ids := "", make([]string, len(s.Runs))
-		for i, r := range s.Runs {
-			if ids[i] = r.ID; r.ParentID == nil && root == "" {
-				root = r.ID
-			}
-		}
-		if s.tracedAround, err = room.aroundOf(ctx, about.ID, root, ids); err != nil {
-			return nil, false, err
-		}
-		s.fill()
-		return s, s.Sums.Running, nil
-	})
+	}
+	return h, nil
 }
 
 // fill computes the trace's status from its root executions. Without any (an admin's single action, a skipped tick)
 // it uses the rows.
-func (s *tracedSummary) fill() {
+func (h *tracedHead) fill() {
 	seen := map[string]bool{}
-	rooted := false
-	for i, r := range s.Runs {
-		if r.Failed() {
-			s.FailedRuns = append(s.FailedRuns, r)
-		}
-		if r.ThreadID != nil && !seen[*r.ThreadID] && len(s.Threads) < 20 {
+	for i := range h.Runs {
+		r := &h.Runs[i]
+		if r.ThreadID != nil && !seen[*r.ThreadID] && len(h.Threads) < 20 {
 			seen[*r.ThreadID] = true
-			s.Threads = append(s.Threads, *r.ThreadID)
+			h.Threads = append(h.Threads, *r.ThreadID)
 		}
-		if r.ParentID != nil && (rooted || i > 0) { // the first starts the trace, even with a parent in another one
+		if r.ParentID != nil && (h.Root != nil || i > 0) { // the first starts the trace, even with a parent elsewhere
 			continue
 		}
-		if !rooted {
-			s.Surface, s.Flow, s.StartedAt, rooted = r.Surface, r.Flow, r.began(), true
+		if h.Root == nil {
+			h.Surface, h.Flow, h.Agent, h.StartedAt = r.Surface, r.Flow, r.Agent, r.began()
 		}
-		s.Status, s.FinishedAt, s.Result = r.Status, r.CompletedAt, r.Summary
+		h.Root = r
+		h.Status, h.FinishedAt, h.Result = r.State(), r.CompletedAt, redact.Text(r.Summary, 1000)
+		h.CancelledBy, h.Reason = r.CancelledBy, redact.Text(r.CancelReason, 1000)
 	}
-	if rooted || s.Sums.Rows == 0 {
+	if h.Root != nil || h.Sums.Rows == 0 {
 		return
 	}
-	s.Surface, s.StartedAt = s.Sums.Surface, *s.Sums.First
+	h.Surface, h.StartedAt = h.Sums.Surface, *h.Sums.First
 	switch {
-	case s.Sums.Running:
-		s.Status = "running"
+	case h.Sums.Running:
+		h.Status = "running"
 		return
-	case s.Sums.Failed > 0:
-		s.Status = "failed"
-	case s.Sums.Skipped:
-		s.Status = "skipped"
+	case h.Sums.Failed > 0:
+		h.Status = "failed"
+	case h.Sums.Skipped:
+		h.Status = "skipped"
 	default:
-		s.Status = "completed"
+		h.Status = "completed"
 	}
-	s.FinishedAt = s.Sums.Last
+	h.FinishedAt = h.Sums.Last
 }
 
+// Failed reports a trace that has a root cause.
+func (h *tracedHead) Failed() bool { return h.Status == "failed" || h.Status == "timeout" }
+
 // Took is the duration in short form; empty while it runs.
-func (s *tracedSummary) Took() string {
-	if ms := between(s.StartedAt, s.FinishedAt); ms != nil {
+func (h *tracedHead) Took() string {
+	if ms := between(h.StartedAt, h.FinishedAt); ms != nil {
 		return human.Millis(*ms)
 	}
 	return ""
 }
 
-// Counted is the bounded number of rows.
-func (s *tracedSummary) Counted() int64 { return min(s.Sums.Rows, traceSummed) }
+// Goes reports whether it is running.
+func (h *tracedHead) Goes() bool { return h.FinishedAt == nil && h.Status != stateLost }
 
-// FirstRuns are the runs in the head.
-func (s *tracedSummary) FirstRuns() []tracedRun { return s.Runs[:min(len(s.Runs), 5)] }
+// Counted is the bounded number of rows.
+func (h *tracedHead) Counted() int64 { return min(h.Sums.Rows, traceSummed) }
+
+// Live reports whether the root can be cancelled.
+func (h *tracedHead) Live() bool { return h.Root != nil && h.Root.CompletedAt == nil }
+
+// Hex is the id in tracing tools.
+func (h *tracedHead) Hex() string { return trace.ID(h.ID).OTel() }
+
+// FirstRuns are the runs in the panel.
+func (h *tracedHead) FirstRuns() []tracedRun { return h.Runs[:min(len(h.Runs), 5)] }
 
 // HasMoreRuns reports whether there are others.
-func (s *tracedSummary) HasMoreRuns() bool { return len(s.Runs) > 5 }
-
-// RowLink returns a row's URL: on this page if the view has it, else its own.
-func (s *tracedSummary) RowLink(row string) string {
-	if s.OnPage {
-		return "#in-row-" + row
-	}
-	return "/traces/" + s.ID + "?row=" + row
-}
-
-// maxErrors bounds the failures shown without expanding.
-const maxErrors = 8
-
-// FirstFailures are the failures shown at once.
-func (s *tracedSummary) FirstFailures() []tracedFailure {
-	return s.Failures[:min(len(s.Failures), maxErrors)]
-}
-
-// OtherFailures are collapsed.
-func (s *tracedSummary) OtherFailures() []tracedFailure {
-	return s.Failures[min(len(s.Failures), maxErrors):]
-}
+func (h *tracedHead) HasMoreRuns() bool { return len(h.Runs) > 5 }

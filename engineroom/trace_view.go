@@ -14,66 +14,106 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
-	reasons "github.com/lanekeeper/lanekeeper/why"
 )
 
-// tracedView is the content below the head, in one of the views.
+// tracedView is the head of a trace and its spans, in one of the views.
 type tracedView struct {
-	ID, View, Row string
-	Rows          int64 // of the trace
-	More          bool  // the count of rows reached its bound
-	Shown         int   // shown rows
-	MoreRuns      bool
+	*tracedHead
 
-	Order  []*tracedNode // lines of the waterfall
-	Top    []*tracedNode // the tree
-	Ticks  []tracedTick
-	Gaps   []tracedGap
-	Sorts  []string // present sorts, for the legend
-	Guess  bool     // a wait's start is an estimate
-	Table  []tracedRow
-	Waits  []tracedWait
-	Next   string // last row of this page of the table
-	Paged  bool   // not the first page
-	Single *tracedRow
-	Prompt *tracedPrompt // of a single model call
+	View, Span string
+	Base       string // of the address of a span; its id follows
+	Filter     traceWanted
+	Rows       int64         // of the trace
+	More       bool          // the count of rows reached its bound
+	Shown      int           // shown rows
+	Order      []*tracedNode // lines of the waterfall
+	Wanted     int           // lines that the filter leaves
+	Ticks      []tracedTick
+	Gaps       []tracedGap
+	Sorts      []string // present sorts, for the legend
+	Table      []tracedRow
+	Waits      []tracedWait
+	Next       string // last row of this page of the table
+	Paged      bool   // not the first page
 }
 
-// traceView loads the chosen view.
+// traceWanted narrows the lines of a waterfall.
+type traceWanted struct {
+	Text, Kind string
+	Errors     bool
+}
+
+// traceKinds are the kinds of lines that can be chosen.
+var traceKinds = []string{"run", "phase", "model", "call", "wait", "note"}
+
+// Kinds are the kinds of lines that can be chosen.
+func (traceWanted) Kinds() []string { return traceKinds }
+
+// Set reports whether a filter is set.
+func (w traceWanted) Set() bool { return w != traceWanted{} }
+
+// has reports whether a line is wanted.
+func (w traceWanted) has(n *tracedNode) bool {
+	if w.Errors && !n.Bad() || w.Kind != "" && w.Kind != n.Kind() {
+		return false
+	}
+	if w.Text == "" {
+		return true
+	}
+	text := strings.Join([]string{n.Name, n.Label(), n.Status, n.Message(), n.ID}, " ")
+	if n.Row != nil {
+		text += " " + n.Row.Skill + " " + n.Row.Model + " " + n.Row.Step
+	}
+	return strings.Contains(strings.ToLower(text), strings.ToLower(w.Text))
+}
+
+// Kind is the node's sort without the distinction of retries and lanes.
+func (n *tracedNode) Kind() string {
+	switch {
+	case n.Row != nil:
+		return n.Row.Kind
+	case n.Wait != nil:
+		return "wait"
+	}
+	return n.Sort
+}
+
+// traceView loads the head and the chosen view.
 func (room *Room) traceView(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(*tracedVisit)
 	return room.settled(ctx, about, "view", func() (any, bool, error) {
-		view := &tracedView{ID: about.ID, View: about.View, Row: about.Row, Paged: about.After != ""}
-		var open bool
-		var err error
-		switch {
-		case about.Row != "":
-			open, err = room.loadRow(ctx, view)
-		case about.View == "table":
-			open, err = room.loadTable(ctx, about, view)
-		default:
-			open, err = room.loadTree(ctx, about, view)
+		head, err := room.readHead(ctx, about.ID)
+		if err != nil {
+			return nil, false, err
 		}
+		view := &tracedView{
+			tracedHead: head, View: about.View, Span: about.Span, Filter: about.Filter, Paged: about.After != "",
+			Base: v.at("span", "") + map[bool]string{true: "&", false: "?"}[strings.Contains(v.at("span", ""), "?")] + "span=",
+		}
+		open := head.Sums.Running
+		if about.View == "table" {
+			open, err = room.loadTable(ctx, about, view)
+		} else {
+			err = room.loadLines(ctx, view)
+		}
+		if err != nil || head.Root == nil {
+			return view, open, err
+		}
+		head.First, err = room.firstStep(ctx, head.Root.ID)
 		return view, open, err
 	})
 }
 
-// loadRow reads the one shown activity.
-func (room *Room) loadRow(ctx context.Context, view *tracedView) (open bool, err error) {
-	rows, err := room.rowOf(ctx, view.ID, view.Row)
-	if err != nil || len(rows) == 0 {
-		return true, err
+// firstStep is the first recorded step of an execution; empty for none. A fork from there repeats all of it.
+func (room *Room) firstStep(ctx context.Context, id string) (step string, err error) {
+	rows, err := room.Read.Query(ctx, `
+		select c.step from agent_checkpoints c where c.execution_id = @id order by c.created_at, c.step limit 1`,
+		freshPlan, postgres.Strict{"id": id})
+	steps, err := postgres.Collect(rows, err, "read first step", pgx.RowTo[string])
+	if err != nil || len(steps) == 0 || len(steps[0]) > maxFilter {
+		return "", err
 	}
-	if err := room.addApprovals(ctx, view.ID, rows); err != nil {
-		return false, err
-	}
-	view.Single = &rows[0]
-	if view.Single.Kind == "model" {
-		if view.Prompt, err = room.promptOf(ctx, view.ID, view.Row); err != nil {
-			return false, err
-		}
-	}
-	return view.Single.Status == "running", nil
+	return steps[0], nil
 }
 
 // loadTable reads a page of the table, and on the first page the waits.
@@ -82,57 +122,52 @@ func (room *Room) loadTable(ctx context.Context, about *tracedVisit, view *trace
 	if err != nil {
 		return false, err
 	}
-	if rows, more := onPage(rows, tracePerPage); more {
-		view.Table, view.Next = rows, rows[len(rows)-1].ID
-	} else {
-		view.Table = rows
-	}
-	if err := room.addApprovals(ctx, view.ID, view.Table); err != nil {
-		return false, err
+	rows, more := onPage(rows, tracePerPage)
+	if view.Table = rows; more {
+		view.Next = rows[len(rows)-1].ID
 	}
 	if about.After == "" {
-		runs, _, err := room.runsOf(ctx, view.ID)
-		if err != nil {
-			return false, err
-		}
-		if view.Waits, err = room.waitsOf(ctx, runs); err != nil {
+		if view.Waits, err = room.waitsOf(ctx, view.Runs); err != nil {
 			return false, err
 		}
 	}
 	return slices.ContainsFunc(view.Table, func(r tracedRow) bool { return r.Status == "running" }), nil
 }
 
-// loadTree reads the rows of the waterfall and the tree.
-func (room *Room) loadTree(ctx context.Context, about *tracedVisit, view *tracedView) (open bool, err error) {
-	runs, moreRuns, err := room.runsOf(ctx, about.ID)
+// loadLines reads the lines of the waterfall.
+func (room *Room) loadLines(ctx context.Context, view *tracedView) error {
+	order, shown, err := room.linesOf(ctx, view.tracedHead)
 	if err != nil {
-		return false, err
+		return err
 	}
-	byRun, sums, more, err := room.sumsOf(ctx, about.ID)
-	if err != nil {
-		return false, err
-	}
-	rows, err := room.rowsOf(ctx, about.ID, sums.Rows)
-	if err != nil {
-		return false, err
-	}
-	if err := room.addApprovals(ctx, about.ID, rows); err != nil {
-		return false, err
-	}
-	waits, err := room.waitsOf(ctx, runs)
-	if err != nil {
-		return false, err
-	}
-	view.Rows, view.More, view.Shown, view.MoreRuns = sums.Rows, more, len(rows), moreRuns
-	nodes := nodesOf(rows, runs, waits)
-	partly := int64(len(rows)) < sums.Rows
-	if partly && len(rows) > traceFirst {
-		nodes = withRest(nodes, rows, sums.Rows, more)
-	}
-	order := arrange(nodes)
-	rollUp(order, byRun, partly)
+	view.Rows, view.More, view.Shown = view.Sums.Rows, view.MoreRows, shown
 	view.fill(order)
-	return sums.Running, nil
+	return nil
+}
+
+// linesOf reads the lines of a trace in drawing order, and how many rows they have.
+func (room *Room) linesOf(ctx context.Context, h *tracedHead) (order []*tracedNode, shown int, err error) {
+	rows, err := room.rowsOf(ctx, h.ID)
+	if err != nil {
+		return nil, 0, err
+	}
+	waits, err := room.waitsOf(ctx, h.Runs)
+	if err != nil {
+		return nil, 0, err
+	}
+	lost, err := room.lostOf(ctx, h.Runs)
+	if err != nil {
+		return nil, 0, err
+	}
+	nodes := nodesOf(rows, h.Runs, waits)
+	stopLost(nodes, h.Runs, lost)
+	partly := int64(len(rows)) < h.Sums.Rows
+	if partly && len(rows) > traceFirst {
+		nodes = withRest(nodes, rows, h.Sums.Rows, h.MoreRows)
+	}
+	order = arrange(nodes)
+	rollUp(order, h.byRun, partly)
+	return order, len(rows), nil
 }
 
 // withRest adds a line for the omitted rows after the first ones.
@@ -179,35 +214,62 @@ func rollUp(order []*tracedNode, byRun map[string]tracedSums, partly bool) {
 	}
 }
 
-// fill builds the drawing or the tree.
+// fill draws the lines, and hides those that the filter does not want. The lines around a wanted one stay.
 func (view *tracedView) fill(order []*tracedNode) {
-	for _, n := range order {
-		if !slices.Contains(view.Sorts, n.Sort) && n.Sort != "more" {
-			view.Sorts = append(view.Sorts, n.Sort)
-		}
-		view.Guess = view.Guess || n.Wait != nil && n.Wait.Guessed
-	}
-	slices.SortFunc(view.Sorts, func(a, b string) int { return slices.Index(legend, a) - slices.Index(legend, b) })
-	if view.View == "tree" {
-		view.Top = branches(order)
-		return
-	}
-	view.Order = order
 	if t := newTraceScale(order); t != nil {
 		t.draw(order)
 		view.Ticks, view.Gaps = t.ticks(), t.gaps()
 	}
+	view.Order = order
+	if view.Filter.Set() {
+		shown := map[*tracedNode]bool{}
+		for _, n := range order {
+			for at := n; at != nil && !shown[at] && (at != n || view.Filter.has(n)); at = at.parent {
+				shown[at] = true
+			}
+		}
+		for _, n := range order {
+			n.Out = !shown[n]
+		}
+		view.Wanted = len(shown)
+	}
+	for _, n := range view.Order {
+		for _, b := range n.Bars {
+			if !slices.Contains(view.Sorts, b.sort()) && n.Sort != "more" {
+				view.Sorts = append(view.Sorts, b.sort())
+			}
+		}
+	}
+	slices.SortFunc(view.Sorts, func(a, b string) int { return slices.Index(legend, a) - slices.Index(legend, b) })
+}
+
+// sort is the word of the legend for a bar.
+func (b tracedBar) sort() string {
+	if b.Class == "bad-run" {
+		return "bad"
+	}
+	return b.Class
 }
 
 // legend is the order of the legend's words.
-var legend = []string{"run", "phase", "model", "call", "retry", "wait", "lane", "note"}
+var legend = []string{"queue", "run", "phase", "model", "call", "wait", "lane", "bad", "halted", "lost", "note"}
 
-// SortLabel returns the label of a sort.
-func (view *tracedView) SortLabel(sort string) string { return sortLabels[sort] }
+// SortLabel returns the legend's label of a bar.
+func (view *tracedView) SortLabel(sort string) string {
+	switch sort {
+	case "bad":
+		return "failed"
+	case "halted":
+		return "stopped, cancelled or unknown"
+	case "lost":
+		return "worker lost"
+	}
+	return sortLabels[sort]
+}
 
 // Thin reports bars of containers, which are drawn flat.
 func (view *tracedView) Thin(class string) bool {
-	return class == "run" || class == "phase" || class == "queue"
+	return class == "run" || class == "phase" || class == "queue" || class == "bad-run"
 }
 
 // Counted is how many rows the trace has, as far as they were counted.
@@ -238,16 +300,7 @@ type tracedWait struct {
 	Until             *time.Time // its deadline, while it goes on
 	TimedOut          bool
 	Key               string // what is waited for: an approval, an execution, a lane, the key of an event
-	Guessed           bool   // its beginning is not recorded
 	Standing          bool   // in the queue of a lane, with its process
-}
-
-// waitKindOf is the kind of wait that an event ends.
-var waitKindOf = map[string]string{
-	"MESSAGE_RECEIVED": "response", "AGENT_COMPLETED": "agent", "DOCUMENT_UPLOADED": "document",
-	"SIGNATURE_COMPLETED": "signature",
-	"TEST_COMPLETED":      "test", "EVENT_COMPLETED": "event", "SCHEDULE_REACHED": "delay", "APPROVAL_DECIDED": "approval",
-	"LANE_FREED": "lane",
 }
 
 // waitWords say what is waited for.
@@ -271,15 +324,10 @@ func (w tracedWait) elementID() string {
 }
 
 // waitsOf are the waits of runs: those that are over, those that go on, and the places in queues of lanes.
-//
-// The end of a wait is a checkpoint, the beginning of one that goes on is in the execution's row. The beginning of one
-// that is over is not recorded: it is taken to be when the run last wrote something before.
 func (room *Room) waitsOf(ctx context.Context, runs []tracedRun) ([]tracedWait, error) {
 	var parked, standing []string
-	began := map[string]time.Time{}
 	var waits []tracedWait
 	for _, r := range runs {
-		began[r.ID] = r.began()
 		if r.WaitNumber > 0 {
 			parked = append(parked, r.ID)
 		}
@@ -293,7 +341,7 @@ func (room *Room) waitsOf(ctx context.Context, runs []tracedRun) ([]tracedWait, 
 			})
 		}
 	}
-	over, err := room.pastWaits(ctx, parked, began)
+	over, err := room.pastWaits(ctx, parked)
 	if err != nil || len(standing) == 0 {
 		return append(over, waits...), err
 	}
@@ -310,58 +358,36 @@ func text(s *string) string {
 }
 
 // pastWaits are the waits of runs that are over.
-func (room *Room) pastWaits(ctx context.Context, runs []string, began map[string]time.Time) ([]tracedWait, error) {
+func (room *Room) pastWaits(ctx context.Context, runs []string) ([]tracedWait, error) {
 	if len(runs) == 0 {
 		return nil, nil
 	}
-	rows, err := room.Read.Query(ctx, `
-		select w.execution_id::text, left(w.step, 300) as step, left(w.event, 100) as event, w.timed_out, w.ended,
-		       left(coalesce(v.key, ''), 300) as key, greatest(w.before, a.before) as before
-		  from (select c.execution_id, c.step, c.ended, c.before, c.output ->> 'event' as event,
-		               c.output ->> 'timed_out' = 'true' as timed_out, lanekeeper.agent_uuid(c.output ->> 'event_id')
-		                 as event_id
-		          from (select k.execution_id, k.step, k.created_at as ended, k.output,
-		                       lag(k.created_at) over (partition by k.execution_id order by k.created_at) as before
-		                  from (select x.execution_id, x.step, x.created_at, x.output from agent_checkpoints x
-		                         where x.execution_id = any (@runs::text[]::uuid[]) limit @scan) k) c
-		         where case when pg_column_size(c.output) < 65536     -- a larger output is the result of a step
-		                    then jsonb_typeof(c.output) = 'object' and c.output ?& array['event', 'timed_out'] else false end
-		         order by c.ended limit @most) w
-		  left join agent_events v on v.id = w.event_id
-		 cross join lateral (
-		       select max(case when b.finished_at <= w.ended then b.finished_at else b.created_at end) as before
-		         from (select y.created_at, y.finished_at from agent_activity y
-		                where y.execution_id = w.execution_id and y.id < lanekeeper.agent_uuid7_floor(w.ended)
-		                  and y.created_at <= w.ended
-		                order by y.id desc limit 5) b) a
-		 order by w.ended`,
+	list, err := postgres.Rows[struct {
+		ExecutionID, Step, Event, Kind, Key string
+		TimedOut                            bool
+		Since                               *time.Time
+		Ended                               time.Time
+	}](ctx, room.Read, "list waits of trace", `
+		select c.execution_id::text, left(c.step, 300) as step, left(coalesce(c.output ->> 'event', ''), 100) as event,
+		       c.waited_for::text as kind, left(coalesce(c.waited_key, ''), 300) as key,
+		       coalesce(c.output ->> 'timed_out' = 'true', false) as timed_out, c.waited_since as since, c.created_at as ended
+		  from (select x.execution_id, x.step, x.output, x.waited_for, x.waited_key, x.waited_since, x.created_at
+		          from agent_checkpoints x where x.execution_id = any (@runs::text[]::uuid[]) limit @scan) c
+		 where c.waited_for is not null order by c.created_at limit @most`,
 		freshPlan, postgres.Strict{"runs": runs, "scan": tracePoints, "most": traceWaits})
-	list, err := postgres.Collect(rows, err, "list waits of trace", pgx.RowToStructByName[struct {
-		ExecutionID, Step, Event, Key string
-		TimedOut                      bool
-		Ended                         time.Time
-		Before                        *time.Time
-	}])
 	if err != nil {
 		return nil, err
 	}
-	waits := make([]tracedWait, 0, len(list))
-	for _, l := range list {
-		kind, is := waitKindOf[l.Event]
-		if !is {
-			continue // the result of a step that happens to look like the end of a wait
+	waits := make([]tracedWait, len(list))
+	for i, l := range list {
+		from := l.Ended
+		if l.Since != nil && l.Since.Before(from) {
+			from = *l.Since
 		}
-		from := began[l.ExecutionID]
-		if l.Before != nil && l.Before.After(from) {
-			from = *l.Before
+		waits[i] = tracedWait{
+			ExecutionID: l.ExecutionID, Step: l.Step, Event: l.Event, Kind: l.Kind, From: from, To: new(l.Ended),
+			TimedOut: l.TimedOut, Key: redact.Text(l.Key, 300),
 		}
-		if from.After(l.Ended) {
-			from = l.Ended
-		}
-		waits = append(waits, tracedWait{
-			ExecutionID: l.ExecutionID, Step: l.Step, Event: l.Event, Kind: kind, From: from, To: new(l.Ended),
-			TimedOut: l.TimedOut, Key: redact.Text(l.Key, 300), Guessed: true,
-		})
 	}
 	return waits, nil
 }
@@ -408,70 +434,4 @@ func (w tracedWait) Link() string {
 		return "/lanes"
 	}
 	return ""
-}
-
-// whyPanel is why a trace is what it is.
-type whyPanel struct {
-	ID    string
-	Parts []whyPart
-}
-
-type whyPart struct {
-	Title string
-	Rows  []whyRow
-}
-
-// whyRow is a reason with where it leads.
-type whyRow struct {
-	reasons.Reason
-	Depth int
-	Links []whyLink
-}
-
-type whyLink struct{ Word, URL string }
-
-func (room *Room) traceWhy(ctx context.Context, v *visit) (any, error) {
-	about, _ := v.About.(*tracedVisit)
-	answer, err := reasons.Of(ctx, room.Read, about.ID)
-	if err != nil {
-		return nil, err
-	}
-	panel := &whyPanel{ID: about.ID}
-	for _, p := range answer.Parts() {
-		part, depths := whyPart{Title: p.Title()}, answer.Depths(p)
-		for i, r := range answer.Of(p) {
-			part.Rows = append(part.Rows, whyRow{Reason: r, Depth: depths[i], Links: whyLinks(about.ID, r)})
-		}
-		panel.Parts = append(panel.Parts, part)
-	}
-	return panel, nil
-}
-
-// Trouble reports a row about something that went wrong.
-func (r whyRow) Trouble() bool { return r.Part == reasons.Trouble && r.Kind != reasons.More }
-
-// whyLinks are the other trace of a row, where it has one, and what else of it has a page.
-func whyLinks(trace string, r reasons.Reason) []whyLink {
-	var links []whyLink
-	if r.TraceID != trace && r.Kind != reasons.More {
-		links = append(links, whyLink{"trace " + r.TraceID, "/traces/" + url.PathEscape(r.TraceID)})
-	}
-	for _, ref := range []string{r.FromRef, r.ToRef} {
-		word, id, _ := strings.Cut(ref, " ")
-		pages := map[string]string{
-			"execution": "/executions/", "approval": "/approvals/", "delivery": "/deliveries/", "outgoing": "/outgoing/",
-			"thread": "/threads/",
-		}
-		at, has := pages[word]
-		if !has || id == "" {
-			continue
-		}
-		if word != "thread" {
-			id = strings.TrimSpace(id)
-			links = append(links, whyLink{word + " " + short(id), at + url.PathEscape(id)})
-			continue
-		}
-		links = append(links, whyLink{"thread " + cut(40, id), at + url.PathEscape(id)})
-	}
-	return links
 }

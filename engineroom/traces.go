@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -208,43 +209,40 @@ func traceSpan(d time.Duration) any {
 
 // How much of a trace is read. What is left out is always told, with a link to it.
 const (
-	traceFirst   = 200    // rows from its beginning
-	traceLast    = 100    // rows from its end
+	traceFirst   = 1500   // rows from its beginning
+	traceLast    = 500    // rows from its end
 	traceFailed  = 50     // rows that failed, wherever they are
 	traceRuns    = 200    // executions
 	traceWaits   = 200    // waits that are over
 	traceSummed  = 20_000 // rows that are added up and looked through for errors
 	tracePoints  = 5000   // checkpoints that are looked through for waits
 	tracePerPage = 100    // rows of a page of the table
-	traceText    = 8000   // characters of an input or an output
-	traceWhole   = 64_000 // characters of them where one row is shown alone
+	traceWhole   = 64_000 // characters of an input or an output
 	traceAllText = 600_000
 )
 
-// textEach is how much of an input or an output is read where so many rows are: the page stays one that a phone can
-// load.
-func textEach(rows int64) int { return int(min(max(traceAllText/max(2*rows, 1), 400), traceText)) }
-
-var traceViews = []string{"waterfall", "tree", "table"}
+var traceViews = []string{"waterfall", "table"}
 
 // tracePage shows one piece of work, from its beginning to its end.
 func (room *Room) tracePage() page {
 	return page{
 		path: "/traces/{id}", name: "trace", open: room.openTrace,
 		parts: []part{
-			{name: "summary", every: time.Second, calm: true, load: room.traceSummary},
-			{name: "why", every: 2 * time.Second, calm: true, load: room.traceWhy},
 			{name: "view", every: time.Second, calm: true, load: room.traceView},
+			{name: "panel", load: room.tracePanel}, // the script of the page loads it again when its span changes
 		},
 	}
 }
 
 // tracedVisit is what a visit of a trace is about. Whoever looks at the same address shares it.
 type tracedVisit struct {
-	ID    string // in its stored form
-	View  string
-	Row   string // the one activity that is shown; empty for all
-	After string // where the page of the table begins
+	ID     string // in its stored form
+	Flow   string // of its first execution
+	View   string
+	Span   string // the span that the panel shows; empty for the trace as a whole
+	Tab    string // of the panel
+	After  string // where the page of the table begins
+	Filter traceWanted
 
 	mu   sync.Mutex
 	seen map[string]settledPart // leadingFilter part, once the trace has ended
@@ -259,20 +257,29 @@ type settledPart struct {
 // openTrace finds a trace by any form of its id.
 func (room *Room) openTrace(ctx context.Context, v *visit) (string, error) {
 	if found, is := v.About.(*tracedVisit); is {
-		return "Trace " + found.ID, nil // it was found for the same address, and what was read is kept with it
+		return found.title(), nil // it was found for the same address, and what was read is kept with it
 	}
-	q, err := filtersOf(v.Query, "view", "row", "after")
+	q, err := filtersOf(v.Query, "view", "span", "tab", "after", "q", "kind", "errors")
 	if err != nil {
 		return "", err
 	}
-	about := &tracedVisit{View: q["view"], seen: map[string]settledPart{}}
+	about := &tracedVisit{
+		View: q["view"], Span: q["span"], Tab: q["tab"], seen: map[string]settledPart{},
+		Filter: traceWanted{Text: strings.TrimSpace(q["q"]), Kind: q["kind"], Errors: q["errors"] != ""},
+	}
 	if err := oneOf("view", about.View, traceViews); err != nil {
 		return "", err
 	}
 	if about.View == "" {
 		about.View = traceViews[0]
 	}
-	if about.Row, err = v.uuidFilter("row"); err != nil {
+	if about.Span != "" && !spanShape.MatchString(about.Span) {
+		return "", badFilter("span is %.60q, which is no span of a trace; take it from the waterfall", about.Span)
+	}
+	if err := oneOf("tab", about.Tab, panelTabs); err != nil {
+		return "", err
+	}
+	if err := oneOf("kind", about.Filter.Kind, traceKinds); err != nil {
 		return "", err
 	}
 	if about.After, err = v.uuidFilter("after"); err != nil {
@@ -282,7 +289,33 @@ func (room *Room) openTrace(ctx context.Context, v *visit) (string, error) {
 		return "", err
 	}
 	v.About = about
-	return "Trace " + about.ID, nil
+	if about.Flow, err = room.flowOf(ctx, about.ID); err != nil {
+		return "", err
+	}
+	return about.title(), nil
+}
+
+// spanShape matches the ids of spans: activities, executions and waits.
+var spanShape = regexp.MustCompile(`^(wait-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(-[0-9a-f]{1,16})?$`)
+
+// title names the trace by what it was.
+func (about *tracedVisit) title() string {
+	if about.Flow == "" {
+		return "Trace " + about.ID
+	}
+	return about.Flow + " " + about.ID[max(len(about.ID)-8, 0):]
+}
+
+// flowOf is the flow of a trace's first execution; empty for none.
+func (room *Room) flowOf(ctx context.Context, id string) (string, error) {
+	rows, err := room.Read.Query(ctx, `
+		select left(e.flow, 80) from agent_executions e where e.trace_id = @id order by e.id limit 1`,
+		freshPlan, postgres.Strict{"id": id})
+	flows, err := postgres.Collect(rows, err, "read flow of trace", pgx.RowTo[string])
+	if err != nil || len(flows) == 0 {
+		return "", err
+	}
+	return flows[0], nil
 }
 
 // findTrace is the stored form of an id in any form.

@@ -2,6 +2,7 @@ package engineroom
 
 import (
 	"fmt"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -132,9 +133,9 @@ func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 		where id = @run::text::uuid`,
 		postgres.Strict{"run": run})
 	sql(t, pool, `
-		insert into agent_checkpoints (execution_id, step, claim, output, created_at)
-		select id, 'plan/wait', claim, '{"event": "EVENT_COMPLETED", "data": {}, "timed_out": false}',
-		  created_at + interval '30 min'
+		insert into agent_checkpoints (execution_id, step, claim, output, waited_for, waited_key, waited_since, created_at)
+		select id, 'plan/wait', claim, '{"event": "EVENT_COMPLETED", "data": {}, "timed_out": false}', 'event', 'go',
+		  created_at + interval '8 s', created_at + interval '30 min'
 		  from agent_executions where id = @run::text::uuid`, postgres.Strict{"run": run})
 	sql(t, pool, `update agent_executions set status = 'running' where id = @run::text::uuid`, postgres.Strict{"run": run})
 	sql(t, pool, `
@@ -154,12 +155,12 @@ func TestATraceIsShownFromEveryFormOfItsID(t *testing.T) {
 		}
 		assert.Contains(t, body, `data-copy="`+string(id)+`"`, `data-copy="`+id.OTel()+`"`, "/executions/"+run,
 			"/threads/ops", "heartbeat",
-			"Errors", "no prices", "no answer came", "$0.5000", "39 min")
+			"Errors", "no prices", "no answer came", "$0.50", "39 min")
 	}
 	for path, want := range map[string]int{
 		"/traces/" + string(trace.New(trace.Chat)): 404, "/traces/hb_nonsense": 400, "/traces/" +
 			string(id) + "?view=pie": 400,
-		"/traces/" + string(id) + "?row=x": 400, "/traces/" + string(id) + "?sort=up": 400,
+		"/traces/" + string(id) + "?span=x": 400, "/traces/" + string(id) + "?sort=up": 400,
 	} {
 		if status, _ := testkit.Get(t, server.URL+path); status != want {
 			t.Errorf("%s is answered with %d", path, status)
@@ -173,17 +174,77 @@ func TestAWaterfallTellsItsLinesApart(t *testing.T) {
 	id, _ := seedTrace(t, pool)
 	_, body := testkit.Get(t, server.URL+"/traces/"+string(id))
 	assert.Contains(t, body, `kind-run">run<`, `kind-phase">phase<`, `kind-model">model call<`, `kind-call">skill call<`,
-		`kind-retry">retry 2<`,
-		`kind-wait">wait<`, "bar-queue", "bar-wait", `class="wf-gap"`, "in which no call ran", "for an event",
-		"(not recorded", "key-1",
-		`&#34;to&#34;: &#34;ana&#34;`)
+		`kind-retry">attempt 2<`, `kind-wait">wait<`, "bar-queue", "bar-wait", "bar-bad", "bar-halted", `class="wf-gap"`,
+		"in which no call ran", "for an event", `role="treegrid"`, `aria-level="3"`)
 	if strings.Contains(body, "style=") {
 		t.Error("there is a style attribute, which the policy of the page forbids")
 	}
-	_, body = testkit.Get(t, server.URL+"/traces/"+string(id)+"?view=tree")
-	assert.Contains(t, body, `class="trace-tree"`, "42 tokens · $0.50 · <span", `kind-retry">retry 2<`, "for an event")
 	_, body = testkit.Get(t, server.URL+"/traces/"+string(id)+"?view=table")
-	assert.Contains(t, body, "plan/fetch", "gpt-4o-mini", "retry 2", "EVENT_COMPLETED", "<caption>")
+	assert.Contains(t, body, "plan/fetch", "gpt-4o-mini", "attempt 2", "EVENT_COMPLETED", "<caption>")
+}
+
+func TestThePanelShowsASpan(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id, run := seedTrace(t, pool)
+	base := server.URL + "/traces/" + string(id)
+	failed := pgtest.Value[string](t, pool, `select id::text from agent_activity where trace_id = $1 and status = 'error'`,
+		string(id))
+	model := pgtest.Value[string](t, pool, `select id::text from agent_activity where trace_id = $1 and kind = 'model'`,
+		string(id))
+	wait := regexp.MustCompile(`span=(wait-[0-9a-f-]+)`).FindStringSubmatch(shows(t, base))
+	if wait == nil {
+		t.Fatal("the wait is no link")
+	}
+	for path, texts := range map[string][]string{
+		"?span=" + failed:                            {"no answer came", "key-1", `&#34;to&#34;: &#34;ana&#34;`, "Fork from here", "&amp;tab=raw"},
+		"?span=" + failed + "&tab=why":               {"Part of", "What it did"},
+		"?span=" + failed + "&tab=raw":               {`&#34;error_class&#34;: &#34;timeout&#34;`, "/v1/traces/" + string(id)},
+		"?span=" + failed + "&tab=cost":              {"Only model calls cost money"},
+		"?span=" + model + "&tab=cost":               {"gpt-4o-mini", "$0.50"},
+		"?span=" + model + "&tab=prompt":             {"was not recorded"},
+		"?span=" + run:                               {"after 1 s in the queue", "plan/fetch", "no prices"},
+		"?span=" + run + "&tab=raw":                  {`&#34;failed_step&#34;: &#34;plan/fetch&#34;`},
+		"?span=" + wait[1]:                           {"an event: go", "EVENT_COMPLETED"},
+		"?tab=why":                                   {"What it did", "beat failed"},
+		"?tab=cost":                                  {"gpt-4o-mini", "ask the model"},
+		"?span=01890000-0000-7000-8000-000000000000": {"no such span"},
+	} {
+		t.Run(path, func(t *testing.T) {
+			shows(t, base+path, append(texts, `id="spans"`, `id="panel"`)...)
+			alone := shows(t, base+path+"&part=panel", texts...)
+			if !strings.HasPrefix(strings.TrimSpace(alone), `<section id="panel"`) || strings.Contains(alone, `id="spans"`) {
+				t.Errorf("part=panel is\n%s", alone)
+			}
+		})
+	}
+	turnsAway(t, base+"?part=none", 404, "no part")
+	for _, query := range []string{"tab=x", "kind=x", "span=wait-x", "span=" + failed + "x"} {
+		turnsAway(t, base+"?"+query, 400, "")
+	}
+}
+
+func TestLinesOfATraceAreFiltered(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id, _ := seedTrace(t, pool)
+	hidden := regexp.MustCompile(`<div role="row" class="wf-row[^>]* hidden>`)
+	for query, want := range map[string]string{
+		"":                    "",
+		"?errors=1":           "3 of 7 lines", // the run, its phase and the call
+		"?kind=model":         "3 of 7 lines",
+		"?kind=wait":          "3 of 7 lines",
+		"?q=FETCH":            "4 of 7 lines",
+		"?q=fetch&errors=1":   "3 of 7 lines",
+		"?q=nothing+like+it":  "0 of 7 lines",
+		"?q=gpt-4o&kind=call": "0 of 7 lines",
+	} {
+		body := shows(t, server.URL+"/traces/"+string(id)+query, want)
+		shown := 7 - len(hidden.FindAllString(body, -1))
+		if want != "" && !strings.HasPrefix(want, fmt.Sprint(shown)+" ") || want == "" && shown != 7 {
+			t.Errorf("%s shows %d lines", query, shown)
+		}
+	}
 }
 
 func TestWhatATraceWaitsForNowIsDrawn(t *testing.T) {
@@ -197,10 +258,14 @@ func TestWhatATraceWaitsForNowIsDrawn(t *testing.T) {
 		waiting_step = 'leave' where flow = 'two'`, nil)
 	sql(t, pool, `insert into agent_lock_waiters (lane, owner, expires_at)
 		select 'operate', id || '#4', clock_timestamp() + interval '1 minute' from agent_executions where flow = 'one'`, nil)
-	_, body := testkit.Get(t, server.URL+"/traces/"+string(id))
-	assert.Contains(t, body, "for an approval", `href="/approvals/a%2Fb"`, "still waiting, at most until",
-		`kind-lane">lane wait<`, "for operate",
-		"holding its process", "wf-open")
+	base := server.URL + "/traces/" + string(id)
+	body := shows(t, base, "for an approval", `kind-lane">lane wait<`, "for operate", "wf-open")
+	spans := regexp.MustCompile(`span=(wait-[0-9a-f-]+)`).FindAllStringSubmatch(body, -1)
+	var panels strings.Builder
+	for _, span := range spans {
+		panels.WriteString(shows(t, base+"?span="+span[1]))
+	}
+	assert.Contains(t, panels.String(), `href="/approvals/a%2Fb"`, "still waiting, at most until", "holding its process")
 }
 
 func TestATraceOfManyRowsIsBounded(t *testing.T) {
@@ -218,10 +283,10 @@ func TestATraceOfManyRowsIsBounded(t *testing.T) {
 		       e.created_at + n * interval '1 s', e.created_at + n * interval '1 s', 0, 0.001
 		  from agent_executions e, generate_series(1, 20000) n where e.trace_id = @id`, postgres.Strict{"id": string(id)})
 	_, body := testkit.Get(t, server.URL+"/traces/"+string(id))
-	assert.Contains(t, body, "20,000 activities", "row_1<", "row_200<", "row_10000<", "row_19901<", "row_20000<",
-		"19,699 more activities", "$20.00",
+	assert.Contains(t, body, "20,000 activities", "row_1<", "row_1500<", "row_10000<", "row_19501<", "row_20000<",
+		"17,999 more activities", "$20.00",
 		"not all shown", `wf-cost">$20.00`)
-	if strings.Contains(body, ">row_201<") || len(body) > 2_000_000 {
+	if strings.Contains(body, ">row_1501<") || len(body) > 2_000_000 {
 		t.Errorf("too much is shown: %d bytes", len(body))
 	}
 	seen := 0
@@ -251,17 +316,15 @@ func TestADeepChainAndACircleOfParents(t *testing.T) {
 		insert into agent_activity (id, trace_id, parent_id, skill_name, finished_at)
 		select i.id, @id, p.id, 'round_' || i.n, clock_timestamp() from ids i
 		  join ids p on p.n = (i.n + 1) % 3`, postgres.Strict{"id": string(circle)})
-	for _, view := range []string{"waterfall", "tree"} {
-		_, body := testkit.Get(t, server.URL+"/traces/"+string(deep)+"?view="+view)
-		assert.Contains(t, body, ">level_1<", ">level_200<", ">level_1000<", "level 199")
-		if n := nesting(body, "<details", "</details>"); n > 40 {
-			t.Errorf("%s: details lie %d deep", view, n)
-		}
-		_, body = testkit.Get(t, server.URL+"/traces/"+string(circle)+"?view="+view)
-		for n := range 3 {
-			if count := strings.Count(body, fmt.Sprintf(`<span class="wf-title">round_%d</span>`, n)); count != 1 {
-				t.Errorf("%s: round_%d is there %d times", view, n, count)
-			}
+	_, body := testkit.Get(t, server.URL+"/traces/"+string(deep))
+	assert.Contains(t, body, ">level_1<", ">level_200<", ">level_1000<", "level 999", `aria-level="1000"`)
+	if n := nesting(body, "<div", "</div>"); n > 12 {
+		t.Errorf("elements lie %d deep", n)
+	}
+	_, body = testkit.Get(t, server.URL+"/traces/"+string(circle))
+	for n := range 3 {
+		if count := strings.Count(body, fmt.Sprintf(`#panel">round_%d</a>`, n)); count != 1 {
+			t.Errorf("round_%d is there %d times", n, count)
 		}
 	}
 }
@@ -367,8 +430,8 @@ func TestAModelCallShowsItsPrompt(t *testing.T) {
 		values ($1, 'operate', 'model_call', 'model', 'success',
 		  '{"prompt_tokens": 1200, "cached_tokens": 1000, "cache_write_tokens": 50, "total_tokens": 1210}')
 		returning id::text`, trace)
-	assert.Contains(t, shows(t, server.URL+"/traces/"+trace+"?row="+call), "was not recorded, or has been deleted",
-		"1,000 cached", "50 cache writes")
+	assert.Contains(t, shows(t, server.URL+"/traces/"+trace+"?span="+call+"&tab=prompt"), "was not recorded, or has been deleted")
+	shows(t, server.URL+"/traces/"+trace+"?span="+call, "1,000 cached", "50 cache writes")
 	put(t, pool, `
 		with part as (
 		  insert into agent_prompt_parts (digest, body) select sha256(b::bytea), b
@@ -379,7 +442,7 @@ func TestAModelCallShowsItsPrompt(t *testing.T) {
 		       array[sha256('{"role": "user", "content": "Is <b>it</b> so?"}'), sha256(repeat('é<b>', 100000)::bytea),
 		         sha256('gone')]
 		returning activity_id::text`, call)
-	body := shows(t, server.URL+"/traces/"+trace+"?row="+call)
+	body := shows(t, server.URL+"/traces/"+trace+"?span="+call+"&tab=prompt")
 	assert.Contains(t, body, "tools", "Is &lt;b&gt;it&lt;/b&gt; so?", "A part that is no longer kept", "of 4 parts")
 	if len(body) > 300_000 || strings.Contains(body, "é<b>") {
 		t.Errorf("the page has %d bytes", len(body))
