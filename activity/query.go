@@ -164,11 +164,16 @@ type Filter struct {
 	Lane    string
 	TraceID string // in any form that trace.ParseAny reads
 	Agent   string
-	Kinds   []Kind
-	Since   time.Time // inclusive, to the millisecond
-	Until   time.Time // exclusive
-	Limit   int       // 50 when 0, at most MaxLimit
-	Cursor  string    // from the previous page
+	// TraceIDs are whole ids, any of which matches; nil for all. TraceID is then not used.
+	TraceIDs []string
+	// SkillLike, LaneLike and AgentLike are LIKE patterns of [Lines], for upper and lower case.
+	SkillLike, LaneLike, AgentLike string
+
+	Kinds  []Kind
+	Since  time.Time // inclusive, to the millisecond
+	Until  time.Time // exclusive
+	Limit  int       // 50 when 0, at most MaxLimit
+	Cursor string    // from the previous page
 }
 
 // Recent lists activities, newest first, and returns the cursor of the next page; empty after the last one. New rows
@@ -220,9 +225,11 @@ func (f Filter) arguments(ctx context.Context, db postgres.DB) (postgres.Strict,
 	if err != nil {
 		return nil, err
 	}
-	traces, err := traceIDs(f.TraceID)
-	if err != nil {
-		return nil, err
+	traces := f.TraceIDs
+	if traces == nil {
+		if traces, err = traceIDs(f.TraceID); err != nil {
+			return nil, err
+		}
 	}
 	open, err := f.open(ctx, db)
 	if err != nil {

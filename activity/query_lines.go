@@ -63,6 +63,9 @@ const (
 		   and (@status::text = '' or a.status = @status)
 		   and (@lane::text = '' or a.lane = @lane)
 		   and (@agent::text = '' or a.agent = @agent)
+		   and (@skill_like::text = '' or a.skill_name ilike @skill_like)
+		   and (@lane_like::text = '' or a.lane ilike @lane_like)
+		   and (@agent_like::text = '' or a.agent ilike @agent_like)
 		   and (@kinds::text[] is null or a.kind = any (@kinds))`
 )
 
@@ -75,6 +78,7 @@ func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
 		return Listing{}, fmt.Errorf("list activities: %w", err)
 	}
 	args["window"] = Window
+	args["skill_like"], args["lane_like"], args["agent_like"] = f.SkillLike, f.LaneLike, f.AgentLike
 	lines, err := postgres.Rows[Line](ctx, db, "list activities", `
 		select a.id::text, a.trace_id, a.execution_id::text, a.kind, left(a.agent, 300) as agent, left(a.surface, 300)
 		  as surface,
@@ -103,7 +107,8 @@ func Lines(ctx context.Context, db postgres.DB, f Filter) (Listing, error) {
 
 // shortPage handles a short page: nothing is left, or the window is exhausted.
 func (f Filter) shortPage(ctx context.Context, db postgres.DB, lines []Line, args postgres.Strict) (Listing, error) {
-	if f.Surface == "" && f.Status == "" && f.Lane == "" && f.Agent == "" && len(f.Kinds) == 0 {
+	if f.Surface == "" && f.Status == "" && f.Lane == "" && f.Agent == "" && len(f.Kinds) == 0 &&
+		f.SkillLike+f.LaneLike+f.AgentLike == "" {
 		return Listing{Lines: lines}, nil // every row that was looked at is on it
 	}
 	rows, err := db.Query(ctx, `

@@ -3,12 +3,14 @@ package engineroom
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"strings"
 	"time"
 	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -30,14 +32,15 @@ var activitySurfaces = []string{
 type activityFilter struct {
 	activity.Filter
 	Surfaces, States []string // options
-	Row              string   // the expanded row
+	Entered          activityEntered
+	Row              string // the expanded row
 }
 
 // Narrowed reports whether any filter is set.
 func (a activityFilter) Narrowed() bool {
 	f := a.Filter
 	return f.Surface != "" || f.Status != "" || f.Skill != "" || f.Lane != "" || f.TraceID != "" || f.Agent != "" ||
-		!f.Since.IsZero() || !f.Until.IsZero()
+		f.TraceIDs != nil || f.SkillLike+f.LaneLike+f.AgentLike != "" || !f.Since.IsZero() || !f.Until.IsZero()
 }
 
 // openActivity reads the filters from the URL.
@@ -79,6 +82,53 @@ func openActivity(_ context.Context, v *visit) (string, error) {
 	v.About = asked
 	return "", nil
 }
+
+// openLog is openActivity for the pages of the log: their filters match parts of names and of ids.
+func (room *Room) openLog(ctx context.Context, v *visit) (string, error) {
+	if _, is := v.About.(activityFilter); is {
+		return "", nil // found for the same address
+	}
+	id := strings.TrimSpace(v.Query.Get("trace"))
+	rest := *v
+	rest.Query = maps.Clone(v.Query)
+	if _, err := trace.ParseAny(id); id != "" && err != nil {
+		rest.Query.Del("trace")
+	}
+	if _, err := openActivity(ctx, &rest); err != nil {
+		return "", err
+	}
+	asked, _ := rest.About.(activityFilter)
+	asked.Entered = activityEntered{Skill: asked.Skill, Lane: asked.Lane, Agent: asked.Agent, ID: id}
+	var err error
+	if !rest.Query.Has("trace") && id != "" {
+		if asked.TraceIDs, err = room.tracesFor(ctx, id); err != nil {
+			return "", err
+		}
+	}
+	// A name that is one matches itself alone; any other text matches the names that contain it.
+	var skill, lane, agent bool
+	err = room.Read.QueryRow(ctx, `
+		select coalesce((select a.skill_name = @skill from agent_activity a where a.skill_name >= @skill order by a.skill_name limit 1), false),
+		       exists (select from agent_locks l where l.lane = @lane),
+		       exists (select from agent_agents n where n.name = @agent)`, freshPlan,
+		postgres.Strict{"skill": asked.Skill, "lane": asked.Lane, "agent": asked.Agent}).Scan(&skill, &lane, &agent)
+	if err != nil {
+		return "", fmt.Errorf("read names: %w", err)
+	}
+	for _, f := range []struct {
+		whole      bool
+		name, like *string
+	}{{skill, &asked.Skill, &asked.SkillLike}, {lane, &asked.Lane, &asked.LaneLike}, {agent, &asked.Agent, &asked.AgentLike}} {
+		if !f.whole {
+			*f.name, *f.like = "", likePart(*f.name)
+		}
+	}
+	v.About = asked
+	return "", nil
+}
+
+// activityEntered are filters as entered.
+type activityEntered struct{ Skill, Lane, Agent, ID string }
 
 // textFilter reads a text filter.
 func (v *visit) textFilter(name string) (string, error) {
@@ -143,8 +193,11 @@ func (room *Room) feed(ctx context.Context, v *visit) (any, error) {
 // activityPage shows the log with filters and pages.
 func (room *Room) activityPage() page {
 	return page{
-		path: "/activity", name: "activity", nav: "Activity", title: "Activity", open: openActivity,
-		parts: []part{{name: "rows", every: 2 * time.Second, load: room.activityRows}},
+		path: "/activity", name: "activity", nav: "Activity", title: "Activity", open: room.openLog,
+		parts: []part{
+			room.filtersPart("/activity", "skill", "agent", "lane"),
+			{name: "rows", every: 2 * time.Second, load: room.activityRows},
+		},
 	}
 }
 
@@ -190,8 +243,11 @@ func (v *visit) withoutRow() *visit {
 // auditPage shows the audit log.
 func (room *Room) auditPage() page {
 	return page{
-		path: "/audit", name: "audit", nav: "Audit", title: "Audit", open: openActivity,
-		parts: []part{{name: "rows", every: 5 * time.Second, calm: true, load: room.auditRows}},
+		path: "/audit", name: "audit", nav: "Audit", title: "Audit", open: room.openLog,
+		parts: []part{
+			room.filtersPart("/audit", "skill", "agent", "lane"),
+			{name: "rows", every: 5 * time.Second, calm: true, load: room.auditRows},
+		},
 	}
 }
 

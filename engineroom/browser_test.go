@@ -307,7 +307,7 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 		"/memory": "/memory", "/memory/{key...}": "/memory/prices", "/deliveries": "/deliveries",
 		"/deliveries/{id}": "/deliveries/" + delivery,
 		"/outgoing":        "/outgoing", "/outgoing/{id}": "/outgoing/" + message, "/spend": "/spend", "/audit": "/audit",
-		"/lanes": "/lanes", "/operate": "/operate",
+		"/lanes": "/lanes", "/operate": "/operate", "/find": "/find?q=sale",
 	}
 }
 

@@ -64,6 +64,7 @@ type Room struct {
 	pages     []page
 	templates *template.Template
 	hub       *hub
+	hints     suggestions
 }
 
 // Route is a handler with its path.
@@ -109,6 +110,8 @@ func (room *Room) Routes() []Route {
 		{Method: http.MethodGet, Path: "/login", Public: true, Handler: http.HandlerFunc(room.login)},
 		{Method: http.MethodPost, Path: "/act/v1/operate", Stream: true, Handler: http.HandlerFunc(room.runTurn)},
 	}
+	routes = append(routes,
+		Route{Method: http.MethodGet, Path: "/find/results", Handler: http.HandlerFunc(room.findResults)})
 	for _, p := range room.pages {
 		routes = append(routes, Route{Method: http.MethodGet, Path: p.pattern(), Handler: room.serve(p)})
 		if len(p.live()) > 0 {
@@ -137,7 +140,7 @@ func (room *Room) all() []page {
 		room.objectivesPage(), room.objectivePage(), room.memoryPage(), room.memoryEntryPage(),
 		room.deliveriesPage(), room.deliveryPage(), room.outgoingPage(), room.messagePage(),
 		room.spendPage(),
-		room.lanesPage(), room.operatePage(),
+		room.lanesPage(), room.operatePage(), room.findPage(),
 	}))
 }
 

@@ -34,9 +34,10 @@ const (
 // executionsPage lists executions and the queue.
 func (room *Room) executionsPage() page {
 	return page{
-		path: "/executions", name: "executions", nav: "Executions", title: "Executions", open: openExecutions,
+		path: "/executions", name: "executions", nav: "Executions", title: "Executions", open: room.openExecutions,
 		parts: []part{
 			{name: "states", every: 2 * time.Second, load: room.executionStates},
+			room.filtersPart("/executions", "flow", "agent"),
 			{name: "list", every: 2 * time.Second, load: room.listExecutions},
 			{name: "queue", every: 2 * time.Second, load: room.executionQueue},
 		},
@@ -56,7 +57,11 @@ type executionRow struct {
 	AboutBytes                         int64
 	CreatedAt, UpdatedAt               time.Time
 	CompletedAt                        *time.Time
+	CostUSD                            float64 // of its first maxCosted model calls and other actions
 }
+
+// maxCosted bounds the actions of an execution whose cost is added up in a listing. The statement repeats the number.
+const maxCosted = 500
 
 // executionRowColumns are the columns of executionRow, of agent_executions e. Long ones are cut. The test for
 // children follows the index order, so that the planner cannot choose a table scan.
@@ -64,7 +69,9 @@ const executionRowColumns = ` e.id::text, e.trace_id, e.surface, e.flow, e.statu
 	coalesce((select c.parent_id = e.id from agent_executions c where c.parent_id >= e.id order by c.parent_id limit 1), false) as children, e.priority, e.attempt, e.max_attempts,
 	coalesce(e.waiting_for, '') as waiting_for, left(coalesce(e.waiting_key, ''), 600) as waiting_key, e.waiting_until,
 	left(coalesce(e.error_message, e.result_summary), 600) as about, octet_length(coalesce(e.error_message, e.result_summary)) as about_bytes,
-	e.created_at, e.updated_at, e.completed_at `
+	e.created_at, e.updated_at, e.completed_at,
+	(select coalesce(sum(m.cost_usd), 0)::float8 from (select a.cost_usd from agent_activity a
+	   where a.execution_id = e.id and a.id >= e.id order by a.id limit 500) m) as cost_usd `
 
 // Took is its duration in milliseconds.
 func (x executionRow) Took() int64 {
@@ -114,6 +121,10 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 		    order by x.id desc limit @looked)
 		  union all
 		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
+		    where @by = 'trace' and x.id = any (@ids::text[]::uuid[]) and x.trace_id <> all (@traces)
+		      and (@before = '' or x.id < nullif(@before, '')::uuid) order by x.id desc limit @looked)
+		  union all
+		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
 		    where @by = 'status' and x.status = @status and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)
 		  union all
@@ -125,13 +136,14 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 		    where @by = 'failed' and x.status = 'timeout' and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)
 		  union all
-		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
-		    where @by = 'flow' and x.flow = @flow and x.claimed_by is null
-		      and (@before = '' or x.id < nullif(@before, '')::uuid)
-		    order by x.id desc limit @looked)
+		  (select x.* from unnest(@flows::text[]) f (name) cross join lateral (
+		    select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
+		     where @by = 'flow' and x.flow = f.name and x.claimed_by is null
+		       and (@before = '' or x.id < nullif(@before, '')::uuid)
+		     order by x.id desc limit @looked_flow) x)
 		  union all
 		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
-		    where @by = 'flow' and x.flow = @flow and x.claimed_by is not null
+		    where @by = 'flow' and x.flow = any (@flows) and x.claimed_by is not null
 		      and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)
 		  union all
@@ -139,15 +151,15 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 		    where @by = 'newest' and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc limit @looked)) w
 		  where (@status = '' or w.status = @status) and (not @failed or w.status in ('failed', 'timeout'))
-		    and (@surface = '' or w.surface = @surface) and (@flow = '' or w.flow = @flow)
-		      and (@agent = '' or w.agent = @agent)
+		    and (@surface = '' or w.surface = @surface) and (@flows::text[] is null or w.flow = any (@flows))
+		      and (@agent = '' or w.agent ilike @agent)
 		  order by w.id desc limit @most + 1) p
 		  join agent_executions e on e.id = p.id
 		 order by e.id desc`, freshPlan,
 		postgres.Strict{
-			"by": f.leadingFilter(), "traces": f.traces, "before": f.Before, "looked": maxSearched,
-			"status": f.Status, "failed": f.Failed,
-			"surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "most": executionsShown,
+			"by": f.leadingFilter(), "traces": f.traces, "ids": f.ids, "before": f.Before, "looked": maxSearched,
+			"looked_flow": f.perFlow(), "status": f.Status, "failed": f.Failed,
+			"surface": f.Surface, "flows": f.flows, "agent": likePart(f.Agent), "most": executionsShown,
 		})
 	got := executionList{executionFilter: f, Window: maxSearched}
 	if got.Rows, err = collectExecutions(rows, err); err != nil {
@@ -182,13 +194,13 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 		    where @by = 'failed' and x.status = 'timeout' and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
-		  (select x.id from agent_executions x
-		    where @by = 'flow' and x.flow = @flow and x.claimed_by is null
+		  (select x.id from unnest(@flows::text[]) f (name) cross join lateral (select x.id from agent_executions x
+		    where @by = 'flow' and x.flow = f.name and x.claimed_by is null
 		      and (@before = '' or x.id < nullif(@before, '')::uuid)
-		    order by x.id desc offset @looked - 1 limit 1)
+		    order by x.id desc offset @looked_flow - 1 limit 1) x)
 		  union all
 		  (select x.id from agent_executions x
-		    where @by = 'flow' and x.flow = @flow and x.claimed_by is not null
+		    where @by = 'flow' and x.flow = any (@flows) and x.claimed_by is not null
 		      and (@before = '' or x.id < nullif(@before, '')::uuid)
 		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
@@ -197,8 +209,8 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 		    order by x.id desc offset @looked - 1 limit 1)) w
 		 order by w.id desc limit 1), '')`, freshPlan,
 		postgres.Strict{
-			"by": f.leadingFilter(), "status": f.Status, "flow": f.Flow, "before": f.Before,
-			"looked": maxSearched,
+			"by": f.leadingFilter(), "status": f.Status, "flows": f.flows, "before": f.Before,
+			"looked": maxSearched, "looked_flow": f.perFlow(),
 		}).Scan(&end)
 	if err != nil {
 		return got, fmt.Errorf("look how far executions were looked at: %w", err)
@@ -227,14 +239,14 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 		      and (@after::timestamptz is null or (s.waiting_until, s.id) > (@after, nullif(@before, '')::uuid))
 		    order by s.waiting_until, s.id limit @looked)) l
 		   where (@kind = '' or l.waiting_for = @kind) and (@surface = '' or l.surface = @surface)
-		     and (@flow = '' or l.flow = @flow) and (@agent = '' or l.agent = @agent)
-		       and (@traces::text[] is null or l.trace_id = any (@traces))
+		     and (@flows::text[] is null or l.flow = any (@flows)) and (@agent = '' or l.agent ilike @agent)
+		       and (@traces::text[] is null or l.trace_id = any (@traces) or l.id = any (@ids::text[]::uuid[]))
 		   order by l.waiting_until, l.id limit @most + 1) p
 		  join agent_executions e on e.id = p.id
 		 order by p.waiting_until, p.id`, freshPlan,
 		postgres.Strict{
-			"view": f.View, "kind": f.Kind, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent,
-			"traces": f.traces, "after": f.after,
+			"view": f.View, "kind": f.Kind, "surface": f.Surface, "flows": f.flows, "agent": likePart(f.Agent),
+			"traces": f.traces, "ids": f.ids, "after": f.after,
 			"before": f.Before, "most": executionsShown, "looked": maxSearched,
 		})
 	got := executionList{executionFilter: f, Window: maxSearched}
@@ -264,7 +276,8 @@ type executionFilter struct {
 	Kind                  string // of the wait, in the views
 	Before                string // the last id of the previous page
 	after                 *time.Time
-	traces                []string
+	traces, ids           []string // that Trace means; nil without it
+	flows                 []string // that Flow means
 }
 
 func executionStatuses() []string {
@@ -295,7 +308,10 @@ func (executionFilter) Surfaces() []string { return surfaceNames() }
 func (executionFilter) Kinds() []string { return waitKinds() }
 
 // openExecutions reads the filters.
-func openExecutions(_ context.Context, v *visit) (string, error) {
+func (room *Room) openExecutions(ctx context.Context, v *visit) (string, error) {
+	if f, is := v.About.(executionFilter); is {
+		return titleOf(f), nil // found for the same address
+	}
 	q, err := filtersOf(v.Query, "view", "status", "surface", "flow", "agent", "trace_id", "failed", "for", "before")
 	if err != nil {
 		return "", err
@@ -325,7 +341,10 @@ func openExecutions(_ context.Context, v *visit) (string, error) {
 	case f.View == "" && f.Kind != "":
 		return "", badFilter("for narrows what waits: use it with view=waiting or view=stuck")
 	}
-	if f.traces, err = tracesOf(f.Trace); err != nil {
+	if f.traces, f.ids, err = room.runsFor(ctx, f.Trace); err != nil {
+		return "", err
+	}
+	if f.flows, err = room.namesLike(ctx, "flow", f.Flow); err != nil {
 		return "", err
 	}
 	if err := f.begin(q["before"]); err != nil {
@@ -370,6 +389,9 @@ func (f *executionFilter) begin(before string) error {
 	f.Before = id
 	return nil
 }
+
+// perFlow bounds the rows of each flow that are searched.
+func (f executionFilter) perFlow() int { return maxSearched / max(len(f.flows), 1) }
 
 // leadingFilter returns the filter whose index yields the rows.
 func (f executionFilter) leadingFilter() string {
@@ -454,20 +476,34 @@ func filtersOf(values url.Values, known ...string) (map[string]string, error) {
 	return q, nil
 }
 
-// tracesOf returns the ids that a text in any form can mean; nil for none.
-func tracesOf(anyForm string) ([]string, error) {
-	if anyForm == "" {
+// tracesFor returns the ids of the traces that a pasted text means; empty for none, nil without a text.
+func (room *Room) tracesFor(ctx context.Context, text string) ([]string, error) {
+	text = strings.TrimSpace(text)
+	if text == "" {
 		return nil, nil
 	}
-	ids, err := trace.ParseAny(strings.TrimSpace(anyForm))
-	if err != nil {
-		return nil, badFilter("filter trace_id: %s", err)
+	f, _ := fragmentOf(text)
+	found, err := room.matchTraces(ctx, f, maxMatches)
+	if found == nil {
+		found = []string{}
 	}
-	list := make([]string, len(ids))
-	for i, id := range ids {
-		list[i] = string(id)
+	return found, err
+}
+
+// runsFor returns the traces and the executions that a pasted text means. Both are nil without a text.
+func (room *Room) runsFor(ctx context.Context, text string) (traces, ids []string, err error) {
+	text = strings.TrimSpace(text)
+	if text == "" {
+		return nil, nil, nil
 	}
-	return list, nil
+	f, _ := fragmentOf(text)
+	if ids, err = room.matchUUIDs(ctx, "agent_executions", f, maxMatches); err != nil {
+		return nil, nil, err
+	}
+	if traces, err = room.matchTraceIDs(ctx, f, maxMatches); traces == nil {
+		traces = []string{}
+	}
+	return traces, ids, err
 }
 
 func badFilter(format string, args ...any) error {
@@ -488,7 +524,8 @@ type stateTab struct {
 	Now        bool   // the current tab
 }
 
-// executionStates are the tabs. A tab keeps the filters. Counts cover all executions, so they are shown without
+// executionStates are the tabs, the one filter of states: failed ones include those that timed out, and waiting ones are
+// in the order of their deadlines. A tab keeps the filters. Counts cover all executions, so they are shown without
 // filters.
 func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 	f := v.About.(executionFilter)
@@ -501,15 +538,20 @@ func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 	}
 	tabs := []stateTab{{Word: "All", Link: f.tab("", ""), Now: f.View == "" && f.Status == "" && !f.Failed}}
 	for _, s := range executionStatuses() {
-		tabs = append(tabs, stateTab{Word: s, Link: f.tab("status", s), Count: counts[s], Now: f.Status == s && !f.Failed})
+		tab := stateTab{Word: s, Link: f.tab("status", s), Count: counts[s], Now: f.Status == s}
+		switch s {
+		case string(executions.Waiting):
+			tab.Link, tab.Now = f.tab("view", s), tab.Now || f.View == s
+		case string(executions.Failed):
+			tab.Link, tab.Now = f.tab("failed", "1"), tab.Now || f.Failed || f.Status == string(executions.Timeout)
+		case string(executions.Timeout):
+			continue // with the failed ones
+		}
+		tabs = append(tabs, tab)
 	}
-	return append(tabs,
-		stateTab{Word: "failed or timed out", Link: f.tab("failed", "1"), Now: f.Failed},
-		stateTab{
-			Word: "waiting by deadline", Link: f.tab("view", "waiting"), Count: counts["waiting by deadline"],
-			Now: f.View == "waiting",
-		},
-		stateTab{Word: "stuck", Link: f.tab("view", "stuck"), Count: counts["stuck"], Now: f.View == "stuck"}), nil
+	return append(tabs, stateTab{
+		Word: "stuck", Link: f.tab("view", "stuck"), Count: counts["stuck"], Now: f.View == "stuck",
+	}), nil
 }
 
 // countStates counts the executions of each state, up to maxCount, from the state's index. A plain condition could
@@ -545,8 +587,13 @@ func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 	counts := map[string]string{}
 	var status string
 	var more bool
-	var n int64
+	var n, failed int64
 	_, err = pgx.ForEachRow(rows, []any{&status, &more, &n}, func() error {
+		switch status {
+		case string(executions.Failed), string(executions.Timeout):
+			failed += n
+			return nil
+		}
 		counts[status] = capped(n, maxCount)
 		if more && n <= maxCount {
 			counts[status] += "+"
@@ -556,6 +603,7 @@ func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
 	if err != nil {
 		return nil, fmt.Errorf("count executions: %w", err)
 	}
+	counts[string(executions.Failed)] = capped(failed, maxCount)
 	return counts, nil
 }
 

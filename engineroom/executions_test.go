@@ -109,6 +109,7 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		"?flow=flow_failed&failed=1":             "failed",
 		"?trace_id=" + trace:                     "failed",
 		"?trace_id=" + trace + "&status=timeout": "",
+		"?trace_id=odd":                          "",
 		"?view=waiting":                          "waiting",
 		"?view=waiting&for=event":                "waiting",
 		"?view=waiting&for=delay":                "",
@@ -135,8 +136,7 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		"?status=odd": "pending, running", "?surface=odd": "heartbeat", "?view=odd": "waiting, stuck",
 		"?view=waiting&for=odd": "response",
 		"?failed=2":             "1", "?for=event": "view=waiting", "?view=stuck&status=failed": "leave status",
-		"?trace_id=odd": "not a trace id",
-		"?before=odd":   "not where a page", "?view=waiting&before=odd": "not where a page", "?colour=red": "no filter",
+		"?before=odd": "not where a page", "?view=waiting&before=odd": "not where a page", "?colour=red": "no filter",
 		"?status=failed&status=failed": "2 times",
 	} {
 		turnsAway(t, server.URL+"/executions"+query, 400, why)
@@ -287,7 +287,7 @@ func TestAnExecutionShowsItsFamily(t *testing.T) {
 	shows(t, server.URL+"/executions/"+here, "(this one)", `id="relative-`+root, `id="relative-`+child, `id="fork-`+fork,
 		"from step", "Started by")
 	shows(t, server.URL+"/executions/"+fork, "Forked from", "before step", "taken over")
-	shows(t, server.URL+"/executions", ">child</span>", ">parent</span>", ">fork</span>")
+	shows(t, server.URL+"/executions", "child of", ">parent</span>", "fork of")
 	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id) select 'x', 'flow', 'many',
 		'pending', $1 from generate_series(1, 120)`, child)
 	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id)

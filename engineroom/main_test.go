@@ -393,7 +393,7 @@ var indexedPages = map[string]struct {
 		  from generate_series(1, 20000) n;
 		update agent_approvals set id = '01890000-0000-7000-8000-000000000000' where arguments_hash = '20000'`,
 		"agent_approvals",
-		`/approvals /approvals?status=decided /approvals?status=expired /approvals/01890000-0000-7000-8000-000000000000
+		`/approvals /find?q=skill_7 /approvals?status=decided /approvals?status=expired /approvals/01890000-0000-7000-8000-000000000000
 		/approvals?status=expired&before=2026-01-01T00:00:00Z_01890000-0000-7000-8000-000000000000`, mostRead,
 	},
 	"automations": {
@@ -418,7 +418,7 @@ var indexedPages = map[string]struct {
 		insert into agent_webhook_outbox (target_id, event, payload, trace_id, status)
 		select t.id, 'execution.failed', '{}', 'wh_1', case n % 20 when 0 then 'dead' when 1 then 'pending' else 'sent' end
 		  from agent_webhook_targets t, generate_series(1, 20000) n`,
-		"agent_webhook_deliveries agent_webhook_outbox", `/deliveries /deliveries?endpoint=e3 /deliveries?status=ignored
+		"agent_webhook_deliveries agent_webhook_outbox", `/deliveries /find?q=e3 /deliveries?endpoint=e3 /deliveries?status=ignored
 		/deliveries?status=dead /deliveries?endpoint=e3&status=ignored /deliveries?endpoint=e3&before=01890000-0000-7000-8000-000000000000
 		/deliveries/01890000-0000-7000-8000-000000000000 /outgoing /outgoing?target=ops&before=01890000-0000-7000-8000-000000000000
 		/outgoing?status=pending`, mostRead,
@@ -448,9 +448,17 @@ var indexedPages = map[string]struct {
 		select 'thread' || n % 50, n, n, 'user', 'words', 'received', gen_random_uuid() from generate_series(1, 5000) n`,
 		"agent_executions agent_checkpoints agent_locks agent_requests agent_messages", `/executions /executions?status=failed
 		/executions?status=completed&surface=chat&flow=flow_1 /executions?failed=1&flow=flow_2 /executions?flow=flow_3 /executions?surface=chat
-		/executions?trace_id=hb_00000000000000000000000123 /executions?before=01890000-0000-7000-8000-000000000001 /executions?view=waiting
+		/executions?trace_id=hb_00000000000000000000000123 /find?q=flow_1 /find /executions?before=01890000-0000-7000-8000-000000000001 /executions?view=waiting
 		/executions?view=stuck /executions?view=waiting&flow=flow_1&for=event /executions/01890000-0000-7000-8000-000000000000
 		/executions/01890000-0000-7000-8000-000000000000?before=2026-01-01T00%3A00%3A00Z+step+50`, 0,
+	},
+	"parts of ids": { // more than are compared with a part that is not the beginning
+		`
+		insert into agent_executions (id, trace_id, surface, flow, status)
+		select lanekeeper.agent_uuid7(now() - n * interval '1 minute'), 'hb_' || lpad(n::text, 26, '0'), 'heartbeat', 'beat', 'completed'
+		  from generate_series(1, 120000) n`,
+		"agent_executions", `/executions?trace_id=00123 /executions?trace_id=abcd12 /traces?trace=…00123 /activity?trace=hb_0…123
+		/find?q=00123 /find?q=ABCD12 /find?q=abc…12`, maxFragments,
 	},
 	"lanes": {
 		`
@@ -470,7 +478,7 @@ var indexedPages = map[string]struct {
 		insert into agent_memory (category, key, value) select 'c' || n % 7, 'k' || n, to_jsonb('word' || n)
 		  from generate_series(1, 8000) n`,
 		"agent_memory",
-		`/memory /memory?category=c3 /memory?prefix=k77 /memory?q=word77 /memory?q=word77&category=none /memory/k77`, 0,
+		`/memory /find?q=k77 /memory?category=c3 /memory?prefix=k77 /memory?q=word77 /memory?q=word77&category=none /memory/k77`, 0,
 	},
 	"objectives": {
 		`
@@ -538,7 +546,7 @@ var indexedPages = map[string]struct {
 	"activity": {
 		manyActivities, "agent_activity",
 		`/activity /activity?surface=chat&status=error /activity?lane=none /activity?skill=even
-		/activity?agent=nobody&since=2020-01-01 /activity?trace=hb_00000000000000000000000042 /activity?status=running`, 0,
+		/activity?trace=0000 /find?q=42 /activity?agent=nobody&since=2020-01-01 /activity?trace=hb_00000000000000000000000042 /activity?status=running`, 0,
 	},
 	"skills and spend": {
 		`
@@ -579,7 +587,7 @@ var indexedPages = map[string]struct {
 		  from generate_series(1, 2000) n`,
 		"agent_threads agent_messages agent_locks agent_executions agent_lock_waiters",
 		`/threads /threads?channel=chat /threads?owner=key3
-		/threads?owner=key3&channel=log /threads?view=held /threads?view=queue /threads?before=2026-01-01T00%3A00%3A00Z+thread500
+		/find?q=thread7 /threads?owner=key3&channel=log /threads?view=held /threads?view=queue /threads?before=2026-01-01T00%3A00%3A00Z+thread500
 		/threads/thread7 /threads/thread21 /threads/thread50?before=5-5`, 0,
 	},
 	"traces": {

@@ -177,7 +177,7 @@ func TestFiltersOfTheOverviewAreChecked(t *testing.T) {
 	t.Parallel()
 	_, server := open(t)
 	for query, why := range map[string]string{
-		"surface=none": "surface", "status=fine": "status", "trace=%3Cb%3E": "trace", "skill=" +
+		"surface=none": "surface", "status=fine": "status", "skill=" +
 			strings.Repeat("x", 301): "skill",
 		"since=yesterday": "since", "until=1": "until", "row=1": "row",
 	} {
@@ -274,10 +274,13 @@ func TestFiltersOfTheLogCombine(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	did(t, pool, 120)
+	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ('lane_1', '', 1, now())`)
 	for query, want := range map[string]string{
 		"/?surface=chat&status=error":                             "120 105 90 75 60 45 30 15",
 		"/activity?surface=chat&status=error&skill=even":          "120 90 60 30",
 		"/activity?lane=lane_1&agent=agent_1":                     "78 1",
+		"/activity?lane=LANE_1&agent=gent_1":                      "120 78 43 1",
+		"/activity?skill=VE&lane=ane_5":                           "104 82 60 38 16",
 		"/activity?trace=hb_00000000000000000000000042":           "42",
 		"/activity?trace=00000000000000000000000042&status=error": "42",
 		"/activity?skill=none":                                    "",

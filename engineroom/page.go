@@ -91,6 +91,12 @@ func (p page) Path() string { return p.path }
 // Key is the letter that opens the page; empty for none.
 func (p page) Key() string { return keys[p.path] }
 
+// thumbs are the signs of the pages at the lower edge of a phone.
+var thumbs = map[string]string{"/": "⌂", "/approvals": "✓", "/traces": "≋", "/executions": "▷", "/operate": "›_"}
+
+// Thumb is the page's sign at the lower edge of a phone; empty for a page under More.
+func (p page) Thumb() string { return thumbs[p.path] }
+
 // live lists the parts that change while viewed.
 func (p page) live() []part {
 	var all []part
@@ -140,8 +146,13 @@ func (room *Room) serve(p page) http.Handler {
 			body, err = room.render(ctx, p, s)
 			return err
 		})
-		if err != nil {
-			room.Refuse(w, r, err)
+		if to := ""; err != nil {
+			if to = room.elsewhere(r.Context(), p, s.visit, err); to == "" {
+				room.Refuse(w, r, err)
+				return
+			}
+			guard(w.Header())
+			http.Redirect(w, r, to, http.StatusSeeOther)
 			return
 		}
 		from.Tell(w.Header())

@@ -40,7 +40,7 @@ func funcs() template.FuncMap {
 		"cut": cut, "brief": brief, "thousands": human.Count, "money": human.Money, "millis": millis, "seconds": seconds, "at": at, "ago": ago,
 		"since": since, "until": until,
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
-		"short": short, "dict": dict, "segment": url.PathEscape, "bytes": human.Bytes, "left": left, "next": nextRun,
+		"short": short, "tail": tail, "dict": dict, "segment": url.PathEscape, "bytes": human.Bytes, "left": left, "next": nextRun,
 	}
 }
 

@@ -45,14 +45,19 @@ type traceAge struct {
 func (room *Room) tracesPage() page {
 	return page{
 		path: "/traces", name: "traces", nav: "Traces", title: "Traces", open: room.openTraces,
-		parts: []part{{name: "list", every: 2 * time.Second, calm: true, load: room.listTraces}},
+		parts: []part{
+			room.filtersPart("/traces", "agent"),
+			{name: "list", every: 2 * time.Second, calm: true, load: room.listTraces},
+		},
 	}
 }
 
 // traceFilter is what a listing is narrowed down to.
 type traceFilter struct {
 	Surface, Status, Agent, Since, Before string
+	Trace                                 string // as entered
 	span                                  time.Duration
+	ids                                   []string // that Trace means; nil without it
 }
 
 // traceRow is a trace in the listing.
@@ -83,12 +88,18 @@ func between(from time.Time, to *time.Time) *int64 {
 }
 
 // openTraces reads the filters. A value that no filter has is refused, so that nobody takes the whole for a part.
-func (room *Room) openTraces(_ context.Context, v *visit) (string, error) {
-	q, err := filtersOf(v.Query, "surface", "status", "agent", "since", "before")
+func (room *Room) openTraces(ctx context.Context, v *visit) (string, error) {
+	if _, is := v.About.(traceFilter); is {
+		return "Traces", nil // found for the same address
+	}
+	q, err := filtersOf(v.Query, "surface", "status", "agent", "since", "before", "trace")
 	if err != nil {
 		return "", err
 	}
-	w := traceFilter{Surface: q["surface"], Status: q["status"], Agent: q["agent"], Since: q["since"]}
+	w := traceFilter{Surface: q["surface"], Status: q["status"], Agent: q["agent"], Since: q["since"], Trace: q["trace"]}
+	if w.ids, err = room.tracesFor(ctx, w.Trace); err != nil {
+		return "", err
+	}
 	if w.Before, err = v.uuidFilter("before"); err != nil {
 		return "", err
 	}
@@ -136,23 +147,28 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		                 x.completed_at,
 		                      left(coalesce(nullif(x.error_message, ''), x.result_summary), 300) as summary,
 		                      coalesce(x.started_at, x.created_at) as started_at
-		                 from ((select w.id from (select k.id, k.agent from agent_executions k
-		                         where k.surface = s.surface and k.parent_id is null and k.claimed_by is null
-		                           and (@status::text = '' or k.status = @status)
-		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval))
-		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
-		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1
-		                           else @looked::int end) w
-                         where @agent::text = '' or w.agent = @agent order by w.id desc limit @limit::int + 1)
+		                 from ((select k.id from agent_executions k
+		                         where k.trace_id = any (@traces::text[]) and k.surface = s.surface and k.parent_id is null
+		                           and (@status::text = '' or k.status = @status) and (@agent::text = '' or k.agent ilike @agent)
+		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval)))
 		                       union all
 		                       (select w.id from (select k.id, k.agent from agent_executions k
-		                         where k.surface = s.surface and k.parent_id is null and k.claimed_by is not null
+		                         where @traces::text[] is null and k.surface = s.surface and k.parent_id is null and k.claimed_by is null
 		                           and (@status::text = '' or k.status = @status)
 		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval))
 		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
 		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1
 		                           else @looked::int end) w
-                         where @agent::text = '' or w.agent = @agent order by w.id desc limit @limit::int + 1)
+                         where @agent::text = '' or w.agent ilike @agent order by w.id desc limit @limit::int + 1)
+		                       union all
+		                       (select w.id from (select k.id, k.agent from agent_executions k
+		                         where @traces::text[] is null and k.surface = s.surface and k.parent_id is null and k.claimed_by is not null
+		                           and (@status::text = '' or k.status = @status)
+		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval))
+		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
+		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1
+		                           else @looked::int end) w
+                         where @agent::text = '' or w.agent ilike @agent order by w.id desc limit @limit::int + 1)
 		                       order by id desc limit @limit::int + 1) p
 		                cross join lateral (select * from agent_executions i where i.id = p.id offset 0) x) e
 		         order by e.id desc limit @limit::int + 1) r
@@ -163,7 +179,7 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		         from (select y.status, y.token_usage, y.cost_usd from agent_activity y
 		                where y.trace_id = r.trace_id order by y.created_at limit @most::int + 1) a) t
 		 order by r.id desc`, freshPlan, postgres.Strict{
-		"surfaces": surfaces, "status": w.Status, "agent": w.Agent, "span": traceSpan(w.span), "before": w.Before,
+		"surfaces": surfaces, "status": w.Status, "agent": likePart(w.Agent), "traces": w.ids, "span": traceSpan(w.span), "before": w.Before,
 		"limit": tracesPerPage,
 		"most":  tracesSummed, "looked": maxSearched,
 	})
@@ -196,7 +212,8 @@ func (traceFilter) Ages() []traceAge { return traceAges }
 
 // Narrowed reports whether a filter is set.
 func (w traceFilter) Narrowed() bool {
-	return w.Surface != "" || w.Status != "" || w.Agent != "" || w.Since != "" || w.Before != ""
+	return w.Surface != "" || w.Status != "" || w.Agent != "" || w.Since != "" || w.Before != "" ||
+		w.Trace != ""
 }
 
 // traceSpan is a duration for SQL: null for none.

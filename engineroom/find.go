@@ -1,0 +1,519 @@
+package engineroom
+
+import (
+	"cmp"
+	"context"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+)
+
+const (
+	// hitsShown bounds the hits of a group.
+	hitsShown = 6
+	// maxNames bounds the rows of a small table whose names are compared.
+	maxNames = 2000
+	// maxRecentRuns bounds the newest executions whose texts are compared.
+	maxRecentRuns = 1000
+	// maxRecentThreads bounds the newest threads, and memories, whose names are compared.
+	maxRecentThreads = 5000
+)
+
+// hit is something that a search found.
+type hit struct {
+	Href, Title string
+	About       string     // what happened, in a line
+	State       string     // empty for none
+	At          *time.Time // nil for none
+	ID          string     // shown short; empty for none
+}
+
+// hitGroup are the hits of one kind.
+type hitGroup struct {
+	Name, Word string
+	Hits       []hit
+	More       string // the address of all of them; empty for none
+	rank       int
+}
+
+// findQuery is what is searched for.
+type findQuery struct {
+	Text string
+	like string   // the text as a part of a name
+	id   fragment // the text as a part of an id
+	isID bool
+}
+
+// newFindQuery parses a text. usable is false for an empty one.
+func newFindQuery(text string) (q findQuery, usable bool) {
+	text = strings.TrimSpace(text)
+	q = findQuery{Text: text, like: likePart(text)}
+	q.id, q.isID = fragmentOf(text)
+	return q, text != ""
+}
+
+// matches reports whether a text contains the query, in upper or lower case.
+func (q findQuery) matches(texts ...string) bool {
+	return slices.ContainsFunc(texts, func(s string) bool { return strings.Contains(strings.ToLower(s), strings.ToLower(q.Text)) })
+}
+
+// rank is lower for a better match of a title.
+func (q findQuery) rank(title string) int {
+	title, text := strings.ToLower(title), strings.ToLower(q.Text)
+	switch {
+	case title == text:
+		return 0
+	case strings.HasPrefix(title, text):
+		return 1
+	case strings.Contains(title, text):
+		return 2
+	}
+	return 3
+}
+
+// finder finds the hits of one kind, at most hitsShown+1, best first.
+type finder func(room *Room, ctx context.Context, q findQuery) ([]hit, error)
+
+// finders are the kinds in the order of their groups. A kind whose ids match comes first.
+var finders = []struct {
+	name, word, all string
+	byID            bool
+	find            finder
+}{
+	{"traces", "Traces", "", true, (*Room).findTraces},
+	{"executions", "Executions", "", true, (*Room).findExecutions},
+	{"approvals", "Approvals", "/approvals", false, (*Room).findApprovals},
+	{"skills", "Skills", "/skills", false, (*Room).findSkills},
+	{"flows", "Flows", "", false, (*Room).findFlows},
+	{"agents", "Agents", "/agents", false, (*Room).findAgents},
+	{"automations", "Automations", "/automations", false, (*Room).findAutomations},
+	{"objectives", "Objectives", "/objectives", false, (*Room).findObjectives},
+	{"threads", "Threads", "", false, (*Room).findThreads},
+	{"memory", "Memory", "", false, (*Room).findMemory},
+	{"lanes", "Lanes", "", false, (*Room).findLanes},
+	{"recent", "What happened, among the newest 1,000 executions", "", false, (*Room).findWork},
+	{"deliveries", "Deliveries", "", true, (*Room).findDeliveries},
+	{"outgoing", "Outgoing messages", "", true, (*Room).findOutgoing},
+	{"actions", "Actions", "", true, (*Room).findActions},
+	{"pages", "Pages", "", false, (*Room).findPages},
+	{"settings", "Settings", "", false, (*Room).findSettings},
+}
+
+// foundBy are the pages whose address may have a part of an id or of a name.
+var foundBy map[string]finder
+
+func init() { // the finders use the pages
+	foundBy = map[string]finder{
+		"/traces/{id}": (*Room).findTraces, "/executions/{id}": (*Room).findExecutions, "/approvals/{id}": (*Room).findApprovals,
+		"/deliveries/{id}": (*Room).findDeliveries, "/outgoing/{id}": (*Room).findOutgoing, "/threads/{id}": (*Room).findThreads,
+		"/skills/{name}": (*Room).findSkills, "/agents/{name}": (*Room).findAgents, "/automations/{name}": (*Room).findAutomations,
+		"/objectives/{name}": (*Room).findObjectives,
+	}
+}
+
+// findPage finds anything by a part of its id or name.
+func (room *Room) findPage() page {
+	return page{
+		path: "/find", name: "find", title: "Find",
+		open: func(_ context.Context, v *visit) (string, error) {
+			text, err := v.textFilter("q")
+			v.About = text
+			return "Find", err
+		},
+		parts: []part{{name: "results", load: func(ctx context.Context, v *visit) (any, error) {
+			text, _ := v.About.(string)
+			return room.search(ctx, text)
+		}}},
+	}
+}
+
+// found is the result of a search.
+type found struct {
+	Text   string
+	Groups []hitGroup
+	IsID   bool
+	Window int64
+}
+
+// Count is the number of hits.
+func (f found) Count() (n int) {
+	for _, g := range f.Groups {
+		n += len(g.Hits)
+	}
+	return n
+}
+
+// search finds the groups of hits, best first. Without a text these are the newest items.
+func (room *Room) search(ctx context.Context, text string) (found, error) {
+	q, usable := newFindQuery(text)
+	f := found{Text: q.Text, IsID: q.isID, Window: maxFragments}
+	if !usable {
+		groups, err := room.recentItems(ctx)
+		f.Groups = groups
+		return f, err
+	}
+	for i, kind := range finders {
+		hits, err := kind.find(room, ctx, q)
+		if err != nil {
+			return f, err
+		}
+		if len(hits) == 0 {
+			continue
+		}
+		g := hitGroup{Name: kind.name, Word: kind.word, Hits: hits[:min(len(hits), hitsShown)], rank: 4 * len(finders)}
+		if len(hits) > hitsShown {
+			g.More = kind.all
+		}
+		for _, h := range g.Hits {
+			g.rank = min(g.rank, q.rank(h.Title)*len(finders)+i)
+		}
+		if kind.byID && q.isID {
+			g.rank = i - len(finders)
+		}
+		f.Groups = append(f.Groups, g)
+	}
+	slices.SortStableFunc(f.Groups, func(a, b hitGroup) int { return cmp.Compare(a.rank, b.rank) })
+	return f, nil
+}
+
+// findResults serves the results alone, for the dialog.
+func (room *Room) findResults(w http.ResponseWriter, r *http.Request) {
+	v := newVisit(r, room.findPage(), "")
+	text, err := v.textFilter("q")
+	var body []byte
+	if err == nil {
+		_, err = room.Read.Do(r.Context(), false, func(ctx context.Context) error {
+			f, err := room.search(ctx, text)
+			if err == nil {
+				body, err = room.execute("find-box", f)
+			}
+			return err
+		})
+	}
+	if err != nil {
+		room.Refuse(w, r, err)
+		return
+	}
+	room.send(w, r, http.StatusOK, body)
+}
+
+// recentItems are the newest traces and failures, open approvals and the pages.
+func (room *Room) recentItems(ctx context.Context) ([]hitGroup, error) {
+	latest, err := room.runHits(ctx, `
+		select e.id from agent_executions e order by e.id desc limit @most`, postgres.Strict{"most": hitsShown})
+	if err != nil {
+		return nil, err
+	}
+	failed, err := room.runHits(ctx, `
+		(select e.id from agent_executions e where e.status = 'failed' order by e.id desc limit @most)
+		union all
+		(select e.id from agent_executions e where e.status = 'timeout' order by e.id desc limit @most)
+		order by id desc limit @most`, postgres.Strict{"most": hitsShown})
+	if err != nil {
+		return nil, err
+	}
+	pending, err := room.approvalHits(ctx, `
+		select a.id from agent_approvals a where a.status = 'pending' order by a.id desc limit @most`,
+		postgres.Strict{"most": hitsShown})
+	if err != nil {
+		return nil, err
+	}
+	pages, _ := room.findPages(ctx, findQuery{})
+	var groups []hitGroup
+	for _, g := range []hitGroup{
+		{Name: "pending", Word: "Approval requested", Hits: pending, More: "/approvals"},
+		{Name: "failed", Word: "Failed last", Hits: failed, More: "/executions?failed=1"},
+		{Name: "latest", Word: "Latest executions", Hits: latest, More: "/executions"},
+		{Name: "pages", Word: "Pages", Hits: pages},
+	} {
+		if len(g.Hits) > 0 {
+			groups = append(groups, g)
+		}
+	}
+	return groups, nil
+}
+
+// hitRow is a hit in SQL.
+type hitRow struct {
+	ID, Title, About, State string
+	At                      *time.Time
+}
+
+// hitsOf reads hits. href makes the address from a row's id.
+func (room *Room) hitsOf(
+	ctx context.Context, sql string, args postgres.Strict, href func(id string) string,
+) ([]hit, error) {
+	rows, err := postgres.Rows[hitRow](ctx, room.Read, "find", sql, freshPlan, args)
+	if err != nil {
+		return nil, err
+	}
+	list := make([]hit, len(rows))
+	for i, r := range rows {
+		list[i] = hit{
+			Href: href(r.ID), Title: cut(120, r.Title), About: cut(160, redact.Text(r.About, maxValue)), State: r.State, At: r.At,
+		}
+		if uuidShape.MatchString(r.ID) || len(r.ID) == traceIDLength {
+			list[i].ID = r.ID
+		}
+	}
+	return list, nil
+}
+
+// traceIDLength is the length of a trace id.
+const traceIDLength = 29
+
+// byName makes addresses below a path.
+func byName(path string) func(string) string {
+	return func(id string) string { return path + url.PathEscape(id) }
+}
+
+// runHits reads executions by a statement that selects their ids.
+func (room *Room) runHits(ctx context.Context, ids string, args postgres.Strict) ([]hit, error) {
+	return room.hitsOf(ctx, `
+		select e.id::text, left(e.flow, 200) as title, left(coalesce(nullif(e.error_message, ''), e.result_summary), 600) as about,
+		       e.status as state, e.created_at as at
+		  from agent_executions e where e.id = any (array(`+ids+`)) order by e.id desc`, args, byName("/executions/"))
+}
+
+func (room *Room) findExecutions(ctx context.Context, q findQuery) ([]hit, error) {
+	if !q.isID {
+		return nil, nil
+	}
+	ids, err := room.matchUUIDs(ctx, "agent_executions", q.id, hitsShown+1)
+	if err != nil || len(ids) == 0 {
+		return nil, err
+	}
+	return room.runHits(ctx, `select i.id::uuid from unnest(@ids::text[]) i (id)`, postgres.Strict{"ids": ids})
+}
+
+func (room *Room) findTraces(ctx context.Context, q findQuery) ([]hit, error) {
+	if !q.isID {
+		return nil, nil
+	}
+	ids, err := room.matchTraces(ctx, q.id, hitsShown+1)
+	if err != nil || len(ids) == 0 {
+		return nil, err
+	}
+	return room.hitsOf(ctx, `
+		select i.id, left(coalesce(r.flow, 'trace without an execution'), 200) as title, left(coalesce(r.about, ''), 600) as about,
+		       coalesce(r.status, '') as state, r.created_at as at
+		  from unnest(@ids::text[]) with ordinality i (id, n)
+		  left join lateral (select e.flow, e.status, e.created_at, coalesce(nullif(e.error_message, ''), e.result_summary) as about
+		         from agent_executions e where e.trace_id = i.id order by e.id limit 1) r on true
+		 order by i.n`, postgres.Strict{"ids": ids}, byName("/traces/"))
+}
+
+// findWork compares the texts of the newest executions.
+func (room *Room) findWork(ctx context.Context, q findQuery) ([]hit, error) {
+	return room.runHits(ctx, `
+		select x.id from (select w.id, w.flow, w.agent, w.error_message, w.result_summary from agent_executions w
+		                   order by w.id desc limit @window) x
+		 where x.flow ilike @like or x.agent ilike @like or left(x.error_message, 4000) ilike @like
+		    or left(x.result_summary, 4000) ilike @like
+		 order by x.id desc limit @most`, postgres.Strict{"like": q.like, "window": maxRecentRuns, "most": hitsShown + 1})
+}
+
+// approvalHits reads approvals by a statement that selects their ids.
+func (room *Room) approvalHits(ctx context.Context, ids string, args postgres.Strict) ([]hit, error) {
+	return room.hitsOf(ctx, `
+		select a.id::text, a.skill_name as title,
+		       case when pg_column_size(a.arguments) < 10000 then left(a.arguments::text, 300) else '' end as about,
+		       case when a.status in ('pending', 'approved') and a.expires_at <= now() then 'expired' else a.status end as state,
+		       a.created_at as at
+		  from agent_approvals a where a.id = any (array(`+ids+`))
+		 order by a.status = 'pending' and a.expires_at > now() desc, a.id desc`, args, byName("/approvals/"))
+}
+
+func (room *Room) findApprovals(ctx context.Context, q findQuery) ([]hit, error) {
+	ids := []string{}
+	if q.isID {
+		var err error
+		if ids, err = room.matchUUIDs(ctx, "agent_approvals", q.id, hitsShown+1); err != nil {
+			return nil, err
+		}
+	}
+	return room.approvalHits(ctx, `
+		(select i.id::uuid as id from unnest(@ids::text[]) i (id))
+		union
+		(select x.id from (select n.id, n.skill_name from agent_approvals n order by n.id desc limit @window) x
+		  where x.skill_name ilike @like order by x.id desc limit @most)
+		limit @most`, postgres.Strict{"ids": ids, "like": q.like, "window": maxNames, "most": hitsShown + 1})
+}
+
+func (room *Room) findSkills(ctx context.Context, q findQuery) ([]hit, error) {
+	return room.hitsOf(ctx, `
+		select s.name as id, s.name as title, left(s.description, 300) as about,
+		       case when s.enabled then 'enabled' else 'disabled' end as state, null::timestamptz as at
+		  from (select * from agent_skills a order by a.name limit @window) s
+		 where s.name ilike @like or left(s.description, 1000) ilike @like
+		 order by s.name ilike @like desc, s.name limit @most`,
+		postgres.Strict{"like": q.like, "window": maxNames, "most": hitsShown + 1}, byName("/skills/"))
+}
+
+func (room *Room) findFlows(ctx context.Context, q findQuery) ([]hit, error) {
+	names, err := room.suggested(ctx, "flow")
+	var list []hit
+	for _, n := range names {
+		if q.matches(n.Value) && len(list) <= hitsShown {
+			list = append(list, hit{
+				Href: "/executions?flow=" + url.QueryEscape(n.Value), Title: cut(120, n.Value), About: n.Count + " executions",
+			})
+		}
+	}
+	return list, err
+}
+
+func (room *Room) findAgents(ctx context.Context, q findQuery) ([]hit, error) {
+	all, err := room.Agents.List(ctx, room.Read)
+	var list []hit
+	for _, a := range all {
+		if q.matches(a.Name, a.Description) && len(list) <= hitsShown {
+			list = append(list, hit{Href: "/agents/" + url.PathEscape(a.Name), Title: cut(120, a.Name), About: cut(160, a.Description)})
+		}
+	}
+	return list, err
+}
+
+func (room *Room) findAutomations(ctx context.Context, q findQuery) ([]hit, error) {
+	return room.hitsOf(ctx, `
+		select a.name as id, a.name as title, left(coalesce(nullif(a.description, ''), a.skill_name || a.flow || a.prompt), 300) as about,
+		       case when a.enabled then 'enabled' else 'disabled' end as state, null::timestamptz as at
+		  from (select * from agent_automations x order by x.name limit @window) a
+		 where a.name ilike @like or left(a.description, 1000) ilike @like or a.skill_name ilike @like or a.flow ilike @like
+		 order by a.name ilike @like desc, a.name limit @most`,
+		postgres.Strict{"like": q.like, "window": maxNames, "most": hitsShown + 1}, byName("/automations/"))
+}
+
+func (room *Room) findObjectives(ctx context.Context, q findQuery) ([]hit, error) {
+	return room.hitsOf(ctx, `
+		select o.name as id, o.name as title, left(o.goal, 300) as about, o.status as state, o.created_at as at
+		  from (select * from agent_objectives x order by x.id desc limit @window) o
+		 where o.name ilike @like or left(o.goal, 1000) ilike @like
+		 order by o.name ilike @like desc, o.id desc limit @most`,
+		postgres.Strict{"like": q.like, "window": maxNames, "most": hitsShown + 1}, byName("/objectives/"))
+}
+
+func (room *Room) findThreads(ctx context.Context, q findQuery) ([]hit, error) {
+	return room.hitsOf(ctx, `
+		select t.id, left(coalesce(nullif(t.participant, ''), nullif(t.name, ''), t.id), 200) as title, left(coalesce(m.words, ''), 300) as about,
+		       '' as state, t.updated_at as at
+		  from ((select t.id from agent_threads t where t.id = @text)
+		        union
+		        (select x.id from (select n.id, n.participant, n.name, n.owner from agent_threads n
+		                            order by n.updated_at desc, n.id desc limit @window) x
+		          where x.id ilike @like or x.participant ilike @like or x.name ilike @like or x.owner ilike @like
+		          limit @most)) p
+		  join agent_threads t on t.id = p.id
+		  left join lateral (select left(c.content, 400) as words from agent_messages c where c.thread_id = t.id and c.seq is not null
+		                      order by c.seq desc limit 1) m on true
+		 order by t.updated_at desc limit @most`,
+		postgres.Strict{"text": q.Text, "like": q.like, "window": maxRecentThreads, "most": hitsShown + 1}, byName("/threads/"))
+}
+
+func (room *Room) findMemory(ctx context.Context, q findQuery) ([]hit, error) {
+	list, err := room.hitsOf(ctx, `
+		select m.key as id, m.key as title, left(m.value::text, 300) as about, '' as state, max(m.updated_at) as at
+		  from ((select k.id from agent_memory k where k.key like @prefix order by k.key limit @most)
+		        union
+		        (select x.id from (select n.id, n.key from agent_memory n order by n.updated_at desc limit @window) x
+		          where x.key ilike @like limit @most)
+		        union
+		        (select w.id from agent_memory w where w.search @@ websearch_to_tsquery('simple', @text) limit @most)) p
+		  join agent_memory m on m.id = p.id
+		 where m.expires_at is null or m.expires_at > clock_timestamp()
+		 group by m.key, m.value::text order by m.key ilike @like desc, max(m.updated_at) desc limit @most`,
+		postgres.Strict{
+			"text": q.Text, "like": q.like, "prefix": prefixPattern(q.Text), "window": maxRecentThreads, "most": hitsShown + 1,
+		}, byName("/memory/"))
+	return list, err
+}
+
+func (room *Room) findLanes(ctx context.Context, q findQuery) ([]hit, error) {
+	return room.hitsOf(ctx, `
+		select l.lane as id, l.lane as title, 'held by ' || left(l.locked_by, 200) as about, '' as state, l.locked_at as at
+		  from (select * from agent_locks x where x.locked_by <> '' and x.expires_at > now() order by x.lane limit @window) l
+		 where l.lane ilike @like order by l.lane limit @most`,
+		postgres.Strict{"like": q.like, "window": maxNames, "most": hitsShown + 1},
+		func(lane string) string { return "/lanes?lane=" + url.QueryEscape(lane) })
+}
+
+func (room *Room) findDeliveries(ctx context.Context, q findQuery) ([]hit, error) {
+	ids := []string{}
+	if q.isID {
+		var err error
+		if ids, err = room.matchUUIDs(ctx, "agent_webhook_deliveries", q.id, hitsShown+1); err != nil {
+			return nil, err
+		}
+	}
+	return room.hitsOf(ctx, `
+		select d.id::text, left(d.endpoint, 200) as title, left(coalesce(d.error_message || ' ', '') || d.delivery_id, 300) as about,
+		       d.status as state, d.received_at as at
+		  from agent_webhook_deliveries d where d.id = any (array(
+		        (select i.id::uuid as id from unnest(@ids::text[]) i (id))
+		        union
+		        (select x.id from (select n.id, n.endpoint, n.delivery_id from agent_webhook_deliveries n
+		                            order by n.id desc limit @window) x
+		          where x.delivery_id ilike @like or x.endpoint ilike @like order by x.id desc limit @most)))
+		 order by d.id desc limit @most`,
+		postgres.Strict{"ids": ids, "like": q.like, "window": maxNames, "most": hitsShown + 1}, byName("/deliveries/"))
+}
+
+func (room *Room) findOutgoing(ctx context.Context, q findQuery) ([]hit, error) {
+	if !q.isID {
+		return nil, nil
+	}
+	ids, err := room.matchUUIDs(ctx, "agent_webhook_outbox", q.id, hitsShown+1)
+	if err != nil || len(ids) == 0 {
+		return nil, err
+	}
+	return room.hitsOf(ctx, `
+		select o.id::text, left(o.event, 200) as title, left(o.last_error, 300) as about, o.status as state, o.created_at as at
+		  from agent_webhook_outbox o where o.id = any (@ids::text[]::uuid[]) order by o.id desc`,
+		postgres.Strict{"ids": ids}, byName("/outgoing/"))
+}
+
+// findActions finds rows of the activity log by the beginning of their ids.
+func (room *Room) findActions(ctx context.Context, q findQuery) ([]hit, error) {
+	low, high, _ := q.id.hexRange()
+	if !q.isID || low == "" || len(hexDigits(q.id.begin)) < 8 {
+		return nil, nil
+	}
+	return room.hitsOf(ctx, `
+		select a.id::text, left(a.skill_name, 200) as title, left(coalesce(nullif(a.error_message, ''), a.purpose), 300) as about,
+		       a.status as state, a.created_at as at
+		  from agent_activity a where a.id between @low::text::uuid and @high::text::uuid order by a.id desc limit @most`,
+		postgres.Strict{"low": low, "high": high, "most": hitsShown + 1},
+		func(id string) string { return "/activity?row=" + id + "#row-" + id })
+}
+
+// findPages finds pages by their labels; all of them without a text.
+func (room *Room) findPages(_ context.Context, q findQuery) ([]hit, error) {
+	var list []hit
+	for _, p := range room.pages {
+		if p.nav != "" && q.matches(p.nav, p.path) {
+			list = append(list, hit{Href: p.path, Title: p.nav})
+		}
+	}
+	return list, nil
+}
+
+// findSettings finds settings by their names and meanings.
+func (room *Room) findSettings(_ context.Context, q findQuery) ([]hit, error) {
+	var list []hit
+	for _, s := range config.Settings() {
+		if len(q.Text) > 2 && q.matches(s.Name, s.Help) && len(list) <= hitsShown {
+			about := s.Help
+			if s.Default != "" {
+				about += "; default " + s.Default
+			}
+			list = append(list, hit{Href: "/find?q=" + url.QueryEscape(s.Name), Title: s.Name, About: about})
+		}
+	}
+	return list, nil
+}

@@ -1,0 +1,281 @@
+package engineroom
+
+import (
+	"fmt"
+	"net/http"
+	"net/url"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/chromedp/chromedp/kb"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/browser"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+)
+
+// lands follows redirects and returns where an address leads to, with its text.
+func lands(t *testing.T, address string) (path, body string) {
+	t.Helper()
+	answer, err := http.Get(address) //nolint:noctx // a test server
+	require.NoError(t, err)
+	defer answer.Body.Close()
+	_, body = testkit.Get(t, answer.Request.URL.String())
+	return answer.Request.URL.Path, body
+}
+
+const (
+	fragmentRun   = "01a2d7d3-9f52-7e3c-b8ab-88e6e4f1c345"
+	fragmentTrace = "ch_01JD3V7K8ZQ6W2M5T9X44YGH89"
+)
+
+// F5: an id that is shown, or any part of it, can be pasted into an address, a filter and the find box.
+func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	quiet(t, pool, `insert into agent_executions (id, trace_id, surface, flow, status) values ($1, $2, 'chat', 'refund_order', 'completed')`,
+		fragmentRun, fragmentTrace)
+	quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name) values ($1, 'chat', 'pay_back')`, fragmentTrace)
+	for range 3 {
+		execution(t, pool, "completed", "flow", "other")
+	}
+	for _, part := range []string{
+		"88e6e4f1c345", "f1c345", "01a2d7d3", "01a2d7d3-9f52", "01A2D7D3-9F52-7E3C-B8AB-88E6E4F1C345", "01a2d7d3…c345",
+		"7e3cb8ab", server.URL + "/executions/" + fragmentRun, "  88e6e4f1c345 ",
+	} {
+		escaped := url.PathEscape(strings.TrimSpace(part))
+		if !strings.Contains(part, "://") {
+			path, _ := lands(t, server.URL+"/executions/"+escaped)
+			assert.Equal(t, "/executions/"+fragmentRun, path)
+		}
+		body := shows(t, server.URL+"/executions?trace_id="+url.QueryEscape(part), "refund_order")
+		if strings.Contains(body, ">other<") {
+			t.Errorf("%s: other executions are listed", part)
+		}
+		shows(t, server.URL+"/find?q="+url.QueryEscape(part), `href="/executions/`+fragmentRun)
+	}
+	for _, part := range []string{
+		fragmentTrace, strings.ToLower(fragmentTrace), "01JD3V7K8ZQ6W2M5T9X44YGH89", "ch_01JD3V", "4YGH89", "…4YGH89", "ch_01JD…YGH89", "9X44YG",
+		"01JD3V7K8", "88e6e4f1c345",
+	} {
+		path, _ := lands(t, server.URL+"/traces/"+url.PathEscape(part))
+		if !strings.HasSuffix(path, fragmentTrace) && !strings.EqualFold(path, "/traces/"+part) {
+			t.Errorf("%s leads to %s", part, path)
+		}
+		shows(t, server.URL+"/executions?trace_id="+url.QueryEscape(part), "refund_order")
+		shows(t, server.URL+"/activity?trace="+url.QueryEscape(part), "pay_back")
+		shows(t, server.URL+"/audit?trace="+url.QueryEscape(part), "pay_back")
+		shows(t, server.URL+"/find?q="+url.QueryEscape(part), `href="/traces/`+fragmentTrace)
+	}
+
+	// Several are listed, and none says what was searched.
+	quiet(t, pool, `insert into agent_executions (id, trace_id, surface, flow, status)
+		values ('01a2d7d3-9f53-7e3c-b8ab-88e6e4f1c345', 'hb_01JD3V7K8ZQ6W2M5T9X44YGH90', 'chat', 'second', 'completed')`)
+	path, body := lands(t, server.URL+"/executions/88e6e4f1c345")
+	assert.Equal(t, "/find", path)
+	assert.Contains(t, body, "second")
+	assert.Contains(t, body, "refund_order")
+	path, body = lands(t, server.URL+"/traces/0000beef")
+	assert.Equal(t, "/find", path)
+	assert.Contains(t, body, "among the newest 50,000")
+	shows(t, server.URL+"/executions?trace_id=0000beef", "No execution matches")
+	shows(t, server.URL+"/activity?trace=0000beef", "No activity matches")
+	turnsAway(t, server.URL+"/traces/hb_01JD3V7K8ZQ6W2M5T9X44YGH99", 404, "no such trace")
+	turnsAway(t, server.URL+"/executions/01a2d7d3-0000-7e3c-b8ab-88e6e4f1c345", 404, "there is no execution")
+}
+
+func TestNamesAreFoundByAPart(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	skill(t, pool, "fetch_price", "Fetches what oil costs.", "", "")
+	scheduled(t, pool, "weekly_report")
+	aims(t, pool, "grow_sales")
+	keeps(t, pool, "facts", "Price_of_oil", "90")
+	execution(t, pool, "failed", "flow", "import_orders")
+	quiet(t, pool, `insert into agent_threads (id, channel, participant) values ('talk-7', 'chat', 'Ana Müller')`)
+	for text, want := range map[string]string{
+		"FETCH": "/skills/fetch_price", "oil costs": "/skills/fetch_price", "week": "/automations/weekly_report",
+		"SALES": "/objectives/grow_sales", "price_of": "/memory/Price_of_oil", "IMPORT": "/executions?flow=import_orders",
+		"müller": "/threads/talk-7", "talk": "/threads/talk-7", "spend": `"/spend"`, "AGENT_WORK": "AGENT_WORKERS",
+		"how many background executions": "AGENT_WORKERS", "100%": "Nothing has",
+	} {
+		shows(t, server.URL+"/find?q="+url.QueryEscape(text), want)
+	}
+	for path, want := range map[string]string{
+		"/skills/price": "/skills/fetch_price", "/automations/WEEKLY": "/automations/weekly_report",
+		"/objectives/sales": "/objectives/grow_sales", "/threads/müller": "/threads/talk-7",
+	} {
+		got, _ := lands(t, server.URL+path)
+		assert.Equal(t, want, got)
+	}
+	shows(t, server.URL+"/executions?flow=IMPORT", "import_orders")
+	shows(t, server.URL+"/executions?flow=nothing", "No execution matches")
+	turnsAway(t, server.URL+"/skills/zzz", 404, "there is no skill")
+}
+
+func TestFindIsOpenedByKeysAndLeadsOn(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	skill(t, pool, "fetch_price", "Fetches.", "", "")
+	skill(t, pool, "fetch_news", "Fetches.", "", "")
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/skills/fetch_price")
+	p.Go(server.URL + "/lanes")
+	p.Until("the script runs", `document.querySelector("#find-open kbd:not([hidden])") !== null`)
+	p.Eval(`document.dispatchEvent(new KeyboardEvent("keydown", {key: "k", ctrlKey: true, bubbles: true, cancelable: true})), 1`, new(int))
+	p.Until("the dialog has the focus", `document.activeElement.id === "find-q"`)
+	p.Shows("Visited last")
+	p.Type("#find-q", "fetch")
+	p.Until("both are options", `document.querySelectorAll("#find-list [role=option]").length >= 2 && document.querySelector("#find-list [aria-selected=true]")`)
+	noComplaint(t, p)
+	p.Press(kb.ArrowDown)
+	var first, second string
+	p.Eval(`document.getElementById("find-q").getAttribute("aria-activedescendant")`, &second)
+	p.Press(kb.ArrowUp)
+	p.Eval(`document.getElementById("find-q").getAttribute("aria-activedescendant")`, &first)
+	if first == second || first == "" {
+		t.Errorf("the arrow keys choose %q and %q", first, second)
+	}
+	p.Press(kb.Escape)
+	p.Until("Escape closes", `!document.getElementById("find").open`)
+	p.Click("#find-open")
+	p.Type("#find-q", "fetch_n")
+	p.Until("one is chosen", `document.querySelector("#find-list [aria-selected=true]")?.textContent.includes("fetch_news")`)
+	p.Press("\r")
+	p.Until("Enter opens it", `location.pathname === "/skills/fetch_news"`)
+
+	still := browser.Open(t, browser.Look{NoScript: true})
+	still.Go(server.URL + "/")
+	still.Click("#find-open")
+	still.Type("#find-text", "fetch_n")
+	still.Press("\r")
+	still.Click(`a[href="/skills/fetch_news"]`)
+	assert.Contains(t, still.Text("h1"), "fetch_news")
+}
+
+// F12: on a phone rows are cards, the pages are at the lower edge, and nothing is wider than the window.
+func TestAPhoneHasCardsAndItsPagesAtTheLowerEdge(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	made := populated(t, pool, "It is done. See the list of orders that were refunded.")
+	for _, width := range []int64{390, 320} {
+		p := browser.Open(t, browser.Look{Width: width, Height: 844})
+		for _, address := range addresses(t, pool, made) {
+			p.Go(server.URL + address)
+			var wide int64
+			p.Eval(`document.documentElement.scrollWidth`, &wide)
+			if wide > width {
+				t.Errorf("%s is %d wide at %d", address, wide, width)
+			}
+		}
+		p.Go(server.URL + "/executions")
+		var first int64
+		p.Eval(`Math.round(document.querySelector("#list tbody tr").getBoundingClientRect().top)`, &first)
+		if first > 420 {
+			t.Errorf("the first row is %d px down at %d", first, width)
+		}
+		p.Until("a row is a card", `getComputedStyle(document.querySelector("#list tbody tr")).display === "flex"`)
+		p.Until("the filters are folded", `!document.querySelector("details.sheet .filters").checkVisibility()`)
+		p.Click("details.sheet > summary")
+		p.Until("they open", `document.querySelector("details.sheet .filters").checkVisibility()`)
+		p.Click(".thumb-more > summary")
+		p.Click(`.thumb-pages a[href="/memory"]`)
+		p.Until("More has the other pages", `location.pathname === "/memory"`)
+		p.Until("it shows where one is", `document.querySelector(".thumb-more [aria-current]") !== null`)
+		noComplaint(t, p)
+	}
+}
+
+// plenty fills the lists: 20 of each kind and more, with failures, waits, retries, long names and several agents.
+func plenty(t *testing.T, pool *pgxpool.Pool) {
+	t.Helper()
+	for _, name := range []string{"sales", "billing", "support_for_large_customers"} {
+		acts(t, pool, agents.Definition{Name: name, Description: "Answers what customers of " + name + " ask."})
+	}
+	quiet(t, pool, `
+		insert into agent_executions (id, trace_id, surface, flow, agent, status, attempt, created_at, started_at, updated_at, completed_at,
+		  result_summary, error_message, waiting_for, waiting_key, waiting_until, waiting_step)
+		select lanekeeper.agent_uuid7(x.at), lanekeeper.agent_trace_id((array['hb', 'op', 'ch', 'wh', 'fl'])[1 + n % 5]),
+		       (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + n % 5],
+		       (array['heartbeat', 'operate', 'chat', 'import_orders', 'onboarding_of_a_customer_with_a_long_name'])[1 + n % 5],
+		       (array['sales', 'billing', 'support_for_large_customers'])[1 + n % 3], x.status, n % 4 / 3, x.at, x.at, x.at,
+		       case when x.status not in ('running', 'waiting', 'pending') then x.at + n * interval '1.7 seconds' end,
+		       case when x.status = 'completed' then 'Order ' || 1000 + n || ' was refunded in full; the customer was told by mail.' else '' end,
+		       case when x.status in ('failed', 'timeout') then 'step pay: POST https://shop.example/refunds: 502 Bad Gateway after 3 tries' end,
+		       case when x.status = 'waiting' then 'approval' end, case when x.status = 'waiting' then gen_random_uuid()::text end,
+		       case when x.status = 'waiting' then x.at + interval '2 days' end, case when x.status = 'waiting' then 'refund' end
+		  from (select n, clock_timestamp() - n * n * interval '40 seconds' as at,
+		          (array['completed', 'completed', 'failed', 'running', 'waiting', 'completed', 'timeout', 'cancelled'])[1 + n % 8] as status
+		          from generate_series(1, 60) n) x`)
+	quiet(t, pool, `
+		insert into agent_activity (id, trace_id, execution_id, surface, agent, kind, skill_name, purpose, status, error_message, error_class,
+		  cost_usd, duration_ms, token_usage, created_at)
+		select lanekeeper.agent_uuid7(e.created_at + k * interval '1 second'), e.trace_id, e.id, e.surface, e.agent,
+		       case k when 1 then 'model' else 'call' end, case k when 1 then 'model_call' else 'refund_order' end,
+		       case k when 1 then 'decide what to refund' else '' end, case when e.status = 'failed' and k = 2 then 'error' else 'success' end,
+		       case when e.status = 'failed' and k = 2 then 'POST https://shop.example/refunds: 502 Bad Gateway' end,
+		       case when e.status = 'failed' and k = 2 then 'http_status' else '' end, case k when 1 then 0.0123 else 0 end, 900 * k,
+		       case k when 1 then '{"total_tokens": 2300}' else '{}' end::jsonb, e.created_at + k * interval '1 second'
+		  from agent_executions e, generate_series(1, 2) k`)
+	for n := range 20 {
+		name := fmt.Sprintf("report_%02d_of_the_week", n)
+		ran(t, pool, scheduled(t, pool, name), []string{"success", "dead", "error"}[n%3])
+		aims(t, pool, "goal_"+name)
+		keeps(t, pool, []string{"facts", "lessons"}[n%2], "price_of_"+name, "It costs 12 EUR since Monday.")
+		skill(t, pool, "skill_"+name, "Makes the report of the week and sends it.", "", "")
+		asked(t, pool, "pending", fmt.Sprintf(`{"order": %d, "amount": "12.50", "reason": "broken on arrival"}`, n), 5)
+		quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, agent, next_seq)
+			values ($1, 'chat', 'shop', 'Customer ' || $1, 'sales', 2)`, fmt.Sprintf("visitor:%d", n))
+		quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status)
+			values ($1, 1, 1, 'user', 'Where is my order 1042? I was told on Monday that it is on its way.', 'received')`, fmt.Sprintf("visitor:%d", n))
+		quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ($1, 'somebody', 1, now() + interval '1 hour')`,
+			fmt.Sprintf("pipeline:prices:%d", n))
+	}
+}
+
+// looked at: AGENT_SHOTS names a folder for pictures of the lists.
+func TestPicturesOfTheLists(t *testing.T) {
+	dir := os.Getenv("AGENT_SHOTS")
+	if dir == "" {
+		t.Skip("AGENT_SHOTS names no folder")
+	}
+	pool, server := open(t)
+	plenty(t, pool)
+	made := populated(t, pool, "The order was refunded: 12 of 13 lines. The last one waits for the shop.")
+	p := browser.Open(t, browser.Look{})
+	list := []string{
+		"/executions", "/executions?failed=1&flow=import", "/executions?view=waiting", "/traces", "/activity", "/threads", "/deliveries",
+		"/outgoing", "/automations", "/memory", "/objectives", "/lanes", "/agents", "/skills", "/approvals", "/find?q=import", "/find",
+		made["/approvals/{id}"], "/",
+	}
+	if only := os.Getenv("AGENT_SHOTS_ONLY"); only != "" {
+		list = strings.Fields(only)
+	}
+	for _, way := range []struct {
+		name string
+		look browser.Look
+	}{
+		{"desktop", browser.Look{Width: 1440, Height: 900}}, {"phone", browser.Look{Width: 390, Height: 844, Dark: true}},
+		{"small", browser.Look{Width: 320, Height: 640}},
+	} {
+		p.As(way.look)
+		for _, address := range list {
+			p.Go(server.URL + address)
+			name := strings.Trim(strings.NewReplacer("/", "-", "?", "-", "=", "-", "&", "-").Replace(address), "-")
+			if len(name) > 30 {
+				name = name[:30]
+			}
+			p.Screenshot(dir+"/"+way.name+"-"+name+".png", false)
+		}
+	}
+	p.As(browser.Look{Width: 1440, Height: 900})
+	p.Go(server.URL + "/executions")
+	p.Click("#find-open")
+	p.Type("#find-q", "import")
+	p.Until("there are results", `document.querySelector("#find-list [aria-selected=true]")`)
+	p.Screenshot(dir+"/desktop-find-dialog.png", false)
+}

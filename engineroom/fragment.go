@@ -1,0 +1,293 @@
+package engineroom
+
+import (
+	"context"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// An id is found by any part of it. Its beginning is a range of the index, however old the id is. Any other part is
+// compared with the newest ids, in index order, because an index of endings would cost every insert.
+const (
+	// maxFragments bounds the executions, or traces, that a part of an id is compared with; maxOtherFragments bounds
+	// the rows of another table.
+	maxFragments      = 50_000
+	maxOtherFragments = 10_000
+	// minFragment is the least length of a part of an id.
+	minFragment = 4
+	// maxMatches bounds the ids that a part of one stands for.
+	maxMatches = 50
+)
+
+// fragment is a part of an id, as people paste it: whole, its beginning, its end, or both with … between.
+type fragment struct {
+	begin, end string // end is empty without an ellipsis
+	surface    string // hb, op, ch, wh or fl, if a trace id's beginning is given
+}
+
+// fragmentOf parses a pasted id. A URL is the last segment of its path. ok is false for what is no part of an id.
+func fragmentOf(text string) (f fragment, ok bool) {
+	text = strings.Trim(strings.TrimSpace(text), "\"'`<>()[]{},;:#")
+	if at, err := url.Parse(text); err == nil && (at.Host != "" || strings.HasPrefix(text, "/")) {
+		text = strings.Trim(at.Path, "/")
+		text = text[strings.LastIndexByte(text, '/')+1:]
+	}
+	text = strings.ReplaceAll(text, "...", "…")
+	begin, end, cut := strings.Cut(text, "…")
+	if len(begin) > 2 && begin[2] == '_' && slices.Contains([]string{"hb", "op", "ch", "wh", "fl"}, strings.ToLower(begin[:2])) {
+		f.surface, begin = strings.ToLower(begin[:2]), begin[3:]
+	}
+	f.begin, f.end = begin, end
+	letters := func(r rune) bool {
+		return (r < '0' || r > '9') && (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && r != '-'
+	}
+	plausible := !strings.ContainsFunc(begin+end, letters) && len(begin+end) <= 36
+	if f.surface != "" || cut {
+		_, _, pattern := f.ulidRange()
+		return f, plausible && (f.surface != "" && pattern != "" || f.surface == "" && len(begin+end) >= minFragment)
+	}
+	return f, plausible && len(begin) >= minFragment &&
+		(strings.ContainsAny(begin, "0123456789") || begin == strings.ToUpper(begin))
+}
+
+// hexRange returns the first and the last uuid with the beginning, and a LIKE pattern for the hex digits of a uuid.
+// They are empty for what is no part of a uuid.
+func (f fragment) hexRange() (low, high, pattern string) {
+	begin, end := hexDigits(f.begin), hexDigits(f.end)
+	if f.surface != "" || strings.Trim(begin+end, "0123456789abcdef") != "" || len(begin+end) > 32 || begin+end == "" {
+		return "", "", ""
+	}
+	if begin != "" {
+		low, high = asUUID(begin, "0"), asUUID(begin, "f")
+	}
+	if f.end == "" {
+		return low, high, "%" + begin + "%"
+	}
+	return low, high, begin + "%" + end
+}
+
+func hexDigits(s string) string { return strings.ToLower(strings.ReplaceAll(s, "-", "")) }
+
+// asUUID fills up a uuid's beginning.
+func asUUID(begin, fill string) string {
+	h := begin + strings.Repeat(fill, 32-len(begin))
+	return h[:8] + "-" + h[8:12] + "-" + h[12:16] + "-" + h[16:20] + "-" + h[20:]
+}
+
+// ulidRange is hexRange for the part of a trace id after its surface.
+func (f fragment) ulidRange() (low, high, pattern string) {
+	begin, end := strings.ToUpper(f.begin), strings.ToUpper(f.end)
+	const all = 26
+	if strings.Trim(begin+end, "0123456789ABCDEFGHJKMNPQRSTVWXYZ") != "" || len(begin+end) > all {
+		return "", "", ""
+	}
+	if begin != "" || f.surface != "" {
+		low, high = begin+strings.Repeat("0", all-len(begin)), begin+strings.Repeat("Z", all-len(begin))
+	}
+	if f.end == "" {
+		return low, high, "%" + begin + "%"
+	}
+	return low, high, begin + "%" + end
+}
+
+// surfaces lists the prefixes that the trace id can have.
+func (f fragment) surfaces() []string {
+	if f.surface != "" {
+		return []string{f.surface}
+	}
+	return []string{"hb", "op", "ch", "wh", "fl"}
+}
+
+// idTables are the tables whose rows are found by a part of their uuid. The statement needs their names as constants.
+var idTables = []string{"agent_executions", "agent_approvals", "agent_webhook_deliveries", "agent_webhook_outbox"}
+
+// matchUUIDs returns the ids of a table of idTables with a part, newest first, at most most.
+func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, most int) ([]string, error) {
+	low, high, pattern := f.hexRange()
+	if pattern == "" || !slices.Contains(idTables, table) {
+		return nil, nil
+	}
+	window := maxOtherFragments
+	if table == "agent_executions" {
+		window = maxFragments
+	}
+	if f.begin != "" && (f.end != "" || len(hexDigits(f.begin)) == 32) || strings.ToLower(f.begin+f.end) != f.begin+f.end {
+		window = 0 // the range has all of them, or it is written as no uuid is shown
+	}
+	rows, err := room.Read.Query(ctx, `
+		select x.id::text from (
+		  (select r.id from (select t.id from `+table+` t where @low <> '' and t.id between nullif(@low, '')::uuid and nullif(@high, '')::uuid
+		     order by t.id desc limit @looked) r
+		    where not @cut or encode(uuid_send(r.id), 'hex') like @pattern order by r.id desc limit @most)
+		  union
+		  (select n.id from (select t.id from `+table+` t order by t.id desc limit @window) n
+		    where encode(uuid_send(n.id), 'hex') like @pattern order by n.id desc limit @most)) x
+		 order by x.id desc limit @most`, freshPlan, postgres.Strict{
+		"low": low, "high": high, "pattern": pattern, "cut": f.end != "", "most": most, "looked": maxFragments, "window": window,
+	})
+	return postgres.Collect(rows, err, "find ids", pgx.RowTo[string])
+}
+
+// matchTraces returns the ids of traces with a part, or of executions or actions with it, at most most.
+func (room *Room) matchTraces(ctx context.Context, f fragment, most int) ([]string, error) {
+	found, err := room.matchTraceIDs(ctx, f, most)
+	if err != nil {
+		return nil, err
+	}
+	runs, err := room.matchUUIDs(ctx, "agent_executions", f, most)
+	if err != nil {
+		return nil, err
+	}
+	low, high, _ := f.hexRange()
+	if len(hexDigits(f.begin)) < 8 {
+		low = "" // the beginnings of too many actions
+	}
+	rows, err := room.Read.Query(ctx, `
+		(select e.trace_id from agent_executions e where e.id = any (@ids::text[]::uuid[]))
+		union
+		(select a.trace_id from agent_activity a
+		  where @low <> '' and a.id between nullif(@low, '')::uuid and nullif(@high, '')::uuid order by a.id desc limit @most)`,
+		freshPlan, postgres.Strict{"ids": runs, "low": low, "high": high, "most": most})
+	of, err := postgres.Collect(rows, err, "find traces", pgx.RowTo[string])
+	for _, id := range of {
+		if !slices.Contains(found, id) && len(found) < most {
+			found = append(found, id)
+		}
+	}
+	return found, err
+}
+
+// matchTraceIDs returns the ids of traces with a part, newest first, at most most.
+func (room *Room) matchTraceIDs(ctx context.Context, f fragment, most int) ([]string, error) {
+	if ids, err := trace.ParseAny(strings.TrimSpace(f.whole())); err == nil {
+		list := make([]string, len(ids))
+		for i, id := range ids {
+			list[i] = string(id)
+		}
+		rows, err := room.Read.Query(ctx, `
+			select i.id from unnest(@ids::text[]) i (id)
+			 where exists (select from agent_executions e where e.trace_id = i.id)
+			    or exists (select from agent_activity a where a.trace_id = i.id)`, freshPlan, postgres.Strict{"ids": list})
+		found, err := postgres.Collect(rows, err, "find traces", pgx.RowTo[string])
+		if err != nil || len(found) > 0 {
+			return found, err
+		}
+	}
+	var found []string
+	for _, surface := range f.surfaces() {
+		list, err := room.matchTracesOf(ctx, surface, f, most)
+		if err != nil {
+			return nil, err
+		}
+		found = append(found, list...)
+	}
+	slices.SortFunc(found, func(a, b string) int { return strings.Compare(b[3:], a[3:]) })
+	found = found[:min(len(found), most)]
+	return found, nil
+}
+
+// matchTracesOf is matchTraces for one surface, so that the planner knows the range of the index.
+func (room *Room) matchTracesOf(ctx context.Context, surface string, f fragment, most int) ([]string, error) {
+	low, high, pattern := f.ulidRange()
+	if pattern == "" {
+		return nil, nil
+	}
+	window := maxFragments / len(f.surfaces())
+	if f.surface == "" && strings.ToUpper(f.begin+f.end) != f.begin+f.end {
+		window = 0 // written as no trace id is shown
+	}
+	surface += "_"
+	rows, err := room.Read.Query(ctx, `
+		select x.trace_id from (
+		  (select r.trace_id from (select e.trace_id from agent_executions e
+		      where @ranged and e.trace_id between @low and @high
+		      order by e.trace_id desc limit case when @cut then @looked else 10 * @most end) r
+		    where not @cut or substr(r.trace_id, 4) like @pattern)
+		  union
+		  (select r.trace_id from (select a.trace_id from agent_activity a
+		      where @ranged and a.trace_id between @low and @high
+		      order by a.trace_id desc limit 10 * @most) r
+		    where not @cut or substr(r.trace_id, 4) like @pattern)
+		  union
+		  (select n.trace_id from (select e.trace_id from agent_executions e
+		      where not (@cut and @ranged) and e.trace_id between @first and @last
+		      order by e.trace_id desc limit @window) n
+		    where substr(n.trace_id, 4) like @pattern)) x
+		 order by x.trace_id desc limit @most`, freshPlan, postgres.Strict{
+		"low": surface + low, "high": surface + high, "first": surface, "last": surface + strings.Repeat("Z", 26),
+		"ranged": low != "", "pattern": pattern, "cut": f.end != "", "most": most, "looked": maxFragments, "window": window,
+	})
+	return postgres.Collect(rows, err, "find traces", pgx.RowTo[string])
+}
+
+// whole is the fragment as one text.
+func (f fragment) whole() string {
+	switch {
+	case f.end != "":
+		return ""
+	case f.surface != "":
+		return f.surface + "_" + f.begin
+	}
+	return f.begin
+}
+
+// tail is the end of an id as lists show it: 12 hex digits of a uuid, 8 letters of a trace id, whole for others.
+func tail(id string) string {
+	if len(id) == traceIDLength && id[2] == '_' {
+		return "…" + id[traceIDLength-8:]
+	}
+	return short(id)
+}
+
+// likePart is the LIKE pattern for texts that contain a text. Empty matches all.
+func likePart(text string) string {
+	if text == "" {
+		return ""
+	}
+	return "%" + strings.TrimSuffix(prefixPattern(text), "%") + "%"
+}
+
+// elsewhere returns the address of what an address with a part of an id or name stands for: the one match, or the page
+// Find with all of them. It is empty for an error that is no wrong id.
+func (room *Room) elsewhere(ctx context.Context, p page, v *visit, err error) string {
+	told, _ := problem.Of(err)
+	if told.Status != http.StatusNotFound && told.Status != http.StatusBadRequest {
+		return ""
+	}
+	kind, has := foundBy[p.path]
+	name := wildcard.FindStringSubmatch(p.path)
+	if !has || name == nil || !(&show{visit: v}).named(p) || len(v.Query) > 0 {
+		return ""
+	}
+	text := v.path(name[1])
+	q, usable := newFindQuery(text)
+	if !usable {
+		return ""
+	}
+	hits, err := kind(room, ctx, q)
+	switch f, id := fragmentOf(text); {
+	case err != nil:
+		return ""
+	case len(hits) == 1:
+		return hits[0].Href
+	case len(hits) == 0 && (!id || f.isWhole()):
+		return "" // a name, or a whole id: it does not exist
+	}
+	return "/find?q=" + url.QueryEscape(text)
+}
+
+// isWhole reports a whole id.
+func (f fragment) isWhole() bool {
+	if _, err := trace.ParseAny(f.whole()); err == nil {
+		return true
+	}
+	return uuidShape.MatchString(strings.ToLower(f.whole()))
+}

@@ -1,0 +1,206 @@
+package engineroom
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	// maxSuggested bounds the suggestions of a filter.
+	maxSuggested = 300
+	// maxSuggestedCount bounds the count beside a suggestion.
+	maxSuggestedCount = 100
+	// suggestionsFor is how long suggestions are kept, so that many viewers cost one read.
+	suggestionsFor = 15 * time.Second
+)
+
+// suggestion is a value that a filter can have.
+type suggestion struct {
+	Value string
+	Count string // of its rows; empty where no index counts them
+}
+
+// suggestions keeps the values of filters for suggestionsFor.
+type suggestions struct {
+	mu   sync.Mutex
+	kept map[string]keptSuggestions
+}
+
+type keptSuggestions struct {
+	list []suggestion
+	at   time.Time
+}
+
+// distinctSQL lists the values of a column from an index that begins with it, one step of the index each, and counts
+// the rows of each value up to a bound. Its arguments are the column, the table and a condition of the index.
+const distinctSQL = `
+	with recursive v (value) as (
+	  (select x.%[1]s from %[2]s x where %[3]s order by x.%[1]s limit 1)
+	  union all
+	  select (select x.%[1]s from %[2]s x where %[3]s and x.%[1]s > v.value order by x.%[1]s limit 1) from v
+	   where v.value is not null)
+	select left(v.value, 200) as value, (select count(*) filter (where c.value = v.value) from (
+	         select x.%[1]s as value from %[2]s x where %[3]s and x.%[1]s >= v.value order by x.%[1]s limit @counted + 1) c) as count
+	  from (select * from v where v.value is not null limit @most) v`
+
+// distinct are the columns with such an index.
+var distinct = map[string][3]string{
+	"flow":     {"flow", "agent_executions", "x.claimed_by is null"},
+	"owner":    {"owner", "agent_threads", "true"},
+	"category": {"category", "agent_memory", "true"},
+	"endpoint": {"endpoint", "agent_webhook_deliveries", "true"},
+}
+
+// suggested returns the values that a filter can have. They are at most suggestionsFor old.
+func (room *Room) suggested(ctx context.Context, kind string) ([]suggestion, error) {
+	room.hints.mu.Lock()
+	kept := room.hints.kept[kind]
+	room.hints.mu.Unlock()
+	if time.Since(kept.at) < suggestionsFor {
+		return kept.list, nil
+	}
+	list, err := room.readSuggestions(ctx, kind)
+	if err != nil {
+		return nil, err
+	}
+	room.hints.mu.Lock()
+	defer room.hints.mu.Unlock()
+	if room.hints.kept == nil {
+		room.hints.kept = map[string]keptSuggestions{}
+	}
+	room.hints.kept[kind] = keptSuggestions{list, time.Now()}
+	return list, nil
+}
+
+func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestion, error) {
+	var list []suggestion
+	switch kind {
+	case "agent":
+		all, err := room.Agents.List(ctx, room.Read)
+		for _, a := range all[:min(len(all), maxSuggested)] {
+			list = append(list, suggestion{Value: a.Name})
+		}
+		return list, err
+	case "skill":
+		sums, err := activity.CountedHealth(ctx, room.Read, activity.HealthFilter{})
+		for _, h := range sums.Lines[:min(len(sums.Lines), maxSuggested)] {
+			list = append(list, suggestion{h.Skill, human.Count(h.Calls) + " in 7 days"})
+		}
+		return list, err
+	case "lane":
+		return postgres.Rows[suggestion](ctx, room.Read, "suggest lanes", `
+			select l.lane as value, '' as count from agent_locks l order by l.lane limit @most`, postgres.Strict{"most": maxSuggested})
+	}
+	of := distinct[kind]
+	type counted struct {
+		Value string
+		Count int64
+	}
+	rows, err := postgres.Rows[counted](ctx, room.Read, "suggest values", fmt.Sprintf(distinctSQL, of[0], of[1], of[2]),
+		freshPlan, postgres.Strict{"most": maxSuggested, "counted": maxSuggestedCount})
+	for _, r := range rows {
+		if r.Value != "" {
+			list = append(list, suggestion{r.Value, capped(r.Count, maxSuggestedCount)})
+		}
+	}
+	return list, err
+}
+
+// namesLike returns the names of a kind that contain a text, in upper or lower case; the name itself if one is equal.
+// Without a match it returns the text, which then finds nothing.
+func (room *Room) namesLike(ctx context.Context, kind, text string) ([]string, error) {
+	if text == "" {
+		return nil, nil
+	}
+	all, err := room.suggested(ctx, kind)
+	if err != nil {
+		return nil, err
+	}
+	names := []string{}
+	for _, s := range all {
+		if s.Value == text {
+			return []string{text}, nil
+		}
+		if strings.Contains(strings.ToLower(s.Value), strings.ToLower(text)) && len(names) < maxNamesLike {
+			names = append(names, s.Value)
+		}
+	}
+	if len(names) == 0 {
+		names = append(names, text)
+	}
+	return names, nil
+}
+
+// maxNamesLike bounds the names that a part of one stands for.
+const maxNamesLike = 20
+
+// chip is a filter that is set.
+type chip struct{ Word, Value, Href string }
+
+// filterWords are the words of the filters' parameters, in the order of the chips. What names a place in a list has none.
+var filterWords = [][2]string{
+	{"q", "Words"}, {"status", "State"}, {"state", "State"}, {"failed", "State"}, {"view", "View"}, {"for", "Waits for"},
+	{"surface", "Surface"}, {"flow", "Flow"}, {"skill", "Skill"}, {"agent", "Agent"}, {"lane", "Lane"}, {"trace", "Id"},
+	{"trace_id", "Id"}, {"channel", "Channel"}, {"owner", "Owner"}, {"endpoint", "Endpoint"}, {"target", "Target"},
+	{"category", "Category"}, {"prefix", "Key"}, {"name", "Name"}, {"since", "Since"}, {"until", "Until"},
+}
+
+// Chips lists the filters that are set, but for the named ones. Each link is the page without that filter.
+func (v *visit) Chips(but ...string) []chip {
+	var list []chip
+	for _, w := range filterWords {
+		value := strings.TrimSpace(v.Query.Get(w[0]))
+		skip := value == ""
+		for _, name := range but {
+			skip = skip || name == w[0]
+		}
+		if skip {
+			continue
+		}
+		rest := v.withoutRow()
+		for _, place := range []string{"before", "after", "cursor"} {
+			rest.Query.Del(place)
+		}
+		if w[0] == "failed" {
+			value = "failed or timed out"
+		}
+		list = append(list, chip{w[1], cut(60, value), rest.at(w[0], "")})
+	}
+	return list
+}
+
+// Set is how many filters are set, but for the named ones; 0 for none.
+func (v *visit) Set(but ...string) int { return len(v.Chips(but...)) }
+
+// filterForm is the data of a page's filters.
+type filterForm struct {
+	*visit
+	Path  string
+	Lists map[string][]suggestion // by the names of kinds
+}
+
+// filtersPart shows the filters of a page with suggestions of some kinds. It does not change while viewed, so that
+// nothing is typed over.
+func (room *Room) filtersPart(path string, kinds ...string) part {
+	return part{name: "filters", load: func(ctx context.Context, v *visit) (any, error) {
+		form := filterForm{visit: v, Path: path, Lists: map[string][]suggestion{}}
+		for _, kind := range kinds {
+			list, err := room.suggested(ctx, kind)
+			if err != nil {
+				return nil, err
+			}
+			form.Lists[kind] = list[:min(len(list), maxOptions)]
+		}
+		return form, nil
+	}}
+}
+
+// maxOptions bounds the suggestions of a filter on a page.
+const maxOptions = 100
