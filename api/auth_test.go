@@ -104,7 +104,7 @@ func expectedAccess() map[string]api.Access {
 		"GET /v1/automations/id",
 		"POST /v1/automations/id/enable", "POST /v1/automations/id/disable", "POST /v1/automations/id/accept",
 		"POST /v1/automations/id/run", "GET /v1/memory", "GET /v1/threads", "POST /v1/threads",
-		"POST /v1/threads/id/messages",
+		"POST /v1/threads/id/messages", "PATCH /v1/threads/id",
 		"POST /v1/threads/id/join_tokens", "POST /v1/threads/id/participants", "GET /v1/threads/id/access",
 		"DELETE /v1/threads/id/access/access_id",
 		"GET /v1/threads/id", "POST /v1/operate", "POST /v1/executions", "POST /v1/executions/id/lock",

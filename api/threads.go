@@ -14,6 +14,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -275,6 +276,42 @@ func (s *server) revokeAccess(r request) (response, error) {
 	return response{body: c, trace: c.TraceID}, threadError(err)
 }
 
+// titleRequest names a thread.
+type titleRequest struct {
+	Title *string `json:"title"` // required; "" takes the name away
+}
+
+func (b titleRequest) check() error {
+	switch {
+	case b.Title == nil:
+		return badBody("title is required; an empty one takes the name away")
+	case utf8.RuneCountInString(*b.Title) > threads.MaxTitle || !storable(*b.Title):
+		return badBody("title is not text of at most %d characters", threads.MaxTitle)
+	}
+	return nil
+}
+
+func (s *server) nameThread(r request) (response, error) {
+	id, err := pathThread(r)
+	if err != nil {
+		return response{}, err
+	}
+	title := strings.TrimSpace(*r.body.(titleRequest).Title)
+	c, err := s.record(r.Context(), "name_thread", "a conversation was named", map[string]any{"thread_id": id, "title": title},
+		func(tx pgx.Tx, _ string) (any, error) {
+			before, err := threads.SetTitle(r.Context(), tx, id, title)
+			if err == nil && before == title {
+				return activity.Unchanged, nil
+			}
+			return map[string]any{"before": before}, err
+		})
+	if err != nil {
+		return response{trace: c.TraceID}, threadError(err)
+	}
+	t, err := threads.Get(r.Context(), s.pool, id)
+	return response{body: t, trace: c.TraceID}, threadError(err)
+}
+
 // accessRoutes manage access to threads.
 func (s *server) accessRoutes() []route {
 	return []route{
@@ -532,6 +569,9 @@ func (s *server) messageRoutes() []route {
 			method: "POST", path: "/v1/threads", body: threadRequest{}, response: threads.Thread{}, status: http.StatusCreated,
 			handle:    s.openThread,
 			conflicts: true, about: "Create a conversation. 409 if the id exists.",
+		}, {
+			method: "PATCH", path: "/v1/threads/{id}", body: titleRequest{}, response: threads.Thread{}, handle: s.nameThread,
+			about: "Name a conversation for people. The title is searched and listed; nothing is found by it.",
 		}, {
 			method: "POST", path: "/v1/threads/{id}/messages", body: messageRequest{}, response: messageResponse{},
 			status: http.StatusCreated,

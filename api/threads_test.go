@@ -186,3 +186,20 @@ func TestExecutionOpensThread(t *testing.T) {
 		t.Errorf("the thread is %+v", got)
 	}
 }
+
+func TestAThreadIsNamedForPeople(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	a.create("/v1/threads", `{"id":"maria"}`, nil)
+	var named threads.Thread
+	for _, body := range []string{`{"title":" Refunds of May "}`, `{"title":"Refunds of May"}`} {
+		a.checkResponse(a.raw("PATCH", "/v1/threads/maria", body, asAdmin()), "PATCH", "/v1/threads/{id}", 200, &named)
+		assert.Equal(t, "Refunds of May", named.Title)
+	}
+	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_activity where skill_name = 'name_thread'`)
+	a.checkResponse(a.raw("PATCH", "/v1/threads/maria", `{"title":""}`, asAdmin()), "PATCH", "/v1/threads/{id}", 200, &named)
+	assert.Equal(t, "", named.Title)
+	a.checkProblem(a.raw("PATCH", "/v1/threads/maria", `{}`, asAdmin()), 400, "title is required")
+	a.checkProblem(a.raw("PATCH", "/v1/threads/maria", `{"title":"\u0007"}`, asAdmin()), 400, "200 characters")
+	a.checkProblem(a.raw("PATCH", "/v1/threads/none", `{"title":"x"}`, asAdmin()), 404, "no such thread")
+}

@@ -284,6 +284,7 @@ func actions() []action {
 		{"POST", "/v1/webhooks/endpoints/{id}/enable", reasonField, "Endpoint {id} is enabled."},
 		{"POST", "/v1/webhooks/endpoints/{id}/disable", reasonField, "Endpoint {id} is disabled."},
 		{"POST", "/v1/automations/runs/{id}/redrive", reasonField, "The run gets one more attempt."},
+		{"PATCH", "/v1/threads/{id}", []field{{"title", asText}}, "The name is changed."},
 		{"POST", "/v1/threads/{id}/messages", []field{{"content", asText}}, "The message was sent, or waits for its turn."},
 	}
 }

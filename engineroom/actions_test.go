@@ -342,7 +342,7 @@ func TestEveryActionOfATemplateIsInTheTable(t *testing.T) {
 	t.Parallel()
 	mux := http.NewServeMux()
 	for _, l := range actions() {
-		mux.HandleFunc(l.method+" "+l.path, func(http.ResponseWriter, *http.Request) {})
+		mux.HandleFunc("POST "+l.path, func(http.ResponseWriter, *http.Request) {})
 	}
 	files, err := templateFiles.ReadDir("templates")
 	require.NoError(t, err)
@@ -516,7 +516,7 @@ func TestOperateShowsASession(t *testing.T) {
 	pool, server := open(t)
 	_, body := testkit.Get(t, server.URL+"/operate")
 	for _, want := range []string{
-		"No message yet", "It is free", "No session yet",
+		"No message yet", "Lane operate: free", "No session yet",
 		`action="/act/v1/operate"`, "operate.js",
 	} {
 		assert.Contains(t, body, want)
@@ -547,7 +547,7 @@ func TestOperateShowsASession(t *testing.T) {
 	}
 	pgtest.Exec(t, pool, `select try_acquire_agent_lock('operate', 'somebody else', 60)`)
 	if _, body := testkit.Get(t, server.URL+"/operate"); !strings.Contains(body, "somebody else") ||
-		strings.Contains(body, "It is free") {
+		strings.Contains(body, "Lane operate: free") {
 		t.Error("the holder is missing")
 	}
 	for _, bad := range []string{"?session=%00", "?sesion=x", "?session=" + strings.Repeat("x", 400)} {

@@ -69,17 +69,51 @@ func openApprovals(v *visit) (want approvalFilter, err error) {
 	return want, nil
 }
 
+// maxListed bounds the arguments of one approval in a list, in bytes. A call can be approved where they are shown whole.
+const maxListed = 4000
+
 // approvalRow is an approval in the list.
 type approvalRow struct {
 	ID, SkillName, TraceID, Flow, Status, DecidedBy, Reason, Arguments string
 	SkillRevision                                                      int
+	Bytes                                                              int64
+	RevisionNow                                                        *int // nil if the skill is deleted
 	ExecutionID                                                        *string
 	Parked                                                             bool
 	DecidedAt, ConsumedAt                                              *time.Time
 	ExpiresAt, CreatedAt                                               time.Time
 }
 
-// approvalsList reads a page, newest first. It merges the rows of each state, which the index yields in order.
+// pendingApproval is what the template approval-card shows.
+type pendingApproval struct {
+	approvalRow
+	Back string // the page to return to after the decision
+}
+
+// Whole reports that the arguments are shown in full.
+func (a approvalRow) Whole() bool { return a.Bytes <= maxListed }
+
+// Changed reports that the skill has changed since the request, so an approval would be void.
+func (a approvalRow) Changed() bool { return a.RevisionNow == nil || *a.RevisionNow != a.SkillRevision }
+
+// Text formats the arguments as they are hashed, or their beginning.
+func (a approvalRow) Text() string {
+	if a.Whole() {
+		return formatJSON(a.Arguments)
+	}
+	return a.Arguments + "…"
+}
+
+// cardsOf returns the approvals as cards of a page.
+func cardsOf(rows []approvalRow, back string) []pendingApproval {
+	list := make([]pendingApproval, 0, len(rows))
+	for _, a := range rows {
+		list = append(list, pendingApproval{a, back})
+	}
+	return list
+}
+
+// approvalsList reads a page, the latest expiry first. It merges the rows of each state, which the index yields in order.
 func (room *Room) approvalsList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(approvalFilter)
 	var all []approvalRow
@@ -96,8 +130,18 @@ func (room *Room) approvalsList(ctx context.Context, v *visit) (any, error) {
 	list, links := paged(v, all, maxApprovals, func(a approvalRow) string {
 		return a.ExpiresAt.UTC().Format(time.RFC3339Nano) + "_" + a.ID
 	})
-	return map[string]any{"Approvals": list, "Status": want.Status, "Links": links}, nil
+	return map[string]any{"Approvals": list, "Cards": cardsOf(list, v.URL), "Status": want.Status, "Links": links}, nil
 }
+
+// selectApproval reads approvals a of executions e.
+const selectApproval = `
+		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.decided_by,
+		       left(a.reason, 300) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at, coalesce(e.flow, '')
+		         as flow,
+		       case when @time::text = 'over' then 'expired' else a.status end as status, s.revision as revision_now,
+		       octet_length(a.arguments::text)::bigint as bytes, left(a.arguments::text, @listed::int) as arguments
+		  from agent_approvals a left join agent_executions e on e.id = a.execution_id
+		  left join agent_skills s on s.name = a.skill_name`
 
 // approvalsIn reads approvals in one state: expired, not expired, or (empty) both.
 func (room *Room) approvalsIn(ctx context.Context, want approvalFilter, status, times string) ([]approvalRow, error) {
@@ -105,21 +149,24 @@ func (room *Room) approvalsIn(ctx context.Context, want approvalFilter, status, 
 	if want.BeforeID != "" {
 		before.InfinityModifier = pgtype.Finite
 	}
-	return postgres.Rows[approvalRow](ctx, room.Read, "list approvals", `
-		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.decided_by,
-		       left(a.reason, 300) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at, coalesce(e.flow, '')
-		         as flow,
-		       case when @time::text = 'over' then 'expired' else a.status end as status,
-		       case when pg_column_size(a.arguments) < 10000 then left(a.arguments::text, 200) else '' end as arguments
-		  from agent_approvals a left join agent_executions e on e.id = a.execution_id
+	return postgres.Rows[approvalRow](ctx, room.Read, "list approvals", selectApproval+`
 		 where a.status = @status and (@time::text <> 'live' or a.expires_at > now())
 		   and (@time::text <> 'over' or a.expires_at <= now())
 		   and (a.expires_at, a.id) < (@before_at::timestamptz, @before_id::uuid)
 		 order by a.expires_at desc, a.id desc limit @most + 1`,
 		freshPlan, postgres.Strict{
-			"status": status, "time": times, "before_at": before, "most": maxApprovals,
+			"status": status, "time": times, "before_at": before, "most": maxApprovals, "listed": maxListed,
 			"before_id": cmp.Or(want.BeforeID, "ffffffff-ffff-ffff-ffff-ffffffffffff"),
 		})
+}
+
+// approvalsOf reads what an execution waits for a decision of.
+func (room *Room) approvalsOf(ctx context.Context, execution, back string) ([]pendingApproval, error) {
+	rows, err := postgres.Rows[approvalRow](ctx, room.Pool, "list approvals of a turn", selectApproval+`
+		 where a.execution_id = @execution and a.parked and a.status = 'pending' and a.expires_at > now()
+		 order by a.id limit @most`,
+		postgres.Strict{"execution": execution, "most": maxApprovals, "time": "live", "listed": maxListed})
+	return cardsOf(rows, back), err
 }
 
 // maxArguments bounds the arguments shown in full, in bytes. Longer ones cannot be approved here.

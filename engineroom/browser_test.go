@@ -644,12 +644,12 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	// An approval is decided where it is asked for.
 	p.Type("#message", "approve")
 	p.Click("#send")
-	p.Shows("This call needs approval")
+	p.Shows("Approval requested: drop")
 	p.Shows("9007199254740993") // not as a script rounds it
 	if found := p.Inaccessible(); len(found) > 0 {
 		t.Errorf("not accessible:\n%s", strings.Join(found, "\n"))
 	}
-	p.Click(`#transcript [role="group"] button`)
+	p.Click(`#transcript .approval button[value=approve]`)
 	p.Shows("Dropped.")
 	if !f.has("POST /v1/approvals/a1", `"decision":"approve"`) ||
 		!f.has("POST /v1/operate", `"session_id":"`+aSession+`"`, "approve") {
@@ -665,7 +665,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 		`[...document.querySelectorAll("#transcript button")].find(b => b.textContent === "Wait for the lane").click(), 1`,
 		new(int))
 	p.Until("it waited",
-		`[...document.querySelectorAll("#transcript > div")].pop().textContent.startsWith("Done. Trace") && document.getElementById("send").disabled === false`)
+		`[...document.querySelectorAll("#transcript > .bubble")].pop().textContent.startsWith("Done. Trace") && document.getElementById("send").disabled === false`)
 	if !f.has("POST /v1/operate", "busy", `"wait":true`) {
 		t.Errorf("asked: %q", f.asked)
 	}
@@ -677,7 +677,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	p.Click("#send")
 	p.Until("it has begun", `!document.getElementById("stop").hidden`)
 	close(f.cut)
-	p.Shows("The turn continues elsewhere")
+	p.Shows("The turn continues")
 	p.Click("#stop")
 	p.Shows("The turn was cancelled: stopped")
 	if !f.has("POST /v1/executions/018f0000-0000-7000-8000-000000000000/cancel", "stopped in the console") {

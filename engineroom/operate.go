@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"time"
 
@@ -14,19 +15,23 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
 const (
 	operateFlow        = "operate" // flow of an admin's turn; also its lane
-	maxTurns           = 20        // of all sessions, in the list
+	maxSessions        = 30        // in the list
+	walkSessions       = 1000      // searched for a name
 	maxSessionMessages = 60        // messages of the shown session
 	maxMessageLength   = 8000      // characters of one
+	maxTurnCalls       = 40        // calls of skills of one turn
+	callTurns          = 5         // the newest turns of the shown session whose calls are shown
 )
 
-// operatePage is the admin's conversation with the agent: one session, a message form, the lane's holder, and the
-// latest turns. With JavaScript the answer is streamed (assets/operate.js); without, the response is the finished
-// turn.
+// operatePage is the admin's conversation with the agent: one session with its requested approvals, a message form,
+// the lane's holder, and the list of sessions. With JavaScript the answer is streamed (assets/operate.js); without,
+// the response is the finished turn.
 func (room *Room) operatePage() page {
 	return page{
 		path: "/operate", name: "operate", nav: "Operate", title: "Operate", open: openSession, follows: true,
@@ -34,17 +39,19 @@ func (room *Room) operatePage() page {
 			{name: "session", load: room.sessionMessages},
 			{name: "who", load: room.operateAgents},
 			{name: "holder", every: time.Second, load: room.operateHolder},
-			{name: "turns", every: 3 * time.Second, calm: true, load: room.operateTurns},
+			{name: "sessions", every: 3 * time.Second, calm: true, load: room.operateSessions},
 		},
 	}
 }
 
+// operateVisit holds the parameters of the page.
+type operateVisit struct{ Session, Q string }
+
 // openSession reads the session from the URL; none starts a new one.
 func openSession(_ context.Context, v *visit) (string, error) {
 	for name := range v.Query {
-		if name != "session" {
-			return "", problem.New(http.StatusBadRequest, "%.60q is no filter of this page; it takes session", name).
-				Kind("bad-parameter", "Bad filter")
+		if name != "session" && name != "q" {
+			return "", badFilter("%.60q is no filter of this page; it takes session and q", name)
 		}
 	}
 	session := v.Query.Get("session")
@@ -52,8 +59,9 @@ func openSession(_ context.Context, v *visit) (string, error) {
 		return "", problem.New(http.StatusBadRequest, "session: %s", threads.CheckID(session)).Kind("malformed-id",
 			"Malformed id")
 	}
-	v.About = session
-	return "", nil
+	q, err := v.textFilter("q")
+	v.About = operateVisit{session, q}
+	return "", err
 }
 
 // sessionMessage is a message of a session.
@@ -69,43 +77,130 @@ type runningTurn struct {
 	ExecutionID, TraceID, Status, WaitingFor string
 }
 
-// sessionView is a session's messages with its running turn.
-type sessionView struct {
-	Session string
-	Said    []sessionMessage
-	Earlier bool
-	Now     *runningTurn
+// sessionCall is a call of a skill in a turn.
+type sessionCall struct {
+	ID, TraceID, Name, Status, Error string
+	Input, Output                    string
+	InputBytes, OutputBytes          int64
+	DurationMS                       *int64
+	Arguments, Result                shownValue `db:"-"`
 }
 
-// sessionMessages reads the shown session once; the page's script appends later messages.
+// sessionEntry is a message or a call.
+type sessionEntry struct {
+	Message *sessionMessage
+	Call    *sessionCall
+}
+
+// sessionView is a session's transcript with its running turn and the approvals that it waits for.
+type sessionView struct {
+	Session   string
+	Known     bool // the thread exists
+	Title     string
+	Entries   []sessionEntry
+	Earlier   bool
+	Now       *runningTurn
+	Approvals []pendingApproval
+}
+
+// sessionMessages reads the shown session once; the page's script appends what comes later.
 func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
-	got := sessionView{Session: v.About.(string)}
+	about, _ := v.About.(operateVisit)
+	got := sessionView{Session: about.Session}
 	if got.Session == "" {
 		return got, nil
 	}
-	var err error
-	got.Said, err = postgres.Rows[sessionMessage](ctx, room.Pool, "read session", `
+	err := room.Pool.QueryRow(ctx, `
+		select left(t.title, 200) from agent_threads t where t.id = @session and t.channel = 'operate'`,
+		postgres.Strict{"session": got.Session}).Scan(&got.Title)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return got, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read session: %w", err)
+	}
+	got.Known = true
+	said, err := postgres.Rows[sessionMessage](ctx, room.Pool, "read session", `
 		select m.id::text, m.role, left(m.content, @long) as content, length(m.content)::bigint as length,
 		       left(coalesce(m.trace_id, ''), 200) as trace_id, m.created_at as at
-		  from (select n.* from agent_messages n join agent_threads t on t.id = n.thread_id and t.channel = 'operate'
-		         where n.thread_id = @session and n.seq is not null
+		  from (select n.* from agent_messages n where n.thread_id = @session and n.seq is not null
 		         order by n.turn desc, n.seq desc limit @most::int + 1) m
 		 order by m.turn, m.seq`, postgres.Strict{"session": got.Session, "most": maxSessionMessages, "long": maxMessageLength})
 	if err != nil {
 		return nil, err
 	}
-	if got.Earlier = len(got.Said) > maxSessionMessages; got.Earlier {
-		got.Said = got.Said[1:]
+	if got.Earlier = len(said) > maxSessionMessages; got.Earlier {
+		said = said[1:]
 	}
 	under, err := postgres.Rows[runningTurn](ctx, room.Pool, "read turn", `
 		select x.id::text as execution_id, x.trace_id, x.status, coalesce(x.waiting_for, '') as waiting_for
 		  from agent_executions x
 		 where x.thread_id = @session and x.completed_at is null and x.flow = @flow order by x.id desc limit 1`,
 		postgres.Strict{"session": got.Session, "flow": operateFlow})
+	if err != nil {
+		return nil, err
+	}
 	if len(under) > 0 {
 		got.Now = &under[0]
+		if got.Approvals, err = room.approvalsOf(ctx, got.Now.ExecutionID, v.URL); err != nil {
+			return nil, err
+		}
 	}
-	return got, err
+	calls, err := room.callsOfTurns(ctx, said)
+	if err != nil {
+		return nil, err
+	}
+	got.Entries = transcript(said, calls)
+	return got, nil
+}
+
+// callsOfTurns reads the calls of the newest turns.
+func (room *Room) callsOfTurns(ctx context.Context, said []sessionMessage) ([]sessionCall, error) {
+	var traces []string
+	for _, m := range slices.Backward(said) {
+		if m.TraceID != "" && !slices.Contains(traces, m.TraceID) && len(traces) < callTurns {
+			traces = append(traces, m.TraceID)
+		}
+	}
+	calls, err := postgres.Rows[sessionCall](ctx, room.Pool, "read calls", `
+		select a.id::text, a.trace_id, left(a.skill_name, 200) as name, a.status, left(coalesce(a.error_message, ''), 1000)
+		  as error, left(a.input::text, 8192) as input, octet_length(a.input::text)::bigint as input_bytes,
+		       coalesce(left(a.output::text, 8192), '') as output, coalesce(octet_length(a.output::text), 0)::bigint
+		         as output_bytes, a.duration_ms
+		  from unnest(@traces::text[]) t (id)
+		 cross join lateral (select c.* from agent_activity c where c.trace_id = t.id and c.kind = 'call'
+		                      order by c.created_at limit @most) a
+		 order by a.created_at, a.id`, freshPlan, postgres.Strict{"traces": traces, "most": maxTurnCalls})
+	for i := range calls {
+		c := &calls[i]
+		c.Arguments, c.Result = shownJSON(c.Input, c.InputBytes), shownJSON(c.Output, c.OutputBytes)
+		c.Error = redact.Text(c.Error, maxValue)
+	}
+	return calls, err
+}
+
+// transcript puts the calls of a turn before its answer, or at its end.
+func transcript(said []sessionMessage, calls []sessionCall) []sessionEntry {
+	var list []sessionEntry
+	add := func(trace string) {
+		for i := range calls {
+			if c := &calls[i]; c.TraceID == trace && trace != "" {
+				list = append(list, sessionEntry{Call: c})
+			}
+		}
+	}
+	for i := range said {
+		m := &said[i]
+		answer := m.Role != string(threads.User)
+		if answer && (i == 0 || said[i-1].TraceID != m.TraceID || said[i-1].Role == string(threads.User)) {
+			add(m.TraceID)
+		}
+		list = append(list, sessionEntry{Message: m})
+		if !answer && (i+1 == len(said) || said[i+1].TraceID != m.TraceID) {
+			add(m.TraceID)
+		}
+	}
+	return list
 }
 
 // operateHolder reads the lane's holder.
@@ -137,33 +232,43 @@ func (room *Room) operateHolder(ctx context.Context, _ *visit) (any, error) {
 	return map[string]any{"Held": true, "By": held[0]}, nil
 }
 
-// operateTurn is a line of the list.
-type operateTurn struct {
-	ID, TraceID, Status, Message, Session string
-	Summary                               string
-	CreatedAt                             time.Time
+// operateSession is a line of the list.
+type operateSession struct {
+	ID, Name, Status, WaitingFor string
+	UpdatedAt                    time.Time
 }
 
-// operateTurns reads the latest turns of all sessions.
-func (room *Room) operateTurns(ctx context.Context, _ *visit) (any, error) {
-	list, err := postgres.Rows[operateTurn](ctx, room.Pool, "list turns", `
-		select x.id::text, x.trace_id, x.status, coalesce(left(x.input ->> 'message', 300), '') as message,
-		       coalesce(left(x.thread_id, 300), '') as session, left(x.result_summary, 300) as summary, x.created_at
-		  from ((select e.* from agent_executions e where e.flow = @flow and e.claimed_by is null
-		    order by e.id desc limit @most)
-		        union all
-		        (select e.* from agent_executions e where e.flow = @flow and e.claimed_by is not null
-		          order by e.id desc limit @most)) x
-		 order by x.id desc limit @most`, postgres.Strict{"flow": operateFlow, "most": maxTurns})
+// operateSessions lists sessions, the latest message first. A session without a title has the name of its first
+// message. A search looks through a bounded number of threads of admins.
+func (room *Room) operateSessions(ctx context.Context, v *visit) (any, error) {
+	about, _ := v.About.(operateVisit)
+	list, err := postgres.Rows[operateSession](ctx, room.Pool, "list sessions", `
+		select s.id, s.name, s.updated_at, coalesce(x.status, '') as status, coalesce(x.waiting_for, '') as waiting_for
+		  from (select t.id, coalesce(nullif(left(t.title, 200), ''), m.content, 'Empty session') as name, t.updated_at
+		          from (select w.* from agent_threads w where w.owner = @owner
+		                 order by w.updated_at desc, w.id desc limit @walk) t
+		          left join lateral (
+		                select left(n.content, 200) as content from agent_messages n
+		                 where n.thread_id = t.id and n.seq is not null order by n.turn, n.seq limit 1) m on t.title = ''
+		         where t.channel = 'operate'
+		           and (@q::text = '' or strpos(lower(coalesce(nullif(t.title, ''), m.content, '')), lower(@q)) > 0)
+		         order by t.updated_at desc, t.id desc limit @most) s
+		  left join lateral (
+		        select e.status, e.waiting_for from agent_executions e
+		         where e.thread_id = s.id and e.completed_at is null order by e.id desc limit 1) x on true
+		 order by s.updated_at desc, s.id desc`, freshPlan, postgres.Strict{
+		"owner": threads.Admin.Owner, "walk": walkSessions, "q": about.Q, "most": maxSessions,
+	})
 	if err != nil {
 		return nil, err
 	}
-	return map[string]any{"Turns": list}, nil
+	return map[string]any{"Sessions": list, "Here": about.Session, "Q": about.Q, "Walked": int64(walkSessions)}, nil
 }
 
 // operateAgents returns the agents to choose from, if there are several. A session keeps its first one.
 func (room *Room) operateAgents(ctx context.Context, v *visit) (any, error) {
-	session, _ := v.About.(string)
+	about, _ := v.About.(operateVisit)
+	session := about.Session
 	all, err := room.Agents.List(ctx, room.Pool)
 	if err != nil || len(all) < 2 {
 		return map[string]any{}, err
@@ -225,7 +330,7 @@ func (room *Room) runTurn(w http.ResponseWriter, r *http.Request) {
 	text := operateAction.done
 	switch done.Ended {
 	case "waiting_approval":
-		text = "The turn waits for an approval. It goes on by itself when that is decided: see Approvals."
+		text = "The turn waits for an approval. Decide below; the turn then resumes."
 	case "handed_on":
 		text = "The turn continues in another process. Reload the page to see its answer."
 	}

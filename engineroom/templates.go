@@ -25,6 +25,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/webassets"
 )
 
 //go:embed templates
@@ -127,7 +128,7 @@ var fingerprints = takeFingerprints()
 
 func takeFingerprints() map[string]string {
 	all, every := map[string]string{}, sha256.New()
-	for _, files := range []embed.FS{assetFiles, templateFiles} {
+	for _, files := range []embed.FS{assetFiles, templateFiles, webassets.Files} {
 		err := fs.WalkDir(files, ".", func(name string, entry fs.DirEntry, err error) error {
 			if err != nil || entry.IsDir() {
 				return err
@@ -169,6 +170,9 @@ func assetURL(name string) (string, error) {
 func (room *Room) asset(w http.ResponseWriter, r *http.Request) {
 	name := r.PathValue("file")
 	text, err := assetFiles.ReadFile("assets/" + name)
+	if err != nil {
+		text, err = webassets.Files.ReadFile(name)
+	}
 	if err != nil {
 		http.NotFound(w, r)
 		return

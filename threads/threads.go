@@ -78,6 +78,7 @@ type Thread struct {
 	SummaryThrough int64     `json:"summary_through"` // the last turn in the summary
 	CreatedAt      time.Time `json:"created_at"`
 	UpdatedAt      time.Time `json:"updated_at"`
+	Title          string    `json:"title"` // that a person gave it; "" for none
 }
 
 // Lane returns the name of the lane of a thread.
@@ -105,10 +106,28 @@ func Lock(ctx context.Context, tx pgx.Tx, id string) (Thread, error) {
 
 const selectThread = `
 		select id, name, owner_kind, channel, target, agent, owner, participant, idle_seconds, next_seq, summary,
-		       summary_through, created_at, updated_at
+		       summary_through, created_at, updated_at, title
 		  from agent_threads`
 
 const lockThread = selectThread + ` where id = @id for no key update`
+
+// MaxTitle bounds a title, in characters.
+const MaxTitle = 200
+
+// SetTitle names a thread; an empty title takes the name away. It returns the title before, and ErrNotFound when there
+// is no thread.
+func SetTitle(ctx context.Context, tx pgx.Tx, id, title string) (before string, err error) {
+	t, err := Lock(ctx, tx, id)
+	if err != nil || t.Title == title {
+		return t.Title, err
+	}
+	_, err = tx.Exec(ctx, `update agent_threads set title = @title where id = @id`,
+		postgres.Strict{"id": t.ID, "title": postgres.Text(title)})
+	if err != nil {
+		err = fmt.Errorf("name thread: %w", err)
+	}
+	return t.Title, err
+}
 
 func collectThread(rows pgx.Rows, err error) (Thread, error) {
 	if err != nil {

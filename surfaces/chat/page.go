@@ -12,6 +12,8 @@ import (
 	"strings"
 
 	"github.com/klauspost/compress/gzhttp"
+
+	"github.com/lanekeeper/lanekeeper/internal/webassets"
 )
 
 //go:embed page
@@ -32,17 +34,23 @@ type pageAsset struct {
 // loadPage reads the page. In index.html each asset gets its version, so browsers may cache it for ever.
 func loadPage() map[string]pageAsset {
 	assets := map[string]pageAsset{}
-	entries, err := fs.ReadDir(pageFiles, "page")
+	page, err := fs.Sub(pageFiles, "page")
 	if err != nil {
 		panic(err) // the files are in the binary
 	}
-	for _, entry := range entries {
-		content, err := pageFiles.ReadFile("page/" + entry.Name())
+	for _, files := range []fs.FS{page, webassets.Files} {
+		err := fs.WalkDir(files, ".", func(name string, entry fs.DirEntry, err error) error {
+			if err != nil || entry.IsDir() {
+				return err
+			}
+			content, err := fs.ReadFile(files, name)
+			sum := sha256.Sum256(content)
+			assets[name] = pageAsset{content, hex.EncodeToString(sum[:6])}
+			return err
+		})
 		if err != nil {
-			panic(err)
+			panic(err) // the files are in the binary
 		}
-		sum := sha256.Sum256(content)
-		assets[entry.Name()] = pageAsset{content, hex.EncodeToString(sum[:6])}
 	}
 	index := assets["index.html"]
 	index.content = assetURL.ReplaceAllFunc(index.content, func(ref []byte) []byte {

@@ -1,0 +1,281 @@
+package engineroom
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/chromedp/chromedp/kb"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/browser"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+// console serves the room with an API of the test's own.
+func console(t *testing.T, api map[string]http.HandlerFunc) (*pgxpool.Pool, string) {
+	t.Helper()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	mux := http.NewServeMux()
+	for _, r := range room.Routes() {
+		if r.Path != "/act/v1/operate" {
+			mux.Handle(r.Method+" "+r.Path, r.Handler)
+		}
+	}
+	for pattern, handler := range api {
+		mux.HandleFunc(pattern, handler)
+	}
+	server := httptest.NewUnstartedServer(mux)
+	living, end := context.WithCancel(context.WithoutCancel(t.Context()))
+	server.Config.BaseContext = func(net.Listener) context.Context { return living }
+	server.Start()
+	t.Cleanup(func() {
+		end()
+		server.Close()
+	})
+	return pool, server.URL
+}
+
+// turnOf answers with events, and stays open until the test or the page ends when it is told to.
+func turnOf(stay bool, list ...string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		fmt.Fprint(w, startEvent)
+		for _, e := range list {
+			fmt.Fprint(w, e)
+		}
+		w.(http.Flusher).Flush()
+		if stay {
+			<-r.Context().Done()
+		}
+	}
+}
+
+func turnEvent(t *testing.T, name string, data any) string {
+	t.Helper()
+	text, err := json.Marshal(data)
+	require.NoError(t, err)
+	return fmt.Sprintf("event: %s\ndata: %s\n\n", name, text)
+}
+
+func answer(body string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		fmt.Fprint(w, body)
+	}
+}
+
+// shot keeps a picture where AGENT_SHOTS says.
+func shot(t *testing.T, p *browser.Page, name string, whole bool) {
+	t.Helper()
+	if dir := os.Getenv("AGENT_SHOTS"); dir != "" {
+		p.Screenshot(filepath.Join(dir, name+".png"), whole)
+	}
+}
+
+const inWindow = `(() => { const r = document.querySelector(".approval .decide").getBoundingClientRect(),
+	c = document.getElementById("say").getBoundingClientRect(); return r.top >= 0 && r.bottom <= c.top + 1 })()`
+
+// F1: an approval is whole above the composer, and one that is out of view is announced there.
+func TestAnApprovalInASessionIsInViewOrALineLeadsToIt(t *testing.T) {
+	t.Parallel()
+	decided := make(chan string, 1)
+	_, url := console(t, map[string]http.HandlerFunc{
+		"POST /v1/operate": turnOf(true,
+			turnEvent(t, "delta", map[string]string{"text": strings.Repeat("A line of the answer.\n\n", 40)}),
+			turnEvent(t, "approval", map[string]any{
+				"id": "a1", "skill": "refund", "expires_at": "2030-01-01T00:00:00Z",
+				"arguments": map[string]any{"order": "A-1001", "amount": 120.5, "why": strings.Repeat("late ", 20)},
+			})),
+		"POST /v1/approvals/a1": func(w http.ResponseWriter, r *http.Request) {
+			var body struct{ Decision string }
+			if json.NewDecoder(r.Body).Decode(&body) == nil {
+				decided <- body.Decision
+			}
+			answer(`{}`)(w, r)
+		},
+	})
+	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
+	p.Go(url + "/operate")
+	p.Type("#message", "refund order A-1001")
+	p.Click("#send")
+	p.Shows("Approval requested: refund")
+	p.Until("its buttons are above the composer", inWindow)
+	p.Until("no line is needed", `document.getElementById("asked-line").hidden`)
+	shot(t, p, "operate-approval", false)
+	p.Eval(`scrollTo(0, 0), 1`, new(int))
+	p.Shows("1 approval requested: show")
+	shot(t, p, "operate-approval-line", false)
+	noComplaint(t, p)
+	p.Click("#asked-link")
+	p.Until("it is in view again", inWindow+` && document.activeElement.value === "approve"`)
+	p.Press("\r")
+	p.Shows("Approved.")
+	if got := <-decided; got != "approve" {
+		t.Errorf("the decision is %q", got)
+	}
+	p.Until("no line is left", `document.getElementById("asked-line").hidden && !document.querySelector(".decide")`)
+	p.Until("the composer is in the window",
+		`document.getElementById("say").getBoundingClientRect().bottom <= innerHeight + 1`)
+	noComplaint(t, p)
+}
+
+// F8: a call that the stop of its turn ended does not run on.
+func TestAStoppedToolIsNoLongerShownAsRunning(t *testing.T) {
+	t.Parallel()
+	_, url := console(t, map[string]http.HandlerFunc{
+		"POST /v1/operate": turnOf(false, turnEvent(t, "tool", map[string]any{
+			"id": "t1", "name": "long_import", "arguments": map[string]int{"rows": 9}, "status": "started",
+		})),
+		"POST /v1/executions/{id}/cancel": answer(`{}`),
+		"GET /v1/executions/{id}":         answer(`{"status":"cancelled","cancel_reason":"stopped in the console"}`),
+		"GET /v1/activity":                answer(`{"items":[]}`),
+	})
+	p := browser.Open(t, browser.Look{})
+	p.Go(url + "/operate")
+	p.Type("#message", "import")
+	p.Click("#send")
+	p.Shows("The turn was cancelled")
+	p.Until("the call has stopped", `document.querySelector(".bubble-tool").textContent.includes("⊘ stopped")`)
+	if text := p.Text("#transcript"); strings.Contains(text, "running") {
+		t.Errorf("something still runs: %s", text)
+	}
+	noComplaint(t, p)
+}
+
+func TestAnswersOfASessionAreSafeMarkdown(t *testing.T) {
+	t.Parallel()
+	const text = "## Result\n\n**12** rows, [docs](https://example.com/a) and [no](javascript:alert(1))\n\n" +
+		"| a | b |\n|---|---|\n| 1 | 2 |\n\n```sql\nselect 1;\n```\n\n<b>raw</b> <img src=x onerror=alert(1)> مرحبا ![p](https://evil.example/p.png)"
+	pool, url := console(t, map[string]http.HandlerFunc{
+		"POST /v1/operate": turnOf(false, turnEvent(t, "delta", map[string]string{"text": text}), doneEvent),
+	})
+	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
+	const holds = `(() => { const s = document.querySelector(".bubble-assistant .said"); return s && s.querySelector("h2, h3") &&
+		s.querySelector("strong").textContent === "12" && s.querySelector("table td") && s.querySelector(".block button") &&
+		s.querySelector("a[href='https://example.com/a']").rel.includes("noopener") && !s.querySelector("b, img, script, [onerror], a[href^=javascript]") &&
+		s.textContent.includes("<b>raw</b>") })()`
+	p.Go(url + "/operate")
+	p.Type("#message", "hello")
+	p.Click("#send")
+	p.Shows("Done. Trace")
+	p.Until("a streamed answer is drawn", holds)
+	shot(t, p, "operate-markdown", false)
+	noComplaint(t, p)
+	spoken(t, pool, "hello", text, "cancelled")
+	p.Go(url + "/operate?session=" + aSession)
+	p.Until("so is one that is read again", holds)
+	p.Click(".said .block button")
+	p.Until("code is copied", `document.querySelector(".said .block button").textContent !== "Copy"`)
+	noComplaint(t, p)
+}
+
+func TestCommandsAreSuggestedAndCallTheirRoutes(t *testing.T) {
+	t.Parallel()
+	asked := make(chan string, 4)
+	note := func(w http.ResponseWriter, r *http.Request) {
+		var body map[string]string
+		_ = json.NewDecoder(r.Body).Decode(&body)
+		asked <- fmt.Sprint(r.Method, " ", r.URL.Path, " ", body)
+		answer(`{}`)(w, r)
+	}
+	pool, url := console(t, map[string]http.HandlerFunc{
+		"POST /v1/pause": note, "PATCH /v1/threads/{id}": note,
+		"GET /v1/skills": answer(`{"items":[{"name":"fetch","description":"reads a page","enabled":false}]}`),
+	})
+	spoken(t, pool, "hello", "hi", "cancelled")
+	p := browser.Open(t, browser.Look{})
+	p.Go(url + "/operate?session=" + aSession)
+	p.Type("#message", "/")
+	p.Until("all are listed", `document.querySelectorAll("#commands [role=option]").length > 8`)
+	noComplaint(t, p)
+	shot(t, p, "operate-commands", false)
+	p.Type("#message", "ski")
+	p.Press("\r")
+	p.Until("the list has a link", `document.querySelector("#transcript a[href='/skills/fetch']") !== null`)
+	p.Type("#message", "/pause")
+	p.Press(kb.Tab)
+	p.Until("it is completed", `document.getElementById("message").value === "/pause " && document.getElementById("commands").hidden`)
+	p.Type("#message", "a release\r")
+	p.Shows("Autonomous work is paused.")
+	if got := <-asked; got != "POST /v1/pause map[reason:a release]" {
+		t.Errorf("asked %q", got)
+	}
+	p.Type("#message", "/rename Prices\r")
+	p.Until("the session has its name", `document.getElementById("session-title").textContent === "Prices"`)
+	if got := <-asked; got != "PATCH /v1/threads/"+aSession+" map[title:Prices]" {
+		t.Errorf("asked %q", got)
+	}
+	p.Type("#message", "/nothing\r")
+	p.Shows("there is no command /nothing")
+	p.Type("#message", "/help\r")
+	p.Shows("/objectives list objectives")
+	noComplaint(t, p)
+}
+
+// waitingTurn puts a turn into the database that waits for an approval after one call.
+func waitingTurn(t *testing.T, pool *pgxpool.Pool) (approval string) {
+	t.Helper()
+	spoken(t, pool, "refund order A-1001", "", "pending")
+	var id, trace string
+	require.NoError(t, pool.QueryRow(t.Context(), `select id::text, trace_id from agent_executions
+		where thread_id = $1 and completed_at is null`, aSession).Scan(&id, &trace))
+	did := pgtest.Value[string](t, pool, `
+		insert into agent_activity (trace_id, execution_id, surface, skill_name, status, input, output, duration_ms)
+		values ($1, $2::uuid, 'operate', 'read_order', 'success', '{"order": "A-1001"}', '{"total": 120.5}', 31) returning id::text`,
+		trace, id)
+	if did == "" {
+		t.Fatal("no call")
+	}
+	asked := asked(t, pool, "pending", `{"order": "A-1001", "amount": 120.50}`, 5)
+	quiet(t, pool, fmt.Sprintf(`update agent_approvals set execution_id = '%s', trace_id = '%s', parked = true, step = 's'
+		where id = '%s'`, id, trace, asked))
+	quiet(t, pool, fmt.Sprintf(`update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = '%s',
+		waiting_until = now() + interval '1 day' where id = '%s'`, asked, id))
+	return asked
+}
+
+func TestASessionIsWholeAfterAReloadAndWithoutScript(t *testing.T) {
+	t.Parallel()
+	pool, url := console(t, nil)
+	spoken(t, pool, "what did you do?", "I **read** the orders.", "cancelled")
+	approval := waitingTurn(t, pool)
+	p := browser.Open(t, browser.Look{NoScript: true, Width: 390, Height: 844})
+	p.Go(url + "/operate?session=" + aSession)
+	text := p.Text("main")
+	for _, word := range []string{
+		"what did you do?", "I **read** the orders.", "read_order", "1 approval requested: show", "Approval requested: drop",
+		`"amount": 120.50`, "Approve", "Reject", "Rename", "Sessions",
+	} {
+		if !strings.Contains(text, word) {
+			t.Errorf("%q is missing in\n%s", word, text)
+		}
+	}
+	shot(t, p, "operate-noscript-phone", true)
+	p.As(browser.Look{Width: 320, Height: 700})
+	p.Expect("404") // nobody answers for the API here
+	p.Go(url + "/operate?session=" + aSession)
+	p.Until("the answer is drawn", `document.querySelector(".bubble-assistant strong") !== null`)
+	p.Until("the approval is in view", inWindow)
+	var wide int64
+	p.Eval(`document.documentElement.scrollWidth`, &wide)
+	if wide > 320 {
+		t.Errorf("the page is %d wide", wide)
+	}
+	p.Go(url + "/operate?session=" + aSession + "&q=did+you")
+	p.Until("a session is found by its first message", `document.querySelectorAll("#sessions li").length === 1`)
+	p.Go(url + "/operate?q=nothing+like+it")
+	p.Shows("No match among the newest")
+	noComplaint(t, p)
+	shows(t, url+"/operate?session="+aSession, "approval-"+approval)
+}
