@@ -18,7 +18,7 @@ const (
 	// failuresRead bounds the executions and calls that are read as failures, each.
 	failuresRead, failuresOfCall, failingNames = 200, 30, 50
 	// outcomesRead bounds the runs of a flow, or calls of a skill, that are searched for successes.
-	outcomesRead = 200
+	outcomesRead = 100
 	// newestRead bounds the rows of the log that are searched for names the counts do not have yet.
 	newestRead = 1000
 	// failingStreak is how many failures in a row make a flow or skill failing.
@@ -63,7 +63,7 @@ type failures struct {
 // readFailures reads them.
 func readFailures(ctx context.Context, db postgres.DB) (got failures, err error) {
 	since := time.Now().Add(-24 * time.Hour)
-	got.list, err = postgres.Rows[failure](ctx, db, "list failures", failingSQL, freshPlan, postgres.Strict{
+	got.list, err = postgres.Rows[failure](ctx, db, "list failures", failingSQL, postgres.Strict{
 		"since": since, "most": failuresRead, "each": failuresOfCall, "subjects": failingNames, "walk": outcomesRead,
 		"newest": newestRead,
 	})
@@ -81,10 +81,22 @@ func readFailures(ctx context.Context, db postgres.DB) (got failures, err error)
 			calls = append(calls, f.Name)
 		}
 	}
-	got.outcomes, err = postgres.Rows[outcome](ctx, db, "read outcomes", outcomesSQL, freshPlan, postgres.Strict{
+	got.outcomes, err = postgres.Rows[outcome](ctx, db, "read outcomes", outcomesSQL, postgres.Strict{
 		"flows": flows, "calls": calls, "models": models, "walk": outcomesRead, "since": since,
 		"hour": time.Now().Add(-time.Hour),
 	})
+	return got, err
+}
+
+// readFailures reads them once for all parts of a page.
+func (v *visit) readFailures(ctx context.Context, db postgres.DB) (failures, error) {
+	if v.failures != nil {
+		return *v.failures, nil
+	}
+	got, err := readFailures(ctx, db)
+	if err == nil {
+		v.failures = &got
+	}
 	return got, err
 }
 
@@ -240,7 +252,7 @@ func (g failureGroup) More() int { return max(len(g.Subjects)-maxSubjects, 0) }
 
 // failingNow is the panel of what fails.
 func (room *Room) failingNow(ctx context.Context, v *visit) (any, error) {
-	f, err := readFailures(ctx, room.Read)
+	f, err := v.readFailures(ctx, room.Read)
 	if err != nil {
 		return nil, err
 	}

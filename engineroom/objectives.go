@@ -73,8 +73,17 @@ func (room *Room) activeObjectives(ctx context.Context, _ *visit) (any, error) {
 	list, err := postgres.Rows[objectiveRow](ctx, room.Read, "list objectives", objectiveColumns+`
 		 where o.status = 'active' order by o.priority, o.due_at,
 		   o.id limit @most::int + 1`, postgres.Strict{"most": mostObjectives})
+	if err != nil {
+		return nil, err
+	}
 	list, more := onPage(list, mostObjectives)
-	return map[string]any{"Objectives": list, "More": more}, err
+	all := int64(len(list))
+	if more {
+		err = room.Read.QueryRow(ctx, `select count(*) from (
+			select from agent_objectives o where o.status = 'active' limit @beyond) x`,
+			postgres.Strict{"beyond": beyond}).Scan(&all)
+	}
+	return map[string]any{"Objectives": list, "More": more, "All": all}, err
 }
 
 // objectivesPage lists the objectives.

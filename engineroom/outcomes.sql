@@ -5,7 +5,8 @@ with ended as materialized (
     from unnest(@flows::text[]) f(name)
    cross join lateral (
      select x.id, x.agent, x.status, x.result_summary, coalesce(x.completed_at, x.updated_at) as at from agent_executions x
-      where x.flow = f.name and x.claimed_by is null order by x.id desc limit @walk::int) w
+      where x.flow between f.name and f.name and x.claimed_by is null -- so that the index of flows is used
+      order by x.flow desc, x.id desc limit @walk::int) w
    where w.status in ('completed', 'failed', 'timeout') and w.result_summary not like 'skipped:%'
   union all
   select 'call', s.name, '', k.id, k.created_at, k.status = 'error'

@@ -210,6 +210,9 @@ type attentionItem struct {
 // Left is the number of items that are not named.
 func (n attentionKind) Left() int64 { return n.Total - int64(len(n.Items)) }
 
+// Noun is the title within a sentence.
+func (n attentionKind) Noun() string { return strings.ToLower(n.Title[:1]) + n.Title[1:] }
+
 // Path is the item's URL, without its id.
 func (n attentionKind) Path() string { return n.item }
 

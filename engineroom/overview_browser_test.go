@@ -1,14 +1,48 @@
 package engineroom
 
 import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"path"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
+
+// deciding serves the room with a budget of $5 a day, over an API that decides approvals.
+func deciding(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
+	t.Helper()
+	pool := pgtest.DB(t)
+	api := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		var asked struct{ Decision, Reason string }
+		err := json.NewDecoder(r.Body).Decode(&asked)
+		if err == nil {
+			_, err = approvals.Decide(r.Context(), pool, path.Base(r.URL.Path), asked.Decision == "approve", "ana", asked.Reason)
+		}
+		if err != nil {
+			t.Errorf("%s: %v", r.URL.Path, err)
+		}
+		fmt.Fprint(w, "{}")
+	})
+	room, err := New(Options{
+		Pool: pool, Agent: "agent", Limits: budgets.Limits{Day: budgets.Limit{USD: 5}}, API: func() http.Handler { return api },
+	})
+	require.NoError(t, err)
+	return pool, served(t, room)
+}
 
 // busy fills a database with 20 of everything that the overview shows: two agents that beat, of which one fails,
 // approvals with arguments, failures of few root errors, locks, objectives, skills in every state, and spend.
@@ -56,10 +90,10 @@ const busySeed = `
 	insert into agent_skills (name, tool_definition, handler) select 'healthy_skill_' || n, '{}', 'builtin:x' from generate_series(1, 9) n;
 	insert into agent_skills (name, tool_definition, handler) select 'skill_that_always_fails_' || n, '{}', 'builtin:x' from generate_series(1, 5) n;
 	insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at)
-	select 'disabled_skill_with_a_long_name_' || n, '{}', 'builtin:x', false, 'self-heal', '5 of its last 5 calls failed: connection refused', now() - n * interval '1 hour'
+	select 'disabled_skill_with_a_long_name_' || n, '{}', 'builtin:x', false, 'self_heal', '5 of its last 5 calls failed: connection refused', now() - n * interval '1 hour'
 	  from generate_series(1, 4) n;
 	insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at, trial_at)
-	values ('skill_on_trial', '{}', 'builtin:x', false, 'self-heal', '5 of its last 5 calls failed', now() - interval '2 hours', now() - interval '1 minute');
+	values ('skill_on_trial', '{}', 'builtin:x', false, 'self_heal', '5 of its last 5 calls failed', now() - interval '2 hours', now() - interval '1 minute');
 	insert into agent_activity (id, trace_id, surface, agent, skill_name, status, error_class, error_message, duration_ms, created_at)
 	select lanekeeper.agent_uuid7(at), 'hb_SALT' || lpad(n::text, 7, '0'), 'heartbeat', 'sales',
 	       case n % 4 when 0 then 'skill_that_always_fails_' || 1 + n % 5 else 'healthy_skill_' || 1 + n % 9 end,
@@ -88,3 +122,196 @@ const busySeed = `
 	select a.id, now(), 'dead', 'relation "caretaker_notes" does not exist' from agent_automations a;
 	insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, status, body, body_sha256, error_message)
 	select 'github', 'd' || n, 'wh_1', 'wh_1', 'dead', '', '', 'the flow refused it' from generate_series(1, 20) n`
+
+// F10: nothing said whether the agent works.
+func TestTheOverviewSaysWhetherTheAgentWorks(t *testing.T) {
+	t.Parallel()
+	pool, server := deciding(t)
+	busy(t, pool)
+	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
+	p.Go(server.URL + "/")
+	assert.Contains(t, p.Text("#verdict"), "Degraded", "2 flows failing since", "5 skills failing since",
+		"4 skills disabled by self-heal", "skill skill_on_trial on trial", "completed 10 min ago", "advanced 2 plans",
+		"in 13 min", "$1.50 of $5.00", "40 failed")
+	p.Until("each agent has a strip", `document.querySelectorAll("#verdict tbody tr").length === 2 + 24`)
+	p.Until("an hour is shown to the pointer", `/^\d\d:00 UTC: \d+ runs?, \d+ failed$/.test(document.querySelector("#verdict .hour:last-of-type title").textContent)`)
+	p.Click(`#verdict nav a[href="/?agent=billing"]`)
+	p.Until("the page is about billing", `location.search === "?agent=billing"`)
+	text := p.Text("#verdict")
+	assert.Contains(t, text, "Degraded", "2 flows failing since", "18 min")
+	if strings.Contains(text, "skills failing") || strings.Contains(p.Text("#failing"), "no answer within") {
+		t.Errorf("what fails for another agent is shown: %s", text)
+	}
+	p.Click("#verdict .verdict-why a") // the two flows
+	p.Until("the reason leads to what fails", `location.hash === "#failing"`)
+	_, err := executions.PauseAll(t.Context(), pool, "ana", "prices look wrong")
+	require.NoError(t, err)
+	p.Until("a pause is shown as it happens", `document.querySelector("#verdict-title").innerText.includes("Stopped")`)
+	assert.Contains(t, p.Text(".verdict-why"), "paused by ana since")
+	noComplaint(t, p)
+}
+
+// F4: failed executions were nowhere on the overview.
+func TestFailedExecutionsAreShownByTheirRootError(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	busy(t, pool)
+	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
+	p.Go(server.URL + "/")
+	assert.Contains(t, p.Text("#failing"), "connection refused", "flow reconcile_ledger, flow import_orders", "20 failed runs since",
+		"no answer within", "20 failed calls since", "and 1 more", "1 error of the last 24 hours, recovered since")
+	p.Click("#recovered > summary")
+	assert.Contains(t, p.Text("#recovered"), "has no address", "flow sync_customers", "20 failed runs")
+	p.Click("#failing .failures a[href^='/traces/']")
+	p.Shows("connection refused")
+	p.Until("it is the newest trace", `location.pathname === "/traces/fl_00000000000000000001000001"`)
+}
+
+// F3: skill health began with the healthy skills, and a skill with 0 % success was enabled in green.
+func TestTheWorstSkillsComeFirstAndNoneThatFailsIsGreen(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	busy(t, pool)
+	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
+	for _, at := range []struct{ address, rows, want string }{
+		{"/", "#health tbody tr", "disabled disabled disabled disabled on trial failing"},
+		{"/skills", "#list tbody tr", "disabled disabled disabled disabled on trial failing failing failing failing failing" +
+			strings.Repeat(" enabled", 10)},
+	} {
+		p.Go(server.URL + at.address)
+		var states, green string
+		p.Eval(`[...document.querySelectorAll("`+at.rows+` .status")].map(s => s.innerText.replace(/^\S+\s/, "").trim()).join(" ")`, &states)
+		assert.Equal(t, at.want, states)
+		p.Eval(`[...document.querySelectorAll("tr")].filter(r => /(^|\s)0 %/.test(r.innerText) && r.querySelector(".tone-good")).map(r => r.innerText).join("; ")`, &green)
+		assert.Equal(t, "", green)
+	}
+	assert.Contains(t, p.Text("#failing"), "failing")
+	p.Go(server.URL + "/skills?state=failing")
+	p.Until("the failing ones are listed", `document.querySelectorAll("#list tbody tr").length === 5`)
+}
+
+// clipped lists the elements of a page that hide or scroll a part of their content.
+const clipped = `[...document.querySelectorAll("main *")].filter(e => {
+	const look = getComputedStyle(e);
+	return !e.matches(".aside-text") && !(look.overflowX === "visible" && look.overflowY === "visible") && e.clientHeight > 0 &&
+		(e.scrollHeight > e.clientHeight + 1 || e.scrollWidth > e.clientWidth + 1);
+}).map(e => (e.id || e.className || e.localName) + " in " + e.closest("section")?.id + ": " + e.clientWidth + "x" + e.clientHeight + " of " + e.scrollWidth + "x" + e.scrollHeight).join("; ")`
+
+// F9: fixed boxes clipped nearly everything.
+func TestNothingOfTheOverviewIsClippedWithTwentyOfEach(t *testing.T) {
+	t.Parallel()
+	pool, server := deciding(t)
+	busy(t, pool)
+	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
+	for _, address := range []string{"/", "/?agent=billing"} {
+		p.Go(server.URL + address)
+		var hidden string
+		p.Eval(clipped, &hidden)
+		assert.Equal(t, "", hidden)
+	}
+	p.Go(server.URL + "/")
+	text := p.Text("main")
+	for _, all := range []string{
+		"All 20 approvals requested", "All 20 unanswered requests", "All 20 failed automation runs", "All 20 running", "All 20 skills",
+		"All 20 locks", "All 20 active objectives",
+	} {
+		assert.Contains(t, text, all)
+	}
+	var order string
+	p.Eval(`[...document.querySelectorAll("main > .part, .board .part")].map(e => e.id).join(" ")`, &order)
+	assert.Equal(t, "verdict needs failing now health feed spend locks objectives memory", order)
+	noComplaint(t, p)
+	p.As(browser.Look{Width: 320, Height: 640, Dark: true})
+	p.Until("nothing is wider than a small phone", `document.documentElement.scrollWidth <= 320`)
+	noComplaint(t, p)
+}
+
+// As F1, on the overview: an approval is decided where it is shown, by its exact arguments.
+func TestAnApprovalIsDecidedWhereItIsShown(t *testing.T) {
+	t.Parallel()
+	pool, server := deciding(t)
+	refund := asked(t, pool, "pending", `{"order": "A-17", "amount": 9007199254740993, "note": "`+strings.Repeat("x", 60)+`"}`, 5)
+	long := asked(t, pool, "pending", `{"note": "`+strings.Repeat("y", maxInPlace)+`"}`, 5)
+	p := browser.Open(t, browser.Look{NoScript: true})
+	p.Go(server.URL + "/")
+	assert.Contains(t, p.Text("#decide-"+refund), "drop", `"amount": 9007199254740993`, `"order": "A-17"`)
+	assert.Contains(t, p.Text("#decide-"+long), "The arguments have", "Read them and decide")
+	inPlace := fmt.Sprintf(`#decide-%s details:has([value="approve"])`, long)
+	p.As(browser.Look{})
+	p.Go(server.URL + "/")
+	p.Until("what is not shown whole is not approved here", `document.querySelector('`+inPlace+`') === null`)
+	noComplaint(t, p)
+	reject := fmt.Sprintf(`#decide-%s details:has([value="reject"])`, refund)
+	p.Click(reject + " > summary")
+	p.Type(reject+" input[name=reason]", "the parcel came")
+	p.Click(reject + " button")
+	p.Shows("The decision is recorded")
+	p.Until("it needs nobody any more", `document.getElementById("decide-`+refund+`") === null`)
+	assert.Equal(t, "rejected by ana: the parcel came", pgtest.Value[string](t, pool,
+		`select status || ' by ' || decided_by || ': ' || reason from agent_approvals where id = $1::text::uuid`, refund))
+	pgtest.Exec(t, pool, `update agent_skills set revision = 2`)
+	asked(t, pool, "pending", `{"n": 1}`, 5)
+	p.Go(server.URL + "/")
+	p.Shows("The skill has changed since this request, so it can only be rejected.")
+	p.Until("a void approval is not offered", `document.querySelector('#needs [value="approve"]') === null`)
+}
+
+// Five tasks of somebody who has just come, from the overview, with the clicks they take.
+func TestFiveTasksFromTheOverview(t *testing.T) {
+	t.Parallel()
+	pool, server := deciding(t)
+	busy(t, pool)
+	pgtest.Exec(t, pool, `delete from agent_approvals; delete from agent_executions where status = 'running'`)
+	run := put(t, pool, `insert into agent_executions (trace_id, surface, agent, flow, status, claimed_by, claim)
+		values ('ch_00000000000000000000000042', 'chat', 'sales', 'answer_customer', 'running', '018f0000-0000-7000-8000-000000000001', 1)
+		returning id::text`)
+	call := put(t, pool, `insert into agent_activity (trace_id, execution_id, skill_name, status)
+		values ('ch_00000000000000000000000042', $1::text::uuid, 'look_up_order', 'running') returning id::text`, run)
+	pgtest.Exec(t, pool, `insert into agent_activity_open (activity_id, execution_id, kind) values ($1::text::uuid, $2::text::uuid, 'call')`,
+		call, run)
+	refund := put(t, pool, `
+		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		values ('ch_00000000000000000000000042', $1::text::uuid, 'issue_refund', 1, '{"order": "A-1042", "amount": 80, "currency": "EUR"}', 'x',
+		        now() + interval '1 day') returning id::text`, run)
+	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
+	clicks, began := 0, time.Now()
+	click := func(selector string) {
+		clicks++
+		p.Click(selector)
+	}
+	done := func(task string, most int) {
+		t.Logf("%s: %d clicks, %.1f s of the browser", task, clicks, time.Since(began).Seconds())
+		if clicks > most {
+			t.Errorf("%s takes %d clicks, want at most %d", task, clicks, most)
+		}
+		clicks, began = 0, time.Now()
+	}
+	p.Go(server.URL + "/")
+
+	assert.Contains(t, p.Text("#now"), "look_up_order for", "answer_customer · chat")
+	done("what does it do now", 0)
+
+	assert.Contains(t, p.Text("#verdict"), "Degraded", "2 flows failing since")
+	done("is it healthy", 0)
+
+	assert.Contains(t, p.Text("#failing li"), "connection refused", "flow reconcile_ledger")
+	click("#failing li a[href^='/traces/']")
+	p.Shows("connection refused")
+	done("why did the last failed flow fail", 1)
+
+	p.Go(server.URL + "/")
+	began = time.Now()
+	assert.Contains(t, p.Text("#decide-"+refund), "issue_refund", `"amount": 80`, `"currency": "EUR"`, `"order": "A-1042"`)
+	approve := fmt.Sprintf(`#decide-%s details:has([value="approve"])`, refund)
+	click(approve + " > summary")
+	p.Until("the reason has the focus", `document.activeElement.name === "reason"`)
+	p.Press("the carrier lost it")
+	click(approve + " button")
+	p.Shows("The decision is recorded")
+	pgtest.Equal(t, pool, "approved", `select status from agent_approvals where id = $1::text::uuid`, refund)
+	done("approve a refund after reading its arguments", 2)
+
+	assert.Contains(t, p.Text("#yesterday"), "$2.50", "2,000 tokens", "advance_plan $1.25 (50 %)", "reflect $1.25 (50 %)")
+	done("what did yesterday cost, and why", 0)
+	noComplaint(t, p)
+}

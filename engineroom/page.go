@@ -56,6 +56,8 @@ type visit struct {
 	URL   string                   // canonical path and query
 	About any                      // the subject that open found
 	fresh bool                     // read from the primary, after a write
+	// failures are those of the overview, once they are read: one visit or refresh has one copy.
+	failures *failures
 }
 
 // show is the data of a page's template.

@@ -1,8 +1,10 @@
 package engineroom
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"math"
 	"net/url"
 	"slices"
@@ -295,7 +297,8 @@ func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 		return nil, err
 	}
 	week := today().AddDate(0, 0, -6)
-	top, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{Since: week, By: activity.BySkill})
+	bySkill, err := activity.CountedSpend(ctx, room.Read,
+		activity.SpendFilter{Since: week, By: activity.BySkill, Period: activity.ByDay})
 	if err != nil {
 		return nil, err
 	}
@@ -307,7 +310,7 @@ func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	yesterday, err := room.spendOfYesterday(ctx)
+	yesterday, err := room.spendOfYesterday(ctx, bySkill.Lines)
 	if err != nil {
 		return nil, err
 	}
@@ -319,24 +322,41 @@ func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 		}))
 	}
 	return map[string]any{
-		"Windows": windows, "Top": top.Lines[:min(len(top.Lines), topSpenders)], "Until": days.Until,
+		"Windows": windows, "Top": bySkillTogether(bySkill.Lines), "Until": days.Until,
 		"Budget": budget, "Heartbeats": beats,
 		"Week": week, "Yesterday": yesterday,
 		"Chart": spendChart("Spend by day, 30 days", days.Lines, since, activity.ByDay, added(days.Lines).CostUSD > 0),
 	}, nil
 }
 
-// spendOfYesterday sums up yesterday (UTC), and names the skills and the purposes that cost most.
-func (room *Room) spendOfYesterday(ctx context.Context) (any, error) {
+// bySkillTogether adds the days of each skill, and returns the skills that cost most.
+func bySkillTogether(lines []activity.SpendLine) []activity.SpendLine {
+	of := map[string]activity.SpendLine{}
+	for _, l := range lines {
+		sum := added([]activity.SpendLine{of[l.Key], l})
+		sum.Key = l.Key
+		of[l.Key] = sum
+	}
+	all := slices.SortedFunc(maps.Values(of), func(a, b activity.SpendLine) int {
+		return cmp.Or(cmp.Compare(b.CostUSD, a.CostUSD), cmp.Compare(b.Tokens, a.Tokens), cmp.Compare(a.Key, b.Key))
+	})
+	return all[:min(len(all), topSpenders)]
+}
+
+// spendOfYesterday sums up yesterday (UTC), and names the skills and the purposes that cost most. bySkill are lines of
+// days that include it.
+func (room *Room) spendOfYesterday(ctx context.Context, bySkill []activity.SpendLine) (any, error) {
 	day := today().AddDate(0, 0, -1)
-	shown := map[string]any{"Day": day}
-	for _, by := range []activity.Dimension{activity.BySkill, activity.ByPurpose} {
-		sums, err := activity.CountedSpend(ctx, room.Read,
-			activity.SpendFilter{Since: day, By: by, Period: activity.ByDay})
-		if err != nil {
-			return nil, err
-		}
-		lines := slices.DeleteFunc(sums.Lines, func(l activity.SpendLine) bool {
+	byPurpose, err := activity.CountedSpend(ctx, room.Read,
+		activity.SpendFilter{Since: day, By: activity.ByPurpose, Period: activity.ByDay})
+	if err != nil {
+		return nil, err
+	}
+	shown := map[string]any{}
+	for by, lines := range map[activity.Dimension][]activity.SpendLine{
+		activity.BySkill: bySkill, activity.ByPurpose: byPurpose.Lines,
+	} {
+		lines = slices.DeleteFunc(slices.Clone(lines), func(l activity.SpendLine) bool {
 			return l.Period == nil || !l.Period.Equal(day)
 		})
 		all := added(lines)
@@ -344,7 +364,9 @@ func (room *Room) spendOfYesterday(ctx context.Context) (any, error) {
 		for _, l := range lines[:min(len(lines), topSpenders)] {
 			rows = append(rows, spendRow{SpendLine: l, Share: share(l, all)})
 		}
-		shown[string(by)], shown["All"] = rows, all
+		if shown[string(by)] = rows; by == activity.ByPurpose {
+			shown["All"] = all
+		}
 	}
 	return shown, nil
 }

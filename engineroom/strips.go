@@ -57,6 +57,9 @@ func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
+	if c.failures, err = v.readFailures(ctx, room.Read); err != nil {
+		return nil, err
+	}
 	all, err := room.Agents.List(ctx, room.Read)
 	if err != nil {
 		return nil, err

@@ -103,9 +103,10 @@ func (b beat) problem(now time.Time) (text string, since time.Time) {
 	return "", time.Time{}
 }
 
-// skillOut is a skill out of service by self-heal.
+// skillOut is a disabled skill.
 type skillOut struct {
 	Name    string
+	ByAdmin bool // not by self-heal, so no reason
 	OnTrial bool
 	At      *time.Time
 }
@@ -130,13 +131,10 @@ type condition struct {
 	spent map[string]bool // the agents whose budget of the day is spent; "" for the installation's
 }
 
-// readCondition reads the condition. Budgets are the caller's.
+// readCondition reads the condition. Failures and budgets are the caller's.
 func readCondition(ctx context.Context, db postgres.DB) (c condition, err error) {
 	c.now = time.Now()
 	if c.pause, err = executions.CurrentPause(ctx, db); err != nil {
-		return c, err
-	}
-	if c.failures, err = readFailures(ctx, db); err != nil {
 		return c, err
 	}
 	err = db.QueryRow(ctx, `
@@ -162,8 +160,8 @@ func readCondition(ctx context.Context, db postgres.DB) (c condition, err error)
 		return c, err
 	}
 	c.out, err = postgres.Rows[skillOut](ctx, db, "list disabled skills", `
-		select s.name, s.trial_at is not null as on_trial, s.disabled_at as at from agent_skills s
-		 where not s.enabled and s.disabled_by = 'self-heal' order by s.disabled_at limit 1000`)
+		select s.name, s.disabled_by <> 'self_heal' as by_admin, s.trial_at is not null as on_trial, s.disabled_at as at
+		  from agent_skills s where not s.enabled order by s.disabled_at limit 1000`)
 	if err != nil {
 		return c, err
 	}
@@ -237,7 +235,7 @@ func (c condition) beatsOf(concerns func(string) bool) (list []beat) {
 
 // failing are the reasons for flows, skills, actions and models that fail.
 func (c condition) failing(concerns func(string) bool) (why []reason) {
-	out := map[string]bool{} // these have a reason of their own
+	out := map[string]bool{} // disabled skills are not called any more
 	for _, s := range c.out {
 		out[s.Name] = true
 	}
@@ -273,7 +271,7 @@ func (c condition) outOfService(of *agents.Agent) (why []reason) {
 	for _, trial := range []bool{false, true} {
 		var hit []skillOut
 		for _, s := range c.out {
-			if s.OnTrial == trial && (of == nil || of.May(s.Name)) {
+			if s.OnTrial == trial && !s.ByAdmin && (of == nil || of.May(s.Name)) {
 				hit = append(hit, s)
 			}
 		}

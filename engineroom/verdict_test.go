@@ -1,0 +1,263 @@
+package engineroom
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+// written is a verdict as text, without times.
+func written(v verdict) string {
+	text := v.State
+	for i, r := range v.Why {
+		text += map[bool]string{true: ": ", false: ", "}[i == 0] + r.Text + " <" + r.Link + ">"
+	}
+	return text
+}
+
+// well is the condition of two agents that beat every half hour, at noon.
+func well() (condition, []agents.Agent) {
+	noon := time.Date(2026, 11, 26, 12, 0, 0, 0, time.UTC)
+	tick, ended := noon.Add(-10*time.Minute), noon.Add(-9*time.Minute)
+	c := condition{now: noon, workers: 1, spent: map[string]bool{}}
+	for _, name := range []string{"sales", "billing"} {
+		c.beats = append(c.beats, beat{
+			Agent: name, Cron: "*/30 * * * *", Timezone: "UTC", NextRunAt: noon.Add(20 * time.Minute), LastRunAt: &tick,
+			Status: "completed", EndedAt: &ended,
+		})
+	}
+	return c, []agents.Agent{
+		{Definition: agents.Definition{Name: "sales", Default: true}},
+		{Definition: agents.Definition{Name: "billing", Skills: []string{"pay"}}},
+	}
+}
+
+// fails adds a failure with its outcome.
+func (c *condition) fails(kind, name, agent string, streak, hourFailed, hourAll int64) {
+	at := c.now.Add(-time.Hour)
+	c.list = append(c.list, failure{Kind: kind, Name: name, Agent: agent, At: at, Message: "no route"})
+	o := outcome{Kind: "call", Name: name, LatestFailed: streak > 0, Streak: streak, HourAll: hourAll, HourFailed: hourFailed, Since: &at}
+	if kind == "flow" {
+		o.Kind, o.Agent = "flow", agent
+	}
+	c.outcomes = append(c.outcomes, o)
+}
+
+func TestAVerdictFollowsFromTheCondition(t *testing.T) {
+	t.Parallel()
+	ago := func(c *condition, d time.Duration) *time.Time {
+		at := c.now.Add(-d)
+		return &at
+	}
+	for name, test := range map[string]struct {
+		change              func(c *condition)
+		all, sales, billing string // empty: as all
+	}{
+		"all well":        {func(*condition) {}, "working", "", ""},
+		"paused":          {func(c *condition) { c.pause = executions.Pause{Paused: true, PausedBy: "ana"} }, "stopped: paused by ana <#pause>", "", ""},
+		"no process":      {func(c *condition) { c.workers, c.beats = 0, nil }, "stopped: no process is running </lanes>", "", ""},
+		"beats from cron": {func(c *condition) { c.workers = 0 }, "working", "", ""},
+		"process died": {func(c *condition) {
+			c.workers = 0
+			for i := range c.beats {
+				c.beats[i].EndedAt = ago(c, 40*time.Minute)
+			}
+		}, "stopped: no process is running </lanes>", "", ""},
+		"three in a row": {
+			func(c *condition) { c.fails("flow", "import", "billing", 3, 0, 0) },
+			"degraded: flow import failing </executions?failed=1&flow=import>", "working",
+			"degraded: flow import failing </executions?failed=1&flow=import>",
+		},
+		"two in a row": {func(c *condition) { c.fails("flow", "import", "billing", 2, 1, 2) }, "working", "", ""},
+		"most in an hour": {
+			func(c *condition) { c.fails("flow", "import", "of nobody", 1, 2, 3) },
+			"degraded: flow import failing </executions?failed=1&flow=import>",
+			"degraded: flow import failing </executions?failed=1&flow=import>", "working",
+		},
+		"recovered": {func(c *condition) { c.fails("flow", "import", "sales", 0, 9, 10) }, "working", "", ""},
+		"two flows": {
+			func(c *condition) {
+				c.fails("flow", "import", "sales", 3, 0, 0)
+				c.fails("flow", "export", "sales", 4, 0, 0)
+				c.fails("model", "model_call", "sales", 4, 0, 0)
+			},
+			"degraded: 2 flows failing <#failing>, model calls failing </activity?status=error&skill=model_call>",
+			"degraded: 2 flows failing <#failing>, model calls failing </activity?status=error&skill=model_call>", "working",
+		},
+		"disabled skill": {
+			func(c *condition) {
+				c.fails("skill", "fetch", "sales", 5, 5, 5)
+				c.out = []skillOut{{Name: "fetch"}, {Name: "pay", OnTrial: true}}
+			},
+			"degraded: skill fetch disabled by self-heal </skills/fetch>, skill pay on trial </skills/pay>",
+			"degraded: skill fetch disabled by self-heal </skills/fetch>, skill pay on trial </skills/pay>",
+			"degraded: skill pay on trial </skills/pay>",
+		},
+		"heartbeat overdue": {
+			func(c *condition) { c.beats[1].NextRunAt = *ago(c, 3*time.Minute) },
+			"degraded: heartbeat overdue for billing </executions?flow=heartbeat>", "working",
+			"degraded: heartbeat overdue </executions?flow=heartbeat>",
+		},
+		"heartbeat hangs": {
+			func(c *condition) { c.beats[0].EndedAt = ago(c, 63*time.Minute) },
+			"degraded: no heartbeat finished for sales </executions?flow=heartbeat>",
+			"degraded: no heartbeat finished </executions?flow=heartbeat>", "working",
+		},
+		"stuck": {
+			func(c *condition) { c.stuck = []stuckWork{{Agent: "billing", N: 2}, {Lane: "pipeline", N: 1}} },
+			"degraded: 2 executions stuck </executions?view=stuck>, 1 lane stuck </lanes>",
+			"degraded: 1 lane stuck </lanes>",
+			"degraded: 2 executions stuck </executions?view=stuck>, 1 lane stuck </lanes>",
+		},
+		"budget of one": {
+			func(c *condition) { c.spent["billing"] = true },
+			"degraded: today's budget is spent by billing </spend?days=1>", "working", "degraded: today's budget is spent </spend?days=1>",
+		},
+		"budget of all": {func(c *condition) { c.spent[""] = true }, "degraded: today's budget is spent </spend?days=1>", "", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			c, all := well()
+			test.change(&c)
+			if test.sales == "" {
+				test.sales, test.billing = test.all, test.all
+			}
+			assert.Equal(t, test.all, written(c.judge(nil, all)))
+			assert.Equal(t, test.sales, written(c.judge(&all[0], all)))
+			assert.Equal(t, test.billing, written(c.judge(&all[1], all)))
+		})
+	}
+}
+
+// ended writes an execution that ended some minutes ago.
+func ended(t *testing.T, pool *pgxpool.Pool, agent, flow, status, message string, minutes int, parent string) string {
+	t.Helper()
+	id := put(t, pool, `select lanekeeper.agent_uuid7(now() - make_interval(mins => $1))::text`, minutes)
+	quiet(t, pool, `
+		insert into agent_executions (id, trace_id, surface, agent, flow, status, error_message, parent_id, created_at, completed_at)
+		select $1::text::uuid, 'fl_' || upper(left(translate($1, '-ilou', ''), 26)), 'flow', $2, $3, $4, nullif($5, ''), nullif($6, '')::uuid,
+		       now() - make_interval(mins => $7), now() - make_interval(mins => $7)`,
+		id, agent, flow, status, message, parent, minutes)
+	return id
+}
+
+// judged reads the condition of a database, and judges it.
+func judged(t *testing.T, pool *pgxpool.Pool) string {
+	t.Helper()
+	c, err := readCondition(t.Context(), pool)
+	require.NoError(t, err)
+	c.failures, err = readFailures(t.Context(), pool)
+	require.NoError(t, err)
+	return written(c.judge(nil, []agents.Agent{{Definition: agents.Definition{Name: "agent", Default: true}}}))
+}
+
+func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	assert.Equal(t, "stopped: no process is running </lanes>", judged(t, pool))
+	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
+	assert.Equal(t, "working", judged(t, pool))
+
+	// Failures long ago, or before a success, are none. Cancelled and skipped runs say nothing.
+	for i := range 4 {
+		ended(t, pool, "agent", "import", "failed", "no route", 1600+i, "")
+		ended(t, pool, "agent", "export", "failed", "no route", 90+i, "")
+		ended(t, pool, "agent", "heartbeat", "failed", "no route", 80+i, "")
+	}
+	ended(t, pool, "agent", "export", "completed", "", 70, "")
+	ended(t, pool, "agent", "heartbeat", "completed", "", 75, "")
+	assert.Equal(t, "working", judged(t, pool))
+	pgtest.Exec(t, pool, `delete from agent_executions where flow = 'heartbeat' and status = 'completed'`)
+	ended(t, pool, "agent", "heartbeat", "cancelled", "", 60, "")
+	skipped := ended(t, pool, "agent", "heartbeat", "completed", "", 65, "")
+	quiet(t, pool, `update agent_executions set result_summary = 'skipped: an admin is at work' where id = $1::text::uuid`, skipped)
+	assert.Equal(t, "degraded: flow heartbeat failing </executions?failed=1&flow=heartbeat>", judged(t, pool))
+	pgtest.Exec(t, pool, `delete from agent_executions`)
+
+	// Calls of skills, of other actions and of models.
+	skill(t, pool, "fetch", "", "", "")
+	called(t, pool, "fetch", "success", "", 9)
+	called(t, pool, "fetch", "error", "no route", 2)
+	assert.Equal(t, "working", judged(t, pool))
+	called(t, pool, "fetch", "error", "no route", 1)
+	called(t, pool, "webhook_send", "error", "refused", 3)
+	pgtest.Exec(t, pool, `insert into agent_activity (trace_id, kind, skill_name, status, error_message)
+		select 'hb_1', 'model', 'model_call', 'error', 'overloaded' from generate_series(1, 3)`)
+	assert.Equal(t, "degraded: skill fetch failing </skills/fetch>, "+
+		"action webhook_send failing </activity?status=error&skill=webhook_send>, "+
+		"model calls failing </activity?status=error&skill=model_call>", judged(t, pool))
+	pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = now();
+		update agent_activity set status = 'success' where skill_name <> 'fetch'`)
+	assert.Equal(t, "degraded: skill fetch disabled by self-heal </skills/fetch>", judged(t, pool))
+	pgtest.Exec(t, pool, `update agent_skills set disabled_by = 'ana'`)
+	assert.Equal(t, "working", judged(t, pool))
+
+	// Heartbeats, stuck executions and lanes.
+	pgtest.Exec(t, pool, `insert into agent_schedules (name, flow, surface, agent, cron, timezone, next_run_at)
+		values ('heartbeat', 'heartbeat', 'heartbeat', 'agent', '@hourly', 'UTC', now() - interval '3 minutes')`)
+	execution(t, pool, "waiting", "flow", "onboarding")
+	quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours', updated_at = now() - interval '2 hours'`)
+	pgtest.Exec(t, pool, `
+		insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, parked)
+		select name, 'somebody', 1, now() - since, now() + interval '1 hour', parked from (values
+		  ('held', interval '16 minutes', false), ('new', interval '1 minute', false), ('parked', interval '1 day', true)) l(name, since, parked);
+		insert into agent_lock_waiters (lane, owner, since, expires_at)
+		select lane, 'w', now() - interval '16 minutes', now() + interval '1 minute' from agent_locks`)
+	assert.Equal(t, "degraded: heartbeat overdue </executions?flow=heartbeat>, 1 execution stuck </executions?view=stuck>, "+
+		"1 lane stuck </lanes>", judged(t, pool))
+	_, err := executions.PauseAll(t.Context(), pool, "ana", "prices look wrong")
+	require.NoError(t, err)
+	assert.Equal(t, "stopped: paused by ana <#pause>", judged(t, pool))
+}
+
+func TestFailuresAreGroupedByRootError(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	const refused = "dial tcp 10.0.0.%d:443: connect: connection refused"
+	for i := range 3 { // two flows and a skill fail for the same reason; the parent only passes it on
+		message := fmt.Sprintf(refused, i)
+		parent := ended(t, pool, "agent", "nightly", "failed", "step import: flow import: step fetch: "+message, 20+i, "")
+		child := ended(t, pool, "agent", "import", "failed", "step fetch: "+message, 20+i, parent)
+		pgtest.Exec(t, pool, `insert into agent_activity (trace_id, execution_id, skill_name, status, error_class, error_message)
+			values ('hb_1', $1::text::uuid, 'fetch', 'error', 'network', $2)`, child, message)
+	}
+	skill(t, pool, "fetch", "", "", "")
+	ended(t, pool, "agent", "sync", "failed", "customer 7919 has no address", 40, "")
+	ended(t, pool, "agent", "sync", "failed", "customer 104729 has no address", 30, "")
+	ended(t, pool, "agent", "sync", "completed", "", 10, "")
+	f, err := readFailures(t.Context(), pool)
+	require.NoError(t, err)
+	var got []string
+	for _, g := range f.groups(func(string) bool { return true }) {
+		var subjects []string
+		for _, s := range g.Subjects {
+			subjects = append(subjects, s.Kind+" "+s.Name)
+		}
+		got = append(got, fmt.Sprintf("%s | %s | %d runs, %d calls | %v | %s", g.Message, g.Class, g.Runs, g.Calls, g.Failing, strings.Join(subjects, ", ")))
+	}
+	assert.NoDiff(t, []string{
+		"dial tcp 10.0.0.2:443: connect: connection refused | network | 6 runs, 3 calls | true | flow import, flow nightly, skill fetch",
+		"customer 104729 has no address |  | 2 runs, 0 calls | false | flow sync",
+	}, got)
+}
+
+func TestMessagesDifferByMoreThanNumbersAndIds(t *testing.T) {
+	t.Parallel()
+	same := []string{
+		"order 17 of fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE failed: 018f0000-0000-7000-8000-000000000000",
+		"Order  4 of fl_01JD3V7K8ZQ6W2M5T9X4C1B0AF failed: 018f0000-0000-7000-8000-0000000000ff",
+	}
+	assert.Equal(t, errorKey(same[0]), errorKey(same[1]))
+	if errorKey("no such table orders") == errorKey("no such table customers") {
+		t.Error("two errors have one key")
+	}
+}
