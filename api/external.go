@@ -1,6 +1,7 @@
 package api
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"math"
@@ -40,6 +41,22 @@ type lockResponse struct {
 	Execution   executions.Execution       `json:"execution"`
 	Checkpoint  *executions.Checkpoint     `json:"checkpoint"`  // the latest; null before the first
 	Checkpoints map[string]json.RawMessage `json:"checkpoints"` // output by step
+}
+
+// claimRequest asks for locks on executions of flows.
+type claimRequest struct {
+	Flows       []string `json:"flows"` // external, or external:NAME
+	Owner       string   `json:"owner"`
+	TTLSeconds  *int     `json:"ttl_seconds,omitempty"`  // default 30
+	Max         *int     `json:"max,omitempty"`          // locks; default 1
+	WaitSeconds float64  `json:"wait_seconds,omitempty"` // for the first execution; default 0, at most 30
+	// locks that the worker has. Others of the owner are returned again.
+	LockIDs []string `json:"lock_ids,omitempty"`
+}
+
+// claimResponse holds the locks; none when nothing was ready in time.
+type claimResponse struct {
+	Locks []lockResponse `json:"locks"`
 }
 
 type heartbeatResponse struct {
@@ -97,10 +114,41 @@ func (l lockRequest) check() error {
 	return nil
 }
 
+const (
+	maxClaimFlows = 50
+	maxClaimWait  = 30 // seconds; less than the deadline of a request
+)
+
+func (c claimRequest) check() error {
+	if err := (lockRequest{c.Owner, c.TTLSeconds}).check(); err != nil {
+		return err
+	}
+	switch {
+	case len(c.Flows) == 0 || len(c.Flows) > maxClaimFlows:
+		return badBody("flows has %d names; use 1 to %d", len(c.Flows), maxClaimFlows)
+	case c.Max != nil && (*c.Max < 1 || *c.Max > executions.MaxClaim):
+		return badBody("max is %d; use 1 to %d", *c.Max, executions.MaxClaim)
+	case !(c.WaitSeconds >= 0 && c.WaitSeconds <= maxClaimWait):
+		return badBody("wait_seconds is %g; use 0 to %d", c.WaitSeconds, maxClaimWait)
+	case len(c.LockIDs) > maxHeartbeats:
+		return badBody("lock_ids has %d locks; use at most %d", len(c.LockIDs), maxHeartbeats)
+	}
+	for _, flow := range c.Flows {
+		if !externalForm.MatchString(flow) {
+			return badBody("flows has %.100q; name external flows, such as external:sum", flow)
+		}
+	}
+	return heartbeatsRequest{c.LockIDs}.checkIDs()
+}
+
 func (b heartbeatsRequest) check() error {
 	if len(b.LockIDs) == 0 || len(b.LockIDs) > maxHeartbeats {
 		return badBody("lock_ids has %d locks; use 1 to %d", len(b.LockIDs), maxHeartbeats)
 	}
+	return b.checkIDs()
+}
+
+func (b heartbeatsRequest) checkIDs() error {
 	for i, id := range b.LockIDs {
 		if !isLockID(id) {
 			return badBody("lock_ids[%d] is not the id of a lock", i)
@@ -197,6 +245,33 @@ func (s *server) lockExecution(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
+	return response{body: lockOf(got), trace: got.Execution.TraceID}, nil
+}
+
+// claimExecutions locks what is ready of some flows, or waits for it. A shutdown ends the wait.
+func (s *server) claimExecutions(r request) (response, error) {
+	c := r.body.(claimRequest)
+	ctx, leave := withStop(r.Context(), s.stopping)
+	defer leave()
+	known := c.LockIDs
+	if known == nil {
+		known = []string{}
+	}
+	got, err := s.engine.ClaimRuns(ctx, executions.ClaimParams{
+		Flows: c.Flows, Owner: c.Owner, TTL: time.Duration(cmp.Or(deref(c.TTLSeconds), defaultTTL)) * time.Second,
+		Max: cmp.Or(deref(c.Max), 1), Known: known, Wait: time.Duration(c.WaitSeconds * float64(time.Second)),
+	})
+	if err != nil {
+		return response{}, err
+	}
+	all := claimResponse{Locks: make([]lockResponse, len(got))}
+	for i, lock := range got {
+		all.Locks[i] = lockOf(lock)
+	}
+	return response{body: all}, nil
+}
+
+func lockOf(got executions.RunLock) lockResponse {
 	l := lockResponse{
 		LockID: got.LockID, ExpiresAt: got.ExpiresAt, Execution: got.Execution,
 		Checkpoints: map[string]json.RawMessage{},
@@ -205,7 +280,7 @@ func (s *server) lockExecution(r request) (response, error) {
 		l.Checkpoints[c.Step] = c.Output
 		l.Checkpoint = &got.Checkpoints[i]
 	}
-	return response{body: l, trace: got.Execution.TraceID}, nil
+	return l
 }
 
 // pathLock returns the execution and lock ids in the path.
@@ -333,6 +408,16 @@ func (s *server) executionRoutes() []route {
 			about: "Release a lock: the execution ends or waits, and can be locked again after the wait. timeout is a number " +
 				"of seconds, or " +
 				"text such as 24h or 7d.",
+		}, {
+			method: "POST", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
+			handle:    s.releaseLock,
+			conflicts: true, repeatable: true,
+			about: "Release a lock, as DELETE does: some proxies remove the body of a DELETE.",
+		}, {
+			method: "POST", path: "/v1/locks", body: claimRequest{}, response: claimResponse{},
+			handle: s.claimExecutions, repeatable: true,
+			about: "Lock ready executions of external flows, and read their state. Without one it waits for the first, for " +
+				"wait_seconds. lock_ids are the locks that the worker has; others of the owner are returned again.",
 		}, {
 			method: "PUT", path: "/v1/locks", body: heartbeatsRequest{}, response: heartbeatsResponse{},
 			handle: s.heartbeatLocks,

@@ -80,8 +80,9 @@ type Engine struct {
 	nextDue       dueTimes
 	stuckLimiter  stuckWarnings
 	batchers      batchers
-	watcher       *statusWatcher
-	paused        atomic.Bool // as far as this process knows
+	statuses      *poller[StatusChange] // of watched executions
+	claimable     *poller[int]          // the ready executions of flows that external workers wait for
+	paused        atomic.Bool           // as far as this process knows
 
 	txSlots       chan struct{} // bounds open transactions
 	retrySlot     chan struct{} // bounds blocked writes that are retried, to one
@@ -119,7 +120,10 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	for _, queue := range []string{Background, Interactive} {
 		e.pools[queue] = newWorkerPool(e, queue)
 	}
-	e.batchers, e.watcher = newBatchers(e), newStatusWatcher(e)
+	e.batchers = newBatchers(e)
+	e.statuses = newPoller(e.log, e.readStatus)
+	e.claimable = newPoller(e.log, e.readClaimable)
+	e.claimable.most = func(ready int) int { return ready } // one worker for each
 	var err error
 	if e.river, err = newRiverClient(pool, e); err != nil {
 		return nil, err

@@ -249,7 +249,7 @@ func (e *Engine) removeRun(r *run) {
 		delete(e.runs, r.exec.ID)
 	}
 	e.mu.Unlock()
-	e.watcher.runEnded(r.exec.ID)
+	e.statuses.wake(r.exec.ID)
 }
 
 // callFlow calls the durable function; a panic becomes an error.

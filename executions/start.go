@@ -78,6 +78,7 @@ func (e *Engine) Start(ctx context.Context, db postgres.Beginner, s Spec) (got E
 	if err != nil {
 		return Execution{}, false, err
 	}
+	e.claimable.wake(s.Flow)
 	return got, created, nil
 }
 
@@ -102,6 +103,7 @@ func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (got E
 	if created && e.dispatching() {
 		e.Poll()
 	}
+	e.claimable.wake(s.Flow)
 	return got, created, nil
 }
 

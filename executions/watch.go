@@ -3,6 +3,9 @@ package executions
 import (
 	"context"
 	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -33,8 +36,8 @@ const (
 
 // CurrentStatus reads the state of an execution. It returns ErrNotFound for an unknown one.
 func (e *Engine) CurrentStatus(ctx context.Context, id string) (StatusChange, error) {
-	found, err := e.watcher.read(ctx, []string{id})
-	if now, is := found[id]; is || err != nil {
+	found, err := e.readStatus(ctx, []string{id})
+	if now := found[id]; now.ID != "" || err != nil {
 		return now, err
 	}
 	return StatusChange{}, fmt.Errorf("execution %s: %w", id, ErrNotFound)
@@ -44,7 +47,7 @@ func (e *Engine) CurrentStatus(ctx context.Context, id string) (StatusChange, er
 // the first poll on; a zero value means that the execution is gone. A run that ends in this process is seen at once,
 // others within watchInterval: one query reads all watched executions.
 func (e *Engine) Watch(ctx context.Context, id string) (updates <-chan StatusChange, unsubscribe func()) {
-	return e.watcher.subscribe(ctx, id)
+	return e.statuses.subscribe(ctx, id)
 }
 
 // Await waits until an execution has ended, and returns it. When ctx ends first, it returns the cause.
@@ -67,110 +70,9 @@ func (e *Engine) Await(ctx context.Context, id string) (Execution, error) {
 	}
 }
 
-// statusWatcher polls all watched executions in one query. Its goroutine runs only while there are watchers.
-type statusWatcher struct {
-	e       *Engine
-	changed chan struct{} // a watched run ended in this process
-
-	mu        sync.Mutex
-	followers map[string]map[chan StatusChange]struct{} // by execution
-	stop      func()                                    // ends the goroutine and waits; nil without one
-}
-
-func newStatusWatcher(e *Engine) *statusWatcher {
-	return &statusWatcher{
-		e: e, changed: make(chan struct{}, 1), followers: map[string]map[chan StatusChange]struct{}{},
-	}
-}
-
-func (h *statusWatcher) subscribe(ctx context.Context, id string) (<-chan StatusChange, func()) {
-	ch := make(chan StatusChange, 1)
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.followers[id] == nil {
-		h.followers[id] = map[chan StatusChange]struct{}{}
-	}
-	h.followers[id][ch] = struct{}{}
-	if h.stop == nil {
-		h.start(context.WithoutCancel(ctx))
-	}
-	return ch, func() { h.unsubscribe(id, ch) }
-}
-
-func (h *statusWatcher) start(ctx context.Context) {
-	ctx, cancel := context.WithCancel(ctx)
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		h.run(ctx)
-	}()
-	h.stop = func() {
-		cancel()
-		<-done
-	}
-}
-
-func (h *statusWatcher) unsubscribe(id string, ch chan StatusChange) {
-	h.mu.Lock()
-	delete(h.followers[id], ch)
-	if len(h.followers[id]) == 0 {
-		delete(h.followers, id)
-	}
-	var stop func()
-	if len(h.followers) == 0 {
-		stop, h.stop = h.stop, nil
-	}
-	h.mu.Unlock()
-	if stop != nil {
-		stop()
-	}
-}
-
-// runEnded polls soon if the execution is watched.
-func (h *statusWatcher) runEnded(id string) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if len(h.followers[id]) > 0 {
-		signal(h.changed)
-	}
-}
-
-func (h *statusWatcher) run(ctx context.Context) {
-	tick := time.NewTicker(watchInterval)
-	defer tick.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-tick.C:
-		case <-h.changed:
-		}
-		ids := h.ids()
-		found, err := h.read(ctx, ids)
-		if err != nil {
-			if ctx.Err() == nil {
-				h.e.log.WarnContext(ctx, "watched executions not read", "error", err)
-			}
-			continue
-		}
-		h.publish(ids, found)
-	}
-}
-
-func (h *statusWatcher) ids() []string {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	list := make([]string, 0, len(h.followers))
-	for id := range h.followers {
-		list = append(list, id)
-	}
-	return list
-}
-
-func (h *statusWatcher) read(ctx context.Context, ids []string) (map[string]StatusChange, error) {
-	ctx, cancel := context.WithTimeout(ctx, watchTimeout)
-	defer cancel()
-	rows, err := h.e.pool.Query(ctx, `
+// readStatus reads the states of executions; a zero value for those that are gone.
+func (e *Engine) readStatus(ctx context.Context, ids []string) (map[string]StatusChange, error) {
+	rows, err := e.pool.Query(ctx, `
 		select e.id::text, e.trace_id, e.status, e.waiting_for, e.updated_at as at, e.claim, e.wait_number,
 		       case when e.outside then coalesce((select max(c.n) from agent_status_changes c where c.execution_id = e.id), 0)
 		         else 0 end as change
@@ -179,24 +81,140 @@ func (h *statusWatcher) read(ctx context.Context, ids []string) (map[string]Stat
 	if err != nil {
 		return nil, err
 	}
-	found := make(map[string]StatusChange, len(list))
+	found := make(map[string]StatusChange, len(ids))
+	for _, id := range ids {
+		found[id] = StatusChange{}
+	}
 	for _, e := range list {
 		found[e.ID] = e
 	}
 	return found, nil
 }
 
-// publish replaces an unread state by the latest one.
-func (h *statusWatcher) publish(ids []string, found map[string]StatusChange) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	for _, id := range ids {
-		for ch := range h.followers[id] {
+// poller reads what its subscribers want to know in one query. Its goroutine runs only while there are subscribers.
+type poller[V any] struct {
+	read    func(ctx context.Context, keys []string) (map[string]V, error)
+	most    func(V) int // subscribers of a key that get a value; nil for all
+	log     *slog.Logger
+	changed chan struct{} // something changed in this process: poll now
+
+	mu          sync.Mutex
+	subscribers map[string]map[chan V]struct{} // by key
+	stop        func()                         // ends the goroutine and waits; nil without one
+}
+
+func newPoller[V any](
+	log *slog.Logger, read func(ctx context.Context, keys []string) (map[string]V, error),
+) *poller[V] {
+	return &poller[V]{
+		read: read, log: log, changed: make(chan struct{}, 1), subscribers: map[string]map[chan V]struct{}{},
+	}
+}
+
+// subscribe returns a channel with the latest value of any of the keys.
+func (p *poller[V]) subscribe(ctx context.Context, keys ...string) (updates <-chan V, unsubscribe func()) {
+	ch := make(chan V, 1)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, key := range keys {
+		if p.subscribers[key] == nil {
+			p.subscribers[key] = map[chan V]struct{}{}
+		}
+		p.subscribers[key][ch] = struct{}{}
+	}
+	if p.stop == nil {
+		p.start(context.WithoutCancel(ctx))
+	}
+	return ch, func() { p.unsubscribe(ch, keys) }
+}
+
+func (p *poller[V]) start(ctx context.Context) {
+	ctx, cancel := context.WithCancel(ctx)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		p.run(ctx)
+	}()
+	p.stop = func() {
+		cancel()
+		<-done
+	}
+}
+
+func (p *poller[V]) unsubscribe(ch chan V, keys []string) {
+	p.mu.Lock()
+	for _, key := range keys {
+		delete(p.subscribers[key], ch)
+		if len(p.subscribers[key]) == 0 {
+			delete(p.subscribers, key)
+		}
+	}
+	var stop func()
+	if len(p.subscribers) == 0 {
+		stop, p.stop = p.stop, nil
+	}
+	p.mu.Unlock()
+	if stop != nil {
+		stop()
+	}
+}
+
+// wake polls now if somebody subscribes to the key.
+func (p *poller[V]) wake(key string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.subscribers[key]) > 0 {
+		signal(p.changed)
+	}
+}
+
+func (p *poller[V]) run(ctx context.Context) {
+	tick := time.NewTicker(watchInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		case <-p.changed:
+		}
+		within, cancel := context.WithTimeout(ctx, watchTimeout)
+		found, err := p.read(within, p.keys())
+		cancel()
+		if err != nil {
+			if ctx.Err() == nil {
+				p.log.WarnContext(ctx, "poll failed; the next one follows", "error", err)
+			}
+			continue
+		}
+		p.publish(found)
+	}
+}
+
+func (p *poller[V]) keys() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Collect(maps.Keys(p.subscribers))
+}
+
+// publish replaces an unread value by the latest one.
+func (p *poller[V]) publish(found map[string]V) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for key, value := range found {
+		left := len(p.subscribers[key])
+		if p.most != nil {
+			left = p.most(value)
+		}
+		for ch := range p.subscribers[key] {
+			if left--; left < 0 {
+				break
+			}
 			select {
 			case <-ch:
 			default:
 			}
-			ch <- found[id] // has room: this is the only sender
+			ch <- value // has room: this is the only sender
 		}
 	}
 }

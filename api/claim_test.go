@@ -1,0 +1,154 @@
+package api_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// claimRuns asks for executions of a flow.
+func (a *agent) claimRuns(flow, owner, more string) []lockAnswer {
+	a.t.Helper()
+	var got struct{ Locks []lockAnswer }
+	a.request("POST", "/v1/locks", fmt.Sprintf(`{"flows":[%q],"owner":%q%s}`, flow, owner, more), 200, &got)
+	return got.Locks
+}
+
+// startFlow starts an execution of an external flow.
+func (a *agent) startFlow(flow, more string) string {
+	a.t.Helper()
+	var x startedExecution
+	a.request("POST", "/v1/executions", fmt.Sprintf(`{"flow":%q%s}`, flow, more), http.StatusCreated, &x)
+	return x.ID
+}
+
+func TestClaimsReturnTheOldestOfTheNamedFlows(t *testing.T) {
+	t.Parallel()
+	a := runningAgent(t)
+	first := a.startFlow("external:sum", `,"input":{"n":1}`)
+	second := a.startFlow("external:sum", "")
+	a.startFlow("external:other", "")
+	got := a.claimRuns("external:sum", "w", `,"max":5`)
+	if len(got) != 2 || got[0].Execution.ID != first || got[1].Execution.ID != second ||
+		string(got[0].Execution.Input) != `{"n":1}` || got[0].Execution.Status != "running" {
+		t.Fatalf("claimed %+v", got)
+	}
+	// The response was lost: a claim of the same owner returns what the owner does not name.
+	again := a.claimRuns("external:sum", "w", fmt.Sprintf(`,"max":5,"lock_ids":[%q]`, got[0].LockID))
+	if len(again) != 1 || again[0].LockID != got[1].LockID {
+		t.Errorf("after a lost response: %+v", again)
+	}
+	if others := a.claimRuns("external:sum", "another", `,"max":5`); len(others) != 0 {
+		t.Errorf("another owner got %+v", others)
+	}
+	path := "/v1/executions/" + first + "/lock/" + got[0].LockID
+	a.request("POST", path, `{"status":"completed","result":3}`, 200, &map[string]any{})
+	pgtest.Equal(t, a.pool, "completed", `select status::text from agent_executions where id = $1::uuid`, first)
+}
+
+func TestConcurrentClaimsGetDifferentExecutions(t *testing.T) {
+	t.Parallel()
+	a := runningAgent(t)
+	const runs, workers = 24, 6
+	for range runs {
+		a.startFlow("external:sum", "")
+	}
+	var mu sync.Mutex
+	var group sync.WaitGroup
+	seen := map[string]int{}
+	for i := range workers {
+		group.Go(func() {
+			known := []string{}
+			for {
+				locks, _ := json.Marshal(known)
+				got := a.claimRuns("external:sum", fmt.Sprint("worker ", i), `,"max":3,"lock_ids":`+string(locks))
+				if len(got) == 0 {
+					return
+				}
+				mu.Lock()
+				for _, lock := range got {
+					seen[lock.Execution.ID]++
+					known = append(known, lock.LockID)
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	group.Wait()
+	for _, lock := range a.claimRuns("external:sum", "last", `,"max":100`) { // passed over while others locked it
+		seen[lock.Execution.ID]++
+	}
+	if len(seen) != runs {
+		t.Errorf("%d of %d executions were claimed", len(seen), runs)
+	}
+	for id, n := range seen {
+		if n != 1 {
+			t.Errorf("execution %s was claimed by %d workers", id, n)
+		}
+	}
+}
+
+func TestAClaimWaitsForTheFirstExecution(t *testing.T) {
+	t.Parallel()
+	a := runningAgent(t)
+	began := time.Now()
+	if got := a.claimRuns("external:sum", "w", `,"wait_seconds":0.3`); len(got) != 0 || time.Since(began) < 300*time.Millisecond {
+		t.Errorf("without work: %+v after %s", got, time.Since(began))
+	}
+	claimed := make(chan []lockAnswer, 1)
+	go func() { claimed <- a.claimRuns("external:sum", "w", `,"wait_seconds":30`) }()
+	pgtest.Exec(t, a.pool, `select pg_sleep(0.3)`) // the claim waits by now, or finds it at once
+	id := a.startFlow("external:sum", "")
+	select {
+	case got := <-claimed:
+		if len(got) != 1 || got[0].Execution.ID != id {
+			t.Errorf("claimed %+v, not %s", got, id)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal("the waiting claim got nothing")
+	}
+	// One that was started in SQL is found by the next poll.
+	go func() { claimed <- a.claimRuns("external:sum", "w2", `,"wait_seconds":30`) }()
+	pgtest.Exec(t, a.pool, `select start_agent_execution('external:sum', '{}')`)
+	if got := <-claimed; len(got) != 1 {
+		t.Errorf("claimed %+v", got)
+	}
+}
+
+func TestAClaimWaitsWhileTheAgentIsPaused(t *testing.T) {
+	t.Parallel()
+	a := runningAgent(t)
+	a.startFlow("external:sum", "")
+	a.request("POST", "/v1/pause", `{"reason":"maintenance"}`, 200, &map[string]any{})
+	if got := a.claimRuns("external:sum", "w", `,"wait_seconds":0.5`); len(got) != 0 {
+		t.Errorf("a paused agent lent %+v", got)
+	}
+	a.request("POST", "/v1/resume", `{"reason":"done"}`, 200, &map[string]any{})
+	if got := a.claimRuns("external:sum", "w", `,"wait_seconds":10`); len(got) != 1 {
+		t.Errorf("after the pause: %+v", got)
+	}
+}
+
+func TestWrongClaimsAreNamed(t *testing.T) {
+	t.Parallel()
+	a := runningAgent(t)
+	for body, words := range map[string]string{
+		`{"owner":"w"}`:                                          "flows has 0 names",
+		`{"flows":["heartbeat"],"owner":"w"}`:                    "name external flows",
+		`{"flows":["external"]}`:                                 "owner is missing",
+		`{"flows":["external"],"owner":"w","max":0}`:             "max is 0",
+		`{"flows":["external"],"owner":"w","max":101}`:           "max is 101",
+		`{"flows":["external"],"owner":"w","wait_seconds":31}`:   "wait_seconds is 31",
+		`{"flows":["external"],"owner":"w","wait_seconds":-1}`:   "wait_seconds is -1",
+		`{"flows":["external"],"owner":"w","ttl_seconds":86401}`: "ttl_seconds is 86401",
+		`{"flows":["external"],"owner":"w","lock_ids":[""]}`:     "lock_ids[0]",
+		`{"flows":["external"],"owner":"w","until":1}`:           "until",
+	} {
+		a.checkProblem(a.raw("POST", "/v1/locks", body, asAdmin()), http.StatusBadRequest, words)
+	}
+}

@@ -1,0 +1,128 @@
+package executions
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// MaxClaim bounds the locks of one ClaimRuns.
+const MaxClaim = 100
+
+// ClaimParams describe which executions an external worker wants.
+type ClaimParams struct {
+	Flows []string // external, or external:NAME
+	Owner string   // one process of the worker
+	TTL   time.Duration
+	Max   int // locks; at most MaxClaim
+	// Known are the locks that the worker knows of. Live locks of the owner that are not among them are returned again,
+	// so a lost response does no harm.
+	Known []string
+	Wait  time.Duration // for the first execution; 0 returns at once
+}
+
+// ClaimRuns locks up to Max executions of the flows, the most urgent and oldest first, as LockRun does. Without one it
+// waits for the first. It returns none when the time is over, ctx ends, or the agent is paused. Concurrent claims get
+// different executions. Errors: ErrMalformed.
+func (e *Engine) ClaimRuns(ctx context.Context, p ClaimParams) ([]RunLock, error) {
+	deadline := time.NewTimer(p.Wait)
+	defer deadline.Stop()
+	ready, unsubscribe := e.claimable.subscribe(ctx, p.Flows...)
+	defer unsubscribe()
+	for {
+		got, err := e.tryClaimRuns(ctx, p)
+		if err != nil || len(got) > 0 || p.Wait <= 0 {
+			return got, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, nil
+		case <-deadline.C:
+			return nil, nil
+		case <-ready:
+		}
+	}
+}
+
+// tryClaimRuns claims what is ready, in one transaction.
+func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (got []RunLock, err error) {
+	err = postgres.InTx(ctx, e.pool, func(tx pgx.Tx) error {
+		got = nil
+		ids, err := claimableRuns(ctx, tx, p)
+		if err != nil {
+			return err
+		}
+		for _, id := range ids {
+			lock, refused, err := lockRun(ctx, tx, id, p.Owner, p.TTL)
+			switch {
+			case err != nil:
+				return err
+			case refused == nil: // else it was locked or cancelled meanwhile
+				got = append(got, lock)
+			}
+		}
+		return nil
+	})
+	if errors.Is(explainPaused(ctx, e.pool, err), ErrPaused) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("claim executions for %s: %w", p.Owner, invalidArgument(err))
+	}
+	for _, lock := range got {
+		e.log.InfoContext(ctx, "execution claimed", append(executionAttrs(lock.Execution.TraceID, lock.Execution.ID), //nolint:sloglint // attributes
+			"flow", lock.Execution.Flow, "claim", lock.Execution.Claim, "owner", p.Owner)...)
+	}
+	return got, nil
+}
+
+// claimableRuns returns the executions to lock: those that the owner has a lock on and does not know, then ready ones.
+// The advisory lock is that of lock_agent_execution: what another transaction is locking is passed over.
+func claimableRuns(ctx context.Context, tx pgx.Tx, p ClaimParams) ([]string, error) {
+	rows, err := tx.Query(ctx, `
+		(select w.execution_id::text
+		   from agent_workers w join agent_executions x on x.id = w.execution_id and x.claimed_by = w.id
+		  where w.kind = 'outside' and w.owner = @owner and w.expires_at > clock_timestamp()
+		    and w.lock_id <> all (@known::text[]) and x.flow = any (@flows::text[])
+		  limit @most)
+		union all
+		(select x.id::text
+		   from (select r.id from unnest(@flows::text[]) f (flow) cross join lateral (
+		           select e.id, e.priority from agent_executions e
+		            where e.flow = f.flow and e.outside and e.status in ('pending', 'running') and e.claimed_by is null
+		            order by e.priority, e.id limit @look) r
+		          order by r.priority, r.id) x
+		  where pg_try_advisory_xact_lock(hashtextextended('run lock ' || x.id, 0))
+		  limit @most)
+		limit @most`, postgres.Strict{
+		"owner": p.Owner, "known": p.Known, "flows": p.Flows, "most": p.Max, "look": p.Max + MaxClaim,
+	})
+	return postgres.Collect(rows, err, "find executions to claim", pgx.RowTo[string])
+}
+
+// readClaimable counts the ready executions of flows, up to MaxClaim. Flows without any are left out.
+func (e *Engine) readClaimable(ctx context.Context, flows []string) (map[string]int, error) {
+	type count struct {
+		Flow  string
+		Ready int
+	}
+	rows, err := e.pool.Query(ctx, `
+		select f.flow, r.ready
+		  from unnest(@flows::text[]) f (flow) cross join lateral (
+		    select count(*)::int as ready
+		      from (select from agent_executions e
+		             where e.flow = f.flow and e.outside and e.status in ('pending', 'running') and e.claimed_by is null
+		             limit @most) x) r
+		 where r.ready > 0`, postgres.Strict{"flows": flows, "most": MaxClaim})
+	list, err := postgres.Collect(rows, err, "count claimable executions", pgx.RowToStructByPos[count])
+	found := make(map[string]int, len(list))
+	for _, c := range list {
+		found[c.Flow] = c.Ready
+	}
+	return found, err
+}
