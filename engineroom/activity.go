@@ -139,18 +139,18 @@ func (v *visit) textFilter(name string) (string, error) {
 	return value, nil
 }
 
-// timeFilter reads a time filter: with a zone, or as browsers send it, in UTC.
+// timeFilter reads a time filter; resolveTimes has put typed times into UTC.
 func (v *visit) timeFilter(name string) (time.Time, error) {
 	value := v.Query.Get(name)
 	if value == "" {
 		return time.Time{}, nil
 	}
-	for _, form := range []string{time.RFC3339, "2006-01-02T15:04:05", "2006-01-02T15:04", time.DateOnly} {
+	for _, form := range []string{time.RFC3339, "2006-01-02T15:04Z07:00", "2006-01-02T15:04:05", time.DateOnly} {
 		if t, err := time.Parse(form, value); err == nil {
 			return t, nil
 		}
 	}
-	return time.Time{}, badFilter("%s is %.60q; it looks like 2026-01-31T15:04, in UTC", name, value)
+	return time.Time{}, badFilter("%s is %.60q; it looks like 2026-01-31T15:04 or 2026-01-31T15:04Z", name, value)
 }
 
 // feedPage is a page of rows.

@@ -65,6 +65,7 @@ type Room struct {
 	templates *template.Template
 	hub       *hub
 	hints     suggestions
+	waits     waitsCache
 }
 
 // Route is a handler with its path.
@@ -121,6 +122,11 @@ func (room *Room) Routes() []Route {
 			})
 		}
 	}
+	for i := range routes {
+		if !routes[i].Stream {
+			routes[i].Handler = compressed(routes[i].Handler)
+		}
+	}
 	for _, l := range actions() {
 		routes = append(routes, Route{Method: http.MethodPost, Path: "/act" + l.path, Handler: room.performAction(l)})
 	}
@@ -129,7 +135,7 @@ func (room *Room) Routes() []Route {
 
 // all lists the pages in the order of the navigation.
 func (room *Room) all() []page {
-	return room.withReplica(room.withPause([]page{
+	return room.withReplica(room.withPause(room.withWaits([]page{
 		room.overviewPage(), room.activityPage(), room.auditPage(),
 		room.tracesPage(), room.tracePage(),
 		room.executionsPage(), room.executionPage(), room.threadsPage(), room.threadPage(),
@@ -141,7 +147,7 @@ func (room *Room) all() []page {
 		room.deliveriesPage(), room.deliveryPage(), room.outgoingPage(), room.messagePage(),
 		room.spendPage(),
 		room.lanesPage(), room.operatePage(), room.findPage(),
-	}))
+	})))
 }
 
 // withReplica adds the replica's lag to every page. A page without other live parts does not stream for it.

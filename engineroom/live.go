@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -26,12 +27,13 @@ import (
 //     broke goes on with what differs from that: nothing is missing, nothing comes twice.
 //   - expired says that the login is over. The stream ends, as it does at shutdown.
 //
-// Between them a comment comes four times a minute.
+// A ping comes every few seconds; its data is the server's time in milliseconds. The browser sees no comments, and takes
+// a stream without events for a dead server.
 
 const (
-	heartbeat = 15 * time.Second
+	heartbeat = 3 * time.Second
 	// again is the browser's delay before it reconnects.
-	again = 2 * time.Second
+	again = time.Second
 )
 
 // live streams a page's changed parts.
@@ -95,7 +97,7 @@ func (out *stream) follow(ctx context.Context, who *viewer, quiet time.Duration)
 				out.part(n)
 			}
 		case <-tick.C:
-			out.write(sse.Comment(nil, "alive"))
+			out.write(sse.Event{Name: "ping", Data: strconv.FormatInt(time.Now().UnixMilli(), 10)}.Append(nil))
 		}
 	}
 	return out.err
@@ -176,7 +178,7 @@ type hub struct {
 func newHub(room *Room) *hub {
 	h := &hub{
 		room: room, reading: make(chan struct{}, maxConcurrentReads), topics: map[string]*topic{},
-		heartbeat: heartbeat, pollInterval: time.Second, retryInterval: 5 * time.Second, idleRefresh: 30 * time.Second,
+		heartbeat: heartbeat, pollInterval: 200 * time.Millisecond, retryInterval: 5 * time.Second, idleRefresh: 30 * time.Second,
 		readLimit: 15 * time.Second,
 	}
 	h.most.topics, h.most.viewers = mostTopics, mostViewers

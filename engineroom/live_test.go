@@ -470,8 +470,8 @@ func TestAStreamEndsWithItsRequestAndSaysWhenTheLoginIsOver(t *testing.T) {
 	over, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	defer cancel()
 	text := serve(over)
-	if !strings.HasPrefix(text, "retry: 2000\nevent: hello\ndata: "+build()+"\n\n") ||
-		!strings.Contains(text, "\n\n: alive\n\n") ||
+	if !strings.HasPrefix(text, "retry: 1000\nevent: hello\ndata: "+build()+"\n\n") ||
+		!strings.Contains(text, "\n\nevent: ping\ndata: ") ||
 		!strings.HasSuffix(text, "event: expired\ndata: login\n\n") {
 		t.Errorf("the stream says\n%s", text)
 	}

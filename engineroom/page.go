@@ -19,6 +19,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/klauspost/compress/gzhttp"
 
 	"github.com/lanekeeper/lanekeeper/internal/local"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -58,6 +59,7 @@ type visit struct {
 	fresh bool                     // read from the primary, after a write
 	// failures are those of the overview, once they are read: one visit or refresh has one copy.
 	failures *failures
+	zone     *time.Location // of the reader
 }
 
 // show is the data of a page's template.
@@ -65,6 +67,7 @@ type show struct {
 	*visit
 	Agent string
 	Title string
+	Waits waits
 	Page  page
 	Nav   []page
 	Flash *flash // message of the last action; shown once
@@ -74,6 +77,7 @@ type show struct {
 	// Arrangement is the page's executed template.
 	Arrangement template.HTML
 	parts       map[string]template.HTML
+	zoneCookie  string
 }
 
 // keys are the letters after g that open a page.
@@ -118,6 +122,12 @@ func (s show) Here(other page) bool {
 // Now is the server's time in milliseconds, for browsers with a wrong clock.
 func (s show) Now() int64 { return time.Now().UnixMilli() }
 
+// Has reports whether the page has a part.
+func (s show) Has(name string) bool {
+	_, has := s.parts[name]
+	return has
+}
+
 // Part returns a rendered part.
 func (s show) Part(name string) (template.HTML, error) {
 	text, has := s.parts[name]
@@ -138,7 +148,9 @@ func (p page) pattern() string {
 // serve serves a page.
 func (room *Room) serve(p page) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		s := show{visit: newVisit(r, p, ""), Flash: room.takeFlash(w, r)}
+		s := show{
+			visit: newVisit(r, p, ""), Flash: room.takeFlash(w, r), zoneCookie: local.CookieName(r, zoneCookie),
+		}
 		var body []byte
 		from, err := room.Read.Do(r.Context(), p.follows || s.fresh, func(ctx context.Context) (err error) {
 			if part := r.URL.Query().Get(partField); part != "" {
@@ -183,20 +195,21 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 	for _, m := range wildcard.FindAllStringSubmatch(p.path, -1) {
 		wild[m[1]] = r.PathValue(m[1])
 	}
-	query := r.URL.Query()
-	query.Del(partField)
-	fresh := replica.Fresh(r)
-	if prefix != "" {
-		query.Del("seen")
-		fresh = replica.JustWrote(r)
+	v := &visit{
+		path: func(name string) string { return wild[name] }, Query: r.URL.Query(), fresh: replica.Fresh(r), zone: zoneOf(r),
 	}
+	v.Query.Del(partField)
+	if prefix != "" {
+		v.Query.Del("seen")
+		v.fresh = replica.JustWrote(r)
+	}
+	v.resolveTimes()
 	address := url.URL{
 		Path: strings.TrimPrefix(r.URL.Path, prefix), RawPath: strings.TrimPrefix(r.URL.RawPath, prefix),
-		RawQuery: query.Encode(),
+		RawQuery: v.Query.Encode(),
 	}
-	return &visit{
-		path: func(name string) string { return wild[name] }, Query: query, URL: address.RequestURI(), fresh: fresh,
-	}
+	v.URL = address.RequestURI()
+	return v
 }
 
 // wildcard matches the names in a path.
@@ -208,6 +221,10 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 	s.Replicated = room.Read.Configured()
 	if err := s.find(ctx, p); err != nil {
 		return nil, err
+	}
+	var err error
+	if s.Waits, err = room.waiting(ctx); err != nil { // the part shows the trouble
+		room.Logger.DebugContext(ctx, "waits not read", "error", err)
 	}
 	var seen []string
 	for _, one := range p.parts {
@@ -389,6 +406,21 @@ func guard(h http.Header) {
 	h.Set("Referrer-Policy", "same-origin")
 	h.Set("X-Content-Type-Options", "nosniff")
 	h.Set("X-Frame-Options", "DENY")
+}
+
+// compressed compresses pages and files. A page holds what only an admin may read beside input of the URL, so its size
+// could tell (BREACH). That attack needs requests of another site with the login's cookie, which is SameSite=Strict;
+// and no page holds a secret that outlives it: no token, no key.
+var compressed = newCompressor()
+
+func newCompressor() func(http.Handler) http.Handler {
+	wrap, err := gzhttp.NewWrapper(gzhttp.MinSize(1000), gzhttp.ContentTypes([]string{
+		"text/html", "text/css", "text/javascript", "image/svg+xml",
+	}))
+	if err != nil {
+		panic(err) // of constants
+	}
+	return func(h http.Handler) http.Handler { return wrap(h) }
 }
 
 // send writes a page.

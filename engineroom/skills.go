@@ -59,7 +59,7 @@ func milliseconds(ms *float64) string {
 
 // Since is the start of the counted period.
 func (f skillHealth) Since() string {
-	return time.Now().UTC().Truncate(time.Hour).AddDate(0, 0, -7).Format("2006-01-02T15:04")
+	return time.Now().UTC().Truncate(time.Hour).AddDate(0, 0, -7).Format("2006-01-02T15:04Z")
 }
 
 // healthPart is the panel of the overview.

@@ -1,11 +1,25 @@
 package engineroom
 
 import (
+	"compress/gzip"
 	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
 	"os"
+	"regexp"
+	"strings"
+	"sync"
 	"testing"
+	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -30,4 +44,328 @@ func TestTheBrowserWritesValuesAsTheServerDoes(t *testing.T) {
 			}
 		}
 	}
+}
+
+// mortal is a server that a test stops, starts again at its address, and makes hang.
+type mortal struct {
+	tb      testing.TB
+	handler http.Handler
+	address string
+	server  *http.Server
+	hanging sync.RWMutex // held for writing while it hangs
+}
+
+func mortalRoom(t *testing.T) (*pgxpool.Pool, *mortal) {
+	t.Helper()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	m := &mortal{tb: t, handler: muxOf(room), address: "127.0.0.1:0"}
+	m.start()
+	t.Cleanup(m.stop)
+	return pool, m
+}
+
+func (m *mortal) start() {
+	m.tb.Helper()
+	listener, err := net.Listen("tcp", m.address)
+	require.NoError(m.tb, err)
+	m.address = listener.Addr().String()
+	m.server = &http.Server{Handler: m.handler}
+	go m.server.Serve(&hangingListener{listener, m}) //nolint:errcheck // it ends by Close
+}
+
+func (m *mortal) stop() { _ = m.server.Close() }
+
+// hangingListener accepts connections whose writes wait while the server hangs.
+type hangingListener struct {
+	net.Listener
+	of *mortal
+}
+
+func (l *hangingListener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	return &hangingConn{c, l.of}, err
+}
+
+type hangingConn struct {
+	net.Conn
+	of *mortal
+}
+
+func (c *hangingConn) Write(b []byte) (int, error) {
+	c.of.hanging.RLock()
+	defer c.of.hanging.RUnlock()
+	return c.Conn.Write(b)
+}
+
+const (
+	isLive = `document.getElementById("live-state").dataset.state === "live" && document.getElementById("disconnected").textContent === ""`
+	isDead = `/^Disconnected since \d\d:\d\d$/.test(document.getElementById("disconnected").innerText) &&
+		document.title.startsWith("Disconnected · ") && document.getElementById("icon").href.includes("icon-dead") &&
+		document.body.classList.contains("is-disconnected")`
+)
+
+// within waits for a condition and fails if it took longer.
+func within(t *testing.T, p *browser.Page, limit time.Duration, what, condition string) {
+	t.Helper()
+	began := time.Now()
+	p.Until(what, condition)
+	if took := time.Since(began); took > limit {
+		t.Errorf("%s: it took %s, at most %s is allowed", what, took, limit)
+	}
+}
+
+// F7: a page without its server says so, and its clocks stand.
+func TestADeadServerIsShownAndItsReturnToo(t *testing.T) {
+	t.Parallel()
+	pool, m := mortalRoom(t)
+	running := execution(t, pool, "waiting", "flow", "onboarding")
+	p := browser.Open(t, browser.Look{})
+	p.Expect("ERR_") // connections fail: that is the test
+	p.Go("http://" + m.address + "/executions/" + running)
+	p.Until("it is live", isLive)
+	m.stop()
+	within(t, p, 10*time.Second, "the page says that it is disconnected", isDead)
+	frozen := func() (text string) {
+		p.Eval(`[...document.querySelectorAll("main time")].map((t) => t.textContent).join("|")`, &text)
+		return text
+	}
+	before := frozen()
+	if !strings.Contains(before, " s") {
+		t.Errorf("no clock runs on the page: %q", before)
+	}
+	if faults := p.Inaccessible(); len(faults) > 0 {
+		t.Errorf("not accessible:\n%s", strings.Join(faults, "\n"))
+	}
+	time.Sleep(3 * time.Second)
+	assert.Equal(t, before, frozen())
+	asked(t, pool, "pending", `{"amount": 5}`, 5)
+	m.start()
+	within(t, p, 5*time.Second, "it is live again", isLive+` && !document.body.classList.contains("is-disconnected")`)
+	p.Until("it is up to date, and its clocks go on", `document.title.startsWith("(1) ") &&
+		[...document.querySelectorAll("main time")].map((t) => t.textContent).join("|") !== `+fmt.Sprintf("%q", before))
+}
+
+// F7: so does one whose server accepts connections and says nothing.
+func TestAServerThatHangsIsFound(t *testing.T) {
+	t.Parallel()
+	_, m := mortalRoom(t)
+	p := browser.Open(t, browser.Look{})
+	p.Expect("ERR_")
+	p.Go("http://" + m.address + "/lanes")
+	p.Until("it is live", isLive)
+	m.hanging.Lock()
+	within(t, p, 11*time.Second, "the page says that it is disconnected", isDead)
+	time.Sleep(5 * time.Second) // some attempts fail
+	m.hanging.Unlock()
+	within(t, p, 5*time.Second, "it is live again", isLive)
+}
+
+// F7: and one that is offline, for longer than the browser's own patience.
+func TestAPageThatWasOfflineIsRightAgain(t *testing.T) {
+	t.Parallel()
+	pool, m := mortalRoom(t)
+	p := browser.Open(t, browser.Look{Dark: true})
+	p.Expect("ERR_")
+	p.Go("http://" + m.address + "/")
+	p.Until("it is live", isLive)
+	p.Offline(true)
+	within(t, p, 10*time.Second, "the page says that it is disconnected", isDead)
+	asked(t, pool, "pending", `{"amount": 5}`, 5)
+	time.Sleep(30 * time.Second)
+	p.Offline(false)
+	within(t, p, 5*time.Second, "it is right again", isLive+` && document.title.startsWith("(1) Overview")`)
+}
+
+// F6: rows and filters are in one zone, which is named, chosen and remembered.
+func TestTheTimeZoneIsNamedAndChosen(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	berlin, err := time.LoadLocation("Europe/Berlin")
+	require.NoError(t, err)
+	at := time.Now().UTC().Truncate(24 * time.Hour).Add(-12*time.Hour + 30*time.Minute) // yesterday
+	there := func(minutes int, layout string) string {
+		return at.Add(time.Duration(minutes) * time.Minute).In(berlin).Format(layout)
+	}
+	utc := func(minutes int, layout string) string {
+		return at.Add(time.Duration(minutes) * time.Minute).Format(layout)
+	}
+	const typed = "2006-01-02T15:04"
+	put(t, pool, `insert into agent_activity (id, trace_id, surface, skill_name, status, created_at, finished_at)
+		values (lanekeeper.agent_uuid7_floor($1), 'op_01J8052XG1XHJAZ95GX5TCNBAZ', 'operate', 'lunch', 'success', $1, $1)
+		returning id::text`, at)
+	p := browser.Open(t, browser.Look{Zone: "Europe/Berlin"})
+	p.Go(server.URL + "/activity?since=" + utc(-30, typed) + "Z")
+	p.Until("the zone is named", `document.getElementById("zone").selectedOptions[0].text === "local (Europe/Berlin)"`)
+	const row = `document.querySelector("#rows time").title`
+	p.Until("the row is local, and its title has the zone", `/`+there(0, "2 January 2006")+` at `+there(0, "15:04:05")+` (CES?T|GMT\+[12])/.test(document.querySelector("#rows time").title)`)
+	const since = `document.querySelector("input[name=since]")`
+	p.Until("the filter is local", since+`.value === "`+there(-30, typed)+`" && `+since+`.closest("label").textContent.includes("local (Europe/Berlin)")`)
+
+	// A typed time is local, and the address means the same to everybody.
+	p.Eval(since+`.value = "`+there(1, typed)+`"`, nil)
+	p.Click(".filters button[type=submit]")
+	p.Until("the address is absolute", `location.search.includes("since=`+url.QueryEscape(utc(1, typed))+`Z")`)
+	p.Shows("No activity matches")
+	p.Eval(since+`.value = "`+there(-1, typed)+`"`, nil)
+	p.Click(".filters button[type=submit]")
+	p.Until("the row is there", `document.querySelector("#rows time") !== null`)
+	p.Until("the server wrote the filter in the zone of the cookie", since+`.getAttribute("value") === "`+there(-1, typed)+`"`)
+
+	// The choice holds on the next page.
+	p.Eval(`(() => { const z = document.getElementById("zone"); z.value = "utc"; z.dispatchEvent(new Event("change", { bubbles: true })); })()`, nil)
+	p.Until("rows and filters are in UTC", row+`.endsWith("`+utc(0, "15:04:05")+` UTC") && `+since+`.value === "`+utc(-1, typed)+`"`)
+	p.Go(server.URL + "/activity?since=" + utc(-1, typed))
+	p.Until("it is still UTC", row+`.endsWith("`+utc(0, "15:04:05")+` UTC") && document.getElementById("zone").value === "utc" && `+since+`.closest("label").textContent.includes("Since, UTC")`)
+	noComplaint(t, p)
+
+	// Without a script it is UTC, and says so.
+	bare := browser.Open(t, browser.Look{Zone: "Europe/Berlin", NoScript: true})
+	bare.Go(server.URL + "/activity?since=" + utc(-1, typed))
+	assert.Contains(t, bare.Text(".top"), "Times: UTC")
+	assert.Contains(t, bare.Text("#rows"), utc(0, "2006-01-02 15:04:05")+" UTC")
+}
+
+// A cookie of somebody else names no file and no other zone.
+func TestOnlyTimeZonesAreReadFromTheCookie(t *testing.T) {
+	t.Parallel()
+	for value, want := range map[string]string{
+		"Europe/Berlin": "Europe/Berlin", "America/Argentina/Buenos_Aires": "America/Argentina/Buenos_Aires", "UTC": "UTC",
+		"Etc/GMT+5": "Etc/GMT+5", "": "UTC", "Local": "UTC", "../../etc/passwd": "UTC", "Europe/../../etc": "UTC",
+		"Mars/Base": "UTC", "/etc/localtime": "UTC", strings.Repeat("A", 5000): "UTC",
+	} {
+		r, err := http.NewRequest(http.MethodGet, "http://room.example/", nil)
+		require.NoError(t, err)
+		r.AddCookie(&http.Cookie{Name: zoneCookie, Value: value})
+		if got := zoneOf(r).String(); got != want {
+			t.Errorf("zone %.40q is read as %s, want %s", value, got, want)
+		}
+	}
+}
+
+// What waits for a person is in the title and the icon of every page, live.
+func TestTitlesAndIconsShowWhatWaitsForAPerson(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/memory")
+	p.Until("it is live, and nothing waits", isLive+` && document.title === "Memory · agent" && document.getElementById("icon").href.includes("/icon.svg")`)
+	id := asked(t, pool, "pending", `{"amount": 5}`, 5)
+	within(t, p, 5*time.Second, "one waits", `document.title === "(1) Memory · agent" && document.getElementById("icon").href.includes("icon-waits")`)
+	assert.Contains(t, shows(t, server.URL+"/skills"), "<title>(1) Skills · agent</title>")
+	quiet(t, pool, `update agent_approvals set status = 'rejected', decided_at = now(), decided_by = 'admin' where id = $1::uuid`, id)
+	p.Until("nothing waits", `document.title === "Memory · agent" && document.getElementById("icon").href.includes("/icon.svg")`)
+	noComplaint(t, p)
+}
+
+// A notification is asked for by a click, and comes once for an approval over all tabs.
+func TestANewApprovalNotifiesOnceOverAllTabs(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/lanes")
+	p.Until("it is live", isLive)
+	const fake = `(w) => {
+		w.told = [];
+		w.asked = 0;
+		w.Notification = class { constructor(text) { w.told.push(text); } };
+		w.Notification.permission = "default";
+		w.Notification.requestPermission = async () => { w.asked++; w.Notification.permission = "granted"; return "granted"; };
+	}`
+	// A second tab of the same profile is a frame here: the tests' pages have a profile each.
+	p.Eval(`(`+fake+`)(window)`, nil)
+	var asked0 int
+	p.Eval(`asked`, &asked0)
+	assert.Equal(t, 0, asked0)
+	asked(t, pool, "pending", `{"amount": 1}`, 5)
+	p.Until("one waits", `document.title.startsWith("(1)")`)
+	p.Click("#notify")
+	p.Until("it is on", `document.getElementById("notify").getAttribute("aria-pressed") === "true" && asked === 1`)
+	asked(t, pool, "pending", `{"amount": 2}`, 5)
+	p.Until("one was told", `told.length === 1 && told[0].startsWith("Approval requested: ")`)
+	// What another tab has announced is not announced here.
+	p.Eval(`localStorage.setItem("lanekeeper-announced", "ffffffff-ffff-7fff-bfff-ffffffffffff")`, nil)
+	asked(t, pool, "pending", `{"amount": 3}`, 5)
+	p.Until("three wait", `document.title.startsWith("(3)")`)
+	p.Eval(`localStorage.setItem("lanekeeper-announced", "")`, nil)
+	p.Click("#notify")
+	asked(t, pool, "pending", `{"amount": 4}`, 5)
+	p.Until("four wait", `document.title.startsWith("(4)")`)
+	var told int
+	p.Eval(`new Promise((done) => setTimeout(() => done(told.length), 500))`, &told)
+	assert.Equal(t, 1, told)
+	noComplaint(t, p)
+}
+
+// F13: pages and files are compressed, and a file is loaded once.
+func TestPagesAreCompressedAndFilesAreCached(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	made := populated(t, pool, "It is done. See the list.")
+	did(t, pool, 700)
+	get := func(path, encoding, tag string) (*http.Response, []byte) {
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, server.URL+path, nil)
+		require.NoError(t, err)
+		r.Header.Set("Accept-Encoding", encoding)
+		r.Header.Set("If-None-Match", tag)
+		resp, err := http.DefaultTransport.RoundTrip(r)
+		require.NoError(t, err)
+		defer resp.Body.Close()
+		body, err := io.ReadAll(resp.Body)
+		require.NoError(t, err)
+		return resp, body
+	}
+	for _, path := range addresses(t, pool, made) {
+		resp, packed := get(path, "gzip", "")
+		if resp.Header.Get("Content-Encoding") != "gzip" || !strings.Contains(resp.Header.Get("Vary"), "Accept-Encoding") {
+			t.Errorf("%s: header %v", path, resp.Header)
+			continue
+		}
+		reader, err := gzip.NewReader(strings.NewReader(string(packed)))
+		require.NoError(t, err)
+		whole, err := io.ReadAll(reader)
+		require.NoError(t, err)
+		if len(packed) > 100_000 || len(packed)*3 > len(whole)*2 {
+			t.Errorf("%s: %d bytes are sent for %d", path, len(packed), len(whole))
+		}
+	}
+	_, page := get("/", "", "")
+	files := regexp.MustCompile(`"(/assets/[^"]+\?v=[^"]+)"`).FindAllStringSubmatch(string(page), -1)
+	if len(files) < 6 {
+		t.Fatalf("the page names %d files", len(files))
+	}
+	for _, f := range files {
+		resp, _ := get(f[1], "gzip", "")
+		if resp.Header.Get("Cache-Control") != "public, max-age=31536000, immutable" {
+			t.Errorf("%s: Cache-Control %q", f[1], resp.Header.Get("Cache-Control"))
+		}
+		if again, _ := get(f[1], "gzip", resp.Header.Get("ETag")); again.StatusCode != http.StatusNotModified {
+			t.Errorf("%s is sent again: %s", f[1], again.Status)
+		}
+	}
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/")
+	p.Go(server.URL + "/lanes")
+	var loaded []string
+	p.Eval(`performance.getEntriesByType("resource").filter((e) => e.name.includes("/assets/") && e.transferSize > 0).map((e) => e.name)`, &loaded)
+	if len(loaded) > 0 {
+		t.Errorf("the second page loads %q again", loaded)
+	}
+}
+
+// F14: a planned moment that has passed is due, and does not lie in the past.
+func TestAPlannedRunThatHasPassedIsDue(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	scheduled(t, pool, "weekly")
+	quiet(t, pool, `update agent_automations set next_run_at = now() - interval '3 minutes' where name = $1`, "weekly")
+	assert.Contains(t, shows(t, server.URL+"/automations"), `">due</time>`)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/automations")
+	p.Until("it is due", `document.querySelector("#list time.next").textContent === "due"`)
+	p.Eval(`document.querySelector("#list time.next").dateTime = new Date(Date.now() + 1500).toISOString()`, nil)
+	p.Until("the moment is shown", `/^\d\d:\d\d:\d\d$/.test(document.querySelector("#list time.next").textContent)`)
+	p.Until("it passes", `document.querySelector("#list time.next").textContent === "due"`)
+	noComplaint(t, p)
 }

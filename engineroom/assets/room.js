@@ -40,43 +40,11 @@
   const middle = (element) => { const r = element.getBoundingClientRect(); return r.left + r.width / 2; };
   if (own) line.scrollLeft += middle(own) - middle(line);
 
-  // Clocks count by the server's time where this computer's is far from it.
-  const skew = Number(page.now) - Date.now();
-  const now = () => Date.now() + (Math.abs(skew) > 5000 ? skew : 0);
-  const months = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
-  const zoned = new Intl.DateTimeFormat("en-GB", { dateStyle: "full", timeStyle: "long" });
-  const two = (n) => String(n).padStart(2, "0");
-  const moment = (t) => {
-    const today = new Date(now());
-    const clock = two(t.getHours()) + ":" + two(t.getMinutes()) + ":" + two(t.getSeconds());
-    if (t.toDateString() === today.toDateString()) return clock;
-    const day = t.getDate() + " " + months[t.getMonth()];
-    return day + (t.getFullYear() === today.getFullYear() ? "" : " " + t.getFullYear()) + " " + clock;
-  };
-  const tick = (element) => {
-    const t = new Date(element.dateTime);
-    if (Number.isNaN(t.getTime())) return;
-    if (!element.title) element.title = zoned.format(t);
-    if (element.classList.contains("since")) put(element, human.clock(now() - t));
-    else if (element.classList.contains("ago")) put(element, human.ago(now() - t));
-    else if (element.classList.contains("until")) put(element, human.until(t - now()));
-    else if (element.classList.contains("left")) put(element, human.left(t - now()));
-    else if (element.classList.contains("next")) put(element, t > now() ? moment(t) : "due");
-    else if (element.classList.contains("at")) put(element, moment(t));
-  };
-  const seenClocks = new Set(); // those on the screen
-  const onScreen = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) {
-      if (isIntersecting && target.isConnected) { seenClocks.add(target); tick(target); } else seenClocks.delete(target);
-    }
-  });
-  const watchClocks = (root) => { for (const t of all("time", root)) { tick(t); onScreen.observe(t); } };
-  watchClocks(document);
-
   // Live: what comes is kept by part, and morphed in unless the reader paused, or selects text there.
   const state = $("live-state");
   let paused = store.get(sessionStorage, "paused") === "yes";
-  let seen = page.seen, source = null, wait = 0, timer = 0, standing = "waiting", ended = false;
+  let seen = page.seen, source = null, timer = 0, standing = "waiting", ended = false;
+  let heard = Date.now(), begun = heard, broken = 0, rejections = 0, dead = false, asking = false, resting = false; // moments of this computer's clock
   const pending = new Map();
 
   const words = { live: "Live", paused: "Paused", waiting: "Connecting", ended: "Not live" };
@@ -94,6 +62,7 @@
   const end = (text, link, href) => {
     ended = true;
     standing = "ended";
+    clocks.stop(clocks.now());
     if (source) source.close();
     put(state, text + " ");
     const a = document.createElement("a");
@@ -135,10 +104,10 @@
     const fresh = parsed(html);
     if (!fresh) return;
     const had = part.contains(document.activeElement) ? document.activeElement : null;
-    for (const t of all("time", part)) if (seenClocks.has(t)) onScreen.unobserve(t), seenClocks.delete(t);
+    clocks.forget(part);
     Idiomorph.morph(part, fresh, { morphStyle: "outerHTML", ignoreActiveValue: true, callbacks: keep });
     const after = $(fresh.id || part.id) || part;
-    watchClocks(after);
+    clocks.watch(after);
     if (had && !had.isConnected) { // what had the focus is gone: its part has it
       after.tabIndex = -1;
       after.focus({ preventScroll: true });
@@ -169,15 +138,55 @@
     show();
   };
 
+  // A stream that is silent is as good as none: a ping comes every 3 s. While nobody answers, the page says since when it
+  // is not confirmed, and its clocks stand at that moment.
+  const silence = 8000, outage = 2000;
+  const hear = (serverTime) => {
+    heard = Date.now();
+    broken = 0;
+    if (serverTime) clocks.heard(Number(serverTime));
+    if (dead) showDead(false);
+  };
+  const showDead = (is) => {
+    dead = is;
+    clocks.stop(dead ? clocks.now() - (Date.now() - heard) : null);
+    put($("disconnected"), dead ? "Disconnected since " + clocks.short(clocks.now()) : "");
+    document.body.classList.toggle("is-disconnected", dead);
+    document.dispatchEvent(new CustomEvent("connection", { detail: { dead } }));
+  };
+  const judge = () => {
+    if (ended || resting) return;
+    const now = Date.now(), silent = source && now - Math.max(heard, begun) > silence;
+    if (!dead && (silent || broken && now - broken > outage)) showDead(true);
+    if (silent) {
+      broken ||= now;
+      drop();
+      ask();
+    }
+  };
+  const drop = () => {
+    clearTimeout(timer);
+    if (source) source.close();
+    source = null;
+    if (ended) return;
+    standing = "waiting";
+    show();
+  };
   const connect = () => {
     clearTimeout(timer);
-    if (ended || source || document.hidden) return;
+    if (ended || source || resting) return;
+    begun = Date.now();
     const mine = source = new EventSource(page.live + (page.live.includes("?") ? "&" : "?") + "seen=" + encodeURIComponent(seen));
-    mine.addEventListener("open", () => { wait = 0; standing = "live"; show(); });
     mine.addEventListener("hello", (e) => {
+      rejections = 0;
+      standing = "live";
+      hear();
+      show();
       if (e.data !== page.build) end("The server is another version now.", "Load the page again", here());
     });
+    mine.addEventListener("ping", (e) => hear(e.data));
     mine.addEventListener("part", (e) => {
+      hear();
       const { id, html } = JSON.parse(e.data);
       seen = e.lastEventId;
       pending.set(id, html);
@@ -186,46 +195,69 @@
     mine.addEventListener("expired", () => end("The login has ended.", "Log in again", "/login?next=" + encodeURIComponent(here())));
     mine.addEventListener("error", () => {
       if (ended || source !== mine) return;
-      standing = "waiting";
-      show();
-      if (mine.readyState === EventSource.CLOSED) { source = null; ask(); }
+      drop();
+      broken ||= Date.now();
+      ask();
     });
   };
   const ask = async () => { // a stream that is refused does not say why: the same address does
-    wait = Math.min(30000, wait * 2 || 2000);
+    clearTimeout(timer);
+    if (asking || ended || source || resting) return;
+    asking = true;
+    let reached = false;
     try {
-      const answer = await fetch(page.live, { method: "HEAD", cache: "no-store" });
+      const answer = await fetch(page.live, { method: "HEAD", cache: "no-store", signal: AbortSignal.timeout(4000) });
       if (answer.status === 401) return end("The login has ended.", "Log in again", "/login?next=" + encodeURIComponent(here()));
       if (answer.status === 404) return end("This page is no longer there.", "Overview", "/");
-    } catch { /* nobody answers: the timer tries again */ }
-    timer = setTimeout(connect, wait);
-  };
-  const disconnect = () => {
-    clearTimeout(timer);
-    if (source) source.close();
-    source = null;
+      reached = answer.ok;
+    } catch { /* nobody answers: the timer tries again */ } finally { asking = false; }
+    if (reached) timer = setTimeout(connect, rejections ? Math.min(30000, 500 * 2 ** rejections) : 250);
+    else timer = setTimeout(ask, 1000);
+    if (reached) rejections++; // it may refuse the stream nevertheless, for too many viewers
   };
   const pause = () => {
     paused = !paused;
     store.set(sessionStorage, "paused", paused ? "yes" : null);
-    if (!paused) for (const t of seenClocks) tick(t);
+    clocks.pause(paused);
     apply();
   };
   if (state) {
     $("live-pause").addEventListener("click", pause);
     document.addEventListener("selectionchange", () => { if (pending.size && !paused) apply(); });
-    let away = 0; // a page that nobody sees lets go of its stream
+    // Of the pages that nobody sees, one keeps its stream for the titles and notifications of all: a browser has few
+    // connections to a server.
+    let away = 0, waiting = null, release = null;
+    const rest = () => {
+      resting = true;
+      drop();
+      waiting = new AbortController();
+      navigator.locks?.request("lanekeeper-watch", { signal: waiting.signal }, () => {
+        resting = false;
+        connect();
+        return new Promise((done) => { release = done; });
+      }).catch(() => { /* the page is seen again */ });
+    };
+    const wake = () => {
+      resting = false;
+      waiting?.abort();
+      release?.();
+      if (broken) ask();
+      else connect();
+    };
     document.addEventListener("visibilitychange", () => {
       clearTimeout(away);
-      if (document.hidden) away = setTimeout(disconnect, 20000);
-      else connect();
+      if (document.hidden) away = setTimeout(rest, 20000);
+      else wake();
     });
-    addEventListener("pagehide", disconnect);
-    addEventListener("pageshow", (e) => { if (e.persisted) connect(); });
+    addEventListener("pagehide", () => { resting = true; drop(); });
+    addEventListener("pageshow", (e) => { if (e.persisted) wake(); });
+    addEventListener("offline", () => { drop(); broken ||= Date.now(); ask(); });
+    addEventListener("online", ask);
+    setInterval(judge, 500);
+    clocks.pause(paused);
     show();
     connect();
   }
-  setInterval(() => { if (!paused && !document.hidden) for (const t of seenClocks) tick(t); }, 1000);
 
   // Copy buttons.
   const copied = (text) => {

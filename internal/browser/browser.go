@@ -36,10 +36,11 @@ const patience = 3 * time.Minute
 
 // Look is how a page is looked at.
 type Look struct {
-	Width, Height int64 // of the window in CSS pixels; 1280 by 900 when 0
-	Dark          bool  // the reader prefers dark
-	Still         bool  // the reader prefers reduced motion
-	NoScript      bool  // JavaScript is off
+	Width, Height int64  // of the window in CSS pixels; 1280 by 900 when 0
+	Dark          bool   // the reader prefers dark
+	Still         bool   // the reader prefers reduced motion
+	NoScript      bool   // JavaScript is off
+	Zone          string // time zone; the machine's when empty
 }
 
 // Page is a tab with a profile of its own. Its methods fail the test when a step cannot be done in time. It is
@@ -81,7 +82,7 @@ func (p *Page) As(look Look) {
 	if look.Still {
 		motion = "reduce"
 	}
-	p.do("change the look", emulation.SetDeviceMetricsOverride(look.Width, look.Height, 1, false),
+	p.do("change the look", emulation.SetTimezoneOverride(look.Zone), emulation.SetDeviceMetricsOverride(look.Width, look.Height, 1, false),
 		emulation.SetScriptExecutionDisabled(look.NoScript),
 		emulation.SetEmulatedMedia().WithFeatures([]*emulation.MediaFeature{
 			{Name: "prefers-color-scheme", Value: scheme}, {Name: "prefers-reduced-motion", Value: motion},

@@ -131,7 +131,7 @@ func TestAnImageFileIsShownToAModelThatTakesImages(t *testing.T) {
 		}
 	}
 	if said := w.transcript(t, "s"); !strings.Contains(said[0], "orders.csv\", image/png") ||
-		!strings.Contains(said[2], "5.0 MB") {
+		!strings.Contains(said[2], "5.2 MB") {
 		t.Errorf("the thread: %q", said)
 	}
 }
