@@ -60,7 +60,35 @@ const (
 
 // RootCauseOf reads the failures of a trace and returns their root cause; nil if the trace did not fail.
 func RootCauseOf(ctx context.Context, db postgres.DB, traceID string) (*RootCause, error) {
-	failures, err := postgres.Rows[FailedSpan](ctx, db, "read failures of trace", `
+	failures, err := failuresOf(ctx, db, traceID)
+	return redacted(FindRootCause(failures)), err
+}
+
+// redacted removes secrets from what is shown of a cause.
+func redacted(c *RootCause) *RootCause {
+	if c != nil {
+		c.Message, c.At = redact.Text(c.Message, 4000), c.At.UTC()
+	}
+	return c
+}
+
+// RootCauseOfExecution is RootCauseOf for one execution of a trace; nil if it did not fail.
+func RootCauseOfExecution(ctx context.Context, db postgres.DB, traceID, executionID string) (*RootCause, error) {
+	failures, err := failuresOf(ctx, db, traceID)
+	failed := false
+	for i := range failures {
+		failures[i].IsRoot = failures[i].ID == executionID
+		failed = failed || failures[i].IsRoot
+	}
+	if !failed {
+		return nil, err
+	}
+	return redacted(FindRootCause(failures)), err
+}
+
+// failuresOf reads the failures of a trace, up to the bounds.
+func failuresOf(ctx context.Context, db postgres.DB, traceID string) ([]FailedSpan, error) {
+	return postgres.Rows[FailedSpan](ctx, db, "read failures of trace", `
 		(select e.id::text, e.id::text as execution_id, true as is_execution, p.id is null as is_root,
 		        coalesce(e.parent_id::text, '') as parent_id, left(e.flow, 200) as name,
 		        left(coalesce(e.failed_step, ''), 300) as step, e.status, '' as class,
@@ -81,13 +109,6 @@ func RootCauseOf(ctx context.Context, db postgres.DB, traceID string) (*RootCaus
 		perQuery, postgres.Strict{
 			"id": traceID, "most": failuresRead, "executions": executionsRead, "activities": activitiesRead,
 		})
-	if err != nil {
-		return nil, err
-	}
-	for i := range failures {
-		failures[i].Message, failures[i].At = redact.Text(failures[i].Message, 4000), failures[i].At.UTC()
-	}
-	return FindRootCause(failures), nil
 }
 
 // FindRootCause returns the failure that made a trace fail; nil if none did.

@@ -189,7 +189,7 @@ func (b *engineRoomBench) paths(ctx context.Context) ([]string, error) {
 		"/", "/activity", "/activity?status=error", "/activity?surface=webhook&status=error", "/activity?skill=" +
 			url.QueryEscape(skill),
 		"/activity?lane=none", "/traces", "/traces?surface=heartbeat", "/traces?surface=chat&status=failed",
-		"/traces/" + trace, "/traces/" + wide,
+		"/traces/" + trace, "/traces/" + wide, "/traces/" + spansTrace, "/traces/" + spansTrace + "?part=panel",
 		"/executions", "/executions?status=completed", "/executions?status=waiting", "/executions?flow=flow_7&status=failed",
 		"/executions/" + execution, "/threads", "/threads/" + url.PathEscape(thread), "/approvals", "/skills",
 		"/skills/" + url.PathEscape(skill),
@@ -248,6 +248,10 @@ func (b *engineRoomBench) fill(ctx context.Context, from, to int64) error {
 	statements := []string{insertSkills, insertExecutions, insertActivity, insertThreads, insertMessages}
 	if err := b.insertBatches(ctx, "rows", statements, from, to, batchRows,
 		postgres.Strict{"of": b.large, "base": b.oldest}); err != nil {
+		return err
+	}
+	if err := b.insertBatches(ctx, "traces of 2,000 spans", []string{insertSpansTrace}, 0, 1, 1,
+		postgres.Strict{"trace": spansTrace}); err != nil {
 		return err
 	}
 	if _, err := b.pool.Exec(ctx, "vacuum analyze"); err != nil {
@@ -395,6 +399,34 @@ const (
 		 where e % 10 = 2
 		on conflict do nothing`
 )
+
+// spansTrace is a trace of one failed run with 2,000 activities: 40 phases with calls in them.
+const spansTrace = "fl_02000000000000000000000000"
+
+const insertSpansTrace = `
+	with e as (
+	  insert into agent_executions (id, trace_id, surface, flow, status, failed_step, error_message, created_at, started_at, completed_at)
+	  select lanekeeper.agent_uuid7(at), @trace, 'flow', 'import', 'failed', 'batch 39', 'batch 39: shop 3 answered with status 503',
+	         at, at, at + interval '5 minutes'
+	    from (select clock_timestamp() - interval '1 hour' as at) m
+	   where @from::bigint < @to::bigint and not exists (select from agent_executions x where x.trace_id = @trace)
+	  returning id, created_at as at),
+	p as (
+	  insert into agent_activity (id, trace_id, execution_id, kind, surface, skill_name, step, created_at, finished_at, duration_ms)
+	  select lanekeeper.agent_uuid7(at + k * interval '7 s'), @trace, e.id, 'phase', 'flow', 'batch ' || k, 'batch ' || k,
+	         at + k * interval '7 s', at + (k + 1) * interval '7 s', 7000
+	    from e, generate_series(0, 39) k returning id, step, execution_id, created_at as at)
+	insert into agent_activity (id, trace_id, execution_id, parent_id, kind, surface, skill_name, step, status, error_message,
+	  model, purpose, token_usage, cost_usd, input, output, created_at, finished_at, duration_ms)
+	select lanekeeper.agent_uuid7(p.at + j * interval '100 ms'), @trace, p.execution_id, p.id,
+	       case when j % 5 = 0 then 'model' else 'call' end, 'flow', 'fetch_prices_of_shop_' || j, p.step || '/call ' || j,
+	       case when j % 17 = 3 then 'error' else 'success' end,
+	       case when j % 17 = 3 then 'shop ' || j || ' answered with status 503' end,
+	       case when j % 5 = 0 then 'gpt-4o-mini' else '' end, 'flow import',
+	       case when j % 5 = 0 then jsonb_build_object('total_tokens', j * 7919 % 5000) else '{}' end,
+	       case when j % 5 = 0 then 0.001 * j else 0 end, jsonb_build_object('n', j, 'text', repeat('x', 100)), '{"ok": true}',
+	       p.at + j * interval '100 ms', p.at + (j + 1) * interval '100 ms', 90 + j * 31 % 40
+	  from p, generate_series(1, 49) j`
 
 // viewerLoad is the cost of open overviews.
 type viewerLoad struct {

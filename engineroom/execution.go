@@ -11,7 +11,9 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -22,7 +24,7 @@ func (room *Room) executionPage() page {
 	return page{
 		path: "/executions/{id}", name: "execution", title: "Execution", open: room.openExecution,
 		parts: []part{
-			{name: "facts", every: time.Second, load: room.executionFacts},
+			{name: "view", every: time.Second, calm: true, load: room.executionView},
 			{name: "wait", every: time.Second, load: room.executionWait},
 			{name: "timeline", every: 2 * time.Second, load: room.executionTimeline},
 			{name: "values", every: 5 * time.Second, load: room.executionValues},
@@ -38,6 +40,7 @@ func (room *Room) executionPage() page {
 type executionVisit struct {
 	ID   string
 	From string // first step of the fork form
+	Tab  string // of the values
 	// before is the position in the timeline; nil for the newest.
 	before *stepPlace
 }
@@ -50,11 +53,14 @@ func (room *Room) openExecution(ctx context.Context, v *visit) (string, error) {
 			id).
 			Kind("malformed-id", "Malformed id")
 	}
-	q, err := filtersOf(v.Query, "before", "from")
+	q, err := filtersOf(v.Query, "before", "from", "tab")
 	if err != nil {
 		return "", err
 	}
-	about := executionVisit{ID: id, From: q["from"]}
+	about := executionVisit{ID: id, From: q["from"], Tab: q["tab"]}
+	if err := oneOf("tab", about.Tab, []string{"checkpoint"}); err != nil {
+		return "", err
+	}
 	if about.before, err = stepPlaceOf(q["before"]); err != nil {
 		return "", err
 	}
@@ -96,17 +102,111 @@ func (x executionRecord) Retriable() bool {
 	return x.Ended() && x.Status != string(executions.Completed)
 }
 
-// Took is its duration in milliseconds.
-func (x executionRecord) Took() int64 {
-	if x.CompletedAt == nil {
-		return 0
+// State is the status, or stateLost when the lease of its worker is over.
+func (x executionRecord) State() string {
+	if x.ClaimedBy != nil && x.lostAt() != nil {
+		return stateLost
 	}
-	return x.CompletedAt.Sub(x.CreatedAt).Milliseconds()
+	return x.Status
 }
 
-// executionFacts reads the row, without the lock's secret.
-func (room *Room) executionFacts(ctx context.Context, v *visit) (any, error) {
-	return room.factOf(ctx, v.About.(executionVisit).ID)
+// lostAt is when the lease of its worker was over; nil while it holds.
+func (x executionRecord) lostAt() *time.Time {
+	switch {
+	case x.ClaimedBy == nil || x.Ended():
+		return nil
+	case x.LeaseUntil == nil:
+		return &x.UpdatedAt
+	case x.LeaseUntil.Before(time.Now()):
+		return x.LeaseUntil
+	}
+	return nil
+}
+
+// Took is its duration since the first claim in short form; empty while it runs.
+func (x executionRecord) Took() string {
+	from := x.CreatedAt
+	if x.StartedAt != nil {
+		from = *x.StartedAt
+	}
+	if ms := between(from, x.CompletedAt); ms != nil {
+		return human.Millis(*ms)
+	}
+	return ""
+}
+
+// Queued is its time in the queue; empty before the claim, or if it was short.
+func (x executionRecord) Queued() string {
+	return tracedRun{CreatedAt: x.CreatedAt, StartedAt: x.StartedAt}.Queued()
+}
+
+// executionShown is an execution with its part of the waterfall.
+type executionShown struct {
+	executionRecord
+
+	View  *tracedView // nil if its trace does not show it
+	Line  *tracedNode // its own line, with the sums of the lines below
+	Lost  []lostClaim
+	First string // the first recorded step
+	Cause *activity.RootCause
+}
+
+// executionView reads the row, without the lock's secret, and its lines of the trace.
+func (room *Room) executionView(ctx context.Context, v *visit) (any, error) {
+	about, _ := v.About.(executionVisit)
+	x, err := room.factOf(ctx, about.ID)
+	if err != nil {
+		return nil, err
+	}
+	shown := &executionShown{executionRecord: x}
+	if shown.First, err = room.firstStep(ctx, x.ID); err != nil {
+		return nil, err
+	}
+	if x.Status == string(executions.Failed) || x.Status == string(executions.Timeout) {
+		if shown.Cause, err = activity.RootCauseOfExecution(ctx, room.Read, x.TraceID, x.ID); err != nil {
+			return nil, err
+		}
+	}
+	head := &tracedHead{ID: x.TraceID}
+	if head.Runs, head.MoreRuns, err = room.runsOf(ctx, x.TraceID); err != nil {
+		return nil, err
+	}
+	if head.byRun, head.Sums, head.MoreRows, err = room.sumsOf(ctx, x.TraceID); err != nil {
+		return nil, err
+	}
+	order, _, err := room.linesOf(ctx, head)
+	if err != nil {
+		return nil, err
+	}
+	if order = subtree(order, "run-"+x.ID); len(order) > 0 {
+		shown.Line, shown.Lost = order[0], order[0].Lost
+		shown.View = &tracedView{tracedHead: head, Base: "/traces/" + x.TraceID + "?span="}
+		shown.View.fill(order)
+	}
+	return shown, nil
+}
+
+// subtree returns the lines of a node and those below it, with their levels from 0.
+func subtree(order []*tracedNode, id string) (list []*tracedNode) {
+	for _, n := range order {
+		switch {
+		case n.ID == id:
+			list = append(list, n)
+		case len(list) > 0 && n.Level <= list[0].Level:
+			// Lines follow their parent without a gap.
+			return leveled(list)
+		case len(list) > 0:
+			list = append(list, n)
+		}
+	}
+	return leveled(list)
+}
+
+func leveled(list []*tracedNode) []*tracedNode {
+	for _, n := range slices.Backward(list) {
+		n.Level -= list[0].Level
+	}
+	return list
 }
 
 func (room *Room) factOf(ctx context.Context, id string) (executionRecord, error) {
@@ -197,8 +297,10 @@ const (
 	stepsOffered  = 200 // options of the fork form
 )
 
-// valuesOf holds an execution's input, variables and result.
+// valuesOf holds an execution's input, variables and result, or its latest checkpoint.
 type valuesOf struct {
+	ID, Tab                  string
+	Checkpoint               shownValue
 	Status                   string
 	Input, Variables, Result shownValue
 	Summary, Error           shownValue
@@ -206,7 +308,13 @@ type valuesOf struct {
 
 // executionValues reads the row's values, each up to maxValue characters.
 func (room *Room) executionValues(ctx context.Context, v *visit) (any, error) {
-	var got valuesOf
+	about, _ := v.About.(executionVisit)
+	got := valuesOf{ID: about.ID, Tab: about.Tab}
+	if about.Tab == "checkpoint" {
+		var err error
+		got.Checkpoint, err = room.latestCheckpoint(ctx, about.ID)
+		return got, err
+	}
 	var input, variables, result, summary, failure string
 	err := room.Read.QueryRow(ctx, `
 		select e.status, left(v.input, 8192), octet_length(v.input), left(v.variables, 8192), octet_length(v.variables),
@@ -226,6 +334,24 @@ func (room *Room) executionValues(ctx context.Context, v *visit) (any, error) {
 		shownJSON(result, got.Result.Bytes)
 	got.Summary, got.Error = shownText(summary, got.Summary.Bytes), shownText(failure, got.Error.Bytes)
 	return got, nil
+}
+
+// latestCheckpoint reads the newest checkpoint of an execution as JSON.
+func (room *Room) latestCheckpoint(ctx context.Context, id string) (shownValue, error) {
+	rows, err := room.Read.Query(ctx, `
+		select left(j.text, 8192), octet_length(j.text) from (
+		  select to_jsonb(c)::text as text from (
+		    select k.* from agent_checkpoints k where k.execution_id = @id
+		     order by k.created_at desc, k.step desc limit 1) c) j`, freshPlan, postgres.Strict{"id": id})
+	var body string
+	var size int64
+	if err == nil {
+		_, err = pgx.ForEachRow(rows, []any{&body, &size}, func() error { return nil })
+	}
+	if err != nil {
+		return shownValue{}, fmt.Errorf("read the latest checkpoint: %w", err)
+	}
+	return shownJSON(body, size), nil
 }
 
 // executionLane is a lane that an execution holds or has lent.

@@ -214,6 +214,9 @@ func plain(text []byte) []byte {
 
 // changesReading reports a character that is not displayed as itself.
 func changesReading(r rune) bool {
+	if r >= ' ' && r < 0x7f { // most of a page
+		return false
+	}
 	switch r {
 	case '\n', '\t', utf8.RuneError:
 		return false

@@ -45,7 +45,7 @@ type spanPanel struct {
 func (room *Room) tracePanel(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(*tracedVisit)
 	p := &spanPanel{ID: about.ID, Span: about.Span, Tab: about.Tab, Query: v.Query, path: v.at("tab", "")}
-	if err := room.findSpan(ctx, p); err != nil {
+	if err := room.findSpan(ctx, about, p); err != nil {
 		return nil, err
 	}
 	if tabs := p.Tabs(); !slices.Contains(tabs, p.Tab) {
@@ -111,9 +111,11 @@ func (p *spanPanel) TabWord(tab string) string {
 }
 
 // findSpan finds what the panel is about.
-func (room *Room) findSpan(ctx context.Context, p *spanPanel) (err error) {
+func (room *Room) findSpan(ctx context.Context, about *tracedVisit, p *spanPanel) (err error) {
 	if p.Span == "" {
-		p.Head, err = room.readHead(ctx, p.ID)
+		if p.Head = about.head(); p.Head == nil {
+			p.Head, err = room.readHead(ctx, p.ID)
+		}
 		return err
 	}
 	if uuidShape.MatchString(p.Span) {

@@ -58,8 +58,8 @@ func (r *tracedRow) show(id string) {
 
 // setOutWhole formats JSON if it is complete, and reports if it is not.
 func setOutWhole(text string, size int64) (string, bool) {
-	if int64(len(text)) < size {
-		return text, true
+	if text == "" || int64(len(text)) < size {
+		return text, int64(len(text)) < size
 	}
 	return formatJSON(text), false
 }
@@ -89,8 +89,15 @@ const lineColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.clai
 	case when a.kind = 'model' then lanekeeper.agent_tokens(a.token_usage, 'total_tokens') else 0 end as tokens,
 	a.cost_usd::float8 as cost_usd, a.duration_ms, a.created_at, a.finished_at`
 
-// rowsOf reads the activities of the waterfall: the first, the last, and the failed ones.
-func (room *Room) rowsOf(ctx context.Context, id string) ([]tracedRow, error) {
+// rowsOf reads the activities of the waterfall: all of up to count, or the first, the last, and the failed ones.
+func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedRow, error) {
+	if count <= traceFirst+traceLast {
+		rows, err := room.Read.Query(ctx, `
+			select `+lineColumns+`
+			  from agent_activity a where a.trace_id = @id order by a.created_at, a.id limit @most`,
+			freshPlan, postgres.Strict{"id": id, "most": traceFirst + traceLast})
+		return collectTraced(rows, err, id)
+	}
 	rows, err := room.Read.Query(ctx, `
 		with picked as (
 		  (select a.id from agent_activity a where a.trace_id = @id order by a.created_at, a.id limit @first)
@@ -253,9 +260,6 @@ func (n *tracedNode) Label() string {
 	}
 	return sortLabels[n.Sort]
 }
-
-// AriaLevel is the depth, from 1.
-func (n *tracedNode) AriaLevel() int { return n.Level + 1 }
 
 // Depth is the drawn depth.
 func (n *tracedNode) Depth() int { return min(n.Level, maxTreeLevel) }

@@ -89,12 +89,12 @@ func (room *Room) sumsOf(
 	list, err := postgres.Rows[tracedSums](ctx, room.Read, "add up trace", `
 		select a.execution_id::text, count(*) as rows, count(*) filter (where a.status = 'error') as failed,
 		       bool_or(a.status = 'running') as running, bool_and(a.status = 'skipped') as skipped,
-		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens')), 0)::bigint as prompt,
-		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'completion_tokens')), 0)::bigint as output,
-		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), 0)::bigint as tokens,
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens')) filter (where a.kind = 'model'), 0)::bigint as prompt,
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'completion_tokens')) filter (where a.kind = 'model'), 0)::bigint as output,
+		       coalesce(sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')) filter (where a.kind = 'model'), 0)::bigint as tokens,
 		       coalesce(sum(a.cost_usd), 0)::float8 as cost_usd, min(a.created_at) as first,
 		       max(coalesce(a.finished_at, a.created_at)) as last, min(a.surface) as surface
-		  from (select x.execution_id, x.status, x.token_usage, x.cost_usd, x.created_at, x.finished_at, x.surface
+		  from (select x.execution_id, x.kind, x.status, x.token_usage, x.cost_usd, x.created_at, x.finished_at, x.surface
 		          from agent_activity x where x.trace_id = @id order by x.created_at limit @most::int + 1) a
 		 group by a.execution_id`,
 		freshPlan, postgres.Strict{"id": id, "most": traceSummed})

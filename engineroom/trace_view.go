@@ -147,7 +147,7 @@ func (room *Room) loadLines(ctx context.Context, view *tracedView) error {
 
 // linesOf reads the lines of a trace in drawing order, and how many rows they have.
 func (room *Room) linesOf(ctx context.Context, h *tracedHead) (order []*tracedNode, shown int, err error) {
-	rows, err := room.rowsOf(ctx, h.ID)
+	rows, err := room.rowsOf(ctx, h.ID, h.Sums.Rows)
 	if err != nil {
 		return nil, 0, err
 	}
@@ -267,24 +267,11 @@ func (view *tracedView) SortLabel(sort string) string {
 	return sortLabels[sort]
 }
 
-// Thin reports bars of containers, which are drawn flat.
-func (view *tracedView) Thin(class string) bool {
-	return class == "run" || class == "phase" || class == "queue" || class == "bad-run"
-}
-
 // Counted is how many rows the trace has, as far as they were counted.
 func (view *tracedView) Counted() int64 { return min(view.Rows, traceSummed) }
 
 // Partly reports whether rows are left out.
 func (view *tracedView) Partly() bool { return int64(view.Shown) < view.Rows }
-
-// LeftWord is how many rows are left out; empty when nobody counted.
-func (n *tracedNode) LeftWord() string {
-	if n.Left <= 0 {
-		return ""
-	}
-	return human.Count(n.Left)
-}
 
 // Idle reports whether time is drawn shorter because nothing was done in it.
 func (view *tracedView) Idle() bool {

@@ -315,6 +315,16 @@ func (room *Room) openTrace(ctx context.Context, v *visit) (string, error) {
 // spanShape matches the ids of spans: activities, executions and waits.
 var spanShape = regexp.MustCompile(`^(wait-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(-[0-9a-f]{1,16})?$`)
 
+// head is what the view of this visit was loaded with; nil for none.
+func (about *tracedVisit) head() *tracedHead {
+	about.mu.Lock()
+	defer about.mu.Unlock()
+	if view, is := about.seen["view"].data.(*tracedView); is {
+		return view.tracedHead
+	}
+	return nil
+}
+
 // title names the trace by what it was.
 func (about *tracedVisit) title() string {
 	if about.Flow == "" {

@@ -1,6 +1,6 @@
 "use strict";
-// The page of a trace: lines collapse, the drawing zooms, filters act at once, and a span opens in the panel without
-// loading the page. Without this script lines are links, and the filter is a form.
+// The waterfall of a trace or an execution: lines collapse, the drawing zooms, filters act at once, and a span opens in
+// the panel without loading the page. Without this script lines are links, and the filter is a form.
 (() => {
   const $ = (id) => document.getElementById(id);
   if (!$("view")) return;
@@ -15,11 +15,10 @@
   // Lines: which are shown.
   const wanted = () => {
     const form = document.querySelector(".wf-tools");
-    return form && { text: form.q.value.trim().toLowerCase(), kind: form.kind.value, errors: form.errors.checked };
+    return form ? { text: form.q.value.trim().toLowerCase(), kind: form.kind.value, errors: form.errors.checked } : {};
   };
   const layOut = () => {
     const w = wanted();
-    if (!w) return;
     const filtered = Boolean(w.text || w.kind || w.errors);
     const has = (row) => (!w.errors || row.classList.contains("wf-bad")) && (!w.kind || row.dataset.kind === w.kind) &&
       (!w.text || row.textContent.toLowerCase().includes(w.text) || row.id.includes(w.text));
@@ -38,7 +37,7 @@
     for (const row of rows) {
       if (row.hasAttribute("aria-expanded")) row.setAttribute("aria-expanded", String(filtered || !collapsed.has(row.id)));
     }
-    $("wf-count").textContent = filtered ? shown + " of " + rows.length + " lines" : "";
+    if ($("wf-count")) $("wf-count").textContent = filtered ? shown + " of " + rows.length + " lines" : "";
     $("wf-collapse").textContent = collapsed.size ? "Expand all" : "Collapse all";
     if (!rows.some((r) => r.id === current && !r.hidden)) current = rows.find((r) => !r.hidden)?.id || "";
     reach();
@@ -83,7 +82,7 @@
 
   // The panel.
   let asked = 0;
-  const shownSpan = () => $("panel").dataset.span;
+  const shownSpan = () => $("panel")?.dataset.span;
   const rowOf = (span) => span ? rows.find((r) => r.id === "row-" + span || r.id === "run-" + span || r.id === span) : undefined;
   const mark = () => {
     const row = rowOf(shownSpan());
@@ -130,6 +129,7 @@
     if (!beside && shownSpan()) $("panel").scrollIntoView({ block: "start" });
   };
   const within = (a) => { // a link to a span or a tab of this page
+    if (!$("panel")) return false;
     const to = new URL(a.href, location.href);
     const rest = (u) => { const q = new URLSearchParams(u.search); for (const n of ["span", "tab", "q", "kind", "errors", "after"]) q.delete(n); return u.pathname + "?" + q; };
     return a.target === "" && !a.hasAttribute("download") && rest(to) === rest(new URL(location.href)) &&
@@ -155,7 +155,7 @@
     if (row.hasAttribute("aria-expanded") && e.clientX < box.left + pad + 16) toggle(row, !collapsed.has(row.id));
     else row.querySelector("a")?.click();
   });
-  addEventListener("popstate", () => load().catch(() => location.reload()));
+  if ($("panel")) addEventListener("popstate", () => load().catch(() => location.reload()));
 
   // Keys of the treegrid, as the ARIA Authoring Practices have them.
   document.addEventListener("keydown", (e) => {
@@ -260,7 +260,7 @@
     const buttons = document.querySelector(".wf-buttons");
     if (!buttons) return;
     buttons.hidden = false;
-    document.querySelector(".wf-go").hidden = true;
+    for (const button of document.querySelectorAll(".wf-go")) button.hidden = true;
     layOut();
     draw();
   };
