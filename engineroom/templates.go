@@ -196,7 +196,7 @@ func (room *Room) asset(w http.ResponseWriter, r *http.Request) {
 
 // plain makes control characters and direction marks visible. The templates have none.
 func plain(text []byte) []byte {
-	if !bytes.ContainsFunc(text, changesReading) {
+	if readsAsItself(text) {
 		return text
 	}
 	var b bytes.Buffer
@@ -212,11 +212,27 @@ func plain(text []byte) []byte {
 	return b.Bytes()
 }
 
+// readsAsItself reports a text without characters to show. A page may have a megabyte, most of it ASCII.
+func readsAsItself(text []byte) bool {
+	for i := 0; i < len(text); {
+		if c := text[i]; c < utf8.RuneSelf {
+			if (c < ' ' || c == 0x7f) && changesReading(rune(c)) {
+				return false
+			}
+			i++
+			continue
+		}
+		r, size := utf8.DecodeRune(text[i:])
+		if changesReading(r) {
+			return false
+		}
+		i += size
+	}
+	return true
+}
+
 // changesReading reports a character that is not displayed as itself.
 func changesReading(r rune) bool {
-	if r >= ' ' && r < 0x7f { // most of a page
-		return false
-	}
 	switch r {
 	case '\n', '\t', utf8.RuneError:
 		return false
@@ -275,7 +291,8 @@ var looks = map[string]stateLook{
 	"disabled": {"tone-bad", "⊘"}, "quarantined": {"tone-bad", "⊘"}, "stuck": {"tone-bad", "!"},
 	"failing": {"tone-bad", "✕"}, "recovered": {"tone-good", "✓"},
 	"working": {"tone-good", "●"}, "degraded": {"tone-warn", "▲"}, "stopped": {"tone-bad", "■"},
-	"cancelled": {"", "⊘"}, "skipped": {"", "–"}, "expired": {"", "◷"}, "ignored": {"", "–"}, "duplicate": {"", "–"},
+	"worker lost": {"tone-warn", "◌"},
+	"cancelled":   {"", "⊘"}, "skipped": {"", "–"}, "expired": {"", "◷"}, "ignored": {"", "–"}, "duplicate": {"", "–"},
 }
 
 // tone is the class of a state's colour; empty for none.

@@ -204,6 +204,7 @@ func TestASpanHasAnAddressAndOpensBesideTheWaterfall(t *testing.T) {
 	p.Go(server.URL + "/traces/" + string(id))
 	p.Eval(`window.same = true; document.querySelector("#row-`+span+` .wf-took").click()`, nil)
 	p.Until("the panel shows it", `document.getElementById("panel-title").textContent === "table_sizes"`)
+	p.Until("its clocks are those of the page", `!/UTC/.test(document.querySelector("#panel time").textContent)`)
 	p.Until("its address is shareable, and the page was not loaded again", `location.search === "?span=`+span+`" && window.same`)
 	var beside, loads bool
 	p.Eval(`document.getElementById("panel").getBoundingClientRect().left > document.getElementById("spans").getBoundingClientRect().right`, &beside)

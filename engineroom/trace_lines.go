@@ -40,7 +40,10 @@ func (n *tracedNode) write(b *strings.Builder, base string, selected bool) {
 	if n.Bad() {
 		write(b, " wf-bad")
 	}
-	write(b, `" id="`, esc(n.ID), `" aria-level="`, level, `" data-kind="`, n.Kind(), `" data-state="`, esc(n.Status), `"`)
+	write(b, `" id="`, esc(n.ID), `" aria-level="`, level, `" data-kind="`, n.Kind(), `"`)
+	if !n.Fine() {
+		write(b, ` data-state="`, esc(n.Status), `"`)
+	}
 	if len(n.Children) > 0 {
 		write(b, ` aria-expanded="true"`)
 	}

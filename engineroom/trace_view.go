@@ -88,7 +88,7 @@ func (room *Room) traceView(ctx context.Context, v *visit) (any, error) {
 		}
 		view := &tracedView{
 			tracedHead: head, View: about.View, Span: about.Span, Filter: about.Filter, Paged: about.After != "",
-			Base: v.at("span", "") + map[bool]string{true: "&", false: "?"}[strings.Contains(v.at("span", ""), "?")] + "span=",
+			Base: spanBase(v),
 		}
 		open := head.Sums.Running
 		if about.View == "table" {
@@ -102,6 +102,15 @@ func (room *Room) traceView(ctx context.Context, v *visit) (any, error) {
 		head.First, err = room.firstStep(ctx, head.Root.ID)
 		return view, open, err
 	})
+}
+
+// spanBase is the address of a span on this page, up to its id.
+func spanBase(v *visit) string {
+	_, query, _ := strings.Cut(v.at("span", ""), "?")
+	if query != "" {
+		query += "&"
+	}
+	return "?" + query + "span="
 }
 
 // firstStep is the first recorded step of an execution; empty for none. A fork from there repeats all of it.

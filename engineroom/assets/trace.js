@@ -104,11 +104,11 @@
     const box = document.createElement("template");
     box.innerHTML = html;
     const held = $("panel").contains(document.activeElement);
+    clocks.forget($("panel"));
     $("panel").replaceWith(box.content.firstElementChild);
     mark();
     if (held) $("panel-title").focus({ preventScroll: true });
-    document.dispatchEvent(new CustomEvent("part", { detail: $("panel") }));
-    document.dispatchEvent(new CustomEvent("loaded", { detail: $("panel") }));
+    clocks.watch($("panel"));
   };
   const open = async (link) => {
     const to = new URL(link, location.href), address = new URL(location.href);
