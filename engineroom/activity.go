@@ -182,7 +182,7 @@ func (s feedPage) Fold(id string) string {
 func (room *Room) feed(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(activityFilter)
 	asked.Limit, asked.Cursor, asked.Row = mostFeed, "", ""
-	got, err := activity.Lines(ctx, room.Read, asked.Filter)
+	got, err := room.lines(ctx, asked.Filter)
 	if err != nil {
 		return nil, err
 	}
@@ -205,7 +205,7 @@ func (room *Room) activityPage() page {
 func (room *Room) activityRows(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(activityFilter)
 	asked.Limit = 50
-	got, err := activity.Lines(ctx, room.Read, asked.Filter)
+	got, err := room.lines(ctx, asked.Filter)
 	if err != nil {
 		return nil, err
 	}

@@ -97,6 +97,21 @@ func collectExecutions(rows pgx.Rows, err error) ([]executionRow, error) {
 	return list, nil
 }
 
+// running returns the id of a running row, for haltRunning.
+func (l *executionList) running(i int) string {
+	if x := l.Rows[i]; x.Status == "running" {
+		return x.ID
+	}
+	return ""
+}
+
+// lose marks a row whose worker is lost. One without a claim is ready again.
+func (l *executionList) lose(i int, h halt) {
+	if h.State == stateLost && !h.Unclaimed {
+		l.Rows[i].Status = h.State
+	}
+}
+
 // executionList is a page of the listing.
 type executionList struct {
 	executionFilter
@@ -162,7 +177,10 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 			"surface": f.Surface, "flows": f.flows, "agent": likePart(f.Agent), "most": executionsShown,
 		})
 	got := executionList{executionFilter: f, Window: maxSearched}
-	if got.Rows, err = collectExecutions(rows, err); err != nil {
+	if got.Rows, err = collectExecutions(rows, err); err == nil {
+		err = haltRunning(ctx, room.Read, len(got.Rows), got.running, got.lose)
+	}
+	if err != nil {
 		return nil, err
 	}
 	if len(got.Rows) > executionsShown {
@@ -250,7 +268,10 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 			"before": f.Before, "most": executionsShown, "looked": maxSearched,
 		})
 	got := executionList{executionFilter: f, Window: maxSearched}
-	if got.Rows, err = collectExecutions(rows, err); err != nil {
+	if got.Rows, err = collectExecutions(rows, err); err == nil {
+		err = haltRunning(ctx, room.Read, len(got.Rows), got.running, got.lose)
+	}
+	if err != nil {
 		return nil, err
 	}
 	if len(got.Rows) > executionsShown {

@@ -80,7 +80,9 @@ type runningTurn struct {
 // sessionCall is a call of a skill in a turn.
 type sessionCall struct {
 	ID, TraceID, Name, Status, Error string
+	ExecutionID                      string
 	Input, Output                    string
+	At                               time.Time
 	InputBytes, OutputBytes          int64
 	DurationMS                       *int64
 	Arguments, Result                shownValue `db:"-"`
@@ -142,6 +144,14 @@ func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
 	}
 	if len(under) > 0 {
 		got.Now = &under[0]
+		err := haltRunning(ctx, room.Pool, 1, func(int) string { return got.Now.ExecutionID }, func(_ int, h halt) {
+			if !h.Unclaimed {
+				got.Now.Status = h.State
+			}
+		})
+		if err != nil {
+			return nil, err
+		}
 		if got.Approvals, err = room.approvalsOf(ctx, got.Now.ExecutionID, v.URL); err != nil {
 			return nil, err
 		}
@@ -163,7 +173,8 @@ func (room *Room) callsOfTurns(ctx context.Context, said []sessionMessage) ([]se
 		}
 	}
 	calls, err := postgres.Rows[sessionCall](ctx, room.Pool, "read calls", `
-		select a.id::text, a.trace_id, left(a.skill_name, 200) as name, a.status, left(coalesce(a.error_message, ''), 1000)
+		select a.id::text, a.trace_id, coalesce(a.execution_id::text, '') as execution_id, a.created_at as at,
+		       left(a.skill_name, 200) as name, a.status, left(coalesce(a.error_message, ''), 1000)
 		  as error, left(a.input::text, 8192) as input, octet_length(a.input::text)::bigint as input_bytes,
 		       coalesce(left(a.output::text, 8192), '') as output, coalesce(octet_length(a.output::text), 0)::bigint
 		         as output_bytes, a.duration_ms
@@ -176,7 +187,17 @@ func (room *Room) callsOfTurns(ctx context.Context, said []sessionMessage) ([]se
 		c.Arguments, c.Result = shownJSON(c.Input, c.InputBytes), shownJSON(c.Output, c.OutputBytes)
 		c.Error = redact.Text(c.Error, maxValue)
 	}
-	return calls, err
+	if err != nil {
+		return nil, err
+	}
+	return calls, haltRunning(ctx, room.Pool, len(calls), func(i int) string {
+		if calls[i].Status == "running" {
+			return calls[i].ExecutionID
+		}
+		return ""
+	}, func(i int, h halt) {
+		calls[i].Status, calls[i].DurationMS = h.State, new(max(0, h.At.Sub(calls[i].At).Milliseconds()))
+	})
 }
 
 // transcript puts the calls of a turn before its answer, or at its end.

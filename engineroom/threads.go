@@ -333,6 +333,7 @@ type threadTurn struct {
 	Draft            string // the end of its text so far
 	DraftBytes       int64
 	CreatedAt        time.Time
+	HaltedAt         *time.Time `db:"-"`
 }
 
 // threadFacts reads the thread with its lane and running turns.
@@ -368,7 +369,11 @@ func (room *Room) threadFacts(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	return t, nil
+	return t, haltRunning(ctx, room.Read, len(t.Turns), func(i int) string { return t.Turns[i].ID }, func(i int, h halt) {
+		if !h.Unclaimed {
+			t.Turns[i].Status, t.Turns[i].HaltedAt = h.State, &h.At
+		}
+	})
 }
 
 // threadMessage is a message.

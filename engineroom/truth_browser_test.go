@@ -369,3 +369,43 @@ func TestAPlannedRunThatHasPassedIsDue(t *testing.T) {
 	p.Until("it passes", `document.querySelector("#list time.next").textContent === "due"`)
 	noComplaint(t, p)
 }
+
+// F8: what runs in a row alone is said to have stopped, and no clock counts for it.
+func TestAnActionWhoseExecutionEndedOrWhoseWorkerIsLostDoesNotRun(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	begin := func(name, execution string) {
+		quiet(t, pool, `insert into agent_activity (trace_id, surface, kind, skill_name, status, execution_id, claim, created_at)
+			select trace_id, surface, 'call', $2, 'running', id, claim, clock_timestamp() - interval '90 seconds'
+			  from agent_executions where id = $1::text::uuid`, execution, name)
+	}
+	worker := func(left string) string {
+		return put(t, pool, `insert into agent_workers (id, name, expires_at)
+			values (gen_random_uuid(), 'a worker', clock_timestamp() + $1::text::interval) returning id::text`, left)
+	}
+	claimed := func(left string) string {
+		id := execution(t, pool, "running", "flow", "onboarding")
+		quiet(t, pool, `update agent_executions set claimed_by = $1::text::uuid, claim = 1 where id = $2::text::uuid`, worker(left), id)
+		return id
+	}
+	over, lost, works := execution(t, pool, "cancelled", "flow", "stopped"), claimed("-20 seconds"), claimed("1 hour")
+	begin("stopped_tool", over)
+	begin("lost_tool", lost)
+	begin("working_tool", works)
+	p := browser.Open(t, browser.Look{})
+	for _, path := range []string{"/activity", "/"} {
+		p.Go(server.URL + path)
+		row := func(skill string) string {
+			return `[...document.querySelectorAll("tr[data-row]")].find((r) => r.textContent.includes("` + skill + `"))`
+		}
+		p.Until(path+" says that it stopped", row("stopped_tool")+`.textContent.includes("stopped") && !`+row("stopped_tool")+`.querySelector("time.since")`)
+		p.Until(path+" says that its worker is lost", row("lost_tool")+`.textContent.includes("worker lost") && /1 min/.test(`+
+			row("lost_tool")+`.textContent) && !`+row("lost_tool")+`.querySelector("time.since")`)
+		p.Until(path+" counts for what runs", row("working_tool")+`.querySelector("time.since") !== null`)
+	}
+	for _, path := range []string{"/executions", "/executions/" + lost} {
+		p.Go(server.URL + path)
+		p.Shows("worker lost")
+	}
+	noComplaint(t, p)
+}

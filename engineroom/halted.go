@@ -1,0 +1,78 @@
+package engineroom
+
+import (
+	"context"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// halt is the end of work whose row still says running: its execution has ended, or its worker's lease is over. A sweep
+// closes such rows, and no page waits for it. The trace page finds the same states in its own rows: see stopLost.
+type halt struct {
+	ID    string
+	State string // stateStopped or stateLost
+	At    time.Time
+	// Unclaimed says that the execution waits for another worker. Its phases go on then; its calls are lost.
+	Unclaimed bool
+}
+
+// haltRunning finds what has halted among n rows. running returns a row's execution, or empty for a row that is not
+// running; stop changes the row.
+func haltRunning(
+	ctx context.Context, db postgres.DB, n int, running func(i int) string, stop func(i int, h halt),
+) error {
+	var ids []string
+	for i := range n {
+		if id := running(i); id != "" {
+			ids = append(ids, id)
+		}
+	}
+	if len(ids) == 0 {
+		return nil
+	}
+	found, err := postgres.Rows[halt](ctx, db, "find halted work", `
+		select e.id::text, case when e.completed_at is not null then @stopped::text else @lost::text end as state,
+		       coalesce(e.completed_at, w.expires_at, e.updated_at) as at,
+		       e.completed_at is null and e.claimed_by is null as unclaimed
+		  from agent_executions e left join agent_workers w on w.id = e.claimed_by
+		 where e.id = any (@ids::text[]::uuid[])
+		   and (e.completed_at is not null or e.claimed_by is null and e.status in ('pending', 'running')
+		        or e.claimed_by is not null and coalesce(w.expires_at <= clock_timestamp(), true))`,
+		postgres.Strict{"ids": ids, "stopped": stateStopped, "lost": stateLost})
+	if err != nil {
+		return err
+	}
+	halts := map[string]halt{}
+	for _, h := range found {
+		halts[h.ID] = h
+	}
+	for i := range n {
+		if h, has := halts[running(i)]; has {
+			stop(i, h)
+		}
+	}
+	return nil
+}
+
+// lines lists activities, and says which running ones have halted.
+func (room *Room) lines(ctx context.Context, f activity.Filter) (activity.Listing, error) {
+	got, err := activity.Lines(ctx, room.Read, f)
+	if err != nil {
+		return got, err
+	}
+	lines := got.Lines
+	return got, haltRunning(ctx, room.Read, len(lines), func(i int) string {
+		if l := lines[i]; l.Status == activity.Running && l.ExecutionID != nil {
+			return *l.ExecutionID
+		}
+		return ""
+	}, func(i int, h halt) {
+		l := &lines[i]
+		if h.Unclaimed && l.Kind != activity.KindCall && l.Kind != activity.KindModel {
+			return
+		}
+		l.Status, l.DurationMS = activity.Status(h.State), new(max(0, h.At.Sub(l.CreatedAt).Milliseconds()))
+	})
+}
