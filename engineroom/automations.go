@@ -29,11 +29,16 @@ func (room *Room) automationsPage() page {
 			if err != nil {
 				return "", err
 			}
+			name, err := v.textFilter("name")
+			if err != nil {
+				return "", err
+			}
 			before, err := v.uuidFilter("before")
-			v.About = automationFilter{state, before}
+			v.About = automationFilter{state, name, before}
 			return "Automations", err
 		},
 		parts: []part{
+			room.filtersPart("/automations"),
 			{name: "proposals", every: 5 * time.Second, load: room.automationProposals},
 			{name: "list", every: 5 * time.Second, load: room.automationsList},
 			{name: "dead", every: 5 * time.Second, load: room.automationsDead},
@@ -42,7 +47,7 @@ func (room *Room) automationsPage() page {
 }
 
 // automationFilter holds the parameters of the list.
-type automationFilter struct{ State, Before string }
+type automationFilter struct{ State, Name, Before string }
 
 // automationRow is an automation in a list, with its last run.
 type automationRow struct {
@@ -93,14 +98,15 @@ func (room *Room) automationsList(ctx context.Context, v *visit) (any, error) {
 		    select x.status, x.trace_id, x.error_message, x.claimed_at from agent_automation_runs x
 		     where x.automation_id = a.id order by x.id desc limit 1) r on true
 		 where a.disabled_by <> 'proposal' and (@state = '' or a.enabled = (@state = 'enabled'))
+		   and (@name = '' or a.name ilike @name or a.skill_name ilike @name or a.flow ilike @name)
 		   and (@before = '' or a.id < nullif(@before, '')::uuid)
 		 order by a.id desc limit @most + 1`,
-		freshPlan, postgres.Strict{"state": want.State, "before": want.Before, "most": mostAutomations})
+		freshPlan, postgres.Strict{"state": want.State, "name": likePart(want.Name), "before": want.Before, "most": mostAutomations})
 	if err != nil {
 		return nil, err
 	}
 	list, links := paged(v, all, mostAutomations, func(a automationRow) string { return a.ID })
-	return map[string]any{"Automations": list, "State": want.State, "Links": links}, nil
+	return map[string]any{"Automations": list, "State": want.State, "Name": want.Name, "Links": links}, nil
 }
 
 func (room *Room) automationProposals(ctx context.Context, _ *visit) (any, error) {

@@ -32,8 +32,9 @@ var hookName = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,63}$`)
 func (room *Room) deliveriesPage() page {
 	return page{
 		path: "/deliveries", name: "deliveries", nav: "Deliveries", title: "Deliveries",
-		open: openDeliveries,
+		open: room.openDeliveries,
 		parts: []part{
+			room.filtersPart("/deliveries", "endpoint"),
 			{name: "list", every: 2 * time.Second, load: room.deliveriesList},
 			{name: "refused", every: 5 * time.Second, load: room.deliveriesRefused},
 			{name: "targets", every: 5 * time.Second, load: room.deliveryTargets},
@@ -42,11 +43,32 @@ func (room *Room) deliveriesPage() page {
 }
 
 // deliveryFilter holds the parameters of the list.
-type deliveryFilter struct{ Endpoint, Status, Before string }
+type deliveryFilter struct {
+	Endpoint, Status, Before string
+	ID                       string   // as entered
+	endpoints                []string // that Endpoint means; nil without it
+	ids                      []string // that ID means; nil without it
+}
 
-func openDeliveries(_ context.Context, v *visit) (string, error) {
+// Statuses are the options of Status.
+func (deliveryFilter) Statuses() []string { return webhooks.Statuses() }
+
+func (room *Room) openDeliveries(ctx context.Context, v *visit) (string, error) {
+	if _, is := v.About.(deliveryFilter); is {
+		return "Deliveries", nil // found for the same address
+	}
 	endpoint, err := v.hookFilter("endpoint")
 	if err != nil {
+		return "", err
+	}
+	want := deliveryFilter{Endpoint: endpoint}
+	if want.endpoints, err = room.namesLike(ctx, "endpoint", endpoint); err != nil {
+		return "", err
+	}
+	if want.ID, err = v.textFilter("id"); err != nil {
+		return "", err
+	}
+	if want.ids, err = room.deliveriesFor(ctx, want.ID); err != nil {
 		return "", err
 	}
 	status, err := v.oneOf("status", append([]string{""}, webhooks.Statuses()...)...)
@@ -54,8 +76,30 @@ func openDeliveries(_ context.Context, v *visit) (string, error) {
 		return "", err
 	}
 	before, err := v.uuidFilter("before")
-	v.About = deliveryFilter{endpoint, status, before}
+	want.Status, want.Before = status, before
+	v.About = want
 	return "Deliveries", err
+}
+
+// deliveriesFor returns the deliveries whose id, or that of their sender, has a part; nil without a text.
+func (room *Room) deliveriesFor(ctx context.Context, text string) ([]string, error) {
+	if text == "" {
+		return nil, nil
+	}
+	ids := []string{}
+	if f, ok := fragmentOf(text); ok {
+		found, err := room.matchUUIDs(ctx, "agent_webhook_deliveries", f, maxMatches)
+		if err != nil {
+			return nil, err
+		}
+		ids = append(ids, found...)
+	}
+	rows, err := room.Read.Query(ctx, `
+		select x.id::text from (select d.id, d.delivery_id from agent_webhook_deliveries d order by d.id desc limit @window) x
+		 where x.delivery_id ilike @like limit @most`, freshPlan,
+		postgres.Strict{"like": likePart(text), "window": maxOtherFragments, "most": maxMatches})
+	of, err := postgres.Collect(rows, err, "find deliveries", pgx.RowTo[string])
+	return append(ids, of...), err
 }
 
 // hookFilter reads a filter by endpoint or target; empty if absent.
@@ -88,25 +132,27 @@ func (room *Room) deliveriesList(ctx context.Context, v *visit) (any, error) {
 		       coalesce(left(d.error_message, 300), '') as error, coalesce(e.scheme, '') as scheme,
 		       coalesce(left(coalesce(d.headers #>> '{X-Github-Event,0}',
 		         jsonb_path_query_first(d.outcome, '$.*.event') #>> '{}'), 100), '') as event
-		  from agent_webhook_deliveries d left join agent_webhook_endpoints e on e.name = d.endpoint
-		 where (@endpoint = '' or d.endpoint = @endpoint) and (@status = '' or d.status = @status)
-		   and (@before = '' or d.id < nullif(@before, '')::uuid)
+		  from ((select x.* from agent_webhook_deliveries x
+		          where @endpoints::text[] is null and (@status = '' or x.status = @status)
+		            and (@ids::text[] is null or x.id = any (@ids::text[]::uuid[])) and (@before = '' or x.id < nullif(@before, '')::uuid)
+		          order by x.id desc limit @most + 1)
+		        union all
+		        (select y.* from unnest(@endpoints::text[]) n (name) cross join lateral (
+		           select x.* from agent_webhook_deliveries x
+		            where x.endpoint = n.name and (@status = '' or x.status = @status)
+		              and (@ids::text[] is null or x.id = any (@ids::text[]::uuid[])) and (@before = '' or x.id < nullif(@before, '')::uuid)
+		            order by x.id desc limit @most + 1) y)) d
+		  left join agent_webhook_endpoints e on e.name = d.endpoint
 		 order by d.id desc limit @most + 1`,
 		freshPlan, postgres.Strict{
-			"endpoint": want.Endpoint, "status": want.Status, "before": want.Before,
-			"most": mostDeliveries,
+			"endpoints": want.endpoints, "ids": want.ids, "status": want.Status, "before": want.Before, "most": mostDeliveries,
 		})
-	if err != nil {
-		return nil, err
-	}
-	endpoints, err := names(room.Read.Query(ctx, `select name from agent_webhook_endpoints order by name limit 200`))
 	if err != nil {
 		return nil, err
 	}
 	list, links := paged(v, all, mostDeliveries, func(d deliveryRow) string { return d.ID })
 	return map[string]any{
-		"Deliveries": list, "Want": want, "Endpoints": endpoints,
-		"Statuses": webhooks.Statuses(), "Links": links,
+		"Deliveries": list, "Want": want, "Links": links,
 	}, nil
 }
 
@@ -315,7 +361,10 @@ func (room *Room) outgoingPage() page {
 			v.About = messageFilter{target, status, before}
 			return "Outgoing deliveries", err
 		},
-		parts: []part{{name: "list", every: 2 * time.Second, load: room.messagesList}},
+		parts: []part{
+			room.filtersPart("/outgoing", "target"),
+			{name: "list", every: 2 * time.Second, load: room.messagesList},
+		},
 	}
 }
 
@@ -345,16 +394,12 @@ func (room *Room) messagesList(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	targets, err := names(room.Read.Query(ctx, `select name from agent_webhook_targets order by name limit 200`))
-	if err != nil {
-		return nil, err
-	}
 	list, links := paged(v, all, maxMessages, func(m messageRow) string { return m.ID })
 	more := want.Status == "pending" && links.Older != ""
 	if more {
 		links.Older = "" // the order of sending changes, so it has no second page
 	}
-	return map[string]any{"Messages": list, "Want": want, "Targets": targets, "More": more, "Links": links}, nil
+	return map[string]any{"Messages": list, "Want": want, "More": more, "Links": links}, nil
 }
 
 func (room *Room) pendingMessages(ctx context.Context, want messageFilter) ([]messageRow, error) {

@@ -8,7 +8,9 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/lanekeeper/lanekeeper/internal/human"
+
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 )
@@ -26,8 +28,9 @@ const (
 func (room *Room) lanesPage() page {
 	return page{
 		path: "/lanes", name: "lanes", nav: "Lanes", title: "Lanes",
-		open: openLanes,
+		open: room.openLanes,
 		parts: []part{
+			room.filtersPart("/lanes", "lane"),
 			{name: "held", every: time.Second, load: room.heldLanes},
 			{name: "waiters", every: time.Second, load: room.laneWaiters},
 			{name: "loans", every: time.Second, load: room.laneLoans},
@@ -39,12 +42,16 @@ func (room *Room) lanesPage() page {
 
 // laneFilter holds the parameters of the page.
 type laneFilter struct {
-	Lane   string // only this lane
+	Lane   string // only the lanes with this part
+	lanes  []string
 	After  string // the last lane of the previous page
 	Before string // the last execution of the previous page
 }
 
-func openLanes(_ context.Context, v *visit) (string, error) {
+func (room *Room) openLanes(ctx context.Context, v *visit) (string, error) {
+	if _, is := v.About.(laneFilter); is {
+		return "Lanes", nil // found for the same address
+	}
 	want := laneFilter{Lane: v.Query.Get("lane"), After: v.Query.Get("after")}
 	for _, name := range []string{want.Lane, want.After} {
 		if len(name) > maxLane || !utf8.ValidString(name) || strings.ContainsFunc(name, unicode.IsControl) {
@@ -54,9 +61,28 @@ func openLanes(_ context.Context, v *visit) (string, error) {
 		}
 	}
 	var err error
-	want.Before, err = v.uuidFilter("before")
+	if want.Before, err = v.uuidFilter("before"); err != nil {
+		return "", err
+	}
+	want.lanes, err = room.lanesFor(ctx, want.Lane)
 	v.About = want
 	return "Lanes", err
+}
+
+// lanesFor returns the lanes whose names contain a text, or the one with that name; nil without a text.
+func (room *Room) lanesFor(ctx context.Context, text string) ([]string, error) {
+	if text == "" {
+		return nil, nil
+	}
+	rows, err := room.Read.Query(ctx, `
+		select x.lane from (select l.lane from agent_locks l order by l.lane limit @window) x
+		 where not exists (select from agent_locks o where o.lane = @text) and x.lane ilike @like limit @most`, freshPlan,
+		postgres.Strict{"text": text, "like": likePart(text), "window": maxSearched, "most": maxNamesLike})
+	lanes, err := postgres.Collect(rows, err, "find lanes", pgx.RowTo[string])
+	if len(lanes) == 0 {
+		lanes = []string{text}
+	}
+	return lanes, err
 }
 
 // heldLane is a held lane.
@@ -93,8 +119,8 @@ func (room *Room) heldLanes(ctx context.Context, v *visit) (any, error) {
 		          limit @most + 1) q) as waiters,
 		       (select n.lender::text from agent_lock_loans n where n.lane = l.lane order by n.depth desc limit 1) as lender
 		  from agent_locks l left join agent_executions e on e.id = l.execution_id
-		 where l.locked_by <> '' and l.expires_at > now() and l.lane > @after and (@lane = '' or l.lane = @lane)
-		 order by l.lane limit @most + 1`, freshPlan, postgres.Strict{"most": maxLanes, "after": want.After, "lane": want.Lane})
+		 where l.locked_by <> '' and l.expires_at > now() and l.lane > @after and (@lanes::text[] is null or l.lane = any (@lanes))
+		 order by l.lane limit @most + 1`, freshPlan, postgres.Strict{"most": maxLanes, "after": want.After, "lanes": want.lanes})
 	if err != nil {
 		return nil, err
 	}
@@ -151,15 +177,15 @@ func (room *Room) laneWaiters(ctx context.Context, v *visit) (any, error) {
 		(select w.lane, w.owner, substring(w.owner from '^([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})#') as execution_id,
 		        row_number() over (partition by w.lane order by w.ticket) as place, w.ticket, w.since, null::timestamptz
 		          as until
-		   from agent_lock_waiters w where w.expires_at > now() and (@lane = '' or w.lane = @lane)
+		   from agent_lock_waiters w where w.expires_at > now() and (@lanes::text[] is null or w.lane = any (@lanes))
 		  order by w.lane, w.ticket limit @most + 1)
 		union all
 		(select coalesce(e.waiting_key, ''), left(e.flow, 200), e.id::text, 0, 0, e.updated_at, e.waiting_until
 		   from agent_executions e where e.status = 'waiting' and e.waiting_for = 'lane'
-		     and (@lane = '' or e.waiting_key = @lane)
+		     and (@lanes::text[] is null or e.waiting_key = any (@lanes))
 		  order by e.waiting_key, e.id limit @most + 1)) q
 		 order by q.lane, q.place = 0, q.ticket, q.execution_id limit @most + 1`,
-		freshPlan, postgres.Strict{"most": maxLanes, "lane": want.Lane})
+		freshPlan, postgres.Strict{"most": maxLanes, "lanes": want.lanes})
 	if err != nil {
 		return nil, err
 	}
@@ -178,8 +204,8 @@ func (room *Room) laneLoans(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(laneFilter)
 	all, err := postgres.Rows[laneLoan](ctx, room.Read, "list loans", `
 		select n.lane, n.lender::text, n.borrower::text, n.depth, n.lent_at
-		  from agent_lock_loans n where @lane = '' or n.lane = @lane order by n.lane, n.depth limit @most + 1`,
-		freshPlan, postgres.Strict{"most": maxLanes, "lane": want.Lane})
+		  from agent_lock_loans n where @lanes::text[] is null or n.lane = any (@lanes) order by n.lane, n.depth limit @most + 1`,
+		freshPlan, postgres.Strict{"most": maxLanes, "lanes": want.lanes})
 	if err != nil {
 		return nil, err
 	}

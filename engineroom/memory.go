@@ -70,7 +70,10 @@ type memoryRow struct {
 func (r memoryRow) Shown() shownValue { return shownJSON(r.Value, r.Bytes) }
 
 // memoryFilter holds the filters.
-type memoryFilter struct{ Agent, Words, Category, Prefix, Before string }
+type memoryFilter struct {
+	Agent, Words, Category, Prefix, Before string
+	categories                             []string // that Category means; nil without it
+}
 
 // Narrowed reports whether any filter is set.
 func (a memoryFilter) Narrowed() bool {
@@ -80,8 +83,9 @@ func (a memoryFilter) Narrowed() bool {
 // memoryPage shows the memory.
 func (room *Room) memoryPage() page {
 	return page{
-		path: "/memory", name: "memory", nav: "Memory", title: "Memory", open: openMemoryList,
+		path: "/memory", name: "memory", nav: "Memory", title: "Memory", open: room.openMemoryList,
 		parts: []part{
+			room.filtersPart("/memory", "category", "agent"),
 			{name: "conflicts", every: 3 * time.Second, load: room.memoryConflicts},
 			{name: "use", every: 30 * time.Second, calm: true, load: room.memoryUse},
 			{name: "entries", every: 3 * time.Second, load: room.memories},
@@ -90,7 +94,10 @@ func (room *Room) memoryPage() page {
 }
 
 // openMemoryList reads the filters from the URL.
-func openMemoryList(_ context.Context, v *visit) (string, error) {
+func (room *Room) openMemoryList(ctx context.Context, v *visit) (string, error) {
+	if _, is := v.About.(memoryFilter); is {
+		return "", nil // found for the same address
+	}
 	var asked memoryFilter
 	var err error
 	for name, into := range map[string]*string{
@@ -104,6 +111,9 @@ func openMemoryList(_ context.Context, v *visit) (string, error) {
 	if asked.Before, err = v.uuidFilter("before"); err != nil {
 		return "", err
 	}
+	if asked.categories, err = room.namesLike(ctx, "category", asked.Category); err != nil {
+		return "", err
+	}
 	v.About = asked
 	return "", nil
 }
@@ -115,15 +125,22 @@ func (room *Room) memories(ctx context.Context, v *visit) (any, error) {
 		select m.id::text, left(m.owner, 100) as agent, m.category, m.key, left(m.value::text, 300) as value,
 		  octet_length(m.value::text) as bytes, m.revision,
 		       left(m.trace_id, 300) as trace_id, m.expires_at, m.created_at, m.updated_at
-		  from agent_memory m
-		 where (@category::text = '' or m.category = @category) and (@prefix::text = '' or m.key like @prefix)
-		   and (@agent::text = '' or m.owner = @agent)
-		   and (@words::text = '' or m.search @@ websearch_to_tsquery('simple', @words))
-		   and (@before::text = '' or m.id < nullif(@before, '')::uuid)
-		   and (m.expires_at is null or m.expires_at > clock_timestamp())
+		  from (select m.* from agent_memory m
+		         where (@categories::text[] is null or m.category = any (@categories))
+		           and (@prefix::text = '' or m.id = any (array(
+		                (select k.id from agent_memory k where k.key like @prefix limit @window)
+		                union
+		                (select n.id from (select b.id, b.key from agent_memory b order by b.id desc limit @window) n
+		                  where n.key ilike @part))))
+		           and (@words::text = '' or m.search @@ websearch_to_tsquery('simple', @words))
+		           and (@before::text = '' or m.id < nullif(@before, '')::uuid)
+		           and (m.expires_at is null or m.expires_at > clock_timestamp())
+		         order by m.id desc limit case when @agent::text = '' then @most::int + 1 else @window end) m
+		 where @agent::text = '' or m.owner ilike @agent
 		 order by m.id desc limit @most::int + 1`,
 		freshPlan, postgres.Strict{
-			"agent": asked.Agent, "category": asked.Category, "prefix": prefixPattern(asked.Prefix), "words": asked.Words,
+			"agent": likePart(asked.Agent), "categories": asked.categories, "prefix": prefixPattern(asked.Prefix),
+			"part": likePart(asked.Prefix), "window": maxSearched, "words": asked.Words,
 			"before": asked.Before, "most": mostMemories,
 		})
 	if err != nil {

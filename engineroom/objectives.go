@@ -90,20 +90,26 @@ func (room *Room) activeObjectives(ctx context.Context, _ *visit) (any, error) {
 func (room *Room) objectivesPage() page {
 	return page{
 		path: "/objectives", name: "objectives", nav: "Objectives", title: "Objectives", open: openObjectives,
-		parts: []part{{name: "list", every: 3 * time.Second, load: room.listObjectives}},
+		parts: []part{
+			room.filtersPart("/objectives"),
+			{name: "list", every: 3 * time.Second, load: room.listObjectives},
+		},
 	}
 }
 
 // objectiveFilter holds the filters.
 type objectiveFilter struct {
-	Status, Before string
-	States         []string
+	Status, Name, Before string
+	States               []string
 }
 
 func openObjectives(_ context.Context, v *visit) (string, error) {
 	asked := objectiveFilter{States: objectiveStates}
 	var err error
 	if asked.Status, err = v.oneOf("status", append([]string{""}, objectiveStates...)...); err != nil {
+		return "", err
+	}
+	if asked.Name, err = v.textFilter("name"); err != nil {
 		return "", err
 	}
 	if asked.Before, err = v.uuidFilter("before"); err != nil {
@@ -116,9 +122,10 @@ func openObjectives(_ context.Context, v *visit) (string, error) {
 func (room *Room) listObjectives(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(objectiveFilter)
 	list, err := postgres.Rows[objectiveRow](ctx, room.Read, "list objectives", objectiveColumns+`
-		 where (@status::text = '' or o.status = @status) and (@before::text = '' or o.id < nullif(@before, '')::uuid)
+		 where (@status::text = '' or o.status = @status) and (@name::text = '' or o.name ilike @name or left(o.goal, 4000) ilike @name)
+		   and (@before::text = '' or o.id < nullif(@before, '')::uuid)
 		 order by o.id desc limit @most::int + 1`,
-		freshPlan, postgres.Strict{"status": asked.Status, "before": asked.Before, "most": objectivesShown})
+		freshPlan, postgres.Strict{"status": asked.Status, "name": likePart(asked.Name), "before": asked.Before, "most": objectivesShown})
 	if err != nil {
 		return nil, err
 	}

@@ -8,6 +8,7 @@ import (
 	"math"
 	"regexp"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -127,6 +128,7 @@ func (room *Room) skillsPage() page {
 			return "", err
 		},
 		parts: []part{
+			room.filtersPart("/skills", "skill"),
 			{name: "list", every: 5 * time.Second, calm: true, load: room.skillsList},
 			{name: "failing", every: 10 * time.Second, calm: true, load: room.failingSkills},
 			{name: "slowest", every: 10 * time.Second, calm: true, load: room.slowestSkills},
@@ -173,7 +175,7 @@ type skillAbout struct {
 func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(activity.HealthFilter)
 	filter := want
-	if filter.After = ""; want.State == "failing" {
+	if filter.After, filter.Skill = "", ""; want.State == "failing" {
 		filter.State = "enabled"
 	}
 	sums, err := activity.CountedHealth(ctx, room.Read, filter)
@@ -183,6 +185,10 @@ func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 	all := worstFirst(sums.Lines)
 	if want.State == "failing" {
 		all = slices.DeleteFunc(all, func(h skillHealth) bool { return h.Look() != "failing" })
+	}
+	if want.Skill != "" {
+		part := strings.ToLower(want.Skill)
+		all = slices.DeleteFunc(all, func(h skillHealth) bool { return !strings.Contains(strings.ToLower(h.Skill), part) })
 	}
 	if i := slices.IndexFunc(all, func(h skillHealth) bool { return h.Skill == want.After }); i >= 0 {
 		all = all[i+1:]

@@ -94,6 +94,10 @@ func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestio
 			list = append(list, suggestion{h.Skill, human.Count(h.Calls) + " in 7 days"})
 		}
 		return list, err
+	case "target":
+		return postgres.Rows[suggestion](ctx, room.Read, "suggest targets", `
+			select t.name as value, '' as count from agent_webhook_targets t order by t.name limit @most`,
+			postgres.Strict{"most": maxSuggested})
 	case "lane":
 		return postgres.Rows[suggestion](ctx, room.Read, "suggest lanes", `
 			select l.lane as value, '' as count from agent_locks l order by l.lane limit @most`, postgres.Strict{"most": maxSuggested})

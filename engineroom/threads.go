@@ -26,8 +26,11 @@ const (
 // threadsPage lists conversations.
 func (room *Room) threadsPage() page {
 	return page{
-		path: "/threads", name: "threads", nav: "Threads", title: "Threads", open: openThreads,
-		parts: []part{{name: "list", every: 2 * time.Second, load: room.listThreads}},
+		path: "/threads", name: "threads", nav: "Threads", title: "Threads", open: room.openThreads,
+		parts: []part{
+			room.filtersPart("/threads", "owner", "agent"),
+			{name: "list", every: 2 * time.Second, load: room.listThreads},
+		},
 	}
 }
 
@@ -36,6 +39,8 @@ type threadFilter struct {
 	View           string // held or queue; empty for all
 	Channel, Owner string
 	Agent          string
+	Name           string // a part of the id, participant or public name
+	owners         []string
 	before         *threadPlace
 }
 
@@ -53,8 +58,11 @@ func threadChannels() []string {
 func (threadFilter) Channels() []string { return threadChannels() }
 
 // openThreads reads the filters.
-func openThreads(_ context.Context, v *visit) (string, error) {
-	q, err := filtersOf(v.Query, "view", "channel", "owner", "agent", "before")
+func (room *Room) openThreads(ctx context.Context, v *visit) (string, error) {
+	if _, is := v.About.(threadFilter); is {
+		return "Threads", nil // found for the same address
+	}
+	q, err := filtersOf(v.Query, "view", "channel", "owner", "agent", "name", "before")
 	if err != nil {
 		return "", err
 	}
@@ -64,7 +72,10 @@ func openThreads(_ context.Context, v *visit) (string, error) {
 	if err := oneOf("channel", q["channel"], threadChannels()); err != nil {
 		return "", err
 	}
-	f := threadFilter{View: q["view"], Channel: q["channel"], Owner: q["owner"], Agent: q["agent"]}
+	f := threadFilter{View: q["view"], Channel: q["channel"], Owner: q["owner"], Agent: q["agent"], Name: q["name"]}
+	if f.owners, err = room.namesLike(ctx, "owner", f.Owner); err != nil {
+		return "", err
+	}
 	if f.View != "" && len(q) > 1 {
 		return "", badFilter("view=%s lists all such threads: leave other filters out", f.View)
 	}
@@ -80,6 +91,22 @@ func openThreads(_ context.Context, v *visit) (string, error) {
 	return "Threads", nil
 }
 
+// oneOwner is the owner whose index yields the rows; empty for none or several.
+func (f threadFilter) oneOwner() string {
+	if len(f.owners) == 1 {
+		return f.owners[0]
+	}
+	return ""
+}
+
+// moreOwners are the owners that are compared row by row; nil for at most one.
+func (f threadFilter) moreOwners() []string {
+	if len(f.owners) < 2 {
+		return nil
+	}
+	return f.owners
+}
+
 // link returns the listing's URL from a position on.
 func (f threadFilter) link(p threadPlace) string {
 	q := url.Values{"before": {p.At.UTC().Format(time.RFC3339Nano) + " " + p.ID}}
@@ -91,6 +118,9 @@ func (f threadFilter) link(p threadPlace) string {
 	}
 	if f.Agent != "" {
 		q.Set("agent", f.Agent)
+	}
+	if f.Name != "" {
+		q.Set("name", f.Name)
 	}
 	return "/threads?" + q.Encode()
 }
@@ -153,19 +183,21 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 	}
 	rows, err := room.Read.Query(ctx, `
 		select `+threadRowColumns+` from (select w.id from (
-		  (select x.id, x.updated_at, x.channel, x.agent from agent_threads x
+		  (select x.id, x.updated_at, x.channel, x.agent, x.owner, x.participant, x.name from agent_threads x
 		    where @owner <> '' and x.owner = @owner and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
 		    order by x.updated_at desc, x.id desc limit @looked)
 		  union all
-		  (select x.id, x.updated_at, x.channel, x.agent from agent_threads x
+		  (select x.id, x.updated_at, x.channel, x.agent, x.owner, x.participant, x.name from agent_threads x
 		    where @owner = '' and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
 		    order by x.updated_at desc, x.id desc limit @looked)) w
-		  where (@channel = '' or w.channel = @channel) and (@agent = '' or w.agent = @agent)
+		  where (@channel = '' or w.channel = @channel) and (@agent = '' or w.agent ilike @agent)
+		    and (@owners::text[] is null or w.owner = any (@owners))
+		    and (@name = '' or w.id ilike @name or w.participant ilike @name or w.name ilike @name)
 		  order by w.updated_at desc, w.id desc limit @most + 1) p
 		  join agent_threads t on t.id = p.id`+threadRowJoins+`
 		 order by t.updated_at desc, t.id desc`, freshPlan,
 		postgres.Strict{
-			"owner": f.Owner, "channel": f.Channel, "agent": f.Agent, "at": at, "before": id, "looked": maxSearched,
+			"owner": f.oneOwner(), "owners": f.moreOwners(), "name": likePart(f.Name), "channel": f.Channel, "agent": likePart(f.Agent), "at": at, "before": id, "looked": maxSearched,
 			"most":        threadsShown,
 			"queued_most": maxQueued,
 		})
@@ -179,7 +211,7 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 		got.Older = f.link(threadPlace{last.UpdatedAt, last.ID})
 		return got, nil
 	}
-	if f.Channel == "" && f.Agent == "" {
+	if f.Channel == "" && f.Agent == "" && f.Name == "" && len(f.owners) < 2 {
 		return got, nil
 	}
 	var end threadPlace
@@ -191,7 +223,7 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 		(select x.updated_at, x.id from agent_threads x
 		  where @owner = '' and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
 		  order by x.updated_at desc, x.id desc offset @looked - 1 limit 1)) w`, freshPlan,
-		postgres.Strict{"owner": f.Owner, "at": at, "before": id, "looked": maxSearched})
+		postgres.Strict{"owner": f.oneOwner(), "at": at, "before": id, "looked": maxSearched})
 	if err != nil {
 		return nil, fmt.Errorf("look how far threads were looked at: %w", err)
 	}
