@@ -16,11 +16,11 @@ import (
 
 const (
 	// failuresRead bounds the executions and calls that are read as failures, each.
-	failuresRead, failuresOfCall, failingNames = 200, 30, 50
+	failuresRead, failuresOfCall, failingNames = 200, 30, 30
 	// outcomesRead bounds the runs of a flow, or calls of a skill, that are searched for successes.
 	outcomesRead = 100
 	// newestRead bounds the rows of the log that are searched for names the counts do not have yet.
-	newestRead = 1000
+	newestRead = 500
 	// failingStreak is how many failures in a row make a flow or skill failing.
 	failingStreak = 3
 )
@@ -88,14 +88,23 @@ func readFailures(ctx context.Context, db postgres.DB) (got failures, err error)
 	return got, err
 }
 
-// readFailures reads them once for all parts of a page.
+// failureMemo keeps the failures for the parts of a page. Parts are read one after the other.
+type failureMemo struct {
+	failures
+	at time.Time
+}
+
+// memoLasts is how long failures are kept: the parts of one page, or of one refresh of it, share a read.
+const memoLasts = time.Second
+
+// readFailures reads the failures, or returns those that another part has just read.
 func (v *visit) readFailures(ctx context.Context, db postgres.DB) (failures, error) {
-	if v.failures != nil {
-		return *v.failures, nil
+	if v.memo != nil && time.Since(v.memo.at) < memoLasts {
+		return v.memo.failures, nil
 	}
 	got, err := readFailures(ctx, db)
-	if err == nil {
-		v.failures = &got
+	if v.memo != nil && err == nil {
+		*v.memo = failureMemo{got, time.Now()}
 	}
 	return got, err
 }

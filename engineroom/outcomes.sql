@@ -1,5 +1,6 @@
 -- How the newest @walk runs of some flows, by agent, and the newest @walk calls since @since of some names ended. The
--- streak is the failures after the last success. Heartbeats that were skipped say nothing.
+-- streak is the failures after the last success. Heartbeats that were skipped say nothing. Only what failed last is
+-- searched: of the others the newest row is enough.
 with ended as materialized (
   select 'flow' as kind, f.name, left(w.agent, 300) as agent, w.id, w.at, w.status <> 'completed' as failed
     from unnest(@flows::text[]) f(name)
@@ -12,9 +13,13 @@ with ended as materialized (
   select 'call', s.name, '', k.id, k.created_at, k.status = 'error'
     from unnest(@calls::text[]) s(name)
    cross join lateral (
+     select k.status from agent_skill_calls k
+      where k.skill_name between s.name and s.name and k.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
+      order by k.skill_name desc, k.id desc limit 1) newest
+   cross join lateral (
      select k.id, k.status, k.created_at from agent_skill_calls k
       where k.skill_name between s.name and s.name and k.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
-      order by k.skill_name desc, k.id desc limit @walk::int) k
+      order by k.skill_name desc, k.id desc limit case when newest.status = 'error' then @walk::int else 1 end) k
   union all
   select 'call', m.name, '', m.id, m.created_at, m.status = 'error'
     from (

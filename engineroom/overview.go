@@ -17,7 +17,7 @@ func (room *Room) overviewPage() page {
 	return page{
 		path: "/", name: "overview", nav: "Overview", title: "Overview", open: openActivity,
 		parts: []part{
-			{name: "verdict", every: 2 * time.Second, calm: true, load: room.verdictPart},
+			{name: "verdict", every: 3 * time.Second, calm: true, load: room.verdictPart},
 			{name: "needs", every: 3 * time.Second, load: room.needs},
 			{name: "failing", every: 3 * time.Second, calm: true, load: room.failingNow},
 			{name: "now", every: time.Second, load: room.runningNow},

@@ -57,9 +57,8 @@ type visit struct {
 	URL   string                   // canonical path and query
 	About any                      // the subject that open found
 	fresh bool                     // read from the primary, after a write
-	// failures are those of the overview, once they are read: one visit or refresh has one copy.
-	failures *failures
-	zone     *time.Location // of the reader
+	memo  *failureMemo             // shared by the parts of a page
+	zone  *time.Location           // of the reader
 }
 
 // show is the data of a page's template.
@@ -197,6 +196,7 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 	}
 	v := &visit{
 		path: func(name string) string { return wild[name] }, Query: r.URL.Query(), fresh: replica.Fresh(r), zone: zoneOf(r),
+		memo: &failureMemo{},
 	}
 	v.Query.Del(partField)
 	if prefix != "" {

@@ -196,9 +196,10 @@ func spendChart(title string, lines []activity.SpendLine, since time.Time, per a
 		if l.Period == nil {
 			continue
 		}
-		of[l.Period.Unix()] = l.CostUSD
-		if !priced {
-			of[l.Period.Unix()] = float64(l.Tokens)
+		if priced {
+			of[l.Period.Unix()] += l.CostUSD
+		} else {
+			of[l.Period.Unix()] += float64(l.Tokens)
 		}
 	}
 	c.Points = periodsSince(since, per, func(at time.Time) []float64 { return []float64{of[at.Unix()]} })
@@ -292,7 +293,8 @@ type window struct {
 
 func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 	since := today().AddDate(0, 0, -29)
-	days, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{Since: since, Period: activity.ByDay})
+	days, err := activity.CountedSpend(ctx, room.Read,
+		activity.SpendFilter{Since: since, By: activity.BySurface, Period: activity.ByDay})
 	if err != nil {
 		return nil, err
 	}
@@ -306,7 +308,7 @@ func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	beats, err := room.costOfHeartbeats(ctx, week)
+	beats, err := room.costOfHeartbeats(ctx, week, days.Lines)
 	if err != nil {
 		return nil, err
 	}
@@ -453,14 +455,10 @@ type heartbeatCost struct {
 	EachTokens int64
 }
 
-// costOfHeartbeats divides the surface's spend by its completed heartbeats.
-func (room *Room) costOfHeartbeats(ctx context.Context, since time.Time) (heartbeatCost, error) {
-	var cost heartbeatCost
-	sums, err := activity.CountedSpend(ctx, room.Read,
-		activity.SpendFilter{Since: since, Surface: string(trace.Heartbeat)})
-	if err != nil {
-		return cost, err
-	}
+// costOfHeartbeats divides the surface's spend, of the lines by day and surface, by its completed heartbeats.
+func (room *Room) costOfHeartbeats(
+	ctx context.Context, since time.Time, lines []activity.SpendLine,
+) (cost heartbeatCost, err error) {
 	err = room.Read.QueryRow(ctx, `
 		select count(*) from (
 		  select from agent_executions e
@@ -474,7 +472,9 @@ func (room *Room) costOfHeartbeats(ctx context.Context, since time.Time) (heartb
 	if cost.More = cost.Successful > maxHeartbeats; cost.More || cost.Successful == 0 {
 		return cost, nil
 	}
-	all := added(sums.Lines)
+	all := added(slices.DeleteFunc(slices.Clone(lines), func(l activity.SpendLine) bool {
+		return l.Key != string(trace.Heartbeat) || l.Period == nil || l.Period.Before(since)
+	}))
 	cost.Each, cost.EachTokens = all.CostUSD/float64(cost.Successful), all.Tokens/cost.Successful
 	return cost, nil
 }
