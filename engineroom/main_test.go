@@ -504,9 +504,9 @@ var indexedPages = map[string]struct {
 		insert into agent_executions (trace_id, surface, flow) select 'fl_' || n, 'flow', 'x' from generate_series(1, 5000) n;
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, error_message, created_at, completed_at)
 		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), 'flow', (array['sales', 'billing'])[1 + n % 2],
-		  'flow_' || n % 40, case when n % 5 = 0 then 'failed' when n % 55 = 1 then 'timeout' else 'completed' end,
+		  case when n % 3 = 0 then 'flow_' || n % 40 else 'often' end, case when n % 5 = 0 then 'failed' when n % 55 = 1 then 'timeout' else 'completed' end,
 		  'no answer from host ' || n, at, at
-		  from (select n, now() - n * interval '7 s' as at from generate_series(1, 15000) n) x;
+		  from (select n, now() - n * interval '7 s' as at from generate_series(1, 18000) n) x;
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, completed_at)
 		select lanekeeper.agent_uuid7(at), 'hb_' || n, 'heartbeat', 'sales', 'heartbeat', 'completed', at
 		  from (select n, now() - n * interval '1 minute' as at from generate_series(1, 5000) n) x;
@@ -541,7 +541,7 @@ var indexedPages = map[string]struct {
 		  from agent_objectives o;` + manyActivities,
 		`agent_executions agent_locks agent_messages agent_approvals agent_requests agent_webhook_deliveries agent_webhook_outbox
 		agent_automation_runs agent_objectives agent_objective_steps agent_memory agent_activity agent_activity_counts
-		agent_lock_waiters`, "/ /?agent=billing", 0,
+		agent_lock_waiters`, "/ /?agent=billing", 10_000,
 	},
 	"activity": {
 		manyActivities, "agent_activity",

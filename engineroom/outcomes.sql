@@ -5,10 +5,11 @@ with ended as materialized (
   select 'flow' as kind, f.name, left(w.agent, 300) as agent, w.id, w.at, w.status <> 'completed' as failed
     from unnest(@flows::text[]) f(name)
    cross join lateral (
-     select x.id, x.agent, x.status, x.result_summary, coalesce(x.completed_at, x.updated_at) as at from agent_executions x
-      where x.flow between f.name and f.name and x.claimed_by is null -- so that the index of flows is used
+     select x.id, x.flow, x.agent, x.status, x.result_summary, coalesce(x.completed_at, x.updated_at) as at from agent_executions x
+      -- Down the index of flows from the flow's newest run. Equality could be planned as a scan by id.
+      where (x.flow, x.id) <= (f.name, 'ffffffff-ffff-ffff-ffff-ffffffffffff'::uuid) and x.claimed_by is null
       order by x.flow desc, x.id desc limit @walk::int) w
-   where w.status in ('completed', 'failed', 'timeout') and w.result_summary not like 'skipped:%'
+   where w.flow = f.name and w.status in ('completed', 'failed', 'timeout') and w.result_summary not like 'skipped:%'
   union all
   select 'call', s.name, '', k.id, k.created_at, k.status = 'error'
     from unnest(@calls::text[]) s(name)
