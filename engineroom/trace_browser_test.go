@@ -172,6 +172,13 @@ func TestLinesOfATraceCollapseZoomAndAreSearchedByKeys(t *testing.T) {
 	p.Until("finer marks are shown", `getComputedStyle(document.querySelector(".wf-tick-4")).display !== "none"`)
 	p.Press("0")
 	p.Until("0 fits", `document.getElementById("wf-fit").disabled`)
+	p.Eval(`(() => { const bar = document.querySelector(".wf-row .wf-time"), box = bar.getBoundingClientRect();
+		for (const [name, x] of [["pointerdown", .5], ["pointermove", .6], ["pointermove", .75], ["pointerup", .75]]) {
+			bar.dispatchEvent(new PointerEvent(name, {clientX: box.left + x * box.width, clientY: box.top + 3, bubbles: true})); } })()`, nil)
+	p.Until("dragging zooms into the period", `getComputedStyle(document.documentElement).getPropertyValue("--wf-zoom") === "4" &&
+		Math.abs(getComputedStyle(document.documentElement).getPropertyValue("--wf-pan") - 2) < .01`)
+	p.Click("#wf-fit")
+	p.Eval(`document.querySelector(".wf-row").focus()`, nil)
 	p.Press(kb.Enter)
 	p.Until("Enter opens", `document.getElementById("panel-title").textContent === "nightly_report" && location.search.startsWith("?span=")`)
 	p.Until("the focus stays", focused+` === "nightly_report"`)
@@ -301,6 +308,34 @@ func TestALiveTraceKeepsZoomCollapseSelectionAndFocus(t *testing.T) {
 		assert.Equal(t, before, after)
 	}
 	noComplaint(t, p)
+}
+
+func TestAnExecutionShowsItsRootCauseItsWaterfallAndItsCheckpoint(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id := failedNight(t, pool)
+	runs := map[string]string{}
+	for _, flow := range []string{"nightly_report", "nightly_child"} {
+		runs[flow] = pgtest.Value[string](t, pool, `select id::text from agent_executions where flow = $1`, flow)
+	}
+	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
+	p.Go(server.URL + "/executions/" + runs["nightly_child"])
+	assert.Contains(t, p.Text(".cause"), "broken_on_purpose", "×2 upstream")
+	const shown = `[...document.querySelectorAll(".wf-row")].filter(r => !r.hidden).length`
+	p.Until("its own lines are drawn", shown+` === 7 && document.querySelector(".wf-row").getAttribute("aria-level") === "1"`)
+	p.Click("#wf-collapse")
+	p.Until("they collapse", shown+` === 3`)
+	p.Click(".wf-row a")
+	p.Until("a line leads to its span in the trace", `location.pathname === "/traces/`+string(id)+`" && location.search === "?span=`+
+		runs["nightly_child"]+`" && document.getElementById("panel-title").textContent === "nightly_child"`)
+	noComplaint(t, p)
+	body := shows(t, server.URL+"/executions/"+runs["nightly_report"]+"?tab=checkpoint", "Latest checkpoint",
+		"APPROVAL_DECIDED", "the lease of worker web-2 was over", `action="/act/v1/executions/`+runs["nightly_report"]+`/retry"`,
+		`name="from" value="prices"`, "/v1/executions/"+runs["nightly_report"])
+	if strings.Contains(body, "/cancel") {
+		t.Error("what has ended can be cancelled")
+	}
+	turnsAway(t, server.URL+"/executions/"+runs["nightly_report"]+"?tab=x", 400, "tab")
 }
 
 // A trace of 2,000 spans is one light page: 200 kB compressed, the first lines painted before the rest is laid out.

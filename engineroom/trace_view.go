@@ -23,8 +23,6 @@ type tracedView struct {
 	View, Span string
 	Base       string // of the address of a span; its id follows
 	Filter     traceWanted
-	Rows       int64         // of the trace
-	More       bool          // the count of rows reached its bound
 	Shown      int           // shown rows
 	Order      []*tracedNode // lines of the waterfall
 	Wanted     int           // lines that the filter leaves
@@ -149,7 +147,7 @@ func (room *Room) loadLines(ctx context.Context, view *tracedView) error {
 	if err != nil {
 		return err
 	}
-	view.Rows, view.More, view.Shown = view.Sums.Rows, view.MoreRows, shown
+	view.Shown = shown
 	view.fill(order)
 	return nil
 }
@@ -276,11 +274,10 @@ func (view *tracedView) SortLabel(sort string) string {
 	return sortLabels[sort]
 }
 
-// Counted is how many rows the trace has, as far as they were counted.
-func (view *tracedView) Counted() int64 { return min(view.Rows, traceSummed) }
-
 // Partly reports whether rows are left out.
-func (view *tracedView) Partly() bool { return int64(view.Shown) < view.Rows }
+func (view *tracedView) Partly() bool {
+	return view.View != "table" && int64(view.Shown) < view.Sums.Rows
+}
 
 // Idle reports whether time is drawn shorter because nothing was done in it.
 func (view *tracedView) Idle() bool {

@@ -180,7 +180,8 @@ func TestAWaterfallTellsItsLinesApart(t *testing.T) {
 		t.Error("there is a style attribute, which the policy of the page forbids")
 	}
 	_, body = testkit.Get(t, server.URL+"/traces/"+string(id)+"?view=table")
-	assert.Contains(t, body, "plan/fetch", "gpt-4o-mini", "attempt 2", "EVENT_COMPLETED", "<caption>")
+	assert.Contains(t, body, "plan/fetch", "gpt-4o-mini", "attempt 2", "EVENT_COMPLETED", "<caption>",
+		`?view=table">4</a>`)
 }
 
 func TestThePanelShowsASpan(t *testing.T) {
