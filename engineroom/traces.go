@@ -330,7 +330,7 @@ func (about *tracedVisit) title() string {
 	if about.Flow == "" {
 		return "Trace " + about.ID
 	}
-	return about.Flow + " " + about.ID[max(len(about.ID)-8, 0):]
+	return about.Flow + " " + tail(about.ID)
 }
 
 // flowOf is the flow of a trace's first execution; empty for none.

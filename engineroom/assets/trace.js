@@ -271,6 +271,8 @@
     mark();
     if (shownSpan() && state !== was) load().catch(() => {}); // the stream says when the server is away
   });
+  const errors = document.querySelector(".wf-tools [name=errors]");
+  if (location.hash === "#errors" && errors) errors.checked = true;
   begin();
   mark();
 })();
