@@ -1,0 +1,156 @@
+"""The connection to a server, and the client that starts executions."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import time
+import urllib.error
+import urllib.request
+import uuid
+from threading import Event
+from typing import Any, Literal
+from urllib.parse import quote
+
+
+class RequestError(Exception):
+    """The server refused a request."""
+
+    def __init__(self, status: int, detail: str, holder: str | None = None) -> None:
+        super().__init__(f"{status}: {detail}")
+        self.status = status
+        self.holder = holder
+
+
+class FlowError(Exception):
+    """An execution ended without a result: its status is failed, timeout or cancelled."""
+
+    def __init__(self, id: str, status: str, message: str) -> None:
+        super().__init__(f"execution {id}: {status}: {message}")
+        self.id = id
+        self.status = status
+
+
+class Stopped(Exception):
+    """The caller's stop event was set while the server was away."""
+
+
+class Connection:
+    """Sends requests. Each of them may be sent twice, so it is repeated while the server is away."""
+
+    def __init__(self, url: str | None = None, token: str | None = None) -> None:
+        self.url = (url or os.environ.get("AGENT_URL") or "http://127.0.0.1:8080").rstrip("/")
+        self.token = token or os.environ.get("AGENT_TOKEN") or os.environ.get("AGENT_ADMIN_TOKEN")
+        if not self.token:
+            raise ValueError("a token is missing: pass token, or set AGENT_TOKEN")
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: dict[str, str] | None = None,
+        seconds: float = 15,
+        stop: Event | None = None,
+        attempts: int | None = None,
+    ) -> Any:
+        """Returns the JSON of a response. stop ends the repetition with Stopped, attempts with the last error."""
+        data = None if body is None else json.dumps(body).encode()
+        wait = 0.1
+        while True:
+            if stop is not None and stop.is_set():
+                raise Stopped
+            request = urllib.request.Request(self.url + path, data=data, method=method)
+            request.add_header("Authorization", f"Bearer {self.token}")
+            request.add_header("Content-Type", "application/json")
+            for name, value in (headers or {}).items():
+                request.add_header(name, value)
+            try:
+                with self._opener.open(request, timeout=seconds) as response:
+                    text = response.read()
+                    return json.loads(text) if text else None
+            except urllib.error.HTTPError as error:
+                if error.code < 500 and error.code != 429:
+                    raise _problem(error) from None
+                failure: Exception = error
+            except (OSError, http.client.HTTPException) as error:
+                failure = error
+            if attempts is not None:
+                attempts -= 1
+                if attempts <= 0:
+                    raise failure
+            pause = wait / 2 + wait / 2 * random.random()
+            if stop is None:
+                time.sleep(pause)
+            else:
+                stop.wait(pause)
+            wait = min(wait * 2, 5.0)
+
+
+def _problem(error: urllib.error.HTTPError) -> RequestError:
+    text = error.read().decode("utf-8", "replace")
+    try:
+        problem = json.loads(text)
+        return RequestError(error.code, problem.get("detail") or problem.get("title") or text, problem.get("holder"))
+    except (ValueError, AttributeError):
+        return RequestError(error.code, text[:500])
+
+
+class Client:
+    """Starts executions, sends events, and reads results. It is safe for threads."""
+
+    def __init__(self, url: str | None = None, token: str | None = None, *, connection: Connection | None = None) -> None:
+        self._connection = connection or Connection(url, token)
+
+    def start(
+        self,
+        flow: str,
+        input: Any = None,
+        *,
+        key: str | None = None,
+        on_lost: Literal["hand_on", "fail"] | None = None,
+        progress_seconds: int | None = None,
+        thread_id: str | None = None,
+    ) -> str:
+        """Starts an execution, and returns its id. It is durable then. Starts with one key return one execution."""
+        body: dict[str, Any] = {"flow": flow, "input": {} if input is None else input}
+        if on_lost is None and (flow == "external" or flow.startswith("external:")):
+            on_lost = "hand_on"
+        for name, value in (("on_lost", on_lost), ("progress_seconds", progress_seconds), ("thread_id", thread_id)):
+            if value is not None:
+                body[name] = value
+        headers = {"Idempotency-Key": key or str(uuid.uuid4())}
+        return self._connection.call("POST", "/v1/executions", body, headers=headers)["id"]
+
+    def send_event(self, key: str, data: Any = None, *, id: str | None = None) -> None:
+        """Sends an event to the flow that waits for key; without one, it is kept for the first."""
+        body = {
+            "event": "EVENT_COMPLETED",
+            "key": key,
+            "data": {} if data is None else data,
+            "id": id or str(uuid.uuid4()),
+        }
+        self._connection.call("POST", "/v1/events", body)
+
+    def result(self, id: str, *, timeout: float | None = None) -> Any:
+        """Waits for the end of an execution. Raises FlowError unless it completed, TimeoutError after timeout seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        wait = 0.05
+        while True:
+            x = self._connection.call("GET", f"/v1/executions/{quote(id, safe='')}")
+            if x["status"] == "completed":
+                return x["result"]
+            if x["status"] in ("failed", "timeout", "cancelled"):
+                raise FlowError(id, x["status"], x.get("error_message") or x.get("cancel_reason") or "")
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"execution {id} has not ended after {timeout} seconds")
+            time.sleep(wait)
+            wait = min(wait * 1.5, 1.0)
+
+    def cancel(self, id: str, reason: str) -> None:
+        """Cancels an execution."""
+        self._connection.call("POST", f"/v1/executions/{quote(id, safe='')}/cancel", {"reason": reason})

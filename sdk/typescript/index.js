@@ -1,0 +1,330 @@
+// Durable workers for Lanekeeper. index.d.ts has the documentation.
+import { randomUUID } from "node:crypto";
+import { hostname } from "node:os";
+import { setTimeout as pause } from "node:timers/promises";
+import { Worker as Thread } from "node:worker_threads";
+
+const environment = process.env;
+
+export class FlowError extends Error {
+  constructor(id, status, message) {
+    super(`execution ${id}: ${status}: ${message}`);
+    this.id = id;
+    this.status = status;
+  }
+}
+
+export class TimeoutError extends Error {}
+
+export class LostError extends Error {}
+
+export class RequestError extends Error {
+  constructor(status, detail, holder) {
+    super(`${status}: ${detail}`);
+    this.status = status;
+    this.holder = holder;
+  }
+}
+
+export class Result {
+  constructor(value, summary) {
+    this.value = value;
+    this.summary = summary;
+  }
+}
+
+/** Suspended unwinds a flow. The run remembers it, so code that catches it does no harm. */
+class Suspended extends Error {}
+
+/** A connection to the server. Every request may be sent twice, so it is repeated while the server is away. */
+class Connection {
+  constructor({ url, token } = {}) {
+    this.url = (url ?? environment.AGENT_URL ?? "http://127.0.0.1:8080").replace(/\/+$/, "");
+    this.token = token ?? environment.AGENT_TOKEN ?? environment.AGENT_ADMIN_TOKEN;
+    if (!this.token) throw new TypeError("a token is missing: pass token, or set AGENT_TOKEN");
+  }
+
+  /** @param {{body?: unknown, signal?: AbortSignal, headers?: Record<string, string>, seconds?: number}} [options] */
+  async call(method, path, { body, signal, headers, seconds = 15 } = {}) {
+    for (let wait = 100; ; wait = Math.min(wait * 2, 5000)) {
+      signal?.throwIfAborted();
+      const attempt = new AbortController();
+      const abort = () => attempt.abort(signal?.reason);
+      const timer = setTimeout(abort, seconds * 1000);
+      signal?.addEventListener("abort", abort);
+      try {
+        const answer = await fetch(this.url + path, {
+          method,
+          headers: { authorization: `Bearer ${this.token}`, "content-type": "application/json", ...headers },
+          body: body === undefined ? undefined : JSON.stringify(body),
+          signal: attempt.signal,
+        });
+        const text = await answer.text();
+        if (answer.ok) return text ? JSON.parse(text) : undefined;
+        if (answer.status < 500 && answer.status !== 429) throw problem(answer.status, text);
+      } catch (error) {
+        if (error instanceof RequestError) throw error;
+        signal?.throwIfAborted(); // else the server did not answer: again
+      } finally {
+        clearTimeout(timer);
+        signal?.removeEventListener("abort", abort);
+      }
+      await pause(wait / 2 + (wait / 2) * Math.random(), undefined, { signal });
+    }
+  }
+}
+
+function problem(status, text) {
+  try {
+    const { detail, title, holder } = JSON.parse(text);
+    return new RequestError(status, detail ?? title ?? text, holder);
+  } catch {
+    return new RequestError(status, text.slice(0, 500));
+  }
+}
+
+export class Client {
+  #connection;
+
+  constructor(options) {
+    this.#connection = options instanceof Connection ? options : new Connection(options);
+  }
+
+  async start(flow, input = {}, { key = randomUUID(), onLost, progressSeconds, threadId } = {}) {
+    const external = flow === "external" || flow.startsWith("external:");
+    const started = await this.#connection.call("POST", "/v1/executions", {
+      headers: { "idempotency-key": key },
+      body: {
+        flow, input, on_lost: onLost ?? (external ? "hand_on" : undefined), progress_seconds: progressSeconds,
+        thread_id: threadId,
+      },
+    });
+    return { id: started.id, traceId: started.trace_id };
+  }
+
+  async sendEvent(key, data = {}, { id = randomUUID() } = {}) {
+    await this.#connection.call("POST", "/v1/events", { body: { event: "EVENT_COMPLETED", key, data, id } });
+  }
+
+  async result(id, { signal } = {}) {
+    for (let wait = 50; ; wait = Math.min(wait * 1.5, 1000)) {
+      const x = await this.#connection.call("GET", `/v1/executions/${encodeURIComponent(id)}`, { signal });
+      if (x.status === "completed") return x.result;
+      if (["failed", "timeout", "cancelled"].includes(x.status)) {
+        throw new FlowError(id, x.status, x.error_message ?? x.cancel_reason ?? "");
+      }
+      await pause(wait, undefined, { signal });
+    }
+  }
+
+  async cancel(id, reason) {
+    await this.#connection.call("POST", `/v1/executions/${encodeURIComponent(id)}/cancel`, { body: { reason } });
+  }
+}
+
+/** The server's text for a duration. */
+function timeoutText(duration) {
+  if (duration === undefined) return undefined;
+  return typeof duration === "number" ? duration / 1000 : duration;
+}
+
+class Run {
+  #connection;
+  #lockId;
+  #recorded;
+  #counts = new Map();
+  #waits = 0;
+  #abort = new AbortController();
+  /** @type {Error | undefined} */
+  #stopped;
+
+  constructor(connection, lock) {
+    this.#connection = connection;
+    this.#lockId = lock.lock_id;
+    this.#recorded = lock.checkpoints;
+    this.id = lock.execution.id;
+    this.traceId = lock.execution.trace_id;
+    this.signal = this.#abort.signal;
+  }
+
+  get lockId() { return this.#lockId; }
+
+  /** The error that ended this worker's part; undefined while the run is its own. */
+  get stopped() { return this.#stopped; }
+
+  /** Ends this worker's part of the run. */
+  stop(error) {
+    this.#stopped ??= error;
+    this.#abort.abort(this.#stopped);
+    return this.#stopped;
+  }
+
+  #checkOwn() {
+    if (this.#stopped) throw this.#stopped;
+  }
+
+  async #call(method, path, options) {
+    try {
+      return await this.#connection.call(method, `/v1/executions/${this.id}${path}`, options);
+    } catch (error) {
+      if (error instanceof RequestError && error.status === 409) throw this.stop(new LostError(error.message));
+      if (error instanceof RequestError && error.status === 404) throw this.stop(new LostError(error.message));
+      throw error;
+    }
+  }
+
+  async step(name, work) {
+    this.#checkOwn();
+    const count = (this.#counts.get(name) ?? 0) + 1;
+    this.#counts.set(name, count);
+    const step = count === 1 ? name : `${name} #${count}`;
+    if (Object.hasOwn(this.#recorded, step)) return this.#recorded[step];
+    const output = (await work({ key: `${this.id} ${step}`, signal: this.signal })) ?? null;
+    this.#checkOwn();
+    await this.#call("POST", "/checkpoints", { body: { lock_id: this.#lockId, step, output }, signal: this.signal });
+    this.#recorded[step] = output;
+    return output;
+  }
+
+  async waitForEvent(key, { timeout } = {}) {
+    const outcome = await this.#wait("event", key, timeout);
+    if (outcome.timed_out) throw new TimeoutError(`the wait for event ${key} timed out`);
+    return outcome.data;
+  }
+
+  async sleep(duration) {
+    await this.#wait("delay", undefined, duration);
+  }
+
+  async #wait(kind, key, timeout) {
+    this.#checkOwn();
+    const outcome = this.#recorded[`wait ${kind} ${++this.#waits}`];
+    if (outcome !== undefined) return outcome;
+    await this.#call("POST", `/lock/${this.#lockId}`, {
+      body: { status: "waiting", waiting_for: kind, waiting_key: key, timeout: timeoutText(timeout) },
+    });
+    throw this.stop(new Suspended("the flow waits, and goes on in a later run"));
+  }
+
+  /** Ends the execution. */
+  async end(body) {
+    await this.#call("POST", `/lock/${this.#lockId}`, { body });
+  }
+}
+
+/** A line for people. */
+function summaryOf(value) {
+  const text = typeof value === "string" ? value : JSON.stringify(value) ?? "";
+  return [...text].length > 200 ? [...text].slice(0, 199).join("") + "…" : text;
+}
+
+export class Worker {
+  #connection;
+  #flows = new Map();
+  #runs = new Map();
+  #owner;
+  #ttl;
+  #log;
+
+  constructor({ url, token, owner, ttlSeconds = 30, log = console.error } = {}) {
+    this.#connection = new Connection({ url, token });
+    this.client = new Client(this.#connection);
+    this.#owner = owner ?? `${hostname()} ${process.pid} ${randomUUID()}`;
+    this.#ttl = ttlSeconds;
+    this.#log = log;
+  }
+
+  flow(name, handler) {
+    if (name !== "external" && !name.startsWith("external:")) {
+      throw new TypeError(`flow ${name}: a worker's flows are external or external:NAME`);
+    }
+    this.#flows.set(name, handler);
+  }
+
+  async start({ concurrency = 4, signal, graceSeconds = 20 } = {}) {
+    if (this.#flows.size === 0) throw new TypeError("register a flow before start");
+    const heart = new Thread(new URL("./beat.js", import.meta.url), {
+      workerData: { url: this.#connection.url, token: this.#connection.token, every: (this.#ttl * 1000) / 3 },
+    });
+    heart.on("message", (locks) => this.#onBeat(locks));
+    const running = new Set();
+    try {
+      while (!signal?.aborted) {
+        for (const lock of await this.#claim(concurrency - running.size, signal)) {
+          const run = new Run(this.#connection, lock);
+          this.#runs.set(run.lockId, run);
+          heart.postMessage([...this.#runs.keys()]);
+          const done = this.#execute(run, lock.execution).finally(() => {
+            this.#runs.delete(run.lockId);
+            heart.postMessage([...this.#runs.keys()]);
+            running.delete(done);
+          });
+          running.add(done);
+        }
+        if (running.size >= concurrency) await untilFree(running, signal);
+      }
+      await Promise.race([Promise.all(running), pause(graceSeconds * 1000, undefined, { ref: false })]);
+      for (const run of this.#runs.values()) run.stop(new LostError("the worker stops; another continues the run"));
+    } finally {
+      await heart.terminate();
+    }
+  }
+
+  /** Claims up to max executions, or waits for one. */
+  async #claim(max, signal) {
+    if (max <= 0) return [];
+    try {
+      const { locks } = await this.#connection.call("POST", "/v1/locks", {
+        body: {
+          flows: [...this.#flows.keys()], owner: this.#owner, ttl_seconds: this.#ttl, max, wait_seconds: 20,
+          lock_ids: [...this.#runs.keys()],
+        },
+        signal, seconds: 35,
+      });
+      return locks;
+    } catch (error) {
+      if (signal?.aborted) return [];
+      throw error;
+    }
+  }
+
+  #onBeat(locks) {
+    for (const { lock_id: id, live, cancel_requested: cancelled } of locks) {
+      const run = this.#runs.get(id);
+      if (run && cancelled) run.stop(new LostError("the execution was cancelled"));
+      else if (run && !live) run.stop(new LostError("the lock expired; another worker may continue the run"));
+    }
+  }
+
+  async #execute(run, execution) {
+    let body;
+    try {
+      const result = await this.#flows.get(execution.flow)(execution.input, run);
+      const { value, summary } = result instanceof Result ? result : { value: result, summary: summaryOf(result) };
+      body = { status: "completed", result: value ?? null, result_summary: summary };
+    } catch (error) {
+      body = { status: "failed", error_message: String(error?.message || error || "unknown error") };
+    }
+    try {
+      if (!run.stopped) await run.end(body);
+    } catch (error) {
+      this.#log(`execution ${run.id}: its end was refused: ${error.message}`);
+      return;
+    }
+    if (run.stopped instanceof Suspended) this.#log(`execution ${run.id}: waits`);
+    else if (run.stopped) this.#log(`execution ${run.id}: stopped here: ${run.stopped.message}`);
+    else this.#log(`execution ${run.id}: ${body.status}`);
+  }
+}
+
+/** Waits until one of the runs has ended, or signal aborts. */
+async function untilFree(running, signal) {
+  if (!signal) return Promise.race(running);
+  let stop;
+  const aborted = new Promise((resolve) => signal.addEventListener("abort", stop = resolve, { once: true }));
+  try {
+    await Promise.race([...running, aborted]);
+  } finally {
+    signal.removeEventListener("abort", stop);
+  }
+}

@@ -1,0 +1,48 @@
+// The scenario of the SDK tests, in TypeScript's SDK. It appends each effect to the file EFFECTS.
+import { appendFileSync } from "node:fs";
+import { setTimeout as pause } from "node:timers/promises";
+import { LostError, Result, TimeoutError, Worker } from "../../sdk/typescript/index.js";
+
+const worker = new Worker({ owner: process.env.OWNER, ttlSeconds: Number(process.env.TTL_SECONDS ?? 30) });
+const effect = (line) => appendFileSync(process.env.EFFECTS, line + "\n");
+
+worker.flow("external:scenario", async (input, run) => {
+  let sum = 0;
+  for (let n = 1; n <= input.steps; n++) {
+    sum = await run.step("add", async ({ key, signal }) => {
+      effect(`add ${n} ${key}`);
+      try {
+        await pause(input.pause_ms, undefined, { signal });
+      } catch {
+        effect(`aborted ${n}`);
+      }
+      return sum + n;
+    });
+  }
+  if (input.event) {
+    try {
+      sum += (await run.waitForEvent(input.event, { timeout: input.timeout })).amount;
+    } catch (error) {
+      if (!(error instanceof TimeoutError)) throw error;
+      sum = -1;
+    }
+  }
+  if (input.sleep) await run.sleep(input.sleep);
+  if (input.fail) throw new Error(input.fail);
+  return new Result({ sum }, `the sum is ${sum}`);
+});
+
+// A flow that swallows every error does no harm.
+worker.flow("external:careless", async (input, run) => {
+  try {
+    await run.waitForEvent(input.event);
+  } catch {
+    effect("swallowed");
+  }
+  await run.step("after", () => effect("after")).catch((error) => effect(`refused ${error instanceof LostError}`));
+  return "done";
+});
+
+const stop = new AbortController();
+process.on("SIGTERM", () => stop.abort());
+await worker.start({ concurrency: 8, signal: stop.signal });

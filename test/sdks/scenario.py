@@ -1,0 +1,61 @@
+"""The scenario of the SDK tests, in Python's SDK. It appends each effect to the file EFFECTS."""
+
+import logging
+import os
+import signal
+import sys
+from threading import Event
+
+sys.path.insert(0, os.environ["SDK"])
+from lanekeeper import Result, WaitTimeout, Worker
+
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+worker = Worker(owner=os.environ.get("OWNER"), ttl_seconds=int(os.environ.get("TTL_SECONDS", "30")))
+
+
+def effect(line):
+    with open(os.environ["EFFECTS"], "a") as file:
+        file.write(line + "\n")
+
+
+@worker.flow("external:scenario")
+def scenario(input, run):
+    total = 0
+    for n in range(1, input["steps"] + 1):
+
+        def add(step, n=n, before=total):
+            effect(f"add {n} {step.key}")
+            if step.cancelled.wait(input["pause_ms"] / 1000):
+                effect(f"aborted {n}")
+            return before + n
+
+        total = run.step("add", add)
+    if input.get("event"):
+        try:
+            total += run.wait_for_event(input["event"], timeout=input.get("timeout"))["amount"]
+        except WaitTimeout:
+            total = -1
+    if input.get("sleep"):
+        run.sleep(input["sleep"])
+    if input.get("fail"):
+        raise ValueError(input["fail"])
+    return Result({"sum": total}, f"the sum is {total}")
+
+
+# A flow that swallows every error does no harm.
+@worker.flow("external:careless")
+def careless(input, run):
+    try:
+        run.wait_for_event(input["event"])
+    except BaseException:
+        effect("swallowed")
+    try:
+        run.step("after", lambda step: effect("after"))
+    except BaseException:
+        effect("refused")
+    return "done"
+
+
+stop = Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+worker.run(concurrency=8, stop=stop)

@@ -1,0 +1,308 @@
+// Package sdks tries the SDKs of TypeScript and Python: one scenario, run by a worker of each, against the real server
+// with kills, pauses, lost answers and cancels.
+package sdks
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+)
+
+var program string
+
+func TestMain(m *testing.M) { pgtest.Main(programTests{m}) }
+
+// programTests builds the program before the tests.
+type programTests struct{ m *testing.M }
+
+func (p programTests) Run() int {
+	path, err := proctest.Build("sdks")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	program = path
+	return p.m.Run()
+}
+
+const (
+	token    = "an-admin-token-of-this-test"
+	patience = 2 * time.Minute
+)
+
+// language is an SDK with its scenario.
+type language struct {
+	name    string
+	command []string
+}
+
+// languages are the SDKs whose language is installed.
+func languages(t *testing.T) []language {
+	t.Helper()
+	dir, err := os.Getwd()
+	require.NoError(t, err)
+	var all []language
+	for _, l := range []language{
+		{"typescript", []string{"node", filepath.Join(dir, "scenario.mjs")}},
+		{"python", []string{"python3", filepath.Join(dir, "scenario.py")}},
+	} {
+		path, err := exec.LookPath(l.command[0])
+		if err != nil {
+			t.Errorf("%s is not installed: apt-get install nodejs python3", l.command[0])
+			continue
+		}
+		l.command[0] = path
+		all = append(all, l)
+	}
+	return all
+}
+
+// world is a server with workers of one SDK.
+type world struct {
+	*testing.T
+	language
+	db      *pgxpool.Pool
+	base    string
+	effects string
+}
+
+func newWorld(t *testing.T, l language) *world {
+	t.Helper()
+	address := pgtest.URL(t)
+	server := proctest.Start(t, patience, t.TempDir(), proctest.Environ("DATABASE_URL="+address,
+		"AGENT_ADMIN_TOKEN="+token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_FORMAT=json", "AGENT_LOG_LEVEL=info"),
+		program, "serve")
+	w := &world{T: t, language: l, base: server.Base(), effects: filepath.Join(t.TempDir(), "effects")}
+	w.db = pgtest.Pool(t, address, postgres.Options{})
+	require.NoError(t, os.WriteFile(w.effects, nil, 0o600))
+	return w
+}
+
+// worker starts a worker that reaches the server at base.
+func (w *world) worker(owner, base string, ttl int) *proctest.Process {
+	w.Helper()
+	sdk, err := filepath.Abs("../../sdk/python")
+	require.NoError(w, err)
+	return proctest.Start(w, patience, w.TempDir(), proctest.Environ("AGENT_URL="+base, "AGENT_TOKEN="+token,
+		"OWNER="+owner, "EFFECTS="+w.effects, "SDK="+sdk, fmt.Sprint("TTL_SECONDS=", ttl), "PYTHONDONTWRITEBYTECODE=1"),
+		w.command...)
+}
+
+// call sends a request as the admin.
+func (w *world) call(method, path, body string, into any) {
+	w.Helper()
+	got, err := testkit.Do(w.Context(), http.DefaultClient, method, w.base+path, body, testkit.Bearer(token))
+	require.NoError(w, err)
+	if got.Status >= 300 {
+		w.Fatalf("%s %s: %d %s", method, path, got.Status, got.Body)
+	}
+	if into != nil {
+		require.NoError(w, json.Unmarshal(got.Body, into))
+	}
+}
+
+// start starts an execution of a flow.
+func (w *world) start(flow, input string) string {
+	w.Helper()
+	var x struct{ ID string }
+	w.call("POST", "/v1/executions", fmt.Sprintf(`{"flow":%q,"on_lost":"hand_on","input":%s}`, flow, input), &x)
+	return x.ID
+}
+
+// ended waits for the end, and returns status and summary or error.
+func (w *world) ended(id string) (status, text string) {
+	w.Helper()
+	pgtest.Eventually(w, patience, func() bool {
+		return pgtest.Value[bool](w, w.db, `select completed_at is not null from agent_executions where id = $1::uuid`, id)
+	}, "execution "+id+" has not ended")
+	var x struct {
+		Status       string
+		Summary      string  `json:"result_summary"`
+		ErrorMessage *string `json:"error_message"`
+	}
+	w.call("GET", "/v1/executions/"+id, "", &x)
+	if x.ErrorMessage != nil {
+		return x.Status, *x.ErrorMessage
+	}
+	return x.Status, x.Summary
+}
+
+// lines are the effects so far.
+func (w *world) lines() []string {
+	w.Helper()
+	text, err := os.ReadFile(w.effects)
+	require.NoError(w, err)
+	return strings.Split(strings.TrimSpace(string(text)), "\n")
+}
+
+// count counts the effects that begin with a text.
+func (w *world) count(prefix string) (n int) {
+	w.Helper()
+	for _, line := range w.lines() {
+		if strings.HasPrefix(line, prefix) {
+			n++
+		}
+	}
+	return n
+}
+
+// await waits for effects.
+func (w *world) await(prefix string, n int) {
+	w.Helper()
+	pgtest.Eventually(w, patience, func() bool { return w.count(prefix) >= n }, "no effect "+prefix)
+}
+
+// expect checks the end of an execution.
+func (w *world) expect(id, status, text string) {
+	w.Helper()
+	if s, got := w.ended(id); s != status || got != text {
+		w.Errorf("the execution ended %s: %q, want %s: %q", s, got, status, text)
+	}
+}
+
+// eachSDK runs a test for both SDKs.
+func eachSDK(t *testing.T, test func(w *world)) {
+	t.Helper()
+	t.Parallel()
+	for _, l := range languages(t) {
+		t.Run(l.name, func(t *testing.T) {
+			t.Parallel()
+			test(newWorld(t, l))
+		})
+	}
+}
+
+func TestAFlowGoesOnAfterAKill(t *testing.T) {
+	eachSDK(t, func(w *world) {
+		first := w.worker("first", w.base, 2)
+		id := w.start("external:scenario", `{"steps":4,"pause_ms":500}`)
+		w.await("add 2", 1)
+		first.Kill()
+		w.worker("second", w.base, 20)
+		w.expect(id, "completed", "the sum is 10")
+		keys := map[string]bool{}
+		for _, line := range w.lines() {
+			keys[line] = true // a step that was done twice has its key twice
+		}
+		if n := w.count("add 1"); n != 1 || len(keys) != 4 || w.count("add 2")+w.count("add 3") > 3 {
+			w.Errorf("the effects are %q: want add 1 once, one step at most twice, each under one key", w.lines())
+		}
+	})
+}
+
+func TestAWorkerThatWakesLateChangesNothing(t *testing.T) {
+	eachSDK(t, func(w *world) {
+		first := w.worker("first", w.base, 2)
+		id := w.start("external:scenario", `{"steps":3,"pause_ms":1500}`)
+		w.await("add 1", 1)
+		first.Signal(syscall.SIGSTOP)
+		w.worker("second", w.base, 20)
+		w.expect(id, "completed", "the sum is 6")
+		done := len(w.lines())
+		first.Signal(syscall.SIGCONT)
+		first.Says("stopped here")
+		if n := len(w.lines()); n > done+1 || w.count("add 3") != 1 { // the step in hand may say that it was aborted
+			w.Errorf("after it woke: %q", w.lines()[done:])
+		}
+	})
+}
+
+func TestWaitsSuspendAFlow(t *testing.T) {
+	eachSDK(t, func(w *world) {
+		worker := w.worker("first", w.base, 30)
+		id := w.start("external:scenario", `{"steps":1,"pause_ms":0,"event":"paid 7","sleep":"1s"}`)
+		late := w.start("external:scenario", `{"steps":0,"pause_ms":0,"event":"never","timeout":"1s"}`)
+		failed := w.start("external:scenario", `{"steps":0,"pause_ms":0,"fail":"it is broken"}`)
+		careless := w.start("external:careless", `{"event":"care"}`)
+		pgtest.Until(w, w.db, "waiting", `select status::text from agent_executions where id = $1::uuid`, id)
+		worker.Stop() // what waits needs no worker
+		w.call("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"paid 7","data":{"amount":41}}`, nil)
+		w.worker("second", w.base, 30)
+		w.expect(id, "completed", "the sum is 42")
+		w.expect(late, "completed", "the sum is -1")
+		w.expect(failed, "failed", "it is broken")
+		if w.count("add 1") != 1 {
+			w.Errorf("a recorded step was called again: %q", w.lines())
+		}
+		w.await("swallowed", 1)
+		pgtest.Until(w, w.db, "waiting", `select status::text from agent_executions where id = $1::uuid`, careless)
+		w.call("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"care","data":{}}`, nil)
+		w.expect(careless, "completed", "done")
+		if w.count("after") != 1 {
+			w.Errorf("the careless flow did %q", w.lines())
+		}
+	})
+}
+
+func TestACancelStopsTheWork(t *testing.T) {
+	eachSDK(t, func(w *world) {
+		worker := w.worker("first", w.base, 3)
+		id := w.start("external:scenario", `{"steps":2,"pause_ms":60000}`)
+		w.await("add 1", 1)
+		w.call("POST", "/v1/executions/"+id+"/cancel", `{"reason":"not needed"}`, nil)
+		w.await("aborted 1", 1)
+		worker.Says("was cancelled")
+		if w.count("add 2") != 0 {
+			w.Errorf("it went on: %q", w.lines())
+		}
+	})
+}
+
+// npm and pip are not needed to use the SDKs: a copy of the folder suffices.
+func TestTheSDKsHaveNoDependencies(t *testing.T) {
+	t.Parallel()
+	for file, unwanted := range map[string]string{
+		"../../sdk/typescript/package.json": `ependencies"`, "../../sdk/python/pyproject.toml": "dependencies",
+	} {
+		text, err := os.ReadFile(file)
+		require.NoError(t, err)
+		if strings.Contains(string(text), unwanted) {
+			t.Errorf("%s has dependencies", file)
+		}
+	}
+}
+
+// The answers of a third of all requests are lost after the server has done them.
+func TestLostAnswersDoNoHarm(t *testing.T) {
+	eachSDK(t, func(w *world) {
+		target, err := url.Parse(w.base)
+		require.NoError(w, err)
+		var asked atomic.Int64
+		proxy := httputil.NewSingleHostReverseProxy(target)
+		proxy.ModifyResponse = func(*http.Response) error {
+			if asked.Add(1)%3 == 0 {
+				panic(http.ErrAbortHandler)
+			}
+			return nil
+		}
+		w.worker("first", testkit.Serve(w, proxy), 30)
+		var ids []string
+		for range 6 {
+			ids = append(ids, w.start("external:scenario", `{"steps":3,"pause_ms":10}`))
+		}
+		for _, id := range ids {
+			w.expect(id, "completed", "the sum is 6")
+		}
+		if n := w.count("add"); n != 18 {
+			w.Errorf("%d effects, want 18 of 6 runs: %q", n, w.lines())
+		}
+	})
+}
