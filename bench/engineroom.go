@@ -193,8 +193,8 @@ func (b *engineRoomBench) paths(ctx context.Context) ([]string, error) {
 		"/executions", "/executions?status=completed", "/executions?status=waiting", "/executions?flow=flow_7&status=failed",
 		"/executions/" + execution, "/threads", "/threads/" + url.PathEscape(thread), "/approvals", "/skills",
 		"/skills/" + url.PathEscape(skill),
-		"/automations", "/objectives", "/memory", "/deliveries", "/spend", "/spend?days=30", "/audit", "/lanes", "/operate",
-	}, nil
+		"/automations", "/objectives", "/memory", "/deliveries", "/spend", "/spend?days=30", "/audit", "/lanes", "/operate", "/find?q=" + execution[24:], "/find?q=skill_7", "/find?q=abc12", "/executions?trace_id=" + execution[24:],
+		"/traces?trace=" + trace[21:]}, nil
 }
 
 // sequentialReads counts the rows that sequential scans of the large tables have read.

@@ -215,13 +215,15 @@ func TestTheNavigationOfAPhoneShowsWhereOneIs(t *testing.T) {
 	t.Parallel()
 	_, server := open(t)
 	p := browser.Open(t, browser.Look{Width: 390, Height: 844})
-	for _, path := range []string{"/", "/deliveries", "/lanes"} {
+	for path, where := range map[string]string{
+		"/": "> ul > li > a[aria-current]", "/executions": "> ul > li > a[aria-current]", "/deliveries": ".thumb-more:has([aria-current]) > summary",
+	} {
 		p.Go(server.URL + path)
 		var seen bool
-		p.Eval(
-			`(() => { const r = document.querySelector(".side nav a[aria-current]").getBoundingClientRect(); return r.left >= 0 && r.right <= innerWidth && scrollY === 0 })()`, &seen)
+		p.Eval(`(() => { const r = document.querySelector(".thumb `+where+`").getBoundingClientRect();
+			return r.left >= 0 && r.right <= innerWidth && r.bottom <= innerHeight && r.top > innerHeight - 80 && r.height >= 44 && scrollY === 0 })()`, &seen)
 		if !seen {
-			t.Errorf("%s: its word in the navigation is not to be seen", path)
+			t.Errorf("%s: its word at the lower edge is not to be seen", path)
 		}
 	}
 	noComplaint(t, p)

@@ -190,6 +190,80 @@ func TestAPhoneHasCardsAndItsPagesAtTheLowerEdge(t *testing.T) {
 	}
 }
 
+// F12: what is decided is in reach of a thumb.
+func TestAnApprovalIsDecidedWithOneThumb(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	skill(t, pool, "refund", "Refunds.", "", "")
+	asked(t, pool, "pending", `{"order": 1042, "amount": "12.50"}`, 5)
+	for _, width := range []int64{390, 320} {
+		p := browser.Open(t, browser.Look{Width: width, Height: 844})
+		p.Go(server.URL + "/approvals")
+		var far string
+		p.Eval(`(() => { const card = document.querySelector(".approval").getBoundingClientRect();
+			const buttons = [...document.querySelectorAll(".approval button:not([hidden])")].map(b => b.getBoundingClientRect());
+			return buttons.length < 2 ? "there are no two buttons" : buttons.filter(b => b.height < 44 || b.width < 44 || card.bottom - b.bottom > 140 ||
+				b.left < 0 || b.right > innerWidth).map(b => JSON.stringify(b)).join(" ") })()`, &far)
+		if far != "" {
+			t.Errorf("at %d: %s", width, far)
+		}
+		noComplaint(t, p)
+	}
+}
+
+func TestFiltersAreChipsAndViewsAreKept(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	for _, flow := range []string{"import_orders", "import_orders", "import_prices", "other"} {
+		execution(t, pool, "failed", "flow", flow)
+	}
+	body := shows(t, server.URL+"/executions?flow=IMPORT&failed=1", "import_orders", "import_prices", `<option value="import_orders" label="2">`)
+	if strings.Count(body, `id="execution-`) != 3 {
+		t.Errorf("a part of a name finds %d", strings.Count(body, `id="execution-`))
+	}
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/executions?flow=IMPORT&failed=1&before=")
+	p.Click(".view-save")
+	p.Type(".view-form input", "\b")
+	p.Eval(`document.querySelector(".view-form input").value = "", 1`, new(int))
+	p.Type(".view-form input", "Broken imports\r")
+	p.Until("the view is there", `document.querySelector(".view [aria-current]")?.textContent === "Broken imports"`)
+	noComplaint(t, p)
+	p.Click(`.chips a[aria-label="Remove filter Flow: IMPORT"]`)
+	p.Until("the other filter stays", `location.search === "?failed=1" && document.querySelector(".chips") === null`)
+	p.Go(server.URL + "/executions")
+	p.Click(".view a")
+	p.Until("the view is an address", `location.search === "?flow=IMPORT&failed=1"`)
+	p.Click(".view button")
+	p.Until("it is deleted", `document.querySelector(".view") === null`)
+	p.Go(server.URL + "/traces?surface=chat")
+	p.Until("views are of one page", `document.querySelector(".view-save") !== null && document.querySelector(".view") === null`)
+}
+
+// No list is wider than its window: its first cell says what happened, its id comes last.
+func TestListsLeadWithWhatHappened(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	populated(t, pool, "The order was refunded.")
+	plenty(t, pool)
+	for path, want := range map[string]string{
+		"/executions": "was refunded in full", "/traces": "502 Bad Gateway", "/activity": "502 Bad Gateway", "/audit": "refund_order",
+		"/threads": "Where is my order", "/deliveries": "The order was refunded.", "/automations": "no route to host", "/memory": "It costs 12 EUR",
+		"/objectives": "goal_report", "/lanes": "held by", "/agents": "Answers what customers", "/skills": "Makes the report",
+	} {
+		p := browser.Open(t, browser.Look{Width: 1280, Height: 800})
+		p.Go(server.URL + path)
+		var first, wide string
+		p.Eval(`[...document.querySelectorAll("#list tbody tr > :first-child, #rows tbody tr > :first-child, #entries tbody tr > :first-child, #held tbody tr > :first-child")].map(e => e.textContent).join("\n")`, &first)
+		assert.Contains(t, first, want)
+		p.Eval(`[...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth).map(e => e.getAttribute("aria-labelledby")).join(" ")`, &wide)
+		assert.Equal(t, path, path+wide)
+		if columns := strings.Count(shows(t, server.URL+path), `<th scope="col"`); columns == 0 {
+			t.Errorf("%s has no table", path)
+		}
+	}
+}
+
 // plenty fills the lists: 20 of each kind and more, with failures, waits, retries, long names and several agents.
 func plenty(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()

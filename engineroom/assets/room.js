@@ -35,11 +35,6 @@
     showTheme();
   });
 
-  // On a phone the pages are a line that is scrolled: the word of this one is in the middle of it.
-  const own = document.querySelector(".side nav a[aria-current]"), line = own?.closest("nav");
-  const middle = (element) => { const r = element.getBoundingClientRect(); return r.left + r.width / 2; };
-  if (own) line.scrollLeft += middle(own) - middle(line);
-
   // Live: what comes is kept by part, and morphed in unless the reader paused, or selects text there.
   const state = $("live-state");
   let paused = store.get(sessionStorage, "paused") === "yes";
