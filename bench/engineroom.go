@@ -419,7 +419,7 @@ const insertSpansTrace = `
 	insert into agent_activity (id, trace_id, execution_id, parent_id, kind, surface, skill_name, step, status, error_message,
 	  model, purpose, token_usage, cost_usd, input, output, created_at, finished_at, duration_ms)
 	select lanekeeper.agent_uuid7(p.at + j * interval '100 ms'), @trace, p.execution_id, p.id,
-	       case when j % 5 = 0 then 'model' else 'call' end, 'flow', 'fetch_prices_of_shop_' || j, p.step || '/call ' || j,
+	       case when j % 5 = 0 then 'model' else 'call' end, 'flow', 'skill_' || j % 30, p.step || '/call ' || j,
 	       case when j % 17 = 3 then 'error' else 'success' end,
 	       case when j % 17 = 3 then 'shop ' || j || ' answered with status 503' end,
 	       case when j % 5 = 0 then 'gpt-4o-mini' else '' end, 'flow import',
