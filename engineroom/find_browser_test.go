@@ -81,7 +81,7 @@ func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
 	assert.Contains(t, body, "refund_order")
 	path, body = lands(t, server.URL+"/traces/0000beef")
 	assert.Equal(t, "/find", path)
-	assert.Contains(t, body, "among the newest 50,000")
+	assert.Contains(t, body, "among the newest 30,000")
 	shows(t, server.URL+"/executions?trace_id=0000beef", "No execution matches")
 	shows(t, server.URL+"/activity?trace=0000beef", "No activity matches")
 	turnsAway(t, server.URL+"/traces/hb_01JD3V7K8ZQ6W2M5T9X44YGH99", 404, "no such trace")

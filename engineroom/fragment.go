@@ -19,7 +19,7 @@ import (
 const (
 	// maxFragments bounds the executions, or traces, that a part of an id is compared with; maxOtherFragments bounds
 	// the rows of another table.
-	maxFragments      = 50_000
+	maxFragments      = 30_000
 	maxOtherFragments = 10_000
 	// minFragment is the least length of a part of an id.
 	minFragment = 4
