@@ -145,11 +145,11 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 		  union all
 		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
 		    where @by = 'failed' and x.status = 'failed' and (@before = '' or x.id < nullif(@before, '')::uuid)
-		    order by x.id desc limit @looked_failed)
+		    order by x.id desc limit @looked)
 		  union all
 		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
 		    where @by = 'failed' and x.status = 'timeout' and (@before = '' or x.id < nullif(@before, '')::uuid)
-		    order by x.id desc limit @looked_failed)
+		    order by x.id desc limit @looked)
 		  union all
 		  (select x.* from unnest(@flows::text[]) f (name) cross join lateral (
 		    select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
@@ -173,7 +173,7 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 		 order by e.id desc`, freshPlan,
 		postgres.Strict{
 			"by": f.leadingFilter(), "traces": f.traces, "ids": f.ids, "before": f.Before, "looked": maxSearched,
-			"looked_flow": f.perFlow(), "looked_failed": maxSearched / 2, "status": f.Status, "failed": f.Failed,
+			"looked_flow": f.perFlow(), "status": f.Status, "failed": f.Failed,
 			"surface": f.Surface, "flows": f.flows, "agent": likePart(f.Agent), "most": executionsShown,
 		})
 	got := executionList{executionFilter: f, Window: maxSearched}
@@ -206,11 +206,11 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 		  union all
 		  (select x.id from agent_executions x
 		    where @by = 'failed' and x.status = 'failed' and (@before = '' or x.id < nullif(@before, '')::uuid)
-		    order by x.id desc offset @looked_failed - 1 limit 1)
+		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x
 		    where @by = 'failed' and x.status = 'timeout' and (@before = '' or x.id < nullif(@before, '')::uuid)
-		    order by x.id desc offset @looked_failed - 1 limit 1)
+		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
 		  (select x.id from unnest(@flows::text[]) f (name) cross join lateral (select x.id from agent_executions x
 		    where @by = 'flow' and x.flow = f.name and x.claimed_by is null
@@ -228,7 +228,7 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 		 order by w.id desc limit 1), '')`, freshPlan,
 		postgres.Strict{
 			"by": f.leadingFilter(), "status": f.Status, "flows": f.flows, "before": f.Before,
-			"looked": maxSearched, "looked_flow": f.perFlow(), "looked_failed": maxSearched / 2,
+			"looked": maxSearched, "looked_flow": f.perFlow(),
 		}).Scan(&end)
 	if err != nil {
 		return got, fmt.Errorf("look how far executions were looked at: %w", err)
