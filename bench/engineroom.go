@@ -179,7 +179,7 @@ func (b *engineRoomBench) paths(ctx context.Context) ([]string, error) {
 	var trace, execution, thread, skill, wide string
 	err := b.pool.QueryRow(ctx, `
 		select e.trace_id, e.id::text, (select t.id from agent_threads t order by t.updated_at desc limit 1),
-		       (select a.skill_name from agent_activity a order by a.id desc limit 1),
+		       (select s.name from agent_skills s order by s.name limit 1),
 		       (select a.trace_id from agent_activity a order by a.id limit 1)
 		  from agent_executions e order by e.id desc limit 1`).Scan(&trace, &execution, &thread, &skill, &wide)
 	if err != nil {

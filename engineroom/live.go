@@ -1,13 +1,11 @@
 package engineroom
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"net/http"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -104,18 +102,21 @@ func (out *stream) follow(ctx context.Context, who *viewer, quiet time.Duration)
 }
 
 func (out *stream) part(n update) {
-	var b bytes.Buffer
+	out.write(sse.Event{ID: n.state, Name: "part", Data: n.data}.Append(nil))
+}
+
+// encodePart returns the data of a part's event. All viewers share it.
+func encodePart(name string, html []byte) string {
+	var b strings.Builder
 	enc := json.NewEncoder(&b)
 	enc.SetEscapeHTML(false)
-	err := enc.Encode(struct {
+	if err := enc.Encode(struct {
 		ID   string `json:"id"`
 		HTML string `json:"html"`
-	}{n.name, string(n.html)})
-	if err != nil {
-		out.err = err
-		return
+	}{name, string(html)}); err != nil {
+		panic(err) // two texts are always JSON
 	}
-	out.write(sse.Event{ID: n.state, Name: "part", Data: strings.TrimSuffix(b.String(), "\n")}.Append(nil))
+	return strings.TrimSuffix(b.String(), "\n")
 }
 
 func (out *stream) write(event []byte) {
@@ -331,8 +332,8 @@ type topic struct {
 // state is the last read of a part.
 type state struct {
 	part
-	html   []byte
-	mark   string    // digest of html
+	data   string    // of its event
+	mark   string    // digest of its HTML
 	read   time.Time // start of the read; zero for never
 	ended  time.Time // end of the read
 	moved  bool      // the activity log has changed since
@@ -350,10 +351,7 @@ type viewer struct {
 }
 
 // update is a part for a viewer, with the name of the resulting state.
-type update struct {
-	name, state string
-	html        []byte
-}
+type update struct{ state, data string }
 
 func newTopic(h *hub, p page, v *visit, parts []part) *topic {
 	t := &topic{hub: h, page: p, seen: v, wake: make(chan struct{}, 1), viewers: map[*viewer]struct{}{}}
@@ -545,7 +543,10 @@ func (t *topic) store(i int, html []byte, failed bool, began time.Time) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s := &t.parts[i]
-	s.html, s.mark, s.failed, s.read, s.ended = html, digest(html), failed, began, time.Now()
+	if mark := digest(html); s.mark != mark {
+		s.data, s.mark = encodePart(s.name, html), mark
+	}
+	s.failed, s.read, s.ended = failed, began, time.Now()
 	for who := range t.viewers {
 		if who.marks[i] != s.mark {
 			signal(who.news)
@@ -564,7 +565,7 @@ func (who *viewer) pendingUpdates() []update {
 			continue
 		}
 		who.marks[i] = s.mark
-		list = append(list, update{s.name, strings.Join(slices.Clone(who.marks), "."), s.html})
+		list = append(list, update{strings.Join(who.marks, "."), s.data})
 	}
 	return list
 }

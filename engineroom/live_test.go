@@ -271,13 +271,13 @@ func TestWhoComesWithNewerStateIsNotSentTheOlder(t *testing.T) {
 	require.NoError(t, err)
 	defer leave()
 	first.next("one", "newer") // while the other part is still being read
-	if list := who.pendingUpdates(); len(list) != 1 || !strings.Contains(string(list[0].html), "newer") {
+	if list := who.pendingUpdates(); len(list) != 1 || !strings.Contains(list[0].data, "newer") {
 		t.Errorf("who had the newer state is sent %d parts", len(list))
 	}
 	slow <- struct{}{}
 	first.next("calm", "new")
 	if list := who.pendingUpdates(); len(list) != 0 {
-		t.Errorf("who had that state is sent %s", list[0].html)
+		t.Errorf("who had that state is sent %s", list[0].data)
 	}
 }
 
@@ -370,16 +370,16 @@ func TestASlowViewerGetsTheLatestAndNoBacklog(t *testing.T) {
 		pgtest.Eventually(t, patience, func() bool {
 			who.topic.mu.Lock()
 			defer who.topic.mu.Unlock()
-			return strings.Contains(string(who.topic.parts[0].html), fmt.Sprint("number ", i))
+			return strings.Contains(who.topic.parts[0].data, fmt.Sprint("number ", i))
 		}, "it is read")
 	}
 	assert.Equal(t, 1, len(who.news))
 	list := who.pendingUpdates()
-	if len(list) == 0 || len(list) > 2 || !strings.Contains(string(list[0].html), "number 49") {
-		t.Errorf("the viewer gets %d parts, first %s", len(list), list[0].html)
+	if len(list) == 0 || len(list) > 2 || !strings.Contains(list[0].data, "number 49") {
+		t.Errorf("the viewer gets %d parts, first %s", len(list), list[0].data)
 	}
 	if list := who.pendingUpdates(); len(list) != 0 {
-		t.Errorf("the viewer gets %s twice", list[0].name)
+		t.Errorf("the viewer gets %s twice", list[0].data)
 	}
 }
 
@@ -516,8 +516,8 @@ func FuzzStream(f *testing.F) {
 	f.Fuzz(func(t *testing.T, name, state, html string) {
 		w := httptest.NewRecorder()
 		out := &stream{w: w, control: http.NewResponseController(w)}
-		out.part(update{name: name, state: state, html: []byte(html)})
-		out.part(update{name: "last", state: "s", html: []byte("the end")})
+		out.part(update{state: state, data: encodePart(name, []byte(html))})
+		out.part(update{state: "s", data: encodePart("last", []byte("the end"))})
 		got := ssetest.Read(w.Body.String())
 		if len(got.Events) != 2 || len(got.Unknown)+len(got.Comments)+len(got.Retry) > 0 || got.Left != "" || out.err != nil {
 			t.Fatalf("%q are not two events (%v)", w.Body, out.err)

@@ -10,6 +10,7 @@ import (
 	"net/url"
 	"os"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -408,4 +409,31 @@ func TestAnActionWhoseExecutionEndedOrWhoseWorkerIsLostDoesNotRun(t *testing.T) 
 		p.Shows("worker lost")
 	}
 	noComplaint(t, p)
+}
+
+// A change arrives while it is still news: the median of some is under 0.3 s.
+func TestALiveChangeArrivesWithin300Milliseconds(t *testing.T) {
+	pool, server := open(t)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/activity")
+	p.Until("it is live", isLive)
+	p.Eval(`window.came = {}, document.addEventListener("part", () => {
+		for (const row of document.querySelectorAll("tr[data-row]")) came[row.dataset.row] ||= Date.now();
+	})`, nil)
+	var delays []time.Duration
+	for i := range 9 {
+		time.Sleep(time.Duration(1100+37*i) * time.Millisecond) // at any moment of the interval
+		began := time.Now()
+		id := put(t, pool, `insert into agent_activity (trace_id, surface, skill_name, status)
+			values ('hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', 'quick', 'success') returning id::text`)
+		p.Until("it came", `came["`+id+`"]`)
+		var at int64
+		p.Eval(`came["`+id+`"]`, &at)
+		delays = append(delays, time.UnixMilli(at).Sub(began))
+	}
+	slices.Sort(delays)
+	t.Logf("delays: %v", delays)
+	if median := delays[len(delays)/2]; median > 300*time.Millisecond {
+		t.Errorf("the median of the delays is %s: %v", median, delays)
+	}
 }
