@@ -235,7 +235,7 @@ func TestAMessageThatThisAgentDidNotSignIsNotShown(t *testing.T) {
 		t.Errorf("cookie %+v", c)
 	}
 	room := &Room{Options: Options{Key: []byte("k")}}
-	if f := room.readFlash(c.Value); f == nil || f.Text != "A new execution does again what failed." {
+	if f := room.readFlash(c.Value); f == nil || f.Text != "A new execution repeats the failed step." {
 		t.Errorf("another process of the agent reads %+v", f)
 	}
 	parts := strings.Split(c.Value, ".")

@@ -162,7 +162,7 @@ func TestARareCombinationIsLookedForInSteps(t *testing.T) {
 	analyse(t, pool, "agent_executions")
 	// the timeout has a window of its own, which reaches farther
 	for _, filter := range []string{"?surface=chat", "?surface=chat&failed=1"} {
-		body := shows(t, server.URL+"/executions"+filter, "among those that were looked at", "Search further back")
+		body := shows(t, server.URL+"/executions"+filter, "among those searched", "Search further back")
 		if strings.Contains(body, `id="execution-`) {
 			t.Errorf("%s: what lies farther back is on the first page", filter)
 		}

@@ -437,3 +437,18 @@ func TestALiveChangeArrivesWithin300Milliseconds(t *testing.T) {
 		t.Errorf("the median of the delays is %s: %v", median, delays)
 	}
 }
+
+// F14: the sentences of the pages are plain. These were not.
+func TestOddPhrasesDoNotReturn(t *testing.T) {
+	t.Parallel()
+	odd := regexp.MustCompile(`(?i)(spoken in|needs your leave|runs given up|what came|were looked at|put off|\$0<|left left|in due)`)
+	files, err := templateFiles.ReadDir("templates")
+	require.NoError(t, err)
+	for _, f := range files {
+		text, err := templateFiles.ReadFile("templates/" + f.Name())
+		require.NoError(t, err)
+		if found := odd.FindString(string(text)); found != "" {
+			t.Errorf("%s says %q", f.Name(), found)
+		}
+	}
+}
