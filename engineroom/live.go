@@ -442,10 +442,20 @@ func (t *topic) due(now time.Time) (list []int, wait time.Duration) {
 	return list, wait
 }
 
+// A part with an interval up to quickPart is read as soon as the log has changed. It rests restFactor times as long as
+// the read took, so at most 3 % of the time goes into its reads.
+const (
+	quickPart  = 2 * time.Second
+	minRest    = 100 * time.Millisecond
+	restFactor = 30
+)
+
 // next returns when a part is due. It rests at least as long as the read took.
 func (s state) next(calm, trouble time.Duration) time.Time {
 	pause := s.every
 	switch {
+	case s.moved && s.every <= quickPart:
+		pause = min(s.every, max(minRest, restFactor*s.ended.Sub(s.read)))
 	case s.moved:
 	case s.failed:
 		pause = max(trouble, s.every)
