@@ -2,8 +2,6 @@ package lanekeeper_test
 
 import (
 	"context"
-	"os"
-	"strings"
 	"testing"
 	"time"
 
@@ -79,28 +77,4 @@ func TestTheWorkerOfTheDocsRuns(t *testing.T) {
 	if err := <-ended; err != nil {
 		t.Error(err)
 	}
-}
-
-func TestTheDocsShowCodeThatRuns(t *testing.T) {
-	for _, shown := range []struct{ page, file, from, to, indent string }{
-		{"docs/executions.md", "example_test.go", "func pay(", "func work(", "\t"},
-		{"docs/executions.md", "example_test.go", "func work(", "func TestTheWorker", "\t"},
-		{"README.md", "examples/shipping/main.go", "func ship(", "// To here.", "\t"},
-		{"README.md", "examples/embedded/main.go", "agent := must(", "// To here.", ""},
-	} {
-		code, page := read(t, shown.file), read(t, shown.page)
-		from := strings.Index(code, shown.from)
-		to := from + strings.Index(code[from:], shown.to)
-		lines := strings.ReplaceAll(strings.TrimSpace(code[from:to]), "\n\t", "\n"+shown.indent)
-		if want := "```go\n" + lines + "\n```"; !strings.Contains(page, want) {
-			t.Errorf("%s does not show this code of %s:\n%s", shown.page, shown.file, want)
-		}
-	}
-}
-
-func read(t *testing.T, file string) string {
-	t.Helper()
-	text, err := os.ReadFile(file)
-	require.NoError(t, err)
-	return string(text)
 }

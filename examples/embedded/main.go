@@ -24,13 +24,12 @@ func main() {
 	settings := map[string]string{
 		"DATABASE_URL": os.Getenv("DATABASE_URL"), "AGENT_ADMIN_TOKEN": os.Getenv("AGENT_ADMIN_TOKEN"),
 	}
-	// README.md shows it, from here.
+	// README.md shows the rest of main.
 	agent := must(server.Open(ctx, settings, slog.Default())) // the settings of agent serve, by name
 	defer agent.Close()
 	must(lanekeeper.Register(agent.Runtime(), "ship", ship))
 	go func() { check(http.ListenAndServe("127.0.0.1:8080", agent.Handler())) }()
 	check(agent.Run(ctx))
-	// To here.
 }
 
 func must[T any](value T, err error) T {

@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper"
 )
 
-// README.md shows it, from here.
+// README.md shows ship and main.
 func ship(ctx context.Context, order string) (string, error) {
 	for _, task := range []string{"charge", "pack", "send"} {
 		_, err := lanekeeper.Step(ctx, task, func(ctx context.Context) (string, error) {
@@ -37,8 +37,6 @@ func main() {
 	handle := must(flow.Start(ctx, "order-7", lanekeeper.Key("order-7")))
 	fmt.Println(must(handle.Wait(ctx)))
 }
-
-// To here.
 
 // do is the effect on the world: it prints the task, and takes a second.
 func do(task, order, key string) (string, error) {

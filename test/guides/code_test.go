@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// The Go that the pages show stands, line by line, in a test of the repository, so that it compiles.
+// The Go that the pages show stands, line by line, in a test or an example of the repository, so that it compiles.
 func TestTheGoOfThePagesIsThatOfTests(t *testing.T) {
 	var paths, sources []string
 	err := filepath.WalkDir("../..", func(path string, _ fs.DirEntry, err error) error {
@@ -22,7 +22,7 @@ func TestTheGoOfThePagesIsThatOfTests(t *testing.T) {
 			return err
 		case strings.HasSuffix(path, ".md"):
 			paths = append(paths, path)
-		case strings.HasSuffix(path, "_test.go"):
+		case strings.HasSuffix(path, "_test.go"), strings.Contains(path, "/examples/") && strings.HasSuffix(path, ".go"):
 			text, err := os.ReadFile(path)
 			sources = append(sources, bare(strings.Split(string(text), "\n")))
 			return err

@@ -1,3 +1,5 @@
+//go:build unix
+
 // Package sdks tries the SDKs of TypeScript and Python: one scenario, run by a worker of each, against the real server
 // with kills, pauses, lost answers and cancels.
 package sdks
@@ -28,20 +30,7 @@ import (
 
 var program string
 
-func TestMain(m *testing.M) { pgtest.Main(programTests{m}) }
-
-// programTests builds the program before the tests.
-type programTests struct{ m *testing.M }
-
-func (p programTests) Run() int {
-	path, err := proctest.Build("sdks")
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	program = path
-	return p.m.Run()
-}
+func TestMain(m *testing.M) { proctest.Main(m, "sdks", &program) }
 
 const (
 	token    = "an-admin-token-of-this-test"
