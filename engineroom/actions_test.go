@@ -450,7 +450,7 @@ func TestWhatIsNotShownWholeCannotBeApproved(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	id := asked(t, pool, "pending", `{"text": "`+strings.Repeat("a", maxArguments)+`"}`, 5)
-	shows(t, server.URL+"/approvals", "too long for a list")
+	shows(t, server.URL+"/approvals", "Read them whole")
 	body := shows(t, server.URL+"/approvals/"+id, "Only the beginning", "cannot be approved here", `value="reject"`)
 	if strings.Contains(body, `value="approve"`) || len(body) > 100_000 {
 		t.Errorf("the page has %d bytes, or takes leave for what it does not show", len(body))
