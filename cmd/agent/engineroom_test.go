@@ -72,9 +72,9 @@ func (w *browserTest) checkNotReloaded() {
 // checkFeed waits until the feed equals the log: each activity once, newest first, at most 50.
 func (w *browserTest) checkFeed() {
 	w.t.Helper()
-	want, err := json.Marshal(pgtest.Column[string](w.t, w.pool, `select id::text from agent_activity order by id desc`))
+	want, err := json.Marshal(pgtest.Column[string](w.t, w.pool, `select id::text from agent_activity order by id desc limit 12`))
 	require.NoError(w.t, err)
-	w.Until("each activity is in the feed once",
+	w.Until("the newest activities are in the feed, each once",
 		fmt.Sprintf(`JSON.stringify([...document.querySelectorAll("#feed tr[data-row]")].map(r => r.dataset.row)) === %q`,
 			want))
 }
