@@ -26,12 +26,18 @@ hours as materialized (
          count(*) filter (where e.telling) as worked, count(*) filter (where e.telling and e.status = 'error') as failed,
          sum(e.prompt_tokens) as prompt_tokens, sum(e.completion_tokens) as completion_tokens, sum(e.tokens) as tokens,
          sum(e.cost_usd) as cost_usd, coalesce(sum(e.duration_ms), 0) as duration_ms, coalesce(max(e.slowest collate "C"), '') as slowest,
-         sum(e.unknown_tokens) as unknown_tokens, sum(e.unknown_usd) as unknown_usd
+         sum(e.unknown_tokens) as unknown_tokens, sum(e.unknown_usd) as unknown_usd, sum(e.cached_tokens) as cached_tokens
     from ended e group by 1, 2, 3, 4, 5
+  union all
+  -- Model calls, once more, by the agent that acted.
+  select e.hour, 'agent', lanekeeper.agent_count_key(e.agent), e.surface, e.model, count(*), count(*) filter (where e.status = 'success'),
+         count(*) filter (where e.status = 'error'), 0, 0, 0, 0, 0, sum(e.prompt_tokens), sum(e.completion_tokens), sum(e.tokens),
+         sum(e.cost_usd), coalesce(sum(e.duration_ms), 0), '', sum(e.unknown_tokens), sum(e.unknown_usd), sum(e.cached_tokens)
+    from ended e where e.kind = 'model' group by 1, 2, 3, 4, 5
   union all
   -- What model calls cost, once more, by the skills that they led to.
   select e.hour, 'charge', lanekeeper.agent_count_key(c.skill), e.surface, e.model, sum(c.calls), 0, 0, 0, 0, 0, 0, 0, sum(c.prompt_tokens), sum(c.completion_tokens),
-         sum(c.tokens), sum(c.cost_usd), 0, '', sum(c.unknown_tokens), sum(c.unknown_usd)
+         sum(c.tokens), sum(c.cost_usd), 0, '', sum(c.unknown_tokens), sum(c.unknown_usd), 0
     from ended e
    cross join lateral lanekeeper.agent_charges(
      e.led_to, e.prompt_tokens, e.completion_tokens, e.tokens, e.cost_usd, e.unknown_tokens, e.unknown_usd) c
@@ -39,13 +45,13 @@ hours as materialized (
 counted as (
   insert into agent_activity_counts as c
          (span, start, kind, skill, surface, model, calls, successes, errors, pending_approval, skipped, unknown, worked, failed,
-          prompt_tokens, completion_tokens, tokens, cost_usd, duration_ms, slowest, unknown_tokens, unknown_usd)
+          prompt_tokens, completion_tokens, tokens, cost_usd, duration_ms, slowest, unknown_tokens, unknown_usd, cached_tokens)
   select 'hour', h.* from hours h
   union all
   select 'day', date_trunc('day', h.hour at time zone 'UTC') at time zone 'UTC', h.kind, h.skill, h.surface, h.model, sum(h.calls),
          sum(h.successes), sum(h.errors), sum(h.pending_approval), sum(h.skipped), sum(h.unknown), sum(h.worked), sum(h.failed),
          sum(h.prompt_tokens), sum(h.completion_tokens), sum(h.tokens), sum(h.cost_usd), sum(h.duration_ms),
-         max(h.slowest collate "C"), sum(h.unknown_tokens), sum(h.unknown_usd)
+         max(h.slowest collate "C"), sum(h.unknown_tokens), sum(h.unknown_usd), sum(h.cached_tokens)
     from hours h group by 2, 3, 4, 5, 6
   on conflict (span, start, kind, skill, surface, model) do update
      set calls = c.calls + excluded.calls, successes = c.successes + excluded.successes, errors = c.errors + excluded.errors,
@@ -55,10 +61,13 @@ counted as (
          completion_tokens = c.completion_tokens + excluded.completion_tokens, tokens = c.tokens + excluded.tokens,
          cost_usd = c.cost_usd + excluded.cost_usd, duration_ms = c.duration_ms + excluded.duration_ms,
          slowest = greatest(c.slowest collate "C", excluded.slowest collate "C"),
-         unknown_tokens = c.unknown_tokens + excluded.unknown_tokens, unknown_usd = c.unknown_usd + excluded.unknown_usd),
+         unknown_tokens = c.unknown_tokens + excluded.unknown_tokens, unknown_usd = c.unknown_usd + excluded.unknown_usd,
+         cached_tokens = c.cached_tokens + excluded.cached_tokens),
 lasted as (
   insert into agent_activity_durations as d (day, skill, bucket, calls)
   select (e.hour at time zone 'UTC')::date, e.skill, e.bucket, count(*) from ended e where e.telling and e.bucket is not null group by 1, 2, 3
+  union all
+  select (e.hour at time zone 'UTC')::date, '', e.bucket, count(*) from ended e where e.telling and e.bucket is not null and e.skill <> '' group by 1, 3
   on conflict (day, skill, bucket) do update set calls = d.calls + excluded.calls)
 select (select count(*) from ended)::int as counted, (select count(*) from listed)::int as listed,
        coalesce((select max(l.activity_id::text collate "C") from listed l), '') as listed_upto

@@ -148,16 +148,19 @@ const (
 	ByPurpose Dimension = "purpose" // of the model call: a phase, a turn, an automation
 	BySurface Dimension = "surface"
 	ByModel   Dimension = "model"
-	Together  Dimension = "" // one line per period
+	ByAgent   Dimension = "agent" // that acted; not counted before schema 216
+	Together  Dimension = ""      // one line per period
 )
 
 // SpendFilter selects the sums of CountedSpend.
 type SpendFilter struct {
 	Since                 time.Time // cut to the hour (UTC); zero has no bound
+	Until                 time.Time // likewise
 	By                    Dimension
 	Period                Period // Total when empty
 	Skill, Surface, Model string // empty for all
 	Purpose               string // likewise; not with Skill or BySkill, because no row has both
+	Agent                 string // likewise; not with Skill, Purpose, BySkill or ByPurpose
 }
 
 // SpendLine is the spend of one key in one period.
@@ -171,6 +174,8 @@ type SpendLine struct {
 	CostUSD          float64    `json:"cost_usd"`
 	UnknownTokens    int64      `json:"unknown_tokens"` // part of Tokens that no provider reported
 	UnknownUSD       float64    `json:"unknown_usd"`    // part of CostUSD that no provider reported
+	// CachedTokens is the part of PromptTokens that the provider had cached; 0 by skill.
+	CachedTokens int64 `json:"cached_tokens"`
 }
 
 // Counted are sums over the log. Until is nil when they are complete. Otherwise more than 20,000 rows are uncounted,
@@ -196,16 +201,26 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 			ByHour, ByDay, Total)
 	}
 	switch f.By {
-	case BySkill, ByPurpose, BySurface, ByModel, Together:
+	case BySkill, ByPurpose, BySurface, ByModel, ByAgent, Together:
 	default:
-		return Counted[SpendLine]{}, fmt.Errorf("sum spend: %q is not one of %s, %s, %s, %s", string(f.By), BySkill,
-			ByPurpose, BySurface, ByModel)
+		return Counted[SpendLine]{}, fmt.Errorf("sum spend: %q is not one of %s, %s, %s, %s, %s", string(f.By), BySkill,
+			ByPurpose, BySurface, ByModel, ByAgent)
 	}
 	kind := "charge"
 	if f.By == ByPurpose || f.Purpose != "" {
 		if kind = "model"; f.By == BySkill || f.Skill != "" {
 			return Counted[SpendLine]{}, fmt.Errorf("sum spend: %w", ErrSkillOrPurpose)
 		}
+	}
+	if f.By == ByAgent || f.Agent != "" {
+		if f.By == BySkill || f.By == ByPurpose || f.Skill != "" || f.Purpose != "" {
+			return Counted[SpendLine]{}, errors.New("sum spend: by agent there are no skills and purposes")
+		}
+		kind = "agent"
+	}
+	until := time.Date(9999, 1, 1, 0, 0, 0, 0, time.UTC)
+	if !f.Until.IsZero() {
+		until = startOfHour(f.Until)
 	}
 	since := startOfHour(f.Since)
 	type line struct {
@@ -214,7 +229,7 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 		LeftOut *time.Time
 	}
 	list, err := postgres.Rows[line](ctx, db, "sum spend", countedSpendSQL, perQuery, postgres.Strict{
-		"since": since, "hours_until": firstMidnight(since, f.Period), "by": string(f.By), "period": string(f.Period),
+		"since": since, "hours_until": firstMidnight(since, f.Period), "until": until, "agent": f.Agent, "by": string(f.By), "period": string(f.Period),
 		"skill": f.Skill, "surface": f.Surface, "model": f.Model, "purpose": f.Purpose, "kind": kind, "most": uncountedLimit,
 	})
 	if err != nil {
@@ -354,7 +369,7 @@ func CountedHealth(ctx context.Context, db postgres.DB, f HealthFilter) (Counted
 		sums.Until = utc(l.LeftOut)
 		h := l.Health
 		h.DisabledAt = utc(h.DisabledAt)
-		h.P50MS, h.P95MS = percentile(0.5, l.Buckets, l.Counts), percentile(0.95, l.Buckets, l.Counts)
+		h.P50MS, h.P95MS = Percentile(0.5, l.Buckets, l.Counts), Percentile(0.95, l.Buckets, l.Counts)
 		if h.Calls > 0 {
 			rate := float64(h.Calls-h.Failed) / float64(h.Calls)
 			h.SuccessRate = &rate
@@ -364,8 +379,8 @@ func CountedHealth(ctx context.Context, db postgres.DB, f HealthFilter) (Counted
 	return sums, err
 }
 
-// percentile is percentile_cont over bucketed durations; nil for none.
-func percentile(p float64, buckets []int32, counts []int64) *float64 {
+// Percentile is percentile_cont over bucketed durations; nil for none.
+func Percentile(p float64, buckets []int32, counts []int64) *float64 {
 	var all int64
 	for _, n := range counts {
 		all += n

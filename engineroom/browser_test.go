@@ -308,7 +308,7 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 		"/automations/{name}": "/automations/weekly", "/objectives": "/objectives", "/objectives/{name}": "/objectives/grow",
 		"/memory": "/memory", "/memory/{key...}": "/memory/prices", "/deliveries": "/deliveries",
 		"/deliveries/{id}": "/deliveries/" + delivery,
-		"/outgoing":        "/outgoing", "/outgoing/{id}": "/outgoing/" + message, "/spend": "/spend", "/audit": "/audit",
+		"/outgoing":        "/outgoing", "/outgoing/{id}": "/outgoing/" + message, "/spend": "/spend", "/spend/{day}": "/spend/" + time.Now().UTC().Format(time.DateOnly), "/charts": "/charts?range=24h", "/audit": "/audit",
 		"/lanes": "/lanes", "/operate": "/operate", "/find": "/find?q=sale",
 	}
 }

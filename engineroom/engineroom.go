@@ -145,7 +145,7 @@ func (room *Room) all() []page {
 		room.automationsPage(), room.automationPage(),
 		room.objectivesPage(), room.objectivePage(), room.memoryPage(), room.memoryEntryPage(),
 		room.deliveriesPage(), room.deliveryPage(), room.outgoingPage(), room.messagePage(),
-		room.spendPage(),
+		room.spendPage(), room.spendDayPage(), room.chartsPage(),
 		room.lanesPage(), room.operatePage(), room.findPage(),
 	})))
 }

@@ -15,6 +15,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -566,7 +567,7 @@ var indexedPages = map[string]struct {
 		  from unnest(array['hour', 'day']) s, generate_series(1, 20000) n;
 		update agent_activity_counted set counted_upto = lanekeeper.agent_uuid7(clock_timestamp())`,
 		"agent_activity agent_activity_counts agent_executions",
-		"/spend?days=7 /spend?days=1&per=hour /spend?by=purpose /audit?surface=chat /skills /skills/skill_7", 0,
+		"/spend?days=7 /spend?days=1&per=hour /spend?by=purpose /spend?by=agent /spend/" + time.Now().UTC().Format(time.DateOnly) + " /charts /charts?range=90d /audit?surface=chat /skills /skills/skill_7", 0,
 	},
 	"threads": {
 		`

@@ -336,7 +336,7 @@ func TestSpendIsShownByWhatItWasForSurfaceAndModel(t *testing.T) {
 	spend(t, pool, "reflect", "model-two", "0.25", "0")
 	spend(t, pool, "reflect", "model-two", "9", "10 days")
 	shows(t, server.URL+"/spend?days=1", "$1.00 and 2,000 tokens today", "no skill", "100 %", "<svg",
-		"Chart data")
+		"Show as table")
 	shows(t, server.URL+"/spend?days=1&by=purpose", "advance_plan", "75 %")
 	shows(t, server.URL+"/spend?days=30&by=purpose", "$10.00 and 3,000 tokens in 30 days",
 		"by=model&amp;days=30&amp;purpose=reflect#calls")

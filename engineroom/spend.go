@@ -49,6 +49,26 @@ func (w spendFilter) Narrowed() bool {
 	return w.Skill != "" || w.Purpose != "" || w.Surface != "" || w.Model != ""
 }
 
+// spendDay is a link to a day.
+type spendDay struct{ Date, Word string }
+
+// LatestDays are the last seven days, today first.
+func (w spendFilter) LatestDays() []spendDay {
+	list := []spendDay{}
+	for i := range 7 {
+		day := today().AddDate(0, 0, -i)
+		word := day.Format("Mon 2 Jan")
+		switch i {
+		case 0:
+			word = "today"
+		case 1:
+			word = "yesterday"
+		}
+		list = append(list, spendDay{day.Format(time.DateOnly), word})
+	}
+	return list
+}
+
 // today is the beginning of the day (UTC).
 func today() time.Time { return time.Now().UTC().Truncate(24 * time.Hour) }
 
@@ -70,7 +90,7 @@ func openSpend(_ context.Context, v *visit) (title string, err error) {
 		return "", err
 	}
 	if want.By, err = v.oneOf("by", string(activity.BySkill), string(activity.ByPurpose), string(activity.BySurface),
-		string(activity.ByModel)); err != nil {
+		string(activity.ByModel), string(activity.ByAgent)); err != nil {
 		return "", err
 	}
 	if want.Per, err = v.oneOf("per", string(activity.ByDay), string(activity.ByHour)); err != nil {
@@ -94,6 +114,9 @@ func openSpend(_ context.Context, v *visit) (title string, err error) {
 		}
 		want.By = string(activity.ByPurpose)
 	}
+	if want.By == string(activity.ByAgent) && (want.Skill != "" || want.Purpose != "") {
+		return "", badFilter("by is agent; skills and purposes are not counted by agent")
+	}
 	v.About = want
 	return "", nil
 }
@@ -116,7 +139,10 @@ func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	filter.By, filter.Period = activity.Together, activity.Period(want.Per)
+	if filter.By != activity.ByAgent {
+		filter.By = activity.Together
+	}
+	filter.Period = activity.Period(want.Per)
 	periods, err := activity.CountedSpend(ctx, room.Read, filter)
 	if err != nil {
 		return nil, err
@@ -136,7 +162,7 @@ func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 
 // breakdownURL returns the URL of a line's breakdown; empty for none.
 func breakdownURL(want spendFilter, key string) string {
-	if key == "" || len(key) > maxFilterBytes || (want.By == "surface" && !slices.Contains(activitySurfaces, key)) {
+	if key == "" || want.By == "agent" || len(key) > maxFilterBytes || (want.By == "surface" && !slices.Contains(activitySurfaces, key)) {
 		return ""
 	}
 	by := map[string]string{"skill": "model", "purpose": "model", "surface": "skill", "model": "skill"}[want.By]
@@ -166,6 +192,7 @@ func added(lines []activity.SpendLine) (sum activity.SpendLine) {
 		sum.CostUSD += l.CostUSD
 		sum.UnknownTokens += l.UnknownTokens
 		sum.UnknownUSD += l.UnknownUSD
+		sum.CachedTokens += l.CachedTokens
 	}
 	return sum
 }
@@ -505,6 +532,7 @@ type chart struct {
 	Series       []series
 	Points       []point
 	Write        func(float64) string // formats a value
+	Lines        bool                 // draws a line for each series instead of bars; NaN is a gap
 }
 
 // bar is a piece of a bar.
@@ -521,25 +549,31 @@ func place(f float64) string {
 // Empty reports whether all values are zero.
 func (c chart) Empty() bool {
 	for _, p := range c.Points {
-		if p.sum() > 0 {
+		if c.top(p) > 0 {
 			return false
 		}
 	}
 	return true
 }
 
-func (p point) sum() (sum float64) {
+// top is the highest drawn value of a point: the sum of its bars, or its highest line.
+func (c chart) top(p point) (top float64) {
 	for _, v := range p.Values {
-		sum += v
+		switch {
+		case !c.Lines:
+			top += v
+		case v > top: // not NaN
+			top = v
+		}
 	}
-	return sum
+	return top
 }
 
 // step is the distance of two ticks: 1, 2 or 5 times a power of ten, with at most chartTicks up to the highest bar.
 func (c chart) step() float64 {
 	most := 0.0
 	for _, p := range c.Points {
-		most = max(most, p.sum())
+		most = max(most, c.top(p))
 	}
 	if most <= 0 {
 		return 1
@@ -558,9 +592,79 @@ func (c chart) height(v float64) float64 {
 	return v / (c.step() * chartTicks) * (chartHigh - chartTop - chartBottom)
 }
 
+// chartLine is a drawn series: its pieces between gaps, and a dot where a piece has one point.
+type chartLine struct {
+	Class  string
+	Pieces []string
+	Dots   []mark
+}
+
+// Paths are the lines of all series.
+func (c chart) Paths() []chartLine {
+	if !c.Lines {
+		return nil
+	}
+	lines := make([]chartLine, len(c.Series))
+	wide := (chartWide - chartLeft) / float64(max(len(c.Points), 1))
+	for s := range c.Series {
+		lines[s].Class = c.Series[s].Class
+		var piece []string
+		var last mark
+		end := func() {
+			if len(piece) == 1 {
+				lines[s].Dots = append(lines[s].Dots, last)
+			} else if len(piece) > 1 {
+				lines[s].Pieces = append(lines[s].Pieces, strings.Join(piece, " "))
+			}
+			piece = nil
+		}
+		for i, p := range c.Points {
+			if math.IsNaN(p.Values[s]) {
+				end()
+				continue
+			}
+			last = mark{X: place(chartLeft + wide*(float64(i)+.5)), Y: place(chartHigh - chartBottom - c.height(p.Values[s]))}
+			piece = append(piece, last.X+","+last.Y)
+		}
+		end()
+	}
+	return lines
+}
+
+// Areas cover a point each and name its values, where a reader points.
+func (c chart) Areas() []bar {
+	if !c.Lines {
+		return nil
+	}
+	list := []bar{}
+	wide := (chartWide - chartLeft) / float64(max(len(c.Points), 1))
+	for i, p := range c.Points {
+		text := p.Name + ":"
+		for s, v := range p.Values {
+			text += " " + c.Series[s].Name + " " + c.Write(v)
+		}
+		list = append(list, bar{
+			X: place(chartLeft + wide*float64(i)), Y: place(chartTop), W: place(wide), H: place(chartHigh - chartTop - chartBottom),
+			Text: text,
+		})
+	}
+	return list
+}
+
+// Legend names the series if there are several.
+func (c chart) Legend() []series {
+	if len(c.Series) < 2 {
+		return nil
+	}
+	return c.Series
+}
+
 // Bars are the pieces of all bars.
 func (c chart) Bars() []bar {
 	list := []bar{}
+	if c.Lines {
+		return list
+	}
 	wide := (chartWide - chartLeft) / float64(max(len(c.Points), 1))
 	for i, p := range c.Points {
 		base := chartHigh - chartBottom

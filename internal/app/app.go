@@ -210,6 +210,7 @@ func (a *App) Run(ctx context.Context, extra ...func(ctx context.Context) error)
 		group.Go(func() error { return a.Read.Run(ctx) })
 		group.Go(func() error { return a.Index.Run(ctx, a.Pool) })
 		group.Go(func() error { return runActivityCounts(ctx, a.Pool, countEvery, a.Log) })
+		group.Go(func() error { return runExecutionCounts(ctx, a.Pool, time.Minute, a.Log) })
 		for _, f := range slices.Concat(a.background(), extra) {
 			group.Go(func() error { return f(ctx) })
 		}

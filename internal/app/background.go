@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/retention"
 )
@@ -41,9 +42,22 @@ func (a *App) runHousekeeping(ctx context.Context) error {
 	}
 }
 
-// runActivityCounts updates the counters of the activity log until ctx ends. Several processes may run it. It works
-// off a backlog at half speed.
+// runActivityCounts updates the counters of the activity log until ctx ends. Several processes may run it.
 func runActivityCounts(ctx context.Context, db postgres.Beginner, every time.Duration, log *slog.Logger) error {
+	return runCounts(ctx, every, log, "activity not counted; reports are slower",
+		func(ctx context.Context) (bool, error) { return activity.Count(ctx, db) })
+}
+
+// runExecutionCounts updates the counters of executions, likewise.
+func runExecutionCounts(ctx context.Context, db postgres.Beginner, every time.Duration, log *slog.Logger) error {
+	return runCounts(ctx, every, log, "executions not counted; charts lag",
+		func(ctx context.Context) (bool, error) { return executions.Count(ctx, db) })
+}
+
+// runCounts calls count until ctx ends. It works off a backlog at half speed.
+func runCounts(
+	ctx context.Context, every time.Duration, log *slog.Logger, failed string, count func(context.Context) (bool, error),
+) error {
 	next := time.NewTimer(0)
 	defer next.Stop()
 	for {
@@ -53,9 +67,9 @@ func runActivityCounts(ctx context.Context, db postgres.Beginner, every time.Dur
 		case <-next.C:
 		}
 		began := time.Now()
-		more, err := activity.Count(ctx, db)
+		more, err := count(ctx)
 		if err != nil && ctx.Err() == nil {
-			log.WarnContext(ctx, "activity not counted; reports are slower", "error", err)
+			log.WarnContext(ctx, failed, "error", err)
 		}
 		if more {
 			next.Reset(time.Since(began))

@@ -107,8 +107,8 @@ comment on table agent_activity_counts is
   'agent_activity_uncounted, are still missing.';
 comment on column agent_activity_counts.span is 'The length of the count.';
 comment on column agent_activity_counts.start is 'The beginning of the hour or day, UTC.';
-comment on column agent_activity_counts.kind is 'As in the log; charge: money, by the skill that a model call led to.';
-comment on column agent_activity_counts.skill is 'The skill. For a model call: its purpose.';
+comment on column agent_activity_counts.kind is 'As in the log; charge: money, by the skill that a model call led to; agent: model calls, by agent.';
+comment on column agent_activity_counts.skill is 'The skill. For a model call: its purpose. For kind agent: the agent.';
 comment on column agent_activity_counts.surface is 'As in the log.';
 comment on column agent_activity_counts.model is 'As in the log.';
 comment on column agent_activity_counts.calls is 'Actions that have ended, in any way.';
@@ -159,7 +159,7 @@ create table agent_activity_durations (
 comment on table agent_activity_durations is
   'How long calls took, by day. A bucket is 5 per cent wide, so a percentile is right to 2.5 per cent.';
 comment on column agent_activity_durations.day is 'The day, UTC.';
-comment on column agent_activity_durations.skill is 'The skill.';
+comment on column agent_activity_durations.skill is 'The skill. Empty: all together, counted since schema 216.';
 comment on column agent_activity_durations.bucket is
   'Durations from 1.05 ^ bucket ms up to the next; -1 is less than 1 ms.';
 comment on column agent_activity_durations.calls is 'Calls with such a duration.';
@@ -340,10 +340,10 @@ language sql stable security definer set search_path from current set enable_seq
   sums as materialized (
     select x.skill, sum(x.calls) as calls, sum(x.worked)::bigint as worked, sum(x.failed)::bigint as failed, max(x.slowest collate "C") as slowest
       from (select c.skill, c.calls, c.worked, c.failed, c.slowest from agent_activity_counts c
-             where c.span = 'hour' and c.start >= (select b.hour from began b) and c.start < (select b.day from began b) and c.kind not in ('model', 'charge')
+             where c.span = 'hour' and c.start >= (select b.hour from began b) and c.start < (select b.day from began b) and c.kind not in ('model', 'charge', 'agent')
             union all
             select c.skill, c.calls, c.worked, c.failed, c.slowest from agent_activity_counts c
-             where c.span = 'day' and c.start >= (select b.day from began b) and c.kind not in ('model', 'charge')
+             where c.span = 'day' and c.start >= (select b.day from began b) and c.kind not in ('model', 'charge', 'agent')
             union all
             select u.skill, 1, u.telling::int, (u.telling and u.status = 'error')::int, u.slowest from lanekeeper.read_agent_activity_tail(2000000000) u
              where u.kind <> 'model' and u.hour >= (select b.hour from began b)) x

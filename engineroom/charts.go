@@ -1,0 +1,452 @@
+package engineroom
+
+import (
+	"cmp"
+	"context"
+	"maps"
+	"math"
+	"net/url"
+	"slices"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// topSeries bounds the named series of a chart; the rest is one more.
+const topSeries = 4
+
+// chartRanges are the ranges of the page, each with the length of a point and how many it has.
+var chartRanges = map[string]scale{
+	"24h": {time.Hour, 24, "hour"}, "7d": {6 * time.Hour, 28, "6 hours"}, "30d": {24 * time.Hour, 30, "day"},
+	"90d": {24 * time.Hour, 90, "day"},
+}
+
+// scale is the time axis of a chart: points of one length, the last of which is now. They begin in UTC.
+type scale struct {
+	step   time.Duration
+	points int
+	word   string
+}
+
+// since is the beginning of the first point.
+func (s scale) since() time.Time {
+	return time.Now().UTC().Truncate(s.step).Add(-time.Duration(s.points-1) * s.step)
+}
+
+// per is the length of the counts that are read.
+func (s scale) per() activity.Period {
+	if s.step < 24*time.Hour {
+		return activity.ByHour
+	}
+	return activity.ByDay
+}
+
+// key is the point of a moment.
+func (s scale) key(at time.Time) int64 { return at.UTC().Truncate(s.step).Unix() }
+
+// draw returns the points, with the values of each or those of none.
+func (s scale) draw(of map[int64][]float64, none ...float64) []point {
+	list := make([]point, 0, s.points)
+	name, short := time.DateOnly, "Jan 2"
+	if s.step < 24*time.Hour {
+		name, short = "2006-01-02 15:04", "Jan 2 15h"
+	}
+	for i := range s.points {
+		at := s.since().Add(time.Duration(i) * s.step)
+		values, has := of[at.Unix()]
+		if !has {
+			values = none
+		}
+		list = append(list, point{Name: at.Format(name), Short: at.Format(short), Values: values})
+	}
+	return list
+}
+
+// chartFilter holds the parameters of the page.
+type chartFilter struct {
+	Range, Agent, Flow string
+	Ranges             []chartRange
+}
+
+// chartRange is a link to a range.
+type chartRange struct{ Name, Word, URL string }
+
+// chartsPage draws runs, errors, latency, waits and spend over time. Every figure is read from counts, so the page
+// costs the same however large the tables are.
+func (room *Room) chartsPage() page {
+	return page{
+		path: "/charts", name: "charts", nav: "Charts", title: "Charts", open: openCharts,
+		parts: []part{
+			{name: "runs", every: 2 * time.Minute, load: room.runCharts},
+			{name: "latency", every: 2 * time.Minute, load: room.latencyCharts},
+			{name: "spend", every: 2 * time.Minute, load: room.spendCharts},
+			{name: "skills", every: 2 * time.Minute, load: room.skillCharts},
+		},
+	}
+}
+
+func openCharts(_ context.Context, v *visit) (title string, err error) {
+	var want chartFilter
+	if want.Range, err = v.oneOf("range", "7d", "24h", "30d", "90d"); err != nil {
+		return "", err
+	}
+	if want.Agent, err = v.textFilter("agent"); err != nil {
+		return "", err
+	}
+	if want.Flow, err = v.textFilter("flow"); err != nil {
+		return "", err
+	}
+	for _, r := range [][2]string{{"24h", "24 hours"}, {"7d", "7 days"}, {"30d", "30 days"}, {"90d", "90 days"}} {
+		want.Ranges = append(want.Ranges, chartRange{r[0], r[1], v.at("range", r[0])})
+	}
+	v.About = want
+	return "", nil
+}
+
+// figure is a chart with its figures in words.
+type figure struct {
+	Chart chart
+	Words string
+	Empty string // the reason why there is nothing to draw
+	Links []link
+}
+
+// link leads to the rows behind a chart.
+type link struct{ URL, Word string }
+
+// runCharts draws the executions that ended, by their end.
+func (room *Room) runCharts(ctx context.Context, v *visit) (any, error) {
+	want, _ := v.About.(chartFilter)
+	axis := chartRanges[want.Range]
+	type line struct {
+		Start                                 time.Time
+		Completed, Failed, Timeout, Cancelled int64
+	}
+	lines, err := postgres.Rows[line](ctx, room.Read, "count executions", `
+		select c.start, sum(c.completed)::bigint as completed, sum(c.failed)::bigint as failed, sum(c.timeout)::bigint as timeout,
+		       sum(c.cancelled)::bigint as cancelled
+		  from agent_execution_counts c
+		 where c.span = @span and c.start >= @since::timestamptz and (@agent::text = '' or c.agent = lanekeeper.agent_count_key(@agent))
+		   and (@flow::text = '' or c.flow = lanekeeper.agent_count_key(@flow))
+		 group by c.start`, freshPlan, postgres.Strict{
+		"span": string(axis.per()), "since": axis.since(), "agent": want.Agent, "flow": want.Flow,
+	})
+	if err != nil {
+		return nil, err
+	}
+	of := map[int64][]float64{}
+	var all line
+	for _, l := range lines {
+		values := valuesAt(of, axis.key(l.Start), 3)
+		values[0], values[1], values[2] = values[0]+float64(l.Completed), values[1]+float64(l.Cancelled),
+			values[2]+float64(l.Failed+l.Timeout)
+		all.Completed, all.Cancelled, all.Failed = all.Completed+l.Completed, all.Cancelled+l.Cancelled,
+			all.Failed+l.Failed+l.Timeout
+	}
+	d := figure{Empty: "No execution ended in this time.", Chart: chart{
+		Title: "Runs and errors per " + axis.word, About: "Executions by the time of their end.",
+		Series: []series{{"completed", "bar-accent"}, {"cancelled", "bar-wait"}, {"failed", "bar-bad"}}, Write: countTick,
+		Points: axis.draw(of, 0, 0, 0),
+	}}
+	if ended := all.Completed + all.Cancelled + all.Failed; ended > 0 {
+		d.Words = human.Count(ended) + " runs, " + human.Count(all.Failed) + " failed (" +
+			human.Percent(float64(all.Failed)/float64(ended)) + ")"
+	}
+	flow := ""
+	if want.Flow != "" {
+		flow = "&flow=" + url.QueryEscape(want.Flow)
+	}
+	d.Links = []link{{"/executions?status=failed" + flow, "Failed executions"}}
+	return map[string]any{"Charts": []figure{d}}, nil
+}
+
+// valuesAt returns the values of a point, which are zero at first.
+func valuesAt(of map[int64][]float64, key int64, n int) []float64 {
+	if of[key] == nil {
+		of[key] = make([]float64, n)
+	}
+	return of[key]
+}
+
+// histogram counts durations by bucket.
+type histogram struct {
+	Start   time.Time
+	Measure string
+	Buckets []int32
+	Counts  []int64
+}
+
+// percentiles are the 50th, 95th and 99th in milliseconds; NaN for none.
+func (h histogram) percentiles() []float64 {
+	list := []float64{math.NaN(), math.NaN(), math.NaN()}
+	for i, p := range []float64{.5, .95, .99} {
+		if ms := activity.Percentile(p, h.Buckets, h.Counts); ms != nil {
+			list[i] = *ms
+		}
+	}
+	return list
+}
+
+// latencyCharts draws how long runs took, waited for a worker, and waited for a lane.
+func (room *Room) latencyCharts(ctx context.Context, v *visit) (any, error) {
+	want, _ := v.About.(chartFilter)
+	axis := chartRanges[want.Range]
+	// Of all agents and flows together, the rows of each point are read by the index.
+	rows := `
+		select g.start, m.measure, d.bucket, d.n
+		  from generate_series(@since::timestamptz, clock_timestamp(), @step::interval) g (start)
+		 cross join unnest(array['run', 'queue', 'lane']) m (measure)
+		 cross join lateral (select u.bucket, u.executions as n from agent_execution_durations u
+		                      where u.span = @span and u.start = g.start and u.measure = m.measure and u.agent = '' and u.flow = '' offset 0) d
+		 where @agent::text = '' and @flow::text = ''`
+	if want.Agent != "" || want.Flow != "" {
+		rows = `
+		select d.start, d.measure, d.bucket, sum(d.executions)::bigint as n from agent_execution_durations d
+		 where d.span = @span and d.start >= @since::timestamptz and d.flow <> '' and @step::interval is not null
+		   and (@agent::text = '' or d.agent = lanekeeper.agent_count_key(@agent))
+		   and (@flow::text = '' or d.flow = lanekeeper.agent_count_key(@flow))
+		 group by 1, 2, 3`
+	}
+	list, err := postgres.Rows[histogram](ctx, room.Read, "read durations", `
+		select x.start, x.measure, array_agg(x.bucket order by x.bucket) as buckets, array_agg(x.n order by x.bucket) as counts
+		  from (`+rows+`) x
+		 group by 1, 2`, freshPlan, postgres.Strict{
+		"span": string(axis.per()), "since": axis.since(), "step": "1 " + string(axis.per()), "agent": want.Agent, "flow": want.Flow,
+	})
+	if err != nil {
+		return nil, err
+	}
+	var charts []figure
+	for _, m := range []struct{ measure, title, about, empty string }{
+		{"run", "Duration of runs", "From the first claim to the end, waits included.", "No run ended in this time."},
+		{"queue", "Queue delay", "From the start of an execution to its first claim by a worker.", "No run ended in this time."},
+		{"lane", "Waiting time for lanes", "Each wait of an execution for a lane.", "No run that ended in this time waited for a lane."},
+	} {
+		charts = append(charts, percentileChart(m.title, m.about, m.empty, slices.DeleteFunc(slices.Clone(list),
+			func(h histogram) bool { return h.Measure != m.measure }), axis))
+	}
+	return map[string]any{"Charts": charts}, nil
+}
+
+// percentileChart draws percentiles as lines.
+func percentileChart(title, about, empty string, list []histogram, axis scale) figure {
+	all, parts := map[int32]int64{}, map[int64]map[int32]int64{}
+	for _, h := range list {
+		part := parts[axis.key(h.Start)]
+		if part == nil {
+			part = map[int32]int64{}
+			parts[axis.key(h.Start)] = part
+		}
+		for i, b := range h.Buckets {
+			all[b], part[b] = all[b]+h.Counts[i], part[b]+h.Counts[i]
+		}
+	}
+	of := map[int64][]float64{}
+	for key, part := range parts {
+		of[key] = histogramOf(part).percentiles()
+	}
+	d := figure{Empty: empty, Chart: chart{
+		Title: title, About: about, Lines: true, Write: millisTick,
+		Series: []series{{"p50", "bar-good"}, {"p95", "bar-warn"}, {"p99", "bar-bad"}},
+		Points: axis.draw(of, math.NaN(), math.NaN(), math.NaN()),
+	}}
+	if len(all) > 0 {
+		sum := histogramOf(all)
+		var n int64
+		for _, count := range sum.Counts {
+			n += count
+		}
+		p := sum.percentiles()
+		d.Words = "p50 " + millisTick(p[0]) + ", p95 " + millisTick(p[1]) + ", p99 " + millisTick(p[2]) + " of " + human.Count(n)
+	}
+	return d
+}
+
+// histogramOf orders buckets.
+func histogramOf(counts map[int32]int64) (h histogram) {
+	h.Buckets = slices.Sorted(maps.Keys(counts))
+	for _, b := range h.Buckets {
+		h.Counts = append(h.Counts, counts[b])
+	}
+	return h
+}
+
+// millisTick formats milliseconds; NaN is no value.
+func millisTick(ms float64) string {
+	if math.IsNaN(ms) {
+		return "–"
+	}
+	return human.Duration(time.Duration(ms * float64(time.Millisecond)))
+}
+
+// spendCharts draws spend by agent, skill and model, and the share of cached tokens.
+func (room *Room) spendCharts(ctx context.Context, v *visit) (any, error) {
+	want, _ := v.About.(chartFilter)
+	if want.Flow != "" {
+		return map[string]any{}, nil // spend is not counted by flow
+	}
+	axis := chartRanges[want.Range]
+	var charts []figure
+	var until *time.Time
+	days := map[string]string{"24h": "1", "7d": "7", "30d": "30", "90d": "90"}[want.Range]
+	for _, by := range []activity.Dimension{activity.ByAgent, activity.BySkill, activity.ByModel} {
+		if want.Agent != "" && by == activity.BySkill {
+			continue // skills are not counted by agent
+		}
+		sums, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{
+			Since: axis.since(), By: by, Period: axis.per(), Agent: want.Agent,
+		})
+		if err != nil {
+			return nil, err
+		}
+		until = sums.Until
+		charts = append(charts, stackedSpend(by, sums.Lines, axis))
+		charts[len(charts)-1].Links = []link{{"/spend?days=" + days + "&by=" + string(by), "Spend by " + string(by)}}
+		if by == activity.ByAgent {
+			charts = append(charts, cacheChart(sums.Lines, axis))
+		}
+	}
+	return map[string]any{"Charts": charts, "Until": until}, nil
+}
+
+// stackedSpend draws the keys that cost most, and the rest as one; tokens where nothing has a price.
+func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis scale) figure {
+	all := added(lines)
+	value := func(l activity.SpendLine) float64 { return l.CostUSD }
+	d := figure{Empty: "No model was called in this time.", Chart: chart{
+		Title: "Spend by " + string(by), About: "Cost of model calls.", Write: moneyTick,
+	}}
+	if all.CostUSD == 0 {
+		value = func(l activity.SpendLine) float64 { return float64(l.Tokens) }
+		d.Chart.Title, d.Chart.About, d.Chart.Write = "Tokens by "+string(by), "Tokens of model calls.", countTick
+	}
+	totals := map[string]float64{}
+	for _, l := range lines {
+		totals[l.Key] += value(l)
+	}
+	names := slices.Collect(maps.Keys(totals))
+	slices.SortFunc(names, func(a, b string) int { return cmp.Or(cmp.Compare(totals[b], totals[a]), cmp.Compare(a, b)) })
+	place := map[string]int{}
+	for i, name := range names {
+		place[name] = min(i, topSeries)
+		if i < topSeries {
+			word := name
+			if name == "" {
+				word = "no " + string(by)
+			}
+			d.Chart.Series = append(d.Chart.Series, series{brief(40, word),
+				[]string{"bar-accent", "bar-info", "bar-warn", "bar-phase"}[i]})
+		}
+	}
+	if len(names) > topSeries {
+		d.Chart.Series = append(d.Chart.Series, series{"others", "bar-wait"})
+	}
+	of := map[int64][]float64{}
+	for _, l := range lines {
+		if l.Period == nil {
+			continue
+		}
+		valuesAt(of, axis.key(*l.Period), len(d.Chart.Series))[place[l.Key]] += value(l)
+	}
+	d.Chart.Points = axis.draw(of, make([]float64, len(d.Chart.Series))...)
+	if len(names) > 0 {
+		d.Words = d.Chart.Write(totals[names[0]]) + " of " + tokensOrMoney(all) + ": " + cmp.Or(brief(40, names[0]), "no "+string(by))
+	}
+	return d
+}
+
+// tokensOrMoney is a sum in dollars, or in tokens without prices.
+func tokensOrMoney(l activity.SpendLine) string {
+	if l.CostUSD > 0 {
+		return human.Money(l.CostUSD)
+	}
+	return tokensText(float64(l.Tokens))
+}
+
+// cacheChart draws the share of prompt tokens that providers had cached.
+func cacheChart(lines []activity.SpendLine, axis scale) figure {
+	sums := map[int64][]float64{}
+	all := added(lines)
+	for _, l := range lines {
+		if l.Period != nil {
+			values := valuesAt(sums, axis.key(*l.Period), 2)
+			values[0], values[1] = values[0]+float64(l.CachedTokens), values[1]+float64(l.PromptTokens)
+		}
+	}
+	of := map[int64][]float64{}
+	for key, values := range sums {
+		of[key] = []float64{values[0] / values[1]} // NaN without prompts
+	}
+	d := figure{Empty: "No model was called in this time.", Chart: chart{
+		Title: "Cached prompt tokens", About: "Share of prompt tokens that the provider had cached.", Lines: true,
+		Series: []series{{"cached", "bar-accent"}}, Write: shareTick, Points: axis.draw(of, math.NaN()),
+	}}
+	if all.PromptTokens > 0 {
+		d.Words = human.Percent(float64(all.CachedTokens)/float64(all.PromptTokens)) + " of " +
+			human.Count(all.PromptTokens) + " prompt tokens"
+	}
+	return d
+}
+
+func shareTick(f float64) string {
+	if math.IsNaN(f) {
+		return "–"
+	}
+	return human.Percent(f)
+}
+
+// skillCharts draws how calls of skills ended and how long they took. They are not counted by agent and flow.
+func (room *Room) skillCharts(ctx context.Context, v *visit) (any, error) {
+	want, _ := v.About.(chartFilter)
+	if want.Agent != "" || want.Flow != "" {
+		return map[string]any{}, nil
+	}
+	axis := chartRanges[want.Range]
+	type line struct {
+		Start          time.Time
+		Worked, Failed int64
+	}
+	lines, err := postgres.Rows[line](ctx, room.Read, "count calls", `
+		select g.start, sum(c.worked)::bigint as worked, sum(c.failed)::bigint as failed
+		  from generate_series(@since::timestamptz, clock_timestamp(), @step::interval) g (start)
+		 cross join lateral (select u.worked, u.failed from agent_activity_counts u
+		                      where u.span = @span and u.start = g.start and u.kind = 'call' offset 0) c
+		 group by g.start`, freshPlan, postgres.Strict{
+		"span": string(axis.per()), "since": axis.since(), "step": "1 " + string(axis.per()),
+	})
+	if err != nil {
+		return nil, err
+	}
+	of := map[int64][]float64{}
+	var worked, failed int64
+	for _, l := range lines {
+		values := valuesAt(of, axis.key(l.Start), 2)
+		values[0], values[1] = values[0]+float64(l.Worked-l.Failed), values[1]+float64(l.Failed)
+		worked, failed = worked+l.Worked, failed+l.Failed
+	}
+	d := figure{Empty: "No skill was called in this time.", Links: []link{{"/skills", "Skills by health"}}, Chart: chart{
+		Title: "Skill calls and errors per " + axis.word, About: "Calls that count for the health of their skill.",
+		Series: []series{{"succeeded", "bar-accent"}, {"failed", "bar-bad"}}, Write: countTick, Points: axis.draw(of, 0, 0),
+	}}
+	if worked > 0 {
+		d.Words = human.Count(worked) + " calls, " + human.Count(failed) + " failed (" +
+			human.Percent(float64(failed)/float64(worked)) + ")"
+	}
+	daily := scale{24 * time.Hour, max(2, int(time.Duration(axis.points)*axis.step/(24*time.Hour))), "day"}
+	lasted, err := postgres.Rows[histogram](ctx, room.Read, "read durations of calls", `
+		select x.day::timestamp at time zone 'UTC' as start, '' as measure, array_agg(x.bucket order by x.bucket) as buckets,
+		       array_agg(x.n order by x.bucket) as counts
+		  from (select g.day::date as day, d.bucket, d.calls as n
+		          from generate_series(@since::timestamptz at time zone 'UTC', clock_timestamp() at time zone 'UTC', interval '1 day') g (day)
+		         cross join lateral (select u.bucket, u.calls from agent_activity_durations u
+		                              where u.day = g.day::date and u.skill = '' offset 0) d) x
+		 group by 1`, freshPlan, postgres.Strict{"since": daily.since()})
+	if err != nil {
+		return nil, err
+	}
+	took := percentileChart("Duration of skill calls", "By day (UTC).", "No skill was called in this time.", lasted,
+		daily)
+	return map[string]any{"Charts": []figure{d, took}}, nil
+}

@@ -1,0 +1,134 @@
+package engineroom
+
+import (
+	"context"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	// maxDayLines bounds the lines of each breakdown of a day.
+	maxDayLines = 12
+	// maxDayTraces bounds the listed traces, and walkDayCalls the model calls that are read for them.
+	maxDayTraces, walkDayCalls = 20, 10_000
+)
+
+// spendDayPage answers what a day cost and why: by agent, skill, model and purpose, and the most expensive traces.
+func (room *Room) spendDayPage() page {
+	return page{
+		path: "/spend/{day}", name: "spendday", title: "Spend of a day", open: openSpendDay,
+		parts: []part{
+			{name: "sums", every: 30 * time.Second, calm: true, load: room.spendOfDay},
+			{name: "traces", every: 30 * time.Second, calm: true, load: room.expensiveTraces},
+		},
+	}
+}
+
+func openSpendDay(_ context.Context, v *visit) (string, error) {
+	day, err := time.Parse(time.DateOnly, v.path("day"))
+	if err != nil || day.After(today()) || day.Year() < 2000 {
+		return "", missing("there is no day %.60q; a day looks like 2026-01-31 (UTC)", v.path("day"))
+	}
+	v.About = day
+	return "Spend of " + day.Format(time.DateOnly), nil
+}
+
+// dayShare is a breakdown of a day.
+type dayShare struct {
+	By     string
+	Lines  []spendRow
+	Others activity.SpendLine
+}
+
+func (room *Room) spendOfDay(ctx context.Context, v *visit) (any, error) {
+	day, _ := v.About.(time.Time)
+	next := day.AddDate(0, 0, 1)
+	var shares []dayShare
+	var all activity.SpendLine
+	var until *time.Time
+	for _, by := range []activity.Dimension{activity.BySkill, activity.ByPurpose, activity.ByModel, activity.ByAgent} {
+		sums, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{Since: day, Until: next, By: by})
+		if err != nil {
+			return nil, err
+		}
+		of := added(sums.Lines)
+		if by == activity.BySkill {
+			all, until = of, sums.Until
+		}
+		n := min(len(sums.Lines), maxDayLines)
+		s := dayShare{By: string(by), Others: added(sums.Lines[n:])}
+		for _, l := range sums.Lines[:n] {
+			s.Lines = append(s.Lines, spendRow{SpendLine: l, Share: share(l, of)})
+		}
+		shares = append(shares, s)
+	}
+	before, err := activity.CountedSpend(ctx, room.Read, activity.SpendFilter{
+		Since: day.AddDate(0, 0, -1), Until: day, By: activity.Together,
+	})
+	if err != nil {
+		return nil, err
+	}
+	shown := map[string]any{
+		"Day": day, "All": all, "Shares": shares, "Until": until, "Before": day.AddDate(0, 0, -1),
+		"Compared": compared(all, added(before.Lines)),
+	}
+	if !next.After(today()) {
+		shown["Next"] = next
+	}
+	return shown, nil
+}
+
+// compared says how a day's spend differs from that of the day before; empty when there was none.
+func compared(all, before activity.SpendLine) string {
+	now, then := all.CostUSD, before.CostUSD
+	if now == 0 && then == 0 {
+		now, then = float64(all.Tokens), float64(before.Tokens)
+	}
+	switch {
+	case then == 0:
+		return ""
+	case now >= then:
+		return human.Percent(now/then-1) + " more than the day before"
+	}
+	return human.Percent(1-now/then) + " less than the day before"
+}
+
+// traceCost is a trace with its model calls of a day.
+type traceCost struct {
+	TraceID, Agent, Surface, Flow, Purpose string
+	Calls, Tokens, Walked                  int64
+	CostUSD                                float64
+}
+
+// expensiveTraces lists the traces of a day whose model calls cost most. Of a day with very many calls it reads a part,
+// and the page says so.
+func (room *Room) expensiveTraces(ctx context.Context, v *visit) (any, error) {
+	day, _ := v.About.(time.Time)
+	list, err := postgres.Rows[traceCost](ctx, room.Read, "list expensive traces", `
+		with calls as materialized (
+		  select a.trace_id, a.agent, a.surface, a.purpose, a.cost_usd, a.token_usage from agent_activity a
+		   where a.kind = 'model' and (a.created_at at time zone 'UTC')::date = @day::date
+		     and a.id >= lanekeeper.agent_uuid7_floor(@from::timestamptz) and a.id < lanekeeper.agent_uuid7_floor(@upto::timestamptz)
+		   limit @walk::int),
+		traces as materialized (
+		  select c.trace_id, max(left(c.agent, 100)) as agent, max(left(c.surface, 40)) as surface,
+		         (array_agg(left(c.purpose, 100) order by c.cost_usd desc))[1] as purpose, count(*) as calls,
+		         sum(lanekeeper.agent_tokens(c.token_usage, 'total_tokens'))::bigint as tokens,
+		         sum(case when c.cost_usd <> 'NaN' then c.cost_usd else 0 end)::float8 as cost_usd
+		    from calls c group by c.trace_id order by cost_usd desc, tokens desc, c.trace_id limit @most::int)
+		select left(t.trace_id, 200) as trace_id, t.agent, t.surface, t.purpose, t.calls, t.tokens, t.cost_usd,
+		       coalesce((select left(e.flow, 100) from agent_executions e where e.trace_id = t.trace_id order by e.id limit 1), '') as flow,
+		       (select count(*) from calls) as walked
+		  from traces t order by t.cost_usd desc, t.tokens desc, t.trace_id`, freshPlan, postgres.Strict{
+		"day": day.Format(time.DateOnly), "from": day.Add(-time.Hour), "upto": day.Add(25 * time.Hour), "walk": walkDayCalls,
+		"most": maxDayTraces,
+	})
+	if err != nil {
+		return nil, err
+	}
+	partly := len(list) > 0 && list[0].Walked >= walkDayCalls
+	return map[string]any{"Traces": list, "Partly": partly, "Walked": int64(walkDayCalls)}, nil
+}

@@ -1,0 +1,97 @@
+package executions
+
+import (
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	// countLimit bounds the executions of one pass of Count.
+	countLimit = 20_000
+	// countLag is how far Count stays behind the clock. A transaction that is open for longer and inserts an execution
+	// with an older id leaves it out of the counts.
+	countLag = time.Minute
+	// noExecution is below every id.
+	noExecution = "00000000-0000-0000-0000-000000000000"
+)
+
+//go:embed count.sql
+var countSQL string
+
+// Count adds executions that have ended to agent_execution_counts and agent_execution_durations, about 20,000 at most
+// of new ones and of those listed as open, and reports whether more can be counted now. It writes nothing when there is
+// nothing to count or another process counts. A pass is one transaction, and blocks no writer: an execution is found by
+// its id, and costs nothing when it ends. Hours are removed as agent_retention has it for hour_counts; days stay.
+func Count(ctx context.Context, db postgres.Beginner) (more bool, err error) {
+	_, more, err = CountPass(ctx, db, countLimit, countLag)
+	return more, err
+}
+
+// CountPass is Count with its own limit and lag. It also returns the number of counted executions.
+func CountPass(
+	ctx context.Context, db postgres.Beginner, limit int, lag time.Duration,
+) (counted int, more bool, err error) {
+	err = pgx.BeginFunc(ctx, db, func(tx pgx.Tx) error {
+		counted, more, err = countInTx(ctx, tx, limit, lag)
+		return err
+	})
+	if err != nil {
+		err = fmt.Errorf("count executions: %w", err)
+	}
+	return counted, more, err
+}
+
+// countInTx is a pass in its transaction.
+func countInTx(ctx context.Context, tx pgx.Tx, limit int, lag time.Duration) (counted int, more bool, err error) {
+	var upto, looked string
+	err = tx.QueryRow(ctx, `
+		select c.counted_upto::text, c.looked::text from agent_executions_counted c for update skip locked`).Scan(&upto, &looked)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return 0, false, nil // another process counts
+	} else if err != nil {
+		return 0, false, err
+	}
+	var bound, end string
+	var idle bool
+	err = tx.QueryRow(ctx, `
+		select coalesce((select e.id from agent_executions e where e.id >= @upto::uuid and e.id < f.id
+		                  order by e.id offset @most::int limit 1), greatest(f.id, @upto::uuid))::text, f.id::text,
+		       not exists (select from agent_executions e where e.id >= @upto::uuid and e.id < f.id)
+		       and not exists (select from agent_executions_uncounted)
+		  from lanekeeper.agent_uuid7_floor(now() - @lag::interval) f (id)`, pgx.QueryExecModeCacheDescribe,
+		postgres.Strict{"upto": upto, "most": limit, "lag": lag}).Scan(&bound, &end, &idle)
+	if err != nil || idle {
+		return 0, false, err
+	}
+	var listed int
+	var last string
+	err = tx.QueryRow(ctx, countSQL, pgx.QueryExecModeCacheDescribe, postgres.Strict{
+		"counted_upto": upto, "bound": bound, "looked": looked, "most": limit,
+	}).Scan(&counted, &listed, &last)
+	if err != nil {
+		return 0, false, err
+	}
+	if listed < limit {
+		last = noExecution // end of the list: start over
+	}
+	if _, err = tx.Exec(ctx, `update agent_executions_counted set counted_upto = @bound::uuid, looked = @looked::uuid`,
+		postgres.Strict{"bound": bound, "looked": last}); err != nil {
+		return 0, false, err
+	}
+	for _, table := range []string{"agent_execution_counts", "agent_execution_durations"} {
+		if _, err = tx.Exec(ctx, `
+			delete from `+table+` d where d.ctid = any (array(
+			  select c.ctid from `+table+` c, agent_retention r
+			   where r.kind = 'hour_counts' and c.span = 'hour' and c.start < date_trunc('hour', now() - r.keep) limit 5000))`); err != nil {
+			return 0, false, err
+		}
+	}
+	return counted, bound < end, nil
+}
