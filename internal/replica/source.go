@@ -29,7 +29,7 @@ func (s *Source) Replica() bool { return s != nil && s.standby != nil }
 // Failed reports whether a read from the standby failed.
 func (s *Source) Failed() bool { return s.Replica() && s.failed.Load() }
 
-// String says how far behind the source is: "0.4 s behind".
+// String says how far behind the source is: "400 ms behind".
 func (s *Source) String() string {
 	text := human.Duration(s.Behind) + " behind"
 	if s.PrimaryAway {

@@ -121,7 +121,7 @@ var passing = regexp.MustCompile(`\s*<p id="replica".*</p>\s*|data-(?:now|seen)=
 
 // roomPages are the pages that are read from a replica.
 var roomPages = []string{
-	"/", "/activity", "/audit", "/traces", "/traces/" + oldTrace, "/traces/" + oldTrace + "?view=tree",
+	"/", "/activity", "/audit", "/traces", "/traces/" + oldTrace,
 	"/traces/" + oldTrace + "?view=table",
 	"/executions", "/executions?view=waiting", "/executions?view=stuck", "/executions/" + oldRun, "/threads",
 	"/threads/talk", "/approvals", "/agents", "/agents/agent",
@@ -263,7 +263,7 @@ func (r *replicated) served(t *testing.T) {
 	}
 	from("the old state is shown with its lag", "/", func(p page) bool {
 		return p.lag >= "1" && !strings.Contains(p.body, "Autonomous work is paused") &&
-			regexp.MustCompile(`From the replica, \d+\.\d s behind`).MatchString(p.body)
+			regexp.MustCompile(`From the replica, (\d+ ms|[\d.]+ s) behind`).MatchString(p.body)
 	})
 	r.seesItsOwn(admin, base)
 	r.asksThePrimary(base)
