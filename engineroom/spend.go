@@ -381,7 +381,7 @@ func (room *Room) spendOfYesterday(ctx context.Context, bySkill []activity.Spend
 	if err != nil {
 		return nil, err
 	}
-	shown := map[string]any{}
+	shown := map[string]any{"Day": day}
 	for by, lines := range map[activity.Dimension][]activity.SpendLine{
 		activity.BySkill: bySkill, activity.ByPurpose: byPurpose.Lines,
 	} {
