@@ -143,8 +143,9 @@ func TestFindIsOpenedByKeysAndLeadsOn(t *testing.T) {
 	p.Press(kb.Escape)
 	p.Until("Escape closes", `!document.getElementById("find").open`)
 	p.Click("#find-open")
+	p.Eval(`document.getElementById("find-q").value = "", 1`, new(int))
 	p.Type("#find-q", "fetch_n")
-	p.Until("one is chosen", `document.querySelector("#find-list [aria-selected=true]")?.textContent.includes("fetch_news")`)
+	p.Until("one is chosen", `document.getElementById("find-q").value === "fetch_n" && document.querySelector("#find-list [aria-selected=true]")?.textContent.includes("fetch_news")`)
 	p.Press("\r")
 	p.Until("Enter opens it", `location.pathname === "/skills/fetch_news"`)
 
