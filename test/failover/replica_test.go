@@ -316,7 +316,7 @@ func (r *replicated) questions(base string) {
 	}
 	for _, args := range [][]string{{"why", oldTrace}, {"activity", "ls"}} {
 		if asked := r.ask(args...); !strings.Contains(asked.Out.String(), oldTrace) ||
-			!strings.HasPrefix(asked.Err.String(), "read from the replica, 0.") {
+			!strings.HasPrefix(asked.Err.String(), "read from the replica, ") {
 			r.t.Errorf("agent %v:\n%s\n%s", args, asked.Out.Tail(30), asked.Err.Tail(30))
 		}
 	}
