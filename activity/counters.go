@@ -229,8 +229,9 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 		LeftOut *time.Time
 	}
 	list, err := postgres.Rows[line](ctx, db, "sum spend", countedSpendSQL, perQuery, postgres.Strict{
-		"since": since, "hours_until": firstMidnight(since, f.Period), "until": until, "agent": f.Agent, "by": string(f.By), "period": string(f.Period),
-		"skill": f.Skill, "surface": f.Surface, "model": f.Model, "purpose": f.Purpose, "kind": kind, "most": uncountedLimit,
+		"since": since, "hours_until": firstMidnight(since, f.Period), "until": until, "agent": f.Agent, "by": string(f.By),
+		"period": string(f.Period),
+		"skill":  f.Skill, "surface": f.Surface, "model": f.Model, "purpose": f.Purpose, "kind": kind, "most": uncountedLimit,
 	})
 	if err != nil {
 		return Counted[SpendLine]{}, err

@@ -297,7 +297,8 @@ func (s *server) nameThread(r request) (response, error) {
 		return response{}, err
 	}
 	title := strings.TrimSpace(*r.body.(titleRequest).Title)
-	c, err := s.record(r.Context(), "name_thread", "a conversation was named", map[string]any{"thread_id": id, "title": title},
+	c, err := s.record(r.Context(), "name_thread", "a conversation was named",
+		map[string]any{"thread_id": id, "title": title},
 		func(tx pgx.Tx, _ string) (any, error) {
 			before, err := threads.SetTitle(r.Context(), tx, id, title)
 			if err == nil && before == title {

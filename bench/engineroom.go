@@ -193,8 +193,10 @@ func (b *engineRoomBench) paths(ctx context.Context) ([]string, error) {
 		"/executions", "/executions?status=completed", "/executions?status=waiting", "/executions?flow=flow_7&status=failed",
 		"/executions/" + execution, "/threads", "/threads/" + url.PathEscape(thread), "/approvals", "/skills",
 		"/skills/" + url.PathEscape(skill),
-		"/automations", "/objectives", "/memory", "/deliveries", "/spend", "/spend?days=30", "/audit", "/lanes", "/operate", "/find?q=" + execution[24:], "/find?q=skill_7", "/find?q=abc12", "/executions?trace_id=" + execution[24:],
-		"/traces?trace=" + trace[21:]}, nil
+		"/automations", "/objectives", "/memory", "/deliveries", "/spend", "/spend?days=30", "/audit", "/lanes", "/operate",
+		"/find?q=" + execution[24:], "/find?q=skill_7", "/find?q=abc12", "/executions?trace_id=" + execution[24:],
+		"/traces?trace=" + trace[21:],
+	}, nil
 }
 
 // sequentialReads counts the rows that sequential scans of the large tables have read.
@@ -405,18 +407,22 @@ const spansTrace = "fl_02000000000000000000000000"
 
 const insertSpansTrace = `
 	with e as (
-	  insert into agent_executions (id, trace_id, surface, flow, status, failed_step, error_message, created_at, started_at, completed_at)
-	  select lanekeeper.agent_uuid7(at), @trace, 'flow', 'import', 'failed', 'batch 39', 'batch 39: shop 3 answered with status 503',
+	  insert into agent_executions (id, trace_id, surface, flow, status, failed_step, error_message, created_at,
+	    started_at, completed_at)
+	  select lanekeeper.agent_uuid7(at), @trace, 'flow', 'import', 'failed', 'batch 39',
+	    'batch 39: shop 3 answered with status 503',
 	         at, at, at + interval '5 minutes'
 	    from (select clock_timestamp() - interval '1 hour' as at) m
 	   where @from::bigint < @to::bigint and not exists (select from agent_executions x where x.trace_id = @trace)
 	  returning id, created_at as at),
 	p as (
-	  insert into agent_activity (id, trace_id, execution_id, kind, surface, skill_name, step, created_at, finished_at, duration_ms)
+	  insert into agent_activity (id, trace_id, execution_id, kind, surface, skill_name, step, created_at, finished_at,
+	    duration_ms)
 	  select lanekeeper.agent_uuid7(at + k * interval '7 s'), @trace, e.id, 'phase', 'flow', 'batch ' || k, 'batch ' || k,
 	         at + k * interval '7 s', at + (k + 1) * interval '7 s', 7000
 	    from e, generate_series(0, 39) k returning id, step, execution_id, created_at as at)
-	insert into agent_activity (id, trace_id, execution_id, parent_id, kind, surface, skill_name, step, status, error_message,
+	insert into agent_activity (id, trace_id, execution_id, parent_id, kind, surface, skill_name, step, status,
+	  error_message,
 	  model, purpose, token_usage, cost_usd, input, output, created_at, finished_at, duration_ms)
 	select lanekeeper.agent_uuid7(p.at + j * interval '100 ms'), @trace, p.execution_id, p.id,
 	       case when j % 5 = 0 then 'model' else 'call' end, 'flow', 'skill_' || j % 30, p.step || '/call ' || j,
@@ -424,7 +430,8 @@ const insertSpansTrace = `
 	       case when j % 17 = 3 then 'shop ' || j || ' answered with status 503' end,
 	       case when j % 5 = 0 then 'gpt-4o-mini' else '' end, 'flow import',
 	       case when j % 5 = 0 then jsonb_build_object('total_tokens', j * 7919 % 5000) else '{}' end,
-	       case when j % 5 = 0 then 0.001 * j else 0 end, jsonb_build_object('n', j, 'text', repeat('x', 100)), '{"ok": true}',
+	       case when j % 5 = 0 then 0.001 * j else 0 end, jsonb_build_object('n', j, 'text', repeat('x', 100)),
+	         '{"ok": true}',
 	       p.at + j * interval '100 ms', p.at + (j + 1) * interval '100 ms', 90 + j * 31 % 40
 	  from p, generate_series(1, 49) j`
 

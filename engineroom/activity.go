@@ -108,7 +108,8 @@ func (room *Room) openLog(ctx context.Context, v *visit) (string, error) {
 	// A name that is one matches itself alone; any other text matches the names that contain it.
 	var skill, lane, agent bool
 	err = room.Read.QueryRow(ctx, `
-		select coalesce((select a.skill_name = @skill from agent_activity a where a.skill_name >= @skill order by a.skill_name limit 1), false),
+		select coalesce((select a.skill_name = @skill from agent_activity a where a.skill_name >= @skill
+		  order by a.skill_name limit 1), false),
 		       exists (select from agent_locks l where l.lane = @lane),
 		       exists (select from agent_agents n where n.name = @agent)`, freshPlan,
 		postgres.Strict{"skill": asked.Skill, "lane": asked.Lane, "agent": asked.Agent}).Scan(&skill, &lane, &agent)
@@ -118,7 +119,11 @@ func (room *Room) openLog(ctx context.Context, v *visit) (string, error) {
 	for _, f := range []struct {
 		whole      bool
 		name, like *string
-	}{{skill, &asked.Skill, &asked.SkillLike}, {lane, &asked.Lane, &asked.LaneLike}, {agent, &asked.Agent, &asked.AgentLike}} {
+	}{
+		{skill, &asked.Skill, &asked.SkillLike},
+		{lane, &asked.Lane, &asked.LaneLike},
+		{agent, &asked.Agent, &asked.AgentLike},
+	} {
 		if !f.whole {
 			*f.name, *f.like = "", likePart(*f.name)
 		}

@@ -101,7 +101,10 @@ func (room *Room) automationsList(ctx context.Context, v *visit) (any, error) {
 		   and (@name = '' or a.name ilike @name or a.skill_name ilike @name or a.flow ilike @name)
 		   and (@before = '' or a.id < nullif(@before, '')::uuid)
 		 order by a.id desc limit @most + 1`,
-		freshPlan, postgres.Strict{"state": want.State, "name": likePart(want.Name), "before": want.Before, "most": mostAutomations})
+		freshPlan, postgres.Strict{
+			"state": want.State, "name": likePart(want.Name), "before": want.Before,
+			"most": mostAutomations,
+		})
 	if err != nil {
 		return nil, err
 	}

@@ -216,7 +216,8 @@ func TestTheNavigationOfAPhoneShowsWhereOneIs(t *testing.T) {
 	_, server := open(t)
 	p := browser.Open(t, browser.Look{Width: 390, Height: 844})
 	for path, where := range map[string]string{
-		"/": "> ul > li > a[aria-current]", "/executions": "> ul > li > a[aria-current]", "/deliveries": ".thumb-more:has([aria-current]) > summary",
+		"/": "> ul > li > a[aria-current]", "/executions": "> ul > li > a[aria-current]",
+		"/deliveries": ".thumb-more:has([aria-current]) > summary",
 	} {
 		p.Go(server.URL + path)
 		var seen bool
@@ -296,7 +297,8 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values
 		       ('thread:talk', 'x', 1, now() + interval '1 hour', $1::uuid),
 		         ('pipeline:prices', 'somebody', 2, now() + interval '1 hour', null)`, waiting)
-	model := pgtest.Value[string](t, pool, `select id::text from agent_activity where trace_id = $1 and kind = 'model'`, string(id))
+	model := pgtest.Value[string](t, pool, `select id::text from agent_activity where trace_id = $1 and kind = 'model'`,
+		string(id))
 	return map[string]string{
 		"span": model, "run span": run,
 		"/": "/", "/activity": "/activity", "/traces": "/traces", "/traces/{id}": "/traces/" + string(id),
@@ -308,7 +310,9 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 		"/automations/{name}": "/automations/weekly", "/objectives": "/objectives", "/objectives/{name}": "/objectives/grow",
 		"/memory": "/memory", "/memory/{key...}": "/memory/prices", "/deliveries": "/deliveries",
 		"/deliveries/{id}": "/deliveries/" + delivery,
-		"/outgoing":        "/outgoing", "/outgoing/{id}": "/outgoing/" + message, "/spend": "/spend", "/spend/{day}": "/spend/" + time.Now().UTC().Format(time.DateOnly), "/charts": "/charts?range=24h", "/audit": "/audit",
+		"/outgoing":        "/outgoing", "/outgoing/{id}": "/outgoing/" + message, "/spend": "/spend",
+		"/spend/{day}": "/spend/" + time.Now().UTC().Format(time.DateOnly), "/charts": "/charts?range=24h",
+		"/audit": "/audit",
 		"/lanes": "/lanes", "/operate": "/operate", "/find": "/find?q=sale",
 	}
 }

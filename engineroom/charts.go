@@ -125,10 +125,12 @@ func (room *Room) runCharts(ctx context.Context, v *visit) (any, error) {
 		Completed, Failed, Timeout, Cancelled int64
 	}
 	lines, err := postgres.Rows[line](ctx, room.Read, "count executions", `
-		select c.start, sum(c.completed)::bigint as completed, sum(c.failed)::bigint as failed, sum(c.timeout)::bigint as timeout,
+		select c.start, sum(c.completed)::bigint as completed, sum(c.failed)::bigint as failed, sum(c.timeout)::bigint
+		  as timeout,
 		       sum(c.cancelled)::bigint as cancelled
 		  from agent_execution_counts c
-		 where c.span = @span and c.start >= @since::timestamptz and (@agent::text = '' or c.agent = lanekeeper.agent_count_key(@agent))
+		 where c.span = @span and c.start >= @since::timestamptz
+		   and (@agent::text = '' or c.agent = lanekeeper.agent_count_key(@agent))
 		   and (@flow::text = '' or c.flow = lanekeeper.agent_count_key(@flow))
 		 group by c.start`, freshPlan, postgres.Strict{
 		"span": string(axis.per()), "since": axis.since(), "agent": want.Agent, "flow": want.Flow,
@@ -199,7 +201,8 @@ func (room *Room) latencyCharts(ctx context.Context, v *visit) (any, error) {
 		  from generate_series(@since::timestamptz, clock_timestamp(), @step::interval) g (start)
 		 cross join unnest(array['run', 'queue', 'lane']) m (measure)
 		 cross join lateral (select u.bucket, u.executions as n from agent_execution_durations u
-		                      where u.span = @span and u.start = g.start and u.measure = m.measure and u.agent = '' and u.flow = '' offset 0) d
+		                      where u.span = @span and u.start = g.start and u.measure = m.measure and u.agent = ''
+		                        and u.flow = '' offset 0) d
 		 where @agent::text = '' and @flow::text = ''`
 	if want.Agent != "" || want.Flow != "" {
 		rows = `
@@ -210,10 +213,12 @@ func (room *Room) latencyCharts(ctx context.Context, v *visit) (any, error) {
 		 group by 1, 2, 3`
 	}
 	list, err := postgres.Rows[histogram](ctx, room.Read, "read durations", `
-		select x.start, x.measure, array_agg(x.bucket order by x.bucket) as buckets, array_agg(x.n order by x.bucket) as counts
+		select x.start, x.measure, array_agg(x.bucket order by x.bucket) as buckets, array_agg(x.n order by x.bucket)
+		  as counts
 		  from (`+rows+`) x
 		 group by 1, 2`, freshPlan, postgres.Strict{
-		"span": string(axis.per()), "since": axis.since(), "step": "1 " + string(axis.per()), "agent": want.Agent, "flow": want.Flow,
+		"span": string(axis.per()), "since": axis.since(), "step": "1 " + string(axis.per()),
+		"agent": want.Agent, "flow": want.Flow,
 	})
 	if err != nil {
 		return nil, err
@@ -221,8 +226,14 @@ func (room *Room) latencyCharts(ctx context.Context, v *visit) (any, error) {
 	var charts []figure
 	for _, m := range []struct{ measure, title, about, empty string }{
 		{"run", "Duration of runs", "From the first claim to the end, waits included.", "No run ended in this time."},
-		{"queue", "Queue delay", "From the start of an execution to its first claim by a worker.", "No run ended in this time."},
-		{"lane", "Waiting time for lanes", "Each wait of an execution for a lane.", "No run that ended in this time waited for a lane."},
+		{
+			"queue", "Queue delay", "From the start of an execution to its first claim by a worker.",
+			"No run ended in this time.",
+		},
+		{
+			"lane", "Waiting time for lanes", "Each wait of an execution for a lane.",
+			"No run that ended in this time waited for a lane.",
+		},
 	} {
 		charts = append(charts, percentileChart(m.title, m.about, m.empty, slices.DeleteFunc(slices.Clone(list),
 			func(h histogram) bool { return h.Measure != m.measure }), axis))
@@ -259,7 +270,8 @@ func percentileChart(title, about, empty string, list []histogram, axis scale) f
 			n += count
 		}
 		p := sum.percentiles()
-		d.Words = "p50 " + millisTick(p[0]) + ", p95 " + millisTick(p[1]) + ", p99 " + millisTick(p[2]) + " of " + human.Count(n)
+		d.Words = "p50 " + millisTick(p[0]) + ", p95 " + millisTick(p[1]) + ", p99 " + millisTick(p[2]) +
+			" of " + human.Count(n)
 	}
 	return d
 }
@@ -336,8 +348,10 @@ func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis scale)
 			if name == "" {
 				word = "no " + string(by)
 			}
-			d.Chart.Series = append(d.Chart.Series, series{brief(40, word),
-				[]string{"bar-accent", "bar-info", "bar-warn", "bar-phase"}[i]})
+			d.Chart.Series = append(d.Chart.Series, series{
+				brief(40, word),
+				[]string{"bar-accent", "bar-info", "bar-warn", "bar-phase"}[i],
+			})
 		}
 	}
 	if len(names) > topSeries {
@@ -352,7 +366,8 @@ func stackedSpend(by activity.Dimension, lines []activity.SpendLine, axis scale)
 	}
 	d.Chart.Points = axis.draw(of, make([]float64, len(d.Chart.Series))...)
 	if len(names) > 0 {
-		d.Words = d.Chart.Write(totals[names[0]]) + " of " + tokensOrMoney(all) + ": " + cmp.Or(brief(40, names[0]), "no "+string(by))
+		d.Words = d.Chart.Write(totals[names[0]]) + " of " + tokensOrMoney(all) + ": " +
+			cmp.Or(brief(40, names[0]), "no "+string(by))
 	}
 	return d
 }
@@ -439,7 +454,8 @@ func (room *Room) skillCharts(ctx context.Context, v *visit) (any, error) {
 		select x.day::timestamp at time zone 'UTC' as start, '' as measure, array_agg(x.bucket order by x.bucket) as buckets,
 		       array_agg(x.n order by x.bucket) as counts
 		  from (select g.day::date as day, d.bucket, d.calls as n
-		          from generate_series(@since::timestamptz at time zone 'UTC', clock_timestamp() at time zone 'UTC', interval '1 day') g (day)
+		          from generate_series(@since::timestamptz at time zone 'UTC', clock_timestamp() at time zone 'UTC',
+		            interval '1 day') g (day)
 		         cross join lateral (select u.bucket, u.calls from agent_activity_durations u
 		                              where u.day = g.day::date and u.skill = '' offset 0) d) x
 		 group by 1`, freshPlan, postgres.Strict{"since": daily.since()})

@@ -17,21 +17,27 @@ import (
 func twoDays(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	quiet(t, pool, `
-		insert into agent_executions (id, trace_id, surface, agent, flow, status, wait_number, created_at, started_at, completed_at)
-		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), 'flow', (array['sales', 'billing', 'research'])[1 + n % 3], 'flow_' || n % 4,
+		insert into agent_executions (id, trace_id, surface, agent, flow, status, wait_number, created_at, started_at,
+		  completed_at)
+		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), 'flow',
+		  (array['sales', 'billing', 'research'])[1 + n % 3], 'flow_' || n % 4,
 		       case when n % 11 = 0 then 'failed' when n % 17 = 0 then 'cancelled' else 'completed' end, (n % 6 = 0)::int, at,
 		       at + n % 9 * interval '90 ms', at + interval '2 seconds' + n % 40 * interval '1 second'
 		  from (select n, now() - interval '5 minutes' - n * interval '4 minutes' as at from generate_series(1, 700) n) x;
 		insert into agent_checkpoints (execution_id, step, claim, waited_for, waited_since, created_at)
 		select id, 'lane', 1, 'lane', created_at, created_at + interval '700 ms' from agent_executions where wait_number = 1;
-		insert into agent_activity (id, trace_id, kind, agent, skill_name, purpose, surface, status, model, token_usage, cost_usd, led_to,
+		insert into agent_activity (id, trace_id, kind, agent, skill_name, purpose, surface, status, model, token_usage,
+		  cost_usd, led_to,
 		       created_at, duration_ms)
 		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), case when n % 2 = 0 then 'model' else 'call' end,
-		       (array['sales', 'billing', 'research'])[1 + n % 3], case when n % 2 = 0 then 'model_call' else 'skill_' || n % 7 end,
-		       case when n % 2 = 0 then 'phase_' || n % 3 else '' end, 'flow', case when n % 13 = 0 then 'error' else 'success' end,
+		       (array['sales', 'billing', 'research'])[1 + n % 3], case when n % 2 = 0 then 'model_call'
+		         else 'skill_' || n % 7 end,
+		       case when n % 2 = 0 then 'phase_' || n % 3 else '' end, 'flow', case when n % 13 = 0 then 'error'
+		         else 'success' end,
 		       case when n % 2 = 0 then 'model-' || n % 5 else '' end,
 		       case when n % 2 = 0 then '{"prompt_tokens": 900, "cached_tokens": 300, "completion_tokens": 100, "total_tokens": 1000}' else '{}' end::jsonb,
-		       case when n % 2 = 0 then 0.01 + n % 9 * 0.01 else 0 end, case when n % 4 = 0 then '{"skill_3": 1}' else '{}' end::jsonb, at, 20 + n % 900
+		       case when n % 2 = 0 then 0.01 + n % 9 * 0.01 else 0 end, case when n % 4 = 0 then '{"skill_3": 1}'
+		         else '{}' end::jsonb, at, 20 + n % 900
 		  from (select n, now() - interval '5 minutes' - n * interval '4 minutes' as at from generate_series(1, 700) n) x`)
 	for range 4 {
 		_, _, err := activity.CountPass(t.Context(), pool, 5000, time.Millisecond)
@@ -60,7 +66,8 @@ func TestChartsShowErrorsLatencyAndSpendWithTheirNumbers(t *testing.T) {
 	shot(t, p, "charts-7d", true)
 	noComplaint(t, p)
 	p.Click(`nav[aria-label="Range"] a[href*="90d"]`)
-	p.Until("the range is in the address", `location.search === "?range=90d" && document.querySelector("[aria-current=page][href*='90d']")`)
+	p.Until("the range is in the address",
+		`location.search === "?range=90d" && document.querySelector("[aria-current=page][href*='90d']")`)
 	noComplaint(t, p)
 	shows(t, server.URL+"/charts?range=30d&flow=flow_2", "175 runs", "Spend is not counted by flow.")
 	shows(t, server.URL+"/charts?range=30d&agent=sales", "Spend by model", "Skill calls are not counted by agent or flow.")
@@ -75,7 +82,10 @@ func TestWhatADayCostAndWhyIsTwoClicksAway(t *testing.T) {
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	p.Go(server.URL + "/spend")
 	p.Click(`p.pager a:nth-of-type(2)`)
-	for _, words := range []string{"Spend of ", "By agent", "By skill", "By model", "By purpose", "Most expensive traces", "research", "skill_3", "model-4", "phase_2"} {
+	for _, words := range []string{
+		"Spend of ", "By agent", "By skill", "By model", "By purpose", "Most expensive traces",
+		"research", "skill_3", "model-4", "phase_2",
+	} {
 		p.Shows(words)
 	}
 	shot(t, p, "spend-day", true)
@@ -83,7 +93,8 @@ func TestWhatADayCostAndWhyIsTwoClicksAway(t *testing.T) {
 	p.Click("#traces tbody a")
 	p.Until("it leads to the trace", `location.pathname.startsWith("/traces/fl_")`)
 	p.Go(server.URL + "/")
-	p.Until("the overview leads there", `[...document.querySelectorAll("a")].some(a => /^\/spend\/\d{4}-/.test(a.getAttribute("href")))`)
+	p.Until("the overview leads there",
+		`[...document.querySelectorAll("a")].some(a => /^\/spend\/\d{4}-/.test(a.getAttribute("href")))`)
 	p.As(browser.Look{Width: 320, Height: 700})
 	for _, path := range []string{"/charts", "/spend/" + time.Now().UTC().Format(time.DateOnly)} {
 		p.Go(server.URL + path)
@@ -95,7 +106,8 @@ func TestWhatADayCostAndWhyIsTwoClicksAway(t *testing.T) {
 	}
 	turnsAway(t, server.URL+"/spend/2999-01-01", 404, "no day")
 	turnsAway(t, server.URL+"/spend/soon", 404, "no day")
-	if body := shows(t, server.URL+"/spend?by=agent", "research"); !strings.Contains(body, "<option value=\"agent\" selected>") {
+	if body := shows(t, server.URL+"/spend?by=agent", "research"); !strings.Contains(body,
+		"<option value=\"agent\" selected>") {
 		t.Error("the choice is not shown")
 	}
 }

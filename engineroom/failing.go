@@ -112,7 +112,8 @@ func (v *visit) readFailures(ctx context.Context, db postgres.DB) (failures, err
 // outcome returns the outcome of what failed.
 func (f failures) outcome(of failure) outcome {
 	i := slices.IndexFunc(f.outcomes, func(o outcome) bool {
-		return o.Name == of.Name && (of.Kind != "flow" && o.Kind == "call" || of.Kind == "flow" && o.Kind == "flow" && o.Agent == of.Agent)
+		return o.Name == of.Name && (of.Kind != "flow" && o.Kind == "call" || of.Kind == "flow" &&
+			o.Kind == "flow" && o.Agent == of.Agent)
 	})
 	if i < 0 {
 		return outcome{}
@@ -148,7 +149,8 @@ type failureSubject struct{ Kind, Name, URL string }
 const maxSubjects, maxFailingShown = 4, 6
 
 // variable matches the parts of a message that differ from one failure to the next: ids, hexadecimal and numbers.
-var variable = regexp.MustCompile(`(?i)\b(?:[a-z]{2}_[0-9a-z]{26}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|0x[0-9a-f]+|[0-9a-f]*[0-9][0-9a-f]{7,})\b|[0-9]+`)
+var variable = regexp.MustCompile(
+	`(?i)\b(?:[a-z]{2}_[0-9a-z]{26}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|0x[0-9a-f]+|[0-9a-f]*[0-9][0-9a-f]{7,})\b|[0-9]+`)
 
 // errorKey is a message without what varies.
 func errorKey(message string) string {

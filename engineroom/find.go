@@ -60,7 +60,8 @@ func newFindQuery(text string) (q findQuery, usable bool) {
 
 // matches reports whether a text contains the query, in upper or lower case.
 func (q findQuery) matches(texts ...string) bool {
-	return slices.ContainsFunc(texts, func(s string) bool { return strings.Contains(strings.ToLower(s), strings.ToLower(q.Text)) })
+	return slices.ContainsFunc(texts,
+		func(s string) bool { return strings.Contains(strings.ToLower(s), strings.ToLower(q.Text)) })
 }
 
 // rank is lower for a better match of a title.
@@ -110,10 +111,13 @@ var foundBy map[string]finder
 
 func init() { // the finders use the pages
 	foundBy = map[string]finder{
-		"/traces/{id}": (*Room).findTraces, "/executions/{id}": (*Room).findExecutions, "/approvals/{id}": (*Room).findApprovals,
-		"/deliveries/{id}": (*Room).findDeliveries, "/outgoing/{id}": (*Room).findOutgoing, "/threads/{id}": (*Room).findThreads,
-		"/skills/{name}": (*Room).findSkills, "/agents/{name}": (*Room).findAgents, "/automations/{name}": (*Room).findAutomations,
-		"/objectives/{name}": (*Room).findObjectives,
+		"/traces/{id}": (*Room).findTraces, "/executions/{id}": (*Room).findExecutions,
+		"/approvals/{id}":  (*Room).findApprovals,
+		"/deliveries/{id}": (*Room).findDeliveries, "/outgoing/{id}": (*Room).findOutgoing,
+		"/threads/{id}":  (*Room).findThreads,
+		"/skills/{name}": (*Room).findSkills, "/agents/{name}": (*Room).findAgents,
+		"/automations/{name}": (*Room).findAutomations,
+		"/objectives/{name}":  (*Room).findObjectives,
 	}
 }
 
@@ -256,7 +260,8 @@ func (room *Room) hitsOf(
 	list := make([]hit, len(rows))
 	for i, r := range rows {
 		list[i] = hit{
-			Href: href(r.ID), Title: cut(120, r.Title), About: cut(160, redact.Text(r.About, maxValue)), State: r.State, At: r.At,
+			Href: href(r.ID), Title: cut(120, r.Title), About: cut(160, redact.Text(r.About, maxValue)),
+			State: r.State, At: r.At,
 		}
 		if uuidShape.MatchString(r.ID) || len(r.ID) == traceIDLength {
 			list[i].ID = r.ID
@@ -276,7 +281,8 @@ func byName(path string) func(string) string {
 // runHits reads executions by a statement that selects their ids.
 func (room *Room) runHits(ctx context.Context, ids string, args postgres.Strict) ([]hit, error) {
 	return room.hitsOf(ctx, `
-		select e.id::text, left(e.flow, 200) as title, left(coalesce(nullif(e.error_message, ''), e.result_summary), 600) as about,
+		select e.id::text, left(e.flow, 200) as title, left(coalesce(nullif(e.error_message, ''), e.result_summary), 600)
+		  as about,
 		       e.status as state, e.created_at as at
 		  from agent_executions e where e.id = any (array(`+ids+`)) order by e.id desc`, args, byName("/executions/"))
 }
@@ -301,10 +307,12 @@ func (room *Room) findTraces(ctx context.Context, q findQuery) ([]hit, error) {
 		return nil, err
 	}
 	return room.hitsOf(ctx, `
-		select i.id, left(coalesce(r.flow, 'trace without an execution'), 200) as title, left(coalesce(r.about, ''), 600) as about,
+		select i.id, left(coalesce(r.flow, 'trace without an execution'), 200) as title, left(coalesce(r.about, ''), 600)
+		  as about,
 		       coalesce(r.status, '') as state, r.created_at as at
 		  from unnest(@ids::text[]) with ordinality i (id, n)
-		  left join lateral (select e.flow, e.status, e.created_at, coalesce(nullif(e.error_message, ''), e.result_summary) as about
+		  left join lateral (select e.flow, e.status, e.created_at, coalesce(nullif(e.error_message, ''), e.result_summary)
+		    as about
 		         from agent_executions e where e.trace_id = i.id order by e.id limit 1) r on true
 		 order by i.n`, postgres.Strict{"ids": ids}, byName("/traces/"))
 }
@@ -324,7 +332,8 @@ func (room *Room) approvalHits(ctx context.Context, ids string, args postgres.St
 	return room.hitsOf(ctx, `
 		select a.id::text, a.skill_name as title,
 		       case when pg_column_size(a.arguments) < 10000 then left(a.arguments::text, 300) else '' end as about,
-		       case when a.status in ('pending', 'approved') and a.expires_at <= now() then 'expired' else a.status end as state,
+		       case when a.status in ('pending', 'approved') and a.expires_at <= now() then 'expired'
+		         else a.status end as state,
 		       a.created_at as at
 		  from agent_approvals a where a.id = any (array(`+ids+`))
 		 order by a.status = 'pending' and a.expires_at > now() desc, a.id desc`, args, byName("/approvals/"))
@@ -374,7 +383,10 @@ func (room *Room) findAgents(ctx context.Context, q findQuery) ([]hit, error) {
 	var list []hit
 	for _, a := range all {
 		if q.matches(a.Name, a.Description) && len(list) <= hitsShown {
-			list = append(list, hit{Href: "/agents/" + url.PathEscape(a.Name), Title: cut(120, a.Name), About: cut(160, a.Description)})
+			list = append(list, hit{
+				Href: "/agents/" + url.PathEscape(a.Name), Title: cut(120, a.Name),
+				About: cut(160, a.Description),
+			})
 		}
 	}
 	return list, err
@@ -382,7 +394,8 @@ func (room *Room) findAgents(ctx context.Context, q findQuery) ([]hit, error) {
 
 func (room *Room) findAutomations(ctx context.Context, q findQuery) ([]hit, error) {
 	return room.hitsOf(ctx, `
-		select a.name as id, a.name as title, left(coalesce(nullif(a.description, ''), a.skill_name || a.flow || a.prompt), 300) as about,
+		select a.name as id, a.name as title, left(coalesce(nullif(a.description, ''), a.skill_name || a.flow || a.prompt),
+		  300) as about,
 		       case when a.enabled then 'enabled' else 'disabled' end as state, null::timestamptz as at
 		  from (select * from agent_automations x order by x.name limit @window) a
 		 where a.name ilike @like or left(a.description, 1000) ilike @like or a.skill_name ilike @like or a.flow ilike @like
@@ -401,7 +414,8 @@ func (room *Room) findObjectives(ctx context.Context, q findQuery) ([]hit, error
 
 func (room *Room) findThreads(ctx context.Context, q findQuery) ([]hit, error) {
 	return room.hitsOf(ctx, `
-		select t.id, left(coalesce(nullif(t.participant, ''), nullif(t.name, ''), t.id), 200) as title, left(coalesce(m.words, ''), 300) as about,
+		select t.id, left(coalesce(nullif(t.participant, ''), nullif(t.name, ''), t.id), 200) as title,
+		  left(coalesce(m.words, ''), 300) as about,
 		       '' as state, t.updated_at as at
 		  from ((select t.id from agent_threads t where t.id = @text)
 		        union
@@ -410,10 +424,12 @@ func (room *Room) findThreads(ctx context.Context, q findQuery) ([]hit, error) {
 		          where x.id ilike @like or x.participant ilike @like or x.name ilike @like or x.owner ilike @like
 		          limit @most)) p
 		  join agent_threads t on t.id = p.id
-		  left join lateral (select left(c.content, 400) as words from agent_messages c where c.thread_id = t.id and c.seq is not null
+		  left join lateral (select left(c.content, 400) as words from agent_messages c where c.thread_id = t.id
+		    and c.seq is not null
 		                      order by c.seq desc limit 1) m on true
 		 order by t.updated_at desc limit @most`,
-		postgres.Strict{"text": q.Text, "like": q.like, "window": maxRecentThreads, "most": hitsShown + 1}, byName("/threads/"))
+		postgres.Strict{"text": q.Text, "like": q.like, "window": maxRecentThreads, "most": hitsShown + 1},
+		byName("/threads/"))
 }
 
 func (room *Room) findMemory(ctx context.Context, q findQuery) ([]hit, error) {
@@ -452,7 +468,8 @@ func (room *Room) findDeliveries(ctx context.Context, q findQuery) ([]hit, error
 		}
 	}
 	return room.hitsOf(ctx, `
-		select d.id::text, left(d.endpoint, 200) as title, left(coalesce(d.error_message || ' ', '') || d.delivery_id, 300) as about,
+		select d.id::text, left(d.endpoint, 200) as title, left(coalesce(d.error_message || ' ', '') || d.delivery_id, 300)
+		  as about,
 		       d.status as state, d.received_at as at
 		  from agent_webhook_deliveries d where d.id = any (array(
 		        (select i.id::uuid as id from unnest(@ids::text[]) i (id))
@@ -473,7 +490,8 @@ func (room *Room) findOutgoing(ctx context.Context, q findQuery) ([]hit, error) 
 		return nil, err
 	}
 	return room.hitsOf(ctx, `
-		select o.id::text, left(o.event, 200) as title, left(o.last_error, 300) as about, o.status as state, o.created_at as at
+		select o.id::text, left(o.event, 200) as title, left(o.last_error, 300) as about, o.status as state, o.created_at
+		  as at
 		  from agent_webhook_outbox o where o.id = any (@ids::text[]::uuid[]) order by o.id desc`,
 		postgres.Strict{"ids": ids}, byName("/outgoing/"))
 }
@@ -485,7 +503,8 @@ func (room *Room) findActions(ctx context.Context, q findQuery) ([]hit, error) {
 		return nil, nil
 	}
 	return room.hitsOf(ctx, `
-		select a.id::text, left(a.skill_name, 200) as title, left(coalesce(nullif(a.error_message, ''), a.purpose), 300) as about,
+		select a.id::text, left(a.skill_name, 200) as title, left(coalesce(nullif(a.error_message, ''), a.purpose), 300)
+		  as about,
 		       a.status as state, a.created_at as at
 		  from agent_activity a where a.id between @low::text::uuid and @high::text::uuid order by a.id desc limit @most`,
 		postgres.Strict{"low": low, "high": high, "most": hitsShown + 1},

@@ -37,9 +37,11 @@ const (
 func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	quiet(t, pool, `insert into agent_executions (id, trace_id, surface, flow, status) values ($1, $2, 'chat', 'refund_order', 'completed')`,
+	quiet(t, pool, `insert into agent_executions (id, trace_id, surface, flow, status)
+		values ($1, $2, 'chat', 'refund_order', 'completed')`,
 		fragmentRun, fragmentTrace)
-	quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name) values ($1, 'chat', 'pay_back')`, fragmentTrace)
+	quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name) values ($1, 'chat', 'pay_back')`,
+		fragmentTrace)
 	for range 3 {
 		execution(t, pool, "completed", "flow", "other")
 	}
@@ -59,7 +61,8 @@ func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
 		shows(t, server.URL+"/find?q="+url.QueryEscape(part), `href="/executions/`+fragmentRun)
 	}
 	for _, part := range []string{
-		fragmentTrace, strings.ToLower(fragmentTrace), "01JD3V7K8ZQ6W2M5T9X44YGH89", "ch_01JD3V", "4YGH89", "…4YGH89", "ch_01JD…YGH89", "9X44YG",
+		fragmentTrace, strings.ToLower(fragmentTrace), "01JD3V7K8ZQ6W2M5T9X44YGH89", "ch_01JD3V", "4YGH89", "…4YGH89",
+		"ch_01JD…YGH89", "9X44YG",
 		"01JD3V7K8", "88e6e4f1c345",
 	} {
 		path, _ := lands(t, server.URL+"/traces/"+url.PathEscape(part))
@@ -126,11 +129,14 @@ func TestFindIsOpenedByKeysAndLeadsOn(t *testing.T) {
 	p.Go(server.URL + "/skills/fetch_price")
 	p.Go(server.URL + "/lanes")
 	p.Until("the script runs", `document.querySelector("#find-open kbd:not([hidden])") !== null`)
-	p.Eval(`document.dispatchEvent(new KeyboardEvent("keydown", {key: "k", ctrlKey: true, bubbles: true, cancelable: true})), 1`, new(int))
+	p.Eval(
+		`document.dispatchEvent(new KeyboardEvent("keydown", {key: "k", ctrlKey: true, bubbles: true, cancelable: true})), 1`,
+		new(int))
 	p.Until("the dialog has the focus", `document.activeElement.id === "find-q"`)
 	p.Shows("Visited last")
 	p.Type("#find-q", "fetch")
-	p.Until("both are options", `document.querySelectorAll("#find-list [role=option]").length >= 2 && document.querySelector("#find-list [aria-selected=true]")`)
+	p.Until("both are options",
+		`document.querySelectorAll("#find-list [role=option]").length >= 2 && document.querySelector("#find-list [aria-selected=true]")`)
 	noComplaint(t, p)
 	p.Press(kb.ArrowDown)
 	var first, second string
@@ -145,7 +151,8 @@ func TestFindIsOpenedByKeysAndLeadsOn(t *testing.T) {
 	p.Click("#find-open")
 	p.Eval(`document.getElementById("find-q").value = "", 1`, new(int))
 	p.Type("#find-q", "fetch_n")
-	p.Until("one is chosen", `document.getElementById("find-q").value === "fetch_n" && document.querySelector("#find-list [aria-selected=true]")?.textContent.includes("fetch_news")`)
+	p.Until("one is chosen",
+		`document.getElementById("find-q").value === "fetch_n" && document.querySelector("#find-list [aria-selected=true]")?.textContent.includes("fetch_news")`)
 	p.Press("\r")
 	p.Until("Enter opens it", `location.pathname === "/skills/fetch_news"`)
 
@@ -218,7 +225,8 @@ func TestFiltersAreChipsAndViewsAreKept(t *testing.T) {
 	for _, flow := range []string{"import_orders", "import_orders", "import_prices", "other"} {
 		execution(t, pool, "failed", "flow", flow)
 	}
-	body := shows(t, server.URL+"/executions?flow=IMPORT&failed=1", "import_orders", "import_prices", `<option value="import_orders" label="2">`)
+	body := shows(t, server.URL+"/executions?flow=IMPORT&failed=1", "import_orders", "import_prices",
+		`<option value="import_orders" label="2">`)
 	if strings.Count(body, `id="execution-`) != 3 {
 		t.Errorf("a part of a name finds %d", strings.Count(body, `id="execution-`))
 	}
@@ -238,7 +246,8 @@ func TestFiltersAreChipsAndViewsAreKept(t *testing.T) {
 	p.Click(".view button")
 	p.Until("it is deleted", `document.querySelector(".view") === null`)
 	p.Go(server.URL + "/traces?surface=chat")
-	p.Until("views are of one page", `document.querySelector(".view-save") !== null && document.querySelector(".view") === null`)
+	p.Until("views are of one page",
+		`document.querySelector(".view-save") !== null && document.querySelector(".view") === null`)
 }
 
 // No list is wider than its window: its first cell says what happened, its id comes last.
@@ -248,16 +257,20 @@ func TestListsLeadWithWhatHappened(t *testing.T) {
 	populated(t, pool, "The order was refunded.")
 	plenty(t, pool)
 	for path, want := range map[string]string{
-		"/executions": "was refunded in full", "/traces": "502 Bad Gateway", "/activity": "502 Bad Gateway", "/audit": "refund_order",
-		"/threads": "Where is my order", "/deliveries": "The order was refunded.", "/automations": "no route to host", "/memory": "It costs 12 EUR",
+		"/executions": "was refunded in full", "/traces": "502 Bad Gateway", "/activity": "502 Bad Gateway",
+		"/audit":   "refund_order",
+		"/threads": "Where is my order", "/deliveries": "The order was refunded.", "/automations": "no route to host",
+		"/memory":     "It costs 12 EUR",
 		"/objectives": "goal_report", "/lanes": "held by", "/agents": "Answers what customers", "/skills": "Makes the report",
 	} {
 		p := browser.Open(t, browser.Look{Width: 1280, Height: 800})
 		p.Go(server.URL + path)
 		var first, wide string
-		p.Eval(`[...document.querySelectorAll("#list tbody tr > :first-child, #rows tbody tr > :first-child, #entries tbody tr > :first-child, #held tbody tr > :first-child")].map(e => e.textContent).join("\n")`, &first)
+		p.Eval(
+			`[...document.querySelectorAll("#list tbody tr > :first-child, #rows tbody tr > :first-child, #entries tbody tr > :first-child, #held tbody tr > :first-child")].map(e => e.textContent).join("\n")`, &first)
 		assert.Contains(t, first, want)
-		p.Eval(`[...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth).map(e => e.getAttribute("aria-labelledby")).join(" ")`, &wide)
+		p.Eval(
+			`[...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth).map(e => e.getAttribute("aria-labelledby")).join(" ")`, &wide)
 		assert.Equal(t, path, path+wide)
 		if columns := strings.Count(shows(t, server.URL+path), `<th scope="col"`); columns == 0 {
 			t.Errorf("%s has no table", path)
@@ -272,28 +285,38 @@ func plenty(t *testing.T, pool *pgxpool.Pool) {
 		acts(t, pool, agents.Definition{Name: name, Description: "Answers what customers of " + name + " ask."})
 	}
 	quiet(t, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, agent, status, attempt, created_at, started_at, updated_at, completed_at,
+		insert into agent_executions (id, trace_id, surface, flow, agent, status, attempt, created_at, started_at, updated_at,
+		  completed_at,
 		  result_summary, error_message, waiting_for, waiting_key, waiting_until, waiting_step)
 		select lanekeeper.agent_uuid7(x.at), lanekeeper.agent_trace_id((array['hb', 'op', 'ch', 'wh', 'fl'])[1 + n % 5]),
 		       (array['heartbeat', 'operate', 'chat', 'webhook', 'flow'])[1 + n % 5],
-		       (array['heartbeat', 'operate', 'chat', 'import_orders', 'onboarding_of_a_customer_with_a_long_name'])[1 + n % 5],
+		       (array['heartbeat', 'operate', 'chat', 'import_orders',
+		         'onboarding_of_a_customer_with_a_long_name'])[1 + n % 5],
 		       (array['sales', 'billing', 'support_for_large_customers'])[1 + n % 3], x.status, n % 4 / 3, x.at, x.at, x.at,
 		       case when x.status not in ('running', 'waiting', 'pending') then x.at + n * interval '1.7 seconds' end,
-		       case when x.status = 'completed' then 'Order ' || 1000 + n || ' was refunded in full; the customer was told by mail.' else '' end,
-		       case when x.status in ('failed', 'timeout') then 'step pay: POST https://shop.example/refunds: 502 Bad Gateway after 3 tries' end,
-		       case when x.status = 'waiting' then 'approval' end, case when x.status = 'waiting' then gen_random_uuid()::text end,
-		       case when x.status = 'waiting' then x.at + interval '2 days' end, case when x.status = 'waiting' then 'refund' end
+		       case when x.status = 'completed'
+		         then 'Order ' || 1000 + n || ' was refunded in full; the customer was told by mail.' else '' end,
+		       case when x.status in ('failed', 'timeout')
+		         then 'step pay: POST https://shop.example/refunds: 502 Bad Gateway after 3 tries' end,
+		       case when x.status = 'waiting' then 'approval' end, case when x.status = 'waiting'
+		         then gen_random_uuid()::text end,
+		       case when x.status = 'waiting' then x.at + interval '2 days' end, case when x.status = 'waiting'
+		         then 'refund' end
 		  from (select n, clock_timestamp() - n * n * interval '40 seconds' as at,
-		          (array['completed', 'completed', 'failed', 'running', 'waiting', 'completed', 'timeout', 'cancelled'])[1 + n % 8] as status
+		          (array['completed', 'completed', 'failed', 'running', 'waiting', 'completed', 'timeout',
+		            'cancelled'])[1 + n % 8] as status
 		          from generate_series(1, 60) n) x`)
 	quiet(t, pool, `
-		insert into agent_activity (id, trace_id, execution_id, surface, agent, kind, skill_name, purpose, status, error_message, error_class,
+		insert into agent_activity (id, trace_id, execution_id, surface, agent, kind, skill_name, purpose, status,
+		  error_message, error_class,
 		  cost_usd, duration_ms, token_usage, created_at)
 		select lanekeeper.agent_uuid7(e.created_at + k * interval '1 second'), e.trace_id, e.id, e.surface, e.agent,
 		       case k when 1 then 'model' else 'call' end, case k when 1 then 'model_call' else 'refund_order' end,
-		       case k when 1 then 'decide what to refund' else '' end, case when e.status = 'failed' and k = 2 then 'error' else 'success' end,
+		       case k when 1 then 'decide what to refund' else '' end, case when e.status = 'failed' and k = 2 then 'error'
+		         else 'success' end,
 		       case when e.status = 'failed' and k = 2 then 'POST https://shop.example/refunds: 502 Bad Gateway' end,
-		       case when e.status = 'failed' and k = 2 then 'http_status' else '' end, case k when 1 then 0.0123 else 0 end, 900 * k,
+		       case when e.status = 'failed' and k = 2 then 'http_status' else '' end, case k when 1 then 0.0123 else 0 end,
+		         900 * k,
 		       case k when 1 then '{"total_tokens": 2300}' else '{}' end::jsonb, e.created_at + k * interval '1 second'
 		  from agent_executions e, generate_series(1, 2) k`)
 	for n := range 20 {
@@ -306,8 +329,10 @@ func plenty(t *testing.T, pool *pgxpool.Pool) {
 		quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, agent, next_seq)
 			values ($1, 'chat', 'shop', 'Customer ' || $1, 'sales', 2)`, fmt.Sprintf("visitor:%d", n))
 		quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status)
-			values ($1, 1, 1, 'user', 'Where is my order 1042? I was told on Monday that it is on its way.', 'received')`, fmt.Sprintf("visitor:%d", n))
-		quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ($1, 'somebody', 1, now() + interval '1 hour')`,
+			values ($1, 1, 1, 'user', 'Where is my order 1042? I was told on Monday that it is on its way.',
+			'received')`, fmt.Sprintf("visitor:%d", n))
+		quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
+			values ($1, 'somebody', 1, now() + interval '1 hour')`,
 			fmt.Sprintf("pipeline:prices:%d", n))
 	}
 }
@@ -323,8 +348,10 @@ func TestPicturesOfTheLists(t *testing.T) {
 	made := populated(t, pool, "The order was refunded: 12 of 13 lines. The last one waits for the shop.")
 	p := browser.Open(t, browser.Look{})
 	list := []string{
-		"/executions", "/executions?failed=1&flow=import", "/executions?view=waiting", "/traces", "/activity", "/threads", "/deliveries",
-		"/outgoing", "/automations", "/memory", "/objectives", "/lanes", "/agents", "/skills", "/approvals", "/find?q=import", "/find",
+		"/executions", "/executions?failed=1&flow=import", "/executions?view=waiting", "/traces", "/activity",
+		"/threads", "/deliveries",
+		"/outgoing", "/automations", "/memory", "/objectives", "/lanes", "/agents", "/skills", "/approvals",
+		"/find?q=import", "/find",
 		made["/approvals/{id}"], "/",
 	}
 	if only := os.Getenv("AGENT_SHOTS_ONLY"); only != "" {
@@ -334,7 +361,8 @@ func TestPicturesOfTheLists(t *testing.T) {
 		name string
 		look browser.Look
 	}{
-		{"desktop", browser.Look{Width: 1440, Height: 900}}, {"phone", browser.Look{Width: 390, Height: 844, Dark: true}},
+		{"desktop", browser.Look{Width: 1440, Height: 900}},
+		{"phone", browser.Look{Width: 390, Height: 844, Dark: true}},
 		{"small", browser.Look{Width: 320, Height: 640}},
 	} {
 		p.As(way.look)

@@ -42,7 +42,8 @@ func fragmentOf(text string) (f fragment, ok bool) {
 	}
 	text = strings.ReplaceAll(text, "...", "…")
 	begin, end, cut := strings.Cut(text, "…")
-	if len(begin) > 2 && begin[2] == '_' && slices.Contains([]string{"hb", "op", "ch", "wh", "fl"}, strings.ToLower(begin[:2])) {
+	if len(begin) > 2 && begin[2] == '_' && slices.Contains([]string{"hb", "op", "ch", "wh", "fl"},
+		strings.ToLower(begin[:2])) {
 		f.surface, begin = strings.ToLower(begin[:2]), begin[3:]
 	}
 	f.begin, f.end = begin, end
@@ -131,7 +132,8 @@ func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, most
 		  (select n.id from (select t.id from `+table+` t order by t.id desc limit @window) n
 		    where encode(uuid_send(n.id), 'hex') like @pattern order by n.id desc limit @most)) x
 		 order by x.id desc limit @most`, freshPlan, postgres.Strict{
-		"low": low, "high": high, "pattern": pattern, "cut": f.end != "", "most": most, "looked": maxFragments, "window": window,
+		"low": low, "high": high, "pattern": pattern, "cut": f.end != "", "most": most,
+		"looked": maxFragments, "window": window,
 	})
 	return postgres.Collect(rows, err, "find ids", pgx.RowTo[string])
 }

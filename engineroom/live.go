@@ -179,8 +179,9 @@ type hub struct {
 func newHub(room *Room) *hub {
 	h := &hub{
 		room: room, reading: make(chan struct{}, maxConcurrentReads), topics: map[string]*topic{},
-		heartbeat: heartbeat, pollInterval: 200 * time.Millisecond, retryInterval: 5 * time.Second, idleRefresh: 30 * time.Second,
-		readLimit: 15 * time.Second,
+		heartbeat: heartbeat, pollInterval: 200 * time.Millisecond, retryInterval: 5 * time.Second,
+		idleRefresh: 30 * time.Second,
+		readLimit:   15 * time.Second,
 	}
 	h.most.topics, h.most.viewers = mostTopics, mostViewers
 	return h

@@ -122,10 +122,14 @@ func openObjectives(_ context.Context, v *visit) (string, error) {
 func (room *Room) listObjectives(ctx context.Context, v *visit) (any, error) {
 	asked := v.About.(objectiveFilter)
 	list, err := postgres.Rows[objectiveRow](ctx, room.Read, "list objectives", objectiveColumns+`
-		 where (@status::text = '' or o.status = @status) and (@name::text = '' or o.name ilike @name or left(o.goal, 4000) ilike @name)
+		 where (@status::text = '' or o.status = @status)
+		   and (@name::text = '' or o.name ilike @name or left(o.goal, 4000) ilike @name)
 		   and (@before::text = '' or o.id < nullif(@before, '')::uuid)
 		 order by o.id desc limit @most::int + 1`,
-		freshPlan, postgres.Strict{"status": asked.Status, "name": likePart(asked.Name), "before": asked.Before, "most": objectivesShown})
+		freshPlan, postgres.Strict{
+			"status": asked.Status, "name": likePart(asked.Name), "before": asked.Before,
+			"most": objectivesShown,
+		})
 	if err != nil {
 		return nil, err
 	}

@@ -56,7 +56,8 @@ func TestTheOverviewShowsWhatRuns(t *testing.T) {
 		insert into agent_activity (trace_id, skill_name, status)
 		  values ('op_00000000000000000000000004', 'apply_workspace', 'running') returning id::text`)
 	put(t, pool, `insert into agent_activity_open (activity_id, kind) values ($1, 'call') returning 'x'`, loose)
-	body := shows(t, server.URL+"/", "reflect › fetch_prices", "/executions/"+run, "apply_workspace", "without an execution",
+	body := shows(t, server.URL+"/", "reflect › fetch_prices", "/executions/"+run, "apply_workspace",
+		"without an execution",
 		`<a href="/executions?status=pending">1 ready</a>`)
 	if strings.Contains(body, lost) {
 		t.Error("a run whose worker is gone is said to run")

@@ -162,7 +162,8 @@ func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 
 // breakdownURL returns the URL of a line's breakdown; empty for none.
 func breakdownURL(want spendFilter, key string) string {
-	if key == "" || want.By == "agent" || len(key) > maxFilterBytes || (want.By == "surface" && !slices.Contains(activitySurfaces, key)) {
+	if key == "" || want.By == "agent" || len(key) > maxFilterBytes ||
+		(want.By == "surface" && !slices.Contains(activitySurfaces, key)) {
 		return ""
 	}
 	by := map[string]string{"skill": "model", "purpose": "model", "surface": "skill", "model": "skill"}[want.By]
@@ -644,7 +645,8 @@ func (c chart) Areas() []bar {
 			text += " " + c.Series[s].Name + " " + c.Write(v)
 		}
 		list = append(list, bar{
-			X: place(chartLeft + wide*float64(i)), Y: place(chartTop), W: place(wide), H: place(chartHigh - chartTop - chartBottom),
+			X: place(chartLeft + wide*float64(i)), Y: place(chartTop), W: place(wide),
+			H:    place(chartHigh - chartTop - chartBottom),
 			Text: text,
 		})
 	}

@@ -183,7 +183,8 @@ func (c hourChart) Bars() []bar {
 			high := max(float64(piece.n)/float64(most)*(hourHigh-2), 2)
 			base -= high
 			list = append(list, bar{
-				X: place(float64(i*hourWide + 2)), Y: place(max(base, 0)), W: place(hourWide - 4), H: place(high), Class: piece.class,
+				X: place(float64(i*hourWide + 2)), Y: place(max(base, 0)), W: place(hourWide - 4),
+				H: place(high), Class: piece.class,
 			})
 		}
 	}

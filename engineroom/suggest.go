@@ -47,7 +47,8 @@ const distinctSQL = `
 	  select (select x.%[1]s from %[2]s x where %[3]s and x.%[1]s > v.value order by x.%[1]s limit 1) from v
 	   where v.value is not null)
 	select left(v.value, 200) as value, (select count(*) filter (where c.value = v.value) from (
-	         select x.%[1]s as value from %[2]s x where %[3]s and x.%[1]s >= v.value order by x.%[1]s limit @counted + 1) c) as count
+	         select x.%[1]s as value from %[2]s x where %[3]s and x.%[1]s >= v.value
+	           order by x.%[1]s limit @counted + 1) c) as count
 	  from (select * from v where v.value is not null limit @most) v`
 
 // distinct are the columns with such an index.
@@ -100,7 +101,8 @@ func (room *Room) readSuggestions(ctx context.Context, kind string) ([]suggestio
 			postgres.Strict{"most": maxSuggested})
 	case "lane":
 		return postgres.Rows[suggestion](ctx, room.Read, "suggest lanes", `
-			select l.lane as value, '' as count from agent_locks l order by l.lane limit @most`, postgres.Strict{"most": maxSuggested})
+			select l.lane as value, '' as count from agent_locks l
+			  order by l.lane limit @most`, postgres.Strict{"most": maxSuggested})
 	}
 	of := distinct[kind]
 	type counted struct {
@@ -150,10 +152,28 @@ type chip struct{ Word, Value, Href string }
 
 // filterWords are the words of the filters' parameters, in the order of the chips. What names a place in a list has none.
 var filterWords = [][2]string{
-	{"q", "Words"}, {"status", "State"}, {"state", "State"}, {"failed", "State"}, {"view", "View"}, {"for", "Waits for"},
-	{"surface", "Surface"}, {"flow", "Flow"}, {"skill", "Skill"}, {"agent", "Agent"}, {"lane", "Lane"}, {"trace", "Id"},
-	{"trace_id", "Id"}, {"channel", "Channel"}, {"owner", "Owner"}, {"endpoint", "Endpoint"}, {"target", "Target"},
-	{"category", "Category"}, {"prefix", "Key"}, {"name", "Name"}, {"since", "Since"}, {"until", "Until"},
+	{"q", "Words"},
+	{"status", "State"},
+	{"state", "State"},
+	{"failed", "State"},
+	{"view", "View"},
+	{"for", "Waits for"},
+	{"surface", "Surface"},
+	{"flow", "Flow"},
+	{"skill", "Skill"},
+	{"agent", "Agent"},
+	{"lane", "Lane"},
+	{"trace", "Id"},
+	{"trace_id", "Id"},
+	{"channel", "Channel"},
+	{"owner", "Owner"},
+	{"endpoint", "Endpoint"},
+	{"target", "Target"},
+	{"category", "Category"},
+	{"prefix", "Key"},
+	{"name", "Name"},
+	{"since", "Since"},
+	{"until", "Until"},
 }
 
 // Chips lists the filters that are set, but for the named ones. Each link is the page without that filter.

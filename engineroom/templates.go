@@ -38,10 +38,12 @@ func parseTemplates() (*template.Template, error) {
 // funcs are the functions of templates.
 func funcs() template.FuncMap {
 	return template.FuncMap{
-		"cut": cut, "brief": brief, "thousands": human.Count, "money": human.Money, "millis": millis, "seconds": seconds, "at": at, "ago": ago,
+		"cut": cut, "brief": brief, "thousands": human.Count, "money": human.Money, "millis": millis, "seconds": seconds,
+		"at": at, "ago": ago,
 		"since": since, "until": until,
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
-		"short": short, "tail": tail, "dict": dict, "segment": url.PathEscape, "bytes": human.Bytes, "left": left, "next": nextRun,
+		"short": short, "tail": tail, "dict": dict, "segment": url.PathEscape, "bytes": human.Bytes,
+		"left": left, "next": nextRun,
 	}
 }
 
@@ -86,7 +88,8 @@ func nextRun(t time.Time) template.HTML {
 	if t.After(time.Now()) {
 		return clock("next", t)
 	}
-	return template.HTML(`<time class="next" datetime="` + t.UTC().Format(time.RFC3339Nano) + `">due</time>`) // digits only
+	// digits only
+	return template.HTML(`<time class="next" datetime="` + t.UTC().Format(time.RFC3339Nano) + `">due</time>`)
 }
 
 // clock writes the absolute time. The script formats it as its class demands.

@@ -197,7 +197,8 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 		  join agent_threads t on t.id = p.id`+threadRowJoins+`
 		 order by t.updated_at desc, t.id desc`, freshPlan,
 		postgres.Strict{
-			"owner": f.oneOwner(), "owners": f.moreOwners(), "name": likePart(f.Name), "channel": f.Channel, "agent": likePart(f.Agent), "at": at, "before": id, "looked": maxSearched,
+			"owner": f.oneOwner(), "owners": f.moreOwners(), "name": likePart(f.Name), "channel": f.Channel,
+			"agent": likePart(f.Agent), "at": at, "before": id, "looked": maxSearched,
 			"most":        threadsShown,
 			"queued_most": maxQueued,
 		})

@@ -107,7 +107,10 @@ func (p *spanPanel) SpanURL(span string) string {
 
 // TabWord is the label of a tab.
 func (p *spanPanel) TabWord(tab string) string {
-	return map[string]string{"details": "Details", "why": "Why", "prompt": "Prompt", "cost": "Cost", "raw": "Raw JSON"}[tab]
+	return map[string]string{
+		"details": "Details", "why": "Why", "prompt": "Prompt", "cost": "Cost",
+		"raw": "Raw JSON",
+	}[tab]
 }
 
 // findSpan finds what the panel is about.
@@ -241,7 +244,8 @@ func (room *Room) panelCosts(ctx context.Context, p *spanPanel) (err error) {
 		       sum(lanekeeper.agent_tokens(a.token_usage, 'cached_tokens'))::bigint as cached,
 		       sum(lanekeeper.agent_tokens(a.token_usage, 'cache_write_tokens'))::bigint as cache_writes,
 		       sum(lanekeeper.agent_tokens(a.token_usage, 'completion_tokens'))::bigint as output,
-		       sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens'))::bigint as tokens, sum(a.cost_usd)::float8 as cost_usd
+		       sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens'))::bigint as tokens, sum(a.cost_usd)::float8
+		         as cost_usd
 		  from (select x.id, x.kind, x.execution_id, x.step, x.model, x.purpose, x.token_usage, x.cost_usd
 		          from agent_activity x where x.trace_id = @id order by x.created_at limit @scan) a
 		 where a.kind = 'model' and (@run::text = '' or a.execution_id = nullif(@run::text, '')::uuid)

@@ -149,11 +149,13 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		                      coalesce(x.started_at, x.created_at) as started_at
 		                 from ((select k.id from agent_executions k
 		                         where k.trace_id = any (@traces::text[]) and k.surface = s.surface and k.parent_id is null
-		                           and (@status::text = '' or k.status = @status) and (@agent::text = '' or k.agent ilike @agent)
+		                           and (@status::text = '' or k.status = @status)
+		                             and (@agent::text = '' or k.agent ilike @agent)
 		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval)))
 		                       union all
 		                       (select w.id from (select k.id, k.agent from agent_executions k
-		                         where @traces::text[] is null and k.surface = s.surface and k.parent_id is null and k.claimed_by is null
+		                         where @traces::text[] is null and k.surface = s.surface and k.parent_id is null
+		                           and k.claimed_by is null
 		                           and (@status::text = '' or k.status = @status)
 		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval))
 		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
@@ -162,7 +164,8 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
                          where @agent::text = '' or w.agent ilike @agent order by w.id desc limit @limit::int + 1)
 		                       union all
 		                       (select w.id from (select k.id, k.agent from agent_executions k
-		                         where @traces::text[] is null and k.surface = s.surface and k.parent_id is null and k.claimed_by is not null
+		                         where @traces::text[] is null and k.surface = s.surface and k.parent_id is null
+		                           and k.claimed_by is not null
 		                           and (@status::text = '' or k.status = @status)
 		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval))
 		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
@@ -179,7 +182,8 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		         from (select y.status, y.token_usage, y.cost_usd from agent_activity y
 		                where y.trace_id = r.trace_id order by y.created_at limit @most::int + 1) a) t
 		 order by r.id desc`, freshPlan, postgres.Strict{
-		"surfaces": surfaces, "status": w.Status, "agent": likePart(w.Agent), "traces": w.ids, "span": traceSpan(w.span), "before": w.Before,
+		"surfaces": surfaces, "status": w.Status, "agent": likePart(w.Agent), "traces": w.ids,
+		"span": traceSpan(w.span), "before": w.Before,
 		"limit": tracesPerPage,
 		"most":  tracesSummed, "looked": maxSearched,
 	})

@@ -198,9 +198,15 @@ func TestThePanelShowsASpan(t *testing.T) {
 		t.Fatal("the wait is no link")
 	}
 	for path, texts := range map[string][]string{
-		"?span=" + failed:                            {"no answer came", "key-1", `&#34;to&#34;: &#34;ana&#34;`, "Fork from here", "&amp;tab=raw"},
-		"?span=" + failed + "&tab=why":               {"Part of", "What it did"},
-		"?span=" + failed + "&tab=raw":               {`&#34;error_class&#34;: &#34;timeout&#34;`, "/v1/traces/" + string(id)},
+		"?span=" + failed: {
+			"no answer came", "key-1", `&#34;to&#34;: &#34;ana&#34;`,
+			"Fork from here", "&amp;tab=raw",
+		},
+		"?span=" + failed + "&tab=why": {"Part of", "What it did"},
+		"?span=" + failed + "&tab=raw": {
+			`&#34;error_class&#34;: &#34;timeout&#34;`,
+			"/v1/traces/" + string(id),
+		},
 		"?span=" + failed + "&tab=cost":              {"Only model calls cost money"},
 		"?span=" + model + "&tab=cost":               {"gpt-4o-mini", "$0.50"},
 		"?span=" + model + "&tab=prompt":             {"was not recorded"},
@@ -431,7 +437,8 @@ func TestAModelCallShowsItsPrompt(t *testing.T) {
 		values ($1, 'operate', 'model_call', 'model', 'success',
 		  '{"prompt_tokens": 1200, "cached_tokens": 1000, "cache_write_tokens": 50, "total_tokens": 1210}')
 		returning id::text`, trace)
-	assert.Contains(t, shows(t, server.URL+"/traces/"+trace+"?span="+call+"&tab=prompt"), "was not recorded, or has been deleted")
+	assert.Contains(t, shows(t, server.URL+"/traces/"+trace+"?span="+call+"&tab=prompt"),
+		"was not recorded, or has been deleted")
 	shows(t, server.URL+"/traces/"+trace+"?span="+call, "1,000 cached", "50 cache writes")
 	put(t, pool, `
 		with part as (

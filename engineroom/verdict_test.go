@@ -45,7 +45,10 @@ func well() (condition, []agents.Agent) {
 func (c *condition) fails(kind, name, agent string, streak, hourFailed, hourAll int64) {
 	at := c.now.Add(-time.Hour)
 	c.list = append(c.list, failure{Kind: kind, Name: name, Agent: agent, At: at, Message: "no route"})
-	o := outcome{Kind: "call", Name: name, LatestFailed: streak > 0, Streak: streak, HourAll: hourAll, HourFailed: hourFailed, Since: &at}
+	o := outcome{
+		Kind: "call", Name: name, LatestFailed: streak > 0, Streak: streak, HourAll: hourAll,
+		HourFailed: hourFailed, Since: &at,
+	}
 	if kind == "flow" {
 		o.Kind, o.Agent = "flow", agent
 	}
@@ -62,9 +65,15 @@ func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 		change              func(c *condition)
 		all, sales, billing string // empty: as all
 	}{
-		"all well":        {func(*condition) {}, "working", "", ""},
-		"paused":          {func(c *condition) { c.pause = executions.Pause{Paused: true, PausedBy: "ana"} }, "stopped: paused by ana <#pause>", "", ""},
-		"no process":      {func(c *condition) { c.workers, c.beats = 0, nil }, "stopped: no process is running </lanes>", "", ""},
+		"all well": {func(*condition) {}, "working", "", ""},
+		"paused": {
+			func(c *condition) { c.pause = executions.Pause{Paused: true, PausedBy: "ana"} },
+			"stopped: paused by ana <#pause>", "", "",
+		},
+		"no process": {
+			func(c *condition) { c.workers, c.beats = 0, nil }, "stopped: no process is running </lanes>", "",
+			"",
+		},
 		"beats from cron": {func(c *condition) { c.workers = 0 }, "working", "", ""},
 		"process died": {func(c *condition) {
 			c.workers = 0
@@ -120,9 +129,13 @@ func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 		},
 		"budget of one": {
 			func(c *condition) { c.spent["billing"] = true },
-			"degraded: today's budget is spent by billing </spend?days=1>", "working", "degraded: today's budget is spent </spend?days=1>",
+			"degraded: today's budget is spent by billing </spend?days=1>", "working",
+			"degraded: today's budget is spent </spend?days=1>",
 		},
-		"budget of all": {func(c *condition) { c.spent[""] = true }, "degraded: today's budget is spent </spend?days=1>", "", ""},
+		"budget of all": {
+			func(c *condition) { c.spent[""] = true }, "degraded: today's budget is spent </spend?days=1>", "",
+			"",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -143,8 +156,10 @@ func ended(t *testing.T, pool *pgxpool.Pool, agent, flow, status, message string
 	t.Helper()
 	id := put(t, pool, `select lanekeeper.agent_uuid7(now() - make_interval(mins => $1))::text`, minutes)
 	quiet(t, pool, `
-		insert into agent_executions (id, trace_id, surface, agent, flow, status, error_message, parent_id, created_at, completed_at)
-		select $1::text::uuid, 'fl_' || upper(left(translate($1, '-ilou', ''), 26)), 'flow', $2, $3, $4, nullif($5, ''), nullif($6, '')::uuid,
+		insert into agent_executions (id, trace_id, surface, agent, flow, status, error_message, parent_id, created_at,
+		  completed_at)
+		select $1::text::uuid, 'fl_' || upper(left(translate($1, '-ilou', ''), 26)), 'flow', $2, $3, $4, nullif($5, ''),
+		  nullif($6, '')::uuid,
 		       now() - make_interval(mins => $7), now() - make_interval(mins => $7)`,
 		id, agent, flow, status, message, parent, minutes)
 	return id
@@ -179,7 +194,8 @@ func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
 	pgtest.Exec(t, pool, `delete from agent_executions where flow = 'heartbeat' and status = 'completed'`)
 	ended(t, pool, "agent", "heartbeat", "cancelled", "", 60, "")
 	skipped := ended(t, pool, "agent", "heartbeat", "completed", "", 65, "")
-	quiet(t, pool, `update agent_executions set result_summary = 'skipped: an admin is at work' where id = $1::text::uuid`, skipped)
+	quiet(t, pool, `update agent_executions set result_summary = 'skipped: an admin is at work' where id = $1::text::uuid`,
+		skipped)
 	assert.Equal(t, "degraded: flow heartbeat failing </executions?failed=1&flow=heartbeat>", judged(t, pool))
 	pgtest.Exec(t, pool, `delete from agent_executions`)
 
@@ -205,14 +221,17 @@ func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
 	pgtest.Exec(t, pool, `insert into agent_schedules (name, flow, surface, agent, cron, timezone, next_run_at)
 		values ('heartbeat', 'heartbeat', 'heartbeat', 'agent', '@hourly', 'UTC', now() - interval '3 minutes')`)
 	execution(t, pool, "waiting", "flow", "onboarding")
-	quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours', updated_at = now() - interval '2 hours'`)
+	quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours',
+		updated_at = now() - interval '2 hours'`)
 	pgtest.Exec(t, pool, `
 		insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, parked)
 		select name, 'somebody', 1, now() - since, now() + interval '1 hour', parked from (values
-		  ('held', interval '16 minutes', false), ('new', interval '1 minute', false), ('parked', interval '1 day', true)) l(name, since, parked);
+		  ('held', interval '16 minutes', false), ('new', interval '1 minute', false),
+		    ('parked', interval '1 day', true)) l(name, since, parked);
 		insert into agent_lock_waiters (lane, owner, since, expires_at)
 		select lane, 'w', now() - interval '16 minutes', now() + interval '1 minute' from agent_locks`)
-	assert.Equal(t, "degraded: heartbeat overdue </executions?flow=heartbeat>, 1 execution stuck </executions?view=stuck>, "+
+	assert.Equal(t, "degraded: heartbeat overdue </executions?flow=heartbeat>, 1 execution stuck "+
+		"</executions?view=stuck>, "+
 		"1 lane stuck </lanes>", judged(t, pool))
 	_, err := executions.PauseAll(t.Context(), pool, "ana", "prices look wrong")
 	require.NoError(t, err)
@@ -227,7 +246,8 @@ func TestFailuresAreGroupedByRootError(t *testing.T) {
 		message := fmt.Sprintf(refused, i)
 		parent := ended(t, pool, "agent", "nightly", "failed", "step import: flow import: step fetch: "+message, 20+i, "")
 		child := ended(t, pool, "agent", "import", "failed", "step fetch: "+message, 20+i, parent)
-		pgtest.Exec(t, pool, `insert into agent_activity (trace_id, execution_id, skill_name, status, error_class, error_message)
+		pgtest.Exec(t, pool, `insert into agent_activity (trace_id, execution_id, skill_name, status, error_class,
+			error_message)
 			values ('hb_1', $1::text::uuid, 'fetch', 'error', 'network', $2)`, child, message)
 	}
 	skill(t, pool, "fetch", "", "", "")
@@ -242,7 +262,8 @@ func TestFailuresAreGroupedByRootError(t *testing.T) {
 		for _, s := range g.Subjects {
 			subjects = append(subjects, s.Kind+" "+s.Name)
 		}
-		got = append(got, fmt.Sprintf("%s | %s | %d runs, %d calls | %v | %s", g.Message, g.Class, g.Runs, g.Calls, g.Failing, strings.Join(subjects, ", ")))
+		got = append(got, fmt.Sprintf("%s | %s | %d runs, %d calls | %v | %s", g.Message, g.Class, g.Runs, g.Calls, g.Failing,
+			strings.Join(subjects, ", ")))
 	}
 	assert.NoDiff(t, []string{
 		"dial tcp 10.0.0.2:443: connect: connection refused | network | 6 runs, 3 calls | true | flow import, flow nightly, skill fetch",

@@ -82,7 +82,8 @@ func (p *Page) As(look Look) {
 	if look.Still {
 		motion = "reduce"
 	}
-	p.do("change the look", emulation.SetTimezoneOverride(look.Zone), emulation.SetDeviceMetricsOverride(look.Width, look.Height, 1, false),
+	p.do("change the look", emulation.SetTimezoneOverride(look.Zone),
+		emulation.SetDeviceMetricsOverride(look.Width, look.Height, 1, false),
 		emulation.SetScriptExecutionDisabled(look.NoScript),
 		emulation.SetEmulatedMedia().WithFeatures([]*emulation.MediaFeature{
 			{Name: "prefers-color-scheme", Value: scheme}, {Name: "prefers-reduced-motion", Value: motion},
