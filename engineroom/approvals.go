@@ -69,7 +69,8 @@ func openApprovals(v *visit) (want approvalFilter, err error) {
 	return want, nil
 }
 
-// maxListed bounds the arguments of one approval in a list, in bytes. A call can be approved where they are shown whole.
+// maxListed bounds the arguments of one approval in a list, in bytes. A call can be approved where they are shown
+// whole.
 const maxListed = 4000
 
 // approvalRow is an approval in the list.
@@ -113,7 +114,8 @@ func cardsOf(rows []approvalRow, back string) []pendingApproval {
 	return list
 }
 
-// approvalsList reads a page, the latest expiry first. It merges the rows of each state, which the index yields in order.
+// approvalsList reads a page, the latest expiry first. It merges the rows of each state, which the index yields in
+// order.
 func (room *Room) approvalsList(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(approvalFilter)
 	var all []approvalRow

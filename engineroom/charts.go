@@ -195,27 +195,24 @@ func (h histogram) percentiles() []float64 {
 func (room *Room) latencyCharts(ctx context.Context, v *visit) (any, error) {
 	want, _ := v.About.(chartFilter)
 	axis := chartRanges[want.Range]
-	// Of all agents and flows together, the rows of each point are read by the index.
-	rows := `
+	// Of all agents and flows together, the index has the rows of each point. One of the two selects has no rows.
+	list, err := postgres.Rows[histogram](ctx, room.Read, "read durations", `
+		select x.start, x.measure, array_agg(x.bucket order by x.bucket) as buckets,
+		       array_agg(x.n order by x.bucket) as counts
+		  from (
 		select g.start, m.measure, d.bucket, d.n
 		  from generate_series(@since::timestamptz, clock_timestamp(), @step::interval) g (start)
 		 cross join unnest(array['run', 'queue', 'lane']) m (measure)
 		 cross join lateral (select u.bucket, u.executions as n from agent_execution_durations u
 		                      where u.span = @span and u.start = g.start and u.measure = m.measure and u.agent = ''
 		                        and u.flow = '' offset 0) d
-		 where @agent::text = '' and @flow::text = ''`
-	if want.Agent != "" || want.Flow != "" {
-		rows = `
-		select d.start, d.measure, d.bucket, sum(d.executions)::bigint as n from agent_execution_durations d
-		 where d.span = @span and d.start >= @since::timestamptz and d.flow <> '' and @step::interval is not null
+		 where @agent::text = '' and @flow::text = ''
+		union all
+		select d.start, d.measure, d.bucket, sum(d.executions)::bigint from agent_execution_durations d
+		 where (@agent <> '' or @flow <> '') and d.span = @span and d.start >= @since::timestamptz and d.flow <> ''
 		   and (@agent::text = '' or d.agent = lanekeeper.agent_count_key(@agent))
 		   and (@flow::text = '' or d.flow = lanekeeper.agent_count_key(@flow))
-		 group by 1, 2, 3`
-	}
-	list, err := postgres.Rows[histogram](ctx, room.Read, "read durations", `
-		select x.start, x.measure, array_agg(x.bucket order by x.bucket) as buckets, array_agg(x.n order by x.bucket)
-		  as counts
-		  from (`+rows+`) x
+		 group by 1, 2, 3) x
 		 group by 1, 2`, freshPlan, postgres.Strict{
 		"span": string(axis.per()), "since": axis.since(), "step": "1 " + string(axis.per()),
 		"agent": want.Agent, "flow": want.Flow,

@@ -156,11 +156,6 @@ func (room *Room) deliveriesList(ctx context.Context, v *visit) (any, error) {
 	}, nil
 }
 
-// names reads a query's single column.
-func names(rows pgx.Rows, err error) ([]string, error) {
-	return postgres.Collect(rows, err, "list names", pgx.RowTo[string])
-}
-
 // rejectedRequest is a note about requests with a bad signature, at most one a minute.
 type rejectedRequest struct {
 	ID, TraceID, Endpoint, Count, Why string

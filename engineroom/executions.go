@@ -57,11 +57,8 @@ type executionRow struct {
 	AboutBytes                         int64
 	CreatedAt, UpdatedAt               time.Time
 	CompletedAt                        *time.Time
-	CostUSD                            float64 // of its first maxCosted model calls and other actions
+	CostUSD                            float64 // of its first 500 model calls and other actions
 }
-
-// maxCosted bounds the actions of an execution whose cost is added up in a listing. The statement repeats the number.
-const maxCosted = 500
 
 // executionRowColumns are the columns of executionRow, of agent_executions e. Long ones are cut. The test for
 // children follows the index order, so that the planner cannot choose a table scan.
@@ -545,9 +542,9 @@ type stateTab struct {
 	Now        bool   // the current tab
 }
 
-// executionStates are the tabs, the one filter of states: failed ones include those that timed out, and waiting ones are
-// in the order of their deadlines. A tab keeps the filters. Counts cover all executions, so they are shown without
-// filters.
+// executionStates are the tabs, the one filter of states: failed ones include those that timed out, and waiting ones
+// are in the order of their deadlines. A tab keeps the filters. Counts cover all executions, so they are shown
+// without filters.
 func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
 	f := v.About.(executionFilter)
 	counts := map[string]string{}

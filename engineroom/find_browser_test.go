@@ -21,7 +21,7 @@ import (
 // lands follows redirects and returns where an address leads to, with its text.
 func lands(t *testing.T, address string) (path, body string) {
 	t.Helper()
-	answer, err := http.Get(address) //nolint:noctx // a test server
+	answer, err := http.Get(address)
 	require.NoError(t, err)
 	defer answer.Body.Close()
 	_, body = testkit.Get(t, answer.Request.URL.String())

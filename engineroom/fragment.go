@@ -278,7 +278,8 @@ func (room *Room) elsewhere(ctx context.Context, p page, v *visit, err error) st
 	switch f, id := fragmentOf(text); {
 	case err != nil:
 		return ""
-	case len(hits) == 1 && hits[0].Href == (&url.URL{Path: strings.Replace(p.path, "{"+name[1]+"}", text, 1)}).EscapedPath():
+	case len(hits) == 1 &&
+		hits[0].Href == (&url.URL{Path: strings.Replace(p.path, "{"+name[1]+"}", text, 1)}).EscapedPath():
 		return "" // the page is found, and something on it is not
 	case len(hits) == 1:
 		return hits[0].Href

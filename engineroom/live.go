@@ -25,8 +25,8 @@ import (
 //     broke goes on with what differs from that: nothing is missing, nothing comes twice.
 //   - expired says that the login is over. The stream ends, as it does at shutdown.
 //
-// A ping comes every few seconds; its data is the server's time in milliseconds. The browser sees no comments, and takes
-// a stream without events for a dead server.
+// A ping comes every few seconds; its data is the server's time in milliseconds. The browser sees no comments, and
+// takes a stream without events for a dead server.
 
 const (
 	heartbeat = 3 * time.Second

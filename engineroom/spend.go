@@ -640,14 +640,14 @@ func (c chart) Areas() []bar {
 	list := []bar{}
 	wide := (chartWide - chartLeft) / float64(max(len(c.Points), 1))
 	for i, p := range c.Points {
-		text := p.Name + ":"
+		words := []string{p.Name + ":"}
 		for s, v := range p.Values {
-			text += " " + c.Series[s].Name + " " + c.Write(v)
+			words = append(words, c.Series[s].Name, c.Write(v))
 		}
 		list = append(list, bar{
 			X: place(chartLeft + wide*float64(i)), Y: place(chartTop), W: place(wide),
 			H:    place(chartHigh - chartTop - chartBottom),
-			Text: text,
+			Text: strings.Join(words, " "),
 		})
 	}
 	return list

@@ -150,7 +150,8 @@ const maxNamesLike = 20
 // chip is a filter that is set.
 type chip struct{ Word, Value, Href string }
 
-// filterWords are the words of the filters' parameters, in the order of the chips. What names a place in a list has none.
+// filterWords are the words of the filters' parameters, in the order of the chips. What names a place in a list has
+// none.
 var filterWords = [][2]string{
 	{"q", "Words"},
 	{"status", "State"},

@@ -133,10 +133,7 @@ func oneOf(name, value string, allowed []string) error {
 // has from the index of these, so the runs that other runs started, however many there are, are not looked at.
 func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 	w, _ := v.About.(traceFilter)
-	surfaces := surfaceNames()
-	if w.Surface != "" {
-		surfaces = []string{w.Surface}
-	}
+	surfaces := w.surfaces()
 	list, err := postgres.Rows[traceRow](ctx, room.Read, "list traces", `
 		select r.id::text as execution_id, r.trace_id, r.surface, r.agent, r.flow, r.summary, r.status, r.started_at,
 		       r.completed_at as finished_at, t.tokens, t.cost_usd, t.rows, t.errors, t.rows > @most as more
@@ -203,6 +200,14 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		"Window":  int64(maxSearched),
 		"Sampled": slices.ContainsFunc(list, func(w traceRow) bool { return w.More }),
 	}, nil
+}
+
+// surfaces are those that the listing is of.
+func (w traceFilter) surfaces() []string {
+	if w.Surface != "" {
+		return []string{w.Surface}
+	}
+	return surfaceNames()
 }
 
 // Surfaces are those that the listing can be narrowed down to.

@@ -73,7 +73,7 @@ func (m *mortal) start() {
 	require.NoError(m.tb, err)
 	m.address = listener.Addr().String()
 	m.server = &http.Server{Handler: m.handler}
-	go m.server.Serve(&hangingListener{listener, m}) //nolint:errcheck // it ends by Close
+	go m.server.Serve(&hangingListener{listener, m})
 }
 
 func (m *mortal) stop() { _ = m.server.Close() }

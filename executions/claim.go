@@ -75,7 +75,7 @@ func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (got []RunLock
 		return nil, fmt.Errorf("claim executions for %s: %w", p.Owner, invalidArgument(err))
 	}
 	for _, lock := range got {
-		e.log.InfoContext(ctx, "execution claimed", append(executionAttrs(lock.Execution.TraceID, lock.Execution.ID), //nolint:sloglint // attributes
+		e.log.InfoContext(ctx, "execution claimed", append(executionAttrs(lock.Execution.TraceID, lock.Execution.ID),
 			"flow", lock.Execution.Flow, "claim", lock.Execution.Claim, "owner", p.Owner)...)
 	}
 	return got, nil

@@ -85,13 +85,16 @@ func countInTx(ctx context.Context, tx pgx.Tx, limit int, lag time.Duration) (co
 		postgres.Strict{"bound": bound, "looked": last}); err != nil {
 		return 0, false, err
 	}
-	for _, table := range []string{"agent_execution_counts", "agent_execution_durations"} {
-		if _, err = tx.Exec(ctx, `
-			delete from `+table+` d where d.ctid = any (array(
-			  select c.ctid from `+table+` c, agent_retention r
-			   where r.kind = 'hour_counts' and c.span = 'hour' and c.start < date_trunc('hour', now() - r.keep) limit 5000))`); err != nil {
-			return 0, false, err
-		}
+	_, err = tx.Exec(ctx, `
+		with old as (
+		  delete from agent_execution_durations d where d.ctid = any (array(
+		    select c.ctid from agent_execution_durations c, agent_retention r
+		     where r.kind = 'hour_counts' and c.span = 'hour' and c.start < date_trunc('hour', now() - r.keep) limit 5000)))
+		delete from agent_execution_counts d where d.ctid = any (array(
+		  select c.ctid from agent_execution_counts c, agent_retention r
+		   where r.kind = 'hour_counts' and c.span = 'hour' and c.start < date_trunc('hour', now() - r.keep) limit 5000))`)
+	if err != nil {
+		return 0, false, err
 	}
 	return counted, bound < end, nil
 }

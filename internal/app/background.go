@@ -44,19 +44,19 @@ func (a *App) runHousekeeping(ctx context.Context) error {
 
 // runActivityCounts updates the counters of the activity log until ctx ends. Several processes may run it.
 func runActivityCounts(ctx context.Context, db postgres.Beginner, every time.Duration, log *slog.Logger) error {
-	return runCounts(ctx, every, log, "activity not counted; reports are slower",
+	return runCounts(ctx, every, log, "activity",
 		func(ctx context.Context) (bool, error) { return activity.Count(ctx, db) })
 }
 
 // runExecutionCounts updates the counters of executions, likewise.
 func runExecutionCounts(ctx context.Context, db postgres.Beginner, every time.Duration, log *slog.Logger) error {
-	return runCounts(ctx, every, log, "executions not counted; charts lag",
+	return runCounts(ctx, every, log, "executions",
 		func(ctx context.Context) (bool, error) { return executions.Count(ctx, db) })
 }
 
 // runCounts calls count until ctx ends. It works off a backlog at half speed.
 func runCounts(
-	ctx context.Context, every time.Duration, log *slog.Logger, failed string, count func(context.Context) (bool, error),
+	ctx context.Context, every time.Duration, log *slog.Logger, of string, count func(context.Context) (bool, error),
 ) error {
 	next := time.NewTimer(0)
 	defer next.Stop()
@@ -69,7 +69,7 @@ func runCounts(
 		began := time.Now()
 		more, err := count(ctx)
 		if err != nil && ctx.Err() == nil {
-			log.WarnContext(ctx, failed, "error", err)
+			log.WarnContext(ctx, "rows not counted; reports lag", "of", of, "error", err)
 		}
 		if more {
 			next.Reset(time.Since(began))

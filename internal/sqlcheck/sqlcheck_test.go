@@ -17,6 +17,9 @@ import (
 // statements are checked like all.
 var composed = map[string]string{
 	"cmd/agent/demo.go":             "names a database",
+	"engineroom/find.go":            "joins statements that select ids with one that reads the rows",
+	"engineroom/fragment.go":        "names one of four tables",
+	"engineroom/suggest.go":         "names a column with its table and index; the test of indexes runs each",
 	"internal/pgserver/ready.go":    "names a database",
 	"internal/pgtest/query.go":      "passes on the statements of tests",
 	"internal/pgtest/server.go":     "names databases",
