@@ -173,7 +173,7 @@ type tracedHead struct {
 	MoreRuns, MoreRows  bool
 	Threads             []string
 	Sums                tracedSums
-	Cause               *activity.RootCause
+	Cause               *activity.RootCause // of the failure, or of errors inside; nil for none
 	byRun               map[string]tracedSums
 }
 
@@ -196,7 +196,7 @@ func (room *Room) readHead(ctx context.Context, id string) (h *tracedHead, err e
 		return nil, err
 	}
 	h.fill()
-	if h.Failed() {
+	if h.Failed() || h.Sums.Failed > 0 {
 		if h.Cause, err = activity.RootCauseOf(ctx, room.Read, id); err != nil {
 			return nil, err
 		}
