@@ -38,7 +38,7 @@ func TestAReplayHasNoEffects(t *testing.T) {
 	pool := pgtest.DB(t)
 	effects(t, pool)
 	var done atomic.Int32
-	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+	flows := flow(func(ctx context.Context) (executions.Result, error) {
 		act := func(context.Context) (float64, error) { done.Add(1); return 1e21, nil }
 		n, err := executions.Step(ctx, "step", act)
 		if err != nil {
@@ -70,12 +70,11 @@ func TestAReplayHasNoEffects(t *testing.T) {
 		}
 		_, err = executions.Wait(ctx, "pause", executions.Delay(time.Millisecond))
 		return executions.Result{Summary: "done", Value: map[string]any{"n": n, "half": 0.50}}, err
-	}), func(*executions.Options) {})
-	require.NoError(t, p.Register("flow2", func(context.Context, json.RawMessage) (executions.Result,
-		error,
-	) {
+	})
+	flows["flow2"] = func(context.Context, json.RawMessage) (executions.Result, error) {
 		return executions.Result{}, nil
-	}))
+	}
+	p := start(t, pool, flows)
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
 	before, all := dump(t, pool, id), done.Load()
