@@ -38,6 +38,7 @@ var words = []struct {
 	word    string
 }{
 	{regexp.MustCompile(`\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d(:\d\d)?)?( UTC)?`), "TIME"},
+	{regexp.MustCompile(`\bday:\d{4}-\d\d-\d\d`), "day:DAY"}, // a test may cross midnight
 	{regexp.MustCompile(`\b(hb|op|ch|wh|fl|au|tr)_[0-9A-Z]{26}\b`), "TRACE"},
 	{regexp.MustCompile(`\b[0-9A-Z]{26}\b`), "KEY"},
 	{regexp.MustCompile(`\b([0-9a-f]{64}|[0-9a-f]{32})\b`), "KEY"},
