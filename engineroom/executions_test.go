@@ -166,7 +166,7 @@ func TestARareCombinationIsLookedForInSteps(t *testing.T) {
 		if strings.Contains(body, `id="execution-`) {
 			t.Errorf("%s: what lies farther back is on the first page", filter)
 		}
-		body = shows(t, server.URL+next(body, "looked at.</span> "))
+		body = shows(t, server.URL+next(body, "searched.</span> "))
 		if n := strings.Count(body, `id="execution-`); n != 5 || strings.Contains(body, "Search further back") {
 			t.Errorf("%s: the next page has %d executions", filter, n)
 		}
