@@ -43,6 +43,9 @@ func Register[In, Out any](
 	if executions.IsReserved(name) || executions.IsExternal(name) {
 		return Flow[In, Out]{}, fmt.Errorf("register flow %s: the name is Lanekeeper's own; choose another", name)
 	}
+	if r.engine.Running() {
+		return Flow[In, Out]{}, fmt.Errorf("register flow %s: the runtime runs already; register before Run", name)
+	}
 	err := r.engine.Register(name, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 		var in In
 		if err := json.Unmarshal(input, &in); err != nil {

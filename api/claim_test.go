@@ -66,12 +66,18 @@ func TestConcurrentClaimsGetDifferentExecutions(t *testing.T) {
 			known := []string{}
 			for {
 				locks, _ := json.Marshal(known)
-				got := a.claimRuns("external:sum", fmt.Sprint("worker ", i), `,"max":3,"lock_ids":`+string(locks))
-				if len(got) == 0 {
+				var got struct{ Locks []lockAnswer }
+				w := a.raw("POST", "/v1/locks", fmt.Sprintf(`{"flows":["external:sum"],"owner":"worker %d","max":3,"lock_ids":%s}`,
+					i, locks), asAdmin())
+				if err := json.Unmarshal(w.Body.Bytes(), &got); err != nil || w.Code != http.StatusOK {
+					t.Errorf("%d %s, %v", w.Code, w.Body, err)
+					return
+				}
+				if len(got.Locks) == 0 {
 					return
 				}
 				mu.Lock()
-				for _, lock := range got {
+				for _, lock := range got.Locks {
 					seen[lock.Execution.ID]++
 					known = append(known, lock.LockID)
 				}

@@ -103,7 +103,7 @@ func TestStoryMeasures(t *testing.T) {
 	t.Parallel()
 	var out, progress bytes.Buffer
 	require.NoError(t, run(t.Context(), []string{"story", "-rows=2000", "-traces=5", "-visits=2"}, &out, &progress))
-	if !strings.Contains(progress.String(), "counted 2000 rows") {
+	if !strings.Contains(progress.String(), "counted 4000 rows") {
 		t.Errorf("the log was not counted before the measurement:\n%s", &progress)
 	}
 	for _, row := range []string{

@@ -55,15 +55,16 @@ type Options struct {
 	Observer Observer // may be nil
 }
 
-// Engine runs the executions of one process. Register flows before Run. All other methods may be called at any time
+// Engine runs the executions of one process. Register flows before Run. All methods may be called at any time
 // by any goroutine, also without Run.
 type Engine struct {
-	pool   *pgxpool.Pool
-	opts   Options
-	log    *slog.Logger
-	river  *river.Client[pgx.Tx]
-	keeper *lanes.Keeper
-	flows  map[string]Func
+	pool    *pgxpool.Pool
+	opts    Options
+	log     *slog.Logger
+	river   *river.Client[pgx.Tx]
+	keeper  *lanes.Keeper
+	flowsMu sync.RWMutex
+	flows   map[string]Func
 	// fallback finds flows that are not in flows; may be nil.
 	fallback   func(ctx context.Context, flow string) (Func, error)
 	unforkable map[string]string // reason by flow
@@ -131,14 +132,14 @@ func New(pool *pgxpool.Pool, opts Options) (*Engine, error) {
 	return e, nil
 }
 
-// Register names a durable function, before Run. It returns an error for an empty or registered name.
+// Register names a durable function. Register before Run: other processes learn then which flows this one runs. It
+// returns an error for an empty or registered name.
 func (e *Engine) Register(flow string, fn Func) error {
-	if e.running.Load() || e.stopping() {
-		return fmt.Errorf("register flow %s: the engine runs already; register before Run", flow)
-	}
 	if flow == "" || fn == nil {
 		return errors.New("register flow: a name and a function are required")
 	}
+	e.flowsMu.Lock()
+	defer e.flowsMu.Unlock()
 	if _, taken := e.flows[flow]; taken {
 		return fmt.Errorf("register flow %s: the name is registered already", flow)
 	}
@@ -151,6 +152,9 @@ func (e *Engine) Register(flow string, fn Func) error {
 func (e *Engine) Fallback(find func(ctx context.Context, flow string) (Func, error)) {
 	e.fallback = find
 }
+
+// Running reports whether Run was called and has not returned.
+func (e *Engine) Running() bool { return e.running.Load() }
 
 // HasFlow reports whether a flow is registered, here or in another live process, or the fallback finds it.
 func (e *Engine) HasFlow(ctx context.Context, flow string) (bool, error) {
@@ -182,12 +186,17 @@ func (e *Engine) Flows(ctx context.Context) ([]string, error) {
 
 // registered returns the flows that are registered here.
 func (e *Engine) registered() []string {
+	e.flowsMu.RLock()
+	defer e.flowsMu.RUnlock()
 	return slices.AppendSeq(make([]string, 0, len(e.flows)), maps.Keys(e.flows))
 }
 
 // flow returns the function of a flow; nil when it is unknown here.
 func (e *Engine) flow(ctx context.Context, name string) (Func, error) {
-	if fn := e.flows[name]; fn != nil || e.fallback == nil {
+	e.flowsMu.RLock()
+	fn := e.flows[name]
+	e.flowsMu.RUnlock()
+	if fn != nil || e.fallback == nil {
 		return fn, nil
 	}
 	return e.fallback(ctx, name)
