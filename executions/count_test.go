@@ -30,7 +30,8 @@ func TestEndedExecutionsAreCountedOnce(t *testing.T) {
 		select lanekeeper.agent_uuid7(at), 'fl_' || n, 'flow', 'sales', 'import',
 		       case when n % 5 = 0 then 'failed' when n % 5 = 1 then 'waiting' else 'completed' end, (n % 5 = 2)::int, at,
 		       at + interval '100 ms', case when n % 5 <> 1 then at + interval '2 seconds' end
-		  from (select n, date_trunc('hour', now()) - interval '1 hour' + n * interval '1 second' as at from generate_series(1, 50) n) x;
+		  from (select n, date_trunc('day', now()) - interval '40 hours' + n * interval '1 second' as at
+		          from generate_series(1, 50) n) x; -- in the morning, so no day ends meanwhile
 		insert into agent_checkpoints (execution_id, step, claim, waited_for, waited_since, created_at)
 		select id, 'lane', 1, 'lane', created_at, created_at + interval '1 second' from agent_executions where wait_number = 1;
 		set session_replication_role = origin`)
