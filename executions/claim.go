@@ -30,13 +30,16 @@ type ClaimParams struct {
 // waits for the first. It returns none when the time is over, ctx ends, or the agent is paused. Concurrent claims get
 // different executions. Errors: ErrMalformed.
 func (e *Engine) ClaimRuns(ctx context.Context, p ClaimParams) ([]RunLock, error) {
+	if p.Wait <= 0 {
+		return e.tryClaimRuns(ctx, p)
+	}
 	deadline := time.NewTimer(p.Wait)
 	defer deadline.Stop()
-	ready, unsubscribe := e.claimable.subscribe(ctx, p.Flows...)
+	ready, unsubscribe := e.claimable.subscribe(ctx, p.Flows...) // before the first try, so no start is missed
 	defer unsubscribe()
 	for {
 		got, err := e.tryClaimRuns(ctx, p)
-		if err != nil || len(got) > 0 || p.Wait <= 0 {
+		if err != nil || len(got) > 0 {
 			return got, err
 		}
 		select {

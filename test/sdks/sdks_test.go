@@ -258,12 +258,12 @@ func TestACancelStopsTheWork(t *testing.T) {
 // npm and pip are not needed to use the SDKs: a copy of the folder suffices.
 func TestTheSDKsHaveNoDependencies(t *testing.T) {
 	t.Parallel()
-	for file, unwanted := range map[string]string{
+	for file, forbidden := range map[string]string{
 		"../../sdk/typescript/package.json": `ependencies"`, "../../sdk/python/pyproject.toml": "dependencies",
 	} {
 		text, err := os.ReadFile(file)
 		require.NoError(t, err)
-		if strings.Contains(string(text), unwanted) {
+		if strings.Contains(string(text), forbidden) {
 			t.Errorf("%s has dependencies", file)
 		}
 	}
