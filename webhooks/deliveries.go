@@ -85,7 +85,7 @@ func (e Endpoint) DeliveryID(in Incoming) (string, error) {
 func (e Endpoint) schemeID(h http.Header) string {
 	switch e.Scheme {
 	case signature.Standard:
-		return "header.webhook-id"
+		return "header." + signature.StandardID(h)
 	case signature.GitHub:
 		return "header.x-github-delivery"
 	case signature.Stripe:
@@ -97,6 +97,9 @@ func (e Endpoint) schemeID(h http.Header) string {
 			}
 		}
 	case signature.HMAC:
+		if e.Settings.IDHeader != "" {
+			return "header." + e.Settings.IDHeader
+		}
 	}
 	return ""
 }

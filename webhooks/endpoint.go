@@ -41,6 +41,12 @@ const (
 	FormatText = "text"
 )
 
+// Challenges by which a sender finds out whether an address is the receiver's.
+const (
+	ChallengeSlack = "slack" // a signed body {"type": "url_verification", "challenge": …}
+	ChallengeMeta  = "meta"  // GET with hub.mode, hub.verify_token and hub.challenge
+)
+
 var (
 	nameForm   = regexp.MustCompile(`^[a-z0-9][a-z0-9_-]{0,63}$`)
 	flowForm   = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
@@ -58,7 +64,10 @@ type Settings struct {
 	Encoding         string  `json:"encoding,omitempty"`
 	Prefix           string  `json:"prefix,omitempty"`
 	TimestampHeader  string  `json:"timestamp_header,omitempty"`
+	IDHeader         string  `json:"id_header,omitempty"`
 	Signed           string  `json:"signed,omitempty"`
+	Challenge        string  `json:"challenge,omitempty"`
+	VerifyToken      string  `json:"verify_token,omitempty"` // a reference
 }
 
 // Digest is the path of a delivery id that selects the SHA-256 of the body.
@@ -70,7 +79,8 @@ type HMAC struct {
 	Encoding        string `yaml:"encoding" json:"encoding,omitempty"`                 // hex or base64; hex when empty
 	Prefix          string `yaml:"prefix" json:"prefix,omitempty"`                     // such as sha256=
 	TimestampHeader string `yaml:"timestamp_header" json:"timestamp_header,omitempty"` // of the signed time
-	Signed          string `yaml:"signed" json:"signed,omitempty"`                     // {timestamp}.{body} when empty
+	IDHeader        string `yaml:"id_header" json:"id_header,omitempty"`               // of the signed id
+	Signed          string `yaml:"signed" json:"signed,omitempty"`                     // {id}.{timestamp}.{body} when empty
 }
 
 // EndpointDefinition declares an endpoint in a workspace file.
@@ -86,6 +96,8 @@ type EndpointDefinition struct {
 	MaxBytes    int64         `yaml:"max_bytes" json:"max_bytes,omitempty"`       // 1 MiB when 0, at most 25 MiB
 	ID          string        `yaml:"id" json:"id,omitempty"`                     // path of the delivery id, or digest
 	MaxAttempts int           `yaml:"max_attempts" json:"max_attempts,omitempty"` // 5 when 0, at most 20
+	Challenge   string        `yaml:"challenge" json:"challenge,omitempty"`       // slack or meta; none when empty
+	VerifyToken string        `yaml:"verify_token" json:"verify_token,omitempty"` // reference, of challenge meta
 	Actions     []Action      `yaml:"actions" json:"actions"`
 }
 
@@ -140,7 +152,8 @@ func (d EndpointDefinition) resolve() (Endpoint, error) {
 			ToleranceSeconds: cmp.Or(d.Tolerance, signature.DefaultTolerance).Seconds(),
 			MaxAttempts:      cmp.Or(d.MaxAttempts, DefaultAttempts),
 			Header:           d.HMAC.Header, Encoding: d.HMAC.Encoding, Prefix: d.HMAC.Prefix,
-			TimestampHeader: d.HMAC.TimestampHeader, Signed: d.HMAC.Signed,
+			TimestampHeader: d.HMAC.TimestampHeader, Signed: d.HMAC.Signed, IDHeader: d.HMAC.IDHeader,
+			Challenge: d.Challenge, VerifyToken: d.VerifyToken,
 		},
 	}
 	problems := checkName(d.Name, d.Description)
@@ -182,6 +195,7 @@ func (d EndpointDefinition) checkScheme() []error {
 	for _, h := range []struct{ field, name string }{
 		{"header", d.HMAC.Header},
 		{"timestamp_header", d.HMAC.TimestampHeader},
+		{"id_header", d.HMAC.IDHeader},
 	} {
 		if h.name != "" && !headerForm.MatchString(h.name) {
 			problems = append(problems, fmt.Errorf("hmac.%s: %q is no name of a header", h.field, h.name))
@@ -190,9 +204,9 @@ func (d EndpointDefinition) checkScheme() []error {
 	if d.HMAC.Encoding != "" && d.HMAC.Encoding != "hex" && d.HMAC.Encoding != "base64" {
 		problems = append(problems, errors.New("hmac.encoding: must be hex or base64"))
 	}
-	if s := d.HMAC.Signed; s != "" && (d.HMAC.TimestampHeader == "" || strings.Count(s, "{body}") != 1 ||
-		strings.Count(s, "{timestamp}") != 1) {
-		problems = append(problems, errors.New("hmac.signed: needs timestamp_header, and {timestamp} and {body} once each"))
+	if !d.HMAC.signsAll() {
+		problems = append(problems, errors.New("hmac.signed: needs timestamp_header or id_header, and {body}, {timestamp} "+
+			"and {id} once each, the last two where their header is set"))
 	}
 	if d.Tolerance < 0 || d.Tolerance > maxTolerance {
 		problems = append(problems, fmt.Errorf("tolerance: must be at most %s", maxTolerance))
@@ -200,8 +214,34 @@ func (d EndpointDefinition) checkScheme() []error {
 	return problems
 }
 
+// signsAll reports whether the signed text has each part exactly once.
+func (h HMAC) signsAll() bool {
+	if h.Signed == "" {
+		return true
+	}
+	times := map[bool]int{true: 1}
+	return (h.TimestampHeader != "" || h.IDHeader != "") && strings.Count(h.Signed, "{body}") == 1 &&
+		strings.Count(h.Signed, "{timestamp}") == times[h.TimestampHeader != ""] &&
+		strings.Count(h.Signed, "{id}") == times[h.IDHeader != ""]
+}
+
+// checkChallenge reports a challenge that cannot be answered. A token is a reference, as a secret is.
+func (s Settings) checkChallenge() []error {
+	switch {
+	case s.Challenge != "" && s.Challenge != ChallengeSlack && s.Challenge != ChallengeMeta:
+		return []error{errors.New("challenge: must be slack or meta")}
+	case s.Challenge == ChallengeSlack && s.Format != FormatJSON:
+		return []error{errors.New("challenge: slack sends JSON, so the format must be json")}
+	case s.Challenge != ChallengeMeta && s.VerifyToken != "":
+		return []error{errors.New("verify_token: is only for challenge meta")}
+	case s.Challenge == ChallengeMeta && len(checkSecrets([]string{s.VerifyToken})) > 0:
+		return []error{errors.New("verify_token: must be a reference, ${NAME} of the environment or file:/absolute/path")}
+	}
+	return nil
+}
+
 func (s Settings) check() []error {
-	var problems []error
+	problems := s.checkChallenge()
 	if s.Format != FormatJSON && s.Format != FormatText {
 		problems = append(problems, errors.New("format: must be json or text"))
 	}
@@ -320,7 +360,7 @@ func (e Endpoint) Verifier(secrets []string) signature.Verifier {
 		Scheme: e.Scheme, Secrets: secrets, Tolerance: time.Duration(e.Settings.ToleranceSeconds * float64(time.Second)),
 		Layout: signature.Layout{
 			Header: e.Settings.Header, Encoding: e.Settings.Encoding, Prefix: e.Settings.Prefix,
-			TimestampHeader: e.Settings.TimestampHeader, Signed: e.Settings.Signed,
+			TimestampHeader: e.Settings.TimestampHeader, IDHeader: e.Settings.IDHeader, Signed: e.Settings.Signed,
 		},
 	}
 }
@@ -329,7 +369,7 @@ func (e Endpoint) Verifier(secrets []string) signature.Verifier {
 func (e Endpoint) SecretHeaders() []string {
 	return []string{
 		"Authorization", "Proxy-Authorization", "Cookie", "X-Hub-Signature", "X-Hub-Signature-256", "Stripe-Signature",
-		signature.HeaderSignature, http.CanonicalHeaderKey(cmp.Or(e.Settings.Header, "X-Signature")),
+		signature.HeaderSignature, "Svix-Signature", http.CanonicalHeaderKey(cmp.Or(e.Settings.Header, "X-Signature")),
 	}
 }
 

@@ -93,7 +93,14 @@ func TestInvalidWebhooks(t *testing.T) {
 		"no key":                  {`    key: "issue-{body.issue.number}"`, ``, `key: is empty`},
 		"too many bytes":          {`26214400`, `26214401`, `max_bytes: must be between`},
 		"a user in the URL":       {`https://example.com`, `https://u:p@example.com`, `has a user or a password`},
-		"an unknown event":        {`execution.failed`, `execution.fialed`, `is no event of the agent`},
+		"an unknown challenge":    {`scheme: github`, "scheme: github\nchallenge: x", `challenge: must be slack or meta`},
+		"a literal token": {
+			`scheme: github`, "scheme: github\nchallenge: meta\nverify_token: whsec_AAAA", `verify_token: must be a reference`,
+		},
+		"an id that is not signed": {
+			`scheme: github`, "scheme: hmac\nhmac: {id_header: X-Id, signed: \"{body}\"}", `hmac.signed: needs`,
+		},
+		"an unknown event": {`execution.failed`, `execution.fialed`, `is no event of the agent`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -173,6 +173,13 @@ func (a *App) webhookEndpoints() []api.Endpoint {
 			About: "Receive a webhook: verify, store and acknowledge it with its trace. A repeated delivery returns 200 with " +
 				"the first trace.",
 		}, {
+			Method: "GET", Path: "/webhooks/{endpoint}", Access: api.Public, ContentType: "text/plain",
+			Handler: a.Webhook.Challenge(),
+			About:   "Answer Meta's challenge: echo hub.challenge to a caller with the endpoint's verify token.",
+			Query: map[string]string{
+				"hub.mode": "subscribe", "hub.verify_token": "The endpoint's verify token", "hub.challenge": "The text to echo",
+			},
+		}, {
 			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Response: webhook.Page{},
 			Handler: a.Webhook.Deliveries(),
 			About:   "Received webhooks, newest first.",

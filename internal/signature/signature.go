@@ -72,7 +72,9 @@ type Layout struct {
 	Prefix   string // before the signature, such as sha256=
 	// TimestampHeader has the unix time that is signed too; empty: none is.
 	TimestampHeader string
-	// Signed is what is signed where there is a time, with {timestamp} and {body}; default {timestamp}.{body}.
+	// IDHeader has the message's id that is signed too; empty: none is.
+	IDHeader string
+	// Signed is the signed text, of {id}, {timestamp} and {body}; by default those that are there, joined by dots.
 	Signed string
 }
 
@@ -126,7 +128,7 @@ func (v Verifier) Verify(h http.Header, body []byte, now time.Time) error {
 	case Stripe:
 		right = anyOf(c.given["v1"], v.sums([]byte(c.at), []byte("."), body))
 	default:
-		right = anyOf(c.given[""], v.sums(v.layout().parts(c.at, body)...))
+		right = anyOf(c.given[""], v.sums(v.layout().parts(c, body)...))
 	}
 	if !right {
 		return refuse("the signature is not of this body")
@@ -194,7 +196,13 @@ func (l Layout) withDefaults() Layout {
 		l.Encoding = "hex"
 	}
 	if l.Signed == "" {
-		l.Signed = "{timestamp}.{body}"
+		if l.IDHeader != "" {
+			l.Signed = "{id}."
+		}
+		if l.TimestampHeader != "" {
+			l.Signed += "{timestamp}."
+		}
+		l.Signed += "{body}"
 	}
 	return l
 }
@@ -218,6 +226,11 @@ func (v Verifier) layoutClaim(h http.Header, now time.Time) (claim, error) {
 		return claim{}, refuse("the signature in header %s is not %s", l.Header, l.Encoding)
 	}
 	c := claim{given: map[string][][]byte{"": {given}}}
+	if l.IDHeader != "" {
+		if c.id = h.Get(l.IDHeader); c.id == "" {
+			return claim{}, refuse("header %s has no id", l.IDHeader)
+		}
+	}
 	if l.TimestampHeader != "" {
 		c.at = h.Get(l.TimestampHeader)
 		return c, v.near(c.at, now)
@@ -225,16 +238,17 @@ func (v Verifier) layoutClaim(h http.Header, now time.Time) (claim, error) {
 	return c, nil
 }
 
-// parts is what is signed. What the body has of the pattern's words stays as it is.
-func (l Layout) parts(at string, body []byte) (parts [][]byte) {
-	if l.TimestampHeader == "" {
+// parts is what is signed. What the id and the body have of the pattern's words stays as it is.
+func (l Layout) parts(c claim, body []byte) (parts [][]byte) {
+	if l.TimestampHeader == "" && l.IDHeader == "" {
 		return [][]byte{body}
 	}
+	fill := strings.NewReplacer("{id}", c.id, "{timestamp}", c.at)
 	for i, text := range strings.Split(l.Signed, "{body}") {
 		if i > 0 {
 			parts = append(parts, body)
 		}
-		parts = append(parts, []byte(strings.ReplaceAll(text, "{timestamp}", at)))
+		parts = append(parts, []byte(fill.Replace(text)))
 	}
 	return parts
 }

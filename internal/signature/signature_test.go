@@ -48,6 +48,12 @@ func standard(t *testing.T, secret, id string, at time.Time, payload []byte) htt
 	return header("webhook-id", id, "webhook-timestamp", fmt.Sprint(at.Unix()), "webhook-signature", signed)
 }
 
+// svix renames the headers as Svix names them.
+func svix(h http.Header) http.Header {
+	return header("svix-id", h.Get("webhook-id"), "svix-timestamp", h.Get("webhook-timestamp"),
+		"svix-signature", h.Get("webhook-signature"))
+}
+
 func hexSum(secret, message string) string {
 	mac := hmac.New(sha256.New, []byte(secret))
 	mac.Write([]byte(message))
@@ -97,6 +103,22 @@ func TestTheOfficialLibrariesSignaturesVerify(t *testing.T) {
 			}},
 			header("X-Slack-Request-Timestamp", "1700000000", "X-Slack-Signature",
 				"v0="+hexSum("s", "v0:1700000000:"+string(body))), body,
+		},
+		"generic with an id": {
+			signature.Verifier{Scheme: signature.HMAC, Secrets: []string{"s"}, Layout: signature.Layout{
+				Header: "X-Sign", TimestampHeader: "X-Time", IDHeader: "X-Id",
+			}},
+			header("X-Id", "{body}", "X-Time", "1700000000", "X-Sign", hexSum("s", "{body}.1700000000."+string(body))), body,
+		},
+		"generic with an id and no time": {
+			signature.Verifier{Scheme: signature.HMAC, Secrets: []string{"s"}, Layout: signature.Layout{
+				Header: "X-Sign", IDHeader: "X-Id", Signed: "{id}:{body}",
+			}},
+			header("X-Id", "7", "X-Sign", hexSum("s", "7:"+string(body))), body,
+		},
+		"Svix": {
+			signature.Verifier{Scheme: signature.Standard, Secrets: []string{whsec}},
+			svix(standard(t, whsec, "msg_1", now, body)), body,
 		},
 		"generic in base64": {
 			signature.Verifier{
@@ -246,6 +268,11 @@ func TestMalformedHeadersAreRefused(t *testing.T) {
 			signature.Standard,
 			header("webhook-id", "msg2", "webhook-timestamp", "1700000000", "webhook-signature", good.Get("webhook-signature")),
 		},
+		"an id of the other prefix": {
+			signature.Standard,
+			header("webhook-id", "msg2", "svix-id", "msg", "svix-timestamp", "1700000000",
+				"svix-signature", good.Get("webhook-signature")),
+		},
 		"another version": {
 			signature.Standard,
 			header("webhook-id", "msg", "webhook-timestamp", "1700000000", "webhook-signature",
@@ -303,13 +330,15 @@ func FuzzVerify(f *testing.F) {
 		h := http.Header{}
 		for i, name := range []string{
 			"Webhook-Id", "Webhook-Timestamp", "Webhook-Signature", "Stripe-Signature", "X-Hub-Signature-256", "X-Signature",
-			"Authorization", "X-Time",
+			"Authorization", "X-Time", "Svix-Id", "Svix-Timestamp", "Svix-Signature", "X-Id",
 		} {
-			h.Set(name, []string{a, b, c, b, c, c, c, b}[i])
+			h.Set(name, []string{a, b, c, b, c, c, c, b, a, b, c, a}[i])
 		}
 		secrets := []string{whsec, "whpk_" + base64.StdEncoding.EncodeToString(public)}
 		for _, scheme := range signature.Schemes() {
-			v := signature.Verifier{Scheme: scheme, Secrets: secrets, Layout: signature.Layout{TimestampHeader: "X-Time"}}
+			v := signature.Verifier{Scheme: scheme, Secrets: secrets, Layout: signature.Layout{
+				TimestampHeader: "X-Time", IDHeader: "X-Id",
+			}}
 			if v.Verify(h, payload, now) == nil {
 				t.Errorf("%s verifies %q %q %q", scheme, a, b, c)
 			}

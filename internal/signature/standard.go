@@ -19,13 +19,30 @@ const (
 	HeaderSignature = "Webhook-Signature"
 )
 
+// standardPrefixes are the names under which senders use the headers. Svix, who wrote the scheme, kept its own.
+var standardPrefixes = []string{"Webhook-", "Svix-"}
+
+// StandardID is the name of the header that has the id of a message: webhook-id, or svix-id in a request that has
+// none of the standard headers.
+func StandardID(h http.Header) string { return standardPrefix(h) + "Id" }
+
+func standardPrefix(h http.Header) string {
+	for _, prefix := range standardPrefixes {
+		if h.Get(prefix+"Id")+h.Get(prefix+"Timestamp")+h.Get(prefix+"Signature") != "" {
+			return prefix
+		}
+	}
+	return standardPrefixes[0]
+}
+
 // maxSignatures bounds the work that a header full of signatures makes.
 const maxSignatures = 16
 
-// standardClaim reads the three headers.
+// standardClaim reads the three headers. Those of two prefixes are never mixed.
 func (v Verifier) standardClaim(h http.Header, now time.Time) (claim, error) {
-	c := claim{id: h.Get(HeaderID), at: h.Get(HeaderTimestamp), given: map[string][][]byte{}}
-	list := strings.Fields(h.Get(HeaderSignature))
+	prefix := standardPrefix(h)
+	c := claim{id: h.Get(prefix + "Id"), at: h.Get(prefix + "Timestamp"), given: map[string][][]byte{}}
+	list := strings.Fields(h.Get(prefix + "Signature"))
 	if c.id == "" || c.at == "" || len(list) == 0 {
 		return c, refuse("headers webhook-id, webhook-timestamp and webhook-signature are required")
 	}

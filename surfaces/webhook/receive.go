@@ -45,6 +45,10 @@ func (s *Surface) Receive() http.Handler {
 			problem.Write(w, r, err, "", s.Logger)
 			return
 		}
+		if got.challenge != "" {
+			s.writeJSON(w, r, http.StatusOK, map[string]string{"challenge": got.challenge})
+			return
+		}
 		status := http.StatusOK
 		if got.isNew {
 			status = http.StatusAccepted
@@ -153,6 +157,8 @@ type storedDelivery struct {
 	webhooks.Delivery
 	isNew    bool // first delivery with this id
 	conflict bool // an earlier delivery has this id and another body
+	// challenge is the answer to a sender that checks the address. Nothing was stored.
+	challenge string
 }
 
 // receive checks the header, reads, verifies and parses the body, and stores the delivery.
@@ -173,6 +179,9 @@ func (s *Surface) receive(w http.ResponseWriter, r *http.Request) (storedDeliver
 	if in.Value, err = webhooks.Parse(in.Body, e.Settings.Format); err != nil {
 		return storedDelivery{}, problem.New(http.StatusBadRequest, "%s; expected %s", err, e.Settings.Format).
 			Kind("unparsable", "Unparsable body")
+	}
+	if text, is := slackChallenge(e, in.Value); is {
+		return storedDelivery{challenge: text}, nil
 	}
 	id, err := e.DeliveryID(in)
 	if err != nil {

@@ -64,6 +64,21 @@ func TestSignatureSchemes(t *testing.T) {
 			header("X-Signature", hexSum(whsec, event)),
 			event, "invoice.paid",
 		},
+		"svix": {
+			webhooks.EndpointDefinition{}, func() http.Header {
+				h := signed(t, whsec, "msg_svix", time.Now(), event)
+				return header("svix-id", "msg_svix", "svix-timestamp", h.Get("webhook-timestamp"),
+					"svix-signature", h.Get("webhook-signature"))
+			}(), event, "msg_svix",
+		},
+		"hmac-id": {
+			webhooks.EndpointDefinition{
+				Scheme: signature.HMAC,
+				HMAC:   webhooks.HMAC{IDHeader: "X-Id", Signed: "{id}/{body}"},
+			},
+			header("X-Id", "order 7", "X-Signature", hexSum(whsec, append([]byte("order 7/"), event...))),
+			event, "order 7",
+		},
 		"bearer": {
 			webhooks.EndpointDefinition{Scheme: signature.Bearer},
 			header("Authorization", "Bearer "+whsec), event,
@@ -102,6 +117,65 @@ func TestSignatureSchemes(t *testing.T) {
 				`select flow || ' ' || surface || ' ' || queue || ' ' || status from agent_executions where trace_id = $1`,
 				got.TraceID)
 		})
+	}
+}
+
+// Slack checks an address with a signed body, Meta with a GET. Neither is a delivery.
+func TestChallengesAreAnsweredAndNotStored(t *testing.T) {
+	t.Parallel()
+	w := newTestWebhooks(t)
+	w.env["META"] = "verify-me"
+	act := []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}}
+	slack := webhooks.HMAC{
+		Header: "X-Slack-Signature", Prefix: "v0=", TimestampHeader: "X-Slack-Request-Timestamp",
+		Signed: "v0:{timestamp}:{body}",
+	}
+	w.addEndpoint(t, webhooks.EndpointDefinition{
+		Name: "slack", Scheme: signature.HMAC, HMAC: slack, Challenge: webhooks.ChallengeSlack, Actions: act,
+	})
+	w.addEndpoint(t, webhooks.EndpointDefinition{Name: "plain", Scheme: signature.HMAC, HMAC: slack, Actions: act})
+	w.addEndpoint(t, webhooks.EndpointDefinition{
+		Name: "meta", Scheme: signature.GitHub, ID: webhooks.Digest, Actions: act,
+		Challenge: webhooks.ChallengeMeta, VerifyToken: "${META}",
+	})
+	body := []byte(`{"token":"x","challenge":"3eZbrw1a","type":"url_verification"}`)
+	sign := func(secret string) http.Header {
+		at := fmt.Sprint(time.Now().Unix())
+		return header("X-Slack-Request-Timestamp", at,
+			"X-Slack-Signature", "v0="+hexSum(secret, append([]byte("v0:"+at+":"), body...)))
+	}
+	if got := w.post(t, "/webhooks/slack", sign(whsec), bytes.NewReader(body)); got.status != http.StatusOK ||
+		strings.TrimSpace(got.body) != `{"challenge":"3eZbrw1a"}` {
+		t.Errorf("Slack: %d %s", got.status, got.body)
+	}
+	if got := w.post(t, "/webhooks/slack", sign(whsec2), bytes.NewReader(body)); got.status != http.StatusUnauthorized {
+		t.Errorf("unsigned: %d %s", got.status, got.body)
+	}
+	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_webhook_deliveries`)
+	if got := w.post(t, "/webhooks/plain", sign(whsec), bytes.NewReader(body)); got.status != http.StatusAccepted {
+		t.Errorf("without the setting it is no delivery: %d %s", got.status, got.body)
+	}
+	for query, want := range map[string]int{
+		"meta?hub.mode=subscribe&hub.verify_token=verify-me&hub.challenge=<b>1158":     200,
+		"meta?hub.mode=subscribe&hub.verify_token=verify-yo&hub.challenge=1":           403,
+		"meta?hub.mode=subscribe&hub.challenge=1":                                      403,
+		"meta?hub.mode=unsubscribe&hub.verify_token=verify-me&hub.challenge=1":         400,
+		"meta?hub.mode=subscribe&hub.verify_token=verify-me":                           400,
+		"plain?hub.mode=subscribe&hub.verify_token=" + whsec + "&hub.challenge=1":      404,
+		"none?hub.mode=subscribe&hub.verify_token=verify-me&hub.challenge=1":           404,
+		"slack?hub.mode=subscribe&hub.verify_token=verify-me&hub.challenge=1":          404,
+		"meta?hub.mode=subscribe&hub.verify_token=verify-me&hub.challenge=1&more=true": 200,
+	} {
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, w.server.URL+"/webhooks/"+query, nil)
+		require.NoError(t, err)
+		got := w.do(t, r)
+		if got.status != want || want == 200 && (!strings.HasPrefix(got.header.Get("Content-Type"), "text/plain") ||
+			got.body != r.URL.Query().Get("hub.challenge")) {
+			t.Errorf("%s: %d %s", query, got.status, got.body)
+		}
+		if strings.Contains(got.body, "verify-me") {
+			t.Errorf("%s: the answer has the token: %s", query, got.body)
+		}
 	}
 }
 

@@ -13,6 +13,9 @@
 // last attempt the delivery is dead with its error, and can be replayed: a new execution and trace, at most one per
 // click.
 //
+// Senders that check an address first get their challenge back, if the endpoint says so: Slack's from a signed body,
+// Meta's from a GET with the verify token. A challenge is not a delivery and starts nothing.
+//
 // An unverified request leaves only a log line and an activity, once a minute per endpoint.
 package webhook
 
