@@ -251,9 +251,17 @@ func TestAShutdownCancelsAStepThatTakesTooLong(t *testing.T) {
 	}
 }
 
+// TestAnInterruptedRunSyncIsCancelled also checks that its claim is never released: another process could take it.
 func TestAnInterruptedRunSyncIsCancelled(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `
+		create table releases (id uuid);
+		create function record_release() returns trigger language plpgsql as $$
+		begin insert into releases values (new.id); return new; end $$;
+		create trigger record_release after update on agent_executions for each row
+		  when (old.claimed_by is not null and new.claimed_by is null and new.status = 'running')
+		  execute function record_release()`)
 	ctx, cancel := context.WithCancel(t.Context())
 	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		cancel()
@@ -263,6 +271,9 @@ func TestAnInterruptedRunSyncIsCancelled(t *testing.T) {
 	got, err := p.RunSync(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
 	if err != nil || got.Status != executions.Cancelled || testkit.Deref(got.CancelledBy) != "interrupt" {
 		t.Errorf("status %s by %q, %v", got.Status, testkit.Deref(got.CancelledBy), err)
+	}
+	if n := pgtest.Value[int](t, pool, `select count(*) from releases`); n != 0 {
+		t.Errorf("the claim was released %d times", n)
 	}
 }
 

@@ -41,6 +41,7 @@ type run struct {
 	failedStep        string
 	// receives the final row where it is known without a query; nil without a caller
 	onCompleted func(row *Execution)
+	callerLeft  func() bool   // whether the run is to be cancelled because its caller left; may be nil
 	replay      *replayRecord // the record of a replay; nil in a real run
 
 	recordMu   sync.Mutex  // held while a deferred checkpoint is written
@@ -100,10 +101,15 @@ func (r *run) stopCause() error {
 }
 
 // executeSync runs an execution whose checkpoints are not loaded yet. It returns the final row where that is known
-// without a query.
-func (e *Engine) executeSync(ctx context.Context, x Execution, worker string) (completed *Execution, err error) {
-	err = e.execute(ctx, claimedExecution{Execution: x, onCompleted: func(row *Execution) { completed = row }}, worker,
-		func() {})
+// without a query. With cancels, the execution is cancelled when ctx ends first.
+func (e *Engine) executeSync(
+	ctx context.Context, x Execution, worker string, cancels bool,
+) (completed *Execution, err error) {
+	claim := claimedExecution{Execution: x, onCompleted: func(row *Execution) { completed = row }}
+	if cancels {
+		claim.callerLeft = func() bool { return ctx.Err() != nil }
+	}
+	err = e.execute(ctx, claim, worker, func() {})
 	return completed, err
 }
 
@@ -116,7 +122,7 @@ func (e *Engine) execute(ctx context.Context, claim claimedExecution, worker str
 	r := &run{
 		e: e, exec: claimed, worker: worker, startedAt: time.Now(), ctx: ctx, cancel: cancel,
 		occurrences: map[string]int{}, latestStep: map[string]int{}, checkpoints: claim.checkpoints,
-		interrupted: claim.interrupted, onCompleted: claim.onCompleted,
+		interrupted: claim.interrupted, onCompleted: claim.onCompleted, callerLeft: claim.callerLeft,
 	}
 	ctx = r.flowContext(ctx)
 	flow, err := e.flow(ctx, claimed.Flow)
@@ -295,14 +301,17 @@ func (r *run) finish(ctx context.Context, result Result, err error) error {
 		r.e.log.InfoContext(ctx, "execution cancelled")
 		r.e.opts.Observer.ExecutionEnded(r.exec, Cancelled)
 		return nil
+	case errors.Is(stopErr, ErrChanged), errors.Is(stopErr, errUnrecorded):
+		return r.complete(ctx, nil, Failed, Result{}, stopErr)
+	case r.callerLeft != nil && r.callerLeft():
+		// While the claim is held, nobody else continues what is to be cancelled.
+		return r.e.cancelInterrupted(ctx, r.exec.ID)
 	case errors.Is(stopErr, ErrDraining):
 		r.e.releaseClaim(ctx, r)
 		return nil
-	case errors.Is(stopErr, ErrChanged), errors.Is(stopErr, errUnrecorded):
-		return r.complete(ctx, nil, Failed, Result{}, stopErr)
 	}
 	if ended && !errors.Is(context.Cause(ctx), lanes.ErrLost) {
-		r.e.releaseClaim(ctx, r) // the caller left: a shutdown, or an interrupt that RunSync turns into a cancel
+		r.e.releaseClaim(ctx, r) // a shutdown
 		r.e.notifyReady(r.exec.Queue, 1)
 		return nil
 	}

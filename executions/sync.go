@@ -95,7 +95,7 @@ func (e *Engine) RunClaimed(ctx context.Context, claimed Execution) (Execution, 
 		return Execution{}, fmt.Errorf("run %s: execution %s has no claim; insert it with InsertClaimed",
 			claimed.Flow, claimed.ID)
 	}
-	completed, err := e.executeSync(ctx, claimed, *claimed.ClaimedBy)
+	completed, err := e.executeSync(ctx, claimed, *claimed.ClaimedBy, true)
 	switch {
 	case err != nil:
 		return Execution{}, fmt.Errorf("run %s: %w", claimed.Flow, err)
@@ -110,12 +110,20 @@ func (e *Engine) readOrCancel(ctx context.Context, id string) (Execution, error)
 	if x, err := Get(ctx, e.pool, id); ctx.Err() == nil {
 		return x, err
 	}
-	detached, cancel := e.detachedContext(ctx)
-	defer cancel()
-	if _, err := e.Cancel(detached, id, "interrupt", "the command was interrupted"); err != nil {
+	if err := e.cancelInterrupted(ctx, id); err != nil {
 		return Execution{}, err
 	}
+	detached, cancel := e.detachedContext(ctx)
+	defer cancel()
 	return Get(detached, e.pool, id)
+}
+
+// cancelInterrupted cancels an execution whose caller has left.
+func (e *Engine) cancelInterrupted(ctx context.Context, id string) error {
+	ctx, cancel := e.detachedContext(ctx)
+	defer cancel()
+	_, err := e.Cancel(ctx, id, "interrupt", "the command was interrupted")
+	return err
 }
 
 // detachedContext survives ctx for at most one lease, so an unresponsive database keeps no caller.
@@ -143,7 +151,7 @@ func (e *Engine) ClaimAndRun(ctx context.Context, id string) error {
 	case err != nil:
 		return fmt.Errorf("claim execution %s: %w", id, err)
 	}
-	if _, err = e.executeSync(ctx, claimed, worker); errors.Is(err, errClaimTooLow) {
+	if _, err = e.executeSync(ctx, claimed, worker, false); errors.Is(err, errClaimTooLow) {
 		return e.ClaimAndRun(ctx, id)
 	}
 	return err

@@ -302,6 +302,7 @@ type claimedExecution struct {
 	checkpoints   map[string]Checkpoint
 	interrupted   map[string]bool
 	onCompleted   func(row *Execution) // receives the final row where it is known without a query; may be nil
+	callerLeft    func() bool          // whether the run is to be cancelled because its caller left; may be nil
 }
 
 // claim claims up to n ready executions with their checkpoints, in one round trip and one transaction. missed reports
