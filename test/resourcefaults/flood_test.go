@@ -25,8 +25,8 @@ import (
 
 const (
 	largest     = 25 << 20 // bytes of a webhook
-	floodBound  = time.Second
-	floodMemory = 100 << 20
+	floodBound  = 3 * time.Second // a busy machine; without limits answers take minutes
+	floodMemory = 200 << 20       // without limits 1.6 GB
 )
 
 // signedEndpoint takes the largest bodies, and can only tell who sent them when it has read them.
@@ -75,8 +75,8 @@ func TestStrangersStopNobody(t *testing.T) {
 				group.Go(func() { a.floodChat(ctx, chatKey, i, &chats) })
 			}
 			a.staysWell()
-			eventually(t, "each has sent what it sends a few times",
-				func() bool { return bodies.Load() > 3*64 && chats.Load() > 3*24 })
+			eventually(t, "as much was sent as all of them send at once",
+				func() bool { return bodies.Load() >= 64 && chats.Load() >= 24 })
 			a.staysWell()
 			stop()
 			group.Wait()
