@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"net/http"
 	"net/url"
-	"os"
 	"strings"
 	"testing"
 
@@ -335,50 +334,4 @@ func plenty(t *testing.T, pool *pgxpool.Pool) {
 			values ($1, 'somebody', 1, now() + interval '1 hour')`,
 			fmt.Sprintf("pipeline:prices:%d", n))
 	}
-}
-
-// looked at: AGENT_SHOTS names a folder for pictures of the lists.
-func TestPicturesOfTheLists(t *testing.T) {
-	dir := os.Getenv("AGENT_SHOTS")
-	if dir == "" {
-		t.Skip("AGENT_SHOTS names no folder")
-	}
-	pool, server := open(t)
-	plenty(t, pool)
-	made := populated(t, pool, "The order was refunded: 12 of 13 lines. The last one waits for the shop.")
-	p := browser.Open(t, browser.Look{})
-	list := []string{
-		"/executions", "/executions?failed=1&flow=import", "/executions?view=waiting", "/traces", "/activity",
-		"/threads", "/deliveries",
-		"/outgoing", "/automations", "/memory", "/objectives", "/lanes", "/agents", "/skills", "/approvals",
-		"/find?q=import", "/find",
-		made["/approvals/{id}"], "/",
-	}
-	if only := os.Getenv("AGENT_SHOTS_ONLY"); only != "" {
-		list = strings.Fields(only)
-	}
-	for _, way := range []struct {
-		name string
-		look browser.Look
-	}{
-		{"desktop", browser.Look{Width: 1440, Height: 900}},
-		{"phone", browser.Look{Width: 390, Height: 844, Dark: true}},
-		{"small", browser.Look{Width: 320, Height: 640}},
-	} {
-		p.As(way.look)
-		for _, address := range list {
-			p.Go(server.URL + address)
-			name := strings.Trim(strings.NewReplacer("/", "-", "?", "-", "=", "-", "&", "-").Replace(address), "-")
-			if len(name) > 30 {
-				name = name[:30]
-			}
-			p.Screenshot(dir+"/"+way.name+"-"+name+".png", false)
-		}
-	}
-	p.As(browser.Look{Width: 1440, Height: 900})
-	p.Go(server.URL + "/executions")
-	p.Click("#find-open")
-	p.Type("#find-q", "import")
-	p.Until("there are results", `document.querySelector("#find-list [aria-selected=true]")`)
-	p.Screenshot(dir+"/desktop-find-dialog.png", false)
 }
