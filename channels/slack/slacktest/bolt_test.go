@@ -1,0 +1,174 @@
+package slacktest_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/channels/slack/slacktest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+const patience = 30 * time.Second
+
+// app is a running app of @slack/bolt.
+type app struct {
+	*testing.T
+	fake  *slacktest.Server
+	lines chan string
+	seen  []string
+}
+
+// installBolt installs Slack's framework for Node.
+func installBolt(t *testing.T) string {
+	t.Helper()
+	for _, tool := range []string{"npm", "node"} {
+		if _, err := exec.LookPath(tool); err != nil {
+			t.Skipf("%s is not installed: Slack's client for Node is not tried", tool)
+		}
+	}
+	dir := t.TempDir()
+	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
+	defer cancel()
+	install := exec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefer-offline",
+		"--prefix", dir, "@slack/bolt@5.1.0")
+	install.Dir = dir
+	if out, err := install.CombinedOutput(); err != nil {
+		t.Skipf("npm cannot install @slack/bolt (offline?): Slack's client for Node is not tried: %v\n%s", err, out)
+	}
+	script, err := os.ReadFile("testdata/bolt.mjs")
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "app.mjs"), script, 0o600))
+	return dir
+}
+
+func startApp(t *testing.T, dir, mode string) *app {
+	t.Helper()
+	fake := slacktest.New()
+	fake.RetryAfter = 500 * time.Millisecond
+	t.Cleanup(fake.Close)
+	run := exec.CommandContext(t.Context(), "node", "app.mjs")
+	run.Dir, run.Stderr = dir, os.Stderr
+	run.Env = append(os.Environ(), "FAKE="+fake.URL, "MODE="+mode, "TOKEN="+slacktest.Token,
+		"APP_TOKEN="+slacktest.AppToken, "SECRET="+slacktest.SigningSecret)
+	out, err := run.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, run.Start())
+	t.Cleanup(func() { _ = run.Process.Kill(); _ = run.Wait() })
+	a := &app{T: t, fake: fake, lines: make(chan string, 100)}
+	go func() {
+		for s := bufio.NewScanner(out); s.Scan(); {
+			var got struct {
+				Got, Text    string
+				Retry, Files int
+			}
+			_ = json.Unmarshal(s.Bytes(), &got)
+			line := strings.TrimSpace(got.Got + " " + got.Text)
+			if got.Retry > 0 {
+				line += fmt.Sprintf(" (retry %d)", got.Retry)
+			}
+			if got.Files > 0 {
+				line += fmt.Sprintf(" (%d files)", got.Files)
+			}
+			a.lines <- line
+		}
+	}()
+	if ready := a.find("ready"); mode == "http" {
+		fake.EventsURL = strings.TrimPrefix(ready, "ready ")
+	}
+	return a
+}
+
+// find waits for a line with a prefix that was not found before.
+func (a *app) find(prefix string) string {
+	a.Helper()
+	deadline := time.After(patience)
+	for {
+		if i := slices.IndexFunc(a.seen, func(s string) bool { return strings.HasPrefix(s, prefix) }); i >= 0 {
+			line := a.seen[i]
+			a.seen = slices.Delete(a.seen, i, i+1)
+			return line
+		}
+		select {
+		case line := <-a.lines:
+			a.seen = append(a.seen, line)
+		case <-deadline:
+			a.Fatalf("bolt did not get %q; it got %q", prefix, a.seen)
+		}
+	}
+}
+
+// Slack's own framework works against the fake: messages, threads, buttons, retries, duplicates, files, limits.
+func TestBoltWorksAgainstTheFake(t *testing.T) {
+	t.Parallel()
+	dir := installBolt(t)
+	for _, mode := range []string{"socket", "http"} {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			a := startApp(t, dir, mode)
+			asked := a.fake.Say("U1", "D1", "ask", "")
+			a.find("message ask")
+			a.find("thread - 7")
+			answer := a.fake.Messages("D1")[1]
+			if answer.ThreadTS != asked || answer.Text != "May I?" {
+				t.Errorf("answer %+v", answer)
+			}
+			require.NoError(t, a.fake.Click("U2", "D1", answer.TS, "Yes"))
+			a.find("click U2 nonce")
+			a.fake.Wait()
+			if err := a.fake.Click("U2", "D1", answer.TS, "No"); err == nil {
+				t.Error("a button that is not there was pressed")
+			}
+			a.fake.Say("U1", "C1", "<@"+slacktest.BotUser+"> hello", "")
+			a.find("message <@U0BOT> hello")
+			a.find("mention <@U0BOT> hello")
+			a.fake.Say("U1", "D1", "look", "", slacktest.File{ID: "F1", Name: "a.txt", Mimetype: "text/plain", Size: 1})
+			a.find("message look (1 files)")
+			a.fake.Wait()
+			a.fake.LoseAcks(1)
+			a.fake.Say("U1", "D1", "lost", "")
+			a.find("message lost")
+			a.find("message lost (retry 1)")
+			a.fake.Wait()
+			a.fake.Twice = true
+			a.fake.Say("U1", "D1", "twice", "")
+			a.find("message twice")
+			a.find("message twice")
+			a.fake.Twice = false
+			a.fake.Faults(func(method string, call int) slacktest.Fault {
+				return map[bool]slacktest.Fault{true: {RetryAfter: 1}}[method == "chat.postMessage" && call == 2]
+			})
+			a.fake.Say("U1", "D2", "ask", "")
+			a.find("thread - 7")
+			if got := a.fake.Calls("chat.postMessage"); got != 3 {
+				t.Errorf("%d calls: bolt did not repeat the one that was limited", got)
+			}
+			if mode == "http" {
+				a.challenge()
+			}
+		})
+	}
+}
+
+// challenge expects an app to answer Slack's challenge, and to refuse what is not signed.
+func (a *app) challenge() {
+	a.Helper()
+	body := []byte(`{"type":"url_verification","challenge":"3eZbrw1a","token":"x"}`)
+	for secret, want := range map[string]int{slacktest.SigningSecret: http.StatusOK, "another": http.StatusUnauthorized} {
+		h := slacktest.Sign(secret, time.Now(), body)
+		h.Set("Content-Type", "application/json")
+		status, text := a.fake.Post(h, body)
+		if status != want || want == http.StatusOK && !strings.Contains(text, "3eZbrw1a") {
+			a.Errorf("signed with %s: %d %s", secret, status, text)
+		}
+	}
+}
