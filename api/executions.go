@@ -60,7 +60,8 @@ func (s *server) listExecutions(r request) (response, error) {
 		func(before string, limit int) ([]executions.Execution, error) {
 			return executions.List(r.Context(), s.pool, executions.Filter{
 				Status: r.query["status"], Surface: r.query["surface"], Flow: r.query["flow"], Agent: r.query["agent"],
-				TraceIDs: r.query.traceIDs(), Before: before, Limit: limit,
+				TraceIDs: r.query.traceIDs(), Since: r.query.time("since"), Until: r.query.time("until"),
+				Before: before, Limit: limit,
 			})
 		})
 	for i := range got.Items {

@@ -129,7 +129,8 @@ func (s *server) readRoutes() []route {
 			method: "GET", path: "/v1/executions", response: page[executions.Execution]{}, handle: s.listExecutions,
 			about: "Executions, newest first.",
 			params: listParams(enumParam("status", "State of the execution", statuses()...), surfaceParam,
-				textParam("flow", "Name of the flow"), textParam("agent", "Name of the agent"), traceParam),
+				textParam("flow", "Name of the flow"), textParam("agent", "Name of the agent"), traceParam,
+				timeParam("since", "Created at or after"), timeParam("until", "Created before")),
 		}, {
 			method: "GET", path: "/v1/executions/{id}", response: executionDetail{}, handle: s.getExecution,
 			about: "One execution with its latest checkpoint and open wait.",

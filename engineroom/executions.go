@@ -120,59 +120,70 @@ type executionList struct {
 	Window  int64
 }
 
+// candidateColumns are what the filters and the orders of the listing read.
+const candidateColumns = `x.id, x.status, x.surface, x.flow, x.agent, x.created_at, x.completed_at from agent_executions x`
+
+// executionCandidates are the rows that the leading filter yields, within the period, newest first.
+const executionCandidates = `
+	(select ` + candidateColumns + `
+	  where @by = 'trace' and x.trace_id = any (@traces) and x.id >= @from::uuid and x.id < @until::uuid
+	  order by x.id desc limit @looked)
+	union all
+	(select ` + candidateColumns + `
+	  where @by = 'trace' and x.id = any (@ids::text[]::uuid[]) and x.trace_id <> all (@traces)
+	    and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @looked)
+	union all
+	(select ` + candidateColumns + `
+	  where @by = 'status' and x.status = @status and x.id >= @from::uuid and x.id < @until::uuid
+	  order by x.id desc limit @looked)
+	union all
+	(select ` + candidateColumns + `
+	  where @by = 'failed' and x.status = 'failed' and x.id >= @from::uuid and x.id < @until::uuid
+	  order by x.id desc limit @looked)
+	union all
+	(select ` + candidateColumns + `
+	  where @by = 'failed' and x.status = 'timeout' and x.id >= @from::uuid and x.id < @until::uuid
+	  order by x.id desc limit @looked)
+	union all
+	(select x.* from unnest(@flows::text[]) f (name) cross join lateral (
+	  select ` + candidateColumns + `
+	   where @by = 'flow' and x.flow = f.name and x.claimed_by is null
+	     and x.id >= @from::uuid and x.id < @until::uuid
+	   order by x.id desc limit @looked_flow) x)
+	union all
+	(select ` + candidateColumns + `
+	  where @by = 'flow' and x.flow = any (@flows) and x.claimed_by is not null
+	    and x.id >= @from::uuid and x.id < @until::uuid
+	  order by x.id desc limit @looked)
+	union all
+	(select ` + candidateColumns + `
+	  where @by = 'newest' and x.id >= @from::uuid and x.id < @until::uuid
+	  order by x.id desc limit @looked)`
+
+// executionWanted are the other filters, of candidates w. Each may exclude its value.
+const executionWanted = `
+	(@status = '' or (w.status = @status) <> @not_status) and (not @failed or w.status in ('failed', 'timeout'))
+	and (@surface = '' or (w.surface = @surface) <> @not_surface)
+	and (@flows::text[] is null or (w.flow = any (@flows)) <> @not_flow)
+	and (@agent = '' or (w.agent ilike @agent) <> @not_agent)`
+
 // listExecutions reads a page of the listing.
 func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 	f := v.About.(executionFilter)
-	if f.View != "" {
+	switch {
+	case f.View != "":
 		return room.listWaiting(ctx, f)
+	case f.Sort != "":
+		return room.rankExecutions(ctx, f)
 	}
 	rows, err := room.Read.Query(ctx, `
 		select `+executionRowColumns+` from (select w.id from (
-		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
-		    where @by = 'trace' and x.trace_id = any (@traces) and (@before = '' or x.id < nullif(@before, '')::uuid)
-		    order by x.id desc limit @looked)
-		  union all
-		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
-		    where @by = 'trace' and x.id = any (@ids::text[]::uuid[]) and x.trace_id <> all (@traces)
-		      and (@before = '' or x.id < nullif(@before, '')::uuid) order by x.id desc limit @looked)
-		  union all
-		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
-		    where @by = 'status' and x.status = @status and (@before = '' or x.id < nullif(@before, '')::uuid)
-		    order by x.id desc limit @looked)
-		  union all
-		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
-		    where @by = 'failed' and x.status = 'failed' and (@before = '' or x.id < nullif(@before, '')::uuid)
-		    order by x.id desc limit @looked)
-		  union all
-		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
-		    where @by = 'failed' and x.status = 'timeout' and (@before = '' or x.id < nullif(@before, '')::uuid)
-		    order by x.id desc limit @looked)
-		  union all
-		  (select x.* from unnest(@flows::text[]) f (name) cross join lateral (
-		    select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
-		     where @by = 'flow' and x.flow = f.name and x.claimed_by is null
-		       and (@before = '' or x.id < nullif(@before, '')::uuid)
-		     order by x.id desc limit @looked_flow) x)
-		  union all
-		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
-		    where @by = 'flow' and x.flow = any (@flows) and x.claimed_by is not null
-		      and (@before = '' or x.id < nullif(@before, '')::uuid)
-		    order by x.id desc limit @looked)
-		  union all
-		  (select x.id, x.status, x.surface, x.flow, x.agent from agent_executions x
-		    where @by = 'newest' and (@before = '' or x.id < nullif(@before, '')::uuid)
-		    order by x.id desc limit @looked)) w
-		  where (@status = '' or w.status = @status) and (not @failed or w.status in ('failed', 'timeout'))
-		    and (@surface = '' or w.surface = @surface) and (@flows::text[] is null or w.flow = any (@flows))
-		      and (@agent = '' or w.agent ilike @agent)
+`+executionCandidates+`) w
+		  where `+executionWanted+`
 		  order by w.id desc limit @most + 1) p
 		  join agent_executions e on e.id = p.id
 		 order by e.id desc`, freshPlan,
-		postgres.Strict{
-			"by": f.leadingFilter(), "traces": f.traces, "ids": f.ids, "before": f.Before, "looked": maxSearched,
-			"looked_flow": f.perFlow(), "status": f.Status, "failed": f.Failed,
-			"surface": f.Surface, "flows": f.flows, "agent": likePart(f.Agent), "most": executionsShown,
-		})
+		f.wanted(maxSearched, executionsShown))
 	got := executionList{executionFilter: f, Window: maxSearched}
 	if got.Rows, err = collectExecutions(rows, err); err == nil {
 		err = haltRunning(ctx, room.Read, len(got.Rows), got.running, got.lose)
@@ -188,6 +199,47 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 	return room.lastSearched(ctx, f, got)
 }
 
+// rankExecutions reads the slowest or the dearest executions of the newest maxRanked, or of their model calls.
+func (room *Room) rankExecutions(ctx context.Context, f executionFilter) (any, error) {
+	args := f.wanted(maxRanked, rankedShown)
+	var rows pgx.Rows
+	var err error
+	if f.Sort == byTook {
+		rows, err = room.Read.Query(ctx, `
+			select w.id::text from (
+`+executionCandidates+`) w
+			 where (w.completed_at is not null or w.status = 'running') and `+executionWanted+`
+			 order by coalesce(w.completed_at, clock_timestamp()) - w.created_at desc, w.id desc limit @most`, freshPlan, args)
+	} else {
+		for _, unused := range []string{"by", "looked_flow"} {
+			delete(args, unused)
+		}
+		rows, err = room.Read.Query(ctx, `
+			select w.id::text from (
+			  select c.execution_id, sum(c.cost_usd) as cost from (
+			    select a.execution_id, a.cost_usd from agent_activity a
+			     where a.skill_name between 'model_call' and 'model_call' and a.id >= @from::uuid and a.id < @until::uuid
+			     order by a.skill_name desc, a.id desc limit @looked) c
+			   where c.cost_usd > 0 group by c.execution_id) c
+			 cross join lateral (select * from agent_executions x where x.id = c.execution_id offset 0) w
+			 where w.id >= @from::uuid and w.id < @until::uuid and `+executionWanted+`
+			   and (@traces::text[] is null or w.trace_id = any (@traces) or w.id = any (@ids::text[]::uuid[]))
+			 order by c.cost desc, w.id desc limit @most`, freshPlan, args)
+	}
+	ids, err := postgres.Collect(rows, err, "rank executions", pgx.RowTo[string])
+	if err != nil {
+		return nil, err
+	}
+	rows, err = room.Read.Query(ctx, `
+		select `+executionRowColumns+` from unnest(@ids::text[]::uuid[]) with ordinality p (id, place)
+		  join agent_executions e on e.id = p.id order by p.place`, freshPlan, postgres.Strict{"ids": ids})
+	got := executionList{executionFilter: f, Window: maxRanked}
+	if got.Rows, err = collectExecutions(rows, err); err == nil {
+		err = haltRunning(ctx, room.Read, len(got.Rows), got.running, got.lose)
+	}
+	return got, err
+}
+
 // lastSearched finds the last searched row of a page, if there are more. Rows beyond it belong to the next page, also
 // those of another state, so that no row is on both.
 func (room *Room) lastSearched(ctx context.Context, f executionFilter, got executionList) (executionList, error) {
@@ -195,37 +247,38 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 		return got, nil
 	}
 	var end string
+	from, until := f.bounds(f.Before)
 	err := room.Read.QueryRow(ctx, `
 		select coalesce((select w.id::text from (
 		  (select x.id from agent_executions x
-		    where @by = 'status' and x.status = @status and (@before = '' or x.id < nullif(@before, '')::uuid)
+		    where @by = 'status' and x.status = @status and x.id >= @from::uuid and x.id < @until::uuid
 		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x
-		    where @by = 'failed' and x.status = 'failed' and (@before = '' or x.id < nullif(@before, '')::uuid)
+		    where @by = 'failed' and x.status = 'failed' and x.id >= @from::uuid and x.id < @until::uuid
 		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x
-		    where @by = 'failed' and x.status = 'timeout' and (@before = '' or x.id < nullif(@before, '')::uuid)
+		    where @by = 'failed' and x.status = 'timeout' and x.id >= @from::uuid and x.id < @until::uuid
 		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
 		  (select x.id from unnest(@flows::text[]) f (name) cross join lateral (select x.id from agent_executions x
 		    where @by = 'flow' and x.flow = f.name and x.claimed_by is null
-		      and (@before = '' or x.id < nullif(@before, '')::uuid)
+		      and x.id >= @from::uuid and x.id < @until::uuid
 		    order by x.id desc offset @looked_flow - 1 limit 1) x)
 		  union all
 		  (select x.id from agent_executions x
 		    where @by = 'flow' and x.flow = any (@flows) and x.claimed_by is not null
-		      and (@before = '' or x.id < nullif(@before, '')::uuid)
+		      and x.id >= @from::uuid and x.id < @until::uuid
 		    order by x.id desc offset @looked - 1 limit 1)
 		  union all
 		  (select x.id from agent_executions x
-		    where @by = 'newest' and (@before = '' or x.id < nullif(@before, '')::uuid)
+		    where @by = 'newest' and x.id >= @from::uuid and x.id < @until::uuid
 		    order by x.id desc offset @looked - 1 limit 1)) w
 		 order by w.id desc limit 1), '')`, freshPlan,
 		postgres.Strict{
-			"by": f.leadingFilter(), "status": f.Status, "flows": f.flows, "before": f.Before,
-			"looked": maxSearched, "looked_flow": f.perFlow(),
+			"by": f.leadingFilter(), "status": f.Status, "flows": f.flows, "from": from, "until": until,
+			"looked": maxSearched, "looked_flow": f.perFlow(maxSearched),
 		}).Scan(&end)
 	if err != nil {
 		return got, fmt.Errorf("look how far executions were looked at: %w", err)
@@ -242,6 +295,12 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 
 // listWaiting reads waiting executions by deadline, or stuck ones. Other filters apply to the maxSearched nearest.
 func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, error) {
+	args := f.wanted(maxSearched, executionsShown)
+	args["from"], args["until"] = f.bounds("")
+	args["view"], args["kind"], args["after"], args["before"] = f.View, f.Kind, f.after, f.Before
+	for _, unused := range []string{"by", "looked_flow", "status", "not_status", "failed"} {
+		delete(args, unused)
+	}
 	rows, err := room.Read.Query(ctx, `
 		select `+executionRowColumns+` from (select l.id, l.waiting_until from (
 		  (select w.id, w.waiting_until, w.waiting_for, w.surface, w.flow, w.agent, w.trace_id from agent_executions w
@@ -253,17 +312,14 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 		    where @view = 'stuck' and s.waiting_until <= now()
 		      and (@after::timestamptz is null or (s.waiting_until, s.id) > (@after, nullif(@before, '')::uuid))
 		    order by s.waiting_until, s.id limit @looked)) l
-		   where (@kind = '' or l.waiting_for = @kind) and (@surface = '' or l.surface = @surface)
-		     and (@flows::text[] is null or l.flow = any (@flows)) and (@agent = '' or l.agent ilike @agent)
+		   where (@kind = '' or l.waiting_for = @kind) and (@surface = '' or (l.surface = @surface) <> @not_surface)
+		     and (@flows::text[] is null or (l.flow = any (@flows)) <> @not_flow)
+		     and (@agent = '' or (l.agent ilike @agent) <> @not_agent) and l.id >= @from::uuid and l.id < @until::uuid
 		       and (@traces::text[] is null or l.trace_id = any (@traces) or l.id = any (@ids::text[]::uuid[]))
 		   order by l.waiting_until, l.id limit @most + 1) p
 		  join agent_executions e on e.id = p.id
 		 order by p.waiting_until, p.id`, freshPlan,
-		postgres.Strict{
-			"view": f.View, "kind": f.Kind, "surface": f.Surface, "flows": f.flows, "agent": likePart(f.Agent),
-			"traces": f.traces, "ids": f.ids, "after": f.after,
-			"before": f.Before, "most": executionsShown, "looked": maxSearched,
-		})
+		args)
 	got := executionList{executionFilter: f, Window: maxSearched}
 	if got.Rows, err = collectExecutions(rows, err); err == nil {
 		err = haltRunning(ctx, room.Read, len(got.Rows), got.running, got.lose)
@@ -293,9 +349,10 @@ type executionFilter struct {
 	Failed                bool   // failed or timed out
 	Kind                  string // of the wait, in the views
 	Before                string // the last id of the previous page
-	after                 *time.Time
-	traces, ids           []string // that Trace means; nil without it
-	flows                 []string // that Flow means
+	timeRange
+	after       *time.Time
+	traces, ids []string // that Trace means; nil without it
+	flows       []string // that Flow means
 }
 
 func executionStatuses() []string {
@@ -330,7 +387,9 @@ func (room *Room) openExecutions(ctx context.Context, v *visit) (string, error) 
 	if f, is := v.About.(executionFilter); is {
 		return titleOf(f), nil // found for the same address
 	}
-	q, err := filtersOf(v.Query, "view", "status", "surface", "flow", "agent", "trace_id", "failed", "for", "before")
+	q, err := filtersOf(v.Query, append([]string{
+		"view", "status", "surface", "flow", "agent", "trace_id", "failed", "for", "before",
+	}, rangeFilters...)...)
 	if err != nil {
 		return "", err
 	}
@@ -348,21 +407,31 @@ func (room *Room) openExecutions(ctx context.Context, v *visit) (string, error) 
 		{"for", waitKinds()},
 		{"failed", []string{"1"}},
 	} {
-		if err := oneOf(one.name, q[one.name], one.known); err != nil {
+		value := q[one.name]
+		if one.name == "status" || one.name == "surface" {
+			value, _ = without(value)
+		}
+		if err := oneOf(one.name, value, one.known); err != nil {
 			return "", err
 		}
+	}
+	if f.timeRange, err = v.timeRange(); err != nil {
+		return "", err
 	}
 	f.Failed = q["failed"] != ""
 	switch {
 	case f.View != "" && (f.Status != "" || f.Failed):
 		return "", badFilter("view=%s lists what waits: leave status and failed out", f.View)
+	case f.View != "" && f.Sort != "":
+		return "", badFilter("view=%s is by deadline: leave sort out", f.View)
 	case f.View == "" && f.Kind != "":
 		return "", badFilter("for narrows what waits: use it with view=waiting or view=stuck")
 	}
 	if f.traces, f.ids, err = room.runsFor(ctx, f.Trace); err != nil {
 		return "", err
 	}
-	if f.flows, err = room.namesLike(ctx, "flow", f.Flow); err != nil {
+	flow, _ := without(f.Flow)
+	if f.flows, err = room.namesLike(ctx, "flow", flow); err != nil {
 		return "", err
 	}
 	if err := f.begin(q["before"]); err != nil {
@@ -408,19 +477,35 @@ func (f *executionFilter) begin(before string) error {
 	return nil
 }
 
-// perFlow bounds the rows of each flow that are searched.
-func (f executionFilter) perFlow() int { return maxSearched / max(len(f.flows), 1) }
+// perFlow bounds the rows of each flow that are searched, of so many in all.
+func (f executionFilter) perFlow(looked int) int { return looked / max(len(f.flows), 1) }
+
+// wanted returns the arguments of executionCandidates and executionWanted, which search so many rows, and how many to
+// return.
+func (f executionFilter) wanted(looked, most int) postgres.Strict {
+	from, until := f.bounds(f.Before)
+	status, notStatus := without(f.Status)
+	surface, notSurface := without(f.Surface)
+	_, notFlow := without(f.Flow)
+	agent, notAgent := without(f.Agent)
+	return postgres.Strict{
+		"by": f.leadingFilter(), "traces": f.traces, "ids": f.ids, "from": from, "until": until, "looked": looked,
+		"looked_flow": f.perFlow(looked), "status": status, "not_status": notStatus, "failed": f.Failed,
+		"surface": surface, "not_surface": notSurface, "flows": f.flows, "not_flow": notFlow,
+		"agent": likePart(agent), "not_agent": notAgent, "most": most,
+	}
+}
 
 // leadingFilter returns the filter whose index yields the rows.
 func (f executionFilter) leadingFilter() string {
 	switch {
 	case f.traces != nil:
 		return "trace"
-	case f.Status != "" && (f.Flow == "" || f.Status != string(executions.Completed)):
+	case f.Status != "" && !strings.HasPrefix(f.Status, "!") && (f.Flow == "" || f.Status != string(executions.Completed)):
 		return "status" // rare, except for completed
 	case f.Failed:
 		return "failed"
-	case f.Flow != "":
+	case f.Flow != "" && !strings.HasPrefix(f.Flow, "!"):
 		return "flow"
 	}
 	return "newest"
@@ -436,7 +521,7 @@ func (f executionFilter) searchesAll() bool {
 
 // Narrowed reports whether a filter beyond the view or tab is set.
 func (f executionFilter) Narrowed() bool {
-	return f.Surface != "" || f.Flow != "" || f.Agent != "" || f.Trace != ""
+	return f.Surface != "" || f.Flow != "" || f.Agent != "" || f.Trace != "" || f.Bounded()
 }
 
 // query returns the filters as URL parameters, without the position.
@@ -453,6 +538,7 @@ func (f executionFilter) query() url.Values {
 	if f.Failed {
 		q.Set("failed", "1")
 	}
+	f.put(q)
 	return q
 }
 
@@ -466,6 +552,9 @@ func (f executionFilter) with(name, value string) string {
 // tab returns the listing's URL for a tab.
 func (f executionFilter) tab(name, value string) string {
 	f.View, f.Status, f.Failed, f.Kind = "", "", false, ""
+	if name == "view" {
+		f.Sort = ""
+	}
 	q := f.query()
 	if name != "" {
 		q.Set(name, value)

@@ -114,6 +114,16 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		"?view=waiting&for=event":                "waiting",
 		"?view=waiting&for=delay":                "",
 		"?view=stuck":                            "",
+		"?status=!failed":                        "pending running waiting completed timeout cancelled",
+		"?surface=!chat":                         "running completed timeout",
+		"?flow=!flow_failed&agent=!nobody":       "pending running waiting completed timeout cancelled",
+		"?range=1h&flow=flow_failed":             "failed",
+		"?until=2020-01-01T00:00:00Z":            "",
+		"?since=2020-01-01&failed=1":             "failed timeout",
+		"?view=waiting&range=1h":                 "waiting",
+		"?view=waiting&until=2020-01-01":         "",
+		"?sort=took&surface=!webhook":            "failed cancelled",
+		"?sort=took&range=24h&status=running":    "running",
 	} {
 		body := shows(t, server.URL+"/executions"+query)
 		if got := listed(body, ids); got != want {

@@ -453,6 +453,21 @@ var indexedPages = map[string]struct {
 		/executions?view=stuck /executions?view=waiting&flow=flow_1&for=event /executions/01890000-0000-7000-8000-000000000000
 		/executions/01890000-0000-7000-8000-000000000000?before=2026-01-01T00%3A00%3A00Z+step+50`, 0,
 	},
+	"slowest and dearest": {
+		`
+		insert into agent_executions (id, trace_id, surface, flow, status, created_at, completed_at)
+		select lanekeeper.agent_uuid7(at), 'hb_' || lpad(n::text, 26, '0'), case n % 2 when 0 then 'chat' else 'heartbeat' end,
+		       'flow_' || n % 20, 'completed', at, at + n % 100 * interval '1 second'
+		  from (select n, now() - n * interval '1 minute' as at from generate_series(1, 60000) n) x;
+		insert into agent_activity (id, trace_id, execution_id, kind, skill_name, status, cost_usd, created_at, finished_at)
+		select lanekeeper.agent_uuid7(e.created_at), e.trace_id, e.id, case x when 1 then 'model' else 'call' end,
+		       case x when 1 then 'model_call' else 'skill' end, case when x = 2 and e.flow = 'flow_3' then 'error' else 'success' end,
+		       0.01, e.created_at, e.created_at
+		  from (select * from agent_executions order by id desc limit 30000) e, generate_series(1, 2) x`,
+		"agent_executions agent_activity", `/executions?sort=took /executions?sort=took&flow=flow_3 /executions?sort=cost&range=24h
+		/executions?sort=cost /executions?flow=!flow_3&range=7d /executions?since=2020-01-01&until=2020-01-02 /traces?sort=took
+		/traces?sort=cost /traces?errors=1 /traces?errors=1&sort=took&range=24h /traces?range=24h&status=!completed&agent=!x`, 2*maxSearched + 2,
+	},
 	"parts of ids": { // more than are compared with a part that is not the beginning
 		`
 		insert into agent_executions (id, trace_id, surface, flow, status)

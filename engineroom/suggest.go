@@ -173,8 +173,11 @@ var filterWords = [][2]string{
 	{"category", "Category"},
 	{"prefix", "Key"},
 	{"name", "Name"},
+	{"errors", "Inside"},
+	{"range", "Period"},
 	{"since", "Since"},
 	{"until", "Until"},
+	{"sort", "Order"},
 }
 
 // Chips lists the filters that are set, but for the named ones. Each link is the page without that filter.
@@ -195,6 +198,10 @@ func (v *visit) Chips(but ...string) []chip {
 		}
 		if w[0] == "failed" {
 			value = "failed or timed out"
+		}
+		if word := map[string]string{"sort took": "slowest first", "sort cost": "dearest first", "errors 1": "errors"}[w[0]+
+			" "+value]; word != "" {
+			value = word
 		}
 		list = append(list, chip{w[1], cut(60, value), rest.at(w[0], "")})
 	}

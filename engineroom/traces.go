@@ -1,6 +1,7 @@
 package engineroom
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net/http"
@@ -27,20 +28,6 @@ const (
 	tracesSummed = 2000
 )
 
-// traceAges is how far back the listing can be narrowed down to.
-var traceAges = []traceAge{
-	{"1h", "the last hour", time.Hour},
-	{"24h", "the last day", 24 * time.Hour},
-	{"7d", "the last 7 days", 7 * 24 * time.Hour},
-	{"30d", "the last 30 days", 30 * 24 * time.Hour},
-}
-
-// traceAge is how far a listing goes back.
-type traceAge struct {
-	Value, Word string
-	span        time.Duration
-}
-
 // tracesPage lists pieces of work, each rolled up to one line.
 func (room *Room) tracesPage() page {
 	return page{
@@ -54,10 +41,11 @@ func (room *Room) tracesPage() page {
 
 // traceFilter is what a listing is narrowed down to.
 type traceFilter struct {
-	Surface, Status, Agent, Since, Before string
-	Trace                                 string // as entered
-	span                                  time.Duration
-	ids                                   []string // that Trace means; nil without it
+	Surface, Status, Agent, Before string
+	Trace                          string // as entered
+	Errors                         bool   // an action failed inside
+	timeRange
+	ids []string // that Trace means; nil without it
 }
 
 // traceRow is a trace in the listing.
@@ -92,32 +80,34 @@ func (room *Room) openTraces(ctx context.Context, v *visit) (string, error) {
 	if _, is := v.About.(traceFilter); is {
 		return "Traces", nil // found for the same address
 	}
-	q, err := filtersOf(v.Query, "surface", "status", "agent", "since", "before", "trace")
+	q, err := filtersOf(v.Query, append([]string{"surface", "status", "agent", "before", "trace", "errors"},
+		rangeFilters...)...)
 	if err != nil {
 		return "", err
 	}
-	w := traceFilter{Surface: q["surface"], Status: q["status"], Agent: q["agent"], Since: q["since"], Trace: q["trace"]}
+	w := traceFilter{
+		Surface: q["surface"], Status: q["status"], Agent: q["agent"], Trace: q["trace"], Errors: q["errors"] != "",
+	}
 	if w.ids, err = room.tracesFor(ctx, w.Trace); err != nil {
 		return "", err
 	}
 	if w.Before, err = v.uuidFilter("before"); err != nil {
 		return "", err
 	}
-	if err := oneOf("surface", w.Surface, surfaceNames()); err != nil {
+	surface, _ := without(w.Surface)
+	if err := oneOf("surface", surface, surfaceNames()); err != nil {
 		return "", err
 	}
-	if err := oneOf("status", w.Status, executionStatuses()); err != nil {
+	status, _ := without(w.Status)
+	if err := oneOf("status", status, executionStatuses()); err != nil {
 		return "", err
 	}
-	names := make([]string, len(traceAges))
-	for i, a := range traceAges {
-		names[i] = a.Value
-		if a.Value == w.Since {
-			w.span = a.span
-		}
+	if err := oneOf("errors", q["errors"], []string{"1"}); err != nil {
+		return "", err
 	}
+	w.timeRange, err = v.timeRange()
 	v.About = w
-	return "Traces", oneOf("since", w.Since, names)
+	return "Traces", err
 }
 
 // oneOf refuses a filter's value that is not in its list; empty is no filter.
@@ -133,7 +123,35 @@ func oneOf(name, value string, allowed []string) error {
 // has from the index of these, so the runs that other runs started, however many there are, are not looked at.
 func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 	w, _ := v.About.(traceFilter)
-	surfaces := w.surfaces()
+	if w.Errors || w.Sort != "" {
+		return room.rankedTraces(ctx, v, w)
+	}
+	list, err := room.readTraces(ctx, w, tracesPerPage)
+	if err != nil {
+		return nil, err
+	}
+	list, more := onPage(list, tracesPerPage)
+	older := ""
+	if more {
+		older = v.at("before", list[len(list)-1].ExecutionID)
+	}
+	return traceList(v, w, list, older), nil
+}
+
+// traceList is the data of the list.
+func traceList(v *visit, w traceFilter, list []traceRow, older string) map[string]any {
+	return map[string]any{
+		"Traces": list, "Older": older, "Newest": v.at("before", ""), "Wanted": w, "Most": int64(tracesSummed),
+		"Window": int64(maxSearched), "Ranked": int64(maxRanked),
+		"Sampled": slices.ContainsFunc(list, func(w traceRow) bool { return w.More }),
+	}
+}
+
+// readTraces reads the newest traces of a filter: one more than most, if there are more.
+func (room *Room) readTraces(ctx context.Context, w traceFilter, most int) ([]traceRow, error) {
+	from, until := w.bounds(w.Before)
+	status, notStatus := without(w.Status)
+	agent, notAgent := without(w.Agent)
 	list, err := postgres.Rows[traceRow](ctx, room.Read, "list traces", `
 		select r.id::text as execution_id, r.trace_id, r.surface, r.agent, r.flow, r.summary, r.status, r.started_at,
 		       r.completed_at as finished_at, t.tokens, t.cost_usd, t.rows, t.errors, t.rows > @most as more
@@ -146,29 +164,29 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		                      coalesce(x.started_at, x.created_at) as started_at
 		                 from ((select k.id from agent_executions k
 		                         where k.trace_id = any (@traces::text[]) and k.surface = s.surface and k.parent_id is null
-		                           and (@status::text = '' or k.status = @status)
-		                             and (@agent::text = '' or k.agent ilike @agent)
-		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval)))
+		                           and (@status::text = '' or (k.status = @status) <> @not_status)
+		                             and (@agent::text = '' or (k.agent ilike @agent) <> @not_agent)
+		                           and k.id >= @from::uuid and k.id < @until::uuid)
 		                       union all
-		                       (select w.id from (select k.id, k.agent from agent_executions k
+		                       (select w.id from (select k.id, k.agent, k.status from agent_executions k
 		                         where @traces::text[] is null and k.surface = s.surface and k.parent_id is null
 		                           and k.claimed_by is null
-		                           and (@status::text = '' or k.status = @status)
-		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval))
-		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
-		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1
+		                           and (@status::text = '' or @not_status or k.status = @status)
+		                           and k.id >= @from::uuid and k.id < @until::uuid
+		                         order by k.id desc limit case when @agent::text = '' and not @not_status then @limit::int + 1
 		                           else @looked::int end) w
-                         where @agent::text = '' or w.agent ilike @agent order by w.id desc limit @limit::int + 1)
+                         where (@agent::text = '' or (w.agent ilike @agent) <> @not_agent)
+                           and (not @not_status or w.status <> @status::text) order by w.id desc limit @limit::int + 1)
 		                       union all
-		                       (select w.id from (select k.id, k.agent from agent_executions k
+		                       (select w.id from (select k.id, k.agent, k.status from agent_executions k
 		                         where @traces::text[] is null and k.surface = s.surface and k.parent_id is null
 		                           and k.claimed_by is not null
-		                           and (@status::text = '' or k.status = @status)
-		                           and (@span::interval is null or k.id >= lanekeeper.agent_uuid7_floor(clock_timestamp() - @span::interval))
-		                           and (@before::text = '' or k.id < nullif(@before::text, '')::uuid)
-		                         order by k.id desc limit case when @agent::text = '' then @limit::int + 1
+		                           and (@status::text = '' or @not_status or k.status = @status)
+		                           and k.id >= @from::uuid and k.id < @until::uuid
+		                         order by k.id desc limit case when @agent::text = '' and not @not_status then @limit::int + 1
 		                           else @looked::int end) w
-                         where @agent::text = '' or w.agent ilike @agent order by w.id desc limit @limit::int + 1)
+                         where (@agent::text = '' or (w.agent ilike @agent) <> @not_agent)
+                           and (not @not_status or w.status <> @status::text) order by w.id desc limit @limit::int + 1)
 		                       order by id desc limit @limit::int + 1) p
 		                cross join lateral (select * from agent_executions i where i.id = p.id offset 0) x) e
 		         order by e.id desc limit @limit::int + 1) r
@@ -179,35 +197,124 @@ func (room *Room) listTraces(ctx context.Context, v *visit) (any, error) {
 		         from (select y.status, y.token_usage, y.cost_usd from agent_activity y
 		                where y.trace_id = r.trace_id order by y.created_at limit @most::int + 1) a) t
 		 order by r.id desc`, freshPlan, postgres.Strict{
-		"surfaces": surfaces, "status": w.Status, "agent": likePart(w.Agent), "traces": w.ids,
-		"span": traceSpan(w.span), "before": w.Before,
-		"limit": tracesPerPage,
-		"most":  tracesSummed, "looked": maxSearched,
+		"surfaces": w.surfaces(), "status": status, "not_status": notStatus, "agent": likePart(agent), "not_agent": notAgent,
+		"traces": w.ids, "from": from, "until": until, "limit": most, "most": tracesSummed, "looked": maxSearched,
+	})
+	for i := range list {
+		list[i].Summary = redact.Text(list[i].Summary, 1000)
+	}
+	return list, err
+}
+
+// rankedTraces reads the traces with errors, the slowest or the dearest ones. Failed actions are searched among the
+// newest maxRanked rows of the log, model calls among as many of their own, and the slowest among as many traces. With
+// errors alone the list goes on with older rows of the log: then Before is the id of one.
+func (room *Room) rankedTraces(ctx context.Context, v *visit, w traceFilter) (any, error) {
+	from, until := w.bounds(w.Before)
+	status, notStatus := without(w.Status)
+	agent, notAgent := without(w.Agent)
+	ranked, err := postgres.Rows[rankedTrace](ctx, room.Read, "rank traces", rankedTracesSQL, freshPlan, postgres.Strict{
+		"sort": w.Sort, "errors": w.Errors, "from": from, "until": until, "looked": maxRanked,
+		"surfaces": w.surfaces(), "traces": w.ids, "status": status, "not_status": notStatus,
+		"agent": likePart(agent), "not_agent": notAgent, "most": rankedShown,
 	})
 	if err != nil {
 		return nil, err
 	}
-	list, more := onPage(list, tracesPerPage)
+	ranked, more := onPage(ranked, rankedShown)
 	older := ""
-	if more {
-		older = v.at("before", list[len(list)-1].ExecutionID)
+	if w.Sort == "" {
+		var end string
+		if more {
+			end = ranked[rankedShown-1].Last
+		} else if end, err = room.lastSearchedRow(ctx, from, until); err != nil {
+			return nil, err
+		}
+		if end != "" {
+			older = v.at("before", end)
+		}
 	}
-	for i := range list {
-		list[i].Summary = redact.Text(list[i].Summary, 1000)
+	place, shown := map[string]int{}, w
+	shown.timeRange, shown.Before, shown.ids = timeRange{}, "", []string{}
+	for i, r := range ranked {
+		place[r.TraceID] = i
+		shown.ids = append(shown.ids, r.TraceID)
 	}
-	return map[string]any{
-		"Traces": list, "Older": older, "Newest": v.at("before", ""), "Wanted": w, "Most": int64(tracesSummed),
-		"Window":  int64(maxSearched),
-		"Sampled": slices.ContainsFunc(list, func(w traceRow) bool { return w.More }),
-	}, nil
+	rows, err := room.readTraces(ctx, shown, 2*rankedShown)
+	if err != nil {
+		return nil, err
+	}
+	slices.SortStableFunc(rows, func(a, b traceRow) int { return cmp.Compare(place[a.TraceID], place[b.TraceID]) })
+	rows = slices.CompactFunc(rows, func(a, b traceRow) bool { return a.TraceID == b.TraceID })
+	return traceList(v, w, rows, older), nil
 }
+
+// lastSearchedRow is the id of the last of maxRanked rows of the log; empty if there are fewer.
+func (room *Room) lastSearchedRow(ctx context.Context, from, until string) (id string, err error) {
+	err = room.Read.QueryRow(ctx, `
+		select coalesce((select a.id::text from agent_activity a where a.id >= @from::uuid and a.id < @until::uuid
+		  order by a.id desc offset @looked - 1 limit 1), '')`, freshPlan,
+		postgres.Strict{"from": from, "until": until, "looked": maxRanked}).Scan(&id)
+	if err != nil {
+		return "", fmt.Errorf("find the last searched row: %w", err)
+	}
+	return id, nil
+}
+
+// rankedTrace is a trace in the order of rankedTracesSQL. Last is the newest failed action; empty where none was searched.
+type rankedTrace struct{ TraceID, Last string }
+
+const rankedTracesSQL = `
+	with failed as materialized (
+	  select a.trace_id, max(a.id::text) as last from (
+	    select y.trace_id, y.id, y.status from agent_activity y
+	     where @errors and y.id >= @from::uuid and y.id < @until::uuid order by y.id desc limit @looked) a
+	   where a.status = 'error' group by a.trace_id),
+	spent as materialized (
+	  select c.trace_id, sum(c.cost_usd) as cost from (
+	    select y.trace_id, y.cost_usd from agent_activity y
+	     where @sort = 'cost' and y.skill_name between 'model_call' and 'model_call' and y.id >= @from::uuid
+	       and y.id < @until::uuid order by y.skill_name desc, y.id desc limit @looked) c
+	   where c.cost_usd > 0 group by c.trace_id),
+	newest as (
+	  select k.trace_id from unnest(@surfaces::text[]) s (surface) cross join lateral (
+	    (select x.id, x.trace_id from agent_executions x
+	      where @sort = 'took' and not @errors and x.surface = s.surface and x.parent_id is null and x.claimed_by is null
+	        and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @looked)
+	    union all
+	    (select x.id, x.trace_id from agent_executions x
+	      where @sort = 'took' and not @errors and x.surface = s.surface and x.parent_id is null
+	        and x.claimed_by is not null and x.id >= @from::uuid and x.id < @until::uuid
+	      order by x.id desc limit @looked)) k
+	   order by k.id desc limit @looked),
+	found as (
+	  select f.trace_id, f.last, 0::numeric as cost from failed f where @sort <> 'cost'
+	  union all
+	  select s.trace_id, '', s.cost from spent s where not @errors or s.trace_id in (select f.trace_id from failed f)
+	  union all
+	  select distinct n.trace_id, '', 0::numeric from newest n)
+	select f.trace_id, f.last from found f
+	 cross join lateral (
+	   select k.* from agent_executions k where k.trace_id = f.trace_id and k.parent_id is null order by k.id limit 1) e
+	 where e.id >= @from::uuid and e.id < @until::uuid and e.surface = any (@surfaces::text[])
+	   and (@status::text = '' or (e.status = @status) <> @not_status)
+	   and (@agent::text = '' or (e.agent ilike @agent) <> @not_agent)
+	   and (@traces::text[] is null or e.trace_id = any (@traces))
+	   and (@sort <> 'took' or e.completed_at is not null or e.status = 'running')
+	 order by f.cost desc, case when @sort = 'took'
+	            then coalesce(e.completed_at, clock_timestamp()) - coalesce(e.started_at, e.created_at) end desc, f.last desc
+	 limit @most + 1`
 
 // surfaces are those that the listing is of.
 func (w traceFilter) surfaces() []string {
-	if w.Surface != "" {
-		return []string{w.Surface}
+	switch surface, excluded := without(w.Surface); {
+	case surface == "":
+		return surfaceNames()
+	case excluded:
+		return slices.DeleteFunc(surfaceNames(), func(name string) bool { return name == surface })
+	default:
+		return []string{surface}
 	}
-	return surfaceNames()
 }
 
 // Surfaces are those that the listing can be narrowed down to.
@@ -216,21 +323,10 @@ func (traceFilter) Surfaces() []string { return surfaceNames() }
 // States are those of a trace, which are its first run's.
 func (traceFilter) States() []string { return executionStatuses() }
 
-// Ages are how far back it can go.
-func (traceFilter) Ages() []traceAge { return traceAges }
-
 // Narrowed reports whether a filter is set.
 func (w traceFilter) Narrowed() bool {
-	return w.Surface != "" || w.Status != "" || w.Agent != "" || w.Since != "" || w.Before != "" ||
-		w.Trace != ""
-}
-
-// traceSpan is a duration for SQL: null for none.
-func traceSpan(d time.Duration) any {
-	if d == 0 {
-		return nil
-	}
-	return d
+	return w.Surface != "" || w.Status != "" || w.Agent != "" || w.Bounded() || w.Before != "" ||
+		w.Trace != "" || w.Errors
 }
 
 // How much of a trace is read. What is left out is always told, with a link to it.

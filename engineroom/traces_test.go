@@ -57,7 +57,15 @@ func TestFiltersOfTracesCombine(t *testing.T) {
 	failed := began(t, pool, trace.Heartbeat, "failed", 30)
 	done := began(t, pool, trace.Heartbeat, "completed", 20)
 	chat := began(t, pool, trace.Chat, "failed", 10)
+	anHourAgo := time.Now().Add(-time.Hour).UTC().Format(time.RFC3339)
 	all := []trace.ID{old, failed, done, chat}
+	sql(t, pool, `update agent_executions set completed_at = created_at + interval '9 s' where trace_id = @id`,
+		postgres.Strict{"id": string(failed)})
+	sql(t, pool, `
+		insert into agent_activity (trace_id, execution_id, kind, skill_name, status, cost_usd, finished_at)
+		select e.trace_id, e.id, x.kind, x.name, x.status, case when e.trace_id = @dear then 2 * x.cost else x.cost end, now()
+		  from agent_executions e, (values ('model', 'model_call', 'success', 0.25), ('call', 'fetch', 'error', 0)) x (kind, name, status, cost)
+		 where e.trace_id = @id or e.trace_id = @dear`, postgres.Strict{"id": string(done), "dear": string(chat)})
 	for query, want := range map[string][]trace.ID{
 		"":                   {old, failed, done, chat},
 		"?surface=heartbeat": {old, failed, done},
@@ -65,6 +73,15 @@ func TestFiltersOfTracesCombine(t *testing.T) {
 		"?since=24h":         {failed, done, chat},
 		"?surface=heartbeat&status=failed&since=24h": {failed},
 		"?surface=webhook":                           {},
+		"?range=24h&status=!failed":                  {done},
+		"?surface=!heartbeat":                        {chat},
+		"?until=" + anHourAgo:                        {old},
+		"?since=" + anHourAgo + "&agent=!nobody":     {failed, done, chat},
+		"?errors=1":                                  {done, chat},
+		"?errors=1&status=completed":                 {done},
+		"?errors=1&until=" + anHourAgo:               {},
+		"?sort=took":                                 all,
+		"?sort=cost&errors=1":                        {done, chat},
 	} {
 		_, body := testkit.Get(t, server.URL+"/traces"+query)
 		for _, id := range all {
@@ -78,8 +95,26 @@ func TestFiltersOfTracesCombine(t *testing.T) {
 		}
 	}
 	shows(t, server.URL+"/traces?surface=webhook", "No trace matches")
+	for query, first := range map[string]trace.ID{"?sort=took&range=24h": failed, "?sort=cost": chat, "?errors=1": chat} {
+		_, body := testkit.Get(t, server.URL+"/traces"+query)
+		_, rows, _ := strings.Cut(body, `<tr id="trace-`)
+		if row, _, _ := strings.Cut(rows, "</tr>"); !strings.Contains(row, string(first)) {
+			t.Errorf("%q does not begin with %s:\n%s", query, first, row)
+		}
+	}
+	runs := map[string]string{}
+	for name, id := range map[string]trace.ID{"failed": chat, "completed": done} {
+		runs[name] = put(t, pool, `select id::text from agent_executions where trace_id = $1`, string(id))
+	}
+	_, body := testkit.Get(t, server.URL+"/executions?sort=cost")
+	if assert.Equal(t, "completed failed", listed(body, runs)); strings.Index(body, runs["failed"]) >
+		strings.Index(body, runs["completed"]) {
+		t.Error("the dearest execution is not the first")
+	}
+	assert.Equal(t, "completed", listed(shows(t, server.URL+"/executions?sort=cost&status=!failed"), runs))
 	for query, why := range map[string]string{
 		"surface=fax": "surface", "status=great": "status", "since=3w": "since", "before=x": "before", "colour=red": "colour",
+		"range=3w": "range", "sort=name": "sort", "errors=2": "errors", "status=!great": "status",
 	} {
 		turnsAway(t, server.URL+"/traces?"+query, 400, why)
 	}

@@ -193,6 +193,7 @@ func notFoundError(ctx context.Context, db postgres.DB, id string) error {
 type Filter struct {
 	Status, Surface, Flow, Agent, Before string
 	TraceIDs                             []trace.ID // from [trace.ParseAny]
+	Since, Until                         time.Time  // of the creation; Until is excluded
 	Limit                                int
 }
 
@@ -207,12 +208,26 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 		   and (@flow = '' or flow = @flow) and (@agent = '' or agent = @agent)
 		   and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
 		   and (@before = '' or id < nullif(@before, '')::uuid)
+		   and (@since::timestamptz is null or id >= lanekeeper.agent_uuid7_floor(@since))
+		   and (@until::timestamptz is null or id < lanekeeper.agent_uuid7_floor(@until))
 		 order by id desc limit @limit`,
 		postgres.Strict{
+			"since": timeBound(f.Since), "until": timeBound(f.Until),
 			"status": f.Status, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "trace_ids": f.TraceIDs,
 			"before": f.Before, "limit": min(f.Limit, 1000),
 		})
 	return postgres.Collect(rows, err, "list executions", pgx.RowToStructByPos[Execution])
+}
+
+// timeBound is a bound on ids for SQL: null for none. No id is older than the epoch.
+func timeBound(t time.Time) any {
+	if t.IsZero() {
+		return nil
+	}
+	if epoch := time.Unix(0, 0); t.Before(epoch) {
+		return epoch
+	}
+	return t
 }
 
 // Checkpoint is the recorded result of one step.

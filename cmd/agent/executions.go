@@ -29,6 +29,7 @@ func (c *cli) executionsListCommand() *cobra.Command {
 	var f executions.Filter
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List executions, newest first", Args: positionalArgs(0, 0, "no arguments"),
+		Example: "  agent executions ls --status failed --since 24h\n  agent executions ls --since 8h --until 6h --json",
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, next, err := listExecutions(cmd.Context(), s, f)
 			if err != nil {
@@ -52,6 +53,8 @@ func (c *cli) executionsListCommand() *cobra.Command {
 	cmd.Flags().StringVar(&f.Flow, "flow", "", "only this flow")
 	actingFlag(cmd.Flags(), &f.Agent)
 	traceFlag(cmd.Flags(), &f.TraceIDs)
+	agoFlag(cmd.Flags(), &f.Since, "since", "", "only those created within the last")
+	agoFlag(cmd.Flags(), &f.Until, "until", "", "only those created before the last")
 	executionCursor(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd

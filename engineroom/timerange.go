@@ -1,0 +1,123 @@
+package engineroom
+
+import (
+	"fmt"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+)
+
+const (
+	// maxRanked bounds the rows that are searched for the slowest, the dearest, or those with errors.
+	maxRanked = 10_000
+	// rankedShown bounds the rows of such a list. It has one page.
+	rankedShown = 50
+)
+
+// Orders of a list; empty is newest first.
+const (
+	byTook = "took" // slowest first
+	byCost = "cost" // dearest first
+)
+
+// rangeOption is a period that ends now.
+type rangeOption struct {
+	Value, Word string
+	span        time.Duration
+}
+
+var rangeOptions = []rangeOption{
+	{"1h", "the last hour", time.Hour},
+	{"24h", "the last day", 24 * time.Hour},
+	{"7d", "the last 7 days", 7 * 24 * time.Hour},
+	{"30d", "the last 30 days", 30 * 24 * time.Hour},
+}
+
+// timeRange is when the rows of a list were created, and their order.
+type timeRange struct {
+	Range        string // a rangeOption; empty for none
+	Since, Until time.Time
+	Sort         string
+}
+
+// rangeFilters are its parameters. since may be a range, too.
+var rangeFilters = []string{"range", "since", "until", "sort"}
+
+// timeRange reads the period and the order.
+func (v *visit) timeRange() (p timeRange, err error) {
+	names := make([]string, len(rangeOptions))
+	for i, r := range rangeOptions {
+		names[i] = r.Value
+	}
+	p.Range, p.Sort = v.Query.Get("range"), v.Query.Get("sort")
+	if since := v.Query.Get("since"); slices.Contains(names, since) {
+		p.Range = since
+	} else if p.Since, err = v.timeFilter("since"); err != nil {
+		return p, err
+	}
+	if p.Until, err = v.timeFilter("until"); err != nil {
+		return p, err
+	}
+	if err := oneOf("range", p.Range, names); err != nil {
+		return p, err
+	}
+	return p, oneOf("sort", p.Sort, []string{byTook, byCost})
+}
+
+// Ranges are the options of Range.
+func (timeRange) Ranges() []rangeOption { return rangeOptions }
+
+// Bounded reports whether the period is bounded.
+func (p timeRange) Bounded() bool { return p.Range != "" || !p.Since.IsZero() || !p.Until.IsZero() }
+
+// put adds the parameters to a query.
+func (p timeRange) put(q url.Values) {
+	for name, value := range map[string]string{"range": p.Range, "sort": p.Sort} {
+		if value != "" {
+			q.Set(name, value)
+		}
+	}
+	for name, t := range map[string]time.Time{"since": p.Since, "until": p.Until} {
+		if !t.IsZero() {
+			q.Set(name, t.UTC().Format(time.RFC3339))
+		}
+	}
+}
+
+// Least and greatest ids.
+const (
+	firstID = "00000000-0000-0000-0000-000000000000"
+	lastID  = "ffffffff-ffff-ffff-ffff-ffffffffffff"
+)
+
+// bounds returns the bounds on ids, which are in the order of time: from the first, up to but without the second. before
+// is the last id of the previous page; empty for none.
+func (p timeRange) bounds(before string) (from, until string) {
+	from, until = firstID, lastID
+	if i := slices.IndexFunc(rangeOptions, func(r rangeOption) bool { return r.Value == p.Range }); i >= 0 {
+		from = idFloor(time.Now().Add(-rangeOptions[i].span))
+	}
+	if !p.Since.IsZero() {
+		from = max(from, idFloor(p.Since))
+	}
+	if !p.Until.IsZero() {
+		until = idFloor(p.Until)
+	}
+	if before != "" {
+		until = min(until, strings.ToLower(before))
+	}
+	return from, until
+}
+
+// idFloor is the smallest id of a millisecond; see lanekeeper.agent_uuid7_floor.
+func idFloor(t time.Time) string {
+	ms := fmt.Sprintf("%012x", min(max(t.UnixMilli(), 0), 1<<48-1))
+	return ms[:8] + "-" + ms[8:] + "-7000-8000-000000000000"
+}
+
+// without splits a filter that excludes a value: !heartbeat is everything but heartbeat.
+func without(value string) (rest string, excluded bool) {
+	rest, excluded = strings.CutPrefix(strings.TrimSpace(value), "!")
+	return strings.TrimSpace(rest), excluded
+}
