@@ -1,0 +1,183 @@
+package stats_test
+
+import (
+	"math"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/evals/stats"
+)
+
+// passes simulates the trials of a case.
+func passes(r *rand.Rand, p float64, n int) (c int) {
+	for range n {
+		if r.Float64() < p {
+			c++
+		}
+	}
+	return c
+}
+
+func TestTheIntervalOfACaseCoversItsRateInAsManySuitesAsItSays(t *testing.T) {
+	const suites, cases, trials = 10_000, 10, 20
+	r := rand.New(rand.NewPCG(1, 2))
+	covered := 0
+	for range suites {
+		for range cases {
+			p := r.Float64()
+			i := stats.Wilson(passes(r, p, trials), trials)
+			if i.Low <= p && p <= i.High {
+				covered++
+			}
+		}
+	}
+	if got := float64(covered) / (suites * cases); math.Abs(got-0.95) > 0.01 {
+		t.Errorf("intervals cover the rate in %.4f of the cases, want 0.95 within 0.01", got)
+	}
+}
+
+func TestPassKIsTheShareOfTheSubsetsThatPass(t *testing.T) {
+	for _, tc := range []struct {
+		c, n, k int
+		want    float64
+	}{{5, 5, 5, 1}, {4, 5, 5, 0}, {4, 5, 1, 0.8}, {4, 5, 2, 0.6}, {0, 5, 1, 0}} {
+		if got := stats.PassK(tc.c, tc.n, tc.k); math.Abs(got-tc.want) > 1e-12 {
+			t.Errorf("PassK(%d, %d, %d) = %g, want %g", tc.c, tc.n, tc.k, got, tc.want)
+		}
+	}
+	if got := stats.PassK(5, 5, 6); !math.IsNaN(got) {
+		t.Errorf("PassK(5, 5, 6) = %g, want none", got)
+	}
+	r := rand.New(rand.NewPCG(3, 4))
+	sum := 0.0
+	for range 10_000 {
+		sum += stats.PassK(passes(r, 0.8, 10), 10, 3)
+	}
+	if got := sum / 10_000; math.Abs(got-0.512) > 0.01 {
+		t.Errorf("the mean of PassK is %.3f, want 0.8^3 = 0.512", got)
+	}
+}
+
+// looks are the numbers of trials per case after which a comparison is made.
+var looks = []int{5, 10, 20, 40}
+
+// decide simulates a suite of 20 cases whose trials arrive until an answer is found. It returns the trials per case.
+func decide(r *rand.Rand, before, after float64) (stats.Answer, int) {
+	pairs := make([]stats.Pair, 20)
+	made := 0
+	for _, until := range looks {
+		for i := range pairs {
+			pairs[i].Old.Passed += passes(r, before, until-made)
+			pairs[i].New.Passed += passes(r, after, until-made)
+			pairs[i].Old.Trials, pairs[i].New.Trials = until, until
+		}
+		made = until
+		if got := stats.Compare(pairs, stats.Plan{Looks: len(looks)}); got.Answer != stats.Undecided {
+			return got.Answer, made
+		}
+	}
+	return stats.Undecided, made
+}
+
+func TestAWorseModelIsFoundAndAnEqualOneIsSeldomCalledWorse(t *testing.T) {
+	const suites = 1000
+	r := rand.New(rand.NewPCG(5, 6))
+	found, wrong, trials := 0, 0, 0
+	for range suites {
+		got, made := decide(r, 0.8, 0.7)
+		switch got {
+		case stats.Worse:
+			found++
+			trials += made
+		case stats.Better:
+			wrong++
+		case stats.NotWorse, stats.Undecided:
+		}
+	}
+	equal := map[stats.Answer]int{}
+	for range suites {
+		got, _ := decide(r, 0.8, 0.8)
+		equal[got]++
+	}
+	t.Logf("0.8 against 0.7: worse in %d of %d suites of 20 cases, after %.1f trials per case on average; better in %d. "+
+		"0.8 against 0.8: worse in %d, better in %d", found, suites, float64(trials)/float64(found), wrong,
+		equal[stats.Worse], equal[stats.Better])
+	if found < 800 || wrong > 0 {
+		t.Errorf("a loss of 0.1 was found in %d of %d suites, and called better in %d", found, suites, wrong)
+	}
+	if both := equal[stats.Worse] + equal[stats.Better]; both > suites*5/100 {
+		t.Errorf("equal models were told apart in %d of %d suites, want at most 5 %%", both, suites)
+	}
+}
+
+func TestARunThatIsComparedWithItselfIsSeldomDifferent(t *testing.T) {
+	const suites = 1000
+	r := rand.New(rand.NewPCG(7, 8))
+	wrong := 0
+	for range suites {
+		outcomes := make([][]bool, 20)
+		for i := range outcomes {
+			for range 10 {
+				outcomes[i] = append(outcomes[i], r.Float64() < float64(i%4+1)/5)
+			}
+		}
+		if got := stats.Control(outcomes).Answer; got == stats.Worse || got == stats.Better {
+			wrong++
+		}
+	}
+	if wrong > suites*5/100 {
+		t.Errorf("a run differs from itself in %d of %d suites, want at most 5 %%", wrong, suites)
+	}
+}
+
+func TestFewCasesOrNoDifferenceDecideNothing(t *testing.T) {
+	one := stats.Pair{Old: stats.Count{Passed: 5, Trials: 5}, New: stats.Count{Passed: 0, Trials: 5}}
+	for name, tc := range map[string]struct {
+		pairs []stats.Pair
+		plan  stats.Plan
+		want  stats.Answer
+	}{
+		"no cases":   {nil, stats.Plan{Margin: 0.05}, stats.Undecided},
+		"one case":   {[]stats.Pair{one}, stats.Plan{Margin: 0.05}, stats.Undecided},
+		"six cases":  {[]stats.Pair{one, one, one, one, one, one}, stats.Plan{Margin: 0.05}, stats.Worse},
+		"two looks":  {[]stats.Pair{one, one, one, one, one, one}, stats.Plan{Looks: 2}, stats.Undecided},
+		"equal":      {equalPairs(20), stats.Plan{Margin: 0.05}, stats.NotWorse},
+		"no margin":  {equalPairs(20), stats.Plan{}, stats.Undecided},
+		"no trials":  {make([]stats.Pair, 20), stats.Plan{Margin: 0.05}, stats.Undecided},
+		"few equals": {equalPairs(5), stats.Plan{Margin: 0.05}, stats.Undecided},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := stats.Compare(tc.pairs, tc.plan); got.Answer != tc.want {
+				t.Errorf("the answer is %s, want %s: %+v", got.Answer, tc.want, got)
+			}
+		})
+	}
+}
+
+func equalPairs(n int) []stats.Pair {
+	pairs := make([]stats.Pair, n)
+	for i := range pairs {
+		pairs[i].Old, pairs[i].New = stats.Count{Passed: 5, Trials: 5}, stats.Count{Passed: 5, Trials: 5}
+	}
+	return pairs
+}
+
+func TestTheIntervalOfADifferenceCoversIt(t *testing.T) {
+	const suites = 100
+	r := rand.New(rand.NewPCG(9, 10))
+	covered := 0
+	for range suites {
+		pairs := make([]stats.Pair, 12)
+		for i := range pairs {
+			pairs[i] = stats.Pair{
+				Old: stats.Count{Passed: passes(r, 0.8, 5), Trials: 5}, New: stats.Count{Passed: passes(r, 0.7, 5), Trials: 5},
+			}
+		}
+		if i := stats.Difference(pairs, stats.Plan{}); i.Low <= -0.1 && -0.1 <= i.High {
+			covered++
+		}
+	}
+	if got := float64(covered) / suites; got < 0.92 {
+		t.Errorf("the interval covers the difference in %.3f of the suites, want about 0.95", got)
+	}
+}
