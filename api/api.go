@@ -57,6 +57,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
@@ -65,6 +66,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
 // Options configure New.
@@ -75,6 +77,8 @@ type Options struct {
 	Engine *executions.Engine // required: cancels executions and says whether this process works
 	// Agents resolves the owner of a memory; nil means no settings.
 	Agents *agents.Directory
+	// Limits are the configured budgets of a day, for the verdict.
+	Limits budgets.Limits
 	// Memory searches memories; nil matches words only.
 	Memory *memory.Index
 	// DocumentBytes bounds an uploaded document; documents.DefaultMaxBytes when 0.
@@ -119,7 +123,8 @@ func New(o Options) (http.Handler, error) {
 		ready: cmp.Or(o.Ready, o.Pool), classes: newClasses(),
 		pages: o.Pages, proxies: o.Proxies,
 		pending: newPendingResults(o.Pool, o.Cutting), documentBytes: cmp.Or(o.DocumentBytes, documents.DefaultMaxBytes),
-		locks: postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
+		monitor: monitor.Monitor{Agents: cmp.Or(o.Agents, &agents.Directory{}), Limits: o.Limits},
+		locks:   postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
 	}
 	table, err := s.routes(o.Endpoints)
 	if err != nil {
@@ -130,6 +135,7 @@ func New(o Options) (http.Handler, error) {
 
 // server holds the dependencies of all handlers.
 type server struct {
+	monitor  monitor.Monitor
 	pool     *pgxpool.Pool
 	read     *replica.Reader
 	engine   *executions.Engine

@@ -255,8 +255,17 @@ func TestEveryChangeIsAudited(t *testing.T) {
 		  from agent_executions e, agent_skills s where e.id = $1::uuid and s.name = 'fetch' returning id::text`, x)
 	a.holdLane("pipeline:x", string(trace.New(trace.Heartbeat))+"/7")
 	const because = `{"reason":"why not"}`
+	pgtest.Exec(t, a.pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour');
+		insert into agent_skills (name, description, tool_definition, handler, enabled, disabled_by, disabled_at)
+		select 'broken', description, tool_definition, handler, false, 'self_heal', now() from agent_skills where name = 'fetch'`)
+	var verdict struct{ Mark string }
+	a.get("/v1/monitor/verdict", &verdict)
 	seen := map[string]bool{}
 	for _, c := range [][]string{
+		{
+			"POST /v1/monitor/acknowledge", "", `{"reason":"why not","mark":"` + verdict.Mark + `"}`,
+			"changed: skill broken disabled by self-heal",
+		},
 		{"POST /v1/skills/{name}/disable", "fetch", because, "skill fetch"},
 		{"POST /v1/skills/{name}/enable", "fetch", because, "skill fetch"},
 		{"POST /v1/approvals/{id}", approval, `{"decision":"reject","reason":"why not"}`, "decision: reject, approval " +

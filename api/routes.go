@@ -67,7 +67,7 @@ func (s *server) routes(endpoints []Endpoint) ([]route, error) {
 		s.probeRoutes(), s.readRoutes(), s.agentRoutes(), s.reportRoutes(), s.whyRoutes(), s.stateRoutes(), s.actionRoutes(),
 		s.executionRoutes(), s.timeTravelRoutes(),
 		s.flowRoutes(), s.decisionRoutes(), s.memoryRoutes(), s.messageRoutes(), s.accessRoutes(), s.webhookRoutes(),
-		s.loginRoutes(), s.pauseRoutes(),
+		s.loginRoutes(), s.pauseRoutes(), s.monitorRoutes(),
 		s.retentionRoutes(), s.documentRoutes(),
 	)
 	for i := range table {

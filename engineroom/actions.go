@@ -244,6 +244,10 @@ var versionedFields = append([]field{{"if_revision", asRevision}}, reasonField..
 // actions lists all actions. Other routes cannot be called through the Engine Room.
 func actions() []action {
 	return []action{
+		{
+			"POST", "/v1/monitor/acknowledge", append([]field{{"mark", asText}}, reasonField...),
+			"The reasons are acknowledged. They count again when they change.",
+		},
 		{"POST", "/v1/pause", reasonField, "Autonomous work is paused."},
 		{"POST", "/v1/resume", reasonField, "Autonomous work is resumed."},
 		{"POST", "/v1/executions/{id}/cancel", reasonField, "The execution is cancelled."},

@@ -468,3 +468,22 @@ func TestAChartOfNothingIsEmpty(t *testing.T) {
 		}
 	}
 }
+
+func TestTheReasonsOfADegradedVerdictAreAcknowledged(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
+	skill(t, pool, "fetch_price", "Fetches a price.", "self_heal", "5 consecutive failures")
+	room, err := New(Options{Pool: pool})
+	require.NoError(t, err)
+	s, err := room.monitor().Status(t.Context(), pool)
+	require.NoError(t, err)
+	shows(t, server.URL+"/", `data-verdict="degraded"`, `action="/act/v1/monitor/acknowledge"`, `name="mark" value="`+s.Mark+`"`)
+	_, _, err = room.monitor().Acknowledge(t.Context(), pool, s.Mark, "the shop <moves>", "ana")
+	require.NoError(t, err)
+	body := shows(t, server.URL+"/", `data-verdict="working"`, "Known: ", "skill fetch_price disabled by self-heal",
+		"ana: the shop &lt;moves&gt;")
+	if strings.Contains(body, "/act/v1/monitor/acknowledge") {
+		t.Error("there is something to acknowledge")
+	}
+}

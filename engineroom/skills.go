@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
 const (
@@ -86,7 +87,7 @@ func (room *Room) healthPanel(ctx context.Context, _ *visit) (any, error) {
 // Look is the state as shown. An enabled skill is failing if it failed 3 times or more in a row, or if its newest call
 // failed and most of its calls in 7 days did.
 func (f skillHealth) Look() string {
-	if f.State == "enabled" && (f.Streak >= failingStreak || f.Streak > 0 && 2*f.Failed > f.Calls) {
+	if f.State == "enabled" && (f.Streak >= monitor.FailingStreak || f.Streak > 0 && 2*f.Failed > f.Calls) {
 		return "failing"
 	}
 	return f.State

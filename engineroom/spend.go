@@ -13,9 +13,9 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
-	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/monitor"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -423,55 +423,40 @@ func (b budgetLine) BarHeld() string { return place(100 * b.Held) }
 
 // budgetLines reads today's limits, and the spend without a limit.
 func (room *Room) budgetLines(ctx context.Context, _ *visit) (any, error) {
-	scopes, err := budgets.Today(ctx, room.Read)
-	if err != nil {
-		return nil, err
-	}
-	limits := map[string]budgets.Limit{"": room.Limits.Day}
-	order := []string{""}
-	for _, surface := range activitySurfaces {
-		limits[surface] = room.Limits.Surface[trace.Surface(surface)]
-		order = append(order, surface)
-	}
-	standing := map[string]budgets.Standing{}
-	for _, s := range scopes {
-		// day:2026-11-21 or day:2026-11-21:chat
-		_, day, _ := strings.Cut(s.Scope, ":")
-		_, surface, _ := strings.Cut(day, ":")
-		standing[surface] = s
-	}
+	list, err := room.monitor().Budgets(ctx, room.Read)
 	lines := []budgetLine{}
-	for _, surface := range order {
-		s, limit := standing[surface], limits[surface]
-		if limit.USD > 0 || (surface == "" && s.CostUSD+s.ReservedUSD > 0) {
-			lines = append(lines, lineOf(surface, s.CostUSD, s.UnknownUSD, s.ReservedUSD, limit.USD, human.Money))
-		}
-		if limit.Tokens > 0 || (surface == "" && s.Tokens+s.ReservedTokens > 0) {
-			lines = append(lines, lineOf(surface, float64(s.Tokens), float64(s.UnknownTokens), float64(s.ReservedTokens),
-				float64(limit.Tokens), tokensText))
-		}
+	for _, b := range list {
+		lines = append(lines, budgetLineOf(b))
 	}
-	return lines, nil
+	return lines, err
 }
 
 func tokensText(f float64) string { return human.Count(int64(f)) + " tokens" }
 
-// lineOf computes the rest of a limit; 0 is no limit.
-func lineOf(surface string, spent, unknown, aside, limit float64, write func(float64) string) budgetLine {
-	l := budgetLine{Surface: surface, Spent: write(spent)}
-	if unknown > 0 {
-		l.Unknown = write(unknown)
+// budgetLineOf writes the rest of a limit.
+func budgetLineOf(b monitor.Budget) budgetLine {
+	write := tokensText
+	if b.Unit == "usd" {
+		write = human.Money
 	}
-	if aside > 0 {
-		l.Aside = write(aside)
+	surface, _ := strings.CutPrefix(b.Scope, "surface ")
+	if surface == b.Scope {
+		surface = ""
 	}
-	if limit <= 0 {
+	l := budgetLine{Surface: surface, Spent: write(b.Spent)}
+	if b.Unknown > 0 {
+		l.Unknown = write(b.Unknown)
+	}
+	if b.Reserved > 0 {
+		l.Aside = write(b.Reserved)
+	}
+	if b.Limit <= 0 {
 		return l
 	}
-	l.Limit, l.Left = write(limit), write(max(0, limit-spent-aside))
-	l.Used = min(1, spent/limit)
-	l.Held = min(1-l.Used, aside/limit)
-	l.Over, l.Percent = spent >= limit, human.Percent(spent/limit)
+	l.Limit, l.Left = write(b.Limit), write(max(0, b.Limit-b.Spent-b.Reserved))
+	l.Used = min(1, b.Share())
+	l.Held = min(1-l.Used, b.Reserved/b.Limit)
+	l.Over, l.Percent = b.Over(), human.Percent(b.Share())
 	return l
 }
 

@@ -8,10 +8,10 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/agents"
-	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
 // concerned reports which agents the page is about.
@@ -39,11 +39,11 @@ func (room *Room) chosenName(ctx context.Context, v *visit) (string, error) {
 
 // agentStrip is the line of an agent, or of all.
 type agentStrip struct {
-	verdict
+	monitor.Verdict
 	Agent string // empty for all
 	URL   string // of its overview
 	Here  bool
-	Beat  *beat // its newest, or the newest of all
+	Beat  *monitor.Beat // its newest, or the newest of all
 	Next  *time.Time
 	Spent budgetLine
 }
@@ -51,48 +51,30 @@ type agentStrip struct {
 // Overdue reports whether the next heartbeat is in the past.
 func (s agentStrip) Overdue() bool { return s.Next != nil && s.Next.Before(time.Now()) }
 
+// monitor judges the installation of the page.
+func (room *Room) monitor() monitor.Monitor {
+	return monitor.Monitor{Agents: room.Agents, Limits: room.Limits}
+}
+
 // verdictPart reads the strips: that of the page, and with several agents one for each.
 func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
-	c, err := readCondition(ctx, room.Read)
+	failures, err := v.readFailures(ctx, room.Read)
 	if err != nil {
 		return nil, err
 	}
-	if c.failures, err = v.readFailures(ctx, room.Read); err != nil {
-		return nil, err
-	}
-	all, err := room.Agents.List(ctx, room.Read)
-	if err != nil {
-		return nil, err
-	}
-	used, err := budgets.Today(ctx, room.Read)
-	if err != nil {
-		return nil, err
-	}
-	lines, err := room.budgetLines(ctx, nil)
+	c, all, err := room.monitor().Condition(ctx, room.Read, &failures)
 	if err != nil {
 		return nil, err
 	}
 	total := budgetLine{Spent: human.Money(0)}
-	if list, _ := lines.([]budgetLine); len(list) > 0 {
-		total = list[0]
+	if len(c.Budgets) > 0 {
+		total = budgetLineOf(c.Budgets[0])
 	}
-	c.spent = map[string]bool{}
-	if total.Over {
-		c.spent[""] = true
-	}
-	spent := map[string]budgetLine{}
-	for _, a := range all {
-		s := budgets.AgentOf(used, a.Name)
-		spent[a.Name] = lineOf("", s.CostUSD, s.UnknownUSD, s.ReservedUSD, a.Limits.DayUSD, human.Money)
-		if spent[a.Name].Over {
-			c.spent[a.Name] = true
-		}
-	}
-	head := c.strip(nil, all, total)
+	head := agentStripOf(c, nil, all, total)
 	head.URL = v.at("agent", "")
 	var each []agentStrip
 	for _, a := range all {
-		one := c.strip(&a, all, spent[a.Name])
+		one := agentStripOf(c, &a, all, budgetLineOf(c.AgentBudgets[a.Name]))
 		one.URL, one.Here = v.at("agent", a.Name), len(all) > 1 && v.Query.Get("agent") == a.Name
 		if each = append(each, one); one.Here {
 			head = one
@@ -110,15 +92,15 @@ func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
 // mostStrips bounds the agents on the overview.
 const mostStrips = 20
 
-// strip makes the line of an agent, or of all.
-func (c condition) strip(of *agents.Agent, all []agents.Agent, spent budgetLine) agentStrip {
-	s := agentStrip{verdict: c.judge(of, all), Spent: spent}
+// agentStripOf makes the line of an agent, or of all.
+func agentStripOf(c monitor.Condition, of *agents.Agent, all []agents.Agent, spent budgetLine) agentStrip {
+	s := agentStrip{Verdict: c.Judge(of, all), Spent: spent}
 	concerns := func(string) bool { return true }
 	if of != nil {
 		s.Agent = of.Name
 		concerns = func(name string) bool { return agents.Acting(all, name).Name == of.Name }
 	}
-	for _, b := range c.beatsOf(concerns) {
+	for _, b := range c.BeatsOf(concerns) {
 		if s.Next == nil || b.NextRunAt.Before(*s.Next) {
 			s.Next = &b.NextRunAt
 		}
@@ -197,7 +179,7 @@ func (c hourChart) Columns() []bar {
 	for i, h := range c.Hours {
 		list[i] = bar{
 			X: place(float64(i * hourWide)), W: place(hourWide), H: place(hourHigh),
-			Text: fmt.Sprintf("%s UTC: %s, %s failed", h.At.Format("15:04"), counted(h.Runs, "run"), human.Count(h.Failed)),
+			Text: fmt.Sprintf("%s UTC: %s, %s failed", h.At.Format("15:04"), monitor.Counted(h.Runs, "run"), human.Count(h.Failed)),
 		}
 	}
 	return list

@@ -258,19 +258,7 @@ func brief(n int, s string) string {
 }
 
 // cut returns at most n characters of a text, and how many are omitted.
-func cut(n int, s string) string {
-	if len(s) <= n {
-		return s
-	}
-	count := 0
-	for i := range s {
-		if count == n {
-			return fmt.Sprintf("%s… (%s more characters)", s[:i], human.Count(int64(utf8.RuneCountInString(s[i:]))))
-		}
-		count++
-	}
-	return s
-}
+func cut(n int, s string) string { return human.Cut(n, s) }
 
 // stateLook is the display of a state: a class for its colour, and a shape.
 type stateLook struct{ tone, shape string }

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/url"
+	"os"
 	"strconv"
 	"strings"
 	"time"
@@ -37,6 +38,8 @@ type Dispatcher struct {
 	Logger   *slog.Logger
 	Listener *postgres.Listener  // shortens waits; may be nil
 	Getenv   func(string) string // for secrets; nil reads the process's environment
+	// PublicURL is where people reach the agent, for links in Slack's messages; empty for none.
+	PublicURL string
 	// Schedule lists the pauses after failed attempts. After the last, the message is dead. The default is that of
 	// Standard Webhooks: 5 s, 5 m, 30 m, 2 h, 5 h, 10 h, 14 h, 20 h, 24 h, each up to a fifth longer.
 	Schedule []time.Duration
@@ -112,6 +115,13 @@ func (d *Dispatcher) attempt(ctx context.Context, m message) {
 
 // send makes the request.
 func (d *Dispatcher) send(ctx context.Context, m message) attemptResult {
+	if m.Format == FormatSlack {
+		body, err := slackBody(m.Payload, d.PublicURL)
+		if err != nil {
+			return attemptResult{err: err.Error(), class: "refused"}
+		}
+		m.Payload = body
+	}
 	got := Poster{Client: d.Client, Getenv: d.Getenv}.Post(ctx, Request{
 		ID: m.ID, TraceID: m.TraceID, URL: m.URL, Secrets: m.Secrets, Payload: m.Payload, SentAt: m.SentAt,
 	})
@@ -129,6 +139,7 @@ type message struct {
 	Target     string
 	URL        string
 	Secrets    []string
+	Format     string
 	Event      string
 	Payload    string
 	TraceID    string
@@ -156,7 +167,7 @@ func claimDue(
 		     set attempts = o.attempts + 1, leased = true, next_attempt_at = clock_timestamp() + make_interval(secs => @lease)
 		    from due where o.id = due.id
 		  returning o.id, o.target_id, o.event, o.payload, o.trace_id, o.attempts, o.activity_id)
-		select k.id::text, k.target_id::text, t.name as target, t.url, t.secrets, k.event, k.payload::text as payload,
+		select k.id::text, k.target_id::text, t.name as target, t.url, t.secrets, t.format, k.event, k.payload::text as payload,
 		  k.trace_id,
 		       k.attempts as attempt, k.activity_id::text, clock_timestamp() as sent_at
 		  from taken k join agent_webhook_targets t on t.id = k.target_id`,
@@ -330,13 +341,22 @@ func (p Poster) Post(ctx context.Context, l Request) Response {
 	if err != nil {
 		return Response{Error: err.Error(), Class: "secret"}
 	}
-	headers, err := signature.Sign(secrets, l.ID, l.SentAt, []byte(l.Payload))
+	if isReference(l.URL) {
+		if l.URL, err = resolveSecret(l.URL, p.getenv()); err != nil {
+			return Response{Error: err.Error(), Class: "secret"}
+		}
+	}
+	headers := http.Header{}
+	if len(secrets) > 0 {
+		headers, err = signature.Sign(secrets, l.ID, l.SentAt, []byte(l.Payload))
+	}
 	if err != nil {
 		return Response{Error: err.Error(), Class: "secret"}
 	}
 	request, err := http.NewRequestWithContext(ctx, http.MethodPost, l.URL, strings.NewReader(l.Payload))
 	if err != nil {
-		return Response{Error: err.Error(), Class: "refused"}
+		// The error has the address, which may be a secret.
+		return Response{Error: "the target's url is no address", Class: "refused"}
 	}
 	request.Header = headers
 	request.Header.Set("Content-Type", "application/json")
@@ -354,6 +374,13 @@ func (p Poster) Post(ctx context.Context, l Request) Response {
 	defer func() { _ = response.Body.Close() }()                    // closing a response loses nothing
 	said, _ := io.ReadAll(io.LimitReader(response.Body, maxAnswer)) // the body is only logged
 	return classifyResponse(response, string(said))
+}
+
+func (p Poster) getenv() func(string) string {
+	if p.Getenv == nil {
+		return os.Getenv
+	}
+	return p.Getenv
 }
 
 // connectionFailure is the outcome of a request without a response.

@@ -456,14 +456,19 @@ func checkSecrets(secrets []string) []error {
 	}
 	var problems []error
 	for i, s := range secrets {
-		path, isFile := strings.CutPrefix(s, "file:")
-		if envForm.MatchString(s) || isFile && filepath.IsAbs(path) {
+		if isReference(s) {
 			continue
 		}
 		problems = append(problems, fmt.Errorf(
 			"secrets[%d]: is no reference; a secret does not belong into a file that is shared: write ${NAME} of the environment or file:/absolute/path", i))
 	}
 	return problems
+}
+
+// isReference reports whether a text is ${NAME} or file:/path.
+func isReference(s string) bool {
+	path, isFile := strings.CutPrefix(s, "file:")
+	return envForm.MatchString(s) || isFile && filepath.IsAbs(path)
 }
 
 // Secrets resolves references now. The error for a missing one says what to set, and never contains a secret. A nil

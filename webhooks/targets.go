@@ -22,8 +22,8 @@ var eventForm = regexp.MustCompile(`^(\*|[a-z_]+\.(\*|[a-z_]+))$`)
 // EventTypes are the agent's own events.
 func EventTypes() []string {
 	return []string{
-		"approval.requested", "execution.cancelled", "execution.completed", "execution.failed", "objective.completed",
-		"skill.disabled", "webhook.dead",
+		"approval.requested", "budget.reached", "execution.cancelled", "execution.completed", "execution.failed",
+		"objective.completed", "skill.disabled", "verdict.changed", "webhook.dead",
 	}
 }
 
@@ -31,18 +31,26 @@ func EventTypes() []string {
 type TargetDefinition struct {
 	Name        string   `yaml:"name" json:"name"`
 	Description string   `yaml:"description" json:"description,omitempty"`
-	URL         string   `yaml:"url" json:"url"`
-	Secrets     []string `yaml:"secrets" json:"secrets"` // references; each one signs, so that one can be rotated
-	Events      []string `yaml:"events" json:"events"`   // execution.failed, execution.*, *
+	URL         string   `yaml:"url" json:"url"`                 // or a reference, where the address is a secret
+	Secrets     []string `yaml:"secrets" json:"secrets"`         // references; each one signs, so that one can be rotated
+	Format      string   `yaml:"format" json:"format,omitempty"` // FormatSlack, which needs no secrets; else empty
+	Events      []string `yaml:"events" json:"events"`           // execution.failed, execution.*, *
 	MaxFailures int      `yaml:"max_failures" json:"max_failures,omitempty"`
 }
 
 // ValidateTarget returns all problems of d, each as "field path: problem", joined as by [errors.Join].
 func ValidateTarget(d TargetDefinition) error {
-	problems := append(checkName(d.Name, d.Description), checkSecrets(d.Secrets)...)
+	problems := checkName(d.Name, d.Description)
+	if d.Format != FormatSlack || len(d.Secrets) > 0 {
+		problems = append(problems, checkSecrets(d.Secrets)...)
+	}
+	if d.Format != "" && d.Format != FormatSlack {
+		problems = append(problems, fmt.Errorf("format: is %q; leave it out, or write %s", d.Format, FormatSlack))
+	}
 	switch u, err := url.Parse(d.URL); {
+	case isReference(d.URL):
 	case err != nil, u.Host == "", u.Scheme != "https" && u.Scheme != "http", len(d.URL) > maxURL:
-		problems = append(problems, errors.New("url: must be an https:// or http:// address"))
+		problems = append(problems, errors.New("url: must be an https:// or http:// address, or ${NAME} or file:/path of one"))
 	case u.User != nil:
 		problems = append(problems,
 			errors.New("url: has a user or a password in it; messages are signed with the secrets instead"))
@@ -88,7 +96,8 @@ func PutTarget(ctx context.Context, db postgres.DB, d TargetDefinition, source s
 	}
 	verb := fmt.Sprintf("put webhook target %q", d.Name)
 	return postgres.Upsert(ctx, db, verb, "agent_webhook_targets", "name", postgres.Strict{
-		"name": d.Name, "description": d.Description, "url": d.URL, "secrets": d.Secrets, "events": d.Events,
+		"name": d.Name, "description": d.Description, "url": d.URL, "secrets": append([]string{}, d.Secrets...),
+		"events": d.Events, "format": d.Format,
 		"max_failures": cmp.Or(d.MaxFailures, defaultFailures), "source": source,
 	})
 }
@@ -112,7 +121,7 @@ func GetTarget(ctx context.Context, db postgres.DB, name string) (Target, error)
 
 func targets(ctx context.Context, db postgres.DB, name string) ([]Target, error) {
 	return postgres.Rows[Target](ctx, db, "list webhook targets", `
-		select t.id::text, t.name, t.description, t.url, t.secrets, t.events, t.max_failures, t.enabled, t.disabled_reason,
+		select t.id::text, t.name, t.description, t.url, t.secrets, t.events, t.format, t.max_failures, t.enabled, t.disabled_reason,
 		       t.disabled_by, t.disabled_at, t.failures, t.failing_since, t.blocked_until, t.source, t.created_at,
 		         t.updated_at,
 		       (select count(*) from agent_webhook_outbox o where o.target_id = t.id and o.status = 'pending') as pending,

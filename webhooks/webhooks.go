@@ -95,6 +95,7 @@ type Target struct {
 	URL            string     `json:"url"`
 	Secrets        []string   `json:"secrets"` // references
 	Events         []string   `json:"events"`
+	Format         string     `json:"format"`
 	MaxFailures    int        `json:"max_failures"`
 	Enabled        bool       `json:"enabled"`
 	DisabledReason string     `json:"disabled_reason"`

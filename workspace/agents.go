@@ -287,7 +287,7 @@ func webhookTargets(w Workspace) kindApplier {
 		get:      webhooks.GetTarget,
 		put:      put(webhooks.PutTarget),
 		notFound: webhooks.ErrNotFound, remove: webhooks.RemoveTargets,
-		declared: []string{"description", "url", "secrets", "events", "max_failures", "source"},
+		declared: []string{"description", "url", "secrets", "events", "format", "max_failures", "source"},
 	}
 }
 

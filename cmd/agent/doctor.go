@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/models/modelcheck"
+	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
 // finding is the result of one check.
@@ -119,6 +120,12 @@ func (c *cli) diagnoseDatabase(ctx context.Context, s *session, add func(string,
 		autonomy = pause.String() + "; `agent resume` ends it"
 	}
 	add("autonomy", err, autonomy)
+	judge := monitor.Monitor{Agents: app.NewDirectory(s.config), Limits: app.Limits(s.config.Limits)}
+	status, err := judge.Status(ctx, s.Pool)
+	if err == nil && status.State == monitor.Degraded {
+		err = errors.New(status.String())
+	}
+	add("verdict", err, status.String())
 	diagnoseReplica(ctx, s, add)
 	c.diagnoseNamed(ctx, s, add)
 	diagnoseEmbedding(ctx, s, add)

@@ -370,7 +370,7 @@ func TestPauseAndResume(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t))
 	p.fails(2, "--reason", "pause")
 	p.fails(2, "--reason", "pause", "--reason", " ")
-	assert.Contains(t, p.must("doctor"), "autonomy", "not paused")
+	assert.Contains(t, p.must("doctor"), "autonomy", "not paused", "verdict", "stopped: no process is running")
 	assert.Contains(t, p.must("resume"), "the agent is not paused")
 	assert.Contains(t, p.must("pause", "--reason", "prices look wrong"), "autonomous work is paused since",
 		"by admin: prices look wrong", "trace op_")

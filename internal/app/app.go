@@ -37,6 +37,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/monitor"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -134,12 +135,17 @@ func (a *App) newLoop(model *models.Client, zone *time.Location) *reason.Loop {
 			Iterations: b.MaxIterations, Tokens: unlimited(b.MaxTokens), CostUSD: b.MaxCostUSD, Time: b.RunTimeout,
 			Context: b.ContextTokens,
 		},
-		Limits: limits(a.Config.Limits), Zone: zone,
+		Limits: Limits(a.Config.Limits), Zone: zone,
 		Admit: func(ctx context.Context, skill, owner string) (bool, error) {
 			return selfheal.Admit(ctx, pool, skill, owner)
 		},
 		After: selfheal.After(pool),
 	}
+}
+
+// Monitor judges whether the agent works.
+func (a *App) Monitor() monitor.Monitor {
+	return monitor.Monitor{Agents: NewDirectory(a.Config), Limits: Limits(a.Config.Limits)}
 }
 
 // NewDirectory resolves agents, with the settings as defaults.
@@ -154,7 +160,7 @@ func NewDirectory(cfg config.Config) *agents.Directory {
 	}}
 }
 
-func limits(l config.Limits) budgets.Limits {
+func Limits(l config.Limits) budgets.Limits {
 	limit := func(tokens int, usd float64) budgets.Limit { return budgets.Limit{Tokens: int64(tokens), USD: usd} }
 	return budgets.Limits{
 		Day: limit(l.DayTokens, l.DayUSD),
@@ -211,6 +217,7 @@ func (a *App) Run(ctx context.Context, extra ...func(ctx context.Context) error)
 		group.Go(func() error { return a.Index.Run(ctx, a.Pool) })
 		group.Go(func() error { return runActivityCounts(ctx, a.Pool, countEvery, a.Log) })
 		group.Go(func() error { return runExecutionCounts(ctx, a.Pool, time.Minute, a.Log) })
+		group.Go(func() error { return a.Monitor().Watch(ctx, a.Pool, a.Log) })
 		for _, f := range slices.Concat(a.background(), extra) {
 			group.Go(func() error { return f(ctx) })
 		}
@@ -292,6 +299,7 @@ func (a *App) registerSurfaces() (err error) {
 	}
 	a.outgoing = &webhooks.Dispatcher{
 		Pool: a.Pool, Client: client, Logger: a.Log, Listener: a.listener, Getenv: a.Getenv,
+		PublicURL: a.Config.PublicURL,
 	}
 	a.threads = &threads.Dispatcher{Pool: a.Pool, Client: client, Logger: a.Log, Listener: a.listener, Getenv: a.Getenv}
 	a.MCPServer = &mcp.Server{

@@ -36,7 +36,7 @@ func (a *App) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 	}
 	room, err := engineroom.New(engineroom.Options{
 		Pool: a.admin(), Read: a.Read, API: routes, Logger: a.Log, Agent: a.Config.Name, Key: key,
-		Limits: limits(a.Config.Limits),
+		Limits: Limits(a.Config.Limits),
 		Agents: NewDirectory(a.Config),
 	})
 	if err != nil {

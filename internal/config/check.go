@@ -75,6 +75,7 @@ func (k *checker) connections(c *Config) {
 	k.token("OPENAI_API_KEY", c.OpenAIKey)
 	k.provider(&c.Provider)
 	k.embedding(c)
+	k.server("AGENT_PUBLIC_URL", c.PublicURL)
 	k.server("OPENAI_BASE_URL", c.OpenAIBaseURL)
 	if c.PGBin != "" {
 		if at, err := os.Stat(c.PGBin); err != nil || !at.IsDir() {

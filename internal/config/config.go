@@ -32,6 +32,7 @@ type Config struct {
 	TestDatabaseURL Secret `env:"AGENT_TEST_DATABASE_URL" help:"a server on which tests may create databases, for example postgres://postgres@localhost:5432/postgres"`
 	PGBin           string `env:"AGENT_PG_BIN" help:"the directory of PostgreSQL's server programs, for example /usr/lib/postgresql/15/bin"`
 
+	PublicURL  string   `env:"AGENT_PUBLIC_URL" help:"where people reach the agent, for links in messages, for example https://agent.example.com"`
 	Name       string   `env:"AGENT_NAME" envDefault:"agent" help:"the agent's name in the activity log, up to 100 printable characters"`
 	Listen     string   `env:"AGENT_LISTEN" envDefault:"127.0.0.1:8080" help:"host:port, for example 127.0.0.1:8080"`
 	AdminToken Secret   `env:"AGENT_ADMIN_TOKEN" help:"a long random text, for example from: openssl rand -hex 32"`

@@ -104,6 +104,7 @@ var badValues = map[string]struct{ value, says string }{
 	"DATABASE_READ_URL":             {"replica:5432", "postgres://agent@replica:5432/agent"},
 	"AGENT_TEST_DATABASE_URL":       {"hunter2", "postgres://postgres@localhost"},
 	"AGENT_PG_BIN":                  {"/no/such/dir", "not a directory"},
+	"AGENT_PUBLIC_URL":              {"agent.example.com", "http or https"},
 	"AGENT_NAME":                    {"a\x01b", "printable"},
 	"AGENT_LISTEN":                  {"8080", "host:port"},
 	"AGENT_ADMIN_TOKEN":             {"hunter2 x", "no HTTP header can carry"},

@@ -18,6 +18,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode/utf8"
 )
 
 // Money formats dollars.
@@ -173,4 +174,19 @@ func Left(left time.Duration) string {
 		return "over"
 	}
 	return Clock(left) + " left"
+}
+
+// Cut returns at most n characters of a text, and how many are omitted.
+func Cut(n int, s string) string {
+	if len(s) <= n {
+		return s
+	}
+	count := 0
+	for i := range s {
+		if count == n {
+			return fmt.Sprintf("%s… (%s more characters)", s[:i], Count(int64(utf8.RuneCountInString(s[i:]))))
+		}
+		count++
+	}
+	return s
 }

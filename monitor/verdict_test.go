@@ -1,6 +1,7 @@
-package engineroom
+package monitor
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -8,15 +9,19 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // written is a verdict as text, without times.
-func written(v verdict) string {
+func written(v Verdict) string {
 	text := v.State
 	for i, r := range v.Why {
 		text += map[bool]string{true: ": ", false: ", "}[i == 0] + r.Text + " <" + r.Link + ">"
@@ -25,12 +30,12 @@ func written(v verdict) string {
 }
 
 // well is the condition of two agents that beat every half hour, at noon.
-func well() (condition, []agents.Agent) {
+func well() (Condition, []agents.Agent) {
 	noon := time.Date(2026, 11, 26, 12, 0, 0, 0, time.UTC)
 	tick, ended := noon.Add(-10*time.Minute), noon.Add(-9*time.Minute)
-	c := condition{now: noon, workers: 1, spent: map[string]bool{}}
+	c := Condition{now: noon, workers: 1, spent: map[string]bool{}}
 	for _, name := range []string{"sales", "billing"} {
-		c.beats = append(c.beats, beat{
+		c.beats = append(c.beats, Beat{
 			Agent: name, Cron: "*/30 * * * *", Timezone: "UTC", NextRunAt: noon.Add(20 * time.Minute), LastRunAt: &tick,
 			Status: "completed", EndedAt: &ended,
 		})
@@ -42,7 +47,7 @@ func well() (condition, []agents.Agent) {
 }
 
 // fails adds a failure with its outcome.
-func (c *condition) fails(kind, name, agent string, streak, hourFailed, hourAll int64) {
+func (c *Condition) fails(kind, name, agent string, streak, hourFailed, hourAll int64) {
 	at := c.now.Add(-time.Hour)
 	c.list = append(c.list, failure{Kind: kind, Name: name, Agent: agent, At: at, Message: "no route"})
 	o := outcome{
@@ -57,44 +62,44 @@ func (c *condition) fails(kind, name, agent string, streak, hourFailed, hourAll 
 
 func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 	t.Parallel()
-	ago := func(c *condition, d time.Duration) *time.Time {
+	ago := func(c *Condition, d time.Duration) *time.Time {
 		at := c.now.Add(-d)
 		return &at
 	}
 	for name, test := range map[string]struct {
-		change              func(c *condition)
+		change              func(c *Condition)
 		all, sales, billing string // empty: as all
 	}{
-		"all well": {func(*condition) {}, "working", "", ""},
+		"all well": {func(*Condition) {}, "working", "", ""},
 		"paused": {
-			func(c *condition) { c.pause = executions.Pause{Paused: true, PausedBy: "ana"} },
+			func(c *Condition) { c.pause = executions.Pause{Paused: true, PausedBy: "ana"} },
 			"stopped: paused by ana <#pause>", "", "",
 		},
 		"no process": {
-			func(c *condition) { c.workers, c.beats = 0, nil }, "stopped: no process is running </lanes>", "",
+			func(c *Condition) { c.workers, c.beats = 0, nil }, "stopped: no process is running </lanes>", "",
 			"",
 		},
-		"beats from cron": {func(c *condition) { c.workers = 0 }, "working", "", ""},
-		"process died": {func(c *condition) {
+		"beats from cron": {func(c *Condition) { c.workers = 0 }, "working", "", ""},
+		"process died": {func(c *Condition) {
 			c.workers = 0
 			for i := range c.beats {
 				c.beats[i].EndedAt = ago(c, 40*time.Minute)
 			}
 		}, "stopped: no process is running </lanes>", "", ""},
 		"three in a row": {
-			func(c *condition) { c.fails("flow", "import", "billing", 3, 0, 0) },
+			func(c *Condition) { c.fails("flow", "import", "billing", 3, 0, 0) },
 			"degraded: flow import failing </executions?failed=1&flow=import>", "working",
 			"degraded: flow import failing </executions?failed=1&flow=import>",
 		},
-		"two in a row": {func(c *condition) { c.fails("flow", "import", "billing", 2, 1, 2) }, "working", "", ""},
+		"two in a row": {func(c *Condition) { c.fails("flow", "import", "billing", 2, 1, 2) }, "working", "", ""},
 		"most in an hour": {
-			func(c *condition) { c.fails("flow", "import", "of nobody", 1, 2, 3) },
+			func(c *Condition) { c.fails("flow", "import", "of nobody", 1, 2, 3) },
 			"degraded: flow import failing </executions?failed=1&flow=import>",
 			"degraded: flow import failing </executions?failed=1&flow=import>", "working",
 		},
-		"recovered": {func(c *condition) { c.fails("flow", "import", "sales", 0, 9, 10) }, "working", "", ""},
+		"recovered": {func(c *Condition) { c.fails("flow", "import", "sales", 0, 9, 10) }, "working", "", ""},
 		"two flows": {
-			func(c *condition) {
+			func(c *Condition) {
 				c.fails("flow", "import", "sales", 3, 0, 0)
 				c.fails("flow", "export", "sales", 4, 0, 0)
 				c.fails("model", "model_call", "sales", 4, 0, 0)
@@ -103,7 +108,7 @@ func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 			"degraded: 2 flows failing <#failing>, model calls failing </activity?status=error&skill=model_call>", "working",
 		},
 		"disabled skill": {
-			func(c *condition) {
+			func(c *Condition) {
 				c.fails("skill", "fetch", "sales", 5, 5, 5)
 				c.out = []skillOut{{Name: "fetch"}, {Name: "pay", OnTrial: true}}
 			},
@@ -112,28 +117,28 @@ func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 			"degraded: skill pay on trial </skills/pay>",
 		},
 		"heartbeat overdue": {
-			func(c *condition) { c.beats[1].NextRunAt = *ago(c, 3*time.Minute) },
+			func(c *Condition) { c.beats[1].NextRunAt = *ago(c, 3*time.Minute) },
 			"degraded: heartbeat overdue for billing </executions?flow=heartbeat>", "working",
 			"degraded: heartbeat overdue </executions?flow=heartbeat>",
 		},
 		"heartbeat hangs": {
-			func(c *condition) { c.beats[0].EndedAt = ago(c, 63*time.Minute) },
+			func(c *Condition) { c.beats[0].EndedAt = ago(c, 63*time.Minute) },
 			"degraded: no heartbeat finished for sales </executions?flow=heartbeat>",
 			"degraded: no heartbeat finished </executions?flow=heartbeat>", "working",
 		},
 		"stuck": {
-			func(c *condition) { c.stuck = []stuckWork{{Agent: "billing", N: 2}, {Lane: "pipeline", N: 1}} },
+			func(c *Condition) { c.stuck = []stuckWork{{Agent: "billing", N: 2}, {Lane: "pipeline", N: 1}} },
 			"degraded: 2 executions stuck </executions?view=stuck>, 1 lane stuck </lanes>",
 			"degraded: 1 lane stuck </lanes>",
 			"degraded: 2 executions stuck </executions?view=stuck>, 1 lane stuck </lanes>",
 		},
 		"budget of one": {
-			func(c *condition) { c.spent["billing"] = true },
+			func(c *Condition) { c.spent["billing"] = true },
 			"degraded: today's budget is spent by billing </spend?days=1>", "working",
 			"degraded: today's budget is spent </spend?days=1>",
 		},
 		"budget of all": {
-			func(c *condition) { c.spent[""] = true }, "degraded: today's budget is spent </spend?days=1>", "",
+			func(c *Condition) { c.spent[""] = true }, "degraded: today's budget is spent </spend?days=1>", "",
 			"",
 		},
 	} {
@@ -144,17 +149,66 @@ func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 			if test.sales == "" {
 				test.sales, test.billing = test.all, test.all
 			}
-			assert.Equal(t, test.all, written(c.judge(nil, all)))
-			assert.Equal(t, test.sales, written(c.judge(&all[0], all)))
-			assert.Equal(t, test.billing, written(c.judge(&all[1], all)))
+			assert.Equal(t, test.all, written(c.Judge(nil, all)))
+			assert.Equal(t, test.sales, written(c.Judge(&all[0], all)))
+			assert.Equal(t, test.billing, written(c.Judge(&all[1], all)))
 		})
 	}
+}
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// quiet writes past the triggers.
+func quiet(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
+	t.Helper()
+	tx := pgtest.Begin(t, pool)
+	pgtest.Exec(t, tx, `set local session_replication_role = replica`)
+	pgtest.Exec(t, tx, sql, args...)
+	require.NoError(t, tx.Commit(t.Context()))
+}
+
+// execution makes one in a state.
+func execution(t *testing.T, pool *pgxpool.Pool, status, surface, flow string) string {
+	t.Helper()
+	id := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7()::text`)
+	quiet(t, pool, `
+		insert into agent_executions (id, trace_id, surface, flow, outside, status, waiting_for, waiting_key, waiting_until,
+		  waiting_step, updated_at, completed_at)
+		select @id::uuid, lanekeeper.agent_trace_id('fl'), @surface, @flow, @flow like 'external%', @status::text, x.kind,
+		  x.key, x.until, x.step, x.at, x.ended
+		  from (select case when @status = 'waiting' then 'event' end as kind, case when @status = 'waiting' then 'news' end
+		    as key,
+		               case when @status = 'waiting' then clock_timestamp() + interval '1 hour' end as until,
+		               case when @status = 'waiting' then 'wait for news' end as step, clock_timestamp() as at,
+		               case when @status not in ('pending', 'running', 'waiting') then clock_timestamp() end as ended) x`,
+		postgres.Strict{"id": id, "status": status, "surface": surface, "flow": flow})
+	return id
+}
+
+func skill(t *testing.T, pool *pgxpool.Pool, name, description, disabledBy, reason string) {
+	t.Helper()
+	pgtest.Value[string](t, pool, `
+		insert into agent_skills (name, description, tool_definition, handler, enabled, disabled_by, disabled_reason,
+		  disabled_at, evidence)
+		values ($1, $2, jsonb_build_object('name', $1::text, 'description', $2::text), 'builtin:x', $3 = '', $3, $4,
+		        case when $3 <> '' then clock_timestamp() end, '{}')
+		          returning id::text`, name, description, disabledBy, reason)
+}
+
+// called writes calls of a skill.
+func called(t *testing.T, pool *pgxpool.Pool, name, status, message string, n int) {
+	t.Helper()
+	pgtest.Exec(t, pool, `
+		insert into agent_activity (trace_id, surface, skill_name, status, error_class, error_message, duration_ms)
+		select 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', $1, $2, case when $2 = 'error' then 'timeout' else '' end,
+		  nullif($3, ''), 120
+		  from generate_series(1, $4::int)`, name, status, message, n)
 }
 
 // ended writes an execution that ended some minutes ago.
 func ended(t *testing.T, pool *pgxpool.Pool, agent, flow, status, message string, minutes int, parent string) string {
 	t.Helper()
-	id := put(t, pool, `select lanekeeper.agent_uuid7(now() - make_interval(mins => $1))::text`, minutes)
+	id := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7(now() - make_interval(mins => $1))::text`, minutes)
 	quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, error_message, parent_id, created_at,
 		  completed_at)
@@ -168,11 +222,9 @@ func ended(t *testing.T, pool *pgxpool.Pool, agent, flow, status, message string
 // judged reads the condition of a database, and judges it.
 func judged(t *testing.T, pool *pgxpool.Pool) string {
 	t.Helper()
-	c, err := readCondition(t.Context(), pool)
+	s, err := Monitor{Agents: &agents.Directory{}}.Status(t.Context(), pool)
 	require.NoError(t, err)
-	c.failures, err = readFailures(t.Context(), pool)
-	require.NoError(t, err)
-	return written(c.judge(nil, []agents.Agent{{Definition: agents.Definition{Name: "agent", Default: true}}}))
+	return written(s.Verdict)
 }
 
 func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
@@ -254,10 +306,10 @@ func TestFailuresAreGroupedByRootError(t *testing.T) {
 	ended(t, pool, "agent", "sync", "failed", "customer 7919 has no address", 40, "")
 	ended(t, pool, "agent", "sync", "failed", "customer 104729 has no address", 30, "")
 	ended(t, pool, "agent", "sync", "completed", "", 10, "")
-	f, err := readFailures(t.Context(), pool)
+	f, err := ReadFailures(t.Context(), pool)
 	require.NoError(t, err)
 	var got []string
-	for _, g := range f.groups(func(string) bool { return true }) {
+	for _, g := range f.Groups(func(string) bool { return true }) {
 		var subjects []string
 		for _, s := range g.Subjects {
 			subjects = append(subjects, s.Kind+" "+s.Name)
@@ -280,5 +332,93 @@ func TestMessagesDifferByMoreThanNumbersAndIds(t *testing.T) {
 	assert.Equal(t, errorKey(same[0]), errorKey(same[1]))
 	if errorKey("no such table orders") == errorKey("no such table customers") {
 		t.Error("two errors have one key")
+	}
+}
+
+// told are the events that were written for targets.
+func told(t *testing.T, pool *pgxpool.Pool) []string {
+	t.Helper()
+	return pgtest.Value[[]string](t, pool, `
+		select coalesce(array_agg(o.event || ' ' || coalesce(o.payload -> 'data' ->> 'state', o.payload -> 'data' ->> 'percent')
+		  order by o.id), '{}') from agent_webhook_outbox o`)
+}
+
+func TestEachChangeIsToldOnceByAllProcesses(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	m := Monitor{Agents: &agents.Directory{}, Limits: budgets.Limits{Day: budgets.Limit{USD: 10}}}
+	check := func() { // three processes at once, and again
+		var group errgroup.Group
+		for range 3 {
+			group.Go(func() error { return m.Check(t.Context(), pool, 0) })
+		}
+		require.NoError(t, group.Wait())
+		require.NoError(t, m.Check(t.Context(), pool, 0))
+	}
+	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
+	skill(t, pool, "fetch", "", "", "")
+	check() // nobody wants to know
+	pgtest.Exec(t, pool, `insert into agent_webhook_targets (name, url, secrets, events)
+		values ('ops', 'https://example.com', array['${S}'], '{verdict.changed,budget.reached}')`)
+	check()
+	assert.Equal(t, 0, len(told(t, pool)))
+	pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = 'self_heal', disabled_at = now();
+		insert into agent_budgets (scope, cost_usd) values ('day:' || (now() at time zone 'UTC')::date, 8)`)
+	check()
+	assert.NoDiff(t, []string{"verdict.changed degraded", "budget.reached 80"}, told(t, pool))
+	pgtest.Exec(t, pool, `update agent_budgets set cost_usd = 9.99; update agent_skills set enabled = true, disabled_by = '', disabled_at = null`)
+	check()
+	pgtest.Exec(t, pool, `update agent_budgets set cost_usd = 10`)
+	check()
+	assert.NoDiff(t, []string{
+		"verdict.changed degraded", "budget.reached 80", "verdict.changed working", "verdict.changed degraded",
+		"budget.reached 100",
+	}, told(t, pool))
+	if err := m.Check(t.Context(), pool, time.Hour); err != nil { // another process checked within the hour
+		t.Error(err)
+	}
+}
+
+func TestAnAcknowledgedReasonCountsAgainWhenItChangesOrComesBack(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	m := Monitor{Agents: &agents.Directory{}}
+	status := func() Status {
+		s, err := m.Status(t.Context(), pool)
+		require.NoError(t, err)
+		return s
+	}
+	acknowledge := func() {
+		_, _, err := m.Acknowledge(t.Context(), pool, status().Mark, "the shop moves", "ana")
+		require.NoError(t, err)
+	}
+	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
+	fail := func(message string) {
+		for range 3 {
+			ended(t, pool, "agent", "import", "failed", message, 1, "")
+		}
+	}
+	fail("shop 7 is closed")
+	if _, _, err := m.Acknowledge(t.Context(), pool, "other", "why", "ana"); !errors.Is(err, ErrChanged) {
+		t.Errorf("another mark: %v", err)
+	}
+	acknowledge()
+	s := status()
+	if s.State != Working || len(s.Known) != 1 || s.Known[0].By != "ana" || s.Known[0].Note != "the shop moves" {
+		t.Errorf("acknowledged: %+v", s.Verdict)
+	}
+	fail("shop 8 is closed") // the same error
+	assert.Equal(t, Working, status().State)
+	fail("no such table shops")
+	assert.Equal(t, Degraded, status().State)
+	acknowledge()
+	require.NoError(t, m.Check(t.Context(), pool, 0))
+	assert.Equal(t, Working, status().State)
+	pgtest.Exec(t, pool, `delete from agent_executions`) // it is over
+	require.NoError(t, m.Check(t.Context(), pool, 0))
+	fail("no such table shops")
+	assert.Equal(t, Degraded, status().State)
+	if n := pgtest.Value[int](t, pool, `select count(*) from agent_audit where act = 'acknowledge_verdict' and reason = 'the shop moves'`); n != 2 {
+		t.Errorf("%d acknowledgements in the audit", n)
 	}
 }

@@ -1,0 +1,51 @@
+package api
+
+import (
+	"errors"
+	"net/http"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/monitor"
+)
+
+func (s *server) monitorRoutes() []route {
+	return []route{
+		{
+			method: "GET", path: "/v1/monitor/verdict", response: monitor.Status{}, handle: s.verdict,
+			about: "Whether the agent works: working, degraded or stopped, and why with links to pages. It has each agent's " +
+				"verdict, the heartbeats, today's spend against its limits, and what fails, grouped by root error.",
+		}, {
+			method: "POST", path: "/v1/monitor/acknowledge", body: acknowledgeRequest{}, response: monitor.Status{},
+			handle: s.acknowledge, repeatable: true, conflicts: true,
+			about: "Acknowledge the reasons of a degraded verdict. They do not count until they change or are over. mark is " +
+				"that of the verdict. 409 when the reasons are others now.",
+		},
+	}
+}
+
+type acknowledgeRequest struct {
+	Mark   string `json:"mark"`
+	Reason string `json:"reason"`
+}
+
+func (b acknowledgeRequest) check() error {
+	if strings.TrimSpace(b.Mark) == "" {
+		return badBody("mark is empty; it is the mark of GET /v1/monitor/verdict")
+	}
+	return reasonRequest{b.Reason}.check()
+}
+
+func (s *server) verdict(r request) (response, error) {
+	got, err := s.monitor.Status(r.Context(), s.pool)
+	return response{body: got}, err
+}
+
+func (s *server) acknowledge(r request) (response, error) {
+	body, _ := r.body.(acknowledgeRequest)
+	got, traceID, err := s.monitor.Acknowledge(r.Context(), s.pool, body.Mark, body.Reason, admin)
+	if errors.Is(err, monitor.ErrChanged) {
+		return response{}, problem.New(http.StatusConflict, "%s", monitor.ErrChanged).Kind("verdict-changed", "Verdict changed")
+	}
+	return response{body: got, trace: traceID}, err
+}

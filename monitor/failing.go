@@ -1,0 +1,248 @@
+package monitor
+
+import (
+	"context"
+	_ "embed"
+	"net/url"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+)
+
+const (
+	// failuresRead bounds the executions and calls that are read as failures, each.
+	failuresRead, failuresOfCall, failingNames = 200, 30, 30
+	// outcomesRead bounds the runs of a flow, or calls of a skill, that are searched for successes.
+	outcomesRead = 100
+	// newestRead bounds the rows of the log that are searched for names the counts do not have yet.
+	newestRead = 500
+	// FailingStreak is how many failures in a row make a flow or skill failing.
+	FailingStreak = 3
+)
+
+// failure is a failed execution or call.
+type failure struct {
+	Kind                    string // flow, skill, action, model
+	Name, Agent, ID, Parent string // Parent is the execution that started it
+	TraceID, Message, Step  string // Step is the one that failed
+	InnerName, InnerStep    string // of the last error inside an execution; empty for none
+	InnerMessage, Class     string
+	At                      time.Time
+}
+
+// outcome is how the newest runs of a flow by an agent, or the newest calls of a name, ended.
+type outcome struct {
+	Kind, Name, Agent           string // flow with its agent, or call
+	LatestFailed                bool
+	Streak, HourAll, HourFailed int64
+	Since                       *time.Time // the first failure of the streak
+}
+
+// Failing reports whether it counts as failing: see verdict.
+func (o outcome) Failing() bool {
+	return o.LatestFailed && (o.Streak >= FailingStreak || 2*o.HourFailed > o.HourAll)
+}
+
+//go:embed failing.sql
+var failingSQL string
+
+//go:embed outcomes.sql
+var outcomesSQL string
+
+// Failures are the failures of the last day, and the outcomes of what failed.
+type Failures struct {
+	list     []failure
+	outcomes []outcome
+}
+
+// ReadFailures reads them.
+func ReadFailures(ctx context.Context, db postgres.DB) (got Failures, err error) {
+	since := time.Now().Add(-24 * time.Hour)
+	got.list, err = postgres.Rows[failure](ctx, db, "list failures", failingSQL, postgres.Strict{
+		"since": since, "most": failuresRead, "each": failuresOfCall, "subjects": failingNames, "walk": outcomesRead,
+		"newest": newestRead,
+	})
+	if err != nil || len(got.list) == 0 {
+		return got, err
+	}
+	flows, calls, models := []string{}, []string{}, false
+	for _, f := range got.list {
+		switch {
+		case f.Kind == "model":
+			models = true
+		case f.Kind == "flow" && !slices.Contains(flows, f.Name) && len(flows) < failingNames:
+			flows = append(flows, f.Name)
+		case f.Kind != "flow" && !slices.Contains(calls, f.Name):
+			calls = append(calls, f.Name)
+		}
+	}
+	got.outcomes, err = postgres.Rows[outcome](ctx, db, "read outcomes", outcomesSQL, postgres.Strict{
+		"flows": flows, "calls": calls, "models": models, "walk": outcomesRead, "since": since,
+		"hour": time.Now().Add(-time.Hour),
+	})
+	return got, err
+}
+
+// outcome returns the outcome of what failed.
+func (f Failures) outcome(of failure) outcome {
+	i := slices.IndexFunc(f.outcomes, func(o outcome) bool {
+		return o.Name == of.Name && (of.Kind != "flow" && o.Kind == "call" || of.Kind == "flow" &&
+			o.Kind == "flow" && o.Agent == of.Agent)
+	})
+	if i < 0 {
+		return outcome{}
+	}
+	return f.outcomes[i]
+}
+
+// SubjectURL is the page of what failed.
+func SubjectURL(kind, name string) string {
+	switch kind {
+	case "flow":
+		return "/executions?failed=1&flow=" + url.QueryEscape(name)
+	case "skill":
+		return "/skills/" + url.PathEscape(name)
+	}
+	return "/activity?status=error&skill=" + url.QueryEscape(name)
+}
+
+// Group is the failures of one root error.
+type Group struct {
+	Message  string    `json:"message"` // of the newest
+	Class    string    `json:"class"`
+	Runs     int       `json:"runs"`  // failed executions
+	Calls    int       `json:"calls"` // failed calls
+	Since    time.Time `json:"since"`
+	Last     time.Time `json:"last"`
+	TraceID  string    `json:"trace_id"` // of the newest
+	Subjects []Subject `json:"subjects"`
+	Failing  bool      `json:"-"` // a subject still fails
+}
+
+// Subject is what failed.
+type Subject struct {
+	Kind string `json:"kind"` // flow, skill, action or model
+	Name string `json:"name"`
+	URL  string `json:"link"`
+}
+
+// maxSubjects bounds the named subjects of a group, and maxRead the characters of a message that are redacted.
+const maxSubjects, maxRead = 4, 8192
+
+// variable matches the parts of a message that differ from one failure to the next: ids, hexadecimal and numbers.
+var variable = regexp.MustCompile(
+	`(?i)\b(?:[a-z]{2}_[0-9a-z]{26}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|0x[0-9a-f]+|[0-9a-f]*[0-9][0-9a-f]{7,})\b|[0-9]+`)
+
+// errorKey is a message without what varies.
+func errorKey(message string) string {
+	return variable.ReplaceAllString(strings.Join(strings.Fields(strings.ToLower(message)), " "), "#")
+}
+
+// roots returns the root error of each failure by its id. It is that of activity.FindRootCause, as on the trace's page:
+// of a failed execution together with the failed executions that it started, and the last error inside of each.
+func (f Failures) roots() map[string]string {
+	children, known := map[string][]failure{}, map[string]bool{}
+	for _, one := range f.list {
+		known[one.ID] = true
+	}
+	var tops []failure
+	for _, one := range f.list {
+		if known[one.Parent] {
+			children[one.Parent] = append(children[one.Parent], one)
+		} else {
+			tops = append(tops, one)
+		}
+	}
+	roots := make(map[string]string, len(f.list))
+	for _, top := range tops {
+		roots[top.ID] = top.Message
+		if top.Kind != "flow" {
+			continue
+		}
+		tree, spans := []failure{top}, []activity.FailedSpan{}
+		for i := 0; i < len(tree); i++ {
+			one := tree[i]
+			tree = append(tree, children[one.ID]...)
+			spans = append(spans, activity.FailedSpan{
+				ID: one.ID, ExecutionID: one.ID, IsExecution: true, IsRoot: i == 0, ParentID: one.Parent, Name: one.Name,
+				Step: one.Step, Status: "failed", Message: one.Message, At: one.At,
+			})
+			if one.InnerMessage != "" {
+				spans = append(spans, activity.FailedSpan{
+					ID: one.ID + " call", ExecutionID: one.ID, Name: one.InnerName, Step: one.InnerStep, Status: "error",
+					Class: one.Class, Message: one.InnerMessage, At: one.At,
+				})
+			}
+		}
+		if cause := activity.FindRootCause(spans); cause != nil {
+			for _, one := range tree {
+				roots[one.ID] = cause.Message
+			}
+		}
+	}
+	return roots
+}
+
+// Groups gathers the failures that concern an agent by root error: what still fails first, then the newest.
+func (f Failures) Groups(concerns func(string) bool) []Group {
+	roots := f.roots()
+	byKey, keys := map[string]*Group{}, []string{}
+	for _, one := range f.list {
+		if !concerns(one.Agent) {
+			continue
+		}
+		root := redact.Text(roots[one.ID], maxRead)
+		key := errorKey(root)
+		g := byKey[key]
+		if g == nil {
+			g = &Group{Since: one.At}
+			byKey[key], keys = g, append(keys, key)
+		}
+		g.add(one, root, f.outcome(one).Failing())
+	}
+	list := make([]Group, 0, len(keys))
+	for _, key := range keys {
+		list = append(list, *byKey[key])
+	}
+	slices.SortStableFunc(list, func(a, b Group) int {
+		if a.Failing != b.Failing {
+			return map[bool]int{true: -1, false: 1}[a.Failing]
+		}
+		return b.Last.Compare(a.Last)
+	})
+	return list
+}
+
+// add adds a failure.
+func (g *Group) add(one failure, root string, failing bool) {
+	if one.Kind == "flow" {
+		g.Runs++
+	} else {
+		g.Calls++
+	}
+	if one.At.Before(g.Since) {
+		g.Since = one.At
+	}
+	if !one.At.Before(g.Last) {
+		g.Last, g.TraceID, g.Message = one.At, one.TraceID, root
+	}
+	if g.Class == "" {
+		g.Class = one.Class
+	}
+	g.Failing = g.Failing || failing
+	subject := Subject{one.Kind, one.Name, SubjectURL(one.Kind, one.Name)}
+	if !slices.Contains(g.Subjects, subject) {
+		g.Subjects = append(g.Subjects, subject)
+	}
+}
+
+// Named are the first subjects, and More how many are left out.
+func (g Group) Named() []Subject { return g.Subjects[:min(len(g.Subjects), maxSubjects)] }
+
+// More is the number of subjects that are not named.
+func (g Group) More() int { return max(len(g.Subjects)-maxSubjects, 0) }

@@ -1,0 +1,475 @@
+package monitor
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/schedule"
+)
+
+// Verdict says whether the agent works.
+//
+// Stopped: autonomous work is paused, or no process has a live lease (agent_workers) and no heartbeat finished within
+// its period.
+//
+// Degraded, otherwise: at least one of
+//
+//   - A flow, a skill, another action or the model fails. Its newest finished run failed, in the last 24 hours, and so
+//     did the last 3, or more than half of those that finished in the last hour. Cancelled runs, skipped heartbeats
+//     and calls that say nothing about their skill (agent_skill_calls) are left out.
+//   - A skill was disabled by self-heal, or is on trial.
+//   - A heartbeat is dead: it is due for more than 2 minutes, or it began since and none finished within 2 periods.
+//   - An execution is stuck (agent_executions_stuck).
+//   - A lane is stuck: one holder, which does not wait itself, has held it for 15 minutes, and the first of its queue
+//     has waited as long.
+//   - The budget of the day is spent.
+//
+// Working: none of these, or each is acknowledged.
+//
+// An agent's verdict has the flows that it ran, the skills, actions and models that failed for it, its disabled skills,
+// its heartbeat, its stuck executions and its budget. Pause, processes and lanes concern all agents.
+type Verdict struct {
+	State string   `json:"state"` // working, degraded or stopped
+	Why   []Reason `json:"why"`
+	// Known are reasons that an admin acknowledged. They do not count until they change.
+	Known []Reason `json:"known"`
+}
+
+// Reason is why the agent does not work as it should.
+type Reason struct {
+	Text  string     `json:"text"`
+	Link  string     `json:"link"` // to what fails
+	Since *time.Time `json:"since"`
+	// By is who acknowledged it, and Note why. Both are empty for a reason that counts.
+	By   string `json:"acknowledged_by,omitempty"`
+	Note string `json:"acknowledged_reason,omitempty"`
+
+	keys []string // what an acknowledgement names: the first is the present cause
+}
+
+// String is the verdict in a line.
+func (v Verdict) String() string {
+	text := v.State
+	for i, r := range v.Why {
+		text += map[bool]string{true: ": ", false: ", "}[i == 0] + r.Text
+	}
+	if len(v.Known) > 0 {
+		text += fmt.Sprintf(" (%d known)", len(v.Known))
+	}
+	return text
+}
+
+// Mark stands for the reasons that count: it changes with them.
+func (v Verdict) Mark() string {
+	sum := sha256.New()
+	for _, key := range v.keys(v.Why) {
+		fmt.Fprintf(sum, "%q", key)
+	}
+	return hex.EncodeToString(sum.Sum(nil)[:8])
+}
+
+// keys are what acknowledgements of the reasons name, in order.
+func (v Verdict) keys(of []Reason) (list []string) {
+	for _, r := range of {
+		list = append(list, r.keys...)
+	}
+	slices.Sort(list)
+	return slices.Compact(list)
+}
+
+// The states.
+const (
+	Working  = "working"
+	Degraded = "degraded"
+	Stopped  = "stopped"
+)
+
+// mostAgents bounds the heartbeats, and beyond is the first uncounted number: "1,000+".
+const mostAgents, beyond = 1000, 1001
+
+const (
+	// overdueAfter is how long a heartbeat may be due, and stuckAfter how long a holder may keep others waiting.
+	overdueAfter, stuckAfter = 2 * time.Minute, 15 * time.Minute
+)
+
+// Beat is an agent's heartbeat: its schedule, and the newest one that ended.
+type Beat struct {
+	Agent     string     `json:"agent"`
+	Cron      string     `json:"cron"`
+	Timezone  string     `json:"timezone"`
+	NextRunAt time.Time  `json:"next_run_at"`
+	LastRunAt *time.Time `json:"last_run_at"` // the last tick
+	// Of the newest one that ended; empty for none.
+	ID      string     `json:"execution_id"`
+	TraceID string     `json:"trace_id"`
+	Status  string     `json:"status"`
+	Result  string     `json:"result"`
+	Problem string     `json:"error"`
+	EndedAt *time.Time `json:"ended_at"`
+}
+
+// Skipped reports that the newest heartbeat ended without work.
+func (b Beat) Skipped() bool { return strings.HasPrefix(b.Result, "skipped:") }
+
+// period is the time from one tick to the next, as long as it can be now; 0 if the schedule cannot be read.
+func (b Beat) period() time.Duration {
+	zone, err := schedule.Location(b.Timezone)
+	if err != nil {
+		return 0
+	}
+	plan, err := schedule.Parse(b.Cron, zone)
+	if err != nil {
+		return 0
+	}
+	period := plan.Next(b.NextRunAt).Sub(b.NextRunAt)
+	if b.LastRunAt != nil {
+		period = max(period, b.NextRunAt.Sub(*b.LastRunAt))
+	}
+	return max(period, 0)
+}
+
+// recent reports whether a heartbeat finished within the period.
+func (b Beat) recent(now time.Time) bool {
+	return b.EndedAt != nil && now.Sub(*b.EndedAt) <= b.period()+overdueAfter
+}
+
+// problem says why the heartbeat is dead; empty if it is not.
+func (b Beat) problem(now time.Time) (text string, since time.Time) {
+	if period := b.period(); now.Sub(b.NextRunAt) > overdueAfter {
+		return "heartbeat overdue", b.NextRunAt
+	} else if b.EndedAt != nil && b.LastRunAt != nil && b.LastRunAt.After(*b.EndedAt) &&
+		now.Sub(*b.EndedAt) > 2*period+overdueAfter {
+		return "no heartbeat finished", *b.EndedAt
+	}
+	return "", time.Time{}
+}
+
+// skillOut is a disabled skill.
+type skillOut struct {
+	Name    string
+	ByAdmin bool // not by self-heal, so no reason
+	OnTrial bool
+	At      *time.Time
+}
+
+// stuckWork is the stuck executions of an agent, or a stuck lane.
+type stuckWork struct {
+	Agent, Lane string
+	N           int64
+	Since       *time.Time
+}
+
+// Condition is what verdicts are derived from.
+type Condition struct {
+	Failures
+	now     time.Time
+	pause   executions.Pause
+	workers int64 // processes with a live lease
+	lease   *time.Time
+	beats   []Beat
+	out     []skillOut
+	stuck   []stuckWork
+	spent   map[string]bool // the agents whose budget of the day is spent; "" for the installation's
+	known   map[string]acknowledgement
+	// Budgets are today's, and AgentBudgets those of agents by name.
+	Budgets      []Budget
+	AgentBudgets map[string]Budget
+}
+
+// readCondition reads the condition, without failures and budgets.
+func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error) {
+	if c.pause, err = executions.CurrentPause(ctx, db); err != nil {
+		return c, err
+	}
+	err = db.QueryRow(ctx, `
+		select (select count(*) from (select from agent_workers w
+		         where w.kind = 'process' and w.expires_at > clock_timestamp() limit 1000) x),
+		       (select max(w.expires_at) from agent_workers w where w.kind = 'process'),
+		       clock_timestamp()`).Scan(&c.workers, &c.lease, &c.now)
+	if err != nil {
+		return c, fmt.Errorf("count processes: %w", err)
+	}
+	c.beats, err = postgres.Rows[Beat](ctx, db, "list heartbeats", `
+		select left(s.agent, 300) as agent, s.cron, s.timezone, s.next_run_at, s.last_run_at, coalesce(h.id::text, '') as id,
+		       coalesce(h.trace_id, '') as trace_id, coalesce(h.status, '') as status, coalesce(h.result, '') as result,
+		       coalesce(h.problem, '') as problem, h.ended_at
+		  from (select * from agent_schedules where flow = 'heartbeat' order by name limit @most::int) s
+		  left join lateral (
+		    select x.id, x.trace_id, x.status::text, left(x.result_summary, 300) as result, left(x.error_message, 300) as problem,
+		           x.completed_at as ended_at
+		      from (select e.* from agent_executions e where e.flow = 'heartbeat' and e.claimed_by is null
+		             order by e.id desc limit 2000) x
+		     where x.agent = s.agent and x.completed_at is not null order by x.id desc limit 1) h on true`,
+		postgres.Strict{"most": mostAgents})
+	if err != nil {
+		return c, err
+	}
+	c.out, err = postgres.Rows[skillOut](ctx, db, "list disabled skills", `
+		select s.name, s.disabled_by <> 'self_heal' as by_admin, s.trial_at is not null as on_trial, s.disabled_at as at
+		  from agent_skills s where not s.enabled order by s.disabled_at limit 1000`)
+	if err != nil {
+		return c, err
+	}
+	c.stuck, err = postgres.Rows[stuckWork](ctx, db, "list stuck work", `
+		select left(x.agent, 300) as agent, '' as lane, count(*) as n, min(x.waiting_until) as since
+		  from (select e.agent, e.waiting_until from agent_executions_stuck e order by e.waiting_until limit @most::int) x
+		 group by x.agent
+		union all
+		select '', l.lane, 1, w.since
+		  from (select k.lane, k.locked_at from agent_locks k
+		         where k.locked_by <> '' and not k.parked and k.expires_at > clock_timestamp() limit @most::int) l
+		 cross join lateral (select q.since from agent_lock_waiters q
+		    where q.lane = l.lane and q.expires_at > clock_timestamp() order by q.ticket limit 1) w
+		 where l.locked_at < @before and w.since < @before`,
+		postgres.Strict{"most": beyond, "before": c.now.Add(-stuckAfter)})
+	return c, err
+}
+
+// Judge derives the verdict for an agent, or for all. all are the agents of the installation.
+func (c Condition) Judge(of *agents.Agent, all []agents.Agent) Verdict {
+	concerns := func(name string) bool { return of == nil || agents.Acting(all, name).Name == of.Name }
+	v := Verdict{State: Working, Why: []Reason{}, Known: []Reason{}}
+	if c.pause.Paused {
+		v.State = Stopped
+		v.Why = append(v.Why, Reason{Text: "paused by " + human.Cut(60, c.pause.PausedBy), Link: "#pause", Since: c.pause.PausedAt})
+		return v
+	}
+	if c.workers == 0 && !slices.ContainsFunc(c.beats, func(b Beat) bool { return b.recent(c.now) }) {
+		v.State = Stopped
+		v.Why = append(v.Why, Reason{Text: "no process is running", Link: "/lanes", Since: c.lease})
+		return v
+	}
+	found := slices.Concat(c.failing(concerns), c.outOfService(of), c.dead(concerns), c.stuckOf(concerns), c.overspent(of))
+	var count []finding
+	for _, f := range found {
+		if known, is := c.known[f.keys[0]]; is {
+			f.By, f.Note = known.AcknowledgedBy, known.Reason
+			v.Known = append(v.Known, f.Reason)
+		} else {
+			count = append(count, f)
+		}
+	}
+	if v.Why = append(v.Why, together(count)...); len(v.Why) > 0 {
+		v.State = Degraded
+	}
+	return v
+}
+
+// finding is a reason of its own. Those of one class are told as one reason.
+type finding struct {
+	Reason
+	class string                          // empty: always told alone
+	many  func(n int) (text, link string) // of n of the class
+}
+
+// together tells findings of a class as one reason.
+func together(found []finding) (why []Reason) {
+	for i, f := range found {
+		first := slices.IndexFunc(found, func(o finding) bool { return o.class == f.class })
+		if f.class != "" && first < i {
+			continue
+		}
+		n := 0
+		r := f.Reason
+		for _, o := range found[i:] {
+			if n++; o.class != f.class || f.class == "" {
+				n--
+				continue
+			}
+			if n > 1 {
+				r.keys = append(slices.Clip(r.keys), o.keys...)
+				if r.Since == nil || o.Since != nil && o.Since.Before(*r.Since) {
+					r.Since = o.Since
+				}
+			}
+		}
+		if n > 1 {
+			r.Text, r.Link = f.many(n)
+		}
+		why = append(why, r)
+	}
+	return why
+}
+
+// dead are the findings of dead heartbeats.
+func (c Condition) dead(concerns func(string) bool) (found []finding) {
+	beats := c.BeatsOf(concerns)
+	for _, b := range beats {
+		text, since := b.problem(c.now)
+		if text == "" {
+			continue
+		}
+		key := fmt.Sprintf("%s %s %d", text, b.Agent, since.Unix())
+		if len(beats) > 1 {
+			text += " for " + human.Cut(60, b.Agent)
+		}
+		found = append(found, finding{Reason: Reason{
+			Text: text, Link: "/executions?flow=heartbeat", Since: &since, keys: []string{key},
+		}})
+	}
+	return found
+}
+
+// overspent is the finding of a spent budget.
+func (c Condition) overspent(of *agents.Agent) []finding {
+	text := ""
+	if c.spent[""] || of != nil && c.spent[of.Name] {
+		text = "today's budget is spent"
+	} else if of == nil && len(c.spent) > 0 {
+		text = "today's budget is spent by " + agentsText(c.spent)
+	}
+	if text == "" {
+		return nil
+	}
+	day := c.now.UTC().Format(time.DateOnly)
+	return []finding{{Reason: Reason{Text: text, Link: "/spend?days=1", keys: []string{text + " " + day}}}}
+}
+
+// agentsText names one agent, or counts several.
+func agentsText(set map[string]bool) string {
+	for name := range set {
+		if len(set) == 1 {
+			return human.Cut(60, name)
+		}
+	}
+	return fmt.Sprintf("%d agents", len(set))
+}
+
+// BeatsOf are the heartbeats that concern an agent.
+func (c Condition) BeatsOf(concerns func(string) bool) (list []Beat) {
+	for _, b := range c.beats {
+		if concerns(b.Agent) {
+			list = append(list, b)
+		}
+	}
+	return list
+}
+
+// failing are the findings of flows, skills, actions and models that fail.
+func (c Condition) failing(concerns func(string) bool) (found []finding) {
+	out := map[string]bool{} // disabled skills are not called any more
+	for _, s := range c.out {
+		out[s.Name] = true
+	}
+	var roots map[string]string
+	for _, kind := range []string{"flow", "skill", "action", "model"} {
+		at := map[string]int{}
+		for _, f := range c.list {
+			o := c.outcome(f)
+			if f.Kind != kind || !concerns(f.Agent) || !o.Failing() || kind == "skill" && out[f.Name] {
+				continue
+			}
+			if roots == nil {
+				roots = c.roots()
+			}
+			key := kind + " " + f.Name + " fails: " + errorKey(roots[f.ID])
+			i, has := at[f.Name]
+			if !has {
+				i = len(found)
+				at[f.Name] = i
+				found = append(found, finding{Reason: failingReason(kind, f.Name, o.Since, key), class: kind, many: func(n int) (string, string) {
+					return fmt.Sprintf("%d %ss failing", n, kind), "#failing"
+				}})
+			}
+			if o.Since != nil && (found[i].Since == nil || o.Since.Before(*found[i].Since)) {
+				found[i].Since = o.Since
+			}
+			if !slices.Contains(found[i].keys, key) { // the newest failure comes first
+				found[i].keys = append(found[i].keys, key)
+			}
+		}
+	}
+	return found
+}
+
+func failingReason(kind, name string, since *time.Time, key string) Reason {
+	text := kind + " " + human.Cut(60, name) + " failing"
+	if kind == "model" {
+		text = "model calls failing"
+	}
+	return Reason{Text: text, Link: SubjectURL(kind, name), Since: since, keys: []string{key}}
+}
+
+// outOfService are the findings of skills that an agent may use and that self-heal disabled.
+func (c Condition) outOfService(of *agents.Agent) (found []finding) {
+	for _, trial := range []bool{false, true} {
+		text, link := "disabled by self-heal", "/skills?state=disabled"
+		if trial {
+			text, link = "on trial", "/skills?state=on+trial"
+		}
+		for _, s := range c.out {
+			if s.OnTrial != trial || s.ByAdmin || of != nil && !of.May(s.Name) {
+				continue
+			}
+			found = append(found, finding{
+				Reason: Reason{
+					Text: "skill " + s.Name + " " + text, Link: SubjectURL("skill", s.Name), Since: s.At,
+					keys: []string{fmt.Sprintf("skill %s %s %d", s.Name, text, unix(s.At))},
+				},
+				class: text, many: func(n int) (string, string) { return fmt.Sprintf("%d skills %s", n, text), link },
+			})
+		}
+	}
+	return found
+}
+
+func unix(at *time.Time) int64 {
+	if at == nil {
+		return 0
+	}
+	return at.Unix()
+}
+
+// stuckOf are the findings of stuck executions of an agent, and of stuck lanes.
+func (c Condition) stuckOf(concerns func(string) bool) (found []finding) {
+	var runs, lanes int64
+	var runsSince, lanesSince *time.Time
+	earliest := func(since **time.Time, at *time.Time) {
+		if *since == nil || at != nil && at.Before(**since) {
+			*since = at
+		}
+	}
+	for _, s := range c.stuck {
+		switch {
+		case s.Lane != "":
+			lanes++
+			earliest(&lanesSince, s.Since)
+		case concerns(s.Agent):
+			runs += s.N
+			earliest(&runsSince, s.Since)
+		}
+	}
+	for _, s := range []struct {
+		n          int64
+		noun, link string
+		since      *time.Time
+	}{{runs, "execution", "/executions?view=stuck", runsSince}, {lanes, "lane", "/lanes", lanesSince}} {
+		if s.n > 0 {
+			found = append(found, finding{Reason: Reason{
+				Text: Counted(s.n, s.noun) + " stuck", Link: s.link, Since: s.since,
+				keys: []string{fmt.Sprintf("%d %s stuck %d", s.n, s.noun, unix(s.since))},
+			}})
+		}
+	}
+	return found
+}
+
+// Counted writes a number of things, counted up to beyond.
+func Counted(n int64, noun string) string {
+	switch {
+	case n == 1:
+		return "1 " + noun
+	case n >= beyond:
+		return human.Count(beyond-1) + "+ " + noun + "s"
+	}
+	return human.Count(n) + " " + noun + "s"
+}

@@ -1,0 +1,136 @@
+package monitor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// CheckEvery is the pause between two checks of all processes together.
+const CheckEvery = 10 * time.Second
+
+// Watch sends verdict.changed and budget.reached to the targets that want them, and removes acknowledgements of what is
+// over, until ctx ends. Several processes may run it.
+func (m Monitor) Watch(ctx context.Context, db postgres.Beginner, log *slog.Logger) error {
+	tick := time.NewTicker(CheckEvery)
+	defer tick.Stop()
+	for {
+		if err := m.Check(ctx, db, CheckEvery); err != nil && ctx.Err() == nil {
+			log.WarnContext(ctx, "verdict not checked; the next pass retries", "error", err)
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+	}
+}
+
+// Check is one pass of Watch. It does nothing while another process checks, or when one did within every. An event is
+// written in the transaction that records its state, so each change is announced once.
+func (m Monitor) Check(ctx context.Context, db postgres.Beginner, every time.Duration) error {
+	var wanted bool
+	err := db.QueryRow(ctx, `
+		select exists (select from agent_acknowledgements) or exists (
+		  select from agent_webhook_targets t
+		   where t.enabled and t.events && array['verdict.changed', 'verdict.*', 'budget.reached', 'budget.*', '*'])`).Scan(&wanted)
+	if err == nil && wanted {
+		err = postgres.InTx(ctx, db, func(tx pgx.Tx) error { return m.check(ctx, tx, every) })
+	}
+	if err != nil {
+		return fmt.Errorf("check the verdict: %w", err)
+	}
+	return nil
+}
+
+func (m Monitor) check(ctx context.Context, tx pgx.Tx, every time.Duration) error {
+	var state string
+	var reached map[string]int
+	err := tx.QueryRow(ctx, `
+		select v.state, v.reached from agent_verdict v
+		 where v.checked_at <= clock_timestamp() - @every::interval * 0.8 for update skip locked`,
+		postgres.Strict{"every": every}).Scan(&state, &reached)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return nil
+	} else if err != nil {
+		return err
+	}
+	c, all, err := m.Condition(ctx, tx, nil)
+	if err != nil {
+		return err
+	}
+	v := c.Judge(nil, all)
+	if v.State != Stopped { // a pause hides the reasons
+		_, err = tx.Exec(ctx, `delete from agent_acknowledgements where cause <> all (@causes::text[])`,
+			postgres.Strict{"causes": append([]string{}, v.keys(slices.Concat(v.Why, v.Known))...)})
+		if err != nil {
+			return err
+		}
+	}
+	if v.State != state && (state != "" || v.State != Working) {
+		err = emit(ctx, tx, "verdict.changed", map[string]any{
+			"state": v.State, "previous": state, "why": v.Why, "known": v.Known,
+		})
+		if err != nil {
+			return err
+		}
+	}
+	now, err := announceBudgets(ctx, tx, c, reached)
+	if err != nil {
+		return err
+	}
+	_, err = tx.Exec(ctx, `
+		update agent_verdict
+		   set since = case when state = @state then since else clock_timestamp() end, state = @state,
+		       checked_at = clock_timestamp(), reached = @reached`, postgres.Strict{"state": v.State, "reached": now})
+	return err
+}
+
+// announceBudgets sends budget.reached for each limit that passed 80 or 100 per cent since the last check of the day,
+// and returns what is announced.
+func announceBudgets(ctx context.Context, tx pgx.Tx, c Condition, before map[string]int) (map[string]int, error) {
+	now := map[string]int{}
+	list := slices.Clone(c.Budgets)
+	for _, b := range c.AgentBudgets {
+		list = append(list, b)
+	}
+	for _, b := range list {
+		percent := 0
+		for _, mark := range []int{80, 100} {
+			if b.Limit > 0 && b.Spent*100 >= b.Limit*float64(mark) {
+				percent = mark
+			}
+		}
+		key := c.now.UTC().Format(time.DateOnly) + " " + b.Scope + " " + b.Unit
+		if percent > before[key] {
+			err := emit(ctx, tx, "budget.reached", map[string]any{
+				"scope": b.Scope, "unit": b.Unit, "percent": percent, "spent": b.Spent, "limit": b.Limit,
+			})
+			if err != nil {
+				return nil, err
+			}
+		}
+		if percent = max(percent, before[key]); percent > 0 {
+			now[key] = percent
+		}
+	}
+	return now, nil
+}
+
+// emit tells the targets of an event, with the transaction.
+func emit(ctx context.Context, tx pgx.Tx, event string, data map[string]any) error {
+	raw, err := json.Marshal(data)
+	if err == nil {
+		_, err = tx.Exec(ctx, `select lanekeeper.emit_agent_webhook(@event, '', @data::jsonb)`,
+			postgres.Strict{"event": event, "data": string(raw)})
+	}
+	return err
+}
