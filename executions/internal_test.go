@@ -167,3 +167,47 @@ func (c counter) Write(line []byte) (int, error) {
 	}
 	return len(line), nil
 }
+
+// TestAReadyRunWakesOneWaitingClaim: two ready runs wake two of three claims.
+func TestAReadyRunWakesOneWaitingClaim(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPoller(slog.New(slog.DiscardHandler), func(context.Context, []string) (map[string]int, error) {
+			return map[string]int{"external:sum": 2}, nil
+		})
+		p.most = func(ready int) int { return ready }
+		var woken atomic.Int32
+		for range 3 {
+			ready, unsubscribe := p.subscribe(t.Context(), "external:sum", "external:other")
+			defer unsubscribe()
+			go func() {
+				select {
+				case <-ready:
+					woken.Add(1)
+				case <-t.Context().Done():
+				}
+			}()
+		}
+		p.publish(map[string]int{"external:sum": 2})
+		synctest.Wait()
+		if n := woken.Load(); n != 2 {
+			t.Errorf("%d claims were woken, want 2", n)
+		}
+	})
+}
+
+// TestALocalStartPollsAtOnce: a start in this process does not wait for the next poll.
+func TestALocalStartPollsAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPoller(slog.New(slog.DiscardHandler), func(context.Context, []string) (map[string]int, error) {
+			return map[string]int{"external:sum": 1}, nil
+		})
+		ready, unsubscribe := p.subscribe(t.Context(), "external:sum")
+		defer unsubscribe()
+		began := time.Now()
+		p.wake("external:sum")
+		<-ready
+		if took := time.Since(began); took != 0 {
+			t.Errorf("polled after %s", took)
+		}
+	})
+}
