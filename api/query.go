@@ -65,7 +65,7 @@ func limitParam(what string, most, usual int) param {
 }
 
 func surfaces() []string {
-	return stringsOf(trace.Heartbeat, trace.Operate, trace.Chat, trace.Webhook, trace.Flow)
+	return stringsOf(trace.Heartbeat, trace.Operate, trace.Chat, trace.Webhook, trace.Flow, trace.Eval)
 }
 
 func statuses() []string {

@@ -1,6 +1,7 @@
 -- Adds executions that have ended to the counts: those from counted_upto to bound, and the next of those listed one by one.
 with fresh as materialized (
-  select e.* from agent_executions e where e.id >= @counted_upto::uuid and e.id < @bound::uuid),
+  select e.* from agent_executions e where e.id >= @counted_upto::uuid and e.id < @bound::uuid
+     and e.surface <> 'eval'),
 listed as materialized (
   select u.execution_id from agent_executions_uncounted u where u.execution_id > @looked::uuid order by u.execution_id limit @most::int),
 late as materialized (

@@ -82,7 +82,8 @@ func counted(t *testing.T, db *pgxpool.Pool) string {
 		           and c.relkind in ('r', 'p') and not c.relispartition
 		             and c.relname not in ('agent_migrations', 'agent_schema_code', 'agent_execution_counts',
 		               'agent_execution_durations', 'agent_executions_counted', 'agent_executions_uncounted',
-		               'agent_verdict', 'agent_acknowledgements')) t`)
+		               'agent_verdict', 'agent_acknowledgements',
+		               'agent_evals', 'agent_eval_runs', 'agent_eval_trials')) t`)
 }
 
 // The last schema of numbered files becomes the one that a new database gets, and keeps its rows.

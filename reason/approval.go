@@ -30,6 +30,9 @@ func (w *turn) requireApproval(ctx context.Context, c *call, s skills.Skill) err
 		return err // the schema's check parsed them
 	}
 	c.approval = &approvalRequest{skill: s, key: s.Name + " " + hash}
+	if w.Sandbox != nil {
+		return w.decideSandboxed(ctx, c, s)
+	}
 	if w.Approvals == Park {
 		return nil
 	}

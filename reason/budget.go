@@ -34,6 +34,7 @@ const (
 	endedMoney      = "money"   // of the run
 	EndedDay        = "day"     // of all runs
 	EndedSurface    = "surface" // of the surface's runs, or the agent's
+	EndedEval       = "eval"    // of the run of an eval
 )
 
 // minAnswer is the length, in tokens, of the shortest useful answer.
@@ -50,6 +51,9 @@ type account struct {
 func (l *Loop) open(ctx context.Context, t Turn, b Budget, a agents.Agent) *account {
 	span, _ := trace.From(ctx)
 	others := append(slices.Clone(t.above), t.scope(span.TraceID, b))
+	if l.Sandbox != nil {
+		return &account{scopes: append(others, l.Sandbox.Budget), patience: l.Limits.Patience, answer: b.Answer}
+	}
 	if a.Declared() {
 		others = append(others, budgets.AgentScope(a.Name, budgets.Limit{USD: a.Limits.DayUSD}))
 	}
@@ -175,6 +179,8 @@ func (r *reservation) used(response models.Response) (activity.Usage, float64) {
 func endedByScope(refused *budgets.Error) string {
 	kind, rest, _ := strings.Cut(refused.Scope, ":")
 	switch {
+	case kind == "eval":
+		return EndedEval
 	case kind == "day" && strings.Contains(rest, ":"):
 		return EndedSurface
 	case kind == "day":

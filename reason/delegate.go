@@ -121,6 +121,9 @@ func (w *turn) bind() {
 		switch {
 		case t.within != nil:
 			w.Tools[i].Do = t.within(w)
+			if w.Sandbox != nil {
+				w.Tools[i].Do = w.delegateSandboxed
+			}
 			w.Tools[i] = w.addAgentParameter(w.Tools[i])
 		case t.DoSeen != nil:
 			w.Tools[i].Do = func(ctx context.Context, args json.RawMessage) (any, error) {

@@ -64,6 +64,9 @@ func (l *Loop) prepare(ctx context.Context, t Turn) (prepared, error) {
 	}
 	if p.Agent != nil && p.who.Name == "" { // replayed
 		p.who, err = executions.RetryTransient(ctx, func(ctx context.Context) (agents.Agent, error) {
+			if l.Sandbox != nil {
+				return l.sandboxAgent(ctx, l.Pool)
+			}
 			return l.Agents.Version(ctx, l.Pool, p.Agent.Name, p.Agent.Version)
 		})
 	}
@@ -72,6 +75,9 @@ func (l *Loop) prepare(ctx context.Context, t Turn) (prepared, error) {
 
 // choose reads the agent and the offered skills.
 func (l *Loop) choose(ctx context.Context, db postgres.DB, t Turn) (p prepared, err error) {
+	if l.Sandbox != nil {
+		return l.chooseSandboxed(ctx, db, t)
+	}
 	var all []agents.Agent
 	var callable []skills.Skill
 	b := &pgx.Batch{}
@@ -126,16 +132,20 @@ func pinned(ctx context.Context, db postgres.DB, a agents.Agent) ([]pinnedEntry,
 	if err != nil {
 		return nil, err
 	}
-	names := make([]memory.Name, len(a.Pinned))
-	for i, name := range a.Pinned {
-		names[i].Category, names[i].Key, _ = strings.Cut(name, "/")
-	}
-	found, err := memory.Owner(owner).Named(ctx, db, names...)
+	found, err := memory.Owner(owner).Named(ctx, db, pinnedNames(a)...)
 	list := make([]pinnedEntry, len(found))
 	for i, e := range found {
 		list[i] = pinnedEntry{memory.Name{Category: e.Category, Key: e.Key}, e.Value, e.Revision}
 	}
 	return list, err
+}
+
+func pinnedNames(a agents.Agent) []memory.Name {
+	names := make([]memory.Name, len(a.Pinned))
+	for i, name := range a.Pinned {
+		names[i].Category, names[i].Key, _ = strings.Cut(name, "/")
+	}
+	return names
 }
 
 // system composes the system message. It is equal for all turns of an agent on a surface, until the document or a
@@ -316,6 +326,10 @@ func (w *turn) findSkills(ctx context.Context, args json.RawMessage) (any, error
 		Entry: activity.Entry{Skill: "skill_search", Purpose: w.Purpose, Input: asked}, Idempotent: true,
 	}, func(ctx context.Context, effect *executions.Effect) ([]skills.Skill, error) {
 		all, err := executions.RetryTransient(ctx, func(ctx context.Context) ([]skills.Skill, error) {
+			if w.Sandbox != nil {
+				all, err := skills.InScope(ctx, w.Pool, w.Scopes)
+				return w.allowed(w.agent, all), err
+			}
 			all, err := w.Skills.Available(ctx, w.Pool, w.Scopes...)
 			if err == nil {
 				all, err = w.also(ctx, w.Pool, w.Turn, all)

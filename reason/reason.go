@@ -28,6 +28,8 @@
 // approval: the turn records the request for a later run (Defer) or waits for the decision (Park). A denial holds for
 // the turn.
 //
+// A [Sandbox] isolates turns, for evals (sandbox.go).
+//
 // Callbacks report progress of this process. They cannot delay or fail the turn.
 package reason
 
@@ -90,6 +92,8 @@ type Loop struct {
 	// Admit, if set, decides whether a disabled skill gets its trial. After, if set, receives the outcome of a call.
 	Admit func(ctx context.Context, skill, owner string) (bool, error)
 	After func(ctx context.Context, skill skills.Skill, err error) error
+	// Sandbox isolates the turns; nil for turns that act.
+	Sandbox *Sandbox
 
 	prompts prompts.Recorder
 }

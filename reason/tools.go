@@ -30,6 +30,9 @@ const (
 	maxRepeats          = 5
 )
 
+// repeatedResult is the result of a repeated call that was not made.
+const repeatedResult = `{"error":"REPEATED"}`
+
 // call is one call of a reply.
 type call struct {
 	id, name   string
@@ -60,7 +63,7 @@ func (w *turn) runCalls(ctx context.Context, made []models.ToolCall) error {
 		c := newCall(made[i])
 		calls[i] = c
 		if w.countRepeat(c) {
-			c.result = `{"error":"REPEATED"}`
+			c.result = repeatedResult
 			continue
 		}
 		if err := w.runCall(ctx, c); err != nil {
@@ -96,6 +99,9 @@ func (w *turn) appendResults(calls []*call) (valid bool) {
 		})
 		w.fresh++
 		valid = valid || c.correction == ""
+		if w.Sandbox != nil {
+			w.Sandbox.OnCall(w.requested(c))
+		}
 		for _, text := range []string{c.correction, c.advice} {
 			if text != "" {
 				told = append(told, text)
@@ -232,6 +238,9 @@ func (w *turn) invokeSkill(
 ) error {
 	about := executions.Call{Entry: activity.Entry{Purpose: w.Purpose}, OnIntent: also}
 	value, err := w.invoke(ctx, step, s, c.args, w.seen, about, func() { w.toolStarted(c) })
+	if w.Sandbox != nil && !executions.IsControl(err) {
+		w.Sandbox.OnResult(s.Name, c.args, value)
+	}
 	var failure *executions.StepError
 	switch {
 	case errors.As(err, &failure) && failure.Class == builtins.ClassConflict:
@@ -290,6 +299,9 @@ func (l *Loop) invoke(
 		ctx context.Context, effect *executions.Effect,
 	) (json.RawMessage, error) {
 		begins()
+		if l.Sandbox != nil {
+			return l.Sandbox.answer(ctx, s.Name, guarded)
+		}
 		if err := l.admit(ctx, s, effect.Key); err != nil {
 			return nil, err
 		}

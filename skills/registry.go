@@ -109,7 +109,7 @@ func New(o Options) (*Registry, error) {
 // Available returns the enabled skills of the given scopes that this registry can run, by name. It always includes
 // [ScopeBoth]; no scope means all. It logs each row that cannot run.
 func (r *Registry) Available(ctx context.Context, db postgres.DB, scopes ...string) ([]Skill, error) {
-	all, err := enabled(ctx, db, scopes)
+	all, err := inScope(ctx, db, scopes, true)
 	if err != nil {
 		return nil, err
 	}

@@ -108,11 +108,16 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Skill, error) {
 	return collect(rows, err, "list skills")
 }
 
-func enabled(ctx context.Context, db postgres.DB, scopes []string) ([]Skill, error) {
+// InScope returns the skills of the given scopes and of [ScopeBoth], disabled ones, too, by name. No scope means all.
+func InScope(ctx context.Context, db postgres.DB, scopes []string) ([]Skill, error) {
+	return inScope(ctx, db, scopes, false)
+}
+
+func inScope(ctx context.Context, db postgres.DB, scopes []string, enabled bool) ([]Skill, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_skills
-		 where enabled and (scope = 'both' or scope = any(@scopes::text[]) or cardinality(@scopes::text[]) = 0)
-		 order by name`, pgx.StrictNamedArgs{"scopes": append([]string{}, scopes...)})
+		 where (enabled or not @enabled::bool) and (scope = 'both' or scope = any(@scopes::text[]) or cardinality(@scopes::text[]) = 0)
+		 order by name`, pgx.StrictNamedArgs{"scopes": append([]string{}, scopes...), "enabled": enabled})
 	return collect(rows, err, "list available skills")
 }
 

@@ -5,7 +5,7 @@
 //
 //	hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE
 //	│  └ 48 bits of milliseconds, 80 bits from crypto/rand
-//	└ hb heartbeat, op operate, ch chat, wh webhook, fl a flow started by API or CLI
+//	└ hb heartbeat, op operate, ch chat, wh webhook, fl a flow started by API or CLI, ev a trial of an eval
 //
 // An id is unique without coordination, sorts by creation time and shows its surface. It cannot be guessed from its
 // neighbours, because ids appear in URLs: the random part is never a counter.
@@ -215,10 +215,11 @@ const (
 	Chat      Surface = "chat"      // a visitor's turn
 	Webhook   Surface = "webhook"   // a verified delivery
 	Flow      Surface = "flow"      // a flow started by API or CLI
+	Eval      Surface = "eval"      // a trial of an eval, isolated from everything else
 )
 
 // surfaces lists them in the order of messages and queries.
-var surfaces = [...]Surface{Heartbeat, Operate, Chat, Webhook, Flow}
+var surfaces = [...]Surface{Heartbeat, Operate, Chat, Webhook, Flow, Eval}
 
 // Prefix is the prefix of the surface's ids, without the underscore; empty for an unknown surface.
 func (s Surface) Prefix() string {
@@ -233,6 +234,8 @@ func (s Surface) Prefix() string {
 		return "wh"
 	case Flow:
 		return "fl"
+	case Eval:
+		return "ev"
 	}
 	return ""
 }

@@ -21,7 +21,7 @@ const (
 )
 
 var prefixes = map[trace.Surface]string{
-	trace.Heartbeat: "hb", trace.Operate: "op", trace.Chat: "ch", trace.Webhook: "wh", trace.Flow: "fl",
+	trace.Heartbeat: "hb", trace.Operate: "op", trace.Chat: "ch", trace.Webhook: "wh", trace.Flow: "fl", trace.Eval: "ev",
 }
 
 func TestNewIsReadBack(t *testing.T) {
@@ -97,8 +97,8 @@ func TestParseNamesTheError(t *testing.T) {
 	for name, c := range map[string]struct{ in, says string }{
 		"empty":        {"", "no surface prefix"},
 		"bare ulid":    {suffix, "no surface prefix"},
-		"no prefix":    {"_" + suffix, `prefix "" is not one of hb, op, ch, wh, fl`},
-		"other prefix": {"xx_" + suffix, `prefix "xx" is not one of hb, op, ch, wh, fl`},
+		"no prefix":    {"_" + suffix, `prefix "" is not one of hb, op, ch, wh, fl, ev`},
+		"other prefix": {"xx_" + suffix, `prefix "xx" is not one of hb, op, ch, wh, fl, ev`},
 		"short":        {"hb_01JD3V", "26 characters, this has 6"},
 		"long":         {string(good) + "0", "26 characters, this has 27"},
 		"very long":    {strings.Repeat("hb_", 1<<16), "too long"},
@@ -127,7 +127,7 @@ func TestParseNamesTheError(t *testing.T) {
 
 func TestParseAny(t *testing.T) {
 	t.Parallel()
-	all := []trace.ID{good, "op_" + suffix, "ch_" + suffix, "wh_" + suffix, "fl_" + suffix}
+	all := []trace.ID{good, "op_" + suffix, "ch_" + suffix, "wh_" + suffix, "fl_" + suffix, "ev_" + suffix}
 	for name, c := range map[string]struct {
 		in   string
 		want []trace.ID

@@ -63,7 +63,7 @@ func surfaceFlag(flags *pflag.FlagSet, into *string) {
 		surface, err := trace.ParseSurface(text)
 		*into = string(surface)
 		return err
-	}}, "surface", "only this surface: heartbeat, operate, chat, webhook, flow")
+	}}, "surface", "only this surface: heartbeat, operate, chat, webhook, flow, eval")
 }
 
 // traceFlag accepts a trace id in any form.

@@ -330,7 +330,7 @@ begin
          where c.awaited and c.status in ('pending', 'running', 'waiting')) select l.id from line l) order by x.id for update;
   end if;
   -- A run of the webhook surface emits nothing: a target that is our own endpoint would go round for ever.
-  if e.surface <> 'webhook' and exists (select from agent_webhook_targets t where t.enabled) then
+  if e.surface not in ('webhook', 'eval') and exists (select from agent_webhook_targets t where t.enabled) then
     perform lanekeeper.emit_agent_webhook(kind, e.trace_id, jsonb_build_object(
       'id', e.id, 'trace_id', e.trace_id, 'flow', e.flow, 'surface', e.surface, 'parent_id', e.parent_id,
       'status', e.status, 'result_type', e.result_type, 'result_summary', left(e.result_summary, 2000),
@@ -427,7 +427,7 @@ begin
   insert into agent_events (event, key, data, external_id, execution_id)
   select 'AGENT_COMPLETED', n.id::text, jsonb_build_object('execution_id', n.id, 'status', n.status, 'result_type', n.result_type,
            'result_summary', n.result_summary, 'locks_released', coalesce((freed ->> n.id::text)::int, 0)), 'completed ' || n.id, n.id
-    from changed n where n.id = any (over) order by n.id
+    from changed n where n.id = any (over) and n.surface <> 'eval' order by n.id
   on conflict (external_id) do nothing;      -- an end must not fail because somebody used this id
   if has.parents then
     insert into agent_untold_ends (execution_id) select t.id from unnest(over) t (id) where exists (select from agent_executions x

@@ -2,7 +2,7 @@
 --
 -- agent_agents keeps every version of an agent's definition. Memory has an owner and a revision: a write names the
 -- revision that it is based on. An objective has steps, and a step needs evidence that it is done. Ended logins and the
--- secret values of the database are here, too.
+-- secret values of the database are here, too. So is what keeps the trials of evals apart from everything else.
 
 create table agent_agents (
   name text not null check (name ~ '^[a-zA-Z][a-zA-Z0-9_-]{0,63}$'), version int not null check (version > 0),
@@ -313,3 +313,56 @@ create or replace trigger agent_memory_keep_revision after insert or delete on a
 create or replace trigger agent_memory_revise before update on agent_memory for each row
   when (new.revision < old.revision or new.revision = old.revision and new.value is distinct from old.value)
   execute function lanekeeper.agent_revise();
+
+-- Evals. A trial of an eval runs under a trace of the prefix ev. Whatever the code does, the database refuses what would
+-- leave, wake something or be remembered. The condition stands in the trigger, so other rows run no function.
+create or replace function lanekeeper.refuse_agent_eval() returns trigger language plpgsql as $$
+begin
+  raise exception 'a trial of an eval cannot write to %', tg_table_name
+    using errcode = 'LK009', hint = 'Give the skill a stub in the case of the eval.';
+end $$;
+comment on function lanekeeper.refuse_agent_eval is
+  'Refuse a row of a trial of an eval (SQLSTATE LK009). A trial runs one execution and writes its log, nothing else.';
+
+create or replace trigger agent_executions_no_eval before insert on agent_executions for each row
+  when (new.trace_id like 'ev\_%' and (new.flow <> 'eval' or new.thread_id is not null) or new.surface = 'eval' and new.trace_id not like 'ev\_%')
+  execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_approvals_no_eval before insert or update on agent_approvals for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_automation_runs_no_eval before insert or update on agent_automation_runs for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_automations_no_eval before insert or update on agent_automations for each row
+  when (new.last_trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_documents_no_eval before insert or update on agent_documents for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_memory_no_eval before insert or update on agent_memory for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_memory_conflicts_no_eval before insert or update on agent_memory_conflicts for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_messages_no_eval before insert or update on agent_messages for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_objective_evidence_no_eval before insert or update on agent_objective_evidence for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_objective_steps_no_eval before insert or update on agent_objective_steps for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_objectives_no_eval before insert or update on agent_objectives for each row
+  when (new.last_trace_id like 'ev\_%' or new.proposed_trace like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_requests_no_eval before insert or update on agent_requests for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_webhook_deliveries_no_eval before insert or update on agent_webhook_deliveries for each row
+  when (new.trace_id like 'ev\_%' or new.last_trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_webhook_outbox_no_eval before insert or update on agent_webhook_outbox for each row
+  when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();

@@ -409,7 +409,7 @@ set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off se
 declare
   given constant text := btrim(coalesce(trace, ''));
   forms constant text[] := case                       -- the ids that it may be stored under: a ULID alone is of any surface
-    when given ~* '^(hb|op|ch|wh|fl)_[0-9a-z]{26}$' then array[lower(left(given, 3)) || upper(substr(given, 4))]
+    when given ~* '^(hb|op|ch|wh|fl|ev)_[0-9a-z]{26}$' then array[lower(left(given, 3)) || upper(substr(given, 4))]
     when given ~* '^[0-9a-z]{26}$' then array(select s || upper(given) from unnest('{hb_,op_,ch_,wh_,fl_}'::text[]) s)
     when given ~* '^[0-9a-f]{32}$' then array(select lanekeeper.agent_trace_id(s, decode(given, 'hex')) from unnest('{hb,op,ch,wh,fl}'::text[]) s)
     else array[given] end;

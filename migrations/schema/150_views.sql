@@ -80,11 +80,12 @@ comment on view agent_spend is
 create or replace view agent_skill_calls as
   select a.id, a.skill_name, a.status, a.error_class, a.error_message, a.duration_ms, a.trace_id, a.created_at
     from agent_activity a
-   where a.kind = 'call' and a.status in ('success', 'error')
+   where a.kind = 'call' and a.surface <> 'eval' and a.status in ('success', 'error')
      and a.error_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall',
                                'disabled', 'on_trial', 'yielded', 'budget', 'configuration');
 comment on view agent_skill_calls is
-  'Calls that count for the health of their skill. A call that was refused, interrupted or misconfigured does not.';
+  'Calls that count for the health of their skill. A call that was refused, interrupted or misconfigured does not, nor one '
+  'of an eval.';
 
 create or replace view agent_skill_health as
   select s.name as skill, coalesce(f.calls, 0) as calls,
@@ -141,7 +142,8 @@ create or replace view agent_activity_measured as
             case when a.duration_ms is not null then greatest(0, least(a.duration_ms, 1000000000000)) end as duration_ms,
             a.kind = 'call' and a.status in ('success', 'error')
               and a.error_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall',
-                                        'disabled', 'on_trial', 'yielded', 'budget', 'configuration') as telling) x;
+                                        'disabled', 'on_trial', 'yielded', 'budget', 'configuration') as telling) x
+   where a.surface <> 'eval';
 comment on view agent_activity_measured is
   'How each row of the log is counted. telling: it counts for the health of its skill. slowest: its duration and trace, as a text whose '
   'greatest in the collation "C" is the slowest. bucket: as in agent_activity_durations.';

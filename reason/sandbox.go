@@ -1,0 +1,137 @@
+package reason
+
+import (
+	"context"
+	"encoding/json"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// Sandbox isolates the turns of a Loop, for evals. A turn reads the declared agents and skills, and calls the model.
+// Everything else comes from the sandbox: skills, memory, approvals, the time and the budget. All functions are
+// required, and must be deterministic, because a resumed turn calls OnResult again.
+type Sandbox struct {
+	Agent   string // the agent and its version; 0 for that of the installation
+	Version int
+	Model   string // replaces the agent's model and fallbacks if set
+	Now     time.Time
+	Budget  budgets.Scope // bounds the turn besides its own budget, in place of the limits of the day
+
+	// Pinned returns the pinned memory of the given names.
+	Pinned func(names []memory.Name) []memory.Entry
+	// Invoke answers a call of a skill, or of the tool delegate. An *executions.StepError is the result of the call.
+	Invoke func(ctx context.Context, skill string, args json.RawMessage) (any, error)
+	// Approve decides on a call that needs an approval.
+	Approve func(skill string, args json.RawMessage) (approved bool, reason string)
+	// OnResult receives the result of each call that was made, in order. A resumed turn repeats the earlier results.
+	OnResult func(skill string, args, result json.RawMessage)
+	// OnCall receives each requested call, in the order of the model.
+	OnCall func(Requested)
+}
+
+// Requested is a call that the model requested in a sandbox.
+type Requested struct {
+	Name     string          `json:"name"`
+	Args     json.RawMessage `json:"args"`
+	Refused  bool            `json:"refused,omitempty"`  // unknown tool, invalid arguments or repeated
+	Approval string          `json:"approval,omitempty"` // approved or denied; empty for none
+}
+
+// chooseSandboxed is choose in a sandbox. Disabled skills are offered, because the state of a skill is not the agent's.
+func (l *Loop) chooseSandboxed(ctx context.Context, db postgres.DB, t Turn) (p prepared, err error) {
+	s := l.Sandbox
+	if p.who, err = l.sandboxAgent(ctx, db); err != nil {
+		return p, err
+	}
+	all, err := l.Agents.List(ctx, db)
+	if err != nil {
+		return p, err
+	}
+	p.Agent, p.Now, p.Delegates = &acting{p.who.Name, p.who.Version}, s.Now.UTC(), delegateAgents(all, p.who)
+	for _, e := range s.Pinned(pinnedNames(p.who)) {
+		p.Pinned = append(p.Pinned, pinnedEntry{memory.Name{Category: e.Category, Key: e.Key}, e.Value, e.Revision})
+	}
+	offered, err := skills.InScope(ctx, db, t.Scopes)
+	if err != nil {
+		return p, err
+	}
+	offered = t.allowed(p.who, offered)
+	p.Skills = offered
+	if len(offered) > maxOffered {
+		p.Skills, p.More = rankedSkills(offered, t.Prompt)[:offeredOfMany], len(offered)-offeredOfMany
+	}
+	return p, nil
+}
+
+// sandboxAgent reads the agent of the sandbox, with its model.
+func (l *Loop) sandboxAgent(ctx context.Context, db postgres.DB) (agents.Agent, error) {
+	who, err := l.Agents.Version(ctx, db, l.Sandbox.Agent, l.Sandbox.Version)
+	if l.Sandbox.Model != "" {
+		who.Model, who.Fallback = l.Sandbox.Model, nil
+	}
+	return who, err
+}
+
+// decideSandboxed makes or denies a call that needs an approval.
+func (w *turn) decideSandboxed(ctx context.Context, c *call, s skills.Skill) error {
+	if why, denied := w.denied[c.approval.key]; denied {
+		return w.denyAgain(ctx, c, why)
+	}
+	if approved, why := w.Sandbox.Approve(s.Name, c.args); !approved {
+		return w.deny(ctx, c, why)
+	}
+	return w.invokeSkill(ctx, c, s, "skill "+s.Name, nil)
+}
+
+// requested describes a call for the sandbox.
+func (w *turn) requested(c *call) Requested {
+	r := Requested{Name: displayName(c.name), Args: c.args, Refused: c.correction != "" || c.result == repeatedResult}
+	if !json.Valid(c.args) {
+		r.Args, _ = json.Marshal(string(c.args)) // a string always encodes
+	}
+	if _, denied := w.denied[c.approvalKey()]; c.approval != nil {
+		r.Approval = "approved"
+		if denied {
+			r.Approval = "denied"
+		}
+	}
+	return r
+}
+
+// approvalKey is the key of the awaited approval; empty for none.
+func (c *call) approvalKey() string {
+	if c.approval == nil {
+		return ""
+	}
+	return c.approval.key
+}
+
+// delegateSandboxed answers a delegation from the sandbox, as a durable step.
+func (w *turn) delegateSandboxed(ctx context.Context, args json.RawMessage) (any, error) {
+	result, err := executions.Do(ctx, "delegate", executions.Call{
+		Entry: activity.Entry{Skill: "delegate", Purpose: w.Purpose, Input: args}, Idempotent: true,
+	}, func(ctx context.Context, _ *executions.Effect) (json.RawMessage, error) {
+		return w.Sandbox.answer(ctx, "delegate", args)
+	})
+	if executions.IsControl(err) {
+		return nil, err
+	}
+	w.Sandbox.OnResult("delegate", args, result)
+	return result, err
+}
+
+// answer calls Invoke.
+func (s *Sandbox) answer(ctx context.Context, skill string, args json.RawMessage) (json.RawMessage, error) {
+	value, err := s.Invoke(ctx, skill, args)
+	if err != nil {
+		return nil, err
+	}
+	return json.Marshal(value)
+}
