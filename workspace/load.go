@@ -37,6 +37,9 @@ func LoadDir(dir string) (Workspace, error) {
 	return load(os.DirFS(dir), dir)
 }
 
+// LoadFrom is LoadDir for files from elsewhere; dir names the folder in positions.
+func LoadFrom(fsys fs.FS, dir string) (Workspace, error) { return load(fsys, dir) }
+
 // Load reads every .yaml and .yml file of a folder and its subfolders, except hidden ones. Invalid files return
 // [Problems] and an empty workspace. A folder without files is an error, because an apply would remove everything.
 func Load(fsys fs.FS) (Workspace, error) { return load(fsys, "") }

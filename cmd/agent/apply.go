@@ -56,7 +56,7 @@ state stays. It never asks, and removes only with --prune.`,
 			if opts.watch {
 				return c.applyAndWatch(cmd, opts)
 			}
-			files, err := readWorkspace(opts.dir)
+			files, err := readWorkspace(opts.dir, c.sentFolder())
 			if err != nil {
 				return err
 			}
@@ -107,6 +107,9 @@ func (c *cli) applyWorkspace(
 	files.GoFlows, files.Also = names, syncHeartbeats(s)
 	named := c.namedDatabases(s)
 	defer named.Close()
+	if err := c.checkSentWorkspace(ctx, s, files); err != nil {
+		return none, err
+	}
 	options, err := c.confirmRemovals(ctx, s, files, opts, named)
 	if err != nil {
 		return none, err
@@ -367,7 +370,7 @@ func (w *workspaceWatcher) run(ctx context.Context) error {
 
 // apply applies the folder once and prints the changes in one line. An error is printed and changes nothing.
 func (w *workspaceWatcher) apply(ctx context.Context) {
-	files, err := readWorkspace(w.opts.dir)
+	files, err := readWorkspace(w.opts.dir, nil)
 	var diff workspace.Diff
 	if err == nil {
 		diff, err = w.cli.applyWorkspace(ctx, w.session, files, w.opts)
@@ -422,7 +425,7 @@ type dirWatcher struct {
 // watchDir watches a folder. The caller closes the watcher.
 func watchDir(dir string) (*dirWatcher, error) {
 	if info, err := os.Stat(dir); err != nil || !info.IsDir() {
-		_, err := readWorkspace(dir) // returns the precise error
+		_, err := readWorkspace(dir, nil) // returns the precise error
 		return nil, err
 	}
 	watcher, err := fsnotify.NewWatcher()

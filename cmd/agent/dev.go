@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"maps"
 	"net"
 	"os"
@@ -85,7 +86,7 @@ func (c *cli) dev(ctx context.Context, opts devOptions) error {
 		return &exitError{exitUsage, err}
 	}
 	c.reportDotEnv(file)
-	files, err := readWorkspace(opts.dir)
+	files, err := readWorkspace(opts.dir, nil)
 	if err != nil {
 		return err
 	}
@@ -112,10 +113,17 @@ func (c *cli) reportDotEnv(file config.DotEnv) {
 	}
 }
 
-// readWorkspace reads a folder, or the caretaker example without one. It rejects builtins unknown to this binary.
-func readWorkspace(dir string) (workspace.Workspace, error) {
+// readWorkspace reads a folder, from its files or from those that a caller sent, or the caretaker example without one.
+// It rejects builtins unknown to this binary.
+func readWorkspace(dir string, sent fs.FS) (workspace.Workspace, error) {
 	if dir != "" {
-		files, err := workspace.LoadDir(dir)
+		var files workspace.Workspace
+		var err error
+		if sent != nil {
+			files, err = workspace.LoadFrom(sent, dir)
+		} else {
+			files, err = workspace.LoadDir(dir)
+		}
 		if err == nil {
 			err = files.CheckBuiltins(builtins.Names())
 			files.Reserved = executions.Reserved()
@@ -192,6 +200,7 @@ func (c *cli) runDev(
 	if err != nil {
 		return err
 	}
+	a.Commands = newCommandHost(c, s)
 	err = a.Serve(ctx, listener,
 		func(ctx context.Context) error { return s.restartServer(ctx, c) },
 		func(ctx context.Context) error {

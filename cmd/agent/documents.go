@@ -67,7 +67,7 @@ agent documents rm.`,
 func (c *cli) readFile(u *documents.Upload, path string) (err error) {
 	from := c.in
 	if path != "-" {
-		file, err := os.Open(path)
+		file, err := c.openFile(path)
 		if err != nil {
 			return fmt.Errorf("read document: %w", err)
 		}
@@ -183,7 +183,7 @@ func (c *cli) documentsGetCommand() *cobra.Command {
 				_, err := c.out.Write(content)
 				return err
 			}
-			if err := createFile(path, content); err != nil {
+			if err := c.createFile(path, content); err != nil {
 				return err
 			}
 			return c.printf(fetched{d, path}, "%s: %d bytes\n", printable(path), len(content))

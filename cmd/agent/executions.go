@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -380,7 +379,7 @@ func (c *cli) readJSON(text string) (json.RawMessage, error) {
 	if text == "-" || len(text) > 1 && text[0] == '@' {
 		from := c.in
 		if text != "-" {
-			file, err := os.Open(text[1:])
+			file, err := c.openFile(text[1:])
 			if err != nil {
 				return nil, usageError("read input: %w", err)
 			}

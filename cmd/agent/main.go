@@ -40,6 +40,10 @@ func main() {
 // run is the program, as tests call it. It returns the exit code.
 func run(ctx context.Context, args, environ []string, in io.Reader, out, errw io.Writer) int {
 	c := &cli{environ: config.Environ(environ), args: args, in: in, out: out, err: errw}
+	return c.run(ctx)
+}
+
+func (c *cli) run(ctx context.Context) int {
 	err := c.execute(ctx)
 	if err == nil {
 		return 0
@@ -99,6 +103,7 @@ DATABASE_URL names the database. Without it, commands use the one of agent dev i
 	root.PersistentFlags().BoolVar(&c.json, "json", c.environ["AGENT_OUTPUT"] == "json",
 		"print the result as one JSON document")
 	root.PersistentFlags().BoolVar(&c.noColor, "no-color", false, "no colours, even on a terminal")
+	c.serverFlag(root)
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
 		c.json = c.json || slices.Contains(c.args, "--json") // flags after the error were not parsed
 		return &exitError{exitUsage, helpHint(suggestFlag(err, cmd), cmd)}
@@ -112,6 +117,7 @@ DATABASE_URL names the database. Without it, commands use the one of agent dev i
 	}
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.AddCommand(c.commands()...)
+	c.routeCommands(root)
 	return root
 }
 
@@ -251,6 +257,8 @@ func (c *cli) commands() []*cobra.Command {
 		c.mcpCommand(),
 		c.doctorCommand(),
 		c.healthcheckCommand(),
+		c.loginCommand(),
+		c.logoutCommand(),
 		c.versionCommand(),
 	}
 }
@@ -265,7 +273,7 @@ func group(use, short string, below ...*cobra.Command) *cobra.Command {
 			}
 			return nil
 		},
-		RunE: showHelp,
+		RunE: showHelp, Annotations: map[string]string{"group": "yes"},
 	}
 	cmd.AddCommand(below...)
 	return cmd

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"slices"
 	"strings"
@@ -28,6 +29,10 @@ type cli struct {
 	err        io.Writer
 	json       bool
 	noColor    bool
+	server     string       // of --server; empty for commands on this machine
+	host       *commandHost // of a command that a caller sent to this server
+	sent       commandRequest
+	folder     fs.FS // of sent; may be nil
 }
 
 // print writes a result: one JSON document with --json, else text.
@@ -199,6 +204,9 @@ func terminalWidth(w io.Writer) int {
 	if p, ok := w.(*errWriter); ok {
 		w = p.w
 	}
+	if far, ok := w.(*callerStream); ok {
+		return far.width
+	}
 	file, ok := w.(*os.File)
 	if !ok {
 		return 0
@@ -244,6 +252,9 @@ func (c *cli) colour() bool {
 }
 
 func terminal(stream any) bool {
+	if far, ok := stream.(*callerStream); ok {
+		return far.terminal
+	}
 	file, ok := stream.(*os.File)
 	return ok && term.IsTerminal(int(file.Fd()))
 }

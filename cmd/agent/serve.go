@@ -83,6 +83,7 @@ func (c *cli) serve(ctx context.Context, migrate bool) error {
 	if err != nil {
 		return err
 	}
+	a.Commands = newCommandHost(c, s)
 	if err := a.WarnWeakTokens(ctx); err != nil {
 		return err
 	}

@@ -31,13 +31,16 @@ func (c *cli) settings() (config.Config, *slog.Logger, error) { return c.loadSet
 func (c *cli) loadSettings(
 	load func(map[string]string, ...string) (config.Config, error),
 ) (config.Config, *slog.Logger, error) {
-	cfg, err := load(c.environ, "AGENT_OUTPUT", "AGENT_URL") // AGENT_URL is for external workers
+	cfg, err := load(c.environ, clientVariables...)
 	if err != nil {
 		return cfg, nil, &exitError{exitUsage, err}
 	}
 	log, err := logging.New(c.err, cfg.LogFormat, cfg.LogLevel)
 	if err != nil {
 		return cfg, nil, &exitError{exitUsage, err}
+	}
+	if c.host != nil {
+		return c.host.session.config, log, nil
 	}
 	for _, warning := range cfg.Unknown {
 		log.Warn("setting ignored", "reason", warning)
@@ -58,6 +61,7 @@ type session struct {
 	config    config.Config
 	log       *slog.Logger
 	serving   bool             // connections are reserved
+	shared    bool             // the connections are those of a server, which stay open
 	server    *pgserver.Server // nil with DATABASE_URL
 	ephemeral bool
 	url       string
@@ -65,6 +69,9 @@ type session struct {
 
 // close releases all connections and stops the local server.
 func (s *session) close(ctx context.Context) {
+	if s.shared {
+		return
+	}
 	s.Close()
 	if s.server != nil {
 		if err := s.server.Stop(context.WithoutCancel(ctx)); err != nil {
@@ -96,7 +103,7 @@ func (c *cli) session(ctx context.Context) (*session, error) {
 
 // loadDevDotEnv loads .env when no database is configured, so that commands see the settings of agent dev.
 func (c *cli) loadDevDotEnv() error {
-	if c.environ["DATABASE_URL"] != "" || c.environ["DATABASE_URL_FILE"] != "" {
+	if c.host != nil || c.environ["DATABASE_URL"] != "" || c.environ["DATABASE_URL_FILE"] != "" {
 		return nil
 	}
 	_, err := c.loadDotEnv()
@@ -114,6 +121,9 @@ func (c *cli) loadDotEnv() (config.DotEnv, error) {
 
 // openSession opens the database without a schema check.
 func (c *cli) openSession(ctx context.Context, cfg config.Config, log *slog.Logger) (*session, error) {
+	if c.host != nil {
+		return &session{Database: c.host.session.Database, config: cfg, log: log, shared: true}, nil
+	}
 	return c.openDatabase(ctx, &session{config: cfg, log: log})
 }
 

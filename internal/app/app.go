@@ -74,6 +74,8 @@ type Options struct {
 	Environ map[string]string   // the settings of OpenTelemetry
 	Getenv  func(string) string // resolves secrets named in files
 	Version string              // of the program
+	// Commands runs commands of the command line for callers of POST /v1/commands; nil for none.
+	Commands http.Handler
 }
 
 // New wires the runtime. It starts no goroutine; Run, Serve and RunWithLeases do. model may be nil for a command that

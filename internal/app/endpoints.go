@@ -21,7 +21,7 @@ func (a *App) endpoints() []api.Endpoint {
 	var all []api.Endpoint
 	for _, some := range [][]api.Endpoint{
 		a.operateEndpoints(), a.chatEndpoints(), a.visitorEndpoints(), a.webhookEndpoints(), a.mcpEndpoints(),
-		a.metricsEndpoints(),
+		a.metricsEndpoints(), a.commandEndpoints(),
 	} {
 		all = append(all, some...)
 	}
@@ -57,6 +57,22 @@ func (a *App) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 		all = append(all, e)
 	}
 	return room, all, nil
+}
+
+// maxCommand bounds a command with its files, in bytes.
+const maxCommand = 28 << 20
+
+func (a *App) commandEndpoints() []api.Endpoint {
+	if a.Commands == nil {
+		return nil
+	}
+	return []api.Endpoint{{
+		Method: "POST", Path: "/v1/commands", Access: api.Admin, Body: json.RawMessage{}, Response: json.RawMessage{},
+		ContentType: "application/x-ndjson", Stream: true, Finite: true, MaxBody: maxCommand, Handler: a.Commands,
+		About: "Run a command of agent --server in this process: {args, environ, stdin, files, folder, width, out_terminal, " +
+			"err_terminal}. The response is one JSON object a line: {version}, {out}, {err} and {file} in base64, {} to keep " +
+			"the connection open, {exit} at the end. Closing the connection interrupts the command.",
+	}}
 }
 
 func (a *App) operateEndpoints() []api.Endpoint {

@@ -1,0 +1,562 @@
+package main
+
+import (
+	"archive/zip"
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"net"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+)
+
+// A command with --server runs in the process of the server, with the server's database and settings. It is the same
+// command with the same arguments, so its output and exit code are the same. The client sends the arguments, standard
+// input and the files that they name, and prints what comes back (remotehost.go).
+
+const (
+	// commandsPath is the route that runs commands.
+	commandsPath = "/v1/commands"
+	// maxSent bounds the files and the standard input of a command, in bytes.
+	maxSent = 20 << 20
+	// aliveInterval is the longest pause between two frames; silenceLimit is when the client gives up.
+	aliveInterval = 10 * time.Second
+	silenceLimit  = 60 * time.Second
+)
+
+// sentVariables are the variables of the caller's terminal that apply to a remote command.
+var sentVariables = []string{
+	"AGENT_OUTPUT", "AGENT_LOG_LEVEL", "AGENT_LOG_FORMAT", "NO_COLOR", "CLICOLOR_FORCE", "TERM",
+}
+
+// remoteCommands run on a server, with all commands below them, except localCommands.
+var remoteCommands = []string{
+	"activity", "agents", "apply", "approvals", "automations", "channels", "chat", "doctor", "documents", "executions",
+	"flows", "heartbeat", "lanes", "mcp accept", "mcp ls", "mcp offer", "mcp show", "mcp sync", "mcp withdraw", "memory",
+	"models", "objectives", "operate", "pause", "principals", "requests", "resume", "retention", "selfheal", "sessions",
+	"skills", "threads", "tokens", "trace", "version", "webhooks", "why",
+}
+
+// localCommands need this machine. An empty reason means that they ignore --server.
+var localCommands = map[string]string{
+	"":            "",
+	"completion":  "",
+	"demo":        "it runs its own agent",
+	"dev":         "it runs the agent",
+	"healthcheck": "it checks the process on its machine",
+	"help":        "",
+	"init":        "it writes a folder",
+	"lanes run":   "it runs a program",
+	"login":       "",
+	"logout":      "",
+	"mcp":         "it serves standard input",
+	"mcp serve":   "it serves standard input",
+	"migrate":     "it changes the database of the server",
+	"serve":       "it runs the agent",
+}
+
+// place reports where a command runs. listed is false for a command in neither list, which runs on this machine.
+func place(cmd *cobra.Command) (remote bool, reason string, listed bool) {
+	name := commandName(cmd)
+	for {
+		if reason, is := localCommands[name]; is {
+			return false, reason, true
+		}
+		if slices.Contains(remoteCommands, name) {
+			return true, "", true
+		}
+		if i := strings.LastIndexByte(name, ' '); i >= 0 {
+			name = name[:i]
+			continue
+		}
+		return false, "it is not offered by servers", false
+	}
+}
+
+func commandName(cmd *cobra.Command) string {
+	return strings.TrimPrefix(strings.TrimPrefix(cmd.CommandPath(), "agent"), " ")
+}
+
+// routeCommands makes the commands run on the server that --server or AGENT_SERVER names. On a server it allows only
+// remote commands.
+func (c *cli) routeCommands(cmd *cobra.Command) {
+	for _, below := range cmd.Commands() {
+		c.routeCommands(below)
+	}
+	local := cmd.RunE
+	if local == nil {
+		return
+	}
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		remote, reason, _ := place(cmd)
+		onlyHelp := cmd.HasSubCommands() && remote && cmd.Annotations["group"] != ""
+		switch {
+		case c.host != nil && !remote:
+			return usageError("%s runs only on the machine of the caller", cmd.CommandPath())
+		case c.host != nil || c.server == "" || onlyHelp || !remote && reason == "":
+			return local(cmd, args)
+		case !remote:
+			return &exitError{exitUsage, hint(fmt.Errorf("%s runs only on this machine: %s", cmd.CommandPath(), reason),
+				"leave out --server and AGENT_SERVER")}
+		}
+		return c.runRemote(cmd, args)
+	}
+}
+
+// commandRequest is the body of a command: its arguments, and what it needs of the caller's machine.
+type commandRequest struct {
+	Args    []string          `json:"args"`
+	Environ map[string]string `json:"environ,omitempty"`
+	Stdin   []byte            `json:"stdin,omitempty"`
+	// Files are the files that the arguments name, by the name as it is written there.
+	Files map[string][]byte `json:"files,omitempty"`
+	// Folder is a zip of the workspace that the arguments name.
+	Folder []byte `json:"folder,omitempty"`
+	// Width is that of the terminal; 0 without one.
+	Width       int  `json:"width,omitempty"`
+	OutTerminal bool `json:"out_terminal,omitempty"`
+	ErrTerminal bool `json:"err_terminal,omitempty"`
+}
+
+// commandFrame is one line of the response. The last frame has the exit code. An empty frame keeps the connection open.
+type commandFrame struct {
+	Version string `json:"version,omitempty"` // of the server; the first frame
+	Out     []byte `json:"out,omitempty"`     // standard output
+	Err     []byte `json:"err,omitempty"`     // standard error
+	File    []byte `json:"file,omitempty"`    // content of the file that --output names
+	Created bool   `json:"created,omitempty"` // the file is complete
+	Exit    *int   `json:"exit,omitempty"`
+}
+
+// runRemote runs a command on the server.
+func (c *cli) runRemote(cmd *cobra.Command, args []string) error {
+	server, err := parseServer(c.server)
+	if err != nil {
+		return err
+	}
+	token, err := c.token(server)
+	if err != nil {
+		return err
+	}
+	call := remoteCall{cli: c, server: server, token: token, output: outputFlag(cmd)}
+	if interactive(cmd, args) && terminal(c.in) && terminal(c.out) && !c.json {
+		return call.interact(cmd)
+	}
+	req, err := c.commandRequest(cmd, args)
+	if err != nil {
+		return err
+	}
+	return call.run(cmd.Context(), req, watches(cmd))
+}
+
+// commandRequest collects the files and the standard input that a command reads.
+func (c *cli) commandRequest(cmd *cobra.Command, args []string) (commandRequest, error) {
+	req := commandRequest{
+		Args: c.args, Environ: map[string]string{}, Files: map[string][]byte{}, Width: terminalWidth(c.out),
+		OutTerminal: terminal(c.out), ErrTerminal: terminal(c.err),
+	}
+	for _, name := range sentVariables {
+		if value := c.environ[name]; value != "" {
+			req.Environ[name] = value
+		}
+	}
+	files, stdin := inputs(cmd, args)
+	left := int64(maxSent)
+	for _, name := range files {
+		content, err := readBounded(name, &left)
+		if err != nil {
+			return req, err
+		}
+		if content != nil {
+			req.Files[name] = content
+		}
+	}
+	if commandName(cmd) == "apply" {
+		if watches(cmd) {
+			return req, usageError("agent apply --watch runs only on this machine: leave out --watch, or --server")
+		}
+		if args[0] == "" {
+			return req, usageError("DIR is empty; name the folder of the workspace")
+		}
+		var err error
+		if req.Folder, err = packFolder(args[0], &left); err != nil {
+			return req, err
+		}
+	}
+	if stdin {
+		var err error
+		if req.Stdin, err = io.ReadAll(io.LimitReader(c.in, left+1)); err != nil {
+			return req, fmt.Errorf("read standard input: %w", err)
+		}
+		if int64(len(req.Stdin)) > left {
+			return req, tooMuch("standard input")
+		}
+	}
+	return req, nil
+}
+
+func tooMuch(what string) error {
+	return usageError("%s has more than %d bytes, too many for a server; run the command there", what, maxSent)
+}
+
+// inputs lists the files that a command reads, and reports whether it reads standard input.
+func inputs(cmd *cobra.Command, args []string) (files []string, stdin bool) {
+	name := func(text string) {
+		switch {
+		case text == "-":
+			stdin = true
+		case len(text) > 1 && text[0] == '@':
+			files = append(files, text[1:])
+		}
+	}
+	switch commandName(cmd) {
+	case "documents add":
+		if args[0] == "-" {
+			return nil, true
+		}
+		return args[:1], false
+	case "chat":
+		files, _ = cmd.Flags().GetStringArray("file") // the flag exists
+		return files, interactive(cmd, args)
+	case "operate":
+		return nil, interactive(cmd, args)
+	}
+	for _, flag := range []string{"input", "data"} {
+		if f := cmd.Flags().Lookup(flag); f != nil {
+			name(f.Value.String())
+		}
+	}
+	return files, stdin
+}
+
+// interactive reports whether a command is a conversation: it reads messages until its input ends.
+func interactive(cmd *cobra.Command, args []string) bool {
+	name := commandName(cmd)
+	return (name == "chat" || name == "operate") && len(args) == 0 && !watches(cmd)
+}
+
+// watches reports whether a command runs until ^C, which is then no failure.
+func watches(cmd *cobra.Command) bool {
+	f := cmd.Flags().Lookup("watch")
+	return f != nil && f.Value.String() == "true"
+}
+
+// outputFlag returns the file that a command writes.
+func outputFlag(cmd *cobra.Command) string {
+	if commandName(cmd) != "documents get" {
+		return ""
+	}
+	return cmd.Flags().Lookup("output").Value.String()
+}
+
+// readBounded reads a file. A missing one is left to the command, which says so.
+func readBounded(name string, left *int64) ([]byte, error) {
+	file, err := os.Open(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	content, err := io.ReadAll(io.LimitReader(file, *left+1))
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", name, err)
+	}
+	if *left -= int64(len(content)); *left < 0 {
+		return nil, tooMuch(name)
+	}
+	return append([]byte{}, content...), nil
+}
+
+// packFolder zips the files of a workspace that loading it reads.
+func packFolder(dir string, left *int64) ([]byte, error) {
+	if _, err := readWorkspace(dir, nil); err != nil {
+		return nil, err
+	}
+	read := &recordingFS{FS: os.DirFS(dir), files: map[string][]byte{}}
+	if _, err := readWorkspace(dir, read); err != nil {
+		return nil, err
+	}
+	var packed bytes.Buffer
+	out := zip.NewWriter(&packed)
+	for _, name := range slices.Sorted(maps.Keys(read.files)) {
+		if *left -= int64(len(read.files[name])); *left < 0 {
+			return nil, tooMuch(dir)
+		}
+		w, err := out.Create(name)
+		if err == nil {
+			_, err = w.Write(read.files[name])
+		}
+		if err != nil {
+			return nil, fmt.Errorf("pack %s: %w", dir, err)
+		}
+	}
+	if err := out.Close(); err != nil {
+		return nil, fmt.Errorf("pack %s: %w", dir, err)
+	}
+	return packed.Bytes(), nil
+}
+
+// recordingFS keeps the content of each file that is opened.
+type recordingFS struct {
+	fs.FS
+	files map[string][]byte
+}
+
+func (r *recordingFS) Open(name string) (fs.File, error) {
+	file, err := r.FS.Open(name)
+	if err != nil {
+		return nil, err
+	}
+	info, err := file.Stat()
+	if err != nil || !info.Mode().IsRegular() || r.files[name] != nil {
+		return file, err
+	}
+	content, err := fs.ReadFile(r.FS, name)
+	r.files[name] = append([]byte{}, content...)
+	return file, err
+}
+
+// remoteCall runs commands on one server.
+type remoteCall struct {
+	*cli
+	server *url.URL
+	token  string
+	output string // the file that the command may write
+	told   bool   // of another version
+}
+
+// interact sends each line as one command of the same conversation. ^C cancels the turn and ends the conversation.
+func (r *remoteCall) interact(cmd *cobra.Command) error {
+	flag, id := "thread", "remote-"+strings.ToLower(rand.Text()[:12])
+	if commandName(cmd) == "operate" {
+		flag, id = "session", "ses_"+strings.ToLower(rand.Text()[:16])
+	}
+	prefix := append([]string{}, r.args...)
+	if cmd.Flags().Lookup(flag).Value.String() == "" {
+		prefix = append(prefix, "--"+flag, id)
+	}
+	lines, failed, stop := readLines(r.in)
+	defer stop()
+	for first := true; ; {
+		fmt.Fprint(r.out, "> ")
+		select {
+		case <-cmd.Context().Done():
+			return &exitError{exitInterrupted, nil}
+		case line, more := <-lines:
+			if !more {
+				fmt.Fprintln(r.out)
+				return failed()
+			}
+			if strings.TrimSpace(line) == "" {
+				continue
+			}
+			req, err := r.commandRequest(cmd, []string{line})
+			if err != nil {
+				return err
+			}
+			req.Args = append(append([]string{}, prefix...), "--", line)
+			if !first {
+				req.Args, req.Files = withoutFiles(req.Args), nil
+			}
+			first = false
+			err = r.run(cmd.Context(), req, false)
+			var exit *exitError
+			if err != nil && (!errors.As(err, &exit) || exit.code != exitFailed) { // a failed turn ends nothing
+				return err
+			}
+		}
+	}
+}
+
+// withoutFiles removes --file and its value: only the first message has attachments.
+func withoutFiles(args []string) (kept []string) {
+	for i := 0; i < len(args); i++ {
+		switch {
+		case args[i] == "--":
+			return append(kept, args[i:]...)
+		case args[i] == "--file":
+			i++
+		case !strings.HasPrefix(args[i], "--file="):
+			kept = append(kept, args[i])
+		}
+	}
+	return kept
+}
+
+// run sends a command and prints its output. The exit code is the command's.
+func (r *remoteCall) run(ctx context.Context, req commandRequest, watching bool) error {
+	outer := ctx
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	silent := time.AfterFunc(silenceLimit, func() { cancel(errSilent) })
+	defer silent.Stop()
+	resp, err := r.send(ctx, req)
+	if err == nil {
+		defer resp.Body.Close()
+		err = r.print(resp.Body, func() { silent.Reset(silenceLimit) })
+	}
+	var exit *exitError
+	switch {
+	case errors.As(err, &exit):
+		return err
+	case outer.Err() != nil && watching:
+		return nil
+	case outer.Err() != nil:
+		return &exitError{exitInterrupted, errors.New("interrupted")}
+	case errors.Is(context.Cause(ctx), errSilent):
+		return hint(fmt.Errorf("%s: %w", r.server.Host, errSilent), unknownEnd)
+	}
+	return err
+}
+
+var errSilent = fmt.Errorf("the server was silent for %s", silenceLimit)
+
+// unknownEnd is the advice after a lost connection.
+const unknownEnd = "the command may have been done: see agent activity ls"
+
+// send posts the command and returns a response of frames.
+func (r *remoteCall) send(ctx context.Context, body any) (*http.Response, error) {
+	text, err := json.Marshal(body)
+	if err != nil {
+		return nil, err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, r.server.String()+commandsPath, bytes.NewReader(text))
+	if err != nil {
+		return nil, err
+	}
+	req.Header.Set("Authorization", "Bearer "+r.token)
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set("User-Agent", "agent/"+buildVersion())
+	resp, err := remoteClient().Do(req)
+	if err != nil {
+		if failed, ok := errors.AsType[*url.Error](err); ok {
+			err = failed.Err // without the address, which is in the hint
+		}
+		return nil, hint(fmt.Errorf("reach %s: %w", r.server, err), "check --server and that agent serve runs there")
+	}
+	if resp.StatusCode == http.StatusOK && strings.HasPrefix(resp.Header.Get("Content-Type"), framesType) {
+		return resp, nil
+	}
+	defer resp.Body.Close()
+	return nil, r.refused(resp)
+}
+
+// remoteClient follows no redirect: the token is only for the server that was named.
+func remoteClient() *http.Client {
+	return &http.Client{
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+		Transport: &http.Transport{
+			Proxy:                 http.ProxyFromEnvironment,
+			DialContext:           (&net.Dialer{Timeout: 10 * time.Second}).DialContext,
+			TLSHandshakeTimeout:   10 * time.Second,
+			ResponseHeaderTimeout: silenceLimit,
+			DisableKeepAlives:     true,
+			ForceAttemptHTTP2:     true,
+		},
+	}
+}
+
+// refused turns a response without frames into an error.
+func (r *remoteCall) refused(resp *http.Response) error {
+	text, _ := io.ReadAll(io.LimitReader(resp.Body, 64<<10)) // a part says enough
+	var problem struct{ Title, Detail string }
+	_ = json.Unmarshal(text, &problem) // a proxy's page has neither
+	said := resp.Status
+	if problem.Detail != "" {
+		said += ": " + truncate(printable(problem.Detail), 500)
+	}
+	err := fmt.Errorf("%s: %s", r.server, said)
+	switch {
+	case resp.StatusCode == http.StatusUnauthorized:
+		return &exitError{exitUsage, hint(err, "set AGENT_TOKEN, or run agent login %s", r.server)}
+	case resp.StatusCode == http.StatusForbidden:
+		return hint(err, "ask an admin for a token with this right")
+	case resp.StatusCode == http.StatusNotFound || resp.StatusCode == http.StatusMethodNotAllowed:
+		return hint(err, "check that --server names an agent of this version or newer")
+	case resp.StatusCode >= 300 && resp.StatusCode < 400:
+		return &exitError{exitUsage, hint(err, "name the server itself: redirects are not followed")}
+	}
+	return err
+}
+
+// print prints frames until the exit code.
+func (r *remoteCall) print(body io.Reader, alive func()) error {
+	frames := json.NewDecoder(body)
+	var file bytes.Buffer
+	for {
+		var f commandFrame
+		if err := frames.Decode(&f); err != nil {
+			return hint(fmt.Errorf("%s: the connection ended before the command", r.server.Host), unknownEnd)
+		}
+		alive()
+		if f.Version != "" && f.Version != buildVersion() && !r.told {
+			r.told = true
+			r.infof("agent: the server runs %s, this is %s", printable(f.Version), buildVersion())
+		}
+		if _, err := r.out.Write(f.Out); err != nil {
+			return fmt.Errorf("print result: %w", err)
+		}
+		if _, err := r.err.Write(f.Err); err != nil {
+			return fmt.Errorf("print result: %w", err)
+		}
+		file.Write(f.File)
+		if f.Created && r.output != "" {
+			if err := createFile(r.output, file.Bytes()); err != nil {
+				return err
+			}
+		}
+		if f.Exit != nil && *f.Exit == 0 {
+			return nil
+		}
+		if f.Exit != nil {
+			return &exitError{*f.Exit, nil}
+		}
+	}
+}
+
+// parseServer accepts an https address, or an http address of this machine.
+func parseServer(text string) (*url.URL, error) {
+	u, err := url.Parse(strings.TrimRight(text, "/"))
+	if err != nil || u.Host == "" || u.Opaque != "" || u.User != nil || u.RawQuery != "" || u.Fragment != "" {
+		return nil, usageError("--server: %.200q is not an address such as https://agent.example.com", text)
+	}
+	switch {
+	case u.Scheme == "https", u.Scheme == "http" && thisMachine(u.Hostname()):
+		return u, nil
+	case u.Scheme == "http":
+		return nil, usageError("--server: %s would send the token unencrypted; use https, or an SSH tunnel to localhost",
+			u)
+	}
+	return nil, usageError("--server: %s is neither https nor http", u)
+}
+
+// thisMachine reports whether a host is a loopback address.
+func thisMachine(host string) bool {
+	addr, err := netip.ParseAddr(host)
+	return host == "localhost" || err == nil && addr.IsLoopback()
+}
+
+// serverFlag adds --server.
+func (c *cli) serverFlag(root *cobra.Command) {
+	root.PersistentFlags().StringVar(&c.server, "server", c.environ["AGENT_SERVER"],
+		"run the command on this server, for example https://agent.example.com")
+	root.PersistentFlags().Lookup("server").DefValue = "" // help is the same with AGENT_SERVER
+}
+
+// clientVariables are read by the command line alone.
+var clientVariables = []string{"AGENT_OUTPUT", "AGENT_URL", "AGENT_SERVER", "AGENT_TOKEN"}

@@ -1,0 +1,405 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+)
+
+// remote starts agent serve and returns the program that sends its commands there, with nothing but a token.
+func (p program) remote(settings ...string) (far program, server *started) {
+	p.t.Helper()
+	server = program{p.t, append(slices.Clone(p.environ), append([]string{
+		token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_HEARTBEAT_CRON=0 0 1 1 *",
+	}, settings...)...)}.start("serve")
+	base := "http://" + server.find(p.t, `listen=http://(\S+)`)
+	return newProgramWithoutDatabase(p.t, "AGENT_SERVER="+base, "AGENT_TOKEN="+strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="),
+		"AGENT_LOG_LEVEL=warn"), server
+}
+
+func TestEveryCommandSaysWhereItRuns(t *testing.T) {
+	t.Parallel()
+	for name, cmd := range everyCommand(t) {
+		if _, _, listed := place(cmd); cmd.Runnable() && !listed {
+			t.Errorf("agent %s: list it in remoteCommands or in localCommands", name)
+		}
+	}
+}
+
+// On a server, a command may open only files that its caller sent.
+func TestCommandsOpenFilesThroughTheCLI(t *testing.T) {
+	t.Parallel()
+	files, err := filepath.Glob("*.go")
+	require.NoError(t, err)
+	opens := regexp.MustCompile(`os\.(Open|OpenFile|ReadFile|ReadDir|DirFS|Create|WriteFile)\(`)
+	local := []string{"apply.go", "dev.go", "init.go", "login.go", "remote.go", "remotehost.go"}
+	for _, name := range files {
+		text, err := os.ReadFile(name)
+		require.NoError(t, err)
+		found := len(opens.FindAll(text, -1))
+		if name == "documents.go" && found == 1 { // createFile, behind the method of the same name
+			continue
+		}
+		if found > 0 && !strings.HasSuffix(name, "_test.go") && !slices.Contains(local, name) {
+			t.Errorf("%s opens files: use openFile or createFile of cli, which on a server take those of the caller", name)
+		}
+	}
+}
+
+// volatile is what two runs of a command differ in.
+var volatile = regexp.MustCompile(`[0-9a-f]{8}-[0-9a-f-]{27}|[0-9A-Z]{26}|\d{4}-\d\d-\d\d.\d\d:\d\d:\d\d\S*|` +
+	`\d+(\.\d+)? ?(ms|s)\b`)
+
+func TestRemoteCommandsEqualLocalOnes(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	local := newProgram(t, url, "AGENT_HEARTBEAT_CRON=0 0 1 1 *")
+	dir := t.TempDir()
+	for name, text := range map[string]string{
+		"a/skills.yaml":   "kind: skill\nname: seven\ndescription: seven\nhandler: \"sql:\"\nconfig: {query: select 7}\n",
+		"a/agent.yaml":    "kind: agent\nname: clerk\ndescription: d\ninstructions_file: words.md\ndefault: true\n",
+		"a/words.md":      "Be brief.\n",
+		"wrong/x.yaml":    "kind: skill\nname: x\ncolour: y\nhandler: \"sql:\"\n",
+		"orders.csv":      "id,total\n1,9.50\n",
+		"input.json":      `{"customer": "c-7"}`,
+		"binary":          "\x00\xff\xfe" + strings.Repeat("x", 100_000),
+		"none/readme.txt": "no workspace",
+	} {
+		require.NoError(t, os.MkdirAll(filepath.Join(dir, filepath.Dir(name)), 0o700))
+		testkit.WriteFile(t, filepath.Join(dir, name), text)
+	}
+	far, _ := local.remote()
+	local.must("apply", filepath.Join(dir, "a"))
+	local.must("memory", "set", "tone", `"kind"`)
+	db := connect(t, url)
+	pgtest.Exec(t, db, `select acquire_agent_lock('operate', 'somebody', 600)`)
+	for _, c := range []struct {
+		args []string
+		code int
+	}{
+		{[]string{"apply", filepath.Join(dir, "a")}, 0},
+		{[]string{"apply", filepath.Join(dir, "wrong")}, 2},
+		{[]string{"apply", filepath.Join(dir, "none")}, 2},
+		{[]string{"apply", filepath.Join(dir, "nowhere")}, 2},
+		{[]string{"apply", filepath.Join(dir, "a"), "--dry-run", "--json"}, 0},
+		{[]string{"skills", "ls"}, 0},
+		{[]string{"skills", "ls", "--json"}, 0},
+		{[]string{"skills", "show", "seven"}, 0},
+		{[]string{"skills", "call", "seven"}, 0},
+		{[]string{"skills", "call", "nope"}, 1},
+		{[]string{"skills", "disable", "seven", "--nope"}, 2},
+		{[]string{"skills"}, 0},
+		{[]string{"skills", "--json"}, 2},
+		{[]string{"skills", "nonsense"}, 2},
+		{[]string{"agents", "show", "clerk"}, 0},
+		{[]string{"lanes", "ls"}, 0},
+		{[]string{"lanes", "release", "nothing"}, 1},
+		{[]string{"trace", "nonsense"}, 2},
+		{[]string{"trace", "nonsense", "--json"}, 2},
+		{[]string{"operate", "hello"}, 75},
+		{[]string{"operate", "hello", "--json"}, 75},
+		{[]string{"documents", "add", filepath.Join(dir, "orders.csv")}, 0},
+		{[]string{"documents", "add", filepath.Join(dir, "nowhere")}, 1},
+		{[]string{"executions", "start", "nope", "--input", "@" + filepath.Join(dir, "input.json")}, 2},
+		{[]string{"executions", "event", "nope", "x", "--data", "@" + filepath.Join(dir, "nowhere")}, 2},
+		{[]string{"activity", "audit", "--json"}, 0},
+		{[]string{"memory", "get", "tone"}, 0},
+		{[]string{"chat", "hello"}, 0},
+		{[]string{"version"}, 0},
+		{[]string{"models", "ls"}, 0},
+	} {
+		var got [2]commandResult
+		for i, p := range []program{local, far} {
+			got[i] = p.run(c.args...)
+			got[i].out, got[i].err = volatile.ReplaceAllString(got[i].out, "#"), volatile.ReplaceAllString(got[i].err, "#")
+		}
+		if got[0] != got[1] || got[0].code != c.code {
+			t.Errorf("agent %q, want exit %d\nlocal:  %+v\nremote: %+v", c.args, c.code, got[0], got[1])
+		}
+	}
+	checkRemoteFiles(t, far, dir)
+}
+
+// checkRemoteFiles carries a file to the server and back, and reads standard input.
+func checkRemoteFiles(t *testing.T, far program, dir string) {
+	t.Helper()
+	var d documents.Document
+	far.mustJSON(&d, "documents", "add", filepath.Join(dir, "binary"))
+	want, err := os.ReadFile(filepath.Join(dir, "binary"))
+	require.NoError(t, err)
+	assert.Equal(t, string(want), far.must("documents", "get", d.ID))
+	out := filepath.Join(dir, "out")
+	assert.Contains(t, far.must("documents", "get", d.ID, "-o", out), fmt.Sprintf("%d bytes", len(want)))
+	got, err := os.ReadFile(out)
+	require.NoError(t, err)
+	assert.Equal(t, string(want), string(got))
+	far.fails(1, "exists", "documents", "get", d.ID, "-o", out)
+	piped := far.runWith(t.Context(), strings.NewReader("from a pipe"), "documents", "add", "-", "--name", "p.txt", "--json")
+	require.NoError(t, json.Unmarshal([]byte(piped.out), &d))
+	assert.Equal(t, "from a pipe", far.must("documents", "get", d.ID))
+	lines := far.runWith(t.Context(), strings.NewReader("hello\nhello again\n"), "chat")
+	if lines.code != 0 || strings.Count(lines.err, "thread th_") != 2 {
+		t.Errorf("two lines: %+v", lines)
+	}
+}
+
+func TestRemoteRefusesWhatReachesTheServersMachine(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	local := newProgram(t, url)
+	far, _ := local.remote("OPENAI_API_KEY=sk-of-the-server", "OPENAI_BASE_URL=http://127.0.0.1:1")
+	secret := "kind: webhook_target\nname: out\nurl: https://example.com/x\nevents: [execution.completed]\nsecrets: "
+	for says, text := range map[string]string{
+		"it reads OPENAI_API_KEY, a secret of the server": secret + "[\"${OPENAI_API_\\u004bEY}\"]\n",
+		"it reads a file of the server":                   secret + "[\"file:/etc/passwd\"]\n",
+		"it runs a program on the server":                 "kind: mcp_server\nname: sh\ncommand: [sh, -c, id]\n",
+		"it reads DATABASE_READ_URL, a secret":            "kind: database\nname: d\ndescription: d\nurl_env: DATABASE_READ_URL\naccess: read\n",
+	} {
+		dir := writeFolder(t, map[string]string{"x.yaml": text})
+		far.fails(2, says, "apply", dir)
+		if strings.Contains(says, "file") { // applied there, it is no obstacle
+			local.must("apply", dir)
+			far.must("apply", dir)
+		}
+	}
+	post := func(body string) string {
+		got, err := testkit.Do(t.Context(), http.DefaultClient, http.MethodPost,
+			strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")+commandsPath, body,
+			testkit.Bearer(strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")), "Content-Type: application/json")
+		require.NoError(t, err)
+		return string(got.Body)
+	}
+	for body, want := range map[string]string{
+		`{"args":["init"]}`:                                    `"exit":2`,
+		`{"args":["serve"]}`:                                   `"exit":2`,
+		`{"args":["lanes","run","x","--","id"]}`:               `"exit":2`,
+		`{"args":["documents","add","/etc/passwd"]}`:           `"exit":1`,
+		`{"args":["apply","/etc"]}`:                            `"exit":2`,
+		`{"args":["version"],"environ":{"DATABASE_URL":"x"}}`:  `environ: \"DATABASE_URL\" cannot be set`,
+		`{"args":["version"],"folder":"AAAA"}`:                 `folder: zip`,
+		`{"args":["version"],"more":1}`:                        `no command`,
+		`{"args":["--server","http://127.0.0.1:1","version"]}`: `"exit":0`,
+	} {
+		if got := post(body); !strings.Contains(got, want) {
+			t.Errorf("%s: %s, want %s", body, got, want)
+		}
+	}
+}
+
+func TestRemoteCommandsAreBoundedAndPanicsEndOnlyTheCommand(t *testing.T) {
+	t.Parallel()
+	host := newCommandHost(&cli{environ: map[string]string{}}, &session{}) // without a database every query panics
+	send := func() *httptest.ResponseRecorder {
+		w := httptest.NewRecorder()
+		host.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, commandsPath,
+			strings.NewReader(`{"args":["skills","ls","--json"]}`)))
+		return w
+	}
+	got := send().Body.String()
+	assert.Contains(t, got, `{"exit":1}`)
+	for range maxCommands {
+		host.slots <- struct{}{}
+	}
+	if w := send(); w.Code != http.StatusTooManyRequests || w.Header().Get("Retry-After") == "" {
+		t.Errorf("one command too many: %d %s", w.Code, w.Body)
+	}
+}
+
+func TestRemoteInterruptCancelsTheTurn(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
+	far, _ := d.remote()
+	s := far.start("operate", "Be slow.")
+	d.waitSlow()
+	s.stop()
+	if code := <-s.ended; code != exitInterrupted || !strings.Contains(s.err.String(), "interrupted") {
+		t.Errorf("exit %d, stderr %s", code, s.err.String())
+	}
+	pgtest.Eventually(t, pgWait, func() bool {
+		return pgtest.Value[string](t, d.pool, `select status from agent_executions`) == "cancelled" && !d.laneHeld(t)
+	}, "the server cancels the turn")
+	w := far.start("operate", "--watch")
+	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(w.err.String(), "no admin is active") },
+		"the watch begins")
+	w.stop()
+	assert.Equal(t, 0, <-w.ended)
+}
+
+func TestServerShutdownEndsARemoteCommand(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
+	far, server := d.remote("AGENT_DRAIN_DELAY=0s", "AGENT_SHUTDOWN_TIMEOUT=1s")
+	s := far.start("operate", "Be slow.")
+	d.waitSlow()
+	server.stop()
+	if code := <-s.ended; code != exitFailed || !strings.Contains(s.err.String(), "the command may have been done") {
+		t.Errorf("exit %d, stderr %s", code, s.err.String())
+	}
+}
+
+// frames responds to a command with lines, and then ends the connection.
+func frames(t *testing.T, pause time.Duration, lines ...string) program {
+	t.Helper()
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", framesType)
+		for _, line := range lines {
+			_, _ = io.WriteString(w, line+"\n")
+			_ = http.NewResponseController(w).Flush()
+			time.Sleep(pause)
+		}
+	}))
+	t.Cleanup(server.Close)
+	return newProgramWithoutDatabase(t, "AGENT_SERVER="+server.URL, "AGENT_TOKEN=t")
+}
+
+func TestRemoteFailures(t *testing.T) {
+	t.Parallel()
+	refusing := func(status int, body string) program {
+		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Location", "http://elsewhere.invalid/")
+			w.WriteHeader(status)
+			_, _ = io.WriteString(w, body)
+		}))
+		t.Cleanup(server.Close)
+		return newProgramWithoutDatabase(t, "AGENT_SERVER="+server.URL, "AGENT_TOKEN=t")
+	}
+	version := fmt.Sprintf(`{"version":%q}`, buildVersion())
+	for name, c := range map[string]struct {
+		p    program
+		code int
+		says string
+	}{
+		"dies":         {frames(t, 0, version, `{"out":"b25lCg=="}`), 1, "the connection ended before the command"},
+		"never begins": {frames(t, 0), 1, "the command may have been done: see agent activity ls"},
+		"other version": {
+			frames(t, 0, `{"version":"v9.9.9"}`, `{"exit":0}`), 0,
+			"the server runs v9.9.9, this is " + buildVersion(),
+		},
+		"exit code":   {frames(t, 0, version, `{"exit":75}`), 75, ""},
+		"slow":        {frames(t, 50*time.Millisecond, version, `{}`, `{}`, `{"err":"b25lCg=="}`, `{"exit":1}`), 1, "one\n"},
+		"401":         {refusing(401, `{"detail":"wrong token"}`), 2, "401 Unauthorized: wrong token; set AGENT_TOKEN"},
+		"403":         {refusing(403, `{"detail":"the scope operate is missing"}`), 1, "the scope operate is missing"},
+		"older":       {refusing(404, `{"detail":"no route"}`), 1, "of this version or newer"},
+		"redirect":    {refusing(302, ""), 2, "redirects are not followed"},
+		"proxy":       {refusing(502, "<html>\x1b[31m"), 1, "502 Bad Gateway"},
+		"unreachable": {newProgramWithoutDatabase(t, "AGENT_SERVER=http://127.0.0.1:1", "AGENT_TOKEN=t"), 1, "connection refused"},
+		"no token": {
+			newProgramWithoutDatabase(t, "AGENT_SERVER=http://127.0.0.1:1", "HOME="+t.TempDir()), 2,
+			"set AGENT_TOKEN, or run agent login http://127.0.0.1:1",
+		},
+		"http":       {newProgramWithoutDatabase(t, "AGENT_SERVER=http://example.com", "AGENT_TOKEN=t"), 2, "use https"},
+		"no address": {newProgramWithoutDatabase(t, "AGENT_SERVER=example.com", "AGENT_TOKEN=t"), 2, "is not an address"},
+		"password":   {newProgramWithoutDatabase(t, "AGENT_SERVER=https://u:p@x.io", "AGENT_TOKEN=t"), 2, "is not an address"},
+	} {
+		if got := c.p.run("skills", "ls"); got.code != c.code || !strings.Contains(got.err, c.says) ||
+			strings.Contains(got.err, "\x1b") {
+			t.Errorf("%s: %+v, want %d with %q", name, got, c.code, c.says)
+		}
+	}
+	p := newProgramWithoutDatabase(t, "AGENT_SERVER=http://127.0.0.1:1", "AGENT_TOKEN=t")
+	for _, args := range [][]string{
+		{"serve"}, {"dev"}, {"init"}, {"migrate"}, {"lanes", "run", "x", "--", "true"}, {"mcp"}, {"healthcheck"}, {"demo"},
+	} {
+		p.fails(2, "runs only on this machine", args...)
+	}
+	p.must("skills", "--help")
+	p.must("--version")
+}
+
+// The token is for the server alone, and a server may write only the file that the caller named.
+func TestRemoteServerIsNotTrusted(t *testing.T) {
+	t.Parallel()
+	t.Run("redirect", func(t *testing.T) {
+		t.Parallel()
+		asked := false
+		elsewhere := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { asked = true }))
+		defer elsewhere.Close()
+		server := httptest.NewServer(http.RedirectHandler(elsewhere.URL, http.StatusTemporaryRedirect))
+		defer server.Close()
+		newProgramWithoutDatabase(t, "AGENT_SERVER="+server.URL, "AGENT_TOKEN=t").run("skills", "ls")
+		if asked {
+			t.Error("the redirect was followed")
+		}
+	})
+	t.Run("file", func(t *testing.T) {
+		t.Parallel()
+		dir := t.TempDir()
+		p := frames(t, 0, `{"file":"b25l"}`, `{"created":true}`, `{"exit":0}`)
+		p.must("skills", "show", "x")
+		p.must("documents", "get", "x", "-o", filepath.Join(dir, "named"))
+		found, err := os.ReadDir(dir)
+		require.NoError(t, err)
+		if len(found) != 1 || found[0].Name() != "named" {
+			t.Errorf("files: %v", found)
+		}
+	})
+}
+
+func TestLoginStoresATokenPerServer(t *testing.T) {
+	t.Parallel()
+	far, _ := newProgram(t, pgtest.URL(t)).remote()
+	base := strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")
+	home := t.TempDir()
+	p := newProgramWithoutDatabase(t, "HOME="+home)
+	secret := strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
+	login := func(typed string) commandResult {
+		return p.runWith(t.Context(), strings.NewReader(typed), "login", base)
+	}
+	if got := login("wrong\n"); got.code != 2 || !strings.Contains(got.err, "401") {
+		t.Errorf("a wrong token: %+v", got)
+	}
+	if got := login("\n"); got.code != 2 || !strings.Contains(got.err, "empty") {
+		t.Errorf("no token: %+v", got)
+	}
+	p.fails(2, "there is no token", "--server", base, "skills", "ls")
+	if got := login(secret + "\n"); got.code != 0 || strings.Contains(got.out+got.err, secret) {
+		t.Errorf("login: %+v", got)
+	}
+	assert.Contains(t, p.must("--server", base, "skills", "ls"), "memory_search")
+	p.fails(2, "there is no token", "--server", "http://127.0.0.1:2", "skills", "ls")
+	file := filepath.Join(home, ".config", "lanekeeper", "login.json")
+	info, err := os.Stat(file)
+	require.NoError(t, err)
+	assert.Equal(t, os.FileMode(0o600), info.Mode())
+	require.NoError(t, os.Chmod(file, 0o640))
+	p.fails(2, "can be read by others; run chmod 600", "--server", base, "skills", "ls")
+	require.NoError(t, os.Chmod(file, 0o600))
+	p.fails(1, "there is no login to http://127.0.0.1:2", "logout", "http://127.0.0.1:2")
+	assert.Contains(t, p.must("logout"), "removed 1 token")
+	p.fails(2, "there is no token", "--server", base, "skills", "ls")
+}
+
+// On a terminal, each line is one command of the same conversation.
+func TestRemoteConversationOnATerminal(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.Text("One."), modeltest.Text("Two."))
+	far, _ := d.remote()
+	d.environ = far.environ
+	s := d.startTerminal()
+	s.waitFor(`(>) `)
+	s.typeKeys("Hello.\n")
+	s.waitFor(`(One\.)`)
+	s.waitFor(`\n(>) `)
+	s.typeKeys("And?\n")
+	s.waitFor(`(Two\.)`)
+	s.waitFor(`\n(>) `)
+	s.typeKeys("\x04")
+	assert.Equal(t, 0, s.waitExit())
+	pgtest.Equal(t, d.pool, 1, `select count(distinct thread_id) from agent_executions where flow = 'operate'`)
+}

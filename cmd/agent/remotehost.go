@@ -1,0 +1,315 @@
+package main
+
+import (
+	"archive/zip"
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"net/http"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+// framesType is the content type of a command's output.
+const framesType = "application/x-ndjson"
+
+// maxCommands bounds the commands that run at once in a process.
+const maxCommands = 16
+
+// commandHost runs the commands of callers in the process of a server. A command uses the server's database and
+// settings. It has no access to the server's files, terminal or standard input: it reads what the caller sent.
+type commandHost struct {
+	environ    map[string]string
+	references map[string]string
+	session    *session
+	slots      chan struct{}
+}
+
+func newCommandHost(c *cli, s *session) *commandHost {
+	environ := maps.Clone(c.environ)
+	for _, name := range append(slices.Clone(sentVariables), clientVariables...) {
+		delete(environ, name)
+	}
+	return &commandHost{
+		environ: environ, references: c.references, session: s,
+		slots: make(chan struct{}, maxCommands),
+	}
+}
+
+// ServeHTTP runs one command and streams its output. The end of the request interrupts the command.
+func (h *commandHost) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	req, folder, err := readCommand(r)
+	if err == nil {
+		select {
+		case h.slots <- struct{}{}:
+			defer func() { <-h.slots }()
+		default:
+			w.Header().Set("Retry-After", "1")
+			err = problem.New(http.StatusTooManyRequests, "%d commands run at once; try again", maxCommands)
+		}
+	}
+	if err != nil {
+		problem.Write(w, r, err, "", h.session.log)
+		return
+	}
+	w.Header().Set("Content-Type", framesType)
+	w.Header().Set("X-Accel-Buffering", "no")
+	out := &frameWriter{w: w, control: http.NewResponseController(w)}
+	defer out.keepAlive()()
+	if out.send(commandFrame{Version: buildVersion()}) != nil {
+		return // the caller is gone
+	}
+	code := h.run(r.Context(), req, folder, out)
+	_ = out.send(commandFrame{Exit: &code}) // a caller that is gone needs no exit code
+	out.end()
+}
+
+// run runs a command as the program does, and returns its exit code.
+func (h *commandHost) run(ctx context.Context, req commandRequest, folder fs.FS, out *frameWriter) int {
+	c := &cli{
+		environ: maps.Clone(h.environ), references: h.references, args: req.Args, in: bytes.NewReader(req.Stdin),
+		out:  &callerStream{out, false, req.OutTerminal, req.Width},
+		err:  &callerStream{out, true, req.ErrTerminal, req.Width},
+		host: h, sent: req, folder: folder,
+	}
+	for _, name := range sentVariables {
+		if value := req.Environ[name]; value != "" {
+			c.environ[name] = value
+		}
+	}
+	err := c.execute(ctx)
+	if err == nil {
+		return 0
+	}
+	code := exitCode(ctx, err)
+	if code == exitInterrupted && errors.Is(context.Cause(ctx), executions.ErrDraining) {
+		code, err = exitFailed, hint(errors.New("the server shuts down"), unknownEnd)
+	}
+	c.reportError(code, err)
+	return code
+}
+
+// readCommand decodes a request and opens its folder.
+func readCommand(r *http.Request) (req commandRequest, folder fs.FS, err error) {
+	dec := json.NewDecoder(r.Body)
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(&req); err != nil {
+		return req, nil, problem.New(http.StatusBadRequest, "the body is no command: %.200s", err.Error())
+	}
+	for name := range req.Environ {
+		if !slices.Contains(sentVariables, name) {
+			return req, nil, problem.New(http.StatusBadRequest, "environ: %.60q cannot be set; it takes %s", name,
+				strings.Join(sentVariables, ", "))
+		}
+	}
+	if len(req.Folder) == 0 {
+		return req, nil, nil
+	}
+	packed, err := zip.NewReader(bytes.NewReader(req.Folder), int64(len(req.Folder)))
+	if err != nil {
+		return req, nil, problem.New(http.StatusBadRequest, "folder: %.200s", err.Error())
+	}
+	size := uint64(0)
+	for _, file := range packed.File {
+		if size += file.UncompressedSize64; size > maxSent || file.UncompressedSize64 > maxSent {
+			return req, nil, problem.New(http.StatusRequestEntityTooLarge, "folder: more than %d bytes", maxSent)
+		}
+	}
+	return req, packed, nil
+}
+
+// frameWriter writes frames of a command. Nothing is written after end.
+type frameWriter struct {
+	mu      sync.Mutex
+	w       io.Writer
+	control *http.ResponseController
+	ended   bool
+	err     error
+}
+
+func (f *frameWriter) send(frame commandFrame) error {
+	text, err := json.Marshal(frame)
+	if err != nil {
+		return err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.ended || f.err != nil {
+		return cmp.Or(f.err, io.ErrClosedPipe)
+	}
+	if _, f.err = f.w.Write(append(text, '\n')); f.err == nil {
+		f.err = f.control.Flush()
+	}
+	return f.err
+}
+
+func (f *frameWriter) end() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.ended = true
+}
+
+// keepAlive sends empty frames until stop.
+func (f *frameWriter) keepAlive() (stop func()) {
+	ended := make(chan struct{})
+	var group sync.WaitGroup
+	group.Go(func() {
+		tick := time.NewTicker(aliveInterval)
+		defer tick.Stop()
+		for {
+			select {
+			case <-tick.C:
+				_ = f.send(commandFrame{}) // the command notices a lost connection by its context
+			case <-ended:
+				return
+			}
+		}
+	})
+	return func() {
+		close(ended)
+		group.Wait()
+	}
+}
+
+// framePart bounds the bytes in one frame, so that each is written in time on a slow connection.
+const framePart = 32 << 10
+
+// callerStream is standard output or standard error of a caller.
+type callerStream struct {
+	frames   *frameWriter
+	isErr    bool
+	terminal bool
+	width    int
+}
+
+func (s *callerStream) Write(text []byte) (n int, err error) {
+	for part := range slices.Chunk(text, framePart) {
+		frame := commandFrame{Out: part}
+		if s.isErr {
+			frame = commandFrame{Err: part}
+		}
+		if err := s.frames.send(frame); err != nil {
+			return n, err
+		}
+		n += len(part)
+	}
+	return n, nil
+}
+
+// openFile opens a file of the caller: on a server only what the caller sent.
+func (c *cli) openFile(name string) (io.ReadCloser, error) {
+	if c.host == nil {
+		return os.Open(name)
+	}
+	content, sent := c.sent.Files[name]
+	if !sent {
+		return nil, &fs.PathError{Op: "open", Path: name, Err: syscall.ENOENT}
+	}
+	return io.NopCloser(bytes.NewReader(content)), nil
+}
+
+// createFile writes a new file on the caller's machine.
+func (c *cli) createFile(name string, content []byte) error {
+	out, far := c.out.(*callerStream)
+	if !far {
+		return createFile(name, content)
+	}
+	for part := range slices.Chunk(content, framePart) {
+		if err := out.frames.send(commandFrame{File: part}); err != nil {
+			return err
+		}
+	}
+	return out.frames.send(commandFrame{Created: true})
+}
+
+// sentFolder returns the workspace that a caller sent; nil for a command on this machine.
+func (c *cli) sentFolder() fs.FS {
+	if c.host != nil && c.folder == nil {
+		return &zip.Reader{}
+	}
+	return c.folder
+}
+
+// A workspace from a caller can name secrets and programs of the server's machine. Its author may have no access to
+// that machine, so a server accepts such a document only if it is already in its database.
+
+// reference matches a reference to a variable of the environment, or to a file.
+var reference = regexp.MustCompile(`\$\{(?:env:)?(\w+)\}|"url_env":"(\w+)"|"(file:)`)
+
+// checkSentWorkspace rejects changes of documents that reach into the server's machine.
+func (c *cli) checkSentWorkspace(ctx context.Context, s *session, files workspace.Workspace) error {
+	if c.host == nil {
+		return nil
+	}
+	reasons := map[string]string{}
+	for _, d := range files.MCPServers {
+		if len(d.Definition.Command) > 0 {
+			reasons["mcp_server "+d.Definition.Name] = "it runs a program on the server"
+		}
+		forbidden(reasons, "mcp_server "+d.Definition.Name, d.Definition)
+	}
+	for _, d := range files.Databases {
+		forbidden(reasons, "database "+d.Definition.Name, d.Definition)
+	}
+	for _, d := range files.Skills {
+		forbidden(reasons, "skill "+d.Definition.Name, d.Definition)
+	}
+	for _, d := range files.Webhooks {
+		forbidden(reasons, "webhook "+d.Definition.Name, d.Definition)
+	}
+	for _, d := range files.Targets {
+		forbidden(reasons, "webhook_target "+d.Definition.Name, d.Definition)
+	}
+	if len(reasons) == 0 {
+		return nil
+	}
+	diff, err := workspace.Plan(ctx, s.Pool, files, workspace.Options{}) // connects to no named database
+	if err != nil {
+		return err
+	}
+	for _, item := range diff.Items {
+		reason := reasons[item.Kind+" "+item.Name]
+		if reason != "" && (item.Action == workspace.Create || item.Action == workspace.Update) {
+			return &exitError{exitUsage, hint(fmt.Errorf("%s %s: %s", item.Kind, item.Name, reason),
+				"apply it on the machine of the server")}
+		}
+	}
+	return nil
+}
+
+// forbidden notes a reference of a document to a secret setting of the server or to a file.
+func forbidden(reasons map[string]string, name string, definition any) {
+	var text bytes.Buffer
+	encoder := json.NewEncoder(&text)
+	encoder.SetEscapeHTML(false)
+	if err := encoder.Encode(definition); err != nil {
+		reasons[name] = "it cannot be checked: " + err.Error()
+		return
+	}
+	for _, match := range reference.FindAllStringSubmatch(text.String(), -1) {
+		if match[3] != "" {
+			reasons[name] = "it reads a file of the server"
+		}
+		for _, variable := range match[1:3] {
+			if slices.ContainsFunc(config.Settings(), func(s config.Setting) bool { return s.Secret && s.Name == variable }) {
+				reasons[name] = "it reads " + variable + ", a secret of the server"
+			}
+		}
+	}
+}
