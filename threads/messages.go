@@ -61,6 +61,7 @@ type NewMessage struct {
 	Role        string
 	Content     string // without NUL and invalid UTF-8, which PostgreSQL cannot store
 	Channel     string
+	Target      string // of Channel
 	ExecutionID string // "" for none
 	TraceID     string
 	Status      Status
@@ -91,20 +92,20 @@ func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []NewMes
 	}
 	found, err := db.Query(ctx, `
 		with drafts as (
-		  select * from unnest(@roles::text[], @contents::text[], @channels::text[], @executions::text[], @traces::text[],
-		    @statuses::text[],
+		  select * from unnest(@roles::text[], @contents::text[], @channels::text[], @targets::text[], @executions::text[],
+		         @traces::text[], @statuses::text[],
 		         @interrupted::boolean[], @tokens::int[], @turns::bigint[], @starts::int[])
-		         with ordinality d (role, content, channel, execution_id, trace_id, status, interrupted, tokens, turn, start,
-		           n)),
+		         with ordinality d (role, content, channel, target, execution_id, trace_id, status, interrupted, tokens, turn,
+		           start, n)),
 		place as (
 		  update agent_threads set next_seq = next_seq + @places::int, updated_at = clock_timestamp()
 		   where id = @thread_id returning next_seq - @places::int - 1 as before)
-		insert into agent_messages (thread_id, seq, turn, role, content, channel, execution_id, trace_id, status, interrupted,
-		       tokens, sent_at)
+		insert into agent_messages (thread_id, seq, turn, role, content, channel, target, execution_id, trace_id, status,
+		       interrupted, tokens, sent_at)
 		select @thread_id, s.seq, case when s.seq is not null then coalesce(nullif(d.turn, 0), p.before + d.start) end,
 		  d.role, d.content,
-		       d.channel, nullif(d.execution_id, '')::uuid, d.trace_id, d.status, d.interrupted, d.tokens,
-		       case when d.status in ('sent', 'delivered', 'received') then clock_timestamp() end
+		       d.channel, d.target, nullif(d.execution_id, '')::uuid, d.trace_id, d.status, d.interrupted, d.tokens,
+		       case when d.status in ('sent', 'sending', 'delivered', 'received') then clock_timestamp() end
 		  from place p, drafts d, lateral (select case when d.status <> 'queued' then p.before + d.n end as seq) s
 		    order by d.n
 		returning id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
@@ -128,11 +129,11 @@ func PostAll(ctx context.Context, db postgres.DB, thread string, drafts []NewMes
 
 // batch has the columns of new messages.
 type batch struct {
-	roles, contents, channels, executions, traces, statuses []string
-	interrupted                                             []bool
-	tokens, starts                                          []int
-	turns                                                   []int64
-	places                                                  int
+	roles, contents, channels, targets, executions, traces, statuses []string
+	interrupted                                                      []bool
+	tokens, starts                                                   []int
+	turns                                                            []int64
+	places                                                           int
 }
 
 // add adds message i. Its start is the number of the message that starts its turn, unless it names a turn.
@@ -145,6 +146,7 @@ func (b *batch) add(i int, d NewMessage) {
 	if d.Status != Queued {
 		b.places++
 	}
+	b.targets = append(b.targets, d.Target)
 	b.roles, b.contents, b.channels = append(b.roles, d.Role), append(b.contents, content), append(b.channels, d.Channel)
 	b.executions, b.traces, b.statuses = append(b.executions, d.ExecutionID), append(b.traces, d.TraceID),
 		append(b.statuses, string(d.Status))
@@ -155,8 +157,8 @@ func (b *batch) add(i int, d NewMessage) {
 func (b *batch) args(thread string) postgres.Strict {
 	return postgres.Strict{
 		"thread_id": postgres.Text(thread), "roles": b.roles, "contents": b.contents, "channels": b.channels,
-		"executions": b.executions,
-		"traces":     b.traces, "statuses": b.statuses, "interrupted": b.interrupted, "tokens": b.tokens,
+		"targets": b.targets, "executions": b.executions,
+		"traces": b.traces, "statuses": b.statuses, "interrupted": b.interrupted, "tokens": b.tokens,
 		"turns": b.turns, "starts": b.starts,
 		"places": b.places,
 	}

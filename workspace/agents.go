@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/mcp"
@@ -162,6 +163,9 @@ func checkActors(ctx context.Context, db postgres.DB, w Workspace, problems *Pro
 	for _, document := range w.Automations {
 		check(document.position("agent"), document.Definition.Agent)
 	}
+	for _, document := range w.Channels {
+		check(document.position("agent"), document.Definition.Agent)
+	}
 	return nil
 }
 
@@ -288,6 +292,24 @@ func webhookTargets(w Workspace) kindApplier {
 		put:      put(webhooks.PutTarget),
 		notFound: webhooks.ErrNotFound, remove: webhooks.RemoveTargets,
 		declared: []string{"description", "url", "secrets", "events", "format", "max_failures", "source"},
+	}
+}
+
+func channelKind() kind {
+	return kindReader("channel", channels.Validate, func(d channels.Definition) string { return d.Name },
+		func(w *Workspace) *[]Document[channels.Definition] { return &w.Channels })
+}
+
+// channelTable applies channel documents. The admin enables and disables them.
+func channelTable(w Workspace) kindApplier {
+	return kindTable[channels.Definition, channels.Channel]{
+		kind: "channel", documents: w.Channels, name: func(d channels.Definition) string { return d.Name },
+		get:      channels.Get,
+		put:      put(channels.Put),
+		notFound: channels.ErrNotFound, remove: channels.Remove,
+		declared: []string{
+			"description", "type", "agent", "secrets", "settings", "pairing", "report_to", "source",
+		},
 	}
 }
 

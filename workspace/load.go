@@ -426,6 +426,16 @@ func (d *decoder) list(node *yaml.Node, into reflect.Value, path string) {
 
 // openValue decodes a value without a fixed type, such as a JSON Schema.
 func (d *decoder) openValue(node *yaml.Node, into reflect.Value, path string) {
+	if into.Type() == reflect.TypeFor[map[string]string]() && node.Kind == yaml.MappingNode {
+		texts := map[string]string{}
+		for _, pair := range d.pairs(node, path) {
+			var text string
+			d.scalar(pair.value, reflect.ValueOf(&text).Elem(), join(path, pair.key.Value))
+			texts[pair.key.Value] = text
+		}
+		into.Set(reflect.ValueOf(texts))
+		return
+	}
 	value := reflect.ValueOf(d.plain(node, path, 0))
 	switch {
 	case !value.IsValid():

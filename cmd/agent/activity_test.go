@@ -42,6 +42,11 @@ trust: approve
 handler: "sql:"
 config: {query: select 1 as n}
 ---
+kind: channel
+name: support
+type: telegram
+secrets: {token: "${TELEGRAM_TOKEN}"}
+---
 kind: automation
 name: nightly
 cron: "0 3 * * *"
@@ -71,7 +76,9 @@ var notAudited = map[string]string{
 	"memory stats": "reads", "memory conflicts ls": "reads",
 	"memory conflicts show": "reads", "webhooks ls": "reads", "webhooks show": "reads", "webhooks endpoints": "reads",
 	"webhooks targets": "reads",
-	"retention show":   "reads", "mcp ls": "reads", "mcp show": "reads", "threads ls": "reads", "threads show": "reads",
+	"channels ls":      "reads", "channels show": "reads", "channels sends": "reads", "channels pairings": "reads",
+	"channels pair": "has a row; see test/channels", "channels unpair": "has a row; see test/channels",
+	"retention show": "reads", "mcp ls": "reads", "mcp show": "reads", "threads ls": "reads", "threads show": "reads",
 	"threads locks": "reads", "threads access": "reads",
 	"migrate": "agent_schema keeps it", "serve": "does what others ask", "dev": "applies a workspace, and serves",
 	"demo": "plays on a database of its own", "mcp": "serves others",
@@ -138,6 +145,8 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 		{"webhooks disable shop", "endpoint shop", "why not"},
 		{"webhooks enable shop", "endpoint shop", "why not"},
 		{"webhooks disable ops --target", "target ops", "why not"},
+		{"channels disable support", "channel support", "why not"},
+		{"channels enable support", "channel support", "why not"},
 		{"webhooks replay msg_1", "delivery msg_1", "why not"},
 		{"approvals approve " + approve, "decision: approve, approval " + approve + ", skill pay", "why not"},
 		{"approvals reject " + reject, "decision: reject, approval " + reject + ", skill pay", "why not"},

@@ -252,7 +252,7 @@ func (c *cli) commands() []*cobra.Command {
 		c.objectivesCommand(),
 		c.automationsCommand(),
 		c.memoryCommand(),
-		c.webhooksCommand(),
+		c.webhooksCommand(), c.channelsCommand(),
 		c.retentionCommand(),
 		c.mcpCommand(),
 		c.doctorCommand(),

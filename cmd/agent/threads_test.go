@@ -94,7 +94,7 @@ func TestThreadsOpenInvalidKeys(t *testing.T) {
 // accessByPath lists the callers of a path prefix; the longest prefix applies. An unlisted path fails the test.
 var accessByPath = map[string][]string{
 	"/healthz": allCallers, "/readyz": allCallers, "/metrics": allCallers, "/openapi.json": allCallers,
-	"/chat": allCallers, "/webhooks/": allCallers,
+	"/chat": allCallers, "/webhooks/": allCallers, "/channels/": allCallers,
 	"/v1/": {"admin"}, "/mcp": {"admin"},
 	"/v1/chat/": {"visitor"}, "/v1/models": {"visitor"}, "/v1/files": {"visitor"}, "/v1/responses": {"visitor"},
 	"/v1/conversations/": {"visitor"},

@@ -26,6 +26,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/channels/telegram"
 	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
@@ -262,6 +264,7 @@ type surfaces struct {
 	Runner    *runner.Runner
 	outgoing  *webhooks.Dispatcher
 	threads   *threads.Dispatcher
+	Channels  *channels.Runner
 	MCPServer *mcp.Server
 }
 
@@ -304,6 +307,11 @@ func (a *App) registerSurfaces() (err error) {
 		PublicURL: a.Config.PublicURL,
 	}
 	a.threads = &threads.Dispatcher{Pool: a.Pool, Client: client, Logger: a.Log, Listener: a.listener, Getenv: a.Getenv}
+	a.Channels = &channels.Runner{
+		Pool: a.Pool, Keeper: a.Keeper, Listener: a.listener, Logger: a.Log, Client: client, Getenv: a.Getenv,
+		Open:   map[string]channels.Open{channels.Telegram: telegram.Open},
+		Accept: a.Chat.Accept, MaxFile: int64(cfg.DocumentMaxBytes),
+	}
 	a.MCPServer = &mcp.Server{
 		Pool: a.admin(), Engine: a.Engine, Skills: a.Registry, Invoke: a.Loop.Invoke, Agent: cfg.Name,
 		Version: a.Version, Logger: a.Log,
@@ -315,7 +323,7 @@ func (a *App) registerSurfaces() (err error) {
 
 // background lists the loops that run beside the engine.
 func (s *surfaces) background() []func(ctx context.Context) error {
-	return []func(ctx context.Context) error{s.Chat.Run, s.Runner.Run, s.outgoing.Run, s.threads.Run}
+	return []func(ctx context.Context) error{s.Chat.Run, s.Runner.Run, s.outgoing.Run, s.threads.Run, s.Channels.Run}
 }
 
 // initTelemetry builds the metrics and, if configured, the trace exporter.

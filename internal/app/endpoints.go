@@ -21,7 +21,7 @@ func (a *App) endpoints() []api.Endpoint {
 	var all []api.Endpoint
 	for _, some := range [][]api.Endpoint{
 		a.operateEndpoints(), a.chatEndpoints(), a.visitorEndpoints(), a.webhookEndpoints(), a.mcpEndpoints(),
-		a.metricsEndpoints(), a.commandEndpoints(),
+		a.metricsEndpoints(), a.commandEndpoints(), a.channelEndpoints(),
 	} {
 		all = append(all, some...)
 	}
@@ -215,6 +215,14 @@ func (a *App) webhookEndpoints() []api.Endpoint {
 			About: "Process a delivery again, under a new trace.",
 		},
 	}
+}
+
+func (a *App) channelEndpoints() []api.Endpoint {
+	return []api.Endpoint{{
+		Method: "POST", Path: "/channels/{name}", Access: api.Public, Body: json.RawMessage{}, Response: json.RawMessage{},
+		MaxBody: 4 << 20, Handler: a.Channels,
+		About: "Messages that a provider sends to a channel. The provider's secret or signature authenticates them.",
+	}}
 }
 
 func (a *App) mcpEndpoints() []api.Endpoint {

@@ -34,7 +34,7 @@ comment on column agent_threads.participant is 'The other side of the conversati
 comment on column agent_threads.next_seq is 'The number of the next message.';
 comment on column agent_threads.summary is 'A summary of the turns up to summary_through.';
 comment on column agent_threads.summary_through is 'The last message that the summary covers.';
-comment on column agent_threads.target is 'On channel webhook: the default target of its messages.';
+comment on column agent_threads.target is 'On channel webhook: the default target of its messages. On telegram, slack and email: the name of the channel.';
 comment on column agent_threads.idle_seconds is
   'The lease of the thread''s lane. A holder keeps the lease that it acquired or renewed with.';
 comment on column agent_threads.watched_until is
@@ -286,7 +286,7 @@ begin
   update agent_messages x
      set seq = place, sent_at = clock_timestamp(),
          turn = coalesce((select max(y.turn) from agent_messages y where y.thread_id = m.thread_id), place),
-         status = case when carried then 'sending' else 'sent' end,
+         status = case when carried or m.channel in ('telegram', 'slack', 'email') then 'sending' else 'sent' end,
          -- It stands behind those of its thread that go the same way and are not settled yet.
          next_attempt_at = case when carried and not exists (
            select from agent_messages y where y.thread_id = m.thread_id and y.status = 'sending' and y.channel = m.channel
@@ -294,6 +294,9 @@ begin
    where x.id = p_id;
   if carried then
     perform pg_notify('agent_outbox', '');
+  elsif m.channel in ('telegram', 'slack', 'email') then
+    insert into agent_channel_sends (message_id, channel, thread_id, seq) values (p_id, m.target, m.thread_id, place);
+    perform pg_notify('agent_channels', m.target);
   end if;
   if watched > clock_timestamp() then
     perform pg_notify('agent_messages', m.thread_id);
@@ -313,6 +316,7 @@ declare
   held agent_locks;
   live boolean;
   mine boolean := false;
+  people boolean;
 begin
   acquired := false;
   if p_execution_id is not null then
@@ -324,10 +328,12 @@ begin
   end if;
   perform lanekeeper.lock_agent_thread(p_thread);
   select x.channel, x.target, x.idle_seconds as idle into t from agent_threads x where x.id = p_thread;
-  p_channel := coalesce(nullif(p_channel, ''), case when t.channel in ('webhook', 'log') then t.channel else 'chat' end);
-  p_target := case when p_channel = 'webhook' then coalesce(nullif(p_target, ''), t.target) else '' end;
-  if p_channel not in ('chat', 'webhook', 'log') or coalesce(btrim(p_content), '') = '' then
-    raise exception 'a message needs a content and a channel, chat, webhook or log, not %', quote_literal(p_channel) using errcode = '22023';
+  people := t.channel in ('telegram', 'slack', 'email');       -- a conversation there; all that is said in it goes there
+  p_channel := coalesce(nullif(p_channel, ''), case when t.channel in ('webhook', 'log') or people then t.channel else 'chat' end);
+  p_target := case when p_channel = 'webhook' then coalesce(nullif(p_target, ''), t.target) when people then t.target else '' end;
+  if people and p_channel = 'chat' then p_channel := t.channel; end if;
+  if p_channel not in ('chat', 'webhook', 'log') and (not people or p_channel <> t.channel) or coalesce(btrim(p_content), '') = '' then
+    raise exception 'a message needs a content and a channel, chat, webhook, log or that of its thread, not %', quote_literal(p_channel) using errcode = '22023';
   elsif p_channel = 'webhook' and not exists (select from agent_webhook_targets w where w.name = p_target) then
     raise exception 'there is no outgoing webhook target %', quote_literal(p_target) using errcode = '22023',
       hint = 'Declare it in the workspace, and name it as the target of the message or of the thread.';

@@ -216,7 +216,10 @@ create or replace view agent_audit as
                (7, 'conflict', a.input ->> 'conflict'), (8, 'event', a.input ->> 'event'),
                (9, case when a.input ? 'category' then 'memory' else 'key' end, concat_ws(' / ', a.input ->> 'category', a.input ->> 'key')),
                (10, 'lane', a.input ->> 'lane'), (11, 'execution', a.input ->> 'execution'), (12, 'flow', a.input ->> 'flow'),
-               (13, 'endpoint', a.input ->> 'endpoint'), (14, 'target', a.input ->> 'target'), (15, 'delivery', a.input ->> 'delivery_id'),
+               (13, 'endpoint', a.input ->> 'endpoint'), (14, 'target', a.input ->> 'target'),
+               (14, 'channel', case when a.skill_name in ('enable_channel', 'disable_channel', 'pair_sender', 'unpair_sender')
+                                    then a.input ->> 'channel' end),
+               (15, 'delivery', a.input ->> 'delivery_id'),
                (16, 'message', a.input ->> 'webhook_id'), (17, 'thread', a.input ->> 'thread_id'), (18, 'access', a.input ->> 'access_id'),
                (19, 'run', a.input ->> 'run'), (20, 'MCP server', a.input ->> 'server'), (21, 'tool', a.input ->> 'tool'),
                (22, 'session', a.input ->> 'session'), (23, 'command', a.input ->> 'command'),

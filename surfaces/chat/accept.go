@@ -39,6 +39,7 @@ type UserMessage struct {
 	Join        string // a join token, which gives access to its thread under Name
 	Participant string
 	Channel     string // default chat
+	Target      string // on a channel of people: its name
 	Texts       []string
 	Images      [][]threads.Image // of each of Texts
 	Earlier     []Line            // the history of a new thread
@@ -76,7 +77,7 @@ func (a UserMessage) principal() threads.Principal {
 func (a UserMessage) input(to string) input {
 	return input{
 		Owner: a.Owner, Visitor: a.principal().Proof, Thread: a.thread, Name: a.Name, Model: a.Model, MaxTokens: a.MaxTokens,
-		Hash: a.Hash, To: to,
+		Hash: a.Hash, To: to, Channel: a.Channel, Target: a.Target,
 		Response: a.response, Form: a.form, Unseen: a.unseen,
 	}
 }
@@ -90,7 +91,9 @@ type input struct {
 	Model     string `json:"model"`
 	MaxTokens int    `json:"max_tokens,omitempty"`
 	Hash      string `json:"request_hash,omitempty"`
-	To        string `json:"to,omitempty"` // the execution that receives a relayed message
+	To        string `json:"to,omitempty"`      // the execution that receives a relayed message
+	Channel   string `json:"channel,omitempty"` // default chat
+	Target    string `json:"target,omitempty"`  // on a channel of people: its name
 	// Response is the part of the request that a response repeats; nil for a completion.
 	Response *responseEcho `json:"response,omitempty"`
 	Form     *reason.Form  `json:"form,omitempty"` // the format of the answer; nil for text
@@ -188,6 +191,8 @@ func (c *Chat) startTurn(ctx context.Context, a UserMessage) (startedTurn, error
 		}
 	}
 	switch {
+	case a.headless(): // any process runs it
+		return startedTurn{exec: x, name: a.Name}, nil
 	case a.retry != nil && a.retry.attached:
 		return c.attachRetry(x)
 	case !created:
@@ -292,7 +297,7 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a UserMessage) (got insert
 		return got, nil
 	}
 	a.unseen = &words
-	if got.exec, got.created, err = c.Engine.InsertClaimed(ctx, tx, a.spec()); err != nil || !got.created {
+	if got.exec, got.created, err = c.insertTurn(ctx, tx, a, a.spec()); err != nil || !got.created {
 		return got, err
 	}
 	got.cut, got.stored, err = c.storeMessage(ctx, tx, a, got.exec, asked)
@@ -379,7 +384,7 @@ func (c *Chat) replay(ctx context.Context, a UserMessage, x executions.Execution
 // newThread returns the thread that the message creates.
 func (a UserMessage) newThread() threads.Thread {
 	return threads.Thread{
-		ID: a.thread, Name: a.Name, Channel: cmp.Or(a.Channel, channel), Agent: agentName(a.agent),
+		ID: a.thread, Name: a.Name, Channel: cmp.Or(a.Channel, channel), Target: a.Target, Agent: agentName(a.agent),
 		Participant: truncate(a.Participant, 200),
 	}
 }
@@ -456,7 +461,7 @@ func (c *Chat) storeMessage(
 // importHistory returns the greeting, or the history that the client sent, as the first messages of a new thread.
 func importHistory(a UserMessage, from string) []threads.NewMessage {
 	drafts := make([]threads.NewMessage, 0, len(a.Earlier)+len(a.Texts)+1)
-	if a.agent.Greeting != "" && len(a.Earlier) == 0 {
+	if a.agent.Greeting != "" && len(a.Earlier) == 0 && !a.headless() {
 		drafts = append(drafts, threads.NewMessage{
 			Role: threads.Assistant, Content: a.agent.Greeting, Channel: from, Status: threads.Sent, Follows: true,
 		})
@@ -565,7 +570,7 @@ func (c *Chat) relayDocuments(
 ) (x executions.Execution, created bool, err error) {
 	s := a.spec()
 	s.Flow, s.Input = RelayFlow, a.input(r.waiter)
-	if x, created, err = c.Engine.InsertClaimed(ctx, tx, s); err != nil || !created {
+	if x, created, err = c.insertTurn(ctx, tx, a, s); err != nil || !created {
 		return x, created, err
 	}
 	texts, docs, err := c.attachFiles(ctx, tx, a)

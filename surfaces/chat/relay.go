@@ -62,7 +62,7 @@ func (c *Chat) relayMessage(
 	s := a.spec()
 	s.Flow = RelayFlow
 	s.Input = a.input(to)
-	if x, created, err = c.Engine.InsertClaimed(ctx, tx, s); err != nil || !created {
+	if x, created, err = c.insertTurn(ctx, tx, a, s); err != nil || !created {
 		return x, created, err
 	}
 	texts, docs, err := c.attachFiles(ctx, tx, a)

@@ -330,10 +330,7 @@ func (t *turn) storeAnswer(
 			return answer{}, err
 		}
 		a := t.newAnswer(text, finish, o) // not in a replay, where the feed lacks the text
-		m, err := threads.Post(ctx, tx, threads.NewMessage{
-			ThreadID: t.in.Thread, Role: threads.Assistant, Content: trimFlowText(a.Text, t.flowText),
-			Channel: channel, ExecutionID: t.exec.ID, TraceID: t.exec.TraceID, Status: threads.Sent, Turn: t.number,
-		})
+		m, err := t.post(ctx, tx, trimFlowText(a.Text, t.flowText), false)
 		if err != nil {
 			return answer{}, err
 		}
@@ -391,13 +388,12 @@ func (t *turn) storeInterrupted(ctx context.Context, cause error) error {
 		return cause
 	}
 	text := trimFlowText(t.feed.snapshot(false).text, t.flowText)
+	if t.in.Target != "" { // nobody sees the error of the turn there
+		text = strings.TrimSpace(text + "\n\n" + failedNotice)
+	}
 	_, err := executions.StepTx(ctx, "cut short", func(ctx context.Context, tx pgx.Tx) (struct{}, error) {
 		if text != "" {
-			if _, err := threads.Post(ctx, tx, threads.NewMessage{
-				ThreadID: t.in.Thread, Role: threads.Assistant, Content: text, Channel: channel,
-				ExecutionID: t.exec.ID,
-				TraceID:     t.exec.TraceID, Status: threads.Sent, Turn: t.number, Interrupted: true,
-			}); err != nil {
+			if _, err := t.post(ctx, tx, text, true); err != nil {
 				return struct{}{}, err
 			}
 		}

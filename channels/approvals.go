@@ -1,0 +1,237 @@
+package channels
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+)
+
+// Errors of [Principals].
+var (
+	ErrNotLinked = errors.New("the account is not linked to a principal")
+	ErrMayNot    = errors.New("the principal may not decide approvals")
+)
+
+// Principals finds who decides.
+type Principals interface {
+	// Approver returns the name of the principal that an account is linked to, and a context that acts for it through via.
+	// [ErrNotLinked], [ErrMayNot].
+	Approver(ctx context.Context, issuer, subject, via string) (acting context.Context, name string, err error)
+}
+
+// maxArguments bounds the arguments that are shown with buttons. Nobody approves what cannot be read.
+const maxArguments = 2500
+
+// requestApprovals shows new requests for approval of the channel's agent in the conversation for reports.
+func (w *worker) requestApprovals(ctx context.Context) error {
+	if w.channel.ReportTo == "" || !w.transport.Limits().Buttons {
+		return nil
+	}
+	ids, err := postgres.Names(ctx, w.Pool, "find requests for approval", `
+		select a.id::text from agent_approvals a left join agent_executions x on x.id = a.execution_id
+		 where a.status = 'pending' and a.expires_at > clock_timestamp()
+		   and (@agent = '' or x.agent = @agent or exists (
+		     select from agent_threads t where t.id = x.thread_id and t.target = @channel and t.channel = @type))
+		   and not exists (select from agent_channel_buttons b where b.approval_id = a.id and b.channel = @channel)
+		 order by a.id limit 10`,
+		postgres.Strict{"agent": w.channel.Agent, "channel": w.name, "type": w.channel.Type})
+	if err != nil {
+		return err
+	}
+	for _, id := range ids {
+		a, err := approvals.Get(ctx, w.Pool, id)
+		if err == nil {
+			err = w.requestApproval(ctx, a)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// requestApproval shows one request. The buttons are stored first, so a message whose answer was lost has working ones.
+func (w *worker) requestApproval(ctx context.Context, a approvals.Approval) error {
+	text, whole := approvalText(a)
+	hash, err := approvals.Hash(a.Arguments)
+	if err != nil {
+		return err
+	}
+	approve, reject := rand.Text(), rand.Text()
+	err = exec(ctx, w.Pool, "store buttons", `
+		insert into agent_channel_buttons (nonce, channel, conversation, approval_id, approve, arguments_hash, expires_at)
+		select b.nonce, @channel, @conversation, @approval, b.approve, @hash, @expires
+		  from (values (@approves, true), (@rejects, false)) b (nonce, approve)`,
+		postgres.Strict{
+			"channel": w.name, "conversation": w.channel.ReportTo, "approval": a.ID, "hash": hash, "expires": a.ExpiresAt,
+			"approves": approve, "rejects": reject,
+		})
+	if err != nil {
+		return err
+	}
+	m := Message{ID: a.ID, Conversation: w.channel.ReportTo, Markdown: text}
+	if whole {
+		m.Buttons = []Button{{"Approve", approve}, {"Reject", reject}}
+	}
+	ref, err := w.transport.Send(ctx, m)
+	failure, known := errors.AsType[*SendError](err)
+	switch {
+	case err == nil:
+		return exec(ctx, w.Pool, "record buttons", `
+			update agent_channel_buttons set message_ref = @ref where approval_id = @approval and channel = @channel`,
+			postgres.Strict{"ref": ref, "approval": a.ID, "channel": w.name})
+	case known && !failure.MaybeSent && !failure.Permanent: // shown by a later look
+		return errors.Join(err, exec(ctx, w.Pool, "delete buttons", `
+			delete from agent_channel_buttons where approval_id = @approval and channel = @channel`,
+			postgres.Strict{"approval": a.ID, "channel": w.name}))
+	}
+	return fmt.Errorf("show request for approval %s: %w", a.ID, err)
+}
+
+// approvalText describes a request. whole is false when the arguments do not fit.
+func approvalText(a approvals.Approval) (text string, whole bool) {
+	var arguments bytes.Buffer
+	shown := redact.JSON(a.Arguments, maxArguments)
+	if json.Indent(&arguments, shown, "", "  ") != nil {
+		arguments.Reset()
+		arguments.Write(shown)
+	}
+	whole = len(a.Arguments) <= maxArguments && arguments.Len() <= 2*maxArguments
+	text = "**Approval requested:** " + Code(a.SkillName) + "\n"
+	if by := a.AskedBy(); by != "" {
+		text += "Asked by " + Code(cut(by, 300)) + "\n"
+	}
+	if whole {
+		text += "\n" + Fence(arguments.String(), "json")
+	} else {
+		text += "\nThe arguments are too long to show here. Decide in the Engine Room, or with " +
+			Code("agent approvals show "+a.ID) + "."
+	}
+	return text, whole
+}
+
+// click decides an approval, or says why not.
+func (w *worker) click(ctx context.Context, e entry) {
+	said, shown, err := w.decide(ctx, e)
+	if err != nil {
+		w.postpone(ctx, e, err)
+		return
+	}
+	if acknowledger, can := w.transport.(Acknowledger); can {
+		err := acknowledger.Acknowledge(ctx, Incoming{
+			ExternalID: e.ID, Conversation: e.Conversation, Ref: e.Ref, MessageRef: e.MessageRef, Sender: e.Sender,
+		}, said)
+		if err != nil {
+			w.Logger.WarnContext(ctx, "click not answered", "channel", w.name, "error", message(err))
+		}
+	}
+	if editor, can := w.transport.(Editor); can && shown != "" {
+		m := Message{ID: e.ID, Conversation: e.Conversation, Markdown: shown}
+		if err := editor.Edit(ctx, e.MessageRef, m); err != nil {
+			w.Logger.WarnContext(ctx, "decision not shown", "channel", w.name, "error", message(err))
+		}
+	}
+	if shown == "" {
+		w.Logger.WarnContext(ctx, "click refused", "channel", w.name, "sender", e.Sender, "reason", said)
+		w.finish(ctx, e, "ignored", said)
+		return
+	}
+	w.finish(ctx, e, "done", "")
+}
+
+// button is a row of agent_channel_buttons.
+type button struct {
+	ApprovalID   string
+	Approve      bool
+	Hash         string
+	Conversation string
+	Expired      bool
+	Used         bool // by another click
+}
+
+// decide checks a click and decides. said answers it; shown is the new text of the message, "" for a refused click.
+func (w *worker) decide(ctx context.Context, e entry) (said, shown string, err error) {
+	rows, err := w.Pool.Query(ctx, `
+		select approval_id::text, approve, arguments_hash as hash, conversation, expires_at <= clock_timestamp() as expired,
+		       used_at is not null and used_by <> @entry as used
+		  from agent_channel_buttons where nonce = @nonce and channel = @channel`,
+		postgres.Strict{"nonce": e.Click, "channel": w.name, "entry": e.ID})
+	b, err := postgres.CollectOne(rows, err, errNoButton, "read button", pgx.RowToStructByName[button])
+	if errors.Is(err, errNoButton) || err == nil && b.Conversation != e.Conversation {
+		return "This button is not valid.", "", nil
+	}
+	if err != nil {
+		return "", "", err
+	}
+	acting, name, refusal, err := w.approver(ctx, e)
+	switch {
+	case err != nil || refusal != "":
+		return refusal, "", err
+	case b.Used:
+		return "This button was used already.", "", nil
+	case b.Expired:
+		return "This button has expired.", "", nil
+	}
+	a, err := approvals.Get(ctx, w.Pool, b.ApprovalID)
+	if err != nil {
+		return "", "", err
+	}
+	if hash, err := approvals.Hash(a.Arguments); err != nil || hash != b.Hash {
+		return "The arguments have changed since this was shown. Decide in the Engine Room.", "", err
+	}
+	tag, err := w.Pool.Exec(ctx, `
+		update agent_channel_buttons set used_at = clock_timestamp(), used_by = @entry
+		 where nonce = @nonce and (used_at is null or used_by = @entry) and expires_at > clock_timestamp()`,
+		postgres.Strict{"nonce": e.Click, "entry": e.ID})
+	if changed, err := postgres.Changed(tag, err, "use button"); err != nil || !changed {
+		return "This button was used already.", "", err
+	}
+	verb := map[bool]string{true: "approved", false: "rejected"}[b.Approve]
+	_, err = approvals.Decide(acting, w.Pool, b.ApprovalID, b.Approve, name,
+		fmt.Sprintf("%s in %s %s (message %s)", verb, w.channel.Type, w.name, e.MessageRef))
+	if late, is := errors.AsType[*approvals.DecidedError](err); is {
+		said = strings.ToUpper(late.Error()[:1]) + late.Error()[1:] + "."
+		text, _ := approvalText(a)
+		return said, text + "\n\n" + Code(said), nil
+	}
+	if err != nil {
+		return "", "", err
+	}
+	text, _ := approvalText(a)
+	at := time.Now().UTC().Format("2006-01-02 15:04 UTC")
+	return "You have " + verb + " this.", text + fmt.Sprintf("\n\n**%s** by %s at %s", strings.ToUpper(verb[:1])+verb[1:],
+		Code(name), at), nil
+}
+
+var errNoButton = errors.New("there is no such button")
+
+// approver finds the principal of a click. refusal says why there is none.
+func (w *worker) approver(ctx context.Context, e entry) (acting context.Context, name, refusal string, err error) {
+	if w.Principals == nil {
+		return nil, "", "Approvals are not decided here.", nil
+	}
+	issuer, err := w.transport.Issuer(ctx)
+	if err != nil {
+		return nil, "", "", err
+	}
+	acting, name, err = w.Principals.Approver(ctx, issuer, e.Sender, w.channel.Type)
+	switch {
+	case errors.Is(err, ErrNotLinked):
+		return nil, "", fmt.Sprintf("Your account %s at %s is not linked to a principal. Ask an admin to link it.", e.Sender,
+			issuer), nil
+	case errors.Is(err, ErrMayNot):
+		return nil, "", "You may not decide approvals.", nil
+	}
+	return acting, name, "", err
+}

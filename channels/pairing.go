@@ -1,0 +1,148 @@
+package channels
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	codeLength   = 8
+	codeLife     = time.Hour
+	maxPending   = 3 // pairings of a channel at the same time
+	codeAlphabet = "ABCDEFGHJKMNPQRSTVWXYZ23456789"
+)
+
+// ErrCode reports a pairing code that is unknown, used or expired.
+var ErrCode = errors.New("the pairing code is unknown, used or expired")
+
+// Identity is a sender of a channel, without its code.
+type Identity struct {
+	ID           string     `json:"id"`
+	Channel      string     `json:"channel"`
+	Subject      string     `json:"subject"` // the provider's id
+	Name         string     `json:"name"`    // that the sender shows
+	Conversation string     `json:"conversation"`
+	Status       string     `json:"status"` // pending or paired
+	ExpiresAt    *time.Time `json:"expires_at"`
+	PairedBy     string     `json:"paired_by"`
+	PairedAt     *time.Time `json:"paired_at"`
+	CreatedAt    time.Time  `json:"created_at"`
+}
+
+const identityColumns = `id::text, channel, subject, name, conversation, status, expires_at, paired_by, paired_at, created_at`
+
+// Identities lists the senders of a channel, those that wait first; of all channels without a name. Expired codes are
+// left out.
+func Identities(ctx context.Context, db postgres.DB, channel string, limit int) ([]Identity, error) {
+	return postgres.Rows[Identity](ctx, db, "list senders of channels", `
+		select `+identityColumns+` from agent_channel_identities
+		 where (@channel = '' or channel = @channel) and (status = 'paired' or expires_at > clock_timestamp())
+		 order by status desc, id desc limit @limit`,
+		postgres.Strict{"channel": channel, "limit": postgres.PageSize(limit, 50, 500)})
+}
+
+// Pair confirms the sender with a code, who may then write as a visitor. [ErrCode]: no sender waits with it.
+func Pair(ctx context.Context, tx pgx.Tx, code, by string) (Identity, error) {
+	rows, err := tx.Query(ctx, `
+		update agent_channel_identities
+		   set status = 'paired', expires_at = null, code_sha256 = '', paired_by = @by, paired_at = clock_timestamp()
+		 where status = 'pending' and expires_at > clock_timestamp() and code_sha256 = @code
+		returning `+identityColumns,
+		postgres.Strict{"code": digest(strings.ToUpper(strings.TrimSpace(code))), "by": by})
+	return postgres.CollectOne(rows, err, ErrCode, "pair sender", pgx.RowToStructByName[Identity])
+}
+
+// Unpair deletes a sender, who then has to be paired again. It returns false if there is none.
+func Unpair(ctx context.Context, db postgres.DB, channel, subject string) (bool, error) {
+	tag, err := db.Exec(ctx, `delete from agent_channel_identities where channel = @channel and subject = @subject`,
+		postgres.Strict{"channel": channel, "subject": subject})
+	return postgres.Changed(tag, err, "unpair sender")
+}
+
+func digest(code string) string {
+	sum := sha256.Sum256([]byte(code))
+	return hex.EncodeToString(sum[:])
+}
+
+func newCode() string {
+	raw := make([]byte, codeLength)
+	rand.Read(raw) //nolint:errcheck // it never fails
+	for i := range raw {
+		raw[i] = codeAlphabet[int(raw[i])%len(codeAlphabet)]
+	}
+	return string(raw)
+}
+
+// checkSender reports whether the sender of a message is paired. An unknown sender gets a code, once an hour.
+func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err error) {
+	code := newCode()
+	fresh, full := false, false
+	err = postgres.InTx(ctx, w.Pool, func(tx pgx.Tx) error {
+		paired, fresh, full = false, false, false
+		var status string
+		var live bool
+		var pending int
+		err := tx.QueryRow(ctx, `
+			select coalesce(i.status, ''), coalesce(i.expires_at > clock_timestamp(), false),
+			       (select count(*) from agent_channel_identities p where p.channel = @channel and p.status = 'pending'
+			           and p.expires_at > clock_timestamp())
+			  from (select pg_advisory_xact_lock(hashtextextended('pair ' || @channel, 0)) offset 0) l
+			  left join agent_channel_identities i on i.channel = @channel and i.subject = @subject`,
+			postgres.Strict{"channel": w.name, "subject": e.Sender}).Scan(&status, &live, &pending)
+		if err != nil {
+			return fmt.Errorf("read sender: %w", err)
+		}
+		switch {
+		case status == "paired":
+			paired = true
+			return nil
+		case live: // it has its code
+			return nil
+		case pending >= maxPending:
+			full = true
+			return nil
+		}
+		fresh = true
+		return exec(ctx, tx, "store pairing code", `
+			insert into agent_channel_identities as i (channel, subject, name, conversation, status, code_sha256, expires_at)
+			values (@channel, @subject, @name, @conversation, 'pending', @code, clock_timestamp() + make_interval(secs => @life))
+			on conflict (channel, subject) do update
+			   set name = excluded.name, conversation = excluded.conversation, code_sha256 = excluded.code_sha256,
+			       expires_at = excluded.expires_at, created_at = clock_timestamp()`,
+			postgres.Strict{
+				"channel": w.name, "subject": e.Sender, "name": e.SenderName, "conversation": e.Conversation,
+				"code": digest(code), "life": codeLife.Seconds(),
+			})
+	})
+	if err != nil || paired {
+		return paired, err
+	}
+	switch {
+	case fresh:
+		w.reply(ctx, e, "I do not know you yet. Give this code to an admin, within an hour:\n\n`"+code+
+			"`\n\nAfter that, please write again.")
+	case full:
+		w.Logger.WarnContext(ctx, "too many senders wait to be paired; this one got no code", "channel", w.name)
+	}
+	return false, nil
+}
+
+// reply answers outside the thread. It is not repeated: the sender may write again.
+func (w *worker) reply(ctx context.Context, e entry, text string) {
+	_, err := w.transport.Send(ctx, Message{
+		ID: e.ID, Conversation: e.Conversation, Markdown: text, ReplyTo: e.MessageRef,
+	})
+	if err != nil {
+		w.Logger.WarnContext(ctx, "channel reply not sent", "channel", w.name, "error", message(err))
+	}
+}

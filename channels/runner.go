@@ -1,0 +1,330 @@
+package channels
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"reflect"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/internal/outbox"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/webhooks"
+)
+
+// Runner runs the channels of a process. Pool, Keeper, Open and Accept are required.
+type Runner struct {
+	Pool     *pgxpool.Pool
+	Keeper   *lanes.Keeper
+	Listener *postgres.Listener // shortens waits; may be nil
+	Logger   *slog.Logger
+	Client   *http.Client        // to providers
+	Getenv   func(string) string // of the secrets; default: the process's environment
+	Open     map[string]Open     // by type
+	// Accept brings a message to its thread, once for each key. A [LaterError] postpones it.
+	Accept func(ctx context.Context, v Visit) (Accepted, error)
+	// Principals links identities to principals; nil: no button decides.
+	Principals Principals
+	MaxFile    int64 // bytes of a file; default 10 MiB
+
+	hooks struct {
+		sync.Mutex
+		open map[string]*hooked
+	}
+}
+
+const (
+	laneTTL      = 10 * time.Second
+	laneWait     = 15 * time.Second
+	rescanPeriod = 5 * time.Second
+)
+
+// Lane returns the name of the lane of a channel's worker.
+func Lane(name string) string { return "channel:" + name }
+
+// Run runs a worker for each enabled channel until ctx ends.
+func (r *Runner) Run(ctx context.Context) error {
+	r.Logger = cmp.Or(r.Logger, slog.New(slog.DiscardHandler))
+	r.MaxFile = cmp.Or(r.MaxFile, 10<<20)
+	r.Client = cmp.Or(r.Client, http.DefaultClient)
+	var notes <-chan string
+	if r.Listener != nil {
+		got, unsubscribe := r.Listener.SubscribeTo(notifications, func(name string) bool { return name == "" })
+		defer unsubscribe()
+		notes = got
+	}
+	var running sync.WaitGroup
+	defer running.Wait()
+	workers := map[string]*started{}
+	tick := time.NewTicker(rescanPeriod)
+	defer tick.Stop()
+	for {
+		list, err := List(ctx, r.Pool)
+		if err != nil && ctx.Err() == nil {
+			r.Logger.WarnContext(ctx, "channels not read, trying again", "error", err)
+		} else if err == nil {
+			r.start(ctx, list, workers, &running)
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-notes:
+		case <-tick.C:
+		}
+	}
+}
+
+// started is a running worker and the declaration that it runs.
+type started struct {
+	declared Channel
+	stop     context.CancelFunc
+}
+
+// start starts the workers of new and changed channels, and stops those of removed ones.
+func (r *Runner) start(ctx context.Context, list []Channel, workers map[string]*started, running *sync.WaitGroup) {
+	seen := map[string]bool{}
+	for _, c := range list {
+		if !c.Enabled {
+			continue
+		}
+		seen[c.Name] = true
+		d := c.declared()
+		if s := workers[c.Name]; s != nil {
+			if reflect.DeepEqual(s.declared, d) {
+				continue
+			}
+			s.stop()
+		}
+		inner, stop := context.WithCancel(ctx)
+		workers[c.Name] = &started{declared: d, stop: stop}
+		running.Go(func() { r.runChannel(inner, c) })
+	}
+	for name, s := range workers {
+		if !seen[name] {
+			s.stop()
+			delete(workers, name)
+		}
+	}
+}
+
+// declared returns what a document decides.
+func (c Channel) declared() Channel {
+	return Channel{
+		ID: c.ID, Name: c.Name, Type: c.Type, Agent: c.Agent, Secrets: c.Secrets, Settings: c.Settings, Pairing: c.Pairing,
+		ReportTo: c.ReportTo,
+	}
+}
+
+// runChannel holds the lane of a channel and works, again and again, until ctx ends.
+func (r *Runner) runChannel(ctx context.Context, c Channel) {
+	for ctx.Err() == nil {
+		lease, err := r.Keeper.AcquireWait(ctx, Lane(c.Name), lanes.WithTTL(laneTTL), lanes.WithTimeout(laneWait))
+		if err != nil {
+			if _, busy := errors.AsType[*lanes.BusyError](err); !busy && ctx.Err() == nil {
+				r.Logger.WarnContext(ctx, "channel not run, trying again", "channel", c.Name, "error", err)
+				wait(ctx, time.Second)
+			}
+			continue
+		}
+		r.work(lease.Context(), c, lease)
+		if err := lease.Release(context.WithoutCancel(ctx)); err != nil && !errors.Is(err, lanes.ErrLost) {
+			r.Logger.WarnContext(ctx, "lane of channel not released", "channel", c.Name, "error", err)
+		}
+	}
+}
+
+func wait(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
+	}
+}
+
+// worker works for one channel.
+type worker struct {
+	*Runner
+	name      string
+	channel   Channel
+	transport Transport
+	inbox     *inbox
+	quiet     atomic.Int64                // nothing is sent before
+	drafts    postgres.KeyedMutex[string] // by the execution whose draft is sent or edited
+	watching  chan struct{}
+}
+
+// open resolves the secrets of a channel and opens its transport.
+func (r *Runner) open(c Channel) (Transport, error) {
+	open := r.Open[c.Type]
+	if open == nil {
+		return nil, fmt.Errorf("this program has no channels of the type %s", c.Type)
+	}
+	secrets := make(map[string]string, len(c.Secrets))
+	for name, reference := range c.Secrets {
+		got, err := webhooks.Secrets([]string{reference}, r.Getenv)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
+		secrets[name] = got[0]
+	}
+	return open(Config{Channel: c, Secrets: secrets, Client: r.Client, Logger: r.Logger})
+}
+
+// work serves a channel while the lease holds.
+func (r *Runner) work(ctx context.Context, c Channel, lease *lanes.Lease) {
+	state := &stateWriter{pool: r.Pool, name: c.Name, log: r.Logger}
+	transport, err := r.open(c)
+	if err != nil {
+		state.set(ctx, err)
+		wait(ctx, time.Minute) // a changed declaration ends ctx
+		return
+	}
+	w := &worker{
+		Runner: r, name: c.Name, channel: c, transport: transport, watching: make(chan struct{}, 1),
+		inbox: &inbox{db: r.Pool, pool: r.Pool, name: c.Name, lease: lease, state: state},
+	}
+	entries := outbox.Dispatcher[entry]{
+		Logger: r.Logger, Claim: w.claimEntries, NextDue: w.entriesDue, Attempt: w.enter,
+		Target: func(e entry) string { return e.Conversation },
+	}
+	sends := outbox.Dispatcher[send]{
+		Logger: r.Logger, Claim: w.claimSends, NextDue: w.sendsDue, Attempt: w.deliver,
+		Target: func(s send) string { return s.ThreadID },
+	}
+	if r.Listener != nil {
+		mine := func(name string) bool { return name == c.Name }
+		in, stopIn := r.Listener.SubscribeTo(notifications, mine)
+		defer stopIn()
+		out, stopOut := r.Listener.SubscribeTo(notifications, mine)
+		defer stopOut()
+		entries.Wake, sends.Wake = in, out
+	}
+	var group errgroup.Group
+	group.Go(func() error { w.receive(ctx); return nil })
+	group.Go(func() error { entries.Run(ctx); return nil })
+	group.Go(func() error { sends.Run(ctx); return nil })
+	group.Go(func() error { w.watch(ctx); return nil })
+	_ = group.Wait() // no function of the group returns an error
+}
+
+// receive runs the transport and records its state.
+func (w *worker) receive(ctx context.Context) {
+	pause := time.Second
+	for ctx.Err() == nil {
+		began := time.Now()
+		err := w.transport.Run(ctx, w.inbox)
+		if ctx.Err() != nil {
+			return
+		}
+		if err == nil {
+			err = errors.New("the connection ended")
+		}
+		if time.Since(began) > time.Minute {
+			pause = time.Second
+		}
+		w.inbox.state.set(ctx, err)
+		failure, is := errors.AsType[*SendError](err)
+		switch {
+		case errors.Is(err, ErrMisconfigured):
+			pause = time.Minute
+		case is && failure.RetryAfter > 0:
+			pause = failure.RetryAfter
+		}
+		wait(ctx, outbox.Jitter(pause))
+		pause = min(2*pause, time.Minute)
+	}
+}
+
+// stateWriter records the state of a channel. It writes a change at once, and otherwise every half minute.
+type stateWriter struct {
+	pool    *pgxpool.Pool
+	name    string
+	log     *slog.Logger
+	mu      sync.Mutex
+	last    string
+	written time.Time
+}
+
+const stateInterval = 30 * time.Second
+
+func (s *stateWriter) set(ctx context.Context, cause error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now, state := message(cause), "connected"
+	if cause != nil {
+		state = "failing"
+	}
+	if now == s.last && time.Since(s.written) < stateInterval {
+		return
+	}
+	if now != s.last || s.written.IsZero() {
+		level := slog.LevelInfo
+		if cause != nil {
+			level = slog.LevelWarn
+		}
+		s.log.Log(ctx, level, "channel "+state, "channel", s.name, "error", now)
+	}
+	err := exec(ctx, s.pool, "record state of channel", `
+		update agent_channels
+		   set state = @state, error = @error, state_at = case when state = @state then state_at else clock_timestamp() end,
+		       seen_at = case when @state = 'connected' then clock_timestamp() else seen_at end
+		 where name = @channel`, postgres.Strict{"channel": s.name, "state": state, "error": now})
+	if err != nil {
+		s.log.WarnContext(ctx, "state of channel not recorded", "channel", s.name, "error", err)
+		return
+	}
+	s.last, s.written = now, time.Now()
+}
+
+// hooked is a transport that requests of its provider use.
+type hooked struct {
+	declared  Channel
+	transport Transport
+}
+
+// ServeHTTP serves POST /channels/{name}, for providers that send messages by HTTP. Any process may serve it.
+func (r *Runner) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	c, err := Get(req.Context(), r.Pool, req.PathValue("name"))
+	if err != nil || !c.Enabled {
+		http.Error(w, "there is no such channel", http.StatusNotFound)
+		return
+	}
+	transport, err := r.hookOf(c)
+	hook, is := transport.(Hook)
+	if err != nil || !is {
+		http.Error(w, "this channel takes no requests", http.StatusNotFound)
+		return
+	}
+	hook.Hook(w, req, &inbox{
+		db: r.Pool, pool: r.Pool, name: c.Name, state: &stateWriter{pool: r.Pool, name: c.Name, log: r.Logger},
+	})
+}
+
+// hookOf opens the transport of a channel once for all its requests.
+func (r *Runner) hookOf(c Channel) (Transport, error) {
+	r.hooks.Lock()
+	defer r.hooks.Unlock()
+	d := c.declared()
+	if h := r.hooks.open[c.Name]; h != nil && reflect.DeepEqual(h.declared, d) {
+		return h.transport, nil
+	}
+	transport, err := r.open(c)
+	if err != nil {
+		return nil, err
+	}
+	if r.hooks.open == nil {
+		r.hooks.open = map[string]*hooked{}
+	}
+	r.hooks.open[c.Name] = &hooked{d, transport}
+	return transport, nil
+}

@@ -1,0 +1,191 @@
+package channels
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// lostDraft is the id of a draft whose id was lost. No further draft is shown for its turn.
+const lostDraft = "?"
+
+const (
+	watchIdle     = 5 * time.Second // between two looks without an active turn
+	watchActive   = 500 * time.Millisecond
+	typingPeriod  = 4 * time.Second
+	maxWatched    = 100             // turns at the same time whose writing is shown
+	draftPatience = 2 * time.Second // an answer that is there sooner needs no draft
+)
+
+// approvalNotice is shown while a turn waits for an approval. The answer takes its place.
+const approvalNotice = "_An admin has to approve a step before I can go on. The answer will come here._"
+
+// activeTurn is a turn that answers a message of the channel.
+type activeTurn struct {
+	ID           string // of the message
+	ExecutionID  string
+	Conversation string
+	MessageRef   string
+	DraftID      string
+	Draft        string
+	Age          float64 // seconds
+	Ended        bool
+	Awaits       bool // an approval
+}
+
+// shown is what the channel shows of a turn.
+type shown struct {
+	text   string
+	edited time.Time
+	typed  time.Time
+}
+
+// wakeWatch looks for active turns now.
+func (w *worker) wakeWatch() {
+	select {
+	case w.watching <- struct{}{}:
+	default:
+	}
+}
+
+// watch shows that turns are under way, shows drafts of their answers, and asks for approvals, until ctx ends.
+func (w *worker) watch(ctx context.Context) {
+	seen := map[string]*shown{}
+	next := time.NewTimer(0)
+	defer next.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-w.watching:
+		case <-next.C:
+		}
+		turns, err := w.activeTurns(ctx)
+		if err == nil {
+			err = w.finishTurns(ctx)
+		}
+		if err == nil {
+			err = w.requestApprovals(ctx)
+		}
+		if err != nil && ctx.Err() == nil {
+			w.Logger.WarnContext(ctx, "turns of channel not read, trying again", "channel", w.name, "error", err)
+		}
+		now := map[string]*shown{}
+		for _, t := range turns {
+			s := seen[t.ID]
+			if s == nil {
+				s = &shown{}
+			}
+			now[t.ID] = s
+			if !t.Ended {
+				w.showTurn(ctx, t, s)
+			}
+		}
+		seen = now
+		pause := watchIdle
+		if len(turns) > 0 {
+			pause = watchActive
+		}
+		next.Reset(pause)
+	}
+}
+
+func (w *worker) activeTurns(ctx context.Context) ([]activeTurn, error) {
+	return postgres.Rows[activeTurn](ctx, w.Pool, "read turns of channel", `
+		select m.id::text, m.execution_id::text, m.conversation, m.message_ref, m.draft_id, coalesce(d.content, '') as draft,
+		       extract(epoch from clock_timestamp() - m.received_at)::float8 as age,
+		       coalesce(x.completed_at is not null, true) as ended,
+		       coalesce(x.waiting_for = 'approval', false) as awaits
+		  from agent_channel_messages m left join agent_executions x on x.id = m.execution_id
+		  left join agent_message_drafts d on d.execution_id = m.execution_id
+		 where m.channel = @channel and m.status = 'running' order by m.id limit @limit`,
+		postgres.Strict{"channel": w.name, "limit": maxWatched})
+}
+
+// finishTurns records the messages whose turn has ended.
+func (w *worker) finishTurns(ctx context.Context) error {
+	return exec(ctx, w.Pool, "finish messages of channel", `
+		update agent_channel_messages m set status = 'done', finished_at = clock_timestamp()
+		 where m.channel = @channel and m.status = 'running' and m.id in (
+		   select a.id from agent_channel_messages a
+		    where a.channel = @channel and a.status = 'running' and not exists (
+		      select from agent_executions x where x.id = a.execution_id and x.completed_at is null)
+		    order by a.id limit 1000)`,
+		postgres.Strict{"channel": w.name})
+}
+
+// showTurn shows that an answer is being written, and what there is of it.
+func (w *worker) showTurn(ctx context.Context, t activeTurn, s *shown) {
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	if typist, can := w.transport.(Typist); can && !t.Awaits && time.Since(s.typed) > typingPeriod {
+		s.typed = time.Now()
+		if err := typist.Typing(ctx, t.Conversation); err != nil {
+			w.Logger.DebugContext(ctx, "typing not shown", "channel", w.name, "error", message(err))
+		}
+	}
+	if t.Awaits {
+		t.Draft = strings.TrimSpace(t.Draft + "\n\n" + approvalNotice)
+	}
+	limits := w.transport.Limits()
+	editor, can := w.transport.(Editor)
+	if !can || limits.Edits == 0 || t.Draft == "" || t.DraftID == lostDraft || t.Draft == s.text ||
+		time.Since(s.edited) < limits.Edits || t.Age < draftPatience.Seconds() ||
+		time.Now().UnixNano() < w.quiet.Load() {
+		return
+	}
+	m := Message{
+		ID: t.ExecutionID, Conversation: t.Conversation, Markdown: Split(t.Draft, limits)[0], ReplyTo: t.MessageRef,
+	}
+	unlock, err := w.drafts.Lock(ctx, t.ExecutionID)
+	if err != nil {
+		return
+	}
+	defer unlock()
+	if over, err := w.answered(ctx, t.ExecutionID); err != nil || over {
+		return
+	}
+	s.text, s.edited = t.Draft, time.Now()
+	if t.DraftID != "" {
+		if err := editor.Edit(ctx, t.DraftID, m); err != nil {
+			w.Logger.DebugContext(ctx, "draft not edited", "channel", w.name, "error", message(err))
+		}
+		return
+	}
+	w.sendDraft(ctx, t, m)
+}
+
+// answered reports whether the answer of a turn is on its way, which ends its drafts.
+func (w *worker) answered(ctx context.Context, execution string) (over bool, err error) {
+	err = w.Pool.QueryRow(ctx, `select exists (select from agent_executions where id = @id and completed_at is not null)`,
+		postgres.Strict{"id": execution}).Scan(&over)
+	return over, err
+}
+
+// sendDraft sends the first draft of a turn. Its id is lost if the process dies meanwhile.
+func (w *worker) sendDraft(ctx context.Context, t activeTurn, m Message) {
+	if err := w.saveDraft(ctx, t, lostDraft, ""); err != nil {
+		w.Logger.WarnContext(ctx, "draft not shown", "channel", w.name, "error", err)
+		return
+	}
+	id, err := w.transport.Send(ctx, m)
+	if err != nil {
+		w.Logger.WarnContext(ctx, "draft not shown", "channel", w.name, "error", message(err))
+		if failure, known := errors.AsType[*SendError](err); !known || failure.MaybeSent {
+			return
+		}
+		id = ""
+	}
+	if err := w.saveDraft(context.WithoutCancel(ctx), t, id, lostDraft); err != nil {
+		w.Logger.WarnContext(ctx, "draft not recorded", "channel", w.name, "error", err)
+	}
+}
+
+func (w *worker) saveDraft(ctx context.Context, t activeTurn, id, before string) error {
+	return exec(ctx, w.Pool, "record draft", `
+		update agent_channel_messages set draft_id = @draft where id = @id and draft_id = @before`,
+		postgres.Strict{"id": t.ID, "draft": id, "before": before})
+}

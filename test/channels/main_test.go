@@ -1,0 +1,103 @@
+//go:build unix
+
+package channels_test
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/channels/telegram/telegramtest"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+)
+
+var program string
+
+func TestMain(m *testing.M) {
+	pgtest.AtOnce(4)
+	proctest.Main(m, "channels", &program)
+}
+
+const patience = time.Minute
+
+// world is a database with a workspace, and processes that serve it.
+type world struct {
+	t       *testing.T
+	pool    *pgxpool.Pool
+	environ []string
+	folder  string
+}
+
+// newWorld applies a workspace. settings are further variables of the environment.
+func newWorld(t *testing.T, model *modeltest.Server, workspace string, settings ...string) *world {
+	t.Helper()
+	database := pgtest.URL(t)
+	w := &world{
+		t: t, pool: pgtest.Pool(t, database, postgres.Options{}), folder: t.TempDir(),
+		environ: testkit.Environ(database, model, append([]string{
+			"AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_FORMAT=json", "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_CHAT_RATE=100000",
+			"TELEGRAM_TOKEN=" + telegramtest.Token,
+		}, settings...)...),
+	}
+	testkit.WriteFile(t, filepath.Join(w.folder, "workspace.yaml"), workspace)
+	w.run("apply", w.folder)
+	return w
+}
+
+// run runs a command to its end and returns what it printed.
+func (w *world) run(args ...string) string {
+	w.t.Helper()
+	p := proctest.Start(w.t, patience, w.folder, w.environ, append([]string{program}, args...)...)
+	if code := p.Exit(); code != 0 {
+		w.t.Fatalf("agent %v ended with %d:\n%s%s", args, code, p.Out.String(), p.Err.String())
+	}
+	return p.Out.String()
+}
+
+// serve starts a process that serves.
+func (w *world) serve() *proctest.Process {
+	w.t.Helper()
+	p := proctest.Start(w.t, patience, w.folder, w.environ, program, "serve")
+	p.Base()
+	return p
+}
+
+// until waits until something holds.
+func (w *world) until(what string, holds func() bool) {
+	w.t.Helper()
+	ctx, cancel := context.WithTimeout(w.t.Context(), patience)
+	defer cancel()
+	for !holds() {
+		if !testkit.Wait(ctx, 50*time.Millisecond) {
+			w.t.Fatalf("not in time: %s", what)
+		}
+	}
+}
+
+// value reads one value.
+func value[T any](w *world, sql string, args ...any) T {
+	w.t.Helper()
+	var v T
+	require.NoError(w.t, w.pool.QueryRow(w.t.Context(), sql, args...).Scan(&v))
+	return v
+}
+
+func declare(base, more string) string {
+	return fmt.Sprintf(`
+kind: channel
+name: support
+type: telegram
+secrets: {token: "${TELEGRAM_TOKEN}"}
+settings: {base_url: %q}
+%s
+`, base, more)
+}

@@ -1,0 +1,150 @@
+//go:build unix
+
+package channels_test
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/channels/telegram/telegramtest"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+)
+
+// echo answers each message with its last line.
+func echo(t *testing.T) *modeltest.Server {
+	t.Helper()
+	model := modeltest.New(t)
+	model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
+		said := modeltest.Said(r.Messages[len(r.Messages)-1])
+		return modeltest.Text("You said **" + said[strings.LastIndex(said, "\n")+1:] + "**.")
+	})
+	return model
+}
+
+// A stranger gets a pairing code, which an admin confirms. Then the conversation is a thread with answers.
+func TestASenderIsPairedAndAnswered(t *testing.T) {
+	t.Parallel()
+	bot := telegramtest.New(t)
+	w := newWorld(t, echo(t), declare(bot.URL(), ""))
+	w.serve()
+	bot.Say(77, 7, "Mara", "hello?")
+	w.until("the code", func() bool { return len(bot.Sent(77)) == 1 })
+	text := bot.Sent(77)[0].Text
+	_, rest, _ := strings.Cut(text, "<code>")
+	code, _, _ := strings.Cut(rest, "</code>")
+	if len(code) != 8 {
+		t.Fatalf("no code in %q", text)
+	}
+	assert.Contains(t, w.run("channels", "pairings"), "Mara")
+	assert.Contains(t, w.run("channels", "pair", strings.ToLower(code)), "Mara")
+	bot.Say(77, 7, "Mara", "is <b>this</b> & that on?")
+	w.until("the answer", func() bool { return len(bot.Sent(77)) == 2 })
+	assert.Equal(t, bot.Sent(77)[1].Text, "You said <b>is &lt;b&gt;this&lt;/b&gt; &amp; that on?</b>.")
+	w.until("the state", func() bool {
+		return value[string](w, `select string_agg(status, ' ' order by id) from agent_channel_messages`) == "ignored done"
+	})
+	assert.Contains(t, w.run("channels", "ls"), "connected")
+	if strings.Contains(w.run("channels", "show", "support"), "secret-of-the-bot") {
+		t.Error("the token is shown")
+	}
+}
+
+// A channel that takes everybody answers in the order of each conversation, splits long answers and shows them while
+// they are written.
+func TestALongAnswerIsStreamedAndSplit(t *testing.T) {
+	t.Parallel()
+	bot := telegramtest.New(t)
+	model := modeltest.New(t)
+	long := strings.Repeat("A sentence of some length that fills the message. ", 30)
+	answer := long + "\n\n```go\n" + strings.Repeat("fmt.Println(`<&>`)\n", 200) + "```\n\n" + long + "\n\nThe end."
+	model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
+		return modeltest.Text(answer).Slowly(20 * time.Millisecond)
+	})
+	w := newWorld(t, model, declare(bot.URL(), "pairing: open"))
+	w.serve()
+	bot.Say(5, 5, "Ada", "tell me a lot")
+	w.until("a draft", func() bool { return len(bot.Sent(5)) == 1 })
+	w.until("the answer", func() bool {
+		sent := bot.Sent(5)
+		return strings.Contains(sent[len(sent)-1].Text, "The end.")
+	})
+	sent := bot.Sent(5)
+	if len(sent) < 2 || sent[0].Edits == 0 || bot.Typed() == 0 {
+		t.Errorf("%d messages, the first edited %d times, typed %d times", len(sent), sent[0].Edits, bot.Typed())
+	}
+	n := 0
+	for _, m := range sent {
+		n += strings.Count(m.Text, "fmt.Println(`&lt;&amp;&gt;`)")
+	}
+	assert.Equal(t, n, 200)
+}
+
+// Messages that come many times, in any order, over kills of the process and with a third of the sends failing are each
+// answered once, in the order of their conversation. An answer that was maybe sent is counted.
+func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
+	t.Parallel()
+	const people, each = 50, 20
+	bot := telegramtest.New(t)
+	bot.Shuffle()
+	n := 0
+	bot.Fail(func(method string, _ map[string]any) telegramtest.Fault {
+		if method != "sendMessage" {
+			return telegramtest.None
+		}
+		n++
+		switch n % 9 {
+		case 0:
+			return telegramtest.Slow
+		case 3:
+			return telegramtest.Lost
+		case 6:
+			return telegramtest.Broken
+		}
+		return telegramtest.None
+	})
+	w := newWorld(t, echo(t), declare(bot.URL(), "pairing: open"), "AGENT_WORKER_LEASE=2s", "AGENT_WORKERS=30")
+	p := w.serve()
+	for i := range each {
+		for person := range people {
+			bot.Say(int64(1000+person), int64(1000+person), "P", fmt.Sprintf("%d", i))
+		}
+		bot.Repeat(10)
+		if i == 5 || i == 12 {
+			w.until("some answers", func() bool { return len(bot.Sent(0)) > i*people/2 })
+			p.Kill()
+			p = w.serve()
+		}
+	}
+	w.until("all is sent", func() bool {
+		return value[int](w, `select count(*) from agent_channel_sends where status not in ('queued', 'sending')`) == people*each
+	})
+	lost := value[int](w, `select count(*) from agent_channel_sends where status = 'maybe_sent'`)
+	failed := value[int](w, `select count(*) from agent_channel_sends where status = 'failed'`)
+	answered := 0
+	for person := range people {
+		last := -1
+		for _, m := range bot.Sent(int64(1000 + person)) {
+			var i int
+			if _, err := fmt.Sscanf(m.Text, "You said <b>%d</b>.", &i); err != nil {
+				t.Fatalf("%q: %v", m.Text, err)
+			}
+			if i <= last {
+				t.Errorf("person %d got %d after %d", person, i, last)
+			}
+			last = i
+			answered++
+		}
+	}
+	if answered+lost < people*each || failed > 0 || lost == 0 {
+		t.Errorf("%d answered, %d maybe sent, %d failed", answered, lost, failed)
+	}
+	if got := value[int](w, `select count(*) from agent_messages where role = 'user'`); got != people*each {
+		t.Errorf("%d messages in the threads, want %d", got, people*each)
+	}
+	t.Logf("%d answered, %d maybe sent", answered, lost)
+}
