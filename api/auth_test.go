@@ -89,6 +89,7 @@ func expectedAccess() map[string]api.Access {
 		"GET /v1/activity/spend", "GET /v1/activity/slowest", "GET /v1/activity/failing", "GET /v1/activity/audit",
 		"GET /v1/executions", "GET /v1/executions/id",
 		"POST /v1/executions/id/fork", "POST /v1/executions/id/retry", "POST /v1/executions/id/replay",
+		"POST /v1/executions/bulk",
 		"GET /v1/monitor/status", "GET /v1/monitor/waiting", "GET /v1/monitor/stuck",
 		"GET /v1/monitor/verdict", "POST /v1/monitor/acknowledge",
 		"GET /v1/flows", "GET /v1/flows/name", "GET /v1/schemas/flow", "GET /v1/requests", "GET /v1/requests/id",

@@ -286,6 +286,9 @@ func TestEveryChangeIsAudited(t *testing.T) {
 		{"POST /v1/executions/{id}/fork", x, `{"reason":"why not"}`, "execution " + x},
 		{"POST /v1/executions/{id}/cancel", x, because, "execution " + x + ", flow external"},
 		{"POST /v1/executions/{id}/retry", x, "", "execution " + x},
+		{
+			"POST /v1/executions/bulk", "", `{"action":"retry","ids":["` + x + `"],"reason":"why not"}`, "execution " + x,
+		},
 		{"POST /v1/threads", "", `{"id":"maria"}`, "thread maria"},
 		{"PATCH /v1/threads/{id}", "maria", `{"title":"Maria"}`, "thread maria"},
 		{"PUT /v1/retention", "", `{"keep":{"activity":"90d"},"reason":"why not"}`, "rows: "},

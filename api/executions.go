@@ -59,12 +59,15 @@ func (s *server) listExecutions(r request) (response, error) {
 	got, err := readPage("executions", r.query, func(x executions.Execution) string { return x.ID },
 		func(before string, limit int) ([]executions.Execution, error) {
 			return executions.List(r.Context(), s.pool, executions.Filter{
-				Status: r.query["status"], Surface: r.query["surface"], Flow: r.query["flow"], Agent: r.query["agent"],
+				Statuses: r.query.list("status"), Surface: r.query["surface"], Flow: r.query["flow"], Agent: r.query["agent"],
 				TraceIDs: r.query.traceIDs(), Since: r.query.time("since"), Until: r.query.time("until"),
 				Before: before, Limit: limit,
 			})
 		})
 	for i := range got.Items {
+		if r.csv { // it has none of these, and to redact them takes long
+			got.Items[i].Input, got.Items[i].Variables, got.Items[i].WaitingData, got.Items[i].Result = nil, nil, nil, nil
+		}
 		got.Items[i] = got.Items[i].Redacted()
 	}
 	return response{body: got}, err
@@ -97,7 +100,12 @@ func (s *server) cancelExecution(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	status, err := s.engine.Cancel(r.Context(), x.ID, admin, r.body.(reasonRequest).Reason)
+	return s.cancel(r.Context(), x, r.body.(reasonRequest).Reason)
+}
+
+// cancel cancels an execution.
+func (s *server) cancel(ctx context.Context, x executions.Execution, reason string) (response, error) {
+	status, err := s.engine.Cancel(ctx, x.ID, admin, reason)
 	if err != nil {
 		return response{trace: x.TraceID}, err
 	}
@@ -105,7 +113,7 @@ func (s *server) cancelExecution(r request) (response, error) {
 	if status.Ended() {
 		return response{body: got, trace: x.TraceID}, nil
 	}
-	if got.Detail, err = executions.CancelDetail(r.Context(), s.pool); err != nil {
+	if got.Detail, err = executions.CancelDetail(ctx, s.pool); err != nil {
 		return response{trace: x.TraceID}, err
 	}
 	got.CancelRequested = true
@@ -430,6 +438,10 @@ func (s *server) timeTravelRoutes() []route {
 			handle: s.retryExecution, conflicts: true,
 			about: "Fork a failed, timed out or cancelled execution and repeat what failed. 409 for any other.",
 		}, {
+			method: "POST", path: "/v1/executions/bulk", body: bulkRequest{}, response: bulkResponse{}, handle: s.bulkExecutions,
+			about: "Retry or cancel up to 200 executions, each as by its own route and with its own row in the audit. Each " +
+				"item has its result; one that is refused has an error.",
+		}, {
 			method: "POST", path: "/v1/executions/{id}/replay", response: executions.Replayed{}, handle: s.replayExecution,
 			conflicts: true,
 			about: "Replay the flow with recorded results and without side effects. Returns the digests of record and replay, " +
@@ -480,11 +492,16 @@ func (s *server) retryExecution(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
+	return s.retry(r.Context(), x, "")
+}
+
+// retry forks an execution and repeats what failed.
+func (s *server) retry(ctx context.Context, x executions.Execution, reason string) (response, error) {
 	var got executions.Execution
 	from := ""
-	_, err = s.record(r.Context(), "retry_execution", "", map[string]any{"execution": x.ID},
-		func(tx pgx.Tx, _ string) (any, error) {
-			got, from, err = s.engine.Retry(r.Context(), tx, x.ID)
+	_, err := s.record(ctx, "retry_execution", reason, map[string]any{"execution": x.ID},
+		func(tx pgx.Tx, _ string) (_ any, err error) {
+			got, from, err = s.engine.Retry(ctx, tx, x.ID)
 			return executionRef(got), err
 		})
 	return forkResult(x, got, from, err)

@@ -200,7 +200,11 @@ func (s *schemas) responseContent(rt route) object {
 		both["text/event-stream"] = object{"schema": events}
 		return both
 	}
-	return content("application/json", s.schema(reflect.TypeOf(rt.response)))
+	one := content("application/json", s.schema(reflect.TypeOf(rt.response)))
+	if rt.csv {
+		one["text/csv"] = object{"schema": object{"type": "string"}}
+	}
+	return one
 }
 
 // problems lists the error statuses of a route.

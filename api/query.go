@@ -151,6 +151,16 @@ func checkTime(value string) error {
 	return nil
 }
 
+// checkStatuses accepts states of executions, separated by commas.
+func checkStatuses(value string) error {
+	for one := range strings.SplitSeq(value, ",") {
+		if !slices.Contains(statuses(), one) {
+			return fmt.Errorf("is %q; use %s, or several with commas", value, strings.Join(statuses(), ", "))
+		}
+	}
+	return nil
+}
+
 func checkUpTo(most int) func(string) error {
 	return func(value string) error {
 		if n, err := strconv.Atoi(value); err != nil || n < 1 || n > most {
@@ -184,6 +194,14 @@ func (q query) time(name string) time.Time {
 		return time.Time{}
 	}
 	return t
+}
+
+// list returns the parts of a parameter that are separated by commas; nil without it.
+func (q query) list(name string) []string {
+	if q[name] == "" {
+		return nil
+	}
+	return strings.Split(q[name], ",")
 }
 
 func (q query) limit() int { return cmp.Or(q.number("limit"), defaultPage) }

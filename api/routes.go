@@ -43,6 +43,7 @@ type route struct {
 	openAI       bool                            // errors in OpenAI's format
 	foreign      bool                            // accepts cross-origin requests
 	replica      bool                            // may read from the replica
+	csv          bool                            // a listing that can be a table
 	page         bool                            // undocumented, errors as pages
 	idempotent   bool                            // supports Idempotency-Key
 	maxBody      int64                           // bytes
@@ -73,6 +74,9 @@ func (s *server) routes(endpoints []Endpoint) ([]route, error) {
 	for i := range table {
 		if table[i].access == 0 {
 			table[i].access = Admin
+		}
+		if table[i].csv {
+			table[i].params = append(slices.Clip(table[i].params), csvParam)
 		}
 		table[i].maxBody = cmp.Or(table[i].maxBody, maxBody)
 		table[i].idempotent = table[i].method == http.MethodPost && !table[i].repeatable && !table[i].page
@@ -127,8 +131,11 @@ func (s *server) readRoutes() []route {
 				textParam("agent", "Name of the agent"), sinceParam, timeParam("until", "End of the period")),
 		}, {
 			method: "GET", path: "/v1/executions", response: page[executions.Execution]{}, handle: s.listExecutions,
-			about: "Executions, newest first.",
-			params: listParams(enumParam("status", "State of the execution", statuses()...), surfaceParam,
+			csv: true, about: "Executions, newest first.",
+			params: listParams(param{
+				name: "status", about: "State of the execution, or several with commas: " + strings.Join(statuses(), ", "),
+				check: checkStatuses,
+			}, surfaceParam,
 				textParam("flow", "Name of the flow"), textParam("agent", "Name of the agent"), traceParam,
 				timeParam("since", "Created at or after"), timeParam("until", "Created before")),
 		}, {

@@ -26,6 +26,7 @@ type request struct {
 	*http.Request
 	query query
 	body  any
+	csv   bool // the rows become a table, which has no inputs and results
 }
 
 // serve chains authorization, deadlines, idempotency and the handler.
@@ -46,6 +47,10 @@ func (s *server) apiHandler(rt route) http.Handler {
 		in, err := parseRequest(r, rt)
 		if err != nil {
 			s.writeError(w, r, rt, err, "")
+			return
+		}
+		if wantsCSV(rt, in) {
+			s.writeCSV(w, r, rt, in)
 			return
 		}
 		got, from, err := s.handle(rt, in)

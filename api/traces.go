@@ -61,6 +61,7 @@ func (s *server) reportRoutes() []route {
 	return []route{
 		{
 			method: "GET", path: "/v1/activity/spend", response: page[activity.Spending]{}, handle: s.listSpend, replica: true,
+			csv: true,
 			about: "Cost of model calls by day (UTC), skill, surface and model, the latest day first. A call's cost is split " +
 				"over the skills that " +
 				"its answer calls; without skills it counts for its surface, with an empty skill. since and until are cut to whole days.",
@@ -76,6 +77,7 @@ func (s *server) reportRoutes() []route {
 			about: "Skills with failed calls, the most failures first.", params: listParams(skill, since),
 		}, {
 			method: "GET", path: "/v1/activity/audit", response: page[activity.AuditEntry]{}, handle: s.listAudit, replica: true,
+			csv: true,
 			about: "The audit log, newest first: actor, action, object, reason, result. A page before the last may be short " +
 				"or empty, because " +
 				"a request scans at most 10,000 rows.",

@@ -36,7 +36,7 @@ func (room *Room) performAction(l action) http.Handler {
 		case status == http.StatusUnauthorized:
 			http.Redirect(w, r, "/login?next="+url.QueryEscape(back), http.StatusSeeOther)
 		case status >= http.StatusOK && status < http.StatusMultipleChoices:
-			room.redirectBack(w, r, back, flash{Text: l.successMessage(r), Trace: header.Get("X-Trace-Id")})
+			room.redirectBack(w, r, back, flash{Text: l.successMessage(r, said), Trace: header.Get("X-Trace-Id")})
 		default:
 			room.redirectBack(w, r, back, flash{Text: problemDetail(status, said), Bad: true, Trace: header.Get("X-Trace-Id")})
 		}
@@ -172,8 +172,11 @@ func (k kind) read(values []string) (value any, given bool, err error) {
 }
 
 // successMessage returns the message of a success.
-func (l action) successMessage(r *http.Request) string {
+func (l action) successMessage(r *http.Request, said []byte) string {
 	text := l.done
+	if text == "" { // the answer says what happened
+		return problemDetail(http.StatusOK, said)
+	}
 	for _, m := range wildcard.FindAllStringSubmatch(l.path, -1) {
 		text = strings.ReplaceAll(text, m[0], cut(120, r.PathValue(m[1])))
 	}
@@ -214,7 +217,7 @@ type action struct {
 	method string // of the route; the form always uses POST
 	path   string // of the route, in http.ServeMux syntax
 	fields []field
-	done   string // message of a success; {name} is a path value
+	done   string // message of a success; {name} is a path value. Empty: the detail of the answer.
 }
 
 // field is a field of the body.
@@ -250,7 +253,12 @@ func actions() []action {
 		},
 		{"POST", "/v1/pause", reasonField, "Autonomous work is paused."},
 		{"POST", "/v1/resume", reasonField, "Autonomous work is resumed."},
+		{
+			"POST", "/v1/executions", append([]field{{"flow", asText}, {"input", asJSON}}, reasonField...),
+			"The execution is started.",
+		},
 		{"POST", "/v1/executions/{id}/cancel", reasonField, "The execution is cancelled."},
+		{"POST", "/v1/executions/bulk", append([]field{{"action", asText}, {"ids", asList}}, reasonField...), ""},
 		{"POST", "/v1/executions/{id}/retry", nil, "A new execution repeats the failed step."},
 		{"POST", "/v1/executions/{id}/fork", append([]field{{"from", asText}, {"input", asJSON}, {"latest", asFlag}},
 			reasonField...), "A new execution continues from there."},

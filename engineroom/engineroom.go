@@ -138,7 +138,7 @@ func (room *Room) all() []page {
 	return room.withReplica(room.withPause(room.withWaits([]page{
 		room.overviewPage(), room.activityPage(), room.auditPage(),
 		room.tracesPage(), room.tracePage(),
-		room.executionsPage(), room.executionPage(), room.threadsPage(), room.threadPage(),
+		room.executionsPage(), room.executionPage(), room.flowsPage(), room.flowPage(), room.threadsPage(), room.threadPage(),
 		room.approvalsPage(), room.approvalPage(),
 		room.agentsPage(), room.agentPage(),
 		room.skillsPage(), room.skillPage(),

@@ -149,6 +149,8 @@ type executionShown struct {
 	Lost  []lostClaim
 	First string // the first recorded step
 	Cause *activity.RootCause
+
+	Missing *missingWorker // while it waits for a claim
 }
 
 // executionView reads the row, without the lock's secret, and its lines of the trace.
@@ -159,6 +161,9 @@ func (room *Room) executionView(ctx context.Context, v *visit) (any, error) {
 		return nil, err
 	}
 	shown := &executionShown{executionRecord: x}
+	if shown.Missing, err = room.missingFor(ctx, x); err != nil {
+		return nil, err
+	}
 	if shown.First, err = room.firstStep(ctx, x.ID); err != nil {
 		return nil, err
 	}
@@ -207,6 +212,15 @@ func leveled(list []*tracedNode) []*tracedNode {
 		n.Level -= list[0].Level
 	}
 	return list
+}
+
+// missingFor reports that nothing runs an execution that is ready; nil for any other.
+func (room *Room) missingFor(ctx context.Context, x executionRecord) (*missingWorker, error) {
+	ready := x.ClaimedBy == nil && (x.Status == string(executions.Pending) || x.Status == string(executions.Running))
+	if !ready || x.Outside && time.Since(x.UpdatedAt) < unseenAfter {
+		return nil, nil
+	}
+	return room.missingWorkerOf(ctx, x.Flow)
 }
 
 func (room *Room) factOf(ctx context.Context, id string) (executionRecord, error) {

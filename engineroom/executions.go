@@ -39,6 +39,7 @@ func (room *Room) executionsPage() page {
 			{name: "states", every: 2 * time.Second, load: room.executionStates},
 			room.filtersPart("/executions", "flow", "agent"),
 			{name: "list", every: 2 * time.Second, load: room.listExecutions},
+			{name: "bulk", load: room.bulkActions}, // somebody may be typing
 			{name: "queue", every: 2 * time.Second, load: room.executionQueue},
 		},
 	}
@@ -121,7 +122,7 @@ type executionList struct {
 }
 
 // candidateColumns are what the filters and the orders of the listing read.
-const candidateColumns = `x.id, x.status, x.surface, x.flow, x.agent, x.created_at, x.completed_at from agent_executions x`
+const candidateColumns = `x.id, x.trace_id, x.status, x.surface, x.flow, x.agent, x.created_at, x.completed_at from agent_executions x`
 
 // executionCandidates are the rows that the leading filter yields, within the period, newest first.
 const executionCandidates = `

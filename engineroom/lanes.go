@@ -35,6 +35,7 @@ func (room *Room) lanesPage() page {
 			{name: "waiters", every: time.Second, load: room.laneWaiters},
 			{name: "loans", every: time.Second, load: room.laneLoans},
 			{name: "claims", every: time.Second, load: room.claims},
+			{name: "workers", every: 2 * time.Second, load: room.workers},
 			{name: "stale", every: 5 * time.Second, load: room.stale},
 		},
 	}

@@ -81,7 +81,7 @@ type show struct {
 
 // keys are the letters after g that open a page.
 var keys = map[string]string{
-	"/": "o", "/activity": "a", "/traces": "t", "/executions": "e", "/threads": "h", "/approvals": "p",
+	"/": "o", "/activity": "a", "/traces": "t", "/executions": "e", "/flows": "f", "/threads": "h", "/approvals": "p",
 	"/skills": "s", "/agents": "n",
 	"/automations": "u", "/objectives": "b", "/memory": "m", "/deliveries": "d", "/spend": "c",
 	"/lanes": "l", "/operate": "r", "/charts": "v",

@@ -43,7 +43,7 @@ func funcs() template.FuncMap {
 		"since": since, "until": until,
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
 		"short": short, "tail": tail, "dict": dict, "segment": url.PathEscape, "bytes": human.Bytes,
-		"left": left, "next": nextRun,
+		"left": left, "next": nextRun, "retryGroup": retryGroup,
 	}
 }
 

@@ -91,8 +91,8 @@ const (
 	lastID  = "ffffffff-ffff-ffff-ffff-ffffffffffff"
 )
 
-// bounds returns the bounds on ids, which are in the order of time: from the first, up to but without the second. before
-// is the last id of the previous page; empty for none.
+// bounds returns the bounds on ids, which are in the order of time: from the first, up to but without the second.
+// before is the last id of the previous page; empty for none.
 func (p timeRange) bounds(before string) (from, until string) {
 	from, until = firstID, lastID
 	if i := slices.IndexFunc(rangeOptions, func(r rangeOption) bool { return r.Value == p.Range }); i >= 0 {

@@ -261,7 +261,8 @@ func (room *Room) lastSearchedRow(ctx context.Context, from, until string) (id s
 	return id, nil
 }
 
-// rankedTrace is a trace in the order of rankedTracesSQL. Last is the newest failed action; empty where none was searched.
+// rankedTrace is a trace in the order of rankedTracesSQL. Last is the newest failed action; empty where none was
+// searched.
 type rankedTrace struct{ TraceID, Last string }
 
 const rankedTracesSQL = `

@@ -193,6 +193,7 @@ func notFoundError(ctx context.Context, db postgres.DB, id string) error {
 type Filter struct {
 	Status, Surface, Flow, Agent, Before string
 	TraceIDs                             []trace.ID // from [trace.ParseAny]
+	Statuses                             []string   // any of them; with Status, which is one more condition
 	Since, Until                         time.Time  // of the creation; Until is excluded
 	Limit                                int
 }
@@ -204,7 +205,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 	}
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_executions
-		 where (@status = '' or status = @status) and (@surface = '' or surface = @surface)
+		 where (@status = '' or status = @status) and (@statuses::text[] is null or status = any (@statuses))
+		   and (@surface = '' or surface = @surface)
 		   and (@flow = '' or flow = @flow) and (@agent = '' or agent = @agent)
 		   and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
 		   and (@before = '' or id < nullif(@before, '')::uuid)
@@ -213,7 +215,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 		 order by id desc limit @limit`,
 		postgres.Strict{
 			"since": timeBound(f.Since), "until": timeBound(f.Until),
-			"status": f.Status, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "trace_ids": f.TraceIDs,
+			"status": f.Status, "statuses": f.Statuses,
+			"surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "trace_ids": f.TraceIDs,
 			"before": f.Before, "limit": min(f.Limit, 1000),
 		})
 	return postgres.Collect(rows, err, "list executions", pgx.RowToStructByPos[Execution])

@@ -33,6 +33,7 @@ type failure struct {
 	InnerName, InnerStep    string // of the last error inside an execution; empty for none
 	InnerMessage, Class     string
 	At                      time.Time
+	Retried                 bool // it has a fork
 }
 
 // outcome is how the newest runs of a flow by an agent, or the newest calls of a name, ended.
@@ -122,7 +123,12 @@ type Group struct {
 	TraceID  string    `json:"trace_id"` // of the newest
 	Subjects []Subject `json:"subjects"`
 	Failing  bool      `json:"-"` // a subject still fails
+	// Retry are executions that can be retried, at most MaxRetry: those that no failed one started, and without a fork.
+	Retry []string `json:"-"`
 }
+
+// MaxRetry bounds the executions of a group that can be retried together.
+const MaxRetry = 200
 
 // Subject is what failed.
 type Subject struct {
@@ -192,6 +198,10 @@ func (f Failures) roots() map[string]string {
 func (f Failures) Groups(concerns func(string) bool) []Group {
 	roots := f.roots()
 	byKey, keys := map[string]*Group{}, []string{}
+	failed := map[string]bool{}
+	for _, one := range f.list {
+		failed[one.ID] = true
+	}
 	for _, one := range f.list {
 		if !concerns(one.Agent) {
 			continue
@@ -204,6 +214,9 @@ func (f Failures) Groups(concerns func(string) bool) []Group {
 			byKey[key], keys = g, append(keys, key)
 		}
 		g.add(one, root, f.outcome(one).Failing())
+		if one.Kind == "flow" && !one.Retried && !failed[one.Parent] && len(g.Retry) < MaxRetry {
+			g.Retry = append(g.Retry, one.ID)
+		}
 	}
 	list := make([]Group, 0, len(keys))
 	for _, key := range keys {

@@ -21,7 +21,8 @@ named as materialized (
 select 'flow' as kind, left(b.flow, 300) as name, left(b.agent, 300) as agent, b.id::text, coalesce(b.parent_id::text, '') as parent,
        left(b.trace_id, 100) as trace_id, b.at, coalesce(left(b.error_message, 1000), '') as message,
        coalesce(left(b.failed_step, 300), '') as step, coalesce(c.name, '') as inner_name, coalesce(c.step, '') as inner_step,
-       coalesce(c.message, '') as inner_message, coalesce(c.class, '') as class
+       coalesce(c.message, '') as inner_message, coalesce(c.class, '') as class,
+       exists (select from agent_executions k where k.forked_from = b.id) as retried
   from broken b
   left join lateral (
     select left(r.skill_name, 300) as name, left(r.step, 300) as step, left(r.error_message, 1000) as message,
@@ -31,7 +32,7 @@ select 'flow' as kind, left(b.flow, 300) as name, left(b.agent, 300) as agent, b
      where r.status = 'error' and r.error_message <> '' order by r.id desc limit 1) c on true
 union all
 select case when exists (select from agent_skills s where s.name = n.name) then 'skill' else 'action' end, left(n.name, 300), left(a.agent, 300),
-       f.id::text, '', left(f.trace_id, 100), f.created_at, coalesce(left(f.error_message, 1000), ''), '', '', '', '', left(f.error_class, 100)
+       f.id::text, '', left(f.trace_id, 100), f.created_at, coalesce(left(f.error_message, 1000), ''), '', '', '', '', left(f.error_class, 100), false
   from named n
  cross join lateral (
    select k.* from (
@@ -42,7 +43,7 @@ select case when exists (select from agent_skills s where s.name = n.name) then 
   join agent_activity a on a.id = f.id
 union all
 select 'model', 'model_call', left(f.agent, 300), f.id::text, '', left(f.trace_id, 100), f.created_at, coalesce(left(f.error_message, 1000), ''),
-       '', '', '', '', left(f.error_class, 100)
+       '', '', '', '', left(f.error_class, 100), false
   from (
     select a.* from (
       select a.id, a.agent, a.kind, a.status, a.error_class, a.error_message, a.trace_id, a.created_at from agent_activity a

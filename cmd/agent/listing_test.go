@@ -74,7 +74,10 @@ var listings = map[string]struct {
 		[]string{"activity", "ls", "--surface", "heartbeat", "--status", "error", "--since", "1d"},
 		"TIME TRACE", "",
 	},
-	"filtered runs": {[]string{"executions", "ls", "--flow", "heartbeat", "--status", "completed", "--since", "1h"}, "EXECUTION FLOW", ""},
+	"filtered runs": {
+		[]string{"executions", "ls", "--flow", "heartbeat", "--status", "completed", "--since", "1h"},
+		"EXECUTION FLOW", "",
+	},
 }
 
 func TestEmptyListings(t *testing.T) {

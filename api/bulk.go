@@ -1,0 +1,117 @@
+package api
+
+import (
+	"fmt"
+	"net/http"
+	"slices"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+)
+
+// maxBulk bounds the executions of one request.
+const maxBulk = 200
+
+// bulkRequest applies one action to several executions.
+type bulkRequest struct {
+	Action string   `json:"action"` // retry or cancel
+	IDs    []string `json:"ids"`
+	Reason string   `json:"reason"`
+}
+
+func (b bulkRequest) check() error {
+	switch {
+	case b.Action != "retry" && b.Action != "cancel":
+		return badBody("action is %.60q; use retry or cancel", b.Action)
+	case len(b.IDs) == 0 || len(b.IDs) > maxBulk:
+		return badBody("ids has %d ids; send 1 to %d", len(b.IDs), maxBulk)
+	}
+	for i, id := range b.IDs {
+		switch {
+		case !uuidForm.MatchString(id):
+			return badBody("ids: %.60q is not the id (uuid) of an execution", id)
+		case slices.Contains(b.IDs[:i], id):
+			return badBody("ids: %s occurs twice", id)
+		}
+	}
+	return reasonRequest{b.Reason}.check()
+}
+
+// bulkItem is the result of one execution.
+type bulkItem struct {
+	ID          string            `json:"id"`
+	TraceID     string            `json:"trace_id,omitempty"`
+	ExecutionID string            `json:"execution_id,omitempty"` // of a retry: the new one
+	Status      executions.Status `json:"status,omitempty"`       // of the new one, or after the cancel
+	Error       string            `json:"error,omitempty"`        // it was refused
+}
+
+type bulkResponse struct {
+	Done    int        `json:"done"`
+	Refused int        `json:"refused"`
+	Detail  string     `json:"detail"` // a sentence
+	Items   []bulkItem `json:"items"`
+}
+
+// bulkExecutions applies the action to each execution in turn. What one refuses does not concern the others. When the
+// client is gone, it stops: what is done is in the audit.
+func (s *server) bulkExecutions(r request) (response, error) {
+	b := r.body.(bulkRequest)
+	got := bulkResponse{Items: []bulkItem{}}
+	for _, id := range b.IDs {
+		item, err := s.bulkOne(r, b, id)
+		if ended := r.Context().Err(); ended != nil {
+			return response{}, fmt.Errorf("%s executions: %d are done: %w", b.Action, got.Done, ended)
+		}
+		if err != nil {
+			told, news := problem.Of(err)
+			if news {
+				s.log.ErrorContext(r.Context(), "execution of a bulk action failed", "action", b.Action, "execution_id", id,
+					"error", err)
+			}
+			item.Error = told.Detail
+			got.Refused++
+		} else {
+			got.Done++
+		}
+		got.Items = append(got.Items, item)
+	}
+	got.Detail = got.describe(b.Action)
+	return response{body: got}, nil
+}
+
+// bulkOne applies the action to one execution.
+func (s *server) bulkOne(r request, b bulkRequest, id string) (bulkItem, error) {
+	item := bulkItem{ID: id}
+	x, err := executions.Get(r.Context(), s.pool, id)
+	if err != nil {
+		return item, err
+	}
+	item.TraceID = x.TraceID
+	if b.Action == "cancel" {
+		if x.Status.Ended() {
+			return item, problem.New(http.StatusConflict, "execution %s has ended: %s", id, x.Status)
+		}
+		done, err := s.cancel(r.Context(), x, b.Reason)
+		if c, is := done.body.(cancelResponse); is {
+			item.Status = c.Status
+		}
+		return item, err
+	}
+	done, err := s.retry(r.Context(), x, b.Reason)
+	if f, is := done.body.(forkResponse); is {
+		item.TraceID, item.ExecutionID, item.Status = f.TraceID, f.ID, f.Status
+	}
+	return item, err
+}
+
+// describe says how many were done, and why the first was refused.
+func (b bulkResponse) describe(action string) string {
+	verb := map[string]string{"retry": "retried", "cancel": "cancelled"}[action]
+	text := fmt.Sprintf("%d of %d executions %s.", b.Done, len(b.Items), verb)
+	if b.Refused == 0 {
+		return text
+	}
+	first := b.Items[slices.IndexFunc(b.Items, func(i bulkItem) bool { return i.Error != "" })]
+	return fmt.Sprintf("%s %d refused, the first because: %s", text, b.Refused, first.Error)
+}

@@ -1,0 +1,74 @@
+package api_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func TestBulkActionsAreThoseOfEachExecution(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	type result struct {
+		Done, Refused int
+		Detail        string
+		Items         []struct {
+			ID, Status, Error string
+			ExecutionID       string `json:"execution_id"`
+		}
+	}
+	bulk := func(action string, ids ...string) (got result) {
+		t.Helper()
+		body, err := json.Marshal(map[string]any{"action": action, "ids": ids, "reason": "it is back"})
+		require.NoError(t, err)
+		w := a.raw("POST", "/v1/executions/bulk", string(body), asAdmin())
+		if w.Code != http.StatusOK {
+			t.Fatalf("%d %s", w.Code, w.Body)
+		}
+		require.NoError(t, json.Unmarshal(w.Body.Bytes(), &got))
+		return got
+	}
+	first, second := a.start("external:a", trace.New(trace.Flow)).ID, a.start("external:b", trace.New(trace.Flow)).ID
+	got := bulk("cancel", first, second, "01890000-0000-7000-8000-000000000000")
+	assert.Equal(t, "2 1", fmt.Sprint(got.Done, got.Refused))
+	if got.Items[0].ID != first || got.Items[0].Status != "cancelled" || got.Items[2].Error == "" {
+		t.Errorf("cancelled: %+v", got)
+	}
+	assert.Contains(t, got.Detail, "2 of 3 executions cancelled. 1 refused, the first because: ")
+	third := a.start("external:c", trace.New(trace.Flow)).ID
+	got = bulk("retry", first, third, second)
+	assert.Equal(t, "2 1", fmt.Sprint(got.Done, got.Refused))
+	for _, i := range []int{0, 2} {
+		x, err := executions.Get(t.Context(), a.pool, got.Items[i].ExecutionID)
+		if err != nil || x.ForkedFrom == nil || *x.ForkedFrom != got.Items[i].ID {
+			t.Errorf("item %d is no retry: %+v, %v", i, x, err)
+		}
+	}
+	if got := bulk("cancel", first); got.Done != 0 || !strings.Contains(got.Items[0].Error, "has ended: cancelled") {
+		t.Errorf("an ended one: %+v", got)
+	}
+	for _, act := range []string{"retry_execution", "cancel"} {
+		pgtest.Equal(t, a.pool, 2, `select count(*) from agent_activity where skill_name like $1 || '%' and status = 'success'
+			and input ->> 'reason' = 'it is back'`, act)
+	}
+	for name, body := range map[string]string{
+		"action":   `{"action":"fork","ids":["` + first + `"],"reason":"x"}`,
+		"none":     `{"action":"retry","ids":[],"reason":"x"}`,
+		"too many": `{"action":"retry","ids":["` + strings.Repeat(first+`","`, 200) + first + `"],"reason":"x"}`,
+		"twice":    `{"action":"retry","ids":["` + first + `","` + first + `"],"reason":"x"}`,
+		"no id":    `{"action":"retry","ids":["x"],"reason":"x"}`,
+		"reason":   `{"action":"retry","ids":["` + first + `"],"reason":" "}`,
+	} {
+		if w := a.raw("POST", "/v1/executions/bulk", body, asAdmin()); w.Code != http.StatusBadRequest {
+			t.Errorf("%s: %d %s", name, w.Code, w.Body)
+		}
+	}
+}

@@ -1,0 +1,98 @@
+package engineroom
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/monitor"
+)
+
+// maxBulk bounds the executions of a bulk action, as the API does.
+const maxBulk = 200
+
+// bulkAction is one action on several executions.
+type bulkAction struct {
+	Action, Word, About string
+	IDs                 []string
+	More                bool // there are more than maxBulk
+}
+
+// Count says how many.
+func (b bulkAction) Count() string {
+	switch {
+	case b.More:
+		return fmt.Sprintf("the newest %d", len(b.IDs))
+	case len(b.IDs) == 1:
+		return "this one"
+	}
+	return fmt.Sprintf("all %d", len(b.IDs))
+}
+
+// Lines are the ids, one a line.
+func (b bulkAction) Lines() string { return strings.Join(b.IDs, "\n") }
+
+func retryAction(ids []string) bulkAction {
+	return bulkAction{
+		Action: "retry", Word: "Retry", IDs: ids,
+		About: "For each, a new execution takes over the recorded steps and repeats what failed. Those retried before are " +
+			"left out.",
+	}
+}
+
+// retryGroup is the action on the failed executions of a group.
+func retryGroup(ids []string) bulkAction {
+	b := retryAction(ids)
+	b.More = len(ids) == monitor.MaxRetry
+	return b
+}
+
+// bulkActions offers to retry, or to cancel, what the filters match: the ids are those of the moment when the page was
+// read. Without a filter there is nothing.
+func (room *Room) bulkActions(ctx context.Context, v *visit) (any, error) {
+	f, _ := v.About.(executionFilter)
+	if f.View == "waiting" {
+		f.View, f.Status = "", string(executions.Waiting)
+	}
+	if f.View != "" || f.Kind != "" || f.Sort != "" || !f.Narrowed() && f.Status == "" && !f.Failed {
+		return nil, nil
+	}
+	f.Before = ""
+	retry, cancel := retryAction(nil), bulkAction{
+		Action: "cancel", Word: "Cancel",
+		About: "Each ends at once: its claim is void, its lanes are free, and children that it waits for end with it.",
+	}
+	var offered []bulkAction
+	for _, b := range []*bulkAction{&retry, &cancel} {
+		args := f.wanted(maxRanked, maxBulk)
+		delete(args, "by")
+		delete(args, "looked_flow")
+		args["retry"] = b.Action == "retry"
+		rows, err := room.Read.Query(ctx, `
+			select w.id::text from (
+			  (select x.* from unnest(array['failed', 'timeout', 'cancelled']) s (status) cross join lateral (
+			    select `+candidateColumns+`
+			     where @retry and x.status in ('failed', 'timeout', 'cancelled') and x.status = s.status
+			       and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @looked) x)
+			  union all
+			  (select x.* from unnest(array['pending', 'running', 'waiting']) s (status) cross join lateral (
+			    select `+candidateColumns+`
+			     where not @retry and x.status in ('pending', 'running', 'waiting') and x.status = s.status
+			       and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @looked) x)) w
+			 where `+executionWanted+`
+			   and (@traces::text[] is null or w.trace_id = any (@traces) or w.id = any (@ids::text[]::uuid[]))
+			   and (not @retry or not exists (select from agent_executions k where k.forked_from = w.id))
+			 order by w.id desc limit @most + 1`, freshPlan, args)
+		if b.IDs, err = postgres.Collect(rows, err, "find executions of a bulk action", pgx.RowTo[string]); err != nil {
+			return nil, err
+		}
+		if b.IDs, b.More = onPage(b.IDs, maxBulk); len(b.IDs) > 0 {
+			offered = append(offered, *b)
+		}
+	}
+	return offered, nil
+}

@@ -1,0 +1,82 @@
+package engineroom
+
+import (
+	"html"
+	"net/http"
+	"net/url"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+)
+
+// bulks are the ids that a page offers to act on, by the action.
+func bulks(body string) map[string]string {
+	got := map[string]string{}
+	for _, form := range strings.Split(body, `action="/act/v1/executions/bulk"`)[1:] {
+		form, _, _ = strings.Cut(form, "</form>")
+		value := func(name string) string {
+			if m := regexp.MustCompile(`name="` + name + `" value="([^"]*)"`).FindStringSubmatch(form); m != nil {
+				return html.UnescapeString(m[1])
+			}
+			return ""
+		}
+		got[value("action")] = strings.ReplaceAll(value("ids"), "\n", " ")
+	}
+	return got
+}
+
+func TestWhatAFilterMatchesIsRetriedOrCancelledTogether(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	first, second := execution(t, pool, "failed", "flow", "ship"), execution(t, pool, "timeout", "flow", "ship")
+	retried := execution(t, pool, "failed", "flow", "ship")
+	fork := execution(t, pool, "running", "flow", "ship")
+	quiet(t, pool, `update agent_executions set forked_from = $1::uuid where id = $2::uuid`, retried, fork)
+	execution(t, pool, "completed", "flow", "ship")
+	other := execution(t, pool, "waiting", "chat", "talk")
+	trace := put(t, pool, `select trace_id from agent_executions where id = $1::uuid`, first)
+	for query, want := range map[string]map[string]string{
+		"":                           {},
+		"?flow=ship":                 {"retry": second + " " + first, "cancel": fork},
+		"?flow=ship&surface=chat":    {},
+		"?failed=1":                  {"retry": second + " " + first},
+		"?status=timeout":            {"retry": second},
+		"?view=waiting":              {"cancel": other},
+		"?view=stuck":                {},
+		"?trace_id=" + trace:         {"retry": first},
+		"?range=1h&flow=!ship":       {"cancel": other},
+		"?flow=ship&sort=took":       {},
+		"?until=2020-01-01&failed=1": {},
+	} {
+		got := bulks(shows(t, server.URL+"/executions"+query))
+		if len(got) != len(want) || got["retry"] != want["retry"] || got["cancel"] != want["cancel"] {
+			t.Errorf("%q offers %v, want %v", query, got, want)
+		}
+	}
+	shows(t, server.URL+"/executions?failed=1", "Retry all 2", `name="reason" required`)
+	quiet(t, pool, `
+		insert into agent_executions (trace_id, surface, flow, status) select 'fl_' || n, 'flow', 'many', 'pending'
+		  from generate_series(1, 201) n`)
+	quiet(t, pool, `update agent_executions set error_message = 'no answer' where status in ('failed', 'timeout')`)
+	body := shows(t, server.URL+"/executions?flow=many", "Cancel the newest 200")
+	assert.Equal(t, 200, len(strings.Fields(bulks(body)["cancel"])))
+	group := strings.Fields(bulks(shows(t, server.URL+"/", "Retry all 2"))["retry"])
+	slices.Sort(group)
+	assert.Equal(t, first+" "+second, strings.Join(group, " "))
+}
+
+func TestABulkActionSaysHowManyItChanged(t *testing.T) {
+	t.Parallel()
+	calls, server, client := pulled(t, func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = w.Write([]byte(`{"done": 1, "refused": 1, "detail": "1 of 2 executions retried. 1 refused.", "items": []}`))
+	})
+	resp := post(t, client, server.URL+"/act/v1/executions/bulk", url.Values{
+		"action": {"retry"}, "ids": {"a\nb"}, "reason": {"it is back"}, "back": {"/executions?failed=1"},
+	}, nil)
+	said, _ := after(t, client, server, resp)
+	assert.Contains(t, said, "1 of 2 executions retried. 1 refused.")
+	assert.Equal(t, `{"action":"retry","ids":["a","b"],"reason":"it is back"}`, (*calls)[0].body)
+}

@@ -1,0 +1,162 @@
+package engineroom
+
+import (
+	"html"
+	"net/http"
+	"net/url"
+	"regexp"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+// process is a process that runs flows in Go, with a lease of so many seconds.
+func process(t *testing.T, pool *pgxpool.Pool, name string, lease int, inGo ...string) string {
+	t.Helper()
+	return put(t, pool, `
+		insert into agent_workers (name, flows, expires_at)
+		values ($1, $2::text[], clock_timestamp() + make_interval(secs => $3::int)) returning id::text`, name, inGo, lease)
+}
+
+// lockedOutside is an execution that a worker outside has locked.
+func lockedOutside(t *testing.T, pool *pgxpool.Pool, flow, owner string) {
+	t.Helper()
+	id := execution(t, pool, "running", "flow", flow)
+	quiet(t, pool, `
+		with w as (insert into agent_workers (kind, owner, lock_id, execution_id, claim, expires_at)
+		  values ('outside', $2, 'lock-Zq81xLm0', $1::uuid, 1, clock_timestamp() + interval '1 minute') returning id)
+		update agent_executions x set claimed_by = w.id, claim = 1 from w where x.id = $1::uuid`, id, owner)
+}
+
+// textIn is the text of a page's only text field.
+func textIn(t *testing.T, body string) string {
+	t.Helper()
+	found := regexp.MustCompile(`(?s)<textarea[^>]*>(.*?)</textarea>`).FindStringSubmatch(body)
+	if found == nil {
+		t.Fatalf("no text field:\n%s", body)
+	}
+	return html.UnescapeString(found[1])
+}
+
+func TestFlowsAreListedWithTheirRunsAndStarted(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/flows", "No flow yet")
+	_, err := flows.Put(t.Context(), pool, flows.Definition{
+		Name: "onboard", Description: "Welcomes <b>somebody</b>.", Actions: []any{map[string]any{"actionType": "end"}},
+		Input: map[string]any{"type": "object", "properties": map[string]any{
+			"name": map[string]any{"type": "string"}, "days": map[string]any{"type": "integer", "default": 3},
+		}},
+	}, "workspace")
+	require.NoError(t, err)
+	process(t, pool, "host-1", 60, "ship", "heartbeat")
+	for _, status := range []string{"completed", "failed", "timeout"} {
+		execution(t, pool, status, "flow", "ship")
+	}
+	id := execution(t, pool, "completed", "flow", "external:sum")
+	quiet(t, pool, `update agent_executions set input = '{"start": 10}' where id = $1::uuid`, id)
+	quiet(t, pool, `update agent_executions set input = '{"password": "hunter2-Zq81xLm0Kk77"}' where flow = 'ship'`)
+	room, err := New(Options{Pool: pool, Agent: "agent"}) // it has kept no suggestions
+	require.NoError(t, err)
+	list := served(t, room).URL
+	row := func(name string) string {
+		body := shows(t, list+"/flows")
+		_, rest, _ := strings.Cut(body, `<tr id="flow-`+name+`"`)
+		text, _, _ := strings.Cut(rest, "</tr>")
+		return text
+	}
+	assert.Contains(t, row("onboard"), "YAML", "version 1", "Welcomes &lt;b&gt;", `href="/flows/onboard#start"`)
+	assert.Contains(t, row("ship"), "Go", `aria-label="3 executions of ship"`, `aria-label="2 failed executions of ship"`, "timeout")
+	assert.Contains(t, row("external:sum"), "external", `aria-label="1 executions of external:sum"`, `href="/executions/`+id)
+	if text := row("heartbeat"); !strings.Contains(text, "built in") || strings.Contains(text, "#start") {
+		t.Errorf("a flow that only the program starts: %s", text)
+	}
+	assert.Equal(t, `{
+  "days": 3,
+  "name": ""
+}`, textIn(t, shows(t, list+"/flows/onboard", "an example of its schema", "Definition")))
+	assert.Equal(t, "{\n  \"start\": 10\n}", textIn(t, shows(t, list+"/flows/external:sum", "of its newest execution")))
+	if body := shows(t, list+"/flows/ship"); textIn(t, body) != "{}" || strings.Contains(body, "hunter2") {
+		t.Error("a secret is prefilled")
+	}
+	shows(t, list+"/flows/heartbeat", "Only the program itself starts this flow")
+	turnsAway(t, list+"/flows/shipp", http.StatusNotFound, "there is no flow")
+	turnsAway(t, list+"/flows?x=1", http.StatusBadRequest, "there is no filter")
+}
+
+func TestAFlowIsStartedFromItsPage(t *testing.T) {
+	t.Parallel()
+	calls, server, client := pulled(t, func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("X-Trace-Id", "fl_1")
+		w.WriteHeader(http.StatusCreated)
+	})
+	post(t, client, server.URL+"/act/v1/executions", url.Values{
+		"flow": {"onboard"}, "input": {`{"name": "Ana"}`}, "reason": {"to try it"}, "back": {"/flows/onboard"},
+	}, nil)
+	post(t, client, server.URL+"/act/v1/executions", url.Values{"flow": {"onboard"}, "input": {"{Ana}"}}, nil)
+	if assert.Equal(t, 1, len(*calls)); (*calls)[0].path != "/v1/executions" ||
+		(*calls)[0].body != `{"flow":"onboard","input":{"name":"Ana"},"reason":"to try it"}` {
+		t.Errorf("the API was asked %+v", (*calls)[0])
+	}
+}
+
+func TestProcessesAndWorkersAreListed(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/lanes", "No process is connected")
+	live := process(t, pool, "host-1 pid 7", 60, "ship", "heartbeat")
+	gone := process(t, pool, "host-2 pid 8", -60, "bill")
+	process(t, pool, "host-3 pid 9", -3600, "old")
+	lockedOutside(t, pool, "external:sum", "sum <worker>")
+	quiet(t, pool, `
+		insert into agent_executions (trace_id, surface, flow, status, claimed_by) select 'fl_3', 'flow', 'ship', 'running', $1::uuid
+		  from generate_series(1, 2)`, live)
+	body := shows(t, server.URL+"/lanes")
+	_, body, _ = strings.Cut(body, `<section id="workers"`)
+	body, _, _ = strings.Cut(body, "</section>")
+	assert.Contains(t, body, "host-1 pid 7", `href="/flows/ship"`, "1 flows of the agent itself", "sum &lt;worker&gt;", "worker outside",
+		`href="/flows/external:sum"`, `<td class="number" data-label="Running">2</td>`)
+	for _, bad := range []string{"host-3", "lock-Zq81xLm0"} {
+		if strings.Contains(body, bad) {
+			t.Errorf("the part has %s", bad)
+		}
+	}
+	if row := body[strings.Index(body, "worker-"+gone):]; !strings.Contains(row, "lease over") {
+		t.Error("a process whose lease is over is connected")
+	}
+}
+
+func TestAPendingExecutionSaysThatNothingRunsIt(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	_, err := flows.Put(t.Context(), pool, flows.Definition{
+		Name: "onboard", Actions: []any{map[string]any{"actionType": "end"}},
+	}, "workspace")
+	require.NoError(t, err)
+	says := func(status, flow, text string) {
+		t.Helper()
+		id := execution(t, pool, status, "flow", flow)
+		quiet(t, pool, `update agent_executions set updated_at = updated_at - interval '1 minute' where id = $1::uuid`, id)
+		body := shows(t, server.URL+"/executions/"+id)
+		if has := strings.Contains(body, `href="/lanes#workers"`); has != (text != "") || !strings.Contains(body, text) {
+			t.Errorf("%s %s: says that nothing runs it: %t, want %q", status, flow, has, text)
+		}
+	}
+	says("pending", "ship", "No process for flow ship is connected.")
+	says("pending", "onboard", "No process is connected.")
+	says("pending", "external:sum", "No worker for flow external:sum is connected. None has taken")
+	says("completed", "ship", "")
+	process(t, pool, "host-1", 60, "ship")
+	process(t, pool, "host-2", -60, "bill")
+	says("pending", "ship", "")
+	says("pending", "onboard", "")
+	says("pending", "bill", "No process for flow bill is connected.")
+	says("running", "bill", "No process for flow bill is connected.")
+	lockedOutside(t, pool, "external:sum", "w")
+	says("pending", "external:sum", "")
+}

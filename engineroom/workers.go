@@ -1,0 +1,139 @@
+package engineroom
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	// maxWorkers bounds the processes and the workers outside on the page, each.
+	maxWorkers = 50
+	// maxLocks bounds the locks of workers outside that are read.
+	maxLocks = 2000
+	// unseenAfter is how long an execution waits for a worker outside before the page says that none takes it. An idle
+	// worker holds no lock, so it is not known.
+	unseenAfter = 15 * time.Second
+)
+
+// worker is a process, or a worker outside with its locks.
+type worker struct {
+	ID, Name, Kind                string
+	Flows                         []string
+	StartedAt, SeenAt, LeaseUntil time.Time
+	Live                          bool
+	Running                       int64
+}
+
+// Count formats Running.
+func (w worker) Count() string { return capped(w.Running, maxCount) }
+
+// workers reads the processes with a lease that holds, or that ended in the last 10 minutes and was not swept, and the
+// workers outside with a lock.
+func (room *Room) workers(ctx context.Context, _ *visit) (any, error) {
+	processes, err := postgres.Rows[worker](ctx, room.Read, "list processes", `
+		select w.id::text, left(w.name, 200) as name, w.kind, w.flows[1:200] as flows, w.started_at,
+		       least(w.expires_at - make_interval(secs => w.ttl_seconds), clock_timestamp()) as seen_at,
+		       w.expires_at as lease_until, w.expires_at > clock_timestamp() as live,
+		       (select count(*) from (select from agent_executions x where x.claimed_by = w.id and x.claimed_by is not null
+		         limit @counted + 1) c) as running
+		  from (select * from agent_workers p
+		         where p.kind = 'process' and p.expires_at > clock_timestamp() - interval '10 minutes'
+		         order by p.expires_at desc limit @most + 1) w
+		 order by live desc, w.started_at desc, w.id`, freshPlan, postgres.Strict{"most": maxWorkers, "counted": maxCount})
+	if err != nil {
+		return nil, err
+	}
+	outside, err := postgres.Rows[worker](ctx, room.Read, "list workers outside", `
+		select '' as id, left(w.owner, 200) as name, 'outside' as kind,
+		       (array_agg(distinct left(x.flow, 200)) filter (where x.flow is not null))[1:200] as flows,
+		       min(w.started_at) as started_at,
+		       least(max(w.expires_at - make_interval(secs => w.ttl_seconds)), clock_timestamp()) as seen_at,
+		       max(w.expires_at) as lease_until, true as live, count(*) as running
+		  from (select * from agent_workers p where p.kind = 'outside' and p.expires_at > clock_timestamp()
+		         order by p.expires_at desc limit @locks) w
+		  left join agent_executions x on x.id = w.execution_id
+		 group by w.owner order by min(w.started_at) desc, w.owner limit @most + 1`, freshPlan,
+		postgres.Strict{"most": maxWorkers, "locks": maxLocks})
+	if err != nil {
+		return nil, err
+	}
+	processes, more := onPage(processes, maxWorkers)
+	outside, moreOutside := onPage(outside, maxWorkers)
+	return map[string]any{"Workers": append(processes, outside...), "More": more || moreOutside}, nil
+}
+
+// Builtin is the number of its flows that only the program itself starts.
+func (w worker) Builtin() int { return len(w.Flows) - len(w.Own()) }
+
+// Own are its other flows.
+func (w worker) Own() []string {
+	own := make([]string, 0, len(w.Flows))
+	for _, flow := range w.Flows {
+		if !executions.IsReserved(flow) {
+			own = append(own, flow)
+		}
+	}
+	return own
+}
+
+// Kinds of flows.
+const (
+	flowOfYAML   = "YAML"
+	flowInGo     = "Go"
+	flowExternal = "external"
+	flowBuiltIn  = "built in"
+)
+
+// missingWorker says that nothing runs a flow.
+type missingWorker struct {
+	Flow, Kind string
+	Seen       *time.Time // the newest execution that a worker outside took; nil for none
+}
+
+// missingWorkerOf reports a missing process or worker of a flow; nil if there is one.
+func (room *Room) missingWorkerOf(ctx context.Context, flow string) (*missingWorker, error) {
+	m := missingWorker{Flow: flow, Kind: flowInGo}
+	if executions.IsExternal(flow) {
+		m.Kind = flowExternal
+		var live bool
+		err := room.Read.QueryRow(ctx, `
+			select exists (select from (
+			         select p.execution_id from agent_workers p
+			          where p.kind = 'outside' and p.expires_at > clock_timestamp()
+			          order by p.expires_at desc limit @locks) w
+			        join agent_executions x on x.id = w.execution_id where x.flow = @flow),
+			       (select max(n.started_at) from (
+			         select x.started_at from agent_executions x where x.flow = @flow and x.claimed_by is null
+			          order by x.id desc limit @most) n)`, freshPlan,
+			postgres.Strict{"flow": flow, "locks": maxLocks, "most": maxCount}).Scan(&live, &m.Seen)
+		if err != nil {
+			return nil, fmt.Errorf("find a worker of flow %s: %w", flow, err)
+		}
+		return missingUnless(live, &m), nil
+	}
+	var data, process, named bool
+	err := room.Read.QueryRow(ctx, `
+		select exists (select from agent_flows f where f.name = @flow and f.current), count(*) > 0,
+		       coalesce(bool_or(w.flows @> array[@flow::text]), false)
+		  from (select p.flows from agent_workers p where p.kind = 'process' and p.expires_at > clock_timestamp()
+		         order by p.expires_at desc limit @most) w`, freshPlan,
+		postgres.Strict{"flow": flow, "most": maxCount}).Scan(&data, &process, &named)
+	if err != nil {
+		return nil, fmt.Errorf("find a process of flow %s: %w", flow, err)
+	}
+	if data {
+		m.Kind = flowOfYAML
+	}
+	return missingUnless(named || data && process, &m), nil
+}
+
+func missingUnless(live bool, m *missingWorker) *missingWorker {
+	if live {
+		return nil
+	}
+	return m
+}
