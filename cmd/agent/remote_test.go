@@ -29,8 +29,8 @@ func (p program) remote(settings ...string) (far program, server *started) {
 		token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_HEARTBEAT_CRON=0 0 1 1 *",
 	}, settings...)...)}.start("serve")
 	base := "http://" + server.find(p.t, `listen=http://(\S+)`)
-	return newProgramWithoutDatabase(p.t, "AGENT_SERVER="+base, "AGENT_TOKEN="+strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="),
-		"AGENT_LOG_LEVEL=warn"), server
+	secret := strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
+	return newProgramWithoutDatabase(p.t, "AGENT_SERVER="+base, "AGENT_TOKEN="+secret, "AGENT_LOG_LEVEL=warn"), server
 }
 
 func TestEveryCommandSaysWhereItRuns(t *testing.T) {
@@ -150,7 +150,8 @@ func checkRemoteFiles(t *testing.T, far program, dir string) {
 	require.NoError(t, err)
 	assert.Equal(t, string(want), string(got))
 	far.fails(1, "exists", "documents", "get", d.ID, "-o", out)
-	piped := far.runWith(t.Context(), strings.NewReader("from a pipe"), "documents", "add", "-", "--name", "p.txt", "--json")
+	piped := far.runWith(t.Context(), strings.NewReader("from a pipe"), "documents", "add", "-", "--name", "p.txt",
+		"--json")
 	require.NoError(t, json.Unmarshal([]byte(piped.out), &d))
 	assert.Equal(t, "from a pipe", far.must("documents", "get", d.ID))
 	lines := far.runWith(t.Context(), strings.NewReader("hello\nhello again\n"), "chat")
@@ -270,6 +271,7 @@ func frames(t *testing.T, pause time.Duration, lines ...string) program {
 
 func TestRemoteFailures(t *testing.T) {
 	t.Parallel()
+	at := func(url string) program { return newProgramWithoutDatabase(t, "AGENT_SERVER="+url, "AGENT_TOKEN=t") }
 	refusing := func(status int, body string) program {
 		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			w.Header().Set("Location", "http://elsewhere.invalid/")
@@ -277,7 +279,7 @@ func TestRemoteFailures(t *testing.T) {
 			_, _ = io.WriteString(w, body)
 		}))
 		t.Cleanup(server.Close)
-		return newProgramWithoutDatabase(t, "AGENT_SERVER="+server.URL, "AGENT_TOKEN=t")
+		return at(server.URL)
 	}
 	version := fmt.Sprintf(`{"version":%q}`, buildVersion())
 	for name, c := range map[string]struct {
@@ -298,21 +300,21 @@ func TestRemoteFailures(t *testing.T) {
 		"older":       {refusing(404, `{"detail":"no route"}`), 1, "of this version or newer"},
 		"redirect":    {refusing(302, ""), 2, "redirects are not followed"},
 		"proxy":       {refusing(502, "<html>\x1b[31m"), 1, "502 Bad Gateway"},
-		"unreachable": {newProgramWithoutDatabase(t, "AGENT_SERVER=http://127.0.0.1:1", "AGENT_TOKEN=t"), 1, "connection refused"},
+		"unreachable": {at("http://127.0.0.1:1"), 1, "connection refused"},
 		"no token": {
 			newProgramWithoutDatabase(t, "AGENT_SERVER=http://127.0.0.1:1", "HOME="+t.TempDir()), 2,
 			"set AGENT_TOKEN, or run agent login http://127.0.0.1:1",
 		},
-		"http":       {newProgramWithoutDatabase(t, "AGENT_SERVER=http://example.com", "AGENT_TOKEN=t"), 2, "use https"},
-		"no address": {newProgramWithoutDatabase(t, "AGENT_SERVER=example.com", "AGENT_TOKEN=t"), 2, "is not an address"},
-		"password":   {newProgramWithoutDatabase(t, "AGENT_SERVER=https://u:p@x.io", "AGENT_TOKEN=t"), 2, "is not an address"},
+		"http":       {at("http://example.com"), 2, "use https"},
+		"no address": {at("example.com"), 2, "is not an address"},
+		"password":   {at("https://u:p@x.io"), 2, "is not an address"},
 	} {
 		if got := c.p.run("skills", "ls"); got.code != c.code || !strings.Contains(got.err, c.says) ||
 			strings.Contains(got.err, "\x1b") {
 			t.Errorf("%s: %+v, want %d with %q", name, got, c.code, c.says)
 		}
 	}
-	p := newProgramWithoutDatabase(t, "AGENT_SERVER=http://127.0.0.1:1", "AGENT_TOKEN=t")
+	p := at("http://127.0.0.1:1")
 	for _, args := range [][]string{
 		{"serve"}, {"dev"}, {"init"}, {"migrate"}, {"lanes", "run", "x", "--", "true"}, {"mcp"}, {"healthcheck"}, {"demo"},
 	} {

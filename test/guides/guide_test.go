@@ -106,6 +106,26 @@ func TestEveryCommandDoesWhatThePageSays(t *testing.T) {
 	}
 }
 
+// Commands from another folder, with nothing but a token, do what the pages say, too.
+func TestCommandsOnAServerDoWhatThePageSays(t *testing.T) {
+	for name, least := range map[string]int{"getting-started": 9, "your-first-agent": 14, "skills-and-flows": 4} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			p := readPage(t, "../../docs/guide/"+name+".md")
+			s := newShell(t, p)
+			sent := s.sendCommands()
+			for _, b := range p.blocks {
+				s.play(t, p, b)
+			}
+			text, err := os.ReadFile(sent)
+			require.NoError(t, err)
+			if n := strings.Count(string(text), "\n"); n < least {
+				t.Errorf("%d commands ran on the server, want %d:\n%s", n, least, text)
+			}
+		})
+	}
+}
+
 // isTheFirst reports whether these are the two commands with which everything begins.
 func (b block) isTheFirst(p page) bool {
 	return b.is("sh") && strings.HasSuffix(p.path, "README.md") && len(b.lines) == 2 &&

@@ -143,6 +143,31 @@ func (s *shell) run(text string) (output string, code int) {
 	}
 }
 
+// sendCommands puts an agent before the program that runs commands on the page's server, from a folder without the
+// server's data and settings. Commands without a server, and those of their own machine, run as they are. It returns
+// the file that lists the commands sent.
+func (s *shell) sendCommands() (list string) {
+	s.t.Helper()
+	dir := s.t.TempDir()
+	list = filepath.Join(dir, "sent")
+	script := fmt.Sprintf(`#!/bin/sh
+case "$1 $2" in
+"dev "*|"serve "*|"init "*|"migrate "*|"lanes run") exec %[1]s "$@";;
+esac
+case $AGENT_LISTEN in *:0) exec %[1]s "$@";; esac
+curl -sf http://%[2]s/readyz > %[3]s/ready || exec %[1]s "$@"
+mkdir -p %[3]s/elsewhere && ln -sfn "$PWD"/* %[3]s/elsewhere/ && cd %[3]s/elsewhere || exit 99
+echo "$@" >> %[4]s
+exec env -i PATH="$PATH" AGENT_SERVER=http://%[2]s AGENT_TOKEN="$AGENT_ADMIN_TOKEN" AGENT_LOG_LEVEL=warn %[1]s "$@"
+`, program, s.address, dir, list)
+	require.NoError(s.t, os.WriteFile(filepath.Join(dir, "agent"), []byte(script), 0o700))
+	_, code := s.run(fmt.Sprintf("export PATH=%s:$PATH AGENT_ADMIN_TOKEN=%s", dir, rand.Text()))
+	if code != 0 {
+		s.t.Fatalf("set the path: exit code %d", code)
+	}
+	return list
+}
+
 // cutLastLine is text without its last line, and that.
 func cutLastLine(text string) (before, last string) {
 	text = strings.TrimRight(text, "\n")
