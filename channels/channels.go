@@ -27,6 +27,7 @@
 package channels
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -86,6 +87,12 @@ func types() map[string]fields {
 			secrets: map[string]bool{"token": true, "webhook": false},
 			settings: map[string]func(string) string{
 				"mode": oneOf("polling", "webhook"), "base_url": webAddress,
+			},
+		},
+		Slack: {
+			secrets: map[string]bool{"token": true, "app_token": false, "signing_secret": false},
+			settings: map[string]func(string) string{
+				"mode": oneOf("socket", "events"), "base_url": webAddress,
 			},
 		},
 	}
@@ -153,7 +160,18 @@ func Validate(d Definition) error {
 	if d.Type == Telegram && d.Settings["mode"] == "webhook" && d.Secrets["webhook"] == "" {
 		add("secrets: needs webhook where settings.mode is webhook; it authenticates Telegram")
 	}
+	if need := slackSecret(d.Settings["mode"]); d.Type == Slack && d.Secrets[need] == "" {
+		add("secrets: needs %s for the mode %s", need, cmp.Or(d.Settings["mode"], "socket"))
+	}
 	return errors.Join(problems...)
+}
+
+// slackSecret is what a mode of Slack needs beside the token.
+func slackSecret(mode string) string {
+	if mode == "events" {
+		return "signing_secret"
+	}
+	return "app_token"
 }
 
 // Channel is a row of agent_channels with its counts.

@@ -109,6 +109,19 @@ func (b *inbox) Cursor(ctx context.Context) (cursor string, age time.Duration, e
 	return cursor, time.Duration(seconds * float64(time.Second)), nil
 }
 
+// Known implements [Inbox].
+func (b *inbox) Known(ctx context.Context, conversation string) (known bool, err error) {
+	err = b.pool.QueryRow(ctx, `
+		select exists (select from agent_threads where name = @conversation and owner = 'channel:' || @channel)
+		    or exists (select from agent_channel_messages where channel = @channel and conversation = @conversation
+		                 and status in ('received', 'running'))`,
+		postgres.Strict{"channel": b.name, "conversation": conversation}).Scan(&known)
+	if err != nil {
+		return false, fmt.Errorf("find conversation of channel %s: %w", b.name, err)
+	}
+	return known, nil
+}
+
 // Connected implements [Inbox].
 func (b *inbox) Connected(ctx context.Context) { b.state.set(ctx, nil) }
 

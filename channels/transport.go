@@ -101,6 +101,8 @@ type Inbox interface {
 	Receive(ctx context.Context, cursor string, messages ...Incoming) error
 	// Cursor returns the cursor and its age by the database's clock.
 	Cursor(ctx context.Context) (cursor string, age time.Duration, err error)
+	// Known reports whether the agent was brought into a conversation.
+	Known(ctx context.Context, conversation string) (bool, error)
 	// Connected records that the provider answered.
 	Connected(ctx context.Context)
 }

@@ -27,6 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/channels/slack"
 	"github.com/lanekeeper/lanekeeper/channels/telegram"
 	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -309,7 +310,7 @@ func (a *App) registerSurfaces() (err error) {
 	a.threads = &threads.Dispatcher{Pool: a.Pool, Client: client, Logger: a.Log, Listener: a.listener, Getenv: a.Getenv}
 	a.Channels = &channels.Runner{
 		Pool: a.Pool, Keeper: a.Keeper, Listener: a.listener, Logger: a.Log, Client: client, Getenv: a.Getenv,
-		Open:   map[string]channels.Open{channels.Telegram: telegram.Open},
+		Open:   map[string]channels.Open{channels.Telegram: telegram.Open, channels.Slack: slack.Open},
 		Accept: a.Chat.Accept, MaxFile: int64(cfg.DocumentMaxBytes),
 	}
 	a.MCPServer = &mcp.Server{

@@ -114,6 +114,15 @@ func (s *Server) do(method, token string, args url.Values) (map[string]any, stri
 		return s.history(method, args)
 	case "assistant.threads.setStatus":
 		return nil, ""
+	case "files.info":
+		for _, m := range s.messages {
+			for _, f := range m.Files {
+				if f.ID == args.Get("file") {
+					return map[string]any{"file": f}, ""
+				}
+			}
+		}
+		return nil, "file_not_found"
 	}
 	return nil, "unknown_method"
 }

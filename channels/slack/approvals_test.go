@@ -1,0 +1,207 @@
+package slack_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/channels/slack"
+	"github.com/lanekeeper/lanekeeper/channels/slack/slacktest"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+const ops = "C0OPS"
+
+// desk is an agent whose requests for approval are shown in a channel of a fake Slack.
+type desk struct {
+	*testing.T
+	fake  *slacktest.Server
+	pool  *pgxpool.Pool
+	skill skills.Skill
+	asked int
+}
+
+// linked has Ana, who may decide, and Bob, who may not.
+type linked struct{}
+
+func (linked) Approver(ctx context.Context, issuer, subject, via string) (context.Context, string, error) {
+	switch {
+	case issuer != "slack:"+slacktest.Team || via != channels.Slack:
+		return nil, "", channels.ErrNotLinked
+	case subject == "U0ANA":
+		return ctx, "ana", nil
+	case subject == "U0BOB":
+		return nil, "", channels.ErrMayNot
+	}
+	return nil, "", channels.ErrNotLinked
+}
+
+func newDesk(t *testing.T, mode string) *desk {
+	t.Helper()
+	d := &desk{T: t, fake: slacktest.New(), pool: pgtest.DB(t)}
+	d.fake.RetryAfter = 2 * time.Second
+	t.Cleanup(d.fake.Close)
+	_, err := channels.Put(t.Context(), d.pool, channels.Definition{
+		Name: "ops", Type: channels.Slack, ReportTo: ops,
+		Secrets:  map[string]string{"token": "${TOKEN}", "app_token": "${APP}", "signing_secret": "${SECRET}"},
+		Settings: map[string]string{"mode": mode, "base_url": d.fake.URL},
+	}, "workspace")
+	require.NoError(t, err)
+	_, err = skills.Put(t.Context(), d.pool, skills.Definition{
+		Name: "refund", Handler: "builtin:refund", Description: "pays money back", Scope: skills.ScopeInternal,
+	}, skills.SourceWorkspace)
+	require.NoError(t, err)
+	d.skill, err = skills.Get(t.Context(), d.pool, "refund")
+	require.NoError(t, err)
+	listener := postgres.NewListener(postgres.Dialer(d.pool), slog.New(slog.DiscardHandler))
+	keeper := lanes.NewKeeper(d.pool, lanes.Options{})
+	r := &channels.Runner{
+		Pool: d.pool, Keeper: keeper, Listener: listener, Logger: slog.New(slog.DiscardHandler), Principals: linked{},
+		Client: &http.Client{Transport: http.DefaultTransport.(*http.Transport).Clone()},
+		Getenv: func(name string) string {
+			return map[string]string{
+				"TOKEN": slacktest.Token, "APP": slacktest.AppToken, "SECRET": slacktest.SigningSecret,
+			}[name]
+		},
+		Open: map[string]channels.Open{channels.Slack: slack.Open},
+		Accept: func(context.Context, channels.Visit) (channels.Accepted, error) {
+			return channels.Accepted{}, fmt.Errorf("nobody speaks here")
+		},
+	}
+	if mode == "events" {
+		d.serve(r)
+	}
+	testkit.Run(t, listener.Run, keeper.Run, r.Run)
+	return d
+}
+
+// request asks for an approval and returns its id.
+func (d *desk) request() (id string) {
+	d.Helper()
+	d.asked++
+	e := enginetest.New(d.T, d.pool)
+	enginetest.Register(d.T, e, "flow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+		asked, err := approvals.Ask(ctx, approvals.Request{
+			Skill: d.skill.Name, SkillID: d.skill.ID, Revision: d.skill.Revision,
+			Args: json.RawMessage(fmt.Sprintf(`{"order": %d, "note": "<!channel> *now*"}`, d.asked)),
+		})
+		id = asked.ID
+		return executions.Result{}, err
+	})
+	_, err := e.RunSync(d.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+	require.NoError(d.T, err)
+	return id
+}
+
+// shown waits for the message that shows a request.
+func (d *desk) shown(order int) (shown slacktest.Message) {
+	d.Helper()
+	pgtest.Eventually(d.T, 30*time.Second, func() bool {
+		for _, m := range d.fake.Messages(ops) {
+			if strings.Contains(string(m.Blocks), fmt.Sprintf(`\"order\": %d`, order)) {
+				shown = m
+			}
+		}
+		return shown.TS != ""
+	}, "the request is shown")
+	return shown
+}
+
+// click presses a button and returns what the person was told.
+func (d *desk) click(user string, shown slacktest.Message, label string) string {
+	d.Helper()
+	before := len(d.fake.Messages(ops))
+	require.NoError(d.T, d.fake.Click(user, ops, shown.TS, label))
+	return d.told(before)
+}
+
+func (d *desk) told(before int) (said string) {
+	d.Helper()
+	pgtest.Eventually(d.T, 30*time.Second, func() bool {
+		for _, m := range d.fake.Messages(ops)[before:] {
+			if m.Only != "" {
+				said = m.Text
+			}
+		}
+		return said != ""
+	}, "the click is answered")
+	return said
+}
+
+func (d *desk) expect(what, said, want, id, status string) {
+	d.Helper()
+	got, err := approvals.Get(d.Context(), d.pool, id)
+	require.NoError(d.T, err)
+	if !strings.Contains(said, want) || got.Status != status {
+		d.Errorf("%s: %q, and the approval is %s; want %q and %s", what, said, got.Status, want, status)
+	}
+}
+
+// A click decides if a linked principal that may decide makes it, once, in time, on the arguments that it was shown
+// with.
+func TestApprovalsBySlackButtons(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []string{"socket", "events"} {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			d := newDesk(t, mode)
+			var ids [4]string
+			for i := range ids {
+				ids[i] = d.request()
+			}
+			id, shown := ids[0], d.shown(1)
+			if !strings.Contains(string(shown.Blocks), "&lt;!channel&gt;") && !strings.Contains(string(shown.Blocks), `lt;!channel`) {
+				t.Errorf("the arguments are not escaped: %s", shown.Blocks)
+			}
+			d.expect("a stranger", d.click("U9XX", shown, "Approve"), "not linked", id, "pending")
+			d.expect("a person who may not", d.click("U0BOB", shown, "Approve"), "may not decide", id, "pending")
+			d.expect("the right person", d.click("U0ANA", shown, "Approve"), "You have approved", id, "approved")
+			got, err := approvals.Get(t.Context(), d.pool, id)
+			if require.NoError(t, err); got.DecidedBy != "ana" {
+				t.Errorf("decided by %v", got.DecidedBy)
+			}
+			before := len(d.fake.Messages(ops))
+			d.fake.ClickAgain(false) // the same event: it came already
+			d.fake.ClickAgain(true)
+			d.expect("a replay", d.told(before), "used already", id, "approved")
+			pgtest.Eventually(t, 30*time.Second, func() bool { return d.fake.Click("U0ANA", ops, shown.TS, "Approve") != nil },
+				"the buttons go")
+			d.expect("a rejection", d.click("U0ANA", d.shown(2), "Reject"), "You have rejected", ids[1], "rejected")
+			pgtest.Exec(t, d.pool, `update agent_channel_buttons set arguments_hash = 'of others' where approval_id = $1`, ids[2])
+			d.expect("changed arguments", d.click("U0ANA", d.shown(3), "Approve"), "have changed", ids[2], "pending")
+			pgtest.Exec(t, d.pool, `update agent_channel_buttons set expires_at = clock_timestamp() where approval_id = $1`,
+				ids[3])
+			d.expect("an expired button", d.click("U0ANA", d.shown(4), "Approve"), "expired", ids[3], "pending")
+		})
+	}
+}
+
+// serve gives the fake the address of the channel.
+func (d *desk) serve(r *channels.Runner) {
+	d.Helper()
+	mux := http.NewServeMux()
+	mux.Handle("POST /channels/{name}", r)
+	server := httptest.NewServer(mux)
+	d.Cleanup(server.Close)
+	d.fake.EventsURL = server.URL + "/channels/ops"
+}

@@ -1,0 +1,332 @@
+package slack
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/channels/slack/slacktest"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+)
+
+const patience = 20 * time.Second
+
+// memory is an inbox without a database. It fails the first broken calls.
+type memory struct {
+	mu        sync.Mutex
+	got       []channels.Incoming
+	known     []string
+	broken    int
+	connected int
+}
+
+func (m *memory) Receive(_ context.Context, _ string, all ...channels.Incoming) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.broken > 0 {
+		m.broken--
+		return errors.New("the database is away")
+	}
+	for _, one := range all {
+		if !slices.ContainsFunc(m.got, func(other channels.Incoming) bool { return other.ExternalID == one.ExternalID }) {
+			m.got = append(m.got, one)
+		}
+	}
+	return nil
+}
+
+func (m *memory) Cursor(context.Context) (string, time.Duration, error) { return "", 0, nil }
+
+func (m *memory) Known(_ context.Context, conversation string) (bool, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.Contains(m.known, conversation), nil
+}
+
+func (m *memory) Connected(context.Context) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.connected++
+}
+
+// texts returns what came, as conversation and text.
+func (m *memory) texts() []string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var all []string
+	for _, one := range m.got {
+		all = append(all, one.Sender+" "+one.Conversation+" "+one.Text+one.Click)
+	}
+	slices.Sort(all)
+	return all
+}
+
+func (m *memory) times() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.connected
+}
+
+// world is a transport at a fake.
+type world struct {
+	*testing.T
+	fake *slacktest.Server
+	in   *memory
+	*Transport
+}
+
+// newWorld starts a transport in a mode: socket or events.
+func newWorld(t *testing.T, mode string, prepare ...func(*Transport)) *world {
+	t.Helper()
+	w := &world{T: t, fake: slacktest.New(), in: &memory{}}
+	w.fake.RetryAfter = 300 * time.Millisecond
+	t.Cleanup(w.fake.Close)
+	opened, err := Open(channels.Config{
+		Channel: channels.Channel{Settings: map[string]string{"mode": mode, "base_url": w.fake.URL}},
+		Secrets: map[string]string{
+			"token": slacktest.Token, "app_token": slacktest.AppToken, "signing_secret": slacktest.SigningSecret,
+		},
+		Client: &http.Client{Transport: http.DefaultTransport.(*http.Transport).Clone()}, Logger: slog.New(slog.DiscardHandler),
+	})
+	require.NoError(t, err)
+	w.Transport = opened.(*Transport)
+	for _, f := range prepare {
+		f(w.Transport)
+	}
+	if mode == "events" {
+		server := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) { w.Hook(rw, r, w.in) }))
+		t.Cleanup(server.Close)
+		w.fake.EventsURL = server.URL
+	}
+	testkit.Run(t, func(ctx context.Context) error { return w.Transport.Run(ctx, w.in) })
+	w.eventually(func() bool { return w.in.times() > 0 && (mode == "events" || w.fake.Connected() == 1) })
+	return w
+}
+
+func (w *world) eventually(ok func() bool) {
+	w.Helper()
+	for end := time.Now().Add(patience); !ok(); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			w.Fatalf("it does not happen; what came: %q", w.in.texts())
+		}
+	}
+}
+
+// A message counts once, whatever Slack repeats, and is acknowledged only when it is stored.
+func TestMessagesComeOnce(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []string{"socket", "events"} {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, mode)
+			w.fake.Twice = true
+			w.in.broken = 2
+			root := w.fake.Say("U1", "C1", "<@"+slacktest.BotUser+"> hello &amp; bye", "")
+			w.fake.Wait()
+			if w.fake.Retries() == 0 {
+				t.Error("what was not stored was acknowledged")
+			}
+			w.fake.LoseAcks(2)
+			w.fake.Say("U2", "D1", "direct", "")
+			w.fake.Say("U1", "C1", "among people", "")
+			w.fake.Say("U1", "C1", "in a thread of others", "9.9")
+			w.in.known = []string{"C1:" + root}
+			w.fake.Say("U3", "C1", "in its thread", root)
+			w.fake.Say("U3", "D1", "look", root, slacktest.File{ID: "F1", Name: "a.txt", Mimetype: "text/plain", Content: "abc"})
+			w.fake.Wait()
+			assert.NoDiff(t, []string{
+				"U1 C1:" + root + " hello & bye", "U2 D1 direct", "U3 C1:" + root + " in its thread", "U3 D1:" + root + " look",
+			}, w.in.texts())
+			file := w.in.got[slices.IndexFunc(w.in.got, func(m channels.Incoming) bool { return len(m.Files) > 0 })].Files[0]
+			got, err := w.Fetch(t.Context(), file, 3)
+			assert.Equal(t, "abc", string(got))
+			require.NoError(t, err)
+			if _, err := w.Fetch(t.Context(), file, 2); err == nil {
+				t.Error("a file beyond the limit was read")
+			}
+			issuer, err := w.Issuer(t.Context())
+			require.NoError(t, err)
+			assert.Equal(t, "slack:"+slacktest.Team, issuer)
+		})
+	}
+}
+
+// What other bots write, what is edited or deleted, and people of other workspaces.
+func TestForeignEvents(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, "socket")
+	for _, extra := range []map[string]any{
+		{"bot_id": "B2"}, {"user": slacktest.BotUser}, {"subtype": "message_changed"}, {"user": ""}, {"type": "reaction_added"},
+		{"type": "an_event_of_next_year"}, {"user_team": "T2"},
+	} {
+		event := map[string]any{
+			"type": "message", "channel": "D1", "channel_type": "im", "user": "U1", "ts": "1.1", "text": "hi",
+		}
+		for k, v := range extra {
+			event[k] = v
+		}
+		w.fake.Deliver("events_api", map[string]any{"type": "event_callback", "team_id": slacktest.Team, "event": event})
+	}
+	w.fake.Deliver("slash_commands", map[string]any{"command": "/x"})
+	w.fake.Deliver("interactive", map[string]any{"type": "view_submission"})
+	w.fake.Wait()
+	assert.NoDiff(t, []string{"T2/U1 D1 hi"}, w.in.texts())
+	assert.Equal(t, 0, w.fake.Retries())
+}
+
+// Requests are believed by their signature and its time only.
+func TestHookBelievesSignaturesOnly(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, "events")
+	body := []byte(`{"type":"event_callback","team_id":"T","event":{"type":"message","channel":"D1","channel_type":"im",` +
+		`"user":"U1","ts":"1.1","text":"hi"}}`)
+	for name, c := range map[string]struct {
+		h    http.Header
+		body []byte
+		want int
+	}{
+		"another secret": {slacktest.Sign("other", time.Now(), body), body, 401},
+		"no signature":   {http.Header{}, body, 401},
+		"an old one":     {slacktest.Sign(slacktest.SigningSecret, time.Now().Add(-6*time.Minute), body), body, 401},
+		"another body":   {slacktest.Sign(slacktest.SigningSecret, time.Now(), body), append([]byte(" "), body...), 401},
+	} {
+		if status, text := w.fake.Post(c.h, c.body); status != c.want {
+			t.Errorf("%s: %d %s", name, status, text)
+		}
+	}
+	assert.Equal(t, 0, len(w.in.texts()))
+	check := []byte(`{"type":"url_verification","challenge":"3eZbrw1a"}`)
+	status, text := w.fake.Post(slacktest.Sign(slacktest.SigningSecret, time.Now(), check), check)
+	if status != 200 || text != `{"challenge":"3eZbrw1a"}` {
+		t.Errorf("challenge: %d %s", status, text)
+	}
+	if status, _ := w.fake.Post(slacktest.Sign(slacktest.SigningSecret, time.Now(), body), body); status != 200 {
+		t.Errorf("signed: %d", status)
+	}
+	assert.Equal(t, 1, len(w.in.texts()))
+}
+
+// A socket that ends, or that stays open and carries nothing, is opened again.
+func TestSocketsAreOpenedAgain(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, "socket", func(t *Transport) { t.pingEvery, t.probe = 400*time.Millisecond, 100*time.Millisecond })
+	w.fake.Disconnect()
+	w.eventually(func() bool { return w.fake.Calls("apps.connections.open") >= 2 && w.fake.Connected() == 1 })
+	w.fake.Deaf(true)
+	w.fake.Say("U1", "D1", "while it is deaf", "")
+	w.eventually(func() bool { return w.fake.Calls("apps.connections.open") >= 3 })
+	w.fake.Deaf(false)
+	w.eventually(func() bool { return len(w.in.texts()) == 1 })
+	if w.fake.Calls("auth.test") < 3 {
+		t.Error("Slack was not asked whether it knows the bot")
+	}
+}
+
+// A send whose answer is lost is found by its metadata, in a thread and outside. Others' copies do not count.
+func TestLostSendsAreFound(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, "events")
+	for _, conversation := range []string{"C1:1.1", "D1"} {
+		m := channels.Message{ID: "m-" + conversation, Part: 1, Conversation: conversation, Markdown: "**hi** <!channel>"}
+		w.fake.Faults(func(method string, _ int) slacktest.Fault {
+			return slacktest.Fault{LoseAnswer: method == "chat.postMessage"}
+		})
+		if _, found, err := w.Find(t.Context(), m); found || err != nil {
+			t.Errorf("%s: found before it was sent, %v", conversation, err)
+		}
+		_, err := w.Send(t.Context(), m)
+		if failure, is := errors.AsType[*channels.SendError](err); !is || !failure.MaybeSent {
+			t.Fatalf("%s: %v", conversation, err)
+		}
+		sent := w.fake.Messages(placeOf(conversation).channel)[0]
+		id, found, err := w.Find(t.Context(), m)
+		if !found || err != nil || id != sent.Channel+":"+sent.TS || sent.ThreadTS != placeOf(conversation).thread {
+			t.Errorf("%s: %q %v %v", conversation, id, found, err)
+		}
+		m.Part = 2
+		if _, found, _ := w.Find(t.Context(), m); found {
+			t.Errorf("%s: another part was found", conversation)
+		}
+		if !strings.Contains(string(sent.Blocks), "*hi* &lt;!channel&gt;") && !strings.Contains(string(sent.Blocks), `\u0026lt;`) {
+			t.Errorf("blocks %s", sent.Blocks)
+		}
+	}
+}
+
+// A draft is edited, and what Slack refuses is told apart.
+func TestSendsAndEdits(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, "events")
+	m := channels.Message{
+		ID: "1", Conversation: "C1:1.1", Markdown: "Allow?",
+		Buttons: []channels.Button{{Label: "Approve", Nonce: "yes-nonce"}, {Label: "Reject", Nonce: "no-nonce"}},
+	}
+	id, err := w.Send(t.Context(), m)
+	require.NoError(t, err)
+	_, ts, _ := strings.Cut(id, ":")
+	require.NoError(t, w.fake.Click("U7", "C1", ts, "Approve"))
+	w.fake.ClickAgain(false)
+	w.fake.Wait()
+	assert.NoDiff(t, []string{"U7 C1:1.1 yes-nonce"}, w.in.texts())
+	require.NoError(t, w.Acknowledge(t.Context(), w.in.got[0], "You may <not>."))
+	only := w.fake.Messages("C1")[1]
+	if only.Only != "U7" || only.Text != "You may &lt;not&gt;." || only.ThreadTS != "1.1" {
+		t.Errorf("answer %+v", only)
+	}
+	m.Buttons, m.Markdown = nil, "Approved."
+	require.NoError(t, w.Edit(t.Context(), id, m))
+	if err := w.fake.Click("U7", "C1", ts, "Approve"); err == nil {
+		t.Error("the button is still there")
+	}
+	require.NoError(t, w.Typing(t.Context(), "C1:1.1"))
+	for name, c := range map[string]struct {
+		fault slacktest.Fault
+		want  channels.SendError
+	}{
+		"too fast":        {slacktest.Fault{RetryAfter: 7}, channels.SendError{RetryAfter: 7 * time.Second}},
+		"cut":             {slacktest.Fault{Cut: true}, channels.SendError{MaybeSent: true}},
+		"broken":          {slacktest.Fault{Status: 503}, channels.SendError{MaybeSent: true}},
+		"refused":         {slacktest.Fault{Error: "is_archived"}, channels.SendError{Permanent: true}},
+		"unknown outcome": {slacktest.Fault{Error: "internal_error"}, channels.SendError{MaybeSent: true}},
+		"revoked":         {slacktest.Fault{Error: "token_revoked"}, channels.SendError{}},
+	} {
+		w.fake.Faults(func(string, int) slacktest.Fault { return c.fault })
+		_, err := w.Send(t.Context(), m)
+		got, is := errors.AsType[*channels.SendError](err)
+		if !is || got.RetryAfter != c.want.RetryAfter || got.Permanent != c.want.Permanent || got.MaybeSent != c.want.MaybeSent {
+			t.Errorf("%s: %+v", name, err)
+		}
+		if err != nil && strings.Contains(err.Error(), slacktest.Token) {
+			t.Errorf("%s: the error has the token", name)
+		}
+	}
+}
+
+// A wrong token is a mistake of the admin's, and no message of a log has it.
+func TestWrongTokensAreMisconfigured(t *testing.T) {
+	t.Parallel()
+	fake := slacktest.New()
+	t.Cleanup(fake.Close)
+	opened, err := Open(channels.Config{
+		Channel: channels.Channel{Settings: map[string]string{"base_url": fake.URL}},
+		Secrets: map[string]string{"token": "xoxb-wrong", "app_token": slacktest.AppToken}, Logger: slog.New(slog.DiscardHandler),
+	})
+	require.NoError(t, err)
+	err = opened.Run(t.Context(), &memory{})
+	if !errors.Is(err, channels.ErrMisconfigured) || strings.Contains(err.Error(), "xoxb") {
+		t.Errorf("error %v", err)
+	}
+	if _, err := Open(channels.Config{Secrets: map[string]string{"token": "x"}}); !errors.Is(err, channels.ErrMisconfigured) {
+		t.Errorf("without the token of the app: %v", err)
+	}
+}
