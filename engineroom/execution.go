@@ -49,9 +49,7 @@ type executionVisit struct {
 func (room *Room) openExecution(ctx context.Context, v *visit) (string, error) {
 	id := v.path("id")
 	if !uuidShape.MatchString(id) {
-		return "", problem.New(http.StatusBadRequest, "%.60q is not the id of an execution, which is a uuid in lower case",
-			id).
-			Kind("malformed-id", "Malformed id")
+		return "", problem.New(http.StatusNotFound, "no execution has the id %.60q", id)
 	}
 	q, err := filtersOf(v.Query, "before", "from", "tab")
 	if err != nil {

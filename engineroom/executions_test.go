@@ -130,6 +130,14 @@ func TestExecutionsAreListedByState(t *testing.T) {
 			t.Errorf("%q lists %q, want %q", query, got, want)
 		}
 	}
+	for query, want := range map[string]string{
+		"?failed=1&flow=flow_failed&range=1h":      `href="/v1/executions?flow=flow_failed&amp;format=csv&amp;since=`,
+		"?status=running&surface=webhook":          `href="/v1/executions?format=csv&amp;status=running&amp;surface=webhook" download>`,
+		"?status=!failed&agent=a&since=2020-01-01": `since=2020-01-01T00%3A00%3A00Z" download>Download CSV</a>, at most 10,000 rows, without the filters status, agent`,
+		"?failed=1": `status=failed%2Ctimeout" download>`,
+	} {
+		shows(t, server.URL+"/executions"+query, want)
+	}
 	for surface, flows := range map[string][2]string{
 		"webhook": {"flow_running", "flow_pending"},
 		"chat":    {"flow_waiting", "flow_running"},

@@ -86,7 +86,7 @@ func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
 	assert.Contains(t, body, "among the newest 30,000")
 	shows(t, server.URL+"/executions?trace_id=0000beef", "No execution matches")
 	shows(t, server.URL+"/activity?trace=0000beef", "No activity matches")
-	turnsAway(t, server.URL+"/traces/hb_01JD3V7K8ZQ6W2M5T9X44YGH99", 404, "no such trace")
+	turnsAway(t, server.URL+"/traces/hb_01JD3V7K8ZQ6W2M5T9X44YGH99", 404, "no trace has the id")
 	turnsAway(t, server.URL+"/executions/01a2d7d3-0000-7e3c-b8ab-88e6e4f1c345", 404, "there is no execution")
 }
 

@@ -8,6 +8,8 @@ import (
 	"maps"
 	"net/http"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -74,7 +76,7 @@ func (room *Room) listFlows(ctx context.Context, _ *visit) (any, error) {
 	return map[string]any{"Flows": list, "More": more}, room.countFlows(ctx, list)
 }
 
-// readFlows reads the names and kinds of all flows, or those of one; by name.
+// readFlows reads the names and kinds of all flows, or those of one; by name, the startable ones first.
 func (room *Room) readFlows(ctx context.Context, only string) ([]flowRow, error) {
 	data, err := postgres.Rows[struct {
 		Name, Source, About string
@@ -128,6 +130,9 @@ func (room *Room) readFlows(ctx context.Context, only string) ([]flowRow, error)
 	for _, name := range slices.Sorted(maps.Keys(found)) {
 		list = append(list, found[name])
 	}
+	slices.SortStableFunc(list, func(a, b flowRow) int { // what one can start is first
+		return strings.Compare(strconv.FormatBool(b.Startable()), strconv.FormatBool(a.Startable()))
+	})
 	return list, nil
 }
 

@@ -175,6 +175,14 @@ func TestAddressesThatNothingHas(t *testing.T) {
 			}
 		}
 	}
+	for path, sentence := range map[string]string{
+		"/traces/nope":     `no trace has the id &#34;nope&#34;`,
+		"/executions/nope": `no execution has the id &#34;nope&#34;`,
+		"/flows/nope":      `there is no flow &#34;nope&#34;`,
+	} {
+		turnsAway(t, server.URL+path, http.StatusNotFound, sentence)
+		turnsAway(t, server.URL+path, http.StatusNotFound, `name="q" value="nope"`)
+	}
 	turnsAway(t, server.URL+"/activity?cursor="+strings.Repeat("A", 43), http.StatusBadRequest,
 		"take it from the page before")
 }

@@ -16,6 +16,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode"
 	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
@@ -444,12 +445,23 @@ func (room *Room) Refuse(w http.ResponseWriter, r *http.Request, err error) {
 	if told.Status == http.StatusServiceUnavailable && w.Header().Get("Retry-After") == "" {
 		w.Header().Set("Retry-After", "2")
 	}
-	body, err := room.execute("refusal", map[string]any{"Agent": room.Agent, "Problem": told})
+	body, err := room.execute("refusal", map[string]any{
+		"Agent": room.Agent, "Problem": told, "Find": told.Status == http.StatusNotFound, "Text": lastSegment(r.URL.Path),
+	})
 	if err != nil {
 		http.Error(w, told.Detail, told.Status)
 		return
 	}
 	room.send(w, r, told.Status, body)
+}
+
+// lastSegment is the end of a path, to search for.
+func lastSegment(path string) string {
+	text := path[strings.LastIndexByte(path, '/')+1:]
+	if len(text) > maxFilter || !utf8.ValidString(text) || strings.ContainsFunc(text, unicode.IsControl) {
+		return ""
+	}
+	return text
 }
 
 // LogIn writes the login page. next is the path after the login; wrong explains a rejected token, empty for none.

@@ -85,6 +85,17 @@ func (p timeRange) put(q url.Values) {
 	}
 }
 
+// start is the beginning of the period; zero for none.
+func (p timeRange) start() time.Time {
+	start := p.Since
+	if i := slices.IndexFunc(rangeOptions, func(r rangeOption) bool { return r.Value == p.Range }); i >= 0 {
+		if from := time.Now().Add(-rangeOptions[i].span); from.After(start) {
+			start = from
+		}
+	}
+	return start
+}
+
 // Least and greatest ids.
 const (
 	firstID = "00000000-0000-0000-0000-000000000000"
@@ -95,11 +106,8 @@ const (
 // before is the last id of the previous page; empty for none.
 func (p timeRange) bounds(before string) (from, until string) {
 	from, until = firstID, lastID
-	if i := slices.IndexFunc(rangeOptions, func(r rangeOption) bool { return r.Value == p.Range }); i >= 0 {
-		from = idFloor(time.Now().Add(-rangeOptions[i].span))
-	}
-	if !p.Since.IsZero() {
-		from = max(from, idFloor(p.Since))
+	if start := p.start(); !start.IsZero() {
+		from = idFloor(start)
 	}
 	if !p.Until.IsZero() {
 		until = idFloor(p.Until)

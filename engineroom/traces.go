@@ -13,7 +13,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -455,7 +454,7 @@ func (room *Room) flowOf(ctx context.Context, id string) (string, error) {
 func (room *Room) findTrace(ctx context.Context, anyForm string) (string, error) {
 	ids, err := trace.ParseAny(anyForm)
 	if err != nil {
-		return "", fmt.Errorf("open trace: %w", err)
+		return "", problem.New(http.StatusNotFound, "no trace has the id %.60q", anyForm)
 	}
 	forms := make([]string, len(ids))
 	for i, id := range ids {
@@ -471,7 +470,7 @@ func (room *Room) findTrace(ctx context.Context, anyForm string) (string, error)
 		return "", err
 	}
 	if len(found) == 0 {
-		return "", fmt.Errorf("open trace %s: %w", anyForm, activity.ErrNotFound)
+		return "", problem.New(http.StatusNotFound, "no trace has the id %.60q; retention may have removed it", anyForm)
 	}
 	return found[0], nil
 }
