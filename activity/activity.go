@@ -18,6 +18,7 @@ package activity
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -121,6 +122,57 @@ func wrapError(verb string, err error) error {
 // Admin is the actor of a person on the command line, over the HTTP API or in the Engine Room.
 const Admin = "admin"
 
+// Actor is the principal behind a request or command, as the audit names it.
+type Actor struct {
+	Name    string // of the principal
+	TokenID string // of the API token; empty for a session and for AGENT_ADMIN_TOKEN
+	Via     string // http, page, cli, slack, telegram, …
+}
+
+type actorKey struct{}
+
+// WithActor has the acts and decisions under ctx name their principal.
+func WithActor(ctx context.Context, a Actor) context.Context {
+	return context.WithValue(ctx, actorKey{}, a)
+}
+
+// ActorFrom returns the actor of ctx; without one it is [Admin].
+func ActorFrom(ctx context.Context) Actor {
+	if a, ok := ctx.Value(actorKey{}).(Actor); ok && a.Name != "" {
+		return a
+	}
+	return Actor{Name: Admin}
+}
+
+// SetActor tells SQL functions, in the transaction, who acts: they add what [Describe] would to the rows they write.
+func SetActor(ctx context.Context, tx pgx.Tx) error {
+	actor, err := json.Marshal(Describe(ctx, map[string]any{}))
+	if err == nil {
+		_, err = tx.Exec(ctx, `select set_config('lanekeeper.actor', @actor, true)`, postgres.Strict{"actor": string(actor)})
+	}
+	if err != nil {
+		return fmt.Errorf("set actor: %w", err)
+	}
+	return nil
+}
+
+// Describe adds the actor of ctx to the input of a row: by, key_id (of the token) and via.
+func Describe(ctx context.Context, input map[string]any) map[string]any {
+	a, ok := ctx.Value(actorKey{}).(Actor)
+	if !ok || a.Name == "" {
+		return input
+	}
+	described := map[string]any{"by": a.Name}
+	if a.TokenID != "" {
+		described["key_id"] = a.TokenID
+	}
+	if a.Via != "" {
+		described["via"] = a.Via
+	}
+	maps.Copy(described, input)
+	return described
+}
+
 // Act is an act of an admin. Its row has agent [Admin], and the reason both as purpose and in the input.
 type Act struct {
 	Within  bool           // bounds each lock wait by postgres.LockTimeout; the caller retries
@@ -153,7 +205,7 @@ func Record(
 		if err != nil || output == Unchanged {
 			return err
 		}
-		r.ActivityID, err = Note(ctx, tx, a.entry(r.TraceID), Outcome{Output: output})
+		r.ActivityID, err = Note(ctx, tx, a.entry(ctx, r.TraceID), Outcome{Output: output})
 		return err
 	})
 	return r, err
@@ -161,7 +213,7 @@ func Record(
 
 // RecordAround is [Record] for work beyond one transaction: the row is open meanwhile, and has its error.
 func RecordAround(ctx context.Context, db postgres.DB, a Act, work func() (output any, err error)) error {
-	e := a.entry(string(trace.New(trace.Operate)))
+	e := a.entry(ctx, string(trace.New(trace.Operate)))
 	id, err := Open(ctx, db, e)
 	if err != nil {
 		return err
@@ -177,8 +229,8 @@ func RecordAround(ctx context.Context, db postgres.DB, a Act, work func() (outpu
 	return failure
 }
 
-func (a Act) entry(traceID string) Entry {
-	input := maps.Clone(a.Input)
+func (a Act) entry(ctx context.Context, traceID string) Entry {
+	input := Describe(ctx, maps.Clone(a.Input))
 	if a.Reason != "" {
 		if input == nil {
 			input = map[string]any{}

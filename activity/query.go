@@ -290,7 +290,7 @@ type AuditEntry struct {
 	ID          string     `json:"id"`
 	At          time.Time  `json:"at"`
 	FinishedAt  *time.Time `json:"finished_at"`
-	Actor       string     `json:"actor"`        // admin, the agent's name, or the sender of a webhook
+	Actor       string     `json:"actor"`        // a principal or admin, the agent's name, or the sender of a webhook
 	Kind        Kind       `json:"kind"`         // call, model, phase, note
 	Act         string     `json:"act"`          // skill, phase or admin action
 	Object      string     `json:"object"`       // target: skill pay, lane automation:nightly, memory admin / contact
@@ -311,6 +311,8 @@ type AuditEntry struct {
 	CauseID     *string    `json:"cause_id"`  // the model call that requested it
 	ThreadID    string     `json:"thread_id"`
 	Lane        string     `json:"lane"`
+	TokenID     string     `json:"token_id"` // of the API token of a principal's act
+	Via         string     `json:"via"`      // of a principal's act: http, page, cli, slack, …
 }
 
 // AuditPage is a page of the audit.
@@ -339,7 +341,7 @@ func Audit(ctx context.Context, db postgres.DB, f Filter) (AuditPage, error) {
 		       left(a.model, 300) as model, a.tokens, a.cost_usd::float8 as cost_usd, a.duration_ms, left(a.surface, 300)
 		         as surface, a.trace_id,
 		       a.execution_id::text, a.parent_id::text, a.cause_id::text, left(a.thread_id, 300) as thread_id,
-		         left(a.lane, 300) as lane
+		         left(a.lane, 300) as lane, left(a.token_id, 300) as token_id, left(a.via, 300) as via
 		  from agent_audit a where a.id = any (@ids::uuid[]) order by a.id desc`, perQuery, postgres.Strict{"ids": ids})
 	if err != nil {
 		return AuditPage{}, fmt.Errorf("list what was done: %w", err)

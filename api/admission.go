@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -214,7 +215,7 @@ func (s *server) authorize(rt route, next http.Handler) http.Handler {
 			return
 		}
 		if s.read.Configured() && r.Method != http.MethodGet && r.Method != http.MethodHead {
-			if who, _ := r.Context().Value(callerKey{}).(caller); who.login != nil {
+			if who := principals.From(r.Context()); who != nil && who.SessionID != "" {
 				replica.Wrote(w, r) // this browser's next pages must show it
 			}
 		}
@@ -254,11 +255,8 @@ func (s *server) withDeadline(rt route, next http.Handler) http.Handler {
 		}
 		ctx, leave := withStop(r.Context(), stop)
 		defer leave()
-		if who, _ := ctx.Value(callerKey{}).(caller); who.login != nil {
-			var end func()
-			ctx, end = s.auth.sessions.watchLogout(ctx, who.login)
-			defer end()
-		}
+		ctx, end := s.auth.sessions.watch(ctx, principals.From(ctx))
+		defer end()
 		next.ServeHTTP(&streamWriter{w, http.NewResponseController(w), s.limits.send}, r.WithContext(ctx))
 	})
 }

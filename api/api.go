@@ -8,12 +8,13 @@
 //
 // Guarantees:
 //
-//   - Access is a column of the table. Admin routes require the admin token, Visitor routes a chat key, as
-//     "Authorization: Bearer". Neither opens the other's routes. Under /v1 even a 404 requires credentials. Without a
-//     configured token or key all requests are rejected. Wrong credentials are throttled (429) and logged by package
-//     internal/credentials, including those of the login.
-//   - A browser login (auth.go) replaces the token by a cookie. Scripts cannot read it and other sites cannot send
-//     it. It ends after twelve hours, at logout, or when the token changes.
+//   - Access is a column of the table. Admin routes require a principal with the route's scope (scopes.go, package
+//     principals): an API token or AGENT_ADMIN_TOKEN. Visitor routes require a chat key. Both are sent as
+//     "Authorization: Bearer". Neither opens the other's routes. Under /v1 even a 404 requires credentials. A missing
+//     scope is a 403 that names it. Wrong credentials are throttled (429) and logged by package internal/credentials,
+//     including those of the login.
+//   - A browser login (auth.go) is a session of a principal, in a cookie. Scripts cannot read it and other sites cannot
+//     send it. It ends after twelve hours, at logout, when it is revoked, or when the admin token that it used changes.
 //   - Cross-origin requests of browsers are rejected, except at webhooks. With a login cookie this includes reads.
 //   - Pages follow the same rules, but they are undocumented, and their errors are pages.
 //   - Admission limits each client before it costs (admission.go, internal/admission): concurrent requests by class,
@@ -239,7 +240,7 @@ func (s *server) methodNotAllowed(rows []route) http.Handler {
 		}
 	}
 	allow := strings.Join(methods, ", ")
-	closed := route{access: guarded.access, openAI: guarded.openAI, page: guarded.page, foreign: true}
+	closed := route{access: guarded.access, scopes: authenticated, openAI: guarded.openAI, page: guarded.page, foreign: true}
 	return s.authorize(closed, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Allow", allow)
 		s.writeError(w, r, closed, problem.New(http.StatusMethodNotAllowed, "method %.20s is not allowed; use %s",
@@ -250,7 +251,7 @@ func (s *server) methodNotAllowed(rows []route) http.Handler {
 // unknownV1Route returns 404 to admins and chat keys, because OpenAI clients try routes we lack.
 func (s *server) unknownV1Route() http.Handler {
 	visitor := route{openAI: true}
-	toAdmin := s.authorize(route{access: Admin, foreign: true}, s.errorHandler(route{}, routeNotFound))
+	toAdmin := s.authorize(route{access: Admin, scopes: authenticated, foreign: true}, s.errorHandler(route{}, routeNotFound))
 	toVisitor := s.errorHandler(visitor, routeNotFound)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		key, has := bearer(r)

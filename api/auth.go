@@ -4,24 +4,28 @@ import (
 	"context"
 	"crypto/hkdf"
 	"crypto/hmac"
-	"crypto/rand"
 	"crypto/sha256"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"maps"
 	"mime"
 	"net/http"
 	"net/url"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/clientip"
 	"github.com/lanekeeper/lanekeeper/internal/credentials"
 	"github.com/lanekeeper/lanekeeper/internal/local"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // authenticator checks credentials through the guard.
@@ -37,7 +41,7 @@ type authenticator struct {
 func newAuthenticator(o Options) (*authenticator, error) {
 	g := &authenticator{guard: credentials.NewGuard(o.Logger), admin: credentials.NewKey("", o.AdminToken)}
 	var err error
-	if g.sessions, err = newSessions(o, g.guard); err != nil {
+	if g.sessions, err = newSessions(o); err != nil {
 		return nil, err
 	}
 	for _, name := range slices.Sorted(maps.Keys(o.ChatKeys)) {
@@ -70,29 +74,66 @@ func (g *authenticator) isAdminToken(r *http.Request, text string) (is bool, err
 	return is, err
 }
 
-// authenticateAdmin accepts the admin token or, without an Authorization header, the login cookie.
-func (g *authenticator) authenticateAdmin(w http.ResponseWriter, r *http.Request, rt route) (caller, error) {
+const whatToken = "a token lk_… or the admin token (AGENT_ADMIN_TOKEN)"
+
+// authenticatePrincipal accepts AGENT_ADMIN_TOKEN, an API token or, without an Authorization header, the session cookie.
+func (g *authenticator) authenticatePrincipal(w http.ResponseWriter, r *http.Request, rt route) (*principals.Caller, error) {
 	if r.Header.Get("Authorization") == "" {
-		login, err := g.sessions.current(r)
+		who, err := g.sessions.current(r)
 		if err != nil {
-			return caller{}, tooManyTries(w, err)
+			return nil, err
 		}
-		if login != nil {
-			return caller{admin: true, login: login}, sameOrigin(r, rt)
+		if who != nil {
+			return who, sameOrigin(r, rt)
 		}
 	}
 	token, has := bearer(r)
 	if !has {
-		return caller{}, unauthorized(w, r, "the admin token (AGENT_ADMIN_TOKEN)")
+		return nil, unauthorized(w, r, whatToken)
+	}
+	if strings.HasPrefix(token, principals.TokenPrefix) {
+		return g.byToken(w, r, token)
 	}
 	is, err := g.isAdminToken(r, token)
 	if err != nil {
-		return caller{}, tooManyTries(w, err)
+		return nil, tooManyTries(w, err)
 	}
 	if !is {
-		return caller{}, unauthorized(w, r, "the admin token (AGENT_ADMIN_TOKEN)")
+		return nil, unauthorized(w, r, whatToken)
 	}
-	return caller{admin: true}, nil
+	return principals.RootCaller(), nil
+}
+
+// byToken finds the caller of an API token. A revoked one is no guess.
+func (g *authenticator) byToken(w http.ResponseWriter, r *http.Request, token string) (who *principals.Caller, err error) {
+	err = postgres.Again(r.Context(), func() error {
+		who, err = principals.ByToken(r.Context(), g.sessions.db, token)
+		return err
+	})
+	switch {
+	case errors.Is(err, principals.ErrRefused):
+		w.Header().Set("WWW-Authenticate", `Bearer realm="lanekeeper", error="invalid_token"`)
+		return nil, problem.New(http.StatusUnauthorized, "the token has expired or was revoked, or its principal is disabled").
+			Kind("token-ended", "Token ended")
+	case errors.Is(err, principals.ErrNotFound):
+		if err := g.guard.Judge(r, credentials.Token, false, true); err != nil {
+			return nil, tooManyTries(w, err)
+		}
+		return nil, unauthorized(w, r, whatToken)
+	}
+	return who, err
+}
+
+// forbidden names the scope that the caller lacks (RFC 6750).
+func forbidden(w http.ResponseWriter, who *principals.Caller, scopes []principals.Scope) error {
+	w.Header().Set("WWW-Authenticate",
+		fmt.Sprintf(`Bearer realm="lanekeeper", error="insufficient_scope", scope=%q`, scopes[0]))
+	return missingScope(who, string(scopes[0]))
+}
+
+func missingScope(who *principals.Caller, scope string) error {
+	return problem.New(http.StatusForbidden, "this needs the scope %s, which %s (role %s) does not have here", scope, who.Name,
+		who.Role).Kind("missing-scope", "Missing scope").WithScope(scope)
 }
 
 // authenticateVisitor returns the name of the request's chat key.
@@ -112,22 +153,18 @@ func (g *authenticator) authenticateVisitor(w http.ResponseWriter, r *http.Reque
 	return name, nil
 }
 
-// caller identifies the author of an authenticated request.
-type caller struct {
-	admin   bool
-	visitor string // name of the chat key
-	login   *login // nil with the token
-}
-
-type callerKey struct{}
+type visitorKey struct{}
 
 // VisitorFrom returns the name of the request's chat key; ok is false outside Visitor routes.
 func VisitorFrom(ctx context.Context) (name string, ok bool) {
-	c, ok := ctx.Value(callerKey{}).(caller)
-	return c.visitor, ok && !c.admin
+	name, ok = ctx.Value(visitorKey{}).(string)
+	return name, ok
 }
 
-// authenticate checks the route's access and stores the caller in the context.
+// by is the name of the principal behind a request, for the audit.
+func by(ctx context.Context) string { return activity.ActorFrom(ctx).Name }
+
+// authenticate checks the route's access and scope, and stores the caller in the context.
 func (g *authenticator) authenticate(w http.ResponseWriter, r *http.Request, rt route) (*http.Request, error) {
 	if rt.access != Public {
 		w.Header().Add("Vary", "Authorization, Cookie")
@@ -139,13 +176,20 @@ func (g *authenticator) authenticate(w http.ResponseWriter, r *http.Request, rt 
 		if err != nil {
 			return r, err
 		}
-		r = r.WithContext(context.WithValue(r.Context(), callerKey{}, caller{visitor: name}))
+		r = r.WithContext(context.WithValue(r.Context(), visitorKey{}, name))
 	default:
-		who, err := g.authenticateAdmin(w, r, rt)
+		who, err := g.authenticatePrincipal(w, r, rt)
 		if err != nil {
 			return r, err
 		}
-		r = r.WithContext(context.WithValue(r.Context(), callerKey{}, who))
+		if !slices.ContainsFunc(rt.scopes, who.May) {
+			return r, forbidden(w, who, rt.scopes)
+		}
+		via := "http"
+		if who.SessionID != "" {
+			via = "page"
+		}
+		r = r.WithContext(principals.WithCaller(r.Context(), who, via))
 	}
 	if err := g.cross.Check(r); err != nil && !rt.foreign {
 		return r, crossOrigin()
@@ -172,49 +216,65 @@ func unauthorized(w http.ResponseWriter, r *http.Request, what string) error {
 	return problem.New(http.StatusUnauthorized, "the header Authorization does not hold %s", what)
 }
 
-// A login cookie holds a random id, its expiry, and their HMAC under a key derived from the admin token. It survives
-// restarts, works at every process with the same token, and ends when the token changes. A logout stores the id until
-// the expiry (agent_logouts). Only a cookie with a valid signature costs a query.
-
 const (
 	sessionCookie = "lanekeeper_session"
-	sessionTTL    = 12 * time.Hour
-	// logoutChannel carries the id of each logged-out session.
-	logoutChannel = "agent_logouts"
-	// logoutPoll is the interval in which streams check for a logout without notifications.
-	logoutPoll = 15 * time.Second
+	// accessPoll is the interval in which streams check their credential without notifications.
+	accessPoll = 15 * time.Second
 )
 
-// sessions issues and verifies login cookies.
+// sessions issues and verifies login cookies. A cookie holds the secret of a row of agent_sessions. A login with the
+// admin token is stored under a key of it: such sessions end when the token changes.
 type sessions struct {
-	key      []byte // nil rejects every cookie
-	strong   bool   // of the token
-	guard    *credentials.Guard
-	db       postgres.DB
+	key      []byte // of the admin token; nil without one
+	db       *pgxpool.Pool
 	listener *postgres.Listener // may be nil
-	now      func() time.Time
 }
 
-type login struct {
-	id    string
-	until time.Time
-}
-
-func newSessions(o Options, guard *credentials.Guard) (*sessions, error) {
-	s := &sessions{strong: credentials.Strong(o.AdminToken), guard: guard, db: o.Pool, listener: o.Listener, now: time.Now}
+func newSessions(o Options) (*sessions, error) {
+	s := &sessions{db: o.Pool, listener: o.Listener}
 	if o.AdminToken == "" {
 		return s, nil
 	}
 	var err error
-	if s.key, err = hkdf.Key(sha256.New, []byte(o.AdminToken), nil, "lanekeeper session 2", sha256.Size); err != nil {
+	if s.key, err = hkdf.Key(sha256.New, []byte(o.AdminToken), nil, "lanekeeper session 3", sha256.Size); err != nil {
 		return nil, fmt.Errorf("derive the key of sessions: %w", err)
 	}
 	return s, nil
 }
 
-func (s *sessions) loginCookie(r *http.Request) *http.Cookie {
-	text := rand.Text() + "." + strconv.FormatInt(s.now().Add(sessionTTL).Unix(), 10)
-	return s.cookie(r, text+"."+base64.RawURLEncoding.EncodeToString(s.sign(text)), int(sessionTTL.Seconds()))
+// keyed is the digest of the secrets of logins with the admin token; nil without one.
+func (s *sessions) keyed() func(secret string) []byte {
+	if s.key == nil {
+		return nil
+	}
+	return func(secret string) []byte {
+		mac := hmac.New(sha256.New, s.key)
+		mac.Write([]byte(secret))
+		return mac.Sum(nil)
+	}
+}
+
+// logIn starts a session and sets its cookie. The browser's session before it ends.
+func (s *sessions) logIn(w http.ResponseWriter, r *http.Request, principal, method string) error {
+	if err := s.revoke(r); err != nil {
+		return err
+	}
+	n := principals.NewSession{
+		Principal: principal, Method: method, Address: clientip.Key(r), Browser: r.UserAgent(),
+	}
+	if principal == principals.Root {
+		n.Digest = s.keyed()
+	}
+	var secret string
+	err := postgres.Again(r.Context(), func() (err error) {
+		secret, err = principals.LogIn(r.Context(), s.db, n)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	http.SetCookie(w, s.cookie(r, secret, int(principals.SessionTTL.Seconds())))
+	return nil
 }
 
 // logoutCookie deletes the cookie.
@@ -231,105 +291,62 @@ func (s *sessions) clearCookie(w http.ResponseWriter, r *http.Request) {
 func (s *sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
 	return &http.Cookie{
 		Name: local.CookieName(r, sessionCookie), Value: value, Path: "/", MaxAge: age, HttpOnly: true,
-		SameSite: http.SameSiteStrictMode,
-		Secure:   r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https"),
+		SameSite: http.SameSiteStrictMode, Secure: viaTLS(r),
 	}
 }
 
-// current returns the request's login, or nil. An expired cookie counts as none.
-func (s *sessions) current(r *http.Request) (*login, error) {
-	l, err := s.verify(r)
-	if l == nil || err != nil {
-		return nil, err
-	}
-	ended, err := s.loggedOut(r.Context(), l.id)
-	if err != nil || ended {
-		return nil, err
-	}
-	return l, nil
+// viaTLS reports whether the browser used TLS, directly or to a proxy.
+func viaTLS(r *http.Request) bool {
+	return r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https")
 }
 
-// verify returns the login of a signed cookie, without a check for logout.
-func (s *sessions) verify(r *http.Request) (*login, error) {
+// secretForm matches the secrets of cookies. Other values cost no query.
+var secretForm = regexp.MustCompile(`^[A-Z2-7]{26,40}$`)
+
+// current returns the caller of the request's session, or nil. An expired cookie counts as none.
+func (s *sessions) current(r *http.Request) (who *principals.Caller, err error) {
 	c, err := r.Cookie(local.CookieName(r, sessionCookie))
-	if err != nil || s.key == nil {
+	if err != nil || !secretForm.MatchString(c.Value) {
 		return nil, nil //nolint:nilerr // the only error is a missing cookie
 	}
-	at := max(0, strings.LastIndexByte(c.Value, '.'))
-	text := c.Value[:at]
-	given, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(c.Value[at:], "."))
-	right := err == nil && hmac.Equal(given, s.sign(text))
-	if !s.strong { // with a weak token, a cookie is a guess at the token
-		if err := s.guard.JudgeText(r, credentials.Login, c.Value, right); err != nil {
-			return nil, err
-		}
-	}
-	if !right {
+	err = postgres.Again(r.Context(), func() (err error) {
+		who, err = principals.BySession(r.Context(), s.db, c.Value, s.keyed())
+		return err
+	})
+	if errors.Is(err, principals.ErrNotFound) {
 		return nil, nil
 	}
-	id, seconds, _ := strings.Cut(text, ".")
-	unix, err := strconv.ParseInt(seconds, 10, 64)
-	until := time.Unix(unix, 0)
-	if err != nil || !s.now().Before(until) {
-		return nil, nil //nolint:nilerr // the signature is ours, so it has expired
-	}
-	return &login{id, until}, nil
+	return who, err
 }
 
-func (s *sessions) sign(text string) []byte {
-	mac := hmac.New(sha256.New, s.key)
-	mac.Write([]byte(text))
-	return mac.Sum(nil)
-}
-
-func (s *sessions) loggedOut(ctx context.Context, id string) (ended bool, err error) {
-	err = postgres.Again(ctx, func() error {
-		return s.db.QueryRow(ctx, `select exists (select from agent_logouts where session_id = @id)`,
-			postgres.Strict{"id": id}).Scan(&ended)
-	})
-	if err != nil {
-		return false, fmt.Errorf("read logouts: %w", err)
-	}
-	return ended, nil
-}
-
-// revoke stores the logout and prunes expired ones.
+// revoke ends the session of the request, if there is one.
 func (s *sessions) revoke(r *http.Request) error {
-	l, err := s.verify(r)
-	if l == nil || err != nil {
+	who, err := s.current(r)
+	if who == nil || err != nil {
 		return err
 	}
-	err = postgres.Again(r.Context(), func() error {
-		_, err := s.db.Exec(r.Context(), `
-			with forgotten as (
-			  delete from agent_logouts where session_id in (
-			    select session_id from agent_logouts where expires_at < statement_timestamp()
-			      order by expires_at limit 100 for update skip locked)),
-			ended as (
-			  insert into agent_logouts (session_id, expires_at) values (@id, @until) on conflict do nothing
-			    returning session_id)
-			select pg_notify(@channel, session_id) from ended`, postgres.Strict{"id": l.id, "until": l.until, "channel": logoutChannel})
-		return err
-	})
-	if err != nil {
-		return fmt.Errorf("write logout: %w", err)
-	}
-	return nil
+	return postgres.Again(r.Context(), func() error { return principals.LogOut(r.Context(), s.db, who) })
 }
 
-// watchLogout returns a context that ends with the login. The caller must call release.
-func (s *sessions) watchLogout(parent context.Context, l *login) (ctx context.Context, release func()) {
-	ctx, cancel := context.WithDeadline(parent, l.until)
+// watch returns a context that ends with the caller's session or token. The caller must call release.
+func (s *sessions) watch(parent context.Context, who *principals.Caller) (ctx context.Context, release func()) {
+	if who == nil || who.SessionID == "" && who.TokenID == "" {
+		return parent, func() {}
+	}
+	ctx, cancel := context.WithCancel(parent)
+	if !who.Until.IsZero() {
+		ctx, cancel = context.WithDeadline(parent, who.Until)
+	}
 	var notified <-chan string
 	stop := func() {}
 	if s.listener != nil {
-		notified, stop = s.listener.SubscribeTo(logoutChannel, func(id string) bool { return id == l.id })
+		notified, stop = s.listener.SubscribeTo(principals.Channel, who.Concerns)
 	}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
 		defer stop()
-		tick := time.NewTicker(logoutPoll)
+		tick := time.NewTicker(accessPoll)
 		defer tick.Stop()
 		for {
 			select {
@@ -338,7 +355,7 @@ func (s *sessions) watchLogout(parent context.Context, l *login) (ctx context.Co
 			case <-notified:
 			case <-tick.C:
 			}
-			if ended, err := s.loggedOut(ctx, l.id); err == nil && ended { // on an error the next tick retries
+			if valid, err := principals.Valid(ctx, s.db, who); err == nil && !valid { // on an error the next tick retries
 				cancel()
 			}
 		}
@@ -413,29 +430,75 @@ func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	next := afterLogin(r.PostForm.Get("next"))
+	if link := strings.TrimSpace(r.PostForm.Get("link")); link != "" {
+		s.logInByLink(w, r, next, link)
+		return
+	}
 	right, err := s.auth.isAdminToken(r, strings.TrimSpace(r.PostForm.Get("token")))
-	wait, waits := errors.AsType[*credentials.Wait](err)
 	switch {
-	case waits:
-		w.Header().Set("Retry-After", strconv.Itoa(wait.Seconds()))
-		s.pages.LogIn(w, r, http.StatusTooManyRequests, next,
-			fmt.Sprintf("Too many wrong tokens from this address. Try again in %d s.", wait.Seconds()))
+	case err != nil:
+		s.refuseLogin(w, r, next, "tokens", err)
 	case !right:
 		s.pages.LogIn(w, r, http.StatusUnauthorized, next, "This is not the admin token.")
 	default:
-		http.SetCookie(w, s.auth.sessions.loginCookie(r))
-		http.Redirect(w, r, next, http.StatusSeeOther)
+		s.startSession(w, r, principals.Root, principals.WithToken, next)
 	}
+}
+
+// logInByLink exchanges a one-use link for a cookie.
+func (s *server) logInByLink(w http.ResponseWriter, r *http.Request, next, link string) {
+	var id string
+	err := postgres.Again(r.Context(), func() (err error) {
+		id, err = principals.UseLink(r.Context(), s.pool, link)
+		return err
+	})
+	if errors.Is(err, principals.ErrNotFound) {
+		if err = s.auth.guard.Judge(r, credentials.Token, false, true); err == nil {
+			s.pages.LogIn(w, r, http.StatusUnauthorized, next, "This link was used, has expired, or never was one. Ask for another.")
+			return
+		}
+	}
+	if err != nil {
+		s.refuseLogin(w, r, next, "links", err)
+		return
+	}
+	s.startSession(w, r, id, principals.WithLink, next)
+}
+
+// refuseLogin answers a login that has to wait or that failed.
+func (s *server) refuseLogin(w http.ResponseWriter, r *http.Request, next, what string, err error) {
+	wait, waits := errors.AsType[*credentials.Wait](err)
+	if !waits {
+		s.pages.Refuse(w, r, err)
+		return
+	}
+	w.Header().Set("Retry-After", strconv.Itoa(wait.Seconds()))
+	s.pages.LogIn(w, r, http.StatusTooManyRequests, next,
+		fmt.Sprintf("Too many wrong %s from this address. Try again in %d s.", what, wait.Seconds()))
+}
+
+// startSession logs in and opens the next page.
+func (s *server) startSession(w http.ResponseWriter, r *http.Request, principal, method, next string) {
+	err := s.auth.sessions.logIn(w, r, principal, method)
+	if errors.Is(err, principals.ErrRefused) {
+		s.pages.LogIn(w, r, http.StatusForbidden, next, "This principal is disabled.")
+		return
+	}
+	if err != nil {
+		s.pages.Refuse(w, r, err)
+		return
+	}
+	http.Redirect(w, r, next, http.StatusSeeOther)
 }
 
 // redirectLoggedIn skips the login page for a valid login.
 func (s *server) redirectLoggedIn(page http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Add("Vary", "Cookie")
-		login, err := s.auth.sessions.current(r)
+		who, err := s.auth.sessions.current(r)
 		switch {
 		case err != nil: // the login state is unknown
-		case login != nil:
+		case who != nil:
 			http.Redirect(w, r, afterLogin(r.URL.Query().Get("next")), http.StatusSeeOther)
 			return
 		default:

@@ -105,13 +105,13 @@ func (s *server) getObjective(r request) (response, error) {
 
 func (s *server) acceptObjective(r request) (response, error) {
 	return s.decideObjective(r, "accept_objective", func(tx pgx.Tx, name, reason string) (bool, error) {
-		return objectives.Accept(r.Context(), tx, name, admin, reason)
+		return objectives.Accept(r.Context(), tx, name, by(r.Context()), reason)
 	})
 }
 
 func (s *server) rejectObjective(r request) (response, error) {
 	return s.decideObjective(r, "reject_objective", func(tx pgx.Tx, name, reason string) (bool, error) {
-		return objectives.Reject(r.Context(), tx, name, admin, reason)
+		return objectives.Reject(r.Context(), tx, name, by(r.Context()), reason)
 	})
 }
 
@@ -301,7 +301,7 @@ func (s *server) decideApproval(r request) (response, error) {
 	body := r.body.(decisionRequest)
 	audit := trace.New(trace.Operate)
 	ctx := trace.With(r.Context(), trace.Span{TraceID: audit, Surface: trace.Operate})
-	got, err := approvals.Decide(ctx, s.pool, id, body.Decision == "approve", admin, body.Reason)
+	got, err := approvals.Decide(ctx, s.pool, id, body.Decision == "approve", by(r.Context()), body.Reason)
 	if errors.Is(err, approvals.ErrDecided) {
 		late, unread := approvals.Get(r.Context(), s.pool, id)
 		return response{trace: late.TraceID}, errors.Join(fmt.Errorf("decide: %w", err), unread)
@@ -364,14 +364,14 @@ func (s *server) enableAutomation(r request) (response, error) {
 func (s *server) disableAutomation(r request) (response, error) {
 	return s.changeNamed(r, "disable_automation", "automation", automations.ErrNotFound,
 		func(tx pgx.Tx, name, reason string) (bool, error) {
-			return automations.Disable(r.Context(), tx, name, admin, reason)
+			return automations.Disable(r.Context(), tx, name, by(r.Context()), reason)
 		})
 }
 
 func (s *server) acceptAutomation(r request) (response, error) {
 	return s.changeNamed(r, "accept_automation", "automation", automations.ErrNotFound,
 		func(tx pgx.Tx, name, _ string) (bool, error) {
-			accepted, err := automations.Accept(r.Context(), tx, name, admin)
+			accepted, err := automations.Accept(r.Context(), tx, name, by(r.Context()))
 			if err == nil && !accepted {
 				err = problem.New(http.StatusConflict, "automation %s is not an open proposal", name)
 			}
@@ -447,7 +447,7 @@ func (s *server) listTargets(r request) (response, error) {
 func (s *server) switchWebhook(action, thing string, enabled bool, set switchFunc) func(request) (response, error) {
 	return func(r request) (response, error) {
 		return s.changeNamed(r, action, thing, hooks.ErrNotFound, func(tx pgx.Tx, name, reason string) (bool, error) {
-			return set(r.Context(), tx, name, enabled, admin, reason)
+			return set(r.Context(), tx, name, enabled, by(r.Context()), reason)
 		})
 	}
 }

@@ -24,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -76,7 +77,7 @@ func (a *agent) checkAudit(traceID, activityID, action, reason string) {
 		a.t.Fatalf("the audit is %+v", told)
 	}
 	row := told.Activities[0]
-	if row.ID != activityID || row.SkillName != action || row.Agent != "admin" || row.Purpose != reason ||
+	if row.ID != activityID || row.SkillName != action || row.Agent != "admin" && row.Agent != principals.Root || row.Purpose != reason ||
 		row.Status != activity.Success {
 		a.t.Errorf("the audit says %+v", row)
 	}
@@ -93,7 +94,7 @@ func TestDisableSkill(t *testing.T) {
 	}
 	a.checkAudit(got.TraceID, got.ActivityID, "disable_skill", "too slow")
 	row, err := skills.Get(t.Context(), a.pool, "fetch")
-	if err != nil || row.Enabled || row.DisabledBy != "admin" || row.DisabledReason != "too slow" {
+	if err != nil || row.Enabled || row.DisabledBy != principals.Root || row.DisabledReason != "too slow" {
 		t.Errorf("skill is %+v, %v", row, err)
 	}
 	if a.post("/v1/skills/fetch/disable", `{"reason":"again"}`, &got); got.Changed {
@@ -292,6 +293,16 @@ func TestEveryChangeIsAudited(t *testing.T) {
 		{"POST /v1/threads", "", `{"id":"maria"}`, "thread maria"},
 		{"PATCH /v1/threads/{id}", "maria", `{"title":"Maria"}`, "thread maria"},
 		{"PUT /v1/retention", "", `{"keep":{"activity":"90d"},"reason":"why not"}`, "rows: "},
+		{"POST /v1/principals", "", `{"name":"anna","role":"viewer","reason":"why not"}`, "principal anna"},
+		{"PATCH /v1/principals/{id}", "anna", `{"role":"approver","reason":"why not"}`, "principal anna"},
+		{"POST /v1/principals/{id}/identities", "anna", `{"issuer":"slack:T","subject":"U1","reason":"why not"}`,
+			"principal anna, identity U1"},
+		{"DELETE /v1/principals/{id}/identities", "anna", `{"issuer":"slack:T","subject":"U1","reason":"why not"}`,
+			"principal anna, identity U1"},
+		{"POST /v1/principals/{id}/login_links", "anna", because, "principal anna"},
+		{"POST /v1/tokens", "", `{"principal":"anna","scopes":["*"],"reason":"why not"}`, "principal anna, token "},
+		{"POST /v1/tokens/{id}/revoke", a.tokenOf("bert"), because, "principal bert, token "},
+		{"POST /v1/sessions/{id}/revoke", a.sessionOf("bert"), because, "principal bert, session "},
 		{"POST /v1/pause", "", because, ""},
 		{"POST /v1/resume", "", because, ""},
 	} {
@@ -309,7 +320,7 @@ func TestEveryChangeIsAudited(t *testing.T) {
 		a.get("/v1/activity/audit", &page)
 		found := false
 		for _, r := range page.Items {
-			found = found || r.ID > before && r.Actor == activity.Admin && r.OnBehalfOf == activity.Admin &&
+			found = found || r.ID > before && r.Actor == principals.Root && r.OnBehalfOf == activity.Admin &&
 				strings.Contains(r.Object, c[3]) &&
 				(r.Reason == "why not" || !strings.Contains(c[2], "why not"))
 		}
@@ -325,6 +336,24 @@ func TestEveryChangeIsAudited(t *testing.T) {
 			}
 		}
 	}
+}
+
+// tokenOf makes a principal with a token, and returns the id of the token.
+func (a *agent) tokenOf(name string) string {
+	a.t.Helper()
+	_, err := principals.Create(a.t.Context(), a.pool, principals.New{Name: name, Kind: principals.User, Role: principals.Viewer})
+	require.NoError(a.t, err)
+	made, _, err := principals.MakeToken(a.t.Context(), a.pool, principals.NewToken{Principal: name, Scopes: []string{"*"}})
+	require.NoError(a.t, err)
+	return made.ID
+}
+
+// sessionOf logs a principal in, and returns the id of the session.
+func (a *agent) sessionOf(name string) string {
+	a.t.Helper()
+	_, err := principals.LogIn(a.t.Context(), a.pool, principals.NewSession{Principal: name, Method: principals.WithLink})
+	require.NoError(a.t, err)
+	return pgtest.Value[string](a.t, a.pool, `select id::text from agent_sessions`)
 }
 
 // objective declares an objective.
@@ -581,7 +610,7 @@ func TestProposedObjectiveDecision(t *testing.T) {
 			Steps   []any
 		}
 		a.get("/v1/objectives/"+name, &o)
-		if o.Status != status || o.Decided != "admin" || o.Steps == nil {
+		if o.Status != status || o.Decided != principals.Root || o.Steps == nil {
 			t.Errorf("objective is %+v", o)
 		}
 	}

@@ -25,9 +25,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// admin is the recorded actor of this API.
-const admin = activity.Admin
-
 var uuidForm = regexp.MustCompile(`^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$`)
 
 // executionDetail is a redacted execution with its latest checkpoint and open wait.
@@ -105,7 +102,7 @@ func (s *server) cancelExecution(r request) (response, error) {
 
 // cancel cancels an execution.
 func (s *server) cancel(ctx context.Context, x executions.Execution, reason string) (response, error) {
-	status, err := s.engine.Cancel(ctx, x.ID, admin, reason)
+	status, err := s.engine.Cancel(ctx, x.ID, by(ctx), reason)
 	if err != nil {
 		return response{trace: x.TraceID}, err
 	}
@@ -291,7 +288,7 @@ func (s *server) openForFlow(ctx context.Context, b startRequest, agent string) 
 	err := postgres.InTx(ctx, s.pool, func(tx pgx.Tx) error {
 		err := threads.OpenForFlow(ctx, tx, b.ThreadID, b.Flow, b.ParentID, agent)
 		if err == nil && b.ChatKey != "" {
-			_, err = threads.Grant(ctx, tx, b.ThreadID, threads.Key(b.ChatKey), b.ThreadID, admin)
+			_, err = threads.Grant(ctx, tx, b.ThreadID, threads.Key(b.ChatKey), b.ThreadID, by(ctx))
 		}
 		return err
 	})

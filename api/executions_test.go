@@ -160,7 +160,7 @@ func TestCancelExecutionOnce(t *testing.T) {
 		}
 	}
 	row, err := executions.Get(t.Context(), a.pool, x.ID)
-	if err != nil || *row.CancelledBy != "admin" || *row.CancelReason != "not needed" {
+	if err != nil || *row.CancelledBy != "root" || *row.CancelReason != "not needed" {
 		t.Errorf("row is %+v, %v", row, err)
 	}
 	done := a.start("beat", trace.New(trace.Flow))

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -237,6 +238,9 @@ func (s *server) lockExecution(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
+	if err := s.mayWork(r.Context(), id); err != nil {
+		return response{}, err
+	}
 	want, ttl := r.body.(lockRequest), defaultTTL
 	if want.TTLSeconds != nil {
 		ttl = *want.TTLSeconds
@@ -251,6 +255,9 @@ func (s *server) lockExecution(r request) (response, error) {
 // claimExecutions locks what is ready of some flows, or waits for it. A shutdown ends the wait.
 func (s *server) claimExecutions(r request) (response, error) {
 	c := r.body.(claimRequest)
+	if err := mayWorkOn(principals.From(r.Context()), c.Flows); err != nil {
+		return response{}, err
+	}
 	ctx, leave := withStop(r.Context(), s.stopping)
 	defer leave()
 	known := c.LockIDs
@@ -283,19 +290,19 @@ func lockOf(got executions.RunLock) lockResponse {
 	return l
 }
 
-// pathLock returns the execution and lock ids in the path.
-func pathLock(r request) (id, lockID string, err error) {
+// pathLock returns the execution and lock ids in the path, for a caller that may work on the execution.
+func (s *server) pathLock(r request) (id, lockID string, err error) {
 	if id, err = pathUUID(r, "an execution"); err != nil {
 		return "", "", err
 	}
 	if lockID = r.PathValue("lock_id"); !isLockID(lockID) {
 		return "", "", problem.New(http.StatusBadRequest, "malformed lock id").Kind("malformed-id", "Malformed id")
 	}
-	return id, lockID, nil
+	return id, lockID, s.mayWork(r.Context(), id)
 }
 
 func (s *server) heartbeatLock(r request) (response, error) {
-	id, lockID, err := pathLock(r)
+	id, lockID, err := s.pathLock(r)
 	if err != nil {
 		return response{}, err
 	}
@@ -310,7 +317,11 @@ func (s *server) heartbeatLock(r request) (response, error) {
 }
 
 func (s *server) heartbeatLocks(r request) (response, error) {
-	got, err := s.engine.RenewLocks(r.Context(), r.body.(heartbeatsRequest).LockIDs)
+	locks := r.body.(heartbeatsRequest).LockIDs
+	if err := s.mayWork(r.Context(), "", locks...); err != nil {
+		return response{}, err
+	}
+	got, err := s.engine.RenewLocks(r.Context(), locks)
 	if err != nil {
 		return response{}, err
 	}
@@ -326,6 +337,9 @@ func (s *server) checkpoint(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
+	if err := s.mayWork(r.Context(), id); err != nil {
+		return response{}, err
+	}
 	c := r.body.(checkpointRequest)
 	traceID, anew, err := s.engine.CheckpointRun(r.Context(), id, c.LockID, c.Step, c.Output)
 	if err != nil {
@@ -339,7 +353,7 @@ func (s *server) checkpoint(r request) (response, error) {
 }
 
 func (s *server) releaseLock(r request) (response, error) {
-	id, lockID, err := pathLock(r)
+	id, lockID, err := s.pathLock(r)
 	if err != nil {
 		return response{}, err
 	}

@@ -459,7 +459,7 @@ func TestPauseAndResumeOverHTTP(t *testing.T) {
 	}
 	var first, again, over executions.PauseChange
 	header := a.post("/v1/pause", `{"reason":"prices look wrong"}`, &first)
-	if !first.Changed || !first.Paused || first.PausedBy != "admin" || header.Get("X-Trace-Id") != first.TraceID {
+	if !first.Changed || !first.Paused || first.PausedBy != "root" || header.Get("X-Trace-Id") != first.TraceID {
 		t.Errorf("pause: %+v, %v", first, header)
 	}
 	a.checkAudit(first.TraceID, first.ActivityID, "pause_agent", "prices look wrong")
@@ -490,7 +490,7 @@ func TestLockIsRejectedWhilePaused(t *testing.T) {
 	a.checkResponse(a.raw("POST", "/v1/executions", `{"flow":"external"}`, asAdmin()), "POST", "/v1/executions", 201, &x)
 	a.post("/v1/pause", `{"reason":"prices look wrong"}`, &struct{}{})
 	p := a.checkProblem(a.raw("POST", "/v1/executions/"+x.ID+"/lock", `{"owner":"worker 1"}`, asAdmin()), 409,
-		"by admin: prices look wrong")
+		"by root: prices look wrong")
 	if p.Type != "urn:lanekeeper:problem:paused" {
 		t.Errorf("problem: %+v", p)
 	}

@@ -127,7 +127,7 @@ func callerOf(ctx context.Context) string {
 	if name, visitor := VisitorFrom(ctx); visitor {
 		return "visitor " + name
 	}
-	return admin
+	return "principal " + by(ctx)
 }
 
 // runAttempt runs next, stores its response, and then sends it. So every response sent is stored.

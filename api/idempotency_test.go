@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // countingEndpoint counts its calls.
@@ -197,7 +198,7 @@ func TestStreamIsNotRepeated(t *testing.T) {
 		w.(http.Flusher).Flush()
 		fmt.Fprint(w, "data: 2\n\n")
 	}), api.Endpoint{
-		Method: "POST", Path: "/v1/large", About: "A large answer.", Access: api.Admin, Idempotent: true,
+		Method: "POST", Path: "/v1/large", About: "A large answer.", Access: api.Admin, Scope: principals.Operate, Idempotent: true,
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			for range 3 {
 				fmt.Fprint(w, strings.Repeat("x", 600<<10))

@@ -93,7 +93,10 @@ func (s *server) breakLane(r request) (response, error) {
 	}
 	result := laneBreak{Lane: lane}
 	err := postgres.InTx(r.Context(), s.pool, func(tx pgx.Tx) error {
-		var err error
+		err := activity.SetActor(r.Context(), tx)
+		if err != nil {
+			return err
+		}
 		if result.Broken, err = lanes.Break(r.Context(), tx, lane, r.body.(reasonRequest).Reason); err != nil ||
 			!result.Broken {
 			return err
@@ -183,11 +186,11 @@ func (s *server) getPause(r request) (response, error) {
 }
 
 func (s *server) pauseAll(r request) (response, error) {
-	got, err := executions.PauseAll(r.Context(), s.pool, admin, r.body.(reasonRequest).Reason)
+	got, err := executions.PauseAll(r.Context(), s.pool, by(r.Context()), r.body.(reasonRequest).Reason)
 	return response{body: got, trace: got.TraceID}, err
 }
 
 func (s *server) resumeAll(r request) (response, error) {
-	got, err := executions.ResumeAll(r.Context(), s.pool, admin, r.body.(reasonRequest).Reason)
+	got, err := executions.ResumeAll(r.Context(), s.pool, by(r.Context()), r.body.(reasonRequest).Reason)
 	return response{body: got, trace: got.TraceID}, err
 }

@@ -255,7 +255,7 @@ func TestListingFilters(t *testing.T) {
 		"/v1/activity?since=2020-01-01T00:00:00%2B02:00":           {"id", []string{audit, say, look}},
 		"/v1/skills?enabled=true":                                  {"name", []string{"look"}},
 		"/v1/skills?enabled=false":                                 {"name", []string{"say"}},
-		"/v1/skills?disabled_by=admin":                             {"name", []string{"say"}},
+		"/v1/skills?disabled_by=root":                              {"name", []string{"say"}},
 		"/v1/skills?scope=external":                                {"name", nil},
 		"/v1/skills?source=workspace":                              {"name", []string{"say", "look"}},
 	} {

@@ -60,7 +60,9 @@ func document(table []route) object {
 		"components": object{
 			"schemas": s.components,
 			"securitySchemes": object{
-				"admin":   object{"type": "http", "scheme": "bearer", "description": "AGENT_ADMIN_TOKEN"},
+				"principal": object{
+					"type": "http", "scheme": "bearer", "description": "An API token lk_…, whose principal has the scope, or AGENT_ADMIN_TOKEN",
+				},
 				"visitor": object{"type": "http", "scheme": "bearer", "description": "a key of AGENT_CHAT_KEY"},
 			},
 		},
@@ -79,7 +81,7 @@ func (s *schemas) operation(rt route) object {
 	}
 	switch rt.access {
 	case Admin:
-		op["security"] = []object{{"admin": []string{}}}
+		op["security"], op["x-scope"] = []object{{"principal": rt.scopes}}, rt.scopes[0]
 	case Visitor:
 		op["security"] = []object{{"visitor": []string{}}}
 	case Public:
@@ -211,7 +213,7 @@ func (s *schemas) responseContent(rt route) object {
 func problems(rt route) []int {
 	var list []int
 	if rt.access != Public {
-		list = append(list, http.StatusBadRequest, http.StatusUnauthorized, http.StatusInternalServerError,
+		list = append(list, http.StatusBadRequest, http.StatusUnauthorized, http.StatusForbidden, http.StatusInternalServerError,
 			http.StatusServiceUnavailable)
 		if strings.Contains(rt.path, "{") {
 			list = append(list, http.StatusNotFound)

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/prompts"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -26,6 +27,8 @@ type route struct {
 	method, path string
 	about        string
 	access       Access                          // default Admin
+	scopes       []principals.Scope              // of Admin routes, from scopes.go; one suffices
+	secret       bool                            // the response has a secret: it is stored for no Idempotency-Key
 	params       []param                         // of the query; others are rejected
 	body         any                             // zero value of the request body; nil for none
 	response     any                             // zero value of the response body
@@ -68,18 +71,18 @@ func (s *server) routes(endpoints []Endpoint) ([]route, error) {
 		s.probeRoutes(), s.readRoutes(), s.agentRoutes(), s.reportRoutes(), s.whyRoutes(), s.stateRoutes(), s.actionRoutes(),
 		s.executionRoutes(), s.timeTravelRoutes(),
 		s.flowRoutes(), s.decisionRoutes(), s.memoryRoutes(), s.messageRoutes(), s.accessRoutes(), s.webhookRoutes(),
-		s.loginRoutes(), s.pauseRoutes(), s.monitorRoutes(),
+		s.loginRoutes(), s.principalRoutes(), s.pauseRoutes(), s.monitorRoutes(),
 		s.retentionRoutes(), s.documentRoutes(),
 	)
 	for i := range table {
 		if table[i].access == 0 {
-			table[i].access = Admin
+			table[i].access, table[i].scopes = Admin, scopesOf(table[i].method, table[i].path)
 		}
 		if table[i].csv {
 			table[i].params = append(slices.Clip(table[i].params), csvParam)
 		}
 		table[i].maxBody = cmp.Or(table[i].maxBody, maxBody)
-		table[i].idempotent = table[i].method == http.MethodPost && !table[i].repeatable && !table[i].page
+		table[i].idempotent = table[i].method == http.MethodPost && !table[i].repeatable && !table[i].page && !table[i].secret
 	}
 	for _, e := range endpoints {
 		rt, err := e.route()
@@ -302,6 +305,8 @@ type Endpoint struct {
 	Method, Path string // as http.ServeMux has them; GET also answers HEAD
 	About        string // for the document
 	Access       Access
+	// Scope is the right that an Admin endpoint needs.
+	Scope principals.Scope
 	// Body and Response are zero values for the document; nil for none. A Body other than json.RawMessage requires
 	// application/json.
 	Body, Response any
@@ -347,6 +352,8 @@ func (e Endpoint) route() (route, error) {
 		return route{}, fmt.Errorf("endpoint %s: a handler and a description are required", name)
 	case e.Access < Public || e.Access > Admin:
 		return route{}, fmt.Errorf("endpoint %s: access is required", name)
+	case (e.Access == Admin) != (e.Scope != ""):
+		return route{}, fmt.Errorf("endpoint %s: Admin endpoints, and only they, need a scope", name)
 	case e.Idempotent && e.Access == Public:
 		return route{}, fmt.Errorf("endpoint %s: a public endpoint cannot be idempotent: strangers would get the stored "+
 			"response", name)
@@ -357,6 +364,9 @@ func (e Endpoint) route() (route, error) {
 		again: e.Again, contentType: e.ContentType, stream: e.Stream, finite: e.Finite, openAI: e.OpenAIErrors,
 		maxBody: e.MaxBody, idempotent: e.Idempotent,
 		foreign: strings.HasPrefix(e.Path, webhooks), page: e.Page, handler: e.Handler, expect: e.Expect,
+	}
+	if e.Access == Admin {
+		rt.scopes = []principals.Scope{e.Scope}
 	}
 	for _, name := range slices.Sorted(maps.Keys(e.Query)) {
 		rt.params = append(rt.params, textParam(name, e.Query[name]))

@@ -15,7 +15,6 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
-	"github.com/lanekeeper/lanekeeper/internal/credentials"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 )
@@ -101,26 +100,6 @@ func TestEncodingFailureIsProblem(t *testing.T) {
 	h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
 	if w.Code != http.StatusInternalServerError || !json.Valid(w.Body.Bytes()) {
 		t.Errorf("answer is %d %s", w.Code, w.Body)
-	}
-}
-
-func TestLoginLifetime(t *testing.T) {
-	t.Parallel()
-	s, err := newSessions(Options{AdminToken: "token"}, credentials.NewGuard(slog.New(slog.DiscardHandler)))
-	require.NoError(t, err)
-	began := time.Unix(1_800_000_000, 0)
-	s.now = func() time.Time { return began }
-	r := httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/", http.NoBody)
-	r.AddCookie(s.loginCookie(r))
-	for after, want := range map[time.Duration]bool{
-		0: true, sessionTTL - time.Second: true, sessionTTL: false,
-		24 * time.Hour: false,
-	} {
-		s.now = func() time.Time { return began.Add(after) }
-		l, err := s.verify(r)
-		if err != nil || (l != nil) != want || l != nil && !l.until.Equal(began.Add(12*time.Hour)) {
-			t.Errorf("after %s: %v, %v", after, l, err)
-		}
 	}
 }
 

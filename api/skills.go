@@ -114,7 +114,7 @@ func withHealth(ctx context.Context, db postgres.DB, list []skills.Skill) ([]ski
 
 func (s *server) enableSkill(r request) (response, error) {
 	return s.changeSkill(r, "enable_skill", func(tx pgx.Tx, name, reason string, c *skillChange) error {
-		restored, err := selfheal.Reenable(r.Context(), tx, name, admin, reason)
+		restored, err := selfheal.Reenable(r.Context(), tx, name, by(r.Context()), reason)
 		c.Enabled, c.Changed, c.Automations = true, restored.Settled, restored.Automations
 		return err
 	})
@@ -122,8 +122,8 @@ func (s *server) enableSkill(r request) (response, error) {
 
 func (s *server) disableSkill(r request) (response, error) {
 	return s.changeSkill(r, "disable_skill", func(tx pgx.Tx, name, reason string, c *skillChange) (err error) {
-		c.Changed, err = skills.Disable(r.Context(), tx, name, admin, reason,
-			map[string]string{"disabled_by": admin, "reason": reason})
+		c.Changed, err = skills.Disable(r.Context(), tx, name, by(r.Context()), reason,
+			map[string]string{"disabled_by": by(r.Context()), "reason": reason})
 		if err == nil {
 			c.Automations, err = automations.PausedFor(r.Context(), tx, name)
 		}

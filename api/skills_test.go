@@ -173,7 +173,7 @@ func TestEnableAndDisableWebhooks(t *testing.T) {
 		var got change
 		a.post("/v1/webhooks/"+path+"/disable", `{"reason":"they move"}`, &got)
 		if !got.Changed || pgtest.Value[string](t, a.pool, `select disabled_by || ': ' || disabled_reason from `+
-			table) != "admin: they move" {
+			table) != "root: they move" {
 			t.Errorf("%s: %+v", path, got)
 		}
 		action := map[string]string{"targets/ops": "disable_webhook_target", "endpoints/shop": "disable_webhook"}[path]

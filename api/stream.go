@@ -33,7 +33,7 @@ func eventID(e executions.StatusChange) string {
 // reconnecting client first gets missed changes, where they are stored. A client that has seen the end gets 204, and
 // browsers stop reconnecting.
 func (s *server) followExecution(w http.ResponseWriter, r *http.Request) {
-	in, err := parseRequest(r, route{access: Admin})
+	in, err := parseRequest(r, route{access: Admin, scopes: authenticated})
 	var x executions.Execution
 	if err == nil {
 		x, err = s.execution(in)

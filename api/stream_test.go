@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -49,7 +50,7 @@ func (a *agent) call(ctx context.Context, method, url, key string) *http.Respons
 
 func stream(h http.HandlerFunc) api.Endpoint {
 	return api.Endpoint{
-		Method: "GET", Path: "/v1/stream", About: "A stream.", Access: api.Admin, ContentType: "text/event-stream",
+		Method: "GET", Path: "/v1/stream", About: "A stream.", Access: api.Admin, Scope: principals.Operate, ContentType: "text/event-stream",
 		Stream: true, Handler: h,
 	}
 }
@@ -61,7 +62,7 @@ func TestRequestDeadlines(t *testing.T) {
 		fmt.Fprint(w, has)
 	}
 	a := withEndpoints(t, stream(deadline), api.Endpoint{
-		Method: "GET", Path: "/v1/plain", About: "None.", Access: api.Admin, Handler: http.HandlerFunc(deadline),
+		Method: "GET", Path: "/v1/plain", About: "None.", Access: api.Admin, Scope: principals.Operate, Handler: http.HandlerFunc(deadline),
 	})
 	for path, want := range map[string]string{"/v1/stream": "false", "/v1/plain": "true"} {
 		if got := a.raw("GET", path, "", asAdmin()).Body.String(); got != want {

@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -212,7 +213,7 @@ func (s *server) createJoinToken(r request) (response, error) {
 	c, err := s.record(r.Context(), "invite_into_thread", "a join token was given out", map[string]any{"thread_id": id},
 		func(tx pgx.Tx, _ string) (any, error) {
 			token, err = threads.Invite(r.Context(), tx, threads.Invitation{
-				ThreadID: id, Reusable: b.Reusable, Life: life, ExecutionID: b.ExecutionID, By: admin,
+				ThreadID: id, Reusable: b.Reusable, Life: life, ExecutionID: b.ExecutionID, By: by(r.Context()),
 			})
 			return map[string]any{"access_id": token.ID, "expires_at": token.ExpiresAt.UTC().Format(time.RFC3339)}, err
 		})
@@ -236,7 +237,7 @@ func (s *server) grantAccess(r request) (response, error) {
 	c, err := s.record(r.Context(), "open_thread", "a thread was opened to "+string(to.Kind)+" "+to.Owner,
 		map[string]any{"thread_id": id, string(to.Kind): to.Owner},
 		func(tx pgx.Tx, _ string) (any, error) {
-			granted.ID, err = threads.Grant(r.Context(), tx, id, to, granted.Name, admin)
+			granted.ID, err = threads.Grant(r.Context(), tx, id, to, granted.Name, by(r.Context()))
 			return map[string]any{"access_id": granted.ID}, err
 		})
 	if errors.Is(err, threads.ErrTaken) {
@@ -453,6 +454,9 @@ func (s *server) sendMessage(r request) (response, error) {
 	if err := threads.CheckID(id); err != nil {
 		return response{}, problem.New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id")
 	}
+	if err := s.mayMessage(r, b); err != nil {
+		return response{}, err
+	}
 	if _, err := threads.Get(r.Context(), s.pool, id); errors.Is(err, threads.ErrNotFound) {
 		return response{}, problem.New(http.StatusNotFound, "%s", threads.ErrNotFound)
 	} else if err != nil {
@@ -493,6 +497,18 @@ func (s *server) sendMessage(r request) (response, error) {
 		body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated,
 		trace: x.TraceID,
 	}, nil
+}
+
+// mayMessage rejects a worker that would speak outside its executions.
+func (s *server) mayMessage(r request, b messageRequest) error {
+	who := principals.From(r.Context())
+	switch {
+	case who == nil || who.May(principals.ThreadsWrite):
+		return nil
+	case b.ExecutionID == "":
+		return missingScope(who, string(principals.ThreadsWrite))
+	}
+	return s.mayWork(r.Context(), b.ExecutionID)
 }
 
 // messageExecution returns the execution that sends a message. Only external executions may use this route.
@@ -539,7 +555,7 @@ func (s *server) sendAsAdmin(r request, o threads.Outgoing) (response, error) {
 	if err != nil {
 		return response{}, messageError(err)
 	}
-	sent.Log(r.Context(), s.log.With("trace_id", c.TraceID), o.ThreadID, admin)
+	sent.Log(r.Context(), s.log.With("trace_id", c.TraceID), o.ThreadID, by(r.Context()))
 	return response{
 		body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated,
 		trace: c.TraceID,

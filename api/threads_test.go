@@ -112,7 +112,7 @@ func TestMessageLogLines(t *testing.T) {
 			traceOf(first), first, first),
 		fmt.Sprintf(`msg="lane busy" trace_id=%s execution_id=%s lane=thread:pedro owner=%s#1 holder=%s#1`, traceOf(second),
 			second, second, first),
-		fmt.Sprintf(`msg="lane busy" trace_id=%s lane=thread:pedro owner=admin holder=%s#1`, audit, first),
+		fmt.Sprintf(`msg="lane busy" trace_id=%s lane=thread:pedro owner=root holder=%s#1`, audit, first),
 	} {
 		assert.Contains(t, got, line)
 	}

@@ -184,7 +184,7 @@ func (s *server) getRetention(r request) (response, error) {
 
 func (s *server) setRetention(r request) (response, error) {
 	b := r.body.(retentionRequest)
-	got, err := retention.Set(r.Context(), s.pool, b.Keep, admin, b.Reason)
+	got, err := retention.Set(r.Context(), s.pool, b.Keep, by(r.Context()), b.Reason)
 	if errors.Is(err, retention.ErrInvalid) {
 		return response{}, badBody("%s", err)
 	}

@@ -247,10 +247,10 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 			}
 		}
 		_, err = activity.Note(ctx, tx, activity.Entry{
-			Skill: "decide_approval", Input: map[string]string{
+			Skill: "decide_approval", Input: activity.Describe(ctx, map[string]any{
 				"approval_id": id, "skill": decided.SkillName,
 				"decision": map[bool]string{true: "approve", false: "reject"}[approve], "by": by, "reason": reason,
-			},
+			}),
 		}, activity.Outcome{Output: map[string]string{"status": decided.Status, "trace_id": decided.TraceID}})
 		return err
 	}

@@ -29,6 +29,7 @@ import (
 	"html/template"
 	"log/slog"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -36,6 +37,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // Options configure the Engine Room.
@@ -70,9 +72,10 @@ type Room struct {
 
 // Route is a handler with its path.
 type Route struct {
-	Method, Path string // in http.ServeMux syntax
-	Stream       bool   // an endless response
-	Public       bool   // needs no login
+	Method, Path string           // in http.ServeMux syntax
+	Stream       bool             // an endless response
+	Public       bool             // needs no login
+	Scope        principals.Scope // that the viewer needs; Authenticated for actions, whose route checks
 	Handler      http.Handler
 }
 
@@ -109,15 +112,21 @@ func (room *Room) Routes() []Route {
 	routes := []Route{
 		{Method: http.MethodGet, Path: "/assets/{file}", Public: true, Handler: http.HandlerFunc(room.asset)},
 		{Method: http.MethodGet, Path: "/login", Public: true, Handler: http.HandlerFunc(room.login)},
-		{Method: http.MethodPost, Path: "/act/v1/operate", Stream: true, Handler: http.HandlerFunc(room.runTurn)},
+		{
+			Method: http.MethodPost, Path: "/act/v1/operate", Stream: true, Scope: principals.Operate,
+			Handler: http.HandlerFunc(room.runTurn),
+		},
 	}
 	routes = append(routes,
-		Route{Method: http.MethodGet, Path: "/find/results", Handler: http.HandlerFunc(room.findResults)})
+		Route{
+			Method: http.MethodGet, Path: "/find/results", Scope: principals.ThreadsRead,
+			Handler: http.HandlerFunc(room.findResults),
+		})
 	for _, p := range room.pages {
-		routes = append(routes, Route{Method: http.MethodGet, Path: p.pattern(), Handler: room.serve(p)})
+		routes = append(routes, Route{Method: http.MethodGet, Path: p.pattern(), Scope: p.scope(), Handler: room.serve(p)})
 		if len(p.live()) > 0 {
 			routes = append(routes, Route{
-				Method: http.MethodGet, Path: "/live" + p.pattern(), Stream: true,
+				Method: http.MethodGet, Path: "/live" + p.pattern(), Stream: true, Scope: p.scope(),
 				Handler: room.live(p),
 			})
 		}
@@ -128,9 +137,27 @@ func (room *Room) Routes() []Route {
 		}
 	}
 	for _, l := range actions() {
-		routes = append(routes, Route{Method: http.MethodPost, Path: "/act" + l.path, Handler: room.performAction(l)})
+		routes = append(routes, Route{
+			Method: http.MethodPost, Path: "/act" + l.path, Scope: principals.Authenticated, Handler: room.performAction(l),
+		})
 	}
 	return routes
+}
+
+// scope returns the scope that a page's viewer needs.
+func (p page) scope() principals.Scope {
+	first, _, _ := strings.Cut(strings.TrimPrefix(p.path, "/"), "/")
+	switch first {
+	case "threads", "memory", "find":
+		return principals.ThreadsRead
+	case "operate":
+		return principals.Operate
+	case "approvals":
+		return principals.ApprovalsRead
+	case "principals":
+		return principals.Administer
+	}
+	return principals.RunsRead
 }
 
 // all lists the pages in the order of the navigation.

@@ -10,6 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/engineroom"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 	"github.com/lanekeeper/lanekeeper/surfaces/webhook"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -46,10 +47,10 @@ func (a *App) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 	for _, r := range room.Routes() {
 		e := api.Endpoint{
 			Method: r.Method, Path: r.Path, About: "A page of the Engine Room.", Access: api.Admin, Page: true, Stream: r.Stream,
-			Handler: r.Handler,
+			Scope: r.Scope, Handler: r.Handler,
 		}
 		if r.Public {
-			e.Access = api.Public
+			e.Access, e.Scope = api.Public, ""
 		}
 		if r.Stream {
 			e.ContentType, e.Finite = eventStream, r.Method == "POST"
@@ -78,14 +79,14 @@ func (a *App) commandEndpoints() []api.Endpoint {
 func (a *App) operateEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/v1/operate", Access: api.Admin, Body: operate.Body{}, ContentType: eventStream,
+			Method: "POST", Path: "/v1/operate", Access: api.Admin, Scope: principals.Operate, Body: operate.Body{}, ContentType: eventStream,
 			Stream: true, Finite: true,
 			Idempotent: true, Handler: a.Operate.Handler(),
 			About: "Talk to the agent: events start, delta, tool, approval, done, error. With Accept: application/json the " +
 				"response " +
 				"is one document. 409 while another admin holds the lane.",
 		}, {
-			Method: "GET", Path: "/v1/operate/watch", Access: api.Admin, ContentType: eventStream, Stream: true,
+			Method: "GET", Path: "/v1/operate/watch", Access: api.Admin, Scope: principals.Operate, ContentType: eventStream, Stream: true,
 			Handler: a.Operate.WatchHandler(),
 			About:   "Watch the current admin: events of their traces, live.",
 		},
@@ -196,7 +197,7 @@ func (a *App) webhookEndpoints() []api.Endpoint {
 				"hub.mode": "subscribe", "hub.verify_token": "The endpoint's verify token", "hub.challenge": "The text to echo",
 			},
 		}, {
-			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Response: webhook.Page{},
+			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Scope: principals.RunsRead, Response: webhook.Page{},
 			Handler: a.Webhook.Deliveries(),
 			About:   "Received webhooks, newest first.",
 			Query: map[string]string{
@@ -205,11 +206,11 @@ func (a *App) webhookEndpoints() []api.Endpoint {
 				"cursor": "next_cursor of the previous page",
 			},
 		}, {
-			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Response: webhook.Shown{},
+			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Scope: principals.RunsRead, Response: webhook.Shown{},
 			Handler: a.Webhook.Delivery(),
 			About:   "One delivery, with its body.",
 		}, {
-			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Body: json.RawMessage{},
+			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Scope: principals.Operate, Body: json.RawMessage{},
 			Response: webhook.Replayed{},
 			Status:   202, Idempotent: true, Handler: a.Webhook.ReplayDelivery(),
 			About: "Process a delivery again, under a new trace.",
@@ -230,7 +231,7 @@ func (a *App) mcpEndpoints() []api.Endpoint {
 	var all []api.Endpoint
 	for _, method := range []string{"POST", "GET", "DELETE"} {
 		all = append(all, api.Endpoint{
-			Method: method, Path: "/mcp", Access: api.Admin, Stream: true, Finite: method == "POST", Handler: handler,
+			Method: method, Path: "/mcp", Access: api.Admin, Scope: principals.Operate, Stream: true, Finite: method == "POST", Handler: handler,
 			About: "Offered skills over the Model Context Protocol (streamable HTTP).",
 		})
 	}

@@ -1,5 +1,5 @@
 // Package credentials checks what requests present as secrets: the admin token as a bearer or at the login, chat keys,
-// the cookies of logins, and the bearer tokens of webhooks.
+// API tokens, login links, and the bearer tokens of webhooks.
 //
 // It promises:
 //
@@ -8,8 +8,6 @@
 //   - Wrong tries are counted by kind and by the client's address (see internal/clientip). After freeTries of them
 //     each further one costs a wait that doubles up to maxWait; meanwhile tries from there are refused unread with
 //     [Wait]. An address without a wrong try for forgetAfter begins again.
-//   - A cookie that no login has, or has any more, counts as none where the admin token is [Strong]: it cannot be
-//     guessed. Else it counts as a guess at the token, once however often it comes.
 //   - A right secret that is [Strong] passes also from an address that has to wait: it cannot be guessed, so the wait
 //     would only keep out its owner, who may share the address with who guesses. A weaker one has to wait.
 //   - The memory is bounded. An address that is pushed out begins again; no address has to wait for another's tries.
@@ -33,7 +31,7 @@ type Kind string
 const (
 	Admin Kind = "admin token"
 	Chat  Kind = "chat key"
-	Login Kind = "login cookie"
+	Token Kind = "API token"
 	Hook  Kind = "bearer token of a webhook"
 )
 

@@ -12,7 +12,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 const (
@@ -200,19 +199,3 @@ func random(n int) []byte {
 }
 
 // An old cookie comes with each request of its browser: that is one wrong try. Other ones are guesses.
-func TestATextThatComesAgainIsOneTry(t *testing.T) {
-	t.Parallel()
-	s, r := newStand(), from(t, "192.0.2.1:99")
-	for i := range 100 { // two browsers behind one address
-		require.NoError(t, s.JudgeText(r, Login, fmt.Sprint("old ", i%2), false))
-	}
-	if err := s.JudgeText(r, Login, "new", true); err != nil {
-		t.Errorf("a right one after an old one: %v", err)
-	}
-	for i := range freeTries - 2 {
-		_ = s.JudgeText(r, Login, fmt.Sprint("guess ", i), false)
-	}
-	if err := s.JudgeText(r, Login, "new", true); waits(err) == 0 {
-		t.Error("guesses do not wait")
-	}
-}

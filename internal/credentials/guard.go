@@ -2,10 +2,8 @@ package credentials
 
 import (
 	"container/list"
-	"crypto/sha256"
 	"log/slog"
 	"net/http"
-	"slices"
 	"sync"
 	"time"
 
@@ -47,22 +45,6 @@ type tries struct {
 	from        source
 	wrong       int
 	last, until time.Time
-	given       []string // digests of the last wrong texts that count once
-}
-
-// maxGiven is how many wrong texts of a source are told apart from new ones: those of several browsers behind one
-// address.
-const maxGiven = 8
-
-// remember has a wrong text count once.
-func (t *tries) remember(digest string) {
-	if digest == "" {
-		return
-	}
-	if len(t.given) == maxGiven {
-		t.given = slices.Delete(t.given, 0, 1)
-	}
-	t.given = append(t.given, digest)
 }
 
 // lineState is what the log has of a kind.
@@ -89,17 +71,6 @@ func (g *Guard) Check(r *http.Request, kind Kind, secret string, keys ...Key) (n
 // Judge counts a try whose outcome the caller has found out in constant time. strong says that a right one cannot be
 // guessed. An error, a [*Wait], means that the outcome must not show.
 func (g *Guard) Judge(r *http.Request, kind Kind, right, strong bool) error {
-	return g.judge(r, kind, "", right, strong)
-}
-
-// JudgeText is Judge of a weak secret in a text that clients keep, such as a signed cookie. A wrong text that comes
-// again from its address counts once: a browser sends an old cookie with each request.
-func (g *Guard) JudgeText(r *http.Request, kind Kind, text string, right bool) error {
-	digest := sha256.Sum256([]byte(text))
-	return g.judge(r, kind, string(digest[:]), right, false)
-}
-
-func (g *Guard) judge(r *http.Request, kind Kind, given string, right, strong bool) error {
 	if right && strong {
 		return nil
 	}
@@ -108,12 +79,11 @@ func (g *Guard) judge(r *http.Request, kind Kind, given string, right, strong bo
 	now, from := g.now(), source{kind, clientip.Key(r)}
 	e, wait := g.waiting(from, now)
 	switch {
-	case !right && e != nil && given != "" && slices.Contains(e.Value.(*tries).given, given):
 	case wait > 0:
 		g.report(r, from, e.Value.(*tries).wrong, now)
 		return &Wait{wait}
 	case !right:
-		g.count(r, e, from, now).remember(given)
+		g.count(r, e, from, now)
 	}
 	return nil
 }
@@ -145,7 +115,7 @@ func (g *Guard) waiting(from source, now time.Time) (e *list.Element, wait time.
 }
 
 // count notes a wrong try of a source, which e has already or nil.
-func (g *Guard) count(r *http.Request, e *list.Element, from source, now time.Time) *tries {
+func (g *Guard) count(r *http.Request, e *list.Element, from source, now time.Time) {
 	if e == nil {
 		e = g.recent.PushFront(&tries{from: from})
 		g.known[from] = e
@@ -160,7 +130,6 @@ func (g *Guard) count(r *http.Request, e *list.Element, from source, now time.Ti
 		t.until = now.Add(min(maxWait, time.Second<<min(over, 10)))
 	}
 	g.report(r, from, t.wrong, now)
-	return t
 }
 
 func (g *Guard) forget(e *list.Element) { delete(g.known, g.recent.Remove(e).(*tries).from) }

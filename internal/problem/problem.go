@@ -41,6 +41,7 @@ type Problem struct {
 	Detail  string `json:"detail"`
 	TraceID string `json:"trace_id,omitempty"`
 	Holder  string `json:"holder,omitempty"` // of the lane or lock that is in the way
+	Scope   string `json:"scope,omitempty"`  // that the caller lacks (403)
 	// Of a change that was based on something else than what is there (412): what is there now, and what was to be
 	// written.
 	Current any `json:"current,omitempty"`
@@ -66,6 +67,12 @@ func (p *Problem) Kind(name, title string) *Problem {
 // WithHolder says who holds what is in the way. It changes p and returns it.
 func (p *Problem) WithHolder(owner string) *Problem {
 	p.Holder = owner
+	return p
+}
+
+// WithScope names the scope that the caller lacks. It changes p and returns it.
+func (p *Problem) WithScope(scope string) *Problem {
+	p.Scope = scope
 	return p
 }
 

@@ -917,10 +917,11 @@ begin
   if e.claimed_by is not null then
     perform pg_notify('agent_cancel', p_id::text);
   end if;
-  if p_cancelled_by = 'admin' and coalesce(p_reason, '') not like 'its parent was cancelled: %' then
+  if (p_cancelled_by = 'admin' or exists (select from agent_principals p where p.name = p_cancelled_by))
+     and coalesce(p_reason, '') not like 'its parent was cancelled: %' then
     insert into agent_activity (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
     values (lanekeeper.agent_trace_id('op'), 'note', 'admin', 'operate', 'cancel_execution', coalesce(p_reason, ''), 'success',
-            jsonb_build_object('execution', p_id, 'flow', e.flow, 'reason', p_reason),
+            jsonb_build_object('execution', p_id, 'flow', e.flow, 'by', p_cancelled_by, 'reason', p_reason),
             jsonb_build_object('was', e.status, 'trace_id', e.trace_id), clock_timestamp(), 0);
   end if;
   return 'cancelled';

@@ -226,7 +226,8 @@ create or replace view agent_audit as
                (24, 'rows:', coalesce(a.input ->> 'kinds', a.input ->> 'keep')),
                (25, 'changed:', case when jsonb_typeof(a.input -> 'changed') = 'array'
                                      then (select string_agg(c, ', ') from jsonb_array_elements_text(a.input -> 'changed') c) end),
-               (26, 'document', a.input ->> 'document')) v (place, word, name)
+               (26, 'document', a.input ->> 'document'), (27, 'principal', a.input ->> 'principal'), (28, 'token', coalesce(a.input ->> 'made_key', a.input ->> 'revoked_key')),
+               (29, 'session', a.input ->> 'login'), (30, 'identity', a.input ->> 'subject')) v (place, word, name)
             where v.name <> ''), '') end as object,
          coalesce(nullif(a.input ->> 'reason', ''), case when a.agent = 'admin' then nullif(a.purpose, '') end,
                   case when a.cause_id is not null then 'the model asked for it' || case when a.purpose <> '' then ', for ' || a.purpose else '' end end,
@@ -241,7 +242,9 @@ create or replace view agent_audit as
            else a.agent end as on_behalf_of,
          a.status, a.error_class, coalesce(a.error_message, '') as error_message, a.model,
          lanekeeper.agent_tokens(a.token_usage, 'total_tokens') as tokens, a.cost_usd, a.duration_ms, a.surface, a.trace_id, a.execution_id,
-         a.parent_id, a.cause_id, coalesce(a.thread_id, x.thread_id, '') as thread_id, a.lane
+         a.parent_id, a.cause_id, coalesce(a.thread_id, x.thread_id, '') as thread_id, a.lane,
+         case when a.kind = 'note' then coalesce(a.input ->> 'key_id', '') else '' end as token_id,
+         case when a.kind = 'note' then coalesce(a.input ->> 'via', '') else '' end as via
     from agent_activity a
     left join lateral (select e.id, e.thread_id from agent_executions e where e.id = a.execution_id offset 0) x on true
     left join lateral (select h.id, h.participant from agent_threads h where h.id = coalesce(a.thread_id, x.thread_id) offset 0) t on true
@@ -252,4 +255,5 @@ create or replace view agent_audit as
 comment on view agent_audit is
   'Every action in the log: actor, object, time, reason, on whose behalf, result. Restrict it by a range of ids, a '
   'trace or a skill (act), which have indexes. reason: an admin''s reason, the purpose of a model call, or the '
-  'action that it is a part of. cause_id: the model call that asked for it. origin: what began the run.';
+  'action that it is a part of. cause_id: the model call that asked for it. origin: what began the run. token_id and '
+  'via: the API token and the way of a principal''s act.';

@@ -1,0 +1,170 @@
+package api_test
+
+import (
+	"fmt"
+	"maps"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/principals"
+)
+
+// rights says which role enters routes of which scope. It is written down here a second time, on purpose.
+var rights = map[string]string{
+	"authenticated":    "none viewer operator approver admin root worker",
+	"runs:read":        "viewer operator approver admin root",
+	"runs:write":       "operator admin root",
+	"threads:read":     "operator approver admin root",
+	"threads:write":    "operator admin root",
+	"operate":          "operator admin root",
+	"approvals:read":   "viewer operator approver admin root",
+	"approvals:decide": "approver admin root",
+	"admin":            "admin root",
+	"work":             "worker admin root",
+}
+
+// key makes a principal with a token, and returns its text.
+func (a *agent) key(kind string, role principals.Role, life time.Duration, scopes ...string) (name, text string) {
+	a.t.Helper()
+	name = fmt.Sprintf("p%d", pgtest.Value[int](a.t, a.pool, `select count(*)::int from agent_principals`))
+	_, err := principals.Create(a.t.Context(), a.pool, principals.New{Name: name, Kind: kind, Role: role, Reason: "a test"})
+	require.NoError(a.t, err)
+	_, text, err = principals.MakeToken(a.t.Context(), a.pool, principals.NewToken{
+		Principal: name, Scopes: scopes, Life: life, Reason: "a test",
+	})
+	require.NoError(a.t, err)
+	return name, text
+}
+
+// callers are the tokens of each role, and those that open nothing.
+func (a *agent) callers() map[string]string {
+	a.t.Helper()
+	all := map[string]string{"": "", "root": token, "chat key": chatKey}
+	for _, role := range principals.Roles() {
+		_, all[role] = a.key(principals.User, principals.Role(role), 0, "*")
+	}
+	_, all["worker"] = a.key(principals.Service, principals.None, 0, "work:external:sum*")
+	_, all["narrowed"] = a.key(principals.User, principals.Admin, 0, "runs:read")
+	_, all["expired"] = a.key(principals.User, principals.Admin, time.Millisecond, "*")
+	name, text := a.key(principals.User, principals.Admin, 0, "*")
+	all["revoked"] = text
+	_, err := principals.RevokeToken(a.t.Context(), a.pool, strings.Split(text, "_")[1], "a test")
+	require.NoError(a.t, err)
+	name, all["disabled"] = a.key(principals.User, principals.Admin, 0, "*")
+	_, err = principals.SetEnabled(a.t.Context(), a.pool, name, false, "a test")
+	require.NoError(a.t, err)
+	all["wrong secret"] = all["admin"][:len(all["admin"])-1]
+	pgtest.Exec(a.t, a.pool, `select pg_sleep(0.01)`)
+	return all
+}
+
+// TestEveryRouteForEveryRole reads the route table and sends each request as everybody.
+func TestEveryRouteForEveryRole(t *testing.T) {
+	t.Parallel()
+	a := withEndpoints(t)
+	callers := a.callers()
+	tried := 0
+	for path, methods := range a.doc["paths"].(map[string]any) {
+		for method, described := range methods.(map[string]any) {
+			method, op := strings.ToUpper(method), described.(map[string]any)
+			security := op["security"].([]any)
+			scopes := []any{}
+			if len(security) > 0 {
+				scopes, _ = security[0].(map[string]any)["principal"].([]any)
+				if _, visitor := security[0].(map[string]any)["visitor"]; !visitor && len(scopes) == 0 {
+					t.Errorf("%s %s has no scope", method, path)
+				}
+			}
+			at := strings.NewReplacer("{", "", "}", "").Replace(path)
+			for who, secret := range callers {
+				may := len(security) == 0 || len(scopes) == 0 && who == "chat key"
+				for _, scope := range scopes {
+					may = may || slices.Contains(strings.Fields(rights[scope.(string)]), who) ||
+						who == "narrowed" && (scope == "runs:read" || scope == "authenticated")
+				}
+				w := a.raw(method, at, "{}", bearer(secret))
+				want := "in"
+				switch {
+				case may:
+				case slices.Contains([]string{"", "chat key", "expired", "revoked", "disabled", "wrong secret"}, who) || len(scopes) == 0:
+					want = "401"
+				default:
+					want = "403"
+				}
+				got := "in"
+				if w.Code == 401 || w.Code == 403 || w.Code == 429 {
+					got = strings.Replace(fmt.Sprint(w.Code), "429", "401", 1)
+				}
+				if got != want {
+					t.Errorf("%s %s as %q: %d %s, want %s", method, path, who, w.Code, w.Body, want)
+				}
+				if got == "403" && !strings.Contains(w.Body.String(), fmt.Sprintf(`"scope":%q`, scopes[0])) {
+					t.Errorf("%s %s as %q does not name the scope: %s", method, path, who, w.Body)
+				}
+				tried++
+			}
+		}
+	}
+	if tried < 1000 {
+		t.Errorf("only %d requests", tried)
+	}
+	if used := slices.Sorted(maps.Keys(rights)); len(used) != 10 {
+		t.Errorf("scopes are %v", used)
+	}
+}
+
+// A worker reaches executions of its flows, and no other.
+func TestAWorkerReachesItsFlowsOnly(t *testing.T) {
+	t.Parallel()
+	a := withEndpoints(t)
+	_, worker := a.key(principals.Service, principals.None, 0, "work:external:sum*")
+	start := func(flow string) (id, lock string) {
+		var x struct{ ID string }
+		a.create("/v1/threads", fmt.Sprintf(`{"id":%q}`, flow), nil)
+		a.create("/v1/executions", fmt.Sprintf(`{"flow":%q,"thread_id":%q}`, flow, flow), &x)
+		return x.ID, ""
+	}
+	send := func(method, path, body string) (int, string) {
+		w := a.raw(method, path, body, bearer(worker))
+		return w.Code, w.Body.String()
+	}
+	lockOf := func(id string) string {
+		var l struct {
+			LockID string `json:"lock_id"`
+		}
+		a.post("/v1/executions/"+id+"/lock", `{"owner":"w"}`, &l)
+		return l.LockID
+	}
+	mine, _ := start("external:sum")
+	foreign, _ := start("external:other")
+	for id, want := range map[string]map[string]int{
+		mine:    {"lock": 200, "beat": 200, "beats": 200, "checkpoint": 201, "message": 201, "claim": 200, "release": 200},
+		foreign: {"lock": 403, "beat": 403, "beats": 403, "checkpoint": 403, "message": 403, "claim": 403, "release": 403},
+	} {
+		lock := lockOf(id)
+		flow := map[bool]string{true: "external:sum", false: "external:other"}[id == mine]
+		at := "/v1/executions/" + id
+		for _, c := range []struct{ name, method, path, body string }{
+			{"lock", "POST", at + "/lock", `{"owner":"w"}`},
+			{"beat", "PUT", at + "/lock/" + lock, ""},
+			{"beats", "PUT", "/v1/locks", fmt.Sprintf(`{"lock_ids":[%q]}`, lock)},
+			{"checkpoint", "POST", at + "/checkpoints", fmt.Sprintf(`{"lock_id":%q,"step":"s","output":1}`, lock)},
+			{"message", "POST", "/v1/threads/" + flow + "/messages", fmt.Sprintf(`{"content":"hi","execution_id":%q,"lock_id":%q}`, id, lock)},
+			{"claim", "POST", "/v1/locks", fmt.Sprintf(`{"flows":[%q],"owner":"w2"}`, flow)},
+			{"release", "POST", at + "/lock/" + lock, `{"status":"completed"}`},
+		} {
+			if code, said := send(c.method, c.path, c.body); code != want[c.name] {
+				t.Errorf("%s of %s: %d %s, want %d", c.name, flow, code, said, want[c.name])
+			}
+		}
+	}
+	if code, said := send("POST", "/v1/threads/external:sum/messages", `{"content":"as an admin"}`); code != http.StatusForbidden {
+		t.Errorf("a message outside an execution: %d %s", code, said)
+	}
+	pgtest.Equal(t, a.pool, "running", `select status from agent_executions where id::text = $1`, foreign)
+}

@@ -1,0 +1,269 @@
+package api
+
+import (
+	"encoding/json"
+	"errors"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
+)
+
+// me describes the caller.
+type me struct {
+	Name      string     `json:"name"`
+	Kind      string     `json:"kind"`
+	Role      string     `json:"role"`
+	Scopes    []string   `json:"scopes"` // role ∩ scopes of the token
+	TokenID   string     `json:"token_id,omitempty"`
+	SessionID string     `json:"session_id,omitempty"`
+	ExpiresAt *time.Time `json:"expires_at"` // of the session
+}
+
+func (s *server) getMe(r request) (response, error) {
+	who := principals.From(r.Context())
+	m := me{
+		Name: who.Name, Kind: who.Kind, Role: string(who.Role), Scopes: who.Effective(), TokenID: who.TokenID,
+		SessionID: who.SessionID,
+	}
+	if !who.Until.IsZero() {
+		m.ExpiresAt = &who.Until
+	}
+	return response{body: m}, nil
+}
+
+// principalDetail is a principal with what leads to it.
+type principalDetail struct {
+	principals.Principal
+	Identities []principals.Identity `json:"identities"`
+	Tokens     []principals.Token    `json:"tokens"`
+	Sessions   []principals.Session  `json:"sessions"`
+}
+
+type newPrincipal struct {
+	Name   string          `json:"name"`
+	Kind   string          `json:"kind,omitempty"` // user (default) or service
+	Role   principals.Role `json:"role"`
+	Reason string          `json:"reason"`
+}
+
+type principalPatch struct {
+	Role    *principals.Role `json:"role,omitempty"`
+	Enabled *bool            `json:"enabled,omitempty"`
+	Reason  string           `json:"reason"`
+}
+
+type identityRequest struct {
+	Issuer  string `json:"issuer"`
+	Subject string `json:"subject"`
+	Reason  string `json:"reason"`
+}
+
+type tokenRequest struct {
+	Principal string   `json:"principal"`
+	Name      string   `json:"name,omitempty"`
+	Scopes    []string `json:"scopes"`
+	// seconds, or text such as "90d"; without it the token does not expire
+	ExpiresIn json.RawMessage `json:"expires_in,omitempty"`
+	Reason    string          `json:"reason"`
+}
+
+// newToken holds a token's text, once.
+type newToken struct {
+	principals.Token
+	Text string `json:"token"`
+}
+
+type loginLink struct {
+	Path      string    `json:"path"` // of the login page, with the secret
+	ExpiresAt time.Time `json:"expires_at"`
+}
+
+func (b newPrincipal) check() error    { return reasonRequest{b.Reason}.check() }
+func (b principalPatch) check() error  { return reasonRequest{b.Reason}.check() }
+func (b identityRequest) check() error { return reasonRequest{b.Reason}.check() }
+func (b tokenRequest) check() error    { return reasonRequest{b.Reason}.check() }
+
+// principalError maps errors of package principals to problems.
+func principalError(err error) error {
+	switch {
+	case errors.Is(err, principals.ErrNotFound):
+		return problem.New(http.StatusNotFound, "%s", principals.ErrNotFound)
+	case errors.Is(err, principals.ErrInvalid):
+		return badBody("%s", strings.TrimPrefix(innermost(err), "invalid: "))
+	case errors.Is(err, principals.ErrTaken):
+		return problem.New(http.StatusConflict, "%s", strings.TrimPrefix(innermost(err), "taken: "))
+	}
+	return err
+}
+
+// innermost is the text of an error from its sentinel on, without what wraps it.
+func innermost(err error) string {
+	text := err.Error()
+	for _, word := range []string{"invalid: ", "taken: "} {
+		if _, after, found := strings.Cut(text, word); found {
+			return word + after
+		}
+	}
+	return text
+}
+
+// withID gives a handler the name or id in the path.
+func withID(handle func(r request, id string) (response, error)) func(request) (response, error) {
+	return func(r request) (response, error) {
+		id, err := pathName(r, principals.ErrNotFound)
+		if err != nil {
+			return response{}, principalError(err)
+		}
+		return handle(r, id)
+	}
+}
+
+func (s *server) listPrincipals(r request) (response, error) {
+	got, err := principals.List(r.Context(), s.pool)
+	return response{body: pageOf(got, "")}, err
+}
+
+func (s *server) getPrincipal(r request, id string) (response, error) {
+	p, err := principals.Find(r.Context(), s.pool, id)
+	if err != nil {
+		return response{}, principalError(err)
+	}
+	d := principalDetail{Principal: p}
+	if d.Identities, err = principals.Identities(r.Context(), s.pool, p.ID); err == nil {
+		if d.Tokens, err = principals.Tokens(r.Context(), s.pool, p.ID); err == nil {
+			d.Sessions, err = principals.Sessions(r.Context(), s.pool, p.ID)
+		}
+	}
+	d.Identities, d.Tokens, d.Sessions = orEmpty(d.Identities), orEmpty(d.Tokens), orEmpty(d.Sessions)
+	return response{body: d}, err
+}
+
+func (s *server) createPrincipal(r request) (response, error) {
+	b := r.body.(newPrincipal)
+	if b.Kind == "" {
+		b.Kind = principals.User
+	}
+	p, err := principals.Create(r.Context(), s.pool, principals.New{Name: b.Name, Kind: b.Kind, Role: b.Role, Reason: b.Reason})
+	return response{body: p, status: http.StatusCreated}, principalError(err)
+}
+
+// changePrincipal sets the role, or disables and enables.
+func (s *server) changePrincipal(r request, id string) (response, error) {
+	b := r.body.(principalPatch)
+	if (b.Role == nil) == (b.Enabled == nil) {
+		return response{}, badBody("send role or enabled")
+	}
+	var p principals.Principal
+	var err error
+	if b.Role != nil {
+		p, err = principals.SetRole(r.Context(), s.pool, id, *b.Role, b.Reason)
+	} else {
+		p, err = principals.SetEnabled(r.Context(), s.pool, id, *b.Enabled, b.Reason)
+	}
+	return response{body: p}, principalError(err)
+}
+
+func (s *server) linkIdentity(r request, id string) (response, error) {
+	b := r.body.(identityRequest)
+	err := principals.LinkIdentity(r.Context(), s.pool, id, b.Issuer, b.Subject, b.Reason)
+	return response{body: change{Name: b.Subject, Changed: true}}, principalError(err)
+}
+
+func (s *server) unlinkIdentity(r request, id string) (response, error) {
+	b := r.body.(identityRequest)
+	err := principals.UnlinkIdentity(r.Context(), s.pool, id, b.Issuer, b.Subject, b.Reason)
+	return response{body: change{Name: b.Subject, Changed: true}}, principalError(err)
+}
+
+func (s *server) createLoginLink(r request, id string) (response, error) {
+	secret, until, err := principals.MakeLink(r.Context(), s.pool, id, r.body.(reasonRequest).Reason)
+	return response{
+		body: loginLink{loginPath + "?link=" + secret, until}, status: http.StatusCreated,
+	}, principalError(err)
+}
+
+func (s *server) listTokens(r request) (response, error) {
+	got, err := principals.Tokens(r.Context(), s.pool, r.query["principal"])
+	return response{body: pageOf(got, "")}, err
+}
+
+func (s *server) createToken(r request) (response, error) {
+	b := r.body.(tokenRequest)
+	life, err := timeout(b.ExpiresIn)
+	if err != nil {
+		return response{}, err
+	}
+	made, text, err := principals.MakeToken(r.Context(), s.pool, principals.NewToken{
+		Principal: b.Principal, Name: b.Name, Scopes: b.Scopes, Life: life, Reason: b.Reason,
+	})
+	return response{body: newToken{made, text}, status: http.StatusCreated}, principalError(err)
+}
+
+func (s *server) revokeToken(r request, id string) (response, error) {
+	changed, err := principals.RevokeToken(r.Context(), s.pool, id, r.body.(reasonRequest).Reason)
+	return response{body: change{Name: id, Changed: changed}}, principalError(err)
+}
+
+func (s *server) listSessions(r request) (response, error) {
+	got, err := principals.Sessions(r.Context(), s.pool, r.query["principal"])
+	return response{body: pageOf(got, "")}, err
+}
+
+func (s *server) revokeSession(r request, id string) (response, error) {
+	changed, err := principals.RevokeSession(r.Context(), s.pool, id, r.body.(reasonRequest).Reason)
+	return response{body: change{Name: id, Changed: changed}}, principalError(err)
+}
+
+// principalRoutes manage who may do what. What holds a secret is stored for no Idempotency-Key.
+func (s *server) principalRoutes() []route {
+	of := []param{textParam("principal", "Name or id of a principal")}
+	return []route{
+		{
+			method: "GET", path: "/v1/me", response: me{}, handle: s.getMe,
+			about: "The caller: its principal, role and scopes.",
+		}, {
+			method: "GET", path: "/v1/principals", response: page[principals.Principal]{}, handle: s.listPrincipals,
+			about: "Principals by name.",
+		}, {
+			method: "POST", path: "/v1/principals", body: newPrincipal{}, response: principals.Principal{},
+			status: http.StatusCreated, handle: s.createPrincipal, conflicts: true,
+			about: "Create a principal: a user or a service, with a role. 409 if the name is taken.",
+		}, {
+			method: "GET", path: "/v1/principals/{id}", response: principalDetail{}, handle: withID(s.getPrincipal),
+			about: "One principal by name or id, with its identities, tokens and sessions.",
+		}, {
+			method: "PATCH", path: "/v1/principals/{id}", body: principalPatch{}, response: principals.Principal{},
+			handle: withID(s.changePrincipal), about: "Set the role of a principal, or disable or enable it. Tokens and sessions follow at once.",
+		}, {
+			method: "POST", path: "/v1/principals/{id}/identities", body: identityRequest{}, response: change{},
+			handle: withID(s.linkIdentity), conflicts: true,
+			about: "Link an account elsewhere, by issuer and subject, to a principal. 409 if another principal has it.",
+		}, {
+			method: "DELETE", path: "/v1/principals/{id}/identities", body: identityRequest{}, response: change{},
+			handle: withID(s.unlinkIdentity), about: "Unlink an account.",
+		}, {
+			method: "POST", path: "/v1/principals/{id}/login_links", body: reasonRequest{}, response: loginLink{},
+			status: http.StatusCreated, handle: withID(s.createLoginLink), secret: true,
+			about: "Create a link that logs in a user once, within 15 minutes.",
+		}, {
+			method: "GET", path: "/v1/tokens", response: page[principals.Token]{}, handle: s.listTokens, params: of,
+			about: "API tokens, newest first. Their secrets are stored nowhere.",
+		}, {
+			method: "POST", path: "/v1/tokens", body: tokenRequest{}, response: newToken{},
+			status: http.StatusCreated, handle: s.createToken, secret: true,
+			about: "Create an API token. This response alone has its text. Scopes narrow the role: *, runs:read, work:GLOB, …",
+		}, {
+			method: "POST", path: "/v1/tokens/{id}/revoke", body: reasonRequest{}, response: change{}, handle: withID(s.revokeToken),
+			about: "Revoke an API token, at once and everywhere.",
+		}, {
+			method: "GET", path: "/v1/sessions", response: page[principals.Session]{}, handle: s.listSessions, params: of,
+			about: "Sessions of browsers, newest first.",
+		}, {
+			method: "POST", path: "/v1/sessions/{id}/revoke", body: reasonRequest{}, response: change{}, handle: withID(s.revokeSession),
+			about: "End a session, at once and everywhere.",
+		},
+	}
+}

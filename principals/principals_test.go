@@ -1,0 +1,243 @@
+package principals_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/principals"
+)
+
+func create(t *testing.T, db *pgxpool.Pool, name, kind string, role principals.Role) principals.Principal {
+	t.Helper()
+	p, err := principals.Create(t.Context(), db, principals.New{Name: name, Kind: kind, Role: role, Reason: "a test"})
+	require.NoError(t, err)
+	return p
+}
+
+func makeToken(t *testing.T, db *pgxpool.Pool, of string, life time.Duration, scopes ...string) (principals.Token, string) {
+	t.Helper()
+	made, text, err := principals.MakeToken(t.Context(), db, principals.NewToken{
+		Principal: of, Scopes: scopes, Life: life, Reason: "a test",
+	})
+	require.NoError(t, err)
+	return made, text
+}
+
+func TestRightsAreRoleAndScopes(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		kind   string
+		role   principals.Role
+		scopes []string
+		want   string
+	}{
+		"all of a viewer":        {principals.User, principals.Viewer, []string{"*"}, "runs:read approvals:read"},
+		"narrowed admin":         {principals.User, principals.Admin, []string{"runs:read"}, "runs:read"},
+		"more than the role":     {principals.User, principals.Viewer, []string{"runs:read", "admin", "operate"}, "runs:read"},
+		"nobody":                 {principals.User, principals.None, []string{"*"}, ""},
+		"approver":               {principals.User, principals.Approver, []string{"*"}, "runs:read threads:read approvals:read approvals:decide"},
+		"worker":                 {principals.Service, principals.None, []string{"work:external:sum*"}, "work:external:sum*"},
+		"user that would work":   {principals.User, principals.Operator, []string{"work:*"}, ""},
+		"service has no work":    {principals.Service, principals.Viewer, []string{"*"}, "runs:read approvals:read"},
+		"operator cannot decide": {principals.User, principals.Operator, []string{"approvals:decide"}, ""},
+	} {
+		who := principals.Caller{Principal: principals.Principal{Kind: c.kind, Role: c.role}, Scopes: c.scopes}
+		assert.Equal(t, name+": "+c.want, name+": "+strings.Join(who.Effective(), " "))
+		for _, s := range principals.Admin.Scopes() {
+			has := slices.ContainsFunc(who.Effective(), func(e string) bool { return strings.HasPrefix(e+":", string(s)+":") })
+			if who.May(s) != has {
+				t.Errorf("%s: may %s is %v", name, s, who.May(s))
+			}
+		}
+	}
+	worker := principals.Caller{
+		Principal: principals.Principal{Kind: principals.Service}, Scopes: []string{"work:external:sum*"},
+	}
+	for flow, want := range map[string]bool{"external:sum": true, "external:sum2": true, "external:other": false, "external": false} {
+		assert.Equal(t, want, worker.MayWork(flow))
+	}
+}
+
+func TestATokenEndsAtOnce(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	create(t, db, "ci", principals.Service, principals.Operator)
+	made, text := makeToken(t, db, "ci", 0, "runs:*")
+	assert.Equal(t, "[runs:read runs:write]", fmt.Sprint(made.Scopes))
+	who, err := principals.ByToken(t.Context(), db, text)
+	require.NoError(t, err)
+	if who.Name != "ci" || who.TokenID != made.ID || !who.May(principals.RunsWrite) || who.May(principals.Operate) {
+		t.Errorf("caller is %+v", who)
+	}
+	if pgtest.Value[bool](t, db, `select exists (select from agent_tokens where last_used_at is null)`) {
+		t.Error("the use is not noted")
+	}
+	secret := text[strings.LastIndexByte(text, '_')+1:]
+	if n := pgtest.Value[int](t, db, `select count(*)::int from agent_activity a where a::text like '%' || $1 || '%'`, secret); n > 0 {
+		t.Error("the secret is in the activity log")
+	}
+	for _, wrong := range []string{"", "lk_", "lk__", text + "A", text[:len(text)-1], "lk_" + made.ID + "_", strings.ToUpper(text), text[3:]} {
+		if _, err := principals.ByToken(t.Context(), db, wrong); !errors.Is(err, principals.ErrNotFound) {
+			t.Errorf("%q: %v", wrong, err)
+		}
+	}
+	changed, err := principals.RevokeToken(t.Context(), db, made.ID, "it leaked")
+	if err != nil || !changed {
+		t.Errorf("revoke: %v, %v", changed, err)
+	}
+	if _, err := principals.ByToken(t.Context(), db, text); !errors.Is(err, principals.ErrRefused) {
+		t.Errorf("a revoked token: %v", err)
+	}
+	_, expired := makeToken(t, db, "ci", time.Millisecond, "*")
+	pgtest.Exec(t, db, `select pg_sleep(0.01)`)
+	if _, err := principals.ByToken(t.Context(), db, expired); !errors.Is(err, principals.ErrRefused) {
+		t.Errorf("an expired token: %v", err)
+	}
+	_, other := makeToken(t, db, "ci", time.Hour, "*")
+	_, err = principals.SetEnabled(t.Context(), db, "ci", false, "no longer needed")
+	require.NoError(t, err)
+	if _, err := principals.ByToken(t.Context(), db, other); !errors.Is(err, principals.ErrRefused) {
+		t.Errorf("a token of a disabled principal: %v", err)
+	}
+}
+
+func TestASessionEnds(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	anna := create(t, db, "anna", principals.User, principals.Approver)
+	in := func() (string, *principals.Caller) {
+		secret, err := principals.LogIn(t.Context(), db, principals.NewSession{
+			Principal: anna.ID, Method: principals.WithOIDC, Address: "192.0.2.1", Browser: "a\x00b\nc",
+		})
+		require.NoError(t, err)
+		who, err := principals.BySession(t.Context(), db, secret, nil)
+		require.NoError(t, err)
+		return secret, who
+	}
+	gone := func(what, secret string, who *principals.Caller) {
+		t.Helper()
+		if _, err := principals.BySession(t.Context(), db, secret, nil); !errors.Is(err, principals.ErrNotFound) {
+			t.Errorf("%s: %v", what, err)
+		}
+		if valid, err := principals.Valid(t.Context(), db, who); err != nil || valid {
+			t.Errorf("%s: a stream goes on: %v, %v", what, valid, err)
+		}
+	}
+	secret, who := in()
+	if valid, err := principals.Valid(t.Context(), db, who); err != nil || !valid || !who.May(principals.ApprovalsDecide) {
+		t.Errorf("%+v is valid: %v, %v", who, valid, err)
+	}
+	_, err := principals.RevokeSession(t.Context(), db, who.SessionID, "a lost phone")
+	require.NoError(t, err)
+	gone("revoked", secret, who)
+	secret, who = in()
+	require.NoError(t, principals.LogOut(t.Context(), db, who))
+	gone("logged out", secret, who)
+	secret, who = in()
+	pgtest.Exec(t, db, `update agent_sessions set expires_at = clock_timestamp() where id::text = $1`, who.SessionID)
+	gone("expired", secret, who)
+	secret, who = in()
+	_, err = principals.SetRole(t.Context(), db, "anna", principals.Viewer, "another job")
+	require.NoError(t, err)
+	if valid, err := principals.Valid(t.Context(), db, who); err != nil || valid {
+		t.Errorf("a stream with the old role goes on: %v, %v", valid, err)
+	}
+	_, err = principals.SetEnabled(t.Context(), db, "anna", false, "she left")
+	require.NoError(t, err)
+	gone("disabled", secret, who)
+	if _, err := principals.LogIn(t.Context(), db, principals.NewSession{Principal: anna.ID, Method: principals.WithLink}); !errors.Is(err, principals.ErrRefused) {
+		t.Errorf("a login of a disabled principal: %v", err)
+	}
+}
+
+func TestALinkLogsInOnce(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	anna := create(t, db, "anna", principals.User, principals.Viewer)
+	secret, _, err := principals.MakeLink(t.Context(), db, "anna", "she asked")
+	require.NoError(t, err)
+	id, err := principals.UseLink(t.Context(), db, secret)
+	if err != nil || id != anna.ID {
+		t.Errorf("first: %s, %v", id, err)
+	}
+	late, _, err := principals.MakeLink(t.Context(), db, "anna", "she asked")
+	require.NoError(t, err)
+	pgtest.Exec(t, db, `update agent_login_links set expires_at = clock_timestamp() where used_at is null`)
+	for what, s := range map[string]string{"used": secret, "expired": late, "wrong": "x"} {
+		if _, err := principals.UseLink(t.Context(), db, s); !errors.Is(err, principals.ErrNotFound) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if _, _, err := principals.MakeLink(t.Context(), db, principals.Root, "x"); !errors.Is(err, principals.ErrInvalid) {
+		t.Errorf("a link of root: %v", err)
+	}
+}
+
+func TestAnIdentityHasOnePrincipal(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	create(t, db, "anna", principals.User, principals.Approver)
+	create(t, db, "bert", principals.User, principals.Viewer)
+	require.NoError(t, principals.LinkIdentity(t.Context(), db, "anna", "slack:T1", "U1", "she asked"))
+	p, err := principals.ByIdentity(t.Context(), db, "slack:T1", "U1")
+	if err != nil || p.Name != "anna" || !p.Role.May(principals.ApprovalsDecide) {
+		t.Errorf("%+v, %v", p, err)
+	}
+	if err := principals.LinkIdentity(t.Context(), db, "bert", "slack:T1", "U1", "x"); !errors.Is(err, principals.ErrTaken) {
+		t.Errorf("another's identity: %v", err)
+	}
+	for _, other := range [][2]string{{"slack:T2", "U1"}, {"slack:T1", "U2"}, {"", ""}} {
+		if _, err := principals.ByIdentity(t.Context(), db, other[0], other[1]); !errors.Is(err, principals.ErrNotFound) {
+			t.Errorf("%v: %v", other, err)
+		}
+	}
+	_, err = principals.SetEnabled(t.Context(), db, "anna", false, "she left")
+	require.NoError(t, err)
+	if _, err := principals.ByIdentity(t.Context(), db, "slack:T1", "U1"); !errors.Is(err, principals.ErrNotFound) {
+		t.Errorf("of a disabled principal: %v", err)
+	}
+}
+
+func TestRootAndReservedNamesStay(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	for what, err := range map[string]error{
+		"disable root": second(principals.SetEnabled(t.Context(), db, principals.Root, false, "x")),
+		"demote root":  second(principals.SetRole(t.Context(), db, principals.Root, principals.Viewer, "x")),
+		"admin":        second(principals.Create(t.Context(), db, principals.New{Name: "admin", Kind: principals.User, Role: principals.Viewer})),
+		"spaces":       second(principals.Create(t.Context(), db, principals.New{Name: "a b", Kind: principals.User, Role: principals.Viewer})),
+		"no role":      second(principals.Create(t.Context(), db, principals.New{Name: "a", Kind: principals.User, Role: "boss"})),
+	} {
+		if !errors.Is(err, principals.ErrInvalid) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+}
+
+func second(_ principals.Principal, err error) error { return err }
+
+func TestChangesAreAudited(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	boss := &principals.Caller{Principal: principals.Principal{Name: "boss", Role: principals.Admin}, TokenID: "abc"}
+	ctx := principals.WithCaller(t.Context(), boss, "http")
+	_, err := principals.Create(ctx, db, principals.New{Name: "anna", Kind: principals.User, Role: principals.Viewer, Reason: "new"})
+	require.NoError(t, err)
+	pgtest.Equal(t, db, "create_principal by boss with abc via http: new, principal anna",
+		`select act || ' by ' || actor || ' with ' || token_id || ' via ' || via || ': ' || reason || ', ' || object
+		   from agent_audit where act = 'create_principal'`)
+	if a := activity.ActorFrom(context.Background()); a.Name != activity.Admin {
+		t.Errorf("nobody is %+v", a)
+	}
+}

@@ -1,0 +1,231 @@
+package principals
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// SessionTTL is how long a login lasts.
+const SessionTTL = 12 * time.Hour
+
+// LinkTTL is how long a login link can be used.
+const LinkTTL = 15 * time.Minute
+
+// The methods of a login.
+const (
+	WithToken = "token" // AGENT_ADMIN_TOKEN
+	WithLink  = "link"
+	WithOIDC  = "oidc"
+)
+
+// Session is a row of agent_sessions.
+type Session struct {
+	ID         string     `json:"id"`
+	Principal  string     `json:"principal"` // its name
+	Method     string     `json:"method"`    // token, link or oidc
+	CreatedAt  time.Time  `json:"created_at"`
+	ExpiresAt  time.Time  `json:"expires_at"`
+	LastSeenAt time.Time  `json:"last_seen_at"` // to some minutes
+	RevokedAt  *time.Time `json:"revoked_at"`
+	Address    string     `json:"address"`
+	Browser    string     `json:"browser"`
+}
+
+// NewSession describes a login.
+type NewSession struct {
+	Principal        string // id, or name
+	Method           string
+	Address, Browser string
+	// Digest makes the stored digest of the secret; nil is SHA-256. A login with AGENT_ADMIN_TOKEN uses a key of it.
+	Digest func(secret string) []byte
+}
+
+// LogIn creates a session and returns the secret of its cookie. It prunes expired sessions and links.
+func LogIn(ctx context.Context, db postgres.Beginner, n NewSession) (secret string, err error) {
+	secret = rand.Text()
+	if n.Digest == nil {
+		n.Digest = digest
+	}
+	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		tag, err := tx.Exec(ctx, `
+			insert into agent_sessions (secret_sha256, principal_id, method, expires_at, address, browser)
+			select @digest, p.id, @method, clock_timestamp() + make_interval(secs => @ttl::float8), @address, @browser
+			  from agent_principals p where (p.name = @principal or p.id::text = @principal) and p.disabled_at is null`,
+			postgres.Strict{
+				"digest": n.Digest(secret), "method": n.Method, "ttl": SessionTTL.Seconds(), "principal": n.Principal,
+				"address": postgres.Text(short(n.Address)), "browser": postgres.Text(short(n.Browser)),
+			})
+		if made, err := postgres.Changed(tag, err, "create session"); err != nil || !made {
+			return errors.Join(err, ErrRefused)
+		}
+		_, err = tx.Exec(ctx, `
+			with sessions as (
+			  delete from agent_sessions where id in (
+			    select id from agent_sessions where expires_at < statement_timestamp() - interval '1 day'
+			      order by expires_at limit 100 for update skip locked))
+			delete from agent_login_links where secret_sha256 in (
+			  select secret_sha256 from agent_login_links where expires_at < statement_timestamp() - interval '1 day'
+			    order by expires_at limit 100 for update skip locked)`)
+		return err
+	})
+	if err != nil {
+		return "", fmt.Errorf("log in: %w", err)
+	}
+	return secret, nil
+}
+
+func short(s string) string {
+	s = strings.Map(func(r rune) rune {
+		if r != ' ' && isOdd(r) {
+			return -1
+		}
+		return r
+	}, s)
+	return s[:min(len(s), 200)]
+}
+
+// BySession returns the caller of a cookie's secret, stored under one of the digests; ErrNotFound without one.
+func BySession(ctx context.Context, db postgres.DB, secret string, keyed func(secret string) []byte) (*Caller, error) {
+	digests := [][]byte{digest(secret)}
+	if keyed != nil {
+		digests = append(digests, keyed(secret))
+	}
+	c := &Caller{Scopes: []string{All}}
+	var stale bool
+	err := db.QueryRow(ctx, `
+		select `+columns+`, s.id::text, s.expires_at,
+		       s.last_seen_at < clock_timestamp() - make_interval(secs => @every::float8)
+		  from agent_sessions s join agent_principals p on p.id = s.principal_id
+		 where s.secret_sha256 = any (@digests) and s.revoked_at is null and s.expires_at > clock_timestamp()
+		   and p.disabled_at is null and (p.name <> 'root' or s.secret_sha256 = @keyed)`,
+		postgres.Strict{"digests": digests, "keyed": digests[len(digests)-1], "every": seenEvery.Seconds()}).
+		Scan(&c.ID, &c.Name, &c.Kind, &c.Role, &c.CreatedAt, &c.DisabledAt, &c.SessionID, &c.Until, &stale)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows):
+		return nil, ErrNotFound
+	case err != nil:
+		return nil, fmt.Errorf("find session: %w", err)
+	}
+	if stale {
+		_, err = db.Exec(ctx, `update agent_sessions set last_seen_at = clock_timestamp() where id = @id::uuid`,
+			postgres.Strict{"id": c.SessionID})
+		if err != nil {
+			return nil, fmt.Errorf("note the use of a session: %w", err)
+		}
+	}
+	return c, nil
+}
+
+// Valid reports whether the caller's token or session still counts, and its principal is enabled.
+func Valid(ctx context.Context, db postgres.DB, c *Caller) (valid bool, err error) {
+	err = db.QueryRow(ctx, `
+		select exists (select from agent_tokens t where t.id = @token and t.revoked_at is null
+		                  and coalesce(t.expires_at > clock_timestamp(), true))
+		    or exists (select from agent_sessions s where s.id = nullif(@session, '')::uuid and s.revoked_at is null
+		                  and s.expires_at > clock_timestamp())`,
+		postgres.Strict{"token": c.TokenID, "session": c.SessionID}).Scan(&valid)
+	if err == nil && valid {
+		err = db.QueryRow(ctx, `select coalesce((select p.disabled_at is null and p.role = @role from agent_principals p
+			where p.id = @id::uuid), false)`, postgres.Strict{"id": c.ID, "role": string(c.Role)}).Scan(&valid)
+	}
+	if err != nil {
+		return false, fmt.Errorf("check access: %w", err)
+	}
+	return valid, nil
+}
+
+// Sessions lists the sessions of a principal, or all for "", newest first.
+func Sessions(ctx context.Context, db postgres.DB, principal string) ([]Session, error) {
+	return postgres.Rows[Session](ctx, db, "list sessions", `
+		select s.id::text as id, p.name as principal, s.method, s.created_at, s.expires_at, s.last_seen_at, s.revoked_at,
+		       s.address, s.browser
+		  from agent_sessions s join agent_principals p on p.id = s.principal_id
+		 where @principal in ('', p.name, p.id::text) order by s.created_at desc, s.id limit 1000`,
+		postgres.Strict{"principal": principal})
+}
+
+// RevokeSession ends a session. changed is false if it had ended before.
+func RevokeSession(ctx context.Context, db postgres.Beginner, id, reason string) (changed bool, err error) {
+	about := map[string]any{"login": id}
+	err = act(ctx, db, "revoke_session", reason, about, func(tx pgx.Tx) (any, error) {
+		var name string
+		err := tx.QueryRow(ctx, `select p.name from agent_sessions s join agent_principals p on p.id = s.principal_id
+			where s.id::text = @id`, postgres.Strict{"id": id}).Scan(&name)
+		if errors.Is(err, pgx.ErrNoRows) {
+			return nil, ErrNotFound
+		}
+		if err != nil {
+			return nil, fmt.Errorf("find session: %w", err)
+		}
+		about["principal"] = name
+		changed, err = endSession(ctx, tx, id)
+		return map[string]bool{"changed": changed}, err
+	})
+	return changed, err
+}
+
+// LogOut ends the caller's own session.
+func LogOut(ctx context.Context, db postgres.DB, c *Caller) error {
+	_, err := endSession(ctx, db, c.SessionID)
+	return err
+}
+
+func endSession(ctx context.Context, db postgres.DB, id string) (bool, error) {
+	tag, err := db.Exec(ctx, `
+		with ended as (
+		  update agent_sessions set revoked_at = clock_timestamp() where id::text = @id and revoked_at is null returning id)
+		select pg_notify(@channel, id::text) from ended`, postgres.Strict{"id": id, "channel": Channel})
+	return postgres.Changed(tag, err, "end session")
+}
+
+// MakeLink creates a login link of a principal and returns its secret, for /login?link=SECRET.
+func MakeLink(ctx context.Context, db postgres.Beginner, principal, reason string) (secret string, until time.Time, err error) {
+	secret = rand.Text()
+	about := map[string]any{"principal": principal}
+	err = act(ctx, db, "create_login_link", reason, about, func(tx pgx.Tx) (any, error) {
+		p, err := locked(ctx, tx, principal)
+		if err != nil {
+			return nil, err
+		}
+		if !p.Enabled() || p.Name == Root || p.Kind != User {
+			return nil, fmt.Errorf("%w: a login link needs an enabled user other than root; %s is not one", ErrInvalid, p.Name)
+		}
+		about["principal"] = p.Name
+		err = tx.QueryRow(ctx, `
+			insert into agent_login_links (secret_sha256, principal_id, expires_at)
+			values (@digest, @id::uuid, clock_timestamp() + make_interval(secs => @ttl::float8)) returning expires_at`,
+			postgres.Strict{"digest": digest(secret), "id": p.ID, "ttl": LinkTTL.Seconds()}).Scan(&until)
+		return nil, err
+	})
+	if err != nil {
+		return "", until, fmt.Errorf("create login link: %w", err)
+	}
+	return secret, until, nil
+}
+
+// UseLink uses a login link, once, and returns its principal's id. ErrNotFound reports a wrong, used or expired one.
+func UseLink(ctx context.Context, db postgres.DB, secret string) (principalID string, err error) {
+	err = db.QueryRow(ctx, `
+		update agent_login_links l set used_at = clock_timestamp() from agent_principals p
+		 where l.secret_sha256 = @digest and l.used_at is null and l.expires_at > clock_timestamp()
+		   and p.id = l.principal_id and p.disabled_at is null
+		returning p.id::text`, postgres.Strict{"digest": digest(secret)}).Scan(&principalID)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return "", ErrNotFound
+	}
+	if err != nil {
+		return "", fmt.Errorf("use login link: %w", err)
+	}
+	return principalID, nil
+}
+
+func actor(ctx context.Context) string { return activity.ActorFrom(ctx).Name }
