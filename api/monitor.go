@@ -43,7 +43,7 @@ func (s *server) verdict(r request) (response, error) {
 
 func (s *server) acknowledge(r request) (response, error) {
 	body, _ := r.body.(acknowledgeRequest)
-	got, traceID, err := s.monitor.Acknowledge(r.Context(), s.pool, body.Mark, body.Reason, admin)
+	got, traceID, err := s.monitor.Acknowledge(r.Context(), s.pool, body.Mark, body.Reason, by(r.Context()))
 	if errors.Is(err, monitor.ErrChanged) {
 		return response{}, problem.New(http.StatusConflict, "%s", monitor.ErrChanged).Kind("verdict-changed", "Verdict changed")
 	}

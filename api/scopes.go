@@ -19,6 +19,7 @@ var routesByScope = map[principals.Scope][]string{
 		"GET /v1/requests/{id}", "GET /v1/lanes", "GET /v1/skills", "GET /v1/skills/{name}", "GET /v1/objectives",
 		"GET /v1/objectives/{id}", "GET /v1/automations", "GET /v1/automations/{id}", "GET /v1/agents",
 		"GET /v1/agents/{name}", "GET /v1/pause", "GET /v1/webhooks/targets",
+		"GET /v1/monitor/verdict",
 	},
 	principals.RunsWrite: {
 		"POST /v1/executions", "POST /v1/executions/{id}/cancel", "POST /v1/executions/{id}/fork",
@@ -39,7 +40,8 @@ var routesByScope = map[principals.Scope][]string{
 		"DELETE /v1/documents/{id}",
 	},
 	principals.Operate: {
-		"POST /v1/pause", "POST /v1/resume", "POST /v1/skills/{name}/enable", "POST /v1/skills/{name}/disable",
+		"POST /v1/monitor/acknowledge", "POST /v1/pause", "POST /v1/resume", "POST /v1/skills/{name}/enable",
+		"POST /v1/skills/{name}/disable",
 		"POST /v1/lanes/{lane}/break", "POST /v1/automations/{id}/enable", "POST /v1/automations/{id}/disable",
 		"POST /v1/automations/{id}/accept", "POST /v1/automations/{id}/run", "POST /v1/automations/runs/{id}/redrive",
 		"POST /v1/webhooks/targets/{id}/enable", "POST /v1/webhooks/targets/{id}/disable",
