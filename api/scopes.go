@@ -22,7 +22,7 @@ var routesByScope = map[principals.Scope][]string{
 		"GET /v1/monitor/verdict",
 	},
 	principals.RunsWrite: {
-		"POST /v1/executions", "POST /v1/executions/{id}/cancel", "POST /v1/executions/{id}/fork",
+		"POST /v1/executions", "POST /v1/executions/bulk", "POST /v1/executions/{id}/cancel", "POST /v1/executions/{id}/fork",
 		"POST /v1/executions/{id}/retry", "POST /v1/executions/{id}/replay", "POST /v1/events",
 		"POST /v1/objectives/{id}/accept", "POST /v1/objectives/{id}/reject", "POST /v1/objectives/{id}/pause",
 		"POST /v1/objectives/{id}/resume",
