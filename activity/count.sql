@@ -35,6 +35,13 @@ hours as materialized (
          sum(e.cost_usd), coalesce(sum(e.duration_ms), 0), '', sum(e.unknown_tokens), sum(e.unknown_usd), sum(e.cached_tokens)
     from ended e where e.kind = 'model' group by 1, 2, 3, 4, 5
   union all
+  -- Model calls of chats, once more, by the chat key of the thread.
+  select e.hour, 'key', lanekeeper.agent_count_key(t.owner), e.surface, e.model, count(*), count(*) filter (where e.status = 'success'),
+         count(*) filter (where e.status = 'error'), 0, 0, 0, 0, 0, sum(e.prompt_tokens), sum(e.completion_tokens), sum(e.tokens),
+         sum(e.cost_usd), coalesce(sum(e.duration_ms), 0), '', sum(e.unknown_tokens), sum(e.unknown_usd), sum(e.cached_tokens)
+    from ended e join agent_threads t on t.id = e.thread_id and t.owner_kind in ('key', 'visitor')
+   where e.kind = 'model' group by 1, 2, 3, 4, 5
+  union all
   -- What model calls cost, once more, by the skills that they led to.
   select e.hour, 'charge', lanekeeper.agent_count_key(c.skill), e.surface, e.model, sum(c.calls), 0, 0, 0, 0, 0, 0, 0, sum(c.prompt_tokens), sum(c.completion_tokens),
          sum(c.tokens), sum(c.cost_usd), 0, '', sum(c.unknown_tokens), sum(c.unknown_usd), 0
@@ -68,6 +75,9 @@ lasted as (
   select (e.hour at time zone 'UTC')::date, e.skill, e.bucket, count(*) from ended e where e.telling and e.bucket is not null group by 1, 2, 3
   union all
   select (e.hour at time zone 'UTC')::date, '', e.bucket, count(*) from ended e where e.telling and e.bucket is not null and e.skill <> '' group by 1, 3
+  union all
+  select (e.hour at time zone 'UTC')::date, 'model ' || e.model, e.bucket, count(*) from ended e
+   where e.kind = 'model' and e.status = 'success' and e.bucket is not null group by 1, 2, 3
   on conflict (day, skill, bucket) do update set calls = d.calls + excluded.calls)
 select (select count(*) from ended)::int as counted, (select count(*) from listed)::int as listed,
        coalesce((select max(l.activity_id::text collate "C") from listed l), '') as listed_upto

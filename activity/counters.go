@@ -149,6 +149,7 @@ const (
 	BySurface Dimension = "surface"
 	ByModel   Dimension = "model"
 	ByAgent   Dimension = "agent" // that acted; not counted before schema 216
+	ByKey     Dimension = "key"   // chat key of the thread; not counted before schema 221
 	Together  Dimension = ""      // one line per period
 )
 
@@ -174,8 +175,9 @@ type SpendLine struct {
 	CostUSD          float64    `json:"cost_usd"`
 	UnknownTokens    int64      `json:"unknown_tokens"` // part of Tokens that no provider reported
 	UnknownUSD       float64    `json:"unknown_usd"`    // part of CostUSD that no provider reported
-	// CachedTokens is the part of PromptTokens that the provider had cached; 0 by skill.
+	// CachedTokens is the part of PromptTokens that the provider had cached, and Errors the failed calls; 0 by skill.
 	CachedTokens int64 `json:"cached_tokens"`
+	Errors       int64 `json:"errors"`
 }
 
 // Counted are sums over the log. Until is nil when they are complete. Otherwise more than 20,000 rows are uncounted,
@@ -201,22 +203,14 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 			ByHour, ByDay, Total)
 	}
 	switch f.By {
-	case BySkill, ByPurpose, BySurface, ByModel, ByAgent, Together:
+	case BySkill, ByPurpose, BySurface, ByModel, ByAgent, ByKey, Together:
 	default:
-		return Counted[SpendLine]{}, fmt.Errorf("sum spend: %q is not one of %s, %s, %s, %s, %s", string(f.By), BySkill,
-			ByPurpose, BySurface, ByModel, ByAgent)
+		return Counted[SpendLine]{}, fmt.Errorf("sum spend: %q is not one of %s, %s, %s, %s, %s, %s", string(f.By), BySkill,
+			ByPurpose, BySurface, ByModel, ByAgent, ByKey)
 	}
-	kind := "charge"
-	if f.By == ByPurpose || f.Purpose != "" {
-		if kind = "model"; f.By == BySkill || f.Skill != "" {
-			return Counted[SpendLine]{}, fmt.Errorf("sum spend: %w", ErrSkillOrPurpose)
-		}
-	}
-	if f.By == ByAgent || f.Agent != "" {
-		if f.By == BySkill || f.By == ByPurpose || f.Skill != "" || f.Purpose != "" {
-			return Counted[SpendLine]{}, errors.New("sum spend: by agent there are no skills and purposes")
-		}
-		kind = "agent"
+	kind, err := f.kind()
+	if err != nil {
+		return Counted[SpendLine]{}, err
 	}
 	until := time.Date(9999, 1, 1, 0, 0, 0, 0, time.UTC)
 	if !f.Until.IsZero() {
@@ -246,6 +240,54 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 		sums.Lines = append(sums.Lines, l.SpendLine)
 	}
 	return sums, nil
+}
+
+// kind is the kind of counts that have the sums.
+func (f SpendFilter) kind() (string, error) {
+	byWork := f.By == BySkill || f.By == ByPurpose || f.Skill != "" || f.Purpose != ""
+	switch {
+	case f.By == ByKey && (byWork || f.Agent != ""):
+		return "", errors.New("sum spend: by key there are no agents, skills and purposes")
+	case f.By == ByKey:
+		return "key", nil
+	case (f.By == ByAgent || f.Agent != "") && byWork:
+		return "", errors.New("sum spend: by agent there are no skills and purposes")
+	case f.By == ByAgent || f.Agent != "":
+		return "agent", nil
+	case (f.By == ByPurpose || f.Purpose != "") && (f.By == BySkill || f.Skill != ""):
+		return "", fmt.Errorf("sum spend: %w", ErrSkillOrPurpose)
+	case f.By == BySkill || f.Skill != "":
+		return "charge", nil
+	}
+	return "model", nil
+}
+
+// ModelDurations returns how long successful calls of each model took since a day (UTC), by model: buckets as in
+// [Percentile], and counts. Calls of the last half minute are missing.
+func ModelDurations(ctx context.Context, db postgres.DB, since, until time.Time) (map[string]Histogram, error) {
+	list, err := postgres.Rows[struct {
+		Model string
+		Histogram
+	}](ctx, db, "read durations of model calls", `
+		select substr(x.skill, 7) as model, array_agg(x.bucket order by x.bucket) as buckets, array_agg(x.calls order by x.bucket) as counts
+		  from (select d.skill, d.bucket, sum(d.calls)::bigint as calls
+		          from generate_series(@since::date, least(@until::date, (clock_timestamp() at time zone 'UTC')::date), interval '1 day') g (day)
+		         cross join lateral (select u.skill, u.bucket, u.calls from agent_activity_durations u
+		                              where u.day = g.day::date and u.skill >= 'model ' and u.skill < 'model!' offset 0) d
+		         group by 1, 2) x group by 1`, perQuery, postgres.Strict{
+		"since": since.UTC().Format(time.DateOnly), "until": until.UTC().Format(time.DateOnly),
+	})
+	of := map[string]Histogram{}
+	for _, l := range list {
+		of[l.Model] = l.Histogram
+	}
+	return of, err
+}
+
+// Histogram counts durations by bucket.
+type Histogram struct {
+	Buckets []int32
+	Counts  []int64
 }
 
 // startOfHour is the start of a moment's hour (UTC), not before the epoch.

@@ -160,7 +160,7 @@ func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (str
 		       sum(v.prompt_tokens)::bigint as prompt_tokens, sum(v.completion_tokens)::bigint as completion_tokens,
 		       sum(v.tokens)::bigint as tokens, sum(v.cost_usd)::float8 as cost_usd,
 		       sum(v.unknown_tokens)::bigint as unknown_tokens, sum(v.unknown_usd)::float8 as unknown_usd,
-		       0::bigint as cached_tokens -- the views have none
+		       0::bigint as cached_tokens, 0::bigint as errors -- the views have none
 		  from `+view+` v group by 1, 2`)
 	if err != nil {
 		return "", err
@@ -170,7 +170,7 @@ func spendDifference(ctx context.Context, tx pgx.Tx, by activity.Dimension) (str
 		return "", err
 	}
 	same := cmp.Options{
-		cmpopts.IgnoreFields(activity.SpendLine{}, "CachedTokens"),
+		cmpopts.IgnoreFields(activity.SpendLine{}, "CachedTokens", "Errors"),
 		cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) }), cmpopts.EquateEmpty(), cmpopts.EquateApprox(0, 1e-9),
 		cmpopts.SortSlices(func(a, b activity.SpendLine) bool { return a.Key+a.Period.String() < b.Key+b.Period.String() }),
 	}

@@ -37,6 +37,7 @@ type agentRow struct {
 	Default                                             bool
 	Version                                             int
 	TodayUSD                                            float64
+	TodayTokens                                         int64
 }
 
 func (room *Room) agentsList(ctx context.Context, _ *visit) (any, error) {
@@ -54,7 +55,7 @@ func (room *Room) agentsList(ctx context.Context, _ *visit) (any, error) {
 		list[i] = agentRow{
 			Name: a.Name, Model: a.Model, Memory: a.Memory, Skills: valueOf(a, "skills"), Keys: valueOf(a, "keys"),
 			About:   a.Description,
-			Default: a.Default, Version: a.Version, TodayUSD: budgets.AgentOf(used, a.Name).CostUSD,
+			Default: a.Default, Version: a.Version, TodayUSD: budgets.AgentOf(used, a.Name).CostUSD, TodayTokens: budgets.AgentOf(used, a.Name).Tokens,
 		}
 		if a.Heartbeat != nil {
 			list[i].Heartbeat = a.Heartbeat.Cron

@@ -56,6 +56,8 @@ type Options struct {
 	Agents *agents.Directory
 	// Limits are the configured budgets of a day.
 	Limits budgets.Limits
+	// PriceOf says where the price of a model is from, such as "list price of 2026-07-24: $2 in, $8 out"; nil knows none.
+	PriceOf func(model string) string
 	// Key signs flash messages in the browser. All processes of an agent need the same key. A random one when nil.
 	Key []byte
 }

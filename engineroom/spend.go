@@ -90,7 +90,7 @@ func openSpend(_ context.Context, v *visit) (title string, err error) {
 		return "", err
 	}
 	if want.By, err = v.oneOf("by", string(activity.BySkill), string(activity.ByPurpose), string(activity.BySurface),
-		string(activity.ByModel), string(activity.ByAgent)); err != nil {
+		string(activity.ByModel), string(activity.ByAgent), string(activity.ByKey)); err != nil {
 		return "", err
 	}
 	if want.Per, err = v.oneOf("per", string(activity.ByDay), string(activity.ByHour)); err != nil {
@@ -114,8 +114,8 @@ func openSpend(_ context.Context, v *visit) (title string, err error) {
 		}
 		want.By = string(activity.ByPurpose)
 	}
-	if want.By == string(activity.ByAgent) && (want.Skill != "" || want.Purpose != "") {
-		return "", badFilter("by is agent; skills and purposes are not counted by agent")
+	if by := want.By; (by == string(activity.ByAgent) || by == string(activity.ByKey)) && (want.Skill != "" || want.Purpose != "") {
+		return "", badFilter("by is %s; skills and purposes are not counted by %s", by, by)
 	}
 	v.About = want
 	return "", nil
@@ -124,8 +124,10 @@ func openSpend(_ context.Context, v *visit) (title string, err error) {
 // spendRow is a line of the sums.
 type spendRow struct {
 	activity.SpendLine
-	Share string // of the cost, or of the tokens without prices
-	More  string // URL of the line's breakdown
+	Share           string // of the cost, or of the tokens without prices
+	More            string // URL of the line's breakdown
+	P50, P95, Price string // of a model
+	Errored, Cached string // shares of the calls and of the prompt tokens; empty where they are not counted
 }
 
 // spendSums reads the sums.
@@ -139,7 +141,7 @@ func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	if filter.By != activity.ByAgent {
+	if filter.By != activity.ByAgent && filter.By != activity.ByKey {
 		filter.By = activity.Together
 	}
 	filter.Period = activity.Period(want.Per)
@@ -151,7 +153,12 @@ func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 	lines := by.Lines[:min(len(by.Lines), maxSpenders)]
 	spenders := make([]spendRow, 0, len(lines))
 	for _, l := range lines {
-		spenders = append(spenders, spendRow{l, share(l, all), breakdownURL(want, l.Key)})
+		spenders = append(spenders, spendRow{SpendLine: l, Share: share(l, all), More: breakdownURL(want, l.Key)}.withShares(want))
+	}
+	if want.By == string(activity.ByModel) {
+		if err := room.describeModels(ctx, spenders, want.since()); err != nil {
+			return nil, err
+		}
 	}
 	return map[string]any{
 		"Want": want, "All": all, "Spenders": spenders, "Others": added(by.Lines[len(lines):]), "Until": by.Until,
@@ -160,9 +167,45 @@ func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 	}, nil
 }
 
+// withShares adds the shares of failed calls and of cached tokens, which are not counted by skill.
+func (r spendRow) withShares(want spendFilter) spendRow {
+	if want.By == string(activity.BySkill) || want.Skill != "" {
+		return r
+	}
+	r.Errored, r.Cached = "0", "–"
+	if r.Errors > 0 && r.Calls > 0 {
+		r.Errored = human.Count(r.Errors) + " (" + human.Percent(float64(r.Errors)/float64(r.Calls)) + ")"
+	}
+	if r.PromptTokens > 0 {
+		r.Cached = human.Percent(float64(r.CachedTokens) / float64(r.PromptTokens))
+	}
+	return r
+}
+
+// describeModels adds to models how long their calls took since a day, and where their price is from.
+func (room *Room) describeModels(ctx context.Context, list []spendRow, since time.Time) error {
+	took, err := activity.ModelDurations(ctx, room.Read, since, time.Now().Add(24*time.Hour))
+	if err != nil {
+		return err
+	}
+	for i := range list {
+		h := took[list[i].Key]
+		for p, into := range map[float64]*string{0.5: &list[i].P50, 0.95: &list[i].P95} {
+			*into = "–"
+			if ms := activity.Percentile(p, h.Buckets, h.Counts); ms != nil {
+				*into = millisTick(*ms)
+			}
+		}
+		if room.PriceOf != nil {
+			list[i].Price = room.PriceOf(list[i].Key)
+		}
+	}
+	return nil
+}
+
 // breakdownURL returns the URL of a line's breakdown; empty for none.
 func breakdownURL(want spendFilter, key string) string {
-	if key == "" || want.By == "agent" || len(key) > maxFilterBytes ||
+	if key == "" || want.By == "agent" || want.By == "key" || len(key) > maxFilterBytes ||
 		(want.By == "surface" && !slices.Contains(activitySurfaces, key)) {
 		return ""
 	}
@@ -194,6 +237,7 @@ func added(lines []activity.SpendLine) (sum activity.SpendLine) {
 		sum.UnknownTokens += l.UnknownTokens
 		sum.UnknownUSD += l.UnknownUSD
 		sum.CachedTokens += l.CachedTokens
+		sum.Errors += l.Errors
 	}
 	return sum
 }
@@ -492,12 +536,12 @@ func (room *Room) costOfHeartbeats(
 	return cost, nil
 }
 
-// Measures of a chart, in units of its viewBox.
+// Measures of a chart in pixels. Across it is drawn in per cent of its width, so that text keeps its size.
 const (
-	chartWide, chartHigh   = 640.0, 180.0
-	chartLeft, chartBottom = 56.0, 22.0
-	chartTop               = 8.0
-	chartTicks             = 4
+	chartHigh, chartBottom, chartTop = 180.0, 22.0, 8.0
+	// chartWide is the width of the coordinates of lines, which are stretched.
+	chartWide  = 1000.0
+	chartTicks = 4
 	// maxLabels bounds the labels below a chart.
 	maxLabels = 8
 )
@@ -530,6 +574,11 @@ type mark struct{ X, Y, Text string }
 // place formats a number for SVG.
 func place(f float64) string {
 	return strings.TrimSuffix(strings.TrimRight(fmt.Sprintf("%.1f", f), "0"), ".")
+}
+
+// across formats a place or a width across a chart, in per cent.
+func across(f float64) string {
+	return strings.TrimSuffix(strings.TrimRight(fmt.Sprintf("%.2f", 100*f/chartWide), "0"), ".") + "%"
 }
 
 // Empty reports whether all values are zero.
@@ -591,7 +640,7 @@ func (c chart) Paths() []chartLine {
 		return nil
 	}
 	lines := make([]chartLine, len(c.Series))
-	wide := (chartWide - chartLeft) / float64(max(len(c.Points), 1))
+	wide := chartWide / float64(max(len(c.Points), 1))
 	for s := range c.Series {
 		lines[s].Class = c.Series[s].Class
 		var piece []string
@@ -609,8 +658,9 @@ func (c chart) Paths() []chartLine {
 				end()
 				continue
 			}
-			last = mark{X: place(chartLeft + wide*(float64(i)+.5)), Y: place(chartHigh - chartBottom - c.height(p.Values[s]))}
-			piece = append(piece, last.X+","+last.Y)
+			at := wide * (float64(i) + .5)
+			last = mark{X: across(at), Y: place(chartHigh - chartBottom - c.height(p.Values[s]))}
+			piece = append(piece, place(at)+","+last.Y)
 		}
 		end()
 	}
@@ -623,14 +673,14 @@ func (c chart) Areas() []bar {
 		return nil
 	}
 	list := []bar{}
-	wide := (chartWide - chartLeft) / float64(max(len(c.Points), 1))
+	wide := chartWide / float64(max(len(c.Points), 1))
 	for i, p := range c.Points {
 		words := []string{p.Name + ":"}
 		for s, v := range p.Values {
 			words = append(words, c.Series[s].Name, c.Write(v))
 		}
 		list = append(list, bar{
-			X: place(chartLeft + wide*float64(i)), Y: place(chartTop), W: place(wide),
+			X: across(wide * float64(i)), Y: place(chartTop), W: across(wide),
 			H:    place(chartHigh - chartTop - chartBottom),
 			Text: strings.Join(words, " "),
 		})
@@ -652,7 +702,7 @@ func (c chart) Bars() []bar {
 	if c.Lines {
 		return list
 	}
-	wide := (chartWide - chartLeft) / float64(max(len(c.Points), 1))
+	wide := chartWide / float64(max(len(c.Points), 1))
 	for i, p := range c.Points {
 		base := chartHigh - chartBottom
 		for s, v := range p.Values {
@@ -662,7 +712,7 @@ func (c chart) Bars() []bar {
 			}
 			base -= high
 			list = append(list, bar{
-				X: place(chartLeft + wide*(float64(i)+.1)), Y: place(base), W: place(wide * .8), H: place(max(high, .5)),
+				X: across(wide * (float64(i) + .1)), Y: place(base), W: across(wide * .8), H: place(max(high, .5)),
 				Class: c.Series[s].Class, Text: fmt.Sprintf("%s: %s %s", p.Name, c.Write(v), c.Series[s].Name),
 			})
 		}
@@ -675,7 +725,7 @@ func (c chart) Ticks() []mark {
 	list := []mark{}
 	for i := range chartTicks + 1 {
 		v := c.step() * float64(i)
-		list = append(list, mark{X: place(chartLeft - 6), Y: place(chartHigh - chartBottom - c.height(v)), Text: c.Write(v)})
+		list = append(list, mark{Y: place(chartHigh - chartBottom - c.height(v)), Text: c.Write(v)})
 	}
 	return list
 }
@@ -683,20 +733,19 @@ func (c chart) Ticks() []mark {
 // Labels are the labels below, as many as fit.
 func (c chart) Labels() []mark {
 	list := []mark{}
-	wide := (chartWide - chartLeft) / float64(max(len(c.Points), 1))
+	wide := chartWide / float64(max(len(c.Points), 1))
 	every := (len(c.Points) + maxLabels - 1) / maxLabels
 	for i, p := range c.Points {
 		if i%every == 0 {
-			list = append(list, mark{X: place(chartLeft + wide*(float64(i)+.5)), Y: place(chartHigh - 5), Text: p.Short})
+			list = append(list, mark{X: across(wide * (float64(i) + .5)), Y: place(chartHigh - 5), Text: p.Short})
 		}
 	}
 	return list
 }
 
-// Box is the viewBox; Left and Right bound the lines.
-func (c chart) Box() string   { return fmt.Sprintf("0 0 %s %s", place(chartWide), place(chartHigh)) }
-func (c chart) Left() string  { return place(chartLeft) }
-func (c chart) Right() string { return place(chartWide) }
+// Box is the viewBox of the lines, and High the height of the chart.
+func (c chart) Box() string  { return fmt.Sprintf("0 0 %s %s", place(chartWide), place(chartHigh)) }
+func (c chart) High() string { return place(chartHigh) }
 
 // Rows are the points with formatted values, latest first.
 func (c chart) Rows() [][]string {

@@ -38,7 +38,7 @@ func parseTemplates() (*template.Template, error) {
 // funcs are the functions of templates.
 func funcs() template.FuncMap {
 	return template.FuncMap{
-		"cut": cut, "brief": brief, "thousands": human.Count, "money": human.Money, "millis": millis, "seconds": seconds,
+		"cut": cut, "brief": brief, "thousands": human.Count, "money": human.Money, "cost": costText, "capital": capital, "odd": func(n int) bool { return n%2 == 1 }, "millis": millis, "seconds": seconds,
 		"at": at, "ago": ago,
 		"since": since, "until": until,
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
@@ -97,6 +97,25 @@ func clock(class string, t time.Time) template.HTML {
 	t = t.UTC()
 	return template.HTML(fmt.Sprintf(`<time class="%s" datetime="%s">%s UTC</time>`, // digits only
 		class, t.Format(time.RFC3339Nano), t.Format("2006-01-02 15:04:05")))
+}
+
+// capital begins a text with a capital.
+func capital(s string) string {
+	if s == "" {
+		return s
+	}
+	return strings.ToUpper(s[:1]) + s[1:]
+}
+
+// costText is the cost of tokens. Tokens that cost nothing are of a model without a price, or one that is free.
+func costText(usd float64, tokens int64) string {
+	switch {
+	case usd != 0:
+		return human.Money(usd)
+	case tokens > 0:
+		return "no price"
+	}
+	return "–"
 }
 
 // short is the end of an id.

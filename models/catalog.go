@@ -1,7 +1,9 @@
 package models
 
 import (
+	"cmp"
 	"context"
+	_ "embed"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,6 +14,7 @@ import (
 	"net/url"
 	"slices"
 	"strings"
+	"sync"
 )
 
 // Listed is a model in a server's list. Most servers list only the name.
@@ -217,30 +220,49 @@ func (p Price) at(prompt int) Price {
 // and "gpt-4o-latest", but not "gpt-4o-mini"). A name that ends in * covers its prefix. The longest match wins.
 type Prices map[string]Price
 
-// DefaultPrices is a small table of OpenAI's list prices, with the offline model at zero. Prices change: an operator
-// who limits money should set them ([Prices.With]). A model without a price costs nothing here, so no money limit
-// bounds it. Give it a price, or set a token limit ([Client.Priced]).
-func DefaultPrices() Prices {
-	return Prices{
-		"offline":      {},
-		"gpt-4o":       {Prompt: 2.50, Cached: 1.25, Completion: 10},
-		"gpt-4o-mini":  {Prompt: 0.15, Cached: 0.075, Completion: 0.60},
-		"gpt-4.1":      {Prompt: 2, Cached: 0.50, Completion: 8},
-		"gpt-4.1-mini": {Prompt: 0.40, Cached: 0.10, Completion: 1.60},
-		"gpt-4.1-nano": {Prompt: 0.10, Cached: 0.025, Completion: 0.40},
-		"gpt-5":        {Prompt: 1.25, Cached: 0.125, Completion: 10},
-		"gpt-5-mini":   {Prompt: 0.25, Cached: 0.025, Completion: 2},
-		"gpt-5-nano":   {Prompt: 0.05, Cached: 0.005, Completion: 0.40},
-		"gpt-5.6-sol":  {Prompt: 4, Cached: 0.40, CacheWrite: 5, Completion: 20},
-		"gpt-6-sol":    {Prompt: 2, Cached: 0.20, CacheWrite: 2.50, Completion: 10},
-		"gpt-6-luna":   {Prompt: 0.10, Cached: 0.01, CacheWrite: 0.125, Completion: 0.50},
-		"gpt-6.1-sol": {
-			Prompt: 2, Cached: 0.10, CacheWrite: 2.50, Completion: 10,
-			Long: Long{Over: 272_000, Prompt: 4, Cached: 0.20, CacheWrite: 5, Completion: 15},
-		},
-		"o3":      {Prompt: 2, Cached: 0.50, Completion: 8},
-		"o4-mini": {Prompt: 1.10, Cached: 0.275, Completion: 4.40},
+// listPrices are the list prices of well-known models, with their date.
+//
+//go:embed prices.json
+var listPrices []byte
+
+// ListPrices returns the list prices of well-known models, and the day that they are of. Prices change: an operator who
+// limits money should set them ([Prices.With]). A model without a price costs nothing here, so no money limit bounds it.
+// Give it a price, or set a token limit ([Client.Priced]).
+var ListPrices = sync.OnceValues(func() (Prices, string) {
+	type amounts struct {
+		Input, Cached, Output float64
+		CacheWrite            float64 `json:"cache_write"`
 	}
+	var file struct {
+		Date   string
+		Prices map[string]struct {
+			amounts
+			Long struct {
+				Over int
+				amounts
+			}
+		}
+	}
+	if err := json.Unmarshal(listPrices, &file); err != nil {
+		panic("models: prices.json: " + err.Error()) // it is part of the binary, and tested
+	}
+	list := Prices{}
+	for model, p := range file.Prices {
+		list[model] = Price{
+			Prompt: p.Input, Cached: cmp.Or(p.Cached, p.Input), CacheWrite: p.CacheWrite, Completion: p.Output,
+			Long: Long{
+				Over: p.Long.Over, Prompt: p.Long.Input, Cached: cmp.Or(p.Long.Cached, p.Long.Input),
+				CacheWrite: p.Long.CacheWrite, Completion: p.Long.Output,
+			},
+		}
+	}
+	return list, file.Date
+})
+
+// DefaultPrices are the list prices, with the offline model at zero.
+func DefaultPrices() Prices {
+	list, _ := ListPrices()
+	return maps.Clone(list)
 }
 
 // With returns a table in which over overrides p.

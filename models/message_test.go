@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	openai "github.com/sashabaranov/go-openai"
@@ -267,5 +268,22 @@ func TestAnyObjectIsAskedForInBothWays(t *testing.T) {
 		if !strings.Contains(r.Body, `{"type":"json_object"}`) || !strings.Contains(r.Body, "one JSON object") {
 			t.Errorf("sent %s", r.Body)
 		}
+	}
+}
+
+func TestListPricesHaveADateAndAreWholeAndUndercutNothing(t *testing.T) {
+	t.Parallel()
+	list, date := models.ListPrices()
+	if _, err := time.Parse(time.DateOnly, date); err != nil {
+		t.Errorf("the date %q: %v", date, err)
+	}
+	for model, p := range list {
+		if model != "offline" && (p.Prompt <= 0 || p.Completion < p.Prompt || p.Cached <= 0 || p.Cached > p.Prompt ||
+			p.Long.Over > 0 && (p.Long.Prompt < p.Prompt || p.Long.Completion < p.Completion || p.Long.Cached < p.Cached)) {
+			t.Errorf("%s: %+v", model, p)
+		}
+	}
+	if p, ok := list.Of("anthropic/claude-sonnet-4-5-20250929"); !ok || p.Completion != 15 {
+		t.Errorf("a dated version behind a provider: %+v %v", p, ok)
 	}
 }

@@ -38,7 +38,7 @@ func (a *App) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 	room, err := engineroom.New(engineroom.Options{
 		Pool: a.admin(), Read: a.Read, API: routes, Logger: a.Log, Agent: a.Config.Name, Key: key,
 		Limits: Limits(a.Config.Limits),
-		Agents: NewDirectory(a.Config),
+		Agents: NewDirectory(a.Config), PriceOf: func(model string) string { return PriceOf(a.Config, model) },
 	})
 	if err != nil {
 		return nil, nil, err

@@ -76,6 +76,20 @@ func Prices(cfg config.Config) models.Prices {
 	return models.DefaultPrices().With(own)
 }
 
+// PriceOf says where the price of a model is from.
+func PriceOf(cfg config.Config, model string) string {
+	list, date := models.ListPrices()
+	price, priced := Prices(cfg).Of(model)
+	listed, isListed := list.Of(model)
+	switch {
+	case !priced:
+		return "no price"
+	case isListed && listed == price:
+		return "list price of " + date + ": " + price.String()
+	}
+	return "AGENT_PRICES: " + price.String()
+}
+
 // NewIndex returns the embedding index, or nil without an embedding model. The chat model's key, headers and query go
 // only to its own server.
 func NewIndex(cfg config.Config, log *slog.Logger) (*memory.Index, error) {

@@ -135,7 +135,7 @@ create or replace view agent_activity_measured as
          case when jsonb_typeof(x.usage -> 'unknown_usd') = 'number' then (x.usage ->> 'unknown_usd')::numeric else 0 end as unknown_usd,
          case when x.telling then lpad(x.duration_ms::text, 13, '0') || left(a.trace_id, 300) end as slowest,
          case when x.duration_ms < 1 then -1 else floor(ln(x.duration_ms::float8) / ln(1.05::float8))::int end as bucket,
-         a.agent, lanekeeper.agent_tokens(x.usage, 'cached_tokens') as cached_tokens
+         a.agent, lanekeeper.agent_tokens(x.usage, 'cached_tokens') as cached_tokens, a.thread_id
     from agent_activity a
    cross join lateral (
      select case a.kind when 'model' then a.token_usage else '{}' end as usage,

@@ -1,0 +1,45 @@
+package engineroom
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+func TestSpendIsShownByChatKeyAndByModelWithItsLatency(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, PriceOf: func(string) string { return "list price of 2026-07-24: $1 in, $2 out" }})
+	require.NoError(t, err)
+	server := served(t, room)
+	pgtest.Exec(t, pool, `
+		insert into agent_threads (id, channel, owner_kind, owner) values ('t', 'chat', 'visitor', 'shop <site>');
+		insert into agent_activity (trace_id, surface, kind, skill_name, purpose, model, thread_id, status, duration_ms, token_usage, led_to)
+		select 'ch_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'chat', 'model', 'model_call', 'turn', 'm-1', case n when 4 then null else 't' end,
+		       case n when 1 then 'error' else 'success' end, 1000 * n,
+		       '{"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120, "cached_tokens": 25}', '{"fetch": 2, "price": 1}'
+		  from generate_series(1, 4) n`)
+	check := func() {
+		shows(t, server.URL+"/spend?by=key", "shop &lt;site&gt;", "no price", "360", "1 (33 %)", "25 %")
+		shows(t, server.URL+"/spend?by=model", "m-1", "list price of 2026-07-24", "1 (25 %)", "480")
+		shows(t, server.URL+"/spend?by=agent", "agent", "480")
+		body := shows(t, server.URL+"/spend", `title="Counted at the skill that the answers called most">shared<`)
+		for _, text := range []string{"$0.00", `#calls">0</a>`} {
+			if strings.Contains(body, text) {
+				t.Errorf("the page says %q", text)
+			}
+		}
+	}
+	check() // of rows that are not counted yet
+	for range 3 {
+		_, _, err = activity.CountPass(t.Context(), pool, 1000, -time.Minute)
+		require.NoError(t, err)
+	}
+	pgtest.Equal(t, pool, 0, `select count(*) from agent_activity where id >= (select counted_upto from agent_activity_counted)`)
+	check()
+	shows(t, server.URL+"/spend?by=model", `data-label="p50">3`, `data-label="p95">3`)
+}
