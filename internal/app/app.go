@@ -311,7 +311,7 @@ func (a *App) registerSurfaces() (err error) {
 	a.Channels = &channels.Runner{
 		Pool: a.Pool, Keeper: a.Keeper, Listener: a.listener, Logger: a.Log, Client: client, Getenv: a.Getenv,
 		Open:   map[string]channels.Open{channels.Telegram: telegram.Open, channels.Slack: slack.Open},
-		Accept: a.Chat.Accept, MaxFile: int64(cfg.DocumentMaxBytes),
+		Accept: a.Chat.Accept, MaxFile: int64(cfg.DocumentMaxBytes), Principals: approvers{a.Pool},
 	}
 	a.MCPServer = &mcp.Server{
 		Pool: a.admin(), Engine: a.Engine, Skills: a.Registry, Invoke: a.Loop.Invoke, Agent: cfg.Name,
