@@ -122,6 +122,8 @@ func expectedAccess() map[string]api.Access {
 		"GET /v1/principals/id", "PATCH /v1/principals/id", "POST /v1/principals/id/identities",
 		"DELETE /v1/principals/id/identities", "POST /v1/principals/id/login_links", "GET /v1/tokens", "POST /v1/tokens",
 		"POST /v1/tokens/id/revoke", "GET /v1/sessions", "POST /v1/sessions/id/revoke",
+		"GET /v1/channels", "GET /v1/channels/senders", "POST /v1/channels/pair", "POST /v1/channels/id/unpair",
+		"POST /v1/channels/id/enable", "POST /v1/channels/id/disable",
 	} {
 		all[name] = api.Admin
 	}

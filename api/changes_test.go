@@ -220,6 +220,10 @@ var notAudited = map[string]string{
 	"POST /v1/documents":                         "has a row; see the tests of documents",
 	"DELETE /v1/documents/{id}":                  "has a row; see the tests of documents",
 	"POST /v1/objectives/{id}/reject":            "as accept",
+	"POST /v1/channels/pair":                     "has a row; see the tests of channels",
+	"POST /v1/channels/{id}/unpair":              "has a row; see the tests of channels",
+	"POST /v1/channels/{id}/enable":              "has a row; see the tests of channels",
+	"POST /v1/channels/{id}/disable":             "has a row; see the tests of channels",
 	"POST /v1/webhooks/outbox/{id}/resend":       "has a row; see the tests of webhooks",
 	"POST /v1/automations/runs/{id}/redrive":     "has a row; see the tests of automations",
 }

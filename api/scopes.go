@@ -19,6 +19,7 @@ var routesByScope = map[principals.Scope][]string{
 		"GET /v1/requests/{id}", "GET /v1/lanes", "GET /v1/skills", "GET /v1/skills/{name}", "GET /v1/objectives",
 		"GET /v1/objectives/{id}", "GET /v1/automations", "GET /v1/automations/{id}", "GET /v1/agents",
 		"GET /v1/agents/{name}", "GET /v1/pause", "GET /v1/webhooks/targets",
+		"GET /v1/channels",
 		"GET /v1/monitor/verdict",
 	},
 	principals.RunsWrite: {
@@ -30,7 +31,7 @@ var routesByScope = map[principals.Scope][]string{
 	principals.ThreadsRead: {
 		"GET /v1/traces/{id}/prompts", "GET /v1/threads", "GET /v1/threads/{id}", "GET /v1/threads/{id}/access",
 		"GET /v1/memory", "GET /v1/memory/entries/{category}/{key}", "GET /v1/memory/conflicts", "GET /v1/documents",
-		"GET /v1/documents/{id}", "GET /v1/documents/{id}/content",
+		"GET /v1/documents/{id}", "GET /v1/documents/{id}/content", "GET /v1/channels/senders",
 	},
 	principals.ThreadsWrite: {
 		"POST /v1/threads", "PATCH /v1/threads/{id}", "POST /v1/threads/{id}/messages", "POST /v1/threads/{id}/join_tokens",
@@ -46,7 +47,7 @@ var routesByScope = map[principals.Scope][]string{
 		"POST /v1/automations/{id}/accept", "POST /v1/automations/{id}/run", "POST /v1/automations/runs/{id}/redrive",
 		"POST /v1/webhooks/targets/{id}/enable", "POST /v1/webhooks/targets/{id}/disable",
 		"POST /v1/webhooks/endpoints/{id}/enable", "POST /v1/webhooks/endpoints/{id}/disable",
-		"POST /v1/webhooks/outbox/{id}/resend",
+		"POST /v1/webhooks/outbox/{id}/resend", "POST /v1/channels/{id}/enable", "POST /v1/channels/{id}/disable",
 	},
 	principals.ApprovalsRead:   {"GET /v1/approvals", "GET /v1/approvals/{id}"},
 	principals.ApprovalsDecide: {"POST /v1/approvals/{id}"},
@@ -55,7 +56,7 @@ var routesByScope = map[principals.Scope][]string{
 		"GET /v1/retention", "PUT /v1/retention", "GET /v1/principals", "POST /v1/principals", "GET /v1/principals/{id}",
 		"PATCH /v1/principals/{id}", "POST /v1/principals/{id}/identities", "DELETE /v1/principals/{id}/identities",
 		"POST /v1/principals/{id}/login_links", "GET /v1/tokens", "POST /v1/tokens", "POST /v1/tokens/{id}/revoke",
-		"GET /v1/sessions", "POST /v1/sessions/{id}/revoke",
+		"GET /v1/sessions", "POST /v1/sessions/{id}/revoke", "POST /v1/channels/pair", "POST /v1/channels/{id}/unpair",
 	},
 	principals.Work: {
 		"POST /v1/executions/{id}/lock", "PUT /v1/executions/{id}/lock/{lock_id}",

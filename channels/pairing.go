@@ -89,6 +89,10 @@ func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err err
 	fresh, full := false, false
 	err = postgres.InTx(ctx, w.Pool, func(tx pgx.Tx) error {
 		paired, fresh, full = false, false, false
+		if err := exec(ctx, tx, "lock pairings", `select pg_advisory_xact_lock(hashtextextended('pair ' || @channel, 0))`,
+			postgres.Strict{"channel": w.name}); err != nil { // before the snapshot that counts them
+			return err
+		}
 		var status string
 		var live bool
 		var pending int
@@ -96,8 +100,7 @@ func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err err
 			select coalesce(i.status, ''), coalesce(i.expires_at > clock_timestamp(), false),
 			       (select count(*) from agent_channel_identities p where p.channel = @channel and p.status = 'pending'
 			           and p.expires_at > clock_timestamp())
-			  from (select pg_advisory_xact_lock(hashtextextended('pair ' || @channel, 0)) offset 0) l
-			  left join agent_channel_identities i on i.channel = @channel and i.subject = @subject`,
+			  from (select) one left join agent_channel_identities i on i.channel = @channel and i.subject = @subject`,
 			postgres.Strict{"channel": w.name, "subject": e.Sender}).Scan(&status, &live, &pending)
 		if err != nil {
 			return fmt.Errorf("read sender: %w", err)

@@ -150,7 +150,7 @@ func (room *Room) Routes() []Route {
 func (p page) scope() principals.Scope {
 	first, _, _ := strings.Cut(strings.TrimPrefix(p.path, "/"), "/")
 	switch first {
-	case "threads", "memory", "find":
+	case "threads", "memory", "find", "channels":
 		return principals.ThreadsRead
 	case "operate":
 		return principals.Operate
@@ -173,7 +173,7 @@ func (room *Room) all() []page {
 		room.skillsPage(), room.skillPage(),
 		room.automationsPage(), room.automationPage(),
 		room.objectivesPage(), room.objectivePage(), room.memoryPage(), room.memoryEntryPage(),
-		room.deliveriesPage(), room.deliveryPage(), room.outgoingPage(), room.messagePage(),
+		room.channelsPage(), room.deliveriesPage(), room.deliveryPage(), room.outgoingPage(), room.messagePage(),
 		room.spendPage(), room.spendDayPage(), room.chartsPage(),
 		room.lanesPage(), room.operatePage(), room.findPage(),
 	})))

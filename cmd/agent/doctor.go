@@ -11,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/databases"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/app"
@@ -127,8 +128,30 @@ func (c *cli) diagnoseDatabase(ctx context.Context, s *session, add func(string,
 	}
 	add("verdict", err, status.String())
 	diagnoseReplica(ctx, s, add)
+	diagnoseChannels(ctx, s, add)
 	c.diagnoseNamed(ctx, s, add)
 	diagnoseEmbedding(ctx, s, add)
+}
+
+// diagnoseChannels reports channels that do not work.
+func diagnoseChannels(ctx context.Context, s *session, add func(string, error, string) bool) {
+	all, err := channels.List(ctx, s.Pool)
+	var wrong []error
+	for _, x := range all {
+		switch {
+		case !x.Enabled:
+		case x.State == "failing":
+			wrong = append(wrong, fmt.Errorf("%s is failing: %s", x.Name, printable(x.Error)))
+		case x.Deaf:
+			wrong = append(wrong, fmt.Errorf("%s is deaf: %s has not answered since %s; check that `agent serve` runs", x.Name,
+				x.Type, formatTime(*x.SeenAt)))
+		}
+		if x.MaybeSent+x.Failed > 0 {
+			wrong = append(wrong, fmt.Errorf("%s: %d messages were maybe sent and %d given up in 30 days; see agent channels "+
+				"sends", x.Name, x.MaybeSent, x.Failed))
+		}
+	}
+	add("channels", errors.Join(err, errors.Join(wrong...)), fmt.Sprintf("%d, none failing", len(all)))
 }
 
 // diagnoseNamed connects to each named database, as calls of sql: skills do.

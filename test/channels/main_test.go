@@ -27,7 +27,7 @@ func TestMain(m *testing.M) {
 	proctest.Main(m, "channels", &program)
 }
 
-const patience = time.Minute
+const patience = 3 * time.Minute
 
 // world is a database with a workspace, and processes that serve it.
 type world struct {

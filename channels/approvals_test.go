@@ -1,0 +1,209 @@
+package channels_test
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/channels/telegram"
+	"github.com/lanekeeper/lanekeeper/channels/telegram/telegramtest"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// linked are the accounts that are linked to a principal.
+type linked map[string]string
+
+func (l linked) Approver(ctx context.Context, issuer, subject, _ string) (context.Context, string, error) {
+	name, is := l[issuer+" "+subject]
+	switch {
+	case !is:
+		return nil, "", channels.ErrNotLinked
+	case strings.HasPrefix(name, "viewer"):
+		return nil, "", channels.ErrMayNot
+	}
+	return ctx, name, nil
+}
+
+// stand is a channel with a worker, in this process.
+type stand struct {
+	t    *testing.T
+	pool *pgxpool.Pool
+	bot  *telegramtest.Server
+	exec string
+}
+
+func newStand(t *testing.T, d channels.Definition, accept func(context.Context, channels.Visit) (channels.Accepted, error),
+) *stand {
+	t.Helper()
+	s := &stand{t: t, pool: pgtest.DB(t), bot: telegramtest.New(t)}
+	d.Name, d.Type, d.Secrets = "support", channels.Telegram, map[string]string{"token": "${TOKEN}"}
+	d.Settings = map[string]string{"base_url": s.bot.URL()}
+	_, err := channels.Put(t.Context(), s.pool, d, "workspace")
+	require.NoError(t, err)
+	keeper := lanes.NewKeeper(s.pool, lanes.Options{})
+	r := &channels.Runner{
+		Pool: s.pool, Keeper: keeper, Logger: slog.New(slog.DiscardHandler),
+		Getenv: func(string) string { return telegramtest.Token },
+		Open:   map[string]channels.Open{channels.Telegram: telegram.Open}, Accept: accept,
+		Principals: linked{"telegram:4711 1": "mara", "telegram:4711 2": "viewer-bob"},
+	}
+	testkit.Run(t, keeper.Run, r.Run)
+	return s
+}
+
+// request asks for an approval.
+func (s *stand) request(arguments string) (id string) {
+	s.t.Helper()
+	if s.exec == "" {
+		pgtest.Exec(s.t, s.pool, `insert into agent_skills (name, tool_definition, handler, trust)
+			values ('refund', '{}', 'sql:', 'approve')`)
+		engine, err := executions.New(s.pool, executions.Options{Keeper: lanes.NewKeeper(s.pool, lanes.Options{})})
+		require.NoError(s.t, err)
+		x, _, err := engine.Start(s.t.Context(), s.pool, executions.Spec{
+			Flow: executions.External, Surface: trace.Flow, Agent: "shop", OnLost: "fail",
+		})
+		require.NoError(s.t, err)
+		s.exec = x.ID
+	}
+	hash, err := approvals.Hash([]byte(arguments))
+	require.NoError(s.t, err)
+	return pgtest.Value[string](s.t, s.pool, `
+		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		select x.trace_id, x.id, 'refund', 1, $2::jsonb, $3, clock_timestamp() + interval '1 day'
+		  from agent_executions x where x.id = $1::uuid returning id::text`, s.exec, arguments, hash)
+}
+
+// shown waits for the n-th message in the chat of the admins.
+func (s *stand) shown(n int) telegramtest.Message {
+	s.t.Helper()
+	s.until("the request", func() bool { return len(s.bot.Sent(900)) >= n })
+	return s.bot.Sent(900)[n-1]
+}
+
+func (s *stand) until(what string, holds func() bool) {
+	s.t.Helper()
+	pgtest.Eventually(s.t, 30*time.Second, holds, what)
+}
+
+// click presses a button and returns the answer.
+func (s *stand) click(id string, chat, person int64, message int64, nonce string) string {
+	s.t.Helper()
+	before := len(s.bot.Notices())
+	s.bot.Click(id, chat, person, "Somebody", message, nonce)
+	s.until("the answer to click "+id, func() bool { return len(s.bot.Notices()) > before })
+	return s.bot.Notices()[before]
+}
+
+func (s *stand) status(id string) string {
+	return pgtest.Value[string](s.t, s.pool, `select concat_ws(' ', status, decided_by) from agent_approvals where id = $1`, id)
+}
+
+// A button decides for the right person, once, in time, and for the arguments that were shown.
+func TestAButtonDecidesAnApproval(t *testing.T) {
+	t.Parallel()
+	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen, ReportTo: "900"}, nil)
+	first := s.request(`{"order": "A-1", "note": "</code> <b>approve me</b>"}`)
+	m := s.shown(1)
+	assert.Contains(t, m.Text, "&lt;b&gt;approve me&lt;/b&gt;")
+	approve := m.Buttons["Approve"]
+	for name, c := range map[string]struct {
+		chat, person int64
+		says         string
+	}{
+		"unlinked": {900, 3, "not linked"}, "viewer": {900, 2, "may not"}, "elsewhere": {901, 1, "not valid"},
+	} {
+		assert.Contains(t, s.click(name, c.chat, c.person, m.ID, approve), c.says)
+		assert.Equal(t, "pending ", s.status(first))
+	}
+	pgtest.Exec(t, s.pool, `update agent_channel_buttons set arguments_hash = 'of others' where approval_id = $1`, first)
+	assert.Contains(t, s.click("changed", 900, 1, m.ID, approve), "have changed")
+	assert.Equal(t, "pending ", s.status(first))
+	pgtest.Exec(t, s.pool, `update agent_channel_buttons b set arguments_hash = a.arguments_hash from agent_approvals a
+		where a.id = b.approval_id and a.id = $1`, first)
+
+	assert.Contains(t, s.click("right", 900, 1, m.ID, approve), "You have approved")
+	assert.Equal(t, "approved mara", s.status(first))
+	s.until("the decision is shown", func() bool {
+		now := s.shown(1)
+		return strings.Contains(now.Text, "Approved") && strings.Contains(now.Text, "mara") && len(now.Buttons) == 0
+	})
+	assert.Contains(t, s.click("replayed", 900, 1, m.ID, approve), "used already")
+
+	second := s.request(`{"order": "C-3"}`)
+	m = s.shown(2)
+	pgtest.Exec(t, s.pool, `update agent_channel_buttons set expires_at = clock_timestamp() where approval_id = $1`, second)
+	assert.Contains(t, s.click("late", 900, 1, m.ID, m.Buttons["Approve"]), "expired")
+	assert.Equal(t, "pending ", s.status(second))
+
+	third := s.request(fmt.Sprintf(`{"order": %q}`, strings.Repeat("x", 4000)))
+	if m = s.shown(3); len(m.Buttons) > 0 || !strings.Contains(m.Text, third) {
+		t.Errorf("long arguments are shown as %q with %v", m.Text, m.Buttons)
+	}
+}
+
+// Three senders at most wait to be paired. The code of each works once.
+func TestPairingIsBounded(t *testing.T) {
+	t.Parallel()
+	s := newStand(t, channels.Definition{}, nil)
+	for person := int64(1); person <= 5; person++ {
+		s.bot.Say(person, person, "Somebody", "hello")
+		s.bot.Say(person, person, "Somebody", "hello again")
+	}
+	pgtest.Until(t, s.pool, 10, `select count(*)::int from agent_channel_messages where status = 'ignored'`)
+	if sent := s.bot.Sent(0); len(sent) != 3 {
+		t.Errorf("%d codes were sent: %v", len(sent), sent)
+	}
+	if strings.Contains(fmt.Sprint(pgtest.Column[string](t, s.pool,
+		`select to_jsonb(i)::text from agent_channel_identities i`)), code(s.bot.Sent(0)[0].Text)) {
+		t.Error("the database has a code")
+	}
+	tx := pgtest.Begin(t, s.pool)
+	got, err := channels.Pair(t.Context(), tx, code(s.bot.Sent(0)[0].Text), "admin")
+	require.NoError(t, err)
+	assert.Equal(t, "paired", got.Status)
+	if _, err = channels.Pair(t.Context(), tx, code(s.bot.Sent(0)[0].Text), "admin"); err == nil {
+		t.Error("a code works twice")
+	}
+}
+
+func code(text string) string {
+	_, rest, _ := strings.Cut(text, "<code>")
+	found, _, _ := strings.Cut(rest, "</code>")
+	return found
+}
+
+// A channel that fails says why, and holds up no other.
+func TestTheStateSaysWhatIsWrong(t *testing.T) {
+	t.Parallel()
+	s := newStand(t, channels.Definition{}, nil)
+	pgtest.Until(t, s.pool, "connected", `select state from agent_channels`)
+	s.bot.Fail(func(method string, _ map[string]any) telegramtest.Fault {
+		if method == "getUpdates" {
+			return telegramtest.Taken
+		}
+		return telegramtest.None
+	})
+	s.bot.Say(1, 1, "Somebody", "hello") // ends the poll under way
+	pgtest.Until(t, s.pool, "failing", `select state from agent_channels`)
+	c, err := channels.Get(t.Context(), s.pool, "support")
+	require.NoError(t, err)
+	assert.Contains(t, c.Error, "another program polls this bot")
+	if strings.Contains(c.Error, "secret-of-the-bot") {
+		t.Errorf("the error shows the token: %s", c.Error)
+	}
+}

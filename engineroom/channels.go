@@ -1,0 +1,38 @@
+package engineroom
+
+import (
+	"context"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/channels"
+)
+
+// mostSenders bounds the senders and the lost messages of the page.
+const mostSenders = 100
+
+// channelsPage lists channels, their senders and what was maybe sent.
+func (room *Room) channelsPage() page {
+	return page{
+		path: "/channels", name: "channels", nav: "Channels", title: "Channels",
+		parts: []part{
+			{name: "list", every: 2 * time.Second, load: room.channelList},
+			{name: "senders", every: 5 * time.Second, load: room.channelSenders},
+			{name: "lost", every: 5 * time.Second, load: room.channelLost},
+		},
+	}
+}
+
+func (room *Room) channelList(ctx context.Context, _ *visit) (any, error) {
+	got, err := channels.List(ctx, room.Read)
+	return map[string]any{"Channels": got}, err
+}
+
+func (room *Room) channelSenders(ctx context.Context, _ *visit) (any, error) {
+	got, err := channels.Identities(ctx, room.Read, "", mostSenders)
+	return map[string]any{"Senders": got, "More": len(got) == mostSenders}, err
+}
+
+func (room *Room) channelLost(ctx context.Context, _ *visit) (any, error) {
+	got, err := channels.Sends(ctx, room.Read, channels.SendFilter{Limit: mostSenders})
+	return map[string]any{"Sends": got, "More": len(got) == mostSenders}, err
+}
