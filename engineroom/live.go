@@ -172,6 +172,7 @@ type hub struct {
 
 	mu      sync.Mutex
 	topics  map[string]*topic
+	rows    rowMemory
 	viewers int
 	stop    func() // stops the pulse goroutine and waits for it; nil without one
 }
@@ -340,6 +341,9 @@ type state struct {
 	moved  bool      // the activity log has changed since
 	wanted bool      // a new viewer has another state
 	failed bool      // the read failed
+	// Of a large part: its HTML, and its event for a viewer that has it as of the mark since.
+	html         []byte
+	since, short string
 }
 
 // viewer is one stream. It is only notified of changes, so a slow viewer gets the latest state, without a backlog.
@@ -555,7 +559,11 @@ func (t *topic) store(i int, html []byte, failed bool, began time.Time) {
 	defer t.mu.Unlock()
 	s := &t.parts[i]
 	if mark := digest(html); s.mark != mark {
-		s.data, s.mark = encodePart(s.name, html), mark
+		s.data, s.mark, s.html, s.short = encodePart(s.name, html), mark, nil, ""
+		if len(html) >= rowsFrom {
+			s.html = html
+			t.hub.rows.keep(mark, html)
+		}
 	}
 	s.failed, s.read, s.ended = failed, began, time.Now()
 	for who := range t.viewers {
@@ -563,6 +571,20 @@ func (t *topic) store(i int, html []byte, failed bool, began time.Time) {
 			signal(who.news)
 		}
 	}
+}
+
+// dataSince returns the part for a viewer that has it as of a mark: its changed rows, if it is large.
+func (s *state) dataSince(rows *rowMemory, mark string) string {
+	if s.html == nil {
+		return s.data
+	}
+	if s.short == "" || s.since != mark {
+		s.since, s.short = mark, s.data
+		if html := rows.changed(mark, s.html); html != nil {
+			s.short = encodePart(s.name, html)
+		}
+	}
+	return s.short
 }
 
 // pendingUpdates returns the parts that the viewer lacks.
@@ -575,8 +597,9 @@ func (who *viewer) pendingUpdates() []update {
 		if s.read.Before(who.since) || s.mark == who.marks[i] {
 			continue
 		}
+		data := t.parts[i].dataSince(&t.hub.rows, who.marks[i])
 		who.marks[i] = s.mark
-		list = append(list, update{strings.Join(who.marks, "."), s.data})
+		list = append(list, update{strings.Join(who.marks, "."), data})
 	}
 	return list
 }

@@ -38,11 +38,12 @@ union all
             and e.updated_at < clock_timestamp() - interval '1 hour' order by e.waiting_until limit @beyond) x
   order by x.waiting_until limit @most)
 union all
-(select 'run', left(m.name, 200), m.name, coalesce(left(x.error_message, 200), ''), coalesce(x.finished_at, x.created_at), x.total
-   from (select y.*, count(*) over () as total
+(select 'run', left(m.name, 200), m.name, case when x.n > 1 then x.n || ' times, the last: ' else '' end || coalesce(left(x.message, 200), ''), x.at, x.total
+   from (select y.automation_id, count(*) as n, (array_agg(y.error_message order by y.id desc))[1] as message,
+                max(coalesce(y.finished_at, y.created_at)) as at, (sum(count(*)) over ())::bigint as total
            from (select r.id, r.automation_id, r.error_message, r.finished_at, r.created_at from agent_automation_runs r
                   where r.status = 'dead' order by r.id desc limit @beyond) y
-          order by y.id desc limit @most) x
+          group by y.automation_id order by max(y.id::text collate "C") desc limit @most) x
    join agent_automations m on m.id = x.automation_id)
 union all
 (select 'delivery', left(x.endpoint, 200), x.id::text, coalesce(left(x.error_message, 200), ''), coalesce(x.finished_at, x.received_at), count(*) over ()

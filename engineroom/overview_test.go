@@ -147,6 +147,15 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 	for _, kind := range attentionKinds() {
 		texts = append(texts, `id="need-`+kind.Kind+`"`, `">1<span class="aside-text"> `+kind.Title)
 	}
+	pgtest.Exec(t, pool, `
+		insert into agent_automation_runs (automation_id, scheduled_for, status, error_message)
+		select id, clock_timestamp() + n * interval '1 s', 'dead', 'no route ' || n from agent_automations, generate_series(1, 2) n
+		 where name = 'nightly'`)
+	grouped := shows(t, server.URL+"/", "3 times, the last: no route 2")
+	if n := strings.Count(grouped, `href="/automations/nightly"`); n != 1 {
+		t.Errorf("three runs of one automation are named %d times", n)
+	}
+	pgtest.Exec(t, pool, `delete from agent_automation_runs where error_message like 'no route%'`)
 	body := shows(t, server.URL+"/", texts...)
 	if strings.Contains(body, "Nothing needs attention") {
 		t.Error("the page says that nothing does")

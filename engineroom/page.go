@@ -235,7 +235,9 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 		}
 		s.parts[one.name] = template.HTML(text) // made by a template of this package
 		if one.every > 0 {
-			seen = append(seen, digest(text))
+			mark := digest(text)
+			room.hub.rows.keep(mark, text)
+			seen = append(seen, mark)
 		}
 	}
 	if len(seen) > 0 {

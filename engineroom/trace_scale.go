@@ -2,6 +2,7 @@ package engineroom
 
 import (
 	"cmp"
+	"math"
 	"slices"
 	"strconv"
 	"time"
@@ -49,10 +50,11 @@ type segment struct {
 }
 
 const (
-	minIdle  = time.Second // idle time of up to three times this is drawn to scale
-	maxGaps  = 12          // the longest ones
-	minBar   = 0.02        // least width of a bar, in percent; its outline makes it visible
-	openTail = 0.06        // share of the drawing for running work
+	minIdle   = time.Second // idle time of up to three times this is drawn to scale
+	maxGaps   = 12          // the longest ones
+	minBar    = 0.02        // least width of a bar, in percent; its outline makes it visible
+	scaleStep = 1.1         // growth of the scale of a running trace
+	openTail  = 0.06        // share of the drawing for running work
 )
 
 // newTraceScale returns the scale of nodes; nil for none.
@@ -157,6 +159,9 @@ func (t *traceScale) stretch(moments []time.Time, busy []period, rest *tracedNod
 			s.wide = min(s.wide, max(linear, limit.Seconds()))
 		}
 		t.whole += s.wide
+	}
+	if t.open && t.whole > 0 { // in steps, so that lines that ended stay as they are while the trace grows
+		t.whole = math.Pow(scaleStep, math.Ceil(math.Log(t.whole)/math.Log(scaleStep)))
 	}
 }
 

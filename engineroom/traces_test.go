@@ -486,7 +486,11 @@ func TestAModelCallShowsItsPrompt(t *testing.T) {
 		         sha256('gone')]
 		returning activity_id::text`, call)
 	body := shows(t, server.URL+"/traces/"+trace+"?span="+call+"&tab=prompt")
-	assert.Contains(t, body, "tools", "Is &lt;b&gt;it&lt;/b&gt; so?", "A part that is no longer kept")
+	assert.Contains(t, body, "<summary>tools", "A part that is no longer kept",
+		`<details id="part-0" class="bubble bubble-user" open>`, `<p class="bubble-text">Is &lt;b&gt;it&lt;/b&gt; so?</p>`)
+	if strings.Index(body, "<summary>tools") < strings.Index(body, "Is &lt;b&gt;it") {
+		t.Error("the tools come before the messages")
+	}
 	if len(body) > 300_000 || strings.Contains(body, "é<b>") {
 		t.Errorf("the page has %d bytes", len(body))
 	}

@@ -74,6 +74,7 @@
   const keep = {
     beforeNodeMorphed(old, fresh) {
       if (old.nodeType !== 1) return true;
+      if (fresh.dataset && "same" in fresh.dataset) return false; // a row that did not change
       if (old.localName === "time" && fresh.localName === "time") {
         return old.getAttribute("datetime") !== fresh.getAttribute("datetime") || old.className !== fresh.className;
       }
@@ -98,6 +99,11 @@
   const morph = (part, html) => {
     const fresh = parsed(html);
     if (!fresh) return;
+    if (all("[data-same]", fresh).some((row) => !$(row.id))) { // it is not what this page has: get all of it
+      seen = "";
+      drop();
+      return connect();
+    }
     const had = part.contains(document.activeElement) ? document.activeElement : null;
     clocks.forget(part);
     Idiomorph.morph(part, fresh, { morphStyle: "outerHTML", ignoreActiveValue: true, callbacks: keep });
@@ -124,11 +130,11 @@
     if (badge) put(badge, n + (n === rows.length ? "+ new" : " new"));
   };
   const apply = () => {
-    for (const [id, html] of pending) {
+    for (const [id, list] of pending) { // each has what changed since the one before
       const part = $(id);
-      if (!part || !html) pending.delete(id);
-      else if (paused) news(part, html);
-      else if (!selectsIn(part)) { pending.delete(id); morph(part, html); }
+      if (!part || !list.at(-1)) pending.delete(id);
+      else if (paused) news(part, list.at(-1));
+      else if (!selectsIn(part)) { pending.delete(id); for (const html of list) morph($(id) || part, html); }
     }
     show();
   };
@@ -184,7 +190,7 @@
       hear();
       const { id, html } = JSON.parse(e.data);
       seen = e.lastEventId;
-      pending.set(id, html);
+      pending.set(id, html.includes("data-same") ? [...(pending.get(id) || []), html] : [html]);
       apply();
     });
     mine.addEventListener("expired", () => end("The login has ended.", "Log in again", "/login?next=" + encodeURIComponent(here())));

@@ -1,0 +1,89 @@
+package engineroom
+
+import (
+	"bytes"
+	"hash/maphash"
+	"slices"
+	"sync"
+)
+
+const (
+	// rowsFrom is the size from which a part is sent as its changed rows.
+	rowsFrom = 32 << 10
+	// keptRows bounds the states of parts whose rows are remembered.
+	keptRows = 16
+)
+
+// rowStart and rowEnd enclose a line of a waterfall; see tracedNode.write.
+var rowStart, rowEnd, rowID = []byte(`<div role="row" class="wf-row`), []byte("</div>\n"), []byte(` id="`)
+
+// rowMemory has the rows of large parts that were sent lately, by the mark of the part.
+type rowMemory struct {
+	mu    sync.Mutex
+	seed  maphash.Seed
+	marks []string // the oldest first
+	rows  map[string]map[string]uint64
+}
+
+// eachRow splits a part: text has no rows, and row is one with its id.
+func eachRow(html []byte, text func([]byte), row func(id string, whole []byte)) {
+	for {
+		at := bytes.Index(html, rowStart)
+		if at < 0 {
+			break
+		}
+		end := bytes.Index(html[at:], rowEnd)
+		name := bytes.Index(html[at:], rowID)
+		if end < 0 || name < 0 || name > end {
+			break
+		}
+		text(html[:at])
+		whole := html[at : at+end+len(rowEnd)]
+		id, _, _ := bytes.Cut(whole[name+len(rowID):], []byte(`"`))
+		row(string(id), whole)
+		html = html[at+end+len(rowEnd):]
+	}
+	text(html)
+}
+
+// keep remembers the rows of a part.
+func (m *rowMemory) keep(mark string, html []byte) {
+	if len(html) < rowsFrom {
+		return
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.rows[mark] != nil {
+		return
+	}
+	if m.rows == nil {
+		m.rows, m.seed = map[string]map[string]uint64{}, maphash.MakeSeed()
+	}
+	if len(m.marks) == keptRows {
+		delete(m.rows, m.marks[0])
+		m.marks = slices.Delete(m.marks, 0, 1)
+	}
+	rows := map[string]uint64{}
+	eachRow(html, func([]byte) {}, func(id string, whole []byte) { rows[id] = maphash.Bytes(m.seed, whole) })
+	m.rows[mark], m.marks = rows, append(m.marks, mark)
+}
+
+// changed returns a part in which the rows that are as they were under a mark are empty, with the attribute data-same;
+// nil when the mark is not known.
+func (m *rowMemory) changed(mark string, html []byte) []byte {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	before := m.rows[mark]
+	if len(before) == 0 || len(html) < rowsFrom {
+		return nil
+	}
+	var b bytes.Buffer
+	eachRow(html, func(text []byte) { b.Write(text) }, func(id string, whole []byte) {
+		if before[id] != maphash.Bytes(m.seed, whole) {
+			b.Write(whole)
+			return
+		}
+		b.WriteString(`<div role="row" id="` + id + `" data-same></div>` + "\n")
+	})
+	return b.Bytes()
+}

@@ -1,0 +1,44 @@
+package engineroom
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+)
+
+// A trace of many spans goes on: the viewer gets the rows that changed, not those that it has.
+func TestALargeTraceIsSentAsItsChangedRows(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	const trace = "fl_01J8052XG1XHJAZ95GX5TCNBAZ"
+	pgtest.Exec(t, pool, `
+		insert into agent_activity (id, trace_id, surface, skill_name, status, duration_ms, created_at, finished_at)
+		select lanekeeper.agent_uuid7(at), '`+trace+`', 'flow', 'call_' || n, 'success', 100, at, at + interval '100 ms'
+		  from generate_series(1, 300) n, lateral (select now() - interval '400 s' + n * interval '1 s' as at) x;
+		with slow as (
+		  insert into agent_activity (trace_id, surface, skill_name, status, created_at)
+		  values ('`+trace+`', 'flow', 'slow_call', 'running', now() - interval '100 s') returning id, kind)
+		insert into agent_activity_open (activity_id, kind) select id, kind from slow on conflict do nothing`)
+	_, body := testkit.Get(t, server.URL+"/traces/"+trace)
+	l := listen(t, server.URL+"/live/traces/"+trace+"?seen="+seenBy(t, body), "")
+	pgtest.Exec(t, pool, `
+		insert into agent_activity (trace_id, surface, skill_name, status, duration_ms, created_at, finished_at)
+		values ('`+trace+`', 'flow', 'late_call', 'success', 1, now() - interval '99 s', now() - interval '98 s')`)
+	var html string
+	for !strings.Contains(html, "late_call") {
+		_, html = l.part()
+	}
+	if same := strings.Count(html, "data-same"); same < 250 {
+		t.Errorf("%d of 301 rows are left out of %d bytes", same, len(html))
+	}
+	if rows := strings.Count(html, "call_7<"); rows != 0 {
+		t.Error("a row that did not change was sent")
+	}
+	if len(html)*4 > len(body) {
+		t.Errorf("an update has %d bytes, the page %d", len(html), len(body))
+	}
+	whole := listen(t, server.URL+"/live/traces/"+trace, "") // who has nothing gets all
+	whole.until("call_7<")
+}

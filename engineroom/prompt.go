@@ -1,0 +1,122 @@
+package engineroom
+
+import (
+	"context"
+	"encoding/json"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/prompts"
+)
+
+// tracedPrompt is the prompt of a model call: its messages in their order, the tools, and the answer.
+type tracedPrompt struct {
+	prompts.Call
+
+	List   []tracedPart // messages
+	Tools  *tracedPart
+	Names  []tracedTool
+	Answer *tracedPart
+}
+
+// tracedPart is a message of a prompt, or the definitions of the tools.
+type tracedPart struct {
+	Digest, Role, Name, Text  string
+	Reasoning                 string
+	Calls                     []tracedTool // calls in a message of the model
+	Images                    int
+	Bytes                     int64
+	Found, Truncated, TextCut bool
+	Shared                    bool // of the model call before, too
+	JSON                      bool // Text is JSON, because it is no message
+}
+
+// tracedTool is a tool or a call of one, with its definition or arguments as JSON.
+type tracedTool struct{ Name, About, Text string }
+
+// promptOf reads the prompt of a model call. Its texts have at most traceAllText characters together.
+func (room *Room) promptOf(ctx context.Context, id, row, answer string) (*tracedPrompt, error) {
+	page, err := prompts.Of(ctx, room.Read, id, prompts.Filter{ActivityID: row})
+	if err != nil || len(page.Calls) == 0 {
+		return nil, err
+	}
+	p := &tracedPrompt{Call: page.Calls[0]}
+	left := traceAllText
+	read := func(digest string) tracedPart {
+		part, found := page.Parts[digest]
+		shown := tracedPart{
+			Digest: digest, Role: cut(40, part.Role), Found: found, Bytes: int64(part.Bytes), Truncated: part.Truncated,
+		}
+		if found {
+			shown.fill(part.Body, &left)
+		}
+		return shown
+	}
+	shared := p.SharedParts
+	if p.Call.Tools != nil {
+		tools := read(*p.Call.Tools)
+		p.Tools, p.Names = &tools, toolsOf(page.Parts[*p.Call.Tools].Body)
+		shared--
+	}
+	for i, digest := range p.Messages {
+		part := read(digest)
+		part.Shared = i < shared
+		p.List = append(p.List, part)
+	}
+	if answer != "" {
+		p.Answer = &tracedPart{Role: "assistant", Found: true, Bytes: int64(len(answer))}
+		p.Answer.fill(json.RawMessage(answer), &left)
+	}
+	return p, nil
+}
+
+// fill takes a message apart. What is no message is shown as it is.
+func (part *tracedPart) fill(body json.RawMessage, left *int) {
+	var m models.Message
+	whole := ""
+	if json.Unmarshal(body, &m) == nil && (m.Role != "" || m.Content != "" || len(m.ToolCalls) > 0) {
+		whole, part.Name, part.Reasoning = m.Content, cut(80, m.Name), cut(traceWhole, m.Reasoning)
+		for _, one := range m.Parts {
+			if one.Image != nil {
+				part.Images++
+			} else {
+				whole = strings.TrimPrefix(whole+"\n"+one.Text, "\n")
+			}
+		}
+		for _, c := range m.ToolCalls {
+			part.Calls = append(part.Calls, tracedTool{Name: cut(80, c.Name), Text: cut(traceWhole, formatJSON(c.Arguments))})
+		}
+		if m.Refusal != "" {
+			whole += "\n" + m.Refusal
+		}
+	} else {
+		whole, part.JSON = formatJSON(string(body)), true
+	}
+	part.Text = cut(min(*left, traceWhole), whole)
+	part.TextCut = part.Text != whole
+	*left = max(*left-utf8.RuneCountInString(part.Text), 0)
+}
+
+// toolsOf names the tools of a request.
+func toolsOf(body json.RawMessage) (list []tracedTool) {
+	var tools []struct {
+		Name, Description string
+		Function          struct{ Name, Description string }
+	}
+	var each []json.RawMessage
+	if json.Unmarshal(body, &tools) != nil || json.Unmarshal(body, &each) != nil {
+		return nil
+	}
+	for i, t := range tools {
+		name, about := t.Function.Name, t.Function.Description
+		if name == "" {
+			name, about = t.Name, t.Description
+		}
+		if name == "" {
+			return nil // no list of tools
+		}
+		list = append(list, tracedTool{Name: cut(80, name), About: cut(120, about), Text: cut(4000, formatJSON(string(each[i])))})
+	}
+	return list
+}
