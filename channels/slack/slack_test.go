@@ -96,7 +96,8 @@ func newWorld(t *testing.T, mode string, prepare ...func(*Transport)) *world {
 		Secrets: map[string]string{
 			"token": slacktest.Token, "app_token": slacktest.AppToken, "signing_secret": slacktest.SigningSecret,
 		},
-		Client: &http.Client{Transport: http.DefaultTransport.(*http.Transport).Clone()}, Logger: slog.New(slog.DiscardHandler),
+		Client: &http.Client{Transport: http.DefaultTransport.(*http.Transport).Clone()},
+		Logger: slog.New(slog.DiscardHandler),
 	})
 	require.NoError(t, err)
 	w.Transport = opened.(*Transport)
@@ -166,8 +167,8 @@ func TestForeignEvents(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "socket")
 	for _, extra := range []map[string]any{
-		{"bot_id": "B2"}, {"user": slacktest.BotUser}, {"subtype": "message_changed"}, {"user": ""}, {"type": "reaction_added"},
-		{"type": "an_event_of_next_year"}, {"user_team": "T2"},
+		{"bot_id": "B2"}, {"user": slacktest.BotUser}, {"subtype": "message_changed"}, {"user": ""},
+		{"type": "reaction_added"}, {"type": "an_event_of_next_year"}, {"user_team": "T2"},
 	} {
 		event := map[string]any{
 			"type": "message", "channel": "D1", "channel_type": "im", "user": "U1", "ts": "1.1", "text": "hi",
@@ -303,7 +304,8 @@ func TestSendsAndEdits(t *testing.T) {
 		w.fake.Faults(func(string, int) slacktest.Fault { return c.fault })
 		_, err := w.Send(t.Context(), m)
 		got, is := errors.AsType[*channels.SendError](err)
-		if !is || got.RetryAfter != c.want.RetryAfter || got.Permanent != c.want.Permanent || got.MaybeSent != c.want.MaybeSent {
+		if !is || got.RetryAfter != c.want.RetryAfter || got.Permanent != c.want.Permanent ||
+			got.MaybeSent != c.want.MaybeSent {
 			t.Errorf("%s: %+v", name, err)
 		}
 		if err != nil && strings.Contains(err.Error(), slacktest.Token) {
@@ -319,14 +321,46 @@ func TestWrongTokensAreMisconfigured(t *testing.T) {
 	t.Cleanup(fake.Close)
 	opened, err := Open(channels.Config{
 		Channel: channels.Channel{Settings: map[string]string{"base_url": fake.URL}},
-		Secrets: map[string]string{"token": "xoxb-wrong", "app_token": slacktest.AppToken}, Logger: slog.New(slog.DiscardHandler),
+		Secrets: map[string]string{"token": "xoxb-wrong", "app_token": slacktest.AppToken},
+		Logger:  slog.New(slog.DiscardHandler),
 	})
 	require.NoError(t, err)
 	err = opened.Run(t.Context(), &memory{})
 	if !errors.Is(err, channels.ErrMisconfigured) || strings.Contains(err.Error(), "xoxb") {
 		t.Errorf("error %v", err)
 	}
-	if _, err := Open(channels.Config{Secrets: map[string]string{"token": "x"}}); !errors.Is(err, channels.ErrMisconfigured) {
+	_, err = Open(channels.Config{Secrets: map[string]string{"token": "x"}})
+	if !errors.Is(err, channels.ErrMisconfigured) {
 		t.Errorf("without the token of the app: %v", err)
+	}
+}
+
+// A declaration names the secrets of its mode, and as references.
+func TestDeclarationsNeedTheSecretsOfTheirMode(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		secrets, settings map[string]string
+		want              string
+	}{
+		"socket": {map[string]string{"token": "${A}", "app_token": "${B}"}, nil, ""},
+		"events": {
+			map[string]string{"token": "${A}", "signing_secret": "${B}"}, map[string]string{"mode": "events"}, "",
+		},
+		"no app token": {map[string]string{"token": "${A}", "signing_secret": "${B}"}, nil, "needs app_token"},
+		"no signature": {
+			map[string]string{"token": "${A}", "app_token": "${B}"}, map[string]string{"mode": "events"}, "needs signing_secret",
+		},
+		"a literal":    {map[string]string{"token": "xoxb-1", "app_token": "${B}"}, nil, "is no reference"},
+		"another mode": {map[string]string{"token": "${A}"}, map[string]string{"mode": "rtm"}, "must be socket or events"},
+	} {
+		err := channels.Validate(channels.Definition{
+			Name: "s", Type: channels.Slack, Secrets: c.secrets, Settings: c.settings,
+		})
+		if (err == nil) != (c.want == "") || err != nil && !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: %v, want %q", name, err, c.want)
+		}
+		if err != nil && strings.Contains(err.Error(), "xoxb-1") {
+			t.Errorf("%s: the error has the secret", name)
+		}
 	}
 }

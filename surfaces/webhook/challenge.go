@@ -47,7 +47,8 @@ func (s *Surface) Challenge() http.Handler {
 func (s *Surface) metaChallenge(r *http.Request) (string, error) {
 	e, err := webhooks.GetEndpoint(r.Context(), s.requestPool(), r.PathValue("endpoint"))
 	switch {
-	case errors.Is(err, webhooks.ErrNotFound), err == nil && (!e.Enabled || e.Settings.Challenge != webhooks.ChallengeMeta):
+	case errors.Is(err, webhooks.ErrNotFound),
+		err == nil && (!e.Enabled || e.Settings.Challenge != webhooks.ChallengeMeta):
 		return "", problem.New(http.StatusNotFound, "no such endpoint, or none that answers challenges")
 	case err != nil:
 		return "", err

@@ -92,7 +92,8 @@ type Server struct {
 // New starts a fake.
 func New() *Server {
 	s := &Server{
-		RetryAfter: 3 * time.Second, calls: map[string]int{}, waiting: map[string]chan struct{}{}, closed: make(chan struct{}),
+		RetryAfter: 3 * time.Second, calls: map[string]int{}, waiting: map[string]chan struct{}{},
+		closed: make(chan struct{}),
 	}
 	mux := http.NewServeMux()
 	mux.HandleFunc("/api/{method}", s.call)
