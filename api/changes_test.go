@@ -220,10 +220,6 @@ var notAudited = map[string]string{
 	"POST /v1/documents":                         "has a row; see the tests of documents",
 	"DELETE /v1/documents/{id}":                  "has a row; see the tests of documents",
 	"POST /v1/objectives/{id}/reject":            "as accept",
-	"POST /v1/channels/pair":                     "has a row; see the tests of channels",
-	"POST /v1/channels/{id}/unpair":              "has a row; see the tests of channels",
-	"POST /v1/channels/{id}/enable":              "has a row; see the tests of channels",
-	"POST /v1/channels/{id}/disable":             "has a row; see the tests of channels",
 	"POST /v1/webhooks/outbox/{id}/resend":       "has a row; see the tests of webhooks",
 	"POST /v1/automations/runs/{id}/redrive":     "has a row; see the tests of automations",
 }
@@ -244,6 +240,10 @@ func TestEveryChangeIsAudited(t *testing.T) {
 		values ('ops', 'https://ops.example', '{"${S}"}', '{"*"}')`)
 	pgtest.Exec(t, a.pool, `insert into agent_webhook_endpoints (name, scheme, secrets, actions)
 		values ('shop', 'standard', '{"${S}"}', '[]')`)
+	pgtest.Exec(t, a.pool, `insert into agent_channels (name, type) values ('support', 'telegram')`)
+	pgtest.Exec(t, a.pool, `insert into agent_channel_identities (channel, subject, conversation, status, code_sha256,
+		expires_at) values ('support', '7', '7', 'pending', encode(sha256('ABCD2345'), 'hex'),
+		  clock_timestamp() + interval '1 hour')`)
 	begin := func() string {
 		x, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{
 			Flow: executions.External, Surface: trace.Flow,
@@ -285,6 +285,10 @@ func TestEveryChangeIsAudited(t *testing.T) {
 		{"POST /v1/lanes/{lane}/break", "pipeline:x", because, "lane pipeline:x"},
 		{"POST /v1/webhooks/targets/{id}/disable", "ops", because, "target ops"},
 		{"POST /v1/webhooks/targets/{id}/enable", "ops", because, "target ops"},
+		{"POST /v1/channels/pair", "", `{"code":"abcd2345","reason":"why not"}`, "channel support"},
+		{"POST /v1/channels/{id}/unpair", "support", `{"sender":"7","reason":"why not"}`, "channel support"},
+		{"POST /v1/channels/{id}/disable", "support", because, "channel support"},
+		{"POST /v1/channels/{id}/enable", "support", because, "channel support"},
 		{"POST /v1/webhooks/endpoints/{id}/disable", "shop", because, "endpoint shop"},
 		{"POST /v1/webhooks/endpoints/{id}/enable", "shop", because, "endpoint shop"},
 		{"POST /v1/executions", "", `{"flow":"external:x","reason":"why not"}`, "flow external:x"},

@@ -86,6 +86,9 @@ func (w *worker) requestApproval(ctx context.Context, a approvals.Approval) erro
 	}
 	ref, err := w.transport.Send(ctx, m)
 	failure, known := errors.AsType[*SendError](err)
+	if known && failure.RetryAfter > 0 {
+		w.quiet.Store(time.Now().Add(min(failure.RetryAfter, maxQuiet)).UnixNano())
+	}
 	switch {
 	case err == nil:
 		return exec(ctx, w.Pool, "record buttons", `

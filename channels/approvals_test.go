@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net/http"
+	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
@@ -45,23 +47,32 @@ type stand struct {
 	pool *pgxpool.Pool
 	bot  *telegramtest.Server
 	exec string
+
+	runner *channels.Runner
 }
 
 func newStand(t *testing.T, d channels.Definition, accept func(context.Context, channels.Visit) (channels.Accepted, error),
 ) *stand {
 	t.Helper()
 	s := &stand{t: t, pool: pgtest.DB(t), bot: telegramtest.New(t)}
-	d.Name, d.Type, d.Secrets = "support", channels.Telegram, map[string]string{"token": "${TOKEN}"}
-	d.Settings = map[string]string{"base_url": s.bot.URL()}
+	d.Name, d.Type = "support", channels.Telegram
+	d.Secrets = map[string]string{"token": "${TOKEN}", "webhook": "${WEBHOOK}"}
+	if d.Settings == nil {
+		d.Settings = map[string]string{}
+	}
+	d.Settings["base_url"] = s.bot.URL()
 	_, err := channels.Put(t.Context(), s.pool, d, "workspace")
 	require.NoError(t, err)
 	keeper := lanes.NewKeeper(s.pool, lanes.Options{})
 	r := &channels.Runner{
 		Pool: s.pool, Keeper: keeper, Logger: slog.New(slog.DiscardHandler),
-		Getenv: func(string) string { return telegramtest.Token },
-		Open:   map[string]channels.Open{channels.Telegram: telegram.Open}, Accept: accept,
+		Getenv: func(name string) string {
+			return map[string]string{"TOKEN": telegramtest.Token, "WEBHOOK": "a secret"}[name]
+		},
+		Open: map[string]channels.Open{channels.Telegram: telegram.Open}, Accept: accept,
 		Principals: linked{"telegram:4711 1": "mara", "telegram:4711 2": "viewer-bob"},
 	}
+	s.runner = r
 	testkit.Run(t, keeper.Run, r.Run)
 	return s
 }
@@ -206,4 +217,39 @@ func TestTheStateSaysWhatIsWrong(t *testing.T) {
 	if strings.Contains(c.Error, "secret-of-the-bot") {
 		t.Errorf("the error shows the token: %s", c.Error)
 	}
+}
+
+// Telegram's requests need the secret token. An update counts once, and enters its thread with its file.
+func TestTelegramPostsToTheWebhook(t *testing.T) {
+	t.Parallel()
+	visits := make(chan channels.Visit, 10)
+	s := newStand(t, channels.Definition{
+		Pairing: channels.PairingOpen, Settings: map[string]string{"mode": "webhook"},
+	}, func(_ context.Context, v channels.Visit) (channels.Accepted, error) {
+		visits <- v
+		return channels.Accepted{}, &channels.RefusedError{Message: "not <b>today</b>"}
+	})
+	mux := http.NewServeMux()
+	mux.Handle("POST /channels/{name}", s.runner)
+	s.bot.Attach(9, 9, "Mara", "see this", "a.txt", "text/plain", []byte("content"))
+	post := func(secret, body string) int {
+		r := httptest.NewRequestWithContext(t.Context(), "POST", "/channels/support", strings.NewReader(body))
+		r.Header.Set("X-Telegram-Bot-Api-Secret-Token", secret)
+		w := httptest.NewRecorder()
+		mux.ServeHTTP(w, r)
+		return w.Code
+	}
+	const update = `{"update_id": 1, "message": {"message_id": 5, "caption": "see this", "chat": {"id": 9},
+		"from": {"id": 9, "first_name": "Mara"}, "document": {"file_id": "file0", "file_name": "a.txt", "file_size": 7}}}`
+	assert.Equal(t, 401, post("", update))
+	assert.Equal(t, 401, post("wrong", update))
+	assert.Equal(t, 400, post("a secret", "no JSON"))
+	assert.Equal(t, 200, post("a secret", update))
+	assert.Equal(t, 200, post("a secret", update))
+	v := testkit.Receive(t, visits)
+	if v.Text != "see this" || len(v.Files) != 1 || string(v.Files[0].Content) != "content" || v.Sender != "9" {
+		t.Errorf("got %+v", v)
+	}
+	pgtest.Until(t, s.pool, "failed", `select string_agg(status, ' ') from agent_channel_messages`)
+	assert.Equal(t, "<code>not &lt;b&gt;today&lt;/b&gt;</code>", s.bot.Sent(9)[0].Text)
 }

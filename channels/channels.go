@@ -80,6 +80,9 @@ type fields struct {
 	settings map[string]func(value string) string // returns what is wrong
 }
 
+// Types lists the types of channels.
+func Types() []string { return []string{Telegram, Slack, Email} }
+
 // types describes what each type reads. A new type adds its entry.
 func types() map[string]fields {
 	return map[string]fields{

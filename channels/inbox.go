@@ -202,6 +202,11 @@ func (e *LaterError) Error() string { return e.Err.Error() }
 
 func (e *LaterError) Unwrap() error { return e.Err }
 
+// RefusedError refuses a message for good. Its text is for the sender.
+type RefusedError struct{ Message string }
+
+func (e *RefusedError) Error() string { return e.Message }
+
 // enter brings a message to its thread and records that.
 func (w *worker) enter(ctx context.Context, e entry) {
 	ctx, cancel := context.WithTimeout(ctx, hold-5*time.Second)
@@ -230,6 +235,11 @@ func (w *worker) enter(ctx context.Context, e entry) {
 		Key: "channel " + e.ID, Channel: w.channel, Conversation: e.Conversation, Sender: e.Sender, SenderName: e.SenderName,
 		Text: text, Files: files,
 	})
+	if refused, is := errors.AsType[*RefusedError](err); is {
+		w.reply(ctx, e, Code(refused.Message))
+		w.finish(ctx, e, "failed", refused.Message)
+		return
+	}
 	if err != nil {
 		w.postpone(ctx, e, err)
 		return

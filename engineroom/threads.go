@@ -13,6 +13,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -51,7 +52,7 @@ type threadPlace struct {
 }
 
 func threadChannels() []string {
-	return []string{threads.ChannelChat, threads.ChannelWebhook, threads.ChannelLog}
+	return append(channels.Types(), threads.ChannelChat, threads.ChannelWebhook, threads.ChannelLog)
 }
 
 // Channels are the options of Channel.

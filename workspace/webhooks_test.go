@@ -114,3 +114,30 @@ func TestInvalidWebhooks(t *testing.T) {
 		})
 	}
 }
+
+// Channels of an example are applied, and every mistake in one is named.
+func TestApplyChannels(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	w, err := workspace.LoadDir("../examples/telegram")
+	require.NoError(t, err)
+	apply(t, pool, w)
+	if diff := apply(t, pool, w); !diff.Empty() {
+		t.Errorf("applied again it changes something: %+v", diff)
+	}
+	_, err = loadText(t, `
+kind: channel
+name: support
+type: telegram
+secrets: {token: literal, key: "${KEY}"}
+settings: {mode: pigeon}
+pairing: maybe
+`)
+	for _, want := range []string{
+		"token is no reference", `"key" is unknown`, "mode must be polling or webhook", "pairing: must be required or open",
+	} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v does not say %q", err, want)
+		}
+	}
+}

@@ -3,6 +3,7 @@ package chat
 import (
 	"context"
 	"errors"
+	"net/http"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -34,7 +35,7 @@ func (c *Chat) insertTurn(
 // Accept brings a message of a channel to its thread, and starts its turn. It implements channels.Runner.Accept: a key
 // counts once, and what may succeed later is a *channels.LaterError.
 func (c *Chat) Accept(ctx context.Context, v channels.Visit) (channels.Accepted, error) {
-	owner := "channel:" + v.Channel.Name // no chat key has a colon in its name
+	owner := channels.Owner(v.Channel.Name)
 	if pause := c.limits.reserve(owner+"\x00"+v.Sender, 1); pause > 0 {
 		return channels.Accepted{}, &channels.LaterError{Err: errors.New("the sender writes too fast"), Pause: pause}
 	}
@@ -55,8 +56,12 @@ func (c *Chat) Accept(ctx context.Context, v channels.Visit) (channels.Accepted,
 		return channels.Accepted{}, err
 	}
 	b, err := c.startTurn(ctx, a)
-	if refusal, is := errors.AsType[*Refusal](err); is && refusal.RetryAfter > 0 {
-		err = &channels.LaterError{Err: err, Pause: max(refusal.RetryAfter, time.Second)}
+	if refusal, is := errors.AsType[*Refusal](err); is {
+		if refusal.RetryAfter > 0 {
+			err = &channels.LaterError{Err: err, Pause: max(refusal.RetryAfter, time.Second)}
+		} else if refusal.Status < http.StatusInternalServerError {
+			err = &channels.RefusedError{Message: refusal.Message}
+		}
 	}
 	if err != nil {
 		return channels.Accepted{}, err

@@ -31,6 +31,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"time"
 
@@ -40,6 +41,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -168,7 +170,33 @@ func (h *Heartbeat) run(ctx context.Context, raw json.RawMessage) (executions.Re
 		summary.Phases[p.name] = result.Summary
 		b.collect(result)
 	}
+	if err := b.tell(ctx, failures); err != nil {
+		return executions.Result{}, err
+	}
 	return executions.Result{Summary: b.summary(), Value: summary}, errors.Join(failures...)
+}
+
+// tell reports to the channels that ask for it, if there is something to say.
+func (b *heartbeatRun) tell(ctx context.Context, failures []error) error {
+	lines := slices.Clone(b.summaries)
+	for _, err := range failures {
+		lines = append(lines, "failed: "+err.Error())
+	}
+	if len(lines) == 0 {
+		return nil
+	}
+	current, _ := executions.Current(ctx)
+	agents := []string{b.agent, current.Agent}
+	wanted, err := executions.RetryTransient(ctx, func(ctx context.Context) (bool, error) {
+		return channels.WantReport(ctx, b.Pool, agents)
+	})
+	if err != nil || !wanted {
+		return err
+	}
+	_, err = executions.StepTx(ctx, "report to channels", func(ctx context.Context, tx pgx.Tx) (int, error) {
+		return channels.Report(ctx, tx, agents, "Heartbeat:\n\n- "+strings.Join(lines, "\n- "))
+	})
+	return err
 }
 
 // phases lists the phases in order. The default agent runs those that concern all agents.

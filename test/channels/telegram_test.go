@@ -48,7 +48,9 @@ func TestASenderIsPairedAndAnswered(t *testing.T) {
 	w.until("the state", func() bool {
 		return value[string](w, `select string_agg(status, ' ' order by id) from agent_channel_messages`) == "ignored done"
 	})
-	assert.Contains(t, w.run("channels", "ls"), "connected")
+	listed := w.run("channels", "ls")
+	assert.Contains(t, listed, "connected")
+	t.Log("\n" + listed)
 	if strings.Contains(w.run("channels", "show", "support"), "secret-of-the-bot") {
 		t.Error("the token is shown")
 	}

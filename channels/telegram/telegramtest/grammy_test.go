@@ -1,0 +1,86 @@
+//go:build unix
+
+package telegramtest_test
+
+import (
+	"bufio"
+	"context"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/channels/telegram/telegramtest"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+// installGrammy installs a client of the Bot API for Node, and returns the folder.
+func installGrammy(t *testing.T) string {
+	t.Helper()
+	for _, tool := range []string{"npm", "node"} {
+		if _, err := exec.LookPath(tool); err != nil {
+			t.Skipf("%s is not installed: grammY is not tried", tool)
+		}
+	}
+	dir := t.TempDir()
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	install := exec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefer-offline",
+		"--prefix", dir, "grammy@1.46.0")
+	install.Dir = dir
+	if out, err := install.CombinedOutput(); err != nil {
+		t.Skipf("npm cannot install grammy (offline?): it is not tried: %v\n%s", err, out)
+	}
+	script, err := os.ReadFile("testdata/grammy.mjs")
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "bot.mjs"), script, 0o600))
+	return dir
+}
+
+// A real client finds in the fake what it finds in the Bot API.
+func TestGrammyDrivesTheFake(t *testing.T) {
+	t.Parallel()
+	dir := installGrammy(t)
+	fake := telegramtest.New(t)
+	run := exec.CommandContext(t.Context(), "node", "bot.mjs")
+	run.Dir, run.Stderr = dir, os.Stderr
+	run.Env = append(os.Environ(), "FAKE="+fake.URL(), "TOKEN="+telegramtest.Token)
+	out, err := run.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, run.Start())
+	lines := make(chan string, 100)
+	go func() {
+		defer close(lines)
+		for scan := bufio.NewScanner(out); scan.Scan(); {
+			lines <- scan.Text()
+		}
+	}()
+	says := func(want string) {
+		t.Helper()
+		select {
+		case line := <-lines:
+			assert.Equal(t, want, line)
+		case <-time.After(30 * time.Second):
+			t.Fatalf("grammY does not say %q", want)
+		}
+	}
+	says("started shop_bot")
+	fake.Say(5, 7, "Mara", "hello")
+	says("message 7 hello")
+	says("refused 400 Bad Request: can't parse entities: can't find end tag")
+	assert.Equal(t, "You said hello", fake.Sent(5)[0].Text)
+	assert.Equal(t, 1, fake.Typed())
+	asked := fake.Say(5, 7, "Mara", "ask")
+	says("message 7 ask")
+	pgtest.Eventually(t, 30*time.Second, func() bool { return len(fake.Sent(5)) >= 2 }, "no question")
+	assert.Equal(t, "nonce", fake.Sent(5)[1].Buttons["Yes"])
+	fake.Click("c1", 5, 7, "Mara", asked+1, "nonce")
+	says("click 7 nonce")
+	pgtest.Eventually(t, 30*time.Second, func() bool { return len(fake.Notices()) >= 1 }, "no answer")
+	assert.Equal(t, "Thanks", fake.Notices()[0])
+	fake.Attach(5, 7, "Mara", "see", "a.txt", "text/plain", []byte("content"))
+	says("file a.txt content")
+}
