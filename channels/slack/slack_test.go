@@ -89,7 +89,7 @@ type world struct {
 func newWorld(t *testing.T, mode string, prepare ...func(*Transport)) *world {
 	t.Helper()
 	w := &world{T: t, fake: slacktest.New(), in: &memory{}}
-	w.fake.RetryAfter = 300 * time.Millisecond
+	w.fake.RetryAfter = time.Second
 	t.Cleanup(w.fake.Close)
 	opened, err := Open(channels.Config{
 		Channel: channels.Channel{Settings: map[string]string{"mode": mode, "base_url": w.fake.URL}},
@@ -166,6 +166,7 @@ func TestMessagesComeOnce(t *testing.T) {
 func TestForeignEvents(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "socket")
+	w.fake.RetryAfter = patience
 	for _, extra := range []map[string]any{
 		{"bot_id": "B2"}, {"user": slacktest.BotUser}, {"subtype": "message_changed"}, {"user": ""},
 		{"type": "reaction_added"}, {"type": "an_event_of_next_year"}, {"user_team": "T2"},

@@ -54,7 +54,7 @@ func installBolt(t *testing.T) string {
 func startApp(t *testing.T, dir, mode string) *app {
 	t.Helper()
 	fake := slacktest.New()
-	fake.RetryAfter = 500 * time.Millisecond
+	fake.RetryAfter = 2 * time.Second
 	t.Cleanup(fake.Close)
 	run := exec.CommandContext(t.Context(), "node", "app.mjs")
 	run.Dir, run.Stderr = dir, os.Stderr

@@ -158,22 +158,20 @@ func (s *Server) deliver(kind string, raw []byte, attempt int) bool {
 	if s.EventsURL != "" {
 		return s.post(kind, raw, attempt)
 	}
+	to := s.awaitSocket()
+	if to == nil {
+		return false
+	}
 	s.mu.Lock()
 	s.clock++
 	envelope := fmt.Sprintf("envelope-%d", s.clock)
 	acked := make(chan struct{})
 	s.waiting[envelope] = acked
-	var to *socket
-	if len(s.sockets) > 0 && !s.deaf {
-		to = s.sockets[len(s.sockets)-1]
-	}
 	s.mu.Unlock()
-	if to != nil {
-		_ = to.send(map[string]any{
-			"type": kind, "envelope_id": envelope, "payload": json.RawMessage(raw), "accepts_response_payload": false,
-			"retry_attempt": attempt, "retry_reason": map[bool]string{true: "timeout"}[attempt > 0],
-		})
-	}
+	_ = to.send(map[string]any{
+		"type": kind, "envelope_id": envelope, "payload": json.RawMessage(raw), "accepts_response_payload": false,
+		"retry_attempt": attempt, "retry_reason": map[bool]string{true: "timeout"}[attempt > 0],
+	})
 	select {
 	case <-acked:
 		return true
@@ -181,6 +179,23 @@ func (s *Server) deliver(kind string, raw []byte, attempt int) bool {
 	case <-time.After(s.RetryAfter):
 	}
 	return false
+}
+
+// awaitSocket waits for a socket that carries something; nil when the fake is closed.
+func (s *Server) awaitSocket() *socket {
+	for {
+		s.mu.Lock()
+		if len(s.sockets) > 0 && !s.deaf {
+			defer s.mu.Unlock()
+			return s.sockets[len(s.sockets)-1]
+		}
+		s.mu.Unlock()
+		select {
+		case <-s.closed:
+			return nil
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
 }
 
 // Sign returns the headers of a signed body.
