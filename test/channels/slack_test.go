@@ -1,0 +1,218 @@
+//go:build unix
+
+package channels_test
+
+import (
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/channels/slack/slacktest"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/principals"
+)
+
+// newSlack starts a fake Slack and a database with a channel of it that takes everybody.
+func newSlack(t *testing.T, model *modeltest.Server, more string, settings ...string) (*slacktest.Server, *world) {
+	t.Helper()
+	fake := slacktest.New()
+	fake.RetryAfter = time.Second
+	t.Cleanup(fake.Close)
+	return fake, newWorld(t, model, fmt.Sprintf(`
+kind: channel
+name: support
+type: slack
+pairing: open
+secrets: {token: "${SLACK_TOKEN}", app_token: "${SLACK_APP_TOKEN}"}
+settings: {base_url: %q}
+%s`, fake.URL, more), append(settings, "SLACK_TOKEN="+slacktest.Token, "SLACK_APP_TOKEN="+slacktest.AppToken)...)
+}
+
+// answers returns the agent's messages in a thread of a channel.
+func answers(fake *slacktest.Server, channel, thread string) (all []slacktest.Message) {
+	for _, m := range fake.Messages(channel) {
+		if m.BotID != "" && m.ThreadTS == thread {
+			all = append(all, m)
+		}
+	}
+	return all
+}
+
+// A mention opens a thread, replies there need none, and a direct message is answered outside of threads. What Slack
+// sends twice is answered once.
+func TestASlackThreadIsAConversation(t *testing.T) {
+	t.Parallel()
+	fake, w := newSlack(t, echo(t), "")
+	fake.Twice = true
+	w.serve()
+	w.until("the socket", func() bool { return fake.Connected() == 1 })
+	root := fake.Say("U1", "C1", "<@"+slacktest.BotUser+"> is <!here> &amp; there on?", "")
+	w.until("the answer", func() bool { return len(answers(fake, "C1", root)) == 1 })
+	fake.Say("U1", "C1", "people among themselves", "")
+	fake.LoseAcks(2)
+	fake.Say("U2", "C1", "and more", root)
+	fake.Say("U1", "D1", "hello", "")
+	w.until("more answers", func() bool {
+		return len(answers(fake, "C1", root)) == 2 && len(answers(fake, "D1", "")) == 1
+	})
+	fake.Wait()
+	got := answers(fake, "C1", root)
+	assert.Equal(t, "You said *is !here &amp; there on?*.", got[0].Text)
+	assert.Equal(t, "You said *and more*.", got[1].Text)
+	assert.Equal(t, 3, value[int](w, `select count(*) from agent_channel_messages`))
+	assert.Equal(t, 2, value[int](w, `select count(*) from agent_threads where owner = 'channel:support'`))
+	assert.Equal(t, 3, fake.Calls("chat.postMessage"))
+}
+
+// A slow answer is shown while it is written, by edits of one message, within Slack's limits.
+func TestASlackAnswerIsStreamedAndSplit(t *testing.T) {
+	t.Parallel()
+	model := modeltest.New(t)
+	answer := strings.Repeat("A sentence of some length & with <b>signs</b>. ", 450) + "\n\nThe end."
+	model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
+		return modeltest.Text(answer).Slowly(3 * time.Millisecond)
+	})
+	fake, w := newSlack(t, model, "")
+	w.serve()
+	w.until("the socket", func() bool { return fake.Connected() == 1 })
+	fake.Say("U1", "D1", "tell me a lot", "")
+	w.until("the answer", func() bool {
+		got := answers(fake, "D1", "")
+		return len(got) > 0 && strings.HasSuffix(got[len(got)-1].Text, "The end.")
+	})
+	got := answers(fake, "D1", "")
+	text := ""
+	for _, m := range got {
+		text += m.Text
+	}
+	if len(got) < 2 || got[0].Edits < 2 || strings.Count(text, "&lt;b&gt;signs&lt;/b&gt;") != 450 {
+		t.Errorf("%d messages, the first edited %d times", len(got), got[0].Edits)
+	}
+}
+
+// Over kills, lost answers and limits each message is answered once and in order: Slack tells what came.
+func TestSlackAnswersComeOnceOverKillsAndFaults(t *testing.T) {
+	t.Parallel()
+	const people, each = 4, 6
+	fake, w := newSlack(t, echo(t), "", "AGENT_WORKER_LEASE=2s", "AGENT_WORKERS=20")
+	fake.Twice = true
+	fake.Faults(func(method string, call int) slacktest.Fault {
+		switch {
+		case method != "chat.postMessage":
+		case call%9 == 0:
+			return slacktest.Fault{RetryAfter: 1}
+		case call%9 == 3:
+			return slacktest.Fault{LoseAnswer: true}
+		case call%9 == 6:
+			return slacktest.Fault{Status: 503}
+		}
+		return slacktest.Fault{}
+	})
+	p := w.serve()
+	w.until("the socket", func() bool { return fake.Connected() == 1 })
+	for i := range each {
+		for person := range people {
+			fake.Say(fmt.Sprintf("U%d", person), fmt.Sprintf("D%d", person), fmt.Sprint(i), "")
+		}
+		fake.Wait()
+		if i == 3 {
+			p.Kill()
+			w.serve()
+			w.until("the socket", func() bool { return fake.Connected() == 1 })
+			for _, table := range []string{"agent_channel_sends", "agent_channel_messages"} { // the claims of the killed pass
+				pgtest.Exec(t, w.pool, "update "+table+" set next_attempt_at = clock_timestamp() "+
+					"where ctid in (select ctid from "+table+" for update skip locked)")
+			}
+		}
+	}
+	w.until("all is sent", func() bool {
+		return people*each == value[int](w,
+			`select count(*) from agent_channel_sends where status not in ('queued', 'sending')`)
+	})
+	for person := range people {
+		var got []string
+		for _, m := range answers(fake, fmt.Sprintf("D%d", person), "") {
+			got = append(got, m.Text)
+		}
+		for i := range each {
+			if len(got) != each || got[i] != fmt.Sprintf("You said *%d*.", i) {
+				t.Errorf("person %d got %q", person, got)
+				break
+			}
+		}
+	}
+	assert.Equal(t, people*each, value[int](w, `select count(*) from agent_channel_sends where status = 'sent'`))
+}
+
+// A call that a person in Slack causes waits for a button that an approver presses in the channel for reports. Whoever
+// asked cannot press it, and pairing is no link.
+func TestASlackButtonApprovesACall(t *testing.T) {
+	t.Parallel()
+	var paid atomic.Int32
+	shop := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		paid.Add(1)
+		_, _ = w.Write([]byte(`{"ok": true}`))
+	}))
+	t.Cleanup(shop.Close)
+	model := modeltest.New(t)
+	model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
+		if r.Messages[len(r.Messages)-1].Role == openai.ChatMessageRoleTool {
+			return modeltest.Text("It is paid back.")
+		}
+		return modeltest.ToolCall("refund", `{"order": 7}`)
+	})
+	fake, w := newSlack(t, model, fmt.Sprintf(`report_to: C0OPS
+---
+kind: skill
+name: refund
+description: Pay an order back.
+scope: external
+trust: approve
+parameters: {type: object, required: [order], properties: {order: {type: integer}}}
+handler: http:POST %s/refunds
+`, shop.URL))
+	ana, err := principals.Create(t.Context(), w.pool, principals.New{
+		Name: "ana", Kind: principals.User, Role: principals.Approver,
+	})
+	require.NoError(t, err)
+	require.NoError(t, principals.LinkIdentity(t.Context(), w.pool, ana.Name, "slack:"+slacktest.Team, "U0ANA", ""))
+	w.serve()
+	w.until("the socket", func() bool { return fake.Connected() == 1 })
+	fake.Say("U1", "D1", "money back, please", "")
+	var shown slacktest.Message
+	w.until("the request", func() bool {
+		for _, m := range answers(fake, "C0OPS", "") {
+			shown = m
+		}
+		return shown.TS != ""
+	})
+	told := func(want string) {
+		t.Helper()
+		w.until(want, func() bool {
+			all := answers(fake, "C0OPS", "")
+			return strings.Contains(all[len(all)-1].Text, want)
+		})
+	}
+	require.NoError(t, fake.Click("U1", "C0OPS", shown.TS, "Approve"))
+	told("not linked")
+	assert.Equal(t, 0, int(paid.Load()))
+	require.NoError(t, fake.Click("U0ANA", "C0OPS", shown.TS, "Approve"))
+	told("You have approved")
+	w.until("the answer", func() bool {
+		all := answers(fake, "D1", "")
+		return len(all) > 0 && all[len(all)-1].Text == "It is paid back."
+	})
+	assert.Equal(t, 1, int(paid.Load()))
+	assert.Equal(t, "ana ana slack", value[string](w, `
+		select p.decided_by || ' ' || (a.input ->> 'by') || ' ' || (a.input ->> 'via')
+		  from agent_approvals p, agent_activity a where a.skill_name = 'decide_approval'`))
+}
