@@ -100,14 +100,18 @@ type Slow struct {
 	SlowestTraceID string  `json:"slowest_trace_id"`
 }
 
+// figuresRead bounds the calls that are read one by one; of others the counts are added up.
+const figuresRead = 500
+
 // Slowest lists skills by the 95th percentile of their calls since a moment (zero: the last 7 days).
 func Slowest(ctx context.Context, db postgres.DB, f ReportFilter) ([]Slow, string, error) {
 	return readPage[Slow](ctx, db, f, `
 		select s.skill, s.calls, s.p50_ms, s.p95_ms, s.max_ms, coalesce(s.slowest_trace_id, '') as slowest_trace_id
-		  from lanekeeper.read_agent_skill_figures(coalesce(@since::timestamptz, clock_timestamp() - interval '7 days')) s
+		  from lanekeeper.read_agent_skill_figures(coalesce(@since::timestamptz, clock_timestamp() - interval '7 days'), @read) s
 		 where s.p95_ms is not null and (@skill::text = '' or s.skill = @skill)
 		 order by s.p95_ms desc, s.skill
-		 offset @offset limit @limit::int + 1`, postgres.Strict{"since": timeArg(f.Since), "skill": f.Skill}, "list the slowest skills")
+		 offset @offset limit @limit::int + 1`, postgres.Strict{"since": timeArg(f.Since), "skill": f.Skill, "read": figuresRead},
+		"list the slowest skills")
 }
 
 // Failure is the record of a failing skill.
@@ -116,7 +120,7 @@ type Failure struct {
 	Calls      int64      `json:"calls"`
 	Errors     int64      `json:"errors"`
 	Rate       float64    `json:"rate"`   // errors per call
-	Streak     int64      `json:"streak"` // consecutive failures until now, since the skill was last enabled
+	Streak     int64      `json:"streak"` // consecutive failures until now within the time, since the skill was last enabled
 	P50MS      float64    `json:"p50_ms"`
 	P95MS      float64    `json:"p95_ms"`
 	LastError  string     `json:"last_error"`
@@ -130,14 +134,15 @@ type Failure struct {
 // agent_skill_calls defines which calls count: invalid arguments of a model, for example, do not.
 func Failing(ctx context.Context, db postgres.DB, f ReportFilter) ([]Failure, string, error) {
 	list, next, err := readPage[Failure](ctx, db, f, `
-		select f.skill, f.calls, f.failed as errors, f.failed::float8 / f.calls as rate, h.streak, coalesce(f.p50_ms, 0)
+		select f.skill, f.calls, f.failed as errors, f.failed::float8 / f.calls as rate, f.streak, coalesce(f.p50_ms, 0)
 		  as p50_ms,
 		       coalesce(f.p95_ms, 0) as p95_ms, coalesce(l.error_message, '') as last_error, coalesce(l.error_class, '')
 		         as last_class,
-		       l.created_at as last_failed, coalesce(l.trace_id, '') as last_trace, h.state
+		       l.created_at as last_failed, coalesce(l.trace_id, '') as last_trace,
+		       case when h.enabled then 'enabled' when h.trial_at is not null then 'on trial' else 'disabled' end as state
 		  from (select coalesce(@since::timestamptz, clock_timestamp() - interval '7 days') as at) since
-		 cross join lateral lanekeeper.read_agent_skill_figures(since.at) f
-		  join agent_skill_health h on h.skill = f.skill
+		 cross join lateral lanekeeper.read_agent_skill_figures(since.at, @read) f
+		  join agent_skills h on h.name = f.skill
 		  left join lateral (
 		       select k.error_message, k.error_class, k.created_at, k.trace_id from agent_skill_calls k
 		        where k.skill_name between f.skill and f.skill and k.status = 'error'
@@ -145,7 +150,8 @@ func Failing(ctx context.Context, db postgres.DB, f ReportFilter) ([]Failure, st
 		        order by k.skill_name desc, k.id desc limit 1) l on true
 		 where f.failed > 0 and (@skill::text = '' or f.skill = @skill)
 		 order by f.failed desc, f.skill
-		 offset @offset limit @limit::int + 1`, postgres.Strict{"since": timeArg(f.Since), "skill": f.Skill}, "list failing skills")
+		 offset @offset limit @limit::int + 1`, postgres.Strict{"since": timeArg(f.Since), "skill": f.Skill, "read": figuresRead},
+		"list failing skills")
 	for i := range list {
 		list[i].LastFailed = utc(list[i].LastFailed)
 	}

@@ -70,6 +70,8 @@ type Room struct {
 	hub       *hub
 	hints     suggestions
 	waits     waitsCache
+	// traceCosts has the most expensive traces of days.
+	traceCosts dayMemo
 }
 
 // Route is a handler with its path.

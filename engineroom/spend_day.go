@@ -2,6 +2,7 @@ package engineroom
 
 import (
 	"context"
+	"sync"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -105,8 +106,52 @@ type traceCost struct {
 
 // expensiveTraces lists the traces of a day whose model calls cost most. Of a day with very many calls it reads a part,
 // and the page says so.
+// An answer is kept for half a minute, and that of a day that is over for ten.
 func (room *Room) expensiveTraces(ctx context.Context, v *visit) (any, error) {
 	day, _ := v.About.(time.Time)
+	keep := 30 * time.Second
+	if day.Before(today()) {
+		keep = 10 * time.Minute
+	}
+	return room.traceCosts.read(day, keep, func() (any, error) { return room.readExpensiveTraces(ctx, day) })
+}
+
+// dayMemo keeps what was read of a few days.
+type dayMemo struct {
+	mu   sync.Mutex
+	days map[time.Time]keptDay
+}
+
+type keptDay struct {
+	data any
+	at   time.Time
+}
+
+// maxKeptDays bounds the kept days.
+const maxKeptDays = 32
+
+// read returns what is kept of a day, or reads it.
+func (m *dayMemo) read(day time.Time, keep time.Duration, read func() (any, error)) (any, error) {
+	m.mu.Lock()
+	kept, has := m.days[day]
+	m.mu.Unlock()
+	if has && time.Since(kept.at) < keep {
+		return kept.data, nil
+	}
+	data, err := read()
+	if err != nil {
+		return nil, err
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.days == nil || len(m.days) >= maxKeptDays {
+		m.days = map[time.Time]keptDay{}
+	}
+	m.days[day] = keptDay{data, time.Now()}
+	return data, nil
+}
+
+func (room *Room) readExpensiveTraces(ctx context.Context, day time.Time) (any, error) {
 	list, err := postgres.Rows[traceCost](ctx, room.Read, "list expensive traces", `
 		with calls as materialized (
 		  select a.trace_id, a.agent, a.surface, a.purpose, a.cost_usd, a.token_usage from agent_activity a

@@ -340,10 +340,10 @@ language sql stable security definer set search_path from current set enable_seq
   sums as materialized (
     select x.skill, sum(x.calls) as calls, sum(x.worked)::bigint as worked, sum(x.failed)::bigint as failed, max(x.slowest collate "C") as slowest
       from (select c.skill, c.calls, c.worked, c.failed, c.slowest from agent_activity_counts c
-             where c.span = 'hour' and c.start >= (select b.hour from began b) and c.start < (select b.day from began b) and c.kind not in ('model', 'charge', 'agent')
+             where c.span = 'hour' and c.start >= (select b.hour from began b) and c.start < (select b.day from began b) and c.kind not in ('model', 'charge', 'agent', 'key')
             union all
             select c.skill, c.calls, c.worked, c.failed, c.slowest from agent_activity_counts c
-             where c.span = 'day' and c.start >= (select b.day from began b) and c.kind not in ('model', 'charge', 'agent')
+             where c.span = 'day' and c.start >= (select b.day from began b) and c.kind not in ('model', 'charge', 'agent', 'key')
             union all
             select u.skill, 1, u.telling::int, (u.telling and u.status = 'error')::int, u.slowest from lanekeeper.read_agent_activity_tail(2000000000) u
              where u.kind <> 'model' and u.hour >= (select b.hour from began b)) x
