@@ -55,7 +55,10 @@ func (t *Transport) Run(ctx context.Context, in channels.Inbox) error {
 
 // ask finds out whether Slack answers the bot.
 func (t *Transport) ask(ctx context.Context, in channels.Inbox) error {
-	if _, err := t.api.AuthTestContext(ctx); err != nil {
+	switch _, err := t.api.AuthTestContext(ctx); {
+	case ctx.Err() != nil: // the worker ends
+		return nil
+	case err != nil:
 		return fmt.Errorf("auth.test: %w", classify(err))
 	}
 	in.Connected(ctx)
