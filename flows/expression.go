@@ -473,3 +473,18 @@ func shorten(text string) string {
 	}
 	return strings.ToValidUTF8(text[:longest], "") + "…"
 }
+
+// CheckCondition returns why a text is no condition: an expression of flows over variables.
+func CheckCondition(text string) error {
+	_, err := compileExpression(text)
+	return err
+}
+
+// Condition evaluates a condition over variables, which are plain JSON values.
+func Condition(text string, vars map[string]any) (bool, error) {
+	compiled, err := compileExpression(text)
+	if err != nil {
+		return false, err
+	}
+	return compiled.boolValue(vars)
+}

@@ -126,8 +126,11 @@ func New(config Config) (*Client, error) {
 func (c *Client) Model() string { return c.config.Model }
 
 // Priced reports whether the price table has the default model. A money limit does not bound other models.
-func (c *Client) Priced() bool {
-	_, found := c.config.Prices.Of(c.config.Model)
+func (c *Client) Priced() bool { return c.PricedModel(c.config.Model) }
+
+// PricedModel reports whether the price table has a model.
+func (c *Client) PricedModel(model string) bool {
+	_, found := c.config.Prices.Of(model)
 	return found
 }
 

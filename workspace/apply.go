@@ -120,6 +120,9 @@ func applyAll(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, err
 	if err := checkTargets(ctx, tx, w); err != nil {
 		return Diff{}, err
 	}
+	if err := checkEvals(ctx, tx, w); err != nil {
+		return Diff{}, err
+	}
 	if err := checkRemoved(ctx, tx, diff); err != nil {
 		return Diff{}, err
 	}

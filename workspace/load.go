@@ -405,10 +405,30 @@ func (d *decoder) value(node *yaml.Node, into reflect.Value, path string) {
 		d.value(node, into.Elem(), path)
 	case reflect.Slice:
 		d.list(node, into, path)
-	case reflect.Map, reflect.Interface:
+	case reflect.Map:
+		if into.Type().Elem().Kind() == reflect.Interface {
+			d.openValue(node, into, path)
+			return
+		}
+		d.mapping(node, into, path)
+	case reflect.Interface:
 		d.openValue(node, into, path)
 	default:
 		d.scalar(node, into, path)
+	}
+}
+
+// mapping decodes a mapping whose values have a fixed type.
+func (d *decoder) mapping(node *yaml.Node, into reflect.Value, path string) {
+	if node.Kind != yaml.MappingNode {
+		d.add(node, "%s: is %s; it must be a mapping of keys to values", path, describeNode(node))
+		return
+	}
+	into.Set(reflect.MakeMap(into.Type()))
+	for _, pair := range d.pairs(node, path) {
+		value := reflect.New(into.Type().Elem()).Elem()
+		d.value(pair.value, value, join(path, pair.key.Value))
+		into.SetMapIndex(reflect.ValueOf(pair.key.Value), value)
 	}
 }
 

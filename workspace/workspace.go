@@ -1,7 +1,7 @@
 // Package workspace reads an agent's declaration from a folder of YAML files and makes the database match it.
 //
 // A file has one or more documents separated by ---. Each names its kind (agent, database, skill, mcp_server, objective,
-// automation, flow, webhook, webhook_target or channel); its other keys are those of the kind's Definition. File and
+// automation, flow, webhook, webhook_target, channel or eval); its other keys are those of the kind's Definition. File and
 // folder names do not matter; hidden names are skipped.
 //
 // Reading is strict. Unknown or repeated keys, wrong types, duplicate names and errors of the kind's Validate are
@@ -32,6 +32,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/databases"
+	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -56,6 +57,7 @@ type Workspace struct {
 	Webhooks    []Document[webhooks.EndpointDefinition]
 	Targets     []Document[webhooks.TargetDefinition] // of outgoing webhooks
 	Channels    []Document[channels.Definition]
+	Evals       []Document[evals.Definition]
 
 	// Also, where set, is called in the transaction of [Apply], after everything is written.
 	Also func(ctx context.Context, tx pgx.Tx) error
@@ -98,6 +100,8 @@ func kinds() []kind {
 		kindReader("webhook_target", webhooks.ValidateTarget, func(d webhooks.TargetDefinition) string { return d.Name },
 			func(w *Workspace) *[]Document[webhooks.TargetDefinition] { return &w.Targets }),
 		channelKind(),
+		kindReader("eval", evals.Validate, func(d evals.Definition) string { return d.Name },
+			func(w *Workspace) *[]Document[evals.Definition] { return &w.Evals }),
 	}
 }
 
@@ -252,7 +256,7 @@ func kindTables(w Workspace, o Options) []kindApplier {
 				"max_attempts", "source",
 			},
 		},
-		flowTable(w), webhookEndpoints(w), webhookTargets(w), channelTable(w),
+		flowTable(w), webhookEndpoints(w), webhookTargets(w), channelTable(w), evalTable(w),
 	}
 }
 

@@ -24,6 +24,7 @@ import (
 const (
 	exitFailed      = 1
 	exitUsage       = 2
+	exitUndecided   = 3
 	exitBusy        = 75
 	exitInterrupted = 130
 )

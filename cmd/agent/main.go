@@ -3,7 +3,7 @@
 //
 // main starts the process; run is the program and the entry point of tests. A command prints its result to
 // stdout and everything else to stderr. With --json the result is one JSON document.
-// Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 75 a lane is busy, 130 interrupted.
+// Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 an eval is undecided, 75 a lane is busy, 130 interrupted.
 package main
 
 import (
@@ -244,6 +244,7 @@ func (c *cli) commands() []*cobra.Command {
 		c.lanesCommand(),
 		c.executionsCommand(),
 		c.flowsCommand(),
+		c.evalCommand(),
 		c.requestsCommand(),
 		c.documentsCommand(),
 		c.skillsCommand(),

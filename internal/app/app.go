@@ -30,6 +30,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels/slack"
 	"github.com/lanekeeper/lanekeeper/channels/telegram"
 	"github.com/lanekeeper/lanekeeper/databases"
+	evalrunner "github.com/lanekeeper/lanekeeper/evals/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/config"
@@ -267,6 +268,7 @@ type surfaces struct {
 	threads   *threads.Dispatcher
 	Channels  *channels.Runner
 	MCPServer *mcp.Server
+	Evals     *evalrunner.Runner
 }
 
 // registerSurfaces builds the surfaces and registers their flows.
@@ -317,9 +319,16 @@ func (a *App) registerSurfaces() (err error) {
 		Pool: a.admin(), Engine: a.Engine, Skills: a.Registry, Invoke: a.Loop.Invoke, Agent: cfg.Name,
 		Version: a.Version, Logger: a.Log,
 	}
+	a.Evals = &evalrunner.Runner{
+		Pool: a.Pool, Engine: a.Engine, Model: a.Loop.Model, Skills: a.Registry, Agents: a.Loop.Agents, Budget: a.Loop.Budget,
+		Logger: a.Log, Surfaces: map[string]evalrunner.Surface{
+			"chat":    {Rules: chat.Rules, Scopes: []string{skills.ScopeExternal}},
+			"operate": {Rules: operate.Rules, Scopes: scopes},
+		},
+	}
 	beat := &heartbeat.Heartbeat{Pool: a.Pool, Loop: a.Loop, Heal: HealPolicy(cfg), Logger: a.Log}
 	return errors.Join(beat.Register(a.Engine), a.Chat.Register(a.Engine), a.Webhook.Register(a.Engine),
-		a.Runner.Register(), a.MCPServer.Register())
+		a.Runner.Register(), a.MCPServer.Register(), a.Evals.Register())
 }
 
 // background lists the loops that run beside the engine.

@@ -1,0 +1,417 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"encoding/xml"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"sync"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/evals/runner"
+	"github.com/lanekeeper/lanekeeper/evals/stats"
+	"github.com/lanekeeper/lanekeeper/internal/app"
+	"github.com/lanekeeper/lanekeeper/internal/human"
+)
+
+func (c *cli) evalCommand() *cobra.Command {
+	return group("eval", "Try agents on suites of cases, and compare versions",
+		c.evalRunCommand(), c.evalListCommand(), c.evalShowCommand(), c.evalAddCommand())
+}
+
+// evalOptions are the flags of agent eval run.
+type evalOptions struct {
+	runner.Options
+	concurrent             int
+	against, resume, junit string
+}
+
+func (c *cli) evalRunCommand() *cobra.Command {
+	var o evalOptions
+	cmd := &cobra.Command{
+		Use: "run [SUITE...]", Short: "Run suites, or all of them",
+		Long: `Run the trials of suites in this process and print the results of each case. Skills are answered by the stubs of the
+case, memory and approvals by its script. Nothing of a trial leaves, wakes something or is remembered.
+
+Exit codes: 0 passed, 1 failed, 3 undecided because the budget was used up. With --against the comparison decides: 1 for
+worse, 3 for undecided, else 0. A run that was interrupted goes on with --resume; answered model calls are not paid again.`,
+		Example: "  agent eval run\n  agent eval run returns --model gpt-5-mini --against last\n  agent eval run --junit evals.xml",
+		Args:    positionalArgs(0, -1, "names of suites"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if o.resume != "" && (len(args) > 0 || o.Model != "" || o.Trials > 0) {
+				return usageError("--resume continues one run as it is; leave out suites, --model and --trials")
+			}
+			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
+				return c.runEvals(ctx, s, a, args, o)
+			})
+		},
+	}
+	cmd.Flags().StringVar(&o.Model, "model", "", "try this model instead of the agent's")
+	cmd.Flags().IntVar(&o.Trials, "trials", 0, "trials of each case instead of the suite's")
+	cmd.Flags().IntVar(&o.concurrent, "concurrency", 8, "trials at once")
+	cmd.Flags().StringVar(&o.against, "against", "", "compare with this run, or with the last one before")
+	cmd.Flags().StringVar(&o.resume, "resume", "", "continue this run")
+	cmd.Flags().StringVar(&o.junit, "junit", "", "also write the trials to this file, as JUnit XML")
+	return cmd
+}
+
+// runEvals runs suites one after the other.
+func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []string, o evalOptions) error {
+	if o.Trials < 0 || o.Trials > 100 || o.concurrent < 1 || o.concurrent > 100 {
+		return usageError("--trials and --concurrency must be 1 to 100")
+	}
+	runs, err := c.startEvals(ctx, s, a, names, o)
+	if err != nil {
+		return err
+	}
+	reports := make([]evals.Report, 0, len(runs))
+	for _, run := range runs {
+		report, err := c.workEval(ctx, s, a, run, o)
+		if ctx.Err() != nil {
+			c.infof("the run is not over; agent eval run --resume %s goes on", run.ID)
+		}
+		if err != nil {
+			return err
+		}
+		reports = append(reports, report)
+	}
+	if o.junit != "" {
+		if err := writeJUnit(o.junit, reports); err != nil {
+			return err
+		}
+	}
+	if err := c.print(pageOf(reports, ""), func(w io.Writer) { writeReports(w, reports) }); err != nil {
+		return err
+	}
+	return evalExit(reports)
+}
+
+// startEvals stores the runs of suites; all suites without names.
+func (c *cli) startEvals(
+	ctx context.Context, s *session, a *app.App, names []string, o evalOptions,
+) ([]evals.Run, error) {
+	if o.resume != "" {
+		run, err := findRun(ctx, s, o.resume)
+		return []evals.Run{run}, err
+	}
+	suites, err := evals.List(ctx, s.Pool)
+	if err != nil {
+		return nil, err
+	}
+	if len(names) > 0 {
+		suites = nil
+		for _, name := range names {
+			suite, err := evals.Get(ctx, s.Pool, name)
+			if errors.Is(err, evals.ErrNotFound) {
+				return nil, hint(fmt.Errorf("there is no eval %.100q", name), "see agent eval ls")
+			}
+			if err != nil {
+				return nil, err
+			}
+			suites = append(suites, suite)
+		}
+	}
+	if len(suites) == 0 {
+		return nil, hint(errors.New("there is no eval"), "declare one as kind: eval in the workspace, see docs/evals.md")
+	}
+	var runs []evals.Run
+	for _, suite := range suites {
+		run, err := a.Evals.Start(ctx, suite, o.Options)
+		if errors.Is(err, runner.ErrUnpriced) {
+			return nil, &exitError{exitUsage, err}
+		}
+		if err != nil {
+			return nil, err
+		}
+		runs = append(runs, run)
+	}
+	return runs, nil
+}
+
+// findRun reads a run by its id.
+func findRun(ctx context.Context, s *session, id string) (evals.Run, error) {
+	if !uuidForm.MatchString(id) {
+		return evals.Run{}, &exitError{exitUsage, hint(fmt.Errorf("%.60q is not the id (uuid) of a run", id), "see agent eval ls")}
+	}
+	run, err := evals.GetRun(ctx, s.Pool, id)
+	if errors.Is(err, evals.ErrNotFound) {
+		err = hint(fmt.Errorf("there is no run %s", id), "see agent eval ls")
+	}
+	return run, err
+}
+
+// workEval plays the trials of a run, and reports it.
+func (c *cli) workEval(
+	ctx context.Context, s *session, a *app.App, run evals.Run, o evalOptions,
+) (report evals.Report, err error) {
+	var mu sync.Mutex
+	done := map[evals.Verdict]int{}
+	if terminal(c.err) {
+		c.infof("%s with %s, run %s", run.Suite, run.Model, run.ID)
+	}
+	err = a.Evals.Work(ctx, run, o.concurrent, func(t evals.Trial) {
+		mu.Lock()
+		defer mu.Unlock()
+		done[t.Verdict]++
+		if terminal(c.err) {
+			fmt.Fprintf(c.err, "\r%d passed, %d did not", done[evals.Pass], total(done)-done[evals.Pass])
+		}
+	})
+	if terminal(c.err) && total(done) > 0 {
+		fmt.Fprintln(c.err)
+	}
+	if err != nil {
+		return report, err
+	}
+	return c.reportEval(ctx, s, run.ID, o.against)
+}
+
+func total(counts map[evals.Verdict]int) (n int) {
+	for _, count := range counts {
+		n += count
+	}
+	return n
+}
+
+// reportEval reports a run, and compares it if asked.
+func (c *cli) reportEval(ctx context.Context, s *session, id, against string) (evals.Report, error) {
+	run, err := findRun(ctx, s, id)
+	if err != nil {
+		return evals.Report{}, err
+	}
+	report, err := evals.NewReport(ctx, s.Pool, run)
+	if err != nil || against == "" {
+		return report, err
+	}
+	other, err := evals.Run{}, error(nil)
+	if against == "last" {
+		if other, err = evals.Baseline(ctx, s.Pool, run); errors.Is(err, evals.ErrNotFound) {
+			err = hint(fmt.Errorf("%s has no earlier run to compare with", run.Suite), "leave out --against the first time")
+		}
+	} else {
+		other, err = findRun(ctx, s, against)
+	}
+	if err != nil {
+		return report, err
+	}
+	if other.Suite != run.Suite {
+		return report, usageError("run %s is of %s, not of %s", other.ID, other.Suite, run.Suite)
+	}
+	suite, err := evals.Version(ctx, s.Pool, run.Suite, run.Version)
+	if err != nil {
+		return report, err
+	}
+	return report, report.CompareWith(ctx, s.Pool, other, suite.Definition.Gate.Margin)
+}
+
+// evalExit is the exit code of reports: that of the worst one.
+func evalExit(reports []evals.Report) error {
+	code := 0
+	for _, r := range reports {
+		switch {
+		case r.Comparison != nil && r.Comparison.Answer == stats.Worse, r.Comparison == nil && r.Status == evals.Failed:
+			code = exitFailed
+		case code == 0 && (r.Comparison != nil && r.Comparison.Answer == stats.Undecided ||
+			r.Comparison == nil && r.Status != evals.Passed):
+			code = exitUndecided
+		}
+	}
+	if code == 0 {
+		return nil
+	}
+	return &exitError{code, nil}
+}
+
+func writeReports(w io.Writer, reports []evals.Report) {
+	for i, r := range reports {
+		if i > 0 {
+			fmt.Fprintln(w)
+		}
+		writeEvalReport(w, r)
+	}
+}
+
+func writeEvalReport(w io.Writer, r evals.Report) {
+	fmt.Fprintf(w, "%s version %d, agent %s version %d, model %s, run %s\n\n", r.Suite, r.Version, r.Agent, r.AgentVersion,
+		printable(r.Model), r.ID)
+	writeRows(w, "no case", []string{"CASE", "PASSED", "95 %", "PASS^K", "COST", "TRACE", "WHY"}, r.Cases,
+		func(c evals.CaseResult) []string {
+			return []string{
+				c.Case, fmt.Sprintf("%d/%d", c.Passed, c.Trials), fmt.Sprintf("%.2f–%.2f", c.Rate.Low, c.Rate.High), passK(c),
+				human.Money(c.CostUSD), c.TraceID, strings.Join(c.Reasons, "; "),
+			}
+		})
+	fmt.Fprintf(w, "\n%s, %s, %d tokens\n", r.Status, human.Money(r.CostUSD), r.Tokens)
+	if r.Comparison != nil {
+		fmt.Fprintf(w, "%s: %+.2f (%.2f to %.2f) against run %s of version %d, %s\n", r.Comparison.Answer,
+			r.Comparison.Difference, r.Difference.Low, r.Difference.High, r.Against.ID, r.Against.Version, printable(r.Against.Model))
+	}
+	if r.Control.Answer == stats.Better || r.Control.Answer == stats.Worse {
+		fmt.Fprintln(w, "warning: the even trials of this run differ from its odd ones; do not trust a comparison")
+	}
+}
+
+func passK(c evals.CaseResult) string {
+	if c.K == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%.2f (k=%d)", c.PassK, c.K)
+}
+
+// JUnit XML, as CI servers read it.
+type (
+	junitSuites struct {
+		XMLName xml.Name     `xml:"testsuites"`
+		Suites  []junitSuite `xml:"testsuite"`
+	}
+	junitSuite struct {
+		Name     string      `xml:"name,attr"`
+		Tests    int         `xml:"tests,attr"`
+		Failures int         `xml:"failures,attr"`
+		Errors   int         `xml:"errors,attr"`
+		Skipped  int         `xml:"skipped,attr"`
+		Cases    []junitCase `xml:"testcase"`
+	}
+	junitCase struct {
+		Class   string        `xml:"classname,attr"`
+		Name    string        `xml:"name,attr"`
+		Seconds string        `xml:"time,attr"`
+		Failure *junitMessage `xml:"failure"`
+		Error   *junitMessage `xml:"error"`
+		Skipped *junitMessage `xml:"skipped"`
+	}
+	junitMessage struct {
+		Message string `xml:"message,attr"`
+		Text    string `xml:",chardata"`
+	}
+)
+
+// writeJUnit writes the trials of reports: fail as failure, diverged and error as error, undecided as skipped.
+func writeJUnit(path string, reports []evals.Report) error {
+	var all junitSuites
+	for _, r := range reports {
+		suite := junitSuite{Name: r.Suite, Tests: len(r.TrialRows)}
+		for _, t := range r.TrialRows {
+			one := junitCase{
+				Class: r.Suite, Name: fmt.Sprintf("%s #%d", t.Case, t.Trial), Seconds: fmt.Sprintf("%.3f", float64(t.DurationMS)/1000),
+			}
+			said := &junitMessage{strings.Join(t.Reasons, "; "), "trace " + t.TraceID}
+			switch t.Verdict {
+			case evals.Pass:
+			case evals.Fail:
+				one.Failure = said
+				suite.Failures++
+			case evals.Diverged, evals.Error:
+				one.Error = said
+				suite.Errors++
+			default:
+				one.Skipped = said
+				suite.Skipped++
+			}
+			suite.Cases = append(suite.Cases, one)
+		}
+		all.Suites = append(all.Suites, suite)
+	}
+	text, err := xml.MarshalIndent(all, "", "  ")
+	if err != nil {
+		return fmt.Errorf("write %s: %w", path, err)
+	}
+	return os.WriteFile(path, append([]byte(xml.Header), append(text, '\n')...), 0o644)
+}
+
+// listedEval is a suite with its newest run.
+type listedEval struct {
+	Name    string     `json:"name"`
+	Version int        `json:"version"`
+	Agent   string     `json:"agent"`
+	Cases   int        `json:"cases"`
+	Trials  int        `json:"trials"`
+	Last    *evals.Run `json:"last_run"`
+}
+
+func (c *cli) evalListCommand() *cobra.Command {
+	var runs bool
+	cmd := &cobra.Command{
+		Use: "ls [SUITE]", Short: "List the suites, or with --runs their newest runs",
+		Args: positionalArgs(0, 1, "at most one suite"),
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			suite := cmp.Or(append(args, "")...)
+			if runs || suite != "" {
+				return c.listRuns(cmd.Context(), s, suite)
+			}
+			suites, err := evals.List(cmd.Context(), s.Pool)
+			if err != nil {
+				return err
+			}
+			listed := make([]listedEval, len(suites))
+			for i, one := range suites {
+				d := one.Definition
+				listed[i] = listedEval{one.Name, one.Version, d.Agent, len(d.Cases), d.TrialsOf(), nil}
+				last, err := evals.Runs(cmd.Context(), s.Pool, one.Name, 1)
+				if err != nil {
+					return err
+				}
+				if len(last) > 0 {
+					listed[i].Last = &last[0]
+				}
+			}
+			return printRows(c, listed, "", "no eval; declare one as kind: eval in the workspace",
+				[]string{"EVAL", "VERSION", "AGENT", "CASES", "TRIALS", "LAST RUN", "RESULT"}, func(e listedEval) []string {
+					row := []string{e.Name, fmt.Sprint(e.Version), e.Agent, fmt.Sprint(e.Cases), fmt.Sprint(e.Trials), "", ""}
+					if e.Last != nil {
+						row[5], row[6] = e.Last.ID, e.Last.Status
+					}
+					return row
+				})
+		}),
+	}
+	cmd.Flags().BoolVar(&runs, "runs", false, "list the newest runs")
+	return cmd
+}
+
+func (c *cli) listRuns(ctx context.Context, s *session, suite string) error {
+	runs, err := evals.Runs(ctx, s.Pool, suite, 50)
+	if err != nil {
+		return err
+	}
+	return printRows(c, runs, "", "no run", []string{"RUN", "EVAL", "VERSION", "AGENT", "MODEL", "TRIALS", "BEGAN", "RESULT"},
+		func(r evals.Run) []string {
+			return []string{
+				r.ID, r.Suite, fmt.Sprint(r.Version), fmt.Sprintf("%s %d", r.Agent, r.AgentVersion), r.Model, fmt.Sprint(r.Trials),
+				formatTime(r.CreatedAt), r.Status,
+			}
+		})
+}
+
+func (c *cli) evalShowCommand() *cobra.Command {
+	var against string
+	cmd := &cobra.Command{
+		Use: "show RUN", Short: "Show a run with its trials, and compare it with --against",
+		Args: positionalArgs(1, 1, "a run's id"),
+		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			report, err := c.reportEval(cmd.Context(), s, args[0], against)
+			if err != nil {
+				return err
+			}
+			return c.print(report, func(w io.Writer) {
+				writeEvalReport(w, report)
+				fmt.Fprintln(w)
+				writeRows(w, "no trial", []string{"CASE", "TRIAL", "VERDICT", "CALLS", "COST", "TRACE", "WHY"}, report.TrialRows,
+					func(t evals.Trial) []string {
+						return []string{
+							t.Case, fmt.Sprint(t.Trial), cmp.Or(string(t.Verdict), "open"), fmt.Sprint(t.Iterations),
+							human.Money(t.CostUSD), t.TraceID, strings.Join(t.Reasons, "; "),
+						}
+					})
+			})
+		}),
+	}
+	cmd.Flags().StringVar(&against, "against", "", "compare with this run, or with the last one before")
+	return cmd
+}

@@ -1,0 +1,157 @@
+package evals
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"go.yaml.in/yaml/v3"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+)
+
+// ErrNoCase reports a trace that no case can be made from.
+var ErrNoCase = errors.New("the trace has no message to a model")
+
+// FromTrace makes a case from a trace: the last message of its first model call, and stubs of the calls. The rows of a
+// trace are redacted. A redacted argument is left out of the stub, so that it matches any value.
+func FromTrace(t activity.Trace, name string) (Case, error) {
+	c := Case{Name: name, From: t.TraceID, Skills: map[string][]Stub{}, Approvals: map[string]string{}}
+	if c.Name == "" {
+		c.Name = "from " + t.TraceID
+	}
+	order, iterations := []string{}, 0
+	for _, row := range t.Activities {
+		if row.Kind == activity.KindModel {
+			iterations++
+		}
+		switch {
+		case row.Kind == activity.KindModel && c.Messages == nil:
+			c.Messages, c.Now = messagesOf(row.Input), row.CreatedAt.UTC().Format(time.RFC3339)
+		case row.Kind == activity.KindCall && (row.Status == activity.Success || row.Status == activity.Error):
+			if isRefusal(row.ErrorClass) {
+				continue
+			}
+			order = append(order, row.SkillName)
+			c.Skills[row.SkillName] = append(c.Skills[row.SkillName], stubOf(row))
+		}
+	}
+	if len(c.Messages) == 0 {
+		return Case{}, ErrNoCase
+	}
+	c.Expect = []Expectation{{InOrder: order}}
+	if len(order) == 0 {
+		c.Expect = []Expectation{{Within: &Within{Iterations: iterations}}}
+	}
+	return c, nil
+}
+
+// isRefusal reports the class of a call that was not made.
+func isRefusal(class string) bool {
+	return slices.Contains([]string{"invalid_params", "unknown_tool", "denied", "stall", "disabled"}, class)
+}
+
+// prefaceEnd ends the data of the runtime before a message.
+const prefaceEnd = "[End of context]\n\n"
+
+// messagesOf reads the messages that a model call added, from the first one of a user on.
+func messagesOf(input json.RawMessage) (list []Message) {
+	var in struct {
+		Messages []struct{ Role, Content string } `json:"messages"`
+	}
+	if json.Unmarshal(input, &in) != nil {
+		return nil
+	}
+	for _, m := range in.Messages {
+		text := m.Content
+		if _, after, ok := strings.Cut(text, prefaceEnd); ok {
+			text = after
+		}
+		switch {
+		case text == "":
+		case m.Role == "user":
+			list = append(list, Message{User: text})
+		case m.Role == "assistant" && len(list) > 0:
+			list = append(list, Message{Assistant: text})
+		}
+	}
+	for len(list) > 0 && list[len(list)-1].User == "" {
+		list = list[:len(list)-1]
+	}
+	return list
+}
+
+// stubOf makes the stub of a call.
+func stubOf(row activity.Row) Stub {
+	var s Stub
+	if json.Unmarshal(row.Input, &s.When) != nil {
+		s.When = nil
+	}
+	for key, value := range s.When {
+		if text, err := json.Marshal(value); err != nil || strings.Contains(string(text), redact.Marker) {
+			delete(s.When, key)
+		}
+	}
+	if row.Status == activity.Error {
+		s.Error, s.Class = "it failed", row.ErrorClass
+		if row.ErrorMessage != nil && *row.ErrorMessage != "" {
+			s.Error = *row.ErrorMessage
+		}
+		return s
+	}
+	if json.Unmarshal(row.Output, &s.Returns) != nil || s.Returns == nil {
+		s.Returns = map[string]any{}
+	}
+	return s
+}
+
+// CheckAppended returns why the text after is not the text before with one more case, of the given name, in its last
+// suite.
+func CheckAppended(before, after []byte, name string) error {
+	old, err := lastSuite(before)
+	if err != nil {
+		return err
+	}
+	now, err := lastSuite(after)
+	switch {
+	case err != nil:
+		return err
+	case len(now.Cases) != len(old.Cases)+1 || now.Cases[len(now.Cases)-1].Name != name:
+		return errors.New("the case would not be the last one of its suite")
+	}
+	for _, c := range old.Cases {
+		if c.Name == name {
+			return fmt.Errorf("it has a case %q", name)
+		}
+	}
+	return nil
+}
+
+// lastSuite reads the last document of a file, as far as cases go.
+func lastSuite(text []byte) (suite struct {
+	Kind  string
+	Cases []struct{ Name string }
+}, err error) {
+	documents := yaml.NewDecoder(bytes.NewReader(text))
+	for {
+		next := suite
+		next.Kind, next.Cases = "", nil
+		if err := documents.Decode(&next); err != nil {
+			if errors.Is(err, io.EOF) {
+				break
+			}
+			return suite, err
+		}
+		suite = next
+	}
+	if suite.Kind != "eval" {
+		return suite, errors.New("its last document is no kind: eval")
+	}
+	return suite, nil
+}

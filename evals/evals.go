@@ -1,0 +1,332 @@
+// Package evals declares and stores suites of cases for agents (kind: eval), their runs and trials.
+//
+// A case has messages, stubs of skills, a memory and scripted approvals, and expectations of the answer and of the calls.
+// A trial plays a case once against an agent and a model. Package runner plays trials; this package reads their results.
+//
+// The tables are agent_evals, of which every applied version stays, agent_eval_runs and agent_eval_trials. A run pins the
+// versions of its suite and agent.
+package evals
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/santhosh-tekuri/jsonschema/v6"
+
+	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/schema"
+)
+
+// Definition declares a suite in a workspace file.
+type Definition struct {
+	Name        string `yaml:"name" json:"name"`
+	Description string `yaml:"description" json:"description,omitempty"`
+	Agent       string `yaml:"agent" json:"agent,omitempty"`     // the default agent when empty
+	Surface     string `yaml:"surface" json:"surface,omitempty"` // whose rules and skills: chat when empty, or operate
+	Trials      int    `yaml:"trials" json:"trials,omitempty"`   // of each case; DefaultTrials when 0
+	Budget      Budget `yaml:"budget" json:"budget,omitzero"`
+	Gate        Gate   `yaml:"gate" json:"gate,omitzero"`
+	Cases       []Case `yaml:"cases" json:"cases"`
+}
+
+// DefaultTrials is the number of trials of each case.
+const DefaultTrials = 5
+
+// Budget bounds a run. What is not decided within it is undecided.
+type Budget struct {
+	CostUSD float64 `yaml:"cost_usd" json:"cost_usd,omitempty"` // 0: no limit
+	Timeout string  `yaml:"timeout" json:"timeout,omitempty"`   // 10m when empty
+}
+
+// Gate has the loss of the mean pass rate that still counts as not worse.
+type Gate struct {
+	Margin float64 `yaml:"margin" json:"margin,omitempty"`
+}
+
+// Case is one task for the agent, with everything that it may touch.
+type Case struct {
+	Name      string            `yaml:"name" json:"name"`
+	From      string            `yaml:"from" json:"from,omitempty"` // the trace that it was made from
+	Now       string            `yaml:"now" json:"now,omitempty"`   // the time of the case, RFC 3339; that of the run when empty
+	Messages  []Message         `yaml:"messages" json:"messages"`
+	Memory    map[string]any    `yaml:"memory" json:"memory,omitempty"` // by category/key
+	Skills    map[string][]Stub `yaml:"skills" json:"skills,omitempty"` // stubs by skill; delegate is one
+	Approvals map[string]string `yaml:"approvals" json:"approvals,omitempty"`
+	Expect    []Expectation     `yaml:"expect" json:"expect"`
+}
+
+// Message is said by the user or the assistant. The last one is the user's.
+type Message struct {
+	User      string `yaml:"user" json:"user,omitempty"`
+	Assistant string `yaml:"assistant" json:"assistant,omitempty"`
+}
+
+// Stub answers calls whose arguments contain When. Of several that match, the n-th call gets the n-th, and the last one
+// repeats.
+type Stub struct {
+	When    map[string]any `yaml:"when" json:"when,omitempty"`
+	Returns any            `yaml:"returns" json:"returns,omitempty"`
+	Error   string         `yaml:"error" json:"error,omitempty"`
+	Class   string         `yaml:"class" json:"class,omitempty"` // of Error; "error" when empty
+}
+
+// Approve and Reject are the scripted decisions. A skill without one is rejected.
+const (
+	Approve = "approve"
+	Reject  = "reject"
+)
+
+// Expectation has exactly one key.
+type Expectation struct {
+	Answer        *Answer  `yaml:"answer" json:"answer,omitempty"`
+	Called        *Called  `yaml:"called" json:"called,omitempty"`
+	NotCalled     []string `yaml:"not_called" json:"not_called,omitempty"`
+	InOrder       []string `yaml:"in_order" json:"in_order,omitempty"` // these, in this order, with others between
+	Exact         []string `yaml:"exact" json:"exact,omitempty"`       // these calls and no others
+	ApprovalAsked string   `yaml:"approval_asked" json:"approval_asked,omitempty"`
+	Delegated     string   `yaml:"delegated" json:"delegated,omitempty"`
+	MemoryWritten string   `yaml:"memory_written" json:"memory_written,omitempty"` // category/key
+	Within        *Within  `yaml:"within" json:"within,omitempty"`
+}
+
+// Answer describes the text of the answer. Every key must hold. Letter case does not matter to Contains and Lacks.
+type Answer struct {
+	Contains string         `yaml:"contains" json:"contains,omitempty"`
+	Lacks    string         `yaml:"lacks" json:"lacks,omitempty"`
+	Regex    string         `yaml:"regex" json:"regex,omitempty"`
+	MaxWords int            `yaml:"max_words" json:"max_words,omitempty"`
+	Schema   map[string]any `yaml:"schema" json:"schema,omitempty"`
+	Expr     string         `yaml:"expr" json:"expr,omitempty"` // over answer, json and calls
+}
+
+// Called describes a call. Args must be contained in its arguments. Times is the exact number; at least one when 0.
+type Called struct {
+	Skill string         `yaml:"skill" json:"skill"`
+	Args  map[string]any `yaml:"args" json:"args,omitempty"`
+	Times int            `yaml:"times" json:"times,omitempty"`
+}
+
+// Within bounds a trial.
+type Within struct {
+	Iterations int     `yaml:"iterations" json:"iterations,omitempty"`
+	CostUSD    float64 `yaml:"cost_usd" json:"cost_usd,omitempty"`
+	Latency    string  `yaml:"latency" json:"latency,omitempty"`
+}
+
+// Bounds of a definition.
+const (
+	maxCases  = 500
+	maxTrials = 100
+	maxText   = 64 << 10
+)
+
+var validName = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
+
+// Validate returns all problems of d, each as "field path: problem", joined by [errors.Join]. It does not check that the
+// named agents and skills exist.
+func Validate(d Definition) error {
+	v := &validator{}
+	if !validName.MatchString(d.Name) {
+		v.add("name", "%q must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -", d.Name)
+	}
+	if !slices.Contains([]string{"", "chat", "operate"}, d.Surface) {
+		v.add("surface", "%.60q is none of chat, operate", d.Surface)
+	}
+	if d.Trials < 0 || d.Trials > maxTrials {
+		v.add("trials", "must be 1 to %d", maxTrials)
+	}
+	if d.Budget.CostUSD < 0 {
+		v.add("budget.cost_usd", "must not be negative")
+	}
+	v.duration("budget.timeout", d.Budget.Timeout)
+	if d.Gate.Margin < 0 || d.Gate.Margin >= 1 {
+		v.add("gate.margin", "must be from 0 to less than 1")
+	}
+	if len(d.Cases) == 0 || len(d.Cases) > maxCases {
+		v.add("cases", "has %d entries; write 1 to %d", len(d.Cases), maxCases)
+	}
+	names := map[string]bool{}
+	for i, c := range d.Cases {
+		at := fmt.Sprintf("cases[%d]", i)
+		if names[c.Name] {
+			v.add(at+".name", "%.60q is there twice", c.Name)
+		}
+		names[c.Name] = true
+		v.theCase(at, c)
+	}
+	return errors.Join(v.problems...)
+}
+
+type validator struct{ problems []error }
+
+func (v *validator) add(field, format string, args ...any) {
+	v.problems = append(v.problems, fmt.Errorf(field+": "+format, args...))
+}
+
+func (v *validator) duration(field, text string) {
+	if d, err := time.ParseDuration(text); text != "" && (err != nil || d <= 0) {
+		v.add(field, "%.60q must be a duration such as 500ms, 30s or 10m", text)
+	}
+}
+
+func (v *validator) theCase(at string, c Case) {
+	if c.Name == "" || len(c.Name) > 100 || strings.ContainsFunc(c.Name, func(r rune) bool { return r < ' ' }) {
+		v.add(at+".name", "must have 1 to 100 bytes in one line")
+	}
+	if _, err := time.Parse(time.RFC3339, c.Now); c.Now != "" && err != nil {
+		v.add(at+".now", "%.60q must be a time such as 2026-11-24T10:00:00+01:00", c.Now)
+	}
+	if len(c.Messages) == 0 || c.Messages[len(c.Messages)-1].User == "" {
+		v.add(at+".messages", "must end with a message of the user")
+	}
+	for i, m := range c.Messages {
+		if (m.User == "") == (m.Assistant == "") || len(m.User)+len(m.Assistant) > maxText {
+			v.add(fmt.Sprintf("%s.messages[%d]", at, i), "must have either user or assistant, of at most %d bytes", maxText)
+		}
+	}
+	for name := range c.Memory {
+		if category, key, ok := strings.Cut(name, "/"); !ok || category == "" || key == "" {
+			v.add(at+".memory", "%.60q must be category/key", name)
+		}
+	}
+	for skill, stubs := range c.Skills {
+		for i, s := range stubs {
+			if (s.Error == "") == (s.Returns == nil) {
+				v.add(fmt.Sprintf("%s.skills.%s[%d]", at, skill, i), "must have either returns or error")
+			}
+		}
+	}
+	for skill, decision := range c.Approvals {
+		if decision != Approve && decision != Reject {
+			v.add(at+".approvals."+skill, "%.60q is none of %s, %s", decision, Approve, Reject)
+		}
+	}
+	if len(c.Expect) == 0 {
+		v.add(at+".expect", "is empty; a case without expectations always passes")
+	}
+	for i, e := range c.Expect {
+		v.expectation(fmt.Sprintf("%s.expect[%d]", at, i), e)
+	}
+}
+
+func (v *validator) expectation(at string, e Expectation) {
+	keys := 0
+	for _, there := range []bool{
+		e.Answer != nil, e.Called != nil, e.NotCalled != nil, e.InOrder != nil, e.Exact != nil, e.ApprovalAsked != "",
+		e.Delegated != "", e.MemoryWritten != "", e.Within != nil,
+	} {
+		if there {
+			keys++
+		}
+	}
+	if keys != 1 {
+		v.add(at, "must have exactly one key; write each expectation as an entry of its own")
+	}
+	if e.Called != nil && (e.Called.Skill == "" || e.Called.Times < 0) {
+		v.add(at+".called", "must name a skill, and times must not be negative")
+	}
+	if e.Within != nil {
+		v.duration(at+".within.latency", e.Within.Latency)
+		if *e.Within == (Within{}) || e.Within.Iterations < 0 || e.Within.CostUSD < 0 {
+			v.add(at+".within", "must have a positive limit: iterations, cost_usd or latency")
+		}
+	}
+	if a := e.Answer; a != nil {
+		v.answer(at+".answer", *a)
+	}
+}
+
+func (v *validator) answer(at string, a Answer) {
+	if a.Contains == "" && a.Lacks == "" && a.Regex == "" && a.MaxWords == 0 && a.Schema == nil && a.Expr == "" {
+		v.add(at, "is empty; write contains, lacks, regex, max_words, schema or expr")
+	}
+	if _, err := regexp.Compile(a.Regex); err != nil {
+		v.add(at+".regex", "%s", err)
+	}
+	if a.MaxWords < 0 {
+		v.add(at+".max_words", "must be positive")
+	}
+	if a.Schema != nil {
+		if _, err := compile(a.Schema); err != nil {
+			v.add(at+".schema", "%s", err)
+		}
+	}
+	if a.Expr != "" {
+		if err := flows.CheckCondition(a.Expr); err != nil {
+			v.add(at+".expr", "%s", err)
+		}
+	}
+}
+
+// compile compiles the schema of an answer.
+func compile(of map[string]any) (*jsonschema.Schema, error) {
+	text, err := json.Marshal(of)
+	if err != nil {
+		return nil, err
+	}
+	return schema.Compile(text, func(*jsonschema.Compiler) {})
+}
+
+// Skills returns the skills that a suite names, by their place in the document. The tool delegate is none.
+func Skills(d Definition) map[string]string {
+	named := map[string]string{}
+	add := func(at, skill string) {
+		if skill != "delegate" {
+			named[at] = skill
+		}
+	}
+	for i, c := range d.Cases {
+		at := fmt.Sprintf("cases[%d].", i)
+		for skill := range c.Skills {
+			add(at+"skills."+skill, skill)
+		}
+		for skill := range c.Approvals {
+			add(at+"approvals."+skill, skill)
+		}
+		for j, e := range c.Expect {
+			at := fmt.Sprintf("%sexpect[%d].", at, j)
+			if e.Called != nil {
+				add(at+"called.skill", e.Called.Skill)
+			}
+			if e.ApprovalAsked != "" {
+				add(at+"approval_asked", e.ApprovalAsked)
+			}
+			for key, list := range map[string][]string{"not_called": e.NotCalled, "in_order": e.InOrder, "exact": e.Exact} {
+				for k, skill := range list {
+					add(fmt.Sprintf("%s%s[%d]", at, key, k), skill)
+				}
+			}
+		}
+	}
+	return named
+}
+
+// TrialsOf returns the number of trials of each case.
+func (d Definition) TrialsOf() int {
+	if d.Trials == 0 {
+		return DefaultTrials
+	}
+	return d.Trials
+}
+
+// Timeout returns the bound of a run.
+func (d Definition) Timeout() time.Duration {
+	if t, err := time.ParseDuration(d.Budget.Timeout); err == nil {
+		return t
+	}
+	return 10 * time.Minute
+}
+
+// Case returns a case by name.
+func (d Definition) Case(name string) (Case, bool) {
+	i := slices.IndexFunc(d.Cases, func(c Case) bool { return c.Name == name })
+	if i < 0 {
+		return Case{}, false
+	}
+	return d.Cases[i], true
+}

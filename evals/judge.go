@@ -1,0 +1,262 @@
+package evals
+
+import (
+	"encoding/json"
+	"fmt"
+	"reflect"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/schema"
+)
+
+// Call is a call that the model requested.
+type Call struct {
+	Skill    string          `json:"skill"`
+	Args     json.RawMessage `json:"args"`
+	Refused  bool            `json:"refused,omitempty"`  // it was not made: an unknown tool, invalid arguments, or a repetition
+	Approval string          `json:"approval,omitempty"` // approved or denied; empty for none
+}
+
+// made reports whether a call was made.
+func (c Call) made() bool { return !c.Refused && c.Approval != "denied" }
+
+// Observed is what a trial did.
+type Observed struct {
+	Answer     string
+	Calls      []Call
+	Written    []string // memory, as category/key
+	Iterations int
+	CostUSD    float64
+	Latency    time.Duration
+}
+
+// Judge returns why a trial does not meet the expectations of its case; empty if it does.
+func Judge(c Case, o Observed) []string {
+	var reasons []string
+	for i, e := range c.Expect {
+		for _, why := range e.judge(o) {
+			reasons = append(reasons, fmt.Sprintf("expect[%d]: %s", i, why))
+		}
+	}
+	return reasons
+}
+
+func (e Expectation) judge(o Observed) []string {
+	switch {
+	case e.Answer != nil:
+		return e.Answer.judge(o)
+	case e.Called != nil:
+		return e.Called.judge(o)
+	case e.NotCalled != nil:
+		return notCalled(e.NotCalled, o)
+	case e.InOrder != nil:
+		return inOrder(e.InOrder, o)
+	case e.Exact != nil:
+		if got := skillsOf(o.Calls, Call.made); !slices.Equal(got, e.Exact) {
+			return say("the calls were %s, not %s", listed(got), listed(e.Exact))
+		}
+	case e.ApprovalAsked != "":
+		if !slices.ContainsFunc(o.Calls, func(c Call) bool { return c.Skill == e.ApprovalAsked && c.Approval != "" }) {
+			return say("no approval of %s was requested", e.ApprovalAsked)
+		}
+	case e.Delegated != "":
+		to := Called{Skill: "delegate", Args: map[string]any{"agent": e.Delegated}}
+		if to.count(o) == 0 {
+			return say("nothing was delegated to %s", e.Delegated)
+		}
+	case e.MemoryWritten != "":
+		if !slices.Contains(o.Written, e.MemoryWritten) {
+			return say("the memory %s was not written", e.MemoryWritten)
+		}
+	case e.Within != nil:
+		return e.Within.judge(o)
+	}
+	return nil
+}
+
+func say(format string, args ...any) []string { return []string{fmt.Sprintf(format, args...)} }
+
+func listed(names []string) string {
+	if len(names) == 0 {
+		return "none"
+	}
+	return strings.Join(names, ", ")
+}
+
+// skillsOf lists the skills of the calls that are kept.
+func skillsOf(calls []Call, keep func(Call) bool) []string {
+	names := []string{}
+	for _, c := range calls {
+		if keep(c) {
+			names = append(names, c.Skill)
+		}
+	}
+	return names
+}
+
+func (a Answer) judge(o Observed) (reasons []string) {
+	add := func(format string, args ...any) { reasons = append(reasons, fmt.Sprintf("answer "+format, args...)) }
+	lower := strings.ToLower(o.Answer)
+	if a.Contains != "" && !strings.Contains(lower, strings.ToLower(a.Contains)) {
+		add("lacks %q", a.Contains)
+	}
+	if a.Lacks != "" && strings.Contains(lower, strings.ToLower(a.Lacks)) {
+		add("contains %q", a.Lacks)
+	}
+	if a.Regex != "" {
+		if match, err := regexp.MatchString(a.Regex, o.Answer); err != nil || !match {
+			add("does not match %s", a.Regex)
+		}
+	}
+	if words := len(strings.Fields(o.Answer)); a.MaxWords > 0 && words > a.MaxWords {
+		add("has %d words, more than %d", words, a.MaxWords)
+	}
+	var decoded any
+	isJSON := json.Unmarshal([]byte(o.Answer), &decoded) == nil
+	if a.Schema != nil {
+		if why := violation(a.Schema, decoded, isJSON); why != "" {
+			add("does not match the schema: %s", why)
+		}
+	}
+	if a.Expr != "" {
+		holds, err := flows.Condition(a.Expr, map[string]any{"answer": o.Answer, "json": decoded, "calls": plainCalls(o.Calls)})
+		switch {
+		case err != nil:
+			add("cannot be checked: %s", err)
+		case !holds:
+			add("does not fulfil %s", a.Expr)
+		}
+	}
+	return reasons
+}
+
+// violation returns why a JSON answer violates a schema.
+func violation(of map[string]any, decoded any, isJSON bool) string {
+	if !isJSON {
+		return "it is not JSON"
+	}
+	compiled, err := compile(of)
+	if err == nil {
+		err = compiled.Validate(decoded)
+	}
+	if err != nil {
+		return schema.OneLine(err)
+	}
+	return ""
+}
+
+// plainCalls are the calls as an expression reads them.
+func plainCalls(calls []Call) []any {
+	list := make([]any, len(calls))
+	for i, c := range calls {
+		var args any
+		if json.Unmarshal(c.Args, &args) != nil {
+			args = string(c.Args)
+		}
+		list[i] = map[string]any{"skill": c.Skill, "args": args, "refused": c.Refused, "approval": c.Approval}
+	}
+	return list
+}
+
+func (c Called) judge(o Observed) []string {
+	n := c.count(o)
+	what := c.Skill
+	if len(c.Args) > 0 {
+		args, err := json.Marshal(c.Args)
+		if err != nil {
+			return say("called: %s", err)
+		}
+		what += " with " + string(args)
+	}
+	switch {
+	case c.Times > 0 && n != c.Times:
+		return say("%s was called %d times, not %d", what, n, c.Times)
+	case n == 0:
+		return say("%s was not called", what)
+	}
+	return nil
+}
+
+// count counts the matching calls that were made.
+func (c Called) count(o Observed) (n int) {
+	for _, call := range o.Calls {
+		if call.made() && call.Skill == c.Skill && Contains(call.Args, c.Args) {
+			n++
+		}
+	}
+	return n
+}
+
+func notCalled(skills []string, o Observed) (reasons []string) {
+	for _, c := range o.Calls {
+		if slices.Contains(skills, c.Skill) {
+			reasons = append(reasons, fmt.Sprintf("%s was called", c.Skill))
+		}
+	}
+	return slices.Compact(reasons)
+}
+
+func inOrder(skills []string, o Observed) []string {
+	got := skillsOf(o.Calls, Call.made)
+	rest := got
+	for _, skill := range skills {
+		i := slices.Index(rest, skill)
+		if i < 0 {
+			return say("%s was not called in the order %s; the calls were %s", skill, listed(skills), listed(got))
+		}
+		rest = rest[i+1:]
+	}
+	return nil
+}
+
+func (w Within) judge(o Observed) (reasons []string) {
+	if w.Iterations > 0 && o.Iterations > w.Iterations {
+		reasons = append(reasons, fmt.Sprintf("it took %d model calls, more than %d", o.Iterations, w.Iterations))
+	}
+	if w.CostUSD > 0 && o.CostUSD > w.CostUSD {
+		reasons = append(reasons, fmt.Sprintf("it cost $%.4f, more than $%.4f", o.CostUSD, w.CostUSD))
+	}
+	if limit, err := time.ParseDuration(w.Latency); err == nil && o.Latency > limit {
+		reasons = append(reasons, fmt.Sprintf("it took %s, more than %s", o.Latency.Round(time.Millisecond), limit))
+	}
+	return reasons
+}
+
+// Contains reports whether a call's arguments contain the wanted ones, at any depth of objects. Numbers are compared by
+// value.
+func Contains(args json.RawMessage, wanted map[string]any) bool {
+	if len(wanted) == 0 {
+		return true
+	}
+	var got any
+	if json.Unmarshal(args, &got) != nil {
+		return false
+	}
+	text, err := json.Marshal(wanted)
+	if err != nil {
+		return false
+	}
+	var plain any
+	return json.Unmarshal(text, &plain) == nil && contains(got, plain)
+}
+
+func contains(got, wanted any) bool {
+	object, ok := wanted.(map[string]any)
+	if !ok {
+		return reflect.DeepEqual(got, wanted)
+	}
+	has, ok := got.(map[string]any)
+	if !ok {
+		return false
+	}
+	for key, value := range object {
+		if inner, there := has[key]; !there || !contains(inner, value) {
+			return false
+		}
+	}
+	return true
+}

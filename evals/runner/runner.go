@@ -1,0 +1,262 @@
+// Package runner plays the trials of evals.
+//
+// A trial is one execution of the flow "eval", under a trace of the surface eval. It runs the reasoning loop for the
+// pinned version of an agent inside a [reason.Sandbox]: skills are stubs, memory is an overlay, approvals are scripted and
+// the time is the case's. A call without a stub is refused, and the trial has diverged. The database refuses rows of such a
+// trace in whatever leaves, wakes something or is remembered.
+//
+// Each model call reserves its worst case in the budget of the run, so concurrent trials cannot exceed it together. A
+// trial that finds the budget used up is undecided.
+//
+// A trial survives its process, like every execution: model calls that were answered are not paid again. [Runner.Work]
+// of another process continues a run.
+package runner
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Flow is the flow of a trial.
+const Flow = "eval"
+
+// Surface has the rules and skills that a suite borrows from a surface.
+type Surface struct {
+	Rules  string
+	Scopes []string
+}
+
+// Runner plays trials. All fields are required. It is safe for concurrent use.
+type Runner struct {
+	Pool     *pgxpool.Pool
+	Engine   *executions.Engine
+	Model    *models.Client
+	Skills   *skills.Registry // checks arguments; no call reaches it
+	Agents   *agents.Directory
+	Budget   reason.Budget
+	Logger   *slog.Logger
+	Surfaces map[string]Surface // by name
+}
+
+// trial is the input of the flow.
+type trial struct {
+	Run   string `json:"run"`
+	Case  string `json:"case"`
+	Trial int    `json:"trial"`
+}
+
+// Register registers the flow.
+func (r *Runner) Register() error {
+	return r.Engine.Register(Flow, func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+		var in trial
+		if err := json.Unmarshal(raw, &in); err != nil {
+			return executions.Result{}, fmt.Errorf("read input: %w", err)
+		}
+		return r.play(ctx, in)
+	})
+}
+
+// play runs one trial and stores its verdict.
+func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) {
+	run, suite, err := r.read(ctx, in)
+	if err != nil {
+		return executions.Result{}, err
+	}
+	c, ok := suite.Case(in.Case)
+	if !ok {
+		return executions.Result{}, fmt.Errorf("eval %s has no case %q", run.Suite, in.Case)
+	}
+	began, err := executions.Now(ctx)
+	if err != nil {
+		return executions.Result{}, err
+	}
+	b := newBox(c, began)
+	outcome, failure := r.turn(ctx, run, suite, c, b)
+	if executions.IsControl(failure) {
+		return executions.Result{}, failure
+	}
+	ended, err := executions.Now(ctx)
+	if err != nil {
+		return executions.Result{}, err
+	}
+	got := b.judge(c, outcome, failure, ended.Sub(began))
+	x, _ := executions.Current(ctx)
+	got.Case, got.Trial, got.TraceID = in.Case, in.Trial, x.TraceID
+	_, err = executions.EndTx(ctx, "verdict", func(ctx context.Context, tx pgx.Tx) (evals.Verdict, error) {
+		return got.Verdict, store(ctx, tx, in.Run, got)
+	}, func(v evals.Verdict) executions.Result {
+		return executions.Result{Summary: fmt.Sprintf("%s: %s", in.Case, v), Value: map[string]any{"verdict": v}}
+	})
+	return executions.Result{}, err
+}
+
+// read reads the run and its suite, which do not change.
+func (r *Runner) read(ctx context.Context, in trial) (run evals.Run, d evals.Definition, err error) {
+	_, err = executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
+		if run, err = evals.GetRun(ctx, r.Pool, in.Run); err != nil {
+			return struct{}{}, err
+		}
+		s, err := evals.Version(ctx, r.Pool, run.Suite, run.Version)
+		d = s.Definition
+		return struct{}{}, err
+	})
+	return run, d, err
+}
+
+// turn plays the messages of a case.
+func (r *Runner) turn(
+	ctx context.Context, run evals.Run, suite evals.Definition, c evals.Case, b *box,
+) (reason.Outcome, error) {
+	sandbox := b.sandbox()
+	sandbox.Agent, sandbox.Version, sandbox.Model = run.Agent, run.AgentVersion, run.Model
+	sandbox.Budget = budgets.Scope{Name: "eval:" + run.ID, Limit: budgets.Limit{USD: suite.Budget.CostUSD}}
+	loop := &reason.Loop{
+		Pool: r.Pool, Model: r.Model, Skills: r.Skills, Agents: r.Agents, Logger: r.Logger, Budget: r.Budget, Sandbox: sandbox,
+	}
+	surface := r.surface(suite)
+	last := len(c.Messages) - 1
+	t := reason.Turn{
+		Purpose: Flow, System: surface.Rules, Scopes: surface.Scopes, Prompt: c.Messages[last].User, Approvals: reason.Park,
+	}
+	for _, m := range c.Messages[:last] {
+		if m.User != "" {
+			t.History = append(t.History, models.Message{Role: models.RoleUser, Content: m.User})
+		} else {
+			t.History = append(t.History, models.Message{Role: models.RoleAssistant, Content: m.Assistant})
+		}
+	}
+	if _, delegates := c.Skills["delegate"]; delegates || suite.Surface == "operate" {
+		t.Tools = []reason.Tool{loop.DelegateTool(r.Engine, surface.Scopes)}
+	}
+	return loop.Run(ctx, t)
+}
+
+func (r *Runner) surface(d evals.Definition) Surface {
+	if d.Surface == "" {
+		return r.Surfaces["chat"]
+	}
+	return r.Surfaces[d.Surface]
+}
+
+// maxAnswer bounds the stored answer in bytes, and maxCalls the stored calls.
+const (
+	maxAnswer = 4000
+	maxCalls  = 64 << 10
+)
+
+// store decides a trial once.
+func store(ctx context.Context, db postgres.DB, run string, t evals.Trial) error {
+	reasons := make([]string, len(t.Reasons))
+	for i, why := range t.Reasons {
+		reasons[i] = redact.Text(why, 1000)
+	}
+	_, err := db.Exec(ctx, `
+		update agent_eval_trials
+		   set verdict = @verdict, reasons = @reasons, answer = @answer, calls = @calls, iterations = @iterations,
+		       tokens = @tokens, cost_usd = @cost_usd, duration_ms = @duration_ms, trace_id = @trace_id,
+		       finished_at = clock_timestamp()
+		 where run_id = @run and case_name = @case and trial = @trial and verdict is null`,
+		postgres.Strict{
+			"verdict": t.Verdict, "reasons": reasons, "answer": redact.Text(t.Answer, maxAnswer),
+			"calls": t.Calls, "iterations": t.Iterations, "tokens": t.Tokens, "cost_usd": t.CostUSD,
+			"duration_ms": t.DurationMS, "trace_id": t.TraceID, "run": run, "case": t.Case, "trial": t.Trial,
+		})
+	if err != nil {
+		return fmt.Errorf("store verdict: %w", err)
+	}
+	return nil
+}
+
+// Options choose what a run tries. Zero values take those of the suite.
+type Options struct {
+	Model  string
+	Trials int
+}
+
+// ErrUnpriced reports a budget in dollars for a model without a price.
+var ErrUnpriced = errors.New("the budget of the suite is in dollars, and the model has no price; set AGENT_PRICES")
+
+// Start stores a run with its trials. [Runner.Work] plays them.
+func (r *Runner) Start(ctx context.Context, s evals.Suite, o Options) (evals.Run, error) {
+	who, err := r.Agents.Find(ctx, r.Pool, s.Definition.Agent)
+	if err != nil {
+		return evals.Run{}, err
+	}
+	run := evals.Run{Suite: s.Name, Version: s.Version, Agent: who.Name, AgentVersion: who.Version, Trials: o.Trials}
+	if run.Trials == 0 {
+		run.Trials = s.Definition.TrialsOf()
+	}
+	if run.Model = o.Model; run.Model == "" {
+		run.Model = who.Model
+	}
+	if run.Model == "" || r.Model.Model() == "offline" {
+		run.Model = r.Model.Model()
+	}
+	if s.Definition.Budget.CostUSD > 0 && !r.Model.PricedModel(run.Model) {
+		return evals.Run{}, fmt.Errorf("run eval %s with %s: %w", s.Name, run.Model, ErrUnpriced)
+	}
+	names := make([]string, len(s.Definition.Cases))
+	for i, c := range s.Definition.Cases {
+		names[i] = c.Name
+	}
+	act := activity.Act{Name: "run_eval", Input: map[string]any{
+		"eval": s.Name, "agent": run.Agent, "model": run.Model, "trials": run.Trials, "cases": len(names),
+	}}
+	_, err = activity.Record(ctx, r.Pool, act, func(tx pgx.Tx, _ string) (any, error) {
+		err := tx.QueryRow(ctx, `
+			with run as (
+			  insert into agent_eval_runs (suite, version, agent, agent_version, model, trials)
+			  values (@suite, @version, @agent, @agent_version, @model, @trials) returning id, created_at),
+			trials as (
+			  insert into agent_eval_trials (run_id, case_name, trial, position)
+			  select r.id, c.name, t, c.n
+			    from run r, generate_series(1, @trials::int) t, unnest(@cases::text[]) with ordinality c (name, n))
+			select id::text, created_at from run`, postgres.Strict{
+			"suite": run.Suite, "version": run.Version, "agent": run.Agent, "agent_version": run.AgentVersion,
+			"model": run.Model, "trials": run.Trials, "cases": names,
+		}).Scan(&run.ID, &run.CreatedAt)
+		return map[string]string{"run": run.ID}, err
+	})
+	run.Status = evals.Running
+	return run, err
+}
+
+// spec returns the execution of a trial. Its key makes it one, in whatever process it starts.
+func spec(run evals.Run, t evals.Trial) executions.Spec {
+	return executions.Spec{
+		Flow: Flow, Surface: trace.Eval, Agent: run.Agent, Priority: 4,
+		Input:     trial{run.ID, t.Case, t.Trial},
+		DedupeKey: fmt.Sprintf("eval %s %d %s", run.ID, t.Trial, t.Case),
+	}
+}
+
+// left returns the remaining time of a run, by the database's clock.
+func (r *Runner) left(ctx context.Context, run evals.Run, d evals.Definition) (time.Duration, error) {
+	var seconds float64
+	err := r.Pool.QueryRow(ctx, `
+		select extract(epoch from created_at + @timeout::interval - clock_timestamp())::float8 from agent_eval_runs
+		 where id = @id`, postgres.Strict{"id": run.ID, "timeout": d.Timeout()}).Scan(&seconds)
+	if err != nil {
+		return 0, fmt.Errorf("read the remaining time of run %s: %w", run.ID, err)
+	}
+	return time.Duration(seconds * float64(time.Second)), nil
+}

@@ -1,0 +1,153 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// pollInterval is the pause between looks at a trial that another process runs.
+const pollInterval = 500 * time.Millisecond
+
+// errTimeout ends the work on a run whose time is over.
+var errTimeout = errors.New("the time of the run is over")
+
+// Work plays the undecided trials of a run, at most concurrent ones at once, and then decides the run. It may be called
+// again, by any process, for a run whose process died. onTrial receives decided trials; it may be called concurrently.
+func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTrial func(evals.Trial)) error {
+	suite, err := evals.Version(ctx, r.Pool, run.Suite, run.Version)
+	if err != nil {
+		return err
+	}
+	left, err := r.left(ctx, run, suite.Definition)
+	if err != nil {
+		return err
+	}
+	trials, err := evals.Trials(ctx, r.Pool, run.ID)
+	if err != nil {
+		return err
+	}
+	limited, stop := context.WithTimeoutCause(ctx, max(left, 0), errTimeout)
+	defer stop()
+	var group errgroup.Group
+	group.SetLimit(max(concurrent, 1))
+	for _, t := range trials {
+		if t.Verdict != "" || limited.Err() != nil {
+			continue
+		}
+		group.Go(func() error {
+			decided, err := r.await(limited, run, t)
+			if err == nil {
+				onTrial(decided)
+			}
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil && !errors.Is(context.Cause(limited), errTimeout) {
+		return err
+	}
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return r.decide(ctx, run, limited.Err() != nil)
+}
+
+// await starts a trial, runs it here if no other process does, and waits for its verdict.
+func (r *Runner) await(ctx context.Context, run evals.Run, t evals.Trial) (evals.Trial, error) {
+	x, _, err := r.Engine.Start(ctx, r.Pool, spec(run, t))
+	if err != nil {
+		return t, err
+	}
+	for {
+		if err := r.Engine.ClaimAndRun(ctx, x.ID); err != nil {
+			return t, err
+		}
+		decided, err := r.decided(ctx, run, t, x.ID)
+		if err != nil || decided.Verdict != "" {
+			return decided, err
+		}
+		if err := r.Engine.Sweep(ctx); err != nil { // frees the claims of processes that died
+			return t, err
+		}
+		timer := time.NewTimer(pollInterval)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return t, context.Cause(ctx)
+		case <-timer.C:
+		}
+	}
+}
+
+// decided reads the verdict of a trial. An execution that ended without one is an error of the trial.
+func (r *Runner) decided(ctx context.Context, run evals.Run, t evals.Trial, id string) (evals.Trial, error) {
+	x, err := executions.Get(ctx, r.Pool, id)
+	if err != nil {
+		return t, err
+	}
+	if x.CompletedAt != nil && x.Status != executions.Completed {
+		why := "its execution ended " + string(x.Status)
+		if x.ErrorMessage != nil {
+			why += ": " + *x.ErrorMessage
+		}
+		t.TraceID, t.Verdict, t.Reasons, t.Calls = x.TraceID, evals.Error, []string{why}, []byte(`[]`)
+		if err := store(ctx, r.Pool, run.ID, t); err != nil {
+			return t, err
+		}
+	}
+	return evals.GetTrial(ctx, r.Pool, run.ID, t.Case, t.Trial)
+}
+
+// decide ends a run. A trial without a verdict is undecided; its execution is cancelled.
+func (r *Runner) decide(ctx context.Context, run evals.Run, timedOut bool) error {
+	if timedOut {
+		if err := r.cancelOpen(ctx, run); err != nil {
+			return err
+		}
+	}
+	_, err := r.Pool.Exec(ctx, `
+		update agent_eval_runs r
+		   set finished_at = clock_timestamp(),
+		       status = (select case when bool_or(t.verdict in ('fail', 'diverged', 'error')) then 'failed'
+		                             when bool_or(t.verdict = 'undecided' or t.verdict is null) then 'undecided' else 'passed' end
+		                   from agent_eval_trials t where t.run_id = r.id)
+		 where id = @id and finished_at is null`, postgres.Strict{"id": run.ID})
+	if err != nil {
+		return fmt.Errorf("decide run %s: %w", run.ID, err)
+	}
+	return nil
+}
+
+// cancelOpen cancels the executions of the open trials, and decides these.
+func (r *Runner) cancelOpen(ctx context.Context, run evals.Run) error {
+	trials, err := evals.Trials(ctx, r.Pool, run.ID)
+	if err != nil {
+		return err
+	}
+	for _, t := range trials {
+		if t.Verdict != "" {
+			continue
+		}
+		var id *string
+		err := r.Pool.QueryRow(ctx, `select max(id::text) from agent_executions where dedupe_key = @key`,
+			postgres.Strict{"key": spec(run, t).DedupeKey}).Scan(&id)
+		if err == nil && id != nil {
+			_, err = r.Engine.Cancel(ctx, *id, "eval", errTimeout.Error())
+		}
+		if err != nil {
+			return fmt.Errorf("cancel trial %d of %s: %w", t.Trial, t.Case, err)
+		}
+		t.Verdict, t.Reasons, t.Calls = evals.UndecidedTrial, []string{errTimeout.Error()}, []byte(`[]`)
+		if err := store(ctx, r.Pool, run.ID, t); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,283 @@
+package evals
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/evals/stats"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// ErrNotFound reports an unknown suite or run.
+var ErrNotFound = errors.New("no such eval")
+
+// Suite is one version of a suite.
+type Suite struct {
+	Name       string     `json:"name"`
+	Version    int        `json:"version"`
+	Definition Definition `json:"definition"`
+	Source     string     `json:"source"`
+	CreatedAt  time.Time  `json:"created_at"`
+}
+
+// Put makes d the current version of d.Name and reports whether anything changed. Runs keep their version. The caller
+// serializes calls for one name, as a workspace's apply does.
+func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+	verb := fmt.Sprintf("put eval %q", d.Name)
+	if err := Validate(d); err != nil {
+		return false, fmt.Errorf("%s: %w", verb, err)
+	}
+	return postgres.PutVersion(ctx, db, verb, "agent_evals", d.Name, source, d, nil)
+}
+
+// Remove retires the suites of source except keep, and returns their names. Their versions stay, for their runs.
+func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
+	return postgres.Names(ctx, db, "remove evals of source "+source, `
+		update agent_evals set current = false where current and source = @source and name <> all(@keep::text[])
+		returning name`, postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+}
+
+// Get reads the current version of a suite, or returns [ErrNotFound].
+func Get(ctx context.Context, db postgres.DB, name string) (Suite, error) {
+	rows, err := db.Query(ctx, `
+		select name, version, definition, source, created_at from agent_evals where name = @name and current`,
+		postgres.Strict{"name": name})
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read eval %.100q", name), pgx.RowToStructByName[Suite])
+}
+
+// Version reads one version of a suite, or returns [ErrNotFound].
+func Version(ctx context.Context, db postgres.DB, name string, version int) (Suite, error) {
+	rows, err := db.Query(ctx, `
+		select name, version, definition, source, created_at from agent_evals where name = @name and version = @version`,
+		postgres.Strict{"name": name, "version": version})
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read version %d of eval %.100q", version, name),
+		pgx.RowToStructByName[Suite])
+}
+
+// List returns the current suites by name.
+func List(ctx context.Context, db postgres.DB) ([]Suite, error) {
+	return postgres.Rows[Suite](ctx, db, "list evals", `
+		select name, version, definition, source, created_at from agent_evals where current order by name`)
+}
+
+// Statuses of a run.
+const (
+	Running   = "running"
+	Passed    = "passed"
+	Failed    = "failed"
+	Undecided = "undecided"
+)
+
+// Run is a run of a suite.
+type Run struct {
+	ID           string     `json:"id"`
+	Suite        string     `json:"suite"`
+	Version      int        `json:"version"`
+	Agent        string     `json:"agent"`
+	AgentVersion int        `json:"agent_version"`
+	Model        string     `json:"model"`
+	Trials       int        `json:"trials"`
+	Status       string     `json:"status"`
+	CreatedAt    time.Time  `json:"created_at"`
+	FinishedAt   *time.Time `json:"finished_at"`
+}
+
+const runColumns = `id::text, suite, version, agent, agent_version, model, trials, status, created_at, finished_at`
+
+// GetRun reads a run, or returns [ErrNotFound].
+func GetRun(ctx context.Context, db postgres.DB, id string) (Run, error) {
+	rows, err := db.Query(ctx, `select `+runColumns+` from agent_eval_runs where id = @id`, postgres.Strict{"id": id})
+	return postgres.CollectOne(rows, err, ErrNotFound, "read run "+id+" of an eval", pgx.RowToStructByPos[Run])
+}
+
+// Runs lists the newest runs, of one suite if named.
+func Runs(ctx context.Context, db postgres.DB, suite string, limit int) ([]Run, error) {
+	rows, err := db.Query(ctx, `
+		select `+runColumns+` from agent_eval_runs where @suite = '' or suite = @suite order by id desc limit @limit`,
+		postgres.Strict{"suite": suite, "limit": limit})
+	return postgres.Collect(rows, err, "list runs of evals", pgx.RowToStructByPos[Run])
+}
+
+// Baseline returns the newest finished run of the same suite before a run, or [ErrNotFound].
+func Baseline(ctx context.Context, db postgres.DB, r Run) (Run, error) {
+	rows, err := db.Query(ctx, `
+		select `+runColumns+` from agent_eval_runs
+		 where suite = @suite and id < @id::uuid and status <> 'running' order by id desc limit 1`,
+		postgres.Strict{"suite": r.Suite, "id": r.ID})
+	return postgres.CollectOne(rows, err, ErrNotFound, "find an earlier run of "+r.Suite, pgx.RowToStructByPos[Run])
+}
+
+// Verdict is the result of a trial.
+type Verdict string
+
+// The verdicts.
+const (
+	Pass           Verdict = "pass"
+	Fail           Verdict = "fail"
+	Diverged       Verdict = "diverged"  // a call had no stub
+	Error          Verdict = "error"     // no answer came
+	UndecidedTrial Verdict = "undecided" // the budget was used up
+)
+
+// Trial is one trial of a case. Verdict is empty until it is decided.
+type Trial struct {
+	Case       string          `json:"case"`
+	Trial      int             `json:"trial"`
+	TraceID    string          `json:"trace_id"`
+	Verdict    Verdict         `json:"verdict"`
+	Reasons    []string        `json:"reasons"`
+	Answer     string          `json:"answer"`
+	Calls      json.RawMessage `json:"calls"`
+	Iterations int             `json:"iterations"`
+	Tokens     int64           `json:"tokens"`
+	CostUSD    float64         `json:"cost_usd"`
+	DurationMS int64           `json:"duration_ms"`
+}
+
+const trialColumns = `case_name, trial, trace_id, coalesce(verdict, ''), reasons, answer, calls, iterations, tokens,
+	cost_usd::float8, duration_ms`
+
+// Trials lists the trials of a run: the first ones of all cases first, in the order of the suite.
+func Trials(ctx context.Context, db postgres.DB, run string) ([]Trial, error) {
+	rows, err := db.Query(ctx, `
+		select `+trialColumns+` from agent_eval_trials where run_id = @run order by trial, position`,
+		postgres.Strict{"run": run})
+	return postgres.Collect(rows, err, "list trials of run "+run, pgx.RowToStructByPos[Trial])
+}
+
+// GetTrial reads one trial of a run, or returns [ErrNotFound].
+func GetTrial(ctx context.Context, db postgres.DB, run, of string, number int) (Trial, error) {
+	rows, err := db.Query(ctx, `
+		select `+trialColumns+` from agent_eval_trials where run_id = @run and case_name = @case and trial = @trial`,
+		postgres.Strict{"run": run, "case": of, "trial": number})
+	return postgres.CollectOne(rows, err, ErrNotFound, "read a trial of run "+run, pgx.RowToStructByPos[Trial])
+}
+
+// CaseResult has the results of a case. PassK is the chance that K trials all pass.
+type CaseResult struct {
+	Case      string         `json:"case"`
+	Passed    int            `json:"passed"`
+	Trials    int            `json:"trials"` // decided ones
+	Undecided int            `json:"undecided"`
+	Rate      stats.Interval `json:"rate"` // 95 %
+	K         int            `json:"k"`
+	PassK     float64        `json:"pass_k"`
+	CostUSD   float64        `json:"cost_usd"`
+	Tokens    int64          `json:"tokens"`
+	Reasons   []string       `json:"reasons"`  // different ones, at most maxReasons
+	TraceID   string         `json:"trace_id"` // of the first trial that did not pass, or else the first
+}
+
+const maxReasons = 5
+
+// Report has the results of a run.
+type Report struct {
+	Run
+	Cases      []CaseResult      `json:"cases"`
+	CostUSD    float64           `json:"cost_usd"`
+	Tokens     int64             `json:"tokens"`
+	Control    stats.Comparison  `json:"control"`              // A/A
+	Against    *Run              `json:"against,omitempty"`    // the compared run
+	Comparison *stats.Comparison `json:"comparison,omitempty"` // this run with it
+	Difference *stats.Interval   `json:"difference,omitempty"` // of the mean pass rates
+
+	TrialRows []Trial `json:"trials_of_cases"`
+}
+
+// NewReport summarizes the trials of a run.
+func NewReport(ctx context.Context, db postgres.DB, r Run) (Report, error) {
+	trials, err := Trials(ctx, db, r.ID)
+	if err != nil {
+		return Report{}, err
+	}
+	report := Report{Run: r, TrialRows: trials, Cases: summarize(trials)}
+	for _, c := range report.Cases {
+		report.CostUSD += c.CostUSD
+		report.Tokens += c.Tokens
+	}
+	report.Control = stats.Control(outcomes(trials, report.Cases))
+	return report, nil
+}
+
+// CompareWith adds the comparison with another run of the suite, by the cases of the same name. margin is the accepted
+// loss.
+func (r *Report) CompareWith(ctx context.Context, db postgres.DB, other Run, margin float64) error {
+	trials, err := Trials(ctx, db, other.ID)
+	if err != nil {
+		return err
+	}
+	before := map[string]stats.Count{}
+	for _, c := range summarize(trials) {
+		before[c.Case] = stats.Count{Passed: c.Passed, Trials: c.Trials}
+	}
+	var pairs []stats.Pair
+	for _, c := range r.Cases {
+		pairs = append(pairs, stats.Pair{Old: before[c.Case], New: stats.Count{Passed: c.Passed, Trials: c.Trials}})
+	}
+	plan := stats.Plan{Margin: margin}
+	compared, difference := stats.Compare(pairs, plan), stats.Difference(pairs, plan)
+	r.Against, r.Comparison, r.Difference = &other, &compared, &difference
+	return nil
+}
+
+// summarize groups trials by case, in the order of the suite.
+func summarize(trials []Trial) []CaseResult {
+	cases := []CaseResult{}
+	for _, t := range trials {
+		i := slices.IndexFunc(cases, func(c CaseResult) bool { return c.Case == t.Case })
+		if i < 0 {
+			i, cases = len(cases), append(cases, CaseResult{Case: t.Case, TraceID: t.TraceID, Reasons: []string{}})
+		}
+		cases[i].add(t)
+	}
+	for i := range cases {
+		c := &cases[i]
+		c.Rate, c.K = stats.Wilson(c.Passed, c.Trials), min(c.Trials, 3)
+		if c.K > 0 {
+			c.PassK = stats.PassK(c.Passed, c.Trials, c.K)
+		}
+	}
+	return cases
+}
+
+func (c *CaseResult) add(t Trial) {
+	c.CostUSD += t.CostUSD
+	c.Tokens += t.Tokens
+	switch t.Verdict {
+	case Pass:
+		c.Passed++
+		c.Trials++
+		return
+	case Fail, Diverged, Error:
+		if c.Trials == c.Passed {
+			c.TraceID = t.TraceID
+		}
+		c.Trials++
+	default:
+		c.Undecided++
+	}
+	for _, why := range t.Reasons {
+		if len(c.Reasons) < maxReasons && !slices.Contains(c.Reasons, why) {
+			c.Reasons = append(c.Reasons, why)
+		}
+	}
+}
+
+// outcomes lists the decided trials of each case in order.
+func outcomes(trials []Trial, cases []CaseResult) [][]bool {
+	all := make([][]bool, len(cases))
+	for i, c := range cases {
+		for _, t := range trials {
+			if t.Case == c.Case && t.Verdict != "" && t.Verdict != UndecidedTrial {
+				all[i] = append(all[i], t.Verdict == Pass)
+			}
+		}
+	}
+	return all
+}
