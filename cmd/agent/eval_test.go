@@ -1,0 +1,93 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+)
+
+const evalWorkspace = `
+kind: skill
+name: check_order
+description: Look an order up.
+scope: both
+parameters: {type: object, properties: {order: {type: integer}}, required: [order]}
+handler: "sql:"
+config: {query: "select @order::int as found"}
+---
+kind: eval
+name: orders
+trials: 2
+budget: {cost_usd: 0.1}
+cases:
+  - name: not due
+    messages: [{user: "order 7?"}]
+    skills:
+      check_order: [{when: {order: 7}, returns: {due: false}}]
+    expect:
+      - called: {skill: check_order, args: {order: 7}, times: 1}
+      - answer: {contains: not due}
+`
+
+// The exit code says whether a run passed, failed or is undecided; the report says why, and where to look.
+func TestEvalCommands(t *testing.T) {
+	t.Parallel()
+	var due bool
+	server := modeltest.New(t)
+	server.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		switch last := req.Messages[len(req.Messages)-1]; {
+		case last.Role != "tool":
+			return modeltest.ToolCall("check_order", `{"order":7}`)
+		case due:
+			return modeltest.Text("It is paid.").WithUsage(100, 10, 0)
+		}
+		return modeltest.Text("It is not due.").WithUsage(100, 10, 0)
+	})
+	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "OPENAI_API_KEY=k", "AGENT_MODEL=gpt-4o-mini",
+		"AGENT_LOG_LEVEL=error")
+	assert.Contains(t, p.must("eval", "ls"), "no eval; declare one")
+	p.fails(1, "there is no eval; declare one as kind: eval", "eval", "run")
+	dir := t.TempDir()
+	path := filepath.Join(dir, "a.yaml")
+	testkit.WriteFile(t, path, evalWorkspace)
+	p.must("apply", dir)
+	passed := p.must("eval", "run")
+	assert.Contains(t, passed, "not due  2/2", "0.34–1.00", "1.00 (k=2)", "passed, $0.")
+	assert.Contains(t, p.must("eval", "ls"), "orders", "passed")
+	p.fails(1, `there is no eval "ordrs"; see agent eval ls`, "eval", "run", "ordrs")
+	p.fails(2, "the model has no price", "eval", "run", "--model", "no-such-model")
+
+	undecided := p.run("eval", "run", "orders", "--against", "last")
+	if undecided.code != 3 || !strings.Contains(undecided.out, "undecided: +0.00 (-1.00 to 1.00) against run") {
+		t.Errorf("exit %d: %s%s", undecided.code, undecided.out, undecided.err)
+	}
+	due = true
+	junit := filepath.Join(dir, "evals.xml")
+	failed := p.run("eval", "run", "--junit", junit)
+	if failed.code != 1 || !strings.Contains(failed.out, `expect[1]: answer lacks "not due"`) {
+		t.Errorf("exit %d: %s%s", failed.code, failed.out, failed.err)
+	}
+	text, err := os.ReadFile(junit)
+	require.NoError(t, err)
+	assert.Contains(t, string(text), `tests="2" failures="2" errors="0" skipped="0"`, `name="not due #2"`)
+	id := regexp.MustCompile(`run ([0-9a-f-]{36})`).FindStringSubmatch(failed.out)[1]
+	shown := p.must("eval", "show", id)
+	assert.Contains(t, shown, "not due  2      fail", "ev_")
+	made := p.must("eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again")
+	assert.Contains(t, made, "  - name: again", "- user: order 7?", "check_order:", "due: false", "in_order:")
+	assert.Contains(t, p.must("eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again", "--to", path),
+		`added "again"`)
+	assert.Contains(t, p.must("apply", dir), "~ eval orders")
+	p.fails(1, `it has a case "again"`, "eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again",
+		"--to", path)
+}

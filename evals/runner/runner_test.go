@@ -1,0 +1,479 @@
+package runner_test
+
+import (
+	"context"
+	"encoding/json"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/evals/runner"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// world is a database with an agent and skills, a scripted model, and a runner.
+type world struct {
+	pool   *pgxpool.Pool
+	model  *modeltest.Server
+	runner *runner.Runner
+	real   atomic.Int32 // calls that reached a real skill
+}
+
+func newWorld(t *testing.T) *world {
+	t.Helper()
+	w := &world{pool: pgtest.DB(t), model: modeltest.New(t)}
+	_, err := agents.Put(t.Context(), w.pool, agents.Definition{
+		Name: "sales", Default: true, Instructions: "You are Nora.", Pinned: []string{"policy/returns"},
+	}, "workspace")
+	require.NoError(t, err)
+	_, err = builtins.Put(t.Context(), w.pool)
+	require.NoError(t, err)
+	own := map[string]skills.Builtin{}
+	for name, trust := range map[string]string{"check_order": skills.TrustAuto, "refund": skills.TrustApprove} {
+		own[name] = func(context.Context, skills.Call) (any, error) {
+			w.real.Add(1)
+			return "real", nil
+		}
+		_, err := skills.Put(t.Context(), w.pool, skills.Definition{
+			Name: name, Description: name, Handler: "builtin:" + name, Scope: skills.ScopeBoth, Trust: trust,
+			Parameters: map[string]any{
+				"type": "object", "required": []any{"order"}, "properties": map[string]any{"order": map[string]any{"type": "integer"}},
+			},
+		}, skills.SourceWorkspace)
+		require.NoError(t, err)
+	}
+	client, err := models.New(models.Config{
+		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
+		Retry: models.Retry{Attempts: 1},
+	})
+	require.NoError(t, err)
+	directory := &agents.Directory{Settings: agents.Settings{Name: "agent", Model: "gpt-4o-mini"}}
+	all := builtins.New(w.pool, directory, nil)
+	for name, f := range own {
+		all[name] = f
+	}
+	registry, err := skills.New(skills.Options{Builtins: all, Pool: w.pool})
+	require.NoError(t, err)
+	both := []string{skills.ScopeInternal, skills.ScopeExternal}
+	w.runner = &runner.Runner{
+		Pool: w.pool, Engine: enginetest.New(t, w.pool), Model: client, Skills: registry, Agents: directory,
+		Budget: reason.Budget{Iterations: 6}, Logger: slog.New(slog.DiscardHandler),
+		Surfaces: map[string]runner.Surface{
+			"chat": {Rules: "Be kind.", Scopes: []string{skills.ScopeExternal}}, "operate": {Rules: "Obey.", Scopes: both},
+		},
+	}
+	require.NoError(t, w.runner.Register())
+	enginetest.Run(t, w.runner.Engine.KeepAlive)
+	return w
+}
+
+// run applies a suite and plays it to its end.
+func (w *world) run(t *testing.T, d evals.Definition, o runner.Options) evals.Report {
+	t.Helper()
+	run := w.start(t, d, o)
+	require.NoError(t, w.runner.Work(t.Context(), run, 4, func(evals.Trial) {}))
+	return w.report(t, run)
+}
+
+func (w *world) start(t *testing.T, d evals.Definition, o runner.Options) evals.Run {
+	t.Helper()
+	_, err := evals.Put(t.Context(), w.pool, d, "workspace")
+	require.NoError(t, err)
+	s, err := evals.Get(t.Context(), w.pool, d.Name)
+	require.NoError(t, err)
+	run, err := w.runner.Start(t.Context(), s, o)
+	require.NoError(t, err)
+	return run
+}
+
+func (w *world) report(t *testing.T, run evals.Run) evals.Report {
+	t.Helper()
+	run, err := evals.GetRun(t.Context(), w.pool, run.ID)
+	require.NoError(t, err)
+	report, err := evals.NewReport(t.Context(), w.pool, run)
+	require.NoError(t, err)
+	return report
+}
+
+// script answers by the last message of the user and the number of tool results since.
+func (w *world) script(answer func(prompt string, results []string) modeltest.Reply) {
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		prompt, results := "", []string{}
+		for _, m := range req.Messages {
+			switch m.Role {
+			case openai.ChatMessageRoleUser:
+				prompt, results = m.Content, nil
+			case openai.ChatMessageRoleTool:
+				results = append(results, m.Content)
+			}
+		}
+		return answer(prompt, results)
+	})
+}
+
+func ask(text string) []evals.Message { return []evals.Message{{User: text}} }
+
+// orders has a case for each verdict.
+func orders() evals.Definition {
+	notDue := map[string][]evals.Stub{"check_order": {{
+		When: map[string]any{"order": 7}, Returns: map[string]any{"due": false},
+	}}}
+	return evals.Definition{Name: "orders", Agent: "sales", Trials: 2, Cases: []evals.Case{
+		{
+			Name: "good", Now: "2026-11-24T10:00:00Z", Messages: ask("order 7?"), Skills: notDue,
+			Memory: map[string]any{"policy/returns": "14 days"},
+			Expect: []evals.Expectation{
+				{Called: &evals.Called{Skill: "check_order", Args: map[string]any{"order": 7}, Times: 1}},
+				{NotCalled: []string{"refund"}}, {Answer: &evals.Answer{Contains: "not due", MaxWords: 5}},
+				{Within: &evals.Within{Iterations: 2, Latency: "1h"}},
+			},
+		},
+		{
+			Name: "bad", Messages: ask("order 7?"), Skills: notDue,
+			Expect: []evals.Expectation{{Answer: &evals.Answer{Lacks: "due"}}},
+		},
+		{
+			Name: "diverged", Messages: ask("order 8?"), Skills: notDue,
+			Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "not due"}}},
+		},
+		{
+			Name: "denied", Messages: ask("refund 7"), Expect: []evals.Expectation{{ApprovalAsked: "refund"}, {Exact: []string{}}},
+		},
+		{
+			Name: "approved", Messages: ask("refund 7"), Approvals: map[string]string{"refund": evals.Approve},
+			Skills: map[string][]evals.Stub{"refund": {{Returns: "done"}}},
+			Expect: []evals.Expectation{{ApprovalAsked: "refund"}, {Exact: []string{"refund"}}},
+		},
+		{Name: "broken", Messages: ask("crash"), Expect: []evals.Expectation{{Exact: []string{}}}},
+	}}
+}
+
+// nora plays the agent.
+func nora(prompt string, results []string) modeltest.Reply {
+	switch {
+	case strings.Contains(prompt, "crash"):
+		return modeltest.Status(400, 0)
+	case len(results) > 0:
+		return modeltest.Text("It is not due.")
+	case strings.Contains(prompt, "refund"):
+		return modeltest.ToolCall("refund", `{"order":7}`)
+	case strings.Contains(prompt, "order 8"):
+		return modeltest.ToolCall("check_order", `{"order":8}`)
+	}
+	return modeltest.ToolCall("check_order", `{"order":7}`)
+}
+
+func TestATrialIsJudgedByWhatTheAgentSaidAndCalled(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.script(nora)
+	report := w.run(t, orders(), runner.Options{})
+	want := map[string]evals.Verdict{
+		"good": evals.Pass, "bad": evals.Fail, "diverged": evals.Diverged, "denied": evals.Pass, "approved": evals.Pass,
+		"broken": evals.Error,
+	}
+	if len(report.TrialRows) != 12 {
+		t.Errorf("there are %d trials, want 12", len(report.TrialRows))
+	}
+	for _, trial := range report.TrialRows {
+		if trial.Verdict != want[trial.Case] {
+			t.Errorf("%s is %s, want %s: %v", trial.Case, trial.Verdict, want[trial.Case], trial.Reasons)
+		}
+		if !strings.HasPrefix(trial.TraceID, "ev_") {
+			t.Errorf("%s has the trace %q", trial.Case, trial.TraceID)
+		}
+	}
+	pgtest.Equal(t, w.pool, 1, `
+		select count(*)::int from agent_audit where actor = 'admin' and act = 'run_eval'`)
+	if report.Status != evals.Failed || w.real.Load() > 0 {
+		t.Errorf("the run is %s, and %d calls reached a real skill", report.Status, w.real.Load())
+	}
+	for _, r := range w.model.Requests() {
+		if !strings.Contains(r.Messages[0].Content, "You are Nora.") || !strings.HasPrefix(r.Messages[0].Content, "Be kind.") {
+			t.Errorf("the system message is %q", r.Messages[0].Content)
+		}
+		if last := r.Messages[1].Content; strings.Contains(last, "order 7?") && strings.Contains(r.Messages[0].Content, "14 days") &&
+			!strings.Contains(last, "Tuesday 2026-11-24 10:00") {
+			t.Errorf("the case with pinned memory has another time: %q", last)
+		}
+	}
+}
+
+func TestMemoryOfACaseIsReadAndWrittenInItsOverlayOnly(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.script(func(prompt string, results []string) modeltest.Reply {
+		switch len(results) {
+		case 0:
+			return modeltest.ToolCall("memory_write", `{"category":"note","key":"ana","value":"likes oak"}`)
+		case 1:
+			return modeltest.ToolCall("recall", `{"query":"oak"}`)
+		}
+		return modeltest.Text(results[1])
+	})
+	d := evals.Definition{Name: "memory", Agent: "sales", Surface: "operate", Trials: 1, Cases: []evals.Case{{
+		Name: "note", Messages: ask("Ana likes oak"),
+		Expect: []evals.Expectation{{MemoryWritten: "note/ana"}, {Answer: &evals.Answer{Contains: "likes oak"}}},
+	}}}
+	if report := w.run(t, d, runner.Options{}); report.Status != evals.Passed {
+		t.Errorf("the run is %s: %v", report.Status, report.TrialRows)
+	}
+	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_memory`)
+}
+
+func TestTrialsTogetherStayWithinTheBudgetOfTheirRun(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.script(func(string, []string) modeltest.Reply {
+		return modeltest.Text("Hello.").WithUsage(100, 4000, 0)
+	})
+	d := evals.Definition{Name: "costly", Agent: "sales", Trials: 20, Budget: evals.Budget{CostUSD: 0.01}, Cases: []evals.Case{{
+		Name: "hello", Messages: ask("hello"), Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "hello"}}},
+	}}}
+	report := w.run(t, d, runner.Options{})
+	c := report.Cases[0]
+	if report.Status != evals.Undecided || c.Passed == 0 || c.Undecided == 0 || report.CostUSD > 0.01 {
+		t.Errorf("the run is %s with %d passed, %d undecided, for $%.4f of $0.01: %v", report.Status, c.Passed, c.Undecided,
+			report.CostUSD, c.Reasons)
+	}
+	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_budgets where scope like 'day:%'`)
+}
+
+func TestAModelWithoutAPriceIsRefusedForABudgetInDollars(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	d := orders()
+	d.Budget.CostUSD = 1
+	_, err := evals.Put(t.Context(), w.pool, d, "workspace")
+	require.NoError(t, err)
+	s, err := evals.Get(t.Context(), w.pool, d.Name)
+	require.NoError(t, err)
+	if _, err := w.runner.Start(t.Context(), s, runner.Options{Model: "no-such-model"}); err == nil {
+		t.Error("the run started")
+	}
+}
+
+func TestAnInterruptedRunGoesOnWithoutPayingTwice(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ctx, interrupt := context.WithCancel(t.Context())
+	var mu sync.Mutex
+	answered := map[string]int{}
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		mu.Lock()
+		defer mu.Unlock()
+		last := req.Messages[len(req.Messages)-1]
+		if last.Role == openai.ChatMessageRoleTool {
+			answered["second"]++
+			return modeltest.Text("It is not due.")
+		}
+		if answered["first"]++; answered["first"] == 3 {
+			interrupt()
+		}
+		return modeltest.ToolCall("check_order", `{"order":7}`)
+	})
+	d := orders()
+	d.Cases, d.Trials = d.Cases[:1], 6
+	run := w.start(t, d, runner.Options{})
+	if err := w.runner.Work(ctx, run, 2, func(evals.Trial) {}); err == nil {
+		t.Fatal("the run was not interrupted")
+	}
+	pgtest.Equal(t, w.pool, evals.Running, `select status from agent_eval_runs where id = $1`, run.ID)
+	require.NoError(t, w.runner.Work(t.Context(), run, 2, func(evals.Trial) {}))
+	report := w.report(t, run)
+	if report.Status != evals.Passed || report.Cases[0].Passed != 6 {
+		t.Errorf("the run is %s with %d passed: %v", report.Status, report.Cases[0].Passed, report.Cases[0].Reasons)
+	}
+	// A request that was under way at the interrupt may be repeated; an answered one is not.
+	if answered["first"] > 8 || answered["second"] > 8 {
+		t.Errorf("6 trials made %v requests", answered)
+	}
+	pgtest.Equal(t, w.pool, 0, `
+		select count(*)::int from (select execution_id, step from agent_activity where kind = 'model' and status = 'success'
+		   group by 1, 2 having count(*) > 1) twice`)
+}
+
+func TestARunEndsAtItsTimeWithUndecidedTrials(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Hang() })
+	d := orders()
+	d.Cases, d.Budget.Timeout = d.Cases[:1], "1s"
+	report := w.run(t, d, runner.Options{})
+	if report.Status != evals.Undecided || report.Cases[0].Undecided != 2 {
+		t.Errorf("the run is %s: %+v", report.Status, report.Cases)
+	}
+	pgtest.Until(t, w.pool, 0, `select count(*)::int from agent_executions where completed_at is null`)
+}
+
+func TestAWorseModelIsToldFromTheOneBefore(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		if req.Model == "gpt-4.1" {
+			return modeltest.Text("no")
+		}
+		return modeltest.Text("yes")
+	})
+	d := evals.Definition{Name: "yes", Agent: "sales", Trials: 1, Gate: evals.Gate{Margin: 0.05}}
+	for _, name := range strings.Split("abcdefgh", "") {
+		d.Cases = append(d.Cases, evals.Case{
+			Name: name, Messages: ask(name), Expect: []evals.Expectation{{Answer: &evals.Answer{Expr: `answer == "yes"`}}},
+		})
+	}
+	first := w.run(t, d, runner.Options{})
+	for model, want := range map[string]string{"": "not worse", "gpt-4.1": "worse"} {
+		report := w.run(t, d, runner.Options{Model: model})
+		require.NoError(t, report.CompareWith(t.Context(), w.pool, first.Run, d.Gate.Margin))
+		if got := string(report.Comparison.Answer); got != want {
+			t.Errorf("the model %q is %s, want %s: %+v", model, got, want, report.Comparison)
+		}
+	}
+}
+
+// What a trial may write: its own execution and its log, and the results of evals.
+var own = []string{
+	"agent_executions", "agent_checkpoints", "agent_activity", "agent_activity_open", "agent_prompts", "agent_prompt_parts",
+	"agent_budgets", "agent_budget_reservations", "agent_eval_runs", "agent_eval_trials", "agent_evals", "agent_workers",
+	"agent_activity_uncounted", "agent_status_changes", "agent_claims_lost",
+}
+
+func TestATrialThatTriesEveryDoorChangesNothingElse(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	pgtest.Exec(t, w.pool, `
+		insert into agent_webhook_targets (name, url, secrets, events) values ('t', 'https://example.com', '{s}', '{*}');
+		insert into agent_automations (name, trigger, event, skill_name) values ('a', 'event', 'AGENT_COMPLETED', 'check_order')`)
+	calls := []modeltest.Reply{
+		modeltest.ToolCall("memory_write", `{"key":"k","value":"v"}`),
+		modeltest.ToolCall("memory_forget", `{"key":"k"}`),
+		modeltest.ToolCall("objective_propose", `{"name":"o","goal":"g","steps":["s"]}`),
+		modeltest.ToolCall("automation_propose", `{"name":"x","description":"d","cron":"0 8 * * *","prompt":"p"}`),
+		modeltest.ToolCall("refund", `{"order":1}`),
+		modeltest.ToolCall("delegate", `{"task":"do it"}`),
+		modeltest.ToolCall("check_order", `{"order":1}`),
+		modeltest.ToolCall("no_such_skill", `{}`),
+		modeltest.Text("Done."),
+	}
+	w.runner.Budget.Iterations = len(calls)
+	w.script(func(_ string, results []string) modeltest.Reply { return calls[min(len(results), len(calls)-1)] })
+	d := evals.Definition{Name: "attack", Agent: "sales", Surface: "operate", Trials: 1, Cases: []evals.Case{{
+		Name: "all", Messages: ask("go"), Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "done"}}},
+	}}}
+	run := w.start(t, d, runner.Options{})
+	before := digests(t, w.pool)
+	require.NoError(t, w.runner.Work(t.Context(), run, 1, func(evals.Trial) {}))
+	report := w.report(t, run)
+	if got := report.TrialRows[0]; got.Verdict != evals.Diverged || strings.Count(string(got.Calls), `"skill"`) != len(calls)-1 {
+		t.Errorf("the trial is %s with the calls %s", got.Verdict, got.Calls)
+	}
+	for table, sum := range digests(t, w.pool) {
+		if sum != before[table] {
+			t.Errorf("the trial changed %s", table)
+		}
+	}
+	if w.real.Load() > 0 {
+		t.Error("a call reached a real skill")
+	}
+	// Nor does it count.
+	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_skill_calls`)
+	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_activity_measured where trace_id like 'ev\_%'`)
+}
+
+// digests are the contents of all tables but those of the trial's own.
+func digests(t *testing.T, pool *pgxpool.Pool) map[string]string {
+	t.Helper()
+	sums := map[string]string{}
+	for _, table := range pgtest.Column[string](t, pool, `
+		select c.relname from pg_class c where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p')
+		   and not c.relispartition order by 1`) {
+		if !slices.Contains(own, table) {
+			sums[table] = pgtest.Value[string](t, pool, `select coalesce(md5(string_agg(x::text, '' order by x::text)), '') from `+table+` x`)
+		}
+	}
+	return sums
+}
+
+// Whatever the code does: the database refuses the rows of a trial.
+func TestTheDatabaseRefusesWhatATrialWouldSendWakeOrRemember(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	const ev = `ev_01JD3V7K8ZQ6W2M5T9X4C1B0AE`
+	pgtest.Exec(t, pool, `
+		insert into agent_webhook_targets (name, url, secrets, events) values ('t', 'https://example.com', '{s}', '{*}');
+		insert into agent_threads (id, channel) values ('th', 'chat');
+		insert into agent_automations (name, trigger, cron, skill_name) values ('a', 'cron', '* * * * *', 's');
+		insert into agent_objectives (name, goal) values ('o', 'g');
+		insert into agent_objective_steps (objective_id, position, title) select id, 1, 's' from agent_objectives;
+		insert into agent_memory (key, value) values ('k', '1')`)
+	for door, sql := range map[string]string{
+		"outbox":          `insert into agent_webhook_outbox (target_id, event, payload, trace_id) select id, 'e', '{}', @ev from agent_webhook_targets`,
+		"webhook":         `insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256) values ('e', 'd', @ev, @ev, '', '')`,
+		"message":         `insert into agent_messages (thread_id, role, content, trace_id) values ('th', 'assistant', 'x', @ev)`,
+		"document":        `insert into agent_documents (name, content_type, size, sha256, is_text, content, trace_id, owner_kind, owner) values ('n', 't', 1, sha256('x'), true, 'x', @ev, 'admin', '')`,
+		"objective":       `insert into agent_objectives (name, goal, last_trace_id) values ('x', 'g', @ev)`,
+		"proposal":        `insert into agent_objectives (name, goal, status, proposed_by, proposed_trace) values ('x', 'g', 'proposed', 'a', @ev)`,
+		"objective edit":  `update agent_objectives set last_trace_id = @ev`,
+		"step":            `update agent_objective_steps set trace_id = @ev`,
+		"memory":          `insert into agent_memory (key, value, trace_id) values ('x', '1', @ev)`,
+		"memory edit":     `update agent_memory set value = '2', trace_id = @ev`,
+		"memory conflict": `insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, trace_id) values ('c', 'k', '1', 1, 1, @ev)`,
+		"automation":      `update agent_automations set last_trace_id = @ev`,
+		"automation run":  `insert into agent_automation_runs (automation_id, cause, trace_id) select id, 'manual', @ev from agent_automations`,
+		"request":         `insert into agent_requests (kind, execution_id, trace_id) values ('test', gen_random_uuid(), @ev)`,
+		"approval":        `insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash) values (@ev, 's', 1, '{}', 'h')`,
+		"child":           `insert into agent_executions (trace_id, surface, flow) values (@ev, 'eval', 'delegate')`,
+		"other surface":   `insert into agent_executions (trace_id, surface, flow) values (@ev, 'chat', 'chat')`,
+		"thread":          `insert into agent_executions (trace_id, surface, flow, thread_id) values (@ev, 'eval', 'eval', 'th')`,
+		"false trace":     `insert into agent_executions (trace_id, surface, flow) values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'eval', 'eval')`,
+		"event":           `select raise_agent_event('e', 'k', '{}', null, @ev)`,
+	} {
+		t.Run(door, func(t *testing.T) {
+			_, err := pool.Exec(t.Context(), strings.ReplaceAll(sql, "@ev", "'"+ev+"'"))
+			if err == nil || !strings.Contains(err.Error(), "a trial of an eval cannot write to") && door != "event" {
+				t.Errorf("the row was not refused as one of a trial: %v", err)
+			}
+		})
+	}
+	pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('`+ev+`', 'eval', 'eval')`)
+}
+
+func TestManyTrialsRunBesideEachOther(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	var now, most atomic.Int32
+	w.script(func(_ string, results []string) modeltest.Reply {
+		most.Store(max(most.Load(), now.Add(1)))
+		time.AfterFunc(20*time.Millisecond, func() { now.Add(-1) })
+		return modeltest.Text("Hello.").Slowly(20 * time.Millisecond)
+	})
+	d := evals.Definition{Name: "many", Agent: "sales", Trials: 40, Cases: []evals.Case{{
+		Name: "hello", Messages: ask("hello"), Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "hello"}}},
+	}}}
+	if report := w.run(t, d, runner.Options{}); report.Status != evals.Passed || most.Load() < 2 || most.Load() > 4 {
+		t.Errorf("the run is %s, with up to %d of 4 trials at once", report.Status, most.Load())
+	}
+	var input struct{ Trial int }
+	raw := pgtest.Value[string](t, w.pool, `select input::text from agent_executions order by id limit 1`)
+	if err := json.Unmarshal([]byte(raw), &input); err != nil || input.Trial == 0 {
+		t.Errorf("the input is %s: %v", raw, err)
+	}
+}

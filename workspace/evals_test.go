@@ -1,0 +1,82 @@
+package workspace_test
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+const suite = goodSkill + `---
+kind: eval
+name: returns
+trials: 2
+cases:
+  - name: not due
+    messages: [{user: "Money back for order 7!"}]
+    skills:
+      a: [{when: {order: 7}, returns: {due: false}}, {error: down}]
+    expect:
+      - called: {skill: a, args: {order: 7}, times: 1}
+      - within: {iterations: 3}
+`
+
+func TestApplyEvals(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	first := apply(t, pool, load(t, "a.yaml", suite))
+	if diff := cmp.Diff([]string{"create skill a", "create eval returns"}, actions(first)); diff != "" {
+		t.Error(diff)
+	}
+	if second := apply(t, pool, load(t, "a.yaml", suite)); !second.Empty() {
+		t.Errorf("applied again: %v", actions(second))
+	}
+	changed := apply(t, pool, load(t, "a.yaml", strings.Replace(suite, "trials: 2", "trials: 3", 1)))
+	if diff := cmp.Diff([]string{"update eval returns"}, actions(changed)); diff != "" {
+		t.Error(diff)
+	}
+	got, err := evals.Get(t.Context(), pool, "returns")
+	require.NoError(t, err)
+	if s := got.Definition.Cases[0].Skills["a"]; got.Version != 2 || len(s) != 2 || s[1].Error != "down" {
+		t.Errorf("the suite is %+v", got)
+	}
+	old, err := evals.Version(t.Context(), pool, "returns", 1)
+	if err != nil || old.Definition.Trials != 2 {
+		t.Errorf("version 1 is %+v: %v", old, err)
+	}
+	apply(t, pool, load(t, "a.yaml", goodSkill))
+	if _, err := evals.Get(t.Context(), pool, "returns"); err == nil {
+		t.Error("a suite that no file declares is still there")
+	}
+}
+
+func TestAProblemOfAnEvalHasItsLine(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	lines := func(text, of string) int { return strings.Count(text[:strings.Index(text, of)], "\n") + 1 }
+	for was, now := range map[string]string{
+		"skill: a,":       "skill: b,",
+		"a: [{when":       "zz: [{when",
+		"times: 1":        "tims: 1",
+		"iterations: 3":   "latency: soon",
+		"{error: down}":   "{when: {}}",
+		"{user: \"Money":  "{usr: \"Money",
+		"name: returns\n": "name: returns\nagent: nobody\n",
+	} {
+		text := strings.Replace(suite, was, now, 1)
+		at := lines(text, strings.TrimPrefix(now, "name: returns\n"))
+		w, err := workspace.Load(files("a.yaml", text))
+		if err == nil {
+			_, err = workspace.Apply(t.Context(), pool, w, pruneAll)
+		}
+		problems, ok := err.(workspace.Problems) //nolint:errorlint // it is returned unchanged
+		if !ok || problems[0].Line != at {
+			t.Errorf("%s is not reported at line %d: %v", now, at, err)
+		}
+	}
+}
