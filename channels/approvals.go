@@ -35,7 +35,7 @@ const maxArguments = 2500
 
 // requestApprovals shows new requests for approval of the channel's agent in the conversation for reports.
 func (w *worker) requestApprovals(ctx context.Context) error {
-	if w.channel.ReportTo == "" || !w.transport.Limits().Buttons {
+	if w.channel.ReportTo == "" {
 		return nil
 	}
 	ids, err := postgres.Names(ctx, w.Pool, "find requests for approval", `
@@ -64,6 +64,9 @@ func (w *worker) requestApprovals(ctx context.Context) error {
 // requestApproval shows one request. The buttons are stored first, so a message whose answer was lost has working ones.
 func (w *worker) requestApproval(ctx context.Context, a approvals.Approval) error {
 	text, whole := approvalText(a)
+	if !w.transport.Limits().Buttons { // the stored ones mark the request as shown; nobody learns their nonces
+		whole, text = false, text+"\n\n"+w.decideElsewhere(a.ID)
+	}
 	hash, err := approvals.Hash(a.Arguments)
 	if err != nil {
 		return err
@@ -100,6 +103,15 @@ func (w *worker) requestApproval(ctx context.Context, a approvals.Approval) erro
 			postgres.Strict{"approval": a.ID, "channel": w.name}))
 	}
 	return fmt.Errorf("show request for approval %s: %w", a.ID, err)
+}
+
+// decideElsewhere says where to decide a request that the channel shows without buttons.
+func (w *worker) decideElsewhere(id string) string {
+	where := "with " + Code("agent approvals show "+id)
+	if w.PublicURL != "" {
+		where = "at " + strings.TrimRight(w.PublicURL, "/") + "/approvals/" + id
+	}
+	return "Decide in the Engine Room, " + where + ". An answer to this message decides nothing."
 }
 
 // approvalText describes a request. whole is false when the arguments do not fit.

@@ -32,9 +32,13 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net"
+	"net/mail"
+	"net/netip"
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -78,6 +82,7 @@ var (
 type fields struct {
 	secrets  map[string]bool
 	settings map[string]func(value string) string // returns what is wrong
+	required []string                             // settings that must be set
 }
 
 // Types lists the types of channels.
@@ -98,7 +103,65 @@ func types() map[string]fields {
 				"mode": oneOf("socket", "events"), "base_url": webAddress,
 			},
 		},
+		Email: emailFields(),
 	}
+}
+
+// emailFields has the settings of an e-mail channel. The package email reads them.
+func emailFields() fields {
+	path := func(v string) string {
+		if filepath.IsAbs(v) {
+			return ""
+		}
+		return "must be an absolute path"
+	}
+	text := func(string) string { return "" }
+	return fields{
+		secrets: map[string]bool{"key": true, "password": false, "webhook": false},
+		settings: map[string]func(string) string{
+			"address": ownMailbox, "listen": hostPort, "max_bytes": mailBytes, "tls_cert": path, "tls_key": path,
+			"relays": networks, "authserv_id": text, "webhook_scheme": oneOf("bearer", "hmac", "standard"),
+			"smtp": hostPort, "smtp_tls": oneOf("starttls", "implicit", "none"), "smtp_ca": path, "username": text,
+		},
+		required: []string{"address", "smtp"},
+	}
+}
+
+// ownMailbox checks the address of a channel. Signed suffixes follow its local part, which has at most 64 bytes with them.
+func ownMailbox(v string) string {
+	a, err := mail.ParseAddress(v)
+	if err != nil {
+		return "must be an address, such as Support <support@example.com>"
+	}
+	local, _, _ := strings.Cut(a.Address, "@")
+	if len(local) > 20 || strings.Contains(local, "+") {
+		return "must have at most 20 characters before the @, and no +"
+	}
+	return ""
+}
+
+func hostPort(v string) string {
+	if _, port, err := net.SplitHostPort(v); err != nil || port == "" {
+		return "must be host:port"
+	}
+	return ""
+}
+
+func mailBytes(v string) string {
+	if n, err := strconv.ParseInt(v, 10, 64); err != nil || n < 10_000 || n > 50<<20 {
+		return "must be a number of bytes from 10000 to 52428800"
+	}
+	return ""
+}
+
+func networks(v string) string {
+	for field := range strings.FieldsSeq(v) {
+		_, notAddress := netip.ParseAddr(field)
+		if _, notPrefix := netip.ParsePrefix(field); notAddress != nil && notPrefix != nil {
+			return "must be addresses and networks, such as 10.0.0.7 192.168.0.0/16"
+		}
+	}
+	return ""
 }
 
 func oneOf(values ...string) func(string) string {
@@ -149,6 +212,11 @@ func Validate(d Definition) error {
 		case !envForm.MatchString(d.Secrets[name]) && (!isFile || !filepath.IsAbs(path)):
 			add("secrets: %s is no reference; a secret does not belong into a file that is shared: write ${NAME} of the "+
 				"environment or file:/absolute/path", name)
+		}
+	}
+	for _, name := range kind.required {
+		if d.Settings[name] == "" {
+			add("settings: needs %s", name)
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(d.Settings)) {

@@ -76,14 +76,16 @@ func (b *inbox) queue(batch *pgx.Batch, m Incoming) error {
 	}
 	batch.Queue(`
 		insert into agent_channel_messages (channel, external_id, conversation, sender, sender_name, content, files, click,
-		  ref, message_ref)
-		values (@channel, @external_id, @conversation, @sender, @sender_name, @content, @files, @click, @ref, @message_ref)
+		  ref, message_ref, raw, status, error_message, finished_at)
+		values (@channel, @external_id, @conversation, @sender, @sender_name, @content, @files, @click, @ref, @message_ref,
+		  @raw, case when @ignored = '' then 'received' else 'ignored' end, @ignored,
+		  case when @ignored <> '' then clock_timestamp() end)
 		on conflict (channel, external_id) do nothing`,
 		postgres.Strict{
 			"channel": b.name, "external_id": cut(m.ExternalID, 512), "conversation": cut(m.Conversation, maxConversation),
 			"sender": cut(m.Sender, 200), "sender_name": cut(m.SenderName, 200), "content": cut(m.Text, maxText),
 			"files": json.RawMessage(files), "click": cut(m.Click, 64), "ref": cut(m.Ref, 2000),
-			"message_ref": cut(m.MessageRef, 512),
+			"message_ref": cut(m.MessageRef, 512), "raw": m.Raw, "ignored": cut(m.Ignored, 300),
 		})
 	return nil
 }
@@ -124,6 +126,20 @@ func (b *inbox) Known(ctx context.Context, conversation string) (known bool, err
 
 // Connected implements [Inbox].
 func (b *inbox) Connected(ctx context.Context) { b.state.set(ctx, nil) }
+
+// Failing implements [Inbox].
+func (b *inbox) Failing(ctx context.Context, cause error) { b.state.set(ctx, cause) }
+
+// Bounced implements [Inbox].
+func (b *inbox) Bounced(ctx context.Context, id, why string) error {
+	return exec(ctx, b.db, "record bounce", `
+		with failed as (
+		  update agent_channel_sends set status = 'failed', error_message = @why
+		   where message_id = @id::uuid and channel = @channel and status in ('sent', 'maybe_sent') returning message_id)
+		update agent_messages m set status = 'failed', error_message = @why, delivered_at = null from failed f
+		 where m.id = f.message_id`,
+		postgres.Strict{"id": id, "channel": b.name, "why": message(errors.New(why))})
+}
 
 // entry is one attempt to bring a message to its thread.
 type entry struct {
@@ -293,11 +309,11 @@ func (w *worker) finish(ctx context.Context, e entry, status, why string) {
 // fetchFiles reads the files of a message. A file that cannot be read becomes a line of the text.
 func (w *worker) fetchFiles(ctx context.Context, e entry) (text string, files []VisitFile) {
 	text = e.Content
-	fetcher, can := w.transport.(Fetcher)
+	fetch := w.fetch(e)
 	for _, f := range e.Files {
 		why := "files are not read here"
-		if can {
-			content, err := fetcher.Fetch(ctx, f, w.MaxFile)
+		if fetch != nil {
+			content, err := fetch(ctx, f)
 			if err == nil {
 				files = append(files, VisitFile{Name: f.Name, Type: f.Type, Content: content})
 				continue
@@ -309,6 +325,27 @@ func (w *worker) fetchFiles(ctx context.Context, e entry) (text string, files []
 		text += fmt.Sprintf("\n[The file %q is missing: %s.]", cut(f.Name, 100), why)
 	}
 	return text, files
+}
+
+// fetch returns what reads the files of a message; nil for a transport that has none.
+func (w *worker) fetch(e entry) func(ctx context.Context, f File) ([]byte, error) {
+	switch t := w.transport.(type) {
+	case Fetcher:
+		return func(ctx context.Context, f File) ([]byte, error) { return t.Fetch(ctx, f, w.MaxFile) }
+	case Extractor:
+		var raw []byte
+		return func(ctx context.Context, f File) ([]byte, error) {
+			if raw == nil {
+				err := w.Pool.QueryRow(ctx, `select raw from agent_channel_messages where id = @id`,
+					postgres.Strict{"id": e.ID}).Scan(&raw)
+				if err != nil {
+					return nil, fmt.Errorf("read message: %w", err)
+				}
+			}
+			return t.Extract(raw, f, w.MaxFile)
+		}
+	}
+	return nil
 }
 
 // message returns the text of an error as it is stored and shown.

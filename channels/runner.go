@@ -34,7 +34,8 @@ type Runner struct {
 	Accept func(ctx context.Context, v Visit) (Accepted, error)
 	// Principals links identities to principals; nil: no button decides.
 	Principals Principals
-	MaxFile    int64 // bytes of a file; default 10 MiB
+	MaxFile    int64  // bytes of a file; default 10 MiB
+	PublicURL  string // of the Engine Room; "" if it has none
 
 	hooks struct {
 		sync.Mutex

@@ -40,6 +40,11 @@ type Fetcher interface {
 	Fetch(ctx context.Context, f File, limit int64) ([]byte, error)
 }
 
+// Extractor reads a file of a message from what was stored with the message.
+type Extractor interface {
+	Extract(raw []byte, f File, limit int64) ([]byte, error)
+}
+
 // Finder reports whether a part came. A channel without it never sends a part again whose answer was lost.
 type Finder interface {
 	Find(ctx context.Context, m Message) (externalID string, found bool, err error)
@@ -85,6 +90,8 @@ type Incoming struct {
 	Click        string // the nonce of a button; then it has no text
 	Ref          string // what Acknowledge needs
 	MessageRef   string // the provider's id of the message, or of the one with the button
+	Ignored      string // why nobody answers it, which is stored with it
+	Raw          []byte // what the files of the message are read from ([Extractor]); stored
 }
 
 // File is a reference to a file of a message.
@@ -105,6 +112,10 @@ type Inbox interface {
 	Known(ctx context.Context, conversation string) (bool, error)
 	// Connected records that the provider answered.
 	Connected(ctx context.Context)
+	// Failing records that the provider does not answer. Messages may still come.
+	Failing(ctx context.Context, cause error)
+	// Bounced records that a message did not come after all, by the id of [Message].
+	Bounced(ctx context.Context, id, why string) error
 }
 
 // SendError says what became of a part.

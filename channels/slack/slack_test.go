@@ -53,6 +53,10 @@ func (m *memory) Known(_ context.Context, conversation string) (bool, error) {
 	return slices.Contains(m.known, conversation), nil
 }
 
+func (m *memory) Failing(context.Context, error) {}
+
+func (m *memory) Bounced(context.Context, string, string) error { return nil }
+
 func (m *memory) Connected(context.Context) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -27,6 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/channels/email"
 	"github.com/lanekeeper/lanekeeper/channels/slack"
 	"github.com/lanekeeper/lanekeeper/channels/telegram"
 	"github.com/lanekeeper/lanekeeper/databases"
@@ -312,8 +313,10 @@ func (a *App) registerSurfaces() (err error) {
 	a.threads = &threads.Dispatcher{Pool: a.Pool, Client: client, Logger: a.Log, Listener: a.listener, Getenv: a.Getenv}
 	a.Channels = &channels.Runner{
 		Pool: a.Pool, Keeper: a.Keeper, Listener: a.listener, Logger: a.Log, Client: client, Getenv: a.Getenv,
-		Open:   map[string]channels.Open{channels.Telegram: telegram.Open, channels.Slack: slack.Open},
-		Accept: a.Chat.Accept, MaxFile: int64(cfg.DocumentMaxBytes), Principals: approvers{a.Pool},
+		Open: map[string]channels.Open{
+			channels.Telegram: telegram.Open, channels.Slack: slack.Open, channels.Email: email.Open,
+		},
+		Accept: a.Chat.Accept, MaxFile: int64(cfg.DocumentMaxBytes), Principals: approvers{a.Pool}, PublicURL: cfg.PublicURL,
 	}
 	a.MCPServer = &mcp.Server{
 		Pool: a.admin(), Engine: a.Engine, Skills: a.Registry, Invoke: a.Loop.Invoke, Agent: cfg.Name,

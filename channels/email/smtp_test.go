@@ -1,0 +1,262 @@
+package email
+
+import (
+	"bufio"
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"math/big"
+	"net"
+	"net/smtp"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+)
+
+// answers serves SMTP with fixed answers by the command; "" closes the connection. It returns the address.
+func answers(t *testing.T, fixed map[string]string) string {
+	t.Helper()
+	var config net.ListenConfig
+	l, err := config.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { l.Close() })
+	serve := func(c net.Conn) {
+		defer c.Close()
+		say := func(command, usual string) bool {
+			if text, has := fixed[command]; has {
+				usual = text
+			}
+			_, _ = fmt.Fprint(c, usual)
+			return usual != ""
+		}
+		if !say("", "220 hello\r\n") {
+			return
+		}
+		for lines, body := bufio.NewScanner(c), false; lines.Scan(); {
+			command, _, _ := strings.Cut(lines.Text(), " ")
+			switch {
+			case body && lines.Text() != ".":
+				continue
+			case body:
+				body, command = false, "."
+			case command == "DATA":
+				body = true
+			}
+			usual := "250 ok\r\n"
+			if body {
+				usual = "354 go on\r\n"
+			}
+			if !say(command, usual) {
+				return
+			}
+		}
+	}
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go serve(c)
+		}
+	}()
+	return l.Addr().String()
+}
+
+func TestTheAnswerOfTheServerDecidesWhatBecomesOfAMail(t *testing.T) {
+	t.Parallel()
+	const sent, again, failed, maybe = "sent", "again", "failed", "maybe"
+	for name, test := range map[string]struct {
+		fixed map[string]string
+		want  string
+	}{
+		"taken":                 {nil, sent},
+		"busy":                  {map[string]string{"": "421 busy\r\n"}, again},
+		"greylisted":            {map[string]string{"RCPT": "450 later\r\n"}, again},
+		"no mailbox":            {map[string]string{"RCPT": "550 no such user\r\n"}, failed},
+		"login needed":          {map[string]string{"MAIL": "530 log in\r\n"}, again},
+		"closed before data":    {map[string]string{"DATA": ""}, again},
+		"refused text":          {map[string]string{".": "554 spam\r\n"}, failed},
+		"full disk":             {map[string]string{".": "452 full\r\n"}, again},
+		"answer lost":           {map[string]string{".": ""}, maybe},
+		"no sense in answer":    {map[string]string{".": "what\r\n"}, maybe},
+		"closed when it leaves": {map[string]string{"QUIT": ""}, sent},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			mb := open(t, "smtp", answers(t, test.fixed))
+			id, err := mb.Send(t.Context(), channels.Message{ID: "x", Conversation: bob, Markdown: "Hello\n.\nx"})
+			got := sent
+			failure, known := errors.AsType[*channels.SendError](err)
+			switch {
+			case err == nil:
+			case !known || failure.MaybeSent:
+				got = maybe
+			case failure.Permanent:
+				got = failed
+			default:
+				got = again
+			}
+			if got != test.want || (id == "") != (err != nil) {
+				t.Errorf("it is %s (%q, %v), want %s", got, id, err, test.want)
+			}
+		})
+	}
+	down := open(t, "smtp", "127.0.0.1:1")
+	_, err := down.Send(t.Context(), channels.Message{ID: "x", Conversation: bob, Markdown: "Hello"})
+	if failure, known := errors.AsType[*channels.SendError](err); !known || failure.MaybeSent || failure.Permanent {
+		t.Errorf("a mail that no server took: %v", err)
+	}
+}
+
+func TestAPasswordNeverLeavesWithoutTLS(t *testing.T) {
+	t.Parallel()
+	address := answers(t, map[string]string{"EHLO": "250-hello\r\n250 AUTH PLAIN\r\n"})
+	mb := open(t, "smtp", address, "smtp_tls", "starttls")
+	if err := mb.probe(t.Context()); err == nil {
+		t.Error("a server without STARTTLS is accepted")
+	}
+	_, port, err := net.SplitHostPort(address)
+	require.NoError(t, err)
+	mb = open(t, "smtp", "127.0.0.1.nip.io:"+port, "username", "shop")
+	mb.smtp.secret, mb.smtp.address = "the password", address // under a name that is not of this machine
+	if err := mb.probe(t.Context()); err == nil || strings.Contains(err.Error(), "the password") {
+		t.Errorf("the password was sent, or is in the error: %v", err)
+	}
+}
+
+// certificate writes a certificate of localhost and its key.
+func certificate(t *testing.T) (cert, key string) {
+	t.Helper()
+	secret, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	require.NoError(t, err)
+	template := x509.Certificate{
+		SerialNumber: big.NewInt(1), NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, IsCA: true, BasicConstraintsValid: true,
+	}
+	raw, err := x509.CreateCertificate(rand.Reader, &template, &template, &secret.PublicKey, secret)
+	require.NoError(t, err)
+	der, err := x509.MarshalPKCS8PrivateKey(secret)
+	require.NoError(t, err)
+	dir := t.TempDir()
+	cert, key = filepath.Join(dir, "cert.pem"), filepath.Join(dir, "key.pem")
+	testkit.WriteFile(t, cert, string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: raw})))
+	testkit.WriteFile(t, key, string(pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der})))
+	return cert, key
+}
+
+// freePort returns an address that nothing listens on.
+func freePort(t *testing.T) string {
+	t.Helper()
+	var config net.ListenConfig
+	l, err := config.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer l.Close()
+	return l.Addr().String()
+}
+
+func TestTheListenerTakesMailForTheChannelOnly(t *testing.T) {
+	t.Parallel()
+	cert, key := certificate(t)
+	address := freePort(t)
+	mb := open(t, "listen", address, "tls_cert", cert, "tls_key", key, "smtp", address, "smtp_tls", "starttls",
+		"smtp_ca", cert, "max_bytes", "20000")
+	in := &inbox{state: make(chan error, 10)}
+	stop := testkit.Run(t, func(ctx context.Context) error { return mb.Run(ctx, in) })
+	if err := testkit.Receive(t, in.state); err != nil {
+		t.Fatalf("the channel does not reach itself by STARTTLS: %v", err)
+	}
+	send := func(to, text string) error {
+		c, _, err := mb.dial(t.Context())
+		require.NoError(t, err)
+		defer c.Close()
+		if err := offer(c, bob, to); err != nil {
+			return err
+		}
+		return data(c, text)
+	}
+	require.NoError(t, send("Support+abc@Shop.Example", string(mailOf("1@home", pass, "Hello"))))
+	if err := send("support@elsewhere.example", "x"); err == nil || !strings.Contains(err.Error(), "550") {
+		t.Errorf("mail for others is relayed: %v", err)
+	}
+	err := send("support@shop.example", strings.Repeat("x", 30_000))
+	if err == nil || !strings.Contains(err.Error(), "552") {
+		t.Errorf("a large mail: %v", err)
+	}
+	err = send("support@shop.example", strings.Repeat("X-A: "+strings.Repeat("x", 70)+"\r\n", 200)+"nothing")
+	if err == nil || !strings.Contains(err.Error(), "554") {
+		t.Errorf("what is no mail: %v", err)
+	}
+	in.err = errAway
+	err = send("support@shop.example", string(mailOf("2@home", pass, "Hello")))
+	if err == nil || !strings.Contains(err.Error(), "451") {
+		t.Errorf("a mail that is not stored: %v", err)
+	}
+	stop()
+	if len(in.got) != 1 || in.got[0].Sender != bob || in.got[0].Text != "Subject: Order 12\n\nHello" {
+		t.Errorf("it received %+v", in.got)
+	}
+}
+
+func data(c *smtp.Client, text string) error {
+	w, err := c.Data()
+	if err != nil {
+		return err
+	}
+	if _, err := w.Write([]byte(text)); err != nil {
+		return err
+	}
+	return w.Close()
+}
+
+func TestASilentSMTPServerIsTheStateOfTheChannel(t *testing.T) {
+	t.Parallel()
+	mb := open(t, "smtp", answers(t, map[string]string{"": "554 no\r\n"}))
+	in := &inbox{state: make(chan error, 10)}
+	testkit.Run(t, func(ctx context.Context) error { return mb.Run(ctx, in) })
+	if err := testkit.Receive(t, in.state); err == nil || !strings.Contains(err.Error(), "554") {
+		t.Errorf("the state is %v", err)
+	}
+}
+
+func TestASettingThatCannotWorkIsRefused(t *testing.T) {
+	t.Parallel()
+	good := channels.Definition{
+		Name: "mail", Type: channels.Email, Secrets: map[string]string{"key": "${MAIL_KEY}"},
+		Settings: map[string]string{"address": "support@shop.example", "smtp": "localhost:25"},
+	}
+	require.NoError(t, channels.Validate(good))
+	for name, value := range map[string]string{
+		"address": "a-name-of-many-letters@shop.example", "smtp": "localhost", "listen": "2525", "max_bytes": "1",
+		"tls_cert": "cert.pem", "relays": "example.com", "webhook_scheme": "none", "smtp_tls": "maybe",
+	} {
+		settings := map[string]string{"address": "support@shop.example", "smtp": "localhost:25"}
+		settings[name] = value
+		d := good
+		d.Settings = settings
+		if err := channels.Validate(d); err == nil || !strings.Contains(err.Error(), "settings: "+name) {
+			t.Errorf("%s %q: %v", name, value, err)
+		}
+	}
+	d := good
+	d.Settings = map[string]string{"address": "support@shop.example"}
+	if err := channels.Validate(d); err == nil {
+		t.Error("a channel without an SMTP server is accepted")
+	}
+	_, err := Open(channels.Config{
+		Channel: channels.Channel{Settings: good.Settings}, Secrets: map[string]string{"key": "short"},
+	})
+	if !errors.Is(err, channels.ErrMisconfigured) {
+		t.Errorf("a short key: %v", err)
+	}
+}
