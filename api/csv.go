@@ -81,7 +81,7 @@ func (s *server) csvTable(rt route, in request) ([]byte, error) {
 			}
 		}
 		rows += items.Len()
-		next, _ := page.FieldByName("NextCursor").Interface().(*string)
+		next, _ := reflect.TypeAssert[*string](page.FieldByName("NextCursor"))
 		if next == nil {
 			break
 		}

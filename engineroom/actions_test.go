@@ -163,7 +163,7 @@ func TestWhatARouteRefusesIsTold(t *testing.T) {
 func TestAnActionSendsOnlyWhatItTakes(t *testing.T) {
 	t.Parallel()
 	calls, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
-	for _, name := range []string{"/act/v1/executions", "/act/v1/locks", "/act/v1/nothing", "/act/v1/skills/x/delete"} {
+	for _, name := range []string{"/act/v1/threads", "/act/v1/locks", "/act/v1/nothing", "/act/v1/skills/x/delete"} {
 		if resp := post(t, client, server.URL+name, url.Values{}, nil); resp.StatusCode != http.StatusNotFound {
 			t.Errorf("%s: %d", name, resp.StatusCode)
 		}

@@ -63,6 +63,10 @@ func TestWhatAFilterMatchesIsRetriedOrCancelledTogether(t *testing.T) {
 	quiet(t, pool, `update agent_executions set error_message = 'no answer' where status in ('failed', 'timeout')`)
 	body := shows(t, server.URL+"/executions?flow=many", "Cancel the newest 200")
 	assert.Equal(t, 200, len(strings.Fields(bulks(body)["cancel"])))
+	links := regexp.MustCompile(`href="(/executions\?failed=1&amp;since=[^"]*)"`).FindStringSubmatch(shows(t, server.URL+"/"))
+	if links == nil || !strings.Contains(shows(t, server.URL+html.UnescapeString(links[1])), `id="execution-`) {
+		t.Errorf("an hour of the overview does not lead to what failed in it: %q", links)
+	}
 	group := strings.Fields(bulks(shows(t, server.URL+"/", "Retry all 2"))["retry"])
 	slices.Sort(group)
 	assert.Equal(t, first+" "+second, strings.Join(group, " "))

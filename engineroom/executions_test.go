@@ -231,7 +231,7 @@ func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
 		}
 	}
 	turnsAway(t, server.URL+"/executions/01890000-0000-7000-8000-000000000000", 404, "there is no execution")
-	turnsAway(t, server.URL+"/executions/nonsense", 400, "is not the id of an execution")
+	turnsAway(t, server.URL+"/executions/nonsense", 404, "no execution has the id")
 	turnsAway(t, server.URL+"/executions/"+id+"?before=odd", 400, "not where a page")
 	turnsAway(t, server.URL+"/executions/"+id+"?colour=red", 400, "no filter")
 }

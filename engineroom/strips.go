@@ -4,6 +4,7 @@ import (
 	"context"
 	_ "embed"
 	"fmt"
+	"net/url"
 	"slices"
 	"time"
 
@@ -120,6 +121,19 @@ var hoursSQL string
 type hourRuns struct {
 	At           time.Time
 	Runs, Failed int64
+	Agent        string `db:"-"` // empty for all
+}
+
+// URL lists them, or those that failed.
+func (h hourRuns) URL(failed bool) string {
+	q := url.Values{"since": {apiTime(h.At)}, "until": {apiTime(h.At.Add(time.Hour))}}
+	if failed {
+		q.Set("failed", "1")
+	}
+	if h.Agent != "" {
+		q.Set("agent", h.Agent)
+	}
+	return "/executions?" + q.Encode()
 }
 
 // hourChart is the executions of the last 24 hours, drawn.
@@ -139,7 +153,7 @@ func (room *Room) runsByHour(ctx context.Context, agent string) (c hourChart, er
 		"since": until.Add(-23 * time.Hour), "until": until, "agent": agent, "beyond": beyond,
 	})
 	for i, h := range c.Hours {
-		c.Hours[i].At = h.At.UTC()
+		c.Hours[i].At, c.Hours[i].Agent = h.At.UTC(), agent
 		c.Many = c.Many || h.Runs >= beyond
 		c.Runs, c.Failed = c.Runs+h.Runs, c.Failed+h.Failed
 	}

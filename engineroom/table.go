@@ -82,8 +82,11 @@ func (l auditList) Table() tableLink {
 		word string
 		set  bool
 	}{
-		{"skill", f.SkillLike != ""}, {"agent", f.Agent+f.AgentLike != ""}, {"lane", f.Lane+f.LaneLike != ""},
-		{"status", f.Status != ""}, {"id", f.TraceIDs != nil},
+		{"skill", f.SkillLike != ""},
+		{"agent", f.Agent+f.AgentLike != ""},
+		{"lane", f.Lane+f.LaneLike != ""},
+		{"status", f.Status != ""},
+		{"id", f.TraceIDs != nil},
 	} {
 		if one.set {
 			left = append(left, one.word)

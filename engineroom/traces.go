@@ -235,8 +235,10 @@ func (room *Room) rankedTraces(ctx context.Context, v *visit, w traceFilter) (an
 	place, shown := map[string]int{}, w
 	shown.timeRange, shown.Before, shown.ids = timeRange{}, "", []string{}
 	for i, r := range ranked {
-		place[r.TraceID] = i
-		shown.ids = append(shown.ids, r.TraceID)
+		if _, twice := place[r.TraceID]; !twice { // a trace may have several roots
+			place[r.TraceID] = i
+			shown.ids = append(shown.ids, r.TraceID)
+		}
 	}
 	rows, err := room.readTraces(ctx, shown, 2*rankedShown)
 	if err != nil {
@@ -276,25 +278,27 @@ const rankedTracesSQL = `
 	       and y.id < @until::uuid order by y.skill_name desc, y.id desc limit @looked) c
 	   where c.cost_usd > 0 group by c.trace_id),
 	newest as (
-	  select k.trace_id from unnest(@surfaces::text[]) s (surface) cross join lateral (
-	    (select x.id, x.trace_id from agent_executions x
-	      where @sort = 'took' and not @errors and x.surface = s.surface and x.parent_id is null and x.claimed_by is null
-	        and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @looked)
+	  select k.id from unnest(@surfaces::text[]) s (surface) cross join lateral (
+	    (select x.id from agent_executions x
+	      where @sort = 'took' and not @errors and x.surface between s.surface and s.surface and x.parent_id is null and x.claimed_by is null
+	        and x.id >= @from::uuid and x.id < @until::uuid order by x.surface desc, x.id desc limit @looked)
 	    union all
-	    (select x.id, x.trace_id from agent_executions x
-	      where @sort = 'took' and not @errors and x.surface = s.surface and x.parent_id is null
+	    (select x.id from agent_executions x
+	      where @sort = 'took' and not @errors and x.surface between s.surface and s.surface and x.parent_id is null
 	        and x.claimed_by is not null and x.id >= @from::uuid and x.id < @until::uuid
-	      order by x.id desc limit @looked)) k
+	      order by x.surface desc, x.id desc limit @looked)) k
 	   order by k.id desc limit @looked),
 	found as (
-	  select f.trace_id, f.last, 0::numeric as cost from failed f where @sort <> 'cost'
+	  select f.trace_id, f.last, 0::numeric as cost, null::uuid as root from failed f where @sort <> 'cost'
 	  union all
-	  select s.trace_id, '', s.cost from spent s where not @errors or s.trace_id in (select f.trace_id from failed f)
+	  select s.trace_id, '', s.cost, null from spent s where not @errors or s.trace_id in (select f.trace_id from failed f)
 	  union all
-	  select distinct n.trace_id, '', 0::numeric from newest n)
-	select f.trace_id, f.last from found f
+	  select null, '', 0::numeric, n.id from newest n)
+	select e.trace_id, f.last from found f
 	 cross join lateral (
-	   select k.* from agent_executions k where k.trace_id = f.trace_id and k.parent_id is null order by k.id limit 1) e
+	   select coalesce(f.root, (select k.id from agent_executions k
+	     where k.trace_id = f.trace_id and k.parent_id is null order by k.id limit 1)) as id) r
+	 cross join lateral (select i.* from agent_executions i where i.id = r.id offset 0) e
 	 where e.id >= @from::uuid and e.id < @until::uuid and e.surface = any (@surfaces::text[])
 	   and (@status::text = '' or (e.status = @status) <> @not_status)
 	   and (@agent::text = '' or (e.agent ilike @agent) <> @not_agent)

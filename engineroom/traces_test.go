@@ -193,7 +193,7 @@ func TestATraceIsShownFromEveryFormOfItsID(t *testing.T) {
 			"Errors", "no prices", "no answer came", "$0.50", "39 min")
 	}
 	for path, want := range map[string]int{
-		"/traces/" + string(trace.New(trace.Chat)): 404, "/traces/hb_nonsense": 400, "/traces/" +
+		"/traces/" + string(trace.New(trace.Chat)): 404, "/traces/hb_nonsense": 404, "/traces/" +
 			string(id) + "?view=pie": 400,
 		"/traces/" + string(id) + "?span=x": 400, "/traces/" + string(id) + "?sort=up": 400,
 	} {

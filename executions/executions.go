@@ -212,7 +212,8 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 		   and (@before = '' or id < nullif(@before, '')::uuid)
 		   and (@since::timestamptz is null or id >= lanekeeper.agent_uuid7_floor(@since))
 		   and (@until::timestamptz is null or id < lanekeeper.agent_uuid7_floor(@until))
-		 order by id desc limit @limit`,
+		 order by agent_executions.id desc limit @limit`, // id alone would be the text
+		pgx.QueryExecModeCacheDescribe, // planned for its values: a plan for any values scans the table
 		postgres.Strict{
 			"since": timeBound(f.Since), "until": timeBound(f.Until),
 			"status": f.Status, "statuses": f.Statuses,
