@@ -77,9 +77,9 @@ func TestASlackThreadIsAConversation(t *testing.T) {
 func TestASlackAnswerIsStreamedAndSplit(t *testing.T) {
 	t.Parallel()
 	model := modeltest.New(t)
-	answer := strings.Repeat("A sentence of some length & with <b>signs</b>. ", 450) + "\n\nThe end."
+	answer := strings.Repeat("A sentence of some length & with <b>signs</b>. ", 220) + "\n\nThe end."
 	model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
-		return modeltest.Text(answer).Slowly(3 * time.Millisecond)
+		return modeltest.Text(answer).Slowly(7 * time.Millisecond)
 	})
 	fake, w := newSlack(t, model, "")
 	w.serve()
@@ -94,7 +94,7 @@ func TestASlackAnswerIsStreamedAndSplit(t *testing.T) {
 	for _, m := range got {
 		text += m.Text
 	}
-	if len(got) < 2 || got[0].Edits < 2 || strings.Count(text, "&lt;b&gt;signs&lt;/b&gt;") != 450 {
+	if len(got) < 2 || got[0].Edits < 2 || strings.Count(text, "&lt;b&gt;signs&lt;/b&gt;") != 220 {
 		t.Errorf("%d messages, the first edited %d times", len(got), got[0].Edits)
 	}
 }
