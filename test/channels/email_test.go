@@ -1,0 +1,261 @@
+//go:build unix
+
+package channels_test
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	netmail "net/mail"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+// post is nodemailer and smtp-server: a client and a server of e-mail for Node.
+type post struct {
+	*testing.T
+	w     *world
+	in    io.Writer
+	agent string // the address of the agent's listener
+
+	mu  sync.Mutex
+	got []postLine
+}
+
+// postLine is what the server received.
+type postLine struct {
+	Received, To, From, Raw string
+	Port                    int
+}
+
+// installPost installs both clients.
+func installPost(t *testing.T) (dir string) {
+	t.Helper()
+	for _, tool := range []string{"npm", "node"} {
+		if _, err := exec.LookPath(tool); err != nil {
+			t.Skipf("%s is not installed: e-mail is not tried", tool)
+		}
+	}
+	dir = t.TempDir()
+	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefer-offline",
+		"--prefix", dir, "smtp-server@3.21.6", "nodemailer@10.6.0").CombinedOutput()
+	if err != nil {
+		t.Skipf("npm cannot install nodemailer (offline?): e-mail is not tried: %v\n%s", err, out)
+	}
+	script, err := os.ReadFile("testdata/mail.mjs")
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "mail.mjs"), script, 0o600))
+	return dir
+}
+
+// newPost starts both clients and a database with a channel between them.
+func newPost(t *testing.T, model *modeltest.Server, faults, more string, settings ...string) *post {
+	t.Helper()
+	dir := installPost(t)
+	run := exec.CommandContext(t.Context(), "node", "mail.mjs")
+	run.Dir, run.Stderr, run.SysProcAttr = dir, os.Stderr, proctest.DieWithUs()
+	run.Env = append(os.Environ(), "FAULTS="+faults)
+	in, err := run.StdinPipe()
+	require.NoError(t, err)
+	out, err := run.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, run.Start())
+	t.Cleanup(func() { _ = run.Process.Kill(); _ = run.Wait() })
+	p := &post{T: t, in: in}
+	ready := make(chan int, 1)
+	go func() {
+		lines := bufio.NewScanner(out)
+		for lines.Buffer(nil, 1<<20); lines.Scan(); {
+			var l postLine
+			_ = json.Unmarshal(lines.Bytes(), &l)
+			if l.Port > 0 {
+				ready <- l.Port
+			} else if l.Received != "" {
+				p.mu.Lock()
+				p.got = append(p.got, l)
+				p.mu.Unlock()
+			}
+		}
+	}()
+	var config net.ListenConfig
+	l, err := config.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	p.agent = l.Addr().String()
+	l.Close()
+	p.w = newWorld(t, model, fmt.Sprintf(`
+kind: channel
+name: mail
+type: email
+pairing: open
+secrets: {key: "${MAIL_KEY}"}
+settings:
+  address: Shop <support@shop.example>
+  smtp: 127.0.0.1:%d
+  smtp_tls: none
+  listen: %s
+  authserv_id: mx.shop.example
+%s`, <-ready, p.agent, more), append(settings, "MAIL_KEY=0123456789abcdef0123456789abcdef")...)
+	return p
+}
+
+// send sends a mail of a person, whom the pinned server proves, as often as it takes.
+func (p *post) send(from, id, to, text string, headers map[string]string) {
+	p.Helper()
+	all := map[string]string{"Authentication-Results": "mx.shop.example; dmarc=pass header.from=home.example"}
+	for name, value := range headers {
+		all[name] = value
+	}
+	line, err := json.Marshal(map[string]any{"through": p.agent, "message": map[string]any{
+		"from": from + "@home.example", "to": to, "subject": "Order 12", "messageId": "<" + id + "@home.example>",
+		"text": text, "headers": all,
+	}})
+	require.NoError(p, err)
+	_, err = fmt.Fprintf(p.in, "%s\n", line)
+	require.NoError(p, err)
+}
+
+// answers returns the mails that answer a mail.
+func (p *post) answers(id string) (all []*netmail.Message) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, l := range p.got {
+		m, err := netmail.ReadMessage(strings.NewReader(l.Raw))
+		require.NoError(p, err)
+		if m.Header.Get("In-Reply-To") == "<"+id+"@home.example>" || id == "" && m.Header.Get("In-Reply-To") == "" {
+			all = append(all, m)
+		}
+	}
+	return all
+}
+
+func (p *post) answered(id string) *netmail.Message {
+	p.Helper()
+	p.w.until("the answer to "+id, func() bool { return len(p.answers(id)) > 0 })
+	return p.answers(id)[0]
+}
+
+const shopAddress = "support@shop.example"
+
+// A mail opens a thread, and an answer to its answer continues it. What comes twice is answered once, automatic mail
+// never.
+func TestAMailThreadIsAConversation(t *testing.T) {
+	t.Parallel()
+	p := newPost(t, echo(t), "", "")
+	p.w.serve()
+	p.send("bob", "1", shopAddress, "Where is it?", nil)
+	first := p.answered("1")
+	assert.Equal(t, "Re: Order 12", first.Header.Get("Subject"))
+	assert.Equal(t, "auto-replied", first.Header.Get("Auto-Submitted"))
+	p.send("bob", "1", shopAddress, "Where is it?", nil)
+	p.send("bob", "away", shopAddress, "I am away", map[string]string{"Auto-Submitted": "auto-replied"})
+	replyTo, err := first.Header.AddressList("Reply-To")
+	require.NoError(t, err)
+	p.send("bob", "2", replyTo[0].Address, "Thanks\n\nOn 3 Nov 2026, Shop wrote:\n> You said", nil)
+	second := p.answered("2")
+	text, err := io.ReadAll(second.Body)
+	require.NoError(t, err)
+	assert.Contains(t, string(text), "You said **Thanks**.", "<strong>Thanks</strong>")
+	p.send("eve", "3", replyTo[0].Address, "Mine now?", nil)
+	p.answered("3")
+	p.w.until("all messages", func() bool {
+		return value[int](p.w, `select count(*) from agent_channel_messages where status in ('done', 'ignored')`) == 4
+	})
+	assert.Equal(t, 1, len(p.answers("1")))
+	assert.Equal(t, 0, len(p.answers("away")))
+	assert.Equal(t, 2, value[int](p.w, `select count(distinct thread_id) from agent_channel_messages where status = 'done'`))
+	assert.Equal(t, 1, value[int](p.w, `
+		select count(distinct thread_id) from agent_channel_messages where sender = 'bob@home.example' and status = 'done'`))
+}
+
+// Over a kill, refusals for now and lost answers each mail is answered once. What was maybe sent is counted.
+func TestMailIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
+	t.Parallel()
+	const mails = 24
+	p := newPost(t, echo(t), "yes", "", "AGENT_WORKER_LEASE=2s", "AGENT_WORKERS=20")
+	first := p.w.serve()
+	for i := range mails {
+		p.send(fmt.Sprint("person", i%4), fmt.Sprint("m", i), shopAddress, fmt.Sprint(i), nil)
+		if i == mails/2 {
+			p.w.until("some answers", func() bool {
+				return value[int](p.w, `select count(*) from agent_channel_sends where status = 'sent'`) > 2
+			})
+			first.Kill()
+			p.w.serve()
+		}
+	}
+	p.w.until("all answers", func() bool {
+		return value[int](p.w, `select count(*) from agent_channel_sends where status in ('sent', 'maybe_sent')`) == mails
+	})
+	for i := range mails {
+		if got := len(p.answers(fmt.Sprint("m", i))); got != 1 {
+			t.Errorf("mail %d has %d answers", i, got)
+		}
+	}
+	maybe := value[int](p.w, `select count(*) from agent_channel_sends where status = 'maybe_sent'`)
+	if maybe == 0 || !strings.Contains(p.w.run("channels", "sends", "mail"), "maybe_sent") {
+		t.Errorf("%d mails were maybe sent, or they are not listed", maybe)
+	}
+}
+
+// A request for approval is announced by mail with a link. An answer to that decides nothing.
+func TestNoMailApproves(t *testing.T) {
+	t.Parallel()
+	var paid atomic.Int32
+	shop := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		paid.Add(1)
+		_, _ = w.Write([]byte(`{"ok": true}`))
+	}))
+	t.Cleanup(shop.Close)
+	model := modeltest.New(t)
+	model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
+		said := modeltest.Said(r.Messages[len(r.Messages)-1])
+		if strings.Contains(said, "money") {
+			return modeltest.ToolCall("refund", `{"order": 7}`)
+		}
+		return modeltest.Text("I cannot approve that.")
+	})
+	p := newPost(t, model, "", fmt.Sprintf(`report_to: boss@home.example
+---
+kind: skill
+name: refund
+description: Pay an order back.
+scope: external
+trust: approve
+parameters: {type: object, required: [order], properties: {order: {type: integer}}}
+handler: http:POST %s/refunds
+`, shop.URL), "AGENT_PUBLIC_URL=https://agent.shop.example")
+	p.w.serve()
+	p.send("bob", "1", shopAddress, "My money back, please", nil)
+	p.w.until("the request", func() bool { return len(p.answers("")) == 1 })
+	asked := p.answers("")[0]
+	replyTo, err := asked.Header.AddressList("Reply-To")
+	require.NoError(t, err)
+	text, err := io.ReadAll(asked.Body)
+	require.NoError(t, err)
+	id := value[string](p.w, `select id::text from agent_approvals`)
+	assert.Contains(t, strings.ReplaceAll(string(text), "=\r\n", ""), "https://agent.shop.example/approvals/"+id)
+	p.send("boss", "2", replyTo[0].Address, "Approve", nil)
+	p.answered("2")
+	assert.Equal(t, "pending", value[string](p.w, `select status from agent_approvals`))
+	assert.Equal(t, 0, int(paid.Load()))
+}
