@@ -95,7 +95,7 @@ func (s *server) channelRoutes() []route {
 		}, {
 			method: "POST", path: "/v1/channels/pair", body: pairRequest{}, response: change{}, handle: s.pairSender,
 			conflicts: true,
-			about:     "Let the sender who was shown a code write as a visitor. 409 for a code that is unknown, used or expired.",
+			about:     "Let the sender who was shown a code write as a visitor. 409 for an unknown, used or expired code.",
 		}, {
 			method: "POST", path: "/v1/channels/{id}/unpair", body: unpairRequest{}, response: change{}, handle: s.unpairSender,
 			about: "Forget a sender of a channel, by name, who then needs a new code.",

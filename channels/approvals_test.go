@@ -51,7 +51,8 @@ type stand struct {
 	runner *channels.Runner
 }
 
-func newStand(t *testing.T, d channels.Definition, accept func(context.Context, channels.Visit) (channels.Accepted, error),
+func newStand(
+	t *testing.T, d channels.Definition, accept func(context.Context, channels.Visit) (channels.Accepted, error),
 ) *stand {
 	t.Helper()
 	s := &stand{t: t, pool: pgtest.DB(t), bot: telegramtest.New(t)}
@@ -94,7 +95,8 @@ func (s *stand) request(arguments string) (id string) {
 	hash, err := approvals.Hash([]byte(arguments))
 	require.NoError(s.t, err)
 	return pgtest.Value[string](s.t, s.pool, `
-		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash,
+		  expires_at)
 		select x.trace_id, x.id, 'refund', 1, $2::jsonb, $3, clock_timestamp() + interval '1 day'
 		  from agent_executions x where x.id = $1::uuid returning id::text`, s.exec, arguments, hash)
 }
@@ -121,7 +123,8 @@ func (s *stand) click(id string, chat, person int64, message int64, nonce string
 }
 
 func (s *stand) status(id string) string {
-	return pgtest.Value[string](s.t, s.pool, `select concat_ws(' ', status, decided_by) from agent_approvals where id = $1`, id)
+	return pgtest.Value[string](s.t, s.pool,
+		`select concat_ws(' ', status, decided_by) from agent_approvals where id = $1`, id)
 }
 
 // A button decides for the right person, once, in time, and for the arguments that were shown.
@@ -157,7 +160,8 @@ func TestAButtonDecidesAnApproval(t *testing.T) {
 
 	second := s.request(`{"order": "C-3"}`)
 	m = s.shown(2)
-	pgtest.Exec(t, s.pool, `update agent_channel_buttons set expires_at = clock_timestamp() where approval_id = $1`, second)
+	pgtest.Exec(t, s.pool,
+		`update agent_channel_buttons set expires_at = clock_timestamp() where approval_id = $1`, second)
 	assert.Contains(t, s.click("late", 900, 1, m.ID, m.Buttons["Approve"]), "expired")
 	assert.Equal(t, "pending ", s.status(second))
 

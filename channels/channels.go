@@ -11,13 +11,13 @@
 //
 // A message of such a thread has a row in agent_channel_sends, written in its transaction. The messages of a thread
 // leave in order. Providers have no idempotent send, so each part is marked before it is sent. A part whose answer was
-// lost is maybe_sent: it is counted, listed, and sent again only if the provider can tell that it never came ([Finder]).
-// While a turn writes its answer, the channel shows it by editing one message, where the provider allows.
+// lost is maybe_sent: it is counted, listed, and sent again only if the provider can tell that it never came
+// ([Finder]). While a turn writes its answer, the channel shows it by editing one message, where the provider allows.
 //
 // # Workers
 //
-// Each channel has a worker of its own, which holds the lane channel:NAME. So one process polls a bot, and a channel that
-// is down, slow or rate-limited holds up nobody. Its state is a column of agent_channels.
+// Each channel has a worker of its own, which holds the lane channel:NAME. So one process polls a bot, and a channel
+// that is down, slow or rate-limited holds up nobody. Its state is a column of agent_channels.
 //
 // # People
 //
@@ -324,7 +324,8 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 	if pairing == "" {
 		pairing = PairingRequired
 	}
-	changed, err = postgres.Upsert(ctx, db, fmt.Sprintf("put channel %q", d.Name), "agent_channels", "name", postgres.Strict{
+	verb := fmt.Sprintf("put channel %q", d.Name)
+	changed, err = postgres.Upsert(ctx, db, verb, "agent_channels", "name", postgres.Strict{
 		"name": d.Name, "description": d.Description, "type": d.Type, "agent": d.Agent, "secrets": notNil(d.Secrets),
 		"settings": notNil(d.Settings), "pairing": pairing, "report_to": d.ReportTo, "source": source,
 	})

@@ -39,7 +39,8 @@ type Identity struct {
 	CreatedAt    time.Time  `json:"created_at"`
 }
 
-const identityColumns = `id::text, channel, subject, name, conversation, status, expires_at, paired_by, paired_at, created_at`
+const identityColumns = `id::text, channel, subject, name, conversation, status, expires_at, paired_by, paired_at,
+	created_at`
 
 // Identities lists the senders of a channel, those that wait first; of all channels without a name. Expired codes are
 // left out.

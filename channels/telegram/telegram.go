@@ -1,6 +1,6 @@
-// Package telegram is the transport of Telegram bots, over the Bot API. It polls, which needs no public address, or takes
-// requests of Telegram. An update is acknowledged after it was committed. The token is part of each URL, so no error
-// shows a URL.
+// Package telegram is the transport of Telegram bots, over the Bot API. It polls, which needs no public address, or
+// takes requests of Telegram. An update is acknowledged after it was committed. The token is part of each URL, so no
+// error shows a URL.
 package telegram
 
 import (
@@ -47,7 +47,8 @@ func Open(c channels.Config) (channels.Transport, error) {
 	t := &transport{config: c, token: c.Secrets["token"], base: cmp.Or(c.Channel.Settings["base_url"], apiURL)}
 	t.base = strings.TrimRight(t.base, "/")
 	if id, _, ok := strings.Cut(t.token, ":"); !ok || id == "" || strings.ContainsAny(t.token, "/?# \n") {
-		return nil, fmt.Errorf("%w: the token does not have the form 4711:text that BotFather gives", channels.ErrMisconfigured)
+		return nil, fmt.Errorf("%w: the token does not have the form 4711:text that BotFather gives",
+			channels.ErrMisconfigured)
 	}
 	return t, nil
 }
@@ -186,7 +187,8 @@ func (t *transport) watchHook(ctx context.Context, in channels.Inbox) error {
 func (t *transport) Hook(w http.ResponseWriter, r *http.Request, in channels.Inbox) {
 	secret := t.config.Secrets["webhook"]
 	given, want := sha256.Sum256([]byte(r.Header.Get("X-Telegram-Bot-Api-Secret-Token"))), sha256.Sum256([]byte(secret))
-	if secret == "" || t.config.Channel.Settings["mode"] != "webhook" || subtle.ConstantTimeCompare(given[:], want[:]) != 1 {
+	if secret == "" || t.config.Channel.Settings["mode"] != "webhook" ||
+		subtle.ConstantTimeCompare(given[:], want[:]) != 1 {
 		http.Error(w, "the secret token is wrong", http.StatusUnauthorized)
 		return
 	}

@@ -44,7 +44,8 @@ func newWorld(t *testing.T, model *modeltest.Server, workspace string, settings 
 	w := &world{
 		t: t, pool: pgtest.Pool(t, database, postgres.Options{}), folder: t.TempDir(),
 		environ: testkit.Environ(database, model, append([]string{
-			"AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_FORMAT=json", "AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_CHAT_RATE=100000",
+			"AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836", "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_FORMAT=json",
+			"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1", "AGENT_CHAT_RATE=100000",
 			"TELEGRAM_TOKEN=" + telegramtest.Token,
 		}, settings...)...),
 	}

@@ -123,7 +123,8 @@ func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 		}
 	}
 	w.until("all is sent", func() bool {
-		return value[int](w, `select count(*) from agent_channel_sends where status not in ('queued', 'sending')`) == people*each
+		return people*each == value[int](w,
+			`select count(*) from agent_channel_sends where status not in ('queued', 'sending')`)
 	})
 	lost := value[int](w, `select count(*) from agent_channel_sends where status = 'maybe_sent'`)
 	failed := value[int](w, `select count(*) from agent_channel_sends where status = 'failed'`)

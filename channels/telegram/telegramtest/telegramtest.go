@@ -72,7 +72,8 @@ type Server struct {
 func New(tb testing.TB) *Server {
 	tb.Helper()
 	s := &Server{
-		tb: tb, next: 1000, message: 1, closing: make(chan struct{}), arrived: make(chan struct{}), files: map[string][]byte{},
+		tb: tb, next: 1000, message: 1, closing: make(chan struct{}), arrived: make(chan struct{}),
+		files: map[string][]byte{},
 	}
 	server := httptest.NewServer(s)
 	s.url = server.URL
@@ -374,7 +375,8 @@ func (s *Server) edit(body map[string]any) (any, string) {
 
 func shownMessage(m *Message) any {
 	return map[string]any{
-		"message_id": m.ID, "date": time.Now().Unix(), "text": m.Text, "chat": map[string]any{"id": m.Chat, "type": "private"},
+		"message_id": m.ID, "date": time.Now().Unix(), "text": m.Text,
+		"chat": map[string]any{"id": m.Chat, "type": "private"},
 		"from": map[string]any{"id": 4711, "is_bot": true, "first_name": "Shop"},
 	}
 }
