@@ -17,6 +17,7 @@ import (
 // statements are checked like all.
 var composed = map[string]string{
 	"cmd/agent/demo.go":             "names a database",
+	"channels/inbox.go":             "runs the statements of its callers, which are checked where they stand",
 	"engineroom/find.go":            "joins statements that select ids with one that reads the rows",
 	"engineroom/fragment.go":        "names one of four tables",
 	"engineroom/suggest.go":         "names a column with its table and index; the test of indexes runs each",
