@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -62,7 +63,7 @@ func (b *classes) of(rt route) *class {
 	switch {
 	case rt.expect != nil:
 		return &b.intake
-	case rt.path == loginPath:
+	case rt.path == loginPath || strings.HasPrefix(rt.path, oidcPath):
 		return &b.login
 	case rt.access == Public:
 		return &b.public

@@ -89,6 +89,8 @@ type Options struct {
 	// ChatKeys protect Visitor routes, by the name that VisitorFrom returns; empty rejects every request. A key must
 	// not be empty, the admin token, or a duplicate.
 	ChatKeys map[string]string
+	// OIDC offers the login at an OIDC issuer; nil for none.
+	OIDC *OIDC
 	// Proxies are trusted to forward client addresses (see internal/clientip).
 	Proxies clientip.Trusted
 	// Endpoints are the routes of the surfaces.
@@ -127,6 +129,9 @@ func New(o Options) (http.Handler, error) {
 		monitor: monitor.Monitor{Agents: cmp.Or(o.Agents, &agents.Directory{}), Limits: o.Limits},
 		locks:   postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
 	}
+	if o.OIDC != nil {
+		s.oidc = &oidcLogin{OIDC: *o.OIDC}
+	}
 	table, err := s.routes(o.Endpoints)
 	if err != nil {
 		return nil, err
@@ -143,6 +148,7 @@ type server struct {
 	agents   *agents.Directory
 	memory   *memory.Index
 	auth     *authenticator
+	oidc     *oidcLogin // nil for none
 	draining <-chan struct{}
 	stopping <-chan struct{}
 	cutting  <-chan struct{}

@@ -71,7 +71,7 @@ func (s *server) routes(endpoints []Endpoint) ([]route, error) {
 		s.probeRoutes(), s.readRoutes(), s.agentRoutes(), s.reportRoutes(), s.whyRoutes(), s.stateRoutes(), s.actionRoutes(),
 		s.executionRoutes(), s.timeTravelRoutes(),
 		s.flowRoutes(), s.decisionRoutes(), s.memoryRoutes(), s.messageRoutes(), s.accessRoutes(), s.webhookRoutes(),
-		s.loginRoutes(), s.principalRoutes(), s.pauseRoutes(), s.monitorRoutes(),
+		s.loginRoutes(), s.oidcRoutes(), s.principalRoutes(), s.pauseRoutes(), s.monitorRoutes(),
 		s.retentionRoutes(), s.documentRoutes(), s.channelRoutes(),
 	)
 	for i := range table {

@@ -35,6 +35,8 @@ func (room *Room) performAction(l action) http.Handler {
 		switch {
 		case status == http.StatusUnauthorized:
 			http.Redirect(w, r, "/login?next="+url.QueryEscape(back), http.StatusSeeOther)
+		case status == http.StatusCreated && l.makesSecret():
+			room.showSecret(w, r, back, said)
 		case status >= http.StatusOK && status < http.StatusMultipleChoices:
 			room.redirectBack(w, r, back, flash{Text: l.successMessage(r, said), Trace: header.Get("X-Trace-Id")})
 		default:
@@ -244,6 +246,11 @@ var reasonField = []field{{"reason", asText}}
 // versionedFields are the fields of an action on a versioned object.
 var versionedFields = append([]field{{"if_revision", asRevision}}, reasonField...)
 
+// makesSecret reports whether the response has a secret, which is shown once.
+func (l action) makesSecret() bool {
+	return l.path == "/v1/tokens" || strings.HasSuffix(l.path, "/login_links")
+}
+
 // actions lists all actions. Other routes cannot be called through the Engine Room.
 func actions() []action {
 	return []action{
@@ -251,6 +258,26 @@ func actions() []action {
 			"POST", "/v1/monitor/acknowledge", append([]field{{"mark", asText}}, reasonField...),
 			"The reasons are acknowledged. They count again when they change.",
 		},
+		{
+			"POST", "/v1/principals", append([]field{{"name", asText}, {"kind", asText}, {"role", asText}}, reasonField...),
+			"The principal is created.",
+		},
+		{
+			"PATCH", "/v1/principals/{id}", append([]field{{"role", asText}, {"enabled", asFlag}}, reasonField...),
+			"The principal is changed.",
+		},
+		{
+			"POST", "/v1/principals/{id}/identities", append([]field{{"issuer", asText}, {"subject", asText}}, reasonField...),
+			"The identity is linked.",
+		},
+		{"POST", "/v1/principals/{id}/login_links", reasonField, "The link is created."},
+		{
+			"POST", "/v1/tokens", append([]field{
+				{"principal", asText}, {"name", asText}, {"scopes", asList}, {"expires_in", asText},
+			}, reasonField...), "The token is created.",
+		},
+		{"POST", "/v1/tokens/{id}/revoke", reasonField, "The token is revoked."},
+		{"POST", "/v1/sessions/{id}/revoke", reasonField, "The session has ended."},
 		{"POST", "/v1/pause", reasonField, "Autonomous work is paused."},
 		{"POST", "/v1/resume", reasonField, "Autonomous work is resumed."},
 		{

@@ -58,6 +58,8 @@ type Options struct {
 	Limits budgets.Limits
 	// PriceOf says where the price of a model is from, such as "list price of 2026-07-24: $2 in, $8 out"; nil knows none.
 	PriceOf func(model string) string
+	// OIDC says that the login page offers the login at an OIDC issuer.
+	OIDC bool
 	// Key signs flash messages in the browser. All processes of an agent need the same key. A random one when nil.
 	Key []byte
 }
@@ -177,7 +179,7 @@ func (room *Room) all() []page {
 		room.objectivesPage(), room.objectivePage(), room.memoryPage(), room.memoryEntryPage(),
 		room.channelsPage(), room.deliveriesPage(), room.deliveryPage(), room.outgoingPage(), room.messagePage(),
 		room.spendPage(), room.spendDayPage(), room.chartsPage(),
-		room.lanesPage(), room.operatePage(), room.findPage(),
+		room.lanesPage(), room.operatePage(), room.findPage(), room.principalsPage(), room.principalPage(),
 	})))
 }
 

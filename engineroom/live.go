@@ -37,6 +37,10 @@ const (
 // live streams a page's changed parts.
 func (room *Room) live(p page) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if err := mayView(r); err != nil {
+			room.Refuse(w, r, err)
+			return
+		}
 		v := newVisit(r, p, "/live")
 		if err := (&show{visit: v}).find(r.Context(), p); err != nil {
 			if told, _ := problem.Of(err); told.Status < http.StatusInternalServerError {

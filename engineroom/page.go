@@ -25,6 +25,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/local"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // page is a page of the Engine Room.
@@ -73,7 +74,8 @@ type show struct {
 	Flash *flash // message of the last action; shown once
 	// Live is the URL of the stream, empty for none; Seen names the state of the parts.
 	Live, Seen string
-	Replicated bool // the page may come from a replica
+	Who        *principals.Caller // the viewer; nil when the parts are rendered for all of them
+	Replicated bool               // the page may come from a replica
 	// Arrangement is the page's executed template.
 	Arrangement template.HTML
 	parts       map[string]template.HTML
@@ -148,6 +150,10 @@ func (p page) pattern() string {
 // serve serves a page.
 func (room *Room) serve(p page) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if err := mayView(r); err != nil {
+			room.Refuse(w, r, err)
+			return
+		}
 		s := show{
 			visit: newVisit(r, p, ""), Flash: room.takeFlash(w, r), zoneCookie: local.CookieName(r, zoneCookie),
 		}
@@ -218,6 +224,7 @@ var wildcard = regexp.MustCompile(`\{(\w+)(?:\.\.\.)?\}`)
 
 // render renders a whole page.
 func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
+	s.Who = principals.From(ctx)
 	s.Agent, s.Title, s.Page, s.Nav, s.parts = room.Agent, p.title, p, room.pages, map[string]template.HTML{}
 	s.Replicated = room.Read.Configured()
 	if err := s.find(ctx, p); err != nil {
@@ -468,7 +475,13 @@ func lastSegment(path string) string {
 
 // LogIn writes the login page. next is the path after the login; wrong explains a rejected token, empty for none.
 func (room *Room) LogIn(w http.ResponseWriter, r *http.Request, status int, next, wrong string) {
-	body, err := room.execute("login", map[string]any{"Agent": room.Agent, "Next": next, "Wrong": wrong})
+	link := ""
+	if r.Method != http.MethodPost {
+		link = r.URL.Query().Get("link")
+	}
+	body, err := room.execute("login", map[string]any{
+		"Agent": room.Agent, "Next": next, "Wrong": wrong, "Link": cut(100, link), "OIDC": room.OIDC,
+	})
 	if err != nil {
 		room.Refuse(w, r, err)
 		return

@@ -2,12 +2,15 @@ package principals
 
 import (
 	"context"
+	"encoding/hex"
+	"errors"
 	"fmt"
 	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -83,3 +86,85 @@ func UnlinkIdentity(ctx context.Context, db postgres.Beginner, principal, issuer
 		return nil, err
 	})
 }
+
+// Account is an account at an OIDC issuer that has logged in, with the role that its claims give.
+type Account struct {
+	Issuer, Subject string
+	Name            string // for people; it identifies nobody
+	Role            Role
+}
+
+// LogInIdentity returns the principal of an account. An account that an admin linked has its principal's role. Else the
+// claims decide at each login: a new account with a role gets a principal of its own, and one that has lost its role
+// loses it here, with its sessions. ErrRefused reports an account without a role.
+func LogInIdentity(ctx context.Context, db postgres.Beginner, a Account) (p Principal, err error) {
+	if err := checkIdentity(a.Issuer, a.Subject); err != nil {
+		return p, err
+	}
+	var managed bool
+	err = db.QueryRow(ctx, `
+		select i.principal_id::text, i.role_from_claims from agent_identities i
+		 where i.issuer = @issuer and i.subject = @subject`,
+		postgres.Strict{"issuer": a.Issuer, "subject": a.Subject}).Scan(&p.ID, &managed)
+	switch {
+	case errors.Is(err, pgx.ErrNoRows) && a.Role == None:
+		return p, ErrRefused
+	case errors.Is(err, pgx.ErrNoRows):
+		return createFor(ctx, db, a)
+	case err != nil:
+		return p, fmt.Errorf("find identity: %w", err)
+	}
+	if p, err = Find(ctx, db, p.ID); err != nil {
+		return p, err
+	}
+	if managed && p.Role != a.Role {
+		ctx := activity.WithActor(ctx, activity.Actor{Name: p.Name, Via: "oidc"})
+		if p, err = SetRole(ctx, db, p.ID, a.Role, "the claims of its issuer"); err != nil {
+			return p, err
+		}
+	}
+	if !p.Enabled() || p.Role == None {
+		return p, ErrRefused
+	}
+	return p, nil
+}
+
+// createFor creates the principal of a new account. A name that is taken gets a part of the account's digest.
+func createFor(ctx context.Context, db postgres.Beginner, a Account) (p Principal, err error) {
+	n := New{Name: nameOf(a.Name), Kind: User, Role: a.Role}
+	if n.check() != nil {
+		n.Name = "user-" + short12(a)
+	}
+	about := map[string]any{"role": string(a.Role), "issuer": a.Issuer, "subject": a.Subject}
+	ctx = activity.WithActor(ctx, activity.Actor{Name: n.Name, Via: "oidc"})
+	err = act(ctx, db, "create_principal", "the first login at its issuer", about, func(tx pgx.Tx) (any, error) {
+		if p, err = insert(ctx, tx, n); errors.Is(err, ErrTaken) {
+			n.Name = n.Name[:min(len(n.Name), 80)] + "-" + short12(a)
+			p, err = insert(ctx, tx, n)
+		}
+		if err != nil {
+			return nil, err
+		}
+		about["principal"] = p.Name
+		_, err = tx.Exec(ctx, `insert into agent_identities (issuer, subject, principal_id, role_from_claims)
+			values (@issuer, @subject, @id::uuid, true)`,
+			postgres.Strict{"issuer": a.Issuer, "subject": a.Subject, "id": p.ID})
+		return nil, err
+	})
+	return p, err
+}
+
+func nameOf(name string) string {
+	name = strings.Map(func(r rune) rune {
+		if r == ' ' {
+			return '-'
+		}
+		if isOdd(r) || r > 0x7f {
+			return -1
+		}
+		return r
+	}, name)
+	return name[:min(len(name), 80)]
+}
+
+func short12(a Account) string { return hex.EncodeToString(digest(a.Issuer + " " + a.Subject))[:12] }

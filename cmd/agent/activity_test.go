@@ -87,7 +87,8 @@ var notAudited = map[string]string{
 	"eval ls":     "reads", "eval show": "reads", "eval add": "writes a file",
 	"eval run":  "the runner writes run_eval; its test reads the row",
 	"heartbeat": "has its own rows", "lanes run": "runs a command of the admin's own; one that is skipped has a row",
-	"selfheal":     "a skill that is healed has a row",
+	"selfheal":      "a skill that is healed has a row",
+	"principals ls": "reads", "principals show": "reads", "tokens ls": "reads", "sessions ls": "reads",
 	"documents ls": "reads", "documents show": "reads", "documents get": "reads",
 	"documents add": "has a row; see the tests of documents", "documents rm": "has a row; see the tests of documents",
 	"threads clean": "what is freed has a row", "mcp sync": "what changes has a row",
@@ -141,6 +142,10 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 		values ('test', $1::uuid, 'fl_x', 'sql') returning id::text`, second)
 	step := one(`select s.id::text from agent_objective_steps s`)
 	approve, reject := asked(), asked()
+	one(`insert into agent_tokens (id, secret_sha256, principal_id, scopes)
+		select 'abc', 'x', p.id, '{*}' from agent_principals p returning id`)
+	login := one(`insert into agent_sessions (secret_sha256, principal_id, method, expires_at)
+		select 'x', p.id, 'token', clock_timestamp() + interval '1 hour' from agent_principals p returning id::text`)
 	return [][]string{
 		{"skills disable pay", "skill pay", "why not"},
 		{"skills enable pay", "skill pay", "why not"},
@@ -179,6 +184,16 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 		{"threads open maria --flow support", "thread maria", ""},
 		{"mcp offer pay", "skill pay", ""},
 		{"mcp withdraw pay", "skill pay", ""},
+		{"principals add anna --role viewer", "principal anna", "why not"},
+		{"principals role anna approver", "principal anna", "why not"},
+		{"principals link anna slack:T U1", "principal anna, identity U1", "why not"},
+		{"principals unlink anna slack:T U1", "principal anna, identity U1", "why not"},
+		{"principals login-link anna", "principal anna", "why not"},
+		{"tokens create anna --scope runs:read", "principal anna, token ", "why not"},
+		{"tokens revoke abc", "principal root, token abc", "why not"},
+		{"sessions revoke " + login, "principal root, session " + login, "why not"},
+		{"principals disable anna", "principal anna", "why not"},
+		{"principals enable anna", "principal anna", "why not"},
 		{"retention set activity=90d", `rows: {"activity"`, "why not"},
 		{"retention run activity", "rows: activity", "why not"},
 		{"pause", "", "why not"},

@@ -254,7 +254,7 @@ func (c *cli) commands() []*cobra.Command {
 		c.automationsCommand(),
 		c.memoryCommand(),
 		c.webhooksCommand(), c.channelsCommand(),
-		c.retentionCommand(),
+		c.retentionCommand(), c.principalsCommand(), c.tokensCommand(), c.sessionsCommand(),
 		c.mcpCommand(),
 		c.doctorCommand(),
 		c.healthcheckCommand(),

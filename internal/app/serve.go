@@ -6,11 +6,14 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/sdnotify"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
@@ -30,13 +33,29 @@ func (a *App) Handler(at Stages) (http.Handler, error) {
 		Limits:     Limits(a.Config.Limits),
 		AdminToken: a.Config.AdminToken.Reveal(), ChatKeys: keys,
 		Proxies: a.Config.Proxies, Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.Log,
-		Listener:      a.listener,
+		Listener: a.listener, OIDC: oidcOf(a.Config),
 		DocumentBytes: int64(a.Config.DocumentMaxBytes), Draining: at.draining, Stopping: at.stopping, Cutting: at.cutting,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("prepare HTTP: %w", err)
 	}
 	return handler, nil
+}
+
+// oidcOf returns the login at an issuer; nil without one.
+func oidcOf(c config.Config) *api.OIDC {
+	if c.OIDC.Issuer == "" {
+		return nil
+	}
+	o := &api.OIDC{
+		Issuer: c.OIDC.Issuer, ClientID: c.OIDC.ClientID, ClientSecret: c.OIDC.ClientSecret.Reveal(), PublicURL: c.PublicURL,
+	}
+	for _, text := range c.OIDC.Roles { // checked by package config: claim=value:role
+		claim, rest, _ := strings.Cut(text, "=")
+		at := strings.LastIndexByte(rest, ':')
+		o.Roles = append(o.Roles, api.ClaimRole{Claim: claim, Value: rest[:at], Role: principals.Role(rest[at+1:])})
+	}
+	return o
 }
 
 // WarnWeakTokens logs endpoints that reject everything because their bearer tokens are weak.

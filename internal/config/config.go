@@ -32,11 +32,12 @@ type Config struct {
 	TestDatabaseURL Secret `env:"AGENT_TEST_DATABASE_URL" help:"a server on which tests may create databases, for example postgres://postgres@localhost:5432/postgres"`
 	PGBin           string `env:"AGENT_PG_BIN" help:"the directory of PostgreSQL's server programs, for example /usr/lib/postgresql/15/bin"`
 
-	PublicURL  string   `env:"AGENT_PUBLIC_URL" help:"where people reach the agent, for links in messages, for example https://agent.example.com"`
-	Name       string   `env:"AGENT_NAME" envDefault:"agent" help:"the agent's name in the activity log, up to 100 printable characters"`
-	Listen     string   `env:"AGENT_LISTEN" envDefault:"127.0.0.1:8080" help:"host:port, for example 127.0.0.1:8080"`
-	AdminToken Secret   `env:"AGENT_ADMIN_TOKEN" help:"a long random text, for example from: openssl rand -hex 32"`
-	ChatKey    Secret   `env:"AGENT_CHAT_KEY" help:"a long random text that chat clients send, for example from: openssl rand -hex 32, or several as name=text,name=text; without it the chat answers 401"`
+	PublicURL  string `env:"AGENT_PUBLIC_URL" help:"where people reach the agent, for links in messages, for example https://agent.example.com"`
+	Name       string `env:"AGENT_NAME" envDefault:"agent" help:"the agent's name in the activity log, up to 100 printable characters"`
+	Listen     string `env:"AGENT_LISTEN" envDefault:"127.0.0.1:8080" help:"host:port, for example 127.0.0.1:8080"`
+	AdminToken Secret `env:"AGENT_ADMIN_TOKEN" help:"a long random text, for example from: openssl rand -hex 32"`
+	ChatKey    Secret `env:"AGENT_CHAT_KEY" help:"a long random text that chat clients send, for example from: openssl rand -hex 32, or several as name=text,name=text; without it the chat answers 401"`
+	OIDC       OIDC
 	ProxyList  []string `env:"AGENT_TRUSTED_PROXIES" help:"the addresses or networks of the proxies whose X-Forwarded-For says where a request comes from, for example 10.0.0.0/8; without it that is the connection's address"`
 
 	OpenAIKey     Secret `env:"OPENAI_API_KEY" help:"the key of the model's provider"`
@@ -104,6 +105,14 @@ type Embedding struct {
 	Model   string `env:"AGENT_EMBEDDING_MODEL" help:"the embedding model that lets memories be found by meaning, for example text-embedding-3-small; memories are found by words alone when not set"`
 	BaseURL string `env:"AGENT_EMBEDDING_BASE_URL" help:"the URL of the embedding model's server, for example http://127.0.0.1:11434/v1; OPENAI_BASE_URL when not set"`
 	Key     Secret `env:"AGENT_EMBEDDING_KEY" help:"the key of the embedding model's server; OPENAI_API_KEY when AGENT_EMBEDDING_BASE_URL is not set either"`
+}
+
+// OIDC configures the login of people at an OpenID Connect issuer.
+type OIDC struct {
+	Issuer       string   `env:"AGENT_OIDC_ISSUER" help:"the issuer where people log in to the Engine Room, for example https://login.example.com"`
+	ClientID     string   `env:"AGENT_OIDC_CLIENT_ID" help:"the agent's client id there; its redirect URI is AGENT_PUBLIC_URL with /login/oidc/callback"`
+	ClientSecret Secret   `env:"AGENT_OIDC_CLIENT_SECRET" help:"the secret of the client"`
+	Roles        []string `env:"AGENT_OIDC_ROLES" help:"the roles of accounts, as claim=value:role, for example groups=agents:admin,groups=support:approver; without a match an account has none"`
 }
 
 // Operate configures admin sessions.
@@ -274,6 +283,7 @@ func (k *checker) chat(c *Config) {
 			c.ChatKeys[name], seen[key] = Secret(key), true
 		}
 	}
+	k.oidc(c.OIDC)
 	for _, origin := range c.Chat.EmbedOrigins {
 		u, err := url.Parse(origin)
 		if err != nil || u.Scheme != "https" && u.Scheme != "http" || u.Host == "" || u.Scheme+"://"+u.Host != origin ||
@@ -285,6 +295,25 @@ func (k *checker) chat(c *Config) {
 	for _, name := range c.Chat.BrowserKeys {
 		if _, known := c.ChatKeys[name]; !known {
 			k.report("AGENT_CHAT_BROWSER_KEYS", "there is no chat key named %q in AGENT_CHAT_KEY", name)
+		}
+	}
+}
+
+var claimRole = regexp.MustCompile(`^[^=:]+=.+:(viewer|operator|approver|admin)$`)
+
+// oidc validates the login at an issuer.
+func (k *checker) oidc(o OIDC) {
+	if u, err := url.Parse(o.Issuer); o.Issuer != "" && (err != nil || u.Scheme != "https" && u.Scheme != "http" || u.Host == "") {
+		k.report("AGENT_OIDC_ISSUER", "%q is not an address; give the issuer, such as https://login.example.com", o.Issuer)
+	}
+	if o.Issuer != "" && o.ClientID == "" {
+		k.report("AGENT_OIDC_CLIENT_ID", "is not set; AGENT_OIDC_ISSUER needs it")
+	}
+	k.token("AGENT_OIDC_CLIENT_ID", Secret(o.ClientID))
+	k.token("AGENT_OIDC_CLIENT_SECRET", o.ClientSecret)
+	for _, one := range o.Roles {
+		if !claimRole.MatchString(one) {
+			k.report("AGENT_OIDC_ROLES", "%q is not claim=value:role with a role of viewer, operator, approver or admin", one)
 		}
 	}
 }

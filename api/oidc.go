@@ -1,0 +1,250 @@
+package api
+
+import (
+	"context"
+	"crypto/subtle"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"html"
+	"net/http"
+	"strings"
+	"sync"
+
+	"github.com/coreos/go-oidc/v3/oidc"
+	"golang.org/x/oauth2"
+
+	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
+)
+
+// OIDC configures the login at an OpenID Connect issuer, by the authorization code flow with PKCE.
+type OIDC struct {
+	Issuer, ClientID, ClientSecret string
+	// Roles maps claims to roles. An account without a match has no role, and gets no session.
+	Roles []ClaimRole
+	// PublicURL is where browsers reach the agent; the address of the request when empty.
+	PublicURL string
+}
+
+// ClaimRole gives a role to accounts that have a claim with this value, or a list with it.
+type ClaimRole struct {
+	Claim, Value string
+	Role         principals.Role
+}
+
+// oidcLogin is the login at the issuer. It is discovered at the first login, so an issuer that is down stops no start.
+type oidcLogin struct {
+	OIDC
+	mu       sync.Mutex
+	provider *oidc.Provider
+}
+
+const (
+	oidcPath     = "/login/oidc"
+	callbackPath = "/login/oidc/callback"
+	oidcCookie   = "lanekeeper_oidc"
+	oidcSeconds  = 600
+)
+
+// loginAttempt travels in a cookie of the browser that began the login. So nobody can finish another's.
+type loginAttempt struct{ State, Nonce, Verifier, Next string }
+
+func (s *server) oidcRoutes() []route {
+	if s.oidc == nil || s.pages == nil {
+		return nil
+	}
+	return []route{
+		{
+			method: "GET", path: oidcPath, access: Public, page: true, handler: http.HandlerFunc(s.beginOIDC),
+			about: "Log in at the OIDC issuer.",
+		}, {
+			method: "GET", path: callbackPath, access: Public, page: true, handler: http.HandlerFunc(s.finishOIDC),
+			about: "The issuer's answer.",
+		},
+	}
+}
+
+func (o *oidcLogin) config(ctx context.Context, r *http.Request) (*oauth2.Config, *oidc.Provider, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.provider == nil {
+		p, err := oidc.NewProvider(context.WithoutCancel(ctx), o.Issuer)
+		if err != nil {
+			return nil, nil, fmt.Errorf("discover OIDC issuer: %w", err)
+		}
+		o.provider = p
+	}
+	base := strings.TrimSuffix(o.PublicURL, "/")
+	if base == "" {
+		base = map[bool]string{true: "https://", false: "http://"}[viaTLS(r)] + r.Host
+	}
+	return &oauth2.Config{
+		ClientID: o.ClientID, ClientSecret: o.ClientSecret, Endpoint: o.provider.Endpoint(), RedirectURL: base + callbackPath,
+		Scopes: []string{oidc.ScopeOpenID, "profile", "email"},
+	}, o.provider, nil
+}
+
+// attemptCookie is Lax, because the issuer sends the browser back from another site.
+func attemptCookie(r *http.Request, value string, age int) *http.Cookie {
+	return &http.Cookie{
+		Name: local.CookieName(r, oidcCookie), Value: value, Path: oidcPath, MaxAge: age, HttpOnly: true,
+		SameSite: http.SameSiteLaxMode, Secure: viaTLS(r),
+	}
+}
+
+func (s *server) beginOIDC(w http.ResponseWriter, r *http.Request) {
+	config, _, err := s.oidc.config(r.Context(), r)
+	if err != nil {
+		s.refuseOIDC(w, r, err)
+		return
+	}
+	a := loginAttempt{
+		State: oauth2.GenerateVerifier(), Nonce: oauth2.GenerateVerifier(), Verifier: oauth2.GenerateVerifier(),
+		Next: afterLogin(r.URL.Query().Get("next")),
+	}
+	text, err := json.Marshal(a)
+	if err != nil {
+		s.pages.Refuse(w, r, err)
+		return
+	}
+	http.SetCookie(w, attemptCookie(r, base64.RawURLEncoding.EncodeToString(text), oidcSeconds))
+	http.Redirect(w, r, config.AuthCodeURL(a.State, oidc.Nonce(a.Nonce), oauth2.S256ChallengeOption(a.Verifier)),
+		http.StatusSeeOther)
+}
+
+// finishOIDC checks the issuer's answer and starts a session. The page refreshes itself, because a browser that comes
+// from another site does not send the strict cookie along.
+func (s *server) finishOIDC(w http.ResponseWriter, r *http.Request) {
+	a, err := attemptOf(r)
+	if err != nil {
+		s.pages.Refuse(w, r, err)
+		return
+	}
+	http.SetCookie(w, attemptCookie(r, "", -1))
+	subject, name, role, err := s.oidc.verify(r, a)
+	if err != nil {
+		s.refuseOIDC(w, r, err)
+		return
+	}
+	p, err := principals.LogInIdentity(r.Context(), s.pool, principals.Account{
+		Issuer: s.oidc.Issuer, Subject: subject, Name: name, Role: role,
+	})
+	if errors.Is(err, principals.ErrRefused) {
+		err = problem.New(http.StatusForbidden, "this account has no role here; ask an admin for one").Kind("no-role", "No role")
+	}
+	if err == nil {
+		err = s.auth.sessions.logIn(w, r, p.ID, principals.WithOIDC)
+	}
+	if err != nil {
+		s.pages.Refuse(w, r, err)
+		return
+	}
+	w.Header().Set("Content-Type", "text/html; charset=utf-8")
+	_, _ = fmt.Fprintf(w, `<!doctype html><title>Logged in</title><meta http-equiv="refresh" content="0;url=%s">`,
+		html.EscapeString(a.Next)) // a client that has left follows no refresh
+}
+
+// attemptOf returns the attempt that this browser began, if the answer belongs to it.
+func attemptOf(r *http.Request) (a loginAttempt, err error) {
+	c, err := r.Cookie(local.CookieName(r, oidcCookie))
+	if err == nil {
+		var text []byte
+		if text, err = base64.RawURLEncoding.DecodeString(c.Value); err == nil {
+			err = json.Unmarshal(text, &a)
+		}
+	}
+	state := r.URL.Query().Get("state")
+	if err != nil || a.State == "" || subtle.ConstantTimeCompare([]byte(a.State), []byte(state)) == 0 {
+		return a, problem.New(http.StatusBadRequest, "this login was not begun in this browser, or too long ago; log in again")
+	}
+	a.Next = afterLogin(a.Next)
+	return a, nil
+}
+
+// errIssuer marks answers of the issuer that do not log in.
+var errIssuer = errors.New("the issuer did not log in")
+
+// verify exchanges the code and checks the id token: signature, issuer, audience, expiry and nonce.
+func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name string, role principals.Role, err error) {
+	config, provider, err := o.config(r.Context(), r)
+	if err != nil {
+		return "", "", "", err
+	}
+	code := r.URL.Query().Get("code")
+	if code == "" {
+		return "", "", "", fmt.Errorf("%w: %.100s", errIssuer, r.URL.Query().Get("error"))
+	}
+	tokens, err := config.Exchange(r.Context(), code, oauth2.VerifierOption(a.Verifier))
+	if err != nil {
+		return "", "", "", fmt.Errorf("%w: exchange code", errIssuer) // the error may quote secrets of the answer
+	}
+	raw, _ := tokens.Extra("id_token").(string)
+	id, err := provider.Verifier(&oidc.Config{ClientID: o.ClientID}).Verify(r.Context(), raw)
+	if err != nil {
+		return "", "", "", fmt.Errorf("%w: verify id token: %w", errIssuer, err)
+	}
+	if subtle.ConstantTimeCompare([]byte(id.Nonce), []byte(a.Nonce)) == 0 {
+		return "", "", "", fmt.Errorf("%w: another nonce", errIssuer)
+	}
+	claims := map[string]any{}
+	if err := id.Claims(&claims); err != nil {
+		return "", "", "", fmt.Errorf("%w: read claims: %w", errIssuer, err)
+	}
+	if info, err := provider.UserInfo(r.Context(), config.TokenSource(r.Context(), tokens)); err == nil && info.Subject == id.Subject {
+		more := map[string]any{} // claims that the id token leaves out
+		if info.Claims(&more) == nil {
+			for name, value := range more {
+				if _, has := claims[name]; !has {
+					claims[name] = value
+				}
+			}
+		}
+	}
+	for _, key := range []string{"preferred_username", "name", "email"} {
+		if text, _ := claims[key].(string); name == "" {
+			name = text
+		}
+	}
+	return id.Subject, name, o.roleOf(claims), nil
+}
+
+// roleOf is the strongest role that the claims give.
+func (o *oidcLogin) roleOf(claims map[string]any) principals.Role {
+	best := principals.None
+	for _, m := range o.Roles {
+		if !hasClaim(claims[m.Claim], m.Value) {
+			continue
+		}
+		if len(m.Role.Scopes()) > len(best.Scopes()) {
+			best = m.Role
+		}
+	}
+	return best
+}
+
+func hasClaim(given any, want string) bool {
+	switch v := given.(type) {
+	case string:
+		return v == want
+	case []any:
+		for _, one := range v {
+			if text, is := one.(string); is && text == want {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// refuseOIDC logs why a login failed, and tells the browser only that it did.
+func (s *server) refuseOIDC(w http.ResponseWriter, r *http.Request, err error) {
+	s.log.WarnContext(r.Context(), "OIDC login failed", "error", err)
+	status, words := http.StatusBadGateway, "the OIDC issuer cannot be reached; the log has the cause"
+	if errors.Is(err, errIssuer) {
+		status, words = http.StatusForbidden, "the issuer did not confirm the login; log in again"
+	}
+	s.pages.Refuse(w, r, problem.New(status, "%s", words))
+}

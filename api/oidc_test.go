@@ -1,0 +1,213 @@
+package api_test
+
+import (
+	"bufio"
+	"context"
+	"io"
+	"net/http"
+	"net/http/cookiejar"
+	"net/http/httptest"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/principals"
+)
+
+// startIssuer runs npm oidc-provider for a callback, and returns its issuer.
+func startIssuer(t *testing.T, callback string) string {
+	t.Helper()
+	for _, tool := range []string{"npm", "node"} {
+		if _, err := exec.LookPath(tool); err != nil {
+			t.Skipf("%s is not installed: the login at an OIDC issuer is not tried", tool)
+		}
+	}
+	dir := t.TempDir()
+	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
+	defer cancel()
+	install := exec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefer-offline",
+		"--prefix", dir, "oidc-provider@9.13.3")
+	install.Dir = dir
+	if out, err := install.CombinedOutput(); err != nil {
+		t.Skipf("npm cannot install oidc-provider (offline?): %v\n%s", err, out)
+	}
+	script, err := os.ReadFile("testdata/provider.mjs")
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "provider.mjs"), script, 0o600))
+	run := exec.CommandContext(t.Context(), "node", "provider.mjs")
+	run.Dir, run.Env = dir, append(os.Environ(), "CALLBACK="+callback)
+	out, err := run.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, run.Start())
+	t.Cleanup(func() { _ = run.Process.Kill(); _ = run.Wait() })
+	lines := bufio.NewScanner(out)
+	for lines.Scan() {
+		if strings.HasPrefix(lines.Text(), "http://") {
+			return lines.Text()
+		}
+	}
+	t.Fatal("the issuer did not start")
+	return ""
+}
+
+// person is a browser that logs in at the issuer.
+type person struct {
+	*testing.T
+	base   string
+	client *http.Client
+}
+
+func newPerson(t *testing.T, base string) person {
+	t.Helper()
+	jar, err := cookiejar.New(nil)
+	require.NoError(t, err)
+	return person{t, base, &http.Client{Jar: jar, Timeout: patience}}
+}
+
+func (p person) do(method, address string, form url.Values) (status int, body, at string) {
+	p.Helper()
+	r, err := http.NewRequestWithContext(p.Context(), method, address, strings.NewReader(form.Encode()))
+	require.NoError(p.T, err)
+	if method == http.MethodPost {
+		r.Header.Set("Content-Type", "application/x-www-form-urlencoded")
+	}
+	w, err := p.client.Do(r)
+	require.NoError(p.T, err)
+	defer w.Body.Close()
+	text, err := io.ReadAll(w.Body)
+	require.NoError(p.T, err)
+	return w.StatusCode, string(text), w.Request.URL.String()
+}
+
+var formAction = regexp.MustCompile(`<form[^>]*action="([^"]+)"`)
+
+// logIn follows the issuer's forms: the login, then the consent. It returns the agent's answer.
+func (p person) logIn(name string) (status int, body string) {
+	p.Helper()
+	status, body, at := p.do("GET", p.base+"/login/oidc?next=/lanes", nil)
+	for range 3 {
+		if strings.HasPrefix(at, p.base) {
+			return status, body
+		}
+		m := formAction.FindStringSubmatch(body)
+		if m == nil {
+			p.Fatalf("no form at %s: %d %s", at, status, body)
+		}
+		prompt := "consent"
+		if strings.Contains(body, `name="login"`) {
+			prompt = "login"
+		}
+		status, body, at = p.do("POST", m[1], url.Values{"prompt": {prompt}, "login": {name}, "password": {"x"}})
+	}
+	return status, body
+}
+
+func (p person) me() int {
+	p.Helper()
+	status, _, _ := p.do("GET", p.base+"/v1/me", nil)
+	return status
+}
+
+func TestLoginAtAnIssuer(t *testing.T) {
+	t.Parallel()
+	var handler http.Handler
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { handler.ServeHTTP(w, r) }))
+	t.Cleanup(server.Close)
+	issuer := startIssuer(t, server.URL+"/login/oidc/callback")
+	pool := pgtest.DB(t)
+	a := newAgentWith(t, api.Options{
+		Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, OIDC: &api.OIDC{
+			Issuer: issuer, ClientID: "agent", ClientSecret: "a-secret-of-the-client", PublicURL: server.URL,
+			Roles: []api.ClaimRole{
+				{Claim: "groups", Value: "agents", Role: principals.Admin},
+				{Claim: "groups", Value: "support", Role: principals.Approver},
+			},
+		},
+	})
+	handler = a.handler
+	for name, role := range map[string]principals.Role{"anna": principals.Admin, "bert": principals.Approver} {
+		p := newPerson(t, server.URL)
+		if status, body := p.logIn(name); status != 200 || !strings.Contains(body, `content="0;url=/lanes"`) {
+			t.Fatalf("%s: %d %s", name, status, body)
+		}
+		who, err := principals.ByIdentity(t.Context(), pool, issuer, name)
+		if err != nil || who.Role != role || p.me() != 200 {
+			t.Errorf("%s is %+v, %v", name, who, err)
+		}
+		if status, _, _ := p.do("GET", server.URL+"/v1/principals", nil); status != map[principals.Role]int{"admin": 200, "approver": 403}[role] {
+			t.Errorf("%s lists principals: %d", name, status)
+		}
+		if name == "bert" {
+			sessions, err := principals.Sessions(t.Context(), pool, who.ID)
+			require.NoError(t, err)
+			_, err = principals.RevokeSession(t.Context(), pool, sessions[0].ID, "a test")
+			require.NoError(t, err)
+			if got := p.me(); got != 401 {
+				t.Errorf("a revoked session: %d", got)
+			}
+			continue
+		}
+		p.do("POST", server.URL+"/logout", nil)
+		if got := p.me(); got != 401 {
+			t.Errorf("after the logout: %d", got)
+		}
+	}
+	stranger := newPerson(t, server.URL)
+	if status, body := stranger.logIn("stranger"); status != 403 || !strings.Contains(body, "no role") || stranger.me() != 401 {
+		t.Errorf("a stranger: %d %s", status, body)
+	}
+	checkOIDCRefusals(t, server.URL, pool, a)
+}
+
+// checkOIDCRefusals tries answers that no login of this browser asked for.
+func checkOIDCRefusals(t *testing.T, base string, pool *pgxpool.Pool, a *agent) {
+	t.Helper()
+	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_principals`); n != 3 {
+		t.Errorf("%d principals: the stranger has one", n)
+	}
+	other := newPerson(t, base)
+	if status, body, _ := other.do("GET", base+"/login/oidc/callback?code=x&state=y", nil); status != 400 || other.me() != 401 {
+		t.Errorf("an answer that nobody asked for: %d %s", status, body)
+	}
+	if strings.Contains(a.log.String(), "a-secret-of-the-client") {
+		t.Error("the log has the client's secret")
+	}
+}
+
+// A role that came with claims goes with them; one that an admin gave stays.
+func TestTheRoleFollowsTheClaims(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	in := func(subject string, role principals.Role) (principals.Principal, error) {
+		return principals.LogInIdentity(t.Context(), pool, principals.Account{Issuer: "https://i", Subject: subject, Name: "root", Role: role})
+	}
+	p, err := in("1", principals.Operator)
+	if err != nil || p.Role != principals.Operator || p.Name == principals.Root {
+		t.Fatalf("%+v, %v", p, err)
+	}
+	if again, err := in("1", principals.Viewer); err != nil || again.ID != p.ID || again.Role != principals.Viewer {
+		t.Errorf("%+v, %v", again, err)
+	}
+	if _, err := in("1", principals.None); err == nil {
+		t.Error("an account without its group logs in")
+	}
+	if now, _ := principals.Find(t.Context(), pool, p.ID); now.Role != principals.None {
+		t.Errorf("role is %s", now.Role)
+	}
+	boss, err := principals.Create(t.Context(), pool, principals.New{Name: "boss", Kind: principals.User, Role: principals.Admin})
+	require.NoError(t, err)
+	require.NoError(t, principals.LinkIdentity(t.Context(), pool, "boss", "https://i", "2", "x"))
+	if got, err := in("2", principals.None); err != nil || got.ID != boss.ID || got.Role != principals.Admin {
+		t.Errorf("%+v, %v", got, err)
+	}
+}

@@ -1,0 +1,99 @@
+package engineroom
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
+)
+
+// principalsPage lists who may do what, and creates principals.
+func (room *Room) principalsPage() page {
+	return page{
+		path: "/principals", name: "principals", nav: "Principals", title: "Principals",
+		parts: []part{
+			{name: "list", load: func(ctx context.Context, _ *visit) (any, error) { return principals.List(ctx, room.Pool) }},
+			{name: "create", load: func(context.Context, *visit) (any, error) { return principals.Roles(), nil }},
+			{name: "sessions", load: func(ctx context.Context, _ *visit) (any, error) { return principals.Sessions(ctx, room.Pool, "") }},
+		},
+	}
+}
+
+// principalPage shows one principal with its tokens, sessions and identities.
+func (room *Room) principalPage() page {
+	return page{
+		path: "/principals/{name}", name: "principal", open: room.openPrincipal,
+		parts: []part{
+			{name: "facts", load: func(_ context.Context, v *visit) (any, error) {
+				return map[string]any{"Principal": v.About, "Roles": principals.Roles()}, nil
+			}},
+			{name: "tokens", load: func(ctx context.Context, v *visit) (any, error) {
+				list, err := principals.Tokens(ctx, room.Pool, v.About.(principals.Principal).ID)
+				return map[string]any{"Principal": v.About, "Tokens": list}, err
+			}},
+			{name: "sessions", load: func(ctx context.Context, v *visit) (any, error) {
+				return principals.Sessions(ctx, room.Pool, v.About.(principals.Principal).ID)
+			}},
+			{name: "identities", load: func(ctx context.Context, v *visit) (any, error) {
+				list, err := principals.Identities(ctx, room.Pool, v.About.(principals.Principal).ID)
+				return map[string]any{"Principal": v.About, "Identities": list}, err
+			}},
+		},
+	}
+}
+
+func (room *Room) openPrincipal(ctx context.Context, v *visit) (string, error) {
+	p, err := principals.Find(ctx, room.Pool, v.path("name"))
+	if errors.Is(err, principals.ErrNotFound) {
+		return "", missing("there is no principal %.60q", v.path("name"))
+	}
+	v.About = p
+	return "Principal " + p.Name, err
+}
+
+// showSecret writes the page with what an action has made: a token or a login link. No cookie and no history has it.
+func (room *Room) showSecret(w http.ResponseWriter, r *http.Request, back string, said []byte) {
+	var made struct{ Token, Path string }
+	if err := json.Unmarshal(said, &made); err != nil {
+		room.Refuse(w, r, err)
+		return
+	}
+	if made.Path != "" {
+		scheme := "http://"
+		if viaTLS(r) {
+			scheme = "https://"
+		}
+		made.Path = scheme + r.Host + made.Path
+	}
+	body, err := room.execute("secret", map[string]any{"Agent": room.Agent, "Made": made, "Back": back})
+	if err != nil {
+		room.Refuse(w, r, err)
+		return
+	}
+	room.send(w, r, http.StatusOK, body)
+}
+
+// mayView rejects what the page's scope alone does not open: the prompts of a trace are texts of threads.
+func mayView(r *http.Request) error {
+	who := principals.From(r.Context())
+	if who == nil || r.URL.Query().Get("tab") != "prompt" || who.May(principals.ThreadsRead) {
+		return nil
+	}
+	return problem.New(http.StatusForbidden, "this needs the scope %s, which %s (role %s) does not have",
+		principals.ThreadsRead, who.Name, who.Role).Kind("missing-scope", "Missing scope")
+}
+
+// May lists the scopes of the viewer: the stylesheet hides the forms of others.
+func (s show) May() string {
+	if s.Who == nil {
+		return strings.Join((&principals.Caller{Principal: principals.Principal{Role: principals.Admin}, Scopes: []string{"*"}}).Effective(), " ")
+	}
+	return strings.Join(s.Who.Effective(), " ")
+}
+
+// Opens reports whether the viewer may open a page.
+func (s show) Opens(p page) bool { return s.Who == nil || s.Who.May(p.scope()) }
