@@ -303,11 +303,13 @@ var claimRole = regexp.MustCompile(`^[^=:]+=.+:(viewer|operator|approver|admin)$
 
 // oidc validates the login at an issuer.
 func (k *checker) oidc(o OIDC) {
-	if u, err := url.Parse(o.Issuer); o.Issuer != "" && (err != nil || u.Scheme != "https" && u.Scheme != "http" || u.Host == "") {
+	u, err := url.Parse(o.Issuer)
+	switch {
+	case o.Issuer == "":
+	case err != nil || u.Scheme != "https" && u.Scheme != "http" || u.Host == "":
 		k.report("AGENT_OIDC_ISSUER", "%q is not an address; give the issuer, such as https://login.example.com", o.Issuer)
-	}
-	if o.Issuer != "" && o.ClientID == "" {
-		k.report("AGENT_OIDC_CLIENT_ID", "is not set; AGENT_OIDC_ISSUER needs it")
+	case o.ClientID == "":
+		k.report("AGENT_OIDC_CLIENT_ID", "it is not set; AGENT_OIDC_ISSUER needs it")
 	}
 	k.token("AGENT_OIDC_CLIENT_ID", Secret(o.ClientID))
 	k.token("AGENT_OIDC_CLIENT_SECRET", o.ClientSecret)
