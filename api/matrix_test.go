@@ -32,7 +32,8 @@ var rights = map[string]string{
 func (a *agent) key(kind string, role principals.Role, life time.Duration, scopes ...string) (name, text string) {
 	a.t.Helper()
 	name = fmt.Sprintf("p%d", pgtest.Value[int](a.t, a.pool, `select count(*)::int from agent_principals`))
-	_, err := principals.Create(a.t.Context(), a.pool, principals.New{Name: name, Kind: kind, Role: role, Reason: "a test"})
+	_, err := principals.Create(a.t.Context(), a.pool,
+		principals.New{Name: name, Kind: kind, Role: role, Reason: "a test"})
 	require.NoError(a.t, err)
 	_, text, err = principals.MakeToken(a.t.Context(), a.pool, principals.NewToken{
 		Principal: name, Scopes: scopes, Life: life, Reason: "a test",
@@ -91,7 +92,8 @@ func TestEveryRouteForEveryRole(t *testing.T) {
 				want := "in"
 				switch {
 				case may:
-				case slices.Contains([]string{"", "chat key", "expired", "revoked", "disabled", "wrong secret"}, who) || len(scopes) == 0:
+				case slices.Contains([]string{"", "chat key", "expired", "revoked", "disabled", "wrong secret"}, who) ||
+					len(scopes) == 0:
 					want = "401"
 				default:
 					want = "403"
@@ -154,7 +156,8 @@ func TestAWorkerReachesItsFlowsOnly(t *testing.T) {
 			{"beat", "PUT", at + "/lock/" + lock, ""},
 			{"beats", "PUT", "/v1/locks", fmt.Sprintf(`{"lock_ids":[%q]}`, lock)},
 			{"checkpoint", "POST", at + "/checkpoints", fmt.Sprintf(`{"lock_id":%q,"step":"s","output":1}`, lock)},
-			{"message", "POST", "/v1/threads/" + flow + "/messages", fmt.Sprintf(`{"content":"hi","execution_id":%q,"lock_id":%q}`, id, lock)},
+			{"message", "POST", "/v1/threads/" + flow + "/messages",
+				fmt.Sprintf(`{"content":"hi","execution_id":%q,"lock_id":%q}`, id, lock)},
 			{"claim", "POST", "/v1/locks", fmt.Sprintf(`{"flows":[%q],"owner":"w2"}`, flow)},
 			{"release", "POST", at + "/lock/" + lock, `{"status":"completed"}`},
 		} {
@@ -163,7 +166,8 @@ func TestAWorkerReachesItsFlowsOnly(t *testing.T) {
 			}
 		}
 	}
-	if code, said := send("POST", "/v1/threads/external:sum/messages", `{"content":"as an admin"}`); code != http.StatusForbidden {
+	if code, said := send("POST", "/v1/threads/external:sum/messages",
+		`{"content":"as an admin"}`); code != http.StatusForbidden {
 		t.Errorf("a message outside an execution: %d %s", code, said)
 	}
 	pgtest.Equal(t, a.pool, "running", `select status from agent_executions where id::text = $1`, foreign)

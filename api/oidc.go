@@ -133,7 +133,8 @@ func (s *server) finishOIDC(w http.ResponseWriter, r *http.Request) {
 		Issuer: s.oidc.Issuer, Subject: subject, Name: name, Role: role,
 	})
 	if errors.Is(err, principals.ErrRefused) {
-		err = problem.New(http.StatusForbidden, "this account has no role here; ask an admin for one").Kind("no-role", "No role")
+		err = problem.New(http.StatusForbidden, "this account has no role here; ask an admin for one").Kind("no-role",
+			"No role")
 	}
 	if err == nil {
 		err = s.auth.sessions.logIn(w, r, p.ID, principals.WithOIDC)
@@ -158,7 +159,8 @@ func attemptOf(r *http.Request) (a loginAttempt, err error) {
 	}
 	state := r.URL.Query().Get("state")
 	if err != nil || a.State == "" || subtle.ConstantTimeCompare([]byte(a.State), []byte(state)) == 0 {
-		return a, problem.New(http.StatusBadRequest, "this login was not begun in this browser, or too long ago; log in again")
+		return a, problem.New(http.StatusBadRequest,
+			"this login was not begun in this browser, or too long ago; log in again")
 	}
 	a.Next = afterLogin(a.Next)
 	return a, nil
@@ -193,7 +195,8 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 	if err := id.Claims(&claims); err != nil {
 		return "", "", "", fmt.Errorf("%w: read claims: %w", errIssuer, err)
 	}
-	if info, err := provider.UserInfo(r.Context(), config.TokenSource(r.Context(), tokens)); err == nil && info.Subject == id.Subject {
+	if info, err := provider.UserInfo(r.Context(), config.TokenSource(r.Context(), tokens)); err == nil &&
+		info.Subject == id.Subject {
 		more := map[string]any{} // claims that the id token leaves out
 		if info.Claims(&more) == nil {
 			for name, value := range more {

@@ -121,7 +121,10 @@ func (p person) me() int {
 func TestLoginAtAnIssuer(t *testing.T) {
 	t.Parallel()
 	var handler http.Handler
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { handler.ServeHTTP(w, r) }))
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter,
+		r *http.Request) {
+		handler.ServeHTTP(w, r)
+	}))
 	t.Cleanup(server.Close)
 	issuer := startIssuer(t, server.URL+"/login/oidc/callback")
 	pool := pgtest.DB(t)
@@ -144,7 +147,8 @@ func TestLoginAtAnIssuer(t *testing.T) {
 		if err != nil || who.Role != role || p.me() != 200 {
 			t.Errorf("%s is %+v, %v", name, who, err)
 		}
-		if status, _, _ := p.do("GET", server.URL+"/v1/principals", nil); status != map[principals.Role]int{"admin": 200, "approver": 403}[role] {
+		if status, _, _ := p.do("GET", server.URL+"/v1/principals", nil); status != map[principals.Role]int{"admin": 200,
+			"approver": 403}[role] {
 			t.Errorf("%s lists principals: %d", name, status)
 		}
 		if name == "bert" {
@@ -163,7 +167,8 @@ func TestLoginAtAnIssuer(t *testing.T) {
 		}
 	}
 	stranger := newPerson(t, server.URL)
-	if status, body := stranger.logIn("stranger"); status != 403 || !strings.Contains(body, "no role") || stranger.me() != 401 {
+	if status, body := stranger.logIn("stranger"); status != 403 || !strings.Contains(body, "no role") ||
+		stranger.me() != 401 {
 		t.Errorf("a stranger: %d %s", status, body)
 	}
 	checkOIDCRefusals(t, server.URL, pool, a)
@@ -176,7 +181,8 @@ func checkOIDCRefusals(t *testing.T, base string, pool *pgxpool.Pool, a *agent) 
 		t.Errorf("%d principals: the stranger has one", n)
 	}
 	other := newPerson(t, base)
-	if status, body, _ := other.do("GET", base+"/login/oidc/callback?code=x&state=y", nil); status != 400 || other.me() != 401 {
+	if status, body, _ := other.do("GET", base+"/login/oidc/callback?code=x&state=y", nil); status != 400 ||
+		other.me() != 401 {
 		t.Errorf("an answer that nobody asked for: %d %s", status, body)
 	}
 	if strings.Contains(a.log.String(), "a-secret-of-the-client") {
@@ -189,7 +195,8 @@ func TestTheRoleFollowsTheClaims(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	in := func(subject string, role principals.Role) (principals.Principal, error) {
-		return principals.LogInIdentity(t.Context(), pool, principals.Account{Issuer: "https://i", Subject: subject, Name: "root", Role: role})
+		return principals.LogInIdentity(t.Context(), pool,
+			principals.Account{Issuer: "https://i", Subject: subject, Name: "root", Role: role})
 	}
 	p, err := in("1", principals.Operator)
 	if err != nil || p.Role != principals.Operator || p.Name == principals.Root {
@@ -204,7 +211,8 @@ func TestTheRoleFollowsTheClaims(t *testing.T) {
 	if now, _ := principals.Find(t.Context(), pool, p.ID); now.Role != principals.None {
 		t.Errorf("role is %s", now.Role)
 	}
-	boss, err := principals.Create(t.Context(), pool, principals.New{Name: "boss", Kind: principals.User, Role: principals.Admin})
+	boss, err := principals.Create(t.Context(), pool,
+		principals.New{Name: "boss", Kind: principals.User, Role: principals.Admin})
 	require.NoError(t, err)
 	require.NoError(t, principals.LinkIdentity(t.Context(), pool, "boss", "https://i", "2", "x"))
 	if got, err := in("2", principals.None); err != nil || got.ID != boss.ID || got.Role != principals.Admin {

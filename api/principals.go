@@ -146,7 +146,8 @@ func (s *server) createPrincipal(r request) (response, error) {
 	if b.Kind == "" {
 		b.Kind = principals.User
 	}
-	p, err := principals.Create(r.Context(), s.pool, principals.New{Name: b.Name, Kind: b.Kind, Role: b.Role, Reason: b.Reason})
+	p, err := principals.Create(r.Context(), s.pool,
+		principals.New{Name: b.Name, Kind: b.Kind, Role: b.Role, Reason: b.Reason})
 	return response{body: p, status: http.StatusCreated}, principalError(err)
 }
 
@@ -256,14 +257,16 @@ func (s *server) principalRoutes() []route {
 			status: http.StatusCreated, handle: s.createToken, secret: true,
 			about: "Create an API token. This response alone has its text. Scopes narrow the role: *, runs:read, work:GLOB, …",
 		}, {
-			method: "POST", path: "/v1/tokens/{id}/revoke", body: reasonRequest{}, response: change{}, handle: withID(s.revokeToken),
-			about: "Revoke an API token, at once and everywhere.",
+			method: "POST", path: "/v1/tokens/{id}/revoke", body: reasonRequest{}, response: change{},
+			handle: withID(s.revokeToken),
+			about:  "Revoke an API token, at once and everywhere.",
 		}, {
 			method: "GET", path: "/v1/sessions", response: page[principals.Session]{}, handle: s.listSessions, params: of,
 			about: "Sessions of browsers, newest first.",
 		}, {
-			method: "POST", path: "/v1/sessions/{id}/revoke", body: reasonRequest{}, response: change{}, handle: withID(s.revokeSession),
-			about: "End a session, at once and everywhere.",
+			method: "POST", path: "/v1/sessions/{id}/revoke", body: reasonRequest{}, response: change{},
+			handle: withID(s.revokeSession),
+			about:  "End a session, at once and everywhere.",
 		},
 	}
 }

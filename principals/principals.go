@@ -249,7 +249,8 @@ func act(ctx context.Context, db postgres.Beginner, name, reason string, about m
 }
 
 // reserved are names that the audit gives to others.
-var reserved = []string{Root, "admin", "agent", "sender", "visitor", "self-heal", "channel", "operate", "chat", "heartbeat"}
+var reserved = []string{Root, "admin", "agent", "sender", "visitor", "self-heal", "channel", "operate", "chat",
+	"heartbeat"}
 
 // New describes a principal.
 type New struct {
@@ -305,15 +306,17 @@ func SetRole(ctx context.Context, db postgres.Beginner, name string, role Role, 
 	if err := role.check(); err != nil {
 		return Principal{}, err
 	}
-	return update(ctx, db, "set_principal_role", name, reason, map[string]any{"role": string(role)}, func(tx pgx.Tx, p Principal) error {
-		_, err := tx.Exec(ctx, `update agent_principals set role = @role where id = @id::uuid`,
-			postgres.Strict{"id": p.ID, "role": string(role)})
-		return err
-	})
+	return update(ctx, db, "set_principal_role", name, reason, map[string]any{"role": string(role)},
+		func(tx pgx.Tx, p Principal) error {
+			_, err := tx.Exec(ctx, `update agent_principals set role = @role where id = @id::uuid`,
+				postgres.Strict{"id": p.ID, "role": string(role)})
+			return err
+		})
 }
 
 // SetEnabled disables a principal, with its tokens and sessions, or enables it again.
-func SetEnabled(ctx context.Context, db postgres.Beginner, name string, enabled bool, reason string) (Principal, error) {
+func SetEnabled(ctx context.Context, db postgres.Beginner, name string, enabled bool, reason string) (Principal,
+	error) {
 	verb := "disable_principal"
 	if enabled {
 		verb = "enable_principal"
@@ -349,7 +352,8 @@ func update(ctx context.Context, db postgres.Beginner, verb, name, reason string
 		if p, err = Find(ctx, tx, was.ID); err != nil {
 			return nil, err
 		}
-		return map[string]any{"was": map[string]any{"role": string(was.Role), "enabled": was.Enabled()}}, notify(ctx, tx, p.ID)
+		return map[string]any{"was": map[string]any{"role": string(was.Role), "enabled": was.Enabled()}},
+			notify(ctx, tx, p.ID)
 	})
 	return p, err
 }

@@ -25,7 +25,8 @@ func create(t *testing.T, db *pgxpool.Pool, name, kind string, role principals.R
 	return p
 }
 
-func makeToken(t *testing.T, db *pgxpool.Pool, of string, life time.Duration, scopes ...string) (principals.Token, string) {
+func makeToken(t *testing.T, db *pgxpool.Pool, of string, life time.Duration, scopes ...string) (principals.Token,
+	string) {
 	t.Helper()
 	made, text, err := principals.MakeToken(t.Context(), db, principals.NewToken{
 		Principal: of, Scopes: scopes, Life: life, Reason: "a test",
@@ -42,11 +43,13 @@ func TestRightsAreRoleAndScopes(t *testing.T) {
 		scopes []string
 		want   string
 	}{
-		"all of a viewer":        {principals.User, principals.Viewer, []string{"*"}, "runs:read approvals:read"},
-		"narrowed admin":         {principals.User, principals.Admin, []string{"runs:read"}, "runs:read"},
-		"more than the role":     {principals.User, principals.Viewer, []string{"runs:read", "admin", "operate"}, "runs:read"},
-		"nobody":                 {principals.User, principals.None, []string{"*"}, ""},
-		"approver":               {principals.User, principals.Approver, []string{"*"}, "runs:read threads:read approvals:read approvals:decide"},
+		"all of a viewer": {principals.User, principals.Viewer, []string{"*"}, "runs:read approvals:read"},
+		"narrowed admin":  {principals.User, principals.Admin, []string{"runs:read"}, "runs:read"},
+		"more than the role": {principals.User, principals.Viewer, []string{"runs:read", "admin", "operate"},
+			"runs:read"},
+		"nobody": {principals.User, principals.None, []string{"*"}, ""},
+		"approver": {principals.User, principals.Approver, []string{"*"},
+			"runs:read threads:read approvals:read approvals:decide"},
 		"worker":                 {principals.Service, principals.None, []string{"work:external:sum*"}, "work:external:sum*"},
 		"user that would work":   {principals.User, principals.Operator, []string{"work:*"}, ""},
 		"service has no work":    {principals.Service, principals.Viewer, []string{"*"}, "runs:read approvals:read"},
@@ -64,7 +67,8 @@ func TestRightsAreRoleAndScopes(t *testing.T) {
 	worker := principals.Caller{
 		Principal: principals.Principal{Kind: principals.Service}, Scopes: []string{"work:external:sum*"},
 	}
-	for flow, want := range map[string]bool{"external:sum": true, "external:sum2": true, "external:other": false, "external": false} {
+	for flow, want := range map[string]bool{"external:sum": true, "external:sum2": true, "external:other": false,
+		"external": false} {
 		assert.Equal(t, want, worker.MayWork(flow))
 	}
 }
@@ -84,10 +88,12 @@ func TestATokenEndsAtOnce(t *testing.T) {
 		t.Error("the use is not noted")
 	}
 	secret := text[strings.LastIndexByte(text, '_')+1:]
-	if n := pgtest.Value[int](t, db, `select count(*)::int from agent_activity a where a::text like '%' || $1 || '%'`, secret); n > 0 {
+	if n := pgtest.Value[int](t, db, `select count(*)::int from agent_activity a where a::text like '%' || $1 || '%'`,
+		secret); n > 0 {
 		t.Error("the secret is in the activity log")
 	}
-	for _, wrong := range []string{"", "lk_", "lk__", text + "A", text[:len(text)-1], "lk_" + made.ID + "_", strings.ToUpper(text), text[3:]} {
+	for _, wrong := range []string{"", "lk_", "lk__", text + "A", text[:len(text)-1], "lk_" + made.ID + "_",
+		strings.ToUpper(text), text[3:]} {
 		if _, err := principals.ByToken(t.Context(), db, wrong); !errors.Is(err, principals.ErrNotFound) {
 			t.Errorf("%q: %v", wrong, err)
 		}
@@ -156,7 +162,8 @@ func TestASessionEnds(t *testing.T) {
 	_, err = principals.SetEnabled(t.Context(), db, "anna", false, "she left")
 	require.NoError(t, err)
 	gone("disabled", secret, who)
-	if _, err := principals.LogIn(t.Context(), db, principals.NewSession{Principal: anna.ID, Method: principals.WithLink}); !errors.Is(err, principals.ErrRefused) {
+	if _, err := principals.LogIn(t.Context(), db,
+		principals.NewSession{Principal: anna.ID, Method: principals.WithLink}); !errors.Is(err, principals.ErrRefused) {
 		t.Errorf("a login of a disabled principal: %v", err)
 	}
 }
@@ -194,7 +201,8 @@ func TestAnIdentityHasOnePrincipal(t *testing.T) {
 	if err != nil || p.Name != "anna" || !p.Role.May(principals.ApprovalsDecide) {
 		t.Errorf("%+v, %v", p, err)
 	}
-	if err := principals.LinkIdentity(t.Context(), db, "bert", "slack:T1", "U1", "x"); !errors.Is(err, principals.ErrTaken) {
+	if err := principals.LinkIdentity(t.Context(), db, "bert", "slack:T1", "U1", "x"); !errors.Is(err,
+		principals.ErrTaken) {
 		t.Errorf("another's identity: %v", err)
 	}
 	for _, other := range [][2]string{{"slack:T2", "U1"}, {"slack:T1", "U2"}, {"", ""}} {
@@ -215,9 +223,11 @@ func TestRootAndReservedNamesStay(t *testing.T) {
 	for what, err := range map[string]error{
 		"disable root": second(principals.SetEnabled(t.Context(), db, principals.Root, false, "x")),
 		"demote root":  second(principals.SetRole(t.Context(), db, principals.Root, principals.Viewer, "x")),
-		"admin":        second(principals.Create(t.Context(), db, principals.New{Name: "admin", Kind: principals.User, Role: principals.Viewer})),
-		"spaces":       second(principals.Create(t.Context(), db, principals.New{Name: "a b", Kind: principals.User, Role: principals.Viewer})),
-		"no role":      second(principals.Create(t.Context(), db, principals.New{Name: "a", Kind: principals.User, Role: "boss"})),
+		"admin": second(principals.Create(t.Context(), db,
+			principals.New{Name: "admin", Kind: principals.User, Role: principals.Viewer})),
+		"spaces": second(principals.Create(t.Context(), db,
+			principals.New{Name: "a b", Kind: principals.User, Role: principals.Viewer})),
+		"no role": second(principals.Create(t.Context(), db, principals.New{Name: "a", Kind: principals.User, Role: "boss"})),
 	} {
 		if !errors.Is(err, principals.ErrInvalid) {
 			t.Errorf("%s: %v", what, err)
@@ -232,7 +242,8 @@ func TestChangesAreAudited(t *testing.T) {
 	db := pgtest.DB(t)
 	boss := &principals.Caller{Principal: principals.Principal{Name: "boss", Role: principals.Admin}, TokenID: "abc"}
 	ctx := principals.WithCaller(t.Context(), boss, "http")
-	_, err := principals.Create(ctx, db, principals.New{Name: "anna", Kind: principals.User, Role: principals.Viewer, Reason: "new"})
+	_, err := principals.Create(ctx, db, principals.New{Name: "anna", Kind: principals.User, Role: principals.Viewer,
+		Reason: "new"})
 	require.NoError(t, err)
 	pgtest.Equal(t, db, "create_principal by boss with abc via http: new, principal anna",
 		`select act || ' by ' || actor || ' with ' || token_id || ' via ' || via || ': ' || reason || ', ' || object

@@ -181,7 +181,8 @@ const seenEvery = 5 * time.Minute
 // that no longer counts.
 func ByToken(ctx context.Context, db postgres.DB, text string) (*Caller, error) {
 	id, secret, whole := strings.Cut(strings.TrimPrefix(text, TokenPrefix), "_")
-	if !strings.HasPrefix(text, TokenPrefix) || !whole || len(id) > 40 || len(secret) > 100 || strings.ContainsFunc(id, isOdd) {
+	if !strings.HasPrefix(text, TokenPrefix) || !whole || len(id) > 40 || len(secret) > 100 ||
+		strings.ContainsFunc(id, isOdd) {
 		return nil, ErrNotFound
 	}
 	c := &Caller{TokenID: id}

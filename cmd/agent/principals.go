@@ -100,9 +100,10 @@ func (c *cli) principalsShowCommand() *cobra.Command {
 			}{p, linked}
 			return c.print(value, func(w io.Writer) {
 				fmt.Fprintf(w, "%s: %s, role %s, %s, id %s\n", p.Name, p.Kind, p.Role, enabledWord(p), p.ID)
-				writeRows(w, "no identities", []string{"ISSUER", "SUBJECT", "LINKED"}, linked, func(i principals.Identity) []string {
-					return []string{i.Issuer, i.Subject, formatTime(i.CreatedAt)}
-				})
+				writeRows(w, "no identities", []string{"ISSUER", "SUBJECT", "LINKED"}, linked,
+					func(i principals.Identity) []string {
+						return []string{i.Issuer, i.Subject, formatTime(i.CreatedAt)}
+					})
 			})
 		}),
 	}
@@ -197,7 +198,8 @@ func (c *cli) principalsUnlinkCommand() *cobra.Command {
 func (c *cli) principalsLoginLinkCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
-		Use: "login-link PRINCIPAL", Short: "Create a link that logs in a user once", Args: positionalArgs(1, 1, "a name or id"),
+		Use: "login-link PRINCIPAL", Short: "Create a link that logs in a user once",
+		Args: positionalArgs(1, 1, "a name or id"),
 		Long: "Create a link to the Engine Room that logs in a user once, within 15 minutes. Whoever has it is that user.",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			secret, until, err := principals.MakeLink(cmd.Context(), s.Pool, args[0], reason)
@@ -215,13 +217,15 @@ func (c *cli) principalsLoginLinkCommand() *cobra.Command {
 
 func (c *cli) tokensListCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "ls [PRINCIPAL]", Short: "List API tokens, newest first", Args: positionalArgs(0, 1, "a principal, or nothing for all"),
+		Use: "ls [PRINCIPAL]", Short: "List API tokens, newest first",
+		Args: positionalArgs(0, 1, "a principal, or nothing for all"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			got, err := principals.Tokens(cmd.Context(), s.Pool, strings.Join(args, ""))
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, "", "no tokens", []string{"ID", "PRINCIPAL", "NAME", "SCOPES", "EXPIRES", "LAST USED", "REVOKED"},
+			return printRows(c, got, "", "no tokens",
+				[]string{"ID", "PRINCIPAL", "NAME", "SCOPES", "EXPIRES", "LAST USED", "REVOKED"},
 				func(t principals.Token) []string {
 					return []string{
 						t.ID, t.Principal, t.Name, strings.Join(t.Scopes, " "), optionalTime(t.ExpiresAt), optionalTime(t.LastUsedAt),
@@ -272,7 +276,8 @@ func (c *cli) sessionsListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, "", "no sessions", []string{"PRINCIPAL", "METHOD", "SEEN", "EXPIRES", "REVOKED", "ADDRESS", "BROWSER", "ID"},
+			return printRows(c, got, "", "no sessions",
+				[]string{"PRINCIPAL", "METHOD", "SEEN", "EXPIRES", "REVOKED", "ADDRESS", "BROWSER", "ID"},
 				func(x principals.Session) []string {
 					return []string{
 						x.Principal, x.Method, formatTime(x.LastSeenAt), formatTime(x.ExpiresAt), optionalTime(x.RevokedAt), x.Address,

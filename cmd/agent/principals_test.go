@@ -15,7 +15,8 @@ import (
 func TestATokenOpensWhatItsRoleMay(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info")
-	assert.Contains(t, p.must("principals", "add", "anna", "--role", "viewer", "--reason", "new here"), "anna: user, role viewer")
+	assert.Contains(t, p.must("principals", "add", "anna", "--role", "viewer", "--reason", "new here"),
+		"anna: user, role viewer")
 	text := strings.TrimSpace(p.must("tokens", "create", "anna", "--expires", "90d", "--name", "laptop"))
 	if !strings.HasPrefix(text, "lk_") || strings.Count(text, "_") != 2 {
 		t.Fatalf("token is %q", text)

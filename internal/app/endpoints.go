@@ -69,7 +69,8 @@ func (a *App) commandEndpoints() []api.Endpoint {
 		return nil
 	}
 	return []api.Endpoint{{
-		Method: "POST", Path: "/v1/commands", Access: api.Admin, Scope: principals.Administer, Body: json.RawMessage{}, Response: json.RawMessage{},
+		Method: "POST", Path: "/v1/commands", Access: api.Admin, Scope: principals.Administer, Body: json.RawMessage{},
+		Response:    json.RawMessage{},
 		ContentType: "application/x-ndjson", Stream: true, Finite: true, MaxBody: maxCommand, Handler: a.Commands,
 		About: "Run a command of agent --server in this process: {args, environ, stdin, files, folder, width, out_terminal, " +
 			"err_terminal}. The response is one JSON object a line: {version}, {out}, {err} and {file} in base64, {} to keep " +
@@ -80,14 +81,16 @@ func (a *App) commandEndpoints() []api.Endpoint {
 func (a *App) operateEndpoints() []api.Endpoint {
 	return []api.Endpoint{
 		{
-			Method: "POST", Path: "/v1/operate", Access: api.Admin, Scope: principals.Operate, Body: operate.Body{}, ContentType: eventStream,
-			Stream: true, Finite: true,
+			Method: "POST", Path: "/v1/operate", Access: api.Admin, Scope: principals.Operate, Body: operate.Body{},
+			ContentType: eventStream,
+			Stream:      true, Finite: true,
 			Idempotent: true, Handler: a.Operate.Handler(),
 			About: "Talk to the agent: events start, delta, tool, approval, done, error. With Accept: application/json the " +
 				"response " +
 				"is one document. 409 while another admin holds the lane.",
 		}, {
-			Method: "GET", Path: "/v1/operate/watch", Access: api.Admin, Scope: principals.Operate, ContentType: eventStream, Stream: true,
+			Method: "GET", Path: "/v1/operate/watch", Access: api.Admin, Scope: principals.Operate, ContentType: eventStream,
+			Stream:  true,
 			Handler: a.Operate.WatchHandler(),
 			About:   "Watch the current admin: events of their traces, live.",
 		},
@@ -198,20 +201,23 @@ func (a *App) webhookEndpoints() []api.Endpoint {
 				"hub.mode": "subscribe", "hub.verify_token": "The endpoint's verify token", "hub.challenge": "The text to echo",
 			},
 		}, {
-			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Scope: principals.RunsRead, Response: webhook.Page{},
-			Handler: a.Webhook.Deliveries(),
-			About:   "Received webhooks, newest first.",
+			Method: "GET", Path: "/v1/webhooks/deliveries", Access: api.Admin, Scope: principals.RunsRead,
+			Response: webhook.Page{},
+			Handler:  a.Webhook.Deliveries(),
+			About:    "Received webhooks, newest first.",
 			Query: map[string]string{
 				"endpoint": "Name of the endpoint", "status": "State of the delivery",
 				"limit":  "Page size, default 50, at most 500",
 				"cursor": "next_cursor of the previous page",
 			},
 		}, {
-			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Scope: principals.RunsRead, Response: webhook.Shown{},
-			Handler: a.Webhook.Delivery(),
-			About:   "One delivery, with its body.",
+			Method: "GET", Path: "/v1/webhooks/deliveries/{id}", Access: api.Admin, Scope: principals.RunsRead,
+			Response: webhook.Shown{},
+			Handler:  a.Webhook.Delivery(),
+			About:    "One delivery, with its body.",
 		}, {
-			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Scope: principals.Operate, Body: json.RawMessage{},
+			Method: "POST", Path: "/v1/webhooks/deliveries/{id}/replay", Access: api.Admin, Scope: principals.Operate,
+			Body:     json.RawMessage{},
 			Response: webhook.Replayed{},
 			Status:   202, Idempotent: true, Handler: a.Webhook.ReplayDelivery(),
 			About: "Process a delivery again, under a new trace.",
@@ -232,8 +238,9 @@ func (a *App) mcpEndpoints() []api.Endpoint {
 	var all []api.Endpoint
 	for _, method := range []string{"POST", "GET", "DELETE"} {
 		all = append(all, api.Endpoint{
-			Method: method, Path: "/mcp", Access: api.Admin, Scope: principals.Operate, Stream: true, Finite: method == "POST", Handler: handler,
-			About: "Offered skills over the Model Context Protocol (streamable HTTP).",
+			Method: method, Path: "/mcp", Access: api.Admin, Scope: principals.Operate, Stream: true, Finite: method == "POST",
+			Handler: handler,
+			About:   "Offered skills over the Model Context Protocol (streamable HTTP).",
 		})
 	}
 	return all
