@@ -495,6 +495,9 @@ func budgetLineOf(b monitor.Budget) budgetLine {
 		l.Aside = write(b.Reserved)
 	}
 	if b.Limit <= 0 {
+		if b.Spent == 0 && b.Reserved == 0 {
+			l.Spent = "nothing"
+		}
 		return l
 	}
 	l.Limit, l.Left = write(b.Limit), write(max(0, b.Limit-b.Spent-b.Reserved))

@@ -67,7 +67,7 @@ func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	total := budgetLine{Spent: human.Money(0)}
+	total := budgetLine{Spent: "nothing"}
 	if len(c.Budgets) > 0 {
 		total = budgetLineOf(c.Budgets[0])
 	}

@@ -115,6 +115,9 @@ func (m Monitor) Condition(ctx context.Context, db postgres.DB, known *Failures)
 	for _, a := range all {
 		s := budgets.AgentOf(used, a.Name)
 		b := Budget{"agent " + a.Name, "usd", s.CostUSD, s.UnknownUSD, s.ReservedUSD, a.Limits.DayUSD}
+		if b.Limit == 0 && b.Spent == 0 && s.Tokens > 0 { // without a price
+			b.Unit, b.Spent = "tokens", float64(s.Tokens)
+		}
 		if c.AgentBudgets[a.Name] = b; b.Over() {
 			c.spent[a.Name] = true
 		}
