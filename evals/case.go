@@ -133,11 +133,14 @@ func CheckAppended(before, after []byte, name string) error {
 	return nil
 }
 
-// lastSuite reads the last document of a file, as far as cases go.
-func lastSuite(text []byte) (suite struct {
+// suiteNames has the names of a document's cases.
+type suiteNames struct {
 	Kind  string
 	Cases []struct{ Name string }
-}, err error) {
+}
+
+// lastSuite reads the last document of a file, as far as cases go.
+func lastSuite(text []byte) (suite suiteNames, err error) {
 	documents := yaml.NewDecoder(bytes.NewReader(text))
 	for {
 		next := suite

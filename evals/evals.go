@@ -1,10 +1,11 @@
 // Package evals declares and stores suites of cases for agents (kind: eval), their runs and trials.
 //
-// A case has messages, stubs of skills, a memory and scripted approvals, and expectations of the answer and of the calls.
-// A trial plays a case once against an agent and a model. Package runner plays trials; this package reads their results.
+// A case has messages, stubs of skills, a memory and scripted approvals, and expectations of the answer and of the
+// calls. A trial plays a case once against an agent and a model. Package runner plays trials; this package reads
+// their results.
 //
-// The tables are agent_evals, of which every applied version stays, agent_eval_runs and agent_eval_trials. A run pins the
-// versions of its suite and agent.
+// The tables are agent_evals, of which every applied version stays, agent_eval_runs and agent_eval_trials. A run pins
+// the versions of its suite and agent.
 package evals
 
 import (
@@ -52,7 +53,7 @@ type Gate struct {
 type Case struct {
 	Name      string            `yaml:"name" json:"name"`
 	From      string            `yaml:"from" json:"from,omitempty"` // the trace that it was made from
-	Now       string            `yaml:"now" json:"now,omitempty"`   // the time of the case, RFC 3339; that of the run when empty
+	Now       string            `yaml:"now" json:"now,omitempty"`   // RFC 3339; the time of the run when empty
 	Messages  []Message         `yaml:"messages" json:"messages"`
 	Memory    map[string]any    `yaml:"memory" json:"memory,omitempty"` // by category/key
 	Skills    map[string][]Stub `yaml:"skills" json:"skills,omitempty"` // stubs by skill; delegate is one
@@ -127,8 +128,8 @@ const (
 
 var validName = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
 
-// Validate returns all problems of d, each as "field path: problem", joined by [errors.Join]. It does not check that the
-// named agents and skills exist.
+// Validate returns all problems of d, each as "field path: problem", joined by [errors.Join]. It does not check that
+// the named agents and skills exist.
 func Validate(d Definition) error {
 	v := &validator{}
 	if !validName.MatchString(d.Name) {

@@ -25,6 +25,8 @@ func seen() evals.Observed {
 	}
 }
 
+func by(id int) map[string]any { return map[string]any{"by": map[string]any{"id": id}} }
+
 func TestAnExpectationIsMetOrSaysWhyNot(t *testing.T) {
 	answer := func(a evals.Answer) evals.Expectation { return evals.Expectation{Answer: &a} }
 	called := func(c evals.Called) evals.Expectation { return evals.Expectation{Called: &c} }
@@ -42,10 +44,10 @@ func TestAnExpectationIsMetOrSaysWhyNot(t *testing.T) {
 		"words":          {answer(evals.Answer{MaxWords: 4}), ""},
 		"words not":      {answer(evals.Answer{MaxWords: 3}), "answer has 4 words, more than 3"},
 		"schema":         {answer(evals.Answer{Schema: map[string]any{"required": []any{"due"}}}), ""},
-		"schema not":     {answer(evals.Answer{Schema: map[string]any{"required": []any{"x"}}}), "answer does not match the schema"},
+		"schema not":     {answer(evals.Answer{Schema: map[string]any{"required": []any{"x"}}}), "does not match the schema"},
 		"expr":           {answer(evals.Answer{Expr: `json.due == false && len(calls) == 5`}), ""},
 		"expr not":       {answer(evals.Answer{Expr: `json.due`}), "answer does not fulfil json.due"},
-		"called":         {called(evals.Called{Skill: "check_order", Args: map[string]any{"by": map[string]any{"id": 1}}}), ""},
+		"called":         {called(evals.Called{Skill: "check_order", Args: by(1)}), ""},
 		"called times":   {called(evals.Called{Skill: "check_order", Times: 2}), ""},
 		"called not":     {called(evals.Called{Skill: "refund"}), "refund was not called"},
 		"called often":   {called(evals.Called{Skill: "check_order", Times: 1}), "check_order was called 2 times, not 1"},
@@ -53,9 +55,9 @@ func TestAnExpectationIsMetOrSaysWhyNot(t *testing.T) {
 		"not called":     {evals.Expectation{NotCalled: []string{"cancel"}}, ""},
 		"requested":      {evals.Expectation{NotCalled: []string{"refund"}}, "refund was called"},
 		"in order":       {evals.Expectation{InOrder: []string{"check_order", "delegate"}}, ""},
-		"in order not":   {evals.Expectation{InOrder: []string{"delegate", "check_order"}}, "check_order was not called in the order"},
+		"in order not":   {evals.Expectation{InOrder: []string{"delegate", "check_order"}}, "check_order was not called in"},
 		"exact":          {evals.Expectation{Exact: []string{"check_order", "check_order", "delegate"}}, ""},
-		"exact not":      {evals.Expectation{Exact: []string{"check_order"}}, "the calls were check_order, check_order, delegate"},
+		"exact not":      {evals.Expectation{Exact: []string{"check_order"}}, "the calls were check_order, check_order"},
 		"asked":          {evals.Expectation{ApprovalAsked: "refund"}, ""},
 		"asked not":      {evals.Expectation{ApprovalAsked: "check_order"}, "no approval of check_order was requested"},
 		"delegated":      {evals.Expectation{Delegated: "billing"}, ""},
@@ -78,13 +80,18 @@ func TestAnExpectationIsMetOrSaysWhyNot(t *testing.T) {
 
 func TestAWrongSuiteSaysWhere(t *testing.T) {
 	wrong := evals.Definition{
-		Name: "1", Surface: "sms", Trials: 101, Budget: evals.Budget{CostUSD: -1, Timeout: "soon"}, Gate: evals.Gate{Margin: 1},
+		Name: "1", Surface: "sms", Trials: 101, Budget: evals.Budget{CostUSD: -1, Timeout: "soon"},
+		Gate: evals.Gate{Margin: 1},
 		Cases: []evals.Case{{
 			Name: "a", Now: "today", Messages: []evals.Message{{Assistant: "hi"}}, Memory: map[string]any{"x": 1},
 			Skills:    map[string][]evals.Stub{"s": {{Returns: 1, Error: "e"}}},
 			Approvals: map[string]string{"s": "yes"}, Expect: []evals.Expectation{
-				{}, {Called: &evals.Called{}}, {Answer: &evals.Answer{}}, {Answer: &evals.Answer{Regex: "("}},
-				{Answer: &evals.Answer{Expr: "1 +"}}, {Within: &evals.Within{}},
+				{},
+				{Called: &evals.Called{}},
+				{Answer: &evals.Answer{}},
+				{Answer: &evals.Answer{Regex: "("}},
+				{Answer: &evals.Answer{Expr: "1 +"}},
+				{Within: &evals.Within{}},
 				{Answer: &evals.Answer{Schema: map[string]any{"type": 1}}},
 			},
 		}, {Name: "a"}},
@@ -92,7 +99,8 @@ func TestAWrongSuiteSaysWhere(t *testing.T) {
 	err := evals.Validate(wrong)
 	for _, want := range []string{
 		"name: ", "surface: ", "trials: ", "budget.cost_usd: ", "budget.timeout: ", "gate.margin: ", "cases[0].now: ",
-		"cases[0].messages: ", "cases[0].memory: ", "cases[0].skills.s[0]: ", "cases[0].approvals.s: ", "cases[0].expect[0]: ",
+		"cases[0].messages: ", "cases[0].memory: ", "cases[0].skills.s[0]: ", "cases[0].approvals.s: ",
+		"cases[0].expect[0]: ",
 		"cases[0].expect[1].called: ", "cases[0].expect[2].answer: ", "cases[0].expect[3].answer.regex: ",
 		"cases[0].expect[4].answer.expr: ", "cases[0].expect[5].within: ", "cases[0].expect[6].answer.schema: ",
 		"cases[1].name: ", "cases[1].messages: ", "cases[1].expect: ",
@@ -114,8 +122,9 @@ func TestACaseOfATraceIsSelfContainedAndRedacted(t *testing.T) {
 			Input: json.RawMessage(`{"order":7,"token":"[redacted]"}`), Output: json.RawMessage(`{"due":false}`),
 		},
 		{
-			Kind: activity.KindCall, Status: activity.Error, SkillName: "check_order", ErrorClass: "timeout", ErrorMessage: &failed,
-			Input: json.RawMessage(`{"order":8}`),
+			Kind: activity.KindCall, Status: activity.Error, SkillName: "check_order", ErrorClass: "timeout",
+			ErrorMessage: &failed,
+			Input:        json.RawMessage(`{"order":8}`),
 		},
 		{Kind: activity.KindCall, Status: activity.Error, SkillName: "nope", ErrorClass: "unknown_tool"},
 	}}

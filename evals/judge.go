@@ -17,7 +17,7 @@ import (
 type Call struct {
 	Skill    string          `json:"skill"`
 	Args     json.RawMessage `json:"args"`
-	Refused  bool            `json:"refused,omitempty"`  // it was not made: an unknown tool, invalid arguments, or a repetition
+	Refused  bool            `json:"refused,omitempty"`  // not made: unknown, invalid or repeated
 	Approval string          `json:"approval,omitempty"` // approved or denied; empty for none
 }
 
@@ -123,7 +123,8 @@ func (a Answer) judge(o Observed) (reasons []string) {
 		}
 	}
 	if a.Expr != "" {
-		holds, err := flows.Condition(a.Expr, map[string]any{"answer": o.Answer, "json": decoded, "calls": plainCalls(o.Calls)})
+		vars := map[string]any{"answer": o.Answer, "json": decoded, "calls": plainCalls(o.Calls)}
+		holds, err := flows.Condition(a.Expr, vars)
 		switch {
 		case err != nil:
 			add("cannot be checked: %s", err)

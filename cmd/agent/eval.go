@@ -137,7 +137,8 @@ func (c *cli) startEvals(
 // findRun reads a run by its id.
 func findRun(ctx context.Context, s *session, id string) (evals.Run, error) {
 	if !uuidForm.MatchString(id) {
-		return evals.Run{}, &exitError{exitUsage, hint(fmt.Errorf("%.60q is not the id (uuid) of a run", id), "see agent eval ls")}
+		err := hint(fmt.Errorf("%.60q is not the id (uuid) of a run", id), "see agent eval ls")
+		return evals.Run{}, &exitError{exitUsage, err}
 	}
 	run, err := evals.GetRun(ctx, s.Pool, id)
 	if errors.Is(err, evals.ErrNotFound) {
@@ -250,7 +251,8 @@ func writeEvalReport(w io.Writer, r evals.Report) {
 	fmt.Fprintf(w, "\n%s, %s, %d tokens\n", r.Status, human.Money(r.CostUSD), r.Tokens)
 	if r.Comparison != nil {
 		fmt.Fprintf(w, "%s: %+.2f (%.2f to %.2f) against run %s of version %d, %s\n", r.Comparison.Answer,
-			r.Comparison.Difference, r.Difference.Low, r.Difference.High, r.Against.ID, r.Against.Version, printable(r.Against.Model))
+			r.Comparison.Difference, r.Difference.Low, r.Difference.High, r.Against.ID, r.Against.Version,
+			printable(r.Against.Model))
 	}
 	if r.Control.Answer == stats.Better || r.Control.Answer == stats.Worse {
 		fmt.Fprintln(w, "warning: the even trials of this run differ from its odd ones; do not trust a comparison")
@@ -299,7 +301,8 @@ func writeJUnit(path string, reports []evals.Report) error {
 		suite := junitSuite{Name: r.Suite, Tests: len(r.TrialRows)}
 		for _, t := range r.TrialRows {
 			one := junitCase{
-				Class: r.Suite, Name: fmt.Sprintf("%s #%d", t.Case, t.Trial), Seconds: fmt.Sprintf("%.3f", float64(t.DurationMS)/1000),
+				Class: r.Suite, Name: fmt.Sprintf("%s #%d", t.Case, t.Trial),
+				Seconds: fmt.Sprintf("%.3f", float64(t.DurationMS)/1000),
 			}
 			said := &junitMessage{strings.Join(t.Reasons, "; "), "trace " + t.TraceID}
 			switch t.Verdict {
@@ -380,7 +383,8 @@ func (c *cli) listRuns(ctx context.Context, s *session, suite string) error {
 	if err != nil {
 		return err
 	}
-	return printRows(c, runs, "", "no run", []string{"RUN", "EVAL", "VERSION", "AGENT", "MODEL", "TRIALS", "BEGAN", "RESULT"},
+	heading := []string{"RUN", "EVAL", "VERSION", "AGENT", "MODEL", "TRIALS", "BEGAN", "RESULT"}
+	return printRows(c, runs, "", "no run", heading,
 		func(r evals.Run) []string {
 			return []string{
 				r.ID, r.Suite, fmt.Sprint(r.Version), fmt.Sprintf("%s %d", r.Agent, r.AgentVersion), r.Model, fmt.Sprint(r.Trials),

@@ -1,15 +1,15 @@
 // Package runner plays the trials of evals.
 //
 // A trial is one execution of the flow "eval", under a trace of the surface eval. It runs the reasoning loop for the
-// pinned version of an agent inside a [reason.Sandbox]: skills are stubs, memory is an overlay, approvals are scripted and
-// the time is the case's. A call without a stub is refused, and the trial has diverged. The database refuses rows of such a
-// trace in whatever leaves, wakes something or is remembered.
+// pinned version of an agent inside a [reason.Sandbox]: skills are stubs, memory is an overlay, approvals are
+// scripted and the time is the case's. A call without a stub is refused, and the trial has diverged. The database
+// refuses rows of such a trace in whatever leaves, wakes something or is remembered.
 //
 // Each model call reserves its worst case in the budget of the run, so concurrent trials cannot exceed it together. A
 // trial that finds the budget used up is undecided.
 //
-// A trial survives its process, like every execution: model calls that were answered are not paid again. [Runner.Work]
-// of another process continues a run.
+// A trial survives its process, like every execution: model calls that were answered are not paid again.
+// [Runner.Work] of another process continues a run.
 package runner
 
 import (
@@ -130,7 +130,8 @@ func (r *Runner) turn(
 	sandbox.Agent, sandbox.Version, sandbox.Model = run.Agent, run.AgentVersion, run.Model
 	sandbox.Budget = budgets.Scope{Name: "eval:" + run.ID, Limit: budgets.Limit{USD: suite.Budget.CostUSD}}
 	loop := &reason.Loop{
-		Pool: r.Pool, Model: r.Model, Skills: r.Skills, Agents: r.Agents, Logger: r.Logger, Budget: r.Budget, Sandbox: sandbox,
+		Pool: r.Pool, Model: r.Model, Skills: r.Skills, Agents: r.Agents, Logger: r.Logger, Budget: r.Budget,
+		Sandbox: sandbox,
 	}
 	surface := r.surface(suite)
 	last := len(c.Messages) - 1

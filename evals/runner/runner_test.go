@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"log/slog"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -55,7 +56,8 @@ func newWorld(t *testing.T) *world {
 		_, err := skills.Put(t.Context(), w.pool, skills.Definition{
 			Name: name, Description: name, Handler: "builtin:" + name, Scope: skills.ScopeBoth, Trust: trust,
 			Parameters: map[string]any{
-				"type": "object", "required": []any{"order"}, "properties": map[string]any{"order": map[string]any{"type": "integer"}},
+				"type": "object", "required": []any{"order"},
+				"properties": map[string]any{"order": map[string]any{"type": "integer"}},
 			},
 		}, skills.SourceWorkspace)
 		require.NoError(t, err)
@@ -67,9 +69,7 @@ func newWorld(t *testing.T) *world {
 	require.NoError(t, err)
 	directory := &agents.Directory{Settings: agents.Settings{Name: "agent", Model: "gpt-4o-mini"}}
 	all := builtins.New(w.pool, directory, nil)
-	for name, f := range own {
-		all[name] = f
-	}
+	maps.Copy(all, own)
 	registry, err := skills.New(skills.Options{Builtins: all, Pool: w.pool})
 	require.NoError(t, err)
 	both := []string{skills.ScopeInternal, skills.ScopeExternal}
@@ -142,7 +142,8 @@ func orders() evals.Definition {
 			Memory: map[string]any{"policy/returns": "14 days"},
 			Expect: []evals.Expectation{
 				{Called: &evals.Called{Skill: "check_order", Args: map[string]any{"order": 7}, Times: 1}},
-				{NotCalled: []string{"refund"}}, {Answer: &evals.Answer{Contains: "not due", MaxWords: 5}},
+				{NotCalled: []string{"refund"}},
+				{Answer: &evals.Answer{Contains: "not due", MaxWords: 5}},
 				{Within: &evals.Within{Iterations: 2, Latency: "1h"}},
 			},
 		},
@@ -155,7 +156,8 @@ func orders() evals.Definition {
 			Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "not due"}}},
 		},
 		{
-			Name: "denied", Messages: ask("refund 7"), Expect: []evals.Expectation{{ApprovalAsked: "refund"}, {Exact: []string{}}},
+			Name: "denied", Messages: ask("refund 7"),
+			Expect: []evals.Expectation{{ApprovalAsked: "refund"}, {Exact: []string{}}},
 		},
 		{
 			Name: "approved", Messages: ask("refund 7"), Approvals: map[string]string{"refund": evals.Approve},
@@ -207,10 +209,11 @@ func TestATrialIsJudgedByWhatTheAgentSaidAndCalled(t *testing.T) {
 		t.Errorf("the run is %s, and %d calls reached a real skill", report.Status, w.real.Load())
 	}
 	for _, r := range w.model.Requests() {
-		if !strings.Contains(r.Messages[0].Content, "You are Nora.") || !strings.HasPrefix(r.Messages[0].Content, "Be kind.") {
-			t.Errorf("the system message is %q", r.Messages[0].Content)
+		system := r.Messages[0].Content
+		if !strings.Contains(system, "You are Nora.") || !strings.HasPrefix(system, "Be kind.") {
+			t.Errorf("the system message is %q", system)
 		}
-		if last := r.Messages[1].Content; strings.Contains(last, "order 7?") && strings.Contains(r.Messages[0].Content, "14 days") &&
+		if last := r.Messages[1].Content; strings.Contains(last, "order 7?") && strings.Contains(system, "14 days") &&
 			!strings.Contains(last, "Tuesday 2026-11-24 10:00") {
 			t.Errorf("the case with pinned memory has another time: %q", last)
 		}
@@ -242,12 +245,13 @@ func TestMemoryOfACaseIsReadAndWrittenInItsOverlayOnly(t *testing.T) {
 func TestTrialsTogetherStayWithinTheBudgetOfTheirRun(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	w.script(func(string, []string) modeltest.Reply {
-		return modeltest.Text("Hello.").WithUsage(100, 4000, 0)
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		return modeltest.Text("Hello.").WithUsage(100, min(4000, max(req.MaxTokens, req.MaxCompletionTokens)), 0)
 	})
-	d := evals.Definition{Name: "costly", Agent: "sales", Trials: 20, Budget: evals.Budget{CostUSD: 0.01}, Cases: []evals.Case{{
-		Name: "hello", Messages: ask("hello"), Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "hello"}}},
-	}}}
+	d := evals.Definition{Name: "costly", Agent: "sales", Trials: 20, Budget: evals.Budget{CostUSD: 0.01},
+		Cases: []evals.Case{{
+			Name: "hello", Messages: ask("hello"), Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "hello"}}},
+		}}}
 	report := w.run(t, d, runner.Options{})
 	c := report.Cases[0]
 	if report.Status != evals.Undecided || c.Passed == 0 || c.Undecided == 0 || report.CostUSD > 0.01 {
@@ -334,7 +338,7 @@ func TestAWorseModelIsToldFromTheOneBefore(t *testing.T) {
 		return modeltest.Text("yes")
 	})
 	d := evals.Definition{Name: "yes", Agent: "sales", Trials: 1, Gate: evals.Gate{Margin: 0.05}}
-	for _, name := range strings.Split("abcdefgh", "") {
+	for name := range strings.SplitSeq("abcdefgh", "") {
 		d.Cases = append(d.Cases, evals.Case{
 			Name: name, Messages: ask(name), Expect: []evals.Expectation{{Answer: &evals.Answer{Expr: `answer == "yes"`}}},
 		})
@@ -349,9 +353,10 @@ func TestAWorseModelIsToldFromTheOneBefore(t *testing.T) {
 	}
 }
 
-// What a trial may write: its own execution and its log, and the results of evals.
-var own = []string{
-	"agent_executions", "agent_checkpoints", "agent_activity", "agent_activity_open", "agent_prompts", "agent_prompt_parts",
+// written are the tables that a trial may write: its own execution and its log, and the results of evals.
+var written = []string{
+	"agent_executions", "agent_checkpoints", "agent_activity", "agent_activity_open", "agent_prompts",
+	"agent_prompt_parts",
 	"agent_budgets", "agent_budget_reservations", "agent_eval_runs", "agent_eval_trials", "agent_evals", "agent_workers",
 	"agent_activity_uncounted", "agent_status_changes", "agent_claims_lost",
 }
@@ -405,7 +410,7 @@ func digests(t *testing.T, pool *pgxpool.Pool) map[string]string {
 	for _, table := range pgtest.Column[string](t, pool, `
 		select c.relname from pg_class c where c.relnamespace = 'public'::regnamespace and c.relkind in ('r', 'p')
 		   and not c.relispartition order by 1`) {
-		if !slices.Contains(own, table) {
+		if !slices.Contains(written, table) {
 			sums[table] = pgtest.Value[string](t, pool, `select coalesce(md5(string_agg(x::text, '' order by x::text)), '') from `+table+` x`)
 		}
 	}

@@ -116,7 +116,8 @@ func (r *Runner) decide(ctx context.Context, run evals.Run, timedOut bool) error
 		update agent_eval_runs r
 		   set finished_at = clock_timestamp(),
 		       status = (select case when bool_or(t.verdict in ('fail', 'diverged', 'error')) then 'failed'
-		                             when bool_or(t.verdict = 'undecided' or t.verdict is null) then 'undecided' else 'passed' end
+		                             when bool_or(t.verdict = 'undecided' or t.verdict is null) then 'undecided'
+		                             else 'passed' end
 		                   from agent_eval_trials t where t.run_id = r.id)
 		 where id = @id and finished_at is null`, postgres.Strict{"id": run.ID})
 	if err != nil {

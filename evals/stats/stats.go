@@ -1,10 +1,10 @@
 // Package stats compares the results of evals: a number of passes per case.
 //
-// [Wilson] is the 95 % interval of a case's pass rate, and [PassK] the chance that k trials in a row pass (pass^k, arXiv
-// 2406.12045). [Compare] compares two versions by the differences of their rates per case (arXiv 2411.00640). Its test
-// flips the signs of the differences: if both versions are equal, every difference is as likely positive as negative.
-// The null distribution is exact, not sampled. A comparison may be repeated as trials arrive. The number of looks must
-// be declared beforehand, because each look gets an equal part of the error rate.
+// [Wilson] is the 95 % interval of a case's pass rate, and [PassK] the chance that k trials in a row pass (pass^k,
+// arXiv 2406.12045). [Compare] compares two versions by the differences of their rates per case (arXiv 2411.00640).
+// Its test flips the signs of the differences: if both versions are equal, every difference is as likely positive as
+// negative. The null distribution is exact, not sampled. A comparison may be repeated as trials arrive. The number of
+// looks must be declared beforehand, because each look gets an equal part of the error rate.
 //
 // The answer can be undecided. [Control] compares a run with itself and must find no difference.
 //
