@@ -3,6 +3,7 @@ package api_test
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"regexp"
@@ -411,6 +412,10 @@ func TestOpenAPIOperationsAreComplete(t *testing.T) {
 	t.Parallel()
 	a := withEndpoints(t)
 	schemes := a.doc["components"].(map[string]any)["securitySchemes"].(map[string]any)
+	tags := fmt.Sprint(a.doc["tags"])
+	if a.doc["servers"] == nil {
+		t.Error("no server is named")
+	}
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		for method, described := range methods.(map[string]any) {
 			op := described.(map[string]any)
@@ -431,8 +436,12 @@ func TestOpenAPIOperationsAreComplete(t *testing.T) {
 					}
 				}
 			}
-			if op["description"] == "" || op["operationId"] == "" {
-				t.Errorf("%s is not described", at)
+			summary, _ := op["summary"].(string)
+			if op["description"] == "" || op["operationId"] == "" || summary == "" || len(summary) > 100 {
+				t.Errorf("%s is not described, or its summary is too long: %q", at, summary)
+			}
+			if tag := op["tags"].([]any)[0]; !strings.Contains(tags, fmt.Sprintf("name:%s]", tag)) {
+				t.Errorf("%s: the tag %s is not declared", at, tag)
 			}
 			a.answersOf(at, path, method, op["responses"].(map[string]any))
 		}

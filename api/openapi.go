@@ -3,9 +3,11 @@ package api
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
 	"reflect"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode"
@@ -51,8 +53,10 @@ func document(table []route) object {
 	s.schema(reflect.TypeFor[problem.Problem]())
 	return object{
 		"openapi": "3.1.0",
+		"servers": []object{{"url": "/"}},
+		"tags":    tags(table),
 		"info": object{
-			"title": "Lanekeeper", "version": "1",
+			"title": "Lanekeeper", "version": "1", "license": object{"name": "Apache-2.0", "identifier": "Apache-2.0"},
 			"description": "The agent's state and history, admin actions, and the surfaces. Errors are RFC 9457 problems, " +
 				"or OpenAI's error objects for its clients.",
 		},
@@ -77,7 +81,7 @@ func plainPath(pattern string) string {
 func (s *schemas) operation(rt route) object {
 	op := object{
 		"operationId": operationID(rt), "description": rt.about, "parameters": s.parameters(rt), "responses": s.responses(rt),
-		"security": []object{},
+		"security": []object{}, "tags": []string{tagOf(rt)}, "summary": summary(rt.about),
 	}
 	switch rt.access {
 	case Admin:
@@ -93,6 +97,41 @@ func (s *schemas) operation(rt route) object {
 		}
 	}
 	return op
+}
+
+// tagOf returns the tag of a route: its first word behind /v1.
+func tagOf(rt route) string {
+	words := strings.Split(strings.TrimPrefix(rt.path, "/v1"), "/")
+	return words[1]
+}
+
+// tags lists the tags of all operations.
+func tags(table []route) (list []object) {
+	names := map[string]bool{}
+	for _, rt := range table {
+		if !rt.page {
+			names[tagOf(rt)] = true
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(names)) {
+		list = append(list, object{"name": name, "description": "Routes of " + name + "."})
+	}
+	return list
+}
+
+// summaryLength bounds a summary in characters.
+const summaryLength = 80
+
+// summary returns the first sentence of a description, or its beginning.
+func summary(about string) string {
+	sentence, _, _ := strings.Cut(about, ". ")
+	sentence, _, _ = strings.Cut(sentence, ": ")
+	sentence = strings.TrimSuffix(sentence, ".")
+	if runes := []rune(sentence); len(runes) > summaryLength {
+		cut := string(runes[:summaryLength])
+		return strings.TrimRight(cut[:strings.LastIndexByte(cut, ' ')], ",;") + " …"
+	}
+	return sentence
 }
 
 // operationID joins method and path into one word.
