@@ -21,6 +21,8 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // A command with --server runs in the process of the server, with the server's database and settings. It is the same
@@ -42,12 +44,83 @@ var sentVariables = []string{
 	"AGENT_OUTPUT", "AGENT_LOG_LEVEL", "AGENT_LOG_FORMAT", "NO_COLOR", "CLICOLOR_FORCE", "TERM",
 }
 
-// remoteCommands run on a server, with all commands below them, except localCommands.
-var remoteCommands = []string{
-	"activity", "agents", "apply", "approvals", "automations", "channels", "chat", "doctor", "documents", "executions",
-	"flows", "heartbeat", "lanes", "mcp accept", "mcp ls", "mcp offer", "mcp show", "mcp sync", "mcp withdraw", "memory",
-	"models", "objectives", "operate", "pause", "principals", "requests", "resume", "retention", "selfheal", "sessions",
-	"skills", "threads", "tokens", "trace", "version", "webhooks", "why",
+// remoteCommands run on a server, with all commands below them, except localCommands. Each has the scope that its caller
+// needs, which is that of its HTTP route.
+var remoteCommands = map[string]principals.Scope{
+	"activity":           principals.RunsRead,
+	"agents":             principals.RunsRead,
+	"apply":              principals.Administer,
+	"approvals":          principals.ApprovalsDecide,
+	"approvals ls":       principals.ApprovalsRead,
+	"approvals show":     principals.ApprovalsRead,
+	"automations":        principals.Operate,
+	"automations dead":   principals.RunsRead,
+	"automations ls":     principals.RunsRead,
+	"automations runs":   principals.RunsRead,
+	"automations show":   principals.RunsRead,
+	"channels":           principals.Administer,
+	"channels ls":        principals.RunsRead,
+	"channels show":      principals.RunsRead,
+	"chat":               principals.ThreadsWrite,
+	"doctor":             principals.Operate,
+	"documents":          principals.ThreadsWrite,
+	"documents get":      principals.ThreadsRead,
+	"documents ls":       principals.ThreadsRead,
+	"documents show":     principals.ThreadsRead,
+	"executions":         principals.RunsWrite,
+	"executions ls":      principals.RunsRead,
+	"executions show":    principals.RunsRead,
+	"executions status":  principals.RunsRead,
+	"executions stuck":   principals.RunsRead,
+	"executions waiting": principals.RunsRead,
+	"flows":              principals.RunsRead,
+	"heartbeat":          principals.Operate,
+	"lanes":              principals.Operate,
+	"lanes ls":           principals.RunsRead,
+	"mcp accept":         principals.Administer,
+	"mcp ls":             principals.RunsRead,
+	"mcp offer":          principals.Administer,
+	"mcp show":           principals.RunsRead,
+	"mcp sync":           principals.Operate,
+	"mcp withdraw":       principals.Administer,
+	"memory":             principals.ThreadsWrite,
+	"memory conflicts":   principals.ThreadsRead,
+	"memory get":         principals.ThreadsRead,
+	"memory ls":          principals.ThreadsRead,
+	"memory search":      principals.ThreadsRead,
+	"memory stats":       principals.ThreadsRead,
+	"models":             principals.RunsRead,
+	"models check":       principals.Operate,
+	"objectives":         principals.RunsWrite,
+	"objectives ls":      principals.RunsRead,
+	"objectives show":    principals.RunsRead,
+	"operate":            principals.Operate,
+	"pause":              principals.Operate,
+	"principals":         principals.Administer,
+	"requests":           principals.RunsWrite,
+	"requests ls":        principals.RunsRead,
+	"requests show":      principals.RunsRead,
+	"resume":             principals.Operate,
+	"retention":          principals.Administer,
+	"selfheal":           principals.Operate,
+	"sessions":           principals.Administer,
+	"skills":             principals.Operate,
+	"skills ls":          principals.RunsRead,
+	"skills show":        principals.RunsRead,
+	"threads":            principals.ThreadsWrite,
+	"threads access":     principals.ThreadsRead,
+	"threads locks":      principals.ThreadsRead,
+	"threads ls":         principals.ThreadsRead,
+	"threads show":       principals.ThreadsRead,
+	"tokens":             principals.Administer,
+	"trace":              principals.RunsRead,
+	"version":            principals.Authenticated,
+	"webhooks":           principals.Operate,
+	"webhooks endpoints": principals.RunsRead,
+	"webhooks ls":        principals.RunsRead,
+	"webhooks show":      principals.RunsRead,
+	"webhooks targets":   principals.RunsRead,
+	"why":                principals.RunsRead,
 }
 
 // localCommands need this machine. An empty reason means that they ignore --server.
@@ -68,21 +141,25 @@ var localCommands = map[string]string{
 	"serve":       "it runs the agent",
 }
 
-// place reports where a command runs. listed is false for a command in neither list, which runs on this machine.
-func place(cmd *cobra.Command) (remote bool, reason string, listed bool) {
+// place reports where a command runs: on a server, for callers with the scope, or on this machine, for the reason. listed
+// is false for a command in neither list, which runs on this machine.
+func place(cmd *cobra.Command) (scope principals.Scope, reason string, listed bool) {
 	name := commandName(cmd)
 	for {
 		if reason, is := localCommands[name]; is {
-			return false, reason, true
+			return "", reason, true
 		}
-		if slices.Contains(remoteCommands, name) {
-			return true, "", true
+		if scope := remoteCommands[name]; scope != "" {
+			if f := cmd.Flags().Lookup("prompts"); f != nil && f.Changed { // the texts of threads
+				scope = principals.ThreadsRead
+			}
+			return scope, "", true
 		}
 		if i := strings.LastIndexByte(name, ' '); i >= 0 {
 			name = name[:i]
 			continue
 		}
-		return false, "it is not offered by servers", false
+		return "", "it is not offered by servers", false
 	}
 }
 
@@ -101,11 +178,14 @@ func (c *cli) routeCommands(cmd *cobra.Command) {
 		return
 	}
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
-		remote, reason, _ := place(cmd)
+		scope, reason, _ := place(cmd)
+		remote := scope != ""
 		onlyHelp := cmd.HasSubCommands() && remote && cmd.Annotations["group"] != ""
 		switch {
 		case c.host != nil && !remote:
 			return usageError("%s runs only on the machine of the caller", cmd.CommandPath())
+		case c.host != nil && !mayRun(cmd.Context(), scope):
+			return forbidden(cmd, scope)
 		case c.host != nil || c.server == "" || onlyHelp || !remote && reason == "":
 			return local(cmd, args)
 		case !remote:
@@ -114,6 +194,20 @@ func (c *cli) routeCommands(cmd *cobra.Command) {
 		}
 		return c.runRemote(cmd, args)
 	}
+}
+
+// mayRun reports whether the caller of a command has its scope.
+func mayRun(ctx context.Context, scope principals.Scope) bool {
+	caller := principals.From(ctx)
+	return caller != nil && caller.May(scope)
+}
+
+func forbidden(cmd *cobra.Command, scope principals.Scope) error {
+	who := "the caller"
+	if caller := principals.From(cmd.Context()); caller != nil {
+		who = fmt.Sprintf("%s (role %s)", caller.Name, caller.Role)
+	}
+	return fmt.Errorf("%s needs the scope %s, which %s does not have here", cmd.CommandPath(), scope, who)
 }
 
 // commandRequest is the body of a command: its arguments, and what it needs of the caller's machine.

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // remote starts agent serve and returns the program that sends its commands there, with nothing but a token.
@@ -208,18 +209,60 @@ func TestRemoteCommandsAreBoundedAndPanicsEndOnlyTheCommand(t *testing.T) {
 	host := newCommandHost(&cli{environ: map[string]string{}}, &session{}) // without a database every query panics
 	send := func() *httptest.ResponseRecorder {
 		w := httptest.NewRecorder()
-		host.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, commandsPath,
+		ctx := principals.WithCaller(t.Context(), principals.RootCaller(), "http")
+		host.ServeHTTP(w, httptest.NewRequestWithContext(ctx, http.MethodPost, commandsPath,
 			strings.NewReader(`{"args":["skills","ls","--json"]}`)))
 		return w
 	}
 	got := send().Body.String()
 	assert.Contains(t, got, `{"exit":1}`)
+	for line := range strings.Lines(got) {
+		var f commandFrame
+		require.NoError(t, json.Unmarshal([]byte(line), &f))
+		if len(f.Err) > 0 {
+			assert.Contains(t, string(f.Err), "internal error")
+		}
+	}
 	for range maxCommands {
 		host.slots <- struct{}{}
 	}
 	if w := send(); w.Code != http.StatusTooManyRequests || w.Header().Get("Retry-After") == "" {
 		t.Errorf("one command too many: %d %s", w.Code, w.Body)
 	}
+}
+
+// A command needs the scope of its route, and its changes name the caller.
+func TestRemoteCommandsNeedTheScopeOfTheirRoute(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	far, _ := newProgram(t, url).remote()
+	db := connect(t, url)
+	as := func(role principals.Role, scopes ...string) program {
+		name := strings.Join(append([]string{string(role)}, scopes...), "-")
+		name = strings.NewReplacer(":", "", "*", "all").Replace(name)
+		_, err := principals.Create(t.Context(), db, principals.New{Name: name, Kind: principals.Service, Role: role})
+		require.NoError(t, err)
+		_, secret, err := principals.MakeToken(t.Context(), db, principals.NewToken{Principal: name, Scopes: scopes})
+		require.NoError(t, err)
+		return newProgramWithoutDatabase(t, far.environ[0], "AGENT_TOKEN="+secret)
+	}
+	viewer, operator, narrow := as(principals.Viewer, "*"), as(principals.Operator, "*"), as(principals.Admin, "runs:read")
+	viewer.must("skills", "ls")
+	viewer.must("version")
+	for _, args := range [][]string{
+		{"skills", "disable", "recall"}, {"threads", "ls"}, {"trace", "last", "--prompts"},
+		{"approvals", "approve", "01890000-0000-7000-8000-000000000000"},
+		{"memory", "ls"}, {"operate", "hello"}, {"apply", "."},
+	} {
+		if args[0] == "apply" {
+			args[1] = caretaker
+		}
+		viewer.fails(1, "which viewer-all (role viewer) does not have here", args...)
+	}
+	narrow.fails(1, "needs the scope operate", "skills", "disable", "recall")
+	operator.fails(1, "needs the scope admin", "apply", caretaker)
+	operator.must("skills", "disable", "recall", "--reason", "r")
+	pgtest.Equal(t, db, "operator-all cli", `select concat_ws(' ', actor, via) from agent_audit where act = 'disable_skill'`)
 }
 
 func TestRemoteInterruptCancelsTheTurn(t *testing.T) {

@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
@@ -75,7 +76,11 @@ func (h *commandHost) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if out.send(commandFrame{Version: buildVersion()}) != nil {
 		return // the caller is gone
 	}
-	code := h.run(r.Context(), req, folder, out)
+	ctx := r.Context()
+	if caller := principals.From(ctx); caller != nil {
+		ctx = principals.WithCaller(ctx, caller, "cli")
+	}
+	code := h.run(ctx, req, folder, out)
 	_ = out.send(commandFrame{Exit: &code}) // a caller that is gone needs no exit code
 	out.end()
 }
@@ -262,19 +267,19 @@ func (c *cli) checkSentWorkspace(ctx context.Context, s *session, files workspac
 		if len(d.Definition.Command) > 0 {
 			reasons["mcp_server "+d.Definition.Name] = "it runs a program on the server"
 		}
-		forbidden(reasons, "mcp_server "+d.Definition.Name, d.Definition)
+		notePrivileged(reasons, "mcp_server "+d.Definition.Name, d.Definition)
 	}
 	for _, d := range files.Databases {
-		forbidden(reasons, "database "+d.Definition.Name, d.Definition)
+		notePrivileged(reasons, "database "+d.Definition.Name, d.Definition)
 	}
 	for _, d := range files.Skills {
-		forbidden(reasons, "skill "+d.Definition.Name, d.Definition)
+		notePrivileged(reasons, "skill "+d.Definition.Name, d.Definition)
 	}
 	for _, d := range files.Webhooks {
-		forbidden(reasons, "webhook "+d.Definition.Name, d.Definition)
+		notePrivileged(reasons, "webhook "+d.Definition.Name, d.Definition)
 	}
 	for _, d := range files.Targets {
-		forbidden(reasons, "webhook_target "+d.Definition.Name, d.Definition)
+		notePrivileged(reasons, "webhook_target "+d.Definition.Name, d.Definition)
 	}
 	if len(reasons) == 0 {
 		return nil
@@ -293,8 +298,8 @@ func (c *cli) checkSentWorkspace(ctx context.Context, s *session, files workspac
 	return nil
 }
 
-// forbidden notes a reference of a document to a secret setting of the server or to a file.
-func forbidden(reasons map[string]string, name string, definition any) {
+// notePrivileged notes a reference of a document to a secret setting of the server or to a file.
+func notePrivileged(reasons map[string]string, name string, definition any) {
 	var text bytes.Buffer
 	encoder := json.NewEncoder(&text)
 	encoder.SetEscapeHTML(false)

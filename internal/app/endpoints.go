@@ -69,8 +69,8 @@ func (a *App) commandEndpoints() []api.Endpoint {
 		return nil
 	}
 	return []api.Endpoint{{
-		Method: "POST", Path: "/v1/commands", Access: api.Admin, Scope: principals.Administer, Body: json.RawMessage{},
-		Response:    json.RawMessage{},
+		Method: "POST", Path: "/v1/commands", Access: api.Admin, Scope: principals.Authenticated, // each command has its own
+		Body: json.RawMessage{}, Response: json.RawMessage{},
 		ContentType: "application/x-ndjson", Stream: true, Finite: true, MaxBody: maxCommand, Handler: a.Commands,
 		About: "Run a command of agent --server in this process: {args, environ, stdin, files, folder, width, out_terminal, " +
 			"err_terminal}. The response is one JSON object a line: {version}, {out}, {err} and {file} in base64, {} to keep " +
