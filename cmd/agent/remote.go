@@ -44,8 +44,8 @@ var sentVariables = []string{
 	"AGENT_OUTPUT", "AGENT_LOG_LEVEL", "AGENT_LOG_FORMAT", "NO_COLOR", "CLICOLOR_FORCE", "TERM",
 }
 
-// remoteCommands run on a server, with all commands below them, except localCommands. Each has the scope that its caller
-// needs, which is that of its HTTP route.
+// remoteCommands run on a server, with all commands below them, except localCommands. Each has the scope that its
+// caller needs, which is that of its HTTP route.
 var remoteCommands = map[string]principals.Scope{
 	"activity":           principals.RunsRead,
 	"agents":             principals.RunsRead,
@@ -141,8 +141,8 @@ var localCommands = map[string]string{
 	"serve":       "it runs the agent",
 }
 
-// place reports where a command runs: on a server, for callers with the scope, or on this machine, for the reason. listed
-// is false for a command in neither list, which runs on this machine.
+// place reports where a command runs: on a server, for callers with the scope, or on this machine, for the reason.
+// listed is false for a command in neither list, which runs on this machine.
 func place(cmd *cobra.Command) (scope principals.Scope, reason string, listed bool) {
 	name := commandName(cmd)
 	for {

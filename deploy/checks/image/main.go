@@ -170,7 +170,8 @@ func configure(image v1.Image, dockerfile, arch string) (v1.Image, error) {
 			c.Cmd = one.CmdLine
 		}
 	}
-	return mutate.ConfigFile(mutate.MediaType(image, "application/vnd.oci.image.manifest.v1+json"), withConfig(image, c, arch))
+	image = mutate.MediaType(image, "application/vnd.oci.image.manifest.v1+json")
+	return mutate.ConfigFile(image, withConfig(image, c, arch))
 }
 
 // withConfig returns the configuration file of an image.
