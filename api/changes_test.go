@@ -303,10 +303,14 @@ func TestEveryChangeIsAudited(t *testing.T) {
 		{"PUT /v1/retention", "", `{"keep":{"activity":"90d"},"reason":"why not"}`, "rows: "},
 		{"POST /v1/principals", "", `{"name":"anna","role":"viewer","reason":"why not"}`, "principal anna"},
 		{"PATCH /v1/principals/{id}", "anna", `{"role":"approver","reason":"why not"}`, "principal anna"},
-		{"POST /v1/principals/{id}/identities", "anna", `{"issuer":"slack:T","subject":"U1","reason":"why not"}`,
-			"principal anna, identity U1"},
-		{"DELETE /v1/principals/{id}/identities", "anna", `{"issuer":"slack:T","subject":"U1","reason":"why not"}`,
-			"principal anna, identity U1"},
+		{
+			"POST /v1/principals/{id}/identities", "anna", `{"issuer":"slack:T","subject":"U1","reason":"why not"}`,
+			"principal anna, identity U1",
+		},
+		{
+			"DELETE /v1/principals/{id}/identities", "anna", `{"issuer":"slack:T","subject":"U1","reason":"why not"}`,
+			"principal anna, identity U1",
+		},
 		{"POST /v1/principals/{id}/login_links", "anna", because, "principal anna"},
 		{"POST /v1/tokens", "", `{"principal":"anna","scopes":["*"],"reason":"why not"}`, "principal anna, token "},
 		{"POST /v1/tokens/{id}/revoke", a.tokenOf("bert"), because, "principal bert, token "},

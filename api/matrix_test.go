@@ -156,8 +156,10 @@ func TestAWorkerReachesItsFlowsOnly(t *testing.T) {
 			{"beat", "PUT", at + "/lock/" + lock, ""},
 			{"beats", "PUT", "/v1/locks", fmt.Sprintf(`{"lock_ids":[%q]}`, lock)},
 			{"checkpoint", "POST", at + "/checkpoints", fmt.Sprintf(`{"lock_id":%q,"step":"s","output":1}`, lock)},
-			{"message", "POST", "/v1/threads/" + flow + "/messages",
-				fmt.Sprintf(`{"content":"hi","execution_id":%q,"lock_id":%q}`, id, lock)},
+			{
+				"message", "POST", "/v1/threads/" + flow + "/messages",
+				fmt.Sprintf(`{"content":"hi","execution_id":%q,"lock_id":%q}`, id, lock),
+			},
 			{"claim", "POST", "/v1/locks", fmt.Sprintf(`{"flows":[%q],"owner":"w2"}`, flow)},
 			{"release", "POST", at + "/lock/" + lock, `{"status":"completed"}`},
 		} {

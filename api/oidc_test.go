@@ -122,7 +122,8 @@ func TestLoginAtAnIssuer(t *testing.T) {
 	t.Parallel()
 	var handler http.Handler
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter,
-		r *http.Request) {
+		r *http.Request,
+	) {
 		handler.ServeHTTP(w, r)
 	}))
 	t.Cleanup(server.Close)
@@ -147,8 +148,10 @@ func TestLoginAtAnIssuer(t *testing.T) {
 		if err != nil || who.Role != role || p.me() != 200 {
 			t.Errorf("%s is %+v, %v", name, who, err)
 		}
-		if status, _, _ := p.do("GET", server.URL+"/v1/principals", nil); status != map[principals.Role]int{"admin": 200,
-			"approver": 403}[role] {
+		if status, _, _ := p.do("GET", server.URL+"/v1/principals", nil); status != map[principals.Role]int{
+			"admin":    200,
+			"approver": 403,
+		}[role] {
 			t.Errorf("%s lists principals: %d", name, status)
 		}
 		if name == "bert" {

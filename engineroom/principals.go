@@ -19,7 +19,8 @@ func (room *Room) principalsPage() page {
 			{name: "list", load: func(ctx context.Context, _ *visit) (any, error) { return principals.List(ctx, room.Pool) }},
 			{name: "create", load: func(context.Context, *visit) (any, error) { return principals.Roles(), nil }},
 			{name: "sessions", load: func(ctx context.Context, _ *visit) (any,
-				error) {
+				error,
+			) {
 				return principals.Sessions(ctx, room.Pool, "")
 			}},
 		},
@@ -93,8 +94,10 @@ func mayView(r *http.Request) error {
 // May lists the scopes of the viewer: the stylesheet hides the forms of others.
 func (s show) May() string {
 	if s.Who == nil {
-		return strings.Join((&principals.Caller{Principal: principals.Principal{Role: principals.Admin},
-			Scopes: []string{"*"}}).Effective(), " ")
+		return strings.Join((&principals.Caller{
+			Principal: principals.Principal{Role: principals.Admin},
+			Scopes:    []string{"*"},
+		}).Effective(), " ")
 	}
 	return strings.Join(s.Who.Effective(), " ")
 }

@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
-
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/agents"

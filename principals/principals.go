@@ -249,8 +249,10 @@ func act(ctx context.Context, db postgres.Beginner, name, reason string, about m
 }
 
 // reserved are names that the audit gives to others.
-var reserved = []string{Root, "admin", "agent", "sender", "visitor", "self-heal", "channel", "operate", "chat",
-	"heartbeat"}
+var reserved = []string{
+	Root, "admin", "agent", "sender", "visitor", "self-heal", "channel", "operate", "chat",
+	"heartbeat",
+}
 
 // New describes a principal.
 type New struct {
@@ -316,7 +318,8 @@ func SetRole(ctx context.Context, db postgres.Beginner, name string, role Role, 
 
 // SetEnabled disables a principal, with its tokens and sessions, or enables it again.
 func SetEnabled(ctx context.Context, db postgres.Beginner, name string, enabled bool, reason string) (Principal,
-	error) {
+	error,
+) {
 	verb := "disable_principal"
 	if enabled {
 		verb = "enable_principal"

@@ -26,7 +26,8 @@ func create(t *testing.T, db *pgxpool.Pool, name, kind string, role principals.R
 }
 
 func makeToken(t *testing.T, db *pgxpool.Pool, of string, life time.Duration, scopes ...string) (principals.Token,
-	string) {
+	string,
+) {
 	t.Helper()
 	made, text, err := principals.MakeToken(t.Context(), db, principals.NewToken{
 		Principal: of, Scopes: scopes, Life: life, Reason: "a test",
@@ -45,11 +46,17 @@ func TestRightsAreRoleAndScopes(t *testing.T) {
 	}{
 		"all of a viewer": {principals.User, principals.Viewer, []string{"*"}, "runs:read approvals:read"},
 		"narrowed admin":  {principals.User, principals.Admin, []string{"runs:read"}, "runs:read"},
-		"more than the role": {principals.User, principals.Viewer, []string{"runs:read", "admin", "operate"},
-			"runs:read"},
+		"more than the role": {
+			principals.User, principals.Viewer,
+			[]string{"runs:read", "admin", "operate"},
+			"runs:read",
+		},
 		"nobody": {principals.User, principals.None, []string{"*"}, ""},
-		"approver": {principals.User, principals.Approver, []string{"*"},
-			"runs:read threads:read approvals:read approvals:decide"},
+		"approver": {
+			principals.User, principals.Approver,
+			[]string{"*"},
+			"runs:read threads:read approvals:read approvals:decide",
+		},
 		"worker":                 {principals.Service, principals.None, []string{"work:external:sum*"}, "work:external:sum*"},
 		"user that would work":   {principals.User, principals.Operator, []string{"work:*"}, ""},
 		"service has no work":    {principals.Service, principals.Viewer, []string{"*"}, "runs:read approvals:read"},
@@ -67,8 +74,10 @@ func TestRightsAreRoleAndScopes(t *testing.T) {
 	worker := principals.Caller{
 		Principal: principals.Principal{Kind: principals.Service}, Scopes: []string{"work:external:sum*"},
 	}
-	for flow, want := range map[string]bool{"external:sum": true, "external:sum2": true, "external:other": false,
-		"external": false} {
+	for flow, want := range map[string]bool{
+		"external:sum": true, "external:sum2": true, "external:other": false,
+		"external": false,
+	} {
 		assert.Equal(t, want, worker.MayWork(flow))
 	}
 }
@@ -92,8 +101,10 @@ func TestATokenEndsAtOnce(t *testing.T) {
 		secret); n > 0 {
 		t.Error("the secret is in the activity log")
 	}
-	for _, wrong := range []string{"", "lk_", "lk__", text + "A", text[:len(text)-1], "lk_" + made.ID + "_",
-		strings.ToUpper(text), text[3:]} {
+	for _, wrong := range []string{
+		"", "lk_", "lk__", text + "A", text[:len(text)-1], "lk_" + made.ID + "_",
+		strings.ToUpper(text), text[3:],
+	} {
 		if _, err := principals.ByToken(t.Context(), db, wrong); !errors.Is(err, principals.ErrNotFound) {
 			t.Errorf("%q: %v", wrong, err)
 		}
@@ -242,8 +253,10 @@ func TestChangesAreAudited(t *testing.T) {
 	db := pgtest.DB(t)
 	boss := &principals.Caller{Principal: principals.Principal{Name: "boss", Role: principals.Admin}, TokenID: "abc"}
 	ctx := principals.WithCaller(t.Context(), boss, "http")
-	_, err := principals.Create(ctx, db, principals.New{Name: "anna", Kind: principals.User, Role: principals.Viewer,
-		Reason: "new"})
+	_, err := principals.Create(ctx, db, principals.New{
+		Name: "anna", Kind: principals.User, Role: principals.Viewer,
+		Reason: "new",
+	})
 	require.NoError(t, err)
 	pgtest.Equal(t, db, "create_principal by boss with abc via http: new, principal anna",
 		`select act || ' by ' || actor || ' with ' || token_id || ' via ' || via || ': ' || reason || ', ' || object

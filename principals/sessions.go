@@ -189,7 +189,8 @@ func endSession(ctx context.Context, db postgres.DB, id string) (bool, error) {
 
 // MakeLink creates a login link of a principal and returns its secret, for /login?link=SECRET.
 func MakeLink(ctx context.Context, db postgres.Beginner, principal, reason string) (secret string, until time.Time,
-	err error) {
+	err error,
+) {
 	secret = rand.Text()
 	about := map[string]any{"principal": principal}
 	err = act(ctx, db, "create_login_link", reason, about, func(tx pgx.Tx) (any, error) {

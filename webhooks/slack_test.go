@@ -28,7 +28,9 @@ func TestSlackGetsATextWithALinkAtASecretAddress(t *testing.T) {
 	var log bytes.Buffer
 	out := &webhooks.Dispatcher{
 		Pool: pool, Client: client, Logger: slog.New(slog.NewTextHandler(&log, nil)), PublicURL: "https://agent.example.com/",
-		Getenv: func(name string) string { return map[string]string{"SLACK_URL": them.URL + "/services/T0/hidden"}[name] },
+		Getenv: func(name string) string {
+			return map[string]string{"SLACK_URL": them.URL + "/services/T0/hidden"}[name]
+		},
 	}
 	for _, event := range []string{
 		`'verdict.changed', '', '{"state": "degraded", "previous": "working", "why": [{"text": "flow <!channel> failing"}]}'`,

@@ -172,8 +172,13 @@ func TestForeignEvents(t *testing.T) {
 	w := newWorld(t, "socket")
 	w.fake.RetryAfter = patience
 	for _, extra := range []map[string]any{
-		{"bot_id": "B2"}, {"user": slacktest.BotUser}, {"subtype": "message_changed"}, {"user": ""},
-		{"type": "reaction_added"}, {"type": "an_event_of_next_year"}, {"user_team": "T2"},
+		{"bot_id": "B2"},
+		{"user": slacktest.BotUser},
+		{"subtype": "message_changed"},
+		{"user": ""},
+		{"type": "reaction_added"},
+		{"type": "an_event_of_next_year"},
+		{"user_team": "T2"},
 	} {
 		event := map[string]any{
 			"type": "message", "channel": "D1", "channel_type": "im", "user": "U1", "ts": "1.1", "text": "hi",

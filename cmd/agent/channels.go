@@ -61,10 +61,20 @@ func (c *cli) channelsShowCommand() *cobra.Command {
 					seen = formatTime(*x.SeenAt)
 				}
 				writeFields(w, "%-12s %s\n", [][2]string{
-					{"channel", x.Name}, {"type", x.Type}, {"agent", x.Agent}, {"state", x.Status()}, {"error", x.Error},
-					{"since", formatTime(x.StateAt)}, {"heard from", seen}, {"pairing", x.Pairing}, {"reports to", x.ReportTo},
-					{"waiting", fmt.Sprint(x.Waiting)}, {"queued", fmt.Sprint(x.Queued)}, {"maybe sent", fmt.Sprint(x.MaybeSent)},
-					{"failed", fmt.Sprint(x.Failed)}, {"to pair", fmt.Sprint(x.Pairings)},
+					{"channel", x.Name},
+					{"type", x.Type},
+					{"agent", x.Agent},
+					{"state", x.Status()},
+					{"error", x.Error},
+					{"since", formatTime(x.StateAt)},
+					{"heard from", seen},
+					{"pairing", x.Pairing},
+					{"reports to", x.ReportTo},
+					{"waiting", fmt.Sprint(x.Waiting)},
+					{"queued", fmt.Sprint(x.Queued)},
+					{"maybe sent", fmt.Sprint(x.MaybeSent)},
+					{"failed", fmt.Sprint(x.Failed)},
+					{"to pair", fmt.Sprint(x.Pairings)},
 				})
 			})
 		}),

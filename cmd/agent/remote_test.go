@@ -250,9 +250,13 @@ func TestRemoteCommandsNeedTheScopeOfTheirRoute(t *testing.T) {
 	viewer.must("skills", "ls")
 	viewer.must("version")
 	for _, args := range [][]string{
-		{"skills", "disable", "recall"}, {"threads", "ls"}, {"trace", "last", "--prompts"},
+		{"skills", "disable", "recall"},
+		{"threads", "ls"},
+		{"trace", "last", "--prompts"},
 		{"approvals", "approve", "01890000-0000-7000-8000-000000000000"},
-		{"memory", "ls"}, {"operate", "hello"}, {"apply", "."},
+		{"memory", "ls"},
+		{"operate", "hello"},
+		{"apply", "."},
 	} {
 		if args[0] == "apply" {
 			args[1] = caretaker

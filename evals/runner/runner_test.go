@@ -248,10 +248,12 @@ func TestTrialsTogetherStayWithinTheBudgetOfTheirRun(t *testing.T) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Text("Hello.").WithUsage(100, min(4000, max(req.MaxTokens, req.MaxCompletionTokens)), 0)
 	})
-	d := evals.Definition{Name: "costly", Agent: "sales", Trials: 20, Budget: evals.Budget{CostUSD: 0.01},
+	d := evals.Definition{
+		Name: "costly", Agent: "sales", Trials: 20, Budget: evals.Budget{CostUSD: 0.01},
 		Cases: []evals.Case{{
 			Name: "hello", Messages: ask("hello"), Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "hello"}}},
-		}}}
+		}},
+	}
 	report := w.run(t, d, runner.Options{})
 	c := report.Cases[0]
 	if report.Status != evals.Undecided || c.Passed == 0 || c.Undecided == 0 || report.CostUSD > 0.01 {

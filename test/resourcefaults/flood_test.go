@@ -24,7 +24,7 @@ import (
 )
 
 const (
-	largest     = 25 << 20 // bytes of a webhook
+	largest     = 25 << 20        // bytes of a webhook
 	floodBound  = 3 * time.Second // a busy machine; without limits answers take minutes
 	floodMemory = 200 << 20       // without limits 1.6 GB
 )
