@@ -246,7 +246,9 @@ func (s *server) methodNotAllowed(rows []route) http.Handler {
 		}
 	}
 	allow := strings.Join(methods, ", ")
-	closed := route{access: guarded.access, scopes: authenticated, openAI: guarded.openAI, page: guarded.page, foreign: true}
+	closed := route{
+		access: guarded.access, scopes: authenticated, openAI: guarded.openAI, page: guarded.page, foreign: true,
+	}
 	return s.authorize(closed, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Allow", allow)
 		s.writeError(w, r, closed, problem.New(http.StatusMethodNotAllowed, "method %.20s is not allowed; use %s",
@@ -257,7 +259,8 @@ func (s *server) methodNotAllowed(rows []route) http.Handler {
 // unknownV1Route returns 404 to admins and chat keys, because OpenAI clients try routes we lack.
 func (s *server) unknownV1Route() http.Handler {
 	visitor := route{openAI: true}
-	toAdmin := s.authorize(route{access: Admin, scopes: authenticated, foreign: true}, s.errorHandler(route{}, routeNotFound))
+	toAdmin := s.authorize(route{access: Admin, scopes: authenticated, foreign: true},
+		s.errorHandler(route{}, routeNotFound))
 	toVisitor := s.errorHandler(visitor, routeNotFound)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		key, has := bearer(r)

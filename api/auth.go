@@ -76,8 +76,11 @@ func (g *authenticator) isAdminToken(r *http.Request, text string) (is bool, err
 
 const whatToken = "a token lk_… or the admin token (AGENT_ADMIN_TOKEN)"
 
-// authenticatePrincipal accepts AGENT_ADMIN_TOKEN, an API token or, without an Authorization header, the session cookie.
-func (g *authenticator) authenticatePrincipal(w http.ResponseWriter, r *http.Request, rt route) (*principals.Caller, error) {
+// authenticatePrincipal accepts AGENT_ADMIN_TOKEN, an API token or, without an Authorization header, the session
+// cookie.
+func (g *authenticator) authenticatePrincipal(
+	w http.ResponseWriter, r *http.Request, rt route,
+) (*principals.Caller, error) {
 	if r.Header.Get("Authorization") == "" {
 		who, err := g.sessions.current(r)
 		if err != nil {
@@ -105,7 +108,9 @@ func (g *authenticator) authenticatePrincipal(w http.ResponseWriter, r *http.Req
 }
 
 // byToken finds the caller of an API token. A revoked one is no guess.
-func (g *authenticator) byToken(w http.ResponseWriter, r *http.Request, token string) (who *principals.Caller, err error) {
+func (g *authenticator) byToken(
+	w http.ResponseWriter, r *http.Request, token string,
+) (who *principals.Caller, err error) {
 	err = postgres.Again(r.Context(), func() error {
 		who, err = principals.ByToken(r.Context(), g.sessions.db, token)
 		return err

@@ -63,8 +63,9 @@ func accessEndpoints() []api.Endpoint {
 		},
 		{Method: "GET", Path: "/v1/models", About: "Models.", Access: api.Visitor, OpenAIErrors: true, Handler: h},
 		{
-			Method: "POST", Path: "/v1/operate", About: "Operate.", Access: api.Admin, Scope: principals.Operate, ContentType: "text/event-stream",
-			Stream: true, Handler: h,
+			Method: "POST", Path: "/v1/operate", About: "Operate.", Access: api.Admin, Scope: principals.Operate,
+			ContentType: "text/event-stream",
+			Stream:      true, Handler: h,
 		},
 		{Method: "POST", Path: "/webhooks/{endpoint}", About: "Webhooks.", Access: api.Public, Status: 202, Handler: h},
 		{
@@ -212,7 +213,9 @@ func TestWrongMethodChecksStrictestAccess(t *testing.T) {
 	h := http.HandlerFunc(echo)
 	a := withEndpoints(t,
 		api.Endpoint{Method: "GET", Path: "/v1/mixed", About: "Read.", Access: api.Public, Handler: h},
-		api.Endpoint{Method: "POST", Path: "/v1/mixed", About: "Write.", Access: api.Admin, Scope: principals.Operate, Handler: h},
+		api.Endpoint{
+			Method: "POST", Path: "/v1/mixed", About: "Write.", Access: api.Admin, Scope: principals.Operate, Handler: h,
+		},
 		api.Endpoint{Method: "PUT", Path: "/v1/mixed", About: "Write.", Access: api.Visitor, Handler: h})
 	for key, status := range map[string]int{"": 401, chatKey: 401, token: 405} {
 		a.checkProblem(a.raw("DELETE", "/v1/mixed", "", bearer(key)), status, "")
@@ -440,7 +443,8 @@ func TestLogoutRevokesCookie(t *testing.T) {
 	pool := pgtest.DB(t)
 	started, ended := make(chan struct{}), make(chan struct{})
 	live := api.Endpoint{
-		Method: "GET", Path: "/live/lanes", About: "Live.", Access: api.Admin, Scope: principals.Operate, Page: true, Stream: true,
+		Method: "GET", Path: "/live/lanes", About: "Live.", Access: api.Admin, Scope: principals.Operate, Page: true,
+		Stream:      true,
 		ContentType: "text/event-stream",
 		Handler: http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
 			close(started)
@@ -556,7 +560,9 @@ func withPages(t *testing.T) *agent {
 	pool := pgtest.DB(t)
 	h := http.HandlerFunc(echo)
 	row := func(method, path string, access api.Access) api.Endpoint {
-		return api.Endpoint{Method: method, Path: path, About: "A page.", Access: access, Scope: scopeFor(access), Page: true, Handler: h}
+		return api.Endpoint{
+			Method: method, Path: path, About: "A page.", Access: access, Scope: scopeFor(access), Page: true, Handler: h,
+		}
 	}
 	live := row("GET", "/live/lanes", api.Admin)
 	live.Stream, live.ContentType = true, "text/event-stream"
@@ -660,7 +666,10 @@ func TestOldCookieIsNotThrottled(t *testing.T) {
 			h, err := api.New(api.Options{
 				Pool: pool, Engine: engine(t, pool), AdminToken: secret, Pages: errorPages{}, Endpoints: []api.Endpoint{
 					{Method: "GET", Path: "/login", About: "A page.", Access: api.Public, Page: true, Handler: http.HandlerFunc(echo)},
-					{Method: "GET", Path: "/lanes", About: "A page.", Access: api.Admin, Scope: principals.Operate, Page: true, Handler: http.HandlerFunc(echo)},
+					{
+						Method: "GET", Path: "/lanes", About: "A page.", Access: api.Admin, Scope: principals.Operate, Page: true,
+						Handler: http.HandlerFunc(echo),
+					},
 				},
 			})
 			require.NoError(t, err)

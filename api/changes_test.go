@@ -77,7 +77,8 @@ func (a *agent) checkAudit(traceID, activityID, action, reason string) {
 		a.t.Fatalf("the audit is %+v", told)
 	}
 	row := told.Activities[0]
-	if row.ID != activityID || row.SkillName != action || row.Agent != "admin" && row.Agent != principals.Root || row.Purpose != reason ||
+	if row.ID != activityID || row.SkillName != action || row.Purpose != reason ||
+		row.Agent != "admin" && row.Agent != principals.Root ||
 		row.Status != activity.Success {
 		a.t.Errorf("the audit says %+v", row)
 	}
@@ -353,9 +354,11 @@ func TestEveryChangeIsAudited(t *testing.T) {
 // tokenOf makes a principal with a token, and returns the id of the token.
 func (a *agent) tokenOf(name string) string {
 	a.t.Helper()
-	_, err := principals.Create(a.t.Context(), a.pool, principals.New{Name: name, Kind: principals.User, Role: principals.Viewer})
+	_, err := principals.Create(a.t.Context(), a.pool,
+		principals.New{Name: name, Kind: principals.User, Role: principals.Viewer})
 	require.NoError(a.t, err)
-	made, _, err := principals.MakeToken(a.t.Context(), a.pool, principals.NewToken{Principal: name, Scopes: []string{"*"}})
+	made, _, err := principals.MakeToken(a.t.Context(), a.pool,
+		principals.NewToken{Principal: name, Scopes: []string{"*"}})
 	require.NoError(a.t, err)
 	return made.ID
 }

@@ -45,7 +45,8 @@ func TestListingsAreTables(t *testing.T) {
 	const evil = "=HYPERLINK(\"http://x\",\"y\")"
 	pgtest.Exec(t, a.pool, `update agent_executions set
 		error_message = case flow when 'first' then $1 when 'second' then ' =1' else '+1' end, input = '{"password": "hunter2-Zq81xLm0Kk77"}'`, evil)
-	a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Chat)), Skill: "@look, \"here\"\nand there"}, activity.Success)
+	a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Chat)), Skill: "@look, \"here\"\nand there"},
+		activity.Success)
 	for _, path := range []string{"/v1/executions?format=csv", "/v1/executions?format=csv&status=pending,failed"} {
 		rows := a.table(path, "")
 		if len(rows) != 3 || rows[0]["flow"] != "third" || rows[2]["error_message"] != "'"+evil ||
@@ -72,7 +73,9 @@ func TestListingsAreTables(t *testing.T) {
 			t.Errorf("%s for %s: %s", path, accept, w.Header().Get("Content-Type"))
 		}
 	}
-	for _, path := range []string{"/v1/executions?format=xml", "/v1/executions?status=failed,lost", "/v1/skills?format=csv"} {
+	for _, path := range []string{
+		"/v1/executions?format=xml", "/v1/executions?status=failed,lost", "/v1/skills?format=csv",
+	} {
 		if w := a.raw("GET", path, "", asAdmin()); w.Code != http.StatusBadRequest {
 			t.Errorf("%s: %d", path, w.Code)
 		}

@@ -198,7 +198,8 @@ func TestStreamIsNotRepeated(t *testing.T) {
 		w.(http.Flusher).Flush()
 		fmt.Fprint(w, "data: 2\n\n")
 	}), api.Endpoint{
-		Method: "POST", Path: "/v1/large", About: "A large answer.", Access: api.Admin, Scope: principals.Operate, Idempotent: true,
+		Method: "POST", Path: "/v1/large", About: "A large answer.", Access: api.Admin, Scope: principals.Operate,
+		Idempotent: true,
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			for range 3 {
 				fmt.Fprint(w, strings.Repeat("x", 600<<10))

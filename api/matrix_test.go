@@ -52,10 +52,11 @@ func (a *agent) callers() map[string]string {
 	_, all["worker"] = a.key(principals.Service, principals.None, 0, "work:external:sum*")
 	_, all["narrowed"] = a.key(principals.User, principals.Admin, 0, "runs:read")
 	_, all["expired"] = a.key(principals.User, principals.Admin, time.Millisecond, "*")
-	name, text := a.key(principals.User, principals.Admin, 0, "*")
+	_, text := a.key(principals.User, principals.Admin, 0, "*")
 	all["revoked"] = text
 	_, err := principals.RevokeToken(a.t.Context(), a.pool, strings.Split(text, "_")[1], "a test")
 	require.NoError(a.t, err)
+	var name string
 	name, all["disabled"] = a.key(principals.User, principals.Admin, 0, "*")
 	_, err = principals.SetEnabled(a.t.Context(), a.pool, name, false, "a test")
 	require.NoError(a.t, err)

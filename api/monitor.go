@@ -45,7 +45,8 @@ func (s *server) acknowledge(r request) (response, error) {
 	body, _ := r.body.(acknowledgeRequest)
 	got, traceID, err := s.monitor.Acknowledge(r.Context(), s.pool, body.Mark, body.Reason, by(r.Context()))
 	if errors.Is(err, monitor.ErrChanged) {
-		return response{}, problem.New(http.StatusConflict, "%s", monitor.ErrChanged).Kind("verdict-changed", "Verdict changed")
+		return response{}, problem.New(http.StatusConflict, "%s", monitor.ErrChanged).
+			Kind("verdict-changed", "Verdict changed")
 	}
 	return response{body: got, trace: traceID}, err
 }

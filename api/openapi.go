@@ -252,7 +252,8 @@ func (s *schemas) responseContent(rt route) object {
 func problems(rt route) []int {
 	var list []int
 	if rt.access != Public {
-		list = append(list, http.StatusBadRequest, http.StatusUnauthorized, http.StatusForbidden, http.StatusInternalServerError,
+		list = append(list, http.StatusBadRequest, http.StatusUnauthorized, http.StatusForbidden,
+			http.StatusInternalServerError,
 			http.StatusServiceUnavailable)
 		if strings.Contains(rt.path, "{") {
 			list = append(list, http.StatusNotFound)

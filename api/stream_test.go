@@ -50,8 +50,9 @@ func (a *agent) call(ctx context.Context, method, url, key string) *http.Respons
 
 func stream(h http.HandlerFunc) api.Endpoint {
 	return api.Endpoint{
-		Method: "GET", Path: "/v1/stream", About: "A stream.", Access: api.Admin, Scope: principals.Operate, ContentType: "text/event-stream",
-		Stream: true, Handler: h,
+		Method: "GET", Path: "/v1/stream", About: "A stream.", Access: api.Admin, Scope: principals.Operate,
+		ContentType: "text/event-stream",
+		Stream:      true, Handler: h,
 	}
 }
 
@@ -62,7 +63,8 @@ func TestRequestDeadlines(t *testing.T) {
 		fmt.Fprint(w, has)
 	}
 	a := withEndpoints(t, stream(deadline), api.Endpoint{
-		Method: "GET", Path: "/v1/plain", About: "None.", Access: api.Admin, Scope: principals.Operate, Handler: http.HandlerFunc(deadline),
+		Method: "GET", Path: "/v1/plain", About: "None.", Access: api.Admin, Scope: principals.Operate,
+		Handler: http.HandlerFunc(deadline),
 	})
 	for path, want := range map[string]string{"/v1/stream": "false", "/v1/plain": "true"} {
 		if got := a.raw("GET", path, "", asAdmin()).Body.String(); got != want {

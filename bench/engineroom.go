@@ -194,7 +194,8 @@ func (b *engineRoomBench) paths(ctx context.Context) ([]string, error) {
 		"/executions/" + execution, "/threads", "/threads/" + url.PathEscape(thread), "/approvals", "/skills",
 		"/skills/" + url.PathEscape(skill),
 		"/automations", "/objectives", "/memory", "/deliveries", "/spend", "/spend?days=30", "/spend?by=model",
-		"/spend/" + time.Now().UTC().AddDate(0, 0, -1).Format(time.DateOnly), "/charts?range=90d", "/executions?flow=flow_7&failed=1", "/audit", "/lanes", "/operate",
+		"/spend/" + time.Now().UTC().AddDate(0, 0, -1).Format(time.DateOnly), "/charts?range=90d",
+		"/executions?flow=flow_7&failed=1", "/audit", "/lanes", "/operate",
 		"/find?q=" + execution[24:], "/find?q=skill_7", "/find?q=abc12", "/executions?trace_id=" + execution[24:],
 		"/traces?trace=" + trace[21:],
 	}, nil

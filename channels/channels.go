@@ -127,7 +127,8 @@ func emailFields() fields {
 	}
 }
 
-// ownMailbox checks the address of a channel. Signed suffixes follow its local part, which has at most 64 bytes with them.
+// ownMailbox checks the address of a channel. Signed suffixes follow its local part, which has at most 64 bytes with
+// them.
 func ownMailbox(v string) string {
 	a, err := mail.ParseAddress(v)
 	if err != nil {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -144,10 +145,8 @@ func (w *worker) sendParts(ctx context.Context, s *send) (status string, cause e
 			return "sending", err
 		}
 	}
-	for _, id := range s.Parts {
-		if id == "" {
-			return "maybe_sent", cmp.Or(cause, errLost)
-		}
+	if slices.Contains(s.Parts, "") {
+		return "maybe_sent", cmp.Or(cause, errLost)
 	}
 	return "sent", nil
 }

@@ -77,7 +77,7 @@ func digest(code string) string {
 
 func newCode() string {
 	raw := make([]byte, codeLength)
-	rand.Read(raw) //nolint:errcheck // it never fails
+	rand.Read(raw) // never fails
 	for i := range raw {
 		raw[i] = codeAlphabet[int(raw[i])%len(codeAlphabet)]
 	}

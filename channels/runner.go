@@ -269,11 +269,11 @@ func (s *stateWriter) set(ctx context.Context, cause error) {
 		return
 	}
 	if now != s.last || s.written.IsZero() {
-		level := slog.LevelInfo
 		if cause != nil {
-			level = slog.LevelWarn
+			s.log.WarnContext(ctx, "channel failing", "channel", s.name, "error", now)
+		} else {
+			s.log.InfoContext(ctx, "channel connected", "channel", s.name)
 		}
-		s.log.Log(ctx, level, "channel "+state, "channel", s.name, "error", now)
 	}
 	err := exec(ctx, s.pool, "record state of channel", `
 		update agent_channels

@@ -253,31 +253,11 @@ func (l action) makesSecret() bool {
 
 // actions lists all actions. Other routes cannot be called through the Engine Room.
 func actions() []action {
-	return []action{
+	return append(accessActions(), []action{
 		{
 			"POST", "/v1/monitor/acknowledge", append([]field{{"mark", asText}}, reasonField...),
 			"The reasons are acknowledged. They count again when they change.",
 		},
-		{
-			"POST", "/v1/principals", append([]field{{"name", asText}, {"kind", asText}, {"role", asText}}, reasonField...),
-			"The principal is created.",
-		},
-		{
-			"PATCH", "/v1/principals/{id}", append([]field{{"role", asText}, {"enabled", asFlag}}, reasonField...),
-			"The principal is changed.",
-		},
-		{
-			"POST", "/v1/principals/{id}/identities", append([]field{{"issuer", asText}, {"subject", asText}}, reasonField...),
-			"The identity is linked.",
-		},
-		{"POST", "/v1/principals/{id}/login_links", reasonField, "The link is created."},
-		{
-			"POST", "/v1/tokens", append([]field{
-				{"principal", asText}, {"name", asText}, {"scopes", asList}, {"expires_in", asText},
-			}, reasonField...), "The token is created.",
-		},
-		{"POST", "/v1/tokens/{id}/revoke", reasonField, "The token is revoked."},
-		{"POST", "/v1/sessions/{id}/revoke", reasonField, "The session has ended."},
 		{"POST", "/v1/pause", reasonField, "Autonomous work is paused."},
 		{"POST", "/v1/resume", reasonField, "Autonomous work is resumed."},
 		{
@@ -317,10 +297,6 @@ func actions() []action {
 			"POST", "/v1/webhooks/deliveries/{id}/replay", append([]field{{"replays", asNumber}}, reasonField...),
 			"The delivery is replayed.",
 		},
-		{"POST", "/v1/channels/pair", append([]field{{"code", asText}}, reasonField...), "The sender may write."},
-		{"POST", "/v1/channels/{id}/unpair", append([]field{{"sender", asText}}, reasonField...), "The sender is forgotten."},
-		{"POST", "/v1/channels/{id}/enable", reasonField, "Channel {id} is enabled."},
-		{"POST", "/v1/channels/{id}/disable", reasonField, "Channel {id} is disabled."},
 		{"POST", "/v1/webhooks/outbox/{id}/resend", reasonField, "The message gets one more attempt."},
 		{"POST", "/v1/webhooks/targets/{id}/enable", reasonField, "Target {id} is enabled."},
 		{"POST", "/v1/webhooks/targets/{id}/disable", reasonField, "Target {id} is disabled."},
@@ -329,5 +305,35 @@ func actions() []action {
 		{"POST", "/v1/automations/runs/{id}/redrive", reasonField, "The run gets one more attempt."},
 		{"PATCH", "/v1/threads/{id}", []field{{"title", asText}}, "The name is changed."},
 		{"POST", "/v1/threads/{id}/messages", []field{{"content", asText}}, "The message was sent, or waits for its turn."},
+	}...)
+}
+
+// accessActions lists the actions that say who may do what, and who may write.
+func accessActions() []action {
+	return []action{
+		{
+			"POST", "/v1/principals", append([]field{{"name", asText}, {"kind", asText}, {"role", asText}}, reasonField...),
+			"The principal is created.",
+		},
+		{
+			"PATCH", "/v1/principals/{id}", append([]field{{"role", asText}, {"enabled", asFlag}}, reasonField...),
+			"The principal is changed.",
+		},
+		{
+			"POST", "/v1/principals/{id}/identities", append([]field{{"issuer", asText}, {"subject", asText}}, reasonField...),
+			"The identity is linked.",
+		},
+		{"POST", "/v1/principals/{id}/login_links", reasonField, "The link is created."},
+		{
+			"POST", "/v1/tokens", append([]field{
+				{"principal", asText}, {"name", asText}, {"scopes", asList}, {"expires_in", asText},
+			}, reasonField...), "The token is created.",
+		},
+		{"POST", "/v1/tokens/{id}/revoke", reasonField, "The token is revoked."},
+		{"POST", "/v1/sessions/{id}/revoke", reasonField, "The session has ended."},
+		{"POST", "/v1/channels/pair", append([]field{{"code", asText}}, reasonField...), "The sender may write."},
+		{"POST", "/v1/channels/{id}/unpair", append([]field{{"sender", asText}}, reasonField...), "The sender is forgotten."},
+		{"POST", "/v1/channels/{id}/enable", reasonField, "Channel {id} is enabled."},
+		{"POST", "/v1/channels/{id}/disable", reasonField, "Channel {id} is disabled."},
 	}
 }

@@ -55,7 +55,8 @@ func (room *Room) agentsList(ctx context.Context, _ *visit) (any, error) {
 		list[i] = agentRow{
 			Name: a.Name, Model: a.Model, Memory: a.Memory, Skills: valueOf(a, "skills"), Keys: valueOf(a, "keys"),
 			About:   a.Description,
-			Default: a.Default, Version: a.Version, TodayUSD: budgets.AgentOf(used, a.Name).CostUSD, TodayTokens: budgets.AgentOf(used, a.Name).Tokens,
+			Default: a.Default, Version: a.Version, TodayUSD: budgets.AgentOf(used, a.Name).CostUSD,
+			TodayTokens: budgets.AgentOf(used, a.Name).Tokens,
 		}
 		if a.Heartbeat != nil {
 			list[i].Heartbeat = a.Heartbeat.Cron

@@ -302,7 +302,8 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 	return map[string]string{
 		"span": model, "run span": run,
 		"/": "/", "/activity": "/activity", "/traces": "/traces", "/traces/{id}": "/traces/" + string(id),
-		"/executions": "/executions", "/principals": "/principals", "/principals/{name}": "/principals/root", "/flows": "/flows", "/flows/{name}": "/flows/external:sum",
+		"/executions": "/executions", "/principals": "/principals", "/principals/{name}": "/principals/root",
+		"/channels": "/channels", "/flows": "/flows", "/flows/{name}": "/flows/external:sum",
 		"/executions/{id}": "/executions/" + waiting, "/threads": "/threads", "/threads/{id}": "/threads/talk",
 		"/approvals":      "/approvals",
 		"/approvals/{id}": "/approvals/" + approval, "/agents": "/agents", "/agents/{name}": "/agents/sales",

@@ -116,7 +116,9 @@ func toolsOf(body json.RawMessage) (list []tracedTool) {
 		if name == "" {
 			return nil // no list of tools
 		}
-		list = append(list, tracedTool{Name: cut(80, name), About: cut(120, about), Text: cut(4000, formatJSON(string(each[i])))})
+		list = append(list, tracedTool{
+			Name: cut(80, name), About: cut(120, about), Text: cut(4000, formatJSON(string(each[i]))),
+		})
 	}
 	return list
 }

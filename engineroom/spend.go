@@ -114,8 +114,9 @@ func openSpend(_ context.Context, v *visit) (title string, err error) {
 		}
 		want.By = string(activity.ByPurpose)
 	}
-	if by := want.By; (by == string(activity.ByAgent) || by == string(activity.ByKey)) && (want.Skill != "" || want.Purpose != "") {
-		return "", badFilter("by is %s; skills and purposes are not counted by %s", by, by)
+	byCaller := want.By == string(activity.ByAgent) || want.By == string(activity.ByKey)
+	if byCaller && (want.Skill != "" || want.Purpose != "") {
+		return "", badFilter("by is %s; skills and purposes are not counted by %s", want.By, want.By)
 	}
 	v.About = want
 	return "", nil
@@ -153,7 +154,8 @@ func (room *Room) spendSums(ctx context.Context, v *visit) (any, error) {
 	lines := by.Lines[:min(len(by.Lines), maxSpenders)]
 	spenders := make([]spendRow, 0, len(lines))
 	for _, l := range lines {
-		spenders = append(spenders, spendRow{SpendLine: l, Share: share(l, all), More: breakdownURL(want, l.Key)}.withShares(want))
+		row := spendRow{SpendLine: l, Share: share(l, all), More: breakdownURL(want, l.Key)}
+		spenders = append(spenders, row.withShares(want))
 	}
 	if want.By == string(activity.ByModel) {
 		if err := room.describeModels(ctx, spenders, want.since()); err != nil {

@@ -13,7 +13,8 @@ import (
 func TestSpendIsShownByChatKeyAndByModelWithItsLatency(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, PriceOf: func(string) string { return "list price of 2026-07-24: $1 in, $2 out" }})
+	price := func(string) string { return "list price of 2026-07-24: $1 in, $2 out" }
+	room, err := New(Options{Pool: pool, PriceOf: price})
 	require.NoError(t, err)
 	server := served(t, room)
 	pgtest.Exec(t, pool, `

@@ -193,7 +193,8 @@ func (c hourChart) Columns() []bar {
 	for i, h := range c.Hours {
 		list[i] = bar{
 			X: place(float64(i * hourWide)), W: place(hourWide), H: place(hourHigh),
-			Text: fmt.Sprintf("%s UTC: %s, %s failed", h.At.Format("15:04"), monitor.Counted(h.Runs, "run"), human.Count(h.Failed)),
+			Text: fmt.Sprintf("%s UTC: %s, %s failed", h.At.Format("15:04"), monitor.Counted(h.Runs, "run"),
+				human.Count(h.Failed)),
 		}
 	}
 	return list

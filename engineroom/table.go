@@ -39,7 +39,10 @@ func (l tableLink) Without() string { return strings.Join(l.Left, ", ") }
 // Table links to the executions of the filter as a table. The API compares whole names only, and excludes none.
 func (l executionList) Table() tableLink {
 	var left []string
-	q := map[string]string{"status": l.Status, "surface": l.Surface, "since": apiTime(l.start().Truncate(time.Minute)), "until": apiTime(l.Until)}
+	q := map[string]string{
+		"status": l.Status, "surface": l.Surface, "since": apiTime(l.start().Truncate(time.Minute)),
+		"until": apiTime(l.Until),
+	}
 	if l.Failed {
 		q["status"] = "failed,timeout"
 	}

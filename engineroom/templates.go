@@ -38,7 +38,8 @@ func parseTemplates() (*template.Template, error) {
 // funcs are the functions of templates.
 func funcs() template.FuncMap {
 	return template.FuncMap{
-		"cut": cut, "brief": brief, "thousands": human.Count, "money": human.Money, "cost": costText, "capital": capital, "odd": func(n int) bool { return n%2 == 1 }, "millis": millis, "seconds": seconds,
+		"cut": cut, "brief": brief, "thousands": human.Count, "money": human.Money, "cost": costText, "capital": capital,
+		"odd": func(n int) bool { return n%2 == 1 }, "millis": millis, "seconds": seconds,
 		"at": at, "ago": ago,
 		"since": since, "until": until,
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,

@@ -225,9 +225,9 @@ type Prices map[string]Price
 //go:embed prices.json
 var listPrices []byte
 
-// ListPrices returns the list prices of well-known models, and the day that they are of. Prices change: an operator who
-// limits money should set them ([Prices.With]). A model without a price costs nothing here, so no money limit bounds it.
-// Give it a price, or set a token limit ([Client.Priced]).
+// ListPrices returns the list prices of well-known models, and the day that they are of. Prices change: an operator
+// who limits money should set them ([Prices.With]). A model without a price costs nothing here, so no money limit
+// bounds it. Give it a price, or set a token limit ([Client.Priced]).
 var ListPrices = sync.OnceValues(func() (Prices, string) {
 	type amounts struct {
 		Input, Cached, Output float64

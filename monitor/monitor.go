@@ -1,8 +1,8 @@
-// Package monitor says whether the agent works: see [Verdict]. The overview of the Engine Room, GET /v1/monitor/verdict,
-// `agent doctor` and the outgoing events verdict.changed and budget.reached have the same rule.
+// Package monitor says whether the agent works: see [Verdict]. The overview of the Engine Room, GET
+// /v1/monitor/verdict, `agent doctor` and the outgoing events verdict.changed and budget.reached have the same rule.
 //
-// An admin acknowledges the reasons of a verdict. They do not count until they change: another root error, another skill,
-// another time of its disabling. What recovers and fails again counts again.
+// An admin acknowledges the reasons of a verdict. They do not count until they change: another root error, another
+// skill, another time of its disabling. What recovers and fails again counts again.
 package monitor
 
 import (
@@ -84,7 +84,9 @@ func (m Monitor) Budgets(ctx context.Context, db postgres.DB) ([]Budget, error) 
 }
 
 // Condition reads what verdicts are derived from, and the agents. The failures may be known already.
-func (m Monitor) Condition(ctx context.Context, db postgres.DB, known *Failures) (c Condition, all []agents.Agent, err error) {
+func (m Monitor) Condition(
+	ctx context.Context, db postgres.DB, known *Failures,
+) (c Condition, all []agents.Agent, err error) {
 	if c, err = readCondition(ctx, db); err != nil {
 		return c, nil, err
 	}

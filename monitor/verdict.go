@@ -58,9 +58,12 @@ type Reason struct {
 
 // String is the verdict in a line.
 func (v Verdict) String() string {
-	text := v.State
+	text, why := v.State, make([]string, len(v.Why))
 	for i, r := range v.Why {
-		text += map[bool]string{true: ": ", false: ", "}[i == 0] + r.Text
+		why[i] = r.Text
+	}
+	if len(why) > 0 {
+		text += ": " + strings.Join(why, ", ")
 	}
 	if len(v.Known) > 0 {
 		text += fmt.Sprintf(" (%d known)", len(v.Known))
@@ -240,7 +243,9 @@ func (c Condition) Judge(of *agents.Agent, all []agents.Agent) Verdict {
 	v := Verdict{State: Working, Why: []Reason{}, Known: []Reason{}}
 	if c.pause.Paused {
 		v.State = Stopped
-		v.Why = append(v.Why, Reason{Text: "paused by " + human.Cut(60, c.pause.PausedBy), Link: "#pause", Since: c.pause.PausedAt})
+		v.Why = append(v.Why, Reason{
+			Text: "paused by " + human.Cut(60, c.pause.PausedBy), Link: "#pause", Since: c.pause.PausedAt,
+		})
 		return v
 	}
 	if c.workers == 0 && !slices.ContainsFunc(c.beats, func(b Beat) bool { return b.recent(c.now) }) {
@@ -376,9 +381,8 @@ func (c Condition) failing(concerns func(string) bool) (found []finding) {
 			if !has {
 				i = len(found)
 				at[f.Name] = i
-				found = append(found, finding{Reason: failingReason(kind, f.Name, o.Since, key), class: kind, many: func(n int) (string, string) {
-					return fmt.Sprintf("%d %ss failing", n, kind), "#failing"
-				}})
+				many := func(n int) (string, string) { return fmt.Sprintf("%d %ss failing", n, kind), "#failing" }
+				found = append(found, finding{Reason: failingReason(kind, f.Name, o.Since, key), class: kind, many: many})
 			}
 			if o.Since != nil && (found[i].Since == nil || o.Since.Before(*found[i].Since)) {
 				found[i].Since = o.Since

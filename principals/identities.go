@@ -41,7 +41,8 @@ func checkIdentity(issuer, subject string) error {
 	return nil
 }
 
-// LinkIdentity links an account to a principal, whose role it has from then on. Another principal's account is ErrTaken.
+// LinkIdentity links an account to a principal, whose role it has from then on. Another principal's account is
+// ErrTaken.
 func LinkIdentity(ctx context.Context, db postgres.Beginner, principal, issuer, subject, reason string) error {
 	if err := checkIdentity(issuer, subject); err != nil {
 		return err

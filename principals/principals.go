@@ -1,8 +1,9 @@
-// Package principals says who may do what: principals with their roles, API tokens, sessions of browsers, one-use login
-// links, and accounts elsewhere.
+// Package principals says who may do what: principals with their roles, API tokens, sessions of browsers, one-use
+// login links, and accounts elsewhere.
 //
-// A principal is a user or a service. It has one role. A token has scopes, which narrow what it may do; a session may do
-// all that the role may. The rights of a caller are role ∩ scopes. Every route of package api names the scope it needs:
+// A principal is a user or a service. It has one role. A token has scopes, which narrow what it may do; a session may
+// do all that the role may. The rights of a caller are role ∩ scopes. Every route of package api names the scope it
+// needs:
 //
 //	scope              routes                                        viewer  operator  approver  admin
 //	runs:read          traces, executions, objectives, skills        ✓       ✓         ✓         ✓
@@ -150,10 +151,10 @@ func RootCaller() *Caller {
 // May reports whether the caller may use routes of a scope: role ∩ scopes. For [Work] it says whether there is a flow
 // that the caller may work on; see [Caller.MayWork].
 func (c *Caller) May(s Scope) bool {
-	switch {
-	case s == Authenticated:
+	switch s {
+	case Authenticated:
 		return true
-	case s == Work:
+	case Work:
 		return c.AllFlows() || len(c.globs()) > 0
 	}
 	return c.Role.May(s) && (slices.Contains(c.Scopes, All) || slices.Contains(c.Scopes, string(s)))

@@ -19,39 +19,52 @@ const maxSlackText = 3000
 // slackEscape escapes foreign text, so that it cannot mention anybody or hide a link.
 var slackEscape = strings.NewReplacer("&", "&amp;", "<", "&lt;", ">", "&gt;", "\u202e", "")
 
+// slackEvent has what the sentences about events need.
+type slackEvent struct {
+	Type string `json:"type"`
+	Data struct {
+		ID          string  `json:"id"`
+		Name        string  `json:"name"`
+		Flow        string  `json:"flow"`
+		SkillName   string  `json:"skill_name"`
+		Endpoint    string  `json:"endpoint"`
+		TraceID     string  `json:"trace_id"`
+		ExecutionID string  `json:"execution_id"`
+		State       string  `json:"state"`
+		Previous    string  `json:"previous"`
+		Scope       string  `json:"scope"`
+		Unit        string  `json:"unit"`
+		Percent     int     `json:"percent"`
+		Spent       float64 `json:"spent"`
+		Limit       float64 `json:"limit"`
+		Error       string  `json:"error_message"`
+		Reason      string  `json:"disabled_reason"`
+		Why         []struct {
+			Text string `json:"text"`
+		} `json:"why"`
+	} `json:"data"`
+}
+
 // slackBody returns an event as an incoming webhook of Slack takes it. base is where people reach the agent; empty for
 // no link.
 func slackBody(payload, base string) (string, error) {
-	var event struct {
-		Type string `json:"type"`
-		Data struct {
-			ID          string  `json:"id"`
-			Name        string  `json:"name"`
-			Flow        string  `json:"flow"`
-			SkillName   string  `json:"skill_name"`
-			Endpoint    string  `json:"endpoint"`
-			TraceID     string  `json:"trace_id"`
-			ExecutionID string  `json:"execution_id"`
-			State       string  `json:"state"`
-			Previous    string  `json:"previous"`
-			Scope       string  `json:"scope"`
-			Unit        string  `json:"unit"`
-			Percent     int     `json:"percent"`
-			Spent       float64 `json:"spent"`
-			Limit       float64 `json:"limit"`
-			Error       string  `json:"error_message"`
-			Reason      string  `json:"disabled_reason"`
-			Why         []struct {
-				Text string `json:"text"`
-			} `json:"why"`
-		} `json:"data"`
-	}
+	var event slackEvent
 	if err := json.Unmarshal([]byte(payload), &event); err != nil {
 		return "", fmt.Errorf("read the event: %w", err)
 	}
-	d := event.Data
-	var text, path string
-	switch event.Type {
+	text, path := event.describe()
+	text = slackEscape.Replace(redact.Text(text, maxSlackText))
+	if base != "" {
+		text += " <" + slackEscape.Replace(strings.ReplaceAll(strings.TrimSuffix(base, "/")+path, "|", "%7C")) + "|Open>"
+	}
+	body, err := json.Marshal(map[string]string{"text": text})
+	return string(body), err
+}
+
+// describe returns a sentence about the event, and the page that has more.
+func (e slackEvent) describe() (text, path string) {
+	d := e.Data
+	switch e.Type {
 	case "verdict.changed":
 		why := make([]string, len(d.Why))
 		for i, w := range d.Why {
@@ -83,15 +96,10 @@ func slackBody(payload, base string) (string, error) {
 	case "objective.completed":
 		text, path = "Objective "+d.Name+" is completed", "/objectives/"+d.Name
 	default:
-		text, path = strings.Replace(event.Type, ".", " ", 1)+": "+d.Flow, "/executions/"+d.ID
+		text, path = strings.Replace(e.Type, ".", " ", 1)+": "+d.Flow, "/executions/"+d.ID
 		if d.Error != "" {
 			text += ": " + d.Error
 		}
 	}
-	text = slackEscape.Replace(redact.Text(text, maxSlackText))
-	if base != "" {
-		text += " <" + slackEscape.Replace(strings.ReplaceAll(strings.TrimSuffix(base, "/")+path, "|", "%7C")) + "|Open>"
-	}
-	body, err := json.Marshal(map[string]string{"text": text})
-	return string(body), err
+	return text, path
 }

@@ -1,12 +1,12 @@
 // Package workspace reads an agent's declaration from a folder of YAML files and makes the database match it.
 //
-// A file has one or more documents separated by ---. Each names its kind (agent, database, skill, mcp_server, objective,
-// automation, flow, webhook, webhook_target, channel or eval); its other keys are those of the kind's Definition. File and
-// folder names do not matter; hidden names are skipped.
+// A file has one or more documents separated by ---. Each names its kind (agent, database, skill, mcp_server,
+// objective, automation, flow, webhook, webhook_target, channel or eval); its other keys are those of the kind's
+// Definition. File and folder names do not matter; hidden names are skipped.
 //
 // Reading is strict. Unknown or repeated keys, wrong types, duplicate names and errors of the kind's Validate are
-// problems. All problems of all files are reported at once with file, line and column, and nothing is applied. Aliases
-// and merge keys are rejected, so a file means what it shows.
+// problems. All problems of all files are reported at once with file, line and column, and nothing is applied.
+// Aliases and merge keys are rejected, so a file means what it shows.
 //
 // [Apply] makes the database match in one transaction: it creates, updates, and removes rows that came from a
 // workspace (source 'workspace') and are no longer declared. It is idempotent. It keeps what the agent learned and an

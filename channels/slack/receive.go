@@ -55,13 +55,12 @@ func (t *Transport) Run(ctx context.Context, in channels.Inbox) error {
 
 // ask finds out whether Slack answers the bot.
 func (t *Transport) ask(ctx context.Context, in channels.Inbox) error {
-	switch _, err := t.api.AuthTestContext(ctx); {
-	case ctx.Err() != nil: // the worker ends
-		return nil
-	case err != nil:
+	_, err := t.api.AuthTestContext(ctx)
+	if err == nil {
+		in.Connected(ctx)
+	} else if ctx.Err() == nil { // else the worker ends
 		return fmt.Errorf("auth.test: %w", classify(err))
 	}
-	in.Connected(ctx)
 	return nil
 }
 
@@ -75,7 +74,7 @@ func (t *Transport) listen(ctx context.Context, in channels.Inbox) error {
 	go func() { ended <- client.RunContext(ctx) }()
 	defer func() {
 		stop()
-		<-ended
+		_ = <-ended // it was stopped, or its error is returned
 	}()
 	probe := time.NewTicker(t.probe)
 	defer probe.Stop()

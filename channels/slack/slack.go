@@ -308,7 +308,7 @@ func classify(err error) error {
 		case refused.Err == "ratelimited" || refused.Err == "rate_limited":
 			return &channels.SendError{Err: err, RetryAfter: 30 * time.Second}
 		}
-		return &channels.SendError{Err: fmt.Errorf("Slack answers %s", refused.Err), Permanent: true}
+		return &channels.SendError{Err: fmt.Errorf("answer of Slack: %s", refused.Err), Permanent: true}
 	}
 	if status, is := errors.AsType[slack.StatusCodeError](err); is && status.Code < 500 {
 		return channels.NotSent(err)

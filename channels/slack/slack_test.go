@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"slices"
@@ -183,9 +184,7 @@ func TestForeignEvents(t *testing.T) {
 		event := map[string]any{
 			"type": "message", "channel": "D1", "channel_type": "im", "user": "U1", "ts": "1.1", "text": "hi",
 		}
-		for k, v := range extra {
-			event[k] = v
-		}
+		maps.Copy(event, extra)
 		w.fake.Deliver("events_api", map[string]any{"type": "event_callback", "team_id": slacktest.Team, "event": event})
 	}
 	w.fake.Deliver("slash_commands", map[string]any{"command": "/x"})

@@ -1,9 +1,9 @@
-// Command agent runs autonomous agents on PostgreSQL: heartbeat, surfaces, and the tools to observe and
-// control them. It is one binary with one database; `agent dev` needs nothing else.
+// Command agent runs autonomous agents on PostgreSQL: heartbeat, surfaces, and the tools to observe and control them.
+// It is one binary with one database; `agent dev` needs nothing else.
 //
-// main starts the process; run is the program and the entry point of tests. A command prints its result to
-// stdout and everything else to stderr. With --json the result is one JSON document.
-// Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 an eval is undecided, 75 a lane is busy, 130 interrupted.
+// main starts the process; run is the program and the entry point of tests. A command prints its result to stdout and
+// everything else to stderr. With --json the result is one JSON document. Exit codes: 0 done, 1 failed, 2 wrong usage
+// or configuration, 3 an eval is undecided, 75 a lane is busy, 130 interrupted.
 package main
 
 import (

@@ -167,6 +167,7 @@ func NewDirectory(cfg config.Config) *agents.Directory {
 	}}
 }
 
+// Limits converts the limits of the settings.
 func Limits(l config.Limits) budgets.Limits {
 	limit := func(tokens int, usd float64) budgets.Limit { return budgets.Limit{Tokens: int64(tokens), USD: usd} }
 	return budgets.Limits{

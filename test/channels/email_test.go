@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -122,9 +123,7 @@ settings:
 func (p *post) send(from, id, to, text string, headers map[string]string) {
 	p.Helper()
 	all := map[string]string{"Authentication-Results": "mx.shop.example; dmarc=pass header.from=home.example"}
-	for name, value := range headers {
-		all[name] = value
-	}
+	maps.Copy(all, headers)
 	line, err := json.Marshal(map[string]any{"through": p.agent, "message": map[string]any{
 		"from": from + "@home.example", "to": to, "subject": "Order 12", "messageId": "<" + id + "@home.example>",
 		"text": text, "headers": all,
@@ -187,8 +186,8 @@ func TestAMailThreadIsAConversation(t *testing.T) {
 		select count(distinct thread_id) from agent_channel_messages where sender = 'bob@home.example' and status = 'done'`))
 }
 
-// Over a kill, refusals for now and lost answers each mail is answered once. What was maybe sent, so once or not at all,
-// is counted and listed.
+// Over a kill, refusals for now and lost answers each mail is answered once. What was maybe sent, so once or not at
+// all, is counted and listed.
 func TestMailIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 	t.Parallel()
 	const mails = 24

@@ -8,6 +8,7 @@ package slacktest
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"slices"
@@ -190,10 +191,7 @@ func (s *Server) announce(m Message) {
 	_ = json.Unmarshal(raw, &event)
 	s.Deliver("events_api", s.event(event))
 	if m.BotID == "" && m.Channel[0] != 'D' && strings.Contains(m.Text, "<@"+BotUser+">") {
-		mention := map[string]any{}
-		for k, v := range event {
-			mention[k] = v
-		}
+		mention := maps.Clone(event)
 		mention["type"] = "app_mention"
 		delete(mention, "channel_type")
 		s.Deliver("events_api", s.event(mention))
