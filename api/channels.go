@@ -22,6 +22,20 @@ type unpairRequest struct {
 	Reason string `json:"reason,omitempty"`
 }
 
+func (b pairRequest) check() error {
+	if b.Code == "" || !storable(b.Code) {
+		return badBody("code is missing: it is in the sender's first answer")
+	}
+	return nil
+}
+
+func (b unpairRequest) check() error {
+	if b.Sender == "" || !storable(b.Sender) {
+		return badBody("sender is missing: the id that GET /v1/channels/senders lists")
+	}
+	return nil
+}
+
 func (s *server) listChannels(r request) (response, error) {
 	got, err := channels.List(r.Context(), s.pool)
 	return response{body: pageOf(got, "")}, err

@@ -185,6 +185,7 @@ var reservedFlows = map[string]string{
 	"webhook":      "POST /webhooks/{endpoint} delivers",
 	"automation":   "POST /v1/automations/{id}/run runs an automation",
 	"delegate":     "the agent starts it",
+	"eval":         "agent eval run runs suites",
 	"mcp.call":     "an MCP client calls skills",
 	"skill_call":   "agent skills call calls a skill",
 }

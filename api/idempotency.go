@@ -22,6 +22,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // A POST with the header Idempotency-Key runs once. The key belongs to the route and the caller, and lasts a day:
@@ -127,7 +128,10 @@ func callerOf(ctx context.Context) string {
 	if name, visitor := VisitorFrom(ctx); visitor {
 		return "visitor " + name
 	}
-	return "principal " + by(ctx)
+	if name := by(ctx); name != principals.Root {
+		return "principal " + name
+	}
+	return "admin"
 }
 
 // runAttempt runs next, stores its response, and then sends it. So every response sent is stored.

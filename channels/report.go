@@ -2,7 +2,6 @@ package channels
 
 import (
 	"context"
-	"fmt"
 
 	"github.com/jackc/pgx/v5"
 
@@ -13,17 +12,6 @@ import (
 
 // Owner returns the owner of the threads of a channel. No chat key has a colon in its name.
 func Owner(channel string) string { return "channel:" + channel }
-
-// WantReport reports whether a channel of an agent names a conversation for reports.
-func WantReport(ctx context.Context, db postgres.DB, agents []string) (wanted bool, err error) {
-	err = db.QueryRow(ctx, `
-		select exists (select from agent_channels where enabled and report_to <> '' and agent = any(@agents))`,
-		postgres.Strict{"agents": agents}).Scan(&wanted)
-	if err != nil {
-		return false, fmt.Errorf("find channels for reports: %w", err)
-	}
-	return wanted, nil
-}
 
 // Report posts a text in the conversations for reports of the channels of an agent, which may have several names: the
 // default one is "", too. It returns their number.

@@ -26,8 +26,8 @@ func IsExternal(flow string) bool { return flow == External || strings.HasPrefix
 
 // reserved are the flows of the program itself, which only it starts.
 var reserved = []string{
-	"automation", "chat", "chat_relay", "chat_summary", "delegate", "heartbeat", "mcp.call", "operate", "skill_call",
-	"webhook",
+	"automation", "chat", "chat_relay", "chat_summary", "delegate", "eval", "heartbeat", "mcp.call", "operate",
+	"skill_call", "webhook",
 }
 
 // Reserved lists the flows that only the program itself starts, sorted. No other program may register them.

@@ -183,7 +183,7 @@ func (c *cli) documentsGetCommand() *cobra.Command {
 				_, err := c.out.Write(content)
 				return err
 			}
-			if err := c.createFile(path, content); err != nil {
+			if err := c.writeFile(path, content, false); err != nil {
 				return err
 			}
 			return c.printf(fetched{d, path}, "%s: %d bytes\n", printable(path), len(content))
@@ -193,10 +193,15 @@ func (c *cli) documentsGetCommand() *cobra.Command {
 	return cmd
 }
 
-func createFile(path string, content []byte) (err error) {
-	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+// writeFile writes a file. Without replace, a file that exists is an error.
+func writeFile(path string, content []byte, replace bool) (err error) {
+	mode := os.O_EXCL
+	if replace {
+		mode = os.O_TRUNC
+	}
+	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|mode, 0o600)
 	if err != nil {
-		return fmt.Errorf("write document: %w", err)
+		return fmt.Errorf("write file: %w", err)
 	}
 	_, err = file.Write(content)
 	return errors.Join(err, file.Close())

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"strings"
 	"sync"
 
@@ -82,7 +81,11 @@ func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []stri
 		reports = append(reports, report)
 	}
 	if o.junit != "" {
-		if err := writeJUnit(o.junit, reports); err != nil {
+		text, err := junit(reports)
+		if err == nil {
+			err = c.writeFile(o.junit, text, true)
+		}
+		if err != nil {
 			return err
 		}
 	}
@@ -294,8 +297,8 @@ type (
 	}
 )
 
-// writeJUnit writes the trials of reports: fail as failure, diverged and error as error, undecided as skipped.
-func writeJUnit(path string, reports []evals.Report) error {
+// junit renders the trials of reports: fail as failure, diverged and error as error, undecided as skipped.
+func junit(reports []evals.Report) ([]byte, error) {
 	var all junitSuites
 	for _, r := range reports {
 		suite := junitSuite{Name: r.Suite, Tests: len(r.TrialRows)}
@@ -323,9 +326,9 @@ func writeJUnit(path string, reports []evals.Report) error {
 	}
 	text, err := xml.MarshalIndent(all, "", "  ")
 	if err != nil {
-		return fmt.Errorf("write %s: %w", path, err)
+		return nil, fmt.Errorf("render JUnit: %w", err)
 	}
-	return os.WriteFile(path, append([]byte(xml.Header), append(text, '\n')...), 0o644)
+	return append([]byte(xml.Header), append(text, '\n')...), nil
 }
 
 // listedEval is a suite with its newest run.

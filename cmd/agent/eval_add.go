@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -35,7 +34,7 @@ write down what should have happened instead.`,
 				return err
 			}
 			if to != "" {
-				if err := appendCase(to, made); err != nil {
+				if err := c.appendCase(to, made); err != nil {
 					return err
 				}
 				return c.printf(made, "added %q to %s; edit what it expects\n", made.Name, to)
@@ -66,9 +65,13 @@ func caseYAML(made evals.Case) (string, error) {
 }
 
 // appendCase appends a case to a file whose last document ends with its cases.
-func appendCase(path string, made evals.Case) error {
-	before, err := os.ReadFile(path)
+func (c *cli) appendCase(path string, made evals.Case) error {
+	file, err := c.openFile(path)
 	if err != nil {
+		return fmt.Errorf("read %s: %w", path, err)
+	}
+	before, err := io.ReadAll(file)
+	if err = errors.Join(err, file.Close()); err != nil {
 		return fmt.Errorf("read %s: %w", path, err)
 	}
 	text, err := caseYAML(made)
@@ -80,5 +83,5 @@ func appendCase(path string, made evals.Case) error {
 		return hint(fmt.Errorf("%s cannot be appended to: %w", path, err),
 			"it must end with the cases of one kind: eval, indented by two; print the case without --to")
 	}
-	return os.WriteFile(path, []byte(after), 0o644)
+	return c.writeFile(path, []byte(after), true)
 }

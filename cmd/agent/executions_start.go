@@ -82,7 +82,7 @@ var reservedFlows = map[string]string{
 	"automation": "agent automations run NAME",
 	"skill_call": "agent skills call NAME", "webhook": "agent webhooks replay ID",
 	"chat_relay": "agent chat", "chat_summary": "agent chat", "delegate": "agent operate",
-	"mcp.call": "agent skills call NAME",
+	"mcp.call": "agent skills call NAME", "eval": "agent eval run",
 }
 
 func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) error {

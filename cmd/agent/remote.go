@@ -67,6 +67,10 @@ var remoteCommands = map[string]principals.Scope{
 	"documents get":      principals.ThreadsRead,
 	"documents ls":       principals.ThreadsRead,
 	"documents show":     principals.ThreadsRead,
+	"eval":               principals.Operate,
+	"eval add":           principals.ThreadsRead,
+	"eval ls":            principals.RunsRead,
+	"eval show":          principals.RunsRead,
 	"executions":         principals.RunsWrite,
 	"executions ls":      principals.RunsRead,
 	"executions show":    principals.RunsRead,
@@ -245,7 +249,8 @@ func (c *cli) runRemote(cmd *cobra.Command, args []string) error {
 	if err != nil {
 		return err
 	}
-	call := remoteCall{cli: c, server: server, token: token, output: outputFlag(cmd)}
+	call := remoteCall{cli: c, server: server, token: token}
+	call.output, call.replace = outputFlag(cmd)
 	if interactive(cmd, args) && terminal(c.in) && terminal(c.out) && !c.json {
 		return call.interact(cmd)
 	}
@@ -327,6 +332,11 @@ func inputs(cmd *cobra.Command, args []string) (files []string, stdin bool) {
 		return files, interactive(cmd, args)
 	case "operate":
 		return nil, interactive(cmd, args)
+	case "eval add":
+		if to, _ := outputFlag(cmd); to != "" {
+			files = []string{to}
+		}
+		return files, false
 	}
 	for _, flag := range []string{"input", "data"} {
 		if f := cmd.Flags().Lookup(flag); f != nil {
@@ -348,12 +358,18 @@ func watches(cmd *cobra.Command) bool {
 	return f != nil && f.Value.String() == "true"
 }
 
-// outputFlag returns the file that a command writes.
-func outputFlag(cmd *cobra.Command) string {
-	if commandName(cmd) != "documents get" {
-		return ""
+// outputFlag returns the file that a command writes, and whether it may exist.
+func outputFlag(cmd *cobra.Command) (name string, replace bool) {
+	value := func(flag string) string { return cmd.Flags().Lookup(flag).Value.String() }
+	switch commandName(cmd) {
+	case "documents get":
+		return value("output"), false
+	case "eval run":
+		return value("junit"), true
+	case "eval add":
+		return value("to"), true
 	}
-	return cmd.Flags().Lookup("output").Value.String()
+	return "", false
 }
 
 // readBounded reads a file. A missing one is left to the command, which says so.
@@ -431,6 +447,8 @@ type remoteCall struct {
 	server *url.URL
 	token  string
 	output string // the file that the command may write
+	// replace allows output to exist.
+	replace bool
 	told   bool   // of another version
 }
 
@@ -610,7 +628,7 @@ func (r *remoteCall) print(body io.Reader, alive func()) error {
 		}
 		file.Write(f.File)
 		if f.Created && r.output != "" {
-			if err := createFile(r.output, file.Bytes()); err != nil {
+			if err := writeFile(r.output, file.Bytes(), r.replace); err != nil {
 				return err
 			}
 		}

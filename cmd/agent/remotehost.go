@@ -229,11 +229,12 @@ func (c *cli) openFile(name string) (io.ReadCloser, error) {
 	return io.NopCloser(bytes.NewReader(content)), nil
 }
 
-// createFile writes a new file on the caller's machine.
-func (c *cli) createFile(name string, content []byte) error {
+// writeFile writes a file on the caller's machine, the one that outputFlag names. Without replace, a file that exists
+// is an error there.
+func (c *cli) writeFile(name string, content []byte, replace bool) error {
 	out, far := c.out.(*callerStream)
 	if !far {
-		return createFile(name, content)
+		return writeFile(name, content, replace)
 	}
 	for part := range slices.Chunk(content, framePart) {
 		if err := out.frames.send(commandFrame{File: part}); err != nil {

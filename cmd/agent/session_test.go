@@ -241,6 +241,7 @@ func checkRejected(t *testing.T, p program, name string, cmd *cobra.Command) {
 		{"fl_01JQZ8W3T5N7R9V1X3Z5B7D9F1"},
 		{"x", "--", "true"},
 		{"EVENT_COMPLETED", "x"},
+		{"x", "y", "z"},
 		{"activity=90d"},
 	} {
 		last = p.run(append(slices.Clip(words), args...)...)

@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -61,7 +62,7 @@ func Of(err error) (p *Problem, news bool) {
 	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound,
 		memory.ErrConflictNotFound, objectives.ErrNotFound,
 		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound, webhooks.ErrNotFound,
-		documents.ErrNotFound):
+		documents.ErrNotFound, channels.ErrNotFound):
 		return New(http.StatusNotFound, "%s", err), false
 	case is(err, documents.ErrTooLarge):
 		return New(http.StatusRequestEntityTooLarge, "%s", err), false

@@ -187,13 +187,7 @@ func (b *heartbeatRun) tell(ctx context.Context, failures []error) error {
 	}
 	current, _ := executions.Current(ctx)
 	agents := []string{b.agent, current.Agent}
-	wanted, err := executions.RetryTransient(ctx, func(ctx context.Context) (bool, error) {
-		return channels.WantReport(ctx, b.Pool, agents)
-	})
-	if err != nil || !wanted {
-		return err
-	}
-	_, err = executions.StepTx(ctx, "report to channels", func(ctx context.Context, tx pgx.Tx) (int, error) {
+	_, err := executions.StepTx(ctx, "report to channels", func(ctx context.Context, tx pgx.Tx) (int, error) {
 		return channels.Report(ctx, tx, agents, "Heartbeat:\n\n- "+strings.Join(lines, "\n- "))
 	})
 	return err

@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -208,8 +209,14 @@ func TestAWorkerThatWakesLateChangesNothing(t *testing.T) {
 		done := len(w.lines())
 		first.Signal(syscall.SIGCONT)
 		first.Says("stopped here")
-		if n := len(w.lines()); n > done+1 || w.count("add 3") != 1 { // the step in hand may say that it was aborted
-			w.Errorf("after it woke: %q", w.lines()[done:])
+		before, after := w.lines()[:done], w.lines()[done:]
+		for _, line := range after { // of the step in hand, which a busy machine may have let it begin twice
+			if line != "aborted 1" && (!strings.HasPrefix(line, "add 1 ") || !slices.Contains(before, line)) {
+				w.Errorf("after it woke: %q", after)
+			}
+		}
+		if w.count("add 3") != 1 {
+			w.Errorf("the effects are %q", w.lines())
 		}
 	})
 }
