@@ -1,5 +1,6 @@
-// Package schemadoc writes docs/schema.md. The chapters are the files of migrations/schema, in their order. A chapter
-// has the head of the file, then its tables, types, views and functions. A migrated database describes them. The test
+// Package schemadoc writes docs/schema.md. The chapters are the files of migrations/schema, in their order, then those
+// of migrations/changes that open with a noun. A chapter has the head of the file, then its tables, types, views and
+// functions. A migrated database describes them. The test
 // of package migrations compares the document, and writes it with -update.
 package schemadoc
 
@@ -8,10 +9,11 @@ import (
 	"io/fs"
 	"path"
 	"regexp"
+	"slices"
 	"strings"
 )
 
-// Noun is one file of migrations/schema, and a chapter of the page.
+// Noun is a chapter of the page: a file of migrations/schema, or of migrations/changes.
 type Noun struct {
 	File   string // 020_lanes.sql
 	Title  string // Lanes
@@ -56,7 +58,41 @@ func readNouns(files fs.FS) ([]*Noun, map[string]place, error) {
 		}
 		nouns = append(nouns, n)
 	}
-	return nouns, places, nil
+	nouns, err = readChanges(files, nouns, places)
+	return nouns, places, err
+}
+
+// readChanges adds the tables of later changes: to the chapter that the file names, or as a chapter of their own.
+func readChanges(files fs.FS, nouns []*Noun, places map[string]place) ([]*Noun, error) {
+	paths, err := fs.Glob(files, "changes/*.sql")
+	if err != nil {
+		return nil, fmt.Errorf("list the changes: %w", err)
+	}
+	for i, p := range paths {
+		text, err := fs.ReadFile(files, p)
+		if err != nil {
+			return nil, fmt.Errorf("read the changes: %w", err)
+		}
+		intro := head(string(text))
+		first := opening.FindStringSubmatch(intro)
+		tables := made.FindAllStringSubmatch(string(text), -1)
+		if first == nil || tables == nil {
+			continue
+		}
+		at := slices.IndexFunc(nouns, func(n *Noun) bool { return n.Title == first[1] })
+		if at < 0 {
+			at = len(nouns)
+			nouns = append(nouns, &Noun{
+				File: path.Base(p), Title: first[1], Essay: essay(strings.TrimPrefix(intro, first[0])),
+			})
+		}
+		for j, m := range tables {
+			if _, known := places[m[1]]; !known {
+				places[m[1]] = place{at, (i+1)*1000 + j}
+			}
+		}
+	}
+	return nouns, nil
 }
 
 // place is where a name is made: the file's number, and the number of the statement in it.

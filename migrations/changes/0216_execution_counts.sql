@@ -1,5 +1,5 @@
--- Executions are counted when they have ended, so charts over months read no executions. Model calls are counted by
--- agent as well, with the tokens that a provider had cached.
+-- Executions: they are counted when they have ended, so charts over months read none of them. Model calls are counted
+-- by agent as well, with the tokens that a provider had cached.
 create table agent_execution_counts (
   span text not null check (span in ('hour', 'day')), start timestamptz not null, agent text not null, flow text not null,
   completed bigint not null default 0, failed bigint not null default 0, timeout bigint not null default 0,

@@ -1,5 +1,7 @@
--- Targets of outgoing events hear of a changed verdict and of a budget that is nearly spent, also as Slack's message. An
--- admin acknowledges why a verdict is degraded.
+-- Monitor: whether the agent works.
+--
+-- Targets of outgoing events hear of a changed verdict and of a budget that is nearly spent, also as Slack's message.
+-- An admin acknowledges why a verdict is degraded.
 create table agent_verdict (
   single boolean default true primary key check (single), state text not null default '',
   since timestamptz not null default clock_timestamp(), checked_at timestamptz not null default 'epoch',

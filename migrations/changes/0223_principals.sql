@@ -1,5 +1,7 @@
--- Principals with roles, tokens, sessions and login links. Sessions take the place of signed cookies, so who is
--- logged in has to log in again. The release after this one drops agent_logouts.
+-- Principals: who may do what.
+--
+-- A principal has a role. Tokens narrow it; sessions and login links have all of it. Sessions take the place of signed
+-- cookies, so who is logged in has to log in again. The release after this one drops agent_logouts.
 create table agent_principals (
   id uuid default gen_random_uuid() primary key,
   name text not null unique check (name ~ '^[^[:cntrl:][:space:]]{1,100}$'),

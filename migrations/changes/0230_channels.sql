@@ -1,4 +1,7 @@
--- Channels: conversations in Telegram, in Slack and by e-mail are threads.
+-- Channels: conversations in Telegram, in Slack and by e-mail.
+--
+-- A message is a row before its provider learns that it came, unique by the provider's id. It enters a thread as a chat
+-- message does. A part of an answer is marked before it is sent.
 create table agent_channels (
   id uuid default lanekeeper.agent_uuid7() primary key,
   name text not null unique check (name ~ '^[a-z0-9][a-z0-9_-]{0,63}$'), description text not null default '',

@@ -1,4 +1,6 @@
--- Evals: suites of cases for agents, their runs and trials. A trial is an execution of the surface eval.
+-- Evals: suites of cases for agents.
+--
+-- A trial is an execution of the surface eval. Triggers refuse rows by which it would leave, wake or be remembered.
 alter domain agent_surface drop constraint agent_surface_check;
 alter domain agent_surface add constraint agent_surface_check
   check (value in ('heartbeat', 'operate', 'chat', 'webhook', 'flow', 'eval')) not valid;
