@@ -151,10 +151,10 @@ func RootCaller() *Caller {
 // May reports whether the caller may use routes of a scope: role ∩ scopes. For [Work] it says whether there is a flow
 // that the caller may work on; see [Caller.MayWork].
 func (c *Caller) May(s Scope) bool {
-	switch s {
-	case Authenticated:
+	if s == Authenticated {
 		return true
-	case Work:
+	}
+	if s == Work {
 		return c.AllFlows() || len(c.globs()) > 0
 	}
 	return c.Role.May(s) && (slices.Contains(c.Scopes, All) || slices.Contains(c.Scopes, string(s)))

@@ -74,7 +74,7 @@ func (t *Transport) listen(ctx context.Context, in channels.Inbox) error {
 	go func() { ended <- client.RunContext(ctx) }()
 	defer func() {
 		stop()
-		_ = <-ended // it was stopped, or its error is returned
+		<-ended //nolint:errcheck // it was stopped, or its error is returned
 	}()
 	probe := time.NewTicker(t.probe)
 	defer probe.Stop()

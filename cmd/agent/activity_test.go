@@ -68,7 +68,7 @@ var notAudited = map[string]string{
 	"executions stuck": "reads", "executions replay": "reads",
 	"agents ls": "reads", "agents show": "reads", "agents diff": "reads", "models ls": "reads",
 	"models check": "asks a model", "init": "writes files alone", "login": "writes a file alone",
-	"logout": "writes a file alone",
+	"logout":   "writes a file alone",
 	"flows ls": "reads", "flows show": "reads", "flows schema": "reads", "requests ls": "reads", "requests show": "reads",
 	"skills ls": "reads", "skills show": "reads", "approvals ls": "reads",
 	"approvals show": "reads", "objectives ls": "reads", "objectives show": "reads", "automations ls": "reads",

@@ -449,7 +449,7 @@ type remoteCall struct {
 	output string // the file that the command may write
 	// replace allows output to exist.
 	replace bool
-	told   bool   // of another version
+	told    bool // of another version
 }
 
 // interact sends each line as one command of the same conversation. ^C cancels the turn and ends the conversation.
