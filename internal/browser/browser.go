@@ -160,11 +160,12 @@ func (p *Page) Press(keys string) {
 	p.do("press keys", chromedp.KeyEvent(keys))
 }
 
-// Text is the text that a CSS selector's first element shows.
-func (p *Page) Text(selector string) string {
+// Text is the text that a CSS selector's first element shows. A live update may replace the element meanwhile.
+func (p *Page) Text(selector string) (text string) {
 	p.tb.Helper()
-	var text string
-	p.do("read "+selector, chromedp.Text(selector, &text, chromedp.ByQuery, chromedp.NodeReady))
+	element := fmt.Sprintf("document.querySelector(%q)", selector)
+	p.Until(selector+" is there", element)
+	p.Eval(element+".innerText", &text)
 	return text
 }
 
