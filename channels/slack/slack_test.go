@@ -146,7 +146,9 @@ func TestMessagesComeOnce(t *testing.T) {
 			w.fake.Say("U2", "D1", "direct", "")
 			w.fake.Say("U1", "C1", "among people", "")
 			w.fake.Say("U1", "C1", "in a thread of others", "9.9")
+			w.in.mu.Lock()
 			w.in.known = []string{"C1:" + root}
+			w.in.mu.Unlock()
 			w.fake.Say("U3", "C1", "in its thread", root)
 			w.fake.Say("U3", "D1", "look", root, slacktest.File{ID: "F1", Name: "a.txt", Mimetype: "text/plain", Content: "abc"})
 			w.fake.Wait()

@@ -100,8 +100,9 @@ func New() *Server {
 	mux.HandleFunc("/api/{method}", s.call)
 	mux.HandleFunc("/socket", s.open)
 	mux.HandleFunc("/files/{id}", s.download)
-	s.http = httptest.NewServer(mux)
-	s.URL = s.http.URL
+	s.http = httptest.NewUnstartedServer(mux)
+	s.URL = "http://" + s.http.Listener.Addr().String()
+	s.http.Start()
 	return s
 }
 
