@@ -165,7 +165,7 @@ func (p *Page) Text(selector string) (text string) {
 	p.tb.Helper()
 	element := fmt.Sprintf("document.querySelector(%q)", selector)
 	p.Until(selector+" is there", element)
-	p.Eval(element+".innerText", &text)
+	p.Eval(`(e => e.getClientRects().length ? e.innerText : "")(`+element+`)`, &text)
 	return text
 }
 
