@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"html"
+	"maps"
 	"net/http"
 	"strings"
 	"sync"
@@ -169,6 +170,20 @@ func attemptOf(r *http.Request) (a loginAttempt, err error) {
 // errIssuer marks answers of the issuer that do not log in.
 var errIssuer = errors.New("the issuer did not log in")
 
+// addClaims adds the claims of the user info that the id token leaves out.
+func addClaims(claims map[string]any, info *oidc.UserInfo, subject string) error {
+	if info.Subject != subject {
+		return errors.New("it is of another subject")
+	}
+	more := map[string]any{}
+	if err := info.Claims(&more); err != nil {
+		return err
+	}
+	maps.Copy(more, claims)
+	maps.Copy(claims, more)
+	return nil
+}
+
 // verify exchanges the code and checks the id token: signature, issuer, audience, expiry and nonce.
 func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name string, role principals.Role, err error) {
 	config, provider, err := o.config(r.Context(), r)
@@ -195,15 +210,13 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 	if err := id.Claims(&claims); err != nil {
 		return "", "", "", fmt.Errorf("%w: read claims: %w", errIssuer, err)
 	}
-	if info, err := provider.UserInfo(r.Context(), config.TokenSource(r.Context(), tokens)); err == nil &&
-		info.Subject == id.Subject {
-		more := map[string]any{} // claims that the id token leaves out
-		if info.Claims(&more) == nil {
-			for name, value := range more {
-				if _, has := claims[name]; !has {
-					claims[name] = value
-				}
-			}
+	if provider.UserInfoEndpoint() != "" {
+		info, err := provider.UserInfo(r.Context(), config.TokenSource(r.Context(), tokens))
+		if err != nil {
+			return "", "", "", fmt.Errorf("read user info: %w", err)
+		}
+		if err := addClaims(claims, info, id.Subject); err != nil {
+			return "", "", "", fmt.Errorf("%w: user info: %w", errIssuer, err)
 		}
 	}
 	for _, key := range []string{"preferred_username", "name", "email"} {
