@@ -27,13 +27,14 @@ type checkpointWrite struct {
 	variables             json.RawMessage // nil when the row has them
 }
 
-// queue queues the checkpoint. A repeated insert changes nothing. It waits for a lock of the execution only for
-// lockTimeout.
+// queue queues the checkpoint. A repeated insert changes nothing; of a step that a later claim recorded, the update is
+// refused as stale. It waits for a lock of the execution only for lockTimeout.
 func (p *checkpointWrite) queue(b *pgx.Batch) {
 	b.Queue(`
 		insert into agent_checkpoints (execution_id, step, claim, fingerprint, failed, output)
 		select @id, @step, @claim, @fingerprint, @failed, @output from set_config('lock_timeout', @patience, true)
-		on conflict (execution_id, step) do nothing`, postgres.Strict{
+		on conflict (execution_id, step)
+		do update set claim = excluded.claim where agent_checkpoints.claim <> excluded.claim`, postgres.Strict{
 		"id": p.id, "step": p.step, "claim": p.claim, "fingerprint": p.fingerprint, "failed": p.failed, "output": p.output,
 		"patience": lockTimeout,
 	})
