@@ -108,6 +108,17 @@ type StartOption func(*executions.Spec)
 // Key makes a start idempotent: a second start with the same key, of any flow, returns the first execution.
 func Key(key string) StartOption { return func(s *executions.Spec) { s.DedupeKey = key } }
 
+// Label says what the execution is about, such as order and A-1001. Pages, the CLI and HTTP find it by the value. An
+// execution has at most 8 labels. A name has 1 to 32 of the characters a-z 0-9 _, a value 1 to 200 printable ones.
+func Label(name, value string) StartOption {
+	return func(s *executions.Spec) {
+		if s.Labels == nil {
+			s.Labels = executions.Labels{}
+		}
+		s.Labels[name] = value
+	}
+}
+
 // Priority orders executions that are ready: 1 is first, 4 last, and the default 2.
 func Priority(n int) StartOption { return func(s *executions.Spec) { s.Priority = n } }
 

@@ -30,6 +30,7 @@ var uuidForm = regexp.MustCompile(`^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-
 // executionDetail is a redacted execution with its latest checkpoint and open wait.
 type executionDetail struct {
 	executions.Execution
+	Labels     executions.Labels      `json:"labels"`
 	Checkpoint *executions.Checkpoint `json:"checkpoint"` // the latest; null before the first
 	Waits      []wait                 `json:"waits"`      // the open ones
 }
@@ -57,7 +58,7 @@ func (s *server) listExecutions(r request) (response, error) {
 		func(before string, limit int) ([]executions.Execution, error) {
 			return executions.List(r.Context(), s.pool, executions.Filter{
 				Statuses: r.query.list("status"), Surface: r.query["surface"], Flow: r.query["flow"], Agent: r.query["agent"],
-				TraceIDs: r.query.traceIDs(), Since: r.query.time("since"), Until: r.query.time("until"),
+				Label: r.query["label"], TraceIDs: r.query.traceIDs(), Since: r.query.time("since"), Until: r.query.time("until"),
 				Before: before, Limit: limit,
 			})
 		})
@@ -80,7 +81,11 @@ func (s *server) getExecution(r request) (response, error) {
 		return response{trace: x.TraceID}, err
 	}
 	x = x.Redacted()
-	detail := executionDetail{Execution: x, Waits: []wait{}}
+	labels, err := executions.LabelsOf(r.Context(), s.pool, []string{x.ID})
+	if err != nil {
+		return response{trace: x.TraceID}, err
+	}
+	detail := executionDetail{Execution: x, Labels: labels[x.ID].Redacted(), Waits: []wait{}}
 	if len(recorded) > 0 {
 		detail.Checkpoint = new(recorded[len(recorded)-1].Redacted())
 	}
@@ -165,6 +170,8 @@ type startRequest struct {
 	Queue           string `json:"queue,omitempty"`            // background (default) or interactive
 	Priority        int    `json:"priority,omitempty"`         // 1 first … 4 last; default 2
 	Reason          string `json:"reason,omitempty"`           // for the audit log
+	// what it is about, such as {"order": "A-1001"}; at most 8
+	Labels executions.Labels `json:"labels,omitempty"`
 }
 
 type executionStatus struct {
@@ -219,6 +226,9 @@ func (b startRequest) check() error {
 	case !storable(b.ChatKey) || len(b.ChatKey) > 200:
 		return badBody("chat_key has at most 200 bytes of text")
 	}
+	if err := b.Labels.Validate(); err != nil {
+		return badBody("%s", err)
+	}
 	if b.ThreadID != "" {
 		if err := threads.CheckID(b.ThreadID); err != nil {
 			return badBody("thread_id: %s", err)
@@ -234,7 +244,7 @@ func (s *server) startExecution(r request) (response, error) {
 	}
 	spec := executions.Spec{
 		Flow: b.Flow, Surface: trace.Flow, ThreadID: b.ThreadID, Queue: b.Queue, Priority: b.Priority, OnLost: b.OnLost,
-		ProgressSeconds: b.ProgressSeconds, DedupeKey: startKey(r.Request, b),
+		ProgressSeconds: b.ProgressSeconds, DedupeKey: startKey(r.Request, b), Labels: b.Labels,
 	}
 	if len(b.Input) > 0 && string(b.Input) != "null" {
 		spec.Input = b.Input

@@ -276,7 +276,7 @@ func TestStartWithKeyAndChild(t *testing.T) {
 	header := asAdmin()
 	header.Set("Idempotency-Key", "start 1")
 	var first, again, child startedExecution
-	body := `{"flow":"external:sum","input":{"a":1}}`
+	body := `{"flow":"external:sum","input":{"a":1},"labels":{"order":"A-1001"}}`
 	a.checkResponse(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &first)
 	a.checkResponse(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &again)
 	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as if the process had died before it kept the answer
@@ -284,6 +284,14 @@ func TestStartWithKeyAndChild(t *testing.T) {
 	if first != again || first != child {
 		t.Errorf("started %+v, %+v, %+v", first, again, child)
 	}
+	var found struct{ Items []struct{ ID string } }
+	a.request("GET", "/v1/executions?label=order%3DA-1001", "", 200, &found)
+	var detail struct{ Labels map[string]string }
+	a.request("GET", "/v1/executions/"+first.ID, "", 200, &detail)
+	if len(found.Items) != 1 || found.Items[0].ID != first.ID || detail.Labels["order"] != "A-1001" {
+		t.Errorf("found %+v, labels %v", found, detail.Labels)
+	}
+	a.checkProblem(a.raw("POST", "/v1/executions", `{"flow":"external","labels":{"No":"x"}}`, asAdmin()), 400, "labels")
 	a.request("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+
 		`","queue":"interactive","priority":1}`, 201, &child)
 	if child.TraceID != first.TraceID || child.ID == first.ID {

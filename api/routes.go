@@ -139,7 +139,8 @@ func (s *server) readRoutes() []route {
 				name: "status", about: "State of the execution, or several with commas: " + strings.Join(statuses(), ", "),
 				check: checkStatuses,
 			}, surfaceParam,
-				textParam("flow", "Name of the flow"), textParam("agent", "Name of the agent"), traceParam,
+				textParam("flow", "Name of the flow"), textParam("agent", "Name of the agent"),
+				textParam("label", "Label: name=value, or a value"), traceParam,
 				timeParam("since", "Created at or after"), timeParam("until", "Created before")),
 		}, {
 			method: "GET", path: "/v1/executions/{id}", response: executionDetail{}, handle: s.getExecution,

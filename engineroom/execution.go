@@ -148,6 +148,8 @@ type executionShown struct {
 	First string // the first recorded step
 	Cause *activity.RootCause
 
+	Labels executions.Labels
+
 	Missing *missingWorker // while it waits for a claim
 }
 
@@ -162,6 +164,11 @@ func (room *Room) executionView(ctx context.Context, v *visit) (any, error) {
 	if shown.Missing, err = room.missingFor(ctx, x); err != nil {
 		return nil, err
 	}
+	labels, err := executions.LabelsOf(ctx, room.Read, []string{x.ID})
+	if err != nil {
+		return nil, err
+	}
+	shown.Labels = labels[x.ID].Redacted()
 	if shown.First, err = room.firstStep(ctx, x.ID); err != nil {
 		return nil, err
 	}

@@ -135,6 +135,13 @@ const executionCandidates = `
 	    and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @looked)
 	union all
 	(select ` + candidateColumns + `
+	  where @by = 'label' and x.id = any (array(
+	    select b.execution_id from agent_execution_labels b
+	     where b.value = @label and (@label_name = '' or b.name = @label_name)
+	       and b.execution_id >= @from::uuid and b.execution_id < @until::uuid
+	     order by b.execution_id desc limit @looked)))
+	union all
+	(select ` + candidateColumns + `
 	  where @by = 'status' and x.status = @status and x.id >= @from::uuid and x.id < @until::uuid
 	  order by x.id desc limit @looked)
 	union all
@@ -166,7 +173,10 @@ const executionWanted = `
 	(@status = '' or (w.status = @status) <> @not_status) and (not @failed or w.status in ('failed', 'timeout'))
 	and (@surface = '' or (w.surface = @surface) <> @not_surface)
 	and (@flows::text[] is null or (w.flow = any (@flows)) <> @not_flow)
-	and (@agent = '' or (w.agent ilike @agent) <> @not_agent)`
+	and (@agent = '' or (w.agent ilike @agent) <> @not_agent)
+	and (@label = '' or exists (
+	  select from agent_execution_labels b
+	   where b.execution_id = w.id and b.value = @label and (@label_name = '' or b.name = @label_name)))`
 
 // listExecutions reads a page of the listing.
 func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
@@ -249,8 +259,14 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 	}
 	var end string
 	from, until := f.bounds(f.Before)
+	name, label := executions.ParseLabel(f.Label)
 	err := room.Read.QueryRow(ctx, `
 		select coalesce((select w.id::text from (
+		  (select b.execution_id as id from agent_execution_labels b
+		    where @by = 'label' and b.value = @label and (@label_name = '' or b.name = @label_name)
+		      and b.execution_id >= @from::uuid and b.execution_id < @until::uuid
+		    order by b.execution_id desc offset @looked - 1 limit 1)
+		  union all
 		  (select x.id from agent_executions x
 		    where @by = 'status' and x.status = @status and x.id >= @from::uuid and x.id < @until::uuid
 		    order by x.id desc offset @looked - 1 limit 1)
@@ -279,7 +295,7 @@ func (room *Room) lastSearched(ctx context.Context, f executionFilter, got execu
 		 order by w.id desc limit 1), '')`, freshPlan,
 		postgres.Strict{
 			"by": f.leadingFilter(), "status": f.Status, "flows": f.flows, "from": from, "until": until,
-			"looked": maxSearched, "looked_flow": f.perFlow(maxSearched),
+			"looked": maxSearched, "looked_flow": f.perFlow(maxSearched), "label": label, "label_name": name,
 		}).Scan(&end)
 	if err != nil {
 		return got, fmt.Errorf("look how far executions were looked at: %w", err)
@@ -315,7 +331,11 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 		    order by s.waiting_until, s.id limit @looked)) l
 		   where (@kind = '' or l.waiting_for = @kind) and (@surface = '' or (l.surface = @surface) <> @not_surface)
 		     and (@flows::text[] is null or (l.flow = any (@flows)) <> @not_flow)
-		     and (@agent = '' or (l.agent ilike @agent) <> @not_agent) and l.id >= @from::uuid and l.id < @until::uuid
+		     and (@agent = '' or (l.agent ilike @agent) <> @not_agent)
+		     and (@label = '' or exists (
+		       select from agent_execution_labels b
+		        where b.execution_id = l.id and b.value = @label and (@label_name = '' or b.name = @label_name)))
+		     and l.id >= @from::uuid and l.id < @until::uuid
 		       and (@traces::text[] is null or l.trace_id = any (@traces) or l.id = any (@ids::text[]::uuid[]))
 		   order by l.waiting_until, l.id limit @most + 1) p
 		  join agent_executions e on e.id = p.id
@@ -346,6 +366,7 @@ type executionFilter struct {
 	View                  string // waiting or stuck: by deadline; empty: newest first
 	Status, Surface, Flow string
 	Agent                 string
+	Label                 string // name=value, or a value
 	Trace                 string // as entered
 	Failed                bool   // failed or timed out
 	Kind                  string // of the wait, in the views
@@ -389,14 +410,14 @@ func (room *Room) openExecutions(ctx context.Context, v *visit) (string, error) 
 		return titleOf(f), nil // found for the same address
 	}
 	q, err := filtersOf(v.Query, append([]string{
-		"view", "status", "surface", "flow", "agent", "trace_id", "failed", "for", "before",
+		"view", "status", "surface", "flow", "agent", "label", "trace_id", "failed", "for", "before",
 	}, rangeFilters...)...)
 	if err != nil {
 		return "", err
 	}
 	f := executionFilter{
 		View: q["view"], Status: q["status"], Surface: q["surface"], Flow: q["flow"], Agent: q["agent"],
-		Trace: q["trace_id"], Kind: q["for"],
+		Label: q["label"], Trace: q["trace_id"], Kind: q["for"],
 	}
 	for _, one := range []struct {
 		name  string
@@ -489,11 +510,12 @@ func (f executionFilter) wanted(looked, most int) postgres.Strict {
 	surface, notSurface := without(f.Surface)
 	_, notFlow := without(f.Flow)
 	agent, notAgent := without(f.Agent)
+	name, label := executions.ParseLabel(f.Label)
 	return postgres.Strict{
 		"by": f.leadingFilter(), "traces": f.traces, "ids": f.ids, "from": from, "until": until, "looked": looked,
 		"looked_flow": f.perFlow(looked), "status": status, "not_status": notStatus, "failed": f.Failed,
 		"surface": surface, "not_surface": notSurface, "flows": f.flows, "not_flow": notFlow,
-		"agent": likePart(agent), "not_agent": notAgent, "most": most,
+		"agent": likePart(agent), "not_agent": notAgent, "label": label, "label_name": name, "most": most,
 	}
 }
 
@@ -502,6 +524,8 @@ func (f executionFilter) leadingFilter() string {
 	switch {
 	case f.traces != nil:
 		return "trace"
+	case f.Label != "":
+		return "label"
 	case f.Status != "" && !strings.HasPrefix(f.Status, "!") && (f.Flow == "" || f.Status != string(executions.Completed)):
 		return "status" // rare, except for completed
 	case f.Failed:
@@ -515,21 +539,21 @@ func (f executionFilter) leadingFilter() string {
 // searchesAll reports whether the searched rows are all rows.
 func (f executionFilter) searchesAll() bool {
 	by := f.leadingFilter()
-	others := f.Surface != "" || f.Agent != "" || (f.Flow != "" && by != "flow") || (f.Status != "" && by != "status") ||
+	others := (f.Label != "" && by != "label") || f.Surface != "" || f.Agent != "" || (f.Flow != "" && by != "flow") || (f.Status != "" && by != "status") ||
 		(f.Failed && by != "failed")
 	return by == "trace" || !others
 }
 
 // Narrowed reports whether a filter beyond the view or tab is set.
 func (f executionFilter) Narrowed() bool {
-	return f.Surface != "" || f.Flow != "" || f.Agent != "" || f.Trace != "" || f.Bounded()
+	return f.Surface != "" || f.Flow != "" || f.Agent != "" || f.Label != "" || f.Trace != "" || f.Bounded()
 }
 
 // query returns the filters as URL parameters, without the position.
 func (f executionFilter) query() url.Values {
 	q := url.Values{}
 	for name, value := range map[string]string{
-		"view": f.View, "status": f.Status, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "trace_id": f.Trace,
+		"view": f.View, "status": f.Status, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "label": f.Label, "trace_id": f.Trace,
 		"for": f.Kind,
 	} {
 		if value != "" {

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -89,6 +90,7 @@ var finders = []struct {
 }{
 	{"traces", "Traces", "", true, (*Room).findTraces},
 	{"executions", "Executions", "", true, (*Room).findExecutions},
+	{"labels", "About", "", false, (*Room).findLabels},
 	{"approvals", "Approvals", "/approvals", false, (*Room).findApprovals},
 	{"skills", "Skills", "/skills", false, (*Room).findSkills},
 	{"flows", "Flows", "", false, (*Room).findFlows},
@@ -315,6 +317,22 @@ func (room *Room) findTraces(ctx context.Context, q findQuery) ([]hit, error) {
 		    as about
 		         from agent_executions e where e.trace_id = i.id order by e.id limit 1) r on true
 		 order by i.n`, postgres.Strict{"ids": ids}, byName("/traces/"))
+}
+
+// findLabels finds executions of any age by a label's value, the newest, and then by the beginning of a value. The text
+// is name=value or a value.
+func (room *Room) findLabels(ctx context.Context, q findQuery) ([]hit, error) {
+	name, value := executions.ParseLabel(q.Text)
+	return room.runHits(ctx, `
+		select x.id from (
+		(select b.execution_id as id, 1 as place from agent_execution_labels b
+		  where b.value = @value and (@name = '' or b.name = @name) order by b.execution_id desc limit @most)
+		union
+		(select b.execution_id, 2 from agent_execution_labels b
+		  where b.value like @prefix and (@name = '' or b.name = @name)
+		  order by b.value using operator(pg_catalog.~<~), b.execution_id limit @most)) x
+		 group by x.id order by min(x.place), x.id desc limit @most`,
+		postgres.Strict{"value": value, "prefix": prefixPattern(value), "name": name, "most": hitsShown + 1})
 }
 
 // findWork compares the texts of the newest executions.

@@ -163,6 +163,7 @@ var filterWords = [][2]string{
 	{"flow", "Flow"},
 	{"skill", "Skill"},
 	{"agent", "Agent"},
+	{"label", "Label"},
 	{"lane", "Lane"},
 	{"trace", "Id"},
 	{"trace_id", "Id"},

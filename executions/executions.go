@@ -193,6 +193,7 @@ func notFoundError(ctx context.Context, db postgres.DB, id string) error {
 type Filter struct {
 	Status, Surface, Flow, Agent, Before string
 	TraceIDs                             []trace.ID // from [trace.ParseAny]
+	Label                                string     // as for [ParseLabel]; among the newest 10,000 with the value
 	Statuses                             []string   // any of them; with Status, which is one more condition
 	Since, Until                         time.Time  // of the creation; Until is excluded
 	Limit                                int
@@ -203,9 +204,15 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 	if f.Limit <= 0 {
 		f.Limit = 50
 	}
+	name, value := ParseLabel(f.Label)
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_executions
-		 where (@status = '' or status = @status) and (@statuses::text[] is null or status = any (@statuses))
+		 where (@value = '' or id = any (array(
+		         select l.execution_id from agent_execution_labels l
+		          where l.value = @value and (@name = '' or l.name = @name)
+		            and (@before = '' or l.execution_id < nullif(@before, '')::uuid)
+		          order by l.execution_id desc limit 10000)))
+		   and (@status = '' or status = @status) and (@statuses::text[] is null or status = any (@statuses))
 		   and (@surface = '' or surface = @surface)
 		   and (@flow = '' or flow = @flow) and (@agent = '' or agent = @agent)
 		   and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
@@ -218,7 +225,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Execution, error) {
 			"since": timeBound(f.Since), "until": timeBound(f.Until),
 			"status": f.Status, "statuses": f.Statuses,
 			"surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "trace_ids": f.TraceIDs,
-			"before": f.Before, "limit": min(f.Limit, 1000),
+			"before": f.Before, "limit": min(f.Limit, 1000), "name": name, "value": value,
 		})
 	return postgres.Collect(rows, err, "list executions", pgx.RowToStructByPos[Execution])
 }

@@ -51,6 +51,7 @@ type Spec struct {
 	MaxAttempts int
 	// ProgressSeconds ends an execution without a checkpoint for so long; 0 is no limit.
 	ProgressSeconds int
+	Labels          Labels
 }
 
 // Start inserts a pending execution and wakes a worker, in one transaction of db. For any pool it uses the engine's
@@ -140,7 +141,26 @@ func (e *Engine) insertWithRetry(ctx context.Context, s Spec, status, worker str
 
 // insert writes the row, or returns the row of an existing dedupe key. lockTimeout bounds the wait for another
 // transaction with the key; empty keeps the transaction's own setting.
-func (s Spec) insert(ctx context.Context, db postgres.DB, status, worker, lockTimeout string) (Execution, bool, error) {
+func (s Spec) insert(
+	ctx context.Context, db postgres.Beginner, status, worker, lockTimeout string,
+) (got Execution, created bool, err error) {
+	if len(s.Labels) == 0 {
+		return s.insertRow(ctx, db, status, worker, lockTimeout)
+	}
+	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		got, created, err = s.insertRow(ctx, tx, status, worker, lockTimeout)
+		if err == nil && created {
+			err = setLabels(ctx, tx, got.ID, s.Labels)
+		}
+		return err
+	})
+	return got, created, err
+}
+
+// insertRow is insert without the labels.
+func (s Spec) insertRow(
+	ctx context.Context, db postgres.DB, status, worker, lockTimeout string,
+) (Execution, bool, error) {
 	o, err := s.insertParams(status == "running")
 	if err != nil {
 		return Execution{}, false, err
@@ -228,7 +248,7 @@ func null(s string) *string {
 // first, the insert includes the claim: one round trip before the flow runs. Concurrent starts share a statement. All
 // others are queued.
 func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error) {
-	if s.DedupeKey != "" { // another transaction may hold the key, which would delay the batch
+	if s.DedupeKey != "" || len(s.Labels) > 0 { // another transaction may hold the key, which would delay the batch
 		return e.startPending(ctx, s)
 	}
 	o, err := s.insertParams(false)

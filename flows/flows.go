@@ -67,8 +67,10 @@ type Definition struct {
 	Name        string `yaml:"name" json:"name"`
 	Description string `yaml:"description" json:"description,omitempty"`
 	// JSON Schema of type object; empty accepts any input
-	Input     map[string]any `yaml:"input" json:"input,omitempty"`
-	Variables map[string]any `yaml:"variables" json:"variables,omitempty"` // initial values
+	Input map[string]any `yaml:"input" json:"input,omitempty"`
+	// what an execution is about, by name: templates over the input; its executions are found by the values
+	Labels    map[string]string `yaml:"labels" json:"labels,omitempty"`
+	Variables map[string]any    `yaml:"variables" json:"variables,omitempty"` // initial values
 	// for its messages: chat, webhook or log; the thread's when empty
 	Channel string `yaml:"channel" json:"channel,omitempty"`
 	// for channel webhook: the name of a webhook_target; the thread's when empty
@@ -117,6 +119,7 @@ func references(d Definition, of func(a *action) map[string]string) map[string]s
 type compiled struct {
 	name            string
 	variables       map[string]any
+	labels          map[string]any // with parsed templates
 	channel, target string
 	input           *inputSchema // nil accepts any input
 	actions         []*action
@@ -140,7 +143,7 @@ func compile(d Definition) (*compiled, error) {
 		c.add("target", "only channel webhook has one")
 	}
 	f := &compiled{name: d.Name, channel: d.Channel, target: d.Target}
-	f.variables = c.variables(d.Variables)
+	f.variables, f.labels = c.variables(d.Variables), c.labels(d.Labels)
 	var err error
 	if f.input, err = compileInput(d.Input); err != nil {
 		c.problems = append(c.problems, err)
@@ -156,6 +159,21 @@ func compile(d Definition) (*compiled, error) {
 		return nil, errors.Join(c.problems...)
 	}
 	return f, nil
+}
+
+// labels validates the names and parses the templates.
+func (c *compiler) labels(given map[string]string) map[string]any {
+	if len(given) > executions.MaxLabels {
+		c.add("labels", "are %d; an execution has at most %d", len(given), executions.MaxLabels)
+	}
+	parsed := map[string]any{}
+	for name, text := range given {
+		if err := executions.CheckLabelName(name); err != nil {
+			c.add("labels."+name, "%s", err)
+		}
+		parsed[name] = parseTree(text, "labels."+name, func(path string, err error) { c.add(path, "%s", err) })
+	}
+	return parsed
 }
 
 // variables validates and normalizes the initial variables. It parses no templates.

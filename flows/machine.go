@@ -54,7 +54,31 @@ func newMachine(ctx context.Context, in *Interpreter, flow *compiled, input json
 		m.thread = *exec.ThreadID
 		m.vars["threadId"] = m.thread
 	}
+	if err := m.label(ctx); err != nil {
+		return nil, err
+	}
 	return m, executions.SetVariables(ctx, m.vars)
+}
+
+// label sets the labels of the execution. An empty value is none.
+func (m *machine) label(ctx context.Context) error {
+	labels := executions.Labels{}
+	for name, tree := range m.flow.labels {
+		value, err := fill(tree, m.vars)
+		if err != nil {
+			return fmt.Errorf("label %s: %w", name, err)
+		}
+		if value == nil {
+			continue
+		}
+		if text := executions.LabelValue(inText(value)); text != "" {
+			labels[name] = text
+		}
+	}
+	if len(labels) == 0 {
+		return nil
+	}
+	return executions.SetLabels(ctx, "labels", labels)
 }
 
 // set sets variables, here and for readers of the execution.

@@ -324,3 +324,19 @@ actions:
 		t.Errorf("%s", testkit.Deref(x.ErrorMessage))
 	}
 }
+
+func TestAFlowLabelsItsExecutions(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: order
+labels: {order: "{{input.order}}", customer: "{{input.customer ?? \"\"}}"}
+actions: [{actionType: set, parameters: {variables: {done: true}}}]`)
+	id := w.begin(t, "order", map[string]any{"order": 1001})
+	enginetest.Await(t, w.pool, id, executions.Completed)
+	pgtest.Equal(t, w.pool, "order=1001", `select string_agg(name || '=' || value, ' ') from agent_execution_labels`)
+	d, err := define(`{"name": "x", "labels": {"No": "y"}, "actions": [{"actionType": "set", "parameters": {"variables": {"a": 1}}}]}`)
+	require.NoError(t, err)
+	if err := flows.Validate(d); err == nil || !strings.Contains(err.Error(), "labels.No") {
+		t.Errorf("the error is %v", err)
+	}
+}

@@ -81,7 +81,7 @@ func counted(t *testing.T, db *pgxpool.Pool) string {
 		  from (select c.oid::regclass::text as n from pg_class c where c.relnamespace = 'public'::regnamespace
 		           and c.relkind in ('r', 'p') and not c.relispartition
 		             and c.relname not in ('agent_migrations', 'agent_schema_code', 'agent_execution_counts',
-		               'agent_execution_durations', 'agent_executions_counted', 'agent_executions_uncounted',
+		               'agent_execution_durations', 'agent_executions_counted', 'agent_executions_uncounted', 'agent_execution_labels',
 		               'agent_verdict', 'agent_acknowledgements', 'agent_channels', 'agent_channel_messages',
 		               'agent_channel_sends', 'agent_channel_identities', 'agent_channel_buttons',
 		               'agent_evals', 'agent_eval_runs', 'agent_eval_trials',

@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -51,6 +53,7 @@ func (c *cli) executionsListCommand() *cobra.Command {
 	surfaceFlag(cmd.Flags(), &f.Surface)
 	cmd.Flags().StringVar(&f.Flow, "flow", "", "only this flow")
 	actingFlag(cmd.Flags(), &f.Agent)
+	cmd.Flags().StringVar(&f.Label, "label", "", "only with this label: name=value, or a value")
 	traceFlag(cmd.Flags(), &f.TraceIDs)
 	agoFlag(cmd.Flags(), &f.Since, "since", "", "only those created within the last")
 	agoFlag(cmd.Flags(), &f.Until, "until", "", "only those created before the last")
@@ -74,6 +77,7 @@ func listExecutions(
 // shownExecution is the JSON result of agent executions show.
 type shownExecution struct {
 	executions.Execution
+	Labels      executions.Labels       `json:"labels"`
 	Checkpoints []executions.Checkpoint `json:"checkpoints"`
 	Waits       []executions.WaitingRow `json:"waits"` // the open wait
 	Children    []executions.Relative   `json:"children"`
@@ -92,7 +96,12 @@ func (c *cli) executionsShowCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			labels, err := executions.LabelsOf(cmd.Context(), s.Pool, []string{x.ID})
+			if err != nil {
+				return err
+			}
 			shown := shownExecution{
+				Labels:    labels[x.ID].Redacted(),
 				Execution: x.Redacted(), Checkpoints: make([]executions.Checkpoint, len(recorded)), Waits: openWaits(x.Redacted()),
 				Children: []executions.Relative{}, Forks: []executions.Relative{},
 			}
@@ -166,6 +175,9 @@ func writeExecution(w io.Writer, x shownExecution) {
 		{"failed step", deref(x.FailedStep)},
 		{"cancelled by", deref(x.CancelledBy)},
 		{"reason", deref(x.CancelReason)},
+	}
+	for _, name := range slices.Sorted(maps.Keys(x.Labels)) {
+		lines = append(lines, [2]string{"label", name + "=" + x.Labels[name]})
 	}
 	writeFields(w, "%-13s %s\n", lines)
 	for _, r := range x.Children {

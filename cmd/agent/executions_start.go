@@ -52,6 +52,9 @@ an interrupt ends the waiting, not the execution.`,
 			if b.spec.Priority < 0 || b.spec.Priority > 4 {
 				return usageError("--priority %d: use 1 (first) to 4 (last)", b.spec.Priority)
 			}
+			if err := b.spec.Labels.Validate(); err != nil {
+				return usageError("--label: %s", err)
+			}
 			if b.chatKey != "" && b.spec.ThreadID == "" {
 				return usageError("--chat-key needs --thread: name the thread to open to the key")
 			}
@@ -71,6 +74,8 @@ an interrupt ends the waiting, not the execution.`,
 	flags.StringVar(&b.spec.OnLost, "on-lost", "", "when its worker is lost: resume (default), fail (default for "+
 		"external), hand_on")
 	flags.IntVar(&b.spec.Priority, "priority", 0, "1 first to 4 last; default 2")
+	flags.StringToStringVar((*map[string]string)(&b.spec.Labels), "label", nil, "what it is about, as name=value; may be "+
+		"repeated")
 	flags.StringVar(&b.reason, "reason", "", "reason for the audit log")
 	flags.StringVar(&b.spec.DedupeKey, "key", "", "idempotency key: start it once, however often the command runs")
 	return cmd

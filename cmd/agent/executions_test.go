@@ -60,18 +60,21 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 		TraceID    string `json:"trace_id"`
 		Created    bool
 	}
-	p.mustJSON(&started, "executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana")
+	p.mustJSON(&started, "executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana",
+		"--label", "order=A-1001")
 	if !started.Created || !strings.HasPrefix(started.TraceID, "fl_") {
 		t.Errorf("started %+v", started)
 	}
 	assert.Contains(t, p.must("executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana"),
 		"was already started", started.ID)
 	p.waitWaiting(started.ID)
+	assert.Contains(t, p.must("executions", "ls", "--label", "A-1001"), started.ID)
+	assert.Contains(t, p.must("executions", "ls", "--label", "shop=A-1001"), "no matching executions")
 	assert.Contains(t, p.must("executions", "waiting"), started.ID, "news-Ana")
 	assert.Contains(t, p.must("executions", "status"), "waiting  1")
 	assert.Equal(t, "no stuck executions\n", p.must("executions", "stuck"))
 	assert.Contains(t, p.must("executions", "show", started.ID), "waits for     event",
-		"key           news-Ana", "version       1")
+		"key           news-Ana", "version       1", "label         order=A-1001")
 	assert.Contains(t, p.must("executions", "replay", started.ID), "the record ends at", "equal")
 	var event struct {
 		EventID string `json:"event_id"`

@@ -7,7 +7,6 @@ package schemadoc
 import (
 	"fmt"
 	"io/fs"
-	"path"
 	"regexp"
 	"slices"
 	"strings"
@@ -15,7 +14,7 @@ import (
 
 // Noun is a chapter of the page: a file of migrations/schema, or of migrations/changes.
 type Noun struct {
-	File   string // 020_lanes.sql
+	File   string // schema/020_lanes.sql
 	Title  string // Lanes
 	Essay  string // the head of the file, as Markdown
 	Tables []*Relation
@@ -45,7 +44,7 @@ func readNouns(files fs.FS) ([]*Noun, map[string]place, error) {
 		if err != nil {
 			return nil, nil, fmt.Errorf("read the schema: %w", err)
 		}
-		n := &Noun{File: path.Base(p), Essay: head(string(text))}
+		n := &Noun{File: p, Essay: head(string(text))}
 		first := opening.FindStringSubmatch(n.Essay)
 		if first == nil {
 			return nil, nil, fmt.Errorf("%s does not open with its noun, as in `-- Lanes: the right to act.`", n.File)
@@ -83,7 +82,7 @@ func readChanges(files fs.FS, nouns []*Noun, places map[string]place) ([]*Noun, 
 		if at < 0 {
 			at = len(nouns)
 			nouns = append(nouns, &Noun{
-				File: path.Base(p), Title: first[1], Essay: essay(strings.TrimPrefix(intro, first[0])),
+				File: p, Title: first[1], Essay: essay(strings.TrimPrefix(intro, first[0])),
 			})
 		}
 		for j, m := range tables {

@@ -2,6 +2,7 @@ package schemadoc
 
 import (
 	"fmt"
+	"path"
 	"regexp"
 	"slices"
 	"strings"
@@ -68,7 +69,7 @@ func diagram(b *strings.Builder, nouns []*Noun) {
 }
 
 func (n *Noun) write(b *strings.Builder) {
-	fmt.Fprintf(b, "\n## %s\n\n%s\n\nFile: [%s](../migrations/schema/%s).\n", n.Title, n.Essay, n.File, n.File)
+	fmt.Fprintf(b, "\n## %s\n\n%s\n\nFile: [%s](../migrations/%s).\n", n.Title, n.Essay, path.Base(n.File), n.File)
 	for _, t := range n.Tables {
 		t.write(b)
 	}

@@ -1,0 +1,151 @@
+package executions
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+	"unicode"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
+)
+
+// Labels say what an execution is about, such as order: A-1001. They find it at any age.
+type Labels map[string]string
+
+// MaxLabels bounds the labels of an execution, and maxLabelValue the characters of a value.
+const (
+	MaxLabels     = 8
+	maxLabelValue = 200
+)
+
+// ErrLabels reports labels that are not valid.
+var ErrLabels = errors.New("labels not valid")
+
+var (
+	labelName  = regexp.MustCompile(`^[a-z][a-z0-9_]{0,31}$`)
+	labelValue = regexp.MustCompile(`^[^\x00-\x1f\x7f-\x9f]{1,200}$`)
+)
+
+// Validate returns an error that wraps ErrLabels and names the first problem.
+func (l Labels) Validate() error {
+	if len(l) > MaxLabels {
+		return fmt.Errorf("%w: there are %d; an execution has at most %d", ErrLabels, len(l), MaxLabels)
+	}
+	for _, name := range slices.Sorted(maps.Keys(l)) {
+		if err := CheckLabelName(name); err != nil {
+			return err
+		}
+		if !labelValue.MatchString(l[name]) {
+			return fmt.Errorf("%w: the value of %s must have 1 to 200 printable characters", ErrLabels, name)
+		}
+	}
+	return nil
+}
+
+// CheckLabelName returns an error that wraps ErrLabels for a name that no label can have.
+func CheckLabelName(name string) error {
+	if !labelName.MatchString(name) {
+		return fmt.Errorf("%w: %.60q must begin with a letter and have 1 to 32 of the characters a-z 0-9 _", ErrLabels, name)
+	}
+	return nil
+}
+
+// SetLabels sets labels of the running execution, as a step. Other labels stay. A label that was set again has the last
+// value.
+func SetLabels(ctx context.Context, step string, labels Labels) error {
+	x, running := Current(ctx)
+	if !running {
+		return ErrNotInExecution
+	}
+	_, err := StepTx(ctx, step, func(ctx context.Context, tx pgx.Tx) (Labels, error) {
+		return labels, setLabels(ctx, tx, x.ID, labels)
+	})
+	return err
+}
+
+// setLabels sets labels of an execution. It adds to those that are there, within the bound.
+func setLabels(ctx context.Context, tx pgx.Tx, id string, labels Labels) error {
+	if err := labels.Validate(); err != nil {
+		return err
+	}
+	names := slices.Sorted(maps.Keys(labels))
+	values := make([]string, len(names))
+	for i, name := range names {
+		values[i] = labels[name]
+	}
+	_, err := tx.Exec(ctx, `
+		insert into agent_execution_labels (execution_id, name, value)
+		select @id, l.name, l.value from unnest(@names::text[], @values::text[]) l (name, value)
+		on conflict (execution_id, name) do update set value = excluded.value`,
+		postgres.Strict{"id": id, "names": names, "values": values})
+	if err != nil {
+		return fmt.Errorf("set labels of execution %s: %w", id, err)
+	}
+	var n int
+	err = tx.QueryRow(ctx, `select count(*) from agent_execution_labels where execution_id = @id`,
+		postgres.Strict{"id": id}).Scan(&n)
+	if err != nil {
+		return fmt.Errorf("count labels of execution %s: %w", id, err)
+	}
+	if n > MaxLabels {
+		return fmt.Errorf("%w: there would be %d; an execution has at most %d", ErrLabels, n, MaxLabels)
+	}
+	return nil
+}
+
+// Redacted returns the labels without secrets. Show this form only.
+func (l Labels) Redacted() Labels {
+	shown := Labels{}
+	for name, value := range l {
+		shown[name] = redact.Text(value, 1000)
+	}
+	return shown
+}
+
+// LabelValue makes a text a value of a label: of one line and at most 200 characters. The result may be empty, which is
+// no value.
+func LabelValue(text string) string {
+	text = strings.Join(strings.FieldsFunc(text, unicode.IsControl), " ")
+	if long := []rune(text); len(long) > maxLabelValue {
+		text = string(long[:maxLabelValue])
+	}
+	return strings.TrimSpace(strings.ToValidUTF8(text, ""))
+}
+
+// LabelsOf reads the labels of executions, by their id.
+func LabelsOf(ctx context.Context, db postgres.DB, ids []string) (map[string]Labels, error) {
+	found := map[string]Labels{}
+	rows, err := db.Query(ctx, `
+		select execution_id::text, name, value from agent_execution_labels where execution_id = any (@ids::text[]::uuid[])`,
+		postgres.Strict{"ids": ids})
+	if err == nil {
+		var id, name, value string
+		_, err = pgx.ForEachRow(rows, []any{&id, &name, &value}, func() error {
+			if found[id] == nil {
+				found[id] = Labels{}
+			}
+			found[id][name] = value
+			return nil
+		})
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read labels: %w", err)
+	}
+	return found, nil
+}
+
+// ParseLabel splits a filter by label: name=value, or a value alone. A text whose part before the sign can be no name
+// is a value.
+func ParseLabel(text string) (name, value string) {
+	if before, after, ok := strings.Cut(text, "="); ok && labelName.MatchString(before) {
+		return before, after
+	}
+	return "", text
+}
