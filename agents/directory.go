@@ -113,6 +113,11 @@ func (d *Directory) Version(ctx context.Context, db postgres.DB, name string, nu
 	return d.fill(r), nil
 }
 
+// Of adds the defaults to a document that is stored elsewhere. Version 0 is the agent of the installation.
+func (d *Directory) Of(declared Definition, version int) Agent {
+	return d.fill(row{Name: declared.Name, Version: version, Definition: declared})
+}
+
 // Reachable lists the agents of a chat key: those that name it, or else the default one.
 func (d *Directory) Reachable(ctx context.Context, db postgres.DB, key string) ([]Agent, error) {
 	all, err := d.List(ctx, db)

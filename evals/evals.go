@@ -9,6 +9,7 @@
 package evals
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -31,7 +32,7 @@ type Definition struct {
 	Surface     string `yaml:"surface" json:"surface,omitempty"` // whose rules and skills: chat when empty, or operate
 	Trials      int    `yaml:"trials" json:"trials,omitempty"`   // of each case; DefaultTrials when 0
 	Budget      Budget `yaml:"budget" json:"budget,omitzero"`
-	Gate        Gate   `yaml:"gate" json:"gate,omitzero"`
+	ApplyGate   *Gate  `yaml:"gate" json:"gate,omitempty"` // nil: does not gate
 	Cases       []Case `yaml:"cases" json:"cases"`
 }
 
@@ -44,9 +45,11 @@ type Budget struct {
 	Timeout string  `yaml:"timeout" json:"timeout,omitempty"`   // 10m when empty
 }
 
-// Gate has the loss of the mean pass rate that still counts as not worse.
+// Gate decides which runs let an apply through. Margin is the loss of the mean pass rate that still counts as not worse.
+// PassRate is the mean pass rate that suffices unless the run is worse; all trials must pass when it is 0.
 type Gate struct {
-	Margin float64 `yaml:"margin" json:"margin,omitempty"`
+	Margin   float64 `yaml:"margin" json:"margin,omitempty"`
+	PassRate float64 `yaml:"pass_rate" json:"pass_rate,omitempty"`
 }
 
 // Case is one task for the agent, with everything that it may touch.
@@ -145,8 +148,10 @@ func Validate(d Definition) error {
 		v.add("budget.cost_usd", "must not be negative")
 	}
 	v.duration("budget.timeout", d.Budget.Timeout)
-	if d.Gate.Margin < 0 || d.Gate.Margin >= 1 {
+	if g := d.gate(); g.Margin < 0 || g.Margin >= 1 {
 		v.add("gate.margin", "must be from 0 to less than 1")
+	} else if g.PassRate < 0 || g.PassRate > 1 {
+		v.add("gate.pass_rate", "must be from 0 to 1")
 	}
 	if len(d.Cases) == 0 || len(d.Cases) > maxCases {
 		v.add("cases", "has %d entries; write 1 to %d", len(d.Cases), maxCases)
@@ -314,6 +319,20 @@ func (d Definition) TrialsOf() int {
 	}
 	return d.Trials
 }
+
+// gate returns the gate, or that of a suite without one.
+func (d Definition) gate() Gate {
+	if d.ApplyGate == nil {
+		return Gate{}
+	}
+	return *d.ApplyGate
+}
+
+// Margin returns the loss of the mean pass rate that still counts as not worse.
+func (d Definition) Margin() float64 { return d.gate().Margin }
+
+// SurfaceName returns the surface whose rules and skills count.
+func (d Definition) SurfaceName() string { return cmp.Or(d.Surface, "chat") }
 
 // Timeout returns the bound of a run.
 func (d Definition) Timeout() time.Duration {

@@ -81,7 +81,7 @@ func TestAnExpectationIsMetOrSaysWhyNot(t *testing.T) {
 func TestAWrongSuiteSaysWhere(t *testing.T) {
 	wrong := evals.Definition{
 		Name: "1", Surface: "sms", Trials: 101, Budget: evals.Budget{CostUSD: -1, Timeout: "soon"},
-		Gate: evals.Gate{Margin: 1},
+		ApplyGate: &evals.Gate{Margin: 1},
 		Cases: []evals.Case{{
 			Name: "a", Now: "today", Messages: []evals.Message{{Assistant: "hi"}}, Memory: map[string]any{"x": 1},
 			Skills:    map[string][]evals.Stub{"s": {{Returns: 1, Error: "e"}}},

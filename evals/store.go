@@ -86,9 +86,11 @@ type Run struct {
 	Status       string     `json:"status"`
 	CreatedAt    time.Time  `json:"created_at"`
 	FinishedAt   *time.Time `json:"finished_at"`
+	Candidate    bool       `json:"candidate,omitempty"` // of a workspace that was not applied
 }
 
-const runColumns = `id::text, suite, version, agent, agent_version, model, trials, status, created_at, finished_at`
+const runColumns = `id::text, suite, version, agent, agent_version, model, trials, status, created_at, finished_at,
+	candidate`
 
 // GetRun reads a run, or returns [ErrNotFound].
 func GetRun(ctx context.Context, db postgres.DB, id string) (Run, error) {

@@ -327,7 +327,7 @@ func (w *turn) findSkills(ctx context.Context, args json.RawMessage) (any, error
 	}, func(ctx context.Context, effect *executions.Effect) ([]skills.Skill, error) {
 		all, err := executions.RetryTransient(ctx, func(ctx context.Context) ([]skills.Skill, error) {
 			if w.Sandbox != nil {
-				all, err := skills.InScope(ctx, w.Pool, w.Scopes)
+				_, all, err := w.sandboxWorld(ctx, w.Pool, w.Turn)
 				return w.allowed(w.agent, all), err
 			}
 			all, err := w.Skills.Available(ctx, w.Pool, w.Scopes...)

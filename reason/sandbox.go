@@ -3,6 +3,7 @@ package reason
 import (
 	"context"
 	"encoding/json"
+	"slices"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -20,6 +21,7 @@ import (
 type Sandbox struct {
 	Agent   string // the agent and its version; 0 for that of the installation
 	Version int
+	World   *World // replaces the declared agents and skills if set
 	Model   string // replaces the agent's model and fallbacks if set
 	Now     time.Time
 	Budget  budgets.Scope // bounds the turn besides its own budget, in place of the limits of the day
@@ -36,6 +38,13 @@ type Sandbox struct {
 	OnCall func(Requested)
 }
 
+// World has the agent of a turn, its delegates and its skills.
+type World struct {
+	Agent     agents.Agent
+	Delegates []agents.Agent
+	Skills    []skills.Skill
+}
+
 // Requested is a call that the model requested in a sandbox.
 type Requested struct {
 	Name     string          `json:"name"`
@@ -50,17 +59,13 @@ func (l *Loop) chooseSandboxed(ctx context.Context, db postgres.DB, t Turn) (p p
 	if p.who, err = l.sandboxAgent(ctx, db); err != nil {
 		return p, err
 	}
-	all, err := l.Agents.List(ctx, db)
+	all, offered, err := l.sandboxWorld(ctx, db, t)
 	if err != nil {
 		return p, err
 	}
 	p.Agent, p.Now, p.Delegates = &acting{p.who.Name, p.who.Version}, s.Now.UTC(), delegateAgents(all, p.who)
 	for _, e := range s.Pinned(pinnedNames(p.who)) {
 		p.Pinned = append(p.Pinned, pinnedEntry{memory.Name{Category: e.Category, Key: e.Key}, e.Value, e.Revision})
-	}
-	offered, err := skills.InScope(ctx, db, t.Scopes)
-	if err != nil {
-		return p, err
 	}
 	offered = t.allowed(p.who, offered)
 	p.Skills = offered
@@ -70,9 +75,28 @@ func (l *Loop) chooseSandboxed(ctx context.Context, db postgres.DB, t Turn) (p p
 	return p, nil
 }
 
+// sandboxWorld returns the agents and the skills of the sandbox.
+func (l *Loop) sandboxWorld(ctx context.Context, db postgres.DB, t Turn) ([]agents.Agent, []skills.Skill, error) {
+	if w := l.Sandbox.World; w != nil {
+		return w.Delegates, slices.Clone(w.Skills), nil
+	}
+	all, err := l.Agents.List(ctx, db)
+	if err != nil {
+		return nil, nil, err
+	}
+	offered, err := skills.InScope(ctx, db, t.Scopes)
+	return all, offered, err
+}
+
 // sandboxAgent reads the agent of the sandbox, with its model.
 func (l *Loop) sandboxAgent(ctx context.Context, db postgres.DB) (agents.Agent, error) {
-	who, err := l.Agents.Version(ctx, db, l.Sandbox.Agent, l.Sandbox.Version)
+	var who agents.Agent
+	var err error
+	if w := l.Sandbox.World; w != nil {
+		who = w.Agent
+	} else {
+		who, err = l.Agents.Version(ctx, db, l.Sandbox.Agent, l.Sandbox.Version)
+	}
 	if l.Sandbox.Model != "" {
 		who.Model, who.Fallback = l.Sandbox.Model, nil
 	}

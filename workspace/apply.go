@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/databases"
+	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -25,6 +26,15 @@ type Options struct {
 	Prune func(Item) bool
 	// Reach opens a named database, which then prepares the queries of its skills. Nil leaves them unchecked.
 	Reach func(ctx context.Context, d databases.Database) (skills.Database, error)
+	// Gate lets the suites that gate refuse the apply; nil for none.
+	Gate *Gate
+}
+
+// Gate is how an apply treats the evals that refuse it. Refusals are an [evals.GateError], unless they are ignored.
+type Gate struct {
+	Installation evals.Installation
+	Ignore       bool   // go on, with warnings
+	Reason       string // why they are ignored, for the audit log
 }
 
 // All is an [Options.Prune] that removes every undeclared row.
@@ -37,9 +47,10 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Di
 	if err != nil {
 		return Diff{}, wrap("plan workspace", err)
 	}
+	var refused []evals.Refusal
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var err error
-		if diff, err = applyAll(ctx, tx, w, o); err != nil {
+		if diff, refused, err = applyGated(ctx, tx, w, o); err != nil {
 			return err
 		}
 		return errRollback
@@ -47,7 +58,7 @@ func Plan(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (Di
 	if !errors.Is(err, errRollback) {
 		return Diff{}, wrap("plan workspace", err)
 	}
-	diff.Warnings = warnings
+	diff.Warnings = append(warnings, gateWarnings(refused)...)
 	return diff, nil
 }
 
@@ -59,13 +70,20 @@ func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (D
 	if err != nil {
 		return Diff{}, wrap("apply workspace", err)
 	}
+	var refused []evals.Refusal
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		var err error
-		if diff, err = applyAll(ctx, tx, w, o); err != nil || diff.Empty() {
+		if diff, refused, err = applyGated(ctx, tx, w, o); err != nil || diff.Empty() {
 			return err
 		}
 		input := map[string]any{"changed": diff.names(), "pruned": names(diff.Of(Remove))}
 		act := activity.Act{Name: "apply_workspace", Input: input}
+		if len(refused) > 0 {
+			if !o.Gate.Ignore {
+				return &evals.GateError{Refusals: refused}
+			}
+			act.Reason, input["without_evals"] = "without evals: "+o.Gate.Reason, refusedSuites(refused)
+		}
 		_, err = activity.Record(ctx, tx, act, func(pgx.Tx, string) (any, error) {
 			return map[string][]Item{"items": diff.changed()}, nil
 		})
@@ -74,7 +92,7 @@ func Apply(ctx context.Context, db postgres.Beginner, w Workspace, o Options) (D
 	if err != nil {
 		return Diff{}, wrap("apply workspace", err)
 	}
-	diff.Warnings = warnings
+	diff.Warnings = append(warnings, gateWarnings(refused)...)
 	return diff, nil
 }
 
@@ -95,11 +113,8 @@ func Lock(ctx context.Context, tx pgx.Tx) error {
 	return nil
 }
 
-// applyAll applies all kinds and checks their references.
+// applyAll applies all kinds and checks their references. The caller holds [Lock].
 func applyAll(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, error) {
-	if err := Lock(ctx, tx); err != nil {
-		return Diff{}, err
-	}
 	diff := Diff{Items: []Item{}}
 	for _, t := range kindTables(w, o) {
 		items, err := t.apply(ctx, tx, o)

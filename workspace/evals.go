@@ -5,6 +5,8 @@ import (
 	"maps"
 	"slices"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -58,4 +60,59 @@ func checkEvals(ctx context.Context, db postgres.DB, w Workspace) error {
 		}
 	}
 	return problems.err()
+}
+
+// applyGated locks, applies all kinds, and returns the refusals of the gate. The first apply of a database has none:
+// nothing is there that could become worse.
+func applyGated(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, []evals.Refusal, error) {
+	if err := Lock(ctx, tx); err != nil {
+		return Diff{}, nil, err
+	}
+	if o.Gate == nil {
+		diff, err := applyAll(ctx, tx, w, o)
+		return diff, nil, err
+	}
+	before, err := o.Gate.Installation.Subjects(ctx, tx)
+	if err != nil {
+		return Diff{}, nil, err
+	}
+	diff, err := applyAll(ctx, tx, w, o)
+	if err != nil || diff.Empty() || diff.Count(Create) == len(diff.Items) {
+		return diff, nil, err
+	}
+	after, err := o.Gate.Installation.Subjects(ctx, tx)
+	if err != nil {
+		return diff, nil, err
+	}
+	refused, err := o.Gate.Installation.CheckGate(ctx, tx, before, after)
+	return diff, refused, err
+}
+
+// gateWarnings tells of refusals that stop nothing.
+func gateWarnings(refused []evals.Refusal) (warnings []string) {
+	for _, r := range refused {
+		warnings = append(warnings, "the gate of eval "+r.String())
+	}
+	return warnings
+}
+
+func refusedSuites(refused []evals.Refusal) []string {
+	suites := make([]string, len(refused))
+	for i, r := range refused {
+		suites[i] = r.Suite
+	}
+	return suites
+}
+
+// Candidates returns the suites that [Apply] would make current, with what each would try, by name. It changes nothing.
+func Candidates(
+	ctx context.Context, db postgres.Beginner, w Workspace, o Options, in evals.Installation,
+) (map[string]evals.Subject, error) {
+	var found map[string]evals.Subject
+	w.Also = func(ctx context.Context, tx pgx.Tx) (err error) {
+		found, err = in.Subjects(ctx, tx)
+		return err
+	}
+	_, err := Plan(ctx, db, w, o)
+	return found, err
 }

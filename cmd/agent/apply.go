@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/databases"
+	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
@@ -44,8 +45,11 @@ and declared differently in a file is an error.
 Rows of an earlier apply that no file declares any more are kept and listed. --prune removes them; on a terminal,
 apply asks.
 
+An eval with gate: refuses a change of its agent, skills, model or cases that it has not passed: run agent eval run
+--candidate DIR first. --without-evals goes on, and writes --reason to the audit log.
+
 --watch applies DIR again after each file change, until ^C. An error shows file, line and column, and the last good
-state stays. It never asks, and removes only with --prune.`,
+state stays. It never asks, removes only with --prune, and warns where an eval would refuse.`,
 		Example: "  agent apply ./workspace --dry-run\n  agent apply ./workspace --prune\n  agent apply ./workspace --watch",
 		Args:    positionalArgs(1, 1, "a folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -53,6 +57,9 @@ state stays. It never asks, and removes only with --prune.`,
 				return usageError("DIR is empty; name the folder of the workspace")
 			}
 			opts.dir = args[0]
+			if opts.withoutEvals != (opts.reason != "") {
+				return usageError("--without-evals needs a --reason for the audit log, and --reason is for nothing else")
+			}
 			if opts.watch {
 				return c.applyAndWatch(cmd, opts)
 			}
@@ -67,6 +74,8 @@ state stays. It never asks, and removes only with --prune.`,
 	}
 	cmd.Flags().BoolVar(&opts.dry, "dry-run", false, "only show the changes")
 	cmd.Flags().BoolVar(&opts.watch, "watch", false, "apply again after each file change, until ^C; for development")
+	cmd.Flags().BoolVar(&opts.withoutEvals, "without-evals", false, "apply even if evals refuse it")
+	cmd.Flags().StringVar(&opts.reason, "reason", "", "with --without-evals: reason for the audit log")
 	pruneFlag(cmd.Flags(), &opts.prune)
 	return cmd
 }
@@ -74,6 +83,34 @@ state stays. It never asks, and removes only with --prune.`,
 type applyOptions struct {
 	dir               string
 	dry, prune, watch bool
+	withoutEvals      bool
+	reason            string
+}
+
+// gate returns how an apply treats evals that refuse it.
+func (o applyOptions) gate(s *session) *workspace.Gate {
+	g := &workspace.Gate{Installation: app.EvalInstallation(s.config, buildVersion()), Ignore: o.withoutEvals, Reason: o.reason}
+	if o.watch && !o.withoutEvals {
+		g.Ignore, g.Reason = true, "apply --watch"
+	}
+	return g
+}
+
+// gateAdvice adds the command that plays the evals which refuse an apply.
+func gateAdvice(err error, opts applyOptions) error {
+	refused, is := errors.AsType[*evals.GateError](err)
+	if !is {
+		return err
+	}
+	const otherwise = `agent apply with --without-evals --reason "…" goes on without`
+	if len(refused.Suites()) == 0 {
+		return hint(err, otherwise)
+	}
+	command := "agent eval run " + strings.Join(refused.Suites(), " ") + " --candidate " + cmp.Or(opts.dir, ".")
+	if opts.prune {
+		command += " --prune"
+	}
+	return hint(err, "run %s; %s", command, otherwise)
 }
 
 // pruneFlag allows removals without a confirmation.
@@ -114,11 +151,14 @@ func (c *cli) applyWorkspace(
 	if err != nil {
 		return none, err
 	}
+	options.Gate = opts.gate(s)
 	apply := applyFiles
 	if opts.dry {
 		apply = workspace.Plan
 	}
 	diff, err := apply(ctx, s.Pool, files, options)
+	opts.prune = options.Prune != nil
+	err = gateAdvice(err, opts)
 	diff.Warnings = append(diff.Warnings, agentWarnings(files.Agents, s.config)...)
 	return diff, err
 }

@@ -174,13 +174,16 @@ func (c *cli) runDev(
 	files.GoFlows, files.Also = names, syncHeartbeats(s)
 	named := c.namedDatabases(s)
 	defer named.Close()
-	decided, err := c.confirmRemovals(ctx, s, files, applyOptions{dir: opts.dir, prune: opts.prune}, named)
+	apply := applyOptions{dir: opts.dir, prune: opts.prune}
+	decided, err := c.confirmRemovals(ctx, s, files, apply, named)
 	if err != nil {
 		return err
 	}
+	apply.watch, apply.prune = opts.watch, decided.Prune != nil
+	decided.Gate = apply.gate(s)
 	diff, err := applyFiles(ctx, s.Pool, files, decided)
 	if err != nil {
-		return err
+		return gateAdvice(err, apply)
 	}
 	if err := c.reportApplied(diff, opts); err != nil {
 		return err

@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
+	"slices"
 	"strings"
 	"sync"
 
@@ -17,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/evals/stats"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
 func (c *cli) evalCommand() *cobra.Command {
@@ -29,6 +32,8 @@ type evalOptions struct {
 	runner.Options
 	concurrent             int
 	against, resume, junit string
+	candidate              string
+	prune                  bool
 }
 
 func (c *cli) evalRunCommand() *cobra.Command {
@@ -39,12 +44,19 @@ func (c *cli) evalRunCommand() *cobra.Command {
 case, memory and approvals by its script. Nothing of a trial leaves, wakes something or is remembered.
 
 Exit codes: 0 passed, 1 failed, 3 undecided because the budget was used up. With --against the comparison decides: 1 for
-worse, 3 for undecided, else 0. A run that was interrupted goes on with --resume; answered model calls are not paid again.`,
-		Example: "  agent eval run\n  agent eval run returns --model gpt-5-mini --against last\n  agent eval run --junit evals.xml",
-		Args:    positionalArgs(0, -1, "names of suites"),
+worse, 3 for undecided, else 0. A run that was interrupted goes on with --resume; answered model calls are not paid again.
+
+--candidate DIR tries the workspace in DIR as if it were applied, and applies nothing. A suite with gate: lets agent
+apply DIR through after that.`,
+		Example: "  agent eval run\n  agent eval run returns --model gpt-5-mini --against last\n" +
+			"  agent eval run --candidate ./workspace\n  agent eval run --junit evals.xml",
+		Args: positionalArgs(0, -1, "names of suites"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if o.resume != "" && (len(args) > 0 || o.Model != "" || o.Trials > 0) {
-				return usageError("--resume continues one run as it is; leave out suites, --model and --trials")
+			if o.resume != "" && (len(args) > 0 || o.Model != "" || o.Trials > 0 || o.candidate != "") {
+				return usageError("--resume continues one run as it is; leave out suites, --model, --trials and --candidate")
+			}
+			if cmd.Flags().Changed("candidate") && o.candidate == "" || o.prune && o.candidate == "" {
+				return usageError("--candidate names the folder of a workspace, and --prune needs it")
 			}
 			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
 				return c.runEvals(ctx, s, a, args, o)
@@ -55,6 +67,8 @@ worse, 3 for undecided, else 0. A run that was interrupted goes on with --resume
 	cmd.Flags().IntVar(&o.Trials, "trials", 0, "trials of each case instead of the suite's")
 	cmd.Flags().IntVar(&o.concurrent, "concurrency", 8, "trials at once")
 	cmd.Flags().StringVar(&o.against, "against", "", "compare with this run, or with the last one before")
+	cmd.Flags().StringVar(&o.candidate, "candidate", "", "try the workspace in this folder, without applying it")
+	cmd.Flags().BoolVar(&o.prune, "prune", false, "with --candidate: as apply --prune would leave it")
 	cmd.Flags().StringVar(&o.resume, "resume", "", "continue this run")
 	cmd.Flags().StringVar(&o.junit, "junit", "", "also write the trials to this file, as JUnit XML")
 	return cmd
@@ -103,6 +117,9 @@ func (c *cli) startEvals(
 		run, err := findRun(ctx, s, o.resume)
 		return []evals.Run{run}, err
 	}
+	if o.candidate != "" {
+		return c.startCandidates(ctx, s, a, names, o)
+	}
 	suites, err := evals.List(ctx, s.Pool)
 	if err != nil {
 		return nil, err
@@ -121,16 +138,68 @@ func (c *cli) startEvals(
 		}
 	}
 	if len(suites) == 0 {
-		return nil, hint(errors.New("there is no eval"), "declare one as kind: eval in the workspace, see docs/evals.md")
+		return nil, errNoEval()
 	}
 	var runs []evals.Run
 	for _, suite := range suites {
 		run, err := a.Evals.Start(ctx, suite, o.Options)
-		if errors.Is(err, runner.ErrUnpriced) {
-			return nil, &exitError{exitUsage, err}
-		}
 		if err != nil {
-			return nil, err
+			return nil, startError(err)
+		}
+		runs = append(runs, run)
+	}
+	return runs, nil
+}
+
+func errNoEval() error {
+	return hint(errors.New("there is no eval"), "declare one as kind: eval in the workspace, see docs/evals.md")
+}
+
+// startError makes a model without a price wrong usage.
+func startError(err error) error {
+	if errors.Is(err, runner.ErrUnpriced) {
+		return &exitError{exitUsage, err}
+	}
+	return err
+}
+
+// startCandidates stores runs of the suites of a folder; all of them without names.
+func (c *cli) startCandidates(
+	ctx context.Context, s *session, a *app.App, names []string, o evalOptions,
+) ([]evals.Run, error) {
+	files, err := readWorkspace(o.candidate, c.sentFolder())
+	if err != nil {
+		return nil, err
+	}
+	if files.GoFlows, err = c.goFlows(ctx, s); err != nil {
+		return nil, err
+	}
+	if err := c.checkSentWorkspace(ctx, s, files); err != nil {
+		return nil, err
+	}
+	var options workspace.Options
+	if o.prune {
+		options.Prune = workspace.All
+	}
+	all, err := workspace.Candidates(ctx, s.Pool, files, options, app.EvalInstallation(s.config, buildVersion()))
+	if err != nil {
+		return nil, err
+	}
+	if len(names) == 0 {
+		names = slices.Sorted(maps.Keys(all))
+	}
+	if len(names) == 0 {
+		return nil, errNoEval()
+	}
+	var runs []evals.Run
+	for _, name := range names {
+		subject, is := all[name]
+		if !is {
+			return nil, fmt.Errorf("%s has no eval %.100q%s", o.candidate, name, suggestion(name, slices.Sorted(maps.Keys(all))))
+		}
+		run, err := a.Evals.StartCandidate(ctx, subject, o.Options)
+		if err != nil {
+			return nil, startError(err)
 		}
 		runs = append(runs, run)
 	}
@@ -207,11 +276,11 @@ func (c *cli) reportEval(ctx context.Context, s *session, id, against string) (e
 	if other.Suite != run.Suite {
 		return report, usageError("run %s is of %s, not of %s", other.ID, other.Suite, run.Suite)
 	}
-	suite, err := evals.Version(ctx, s.Pool, run.Suite, run.Version)
+	subject, err := evals.SubjectOf(ctx, s.Pool, run)
 	if err != nil {
 		return report, err
 	}
-	return report, report.CompareWith(ctx, s.Pool, other, suite.Definition.Gate.Margin)
+	return report, report.CompareWith(ctx, s.Pool, other, subject.Suite.Definition.Margin())
 }
 
 // evalExit is the exit code of reports: that of the worst one.
@@ -242,8 +311,8 @@ func writeReports(w io.Writer, reports []evals.Report) {
 }
 
 func writeEvalReport(w io.Writer, r evals.Report) {
-	fmt.Fprintf(w, "%s version %d, agent %s version %d, model %s, run %s\n\n", r.Suite, r.Version, r.Agent, r.AgentVersion,
-		printable(r.Model), r.ID)
+	fmt.Fprintf(w, "%s version %d, agent %s version %d, model %s, run %s%s\n\n", r.Suite, r.Version, r.Agent,
+		r.AgentVersion, printable(r.Model), r.ID, map[bool]string{true: ", not applied"}[r.Candidate])
 	writeRows(w, "no case", []string{"CASE", "PASSED", "95 %", "PASS^K", "COST", "TRACE", "WHY"}, r.Cases,
 		func(c evals.CaseResult) []string {
 			return []string{

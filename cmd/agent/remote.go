@@ -295,6 +295,12 @@ func (c *cli) commandRequest(cmd *cobra.Command, args []string) (commandRequest,
 			return req, err
 		}
 	}
+	if dir := candidateFolder(cmd); dir != "" {
+		var err error
+		if req.Folder, err = packFolder(dir, &left); err != nil {
+			return req, err
+		}
+	}
 	if stdin {
 		var err error
 		if req.Stdin, err = io.ReadAll(io.LimitReader(c.in, left+1)); err != nil {
@@ -305,6 +311,14 @@ func (c *cli) commandRequest(cmd *cobra.Command, args []string) (commandRequest,
 		}
 	}
 	return req, nil
+}
+
+// candidateFolder returns the folder of agent eval run --candidate.
+func candidateFolder(cmd *cobra.Command) string {
+	if commandName(cmd) != "eval run" {
+		return ""
+	}
+	return cmd.Flags().Lookup("candidate").Value.String()
 }
 
 func tooMuch(what string) error {

@@ -31,6 +31,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/models/offline"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -55,6 +56,18 @@ type Runner struct {
 	Budget   reason.Budget
 	Logger   *slog.Logger
 	Surfaces map[string]Surface // by name
+	Version  string             // of this program
+}
+
+// Installation has what the subjects of runs depend on besides the database. It needs no Model.
+func (r *Runner) Installation(model string) evals.Installation {
+	in := evals.Installation{
+		Agents: r.Agents, Model: model, Offline: model == offline.Model, Runtime: r.Version, Scopes: map[string][]string{},
+	}
+	for name, surface := range r.Surfaces {
+		in.Scopes[name] = surface.Scopes
+	}
+	return in
 }
 
 // trial is the input of the flow.
@@ -77,11 +90,11 @@ func (r *Runner) Register() error {
 
 // play runs one trial and stores its verdict.
 func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) {
-	run, suite, err := r.read(ctx, in)
+	run, subject, err := r.read(ctx, in)
 	if err != nil {
 		return executions.Result{}, err
 	}
-	c, ok := suite.Case(in.Case)
+	c, ok := subject.Suite.Definition.Case(in.Case)
 	if !ok {
 		return executions.Result{}, fmt.Errorf("eval %s has no case %q", run.Suite, in.Case)
 	}
@@ -90,7 +103,7 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 		return executions.Result{}, err
 	}
 	b := newBox(c, began)
-	outcome, failure := r.turn(ctx, run, suite, c, b)
+	outcome, failure := r.turn(ctx, run, subject, c, b)
 	if executions.IsControl(failure) {
 		return executions.Result{}, failure
 	}
@@ -109,24 +122,24 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 	return executions.Result{}, err
 }
 
-// read reads the run and its suite, which do not change.
-func (r *Runner) read(ctx context.Context, in trial) (run evals.Run, d evals.Definition, err error) {
+// read reads the run and its subject, which do not change.
+func (r *Runner) read(ctx context.Context, in trial) (run evals.Run, s evals.Subject, err error) {
 	_, err = executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		if run, err = evals.GetRun(ctx, r.Pool, in.Run); err != nil {
 			return struct{}{}, err
 		}
-		s, err := evals.Version(ctx, r.Pool, run.Suite, run.Version)
-		d = s.Definition
+		s, err = evals.SubjectOf(ctx, r.Pool, run)
 		return struct{}{}, err
 	})
-	return run, d, err
+	return run, s, err
 }
 
 // turn plays the messages of a case.
 func (r *Runner) turn(
-	ctx context.Context, run evals.Run, suite evals.Definition, c evals.Case, b *box,
+	ctx context.Context, run evals.Run, subject evals.Subject, c evals.Case, b *box,
 ) (reason.Outcome, error) {
-	sandbox := b.sandbox()
+	suite, sandbox := subject.Suite.Definition, b.sandbox()
+	sandbox.World = r.world(subject)
 	sandbox.Agent, sandbox.Version, sandbox.Model = run.Agent, run.AgentVersion, run.Model
 	sandbox.Budget = budgets.Scope{Name: "eval:" + run.ID, Limit: budgets.Limit{USD: suite.Budget.CostUSD}}
 	loop := &reason.Loop{
@@ -151,12 +164,19 @@ func (r *Runner) turn(
 	return loop.Run(ctx, t)
 }
 
-func (r *Runner) surface(d evals.Definition) Surface {
-	if d.Surface == "" {
-		return r.Surfaces["chat"]
+// world returns what a trial sees instead of the declared agents and skills; nil for a run of an earlier release.
+func (r *Runner) world(s evals.Subject) *reason.World {
+	if s.Agent.Name == "" {
+		return nil
 	}
-	return r.Surfaces[d.Surface]
+	w := &reason.World{Agent: r.Agents.Of(s.Agent, s.Version), Skills: s.Skills}
+	for _, d := range s.Delegates {
+		w.Delegates = append(w.Delegates, r.Agents.Of(d, 1))
+	}
+	return w
 }
+
+func (r *Runner) surface(d evals.Definition) Surface { return r.Surfaces[d.SurfaceName()] }
 
 // maxAnswer bounds the stored answer in bytes, and maxCalls the stored calls.
 const (
@@ -196,21 +216,32 @@ type Options struct {
 // ErrUnpriced reports a budget in dollars for a model without a price.
 var ErrUnpriced = errors.New("the budget of the suite is in dollars, and the model has no price; set AGENT_PRICES")
 
-// Start stores a run with its trials. [Runner.Work] plays them.
+// Start stores a run of the workspace that is applied. [Runner.Work] plays it.
 func (r *Runner) Start(ctx context.Context, s evals.Suite, o Options) (evals.Run, error) {
-	who, err := r.Agents.Find(ctx, r.Pool, s.Definition.Agent)
+	subject, err := r.Installation(r.Model.Model()).Subject(ctx, r.Pool, s)
 	if err != nil {
 		return evals.Run{}, err
 	}
-	run := evals.Run{Suite: s.Name, Version: s.Version, Agent: who.Name, AgentVersion: who.Version, Trials: o.Trials}
+	return r.start(ctx, subject, o, false)
+}
+
+// StartCandidate stores a run of a workspace that is not applied. [Runner.Work] plays it.
+func (r *Runner) StartCandidate(ctx context.Context, subject evals.Subject, o Options) (evals.Run, error) {
+	return r.start(ctx, subject, o, true)
+}
+
+// start stores a run with its trials.
+func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, candidate bool) (evals.Run, error) {
+	s := subject.Suite
+	if o.Model != "" && r.Model.Model() != offline.Model {
+		subject.Model = o.Model
+	}
+	run := evals.Run{
+		Suite: s.Name, Version: s.Version, Agent: subject.Agent.Name, AgentVersion: subject.Version, Trials: o.Trials,
+		Model: subject.Model, Candidate: candidate,
+	}
 	if run.Trials == 0 {
 		run.Trials = s.Definition.TrialsOf()
-	}
-	if run.Model = o.Model; run.Model == "" {
-		run.Model = who.Model
-	}
-	if run.Model == "" || r.Model.Model() == "offline" {
-		run.Model = r.Model.Model()
 	}
 	if s.Definition.Budget.CostUSD > 0 && !r.Model.PricedModel(run.Model) {
 		return evals.Run{}, fmt.Errorf("run eval %s with %s: %w", s.Name, run.Model, ErrUnpriced)
@@ -222,18 +253,22 @@ func (r *Runner) Start(ctx context.Context, s evals.Suite, o Options) (evals.Run
 	act := activity.Act{Name: "run_eval", Input: map[string]any{
 		"eval": s.Name, "agent": run.Agent, "model": run.Model, "trials": run.Trials, "cases": len(names),
 	}}
-	_, err = activity.Record(ctx, r.Pool, act, func(tx pgx.Tx, _ string) (any, error) {
+	_, err := activity.Record(ctx, r.Pool, act, func(tx pgx.Tx, _ string) (any, error) {
 		err := tx.QueryRow(ctx, `
 			with run as (
-			  insert into agent_eval_runs (suite, version, agent, agent_version, model, trials)
-			  values (@suite, @version, @agent, @agent_version, @model, @trials) returning id, created_at),
+			  insert into agent_eval_runs (suite, version, agent, agent_version, model, trials, subject, agent_digest, suite_digest,
+			         runtime, candidate)
+			  values (@suite, @version, @agent, @agent_version, @model, @trials, @subject, @agent_digest, @suite_digest,
+			         @runtime, @candidate) returning id, created_at),
 			trials as (
 			  insert into agent_eval_trials (run_id, case_name, trial, position)
 			  select r.id, c.name, t, c.n
 			    from run r, generate_series(1, @trials::int) t, unnest(@cases::text[]) with ordinality c (name, n))
 			select id::text, created_at from run`, postgres.Strict{
 			"suite": run.Suite, "version": run.Version, "agent": run.Agent, "agent_version": run.AgentVersion,
-			"model": run.Model, "trials": run.Trials, "cases": names,
+			"model": run.Model, "trials": run.Trials, "cases": names, "subject": subject,
+			"agent_digest": subject.AgentDigest(), "suite_digest": subject.SuiteDigest(), "runtime": subject.Runtime,
+			"candidate": candidate,
 		}).Scan(&run.ID, &run.CreatedAt)
 		return map[string]string{"run": run.ID}, err
 	})

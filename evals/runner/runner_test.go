@@ -340,7 +340,7 @@ func TestAWorseModelIsToldFromTheOneBefore(t *testing.T) {
 		}
 		return modeltest.Text("yes")
 	})
-	d := evals.Definition{Name: "yes", Agent: "sales", Trials: 1, Gate: evals.Gate{Margin: 0.05}}
+	d := evals.Definition{Name: "yes", Agent: "sales", Trials: 1, ApplyGate: &evals.Gate{Margin: 0.05}}
 	for name := range strings.SplitSeq("abcdefgh", "") {
 		d.Cases = append(d.Cases, evals.Case{
 			Name: name, Messages: ask(name), Expect: []evals.Expectation{{Answer: &evals.Answer{Expr: `answer == "yes"`}}},
@@ -349,7 +349,7 @@ func TestAWorseModelIsToldFromTheOneBefore(t *testing.T) {
 	first := w.run(t, d, runner.Options{})
 	for model, want := range map[string]string{"": "not worse", "gpt-4.1": "worse"} {
 		report := w.run(t, d, runner.Options{Model: model})
-		require.NoError(t, report.CompareWith(t.Context(), w.pool, first.Run, d.Gate.Margin))
+		require.NoError(t, report.CompareWith(t.Context(), w.pool, first.Run, d.Margin()))
 		if got := string(report.Comparison.Answer); got != want {
 			t.Errorf("the model %q is %s, want %s: %+v", model, got, want, report.Comparison)
 		}

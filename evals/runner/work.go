@@ -22,11 +22,11 @@ var errTimeout = errors.New("the time of the run is over")
 // Work plays the undecided trials of a run, at most concurrent ones at once, and then decides the run. It may be called
 // again, by any process, for a run whose process died. onTrial receives decided trials; it may be called concurrently.
 func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTrial func(evals.Trial)) error {
-	suite, err := evals.Version(ctx, r.Pool, run.Suite, run.Version)
+	subject, err := evals.SubjectOf(ctx, r.Pool, run)
 	if err != nil {
 		return err
 	}
-	left, err := r.left(ctx, run, suite.Definition)
+	left, err := r.left(ctx, run, subject.Suite.Definition)
 	if err != nil {
 		return err
 	}

@@ -7,6 +7,7 @@
 package app
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -31,6 +32,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels/slack"
 	"github.com/lanekeeper/lanekeeper/channels/telegram"
 	"github.com/lanekeeper/lanekeeper/databases"
+	"github.com/lanekeeper/lanekeeper/evals"
 	evalrunner "github.com/lanekeeper/lanekeeper/evals/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
@@ -42,6 +44,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/models/offline"
 	"github.com/lanekeeper/lanekeeper/monitor"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/selfheal"
@@ -325,14 +328,31 @@ func (a *App) registerSurfaces() (err error) {
 	}
 	a.Evals = &evalrunner.Runner{
 		Pool: a.Pool, Engine: a.Engine, Model: a.Loop.Model, Skills: a.Registry, Agents: a.Loop.Agents, Budget: a.Loop.Budget,
-		Logger: a.Log, Surfaces: map[string]evalrunner.Surface{
-			"chat":    {Rules: chat.Rules, Scopes: []string{skills.ScopeExternal}},
-			"operate": {Rules: operate.Rules, Scopes: scopes},
-		},
+		Logger: a.Log, Surfaces: evalSurfaces(), Version: a.Version,
 	}
 	beat := &heartbeat.Heartbeat{Pool: a.Pool, Loop: a.Loop, Heal: HealPolicy(cfg), Logger: a.Log}
 	return errors.Join(beat.Register(a.Engine), a.Chat.Register(a.Engine), a.Webhook.Register(a.Engine),
 		a.Runner.Register(), a.MCPServer.Register(), a.Evals.Register())
+}
+
+// evalSurfaces are the surfaces whose rules and skills suites of evals may borrow.
+func evalSurfaces() map[string]evalrunner.Surface {
+	return map[string]evalrunner.Surface{
+		"chat": {Rules: chat.Rules, Scopes: []string{skills.ScopeExternal}},
+		"operate": {
+			Rules: operate.Rules, Scopes: []string{skills.ScopeInternal, skills.ScopeExternal, skills.ScopeBoth},
+		},
+	}
+}
+
+// EvalInstallation is what the subjects of evals depend on besides the database, as the runner has it.
+func EvalInstallation(cfg config.Config, version string) evals.Installation {
+	runner := evalrunner.Runner{Agents: NewDirectory(cfg), Surfaces: evalSurfaces(), Version: version}
+	model := cmp.Or(cfg.Model, DefaultModel)
+	if cfg.OpenAIBaseURL == "" && !cfg.OpenAIKey.IsSet() {
+		model = offline.Model
+	}
+	return runner.Installation(model)
 }
 
 // background lists the loops that run beside the engine.

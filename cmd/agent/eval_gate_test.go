@@ -1,0 +1,98 @@
+package main
+
+import (
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+)
+
+const gatedAgent = `
+kind: agent
+name: nora
+instructions: Be kind.
+---
+kind: eval
+name: manners
+trials: 2
+gate: {margin: 0.05}
+cases:
+  - name: greets
+    messages: [{user: "Hi, I am Ana."}]
+    expect: [{answer: {contains: Ana}}]
+`
+
+// politeModel greets by name unless the instructions forbid it.
+func politeModel(t *testing.T) *modeltest.Server {
+	t.Helper()
+	server := modeltest.New(t)
+	server.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		if strings.Contains(req.Messages[0].Content, "Be rude.") {
+			return modeltest.Text("What?")
+		}
+		return modeltest.Text("Hello Ana!")
+	})
+	return server
+}
+
+func newGated(t *testing.T) (p program, pool *pgxpool.Pool, dir string, write func(was, now string)) {
+	t.Helper()
+	url := pgtest.URL(t)
+	pool = pgtest.Pool(t, url, postgres.Options{})
+	p = newProgram(t, url, "OPENAI_BASE_URL="+politeModel(t).URL(), "OPENAI_API_KEY=k", "AGENT_MODEL=gpt-4o-mini",
+		"AGENT_LOG_LEVEL=error")
+	dir = t.TempDir()
+	text := gatedAgent
+	write = func(was, now string) {
+		if !strings.Contains(text, was) {
+			t.Fatalf("%q is not in the workspace", was)
+		}
+		text = strings.Replace(text, was, now, 1)
+		testkit.WriteFile(t, filepath.Join(dir, "a.yaml"), text)
+	}
+	write("", "")
+	return p, pool, dir, write
+}
+
+// A change that a suite has not passed is not applied. It is after a run that passes, or with a reason, which the audit
+// has.
+func TestApplyWantsThePassOfEachSuiteThatGates(t *testing.T) {
+	t.Parallel()
+	p, pool, dir, write := newGated(t)
+	p.must("apply", dir) // the first one: nothing could become worse
+	assert.Contains(t, p.must("apply", dir), "no changes")
+
+	write("Be kind.", "Be very kind.")
+	p.fails(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir+
+		`; agent apply with --without-evals --reason "…" goes on without`, "apply", dir)
+	assert.Contains(t, p.run("apply", dir, "--dry-run").err, "warning: the gate of eval manners: it has not run")
+	assert.Contains(t, p.must("eval", "run", "--candidate", dir), "agent nora version 2", ", not applied", "greets  2/2")
+	assert.Contains(t, p.must("agents", "show", "nora"), "version 1") // the run applied nothing
+	p.must("apply", dir)
+
+	write("Be very kind.", "Be rude.")
+	if failed := p.run("eval", "run", "--candidate", dir); failed.code != 1 {
+		t.Errorf("exit %d: %s%s", failed.code, failed.out, failed.err)
+	}
+	p.fails(1, "evals refuse this apply: manners: a pass rate of 0.00, below 1.00, in run", "apply", dir)
+	p.fails(1, "greets (0/2)", "apply", dir)
+	p.fails(2, "--without-evals needs a --reason", "apply", dir, "--without-evals")
+	p.fails(2, "--without-evals needs a --reason", "apply", dir, "--reason", "hurry")
+	assert.Contains(t, p.must("apply", dir, "--without-evals", "--reason", "the shop is on fire"), "~ agent nora")
+	audit := pgtest.Value[string](t, pool, `
+		select format('%s|%s|%s', u.actor, u.reason, a.input ->> 'without_evals')
+		  from agent_audit u join agent_activity a using (id)
+		 where u.act = 'apply_workspace' order by u.id desc limit 1`)
+	assert.Equal(t, `admin|without evals: the shop is on fire|["manners"]`, audit)
+
+	write("Be rude.", "Be very kind.") // its run is there
+	p.must("apply", dir)
+}

@@ -1,0 +1,247 @@
+package evals
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/evals/stats"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// The gate of apply. A suite with gate: lets an apply through only after a run of exactly what the apply would make
+// current: the same cases, agent, skills and model, played by the same version of this program. The newest finished run
+// counts. It must not be worse than the newest run of the present agent, on the cases that both have.
+//
+// A suite that gates before an apply gates that apply, too, even if the apply loosens or removes it.
+
+// Refusal is why one suite refuses an apply.
+type Refusal struct {
+	Suite string   `json:"suite"`
+	Why   string   `json:"why"`
+	Cases []string `json:"cases"` // those that did not pass
+	Run   string   `json:"run"`   // the run that counts; empty for none
+}
+
+func (r Refusal) String() string {
+	text := r.Suite + ": " + r.Why
+	if len(r.Cases) > 0 {
+		text += ": " + strings.Join(r.Cases, ", ")
+	}
+	return text
+}
+
+// GateError reports the suites that refuse an apply.
+type GateError struct{ Refusals []Refusal }
+
+func (e *GateError) Error() string {
+	lines := make([]string, len(e.Refusals))
+	for i, r := range e.Refusals {
+		lines[i] = r.String()
+	}
+	return "evals refuse this apply: " + strings.Join(lines, "; ")
+}
+
+// Suites returns the names of the suites that a run can decide.
+func (e *GateError) Suites() []string {
+	var names []string
+	for _, r := range e.Refusals {
+		if r.Why != whyRemoved {
+			names = append(names, r.Suite)
+		}
+	}
+	return names
+}
+
+const (
+	whyNoRun   = "it has not run against this workspace"
+	whyRemoved = "it is removed together with a change of its agent; make these changes one after the other"
+)
+
+// CheckGate returns the refusals of an apply, by suite. before and after are its subjects; db shows the state after it.
+func (in Installation) CheckGate(ctx context.Context, db postgres.DB, before, after map[string]Subject) ([]Refusal, error) {
+	var refusals []Refusal
+	names := maps.Clone(before)
+	maps.Copy(names, after)
+	for _, name := range slices.Sorted(maps.Keys(names)) {
+		old, was := before[name]
+		now, is := after[name]
+		gate := stricter(old.Suite.Definition.ApplyGate, now.Suite.Definition.ApplyGate)
+		if gate == nil {
+			continue
+		}
+		refusal, err := Refusal{}, error(nil)
+		switch {
+		case !is:
+			refusal, err = in.checkRemoved(ctx, db, old)
+		case !was || old.AgentDigest() != now.AgentDigest() || old.SuiteDigest() != now.SuiteDigest():
+			refusal, err = checkSuite(ctx, db, old, now, *gate)
+		}
+		if err != nil {
+			return nil, err
+		}
+		if refusal.Why != "" {
+			refusal.Suite = name
+			refusals = append(refusals, refusal)
+		}
+	}
+	return refusals, nil
+}
+
+// stricter combines the gates before and after an apply.
+func stricter(a, b *Gate) *Gate {
+	if a == nil || b == nil {
+		return cmp.Or(a, b)
+	}
+	return &Gate{Margin: min(a.Margin, b.Margin), PassRate: tighterRate(a.PassRate, b.PassRate)}
+}
+
+// tighterRate is the higher of two rates, of which 0 demands that all trials pass.
+func tighterRate(a, b float64) float64 {
+	if a == 0 || b == 0 {
+		return 0
+	}
+	return max(a, b)
+}
+
+// checkRemoved refuses the removal of a suite together with a change of its agent.
+func (in Installation) checkRemoved(ctx context.Context, db postgres.DB, old Subject) (Refusal, error) {
+	now, err := in.Subject(ctx, db, old.Suite)
+	switch {
+	case errors.Is(err, agents.ErrNotFound):
+		return Refusal{}, nil // the agent is removed, too
+	case err != nil:
+		return Refusal{}, err
+	case now.AgentDigest() != old.AgentDigest():
+		return Refusal{Why: whyRemoved}, nil
+	}
+	return Refusal{}, nil
+}
+
+// checkSuite returns why the newest run of a subject does not let it through; empty if it does.
+func checkSuite(ctx context.Context, db postgres.DB, old, now Subject, gate Gate) (Refusal, error) {
+	run, err := newestRun(ctx, db, now, now.SuiteDigest())
+	if errors.Is(err, ErrNotFound) {
+		return Refusal{Why: whyNoRun}, nil
+	}
+	if err != nil {
+		return Refusal{}, err
+	}
+	trials, err := Trials(ctx, db, run.ID)
+	if err != nil {
+		return Refusal{}, err
+	}
+	cases := summarize(trials)
+	refusal := Refusal{Run: run.ID, Cases: shortfalls(cases)}
+	if run.Status == Passed {
+		return Refusal{}, nil
+	}
+	if run.Status == Undecided || slices.ContainsFunc(cases, func(c CaseResult) bool { return c.Undecided > 0 }) {
+		refusal.Why = "its budget was used up before all was decided in run " + run.ID
+		return refusal, nil
+	}
+	compared, err := compareWithPresent(ctx, db, old, now, cases, gate.Margin)
+	switch {
+	case err != nil:
+		return Refusal{}, err
+	case compared.Answer == stats.Better, compared.Answer == stats.NotWorse:
+		return Refusal{}, nil
+	case compared.Answer == stats.Worse:
+		refusal.Why = fmt.Sprintf("worse than the present version by %.2f in run %s", -compared.Difference, run.ID)
+	case gate.PassRate > 0 && meanRate(cases) >= gate.PassRate:
+		return Refusal{}, nil
+	default:
+		refusal.Why = fmt.Sprintf("a pass rate of %.2f, below %s, in run %s", meanRate(cases), gate.wanted(), run.ID)
+	}
+	return refusal, nil
+}
+
+// wanted is the pass rate that the gate demands.
+func (g Gate) wanted() string {
+	if g.PassRate > 0 {
+		return fmt.Sprintf("pass_rate %.2f", g.PassRate)
+	}
+	return "1.00"
+}
+
+// newestRun returns the newest finished run of a subject's agent, or [ErrNotFound]. With a digest of cases, it is one
+// of these cases by this program, with all trials; else any that was decided.
+func newestRun(ctx context.Context, db postgres.DB, s Subject, cases string) (Run, error) {
+	rows, err := db.Query(ctx, `
+		select `+runColumns+` from agent_eval_runs
+		 where suite = @suite and agent_digest = @agent and finished_at is not null
+		   and (@cases = '' and status in ('passed', 'failed')
+		     or suite_digest = @cases and runtime = @runtime and trials >= @trials)
+		 order by id desc limit 1`, postgres.Strict{
+		"suite": s.Suite.Name, "agent": s.AgentDigest(), "cases": cases, "runtime": s.Runtime,
+		"trials": s.Suite.Definition.TrialsOf(),
+	})
+	return postgres.CollectOne(rows, err, ErrNotFound, "find a run of eval "+s.Suite.Name, pgx.RowToStructByPos[Run])
+}
+
+// compareWithPresent compares results with the newest run of the present agent, on the cases that are the same in both.
+func compareWithPresent(
+	ctx context.Context, db postgres.DB, old, now Subject, cases []CaseResult, margin float64,
+) (stats.Comparison, error) {
+	none := stats.Comparison{Answer: stats.Undecided}
+	if old.Suite.Name == "" || old.AgentDigest() == now.AgentDigest() {
+		return none, nil
+	}
+	run, err := newestRun(ctx, db, old, "")
+	if errors.Is(err, ErrNotFound) {
+		return none, nil
+	}
+	if err != nil {
+		return none, err
+	}
+	played, err := SubjectOf(ctx, db, run)
+	if err != nil {
+		return none, err
+	}
+	trials, err := Trials(ctx, db, run.ID)
+	if err != nil {
+		return none, err
+	}
+	earlier := map[string]stats.Count{}
+	for _, c := range summarize(trials) {
+		then, _ := played.Suite.Definition.Case(c.Case)
+		here, there := now.Suite.Definition.Case(c.Case)
+		if there && digest(then) == digest(here) {
+			earlier[c.Case] = stats.Count{Passed: c.Passed, Trials: c.Trials}
+		}
+	}
+	var pairs []stats.Pair
+	for _, c := range cases {
+		pairs = append(pairs, stats.Pair{Old: earlier[c.Case], New: stats.Count{Passed: c.Passed, Trials: c.Trials}})
+	}
+	return stats.Compare(pairs, stats.Plan{Margin: margin}), nil
+}
+
+// shortfalls lists the cases that did not pass in all trials.
+func shortfalls(cases []CaseResult) (list []string) {
+	for _, c := range cases {
+		if c.Passed < c.Trials+c.Undecided {
+			list = append(list, fmt.Sprintf("%s (%d/%d)", c.Case, c.Passed, c.Trials+c.Undecided))
+		}
+	}
+	return list
+}
+
+// meanRate is the mean of the cases' pass rates.
+func meanRate(cases []CaseResult) float64 {
+	if len(cases) == 0 {
+		return 0
+	}
+	sum := 0.0
+	for _, c := range cases {
+		sum += stats.Count{Passed: c.Passed, Trials: c.Trials}.Rate()
+	}
+	return sum / float64(len(cases))
+}
