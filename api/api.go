@@ -80,6 +80,8 @@ type Options struct {
 	Agents *agents.Directory
 	// Limits are the configured budgets of a day, for the verdict.
 	Limits budgets.Limits
+	// Evals stores runs of suites; nil starts none.
+	Evals EvalStarter
 	// Memory searches memories; nil matches words only.
 	Memory *memory.Index
 	// DocumentBytes bounds an uploaded document; documents.DefaultMaxBytes when 0.
@@ -126,6 +128,7 @@ func New(o Options) (http.Handler, error) {
 		ready: cmp.Or(o.Ready, o.Pool), classes: newClasses(),
 		pages: o.Pages, proxies: o.Proxies,
 		pending: newPendingResults(o.Pool, o.Cutting), documentBytes: cmp.Or(o.DocumentBytes, documents.DefaultMaxBytes),
+		evals:   o.Evals,
 		monitor: monitor.Monitor{Agents: cmp.Or(o.Agents, &agents.Directory{}), Limits: o.Limits},
 		locks:   postgres.KeyedTx{Slots: make(chan struct{}, max(1, o.Pool.Config().MaxConns/2))},
 	}
@@ -147,6 +150,7 @@ type server struct {
 	engine   *executions.Engine
 	agents   *agents.Directory
 	memory   *memory.Index
+	evals    EvalStarter // nil for none
 	auth     *authenticator
 	oidc     *oidcLogin // nil for none
 	draining <-chan struct{}

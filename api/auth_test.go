@@ -125,6 +125,8 @@ func expectedAccess() map[string]api.Access {
 		"POST /v1/tokens/id/revoke", "GET /v1/sessions", "POST /v1/sessions/id/revoke",
 		"GET /v1/channels", "GET /v1/channels/senders", "POST /v1/channels/pair", "POST /v1/channels/id/unpair",
 		"POST /v1/channels/id/enable", "POST /v1/channels/id/disable",
+		"GET /v1/evals", "GET /v1/evals/runs", "POST /v1/evals/runs", "GET /v1/evals/runs/id", "GET /v1/evals/labels",
+		"POST /v1/evals/labels",
 	} {
 		all[name] = api.Admin
 	}

@@ -223,6 +223,7 @@ var notAudited = map[string]string{
 	"POST /v1/objectives/{id}/reject":            "as accept",
 	"POST /v1/webhooks/outbox/{id}/resend":       "has a row; see the tests of webhooks",
 	"POST /v1/automations/runs/{id}/redrive":     "has a row; see the tests of automations",
+	"POST /v1/evals/runs":                        "has a row; see the tests of package evals/runner",
 }
 
 // Every changing route writes an audit row with admin, reason and object.
@@ -245,6 +246,7 @@ func TestEveryChangeIsAudited(t *testing.T) {
 	pgtest.Exec(t, a.pool, `insert into agent_channel_identities (channel, subject, conversation, status, code_sha256,
 		expires_at) values ('support', '7', '7', 'pending', encode(sha256('ABCD2345'), 'hex'),
 		  clock_timestamp() + interval '1 hour')`)
+	trial := evalTrial(t, a.pool)
 	begin := func() string {
 		x, _, err := a.engine.Start(t.Context(), a.pool, executions.Spec{
 			Flow: executions.External, Surface: trace.Flow,
@@ -316,6 +318,10 @@ func TestEveryChangeIsAudited(t *testing.T) {
 		{"POST /v1/tokens", "", `{"principal":"anna","scopes":["*"],"reason":"why not"}`, "principal anna, token "},
 		{"POST /v1/tokens/{id}/revoke", a.tokenOf("bert"), because, "principal bert, token "},
 		{"POST /v1/sessions/{id}/revoke", a.sessionOf("bert"), because, "principal bert, session "},
+		{
+			"POST /v1/evals/labels", "", `{"run":"` + trial + `","case":"late","label":"bad","note":"why not"}`,
+			"run " + trial + ", eval returns, case late",
+		},
 		{"POST /v1/pause", "", because, ""},
 		{"POST /v1/resume", "", because, ""},
 	} {

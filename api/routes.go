@@ -72,7 +72,7 @@ func (s *server) routes(endpoints []Endpoint) ([]route, error) {
 		s.executionRoutes(), s.timeTravelRoutes(),
 		s.flowRoutes(), s.decisionRoutes(), s.memoryRoutes(), s.messageRoutes(), s.accessRoutes(), s.webhookRoutes(),
 		s.loginRoutes(), s.oidcRoutes(), s.principalRoutes(), s.pauseRoutes(), s.monitorRoutes(),
-		s.retentionRoutes(), s.documentRoutes(), s.channelRoutes(),
+		s.retentionRoutes(), s.documentRoutes(), s.channelRoutes(), s.evalRoutes(),
 	)
 	for i := range table {
 		if table[i].access == 0 {

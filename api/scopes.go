@@ -21,12 +21,14 @@ var routesByScope = map[principals.Scope][]string{
 		"GET /v1/agents/{name}", "GET /v1/pause", "GET /v1/webhooks/targets",
 		"GET /v1/channels",
 		"GET /v1/monitor/verdict",
+		"GET /v1/evals", "GET /v1/evals/runs", "GET /v1/evals/runs/{id}", "GET /v1/evals/labels",
 	},
 	principals.RunsWrite: {
 		"POST /v1/executions", "POST /v1/executions/bulk", "POST /v1/executions/{id}/cancel", "POST /v1/executions/{id}/fork",
 		"POST /v1/executions/{id}/retry", "POST /v1/executions/{id}/replay", "POST /v1/events",
 		"POST /v1/objectives/{id}/accept", "POST /v1/objectives/{id}/reject", "POST /v1/objectives/{id}/pause",
 		"POST /v1/objectives/{id}/resume",
+		"POST /v1/evals/labels",
 	},
 	principals.ThreadsRead: {
 		"GET /v1/traces/{id}/prompts", "GET /v1/threads", "GET /v1/threads/{id}", "GET /v1/threads/{id}/access",
@@ -48,6 +50,7 @@ var routesByScope = map[principals.Scope][]string{
 		"POST /v1/webhooks/targets/{id}/enable", "POST /v1/webhooks/targets/{id}/disable",
 		"POST /v1/webhooks/endpoints/{id}/enable", "POST /v1/webhooks/endpoints/{id}/disable",
 		"POST /v1/webhooks/outbox/{id}/resend", "POST /v1/channels/{id}/enable", "POST /v1/channels/{id}/disable",
+		"POST /v1/evals/runs",
 	},
 	principals.ApprovalsRead:   {"GET /v1/approvals", "GET /v1/approvals/{id}"},
 	principals.ApprovalsDecide: {"POST /v1/approvals/{id}"},

@@ -13,6 +13,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 )
 
@@ -50,6 +51,19 @@ func FromTrace(t activity.Trace, name string) (Case, error) {
 		c.Expect = []Expectation{{Within: &Within{Iterations: iterations}}}
 	}
 	return c, nil
+}
+
+// YAML renders a case as an entry of the cases of a suite.
+func (c Case) YAML() (string, error) {
+	text, err := exactjson.YAML([]Case{c})
+	if err != nil {
+		return "", fmt.Errorf("show the case: %w", err)
+	}
+	var out strings.Builder
+	for line := range strings.Lines(string(text)) {
+		out.WriteString("  " + line)
+	}
+	return out.String(), nil
 }
 
 // isRefusal reports the class of a call that was not made.

@@ -86,11 +86,12 @@ type Run struct {
 	Status       string     `json:"status"`
 	CreatedAt    time.Time  `json:"created_at"`
 	FinishedAt   *time.Time `json:"finished_at"`
-	Candidate    bool       `json:"candidate,omitempty"` // of a workspace that was not applied
+	Candidate    bool       `json:"candidate,omitempty"`  // of a workspace that was not applied
+	Background   bool       `json:"background,omitempty"` // servers play it
 }
 
 const runColumns = `id::text, suite, version, agent, agent_version, model, trials, status, created_at, finished_at,
-	candidate`
+	candidate, served_until is not null`
 
 // GetRun reads a run, or returns [ErrNotFound].
 func GetRun(ctx context.Context, db postgres.DB, id string) (Run, error) {
@@ -100,9 +101,15 @@ func GetRun(ctx context.Context, db postgres.DB, id string) (Run, error) {
 
 // Runs lists the newest runs, of one suite if named.
 func Runs(ctx context.Context, db postgres.DB, suite string, limit int) ([]Run, error) {
+	return RunsBefore(ctx, db, suite, "", limit)
+}
+
+// RunsBefore lists the newest runs before the one of an id, of one suite if named.
+func RunsBefore(ctx context.Context, db postgres.DB, suite, before string, limit int) ([]Run, error) {
 	rows, err := db.Query(ctx, `
-		select `+runColumns+` from agent_eval_runs where @suite = '' or suite = @suite order by id desc limit @limit`,
-		postgres.Strict{"suite": suite, "limit": limit})
+		select `+runColumns+` from agent_eval_runs
+		 where (@suite = '' or suite = @suite) and (@before = '' or id < nullif(@before, '')::uuid)
+		 order by id desc limit @limit`, postgres.Strict{"suite": suite, "before": before, "limit": limit})
 	return postgres.Collect(rows, err, "list runs of evals", pgx.RowToStructByPos[Run])
 }
 
@@ -142,8 +149,12 @@ type Trial struct {
 	DurationMS int64           `json:"duration_ms"`
 }
 
-const trialColumns = `case_name, trial, trace_id, coalesce(verdict, ''), reasons, answer, calls, iterations, tokens,
+const (
+	trialColumns = `case_name, trial, trace_id, coalesce(verdict, ''), reasons, answer, calls, iterations, tokens,
 	cost_usd::float8, duration_ms`
+	briefColumns = `case_name, trial, trace_id, coalesce(verdict, ''), reasons, '', '[]'::jsonb, iterations, tokens,
+	cost_usd::float8, duration_ms`
+)
 
 // Trials lists the trials of a run: the first ones of all cases first, in the order of the suite.
 func Trials(ctx context.Context, db postgres.DB, run string) ([]Trial, error) {
@@ -151,6 +162,24 @@ func Trials(ctx context.Context, db postgres.DB, run string) ([]Trial, error) {
 		select `+trialColumns+` from agent_eval_trials where run_id = @run order by trial, position`,
 		postgres.Strict{"run": run})
 	return postgres.Collect(rows, err, "list trials of run "+run, pgx.RowToStructByPos[Trial])
+}
+
+// TrialsOf lists the trials of several runs, of one case if named, without answers and calls, by run.
+func TrialsOf(ctx context.Context, db postgres.DB, runs []string, of string) (map[string][]Trial, error) {
+	type row struct {
+		Run string
+		Trial
+	}
+	rows, err := db.Query(ctx, `
+		select run_id::text, `+briefColumns+` from agent_eval_trials
+		 where run_id = any (@runs::uuid[]) and (@case = '' or case_name = @case) order by run_id, trial, position`,
+		postgres.Strict{"runs": runs, "case": of})
+	list, err := postgres.Collect(rows, err, "list trials of runs", pgx.RowToStructByPos[row])
+	byRun := map[string][]Trial{}
+	for _, r := range list {
+		byRun[r.Run] = append(byRun[r.Run], r.Trial)
+	}
+	return byRun, err
 }
 
 // GetTrial reads one trial of a run, or returns [ErrNotFound].
@@ -195,27 +224,42 @@ type Report struct {
 // NewReport summarizes the trials of a run.
 func NewReport(ctx context.Context, db postgres.DB, r Run) (Report, error) {
 	trials, err := Trials(ctx, db, r.ID)
-	if err != nil {
-		return Report{}, err
-	}
+	return ReportOf(r, trials), err
+}
+
+// ReportOf summarizes a run by its trials, in the order of [Trials].
+func ReportOf(r Run, trials []Trial) Report {
 	report := Report{Run: r, TrialRows: trials, Cases: summarize(trials)}
 	for _, c := range report.Cases {
 		report.CostUSD += c.CostUSD
 		report.Tokens += c.Tokens
 	}
 	report.Control = stats.Control(outcomes(trials, report.Cases))
-	return report, nil
+	return report
+}
+
+// Passed returns the passes and the decided trials of all cases.
+func (r Report) Passed() (c stats.Count) {
+	for _, one := range r.Cases {
+		c.Passed, c.Trials = c.Passed+one.Passed, c.Trials+one.Trials
+	}
+	return c
 }
 
 // CompareWith adds the comparison with another run of the suite, by the cases of the same name. margin is the accepted
 // loss.
 func (r *Report) CompareWith(ctx context.Context, db postgres.DB, other Run, margin float64) error {
 	trials, err := Trials(ctx, db, other.ID)
-	if err != nil {
-		return err
+	if err == nil {
+		r.Compare(ReportOf(other, trials), margin)
 	}
+	return err
+}
+
+// Compare adds the comparison with the report of another run.
+func (r *Report) Compare(other Report, margin float64) {
 	before := map[string]stats.Count{}
-	for _, c := range summarize(trials) {
+	for _, c := range other.Cases {
 		before[c.Case] = stats.Count{Passed: c.Passed, Trials: c.Trials}
 	}
 	var pairs []stats.Pair
@@ -224,8 +268,7 @@ func (r *Report) CompareWith(ctx context.Context, db postgres.DB, other Run, mar
 	}
 	plan := stats.Plan{Margin: margin}
 	compared, difference := stats.Compare(pairs, plan), stats.Difference(pairs, plan)
-	r.Against, r.Comparison, r.Difference = &other, &compared, &difference
-	return nil
+	r.Against, r.Comparison, r.Difference = &other.Run, &compared, &difference
 }
 
 // summarize groups trials by case, in the order of the suite.

@@ -85,7 +85,7 @@ var notAudited = map[string]string{
 	"demo": "plays on a database of its own", "mcp": "serves others",
 	"mcp serve": "serves others", "chat": "is a visitor", "operate": "a turn has its own rows, on behalf of the admin",
 	"skills call": "the call has its own row, on behalf of the admin",
-	"eval ls":     "reads", "eval show": "reads", "eval add": "writes a file",
+	"eval ls":     "reads", "eval show": "reads", "eval add": "writes a file", "eval labels": "reads",
 	"eval run":  "the runner writes run_eval; its test reads the row",
 	"heartbeat": "has its own rows", "lanes run": "runs a command of the admin's own; one that is skipped has a row",
 	"selfheal":      "a skill that is healed has a row",
@@ -147,7 +147,12 @@ func auditedCommands(t *testing.T, p program, db *pgxpool.Pool, dir string) [][]
 		select 'abc', 'x', p.id, '{*}' from agent_principals p returning id`)
 	login := one(`insert into agent_sessions (secret_sha256, principal_id, method, expires_at)
 		select 'x', p.id, 'token', clock_timestamp() + interval '1 hour' from agent_principals p returning id::text`)
+	run := one(`insert into agent_eval_runs (suite, version, agent, agent_version, model, trials)
+		values ('returns', 1, 'a', 1, 'm', 1) returning id::text`)
+	one(`insert into agent_eval_trials (run_id, case_name, trial, position, verdict) values ($1::uuid, 'late', 1, 1, 'pass')
+		returning case_name`, run)
 	return [][]string{
+		{"eval label " + run + " late bad --note kind", "run " + run + ", eval returns, case late", ""},
 		{"skills disable pay", "skill pay", "why not"},
 		{"skills enable pay", "skill pay", "why not"},
 		{"webhooks disable shop", "endpoint shop", "why not"},

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/app"
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 )
 
@@ -189,7 +190,7 @@ func documentOf(ctx context.Context, s *session, name string, version int) (agen
 	if err != nil {
 		return agentVersion{}, err
 	}
-	shown, err := asYAML(a.AsDeclared())
+	shown, err := exactjson.YAML(a.AsDeclared())
 	if err != nil {
 		return agentVersion{}, fmt.Errorf("show agent %s: %w", name, err)
 	}

@@ -39,7 +39,7 @@ write down what should have happened instead.`,
 				}
 				return c.printf(made, "added %q to %s; edit what it expects\n", made.Name, to)
 			}
-			text, err := caseYAML(made)
+			text, err := made.YAML()
 			if err != nil {
 				return err
 			}
@@ -49,19 +49,6 @@ write down what should have happened instead.`,
 	cmd.Flags().StringVar(&name, "name", "", "the name of the case instead of the trace's id")
 	cmd.Flags().StringVar(&to, "to", "", "append it to this file")
 	return cmd
-}
-
-// caseYAML renders a case as an entry of cases.
-func caseYAML(made evals.Case) (string, error) {
-	text, err := asYAML([]evals.Case{made})
-	if err != nil {
-		return "", fmt.Errorf("show the case: %w", err)
-	}
-	var out strings.Builder
-	for line := range strings.Lines(string(text)) {
-		out.WriteString("  " + line)
-	}
-	return out.String(), nil
 }
 
 // appendCase appends a case to a file whose last document ends with its cases.
@@ -74,7 +61,7 @@ func (c *cli) appendCase(path string, made evals.Case) error {
 	if err = errors.Join(err, file.Close()); err != nil {
 		return fmt.Errorf("read %s: %w", path, err)
 	}
-	text, err := caseYAML(made)
+	text, err := made.YAML()
 	if err != nil {
 		return err
 	}

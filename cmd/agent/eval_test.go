@@ -83,6 +83,14 @@ func TestEvalCommands(t *testing.T) {
 	id := regexp.MustCompile(`run ([0-9a-f-]{36})`).FindStringSubmatch(failed.out)[1]
 	shown := p.must("eval", "show", id)
 	assert.Contains(t, shown, "not due  2      fail", "ev_")
+	assert.Contains(t, p.must("eval", "labels"), "no label; agent eval label")
+	assert.Contains(t, p.must("eval", "label", id, "not due", "bad", "--trial", "2", "--note", "it is not"), `trial 2 of "not due": bad`)
+	assert.Contains(t, p.must("eval", "labels", "orders"), "orders  not due  2      bad    admin", "it is not")
+	assert.Equal(t, `{"answer":"It is paid.","pass":false}`+"\n", p.must("eval", "labels", "--jsonl"))
+	p.fails(1, `has no trial 3 of "not due"; see agent eval show`, "eval", "label", id, "not due", "good", "--trial", "3")
+	p.fails(2, "a label is good, bad or none", "eval", "label", id, "not due", "fine")
+	p.must("eval", "label", id, "not due", "none", "--trial", "2")
+	assert.Equal(t, "", p.must("eval", "labels", "--jsonl"))
 	made := p.must("eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again")
 	assert.Contains(t, made, "  - name: again", "- user: order 7?", "check_order:", "due: false", "in_order:")
 	assert.Contains(t, p.must("eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again", "--to", path),

@@ -10,9 +10,9 @@ import (
 	"strconv"
 
 	"github.com/spf13/cobra"
-	"go.yaml.in/yaml/v3"
 
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 )
 
 func (c *cli) flowsCommand() *cobra.Command {
@@ -125,34 +125,12 @@ func writeFlow(w io.Writer, f flows.Flow, kept []flows.Flow) error {
 		}
 		fmt.Fprintf(w, "#   version %d of %s%s\n", v.Version, formatTime(v.CreatedAt), word)
 	}
-	shown, err := asYAML(f.Definition)
+	shown, err := exactjson.YAML(f.Definition)
 	if err != nil {
 		return fmt.Errorf("show flow %s: %w", f.Name, err)
 	}
 	fmt.Fprintf(w, "kind: flow\n%s", shown)
 	return nil
-}
-
-// asYAML converts through JSON, which is valid YAML, to preserve the order of keys.
-func asYAML(definition any) ([]byte, error) {
-	text, err := json.Marshal(definition)
-	if err != nil {
-		return nil, err
-	}
-	var node yaml.Node
-	if err := yaml.Unmarshal(text, &node); err != nil {
-		return nil, err
-	}
-	blocks(&node)
-	return yaml.Marshal(&node)
-}
-
-// blocks replaces the flow style of JSON with YAML's block style.
-func blocks(n *yaml.Node) {
-	n.Style = 0
-	for _, below := range n.Content {
-		blocks(below)
-	}
 }
 
 func (c *cli) flowsSchemaCommand() *cobra.Command {

@@ -69,6 +69,8 @@ var remoteCommands = map[string]principals.Scope{
 	"documents show":     principals.ThreadsRead,
 	"eval":               principals.Operate,
 	"eval add":           principals.ThreadsRead,
+	"eval label":         principals.RunsWrite,
+	"eval labels":        principals.RunsRead,
 	"eval ls":            principals.RunsRead,
 	"eval show":          principals.RunsRead,
 	"executions":         principals.RunsWrite,

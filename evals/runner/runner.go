@@ -211,6 +211,8 @@ func store(ctx context.Context, db postgres.DB, run string, t evals.Trial) error
 type Options struct {
 	Model  string
 	Trials int
+	// Background leaves the trials to servers, see [Runner.Serve].
+	Background bool
 }
 
 // ErrUnpriced reports a budget in dollars for a model without a price.
@@ -238,7 +240,7 @@ func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, ca
 	}
 	run := evals.Run{
 		Suite: s.Name, Version: s.Version, Agent: subject.Agent.Name, AgentVersion: subject.Version, Trials: o.Trials,
-		Model: subject.Model, Candidate: candidate,
+		Model: subject.Model, Candidate: candidate, Background: o.Background,
 	}
 	if run.Trials == 0 {
 		run.Trials = s.Definition.TrialsOf()
@@ -256,10 +258,10 @@ func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, ca
 	_, err := activity.Record(ctx, r.Pool, act, func(tx pgx.Tx, _ string) (any, error) {
 		err := tx.QueryRow(ctx, `
 			with run as (
-			  insert into agent_eval_runs (suite, version, agent, agent_version, model, trials, subject, agent_digest, suite_digest,
-			         runtime, candidate)
+			  insert into agent_eval_runs (suite, version, agent, agent_version, model, trials, subject, agent_digest,
+			         suite_digest, runtime, candidate, served_until)
 			  values (@suite, @version, @agent, @agent_version, @model, @trials, @subject, @agent_digest, @suite_digest,
-			         @runtime, @candidate) returning id, created_at),
+			         @runtime, @candidate, case when @background then clock_timestamp() end) returning id, created_at),
 			trials as (
 			  insert into agent_eval_trials (run_id, case_name, trial, position)
 			  select r.id, c.name, t, c.n
@@ -268,7 +270,7 @@ func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, ca
 			"suite": run.Suite, "version": run.Version, "agent": run.Agent, "agent_version": run.AgentVersion,
 			"model": run.Model, "trials": run.Trials, "cases": names, "subject": subject,
 			"agent_digest": subject.AgentDigest(), "suite_digest": subject.SuiteDigest(), "runtime": subject.Runtime,
-			"candidate": candidate,
+			"candidate": candidate, "background": run.Background,
 		}).Scan(&run.ID, &run.CreatedAt)
 		return map[string]string{"run": run.ID}, err
 	})

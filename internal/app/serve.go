@@ -30,7 +30,7 @@ func (a *App) Handler(at Stages) (http.Handler, error) {
 	}
 	handler, err = api.New(api.Options{
 		Pool: a.admin(), Read: a.Read, Ready: a.reserved.system, Engine: a.Engine, Agents: a.Loop.Agents, Memory: a.Index,
-		Limits:     Limits(a.Config.Limits),
+		Limits: Limits(a.Config.Limits), Evals: a.Evals,
 		AdminToken: a.Config.AdminToken.Reveal(), ChatKeys: keys,
 		Proxies: a.Config.Proxies, Endpoints: append(a.endpoints(), pages...), Pages: room, Logger: a.Log,
 		Listener: a.listener, OIDC: oidcOf(a.Config),

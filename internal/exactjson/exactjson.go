@@ -1,9 +1,11 @@
-// Package exactjson decodes JSON without rounding numbers, and encodes it without escaping HTML.
+// Package exactjson decodes JSON without rounding numbers, encodes it without escaping HTML, and writes it as YAML.
 package exactjson
 
 import (
 	"bytes"
 	"encoding/json"
+
+	"go.yaml.in/yaml/v3"
 )
 
 // Decode decodes the JSON value at the beginning of text. Numbers are [json.Number], as written.
@@ -21,4 +23,26 @@ func Encode(value any) ([]byte, error) {
 	e.SetEscapeHTML(false)
 	err := e.Encode(value)
 	return bytes.TrimSuffix(b.Bytes(), []byte("\n")), err
+}
+
+// YAML encodes a value as YAML in block style. It goes through JSON, which is valid YAML, to preserve the order of keys.
+func YAML(value any) ([]byte, error) {
+	text, err := json.Marshal(value)
+	if err != nil {
+		return nil, err
+	}
+	var node yaml.Node
+	if err := yaml.Unmarshal(text, &node); err != nil {
+		return nil, err
+	}
+	blocks(&node)
+	return yaml.Marshal(&node)
+}
+
+// blocks replaces the flow style of JSON with YAML's block style.
+func blocks(n *yaml.Node) {
+	n.Style = 0
+	for _, below := range n.Content {
+		blocks(below)
+	}
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -62,7 +63,7 @@ func Of(err error) (p *Problem, news bool) {
 	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound,
 		memory.ErrConflictNotFound, objectives.ErrNotFound,
 		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound, webhooks.ErrNotFound,
-		documents.ErrNotFound, channels.ErrNotFound):
+		documents.ErrNotFound, channels.ErrNotFound, evals.ErrNotFound):
 		return New(http.StatusNotFound, "%s", err), false
 	case is(err, documents.ErrTooLarge):
 		return New(http.StatusRequestEntityTooLarge, "%s", err), false

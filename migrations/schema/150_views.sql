@@ -131,7 +131,8 @@ create or replace view agent_activity_measured as
          lanekeeper.agent_tokens(x.usage, 'completion_tokens') as completion_tokens,
          lanekeeper.agent_tokens(x.usage, 'total_tokens') as tokens,
          case when a.kind = 'model' and a.cost_usd <> 'NaN' then a.cost_usd else 0 end as cost_usd, x.duration_ms,
-         a.trace_id, a.led_to, lanekeeper.agent_tokens(x.usage, 'unknown_tokens') as unknown_tokens,
+         a.trace_id, case when a.surface <> 'eval' then a.led_to else '{}' end as led_to,
+         lanekeeper.agent_tokens(x.usage, 'unknown_tokens') as unknown_tokens,
          case when jsonb_typeof(x.usage -> 'unknown_usd') = 'number' then (x.usage ->> 'unknown_usd')::numeric else 0 end as unknown_usd,
          case when x.telling then lpad(x.duration_ms::text, 13, '0') || left(a.trace_id, 300) end as slowest,
          case when x.duration_ms < 1 then -1 else floor(ln(x.duration_ms::float8) / ln(1.05::float8))::int end as bucket,
@@ -143,10 +144,10 @@ create or replace view agent_activity_measured as
             a.kind = 'call' and a.status in ('success', 'error')
               and a.error_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall',
                                         'disabled', 'on_trial', 'yielded', 'budget', 'configuration') as telling) x
-   where a.surface <> 'eval';
+   where a.surface <> 'eval' or a.kind = 'model';
 comment on view agent_activity_measured is
-  'How each row of the log is counted. telling: it counts for the health of its skill. slowest: its duration and trace, as a text whose '
-  'greatest in the collation "C" is the slowest. bucket: as in agent_activity_durations.';
+  'How each row of the log is counted. Of evals only model calls are, and at no skill. telling: it counts for the health of '
+  'its skill. slowest: its duration and trace, as a text whose greatest in the collation "C" is the slowest. bucket: as in agent_activity_durations.';
 
 -- Whole months of activity -------------------------------------------------------------------------
 
@@ -227,7 +228,8 @@ create or replace view agent_audit as
                (25, 'changed:', case when jsonb_typeof(a.input -> 'changed') = 'array'
                                      then (select string_agg(c, ', ') from jsonb_array_elements_text(a.input -> 'changed') c) end),
                (26, 'document', a.input ->> 'document'), (27, 'principal', a.input ->> 'principal'), (28, 'token', coalesce(a.input ->> 'made_key', a.input ->> 'revoked_key')),
-               (29, 'session', a.input ->> 'login'), (30, 'identity', a.input ->> 'subject')) v (place, word, name)
+               (29, 'session', a.input ->> 'login'), (30, 'identity', a.input ->> 'subject'), (31, 'eval', a.input ->> 'eval'),
+               (32, 'case', a.input ->> 'case')) v (place, word, name)
             where v.name <> ''), '') end as object,
          coalesce(nullif(a.input ->> 'reason', ''), case when a.agent = 'admin' then nullif(a.purpose, '') end,
                   case when a.cause_id is not null then 'the model asked for it' || case when a.purpose <> '' then ', for ' || a.purpose else '' end end,

@@ -1,0 +1,184 @@
+package api
+
+import (
+	"context"
+	"errors"
+	"net/http"
+
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/evals/runner"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+)
+
+// EvalStarter stores runs of suites. Package evals/runner has it.
+type EvalStarter interface {
+	Start(ctx context.Context, s evals.Suite, o runner.Options) (evals.Run, error)
+}
+
+// listedEval is a suite with its newest run.
+type listedEval struct {
+	Name    string     `json:"name"`
+	Version int        `json:"version"`
+	Agent   string     `json:"agent"` // empty: the default agent
+	Cases   int        `json:"cases"`
+	Trials  int        `json:"trials"`
+	Last    *evals.Run `json:"last_run"`
+}
+
+// newEvalRun asks for a run of a suite.
+type newEvalRun struct {
+	Suite  string `json:"suite"`
+	Model  string `json:"model,omitempty"`  // that of the agent
+	Trials int    `json:"trials,omitempty"` // those of the suite
+}
+
+func (b newEvalRun) check() error {
+	switch {
+	case b.Suite == "" || !storable(b.Suite) || !storable(b.Model) || len(b.Model) > maxText:
+		return badBody("suite is missing; it is one of GET /v1/evals")
+	case b.Trials < 0 || b.Trials > 100:
+		return badBody("trials is %d; it can be 1 to 100", b.Trials)
+	}
+	return nil
+}
+
+// newEvalLabel is the request for a label.
+type newEvalLabel evals.NewLabel
+
+func (b newEvalLabel) check() error {
+	if !uuidForm.MatchString(b.Run) || b.Case == "" || !storable(b.Case) || !storable(b.Note) {
+		return badBody("run and case are required: a run's id, and the name of a case of its suite")
+	}
+	return nil
+}
+
+// evalError maps errors of package evals to problems.
+func evalError(err error) error {
+	switch {
+	case errors.Is(err, evals.ErrLabel):
+		return badBody("%s", evals.ErrLabel)
+	case errors.Is(err, evals.ErrNoAnswer):
+		return problem.New(http.StatusConflict, "%s", evals.ErrNoAnswer)
+	case errors.Is(err, runner.ErrUnpriced):
+		return problem.New(http.StatusConflict, "%s", runner.ErrUnpriced).Kind("unpriced-model", "Model without a price")
+	}
+	return err
+}
+
+func (s *server) listEvals(r request) (response, error) {
+	suites, err := evals.List(r.Context(), s.pool)
+	if err != nil {
+		return response{}, err
+	}
+	list := make([]listedEval, len(suites))
+	for i, one := range suites {
+		d := one.Definition
+		list[i] = listedEval{one.Name, one.Version, d.Agent, len(d.Cases), d.TrialsOf(), nil}
+		last, err := evals.Runs(r.Context(), s.pool, one.Name, 1)
+		if err != nil {
+			return response{}, err
+		}
+		if len(last) > 0 {
+			list[i].Last = &last[0]
+		}
+	}
+	return response{body: pageOf(list, "")}, nil
+}
+
+func (s *server) listEvalRuns(r request) (response, error) {
+	got, err := readPage("eval runs", r.query, func(run evals.Run) string { return run.ID },
+		func(before string, limit int) ([]evals.Run, error) {
+			return evals.RunsBefore(r.Context(), s.pool, r.query["suite"], before, limit)
+		})
+	return response{body: got}, err
+}
+
+// getEvalRun reports a run, and compares it with another one if asked.
+func (s *server) getEvalRun(r request) (response, error) {
+	id, err := pathUUID(r, "a run")
+	if err != nil {
+		return response{}, err
+	}
+	run, err := evals.GetRun(r.Context(), s.pool, id)
+	if err != nil {
+		return response{}, err
+	}
+	report, err := evals.NewReport(r.Context(), s.pool, run)
+	against := r.query["against"]
+	if err != nil || against == "" {
+		return response{body: report}, err
+	}
+	other, err := evals.GetRun(r.Context(), s.pool, against)
+	if err == nil && other.Suite != run.Suite {
+		return response{}, badParameter("parameter against is a run of %s, not of %s", other.Suite, run.Suite)
+	}
+	if err != nil {
+		return response{}, err
+	}
+	subject, err := evals.SubjectOf(r.Context(), s.pool, run)
+	if err == nil {
+		err = report.CompareWith(r.Context(), s.pool, other, subject.Suite.Definition.Margin())
+	}
+	return response{body: report}, err
+}
+
+// startEvalRun stores a run, which servers play.
+func (s *server) startEvalRun(r request) (response, error) {
+	body := r.body.(newEvalRun)
+	if s.evals == nil {
+		return response{}, problem.New(http.StatusServiceUnavailable, "this process plays no evals")
+	}
+	suite, err := evals.Get(r.Context(), s.pool, body.Suite)
+	if err != nil {
+		return response{}, err
+	}
+	run, err := s.evals.Start(r.Context(), suite, runner.Options{Model: body.Model, Trials: body.Trials, Background: true})
+	return response{body: run, status: http.StatusCreated}, evalError(err)
+}
+
+func (s *server) labelEval(r request) (response, error) {
+	label, done, err := evals.PutLabel(r.Context(), s.pool, evals.NewLabel(r.body.(newEvalLabel)))
+	return response{body: label, trace: done.TraceID}, evalError(err)
+}
+
+func (s *server) listEvalLabels(r request) (response, error) {
+	got, err := evals.Labels(r.Context(), s.pool, r.query["suite"], r.query["run"], "", maxEvalLabels)
+	return response{body: pageOf(got, "")}, err
+}
+
+// maxEvalLabels bounds the listed labels.
+const maxEvalLabels = 10_000
+
+// evalRoutes are suites, their runs and the labels of people.
+func (s *server) evalRoutes() []route {
+	suite := textParam("suite", "Name of a suite")
+	against := param{name: "against", about: "Compare with this run of the suite", check: checkUUID}
+	run := param{name: "run", about: "Id of a run", check: checkUUID}
+	return []route{
+		{
+			method: "GET", path: "/v1/evals", response: page[listedEval]{}, handle: s.listEvals,
+			about: "Suites of evals by name, each with its newest run.",
+		}, {
+			method: "GET", path: "/v1/evals/runs", response: page[evals.Run]{}, handle: s.listEvalRuns,
+			params: listParams(suite), about: "Runs of suites, newest first.",
+		}, {
+			method: "POST", path: "/v1/evals/runs", body: newEvalRun{}, response: evals.Run{}, status: http.StatusCreated,
+			handle: s.startEvalRun, conflicts: true,
+			about: "Start a run of a suite, which servers play in the background. 409 for a budget in dollars and a model " +
+				"without a price.",
+		}, {
+			method: "GET", path: "/v1/evals/runs/{id}", response: evals.Report{}, handle: s.getEvalRun,
+			params: []param{against},
+			about: "One run: its cases with intervals and pass^k, its trials with reasons and traces, cost, the A/A control, " +
+				"and the comparison with another run.",
+		}, {
+			method: "GET", path: "/v1/evals/labels", response: page[evals.Label]{}, handle: s.listEvalLabels,
+			params: []param{suite, run}, about: "Labels of answers, newest first, at most 10,000.",
+		}, {
+			method: "POST", path: "/v1/evals/labels", body: newEvalLabel{}, response: evals.Label{}, handle: s.labelEval,
+			repeatable: true, conflicts: true,
+			about: "Say whether the answer of a trial is good or bad; none withdraws your label. 409 while the trial is not " +
+				"decided.",
+		},
+	}
+}

@@ -1,0 +1,95 @@
+package api_test
+
+import (
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+// evalTrial makes a suite "returns" with a run of one decided trial and one open trial, and returns the run's id.
+func evalTrial(t *testing.T, pool *pgxpool.Pool) string {
+	t.Helper()
+	_, err := evals.Put(t.Context(), pool, evals.Definition{Name: "returns", Trials: 2, Cases: []evals.Case{{
+		Name: "late", Messages: []evals.Message{{User: "Money back!"}},
+		Expect: []evals.Expectation{{NotCalled: []string{"refund"}}},
+	}}}, "workspace")
+	require.NoError(t, err)
+	return pgtest.Value[string](t, pool, `
+		with run as (insert into agent_eval_runs (suite, version, agent, agent_version, model, trials)
+		  values ('returns', 1, 'sales', 1, 'm', 2) returning id),
+		trials as (insert into agent_eval_trials (run_id, case_name, trial, position, verdict, answer, trace_id)
+		  select id, 'late', t, 1, case t when 1 then 'pass' end, case t when 1 then 'Not due.' else '' end, 'ev_' || t
+		    from run, generate_series(1, 2) t)
+		select id::text from run`)
+}
+
+// A label is stored with its answer, replaced by its author and withdrawn; what has no answer has no label.
+func TestLabelsOfTrialsOverHTTP(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	run := evalTrial(t, a.pool)
+	var label evals.Label
+	put := func(trial, word string) {
+		t.Helper()
+		a.post("/v1/evals/labels", `{"run":"`+run+`","case":"late","trial":`+trial+`,"label":"`+word+`","note":"kind"}`, &label)
+	}
+	put("1", "bad")
+	put("1", "good")
+	assert.Equal(t, evals.Label{
+		Run: run, Suite: "returns", Case: "late", Trial: 1, Answer: "Not due.", Digest: label.Digest, Good: true, Note: "kind",
+		Principal: "root", CreatedAt: label.CreatedAt,
+	}, label)
+	var labels struct{ Items []evals.Label }
+	a.get("/v1/evals/labels?suite=returns&run="+run, &labels)
+	if len(labels.Items) != 1 || labels.Items[0] != label {
+		t.Errorf("the labels are %+v", labels.Items)
+	}
+	put("1", "none")
+	a.get("/v1/evals/labels", &labels)
+	assert.Equal(t, 0, len(labels.Items))
+	for body, want := range map[string]int{
+		`{"run":"` + run + `","case":"late","trial":2,"label":"good"}`:    409,
+		`{"run":"` + run + `","case":"late","trial":3,"label":"good"}`:    404,
+		`{"run":"` + run + `","case":"late","label":"fine"}`:              400,
+		`{"run":"x","case":"late","label":"good"}`:                        400,
+		`{"run":"` + run + `","case":"late","label":"good","trials":"1"}`: 400,
+	} {
+		if w := a.raw("POST", "/v1/evals/labels", body, asAdmin()); w.Code != want {
+			t.Errorf("%s: %d %s", body, w.Code, w.Body)
+		}
+	}
+}
+
+func TestRunsOfEvalsOverHTTP(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	run, other := evalTrial(t, a.pool), evalTrial(t, a.pool)
+	var suites struct {
+		Items []struct {
+			Name string
+			Last evals.Run `json:"last_run"`
+		}
+	}
+	a.get("/v1/evals", &suites)
+	assert.Equal(t, other, suites.Items[0].Last.ID)
+	var runs struct{ Items []evals.Run }
+	a.get("/v1/evals/runs?suite=returns&limit=1", &runs)
+	assert.Equal(t, other, runs.Items[0].ID)
+	var report evals.Report
+	a.get("/v1/evals/runs/"+other+"?against="+run, &report)
+	assert.Equal(t, 1, report.Cases[0].Passed)
+	assert.Equal(t, run, report.Against.ID)
+	for path, want := range map[string]int{
+		"/v1/evals/runs/x": 400, "/v1/evals/runs/01a20055-1dbc-7d0e-8014-41a4f664fe0a": 404,
+		"/v1/evals/runs/" + run + "?against=01a20055-1dbc-7d0e-8014-41a4f664fe0a": 404,
+	} {
+		if w := a.raw("GET", path, "", asAdmin()); w.Code != want {
+			t.Errorf("%s: %d %s", path, w.Code, w.Body)
+		}
+	}
+}

@@ -1,0 +1,73 @@
+package runner_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/evals/runner"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+)
+
+// serve runs the loop of a server until the returned function is called, or the test ends.
+func (w *world) serve(t *testing.T) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if err := w.runner.Serve(ctx); err != nil {
+			t.Error(err)
+		}
+	}()
+	stop = func() {
+		cancel()
+		<-done
+	}
+	t.Cleanup(stop)
+	return stop
+}
+
+// A server plays the runs that were left to servers. It leaves one alone that another server claimed, and goes on with it
+// when that server died. One that stops lets its runs go.
+func TestServersPlayRunsAndGoOnWithThoseOfOthers(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	blocked, reached := make(chan struct{}), make(chan struct{}, 100)
+	w.script(func(_ string, results []string) modeltest.Reply {
+		reached <- struct{}{}
+		<-blocked
+		if len(results) == 0 {
+			return modeltest.ToolCall("check_order", `{"order":7}`)
+		}
+		return modeltest.Text("It is not due.")
+	})
+	d := orders()
+	d.Cases = d.Cases[:1]
+	stopped := w.start(t, d, runner.Options{Background: true})
+	foreground := w.start(t, d, runner.Options{})
+	stop := w.serve(t)
+	<-reached
+	stop()
+	close(blocked)
+	pgtest.Equal(t, w.pool, true, `select served_until < clock_timestamp() from agent_eval_runs where id = $1`, stopped.ID)
+	pgtest.Exec(t, w.pool, `delete from agent_eval_runs where id = $1`, stopped.ID)
+	own := w.start(t, d, runner.Options{Background: true})
+	claimed := w.start(t, d, runner.Options{Background: true})
+	pgtest.Exec(t, w.pool, `update agent_eval_runs set served_until = clock_timestamp() + interval '1 hour' where id = $1`,
+		claimed.ID)
+	w.serve(t)
+	status := func(run evals.Run) string {
+		return pgtest.Value[string](t, w.pool, `select status from agent_eval_runs where id = $1`, run.ID)
+	}
+	pgtest.Eventually(t, 30*time.Second, func() bool { return status(own) == evals.Passed }, "the run ends")
+	if status(claimed) != evals.Running || status(foreground) != evals.Running {
+		t.Error("a server played a run of somebody else")
+	}
+	pgtest.Exec(t, w.pool, `update agent_eval_runs set served_until = clock_timestamp() where id = $1`, claimed.ID)
+	pgtest.Eventually(t, 30*time.Second, func() bool { return status(claimed) == evals.Passed }, "the run of a dead server goes on")
+	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_eval_trials where run_id = $1 and verdict is not null`,
+		foreground.ID)
+}
