@@ -45,7 +45,7 @@ type Budget struct {
 	Timeout string  `yaml:"timeout" json:"timeout,omitempty"`   // 10m when empty
 }
 
-// Gate decides which runs let an apply through. Margin is the loss of the mean pass rate that still counts as not worse.
+// Gate decides which runs let an apply through. Margin is the loss of the mean pass rate that counts as not worse.
 // PassRate is the mean pass rate that suffices unless the run is worse; all trials must pass when it is 0.
 type Gate struct {
 	Margin   float64 `yaml:"margin" json:"margin,omitempty"`

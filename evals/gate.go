@@ -66,7 +66,9 @@ const (
 )
 
 // CheckGate returns the refusals of an apply, by suite. before and after are its subjects; db shows the state after it.
-func (in Installation) CheckGate(ctx context.Context, db postgres.DB, before, after map[string]Subject) ([]Refusal, error) {
+func (in Installation) CheckGate(
+	ctx context.Context, db postgres.DB, before, after map[string]Subject,
+) ([]Refusal, error) {
 	var refusals []Refusal
 	names := maps.Clone(before)
 	maps.Copy(names, after)

@@ -191,7 +191,8 @@ func TestConcurrentAppliesDoNotPassTheGateTogether(t *testing.T) {
 	}
 	require.NoError(t, group.Wait())
 	first, second := <-results, <-results
-	if _, refused := errors.AsType[*evals.GateError](errors.Join(first, second)); !refused || first != nil && second != nil {
+	_, refused := errors.AsType[*evals.GateError](errors.Join(first, second))
+	if !refused || first != nil && second != nil {
 		t.Errorf("the applies end with %v and %v, want one refusal", first, second)
 	}
 }

@@ -89,7 +89,9 @@ type applyOptions struct {
 
 // gate returns how an apply treats evals that refuse it.
 func (o applyOptions) gate(s *session) *workspace.Gate {
-	g := &workspace.Gate{Installation: app.EvalInstallation(s.config, buildVersion()), Ignore: o.withoutEvals, Reason: o.reason}
+	g := &workspace.Gate{
+		Installation: app.EvalInstallation(s.config, buildVersion()), Ignore: o.withoutEvals, Reason: o.reason,
+	}
 	if o.watch && !o.withoutEvals {
 		g.Ignore, g.Reason = true, "apply --watch"
 	}

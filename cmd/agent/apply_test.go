@@ -433,7 +433,7 @@ func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
 		t.Errorf(".env may be read by others: %v, %v", info, err)
 	}
 	files, err := filepath.Glob(filepath.Join(dir, "workspace", "*"))
-	if err != nil || len(files) != 4 {
+	if err != nil || len(files) != 5 {
 		t.Errorf("the workspace has %v, %v", files, err)
 	}
 	for _, file := range files {

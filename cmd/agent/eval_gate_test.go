@@ -1,6 +1,7 @@
 package main
 
 import (
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -95,4 +97,49 @@ func TestApplyWantsThePassOfEachSuiteThatGates(t *testing.T) {
 
 	write("Be rude.", "Be very kind.") // its run is there
 	p.must("apply", dir)
+}
+
+// A server follows the same rule, also for --watch on the caller's machine.
+func TestAServerAppliesWithTheSameGate(t *testing.T) {
+	t.Parallel()
+	p, pool, dir, write := newGated(t)
+	far, _ := p.remote()
+	far.must("apply", dir)
+	write("Be kind.", "Be brief.")
+	far.fails(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir, "apply", dir)
+	assert.Contains(t, far.must("eval", "run", "--candidate", dir), "greets  2/2")
+	far.must("apply", dir)
+	write("Be brief.", "Be rude.")
+	far.must("apply", dir, "--without-evals", "--reason", "a test")
+	pgtest.Equal(t, pool, "without evals: a test", `
+		select reason from agent_audit where act = 'apply_workspace' order by id desc limit 1`)
+
+	far.fails(2, "--candidate names the folder", "eval", "run", "--candidate", "")
+	far.fails(2, "--candidate names the folder", "eval", "run", "--prune")
+	far.fails(1, `has no eval "maners"; did you mean "manners"?`, "eval", "run", "maners", "--candidate", dir)
+
+	write("Be rude.", "Be slow.")
+	watching := p.start("apply", dir, "--watch")
+	watching.find(t, `(the gate of eval manners: it has not run)`)
+	pgtest.Until(t, pool, "without evals: apply --watch", `
+		select reason from agent_audit where act = 'apply_workspace' order by id desc limit 1`)
+}
+
+// The suites that agent init writes pass with the offline model.
+func TestTheShippedSuitesPassOffline(t *testing.T) {
+	t.Parallel()
+	shop := pgtest.EmptyURL(t)
+	sql, err := os.ReadFile("../../examples/orders/shop.sql")
+	require.NoError(t, err)
+	_, err = connect(t, shop).Exec(t.Context(), string(sql))
+	require.NoError(t, err)
+	for suite, flags := range map[string][]string{
+		"questions": {"--yes", "--name", "nora"}, "orders": {"--example", "orders", "--database", shop},
+	} {
+		p := newProgram(t, pgtest.URL(t), "SHOP_DATABASE_URL="+shop, "AGENT_LOG_LEVEL=error")
+		dir := t.TempDir()
+		p.must(append([]string{"init", dir}, flags...)...)
+		p.must("apply", filepath.Join(dir, "workspace"))
+		assert.Contains(t, p.must("eval", "run"), suite+" version 1", "3/3", "passed, $0.00")
+	}
 }
