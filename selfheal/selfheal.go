@@ -1,9 +1,15 @@
 // Package selfheal disables skills that keep failing, with evidence, and re-enables them after a successful trial.
 //
 // The rule covers the calls of the last 72 hours of each enabled skill: 3 or more consecutive failures up to now, or
-// a failure rate of at least 0.5 over at least 20 calls. A streak shows after three calls, but one lucky call hides
+// a failure rate of at least 0.5 over the newest 20 calls. A streak shows after three calls, but one lucky call hides
 // it: a skill that fails 19 times of 25 may never fail three times in a row. A rate shows that, but needs many calls.
 // 72 hours cover a skill that runs a few times a day, and forget last week's outage. [Policy] sets all five numbers.
+//
+// Evidence that something else is at fault excuses failures ([Policy.Decide]). An outage: failures of three or more
+// skills that worked before, without a success of any skill between. One caller: all failures of a streak, or most of
+// a rate, are those of one thread (or trace), and the skill worked for three other callers inside the window. Then it
+// takes a failure of a second caller, or a rate that holds for the others. Package faults measures the rule on a
+// public labelled set.
 //
 // The view agent_skill_calls defines what counts. A call with its retries is one row. Skipped calls do not count. A
 // model's invalid arguments, a stall, a cancellation and a lost process are no failures of the skill. Calls before
@@ -89,7 +95,10 @@ func Run(ctx context.Context, db postgres.Beginner, p Policy) (Report, error) {
 	}
 	report.Checked = len(measures)
 	for _, m := range measures {
-		if !m.tripped() {
+		if err := m.decide(ctx, db, p); err != nil {
+			return report, fmt.Errorf("self-heal: %w", err)
+		}
+		if !m.Decided.Tripped() {
 			continue
 		}
 		healed, done, err := heal(ctx, db, p, m.Skill)
@@ -115,7 +124,7 @@ func heal(ctx context.Context, db postgres.Beginner, p Policy, skill string) (he
 			return err
 		}
 		healed = Healed{Skill: m.Skill, SkillID: m.SkillID, Evidence: m.evidence(p), AutomationsPaused: []string{}}
-		healed.Reason = m.reason()
+		healed.Reason = m.reason(p)
 		healed.Evidence.Reason = healed.Reason
 		if done, err = skills.Disable(ctx, tx, skill, By, healed.Reason, healed.Evidence); err != nil || !done {
 			return err
@@ -140,42 +149,78 @@ func lockAndMeasure(ctx context.Context, tx pgx.Tx, p Policy, skill string) (mea
 	if err != nil || len(again) == 0 {
 		return measured{}, false, err
 	}
-	return again[0], again[0].tripped(), nil
+	m := again[0]
+	if err := m.decide(ctx, tx, p); err != nil || !m.Decided.Tripped() {
+		return m, false, err
+	}
+	return m, true, m.explain(ctx, tx, p)
 }
 
 //go:embed measure.sql
 var measureSQL string
 
-// measured are the numbers of an enabled skill. Failures and Classes are set if the rule is tripped.
+//go:embed calls.sql
+var callsSQL string
+
+//go:embed evidence.sql
+var evidenceSQL string
+
+// measured are the numbers of an enabled skill, and what the rule says. Failures and Classes are set by explain.
 type measured struct {
 	Skill    string
 	SkillID  string
 	Calls    int
 	Errors   int
-	Streak   int
 	Since    time.Time
-	ByStreak bool
-	ByRate   bool
-	Failures []Failure
-	Classes  map[string]int
+	Failures []Failure      `db:"-"`
+	Classes  map[string]int `db:"-"`
+	Decided  Decision       `db:"-"`
 }
 
-// measure reads the calls of one enabled skill, or of all when skill is empty.
+// measure counts the calls of one enabled skill, or of all when skill is empty.
 func measure(ctx context.Context, db postgres.DB, p Policy, skill string) ([]measured, error) {
 	return postgres.Rows[measured](ctx, db, "measure skills", measureSQL, pgx.QueryExecModeCacheDescribe, postgres.Strict{
-		"skill": skill, "window": p.Window, "failures": p.Failures, "rate": p.Rate, "rate_calls": p.RateCalls,
+		"skill": skill, "window": p.Window,
 	})
 }
 
-func (m measured) tripped() bool { return m.ByStreak || m.ByRate }
+// The calls that the rule reads at most.
+const (
+	ownCalls    = 200 // besides those that the policy needs
+	othersCalls = 1000
+)
+
+// decide applies the rule. Too few failures need no look at the calls.
+func (m *measured) decide(ctx context.Context, db postgres.DB, p Policy) error {
+	if m.Errors == 0 || m.Errors < p.Failures && float64(m.Errors) < p.Rate*float64(p.RateCalls) {
+		return nil
+	}
+	calls, err := postgres.Rows[Call](ctx, db, "read calls of skill "+m.Skill, callsSQL, pgx.QueryExecModeCacheDescribe,
+		postgres.Strict{
+			"skill": m.Skill, "window": p.Window, "own": max(p.Failures, p.RateCalls) + ownCalls, "others": othersCalls,
+		})
+	m.Decided = p.Decide(m.Skill, m.Since, calls)
+	return err
+}
+
+// explain reads the failures.
+func (m *measured) explain(ctx context.Context, db postgres.DB, p Policy) error {
+	err := db.QueryRow(ctx, evidenceSQL, postgres.Strict{
+		"skill": m.Skill, "since": m.Since, "most": max(p.Failures, 10),
+	}).Scan(&m.Classes, &m.Failures)
+	if err != nil {
+		return fmt.Errorf("read failures of skill %s: %w", m.Skill, err)
+	}
+	return nil
+}
 
 // evidence returns what an admin needs to verify the decision.
 func (m measured) evidence(p Policy) Evidence {
 	e := Evidence{
-		Rule: "streak", Streak: m.Streak, Calls: m.Calls, Errors: m.Errors, Window: p.Window.String(),
+		Rule: "streak", Streak: m.Decided.Streak, Calls: m.Calls, Errors: m.Errors, Window: p.Window.String(),
 		Since: m.Since.UTC(), Classes: m.Classes, Failures: m.Failures,
 	}
-	if !m.ByStreak {
+	if !m.Decided.ByStreak {
 		e.Rule = "rate"
 	}
 	if m.Calls > 0 {
@@ -185,10 +230,13 @@ func (m measured) evidence(p Policy) Evidence {
 }
 
 // reason returns the evidence in words.
-func (m measured) reason() string {
-	text := fmt.Sprintf("%d consecutive failures", m.Streak)
-	if !m.ByStreak {
+func (m measured) reason(p Policy) string {
+	text := fmt.Sprintf("%d consecutive failures", m.Decided.Streak)
+	if !m.Decided.ByStreak {
 		text = fmt.Sprintf("%d of %d calls failed (%d %%)", m.Errors, m.Calls, 100*m.Errors/max(m.Calls, 1))
+		if float64(m.Errors) < p.Rate*float64(m.Calls) {
+			text = fmt.Sprintf("%d of the last %d calls failed (%d %%)", m.Decided.Failed, m.Decided.Recent, 100*m.Decided.Failed/m.Decided.Recent)
+		}
 		if class, n := m.mostCommonClass(); class != "" && len(m.Classes) > 1 {
 			text += fmt.Sprintf(", %d of them %s", n, class)
 		}

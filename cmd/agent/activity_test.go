@@ -88,7 +88,7 @@ var notAudited = map[string]string{
 	"eval ls":     "reads", "eval show": "reads", "eval add": "writes a file", "eval labels": "reads",
 	"eval run":  "the runner writes run_eval; its test reads the row",
 	"heartbeat": "has its own rows", "lanes run": "runs a command of the admin's own; one that is skipped has a row",
-	"selfheal":      "a skill that is healed has a row",
+	"selfheal": "a skill that is healed has a row", "selfheal report": "reads",
 	"principals ls": "reads", "principals show": "reads", "tokens ls": "reads", "sessions ls": "reads",
 	"documents ls": "reads", "documents show": "reads", "documents get": "reads",
 	"documents add": "has a row; see the tests of documents", "documents rm": "has a row; see the tests of documents",

@@ -109,6 +109,7 @@ var remoteCommands = map[string]principals.Scope{
 	"resume":             principals.Operate,
 	"retention":          principals.Administer,
 	"selfheal":           principals.Operate,
+	"selfheal report":    principals.RunsRead,
 	"sessions":           principals.Administer,
 	"skills":             principals.Operate,
 	"skills ls":          principals.RunsRead,
@@ -348,6 +349,11 @@ func inputs(cmd *cobra.Command, args []string) (files []string, stdin bool) {
 		return files, interactive(cmd, args)
 	case "operate":
 		return nil, interactive(cmd, args)
+	case "selfheal report":
+		if set, _ := cmd.Flags().GetString("set"); set != "" {
+			files = []string{set}
+		}
+		return files, false
 	case "eval add":
 		if to, _ := outputFlag(cmd); to != "" {
 			files = []string{to}

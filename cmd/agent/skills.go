@@ -312,7 +312,7 @@ func writeResult(w io.Writer, x executions.Execution) error {
 }
 
 func (c *cli) selfhealCommand() *cobra.Command {
-	return &cobra.Command{
+	cmd := &cobra.Command{
 		Use:   "selfheal",
 		Short: "Disable failing skills now",
 		Long: `Disable skills that keep failing, and pause their automations. Every heartbeat does this too. AGENT_SELFHEAL_FAILURES,
@@ -335,6 +335,8 @@ _WINDOW, _RATE, _RATE_CALLS and _COOLDOWN set the rule.`,
 			})
 		}),
 	}
+	cmd.AddCommand(c.selfhealReportCommand())
+	return cmd
 }
 
 // heal runs self-heal and records each disabled skill in one transaction.

@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -11,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 const broken = "broken_on_purpose"
@@ -127,6 +129,28 @@ func TestSelfHealCommand(t *testing.T) {
 	if again.Checked != 20 || again.Healed == nil || len(again.Healed) != 0 || again.Trials == nil {
 		t.Errorf("a second self-heal: %+v", again)
 	}
+}
+
+// The report replays the set of the release, a file, or what happened here.
+func TestSelfHealReport(t *testing.T) {
+	t.Parallel()
+	p := newProgram(t, pgtest.URL(t))
+	assert.Contains(t, p.must("selfheal", "report"), "the set of this release: 240 traces", "self-heal ", "3 in a row ",
+		"one_bad_caller", "held out")
+	var report healReport
+	p.mustJSON(&report, "selfheal", "report")
+	if own, other := report.Rules[0].Held, report.Rules[1].Held; *own.Precision.Value <= *other.Precision.Value ||
+		*own.Recall.Value <= *other.Recall.Value || own.Recall.Low <= 0.5 {
+		t.Errorf("self-heal %+v, 3 in a row %+v", own, other)
+	}
+	set := filepath.Join(t.TempDir(), "set.jsonl")
+	testkit.WriteFile(t, set, `{"name":"a","shape":"mine","out":true,"from":1,"by":3,"skill":"sss","caller":"abc","result":"ttt",`+
+		`"gap":"111"}`)
+	assert.Contains(t, p.must("selfheal", "report", "--set", set), "1 trace\n", "mine", "1.00")
+	testkit.WriteFile(t, set+".bad", "{}")
+	p.fails(1, "line 1 of the set", "selfheal", "report", "--set", set+".bad")
+	p.fails(2, "exclude each other", "selfheal", "report", "--set", set, "--since", "30d")
+	assert.Contains(t, p.must("selfheal", "report", "--since", "30d"), ": 0 traces")
 }
 
 func TestSkillsDisableAndEnable(t *testing.T) {

@@ -250,6 +250,14 @@ $$;
 comment on function lanekeeper.agent_count_key is
   'A text that fits into an index. A model may call its tools what it likes.';
 
+create or replace function lanekeeper.agent_class_counts(p_class text) returns boolean language sql immutable parallel safe as $$
+  select p_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall', 'disabled', 'on_trial', 'yielded',
+                         'budget', 'configuration')
+$$;
+comment on function lanekeeper.agent_class_counts is
+  'Whether a call with this class of error counts for the health of its skill. One that was refused, interrupted or '
+  'misconfigured says nothing about it.';
+
 create or replace function lanekeeper.agent_charges(
   p_led_to jsonb, p_prompt bigint, p_completion bigint, p_tokens bigint, p_cost numeric, p_unknown bigint, p_unknown_usd numeric)
 returns table (skill text, calls bigint, prompt_tokens bigint, completion_tokens bigint, tokens bigint, cost_usd numeric,

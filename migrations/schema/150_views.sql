@@ -76,13 +76,11 @@ comment on view agent_spend is
   'includes rows that retention has removed and rows that are not counted yet. unknown_* is the part that no '
   'provider reported.';
 
--- A call that was refused because a setting is missing says nothing about its skill.
 create or replace view agent_skill_calls as
-  select a.id, a.skill_name, a.status, a.error_class, a.error_message, a.duration_ms, a.trace_id, a.created_at
+  select a.id, a.skill_name, a.status, a.error_class, a.error_message, a.duration_ms, a.trace_id, a.created_at, a.thread_id
     from agent_activity a
    where a.kind = 'call' and a.surface <> 'eval' and a.status in ('success', 'error')
-     and a.error_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall',
-                               'disabled', 'on_trial', 'yielded', 'budget', 'configuration');
+     and lanekeeper.agent_class_counts(a.error_class);
 comment on view agent_skill_calls is
   'Calls that count for the health of their skill. A call that was refused, interrupted or misconfigured does not, nor one '
   'of an eval.';
@@ -142,8 +140,7 @@ create or replace view agent_activity_measured as
      select case a.kind when 'model' then a.token_usage else '{}' end as usage,
             case when a.duration_ms is not null then greatest(0, least(a.duration_ms, 1000000000000)) end as duration_ms,
             a.kind = 'call' and a.status in ('success', 'error')
-              and a.error_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall',
-                                        'disabled', 'on_trial', 'yielded', 'budget', 'configuration') as telling) x
+              and lanekeeper.agent_class_counts(a.error_class) as telling) x
    where a.surface <> 'eval' or a.kind = 'model';
 comment on view agent_activity_measured is
   'How each row of the log is counted. Of evals only model calls are, and at no skill. telling: it counts for the health of '

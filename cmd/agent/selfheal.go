@@ -1,0 +1,120 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/internal/app"
+	"github.com/lanekeeper/lanekeeper/selfheal/faults"
+)
+
+// healReport compares the rule with "3 in a row".
+type healReport struct {
+	Source   string          `json:"source"`
+	Traces   int             `json:"traces"`
+	Unjudged int             `json:"unjudged"`
+	Rules    []faults.Result `json:"rules"`
+}
+
+func (c *cli) selfhealReportCommand() *cobra.Command {
+	var set string
+	var since time.Time
+	cmd := &cobra.Command{
+		Use: "report", Short: "Measure the rule of self-heal on labelled traces of faults",
+		Long: `Replay labelled traces of faults through the rule of self-heal, with its settings, and through "3 in a row". Print how
+many alarms were right (precision), how many faults were found in time (recall), after how many calls, and how many alarms
+were false. Intervals are those of Wilson, 95 %. Nothing is changed.
+
+The set of this release is public: selfheal/faults. --set replays another file of that form. --since replays what self-heal
+did here: an alarm was false if a person enabled the skill while it still rested.`,
+		Example: "  agent selfheal report\n  agent selfheal report --since 30d",
+		Args:    positionalArgs(0, 0, "no arguments"),
+		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+			if set != "" && !since.IsZero() {
+				return usageError("--set and --since exclude each other")
+			}
+			report, err := c.measureHealing(cmd.Context(), s, set, since)
+			if err != nil {
+				return err
+			}
+			return c.print(report, func(w io.Writer) { writeHealReport(w, report) })
+		}),
+	}
+	cmd.Flags().StringVar(&set, "set", "", "replay this file (JSONL) instead of the set of this release")
+	agoFlag(cmd.Flags(), &since, "since", "", "replay instead what happened here in the last")
+	return cmd
+}
+
+func (c *cli) measureHealing(ctx context.Context, s *session, set string, since time.Time) (r healReport, err error) {
+	policy := app.HealPolicy(s.config)
+	var traces []faults.Trace
+	switch {
+	case !since.IsZero():
+		r.Source = "what happened since " + formatTime(since)
+		traces, r.Unjudged, err = faults.History(ctx, s.Pool, policy, since)
+	case set != "":
+		r.Source = set
+		traces, err = c.readFaults(set)
+	default:
+		r.Source = "the set of this release"
+		traces, err = faults.Shipped()
+	}
+	if err != nil {
+		return r, err
+	}
+	if traces, err = faults.Counting(ctx, s.Pool, traces); err != nil {
+		return r, err
+	}
+	r.Traces = len(traces)
+	for _, rule := range []faults.Rule{faults.SelfHeal(policy), faults.ThreeInARow()} {
+		r.Rules = append(r.Rules, faults.Evaluate(rule, traces))
+	}
+	return r, nil
+}
+
+func (c *cli) readFaults(path string) ([]faults.Trace, error) {
+	file, err := c.openFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", path, err)
+	}
+	defer file.Close()
+	return faults.Read(file)
+}
+
+func writeHealReport(w io.Writer, r healReport) {
+	fmt.Fprintf(w, "%s: %d %s\n", printable(r.Source), r.Traces, plural("trace", r.Traces))
+	if r.Unjudged > 0 {
+		fmt.Fprintf(w, "%d more %s not judged yet\n", r.Unjudged, map[bool]string{true: "alarm is", false: "alarms are"}[r.Unjudged == 1])
+	}
+	heading := []string{"", "TRACES", "PRECISION", "95 %", "RECALL", "95 %", "DELAY", "FALSE", "PER 1000"}
+	for _, rule := range r.Rules {
+		scores := append([]faults.Score{}, rule.Shapes...)
+		for _, part := range []*faults.Score{rule.Tuned, rule.Held} {
+			if part != nil {
+				scores = append(scores, *part)
+			}
+		}
+		scores = append(scores, rule.All)
+		heading[0] = rule.Rule
+		fmt.Fprintln(w)
+		writeRows(w, "no trace", heading, scores, func(s faults.Score) []string {
+			row := []string{s.Name, fmt.Sprint(s.Traces), "", "", "", "", "", fmt.Sprint(s.FalseAlarms), fmt.Sprintf("%.1f", s.PerThousand)}
+			if s.Precision.Value != nil {
+				row[2], row[3] = fmt.Sprintf("%.2f", *s.Precision.Value), interval(s.Precision)
+			}
+			if s.Recall.Value != nil {
+				row[4], row[5] = fmt.Sprintf("%.2f", *s.Recall.Value), interval(s.Recall)
+			}
+			if s.Detected > 0 {
+				row[6] = fmt.Sprintf("%g", s.Delay)
+			}
+			return row
+		})
+	}
+}
+
+func interval(r faults.Rate) string { return fmt.Sprintf("%.2f–%.2f", r.Low, r.High) }

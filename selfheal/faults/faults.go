@@ -1,0 +1,182 @@
+// Package faults replays labelled traces of faults through the rule of self-heal and through "3 in a row".
+//
+// The set faults.jsonl is public; README.md says how it is made and labelled. A trace is a list of calls with a label:
+// whether the skill is to be taken out of service, from which call on, and by which call at the latest. [Replay] asks a
+// rule after every call. In production self-heal asks at each heartbeat, which is later. [History] makes traces of what
+// self-heal and people did in a database.
+package faults
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	_ "embed"
+	"encoding/json"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+)
+
+//go:embed faults.jsonl
+var shipped []byte
+
+// Line is a line of a set. Skill, Caller, Result, Gap and Latency have one character for each call.
+type Line struct {
+	Name    string `json:"name"`
+	Shape   string `json:"shape"`
+	Seed    uint64 `json:"seed"`
+	HeldOut bool   `json:"held_out"`
+	Out     bool   `json:"out"`
+	From    int    `json:"from"`
+	By      int    `json:"by"`
+	Why     string `json:"why"`
+	Skill   string `json:"skill"` // s is the skill of the trace
+	Caller  string `json:"caller"`
+	Result  string `json:"result"`  // a key of classes
+	Gap     string `json:"gap"`     // minutes since the call before, a digit of base 62
+	Latency string `json:"latency"` // no rule reads it
+}
+
+// Trace is a labelled list of calls, of one skill and of others, oldest first.
+type Trace struct {
+	Name    string
+	Shape   string
+	HeldOut bool
+	Skill   string
+	Out     bool // the skill is to be taken out of service
+	From    int  // the number of the first call after which that is right; from 1
+	By      int  // the number of the last one
+	Calls   []Call
+}
+
+// Call is a call of a trace.
+type Call struct {
+	selfheal.Call
+	Class string // of its error
+}
+
+const (
+	subject  = "s"
+	digits   = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+	maxLine  = 1 << 20
+	maxCalls = 10_000 // of a trace
+)
+
+// classes are the error classes by their letter.
+var classes = map[byte]string{
+	'.': "", 't': "timeout", 'h': "http_status", 'n': "network", 's': "sql", 'i': "invalid_params",
+}
+
+// Shipped returns the set of this release.
+func Shipped() ([]Trace, error) { return Read(bytes.NewReader(shipped)) }
+
+// Read reads a set. An error names the line.
+func Read(r io.Reader) ([]Trace, error) {
+	var all []Trace
+	lines := bufio.NewScanner(r)
+	lines.Buffer(nil, maxLine)
+	for n := 1; lines.Scan(); n++ {
+		if len(bytes.TrimSpace(lines.Bytes())) == 0 {
+			continue
+		}
+		var line Line
+		decoder := json.NewDecoder(bytes.NewReader(lines.Bytes()))
+		decoder.DisallowUnknownFields()
+		err := decoder.Decode(&line)
+		if err == nil {
+			err = line.check()
+		}
+		if err != nil {
+			return nil, fmt.Errorf("line %d of the set: %w", n, err)
+		}
+		all = append(all, line.trace())
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("read the set: %w", err)
+	}
+	return all, nil
+}
+
+// check returns why a line is none.
+func (l Line) check() error {
+	n := len(l.Skill)
+	switch {
+	case n == 0 || n > maxCalls:
+		return fmt.Errorf("it has %d calls; 1 to %d are possible", n, maxCalls)
+	case len(l.Caller) != n || len(l.Result) != n || len(l.Gap) != n:
+		return fmt.Errorf("skill, caller, result and gap must have one character for each call")
+	case l.Out && (l.From < 1 || l.By < l.From || l.By > n):
+		return fmt.Errorf("from and by must be numbers of calls, from 1 to %d, in this order", n)
+	}
+	for i := range n {
+		if _, ok := classes[l.Result[i]]; !ok {
+			return fmt.Errorf("result %d is %q, which is none of .thnsi", i+1, l.Result[i])
+		}
+		if !strings.Contains(digits, l.Gap[i:i+1]) {
+			return fmt.Errorf("gap %d is %q, which is no digit", i+1, l.Gap[i])
+		}
+	}
+	return nil
+}
+
+func (l Line) trace() Trace {
+	t := Trace{Name: l.Name, Shape: l.Shape, HeldOut: l.HeldOut, Skill: subject, Out: l.Out, From: l.From, By: l.By}
+	at := time.Unix(0, 0)
+	for i := range l.Skill {
+		at = at.Add(time.Duration(strings.IndexByte(digits, l.Gap[i]))*time.Minute + time.Second)
+		class := classes[l.Result[i]]
+		t.Calls = append(t.Calls, Call{selfheal.Call{
+			Skill: l.Skill[i : i+1], Caller: l.Caller[i : i+1], At: at, Failed: class != "",
+		}, class})
+	}
+	return t
+}
+
+// Counting leaves the calls that count for the health of their skill, as the view agent_skill_calls decides it. From and
+// By stay the numbers of the same or the next call.
+func Counting(ctx context.Context, db postgres.DB, all []Trace) ([]Trace, error) {
+	found := map[string]bool{}
+	for _, t := range all {
+		for _, c := range t.Calls {
+			found[c.Class] = true
+		}
+	}
+	var names []string
+	for name := range found {
+		names = append(names, name)
+	}
+	excluded, err := postgres.Names(ctx, db, "read the classes that do not count", `
+		select class from unnest(@classes::text[]) class where not lanekeeper.agent_class_counts(class)`,
+		postgres.Strict{"classes": names})
+	if err != nil {
+		return nil, err
+	}
+	counting := make([]Trace, len(all))
+	for i, t := range all {
+		counting[i] = t.without(excluded)
+	}
+	return counting, nil
+}
+
+func (t Trace) without(excluded []string) Trace {
+	calls, from, by := []Call{}, t.From, t.By
+	for i, c := range t.Calls {
+		if !slices.Contains(excluded, c.Class) {
+			calls = append(calls, c)
+			continue
+		}
+		if i+1 < t.From {
+			from--
+		}
+		if i+1 < t.By {
+			by--
+		}
+	}
+	t.Calls, t.From, t.By = calls, from, by
+	return t
+}

@@ -1,0 +1,34 @@
+package main
+
+import (
+	"bytes"
+	"go/parser"
+	"go/token"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+func TestTheSetIsReproducible(t *testing.T) {
+	t.Parallel()
+	var made bytes.Buffer
+	require.NoError(t, write(&made))
+	kept, err := os.ReadFile("../faults.jsonl")
+	require.NoError(t, err)
+	if !bytes.Equal(made.Bytes(), kept) {
+		t.Error("the set differs: go run ./selfheal/faults/gen > selfheal/faults/faults.jsonl")
+	}
+}
+
+func TestTheGeneratorKnowsNoRule(t *testing.T) {
+	t.Parallel()
+	file, err := parser.ParseFile(token.NewFileSet(), "main.go", nil, parser.ImportsOnly)
+	require.NoError(t, err)
+	for _, i := range file.Imports {
+		if strings.Contains(i.Path.Value, "lanekeeper") {
+			t.Errorf("it imports %s", i.Path.Value)
+		}
+	}
+}

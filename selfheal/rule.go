@@ -1,0 +1,120 @@
+package selfheal
+
+import (
+	"slices"
+	"time"
+)
+
+// Call is a call that counts; see the view agent_skill_calls.
+type Call struct {
+	Skill  string
+	Caller string // the thread, or the trace of a call without one
+	At     time.Time
+	Failed bool
+}
+
+// Decision is what the rule says about a skill.
+type Decision struct {
+	ByStreak, ByRate bool
+	Streak           int // consecutive failures up to now
+	Recent, Failed   int // the newest calls, and the failures among them
+}
+
+// Tripped reports whether the skill is to be disabled.
+func (d Decision) Tripped() bool { return d.ByStreak || d.ByRate }
+
+// Evidence that excuses failures.
+const (
+	outageSkills = 3 // skills that worked and then all fail
+	otherCallers = 3 // callers that the skill works for
+)
+
+// Decide applies the rule to a skill. calls are those of all skills, newest first. Calls of the skill before since do
+// not count.
+func (p Policy) Decide(skill string, since time.Time, calls []Call) Decision {
+	outage := outages(calls)
+	var own []Call
+	for i, c := range calls {
+		if c.Skill == skill && !c.At.Before(since) && !outage[i] {
+			own = append(own, c)
+		}
+	}
+	streak, recent := slices.IndexFunc(own, func(c Call) bool { return !c.Failed }), own[:min(len(own), p.RateCalls)]
+	if streak < 0 {
+		streak = len(own)
+	}
+	d := Decision{Streak: streak, Recent: len(recent), Failed: failures(recent)}
+	tooMany := func(calls []Call) bool { return float64(failures(calls)) >= p.Rate*float64(len(calls)) }
+	if d.ByStreak = streak >= p.Failures; d.ByStreak {
+		rest, worst := withoutWorst(own[:streak])
+		d.ByStreak = len(rest) > 0 || !worksForOthers(own, worst)
+	}
+	if d.ByRate = len(recent) == p.RateCalls && tooMany(recent); d.ByRate {
+		rest, worst := withoutWorst(recent)
+		d.ByRate = 2*failures(rest) >= d.Failed || tooMany(rest) || !worksForOthers(own, worst)
+	}
+	return d
+}
+
+func failures(calls []Call) (n int) {
+	for _, c := range calls {
+		if c.Failed {
+			n++
+		}
+	}
+	return n
+}
+
+// outages marks the failures of outages: runs of failures over all skills, without a success between, of several
+// skills that had worked before.
+func outages(calls []Call) []bool {
+	marked, worked := make([]bool, len(calls)), map[string]bool{}
+	for end := len(calls) - 1; end >= 0; {
+		if !calls[end].Failed {
+			worked[calls[end].Skill] = true
+			end--
+			continue
+		}
+		failing, begin := map[string]bool{}, end
+		for ; begin >= 0 && calls[begin].Failed; begin-- {
+			if worked[calls[begin].Skill] {
+				failing[calls[begin].Skill] = true
+			}
+		}
+		for i := begin + 1; i <= end && len(failing) >= outageSkills; i++ {
+			marked[i] = failing[calls[i].Skill]
+		}
+		end = begin
+	}
+	return marked
+}
+
+// withoutWorst leaves out the calls of the caller with the most failures.
+func withoutWorst(calls []Call) (rest []Call, worst string) {
+	failed := map[string]int{}
+	for _, c := range calls {
+		if !c.Failed {
+			continue
+		}
+		if failed[c.Caller]++; failed[c.Caller] > failed[worst] {
+			worst = c.Caller
+		}
+	}
+	for _, c := range calls {
+		if c.Caller != worst {
+			rest = append(rest, c)
+		}
+	}
+	return rest, worst
+}
+
+// worksForOthers reports whether calls of several callers other than one succeeded.
+func worksForOthers(calls []Call, one string) bool {
+	others := map[string]bool{}
+	for _, c := range calls {
+		if c.Caller != one && !c.Failed {
+			others[c.Caller] = true
+		}
+	}
+	return len(others) >= otherCallers
+}
