@@ -4,6 +4,11 @@
 // calls. A trial plays a case once against an agent and a model. Package runner plays trials; this package reads
 // their results.
 //
+// A case can also be a recorded turn ([Recorded]), for counterfactuals. Its trial passes when it makes the recorded
+// calls, with the same arguments and in the same order, and answers. The first call that is not recorded ends it as
+// diverged, which never passes. Arguments are the same despite letter case and spacing of strings, and null members.
+// The run is compared with a control run: the agent as it is, with the recorded models.
+//
 // The tables are agent_evals, of which every applied version stays, agent_eval_runs and agent_eval_trials. A run pins
 // the versions of its suite and agent.
 package evals

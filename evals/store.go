@@ -54,7 +54,8 @@ func Get(ctx context.Context, db postgres.DB, name string) (Suite, error) {
 // Version reads one version of a suite, or returns [ErrNotFound].
 func Version(ctx context.Context, db postgres.DB, name string, version int) (Suite, error) {
 	rows, err := db.Query(ctx, `
-		select name, version, definition, source, created_at from agent_evals where name = @name and version = @version`,
+		select name, version, definition - 'sample' as definition, source, created_at from agent_evals
+		 where name = @name and version = @version`,
 		postgres.Strict{"name": name, "version": version})
 	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read version %d of eval %.100q", version, name),
 		pgx.RowToStructByName[Suite])
@@ -74,9 +75,21 @@ const (
 	Undecided = "undecided"
 )
 
-// Run is a run of a suite.
+// Kinds of a run.
+const (
+	OfSuite          = "suite"
+	OfCounterfactual = "counterfactual" // of recorded turns
+	OfShadow         = "shadow"         // of turns as they complete
+)
+
+// RecordedModel is the model of a control run: each case has that of its recorded turn.
+const RecordedModel = "recorded"
+
+// Run is a run of a suite. ControlID is the run of the same cases that it is compared with; empty for none.
 type Run struct {
 	ID           string     `json:"id"`
+	Kind         string     `json:"kind"`
+	ControlID    string     `json:"control_id,omitempty"`
 	Suite        string     `json:"suite"`
 	Version      int        `json:"version"`
 	Agent        string     `json:"agent"`
@@ -90,8 +103,8 @@ type Run struct {
 	Background   bool       `json:"background,omitempty"` // servers play it
 }
 
-const runColumns = `id::text, suite, version, agent, agent_version, model, trials, status, created_at, finished_at,
-	candidate, served_until is not null`
+const runColumns = `id::text, kind, coalesce(control_id::text, ''), suite, version, agent, agent_version, model, trials,
+	status, created_at, finished_at, candidate, served_until is not null`
 
 // GetRun reads a run, or returns [ErrNotFound].
 func GetRun(ctx context.Context, db postgres.DB, id string) (Run, error) {
@@ -219,12 +232,31 @@ type Report struct {
 	Difference *stats.Interval   `json:"difference,omitempty"` // of the mean pass rates
 
 	TrialRows []Trial `json:"trials_of_cases"`
+
+	// Of a run of recorded turns:
+	Coverage   *Coverage   `json:"coverage,omitempty"`
+	ControlRun *ControlRun `json:"control_run,omitempty"`
+}
+
+// ControlRun is the control of a run: the agent as it is, with the recorded models.
+type ControlRun struct {
+	Run
+	Coverage Coverage       `json:"coverage"`
+	Rate     stats.Interval `json:"rate"` // 95 %, of the turns that it follows
+	CostUSD  float64        `json:"cost_usd"`
 }
 
 // NewReport summarizes the trials of a run.
 func NewReport(ctx context.Context, db postgres.DB, r Run) (Report, error) {
 	trials, err := Trials(ctx, db, r.ID)
-	return ReportOf(r, trials), err
+	report := ReportOf(r, trials)
+	if err != nil || r.Kind == OfSuite {
+		return report, err
+	}
+	sample, err := readSample(ctx, db, r)
+	coverage := coverageOf(sample, trials)
+	report.Coverage = &coverage
+	return report, err
 }
 
 // ReportOf summarizes a run by its trials, in the order of [Trials].
@@ -244,6 +276,39 @@ func (r Report) Passed() (c stats.Count) {
 		c.Passed, c.Trials = c.Passed+one.Passed, c.Trials+one.Trials
 	}
 	return c
+}
+
+// Follows reports whether a control run follows at least half of its recorded turns.
+func (r *Report) Follows() bool {
+	return r.Coverage != nil && r.Coverage.Followed > 0 && 2*r.Coverage.Followed >= r.Coverage.Played
+}
+
+// CompareWithControl compares a run with its control. If the control does not follow its turns, "not worse" means
+// nothing, and is undecided.
+func (r *Report) CompareWithControl(ctx context.Context, db postgres.DB) error {
+	run, err := GetRun(ctx, db, r.ControlID)
+	if err != nil {
+		return err
+	}
+	control, err := NewReport(ctx, db, run)
+	if err != nil {
+		return err
+	}
+	suite, err := Version(ctx, db, run.Suite, run.Version)
+	if err != nil {
+		return err
+	}
+	r.ControlRun = &ControlRun{
+		Run: run, Coverage: *control.Coverage, CostUSD: control.CostUSD,
+		Rate: stats.Wilson(control.Coverage.Followed, control.Coverage.Played),
+	}
+	if err := r.CompareWith(ctx, db, run, suite.Definition.Margin()); err != nil {
+		return err
+	}
+	if !control.Follows() && r.Comparison.Answer == stats.NotWorse {
+		r.Comparison.Answer = stats.Undecided
+	}
+	return nil
 }
 
 // CompareWith adds the comparison with another run of the suite, by the cases of the same name. margin is the accepted

@@ -39,11 +39,19 @@ type Installation struct {
 
 // Subject reads what a run of a suite would try, in the state that db shows.
 func (in Installation) Subject(ctx context.Context, db postgres.DB, s Suite) (Subject, error) {
+	return in.SubjectAt(ctx, db, s, 0)
+}
+
+// SubjectAt is Subject with another version of the agent; the current one for 0.
+func (in Installation) SubjectAt(ctx context.Context, db postgres.DB, s Suite, version int) (Subject, error) {
 	all, err := in.Agents.List(ctx, db)
 	if err != nil {
 		return Subject{}, err
 	}
 	who, err := agents.Find(all, s.Definition.Agent)
+	if err == nil && version > 0 {
+		who, err = in.Agents.Version(ctx, db, who.Name, version)
+	}
 	if err != nil {
 		return Subject{}, err
 	}

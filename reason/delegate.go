@@ -114,21 +114,21 @@ func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 	}
 }
 
-// bind binds tools that act for a turn.
+// bind binds tools that act for a turn. In a sandbox, none acts.
 func (w *turn) bind() {
 	w.Tools = slices.Clone(w.Tools)
 	for i, t := range w.Tools {
 		switch {
 		case t.within != nil:
 			w.Tools[i].Do = t.within(w)
-			if w.Sandbox != nil {
-				w.Tools[i].Do = w.delegateSandboxed
-			}
 			w.Tools[i] = w.addAgentParameter(w.Tools[i])
 		case t.DoSeen != nil:
 			w.Tools[i].Do = func(ctx context.Context, args json.RawMessage) (any, error) {
 				return t.DoSeen(ctx, args, w.seen)
 			}
+		}
+		if w.Sandbox != nil {
+			w.Tools[i].Do = w.sandboxed(t.Name)
 		}
 	}
 }

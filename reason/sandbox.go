@@ -36,7 +36,12 @@ type Sandbox struct {
 	OnResult func(skill string, args, result json.RawMessage)
 	// OnCall receives each requested call, in the order of the model.
 	OnCall func(Requested)
+	// Stop, if set, ends the turn before its next model call.
+	Stop func() bool
 }
+
+// EndedStopped is the end of a turn that its sandbox stopped.
+const EndedStopped = "stopped"
 
 // World has the agent of a turn, its delegates and its skills.
 type World struct {
@@ -78,7 +83,9 @@ func (l *Loop) chooseSandboxed(ctx context.Context, db postgres.DB, t Turn) (p p
 // sandboxWorld returns the agents and the skills of the sandbox.
 func (l *Loop) sandboxWorld(ctx context.Context, db postgres.DB, t Turn) ([]agents.Agent, []skills.Skill, error) {
 	if w := l.Sandbox.World; w != nil {
-		return w.Delegates, slices.Clone(w.Skills), nil
+		return w.Delegates, slices.DeleteFunc(slices.Clone(w.Skills), func(s skills.Skill) bool {
+			return s.Scope != skills.ScopeBoth && !slices.Contains(t.Scopes, s.Scope)
+		}), nil
 	}
 	all, err := l.Agents.List(ctx, db)
 	if err != nil {
@@ -137,18 +144,20 @@ func (c *call) approvalKey() string {
 	return c.approval.key
 }
 
-// delegateSandboxed answers a delegation from the sandbox, as a durable step.
-func (w *turn) delegateSandboxed(ctx context.Context, args json.RawMessage) (any, error) {
-	result, err := executions.Do(ctx, "delegate", executions.Call{
-		Entry: activity.Entry{Skill: "delegate", Purpose: w.Purpose, Input: args}, Idempotent: true,
-	}, func(ctx context.Context, _ *executions.Effect) (json.RawMessage, error) {
-		return w.Sandbox.answer(ctx, "delegate", args)
-	})
-	if executions.IsControl(err) {
-		return nil, err
+// sandboxed returns the Do of a tool that the sandbox answers, as a durable step.
+func (w *turn) sandboxed(tool string) func(context.Context, json.RawMessage) (any, error) {
+	return func(ctx context.Context, args json.RawMessage) (any, error) {
+		result, err := executions.Do(ctx, tool, executions.Call{
+			Entry: activity.Entry{Skill: tool, Purpose: w.Purpose, Input: args}, Idempotent: true,
+		}, func(ctx context.Context, _ *executions.Effect) (json.RawMessage, error) {
+			return w.Sandbox.answer(ctx, tool, args)
+		})
+		if executions.IsControl(err) {
+			return nil, err
+		}
+		w.Sandbox.OnResult(tool, args, result)
+		return result, err
 	}
-	w.Sandbox.OnResult("delegate", args, result)
-	return result, err
 }
 
 // answer calls Invoke.

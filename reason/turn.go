@@ -231,6 +231,8 @@ func (w *turn) addMessage(role, text string) {
 // exhausted returns the exhausted budget, or "". It depends on recorded values only.
 func (w *turn) exhausted() string {
 	switch {
+	case w.Sandbox != nil && w.Sandbox.Stop != nil && w.Sandbox.Stop():
+		return EndedStopped
 	case w.outcome.Iterations >= w.budget.Iterations:
 		return endedIterations
 	case w.outcome.Usage.TotalTokens >= w.budget.Tokens:

@@ -104,6 +104,18 @@ func refusedSuites(refused []evals.Refusal) []string {
 	return suites
 }
 
+// CandidateOf returns what a suite that is in no workspace would try after w was applied. It applies nothing.
+func CandidateOf(
+	ctx context.Context, db postgres.Beginner, w Workspace, o Options, in evals.Installation, s evals.Suite,
+) (found evals.Subject, err error) {
+	w.Also = func(ctx context.Context, tx pgx.Tx) (err error) {
+		found, err = in.Subject(ctx, tx, s)
+		return err
+	}
+	_, err = Plan(ctx, db, w, o)
+	return found, err
+}
+
 // Candidates returns the suites that [Apply] would make current, with what each would try, by name. It changes nothing.
 func Candidates(
 	ctx context.Context, db postgres.Beginner, w Workspace, o Options, in evals.Installation,

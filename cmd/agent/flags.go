@@ -143,6 +143,18 @@ func agoFlag(flags *pflag.FlagSet, into *time.Time, name, usual, about string) {
 	flags.Var(o, name, about+": 90m, 24h, 7d")
 }
 
+// spanFlag reads a duration.
+func spanFlag(flags *pflag.FlagSet, into *time.Duration, name, usual, about string) {
+	o := &checkedFlag{kind: "span", text: usual, parse: func(text string) (err error) {
+		*into, err = parseSpan(text)
+		return err
+	}}
+	if o.Set(usual) != nil {
+		panic("invalid default duration: " + usual)
+	}
+	flags.Var(o, name, about+": 90m, 24h, 7d")
+}
+
 // maxTTL bounds the lease of a lane.
 const maxTTL = 30 * 24 * time.Hour
 

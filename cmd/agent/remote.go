@@ -318,7 +318,7 @@ func (c *cli) commandRequest(cmd *cobra.Command, args []string) (commandRequest,
 
 // candidateFolder returns the folder of agent eval run --candidate.
 func candidateFolder(cmd *cobra.Command) string {
-	if commandName(cmd) != "eval run" {
+	if name := commandName(cmd); name != "eval run" && name != "eval counterfactual" {
 		return ""
 	}
 	return cmd.Flags().Lookup("candidate").Value.String()
@@ -386,7 +386,7 @@ func outputFlag(cmd *cobra.Command) (name string, replace bool) {
 	switch commandName(cmd) {
 	case "documents get":
 		return value("output"), false
-	case "eval run":
+	case "eval run", "eval counterfactual":
 		return value("junit"), true
 	case "eval add":
 		return value("to"), true

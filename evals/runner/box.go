@@ -18,6 +18,7 @@ import (
 
 // box is the world of one trial. Its state follows from the recorded results, so a resumed trial has the same.
 type box struct {
+	recorded  *evals.Recorded // answers in place of stubs and memory; nil for a written case
 	stubs     map[string][]evals.Stub
 	approvals map[string]string
 	now       time.Time
@@ -29,9 +30,9 @@ type box struct {
 	diverged []string
 }
 
-func newBox(c evals.Case, began time.Time) *box {
+func newBox(c evals.Case, recorded *evals.Recorded, began time.Time) *box {
 	b := &box{
-		stubs: c.Skills, approvals: c.Approvals, now: began, memory: map[string]memory.Entry{}, used: map[string]int{},
+		recorded: recorded, stubs: c.Skills, approvals: c.Approvals, now: began, memory: map[string]memory.Entry{}, used: map[string]int{},
 	}
 	if at, err := time.Parse(time.RFC3339, c.Now); err == nil {
 		b.now = at
@@ -56,12 +57,16 @@ func (b *box) put(category, key string, value any) {
 }
 
 func (b *box) sandbox() *reason.Sandbox {
-	return &reason.Sandbox{
+	s := &reason.Sandbox{
 		Now: b.now, Pinned: b.pinned, Invoke: b.invoke, Approve: b.approve, OnResult: b.onResult,
 		OnCall: func(r reason.Requested) {
 			b.calls = append(b.calls, evals.Call{Skill: r.Name, Args: r.Args, Refused: r.Refused, Approval: r.Approval})
 		},
 	}
+	if b.recorded != nil { // what follows an unknown result shows nothing
+		s.Stop = func() bool { return len(b.diverged) > 0 }
+	}
+	return s
 }
 
 func (b *box) pinned(names []memory.Name) (entries []memory.Entry) {
@@ -73,7 +78,14 @@ func (b *box) pinned(names []memory.Name) (entries []memory.Entry) {
 	return entries
 }
 
-func (b *box) approve(skill string, _ json.RawMessage) (bool, string) {
+func (b *box) approve(skill string, args json.RawMessage) (bool, string) {
+	if b.recorded != nil {
+		call, ok := b.recorded.Match(skill, args, b.used[skill+" "+string(args)])
+		if !ok {
+			b.diverge(skill, args)
+		}
+		return ok && !call.Denied, "denied, as recorded"
+	}
 	if b.approvals[skill] == evals.Approve {
 		return true, ""
 	}
@@ -93,6 +105,9 @@ const classNoStub = "no_stub"
 
 // invoke answers a call. It changes nothing, because a resumed trial does not repeat it.
 func (b *box) invoke(_ context.Context, skill string, args json.RawMessage) (any, error) {
+	if b.recorded != nil {
+		return b.replay(skill, args)
+	}
 	if _, has := b.stubs[skill]; !has && b.remembers(skill) {
 		return b.remember(skill, args), nil
 	}
@@ -106,6 +121,27 @@ func (b *box) invoke(_ context.Context, skill string, args json.RawMessage) (any
 		return nil, &executions.StepError{Class: cmp.Or(stub.Class, "error"), Message: stub.Error}
 	}
 	return stub.Returns, nil
+}
+
+// replay answers a call with its recorded result.
+func (b *box) replay(skill string, args json.RawMessage) (any, error) {
+	call, ok := b.recorded.Match(skill, args, b.used[skill+" "+string(args)])
+	if !ok {
+		return nil, &executions.StepError{Class: classNoStub, Message: "this call of " + skill + " is not recorded"}
+	}
+	if class, message := call.Failure(); class != "" {
+		return nil, &executions.StepError{Class: class, Message: message}
+	}
+	return call.Result, nil
+}
+
+// diverge notes a call whose result is unknown.
+func (b *box) diverge(skill string, args json.RawMessage) {
+	what := "stub"
+	if b.recorded != nil {
+		what = "recorded call"
+	}
+	b.diverged = append(b.diverged, fmt.Sprintf("%s has no %s for %s", skill, what, redact.Text(string(args), 300)))
 }
 
 // match returns the stub of the next call with these arguments.
@@ -124,12 +160,20 @@ func (b *box) match(skill string, args json.RawMessage) (evals.Stub, bool) {
 
 // onResult follows a call that was made.
 func (b *box) onResult(skill string, args, _ json.RawMessage) {
+	if b.recorded != nil {
+		key := skill + " " + string(args)
+		if _, ok := b.recorded.Match(skill, args, b.used[key]); !ok {
+			b.diverge(skill, args)
+		}
+		b.used[key]++
+		return
+	}
 	if _, has := b.stubs[skill]; !has && b.remembers(skill) {
 		b.afterMemory(skill, args)
 		return
 	}
 	if _, ok := b.match(skill, args); !ok {
-		b.diverged = append(b.diverged, fmt.Sprintf("%s has no stub for %s", skill, redact.Text(string(args), 300)))
+		b.diverge(skill, args)
 	}
 	b.used[skill+" "+string(args)]++
 }
@@ -217,9 +261,13 @@ func (b *box) judge(c evals.Case, o reason.Outcome, failure error, latency time.
 	case len(b.diverged) > 0:
 		t.Verdict, t.Reasons = evals.Diverged, b.diverged
 	default:
-		t.Reasons = evals.Judge(c, evals.Observed{
-			Answer: o.Text, Calls: b.calls, Written: b.written, Iterations: o.Iterations, CostUSD: o.CostUSD, Latency: latency,
-		})
+		if b.recorded != nil {
+			t.Reasons = b.recorded.Follows(b.calls)
+		} else {
+			t.Reasons = evals.Judge(c, evals.Observed{
+				Answer: o.Text, Calls: b.calls, Written: b.written, Iterations: o.Iterations, CostUSD: o.CostUSD, Latency: latency,
+			})
+		}
 		if o.Ended != reason.Answered {
 			t.Reasons = append(t.Reasons, "the turn ended without an answer: "+o.Ended)
 		}

@@ -5,6 +5,9 @@
 // scripted and the time is the case's. A call without a stub is refused, and the trial has diverged. The database
 // refuses rows of such a trace in whatever leaves, wakes something or is remembered.
 //
+// A recorded turn answers its trial with the recorded results (counterfactual.go), and the first call that is not
+// recorded ends the trial.
+//
 // Each model call reserves its worst case in the budget of the run, so concurrent trials cannot exceed it together. A
 // trial that finds the budget used up is undecided.
 //
@@ -13,6 +16,7 @@
 package runner
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -90,7 +94,7 @@ func (r *Runner) Register() error {
 
 // play runs one trial and stores its verdict.
 func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) {
-	run, subject, err := r.read(ctx, in)
+	run, subject, recorded, err := r.read(ctx, in)
 	if err != nil {
 		return executions.Result{}, err
 	}
@@ -102,7 +106,7 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 	if err != nil {
 		return executions.Result{}, err
 	}
-	b := newBox(c, began)
+	b := newBox(c, recorded, began)
 	outcome, failure := r.turn(ctx, run, subject, c, b)
 	if executions.IsControl(failure) {
 		return executions.Result{}, failure
@@ -122,16 +126,21 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 	return executions.Result{}, err
 }
 
-// read reads the run and its subject, which do not change.
-func (r *Runner) read(ctx context.Context, in trial) (run evals.Run, s evals.Subject, err error) {
+// read reads the run, its subject and a recorded turn, which do not change.
+func (r *Runner) read(
+	ctx context.Context, in trial,
+) (run evals.Run, s evals.Subject, recorded *evals.Recorded, err error) {
 	_, err = executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
 		if run, err = evals.GetRun(ctx, r.Pool, in.Run); err != nil {
 			return struct{}{}, err
 		}
 		s, err = evals.SubjectOf(ctx, r.Pool, run)
+		if err == nil && run.Kind != evals.OfSuite {
+			recorded, err = evals.RecordedTurn(ctx, r.Pool, run, in.Case)
+		}
 		return struct{}{}, err
 	})
-	return run, s, err
+	return run, s, recorded, err
 }
 
 // turn plays the messages of a case.
@@ -141,10 +150,15 @@ func (r *Runner) turn(
 	suite, sandbox := subject.Suite.Definition, b.sandbox()
 	sandbox.World = r.world(subject)
 	sandbox.Agent, sandbox.Version, sandbox.Model = run.Agent, run.AgentVersion, run.Model
-	sandbox.Budget = budgets.Scope{Name: "eval:" + run.ID, Limit: budgets.Limit{USD: suite.Budget.CostUSD}}
+	sandbox.Budget = budgets.Scope{
+		Name: "eval:" + cmp.Or(run.ControlID, run.ID), Limit: budgets.Limit{USD: suite.Budget.CostUSD},
+	}
 	loop := &reason.Loop{
 		Pool: r.Pool, Model: r.Model, Skills: r.Skills, Agents: r.Agents, Logger: r.Logger, Budget: r.Budget,
 		Sandbox: sandbox,
+	}
+	if b.recorded != nil {
+		return loop.Run(ctx, r.recordedTurn(loop, *b.recorded))
 	}
 	surface := r.surface(suite)
 	last := len(c.Messages) - 1
@@ -239,38 +253,42 @@ func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, ca
 		subject.Model = o.Model
 	}
 	run := evals.Run{
-		Suite: s.Name, Version: s.Version, Agent: subject.Agent.Name, AgentVersion: subject.Version, Trials: o.Trials,
-		Model: subject.Model, Candidate: candidate, Background: o.Background,
+		Kind: evals.OfSuite, Trials: cmp.Or(o.Trials, s.Definition.TrialsOf()), Candidate: candidate, Background: o.Background,
 	}
-	if run.Trials == 0 {
-		run.Trials = s.Definition.TrialsOf()
+	if s.Definition.Budget.CostUSD > 0 && !r.Model.PricedModel(subject.Model) {
+		return evals.Run{}, fmt.Errorf("run eval %s with %s: %w", s.Name, subject.Model, ErrUnpriced)
 	}
-	if s.Definition.Budget.CostUSD > 0 && !r.Model.PricedModel(run.Model) {
-		return evals.Run{}, fmt.Errorf("run eval %s with %s: %w", s.Name, run.Model, ErrUnpriced)
-	}
-	names := make([]string, len(s.Definition.Cases))
-	for i, c := range s.Definition.Cases {
+	return r.insert(ctx, run, subject)
+}
+
+// insert stores a run of a subject with its trials, and records who began it.
+func (r *Runner) insert(ctx context.Context, run evals.Run, subject evals.Subject) (evals.Run, error) {
+	run.Suite, run.Version, run.Model = subject.Suite.Name, subject.Suite.Version, subject.Model
+	run.Agent, run.AgentVersion = subject.Agent.Name, subject.Version
+	names := make([]string, len(subject.Suite.Definition.Cases))
+	for i, c := range subject.Suite.Definition.Cases {
 		names[i] = c.Name
 	}
 	act := activity.Act{Name: "run_eval", Input: map[string]any{
-		"eval": s.Name, "agent": run.Agent, "model": run.Model, "trials": run.Trials, "cases": len(names),
+		"eval": run.Suite, "agent": run.Agent, "model": run.Model, "trials": run.Trials, "cases": len(names),
 	}}
 	_, err := activity.Record(ctx, r.Pool, act, func(tx pgx.Tx, _ string) (any, error) {
 		err := tx.QueryRow(ctx, `
 			with run as (
-			  insert into agent_eval_runs (suite, version, agent, agent_version, model, trials, subject, agent_digest,
-			         suite_digest, runtime, candidate, served_until)
-			  values (@suite, @version, @agent, @agent_version, @model, @trials, @subject, @agent_digest, @suite_digest,
-			         @runtime, @candidate, case when @background then clock_timestamp() end) returning id, created_at),
+			  insert into agent_eval_runs (kind, control_id, suite, version, agent, agent_version, model, trials, subject,
+			         agent_digest, suite_digest, runtime, candidate, served_until)
+			  values (@kind, nullif(@control, '')::uuid, @suite, @version, @agent, @agent_version, @model, @trials, @subject,
+			         @agent_digest, @suite_digest, @runtime, @candidate, case when @background then clock_timestamp() end)
+			  returning id, created_at),
 			trials as (
 			  insert into agent_eval_trials (run_id, case_name, trial, position)
 			  select r.id, c.name, t, c.n
 			    from run r, generate_series(1, @trials::int) t, unnest(@cases::text[]) with ordinality c (name, n))
 			select id::text, created_at from run`, postgres.Strict{
-			"suite": run.Suite, "version": run.Version, "agent": run.Agent, "agent_version": run.AgentVersion,
-			"model": run.Model, "trials": run.Trials, "cases": names, "subject": subject,
-			"agent_digest": subject.AgentDigest(), "suite_digest": subject.SuiteDigest(), "runtime": subject.Runtime,
-			"candidate": candidate, "background": run.Background,
+			"kind": run.Kind, "control": run.ControlID, "suite": run.Suite, "version": run.Version, "agent": run.Agent,
+			"agent_version": run.AgentVersion, "model": run.Model, "trials": run.Trials, "cases": names,
+			"subject": subject, "agent_digest": subject.AgentDigest(), "suite_digest": subject.SuiteDigest(),
+			"runtime": subject.Runtime, "candidate": run.Candidate, "background": run.Background,
 		}).Scan(&run.ID, &run.CreatedAt)
 		return map[string]string{"run": run.ID}, err
 	})

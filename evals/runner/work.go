@@ -21,7 +21,18 @@ var errTimeout = errors.New("the time of the run is over")
 
 // Work plays the undecided trials of a run, at most concurrent ones at once, and then decides the run. It may be called
 // again, by any process, for a run whose process died. onTrial receives decided trials; it may be called concurrently.
+//
+// It plays the control of a run first. It leaves out a run whose control does not follow its recorded turns.
 func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTrial func(evals.Trial)) error {
+	if run.ControlID != "" {
+		follows, err := r.workControl(ctx, run, concurrent, onTrial)
+		if err != nil {
+			return err
+		}
+		if !follows {
+			return r.skip(ctx, run)
+		}
+	}
 	subject, err := evals.SubjectOf(ctx, r.Pool, run)
 	if err != nil {
 		return err

@@ -1,0 +1,246 @@
+package runner
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/models/offline"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// Counterfactual plays recorded turns of an agent with a candidate, and as its control with the agent as it is.
+type Counterfactual struct {
+	Agent     string
+	Since     time.Duration // of the recorded turns
+	Sample    int
+	Model     string // of the candidate; that of its agent when empty
+	Version   int    // of the candidate's agent; the current one when 0
+	Trials    int    // of each turn
+	Margin    float64
+	BudgetUSD float64 // of control and candidate together; 0 for no limit
+	Timeout   time.Duration
+	// Candidate, if set, returns what a workspace that is not applied would try.
+	Candidate func(ctx context.Context, in evals.Installation, s evals.Suite) (evals.Subject, error)
+}
+
+// ErrNoTurn reports an agent without recorded turns that can be played.
+var ErrNoTurn = errors.New("no recorded turn can be played")
+
+// Planned is a counterfactual that is not stored yet, with its estimated cost.
+type Planned struct {
+	Sample    evals.Sample
+	Control   evals.Subject
+	Candidate evals.Subject
+	Run       evals.Run // of the candidate
+	Calls     int       // model calls of both runs
+	USD       float64   // of the models with a price
+	Priced    bool      // every model has one
+}
+
+// Plan draws the sample of a counterfactual. It stores nothing.
+func (r *Runner) Plan(ctx context.Context, c Counterfactual) (p Planned, err error) {
+	all, err := r.Agents.List(ctx, r.Pool)
+	if err != nil {
+		return p, err
+	}
+	now, err := agents.Find(all, c.Agent)
+	if err != nil {
+		return p, err
+	}
+	of := evals.SampleOf{Agent: now.Name, All: now.Default, Since: c.Since, Size: c.Sample}
+	for _, other := range all {
+		if other.Name != now.Name {
+			of.Others = append(of.Others, other.Name)
+		}
+	}
+	cases, sample, err := evals.Draw(ctx, r.Pool, of)
+	if err != nil {
+		return p, err
+	}
+	if len(cases) == 0 {
+		return p, fmt.Errorf("%w: %d of %s%s", ErrNoTurn, sample.Size, now.Name, reasons(sample.Skipped))
+	}
+	for name, turn := range sample.Turns {
+		turn.Model = configured(now, turn.Model, r.Model.Model())
+		sample.Turns[name] = turn
+	}
+	p.Sample = sample
+	p.Run = evals.Run{Kind: evals.OfCounterfactual, Trials: c.Trials, Candidate: c.Candidate != nil}
+	suite := evals.Suite{Version: 1, Source: p.Run.Kind, Definition: evals.Definition{
+		Agent: now.Name, Surface: "operate", Trials: c.Trials, Cases: cases, ApplyGate: &evals.Gate{Margin: c.Margin},
+		Budget: evals.Budget{CostUSD: c.BudgetUSD, Timeout: c.Timeout.String()},
+	}}
+	if err := r.subjects(ctx, c, suite, &p); err != nil {
+		return p, err
+	}
+	r.estimate(&p)
+	if c.BudgetUSD > 0 && !p.Priced {
+		return p, fmt.Errorf("plan a counterfactual of %s: %w", now.Name, ErrUnpriced)
+	}
+	return p, nil
+}
+
+// subjects reads what control and candidate try. The suite has the surface with all skills; a turn offers those of its
+// own.
+func (r *Runner) subjects(ctx context.Context, c Counterfactual, s evals.Suite, p *Planned) (err error) {
+	in := r.Installation(r.Model.Model())
+	if p.Control, err = in.Subject(ctx, r.Pool, s); err != nil {
+		return err
+	}
+	if c.Candidate != nil {
+		p.Candidate, err = c.Candidate(ctx, in, s)
+	} else {
+		p.Candidate, err = in.SubjectAt(ctx, r.Pool, s, c.Version)
+	}
+	if c.Model != "" && !in.Offline {
+		p.Candidate.Model = c.Model
+	}
+	p.Control.Model = evals.RecordedModel
+	return err
+}
+
+// configured returns the name by which the agent calls a model, whose server may answer with a dated version.
+func configured(a agents.Agent, model, fallback string) string {
+	for _, name := range append([]string{a.Model, fallback}, a.Fallback...) {
+		version, dated := strings.CutPrefix(model, name+"-20")
+		if name != "" && (model == name || dated && len(version) >= 2) {
+			return name
+		}
+	}
+	return model
+}
+
+func reasons(skipped map[string]int) string {
+	text := ""
+	for why, n := range skipped {
+		text += fmt.Sprintf("; %d: %s", n, why)
+	}
+	return text
+}
+
+// estimate prices the recorded tokens for both runs.
+func (r *Runner) estimate(p *Planned) {
+	p.Priced = true
+	for _, turn := range p.Sample.Turns {
+		p.Calls += 2 * turn.Iterations * p.Run.Trials
+		for _, model := range []string{r.played(turn.Model), p.Candidate.Model} {
+			price, _ := r.Model.Price(model)
+			p.Priced = p.Priced && r.Model.PricedModel(model)
+			p.USD += float64(p.Run.Trials) *
+				(float64(turn.PromptTokens)*price.Prompt + float64(turn.CompletionTokens)*price.Completion) / 1e6
+		}
+	}
+}
+
+// played is the model that answers for a recorded one: offline, it is the offline model.
+func (r *Runner) played(model string) string {
+	if r.Model.Model() == offline.Model {
+		return offline.Model
+	}
+	return model
+}
+
+// Store stores the runs of a counterfactual. [Runner.Work] plays the candidate's after the control's.
+func (r *Runner) Store(ctx context.Context, p Planned) (candidate evals.Run, err error) {
+	suite := p.Control.Suite
+	err = r.Pool.QueryRow(ctx, `select @kind || '-' || right(lanekeeper.agent_uuid7()::text, 12)`,
+		postgres.Strict{"kind": p.Run.Kind}).Scan(&suite.Name)
+	if err != nil {
+		return candidate, fmt.Errorf("name a %s: %w", p.Run.Kind, err)
+	}
+	suite.Definition.Name = suite.Name
+	if suite, err = evals.PutSample(ctx, r.Pool, suite, p.Sample); err != nil {
+		return candidate, err
+	}
+	p.Control.Suite, p.Candidate.Suite = suite, suite
+	control, err := r.insert(ctx, evals.Run{Kind: p.Run.Kind, Trials: p.Run.Trials}, p.Control)
+	if err != nil {
+		return candidate, err
+	}
+	p.Run.ControlID = control.ID
+	return r.insert(ctx, p.Run, p.Candidate)
+}
+
+// recordedTurn repeats the opening of a recorded turn.
+func (r *Runner) recordedTurn(loop *reason.Loop, recorded evals.Recorded) reason.Turn {
+	if s := loop.Sandbox; s.Model == evals.RecordedModel {
+		s.Model = r.played(recorded.Model)
+	}
+	t := reason.Turn{
+		Purpose: Flow, System: recorded.Rules, Context: recorded.Context, History: recorded.History, Prompt: recorded.Prompt,
+		Approvals: reason.Park,
+	}
+	switch recorded.Surface {
+	case "chat":
+		t.Scopes = r.Surfaces["chat"].Scopes
+	case "operate":
+		t.Scopes = r.Surfaces["operate"].Scopes
+	case "heartbeat":
+		t.Scopes = []string{skills.ScopeInternal}
+	default: // the action of a webhook chose them
+		if len(recorded.Skills) > 0 {
+			t.Scopes = r.Surfaces["operate"].Scopes
+			t = t.Using(recorded.Skills...)
+		}
+	}
+	for _, tool := range recorded.Tools {
+		if tool.Function.Name == "delegate" {
+			t.Tools = append(t.Tools, loop.DelegateTool(r.Engine, t.Scopes))
+			continue
+		}
+		t.Tools = append(t.Tools, reason.Tool{
+			Name: tool.Function.Name, Description: tool.Function.Description, Parameters: tool.Function.Parameters,
+			Do: func(context.Context, json.RawMessage) (any, error) {
+				return nil, &executions.StepError{Class: classNoStub, Message: "a tool of a recorded turn does nothing"}
+			},
+		})
+	}
+	return t
+}
+
+// workControl plays the control of a run first. follows reports whether the control followed enough of its recorded
+// turns for a comparison.
+func (r *Runner) workControl(
+	ctx context.Context, run evals.Run, concurrent int, onTrial func(evals.Trial),
+) (follows bool, err error) {
+	control, err := evals.GetRun(ctx, r.Pool, run.ControlID)
+	if err != nil {
+		return false, err
+	}
+	if control.Status == evals.Running {
+		if err := r.Work(ctx, control, concurrent, onTrial); err != nil {
+			return false, err
+		}
+	}
+	report, err := evals.NewReport(ctx, r.Pool, control)
+	return report.Follows(), err
+}
+
+// skip decides the open trials of a run that cannot be compared.
+func (r *Runner) skip(ctx context.Context, run evals.Run) error {
+	trials, err := evals.Trials(ctx, r.Pool, run.ID)
+	if err != nil {
+		return err
+	}
+	for _, t := range trials {
+		if t.Verdict == "" {
+			t.Verdict, t.Reasons, t.Calls = evals.UndecidedTrial, []string{errNoControl.Error()}, []byte(`[]`)
+			if err := store(ctx, r.Pool, run.ID, t); err != nil {
+				return err
+			}
+		}
+	}
+	return r.decide(ctx, run, false)
+}
+
+// errNoControl is why a candidate was not played.
+var errNoControl = errors.New("the control follows less than half of the recorded turns, so nothing could be compared")
