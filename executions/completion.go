@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // completion is the end of a run, as it is written.
@@ -77,7 +78,9 @@ func (r *run) afterCompletion(ctx context.Context, status Status, failure error,
 	}
 	r.e.opts.Observer.ExecutionEnded(r.exec, status)
 	r.e.log.InfoContext(ctx, "execution completed", attrs...)
-	r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
+	if r.exec.Surface != string(trace.Eval) { // a trial emits nothing
+		r.e.log.InfoContext(ctx, "event emitted", "event", "AGENT_COMPLETED", "key", r.exec.ID)
+	}
 	if r.exec.ParentID != nil || done.awaited {
 		r.e.deliverCompletion(context.WithoutCancel(ctx), r.exec.ID)
 	}
@@ -366,7 +369,9 @@ func (e *Engine) logEnded(ctx context.Context, ends []endedExecution) {
 		attrs := executionAttrs(x.TraceID, x.ID)
 		e.log.InfoContext(ctx, "execution completed", append(attrs, "result_type", resultType(x.Status), "status",
 			string(x.Status))...)
-		e.log.InfoContext(ctx, "event emitted", append(attrs, "event", "AGENT_COMPLETED", "key", x.ID)...)
+		if trace.ID(x.TraceID).Surface() != trace.Eval {
+			e.log.InfoContext(ctx, "event emitted", append(attrs, "event", "AGENT_COMPLETED", "key", x.ID)...)
+		}
 		e.logReleased(ctx, x.ID, x.Freed, attrs...)
 	}
 }

@@ -74,6 +74,9 @@ func acquireLane(
 	if cause := r.stopCause(); cause != nil {
 		return nil, cause
 	}
+	if r.exec.Surface == string(trace.Eval) {
+		return nil, fmt.Errorf("acquire lane %s: a trial of an eval cannot hold a lane", name)
+	}
 	if r.replay != nil {
 		return r.replay.answerLane(ctx, r, name)
 	}

@@ -22,6 +22,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/schema"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // Builtin is a skill written in Go. It returns when ctx ends. Its result must encode as JSON. It is safe for
@@ -207,6 +208,9 @@ func (r *Registry) prepare(s Skill) (*prepared, error) {
 // Invoke calls a skill and returns its result as JSON. It ignores whether the skill is enabled. The error is an
 // [*InvalidParams], a [*CallError], or the cause of ctx.
 func (r *Registry) Invoke(ctx context.Context, c Call) (json.RawMessage, error) {
+	if trace.IDFrom(ctx).Surface() == trace.Eval { // its sandbox answers; no handler may
+		return nil, newCallError(ClassRefused, "a trial of an eval cannot call %s", c.Skill.Name)
+	}
 	p, args, err := r.check(c.Skill, c.Args)
 	if err != nil {
 		return nil, err

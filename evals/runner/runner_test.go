@@ -423,50 +423,6 @@ func digests(t *testing.T, pool *pgxpool.Pool) map[string]string {
 	return sums
 }
 
-// Whatever the code does: the database refuses the rows of a trial.
-func TestTheDatabaseRefusesWhatATrialWouldSendWakeOrRemember(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	const ev = `ev_01JD3V7K8ZQ6W2M5T9X4C1B0AE`
-	pgtest.Exec(t, pool, `
-		insert into agent_webhook_targets (name, url, secrets, events) values ('t', 'https://example.com', '{s}', '{*}');
-		insert into agent_threads (id, channel) values ('th', 'chat');
-		insert into agent_automations (name, trigger, cron, skill_name) values ('a', 'cron', '* * * * *', 's');
-		insert into agent_objectives (name, goal) values ('o', 'g');
-		insert into agent_objective_steps (objective_id, position, title) select id, 1, 's' from agent_objectives;
-		insert into agent_memory (key, value) values ('k', '1')`)
-	for door, sql := range map[string]string{
-		"outbox":          `insert into agent_webhook_outbox (target_id, event, payload, trace_id) select id, 'e', '{}', @ev from agent_webhook_targets`,
-		"webhook":         `insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256) values ('e', 'd', @ev, @ev, '', '')`,
-		"message":         `insert into agent_messages (thread_id, role, content, trace_id) values ('th', 'assistant', 'x', @ev)`,
-		"document":        `insert into agent_documents (name, content_type, size, sha256, is_text, content, trace_id, owner_kind, owner) values ('n', 't', 1, sha256('x'), true, 'x', @ev, 'admin', '')`,
-		"objective":       `insert into agent_objectives (name, goal, last_trace_id) values ('x', 'g', @ev)`,
-		"proposal":        `insert into agent_objectives (name, goal, status, proposed_by, proposed_trace) values ('x', 'g', 'proposed', 'a', @ev)`,
-		"objective edit":  `update agent_objectives set last_trace_id = @ev`,
-		"step":            `update agent_objective_steps set trace_id = @ev`,
-		"memory":          `insert into agent_memory (key, value, trace_id) values ('x', '1', @ev)`,
-		"memory edit":     `update agent_memory set value = '2', trace_id = @ev`,
-		"memory conflict": `insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, trace_id) values ('c', 'k', '1', 1, 1, @ev)`,
-		"automation":      `update agent_automations set last_trace_id = @ev`,
-		"automation run":  `insert into agent_automation_runs (automation_id, cause, trace_id) select id, 'manual', @ev from agent_automations`,
-		"request":         `insert into agent_requests (kind, execution_id, trace_id) values ('test', gen_random_uuid(), @ev)`,
-		"approval":        `insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash) values (@ev, 's', 1, '{}', 'h')`,
-		"child":           `insert into agent_executions (trace_id, surface, flow) values (@ev, 'eval', 'delegate')`,
-		"other surface":   `insert into agent_executions (trace_id, surface, flow) values (@ev, 'chat', 'chat')`,
-		"thread":          `insert into agent_executions (trace_id, surface, flow, thread_id) values (@ev, 'eval', 'eval', 'th')`,
-		"false trace":     `insert into agent_executions (trace_id, surface, flow) values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'eval', 'eval')`,
-		"event":           `select raise_agent_event('e', 'k', '{}', null, @ev)`,
-	} {
-		t.Run(door, func(t *testing.T) {
-			_, err := pool.Exec(t.Context(), strings.ReplaceAll(sql, "@ev", "'"+ev+"'"))
-			if err == nil || !strings.Contains(err.Error(), "a trial of an eval cannot write to") && door != "event" {
-				t.Errorf("the row was not refused as one of a trial: %v", err)
-			}
-		})
-	}
-	pgtest.Exec(t, pool, `insert into agent_executions (trace_id, surface, flow) values ('`+ev+`', 'eval', 'eval')`)
-}
-
 func TestManyTrialsRunBesideEachOther(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)

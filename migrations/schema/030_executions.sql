@@ -461,8 +461,11 @@ language plpgsql volatile security definer set search_path from current as $$
 declare
   e record;
 begin
-  select x.status, x.claimed_by, x.forked_from into e from agent_executions x
+  select x.status, x.claimed_by, x.forked_from, x.surface into e from agent_executions x
    where x.id = p_id and x.claim = p_claim for key share;
+  if e.surface = 'eval' then                                 -- refuse_agent_trial looks for this lock
+    perform pg_advisory_xact_lock_shared(1702257004, 0);          -- 'eval'
+  end if;
   -- A fork is given what it begins with while it is pending; nobody writes as any other that is.
   if found and (e.status = 'waiting' or e.status = 'pending' and e.forked_from is not null or (e.status = 'running' and exists (
        select 1 from agent_workers w where w.id = e.claimed_by and w.expires_at > clock_timestamp()))) then

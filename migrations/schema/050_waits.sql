@@ -474,6 +474,7 @@ declare
   w record;                         -- who waits
   mine boolean;                     -- this process claims it
 begin
+  perform lanekeeper.refuse_agent_trial('agent_events');
   p_key := case when plain then p_key else coalesce(lanekeeper.agent_uuid(p_key)::text, p_key) end;
   perform pg_advisory_xact_lock(hashtextextended('wait ' || kind || ' ' || p_key, 0));
   select x.id, x.queue, x.flow, x.surface, x.outside,
@@ -564,6 +565,7 @@ declare
   mine uuid[];                                                            -- those that the worker would claim next
   steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));    -- nobody pauses the agent meanwhile
 begin
+  perform lanekeeper.refuse_agent_trial('agent_events');
   for n, execution_id in
     select l.n, l.execution_id from lanekeeper.lock_agent_events(
       array(select lanekeeper.check_agent_event(t.event, t.key, t.data, t.id)

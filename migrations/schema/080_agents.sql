@@ -325,8 +325,53 @@ comment on function lanekeeper.refuse_agent_eval is
   'Refuse a row of a trial of an eval (SQLSTATE LK009). A trial runs one execution and writes its log, nothing else.';
 
 create or replace trigger agent_executions_no_eval before insert on agent_executions for each row
-  when (new.trace_id like 'ev\_%' and (new.flow <> 'eval' or new.thread_id is not null) or new.surface = 'eval' and new.trace_id not like 'ev\_%')
+  when (new.trace_id like 'ev\_%' and (new.flow <> 'eval' or new.surface <> 'eval' or new.thread_id is not null)
+        or new.surface = 'eval' and new.trace_id not like 'ev\_%')
   execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_executions_no_eval_wait before update of waiting_for on agent_executions for each row
+  when (new.surface = 'eval' and new.waiting_for is not null) execute function lanekeeper.refuse_agent_eval();
+
+-- Its log counts nowhere, because its surface is eval.
+create or replace trigger agent_activity_no_eval before insert on agent_activity for each row
+  when (new.trace_id like 'ev\_%' and new.surface <> 'eval') execute function lanekeeper.refuse_agent_eval();
+
+-- The tables below have no trace. A transaction under the claim of a trial is known by the lock that fencing the claim
+-- took: nothing gives it back before the transaction ends.
+create or replace function lanekeeper.refuse_agent_trial(p_table text) returns void language plpgsql as $$
+begin
+  if exists (select from pg_locks l where l.pid = pg_backend_pid() and l.locktype = 'advisory' and l.objsubid = 2
+                and l.classid = 1702257004 and l.objid = 0) then
+    raise exception 'a trial of an eval cannot write to %', p_table
+      using errcode = 'LK009', hint = 'Give the skill a stub in the case of the eval.';
+  end if;
+end $$;
+comment on function lanekeeper.refuse_agent_trial is 'Refuse a write under the claim of a trial (SQLSTATE LK009).';
+
+create or replace function lanekeeper.refuse_agent_trial_write() returns trigger language plpgsql as $$
+begin
+  perform lanekeeper.refuse_agent_trial(tg_table_name);
+  return null;
+end $$;
+comment on function lanekeeper.refuse_agent_trial_write is 'The trigger of refuse_agent_trial.';
+
+create or replace function lanekeeper.check_agent_trial_budget() returns trigger language plpgsql as $$
+declare
+  foreign_ text;
+begin
+  select s.scope into foreign_ from agent_executions x cross join unnest(new.scopes) s (scope)
+   where x.id = new.execution_id and x.surface = 'eval' and s.scope <> 'run:' || x.trace_id
+     and s.scope is distinct from (select 'eval:' || coalesce(r.control_id, r.id) from agent_eval_runs r
+                                    where r.id = lanekeeper.agent_uuid(x.input ->> 'run')) limit 1;
+  if foreign_ is not null then
+    raise exception 'a trial of an eval cannot spend of the budget %', foreign_ using errcode = 'LK009';
+  end if;
+  return new;
+end $$;
+comment on function lanekeeper.check_agent_trial_budget is
+  'Refuse a reservation of a trial in other budgets than its own and that of its run (SQLSTATE LK009).';
+create or replace trigger agent_budget_reservations_no_eval before insert or update of scopes on agent_budget_reservations
+  for each row execute function lanekeeper.check_agent_trial_budget();
 
 create or replace trigger agent_approvals_no_eval before insert or update on agent_approvals for each row
   when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
@@ -366,3 +411,60 @@ create or replace trigger agent_webhook_deliveries_no_eval before insert or upda
 
 create or replace trigger agent_webhook_outbox_no_eval before insert or update on agent_webhook_outbox for each row
   when (new.trace_id like 'ev\_%') execute function lanekeeper.refuse_agent_eval();
+
+create or replace trigger agent_threads_no_trial before insert or delete on agent_threads
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_thread_access_no_trial before insert or delete on agent_thread_access
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_memory_no_trial before delete on agent_memory
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_documents_no_trial before delete on agent_documents
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_objectives_no_trial before delete on agent_objectives
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_automations_no_trial before insert or update of enabled, trigger, cron, event, skill_name, prompt, flow or delete on agent_automations
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_skills_no_trial before insert or update or delete on agent_skills
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_agents_no_trial before insert or update or delete on agent_agents
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_flows_no_trial before insert or update or delete on agent_flows
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_databases_no_trial before insert or update or delete on agent_databases
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_secrets_no_trial before insert or update or delete on agent_secrets
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_pauses_no_trial before insert or update or delete on agent_pauses
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_limits_no_trial before insert or update or delete on agent_limits
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_retention_no_trial before insert or update or delete on agent_retention
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_webhook_targets_no_trial before insert or update or delete on agent_webhook_targets
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_webhook_endpoints_no_trial before insert or update or delete on agent_webhook_endpoints
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_mcp_servers_no_trial before insert or update or delete on agent_mcp_servers
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_mcp_tools_no_trial before insert or update or delete on agent_mcp_tools
+  for each statement execute function lanekeeper.refuse_agent_trial_write();
+
+create or replace trigger agent_schedules_no_trial before insert or delete on agent_schedules
+  for each statement execute function lanekeeper.refuse_agent_trial_write();

@@ -1,0 +1,170 @@
+package runner_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Traces of the attack. Each has an execution under a claim.
+const (
+	attacker = `ev_01JD3V7K8ZQ6W2M5T9X4C1B0AE`
+	visitor  = `ch_01JD3V7K8ZQ6W2M5T9X4C1B0AF`
+)
+
+// doors are writes by which a run would leave, wake something, count or be remembered. @t is its trace, @x its execution.
+// They are refused by the trace in the row.
+var doors = map[string]string{
+	"outbox":          `insert into agent_webhook_outbox (target_id, event, payload, trace_id) select id, 'e', '{}', @t from agent_webhook_targets`,
+	"webhook":         `insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256) values ('e', 'd', @t, @t, '', '')`,
+	"message":         `insert into agent_messages (thread_id, role, content, trace_id) values ('th', 'assistant', 'x', @t)`,
+	"channel message": `insert into agent_channel_messages (channel, external_id, conversation, sender, trace_id) values ('c', '1', 'x', 'y', @t)`,
+	"document":        `insert into agent_documents (name, content_type, size, sha256, is_text, content, trace_id, owner_kind, owner) values ('n', 't', 1, sha256('x'), true, 'x', @t, 'admin', '')`,
+	"objective":       `insert into agent_objectives (name, goal, last_trace_id) values ('x', 'g', @t)`,
+	"proposal":        `insert into agent_objectives (name, goal, status, proposed_by, proposed_trace) values ('x', 'g', 'proposed', 'a', @t)`,
+	"objective edit":  `update agent_objectives set last_trace_id = @t`,
+	"step":            `update agent_objective_steps set trace_id = @t`,
+	"memory":          `insert into agent_memory (key, value, trace_id) values ('x', '1', @t)`,
+	"memory edit":     `update agent_memory set value = '2', trace_id = @t`,
+	"memory conflict": `insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, trace_id) values ('c', 'k', '1', 1, 1, @t)`,
+	"automation":      `update agent_automations set last_trace_id = @t`,
+	"automation run":  `insert into agent_automation_runs (automation_id, cause, trace_id) select id, 'manual', @t from agent_automations`,
+	"request":         `insert into agent_requests (kind, execution_id, trace_id) values ('test', gen_random_uuid(), @t)`,
+	"approval":        `insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash) values (@t, 's', 1, '{}', 'h')`,
+	"child":           `insert into agent_executions (trace_id, surface, flow) values (@t, @s, 'delegate')`,
+	"other surface":   `insert into agent_executions (trace_id, surface, flow) values (@t, 'chat', 'eval')`,
+	"turn in thread":  `insert into agent_executions (trace_id, surface, flow, thread_id) values (@t, @s, 'eval', 'th')`,
+	"wait":            `update agent_executions set status = 'waiting', waiting_for = 'event', waiting_key = 'k', waiting_step = 's' where id = @x`,
+	"self-heal":       `insert into agent_activity (trace_id, surface, kind, skill_name, status) values (@t, 'chat', 'call', 'check_order', 'error')`,
+	"budget of a day": `insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd) values (@x, 's', '{day:2026-11-27}', 1, 1, 1)`,
+	"other budget":    `insert into agent_budget_reservations (execution_id, step, scopes, granted, tokens, cost_usd) values (@x, 's', array['eval:01a21b5b-d823-7e9b-9835-e8870bab2cf4'], 1, 1, 1)`,
+	"event":           `select raise_agent_event('EVENT_COMPLETED', 'k', '{}', null, @t)`,
+}
+
+// fenced are writes to tables without a trace. They are refused under the claim of a trial.
+var fenced = map[string]string{
+	"thread":              `insert into agent_threads (id, channel) values ('new', 'chat')`,
+	"thread access":       `insert into agent_thread_access (thread_id, actor) values ('th', 'x')`,
+	"forgotten memory":    `delete from agent_memory`,
+	"removed document":    `delete from agent_documents`,
+	"removed objective":   `delete from agent_objectives`,
+	"automation proposed": `insert into agent_automations (name, trigger, cron, prompt, proposed_by) values ('x', 'cron', '* * * * *', 'p', 'a')`,
+	"automation enabled":  `update agent_automations set enabled = true`,
+	"event delivered":     `select deliver_agent_event('EVENT_COMPLETED', 'k')`,
+	"channel":             `insert into agent_channels (name, type) values ('t', 'telegram')`,
+	"pairing":             `insert into agent_channel_identities (channel, subject, conversation, status) values ('t', 's', 'c', 'paired')`,
+	"channel send":        `insert into agent_channel_sends (message_id, channel, thread_id, seq) select id, 'c', 'th', 1 from agent_messages`,
+	"principal":           `insert into agent_principals (kind, name) values ('user', 'eve')`,
+	"skill out":           `update agent_skills set enabled = false, disabled_by = 'x'`,
+	"agent":               `update agent_agents set current = false`,
+	"flow":                `update agent_flows set current = false`,
+	"target":              `update agent_webhook_targets set enabled = false`,
+	"endpoint":            `delete from agent_webhook_endpoints`,
+	"mcp server":          `delete from agent_mcp_servers`,
+	"pause":               `select pause_agent('me', 'why')`,
+	"limit":               `delete from agent_limits`,
+	"schedule":            `delete from agent_schedules`,
+	"secret":              `delete from agent_secrets`,
+	"suite":               `delete from agent_evals`,
+}
+
+// attack runs a write in a transaction that is rolled back, for a trace, under the claim of its execution if asked.
+func attack(ctx context.Context, pool *pgxpool.Pool, sql, traceID string, fence bool) error {
+	rollback := errors.New("rolled back")
+	err := pgx.BeginFunc(ctx, pool, func(tx pgx.Tx) error {
+		var id, surface string
+		err := tx.QueryRow(ctx, `select id::text, surface::text from agent_executions where trace_id = $1`, traceID).
+			Scan(&id, &surface)
+		if err == nil && fence {
+			_, err = tx.Exec(ctx, `select fence_agent_execution($1, 1)`, id)
+		}
+		if err != nil {
+			return err
+		}
+		sql = strings.NewReplacer("@t", "'"+traceID+"'", "@x", "'"+id+"'", "@s", "'"+surface+"'").Replace(sql)
+		if _, err := tx.Exec(ctx, sql); err != nil {
+			return err
+		}
+		return rollback
+	})
+	if errors.Is(err, rollback) {
+		return nil
+	}
+	return err
+}
+
+// Whatever the code does: the database refuses what a trial would send, wake, count or remember. The same write of a
+// visitor's turn is no mistake.
+func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `
+		insert into agent_webhook_targets (name, url, secrets, events) values ('t', 'https://example.com', '{s}', '{*}');
+		insert into agent_threads (id, channel) values ('th', 'chat');
+		insert into agent_messages (thread_id, role, content, status) values ('th', 'assistant', 'x', 'sent');
+		insert into agent_automations (name, trigger, cron, skill_name) values ('a', 'cron', '* * * * *', 's');
+		insert into agent_objectives (name, goal) values ('o', 'g');
+		insert into agent_objective_steps (objective_id, position, title) select id, 1, 's' from agent_objectives;
+		insert into agent_memory (key, value) values ('k', '1');
+		insert into agent_executions (trace_id, surface, flow) values ('`+attacker+`', 'eval', 'eval'), ('`+visitor+`', 'chat', 'eval');
+		insert into agent_workers (id, name, expires_at) values (gen_random_uuid(), 'w', clock_timestamp() + interval '1 hour');
+		update agent_executions set claimed_by = (select id from agent_workers), claim = 1, status = 'running'`)
+	refused := func(t *testing.T, err error) {
+		if err == nil || !strings.Contains(err.Error(), "a trial of an eval cannot") &&
+			!strings.Contains(err.Error(), "is not a trace id") {
+			t.Errorf("the write of a trial was not refused as such: %v", err)
+		}
+	}
+	for under, list := range map[bool]map[string]string{false: doors, true: fenced} {
+		for door, sql := range list {
+			t.Run(door, func(t *testing.T) {
+				refused(t, attack(t.Context(), pool, sql, attacker, under))
+				require.NoError(t, attack(t.Context(), pool, sql, visitor, under))
+			})
+		}
+	}
+}
+
+// What no row shows is refused by the code that a trial would have to pass: every skill, and lanes.
+func TestATrialCallsNoSkillAndHoldsNoLane(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	call := skills.Call{Skill: skills.Skill{Name: "check_order"}, Args: []byte(`{"order":1}`)}
+	var err error
+	call.Skill, err = skills.Get(t.Context(), w.pool, "check_order")
+	require.NoError(t, err)
+	for surface, allowed := range map[trace.Surface]bool{trace.Eval: false, trace.Chat: true} {
+		before := w.real.Load()
+		ctx := trace.With(t.Context(), trace.Span{TraceID: trace.New(surface)})
+		_, err := w.runner.Skills.Invoke(ctx, call)
+		if (err == nil) != allowed || (w.real.Load() > before) != allowed {
+			t.Errorf("%s: the skill answered %v, and was reached %d times", surface, err, w.real.Load()-before)
+		}
+		engine := enginetest.New(t, w.pool)
+		require.NoError(t, engine.Register("eval", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+			_, err := executions.Lane(ctx, "shop")
+			return executions.Result{}, err
+		}))
+		x, _, err := engine.Start(t.Context(), w.pool, executions.Spec{Flow: "eval", Surface: surface})
+		require.NoError(t, err)
+		enginetest.Run(t, engine.KeepAlive)
+		require.NoError(t, engine.ClaimAndRun(t.Context(), x.ID))
+		want := executions.Failed
+		if allowed {
+			want = executions.Completed
+		}
+		enginetest.Await(t, w.pool, x.ID, want)
+	}
+}
