@@ -29,7 +29,7 @@ const (
 var doors = map[string]string{
 	"outbox":          `insert into agent_webhook_outbox (target_id, event, payload, trace_id) select id, 'e', '{}', @t from agent_webhook_targets`,
 	"webhook":         `insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256) values ('e', 'd', @t, @t, '', '')`,
-	"message":         `insert into agent_messages (thread_id, role, content, trace_id) values ('th', 'assistant', 'x', @t)`,
+	"message":         `insert into agent_messages (thread_id, role, content, status, trace_id) values ('th', 'user', 'x', 'queued', @t)`,
 	"channel message": `insert into agent_channel_messages (channel, external_id, conversation, sender, trace_id) values ('c', '1', 'x', 'y', @t)`,
 	"document":        `insert into agent_documents (name, content_type, size, sha256, is_text, content, trace_id, owner_kind, owner) values ('n', 't', 1, sha256('x'), true, 'x', @t, 'admin', '')`,
 	"objective":       `insert into agent_objectives (name, goal, last_trace_id) values ('x', 'g', @t)`,
@@ -38,11 +38,11 @@ var doors = map[string]string{
 	"step":            `update agent_objective_steps set trace_id = @t`,
 	"memory":          `insert into agent_memory (key, value, trace_id) values ('x', '1', @t)`,
 	"memory edit":     `update agent_memory set value = '2', trace_id = @t`,
-	"memory conflict": `insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, trace_id) values ('c', 'k', '1', 1, 1, @t)`,
+	"memory conflict": `insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, trace_id) values ('c', 'k', '1', 1, 0, @t)`,
 	"automation":      `update agent_automations set last_trace_id = @t`,
-	"automation run":  `insert into agent_automation_runs (automation_id, cause, trace_id) select id, 'manual', @t from agent_automations`,
+	"automation run":  `insert into agent_automation_runs (automation_id, cause, scheduled_for, trace_id) select id, 'manual', now(), @t from agent_automations`,
 	"request":         `insert into agent_requests (kind, execution_id, trace_id) values ('test', gen_random_uuid(), @t)`,
-	"approval":        `insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash) values (@t, 's', 1, '{}', 'h')`,
+	"approval":        `insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, expires_at) values (@t, 's', 1, '{}', 'h', now() + interval '1 day')`,
 	"child":           `insert into agent_executions (trace_id, surface, flow) values (@t, @s, 'delegate')`,
 	"other surface":   `insert into agent_executions (trace_id, surface, flow) values (@t, 'chat', 'eval')`,
 	"turn in thread":  `insert into agent_executions (trace_id, surface, flow, thread_id) values (@t, @s, 'eval', 'th')`,
@@ -56,24 +56,24 @@ var doors = map[string]string{
 // fenced are writes to tables without a trace. They are refused under the claim of a trial.
 var fenced = map[string]string{
 	"thread":              `insert into agent_threads (id, channel) values ('new', 'chat')`,
-	"thread access":       `insert into agent_thread_access (thread_id, actor) values ('th', 'x')`,
+	"thread access":       `insert into agent_thread_access (thread_id, kind) values ('th', 'flow')`,
 	"forgotten memory":    `delete from agent_memory`,
 	"removed document":    `delete from agent_documents`,
 	"removed objective":   `delete from agent_objectives`,
-	"automation proposed": `insert into agent_automations (name, trigger, cron, prompt, proposed_by) values ('x', 'cron', '* * * * *', 'p', 'a')`,
+	"automation proposed": `insert into agent_automations (name, trigger, cron, prompt, proposed_by, enabled, disabled_by) values ('x', 'cron', '* * * * *', 'p', 'a', false, 'proposal')`,
 	"automation enabled":  `update agent_automations set enabled = true`,
 	"event delivered":     `select deliver_agent_event('EVENT_COMPLETED', 'k')`,
 	"channel":             `insert into agent_channels (name, type) values ('t', 'telegram')`,
 	"pairing":             `insert into agent_channel_identities (channel, subject, conversation, status) values ('t', 's', 'c', 'paired')`,
 	"channel send":        `insert into agent_channel_sends (message_id, channel, thread_id, seq) select id, 'c', 'th', 1 from agent_messages`,
-	"principal":           `insert into agent_principals (kind, name) values ('user', 'eve')`,
+	"principal":           `insert into agent_principals (kind, name, role) values ('user', 'eve', 'admin')`,
 	"skill out":           `update agent_skills set enabled = false, disabled_by = 'x'`,
 	"agent":               `update agent_agents set current = false`,
 	"flow":                `update agent_flows set current = false`,
-	"target":              `update agent_webhook_targets set enabled = false`,
+	"target":              `delete from agent_webhook_targets`,
 	"endpoint":            `delete from agent_webhook_endpoints`,
 	"mcp server":          `delete from agent_mcp_servers`,
-	"pause":               `select pause_agent('me', 'why')`,
+	"pause":               `insert into agent_pauses (paused_by, reason, trace_id) values ('eve', 'why', 'x')`,
 	"limit":               `delete from agent_limits`,
 	"schedule":            `delete from agent_schedules`,
 	"secret":              `delete from agent_secrets`,
@@ -113,7 +113,7 @@ func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) 
 	pgtest.Exec(t, pool, `
 		insert into agent_webhook_targets (name, url, secrets, events) values ('t', 'https://example.com', '{s}', '{*}');
 		insert into agent_threads (id, channel) values ('th', 'chat');
-		insert into agent_messages (thread_id, role, content, status) values ('th', 'assistant', 'x', 'sent');
+		insert into agent_messages (thread_id, role, content, status) values ('th', 'user', 'x', 'queued');
 		insert into agent_automations (name, trigger, cron, skill_name) values ('a', 'cron', '* * * * *', 's');
 		insert into agent_objectives (name, goal) values ('o', 'g');
 		insert into agent_objective_steps (objective_id, position, title) select id, 1, 's' from agent_objectives;
