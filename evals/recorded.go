@@ -86,6 +86,9 @@ type SampleOf struct {
 	All    bool     // the agent is the default one
 	Since  time.Duration
 	Size   int
+	// Of a shadow: only turns that completed between these times, and that share of them by the hash of their traces.
+	After, Upto *time.Time
+	Share       float64
 }
 
 // roots reads the completed turns with a model call. The sample follows from the ids of the traces, so that it is the
@@ -100,10 +103,12 @@ func (s SampleOf) roots(ctx context.Context, db postgres.DB) ([]root, error) {
 		        order by a.created_at, a.id limit 1) m
 		 where e.id > lanekeeper.agent_uuid7_floor(clock_timestamp() - @since::interval) and e.parent_id is null
 		   and e.surface in ('chat', 'operate', 'webhook', 'heartbeat') and e.flow = any (@flows::text[])
+		   and (@after::timestamptz is null or e.completed_at > @after and e.completed_at <= @upto::timestamptz)
+		   and (@share::float8 = 0 or ('x' || left(md5(e.trace_id), 8))::bit(32)::bigint < @share * 4294967296)
 		   and e.status = 'completed' and (m.agent = @agent or @all::bool and m.agent <> all (@others::text[]))
 		 order by md5(e.trace_id) limit @size`, postgres.Strict{
 		"since": s.Since, "flows": []string{"chat", "chat_relay", "operate", "webhook", "heartbeat"}, "agent": s.Agent,
-		"all": s.All, "others": append([]string{}, s.Others...), "size": s.Size,
+		"after": s.After, "upto": s.Upto, "share": s.Share, "all": s.All, "others": append([]string{}, s.Others...), "size": s.Size,
 	})
 	return postgres.Collect(rows, err, "sample recorded turns", pgx.RowToStructByName[root])
 }
@@ -138,7 +143,7 @@ func Draw(ctx context.Context, db postgres.DB, of SampleOf) ([]Case, Sample, err
 			return nil, sample, err
 		}
 		turn.separateSkills(known)
-		c := turn.asCase(one)
+		c := turn.Case(one.TraceID)
 		cases, sample.Turns[c.Name] = append(cases, c), turn
 	}
 	return cases, sample, nil
@@ -156,10 +161,10 @@ func (r *Recorded) separateSkills(known []skills.Skill) {
 	})
 }
 
-// asCase describes the turn as a case.
-func (r Recorded) asCase(of root) Case {
+// Case describes the turn of a trace as a case.
+func (r Recorded) Case(traceID string) Case {
 	c := Case{
-		Name: of.TraceID, From: of.TraceID, Now: r.Now.Format(time.RFC3339), Memory: r.Pinned,
+		Name: traceID, From: traceID, Now: r.Now.Format(time.RFC3339), Memory: r.Pinned,
 		Messages: []Message{{User: r.Prompt}}, Expect: []Expectation{{Exact: []string{}}},
 	}
 	for _, call := range r.Calls {
@@ -222,7 +227,8 @@ func (t *turnReader) add(row activity.Row) (ended bool, err error) {
 	t.turn.CompletionTokens += row.TokenUsage.CompletionTokens
 	t.turn.CostUSD += row.CostUSD
 	var reply models.Message
-	if json.Unmarshal(row.Output, &reply) != nil || reply.Content == "" && reply.Refusal == "" && len(reply.ToolCalls) == 0 {
+	if json.Unmarshal(row.Output, &reply) != nil ||
+		reply.Content == "" && reply.Refusal == "" && len(reply.ToolCalls) == 0 {
 		return false, noAnswer
 	}
 	t.open = reply.ToolCalls
@@ -305,7 +311,9 @@ func (t *turnReader) begin(call prompts.Call, messages []models.Message, model s
 	if json.Unmarshal(t.page.Parts[*call.Tools].Body, &t.turn.Tools) != nil {
 		return noPrompt
 	}
-	if t.turn.Surface == "chat" && slices.ContainsFunc(t.turn.Tools, func(tool RecordedTool) bool { return tool.Function.Name == "document_read" }) {
+	if t.turn.Surface == "chat" && slices.ContainsFunc(t.turn.Tools, func(tool RecordedTool) bool {
+		return tool.Function.Name == "document_read"
+	}) {
 		return withMedia // the turn offered it for a document
 	}
 	return nil

@@ -263,6 +263,31 @@ var kinds = map[string]kind{
 		delete from agent_budgets b using held h where b.scope = h.scope returning b.scope`,
 	},
 
+	// A control stays as long as the run that it is compared with. A sample of recorded turns goes with its last run.
+	"evals": {
+		first: zeroID,
+		find: `
+		with looked as materialized (
+		  select r.id, r.finished_at from agent_eval_runs r
+		   where r.id > @after::uuid and r.id < lanekeeper.agent_uuid7_floor(@before) order by r.id limit @most)
+		select l.id::text as key,
+		       coalesce(l.finished_at < @before, false)
+		       and not exists (select from agent_eval_runs c
+		                        where c.control_id = l.id and coalesce(c.finished_at >= @before, true)) as goes
+		  from looked l order by l.id`,
+		remove: `
+		with held as (
+		  select r.id from agent_eval_runs r where r.id = any (@keys::uuid[]) and r.finished_at is not null
+		     for update skip locked),
+		gone as (delete from agent_eval_runs r using held h where r.id = h.id returning r.id, r.suite),
+		samples as (
+		  delete from agent_evals e where e.source in ('counterfactual', 'shadow')
+		     and e.name in (select g.suite from gone g)
+		     and not exists (select from agent_eval_runs o
+		                      where o.suite = e.name and o.id not in (select g.id from gone g)))
+		select g.id::text from gone g`,
+	},
+
 	// A place in the table may be that of another row by the time that it is deleted.
 	"hour_counts": {
 		byTime: true,

@@ -130,7 +130,8 @@ func writeCounterfactual(w io.Writer, r evals.Report) {
 	fmt.Fprintf(w, "%s of agent %s: version %d with %s, run %s%s\n", r.Kind, r.Agent, r.AgentVersion, printable(r.Model),
 		r.ID, map[bool]string{true: ", not applied"}[r.Candidate])
 	fmt.Fprintf(w, "control: version %d with the recorded models, run %s\n\n", control.AgentVersion, control.ID)
-	fmt.Fprintf(w, "sample     %d recorded turns, %d can be played%s\n", c.Sampled, c.Sampled-total(c.Skipped), counted(c.Skipped))
+	fmt.Fprintf(w, "sample     %d recorded turns, %d can be played%s\n", c.Sampled, c.Sampled-total(c.Skipped),
+		counted(c.Skipped))
 	fmt.Fprintf(w, "control    follows %d of %d (%.2f–%.2f), %d decided%s\n", control.Coverage.Followed,
 		control.Coverage.Played, control.Rate.Low, control.Rate.High, control.Coverage.Decided,
 		divergedAt(control.Coverage.Diverged))

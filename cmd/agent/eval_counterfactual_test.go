@@ -17,7 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// The same model follows the recorded turns; one that leaves a call out is worse, and one that calls otherwise diverges.
+// The same model follows the turns. One that leaves a call out is worse, and one that calls otherwise diverges.
 func TestEvalCounterfactualComparesACandidateWithTheAgentAsItIs(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t)
@@ -62,12 +62,14 @@ func TestEvalCounterfactualComparesACandidateWithTheAgentAsItIs(t *testing.T) {
 	if worse.code != 1 {
 		t.Fatalf("exit %d: %s%s", worse.code, worse.out, worse.err)
 	}
-	assert.Contains(t, worse.out, "worse: -1.00", "check_order was not called", "candidate  follows 0 of 8 (0.00–0.32), 8 decided")
+	assert.Contains(t, worse.out, "worse: -1.00", "check_order was not called",
+		"candidate  follows 0 of 8 (0.00–0.32), 8 decided")
 	text, err := os.ReadFile(junit)
 	require.NoError(t, err)
 	assert.Contains(t, string(text), `tests="1" failures="1"`, "not worse than the control")
 	diverged := p.run("eval", "counterfactual", "--model", "gpt-4.1-nano")
-	assert.Contains(t, diverged.out, "worse: -1.00", "0 decided, diverged at check_order 8", "check_order has no recorded call")
+	assert.Contains(t, diverged.out, "worse: -1.00", "0 decided, diverged at check_order 8",
+		"check_order has no recorded call")
 	id := regexp.MustCompile(`run ([0-9a-f-]{36})`).FindStringSubmatch(diverged.out)[1]
 	if shown := p.must("eval", "show", id); !strings.HasPrefix(shown, diverged.out) {
 		t.Errorf("the run is shown as:\n%s", shown)

@@ -32,7 +32,8 @@ type box struct {
 
 func newBox(c evals.Case, recorded *evals.Recorded, began time.Time) *box {
 	b := &box{
-		recorded: recorded, stubs: c.Skills, approvals: c.Approvals, now: began, memory: map[string]memory.Entry{}, used: map[string]int{},
+		recorded: recorded, stubs: c.Skills, approvals: c.Approvals, now: began, memory: map[string]memory.Entry{},
+		used: map[string]int{},
 	}
 	if at, err := time.Parse(time.RFC3339, c.Now); err == nil {
 		b.now = at

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -56,12 +58,8 @@ func (r *Runner) Plan(ctx context.Context, c Counterfactual) (p Planned, err err
 	if err != nil {
 		return p, err
 	}
-	of := evals.SampleOf{Agent: now.Name, All: now.Default, Since: c.Since, Size: c.Sample}
-	for _, other := range all {
-		if other.Name != now.Name {
-			of.Others = append(of.Others, other.Name)
-		}
-	}
+	of := sampleOf(all, now)
+	of.Since, of.Size = c.Since, c.Sample
 	cases, sample, err := evals.Draw(ctx, r.Pool, of)
 	if err != nil {
 		return p, err
@@ -69,10 +67,7 @@ func (r *Runner) Plan(ctx context.Context, c Counterfactual) (p Planned, err err
 	if len(cases) == 0 {
 		return p, fmt.Errorf("%w: %d of %s%s", ErrNoTurn, sample.Size, now.Name, reasons(sample.Skipped))
 	}
-	for name, turn := range sample.Turns {
-		turn.Model = configured(now, turn.Model, r.Model.Model())
-		sample.Turns[name] = turn
-	}
+	r.nameModels(now, sample)
 	p.Sample = sample
 	p.Run = evals.Run{Kind: evals.OfCounterfactual, Trials: c.Trials, Candidate: c.Candidate != nil}
 	suite := evals.Suite{Version: 1, Source: p.Run.Kind, Definition: evals.Definition{
@@ -106,6 +101,25 @@ func (r *Runner) subjects(ctx context.Context, c Counterfactual, s evals.Suite, 
 	}
 	p.Control.Model = evals.RecordedModel
 	return err
+}
+
+// sampleOf selects the turns of one of the agents.
+func sampleOf(all []agents.Agent, a agents.Agent) evals.SampleOf {
+	of := evals.SampleOf{Agent: a.Name, All: a.Default}
+	for _, other := range all {
+		if other.Name != a.Name {
+			of.Others = append(of.Others, other.Name)
+		}
+	}
+	return of
+}
+
+// nameModels names the recorded models as the agent calls them.
+func (r *Runner) nameModels(a agents.Agent, s evals.Sample) {
+	for name, turn := range s.Turns {
+		turn.Model = configured(a, turn.Model, r.Model.Model())
+		s.Turns[name] = turn
+	}
 }
 
 // configured returns the name by which the agent calls a model, whose server may answer with a dated version.
@@ -150,24 +164,39 @@ func (r *Runner) played(model string) string {
 }
 
 // Store stores the runs of a counterfactual. [Runner.Work] plays the candidate's after the control's.
-func (r *Runner) Store(ctx context.Context, p Planned) (candidate evals.Run, err error) {
-	suite := p.Control.Suite
-	err = r.Pool.QueryRow(ctx, `select @kind || '-' || right(lanekeeper.agent_uuid7()::text, 12)`,
-		postgres.Strict{"kind": p.Run.Kind}).Scan(&suite.Name)
-	if err != nil {
-		return candidate, fmt.Errorf("name a %s: %w", p.Run.Kind, err)
-	}
-	suite.Definition.Name = suite.Name
-	if suite, err = evals.PutSample(ctx, r.Pool, suite, p.Sample); err != nil {
-		return candidate, err
-	}
-	p.Control.Suite, p.Candidate.Suite = suite, suite
-	control, err := r.insert(ctx, evals.Run{Kind: p.Run.Kind, Trials: p.Run.Trials}, p.Control)
-	if err != nil {
-		return candidate, err
-	}
-	p.Run.ControlID = control.ID
-	return r.insert(ctx, p.Run, p.Candidate)
+func (r *Runner) Store(ctx context.Context, p Planned) (evals.Run, error) {
+	return r.store(ctx, p, func(postgres.DB, evals.Run) error { return nil })
+}
+
+// store stores runs, and what belongs to the candidate's, in one transaction.
+func (r *Runner) store(
+	ctx context.Context, p Planned, also func(tx postgres.DB, candidate evals.Run) error,
+) (candidate evals.Run, err error) {
+	err = postgres.InTx(ctx, r.Pool, func(tx pgx.Tx) error {
+		suite := p.Control.Suite
+		err := tx.QueryRow(ctx, `select @kind || '-' || right(lanekeeper.agent_uuid7()::text, 12)`,
+			postgres.Strict{"kind": p.Run.Kind}).Scan(&suite.Name)
+		if err != nil {
+			return fmt.Errorf("name a %s: %w", p.Run.Kind, err)
+		}
+		suite.Definition.Name = suite.Name
+		if suite, err = evals.PutSample(ctx, tx, suite, p.Sample); err != nil {
+			return err
+		}
+		control, opposed := p.Control, p.Candidate
+		control.Suite, opposed.Suite = suite, suite
+		played, err := r.insert(ctx, tx, evals.Run{Kind: p.Run.Kind, Trials: p.Run.Trials}, control)
+		if err != nil {
+			return err
+		}
+		run := p.Run
+		run.ControlID = played.ID
+		if candidate, err = r.insert(ctx, tx, run, opposed); err != nil {
+			return err
+		}
+		return also(tx, candidate)
+	})
+	return candidate, err
 }
 
 // recordedTurn repeats the opening of a recorded turn.

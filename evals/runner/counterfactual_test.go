@@ -161,7 +161,7 @@ func TestControlAndCandidateShareABudget(t *testing.T) {
 	report := w.counterfactual(t, runner.Counterfactual{Model: "gpt-4o-mini", BudgetUSD: 0.006})
 	if report.ControlRun.Coverage.Followed != 4 || report.Status != evals.Undecided ||
 		report.CostUSD+report.ControlRun.CostUSD > 0.006 {
-		t.Errorf("the candidate is %s, for $%.4f + $%.4f: control %+v", report.Status, report.ControlRun.CostUSD, report.CostUSD,
-			report.ControlRun.Coverage)
+		t.Errorf("the candidate is %s, for $%.4f + $%.4f: control %+v", report.Status, report.ControlRun.CostUSD,
+			report.CostUSD, report.ControlRun.Coverage)
 	}
 }

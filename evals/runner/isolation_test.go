@@ -24,8 +24,8 @@ const (
 	visitor  = `ch_01JD3V7K8ZQ6W2M5T9X4C1B0AF`
 )
 
-// doors are writes by which a run would leave, wake something, count or be remembered. @t is its trace, @x its execution.
-// They are refused by the trace in the row.
+// doors are writes by which a run would leave, wake something, count or be remembered. @t is its trace, @x its
+// execution. They are refused by the trace in the row.
 var doors = map[string]string{
 	"outbox":          `insert into agent_webhook_outbox (target_id, event, payload, trace_id) select id, 'e', '{}', @t from agent_webhook_targets`,
 	"webhook":         `insert into agent_webhook_deliveries (endpoint, delivery_id, trace_id, last_trace_id, body, body_sha256) values ('e', 'd', @t, @t, '', '')`,

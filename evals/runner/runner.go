@@ -99,6 +99,9 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 		return executions.Result{}, err
 	}
 	c, ok := subject.Suite.Definition.Case(in.Case)
+	if recorded != nil {
+		c, ok = recorded.Case(in.Case), true
+	}
 	if !ok {
 		return executions.Result{}, fmt.Errorf("eval %s has no case %q", run.Suite, in.Case)
 	}
@@ -253,16 +256,19 @@ func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, ca
 		subject.Model = o.Model
 	}
 	run := evals.Run{
-		Kind: evals.OfSuite, Trials: cmp.Or(o.Trials, s.Definition.TrialsOf()), Candidate: candidate, Background: o.Background,
+		Kind: evals.OfSuite, Trials: cmp.Or(o.Trials, s.Definition.TrialsOf()), Candidate: candidate,
+		Background: o.Background,
 	}
 	if s.Definition.Budget.CostUSD > 0 && !r.Model.PricedModel(subject.Model) {
 		return evals.Run{}, fmt.Errorf("run eval %s with %s: %w", s.Name, subject.Model, ErrUnpriced)
 	}
-	return r.insert(ctx, run, subject)
+	return r.insert(ctx, r.Pool, run, subject)
 }
 
 // insert stores a run of a subject with its trials, and records who began it.
-func (r *Runner) insert(ctx context.Context, run evals.Run, subject evals.Subject) (evals.Run, error) {
+func (r *Runner) insert(
+	ctx context.Context, db postgres.Beginner, run evals.Run, subject evals.Subject,
+) (evals.Run, error) {
 	run.Suite, run.Version, run.Model = subject.Suite.Name, subject.Suite.Version, subject.Model
 	run.Agent, run.AgentVersion = subject.Agent.Name, subject.Version
 	names := make([]string, len(subject.Suite.Definition.Cases))
@@ -272,7 +278,7 @@ func (r *Runner) insert(ctx context.Context, run evals.Run, subject evals.Subjec
 	act := activity.Act{Name: "run_eval", Input: map[string]any{
 		"eval": run.Suite, "agent": run.Agent, "model": run.Model, "trials": run.Trials, "cases": len(names),
 	}}
-	_, err := activity.Record(ctx, r.Pool, act, func(tx pgx.Tx, _ string) (any, error) {
+	_, err := activity.Record(ctx, db, act, func(tx pgx.Tx, _ string) (any, error) {
 		err := tx.QueryRow(ctx, `
 			with run as (
 			  insert into agent_eval_runs (kind, control_id, suite, version, agent, agent_version, model, trials, subject,

@@ -24,6 +24,9 @@ var errTimeout = errors.New("the time of the run is over")
 //
 // It plays the control of a run first. It leaves out a run whose control does not follow its recorded turns.
 func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTrial func(evals.Trial)) error {
+	if run.Kind == evals.OfShadow {
+		return r.workShadow(ctx, run, onTrial)
+	}
 	if run.ControlID != "" {
 		follows, err := r.workControl(ctx, run, concurrent, onTrial)
 		if err != nil {

@@ -1,0 +1,123 @@
+package runner
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	// shadowPoll is the pause between looks for turns that have completed.
+	shadowPoll = 5 * time.Second
+	// longestTurn is how long before its end a turn may have begun.
+	longestTurn = 24 * time.Hour
+	// maxShadow bounds the turns of a shadow.
+	maxShadow = 500
+)
+
+// StartShadow stores a shadow, which servers play until it ends: a counterfactual that gets a share of the agent's turns
+// as they complete. One turn is played at a time.
+func (r *Runner) StartShadow(ctx context.Context, c Counterfactual, share float64, lasts time.Duration) (evals.Run, error) {
+	who, err := r.Agents.Find(ctx, r.Pool, c.Agent)
+	if err != nil {
+		return evals.Run{}, err
+	}
+	p := Planned{
+		Run:    evals.Run{Kind: evals.OfShadow, Trials: 1, Background: true, Candidate: c.Candidate != nil},
+		Sample: evals.Sample{Skipped: map[string]int{}, Turns: map[string]evals.Recorded{}},
+	}
+	suite := evals.Suite{Version: 1, Source: evals.OfShadow, Definition: evals.Definition{
+		Agent: who.Name, Surface: "operate", Trials: 1, Cases: []evals.Case{}, ApplyGate: &evals.Gate{Margin: c.Margin},
+		Budget: evals.Budget{CostUSD: c.BudgetUSD, Timeout: lasts.String()},
+	}}
+	if err := r.subjects(ctx, c, suite, &p); err != nil {
+		return evals.Run{}, err
+	}
+	if c.BudgetUSD > 0 && (!r.Model.PricedModel(p.Candidate.Model) || !r.Model.PricedModel(r.played(who.Model))) {
+		return evals.Run{}, fmt.Errorf("start a shadow of %s: %w", who.Name, ErrUnpriced)
+	}
+	return r.store(ctx, p, func(tx postgres.DB, run evals.Run) error {
+		return evals.PutShadow(ctx, tx, run.ID, share, lasts)
+	})
+}
+
+// workShadow plays turns as they complete, until the shadow ends or its budget is used up.
+func (r *Runner) workShadow(ctx context.Context, run evals.Run, onTrial func(evals.Trial)) error {
+	control, err := evals.GetRun(ctx, r.Pool, run.ControlID)
+	if err != nil {
+		return err
+	}
+	for {
+		shadow, err := evals.GetShadow(ctx, r.Pool, run.ID)
+		if err != nil {
+			return err
+		}
+		if shadow.Turns < maxShadow && shadow.Upto.After(shadow.SeenAt) {
+			if err := r.extend(ctx, run, shadow); err != nil {
+				return err
+			}
+		}
+		spent, err := r.playOpen(ctx, []evals.Run{control, run}, onTrial)
+		if err != nil {
+			return err
+		}
+		if shadow.Over || spent || shadow.Turns >= maxShadow {
+			if err := r.decide(ctx, control, false); err != nil {
+				return err
+			}
+			return r.decide(ctx, run, false)
+		}
+		timer := time.NewTimer(shadowPoll)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return context.Cause(ctx)
+		case <-timer.C:
+		}
+	}
+}
+
+// extend adds the turns that have completed since the last look.
+func (r *Runner) extend(ctx context.Context, run evals.Run, s evals.Shadow) error {
+	all, err := r.Agents.List(ctx, r.Pool)
+	if err != nil {
+		return err
+	}
+	who, err := agents.Find(all, run.Agent)
+	if err != nil {
+		return err
+	}
+	of := sampleOf(all, who)
+	of.Since, of.Size, of.Share = s.Upto.Sub(s.SeenAt)+longestTurn, maxShadow-s.Turns, s.Share
+	of.After, of.Upto = &s.SeenAt, &s.Upto
+	_, sample, err := evals.Draw(ctx, r.Pool, of)
+	if err != nil {
+		return err
+	}
+	r.nameModels(who, sample)
+	return evals.Extend(ctx, r.Pool, run, sample, s.Upto)
+}
+
+// playOpen plays the open trials of runs, one at a time. spent reports that the budget was used up.
+func (r *Runner) playOpen(ctx context.Context, runs []evals.Run, onTrial func(evals.Trial)) (spent bool, err error) {
+	for _, run := range runs {
+		trials, err := evals.Trials(ctx, r.Pool, run.ID)
+		if err != nil {
+			return false, err
+		}
+		for _, t := range trials {
+			if t.Verdict == "" {
+				if t, err = r.await(ctx, run, t); err != nil {
+					return false, err
+				}
+				onTrial(t)
+			}
+			spent = spent || t.Verdict == evals.UndecidedTrial
+		}
+	}
+	return spent, nil
+}

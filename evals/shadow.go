@@ -1,0 +1,139 @@
+package evals
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// Shadow plays a share of the agent's turns as they complete.
+type Shadow struct {
+	RunID     string     `json:"run_id"`
+	Share     float64    `json:"share"`
+	Until     time.Time  `json:"until"`
+	StoppedAt *time.Time `json:"stopped_at"`
+	Agent     string     `json:"agent"`
+	Version   int        `json:"agent_version"`
+	Model     string     `json:"model"`
+	Status    string     `json:"status"`
+	Turns     int        `json:"turns"`
+	SeenAt    time.Time  `json:"-"`
+	Upto      time.Time  `json:"-"` // turns that completed by then can be looked at
+	Over      bool       `json:"-"` // stopped, or its time has come
+}
+
+const shadowColumns = `s.run_id::text, s.share, s.until, s.stopped_at, r.agent, r.agent_version as version, r.model, r.status,
+	(select count(*)::int from agent_eval_trials t where t.run_id = r.id) as turns, s.seen_at,
+	least(clock_timestamp() - interval '2 seconds', s.until, s.stopped_at) as upto, -- a completion is visible by then
+	s.stopped_at is not null or s.until <= clock_timestamp() as over`
+
+// PutShadow makes a run a shadow that ends after a time.
+func PutShadow(ctx context.Context, db postgres.DB, run string, share float64, lasts time.Duration) error {
+	_, err := db.Exec(ctx, `
+		insert into agent_eval_shadows (run_id, share, until) values (@run, @share, clock_timestamp() + @lasts::interval)`,
+		postgres.Strict{"run": run, "share": share, "lasts": lasts})
+	if err != nil {
+		return fmt.Errorf("store a shadow: %w", err)
+	}
+	return nil
+}
+
+// Shadows lists the newest shadows.
+func Shadows(ctx context.Context, db postgres.DB, limit int) ([]Shadow, error) {
+	rows, err := db.Query(ctx, `
+		select `+shadowColumns+` from agent_eval_shadows s join agent_eval_runs r on r.id = s.run_id
+		 order by s.run_id desc limit @limit`, postgres.Strict{"limit": limit})
+	return postgres.Collect(rows, err, "list shadows", pgx.RowToStructByName[Shadow])
+}
+
+// GetShadow reads the shadow of a run, or returns [ErrNotFound].
+func GetShadow(ctx context.Context, db postgres.DB, run string) (Shadow, error) {
+	rows, err := db.Query(ctx, `
+		select `+shadowColumns+` from agent_eval_shadows s join agent_eval_runs r on r.id = s.run_id where r.id = @run`,
+		postgres.Strict{"run": run})
+	return postgres.CollectOne(rows, err, ErrNotFound, "read shadow "+run, pgx.RowToStructByName[Shadow])
+}
+
+// StopShadow ends a shadow, and records who did. It returns [ErrNotFound] for a run that is no shadow or is over.
+func StopShadow(ctx context.Context, db postgres.Beginner, run string) error {
+	act := activity.Act{Name: "stop_shadow", Input: map[string]any{"run": run}}
+	_, err := activity.Record(ctx, db, act, func(tx pgx.Tx, _ string) (any, error) {
+		done, err := tx.Exec(ctx, `
+			update agent_eval_shadows s set stopped_at = clock_timestamp() from agent_eval_runs r
+			 where s.run_id = @run and r.id = s.run_id and r.status = 'running' and s.stopped_at is null`,
+			postgres.Strict{"run": run})
+		if err == nil && done.RowsAffected() == 0 {
+			err = ErrNotFound
+		}
+		return nil, err
+	})
+	if err != nil {
+		return fmt.Errorf("stop shadow %s: %w", run, err)
+	}
+	return nil
+}
+
+// Extend adds recorded turns, with a trial of each for a shadow and its control. Turns that completed before seen
+// were looked at.
+func Extend(ctx context.Context, db postgres.Beginner, r Run, more Sample, seen time.Time) error {
+	if more.Size == 0 {
+		return seenUpto(ctx, db, r, seen)
+	}
+	sample, err := readSample(ctx, db, r)
+	if err != nil {
+		return err
+	}
+	if sample.Skipped == nil {
+		sample.Skipped = map[string]int{}
+	}
+	for why, n := range more.Skipped {
+		sample.Skipped[why] += n
+	}
+	counts, err := json.Marshal(map[string]any{"size": sample.Size + more.Size, "skipped": sample.Skipped})
+	if err != nil {
+		return fmt.Errorf("extend a shadow: %w", err)
+	}
+	names := make([]string, 0, len(more.Turns))
+	for name := range more.Turns {
+		names = append(names, name)
+	}
+	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		_, err := tx.Exec(ctx, `
+			update agent_evals e
+			   set definition = jsonb_set(e.definition, '{sample}', e.definition -> 'sample' || @counts::jsonb
+			       || jsonb_build_object('turns', (e.definition -> 'sample' -> 'turns') || @turns::jsonb))
+			 where e.name = @suite and e.version = @version`, postgres.Strict{
+			"counts": string(counts), "turns": more.Turns, "suite": r.Suite, "version": r.Version,
+		})
+		if err == nil {
+			_, err = tx.Exec(ctx, `
+				insert into agent_eval_trials (run_id, case_name, trial, position)
+				select x.id, c.name, 1, (select count(*) from agent_eval_trials t where t.run_id = x.id) + c.n
+				  from unnest(array[@control, @run]::uuid[]) x (id), unnest(@names::text[]) with ordinality c (name, n)
+				on conflict do nothing`, postgres.Strict{"control": r.ControlID, "run": r.ID, "names": names})
+		}
+		if err == nil {
+			err = seenUpto(ctx, tx, r, seen)
+		}
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("extend a shadow: %w", err)
+	}
+	return nil
+}
+
+func seenUpto(ctx context.Context, db postgres.DB, r Run, seen time.Time) error {
+	_, err := db.Exec(ctx, `update agent_eval_shadows set seen_at = @seen where run_id = @run`,
+		postgres.Strict{"seen": seen, "run": r.ID})
+	if err != nil {
+		return fmt.Errorf("extend a shadow: %w", err)
+	}
+	return nil
+}
