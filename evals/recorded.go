@@ -103,7 +103,8 @@ func (s SampleOf) roots(ctx context.Context, db postgres.DB) ([]root, error) {
 		        order by a.created_at, a.id limit 1) m
 		 where e.id > lanekeeper.agent_uuid7_floor(clock_timestamp() - @since::interval) and e.parent_id is null
 		   and e.surface in ('chat', 'operate', 'webhook', 'heartbeat') and e.flow = any (@flows::text[])
-		   and (@after::timestamptz is null or e.completed_at > @after and e.completed_at <= @upto::timestamptz)
+		   and (@after::timestamptz is null
+		     or e.completed_at > @after::timestamptz and e.completed_at <= @upto::timestamptz)
 		   and (@share::float8 = 0 or ('x' || left(md5(e.trace_id), 8))::bit(32)::bigint < @share * 4294967296)
 		   and e.status = 'completed' and (m.agent = @agent or @all::bool and m.agent <> all (@others::text[]))
 		 order by md5(e.trace_id) limit @size`, postgres.Strict{

@@ -24,8 +24,8 @@ import (
 
 func (c *cli) evalCommand() *cobra.Command {
 	return group("eval", "Try agents on suites of cases, and compare versions",
-		c.evalRunCommand(), c.evalCounterfactualCommand(), c.evalListCommand(), c.evalShowCommand(), c.evalAddCommand(),
-		c.evalLabelCommand(), c.evalLabelsCommand())
+		c.evalRunCommand(), c.evalCounterfactualCommand(), c.evalShadowCommand(), c.evalListCommand(), c.evalShowCommand(),
+		c.evalAddCommand(), c.evalLabelCommand(), c.evalLabelsCommand())
 }
 
 // evalOptions are the flags of agent eval run.

@@ -72,6 +72,7 @@ var remoteCommands = map[string]principals.Scope{
 	"eval label":         principals.RunsWrite,
 	"eval labels":        principals.RunsRead,
 	"eval ls":            principals.RunsRead,
+	"eval shadow ls":     principals.RunsRead,
 	"eval show":          principals.RunsRead,
 	"executions":         principals.RunsWrite,
 	"executions ls":      principals.RunsRead,

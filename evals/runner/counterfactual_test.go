@@ -47,6 +47,12 @@ func (w *world) record(t *testing.T, prompts ...string) {
 			})
 			return executions.Result{Value: outcome}, err
 		}))
+	w.play(t, prompts...)
+}
+
+// play plays turns of the registered flow.
+func (w *world) play(t *testing.T, prompts ...string) {
+	t.Helper()
 	for _, prompt := range prompts {
 		x, _, err := w.runner.Engine.Start(t.Context(), w.pool, executions.Spec{
 			Flow: "chat", Surface: trace.Chat, Agent: "sales", Input: prompt,
@@ -164,4 +170,35 @@ func TestControlAndCandidateShareABudget(t *testing.T) {
 		t.Errorf("the candidate is %s, for $%.4f + $%.4f: control %+v", report.Status, report.ControlRun.CostUSD,
 			report.CostUSD, report.ControlRun.Coverage)
 	}
+}
+
+// A shadow plays the turns that complete while it lasts, each once, and what it is compared with.
+func TestAShadowPlaysTurnsAsTheyComplete(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.script(nora)
+	w.record(t, "order 7?") // before the shadow
+	run, err := w.runner.StartShadow(t.Context(), runner.Counterfactual{Model: "gpt-4.1", Margin: 0.05}, 1, time.Hour)
+	require.NoError(t, err)
+	w.play(t, "order 7?", "order 8?")
+	before := len(w.model.Requests())
+	time.Sleep(2100 * time.Millisecond) // until a completion is visible for sure
+	require.NoError(t, evals.StopShadow(t.Context(), w.pool, run.ID))
+	require.NoError(t, w.runner.Work(t.Context(), run, 1, func(evals.Trial) {}))
+	report := w.report(t, run)
+	require.NoError(t, report.CompareWithControl(t.Context(), w.pool))
+	if c := report.Coverage; c.Sampled != 2 || c.Followed != 2 || report.ControlRun.Coverage.Followed != 2 ||
+		report.Status != evals.Passed {
+		t.Errorf("the shadow is %s: %+v, control %+v", report.Status, c, report.ControlRun.Coverage)
+	}
+	if made := len(w.model.Requests()) - before; made != 8 {
+		t.Errorf("%d model calls were made, want 8", made)
+	}
+	pgtest.Equal(t, w.pool, 1, `select count(*)::int from agent_audit where act = 'stop_shadow'`)
+	if err := evals.StopShadow(t.Context(), w.pool, run.ID); err == nil {
+		t.Error("a shadow was stopped twice")
+	}
+	// A server finds the run by its claim, as any other that it plays.
+	pgtest.Equal(t, w.pool, true, `select served_until is not null from agent_eval_runs where id = $1`, run.ID)
+	pgtest.Equal(t, w.pool, true, `select served_until is null from agent_eval_runs where id = $1`, run.ControlID)
 }

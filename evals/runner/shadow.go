@@ -19,9 +19,11 @@ const (
 	maxShadow = 500
 )
 
-// StartShadow stores a shadow, which servers play until it ends: a counterfactual that gets a share of the agent's turns
-// as they complete. One turn is played at a time.
-func (r *Runner) StartShadow(ctx context.Context, c Counterfactual, share float64, lasts time.Duration) (evals.Run, error) {
+// StartShadow stores a shadow, which servers play until it ends: a counterfactual that gets a share of the turns as
+// they complete. One turn is played at a time.
+func (r *Runner) StartShadow(
+	ctx context.Context, c Counterfactual, share float64, lasts time.Duration,
+) (evals.Run, error) {
 	who, err := r.Agents.Find(ctx, r.Pool, c.Agent)
 	if err != nil {
 		return evals.Run{}, err
