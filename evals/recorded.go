@@ -109,7 +109,8 @@ func (s SampleOf) roots(ctx context.Context, db postgres.DB) ([]root, error) {
 		   and e.status = 'completed' and (m.agent = @agent or @all::bool and m.agent <> all (@others::text[]))
 		 order by md5(e.trace_id) limit @size`, postgres.Strict{
 		"since": s.Since, "flows": []string{"chat", "chat_relay", "operate", "webhook", "heartbeat"}, "agent": s.Agent,
-		"after": s.After, "upto": s.Upto, "share": s.Share, "all": s.All, "others": append([]string{}, s.Others...), "size": s.Size,
+		"after": s.After, "upto": s.Upto, "share": s.Share, "all": s.All,
+		"others": append([]string{}, s.Others...), "size": s.Size,
 	})
 	return postgres.Collect(rows, err, "sample recorded turns", pgx.RowToStructByName[root])
 }
