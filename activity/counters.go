@@ -365,6 +365,8 @@ type HealthFilter struct {
 	State string // enabled, on trial or disabled
 	After string // a name
 	Limit int    // 0 and at most 1,000
+	// NoDurations leaves the percentiles out, which are most of the cost.
+	NoDurations bool
 }
 
 // Health is the health of a skill over the last 7 days.
@@ -404,7 +406,7 @@ func CountedHealth(ctx context.Context, db postgres.DB, f HealthFilter) (Counted
 	}
 	list, err := postgres.Rows[line](ctx, db, "sum health of skills", countedHealthSQL, perQuery, postgres.Strict{
 		"since": since, "hours_until": firstMidnight(since, Total), "skill": f.Skill, "state": f.State,
-		"after": f.After, "limit": limit,
+		"after": f.After, "limit": limit, "durations": !f.NoDurations,
 		"walk": streakLimit, "most": uncountedLimit,
 	})
 	sums := Counted[Health]{Lines: []Health{}}

@@ -22,15 +22,16 @@ calls as materialized (
           select l.skill, 1, (l.status = 'error')::int from live l) x
    group by x.skill),
 lasted as materialized (
+  -- Of no skill unless @durations.
   select x.skill, array_agg(x.bucket order by x.bucket) as buckets, array_agg(x.calls order by x.bucket) as counts
     from (select y.skill, y.bucket, sum(y.calls)::bigint as calls
             from (select d.skill, d.bucket, d.calls
                     from generate_series((@since::timestamptz at time zone 'UTC')::date::timestamp,
                                          (clock_timestamp() at time zone 'UTC') + interval '1 day', interval '1 day') g (day)
                    cross join lateral (select d.skill, d.bucket, d.calls from agent_activity_durations d
-                                        where d.day = g.day::date and (@skill::text = '' or d.skill = @skill) offset 0) d
+                                        where @durations::bool and d.day = g.day::date and (@skill::text = '' or d.skill = @skill) offset 0) d
                   union all
-                  select l.skill, l.bucket, 1 from live l where l.bucket is not null) y
+                  select l.skill, l.bucket, 1 from live l where @durations::bool and l.bucket is not null) y
            group by 1, 2) x
    group by x.skill),
 listed as (

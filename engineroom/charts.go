@@ -77,7 +77,7 @@ type chartRange struct{ Name, Word, URL string }
 // costs the same however large the tables are.
 func (room *Room) chartsPage() page {
 	return page{
-		path: "/charts", name: "charts", nav: "Charts", title: "Charts", open: openCharts,
+		path: "/charts", name: "charts", nav: "Charts", title: "Charts", open: openCharts, parallel: true,
 		parts: []part{
 			{name: "runs", every: 2 * time.Minute, load: room.runCharts},
 			{name: "latency", every: 2 * time.Minute, load: room.latencyCharts},

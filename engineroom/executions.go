@@ -35,6 +35,7 @@ const (
 func (room *Room) executionsPage() page {
 	return page{
 		path: "/executions", name: "executions", nav: "Executions", title: "Executions", open: room.openExecutions,
+		parallel: true,
 		parts: []part{
 			{name: "states", every: 2 * time.Second, load: room.executionStates},
 			room.filtersPart("/executions", "flow", "agent"),

@@ -3,6 +3,7 @@ package engineroom
 import (
 	"context"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -12,8 +13,9 @@ import (
 // maxFailingShown bounds the groups of failures.
 const maxFailingShown = 6
 
-// failureMemo keeps the failures for the parts of a page. Parts are read one after the other.
+// failureMemo keeps the failures for the parts of a page.
 type failureMemo struct {
+	mu sync.Mutex
 	monitor.Failures
 	at time.Time
 }
@@ -23,12 +25,17 @@ const memoLasts = time.Second
 
 // readFailures reads the failures, or returns those that another part has just read.
 func (v *visit) readFailures(ctx context.Context, db postgres.DB) (monitor.Failures, error) {
-	if v.memo != nil && time.Since(v.memo.at) < memoLasts {
+	if v.memo == nil {
+		return monitor.ReadFailures(ctx, db)
+	}
+	v.memo.mu.Lock()
+	defer v.memo.mu.Unlock()
+	if time.Since(v.memo.at) < memoLasts {
 		return v.memo.Failures, nil
 	}
 	got, err := monitor.ReadFailures(ctx, db)
-	if v.memo != nil && err == nil {
-		*v.memo = failureMemo{got, time.Now()}
+	if err == nil {
+		v.memo.Failures, v.memo.at = got, time.Now()
 	}
 	return got, err
 }

@@ -15,7 +15,7 @@ import (
 // order of importance. With several agents the parameter agent narrows it to one; what needs attention is of all.
 func (room *Room) overviewPage() page {
 	return page{
-		path: "/", name: "overview", nav: "Overview", title: "Overview", open: openActivity,
+		path: "/", name: "overview", nav: "Overview", title: "Overview", open: openActivity, parallel: true,
 		parts: []part{
 			{name: "verdict", every: 3 * time.Second, calm: true, load: room.verdictPart},
 			{name: "needs", every: 3 * time.Second, load: room.needs},

@@ -21,6 +21,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/klauspost/compress/gzhttp"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/internal/local"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -40,6 +41,8 @@ type page struct {
 	parts []part
 	// follows marks a page that is read from the primary, to follow a running turn.
 	follows bool
+	// parallel marks a page whose parts change nothing of the visit. They are read two at a time.
+	parallel bool
 }
 
 // part is a part of a page.
@@ -234,12 +237,13 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 	if s.Waits, err = room.waiting(ctx); err != nil { // the part shows the trouble
 		room.Logger.DebugContext(ctx, "waits not read", "error", err)
 	}
+	texts, err := room.renderParts(ctx, p, s.visit)
+	if err != nil {
+		return nil, err
+	}
 	var seen []string
-	for _, one := range p.parts {
-		text, err := room.renderPart(ctx, p, one, s.visit)
-		if err != nil {
-			return nil, err
-		}
+	for i, one := range p.parts {
+		text := texts[i]
 		s.parts[one.name] = template.HTML(text) // made by a template of this package
 		if one.every > 0 {
 			mark := digest(text)
@@ -256,6 +260,23 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 	}
 	s.Arrangement = template.HTML(arranged) // made by a template of this package
 	return room.execute("layout", s)
+}
+
+// renderParts renders the parts of a page in their order.
+func (room *Room) renderParts(ctx context.Context, p page, v *visit) ([][]byte, error) {
+	texts := make([][]byte, len(p.parts))
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(1)
+	if p.parallel {
+		group.SetLimit(2)
+	}
+	for i, one := range p.parts {
+		group.Go(func() (err error) {
+			texts[i], err = room.renderPart(ctx, p, one, v)
+			return err
+		})
+	}
+	return texts, group.Wait()
 }
 
 // find loads the page's subject.

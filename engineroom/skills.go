@@ -71,7 +71,7 @@ func (room *Room) healthPart() part {
 
 // healthPanel lists the skills that fare worst.
 func (room *Room) healthPanel(ctx context.Context, _ *visit) (any, error) {
-	sums, err := activity.CountedHealth(ctx, room.Read, activity.HealthFilter{})
+	sums, err := activity.CountedHealth(ctx, room.Read, activity.HealthFilter{NoDurations: true})
 	if err != nil {
 		return nil, err
 	}
@@ -114,7 +114,7 @@ var skillShape = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 // skillsPage lists the skills and their health.
 func (room *Room) skillsPage() page {
 	return page{
-		path: "/skills", name: "skills", nav: "Skills", title: "Skills",
+		path: "/skills", name: "skills", nav: "Skills", title: "Skills", parallel: true,
 		open: func(_ context.Context, v *visit) (string, error) {
 			state, err := v.oneOf("state", "", "enabled", "failing", "on trial", "disabled")
 			if err != nil {
@@ -224,7 +224,7 @@ func (room *Room) skillsList(ctx context.Context, v *visit) (any, error) {
 // skillPage shows one skill.
 func (room *Room) skillPage() page {
 	return page{
-		path: "/skills/{name}", name: "skill", open: room.openSkill,
+		path: "/skills/{name}", name: "skill", open: room.openSkill, parallel: true,
 		parts: []part{
 			{name: "about", every: 3 * time.Second, load: room.skillAbout},
 			{name: "health", every: 5 * time.Second, calm: true, load: room.skillHealth},

@@ -75,7 +75,7 @@ func today() time.Time { return time.Now().UTC().Truncate(24 * time.Hour) }
 // spendPage shows the cost of model calls.
 func (room *Room) spendPage() page {
 	return page{
-		path: "/spend", name: "spend", nav: "Spend", title: "Spend", open: openSpend,
+		path: "/spend", name: "spend", nav: "Spend", title: "Spend", open: openSpend, parallel: true,
 		parts: []part{
 			{name: "budget", every: 5 * time.Second, calm: true, load: room.budgetLines},
 			{name: "sums", every: 10 * time.Second, calm: true, load: room.spendSums},

@@ -21,6 +21,7 @@ const (
 func (room *Room) spendDayPage() page {
 	return page{
 		path: "/spend/{day}", name: "spendday", title: "Spend of a day", open: openSpendDay,
+		parallel: true,
 		parts: []part{
 			{name: "sums", every: 30 * time.Second, calm: true, load: room.spendOfDay},
 			{name: "traces", every: 30 * time.Second, calm: true, load: room.expensiveTraces},

@@ -374,12 +374,15 @@ language sql stable security definer set search_path from current set enable_seq
                     where m.skill_name = r.name and m.telling and m.id >= b.since_id and m.created_at >= b.since) c) x
      where r.few),
   -- Of many: the counts, without the part of the first hour before p_since. A streak is read back to the last success.
+  early as materialized (
+    select c.skill_name, count(*) as worked, count(*) filter (where c.status = 'error') as failed
+      from began b cross join agent_skill_calls c where c.id >= b.hour_id and c.id < b.since_id group by c.skill_name),
   many as materialized (
     select r.name, r.worked - e.worked as worked, r.failed - e.failed as failed, k.streak, r.slowest
       from (select r.*, b.*, greatest(b.since_id, lanekeeper.agent_uuid7_floor(r.enabled_at)) as live_id from ranked r cross join began b where not r.few) r
      cross join lateral (
-           select count(*) as worked, count(*) filter (where c.status = 'error') as failed from agent_skill_calls c
-            where c.skill_name = r.name and c.id >= r.hour_id and c.id < r.since_id) e
+           select coalesce(sum(y.worked), 0)::bigint as worked, coalesce(sum(y.failed), 0)::bigint as failed
+             from early y where y.skill_name = r.name) e
       left join lateral (
            select c.id from agent_skill_calls c
             where c.skill_name between r.name and r.name and c.status = 'success' and c.id >= r.live_id and r.failed > e.failed
