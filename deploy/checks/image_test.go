@@ -3,7 +3,10 @@
 package checks_test
 
 import (
+	"archive/tar"
 	"debug/elf"
+	"errors"
+	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -16,6 +19,8 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/tarball"
 	"github.com/moby/buildkit/frontend/dockerfile/instructions"
 	"github.com/moby/buildkit/frontend/dockerfile/parser"
 )
@@ -118,17 +123,7 @@ func TestTheBinaryNeedsNothing(t *testing.T) {
 			t.Errorf("it is linked dynamically: %v", p.Type)
 		}
 	}
-	root := t.TempDir()
-	if err := os.MkdirAll(filepath.Join(root, "usr/bin"), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	program, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(filepath.Join(root, "usr/bin/agent"), program, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	root := unpacked(t, path)
 	for dir := root; dir != filepath.Dir(dir); dir = filepath.Dir(dir) { // the folders of a test are private
 		if strings.HasPrefix(dir, os.TempDir()) && dir != os.TempDir() {
 			if err := os.Chmod(dir, 0o755); err != nil {
@@ -160,6 +155,49 @@ func TestTheBinaryNeedsNothing(t *testing.T) {
 		"AGENT_TIMEZONE=Europe/Madrid", "AGENT_LISTEN=127.0.0.1:0"}
 	if code, said := alone(t, root, zone, "migrate"); code != 1 || strings.Contains(said, "AGENT_TIMEZONE") {
 		t.Errorf("without files of time zones: exit %d, %s", code, said)
+	}
+}
+
+// unpacked builds the image of the real program without a daemon, and returns a folder with its files.
+func unpacked(t *testing.T, program string) (root string) {
+	t.Helper()
+	out := filepath.Join(t.TempDir(), "image.tar")
+	digest := command(t, ".", nil, "go", "run", "./image", "-binary", program, "-dockerfile", "../Dockerfile", "-o", out)
+	image, err := tarball.ImageFromPath(out, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := image.Digest(); err != nil || got.String() != digest {
+		t.Errorf("the image has the digest %s, and %s was said: %v", got, digest, err)
+	}
+	config, err := image.ConfigFile()
+	if err != nil || config.Config.User != "65532:65532" || !slices.Equal(config.Config.Entrypoint, []string{"/usr/bin/agent"}) {
+		t.Errorf("the image runs %q as %q: %v", config.Config.Entrypoint, config.Config.User, err)
+	}
+	content := mutate.Extract(image)
+	defer content.Close()
+	root = t.TempDir()
+	for files := tar.NewReader(content); ; {
+		h, err := files.Next()
+		if errors.Is(err, io.EOF) {
+			return root
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		to := filepath.Join(root, filepath.FromSlash(h.Name))
+		if h.Typeflag == tar.TypeDir {
+			err = os.MkdirAll(to, 0o755)
+		} else {
+			var file *os.File
+			if file, err = os.OpenFile(to, os.O_CREATE|os.O_WRONLY, os.FileMode(h.Mode)&0o777); err == nil {
+				_, err = io.Copy(file, files)
+				err = errors.Join(err, file.Close())
+			}
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 
