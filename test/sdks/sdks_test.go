@@ -31,7 +31,7 @@ import (
 
 var program string
 
-func TestMain(m *testing.M) { proctest.Main(m, "sdks", &program) }
+func TestMain(m *testing.M) { proctest.Main(tests{m}, "sdks", &program) }
 
 const (
 	token    = "an-admin-token-of-this-test"
@@ -60,6 +60,9 @@ func languages(t *testing.T) []language {
 			continue
 		}
 		l.command[0] = path
+		if packed && l.name == "typescript" {
+			l.command[1] = filepath.Join(installed(t, l.name), "scenario.mjs")
+		}
 		all = append(all, l)
 	}
 	return all
@@ -91,6 +94,9 @@ func (w *world) worker(owner, base string, ttl int) *proctest.Process {
 	w.Helper()
 	sdk, err := filepath.Abs("../../sdk/python")
 	require.NoError(w, err)
+	if packed {
+		sdk = installed(w.T, "python")
+	}
 	return proctest.Start(w, patience, w.TempDir(), proctest.Environ("AGENT_URL="+base, "AGENT_TOKEN="+token,
 		"OWNER="+owner, "EFFECTS="+w.effects, "SDK="+sdk, fmt.Sprint("TTL_SECONDS=", ttl), "PYTHONDONTWRITEBYTECODE=1"),
 		w.command...)
