@@ -103,6 +103,9 @@ func TestAClaimWaitsForTheFirstExecution(t *testing.T) {
 	t.Parallel()
 	a := runningAgent(t)
 	began := time.Now()
+	pgtest.Equal(t, a.pool, 0, `select count(*)::int from agent_idle_workers`)
+	defer pgtest.Equal(t, a.pool, "{external:sum}", `select flows::text from agent_idle_workers where owner = 'w'
+		and expires_at > clock_timestamp() and since <= seen_at`)
 	if got := a.claimRuns("external:sum", "w", `,"wait_seconds":0.3`); len(got) != 0 || time.Since(began) < 300*time.Millisecond {
 		t.Errorf("without work: %+v after %s", got, time.Since(began))
 	}

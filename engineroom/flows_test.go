@@ -116,12 +116,17 @@ func TestProcessesAndWorkersAreListed(t *testing.T) {
 	quiet(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by) select 'fl_3', 'flow', 'ship', 'running', $1::uuid
 		  from generate_series(1, 2)`, live)
+	for name, left := range map[string]string{"idle one": "1 minute", "sum <worker>": "1 minute", "gone home": "-1 second"} {
+		quiet(t, pool, `insert into agent_idle_workers (owner, flows, expires_at)
+			values ($1, '{external:mul}', clock_timestamp() + $2::text::interval)`, name, left)
+	}
 	body := shows(t, server.URL+"/lanes")
 	_, body, _ = strings.Cut(body, `<section id="workers"`)
 	body, _, _ = strings.Cut(body, "</section>")
 	assert.Contains(t, body, "host-1 pid 7", `href="/flows/ship"`, "1 flows of the agent itself", "sum &lt;worker&gt;", "worker outside",
-		`href="/flows/external:sum"`, `<td class="number" data-label="Running">2</td>`)
-	for _, bad := range []string{"host-3", "lock-Zq81xLm0"} {
+		`href="/flows/external:sum"`, `<td class="number" data-label="Running">2</td>`,
+		"idle one", `href="/flows/external:mul"`, `<td class="number" data-label="Running">0</td>`)
+	for _, bad := range []string{"host-3", "lock-Zq81xLm0", "gone home"} {
 		if strings.Contains(body, bad) {
 			t.Errorf("the part has %s", bad)
 		}

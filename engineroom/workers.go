@@ -14,8 +14,7 @@ const (
 	maxWorkers = 50
 	// maxLocks bounds the locks of workers outside that are read.
 	maxLocks = 2000
-	// unseenAfter is how long an execution waits for a worker outside before the page says that none takes it. An idle
-	// worker holds no lock, so it is not known.
+	// unseenAfter is how long an execution waits for a worker outside before the page says that none takes it.
 	unseenAfter = 15 * time.Second
 )
 
@@ -32,7 +31,7 @@ type worker struct {
 func (w worker) Count() string { return capped(w.Running, maxCount) }
 
 // workers reads the processes with a lease that holds, or that ended in the last 10 minutes and was not swept, and the
-// workers outside with a lock.
+// workers outside with a lock or waiting for one.
 func (room *Room) workers(ctx context.Context, _ *visit) (any, error) {
 	processes, err := postgres.Rows[worker](ctx, room.Read, "list processes", `
 		select w.id::text, left(w.name, 200) as name, w.kind, w.flows[1:200] as flows, w.started_at,
@@ -61,8 +60,17 @@ func (room *Room) workers(ctx context.Context, _ *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
+	idle, err := postgres.Rows[worker](ctx, room.Read, "list idle workers outside", `
+		select '' as id, left(i.owner, 200) as name, 'outside' as kind, i.flows[1:200] as flows, i.since as started_at,
+		       i.seen_at, i.expires_at as lease_until, true as live, 0::bigint as running
+		  from agent_idle_workers i where i.expires_at > clock_timestamp() and not exists (
+		    select from agent_workers w where w.kind = 'outside' and w.owner = i.owner and w.expires_at > clock_timestamp())
+		 order by i.since desc, i.owner limit @most + 1`, freshPlan, postgres.Strict{"most": maxWorkers})
+	if err != nil {
+		return nil, err
+	}
 	processes, more := onPage(processes, maxWorkers)
-	outside, moreOutside := onPage(outside, maxWorkers)
+	outside, moreOutside := onPage(append(outside, idle...), maxWorkers)
 	return map[string]any{"Workers": append(processes, outside...), "More": more || moreOutside}, nil
 }
 
@@ -105,7 +113,9 @@ func (room *Room) missingWorkerOf(ctx context.Context, flow string) (*missingWor
 			         select p.execution_id from agent_workers p
 			          where p.kind = 'outside' and p.expires_at > clock_timestamp()
 			          order by p.expires_at desc limit @locks) w
-			        join agent_executions x on x.id = w.execution_id where x.flow = @flow),
+			        join agent_executions x on x.id = w.execution_id where x.flow = @flow)
+			       or exists (select from agent_idle_workers i
+			                   where i.expires_at > clock_timestamp() and i.flows @> array[@flow::text]),
 			       (select max(n.started_at) from (
 			         select x.started_at from agent_executions x where x.flow = @flow and x.claimed_by is null
 			          order by x.id desc limit @most) n)`, freshPlan,

@@ -37,10 +37,15 @@ func (e *Engine) ClaimRuns(ctx context.Context, p ClaimParams) ([]RunLock, error
 	defer deadline.Stop()
 	ready, unsubscribe := e.claimable.subscribe(ctx, p.Flows...) // before the first try, so no start is missed
 	defer unsubscribe()
-	for {
+	for tries := 0; ; tries++ {
 		got, err := e.tryClaimRuns(ctx, p)
 		if err != nil || len(got) > 0 {
 			return got, err
+		}
+		if tries == 0 {
+			if err := noteIdle(ctx, e.pool, p); err != nil {
+				e.log.WarnContext(ctx, "idle worker not recorded", "owner", p.Owner, "error", err)
+			}
 		}
 		select {
 		case <-ctx.Done():
@@ -51,6 +56,24 @@ func (e *Engine) ClaimRuns(ctx context.Context, p ClaimParams) ([]RunLock, error
 		}
 	}
 }
+
+// noteIdle records that a worker waits, so that people see it. Rows of workers that are gone for an hour go.
+func noteIdle(ctx context.Context, db postgres.DB, p ClaimParams) error {
+	_, err := db.Exec(ctx, `
+		with gone as (
+		  delete from agent_idle_workers where owner in (
+		    select g.owner from agent_idle_workers g where g.expires_at < clock_timestamp() - interval '1 hour'
+		       and g.owner <> @owner limit 20 for update skip locked))
+		insert into agent_idle_workers as w (owner, flows, expires_at)
+		values (@owner, @flows, clock_timestamp() + make_interval(secs => @wait))
+		on conflict (owner) do update set flows = excluded.flows, seen_at = clock_timestamp(), expires_at = excluded.expires_at,
+		  since = case when w.expires_at < clock_timestamp() - interval '1 minute' then clock_timestamp() else w.since end`,
+		postgres.Strict{"owner": p.Owner, "flows": p.Flows, "wait": (p.Wait + idleGrace).Seconds()})
+	return err
+}
+
+// idleGrace is the pause of a worker between two waits.
+const idleGrace = 10 * time.Second
 
 // tryClaimRuns claims what is ready, in one transaction.
 func (e *Engine) tryClaimRuns(ctx context.Context, p ClaimParams) (got []RunLock, err error) {
