@@ -127,6 +127,7 @@ type Actor struct {
 	Name    string // of the principal
 	TokenID string // of the API token; empty for a session and for AGENT_ADMIN_TOKEN
 	Via     string // http, page, cli, slack, telegram, …
+	Message string // the provider's id of the message with the button
 }
 
 type actorKey struct{}
@@ -145,18 +146,41 @@ func ActorFrom(ctx context.Context) Actor {
 }
 
 // SetActor tells SQL functions, in the transaction, who acts: they add what [Describe] would to the rows they write.
-func SetActor(ctx context.Context, tx pgx.Tx) error {
-	actor, err := json.Marshal(Describe(ctx, map[string]any{}))
-	if err == nil {
-		_, err = tx.Exec(ctx, `select set_config('lanekeeper.actor', @actor, true)`, postgres.Strict{"actor": string(actor)})
-	}
-	if err != nil {
+func SetActor(ctx context.Context, tx postgres.DB) error {
+	b := &pgx.Batch{}
+	QueueActor(ctx, b)
+	if err := tx.SendBatch(ctx, b).Close(); err != nil {
 		return fmt.Errorf("set actor: %w", err)
 	}
 	return nil
 }
 
-// Describe adds the actor of ctx to the input of a row: by, key_id (of the token) and via.
+// QueueActor is [SetActor] for the statements after it in a batch, which is one transaction.
+func QueueActor(ctx context.Context, b *pgx.Batch) {
+	actor, err := json.Marshal(Describe(ctx, map[string]any{}))
+	if err != nil { // strings cannot fail
+		panic(err)
+	}
+	b.Queue(`select set_config('lanekeeper.actor', @actor, true)`, postgres.Strict{"actor": string(actor)})
+}
+
+// Asked records that the actor of ctx asked for an execution or a run, so that four eyes know whom to refuse. effect is
+// a reference such as execution ID. Without an actor it does nothing.
+func Asked(ctx context.Context, db postgres.DB, effect string) error {
+	a, ok := ctx.Value(actorKey{}).(Actor)
+	if !ok || a.Name == "" {
+		return nil
+	}
+	_, err := db.Exec(ctx, `
+		insert into agent_links (cause, kind, effect) values ('principal ' || @name, 'asked', @effect) on conflict do nothing`,
+		postgres.Strict{"name": a.Name, "effect": effect})
+	if err != nil {
+		return fmt.Errorf("record who asked: %w", err)
+	}
+	return nil
+}
+
+// Describe adds the actor of ctx to the input of a row: by, key_id (of the token), via, and the message of the channel.
 func Describe(ctx context.Context, input map[string]any) map[string]any {
 	a, ok := ctx.Value(actorKey{}).(Actor)
 	if !ok || a.Name == "" {
@@ -168,6 +192,9 @@ func Describe(ctx context.Context, input map[string]any) map[string]any {
 	}
 	if a.Via != "" {
 		described["via"] = a.Via
+	}
+	if a.Message != "" {
+		described["message"] = a.Message
 	}
 	maps.Copy(described, input)
 	return described

@@ -313,6 +313,7 @@ type AuditEntry struct {
 	Lane        string     `json:"lane"`
 	TokenID     string     `json:"token_id"` // of the API token of a principal's act
 	Via         string     `json:"via"`      // of a principal's act: http, page, cli, slack, …
+	Message     string     `json:"message"`  // with the button of the act, in the words of the provider
 }
 
 // AuditPage is a page of the audit.
@@ -341,7 +342,8 @@ func Audit(ctx context.Context, db postgres.DB, f Filter) (AuditPage, error) {
 		       left(a.model, 300) as model, a.tokens, a.cost_usd::float8 as cost_usd, a.duration_ms, left(a.surface, 300)
 		         as surface, a.trace_id,
 		       a.execution_id::text, a.parent_id::text, a.cause_id::text, left(a.thread_id, 300) as thread_id,
-		         left(a.lane, 300) as lane, left(a.token_id, 300) as token_id, left(a.via, 300) as via
+		         left(a.lane, 300) as lane, left(a.token_id, 300) as token_id, left(a.via, 300) as via,
+		       left(a.message, 300) as message
 		  from agent_audit a where a.id = any (@ids::uuid[]) order by a.id desc`, perQuery, postgres.Strict{"ids": ids})
 	if err != nil {
 		return AuditPage{}, fmt.Errorf("list what was done: %w", err)

@@ -13,6 +13,10 @@
 // database closes its open approvals with an activity (close_approval), and resumes the waiting executions. [Use]
 // consumes an approval in the transaction of the call's intent, for one step of one execution, so neither a crash nor
 // another run uses it twice. No output of a model reaches [Decide].
+//
+// A skill may want four eyes: a principal that asked for the execution cannot decide, and the database refuses it. The
+// principals are those of an operate turn, of a start, fork, retry or run by a person, and of the linked sender of a
+// channel's message, of the execution or of one that started it. Root may decide its own requests, and the audit says so.
 package approvals
 
 import (
@@ -23,6 +27,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -43,9 +49,14 @@ var (
 	// ErrDecided reports an approval that is decided, expired or void.
 	ErrDecided = errors.New("the approval was decided already, has expired, its execution has ended, or its skill has " +
 		"changed since")
+	// ErrFourEyes reports a decision by who asked for the call.
+	ErrFourEyes = errors.New("four eyes: who asked for this call cannot decide it")
 	// ErrNotFound reports an unknown approval.
 	ErrNotFound = errors.New("no such approval")
 )
+
+// codeFourEyes is the SQLSTATE of a decision by who asked.
+const codeFourEyes = "42501"
 
 // codeUsed is the SQLSTATE of an approval that cannot be used.
 const codeUsed = "LK003"
@@ -69,6 +80,12 @@ type Approval struct {
 	ConsumedAt    *time.Time      `json:"consumed_at"`
 	ExpiresAt     time.Time       `json:"expires_at"`
 	CreatedAt     time.Time       `json:"created_at"`
+	// How the decision came: by a token of the API or without, and with a message of a channel or without.
+	TokenID     string   `json:"decided_token_id"`
+	Via         string   `json:"decided_via"` // page, http, cli, slack, telegram or sql
+	Message     string   `json:"decided_message"`
+	FourEyes    bool     `json:"four_eyes"`    // nobody of RequestedBy decides, except root
+	RequestedBy []string `json:"requested_by"` // principals, as far as they are known
 	// The requesting execution; empty after its deletion.
 	Surface     string `json:"surface"`
 	Agent       string `json:"agent"`
@@ -94,7 +111,30 @@ func (a Approval) AskedBy() string {
 	case a.ThreadID != "":
 		said += " for the visitor in thread " + a.ThreadID
 	}
+	if len(a.RequestedBy) > 0 && !slices.Contains(a.RequestedBy, activity.Admin) {
+		said += ", asked by " + strings.Join(a.RequestedBy, ", ")
+	}
 	return said
+}
+
+// Decider names who decided and how, for people.
+func (a Approval) Decider() string {
+	said := a.DecidedBy
+	if a.Via != "" {
+		said += " via " + a.Via
+	}
+	if a.TokenID != "" {
+		said += " with token " + a.TokenID
+	}
+	if a.Message != "" {
+		said += ", message " + a.Message
+	}
+	return said
+}
+
+// Own reports whether four eyes are wanted and a principal asked for the call. Then only root may decide as it.
+func (a Approval) Own(principal string) bool {
+	return a.FourEyes && slices.Contains(a.RequestedBy, principal)
 }
 
 // DecidedError explains an [ErrDecided].
@@ -111,7 +151,7 @@ func (e *DecidedError) Error() string {
 		if a.Status == "rejected" {
 			was = "rejected"
 		}
-		said := fmt.Sprintf("the approval was decided already: %s by %s at %s", was, a.DecidedBy, at(*a.DecidedAt))
+		said := fmt.Sprintf("the approval was decided already: %s by %s at %s", was, a.Decider(), at(*a.DecidedAt))
 		if a.Reason != "" {
 			said += ": " + a.Reason
 		}
@@ -134,7 +174,8 @@ func (e *DecidedError) Error() string {
 // columns are the columns of an [Approval]. One past its time is expired, whatever its row says.
 const columns = `a.id::text, a.trace_id, a.execution_id::text, a.skill_name, a.skill_revision, a.arguments, a.parked,
 	case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end,
-	a.decided_by, a.reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
+	a.decided_by, a.reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at, a.decided_token_id, a.decided_via,
+	a.decided_message, a.four_eyes, a.requested_by,
 	coalesce(w.surface, ''), coalesce(w.agent, ''), coalesce(w.flow, ''), coalesce(w.thread_id, ''), coalesce(w.participant, '')`
 
 // asker joins the requesting execution.
@@ -176,7 +217,9 @@ func Ask(ctx context.Context, r Request) (Approval, error) {
 		if err != nil {
 			return Approval{}, err
 		}
-		_, err = tx.Exec(ctx, `update agent_approvals set activity_id = @note where id = @id`,
+		_, err = tx.Exec(ctx, `
+			with noted as (update agent_approvals set activity_id = @note where id = @id returning id)
+			select pg_notify('agent_channels', 'approval requested') from noted`, // for package channels
 			postgres.Strict{"note": note, "id": asked.ID})
 		return asked, err
 	}, executions.Input(r.Args))
@@ -188,13 +231,21 @@ func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval,
 	span, _ := trace.From(ctx)
 	var id string
 	err = tx.QueryRow(ctx, `
+		with recursive line (id, parent_id, run, depth) as (
+		  select x.id, coalesce(x.parent_id, x.forked_from), x.input ->> 'run_id', 1 from agent_executions x where x.id = @execution_id
+		  union all
+		  select x.id, coalesce(x.parent_id, x.forked_from), x.input ->> 'run_id', l.depth + 1
+		    from line l join agent_executions x on x.id = l.parent_id where l.depth < 50)
 		insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
-		       arguments_hash, expires_at)
+		       arguments_hash, expires_at, four_eyes, requested_by)
 		select @trace_id, @execution_id, @step, @parked, s.name, s.revision, @arguments, @hash,
-		       clock_timestamp() + make_interval(secs => @life)
+		       clock_timestamp() + make_interval(secs => @life), s.four_eyes, array(
+		         select distinct substr(k.cause, 11) from line l
+		           join agent_links k on k.effect in ('execution ' || l.id, 'run ' || l.run) and k.kind = 'asked' order by 1)
 		  from agent_skills s where s.name = @skill and s.revision = @revision for share
 		on conflict (skill_name, arguments_hash) where status in ('pending', 'approved') and not parked
-		do update set skill_revision = agent_approvals.skill_revision
+		do update set requested_by = array(
+		     select unnest(agent_approvals.requested_by) union select unnest(excluded.requested_by) order by 1)
 		returning id::text, xmax = 0`, postgres.Strict{ // no xmax: the row is new
 		"trace_id": string(span.TraceID), "execution_id": current.ID, "step": executions.StepKey(ctx), "parked": r.Park,
 		"skill": r.Skill, "revision": r.Revision, "arguments": r.Args, "hash": hash, "life": Lifetime.Seconds(),
@@ -226,7 +277,8 @@ func lapse(ctx context.Context, tx pgx.Tx, r Request, hash string) error {
 }
 
 // Decide approves or rejects, and resumes the waiting execution. It records an activity under the trace of ctx, or a
-// new op_ trace. It returns [ErrDecided] if it is too late, and [ErrNotFound] for an unknown id. by is the admin.
+// new op_ trace. It returns [ErrDecided] if it is too late, [ErrFourEyes] if by asked for the call, and
+// [ErrNotFound] for an unknown id. by is the principal.
 func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, by, reason string) (Approval, error) {
 	if span, ok := trace.From(ctx); !ok || span.TraceID == "" {
 		ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate})
@@ -234,11 +286,24 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 	var decided Approval
 	broke := false
 	decide := func(tx pgx.Tx) error {
+		if err := activity.SetActor(ctx, tx); err != nil {
+			return err
+		}
 		rows, err := tx.Query(ctx, `select `+columns+` from decide_agent_approval(@id, @approve, @by, @reason) a`+asker,
 			postgres.Strict{"id": id, "approve": approve, "by": by, "reason": reason})
 		decided, err = postgres.CollectOne(rows, err, ErrNotFound, "record decision", pgx.RowToStructByPos[Approval])
+		if postgres.IsCode(err, codeFourEyes) {
+			return ErrFourEyes
+		}
 		if err != nil {
 			return err
+		}
+		acted := map[string]any{
+			"approval_id": id, "skill": decided.SkillName,
+			"decision": map[bool]string{true: "approve", false: "reject"}[approve], "by": by, "reason": reason,
+		}
+		if decided.Own(by) {
+			acted["four_eyes"] = "the requester decided"
 		}
 		if !approve {
 			if err := automations.RecordDenial(ctx, tx, id,
@@ -247,10 +312,7 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 			}
 		}
 		_, err = activity.Note(ctx, tx, activity.Entry{
-			Skill: "decide_approval", Input: activity.Describe(ctx, map[string]any{
-				"approval_id": id, "skill": decided.SkillName,
-				"decision": map[bool]string{true: "approve", false: "reject"}[approve], "by": by, "reason": reason,
-			}),
+			Skill: "decide_approval", Input: activity.Describe(ctx, acted),
 		}, activity.Outcome{Output: map[string]string{"status": decided.Status, "trace_id": decided.TraceID}})
 		return err
 	}

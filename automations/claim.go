@@ -10,6 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -371,7 +372,7 @@ func insertManualRun(ctx context.Context, db postgres.DB, nameOrID, traceID stri
 	if err != nil {
 		return Run{}, fmt.Errorf("run automation %q by hand: %w", nameOrID, err)
 	}
-	return run, nil
+	return run, activity.Asked(ctx, db, "run "+run.ID)
 }
 
 // GetRun returns one run, or [ErrRunNotFound].

@@ -25,9 +25,11 @@ var (
 
 // Principals finds who decides.
 type Principals interface {
-	// Approver returns the name of the principal that an account is linked to, and a context that acts for it through via.
-	// [ErrNotLinked], [ErrMayNot].
-	Approver(ctx context.Context, issuer, subject, via string) (acting context.Context, name string, err error)
+	// Approver returns the name of the principal that an account is linked to, and a context that acts for it through via
+	// with a message of the provider. [ErrNotLinked], [ErrMayNot].
+	Approver(ctx context.Context, issuer, subject, via, message string) (acting context.Context, name string, err error)
+	// Asking returns a context that acts for the principal of an account, or ctx if it is linked to none.
+	Asking(ctx context.Context, issuer, subject, via, message string) (acting context.Context, err error)
 }
 
 // maxArguments bounds the arguments that are shown with buttons. Nobody approves what cannot be read.
@@ -205,6 +207,9 @@ func (w *worker) decide(ctx context.Context, e entry) (said, shown string, err e
 	if hash, err := approvals.Hash(a.Arguments); err != nil || hash != b.Hash {
 		return "The arguments have changed since this was shown. Decide in the Engine Room.", "", err
 	}
+	if a.Own(name) {
+		return "You asked for this. Somebody else has to decide it.", "", nil
+	}
 	tag, err := w.Pool.Exec(ctx, `
 		update agent_channel_buttons set used_at = clock_timestamp(), used_by = @entry
 		 where nonce = @nonce and (used_at is null or used_by = @entry) and expires_at > clock_timestamp()`,
@@ -240,7 +245,7 @@ func (w *worker) approver(ctx context.Context, e entry) (acting context.Context,
 	if err != nil {
 		return nil, "", "", err
 	}
-	acting, name, err = w.Principals.Approver(ctx, issuer, e.Sender, w.channel.Type)
+	acting, name, err = w.Principals.Approver(ctx, issuer, e.Sender, w.channel.Type, e.MessageRef)
 	switch {
 	case errors.Is(err, ErrNotLinked):
 		return nil, "", fmt.Sprintf("Your account %s at %s is not linked to a principal. Ask an admin to link it.", e.Sender,

@@ -30,7 +30,7 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 // linked are the accounts that are linked to a principal.
 type linked map[string]string
 
-func (l linked) Approver(ctx context.Context, issuer, subject, _ string) (context.Context, string, error) {
+func (l linked) Approver(ctx context.Context, issuer, subject, _, _ string) (context.Context, string, error) {
 	name, is := l[issuer+" "+subject]
 	switch {
 	case !is:
@@ -39,6 +39,10 @@ func (l linked) Approver(ctx context.Context, issuer, subject, _ string) (contex
 		return nil, "", channels.ErrMayNot
 	}
 	return ctx, name, nil
+}
+
+func (linked) Asking(ctx context.Context, _, _, _, _ string) (context.Context, error) {
+	return ctx, nil
 }
 
 // stand is a channel with a worker, in this process.

@@ -379,6 +379,9 @@ func Set(ctx context.Context, db postgres.DB, name string, enabled bool, by, rea
 // notifications is the channel of LISTEN that wakes the workers. The payload is a channel's name; "" means all.
 const notifications = "agent_channels"
 
+// approvalRequested is the payload that tells of a new request for approval. No channel has such a name.
+const approvalRequested = "approval requested"
+
 func notify(ctx context.Context, db postgres.DB, name string) error {
 	if _, err := db.Exec(ctx, `select pg_notify(@channel, @name)`,
 		postgres.Strict{"channel": notifications, "name": name}); err != nil {

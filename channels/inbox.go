@@ -19,7 +19,7 @@ const (
 	maxConversation = 150 // bytes; it is part of a thread's name
 	maxText         = 64 << 10
 	maxFiles        = 8
-	hold            = time.Minute // after which another process may repeat an attempt
+	hold            = time.Minute // after which an attempt may be repeated in any case
 	maxEntries      = 20          // attempts to bring a message to its thread
 )
 
@@ -159,7 +159,7 @@ type entry struct {
 func (w *worker) claimEntries(ctx context.Context, limit int, full []string) ([]entry, error) {
 	return postgres.Rows[entry](ctx, w.Pool, "claim messages of channel", `
 		update agent_channel_messages m
-		   set attempts = m.attempts + 1, next_attempt_at = clock_timestamp() + make_interval(secs => @hold)
+		   set attempts = m.attempts + 1, next_attempt_at = clock_timestamp() + make_interval(secs => @hold), claim = @claim
 		 where m.status = 'received' and m.id in (
 		   select f.id from (
 		     select distinct on (a.conversation) a.id, a.conversation, a.next_attempt_at from agent_channel_messages a
@@ -168,7 +168,9 @@ func (w *worker) claimEntries(ctx context.Context, limit int, full []string) ([]
 		    order by f.id limit @limit)
 		returning m.id::text, m.conversation, m.sender, m.sender_name, m.content, m.files, m.click, m.ref, m.message_ref,
 		  m.attempts`,
-		postgres.Strict{"channel": w.name, "limit": limit, "full": full, "hold": hold.Seconds()})
+		postgres.Strict{
+			"channel": w.name, "limit": limit, "full": full, "hold": hold.Seconds(), "claim": w.inbox.lease.Token(),
+		})
 }
 
 // entriesDue returns how long it is until a message is due.
@@ -225,7 +227,7 @@ func (e *RefusedError) Error() string { return e.Message }
 
 // enter brings a message to its thread and records that.
 func (w *worker) enter(ctx context.Context, e entry) {
-	ctx, cancel := context.WithTimeout(ctx, hold-5*time.Second)
+	ctx, cancel := w.attempt(ctx)
 	defer cancel()
 	if e.Click != "" {
 		w.click(ctx, e)
@@ -247,7 +249,18 @@ func (w *worker) enter(ctx context.Context, e entry) {
 		w.finish(ctx, e, "ignored", "the message has no text and no file that can be read")
 		return
 	}
-	got, err := w.Accept(ctx, Visit{
+	asking := ctx
+	if w.Principals != nil {
+		issuer, err := w.transport.Issuer(ctx)
+		if err == nil {
+			asking, err = w.Principals.Asking(ctx, issuer, e.Sender, w.channel.Type, e.MessageRef)
+		}
+		if err != nil {
+			w.postpone(ctx, e, err)
+			return
+		}
+	}
+	got, err := w.Accept(asking, Visit{
 		Key: "channel " + e.ID, Channel: w.channel, Conversation: e.Conversation, Sender: e.Sender, SenderName: e.SenderName,
 		Text: text, Files: files,
 	})
@@ -286,7 +299,7 @@ func (w *worker) postpone(ctx context.Context, e entry, cause error) {
 	w.Logger.WarnContext(ctx, "channel message postponed", "channel", w.name, "message", e.ID, "error", cause)
 	err := exec(ctx, w.Pool, "postpone message", `
 		update agent_channel_messages
-		   set next_attempt_at = clock_timestamp() + make_interval(secs => @pause), error_message = @error,
+		   set next_attempt_at = clock_timestamp() + make_interval(secs => @pause), error_message = @error, claim = null,
 		       attempts = attempts - @again
 		 where id = @id and status = 'received'`,
 		postgres.Strict{"id": e.ID, "pause": pause.Seconds(), "error": message(cause), "again": map[bool]int{true: 1}[is]})

@@ -66,7 +66,7 @@ func (w *worker) claimSends(ctx context.Context, limit int, full []string) ([]se
 	return postgres.Rows[send](ctx, w.Pool, "claim messages to send", `
 		with picked as (
 		  update agent_channel_sends s
-		     set attempts = s.attempts + 1, status = 'sending',
+		     set attempts = s.attempts + 1, status = 'sending', claim = @claim,
 		         next_attempt_at = clock_timestamp() + make_interval(secs => @hold)
 		   where s.status in ('queued', 'sending') and s.message_id in (
 		     select f.message_id from (
@@ -79,7 +79,9 @@ func (w *worker) claimSends(ctx context.Context, limit int, full []string) ([]se
 		         as execution_id, p.attempts, p.parts, p.attempting, coalesce(i.message_ref, '') as reply_to
 		  from picked p join agent_messages m on m.id = p.message_id join agent_threads h on h.id = p.thread_id
 		  left join agent_channel_messages i on i.execution_id = m.execution_id and i.channel = @channel`,
-		postgres.Strict{"channel": w.name, "limit": limit, "full": full, "hold": hold.Seconds()})
+		postgres.Strict{
+			"channel": w.name, "limit": limit, "full": full, "hold": hold.Seconds(), "claim": w.inbox.lease.Token(),
+		})
 }
 
 // sendsDue returns how long it is until a message is due.
@@ -93,7 +95,7 @@ func (w *worker) sendsDue(ctx context.Context, full []string) (time.Duration, er
 
 // deliver sends the parts of a message and records each.
 func (w *worker) deliver(ctx context.Context, s send) {
-	ctx, cancel := context.WithTimeout(ctx, hold-5*time.Second)
+	ctx, cancel := w.attempt(ctx)
 	defer cancel()
 	status, cause := w.sendParts(ctx, &s)
 	if errors.Is(cause, errClaimLost) {
@@ -270,7 +272,7 @@ func (w *worker) recordSend(ctx context.Context, s send, status string, cause er
 	return postgres.InTx(ctx, w.Pool, func(tx pgx.Tx) error {
 		tag, err := tx.Exec(ctx, `
 			update agent_channel_sends
-			   set status = @status, error_message = @error, attempting = false,
+			   set status = @status, error_message = @error, attempting = false, claim = null,
 			       next_attempt_at = clock_timestamp() + make_interval(secs => @pause),
 			       finished_at = case when @status <> 'sending' then clock_timestamp() end
 			 where message_id = @id and attempts = @attempts and status = 'sending'`,

@@ -118,6 +118,9 @@ func (w *worker) checkSender(ctx context.Context, e entry) (paired bool, err err
 		}
 		fresh = true
 		return exec(ctx, tx, "store pairing code", `
+			with expired as (
+			  delete from agent_channel_identities where channel = @channel and status = 'pending' and subject <> @subject
+			     and expires_at < clock_timestamp() - interval '1 day')
 			insert into agent_channel_identities as i (channel, subject, name, conversation, status, code_sha256, expires_at)
 			values (@channel, @subject, @name, @conversation, 'pending', @code, clock_timestamp() + make_interval(secs => @life))
 			on conflict (channel, subject) do update

@@ -194,6 +194,10 @@ func (r *Runner) work(ctx context.Context, c Channel, lease *lanes.Lease) {
 		Runner: r, name: c.Name, channel: c, transport: transport, watching: make(chan struct{}, 1),
 		inbox: &inbox{db: r.Pool, pool: r.Pool, name: c.Name, lease: lease, state: state},
 	}
+	if err := w.freeClaims(ctx); err != nil {
+		r.Logger.WarnContext(ctx, "claims of an earlier worker not freed; they end within a minute", "channel", c.Name,
+			"error", err)
+	}
 	entries := outbox.Dispatcher[entry]{
 		Logger: r.Logger, Claim: w.claimEntries, NextDue: w.entriesDue, Attempt: w.enter,
 		Target: func(e entry) string { return e.Conversation },
@@ -216,6 +220,30 @@ func (r *Runner) work(ctx context.Context, c Channel, lease *lanes.Lease) {
 	group.Go(func() error { sends.Run(ctx); return nil })
 	group.Go(func() error { w.watch(ctx); return nil })
 	_ = group.Wait() // no function of the group returns an error
+}
+
+// freeClaims makes due what a worker that is gone had under way. The lane was taken from it, or it was killed.
+func (w *worker) freeClaims(ctx context.Context) error {
+	return exec(ctx, w.Pool, "free claims", `
+		with entries as (
+		  update agent_channel_messages set next_attempt_at = clock_timestamp(), claim = null
+		   where channel = @channel and claim < @claim and finished_at is null and status = 'received')
+		update agent_channel_sends set next_attempt_at = clock_timestamp(), claim = null
+		 where channel = @channel and claim < @claim and status in ('queued', 'sending')`,
+		postgres.Strict{"channel": w.name, "claim": w.inbox.lease.Token()})
+}
+
+// attempt bounds an attempt. It outlives a shutdown, but not the loss of the lane: from there on another worker may
+// repeat it.
+func (w *worker) attempt(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithTimeout(ctx, hold-5*time.Second)
+	held := w.inbox.lease.Context()
+	stop := context.AfterFunc(held, func() {
+		if errors.Is(context.Cause(held), lanes.ErrLost) {
+			cancel()
+		}
+	})
+	return ctx, func() { stop(); cancel() }
 }
 
 // receive runs the transport and records its state.

@@ -13,8 +13,9 @@ import (
 const lostDraft = "?"
 
 const (
-	watchIdle     = 5 * time.Second // between two looks without an active turn
-	watchActive   = 500 * time.Millisecond
+	watchIdle     = 5 * time.Second        // between two looks without an active turn
+	watchNotified = 30 * time.Second       // the same where notifications come
+	watchActive   = 500 * time.Millisecond // while a draft or the typing is shown
 	typingPeriod  = 4 * time.Second
 	maxWatched    = 100             // turns at the same time whose writing is shown
 	draftPatience = 2 * time.Second // an answer that is there sooner needs no draft
@@ -53,14 +54,25 @@ func (w *worker) wakeWatch() {
 
 // watch shows that turns are under way, shows drafts of their answers, and asks for approvals, until ctx ends.
 func (w *worker) watch(ctx context.Context) {
-	seen, pruned := map[string]*shown{}, time.Time{}
+	seen := map[string]*shown{}
 	next := time.NewTimer(0)
 	defer next.Stop()
+	var notes <-chan string
+	idle := watchIdle
+	if w.Listener != nil {
+		got, unsubscribe := w.Listener.SubscribeTo(notifications,
+			func(name string) bool { return name == w.name || name == approvalRequested })
+		defer unsubscribe()
+		notes, idle = got, watchNotified
+	}
+	_, edits := w.transport.(Editor)
+	_, types := w.transport.(Typist)
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-w.watching:
+		case <-notes:
 		case <-next.C:
 		}
 		turns, err := w.activeTurns(ctx)
@@ -69,9 +81,6 @@ func (w *worker) watch(ctx context.Context) {
 		}
 		if err == nil && time.Now().UnixNano() >= w.quiet.Load() {
 			err = w.requestApprovals(ctx)
-		}
-		if err == nil && time.Since(pruned) > pruneInterval {
-			pruned, err = time.Now(), w.prune(ctx)
 		}
 		if err != nil && ctx.Err() == nil {
 			w.Logger.WarnContext(ctx, "turns of channel not read, trying again", "channel", w.name, "error", err)
@@ -88,8 +97,8 @@ func (w *worker) watch(ctx context.Context) {
 			}
 		}
 		seen = now
-		pause := watchIdle
-		if len(turns) > 0 {
+		pause := idle
+		if len(turns) > 0 && (edits || types) {
 			pause = watchActive
 		}
 		next.Reset(pause)
@@ -117,28 +126,6 @@ func (w *worker) finishTurns(ctx context.Context) error {
 		    where a.channel = @channel and a.status = 'running' and not exists (
 		      select from agent_executions x where x.id = a.execution_id and x.completed_at is null)
 		    order by a.id limit 1000)`,
-		postgres.Strict{"channel": w.name})
-}
-
-// Rows that are done are kept for a while, longer than any provider repeats what it has delivered.
-const (
-	pruneInterval = time.Hour
-	keepMessages  = 30 * 24 * time.Hour
-)
-
-// prune deletes old rows of the channel.
-func (w *worker) prune(ctx context.Context) error {
-	err := exec(ctx, w.Pool, "delete old messages of channel", `
-		delete from agent_channel_messages where id in (
-		  select m.id from agent_channel_messages m where m.channel = @channel and m.finished_at is not null
-		     and m.received_at < clock_timestamp() - make_interval(secs => @keep) order by m.id limit 10000)`,
-		postgres.Strict{"channel": w.name, "keep": keepMessages.Seconds()})
-	if err != nil {
-		return err
-	}
-	return exec(ctx, w.Pool, "delete expired pairings", `
-		delete from agent_channel_identities
-		 where channel = @channel and status = 'pending' and expires_at < clock_timestamp() - interval '1 day'`,
 		postgres.Strict{"channel": w.name})
 }
 

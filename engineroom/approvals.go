@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // maxApprovals bounds the approvals on a page.
@@ -213,6 +214,9 @@ type approvalFacts struct {
 	Parked                                                           bool
 	DecidedAt, ConsumedAt                                            *time.Time
 	ExpiresAt, CreatedAt                                             time.Time
+	FourEyes                                                         bool
+	RequestedBy                                                      []string
+	Own                                                              bool `db:"-"` // the viewer asked, and cannot decide
 }
 
 // Pending reports an open decision.
@@ -227,14 +231,19 @@ func (a approvalFacts) Changed() bool {
 func (a approvalFacts) Whole() bool { return a.Bytes <= maxArguments }
 
 func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
-	return postgres.Row[approvalFacts](ctx, room.Read, "read approval", `
+	got, err := postgres.Row[approvalFacts](ctx, room.Read, "read approval", `
 		select a.id::text, a.skill_name, a.skill_revision, a.trace_id, a.execution_id::text, a.parked, a.arguments_hash,
 		       case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired'
 		         else a.status end as status,
-		       a.decided_by, left(a.reason, 4000) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
+		       case when a.decided_by <> '' then lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id,
+		         a.decided_message) else '' end as decided_by, a.four_eyes, a.requested_by,
+		       left(a.reason, 4000) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
 		       octet_length(a.arguments::text) as bytes, s.revision as revision_now
 		  from agent_approvals a left join agent_skills s on s.name = a.skill_name where a.id = @id`,
 		postgres.Strict{"id": v.About})
+	who := principals.From(ctx)
+	got.Own = who != nil && who.Name != principals.Root && got.FourEyes && slices.Contains(got.RequestedBy, who.Name)
+	return got, err
 }
 
 // approvalArguments formats the stored arguments. They are not redacted, because the approver must see the exact

@@ -7,6 +7,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -25,8 +26,7 @@ func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, err
 		var status *string
 		var ends []endedExecution
 		b := &pgx.Batch{}
-		b.Queue(cancelSQL, postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(
-			func(row pgx.Row) error { return row.Scan(&status) })
+		queueCancel(ctx, b, cancelSQL, id, by, reason, &status)
 		queueEnded(b, &ends)
 		err := e.pool.SendBatch(ctx, b).Close() // sets status
 		now, err := cancelResult(id, status, err)
@@ -41,21 +41,35 @@ func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, err
 // Cancel is Engine.Cancel for a process without an engine.
 func Cancel(ctx context.Context, db postgres.DB, id, by, reason string) (Status, error) {
 	return cancel(ctx, db, id, by, reason, func() {}, func() (Status, error) {
-		var status *string
-		err := db.QueryRow(ctx, cancelSQL, postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&status)
-		return cancelResult(id, status, err)
+		return cancelOnce(ctx, db, id, by, reason)
 	})
 }
 
 // CancelTx cancels in the caller's transaction, in one attempt. When another transaction has the execution locked,
 // the cancel is requested.
 func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (Status, error) {
+	return cancelOnce(ctx, tx, id, by, reason)
+}
+
+const (
+	cancelSQL  = `select cancel_agent_execution(@id, @by, @reason)`
+	requestSQL = `select lanekeeper.request_agent_cancel(@id, @by, @reason)`
+)
+
+func cancelOnce(ctx context.Context, db postgres.DB, id, by, reason string) (Status, error) {
 	var status *string
-	err := tx.QueryRow(ctx, cancelSQL, postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&status)
+	b := &pgx.Batch{}
+	queueCancel(ctx, b, cancelSQL, id, by, reason, &status)
+	err := db.SendBatch(ctx, b).Close() // sets status
 	return cancelResult(id, status, err)
 }
 
-const cancelSQL = `select cancel_agent_execution(@id, @by, @reason)`
+// queueCancel queues one of the statements above for the actor of ctx.
+func queueCancel(ctx context.Context, b *pgx.Batch, sql, id, by, reason string, into any) {
+	activity.QueueActor(ctx, b)
+	b.Queue(sql, postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(
+		func(row pgx.Row) error { return row.Scan(into) })
+}
 
 // cancel requests the cancel of a locked execution, notifies its process, and retries until the execution has ended
 // or a second has passed.
@@ -63,8 +77,9 @@ func cancel(
 	ctx context.Context, db postgres.DB, id, by, reason string, notify func(), attempt func() (Status, error),
 ) (Status, error) {
 	var requested bool
-	err := db.QueryRow(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason)`,
-		postgres.Strict{"id": id, "by": by, "reason": reason}).Scan(&requested)
+	b := &pgx.Batch{}
+	queueCancel(ctx, b, requestSQL, id, by, reason, &requested)
+	err := db.SendBatch(ctx, b).Close()
 	if err != nil && !postgres.IsCode(err, "55P03") {
 		_, err = cancelResult(id, nil, err)
 		return "", err
@@ -76,8 +91,11 @@ func cancel(
 		}
 		status, err := attempt()
 		if postgres.IsCode(err, "55P03") { // a row that the end changes is locked
-			_, err = db.Exec(ctx, `select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`,
+			b := &pgx.Batch{}
+			activity.QueueActor(ctx, b)
+			b.Queue(`select lanekeeper.request_agent_cancel(@id, @by, @reason, true)`,
 				postgres.Strict{"id": id, "by": by, "reason": reason})
+			err = db.SendBatch(ctx, b).Close()
 			switch {
 			case err == nil:
 				requested = true

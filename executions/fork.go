@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -76,8 +77,10 @@ func (e *Engine) Fork(ctx context.Context, db postgres.Beginner, s ForkSpec) (Ex
 				return err
 			}
 		}
-		got, err = e.fork(ctx, tx, s)
-		return err
+		if got, err = e.fork(ctx, tx, s); err != nil {
+			return err
+		}
+		return activity.Asked(ctx, tx, "execution "+got.ID)
 	})
 	if err != nil {
 		return Execution{}, fmt.Errorf("fork execution %s: %w", x.ID, err)

@@ -91,12 +91,15 @@ func CurrentPause(ctx context.Context, db postgres.DB) (Pause, error) {
 // otherwise within SweepEvery. Of two concurrent calls, one is the pause.
 func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
 	got := PauseChange{Pause: Pause{Paused: true}}
-	err := db.QueryRow(ctx, `
+	b := &pgx.Batch{}
+	activity.QueueActor(ctx, b)
+	b.Queue(`
 		select changed, paused_at, paused_by, reason, trace_id, coalesce(activity_id::text, '')
 		  from pause_agent(@reason, @by)`,
-		postgres.Strict{"reason": reason, "by": by}).
-		Scan(&got.Changed, &got.PausedAt, &got.PausedBy, &got.Reason, &got.TraceID, &got.ActivityID)
-	if err != nil {
+		postgres.Strict{"reason": reason, "by": by}).QueryRow(func(row pgx.Row) error {
+		return row.Scan(&got.Changed, &got.PausedAt, &got.PausedBy, &got.Reason, &got.TraceID, &got.ActivityID)
+	})
+	if err := db.SendBatch(ctx, b).Close(); err != nil {
 		return PauseChange{}, fmt.Errorf("pause the agent: %w", invalidArgument(err))
 	}
 	return got, nil
@@ -106,12 +109,15 @@ func PauseAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChan
 // trace of its end. reason may be empty.
 func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseChange, error) {
 	var got PauseChange
-	err := db.QueryRow(ctx, `
+	b := &pgx.Batch{}
+	activity.QueueActor(ctx, b)
+	b.Queue(`
 		select changed, paused_at, paused_by, reason, resumed_at, trace_id, coalesce(activity_id::text, '')
 		  from resume_agent(@by, @reason)`,
-		postgres.Strict{"reason": reason, "by": by}).
-		Scan(&got.Changed, &got.PausedAt, &got.PausedBy, &got.Reason, &got.ResumedAt, &got.TraceID, &got.ActivityID)
-	if err != nil {
+		postgres.Strict{"reason": reason, "by": by}).QueryRow(func(row pgx.Row) error {
+		return row.Scan(&got.Changed, &got.PausedAt, &got.PausedBy, &got.Reason, &got.ResumedAt, &got.TraceID, &got.ActivityID)
+	})
+	if err := db.SendBatch(ctx, b).Close(); err != nil {
 		return PauseChange{}, fmt.Errorf("resume the agent: %w", invalidArgument(err))
 	}
 	return got, nil

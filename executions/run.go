@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -68,6 +69,7 @@ func (r *run) flowContext(ctx context.Context) context.Context {
 			ctx = context.WithValue(ctx, key, nil)
 		}
 	}
+	ctx = activity.WithActor(ctx, activity.Actor{}) // who started the run does not act in it
 	return trace.With(context.WithValue(ctx, runKey{}, r), r.exec.span())
 }
 

@@ -94,7 +94,8 @@ func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (got E
 			if got, created, err = e.StartTx(ctx, tx, s); err != nil || !created {
 				return activity.Unchanged, err
 			}
-			return map[string]string{"execution_id": got.ID, "trace_id": got.TraceID}, nil
+			return map[string]string{"execution_id": got.ID, "trace_id": got.TraceID},
+				activity.Asked(ctx, tx, "execution "+got.ID)
 		})
 		return err
 	})

@@ -225,6 +225,20 @@ var kinds = map[string]kind{
 		delete from agent_webhook_deliveries d using held h where d.id = h.id returning d.id::text`,
 	},
 
+	"channel_messages": {
+		first: zeroID,
+		find: `
+		with looked as materialized (
+		  select m.id, m.finished_at from agent_channel_messages m
+		   where m.id > @after::uuid and m.id < lanekeeper.agent_uuid7_floor(@before) order by m.id limit @most)
+		select l.id::text as key, coalesce(l.finished_at < @before, false) as goes from looked l order by l.id`,
+		remove: `
+		with held as (
+		  select m.id from agent_channel_messages m where m.id = any (@keys::uuid[]) and m.finished_at is not null
+		     for update skip locked)
+		delete from agent_channel_messages m using held h where m.id = h.id returning m.id::text`,
+	},
+
 	"outbox": {
 		first:  zeroID,
 		effect: "outgoing",

@@ -70,10 +70,11 @@ var tables = map[string]string{
 		from agent_automation_runs`,
 	"deliveries": `select id::text, status, '', coalesce(execution_id::text, ''), '', received_at, finished_at, false
 		from agent_webhook_deliveries`,
-	"outbox":  `select id::text, status, '', '', '', created_at, finished_at, false from agent_webhook_outbox`,
-	"budgets": `select scope, '', '', '', '', created_at, created_at, reserved_tokens > 0 from agent_budgets`,
-	"counts":  `select span || skill, span, '', '', '', start, start, false from agent_activity_counts`,
-	"untold":  `select execution_id::text, '', '', execution_id::text, '', now(), now(), false from agent_untold_ends`,
+	"channel_messages": `select id::text, status, '', '', '', received_at, finished_at, false from agent_channel_messages`,
+	"outbox":           `select id::text, status, '', '', '', created_at, finished_at, false from agent_webhook_outbox`,
+	"budgets":          `select scope, '', '', '', '', created_at, created_at, reserved_tokens > 0 from agent_budgets`,
+	"counts":           `select span || skill, span, '', '', '', start, start, false from agent_activity_counts`,
+	"untold":           `select execution_id::text, '', '', execution_id::text, '', now(), now(), false from agent_untold_ends`,
 	"locks": `select lane, '', '', coalesce(execution_id::text, ''), lane, now(), now(), locked_by <> ''
 		and (parked or expires_at > now())
 		from agent_locks`,
@@ -246,6 +247,9 @@ func (w *world) take(policy map[string]string) {
 		},
 		"deliveries deliveries": func(r row, cut time.Time) bool {
 			return (r.Status == "done" || r.Status == "ignored") && r.Over.Before(cut) && !w.unfinished(r.ExecutionID)
+		},
+		"channel_messages channel_messages": func(r row, cut time.Time) bool {
+			return r.Status == "done" && r.Over.Before(cut)
 		},
 		"outbox outbox":      func(r row, cut time.Time) bool { return r.Status != "pending" && r.Over.Before(cut) },
 		"prompts prompts":    func(r row, _ time.Time) bool { return !r.Held },

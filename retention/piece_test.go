@@ -141,11 +141,14 @@ func TestARowThatChangedAfterItWasFoundStays(t *testing.T) {
 	pgtest.Exec(t, pool, `
 		insert into agent_automation_runs (automation_id, scheduled_for, status)
 		  values ('00000000-0000-7000-8000-000000000002', now(), 'dead')`)
+	pgtest.Exec(t, pool, `
+		insert into agent_channel_messages (channel, external_id, conversation, sender) values ('c', '1', 'c', 's')`)
 	for kind, key := range map[string]string{
 		"executions": `select id::text from agent_executions`, "budgets": `select scope from agent_budgets`,
 		"hour_counts": `select ctid::text from agent_activity_counts`, "outbox": `select id::text from agent_webhook_outbox`,
-		"deliveries":      `select id::text from agent_webhook_deliveries`,
-		"automation_runs": `select id::text from agent_automation_runs`,
+		"deliveries":       `select id::text from agent_webhook_deliveries`,
+		"automation_runs":  `select id::text from agent_automation_runs`,
+		"channel_messages": `select id::text from agent_channel_messages`,
 	} {
 		keys := pgtest.Column[string](t, pool, key)
 		if tag, err := pool.Exec(t.Context(), retention.Remove(kind), postgres.Strict{"keys": keys}); err != nil ||

@@ -43,6 +43,8 @@ const much = `
 	  select id, 'e', n, 't', 't', 'done', '', '', at from n;
 	insert into agent_webhook_outbox (id, target_id, event, payload, trace_id, status, finished_at)
 	  select id, '00000000-0000-7000-8000-000000000001', 'e', '{}', 't', 'sent', at from n;
+	insert into agent_channel_messages (id, channel, external_id, conversation, sender, status, received_at, finished_at)
+	  select id, 'c', n, 'c', 's', 'done', at, at from n;
 	insert into agent_threads (id, channel, updated_at) select n, 'chat', at from n;
 	insert into agent_messages (id, thread_id, role, content, status, seq, turn) select id, n, 'user', '', 'received', 1, 1
 	  from n;

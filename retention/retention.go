@@ -28,8 +28,10 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -75,9 +77,14 @@ func Set(ctx context.Context, db postgres.DB, keep map[string]string, by, reason
 		return Change{}, fmt.Errorf("set retention: %w", err)
 	}
 	var c Change
-	err = db.QueryRow(ctx, `
+	b := &pgx.Batch{}
+	activity.QueueActor(ctx, b)
+	b.Queue(`
 		select changed, trace_id, coalesce(activity_id::text, '') from set_agent_retention(@keep::jsonb, @by, @reason)`,
-		postgres.Strict{"keep": string(wishes), "by": by, "reason": reason}).Scan(&c.Changed, &c.TraceID, &c.ActivityID)
+		postgres.Strict{"keep": string(wishes), "by": by, "reason": reason}).QueryRow(func(row pgx.Row) error {
+		return row.Scan(&c.Changed, &c.TraceID, &c.ActivityID)
+	})
+	err = db.SendBatch(ctx, b).Close()
 	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22023") {
 		if refused.Hint != "" {
 			return Change{}, fmt.Errorf("%w: %s. %s", ErrInvalid, refused.Message, refused.Hint)

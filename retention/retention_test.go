@@ -31,7 +31,7 @@ func randomPolicy(r *rand.Rand) map[string]string {
 	policy := map[string]string{}
 	for kind, least := range map[string]int{
 		"activity": 7, "executions": 1, "events": 1, "messages": 1, "approvals": 1, "automation_runs": 1, "deliveries": 1,
-		"outbox":  1,
+		"outbox": 1, "channel_messages": 1,
 		"budgets": 31, "hour_counts": 35, "prompts": 1,
 	} {
 		policy[kind] = fmt.Sprintf("%dd", least+r.IntN(120))
@@ -81,8 +81,9 @@ func agree(t *testing.T, had, left map[string][]string, counted, done []retentio
 	t.Helper()
 	tables := map[string]string{
 		"activity": "activity", "executions": "executions", "deliveries": "deliveries", "outbox": "outbox",
-		"automation_runs": "runs",
-		"budgets":         "budgets", "hour_counts": "counts", "messages": "messages", "prompts": "prompts",
+		"automation_runs":  "runs",
+		"channel_messages": "channel_messages",
+		"budgets":          "budgets", "hour_counts": "counts", "messages": "messages", "prompts": "prompts",
 	}
 	for _, d := range counted {
 		if table, ok := tables[d.Kind]; ok && d.Removed != int64(len(had[table])-len(left[table])) {
@@ -105,7 +106,7 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 	policy := map[string]string{}
 	for _, kind := range []string{
 		"activity", "executions", "events", "messages", "approvals", "automation_runs",
-		"deliveries", "outbox", "budgets", "hour_counts", "prompts",
+		"deliveries", "outbox", "budgets", "hour_counts", "prompts", "channel_messages",
 	} {
 		policy[kind] = "64d"
 	}
@@ -147,7 +148,7 @@ func TestEverythingIsKeptUntilSomebodySaysOtherwise(t *testing.T) {
 	random(t, pool, rand.New(rand.NewPCG(1, 2)))
 	// as they have always been
 	pgtest.Exec(t, pool, `update agent_retention set keep = null
-		where kind in ('deliveries', 'outbox', 'budgets', 'prompts')`)
+		where kind in ('deliveries', 'outbox', 'budgets', 'prompts', 'channel_messages')`)
 	had := read(t, pool).keys()
 	if done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil || len(done) != 1 ||
 		done[0].Removed != 0 {
@@ -199,8 +200,9 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	noteCauses(t, pool)
 	policy := map[string]string{
 		"activity": "7d", "executions": "1d", "events": "1d", "messages": "1d", "approvals": "1d", "automation_runs": "1d",
-		"deliveries": "1d",
-		"outbox":     "1d", "budgets": "31d", "hour_counts": "35d", "prompts": "1d",
+		"deliveries":       "1d",
+		"channel_messages": "1d",
+		"outbox":           "1d", "budgets": "31d", "hour_counts": "35d", "prompts": "1d",
 	}
 	_, err := retention.Set(t.Context(), pool, policy, "admin", "")
 	require.NoError(t, err)

@@ -292,6 +292,13 @@ func (b *build) alone() {
 	b.add(`insert into agent_webhook_outbox (id, target_id, event, payload, trace_id, status, created_at, finished_at)
 		values ($1, '00000000-0000-7000-8000-000000000001', 'e', '{}', 't', $2, $3,
 		$4)`, b.id(at), b.pick("pending", "sent", "dead"), at, b.after(at))
+	if state := b.pick("received", "running", "done", "done"); state == "done" {
+		b.add(`insert into agent_channel_messages (id, channel, external_id, conversation, sender, status, received_at,
+			finished_at) values ($1::text::uuid, 'c', $1::text, 'c', 's', 'done', $2, $3)`, b.id(at), at, b.after(at))
+	} else {
+		b.add(`insert into agent_channel_messages (id, channel, external_id, conversation, sender, status, received_at)
+			values ($1::text::uuid, 'c', $1::text, 'c', 's', $3, $2)`, b.id(at), at, state)
+	}
 	b.add(`insert into agent_budgets (scope, created_at) values ($1, $2) on conflict do nothing`,
 		strings.TrimPrefix(b.id(at), "0"), at)
 	b.add(`insert into agent_activity_counts (span, start, kind, skill, surface, model)

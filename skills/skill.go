@@ -70,6 +70,7 @@ type Skill struct {
 	Config         json.RawMessage `json:"config"`
 	Scope          string          `json:"scope"`
 	Trust          string          `json:"trust"`
+	FourEyes       bool            `json:"four_eyes"` // who asked for a call cannot approve it
 	Idempotent     bool            `json:"idempotent"`
 	TimeoutMS      int             `json:"timeout_ms"`
 	Enabled        bool            `json:"enabled"`
@@ -144,6 +145,12 @@ type Definition struct {
 	Trust      string         `yaml:"trust" json:"trust,omitempty"`
 	Idempotent bool           `yaml:"idempotent" json:"idempotent,omitempty"`
 	Timeout    string         `yaml:"timeout" json:"timeout,omitempty"` // 500ms, 30s, 5m
+	Approvals  Approvals      `yaml:"approvals" json:"approvals,omitzero"`
+}
+
+// Approvals says who may approve calls of a skill with trust approve.
+type Approvals struct {
+	FourEyes bool `yaml:"four_eyes" json:"four_eyes,omitempty"` // who asked for a call cannot approve it
 }
 
 // Validate returns all problems of d, each as "field path: problem". It uses neither database nor network. The
@@ -159,6 +166,7 @@ type resolved struct {
 	tool, config      json.RawMessage
 	handler           string
 	scope, trust      string
+	fourEyes          bool
 	idempotent        bool
 	timeout           time.Duration
 }
@@ -167,6 +175,7 @@ func resolve(d Definition) (resolved, error) {
 	r := resolved{
 		name: d.Name, description: strings.TrimSpace(d.Description), handler: strings.TrimSpace(d.Handler),
 		scope: cmp.Or(d.Scope, ScopeInternal), trust: cmp.Or(d.Trust, TrustAuto), idempotent: d.Idempotent,
+		fourEyes: d.Approvals.FourEyes,
 	}
 	var problems []error
 	add := func(errs ...error) { problems = append(problems, errs...) }
@@ -178,6 +187,9 @@ func resolve(d Definition) (resolved, error) {
 	}
 	add(oneOf("scope", r.scope, ScopeInternal, ScopeExternal, ScopeBoth)...)
 	add(oneOf("trust", r.trust, TrustAuto, TrustNotify, TrustApprove)...)
+	if r.fourEyes && r.trust != TrustApprove {
+		add(fmt.Errorf("approvals: four_eyes needs trust: %s", TrustApprove))
+	}
 	timeout, err := parseTimeout(d.Timeout)
 	if err != nil {
 		add(err)

@@ -20,24 +20,26 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 	}
 	tag, err := db.Exec(ctx, `
 		insert into agent_skills as s
-		       (name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, source)
-		values (@name, @description, @tool, @handler, @config, @scope, @trust, @idempotent, @timeout_ms, @source)
+		       (name, description, tool_definition, handler, config, scope, trust, four_eyes, idempotent, timeout_ms,
+		       source)
+		values (@name, @description, @tool, @handler, @config, @scope, @trust, @four_eyes, @idempotent, @timeout_ms,
+		       @source)
 		on conflict (name) do update
 		   set description = excluded.description, tool_definition = excluded.tool_definition,
 		       handler = excluded.handler, config = excluded.config, scope = excluded.scope,
-		       trust = excluded.trust, idempotent = excluded.idempotent, timeout_ms = excluded.timeout_ms,
+		       trust = excluded.trust, four_eyes = excluded.four_eyes, idempotent = excluded.idempotent, timeout_ms = excluded.timeout_ms,
 		       source = excluded.source, updated_at = clock_timestamp(),
 		       revision = s.revision + (
-		           (s.tool_definition, s.handler, s.config, s.scope, s.trust, s.idempotent, s.timeout_ms)
+		           (s.tool_definition, s.handler, s.config, s.scope, s.trust, s.four_eyes, s.idempotent, s.timeout_ms)
 		           is distinct from (excluded.tool_definition, excluded.handler, excluded.config, excluded.scope,
-		           excluded.trust, excluded.idempotent, excluded.timeout_ms))::int
+		           excluded.trust, excluded.four_eyes, excluded.idempotent, excluded.timeout_ms))::int
 		 where (s.source = excluded.source or excluded.source <> @builtin)
-		   and (s.tool_definition, s.handler, s.config, s.scope, s.trust, s.idempotent, s.timeout_ms, s.source)
+		   and (s.tool_definition, s.handler, s.config, s.scope, s.trust, s.four_eyes, s.idempotent, s.timeout_ms, s.source)
 		       is distinct from (excluded.tool_definition, excluded.handler, excluded.config, excluded.scope,
-		       excluded.trust, excluded.idempotent, excluded.timeout_ms, excluded.source)`,
+		       excluded.trust, excluded.four_eyes, excluded.idempotent, excluded.timeout_ms, excluded.source)`,
 		pgx.StrictNamedArgs{
 			"name": r.name, "description": r.description, "tool": r.tool, "handler": r.handler, "config": r.config,
-			"scope": r.scope, "trust": r.trust, "idempotent": r.idempotent, "timeout_ms": r.timeout.Milliseconds(),
+			"scope": r.scope, "trust": r.trust, "four_eyes": r.fourEyes, "idempotent": r.idempotent, "timeout_ms": r.timeout.Milliseconds(),
 			"source": source, "builtin": SourceBuiltin,
 		})
 	return postgres.Changed(tag, err, fmt.Sprintf("put skill %q", d.Name))
@@ -59,7 +61,7 @@ func Delete(ctx context.Context, db postgres.DB, source string, names ...string)
 }
 
 // columns are the columns of a [Skill].
-const columns = `id, name, description, tool_definition, handler, config, scope, trust, idempotent, timeout_ms, enabled,
+const columns = `id, name, description, tool_definition, handler, config, scope, trust, four_eyes, idempotent, timeout_ms, enabled,
 	disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, state_revision, source, created_at, updated_at`
 
 // collect reads the skills of a query.

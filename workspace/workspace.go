@@ -231,7 +231,7 @@ func kindTables(w Workspace, o Options) []kindApplier {
 			put:      put(skills.Put),
 			notFound: skills.ErrNotFound, remove: skills.Remove,
 			declared: []string{
-				"description", "parameters", "handler", "config", "scope", "trust", "idempotent",
+				"description", "parameters", "handler", "config", "scope", "trust", "four_eyes", "idempotent",
 				"timeout_ms", "source",
 			},
 		},

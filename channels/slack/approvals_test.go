@@ -13,6 +13,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/channels/slack"
@@ -44,12 +45,17 @@ type desk struct {
 // linked has Ana, who may decide, and Bob, who may not.
 type linked struct{}
 
-func (linked) Approver(ctx context.Context, issuer, subject, via string) (context.Context, string, error) {
+func (linked) Asking(ctx context.Context, _, _, _, _ string) (context.Context, error) {
+	return ctx, nil
+}
+
+func (linked) Approver(ctx context.Context, issuer, subject, via, message string) (context.Context, string, error) {
 	switch {
 	case issuer != "slack:"+slacktest.Team || via != channels.Slack:
 		return nil, "", channels.ErrNotLinked
 	case subject == "U0ANA":
-		return ctx, "ana", nil
+		actor := activity.Actor{Name: "ana", Via: via, Message: message}
+		return activity.WithActor(ctx, actor), "ana", nil
 	case subject == "U0BOB":
 		return nil, "", channels.ErrMayNot
 	}
@@ -69,6 +75,7 @@ func newDesk(t *testing.T, mode string) *desk {
 	require.NoError(t, err)
 	_, err = skills.Put(t.Context(), d.pool, skills.Definition{
 		Name: "refund", Handler: "builtin:refund", Description: "pays money back", Scope: skills.ScopeInternal,
+		Trust: skills.TrustApprove, Approvals: skills.Approvals{FourEyes: true},
 	}, skills.SourceWorkspace)
 	require.NoError(t, err)
 	d.skill, err = skills.Get(t.Context(), d.pool, "refund")
@@ -158,14 +165,15 @@ func (d *desk) expect(what, said, want, id, status string) {
 }
 
 // A click decides if a linked principal that may decide makes it, once, in time, on the arguments that it was shown
-// with.
+// with: the right person, a wrong one, an unlinked one, a replay, changed arguments, an expired button. With four eyes
+// whoever asked cannot.
 func TestApprovalsBySlackButtons(t *testing.T) {
 	t.Parallel()
 	for _, mode := range []string{"socket", "events"} {
 		t.Run(mode, func(t *testing.T) {
 			t.Parallel()
 			d := newDesk(t, mode)
-			var ids [4]string
+			var ids [5]string
 			for i := range ids {
 				ids[i] = d.request()
 			}
@@ -177,8 +185,9 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 			d.expect("a person who may not", d.click("U0BOB", shown, "Approve"), "may not decide", id, "pending")
 			d.expect("the right person", d.click("U0ANA", shown, "Approve"), "You have approved", id, "approved")
 			got, err := approvals.Get(t.Context(), d.pool, id)
-			if require.NoError(t, err); got.DecidedBy != "ana" {
-				t.Errorf("decided by %v", got.DecidedBy)
+			if require.NoError(t, err); !strings.HasPrefix(got.Decider(), "ana via slack, message ") ||
+				!strings.Contains(got.Message, shown.TS) {
+				t.Errorf("decided by %s", got.Decider())
 			}
 			before := len(d.fake.Messages(ops))
 			d.fake.ClickAgain(false) // the same event: it came already
@@ -191,6 +200,8 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 			d.expect("changed arguments", d.click("U0ANA", d.shown(3), "Approve"), "have changed", ids[2], "pending")
 			pgtest.Exec(t, d.pool, `update agent_channel_buttons set expires_at = clock_timestamp() where approval_id = $1`,
 				ids[3])
+			pgtest.Exec(t, d.pool, `update agent_approvals set requested_by = '{ana}' where id = $1`, ids[4])
+			d.expect("who asked", d.click("U0ANA", d.shown(5), "Approve"), "You asked for this", ids[4], "pending")
 			d.expect("an expired button", d.click("U0ANA", d.shown(4), "Approve"), "expired", ids[3], "pending")
 		})
 	}

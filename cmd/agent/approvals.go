@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -81,11 +82,15 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 	if asked := a.AskedBy(); asked != "" {
 		lines = append(lines, [2]string{"asked by", asked})
 	}
+	if a.FourEyes {
+		lines = append(lines, [2]string{"four eyes", "who asked cannot decide: " +
+			cmp.Or(strings.Join(a.RequestedBy, ", "), "no principal asked")})
+	}
 	if a.Waits() {
 		lines = append(lines, [2]string{"waits", "its execution waits for the decision"})
 	}
 	if a.DecidedAt != nil {
-		lines = append(lines, [2]string{"decided", formatTime(*a.DecidedAt) + " by " + a.DecidedBy},
+		lines = append(lines, [2]string{"decided", formatTime(*a.DecidedAt) + " by " + a.Decider()},
 			[2]string{"reason", a.Reason})
 	}
 	if a.ConsumedAt != nil {
@@ -128,9 +133,12 @@ func (c *cli) decideCommand(approve bool) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: rowID("an approval", "agent approvals ls --all"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			decided, err := approvals.Decide(cmd.Context(), s.Pool, args[0], approve, "admin", reason)
+			decided, err := approvals.Decide(cmd.Context(), s.Pool, args[0], approve, actor(cmd.Context()), reason)
 			if late, ok := errors.AsType[*approvals.DecidedError](err); ok {
 				return hint(err, "see agent approvals show %s", late.Approval.ID)
+			}
+			if errors.Is(err, approvals.ErrFourEyes) {
+				return hint(err, "ask another approver; whoever has AGENT_ADMIN_TOKEN or the database may decide")
 			}
 			if errors.Is(err, approvals.ErrNotFound) {
 				return hint(err, "see agent approvals ls --all")

@@ -29,11 +29,11 @@ func (c *cli) automationsCommand() *cobra.Command {
 			}),
 		c.automationsSwitchCommand("disable NAME", "Disable an automation, or reject a proposal", "disable_automation",
 			func(ctx context.Context, tx pgx.Tx, name, reason string) (bool, error) {
-				return automations.Disable(ctx, tx, name, admin, reason)
+				return automations.Disable(ctx, tx, name, actor(ctx), reason)
 			}),
 		c.automationsSwitchCommand("accept NAME", "Accept an automation proposed by the agent", "accept_automation",
 			func(ctx context.Context, tx pgx.Tx, name, _ string) (bool, error) {
-				return automations.Accept(ctx, tx, name, admin)
+				return automations.Accept(ctx, tx, name, actor(ctx))
 			}))
 	cmd.Long = `An automation calls a skill or runs a prompt on a schedule (in heartbeats), on an event, or when a condition over the
 agent's counters becomes true. Several missed times run once. A failed run retries after 1, 4, 16 and then 60 minutes,

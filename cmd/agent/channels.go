@@ -139,7 +139,7 @@ func (c *cli) pairCommand() *cobra.Command {
 			var got channels.Identity
 			input := map[string]any{"reason": reason}
 			_, err := recordChange(cmd.Context(), s, "pair_sender", input, func(tx pgx.Tx, _ string) (_ bool, err error) {
-				got, err = channels.Pair(cmd.Context(), tx, args[0], admin)
+				got, err = channels.Pair(cmd.Context(), tx, args[0], actor(cmd.Context()))
 				input["channel"], input["sender"] = got.Channel, got.Subject
 				return err == nil, err
 			})
@@ -192,7 +192,7 @@ func (c *cli) channelsSwitchCommand(enable bool) *cobra.Command {
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			input := map[string]any{"channel": args[0], "reason": reason}
 			changed, err := recordChange(cmd.Context(), s, word+"_channel", input, func(tx pgx.Tx, _ string) (bool, error) {
-				return channels.Set(cmd.Context(), tx, args[0], enable, admin, reason)
+				return channels.Set(cmd.Context(), tx, args[0], enable, actor(cmd.Context()), reason)
 			})
 			if err != nil {
 				return channelHint(err)

@@ -212,7 +212,7 @@ If another transaction locks the row, the cancel takes effect when it ends; the 
 }
 
 func (c *cli) cancel(ctx context.Context, s *session, id, reason string) error {
-	status, err := executions.Cancel(ctx, s.Pool, id, "admin", reason)
+	status, err := executions.Cancel(ctx, s.Pool, id, actor(ctx), reason)
 	if err != nil {
 		return notFoundHint(err)
 	}

@@ -83,7 +83,7 @@ func (c *cli) reportHeartbeat(ctx context.Context, s *session, x executions.Exec
 // waitText describes an execution's wait.
 func waitText(x executions.Execution) string {
 	if deref(x.WaitingFor) == "lane" && deref(x.WaitingKey) == heartbeat.OperateLane {
-		return "the admin, holder of the lane " + heartbeat.OperateLane
+		return "the actor(ctx), holder of the lane " + heartbeat.OperateLane
 	}
 	return printable(deref(x.WaitingFor) + " " + deref(x.WaitingKey))
 }
@@ -116,7 +116,7 @@ func (c *cli) pauseCommand() *cobra.Command {
 ones stop before their next step. Scheduled times are recorded as skipped; deliveries, events and messages are stored.
 agent operate and the chat continue. In SQL: select pause_agent('why').`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := executions.PauseAll(cmd.Context(), s.Pool, admin, reason)
+			got, err := executions.PauseAll(cmd.Context(), s.Pool, actor(cmd.Context()), reason)
 			if err != nil {
 				return err
 			}
@@ -146,7 +146,7 @@ func (c *cli) resumeCommand() *cobra.Command {
 		Long: `End the pause of agent pause. Ready work continues at once; missed scheduled times stay skipped. In SQL: select
 resume_agent().`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, err := executions.ResumeAll(cmd.Context(), s.Pool, admin, reason)
+			got, err := executions.ResumeAll(cmd.Context(), s.Pool, actor(cmd.Context()), reason)
 			if err != nil {
 				return err
 			}

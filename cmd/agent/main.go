@@ -21,11 +21,13 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/heap"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 func main() {
@@ -298,9 +300,21 @@ func (c *cli) withSession(
 			return err
 		}
 		defer s.close(cmd.Context())
+		cmd.SetContext(acting(cmd.Context()))
 		return work(cmd, args, s)
 	}
 }
+
+// acting names who acts in a command: the caller of a server, or whoever has the database.
+func acting(ctx context.Context) context.Context {
+	if principals.From(ctx) != nil {
+		return ctx
+	}
+	return activity.WithActor(ctx, activity.Actor{Name: activity.Admin, Via: "cli"})
+}
+
+// actor is the name of who acts, for the audit.
+func actor(ctx context.Context) string { return activity.ActorFrom(ctx).Name }
 
 func formatTime(t time.Time) string { return t.UTC().Format("2006-01-02 15:04:05") }
 

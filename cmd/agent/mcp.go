@@ -260,7 +260,7 @@ func (c *cli) mcpAcceptCommand() *cobra.Command {
 		Long: `Accept the changed version of a tool and enable its skill. Review it first with agent mcp show; --hash accepts only the
 version shown there.`,
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			t, err := mcp.Accept(cmd.Context(), s.Pool, args[0], args[1], hash, admin)
+			t, err := mcp.Accept(cmd.Context(), s.Pool, args[0], args[1], hash, actor(cmd.Context()))
 			if err != nil {
 				return mcpHint(err)
 			}
@@ -279,7 +279,7 @@ func (c *cli) mcpOfferCommand(offer bool) *cobra.Command {
 	return &cobra.Command{
 		Use: use, Short: short, Args: positionalArgs(1, 1, "a skill's name"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			changed, err := act(cmd.Context(), s.Pool, args[0], admin, admin)
+			changed, err := act(cmd.Context(), s.Pool, args[0], actor(cmd.Context()), actor(cmd.Context()))
 			if errors.Is(err, skills.ErrNotFound) {
 				return skillHint(err)
 			}

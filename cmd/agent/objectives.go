@@ -270,7 +270,7 @@ func (c *cli) objectivesDecideCommand(
 					if err := based.verify(cmd, tx, args[0]); err != nil {
 						return false, err
 					}
-					return decide(cmd.Context(), tx, args[0], admin, reason)
+					return decide(cmd.Context(), tx, args[0], actor(cmd.Context()), reason)
 				})
 			if err != nil {
 				return objectiveHint(err)
@@ -323,7 +323,7 @@ is stored as evidence instead.`,
 			}
 			changed, err := recordChange(cmd.Context(), s, "confirm_step", map[string]any{"step": args[0], "reason": reason},
 				func(tx pgx.Tx, traceID string) (bool, error) {
-					return objectives.Confirm(cmd.Context(), tx, args[0], admin, reason, traceID)
+					return objectives.Confirm(cmd.Context(), tx, args[0], actor(cmd.Context()), reason, traceID)
 				})
 			if errors.Is(err, objectives.ErrStepNotFound) {
 				return hint(err, "see agent objectives show NAME --json")

@@ -84,7 +84,7 @@ func (c *cli) withApp(ctx context.Context, work func(context.Context, *session, 
 	if err != nil {
 		return err
 	}
-	return a.RunWithLeases(ctx, func(ctx context.Context) error { return work(ctx, s, a) })
+	return a.RunWithLeases(ctx, func(ctx context.Context) error { return work(acting(ctx), s, a) })
 }
 
 type operateOptions struct {
@@ -227,7 +227,7 @@ func (o *operator) askApproval(ctx context.Context, a operate.Approval) bool {
 }
 
 func (o *operator) recordDecision(ctx context.Context, id string, approve bool, reason string) error {
-	_, err := approvals.Decide(ctx, o.s.Pool, id, approve, "admin", reason)
+	_, err := approvals.Decide(ctx, o.s.Pool, id, approve, actor(ctx), reason)
 	o.admin.Wake()
 	return err
 }

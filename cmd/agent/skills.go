@@ -187,12 +187,12 @@ func (c *cli) switchSkill(
 				return false, err
 			}
 			if enable {
-				got, err := selfheal.Reenable(ctx, tx, name, admin, reason)
+				got, err := selfheal.Reenable(ctx, tx, name, actor(ctx), reason)
 				restored = append(restored, got.Automations...)
 				output["automations"] = restored
 				return got.Settled, err
 			}
-			if changed, err = skills.Disable(ctx, tx, name, admin, reason, map[string]string{"by": "command line"}); err == nil {
+			if changed, err = skills.Disable(ctx, tx, name, actor(ctx), reason, map[string]string{"by": "command line"}); err == nil {
 				paused, err = automations.PausedFor(ctx, tx, name)
 			}
 			output["automations"] = paused

@@ -253,7 +253,7 @@ func (c *cli) switchWebhook(ctx context.Context, s *session, name string, target
 	}
 	changed, err := recordChange(ctx, s, verb, map[string]any{kind: name, "reason": reason},
 		func(tx pgx.Tx, _ string) (bool, error) {
-			return set(ctx, tx, name, enable, admin, reason)
+			return set(ctx, tx, name, enable, actor(ctx), reason)
 		})
 	if errors.Is(err, webhooks.ErrNotFound) {
 		return hint(err, "see agent webhooks %s", list)

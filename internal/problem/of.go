@@ -65,6 +65,8 @@ func Of(err error) (p *Problem, news bool) {
 		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound, webhooks.ErrNotFound,
 		documents.ErrNotFound, channels.ErrNotFound, evals.ErrNotFound):
 		return New(http.StatusNotFound, "%s", err), false
+	case is(err, approvals.ErrFourEyes):
+		return New(http.StatusForbidden, "%s", approvals.ErrFourEyes).Kind("four-eyes", "Four eyes"), false
 	case is(err, documents.ErrTooLarge):
 		return New(http.StatusRequestEntityTooLarge, "%s", err), false
 	case is(err, documents.ErrTooMany):

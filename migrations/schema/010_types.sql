@@ -61,6 +61,20 @@ $$;
 comment on function lanekeeper.agent_uuid7_floor is
   'The smallest uuid that agent_uuid7 makes at or after a millisecond: turns a time into a bound on ids.';
 
+create or replace function lanekeeper.agent_actor() returns jsonb language sql stable parallel safe as $$
+  select coalesce(nullif(current_setting('lanekeeper.actor', true), ''), '{"via": "sql"}')::jsonb
+$$;
+comment on function lanekeeper.agent_actor is
+  'Who acts in this transaction, as the program says it (activity.SetActor): by, key_id, via and message. Without that it is SQL.';
+
+create or replace function lanekeeper.agent_decider(p_by text, p_via text, p_token_id text, p_message text) returns text
+language sql immutable parallel safe as $$
+  select left(p_by, 100) || case when coalesce(p_via, '') <> '' then ' via ' || left(p_via, 40) else '' end
+         || case when coalesce(p_token_id, '') <> '' then ' with token ' || left(p_token_id, 60) else '' end
+         || case when coalesce(p_message, '') <> '' then ', message ' || left(p_message, 120) else '' end
+$$;
+comment on function lanekeeper.agent_decider is 'Who decided, for people: ana via slack, message 17.4.';
+
 create or replace function lanekeeper.agent_trace_id(p_prefix text, p_bits bytea default
   substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3 for 6)
   || substring(uuid_send(gen_random_uuid()) from 1 for 5) || substring(uuid_send(gen_random_uuid()) from 1 for 5))

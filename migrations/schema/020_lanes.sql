@@ -236,7 +236,7 @@ begin
   values (coalesce(e.trace_id, substring(held.locked_by from '^(?:hb|op|ch|wh|fl)_[0-9A-HJKMNP-TV-Z]{26}'), lanekeeper.agent_trace_id('op')),
           e.id, 'note', coalesce(e.agent, 'agent'), coalesce(e.surface, 'operate'), 'break_lane', 'success',
           jsonb_build_object('lane', p_lane, 'reason', p_reason, 'holder', held.locked_by, 'fencing_token', held.fencing_token)
-            || coalesce(nullif(current_setting('lanekeeper.actor', true), ''), '{}')::jsonb, -- by whom, from package activity
+            || lanekeeper.agent_actor(),
           p_lane, clock_timestamp(), 0);
   return true;
 end $$;

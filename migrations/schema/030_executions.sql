@@ -883,8 +883,8 @@ begin
     end if;
   end if;
   if p_cancelled_by is not null then
-    insert into agent_cancel_requests (execution_id, cancelled_by, cancel_reason)
-    select t.id, p_cancelled_by, t.reason from unnest(line, reasons) t (id, reason) order by t.id on conflict do nothing;
+    insert into agent_cancel_requests (execution_id, cancelled_by, cancel_reason, actor)
+    select t.id, p_cancelled_by, t.reason, lanekeeper.agent_actor() from unnest(line, reasons) t (id, reason) order by t.id on conflict do nothing;
     perform pg_notify('agent_cancel', t.id::text) from unnest(line) t (id);
   end if;
   return true;
@@ -898,6 +898,7 @@ create or replace function cancel_agent_execution(p_id uuid, p_cancelled_by text
 language plpgsql volatile security definer set search_path from current set lock_timeout = '50ms' as $$
 declare
   e record;
+  actor_ jsonb;
 begin
   for try in 1 .. 10 loop                                    -- what others write of it takes a moment
     exit when not lanekeeper.request_agent_cancel(p_id, null, '');
@@ -910,6 +911,7 @@ begin
     perform pg_sleep(0.005);
   end loop;
   select x.status, x.claimed_by, x.flow, x.trace_id into e from agent_executions x where x.id = p_id for update;
+  delete from agent_cancel_requests r where r.execution_id = p_id and r.cancelled_by = p_cancelled_by returning r.actor into actor_;
   delete from agent_cancel_requests r where r.execution_id = p_id;
   if e.status is null or e.status in ('completed', 'failed', 'timeout', 'cancelled') then
     return e.status;
@@ -924,7 +926,7 @@ begin
      and coalesce(p_reason, '') not like 'its parent was cancelled: %' then
     insert into agent_activity (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
     values (lanekeeper.agent_trace_id('op'), 'note', 'admin', 'operate', 'cancel_execution', coalesce(p_reason, ''), 'success',
-            jsonb_build_object('execution', p_id, 'flow', e.flow, 'by', p_cancelled_by, 'reason', p_reason),
+            coalesce(actor_, lanekeeper.agent_actor()) || jsonb_build_object('execution', p_id, 'flow', e.flow, 'by', p_cancelled_by, 'reason', p_reason),
             jsonb_build_object('was', e.status, 'trace_id', e.trace_id), clock_timestamp(), 0);
   end if;
   return 'cancelled';
@@ -1036,7 +1038,7 @@ begin
     return;
   end if;
   insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, finished_at, duration_ms)
-  values (p.trace_id, 'note', p_by, 'operate', 'pause_agent', p_reason, 'success', jsonb_build_object('reason', p_reason, 'by', p_by),
+  values (p.trace_id, 'note', p_by, 'operate', 'pause_agent', p_reason, 'success', lanekeeper.agent_actor() || jsonb_build_object('reason', p_reason, 'by', p_by),
           clock_timestamp(), 0)
   returning a.id into note_;
   perform pg_notify('agent_pause', 'paused');
@@ -1063,7 +1065,7 @@ begin
     return;
   end if;
   insert into agent_activity as a (trace_id, kind, agent, surface, skill_name, purpose, status, input, output, finished_at, duration_ms)
-  values (trace_, 'note', p_by, 'operate', 'resume_agent', p.resume_reason, 'success', jsonb_build_object('reason', p.resume_reason, 'by', p_by),
+  values (trace_, 'note', p_by, 'operate', 'resume_agent', p.resume_reason, 'success', lanekeeper.agent_actor() || jsonb_build_object('reason', p.resume_reason, 'by', p_by),
           jsonb_build_object('paused_at', p.paused_at, 'paused_by', p.paused_by, 'paused_for', p.reason, 'paused_trace', p.trace_id),
           clock_timestamp(), 0)
   returning a.id into note_;

@@ -183,6 +183,7 @@ create or replace function decide_agent_approval(p_id uuid, p_approve boolean, p
 language plpgsql volatile security definer set search_path from current as $$
 declare
   a agent_approvals;
+  actor jsonb := lanekeeper.agent_actor();
 begin
   -- Who waits before the approval, because the end of an execution voids its approvals.
   perform pg_advisory_xact_lock(hashtextextended('wait approval ' || p_id, 0));
@@ -190,13 +191,26 @@ begin
     where x.status = 'waiting' and x.waiting_for = 'approval' and x.waiting_key = p_id::text order by x.id for no key update;
   update agent_approvals x
      set status = case when p_approve then 'approved' else 'rejected' end, decided_by = p_by,
-         reason = coalesce(p_reason, ''), decided_at = clock_timestamp()
+         reason = coalesce(p_reason, ''), decided_at = clock_timestamp(), decided_token_id = coalesce(actor ->> 'key_id', ''),
+         decided_via = coalesce(actor ->> 'via', ''), decided_message = coalesce(actor ->> 'message', '')
    where x.id = p_id and x.status = 'pending' and x.expires_at > clock_timestamp()
      and (not p_approve or exists (
             select from agent_skills s where s.name = x.skill_name and s.revision = x.skill_revision))
   returning x.* into a;
   if not found then
     return;
+  end if;
+  if a.four_eyes and p_by = any (a.requested_by) and p_by not in ('root', 'admin') then
+    raise exception 'four eyes: % asked for this call, and somebody else has to decide', p_by
+      using errcode = '42501', detail = format('approval %s of skill %s', a.id, a.skill_name);
+  end if;
+  if actor ->> 'via' = 'sql' then                            -- the program writes this row itself
+    insert into agent_activity (trace_id, kind, agent, surface, skill_name, status, input, output, finished_at, duration_ms)
+    values (lanekeeper.agent_trace_id('op'), 'note', 'admin', 'operate', 'decide_approval', 'success',
+            jsonb_build_object('approval_id', a.id, 'skill', a.skill_name, 'decision', case when p_approve then 'approve' else 'reject' end,
+                               'by', p_by, 'reason', coalesce(p_reason, ''), 'via', 'sql')
+              || case when a.four_eyes and p_by = any (a.requested_by) then '{"four_eyes": "the requester decided"}'::jsonb else '{}' end,
+            jsonb_build_object('status', a.status, 'trace_id', a.trace_id), clock_timestamp(), 0);
   end if;
   if a.parked then
     perform lanekeeper.deliver_agent_event('APPROVAL_DECIDED', a.id::text,
@@ -207,7 +221,12 @@ begin
 end $$;
 comment on function decide_agent_approval is
   'Approve or reject, once: the row when this call decided, no row when it was decided, expired or void before. '
-  'Who waits for it goes on.';
+  'Who waits for it goes on. 42501: four eyes, and p_by asked for the call.';
+
+create or replace function lanekeeper.agent_approval_decider(p_id uuid) returns text language sql stable parallel safe as $$
+  select lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id, a.decided_message) from agent_approvals a where a.id = p_id
+$$;
+comment on function lanekeeper.agent_approval_decider is 'Who decided an approval, for people.';
 
 create or replace function lanekeeper.use_agent_approval(p_id uuid, p_execution_id uuid, p_step text) returns void
 language plpgsql volatile as $$

@@ -52,8 +52,8 @@ create or replace view lanekeeper.agent_causes as
     when x.surface = 'chat' then
       (x.created_at, 'message', format('somebody wrote in thread %s', x.thread_id), 'thread ' || coalesce(x.thread_id, ''), 'execution ' || x.id,
        null, null, '{}')::agent_reason
-    when x.surface = 'operate' then (x.created_at, 'admin', 'an admin asked for it', 'admin', 'execution ' || x.id, null, null, '{}')::agent_reason
-    else (x.created_at, 'outside', format('%s was started from outside: the API, the command line or code', x.flow), 'outside', 'execution ' || x.id,
+    when x.surface = 'operate' then (x.created_at, 'admin', coalesce(q.name, 'an admin') || ' asked for it', 'admin', 'execution ' || x.id, null, null, '{}')::agent_reason
+    else (x.created_at, 'outside', coalesce(q.name || ' started ' || x.flow, format('%s was started from outside: the API, the command line or code', x.flow)), 'outside', 'execution ' || x.id,
           null, null, jsonb_strip_nulls(jsonb_build_object('key', x.dedupe_key)))::agent_reason end as cause
     from agent_executions x
    cross join lateral (
@@ -71,6 +71,8 @@ create or replace view lanekeeper.agent_causes as
       select c.name, substr(x.dedupe_key, length(c.name) + 2) as due from agent_schedules c
        where c.name = regexp_replace(x.dedupe_key, ' [0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z$', '') and c.flow = x.flow and c.name <> x.dedupe_key
       offset 0) s on true
+    left join lateral (
+      select substr(l.cause, 11) as name from agent_links l where l.effect = 'execution ' || x.id and l.kind = 'asked' limit 1) q on true
   union all
   select 'run', n.id, case n.cause
     when 'event' then (n.created_at, 'event', format('event %s %s started automation %s', v.event, v.key, a.name), 'event ' || n.event_id,
@@ -122,7 +124,12 @@ create or replace view lanekeeper.agent_why_of_runs as
                                       lanekeeper.agent_words(x.updated_at, clock_timestamp()))
            else format(' %s after %s', x.status, lanekeeper.agent_words(x.created_at, x.completed_at)) end
          || case when x.status = 'completed' then coalesce(': ' || nullif(left(x.result_summary, 200), ''), '')
-                 when x.status = 'cancelled' then format(', by %s: %s', coalesce(nullif(x.cancelled_by, ''), 'somebody'), left(x.cancel_reason, 300))
+                 when x.status = 'cancelled' then format(', by %s: %s', coalesce((
+                        select lanekeeper.agent_decider(x.cancelled_by, a.input ->> 'via', a.input ->> 'key_id', '') from agent_activity a
+                         where a.skill_name = 'cancel_execution' and a.input ->> 'execution' = x.id::text
+                           and a.id >= lanekeeper.agent_uuid7_floor(x.completed_at - interval '1 s')
+                           and a.id < lanekeeper.agent_uuid7_floor(x.completed_at + interval '10 s') limit 1),
+                      nullif(x.cancelled_by, ''), 'somebody'), left(x.cancel_reason, 300))
                  when x.status in ('failed', 'timeout') then coalesce(' in step ' || x.failed_step, '') || coalesce(': ' || left(x.error_message, 300), '')
                  else '' end as what,
          coalesce('execution ' || p.id, '') as from_ref, 'execution ' || x.id as to_ref, x.trace_id, x.id as execution_id,
@@ -159,7 +166,8 @@ create or replace view lanekeeper.agent_why_of_runs as
       union all
       select e.flow, e.trace_id, null from agent_executions e where w.kind = 'agent' and e.id = lanekeeper.agent_uuid(w.key)
       union all
-      select format('%s it', case when a.decided_by = '' then 'nobody decided' else a.decided_by || ' ' || a.status end), null, null
+      select format('%s it', case when a.decided_by = '' then 'nobody decided'
+                           else lanekeeper.agent_approval_decider(a.id) || ' ' || a.status end), null, null
         from agent_approvals a where w.kind = 'approval' and w.until is not null and a.id = lanekeeper.agent_uuid(w.key)) c on true
    cross join lateral (
       select 0 as n, w.since as at, case when w.until is null then 'waits' when w.late then 'timed out' else 'waited' end as kind,
@@ -278,7 +286,8 @@ begin
   -- Approvals of a call that another execution had asked for.
   return query
   select l.at, 'allowed', format('an approval allowed %s a call, asked for by %s', x.flow, coalesce(o.flow, 'somebody else')), l.cause, l.effect,
-         coalesce(o.trace_id, a.trace_id), a.execution_id, jsonb_build_object('skill', a.skill_name, 'decided_by', a.decided_by)
+         coalesce(o.trace_id, a.trace_id), a.execution_id, jsonb_strip_nulls(jsonb_build_object('skill', a.skill_name, 'decided_by', a.decided_by,
+           'token_id', nullif(a.decided_token_id, ''), 'via', nullif(a.decided_via, ''), 'message', nullif(a.decided_message, '')))
     from agent_links l
     join agent_executions x on x.id = lanekeeper.agent_uuid(substr(l.effect, 11))
     left join lateral (select n.* from agent_approvals n where n.id = lanekeeper.agent_uuid(substr(l.cause, 10)) limit 1) a on true
@@ -323,9 +332,11 @@ begin
       from models m order by m.usd desc, m.tokens desc, m.model limit p_most),
   asked as (
     (select 'led to', 4, a.created_at,
-            (a.created_at, 'asked', format('leave for %s: %s%s', a.skill_name, a.status, case when a.decided_by <> '' then ' by ' || a.decided_by else '' end),
+            (a.created_at, 'asked', format('leave for %s: %s%s', a.skill_name, a.status, case when a.decided_by <> ''
+              then ' by ' || lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id, a.decided_message) else '' end),
              coalesce('execution ' || a.execution_id, 'trace ' || p_trace), 'approval ' || a.id, p_trace, a.execution_id, jsonb_strip_nulls(
-               jsonb_build_object('skill', a.skill_name, 'status', a.status, 'decided_by', nullif(a.decided_by, ''), 'decided_at', a.decided_at)))::agent_reason
+               jsonb_build_object('skill', a.skill_name, 'status', a.status, 'decided_by', nullif(a.decided_by, ''), 'decided_at', a.decided_at,
+                 'token_id', nullif(a.decided_token_id, ''), 'via', nullif(a.decided_via, ''), 'message', nullif(a.decided_message, ''))))::agent_reason
        from agent_approvals a where a.trace_id = p_trace order by a.id limit p_most)
     union all
     (select 'led to', 5, l.at,

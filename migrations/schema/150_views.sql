@@ -243,7 +243,8 @@ create or replace view agent_audit as
          lanekeeper.agent_tokens(a.token_usage, 'total_tokens') as tokens, a.cost_usd, a.duration_ms, a.surface, a.trace_id, a.execution_id,
          a.parent_id, a.cause_id, coalesce(a.thread_id, x.thread_id, '') as thread_id, a.lane,
          case when a.kind = 'note' then coalesce(a.input ->> 'key_id', '') else '' end as token_id,
-         case when a.kind = 'note' then coalesce(a.input ->> 'via', '') else '' end as via
+         case when a.kind = 'note' then coalesce(a.input ->> 'via', '') else '' end as via,
+         case when a.kind = 'note' and a.input ? 'via' then coalesce(a.input ->> 'message', '') else '' end as message
     from agent_activity a
     left join lateral (select e.id, e.thread_id from agent_executions e where e.id = a.execution_id offset 0) x on true
     left join lateral (select h.id, h.participant from agent_threads h where h.id = coalesce(a.thread_id, x.thread_id) offset 0) t on true
@@ -254,5 +255,5 @@ create or replace view agent_audit as
 comment on view agent_audit is
   'Every action in the log: actor, object, time, reason, on whose behalf, result. Restrict it by a range of ids, a '
   'trace or a skill (act), which have indexes. reason: an admin''s reason, the purpose of a model call, or the '
-  'action that it is a part of. cause_id: the model call that asked for it. origin: what began the run. token_id and '
-  'via: the API token and the way of a principal''s act.';
+  'action that it is a part of. cause_id: the model call that asked for it. origin: what began the run. token_id, '
+  'via and message: the API token and the way of a principal''s act, and the message with its button.';

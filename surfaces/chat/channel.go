@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -26,10 +27,14 @@ func (a UserMessage) headless() bool { return a.Target != "" }
 func (c *Chat) insertTurn(
 	ctx context.Context, tx pgx.Tx, a UserMessage, s executions.Spec,
 ) (executions.Execution, bool, error) {
-	if a.headless() {
-		return c.Engine.StartTx(ctx, tx, s)
+	if !a.headless() {
+		return c.Engine.InsertClaimed(ctx, tx, s)
 	}
-	return c.Engine.InsertClaimed(ctx, tx, s)
+	x, created, err := c.Engine.StartTx(ctx, tx, s)
+	if err == nil && created {
+		err = activity.Asked(ctx, tx, "execution "+x.ID)
+	}
+	return x, created, err
 }
 
 // Accept brings a message of a channel to its thread, and starts its turn. It implements channels.Runner.Accept: a key

@@ -190,22 +190,22 @@ func TestAMailThreadIsAConversation(t *testing.T) {
 // all, is counted and listed.
 func TestMailIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 	t.Parallel()
-	const mails = 24
+	mails, people := pick(24, 300), pick(4, 20)
 	p := newPost(t, echo(t), "yes", "", "AGENT_WORKER_LEASE=2s", "AGENT_WORKERS=20")
-	first := p.w.serve()
+	serves, kills := p.w.serve(), 0
 	for i := range mails {
-		p.send(fmt.Sprint("person", i%4), fmt.Sprint("m", i), shopAddress, fmt.Sprint(i), nil)
-		if i == mails/2 {
+		for range 1 + i%2 { // every second one comes twice
+			p.send(fmt.Sprint("person", i%people), fmt.Sprint("m", i), shopAddress, fmt.Sprint(i), nil)
+		}
+		if i%pick(12, 75) == pick(12, 75)-1 && i < mails-1 {
 			p.w.until("some answers", func() bool {
-				return value[int](p.w, `select count(*) from agent_channel_sends where status = 'sent'`) > 2
+				return value[int](p.w, `select count(*) from agent_channel_sends where status = 'sent'`) > i/4
 			})
-			first.Kill()
-			p.w.serve()
+			serves = p.w.kill(serves)
+			kills++
 		}
 	}
-	p.w.until("all answers", func() bool {
-		return value[int](p.w, `select count(*) from agent_channel_sends where status in ('sent', 'maybe_sent')`) == mails
-	})
+	maybe := p.w.settled(mails)
 	for i := range mails {
 		status := value[string](p.w, `
 			select s.status from agent_channel_sends s join agent_messages m on m.id = s.message_id
@@ -215,10 +215,10 @@ func TestMailIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 			t.Errorf("mail %d has %d answers and is %s", i, got, status)
 		}
 	}
-	maybe := value[int](p.w, `select count(*) from agent_channel_sends where status = 'maybe_sent'`)
-	if maybe == 0 || !strings.Contains(p.w.run("channels", "sends"), "maybe_sent") {
-		t.Errorf("%d mails were maybe sent, or they are not listed", maybe)
+	if maybe == 0 {
+		t.Error("no mail was maybe sent")
 	}
+	t.Logf("%d mails, %d kills: %d maybe sent", mails, kills, maybe)
 }
 
 // A request for approval is announced by mail with a link. An answer to that decides nothing.

@@ -5,7 +5,9 @@ package channels_test
 import (
 	"context"
 	"fmt"
+	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -27,7 +29,7 @@ func TestMain(m *testing.M) {
 	proctest.Main(m, "channels", &program)
 }
 
-const patience = 3 * time.Minute
+const patience = 10 * time.Minute
 
 // world is a database with a workspace, and processes that serve it.
 type world struct {
@@ -70,6 +72,45 @@ func (w *world) serve() *proctest.Process {
 	p := proctest.Start(w.t, patience, w.folder, w.environ, program, "serve")
 	p.Base()
 	return p
+}
+
+// long reports whether the large forms run, as in scripts/prove.
+func long() bool { return os.Getenv("AGENT_CHANNELS") == "long" }
+
+// pick returns the number of the small form, or that of the large one.
+func pick(small, large int) int {
+	if long() {
+		return large
+	}
+	return small
+}
+
+// kill kills the process that serves, starts another one and returns it.
+func (w *world) kill(p *proctest.Process) *proctest.Process {
+	w.t.Helper()
+	p.Kill()
+	return w.serve()
+}
+
+// settled waits until nothing is to be sent, and returns how many messages were maybe sent. Each of those is listed.
+func (w *world) settled(messages int) (maybe int) {
+	w.t.Helper()
+	w.until("all is sent", func() bool {
+		return messages == value[int](w,
+			`select count(*) from agent_channel_sends where status not in ('queued', 'sending')`)
+	})
+	maybe = value[int](w, `select count(*) from agent_channel_sends where status = 'maybe_sent'`)
+	failed := value[int](w, `select count(*) from agent_channel_sends where status = 'failed'`)
+	if failed > 0 {
+		w.t.Errorf("%d messages failed", failed)
+	}
+	w.until("all are done", func() bool {
+		return messages == value[int](w, `select count(*) from agent_channel_messages where status = 'done'`)
+	})
+	if listed := strings.Count(w.run("channels", "sends", "--limit", "500"), "maybe_sent"); listed != maybe {
+		w.t.Errorf("%d messages were maybe sent, and %d are listed", maybe, listed)
+	}
+	return maybe
 }
 
 // until waits until something holds.

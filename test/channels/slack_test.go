@@ -16,7 +16,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/channels/slack/slacktest"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
-	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
@@ -102,7 +101,7 @@ func TestASlackAnswerIsStreamedAndSplit(t *testing.T) {
 // Over kills, lost answers and limits each message is answered once and in order: Slack tells what came.
 func TestSlackAnswersComeOnceOverKillsAndFaults(t *testing.T) {
 	t.Parallel()
-	const people, each = 4, 6
+	people, each := pick(4, 15), pick(6, 20)
 	fake, w := newSlack(t, echo(t), "", "AGENT_WORKER_LEASE=2s", "AGENT_WORKERS=20")
 	fake.Twice = true
 	fake.Faults(func(method string, call int) slacktest.Fault {
@@ -117,27 +116,22 @@ func TestSlackAnswersComeOnceOverKillsAndFaults(t *testing.T) {
 		}
 		return slacktest.Fault{}
 	})
-	p := w.serve()
+	p, kills := w.serve(), 0
 	w.until("the socket", func() bool { return fake.Connected() == 1 })
 	for i := range each {
 		for person := range people {
 			fake.Say(fmt.Sprintf("U%d", person), fmt.Sprintf("D%d", person), fmt.Sprint(i), "")
 		}
 		fake.Wait()
-		if i == 3 {
-			p.Kill()
-			w.serve()
+		if i%5 == 3 {
+			p = w.kill(p)
+			kills++
 			w.until("the socket", func() bool { return fake.Connected() == 1 })
-			for _, table := range []string{"agent_channel_sends", "agent_channel_messages"} { // the claims of the killed pass
-				pgtest.Exec(t, w.pool, "update "+table+" set next_attempt_at = clock_timestamp() "+
-					"where ctid in (select ctid from "+table+" for update skip locked)")
-			}
 		}
 	}
-	w.until("all is sent", func() bool {
-		return people*each == value[int](w,
-			`select count(*) from agent_channel_sends where status not in ('queued', 'sending')`)
-	})
+	if maybe := w.settled(people * each); maybe > 0 {
+		t.Errorf("%d messages were maybe sent, though Slack tells", maybe)
+	}
 	for person := range people {
 		var got []string
 		for _, m := range answers(fake, fmt.Sprintf("D%d", person), "") {
@@ -150,11 +144,11 @@ func TestSlackAnswersComeOnceOverKillsAndFaults(t *testing.T) {
 			}
 		}
 	}
-	assert.Equal(t, people*each, value[int](w, `select count(*) from agent_channel_sends where status = 'sent'`))
+	t.Logf("%d messages, each twice, %d kills: each answered once", people*each, kills)
 }
 
 // A call that a person in Slack causes waits for a button that an approver presses in the channel for reports. Whoever
-// asked cannot press it, and pairing is no link.
+// asked cannot press it with four eyes, though linked to an approver, and pairing is no link.
 func TestASlackButtonApprovesACall(t *testing.T) {
 	t.Parallel()
 	var paid atomic.Int32
@@ -177,14 +171,17 @@ name: refund
 description: Pay an order back.
 scope: external
 trust: approve
+approvals: {four_eyes: true}
 parameters: {type: object, required: [order], properties: {order: {type: integer}}}
 handler: http:POST %s/refunds
 `, shop.URL))
-	ana, err := principals.Create(t.Context(), w.pool, principals.New{
-		Name: "ana", Kind: principals.User, Role: principals.Approver,
-	})
-	require.NoError(t, err)
-	require.NoError(t, principals.LinkIdentity(t.Context(), w.pool, ana.Name, "slack:"+slacktest.Team, "U0ANA", ""))
+	for name, account := range map[string]string{"ana": "U0ANA", "olga": "U1"} {
+		_, err := principals.Create(t.Context(), w.pool, principals.New{
+			Name: name, Kind: principals.User, Role: principals.Approver,
+		})
+		require.NoError(t, err)
+		require.NoError(t, principals.LinkIdentity(t.Context(), w.pool, name, "slack:"+slacktest.Team, account, ""))
+	}
 	w.serve()
 	w.until("the socket", func() bool { return fake.Connected() == 1 })
 	fake.Say("U1", "D1", "money back, please", "")
@@ -202,8 +199,10 @@ handler: http:POST %s/refunds
 			return strings.Contains(all[len(all)-1].Text, want)
 		})
 	}
-	require.NoError(t, fake.Click("U1", "C0OPS", shown.TS, "Approve"))
+	require.NoError(t, fake.Click("U9", "C0OPS", shown.TS, "Approve"))
 	told("not linked")
+	require.NoError(t, fake.Click("U1", "C0OPS", shown.TS, "Approve"))
+	told("You asked for this")
 	assert.Equal(t, 0, int(paid.Load()))
 	require.NoError(t, fake.Click("U0ANA", "C0OPS", shown.TS, "Approve"))
 	told("You have approved")
@@ -212,7 +211,13 @@ handler: http:POST %s/refunds
 		return len(all) > 0 && all[len(all)-1].Text == "It is paid back."
 	})
 	assert.Equal(t, 1, int(paid.Load()))
-	assert.Equal(t, "ana ana slack", value[string](w, `
-		select p.decided_by || ' ' || (a.input ->> 'by') || ' ' || (a.input ->> 'via')
-		  from agent_approvals p, agent_activity a where a.skill_name = 'decide_approval'`))
+	message := value[string](w, `select decided_message from agent_approvals`)
+	if !strings.Contains(message, shown.TS) {
+		t.Errorf("the message with the button is %s, and the decision names %q", shown.TS, message)
+	}
+	assert.Equal(t, "{olga} ana slack ana slack "+message, value[string](w, `
+		select concat_ws(' ', p.requested_by, p.decided_by, p.decided_via, a.actor, a.via, a.message)
+		  from agent_approvals p, agent_audit a where a.act = 'decide_approval'`))
+	assert.Contains(t, w.run("why", value[string](w, `select trace_id from agent_approvals`)),
+		"by ana via slack, message "+message)
 }

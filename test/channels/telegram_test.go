@@ -90,7 +90,7 @@ func TestALongAnswerIsStreamedAndSplit(t *testing.T) {
 // answered once, in the order of their conversation. An answer that was maybe sent is counted.
 func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 	t.Parallel()
-	const people, each = 20, 10 // and 130 duplicates
+	people, each := pick(20, 50), pick(10, 20) // and as many duplicates as people, less some
 	bot := telegramtest.New(t)
 	bot.Shuffle()
 	n := 0
@@ -110,24 +110,19 @@ func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 		return telegramtest.Broken
 	})
 	w := newWorld(t, echo(t), declare(bot.URL(), "pairing: open"), "AGENT_WORKER_LEASE=2s", "AGENT_WORKERS=30")
-	p := w.serve()
+	p, kills := w.serve(), 0
 	for i := range each {
 		for person := range people {
 			bot.Say(int64(1000+person), int64(1000+person), "P", fmt.Sprintf("%d", i))
 		}
-		bot.Repeat(13)
-		if i == 3 || i == 6 {
+		bot.Repeat(people * 2 / 3)
+		if i%3 == 0 && i > 0 && i < each-1 {
 			w.until("some answers", func() bool { return len(bot.Sent(0)) > i*people/4 })
-			p.Kill()
-			p = w.serve()
+			p = w.kill(p)
+			kills++
 		}
 	}
-	w.until("all is sent", func() bool {
-		return people*each == value[int](w,
-			`select count(*) from agent_channel_sends where status not in ('queued', 'sending')`)
-	})
-	lost := value[int](w, `select count(*) from agent_channel_sends where status = 'maybe_sent'`)
-	failed := value[int](w, `select count(*) from agent_channel_sends where status = 'failed'`)
+	lost := w.settled(people * each)
 	answered := 0
 	for person := range people {
 		last := -1
@@ -143,11 +138,11 @@ func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 			answered++
 		}
 	}
-	if answered+lost < people*each || failed > 0 || lost == 0 {
-		t.Errorf("%d answered, %d maybe sent, %d failed", answered, lost, failed)
+	if answered+lost < people*each || answered > people*each || lost == 0 {
+		t.Errorf("%d answered, %d maybe sent", answered, lost)
 	}
 	if got := value[int](w, `select count(*) from agent_messages where role = 'user'`); got != people*each {
 		t.Errorf("%d messages in the threads, want %d", got, people*each)
 	}
-	t.Logf("%d answered, %d maybe sent", answered, lost)
+	t.Logf("%d messages, %d kills: %d answered, %d maybe sent", people*each, kills, answered, lost)
 }

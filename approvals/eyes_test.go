@@ -1,0 +1,90 @@
+package approvals_test
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"sync"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// Who asked for a call cannot decide it, however often and beside whom it tries. Root may, and the audit says so.
+func TestFourEyes(t *testing.T) {
+	t.Parallel()
+	pool, _ := setUp(t)
+	d := skills.Definition{
+		Name: "drop", Description: "drops a table", Handler: "builtin:drop", Trust: skills.TrustApprove,
+		Approvals: skills.Approvals{FourEyes: true},
+	}
+	changed, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace)
+	if require.NoError(t, err); !changed {
+		t.Fatal("four eyes are no change of the skill")
+	}
+	s, err := skills.Get(t.Context(), pool, "drop")
+	require.NoError(t, err)
+	asked := func(args, by string) string {
+		t.Helper()
+		id := ask(t, pool, s, args)
+		pgtest.Exec(t, pool, `update agent_approvals set requested_by = array[$2] where id = $1::text::uuid`, id, by)
+		return id
+	}
+	id := asked(`{"n": 1}`, "ana")
+	for _, yes := range []bool{true, false} {
+		if _, err := approvals.Decide(t.Context(), pool, id, yes, "ana", ""); !errors.Is(err, approvals.ErrFourEyes) {
+			t.Errorf("the requester decided %t: %v", yes, err)
+		}
+	}
+	var group sync.WaitGroup
+	var mu sync.Mutex
+	ends := map[string]int{}
+	for i := range 12 { // two at once
+		who := []string{"ana", "bob"}[i%2]
+		group.Go(func() {
+			_, err := approvals.Decide(t.Context(), pool, id, true, who, "")
+			mu.Lock()
+			defer mu.Unlock()
+			switch {
+			case err == nil:
+				ends[who+" decided"]++
+			case errors.Is(err, approvals.ErrFourEyes), errors.Is(err, approvals.ErrDecided):
+			default:
+				t.Error(err)
+			}
+		})
+	}
+	group.Wait()
+	assert.Equal(t, "map[bob decided:1]", fmt.Sprint(ends))
+	ctx := activity.WithActor(t.Context(), activity.Actor{Name: "root", Via: "http"})
+	_, err = approvals.Decide(ctx, pool, asked(`{"n": 2}`, "root"), true, "root", "an emergency")
+	require.NoError(t, err)
+	assert.Equal(t, "the requester decided", pgtest.Value[string](t, pool,
+		`select input ->> 'four_eyes' from agent_activity where skill_name = 'decide_approval' and input ->> 'by' = 'root'`))
+	if _, err := pool.Exec(t.Context(), `update agent_approvals set four_eyes = false where id = $1::text::uuid`, id); err == nil {
+		t.Error("four eyes were taken from an approval")
+	}
+	d.Trust = skills.TrustAuto
+	assert.Contains(t, fmt.Sprint(skills.Validate(d)), "four_eyes needs trust: approve")
+}
+
+// A decision in SQL is in the audit, as one in SQL.
+func TestADecisionInSQLIsAudited(t *testing.T) {
+	t.Parallel()
+	pool, s := setUp(t)
+	id := ask(t, pool, s, `{"n": 1}`)
+	pgtest.Exec(t, pool, `select from decide_agent_approval($1::text::uuid, true, 'dba', 'by hand')`, id)
+	assert.Equal(t, "dba sql decision: approve, approval "+id+", skill drop by hand", pgtest.Value[string](t, pool,
+		`select concat_ws(' ', actor, via, object, reason) from agent_audit where act = 'decide_approval'`))
+	a, err := approvals.Get(t.Context(), pool, id)
+	require.NoError(t, err)
+	assert.Equal(t, "dba via sql", a.Decider())
+	if _, err := json.Marshal(a); err != nil {
+		t.Error(err)
+	}
+}

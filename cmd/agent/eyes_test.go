@@ -1,0 +1,95 @@
+package main
+
+import (
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/principals"
+	"github.com/lanekeeper/lanekeeper/skills"
+)
+
+// With four eyes, the principal of an operate turn decides neither by the command line nor by HTTP nor on the page.
+// Another one does, and audit, why and the approval say who, with which token and by which way.
+func TestFourEyesOnAServer(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."))
+	_, err := skills.Put(t.Context(), d.pool, skills.Definition{
+		Name: "wipe", Handler: "sql:select 'wiped' as done", Trust: skills.TrustApprove, Description: "wipes",
+		Approvals: skills.Approvals{FourEyes: true},
+	}, skills.SourceWorkspace)
+	require.NoError(t, err)
+	far, _ := d.remote()
+	base := strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")
+	as := func(name string) (p program, secret, id string) {
+		_, err := principals.Create(t.Context(), d.pool, principals.New{
+			Name: name, Kind: principals.User, Role: principals.Admin,
+		})
+		require.NoError(t, err)
+		token, secret, err := principals.MakeToken(t.Context(), d.pool, principals.NewToken{
+			Principal: name, Scopes: []string{"*"},
+		})
+		require.NoError(t, err)
+		return newProgramWithoutDatabase(t, far.environ[0], "AGENT_TOKEN="+secret), secret, token.ID
+	}
+	ana, anas, anaToken := as("ana")
+	bob, bobs, bobToken := as("bob")
+	ana.fails(1, "waits for approval", "operate", "Wipe everything.")
+	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
+	ana.fails(1, "four eyes", "approvals", "approve", id)
+	ana.fails(1, "four eyes", "approvals", "reject", id)
+	page := func(secret string) string {
+		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", base+"/approvals/"+id, "", testkit.Bearer(secret))
+		require.NoError(t, err)
+		return string(got.Body)
+	}
+	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/approvals/"+id, `{"decision":"approve"}`,
+		testkit.Bearer(anas))
+	require.NoError(t, err)
+	assert.Equal(t, 403, got.Status)
+	assert.Contains(t, string(got.Body), "four eyes")
+	assert.Contains(t, page(anas), "Somebody else has to decide it", "ana")
+	if strings.Contains(page(anas), `action="/act/v1/approvals/`) {
+		t.Error("the requester has a form to decide")
+	}
+	assert.Contains(t, page(bobs), `action="/act/v1/approvals/`+id)
+	assert.Contains(t, bob.must("approvals", "show", id), "who asked cannot decide: ana", "asked by ana")
+	bob.must("approvals", "approve", id, "--reason", "looked at it")
+	pgtest.Equal(t, d.pool, "bob cli "+bobToken+" looked at it",
+		`select concat_ws(' ', actor, via, token_id, reason) from agent_audit where act = 'decide_approval'`)
+	decider := "bob via cli with token " + bobToken
+	assert.Contains(t, page(bobs), "by "+decider)
+	assert.Contains(t, bob.must("approvals", "show", id), "by "+decider)
+	trace := pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals`)
+	assert.Contains(t, bob.must("why", trace), "by "+decider, "ana asked for it")
+
+	// Pause, resume, retention and cancel carry the same.
+	ana.must("pause", "--reason", "a look")
+	got, err = testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/resume", `{"reason":"seen"}`, testkit.Bearer(anas))
+	require.NoError(t, err)
+	assert.Equal(t, 200, got.Status)
+	ana.must("retention", "set", "activity=400d", "--reason", "longer")
+	ana.must("executions", "start", "external:sum", "--reason", "a try")
+	run := pgtest.Value[string](t, d.pool, `select id::text from agent_executions where flow = 'external:sum'`)
+	ana.must("executions", "cancel", run, "--reason", "no more")
+	for act, via := range map[string]string{
+		"pause_agent": "cli", "resume_agent": "http", "set_retention": "cli", "start_execution": "cli",
+		"cancel_execution": "cli",
+	} {
+		pgtest.Equal(t, d.pool, "ana "+via+" "+anaToken,
+			`select concat_ws(' ', actor, via, token_id) from agent_audit where act = '`+act+`'`)
+	}
+	trace = pgtest.Value[string](t, d.pool, `select trace_id from agent_executions where flow = 'external:sum'`)
+	assert.Contains(t, ana.must("why", trace), "by ana via cli with token "+anaToken+": no more", "ana started external:sum")
+	d.must("pause", "--reason", "here")
+	pgtest.Equal(t, d.pool, "admin cli",
+		`select concat_ws(' ', actor, via) from agent_audit where act = 'pause_agent' and reason = 'here'`)
+	pgtest.Exec(t, d.pool, `select resume_agent('dba', 'in SQL')`)
+	pgtest.Equal(t, d.pool, "dba sql",
+		`select concat_ws(' ', actor, via) from agent_audit where act = 'resume_agent' and reason = 'in SQL'`)
+}
