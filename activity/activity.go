@@ -172,7 +172,8 @@ func Asked(ctx context.Context, db postgres.DB, effect string) error {
 		return nil
 	}
 	_, err := db.Exec(ctx, `
-		insert into agent_links (cause, kind, effect) values ('principal ' || @name, 'asked', @effect) on conflict do nothing`,
+		insert into agent_links (cause, kind, effect) values ('principal ' || @name, 'asked', @effect)
+		on conflict do nothing`,
 		postgres.Strict{"name": a.Name, "effect": effect})
 	if err != nil {
 		return fmt.Errorf("record who asked: %w", err)

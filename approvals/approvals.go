@@ -16,7 +16,7 @@
 //
 // A skill may want four eyes: a principal that asked for the execution cannot decide, and the database refuses it. The
 // principals are those of an operate turn, of a start, fork, retry or run by a person, and of the linked sender of a
-// channel's message, of the execution or of one that started it. Root may decide its own requests, and the audit says so.
+// channel's message, of the execution or of one that started it. Root may decide its own requests; the audit says so.
 package approvals
 
 import (
@@ -232,7 +232,8 @@ func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval,
 	var id string
 	err = tx.QueryRow(ctx, `
 		with recursive line (id, parent_id, run, depth) as (
-		  select x.id, coalesce(x.parent_id, x.forked_from), x.input ->> 'run_id', 1 from agent_executions x where x.id = @execution_id
+		  select x.id, coalesce(x.parent_id, x.forked_from), x.input ->> 'run_id', 1
+		    from agent_executions x where x.id = @execution_id
 		  union all
 		  select x.id, coalesce(x.parent_id, x.forked_from), x.input ->> 'run_id', l.depth + 1
 		    from line l join agent_executions x on x.id = l.parent_id where l.depth < 50)
@@ -298,23 +299,13 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 		if err != nil {
 			return err
 		}
-		acted := map[string]any{
-			"approval_id": id, "skill": decided.SkillName,
-			"decision": map[bool]string{true: "approve", false: "reject"}[approve], "by": by, "reason": reason,
-		}
-		if decided.Own(by) {
-			acted["four_eyes"] = "the requester decided"
-		}
 		if !approve {
 			if err := automations.RecordDenial(ctx, tx, id,
 				fmt.Sprintf("rejected by %s: %s (approval %s)", by, reason, id)); err != nil {
 				return err
 			}
 		}
-		_, err = activity.Note(ctx, tx, activity.Entry{
-			Skill: "decide_approval", Input: activity.Describe(ctx, acted),
-		}, activity.Outcome{Output: map[string]string{"status": decided.Status, "trace_id": decided.TraceID}})
-		return err
+		return recordDecision(ctx, tx, decided, approve)
 	}
 	err := postgres.Again(ctx, func() error {
 		err := postgres.InTx(ctx, db, decide)
@@ -337,6 +328,21 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 		return Approval{}, fmt.Errorf("decide approval %s: %w", id, err)
 	}
 	return decided, nil
+}
+
+// recordDecision writes the row of the activity log.
+func recordDecision(ctx context.Context, tx pgx.Tx, a Approval, approve bool) error {
+	acted := map[string]any{
+		"approval_id": a.ID, "skill": a.SkillName,
+		"decision": map[bool]string{true: "approve", false: "reject"}[approve], "by": a.DecidedBy, "reason": a.Reason,
+	}
+	if a.Own(a.DecidedBy) {
+		acted["four_eyes"] = "the requester decided"
+	}
+	_, err := activity.Note(ctx, tx, activity.Entry{
+		Skill: "decide_approval", Input: activity.Describe(ctx, acted),
+	}, activity.Outcome{Output: map[string]string{"status": a.Status, "trace_id": a.TraceID}})
+	return err
 }
 
 // Decision is how an approval was decided.

@@ -220,6 +220,9 @@ func (w *worker) decide(ctx context.Context, e entry) (said, shown string, err e
 	verb := map[bool]string{true: "approved", false: "rejected"}[b.Approve]
 	_, err = approvals.Decide(acting, w.Pool, b.ApprovalID, b.Approve, name,
 		fmt.Sprintf("%s in %s %s (message %s)", verb, w.channel.Type, w.name, e.MessageRef))
+	if errors.Is(err, approvals.ErrFourEyes) { // asked for again meanwhile
+		return err.Error(), "", nil
+	}
 	if late, is := errors.AsType[*approvals.DecidedError](err); is {
 		said = strings.ToUpper(late.Error()[:1]) + late.Error()[1:] + "."
 		text, _ := approvalText(a)

@@ -116,7 +116,9 @@ func TestProcessesAndWorkersAreListed(t *testing.T) {
 	quiet(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by) select 'fl_3', 'flow', 'ship', 'running', $1::uuid
 		  from generate_series(1, 2)`, live)
-	for name, left := range map[string]string{"idle one": "1 minute", "sum <worker>": "1 minute", "gone home": "-1 second"} {
+	for name, left := range map[string]string{
+		"idle one": "1 minute", "sum <worker>": "1 minute", "gone home": "-1 second",
+	} {
 		quiet(t, pool, `insert into agent_idle_workers (owner, flows, expires_at)
 			values ($1, '{external:mul}', clock_timestamp() + $2::text::interval)`, name, left)
 	}

@@ -66,8 +66,9 @@ func noteIdle(ctx context.Context, db postgres.DB, p ClaimParams) error {
 		       and g.owner <> @owner limit 20 for update skip locked))
 		insert into agent_idle_workers as w (owner, flows, expires_at)
 		values (@owner, @flows, clock_timestamp() + make_interval(secs => @wait))
-		on conflict (owner) do update set flows = excluded.flows, seen_at = clock_timestamp(), expires_at = excluded.expires_at,
-		  since = case when w.expires_at < clock_timestamp() - interval '1 minute' then clock_timestamp() else w.since end`,
+		on conflict (owner) do update
+		   set flows = excluded.flows, seen_at = clock_timestamp(), expires_at = excluded.expires_at,
+		       since = case when w.expires_at < clock_timestamp() - interval '1 minute' then clock_timestamp() else w.since end`,
 		postgres.Strict{"owner": p.Owner, "flows": p.Flows, "wait": (p.Wait + idleGrace).Seconds()})
 	return err
 }

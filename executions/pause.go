@@ -115,7 +115,8 @@ func ResumeAll(ctx context.Context, db postgres.DB, by, reason string) (PauseCha
 		select changed, paused_at, paused_by, reason, resumed_at, trace_id, coalesce(activity_id::text, '')
 		  from resume_agent(@by, @reason)`,
 		postgres.Strict{"reason": reason, "by": by}).QueryRow(func(row pgx.Row) error {
-		return row.Scan(&got.Changed, &got.PausedAt, &got.PausedBy, &got.Reason, &got.ResumedAt, &got.TraceID, &got.ActivityID)
+		return row.Scan(&got.Changed, &got.PausedAt, &got.PausedBy, &got.Reason, &got.ResumedAt, &got.TraceID,
+			&got.ActivityID)
 	})
 	if err := db.SendBatch(ctx, b).Close(); err != nil {
 		return PauseChange{}, fmt.Errorf("resume the agent: %w", invalidArgument(err))

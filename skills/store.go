@@ -27,8 +27,8 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 		on conflict (name) do update
 		   set description = excluded.description, tool_definition = excluded.tool_definition,
 		       handler = excluded.handler, config = excluded.config, scope = excluded.scope,
-		       trust = excluded.trust, four_eyes = excluded.four_eyes, idempotent = excluded.idempotent, timeout_ms = excluded.timeout_ms,
-		       source = excluded.source, updated_at = clock_timestamp(),
+		       trust = excluded.trust, four_eyes = excluded.four_eyes, idempotent = excluded.idempotent,
+		       timeout_ms = excluded.timeout_ms, source = excluded.source, updated_at = clock_timestamp(),
 		       revision = s.revision + (
 		           (s.tool_definition, s.handler, s.config, s.scope, s.trust, s.four_eyes, s.idempotent, s.timeout_ms)
 		           is distinct from (excluded.tool_definition, excluded.handler, excluded.config, excluded.scope,
@@ -39,8 +39,8 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 		       excluded.trust, excluded.four_eyes, excluded.idempotent, excluded.timeout_ms, excluded.source)`,
 		pgx.StrictNamedArgs{
 			"name": r.name, "description": r.description, "tool": r.tool, "handler": r.handler, "config": r.config,
-			"scope": r.scope, "trust": r.trust, "four_eyes": r.fourEyes, "idempotent": r.idempotent, "timeout_ms": r.timeout.Milliseconds(),
-			"source": source, "builtin": SourceBuiltin,
+			"scope": r.scope, "trust": r.trust, "four_eyes": r.fourEyes, "idempotent": r.idempotent,
+			"timeout_ms": r.timeout.Milliseconds(), "source": source, "builtin": SourceBuiltin,
 		})
 	return postgres.Changed(tag, err, fmt.Sprintf("put skill %q", d.Name))
 }
@@ -61,8 +61,8 @@ func Delete(ctx context.Context, db postgres.DB, source string, names ...string)
 }
 
 // columns are the columns of a [Skill].
-const columns = `id, name, description, tool_definition, handler, config, scope, trust, four_eyes, idempotent, timeout_ms, enabled,
-	disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, state_revision, source, created_at, updated_at`
+const columns = `id, name, description, tool_definition, handler, config, scope, trust, four_eyes, idempotent, timeout_ms,
+	enabled, disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, state_revision, source, created_at, updated_at`
 
 // collect reads the skills of a query.
 func collect(rows pgx.Rows, err error, what string) ([]Skill, error) {

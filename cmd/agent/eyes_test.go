@@ -67,10 +67,15 @@ func TestFourEyesOnAServer(t *testing.T) {
 	assert.Contains(t, bob.must("approvals", "show", id), "by "+decider)
 	trace := pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals`)
 	assert.Contains(t, bob.must("why", trace), "by "+decider, "ana asked for it")
+	carryTheirActor(t, d, ana, base, anas, anaToken)
+}
 
-	// Pause, resume, retention and cancel carry the same.
+// carryTheirActor expects pause, resume, retention, start and cancel to carry principal, token and way.
+func carryTheirActor(t *testing.T, d *operateTest, ana program, base, anas, anaToken string) {
+	t.Helper()
 	ana.must("pause", "--reason", "a look")
-	got, err = testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/resume", `{"reason":"seen"}`, testkit.Bearer(anas))
+	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/resume", `{"reason":"seen"}`,
+		testkit.Bearer(anas))
 	require.NoError(t, err)
 	assert.Equal(t, 200, got.Status)
 	ana.must("retention", "set", "activity=400d", "--reason", "longer")
@@ -84,8 +89,9 @@ func TestFourEyesOnAServer(t *testing.T) {
 		pgtest.Equal(t, d.pool, "ana "+via+" "+anaToken,
 			`select concat_ws(' ', actor, via, token_id) from agent_audit where act = '`+act+`'`)
 	}
-	trace = pgtest.Value[string](t, d.pool, `select trace_id from agent_executions where flow = 'external:sum'`)
-	assert.Contains(t, ana.must("why", trace), "by ana via cli with token "+anaToken+": no more", "ana started external:sum")
+	trace := pgtest.Value[string](t, d.pool, `select trace_id from agent_executions where flow = 'external:sum'`)
+	assert.Contains(t, ana.must("why", trace), "by ana via cli with token "+anaToken+": no more",
+		"ana started external:sum")
 	d.must("pause", "--reason", "here")
 	pgtest.Equal(t, d.pool, "admin cli",
 		`select concat_ws(' ', actor, via) from agent_audit where act = 'pause_agent' and reason = 'here'`)

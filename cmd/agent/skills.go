@@ -192,7 +192,8 @@ func (c *cli) switchSkill(
 				output["automations"] = restored
 				return got.Settled, err
 			}
-			if changed, err = skills.Disable(ctx, tx, name, actor(ctx), reason, map[string]string{"by": "command line"}); err == nil {
+			evidence := map[string]string{"by": "command line"}
+			if changed, err = skills.Disable(ctx, tx, name, actor(ctx), reason, evidence); err == nil {
 				paused, err = automations.PausedFor(ctx, tx, name)
 			}
 			output["automations"] = paused

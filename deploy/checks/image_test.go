@@ -171,7 +171,8 @@ func unpacked(t *testing.T, program string) (root string) {
 		t.Errorf("the image has the digest %s, and %s was said: %v", got, digest, err)
 	}
 	config, err := image.ConfigFile()
-	if err != nil || config.Config.User != "65532:65532" || !slices.Equal(config.Config.Entrypoint, []string{"/usr/bin/agent"}) {
+	if err != nil || config.Config.User != "65532:65532" ||
+		!slices.Equal(config.Config.Entrypoint, []string{"/usr/bin/agent"}) {
 		t.Errorf("the image runs %q as %q: %v", config.Config.Entrypoint, config.Config.User, err)
 	}
 	content := mutate.Extract(image)

@@ -34,8 +34,8 @@ func command(t *testing.T, dir string, environ []string, name string, args ...st
 	return strings.TrimSpace(string(out))
 }
 
-// A snapshot is built by goreleaser, with lists of contents by syft, from what is committed. Each archive, package, list
-// and checksum is opened, and the program of this machine runs.
+// A snapshot is built by goreleaser, with lists of contents by syft, from what is committed. Each archive, package,
+// list and checksum is opened, and the program of this machine runs.
 func TestASnapshotIsReleased(t *testing.T) {
 	goreleaser := command(t, "../..", nil, "scripts/tool", "github.com/goreleaser/goreleaser/v2", "v2.13.3")
 	syft := command(t, "../..", nil, "scripts/tool", "github.com/anchore/syft/cmd/syft", "v1.38.2")

@@ -16,7 +16,9 @@ import (
 type approvers struct{ pool *pgxpool.Pool }
 
 // Approver implements [channels.Principals].
-func (a approvers) Approver(ctx context.Context, issuer, subject, via, message string) (context.Context, string, error) {
+func (a approvers) Approver(
+	ctx context.Context, issuer, subject, via, message string,
+) (context.Context, string, error) {
 	p, err := principals.ByIdentity(ctx, a.pool, issuer, subject)
 	switch {
 	case errors.Is(err, principals.ErrNotFound):

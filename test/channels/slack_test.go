@@ -211,13 +211,19 @@ handler: http:POST %s/refunds
 		return len(all) > 0 && all[len(all)-1].Text == "It is paid back."
 	})
 	assert.Equal(t, 1, int(paid.Load()))
+	decidedIn(w, shown)
+}
+
+// decidedIn expects the decision to name who asked, who decided, the way and the message with the button.
+func decidedIn(w *world, shown slacktest.Message) {
+	w.t.Helper()
 	message := value[string](w, `select decided_message from agent_approvals`)
 	if !strings.Contains(message, shown.TS) {
-		t.Errorf("the message with the button is %s, and the decision names %q", shown.TS, message)
+		w.t.Errorf("the message with the button is %s, and the decision names %q", shown.TS, message)
 	}
-	assert.Equal(t, "{olga} ana slack ana slack "+message, value[string](w, `
+	assert.Equal(w.t, "{olga} ana slack ana slack "+message, value[string](w, `
 		select concat_ws(' ', p.requested_by, p.decided_by, p.decided_via, a.actor, a.via, a.message)
 		  from agent_approvals p, agent_audit a where a.act = 'decide_approval'`))
-	assert.Contains(t, w.run("why", value[string](w, `select trace_id from agent_approvals`)),
+	assert.Contains(w.t, w.run("why", value[string](w, `select trace_id from agent_approvals`)),
 		"by ana via slack, message "+message)
 }

@@ -56,7 +56,8 @@ var install = sync.OnceValues(func() (folders map[string]string, err error) {
 		}
 	}
 	run("../../sdk/typescript", "npm", "pack", "--pack-destination", typescript)
-	run(typescript, "sh", "-c", "npm install --no-audit --no-fund ./lanekeeper-*.tgz typescript@5.9.3 @types/node@20.19.25")
+	run(typescript, "sh", "-c",
+		"npm install --no-audit --no-fund ./lanekeeper-*.tgz typescript@5.9.3 @types/node@20.19.25")
 	for name, from := range map[string]string{
 		"scenario.mjs": "../../sdk/typescript/index.js", "types_test.ts": "./index.js", "tsconfig.json": `"index.d.ts", `,
 	} {
@@ -72,7 +73,8 @@ var install = sync.OnceValues(func() (folders map[string]string, err error) {
 		if name == "tsconfig.json" {
 			to = ""
 		}
-		if err := os.WriteFile(filepath.Join(typescript, name), []byte(strings.ReplaceAll(string(text), from, to)), 0o600); err != nil {
+		changed := []byte(strings.ReplaceAll(string(text), from, to))
+		if err := os.WriteFile(filepath.Join(typescript, name), changed, 0o600); err != nil {
 			return nil, err
 		}
 	}

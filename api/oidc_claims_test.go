@@ -1,0 +1,129 @@
+package api_test
+
+import (
+	"crypto"
+	"crypto/rand"
+	"crypto/rsa"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"math/big"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/principals"
+)
+
+// issuer is an OIDC issuer that logs everybody in as subject 7. userInfo answers requests for more claims.
+type issuer struct {
+	url, nonce string
+	key        *rsa.PrivateKey
+	userInfo   http.HandlerFunc
+}
+
+func newIssuer(t *testing.T) *issuer {
+	t.Helper()
+	key, err := rsa.GenerateKey(rand.Reader, 2048)
+	require.NoError(t, err)
+	i := &issuer{key: key}
+	mux := http.NewServeMux()
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	i.url = server.URL
+	respond := func(w http.ResponseWriter, v any) {
+		w.Header().Set("Content-Type", "application/json")
+		_ = json.NewEncoder(w).Encode(v)
+	}
+	mux.HandleFunc("GET /.well-known/openid-configuration", func(w http.ResponseWriter, _ *http.Request) {
+		respond(w, map[string]any{
+			"issuer": i.url, "authorization_endpoint": i.url + "/auth", "token_endpoint": i.url + "/token",
+			"jwks_uri": i.url + "/keys", "userinfo_endpoint": i.url + "/me",
+			"id_token_signing_alg_values_supported": []string{"RS256"},
+		})
+	})
+	mux.HandleFunc("GET /keys", func(w http.ResponseWriter, _ *http.Request) {
+		respond(w, map[string]any{"keys": []any{map[string]string{
+			"kty": "RSA", "kid": "1", "alg": "RS256", "use": "sig", "n": raw64(key.N.Bytes()),
+			"e": raw64(big.NewInt(int64(key.E)).Bytes()),
+		}}})
+	})
+	mux.HandleFunc("POST /token", func(w http.ResponseWriter, _ *http.Request) {
+		respond(w, map[string]any{
+			"access_token": "an-access-token", "token_type": "Bearer", "expires_in": 60, "id_token": i.token(),
+		})
+	})
+	mux.HandleFunc("GET /me", func(w http.ResponseWriter, r *http.Request) { i.userInfo(w, r) })
+	return i
+}
+
+func raw64(b []byte) string { return base64.RawURLEncoding.EncodeToString(b) }
+
+// token is the id token of subject 7, without groups.
+func (i *issuer) token() string {
+	claims := fmt.Sprintf(`{"iss":%q,"sub":"7","aud":"agent","nonce":%q,"exp":%d,"name":"Ana"}`, i.url, i.nonce,
+		time.Now().Add(time.Minute).Unix())
+	signed := raw64([]byte(`{"alg":"RS256","kid":"1"}`)) + "." + raw64([]byte(claims))
+	sum := sha256.Sum256([]byte(signed))
+	signature, err := rsa.SignPKCS1v15(nil, i.key, crypto.SHA256, sum[:])
+	if err != nil {
+		panic(err)
+	}
+	return signed + "." + raw64(signature)
+}
+
+// User info that cannot be read, or that is of another subject, logs nobody in: its claims may give a role.
+func TestUserInfoThatFailsLogsNobodyIn(t *testing.T) {
+	t.Parallel()
+	i := newIssuer(t)
+	pool := pgtest.DB(t)
+	a := newAgentWith(t, api.Options{
+		Pool: pool, Engine: engine(t, pool), Pages: errorPages{}, OIDC: &api.OIDC{
+			Issuer: i.url, ClientID: "agent", ClientSecret: "a-secret-of-the-client", PublicURL: "http://agent.example",
+			Roles: []api.ClaimRole{{Claim: "groups", Value: "agents", Role: principals.Admin}},
+		},
+	})
+	for name, test := range map[string]struct {
+		status int
+		body   string
+		in     bool
+	}{
+		"broken":          {500, `{}`, false},
+		"no JSON":         {200, `<html>`, false},
+		"another subject": {200, `{"sub":"8","groups":["agents"]}`, false},
+		"a member":        {200, `{"sub":"7","groups":["agents"]}`, true},
+	} {
+		i.userInfo = func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(test.status)
+			_, _ = w.Write([]byte(test.body))
+		}
+		began := a.raw("GET", "/login/oidc", "", nil)
+		to, err := url.Parse(began.Header().Get("Location"))
+		require.NoError(t, err)
+		i.nonce = to.Query().Get("nonce")
+		back := http.Header{}
+		for _, c := range began.Result().Cookies() {
+			back.Add("Cookie", c.Name+"="+c.Value)
+		}
+		got := a.raw("GET", "/login/oidc/callback?code=c&state="+url.QueryEscape(to.Query().Get("state")), "", back)
+		sessions := pgtest.Value[int](t, pool, `select count(*)::int from agent_sessions`)
+		if (got.Code == http.StatusOK) != test.in || sessions != map[bool]int{true: 1}[test.in] {
+			t.Errorf("%s: %d %s, %d sessions", name, got.Code, got.Body, sessions)
+		}
+		if !test.in && !strings.Contains(got.Body.String(), "issuer") {
+			t.Errorf("%s does not say whose answer failed: %s", name, got.Body)
+		}
+		pgtest.Exec(t, pool, `delete from agent_sessions`)
+	}
+	if said := a.log.String(); !strings.Contains(said, "user info") || strings.Contains(said, "an-access-token") {
+		t.Errorf("the log says %s", said)
+	}
+}
