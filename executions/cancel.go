@@ -26,7 +26,7 @@ func (e *Engine) Cancel(ctx context.Context, id, by, reason string) (Status, err
 		var status *string
 		var ends []endedExecution
 		b := &pgx.Batch{}
-		queueCancel(ctx, b, cancelSQL, id, by, reason, &status)
+		queueCancel(ctx, b, id, by, reason, &status)
 		queueEnded(b, &ends)
 		err := e.pool.SendBatch(ctx, b).Close() // sets status
 		now, err := cancelResult(id, status, err)
@@ -51,24 +51,20 @@ func CancelTx(ctx context.Context, tx pgx.Tx, id, by, reason string) (Status, er
 	return cancelOnce(ctx, tx, id, by, reason)
 }
 
-const (
-	cancelSQL  = `select cancel_agent_execution(@id, @by, @reason)`
-	requestSQL = `select lanekeeper.request_agent_cancel(@id, @by, @reason)`
-)
-
 func cancelOnce(ctx context.Context, db postgres.DB, id, by, reason string) (Status, error) {
 	var status *string
 	b := &pgx.Batch{}
-	queueCancel(ctx, b, cancelSQL, id, by, reason, &status)
+	queueCancel(ctx, b, id, by, reason, &status)
 	err := db.SendBatch(ctx, b).Close() // sets status
 	return cancelResult(id, status, err)
 }
 
-// queueCancel queues one of the statements above for the actor of ctx.
-func queueCancel(ctx context.Context, b *pgx.Batch, sql, id, by, reason string, into any) {
+// queueCancel queues a cancel by the actor of ctx.
+func queueCancel(ctx context.Context, b *pgx.Batch, id, by, reason string, status **string) {
 	activity.QueueActor(ctx, b)
-	b.Queue(sql, postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(
-		func(row pgx.Row) error { return row.Scan(into) })
+	b.Queue(`select cancel_agent_execution(@id, @by, @reason)`,
+		postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(
+		func(row pgx.Row) error { return row.Scan(status) })
 }
 
 // cancel requests the cancel of a locked execution, notifies its process, and retries until the execution has ended
@@ -78,7 +74,10 @@ func cancel(
 ) (Status, error) {
 	var requested bool
 	b := &pgx.Batch{}
-	queueCancel(ctx, b, requestSQL, id, by, reason, &requested)
+	activity.QueueActor(ctx, b)
+	b.Queue(`select lanekeeper.request_agent_cancel(@id, @by, @reason)`,
+		postgres.Strict{"id": id, "by": by, "reason": reason}).QueryRow(
+		func(row pgx.Row) error { return row.Scan(&requested) })
 	err := db.SendBatch(ctx, b).Close()
 	if err != nil && !postgres.IsCode(err, "55P03") {
 		_, err = cancelResult(id, nil, err)

@@ -70,8 +70,8 @@ var tables = map[string]string{
 		from agent_automation_runs`,
 	"deliveries": `select id::text, status, '', coalesce(execution_id::text, ''), '', received_at, finished_at, false
 		from agent_webhook_deliveries`,
-	"channel_messages": `select id::text, status, '', '', '', received_at, finished_at, false
-		from agent_channel_messages`,
+	"channel_messages": `select id::text, status, '', '', '', received_at,
+		coalesce(finished_at, received_at), false from agent_channel_messages`,
 	"outbox":  `select id::text, status, '', '', '', created_at, finished_at, false from agent_webhook_outbox`,
 	"budgets": `select scope, '', '', '', '', created_at, created_at, reserved_tokens > 0 from agent_budgets`,
 	"counts":  `select span || skill, span, '', '', '', start, start, false from agent_activity_counts`,

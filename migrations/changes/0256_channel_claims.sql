@@ -6,9 +6,6 @@ alter table agent_channel_sends add column if not exists claim bigint;
 comment on column agent_channel_sends.claim is
   'The fencing token of the worker whose attempt is under way. Null: none is, and next_attempt_at is a pause.';
 
-alter table agent_retention drop constraint if exists agent_retention_kind_check;
-alter table agent_retention add constraint agent_retention_kind_check check (kind in ('activity', 'executions', 'events', 'messages',
-  'approvals', 'automation_runs', 'deliveries', 'outbox', 'budgets', 'hour_counts', 'prompts', 'channel_messages')) not valid;
 insert into agent_retention (kind, keep, least, about)
 values ('channel_messages', '30 days', '1 day', 'messages from channels that were handled; their text stays in its thread')
 on conflict do nothing;
