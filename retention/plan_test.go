@@ -83,6 +83,9 @@ func TestAPieceReadsWhatItLooksAt(t *testing.T) {
 			if kind == "executions" && keep == "90 days" {
 				least = 0 // it is busy with the checkpoints of those that went before
 			}
+			if kind == "evals" {
+				least = 0 // there are none
+			}
 			readsLittle(t, pool, kind, least, piece(kind))
 			readsLittle(t, pool, kind, 0, piece(kind))
 		}

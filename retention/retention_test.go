@@ -148,7 +148,7 @@ func TestEverythingIsKeptUntilSomebodySaysOtherwise(t *testing.T) {
 	random(t, pool, rand.New(rand.NewPCG(1, 2)))
 	// as they have always been
 	pgtest.Exec(t, pool, `update agent_retention set keep = null
-		where kind in ('deliveries', 'outbox', 'budgets', 'prompts', 'channel_messages')`)
+		where kind in ('deliveries', 'outbox', 'budgets', 'prompts', 'channel_messages', 'evals')`)
 	had := read(t, pool).keys()
 	if done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil || len(done) != 1 ||
 		done[0].Removed != 0 {
