@@ -281,7 +281,7 @@ func TestAutomationRunNeedsApproval(t *testing.T) {
 	assert.Contains(t, p.must("automations", "runs"), "awaits approval "+ran.ApprovalID[:30])
 	p.must("approvals", "approve", ran.ApprovalID, "--reason", "it is due")
 	late := p.run("approvals", "reject", ran.ApprovalID)
-	assert.Contains(t, late.err, "decided already: approved by admin at", "it is due",
+	assert.Contains(t, late.err, "decided already: approved by admin via cli at", "it is due",
 		"see agent approvals show "+ran.ApprovalID)
 	if late.code != 1 || strings.Contains(late.err, "or its skill") {
 		t.Errorf("exit %d: %s", late.code, late.err)

@@ -254,7 +254,7 @@ func TestRetentionCommands(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	p := newProgram(t, db.Config().ConnString())
-	assert.Contains(t, p.must("retention", "show"), "KIND", "messages         forever  1 day")
+	assert.Contains(t, p.must("retention", "show"), "KIND", "messages          forever  1 day")
 	assert.Contains(t, p.must("retention", "set", "executions=30d", "events=1 day", "--reason", "little room"),
 		"changed; trace op_")
 	assert.Contains(t, p.must("retention", "set", "executions=30 days"), "already set")
