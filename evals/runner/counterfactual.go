@@ -214,7 +214,9 @@ func (r *Runner) recordedTurn(loop *reason.Loop, recorded evals.Recorded) reason
 	case "operate":
 		t.Scopes = r.Surfaces["operate"].Scopes
 	case "heartbeat":
-		t.Scopes = []string{skills.ScopeInternal}
+		if len(recorded.Skills) > 0 { // a phase without skills has tools only
+			t.Scopes = []string{skills.ScopeInternal}
+		}
 	default: // the action of a webhook chose them
 		if len(recorded.Skills) > 0 {
 			t.Scopes = r.Surfaces["operate"].Scopes

@@ -231,7 +231,7 @@ func Difference(pairs []Pair, plan Plan) Interval {
 	}
 	low := bisect(func(by float64) bool { return upperTail(shifted(diffs, -by)) > alpha })
 	high := bisect(func(by float64) bool { return upperTail(negated(shifted(diffs, by))) > alpha })
-	return Interval{low, -high}
+	return Interval{low, 0 - high} // not -0
 }
 
 // bisect returns the smallest value in [-1, 1] that is kept, up to a thousandth.
