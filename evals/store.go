@@ -246,7 +246,7 @@ type ControlRun struct {
 	CostUSD  float64        `json:"cost_usd"`
 }
 
-// NewReport summarizes the trials of a run.
+// NewReport summarizes the trials of a run, and compares it with its control if it has one.
 func NewReport(ctx context.Context, db postgres.DB, r Run) (Report, error) {
 	trials, err := Trials(ctx, db, r.ID)
 	report := ReportOf(r, trials)
@@ -256,6 +256,9 @@ func NewReport(ctx context.Context, db postgres.DB, r Run) (Report, error) {
 	sample, err := readSample(ctx, db, r)
 	coverage := coverageOf(sample, trials)
 	report.Coverage = &coverage
+	if err == nil && r.ControlID != "" {
+		err = report.compareWithControl(ctx, db)
+	}
 	return report, err
 }
 
@@ -283,9 +286,9 @@ func (r *Report) Follows() bool {
 	return r.Coverage != nil && r.Coverage.Followed > 0 && 2*r.Coverage.Followed >= r.Coverage.Played
 }
 
-// CompareWithControl compares a run with its control. If the control does not follow its turns, "not worse" means
+// compareWithControl compares a run with its control. If the control does not follow its turns, "not worse" means
 // nothing, and is undecided.
-func (r *Report) CompareWithControl(ctx context.Context, db postgres.DB) error {
+func (r *Report) compareWithControl(ctx context.Context, db postgres.DB) error {
 	run, err := GetRun(ctx, db, r.ControlID)
 	if err != nil {
 		return err

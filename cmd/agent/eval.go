@@ -274,9 +274,6 @@ func (c *cli) reportEval(ctx context.Context, s *session, id, against string) (e
 		return evals.Report{}, err
 	}
 	report, err := evals.NewReport(ctx, s.Pool, run)
-	if err == nil && against == "" && run.ControlID != "" {
-		err = report.CompareWithControl(ctx, s.Pool)
-	}
 	if err != nil || against == "" {
 		return report, err
 	}
