@@ -36,7 +36,8 @@ func TestLabelsOfTrialsOverHTTP(t *testing.T) {
 	var label evals.Label
 	put := func(trial, word string) {
 		t.Helper()
-		a.post("/v1/evals/labels", `{"run":"`+run+`","case":"late","trial":`+trial+`,"label":"`+word+`","note":"kind"}`, &label)
+		a.post("/v1/evals/labels",
+			`{"run":"`+run+`","case":"late","trial":`+trial+`,"label":"`+word+`","note":"kind"}`, &label)
 	}
 	put("1", "bad")
 	put("1", "good")

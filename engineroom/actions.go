@@ -303,6 +303,16 @@ func actions() []action {
 		{"POST", "/v1/webhooks/endpoints/{id}/enable", reasonField, "Endpoint {id} is enabled."},
 		{"POST", "/v1/webhooks/endpoints/{id}/disable", reasonField, "Endpoint {id} is disabled."},
 		{"POST", "/v1/automations/runs/{id}/redrive", reasonField, "The run gets one more attempt."},
+		{
+			"POST", "/v1/evals/runs",
+			[]field{{"suite", asText}, {"model", asText}, {"trials", asNumber}},
+			"The run is started. Its results appear as they come.",
+		},
+		{
+			"POST", "/v1/evals/labels", []field{
+				{"run", asText}, {"case", asText}, {"trial", asNumber}, {"label", asText}, {"note", asText},
+			}, "The label is stored.",
+		},
 		{"PATCH", "/v1/threads/{id}", []field{{"title", asText}}, "The name is changed."},
 		{"POST", "/v1/threads/{id}/messages", []field{{"content", asText}}, "The message was sent, or waits for its turn."},
 	}...)

@@ -26,6 +26,7 @@ var activityStates = []string{
 // activitySurfaces are the origins of work.
 var activitySurfaces = []string{
 	string(trace.Heartbeat), string(trace.Operate), string(trace.Chat), string(trace.Webhook), string(trace.Flow),
+	string(trace.Eval),
 }
 
 // activityFilter holds the filters of the log.

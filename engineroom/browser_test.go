@@ -299,6 +299,9 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 		         ('pipeline:prices', 'somebody', 2, now() + interval '1 hour', null)`, waiting)
 	model := pgtest.Value[string](t, pool, `select id::text from agent_activity where trace_id = $1 and kind = 'model'`,
 		string(id))
+	older, newer := tried(t, pool, text)
+	quiet(t, pool, `insert into agent_eval_labels (run_id, suite, case_name, trial, principal, answer, answer_digest, good, note)
+		values ($1::uuid, 'returns', 'late', 2, 'anna', $2, 'x', false, left($2, 2000))`, newer, text)
 	return map[string]string{
 		"span": model, "run span": run,
 		"/": "/", "/activity": "/activity", "/traces": "/traces", "/traces/{id}": "/traces/" + string(id),
@@ -313,8 +316,11 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 		"/deliveries/{id}": "/deliveries/" + delivery,
 		"/outgoing":        "/outgoing", "/outgoing/{id}": "/outgoing/" + message, "/spend": "/spend",
 		"/spend/{day}": "/spend/" + time.Now().UTC().Format(time.DateOnly), "/charts": "/charts?range=24h",
-		"/audit": "/audit",
-		"/lanes": "/lanes", "/operate": "/operate", "/find": "/find?q=sale",
+		"/audit": "/audit", "/evals": "/evals", "/evals/{suite}": "/evals/returns",
+		"/evals/runs/{id}":              "/evals/runs/" + newer + "?against=" + older,
+		"/evals/runs/{id}/cases/{case}": "/evals/runs/" + newer + "/cases/late",
+		"/evals/from/{id}":              "/evals/from/" + string(id),
+		"/lanes":                        "/lanes", "/operate": "/operate", "/find": "/find?q=sale",
 	}
 }
 
@@ -410,6 +416,7 @@ func pictures(t *testing.T, p *browser.Page, base string, made map[string]string
 		{"overview", "/", "light"},
 		{"trace", "/traces/{id}", "light"},
 		{"approval", "/approvals/{id}", "dark"},
+		{"evals", "/evals/runs/{id}/cases/{case}", "light"},
 		{"phone", "/activity", "dark phone"},
 	} {
 		p.As(manners[shot.way])
@@ -455,7 +462,7 @@ func soil(t *testing.T, pool *pgxpool.Pool, text string) {
 		 where c.table_schema = current_schema() and t.table_type = 'BASE TABLE' and c.table_name like 'agent\_%'
 		   and c.data_type in ('text', 'jsonb')
 		   and c.is_generated = 'NEVER' and c.table_name !~ '^agent_(activity_\d|limits)'
-		   and c.column_name !~ '^(id|name|key|kind|status|surface|role|channel|category|cause|trigger|queue|scope|trust|handler|lane|thread_id|skill_name|flow|endpoint|event|conversation_id|step|cron|timezone|.*trace_id|waiting_for|result_type|decided_by|token_usage|headers|outcome|body_sha256|.*hash)$'`)
+		   and c.column_name !~ '^(id|name|key|kind|suite|case_name|status|surface|role|channel|category|cause|trigger|queue|scope|trust|handler|lane|thread_id|skill_name|flow|endpoint|event|conversation_id|step|cron|timezone|.*trace_id|waiting_for|result_type|decided_by|token_usage|headers|outcome|body_sha256|.*hash)$'`)
 	require.NoError(t, err)
 	type column struct{ Table, Name, Type string }
 	columns, err := pgx.CollectRows(rows, pgx.RowToStructByPos[column])

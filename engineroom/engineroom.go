@@ -127,6 +127,10 @@ func (room *Room) Routes() []Route {
 		Route{
 			Method: http.MethodGet, Path: "/find/results", Scope: principals.ThreadsRead,
 			Handler: http.HandlerFunc(room.findResults),
+		},
+		Route{
+			Method: http.MethodGet, Path: "/evals/from/{id}/case.yaml", Scope: principals.ThreadsRead,
+			Handler: http.HandlerFunc(room.downloadCase),
 		})
 	for _, p := range room.pages {
 		routes = append(routes, Route{Method: http.MethodGet, Path: p.pattern(), Scope: p.scope(), Handler: room.serve(p)})
@@ -153,6 +157,9 @@ func (room *Room) Routes() []Route {
 // scope returns the scope that a page's viewer needs.
 func (p page) scope() principals.Scope {
 	first, _, _ := strings.Cut(strings.TrimPrefix(p.path, "/"), "/")
+	if strings.HasPrefix(p.path, "/evals/from/") { // it shows what was said
+		return principals.ThreadsRead
+	}
 	switch first {
 	case "threads", "memory", "find", "channels":
 		return principals.ThreadsRead
@@ -175,6 +182,7 @@ func (room *Room) all() []page {
 		room.approvalsPage(), room.approvalPage(),
 		room.agentsPage(), room.agentPage(),
 		room.skillsPage(), room.skillPage(),
+		room.evalsPage(), room.suitePage(), room.evalRunPage(), room.evalCasePage(), room.caseFromPage(),
 		room.automationsPage(), room.automationPage(),
 		room.objectivesPage(), room.objectivePage(), room.memoryPage(), room.memoryEntryPage(),
 		room.channelsPage(), room.deliveriesPage(), room.deliveryPage(), room.outgoingPage(), room.messagePage(),

@@ -18,7 +18,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
-	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 const (
@@ -385,12 +384,7 @@ func executionStatuses() []string {
 	}
 }
 
-func surfaceNames() []string {
-	return []string{
-		string(trace.Heartbeat), string(trace.Operate), string(trace.Chat),
-		string(trace.Webhook), string(trace.Flow),
-	}
-}
+func surfaceNames() []string { return slices.Clone(activitySurfaces) }
 
 func waitKinds() []string {
 	return []string{"response", "agent", "document", "signature", "test", "event", "delay", "approval", "lane"}

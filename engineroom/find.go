@@ -93,6 +93,8 @@ var finders = []struct {
 	{"labels", "About", "", false, (*Room).findLabels},
 	{"approvals", "Approvals", "/approvals", false, (*Room).findApprovals},
 	{"skills", "Skills", "/skills", false, (*Room).findSkills},
+	{"evals", "Evals", "/evals", false, (*Room).findEvals},
+	{"eval-runs", "Runs of evals", "", true, (*Room).findEvalRuns},
 	{"flows", "Flows", "", false, (*Room).findFlows},
 	{"agents", "Agents", "/agents", false, (*Room).findAgents},
 	{"automations", "Automations", "/automations", false, (*Room).findAutomations},
@@ -120,6 +122,7 @@ func init() { // the finders use the pages
 		"/skills/{name}": (*Room).findSkills, "/agents/{name}": (*Room).findAgents,
 		"/automations/{name}": (*Room).findAutomations,
 		"/objectives/{name}":  (*Room).findObjectives,
+		"/evals/{suite}":      (*Room).findEvals, "/evals/runs/{id}": (*Room).findEvalRuns,
 	}
 }
 

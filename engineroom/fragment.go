@@ -108,7 +108,9 @@ func (f fragment) surfaces() []string {
 }
 
 // idTables are the tables whose rows are found by a part of their uuid. The statement needs their names as constants.
-var idTables = []string{"agent_executions", "agent_approvals", "agent_webhook_deliveries", "agent_webhook_outbox"}
+var idTables = []string{
+	"agent_executions", "agent_approvals", "agent_webhook_deliveries", "agent_webhook_outbox", "agent_eval_runs",
+}
 
 // matchUUIDs returns the ids of a table of idTables with a part, newest first, at most most.
 func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, most int) ([]string, error) {

@@ -90,7 +90,7 @@ var keys = map[string]string{
 	"/": "o", "/activity": "a", "/traces": "t", "/executions": "e", "/flows": "f", "/threads": "h", "/approvals": "p",
 	"/skills": "s", "/agents": "n",
 	"/automations": "u", "/objectives": "b", "/memory": "m", "/deliveries": "d", "/spend": "c",
-	"/lanes": "l", "/operate": "r", "/charts": "v",
+	"/lanes": "l", "/operate": "r", "/charts": "v", "/evals": "x",
 }
 
 // NavWord is the page's label in the navigation; empty for none.

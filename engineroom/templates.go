@@ -45,6 +45,7 @@ func funcs() template.FuncMap {
 		"asset": assetURL, "build": build, "tone": tone, "shape": shape, "words": words, "class": class,
 		"short": short, "tail": tail, "dict": dict, "segment": url.PathEscape, "bytes": human.Bytes,
 		"left": left, "next": nextRun, "retryGroup": retryGroup,
+		"passes": passesOf, "casePath": casePath,
 	}
 }
 
@@ -303,7 +304,11 @@ var looks = map[string]stateLook{
 	"failing": {"tone-bad", "✕"}, "recovered": {"tone-good", "✓"},
 	"working": {"tone-good", "●"}, "degraded": {"tone-warn", "▲"}, "stopped": {"tone-bad", "■"},
 	"worker lost": {"tone-warn", "◌"},
-	"cancelled":   {"", "⊘"}, "skipped": {"", "–"}, "expired": {"", "◷"}, "ignored": {"", "–"}, "duplicate": {"", "–"},
+	"passed":      {"tone-good", "✓"}, "pass": {"tone-good", "✓"}, "better": {"tone-good", "▲"},
+	"good": {"tone-good", "✓"},
+	"fail": {"tone-bad", "✕"}, "worse": {"tone-bad", "▼"}, "bad": {"tone-bad", "✕"}, "diverged": {"tone-bad", "≠"},
+	"undecided": {"tone-warn", "?"}, "refused": {"tone-warn", "⊘"}, "denied": {"tone-warn", "⊘"}, "not worse": {"", "="},
+	"cancelled": {"", "⊘"}, "skipped": {"", "–"}, "expired": {"", "◷"}, "ignored": {"", "–"}, "duplicate": {"", "–"},
 }
 
 // tone is the class of a state's colour; empty for none.

@@ -177,22 +177,13 @@ func Trials(ctx context.Context, db postgres.DB, run string) ([]Trial, error) {
 	return postgres.Collect(rows, err, "list trials of run "+run, pgx.RowToStructByPos[Trial])
 }
 
-// TrialsOf lists the trials of several runs, of one case if named, without answers and calls, by run.
-func TrialsOf(ctx context.Context, db postgres.DB, runs []string, of string) (map[string][]Trial, error) {
-	type row struct {
-		Run string
-		Trial
-	}
+// BriefTrials lists the trials of a run as [Trials] does, of one case if named, without answers and calls.
+func BriefTrials(ctx context.Context, db postgres.DB, run, of string) ([]Trial, error) {
 	rows, err := db.Query(ctx, `
-		select run_id::text, `+briefColumns+` from agent_eval_trials
-		 where run_id = any (@runs::uuid[]) and (@case = '' or case_name = @case) order by run_id, trial, position`,
-		postgres.Strict{"runs": runs, "case": of})
-	list, err := postgres.Collect(rows, err, "list trials of runs", pgx.RowToStructByPos[row])
-	byRun := map[string][]Trial{}
-	for _, r := range list {
-		byRun[r.Run] = append(byRun[r.Run], r.Trial)
-	}
-	return byRun, err
+		select `+briefColumns+` from agent_eval_trials
+		 where run_id = @run and (@case = '' or case_name = @case) order by trial, position`,
+		postgres.Strict{"run": run, "case": of})
+	return postgres.Collect(rows, err, "list trials of run "+run, pgx.RowToStructByPos[Trial])
 }
 
 // GetTrial reads one trial of a run, or returns [ErrNotFound].
@@ -273,14 +264,6 @@ func ReportOf(r Run, trials []Trial) Report {
 	return report
 }
 
-// Passed returns the passes and the decided trials of all cases.
-func (r Report) Passed() (c stats.Count) {
-	for _, one := range r.Cases {
-		c.Passed, c.Trials = c.Passed+one.Passed, c.Trials+one.Trials
-	}
-	return c
-}
-
 // Follows reports whether a control run follows at least half of its recorded turns.
 func (r *Report) Follows() bool {
 	return r.Coverage != nil && r.Coverage.Followed > 0 && 2*r.Coverage.Followed >= r.Coverage.Played
@@ -350,13 +333,17 @@ func summarize(trials []Trial) []CaseResult {
 		cases[i].add(t)
 	}
 	for i := range cases {
-		c := &cases[i]
-		c.Rate, c.K = stats.Wilson(c.Passed, c.Trials), min(c.Trials, 3)
-		if c.K > 0 {
-			c.PassK = stats.PassK(c.Passed, c.Trials, c.K)
-		}
+		cases[i].estimate()
 	}
 	return cases
+}
+
+// estimate computes the interval and pass^k.
+func (c *CaseResult) estimate() {
+	c.Rate, c.K = stats.Wilson(c.Passed, c.Trials), min(c.Trials, 3)
+	if c.K > 0 {
+		c.PassK = stats.PassK(c.Passed, c.Trials, c.K)
+	}
 }
 
 func (c *CaseResult) add(t Trial) {
@@ -393,4 +380,51 @@ func outcomes(trials []Trial, cases []CaseResult) [][]bool {
 		}
 	}
 	return all
+}
+
+// RunsOfSuites lists the newest runs of each suite, at most most of each.
+func RunsOfSuites(ctx context.Context, db postgres.DB, suites []string, most int) ([]Run, error) {
+	rows, err := db.Query(ctx, `
+		select `+runColumns+` from unnest(@suites::text[]) s (name) cross join lateral (
+		  select * from agent_eval_runs r where r.suite = s.name order by r.id desc limit @most) r
+		 order by suite, id desc`, postgres.Strict{"suites": suites, "most": most})
+	return postgres.Collect(rows, err, "list runs of suites", pgx.RowToStructByPos[Run])
+}
+
+// Summaries reports runs by their cases, without trials and control, in the order of runs.
+func Summaries(ctx context.Context, db postgres.DB, runs []Run) ([]Report, error) {
+	ids := make([]string, len(runs))
+	for i, r := range runs {
+		ids[i] = r.ID
+	}
+	rows, err := db.Query(ctx, `
+		select run_id::text, case_name, count(*) filter (where verdict = 'pass'),
+		       count(*) filter (where verdict <> 'undecided'), count(*) filter (where verdict is null or verdict = 'undecided'),
+		       sum(cost_usd)::float8, sum(tokens)::bigint
+		  from agent_eval_trials where run_id = any (@ids::uuid[])
+		 group by run_id, case_name order by run_id, min(position), case_name`, postgres.Strict{"ids": ids})
+	type row struct {
+		Run, Case                 string
+		Passed, Trials, Undecided int
+		CostUSD                   float64
+		Tokens                    int64
+	}
+	list, err := postgres.Collect(rows, err, "summarize runs", pgx.RowToStructByPos[row])
+	reports := make([]Report, len(runs))
+	for i, run := range runs {
+		reports[i].Run = run
+		for _, r := range list {
+			if r.Run != run.ID {
+				continue
+			}
+			c := CaseResult{
+				Case: r.Case, Passed: r.Passed, Trials: r.Trials, Undecided: r.Undecided, CostUSD: r.CostUSD, Tokens: r.Tokens,
+			}
+			c.estimate()
+			reports[i].Cases = append(reports[i].Cases, c)
+			reports[i].CostUSD += r.CostUSD
+			reports[i].Tokens += r.Tokens
+		}
+	}
+	return reports, err
 }

@@ -59,7 +59,7 @@ func (r *Runner) Serve(ctx context.Context) error {
 func (r *Runner) claimRun(ctx context.Context) (string, error) {
 	rows, err := r.Pool.Query(ctx, `
 		update agent_eval_runs set served_until = clock_timestamp() + @ttl::interval
-		 where id = (select id from agent_eval_runs where status = 'running' and served_until < clock_timestamp()
+		 where id = (select id from agent_eval_runs where status = 'running' and served_until < statement_timestamp()
 		              order by served_until limit 1 for update skip locked)
 		returning id::text`, postgres.Strict{"ttl": serveTTL})
 	ids, err := postgres.Collect(rows, err, "claim a run of an eval", pgx.RowTo[string])

@@ -30,8 +30,8 @@ func (w *world) serve(t *testing.T) (stop func()) {
 	return stop
 }
 
-// A server plays the runs that were left to servers. It leaves one alone that another server claimed, and goes on with it
-// when that server died. One that stops lets its runs go.
+// A server plays the runs that were left to servers. It leaves one alone that another server claimed, and goes on with
+// it when that server died. One that stops lets its runs go.
 func TestServersPlayRunsAndGoOnWithThoseOfOthers(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -67,7 +67,8 @@ func TestServersPlayRunsAndGoOnWithThoseOfOthers(t *testing.T) {
 		t.Error("a server played a run of somebody else")
 	}
 	pgtest.Exec(t, w.pool, `update agent_eval_runs set served_until = clock_timestamp() where id = $1`, claimed.ID)
-	pgtest.Eventually(t, 30*time.Second, func() bool { return status(claimed) == evals.Passed }, "the run of a dead server goes on")
+	pgtest.Eventually(t, 30*time.Second, func() bool { return status(claimed) == evals.Passed },
+		"the run of a dead server goes on")
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_eval_trials where run_id = $1 and verdict is not null`,
 		foreground.ID)
 }

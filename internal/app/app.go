@@ -357,8 +357,10 @@ func EvalInstallation(cfg config.Config, version string) evals.Installation {
 
 // background lists the loops that run beside the engine.
 func (s *surfaces) background() []func(ctx context.Context) error {
-	return []func(ctx context.Context) error{s.Chat.Run, s.Runner.Run, s.outgoing.Run, s.threads.Run, s.Channels.Run,
-		s.Evals.Serve}
+	return []func(ctx context.Context) error{
+		s.Chat.Run, s.Runner.Run, s.outgoing.Run, s.threads.Run, s.Channels.Run,
+		s.Evals.Serve,
+	}
 }
 
 // initTelemetry builds the metrics and, if configured, the trace exporter.

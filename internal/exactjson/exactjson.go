@@ -25,7 +25,8 @@ func Encode(value any) ([]byte, error) {
 	return bytes.TrimSuffix(b.Bytes(), []byte("\n")), err
 }
 
-// YAML encodes a value as YAML in block style. It goes through JSON, which is valid YAML, to preserve the order of keys.
+// YAML encodes a value as YAML in block style. It goes through JSON, which is valid YAML, to preserve the order of
+// keys.
 func YAML(value any) ([]byte, error) {
 	text, err := json.Marshal(value)
 	if err != nil {

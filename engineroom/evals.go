@@ -1,0 +1,419 @@
+package engineroom
+
+import (
+	"context"
+	"errors"
+	"net/url"
+	"slices"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/evals/stats"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+const (
+	// maxSuites bounds the suites on a page.
+	maxSuites = 50
+	// suiteRuns bounds the runs of a suite in a row, and matrixRuns those of its own page. One more is compared with.
+	suiteRuns, matrixRuns = 5, 8
+	// maxCaseRows bounds the cases in a table, and maxTrialRows the trials.
+	maxCaseRows, maxTrialRows = 200, 500
+	// maxLabelRows bounds the listed labels.
+	maxLabelRows = 50
+)
+
+// evalsPage lists the suites with their newest runs.
+func (room *Room) evalsPage() page {
+	return page{
+		path: "/evals", name: "evals", nav: "Evals", title: "Evals",
+		parts: []part{{name: "list", every: 5 * time.Second, load: room.listSuites}},
+	}
+}
+
+// suitePage shows the cases of a suite in its newest runs.
+func (room *Room) suitePage() page {
+	return page{
+		path: "/evals/{suite}", name: "suite", open: room.openSuite,
+		parts: []part{
+			{name: "facts", load: func(_ context.Context, v *visit) (any, error) { return v.About, nil }}, // holds a form
+			{name: "matrix", every: 5 * time.Second, load: room.suiteMatrix},
+			{name: "labels", every: 5 * time.Second, load: room.suiteLabels},
+		},
+	}
+}
+
+// evalRunPage shows a run: its cases and its trials.
+func (room *Room) evalRunPage() page {
+	return page{
+		path: "/evals/runs/{id}", name: "evalrun", open: room.openEvalRun,
+		parts: []part{
+			{name: "facts", every: 2 * time.Second, load: room.evalRunFacts},
+			{name: "against", load: room.otherRuns}, // holds a form
+			{name: "cases", every: 2 * time.Second, load: room.evalRunCases},
+			{name: "trials", every: 2 * time.Second, load: room.evalRunTrials},
+		},
+	}
+}
+
+// passes are the passes of trials with their 95 % interval, as a text and a drawing.
+type passes struct {
+	Passed, Trials, Open int
+	Rate                 stats.Interval
+}
+
+func passesOf(c evals.CaseResult) passes { return passes{c.Passed, c.Trials, c.Undecided, c.Rate} }
+
+func passesOfRun(r evals.Report) (p passes) {
+	for _, c := range r.Cases {
+		p.Passed, p.Trials, p.Open = p.Passed+c.Passed, p.Trials+c.Trials, p.Open+c.Undecided
+	}
+	p.Rate = stats.Wilson(p.Passed, p.Trials)
+	return p
+}
+
+// From and Width place the interval in a drawing of 100, and At the rate.
+func (p passes) From() string  { return place(100 * p.Rate.Low) }
+func (p passes) Width() string { return place(100 * (p.Rate.High - p.Rate.Low)) }
+func (p passes) At() string {
+	return place(min(98, max(0, 100*stats.Count{Passed: p.Passed, Trials: p.Trials}.Rate()-1)))
+}
+
+// shownRun is a run in a list, compared with the one before it.
+type shownRun struct {
+	evals.Report
+	Passes passes
+}
+
+// Answer is the comparison with the run before; empty for none.
+func (r shownRun) Answer() string {
+	if r.Comparison == nil {
+		return ""
+	}
+	return string(r.Comparison.Answer)
+}
+
+// compared makes the shown runs of a suite from its newest runs, and compares each with the one before. margin is the
+// accepted loss.
+func comparedRuns(list []evals.Report, most int, margin float64) []shownRun {
+	shown := make([]shownRun, 0, most)
+	for i, r := range list {
+		if len(shown) == most {
+			break
+		}
+		if i+1 < len(list) && r.Status != evals.Running {
+			r.Compare(list[i+1], margin)
+		}
+		shown = append(shown, shownRun{r, passesOfRun(r)})
+	}
+	return shown
+}
+
+// suiteRow is a suite in the list.
+type suiteRow struct {
+	Name, About, Agent string
+	Version, Cases     int
+	Margin             float64
+	Runs               []shownRun `db:"-"`
+}
+
+// Missing is the number of the columns without a run; 0 for none.
+func (s suiteRow) Missing() int { return suiteRuns - max(1, len(s.Runs)) }
+
+// listSuites reads the current suites by name, with their newest runs.
+func (room *Room) listSuites(ctx context.Context, _ *visit) (any, error) {
+	list, err := postgres.Rows[suiteRow](ctx, room.Read, "list evals", `
+		select e.name, e.version, left(coalesce(e.definition ->> 'description', ''), 300) as about,
+		       left(coalesce(e.definition ->> 'agent', ''), 100) as agent,
+		       case when jsonb_typeof(e.definition -> 'cases') = 'array' then jsonb_array_length(e.definition -> 'cases') else 0 end as cases,
+		       case when jsonb_typeof(e.definition -> 'gate' -> 'margin') = 'number'
+		            then (e.definition -> 'gate' ->> 'margin')::float8 else 0 end as margin
+		  from agent_evals e where e.current order by e.name limit @most + 1`, postgres.Strict{"most": maxSuites})
+	if err != nil {
+		return nil, err
+	}
+	list, more := onPage(list, maxSuites)
+	names := make([]string, len(list))
+	for i, s := range list {
+		names[i] = s.Name
+	}
+	runs, err := evals.RunsOfSuites(ctx, room.Read, names, suiteRuns+1)
+	if err != nil {
+		return nil, err
+	}
+	reports, err := evals.Summaries(ctx, room.Read, runs)
+	if err != nil {
+		return nil, err
+	}
+	for i, s := range list {
+		own := slices.DeleteFunc(slices.Clone(reports), func(r evals.Report) bool { return r.Suite != s.Name })
+		list[i].Runs = comparedRuns(own, suiteRuns, s.Margin)
+	}
+	recorded, err := room.recordedRuns(ctx)
+	return map[string]any{"Suites": list, "More": more, "Recorded": recorded}, err
+}
+
+// maxRecordedRuns bounds the listed runs of recorded turns.
+const maxRecordedRuns = 10
+
+// recordedRuns lists the newest counterfactuals and shadows, without their controls.
+func (room *Room) recordedRuns(ctx context.Context) ([]shownRun, error) {
+	ids, err := postgres.Names(ctx, room.Read, "list runs of recorded turns", `
+		select r.id::text from agent_eval_runs r where r.kind <> 'suite' and r.control_id is not null
+		 order by r.id desc limit @most`, postgres.Strict{"most": maxRecordedRuns})
+	if err != nil {
+		return nil, err
+	}
+	runs := make([]evals.Run, len(ids))
+	for i, id := range ids {
+		if runs[i], err = evals.GetRun(ctx, room.Read, id); err != nil {
+			return nil, err
+		}
+	}
+	reports, err := evals.Summaries(ctx, room.Read, runs)
+	shown := make([]shownRun, len(reports))
+	for i, r := range reports {
+		shown[i] = shownRun{r, passesOfRun(r)}
+	}
+	return shown, err
+}
+
+// openSuite finds the suite.
+func (room *Room) openSuite(ctx context.Context, v *visit) (string, error) {
+	suite, err := evals.Get(ctx, room.Read, v.path("suite"))
+	if errors.Is(err, evals.ErrNotFound) {
+		return "", missing("there is no eval %.100q; see /evals", v.path("suite"))
+	}
+	v.About = suite
+	return "Eval " + suite.Name, err
+}
+
+// matrixRow is a case in the runs of a suite.
+type matrixRow struct {
+	Case  string
+	Cells []*evals.CaseResult // by run; nil where the run does not have the case
+}
+
+// suiteMatrix reads the cases of a suite in its newest runs: the present cases first, in their order.
+func (room *Room) suiteMatrix(ctx context.Context, v *visit) (any, error) {
+	suite, _ := v.About.(evals.Suite)
+	runs, err := evals.Runs(ctx, room.Read, suite.Name, matrixRuns+1)
+	if err != nil {
+		return nil, err
+	}
+	reports, err := evals.Summaries(ctx, room.Read, runs)
+	if err != nil {
+		return nil, err
+	}
+	shown := comparedRuns(reports, matrixRuns, suite.Definition.Margin())
+	names := []string{}
+	for _, c := range suite.Definition.Cases {
+		names = append(names, c.Name)
+	}
+	for _, r := range shown {
+		for _, c := range r.Cases {
+			if !slices.Contains(names, c.Case) {
+				names = append(names, c.Case)
+			}
+		}
+	}
+	names, more := onPage(names, maxCaseRows)
+	rows := make([]matrixRow, len(names))
+	for i, name := range names {
+		rows[i] = matrixRow{Case: name, Cells: make([]*evals.CaseResult, len(shown))}
+		for j, r := range shown {
+			if k := slices.IndexFunc(r.Cases, func(c evals.CaseResult) bool { return c.Case == name }); k >= 0 {
+				rows[i].Cells[j] = &r.Cases[k]
+			}
+		}
+	}
+	return map[string]any{"Suite": suite, "Runs": shown, "Rows": rows, "More": more}, nil
+}
+
+func (room *Room) suiteLabels(ctx context.Context, v *visit) (any, error) {
+	suite, _ := v.About.(evals.Suite)
+	list, err := evals.Labels(ctx, room.Read, suite.Name, "", "", maxLabelRows+1)
+	list, more := onPage(list, maxLabelRows)
+	return map[string]any{"Suite": suite, "Labels": list, "More": more}, err
+}
+
+// evalRunAbout is the subject of a run's page.
+type evalRunAbout struct {
+	Run     evals.Run
+	Against *evals.Run
+	Margin  float64
+}
+
+// openEvalRun finds the run, and the one to compare with.
+func (room *Room) openEvalRun(ctx context.Context, v *visit) (string, error) {
+	about, err := room.readEvalRun(ctx, v)
+	v.About = about
+	return "Run of " + cut(80, about.Run.Suite), err
+}
+
+func (room *Room) readEvalRun(ctx context.Context, v *visit) (about evalRunAbout, err error) {
+	if about.Run, err = room.evalRun(ctx, v.path("id")); err != nil {
+		return about, err
+	}
+	subject, err := evals.SubjectOf(ctx, room.Read, about.Run)
+	if err != nil && !errors.Is(err, evals.ErrNotFound) {
+		return about, err
+	}
+	about.Margin = subject.Suite.Definition.Margin()
+	id, err := v.uuidFilter("against")
+	if id == "" {
+		id = about.Run.ControlID
+	}
+	if err != nil || id == "" {
+		return about, err
+	}
+	other, err := room.evalRun(ctx, id)
+	if err == nil && other.Suite != about.Run.Suite {
+		err = badFilter("against is a run of another suite")
+	}
+	about.Against = &other
+	return about, err
+}
+
+// evalRun reads a run by its id.
+func (room *Room) evalRun(ctx context.Context, id string) (evals.Run, error) {
+	if !uuidShape.MatchString(id) {
+		return evals.Run{}, missing("there is no run %.60q of an eval; see /evals", id)
+	}
+	run, err := evals.GetRun(ctx, room.Read, id)
+	if errors.Is(err, evals.ErrNotFound) {
+		err = missing("there is no run %s of an eval; see /evals", id)
+	}
+	return run, err
+}
+
+// evalRunReport reads the run with its trials, and compares it.
+func (room *Room) evalRunReport(ctx context.Context, v *visit) (evals.Report, *evals.Report, error) {
+	about, _ := v.About.(evalRunAbout)
+	trials, err := evals.BriefTrials(ctx, room.Read, about.Run.ID, "")
+	if err != nil {
+		return evals.Report{}, nil, err
+	}
+	report := evals.ReportOf(about.Run, trials)
+	if about.Against == nil {
+		return report, nil, nil
+	}
+	others, err := evals.Summaries(ctx, room.Read, []evals.Run{*about.Against})
+	if err != nil {
+		return report, nil, err
+	}
+	report.Compare(others[0], about.Margin)
+	return report, &others[0], nil
+}
+
+func (room *Room) evalRunFacts(ctx context.Context, v *visit) (any, error) {
+	report, _, err := room.evalRunReport(ctx, v)
+	doubtful := report.Control.Answer == stats.Better || report.Control.Answer == stats.Worse
+	return map[string]any{"Run": report, "Passes": passesOfRun(report), "Doubtful": doubtful}, err
+}
+
+// otherRuns lists the runs to compare with.
+func (room *Room) otherRuns(ctx context.Context, v *visit) (any, error) {
+	about, _ := v.About.(evalRunAbout)
+	list, err := evals.Runs(ctx, room.Read, about.Run.Suite, 30)
+	list = slices.DeleteFunc(list, func(r evals.Run) bool { return r.ID == about.Run.ID })
+	return map[string]any{"Run": about.Run, "Against": about.Against, "Others": list}, err
+}
+
+// caseRow is a case of a run, beside that of the compared run.
+type caseRow struct {
+	evals.CaseResult
+	Passes passes
+	Other  *passes
+	Href   string
+}
+
+func (room *Room) evalRunCases(ctx context.Context, v *visit) (any, error) {
+	about, _ := v.About.(evalRunAbout)
+	report, other, err := room.evalRunReport(ctx, v)
+	if err != nil {
+		return nil, err
+	}
+	list, more := onPage(report.Cases, maxCaseRows)
+	rows := make([]caseRow, len(list))
+	for i, c := range list {
+		rows[i] = caseRow{CaseResult: c, Passes: passesOf(c), Href: casePath(report.ID, c.Case, 0, about.Against)}
+		if other == nil {
+			continue
+		}
+		if k := slices.IndexFunc(other.Cases, func(o evals.CaseResult) bool { return o.Case == c.Case }); k >= 0 {
+			p := passesOf(other.Cases[k])
+			rows[i].Other = &p
+		}
+	}
+	return map[string]any{"Rows": rows, "More": more, "Against": about.Against}, nil
+}
+
+// trialRow is a trial in a list, with what people say about it.
+type trialRow struct {
+	evals.Trial
+	Labels []evals.Label
+	Href   string
+}
+
+func (room *Room) evalRunTrials(ctx context.Context, v *visit) (any, error) {
+	about, _ := v.About.(evalRunAbout)
+	trials, err := evals.BriefTrials(ctx, room.Read, about.Run.ID, "")
+	if err != nil {
+		return nil, err
+	}
+	trials, more := onPage(trials, maxTrialRows)
+	labels, err := evals.Labels(ctx, room.Read, "", about.Run.ID, "", maxTrialRows)
+	rows := make([]trialRow, len(trials))
+	for i, t := range trials {
+		rows[i] = trialRow{t, labelsOf(labels, t), casePath(about.Run.ID, t.Case, t.Trial, about.Against)}
+	}
+	return map[string]any{"Trials": rows, "More": more}, err
+}
+
+// labelsOf returns the labels of a trial.
+func labelsOf(all []evals.Label, t evals.Trial) []evals.Label {
+	return slices.DeleteFunc(slices.Clone(all), func(l evals.Label) bool { return l.Case != t.Case || l.Trial != t.Trial })
+}
+
+// casePath is the address of a case of a run: of a trial if it is not 0, beside the one of a compared run.
+func casePath(run, of string, trial int, against *evals.Run) string {
+	q := url.Values{}
+	if trial > 0 {
+		q.Set("trial", place(float64(trial)))
+	}
+	if against != nil {
+		q.Set("against", against.ID)
+	}
+	path := "/evals/runs/" + run + "/cases/" + url.PathEscape(of)
+	if len(q) > 0 {
+		path += "?" + q.Encode()
+	}
+	return path
+}
+
+func (room *Room) findEvals(ctx context.Context, q findQuery) ([]hit, error) {
+	return room.hitsOf(ctx, `
+		select e.name as id, e.name as title, left(coalesce(e.definition ->> 'description', ''), 300) as about,
+		       coalesce(r.status, '') as state, r.created_at as at
+		  from (select * from agent_evals x where x.current order by x.name limit @window) e
+		  left join lateral (select r.status, r.created_at from agent_eval_runs r where r.suite = e.name
+		    order by r.id desc limit 1) r on true
+		 where e.name ilike @like or left(e.definition ->> 'description', 1000) ilike @like
+		 order by e.name ilike @like desc, e.name limit @most`,
+		postgres.Strict{"like": q.like, "window": maxNames, "most": hitsShown + 1}, byName("/evals/"))
+}
+
+func (room *Room) findEvalRuns(ctx context.Context, q findQuery) ([]hit, error) {
+	if !q.isID {
+		return nil, nil
+	}
+	ids, err := room.matchUUIDs(ctx, "agent_eval_runs", q.id, hitsShown+1)
+	if err != nil || len(ids) == 0 {
+		return nil, err
+	}
+	return room.hitsOf(ctx, `
+		select r.id::text, r.suite as title, left(r.agent || ' with ' || r.model, 300) as about, r.status as state, r.created_at as at
+		  from agent_eval_runs r where r.id = any (@ids::uuid[]) order by r.id desc`, postgres.Strict{"ids": ids},
+		byName("/evals/runs/"))
+}

@@ -1,0 +1,182 @@
+package engineroom
+
+import (
+	"encoding/json"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/browser"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+)
+
+// tried makes a suite "returns" with two finished runs of six cases, and returns the runs, the older one first. The
+// newer one passes everything but one trial of "late", whose calls differ. Text is what users and the agent say.
+func tried(t *testing.T, pool *pgxpool.Pool, text string) (older, newer string) {
+	t.Helper()
+	d := evals.Definition{Name: "returns", Description: text, Trials: 2}
+	for _, name := range []string{"late", "b", "c", "d", "e", "f"} {
+		d.Cases = append(d.Cases, evals.Case{
+			Name: name, Messages: []evals.Message{{User: text}}, Expect: []evals.Expectation{{NotCalled: []string{"refund"}}},
+		})
+	}
+	_, err := evals.Put(t.Context(), pool, d, "workspace")
+	require.NoError(t, err)
+	run := func(status, passes string) string {
+		return put(t, pool, `
+			with run as (insert into agent_eval_runs (suite, version, agent, agent_version, model, trials, status, finished_at)
+			  values ('returns', 1, 'sales', 3, 'model-one', 2, $1, clock_timestamp()) returning id),
+			trials as (insert into agent_eval_trials (run_id, case_name, trial, position, verdict, answer, trace_id, reasons, calls,
+			    iterations, cost_usd, tokens, duration_ms)
+			  select run.id, c.name, t, c.n, v.verdict, case v.verdict when 'pass' then $3::text else $3::text || ' Paid.' end,
+			         'ev_01J8052XG1XHJAZ95GX5TCNBAZ', case v.verdict when 'pass' then '{}'::text[] else array[$3::text] end,
+			         jsonb_build_array(jsonb_build_object('skill', 'check_order', 'args', jsonb_build_object('order', 7)),
+			           jsonb_build_object('skill', 'note', 'args',
+			             jsonb_build_object('text', case v.verdict when 'pass' then 'due' else 'paid' end))),
+			         2, 0.005, 120, 1500
+			    from run, unnest('{late,b,c,d,e,f}'::text[]) with ordinality c (name, n), generate_series(1, 2) t
+			   cross join lateral (select case when $2 = 'none' or $2 = 'some' and c.name = 'late' and t = 2 then 'fail' else 'pass' end
+			     as verdict) v)
+			select id::text from run`, status, passes, text)
+	}
+	return run("failed", "none"), run("failed", "some")
+}
+
+func TestSuitesAreShownWithTheirRunsAndCases(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	shows(t, server.URL+"/evals", "No suite yet", "kind: eval")
+	shows(t, server.URL+"/find?q=evals", `href="/evals"`)
+	older, newer := tried(t, pool, "Money <b>back</b>!")
+	shows(t, server.URL+"/evals", `href="/evals/returns"`, "Money &lt;b&gt;back", "11/12", "0.65–0.99", "0/12", "better",
+		`href="/evals/runs/`+newer, `action="/act/v1/evals/runs"`, "$0.06")
+	shows(t, server.URL+"/evals/returns", "Cases in the newest runs", "1/2", "pass^2 0.00", "pass^2 1.00",
+		`href="/evals/runs/`+newer+`/cases/late"`, "No label yet")
+	body := shows(t, server.URL+"/evals/runs/"+newer+"?against="+older, "better", "&#43;0.92", "in 6 cases",
+		`/cases/late?against=`+older, "Compared run", "does not count for the limits of the day", "Money &lt;b&gt;back")
+	assert.Equal(t, 1, strings.Count(body, "selected"))
+	shows(t, server.URL+"/find?q="+newer, `href="/evals/runs/`+newer)
+	shows(t, server.URL+"/find?q=return", `href="/evals/returns"`)
+	for _, path := range []string{
+		"/evals/nope", "/evals/runs/nope", "/evals/runs/" + newer + "/cases/nope", "/evals/runs/" + newer + "/cases/late?trial=9",
+	} {
+		if status, body := testkit.Get(t, server.URL+path); status != http.StatusNotFound {
+			t.Errorf("%s: %d %s", path, status, body)
+		}
+	}
+	pgtest.Exec(t, pool, `update agent_eval_runs set kind = 'counterfactual', control_id = $2::uuid where id = $1::uuid`,
+		newer, older)
+	shows(t, server.URL+"/evals", "Recorded turns, played again", `href="/evals/runs/`+newer)
+	shows(t, server.URL+"/evals/runs/"+newer, "counterfactual of recorded turns", "in 6 cases")
+	pgtest.Exec(t, pool, `update agent_eval_runs set status = 'running', finished_at = null where id = $1`, newer)
+	shows(t, server.URL+"/evals/runs/"+newer, "agent eval run --resume "+newer)
+}
+
+// Two trials stand side by side with their first difference: by default a failed one beside one that passed.
+func TestTwoTrialsOfACaseAreCompared(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	older, newer := tried(t, pool, "Money back!")
+	at := server.URL + "/evals/runs/" + newer + "/cases/"
+	differs := func(path string) string {
+		t.Helper()
+		_, rest, _ := strings.Cut(shows(t, path), `id="difference"`)
+		row, _, _ := strings.Cut(rest, "</tbody>")
+		return row
+	}
+	assert.Contains(t, differs(at+"late"), "Call 2", "first difference: the arguments", `<del>−   &#34;text&#34;: &#34;paid&#34;`,
+		`<ins>&#43;   &#34;text&#34;: &#34;due&#34;`)
+	assert.Equal(t, "", differs(at+"late?trial=2&against="+older+"&other=1"))
+	shows(t, at+"late?trial=2&against="+older+"&other=1", "Their calls and answers are the same")
+	assert.Contains(t, differs(at+"b?against="+older), "first difference: the arguments")
+	pgtest.Exec(t, pool, `update agent_eval_trials set calls = '[]' where run_id = $1 and trial = 1`, newer)
+	assert.Contains(t, differs(at+"late"), "Call 1", "first difference: only one calls")
+	pgtest.Exec(t, pool, `update agent_eval_trials set calls = '[]' where run_id = $1`, newer)
+	assert.Contains(t, differs(at+"late"), "Answer", "first difference: the answer", "<del>− Money back! Paid.</del>")
+	shows(t, at+"b", "Trial 1", `rel="next" href="/evals/runs/`+newer+`/cases/b?trial=2"`)
+	shows(t, at+"late?trial=2", `rel="next" href="/evals/runs/`+newer+`/cases/b?trial=1"`)
+}
+
+// A case is made of a trace that has a message; other traces say why there is none.
+func TestATraceBecomesACase(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	const id = "ch_01J8052XG1XHJAZ95GX5TCNBAZ"
+	quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name, kind, status, input) values
+		($1, 'chat', 'model_call', 'model', 'success', '{"messages": [{"role": "user", "content": "<b>Order</b> 7?"}]}')`, id)
+	shows(t, server.URL+"/traces/"+id, `href="/evals/from/`+id+`"`)
+	shows(t, server.URL+"/evals/from/"+id, "name: from-traces", "&lt;b&gt;Order&lt;/b&gt; 7?", `class="copy"`, "agent eval add "+id)
+	tried(t, pool, "Money back!")
+	shows(t, server.URL+"/evals/from/"+id+"?suite=returns", "<code>name: returns</code>", "/case.yaml?suite=returns")
+	status, text := testkit.Get(t, server.URL+"/evals/from/"+id+"/case.yaml?suite=returns")
+	if status != http.StatusOK || !strings.HasPrefix(text, "  - name: from "+id+"\n") {
+		t.Errorf("%d %s", status, text)
+	}
+	quiet(t, pool, `update agent_activity set input = '{}'`)
+	shows(t, server.URL+"/evals/from/"+id, "No case can be made")
+}
+
+// One key labels, one undoes, and two go to the trials before and after.
+func TestATrialIsLabelledByOneKey(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST /v1/evals/labels", func(w http.ResponseWriter, r *http.Request) {
+		var l evals.NewLabel
+		err := json.NewDecoder(r.Body).Decode(&l)
+		if err == nil {
+			_, _, err = evals.PutLabel(r.Context(), pool, l)
+		}
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+		}
+	})
+	room, err := New(Options{Pool: pool, Agent: "agent", API: func() http.Handler { return mux }})
+	require.NoError(t, err)
+	server := served(t, room)
+	_, newer := tried(t, pool, "Money back!")
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/evals/runs/" + newer + "/cases/late?trial=1")
+	p.Shows("Nobody has said yet")
+	p.Press("b")
+	p.Until("the label is there", `document.querySelector("#label .status-bad") !== null`)
+	p.Press("u")
+	p.Shows("Nobody has said yet")
+	p.Type("#label-form input[name=note]", "good, but gruff") // letters are no keys in a field
+	p.Press("\t")
+	p.Press("g")
+	p.Until("the label has its note", `document.querySelector("#label").innerText.includes("good, but gruff")`)
+	pgtest.Equal(t, pool, "true good, but gruff", `select good || ' ' || note from agent_eval_labels`)
+	p.Press("j")
+	p.Until("the next trial", `location.search === "?trial=2" && document.getElementById("label-keys")?.hidden === false`)
+	p.Press("k")
+	p.Until("the trial before", `location.search === "?trial=1"`)
+	noComplaint(t, p)
+}
+
+// What trials cost is spend of the surface eval, at no skill, and no budget of the day has it.
+func TestSpendOfEvalsIsASurfaceOfItsOwn(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	spend(t, pool, "advance_plan", "model-one", "0.75", "0")
+	quiet(t, pool, `
+		insert into agent_activity (trace_id, kind, skill_name, purpose, model, surface, cost_usd, token_usage, led_to)
+		values ('ev_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'model', 'model_call', 'eval', 'model-one', 'eval', 0.25,
+		  '{"prompt_tokens": 400, "completion_tokens": 100, "total_tokens": 500}', '{"check_order": 1}'),
+		  ('ev_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'call', 'check_order', '', '', 'eval', 0, '{}', '{}')`)
+	for by, text := range map[string]string{"surface": "surface=eval", "purpose": "purpose=eval"} {
+		shows(t, server.URL+"/spend?days=1&by="+by, "$1.00 and 1,500 tokens", text, "25 %")
+	}
+	shows(t, server.URL+"/spend?days=1&surface=eval&by=model", "$0.25 and 500 tokens", `<option value="eval" selected>`)
+	if body := shows(t, server.URL+"/spend?days=1&surface=eval"); strings.Contains(body, "skill=check_order") {
+		t.Errorf("trials are charged to a skill: %s", body)
+	}
+	shows(t, server.URL+"/activity?surface=eval", "check_order")
+	shows(t, server.URL+"/executions?surface=eval", "eval")
+}
