@@ -101,6 +101,8 @@ type Expectation struct {
 	Delegated     string   `yaml:"delegated" json:"delegated,omitempty"`
 	MemoryWritten string   `yaml:"memory_written" json:"memory_written,omitempty"` // category/key
 	Within        *Within  `yaml:"within" json:"within,omitempty"`
+
+	Judge *JudgeRule `yaml:"judge" json:"judge,omitempty"` // asked if all others are met
 }
 
 // Answer describes the text of the answer. Every key must hold. Letter case does not matter to Contains and Lacks.
@@ -230,6 +232,7 @@ func (v *validator) expectation(at string, e Expectation) {
 	for _, there := range []bool{
 		e.Answer != nil, e.Called != nil, e.NotCalled != nil, e.InOrder != nil, e.Exact != nil, e.ApprovalAsked != "",
 		e.Delegated != "", e.MemoryWritten != "", e.Within != nil,
+		e.Judge != nil,
 	} {
 		if there {
 			keys++
@@ -249,6 +252,9 @@ func (v *validator) expectation(at string, e Expectation) {
 	}
 	if a := e.Answer; a != nil {
 		v.answer(at+".answer", *a)
+	}
+	if e.Judge != nil {
+		v.judge(at+".judge", *e.Judge)
 	}
 }
 

@@ -142,3 +142,37 @@ func TestACaseOfATraceIsSelfContainedAndRedacted(t *testing.T) {
 		t.Errorf("the case is not valid: %v", err)
 	}
 }
+
+// A judge must agree with people, and be wrong neither way too often, by the bounds of the intervals.
+func TestAJudgeIsCalibratedByTheBoundsOfItsErrors(t *testing.T) {
+	verdicts := func(good, wrongFail, bad, wrongPass int) (all []evals.Judged) {
+		for i := range good {
+			all = append(all, evals.Judged{Label: true, Judge: i >= wrongFail})
+		}
+		for i := range bad {
+			all = append(all, evals.Judged{Label: false, Judge: i < wrongPass})
+		}
+		return all
+	}
+	for _, c := range []struct {
+		verdicts []evals.Judged
+		why      string
+	}{
+		{verdicts(15, 0, 15, 0), ""},
+		{verdicts(15, 1, 15, 1), ""},
+		{verdicts(15, 1, 15, 2), "its agreement may be as low as 0.74"},
+		{verdicts(14, 0, 15, 0), "29 labels, less than 30"},
+		{verdicts(26, 0, 4, 0), "it may pass as much as 0.49 of what people fail"},
+		{verdicts(4, 0, 26, 0), "it may fail as much as 0.49 of what people pass"},
+		{verdicts(30, 0, 0, 0), "it may pass as much as 1.00 of what people fail"},
+		{verdicts(90, 2, 10, 2), "it may pass as much as 0.51 of what people fail"},
+	} {
+		got := evals.Calibrate(len(c.verdicts), c.verdicts)
+		if got.Why != c.why || got.Calibrated != (c.why == "") {
+			t.Errorf("%d verdicts: %+v, want %q", len(c.verdicts), got, c.why)
+		}
+	}
+	if got := evals.Calibrate(40, verdicts(14, 0, 15, 0)); got.Why != "it judged 29 labelled answers, less than 30" {
+		t.Errorf("too few verdicts: %+v", got)
+	}
+}

@@ -146,7 +146,7 @@ func checkSuite(ctx context.Context, db postgres.DB, old, now Subject, gate Gate
 		return Refusal{}, nil
 	}
 	if run.Status == Undecided || slices.ContainsFunc(cases, func(c CaseResult) bool { return c.Undecided > 0 }) {
-		refusal.Why = "its budget was used up before all was decided in run " + run.ID
+		refusal.Why = "not all trials were decided in run " + run.ID
 		return refusal, nil
 	}
 	compared, err := compareWithPresent(ctx, db, old, now, cases, gate.Margin)
@@ -178,7 +178,7 @@ func (g Gate) wanted() string {
 func newestRun(ctx context.Context, db postgres.DB, s Subject, cases string) (Run, error) {
 	rows, err := db.Query(ctx, `
 		select `+runColumns+` from agent_eval_runs
-		 where suite = @suite and agent_digest = @agent and finished_at is not null
+		 where kind = 'suite' and suite = @suite and agent_digest = @agent and finished_at is not null
 		   and (@cases = '' and status in ('passed', 'failed')
 		     or suite_digest = @cases and runtime = @runtime and trials >= @trials)
 		 order by id desc limit 1`, postgres.Strict{

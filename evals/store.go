@@ -160,13 +160,17 @@ type Trial struct {
 	Tokens     int64           `json:"tokens"`
 	CostUSD    float64         `json:"cost_usd"`
 	DurationMS int64           `json:"duration_ms"`
+
+	Judgements  []Judgement `json:"judgements"`
+	JudgeTokens int64       `json:"judge_tokens"` // besides Tokens
+	JudgeUSD    float64     `json:"judge_usd"`    // besides CostUSD
 }
 
 const (
 	trialColumns = `case_name, trial, trace_id, coalesce(verdict, ''), reasons, answer, calls, iterations, tokens,
-	cost_usd::float8, duration_ms`
+	cost_usd::float8, duration_ms, judgements, judge_tokens, judge_usd::float8`
 	briefColumns = `case_name, trial, trace_id, coalesce(verdict, ''), reasons, '', '[]'::jsonb, iterations, tokens,
-	cost_usd::float8, duration_ms`
+	cost_usd::float8, duration_ms, '[]'::jsonb, judge_tokens, judge_usd::float8`
 )
 
 // Trials lists the trials of a run: the first ones of all cases first, in the order of the suite.
@@ -205,8 +209,9 @@ type CaseResult struct {
 	PassK     float64        `json:"pass_k"`
 	CostUSD   float64        `json:"cost_usd"`
 	Tokens    int64          `json:"tokens"`
-	Reasons   []string       `json:"reasons"`  // different ones, at most maxReasons
-	TraceID   string         `json:"trace_id"` // of the first trial that did not pass, or else the first
+	JudgeUSD  float64        `json:"judge_usd"` // besides CostUSD
+	Reasons   []string       `json:"reasons"`   // different ones, at most maxReasons
+	TraceID   string         `json:"trace_id"`  // of the first trial that did not pass, or else the first
 }
 
 const maxReasons = 5
@@ -217,6 +222,8 @@ type Report struct {
 	Cases      []CaseResult      `json:"cases"`
 	CostUSD    float64           `json:"cost_usd"`
 	Tokens     int64             `json:"tokens"`
+	JudgeUSD   float64           `json:"judge_usd"` // besides CostUSD
+	Judges     []Calibration     `json:"judges,omitempty"`
 	Control    stats.Comparison  `json:"control"`              // A/A
 	Against    *Run              `json:"against,omitempty"`    // the compared run
 	Comparison *stats.Comparison `json:"comparison,omitempty"` // this run with it
@@ -259,6 +266,7 @@ func ReportOf(r Run, trials []Trial) Report {
 	for _, c := range report.Cases {
 		report.CostUSD += c.CostUSD
 		report.Tokens += c.Tokens
+		report.JudgeUSD += c.JudgeUSD
 	}
 	report.Control = stats.Control(outcomes(trials, report.Cases))
 	return report
@@ -349,6 +357,7 @@ func (c *CaseResult) estimate() {
 func (c *CaseResult) add(t Trial) {
 	c.CostUSD += t.CostUSD
 	c.Tokens += t.Tokens
+	c.JudgeUSD += t.JudgeUSD
 	switch t.Verdict {
 	case Pass:
 		c.Passed++

@@ -22,6 +22,7 @@ type Subject struct {
 	Agent     agents.Definition   `json:"agent"` // as declared
 	Version   int                 `json:"version"`
 	Model     string              `json:"model"`
+	Installed string              `json:"installed"` // the model of agents without one
 	Effort    string              `json:"effort"`
 	Delegates []agents.Definition `json:"delegates"` // names and descriptions
 	Skills    []skills.Skill      `json:"skills"`    // those that the agent may call, without what calls them
@@ -61,6 +62,7 @@ func (in Installation) SubjectAt(ctx context.Context, db postgres.DB, s Suite, v
 	}
 	found := Subject{
 		Suite: s, Agent: who.AsDeclared(), Version: who.Version, Model: who.Model, Effort: who.Effort, Runtime: in.Runtime,
+		Installed: in.Model,
 	}
 	found.Agent.Name = who.Name
 	if found.Model == "" || in.Offline {

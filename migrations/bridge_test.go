@@ -85,7 +85,7 @@ func counted(t *testing.T, db *pgxpool.Pool) string {
 		               'agent_verdict', 'agent_acknowledgements', 'agent_channels', 'agent_channel_messages',
 		               'agent_channel_sends', 'agent_channel_identities', 'agent_channel_buttons',
 		               'agent_evals', 'agent_eval_runs', 'agent_eval_trials', 'agent_eval_shadows', 'agent_retention', 'agent_retention_passes', 'agent_eval_labels',
-		               'agent_idle_workers',
+		               'agent_idle_workers', 'agent_eval_judgements',
 		               'agent_principals', 'agent_identities', 'agent_tokens', 'agent_sessions', 'agent_login_links')) t`)
 }
 

@@ -33,7 +33,7 @@ func agentKind() kind {
 		read(l, s)
 		document := &l.workspace.Agents[len(l.workspace.Agents)-1]
 		if file := document.Definition.InstructionsFile; file != "" {
-			text, err := readInstructions(l.fsys, path.Join(path.Dir(l.name), file), file)
+			text, err := readText(l.fsys, path.Join(path.Dir(l.name), file), file)
 			if err != nil {
 				l.problems.add(document.position("instructions_file"), "instructions_file: %s", err)
 			}
@@ -44,8 +44,8 @@ func agentKind() kind {
 	return k
 }
 
-// readInstructions reads a text file of the workspace.
-func readInstructions(fsys fs.FS, name, given string) (string, error) {
+// readText reads a text file of the workspace.
+func readText(fsys fs.FS, name, given string) (string, error) {
 	if !fs.ValidPath(name) {
 		return "", fmt.Errorf("%q is outside the workspace", given)
 	}

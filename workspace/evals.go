@@ -2,7 +2,9 @@ package workspace
 
 import (
 	"context"
+	"fmt"
 	"maps"
+	"path"
 	"slices"
 
 	"github.com/jackc/pgx/v5"
@@ -10,6 +12,33 @@ import (
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
+
+// evalKind is the kind eval. The labels of its judges are in separate files.
+func evalKind() kind {
+	k := kindReader("eval", evals.Validate, func(d evals.Definition) string { return d.Name },
+		func(w *Workspace) *[]Document[evals.Definition] { return &w.Evals })
+	read := k.read
+	k.read = func(l *loader, s source) {
+		read(l, s)
+		document := l.workspace.Evals[len(l.workspace.Evals)-1]
+		for i, c := range document.Definition.Cases {
+			for j, e := range c.Expect {
+				if e.Judge == nil || e.Judge.Labels == "" {
+					continue
+				}
+				at := fmt.Sprintf("cases[%d].expect[%d].judge.labels", i, j)
+				text, err := readText(l.fsys, path.Join(path.Dir(l.name), e.Judge.Labels), e.Judge.Labels)
+				if err == nil {
+					e.Judge.Labelled, err = evals.ReadLabels([]byte(text))
+				}
+				if err != nil {
+					l.problems.add(document.position(at), "%s: %s", at, err)
+				}
+			}
+		}
+	}
+	return k
+}
 
 // evalTable applies eval documents. Old versions stay, because runs keep theirs.
 func evalTable(w Workspace) kindApplier {

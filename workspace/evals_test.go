@@ -1,8 +1,10 @@
 package workspace_test
 
 import (
+	"fmt"
 	"strings"
 	"testing"
+	"testing/fstest"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -52,6 +54,35 @@ func TestApplyEvals(t *testing.T) {
 	apply(t, pool, load(t, "a.yaml", goodSkill))
 	if _, err := evals.Get(t.Context(), pool, "returns"); err == nil {
 		t.Error("a suite that no file declares is still there")
+	}
+}
+
+// The labels of a judge are in a file of the workspace, and become a part of the suite.
+func TestLabelsOfAJudgeAreReadFromTheirFile(t *testing.T) {
+	t.Parallel()
+	judged := strings.Replace(suite, "      - within: {iterations: 3}\n",
+		"      - judge: {rubric: Kind., labels: l/kind.jsonl}\n", 1)
+	folder := func(labels string) fstest.MapFS {
+		return fstest.MapFS{"e/a.yaml": {Data: []byte(judged)}, "e/l/kind.jsonl": {Data: []byte(labels)}}
+	}
+	w, err := workspace.Load(folder(`{"answer": "No.", "pass": false}`))
+	require.NoError(t, err)
+	j := w.Evals[0].Definition.Cases[0].Expect[1].Judge
+	if len(j.Labelled) != 1 || j.Labelled[0] != (evals.JudgeLabel{Answer: "No."}) {
+		t.Errorf("the judge is %+v", j)
+	}
+	for labels, want := range map[string]string{
+		`{"answer": "No."}`: `e/a.yaml:15:40: cases[0].expect[1].judge.labels: label 1: must have "answer"`, "": "",
+	} {
+		_, err := workspace.Load(folder(labels))
+		if got := fmt.Sprint(err); want == "" && err != nil || want != "" && !strings.HasPrefix(got, want) {
+			t.Errorf("%s is refused by %v", labels, err)
+		}
+	}
+	without := folder("")
+	delete(without, "e/l/kind.jsonl")
+	if _, err := workspace.Load(without); err == nil {
+		t.Error("a missing file is accepted")
 	}
 }
 

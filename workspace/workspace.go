@@ -100,8 +100,7 @@ func kinds() []kind {
 		kindReader("webhook_target", webhooks.ValidateTarget, func(d webhooks.TargetDefinition) string { return d.Name },
 			func(w *Workspace) *[]Document[webhooks.TargetDefinition] { return &w.Targets }),
 		channelKind(),
-		kindReader("eval", evals.Validate, func(d evals.Definition) string { return d.Name },
-			func(w *Workspace) *[]Document[evals.Definition] { return &w.Evals }),
+		evalKind(),
 	}
 }
 

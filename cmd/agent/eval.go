@@ -274,6 +274,14 @@ func (c *cli) reportEval(ctx context.Context, s *session, id, against string) (e
 		return evals.Report{}, err
 	}
 	report, err := evals.NewReport(ctx, s.Pool, run)
+	if err != nil {
+		return report, err
+	}
+	subject, err := evals.SubjectOf(ctx, s.Pool, run)
+	if err != nil {
+		return report, err
+	}
+	report.Judges, err = evals.Calibrations(ctx, s.Pool, subject)
 	if err != nil || against == "" {
 		return report, err
 	}
@@ -290,10 +298,6 @@ func (c *cli) reportEval(ctx context.Context, s *session, id, against string) (e
 	}
 	if other.Suite != run.Suite {
 		return report, usageError("run %s is of %s, not of %s", other.ID, other.Suite, run.Suite)
-	}
-	subject, err := evals.SubjectOf(ctx, s.Pool, run)
-	if err != nil {
-		return report, err
 	}
 	return report, report.CompareWith(ctx, s.Pool, other, subject.Suite.Definition.Margin())
 }
@@ -340,6 +344,12 @@ func writeEvalReport(w io.Writer, r evals.Report) {
 			}
 		})
 	fmt.Fprintf(w, "\n%s, %s, %d tokens\n", r.Status, human.Money(r.CostUSD), r.Tokens)
+	for _, j := range r.Judges {
+		writeJudge(w, j)
+	}
+	if r.JudgeUSD > 0 {
+		fmt.Fprintf(w, "judges of trials: %s besides\n", human.Money(r.JudgeUSD))
+	}
 	if r.Comparison != nil {
 		fmt.Fprintf(w, "%s: %+.2f (%.2f to %.2f) against run %s of version %d, %s\n", r.Comparison.Answer,
 			r.Comparison.Difference, r.Difference.Low, r.Difference.High, r.Against.ID, r.Against.Version,
@@ -347,6 +357,28 @@ func writeEvalReport(w io.Writer, r evals.Report) {
 	}
 	if r.Control.Answer == stats.Better || r.Control.Answer == stats.Worse {
 		fmt.Fprintln(w, "warning: the even trials of this run differ from its odd ones; do not trust a comparison")
+	}
+}
+
+// whyTrial has the reasons of a trial, and what its judges said.
+func whyTrial(t evals.Trial) string {
+	all := slices.Clone(t.Reasons)
+	for _, j := range t.Judgements {
+		all = append(all, j.String())
+	}
+	return printable(strings.Join(all, "; "))
+}
+
+// writeJudge says how far a judge can be trusted.
+func writeJudge(w io.Writer, j evals.Calibration) {
+	own := map[bool]string{true: ", the model that it judges"}[j.Same]
+	if j.Judged > 0 {
+		fmt.Fprintf(w, "judge %s%s: agrees with people on %d of %d answers (%.2f–%.2f), wrongly passes %.2f–%.2f, "+
+			"wrongly fails %.2f–%.2f\n", printable(j.Model), own, j.Agreed, j.Judged, j.Agreement.Low, j.Agreement.High,
+			j.FalsePass.Low, j.FalsePass.High, j.FalseFail.Low, j.FalseFail.High)
+	}
+	if !j.Calibrated {
+		fmt.Fprintf(w, "judge %s%s: not calibrated, decides nothing: %s\n", printable(j.Model), own, j.Why)
 	}
 }
 
@@ -523,7 +555,7 @@ func (c *cli) evalShowCommand() *cobra.Command {
 					func(t evals.Trial) []string {
 						return []string{
 							t.Case, fmt.Sprint(t.Trial), cmp.Or(string(t.Verdict), "open"), fmt.Sprint(t.Iterations),
-							human.Money(t.CostUSD), t.TraceID, strings.Join(t.Reasons, "; "),
+							human.Money(t.CostUSD), t.TraceID, whyTrial(t),
 						}
 					})
 			})

@@ -29,7 +29,6 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
-	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -79,6 +78,9 @@ type trial struct {
 	Run   string `json:"run"`
 	Case  string `json:"case"`
 	Trial int    `json:"trial"`
+
+	Judge  *evals.JudgeRule `json:"judge,omitempty"` // judges Answer, which a person labelled, instead of a trial
+	Answer string           `json:"answer,omitempty"`
 }
 
 // Register registers the flow.
@@ -87,6 +89,9 @@ func (r *Runner) Register() error {
 		var in trial
 		if err := json.Unmarshal(raw, &in); err != nil {
 			return executions.Result{}, fmt.Errorf("read input: %w", err)
+		}
+		if in.Judge != nil {
+			return r.playLabel(ctx, in)
 		}
 		return r.play(ctx, in)
 	})
@@ -119,6 +124,13 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 		return executions.Result{}, err
 	}
 	got := b.judge(c, outcome, failure, ended.Sub(began))
+	if got.Verdict == evals.Pass {
+		list, err := r.judgements(ctx, run, subject, c, outcome.Text)
+		if err != nil {
+			return executions.Result{}, err
+		}
+		got.ApplyJudgements(c, list)
+	}
 	x, _ := executions.Current(ctx)
 	got.Case, got.Trial, got.TraceID = in.Case, in.Trial, x.TraceID
 	_, err = executions.EndTx(ctx, "verdict", func(ctx context.Context, tx pgx.Tx) (evals.Verdict, error) {
@@ -153,9 +165,7 @@ func (r *Runner) turn(
 	suite, sandbox := subject.Suite.Definition, b.sandbox()
 	sandbox.World = r.world(subject)
 	sandbox.Agent, sandbox.Version, sandbox.Model = run.Agent, run.AgentVersion, run.Model
-	sandbox.Budget = budgets.Scope{
-		Name: "eval:" + cmp.Or(run.ControlID, run.ID), Limit: budgets.Limit{USD: suite.Budget.CostUSD},
-	}
+	sandbox.Budget = runScope(run, subject)
 	loop := &reason.Loop{
 		Pool: r.Pool, Model: r.Model, Skills: r.Skills, Agents: r.Agents, Logger: r.Logger, Budget: r.Budget,
 		Sandbox: sandbox,
@@ -211,12 +221,14 @@ func store(ctx context.Context, db postgres.DB, run string, t evals.Trial) error
 		update agent_eval_trials
 		   set verdict = @verdict, reasons = @reasons, answer = @answer, calls = @calls, iterations = @iterations,
 		       tokens = @tokens, cost_usd = @cost_usd, duration_ms = @duration_ms, trace_id = @trace_id,
+		       judgements = @judgements, judge_tokens = @judge_tokens, judge_usd = @judge_usd,
 		       finished_at = clock_timestamp()
 		 where run_id = @run and case_name = @case and trial = @trial and verdict is null`,
 		postgres.Strict{
 			"verdict": t.Verdict, "reasons": reasons, "answer": redact.Text(t.Answer, maxAnswer),
 			"calls": t.Calls, "iterations": t.Iterations, "tokens": t.Tokens, "cost_usd": t.CostUSD,
 			"duration_ms": t.DurationMS, "trace_id": t.TraceID, "run": run, "case": t.Case, "trial": t.Trial,
+			"judgements": append([]evals.Judgement{}, t.Judgements...), "judge_tokens": t.JudgeTokens, "judge_usd": t.JudgeUSD,
 		})
 	if err != nil {
 		return fmt.Errorf("store verdict: %w", err)
@@ -259,8 +271,8 @@ func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, ca
 		Kind: evals.OfSuite, Trials: cmp.Or(o.Trials, s.Definition.TrialsOf()), Candidate: candidate,
 		Background: o.Background,
 	}
-	if s.Definition.Budget.CostUSD > 0 && !r.Model.PricedModel(subject.Model) {
-		return evals.Run{}, fmt.Errorf("run eval %s with %s: %w", s.Name, subject.Model, ErrUnpriced)
+	if err := r.checkPrices(subject); err != nil {
+		return evals.Run{}, err
 	}
 	return r.insert(ctx, r.Pool, run, subject)
 }
@@ -302,11 +314,30 @@ func (r *Runner) insert(
 	return run, err
 }
 
+// checkPrices requires prices of the tried model and of the judges' for a budget in dollars.
+func (r *Runner) checkPrices(s evals.Subject) error {
+	d := s.Suite.Definition
+	if d.Budget.CostUSD == 0 {
+		return nil
+	}
+	names := []string{s.Model}
+	for _, j := range d.JudgesOf() {
+		model, _ := s.JudgeModel(j)
+		names = append(names, model)
+	}
+	for _, model := range names {
+		if !r.Model.PricedModel(model) {
+			return fmt.Errorf("run eval %s with %s: %w", s.Suite.Name, model, ErrUnpriced)
+		}
+	}
+	return nil
+}
+
 // spec returns the execution of a trial. Its key makes it one, in whatever process it starts.
 func spec(run evals.Run, t evals.Trial) executions.Spec {
 	return executions.Spec{
 		Flow: Flow, Surface: trace.Eval, Agent: run.Agent, Priority: 4,
-		Input:     trial{run.ID, t.Case, t.Trial},
+		Input:     trial{Run: run.ID, Case: t.Case, Trial: t.Trial},
 		DedupeKey: fmt.Sprintf("eval %s %d %s", run.ID, t.Trial, t.Case),
 	}
 }

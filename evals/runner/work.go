@@ -50,6 +50,9 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 	}
 	limited, stop := context.WithTimeoutCause(ctx, max(left, 0), errTimeout)
 	defer stop()
+	if err := r.calibrate(limited, run, subject, concurrent); err != nil && !errors.Is(context.Cause(limited), errTimeout) {
+		return err
+	}
 	var group errgroup.Group
 	group.SetLimit(max(concurrent, 1))
 	for _, t := range trials {
@@ -79,22 +82,31 @@ func (r *Runner) await(ctx context.Context, run evals.Run, t evals.Trial) (evals
 	if err != nil {
 		return t, err
 	}
+	decided := t
+	err = r.follow(ctx, x.ID, func() (over bool, err error) {
+		decided, err = r.decided(ctx, run, t, x.ID)
+		return decided.Verdict != "", err
+	})
+	return decided, err
+}
+
+// follow runs an execution here if no other process does, until it is over.
+func (r *Runner) follow(ctx context.Context, id string, over func() (bool, error)) error {
 	for {
-		if err := r.Engine.ClaimAndRun(ctx, x.ID); err != nil {
-			return t, err
+		if err := r.Engine.ClaimAndRun(ctx, id); err != nil {
+			return err
 		}
-		decided, err := r.decided(ctx, run, t, x.ID)
-		if err != nil || decided.Verdict != "" {
-			return decided, err
+		if done, err := over(); done || err != nil {
+			return err
 		}
 		if err := r.Engine.Sweep(ctx); err != nil { // frees the claims of processes that died
-			return t, err
+			return err
 		}
 		timer := time.NewTimer(pollInterval)
 		select {
 		case <-ctx.Done():
 			timer.Stop()
-			return t, context.Cause(ctx)
+			return context.Cause(ctx)
 		case <-timer.C:
 		}
 	}

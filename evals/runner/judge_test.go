@@ -1,0 +1,214 @@
+package runner_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/evals/runner"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+// bench is a world whose model plays the agent and the judge. The judge passes answers with the word kind, and is wrong
+// about those with the word trap.
+type bench struct {
+	*world
+	mu    sync.Mutex
+	total int    // requests of the judge
+	onAsk func() // if set, is called once, at the 20th request
+}
+
+func newBench(t *testing.T, answers func(prompt string) string) *bench {
+	t.Helper()
+	b := &bench{world: newWorld(t)}
+	b.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		last := req.Messages[len(req.Messages)-1].Content
+		_, quoted, isJudge := strings.Cut(last, "# Answer\n\n")
+		if !isJudge {
+			return modeltest.Text(answers(last)).WithUsage(100, 10, 0)
+		}
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		if b.total++; b.total == 20 && b.onAsk != nil {
+			b.onAsk()
+		}
+		pass := strings.Contains(quoted, "kind") != strings.Contains(quoted, "trap")
+		return modeltest.Text(fmt.Sprintf(`{"reason":"It is so.","pass":%t}`, pass)).WithUsage(200, 10, 0)
+	})
+	return b
+}
+
+func (b *bench) judgeCalls() int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.total
+}
+
+// labelled are labels, half of them good, of which the judge gets the first wrong ones wrong.
+func labelled(n, wrong int) (list []evals.JudgeLabel) {
+	for i := range n {
+		l := evals.JudgeLabel{Answer: fmt.Sprintf("answer %d", i), Pass: i%2 == 0}
+		if l.Pass {
+			l.Answer += " kind"
+		}
+		if i < wrong {
+			l.Answer += " trap"
+		}
+		list = append(list, l)
+	}
+	return list
+}
+
+func judgedSuite(labels []evals.JudgeLabel, others ...evals.Expectation) evals.Definition {
+	judge := evals.JudgeRule{Rubric: "It is kind.", Model: "gpt-4.1", Labelled: labels}
+	d := evals.Definition{Name: "kindness", Agent: "sales", Trials: 1, Budget: evals.Budget{CostUSD: 5}}
+	for _, prompt := range []string{"a kind one", "a harsh one"} {
+		d.Cases = append(d.Cases, evals.Case{
+			Name: prompt, Messages: ask(prompt), Expect: append([]evals.Expectation{{Judge: &judge}}, others...),
+		})
+	}
+	return d
+}
+
+func echo(prompt string) string {
+	return "This is " + prompt[strings.LastIndex(prompt, "\n")+1:] + "."
+}
+
+var anything = evals.Expectation{Answer: &evals.Answer{Contains: "this"}}
+
+// A calibrated judge decides what the other expectations leave open. Its calls are counted apart, and its verdicts about
+// labelled answers are asked for once.
+func TestACalibratedJudgeDecides(t *testing.T) {
+	t.Parallel()
+	b := newBench(t, echo)
+	report := b.run(t, judgedSuite(labelled(30, 0), anything), runner.Options{})
+	kind, harsh := report.TrialRows[0], report.TrialRows[1]
+	if kind.Verdict != evals.Pass || harsh.Verdict != evals.Fail ||
+		strings.Join(harsh.Reasons, "") != "expect[0]: the judge gpt-4.1: It is so." {
+		t.Errorf("the trials are %+v and %+v", kind, harsh)
+	}
+	if j := kind.Judgements[0]; !j.Calibrated || j.Votes != 2 || j.Passes != 2 || j.Same || kind.JudgeTokens != 420 ||
+		kind.JudgeUSD <= 0 || kind.CostUSD <= 0 || kind.Tokens != 110 {
+		t.Errorf("the judgement is %+v of %+v", j, kind)
+	}
+	if n := b.judgeCalls(); n != 30*2+2*2 {
+		t.Errorf("the judge was asked %d times, want 2 equal votes for each of 30 labels and 2 trials", n)
+	}
+	pgtest.Equal(t, b.pool, 64, `select count(*)::int from agent_activity where purpose = 'eval_judge' and kind = 'model'`)
+	b.run(t, judgedSuite(labelled(30, 0), anything), runner.Options{})
+	if n := b.judgeCalls(); n != 30*2+4*2 {
+		t.Errorf("a second run asks the judge %d times in all", n)
+	}
+	subject := b.subject(t)
+	found, err := evals.Calibrations(t.Context(), b.pool, subject)
+	if err != nil || len(found) != 1 || !found[0].Calibrated || found[0].Agreed != 30 {
+		t.Errorf("the calibration is %+v, %v", found, err)
+	}
+}
+
+func (b *bench) subject(t *testing.T) evals.Subject {
+	t.Helper()
+	runs, err := evals.Runs(t.Context(), b.pool, "", 1)
+	require.NoError(t, err)
+	s, err := evals.SubjectOf(t.Context(), b.pool, runs[0])
+	require.NoError(t, err)
+	return s
+}
+
+// A judge that people have not confirmed is shown, and decides nothing.
+func TestAJudgeThatIsNotCalibratedDecidesNothing(t *testing.T) {
+	t.Parallel()
+	for why, labels := range map[string][]evals.JudgeLabel{
+		"29 labels, less than 30":          labelled(29, 0),
+		"its agreement may be as low as 0": labelled(30, 6),
+		"0 labels, less than 30":           nil,
+	} {
+		t.Run(why, func(t *testing.T) {
+			t.Parallel()
+			b := newBench(t, echo)
+			report := b.run(t, judgedSuite(labels, anything), runner.Options{})
+			for i, trial := range report.TrialRows {
+				if j := trial.Judgements[0]; trial.Verdict != evals.Pass || j.Calibrated || !j.Decided || j.Pass != (i == 0) {
+					t.Errorf("%s is %s with %+v", trial.Case, trial.Verdict, j)
+				}
+			}
+			found, err := evals.Calibrations(t.Context(), b.pool, b.subject(t))
+			if err != nil || !strings.HasPrefix(found[0].Why, why) {
+				t.Errorf("it is not calibrated because %+v, %v", found, err)
+			}
+			alone := b.run(t, judgedSuite(labels), runner.Options{})
+			if alone.Status != evals.Undecided {
+				t.Errorf("a case that only the judge could decide is %s", alone.Status)
+			}
+		})
+	}
+}
+
+// The judge is not asked about a trial that other expectations fail. Labels of trials count like those of the file.
+func TestAJudgeIsAskedLastAndCountsLabelsOfTrials(t *testing.T) {
+	t.Parallel()
+	b := newBench(t, echo)
+	d := judgedSuite(labelled(29, 0), evals.Expectation{Answer: &evals.Answer{Lacks: "this"}})
+	report := b.run(t, d, runner.Options{})
+	if n := b.judgeCalls(); n > 0 || report.Status != evals.Failed || len(report.TrialRows[0].Judgements) > 0 {
+		t.Errorf("the judge was asked %d times about trials that failed", n)
+	}
+	_, _, err := evals.PutLabel(t.Context(), b.pool, evals.NewLabel{Run: report.ID, Case: "a kind one", Word: evals.Good})
+	require.NoError(t, err)
+	report = b.run(t, judgedSuite(labelled(29, 0), anything), runner.Options{})
+	if !report.TrialRows[0].Judgements[0].Calibrated {
+		t.Errorf("29 labels of the file and one of a trial do not calibrate: %+v", report.TrialRows[0])
+	}
+}
+
+// An interrupted run goes on without a second payment of answered votes, and a run without money asks nobody.
+func TestAJudgeReservesInTheBudgetAndIsNotPaidTwice(t *testing.T) {
+	t.Parallel()
+	b := newBench(t, echo)
+	ctx, interrupt := context.WithCancel(t.Context())
+	run := b.start(t, judgedSuite(labelled(30, 0), anything), runner.Options{})
+	b.onAsk = interrupt
+	if err := b.runner.Work(ctx, run, 3, func(evals.Trial) {}); err == nil {
+		t.Fatal("the run was not interrupted")
+	}
+	require.NoError(t, b.runner.Work(t.Context(), run, 3, func(evals.Trial) {}))
+	if report := b.report(t, run); report.Cases[0].Passed != 1 || report.Cases[1].Passed != 0 {
+		t.Errorf("the run is %+v", report)
+	}
+	pgtest.Equal(t, b.pool, 0, `
+		select count(*)::int from (select execution_id, step from agent_activity where kind = 'model' and status = 'success'
+		   group by 1, 2 having count(*) > 1) twice`)
+
+	poor := judgedSuite(labelled(30, 0), anything)
+	poor.Name, poor.Budget.CostUSD = "poor", 0.0001
+	for _, c := range poor.Cases {
+		c.Expect[0].Judge.Rubric = "It is gentle." // of which nothing is judged yet
+	}
+	before := b.judgeCalls()
+	report := b.run(t, poor, runner.Options{})
+	if report.Status != evals.Undecided || b.judgeCalls() > before {
+		t.Errorf("without money the run is %s, and the judge was asked %d times", report.Status, b.judgeCalls()-before)
+	}
+}
+
+func TestLabelsAreReadStrictly(t *testing.T) {
+	t.Parallel()
+	got, err := evals.ReadLabels([]byte("{\"answer\":\"a\",\"pass\":true}\n\n{\"answer\":\"b\",\"rubric\":\"r\",\"pass\":false}"))
+	text, _ := json.Marshal(got)
+	if err != nil || string(text) != `[{"answer":"a","pass":true},{"answer":"b","rubric":"r","pass":false}]` {
+		t.Errorf("the labels are %s, %v", text, err)
+	}
+	for _, wrong := range []string{`{"answer":"a"}`, `{"pass":true}`, `{"answer":"a","pass":1}`, `{"answer":"a","good":true}`, "x"} {
+		if got, err := evals.ReadLabels([]byte(wrong)); err == nil || !strings.HasPrefix(err.Error(), "label 1: ") {
+			t.Errorf("%s is read as %v, %v", wrong, got, err)
+		}
+	}
+}
