@@ -16,7 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// JudgeRule lets a model decide whether an answer meets a rubric. It is asked only if the other expectations are met. It
+// JudgeRule lets a model decide whether an answer meets a rubric. It is asked if all other expectations are met, and
 // decides only while it is calibrated; see [Calibration].
 type JudgeRule struct {
 	Rubric string `yaml:"rubric" json:"rubric"`

@@ -208,5 +208,7 @@ func (r *Runner) playLabel(ctx context.Context, in trial) (executions.Result, er
 
 // runScope bounds what a run spends, with its judges.
 func runScope(run evals.Run, s evals.Subject) budgets.Scope {
-	return budgets.Scope{Name: "eval:" + cmp.Or(run.ControlID, run.ID), Limit: budgets.Limit{USD: s.Suite.Definition.Budget.CostUSD}}
+	return budgets.Scope{
+		Name: "eval:" + cmp.Or(run.ControlID, run.ID), Limit: budgets.Limit{USD: s.Suite.Definition.Budget.CostUSD},
+	}
 }

@@ -50,7 +50,8 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 	}
 	limited, stop := context.WithTimeoutCause(ctx, max(left, 0), errTimeout)
 	defer stop()
-	if err := r.calibrate(limited, run, subject, concurrent); err != nil && !errors.Is(context.Cause(limited), errTimeout) {
+	err = r.calibrate(limited, run, subject, concurrent)
+	if err != nil && !errors.Is(context.Cause(limited), errTimeout) {
 		return err
 	}
 	var group errgroup.Group
