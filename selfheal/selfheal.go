@@ -235,7 +235,8 @@ func (m measured) reason(p Policy) string {
 	if !m.Decided.ByStreak {
 		text = fmt.Sprintf("%d of %d calls failed (%d %%)", m.Errors, m.Calls, 100*m.Errors/max(m.Calls, 1))
 		if float64(m.Errors) < p.Rate*float64(m.Calls) {
-			text = fmt.Sprintf("%d of the last %d calls failed (%d %%)", m.Decided.Failed, m.Decided.Recent, 100*m.Decided.Failed/m.Decided.Recent)
+			d := m.Decided
+			text = fmt.Sprintf("%d of the last %d calls failed (%d %%)", d.Failed, d.Recent, 100*d.Failed/d.Recent)
 		}
 		if class, n := m.mostCommonClass(); class != "" && len(m.Classes) > 1 {
 			text += fmt.Sprintf(", %d of them %s", n, class)

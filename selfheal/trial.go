@@ -119,8 +119,11 @@ func Withdraw(ctx context.Context, db postgres.DB, skill string) error {
 }
 
 // After is called with the outcome of each skill call. It settles trials and writes an activity (settle_trial). Only
-// a failure of the skill counts. A rejected call, or one whose run ended, returns the trial.
-func After(db postgres.Beginner) func(ctx context.Context, skill skills.Skill, err error) error {
+// a failure of the skill counts. A rejected call, or one whose run ended, returns the trial. returned are called for a
+// skill that came back; their errors change nothing about that.
+func After(
+	db postgres.Beginner, returned ...func(ctx context.Context, skill string) error,
+) func(ctx context.Context, skill skills.Skill, err error) error {
 	return func(ctx context.Context, skill skills.Skill, err error) error {
 		if skill.Enabled {
 			return nil
@@ -131,8 +134,10 @@ func After(db postgres.Beginner) func(ctx context.Context, skill skills.Skill, e
 		if err != nil && !failed {
 			return Withdraw(ctx, db, skill.Name)
 		}
-		return postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		enabled := false
+		err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 			restored, err := Settle(ctx, tx, skill.Name, !failed)
+			enabled = restored.Enabled
 			if err != nil || !restored.Settled {
 				return err
 			}
@@ -146,6 +151,14 @@ func After(db postgres.Beginner) func(ctx context.Context, skill skills.Skill, e
 			}, outcome)
 			return err
 		})
+		if err != nil || !enabled {
+			return err
+		}
+		var errs []error
+		for _, follow := range returned {
+			errs = append(errs, follow(ctx, skill.Name))
+		}
+		return errors.Join(errs...)
 	}
 }
 

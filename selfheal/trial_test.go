@@ -195,6 +195,39 @@ func TestAfterSettlesWhatWasOnTrial(t *testing.T) {
 	}
 }
 
+// What follows a return cannot undo it.
+func TestAReturnIsFollowedUp(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		err  error
+		want []string
+	}{
+		"success": {nil, []string{fetch}},
+		"failure": {&skills.CallError{Class: "timeout"}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			db := resting(t)
+			run(t, db, selfheal.Default())
+			admit(t, db, "one")
+			var followed []string
+			broken := errors.New("no suite")
+			after := selfheal.After(db, func(_ context.Context, skill string) error {
+				followed = append(followed, skill)
+				return broken
+			})
+			ctx := trace.With(t.Context(), trace.Span{TraceID: trace.New(trace.Heartbeat)})
+			err := after(ctx, get(t, db, fetch), test.err)
+			if errors.Is(err, broken) != (test.want != nil) || get(t, db, fetch).Enabled != (test.want != nil) {
+				t.Errorf("%v, enabled %v", err, get(t, db, fetch).Enabled)
+			}
+			if diff := cmp.Diff(test.want, followed); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
 func TestAfterLeavesSkillsInServiceAlone(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

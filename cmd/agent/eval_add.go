@@ -1,40 +1,50 @@
 package main
 
 import (
+	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"strings"
 
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 func (c *cli) evalAddCommand() *cobra.Command {
-	var name, to string
+	var name, to, outage string
 	cmd := &cobra.Command{
-		Use: "add TRACE", Short: "Make a case from a trace",
+		Use: "add [TRACE]", Short: "Make a case from a trace, or from an outage of a skill",
 		Long: `Make a case from a trace: its messages, and stubs of the calls that it made. It is redacted and needs the trace no more.
 Print it as YAML, or append it to the cases of a file that ends with them. Its expectations are those calls in their order;
-write down what should have happened instead.`,
-		Example: "  agent eval add ch_01JD3V7K8ZQ6W2M5T9X4C1B0AE --name \"refund not due\" --to workspace/evals.yaml",
-		Args:    positionalArgs(1, 1, "a trace id"),
+write down what should have happened instead.
+
+With --outage it is what the agent was asked when self-heal took the skill out of service, and the skill fails at every
+call. Cases of the suite "selfheal" run when their skill comes back from its trial; --to starts that suite in a new file.`,
+		Example: "  agent eval add ch_01JD3V7K8ZQ6W2M5T9X4C1B0AE --name \"refund not due\" --to workspace/evals.yaml\n" +
+			"  agent eval add --outage fetch --to workspace/selfheal.yaml",
+		Args: positionalArgs(0, 1, "a trace id"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-			story, err := activity.TraceOf(cmd.Context(), s.Pool, args[0])
-			if err != nil {
-				return err
+			if (outage == "") == (len(args) == 0) {
+				return usageError("give either a trace id or --outage SKILL")
 			}
-			made, err := evals.FromTrace(story, name)
-			if errors.Is(err, evals.ErrNoCase) {
-				return hint(err, "see agent trace %s", args[0])
+			made, begin, err := evals.Case{}, "", error(nil)
+			if outage != "" {
+				made, begin, err = caseOfOutage(cmd.Context(), s, outage, name)
+			} else {
+				made, err = caseOfTrace(cmd.Context(), s, args[0], name)
 			}
 			if err != nil {
 				return err
 			}
 			if to != "" {
-				if err := c.appendCase(to, made); err != nil {
+				if err := c.appendCase(to, begin, made); err != nil {
 					return err
 				}
 				return c.printf(made, "added %q to %s; edit what it expects\n", made.Name, to)
@@ -48,17 +58,61 @@ write down what should have happened instead.`,
 	}
 	cmd.Flags().StringVar(&name, "name", "", "the name of the case instead of the trace's id")
 	cmd.Flags().StringVar(&to, "to", "", "append it to this file")
+	cmd.Flags().StringVar(&outage, "outage", "", "the skill, instead of a trace")
 	return cmd
 }
 
-// appendCase appends a case to a file whose last document ends with its cases.
-func (c *cli) appendCase(path string, made evals.Case) error {
-	file, err := c.openFile(path)
+func caseOfTrace(ctx context.Context, s *session, id, name string) (evals.Case, error) {
+	story, err := activity.TraceOf(ctx, s.Pool, id)
 	if err != nil {
-		return fmt.Errorf("read %s: %w", path, err)
+		return evals.Case{}, err
 	}
-	before, err := io.ReadAll(file)
-	if err = errors.Join(err, file.Close()); err != nil {
+	made, err := evals.FromTrace(story, name)
+	if errors.Is(err, evals.ErrNoCase) {
+		return made, hint(err, "see agent trace %s", id)
+	}
+	return made, err
+}
+
+// caseOfOutage makes a case of the newest failure that a model caused, or else of the newest one. begin is a file for it.
+func caseOfOutage(ctx context.Context, s *session, skill, name string) (made evals.Case, begin string, err error) {
+	of, err := skills.Get(ctx, s.Pool, skill)
+	if err != nil {
+		return made, "", skillHint(err)
+	}
+	var evidence selfheal.Evidence
+	if json.Unmarshal(of.Evidence, &evidence) != nil || len(evidence.Failures) == 0 {
+		return made, "", hint(fmt.Errorf("self-heal has not taken %s out of service", skill), "see agent skills show %s", skill)
+	}
+	chosen, story := evidence.Failures[0], activity.Trace{}
+	for i, f := range evidence.Failures {
+		found, err := activity.TraceOf(ctx, s.Pool, f.TraceID)
+		if err != nil {
+			continue // retention may have removed it
+		}
+		_, none := evals.FromTrace(found, name)
+		if i == 0 || none == nil {
+			chosen, story = f, found
+		}
+		if none == nil {
+			break
+		}
+	}
+	surface := "operate"
+	if of.Scope != skills.ScopeInternal {
+		surface = "chat"
+	}
+	made, err = evals.FromOutage(skill, chosen, story, name)
+	return made, evals.OutageFile(surface), err
+}
+
+// appendCase appends a case to a file whose last document ends with its cases.
+func (c *cli) appendCase(path, begin string, made evals.Case) error {
+	before, err := c.readSuite(path)
+	if begin != "" && errors.Is(err, fs.ErrNotExist) {
+		before, err = []byte(begin), nil
+	}
+	if err != nil {
 		return fmt.Errorf("read %s: %w", path, err)
 	}
 	text, err := made.YAML()
@@ -71,4 +125,13 @@ func (c *cli) appendCase(path string, made evals.Case) error {
 			"it must end with the cases of one kind: eval, indented by two; print the case without --to")
 	}
 	return c.writeFile(path, []byte(after), true)
+}
+
+func (c *cli) readSuite(path string) ([]byte, error) {
+	file, err := c.openFile(path)
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	return io.ReadAll(file)
 }

@@ -332,6 +332,7 @@ _WINDOW, _RATE, _RATE_CALLS and _COOLDOWN set the rule.`,
 					for _, a := range h.AutomationsPaused {
 						fmt.Fprintf(w, "    automation %s paused\n", a)
 					}
+					fmt.Fprintf(w, "    keep it as a case: agent eval add --outage %s\n", h.Skill)
 				}
 			})
 		}),

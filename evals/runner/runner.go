@@ -242,6 +242,7 @@ type Options struct {
 	Trials int
 	// Background leaves the trials to servers, see [Runner.Serve].
 	Background bool
+	returned   string // the skill that came back from its trial, see [Runner.Returned]
 }
 
 // ErrUnpriced reports a budget in dollars for a model without a price.
@@ -274,12 +275,19 @@ func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, ca
 	if err := r.checkPrices(subject); err != nil {
 		return evals.Run{}, err
 	}
-	return r.insert(ctx, r.Pool, run, subject)
+	return r.insertAfter(ctx, r.Pool, run, subject, o.returned)
 }
 
 // insert stores a run of a subject with its trials, and records who began it.
 func (r *Runner) insert(
 	ctx context.Context, db postgres.Beginner, run evals.Run, subject evals.Subject,
+) (evals.Run, error) {
+	return r.insertAfter(ctx, db, run, subject, "")
+}
+
+// insertAfter is insert for a run that begins because a skill returned.
+func (r *Runner) insertAfter(
+	ctx context.Context, db postgres.Beginner, run evals.Run, subject evals.Subject, returned string,
 ) (evals.Run, error) {
 	run.Suite, run.Version, run.Model = subject.Suite.Name, subject.Suite.Version, subject.Model
 	run.Agent, run.AgentVersion = subject.Agent.Name, subject.Version
@@ -290,7 +298,7 @@ func (r *Runner) insert(
 	act := activity.Act{Name: "run_eval", Input: map[string]any{
 		"eval": run.Suite, "agent": run.Agent, "model": run.Model, "trials": run.Trials, "cases": len(names),
 	}}
-	_, err := activity.Record(ctx, db, act, func(tx pgx.Tx, _ string) (any, error) {
+	err := r.record(ctx, db, act, returned, func(tx pgx.Tx) (any, error) {
 		err := tx.QueryRow(ctx, `
 			with run as (
 			  insert into agent_eval_runs (kind, control_id, suite, version, agent, agent_version, model, trials, subject,

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/evals"
@@ -139,14 +140,25 @@ func (r *Runner) decide(ctx context.Context, run evals.Run, timedOut bool) error
 			return err
 		}
 	}
-	_, err := r.Pool.Exec(ctx, `
-		update agent_eval_runs r
-		   set finished_at = clock_timestamp(),
-		       status = (select case when bool_or(t.verdict in ('fail', 'diverged', 'error')) then 'failed'
-		                             when bool_or(t.verdict = 'undecided' or t.verdict is null) then 'undecided'
-		                             else 'passed' end
-		                   from agent_eval_trials t where t.run_id = r.id)
-		 where id = @id and finished_at is null`, postgres.Strict{"id": run.ID})
+	err := postgres.InTx(ctx, r.Pool, func(tx pgx.Tx) error {
+		var status string
+		err := tx.QueryRow(ctx, `
+			update agent_eval_runs r
+			   set finished_at = clock_timestamp(),
+			       status = (select case when bool_or(t.verdict in ('fail', 'diverged', 'error')) then 'failed'
+			                             when bool_or(t.verdict = 'undecided' or t.verdict is null) then 'undecided'
+			                             else 'passed' end
+			                   from agent_eval_trials t where t.run_id = r.id)
+			 where id = @id and finished_at is null
+			returning status`, postgres.Strict{"id": run.ID}).Scan(&status)
+		if errors.Is(err, pgx.ErrNoRows) {
+			return nil
+		}
+		if err != nil || !run.Background {
+			return err
+		}
+		return r.noteEnd(ctx, tx, run, status)
+	})
 	if err != nil {
 		return fmt.Errorf("decide run %s: %w", run.ID, err)
 	}

@@ -137,8 +137,8 @@ func (l Line) trace() Trace {
 	return t
 }
 
-// Counting leaves the calls that count for the health of their skill, as the view agent_skill_calls decides it. From and
-// By stay the numbers of the same or the next call.
+// Counting leaves the calls that count for the health of their skill, as the view agent_skill_calls decides it. From
+// and By stay the numbers of the same or the next call.
 func Counting(ctx context.Context, db postgres.DB, all []Trace) ([]Trace, error) {
 	found := map[string]bool{}
 	for _, t := range all {

@@ -44,7 +44,8 @@ func History(ctx context.Context, db postgres.DB, p selfheal.Policy, since time.
 		if failure < 0 {
 			continue // it was disabled for another reason
 		}
-		t := Trace{Name: fmt.Sprintf("%s at %s", i.Skill, i.At.UTC().Format(time.RFC3339)), Shape: "history", Skill: i.Skill, Calls: calls}
+		name := fmt.Sprintf("%s at %s", i.Skill, i.At.UTC().Format(time.RFC3339))
+		t := Trace{Name: name, Shape: "history", Skill: i.Skill, Calls: calls}
 		if *i.Fault {
 			t.Out, t.From, t.By = true, failure+1, len(calls)
 		}

@@ -1,0 +1,61 @@
+package evals
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+)
+
+// OutageSuite is the suite whose cases run when a skill comes back from its trial.
+const OutageSuite = "selfheal"
+
+// maxOutageCalls is how often a case of an outage accepts that the model tries the broken skill.
+const maxOutageCalls = 3
+
+// FromOutage makes a case from a failure for which self-heal disabled a skill: what the agent was asked in its trace,
+// with the skill failing at every call as it did. Where no model was asked, the case asks for the call.
+func FromOutage(skill string, f selfheal.Failure, t activity.Trace, name string) (Case, error) {
+	class := cmp.Or(f.ErrorClass, "error")
+	name = cmp.Or(name, fmt.Sprintf("%s fails: %s", skill, class))
+	c, err := FromTrace(t, name)
+	if errors.Is(err, ErrNoCase) {
+		args := "{}"
+		if i := slices.IndexFunc(t.Activities, func(r activity.Row) bool { return r.ID == f.ActivityID }); i >= 0 {
+			args = string(t.Activities[i].Input)
+		}
+		c = Case{
+			Name: name, From: f.TraceID, Skills: map[string][]Stub{},
+			Messages: []Message{{User: fmt.Sprintf("Call %s with %s and say what came of it.", skill, args)}},
+		}
+	} else if err != nil {
+		return c, err
+	}
+	c.Skills[skill] = []Stub{{Error: cmp.Or(f.ErrorMessage, "it failed"), Class: class}}
+	c.Expect = []Expectation{{Answer: &Answer{
+		Expr: fmt.Sprintf("len(filter(calls, .skill == %q)) <= %d", skill, maxOutageCalls),
+	}}}
+	return c, nil
+}
+
+// OutageFile begins a file with the suite of outages, for the first case.
+func OutageFile(surface string) string {
+	return strings.Join([]string{
+		"# What the agent does when a skill fails. These cases run when the skill comes back from its trial.",
+		"kind: eval", "name: " + OutageSuite, "surface: " + surface, "trials: 1", "budget: {timeout: 5m}", "cases:", "",
+	}, "\n")
+}
+
+// Outages are the cases in which a skill fails.
+func (d Definition) Outages(skill string) (cases []Case) {
+	for _, c := range d.Cases {
+		if slices.ContainsFunc(c.Skills[skill], func(s Stub) bool { return s.Error != "" }) {
+			cases = append(cases, c)
+		}
+	}
+	return cases
+}

@@ -1,0 +1,58 @@
+package runner_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// A skill that comes back has its outage replayed: only its cases, once, without a call of the skill.
+func TestAReturnedSkillRunsItsCases(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.script(func(_ string, results []string) modeltest.Reply {
+		if len(results) == 0 {
+			return modeltest.ToolCall("check_order", `{"order": 7}`)
+		}
+		return modeltest.Text("The shop does not answer.")
+	})
+	id := trace.New(trace.Heartbeat)
+	ctx := trace.With(t.Context(), trace.Span{TraceID: id, Surface: trace.Heartbeat})
+	require.NoError(t, w.runner.Returned(ctx, "check_order")) // there is no suite
+
+	fails := func(name, skill string) evals.Case {
+		return evals.Case{
+			Name: name, Messages: ask("Where is order 7?"), Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "not answer"}}},
+			Skills: map[string][]evals.Stub{skill: {{Error: "down", Class: "timeout"}}},
+		}
+	}
+	_, err := evals.Put(t.Context(), w.pool, evals.Definition{
+		Name: evals.OutageSuite, Agent: "sales", Trials: 5, Cases: []evals.Case{fails("orders", "check_order"), fails("refunds", "refund")},
+	}, "workspace")
+	require.NoError(t, err)
+	require.NoError(t, w.runner.Returned(ctx, "other"))
+	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_eval_runs`)
+	require.NoError(t, w.runner.Returned(ctx, "check_order"))
+
+	serving, stop := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- w.runner.Serve(serving) }()
+	pgtest.Eventually(t, 60*time.Second, func() bool {
+		return pgtest.Value[int](t, w.pool, `select count(*)::int from agent_eval_runs where status <> 'running'`) == 1
+	}, "the run is not played")
+	stop()
+	require.NoError(t, <-done)
+	pgtest.Equal(t, w.pool, "orders pass", `select string_agg(case_name || ' ' || verdict, ',') from agent_eval_trials`)
+	pgtest.Equal(t, w.pool, "run_eval,eval_ended passed", `
+		select string_agg(skill_name || coalesce(' ' || (output ->> 'status'), ''), ',' order by id) from agent_activity
+		 where trace_id = $1 and agent <> 'admin' and input ->> 'returned' = 'check_order'`, string(id))
+	if n := w.real.Load(); n != 0 {
+		t.Errorf("the skill was called %d times", n)
+	}
+}
