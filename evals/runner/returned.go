@@ -3,6 +3,7 @@ package runner
 import (
 	"context"
 	"errors"
+	"fmt"
 
 	"github.com/jackc/pgx/v5"
 
@@ -11,11 +12,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
+// ErrNoModel reports a command that has no model, such as agent skills call.
+var ErrNoModel = errors.New("this process has no model; agent eval run selfheal runs them")
+
 // returnedUSD bounds a run of Returned whose suite has no budget, if the model has a price.
 const returnedUSD = 0.10
 
 // Returned starts a run of the cases in which a skill fails, once each, after the skill came back from its trial.
-// Servers play it. The rows run_eval and eval_ended stand in the trace of ctx. Without such cases it does nothing.
+// Servers play it. A process without a model cannot start it: ErrNoModel. The rows run_eval and eval_ended stand in the
+// trace of ctx. Without such cases it does nothing.
 func (r *Runner) Returned(ctx context.Context, skill string) error {
 	suite, err := evals.Get(ctx, r.Pool, evals.OutageSuite)
 	if errors.Is(err, evals.ErrNotFound) {
@@ -26,6 +31,9 @@ func (r *Runner) Returned(ctx context.Context, skill string) error {
 	}
 	if suite.Definition.Cases = suite.Definition.Outages(skill); len(suite.Definition.Cases) == 0 {
 		return nil
+	}
+	if r.Model == nil {
+		return fmt.Errorf("run the cases of skill %s: %w", skill, ErrNoModel)
 	}
 	subject, err := r.Installation(r.Model.Model()).Subject(ctx, r.Pool, suite)
 	if err != nil {

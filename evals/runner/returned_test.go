@@ -2,10 +2,12 @@ package runner_test
 
 import (
 	"context"
+	"errors"
 	"testing"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/evals/runner"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -37,6 +39,11 @@ func TestAReturnedSkillRunsItsCases(t *testing.T) {
 	}, "workspace")
 	require.NoError(t, err)
 	require.NoError(t, w.runner.Returned(ctx, "other"))
+	modelless := *w.runner
+	modelless.Model = nil
+	if err := modelless.Returned(ctx, "check_order"); !errors.Is(err, runner.ErrNoModel) {
+		t.Errorf("without a model: %v", err)
+	}
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_eval_runs`)
 	require.NoError(t, w.runner.Returned(ctx, "check_order"))
 
