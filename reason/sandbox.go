@@ -84,7 +84,7 @@ func (l *Loop) chooseSandboxed(ctx context.Context, db postgres.DB, t Turn) (p p
 func (l *Loop) sandboxWorld(ctx context.Context, db postgres.DB, t Turn) ([]agents.Agent, []skills.Skill, error) {
 	if w := l.Sandbox.World; w != nil {
 		return w.Delegates, slices.DeleteFunc(slices.Clone(w.Skills), func(s skills.Skill) bool {
-			return s.Scope != skills.ScopeBoth && !slices.Contains(t.Scopes, s.Scope)
+			return len(t.Scopes) == 0 || s.Scope != skills.ScopeBoth && !slices.Contains(t.Scopes, s.Scope)
 		}), nil
 	}
 	all, err := l.Agents.List(ctx, db)
