@@ -23,7 +23,8 @@ func TestACaseOfAnOutageAsksWhatTheAgentDoesThen(t *testing.T) {
 	require.NoError(t, err)
 	broken := []evals.Stub{{Error: "no answer", Class: "timeout"}}
 	assert.NoDiff(t, broken, asked.Skills["track"])
-	if asked.Name != "track fails: timeout" || asked.Messages[0].User != "Where is 7?" || len(asked.Skills["lookup"]) != 1 {
+	if asked.Name != "track fails: timeout" || asked.Messages[0].User != "Where is 7?" ||
+		len(asked.Skills["lookup"]) != 1 {
 		t.Errorf("case %+v", asked)
 	}
 	story.Activities = story.Activities[1:]

@@ -74,7 +74,8 @@ func caseOfTrace(ctx context.Context, s *session, id, name string) (evals.Case, 
 	return made, err
 }
 
-// caseOfOutage makes a case of the newest failure that a model caused, or else of the newest one. begin is a file for it.
+// caseOfOutage makes a case of the newest failure that a model caused, or else of the newest one. begin is a file for
+// it.
 func caseOfOutage(ctx context.Context, s *session, skill, name string) (made evals.Case, begin string, err error) {
 	of, err := skills.Get(ctx, s.Pool, skill)
 	if err != nil {
@@ -82,7 +83,8 @@ func caseOfOutage(ctx context.Context, s *session, skill, name string) (made eva
 	}
 	var evidence selfheal.Evidence
 	if json.Unmarshal(of.Evidence, &evidence) != nil || len(evidence.Failures) == 0 {
-		return made, "", hint(fmt.Errorf("self-heal has not taken %s out of service", skill), "see agent skills show %s", skill)
+		return made, "", hint(fmt.Errorf("self-heal has not taken %s out of service", skill),
+			"see agent skills show %s", skill)
 	}
 	chosen, story := evidence.Failures[0], activity.Trace{}
 	for i, f := range evidence.Failures {

@@ -88,7 +88,7 @@ func (c *cli) readFaults(path string) ([]faults.Trace, error) {
 func writeHealReport(w io.Writer, r healReport) {
 	fmt.Fprintf(w, "%s: %d %s\n", printable(r.Source), r.Traces, plural("trace", r.Traces))
 	if r.Unjudged > 0 {
-		fmt.Fprintf(w, "%d more %s not judged yet\n", r.Unjudged, map[bool]string{true: "alarm is", false: "alarms are"}[r.Unjudged == 1])
+		fmt.Fprintf(w, "not judged yet: %d more %s\n", r.Unjudged, plural("alarm", r.Unjudged))
 	}
 	heading := []string{"", "TRACES", "PRECISION", "95 %", "RECALL", "95 %", "DELAY", "FALSE", "PER 1000"}
 	for _, rule := range r.Rules {
@@ -102,7 +102,9 @@ func writeHealReport(w io.Writer, r healReport) {
 		heading[0] = rule.Rule
 		fmt.Fprintln(w)
 		writeRows(w, "no trace", heading, scores, func(s faults.Score) []string {
-			row := []string{s.Name, fmt.Sprint(s.Traces), "", "", "", "", "", fmt.Sprint(s.FalseAlarms), fmt.Sprintf("%.1f", s.PerThousand)}
+			row := []string{
+				s.Name, fmt.Sprint(s.Traces), "", "", "", "", "", fmt.Sprint(s.FalseAlarms), fmt.Sprintf("%.1f", s.PerThousand),
+			}
 			if s.Precision.Value != nil {
 				row[2], row[3] = fmt.Sprintf("%.2f", *s.Precision.Value), interval(s.Precision)
 			}

@@ -30,12 +30,14 @@ func TestAReturnedSkillRunsItsCases(t *testing.T) {
 
 	fails := func(name, skill string) evals.Case {
 		return evals.Case{
-			Name: name, Messages: ask("Where is order 7?"), Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "not answer"}}},
+			Name: name, Messages: ask("Where is order 7?"),
+			Expect: []evals.Expectation{{Answer: &evals.Answer{Contains: "not answer"}}},
 			Skills: map[string][]evals.Stub{skill: {{Error: "down", Class: "timeout"}}},
 		}
 	}
 	_, err := evals.Put(t.Context(), w.pool, evals.Definition{
-		Name: evals.OutageSuite, Agent: "sales", Trials: 5, Cases: []evals.Case{fails("orders", "check_order"), fails("refunds", "refund")},
+		Name: evals.OutageSuite, Agent: "sales", Trials: 5,
+		Cases: []evals.Case{fails("orders", "check_order"), fails("refunds", "refund")},
 	}, "workspace")
 	require.NoError(t, err)
 	require.NoError(t, w.runner.Returned(ctx, "other"))
