@@ -42,7 +42,8 @@ func TestLabelsOfTrialsOverHTTP(t *testing.T) {
 	put("1", "bad")
 	put("1", "good")
 	assert.Equal(t, evals.Label{
-		Run: run, Suite: "returns", Case: "late", Trial: 1, Answer: "Not due.", Digest: label.Digest, Good: true, Note: "kind",
+		Run: run, Suite: "returns", Case: "late", Trial: 1, Answer: "Not due.", Digest: label.Digest, Good: true,
+		Note:      "kind",
 		Principal: "root", CreatedAt: label.CreatedAt,
 	}, label)
 	var labels struct{ Items []evals.Label }

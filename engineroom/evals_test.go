@@ -64,7 +64,8 @@ func TestSuitesAreShownWithTheirRunsAndCases(t *testing.T) {
 	shows(t, server.URL+"/find?q="+newer, `href="/evals/runs/`+newer)
 	shows(t, server.URL+"/find?q=return", `href="/evals/returns"`)
 	for _, path := range []string{
-		"/evals/nope", "/evals/runs/nope", "/evals/runs/" + newer + "/cases/nope", "/evals/runs/" + newer + "/cases/late?trial=9",
+		"/evals/nope", "/evals/runs/nope", "/evals/runs/" + newer + "/cases/nope",
+		"/evals/runs/" + newer + "/cases/late?trial=9",
 	} {
 		if status, body := testkit.Get(t, server.URL+path); status != http.StatusNotFound {
 			t.Errorf("%s: %d %s", path, status, body)

@@ -534,7 +534,8 @@ func (f executionFilter) leadingFilter() string {
 // searchesAll reports whether the searched rows are all rows.
 func (f executionFilter) searchesAll() bool {
 	by := f.leadingFilter()
-	others := (f.Label != "" && by != "label") || f.Surface != "" || f.Agent != "" || (f.Flow != "" && by != "flow") || (f.Status != "" && by != "status") ||
+	others := (f.Label != "" && by != "label") || f.Surface != "" || f.Agent != "" ||
+		(f.Flow != "" && by != "flow") || (f.Status != "" && by != "status") ||
 		(f.Failed && by != "failed")
 	return by == "trace" || !others
 }
@@ -548,8 +549,9 @@ func (f executionFilter) Narrowed() bool {
 func (f executionFilter) query() url.Values {
 	q := url.Values{}
 	for name, value := range map[string]string{
-		"view": f.View, "status": f.Status, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "label": f.Label, "trace_id": f.Trace,
-		"for": f.Kind,
+		"view": f.View, "status": f.Status, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "label": f.Label,
+		"trace_id": f.Trace,
+		"for":      f.Kind,
 	} {
 		if value != "" {
 			q.Set(name, value)

@@ -45,8 +45,9 @@ func (c *cli) initCommand() *cobra.Command {
 		Use:   "init [DIR]",
 		Short: "Create a workspace: an agent, a skill on your database, an automation",
 		Long: `Create DIR/workspace (default: in this folder) with a commented agent, an sql: skill on your own database, an
-automation, and an eval that passes with the offline model. On a terminal it asks three questions; flags answer them, and --yes accepts the defaults. The database URL
-goes into DIR/.env, never into the workspace. Existing files stay unchanged.
+automation, and an eval that passes with the offline model. On a terminal it asks three questions; flags answer them,
+and --yes accepts the defaults. The database URL goes into DIR/.env, never into the workspace. Existing files stay
+unchanged.
 --example orders creates a complete example instead, a shop's order desk with the SQL of its database (DIR/shop.sql).`,
 		Example: "  agent init\n  agent init shop --name nora --purpose 'Answer questions about orders.' --database " +
 			"postgres://…\n" +

@@ -84,8 +84,8 @@ func echo(prompt string) string {
 
 var anything = evals.Expectation{Answer: &evals.Answer{Contains: "this"}}
 
-// A calibrated judge decides what the other expectations leave open. Its calls are counted apart. It is asked once about
-// a labelled answer.
+// A calibrated judge decides what the other expectations leave open. Its calls are counted apart. It is asked once
+// about a labelled answer.
 func TestACalibratedJudgeDecides(t *testing.T) {
 	t.Parallel()
 	b := newBench(t, echo)

@@ -65,7 +65,8 @@ func TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice(t *testing.T) {
 	}
 	s := newStage(t, pgtest.URL(t), evalsYAML+suiteOf(cases, trials))
 	run := func(args ...string) *proctest.Process {
-		return proctest.Start(t, 2*time.Minute, s.dir, s.environ("", "AGENT_WORKER_LEASE=6s"), append([]string{program, "eval", "run"}, args...)...)
+		command := append([]string{program, "eval", "run"}, args...)
+		return proctest.Start(t, 2*time.Minute, s.dir, s.environ("", "AGENT_WORKER_LEASE=6s"), command...)
 	}
 	ends := func(p *proctest.Process) {
 		t.Helper()
