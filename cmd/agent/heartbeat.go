@@ -83,7 +83,7 @@ func (c *cli) reportHeartbeat(ctx context.Context, s *session, x executions.Exec
 // waitText describes an execution's wait.
 func waitText(x executions.Execution) string {
 	if deref(x.WaitingFor) == "lane" && deref(x.WaitingKey) == heartbeat.OperateLane {
-		return "the actor(ctx), holder of the lane " + heartbeat.OperateLane
+		return "the admin, holder of the lane " + heartbeat.OperateLane
 	}
 	return printable(deref(x.WaitingFor) + " " + deref(x.WaitingKey))
 }
