@@ -20,10 +20,11 @@ import (
 // From a bad trace to a case that fails, a change of instructions that mends it, the gate, and a counterfactual over the
 // other recorded turns.
 func TestABadTraceBecomesACaseThatAChangeOfInstructionsMends(t *testing.T) {
-	if testing.Short() {
-		t.Skip("it plays 50 turns, and each of them twice")
-	}
 	t.Parallel()
+	turns := 50
+	if testing.Short() {
+		turns = 10
+	}
 	server := modeltest.New(t)
 	server.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
 		last := req.Messages[len(req.Messages)-1]
@@ -47,7 +48,7 @@ func TestABadTraceBecomesACaseThatAChangeOfInstructionsMends(t *testing.T) {
 	testkit.WriteFile(t, file, strings.Replace(text, "answer: {contains: not due}", "answer: {contains: found}", 1))
 	p.must("apply", dir)
 	var lines strings.Builder
-	for n := range 49 {
+	for n := range turns - 1 {
 		fmt.Fprintf(&lines, "order %d?\n", n)
 	}
 	if got := p.runWith(t.Context(), strings.NewReader(lines.String()), "operate"); got.code != 0 {
@@ -71,7 +72,8 @@ func TestABadTraceBecomesACaseThatAChangeOfInstructionsMends(t *testing.T) {
 	testkit.WriteFile(t, file, strings.Replace(made, "Be kind.", "Be kind. Promise no refund.", 1))
 	assert.Contains(t, p.must("eval", "run", "--candidate", dir), "promises nothing  2/2", "passed")
 	compared := p.run("eval", "counterfactual", "--candidate", dir)
-	assert.Contains(t, compared.out, "not worse: +0.00", "candidate  follows 50 of 50")
+	assert.Contains(t, compared.out, "not worse: +0.00",
+		fmt.Sprintf("candidate  follows %d of %d", turns, turns))
 	if compared.code != 0 {
 		t.Errorf("exit %d: %s", compared.code, compared.err)
 	}
