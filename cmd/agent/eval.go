@@ -468,6 +468,7 @@ func junitComparison(r evals.Report) junitSuite {
 		one.Failure, suite.Failures = said, 1
 	case stats.Undecided:
 		one.Skipped, suite.Skipped = said, 1
+	case stats.Better, stats.NotWorse:
 	}
 	suite.Cases = []junitCase{one}
 	return suite

@@ -163,11 +163,11 @@ const maxShownTurns = 20
 
 // counted lists counts by reason.
 func counted(by map[string]int) string {
-	text := ""
+	var text strings.Builder
 	for _, why := range slices.Sorted(maps.Keys(by)) {
-		text += fmt.Sprintf("; %d: %s", by[why], why)
+		fmt.Fprintf(&text, "; %d: %s", by[why], why)
 	}
-	return text
+	return text.String()
 }
 
 // divergedAt lists the skills of the first calls that were not recorded, most frequent first.

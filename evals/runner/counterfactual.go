@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -134,11 +136,11 @@ func configured(a agents.Agent, model, fallback string) string {
 }
 
 func reasons(skipped map[string]int) string {
-	text := ""
-	for why, n := range skipped {
-		text += fmt.Sprintf("; %d: %s", n, why)
+	var text strings.Builder
+	for _, why := range slices.Sorted(maps.Keys(skipped)) {
+		fmt.Fprintf(&text, "; %d: %s", skipped[why], why)
 	}
-	return text
+	return text.String()
 }
 
 // estimate prices the recorded tokens for both runs.

@@ -96,7 +96,7 @@ func (r *Runner) vote(
 		return false, "", o, err
 	case err != nil:
 		o.Ended = "error"
-		return false, err.Error(), o, nil
+		return false, err.Error(), o, nil //nolint:nilerr // a vote that failed has a reason, and is no yes
 	case o.Ended != reason.Answered:
 		return false, o.Text, o, nil
 	}
@@ -162,7 +162,7 @@ func (r *Runner) judgeLabel(
 	ctx context.Context, run evals.Run, s evals.Subject, j evals.JudgeRule, l evals.JudgeLabel,
 ) error {
 	if ctx.Err() != nil {
-		return nil // the trials find the time used up, too
+		return nil //nolint:nilerr // the trials find the time used up, too
 	}
 	model, _ := s.JudgeModel(j)
 	judge, about := evals.JudgeKey(model, j, l.Answer)
