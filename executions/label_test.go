@@ -79,7 +79,7 @@ func TestLabelsAreBounded(t *testing.T) {
 	pool := pgtest.DB(t)
 	e := enginetest.New(t, pool)
 	many := executions.Labels{}
-	for _, name := range strings.SplitSeq("abcdefghi", "") {
+	for name := range strings.SplitSeq("abcdefghi", "") {
 		many[name] = "x"
 	}
 	for _, labels := range []executions.Labels{
