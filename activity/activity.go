@@ -164,8 +164,8 @@ func QueueActor(ctx context.Context, b *pgx.Batch) {
 	b.Queue(`select set_config('lanekeeper.actor', @actor, true)`, postgres.Strict{"actor": string(actor)})
 }
 
-// Asked records that the actor of ctx asked for an execution or a run, so that four eyes know whom to refuse. effect is
-// a reference such as execution ID. Without an actor it does nothing.
+// Asked records that the actor of ctx asked for an execution or a run. Approvals with four eyes refuse that actor.
+// effect is a reference such as "execution ID". Without an actor it does nothing.
 func Asked(ctx context.Context, db postgres.DB, effect string) error {
 	a, ok := ctx.Value(actorKey{}).(Actor)
 	if !ok || a.Name == "" {

@@ -14,9 +14,10 @@
 // consumes an approval in the transaction of the call's intent, for one step of one execution, so neither a crash nor
 // another run uses it twice. No output of a model reaches [Decide].
 //
-// A skill may want four eyes: a principal that asked for the execution cannot decide, and the database refuses it. The
-// principals are those of an operate turn, of a start, fork, retry or run by a person, and of the linked sender of a
-// channel's message, of the execution or of one that started it. Root may decide its own requests; the audit says so.
+// A skill may require four eyes: then the database refuses the decision of a principal that asked for the execution.
+// These are recorded as having asked: the principal of an operate turn, of a start, fork, retry or manual run, and the
+// linked sender of a channel's message; also those of the executions that started it. Root may decide its own requests,
+// and the audit records that.
 package approvals
 
 import (
@@ -49,13 +50,13 @@ var (
 	// ErrDecided reports an approval that is decided, expired or void.
 	ErrDecided = errors.New("the approval was decided already, has expired, its execution has ended, or its skill has " +
 		"changed since")
-	// ErrFourEyes reports a decision by who asked for the call.
+	// ErrFourEyes reports a decision by a principal that asked for the call.
 	ErrFourEyes = errors.New("four eyes: who asked for this call cannot decide it")
 	// ErrNotFound reports an unknown approval.
 	ErrNotFound = errors.New("no such approval")
 )
 
-// codeFourEyes is the SQLSTATE of a decision by who asked.
+// codeFourEyes is the SQLSTATE of ErrFourEyes.
 const codeFourEyes = "42501"
 
 // codeUsed is the SQLSTATE of an approval that cannot be used.
@@ -84,7 +85,7 @@ type Approval struct {
 	TokenID     string   `json:"decided_token_id"`
 	Via         string   `json:"decided_via"` // page, http, cli, slack, telegram or sql
 	Message     string   `json:"decided_message"`
-	FourEyes    bool     `json:"four_eyes"`    // nobody of RequestedBy decides, except root
+	FourEyes    bool     `json:"four_eyes"`    // no principal of RequestedBy decides, except root
 	RequestedBy []string `json:"requested_by"` // principals, as far as they are known
 	// The requesting execution; empty after its deletion.
 	Surface     string `json:"surface"`

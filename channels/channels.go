@@ -379,7 +379,7 @@ func Set(ctx context.Context, db postgres.DB, name string, enabled bool, by, rea
 // notifications is the channel of LISTEN that wakes the workers. The payload is a channel's name; "" means all.
 const notifications = "agent_channels"
 
-// approvalRequested is the payload that tells of a new request for approval. No channel has such a name.
+// approvalRequested is the payload for a new request for approval. No channel can have this name.
 const approvalRequested = "approval requested"
 
 func notify(ctx context.Context, db postgres.DB, name string) error {

@@ -19,7 +19,7 @@ const (
 	maxConversation = 150 // bytes; it is part of a thread's name
 	maxText         = 64 << 10
 	maxFiles        = 8
-	hold            = time.Minute // after which an attempt may be repeated in any case
+	hold            = time.Minute // lifetime of a claim; then any worker may repeat the attempt
 	maxEntries      = 20          // attempts to bring a message to its thread
 )
 

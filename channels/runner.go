@@ -222,7 +222,8 @@ func (r *Runner) work(ctx context.Context, c Channel, lease *lanes.Lease) {
 	_ = group.Wait() // no function of the group returns an error
 }
 
-// freeClaims makes due what a worker that is gone had under way. The lane was taken from it, or it was killed.
+// freeClaims releases the claims of earlier workers, so that their messages are due. Those workers lost the lane or
+// were killed.
 func (w *worker) freeClaims(ctx context.Context) error {
 	return exec(ctx, w.Pool, "free claims", `
 		with entries as (
@@ -233,8 +234,8 @@ func (w *worker) freeClaims(ctx context.Context) error {
 		postgres.Strict{"channel": w.name, "claim": w.inbox.lease.Token()})
 }
 
-// attempt bounds an attempt. It outlives a shutdown, but not the loss of the lane: from there on another worker may
-// repeat it.
+// attempt bounds the time of an attempt. A shutdown does not cancel it. The loss of the lane does, because another
+// worker may then repeat it.
 func (w *worker) attempt(ctx context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithTimeout(ctx, hold-5*time.Second)
 	held := w.inbox.lease.Context()

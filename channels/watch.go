@@ -13,8 +13,8 @@ import (
 const lostDraft = "?"
 
 const (
-	watchIdle     = 5 * time.Second        // between two looks without an active turn
-	watchNotified = 30 * time.Second       // the same where notifications come
+	watchIdle     = 5 * time.Second        // poll interval without an active turn
+	watchNotified = 30 * time.Second       // the same with a listener for notifications
 	watchActive   = 500 * time.Millisecond // while a draft or the typing is shown
 	typingPeriod  = 4 * time.Second
 	maxWatched    = 100             // turns at the same time whose writing is shown

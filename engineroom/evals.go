@@ -93,7 +93,7 @@ func (r shownRun) Answer() string {
 	return string(r.Comparison.Answer)
 }
 
-// compared makes the shown runs of a suite from its newest runs, and compares each with the one before. margin is the
+// comparedRuns returns the shown runs of a suite, newest first, each compared with the one before. margin is the
 // accepted loss.
 func comparedRuns(list []evals.Report, most int, margin float64) []shownRun {
 	shown := make([]shownRun, 0, most)

@@ -16,11 +16,11 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// JudgeRule lets a model decide whether an answer meets a rubric. It is asked if all other expectations are met, and
-// decides only while it is calibrated; see [Calibration].
+// JudgeRule lets a model decide whether an answer meets a rubric. The model is asked if all other expectations are met.
+// Its verdict counts only while the judge is calibrated; see [Calibration].
 type JudgeRule struct {
 	Rubric string `yaml:"rubric" json:"rubric"`
-	Model  string `yaml:"model" json:"model,omitempty"`   // another one than the agent's, if there is one, when empty
+	Model  string `yaml:"model" json:"model,omitempty"`   // when empty: a model other than the agent's, if configured
 	Votes  int    `yaml:"votes" json:"votes,omitempty"`   // odd; 3 when 0
 	Labels string `yaml:"labels" json:"labels,omitempty"` // a file of labels in the workspace
 
@@ -98,15 +98,15 @@ type Calibration struct {
 	Rubric    string         `json:"rubric"`
 	Model     string         `json:"model"`
 	Same      bool           `json:"same_model"` // the judge's model is the one that it judges
-	Labels    int            `json:"labels"`     // different answers with a label
-	Judged    int            `json:"judged"`     // of these, by the judge
+	Labels    int            `json:"labels"`     // distinct answers with a label
+	Judged    int            `json:"judged"`     // labelled answers with a verdict of the judge
 	Agreed    int            `json:"agreed"`
 	Agreement stats.Interval `json:"agreement"`
 	FalsePass stats.Interval `json:"false_pass"` // the rate at which it passes what people fail
 	FalseFail stats.Interval `json:"false_fail"`
 
 	Calibrated bool   `json:"calibrated"`
-	Why        string `json:"why,omitempty"` // it is not
+	Why        string `json:"why,omitempty"` // why it is not calibrated
 }
 
 // A judge is calibrated by at least MinLabels labelled answers, if these bounds of the 95 % intervals hold.
@@ -271,8 +271,8 @@ type Judgement struct {
 	Expect     int     `json:"expect"` // the place of the expectation
 	Model      string  `json:"model"`
 	Same       bool    `json:"same_model,omitempty"`
-	Votes      int     `json:"votes"`  // that came
-	Passes     int     `json:"passes"` // of these
+	Votes      int     `json:"votes"`  // the votes received
+	Passes     int     `json:"passes"` // the votes to pass
 	Why        string  `json:"why"`    // the reason of a vote of the majority, or why there is no verdict
 	Decided    bool    `json:"decided"`
 	Pass       bool    `json:"pass"`

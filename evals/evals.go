@@ -6,11 +6,11 @@
 //
 // A case can also be a recorded turn ([Recorded]), for counterfactuals. Its trial passes when it makes the recorded
 // calls, with the same arguments and in the same order, and answers. The first call that is not recorded ends it as
-// diverged, which never passes. Arguments are the same despite letter case and spacing of strings, and null members.
-// The run is compared with a control run: the agent as it is, with the recorded models.
+// diverged, which never passes. The comparison of arguments ignores letter case and spacing of strings, and null
+// members. The run is compared with a control run: the current agent with the recorded models.
 //
-// The tables are agent_evals, of which every applied version stays, agent_eval_runs and agent_eval_trials. A run pins
-// the versions of its suite and agent.
+// The tables are agent_evals, agent_eval_runs and agent_eval_trials. agent_evals keeps every applied version. A run
+// pins the versions of its suite and agent.
 package evals
 
 import (

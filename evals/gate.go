@@ -20,13 +20,13 @@ import (
 // current: the same cases, agent, skills and model, played by the same version of this program. The newest finished run
 // counts. It must not be worse than the newest run of the present agent, on the cases that both have.
 //
-// A suite that gates before an apply gates that apply, too, even if the apply loosens or removes it.
+// The stricter of the gates before and after an apply counts. So an apply cannot loosen its own gate.
 
 // Refusal is why one suite refuses an apply.
 type Refusal struct {
 	Suite string   `json:"suite"`
 	Why   string   `json:"why"`
-	Cases []string `json:"cases"` // those that did not pass
+	Cases []string `json:"cases"` // the cases that did not pass
 	Run   string   `json:"run"`   // the run that counts; empty for none
 }
 
@@ -105,7 +105,7 @@ func stricter(a, b *Gate) *Gate {
 	return &Gate{Margin: min(a.Margin, b.Margin), PassRate: tighterRate(a.PassRate, b.PassRate)}
 }
 
-// tighterRate is the higher of two rates, of which 0 demands that all trials pass.
+// tighterRate is the higher of two rates. The rate 0 is the strictest: all trials must pass.
 func tighterRate(a, b float64) float64 {
 	if a == 0 || b == 0 {
 		return 0

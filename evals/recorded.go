@@ -340,7 +340,7 @@ func (t *turnReader) results(messages []models.Message) error {
 	return nil
 }
 
-// isOfTheRuntime reports a tool that reads what the turn has, and is no part of its trajectory.
+// isOfTheRuntime reports a tool that only reads what the turn already has. Its calls are not compared.
 func isOfTheRuntime(name string) bool { return name == "skill_search" || name == "read_result" }
 
 // isRefused reports the result of a call that was not made.
@@ -399,8 +399,8 @@ func (r Recorded) Follows(calls []Call) []string {
 }
 
 // sameArgs reports whether arguments are of the class of the recorded ones: equal, but for letter case and spacing of
-// strings, and for absent and null members. A redacted string equals every string. The value of memory_write counts
-// not, because its result does not depend on it.
+// strings, and for absent and null members. A redacted string equals every string. The value of memory_write is
+// ignored, because the result of the call does not depend on it.
 func sameArgs(skill string, got, recorded json.RawMessage) bool {
 	var a, b any
 	if json.Unmarshal(got, &a) != nil || json.Unmarshal(recorded, &b) != nil {
@@ -450,8 +450,8 @@ func plainText(s string) string { return strings.Join(strings.Fields(strings.ToL
 type Coverage struct {
 	Sampled  int            `json:"sampled"`
 	Played   int            `json:"played"`   // cases with a verdict
-	Decided  int            `json:"decided"`  // of those, cases of which no trial diverged or had an error
-	Followed int            `json:"followed"` // of those, cases of which every trial made the recorded calls
+	Decided  int            `json:"decided"`  // played cases without a diverged trial or an error
+	Followed int            `json:"followed"` // decided cases whose every trial made the recorded calls
 	Diverged map[string]int `json:"diverged"` // cases, by the skill of the first call that was not recorded
 	Skipped  map[string]int `json:"skipped"`  // turns that cannot be played, by reason
 }
@@ -495,7 +495,7 @@ func coverageOf(s Sample, trials []Trial) Coverage {
 	return c
 }
 
-// PutSample stores a suite of recorded turns, which no workspace has and which is not current.
+// PutSample stores a suite of recorded turns. No workspace declares it, and it is not current.
 func PutSample(ctx context.Context, db postgres.DB, of Suite, s Sample) (Suite, error) {
 	raw, err := json.Marshal(struct {
 		Definition

@@ -24,7 +24,7 @@ type Shadow struct {
 	Status    string     `json:"status"`
 	Turns     int        `json:"turns"`
 	SeenAt    time.Time  `json:"-"`
-	Upto      time.Time  `json:"-"` // turns that completed by then can be looked at
+	Upto      time.Time  `json:"-"` // turns that completed by then are visible and can be sampled
 	Over      bool       `json:"-"` // stopped, or its time has come
 }
 
@@ -79,8 +79,8 @@ func StopShadow(ctx context.Context, db postgres.Beginner, run string) error {
 	return nil
 }
 
-// Extend adds recorded turns, with a trial of each for a shadow and its control. Turns that completed before seen
-// were looked at.
+// Extend adds recorded turns, with a trial of each for a shadow and its control. It also stores seen: later calls
+// sample only turns that completed after it.
 func Extend(ctx context.Context, db postgres.Beginner, r Run, more Sample, seen time.Time) error {
 	if more.Size == 0 {
 		return seenUpto(ctx, db, r, seen)

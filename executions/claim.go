@@ -57,7 +57,7 @@ func (e *Engine) ClaimRuns(ctx context.Context, p ClaimParams) ([]RunLock, error
 	}
 }
 
-// noteIdle records that a worker waits, so that people see it. Rows of workers that are gone for an hour go.
+// noteIdle records that a worker waits, for the Engine Room. It deletes rows that expired more than an hour ago.
 func noteIdle(ctx context.Context, db postgres.DB, p ClaimParams) error {
 	_, err := db.Exec(ctx, `
 		with gone as (

@@ -57,8 +57,7 @@ func CheckLabelName(name string) error {
 	return nil
 }
 
-// SetLabels sets labels of the running execution, as a step. Other labels stay. A label that was set again has the last
-// value.
+// SetLabels sets labels of the running execution, as a step. It replaces labels of the same name and keeps the others.
 func SetLabels(ctx context.Context, step string, labels Labels) error {
 	x, running := Current(ctx)
 	if !running {
@@ -109,8 +108,8 @@ func (l Labels) Redacted() Labels {
 	return shown
 }
 
-// LabelValue makes a text a value of a label: of one line and at most 200 characters. The result may be empty, which is
-// no value.
+// LabelValue converts a text to the value of a label: one line of at most 200 characters. The result may be empty,
+// which is not a valid value.
 func LabelValue(text string) string {
 	text = strings.Join(strings.FieldsFunc(text, unicode.IsControl), " ")
 	if long := []rune(text); len(long) > maxLabelValue {

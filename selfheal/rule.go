@@ -23,10 +23,10 @@ type Decision struct {
 // Tripped reports whether the skill is to be disabled.
 func (d Decision) Tripped() bool { return d.ByStreak || d.ByRate }
 
-// Evidence that excuses failures.
+// Thresholds of the evidence that excuses failures.
 const (
 	outageSkills = 3 // skills that worked and then all fail
-	otherCallers = 3 // callers that the skill works for
+	otherCallers = 3 // callers for whom the skill succeeds
 )
 
 // Decide applies the rule to a skill. calls are those of all skills, newest first. Calls of the skill before since do

@@ -184,13 +184,13 @@ func measure(ctx context.Context, db postgres.DB, p Policy, skill string) ([]mea
 	})
 }
 
-// The calls that the rule reads at most.
+// Bounds of the calls that the rule reads.
 const (
 	ownCalls    = 200 // besides those that the policy needs
 	othersCalls = 1000
 )
 
-// decide applies the rule. Too few failures need no look at the calls.
+// decide applies the rule. It reads the calls only if enough of them failed.
 func (m *measured) decide(ctx context.Context, db postgres.DB, p Policy) error {
 	if m.Errors == 0 || m.Errors < p.Failures && float64(m.Errors) < p.Rate*float64(p.RateCalls) {
 		return nil

@@ -119,8 +119,8 @@ func Withdraw(ctx context.Context, db postgres.DB, skill string) error {
 }
 
 // After is called with the outcome of each skill call. It settles trials and writes an activity (settle_trial). Only
-// a failure of the skill counts. A rejected call, or one whose run ended, returns the trial. returned are called for a
-// skill that came back; their errors change nothing about that.
+// a failure of the skill counts. A rejected call, or one whose run ended, returns the trial. When a trial enables the
+// skill again, each function of returned is called; an error of one does not disable the skill.
 func After(
 	db postgres.Beginner, returned ...func(ctx context.Context, skill string) error,
 ) func(ctx context.Context, skill skills.Skill, err error) error {

@@ -92,7 +92,7 @@ func checkEvals(ctx context.Context, db postgres.DB, w Workspace) error {
 }
 
 // applyGated locks, applies all kinds, and returns the refusals of the gate. The first apply of a database has none:
-// nothing is there that could become worse.
+// no earlier version exists that could become worse.
 func applyGated(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, []evals.Refusal, error) {
 	if err := Lock(ctx, tx); err != nil {
 		return Diff{}, nil, err
@@ -117,7 +117,7 @@ func applyGated(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, [
 	return diff, refused, err
 }
 
-// gateWarnings tells of refusals that stop nothing.
+// gateWarnings renders refusals as warnings.
 func gateWarnings(refused []evals.Refusal) (warnings []string) {
 	for _, r := range refused {
 		warnings = append(warnings, "the gate of eval "+r.String())

@@ -58,7 +58,7 @@ state stays. It never asks, removes only with --prune, and warns where an eval w
 			}
 			opts.dir = args[0]
 			if opts.withoutEvals != (opts.reason != "") {
-				return usageError("--without-evals needs a --reason for the audit log, and --reason is for nothing else")
+				return usageError("--without-evals needs a --reason for the audit log; --reason needs --without-evals")
 			}
 			if opts.watch {
 				return c.applyAndWatch(cmd, opts)

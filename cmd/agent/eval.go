@@ -60,7 +60,7 @@ apply DIR through after that.`,
 				return usageError("--resume continues one run as it is; leave out suites, --model, --trials and --candidate")
 			}
 			if cmd.Flags().Changed("candidate") && o.candidate == "" || o.prune && o.candidate == "" {
-				return usageError("--candidate names the folder of a workspace, and --prune needs it")
+				return usageError("--candidate needs the folder of a workspace, and --prune needs --candidate")
 			}
 			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
 				return c.runEvals(ctx, s, a, args, o)
@@ -164,7 +164,7 @@ func errNoEval() error {
 	return hint(errors.New("there is no eval"), "declare one as kind: eval in the workspace, see docs/evals.md")
 }
 
-// startError makes a model without a price wrong usage.
+// startError maps a missing price to a usage error.
 func startError(err error) error {
 	if errors.Is(err, runner.ErrUnpriced) {
 		return &exitError{exitUsage, err}

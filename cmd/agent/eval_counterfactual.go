@@ -54,7 +54,7 @@ the candidate is not played, and the comparison is undecided.`,
 	flags.IntVar(&of.Trials, "trials", 1, "trials of each turn")
 	flags.Float64Var(&of.Margin, "margin", 0.05, "a loss of the mean pass rate that counts as not worse")
 	flags.Float64Var(&of.BudgetUSD, "budget", 0, "dollars that both runs may cost together (default no limit)")
-	spanFlag(flags, &of.Timeout, "timeout", "1h", "what is not decided by then is undecided")
+	spanFlag(flags, &of.Timeout, "timeout", "1h", "time limit of both runs; open trials are undecided then")
 	flags.IntVar(&o.concurrent, "concurrency", defaultConcurrency, "trials at once")
 	flags.StringVar(&o.resume, "resume", "", "continue this run")
 	flags.StringVar(&o.junit, "junit", "", "also write the comparison to this file, as JUnit XML")
@@ -86,7 +86,7 @@ func (c *cli) runCounterfactual(
 	return c.workEvals(ctx, s, a, []evals.Run{run}, o)
 }
 
-// planCounterfactual stores a counterfactual after it has told its cost.
+// planCounterfactual prints the estimated cost of a counterfactual and stores it.
 func (c *cli) planCounterfactual(
 	ctx context.Context, s *session, a *app.App, of runner.Counterfactual, o evalOptions,
 ) (evals.Run, error) {

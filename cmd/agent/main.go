@@ -305,7 +305,7 @@ func (c *cli) withSession(
 	}
 }
 
-// acting names who acts in a command: the caller of a server, or whoever has the database.
+// acting adds the actor of a command to ctx: the caller of a server, or the admin with access to the database.
 func acting(ctx context.Context) context.Context {
 	if principals.From(ctx) != nil {
 		return ctx

@@ -16,7 +16,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/reason"
 )
 
-// box is the world of one trial. Its state follows from the recorded results, so a resumed trial has the same.
+// box is the isolated environment of one trial. Its state follows from the recorded results, so a resumed trial
+// rebuilds it.
 type box struct {
 	recorded  *evals.Recorded // answers in place of stubs and memory; nil for a written case
 	stubs     map[string][]evals.Stub
@@ -64,7 +65,7 @@ func (b *box) sandbox() *reason.Sandbox {
 			b.calls = append(b.calls, evals.Call{Skill: r.Name, Args: r.Args, Refused: r.Refused, Approval: r.Approval})
 		},
 	}
-	if b.recorded != nil { // what follows an unknown result shows nothing
+	if b.recorded != nil { // calls after an unknown result cannot be compared
 		s.Stop = func() bool { return len(b.diverged) > 0 }
 	}
 	return s
@@ -136,7 +137,7 @@ func (b *box) replay(skill string, args json.RawMessage) (any, error) {
 	return call.Result, nil
 }
 
-// diverge notes a call whose result is unknown.
+// diverge records a call whose result is unknown.
 func (b *box) diverge(skill string, args json.RawMessage) {
 	what := "stub"
 	if b.recorded != nil {

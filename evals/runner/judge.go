@@ -71,7 +71,7 @@ func (r *Runner) judgement(
 	return got, nil
 }
 
-// vote asks a judge once. An error of its model is no vote.
+// vote asks a judge once. If the model fails, outcome.Ended is not [reason.Answered], and the vote does not count.
 func (r *Runner) vote(
 	ctx context.Context, run evals.Run, s evals.Subject, model, rubric, answer string,
 ) (pass bool, why string, o reason.Outcome, err error) {

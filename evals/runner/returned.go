@@ -18,9 +18,9 @@ var ErrNoModel = errors.New("this process has no model; agent eval run selfheal 
 // returnedUSD bounds a run of Returned whose suite has no budget, if the model has a price.
 const returnedUSD = 0.10
 
-// Returned starts a run of the cases in which a skill fails, once each, after the skill came back from its trial.
-// Servers play it. A process without a model cannot start it: ErrNoModel. The rows run_eval and eval_ended stand in the
-// trace of ctx. Without such cases it does nothing.
+// Returned starts a run of the cases in which a skill fails, once each, after the trial of the skill enabled it again.
+// Servers play the run. A process without a model returns ErrNoModel. The activities run_eval and eval_ended are
+// written to the trace of ctx. Without such cases it does nothing.
 func (r *Runner) Returned(ctx context.Context, skill string) error {
 	suite, err := evals.Get(ctx, r.Pool, evals.OutageSuite)
 	if errors.Is(err, evals.ErrNotFound) {

@@ -3,7 +3,7 @@
 // A trial is one execution of the flow "eval", under a trace of the surface eval. It runs the reasoning loop for the
 // pinned version of an agent inside a [reason.Sandbox]: skills are stubs, memory is an overlay, approvals are
 // scripted and the time is the case's. A call without a stub is refused, and the trial has diverged. The database
-// refuses rows of such a trace in whatever leaves, wakes something or is remembered.
+// refuses rows of such a trace in outboxes, events, waits, memory and documents.
 //
 // A recorded turn answers its trial with the recorded results (counterfactual.go), and the first call that is not
 // recorded ends the trial.

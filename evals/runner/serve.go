@@ -13,16 +13,16 @@ import (
 )
 
 const (
-	// servePoll is the pause between looks for a run to play.
+	// servePoll is the pause between polls for a run to play.
 	servePoll = 2 * time.Second
-	// serveTTL is how long a run waits for a server that died.
+	// serveTTL is the lifetime of a claim without a renewal.
 	serveTTL = 15 * time.Second
 	// serveRuns bounds the runs that a process plays at once, and serveTrials the trials of each.
 	serveRuns, serveTrials = 4, 8
 )
 
-// Serve plays the runs that were started with Options.Background, until ctx ends. One process plays a run; if it dies,
-// another goes on.
+// Serve plays the runs that were started with Options.Background, until ctx ends. One process at a time plays a run. If
+// it dies, another one claims the run.
 func (r *Runner) Serve(ctx context.Context) error {
 	var playing sync.WaitGroup
 	defer playing.Wait()

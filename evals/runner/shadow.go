@@ -11,9 +11,9 @@ import (
 )
 
 const (
-	// shadowPoll is the pause between looks for turns that have completed.
+	// shadowPoll is the pause between polls for completed turns.
 	shadowPoll = 5 * time.Second
-	// longestTurn is how long before its end a turn may have begun.
+	// longestTurn bounds the duration of a sampled turn.
 	longestTurn = 24 * time.Hour
 	// maxShadow bounds the turns of a shadow.
 	maxShadow = 500
@@ -83,7 +83,7 @@ func (r *Runner) workShadow(ctx context.Context, run evals.Run, onTrial func(eva
 	}
 }
 
-// extend adds the turns that have completed since the last look.
+// extend adds the turns that have completed since the last poll.
 func (r *Runner) extend(ctx context.Context, run evals.Run, s evals.Shadow) error {
 	all, err := r.Agents.List(ctx, r.Pool)
 	if err != nil {

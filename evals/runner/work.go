@@ -14,7 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// pollInterval is the pause between looks at a trial that another process runs.
+// pollInterval is the pause between polls of a trial that another process runs.
 const pollInterval = 500 * time.Millisecond
 
 // errTimeout ends the work on a run whose time is over.
@@ -23,7 +23,8 @@ var errTimeout = errors.New("the time of the run is over")
 // Work plays the undecided trials of a run, at most concurrent ones at once, and then decides the run. It may be called
 // again, by any process, for a run whose process died. onTrial receives decided trials; it may be called concurrently.
 //
-// It plays the control of a run first. It leaves out a run whose control does not follow its recorded turns.
+// It plays the control of a run first. If the control does not follow its recorded turns, the trials of the run are
+// undecided without being played.
 func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTrial func(evals.Trial)) error {
 	if run.Kind == evals.OfShadow {
 		return r.workShadow(ctx, run, onTrial)

@@ -102,12 +102,12 @@ func Read(r io.Reader) ([]Trace, error) {
 	return all, nil
 }
 
-// check returns why a line is none.
+// check validates a line.
 func (l Line) check() error {
 	n := len(l.Skill)
 	switch {
 	case n == 0 || n > maxCalls:
-		return fmt.Errorf("it has %d calls; 1 to %d are possible", n, maxCalls)
+		return fmt.Errorf("a trace must have 1 to %d calls; got %d", maxCalls, n)
 	case len(l.Caller) != n || len(l.Result) != n || len(l.Gap) != n:
 		return fmt.Errorf("skill, caller, result and gap must have one character for each call")
 	case l.Out && (l.From < 1 || l.By < l.From || l.By > n):
@@ -115,10 +115,10 @@ func (l Line) check() error {
 	}
 	for i := range n {
 		if _, ok := classes[l.Result[i]]; !ok {
-			return fmt.Errorf("result %d is %q, which is none of .thnsi", i+1, l.Result[i])
+			return fmt.Errorf("result %d must be one of .thnsi; got %q", i+1, l.Result[i])
 		}
 		if !strings.Contains(digits, l.Gap[i:i+1]) {
-			return fmt.Errorf("gap %d is %q, which is no digit", i+1, l.Gap[i])
+			return fmt.Errorf("gap %d must be a digit of base 62; got %q", i+1, l.Gap[i])
 		}
 	}
 	return nil
@@ -137,8 +137,8 @@ func (l Line) trace() Trace {
 	return t
 }
 
-// Counting leaves the calls that count for the health of their skill, as the view agent_skill_calls decides it. From
-// and By stay the numbers of the same or the next call.
+// Counting removes the calls that do not count for the health of their skill; see the view agent_skill_calls. From and
+// By are renumbered: they name the same call, or the next one if it was removed.
 func Counting(ctx context.Context, db postgres.DB, all []Trace) ([]Trace, error) {
 	found := map[string]bool{}
 	for _, t := range all {

@@ -16,7 +16,7 @@ var historySQL string
 
 // History makes traces of the skills that self-heal or a person took out of service, and counts those that nobody has
 // judged yet. A person who enables a skill while it still rests says that the alarm was false. It was right if the
-// skill stayed out of service, failed its trial, or if a person disabled it. What nobody took out is in no trace.
+// skill stayed out of service, failed its trial, or if a person disabled it. Skills that stayed enabled have no trace.
 func History(ctx context.Context, db postgres.DB, p selfheal.Policy, since time.Time) (
 	all []Trace, unjudged int, err error,
 ) {
