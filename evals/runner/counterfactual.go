@@ -272,7 +272,7 @@ func (r *Runner) skip(ctx context.Context, run evals.Run) error {
 			}
 		}
 	}
-	return r.decide(ctx, run, false)
+	return r.decide(ctx, run, nil)
 }
 
 // errNoControl is why a candidate was not played.

@@ -2,12 +2,14 @@ package runner
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -19,14 +21,28 @@ const (
 	serveTTL = 15 * time.Second
 	// serveRuns bounds the runs that a process plays at once, and serveTrials the trials of each.
 	serveRuns, serveTrials = 4, 8
+	// serveShadows bounds the shadows among these runs, because a shadow keeps its slot for as long as it lasts.
+	serveShadows = 2
+	// expiryGrace is the time after its deadline in which a run that meets errors is tried again.
+	expiryGrace = time.Minute
 )
 
+// errClaimLost reports a claim that expired and that another server took, or a run that has ended.
+var errClaimLost = errors.New("the claim of the run was lost")
+
+// claim is the right of this process to play a run. Until identifies it: each claim and renewal sets another time.
+type claim struct {
+	ID    string
+	Kind  string
+	Until time.Time
+}
+
 // Serve plays the runs that were started with Options.Background, until ctx ends. One process at a time plays a run. If
-// it dies, another one claims the run.
+// it dies, another one claims the run. A run that cannot be played ends undecided.
 func (r *Runner) Serve(ctx context.Context) error {
 	var playing sync.WaitGroup
 	defer playing.Wait()
-	slots := make(chan struct{}, serveRuns)
+	slots, shadows := make(chan struct{}, serveRuns), make(chan struct{}, serveShadows)
 	tick := time.NewTicker(servePoll)
 	defer tick.Stop()
 	for {
@@ -35,14 +51,19 @@ func (r *Runner) Serve(ctx context.Context) error {
 			return nil
 		case slots <- struct{}{}:
 		}
-		run, err := r.claimRun(ctx)
+		c, err := r.claimRun(ctx, len(shadows) < serveShadows)
 		if err != nil && ctx.Err() == nil {
 			r.Logger.WarnContext(ctx, "runs of evals not read, trying again", "error", err)
 		}
-		if err == nil && run != "" {
+		if err == nil && c.ID != "" {
+			bound := make(chan struct{}, 1)
+			if c.Kind == evals.OfShadow {
+				bound = shadows
+			}
+			bound <- struct{}{}
 			playing.Go(func() {
-				defer func() { <-slots }()
-				r.serve(ctx, run)
+				defer func() { <-bound; <-slots }()
+				r.serve(ctx, c)
 			})
 			continue
 		}
@@ -55,45 +76,100 @@ func (r *Runner) Serve(ctx context.Context) error {
 	}
 }
 
-// claimRun claims a run that no server plays; empty for none.
-func (r *Runner) claimRun(ctx context.Context) (string, error) {
+// claimRun claims a run that no server plays, or returns an empty claim. It claims a shadow only if shadows is set.
+func (r *Runner) claimRun(ctx context.Context, shadows bool) (claim, error) {
 	rows, err := r.Pool.Query(ctx, `
 		update agent_eval_runs set served_until = clock_timestamp() + @ttl::interval
 		 where id = (select id from agent_eval_runs where status = 'running' and served_until < statement_timestamp()
+		                and (@shadows or kind <> 'shadow')
 		              order by served_until limit 1 for update skip locked)
-		returning id::text`, postgres.Strict{"ttl": serveTTL})
-	ids, err := postgres.Collect(rows, err, "claim a run of an eval", pgx.RowTo[string])
-	if err != nil || len(ids) == 0 {
-		return "", err
+		returning id::text, kind, served_until`, postgres.Strict{"ttl": serveTTL, "shadows": shadows})
+	claims, err := postgres.Collect(rows, err, "claim a run of an eval", pgx.RowToStructByPos[claim])
+	if err != nil || len(claims) == 0 {
+		return claim{}, err
 	}
-	return ids[0], nil
+	return claims[0], nil
 }
 
 // serve plays a claimed run, and renews the claim meanwhile.
-func (r *Runner) serve(ctx context.Context, id string) {
-	work, stop := context.WithCancel(ctx)
+func (r *Runner) serve(ctx context.Context, c claim) {
+	work, stop := context.WithCancelCause(ctx)
 	var renewal sync.WaitGroup
-	defer renewal.Wait()
-	defer stop()
-	renewal.Go(func() { r.renew(work, id) })
-	run, err := evals.GetRun(work, r.Pool, id)
+	renewal.Go(func() { r.renew(work, &c, stop) })
+	run, err := evals.GetRun(work, r.Pool, c.ID)
 	if err == nil {
 		err = r.Work(work, run, serveTrials, func(evals.Trial) {})
 	}
+	stop(nil)
+	renewal.Wait()
 	switch {
+	case errors.Is(context.Cause(work), errClaimLost):
+		if err != nil {
+			r.Logger.InfoContext(ctx, "claim of a run lost, leaving it to its owner", "run", c.ID)
+		}
+		return
 	case ctx.Err() != nil: // another server goes on at once
-		err = r.hold(context.WithoutCancel(ctx), id, 0)
-		if err == nil {
+		err = r.hold(context.WithoutCancel(ctx), &c, 0)
+		if errors.Is(err, errClaimLost) {
 			return
 		}
-		fallthrough
 	case err != nil:
-		r.Logger.WarnContext(ctx, "run of an eval not played, trying again", "run", id, "error", err)
+		var ended bool
+		if ended, err = r.abandon(ctx, run, err); ended {
+			return
+		}
+	}
+	if err != nil {
+		r.Logger.WarnContext(ctx, "run of an eval not played, trying again", "run", c.ID, "error", err)
 	}
 }
 
-// renew renews the claim until ctx ends.
-func (r *Runner) renew(ctx context.Context, id string) {
+// abandon ends a run that cannot be played: at once for a permanent error, and for others after its deadline. It returns
+// cause, or the error of this attempt, if the run goes on.
+func (r *Runner) abandon(ctx context.Context, run evals.Run, cause error) (ended bool, err error) {
+	if run.ID == "" {
+		return false, cause
+	}
+	if !errors.Is(cause, agents.ErrNotFound) && !errors.Is(cause, evals.ErrNotFound) {
+		if expired, err := r.expired(ctx, run); err != nil || !expired {
+			return false, cause
+		}
+	}
+	runs := []evals.Run{run}
+	if run.ControlID != "" {
+		control, err := evals.GetRun(ctx, r.Pool, run.ControlID)
+		if err != nil {
+			return false, errors.Join(cause, err)
+		}
+		runs = []evals.Run{control, run}
+	}
+	for _, one := range runs {
+		if err := r.decide(ctx, one, cause); err != nil {
+			return false, errors.Join(cause, err)
+		}
+	}
+	r.Logger.WarnContext(ctx, "run of an eval cannot be played, ended undecided", "run", run.ID, "error", cause)
+	return true, nil
+}
+
+// expired reports that the deadline of a run and expiryGrace have passed. A run whose suite cannot be read has a day.
+func (r *Runner) expired(ctx context.Context, run evals.Run) (is bool, err error) {
+	timeout := longestTurn
+	if subject, err := evals.SubjectOf(ctx, r.Pool, run); err == nil {
+		timeout = subject.Suite.Definition.Timeout()
+	}
+	err = r.Pool.QueryRow(ctx, `
+		select coalesce(least(s.until, s.stopped_at), r.created_at + @timeout::interval) + @grace::interval < clock_timestamp()
+		  from agent_eval_runs r left join agent_eval_shadows s on s.run_id = r.id where r.id = @id`,
+		postgres.Strict{"id": run.ID, "timeout": timeout, "grace": expiryGrace}).Scan(&is)
+	if err != nil {
+		return false, fmt.Errorf("read the deadline of run %s: %w", run.ID, err)
+	}
+	return is, nil
+}
+
+// renew renews the claim until ctx ends, and stops the work if the claim was lost.
+func (r *Runner) renew(ctx context.Context, c *claim, stop context.CancelCauseFunc) {
 	tick := time.NewTicker(serveTTL / 3)
 	defer tick.Stop()
 	for {
@@ -102,19 +178,31 @@ func (r *Runner) renew(ctx context.Context, id string) {
 			return
 		case <-tick.C:
 		}
-		if err := r.hold(ctx, id, serveTTL); err != nil && ctx.Err() == nil {
-			r.Logger.WarnContext(ctx, "claim of a run not renewed, trying again", "run", id, "error", err)
+		// A cancelled update could take effect without c.Until.
+		limited, done := context.WithTimeout(context.WithoutCancel(ctx), serveTTL/3)
+		err := r.hold(limited, c, serveTTL)
+		done()
+		switch {
+		case errors.Is(err, errClaimLost):
+			stop(err)
+			return
+		case err != nil && ctx.Err() == nil:
+			r.Logger.WarnContext(ctx, "claim of a run not renewed, trying again", "run", c.ID, "error", err)
 		}
 	}
 }
 
-// hold claims a run for a time from now.
-func (r *Runner) hold(ctx context.Context, id string, ttl time.Duration) error {
-	_, err := r.Pool.Exec(ctx, `
-		update agent_eval_runs set served_until = clock_timestamp() + @ttl::interval where id = @id and status = 'running'`,
-		postgres.Strict{"ttl": ttl, "id": id})
+// hold lets the claim last for a time from now, or returns errClaimLost.
+func (r *Runner) hold(ctx context.Context, c *claim, ttl time.Duration) error {
+	err := r.Pool.QueryRow(ctx, `
+		update agent_eval_runs set served_until = clock_timestamp() + @ttl::interval
+		 where id = @id and status = 'running' and served_until = @until
+		returning served_until`, postgres.Strict{"ttl": ttl, "id": c.ID, "until": c.Until}).Scan(&c.Until)
+	if errors.Is(err, pgx.ErrNoRows) {
+		err = errClaimLost
+	}
 	if err != nil {
-		return fmt.Errorf("hold run %s: %w", id, err)
+		return fmt.Errorf("hold run %s: %w", c.ID, err)
 	}
 	return nil
 }

@@ -5,10 +5,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/runner"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // serve runs the loop of a server until the returned function is called, or the test ends.
@@ -71,4 +73,90 @@ func TestServersPlayRunsAndGoOnWithThoseOfOthers(t *testing.T) {
 		"the run of a dead server goes on")
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_eval_trials where run_id = $1 and verdict is not null`,
 		foreground.ID)
+}
+
+func (w *world) shadow(t *testing.T) evals.Run {
+	t.Helper()
+	run, err := w.runner.StartShadow(t.Context(), runner.Counterfactual{Model: "gpt-4.1", Margin: 0.05}, 1, time.Hour)
+	require.NoError(t, err)
+	return run
+}
+
+func (w *world) awaitStatus(t *testing.T, id, want string) {
+	t.Helper()
+	pgtest.Eventually(t, 30*time.Second, func() bool {
+		return pgtest.Value[string](t, w.pool, `select status from agent_eval_runs where id = $1`, id) == want
+	}, "the run is "+want)
+}
+
+// A run that can never be played ends, and its control with it.
+func TestTheShadowOfARemovedAgentEndsUndecided(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	run := w.shadow(t)
+	_, err := agents.Remove(t.Context(), w.pool, "workspace", nil)
+	require.NoError(t, err)
+	w.serve(t)
+	w.awaitStatus(t, run.ID, evals.Undecided)
+	w.awaitStatus(t, run.ControlID, evals.Undecided)
+}
+
+// Other errors end a run after its deadline.
+func TestARunThatMeetsErrorsEndsAfterItsDeadline(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	run := w.start(t, orders(), runner.Options{Background: true})
+	pgtest.Exec(t, w.pool, `update agent_eval_runs set subject = '[]' where id = $1`, run.ID)
+	w.serve(t)
+	pgtest.Eventually(t, 30*time.Second, func() bool {
+		return pgtest.Value[bool](t, w.pool, `select served_until > clock_timestamp() from agent_eval_runs where id = $1`,
+			run.ID)
+	}, "the run is claimed")
+	pgtest.Equal(t, w.pool, evals.Running, `select status from agent_eval_runs where id = $1`, run.ID)
+	pgtest.Exec(t, w.pool, `
+		update agent_eval_runs set created_at = created_at - interval '2 days', served_until = created_at where id = $1`, run.ID)
+	w.awaitStatus(t, run.ID, evals.Undecided)
+}
+
+// A process whose claim expired neither renews nor releases the claim of another process.
+func TestAServerLeavesTheClaimOfAnotherAlone(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	blocked, reached := make(chan struct{}), make(chan struct{}, 100)
+	w.script(func(string, []string) modeltest.Reply {
+		reached <- struct{}{}
+		<-blocked
+		return modeltest.Text("It is not due.")
+	})
+	defer close(blocked)
+	run := w.start(t, orders(), runner.Options{Background: true})
+	stop := w.serve(t)
+	<-reached
+	pgtest.Exec(t, w.pool, `update agent_eval_runs set served_until = clock_timestamp() + interval '1 hour' where id = $1`,
+		run.ID)
+	stop()
+	pgtest.Equal(t, w.pool, true, `
+		select served_until > clock_timestamp() + interval '50 minutes' from agent_eval_runs where id = $1`, run.ID)
+}
+
+// Shadows last long. They never take all slots.
+func TestShadowsLeaveSlotsForOtherRuns(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.script(func(_ string, results []string) modeltest.Reply {
+		if len(results) == 0 {
+			return modeltest.ToolCall("check_order", `{"order":7}`)
+		}
+		return modeltest.Text("It is not due.")
+	})
+	for range 4 {
+		w.shadow(t)
+	}
+	d := orders()
+	d.Cases = d.Cases[:1]
+	run := w.start(t, d, runner.Options{Background: true})
+	w.serve(t)
+	w.awaitStatus(t, run.ID, evals.Passed)
+	pgtest.Equal(t, w.pool, 2, `
+		select count(*)::int from agent_eval_runs where kind = 'shadow' and served_until > clock_timestamp()`)
 }

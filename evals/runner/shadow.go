@@ -68,10 +68,10 @@ func (r *Runner) workShadow(ctx context.Context, run evals.Run, onTrial func(eva
 			return err
 		}
 		if shadow.Over || spent || shadow.Turns >= maxShadow {
-			if err := r.decide(ctx, control, false); err != nil {
+			if err := r.decide(ctx, control, nil); err != nil {
 				return err
 			}
-			return r.decide(ctx, run, false)
+			return r.decide(ctx, run, nil)
 		}
 		timer := time.NewTimer(shadowPoll)
 		select {

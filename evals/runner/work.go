@@ -76,7 +76,10 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
-	return r.decide(ctx, run, limited.Err() != nil)
+	if limited.Err() != nil {
+		return r.decide(ctx, run, errTimeout)
+	}
+	return r.decide(ctx, run, nil)
 }
 
 // await starts a trial, runs it here if no other process does, and waits for its verdict.
@@ -134,24 +137,27 @@ func (r *Runner) decided(ctx context.Context, run evals.Run, t evals.Trial, id s
 	return evals.GetTrial(ctx, r.Pool, run.ID, t.Case, t.Trial)
 }
 
-// decide ends a run. A trial without a verdict is undecided; its execution is cancelled.
-func (r *Runner) decide(ctx context.Context, run evals.Run, timedOut bool) error {
-	if timedOut {
-		if err := r.cancelOpen(ctx, run); err != nil {
+// decide ends a run. cause is why trials are still open; nil if none is. A trial without a verdict is undecided, and its
+// execution is cancelled. A run never passes with a cause other than errTimeout.
+func (r *Runner) decide(ctx context.Context, run evals.Run, cause error) error {
+	if cause != nil {
+		if err := r.cancelOpen(ctx, run, cause); err != nil {
 			return err
 		}
 	}
+	abandoned := cause != nil && !errors.Is(cause, errTimeout)
 	err := postgres.InTx(ctx, r.Pool, func(tx pgx.Tx) error {
 		var status string
 		err := tx.QueryRow(ctx, `
 			update agent_eval_runs r
 			   set finished_at = clock_timestamp(),
 			       status = (select case when bool_or(t.verdict in ('fail', 'diverged', 'error')) then 'failed'
-			                             when bool_or(t.verdict = 'undecided' or t.verdict is null) then 'undecided'
+			                             when @abandoned::bool or bool_or(t.verdict = 'undecided' or t.verdict is null)
+			                             then 'undecided'
 			                             else 'passed' end
 			                   from agent_eval_trials t where t.run_id = r.id)
 			 where id = @id and finished_at is null
-			returning status`, postgres.Strict{"id": run.ID}).Scan(&status)
+			returning status`, postgres.Strict{"id": run.ID, "abandoned": abandoned}).Scan(&status)
 		if errors.Is(err, pgx.ErrNoRows) {
 			return nil
 		}
@@ -167,7 +173,7 @@ func (r *Runner) decide(ctx context.Context, run evals.Run, timedOut bool) error
 }
 
 // cancelOpen cancels the executions of the open trials, and decides these.
-func (r *Runner) cancelOpen(ctx context.Context, run evals.Run) error {
+func (r *Runner) cancelOpen(ctx context.Context, run evals.Run, cause error) error {
 	trials, err := evals.Trials(ctx, r.Pool, run.ID)
 	if err != nil {
 		return err
@@ -180,12 +186,12 @@ func (r *Runner) cancelOpen(ctx context.Context, run evals.Run) error {
 		err := r.Pool.QueryRow(ctx, `select max(id::text) from agent_executions where dedupe_key = @key`,
 			postgres.Strict{"key": spec(run, t).DedupeKey}).Scan(&id)
 		if err == nil && id != nil {
-			_, err = r.Engine.Cancel(ctx, *id, "eval", errTimeout.Error())
+			_, err = r.Engine.Cancel(ctx, *id, "eval", cause.Error())
 		}
 		if err != nil {
 			return fmt.Errorf("cancel trial %d of %s: %w", t.Trial, t.Case, err)
 		}
-		t.Verdict, t.Reasons, t.Calls = evals.UndecidedTrial, []string{errTimeout.Error()}, []byte(`[]`)
+		t.Verdict, t.Reasons, t.Calls = evals.UndecidedTrial, []string{cause.Error()}, []byte(`[]`)
 		if err := store(ctx, r.Pool, run.ID, t); err != nil {
 			return err
 		}
