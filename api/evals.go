@@ -103,7 +103,11 @@ func (s *server) getEvalRun(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
-	report, err := evals.NewReport(r.Context(), s.pool, run)
+	newReport := evals.NewBriefReport
+	if r.query["calls"] == "true" {
+		newReport = evals.NewReport
+	}
+	report, err := newReport(r.Context(), s.pool, run)
 	against := r.query["against"]
 	if err != nil || against == "" {
 		return response{body: report}, err
@@ -153,6 +157,7 @@ const maxEvalLabels = 10_000
 func (s *server) evalRoutes() []route {
 	suite := textParam("suite", "Name of a suite")
 	against := param{name: "against", about: "Compare with this run of the suite", check: checkUUID}
+	calls := enumParam("calls", "Whether trials have their answers, calls and judgements; false by default", "true", "false")
 	run := param{name: "run", about: "Id of a run", check: checkUUID}
 	return []route{
 		{
@@ -168,7 +173,7 @@ func (s *server) evalRoutes() []route {
 				"without a price.",
 		}, {
 			method: "GET", path: "/v1/evals/runs/{id}", response: evals.Report{}, handle: s.getEvalRun,
-			params: []param{against},
+			params: []param{against, calls},
 			about: "One run: its cases with intervals and pass^k, its trials with reasons and traces, cost, the A/A control, " +
 				"and the comparison with another run.",
 		}, {

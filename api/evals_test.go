@@ -86,6 +86,9 @@ func TestRunsOfEvalsOverHTTP(t *testing.T) {
 	a.get("/v1/evals/runs/"+other+"?against="+run, &report)
 	assert.Equal(t, 1, report.Cases[0].Passed)
 	assert.Equal(t, run, report.Against.ID)
+	assert.Equal(t, "", report.TrialRows[0].Answer)
+	a.get("/v1/evals/runs/"+other+"?calls=true", &report)
+	assert.Equal(t, "Not due.", report.TrialRows[0].Answer)
 	for path, want := range map[string]int{
 		"/v1/evals/runs/x": 400, "/v1/evals/runs/01a20055-1dbc-7d0e-8014-41a4f664fe0a": 404,
 		"/v1/evals/runs/" + run + "?against=01a20055-1dbc-7d0e-8014-41a4f664fe0a": 404,

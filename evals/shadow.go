@@ -4,6 +4,8 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -79,13 +81,27 @@ func StopShadow(ctx context.Context, db postgres.Beginner, run string) error {
 	return nil
 }
 
-// Extend adds recorded turns, with a trial of each for a shadow and its control. It also stores seen: later calls
-// sample only turns that completed after it.
-func Extend(ctx context.Context, db postgres.Beginner, r Run, more Sample, seen time.Time) error {
-	if more.Size == 0 {
-		return seenUpto(ctx, db, r, seen)
+// Extend adds recorded turns that completed after s.SeenAt, with a trial of each for a shadow and its control, and moves
+// SeenAt to s.Upto. It does nothing if another process moved SeenAt meanwhile.
+func Extend(ctx context.Context, db postgres.Beginner, r Run, more Sample, s Shadow) error {
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		moved, err := tx.Exec(ctx, `
+			update agent_eval_shadows set seen_at = @upto where run_id = @run and seen_at = @seen`,
+			postgres.Strict{"upto": s.Upto, "seen": s.SeenAt, "run": r.ID})
+		if err != nil || moved.RowsAffected() == 0 || more.Size == 0 {
+			return err
+		}
+		return addTurns(ctx, tx, r, more)
+	})
+	if err != nil {
+		return fmt.Errorf("extend a shadow: %w", err)
 	}
-	sample, err := readSample(ctx, db, r)
+	return nil
+}
+
+// addTurns adds turns to the sample of a run. The caller holds the lock on the shadow's row.
+func addTurns(ctx context.Context, tx pgx.Tx, r Run, more Sample) error {
+	sample, err := readSample(ctx, tx, r)
 	if err != nil {
 		return err
 	}
@@ -97,43 +113,24 @@ func Extend(ctx context.Context, db postgres.Beginner, r Run, more Sample, seen 
 	}
 	counts, err := json.Marshal(map[string]any{"size": sample.Size + more.Size, "skipped": sample.Skipped})
 	if err != nil {
-		return fmt.Errorf("extend a shadow: %w", err)
-	}
-	names := make([]string, 0, len(more.Turns))
-	for name := range more.Turns {
-		names = append(names, name)
-	}
-	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
-		_, err := tx.Exec(ctx, `
-			update agent_evals e
-			   set definition = jsonb_set(e.definition, '{sample}', e.definition -> 'sample' || @counts::jsonb
-			       || jsonb_build_object('turns', (e.definition -> 'sample' -> 'turns') || @turns::jsonb))
-			 where e.name = @suite and e.version = @version`, postgres.Strict{
-			"counts": string(counts), "turns": more.Turns, "suite": r.Suite, "version": r.Version,
-		})
-		if err == nil {
-			_, err = tx.Exec(ctx, `
-				insert into agent_eval_trials (run_id, case_name, trial, position)
-				select x.id, c.name, 1, (select count(*) from agent_eval_trials t where t.run_id = x.id) + c.n
-				  from unnest(array[@control, @run]::uuid[]) x (id), unnest(@names::text[]) with ordinality c (name, n)
-				on conflict do nothing`, postgres.Strict{"control": r.ControlID, "run": r.ID, "names": names})
-		}
-		if err == nil {
-			err = seenUpto(ctx, tx, r, seen)
-		}
 		return err
+	}
+	_, err = tx.Exec(ctx, `
+		update agent_evals e
+		   set definition = jsonb_set(e.definition, '{sample}', e.definition -> 'sample' || @counts::jsonb
+		       || jsonb_build_object('turns', (e.definition -> 'sample' -> 'turns') || @turns::jsonb))
+		 where e.name = @suite and e.version = @version`, postgres.Strict{
+		"counts": string(counts), "turns": more.Turns, "suite": r.Suite, "version": r.Version,
 	})
 	if err != nil {
-		return fmt.Errorf("extend a shadow: %w", err)
+		return err
 	}
-	return nil
-}
-
-func seenUpto(ctx context.Context, db postgres.DB, r Run, seen time.Time) error {
-	_, err := db.Exec(ctx, `update agent_eval_shadows set seen_at = @seen where run_id = @run`,
-		postgres.Strict{"seen": seen, "run": r.ID})
-	if err != nil {
-		return fmt.Errorf("extend a shadow: %w", err)
-	}
-	return nil
+	_, err = tx.Exec(ctx, `
+		insert into agent_eval_trials (run_id, case_name, trial, position)
+		select x.id, c.name, 1, (select count(*) from agent_eval_trials t where t.run_id = x.id) + c.n
+		  from unnest(array[@control, @run]::uuid[]) x (id), unnest(@names::text[]) with ordinality c (name, n)
+		on conflict do nothing`, postgres.Strict{
+		"control": r.ControlID, "run": r.ID, "names": slices.Collect(maps.Keys(more.Turns)),
+	})
+	return err
 }

@@ -181,7 +181,7 @@ func Trials(ctx context.Context, db postgres.DB, run string) ([]Trial, error) {
 	return postgres.Collect(rows, err, "list trials of run "+run, pgx.RowToStructByPos[Trial])
 }
 
-// BriefTrials lists the trials of a run as [Trials] does, of one case if named, without answers and calls.
+// BriefTrials lists the trials of a run as [Trials] does, of one case if named, without answers, calls and judgements.
 func BriefTrials(ctx context.Context, db postgres.DB, run, of string) ([]Trial, error) {
 	rows, err := db.Query(ctx, `
 		select `+briefColumns+` from agent_eval_trials
@@ -247,9 +247,25 @@ type ControlRun struct {
 // NewReport summarizes the trials of a run, and compares it with its control if it has one.
 func NewReport(ctx context.Context, db postgres.DB, r Run) (Report, error) {
 	trials, err := Trials(ctx, db, r.ID)
+	if err != nil {
+		return Report{}, err
+	}
+	return newReport(ctx, db, r, trials)
+}
+
+// NewBriefReport is NewReport without the answers, calls and judgements of the trials.
+func NewBriefReport(ctx context.Context, db postgres.DB, r Run) (Report, error) {
+	trials, err := BriefTrials(ctx, db, r.ID, "")
+	if err != nil {
+		return Report{}, err
+	}
+	return newReport(ctx, db, r, trials)
+}
+
+func newReport(ctx context.Context, db postgres.DB, r Run, trials []Trial) (Report, error) {
 	report := ReportOf(r, trials)
-	if err != nil || r.Kind == OfSuite {
-		return report, err
+	if r.Kind == OfSuite {
+		return report, nil
 	}
 	sample, err := readSample(ctx, db, r)
 	coverage := coverageOf(sample, trials)
@@ -284,7 +300,7 @@ func (r *Report) compareWithControl(ctx context.Context, db postgres.DB) error {
 	if err != nil {
 		return err
 	}
-	control, err := NewReport(ctx, db, run)
+	control, err := NewBriefReport(ctx, db, run)
 	if err != nil {
 		return err
 	}
@@ -308,7 +324,7 @@ func (r *Report) compareWithControl(ctx context.Context, db postgres.DB) error {
 // CompareWith adds the comparison with another run of the suite, by the cases of the same name. margin is the accepted
 // loss.
 func (r *Report) CompareWith(ctx context.Context, db postgres.DB, other Run, margin float64) error {
-	trials, err := Trials(ctx, db, other.ID)
+	trials, err := BriefTrials(ctx, db, other.ID, "")
 	if err == nil {
 		r.Compare(ReportOf(other, trials), margin)
 	}

@@ -254,13 +254,13 @@ func (r *Runner) workControl(
 			return false, err
 		}
 	}
-	report, err := evals.NewReport(ctx, r.Pool, control)
+	report, err := evals.NewBriefReport(ctx, r.Pool, control)
 	return report.Follows(), err
 }
 
 // skip decides the open trials of a run that cannot be compared.
 func (r *Runner) skip(ctx context.Context, run evals.Run) error {
-	trials, err := evals.Trials(ctx, r.Pool, run.ID)
+	trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
 	if err != nil {
 		return err
 	}

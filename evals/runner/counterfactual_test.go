@@ -199,3 +199,20 @@ func TestAShadowPlaysTurnsAsTheyComplete(t *testing.T) {
 	pgtest.Equal(t, w.pool, true, `select served_until is not null from agent_eval_runs where id = $1`, run.ID)
 	pgtest.Equal(t, w.pool, true, `select served_until is null from agent_eval_runs where id = $1`, run.ControlID)
 }
+
+// Two processes may draw the same turns. They count once.
+func TestAShadowCountsTurnsOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	run := w.shadow(t)
+	seen, err := evals.GetShadow(t.Context(), w.pool, run.ID)
+	require.NoError(t, err)
+	seen.Upto = seen.SeenAt.Add(time.Second)
+	more := evals.Sample{Size: 1, Skipped: map[string]int{}, Turns: map[string]evals.Recorded{"ch_1": {}}}
+	for range 2 {
+		require.NoError(t, evals.Extend(t.Context(), w.pool, run, more, seen))
+	}
+	if c := w.report(t, run).Coverage; c.Sampled != 1 {
+		t.Errorf("the sample has %d turns, want 1", c.Sampled)
+	}
+}

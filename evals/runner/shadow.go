@@ -11,8 +11,10 @@ import (
 )
 
 const (
-	// shadowPoll is the pause between polls for completed turns.
+	// shadowPoll is the pause between polls for the end of a shadow, and for completed turns while there are some.
 	shadowPoll = 5 * time.Second
+	// idlePoll is the pause between polls for completed turns after one that found none.
+	idlePoll = 30 * time.Second
 	// longestTurn bounds the duration of a sampled turn.
 	longestTurn = 24 * time.Hour
 	// maxShadow bounds the turns of a shadow.
@@ -53,25 +55,30 @@ func (r *Runner) workShadow(ctx context.Context, run evals.Run, onTrial func(eva
 	if err != nil {
 		return err
 	}
+	var next time.Time
 	for {
 		shadow, err := evals.GetShadow(ctx, r.Pool, run.ID)
 		if err != nil {
 			return err
 		}
-		if shadow.Turns < maxShadow && shadow.Upto.After(shadow.SeenAt) {
-			if err := r.extend(ctx, run, shadow); err != nil {
+		if over := shadow.Over || shadow.Turns >= maxShadow; over || !time.Now().Before(next) {
+			found, err := r.extend(ctx, run, shadow)
+			if err != nil {
 				return err
 			}
-		}
-		spent, err := r.playOpen(ctx, []evals.Run{control, run}, onTrial)
-		if err != nil {
-			return err
-		}
-		if shadow.Over || spent || shadow.Turns >= maxShadow {
-			if err := r.decide(ctx, control, nil); err != nil {
+			if found == 0 && shadow.Upto.After(shadow.SeenAt) {
+				next = time.Now().Add(idlePoll)
+			}
+			spent, err := r.playOpen(ctx, []evals.Run{control, run}, onTrial)
+			if err != nil {
 				return err
 			}
-			return r.decide(ctx, run, nil)
+			if over || spent {
+				if err := r.decide(ctx, control, nil); err != nil {
+					return err
+				}
+				return r.decide(ctx, run, nil)
+			}
 		}
 		timer := time.NewTimer(shadowPoll)
 		select {
@@ -83,31 +90,34 @@ func (r *Runner) workShadow(ctx context.Context, run evals.Run, onTrial func(eva
 	}
 }
 
-// extend adds the turns that have completed since the last poll.
-func (r *Runner) extend(ctx context.Context, run evals.Run, s evals.Shadow) error {
+// extend adds the turns that have completed since the last poll, and returns their number.
+func (r *Runner) extend(ctx context.Context, run evals.Run, s evals.Shadow) (found int, err error) {
+	if s.Turns >= maxShadow || !s.Upto.After(s.SeenAt) {
+		return 0, nil
+	}
 	all, err := r.Agents.List(ctx, r.Pool)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	who, err := agents.Find(all, run.Agent)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	of := sampleOf(all, who)
 	of.Since, of.Size, of.Share = s.Upto.Sub(s.SeenAt)+longestTurn, maxShadow-s.Turns, s.Share
 	of.After, of.Upto = &s.SeenAt, &s.Upto
 	_, sample, err := evals.Draw(ctx, r.Pool, of)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	r.nameModels(who, sample)
-	return evals.Extend(ctx, r.Pool, run, sample, s.Upto)
+	return sample.Size, evals.Extend(ctx, r.Pool, run, sample, s)
 }
 
 // playOpen plays the open trials of runs, one at a time. spent reports that the budget was used up.
 func (r *Runner) playOpen(ctx context.Context, runs []evals.Run, onTrial func(evals.Trial)) (spent bool, err error) {
 	for _, run := range runs {
-		trials, err := evals.Trials(ctx, r.Pool, run.ID)
+		trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
 		if err != nil {
 			return false, err
 		}

@@ -46,7 +46,7 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 	if err != nil {
 		return err
 	}
-	trials, err := evals.Trials(ctx, r.Pool, run.ID)
+	trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
 	if err != nil {
 		return err
 	}
@@ -174,7 +174,7 @@ func (r *Runner) decide(ctx context.Context, run evals.Run, cause error) error {
 
 // cancelOpen cancels the executions of the open trials, and decides these.
 func (r *Runner) cancelOpen(ctx context.Context, run evals.Run, cause error) error {
-	trials, err := evals.Trials(ctx, r.Pool, run.ID)
+	trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
 	if err != nil {
 		return err
 	}
