@@ -164,17 +164,22 @@ func QueueActor(ctx context.Context, b *pgx.Batch) {
 	b.Queue(`select set_config('lanekeeper.actor', @actor, true)`, postgres.Strict{"actor": string(actor)})
 }
 
+// HasActor reports whether ctx names an actor.
+func HasActor(ctx context.Context) bool {
+	a, ok := ctx.Value(actorKey{}).(Actor)
+	return ok && a.Name != ""
+}
+
 // Asked records that the actor of ctx asked for an execution or a run. Approvals with four eyes refuse that actor.
 // effect is a reference such as "execution ID". Without an actor it does nothing.
 func Asked(ctx context.Context, db postgres.DB, effect string) error {
-	a, ok := ctx.Value(actorKey{}).(Actor)
-	if !ok || a.Name == "" {
+	if !HasActor(ctx) {
 		return nil
 	}
 	_, err := db.Exec(ctx, `
 		insert into agent_links (cause, kind, effect) values ('principal ' || @name, 'asked', @effect)
 		on conflict do nothing`,
-		postgres.Strict{"name": a.Name, "effect": effect})
+		postgres.Strict{"name": ActorFrom(ctx).Name, "effect": effect})
 	if err != nil {
 		return fmt.Errorf("record who asked: %w", err)
 	}

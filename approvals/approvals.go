@@ -15,9 +15,10 @@
 // another run uses it twice. No output of a model reaches [Decide].
 //
 // A skill may require four eyes: then the database refuses the decision of a principal that asked for the execution.
-// These are recorded as having asked: the principal of an operate turn, of a start, fork, retry or manual run, and the
-// linked sender of a channel's message; also those of the executions that started it. Root may decide its own requests,
-// and the audit records that.
+// Requesters are the principal in the context of every start, fork, retry or manual run, and the linked sender of a
+// channel's message; also the requesters of the executions that started it. A decision closes the list. Without a
+// requester only root and the database decide, except for a visitor's chat. Root may decide its own requests, and the
+// audit records that.
 package approvals
 
 import (
@@ -50,14 +51,14 @@ var (
 	// ErrDecided reports an approval that is decided, expired or void.
 	ErrDecided = errors.New("the approval was decided already, has expired, its execution has ended, or its skill has " +
 		"changed since")
-	// ErrFourEyes reports a decision by a principal that asked for the call.
-	ErrFourEyes = errors.New("four eyes: who asked for this call cannot decide it")
+	// ErrFourEyes reports a decision by a requester, or by another principal than root if no requester is known.
+	ErrFourEyes = errors.New("four eyes: a requester cannot decide its call, and only root decides if none is known")
 	// ErrNotFound reports an unknown approval.
 	ErrNotFound = errors.New("no such approval")
 )
 
 // codeFourEyes is the SQLSTATE of ErrFourEyes.
-const codeFourEyes = "42501"
+const codeFourEyes = "LK011"
 
 // codeUsed is the SQLSTATE of an approval that cannot be used.
 const codeUsed = "LK003"
@@ -136,6 +137,11 @@ func (a Approval) Decider() string {
 // Own reports whether four eyes are wanted and a principal asked for the call. Then only root may decide as it.
 func (a Approval) Own(principal string) bool {
 	return a.FourEyes && slices.Contains(a.RequestedBy, principal)
+}
+
+// RootOnly reports whether four eyes are wanted and no requester is known. A visitor of a chat counts as known.
+func (a Approval) RootOnly() bool {
+	return a.FourEyes && len(a.RequestedBy) == 0 && a.Surface != string(trace.Chat)
 }
 
 // DecidedError explains an [ErrDecided].
@@ -246,8 +252,9 @@ func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval,
 		           join agent_links k on k.effect in ('execution ' || l.id, 'run ' || l.run) and k.kind = 'asked' order by 1)
 		  from agent_skills s where s.name = @skill and s.revision = @revision for share
 		on conflict (skill_name, arguments_hash) where status in ('pending', 'approved') and not parked
-		do update set requested_by = array(
+		do update set requested_by = case when agent_approvals.status = 'pending' then array(
 		     select unnest(agent_approvals.requested_by) union select unnest(excluded.requested_by) order by 1)
+		   else agent_approvals.requested_by end
 		returning id::text, xmax = 0`, postgres.Strict{ // no xmax: the row is new
 		"trace_id": string(span.TraceID), "execution_id": current.ID, "step": executions.StepKey(ctx), "parked": r.Park,
 		"skill": r.Skill, "revision": r.Revision, "arguments": r.Args, "hash": hash, "life": Lifetime.Seconds(),

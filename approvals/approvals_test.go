@@ -43,11 +43,20 @@ func put(t *testing.T, pool *pgxpool.Pool, description string) skills.Skill {
 // inside runs fn as an execution.
 func inside(t *testing.T, pool *pgxpool.Pool, fn func(ctx context.Context) error) executions.Execution {
 	t.Helper()
+	return insideAs(t, pool, "", trace.Flow, fn)
+}
+
+// insideAs runs fn as an execution that the principal by asked for.
+func insideAs(
+	t *testing.T, pool *pgxpool.Pool, by string, surface trace.Surface, fn func(ctx context.Context) error,
+) executions.Execution {
+	t.Helper()
 	e := enginetest.New(t, pool)
 	enginetest.Register(t, e, "flow", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 		return executions.Result{}, fn(ctx)
 	})
-	x, err := e.RunSync(context.WithoutCancel(t.Context()), executions.Spec{Flow: "flow", Surface: trace.Flow})
+	ctx := activity.WithActor(context.WithoutCancel(t.Context()), activity.Actor{Name: by})
+	x, err := e.RunSync(ctx, executions.Spec{Flow: "flow", Surface: surface})
 	if err != nil {
 		t.Error(err)
 	}
@@ -56,7 +65,14 @@ func inside(t *testing.T, pool *pgxpool.Pool, fn func(ctx context.Context) error
 
 func ask(t *testing.T, pool *pgxpool.Pool, s skills.Skill, args string) (id string) {
 	t.Helper()
-	inside(t, pool, func(ctx context.Context) error {
+	return askAs(t, pool, s, args, "", trace.Flow)
+}
+
+func askAs(
+	t *testing.T, pool *pgxpool.Pool, s skills.Skill, args, by string, surface trace.Surface,
+) (id string) {
+	t.Helper()
+	insideAs(t, pool, by, surface, func(ctx context.Context) error {
 		asked, err := approvals.Ask(ctx, approvals.Request{
 			Skill: s.Name, SkillID: s.ID, Revision: s.Revision,
 			Args: json.RawMessage(args),

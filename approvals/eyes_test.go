@@ -1,18 +1,24 @@
 package approvals_test
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"sync"
 	"testing"
 
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // Who asked for a call cannot decide it, however often and beside whom it tries. Root may, and the audit says so.
@@ -71,6 +77,72 @@ func TestFourEyes(t *testing.T) {
 	}
 	d.Trust = skills.TrustAuto
 	assert.Contains(t, fmt.Sprint(skills.Validate(d)), "four_eyes needs trust: approve")
+}
+
+// setUpFourEyes makes a database with the skill drop, which needs an approval by another principal than its requester.
+func setUpFourEyes(t *testing.T) (*pgxpool.Pool, skills.Skill) {
+	t.Helper()
+	pool, _ := setUp(t)
+	_, err := skills.Put(t.Context(), pool, skills.Definition{
+		Name: "drop", Description: "drops a table", Handler: "builtin:drop", Trust: skills.TrustApprove,
+		Approvals: skills.Approvals{FourEyes: true},
+	}, skills.SourceWorkspace)
+	require.NoError(t, err)
+	s, err := skills.Get(t.Context(), pool, "drop")
+	require.NoError(t, err)
+	return pool, s
+}
+
+func TestOnlyRootDecidesACallWithoutAKnownRequester(t *testing.T) {
+	t.Parallel()
+	pool, s := setUpFourEyes(t)
+	decide := func(id, by string) error {
+		_, err := approvals.Decide(t.Context(), pool, id, true, by, "")
+		return err
+	}
+	unknown := ask(t, pool, s, `{"n": 1}`)
+	if err := decide(unknown, "ana"); !errors.Is(err, approvals.ErrFourEyes) {
+		t.Errorf("a principal decided: %v", err)
+	}
+	require.NoError(t, decide(unknown, "root"))
+	require.NoError(t, decide(askAs(t, pool, s, `{"n": 2}`, "", trace.Chat), "ana"))
+	known := askAs(t, pool, s, `{"n": 3}`, "ana", trace.Flow)
+	if err := decide(known, "ana"); !errors.Is(err, approvals.ErrFourEyes) {
+		t.Errorf("the requester decided: %v", err)
+	}
+	require.NoError(t, decide(known, "bob"))
+	pgtest.Exec(t, pool, `select from decide_agent_approval($1::text::uuid, true, 'dba', '')`,
+		ask(t, pool, s, `{"n": 4}`))
+	pgtest.Equal(t, pool, "approved", `select distinct status from agent_approvals`)
+}
+
+func TestADecisionClosesTheListOfRequesters(t *testing.T) {
+	t.Parallel()
+	pool, s := setUpFourEyes(t)
+	id := askAs(t, pool, s, `{}`, "ana", trace.Flow)
+	assert.Equal(t, id, askAs(t, pool, s, `{}`, "eve", trace.Flow))
+	_, err := approvals.Decide(t.Context(), pool, id, true, "bob", "")
+	require.NoError(t, err)
+	assert.Equal(t, id, askAs(t, pool, s, `{}`, "bob", trace.Flow))
+	pgtest.Equal(t, pool, "ana eve", `select array_to_string(requested_by, ' ') from agent_approvals`)
+}
+
+func TestAMissingGrantIsNotFourEyes(t *testing.T) {
+	t.Parallel()
+	pool, s := setUpFourEyes(t)
+	id := ask(t, pool, s, `{}`)
+	config := pool.Config()
+	config.AfterConnect = func(ctx context.Context, c *pgx.Conn) error {
+		_, err := c.Exec(ctx, `set role pg_monitor`)
+		return err
+	}
+	limited, err := pgxpool.NewWithConfig(t.Context(), config)
+	require.NoError(t, err)
+	defer limited.Close()
+	_, err = approvals.Decide(t.Context(), limited, id, true, "root", "")
+	if !postgres.IsCode(err, "42501") || errors.Is(err, approvals.ErrFourEyes) {
+		t.Errorf("a role without grants: %v", err)
+	}
 }
 
 // A decision in SQL is in the audit, as one in SQL.

@@ -210,6 +210,9 @@ func (w *worker) decide(ctx context.Context, e entry) (said, shown string, err e
 	if a.Own(name) {
 		return "You asked for this. Somebody else has to decide it.", "", nil
 	}
+	if a.RootOnly() {
+		return "Four eyes: the requester is unknown. Only root can decide this.", "", nil
+	}
 	tag, err := w.Pool.Exec(ctx, `
 		update agent_channel_buttons set used_at = clock_timestamp(), used_by = @entry
 		 where nonce = @nonce and (used_at is null or used_by = @entry) and expires_at > clock_timestamp()`,

@@ -216,7 +216,9 @@ type approvalFacts struct {
 	ExpiresAt, CreatedAt                                             time.Time
 	FourEyes                                                         bool
 	RequestedBy                                                      []string
+	RootOnly                                                         bool
 	Own                                                              bool `db:"-"` // the viewer asked, and cannot decide
+	Refused                                                          bool `db:"-"` // only root decides
 }
 
 // Pending reports an open decision.
@@ -237,12 +239,16 @@ func (room *Room) approvalDecision(ctx context.Context, v *visit) (any, error) {
 		         else a.status end as status,
 		       case when a.decided_by <> '' then lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id,
 		         a.decided_message) else '' end as decided_by, a.four_eyes, a.requested_by,
+		       a.four_eyes and a.requested_by = '{}' and not exists (
+		         select from agent_executions x where x.id = a.execution_id and x.surface = 'chat') as root_only,
 		       left(a.reason, 4000) as reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at,
 		       octet_length(a.arguments::text) as bytes, s.revision as revision_now
 		  from agent_approvals a left join agent_skills s on s.name = a.skill_name where a.id = @id`,
 		postgres.Strict{"id": v.About})
 	who := principals.From(ctx)
-	got.Own = who != nil && who.Name != principals.Root && got.FourEyes && slices.Contains(got.RequestedBy, who.Name)
+	named := who != nil && who.Name != principals.Root
+	got.Own = named && got.FourEyes && slices.Contains(got.RequestedBy, who.Name)
+	got.Refused = named && got.RootOnly
 	return got, err
 }
 

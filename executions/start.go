@@ -94,8 +94,7 @@ func (e *Engine) StartByAdmin(ctx context.Context, s Spec, reason string) (got E
 			if got, created, err = e.StartTx(ctx, tx, s); err != nil || !created {
 				return activity.Unchanged, err
 			}
-			return map[string]string{"execution_id": got.ID, "trace_id": got.TraceID},
-				activity.Asked(ctx, tx, "execution "+got.ID)
+			return map[string]string{"execution_id": got.ID, "trace_id": got.TraceID}, nil
 		})
 		return err
 	})
@@ -140,20 +139,25 @@ func (e *Engine) insertWithRetry(ctx context.Context, s Spec, status, worker str
 	return got, created, postgres.ExplainLock(ctx, e.pool, err, s.lockName(), "agent_executions")
 }
 
-// insert writes the row, or returns the row of an existing dedupe key. lockTimeout bounds the wait for another
-// transaction with the key; empty keeps the transaction's own setting.
+// insert writes the row, with the actor of ctx as its requester, or returns the row of an existing dedupe key.
+// lockTimeout bounds the wait for another transaction with the key; empty keeps the transaction's own setting.
 func (s Spec) insert(
 	ctx context.Context, db postgres.Beginner, status, worker, lockTimeout string,
 ) (got Execution, created bool, err error) {
-	if len(s.Labels) == 0 {
+	if len(s.Labels) == 0 && !activity.HasActor(ctx) {
 		return s.insertRow(ctx, db, status, worker, lockTimeout)
 	}
 	err = postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		got, created, err = s.insertRow(ctx, tx, status, worker, lockTimeout)
-		if err == nil && created {
-			err = setLabels(ctx, tx, got.ID, s.Labels)
+		if err != nil || !created {
+			return err
 		}
-		return err
+		if len(s.Labels) > 0 {
+			if err := setLabels(ctx, tx, got.ID, s.Labels); err != nil {
+				return err
+			}
+		}
+		return activity.Asked(ctx, tx, "execution "+got.ID)
 	})
 	return got, created, err
 }
@@ -249,7 +253,7 @@ func null(s string) *string {
 // first, the insert includes the claim: one round trip before the flow runs. Concurrent starts share a statement. All
 // others are queued.
 func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error) {
-	if s.DedupeKey != "" || len(s.Labels) > 0 { // another transaction may hold the key, which would delay the batch
+	if s.DedupeKey != "" || len(s.Labels) > 0 || activity.HasActor(ctx) { // another transaction may hold the key, which would delay the batch
 		return e.startPending(ctx, s)
 	}
 	o, err := s.insertParams(false)

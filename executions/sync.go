@@ -7,6 +7,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -61,7 +62,7 @@ func (e *Engine) insertClaimed(ctx context.Context, s Spec, worker string) (Exec
 		got, _, err := e.insertWithRetry(ctx, s, "running", worker)
 		return got, err
 	}
-	if s.DedupeKey != "" || postgres.IsSealed(ctx) {
+	if s.DedupeKey != "" || postgres.IsSealed(ctx) || activity.HasActor(ctx) {
 		return e.insertWithRetry(ctx, s, "running", worker)
 	}
 	o, err := s.insertParams(true)

@@ -108,7 +108,7 @@ func (h *house) http() *sdk.ClientSession {
 			w.WriteHeader(http.StatusUnauthorized)
 			return
 		}
-		guarded.ServeHTTP(w, r)
+		guarded.ServeHTTP(w, r.WithContext(activity.WithActor(r.Context(), activity.Actor{Name: "ana"})))
 	}))
 	h.t.Cleanup(s.Close)
 	client := sdk.NewClient(&sdk.Implementation{Name: "stock", Version: "1"}, nil)
@@ -149,6 +149,14 @@ func (h *house) stdio(options *sdk.ClientOptions) *sdk.ClientSession {
 		}
 	})
 	return session
+}
+
+func TestTheCallerIsTheRequesterOfTheApproval(t *testing.T) {
+	t.Parallel()
+	h := newHouse(t)
+	h.approve()
+	callTool(t, h.http(), "add", map[string]int{"a": 1})
+	pgtest.Equal(t, h.pool, "ana", `select array_to_string(requested_by, ' ') from agent_approvals`)
 }
 
 func names(t *testing.T, session *sdk.ClientSession) []string {

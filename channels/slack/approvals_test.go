@@ -115,7 +115,8 @@ func (d *desk) request() (id string) {
 		id = asked.ID
 		return executions.Result{}, err
 	})
-	_, err := e.RunSync(d.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+	ctx := activity.WithActor(d.Context(), activity.Actor{Name: "eve", Via: "http"})
+	_, err := e.RunSync(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
 	require.NoError(d.T, err)
 	return id
 }

@@ -83,8 +83,11 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 		lines = append(lines, [2]string{"asked by", asked})
 	}
 	if a.FourEyes {
-		lines = append(lines, [2]string{"four eyes", "who asked cannot decide: " +
-			cmp.Or(strings.Join(a.RequestedBy, ", "), "no principal asked")})
+		rule := "who asked cannot decide: " + cmp.Or(strings.Join(a.RequestedBy, ", "), "no principal asked")
+		if a.RootOnly() {
+			rule = "the requester is unknown: only root decides"
+		}
+		lines = append(lines, [2]string{"four eyes", rule})
 	}
 	if a.Waits() {
 		lines = append(lines, [2]string{"waits", "its execution waits for the decision"})

@@ -200,9 +200,15 @@ begin
   if not found then
     return;
   end if;
-  if a.four_eyes and p_by = any (a.requested_by) and p_by not in ('root', 'admin') then
-    raise exception 'four eyes: % asked for this call, and somebody else has to decide', p_by
-      using errcode = '42501', detail = format('approval %s of skill %s', a.id, a.skill_name);
+  if a.four_eyes and p_by not in ('root', 'admin') then
+    if p_by = any (a.requested_by) then
+      raise exception 'four eyes: % asked for this call, and somebody else has to decide', p_by
+        using errcode = 'LK011', detail = format('approval %s of skill %s', a.id, a.skill_name);
+    elsif a.requested_by = '{}' and actor ->> 'via' is distinct from 'sql' and not exists (
+        select from agent_executions x where x.id = a.execution_id and x.surface = 'chat') then
+      raise exception 'four eyes: the requester of this call is unknown, and only root can decide'
+        using errcode = 'LK011', detail = format('approval %s of skill %s', a.id, a.skill_name);
+    end if;
   end if;
   if actor ->> 'via' = 'sql' then                            -- the program writes this row itself
     insert into agent_activity (trace_id, kind, agent, surface, skill_name, status, input, output, finished_at, duration_ms)
@@ -221,7 +227,7 @@ begin
 end $$;
 comment on function decide_agent_approval is
   'Approve or reject, once: the row when this call decided, no row when it was decided, expired or void before. '
-  'Who waits for it goes on. 42501: four eyes, and p_by asked for the call.';
+  'Who waits for it goes on. LK011: four eyes, and p_by asked for the call, or its requester is unknown.';
 
 create or replace function lanekeeper.agent_approval_decider(p_id uuid) returns text language sql stable parallel safe as $$
   select lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id, a.decided_message) from agent_approvals a where a.id = p_id

@@ -8,7 +8,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -30,11 +29,7 @@ func (c *Chat) insertTurn(
 	if !a.headless() {
 		return c.Engine.InsertClaimed(ctx, tx, s)
 	}
-	x, created, err := c.Engine.StartTx(ctx, tx, s)
-	if err == nil && created {
-		err = activity.Asked(ctx, tx, "execution "+x.ID)
-	}
-	return x, created, err
+	return c.Engine.StartTx(ctx, tx, s)
 }
 
 // Accept brings a message of a channel to its thread, and starts its turn. It implements channels.Runner.Accept: a key

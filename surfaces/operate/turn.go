@@ -141,9 +141,6 @@ func (s *Session) insertTurn(ctx context.Context, message, key string) (claimed 
 		if err != nil {
 			return err
 		}
-		if err := activity.Asked(ctx, tx, "execution "+claimed.ID); err != nil {
-			return err
-		}
 		return activity.Link(ctx, tx, id)
 	})
 	if errors.Is(err, threads.ErrForeign) {
