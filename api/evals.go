@@ -57,6 +57,8 @@ func evalError(err error) error {
 	switch {
 	case errors.Is(err, evals.ErrLabel):
 		return badBody("%s", evals.ErrLabel)
+	case errors.Is(err, evals.ErrTrial):
+		return badBody("%s", evals.ErrTrial)
 	case errors.Is(err, evals.ErrNoAnswer):
 		return problem.New(http.StatusConflict, "%s", evals.ErrNoAnswer)
 	case errors.Is(err, runner.ErrUnpriced):

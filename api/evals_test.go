@@ -55,11 +55,13 @@ func TestLabelsOfTrialsOverHTTP(t *testing.T) {
 	a.get("/v1/evals/labels", &labels)
 	assert.Equal(t, 0, len(labels.Items))
 	for body, want := range map[string]int{
-		`{"run":"` + run + `","case":"late","trial":2,"label":"good"}`:    409,
-		`{"run":"` + run + `","case":"late","trial":3,"label":"good"}`:    404,
-		`{"run":"` + run + `","case":"late","label":"fine"}`:              400,
-		`{"run":"x","case":"late","label":"good"}`:                        400,
-		`{"run":"` + run + `","case":"late","label":"good","trials":"1"}`: 400,
+		`{"run":"` + run + `","case":"late","trial":2,"label":"good"}`:          409,
+		`{"run":"` + run + `","case":"late","trial":3,"label":"good"}`:          404,
+		`{"run":"` + run + `","case":"late","trial":-5,"label":"good"}`:         400,
+		`{"run":"` + run + `","case":"late","trial":3000000000,"label":"good"}`: 400,
+		`{"run":"` + run + `","case":"late","label":"fine"}`:                    400,
+		`{"run":"x","case":"late","label":"good"}`:                              400,
+		`{"run":"` + run + `","case":"late","label":"good","trials":"1"}`:       400,
 	} {
 		if w := a.raw("POST", "/v1/evals/labels", body, asAdmin()); w.Code != want {
 			t.Errorf("%s: %d %s", body, w.Code, w.Body)

@@ -1,6 +1,7 @@
 package evals
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -27,6 +28,7 @@ const maxNote = 2000
 // Errors of labels.
 var (
 	ErrLabel    = errors.New("a label is good, bad or none, with a note of at most 2000 bytes")
+	ErrTrial    = fmt.Errorf("a trial has a number from 1 to %d", maxTrials)
 	ErrNoAnswer = errors.New("the trial has no answer yet")
 )
 
@@ -62,9 +64,12 @@ type NewLabel struct {
 }
 
 // PutLabel stores or withdraws the caller's label of a trial, and records that in the audit. It returns
-// [ErrNotFound] for an unknown trial, [ErrNoAnswer] for one that is not decided, and [ErrLabel].
+// [ErrNotFound] for an unknown trial, [ErrNoAnswer] for one that is not decided, [ErrTrial] and [ErrLabel].
 func PutLabel(ctx context.Context, db postgres.Beginner, l NewLabel) (stored Label, done activity.Recorded, err error) {
-	l.Trial = max(l.Trial, 1)
+	if l.Trial < 0 || l.Trial > maxTrials {
+		return stored, done, ErrTrial
+	}
+	l.Trial = cmp.Or(l.Trial, 1)
 	if l.Word != Good && l.Word != Bad && l.Word != Unlabeled || len(l.Note) > maxNote {
 		return stored, done, ErrLabel
 	}

@@ -89,8 +89,11 @@ func caseOfOutage(ctx context.Context, s *session, skill, name string) (made eva
 	chosen, story := evidence.Failures[0], activity.Trace{}
 	for i, f := range evidence.Failures {
 		found, err := activity.TraceOf(ctx, s.Pool, f.TraceID)
-		if err != nil {
+		if errors.Is(err, activity.ErrNotFound) {
 			continue // retention may have removed it
+		}
+		if err != nil {
+			return made, "", err
 		}
 		_, none := evals.FromTrace(found, name)
 		if i == 0 || none == nil {

@@ -91,6 +91,8 @@ func (c *cli) planCounterfactual(
 	ctx context.Context, s *session, a *app.App, of runner.Counterfactual, o evalOptions,
 ) (evals.Run, error) {
 	switch {
+	case of.Version < 0:
+		return evals.Run{}, errAgentVersion()
 	case of.Model == "" && of.Version == 0 && o.candidate == "":
 		return evals.Run{}, usageError("name what to try: --model, --agent-version or --candidate")
 	case of.Version > 0 && o.candidate != "":
@@ -183,3 +185,5 @@ func divergedAt(by map[string]int) string {
 	}
 	return ", diverged at " + strings.Join(names, ", ")
 }
+
+func errAgentVersion() error { return usageError("--agent-version must be 1 or more") }

@@ -44,6 +44,7 @@ func TestEvalCounterfactualComparesACandidateWithTheAgentAsItIs(t *testing.T) {
 		p.must("operate", fmt.Sprintf("order %d?", n))
 	}
 	p.fails(2, "name what to try", "eval", "counterfactual")
+	p.fails(2, "--agent-version must be 1 or more", "eval", "counterfactual", "--agent-version", "-1")
 	p.fails(2, "the model has no price", "eval", "counterfactual", "--model", "no-such-model", "--budget", "1")
 	before := len(server.Requests())
 

@@ -21,13 +21,16 @@ calibrated against. The Engine Room has a key for each.`,
 		Example: "  agent eval label 01a21abd-4de8-7876-b240-505ac1bc02d6 \"refund not due\" bad --trial 2 --note \"no reason given\"",
 		Args:    positionalArgs(3, 3, "a run's id, a case, and good, bad or none"),
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			if l.Trial < 1 {
+				return usageError("%s", evals.ErrTrial)
+			}
 			if _, err := findRun(cmd.Context(), s, args[0]); err != nil {
 				return err
 			}
 			l.Run, l.Case, l.Word = args[0], args[1], args[2]
 			got, _, err := evals.PutLabel(cmd.Context(), s.Pool, l)
 			switch {
-			case errors.Is(err, evals.ErrLabel):
+			case errors.Is(err, evals.ErrLabel), errors.Is(err, evals.ErrTrial):
 				return usageError("%s", err)
 			case errors.Is(err, evals.ErrNotFound):
 				return hint(fmt.Errorf("run %s has no trial %d of %.100q", l.Run, l.Trial, l.Case), "see agent eval show %s", l.Run)

@@ -32,6 +32,8 @@ is used up, or by agent eval shadow stop RUN.`,
 				return usageError("--share must be more than 0 and at most 1")
 			case of.Margin < 0 || of.Margin >= 1 || of.BudgetUSD < 0:
 				return usageError("--margin must be from 0 to less than 1, and --budget not negative")
+			case of.Version < 0:
+				return errAgentVersion()
 			case of.Model == "" && of.Version == 0:
 				return usageError("name what to try: --model or --agent-version")
 			}

@@ -89,6 +89,10 @@ func TestEvalCommands(t *testing.T) {
 	assert.Equal(t, `{"answer":"It is paid.","pass":false}`+"\n", p.must("eval", "labels", "--jsonl"))
 	p.fails(1, `has no trial 3 of "not due"; see agent eval show`, "eval", "label", id, "not due", "good", "--trial", "3")
 	p.fails(2, "a label is good, bad or none", "eval", "label", id, "not due", "fine")
+	for _, trial := range []string{"-5", "0", "3000000000"} {
+		p.fails(2, "a trial has a number from 1 to 100", "eval", "label", id, "not due", "good", "--trial", trial)
+	}
+	p.fails(2, "--agent-version must be 1 or more", "eval", "shadow", "--agent-version", "-1")
 	p.must("eval", "label", id, "not due", "none", "--trial", "2")
 	assert.Equal(t, "", p.must("eval", "labels", "--jsonl"))
 	made := p.must("eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again")

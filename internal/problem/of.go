@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/channels"
@@ -63,7 +64,7 @@ func Of(err error) (p *Problem, news bool) {
 	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound,
 		memory.ErrConflictNotFound, objectives.ErrNotFound,
 		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound, webhooks.ErrNotFound,
-		documents.ErrNotFound, channels.ErrNotFound, evals.ErrNotFound):
+		documents.ErrNotFound, channels.ErrNotFound, evals.ErrNotFound, agents.ErrNotFound):
 		return New(http.StatusNotFound, "%s", err), false
 	case is(err, approvals.ErrFourEyes):
 		return New(http.StatusForbidden, "%s", approvals.ErrFourEyes).Kind("four-eyes", "Four eyes"), false

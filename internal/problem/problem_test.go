@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -58,6 +59,7 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 		"cursor":       {activity.ErrCursor, 400, "urn:lanekeeper:problem:bad-parameter"},
 		"bad lane":     {lanes.ErrInvalid, 400, "urn:lanekeeper:problem:malformed-id"},
 		"no execution": {executions.ErrNotFound, 404, "about:blank"},
+		"no agent":     {agents.ErrNotFound, 404, "about:blank"},
 		"no skill":     {skills.ErrNotFound, 404, "about:blank"},
 		"lost update": {
 			fmt.Errorf("save: %w",
