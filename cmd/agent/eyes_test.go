@@ -99,3 +99,36 @@ func carryTheirActor(t *testing.T, d *operateTest, ana program, base, anas, anaT
 	pgtest.Equal(t, d.pool, "dba sql",
 		`select concat_ws(' ', actor, via) from agent_audit where act = 'resume_agent' and reason = 'in SQL'`)
 }
+
+// A principal cannot make by itself a call that another one has to approve.
+func TestSkillsCallOnAServerNeedsTheRightToApprove(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t)
+	for name, four := range map[string]bool{"wipe": true, "refund": false} {
+		_, err := skills.Put(t.Context(), d.pool, skills.Definition{
+			Name: name, Handler: "sql:select 'gone' as done", Trust: skills.TrustApprove, Description: "acts",
+			Approvals: skills.Approvals{FourEyes: four},
+		}, skills.SourceWorkspace)
+		require.NoError(t, err)
+	}
+	far, _ := d.remote()
+	as := func(name string, role principals.Role) program {
+		_, err := principals.Create(t.Context(), d.pool, principals.New{Name: name, Kind: principals.User, Role: role})
+		require.NoError(t, err)
+		_, secret, err := principals.MakeToken(t.Context(), d.pool, principals.NewToken{
+			Principal: name, Scopes: []string{"*"},
+		})
+		require.NoError(t, err)
+		return newProgramWithoutDatabase(t, far.environ[0], "AGENT_TOKEN="+secret)
+	}
+	olga, ana := as("olga", principals.Operator), as("ana", principals.Admin)
+	olga.fails(1, "needs the scope approvals:decide", "skills", "call", "refund")
+	assert.Contains(t, ana.must("skills", "call", "refund"), "gone")
+	for _, p := range []program{olga, ana} {
+		p.fails(1, "has four_eyes", "skills", "call", "wipe")
+	}
+	assert.Contains(t, far.must("skills", "call", "wipe"), "gone")
+	assert.Contains(t, d.must("skills", "call", "wipe"), "gone")
+	id := pgtest.Value[string](t, d.pool, `select id::text from agent_executions where flow = 'skill_call' limit 1`)
+	ana.fails(1, "agent skills call", "executions", "fork", id)
+}

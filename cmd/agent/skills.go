@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -227,8 +228,9 @@ func (c *cli) skillsCallCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "call NAME", Short: "Call a skill now and print its result", Args: positionalArgs(1, 1, "a skill's name"),
 		Long: `Call a skill as the agent does: with validated arguments, its timeout and a new trace. The call counts for the skill's
-health. An admin's call needs no approval. For a skill on trial it is the trial: success enables the skill, failure
-restarts its cool-down.`,
+health. Root and the local command line need no approval. With --server, a call of a skill with trust: approve needs
+the scope approvals:decide, and a skill with four_eyes is refused: ask the agent for the call with agent operate. For a
+skill on trial it is the trial: success enables the skill, failure restarts its cool-down.`,
 		Example: "  agent skills call table_sizes --args '{\"limit\": 5}'",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if !json.Valid([]byte(text)) {
@@ -241,6 +243,24 @@ restarts its cool-down.`,
 	return cmd
 }
 
+// mayCall refuses a named principal the call of a skill that another principal has to approve. Root and the local
+// command line may call each skill.
+func mayCall(ctx context.Context, s skills.Skill) error {
+	who := principals.From(ctx)
+	switch {
+	case who == nil || who.Name == principals.Root || s.Trust != skills.TrustApprove:
+		return nil
+	case s.FourEyes:
+		return hint(fmt.Errorf("skill %s has four_eyes: %s cannot call it alone", s.Name, who.Name),
+			"ask for the call with agent operate; then another approver decides it with agent approvals approve ID")
+	case !who.May(principals.ApprovalsDecide):
+		return hint(fmt.Errorf("skill %s has trust: approve, so its call needs the scope %s, which %s (role %s) does not have here",
+			s.Name, principals.ApprovalsDecide, who.Name, who.Role),
+			"ask for the call with agent operate; then an approver decides it with agent approvals approve ID")
+	}
+	return nil
+}
+
 // callSkill validates the call before it records anything, then runs it.
 func (c *cli) callSkill(ctx context.Context, s *session, call app.SkillCall) error {
 	if _, err := builtins.Put(ctx, s.Pool); err != nil {
@@ -249,6 +269,9 @@ func (c *cli) callSkill(ctx context.Context, s *session, call app.SkillCall) err
 	skill, err := skills.Get(ctx, s.Pool, call.Skill)
 	if err != nil {
 		return skillHint(err)
+	}
+	if err := mayCall(ctx, skill); err != nil {
+		return err
 	}
 	switch {
 	case skill.TrialAt != nil && !skill.Enabled:

@@ -22,6 +22,7 @@ type SkillCall struct {
 
 // registerCallFlow lets every process resume a skill call.
 func registerCallFlow(a *App, loop *reason.Loop) error {
+	a.Engine.Unforkable(CallFlow, "a fork would skip the check of its caller; call it again with agent skills call")
 	return a.Engine.Register(CallFlow, func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 		var call SkillCall
 		if err := json.Unmarshal(input, &call); err != nil {
