@@ -462,7 +462,7 @@ func soil(t *testing.T, pool *pgxpool.Pool, text string) {
 		 where c.table_schema = current_schema() and t.table_type = 'BASE TABLE' and c.table_name like 'agent\_%'
 		   and c.data_type in ('text', 'jsonb')
 		   and c.is_generated = 'NEVER' and c.table_name !~ '^agent_(activity_\d|limits)'
-		   and c.column_name !~ '^(id|name|key|kind|suite|case_name|status|surface|role|channel|category|cause|trigger|queue|scope|trust|handler|lane|thread_id|skill_name|flow|endpoint|event|conversation_id|step|cron|timezone|.*trace_id|waiting_for|result_type|decided_by|token_usage|headers|outcome|body_sha256|.*hash)$'`)
+		   and c.column_name !~ '^(id|name|key|kind|suite|case_name|status|surface|role|channel|category|cause|trigger|queue|scope|trust|handler|lane|thread_id|skill_name|flow|endpoint|event|conversation_id|step|cron|timezone|.*trace_id|waiting_for|result_type|decided_by|token_usage|headers|outcome|calls|judgements|subject|body_sha256|.*hash)$'`)
 	require.NoError(t, err)
 	type column struct{ Table, Name, Type string }
 	columns, err := pgx.CollectRows(rows, pgx.RowToStructByPos[column])

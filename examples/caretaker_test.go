@@ -227,7 +227,7 @@ func TestCompareSizesTakesWhatWasRememberedOrMeasured(t *testing.T) {
 			caller := newCaller(t, pool)
 			caller.exec(`delete from agent_memory`, `delete from agent_automation_runs`)
 			caller.exec(c.statements...)
-			row := caller.call("compare_sizes", `{"limit": 100}`).find(t, "table", "public.t")
+			row := caller.call("compare_sizes", `{"limit": 500}`).find(t, "table", "public.t")
 			if row["bytes_before"] != c.before || row["bytes_now"] != 8192.0 ||
 				(row["compared_with"] == nil) != (c.before == nil) {
 				t.Errorf("row is %v, not %v before", row, c.before)
@@ -239,7 +239,7 @@ func TestCompareSizesTakesWhatWasRememberedOrMeasured(t *testing.T) {
 func TestCompareSizesShowsTablesThatAreGone(t *testing.T) {
 	c := newCaller(t, applied(t))
 	c.exec(`insert into agent_memory (category, key, value) values ('sizes', 'k', '{"public.lost": 5}')`)
-	if row := c.call("compare_sizes", `{"limit": 100}`).find(t, "table", "public.lost"); row["verdict"] != "gone" {
+	if row := c.call("compare_sizes", `{"limit": 500}`).find(t, "table", "public.lost"); row["verdict"] != "gone" {
 		t.Errorf("row is %v", row)
 	}
 }

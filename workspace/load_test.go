@@ -96,9 +96,9 @@ func TestLoadErrors(t *testing.T) {
 			`f.yaml:5:15: max_attempts: is "1.5"; it must be a whole number`,
 		},
 		"unknown key": {goodSkill + "handlr: x\n", `f.yaml:4:1: unknown key "handlr"; did you mean "handler"?`},
-		"far key":     {goodSkill + "zzzzzzzz: x\n", `f.yaml:4:1: unknown key "zzzzzzzz"; known are config, `},
+		"far key":     {goodSkill + "zzzzzzzz: x\n", `f.yaml:4:1: unknown key "zzzzzzzz"; known are approvals, config, `},
 		"endless key": {goodSkill + strings.Repeat("h", 1000) + ": x\n", `f.yaml:4:1: unknown key "` +
-			strings.Repeat("h", 80) + `…"; known are config, `},
+			strings.Repeat("h", 80) + `…"; known are approvals, config, `},
 		"key twice": {goodSkill + "name: b\n", `f.yaml:4:1: name: is given twice, first in line 2`},
 		"wrong type": {
 			goodSkill + "idempotent: perhaps\n",

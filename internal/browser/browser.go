@@ -179,6 +179,25 @@ func (p *Page) Eval(script string, out any) {
 // Until waits until a JavaScript expression, which is no promise, is true. The page may go elsewhere meanwhile.
 func (p *Page) Until(what, condition string) {
 	p.tb.Helper()
+	p.until(what, condition, func() {})
+}
+
+// PressUntil presses keys each second until a condition holds, as for Until: a page that is left for the next one may
+// hear no key.
+func (p *Page) PressUntil(keys, condition string) {
+	p.tb.Helper()
+	p.Press(keys)
+	n := 0
+	p.until("the keys "+keys+" are heard", condition, func() {
+		if n++; n%10 == 0 {
+			p.Press(keys)
+		}
+	})
+}
+
+// until waits for a condition, and calls between after each look.
+func (p *Page) until(what, condition string, between func()) {
+	p.tb.Helper()
 	ctx, cancel := context.WithTimeout(p.ctx, patience)
 	defer cancel()
 	tick := time.NewTicker(100 * time.Millisecond)
@@ -197,6 +216,7 @@ func (p *Page) Until(what, condition string) {
 		case <-ctx.Done():
 			p.tb.Fatalf("wait until %s: it did not come (%v)\n%s", what, last, p.where())
 		case <-tick.C:
+			between()
 		}
 	}
 }
