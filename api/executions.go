@@ -332,7 +332,7 @@ func (s *server) startable(ctx context.Context, flow string, input json.RawMessa
 	if externalForm.MatchString(flow) {
 		return nil
 	}
-	if instead, reserved := reservedFlows[flow]; reserved {
+	if instead, reserved := reservedFlows[executions.ReservedName(flow)]; reserved {
 		return problem.New(http.StatusUnprocessableEntity, "flow %s cannot be started here: %s", flow, instead).
 			Kind("reserved-flow", "Reserved flow")
 	}
@@ -380,7 +380,7 @@ func (s *server) flowNames(ctx context.Context) ([]string, error) {
 		return nil, err
 	}
 	for _, name := range inGo {
-		if _, reserved := reservedFlows[name]; !reserved {
+		if _, reserved := reservedFlows[executions.ReservedName(name)]; !reserved {
 			names = append(names, name)
 		}
 	}

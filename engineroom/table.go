@@ -66,6 +66,7 @@ func (l executionList) Table() tableLink {
 	if l.Agent != "" {
 		left = append(left, "agent")
 	}
+	q["label"] = l.Label
 	if id, err := trace.ParseAny(l.Trace); err == nil && len(id) > 0 {
 		q["trace_id"] = l.Trace
 	} else if l.Trace != "" {

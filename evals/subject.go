@@ -27,6 +27,7 @@ type Subject struct {
 	Delegates []agents.Definition `json:"delegates"` // names and descriptions
 	Skills    []skills.Skill      `json:"skills"`    // those that the agent may call, without what calls them
 	Runtime   string              `json:"runtime"`   // the version of this program
+	Setup     string              `json:"setup"`     // identifies the settings of the model calls
 }
 
 // Installation has what a subject depends on besides the database.
@@ -36,6 +37,7 @@ type Installation struct {
 	Offline bool                // Model answers for all agents
 	Scopes  map[string][]string // of the skills of each surface
 	Runtime string
+	Setup   string
 }
 
 // Subject reads what a run of a suite would try, in the state that db shows.
@@ -62,7 +64,7 @@ func (in Installation) SubjectAt(ctx context.Context, db postgres.DB, s Suite, v
 	}
 	found := Subject{
 		Suite: s, Agent: who.AsDeclared(), Version: who.Version, Model: who.Model, Effort: who.Effort, Runtime: in.Runtime,
-		Installed: in.Model,
+		Installed: in.Model, Setup: in.Setup,
 	}
 	found.Agent.Name = who.Name
 	if found.Model == "" || in.Offline {

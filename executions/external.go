@@ -34,7 +34,15 @@ var reserved = []string{
 func Reserved() []string { return slices.Clone(reserved) }
 
 // IsReserved reports whether only the program itself starts a flow.
-func IsReserved(flow string) bool { return slices.Contains(reserved, flow) }
+func IsReserved(flow string) bool { return slices.Contains(reserved, ReservedName(flow)) }
+
+// ReservedName is the flow without the part that tells trials of evals apart: "eval" for "eval:1f0c".
+func ReservedName(flow string) string {
+	if strings.HasPrefix(flow, "eval:") {
+		return "eval"
+	}
+	return flow
+}
 
 // The errors of run locks. Each comes as a *RunError.
 var (

@@ -140,10 +140,10 @@ func LabelsOf(ctx context.Context, db postgres.DB, ids []string) (map[string]Lab
 	return found, nil
 }
 
-// ParseLabel splits a filter by label: name=value, or a value alone. A text whose part before the sign can be no name
-// is a value.
+// ParseLabel splits a filter by label: name=value, or a value alone. A text whose part before the sign can be no name,
+// or without a part after it, is a value.
 func ParseLabel(text string) (name, value string) {
-	if before, after, ok := strings.Cut(text, "="); ok && labelName.MatchString(before) {
+	if before, after, ok := strings.Cut(text, "="); ok && after != "" && labelName.MatchString(before) {
 		return before, after
 	}
 	return "", text

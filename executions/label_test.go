@@ -60,6 +60,7 @@ func TestExecutionsAreFoundByTheirLabels(t *testing.T) {
 		{executions.Filter{Label: "A-2", Before: third, Limit: 1}, []string{second}},
 		{executions.Filter{Label: "A-1"}, nil}, // replaced
 		{executions.Filter{Label: "A"}, nil},
+		{executions.Filter{Label: "order="}, nil},
 	} {
 		if got := found(c.f); strings.Join(got, " ") != strings.Join(c.want, " ") {
 			t.Errorf("%+v finds %v, want %v", c.f, got, c.want)

@@ -254,6 +254,9 @@ func (c *cli) workEval(
 	if terminal(c.err) && total(done) > 0 {
 		fmt.Fprintln(c.err)
 	}
+	if errors.Is(err, runner.ErrElsewhere) {
+		return report, &exitError{exitUsage, err}
+	}
 	if err != nil {
 		return report, err
 	}

@@ -91,7 +91,7 @@ var reservedFlows = map[string]string{
 }
 
 func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) error {
-	if command := reservedFlows[b.spec.Flow]; command != "" {
+	if command := reservedFlows[executions.ReservedName(b.spec.Flow)]; command != "" {
 		return &exitError{exitUsage, hint(fmt.Errorf("flow %s cannot be started directly", b.spec.Flow), "use %s", command)}
 	}
 	a, err := c.app(s, nil)
@@ -189,7 +189,7 @@ func startableFlows(ctx context.Context, a *app.App) ([]string, error) {
 		return nil, err
 	}
 	for _, name := range inGo {
-		if reservedFlows[name] == "" {
+		if reservedFlows[executions.ReservedName(name)] == "" {
 			names = append(names, name)
 		}
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 )
@@ -46,7 +47,7 @@ func (c *cli) flowsListCommand() *cobra.Command {
 				listed = append(listed, listedFlow{f.Name, "data", new(f.Version), f.Definition.Description, f.Source})
 			}
 			for _, name := range names {
-				if reservedFlows[name] == "" {
+				if reservedFlows[executions.ReservedName(name)] == "" {
 					listed = append(listed, listedFlow{Name: name, Kind: "go"})
 				}
 			}

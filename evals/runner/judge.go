@@ -167,7 +167,7 @@ func (r *Runner) judgeLabel(
 	model, _ := s.JudgeModel(j)
 	judge, about := evals.JudgeKey(model, j, l.Answer)
 	x, _, err := r.Engine.Start(ctx, r.Pool, executions.Spec{
-		Flow: Flow, Surface: trace.Eval, Agent: run.Agent, Priority: 4,
+		Flow: r.flow(), Surface: trace.Eval, Agent: run.Agent, Priority: 4,
 		Input:     trial{Run: run.ID, Judge: &j, Answer: l.Answer},
 		DedupeKey: strings.Join([]string{"eval", run.ID, "judge", judge, about}, " "),
 	})

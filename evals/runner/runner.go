@@ -40,8 +40,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Flow is the flow of a trial.
+// Flow begins the name of the flow of a trial. The setup of the process follows, so that no process with another model
+// server, key or limit plays it.
 const Flow = "eval"
+
+// ErrElsewhere reports a trial that only processes with another setup play.
+var ErrElsewhere = errors.New("the run began with another model server, key, price or limit; go on with the same settings")
 
 // Surface has the rules and skills that a suite borrows from a surface.
 type Surface struct {
@@ -60,12 +64,21 @@ type Runner struct {
 	Logger   *slog.Logger
 	Surfaces map[string]Surface // by name
 	Version  string             // of this program
+	Setup    string             // identifies the settings of the model calls; empty is one, too
+}
+
+// flow is the flow of the trials that this process plays.
+func (r *Runner) flow() string {
+	if r.Setup == "" {
+		return Flow
+	}
+	return Flow + ":" + r.Setup
 }
 
 // Installation has what the subjects of runs depend on besides the database. It needs no Model.
 func (r *Runner) Installation(model string) evals.Installation {
 	in := evals.Installation{
-		Agents: r.Agents, Model: model, Offline: model == offline.Model, Runtime: r.Version, Scopes: map[string][]string{},
+		Agents: r.Agents, Model: model, Offline: model == offline.Model, Runtime: r.Version, Setup: r.Setup, Scopes: map[string][]string{},
 	}
 	for name, surface := range r.Surfaces {
 		in.Scopes[name] = surface.Scopes
@@ -85,7 +98,7 @@ type trial struct {
 
 // Register registers the flow.
 func (r *Runner) Register() error {
-	return r.Engine.Register(Flow, func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+	return r.Engine.Register(r.flow(), func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
 		var in trial
 		if err := json.Unmarshal(raw, &in); err != nil {
 			return executions.Result{}, fmt.Errorf("read input: %w", err)
@@ -342,9 +355,9 @@ func (r *Runner) checkPrices(s evals.Subject) error {
 }
 
 // spec returns the execution of a trial. Its key makes it one, in whatever process it starts.
-func spec(run evals.Run, t evals.Trial) executions.Spec {
+func (r *Runner) spec(run evals.Run, t evals.Trial) executions.Spec {
 	return executions.Spec{
-		Flow: Flow, Surface: trace.Eval, Agent: run.Agent, Priority: 4,
+		Flow: r.flow(), Surface: trace.Eval, Agent: run.Agent, Priority: 4,
 		Input:     trial{Run: run.ID, Case: t.Case, Trial: t.Trial},
 		DedupeKey: fmt.Sprintf("eval %s %d %s", run.ID, t.Trial, t.Case),
 	}

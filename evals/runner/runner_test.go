@@ -3,6 +3,7 @@ package runner_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"log/slog"
 	"maps"
 	"slices"
@@ -442,5 +443,42 @@ func TestManyTrialsRunBesideEachOther(t *testing.T) {
 	raw := pgtest.Value[string](t, w.pool, `select input::text from agent_executions order by id limit 1`)
 	if err := json.Unmarshal([]byte(raw), &input); err != nil || input.Trial == 0 {
 		t.Errorf("the input is %s: %v", raw, err)
+	}
+}
+
+// A process with another model server, key or limit plays no trial of a run, whether it works on the run or on whatever
+// is ready.
+func TestOnlyProcessesWithTheSameSetupPlayARun(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	begun := make(chan struct{}, 100)
+	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
+		begun <- struct{}{}
+		return modeltest.Text("It is not due.").Slowly(time.Minute)
+	})
+	run := w.start(t, orders(), runner.Options{})
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- w.runner.Work(ctx, run, 1, func(evals.Trial) {}) }()
+	<-begun
+
+	elsewhere := modeltest.New(t)
+	elsewhere.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("No.") })
+	client, err := models.New(models.Config{
+		BaseURL: elsewhere.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
+	})
+	require.NoError(t, err)
+	other := *w.runner
+	other.Engine, other.Model, other.Setup = enginetest.New(t, w.pool), client, "0c0a"
+	require.NoError(t, other.Register())
+	enginetest.Run(t, other.Engine.Run)
+	cancel()
+	<-ended
+	if err := other.Work(t.Context(), run, 1, func(evals.Trial) {}); !errors.Is(err, runner.ErrElsewhere) {
+		t.Errorf("the other process goes on with the run: %v", err)
+	}
+	time.Sleep(time.Second) // the other process looks for what is ready
+	if n := len(elsewhere.Requests()); n > 0 {
+		t.Errorf("the other process made %d model calls", n)
 	}
 }

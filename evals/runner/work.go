@@ -26,6 +26,13 @@ var errTimeout = errors.New("the time of the run is over")
 // It plays the control of a run first. If the control does not follow its recorded turns, the trials of the run are
 // undecided without being played.
 func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTrial func(evals.Trial)) error {
+	subject, err := evals.SubjectOf(ctx, r.Pool, run)
+	if err != nil {
+		return err
+	}
+	if subject.Setup != r.Setup {
+		return fmt.Errorf("play run %s: %w", run.ID, ErrElsewhere)
+	}
 	if run.Kind == evals.OfShadow {
 		return r.workShadow(ctx, run, onTrial)
 	}
@@ -37,10 +44,6 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 		if !follows {
 			return r.skip(ctx, run)
 		}
-	}
-	subject, err := evals.SubjectOf(ctx, r.Pool, run)
-	if err != nil {
-		return err
 	}
 	left, err := r.left(ctx, run, subject.Suite.Definition)
 	if err != nil {
@@ -84,7 +87,7 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 
 // await starts a trial, runs it here if no other process does, and waits for its verdict.
 func (r *Runner) await(ctx context.Context, run evals.Run, t evals.Trial) (evals.Trial, error) {
-	x, _, err := r.Engine.Start(ctx, r.Pool, spec(run, t))
+	x, _, err := r.Engine.Start(ctx, r.Pool, r.spec(run, t))
 	if err != nil {
 		return t, err
 	}
@@ -184,7 +187,7 @@ func (r *Runner) cancelOpen(ctx context.Context, run evals.Run, cause error) err
 		}
 		var id *string
 		err := r.Pool.QueryRow(ctx, `select max(id::text) from agent_executions where dedupe_key = @key`,
-			postgres.Strict{"key": spec(run, t).DedupeKey}).Scan(&id)
+			postgres.Strict{"key": r.spec(run, t).DedupeKey}).Scan(&id)
 		if err == nil && id != nil {
 			_, err = r.Engine.Cancel(ctx, *id, "eval", cause.Error())
 		}

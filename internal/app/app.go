@@ -9,6 +9,8 @@ package app
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -329,10 +331,18 @@ func (a *App) registerSurfaces() (err error) {
 	a.Evals = &evalrunner.Runner{
 		Pool: a.Pool, Engine: a.Engine, Model: a.Loop.Model, Skills: a.Registry, Agents: a.Loop.Agents, Budget: a.Loop.Budget,
 		Logger: a.Log, Surfaces: evalSurfaces(), Version: a.Version,
+		Setup: modelSetup(cfg),
 	}
 	beat := &heartbeat.Heartbeat{Pool: a.Pool, Loop: a.Loop, Heal: HealPolicy(cfg), Logger: a.Log}
 	return errors.Join(beat.Register(a.Engine), a.Chat.Register(a.Engine), a.Webhook.Register(a.Engine),
 		a.Runner.Register(), a.MCPServer.Register(), a.Evals.Register())
+}
+
+// modelSetup identifies the settings that decide what model calls answer and cost.
+func modelSetup(cfg config.Config) string {
+	sum := sha256.Sum256(fmt.Appendf(nil, "%q %q %q %v %v", cfg.OpenAIBaseURL, cfg.OpenAIKey.Reveal(), cfg.Model,
+		cfg.Prices, cfg.Budget.MaxCostUSD))
+	return hex.EncodeToString(sum[:4])
 }
 
 // evalSurfaces are the surfaces whose rules and skills suites of evals may borrow.
@@ -347,7 +357,7 @@ func evalSurfaces() map[string]evalrunner.Surface {
 
 // EvalInstallation is what the subjects of evals depend on besides the database, as the runner has it.
 func EvalInstallation(cfg config.Config, version string) evals.Installation {
-	runner := evalrunner.Runner{Agents: NewDirectory(cfg), Surfaces: evalSurfaces(), Version: version}
+	runner := evalrunner.Runner{Agents: NewDirectory(cfg), Surfaces: evalSurfaces(), Version: version, Setup: modelSetup(cfg)}
 	model := cmp.Or(cfg.Model, DefaultModel)
 	if cfg.OpenAIBaseURL == "" && !cfg.OpenAIKey.IsSet() {
 		model = offline.Model

@@ -325,7 +325,7 @@ comment on function lanekeeper.refuse_agent_eval is
   'Refuse a row of a trial of an eval (SQLSTATE LK009). A trial runs one execution and writes its log, nothing else.';
 
 create or replace trigger agent_executions_no_eval before insert on agent_executions for each row
-  when (new.trace_id like 'ev\_%' and (new.flow <> 'eval' or new.surface <> 'eval' or new.thread_id is not null)
+  when (new.trace_id like 'ev\_%' and (new.flow !~ '^eval(:[0-9a-f]+)?$' or new.surface <> 'eval' or new.thread_id is not null)
         or new.surface = 'eval' and new.trace_id not like 'ev\_%')
   execute function lanekeeper.refuse_agent_eval();
 
