@@ -81,8 +81,8 @@ func StopShadow(ctx context.Context, db postgres.Beginner, run string) error {
 	return nil
 }
 
-// Extend adds recorded turns that completed after s.SeenAt, with a trial of each for a shadow and its control, and moves
-// SeenAt to s.Upto. It does nothing if another process moved SeenAt meanwhile.
+// Extend adds recorded turns that completed after s.SeenAt, with a trial of each for a shadow and its control, and
+// moves SeenAt to s.Upto. It does nothing if another process moved SeenAt meanwhile.
 func Extend(ctx context.Context, db postgres.Beginner, r Run, more Sample, s Shadow) error {
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
 		moved, err := tx.Exec(ctx, `

@@ -253,7 +253,8 @@ func null(s string) *string {
 // first, the insert includes the claim: one round trip before the flow runs. Concurrent starts share a statement. All
 // others are queued.
 func (e *Engine) startLocal(ctx context.Context, s Spec) (Execution, bool, error) {
-	if s.DedupeKey != "" || len(s.Labels) > 0 || activity.HasActor(ctx) { // another transaction may hold the key, which would delay the batch
+	// Another transaction may hold the key, which would delay the batch, and more rows belong to the others.
+	if s.DedupeKey != "" || len(s.Labels) > 0 || activity.HasActor(ctx) {
 		return e.startPending(ctx, s)
 	}
 	o, err := s.insertParams(false)

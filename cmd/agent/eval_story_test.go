@@ -17,8 +17,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-// From a bad trace to a case that fails, a change of instructions that mends it, the gate, and a counterfactual over the
-// other recorded turns.
+// From a bad trace to a case that fails, a change of instructions that mends it, the gate, and a counterfactual over
+// the other recorded turns.
 func TestABadTraceBecomesACaseThatAChangeOfInstructionsMends(t *testing.T) {
 	t.Parallel()
 	turns := 50

@@ -78,7 +78,8 @@ func (r *Runner) flow() string {
 // Installation has what the subjects of runs depend on besides the database. It needs no Model.
 func (r *Runner) Installation(model string) evals.Installation {
 	in := evals.Installation{
-		Agents: r.Agents, Model: model, Offline: model == offline.Model, Runtime: r.Version, Setup: r.Setup, Scopes: map[string][]string{},
+		Agents: r.Agents, Model: model, Offline: model == offline.Model, Runtime: r.Version, Setup: r.Setup,
+		Scopes: map[string][]string{},
 	}
 	for name, surface := range r.Surfaces {
 		in.Scopes[name] = surface.Scopes

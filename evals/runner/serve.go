@@ -124,8 +124,8 @@ func (r *Runner) serve(ctx context.Context, c claim) {
 	}
 }
 
-// abandon ends a run that cannot be played: at once for a permanent error, and for others after its deadline. It returns
-// cause, or the error of this attempt, if the run goes on.
+// abandon ends a run that cannot be played: at once for a permanent error, and for others after its deadline. It
+// returns cause, or the error of this attempt, if the run goes on.
 func (r *Runner) abandon(ctx context.Context, run evals.Run, cause error) (ended bool, err error) {
 	if run.ID == "" {
 		return false, cause

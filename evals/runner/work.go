@@ -140,8 +140,8 @@ func (r *Runner) decided(ctx context.Context, run evals.Run, t evals.Trial, id s
 	return evals.GetTrial(ctx, r.Pool, run.ID, t.Case, t.Trial)
 }
 
-// decide ends a run. cause is why trials are still open; nil if none is. A trial without a verdict is undecided, and its
-// execution is cancelled. A run never passes with a cause other than errTimeout.
+// decide ends a run. cause is why trials are still open; nil if none is. A trial without a verdict is undecided, and
+// its execution is cancelled. A run never passes with a cause other than errTimeout.
 func (r *Runner) decide(ctx context.Context, run evals.Run, cause error) error {
 	if cause != nil {
 		if err := r.cancelOpen(ctx, run, cause); err != nil {

@@ -357,7 +357,8 @@ func evalSurfaces() map[string]evalrunner.Surface {
 
 // EvalInstallation is what the subjects of evals depend on besides the database, as the runner has it.
 func EvalInstallation(cfg config.Config, version string) evals.Installation {
-	runner := evalrunner.Runner{Agents: NewDirectory(cfg), Surfaces: evalSurfaces(), Version: version, Setup: modelSetup(cfg)}
+	runner := evalrunner.Runner{Agents: NewDirectory(cfg), Surfaces: evalSurfaces(), Version: version}
+	runner.Setup = modelSetup(cfg)
 	model := cmp.Or(cfg.Model, DefaultModel)
 	if cfg.OpenAIBaseURL == "" && !cfg.OpenAIKey.IsSet() {
 		model = offline.Model
