@@ -47,6 +47,7 @@ var shownDatabases = regexp.MustCompile(`postgres://agent:agent@localhost/\w+`)
 type page struct {
 	path      string
 	database  bool // DATABASE_URL is set from its beginning
+	model     bool // a scripted model answers
 	databases []string
 	blocks    []block
 }
@@ -56,6 +57,7 @@ func readPage(t testing.TB, path string) page {
 	text, err := os.ReadFile(path)
 	require.NoError(t, err)
 	p := page{path: path, database: strings.Contains(string(text), "<!-- database -->")}
+	p.model = strings.Contains(string(text), "<!-- model -->")
 	p.databases = shownDatabases.FindAllString(string(text), -1)
 	if p.database {
 		p.databases = append(p.databases, shownDatabase)

@@ -38,6 +38,7 @@ type shell struct {
 	dir     string
 	address string
 	urls    map[string]string // of databases, by those that the page shows
+	model   string            // the URL of a scripted model; empty for the offline one
 	in      io.Writer
 	out     *bufio.Reader
 	beside  []*exec.Cmd
@@ -52,6 +53,9 @@ func newShell(t testing.TB, p page) *shell {
 	require.NoError(t, listener.Close())
 	for _, shown := range p.databases {
 		s.urls[shown] = pgtest.EmptyURL(t)
+	}
+	if p.model {
+		s.model = scriptedModel(t).URL()
 	}
 	cmd := s.command("bash", "--noprofile", "--norc")
 	reader, writer, err := os.Pipe()
@@ -91,6 +95,9 @@ func (s *shell) command(name string, args ...string) *exec.Cmd {
 	}
 	if s.page.database {
 		cmd.Env = append(cmd.Env, "DATABASE_URL="+s.urls[shownDatabase])
+	}
+	if s.model != "" {
+		cmd.Env = append(cmd.Env, "OPENAI_BASE_URL="+s.model, "OPENAI_API_KEY=k", "AGENT_MODEL=gpt-4o-mini")
 	}
 	cmd.SysProcAttr = proctest.DieWithUs()
 	if cmd.SysProcAttr == nil {
