@@ -241,6 +241,9 @@ func (v *validator) expectation(at string, e Expectation) {
 	if keys != 1 {
 		v.add(at, "must have exactly one key; write each expectation as an entry of its own")
 	}
+	if e.NotCalled != nil && len(e.NotCalled) == 0 || e.InOrder != nil && len(e.InOrder) == 0 {
+		v.add(at, "must name a skill; exact: [] expects no call at all")
+	}
 	if e.Called != nil && (e.Called.Skill == "" || e.Called.Times < 0) {
 		v.add(at+".called", "must name a skill, and times must not be negative")
 	}

@@ -62,6 +62,9 @@ apply DIR through after that.`,
 			if cmd.Flags().Changed("candidate") && o.candidate == "" || o.prune && o.candidate == "" {
 				return usageError("--candidate needs the folder of a workspace, and --prune needs --candidate")
 			}
+			if cmd.Flags().Changed("trials") && (o.Trials < 1 || o.Trials > 100) {
+				return usageError("--trials must be 1 to 100")
+			}
 			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
 				return c.runEvals(ctx, s, a, args, o)
 			})
@@ -80,14 +83,28 @@ apply DIR through after that.`,
 
 // runEvals runs suites one after the other.
 func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []string, o evalOptions) error {
-	if o.Trials < 0 || o.Trials > 100 || o.concurrent < 1 || o.concurrent > 100 {
-		return usageError("--trials and --concurrency must be 1 to 100")
+	if o.concurrent < 1 || o.concurrent > 100 {
+		return usageError("--concurrency must be 1 to 100")
+	}
+	if err := c.checkJUnit(o.junit); err != nil {
+		return err
 	}
 	runs, err := c.startEvals(ctx, s, a, names, o)
 	if err != nil {
 		return err
 	}
 	return c.workEvals(ctx, s, a, runs, o)
+}
+
+// checkJUnit creates the file before anything is paid. One of a caller elsewhere is created at the end.
+func (c *cli) checkJUnit(name string) error {
+	if _, far := c.out.(*callerStream); far || name == "" {
+		return nil
+	}
+	if err := c.writeFile(name, nil, true); err != nil {
+		return &exitError{exitUsage, err}
+	}
+	return nil
 }
 
 // workEvals plays runs one after the other, and reports them.
@@ -409,7 +426,7 @@ type (
 	junitCase struct {
 		Class   string        `xml:"classname,attr"`
 		Name    string        `xml:"name,attr"`
-		Seconds string        `xml:"time,attr"`
+		Seconds string        `xml:"time,attr,omitempty"`
 		Failure *junitMessage `xml:"failure"`
 		Error   *junitMessage `xml:"error"`
 		Skipped *junitMessage `xml:"skipped"`

@@ -56,6 +56,8 @@ func TestEvalCommands(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "OPENAI_API_KEY=k", "AGENT_MODEL=gpt-4o-mini",
 		"AGENT_LOG_LEVEL=error")
 	assert.Contains(t, p.must("eval", "ls"), "no eval; declare one")
+	p.fails(2, "--trials must be 1 to 100", "eval", "run", "--trials", "0")
+	p.fails(2, "x.xml", "eval", "run", "--junit", "/nowhere/x.xml")
 	p.fails(1, "there is no eval; declare one as kind: eval", "eval", "run")
 	dir := t.TempDir()
 	path := filepath.Join(dir, "a.yaml")
