@@ -186,9 +186,9 @@ func (m storyEvent) text() string {
 	return anyID.ReplaceAllString(line, "…")
 }
 
-// finish polls a few more times for unexpected events and prints the thread.
+// finish polls for a moment more for unexpected events and prints the thread.
 func (s *storyPlayer) finish(ctx context.Context) error {
-	quiet := time.NewTimer(10 * demoPollInterval)
+	quiet := time.NewTimer(60 * demoPollInterval)
 	defer quiet.Stop()
 	select {
 	case <-ctx.Done():

@@ -114,8 +114,8 @@ func TestAServerAppliesWithTheSameGate(t *testing.T) {
 	pgtest.Equal(t, pool, "without evals: a test", `
 		select reason from agent_audit where act = 'apply_workspace' order by id desc limit 1`)
 
-	far.fails(2, "--candidate names the folder", "eval", "run", "--candidate", "")
-	far.fails(2, "--candidate names the folder", "eval", "run", "--prune")
+	far.fails(2, "--candidate needs the folder", "eval", "run", "--candidate", "")
+	far.fails(2, "--candidate needs the folder", "eval", "run", "--prune")
 	far.fails(1, `has no eval "maners"; did you mean "manners"?`, "eval", "run", "maners", "--candidate", dir)
 
 	write("Be rude.", "Be slow.")
