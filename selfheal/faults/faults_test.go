@@ -86,10 +86,10 @@ func TestReadNamesTheLine(t *testing.T) {
 	t.Parallel()
 	for text, want := range map[string]string{
 		line() + "\n" + line("...ttt", "...tt"): "line 2 of the set: skill, caller, result and gap",
-		line("...ttt", "...ttz"):                `line 1 of the set: result 6 is 'z'`,
-		line(`"gap": "1`, `"gap": "?`):          `gap 1 is '?'`,
+		line("...ttt", "...ttz"):                `line 1 of the set: result 6 must be one of`,
+		line(`"gap": "1`, `"gap": "?`):          `gap 1 must be a digit`,
 		line(`"by": 6`, `"by": 7`):              "from and by must be numbers of calls",
-		line("ssssss", ""):                      "it has 0 calls",
+		line("ssssss", ""):                      "a trace must have 1 to 10000 calls",
 		`{"nme": 1}`:                            `unknown field "nme"`,
 	} {
 		if _, err := faults.Read(strings.NewReader(text)); err == nil || !strings.Contains(err.Error(), want) {
