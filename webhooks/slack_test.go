@@ -40,8 +40,9 @@ func TestSlackGetsATextWithALinkAtASecretAddress(t *testing.T) {
 	} {
 		pgtest.Exec(t, pool, `select lanekeeper.emit_agent_webhook(`+event+`)`)
 	}
-	testkit.Run(t, out.Run)
+	stop := testkit.Run(t, out.Run)
 	pgtest.Until(t, pool, 4, `select count(*) from agent_webhook_outbox where status = 'sent'`)
+	stop() // what it wrote is read below
 	got := map[string]bool{}
 	for _, body := range them.bodies {
 		var said map[string]string
