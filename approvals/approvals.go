@@ -226,7 +226,8 @@ func Ask(ctx context.Context, r Request) (Approval, error) {
 		}
 		_, err = tx.Exec(ctx, `
 			with noted as (update agent_approvals set activity_id = @note where id = @id returning id)
-			select pg_notify('agent_channels', 'approval requested') from noted`, // for package channels
+			select pg_notify('agent_channels', 'approval requested') from noted -- for package channels
+			 where exists (select from agent_channels c where c.enabled)`,
 			postgres.Strict{"note": note, "id": asked.ID})
 		return asked, err
 	}, executions.Input(r.Args))
