@@ -183,13 +183,13 @@ func LabelsOf(ctx context.Context, db postgres.DB, s Suite, rubric string) ([]Ju
 
 // unanimous keeps one label for each answer.
 func unanimous(all []JudgeLabel) (kept []JudgeLabel) {
-	split := map[string]bool{}
+	passes, split := map[string]bool{}, map[string]bool{}
 	for _, l := range all {
-		i := slices.IndexFunc(kept, func(k JudgeLabel) bool { return k.Answer == l.Answer })
+		pass, known := passes[l.Answer]
 		switch {
-		case i < 0:
-			kept = append(kept, l)
-		case kept[i].Pass != l.Pass:
+		case !known:
+			passes[l.Answer], kept = l.Pass, append(kept, l)
+		case pass != l.Pass:
 			split[l.Answer] = true
 		}
 	}

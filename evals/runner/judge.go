@@ -145,7 +145,7 @@ func (r *Runner) calibrate(ctx context.Context, run evals.Run, s evals.Subject, 
 	for _, j := range s.Suite.Definition.JudgesOf() {
 		c, missing, err := evals.CalibrationOf(ctx, r.Pool, s, j)
 		if err != nil {
-			return err
+			return errors.Join(err, group.Wait())
 		}
 		if c.Labels < evals.MinLabels {
 			continue
