@@ -84,7 +84,7 @@ async function start() {
   byId("earlier").hidden = true;
   const listed = loadAgents(current);
   if (store.getItem("thread")) {
-    await showHistory(current);
+    await showHistory(current, listed);
   } else {
     await listed;
     if (current === generation && !store.getItem("join")) greet();
@@ -134,6 +134,7 @@ async function loadAgents(current) {
   }
   const wanted = store.getItem("agent") || options.get("agent");
   const selected = known.find((model) => model.id === wanted) || (await preferred()) || known[0];
+  if (current !== generation) return;
   agents.replaceChildren(...known.map((model) => new Option(model.id, model.id, false, model.id === selected?.id)));
   agents.hidden = byId("agents-label").hidden = known.length < 2;
   nameAgent(selected);
@@ -142,8 +143,8 @@ async function loadAgents(current) {
 // preferred returns the agent that the alias agent means.
 async function preferred() {
   if (known.length < 2) return known[0];
-  const response = await fetch("/v1/models/agent", { headers: headers() });
-  if (!response.ok) return undefined;
+  const response = await fetch("/v1/models/agent", { headers: headers() }).catch(() => null);
+  if (!response?.ok) return undefined;
   const { greeting, description } = await response.json();
   return known.find((model) => model.greeting === greeting && model.description === description);
 }
@@ -276,10 +277,10 @@ async function items(after) {
   return response.json();
 }
 
-// showHistory shows the latest messages and attaches to the answer in progress.
-async function showHistory(current) {
+// showHistory shows the latest messages and attaches to the answer in progress. It waits for the names of the agents.
+async function showHistory(current, listed) {
   try {
-    const list = await items("");
+    const [list] = await Promise.all([items(""), listed]);
     if (current !== generation) return;
     showItems(list);
     scroller.scrollTop = scroller.scrollHeight;
