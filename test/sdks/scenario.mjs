@@ -43,6 +43,20 @@ worker.flow("external:careless", async (input, run) => {
   return "done";
 });
 
+// What a client does besides, from within a step.
+worker.flow("external:client", (input, run) => run.step("client", async ({ key }) => {
+  const { client } = worker;
+  const options = { key, onLost: "fail", progressSeconds: 60 };
+  const first = await client.start("external:scenario", { steps: 1, pause_ms: 0, event: key, sleep: "1s" }, options);
+  await client.sendEvent(key, { amount: 41 }, { id: key });
+  const { sum } = await client.result(first.id);
+  const second = await client.start("external:scenario", { steps: 0, event: `never ${key}` }, { threadId: `of ${key}` });
+  await client.cancel(second.id, "not needed");
+  const ended = await client.result(second.id).catch((error) => error);
+  const refused = await client.result("00000000-0000-7000-8000-000000000000").catch((error) => error);
+  return `${sum}, then ${ended.message.split(": ").slice(1).join(": ")}, then ${refused.status}`;
+}));
+
 const stop = new AbortController();
 process.on("SIGTERM", () => stop.abort());
 await worker.start({ concurrency: 8, signal: stop.signal });

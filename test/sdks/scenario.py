@@ -7,7 +7,7 @@ import sys
 from threading import Event
 
 sys.path.insert(0, os.environ["SDK"])
-from lanekeeper import Result, WaitTimeout, Worker
+from lanekeeper import FlowError, RequestError, Result, WaitTimeout, Worker
 
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 worker = Worker(owner=os.environ.get("OWNER"), ttl_seconds=int(os.environ.get("TTL_SECONDS", "30")))
@@ -54,6 +54,29 @@ def careless(input, run):
     except BaseException:
         effect("refused")
     return "done"
+
+
+# What a client does besides, from within a step.
+@worker.flow("external:client")
+def everything(input, run):
+    def client(step):
+        client, key = worker.client, step.key
+        scenario = {"steps": 1, "pause_ms": 0, "event": key, "sleep": "1s"}
+        first = client.start("external:scenario", scenario, key=key, on_lost="fail", progress_seconds=60)
+        client.send_event(key, {"amount": 41}, id=key)
+        total = client.result(first)["sum"]
+        second = client.start("external:scenario", {"steps": 0, "event": f"never {key}"}, thread_id=f"of {key}")
+        client.cancel(second, "not needed")
+        try:
+            client.result(second)
+        except FlowError as error:
+            ended = str(error).split(": ", 1)[1]
+        try:
+            client.result("00000000-0000-7000-8000-000000000000")
+        except RequestError as error:
+            return f"{total}, then {ended}, then {error.status}"
+
+    return run.step("client", client)
 
 
 stop = Event()
