@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -104,9 +105,7 @@ func TestAFlowReturnsItsTypedResult(t *testing.T) {
 	steps := pgtest.Column[string](t, pool, `
 		select skill_name || ' ' || status || ' ' || (input ->> 'id') from agent_activity where trace_id = $1
 		 order by created_at, id`, h.TraceID())
-	if want := "reserve success n-7,charge success n-7"; strings.Join(steps, ",") != want {
-		t.Errorf("the trace has %q, want %s", steps, want)
-	}
+	assert.Equal(t, "reserve success n-7,charge success n-7", strings.Join(steps, ","), steps)
 	if s := pgtest.Value[string](t, pool, `select result_summary from agent_executions where id = $1::uuid`,
 		h.ID()); s != "n-7: 250 cents" {
 		t.Errorf("the summary is %q", s)
@@ -188,9 +187,7 @@ func TestAStepRecordsItsErrorAndRetriesBefore(t *testing.T) {
 			t.Errorf("%d failures: %q after %d calls, %v; want %q after 3", fails, got, calls, err, want)
 		}
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'error'`); n != 1 {
-		t.Errorf("%d failed steps in the log, want 1", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'error'`))
 }
 
 func TestAStepInATransactionIsRecordedWithItsEffect(t *testing.T) {
@@ -226,9 +223,7 @@ func TestAStepInATransactionIsRecordedWithItsEffect(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from shop_orders`); n != 8 {
-		t.Errorf("%d orders, want 8", n)
-	}
+	assert.Equal(t, 8, pgtest.Value[int](t, pool, `select count(*) from shop_orders`))
 }
 
 func TestAStartBelongsToItsTransaction(t *testing.T) {

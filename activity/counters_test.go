@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -384,9 +385,7 @@ func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
 		"one hour":   {activity.SpendFilter{Since: time.Now(), By: activity.ByPurpose}, []string{"reflect i"}},
 		"no surface": {activity.SpendFilter{Since: since, Surface: "webhook"}, []string{}},
 	} {
-		if diff := cmp.Diff(c.want, lines(c.filter)); diff != "" {
-			t.Errorf("%s: %s", name, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(c.want, lines(c.filter)), name)
 	}
 	for _, bad := range []activity.SpendFilter{
 		{Period: "week"},
@@ -458,9 +457,7 @@ func TestHealthEqualsTheView(t *testing.T) {
 	}
 	calls, err := activity.CountedCalls(t.Context(), db, "flaky", time.Now().AddDate(0, 0, -7), activity.Total)
 	require.NoError(t, err)
-	if diff := cmp.Diff([]activity.CallLine{{Calls: 120, Worked: 60, Failed: 12}}, calls.Lines); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, []activity.CallLine{{Calls: 120, Worked: 60, Failed: 12}}, calls.Lines)
 }
 
 func TestFiguresNameTheEndOfTheirCompleteRange(t *testing.T) {
@@ -691,9 +688,7 @@ func TestTheHealthViewEqualsTheRows(t *testing.T) {
 		want := healthBy(t, db, healthByRows)
 		got := healthBy(t, db, `select skill, calls, success_rate::text as success_rate, streak, p50_ms, p95_ms
 			from agent_skill_health order by skill`)
-		if diff := cmp.Diff(want, got); diff != "" {
-			t.Errorf("%s: %s", stage, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(want, got), stage)
 		for _, read := range []int{0, 300, 2000} {
 			sums := healthBy(t, db, `
 				select s.name as skill, coalesce(f.calls, 0) as calls,
@@ -704,9 +699,7 @@ func TestTheHealthViewEqualsTheRows(t *testing.T) {
 			for i := range want {
 				want[i].P50MS, want[i].P95MS = nil, nil
 			}
-			if diff := cmp.Diff(want, sums); diff != "" {
-				t.Errorf("%s, of which %d rows are read: %s", stage, read, diff)
-			}
+			assert.Equal(t, "", cmp.Diff(want, sums), stage, read)
 		}
 		percentilesOfWholeDays(t, db, stage)
 	}

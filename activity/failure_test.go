@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -131,9 +132,7 @@ func TestAFailedTraceHasItsRootCause(t *testing.T) {
 	}
 	var story strings.Builder
 	require.NoError(t, activity.WriteStory(&story, got, false))
-	if !strings.Contains(story.String(), "root cause: query: no such table, 2 attempts, ×2 upstream") {
-		t.Errorf("the story is\n%s", story.String())
-	}
+	assert.Contains(t, story.String(), "root cause: query: no such table, 2 attempts, ×2 upstream")
 	answer, err := why.Of(t.Context(), db, string(id))
 	require.NoError(t, err)
 	if answer.RootCause == nil || answer.RootCause.ID != got.RootCause.ID {

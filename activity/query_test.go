@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -83,9 +84,7 @@ func TestATraceIsInTheOrderInWhichItBegan(t *testing.T) {
 	story, err := activity.TraceOf(t.Context(), db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
 	require.NoError(t, err)
 	rows := story.Activities
-	if diff := cmp.Diff([]string{first, second}, ids(rows)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, []string{first, second}, ids(rows))
 	if zone := rows[0].CreatedAt.Location(); zone != time.UTC {
 		t.Errorf("times are in %s", zone)
 	}
@@ -123,10 +122,7 @@ func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
 		got.ConversationID != rows[0].TraceID {
 		t.Errorf("row is %s", text)
 	}
-	if diff := cmp.Diff(map[string]int{"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7},
-		got.TokenUsage); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, map[string]int{"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7}, got.TokenUsage)
 }
 
 func TestRecentFilters(t *testing.T) {
@@ -170,12 +166,8 @@ func TestRecentFilters(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			rows, next, err := activity.Recent(t.Context(), db, test.filter)
 			require.NoError(t, err)
-			if diff := cmp.Diff(test.want, ids(rows)); diff != "" {
-				t.Error(diff)
-			}
-			if next != "" {
-				t.Errorf("the last page has a cursor: %s", next)
-			}
+			assert.NoDiff(t, test.want, ids(rows))
+			assert.Equal(t, "", next)
 		})
 	}
 }
@@ -222,12 +214,8 @@ func TestPagesDoNotShiftWhenRowsArrive(t *testing.T) {
 		f.Cursor = next
 		put(t, db, act{})
 	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
-	if f.Cursor != "" {
-		t.Error("the last page has a cursor")
-	}
+	assert.NoDiff(t, want, got)
+	assert.Equal(t, "", f.Cursor)
 }
 
 func TestInvalidFiltersAreCallerErrors(t *testing.T) {
@@ -516,9 +504,7 @@ func TestAModelCallIsChargedToTheSkillsThatItLedTo(t *testing.T) {
 			Tokens: 100, CostUSD: 0.1,
 		},
 	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, got)
 	purposes, _, err := activity.SpendByPurpose(t.Context(), db, filter)
 	want = []activity.Spending{
 		{
@@ -583,9 +569,7 @@ func TestSlowestIsByThe95thPercentile(t *testing.T) {
 			SlowestTraceID: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE",
 		},
 	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, got)
 }
 
 func TestFailingCountsWhatSelfHealCounts(t *testing.T) {
@@ -619,9 +603,7 @@ func TestFailingCountsWhatSelfHealCounts(t *testing.T) {
 			LastTrace: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE", State: "enabled",
 		},
 	}
-	if diff := cmp.Diff(want, got, cmpopts.IgnoreFields(activity.Failure{}, "LastFailed")); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, got, cmpopts.IgnoreFields(activity.Failure{}, "LastFailed"))
 	if ago := time.Since(*got[0].LastFailed); ago < 19*time.Minute || ago > 21*time.Minute {
 		t.Errorf("last failed %s ago", ago)
 	}

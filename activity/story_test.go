@@ -10,9 +10,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -82,9 +81,7 @@ func TestWriteStory(t *testing.T) {
 			}
 			want, err := os.ReadFile(path)
 			require.NoError(t, err)
-			if diff := cmp.Diff(string(want), got.String()); diff != "" {
-				t.Errorf("run with -update when the change is wanted:\n%s", diff)
-			}
+			assert.NoDiff(t, string(want), got.String())
 		})
 	}
 }
@@ -123,9 +120,7 @@ func TestEveryRowOfATreeAppearsOnce(t *testing.T) {
 		"none":                    {nil, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := outline(activity.Tree(test.rows)); got != test.want {
-				t.Errorf("tree is %s, not %s", got, test.want)
-			}
+			assert.Equal(t, test.want, outline(activity.Tree(test.rows)))
 		})
 	}
 }
@@ -185,9 +180,7 @@ func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
 				TraceID: string(id), OTelTraceID: id.OTel(), Surface: "webhook", Status: "completed",
 				Tokens: 42, CostUSD: 0.0126,
 			}
-			if diff := cmp.Diff(want, got); diff != "" {
-				t.Error(diff)
-			}
+			assert.NoDiff(t, want, got)
 		})
 	}
 }
@@ -271,9 +264,7 @@ func TestTracesAreRolledUpNewestFirst(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if diff := cmp.Diff(test.want, list(test.filter)); diff != "" {
-				t.Error(diff)
-			}
+			assert.NoDiff(t, test.want, list(test.filter))
 		})
 	}
 	page, _, err := activity.Traces(t.Context(), db, activity.TraceFilter{Status: "completed"})
@@ -283,7 +274,5 @@ func TestTracesAreRolledUpNewestFirst(t *testing.T) {
 		got.ExecutionID != root {
 		t.Errorf("summary is %+v", got)
 	}
-	if got.OTelTraceID != older.OTel() {
-		t.Errorf("hex id is %q", got.OTelTraceID)
-	}
+	assert.Equal(t, older.OTel(), got.OTelTraceID)
 }

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -66,9 +67,7 @@ func TestAnActionIsOpenedAndClosedAsOneRow(t *testing.T) {
 	id, err := activity.Open(t.Context(), pool, e)
 	require.NoError(t, err)
 	want := written{Skill: "pay", Step: "pay", Kind: "call", Status: "running", Input: `{"amount": 7}`, Usage: "{}"}
-	if diff := cmp.Diff(want, writtenRow(t, pool, id)); diff != "" {
-		t.Errorf("open row (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, writtenRow(t, pool, id))
 	out := activity.Outcome{
 		Status: activity.Error, Output: []int{1}, Message: "the quota is spent", Class: "quota", CostUSD: 0.25,
 		Usage: activity.Usage{PromptTokens: 2, CompletionTokens: 3, TotalTokens: 5},
@@ -79,12 +78,8 @@ func TestAnActionIsOpenedAndClosedAsOneRow(t *testing.T) {
 	}
 	want.Status, want.Class, want.Message, want.Output, want.Finished = "error", "quota", "the quota is spent", "[1]", true
 	want.Usage, want.Cost = `{"total_tokens": 5, "prompt_tokens": 2, "completion_tokens": 3}`, 0.25
-	if diff := cmp.Diff(want, writtenRow(t, pool, id)); diff != "" {
-		t.Errorf("closed row (-want +got):\n%s", diff)
-	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity_open`); n != 0 {
-		t.Errorf("%d rows are listed as open", n)
-	}
+	assert.NoDiff(t, want, writtenRow(t, pool, id))
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_activity_open`))
 }
 
 func TestOpeningAStepTwiceLeavesOneRow(t *testing.T) {
@@ -107,9 +102,7 @@ func TestOpeningAStepTwiceLeavesOneRow(t *testing.T) {
 		_, err := activity.Open(t.Context(), pool, e)
 		require.NoError(t, err)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity`); n != 4 {
-		t.Errorf("%d rows, want 4", n)
-	}
+	assert.Equal(t, 4, pgtest.Value[int](t, pool, `select count(*) from agent_activity`))
 }
 
 func TestAStaleClaimWritesNothing(t *testing.T) {
@@ -170,9 +163,7 @@ func TestARejectedWriteIsKept(t *testing.T) {
 		Input:  `{"step": "pay", "claim": 1, "rejected_write": "pay"}`,
 		Output: `{"error": "", "output": {"paid": "7", "api_key": "[redacted]"}, "status": "success"}`, Finished: true,
 	}
-	if diff := cmp.Diff(want, writtenRow(t, pool, id)); diff != "" {
-		t.Errorf("row (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, writtenRow(t, pool, id))
 }
 
 func TestInputAndOutputAreRedactedAndBounded(t *testing.T) {

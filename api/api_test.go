@@ -72,9 +72,8 @@ func TestV1AcceptsOnlyTheToken(t *testing.T) {
 		"no scheme":          {token, 401},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if w := a.raw("GET", "/v1/traces", "", http.Header{"Authorization": {test.header}}); w.Code != test.status {
-				t.Errorf("status is %d", w.Code)
-			}
+			assert.Equal(t, test.status,
+				a.raw("GET", "/v1/traces", "", http.Header{"Authorization": {test.header}}).Code)
 		})
 	}
 }
@@ -174,9 +173,7 @@ func TestWrongMethodListsAllowed(t *testing.T) {
 	} {
 		w := a.raw(test[0], test[1], "", asAdmin())
 		a.checkProblem(w, http.StatusMethodNotAllowed, test[2])
-		if got := w.Header().Get("Allow"); got != test[2] {
-			t.Errorf("%s %s: Allow is %q", test[0], test[1], got)
-		}
+		assert.Equal(t, test[2], w.Header().Get("Allow"), test[0], test[1])
 	}
 }
 
@@ -340,9 +337,7 @@ func TestBodyLimit(t *testing.T) {
 		t.Errorf("%d %s", w.Code, w.Body)
 	}
 	large := strings.Repeat("x", 1<<20)
-	if w := a.raw("POST", "/webhooks/x", large, nil); w.Code != 200 {
-		t.Errorf("1 MiB is refused with %d", w.Code)
-	}
+	assert.Equal(t, 200, a.raw("POST", "/webhooks/x", large, nil).Code)
 	a.checkProblem(a.raw("POST", "/webhooks/x", large+"x", nil), 413, "1048576")
 	plain := http.Header{"Content-Type": {"text/plain"}}
 	if w := a.raw("POST", "/webhooks/x", "not json", plain); w.Body.String() != "|not json|8" {
@@ -367,9 +362,7 @@ func TestSecurityHeaders(t *testing.T) {
 			"X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer",
 			"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
 		} {
-			if header.Get(name) != value {
-				t.Errorf("%s: %s is %q", path, name, header.Get(name))
-			}
+			assert.Equal(t, value, header.Get(name), path, name)
 		}
 		if path != "/openapi.json" && header.Get("Cache-Control") != "no-store" {
 			t.Errorf("%s: Cache-Control is %q", path, header.Get("Cache-Control"))
@@ -463,9 +456,7 @@ func TestOpenAPIDocumentsLimits(t *testing.T) {
 				t.Errorf("%s %s: 429 without Retry-After", method, path)
 			}
 			large, reads := answers["413"].(map[string]any)
-			if reads != (method != "get") {
-				t.Errorf("%s %s: 413 is described: %t", method, path, reads)
-			}
+			assert.Equal(t, method != "get", reads, method, path)
 			if large["headers"] != nil {
 				t.Errorf("%s %s: 413 is for good, but has headers", method, path)
 			}

@@ -242,9 +242,7 @@ func TestNoChatKeysRejectsVisitors(t *testing.T) {
 	pool := pgtest.DB(t)
 	a := newAgentWith(t, api.Options{Pool: pool, Engine: engine(t, pool), Endpoints: accessEndpoints()})
 	for _, key := range []string{"", chatKey, token} {
-		if w := a.raw("GET", "/v1/models", "", bearer(key)); w.Code != http.StatusUnauthorized {
-			t.Errorf("%q: %d", key, w.Code)
-		}
+		assert.Equal(t, http.StatusUnauthorized, a.raw("GET", "/v1/models", "", bearer(key)).Code, key)
 	}
 }
 
@@ -429,13 +427,9 @@ func TestTrustedProxyThrottlesByClient(t *testing.T) {
 				"198.51.100.1": 429, "198.51.100.2": 401,
 				"198.51.100.1, 198.51.100.3": 401, "": 401,
 			} {
-				if w := way.send(a, "10.0.0.1", from, "wrong"); w.Code != want {
-					t.Errorf("from %q: %d, want %d", from, w.Code, want)
-				}
+				assert.Equal(t, want, way.send(a, "10.0.0.1", from, "wrong").Code, from)
 			}
-			if w := way.send(a, "192.0.2.9", "198.51.100.1", "wrong"); w.Code != 401 {
-				t.Errorf("a stranger who claims the address: %d", w.Code)
-			}
+			assert.Equal(t, 401, way.send(a, "192.0.2.9", "198.51.100.1", "wrong").Code)
 		})
 	}
 }
@@ -488,12 +482,8 @@ func TestLogoutRevokesCookie(t *testing.T) {
 		t.Fatal("the stream of the login goes on")
 	}
 	for name, p := range map[string]*agent{"here": a, "elsewhere": other} {
-		if w := p.raw("GET", "/v1/lanes", "", withCookie(c)); w.Code != http.StatusUnauthorized {
-			t.Errorf("%s after the logout: %d", name, w.Code)
-		}
-		if w := p.raw("GET", "/v1/lanes", "", withCookie(kept)); w.Code != 200 {
-			t.Errorf("%s another login: %d", name, w.Code)
-		}
+		assert.Equal(t, http.StatusUnauthorized, p.raw("GET", "/v1/lanes", "", withCookie(c)).Code, name)
+		assert.Equal(t, 200, p.raw("GET", "/v1/lanes", "", withCookie(kept)).Code, name)
 	}
 	a.raw("POST", "/logout", "", withCookie(kept))
 	a.raw("POST", "/logout", "", withCookie(kept)) // once more, as from another tab
@@ -746,15 +736,11 @@ func TestInvalidCookieIsRejected(t *testing.T) {
 		status  int
 	}{"another process": {again, 200}, "another token": {rotated, 401}, "no token": {none, 401}} {
 		other := &agent{t: t, handler: test.handler}
-		if w := other.raw("GET", "/v1/lanes", "", withCookie(good)); w.Code != test.status {
-			t.Errorf("%s: %d", name, w.Code)
-		}
+		assert.Equal(t, test.status, other.raw("GET", "/v1/lanes", "", withCookie(good)).Code, name)
 	}
 	other := &agent{t: t, handler: none}
 	body, header := form("token", "")
-	if w := other.raw("POST", "/login", body, header); w.Code != http.StatusUnauthorized {
-		t.Errorf("an empty token where none is configured: %d", w.Code)
-	}
+	assert.Equal(t, http.StatusUnauthorized, other.raw("POST", "/login", body, header).Code)
 }
 
 func TestCookieRejectsForeignOrigins(t *testing.T) {

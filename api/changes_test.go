@@ -481,9 +481,7 @@ func TestApprovalFiltersAndInvalidDecisions(t *testing.T) {
 		"?status=pending": {second.ID}, "?status=rejected": {first.ID}, "?status=consumed": nil,
 		"?skill=drop": {second.ID, first.ID}, "?trace_id=" + first.TraceID: {first.ID},
 	} {
-		if diff := cmp.Diff(want, a.list("/v1/approvals"+query, "id", 10, nil)); diff != "" {
-			t.Errorf("%s: %s", query, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(want, a.list("/v1/approvals"+query, "id", 10, nil)), query)
 	}
 	pgtest.Exec(t, a.pool, `update agent_approvals set expires_at = clock_timestamp() where id = @id`,
 		postgres.Strict{"id": second.ID})
@@ -727,9 +725,7 @@ func TestMemoryFiltersAndSearch(t *testing.T) {
 		"": {"office", "coffee"}, "?q=coffee": {"coffee"}, "?category=places": {"office"},
 		"?prefix=cof": {"coffee"}, "?q=nothing": nil,
 	} {
-		if diff := cmp.Diff(want, a.list("/v1/memory"+query, "key", 10, nil)); diff != "" {
-			t.Errorf("%s: %s", query, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(want, a.list("/v1/memory"+query, "key", 10, nil)), query)
 	}
 	// A value from the command line has a trace without executions.
 	op := trace.New(trace.Operate)
@@ -737,9 +733,7 @@ func TestMemoryFiltersAndSearch(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, form := range []string{string(op), op.OTel(), strings.ToUpper(op.OTel()), op.Suffix()} {
-		if diff := cmp.Diff([]string{"tea"}, a.list("/v1/memory?trace_id="+form, "key", 10, nil)); diff != "" {
-			t.Errorf("%s: %s", form, diff)
-		}
+		assert.Equal(t, "", cmp.Diff([]string{"tea"}, a.list("/v1/memory?trace_id="+form, "key", 10, nil)), form)
 	}
 	a.checkProblem(a.raw("GET", "/v1/memory?q=coffee&category=habits", "", asAdmin()), 400, "exclude each other")
 }

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -89,13 +90,9 @@ func TestConcurrentClaimsGetDifferentExecutions(t *testing.T) {
 	for _, lock := range a.claimRuns("external:sum", "last", `,"max":100`) { // passed over while others locked it
 		seen[lock.Execution.ID]++
 	}
-	if len(seen) != runs {
-		t.Errorf("%d of %d executions were claimed", len(seen), runs)
-	}
+	assert.Equal(t, runs, len(seen))
 	for id, n := range seen {
-		if n != 1 {
-			t.Errorf("execution %s was claimed by %d workers", id, n)
-		}
+		assert.Equal(t, 1, n, id)
 	}
 }
 

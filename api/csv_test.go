@@ -76,9 +76,7 @@ func TestListingsAreTables(t *testing.T) {
 	for _, path := range []string{
 		"/v1/executions?format=xml", "/v1/executions?status=failed,lost", "/v1/skills?format=csv",
 	} {
-		if w := a.raw("GET", path, "", asAdmin()); w.Code != http.StatusBadRequest {
-			t.Errorf("%s: %d", path, w.Code)
-		}
+		assert.Equal(t, http.StatusBadRequest, a.raw("GET", path, "", asAdmin()).Code, path)
 	}
 }
 

@@ -39,9 +39,7 @@ func TestTraceIDForms(t *testing.T) {
 				got.Activities[1].ConversationID != string(id) {
 				t.Errorf("activities are %+v", got.Activities)
 			}
-			if header.Get("X-Trace-Id") != string(id) {
-				t.Errorf("X-Trace-Id is %q", header.Get("X-Trace-Id"))
-			}
+			assert.Equal(t, string(id), header.Get("X-Trace-Id"))
 		})
 	}
 }
@@ -91,9 +89,7 @@ func TestExecutionDetail(t *testing.T) {
 	if got.Waits == nil || len(got.Waits) != 0 {
 		t.Errorf("waits are %v", got.Waits)
 	}
-	if header.Get("X-Trace-Id") != x.TraceID {
-		t.Errorf("X-Trace-Id is %q", header.Get("X-Trace-Id"))
-	}
+	assert.Equal(t, x.TraceID, header.Get("X-Trace-Id"))
 	if at, err := time.Parse(time.RFC3339, got.CreatedAt); err != nil || got.CreatedAt[len(got.CreatedAt)-1] != 'Z' ||
 		!at.Equal(x.CreatedAt) {
 		t.Errorf("created at %q, want %s", got.CreatedAt, x.CreatedAt)

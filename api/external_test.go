@@ -21,6 +21,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -173,9 +174,7 @@ func TestExternalExecutionLifecycle(t *testing.T) {
 			t.Error("the id of a lock is listed")
 		}
 	}
-	if !strings.Contains(a.log.String(), "/lock/[redacted]") {
-		t.Error("the requests are not in the log")
-	}
+	assert.Contains(t, a.log.String(), "/lock/[redacted]")
 }
 
 func TestInvalidExternalRequests(t *testing.T) {
@@ -499,9 +498,7 @@ func TestLockIsRejectedWhilePaused(t *testing.T) {
 	a.post("/v1/pause", `{"reason":"prices look wrong"}`, &struct{}{})
 	p := a.checkProblem(a.raw("POST", "/v1/executions/"+x.ID+"/lock", `{"owner":"worker 1"}`, asAdmin()), 409,
 		"by root: prices look wrong")
-	if p.Type != "urn:lanekeeper:problem:paused" {
-		t.Errorf("problem: %+v", p)
-	}
+	assert.Equal(t, "urn:lanekeeper:problem:paused", p.Type, p)
 	a.post("/v1/resume", `{"reason":"they were right"}`, &struct{}{})
 	a.post("/v1/executions/"+x.ID+"/lock", `{"owner":"worker 1"}`, &struct{}{})
 }

@@ -230,9 +230,7 @@ func TestInvalidIdempotencyKey(t *testing.T) {
 	header["Idempotency-Key"] = []string{"a", "b"}
 	a.checkProblem(a.raw("POST", "/v1/things", "{}", header), 400, "Idempotency-Key")
 	for _, key := range []string{"x", strings.Repeat("x", 255), `"8e03978e-40d5-43dd-bc93-6894a57f9324"`} {
-		if w := a.postWithKey("/v1/things", "{}", chatKey, key); w.Code != 201 {
-			t.Errorf("%s: %d", key, w.Code)
-		}
+		assert.Equal(t, 201, a.postWithKey("/v1/things", "{}", chatKey, key).Code, key)
 	}
 	assert.Equal(t, 3, calls.Load())
 }

@@ -286,9 +286,7 @@ func TestIfMatchOfChanges(t *testing.T) {
 			}
 			for n, tag := range []string{"W/" + now, "*", now} { // a proxy has weakened it; any; what was there before those
 				code, said := act([]string{m.then, m.first, m.then}[n], "If-Match", tag)
-				if want := []int{200, 200, 412}[n]; code != want {
-					t.Errorf("If-Match: %s is answered %d %s, want %d", tag, code, said, want)
-				}
+				assert.Equal(t, []int{200, 200, 412}[n], code, tag, said)
 			}
 			a.post(m.path+"/"+m.then, `{"reason":"x"}`, &struct{}{}) // it says nothing, and does what it says
 			none := m.path[:strings.LastIndexByte(m.path, '/')] + "/none/" + m.first

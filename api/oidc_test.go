@@ -19,6 +19,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/principals"
@@ -159,15 +160,11 @@ func TestLoginAtAnIssuer(t *testing.T) {
 			require.NoError(t, err)
 			_, err = principals.RevokeSession(t.Context(), pool, sessions[0].ID, "a test")
 			require.NoError(t, err)
-			if got := p.me(); got != 401 {
-				t.Errorf("a revoked session: %d", got)
-			}
+			assert.Equal(t, 401, p.me())
 			continue
 		}
 		p.do("POST", server.URL+"/logout", nil)
-		if got := p.me(); got != 401 {
-			t.Errorf("after the logout: %d", got)
-		}
+		assert.Equal(t, 401, p.me())
 	}
 	stranger := newPerson(t, server.URL)
 	if status, body := stranger.logIn("stranger"); status != 403 || !strings.Contains(body, "no role") ||
@@ -180,9 +177,7 @@ func TestLoginAtAnIssuer(t *testing.T) {
 // checkOIDCRefusals tries answers that no login of this browser asked for.
 func checkOIDCRefusals(t *testing.T, base string, pool *pgxpool.Pool, a *agent) {
 	t.Helper()
-	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_principals`); n != 3 {
-		t.Errorf("%d principals: the stranger has one", n)
-	}
+	assert.Equal(t, 3, pgtest.Value[int](t, pool, `select count(*)::int from agent_principals`))
 	other := newPerson(t, base)
 	if status, body, _ := other.do("GET", base+"/login/oidc/callback?code=x&state=y", nil); status != 400 ||
 		other.me() != 401 {

@@ -139,9 +139,7 @@ func TestUnreachableDatabaseIsNotReady(t *testing.T) {
 			if took := time.Since(began); took > 25*time.Second {
 				t.Errorf("it took %s to say so", took)
 			}
-			if got.failing() != "database schema" {
-				t.Errorf("checks are %+v", got.Checks)
-			}
+			assert.Equal(t, "database schema", got.failing(), got.Checks)
 			for _, c := range got.Checks {
 				if strings.Contains(c.Detail, "somebody") || strings.Contains(c.Detail, "192.0.2.1") {
 					t.Errorf("a public probe says %q", c.Detail)

@@ -1,6 +1,7 @@
 package api
 
 import (
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"slices"
 	"testing"
 )
@@ -9,9 +10,7 @@ import (
 func TestEveryRouteHasAScope(t *testing.T) {
 	t.Parallel()
 	table, err := (&server{}).routes(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	known := map[string]bool{}
 	for _, rt := range table {
 		name := rt.method + " " + rt.path

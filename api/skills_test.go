@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -327,9 +328,7 @@ func TestInvalidUploads(t *testing.T) {
 			a.checkProblem(a.raw("POST", "/v1/documents"+c.path, c.body, withHeader("Content-Type", c.kind)), c.status, c.says)
 		})
 	}
-	if w := a.raw("POST", "/v1/documents", "x", http.Header{}); w.Code != 401 {
-		t.Errorf("without a token: %d", w.Code)
-	}
+	assert.Equal(t, 401, a.raw("POST", "/v1/documents", "x", http.Header{}).Code)
 	pgtest.Equal(t, a.pool, 0, `select count(*) from agent_documents`)
 }
 

@@ -67,9 +67,7 @@ func TestRequestDeadlines(t *testing.T) {
 		Handler: http.HandlerFunc(deadline),
 	})
 	for path, want := range map[string]string{"/v1/stream": "false", "/v1/plain": "true"} {
-		if got := a.raw("GET", path, "", asAdmin()).Body.String(); got != want {
-			t.Errorf("%s has a deadline: %s", path, got)
-		}
+		assert.Equal(t, want, a.raw("GET", path, "", asAdmin()).Body.String(), path)
 	}
 }
 
@@ -145,9 +143,7 @@ func TestStreamsEndAtShutdown(t *testing.T) {
 	}()
 	answer := a.call(t.Context(), "GET", server.URL+"/v1/stream", token)
 	defer answer.Body.Close()
-	if cause := <-ended; !errors.Is(cause, executions.ErrDraining) {
-		t.Errorf("cause is %v", cause)
-	}
+	assert.ErrorIs(t, <-ended, executions.ErrDraining)
 }
 
 // At shutdown, watching streams end first; a streamed response continues until the grace period ends.

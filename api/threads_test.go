@@ -84,9 +84,7 @@ func TestSendMessages(t *testing.T) {
 	for _, m := range shown.Messages {
 		order = append(order, m.Content)
 	}
-	if fmt.Sprint(order) != "[an admin two three one]" {
-		t.Errorf("newest first: %v", order)
-	}
+	assert.Equal(t, "[an admin two three one]", fmt.Sprint(order), order)
 	pgtest.Equal(t, a.pool, 1, `select count(*)::int from agent_activity where skill_name = 'send_message'
 		and agent = 'admin'`)
 }

@@ -96,9 +96,7 @@ func TestPromptsOfTrace(t *testing.T) {
 		t.Errorf("part: %+v", part)
 	}
 	a.get("/v1/traces/"+trace+"/prompts?activity_id="+got.Calls[1].ActivityID, &got)
-	if len(got.Calls) != 1 {
-		t.Errorf("of one call: %+v", got.Calls)
-	}
+	assert.Equal(t, 1, len(got.Calls), got.Calls)
 }
 
 func TestPromptDiffAcrossPages(t *testing.T) {

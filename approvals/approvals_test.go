@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -112,9 +113,7 @@ func TestTheSameCallIsAskedForOnce(t *testing.T) {
 	t.Parallel()
 	pool, s := setUp(t)
 	first := ask(t, pool, s, `{"table":"x","n":1}`)
-	if again := ask(t, pool, s, `{"n": 1, "table": "x"}`); again != first {
-		t.Errorf("the same call led to %s and %s", first, again)
-	}
+	assert.Equal(t, first, ask(t, pool, s, `{"n": 1, "table": "x"}`))
 	if other := ask(t, pool, s, `{"table":"y","n":1}`); other == first {
 		t.Error("another call led to the same approval")
 	}
@@ -216,9 +215,7 @@ func TestAnExpiredApprovalDoesNotStandInTheWay(t *testing.T) {
 	pool, s := setUp(t)
 	first := ask(t, pool, s, `{}`)
 	pgtest.Exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, first)
-	if err := approve(t, pool, first); !errors.Is(err, approvals.ErrDecided) {
-		t.Errorf("an expired approval was decided: %v", err)
-	}
+	assert.ErrorIs(t, approve(t, pool, first), approvals.ErrDecided)
 	second := ask(t, pool, s, `{}`)
 	if second == first {
 		t.Fatal("asking again led to an approval that nobody can decide")
@@ -237,9 +234,7 @@ func TestAChangedSkillVoidsWhatWasApproved(t *testing.T) {
 	if changed.Revision == s.Revision {
 		t.Fatal("the skill has not changed")
 	}
-	if err := approve(t, pool, pending); !errors.Is(err, approvals.ErrDecided) {
-		t.Errorf("a call of the old skill was approved: %v", err)
-	}
+	assert.ErrorIs(t, approve(t, pool, pending), approvals.ErrDecided)
 	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {
 		t.Errorf("offered: %+v, %v", left, err)
 	}

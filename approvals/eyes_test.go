@@ -101,15 +101,11 @@ func TestOnlyRootDecidesACallWithoutAKnownRequester(t *testing.T) {
 		return err
 	}
 	unknown := ask(t, pool, s, `{"n": 1}`)
-	if err := decide(unknown, "ana"); !errors.Is(err, approvals.ErrFourEyes) {
-		t.Errorf("a principal decided: %v", err)
-	}
+	assert.ErrorIs(t, decide(unknown, "ana"), approvals.ErrFourEyes)
 	require.NoError(t, decide(unknown, "root"))
 	require.NoError(t, decide(askAs(t, pool, s, `{"n": 2}`, "", trace.Chat), "ana"))
 	known := askAs(t, pool, s, `{"n": 3}`, "ana", trace.Flow)
-	if err := decide(known, "ana"); !errors.Is(err, approvals.ErrFourEyes) {
-		t.Errorf("the requester decided: %v", err)
-	}
+	assert.ErrorIs(t, decide(known, "ana"), approvals.ErrFourEyes)
 	require.NoError(t, decide(known, "bob"))
 	pgtest.Exec(t, pool, `select from decide_agent_approval($1::text::uuid, true, 'dba', '')`,
 		ask(t, pool, s, `{"n": 4}`))

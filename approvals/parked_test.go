@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -113,9 +114,8 @@ func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
 		t.Errorf("%d decided, the approval is %s, %d calls, the run says %q", won.Load(), decided.Status, p.acted.Load(),
 			x.ResultSummary)
 	}
-	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`); n != 1 {
-		t.Errorf("%d events of one decision", n)
-	}
+	assert.Equal(t, 1,
+		pgtest.Value[int](t, p.pool, `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`))
 	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'decide_approval'
 		and trace_id like 'op\_%'`); n != 1 {
 		t.Errorf("%d rows tell of the decision", n)
@@ -144,9 +144,7 @@ func TestADecisionInSQLWakesWhoWaits(t *testing.T) {
 	p := park(t, `{}`, func(o *executions.Options) { o.SweepEvery = time.Hour })
 	id, approval := p.begin()
 	pgtest.Exec(t, p.pool, `select decide_agent_approval($1, true, 'dba', 'by hand')`, approval)
-	if x := enginetest.Await(p.t, p.pool, id, executions.Completed); x.ResultSummary != "called" {
-		t.Errorf("ended with %q", x.ResultSummary)
-	}
+	assert.Equal(t, "called", enginetest.Await(p.t, p.pool, id, executions.Completed).ResultSummary)
 }
 
 // The same call of two executions needs two approvals: neither can use the other's.
@@ -221,9 +219,8 @@ func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 			p := park(t, `{"table":"x"}`)
 			id, approval := p.begin()
 			pgtest.Exec(t, p.pool, c.change)
-			if x := enginetest.Await(p.t, p.pool, id, executions.Completed); x.ResultSummary != "expired by : "+c.says {
-				t.Errorf("the run was told %q", x.ResultSummary)
-			}
+			assert.Equal(t, "expired by : "+c.says,
+				enginetest.Await(p.t, p.pool, id, executions.Completed).ResultSummary)
 			got, err := approvals.Get(t.Context(), p.pool, approval)
 			if err != nil || got.Status != "expired" || got.Reason != c.says {
 				t.Errorf("the approval is %+v (%v)", got, err)
@@ -236,9 +233,7 @@ func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 				and input ->> 'approval_id' = $1 and input ->> 'reason' = $2`, approval, c.says); n != 1 {
 				t.Errorf("%d activities of it", n)
 			}
-			if p.acted.Load() != 0 {
-				t.Error("the call was made")
-			}
+			assert.Equal(t, 0, p.acted.Load())
 		})
 	}
 }
@@ -250,9 +245,7 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 	require.NoError(t, approve(t, pool, granted))
 	pgtest.Exec(t, pool, `update agent_skills set description = description || '.', revision = revision
 		where name = 'drop'`)
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_approvals where status = 'expired'`); n != 0 {
-		t.Errorf("%d were closed although the skill is the same", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_approvals where status = 'expired'`))
 	pgtest.Exec(t, pool, `update agent_skills set revision = 2 where name = 'drop'`)
 	for _, id := range []string{pending, granted} {
 		if got, err := approvals.Get(t.Context(), pool, id); err != nil || got.Status != "expired" ||
@@ -271,7 +264,5 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 		}
 		return nil
 	})
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_approvals where status = 'pending'`); n != 0 {
-		t.Errorf("%d are pending", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_approvals where status = 'pending'`))
 }

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -186,9 +187,7 @@ func TestDueAndRemove(t *testing.T) {
 	if ok, err := automations.Disable(t.Context(), pool, "off", "admin", "r"); !ok || err != nil {
 		t.Fatal(ok, err)
 	}
-	if got := due(t, pool); got != "later late" {
-		t.Errorf("got %s", got)
-	}
+	assert.Equal(t, "later late", due(t, pool))
 	removed, err := automations.Remove(t.Context(), pool, automations.SourceWorkspace, []string{"late", "off", "on event"})
 	if err != nil || !slices.Equal(removed, []string{"later", "not yet"}) {
 		t.Errorf("removed %v, %v", removed, err)
@@ -223,9 +222,7 @@ func TestOneOfManyClaimersGetsARun(t *testing.T) {
 			})
 		}
 		wg.Wait()
-		if wins.Load() != 1 {
-			t.Errorf("%s: %d claimers won", d.Name, wins.Load())
-		}
+		assert.Equal(t, 1, wins.Load(), d.Name)
 		if after := get(t, pool, d.Name); after.LastTraceID != traceID || after.LastRunAt == nil {
 			t.Errorf("%s: got %+v", d.Name, after)
 		}
@@ -282,9 +279,7 @@ func TestATimeThatWasRunBeforeIsPassedBy(t *testing.T) {
 	if _, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID); ok || err != nil {
 		t.Errorf("run twice: %v, %v", ok, err)
 	}
-	if due(t, pool) != "" {
-		t.Error("due for ever")
-	}
+	assert.Equal(t, "", due(t, pool))
 }
 
 func TestARunIsTriedAgainUntilItIsDead(t *testing.T) {
@@ -565,9 +560,7 @@ func TestARunIsAbandonedWhenItsExecutionHasEnded(t *testing.T) {
 		got = append(got, of[r.ID])
 	}
 	slices.Sort(got)
-	if want := "cancelled/completed/failed/gone/none, old/timeout"; strings.Join(got, "/") != want {
-		t.Errorf("abandoned are %s, not %s", strings.Join(got, "/"), want)
-	}
+	assert.Equal(t, "cancelled/completed/failed/gone/none, old/timeout", strings.Join(got, "/"))
 }
 
 // The age of a run without execution is that of its last attempt and not of its first.

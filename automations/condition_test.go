@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -143,9 +144,7 @@ func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if open.Load() != 20 {
-		t.Errorf("%d proposals were taken", open.Load())
-	}
+	assert.Equal(t, 20, open.Load())
 }
 
 func TestUpcomingTimesAreInTheAutomationsZone(t *testing.T) {
@@ -162,7 +161,5 @@ func TestUpcomingTimesAreInTheAutomationsZone(t *testing.T) {
 		t.Errorf("got %v", got)
 	}
 	a.Enabled = false
-	if n := len(a.Upcoming(3)); n != 0 {
-		t.Errorf("a disabled one has %d times", n)
-	}
+	assert.Equal(t, 0, len(a.Upcoming(3)))
 }

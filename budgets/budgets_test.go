@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -76,15 +77,11 @@ func TestTheScopeThatRefusesIsNamed(t *testing.T) {
 	if !errors.As(err, &refused) || !strings.HasSuffix(refused.Scope, ":chat") || refused.Limit != 120 {
 		t.Fatalf("err = %v", err)
 	}
-	if text := err.Error(); !strings.Contains(text, "120 tokens for the surface chat on 20") {
-		t.Errorf("the refusal reads %q", text)
-	}
+	assert.Contains(t, err.Error(), "120 tokens for the surface chat on 20")
 	if got, err := reserve(t, db, call(id, 1, limits.Scopes(trace.Webhook)...)); err != nil || got != 1000 {
 		t.Errorf("another surface was granted %d (%v)", got, err)
 	}
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_budget_today where reserved_tokens = 1100`); n != 2 {
-		t.Errorf("%d of today's scopes have the reservation, want the day and the surface", n)
-	}
+	assert.Equal(t, 2, pgtest.Value[int](t, db, `select count(*) from agent_budget_today where reserved_tokens = 1100`))
 }
 
 func TestTheSameStepIsReservedAndSettledOnce(t *testing.T) {
@@ -96,15 +93,11 @@ func TestTheSameStepIsReservedAndSettledOnce(t *testing.T) {
 			t.Fatalf("granted %d (%v)", got, err)
 		}
 	}
-	if got := standing(t, db, "s"); got != "0 0$ spent, 1100 0$ set aside, 0 0$ of 0 unknown" {
-		t.Errorf("s has %s", got)
-	}
+	assert.Equal(t, "0 0$ spent, 1100 0$ set aside, 0 0$ of 0 unknown", standing(t, db, "s"))
 	for range 2 {
 		settle(t, db, r, 400, 0.25)
 	}
-	if got := standing(t, db, "s"); got != "400 0.25$ spent, 0 0$ set aside, 0 0$ of 0 unknown" {
-		t.Errorf("s has %s", got)
-	}
+	assert.Equal(t, "400 0.25$ spent, 0 0$ set aside, 0 0$ of 0 unknown", standing(t, db, "s"))
 }
 
 // The request of the lost claim may have been billed, and the next one will be billed.
@@ -120,13 +113,9 @@ func TestACallThatIsRepeatedUnderAnotherClaimIsReservedTwice(t *testing.T) {
 	if got, err := reserve(t, db, again); err != nil || got != 1000 {
 		t.Errorf("after a crash the call was granted %d (%v)", got, err)
 	}
-	if got := standing(t, db, "s"); got != "1100 0$ spent, 1100 0$ set aside, 1100 0$ of 1 unknown" {
-		t.Errorf("s has %s", got)
-	}
+	assert.Equal(t, "1100 0$ spent, 1100 0$ set aside, 1100 0$ of 1 unknown", standing(t, db, "s"))
 	settle(t, db, again, 400, 0.25)
-	if got := standing(t, db, "s"); got != "1500 0.25$ spent, 0 0$ set aside, 1100 0$ of 1 unknown" {
-		t.Errorf("s has %s", got)
-	}
+	assert.Equal(t, "1500 0.25$ spent, 0 0$ set aside, 1100 0$ of 1 unknown", standing(t, db, "s"))
 }
 
 // What a lost claim has reserved counts when another claim begins, and is in the row of its call.
@@ -146,9 +135,7 @@ func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 	for range 2 {
 		pgtest.Exec(t, db, `select lanekeeper.recover_agent_activity($1, 2)`, id)
 	}
-	if got := standing(t, db, "s"); got != "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown" {
-		t.Errorf("s has %s", got)
-	}
+	assert.Equal(t, "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown", standing(t, db, "s"))
 	if got := pgtest.Value[string](t, db, `select concat_ws(' ', status, cost_usd::float8, token_usage) from agent_activity
 		where id = $1`, row); got !=
 		`unknown 2 {"unknown_usd": 2.000, "total_tokens": 1100, "prompt_tokens": 100, "unknown_tokens": 1100, "completion_tokens": 1000}` {
@@ -173,16 +160,12 @@ func TestARequestThatIsRepeatedIsReservedAnew(t *testing.T) {
 	if err != nil || granted != 300 || lost != (budgets.Spend{Tokens: 1100, UnknownTokens: 1100}) {
 		t.Errorf("lost %+v, granted %d (%v); want the 300 that are left", lost, granted, err)
 	}
-	if got := standing(t, db, "s"); got != "1100 0$ spent, 400 0$ set aside, 1100 0$ of 1 unknown" {
-		t.Errorf("s has %s", got)
-	}
+	assert.Equal(t, "1100 0$ spent, 400 0$ set aside, 1100 0$ of 1 unknown", standing(t, db, "s"))
 	var refused *budgets.Error
 	if _, _, err := r.Renew(t.Context(), db); !errors.As(err, &refused) || refused.Kind != budgets.Spent {
 		t.Errorf("a third request: %v", err)
 	}
-	if got := standing(t, db, "s"); got != "1500 0$ spent, 0 0$ set aside, 1500 0$ of 2 unknown" {
-		t.Errorf("s has %s", got)
-	}
+	assert.Equal(t, "1500 0$ spent, 0 0$ set aside, 1500 0$ of 2 unknown", standing(t, db, "s"))
 	r.Claim = 0
 	if _, _, err := r.Renew(t.Context(), db); !postgres.IsCode(err, "LK001") {
 		t.Errorf("a stale claim: %v, want SQLSTATE LK001", err)
@@ -197,9 +180,7 @@ func TestAStaleClaimReservesNothing(t *testing.T) {
 	if err := send(t, db, queued(r)); !postgres.IsCode(err, "LK001") {
 		t.Errorf("err = %v, want SQLSTATE LK001", err)
 	}
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_budget_reservations`); n != 0 {
-		t.Errorf("%d reservations", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_budget_reservations`))
 }
 
 func TestOthersReservationsAreWaitedFor(t *testing.T) {
@@ -260,9 +241,7 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	if got, err := second.Await(t.Context(), db); err == nil {
 		t.Errorf("the second was granted %d beside the first", got)
 	}
-	if got := standing(t, db, "s"); got != "0 0$ spent, 1100 0$ set aside, 0 0$ of 0 unknown" {
-		t.Errorf("s has %s", got)
-	}
+	assert.Equal(t, "0 0$ spent, 1100 0$ set aside, 0 0$ of 0 unknown", standing(t, db, "s"))
 }
 
 // Scopes named in another order, as by two surfaces, must not make two calls wait for each other.
@@ -295,9 +274,7 @@ func TestScopesInAnyOrderDoNotDeadlock(t *testing.T) {
 	}
 	require.NoError(t, group.Wait())
 	for _, s := range []string{"a", "b", "c"} {
-		if got := standing(t, db, s); got != "125280 0$ spent, 0 0$ set aside, 123200 0$ of 112 unknown" {
-			t.Errorf("%s has %s", s, got)
-		}
+		assert.Equal(t, "125280 0$ spent, 0 0$ set aside, 123200 0$ of 112 unknown", standing(t, db, s), s)
 	}
 }
 
@@ -324,14 +301,10 @@ func TestAnEndedExecutionsCallsCountInFull(t *testing.T) {
 	require.NoError(t, err)
 	pgtest.Exec(t, db, `select cancel_agent_execution($1, 'admin', 'enough')`, id)
 	for _, s := range []string{"s", "r"} {
-		if got := standing(t, db, s); got != "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown" {
-			t.Errorf("%s has %s", s, got)
-		}
+		assert.Equal(t, "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown", standing(t, db, s), s)
 	}
 	settle(t, db, r, 400, 0.25) // too late
-	if got := standing(t, db, "s"); got != "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown" {
-		t.Errorf("s has %s", got)
-	}
+	assert.Equal(t, "1100 2$ spent, 0 0$ set aside, 1100 2$ of 1 unknown", standing(t, db, "s"))
 }
 
 func TestMoreThanReservedIsSettledAsItIs(t *testing.T) {
@@ -342,9 +315,7 @@ func TestMoreThanReservedIsSettledAsItIs(t *testing.T) {
 	_, err := reserve(t, db, r)
 	require.NoError(t, err)
 	settle(t, db, r, 9000, 0)
-	if got := standing(t, db, "s"); got != "9000 0$ spent, 0 0$ set aside, 0 0$ of 0 unknown" {
-		t.Errorf("s has %s", got)
-	}
+	assert.Equal(t, "9000 0$ spent, 0 0$ set aside, 0 0$ of 0 unknown", standing(t, db, "s"))
 }
 
 func TestNonsenseIsRefused(t *testing.T) {

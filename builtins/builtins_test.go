@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
@@ -108,12 +109,8 @@ func TestEveryRowHasItsCode(t *testing.T) {
 			t.Errorf("%s is %s, %s, idempotent %v", s.Name, s.Trust, s.Scope, s.Idempotent)
 		}
 	}
-	if diff := cmp.Diff(builtins.Names(), names); diff != "" {
-		t.Error(diff)
-	}
-	if diff := cmp.Diff(builtins.Names(), slices.Sorted(maps.Keys(builtins.New(pool, nil, nil)))); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, builtins.Names(), names)
+	assert.NoDiff(t, builtins.Names(), slices.Sorted(maps.Keys(builtins.New(pool, nil, nil))))
 	if visible, err := registry.Available(t.Context(), pool, skills.ScopeExternal); err != nil || len(visible) > 0 {
 		t.Errorf("visitors are offered %v, %v", visible, err)
 	}
@@ -191,9 +188,7 @@ func TestObjectivesList(t *testing.T) {
 	} {
 		answer, err := call(t, pool, "objectives_list", args)
 		require.NoError(t, err)
-		if got := column(t, answer, "objectives", "name"); got != want {
-			t.Errorf("%s: got %q, not %q", args, got, want)
-		}
+		assert.Equal(t, want, column(t, answer, "objectives", "name"), args)
 	}
 	answer, err := call(t, pool, "objectives_list", `{}`)
 	if err != nil || column(t, answer, "objectives", "pending") != "2 2" ||
@@ -222,9 +217,7 @@ func TestRecentActivity(t *testing.T) {
 	} {
 		answer, err := call(t, pool, "recent_activity", args)
 		require.NoError(t, err)
-		if got := column(t, answer, "activities", "skill"); got != want {
-			t.Errorf("%s: got %q, not %q", args, got, want)
-		}
+		assert.Equal(t, want, column(t, answer, "activities", "skill"), args)
 	}
 	answer, err := call(t, pool, "recent_activity", `{"status": "error"}`)
 	require.NoError(t, err)
@@ -431,9 +424,7 @@ func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
 	}
 	act("look", "pending_approval")
 	act("objective_update", "success")
-	if got := advance("one"); !strings.Contains(got, "nothing shows") {
-		t.Errorf("got %s", got)
-	}
+	assert.Contains(t, advance("one"), "nothing shows")
 	act("look", "success")
 	for _, step := range []struct{ title, want string }{
 		{"one", "1 active"}, {"one", "1 active"}, {"two", "nothing shows"}, {"three", `no step "three"`},
@@ -449,9 +440,7 @@ func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
 	act("look", "success")
 	act("look", "success")
 	advance("two")
-	if got := advance("three"); got != "3 completed" {
-		t.Errorf("got %s", got)
-	}
+	assert.Equal(t, "3 completed", advance("three"))
 	if answer, err := call(t, pool, "skill_list", `{"words":"memory delete"}`); err != nil ||
 		column(t, answer, "skills", "name") != "memory_forget" {
 		t.Errorf("got %v, %v", answer, err)

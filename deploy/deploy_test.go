@@ -20,6 +20,7 @@ import (
 
 	"go.yaml.in/yaml/v3"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -85,9 +86,7 @@ func TestEverySettingIsOneOfTheProgram(t *testing.T) {
 		t.Errorf("%d settings in all files: the test does not see them", found)
 	}
 	for _, wrong := range []string{"AGENT_DRAIN: 5s", "AGENT_LISTEN_FILE=x", "DATABASE_PASSWORD"} {
-		if len(misnamed(wrong)) != 1 {
-			t.Errorf("%q passes", wrong)
-		}
+		assert.Equal(t, 1, len(misnamed(wrong)), wrong)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -156,9 +157,7 @@ func TestAThreadHasABoundedNumberOfDocuments(t *testing.T) {
 		})
 	}
 	require.NoError(t, group.Wait())
-	if len(refused) != 6 {
-		t.Errorf("%d of 8 were refused, want 6", len(refused))
-	}
+	assert.Equal(t, 6, len(refused))
 }
 
 // A visitor's upload that no message uses goes a day later, with the next upload.
@@ -265,9 +264,7 @@ func TestDocumentsAreListedNewestFirst(t *testing.T) {
 		}
 		before = page[1].ID
 	}
-	if strings.Join(seen, " ") != strings.Join(want, " ") {
-		t.Errorf("%v, want %v", seen, want)
-	}
+	assert.Equal(t, strings.Join(want, " "), strings.Join(seen, " "), seen, want)
 }
 
 func TestTheTextOfAMessageIsSeparatedFromItsDocuments(t *testing.T) {

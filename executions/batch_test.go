@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -102,9 +103,7 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 		       where execution_id <> @id::uuid)`, postgres.Strict{"id": durable.ID}); n != 0 {
 		t.Errorf("%d rows of executions that were lost", n)
 	}
-	if x := get(t, pool, durable.ID); x.Status != executions.Completed {
-		t.Errorf("what had ended is %s", x.Status)
-	}
+	assert.Equal(t, executions.Completed, get(t, pool, durable.ID).Status)
 }
 
 // awaitsStandby returns when a commit of this server waits for a standby. Its sessions know of the setting sooner:
@@ -273,9 +272,7 @@ func testCheckpointBatch(t *testing.T, showing bool, kept string) {
 	}
 	for i, name := range names {
 		if !slices.Contains(strings.Fields(kept), strconv.Itoa(i+1)) {
-			if after := dump(t, pool, ids[i]); after != before[i] {
-				t.Errorf("%s:\nbefore %s\nafter  %s", name, before[i], after)
-			}
+			assert.Equal(t, before[i], dump(t, pool, ids[i]), name)
 			continue
 		}
 		record := pgtest.Value[string](t, pool, `
@@ -313,9 +310,7 @@ func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 				"23505") {
 				t.Errorf("the batch: %v", err)
 			}
-			if after := dump(t, pool, ids[0]) + dump(t, pool, ids[1]); after != before {
-				t.Errorf("before %s\nafter  %s", before, after)
-			}
+			assert.Equal(t, before, dump(t, pool, ids[0])+dump(t, pool, ids[1]))
 		})
 	}
 }
@@ -457,9 +452,7 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 	for i, id := range ids {
 		before[i] = dump(t, pool, id)
 	}
-	if got := completeAll(t, pool, ids, claims, steps, "completed"); got != "1 10 12" {
-		t.Errorf("%s ended", got)
-	}
+	assert.Equal(t, "1 10 12", completeAll(t, pool, ids, claims, steps, "completed"))
 	for i, name := range names {
 		x := get(t, pool, ids[i])
 		switch name {
@@ -476,9 +469,7 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 				t.Errorf("%s: %d events", name, n)
 			}
 		default:
-			if after := dump(t, pool, ids[i]); after != before[i] {
-				t.Errorf("%s:\nbefore %s\nafter  %s", name, before[i], after)
-			}
+			assert.Equal(t, before[i], dump(t, pool, ids[i]), name)
 		}
 	}
 	if young := pgtest.Value[bool](t, pool, `
@@ -525,9 +516,7 @@ func TestACompletionKeepsARecordedStep(t *testing.T) {
 			select (select output::text from agent_checkpoints where execution_id = @id) || ' ' || (select count(*)
 			  from agent_events where external_id = 'completed ' || @id::text)`,
 			postgres.Strict{"id": x.ID})
-		if got != want {
-			t.Errorf("%s: %s", what, got)
-		}
+		assert.Equal(t, want, got, what)
 	}
 }
 
@@ -671,9 +660,7 @@ func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
 					}
 				}
 				for _, id := range append([]string{alone}, l.ids...) {
-					if n := completions(t, pool, id); n != 1 {
-						t.Errorf("%d events of an end", n)
-					}
+					assert.Equal(t, 1, completions(t, pool, id))
 				}
 			})
 		}
@@ -704,12 +691,8 @@ func TestACompletionBatchLeavesOutLanesAndBudgets(t *testing.T) {
 					}
 				}
 				pgtest.Exec(t, pool, take, postgres.Strict{"id": l.ids[l.at]})
-				if got := completeAll(t, pool, l.ids, claims, nil, "completed"); got != strings.Join(want, " ") {
-					t.Errorf("%q ended, want %q", got, want)
-				}
-				if x := get(t, pool, l.ids[l.at]); x.Status != executions.Running {
-					t.Errorf("it is %s", x.Status)
-				}
+				assert.Equal(t, strings.Join(want, " "), completeAll(t, pool, l.ids, claims, nil, "completed"), want)
+				assert.Equal(t, executions.Running, get(t, pool, l.ids[l.at]).Status)
 			})
 		}
 	}
@@ -755,9 +738,7 @@ func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 		t.Fatalf("%s ended", got)
 	}
 	pgtest.Exec(t, tx, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": next})
-	if n := completions(t, tx, next); n != 1 {
-		t.Errorf("%d events of the end after it", n)
-	}
+	assert.Equal(t, 1, completions(t, tx, next))
 	_, err := tx.Exec(t.Context(), `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', 1)`,
 		postgres.Strict{"id": ended})
 	if !postgres.IsCode(err, "LK001") {

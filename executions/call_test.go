@@ -19,6 +19,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -63,9 +64,7 @@ func TestActivitiesOfAThreadRunNameTheThread(t *testing.T) {
 		got := pgtest.Value[string](t, pool, `
 			select string_agg(skill_name || ' in ' || coalesce(thread_id, 'none'), ', ' order by id) from agent_activity
 			  where execution_id = $1`, x.ID)
-		if got != want {
-			t.Errorf("of a run in thread %q there is %q, not %q", thread, got, want)
-		}
+		assert.Equal(t, want, got, thread)
 	}
 }
 
@@ -92,9 +91,7 @@ func TestACallIsARunningRowBeforeItActs(t *testing.T) {
 	}))
 	got := until(t, pool, p.begin(t, "flow"), executions.Completed)
 	want := []row{{"send_mail", "mail", "call", "success", "", `"sent"`}}
-	if diff := cmp.Diff(want, rows(t, pool, got.ID)); diff != "" {
-		t.Errorf("activity (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, rows(t, pool, got.ID))
 	same := pgtest.Value[bool](t, pool, `
 		select a.xmin = c.xmin from agent_activity a, agent_checkpoints c where a.execution_id = @id
 		  and c.execution_id = @id`,
@@ -150,9 +147,7 @@ func interrupted(t *testing.T, idempotent bool) (executions.Execution, []row, []
 	expire(t, pool, id)
 	start(t, pool, flows)
 	got := until(t, pool, id, executions.Completed)
-	if n := open(t, pool); n != 0 {
-		t.Errorf("%d rows are listed as open", n)
-	}
+	assert.Equal(t, 0, open(t, pool))
 	mu.Lock()
 	defer mu.Unlock()
 	return got, rows(t, pool, id), keys
@@ -162,9 +157,7 @@ func TestAnIdempotentCallIsRepeatedUnderTheSameKey(t *testing.T) {
 	t.Parallel()
 	got, log, keys := interrupted(t, true)
 	want := []row{{"pay", "pay", "call", "unknown", "interrupted", ""}, {"pay", "pay", "call", "success", "", `"second"`}}
-	if diff := cmp.Diff(want, log); diff != "" {
-		t.Errorf("activity (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, log)
 	if len(keys) != 2 || keys[0] != keys[1] || string(got.Result) != `"second"` {
 		t.Errorf("keys %q, result %s", keys, got.Result)
 	}
@@ -174,9 +167,7 @@ func TestACallThatIsNotIdempotentEndsUnknown(t *testing.T) {
 	t.Parallel()
 	got, log, keys := interrupted(t, false)
 	want := []row{{"pay", "pay", "call", "unknown", "interrupted", ""}}
-	if diff := cmp.Diff(want, log); diff != "" {
-		t.Errorf("activity (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, log)
 	if len(keys) != 1 || string(got.Result) != `"told: unknown"` {
 		t.Errorf("keys %q, result %s", keys, got.Result)
 	}
@@ -207,9 +198,7 @@ func TestEachStepOfEachExecutionHasItsOwnKey(t *testing.T) {
 	until(t, pool, two, executions.Completed)
 	mu.Lock()
 	defer mu.Unlock()
-	if len(seen) != 4 {
-		t.Errorf("4 calls had %d keys", len(seen))
-	}
+	assert.Equal(t, 4, len(seen))
 }
 
 func TestAPhaseKeepsItsRowOverACrash(t *testing.T) {
@@ -234,9 +223,7 @@ func TestAPhaseKeepsItsRowOverACrash(t *testing.T) {
 	start(t, pool, flows)
 	until(t, pool, id, executions.Completed)
 	want := []row{{"plan", "plan", "phase", "success", "", `"planned"`}, {"ask", "plan/ask", "call", "success", "", "1"}}
-	if diff := cmp.Diff(want, rows(t, pool, id)); diff != "" {
-		t.Errorf("activity (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, rows(t, pool, id))
 	if parent := pgtest.Value[string](t, pool,
 		`select parent_id::text from agent_activity where skill_name = 'ask'`); parent != first {
 		t.Errorf("the call is filed under %s, the phase is %s", parent, first)
@@ -304,12 +291,8 @@ func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
 			if diff := cmp.Diff(points, now); diff != "" || err != nil {
 				t.Errorf("the stale checkpoint counted %v (-before +after):\n%s", err, diff)
 			}
-			if diff := cmp.Diff(append(kept, c.note), rows(t, pool, id)); diff != "" {
-				t.Errorf("activity (-want +got):\n%s", diff)
-			}
-			if n := completions(t, pool, id); n != 1 {
-				t.Errorf("%d AGENT_COMPLETED", n)
-			}
+			assert.NoDiff(t, append(kept, c.note), rows(t, pool, id))
+			assert.Equal(t, 1, completions(t, pool, id))
 		})
 	}
 }
@@ -457,9 +440,8 @@ func TestOpenRowsFailTheTransaction(t *testing.T) {
 		})
 		return fmt.Sprint(err), nil
 	})
-	if want := `"the transaction is still being read from: close the rows of its queries"`; string(got.Result) != want {
-		t.Errorf("%s", got.Result)
-	}
+	assert.Equal(t, `"the transaction is still being read from: close the rows of its queries"`,
+		string(got.Result), got.Result)
 }
 
 // A run that a step has called for continues elsewhere with the keys that it has there, and waits where the step may
@@ -594,9 +576,8 @@ func TestPanickingMethodsOfResultsFailTheStep(t *testing.T) {
 			!strings.Contains(*got.ErrorMessage, "panic") {
 			t.Errorf("%s: %s, %v, %v", name, got.Status, got.ErrorMessage, err)
 		}
-		if named := got.FailedStep != nil && *got.FailedStep == "a"; named != strings.Contains(name, " of a ") {
-			t.Errorf("%s: the failed step is %v", name, got.FailedStep)
-		}
+		assert.Equal(t, strings.Contains(name, " of a "),
+			got.FailedStep != nil && *got.FailedStep == "a", name, got.FailedStep)
 	}
 	if got := pgtest.Value[string](t, pool, `select status from agent_activity where skill_name = 'call'`); got != string(
 		activity.Error) {
@@ -627,9 +608,7 @@ func TestInvalidTextInACallIsReplaced(t *testing.T) {
 		}
 		return []any{err.Error(), n}, nil
 	})
-	if string(got.Result) != `["declined", 7]` {
-		t.Errorf("%s %s", got.Status, got.Result)
-	}
+	assert.Equal(t, `["declined", 7]`, string(got.Result), got.Status, got.Result)
 	args := postgres.Strict{"id": got.ID}
 	if text := pgtest.Value[string](t, pool, `
 		select string_agg(concat_ws(' ', step, status, model, error_class), ', ' order by step) from agent_activity
@@ -816,9 +795,8 @@ func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
 				made.Load() != 0 {
 				t.Errorf("status %s, made %d times, errors (-want +got):\n%s", got.Status, made.Load(), diff)
 			}
-			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'`); n != 0 {
-				t.Errorf("%d rows of a call that was not made", n)
-			}
+			assert.Equal(t, 0,
+				pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'`))
 		})
 	}
 }
@@ -887,9 +865,7 @@ func testCallWithin(t *testing.T, name string) {
 	if calls.Load() != 1 || tries.Load() != 2 || string(got.Result) != "1" {
 		t.Errorf("called %d times in %d tries, result %s", calls.Load(), tries.Load(), got.Result)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from effects`); n != 1 {
-		t.Errorf("%d effects", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from effects`))
 }
 
 // A snapshot takes the place of the records in its own loop, whatever the names of other steps are, and its state is
@@ -947,9 +923,7 @@ func TestInnerStepsHaveTheKeyOfTheirStep(t *testing.T) {
 		t.Errorf("keys of the steps: %s, %v", got.Result, err)
 	}
 	steps := pgtest.Value[string](t, pool, `select string_agg(step, ' ' order by created_at) from agent_checkpoints`)
-	if want := "pha/before se/gate pha/se/in/ner pha/se lo/op"; steps != want {
-		t.Errorf("recorded %s, want %s", steps, want)
-	}
+	assert.Equal(t, "pha/before se/gate pha/se/in/ner pha/se lo/op", steps)
 	if replay, err := p.Replay(t.Context(), id); err != nil || !replay.Equal {
 		t.Errorf("the replay: %+v, %v", replay.Divergence, err)
 	}

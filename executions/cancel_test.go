@@ -11,13 +11,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -44,9 +44,7 @@ func TestCancelOfMissingAndEndedExecutions(t *testing.T) {
 	if status, err := executions.Cancel(t.Context(), pool, id, "ana", ""); err != nil || status != executions.Completed {
 		t.Errorf("cancel of a completed one: %s, %v", status, err)
 	}
-	if n := completions(t, pool, id); n != 1 {
-		t.Errorf("%d AGENT_COMPLETED", n)
-	}
+	assert.Equal(t, 1, completions(t, pool, id))
 }
 
 func TestCancelStopsAStepInTheMiddle(t *testing.T) {
@@ -100,9 +98,7 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 			require.NoError(t, c.cancel(t.Context(), p, id))
 			select {
 			case cause := <-ended:
-				if !errors.Is(cause, executions.ErrCancelled) {
-					t.Errorf("the step was stopped with %v", cause)
-				}
+				assert.ErrorIs(t, cause, executions.ErrCancelled)
 			case <-time.After(timeout): // far below a lease of an hour
 				t.Fatalf("the step was not stopped within %s", timeout)
 			}
@@ -111,9 +107,7 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 				{"plan", "plan", "phase", "error", "cancelled", ""},
 				{"pay", "plan/pay", "call", "unknown", "cancelled", ""},
 			}
-			if diff := cmp.Diff(want, rows(t, pool, id)); diff != "" {
-				t.Errorf("activity (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, want, rows(t, pool, id))
 			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) || open(t, pool) != 0 ||
 				completions(t, pool, id) != 1 {
 				t.Errorf("%d open rows, %d AGENT_COMPLETED, lane held: %v", open(t, pool), completions(t, pool, id),
@@ -162,9 +156,7 @@ func TestEveryEndReleasesLanesClosesRowsAndNotifiesOnce(t *testing.T) {
 			freed := pgtest.Value[string](t, pool, `
 				select string_agg(data->>'locks_released', ' ') from agent_events where event = 'AGENT_COMPLETED' and key = @id`,
 				postgres.Strict{"id": id})
-			if freed != "1" {
-				t.Errorf("lanes freed per AGENT_COMPLETED: %q", freed)
-			}
+			assert.Equal(t, "1", freed)
 		})
 	}
 }
@@ -578,9 +570,8 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 			if err := repeated.Wait(); err != nil {
 				t.Error(err)
 			}
-			if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'held'`); n != 1 {
-				t.Errorf("the event is there %d times", n)
-			}
+			assert.Equal(t, 1,
+				pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'held'`))
 		})
 	}
 }
@@ -674,9 +665,7 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Error(err)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where dedupe_key = 'held'`); n != 1 {
-		t.Errorf("%d executions have the key", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_executions where dedupe_key = 'held'`))
 }
 
 // Runs whose rows somebody has locked do not take the connections of others.

@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -71,9 +72,7 @@ func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
 	}), shortLease)
 	end := unwritable(t, pool)
 	id := p.begin(t, "flow")
-	if err := testkit.Receive(t, told); !errors.Is(err, executions.ErrLost) {
-		t.Errorf("the flow was told %v", err)
-	}
+	assert.ErrorIs(t, testkit.Receive(t, told), executions.ErrLost)
 	end()
 	x := until(t, pool, id, executions.Completed)
 	if calls.Load() < 2 || string(x.Result) == "1" {
@@ -141,9 +140,7 @@ func TestALateResultIsRecordedAsRejected(t *testing.T) {
 	ghost := prepare(t, pool, body, shortLease)
 	end := unwritable(t, pool)
 	wait := ghost.runInBackground(t)
-	if err := testkit.Receive(t, told); !errors.Is(err, executions.ErrStale) {
-		t.Errorf("the flow was told %v", err)
-	}
+	assert.ErrorIs(t, testkit.Receive(t, told), executions.ErrStale)
 	end()
 	x := wait()
 	start(t, pool, body)
@@ -154,9 +151,7 @@ func TestALateResultIsRecordedAsRejected(t *testing.T) {
 		select output ->> 'output' from agent_activity where execution_id = @id and skill_name = 'stale_write'
 		  and error_class = 'stale'`,
 		postgres.Strict{"id": x.ID})
-	if noted != "1" {
-		t.Errorf("the log says it would have been %s", noted)
-	}
+	assert.Equal(t, "1", noted)
 }
 
 // The last step is written with the end, or not at all: then the execution continues elsewhere, and makes the step
@@ -309,9 +304,7 @@ func TestARejectedLastStepFailsTheRun(t *testing.T) {
 		!strings.Contains(*x.ErrorMessage, "could not be recorded") {
 		t.Errorf("it failed with %v at %v", x.ErrorMessage, x.FailedStep)
 	}
-	if n := calls.Load(); n != 1 {
-		t.Errorf("the step ran %d times", n)
-	}
+	assert.Equal(t, 1, calls.Load())
 }
 
 // The function returns while the record of its last step is being written, which fails: the run does not end as if
@@ -364,9 +357,7 @@ func TestAStepAfterTheFlowReturnedFails(t *testing.T) {
 	if !errors.Is(err, executions.ErrNotInExecution) || !strings.Contains(err.Error(), "after its flow returned") {
 		t.Errorf("the step: %v", err)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints`); n != 0 {
-		t.Errorf("%d records", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints`))
 }
 
 // storedVariables are the variables that everybody sees.
@@ -414,18 +405,12 @@ func TestVariablesTravelWithTheNextWrite(t *testing.T) {
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Waiting)
 	for i, want := range []string{`{}`, `{"a":1}`, "{\"a\":2,\"nul\":\"\ufffd\"}"} {
-		if got := testkit.Receive(t, seen); got != want {
-			t.Errorf("look %d: %s, want %s", i, got, want)
-		}
+		assert.Equal(t, want, testkit.Receive(t, seen), i)
 	}
-	if got := storedVariables(t, pool, id); got != `{"a":3}` {
-		t.Errorf("while it waits: %s", got)
-	}
+	assert.Equal(t, `{"a":3}`, storedVariables(t, pool, id))
 	mustDeliver(t, pool, "go", `{}`)
 	until(t, pool, id, executions.Completed)
-	if got := storedVariables(t, pool, id); got != `{"a":4}` {
-		t.Errorf("after its end: %s", got)
-	}
+	assert.Equal(t, `{"a":4}`, storedVariables(t, pool, id))
 }
 
 // A crash loses what was staged; the replay sets it again, and what the row shows never goes back meanwhile.
@@ -452,15 +437,11 @@ func TestAReplaySetsVariablesAgain(t *testing.T) {
 	asleep := prepare(t, pool, flows)
 	wait := asleep.runInBackground(t)
 	id := g.arrival(t)
-	if got := storedVariables(t, pool, id); got != `{"i":1}` {
-		t.Errorf("staged variables are shown before they are written: %s", got)
-	}
+	assert.Equal(t, `{"i":1}`, storedVariables(t, pool, id))
 	expire(t, pool, id)
 	start(t, pool, flows)
 	until(t, pool, id, executions.Completed)
-	if got := storedVariables(t, pool, id); got != `{"i":2}` {
-		t.Errorf("after the replay: %s", got)
-	}
+	assert.Equal(t, `{"i":2}`, storedVariables(t, pool, id))
 	g.open()
 	wait()
 }
@@ -492,9 +473,7 @@ func TestAStaleClaimWritesNoVariables(t *testing.T) {
 	until(t, pool, id, executions.Completed)
 	g.open()
 	wait()
-	if got := storedVariables(t, pool, id); got != `{"by":"successor"}` {
-		t.Errorf("shown %s", got)
-	}
+	assert.Equal(t, `{"by":"successor"}`, storedVariables(t, pool, id))
 }
 
 func TestVariablesAreAnObject(t *testing.T) {
@@ -512,9 +491,7 @@ func TestVariablesAreAnObject(t *testing.T) {
 			t.Errorf("%s: %s, %v", name, got.Status, err)
 		}
 	}
-	if err := executions.SetVariables(t.Context(), vars{}); !errors.Is(err, executions.ErrNotInExecution) {
-		t.Errorf("outside: %v", err)
-	}
+	assert.ErrorIs(t, executions.SetVariables(t.Context(), vars{}), executions.ErrNotInExecution)
 }
 
 // Variables that the database rejects are left out, and the execution ends.
@@ -603,14 +580,10 @@ func TestVariablesOfATransactionDoNotWaitForLocks(t *testing.T) {
 		}); err != nil {
 			return executions.Result{}, err
 		}
-		if got := storedVariables(t, pool, x.ID); got != `{}` {
-			t.Errorf("beside who has the row: %s", got)
-		}
+		assert.Equal(t, `{}`, storedVariables(t, pool, x.ID))
 		return executions.Result{}, other.Rollback(ctx)
 	}))
 	id := p.begin(t, "flow")
 	x := until(t, pool, id, executions.Completed)
-	if got := storedVariables(t, pool, x.ID); got != `{"a":1}` {
-		t.Errorf("in the end: %s", got)
-	}
+	assert.Equal(t, `{"a":1}`, storedVariables(t, pool, x.ID))
 }

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -83,9 +84,7 @@ func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
 			} else if got.ID != claimed.ID {
 				t.Errorf("the key led to %s and %s", claimed.ID, got.ID)
 			}
-			if created != (i == 0) {
-				t.Errorf("insert %d: created %v", i, created)
-			}
+			assert.Equal(t, i == 0, created, i)
 			return err
 		})
 		require.NoError(t, err)
@@ -130,9 +129,7 @@ func TestOnResultCommitsWithTheResult(t *testing.T) {
 		return executions.Result{}, nil
 	}))
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
-	if n := pgtest.Value[int](t, pool, `select count(*) from settled`); n != 2 {
-		t.Errorf("%d of 2 calls were settled", n)
-	}
+	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from settled`))
 }
 
 func TestLaneWaitTakesTheLaneWhenItsTurnComes(t *testing.T) {
@@ -186,9 +183,7 @@ func TestAStaleClaimKeepsNoLane(t *testing.T) {
 	start(t, pool, flows)
 	until(t, pool, id, executions.Completed)
 	g.open()
-	if err := testkit.Receive(t, lanes); !errors.Is(err, executions.ErrStale) {
-		t.Errorf("a lost claim took a lane: %v", err)
-	}
+	assert.ErrorIs(t, testkit.Receive(t, lanes), executions.ErrStale)
 	wait()
 	if pgtest.Value[bool](t, pool, `select is_agent_lock_held('pipeline:late')`) {
 		t.Error("a lost claim keeps a lane")
@@ -406,17 +401,13 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 			postgres.Strict{"id": child.id}); n != 1 {
 			t.Errorf("%s: the end is not noted as one to be told", name)
 		}
-		if parent.status() != executions.Waiting {
-			t.Errorf("%s: the end itself woke the parent", name)
-		}
+		assert.Equal(t, executions.Waiting, parent.status(), name)
 		tell(child.id)
 		if out := parent.resume("child"); out.Event != "AGENT_COMPLETED" || out.TimedOut {
 			t.Errorf("%s: %+v", name, out)
 		}
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_untold_ends`); n != 0 {
-		t.Errorf("%d ends are noted for ever", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_untold_ends`))
 }
 
 // A wait without a timeout lasts as long as the child waits, and the children of the child.
@@ -485,9 +476,7 @@ func TestAnEndAndTheWaitForItMeet(t *testing.T) {
 			}, "the second is done, or waits for the first")
 			require.NoError(t, errors.Join(tx.Commit(t.Context()), group.Wait()))
 			sweep(t, pool)
-			if got := parent.status(); got != executions.Running {
-				t.Errorf("the parent is %s", got)
-			}
+			assert.Equal(t, executions.Running, parent.status())
 		})
 	}
 }

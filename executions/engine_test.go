@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -118,9 +119,8 @@ func TestAnEngineStoppedBeforeItsStartReturns(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_workers where expires_at > clock_timestamp()`); n != 0 {
-		t.Errorf("%d leases are left", n)
-	}
+	assert.Equal(t, 0,
+		pgtest.Value[int](t, pool, `select count(*) from agent_workers where expires_at > clock_timestamp()`))
 }
 
 func TestAnEngineRunsOnce(t *testing.T) {
@@ -272,9 +272,7 @@ func TestAnInterruptedRunSyncIsCancelled(t *testing.T) {
 	if err != nil || got.Status != executions.Cancelled || testkit.Deref(got.CancelledBy) != "interrupt" {
 		t.Errorf("status %s by %q, %v", got.Status, testkit.Deref(got.CancelledBy), err)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from releases`); n != 0 {
-		t.Errorf("the claim was released %d times", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from releases`))
 }
 
 func TestKeepAliveRenewsTheLeaseWithoutClaims(t *testing.T) {
@@ -294,9 +292,7 @@ func TestKeepAliveRenewsTheLeaseWithoutClaims(t *testing.T) {
 	if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
-	if got := get(t, pool, id); got.Status != executions.Pending {
-		t.Errorf("status %s", got.Status)
-	}
+	assert.Equal(t, executions.Pending, get(t, pool, id).Status)
 	if pgtest.Value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
 		t.Error("the lease goes on")
 	}
@@ -336,9 +332,7 @@ func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
 		_, err := p.RunSync(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
 		returned <- err
 	}()
-	if err := testkit.Receive(t, returned); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("returned %v", err)
-	}
+	assert.ErrorIs(t, testkit.Receive(t, returned), context.DeadlineExceeded)
 	if err := locked.Rollback(t.Context()); err != nil {
 		t.Error(err)
 	}
@@ -445,9 +439,7 @@ func TestAWorkerThatExpiredComesBackUnderANewID(t *testing.T) {
 	before := testkit.Deref(get(t, pool, id).ClaimedBy)
 	expire(t, pool, id)
 	got := until(t, pool, id, executions.Completed)
-	if cause := testkit.Receive(t, lost); !errors.Is(cause, executions.ErrLost) {
-		t.Errorf("the run ended with %v, not ErrLost", cause)
-	}
+	assert.ErrorIs(t, testkit.Receive(t, lost), executions.ErrLost)
 	if string(got.Result) != "2" || got.Claim < 2 {
 		t.Errorf("claim %d, result %s", got.Claim, got.Result)
 	}
@@ -550,9 +542,7 @@ func TestAnOrphanedClaimIsReleased(t *testing.T) {
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim, started_at)
 		select lanekeeper.agent_trace_id('fl'), 'flow', 'flow', 'running', w.id, 1, clock_timestamp() from agent_workers w
 		  returning id::text`)
-	if got := until(t, pool, id, executions.Completed); got.Attempt != 0 {
-		t.Errorf("attempt %d", got.Attempt)
-	}
+	assert.Equal(t, 0, until(t, pool, id, executions.Completed).Attempt)
 }
 
 func TestEngineOptionsHaveFloors(t *testing.T) {
@@ -587,9 +577,7 @@ func TestADedupeKeyStartsOnce(t *testing.T) {
 		t.Fatalf("created %d, %v", created.Load(), err)
 	}
 	for _, id := range ids {
-		if id != ids[0] {
-			t.Errorf("ids differ: %s", fmt.Sprint(ids))
-		}
+		assert.Equal(t, ids[0], id, fmt.Sprint(ids))
 	}
 }
 
@@ -608,9 +596,7 @@ func TestAnExpiredLeaseStopsWritesBeforeAnybodySweeps(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if x := get(t, pool, id); x.Status != executions.Running {
-		t.Errorf("status %s", x.Status)
-	}
+	assert.Equal(t, executions.Running, get(t, pool, id).Status)
 }
 
 // A program that embeds the runtime has flows that the agent does not have.

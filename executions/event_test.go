@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -196,9 +197,8 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 		if a, b := get(t, pool, one).Status, get(t, pool, two).Status; a != executions.Running || b != executions.Waiting {
 			t.Errorf("they are %s and %s", a, b)
 		}
-		if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 1 {
-			t.Errorf("%d events are recorded", n)
-		}
+		assert.Equal(t, 1,
+			pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
 		deliverBatch(t, pool, me, 9, by, "kept")
 		if n := pgtest.Value[int](t, pool,
 			`select count(*) from agent_events where key = 'kept' and consumed_by is null`); n != 1 {
@@ -229,22 +229,16 @@ func TestAnEventBatchLeavesOutBlockedEvents(t *testing.T) {
 		delivered[h.N] = h.EventID != nil
 	}
 	for n, want := range []bool{true, false, false, false, true, false, true, false, true} {
-		if delivered[n+1] != want {
-			t.Errorf("event %d was delivered %t, want %t", n+1, delivered[n+1], want)
-		}
+		assert.Equal(t, want, delivered[n+1], n+1)
 	}
 	for key, id := range ids {
 		want := executions.Waiting
 		if key == "plain" || key == "twice" {
 			want = executions.Running
 		}
-		if x := get(t, pool, id); x.Status != want {
-			t.Errorf("%s is %s, want %s", key, x.Status, want)
-		}
+		assert.Equal(t, want, get(t, pool, id).Status, key)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 4 {
-		t.Errorf("%d events are recorded, want 4", n)
-	}
+	assert.Equal(t, 4, pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
 }
 
 // A call that an earlier claim left in flight has no record. The answer has none of these, so it says that there is
@@ -423,9 +417,7 @@ func TestASealedEventJoinsNoBatch(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Error(err)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = 'sealed'`); n != 0 {
-		t.Errorf("%d events got through the seal", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_events where key = 'sealed'`))
 }
 
 func TestAWorkerIsFreeWhileAnEndIsWritten(t *testing.T) {
@@ -596,9 +588,7 @@ func TestTheSourceOfAnEventIsRecordedForItAlone(t *testing.T) {
 		for i, want := range []string{"trace fl_a", ""} {
 			got := pgtest.Value[string](t, pool, `select coalesce(max(cause), '') from agent_links where kind = 'raised'
 				and effect = 'event ' || @id`, postgres.Strict{"id": ids[i]})
-			if got != want {
-				t.Errorf("%s: event %d was raised by %q, want %q", name, i, got, want)
-			}
+			assert.Equal(t, want, got, name, i)
 		}
 	}
 }
@@ -692,15 +682,11 @@ func TestTheTimeoutStartsWhenTheMessageIsSent(t *testing.T) {
 			from agent_executions where id = @id`,
 			postgres.Strict{"id": second.id})
 	}
-	if n := days(); n != 30 {
-		t.Errorf("its time runs while it is queued: %d days", n)
-	}
+	assert.Equal(t, 30, days())
 	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
 		postgres.Strict{"id": first.id, "claim": first.n})
 	pgtest.Exec(t, pool, `select lanekeeper.flush_agent_thread('t')`)
-	if n := days(); n != 1 {
-		t.Errorf("it has %d days for the answer, want 1", n)
-	}
+	assert.Equal(t, 1, days())
 	receiveMessage(t, pool, "t", "answer to two")
 	if got := second.resume("wait"); !strings.Contains(answer(got), "answer to two") {
 		t.Errorf("the second got %s", answer(got))

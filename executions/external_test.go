@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -267,9 +268,7 @@ func TestAnExpiredLockIsSettledBeforeTheNextOne(t *testing.T) {
 		t.Errorf("the same owner, too late, got %+v", again)
 	}
 	p.void(t, goesOn, lock.LockID, "locked by first")
-	if n := workers(t, p.pool); n != 1 {
-		t.Errorf("%d locks are left", n)
-	}
+	assert.Equal(t, 1, workers(t, p.pool))
 }
 
 func TestTheSweepFailsOrHandsOnUpToMaxAttempts(t *testing.T) {
@@ -353,9 +352,7 @@ func TestTheNextRenewalReportsACancelAndEndsTheLock(t *testing.T) {
 		t.Errorf("beat after a cancel: %+v, %v", got, err)
 	}
 	p.void(t, id, lock.LockID, "not wanted")
-	if n := workers(t, p.pool); n != 0 {
-		t.Errorf("%d locks are left", n)
-	}
+	assert.Equal(t, 0, workers(t, p.pool))
 	if _, err := p.LockRun(t.Context(), before, "w", time.Minute); !errors.Is(err, executions.ErrEnded) {
 		t.Errorf("one that was cancelled before its start: %v", err)
 	}
@@ -446,9 +443,7 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 		{For: "delay", Timeout: time.Millisecond},
 	} {
 		lock = p.lock(t, id, "w")
-		if status := wait(r); status != executions.Waiting {
-			t.Errorf("%s: %s", r.For, status)
-		}
+		assert.Equal(t, executions.Waiting, wait(r), r.For)
 		standard, _ := executions.Limits(r.For)
 		until := pgtest.Value[float64](t, p.pool, `select extract(epoch from waiting_until - clock_timestamp())::float8
 			from agent_executions where id = $1`, id)
@@ -582,9 +577,7 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 	why := pgtest.Value[string](t, pool, `select string_agg((reason).what, '; ')
 		from lanekeeper.agent_why_log(@trace, 100, 1000) where part = 'trouble'`,
 		postgres.Strict{"trace": late.Execution.TraceID})
-	if !strings.Contains(why, "a write under a void lock was refused: checkpoint in step step 4, and 25 more") {
-		t.Errorf("why: %s", why)
-	}
+	assert.Contains(t, why, "a write under a void lock was refused: checkpoint in step step 4, and 25 more")
 	if !p.record(t, id, next.LockID, "second", `2`) {
 		t.Error("the next one's step is not recorded")
 	}
@@ -637,9 +630,7 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 			executions.UnlockParams{Status: executions.Waiting, For: "agent", Key: child})
 		require.NoError(t, err)
 		if ends == "while it waits" {
-			if status != executions.Waiting {
-				t.Errorf("it is %s", status)
-			}
+			assert.Equal(t, executions.Waiting, status)
 			work()
 		}
 		until(t, pool, id, executions.Running)

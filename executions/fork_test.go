@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -86,9 +87,7 @@ func (p *process) fork(t *testing.T, s executions.ForkSpec, want executions.Stat
 	x, err := p.Fork(t.Context(), p.pool, s)
 	require.NoError(t, err)
 	got := until(t, p.pool, x.ID, want)
-	if after := dump(t, p.pool, s.ID); after != before {
-		t.Errorf("the fork from %q touched the other\nbefore %s\nafter  %s", s.From, before, after)
-	}
+	assert.Equal(t, before, dump(t, p.pool, s.ID), s.From)
 	if !strings.HasPrefix(got.TraceID, "fl_") || testkit.Deref(got.ForkedFrom) != s.ID ||
 		testkit.Deref(got.ForkedStep) != s.From || got.ParentID != nil {
 		t.Errorf("the fork is %+v", got)
@@ -282,9 +281,7 @@ func TestAForkOfARunningExecution(t *testing.T) {
 		t.Errorf("from the phase under way: did %s", d.of(got.ID))
 	}
 	g.open()
-	if got := until(t, pool, id, executions.Completed); got.ResultSummary != "done" {
-		t.Errorf("the other ended with %q", got.ResultSummary)
-	}
+	assert.Equal(t, "done", until(t, pool, id, executions.Completed).ResultSummary)
 }
 
 func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
@@ -317,9 +314,7 @@ func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 	if !errors.Is(err, executions.ErrChanged) || !strings.Contains(err.Error(), "step look up") {
 		t.Errorf("another name: %v", err)
 	}
-	if now := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); now != n {
-		t.Error("the refused fork is there")
-	}
+	assert.Equal(t, n, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	got := p.fork(t, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Ana", "tone": "bye"}`)},
 		executions.Completed)
 	if got.ResultSummary != "bye Ana" || d.of(got.ID) != "say" {
@@ -433,12 +428,8 @@ func TestRetryStartsAtTheFailedStep(t *testing.T) {
 			continue
 		}
 		until(t, pool, x.ID, executions.Completed)
-		if d.of(x.ID) != want.did {
-			t.Errorf("%s: did %q, want %q", name, d.of(x.ID), want.did)
-		}
-		if dump(t, pool, failed[name]) != before {
-			t.Errorf("%s: the retry touched the other", name)
-		}
+		assert.Equal(t, want.did, d.of(x.ID), name)
+		assert.Equal(t, before, dump(t, pool, failed[name]), name)
 		if _, _, err := p.Retry(t.Context(), pool, x.ID); !errors.Is(err, executions.ErrNotFailed) {
 			t.Errorf("%s: retry of what succeeded: %v", name, err)
 		}
@@ -474,9 +465,7 @@ func TestRetryOfACancelledExecutionContinues(t *testing.T) {
 	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "news", nil, "")
 	require.NoError(t, err)
 	until(t, pool, x.ID, executions.Completed)
-	if d.of(x.ID) != "" {
-		t.Errorf("did %s", d.of(x.ID))
-	}
+	assert.Equal(t, "", d.of(x.ID))
 }
 
 // An approval belongs to the original's call. A fork without that call requests another.
@@ -541,9 +530,7 @@ func TestAForkRequestsItsOwnApproval(t *testing.T) {
 		if got := get(t, pool, x.ID); got.Status != executions.Completed {
 			t.Errorf("from %q: %s %s", from, got.Status, testkit.Deref(got.ErrorMessage))
 		}
-		if d.of(x.ID) != want {
-			t.Errorf("from %q: did %q, want %q", from, d.of(x.ID), want)
-		}
+		assert.Equal(t, want, d.of(x.ID), from)
 	}
 }
 

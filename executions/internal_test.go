@@ -15,6 +15,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
@@ -121,9 +122,7 @@ func TestAHandoverWakesNoSweep(t *testing.T) {
 	} {
 		e := &Engine{sweepRequests: make(chan struct{}, 1)}
 		e.onLaneFreed(said)
-		if len(e.sweepRequests) != wakes {
-			t.Errorf("the sweep is woken %d times by %q, want %d", len(e.sweepRequests), said, wakes)
-		}
+		assert.Equal(t, wakes, len(e.sweepRequests), said)
 	}
 }
 
@@ -189,9 +188,7 @@ func TestAReadyRunWakesOneWaitingClaim(t *testing.T) {
 		}
 		p.publish(map[string]int{"external:sum": 2})
 		synctest.Wait()
-		if n := woken.Load(); n != 2 {
-			t.Errorf("%d claims were woken, want 2", n)
-		}
+		assert.Equal(t, 2, woken.Load())
 	})
 }
 
@@ -206,8 +203,6 @@ func TestALocalStartPollsAtOnce(t *testing.T) {
 		began := time.Now()
 		p.wake("external:sum")
 		<-ready
-		if took := time.Since(began); took != 0 {
-			t.Errorf("polled after %s", took)
-		}
+		assert.Equal(t, 0, time.Since(began))
 	})
 }

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -79,9 +80,7 @@ func wantHolder(t *testing.T, db postgres.DB, lane, id string, parked bool) {
 	got := pgtest.Value[string](t, db, `
 		select coalesce((select coalesce(execution_id::text, locked_by) || ' ' || parked from agent_locks
 		                  where lane = $1 and expires_at > clock_timestamp()), ' false')`, lane)
-	if want := fmt.Sprint(id, " ", parked); got != want {
-		t.Errorf("lane %s: %q has it, want %q", lane, got, want)
-	}
+	assert.Equal(t, fmt.Sprint(id, " ", parked), got, lane)
 }
 
 func token(t *testing.T, db postgres.DB, lane string) int64 {
@@ -91,9 +90,7 @@ func token(t *testing.T, db postgres.DB, lane string) int64 {
 
 func wantLoans(t *testing.T, db postgres.DB, lane string, n int) {
 	t.Helper()
-	if got := pgtest.Value[int](t, db, `select count(*) from agent_lock_loans where lane = $1`, lane); got != n {
-		t.Errorf("%d loans, want %d", got, n)
-	}
+	assert.Equal(t, n, pgtest.Value[int](t, db, `select count(*) from agent_lock_loans where lane = $1`, lane))
 }
 
 // wantStale fails unless a write under a token is refused.
@@ -599,9 +596,7 @@ func TestAChildWithoutInheritanceIsRefused(t *testing.T) {
 				},
 			})
 			p.begin(t, "parent")
-			if err := testkit.Receive(t, answer); !errors.Is(err, lanes.ErrBusy) {
-				t.Errorf("the child gets %v, want ErrBusy", err)
-			}
+			assert.ErrorIs(t, testkit.Receive(t, answer), lanes.ErrBusy)
 		})
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -83,9 +84,7 @@ func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 		t.Fatalf("%d of %d are as they were", n, len(held))
 	}
 	require.NoError(t, p.Sweep(t.Context()))
-	if n := pgtest.Value[int](t, pool, `select count(*) from lanekeeper.agent_ready_kinds`); n != 0 {
-		t.Errorf("%d are handed out as ready", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from lanekeeper.agent_ready_kinds`))
 	if got := resume(t, pool); !got.Changed || got.Paused || got.PausedBy != "ana" || got.ResumedAt == nil {
 		t.Fatalf("resume: %+v", got)
 	}
@@ -250,15 +249,11 @@ func TestTwoPausesAtOnceAreOne(t *testing.T) {
 	n, _ = several(func(ctx context.Context) (executions.PauseChange, error) {
 		return executions.ResumeAll(ctx, pool, "ana", "")
 	})
-	if n != 1 {
-		t.Errorf("%d resumed it", n)
-	}
+	assert.Equal(t, 1, n)
 	rows := pgtest.Value[string](t, pool, `
 		select string_agg(skill_name || ' ' || agent || ' ' || purpose, ', ' order by id) from agent_activity
 		  where skill_name in ('pause_agent', 'resume_agent')`)
-	if rows != "pause_agent ana why, resume_agent ana " {
-		t.Errorf("recorded: %s", rows)
-	}
+	assert.Equal(t, "pause_agent ana why, resume_agent ana ", rows)
 }
 
 func TestARunIsNotReleasedAfterAPauseEnded(t *testing.T) {
@@ -374,14 +369,10 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 	}
 	resume(t, pool)
 	require.NoError(t, p.Tick(t.Context()))
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
-		t.Errorf("%d were started for ticks of the pause", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	due()
 	require.NoError(t, p.Tick(t.Context()))
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 1 {
-		t.Errorf("%d were started afterwards", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 }
 
 func TestRunSyncRefusesAutonomousWorkDuringAPause(t *testing.T) {
@@ -394,9 +385,7 @@ func TestRunSyncRefusesAutonomousWorkDuringAPause(t *testing.T) {
 	if !errors.Is(err, executions.ErrPaused) || !errors.As(err, &refused) || refused.Pause.PausedBy != "ana" {
 		t.Errorf("run: %v", err)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
-		t.Errorf("%d were inserted", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate})
 	if err != nil || x.Status != executions.Completed {
 		t.Errorf("attended: %s, %v", x.Status, err)
@@ -422,9 +411,7 @@ func TestExternalWorkersGetNoLockDuringAPause(t *testing.T) {
 		!strings.Contains(refused.Detail, "by ana: prices look wrong") {
 		t.Errorf("lock: %v", err)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_workers`); n != 1 {
-		t.Errorf("%d locks", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_workers`))
 	// Who has a lock continues.
 	again, err := p.LockRun(t.Context(), running, "worker 1", time.Minute)
 	if err != nil || again.LockID != lock.LockID {
@@ -493,8 +480,6 @@ func TestAPauseNamesItsReasonAndAuthor(t *testing.T) {
 	for surface, attended := range map[trace.Surface]bool{
 		trace.Operate: true, trace.Chat: true, trace.Heartbeat: false, trace.Webhook: false, trace.Flow: false,
 	} {
-		if executions.Attended(surface) != attended {
-			t.Errorf("%s: attended is not %v", surface, attended)
-		}
+		assert.Equal(t, attended, executions.Attended(surface), surface)
 	}
 }

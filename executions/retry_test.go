@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -174,9 +175,7 @@ func TestACancelledQueryIsRetried(t *testing.T) {
 			}))
 			id := p.begin(t, "flow")
 			until(t, pool, id, test.ends)
-			if int(tries.Load()) != test.tries {
-				t.Errorf("%d tries", tries.Load())
-			}
+			assert.Equal(t, test.tries, int(tries.Load()), tries.Load())
 		})
 	}
 }
@@ -288,9 +287,7 @@ func TestEndTxSurvivesALostCommitAnswer(t *testing.T) {
 	if lose.Load() || calls != 1 {
 		t.Errorf("the answer was lost: %v; the transaction was made %d times", !lose.Load(), calls)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from effects`); n != 1 {
-		t.Errorf("%d effects", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from effects`))
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'completed ' || @id`,
 		postgres.Strict{"id": x.ID}); n != 1 {
 		t.Errorf("%d ends", n)

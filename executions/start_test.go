@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -40,9 +41,7 @@ func startSpecs(parent string) []executions.Spec {
 // wantStored compares an execution that a call returned with what is read.
 func wantStored(t *testing.T, db postgres.DB, how string, got executions.Execution) {
 	t.Helper()
-	if diff := cmp.Diff(get(t, db, got.ID), got); diff != "" {
-		t.Errorf("%s: read -, returned +\n%s", how, diff)
-	}
+	assert.Equal(t, "", cmp.Diff(get(t, db, got.ID), got), how)
 }
 
 // Nobody reads a row that was just written: what a start returns is put together from what was sent and what came back.
@@ -262,18 +261,14 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 		t.Errorf("claimed while the agent is paused: %v", err)
 	}
 	pgtest.Exec(t, pool, `select resume_agent('test')`)
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 0 {
-		t.Errorf("%d of what was refused are there", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	pgtest.Exec(t, pool, `
 		select lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{external,f,external:there}', null,
 		  '[{"queued": true}, {}, {"queued": true}]', $1,
 		       '{0,0}', '{}')`, w)
 	got := pgtest.Value[string](t, pool, `select string_agg(concat_ws(' ', flow, outside, on_lost), ', ' order by flow)
 		from agent_executions`)
-	if want := "external t fail, external:there t fail, f f resume"; got != want {
-		t.Errorf("%s\nwant %s", got, want)
-	}
+	assert.Equal(t, "external t fail, external:there t fail, f f resume", got)
 }
 
 // The flow alone decides whether an execution is external, for every writer.
@@ -313,9 +308,7 @@ func TestTheIDsOfABatchAreInOrder(t *testing.T) {
 			       array_agg(id order by id) = array_agg(id order by n),
 			       bool_and(id >= lanekeeper.agent_uuid7_floor(at - interval '1 millisecond')
 			         and id < lanekeeper.agent_uuid7_floor(at + interval '1 second'))) from b`)
-		if want := "300 300 300 t t t"; got != want {
-			t.Errorf("%s, want %s", got, want)
-		}
+		assert.Equal(t, "300 300 300 t t t", got)
 	}
 }
 
@@ -407,9 +400,7 @@ func TestARedactedExecutionHasNoSecret(t *testing.T) {
 				len(got) > 10*(64<<10)+4096 {
 				t.Errorf("%T: %d bytes: %.2000s", row, len(got), got)
 			}
-			if fmt.Sprintf("%+v", v.Interface()) != before {
-				t.Errorf("%T: the row was changed", row)
-			}
+			assert.Equal(t, before, fmt.Sprintf("%+v", v.Interface()), row)
 		}
 	}
 }
@@ -419,11 +410,7 @@ func TestRedactionKeepsTheRest(t *testing.T) {
 		ID: "1", Input: json.RawMessage(`{"n":1.50}`), ResultSummary: "done",
 		WaitingKey: new("invoice-7"),
 	}
-	if diff := cmp.Diff(x, x.Redacted()); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, x, x.Redacted())
 	c := executions.Checkpoint{Step: "look#2", Output: json.RawMessage(`[1,"a"]`)}
-	if diff := cmp.Diff(c, c.Redacted()); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, c, c.Redacted())
 }

@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -112,9 +113,7 @@ func checkEnd(t *testing.T, db postgres.DB, id string) {
 	if x.Status.Ended() {
 		want = 1
 	}
-	if got := completions(t, db, id); got != want {
-		t.Errorf("%s: AGENT_COMPLETED %d times", x.Status, got)
-	}
+	assert.Equal(t, want, completions(t, db, id), x.Status)
 }
 
 // Plain SQL: of all 49 pairs of states only the legal ones pass; what is refused changes nothing.
@@ -280,9 +279,7 @@ func checkTransitions(t *testing.T, pool *pgxpool.Pool, id, what string) {
 		}
 		at = s.New
 	}
-	if got := get(t, pool, id); got.Status != at {
-		t.Errorf("%s: is %s after %v", what, got.Status, steps)
-	}
+	assert.Equal(t, at, get(t, pool, id).Status, what, steps)
 	checkEnd(t, pool, id)
 }
 
@@ -357,9 +354,8 @@ func TestARejectedEventFailsAlone(t *testing.T) {
 		})
 	}
 	require.NoError(t, group.Wait())
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`); n != 160 {
-		t.Errorf("%d events are recorded, want 160", n)
-	}
+	assert.Equal(t, 160,
+		pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
 }
 
 // The closed sets are domains, which hold for every writer.
@@ -472,9 +468,7 @@ func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 			attackAs(t, direct, as, value, subjects)
 		}
 	}
-	if after := pgtest.Value[string](t, pool, everything); after != before {
-		t.Error("something was written")
-	}
+	assert.Equal(t, before, pgtest.Value[string](t, pool, everything))
 }
 
 // attackAs tries each attack on an execution in each state, with every setting at a value.

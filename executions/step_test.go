@@ -18,6 +18,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -64,9 +65,7 @@ func TestAStepsErrorComesBackAlikeOnReplay(t *testing.T) {
 			if diff := cmp.Diff([]executions.StepError{want, want}, seen); diff != "" || got.Status != executions.Completed {
 				t.Errorf("status %s, errors (-want +got):\n%s", got.Status, diff)
 			}
-			if n := calls.Load(); n != 1 {
-				t.Errorf("the step ran %d times", n)
-			}
+			assert.Equal(t, 1, calls.Load())
 			points, err := executions.Checkpoints(t.Context(), pool, got.ID)
 			if err != nil || len(points) != 2 || !points[0].Failed {
 				t.Errorf("checkpoints %v, %v", points, err)
@@ -91,9 +90,7 @@ func TestStepsOfOneNameHaveOccurrenceNumbers(t *testing.T) {
 		seen = append(seen, run)
 		return nil, nil
 	})
-	if diff := cmp.Diff([][]int{{1, 2, 3}, {1, 2, 3}}, seen); diff != "" {
-		t.Errorf("results (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, [][]int{{1, 2, 3}, {1, 2, 3}}, seen)
 	points, err := executions.Checkpoints(t.Context(), pool, got.ID)
 	var keys []string
 	for _, p := range points {
@@ -206,9 +203,7 @@ func TestAPanicFailsTheExecutionAndNotTheProcess(t *testing.T) {
 			if testkit.Deref(got.ErrorMessage) != c.says || testkit.Deref(got.FailedStep) != c.step {
 				t.Errorf("error %q, failed step %q", testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
 			}
-			if n := completions(t, pool, got.ID); n != 1 {
-				t.Errorf("%d AGENT_COMPLETED", n)
-			}
+			assert.Equal(t, 1, completions(t, pool, got.ID))
 		})
 	}
 }
@@ -339,9 +334,7 @@ func TestStepTxCommitsItsEffectWithItsCheckpoint(t *testing.T) {
 		return ends(executions.Wait(ctx, "pause", executions.Delay(1)))
 	}))
 	got := until(t, pool, p.begin(t, "flow"), executions.Completed)
-	if n := count(); n != 1 {
-		t.Errorf("%d effects", n)
-	}
+	assert.Equal(t, 1, count())
 	same := pgtest.Value[bool](t, pool, `
 		select e.xmin = c.xmin from effects e, agent_checkpoints c where c.execution_id = @id and c.step = 'write'`,
 		postgres.Strict{"id": got.ID})
@@ -432,9 +425,7 @@ func TestALoopIsReplayedFromItsSnapshot(t *testing.T) {
 		t.Errorf("result %s after %d steps, want 40 after 40", got.Result, steps.Load())
 	}
 	// 38 until the park, then again from 32 on: 6 replayed, 2 new.
-	if bodies.Load() != 38+8 {
-		t.Errorf("the body ran %d times, want 46", bodies.Load())
-	}
+	assert.Equal(t, 38+8, bodies.Load())
 	points, err := executions.Checkpoints(t.Context(), pool, id)
 	if err != nil || len(points) != 1 || points[0].Step != "count" {
 		t.Errorf("%d records left (%v), want the loop's alone", len(points), err)
@@ -491,9 +482,7 @@ func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
 			executions.Call{Entry: activity.Entry{Skill: "send", Input: []any{plain, within[0].Body}}},
 			func(context.Context, *executions.Effect) (int, error) { return 1, nil })
 	})
-	if got.Status != executions.Completed {
-		t.Errorf("the run is %s: %s", got.Status, *got.ErrorMessage)
-	}
+	assert.Equal(t, executions.Completed, got.Status, *got.ErrorMessage)
 	for _, text := range seen[1:] {
 		if !bytes.Equal(text, seen[0]) {
 			t.Errorf("%s\nand first %s", text, seen[0])

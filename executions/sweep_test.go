@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -38,15 +39,11 @@ func TestASkippedTimerIsSweptLessOften(t *testing.T) {
 		require.NoError(t, p.Sweep(t.Context()))
 	}
 	sweep()
-	if got := p.SweepPause(); got != time.Millisecond {
-		t.Errorf("sleeps for %s after the first sweep that left it", got)
-	}
+	assert.Equal(t, time.Millisecond, p.SweepPause())
 	for range 10 {
 		sweep()
 	}
-	if got := p.SweepPause(); got != 64*time.Millisecond {
-		t.Errorf("sleeps for %s after many sweeps that left it", got)
-	}
+	assert.Equal(t, 64*time.Millisecond, p.SweepPause())
 	pgtest.Exec(t, tx, `update agent_executions set waiting_until = clock_timestamp() + interval '1 day'
 		where waiting_until = (select min(waiting_until) from agent_executions)`)
 	require.NoError(t, tx.Commit(t.Context()))
@@ -77,9 +74,8 @@ func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 	}
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": locked})
-	if n := pgtest.Value[int](t, pool, `select lanekeeper.lose_agent_claims(@id)`, postgres.Strict{"id": lost}); n != 7 {
-		t.Errorf("%d were lost", n)
-	}
+	assert.Equal(t, 7,
+		pgtest.Value[int](t, pool, `select lanekeeper.lose_agent_claims(@id)`, postgres.Strict{"id": lost}))
 	const gone = "running, nobody's, claim 2, wake 1, noted lost, attempt "
 	const ended = "failed, nobody's, claim 2, wake 0, noted lost, attempt "
 	const kept = "running, somebody's, claim 1, wake 0, noted , attempt "
@@ -97,9 +93,7 @@ func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 			         and c.claim = 1 and c.worker_name <> ''),
 			       ', attempt ', x.attempt, ': ', x.error_message)
 			  from agent_executions x where x.id = @id`, postgres.Strict{"id": id})
-		if got != want {
-			t.Errorf("%s\nwant %s", got, want)
-		}
+		assert.Equal(t, want, got)
 	}
 }
 
@@ -161,9 +155,7 @@ func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 	if err := p.Sweep(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if got := pgtest.Value[string](t, pool, became); got != "0 its still, 15 ready, 5 ended, 5 told, 20 noted" {
-		t.Error(got)
-	}
+	assert.Equal(t, "0 its still, 15 ready, 5 ended, 5 told, 20 noted", pgtest.Value[string](t, pool, became))
 }
 
 // A sweep whose connection is lost in the middle has taken nothing, and the next one takes all.
@@ -195,9 +187,7 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 	if err := group.Wait(); err == nil {
 		t.Error("the sweep does not say that it was cut off")
 	}
-	if got := pgtest.Value[string](t, pool, became); got != "20 its still, 0 ready, 0 ended, 0 told, 0 noted" {
-		t.Error(got)
-	}
+	assert.Equal(t, "20 its still, 0 ready, 0 ended, 0 told, 0 noted", pgtest.Value[string](t, pool, became))
 	require.NoError(t, stall.Commit(t.Context()))
 	// the server frees the locks of the one that was cut off after it has told it
 	pgtest.Eventually(t, timeout, func() bool {
@@ -315,9 +305,7 @@ func TestStuckExecutionsAreLogged(t *testing.T) {
 	}
 	require.NoError(t, tx.Rollback(t.Context()))
 	require.NoError(t, p.Sweep(t.Context()))
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 0 {
-		t.Errorf("%d executions are still the lost worker's", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`))
 }
 
 // A process that starts after an outage finds the workers of before, and says nothing of them until it has swept.
@@ -334,9 +322,7 @@ func TestExecutionsAboutToMoveAreNotLogged(t *testing.T) {
 	})
 	require.NoError(t, err)
 	require.NoError(t, p.Sweep(t.Context()))
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 0 {
-		t.Errorf("%d executions are still the lost worker's", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`))
 	if said := l.Records(t, "lost executions not taken over yet, their rows are locked"); len(said) != 0 {
 		t.Errorf("it is told %v", said)
 	}
@@ -360,9 +346,7 @@ func TestTicksContinueWhileTheLeaderIsDead(t *testing.T) {
 	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) >= 2
 	}, "two ticks have run")
-	if leader := pgtest.Value[string](t, pool, `select leader_id from river.river_leader`); leader != "dead" {
-		t.Errorf("%s became the leader, so this shows nothing", leader)
-	}
+	assert.Equal(t, "dead", pgtest.Value[string](t, pool, `select leader_id from river.river_leader`))
 }
 
 func TestManyTickersStartADueTimeOnceAndMissedTicksBecomeOne(t *testing.T) {
@@ -425,9 +409,7 @@ func TestABadScheduleNamesItsFieldAndWritesNothing(t *testing.T) {
 			t.Errorf("want %q in the error, got %v", says, err)
 		}
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_schedules`); n != 0 {
-		t.Errorf("%d schedules were written", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_schedules`))
 }
 
 func TestABrokenScheduleDelaysNoOther(t *testing.T) {

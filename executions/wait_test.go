@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -125,12 +126,8 @@ func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
 	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`); n != 0 {
 		t.Errorf("%d of %d wait for ever", n, rounds)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where consumed_by is null`); n != 0 {
-		t.Errorf("%d events are left", n)
-	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where step = 'wait'`); n != rounds {
-		t.Errorf("%d outcomes", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_events where consumed_by is null`))
+	assert.Equal(t, rounds, pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where step = 'wait'`))
 }
 
 func TestANewEventEndsAllWaitsAndAnOldOneOnlyOne(t *testing.T) {
@@ -149,9 +146,8 @@ func TestANewEventEndsAllWaitsAndAnOldOneOnlyOne(t *testing.T) {
 	until(t, pool, first, executions.Completed)
 	second := p.beginWith(t, "old")
 	until(t, pool, second, executions.Waiting)
-	if by := pgtest.Value[string](t, pool, `select consumed_by::text from agent_events where key = 'old'`); by != first {
-		t.Errorf("the old event was taken by %s, not %s", by, first)
-	}
+	assert.Equal(t, first,
+		pgtest.Value[string](t, pool, `select consumed_by::text from agent_events where key = 'old'`))
 }
 
 func TestAWaitTimesOut(t *testing.T) {
@@ -273,9 +269,7 @@ func TestEventsCheckTheirArguments(t *testing.T) {
 			t.Errorf("%s was taken", name)
 		}
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events`); n != 0 {
-		t.Errorf("%d events were written", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_events`))
 }
 
 func TestWaitingNeedsNoGoroutines(t *testing.T) { // not parallel: it counts them
@@ -447,9 +441,7 @@ func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 					t.Errorf("timed out with %+v", out)
 				}
 				send(t, pool, event, late, `{"document": "cv", "url": "late"}`, "")
-				if w.status() != executions.Running {
-					t.Error("an event after the timeout did something")
-				}
+				assert.Equal(t, executions.Running, w.status())
 				if w.park("2", kind, twice) != nil {
 					t.Fatal("an event of another wait ended this one")
 				}
@@ -468,9 +460,7 @@ func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 				}
 				left := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = @key and consumed_by is null`,
 					postgres.Strict{"key": early})
-				if want := map[bool]int{false: 1, true: 0}[asked]; left != want {
-					t.Errorf("%d events are left, want %d", left, want)
-				}
+				assert.Equal(t, map[bool]int{false: 1, true: 0}[asked], left)
 				pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": w.id})
 			})
 		}
@@ -497,9 +487,7 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 			t.Fatal("nothing came yet")
 		}
 		for i, data := range events {
-			if w.status() != executions.Waiting {
-				t.Errorf("%s: %s before event %d", name, w.status(), i)
-			}
+			assert.Equal(t, executions.Waiting, w.status(), name, i)
 			send(t, pool, "DOCUMENT_UPLOADED", id, data, "")
 		}
 		out := w.resume("docs")

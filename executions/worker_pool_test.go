@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -134,9 +135,7 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 		}
 	}
 	claimReady(t, pool, workers[0], 30)
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`); n != 7 {
-		t.Errorf("%d are claimed, want all 7 places taken", n)
-	}
+	assert.Equal(t, 7, pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`))
 }
 
 func TestTheQueueIsOrderedByPriorityAndAge(t *testing.T) {
@@ -172,9 +171,7 @@ func TestALimitDelaysNoOtherFlow(t *testing.T) {
 		t.Errorf("claimed %v, want %v", got, want)
 	}
 	const places = `select count(*) from lanekeeper.agent_ready_kinds k where (k.places > 0) is not false`
-	if n := pgtest.Value[int](t, pool, places); n != 0 {
-		t.Errorf("%d kinds are said to be ready that cannot start", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, places))
 	_, err := executions.Cancel(t.Context(), pool, held, "test", "")
 	require.NoError(t, err)
 	if n := pgtest.Value[int](t, pool, places); n == 0 {
@@ -307,9 +304,7 @@ func TestAWakeupCommitsWithItsTransaction(t *testing.T) {
 	}
 	require.NoError(t, tx.Commit(t.Context()))
 	until(t, pool, id, executions.Completed)
-	if jobs(t, pool) != before+1 {
-		t.Errorf("%d hints", jobs(t, pool)-before)
-	}
+	assert.Equal(t, before+1, jobs(t, pool), jobs(t, pool)-before)
 }
 
 // Work beyond the free workers moves to another process without a sweep.
@@ -457,13 +452,9 @@ func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 		"ends told twice": `
 			select count(*) - count(distinct key) from agent_events where event = 'AGENT_COMPLETED'`,
 	} {
-		if n := pgtest.Value[int](t, pool, sql); n != 0 {
-			t.Errorf("%d %s", n, what)
-		}
+		assert.Equal(t, 0, pgtest.Value[int](t, pool, sql), what)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where step = 'event'`); n != many {
-		t.Errorf("%d outcomes", n)
-	}
+	assert.Equal(t, many, pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where step = 'event'`))
 }
 
 // deliverOnce delivers an event under its one id, by the engine or by plain SQL.

@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -432,9 +433,7 @@ func TestTheSchemaAcceptsWhatValidateAccepts(t *testing.T) {
 			if err == nil {
 				err = flows.Validate(d)
 			}
-			if (err == nil) != shape.good {
-				t.Errorf("Validate says %v", err)
-			}
+			assert.Equal(t, shape.good, (err == nil), err)
 			if err := schema.Validate(value); (err == nil) != shape.good {
 				t.Errorf("the schema says %v", err)
 			}
@@ -556,9 +555,7 @@ func TestTriggersNamesTheChildren(t *testing.T) {
 	require.NoError(t, err)
 	want := "map[actions[0].parameters.flow:b actions[1].timeoutActions[0].parameters.agent:c " +
 		"actions[2].parameters.cases[0].actions[0].parameters.agent:d]"
-	if got := fmt.Sprint(flows.Triggers(d)); got != want {
-		t.Errorf("got %s", got)
-	}
+	assert.Equal(t, want, fmt.Sprint(flows.Triggers(d)))
 }
 
 // Candidate is what the flow is started with.
@@ -685,9 +682,7 @@ func TestThePageIsTrue(t *testing.T) {
 	}
 	code := file(t, "definition_test.go")
 	from, to := strings.Index(code, "// Onboard is"), strings.Index(code, "// Evaluate is")
-	if shown := "```go\n" + strings.TrimSpace(code[from:to]) + "\n```"; !strings.Contains(page, shown) {
-		t.Errorf("docs/flows.md does not show the example:\n%s", shown)
-	}
+	assert.Contains(t, page, "```go\n"+strings.TrimSpace(code[from:to])+"\n```")
 }
 
 func file(t *testing.T, path string) string {

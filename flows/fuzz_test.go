@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"go.yaml.in/yaml/v3"
 )
 
@@ -70,9 +71,7 @@ func FuzzExpression(f *testing.F) {
 		if _, err := json.Marshal(got); err != nil {
 			t.Errorf("%q gives %v, which is not JSON: %v", text, got, err)
 		}
-		if asJSON(vars) != before {
-			t.Errorf("%q changed the variables", text)
-		}
+		assert.Equal(t, before, asJSON(vars), text)
 	})
 }
 

@@ -20,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -249,9 +250,7 @@ actions:
 			t.Errorf("%s: %v", input, err)
 		}
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*)::int from agent_executions`); n != 2 {
-		t.Errorf("%d executions, want the first and one fork", n)
-	}
+	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_executions`))
 }
 
 // A large integer survives a wait unchanged.
@@ -343,15 +342,11 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 				}
 				status := pgtest.Value[string](t, w.pool, `select status from agent_activity
 					where skill_name in ('memory_write', 'memory_forget') and kind = 'call'`)
-				if status != "skipped" {
-					t.Errorf("the call is %s", status)
-				}
+				assert.Equal(t, "skipped", status)
 			}
 			got := pgtest.Value[string](t, w.pool, `select coalesce((select value::text || ' at ' || revision from agent_memory),
 				'nothing')`)
-			if got != test.want {
-				t.Errorf("it holds %s, want %s", got, test.want)
-			}
+			assert.Equal(t, test.want, got)
 		})
 	}
 }
@@ -394,9 +389,7 @@ actions:
 			"result": map[string]any{"n": 1.0},
 		},
 	}
-	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, variables(t, x))
 	var all map[string]any
 	if err := json.Unmarshal(x.Variables, &all); err != nil || all["executionId"] != id {
 		t.Errorf("the parent takes itself for %v", all["executionId"])
@@ -528,13 +521,9 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 		select string_agg(flow_version || ' ' || content, ', ' order by m.execution_id, m.id)
 		  from agent_messages m join agent_executions x on x.id = m.execution_id
 		    where x.flow = @flow`, postgres.Strict{"flow": "a"})
-	if got != "1 before 1, 1 after 1, 2 before 2, 2 after 2" {
-		t.Errorf("said %s", got)
-	}
+	assert.Equal(t, "1 before 1, 1 after 1, 2 before 2, 2 after 2", got)
 	x = enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"key": "k3"}), executions.Failed)
-	if testkit.Deref(x.ErrorMessage) != "flow a: the flow was removed" {
-		t.Errorf("%q", testkit.Deref(x.ErrorMessage))
-	}
+	assert.Equal(t, "flow a: the flow was removed", testkit.Deref(x.ErrorMessage))
 }
 
 // Flows that start one another are stopped: the deepest fails, and the trace has no more executions than may be nested.
@@ -552,9 +541,7 @@ actions:
 	}, "one of them fails")
 	got := pgtest.Value[string](t, w.pool, `select count(*) || ' ' || count(*) filter (where status = 'failed'
 		and failed_step = 'next' and error_message like '%nested 32 deep%') from agent_executions`)
-	if got != "32 1" {
-		t.Errorf("executions, and those that were refused a child: %s", got)
-	}
+	assert.Equal(t, "32 1", got)
 }
 
 var errKilled = errors.New("killed by the test")
@@ -663,15 +650,9 @@ actions:
 		"childExecutionSuccess": true, "documentUrls": []any{"u"},
 		"documents": []any{map[string]any{"document": "INE", "url": "u"}},
 	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 2 {
-		t.Errorf("%d executions", n)
-	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_requests`); n != 2 {
-		t.Errorf("%d requests", n)
-	}
+	assert.NoDiff(t, want, got)
+	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
+	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_requests`))
 	if n := r.kills(); n < 30 {
 		t.Errorf("it was killed %d times only", n)
 	}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/logging"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -135,17 +136,13 @@ func (s *scenario) held(t *testing.T) string {
 
 func (s *scenario) holds(t *testing.T, want string) {
 	t.Helper()
-	if got := s.held(t); got != want {
-		t.Errorf("agent_thread_locks: %q, want %q", got, want)
-	}
+	assert.Equal(t, want, s.held(t))
 }
 
 // went compares everything that happened with what should have.
 func (s *scenario) went(t *testing.T, want ...string) {
 	t.Helper()
-	if diff := cmp.Diff(want, s.seen(t)); diff != "" {
-		t.Errorf("what happened (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, s.seen(t))
 	s.holds(t, "")
 }
 
@@ -211,9 +208,7 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	s.logged(t, 1, `msg="locks released"`, "execution_id="+child)
 	s.logged(t, 1, `msg="lane acquired"`) // the coordinator goes on with what it was given back
 	s.logged(t, 0, `msg="lane busy"`)
-	if n := pgtest.Value[int](t, s.pool, `select count(*)::int from agent_lock_loans`); n != 0 {
-		t.Errorf("%d loans are left", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, s.pool, `select count(*)::int from agent_lock_loans`))
 	got := s.seen(t)
 	at := func(what string) int {
 		t.Helper()
@@ -288,9 +283,7 @@ func TestScenarioOfAHungAgent(t *testing.T) {
 		"agente_b sent: Ahora tienes una evaluación pendiente",
 		"free",
 	)
-	if x := enginetest.Await(t, s.pool, a, executions.Running); x.Status != executions.Running {
-		t.Errorf("agente_a is %s", x.Status)
-	}
+	assert.Equal(t, executions.Running, enginetest.Await(t, s.pool, a, executions.Running).Status)
 }
 
 // speaks is a message of an external worker.

@@ -7,6 +7,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -127,12 +128,8 @@ func TestAnAnswerAfterARetryCounts(t *testing.T) {
 	waits(t, w.pool, id, 2)
 	answer(t, w, "yes")
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
-	if got := said(t, w.pool); got != "Still there? | You said yes." {
-		t.Errorf("said %s", got)
-	}
-	if diff := cmp.Diff(map[string]any{"lastResponse": "yes", "timedOut": false}, variables(t, x)); diff != "" {
-		t.Error(diff)
-	}
+	assert.Equal(t, "Still there? | You said yes.", said(t, w.pool))
+	assert.NoDiff(t, map[string]any{"lastResponse": "yes", "timedOut": false}, variables(t, x))
 }
 
 // A timeoutAction may end the flow.
@@ -193,19 +190,11 @@ actions:
 	}
 	answer(t, w, "rojo")
 	x = enginetest.Await(t, w.pool, id, executions.Completed)
-	if got := said(t, w.pool); got != "Hola María de Lima, intento 1 | Tu color es rojo" {
-		t.Errorf("said %s", got)
-	}
+	assert.Equal(t, "Hola María de Lima, intento 1 | Tu color es rojo", said(t, w.pool))
 	want := map[string]any{"tries": 1.0, "lastResponse": "rojo", "color": "rojo", "timedOut": false}
-	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
-		t.Error(diff)
-	}
-	if got := story(t, w.pool, id); got != "send_message, wait_for_response, send_message, send_message skipped" {
-		t.Errorf("the story is %s", got)
-	}
-	if x.ResultSummary != "Flow greet (version 1) completed." {
-		t.Errorf("summary %q", x.ResultSummary)
-	}
+	assert.NoDiff(t, want, variables(t, x))
+	assert.Equal(t, "send_message, wait_for_response, send_message, send_message skipped", story(t, w.pool, id))
+	assert.Equal(t, "Flow greet (version 1) completed.", x.ResultSummary)
 	if v := pgtest.Value[int](t, w.pool, `select flow_version from agent_executions where id = @id`,
 		postgres.Strict{"id": id}); v != 1 {
 		t.Errorf("version %d", v)
@@ -240,9 +229,7 @@ actions:
 		"testScore": 80.0, "testResult": "passed", "exam": map[string]any{"score": 80.0, "result": "passed"},
 		"timedOut": false,
 	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, got)
 	if got := said(t, w.pool); got != "Sube INE: "+key+" | Please sign this document: contract.pdf | A test is waiting "+
 		"for you: sql | Please send us: later." {
 		t.Errorf("said %s", got)
@@ -265,9 +252,7 @@ actions:
 		"eventData": map[string]any{"room": 3.0}, "meeting": map[string]any{"room": 3.0},
 		"timedOut": false,
 	}
-	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, variables(t, x))
 }
 
 func TestAnEventOfTheFlowsOwnMayHaveAnyData(t *testing.T) {
@@ -281,9 +266,7 @@ func TestAnEventOfTheFlowsOwnMayHaveAnyData(t *testing.T) {
 		id := w.begin(t, "free", map[string]any{"n": data})
 		deliver(t, w, "EVENT_COMPLETED", "free-"+data, data)
 		got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
-		if diff := cmp.Diff(map[string]any{"eventData": want, "timedOut": false}, got); diff != "" {
-			t.Errorf("%s: %s", data, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(map[string]any{"eventData": want, "timedOut": false}, got), data)
 	}
 }
 
@@ -332,9 +315,7 @@ actions:
 		"sum": 50.0, "names": []any{}, "n": 40.0, "young": "Leo (1)",
 		"chosen": "fifty", "last": "fifty",
 	}
-	if diff := cmp.Diff(want, variables(t, x)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, variables(t, x))
 	if x.ResultSummary != "Sum 50" || string(x.Result) != `{"sum": 50}` {
 		t.Errorf("ended with %q %s", x.ResultSummary, x.Result)
 	}
@@ -354,9 +335,7 @@ actions:
       actions: [{actionType: while, parameters: {condition: index < 2, actions: [{actionType: set, parameters: {expressions: {sum: sum + 100}}}]}}]
 `)
 	x := enginetest.Await(t, w.pool, w.begin(t, "counts", nil), executions.Completed)
-	if diff := cmp.Diff(map[string]any{"sum": 606.0}, variables(t, x)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, map[string]any{"sum": 606.0}, variables(t, x))
 }
 
 // An action that ends is the end of everything, also out of loops and branches.
@@ -442,14 +421,10 @@ func TestWhatIsNotKnownFailsLoudly(t *testing.T) {
 			w := newWorld(t, "name: a\nvariables: {color: red, nothing: null}\nactions:\n  - "+c.action)
 			id := w.begin(t, "a", nil)
 			x := enginetest.Await(t, w.pool, id, executions.Failed)
-			if testkit.Deref(x.ErrorMessage) != c.message {
-				t.Errorf("got  %s\nwant %s", testkit.Deref(x.ErrorMessage), c.message)
-			}
+			assert.Equal(t, c.message, testkit.Deref(x.ErrorMessage))
 			class := pgtest.Value[string](t, w.pool, `select error_class from agent_activity where execution_id = @id
 				and status = 'error'`, postgres.Strict{"id": id})
-			if class != c.class {
-				t.Errorf("class %s, want %s", class, c.class)
-			}
+			assert.Equal(t, c.class, class)
 		})
 	}
 }
@@ -479,8 +454,6 @@ actions:
 		"quoted": "{{name}}", "kept": nil, "half": 6172839450617.0, "safe": "none", "some": true, "far": nil, "own": 6.0,
 	}
 	for name, value := range want {
-		if diff := cmp.Diff(value, got[name]); diff != "" {
-			t.Errorf("%s: %s", name, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(value, got[name]), name)
 	}
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -83,9 +84,7 @@ func TestSkillsAreCalled(t *testing.T) {
   - {id: s, actionType: skill, parameters: {name: tripple, arguments: {}}}`), flow("bare", `
   - {id: s, actionType: skill, parameters: {name: double}}`))
 	got := variables(t, enginetest.Await(t, w.pool, w.begin(t, "good", map[string]any{"n": 4}), executions.Completed))
-	if diff := cmp.Diff(map[string]any{"got": map[string]any{"twice": 8.0}, "four": 16.0}, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, map[string]any{"got": map[string]any{"twice": 8.0}, "four": 16.0}, got)
 	for _, c := range []struct {
 		flow  string
 		input any
@@ -157,9 +156,7 @@ func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 			continue
 		}
 		x := enginetest.Await(t, w.pool, id, executions.Failed)
-		if testkit.Deref(x.ErrorMessage) != "action pay (skill): skill careful was not approved: because" {
-			t.Errorf("%s", testkit.Deref(x.ErrorMessage))
-		}
+		assert.Equal(t, "action pay (skill): skill careful was not approved: because", testkit.Deref(x.ErrorMessage))
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'careful'
 		and kind = 'call' and status = 'success'`); n != 1 {
@@ -183,9 +180,7 @@ func TestTheModelIsAsked(t *testing.T) {
   - {actionType: reason, parameters: {prompt: "{{input.what}}"}}
   - {actionType: reason, saveAs: second, parameters: {prompt: compute, skills: [double]}}`))
 	got := variables(t, enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"what": "cats"}), executions.Completed))
-	if diff := cmp.Diff(map[string]any{"answer": "about cats", "second": `with double {"twice":6}`}, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, map[string]any{"answer": "about cats", "second": `with double {"twice":6}`}, got)
 }
 
 // declared makes agents the current ones.
@@ -227,9 +222,7 @@ func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
 		t.Errorf("rows name %v, %v", acted, err)
 	}
 	lost := enginetest.Await(t, w.pool, w.begin(t, "lost", nil), executions.Failed)
-	if !strings.Contains(testkit.Deref(lost.ErrorMessage), `there is no agent "returns"`) {
-		t.Errorf("error %q", testkit.Deref(lost.ErrorMessage))
-	}
+	assert.Contains(t, testkit.Deref(lost.ErrorMessage), `there is no agent "returns"`)
 }
 
 // A model without a tool answers anyway, so a wrong name is reported before the call.
@@ -238,9 +231,7 @@ func TestTheModelIsNotAskedWithSkillsThatThereAreNot(t *testing.T) {
 	w := clever(t, func(openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("asked") }, flow("a", `
   - {actionType: reason, parameters: {prompt: hello, skills: [nonexistent]}}`))
 	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed)
-	if !strings.Contains(testkit.Deref(x.ErrorMessage), `there is no skill "nonexistent"`) {
-		t.Errorf("error %q", testkit.Deref(x.ErrorMessage))
-	}
+	assert.Contains(t, testkit.Deref(x.ErrorMessage), `there is no skill "nonexistent"`)
 }
 
 func TestWithoutALoopNoSkillIsCalled(t *testing.T) {
@@ -271,9 +262,7 @@ func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 	if err := check("a", `{"n": 1}`); err != nil {
 		t.Error(err)
 	}
-	if err := check("gone", `{}`); !errors.Is(err, flows.ErrRemoved) {
-		t.Error(err)
-	}
+	assert.ErrorIs(t, check("gone", `{}`), flows.ErrRemoved)
 	if err := check("of Go code", `{}`); err != nil {
 		t.Error(err)
 	}
@@ -302,9 +291,7 @@ actions:
 `)
 	id := w.begin(t, "a", nil)
 	got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
-	if diff := cmp.Diff(map[string]any{"n": 40.0, "text": "10203040"}, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, map[string]any{"n": 40.0, "text": "10203040"}, got)
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_checkpoints where execution_id = @id`,
 		postgres.Strict{"id": id}); n != 3 {
 		t.Errorf("%d records, want those of the version, the decision and the loop", n)

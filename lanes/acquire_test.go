@@ -15,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -85,9 +86,7 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 	if order := slices.Collect(values(served)); !slices.IsSorted(order) || len(order) != n {
 		t.Errorf("served in the order %v", order)
 	}
-	if left := pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`); left != 0 {
-		t.Errorf("%d places are left in the queue", left)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`))
 }
 
 func TestAReleaseWakesTheWaiterAtOnce(t *testing.T) {
@@ -333,12 +332,8 @@ func TestAFailedTryWritesNoWAL(t *testing.T) {
 						t.Errorf("%d tries wrote %d records of WAL, %d bytes", tries, records, bytes)
 					}
 				}
-				if n := pgtest.Value[int](t, db, sql); n != 0 {
-					t.Errorf("%d tries were granted", n)
-				}
-				if after := row(t, db, lane); after != before {
-					t.Errorf("the row was\n%s and is\n%s", before, after)
-				}
+				assert.Equal(t, 0, pgtest.Value[int](t, db, sql))
+				assert.Equal(t, before, row(t, db, lane))
 			})
 		}
 	}
@@ -400,9 +395,7 @@ func TestABatchAcquiresManyLanes(t *testing.T) {
 	got := many(t, db, []string{"held", "free", "free", "expired", "mine", "new", "new", "promised", "locked"},
 		[]string{"a", "b", "c", "d", "m", "e", "f", "g", "h"})
 	want := map[string]string{"free": "b", "expired": "d", "mine": "m", "new": "e"}
-	if len(got) != len(want) {
-		t.Errorf("granted %v, want %v", got, want)
-	}
+	assert.Equal(t, len(want), len(got), got, want)
 	for lane, owner := range want {
 		if got[lane] != owner || pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`,
 			lane) != owner {
@@ -453,9 +446,7 @@ func TestABatchReleasesManyLanes(t *testing.T) {
 	}
 	for i, name := range names {
 		gone := i == 0 || i == 5 || i == 7
-		if changed := row(t, db, name) != before[name]; changed != gone {
-			t.Errorf("%s changed: %v, want %v", name, changed, gone)
-		}
+		assert.Equal(t, gone, row(t, db, name) != before[name], name)
 	}
 	if pgtest.Value[bool](t, db, `select exists (select from agent_locks where lane in ('mine', 'also mine')
 		and (locked_by <> '' or expires_at > clock_timestamp()
@@ -484,9 +475,7 @@ func TestCallersShareStatements(t *testing.T) {
 				lease, err := k.Acquire(t.Context(), lane)
 				switch {
 				case i%8 == 7:
-					if !errors.Is(err, lanes.ErrInvalid) {
-						t.Errorf("a lane that is too long: %v", err)
-					}
+					assert.ErrorIs(t, err, lanes.ErrInvalid)
 				case i%4 == 3:
 					if b, ok := errors.AsType[*lanes.BusyError](err); !ok || b.Lane != "busy" || b.Holder != "holder" &&
 						b.Holder != "" {
@@ -511,9 +500,8 @@ func TestCallersShareStatements(t *testing.T) {
 		round()
 		return t.Failed() || w.count("acquire_agent_locks") > 0 && w.count("release_agent_lock(w.") > 0
 	}, "a statement for several")
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_locks where locked_by <> '' and lane <> 'busy'`); n != 0 {
-		t.Errorf("%d lanes are held after all were released", n)
-	}
+	assert.Equal(t, 0,
+		pgtest.Value[int](t, db, `select count(*) from agent_locks where locked_by <> '' and lane <> 'busy'`))
 }
 
 // A release does not change how the next transaction of its connection commits.
@@ -525,7 +513,5 @@ func TestOnlyReleasesCommitAsynchronously(t *testing.T) {
 	lease, err := k.Acquire(t.Context(), "x")
 	require.NoError(t, err)
 	require.NoError(t, lease.Release(t.Context()))
-	if got := pgtest.Value[string](t, db, `select current_setting('synchronous_commit')`); got != "on" {
-		t.Errorf("synchronous_commit is %s afterwards", got)
-	}
+	assert.Equal(t, "on", pgtest.Value[string](t, db, `select current_setting('synchronous_commit')`))
 }

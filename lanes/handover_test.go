@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -81,9 +82,7 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	if lease == nil || lease.Owner().String() != holder || lease.Token() != token || lease.Lane() != "x" {
 		t.Fatalf("the waiter has %v, want the lease of %s under token %d", lease, holder, token)
 	}
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters where owner <> 'next'`); n != 0 {
-		t.Error("the waiter has the lane and its place too")
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters where owner <> 'next'`))
 	pgtest.Eventually(t, soon, func() bool {
 		return pgtest.Value[bool](t, db, `select expires_at > clock_timestamp() + interval '50 minutes' from agent_locks`)
 	}, "the lease has the length that it was asked for")
@@ -93,9 +92,7 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	if err := lease.Release(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks`); holder != "next" {
-		t.Errorf("then %q has it, want who is next", holder)
-	}
+	assert.Equal(t, "next", pgtest.Value[string](t, db, `select locked_by from agent_locks`))
 }
 
 // An attempt before the notification may find the row locked by another attempt.
@@ -113,9 +110,7 @@ func TestTheHolderHasNoPlaceInTheQueue(t *testing.T) {
 	queues(t, db, "x", "b", 60)
 	commit(t, another)
 	token = pgtest.Value[int64](t, db, `select fencing_token from agent_locks`)
-	if to := releaseLane(t, db, "x", "b", token); to != "" {
-		t.Errorf("the lane was handed over and given back, and went to %q again", to)
-	}
+	assert.Equal(t, "", releaseLane(t, db, "x", "b", token))
 }
 
 // A thread's lane is parked, queued for and delivered to in ways of its own.
@@ -124,9 +119,7 @@ func TestTheLaneOfAThreadIsNotHandedOver(t *testing.T) {
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "thread:1", "a", 60)
 	queues(t, db, "thread:1", "b", 60)
-	if to := releaseLane(t, db, "thread:1", "a", token); to != "" {
-		t.Errorf("the lane of a thread went to %q", to)
-	}
+	assert.Equal(t, "", releaseLane(t, db, "thread:1", "a", token))
 }
 
 // Whom a lane is not handed to, it is free and promised as ever.
@@ -172,9 +165,8 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 			if to := releaseLane(t, db, lane, "a", token); to != c.to {
 				t.Errorf("the lane went to %q, want %q", to, c.to)
 			}
-			if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane); holder != c.to {
-				t.Errorf("%q holds it, want %q", holder, c.to)
-			}
+			assert.Equal(t, c.to,
+				pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane))
 			if told := notified(t, conn); c.tell != (told == lane) {
 				t.Errorf("notified %q", told)
 			}
@@ -213,9 +205,7 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 	go func() { to <- releaseLane(t, db, "x", "a", token) }()
 	waitUntilBlocked(t, db, "release_agent_lock")
 	commit(t, write)
-	if heir := <-to; heir != "b" {
-		t.Errorf("it went to %q", heir)
-	}
+	assert.Equal(t, "b", <-to)
 	_, err := db.Exec(t.Context(), `select fence_agent_lock('x', $1)`, token)
 	wantCode(t, err, "LK001")
 	expire(t, db, "x")
@@ -240,9 +230,7 @@ func TestAnExpiredLeaseIsNotHandedOver(t *testing.T) {
 		return pgtest.Value[bool](t, db, `select expires_at < clock_timestamp() from agent_locks`)
 	}, "the lease ends")
 	commit(t, write)
-	if heir := <-to; heir != "not released" {
-		t.Errorf("it went to %q", heir)
-	}
+	assert.Equal(t, "not released", <-to)
 }
 
 // The waiter has not confirmed a handover, so the lease is short in case it died.
@@ -284,18 +272,14 @@ func TestAWaiterThatLeavesHoldsNothing(t *testing.T) {
 	if to := <-left; !strings.HasPrefix(to, "x\tc\t") {
 		t.Errorf("b left, and the lane went to %q", to)
 	}
-	if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks`); holder != "c" {
-		t.Errorf("%q holds it", holder)
-	}
+	assert.Equal(t, "c", pgtest.Value[string](t, db, `select locked_by from agent_locks`))
 	if to := pgtest.Value[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing')
 		from leave_agent_lock_queue('x', 'b')`); to != "nothing" {
 		t.Errorf("b left again, and the lane went to %q", to)
 	}
 	pgtest.Value[string](t, db, `select lanekeeper.release_agent_lock('x', 'c', null, true)
 		from leave_agent_lock_queue('x', 'c')`)
-	if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks`); holder != "" {
-		t.Errorf("%q holds it after all have left", holder)
-	}
+	assert.Equal(t, "", pgtest.Value[string](t, db, `select locked_by from agent_locks`))
 }
 
 // How a transaction is committed is its owner's business, not that of a function that is called in it.
@@ -317,9 +301,7 @@ func TestAReleaseLeavesTheCallersTransactionDurable(t *testing.T) {
 		args := pgx.NamedArgs{"lonely": mustTry(t, tx, "lonely", "a", 60), "wanted": mustTry(t, tx, "wanted", "a", 60)}
 		queues(t, tx, "wanted", "b", 60)
 		pgtest.Exec(t, tx, query, args)
-		if mode := pgtest.Value[string](t, tx, `show synchronous_commit`); mode != "on" {
-			t.Errorf("%s: synchronous_commit is %s", name, mode)
-		}
+		assert.Equal(t, "on", pgtest.Value[string](t, tx, `show synchronous_commit`), name)
 		require.NoError(t, tx.Rollback(t.Context()))
 	}
 }
@@ -365,9 +347,8 @@ func TestABatchHandsManyLanesOver(t *testing.T) {
 		t.Errorf("%d answers, want %d", n, len(names))
 	}
 	for lane, want := range map[string]string{"wanted": "b", "also wanted": "c", "lonely": "", "promised": ""} {
-		if holder := pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane); holder != want {
-			t.Errorf("%q holds %s, want %q", holder, lane, want)
-		}
+		assert.Equal(t, want,
+			pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane), lane)
 	}
 	if g := try(t, db, "promised", "e", 60); g.acquired || g.holder != "d" {
 		t.Errorf("a newcomer got %+v, want busy by d", g)
@@ -390,9 +371,7 @@ func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 		got <- lease
 	}()
 	settled(t, db, "x")
-	if to := releaseLane(t, db, "x", "a", token); to != "" {
-		t.Errorf("it went to %q", to)
-	}
+	assert.Equal(t, "", releaseLane(t, db, "x", "a", token))
 	if lease := <-got; lease == nil || lease.Owner() != owner {
 		t.Errorf("got %v", lease)
 	}

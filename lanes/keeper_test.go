@@ -9,8 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -74,9 +73,7 @@ func TestOneStatementRenewsEverything(t *testing.T) {
 	if took := time.Since(start); took < 2500*time.Millisecond { // some are asked for early, together with the first
 		t.Errorf("3 renewals of %d leases within %s: want one every 2 s", n, took)
 	}
-	if live := pgtest.Value[int](t, db, `select count(*) from agent_locks_live`); live != n {
-		t.Errorf("%d of %d lanes are held", live, n)
-	}
+	assert.Equal(t, n, pgtest.Value[int](t, db, `select count(*) from agent_locks_live`))
 }
 
 // The local clock starts before the call, so the work ends no later than the lease.
@@ -89,9 +86,7 @@ func TestTheLocalEndCountsFromBeforeTheCall(t *testing.T) {
 		l := acquire(t, k, "x", lanes.WithTTL(2*time.Second))
 		took := ended(t, l, soon).Sub(start)
 		log.want(t, 1, "level=ERROR", `msg="lane lost"`, "lane=x", "owner="+l.Owner().String())
-		if err := l.Release(t.Context()); !errors.Is(err, lanes.ErrLost) {
-			t.Errorf("release: %v, want ErrLost", err)
-		}
+		assert.ErrorIs(t, l.Release(t.Context()), lanes.ErrLost)
 		return took
 	})
 	if least < 1900*time.Millisecond {
@@ -255,9 +250,7 @@ func TestThreadLanesAreRenewedManuallyAndTheirLossCancelsNothing(t *testing.T) {
 	if l.Context().Err() != nil {
 		t.Errorf("the work of a thread was cancelled: %v", context.Cause(l.Context()))
 	}
-	if err := l.Renew(t.Context()); !errors.Is(err, lanes.ErrLost) {
-		t.Errorf("Renew of a lost lane: %v, want ErrLost", err)
-	}
+	assert.ErrorIs(t, l.Renew(t.Context()), lanes.ErrLost)
 	if err := l.Release(t.Context()); err != nil {
 		t.Errorf("release: %v", err)
 	}
@@ -285,9 +278,7 @@ func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 	if g := try(t, db, "x", "b", 60); !g.acquired {
 		t.Errorf("%s still has the lane", g.holder)
 	}
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_workers`); n != 0 {
-		t.Error("the process is still there")
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_workers`))
 }
 
 // A transaction that keeps the row for long does not hold up the sweep.
@@ -300,9 +291,7 @@ func TestTheSweepDoesNotWaitForLong(t *testing.T) {
 	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 	pgtest.Exec(t, db, `select lanekeeper.lose_agent_claims(id) from agent_workers`)
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_workers`); n != 0 {
-		t.Error("the process is still there")
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_workers`))
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
 }
 
@@ -337,9 +326,7 @@ func TestLiveShowsWhoHoldsWhat(t *testing.T) {
 		"lane": "objective:1", "locked_by": execution + "#2", "execution_id": execution, "trace_id": nil, "expires_in": nil,
 		"parked": true,
 	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, got)
 }
 
 func TestABreakIsAuditedUnderTheHoldersTrace(t *testing.T) {
@@ -350,9 +337,7 @@ func TestABreakIsAuditedUnderTheHoldersTrace(t *testing.T) {
 		t.Fatalf("Break: %v, %v", broken, err)
 	}
 	got := pgtest.Value[string](t, db, `select trace_id || ' ' || (input ->> 'reason') || ' ' || lane from agent_activity`)
-	if want := "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE it hangs heartbeat"; got != want {
-		t.Errorf("audit %q, want %q", got, want)
-	}
+	assert.Equal(t, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE it hangs heartbeat", got)
 	if held, err := lanes.Held(t.Context(), db, "heartbeat"); err != nil || held {
 		t.Errorf("held %v, %v", held, err)
 	}
@@ -385,9 +370,7 @@ func TestExpiredLanesAreCleared(t *testing.T) {
 	if now := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'ended'`); now <= token {
 		t.Errorf("its token is %d, before %d", now, token)
 	}
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`); n != 0 {
-		t.Errorf("%d places of waiters that are gone", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`))
 	log.want(t, 1, "level=WARN", `msg="lane stale, clearing"`, "lane=ended", "holder=gone", "age=1m0")
 	mustTry(t, db, "ended", "next", 60)
 }

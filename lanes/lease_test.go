@@ -10,6 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -55,12 +56,8 @@ func TestASkippedRunFreesNothing(t *testing.T) {
 	if _, err := k.Acquire(t.Context(), "x"); !errors.Is(err, lanes.ErrBusy) {
 		t.Errorf("error %v", err)
 	}
-	if err := late.Release(t.Context()); !errors.Is(err, lanes.ErrLost) {
-		t.Errorf("release of a lost lane: %v, want ErrLost", err)
-	}
-	if got := row(t, db, "x"); got != want {
-		t.Errorf("the lane changed from %s to %s", want, got)
-	}
+	assert.ErrorIs(t, late.Release(t.Context()), lanes.ErrLost)
+	assert.Equal(t, want, row(t, db, "x"))
 }
 
 func TestATakeoverIsLogged(t *testing.T) {
@@ -86,9 +83,8 @@ func TestOwnersAreNeverTheSame(t *testing.T) {
 	if !strings.HasPrefix(a.Owner().String(), string(id)+"/") || a.Owner() == b.Owner() {
 		t.Errorf("owners %s and %s of trace %s", a.Owner(), b.Owner(), id)
 	}
-	if got := pgtest.Value[string](t, db, `select trace_id from agent_locks_live where lane = 'a'`); got != string(id) {
-		t.Errorf("the live view shows trace %q, want %s", got, id)
-	}
+	assert.Equal(t, string(id),
+		pgtest.Value[string](t, db, `select trace_id from agent_locks_live where lane = 'a'`), id)
 	for name, owner := range map[string]lanes.Owner{
 		"zero": {}, "constant": lanes.ClaimOwner("heartbeat-cron", 1), "no claim": lanes.ClaimOwner(execution, 0),
 	} {
@@ -99,9 +95,7 @@ func TestOwnersAreNeverTheSame(t *testing.T) {
 			t.Errorf("%s owner waits: %v, want ErrInvalid", name, err)
 		}
 	}
-	if got := lanes.ClaimOwner(execution, 7).String(); got != execution+"#7" {
-		t.Errorf("claim owner %s", got)
-	}
+	assert.Equal(t, execution+"#7", lanes.ClaimOwner(execution, 7).String())
 }
 
 func TestTTLFollowsTheName(t *testing.T) {
@@ -113,14 +107,11 @@ func TestTTLFollowsTheName(t *testing.T) {
 		"thread:1": 600, "pipeline:prices": 3600, "consolidate:a:2024:11": 3600, "heartbeat:x": 3600, "threads": 3600,
 	} {
 		acquire(t, k, lane)
-		if got := pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = $1`, lane); got != want {
-			t.Errorf("%s: %d seconds, want %d", lane, got, want)
-		}
+		assert.Equal(t, want,
+			pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = $1`, lane), lane)
 	}
 	acquire(t, k, "short", lanes.WithTTL(1500*time.Millisecond))
-	if got := pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = 'short'`); got != 2 {
-		t.Errorf("1.5 s became %d seconds, want 2", got)
-	}
+	assert.Equal(t, 2, pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = 'short'`))
 }
 
 func TestBadInputIsErrInvalid(t *testing.T) {
@@ -145,9 +136,7 @@ func TestBadInputIsErrInvalid(t *testing.T) {
 			t.Errorf("%s: %v, want ErrInvalid with the database's words", name, err)
 		}
 	}
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_locks`); n != 0 {
-		t.Errorf("%d rows were written", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_locks`))
 }
 
 func second[T any](_ T, err error) error { return err }
@@ -161,9 +150,7 @@ func TestNestedHoldsAreCounted(t *testing.T) {
 	acquired(t, outer, err)
 	inner, err := k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Second))
 	acquired(t, inner, err)
-	if ttl := pgtest.Value[int](t, db, `select ttl_seconds from agent_locks`); ttl != 3600 {
-		t.Errorf("the inner hold shortened the lease to %d s", ttl)
-	}
+	assert.Equal(t, 3600, pgtest.Value[int](t, db, `select ttl_seconds from agent_locks`))
 	for range 2 { // idempotent: the second must not count for the outer hold
 		if err := inner.Release(t.Context()); err != nil {
 			t.Error(err)
@@ -199,9 +186,7 @@ func TestAReleasedLeaseIsNotRenewed(t *testing.T) {
 		t.Errorf("the inner, given back: %v; the outer: %v", gone, err)
 	}
 	require.NoError(t, errors.Join(outer.Release(t.Context()), other.Release(t.Context())))
-	if err := outer.Renew(t.Context()); !errors.Is(err, lanes.ErrLost) {
-		t.Errorf("a lane that is held no longer was renewed: %v", err)
-	}
+	assert.ErrorIs(t, outer.Renew(t.Context()), lanes.ErrLost)
 }
 
 func TestReleaseWorksWithACancelledContext(t *testing.T) {
@@ -338,9 +323,7 @@ func TestFenceStopsStaleWrites(t *testing.T) {
 	commit(t, tx)
 	expire(t, db, "x")
 	mustTry(t, db, "x", "another", 60)
-	if err := l.Fence(t.Context(), pgtest.Begin(t, db)); !errors.Is(err, lanes.ErrStale) {
-		t.Errorf("fence after a takeover: %v, want ErrStale", err)
-	}
+	assert.ErrorIs(t, l.Fence(t.Context(), pgtest.Begin(t, db)), lanes.ErrStale)
 }
 
 func TestDropForgetsTheLeasesOfAnExecution(t *testing.T) {
@@ -394,8 +377,6 @@ func TestDisabledLanesGrantEverything(t *testing.T) {
 	if a.Context().Err() != nil || b.Context().Err() == nil {
 		t.Errorf("contexts: held %v, released %v", a.Context().Err(), b.Context().Err())
 	}
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_locks`); n != 0 {
-		t.Errorf("%d rows were written with lanes off", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_locks`))
 	log.want(t, 1, "level=WARN", "lanes are off")
 }

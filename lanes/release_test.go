@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -290,9 +291,7 @@ func TestABlockedReleaseNamesTheTransaction(t *testing.T) {
 						!strings.Contains(said.Message, `'x'`) {
 						t.Errorf("it says %q, want %d times %q, the lane and since when", said.Message, fences, who)
 					}
-					if now := row(t, db, "x"); now != before {
-						t.Errorf("it changed the lane: %s, before %s", now, before)
-					}
+					assert.Equal(t, before, row(t, db, "x"))
 				})
 			}
 		}

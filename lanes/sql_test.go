@@ -13,6 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -25,13 +26,10 @@ func TestTryIsTheSameAsAcquire(t *testing.T) {
 	db := pgtest.DB(t)
 	for i, want := range []bool{true, true, false} {
 		owner := []string{"a", "a", "b"}[i]
-		if got := pgtest.Value[bool](t, db, `select try_acquire_agent_lock('heartbeat', $1)`, owner); got != want {
-			t.Errorf("try %d by %s: %v, want %v", i, owner, got, want)
-		}
+		assert.Equal(t, want,
+			pgtest.Value[bool](t, db, `select try_acquire_agent_lock('heartbeat', $1)`, owner), i, owner)
 	}
-	if ttl := pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = 'heartbeat'`); ttl != 300 {
-		t.Errorf("default ttl %d, want 300", ttl)
-	}
+	assert.Equal(t, 300, pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = 'heartbeat'`))
 }
 
 func TestSameOwnerRefreshesWithTheSameToken(t *testing.T) {
@@ -39,9 +37,7 @@ func TestSameOwnerRefreshesWithTheSameToken(t *testing.T) {
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 10)
 	before := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
-	if again := mustTry(t, db, "x", "a", 60); again != token {
-		t.Errorf("refresh has token %d, want %d", again, token)
-	}
+	assert.Equal(t, token, mustTry(t, db, "x", "a", 60))
 	if after := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`); !after.After(
 		before.Add(40 * time.Second)) {
 		t.Errorf("refresh ends at %s, first hold at %s", after, before)
@@ -127,9 +123,7 @@ func TestOthersAndOldTokensChangeNothing(t *testing.T) {
 		if pgtest.Value[bool](t, db, query, args...) {
 			t.Errorf("%s succeeded", name)
 		}
-		if diff := cmp.Diff(want, row(t, db, "x")); diff != "" {
-			t.Errorf("%s changed the lane: %s", name, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(want, row(t, db, "x")), name)
 	}
 }
 
@@ -149,9 +143,7 @@ func TestAnExpiredLeaseIsLostEvenIfTheLaneIsFree(t *testing.T) {
 			t.Errorf("%s of an ended lease succeeded", name)
 		}
 	}
-	if diff := cmp.Diff(want, row(t, db, "x")); diff != "" {
-		t.Error("changed:", diff)
-	}
+	assert.NoDiff(t, want, row(t, db, "x"))
 	if again := mustTry(t, db, "x", "a", 60); again <= token {
 		t.Errorf("the same owner got token %d again after %d", again, token)
 	}
@@ -301,9 +293,7 @@ func TestABatchRenewalReportsEachLease(t *testing.T) {
 		    $2, $3, 7]::bigint[],
 		                         array[60, 60, 60, 60])`, parked, held, locked)
 	want := "held true false false, locked false true false, none false false false, parked true false true"
-	if got != want {
-		t.Errorf("got  %s\nwant %s", got, want)
-	}
+	assert.Equal(t, want, got)
 }
 
 // One process may ask for a lease that it has lost beside the one it got since.
@@ -317,9 +307,7 @@ func TestABatchRenewalDistinguishesLostAndNewHolds(t *testing.T) {
 		select string_agg((fencing_token = $2) || ' ' || renewed || ' ' || busy, ', ' order by fencing_token)
 		  from lanekeeper.renew_agent_locks(array['x', 'x'], array['a', 'b'], array[$1, $2]::bigint[], array[60,
 		    60])`, old, token)
-	if want := "false false false, true true false"; got != want {
-		t.Errorf("got %s, want %s", got, want)
-	}
+	assert.Equal(t, "false false false, true true false", got)
 }
 
 func TestBatchRenewalsInAnyOrderNeverDeadlock(t *testing.T) {
@@ -353,9 +341,7 @@ func TestExecutionIsReadFromTheOwner(t *testing.T) {
 		mustTry(t, db, "lane of "+owner, owner, 60)
 		got := pgtest.Value[string](t, db, `select coalesce(execution_id::text, '') from agent_locks where lane = $1`,
 			"lane of "+owner)
-		if got != want {
-			t.Errorf("owner %s has execution %q, want %q", owner, got, want)
-		}
+		assert.Equal(t, want, got, owner)
 	}
 }
 
@@ -424,9 +410,7 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 			wantCode(t, err, "22023")
 		})
 	}
-	if err := lanes.Prune(t.Context(), db, -30*24*time.Hour); !errors.Is(err, lanes.ErrInvalid) {
-		t.Errorf("a prune of what is held: %v", err)
-	}
+	assert.ErrorIs(t, lanes.Prune(t.Context(), db, -30*24*time.Hour), lanes.ErrInvalid)
 	for _, reason := range []any{nil, "", "  "} {
 		_, err := db.Exec(t.Context(), `select break_agent_lock('held', $1)`, reason)
 		wantCode(t, err, "22023")
@@ -435,9 +419,7 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 		`select string_agg(lane || ' ' || locked_by || ' ' || (expires_at > clock_timestamp() + interval '30 seconds'),
 			', ') ||
 		(select count(*) from agent_lock_waiters) || (select count(*) from agent_activity) from agent_locks`)
-	if got != "held a true00" {
-		t.Errorf("bad input left %s", got)
-	}
+	assert.Equal(t, "held a true00", got)
 }
 
 func TestGoodInput(t *testing.T) {
@@ -474,9 +456,7 @@ func TestANameIsValidInTheProgramAndInTheDatabase(t *testing.T) {
 		end $$`)
 	fits := pgtest.Column[bool](t, db, `select fits(n) from unnest($1::text[]) with ordinality u (n, i) order by i`, names)
 	for i, name := range names {
-		if got := lanes.ValidName(name); got != fits[i] {
-			t.Errorf("%.20q is valid in the program: %t, in the database: %t", name, got, fits[i])
-		}
+		assert.Equal(t, fits[i], lanes.ValidName(name), name)
 	}
 }
 
@@ -594,12 +574,8 @@ func TestRaceThroughGo(t *testing.T) {
 	if len(a.tokens) < grants {
 		t.Errorf("%d grants, want %d", len(a.tokens), grants)
 	}
-	if live := pgtest.Value[int](t, db, `select count(*) from agent_locks_live`); live != 0 {
-		t.Errorf("%d lanes are held after the race", live)
-	}
-	if waiting := pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`); waiting != 0 {
-		t.Errorf("%d places in the queue are left after the race", waiting)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_locks_live`))
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`))
 }
 
 func TestOneOwnerInManyGoroutinesIsOneHold(t *testing.T) {
@@ -633,7 +609,5 @@ func TestOneOwnerInManyGoroutinesIsOneHold(t *testing.T) {
 	}
 	log.want(t, 1, "lane acquired")
 	log.want(t, 0, "lane lost")
-	if n := strings.Join(log.Lines("lane released"), ""); n != "" {
-		t.Errorf("released too early: %s", n)
-	}
+	assert.Equal(t, "", strings.Join(log.Lines("lane released"), ""))
 }

@@ -12,6 +12,7 @@ import (
 
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/mcp"
@@ -38,9 +39,7 @@ func TestToolsOfAServerBecomeSkillsThatNeedApproval(t *testing.T) {
 				!strings.Contains(s.Description, "Says it again.") || !strings.Contains(string(s.Parameters()), `"times"`) {
 				t.Errorf("the skill is %+v", s)
 			}
-			if got := w.must("echo", `{"text":"ab"}`); got != `"ab"` {
-				t.Errorf("echo answers %s", got)
-			}
+			assert.Equal(t, `"ab"`, w.must("echo", `{"text":"ab"}`))
 			if _, err := w.call("echo", `{"text":1,"other":2}`); err == nil || !strings.Contains(err.Error(), "/text") ||
 				!strings.Contains(err.Error(), "other") {
 				t.Errorf("wrong arguments: %v", err)
@@ -112,9 +111,7 @@ func TestAChildThatDoesNotReadCannotHoldACall(t *testing.T) {
 	if took := time.Since(began); took > 25*time.Second {
 		t.Errorf("the call took %s", took)
 	}
-	if got := w.must("echo", `{"text":"back"}`); got != `"back"` {
-		t.Errorf("a new child answers %s", got)
-	}
+	assert.Equal(t, `"back"`, w.must("echo", `{"text":"back"}`))
 }
 
 // pid returns the process of the test's stdio server.
@@ -198,9 +195,7 @@ func TestPrivateAddressesAreNotDialledUnlessAllowed(t *testing.T) {
 	w.registry = registry
 	before := len(s.headers)
 	w.fails("echo", `{"text":"a"}`, skills.ClassRefused, "AGENT_ALLOW_PRIVATE_HTTP")
-	if len(s.headers) != before {
-		t.Error("the server was reached")
-	}
+	assert.Equal(t, before, len(s.headers))
 }
 
 func TestSecretsAreSentAndBlottedOut(t *testing.T) {
@@ -211,9 +206,7 @@ func TestSecretsAreSentAndBlottedOut(t *testing.T) {
 	d.Headers = map[string]any{"Authorization": "Bearer ${TOKEN}"}
 	w.put(d)
 	w.sync()
-	if got := w.must("echo", `{"text":"is it tok-12345?"}`); got != `"is it [secret]?"` {
-		t.Errorf("echo answers %s", got)
-	}
+	assert.Equal(t, `"is it [secret]?"`, w.must("echo", `{"text":"is it tok-12345?"}`))
 	if !s.sawHeader("Authorization", "Bearer tok-12345") {
 		t.Error("the server did not get the header")
 	}
@@ -259,14 +252,10 @@ func TestResultsOfEveryKind(t *testing.T) {
 			got, _, _ = strings.Cut(got, `"sha256"`)
 			want, _, _ = strings.Cut(want, `"sha256"`)
 		}
-		if got != want {
-			t.Errorf("%s: %s, want %s", name, got, want)
-		}
+		assert.Equal(t, want, got, name)
 	}
 	w.fails("failed", `{}`, skills.ClassHandler, "no such city")
 	w.fails("large", `{}`, skills.ClassTooLarge, "bytes")
 	w.fails("huge", `{}`, skills.ClassUnavailable, "test/huge")
-	if got := w.must("texts", `{}`); got != `"a\nb"` {
-		t.Errorf("after a huge answer: %s", got)
-	}
+	assert.Equal(t, `"a\nb"`, w.must("texts", `{}`))
 }

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -68,25 +69,17 @@ func TestTheReferenceServerIsMountedAndCalled(t *testing.T) {
 		t.Errorf("the sync found %+v", report)
 	}
 	t.Logf("%s: %v", report.About, report.Mounted)
-	if got := w.must("echo", `{"message":"hello there"}`); !strings.Contains(got, "hello there") {
-		t.Errorf("echo answers %s", got)
-	}
-	if got := w.must("get-sum", `{"a":2,"b":40}`); !strings.Contains(got, "42") {
-		t.Errorf("get-sum answers %s", got)
-	}
+	assert.Contains(t, w.must("echo", `{"message":"hello there"}`), "hello there")
+	assert.Contains(t, w.must("get-sum", `{"a":2,"b":40}`), "42")
 	if got := w.must("get-tiny-image", `{}`); !strings.Contains(got, `"mime":"image/png"`) || len(got) > 4000 {
 		t.Errorf("get-tiny-image answers %.300s", got)
 	}
-	if got := w.must("get-structured-content", `{"location":"Chicago"}`); !strings.Contains(got, "temperature") {
-		t.Errorf("get-structured-content answers %s", got)
-	}
+	assert.Contains(t, w.must("get-structured-content", `{"location":"Chicago"}`), "temperature")
 	if _, err := w.call("get-sum", `{"a":"x"}`); err == nil {
 		t.Error("wrong arguments were taken")
 	}
 	if again := w.sync(); len(again.Mounted)+len(again.Quarantined) > 0 {
 		t.Errorf("a second sync changed %+v", again)
 	}
-	if s := w.skill("echo"); s.Trust != skills.TrustApprove {
-		t.Errorf("the trust of echo is %s", s.Trust)
-	}
+	assert.Equal(t, skills.TrustApprove, w.skill("echo").Trust)
 }

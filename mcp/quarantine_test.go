@@ -10,6 +10,7 @@ import (
 
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/mcp"
@@ -199,9 +200,7 @@ func TestAHostileDescriptionIsCleanedAndBounded(t *testing.T) {
 		!strings.Contains(about, "redgnp.exe hidden") {
 		t.Errorf("the description is %q, the schema %s", about[:100], schema)
 	}
-	if !strings.Contains(schema, `"description": {"type": "string", "description": "a[0mb"}`) {
-		t.Errorf("the schema is %s", schema)
-	}
+	assert.Contains(t, schema, `"description": {"type": "string", "description": "a[0mb"}`)
 	if len(report.Refused) != 2 || w.tool("huge").State != mcp.Refused || w.tool("remote").State != mcp.Refused ||
 		!strings.Contains(w.tool("huge").Reason, "bytes") {
 		t.Errorf("the sync found %+v; %+v", report, w.tool("remote"))

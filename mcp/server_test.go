@@ -18,6 +18,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -223,9 +224,7 @@ func TestAStockClientCallsWhatIsOffered(t *testing.T) {
 					t.Errorf("call %s: %v", unknown, err)
 				}
 			}
-			if h.made.Load() != 1 {
-				t.Errorf("add was called %d times", h.made.Load())
-			}
+			assert.Equal(t, 1, h.made.Load())
 		})
 	}
 }
@@ -271,9 +270,7 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 	session := h.http()
 	args := map[string]any{"a": 2, "b": 3}
 	id := awaits(t, callTool(t, session, "add", args))
-	if again := awaits(t, callTool(t, session, "add", map[string]any{"b": 3, "a": 2})); again != id {
-		t.Errorf("the same call waits for %s and %s", id, again)
-	}
+	assert.Equal(t, id, awaits(t, callTool(t, session, "add", map[string]any{"b": 3, "a": 2})))
 	if other := awaits(t, callTool(t, session, "add", map[string]any{"a": 2, "b": 4})); other == id {
 		t.Error("another call waits for the same approval")
 	}
@@ -304,9 +301,7 @@ func TestACallThatIsNotApprovedIsNotMade(t *testing.T) {
 		!strings.Contains(said(r), "not on a Friday") {
 		t.Errorf("after the rejection: %q", said(r))
 	}
-	if h.made.Load() != 0 {
-		t.Error("it was called")
-	}
+	assert.Equal(t, 0, h.made.Load())
 }
 
 func TestManyCallersOfOneApprovedCallGetOneAnswer(t *testing.T) {

@@ -1,6 +1,7 @@
 package mcp
 
 import (
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"regexp"
 	"strings"
 	"testing"
@@ -26,9 +27,7 @@ func TestNamesOfSkillsAreValidAndApart(t *testing.T) {
 			seen[name] = server + "/" + tool
 		}
 	}
-	if got := skillName("files", "read_file"); got != "mcp__files__read_file" {
-		t.Errorf("a plain name became %s", got)
-	}
+	assert.Equal(t, "mcp__files__read_file", skillName("files", "read_file"))
 }
 
 func TestValidateSaysEverythingThatIsWrong(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -107,9 +108,7 @@ func (x *indexed) rows(t *testing.T) string {
 
 func (x *indexed) expect(t *testing.T, want string) {
 	t.Helper()
-	if got := x.rows(t); got != want {
-		t.Errorf("stored: %s; want %s", got, want)
-	}
+	assert.Equal(t, want, x.rows(t))
 }
 
 func (x *indexed) found(t *testing.T, owner memory.Owner, query string) string {
@@ -128,9 +127,7 @@ func TestAnEntryIsEmbeddedOnceInEachRevision(t *testing.T) {
 	x := newIndexed(t)
 	x.save(t, memory.Shared, "a", "the invoice")
 	x.save(t, "sales", "b", "a dog")
-	if n := x.update(t); n != 2 {
-		t.Errorf("embedded %d", n)
-	}
+	assert.Equal(t, 2, x.update(t))
 	if n := x.update(t); n != 0 || len(x.server.Requests()) != 1 {
 		t.Errorf("embedded %d again, in %d requests", n, len(x.server.Requests()))
 	}
@@ -183,13 +180,9 @@ func TestAClaimOfADeadProcessIsDueAgain(t *testing.T) {
 	x.save(t, memory.Shared, "a", "the invoice")
 	x.exec(t, `insert into agent_memory_embeddings (memory_id, model, revision, due_at)
 		select id, 'small', 1, clock_timestamp() + interval '1 hour' from agent_memory`)
-	if n := x.update(t); n != 0 {
-		t.Errorf("embedded %d that another process has claimed", n)
-	}
+	assert.Equal(t, 0, x.update(t))
 	x.exec(t, `update agent_memory_embeddings set due_at = clock_timestamp()`)
-	if n := x.update(t); n != 1 {
-		t.Errorf("embedded %d", n)
-	}
+	assert.Equal(t, 1, x.update(t))
 }
 
 func TestAFailingServerLosesNoEntryAndDelaysNoWriter(t *testing.T) {
@@ -202,9 +195,7 @@ func TestAFailingServerLosesNoEntryAndDelaysNoWriter(t *testing.T) {
 	}
 	x.expect(t, "a small 1 -")
 	x.server.Refuse(nil)
-	if n := x.update(t); n != 1 {
-		t.Errorf("embedded %d", n)
-	}
+	assert.Equal(t, 1, x.update(t))
 }
 
 func TestARefusedTextKeepsNoOtherFromBeingEmbedded(t *testing.T) {
@@ -224,9 +215,7 @@ func TestARefusedTextKeepsNoOtherFromBeingEmbedded(t *testing.T) {
 	x.save(t, memory.Shared, "a", "the invoice")
 	x.save(t, memory.Shared, "bad", "a dog")
 	x.save(t, memory.Shared, "long", "a ship "+strings.Repeat("ü", 5000))
-	if n := x.update(t); n != 2 {
-		t.Errorf("embedded %d", n)
-	}
+	assert.Equal(t, 2, x.update(t))
 	x.expect(t, "a small 1 1.1, bad small 1 -, long small 1 0.1")
 	var attempts int
 	var later bool
@@ -238,9 +227,7 @@ func TestARefusedTextKeepsNoOtherFromBeingEmbedded(t *testing.T) {
 	}
 	x.save(t, memory.Shared, "bad", "a dog")
 	x.exec(t, `update agent_memory set key = 'good' where key = 'bad'`)
-	if n := x.update(t); n != 1 {
-		t.Errorf("a new revision waits for the old one: embedded %d", n)
-	}
+	assert.Equal(t, 1, x.update(t))
 }
 
 func TestAServerThatRefusesEverythingIsNotAskedForTheWholeMemory(t *testing.T) {
@@ -303,20 +290,12 @@ func TestWithoutTheExtensionMemoryIsSearchedByWordsAndNothingIsSent(t *testing.T
 	x := &indexed{pool: pgtest.DB(t), server: modeltest.NewEmbeddings(t, topics), log: &bytes.Buffer{}}
 	x.Index = x.index(t, "small")
 	x.save(t, memory.Shared, "a", "the invoice")
-	if n := x.update(t); n != 0 {
-		t.Errorf("embedded %d", n)
-	}
+	assert.Equal(t, 0, x.update(t))
 	for _, want := range []string{"a", "a"} {
-		if got := x.found(t, memory.Shared, "invoice"); got != want {
-			t.Errorf("found %q", got)
-		}
+		assert.Equal(t, want, x.found(t, memory.Shared, "invoice"))
 	}
-	if n := len(x.server.Requests()); n != 0 {
-		t.Errorf("%d requests", n)
-	}
-	if n := strings.Count(x.log.String(), "has no extension vector"); n != 1 {
-		t.Errorf("said %d times:\n%s", n, x.log)
-	}
+	assert.Equal(t, 0, len(x.server.Requests()))
+	assert.Equal(t, 1, strings.Count(x.log.String(), "has no extension vector"), x.log)
 	var none *memory.Index
 	if found, err := none.Search(t.Context(), x.pool, memory.Shared, "invoice", 10); err != nil || len(found) != 1 {
 		t.Errorf("without an index: %v, %v", found, err)
@@ -329,9 +308,7 @@ func TestEntriesAreFoundByMeaning(t *testing.T) {
 	x.save(t, memory.Shared, "rule", "invoice over 500 needs two signatures")
 	x.save(t, memory.Shared, "animals", "the dog stays outside")
 	x.save(t, memory.Shared, "berth", "the boat lies in the harbour")
-	if got := x.found(t, memory.Shared, "bill"); got != "" {
-		t.Errorf("before they are embedded: %q", got)
-	}
+	assert.Equal(t, "", x.found(t, memory.Shared, "bill"))
 	x.update(t)
 	for query, want := range map[string]string{
 		"bill":             "rule",
@@ -362,9 +339,7 @@ func TestAnOwnMemoryIsNotFoundByTheMeaningOfAnother(t *testing.T) {
 	x.save(t, memory.Shared, "shared", "the bill")
 	x.update(t)
 	for owner, want := range map[memory.Owner]string{"sales": "own", memory.Shared: "shared", "billing": ""} {
-		if got := x.found(t, owner, "money"); got != want {
-			t.Errorf("%q finds %q, want %q", owner, got, want)
-		}
+		assert.Equal(t, want, x.found(t, owner, "money"), owner)
 	}
 }
 
@@ -376,16 +351,10 @@ func TestASilentServerDelaysSearchOnceAndLeavesItToWords(t *testing.T) {
 	x.server.Refuse(func([]string) int { return -1 })
 	before := len(x.server.Requests())
 	for range 3 {
-		if got := x.found(t, memory.Shared, "invoice"); got != "rule" {
-			t.Errorf("found %q", got)
-		}
+		assert.Equal(t, "rule", x.found(t, memory.Shared, "invoice"))
 	}
-	if n := len(x.server.Requests()) - before; n != 1 {
-		t.Errorf("asked %d times", n)
-	}
-	if n := strings.Count(x.log.String(), "searched by words alone"); n != 1 {
-		t.Errorf("said %d times:\n%s", n, x.log)
-	}
+	assert.Equal(t, 1, len(x.server.Requests())-before)
+	assert.Equal(t, 1, strings.Count(x.log.String(), "searched by words alone"), x.log)
 }
 
 func TestVectorsOfAnotherLengthAreLeftOut(t *testing.T) {
@@ -394,7 +363,5 @@ func TestVectorsOfAnotherLengthAreLeftOut(t *testing.T) {
 	x.save(t, memory.Shared, "rule", "the invoice")
 	x.update(t)
 	x.exec(t, `update agent_memory_embeddings set vector = '{1,2}', dimensions = 2`)
-	if got := x.found(t, memory.Shared, "bill"); got != "" {
-		t.Errorf("found %q", got)
-	}
+	assert.Equal(t, "", x.found(t, memory.Shared, "bill"))
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/memory"
@@ -177,9 +178,7 @@ func TestSearch(t *testing.T) {
 		if query != "orders table" {
 			slices.Sort(got)
 		}
-		if strings.Join(got, ",") != want {
-			t.Errorf("%q: got %v, want %s", query, got, want)
-		}
+		assert.Equal(t, want, strings.Join(got, ","), query, got)
 	}
 	if found, err := memory.Shared.Search(t.Context(), pool, "", 2); err != nil || keys(found) != "weather users" {
 		t.Errorf("recent: %q, %v", keys(found), err)
@@ -298,9 +297,7 @@ func TestNoUpdateIsLostUnder32Writers(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if created.Load() != 1 {
-		t.Errorf("%d writers created it", created.Load())
-	}
+	assert.Equal(t, 1, created.Load())
 }
 
 func TestListGoesOnWhereItStopped(t *testing.T) {
@@ -327,9 +324,7 @@ func TestListGoesOnWhereItStopped(t *testing.T) {
 			break
 		}
 	}
-	if got := strings.Join(keys, " "); got != "k4 k2 k1 k0" {
-		t.Errorf("got %s", got)
-	}
+	assert.Equal(t, "k4 k2 k1 k0", strings.Join(keys, " "))
 }
 
 // refused is the conflict of a write that has to be one.
@@ -601,9 +596,7 @@ func TestOnlyEntriesThatWereShownWholeAreSeen(t *testing.T) {
 				got = append(got, name.Key+":"+string(rune('0'+revision)))
 			}
 		}
-		if strings.Join(got, " ") != want {
-			t.Errorf("of %d bytes: got %v, want %s", upto, got, want)
-		}
+		assert.Equal(t, want, strings.Join(got, " "), upto, got)
 	}
 	for _, broken := range []string{
 		"", "[", `{"memories"`, `{"memories":[{"key":`, `{"memories":7}`,

@@ -12,10 +12,10 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
@@ -100,12 +100,8 @@ func TestTheBridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
 	if err := migrations.Check(t.Context(), db); err != nil {
 		t.Error(err)
 	}
-	if diff := cmp.Diff(shape(t, pgtest.DB(t)), shape(t, db)); diff != "" {
-		t.Errorf("a new database (-) and one that was bridged (+):\n%s", diff)
-	}
-	if diff := cmp.Diff(rows, counted(t, db)); diff != "" {
-		t.Errorf("rows:\n%s", diff)
-	}
+	assert.NoDiff(t, shape(t, pgtest.DB(t)), shape(t, db))
+	assert.NoDiff(t, rows, counted(t, db))
 	if n := pgtest.Value[int](t, db,
 		`select count(*) from agent_executions where status = 'running' and claim > 1000000`); n == 0 {
 		t.Error("the claims of version 118 hold")
@@ -132,9 +128,7 @@ func TestASchemaThatNoBridgeLeadsFromIsRefused(t *testing.T) {
 			if applied, err := migrations.Up(t.Context(), db); !errors.Is(err, c.want) || len(applied) > 0 {
 				t.Errorf("applied %v: %v", applied, err)
 			}
-			if err := migrations.Check(t.Context(), db); !errors.Is(err, c.want) {
-				t.Errorf("check: %v", err)
-			}
+			assert.ErrorIs(t, migrations.Check(t.Context(), db), c.want)
 		})
 	}
 }

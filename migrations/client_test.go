@@ -6,6 +6,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -70,9 +71,7 @@ type asked struct{ ask, want string }
 func says(t *testing.T, conn *pgx.Conn, list []asked, args ...any) {
 	t.Helper()
 	for _, q := range list {
-		if got := pgtest.Value[string](t, conn, q.ask, args...); got != q.want {
-			t.Errorf("%s: %s, want %s", q.ask, got, q.want)
-		}
+		assert.Equal(t, q.want, pgtest.Value[string](t, conn, q.ask, args...), q.ask)
 	}
 }
 
@@ -91,9 +90,7 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 	called := `
 		select count(*)::text from pg_proc p where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
 		   and has_schema_privilege(p.pronamespace, 'usage') and has_function_privilege(p.oid, 'execute')`
-	if got := pgtest.Value[string](t, conn, called); got != "21" {
-		t.Errorf("it can call %s functions, want 21", got)
-	}
+	assert.Equal(t, "21", pgtest.Value[string](t, conn, called))
 	if got := pgtest.Value[string](t, db, `
 		select coalesce(string_agg(p.proname, ', '), '') || count(*) from pg_proc p
 		 where p.pronamespace = 'public'::regnamespace

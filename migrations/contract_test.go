@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -74,9 +75,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 		if err := <-took; err != nil {
 			t.Errorf("%s: %v", take, err)
 		}
-		if claim := pgtest.Value[int](t, db, `select claim from agent_executions where id = $1::uuid`, id); claim != 2 {
-			t.Errorf("%s: claim %d", take, claim)
-		}
+		assert.Equal(t, 2, pgtest.Value[int](t, db, `select claim from agent_executions where id = $1::uuid`, id), take)
 	}
 }
 
@@ -96,9 +95,7 @@ func TestTwoParksOfOneClaimDoNotDeadlock(t *testing.T) {
 	}
 	blocked(t, db, 2, "wait_agent_execution")
 	require.NoError(t, tx.Commit(t.Context()))
-	if got := <-codes + <-codes; got != "LK001" {
-		t.Errorf("two parks of one claim end with %q, want one to wait and one to be stale", got)
-	}
+	assert.Equal(t, "LK001", <-codes+<-codes)
 }
 
 func TestAnEndWaitsForWritesUnderWayAndNoneComesAfterIt(t *testing.T) {

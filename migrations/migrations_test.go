@@ -10,6 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -49,9 +50,7 @@ func TestManyProcessesMigrateAtOnce(t *testing.T) {
 		t.Errorf("applied %v, want the baseline and %d changes", applied, len(changes(t)))
 	}
 	for name, n := range applied {
-		if n != 1 {
-			t.Errorf("%s was applied %d times", name, n)
-		}
+		assert.Equal(t, 1, n, name)
 	}
 }
 
@@ -69,9 +68,7 @@ func TestOnlyThisVersionsSchemaIsAccepted(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			db := pgtest.DB(t)
 			pgtest.Exec(t, db, test.change)
-			if err := migrations.Check(t.Context(), db); !errors.Is(err, test.want) {
-				t.Errorf("Check: %v, want %v", err, test.want)
-			}
+			assert.ErrorIs(t, migrations.Check(t.Context(), db), test.want)
 			names, err := migrations.Up(t.Context(), db)
 			if !errors.Is(err, test.want) || len(names) != 0 {
 				t.Errorf("Up: %v, %v, want %v", names, err, test.want)
@@ -84,20 +81,14 @@ func TestASchemaThatMissesCodeIsOutdated(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	pgtest.Exec(t, db, `delete from agent_schema_code where name = (select max(name) from agent_schema_code)`)
-	if err := migrations.Check(t.Context(), db); !errors.Is(err, migrations.ErrOutdated) {
-		t.Errorf("Check: %v, want ErrOutdated", err)
-	}
+	assert.ErrorIs(t, migrations.Check(t.Context(), db), migrations.ErrOutdated)
 }
 
 func TestCheckOfAnEmptyDatabaseWritesNothing(t *testing.T) {
 	t.Parallel()
 	db := pgtest.Empty(t)
-	if err := migrations.Check(t.Context(), db); !errors.Is(err, migrations.ErrOutdated) {
-		t.Errorf("Check: %v, want ErrOutdated", err)
-	}
-	if n := pgtest.Value[int](t, db, `select count(*) from pg_tables where schemaname = 'public'`); n != 0 {
-		t.Errorf("%d tables were made", n)
-	}
+	assert.ErrorIs(t, migrations.Check(t.Context(), db), migrations.ErrOutdated)
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from pg_tables where schemaname = 'public'`))
 }
 
 // Nothing is written into a database that is another program's.
@@ -151,17 +142,13 @@ func TestPublicFunctions(t *testing.T) {
 			 where p.proname = $1 and p.pronamespace = coalesce((
 			   select q.pronamespace from pg_proc q where q.proname = $1 and q.pronamespace = 'public'::regnamespace limit 1),
 			     'lanekeeper'::regnamespace)`, name)
-		if got != arguments {
-			t.Errorf("%s\n has  (%s)\n want (%s)", name, got, arguments)
-		}
+		assert.Equal(t, arguments, got, name)
 	}
 	overloaded := pgtest.Value[string](t, db, `
 		select coalesce(string_agg(t.proname, ', '), '') from (
 		  select p.proname from pg_proc p where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
 		   group by p.pronamespace, p.proname having count(*) > 1) t`)
-	if overloaded != "" {
-		t.Errorf("overloaded: %s; functions are versioned by name", overloaded)
-	}
+	assert.Equal(t, "", overloaded)
 }
 
 func TestUUID7(t *testing.T) {
@@ -277,9 +264,7 @@ func TestTheEndOfAnExecution(t *testing.T) {
 			select result_type || ' ' || (completed_at is not null) || ' ' || is_agent_lock_held('objective:' || id) || ' ' ||
 			       (select count(*) from agent_events v where v.event = 'AGENT_COMPLETED' and v.key = x.id::text)
 			  from agent_executions x where id = $1::uuid`, id)
-		if want := result + " true false 1"; got != want {
-			t.Errorf("%s: result, end, lane and events are %s, want %s", end, got, want)
-		}
+		assert.Equal(t, result+" true false 1", got, end)
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
@@ -41,11 +42,7 @@ func TestMonthsAreThoseOfUTC(t *testing.T) {
 			_, err := migrations.EnsureMonths(t.Context(), tx, &at, 3)
 			require.NoError(t, err)
 		}
-		if got := pgtest.Value[int](t, tx, `select count(*) from agent_activity_partitions`); got != 18 {
-			t.Errorf("%s: %d months, want 18", zone, got)
-		}
-		if got := pgtest.Value[int](t, tx, unaligned); got != 0 {
-			t.Errorf("%s: %d partitions do not hold the month of their name", zone, got)
-		}
+		assert.Equal(t, 18, pgtest.Value[int](t, tx, `select count(*) from agent_activity_partitions`), zone)
+		assert.Equal(t, 0, pgtest.Value[int](t, tx, unaligned), zone)
 	}
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/schemadoc"
@@ -30,9 +31,7 @@ func TestTheSchemaPageIsThatOfTheDatabase(t *testing.T) {
 	}
 	got, err := os.ReadFile(path)
 	require.NoError(t, err)
-	if diff := cmp.Diff(strings.Split(string(got), "\n"), strings.Split(want, "\n")); diff != "" {
-		t.Errorf("%s differs; run go test ./migrations -run TestTheSchemaPage -update\n%s", path, diff)
-	}
+	assert.Equal(t, "", cmp.Diff(strings.Split(string(got), "\n"), strings.Split(want, "\n")), path)
 }
 
 func TestThePageShowsWhatAChangeAddsAndAsksForItsComments(t *testing.T) {
@@ -47,17 +46,13 @@ func TestThePageShowsWhatAChangeAddsAndAsksForItsComments(t *testing.T) {
 	nouns, err := schemadoc.Read(t.Context(), db, migrations.Files())
 	require.NoError(t, err)
 	missing := "agent_mood, agent_webhook_moods, agent_webhook_moods.mood, agent_webhook_moods_size"
-	if got := strings.Join(schemadoc.Missing(nouns), ", "); got != missing {
-		t.Errorf("missing are %s, want %s", got, missing)
-	}
+	assert.Equal(t, missing, strings.Join(schemadoc.Missing(nouns), ", "))
 	page := schemadoc.Page(nouns)
 	for _, want := range []string{
 		"| `size` | integer, *null* |  | In \\| bytes. |", "`agent_mood` (glad, sad)", "  agent_webhook_moods {\n    key " +
 			"execution_id PK\n  }\n",
 		`agent_executions ||--o{ agent_webhook_moods : "execution_id"`,
 	} {
-		if !strings.Contains(page, want) {
-			t.Errorf("the document has not %q", want)
-		}
+		assert.Contains(t, page, want)
 	}
 }

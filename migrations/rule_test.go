@@ -8,6 +8,7 @@ import (
 	"testing"
 	"testing/fstest"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -231,9 +232,7 @@ func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
 		require.NoError(t, err)
 		before := schemaOf(t, tx)
 		pgtest.Exec(t, tx, change)
-		if got := strings.Join(breaks(before, schemaOf(t, tx)), "; "); got != want {
-			t.Errorf("%s\nfound %q, want %q", change, got, want)
-		}
+		assert.Equal(t, want, strings.Join(breaks(before, schemaOf(t, tx)), "; "), change)
 		require.NoError(t, tx.Rollback(t.Context()))
 	}
 }

@@ -1,6 +1,7 @@
 package migrations_test
 
 import (
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"regexp"
 	"slices"
 	"strings"
@@ -106,8 +107,6 @@ func TestWhatTheRuleForbidsIsFound(t *testing.T) {
 		`LOCK TABLE a IN SHARE MODE`:                     "locks a",
 		`vacuum a; set lock_timeout = 0`:                 "rebuilds a, sets lock_timeout",
 	} {
-		if got := strings.Join(wordsAgainstTheRule(sql), ", "); got != want {
-			t.Errorf("%s\nfound %q, want %q", sql, got, want)
-		}
+		assert.Equal(t, want, strings.Join(wordsAgainstTheRule(sql), ", "), sql)
 	}
 }

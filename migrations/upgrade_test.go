@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -188,9 +189,7 @@ func TestChangedCodeIsAppliedOnceMore(t *testing.T) {
 			t.Fatalf("applied %v (%v), want %v", got, err, c.want)
 		}
 	}
-	if got := pgtest.Value[int](t, db, `select f()`); got != 3 {
-		t.Errorf("the function is that of version %d", got)
-	}
+	assert.Equal(t, 3, pgtest.Value[int](t, db, `select f()`))
 }
 
 // A change and its code are one transaction: code that cannot be applied leaves nothing of the change.
@@ -236,9 +235,7 @@ func TestAMigrationTakesAsLongAsItTakes(t *testing.T) {
 		"9002_index.sql": "-- outside a transaction\ncreate index concurrently if not exists by_slow on agent_executions " +
 			"(slowly(flow));\n",
 	})))
-	if got := pgtest.Value[string](t, db, `select current_setting('statement_timeout')`); got != "500ms" {
-		t.Errorf("after a migration the pool's statements may take %s", got)
-	}
+	assert.Equal(t, "500ms", pgtest.Value[string](t, db, `select current_setting('statement_timeout')`))
 }
 
 // One connection holds the lock: with no other it waited for itself.

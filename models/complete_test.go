@@ -10,9 +10,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -60,9 +60,7 @@ func TestCompleteReturnsTheTextItShowed(t *testing.T) {
 		t.Errorf("text = %q, shown %q", resp.Message.Content, shown.String())
 	}
 	want := models.Usage{PromptTokens: 1000, CompletionTokens: 500, TotalTokens: 1500, CachedTokens: 200}
-	if diff := cmp.Diff(want, resp.Usage); diff != "" {
-		t.Errorf("usage (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, resp.Usage)
 	if cost := (800*0.15 + 200*0.075 + 500*0.60) / 1e6; !resp.Priced || resp.CostUSD != cost {
 		t.Errorf("cost = %v (priced %v), want %v", resp.CostUSD, resp.Priced, cost)
 	}
@@ -93,9 +91,7 @@ func TestCompleteSendsWhatWasAsked(t *testing.T) {
 		!strings.Contains(first.Body, `"max_tokens":77`) {
 		t.Errorf("request = %s", first.Body)
 	}
-	if !strings.Contains(first.Body, `"temperature":`) {
-		t.Errorf("temperature 0 was not sent: %s", first.Body)
-	}
+	assert.Contains(t, first.Body, `"temperature":`)
 	if first.Messages[1].Content == "" {
 		t.Error("the answer of a tool was sent without content, which servers refuse")
 	}
@@ -206,15 +202,11 @@ func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
 				got = append(got, want{call.Name, call.Arguments})
 				ids[call.ID] = true
 			}
-			if diff := cmp.Diff(test.want, got); diff != "" {
-				t.Errorf("calls (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, test.want, got)
 			if ids[""] || len(ids) != len(got) {
 				t.Errorf("ids are missing or repeated: %v", ids)
 			}
-			if resp.FinishReason != models.FinishToolCalls {
-				t.Errorf("finish reason = %q", resp.FinishReason)
-			}
+			assert.Equal(t, models.FinishToolCalls, resp.FinishReason)
 		})
 	}
 }
@@ -239,9 +231,7 @@ func TestUsageIsEstimatedWhenTheServerIsSilent(t *testing.T) {
 		ask(strings.Repeat("word", 10)))
 	// no word is as long
 	want := models.Usage{PromptTokens: 12 + 8 + 8 + 8, CompletionTokens: 12 + 76, TotalTokens: 124, Estimated: true}
-	if diff := cmp.Diff(want, resp.Usage); diff != "" {
-		t.Errorf("usage (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, resp.Usage)
 	if resp.Priced || resp.CostUSD != 0 {
 		t.Errorf("an unknown model was priced at %v", resp.CostUSD)
 	}
@@ -258,9 +248,7 @@ func TestUsageThatCannotBeIsEstimated(t *testing.T) {
 			c := client(t, modeltest.New(t, reply))
 			resp := complete(t, c, ask(strings.Repeat("word", 10)))
 			want := models.Usage{PromptTokens: 36, CompletionTokens: 1, TotalTokens: 37, Estimated: true}
-			if diff := cmp.Diff(want, resp.Usage); diff != "" {
-				t.Errorf("usage (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, want, resp.Usage)
 			if c.ObserveUsage(14, resp.Usage); c.Density() != 1 {
 				t.Errorf("every later prompt is estimated at %v times as much", c.Density())
 			}
@@ -314,12 +302,8 @@ func TestDialectIsLearntOnce(t *testing.T) {
 					t.Errorf("response = %+v", resp)
 				}
 			}
-			if n := len(server.Requests()); n != 3 {
-				t.Errorf("%d requests were sent, want 3: refused, repeated, and the second right at once", n)
-			}
-			if shown != "okok" {
-				t.Errorf("shown = %q", shown)
-			}
+			assert.Equal(t, 3, len(server.Requests()))
+			assert.Equal(t, "okok", shown)
 		})
 	}
 }
@@ -393,9 +377,7 @@ func TestAQuoteIsMoreThanWasUsed(t *testing.T) {
 	req.MaxTokens = 0
 	for model, want := range map[string]int{"": models.DefaultMaxTokens, "o3": models.ThinkingMaxTokens} {
 		req.Model = model
-		if got := c.Quote(req).AnswerTokens; got != want {
-			t.Errorf("an open answer of %q is quoted at %d tokens, want %d", model, got, want)
-		}
+		assert.Equal(t, want, c.Quote(req).AnswerTokens, model)
 	}
 	req.Model = "unknown"
 	if q := c.Quote(req); q.PromptUSD != 0 || q.TokenUSD != 0 || q.PromptTokens == 0 {

@@ -14,6 +14,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -45,9 +46,7 @@ func TestWhatMayPassIsRepeated(t *testing.T) {
 				t.Errorf("response = %+v, shown %q", resp, shown)
 			}
 			for _, r := range server.Requests() {
-				if r.IdempotencyKey() != "k" {
-					t.Errorf("an attempt had the key %q", r.IdempotencyKey())
-				}
+				assert.Equal(t, "k", r.IdempotencyKey())
 			}
 		})
 	}
@@ -156,9 +155,7 @@ func TestSilenceEnds(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Hang(), modeltest.Text("ok"))
 	resp := complete(t, client(t, server, func(c *models.Config) { c.IdleTimeout = 2 * time.Second }), ask("hi"))
-	if resp.Attempts != 2 {
-		t.Errorf("attempts = %d, want 2", resp.Attempts)
-	}
+	assert.Equal(t, 2, resp.Attempts)
 }
 
 func TestSlowIsNotSilent(t *testing.T) {
@@ -187,9 +184,7 @@ func TestNoErrorAndNoLogShowsASecret(t *testing.T) {
 			t.Errorf("%q is shown by:\n%s\n%s", secret, err, log.String())
 		}
 	}
-	if !strings.Contains(log.String(), "model call repeated") {
-		t.Errorf("the repetition was not logged: %s", log.String())
-	}
+	assert.Contains(t, log.String(), "model call repeated")
 }
 
 func TestUnreachableServerSaysWhatToCheck(t *testing.T) {
@@ -458,17 +453,13 @@ func TestAStormOfRefusalsIsWeatheredByAll(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	if n := len(server.Requests()); n != 3*callers {
-		t.Errorf("%d requests, want %d", n, 3*callers)
-	}
+	assert.Equal(t, 3*callers, len(server.Requests()))
 }
 
 func TestAModelWithoutAPriceIsKnown(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t)
 	for model, want := range map[string]bool{"gpt-4o-mini": true, "home-made": false} {
-		if got := client(t, server, func(c *models.Config) { c.Model = model }).Priced(); got != want {
-			t.Errorf("%s has a price: %v, want %v", model, got, want)
-		}
+		assert.Equal(t, want, client(t, server, func(c *models.Config) { c.Model = model }).Priced(), model)
 	}
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -34,9 +35,7 @@ func TestAStepOfAnEarlierVersionIsRead(t *testing.T) {
 		Role: models.RoleAssistant, Content: "I look <at> it.", Reasoning: "Which table?",
 		ToolCalls: []models.ToolCall{{ID: "call_1", Name: "sizes", Arguments: `{"limit":3}`}},
 	}
-	if diff := cmp.Diff(want, m); diff != "" {
-		t.Errorf("message (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, m)
 }
 
 func TestAnEarlierVersionReadsWhatIsRecordedNow(t *testing.T) {
@@ -77,9 +76,7 @@ func TestPartsOfAMessageAreStoredInOrder(t *testing.T) {
 	if err := json.Unmarshal(stored, &again); err != nil || cmp.Diff(m, again) != "" {
 		t.Errorf("read back (%v):\n%s", err, cmp.Diff(m, again))
 	}
-	if m.Text() != "Look:\nand" {
-		t.Errorf("text = %q", m.Text())
-	}
+	assert.Equal(t, "Look:\nand", m.Text())
 }
 
 func TestNobodySeesWhatIsOpaque(t *testing.T) {
@@ -217,9 +214,7 @@ func TestWithReplacesPricesAndLeavesTheOriginal(t *testing.T) {
 	if over["gpt-4o"].Prompt != 99 || over["mine"].Prompt != 1 || over["o3"] != base["o3"] {
 		t.Errorf("merged = %v", over)
 	}
-	if diff := cmp.Diff(models.DefaultPrices(), base); diff != "" {
-		t.Errorf("the original changed:\n%s", diff)
-	}
+	assert.NoDiff(t, models.DefaultPrices(), base)
 }
 
 func TestASchemaThatAServerRefusesIsSaidInWordsThisOnce(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/models"
 )
@@ -77,9 +78,7 @@ func TestEveryProviderFinishesATurnWithACorrection(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			server := test.server(t, replies()...)
 			conversation(t, client(t, server), test.model)
-			if n := len(server.Refused()); n != test.refused {
-				t.Errorf("%d requests were refused, want %d", n, test.refused)
-			}
+			assert.Equal(t, test.refused, len(server.Refused()))
 		})
 	}
 }
@@ -205,9 +204,7 @@ func TestAResponseEndsWhereItsServerSaysSo(t *testing.T) {
 	if resp := complete(t, c, ask("hi")); resp.FinishReason != models.FinishLength || resp.Message.Opaque != nil {
 		t.Errorf("max_output_tokens gave %q", resp.FinishReason)
 	}
-	if resp := complete(t, c, ask("hi")); resp.FinishReason != models.FinishContentFilter {
-		t.Errorf("content_filter gave %q", resp.FinishReason)
-	}
+	assert.Equal(t, models.FinishContentFilter, complete(t, c, ask("hi")).FinishReason)
 	if resp := complete(t, c, ask("hi")); resp.Message.Content != "at last" || resp.Attempts != 2 {
 		t.Errorf("a failed response gave %q after %d attempts", resp.Message.Content, resp.Attempts)
 	}
@@ -295,9 +292,7 @@ func TestAThoughtInABlockIsNotShown(t *testing.T) {
 	}
 	server := modeltest.New(t, modeltest.Text("<thin"), modeltest.Text("a <think> b"))
 	for _, want := range []string{"<thin", "a <think> b"} {
-		if got := complete(t, client(t, server), ask("hi")).Message.Content; got != want {
-			t.Errorf("got %q, want %q", got, want)
-		}
+		assert.Equal(t, want, complete(t, client(t, server), ask("hi")).Message.Content)
 	}
 }
 
@@ -332,9 +327,7 @@ func TestCacheWritesArePriced(t *testing.T) {
 		t.Errorf("usage %+v cost %v, want %v", resp.Usage, resp.CostUSD, want)
 	}
 	long, _ := models.DefaultPrices().Of("gpt-6.1-sol")
-	if got := long.Cost(models.Usage{PromptTokens: 300_000, CompletionTokens: 1000}); got != (300_000*4+1000*15.0)/1e6 {
-		t.Errorf("a long prompt cost %v", got)
-	}
+	assert.Equal(t, (300_000*4+1000*15.0)/1e6, long.Cost(models.Usage{PromptTokens: 300_000, CompletionTokens: 1000}))
 }
 
 func TestImagesReachTheServerOrASentenceDoes(t *testing.T) {
@@ -488,9 +481,7 @@ func TestMembersThatTheirServerRefusesAreNotSentBack(t *testing.T) {
 		models.Message{Role: models.RoleUser, Content: "and?"})
 	complete(t, c, req)
 	for n, want := range []bool{false, true, false} {
-		if got := strings.Contains(server.Requests()[n].Body, "reasoning_details"); got != want {
-			t.Errorf("request %d has reasoning_details: %v", n, got)
-		}
+		assert.Equal(t, want, strings.Contains(server.Requests()[n].Body, "reasoning_details"), n)
 	}
 }
 

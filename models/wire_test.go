@@ -11,6 +11,7 @@ import (
 	"testing/iotest"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -42,9 +43,7 @@ func TestOnlyDataLinesPass(t *testing.T) {
 		"data that has a comment": {"data: : x\n\n", "data: : x\n\n"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := filtered(t, strings.NewReader(test.in)); got != test.want {
-				t.Errorf("got %q, want %q", got, test.want)
-			}
+			assert.Equal(t, test.want, filtered(t, strings.NewReader(test.in)))
 		})
 	}
 }
@@ -121,12 +120,8 @@ func FuzzDataLines(f *testing.F) {
 		if strings.Contains(once, `data: {"error"`) {
 			t.Errorf("%q became %q, which go-openai takes for an error of its own", in, once)
 		}
-		if twice := filtered(t, strings.NewReader(once)); twice != once {
-			t.Errorf("filtered twice %q, once %q", twice, once)
-		}
-		if slow := filtered(t, iotest.OneByteReader(bytes.NewReader(in))); slow != once {
-			t.Errorf("byte by byte %q, at once %q", slow, once)
-		}
+		assert.Equal(t, once, filtered(t, strings.NewReader(once)))
+		assert.Equal(t, once, filtered(t, iotest.OneByteReader(bytes.NewReader(in))))
 	})
 }
 
@@ -150,9 +145,7 @@ func TestRetryAfterForms(t *testing.T) {
 		"infinite":     {"Retry-After", "Inf", maxRetryAfter},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := retryAfter(http.Header{test.header: {test.value}}, now); got != test.want {
-				t.Errorf("%s: %q is %s, want %s", test.header, test.value, got, test.want)
-			}
+			assert.Equal(t, test.want, retryAfter(http.Header{test.header: {test.value}}, now), test.header, test.value)
 		})
 	}
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -157,9 +158,7 @@ func TestEvidenceIsFoundByWhatTheStepNames(t *testing.T) {
 		n    int
 		want string
 	}{{1, "[weather]"}, {0, "[sizes rows]"}, {2, "[locks]"}} {
-		if got := fmt.Sprint(find(step.n)); got != step.want {
-			t.Errorf("step %d is shown by %s, not %s", step.n, got, step.want)
-		}
+		assert.Equal(t, step.want, fmt.Sprint(find(step.n)), step.n)
 	}
 }
 
@@ -180,9 +179,7 @@ func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
 	if o.Status != objectives.Proposed || o.ProposedBy != "agent" || o.ProposedTrace != "hb_1" || o.Total != 1 {
 		t.Errorf("got %+v", o)
 	}
-	if got := due(t, pool); got != "" {
-		t.Errorf("a proposal is due: %s", got)
-	}
+	assert.Equal(t, "", due(t, pool))
 	other := d
 	other.Goal = "be untidy"
 	if _, err := objectives.Propose(t.Context(), pool, other, "agent", "hb_1"); !errors.Is(err, objectives.ErrNameTaken) {
@@ -238,9 +235,7 @@ func TestProposalsAreBoundedAndNotesCompareAndSet(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if taken.Load() != 20 {
-		t.Errorf("%d proposals were taken", taken.Load())
-	}
+	assert.Equal(t, 20, taken.Load())
 	o := put(t, pool, objectives.Definition{Name: "a"})
 	var wins atomic.Int32
 	for i := range 32 {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/objectives"
@@ -124,9 +125,7 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 	if changed, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace); !changed || err != nil {
 		t.Errorf("changed: %v, %v", changed, err)
 	}
-	if got := describe(steps(t, pool, o)); got != "one:done:1 two:pending:0 planned:pending:0 three:pending:0" {
-		t.Errorf("got %s", got)
-	}
+	assert.Equal(t, "one:done:1 two:pending:0 planned:pending:0 three:pending:0", describe(steps(t, pool, o)))
 	if o := get(t, pool, "a"); o.Goal != "other" || o.Done != 1 || o.Total != 4 {
 		t.Errorf("got %+v", o)
 	}
@@ -156,9 +155,7 @@ func TestDue(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_objectives set status = 'paused' where name = 'paused'`)
 	pgtest.Exec(t, pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 h' where name = 'later'`)
 	complete(t, pool, steps(t, pool, ended)[0])
-	if got := due(t, pool); got != "first second unplanned" {
-		t.Errorf("got %s", got)
-	}
+	assert.Equal(t, "first second unplanned", due(t, pool))
 	if n, err := objectives.Settle(t.Context(), pool); n != 1 || err != nil {
 		t.Errorf("settled %d, %v", n, err)
 	}
@@ -186,9 +183,7 @@ func TestAStepIsTakenOnce(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if wins.Load() != 1 {
-		t.Errorf("%d runs completed it", wins.Load())
-	}
+	assert.Equal(t, 1, wins.Load())
 	if _, ok, err := objectives.FailStep(t.Context(), pool, step.ID, "late", "hb_x"); ok || err != nil {
 		t.Errorf("failed a done step: %v, %v", ok, err)
 	}
@@ -271,13 +266,9 @@ func TestARecurringObjectiveBeginsItsNextRoundOnce(t *testing.T) {
 	if describe(after) != "one:pending:0 two:pending:0 no:skipped:0" || after[0].Result != "result of one" {
 		t.Errorf("got %s, %q", describe(after), after[0].Result)
 	}
-	if due(t, pool) != "" {
-		t.Error("due before its review")
-	}
+	assert.Equal(t, "", due(t, pool))
 	pgtest.Exec(t, pool, `update agent_objectives set due_at = clock_timestamp()`)
-	if due(t, pool) != "a" {
-		t.Error("not due at its review")
-	}
+	assert.Equal(t, "a", due(t, pool))
 }
 
 func TestAnObjectiveWithoutSteps(t *testing.T) {
@@ -311,13 +302,9 @@ func TestConcurrentPlansKeepTheirOrder(t *testing.T) {
 	}
 	wg.Wait()
 	list := steps(t, pool, o)
-	if len(list) != 18 {
-		t.Errorf("%d steps, want 18", len(list))
-	}
+	assert.Equal(t, 18, len(list))
 	for i, s := range list {
-		if s.Position != i+1 {
-			t.Errorf("step %d is at %d", i+1, s.Position)
-		}
+		assert.Equal(t, i+1, s.Position)
 	}
 	many := make([]string, 90)
 	for i := range many {
@@ -326,9 +313,7 @@ func TestConcurrentPlansKeepTheirOrder(t *testing.T) {
 	if _, err := objectives.AddSteps(t.Context(), pool, o.ID, many); err == nil {
 		t.Error("more than 100 steps")
 	}
-	if got := len(steps(t, pool, o)); got != 18 {
-		t.Errorf("%d steps after the refusal", got)
-	}
+	assert.Equal(t, 18, len(steps(t, pool, o)))
 }
 
 func TestRemovePausesWhatWasAdvanced(t *testing.T) {

@@ -66,9 +66,7 @@ func TestRightsAreRoleAndScopes(t *testing.T) {
 		assert.Equal(t, name+": "+c.want, name+": "+strings.Join(who.Effective(), " "))
 		for _, s := range principals.Admin.Scopes() {
 			has := slices.ContainsFunc(who.Effective(), func(e string) bool { return strings.HasPrefix(e+":", string(s)+":") })
-			if who.May(s) != has {
-				t.Errorf("%s: may %s is %v", name, s, who.May(s))
-			}
+			assert.Equal(t, has, who.May(s), name, s)
 		}
 	}
 	worker := principals.Caller{
@@ -212,10 +210,7 @@ func TestAnIdentityHasOnePrincipal(t *testing.T) {
 	if err != nil || p.Name != "anna" || !p.Role.May(principals.ApprovalsDecide) {
 		t.Errorf("%+v, %v", p, err)
 	}
-	if err := principals.LinkIdentity(t.Context(), db, "bert", "slack:T1", "U1", "x"); !errors.Is(err,
-		principals.ErrTaken) {
-		t.Errorf("another's identity: %v", err)
-	}
+	assert.ErrorIs(t, principals.LinkIdentity(t.Context(), db, "bert", "slack:T1", "U1", "x"), principals.ErrTaken)
 	for _, other := range [][2]string{{"slack:T2", "U1"}, {"slack:T1", "U2"}, {"", ""}} {
 		if _, err := principals.ByIdentity(t.Context(), db, other[0], other[1]); !errors.Is(err, principals.ErrNotFound) {
 			t.Errorf("%v: %v", other, err)

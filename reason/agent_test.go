@@ -15,12 +15,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -77,12 +77,8 @@ func TestAPromptIsComposedInAStableOrder(t *testing.T) {
 	}
 	want, err := os.ReadFile(golden)
 	require.NoError(t, err)
-	if diff := cmp.Diff(string(want), got); diff != "" {
-		t.Errorf("the prompt has changed (UPDATE_GOLDEN=1 accepts it): %s", diff)
-	}
-	if requests[0].Messages[0].Content != requests[1].Messages[0].Content {
-		t.Error("two turns do not share their system message")
-	}
+	assert.NoDiff(t, string(want), got)
+	assert.Equal(t, requests[1].Messages[0].Content, requests[0].Messages[0].Content)
 	if last := requests[0].Messages[1].Content; !regexp.MustCompile(
 		`Now: \w+ \d{4}-\d\d-\d\d \d\d:\d\d \+0[12]:00 \(Europe/Madrid\)`).MatchString(last) {
 		t.Errorf("the time is not that of Madrid: %s", last)
@@ -116,9 +112,7 @@ func TestATurnFallsBackToTheNextModelAndStaysThere(t *testing.T) {
 	if want := []string{"first", "first", "first", "second", "second"}; !slices.Equal(asked, want) || got.Text != "Done." {
 		t.Errorf("asked %v, answered %q", asked, got.Text)
 	}
-	if effort := w.model.Requests()[3].ReasoningEffort; effort != "low" {
-		t.Errorf("the effort is %q", effort)
-	}
+	assert.Equal(t, "low", w.model.Requests()[3].ReasoningEffort)
 	calls := named(w.rows(t, x), "model_call")
 	if len(calls) != 3 || calls[0].Status != "error" || calls[0].Class != "model_unavailable" {
 		t.Errorf("the rows are %+v", calls)
@@ -236,9 +230,7 @@ func TestNobodyDelegatesToAnAgentThatIsNotNamed(t *testing.T) {
 	w.delegates(t)
 	e := w.engine(t, true)
 	enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed)
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate'`); n != 0 {
-		t.Errorf("%d tasks were delegated", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate'`))
 }
 
 func TestAFilteredAnswerSaysSo(t *testing.T) {
@@ -359,9 +351,7 @@ func TestATurnDoesNotReplaceWhatItHasNotRead(t *testing.T) {
 			t.Parallel()
 			w := remembering(t, replies...)
 			x, _ := w.completed(t)
-			if got := w.kept(t); got != `"second" at 2` {
-				t.Errorf("it holds %s", got)
-			}
+			assert.Equal(t, `"second" at 2`, w.kept(t))
 			rows := named(w.rows(t, x), "memory_write")
 			if rows = append(rows, named(w.rows(t, x), "memory_forget")...); len(rows) != 1 || rows[0].Status != "skipped" {
 				t.Errorf("the row is %+v", rows)
@@ -375,9 +365,7 @@ func TestAConflictGivesTheModelBothValues(t *testing.T) {
 	w := remembering(t)
 	w.during(1, func() { w.keep(t, "theirs") }, readK, writeK, writeK, bye)
 	w.completed(t)
-	if got := w.kept(t); got != `"mine" at 4` {
-		t.Errorf("it holds %s", got)
-	}
+	assert.Equal(t, `"mine" at 4`, w.kept(t))
 	told := w.since(t, 2)
 	said := told[len(told)-1].Content
 	var both struct {
@@ -410,9 +398,7 @@ func TestWhatATurnHasReadSurvivesItsProcess(t *testing.T) {
 	if x.Status != executions.Completed {
 		t.Fatalf("the turn is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
 	}
-	if got := w.kept(t); got != `"theirs" at 3` {
-		t.Errorf("it holds %s", got)
-	}
+	assert.Equal(t, `"theirs" at 3`, w.kept(t))
 }
 
 func TestAnEntryThatWasCutIsReadWhenItWasReadOn(t *testing.T) {
@@ -478,9 +464,7 @@ func TestOfVeryManySkillsTheOthersAreFoundBySearch(t *testing.T) {
 		slices.Contains(offered, "send_invoice") {
 		t.Errorf("%d are offered: %q", len(offered), offered)
 	}
-	if told := w.since(t, 1)[2].Content; !strings.Contains(told, "skill_search") {
-		t.Errorf("of a skill that is not offered the model is told %q", told)
-	}
+	assert.Contains(t, w.since(t, 1)[2].Content, "skill_search")
 	if told := w.since(t, 2)[1].Content; !strings.Contains(told, "send_invoice") || strings.Contains(told, "visitor") {
 		t.Errorf("found %s", told)
 	}
@@ -518,9 +502,7 @@ func TestASearchThatFindsNothingSaysSo(t *testing.T) {
 	w.many(t)
 	w.plan(modeltest.ToolCall("skill_search", `{"query":"zzz"}`), modeltest.Text("ok"))
 	w.completed(t)
-	if told := w.since(t, 1)[1].Content; !strings.Contains(told, "Nothing was found") {
-		t.Errorf("the model was told %s", told)
-	}
+	assert.Contains(t, w.since(t, 1)[1].Content, "Nothing was found")
 }
 
 func TestWhatWasFoundStaysCallableAfterACrash(t *testing.T) {
@@ -583,10 +565,7 @@ func TestAToolWithoutParametersTakesNone(t *testing.T) {
 	if _, got := w.completed(t); len(got.Calls) != 1 {
 		t.Errorf("called %v: %v", got.Calls, heard(w))
 	}
-	if sent := w.model.Requests()[0].Body; !strings.Contains(sent,
-		`"name":"ping","description":"does ping","parameters":{`) {
-		t.Errorf("sent %s", sent)
-	}
+	assert.Contains(t, w.model.Requests()[0].Body, `"name":"ping","description":"does ping","parameters":{`)
 }
 
 // Servers refuse two tools of one name: of a skill and a tool the tool is meant, and alone offered.

@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -166,9 +167,7 @@ func TestOneDenialEndsIt(t *testing.T) {
 	if got := outcome(t, x); got.Text != "I may not." || len(d.list()) != 0 || asked != 1 {
 		t.Errorf("execution is %s (%s), calls %q, asked %d times", x.Status, testkit.Deref(x.ErrorMessage), d.list(), asked)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`); n != 1 {
-		t.Errorf("%d approvals were asked for", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`))
 	replies := 0
 	for _, r := range append(w.since(t, 1), w.since(t, 2)...) {
 		if r.Role != openai.ChatMessageRoleTool {
@@ -317,9 +316,7 @@ func TestATurnWaitsForLeaveWhenWhatItSaidWasShown(t *testing.T) {
 		states <- status
 	}
 	w.park(t)
-	if got := <-states; got != "running" {
-		t.Errorf("the execution was %s when the callback had stored what was said, want running", got)
-	}
+	assert.Equal(t, "running", <-states)
 }
 
 // A process that dies before any new step of a turn, before an approval or after it, leaves a turn that goes on
@@ -342,18 +339,15 @@ func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 			second := false
 			got := w.ended(t, x.ID, w.approveAll(t), func() { second = second || w.restart(t, c) })
 			close(c.wake)
-			if second != (at <= all) {
-				t.Errorf("the process died: %v", second)
-			}
+			assert.Equal(t, at <= all, second)
 			if o := outcome(t, got); o.Text != "Done." || o.Iterations != 2 {
 				t.Fatalf("execution is %s (%s), outcome %+v", got.Status, testkit.Deref(got.ErrorMessage), o)
 			}
 			if calls := d.list(); !slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}) {
 				t.Errorf("calls are %q", calls)
 			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 2 {
-				t.Errorf("%d grants were used", n)
-			}
+			assert.Equal(t, 2,
+				pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`))
 			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`); n != 2 || len(w.transcripts(t)) != 2 {
 				t.Errorf("%d approvals, %d model calls", n, len(w.transcripts(t)))
 			}
@@ -402,9 +396,8 @@ func TestCrashDuringAnApprovedCall(t *testing.T) {
 			if got.Status != executions.Completed || calls.Load() != test.calls {
 				t.Errorf("execution is %s (%s), %d calls", got.Status, testkit.Deref(got.ErrorMessage), calls.Load())
 			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`); n != 1 {
-				t.Errorf("%d grants were used", n)
-			}
+			assert.Equal(t, 1,
+				pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`))
 			told := w.since(t, len(w.model.Requests())-1)[1].Content
 			if test.idempotent != (told == `"dropped"`) || !test.idempotent && !strings.Contains(told, `"error":"unknown"`) {
 				t.Errorf("the model was told %s", told)

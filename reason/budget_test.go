@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -54,9 +55,7 @@ func TestEachBudgetEndsATurnGracefully(t *testing.T) {
 			if got.Ended != name || got.Text != want || x.ResultSummary != want {
 				t.Errorf("outcome is %+v", got)
 			}
-			if n := len(w.model.Requests()); n != test.asked {
-				t.Errorf("the model was asked %d times, want %d", n, test.asked)
-			}
+			assert.Equal(t, test.asked, len(w.model.Requests()))
 		})
 	}
 }
@@ -69,17 +68,13 @@ func TestALoopWithChangingArgumentsLeavesAStall(t *testing.T) {
 	})
 	w.loop.Budget = reason.Budget{Iterations: 7}
 	x, got := w.completed(t)
-	if got.Ended != "iterations" {
-		t.Errorf("outcome is %+v", got)
-	}
+	assert.Equal(t, "iterations", got.Ended, got)
 	rows := named(w.rows(t, x), "reasoning")
 	if len(rows) != 1 || rows[0].Status != "error" || rows[0].Class != "stall" {
 		t.Fatalf("the rows of the stall are %+v", rows)
 	}
 	for _, said := range []string{"called tools 7 times in a row and came to no answer", got.Text} {
-		if !strings.Contains(rows[0].Message, said) {
-			t.Errorf("%q does not say %q", rows[0].Message, said)
-		}
+		assert.Contains(t, rows[0].Message, said)
 	}
 	if !strings.Contains(string(rows[0].Input), `{"limit": 7}`) {
 		t.Errorf("the evidence lacks the last attempt: %s", rows[0].Input)
@@ -198,9 +193,7 @@ func TestAFailingSkillIsToldToTheModel(t *testing.T) {
 		return nil, &skills.CallError{Class: "http_status", Message: "the service answered 503"}
 	}
 	x, got := w.completed(t)
-	if text := w.since(t, 1)[1].Content; text != `{"error":"http_status","message":"the service answered 503"}` {
-		t.Errorf("the model was told %s", text)
-	}
+	assert.Equal(t, `{"error":"http_status","message":"the service answered 503"}`, w.since(t, 1)[1].Content)
 	if rows := named(w.rows(t, x), "probe"); len(rows) != 1 || rows[0].Class != "http_status" || got.Text != "Too bad." {
 		t.Errorf("rows are %+v, outcome %+v", rows, got)
 	}
@@ -220,9 +213,7 @@ func TestARuntimeToolThatFailsIsToldToTheModel(t *testing.T) {
 		},
 	}}
 	w.completed(t)
-	if text := w.since(t, 1)[1].Content; text != `{"error":"refused","message":"not now"}` {
-		t.Errorf("the model was told %s", text)
-	}
+	assert.Equal(t, `{"error":"refused","message":"not now"}`, w.since(t, 1)[1].Content)
 	if text := w.since(t, 2)[2].Content; !strings.HasPrefix(text, "Tool call failed: INVALID_PARAMS. Schema: {") {
 		t.Errorf("the correction is %s", text)
 	}
@@ -392,17 +383,13 @@ func TestALimitOfTheDayOrTheSurfaceEndsATurnGracefully(t *testing.T) {
 				"the limit of 2500 tokens for the ", "2060 tokens spent",
 				"calls made: probe, probe.",
 			} {
-				if !strings.Contains(got.Text, said) {
-					t.Errorf("%q does not say %q", got.Text, said)
-				}
+				assert.Contains(t, got.Text, said)
 			}
 			rows := named(w.rows(t, x), "model_call")
 			if last := rows[len(rows)-1]; last.Status != "error" || last.Class != "budget_"+name {
 				t.Errorf("the refused call's row is %+v", last)
 			}
-			if got := w.book(t); got != (book{Spent: 2060}) {
-				t.Errorf("the day has %+v", got)
-			}
+			assert.Equal(t, (book{Spent: 2060}), w.book(t))
 		})
 	}
 }
@@ -491,9 +478,7 @@ func TestASmallRestShortensTheAnswer(t *testing.T) {
 	if rows := named(w.rows(t, x), "model_call"); !strings.Contains(string(rows[0].Output), "cut off here") {
 		t.Errorf("the row does not say that the answer was cut: %s", rows[0].Output)
 	}
-	if len(w.log.Records(t, "answer cut at its limit")) != 1 {
-		t.Error("the cut was not logged")
-	}
+	assert.Equal(t, 1, len(w.log.Records(t, "answer cut at its limit")))
 }
 
 func TestAProviderThatIgnoresItsLimitIsCutAndSettledAsItIs(t *testing.T) {
@@ -518,9 +503,8 @@ func TestAProviderThatIgnoresItsLimitIsCutAndSettledAsItIs(t *testing.T) {
 	if got.Usage.CompletionTokens <= 100 || got.Usage.UnknownTokens != got.Usage.TotalTokens {
 		t.Errorf("usage is %+v, want what was said", got.Usage)
 	}
-	if b := w.book(t); b != (book{Spent: int64(got.Usage.TotalTokens), Unknown: int64(got.Usage.TotalTokens)}) {
-		t.Errorf("the day has %+v, the turn %+v", b, got.Usage)
-	}
+	assert.Equal(t, (book{Spent: int64(got.Usage.TotalTokens), Unknown: int64(got.Usage.TotalTokens)}),
+		w.book(t), got.Usage)
 }
 
 func TestWhatMayBeBilledIsSpentAtItsWorstCase(t *testing.T) {
@@ -705,14 +689,10 @@ func TestAModelCallIsChargedToWhatItsAnswerCalls(t *testing.T) {
 	spent := pgtest.Value[string](t, w.pool, `
 		select string_agg(format('%s|%s|%s', s.skill, s.calls, s.tokens), ' ' order by s.skill) from agent_spend s
 		  where s.surface = $1`, x.Surface)
-	if spent != "|2|33 sizes|1|1000" {
-		t.Errorf("spent is %s", spent)
-	}
+	assert.Equal(t, "|2|33 sizes|1|1000", spent)
 	asked := pgtest.Value[string](t, w.pool, `
 		select format('%s of %s, by %s', count(m.id), count(*), count(distinct m.id))
 		  from agent_activity a left join agent_activity m on m.id = a.cause_id and m.kind = 'model'
 		 where a.execution_id = $1 and a.kind = 'call'`, x.ID)
-	if asked != "26 of 26, by 2" {
-		t.Errorf("calls that name the model call behind them: %s", asked)
-	}
+	assert.Equal(t, "26 of 26, by 2", asked)
 }

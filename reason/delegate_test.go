@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -107,9 +108,7 @@ func TestADelegatedTaskAnswersItsTurn(t *testing.T) {
 		t.Errorf("the child was offered %v", names)
 	}
 	told := w.model.Requests()[len(w.model.Requests())-1].Messages
-	if last := told[len(told)-1]; !strings.Contains(last.Content, `"answer":"orders"`) {
-		t.Errorf("the turn was told %q", last.Content)
-	}
+	assert.Contains(t, told[len(told)-1].Content, `"answer":"orders"`)
 	if row := named(w.rows(t, parent), "delegate"); len(row) != 1 || row[0].Kind != "phase" ||
 		!strings.Contains(string(row[0].Output), child.ID) {
 		t.Errorf("rows of the delegation: %+v", row)
@@ -260,9 +259,8 @@ func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
 				w.engine(t, true)
 			}
 			x = enginetest.Await(t, w.pool, x.ID, executions.Completed)
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where parent_id = $1`, x.ID); n != 1 {
-				t.Errorf("%d children", n)
-			}
+			assert.Equal(t, 1,
+				pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where parent_id = $1`, x.ID))
 			if got := w.book(t); got.Aside != 0 || got.Unknown != 0 {
 				t.Errorf("the day has %+v", got)
 			}

@@ -10,6 +10,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -33,9 +34,7 @@ func (w *world) stalled(t *testing.T, x executions.Execution, got reason.Outcome
 		!strings.Contains(rows[0].Message, got.Text) {
 		t.Errorf("rows are %+v", rows)
 	}
-	if len(w.log.Records(t, "reasoning stalled")) != 1 {
-		t.Error("the stall is not in the log")
-	}
+	assert.Equal(t, 1, len(w.log.Records(t, "reasoning stalled")))
 }
 
 func TestAnEmptyAnswerIsAskedForOnceMore(t *testing.T) {
@@ -93,9 +92,7 @@ func TestTheSameCallOverAndOverEndsTheTurn(t *testing.T) {
 	for n := 1; n < 5; n++ {
 		last := w.since(t, n)
 		told := strings.Contains(last[len(last)-1].Content, "with the same arguments 3 times in a row")
-		if told != (n == 3) {
-			t.Errorf("with request %d the model was told %+v", n, last)
-		}
+		assert.Equal(t, n == 3, told, n, last)
 	}
 }
 
@@ -114,9 +111,7 @@ func TestTheSameCallOverAndOverInOneReplyIsNotMadeForever(t *testing.T) {
 	w.plan(reply)
 	x, got := w.completed(t)
 	w.stalled(t, x, got, "again and again")
-	if calls.Load() != 5 {
-		t.Errorf("%d calls were made", calls.Load())
-	}
+	assert.Equal(t, 5, calls.Load())
 }
 
 func TestALongAnswerBesideACallDoesNotFillTheContext(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -83,18 +84,14 @@ func TestARecordedPromptIsWhatTheModelWasAsked(t *testing.T) {
 		t.Fatalf("%d calls are recorded of %d requests", len(page.Calls), len(requests))
 	}
 	for i, c := range page.Calls {
-		if diff := cmp.Diff(asked(t, requests[i]), recorded(t, page, c)); diff != "" {
-			t.Errorf("call %d (-asked +recorded):\n%s", i, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(asked(t, requests[i]), recorded(t, page, c)), i)
 	}
 	second := page.Calls[1]
 	if second.SharedParts != 1+len(page.Calls[0].Messages) || second.TokenUsage.CachedTokens != 96 ||
 		second.TokenUsage.PromptTokens != 140 {
 		t.Errorf("the second call shares %d parts, with usage %+v", second.SharedParts, second.TokenUsage)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts`); n != 1+len(second.Messages) {
-		t.Errorf("%d parts are stored, of two prompts with %d", n, 1+len(second.Messages))
-	}
+	assert.Equal(t, 1+len(second.Messages), pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts`))
 }
 
 func TestAPromptIsRecordedWithoutSecrets(t *testing.T) {
@@ -111,9 +108,8 @@ func TestAPromptIsRecordedWithoutSecrets(t *testing.T) {
 	if !strings.Contains(string(last.Body), redact.Marker) {
 		t.Errorf("recorded: %s", last.Body)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts where body like '%hunter2%'`); n != 0 {
-		t.Errorf("%d parts contain the secret", n)
-	}
+	assert.Equal(t, 0,
+		pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts where body like '%hunter2%'`))
 }
 
 func TestTurnsShareThePartsOfTheirPrompts(t *testing.T) {
@@ -140,9 +136,7 @@ func TestACallThatFailedHasItsPrompt(t *testing.T) {
 	if len(page.Calls) != 1 || page.Calls[0].Status != "error" || !page.Calls[0].Recorded {
 		t.Fatalf("calls: %+v", page.Calls)
 	}
-	if diff := cmp.Diff(asked(t, w.model.Requests()[0]), recorded(t, page, page.Calls[0])); diff != "" {
-		t.Errorf("(-asked +recorded):\n%s", diff)
-	}
+	assert.NoDiff(t, asked(t, w.model.Requests()[0]), recorded(t, page, page.Calls[0]))
 }
 
 func TestAPromptThatCannotBeRecordedFailsNoTurn(t *testing.T) {
@@ -160,9 +154,7 @@ func TestAPromptThatCannotBeRecordedFailsNoTurn(t *testing.T) {
 	pgtest.Exec(t, w.pool, `alter table agent_prompts drop constraint refuses`)
 	next, _ := w.completed(t)
 	page := w.prompted(t, next)
-	if diff := cmp.Diff(asked(t, w.model.Requests()[1]), recorded(t, page, page.Calls[0])); diff != "" {
-		t.Errorf("the next prompt (-asked +recorded):\n%s", diff)
-	}
+	assert.NoDiff(t, asked(t, w.model.Requests()[1]), recorded(t, page, page.Calls[0]))
 }
 
 func TestALockedPartBlocksNoTurn(t *testing.T) {
@@ -202,9 +194,7 @@ func TestALargePartIsCutAndSaysSo(t *testing.T) {
 			t.Error("a picture is recorded")
 		}
 	}
-	if cut != 1 {
-		t.Errorf("%d parts are cut, want the long message", cut)
-	}
+	assert.Equal(t, 1, cut)
 }
 
 func TestPartsThatSomebodyDeletedAreStoredAgain(t *testing.T) {
@@ -218,9 +208,7 @@ func TestPartsThatSomebodyDeletedAreStoredAgain(t *testing.T) {
 	}
 	x, _ := w.completed(t)
 	page := w.prompted(t, x)
-	if diff := cmp.Diff(asked(t, w.model.Requests()[2]), recorded(t, page, page.Calls[0])); diff != "" {
-		t.Errorf("(-asked +recorded):\n%s", diff)
-	}
+	assert.NoDiff(t, asked(t, w.model.Requests()[2]), recorded(t, page, page.Calls[0]))
 }
 
 // sentOptions are what a request said besides its messages.
@@ -255,9 +243,7 @@ func TestAPromptIsRecordedInTheFormThatTheServerTook(t *testing.T) {
 			t.Fatalf("calls: %+v", page.Calls)
 		}
 		calls = append(calls, page.Calls[0])
-		if diff := cmp.Diff(asked(t, w.model.Requests()[n]), recorded(t, page, page.Calls[0])); diff != "" {
-			t.Errorf("request %d (-asked +recorded):\n%s", n, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(asked(t, w.model.Requests()[n]), recorded(t, page, page.Calls[0])), n)
 		got := optionsOf(t, w.model.Requests()[n], page.Calls[0])
 		if n == 0 && !strings.Contains(string(got.Format), "integer") {
 			t.Errorf("the schema that was sent is not recorded: %s", page.Calls[0].Options)

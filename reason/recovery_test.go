@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -52,9 +53,7 @@ func TestUnknownToolIsCorrectedBySystemMessage(t *testing.T) {
 	if diff := cmp.Diff([]string{"assistant call_0_0", "tool call_0_0", "system"}, roles(added)); diff != "" {
 		t.Fatalf("after the unknown call (-want +got):\n%s", diff)
 	}
-	if added[2].Content != unknownSMS {
-		t.Errorf("the correction is %q", added[2].Content)
-	}
+	assert.Equal(t, unknownSMS, added[2].Content)
 	if got.Text != "All is well." || got.Ended != reason.Answered || !slices.Equal(got.Calls, []string{"probe"}) {
 		t.Errorf("outcome is %+v", got)
 	}
@@ -70,9 +69,7 @@ func TestUnknownToolWithANeighbourGetsAHint(t *testing.T) {
 	w := newWorld(t, modeltest.ToolCall("Size", `{}`), modeltest.Text("ok"))
 	w.completed(t)
 	want := "Tool 'Size' does not exist. Available tools: probe, sizes. Please use one of these. Did you mean 'sizes'?"
-	if got := w.since(t, 1)[2].Content; got != want {
-		t.Errorf("the correction is %q", got)
-	}
+	assert.Equal(t, want, w.since(t, 1)[2].Content)
 }
 
 func TestAValidCallStartsTheCountAnew(t *testing.T) {
@@ -117,9 +114,7 @@ func TestInvalidParametersAreCorrectedWithSchemaAndErrors(t *testing.T) {
 			}
 			rest := text[decoder.InputOffset():]
 			for _, word := range test.want {
-				if !strings.Contains(rest, word) {
-					t.Errorf("the errors %q do not speak of %q", rest, word)
-				}
+				assert.Contains(t, rest, word)
 			}
 			if got.Ended != reason.Answered || !slices.Equal(got.Calls, []string{"sizes"}) {
 				t.Errorf("outcome is %+v", got)
@@ -152,9 +147,7 @@ func TestArgumentsThatOnlyTheToolCanJudgeAreCorrectedToo(t *testing.T) {
 		t.Fatalf("after the call (-want +got):\n%s", diff)
 	}
 	want := `Tool call failed: INVALID_PARAMS. Schema: {"type":"object"} Errors: call settle: invalid parameters: there is no nope`
-	if added[2].Content != want {
-		t.Errorf("the correction is %q", added[2].Content)
-	}
+	assert.Equal(t, want, added[2].Content)
 	if n := len(w.model.Requests()); n != 3 || got.Ended != reason.Stalled {
 		t.Errorf("asked %d times and ended %s, want 3 and a stall", n, got.Ended)
 	}
@@ -194,9 +187,7 @@ func TestStallAfterTwoRetries(t *testing.T) {
 		modeltest.ToolCall("send_sms", `{"to":"me"}`), modeltest.ToolCall("sizes", `{}`),
 		modeltest.ToolCall("send_sms", `{"to":"you"}`))
 	x, got := w.completed(t)
-	if n := len(w.model.Requests()); n != 4 {
-		t.Errorf("the model was asked %d times, want 4: one good call, a bad one and two retries", n)
-	}
+	assert.Equal(t, 4, len(w.model.Requests()))
 	if got.Ended != reason.Stalled || !strings.Contains(got.Text, "calls made: probe") {
 		t.Errorf("outcome is %+v", got)
 	}
@@ -227,9 +218,7 @@ func TestStallAfterTwoRetries(t *testing.T) {
 		logged[0]["last_calls"] != "probe" || logged[0]["context"] != nil || logged[0]["purpose"] != "test" {
 		t.Errorf("log is %v", logged)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where status = 'error'`); n != 0 {
-		t.Errorf("%d failures count against skills", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where status = 'error'`))
 }
 
 func TestNamesThatAModelMakesUpAreBoundedAndStorable(t *testing.T) {
@@ -274,19 +263,13 @@ func TestASkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
 		told.ApprovalID == "" {
 		t.Errorf("the model was told %s (%v)", w.since(t, 1)[1].Content, err)
 	}
-	if again := w.since(t, 2)[1].Content; !strings.Contains(again, told.ApprovalID) {
-		t.Errorf("the second time the model was told %s", again)
-	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'pending'`); n != 2 {
-		t.Errorf("%d approvals, want one for each set of arguments", n)
-	}
+	assert.Contains(t, w.since(t, 2)[1].Content, told.ApprovalID)
+	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'pending'`))
 	rows := named(w.rows(t, x), "drop")
 	if len(rows) != 2 || rows[0].Status != "pending_approval" || rows[0].Kind != "call" {
 		t.Errorf("rows are %+v", rows)
 	}
-	if got.Text != "Asked." {
-		t.Errorf("outcome is %+v", got)
-	}
+	assert.Equal(t, "Asked.", got.Text, got)
 }
 
 func TestArgumentsThatCannotBeStoredDoNotEndTheTurn(t *testing.T) {
@@ -447,12 +430,8 @@ func TestCrashBetweenAnyTwoStepsRepeatsNothing(t *testing.T) {
 			if n := len(w.model.Requests()); n != 4 || len(w.transcripts(t)) != 4 {
 				t.Errorf("the model was asked %d times, want 4", n)
 			}
-			if calls.Load() != 2 {
-				t.Errorf("skills were called %d times, want 2", calls.Load())
-			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`); n != 1 {
-				t.Errorf("%d approvals, want 1", n)
-			}
+			assert.Equal(t, 2, calls.Load())
+			assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`))
 			if n := pgtest.Value[int](t, w.pool,
 				`select count(*) from agent_activity where status = 'pending_approval'`); n != 1 {
 				t.Errorf("%d rows that await approval, want 1", n)

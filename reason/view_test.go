@@ -11,9 +11,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -77,9 +76,7 @@ func TestCallbacksShowWhatHappens(t *testing.T) {
 	if strings.Contains(strings.Join(calls, ""), "it broke") && !slices.Equal(calls, want) {
 		want[5] = calls[5] // the registry's wording
 	}
-	if diff := cmp.Diff(want, calls); diff != "" {
-		t.Errorf("calls shown (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, calls)
 	rest := strings.Join(got[len(calls):], "|")
 	if !strings.Contains(rest, "restart|says F") || !strings.HasPrefix(rest, "says Fi") ||
 		strings.Count(rest, "restart") != 1 {
@@ -102,9 +99,7 @@ func TestATurnThatGoesOnShowsOnlyWhatIsNew(t *testing.T) {
 		`begin probe {}`, `end probe success "alive"`, `begin note {}`, `end note success "noted"`,
 		`approve drop {"table": "x"}?`, `approve drop {"table": "y"}?`,
 	}
-	if diff := cmp.Diff(want, s.take()); diff != "" {
-		t.Errorf("before the decision (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, s.take())
 	for _, a := range w.pending(t) {
 		w.decide(t, a, strings.Contains(string(a.Arguments), "x"), "keep it")
 	}
@@ -116,9 +111,7 @@ func TestATurnThatGoesOnShowsOnlyWhatIsNew(t *testing.T) {
 		`begin drop {"table":"y"}`,
 		`end drop denied {"error":"DENIED","note":"Do not ask for this call again.","reason":"keep it"}keep it`, `says Done`,
 	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("after it (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, got)
 }
 
 func TestACallbackThatPanicsHarmsNothing(t *testing.T) {

@@ -11,6 +11,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -87,9 +88,7 @@ func TestATurnOfManyCallsNeverSendsMoreThanItsContext(t *testing.T) {
 			t.Errorf("request %d has %d tokens", n, size)
 		}
 		whole(t, n, r.Messages)
-		if r.Messages[0].Content != w.turn.System {
-			t.Errorf("request %d opens with %+v", n, r.Messages[0])
-		}
+		assert.Equal(t, w.turn.System, r.Messages[0].Content, n, r.Messages[0])
 		prompts, first := 0, ""
 		for _, m := range r.Messages {
 			if m.Role == "user" && first == "" {
@@ -99,9 +98,7 @@ func TestATurnOfManyCallsNeverSendsMoreThanItsContext(t *testing.T) {
 				prompts++
 			}
 		}
-		if prompts != 1 {
-			t.Errorf("request %d has the prompt %d times", n, prompts)
-		}
+		assert.Equal(t, 1, prompts, n)
 		if n == 0 && (first == "question 0" || first == w.turn.Prompt) {
 			t.Errorf("of the history the first to stay is %q", first)
 		}
@@ -127,9 +124,7 @@ func TestHistoryStandsBetweenTheOpeningAndThePrompt(t *testing.T) {
 	}
 	want := "system You are tested.|system The summary.|user Hello|assistant Let me see.|user Well?|assistant |tool all " +
 		"of it|assistant Hi.|user Look."
-	if strings.Join(got, "|") != want {
-		t.Errorf("messages are %q", got)
-	}
+	assert.Equal(t, want, strings.Join(got, "|"), got)
 	if row := string(named(w.rows(t, x), "model_call")[0].Input); strings.Contains(row, "Hello") ||
 		!strings.Contains(row, "Look.") {
 		t.Errorf("the row shows %s", row)
@@ -298,9 +293,7 @@ func TestALongResultCanBeReadToItsEnd(t *testing.T) {
 	}
 	for n, r := range w.model.Requests() {
 		offered := strings.Contains(fmt.Sprint(toolNames(r)), "read_result")
-		if offered != (n > 0) {
-			t.Errorf("request %d offers %q", n, toolNames(r))
-		}
+		assert.Equal(t, n > 0, offered, n, toolNames(r))
 	}
 	rows := named(w.rows(t, x), "read_result")
 	if len(rows) != len(w.model.Requests())-2 || rows[0].Status != "success" || len(rows[0].Output) > 200 {

@@ -9,12 +9,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -124,9 +124,7 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 				_, err := engine.Deliver(t.Context(), pool, c.event, open[0].ID, json.RawMessage(data), "")
 				require.NoError(t, err)
 			}
-			if diff := cmp.Diff(c.want, end(t, pool, engine, id)); diff != "" {
-				t.Error(diff)
-			}
+			assert.NoDiff(t, c.want, end(t, pool, engine, id))
 			got, err := requests.Get(t.Context(), pool, open[0].ID)
 			if err != nil || got.Status != requests.Completed || got.CompletedAt == nil || got.Answer == nil {
 				t.Errorf("afterwards %+v, %v", got, err)
@@ -179,9 +177,7 @@ func TestRequestsAreListedNewestFirstFromWhereTheListingStopped(t *testing.T) {
 			seen = append(seen, r.ID)
 		}
 	}
-	if len(seen) != 5 {
-		t.Errorf("%d of 5 were listed", len(seen))
-	}
+	assert.Equal(t, 5, len(seen))
 	for _, id := range []string{"x", "00000000-0000-7000-8000-000000000000"} {
 		if _, err := requests.Get(t.Context(), pool, id); !errors.Is(err, requests.ErrNotFound) {
 			t.Errorf("%s: %v", id, err)
@@ -294,9 +290,7 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 		"documents":    []any{said("photo", own), said("form", admin)},
 		"documentUrls": []any{"/v1/documents/" + own.ID + "/content", "/v1/documents/" + admin.ID + "/content"},
 	}
-	if diff := cmp.Diff(want, end(t, pool, engine, id)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, end(t, pool, engine, id))
 	if got, err := documents.Get(t.Context(), pool, admin.ID); err != nil || got.ExecutionID == nil ||
 		*got.ExecutionID != id {
 		t.Errorf("the admin's document belongs to %v, %v", got.ExecutionID, err)
@@ -343,9 +337,7 @@ func TestARunReadsTheDocumentsThatItMay(t *testing.T) {
 				reads = append(reads, paper)
 			}
 		}
-		if got := sorted(reads); got != c.reads {
-			t.Errorf("%s reads %q, not %q", name, got, c.reads)
-		}
+		assert.Equal(t, c.reads, sorted(reads), name)
 	}
 	list, err := documents.Readable(ctx, pool, child, 10)
 	if err != nil || len(list) != 2 || list[0].ID != papers["chat's"].ID {

@@ -5,6 +5,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -43,8 +44,6 @@ func causesAreOfWhatIsThere(t *testing.T, db postgres.DB) {
 			`select execution_id::text from agent_claims_lost order by 1`,
 		},
 	} {
-		if diff := cmp.Diff(pgtest.Column[string](t, db, sql[0]), pgtest.Column[string](t, db, sql[1])); diff != "" {
-			t.Errorf("%s, want -, got +:\n%s", what, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(pgtest.Column[string](t, db, sql[0]), pgtest.Column[string](t, db, sql[1])), what)
 	}
 }

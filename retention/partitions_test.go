@@ -7,9 +7,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -70,9 +70,7 @@ func TestOldMonthsAreDroppedWhole(t *testing.T) {
 	if left := attached(t, pool, 123); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from `+archived); n != 10 {
-		t.Errorf("the month that somebody else detached has %d rows", n)
-	}
+	assert.Equal(t, 10, pgtest.Value[int](t, pool, `select count(*) from `+archived))
 	if again := pass(t, pool, 0); len(again.Partitions) != 0 || again.Removed != 0 {
 		t.Errorf("again: %+v", again)
 	}
@@ -167,12 +165,8 @@ func TestAPassGoesOnWhereAnotherWasKilled(t *testing.T) {
 	pgtest.Exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`},
 		" "))
 	done := pass(t, pool, 0)
-	if diff := cmp.Diff(old, intersect(done.Partitions, old)); diff != "" {
-		t.Errorf("dropped:\n%s", diff)
-	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity_retired`); n != 0 {
-		t.Errorf("%d months are still on their way out", n)
-	}
+	assert.NoDiff(t, old, intersect(done.Partitions, old))
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_activity_retired`))
 }
 
 // TestAMonthThatIsNeededAfterAllIsAttachedAgain, because somebody needed it who came after it was looked at.

@@ -6,6 +6,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -40,9 +41,7 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 	if n, more, err := retention.Prune(t.Context(), pool, "messages", 100, false); n != 100 || !more || err != nil {
 		t.Errorf("the first piece: %d, %v, %v", n, more, err)
 	}
-	if oldest := pgtest.Value[int](t, pool, `select min(seq) from agent_messages where thread_id = '1'`); oldest != 101 {
-		t.Errorf("message %d of the first thread is its oldest, want 101", oldest)
-	}
+	assert.Equal(t, 101, pgtest.Value[int](t, pool, `select min(seq) from agent_messages where thread_id = '1'`))
 	for _, n := range pieces(t, pool, "messages") {
 		if n > 100 {
 			t.Errorf("a piece has deleted %d messages", n)
@@ -53,9 +52,7 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 		left[0] != "2" {
 		t.Errorf("threads %v have messages, want 2, in which an execution that goes on has spoken", left)
 	}
-	if left := pgtest.Value[int](t, pool, `select count(*) from agent_threads`); left != 1 {
-		t.Errorf("%d threads are left", left)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_threads`))
 }
 
 // over makes executions that ended two days ago, each with an event and so many checkpoints.

@@ -4,8 +4,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
-
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/retention"
@@ -28,12 +27,8 @@ func TestAPartGoesWithTheLastPromptThatHasIt(t *testing.T) {
 		t.Errorf("a pass has done %+v, %v; want 1 prompt and 2 parts", done, err)
 	}
 	left := pgtest.Value[[]string](t, pool, `select array_agg(body order by body) from agent_prompt_parts`)
-	if diff := cmp.Diff([]string{"new", "shared"}, left); diff != "" {
-		t.Errorf("parts that are left (-want +got):\n%s", diff)
-	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_prompts`); n != 2 {
-		t.Errorf("%d prompts are left, want 2", n)
-	}
+	assert.NoDiff(t, []string{"new", "shared"}, left)
+	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_prompts`))
 	_, err = retention.Set(t.Context(), pool, map[string]string{"activity": "7d"}, "admin", "")
 	require.NoError(t, err)
 	_, err = retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"prompts"}, Anew: true})

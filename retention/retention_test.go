@@ -12,6 +12,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -62,14 +63,10 @@ func TestWhatGoesIsWhatThePolicySays(t *testing.T) {
 			want.take(policy)
 			counted, err := retention.Run(t.Context(), pool, retention.Options{DryRun: true})
 			require.NoError(t, err)
-			if diff := cmp.Diff(had, read(t, pool).keys()); diff != "" {
-				t.Errorf("a dry run removed something:\n%s", diff)
-			}
+			assert.NoDiff(t, had, read(t, pool).keys())
 			done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true})
 			require.NoError(t, err)
-			if diff := cmp.Diff(want.keys(), read(t, pool).keys()); diff != "" {
-				t.Errorf("by %v, want -, got +:\n%s", policy, diff)
-			}
+			assert.Equal(t, "", cmp.Diff(want.keys(), read(t, pool).keys()), policy)
 			agree(t, had, want.keys(), counted, done)
 			causesAreOfWhatIsThere(t, pool)
 		})
@@ -134,12 +131,8 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 		_, err := retention.Run(t.Context(), pool, retention.Options{Anew: true})
 		require.NoError(t, err)
 	}
-	if diff := cmp.Diff(want.keys(), read(t, pool).keys()); diff != "" {
-		t.Errorf("want -, got +:\n%s", diff)
-	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_retention_leftovers`); n != 0 {
-		t.Errorf("%d executions have left something", n)
-	}
+	assert.NoDiff(t, want.keys(), read(t, pool).keys())
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_retention_leftovers`))
 }
 
 func TestEverythingIsKeptUntilSomebodySaysOtherwise(t *testing.T) {
@@ -154,9 +147,7 @@ func TestEverythingIsKeptUntilSomebodySaysOtherwise(t *testing.T) {
 		done[0].Removed != 0 {
 		t.Errorf("%+v, %v", done, err)
 	}
-	if diff := cmp.Diff(had, read(t, pool).keys()); diff != "" {
-		t.Errorf("removed:\n%s", diff)
-	}
+	assert.NoDiff(t, had, read(t, pool).keys())
 }
 
 func TestPoliciesThatCannotBeAreRefusedWhole(t *testing.T) {
@@ -235,7 +226,5 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 	_, err = retention.Run(t.Context(), pool, retention.Options{Anew: true})
 	require.NoError(t, err)
-	if diff := cmp.Diff(want.keys(), read(t, pool).keys()); diff != "" {
-		t.Errorf("afterwards, want -, got +:\n%s", diff)
-	}
+	assert.NoDiff(t, want.keys(), read(t, pool).keys())
 }

@@ -7,6 +7,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -31,9 +32,7 @@ func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 	want := []spend{{"", 4, 7, 0.75}} // charged to no skill
 	sums := `select skill, sum(calls)::bigint, sum(tokens)::bigint, sum(cost_usd)::float8 from agent_spend group by 1`
 	for _, when := range []string{"before they are counted", "after", "after the log has gone"} {
-		if diff := cmp.Diff(want, pgtest.Rows[spend](t, pool, sums)); diff != "" {
-			t.Errorf("%s:\n%s", when, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(want, pgtest.Rows[spend](t, pool, sums)), when)
 		switch when {
 		case "before they are counted":
 			pgtest.Exec(t, pool, `update agent_activity_counted
@@ -47,7 +46,5 @@ func TestSpendStaysWhenTheLogGoes(t *testing.T) {
 			}
 		}
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity`); n != 0 {
-		t.Errorf("%d rows are left", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_activity`))
 }

@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/selfheal"
@@ -56,9 +57,7 @@ func TestDecide(t *testing.T) {
 			if d.ByStreak {
 				rule = "streak"
 			}
-			if rule != test.rule {
-				t.Errorf("rule %q, want %q: %+v", rule, test.rule, d)
-			}
+			assert.Equal(t, test.rule, rule, d)
 		})
 	}
 }

@@ -5,11 +5,11 @@ import (
 	"errors"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -69,9 +69,7 @@ func TestATrialThatSucceeds(t *testing.T) {
 		Skill: fetch, Settled: true, Enabled: true, By: selfheal.By, Reason: "the trial succeeded",
 		WasReason: "3 consecutive failures, last: timeout: it broke", Automations: []string{"daily"},
 	}
-	if diff := cmp.Diff(want, restored); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, restored)
 	if s := get(t, db, fetch); !s.Enabled || s.TrialAt != nil || len(inService(t, db)) != 1 {
 		t.Errorf("skill is %+v", s)
 	}
@@ -221,9 +219,7 @@ func TestAReturnIsFollowedUp(t *testing.T) {
 			if errors.Is(err, broken) != (test.want != nil) || get(t, db, fetch).Enabled != (test.want != nil) {
 				t.Errorf("%v, enabled %v", err, get(t, db, fetch).Enabled)
 			}
-			if diff := cmp.Diff(test.want, followed); diff != "" {
-				t.Error(diff)
-			}
+			assert.NoDiff(t, test.want, followed)
 		})
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/schema"
@@ -28,9 +29,7 @@ func TestPublicAddresses(t *testing.T) {
 		"::127.0.0.1": false, "64:ff9b::7f00:1": false, "2002:7f00:1::": false, "2001::1": false,
 		"2001:db8::1": false, "fec0::1": false,
 	} {
-		if got := public(netip.MustParseAddr(address).Unmap()); got != want {
-			t.Errorf("public(%s) is %v", address, got)
-		}
+		assert.Equal(t, want, public(netip.MustParseAddr(address).Unmap()), address)
 	}
 }
 
@@ -95,9 +94,7 @@ func TestADialWaitsForAFileDescriptor(t *testing.T) {
 		cancel()
 		return nil, syscall.EMFILE
 	})
-	if !errors.Is(err, syscall.EMFILE) {
-		t.Errorf("given up with %v", err)
-	}
+	assert.ErrorIs(t, err, syscall.EMFILE)
 }
 
 // FuzzArguments searches for panics, for schemas that read external documents, and for accepted arguments that cannot

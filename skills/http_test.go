@@ -14,8 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -97,9 +96,7 @@ func TestHTTPPutsArgumentsWhereTheyBelong(t *testing.T) {
 				t.Fatalf("%s, %v", raw, err)
 			}
 			want := map[string]string{"request": test.request, "body": test.body, "key": "key-1", "type": got["type"]}
-			if diff := cmp.Diff(want, got); diff != "" {
-				t.Error(diff)
-			}
+			assert.NoDiff(t, want, got)
 		})
 	}
 }
@@ -112,9 +109,7 @@ func TestHTTPRefusesToClimb(t *testing.T) {
 		_, err := invokeHTTP(t, skills.Definition{
 			Handler: "http:GET " + server.URL + "/a/{q}/b", Parameters: object(map[string]any{"q": map[string]any{}}),
 		}, string(args))
-		if class(err) != skills.ClassRefused {
-			t.Errorf("%q: %v", value, err)
-		}
+		assert.Equal(t, skills.ClassRefused, class(err), value, err)
 	}
 }
 
@@ -145,9 +140,7 @@ func TestHTTPAnswers(t *testing.T) {
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			server := serve(t, func(w http.ResponseWriter, r *http.Request) {
-				if r.Header.Get("Authorization") != "Bearer "+testSecret {
-					t.Errorf("Authorization is %q", r.Header.Get("Authorization"))
-				}
+				assert.Equal(t, "Bearer "+testSecret, r.Header.Get("Authorization"))
 				w.Header().Set("Content-Type", test.kind)
 				w.WriteHeader(test.status)
 				_, _ = io.WriteString(w, test.body)
@@ -291,9 +284,7 @@ func TestHTTPReachesNoPrivateAddressUnlessAllowed(t *testing.T) {
 			if got := class(err); got != test.class && (test.class != skills.ClassNetwork || got != skills.ClassRefused) {
 				t.Errorf("got %v of class %q, want %q", err, got, test.class)
 			}
-			if (asked > 0) != (test.class == "") {
-				t.Errorf("the service was asked %d times", asked)
-			}
+			assert.Equal(t, test.class == "", asked > 0, asked)
 		})
 	}
 }

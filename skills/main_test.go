@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -122,9 +123,7 @@ func TestASkillStartsAFlow(t *testing.T) {
 	if got.Status != executions.Completed || got.Summary != "hello Eva" || string(got.Variables) != `{"greeted":"Eva"}` {
 		t.Errorf("answer %+v %s", got, got.Variables)
 	}
-	if again := call(greet, `{"name": "Eva"}`, "k1"); again.ExecutionID != got.ExecutionID {
-		t.Error("the same call started another execution")
-	}
+	assert.Equal(t, got.ExecutionID, call(greet, `{"name": "Eva"}`, "k1").ExecutionID)
 	if got := call(greet, `{"name": "nobody"}`, ""); got.Status != executions.Failed || got.Error != "there is nobody" {
 		t.Errorf("a failure is answered as %+v", got)
 	}

@@ -10,12 +10,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -82,9 +82,7 @@ func TestSQLArgumentsAreOnlyEverParameters(t *testing.T) {
 			got, err := invokeSQL(t, pool, "select id from notes where "+test.where, test.args, nil,
 				map[string]any{"x": map[string]any{}})
 			require.NoError(t, err)
-			if diff := cmp.Diff(test.want, got.Rows); diff != "" {
-				t.Error(diff)
-			}
+			assert.NoDiff(t, test.want, got.Rows)
 		})
 	}
 }
@@ -177,9 +175,7 @@ func TestSQLValuesAreSensibleJSON(t *testing.T) {
 		"list": []any{1.0, 2.0}, "doc": map[string]any{"k": []any{1.0}}, "span": "01:30:00",
 		"id": "00000000-0000-0000-0000-000000000001",
 	}}
-	if diff := cmp.Diff(want, got.Rows); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, got.Rows)
 }
 
 // sleeping reports whether a query with the marker runs on the server.
@@ -235,9 +231,7 @@ func TestSQLCancelStopsTheQueryOnTheServer(t *testing.T) {
 	pgtest.Eventually(t, 90*time.Second, func() bool { return sleeping(t, pool, marker) }, "the query does not start")
 	gone := errors.New("lane lost")
 	cancel(gone)
-	if err := <-ended; !errors.Is(err, gone) {
-		t.Errorf("got %v", err)
-	}
+	assert.ErrorIs(t, <-ended, gone)
 	pgtest.Eventually(t, 90*time.Second, func() bool { return !sleeping(t, pool, marker) }, "the query still runs")
 	// The pool stays usable.
 	if _, err := invokeSQL(t, pool, "select 1", `{}`, nil, nil); err != nil {
@@ -350,9 +344,7 @@ func TestAQueryThatTheDatabaseBrokeOffIsMadeAgain(t *testing.T) {
 			x.ID).Scan(&status, &message)
 		return err == nil && (status == "completed" || status == "failed")
 	}, "the run does not end")
-	if status != "completed" {
-		t.Errorf("%s: %s", status, message)
-	}
+	assert.Equal(t, "completed", status, message)
 }
 
 // shop returns a registry with a named database, which has an account of 100.
@@ -413,20 +405,14 @@ func TestACallThatIsRepeatedUnderItsKeyWritesOnce(t *testing.T) {
 			t.Errorf("answer %s, %v", answer, err)
 		}
 	}
-	if got := amount(t, there); got != 93 {
-		t.Errorf("the account has %d", got)
-	}
+	assert.Equal(t, 93, amount(t, there))
 	_, err := r.Invoke(t.Context(), skills.Call{Skill: s, Args: json.RawMessage(`{"n": 8}`), IdempotencyKey: "k1"})
-	if class(err) != skills.ClassRefused {
-		t.Errorf("another call under the key: %v", err)
-	}
+	assert.Equal(t, skills.ClassRefused, class(err), err)
 	for range 2 { // without a key, each call is separate
 		_, err := r.Invoke(t.Context(), skills.Call{Skill: s, Args: json.RawMessage(`{"n": 1}`)})
 		require.NoError(t, err)
 	}
-	if got := amount(t, there); got != 91 {
-		t.Errorf("the account has %d", got)
-	}
+	assert.Equal(t, 91, amount(t, there))
 }
 
 func TestAWriteThatFailsLeavesNothingAndMayBeMadeAgain(t *testing.T) {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -131,9 +132,7 @@ func TestEnableAndDisableAreComparedAndSet(t *testing.T) {
 	wg.Wait()
 	n := 0
 	wins.Range(func(any, any) bool { n++; return true })
-	if n != 1 {
-		t.Errorf("%d callers disabled it, want 1", n)
-	}
+	assert.Equal(t, 1, n)
 	if ok, err := skills.Enable(t.Context(), pool, "a", "admin", "fixed"); !ok || err != nil {
 		t.Fatal(ok, err)
 	}
@@ -506,9 +505,7 @@ func TestCheckReportsEveryViolation(t *testing.T) {
 			} else if err != nil {
 				t.Fatal(err)
 			}
-			if diff := cmp.Diff(test.paths, sorted(paths)); diff != "" {
-				t.Errorf("%v\n%s", err, diff)
-			}
+			assert.Equal(t, "", cmp.Diff(test.paths, sorted(paths)), err)
 		})
 	}
 }
@@ -600,9 +597,7 @@ func TestInvokeClassifiesFailures(t *testing.T) {
 			}
 		})
 	}
-	if !strings.Contains(log.String(), "boom") {
-		t.Error("the panic was not logged")
-	}
+	assert.Contains(t, log.String(), "boom")
 }
 
 func TestTimeoutEndsABuiltin(t *testing.T) {

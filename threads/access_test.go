@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -102,9 +103,7 @@ func TestAJoinTokenLetsOneIn(t *testing.T) {
 	db := pgtest.DB(t)
 	open(t, db, "maria")
 	token, err := threads.Invite(t.Context(), db, threads.Invitation{ThreadID: "maria"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var joined atomic.Int32
 	var group errgroup.Group
 	for n := range 8 {
@@ -134,19 +133,13 @@ func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	visitors, _, err := threads.Open(t.Context(), db, threads.Key("site"), threads.Thread{Name: "talk"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := threads.OpenForFlow(t.Context(), db, "begun", "greet", "", ""); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, threads.OpenForFlow(t.Context(), db, "begun", "greet", "", ""))
 	const run = `insert into agent_executions (trace_id, surface, agent, flow, thread_id, parent_id, claim)
 		values (lanekeeper.agent_trace_id('fl'), 'flow', 'a', $1, $2, $3, 1) returning id::text`
 	one := func(flow string, thread, parent any) (id string) {
 		t.Helper()
-		if err := db.QueryRow(t.Context(), run, flow, thread, parent).Scan(&id); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, db.QueryRow(t.Context(), run, flow, thread, parent).Scan(&id))
 		return id
 	}
 	turn := one("chat", visitors.ID, nil)
@@ -171,9 +164,7 @@ func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
 			}
 			return nil
 		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 	}
 }
 
@@ -189,9 +180,7 @@ func TestAWebhookGoesOnInAnOldThreadOfWebhooksOnly(t *testing.T) {
 			  values (lanekeeper.agent_trace_id($2), 'flow', 'a', 'greet') returning id)
 			insert into agent_messages (thread_id, seq, turn, role, content, status, tokens, execution_id)
 			select t.id, 1, 1, 'assistant', 'Hello.', 'sent', 1, r.id from thread t, run r`, thread, surface)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		id, known, err := threads.Resolve(t.Context(), db, threads.Principal{Kind: threads.ByWebhook, Owner: "shop"}, thread)
 		if err != nil || known != (surface == "wh") || known && id != thread {
 			t.Errorf("%s: %s, %t, %v", thread, id, known, err)

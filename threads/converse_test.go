@@ -8,13 +8,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -54,9 +55,7 @@ func TestAParkedThreadDoesNotExpireAndAnswersGoToItsHolder(t *testing.T) {
 	}
 	p.reaches(t, id, executions.Completed)
 	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, pool, "t")) == 4 }, "the queued message leaves")
-	if diff := cmp.Diff([]string{"who are you?", "Ada", "hello, Ada", "other"}, spoken(t, pool, "t")); diff != "" {
-		t.Errorf("said (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"who are you?", "Ada", "hello, Ada", "other"}, spoken(t, pool, "t"))
 	p.log.want(t, `msg="lane acquired"`, "lane=thread:t", "owner="+id)
 	p.log.want(t, `msg="locks released"`, "count=1")
 }
@@ -84,17 +83,13 @@ func TestTheSameIncomingMessageCountsOnce(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	for _, id := range ids {
 		if id != ids[0] || id == "" {
 			t.Errorf("message ids differ: %v", ids)
 		}
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_messages`); n != 1 {
-		t.Errorf("%d messages", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*)::int from agent_messages`))
 	if _, err := receive("u"); !postgres.IsCode(err, "22023") {
 		t.Errorf("the id in another thread: %v", err)
 	}
@@ -134,9 +129,7 @@ func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
 		t.Error("the wait had begun before its question was out")
 	}
 	// Both of its messages are out, and it keeps the thread while it waits: b comes after it.
-	if diff := cmp.Diff([]string{"a", "for a", "first", "second"}, spoken(t, pool, "t")); diff != "" {
-		t.Errorf("said (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"a", "for a", "first", "second"}, spoken(t, pool, "t"))
 	if !pgtest.Value[bool](t, pool, `select parked and execution_id = $1 from agent_locks where lane = 'thread:t'`, id) {
 		t.Error("the thread is not parked with who asked")
 	}
@@ -184,9 +177,7 @@ func TestAChildSpeaksInItsParentsThreadAndASiblingQueues(t *testing.T) {
 	p.reaches(t, id, executions.Completed)
 	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, pool, "t")) == 6 }, "all is said")
 	want := []string{"parent begins", "child asks", "my answer", "child thanks", "parent ends", "sibling"}
-	if diff := cmp.Diff(want, spoken(t, pool, "t")); diff != "" {
-		t.Errorf("said (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, spoken(t, pool, "t"))
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where flow = 'child'`)
 	p.log.want(t, `msg="lane inherited"`, "lane=thread:t", "from="+id, "to="+child)
 	p.log.want(t, "level=WARN", `msg="lane busy"`, "lane=thread:t", "holder=")
@@ -235,9 +226,7 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 				},
 			})
 			x, _, err := p.Start(t.Context(), pool, executions.Spec{Flow: "parent", Surface: trace.Flow, ThreadID: "t"})
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			want := []string{"child asks", "parent goes on"}
 			if first {
 				want = append([]string{"parent begins"}, want...)
@@ -245,9 +234,7 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 			pgtest.Eventually(t, patience, func() bool {
 				return pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where waiting_key = 'over'`) == 1
 			}, "the parent has gone on")
-			if diff := cmp.Diff(want, spoken(t, pool, "t")); diff != "" {
-				t.Errorf("said (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, want, spoken(t, pool, "t"))
 			for _, key := range []string{"answer", "over"} {
 				if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key, nil, ""); err != nil {
 					t.Fatal(err)
@@ -280,9 +267,7 @@ func TestAQueuedMessageOfAChildLeavesByALoan(t *testing.T) {
 	saysAs(t, db, child, "child")
 	ends(t, db, other, "completed")
 	flushes(t, db)
-	if diff := cmp.Diff([]string{"other", "parent", "child"}, spoken(t, db, "t")); diff != "" {
-		t.Errorf("said (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"other", "parent", "child"}, spoken(t, db, "t"))
 }
 
 func TestAdminsMessagesWaitForTheirTurn(t *testing.T) {
@@ -323,9 +308,7 @@ func TestAdminsMessagesWaitForTheirTurn(t *testing.T) {
 	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
 	pgtest.Exec(t, db, `select release_agent_lock('thread:t', 'a turn')`)
 	flushes(t, db)
-	if diff := cmp.Diff([]string{"one", "a", "two", "three", "b"}, spoken(t, db, "t")); diff != "" {
-		t.Errorf("said (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"one", "a", "two", "three", "b"}, spoken(t, db, "t"))
 }
 
 func TestSendRefusesWhatCannotBeSent(t *testing.T) {
@@ -352,7 +335,5 @@ func TestSendRefusesWhatCannotBeSent(t *testing.T) {
 			t.Errorf("%s: %v, want SQLSTATE %s", name, err, c.code)
 		}
 	}
-	if n := pgtest.Value[int](t, db, `select count(*)::int from agent_messages`); n != 0 {
-		t.Errorf("%d messages are there", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*)::int from agent_messages`))
 }

@@ -20,8 +20,10 @@ import (
 	standardwebhooks "github.com/standard-webhooks/standard-webhooks/libraries/go"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -49,9 +51,7 @@ func listens(
 	t.Helper()
 	l := &target{}
 	verifier, err := standardwebhooks.NewWebhook(whsec)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	l.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
 		if err == nil {
@@ -105,13 +105,9 @@ func (l *target) contents() (all []string) {
 func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatcher)) (log *journal, stop func()) {
 	t.Helper()
 	host, _, err := net.SplitHostPort("127.0.0.1:80")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	client, err := skills.NewGuardedClient([]string{host}, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	log = &journal{}
 	notes := postgres.NewListener(postgres.Dialer(pool), slog.New(slog.DiscardHandler))
 	c := &threads.Dispatcher{
@@ -184,9 +180,7 @@ func TestMessagesArePostedInOrderUnderOneID(t *testing.T) {
 	carries(t, pool)
 	settled(t, pool)
 	want := []string{"one", "two", "two", "two", "never", "never", "never", "never", "three"}
-	if diff := cmp.Diff(want, crm.contents()); diff != "" {
-		t.Errorf("posts (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, crm.contents())
 	if diff := cmp.Diff([]string{"one delivered 1", "two delivered 3", "never failed 4", "three delivered 1"},
 		states(t, pool)); diff != "" {
 		t.Errorf("messages (-want +got):\n%s", diff)
@@ -262,17 +256,13 @@ func TestACourierThatDiesIsFollowedByAnother(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_messages set next_attempt_at = clock_timestamp() where content = 'one'`)
 	pgtest.Exec(t, pool, `select pg_notify('agent_outbox', '')`)
 	settled(t, pool)
-	if diff := cmp.Diff([]string{"one", "two", "three"}, crm.contents()); diff != "" {
-		t.Errorf("posts (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"one", "two", "three"}, crm.contents())
 	// It wakes and records its attempt after all: too late.
 	thread := pgtest.Value[string](t, pool, `select thread_id from agent_messages where id = $1`, id)
 	if recorded, err := threads.SettleFailed(t.Context(), pool, thread, id, 1); recorded || err != nil {
 		t.Errorf("an attempt that was outlived was recorded: %t, %v", recorded, err)
 	}
-	if diff := cmp.Diff([]string{"one delivered 2", "two delivered 1", "three delivered 1"}, states(t, pool)); diff != "" {
-		t.Errorf("messages (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"one delivered 2", "two delivered 1", "three delivered 1"}, states(t, pool))
 }
 
 func TestManyCouriersCarryEachMessageOnce(t *testing.T) {
@@ -299,9 +289,7 @@ func TestManyCouriersCarryEachMessageOnce(t *testing.T) {
 		}
 		last[thread] = n + 1
 	}
-	if len(crm.contents()) != 50 {
-		t.Errorf("%d posts of 50 messages", len(crm.contents()))
-	}
+	assert.Equal(t, 50, len(crm.contents()))
 }
 
 // The queue of a thread leaves as soon as the thread is free, and one that nobody uses any more is freed.

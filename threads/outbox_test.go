@@ -8,6 +8,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -42,9 +43,7 @@ func TestMessagesOfOthersQueueAndLeaveInTheirOrder(t *testing.T) {
 	}
 	ends(t, db, b, "failed")
 	flushes(t, db)
-	if diff := cmp.Diff([]string{"a1", "a2", "b1", "b2", "c1"}, spoken(t, db, "t")); diff != "" {
-		t.Errorf("said (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"a1", "a2", "b1", "b2", "c1"}, spoken(t, db, "t"))
 }
 
 // The thread is free, and those who stand in its queue have not been told yet.
@@ -59,9 +58,7 @@ func TestNobodyOvertakesTheQueue(t *testing.T) {
 	if s := saysAs(t, db, c, "c"); !s.Queued || !strings.HasPrefix(s.Holder, b) {
 		t.Errorf("the last: %+v", s)
 	}
-	if diff := cmp.Diff([]string{"a", "b"}, spoken(t, db, "t")); diff != "" {
-		t.Errorf("said (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"a", "b"}, spoken(t, db, "t"))
 }
 
 // A parent that has its thread back says first what it could not say meanwhile.
@@ -82,9 +79,7 @@ func TestAHolderDoesNotOvertakeItself(t *testing.T) {
 	if s := saysAs(t, db, parent, "at last"); s.Queued {
 		t.Errorf("the parent's last: %+v", s)
 	}
-	if diff := cmp.Diff([]string{"parent", "child", "not yet", "at last"}, spoken(t, db, "t")); diff != "" {
-		t.Errorf("said (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"parent", "child", "not yet", "at last"}, spoken(t, db, "t"))
 }
 
 // The family stands in the queue, and children have ended there: what they said leaves before what their parents said
@@ -109,14 +104,10 @@ func TestAParentDoesNotOvertakeItsChildren(t *testing.T) {
 	ends(t, db, other, "completed")
 	flushes(t, db)
 	want := []string{"other", "parent 1", "child 1", "grandchild", "child 2", "parent 2"}
-	if diff := cmp.Diff(want, spoken(t, db, "t")); diff != "" {
-		t.Errorf("said (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, spoken(t, db, "t"))
 	ends(t, db, parent, "completed")
 	flushes(t, db)
-	if diff := cmp.Diff(append(want, "stranger"), spoken(t, db, "t")); diff != "" {
-		t.Errorf("said (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, append(want, "stranger"), spoken(t, db, "t"))
 }
 
 func TestWhatAFailedExecutionQueuedLeavesAndWhatACancelledOneQueuedDoesNot(t *testing.T) {
@@ -132,9 +123,7 @@ func TestWhatAFailedExecutionQueuedLeavesAndWhatACancelledOneQueuedDoesNot(t *te
 	ends(t, db, failed, "failed")
 	ends(t, db, a, "completed")
 	flushes(t, db)
-	if diff := cmp.Diff([]string{"a", "failed", "last"}, spoken(t, db, "t")); diff != "" {
-		t.Errorf("said (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"a", "failed", "last"}, spoken(t, db, "t"))
 	if got := pgtest.Value[string](t, db,
 		`select status from agent_messages where content = 'cancelled'`); got != "withdrawn" {
 		t.Errorf("the message of the cancelled one is %s", got)
@@ -222,14 +211,10 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 	free := func() int { return pgtest.Value[int](t, db, lazily, postgres.Strict{"overdue": 0.0, "grace": 300.0}) }
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
 	pgtest.Exec(t, db, `update agent_messages set status = 'withdrawn' where status = 'queued'`)
-	if n := free(); n != 0 {
-		t.Errorf("%d threads were freed that nobody wants", n)
-	}
+	assert.Equal(t, 0, free())
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '6 minutes'
 		where lane = 'thread:t'`)
-	if n := free(); n != 1 {
-		t.Error("one that nobody has wanted for long was not freed")
-	}
+	assert.Equal(t, 1, free())
 	saysAs(t, db, a, "again")
 	saysAs(t, db, b, "b")
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
@@ -241,9 +226,7 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 	log.want(t, "level=WARN", `msg="lane stale, clearing"`, "lane=thread:t", "holder="+a)
 	log.want(t, `msg="locks released"`, "count=1")
 	flushes(t, db)
-	if diff := cmp.Diff([]string{"a", "again", "b"}, spoken(t, db, "t")); diff != "" {
-		t.Errorf("said (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"a", "again", "b"}, spoken(t, db, "t"))
 	// What an ended execution still holds, whoever made that, is freed, too.
 	pgtest.Exec(t, db, `update agent_locks set execution_id = $1::uuid, locked_by = $1::text || '#1'
 		where lane = 'thread:t'`, claimedAndEnded(t, db))

@@ -11,7 +11,9 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -46,9 +48,7 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 			Flow: "speak", Surface: trace.Flow,
 			ThreadID: "t", MaxAttempts: 100,
 		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		ids[i] = x.ID
 	}
 	cancelled := map[string]bool{}
@@ -60,9 +60,7 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 		id := ids[rand.N(racers)]
 		if len(cancelled) < 8 && rand.N(10) == 0 {
 			status, err := p.Cancel(t.Context(), id, "admin", "a test")
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			if status == executions.Cancelled {
 				cancelled[id] = true
 			}
@@ -97,9 +95,7 @@ func order(t *testing.T, said, ids []string, cancelled map[string]bool, words in
 	next := map[string]int{}
 	for _, line := range said {
 		id, n, _ := strings.Cut(line, " ")
-		if n != fmt.Sprint(next[id]) {
-			t.Errorf("%s said %s after %d others", id, n, next[id])
-		}
+		assert.Equal(t, fmt.Sprint(next[id]), n, id, next[id])
 		next[id]++
 	}
 	for _, id := range ids {
@@ -107,9 +103,7 @@ func order(t *testing.T, said, ids []string, cancelled map[string]bool, words in
 			t.Errorf("%s said %d of %d", id, next[id], words)
 		}
 	}
-	if len(slices.Compact(slices.Sorted(slices.Values(said)))) != len(said) {
-		t.Error("something was said twice")
-	}
+	assert.Equal(t, len(said), len(slices.Compact(slices.Sorted(slices.Values(said)))))
 }
 
 // One that holds the thread is not interrupted, however many others want to speak.
@@ -150,9 +144,7 @@ func TestNobodySpeaksBetweenTheWordsOfAHolder(t *testing.T) {
 			speakers = append(speakers, id)
 		}
 	}
-	if len(speakers) != 10 {
-		t.Errorf("10 speakers took %d turns", len(speakers))
-	}
+	assert.Equal(t, 10, len(speakers))
 }
 
 // The holder of a thread has fenced a write by the token of its lane when another wants to speak. Who has the lane's
@@ -164,9 +156,7 @@ func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
 	holder, other := claimed(t, pool, ""), claimed(t, pool, "")
 	saysAs(t, pool, holder, "first")
 	tx, err := pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `select fence_agent_lock('thread:t', (select fencing_token from agent_locks
 		where lane = 'thread:t'))`)
@@ -220,8 +210,6 @@ func TestTwoWhoAreTheFirstInAThreadTakeTurns(t *testing.T) {
 				first++
 			}
 		}
-		if first != 1 {
-			t.Errorf("%d spoke at once", first)
-		}
+		assert.Equal(t, 1, first)
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -53,9 +54,7 @@ func runs(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
 		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 10 * time.Minute, Workers: 60,
 		Logger: slog.New(slog.NewTextHandler(log, nil)),
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for name, fn := range flows {
 		if err := e.Register(name, func(ctx context.Context, _ json.RawMessage) (executions.Result,
 			error,
@@ -81,9 +80,7 @@ func runs(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
 func (p *process) begin(t *testing.T, flow string) string {
 	t.Helper()
 	x, _, err := p.Start(t.Context(), p.pool, executions.Spec{Flow: flow, Surface: trace.Flow, ThreadID: "t"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return x.ID
 }
 
@@ -106,9 +103,7 @@ func (p *process) replies(t *testing.T, thread, words string) threads.Receipt {
 		got, err = threads.Receive(t.Context(), p.Engine, tx, threads.Incoming{ThreadID: thread, Content: words})
 		return err
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return got
 }
 
@@ -150,9 +145,7 @@ func claimed(t *testing.T, db postgres.DB, parent string) string {
 		}
 		return nil
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return id
 }
 

@@ -10,8 +10,10 @@ import (
 	"github.com/jackc/pgx/v5"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -21,9 +23,7 @@ func open(t *testing.T, db postgres.DB, id string) threads.Thread {
 	t.Helper()
 	got, _, err := threads.Open(t.Context(), db, threads.Admin,
 		threads.Thread{ID: id, Channel: "chat", Participant: "Ada"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return got
 }
 
@@ -33,9 +33,7 @@ func post(t *testing.T, db postgres.DB, d threads.NewMessage) threads.Message {
 		d.Status = threads.Received
 	}
 	got, err := threads.Post(t.Context(), db, d)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return got
 }
 
@@ -108,12 +106,8 @@ func TestPlacesHaveNoGapsAndGrowWithTheCommits(t *testing.T) {
 			return nil
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
-	if len(seen) != 80 {
-		t.Errorf("%d places were given, want 80", len(seen))
-	}
+	require.NoError(t, group.Wait())
+	assert.Equal(t, 80, len(seen))
 }
 
 func TestAQueuedMessageHasNoPlace(t *testing.T) {
@@ -130,12 +124,8 @@ func TestAQueuedMessageHasNoPlace(t *testing.T) {
 		t.Errorf("the first message that is sent has place %d", *m.Seq)
 	}
 	list, err := threads.Messages(t.Context(), db, threads.MessageFilter{ThreadID: "q"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if diff := cmp.Diff([]string{"later", "now"}, contents(list)); diff != "" {
-		t.Errorf("messages, newest first (-want +got):\n%s", diff)
-	}
+	require.NoError(t, err)
+	assert.NoDiff(t, []string{"later", "now"}, contents(list))
 }
 
 func TestPostKeepsWhatCanBeKept(t *testing.T) {
@@ -181,12 +171,8 @@ func TestAWindowIsReadTurnByTurn(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, got, err := threads.Window(t.Context(), db, "w", c.before, c.tokens)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(c.want, contents(got)); diff != "" {
-				t.Errorf("window (-want +got):\n%s", diff)
-			}
+			require.NoError(t, err)
+			assert.NoDiff(t, c.want, contents(got))
 		})
 	}
 }
@@ -204,9 +190,7 @@ func TestASummaryMovesForwardOnce(t *testing.T) {
 		}
 	}
 	summary, got, err := threads.Window(t.Context(), db, "s", 0, 1000)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if diff := cmp.Diff([]string{"q3", "a3"}, contents(got)); diff != "" || summary != "two greetings" {
 		t.Errorf("summary %q and window (-want +got):\n%s", summary, diff)
 	}
@@ -232,12 +216,8 @@ func TestABacklogIsWholeOldTurns(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, err := threads.Backlog(t.Context(), db, "b", 0, c.limit, c.keep, c.most)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(c.want, contents(got)); diff != "" {
-				t.Errorf("backlog (-want +got):\n%s", diff)
-			}
+			require.NoError(t, err)
+			assert.NoDiff(t, c.want, contents(got))
 		})
 	}
 }
@@ -252,9 +232,7 @@ func TestHeldThreadsAreSeen(t *testing.T) {
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '3 minutes'
 		where lane = 'thread:gone'`)
 	all, err := threads.Locks(t.Context(), db, false)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if len(all) != 2 || all[0].ThreadID != "gone" || all[0].LockMinutes != 13 || !all[0].Stale ||
 		all[1].ParticipantName != "Ada" || all[1].ActiveExecutionID == nil || all[1].Stale {
 		t.Errorf("held threads: %+v", all)
@@ -275,27 +253,21 @@ func TestListingsGoOnWhereTheyEnded(t *testing.T) {
 	f := threads.Filter{Channel: "chat", Limit: 1}
 	for {
 		page, err := threads.List(t.Context(), db, f)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if len(page) == 0 {
 			break
 		}
 		got = append(got, page[0].ID)
 		f.BeforeTime, f.BeforeID = page[0].UpdatedAt, page[0].ID
 	}
-	if diff := cmp.Diff([]string{"a", "c", "b"}, got); diff != "" {
-		t.Errorf("listing (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"a", "c", "b"}, got)
 }
 
 // A few threads of one agent among very many are found without reading those of the others.
 func TestTheThreadsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	t.Parallel()
 	tx, err := pgtest.DB(t).Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	for _, sql := range []string{
 		`set local session_replication_role = replica`,
@@ -346,9 +318,7 @@ func touched(t *testing.T, db postgres.DB, fn func()) (rows, scans int) {
 			select coalesce(idx_tup_fetch, 0) + seq_tup_read, seq_scan from pg_stat_xact_user_tables
 			  where relname = 'agent_messages'`).
 			Scan(&rows, &scans)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return rows, scans
 	}
 	rows0, scans0 := read()
@@ -362,9 +332,7 @@ func TestAWindowCostsTheSameHoweverLongTheThread(t *testing.T) {
 	pool := pgtest.DB(t)
 	fill(t, pool, 20_000)
 	tx, err := pool.Begin(t.Context()) // one connection, and its statistics
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	for name, fn := range map[string]func() error{
 		"window": func() error {
@@ -385,9 +353,7 @@ func TestAWindowCostsTheSameHoweverLongTheThread(t *testing.T) {
 		},
 	} {
 		rows, scans := touched(t, tx, func() {
-			if err := fn(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, fn())
 		})
 		if rows > 1000 || scans > 0 {
 			t.Errorf("%s read %d rows, %d times the whole table", name, rows, scans)

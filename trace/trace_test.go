@@ -9,8 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -30,15 +29,9 @@ func TestNewIsReadBack(t *testing.T) {
 		t.Run(string(surface), func(t *testing.T) {
 			before := time.Now().Add(-time.Millisecond)
 			id := trace.New(surface)
-			if want := prefix + "_" + id.Suffix(); string(id) != want {
-				t.Errorf("New = %q, want %q", id, want)
-			}
-			if string(id[3:]) != strings.ToUpper(string(id[3:])) {
-				t.Errorf("New = %q, want the ULID in upper case", id)
-			}
-			if id.Surface() != surface {
-				t.Errorf("Surface = %q, want %q", id.Surface(), surface)
-			}
+			assert.Equal(t, prefix+"_"+id.Suffix(), string(id), id)
+			assert.Equal(t, strings.ToUpper(string(id[3:])), string(id[3:]), id)
+			assert.Equal(t, surface, id.Surface())
 			if made := id.Time(); made.Before(before) || made.After(time.Now()) || made.Location() != time.UTC {
 				t.Errorf("Time = %v, want now in UTC", made)
 			}
@@ -142,9 +135,7 @@ func TestParseAny(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			got, err := trace.ParseAny(c.in)
 			require.NoError(t, err)
-			if diff := cmp.Diff(c.want, got); diff != "" {
-				t.Error(diff)
-			}
+			assert.NoDiff(t, c.want, got)
 		})
 	}
 	for name, in := range map[string]string{
@@ -166,9 +157,7 @@ func TestOTelIsTheSameSixteenBytes(t *testing.T) {
 	if got, want := good.OTel(), hex.EncodeToString(u[:]); got != want || len(got) != 32 {
 		t.Errorf("OTel = %q, want %q", got, want)
 	}
-	if good.Suffix() != suffix {
-		t.Errorf("Suffix = %q, want %q", good.Suffix(), suffix)
-	}
+	assert.Equal(t, suffix, good.Suffix())
 }
 
 func TestIDsSortByTime(t *testing.T) {
@@ -270,9 +259,7 @@ func FuzzParse(f *testing.F) {
 
 func TestSpanIDIsTheEndOfTheRowID(t *testing.T) {
 	t.Parallel()
-	if got := trace.SpanID("01940f5e-7c1a-7abc-9DEF-0123456789ab"); got != "9def0123456789ab" {
-		t.Errorf("SpanID = %s", got)
-	}
+	assert.Equal(t, "9def0123456789ab", trace.SpanID("01940f5e-7c1a-7abc-9DEF-0123456789ab"))
 	for _, parts := range [][]string{{"no uuid"}, {""}, {"01940f5e-7c1a-7abc-0000-000000000000"}, {"a", "b"}} {
 		got := trace.SpanID(parts...)
 		if len(got) != 16 || strings.Trim(got, "0123456789abcdef") != "" || strings.Trim(got, "0") == "" {
@@ -301,9 +288,7 @@ func TestTraceparentNamesTheInnermostSpan(t *testing.T) {
 	if _, ok := trace.ParseTraceparent(trace.Traceparent(trace.With(t.Context(), span))); !ok {
 		t.Error("a trace alone has no valid traceparent")
 	}
-	if got := trace.Traceparent(t.Context()); got != "" {
-		t.Errorf("without a trace %q", got)
-	}
+	assert.Equal(t, "", trace.Traceparent(t.Context()))
 }
 
 func TestParseTraceparent(t *testing.T) {

@@ -19,6 +19,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	standardwebhooks "github.com/standard-webhooks/standard-webhooks/libraries/go"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -191,9 +192,7 @@ func TestFilters(t *testing.T) {
 		"absent":             {map[string]any{"body.absent": "x"}, false},
 		"an object":          {map[string]any{"body": "x"}, false},
 	} {
-		if got := c.Matches(f.when); got != f.want {
-			t.Errorf("%s: %v", name, got)
-		}
+		assert.Equal(t, f.want, c.Matches(f.when), name)
 	}
 }
 
@@ -223,9 +222,7 @@ func TestSecretsAreReferences(t *testing.T) {
 		}
 	}
 	_, err := webhooks.Secrets([]string{"${B}"}, env)
-	if logged := redact.Text(fmt.Sprint(err), 1000); !strings.Contains(logged, "set the environment variable B") {
-		t.Errorf("the log says of a secret that is not set: %s", logged)
-	}
+	assert.Contains(t, redact.Text(fmt.Sprint(err), 1000), "set the environment variable B")
 }
 
 func FuzzTemplates(f *testing.F) {

@@ -10,13 +10,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -293,9 +293,7 @@ What went wrong
 What it cost
             … and more than 10,000 actions, which were not looked through
 `
-	if diff := cmp.Diff(want, out.String()); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, out.String())
 }
 
 func TestWhatIsNoTraceIsSaid(t *testing.T) {
@@ -311,9 +309,7 @@ func TestWhatIsNoTraceIsSaid(t *testing.T) {
 		`select count(*) from why(null)`, `select count(*) from why('')`,
 		`select count(*) from why('hb_', -1)`,
 	} {
-		if n := value[int64](w, sql); n != 0 {
-			t.Errorf("%s: %d", sql, n)
-		}
+		assert.Equal(t, 0, value[int64](w, sql), sql)
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -102,9 +103,7 @@ func TestApplyTwice(t *testing.T) {
 	if !second.Empty() || len(second.Items) != len(first.Items) {
 		t.Errorf("the second diff has %v in %d items", actions(second), len(second.Items))
 	}
-	if diff := cmp.Diff(before, versions(t, pool)); diff != "" {
-		t.Errorf("rows were written again: %s", diff)
-	}
+	assert.NoDiff(t, before, versions(t, pool))
 }
 
 func TestPlan(t *testing.T) {
@@ -115,12 +114,8 @@ func TestPlan(t *testing.T) {
 	next := load(t, "a.yaml", strings.ReplaceAll(fullWorkspace, "the first", "the best")+"---\n"+goodSkill)
 	planned, err := workspace.Plan(t.Context(), pool, next, pruneAll)
 	require.NoError(t, err)
-	if diff := cmp.Diff(before, versions(t, pool)); diff != "" {
-		t.Errorf("the plan wrote: %s", diff)
-	}
-	if diff := cmp.Diff(apply(t, pool, next), planned); diff != "" {
-		t.Errorf("apply did something else: %s", diff)
-	}
+	assert.NoDiff(t, before, versions(t, pool))
+	assert.NoDiff(t, apply(t, pool, next), planned)
 	if planned.Empty() {
 		t.Error("the plan is empty")
 	}
@@ -153,15 +148,11 @@ func TestApplyReportsChanges(t *testing.T) {
     cron: "*/5 * * * *" → "*/6 * * * *"
 0 to create, 4 to update, 0 to remove, 0 unchanged
 `
-	if diff := cmp.Diff(want, text.String()); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, text.String())
 	raw, err := json.Marshal(diff.Items[0])
 	require.NoError(t, err)
 	wantJSON := `{"kind":"skill","name":"one","action":"update","changes":[{"field":"description","old":"the first","new":"the best"}]}`
-	if string(raw) != wantJSON {
-		t.Errorf("item is %s\nwant %s", raw, wantJSON)
-	}
+	assert.Equal(t, wantJSON, string(raw), raw)
 }
 
 func TestApplyRemovesOnlyDeclared(t *testing.T) {
@@ -177,9 +168,7 @@ func TestApplyRemovesOnlyDeclared(t *testing.T) {
 		"create skill a", "remove skill one", "remove skill two", "remove objective plan",
 		"remove automation often",
 	}
-	if diff := cmp.Diff(want, actions(diff)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, actions(diff))
 	if got := pgtest.Value[string](t, pool,
 		`select string_agg(name, ' ' order by name) from agent_skills`); got != "a built own" {
 		t.Errorf("left: %s", got)
@@ -202,9 +191,7 @@ func TestApplyKeepsWithoutPrune(t *testing.T) {
 		t.Error(diff, err)
 	}
 	pgtest.Exec(t, pool, `delete from agent_skills where name = 'a'`)
-	if diff := cmp.Diff(before, versions(t, pool)); diff != "" {
-		t.Errorf("kept rows were written: %s", diff)
-	}
+	assert.NoDiff(t, before, versions(t, pool))
 	one := workspace.Options{Prune: func(i workspace.Item) bool { return i.Name == "often" }}
 	diff, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", goodSkill), one)
 	want[4] = "remove automation often"
@@ -213,9 +200,7 @@ func TestApplyKeepsWithoutPrune(t *testing.T) {
 	}
 	got := pgtest.Value[string](t, pool, `
 		select input->>'pruned' from agent_activity where skill_name = 'apply_workspace' order by id desc limit 1`)
-	if got != `["automation often"]` {
-		t.Errorf("the audit row says that %s were pruned", got)
-	}
+	assert.Equal(t, `["automation often"]`, got)
 	again, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", goodSkill), workspace.Options{})
 	if err != nil || !again.Empty() || again.Count(workspace.Keep) != 3 {
 		t.Errorf("a further apply did %v, %v", actions(again), err)
@@ -255,9 +240,7 @@ func TestApplyKeepsRuntimeState(t *testing.T) {
 	if diff := apply(t, pool, load(t, "a.yaml", changed)); diff.Count(workspace.Update) != 3 {
 		t.Errorf("the changed workspace did %v", actions(diff))
 	}
-	if diff := cmp.Diff(before, state()); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, before, state())
 }
 
 func TestApplyKeepsAdminRows(t *testing.T) {
@@ -403,9 +386,7 @@ func TestApplyCancelled(t *testing.T) {
 		done <- err
 	}()
 	cancel()
-	if err := <-done; !errors.Is(err, context.Canceled) {
-		t.Errorf("error is %v", err)
-	}
+	assert.ErrorIs(t, <-done, context.Canceled)
 }
 
 func TestDiffHidesSecrets(t *testing.T) {

@@ -6,9 +6,8 @@ import (
 	"testing"
 	"testing/fstest"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/workspace"
@@ -32,16 +31,12 @@ func TestApplyEvals(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	first := apply(t, pool, load(t, "a.yaml", suite))
-	if diff := cmp.Diff([]string{"create skill a", "create eval returns"}, actions(first)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, []string{"create skill a", "create eval returns"}, actions(first))
 	if second := apply(t, pool, load(t, "a.yaml", suite)); !second.Empty() {
 		t.Errorf("applied again: %v", actions(second))
 	}
 	changed := apply(t, pool, load(t, "a.yaml", strings.Replace(suite, "trials: 2", "trials: 3", 1)))
-	if diff := cmp.Diff([]string{"update eval returns"}, actions(changed)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, []string{"update eval returns"}, actions(changed))
 	got, err := evals.Get(t.Context(), pool, "returns")
 	require.NoError(t, err)
 	if s := got.Definition.Cases[0].Skills["a"]; got.Version != 2 || len(s) != 2 || s[1].Error != "down" {

@@ -5,9 +5,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/workspace"
@@ -34,9 +33,7 @@ func TestApplyFlows(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	first := apply(t, pool, load(t, "a.yaml", onboarding))
-	if diff := cmp.Diff([]string{"create flow collector", "create flow onboarding"}, actions(first)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, []string{"create flow collector", "create flow onboarding"}, actions(first))
 	if second := apply(t, pool, load(t, "a.yaml", onboarding)); !second.Empty() {
 		t.Errorf("applied again: %v", actions(second))
 	}
@@ -48,15 +45,10 @@ func TestApplyFlows(t *testing.T) {
 	want := "~ flow onboarding\n    actions:\n      -       \"message\": \"Hola\"\n      +       \"message\": \"Buenos " +
 		"días\"\n" +
 		"    version: 1 → 2\n0 to create, 1 to update, 0 to remove, 1 unchanged\n"
-	if text.String() != want {
-		t.Errorf("the diff is\n%s", text.String())
-	}
+	assert.Equal(t, want, text.String())
 	apply(t, pool, changed)
 	removed := apply(t, pool, load(t, "a.yaml", goodSkill))
-	if diff := cmp.Diff([]string{"create skill a", "remove flow collector", "remove flow onboarding"},
-		actions(removed)); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, []string{"create skill a", "remove flow collector", "remove flow onboarding"}, actions(removed))
 	versions, err := flows.List(t.Context(), pool, flows.Filter{Name: "onboarding"})
 	if err != nil || len(versions) != 2 || versions[0].Version != 2 || versions[0].Current || versions[1].Current {
 		t.Errorf("versions %+v, %v", versions, err)

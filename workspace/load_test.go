@@ -10,6 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/examples"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/workspace"
@@ -52,9 +53,7 @@ func TestLoadDocuments(t *testing.T) {
 	if got := w.Skills[1]; got.At.String() != "a.yaml:7:1" || got.Definition.Timeout != "5s" {
 		t.Errorf("second skill is at %s with timeout %q", got.At, got.Definition.Timeout)
 	}
-	if diff := cmp.Diff([]string{"one", "two"}, w.Objectives[0].Definition.Steps); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, []string{"one", "two"}, w.Objectives[0].Definition.Steps)
 }
 
 func TestLoadJSONSchema(t *testing.T) {
@@ -177,9 +176,7 @@ func TestLoadErrors(t *testing.T) {
 			if err == nil || !strings.Contains(err.Error(), c.want) {
 				t.Errorf("error is %v\nwant %s", err, c.want)
 			}
-			if diff := cmp.Diff(0, len(w.Skills)+len(w.Objectives)+len(w.Automations)); diff != "" {
-				t.Errorf("something was read: %s", diff)
-			}
+			assert.NoDiff(t, 0, len(w.Skills)+len(w.Objectives)+len(w.Automations))
 		})
 	}
 }

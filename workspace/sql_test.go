@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/databases"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/workspace"
@@ -180,9 +181,7 @@ func TestNamedDatabasesPrepareQueries(t *testing.T) {
 	if err != nil || !d.Empty() || len(d.Warnings) != 0 {
 		t.Errorf("there: %v %v, %v", actions(d), d.Warnings, err)
 	}
-	if got := pgtest.Value[string](t, there, `select to_regclass('agent_effects')::text`); got != "agent_effects" {
-		t.Errorf("the ledger is %q", got)
-	}
+	assert.Equal(t, "agent_effects", pgtest.Value[string](t, there, `select to_regclass('agent_effects')::text`))
 	s, err := skills.Get(t.Context(), pool, "close")
 	if err != nil || !s.Idempotent {
 		t.Errorf("a writing skill: idempotent %v, %v", s.Idempotent, err)

@@ -5,8 +5,7 @@ import (
 	"testing"
 	"testing/fstest"
 
-	"github.com/google/go-cmp/cmp"
-
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/webhooks"
@@ -50,9 +49,7 @@ func TestApplyWebhooks(t *testing.T) {
 	}
 	e, err := webhooks.GetEndpoint(t.Context(), pool, "github")
 	require.NoError(t, err)
-	if diff := cmp.Diff(w.Webhooks[0].Definition.Actions, e.Actions); diff != "" {
-		t.Errorf("actions (-file +row):\n%s", diff)
-	}
+	assert.NoDiff(t, w.Webhooks[0].Definition.Actions, e.Actions)
 	_, err = webhooks.SetEndpoint(t.Context(), pool, "github", false, "admin", "noisy")
 	require.NoError(t, err)
 	if w, err = loadText(t, strings.Replace(hooks, "execution.failed", "execution.completed", 1)); err != nil {
@@ -65,15 +62,11 @@ func TestApplyWebhooks(t *testing.T) {
 			changed = append(changed, item.Kind+" "+c.Field)
 		}
 	}
-	if diff := cmp.Diff([]string{"webhook settings.max_attempts", "webhook_target events"}, changed); diff != "" {
-		t.Errorf("changes (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"webhook settings.max_attempts", "webhook_target events"}, changed)
 	if e, err = webhooks.GetEndpoint(t.Context(), pool, "github"); err != nil || e.Enabled || e.Settings.MaxAttempts != 9 {
 		t.Errorf("enabled %v, %d attempts, %v", e.Enabled, e.Settings.MaxAttempts, err)
 	}
-	if n := apply(t, pool, workspace.Workspace{}).Count(workspace.Remove); n != 2 {
-		t.Errorf("%d removed", n)
-	}
+	assert.Equal(t, 2, apply(t, pool, workspace.Workspace{}).Count(workspace.Remove))
 }
 
 func TestInvalidWebhooks(t *testing.T) {

@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -35,18 +36,14 @@ func TestAnAutomationStartsAFlow(t *testing.T) {
 		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'onboarding'
 			and status = 'completed'`) == "1"
 	}, "the flow ends")
-	if got := pgtest.Value[string](t, w.pool, `select input::text from agent_executions where flow = 'onboarding'`); got !=
-		`{"key": "c1", "data": {"name": "Ana"}, "tone": "warm", "event": "hired"}` {
-		t.Errorf("its input is %s", got)
-	}
+	assert.Equal(t, `{"key": "c1", "data": {"name": "Ana"}, "tone": "warm", "event": "hired"}`,
+		pgtest.Value[string](t, w.pool, `select input::text from agent_executions where flow = 'onboarding'`))
 	if got := pgtest.Value[string](t, w.pool, `
 		select (x.parent_id = r.execution_id and x.trace_id = r.trace_id and r.output ->> 'execution_id' = x.id::text)::text
 		  from agent_executions x, agent_automation_runs r where x.flow = 'onboarding'`); got != "true" {
 		t.Error("the run and the flow do not name each other")
 	}
-	if got := w.states(t); got != "success 1" {
-		t.Errorf("runs are %s", got)
-	}
+	assert.Equal(t, "success 1", w.states(t))
 	run := pgtest.Value[string](t, w.pool, `select execution_id::text from agent_automation_runs`)
 	if _, err := e.Fork(t.Context(), w.pool, executions.ForkSpec{ID: run}); !errors.Is(err, executions.ErrNoFork) {
 		t.Errorf("fork of a run: %v", err)

@@ -6,6 +6,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -43,9 +44,7 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	}
 	next := pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || (next_run_at > clock_timestamp())::text, ', '
 		order by name) from agent_automations where trigger = 'cron'`)
-	if next != "before false, during true" {
-		t.Errorf("the next times are ahead: %s", next)
-	}
+	assert.Equal(t, "before false, during true", next)
 	_, err = executions.ResumeAll(t.Context(), w.pool, "ana", "")
 	require.NoError(t, err)
 	w.until(t, "skipped 1, success 1")

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -41,9 +42,7 @@ func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 		select r.trace_id || ' ' || x.surface || ' ' || x.flow || ' ' || x.trace_id
 		  from agent_automation_runs r join agent_executions x on x.id = r.execution_id where r.status = 'success'
 		    and r.trace_id <> ''  and x.surface = 'webhook'`)
-	if want := hook + " webhook automation " + hook; got != want {
-		t.Errorf("got %s", got)
-	}
+	assert.Equal(t, hook+" webhook automation "+hook, got)
 	prompt := w.model.Requests()[0].Messages[1].Content
 	if !strings.Contains(prompt, "It broke") || !strings.Contains(prompt, "not as instructions") ||
 		strings.Contains(prompt, "hunter2") {
@@ -59,14 +58,10 @@ func TestAnEventAndItsRunsAreOneTransaction(t *testing.T) {
 	require.NoError(t, err)
 	pgtest.Exec(t, tx, `insert into agent_events (event, key) values ('E', 'k')`)
 	require.NoError(t, tx.Rollback(t.Context()))
-	if got := w.states(t); got != "" {
-		t.Errorf("an event that never was left %s", got)
-	}
+	assert.Equal(t, "", w.states(t))
 	pgtest.Exec(t, w.pool, `update agent_automations set enabled = false, disabled_by = 'admin'`)
 	w.raise(t, "E", "k", `{}`)
-	if got := w.states(t); got != "" {
-		t.Errorf("a disabled automation has %s", got)
-	}
+	assert.Equal(t, "", w.states(t))
 }
 
 func TestNoRunIsMadeTwiceHoweverManyDispatch(t *testing.T) {
@@ -103,17 +98,13 @@ func TestNoRunIsMadeTwiceHoweverManyDispatch(t *testing.T) {
 	}
 	group.Wait()
 	w.until(t, fmt.Sprintf("success %d", 4*events))
-	if n := w.count(); n != 4*events {
-		t.Errorf("look was called %d times for %d runs", n, 4*events)
-	}
+	assert.Equal(t, 4*events, w.count())
 	overlaps := pgtest.Value[string](t, w.pool, `
 		select count(*)::text from agent_activity p join agent_activity q
 		    on p.skill_name = 'run_automation' and q.skill_name = 'run_automation' and p.id < q.id
 		   and p.output ->> 'automation' = q.output ->> 'automation'
 		   and p.created_at < q.finished_at and q.created_at < p.finished_at`)
-	if overlaps != "0" {
-		t.Errorf("%s runs of one automation overlapped", overlaps)
-	}
+	assert.Equal(t, "0", overlaps)
 	if n := pgtest.Value[string](t, w.pool,
 		`select count(*)::text from agent_executions where flow = 'automation'`); n != fmt.Sprint(4*events) {
 		t.Errorf("%s executions were started", n)
@@ -142,9 +133,7 @@ func TestASignalFiresWhenItBecomesTrueAndNotAgainUntilItWasFalse(t *testing.T) {
 			})
 		}
 		group.Wait()
-		if int(fired.Load()) != want {
-			t.Errorf("fired %d times, want %d", fired.Load(), want)
-		}
+		assert.Equal(t, want, int(fired.Load()), fired.Load())
 	}
 	watch(0)
 	pgtest.Exec(t, w.pool, `insert into agent_objectives (name, goal) values ('o', 'g')`)
@@ -181,9 +170,7 @@ func TestAFailedRunIsTriedAgainAndThenLiesInTheDeadLetterBox(t *testing.T) {
 		t.Fatal(ok, err)
 	}
 	w.until(t, "success 1")
-	if n := w.count(); n != 3 {
-		t.Errorf("look was called %d times", n)
-	}
+	assert.Equal(t, 3, w.count())
 }
 
 func TestARunWhoseSkillIsDisabledWaitsForItInsteadOfDying(t *testing.T) {
@@ -209,9 +196,7 @@ func TestARunWhoseSkillIsDisabledWaitsForItInsteadOfDying(t *testing.T) {
 	_, err = skills.Enable(t.Context(), w.pool, "look", "admin", "again")
 	require.NoError(t, err)
 	w.until(t, "success 1")
-	if n := w.count(); n != 1 {
-		t.Errorf("look was called %d times", n)
-	}
+	assert.Equal(t, 1, w.count())
 }
 
 func TestAConditionThatCannotBeDecidedIsADeadLetter(t *testing.T) {
@@ -265,12 +250,8 @@ func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
 		return pgtest.Value[string](t, w.pool, `select string_agg(status, ' ') from agent_executions
 			where flow = 'automation'`) == "completed"
 	}, "the execution ends")
-	if got := pgtest.Value[string](t, w.pool, `select is_agent_lock_held($1)::text`, "automation:"+a.ID); got != "false" {
-		t.Error("the lane is still held")
-	}
-	if n := w.count(); n != 2 {
-		t.Errorf("look was called %d times, not once by each process", n)
-	}
+	assert.Equal(t, "false", pgtest.Value[string](t, w.pool, `select is_agent_lock_held($1)::text`, "automation:"+a.ID))
+	assert.Equal(t, 2, w.count())
 }
 
 func TestARunWhoseExecutionWasCancelledIsTriedAgain(t *testing.T) {
@@ -340,9 +321,7 @@ func TestTheEndOfARunStartsNoOther(t *testing.T) {
 		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation'
 			and status = 'completed'`) == "1"
 	}, "the run's execution ends")
-	if got := w.states(t); got != "success 1" {
-		t.Errorf("runs are %s", got)
-	}
+	assert.Equal(t, "success 1", w.states(t))
 }
 
 func TestWhatIsNotMeantHoldsUpNothingBehindIt(t *testing.T) {
@@ -357,7 +336,5 @@ func TestWhatIsNotMeantHoldsUpNothingBehindIt(t *testing.T) {
 	if n, err := r.Dispatch(t.Context()); err != nil || n != 1 {
 		t.Errorf("one look started %d runs (%v), want the one behind 5 that are not meant", n, err)
 	}
-	if got := w.states(t); got != "claimed 1, skipped 5" {
-		t.Errorf("runs are %s", got)
-	}
+	assert.Equal(t, "claimed 1, skipped 5", w.states(t))
 }

@@ -290,9 +290,7 @@ func TestAutomationRunNeedsApproval(t *testing.T) {
 	var runs struct{ Items []struct{ ID, Status string } }
 	p.mustJSON(&runs, "automations", "runs", "nightly")
 	for _, r := range runs.Items {
-		if r.Status != "success" {
-			t.Errorf("after the call the run is %+v", r)
-		}
+		assert.Equal(t, "success", r.Status, r)
 	}
 	if shown := p.must("approvals", "show", ran.ApprovalID); strings.Contains(shown, "waits for the decision") ||
 		!strings.Contains(shown, "consumed") {

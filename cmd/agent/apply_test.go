@@ -114,9 +114,7 @@ func (p program) onTerminal(t *testing.T, typed string, args ...string) string {
 	code := run(t.Context(), args, p.environ, tty, tty, tty)
 	require.NoError(t, tty.Close())
 	group.Wait()
-	if code != 0 {
-		t.Errorf("agent %v on a terminal: exit %d:\n%s", args, code, shown.String())
-	}
+	assert.Equal(t, 0, code, args, shown.String())
 	return shown.String()
 }
 
@@ -353,9 +351,7 @@ func TestApplyWatchReconnects(t *testing.T) {
 		return strings.Contains(watching.out.String(), "applied: ~ skill one")
 	}, "the change is applied")
 	watching.stop()
-	if code := <-watching.ended; code != 0 {
-		t.Errorf("ended with %d: %s", code, watching.err.String())
-	}
+	assert.Equal(t, 0, <-watching.ended, watching.err.String())
 }
 
 func TestInitCreatesWorkingWorkspace(t *testing.T) {

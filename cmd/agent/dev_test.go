@@ -51,9 +51,7 @@ func TestDevOnItsOwnServer(t *testing.T) {
 		}
 	}
 	second.stop()
-	if code := <-second.ended; code != 0 {
-		t.Errorf("exit %d, stderr %s", code, second.err.String())
-	}
+	assert.Equal(t, 0, <-second.ended, second.err.String())
 }
 
 // An invalid .env stops dev before it creates anything.

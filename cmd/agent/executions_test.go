@@ -130,9 +130,7 @@ func TestStartWait(t *testing.T) {
 	id := waiter.find(t, `started ([0-9a-f-]{36}), trace fl_`)
 	waiter.find(t, `waits for event news-Eva`)
 	p.must("executions", "event", "EVENT_COMPLETED", "news-Eva")
-	if code := <-waiter.ended; code != 0 {
-		t.Errorf("exit %d: %s", code, waiter.err.String())
-	}
+	assert.Equal(t, 0, <-waiter.ended, waiter.err.String())
 	assert.Contains(t, waiter.out.String(), "completed hello Eva and goodbye")
 	assert.Contains(t, p.must("executions", "show", id), "completed")
 	failing := p.start("executions", "start", "greet", "--input", `{"name": "Uwe"}`, "--wait", "--json")

@@ -96,9 +96,7 @@ func TestCommandsSkipBusyLane(t *testing.T) {
 	assert.Contains(t, got.err, "somebody")
 	checkSkipped(t, db, "objective_advance", "somebody", 1)
 	got = p.run("automations", "run", "watch")
-	if got.code != exitBusy {
-		t.Errorf("a busy automation: %+v", got)
-	}
+	assert.Equal(t, exitBusy, got.code, got)
 	assert.Contains(t, got.err, "skipped", "somebody")
 	checkSkipped(t, db, "run_automation", "somebody", 1)
 	var runs int
@@ -119,9 +117,7 @@ func TestLanesReleaseNamesHolder(t *testing.T) {
 	pgtest.Exec(t, db, `select try_acquire_agent_lock('pipeline:x', 'somebody', 600)`)
 	pgtest.Exec(t, tx, `select fence_agent_lock(lane, fencing_token) from agent_locks`)
 	got := p.run("lanes", "release", "pipeline:x")
-	if got.code != exitFailed {
-		t.Errorf("got %+v", got)
-	}
+	assert.Equal(t, exitFailed, got.code, got)
 	assert.Contains(t, got.err, "in use by pid", "(test)", "pg_terminate_backend")
 }
 
@@ -281,9 +277,7 @@ func TestTimeFormat(t *testing.T) {
 	zone := time.FixedZone("elsewhere", 3600)
 	assert.Equal(t, "2025-12-31 23:30:00", formatTime(time.Date(2026, 1, 1, 0, 30, 0, 0, zone)))
 	for ms, want := range map[int64]string{0: "0 ms", 12: "12 ms", 1500: "1.5 s"} {
-		if got := formatMillis(&ms); got != want {
-			t.Errorf("%d ms: %s, want %s", ms, got, want)
-		}
+		assert.Equal(t, want, formatMillis(&ms), ms)
 	}
 	assert.Equal(t, "…1 min 1 s$0.5025 %", fmt.Sprint(formatMillis(nil), human.Seconds(61), human.Money(0.5),
 		human.Percent(0.25)))

@@ -87,9 +87,7 @@ func TestEmptyListings(t *testing.T) {
 		if l.empty == "" {
 			continue
 		}
-		if got := p.must(l.args...); got != l.empty+"\n" {
-			t.Errorf("%s: %q, want %q", name, got, l.empty)
-		}
+		assert.Equal(t, l.empty+"\n", p.must(l.args...), name, l.empty)
 		text := p.must(append(l.args, "--json")...)
 		if !strings.Contains(text, `"items": []`) || !strings.Contains(text, `"next_cursor": null`) {
 			t.Errorf("%s as JSON: %s", name, text)
@@ -190,17 +188,13 @@ func TestTrace(t *testing.T) {
 		last.OTelTraceID, strings.TrimPrefix(last.TraceID, "hb_"),
 		strings.ToLower(last.TraceID),
 	} {
-		if got := p.must("trace", form); got != story {
-			t.Errorf("agent trace %s tells another story:\n%s", form, got)
-		}
+		assert.Equal(t, story, p.must("trace", form), form)
 	}
 	if strings.Contains(story, "\x1b[") {
 		t.Error("a story that goes to no terminal is coloured")
 	}
 	forced := program{t, append(p.environ, "CLICOLOR_FORCE=1")}
-	if got := forced.must("trace", "last"); !strings.Contains(got, "\x1b[") {
-		t.Error("CLICOLOR_FORCE=1 does not colour the story")
-	}
+	assert.Contains(t, forced.must("trace", "last"), "\x1b[")
 	if got := forced.must("trace", "last", "--no-color"); strings.Contains(got, "\x1b[") {
 		t.Error("--no-color does not keep colours away")
 	}

@@ -250,9 +250,7 @@ func TestMCPCommands(t *testing.T) {
 	if got := agent.run("skills", "show", "mcp__greeter__greet"); got.code == 0 {
 		t.Error("the skill outlives its server")
 	}
-	if got := agent.run("mcp", "list"); got.code != 2 {
-		t.Errorf("an unknown command: %d", got.code)
-	}
+	assert.Equal(t, 2, agent.run("mcp", "list").code)
 }
 
 // exerciseMCP connects a standard client to agent mcp, lists the tools and calls one.
@@ -284,9 +282,7 @@ func exerciseMCP(t *testing.T, agent program) string {
 		t.Fatalf("the call: %+v, %v", result, err)
 	}
 	_ = session.Close()
-	if code := <-ended; code != 0 {
-		t.Errorf("agent mcp ends with %d: %s", code, errs.String())
-	}
+	assert.Equal(t, 0, <-ended, errs.String())
 	text, _ := result.Content[0].(*sdk.TextContent)
 	return text.Text
 }
@@ -345,7 +341,5 @@ func TestServeMCP(t *testing.T) {
 		t.Errorf("after the approval: %+v", result)
 	}
 	s.stop()
-	if code := <-s.ended; code != 0 {
-		t.Errorf("serve ends with %d: %s", code, s.err.String())
-	}
+	assert.Equal(t, 0, <-s.ended, s.err.String())
 }

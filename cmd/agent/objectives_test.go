@@ -85,9 +85,7 @@ func TestProposalCommands(t *testing.T) {
 	}
 	var got shownState
 	p.mustJSON(&got, "objectives", "accept", "wish", "--reason", "good")
-	if got.Objective.Status != "active" {
-		t.Errorf("got %+v", got)
-	}
+	assert.Equal(t, "active", got.Objective.Status, got)
 	p.mustJSON(&got, "automations", "accept", "watch")
 	if !got.Automation.Enabled || len(got.Automation.NextRuns) != 3 {
 		t.Errorf("got %+v", got)
@@ -245,9 +243,7 @@ func TestStalePagesDoNotOverwrite(t *testing.T) {
 	p.must("objectives", "pause", "tidy")
 	pause := url.Values{"reason": {"x"}, "if_revision": {"1"}, "back": {"/objectives"}}
 	assert.Contains(t, ana.page("/act/v1/objectives/tidy/resume", pause), "nothing was done", "at revision 2 and not at 1")
-	if status := p.must("objectives", "show", "tidy"); !strings.Contains(status, "paused") {
-		t.Errorf("a page from before resumed it: %s", status)
-	}
+	assert.Contains(t, p.must("objectives", "show", "tidy"), "paused")
 }
 
 func TestRetentionCommands(t *testing.T) {
@@ -346,9 +342,7 @@ func TestWebhookCommands(t *testing.T) {
 	for _, want := range []string{"endpoint shop is disabled\n", "endpoint shop is disabled already\n"} {
 		assert.Equal(t, want, p.must("webhooks", "disable", "shop"))
 	}
-	if got := p.must("webhooks", "replay", "msg_1"); !strings.Contains(got, "replay 1 of") {
-		t.Errorf("replay: %s", got)
-	}
+	assert.Contains(t, p.must("webhooks", "replay", "msg_1"), "replay 1 of")
 	for command, code := range map[string]int{
 		"replay msg_1": 1, "show none": 1, "ls --status lost": 2, "enable none": 1, "replay": 2,
 	} {

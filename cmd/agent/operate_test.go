@@ -307,9 +307,7 @@ func TestOperateOnceLeavesApprovalsOpen(t *testing.T) {
 		answer.Ended != operate.WaitingApproval {
 		t.Errorf("exit %d, %v, %+v", got.code, err, answer)
 	}
-	if got := d.runWith(t.Context(), strings.NewReader("Wipe.\ny\n/quit\n"), "operate"); got.code != exitFailed {
-		t.Errorf("exit %d", got.code)
-	}
+	assert.Equal(t, exitFailed, d.runWith(t.Context(), strings.NewReader("Wipe.\ny\n/quit\n"), "operate").code)
 	pgtest.Equal(t, d.pool, 3, `select count(*) from agent_approvals where status = 'pending'`)
 }
 
@@ -362,9 +360,7 @@ func TestInterruptEndsSilentPipe(t *testing.T) {
 	interrupt()
 	select {
 	case got := <-ended:
-		if got.code != exitInterrupted {
-			t.Errorf("exit %d: %s", got.code, got.err)
-		}
+		assert.Equal(t, exitInterrupted, got.code, got.err)
 	case <-time.After(pgWait):
 		t.Error("it waits for the pipe")
 		keep.Close() // so that it ends

@@ -452,9 +452,7 @@ func TestShutdownDrains(t *testing.T) {
 		!strings.Contains(got.body, `"worker":{"ok":true`) {
 		t.Errorf("/readyz says %d %s, want that it drains and works", got.status, got.body)
 	}
-	if got := send(t.Context(), "GET", base+"/healthz", "", ""); got.status != 200 {
-		t.Errorf("/healthz answers %d, want that it is alive", got.status)
-	}
+	assert.Equal(t, 200, send(t.Context(), "GET", base+"/healthz", "", "").status)
 	got := send(t.Context(), "POST", base+"/v1/executions", admin, `{"flow": "errand"}`)
 	if got.status < 200 || got.status >= 500 || !got.closes {
 		t.Errorf("a request while it drains: %d %v, closes %t, want an answer and that the connection is closed",
@@ -511,9 +509,7 @@ func TestShutdownWaitsForResponses(t *testing.T) {
 			t.Errorf("streamed %s: %d %v %s", streamed, a.status, a.err, a.body)
 		}
 	}
-	if code := <-s.ended; code != 0 {
-		t.Errorf("exit code %d, want 0: %s", code, s.err.String())
-	}
+	assert.Equal(t, 0, <-s.ended, s.err.String())
 }
 
 // systemd is notified of readiness, liveness and stop.
@@ -545,9 +541,7 @@ func TestSystemdNotify(t *testing.T) {
 	hear("WATCHDOG=1")
 	s.stop()
 	hear("STOPPING=1")
-	if code := <-s.ended; code != 0 {
-		t.Errorf("exit code %d, want 0: %s", code, s.err.String())
-	}
+	assert.Equal(t, 0, <-s.ended, s.err.String())
 }
 
 func TestHealthcheck(t *testing.T) {

@@ -67,9 +67,7 @@ func TestDatabaseErrorAdvice(t *testing.T) {
 		t.Errorf("got %+v", got.Error)
 	}
 	text := newProgramWithoutDatabase(t, "DATABASE_URL="+gone).run("executions", "ls").err
-	if want := "agent: " + got.Error.Message + ": " + got.Error.Hint + "\n"; text != want {
-		t.Errorf("in text %q, want %q", text, want)
-	}
+	assert.Equal(t, "agent: "+got.Error.Message+": "+got.Error.Hint+"\n", text)
 }
 
 // A server without a free connection is advised about once.

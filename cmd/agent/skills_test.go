@@ -315,9 +315,7 @@ func TestAgentCommands(t *testing.T) {
 		{[]string{"agents", "diff", "sales", "one"}, 2, `invalid version "one"`},
 	} {
 		got := p.run(c.args...)
-		if got.code != c.code {
-			t.Errorf("%v: %d %s", c.args, got.code, got.err)
-		}
+		assert.Equal(t, c.code, got.code, c.args, got.err)
 		assert.Contains(t, got.err, c.want)
 	}
 	p.must("apply", "--prune", writeFolder(t, map[string]string{"a.yaml": sales}))

@@ -171,9 +171,7 @@ func TestOpenAPIOfWebhooks(t *testing.T) {
 		{"/v1/webhooks/deliveries/{id}/replay", "post", "202"}: "webhook_Replayed",
 	} {
 		got := document.Paths[answer[0]][answer[1]].Responses[answer[2]].Content["application/json"].Schema.Ref
-		if got != "#/components/schemas/"+want {
-			t.Errorf("%v is described by %q", answer, got)
-		}
+		assert.Equal(t, "#/components/schemas/"+want, got, answer)
 	}
 }
 
@@ -225,9 +223,7 @@ func TestDocumentCommands(t *testing.T) {
 		{[]string{"documents", "add", out, "--thread", "nobody"}, 1, "see agent threads ls"},
 	} {
 		got := p.run(c.args...)
-		if got.code != c.code {
-			t.Errorf("%v: %d %s", c.args, got.code, got.err)
-		}
+		assert.Equal(t, c.code, got.code, c.args, got.err)
 		assert.Contains(t, got.err, c.want)
 	}
 	assert.Contains(t, p.must("documents", "rm", d.ID), "orders.csv is deleted")

@@ -263,9 +263,7 @@ func TestOutputFormByEnvironment(t *testing.T) {
 		"{") {
 		t.Errorf("--json=false prints %q", got)
 	}
-	if got := newProgramWithoutDatabase(t, "AGENT_OUTPUT=yaml").run("version"); got.code != 2 {
-		t.Errorf("AGENT_OUTPUT=yaml: exit %d, want 2", got.code)
-	}
+	assert.Equal(t, 2, newProgramWithoutDatabase(t, "AGENT_OUTPUT=yaml").run("version").code)
 }
 
 func TestAgentURLVariableIsKnown(t *testing.T) {
@@ -407,9 +405,7 @@ func TestConditionalChanges(t *testing.T) {
 			}
 		}
 		p.mustJSON(&after, change[0], "show", change[2])
-		if after != before {
-			t.Errorf("%s was refused, and %+v is %+v", name, before, after)
-		}
+		assert.Equal(t, before, after, name)
 		assert.Contains(t, p.must(change[0], "show", change[2]), "revision", fmt.Sprint(read))
 		p.must(append(change, "--if-revision", fmt.Sprint(read))...)
 		if p.mustJSON(&after, change[0], "show", change[2]); after == before {

@@ -74,9 +74,7 @@ func TestABodyIsReadWithinItsLimit(t *testing.T) {
 		if _, large := errors.AsType[*admission.TooLarge](err); large != c.large || err != nil && !large {
 			t.Errorf("%s: %v", name, err)
 		}
-		if budget.Used() != 0 {
-			t.Errorf("%s: %d bytes are not given back", name, budget.Used())
-		}
+		assert.Equal(t, 0, budget.Used(), name)
 	}
 }
 

@@ -3,17 +3,34 @@
 package assert
 
 import (
+	"errors"
+	"fmt"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 )
 
-// Equal expects a value.
-func Equal[T comparable](tb testing.TB, want, got T) {
+// Equal expects a value. What it is about, such as the case of a table, opens the report.
+func Equal[T comparable](tb testing.TB, want, got T, about ...any) {
 	tb.Helper()
 	if want != got {
-		tb.Errorf("got %v, want %v", got, want)
+		tb.Errorf("%sgot %v, want %v", prefix(about), got, want)
+	}
+}
+
+func prefix(about []any) string {
+	if len(about) == 0 {
+		return ""
+	}
+	return strings.TrimSuffix(fmt.Sprintln(about...), "\n") + ": "
+}
+
+// ErrorIs expects an error that wraps another.
+func ErrorIs(tb testing.TB, err, want error) {
+	tb.Helper()
+	if !errors.Is(err, want) {
+		tb.Errorf("got error %v, want %v", err, want)
 	}
 }
 

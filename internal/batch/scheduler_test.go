@@ -2,7 +2,6 @@ package batch
 
 import (
 	"context"
-	"errors"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -199,9 +198,7 @@ func TestABatcherHasAtMostThreeFlights(t *testing.T) {
 					ctx, leave := context.WithTimeout(t.Context(), time.Second)
 					defer leave()
 					_, err := away.Do(ctx, 0, func() (int, error) { <-ctx.Done(); return 0, ctx.Err() })
-					if !errors.Is(err, context.DeadlineExceeded) {
-						t.Error(err)
-					}
+					assert.ErrorIs(t, err, context.DeadlineExceeded)
 				})
 			}
 			time.Sleep(100 * time.Millisecond)

@@ -58,9 +58,7 @@ func TestAxeFindsWhatIsInaccessible(t *testing.T) {
 		t.Errorf("an accessible page has faults: %s", list)
 	}
 	p.Go(base + "/bad")
-	if list := strings.Join(p.Inaccessible(), "\n"); !strings.Contains(list, "label") {
-		t.Errorf("an input without a label was not found: %q", list)
-	}
+	assert.Contains(t, strings.Join(p.Inaccessible(), "\n"), "label")
 }
 
 func TestPagesDoNotShareCookies(t *testing.T) {

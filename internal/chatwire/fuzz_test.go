@@ -9,6 +9,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
@@ -35,15 +36,11 @@ func FuzzStream(f *testing.F) {
 		s.Done()
 		require.NoError(t, s.Err())
 		said, called, ends := read(t, w.Body.String())
-		if ends != 1 {
-			t.Errorf("%q ends %d times", w.Body, ends)
-		}
+		assert.Equal(t, 1, ends, w.Body)
 		if utf8.ValidString(text) && said != text || utf8.ValidString(arguments) && called != arguments {
 			t.Errorf("%q and %q came out as %q and %q", text, arguments, said, called)
 		}
-		if strings.Join(chatwire.Pieces(text), "") != text {
-			t.Errorf("the pieces of %q are %q", text, chatwire.Pieces(text))
-		}
+		assert.Equal(t, text, strings.Join(chatwire.Pieces(text), ""), chatwire.Pieces(text))
 		for _, piece := range chatwire.Pieces(text) {
 			if utf8.ValidString(text) && (!utf8.ValidString(piece) || piece == "") {
 				t.Errorf("%q has the piece %q", text, piece)

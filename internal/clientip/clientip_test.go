@@ -92,9 +92,7 @@ func TestAHostCountsOnceWhateverAddressOfItsNetworkItTakes(t *testing.T) {
 	for addr, want := range map[string]string{
 		"198.51.100.1": "198.51.100.1", "2001:db8:1:2:3::4": "2001:db8:1:2::/64", "2001:db8:1:2:ffff::": "2001:db8:1:2::/64",
 	} {
-		if got := clientip.Group(netip.MustParseAddr(addr)); got != want {
-			t.Errorf("%s: got %s, want %s", addr, got, want)
-		}
+		assert.Equal(t, want, clientip.Group(netip.MustParseAddr(addr)), addr)
 	}
 	assert.Equal(t, "unknown", clientip.Group(netip.Addr{}))
 }

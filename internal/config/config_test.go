@@ -91,9 +91,7 @@ func TestValues(t *testing.T) {
 
 func TestPricesFromAFile(t *testing.T) {
 	c := load(t, map[string]string{"AGENT_PRICES": write(t, `{"m":{"input":3}}`)})
-	if c.Prices["m"].Input != 3 {
-		t.Errorf("got %v", c.Prices)
-	}
+	assert.Equal(t, 3, c.Prices["m"].Input, c.Prices)
 }
 
 // Each invalid value, with a part of its error line.
@@ -189,9 +187,7 @@ func TestAllInvalidValuesAreReported(t *testing.T) {
 	}
 	_, err := config.Load(environ)
 	lines := problems(t, err)
-	if len(lines) != len(badValues) {
-		t.Errorf("%d lines for %d bad values:\n%v", len(lines), len(badValues), err)
-	}
+	assert.Equal(t, len(badValues), len(lines), err)
 	_, again := config.Load(environ)
 	if err.Error() != again.Error() {
 		t.Error("the lines come in another order each time")
@@ -388,9 +384,7 @@ func TestDotEnvNeverOverridesTheEnvironment(t *testing.T) {
 	got := file.Environ
 	want := map[string]string{"AGENT_NAME": "real", "AGENT_MODEL": "a model", "OPENAI_API_KEY_FILE": "/run/secret"}
 	assert.NoDiff(t, want, got)
-	if len(environ) != 2 {
-		t.Errorf("the environment given was changed: %v", environ)
-	}
+	assert.Equal(t, 2, len(environ), environ)
 }
 
 func TestDotEnvMissingAndBroken(t *testing.T) {
@@ -465,9 +459,7 @@ func TestDotEnvRestrictions(t *testing.T) {
 				t.Errorf("set %v, ignored %v, error %v", file.Set, file.Ignored, err)
 			}
 			for _, reference := range []string{"LD_PRELOAD", "MY_SECRET"} {
-				if file.Environ[reference] != "" {
-					t.Errorf("%s is in the environment", reference)
-				}
+				assert.Equal(t, "", file.Environ[reference], reference)
 			}
 		})
 	}
@@ -524,9 +516,7 @@ func TestSettingsPageIsComplete(t *testing.T) {
 		if value != "" {
 			value = "`" + value + "`"
 		}
-		if row := fmt.Sprintf("| `%s` | %s | %s |\n", s.Name, value, s.Help); !strings.Contains(string(text), row) {
-			t.Errorf("docs/settings.md has not the row\n%s", row)
-		}
+		assert.Contains(t, string(text), fmt.Sprintf("| `%s` | %s | %s |\n", s.Name, value, s.Help))
 	}
 }
 

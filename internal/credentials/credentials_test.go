@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -60,9 +61,7 @@ func TestWrongTriesHaveToWaitLonger(t *testing.T) {
 		s.clock = s.clock.Add(waits(err))
 	}
 	want := "[0s 0s 0s 0s 1s 2s 4s 8s 16s 30s 30s 30s 30s 30s 30s]"
-	if fmt.Sprint(got) != want {
-		t.Errorf("waits are %v, want %s", got, want)
-	}
+	assert.Equal(t, want, fmt.Sprint(got), got)
 	if _, ok, err := s.Check(r, Admin, weak, key); !ok || err != nil {
 		t.Errorf("the right one after the wait: %v, %v", ok, err)
 	}
@@ -98,9 +97,7 @@ func TestARightSecretPasses(t *testing.T) {
 			name2 != strings.Fields(strings.ReplaceAll(name, ",", " "))[0] {
 			t.Errorf("%s: %s, %v, %v", name, name2, ok, err)
 		}
-		if knows := s.Knows(c.at, c.kind, c.secret, keys...); knows != c.passes {
-			t.Errorf("%s: knows is %v", name, knows)
-		}
+		assert.Equal(t, c.passes, s.Knows(c.at, c.kind, c.secret, keys...), name)
 	}
 }
 

@@ -1,6 +1,7 @@
 package heap
 
 import (
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"runtime"
 	"runtime/debug"
 	"testing"
@@ -60,9 +61,7 @@ func TestASmallHeapGrowsByTheMinimumAndALargeOneByAPercentage(t *testing.T) {
 			break
 		}
 	}
-	if got := set(); got != growth {
-		t.Errorf("a heap of %d MB may grow by %d per cent", len(kept)>>20, got)
-	}
+	assert.Equal(t, growth, set(), len(kept)>>20)
 	kept = nil
 	for range 100 {
 		runtime.GC()

@@ -2,6 +2,8 @@ package human
 
 import (
 	"encoding/json"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"math"
 	"os"
 	"testing"
@@ -12,13 +14,9 @@ import (
 func TestValuesReadAsInTheExamples(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("testdata/examples.json")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var examples map[string][][2]any
-	if err := json.Unmarshal(text, &examples); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(text, &examples))
 	ms := func(f func(time.Duration) string) func(float64) string {
 		return func(x float64) string { return f(time.Duration(x) * time.Millisecond) }
 	}
@@ -48,8 +46,6 @@ func TestValuesAtTheEdges(t *testing.T) {
 		Duration(time.Microsecond): "<1 ms", Duration(math.MinInt64): "0 ms", Money(math.NaN()): "–",
 		Millis(math.MaxInt64): "106,751 d 23 h", Seconds(61.5): "1 min 1 s", Seconds(math.NaN()): "0 ms",
 	} {
-		if got != want {
-			t.Errorf("got %q, want %q", got, want)
-		}
+		assert.Equal(t, want, got)
 	}
 }

@@ -3,6 +3,7 @@ package local_test
 import (
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/local"
 )
 
@@ -23,8 +24,6 @@ func TestPath(t *testing.T) {
 		"javascript:alert(1)":       "/",
 		"/a?next=https://b.example": "/a?next=https://b.example",
 	} {
-		if got := local.Path(given); got != want {
-			t.Errorf("Path(%q) = %q, want %q", given, got, want)
-		}
+		assert.Equal(t, want, local.Path(given), given)
 	}
 }

@@ -12,6 +12,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -78,9 +79,7 @@ func TestExhaustedScriptFailsTheTest(t *testing.T) {
 		t.Errorf("answer = %d %s", status, body)
 	}
 	w.end()
-	if len(w.errors) != 1 {
-		t.Errorf("the test was failed %d times: %q", len(w.errors), w.errors)
-	}
+	assert.Equal(t, 1, len(w.errors), w.errors)
 }
 
 func TestUndecodableRequestFailsTheTest(t *testing.T) {
@@ -90,9 +89,7 @@ func TestUndecodableRequestFailsTheTest(t *testing.T) {
 		t.Errorf("status = %d", status)
 	}
 	w.end()
-	if len(w.errors) != 1 {
-		t.Errorf("the test was failed %d times: %q", len(w.errors), w.errors)
-	}
+	assert.Equal(t, 1, len(w.errors), w.errors)
 }
 
 func TestFunctionDecides(t *testing.T) {
@@ -126,9 +123,7 @@ func TestHangingReplyEndsWithTheTest(t *testing.T) {
 	}
 	w.end()
 	<-result
-	if len(w.errors) != 0 {
-		t.Errorf("the test was failed: %q", w.errors)
-	}
+	assert.Equal(t, 0, len(w.errors), w.errors)
 }
 
 func TestModelsAreListed(t *testing.T) {

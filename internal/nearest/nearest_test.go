@@ -5,6 +5,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 )
 
@@ -25,9 +26,7 @@ func TestTo(t *testing.T) {
 		"too long to be meant": {strings.Repeat("recall", 20), ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := nearest.To(test.word, known); got != test.want {
-				t.Errorf("To(%q) is %q, want %q", test.word, got, test.want)
-			}
+			assert.Equal(t, test.want, nearest.To(test.word, known), test.word)
 		})
 	}
 }

@@ -144,9 +144,7 @@ func TestAStoppedDispatcherFinishesItsAttempts(t *testing.T) {
 		synctest.Wait()
 		stop()
 	})
-	if len(s.ended) != 1 {
-		t.Error("the attempt under way was not finished")
-	}
+	assert.Equal(t, 1, len(s.ended))
 }
 
 func TestAClaimIsTriedAgainAfterAnError(t *testing.T) {

@@ -66,9 +66,7 @@ func TestEventually(t *testing.T) {
 	t.Parallel()
 	calls := 0
 	Eventually(t, time.Minute, func() bool { calls++; return calls == 3 }, "third call")
-	if calls != 3 {
-		t.Errorf("the condition was asked %d times after it was true", calls-3)
-	}
+	assert.Equal(t, 3, calls, calls-3)
 	f := failing{TB: t, failed: make(chan string)}
 	eventually := Eventually // vet cannot know that this Fatalf may be called here
 	go eventually(f, time.Millisecond, func() bool { return false }, "never")

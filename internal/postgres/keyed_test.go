@@ -2,7 +2,6 @@ package postgres_test
 
 import (
 	"context"
-	"errors"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -72,9 +71,7 @@ func TestKeysAreApart(t *testing.T) {
 		gone, leave := context.WithCancel(t.Context())
 		leave()
 		err := k.Do(gone, db, "one", func(pgx.Tx) error { return nil })
-		if !errors.Is(err, context.Canceled) {
-			t.Errorf("the same key, and left: %v", err)
-		}
+		assert.ErrorIs(t, err, context.Canceled)
 		return nil
 	})
 	require.NoError(t, err)

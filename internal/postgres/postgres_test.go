@@ -113,9 +113,7 @@ func TestOpenChoosesWhatThePathToTheServerCarries(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 			continue
 		}
-		if got := pool.Config().ConnConfig.DefaultQueryExecMode; got != test.want {
-			t.Errorf("%s: mode %s, want %s", name, got, test.want)
-		}
+		assert.Equal(t, test.want, pool.Config().ConnConfig.DefaultQueryExecMode, name)
 		var sum int
 		if err := pool.QueryRow(t.Context(), "select @a::int + 1", postgres.Strict{"a": 41}).Scan(&sum); err != nil ||
 			sum != 42 {
@@ -171,9 +169,7 @@ func TestInTxCommitsOrRollsBack(t *testing.T) {
 	}
 	refused := errors.New("refused")
 	require.NoError(t, insert(db, 1, nil))
-	if err := insert(db, 2, refused); !errors.Is(err, refused) {
-		t.Errorf("the error of fn came back as %v", err)
-	}
+	assert.ErrorIs(t, insert(db, 2, refused), refused)
 	err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
 		if err := insert(tx, 1, nil); !postgres.IsCode(err, "23505") || postgres.Constraint(err) != "numbers_pkey" {
 			t.Errorf("a double key is %v", err)
@@ -233,9 +229,7 @@ func TestUnchanged(t *testing.T) {
 		"57P01": false, "57P02": false, "57P03": false, "08006": false,
 	} {
 		err := fmt.Errorf("insert: %w", &pgconn.PgError{Code: code})
-		if got := postgres.Unchanged(err); got != want {
-			t.Errorf("after %q certainly nothing has changed: %t, want %t", code, got, want)
-		}
+		assert.Equal(t, want, postgres.Unchanged(err), code)
 	}
 	if postgres.Unchanged(io.ErrUnexpectedEOF) {
 		t.Error("after a connection that broke certainly nothing has changed, want that nobody knows")

@@ -3,6 +3,7 @@ package postgres_test
 import (
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -16,8 +17,6 @@ func TestTextIsWhatAColumnCanHold(t *testing.T) {
 		"one by a NUL": {"\xe2\x82\x00\xac", "\ufffd\ufffd"},
 	}
 	for name, test := range tests {
-		if got := postgres.Text(test.text); got != test.want {
-			t.Errorf("%s: %q, want %q", name, got, test.want)
-		}
+		assert.Equal(t, test.want, postgres.Text(test.text), name)
 	}
 }

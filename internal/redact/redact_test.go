@@ -167,9 +167,7 @@ func TestNumbersAreKeptToTheDigit(t *testing.T) {
 
 func TestNULIsRemovedEverywhere(t *testing.T) {
 	got := string(redact.JSON(map[string]any{"a\x00b": "c\x00d", "e": "\xff"}, 0))
-	if want := `{"ab":"cd","e":"` + "\uFFFD" + `"}`; got != want {
-		t.Errorf("got %q, want %q", got, want)
-	}
+	assert.Equal(t, `{"ab":"cd","e":"`+"\uFFFD"+`"}`, got)
 }
 
 type panics struct{}

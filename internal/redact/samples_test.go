@@ -174,9 +174,7 @@ func TestOnlyTheSecretOfACommandIsRemoved(t *testing.T) {
 		"password: |\n  x\n  y\nname: z":                 "password: |\n  [redacted]\nname: z",
 		"bot 1234567890:" + "AAE" + letters[:32] + " up": "bot 1234567890:[redacted] up",
 	} {
-		if got := redact.Text(in, 0); got != want {
-			t.Errorf("Text(%q) = %q, want %q", in, got, want)
-		}
+		assert.Equal(t, want, redact.Text(in, 0), in)
 	}
 }
 
@@ -278,9 +276,7 @@ func TestPicturesInBase64AreKept(t *testing.T) {
 	for _, chance := range []string{"AKIA", "EAAC", "4b1d", "cmVmd", "AKCp", "EZAK", "dapi", "GR1348941"} {
 		text := strings.Repeat("Zm9vYmFy", 10) + "/" + chance + strings.Repeat("abcdef0123456789", 20) + "/" +
 			strings.Repeat("Zm9v", 9)
-		if got := redact.Text(text, 1<<20); got != text {
-			t.Errorf("%s: %s", chance, got)
-		}
+		assert.Equal(t, text, redact.Text(text, 1<<20), chance)
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -111,9 +112,7 @@ func TestTheCheckSeesWhatIsWrong(t *testing.T) {
 		"wrong.go:19": ``,
 		"wrong.go:20": `column "size" does not exist`,
 	}
-	if len(found) != len(want) {
-		t.Errorf("found %d statements, want %d: %+v", len(found), len(want), found)
-	}
+	assert.Equal(t, len(want), len(found), found)
 	for _, s := range found {
 		says := "put together"
 		if s.err == nil {

@@ -32,9 +32,7 @@ func TestAnEventIsWrittenSo(t *testing.T) {
 			Retry: 1500 * time.Millisecond,
 		},
 	} {
-		if got := string(e.Append(nil)); got != want {
-			t.Errorf("%+v is written as %q, want %q", e, got, want)
-		}
+		assert.Equal(t, want, string(e.Append(nil)), e)
 	}
 	assert.Equal(t, ": a\n: b\n\nretry: 1000\n\n", string(sse.Again(sse.Comment(nil, "a\nb"), time.Second)))
 }

@@ -93,8 +93,6 @@ func compare(t *testing.T, spans []otlptest.Span, golden map[string]map[string]a
 		if text, ok := one.Attributes["gen_ai.tool.call.arguments"].(string); ok {
 			one.Attributes["gen_ai.tool.call.arguments"] = strings.ReplaceAll(text, " ", "")
 		}
-		if diff := cmp.Diff(golden[one.Name], one.Attributes); diff != "" {
-			t.Errorf("%s (-want +got):\n%s", one.Name, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(golden[one.Name], one.Attributes), one.Name)
 	}
 }

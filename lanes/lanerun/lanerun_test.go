@@ -17,6 +17,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -97,9 +98,7 @@ func TestABusyLaneSkipsTheCommand(t *testing.T) {
 		t.Errorf("busy: %+v, want exit code 75 and no run", got)
 	}
 	for _, want := range []string{"level=WARN", `msg="already running, skipped"`, "lane=job", l.Owner().String()} {
-		if !strings.Contains(got.log, want) {
-			t.Errorf("stderr lacks %s: %s", want, got.log)
-		}
+		assert.Contains(t, got.log, want)
 	}
 	if cause := context.Cause(l.Context()); cause != nil {
 		t.Errorf("the skipped run ended the holder: %v", cause)

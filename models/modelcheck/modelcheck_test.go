@@ -2,7 +2,6 @@ package modelcheck_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -11,6 +10,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -38,9 +38,7 @@ func check(t *testing.T, c *models.Client, target modelcheck.Target) map[string]
 	found := map[string]modelcheck.Result{}
 	begun := ""
 	err := modelcheck.Run(t.Context(), c, target, func(name string) { begun = name }, func(r modelcheck.Result) {
-		if r.Check != begun {
-			t.Errorf("%s ended after %s had begun", r.Check, begun)
-		}
+		assert.Equal(t, begun, r.Check)
 		found[r.Check] = r
 	})
 	require.NoError(t, err)
@@ -81,15 +79,9 @@ func TestEveryProviderPassesItsChecks(t *testing.T) {
 					t.Errorf("%s: %s", r.Check, r.Detail)
 				}
 			}
-			if got := found[modelcheck.Dialect].Detail; got != test.dialect {
-				t.Errorf("dialect %q, want %q", got, test.dialect)
-			}
-			if passed := found[modelcheck.Image].Status == modelcheck.Pass; passed != test.images {
-				t.Errorf("image: %+v", found[modelcheck.Image])
-			}
-			if n := len(server.Requests()); n != said {
-				t.Errorf("%d calls were made, %d were said", n, said)
-			}
+			assert.Equal(t, test.dialect, found[modelcheck.Dialect].Detail)
+			assert.Equal(t, test.images, found[modelcheck.Image].Status == modelcheck.Pass, found[modelcheck.Image])
+			assert.Equal(t, said, len(server.Requests()))
 		})
 	}
 }
@@ -205,9 +197,7 @@ func TestChecksEndWithTheirContext(t *testing.T) {
 	err := modelcheck.Run(ctx, c, modelcheck.Target{}, func(string) { cancel() }, func(r modelcheck.Result) {
 		t.Errorf("%+v was reported", r)
 	})
-	if !errors.Is(err, context.Canceled) {
-		t.Errorf("err = %v", err)
-	}
+	assert.ErrorIs(t, err, context.Canceled)
 }
 
 func TestASilentModelIsSaidToBeSlow(t *testing.T) {

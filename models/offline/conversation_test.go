@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 const (
@@ -146,13 +147,9 @@ func TestConversations(t *testing.T) {
 	} {
 		t.Run(prompt, func(t *testing.T) {
 			calls, text := talk(t, prompt, append(caretaker(), own()...))
-			if diff := cmp.Diff(test.calls, calls); diff != "" {
-				t.Errorf("calls (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, test.calls, calls)
 			for _, want := range test.says {
-				if !strings.Contains(text, want) {
-					t.Errorf("it says %q, want %q in it", text, want)
-				}
+				assert.Contains(t, text, want)
 			}
 		})
 	}
@@ -279,9 +276,7 @@ func TestFollowUps(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			calls, _ := talkOn(t, test.before, test.prompt, caretaker())
-			if diff := cmp.Diff(test.want, calls); diff != "" {
-				t.Errorf("calls (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, test.want, calls)
 		})
 	}
 }
@@ -362,9 +357,7 @@ func TestConversationsAreSummarised(t *testing.T) {
 	t.Parallel()
 	_, text := talk(t,
 		`{"summary_so_far":"user: it began","messages":[{"role":"user","text":"how big\nis it?"},{"role":"assistant","text":"7 MB"}]}`, nil)
-	if want := "user: it began\nuser: how big is it?\nassistant: 7 MB"; text != want {
-		t.Errorf("summary = %q, want %q", text, want)
-	}
+	assert.Equal(t, "user: it began\nuser: how big is it?\nassistant: 7 MB", text)
 	long := `{"summary_so_far":"","messages":[` + strings.Repeat(`{"role":"user","text":"`+strings.Repeat("x", 300)+`"},`,
 		60) + `{"role":"user","text":"the end"}]}`
 	if _, text := talk(t, long, nil); len(text) > 6000 || !strings.HasSuffix(text, "user: the end") {

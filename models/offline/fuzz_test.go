@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/models/offline"
 )
 
@@ -41,9 +42,7 @@ func FuzzRequest(f *testing.F) {
 			}
 			answers[i] = w.Body.String()
 		}
-		if answers[0] != answers[1] {
-			t.Errorf("the same request was answered\n%s\nand\n%s", answers[0], answers[1])
-		}
+		assert.Equal(t, answers[1], answers[0])
 	})
 }
 

@@ -10,9 +10,9 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/santhosh-tekuri/jsonschema/v6"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/models/offline"
@@ -222,9 +222,7 @@ func TestReflectionRemembersTroubleFirst(t *testing.T) {
 		!strings.Contains(calls[0], "3 failures in a row") {
 		t.Errorf("calls:\n%s", strings.Join(calls, "\n"))
 	}
-	if !strings.Contains(text, "3 failures in a row") {
-		t.Errorf("text = %s", text)
-	}
+	assert.Contains(t, text, "3 failures in a row")
 }
 
 func TestToolsThatChangeSomethingWaitForAnOrder(t *testing.T) {
@@ -238,9 +236,7 @@ func TestToolsThatChangeSomethingWaitForAnOrder(t *testing.T) {
 		"No ejecutes vacuum_table":                   false,
 	} {
 		calls, _ := talk(t, prompt, caretaker())
-		if got := slices.Contains(calls, `vacuum_table {"table":"orders"}`); got != want {
-			t.Errorf("%q: called = %v, want %v; calls: %q", prompt, got, want, calls)
-		}
+		assert.Equal(t, want, slices.Contains(calls, `vacuum_table {"table":"orders"}`), prompt, calls)
 	}
 }
 
@@ -250,9 +246,8 @@ func TestNamesAreTakenFromResultsAndNotInvented(t *testing.T) {
 	if !slices.Contains(calls, `table_details {"table":"orders"}`) {
 		t.Errorf("calls: %q", calls)
 	}
-	if slices.IndexFunc(calls, func(c string) bool { return strings.HasPrefix(c, "table_sizes") }) != 0 {
-		t.Errorf("the tool that needs no name was not first: %q", calls)
-	}
+	assert.Equal(t, 0,
+		slices.IndexFunc(calls, func(c string) bool { return strings.HasPrefix(c, "table_sizes") }), calls)
 }
 
 func TestArgumentsFitTheirSchema(t *testing.T) {
@@ -293,9 +288,7 @@ func TestArgumentsFitTheirSchema(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			prompt := "Growth over the last 30 days since 2026-03-04"
 			calls, _ := talk(t, prompt, []skill{{"growth", "Growth of tables", test.schema, answers("1")}})
-			if diff := cmp.Diff([]string{"growth " + test.want}, calls); diff != "" {
-				t.Errorf("calls (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, []string{"growth " + test.want}, calls)
 		})
 	}
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"io"
 	"strings"
 	"testing"
@@ -15,12 +16,8 @@ func TestASkipNeedsAReasonOfTheList(t *testing.T) {
 {"Action":"skip","Package":"without-tests"}`
 		var out strings.Builder
 		err := check(strings.NewReader(events), &out)
-		if got := err == nil; got != want {
-			t.Errorf("skipped because of %q: %v", reason, err)
-		}
-		if !strings.Contains(out.String(), "p T: a_test.go:7: "+reason) {
-			t.Errorf("printed %q", out.String())
-		}
+		assert.Equal(t, want, err == nil, reason, err)
+		assert.Contains(t, out.String(), "p T: a_test.go:7: "+reason)
 	}
 }
 

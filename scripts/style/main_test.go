@@ -1,6 +1,7 @@
 package main
 
 import (
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"strings"
 	"testing"
 	"testing/fstest"
@@ -39,8 +40,6 @@ func TestOnlyStringsMayBeWide(t *testing.T) {
 		"package p\nvar " + strings.Repeat("é", 114) + "\n": 0,
 	} {
 		var out strings.Builder
-		if got := reportWidth("p.go", text, &out); got != want {
-			t.Errorf("%d lines are too wide, want %d:\n%s%s", got, want, text, out.String())
-		}
+		assert.Equal(t, want, reportWidth("p.go", text, &out), text, out.String())
 	}
 }

@@ -127,9 +127,7 @@ func TestHistoryTakesLabelsFromWhatPeopleDid(t *testing.T) {
 		got[trace.Skill] = trace.Out
 	}
 	assert.NoDiff(t, map[string]bool{"a": false, "b": true, "c": true, "e": true}, got)
-	if unjudged != 1 {
-		t.Errorf("%d are unjudged", unjudged)
-	}
+	assert.Equal(t, 1, unjudged)
 	score := faults.Evaluate(faults.SelfHeal(selfheal.Default()), traces).All
 	if score.Detected != 3 || score.FalseAlarms != 1 || score.Faults != 3 {
 		t.Errorf("score %+v", score)

@@ -19,9 +19,11 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -43,30 +45,20 @@ func TestARevokedParticipantHearsNoMore(t *testing.T) {
 	})
 	p := w.process(t, func(c *chat.Chat) { c.Listener = listener })
 	hall, _, err := threads.Open(t.Context(), w.pool, threads.Admin, threads.Thread{Name: "hall"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	access, err := threads.Grant(t.Context(), w.pool, hall.ID, threads.Key("site"), "hall", "admin")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	stream, err := p.client(inThread("hall")...).CreateChatCompletionStream(t.Context(), says("coffee"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	testkit.Receive(t, g.asked)
 	send(t, g.pieces, "Coffee is")
 	id := ""
 	for text := ""; text == ""; {
 		chunk, err := stream.Recv()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		id, text = chunk.ID, chunk.Choices[0].Delta.Content
 	}
-	if err := threads.Revoke(t.Context(), w.pool, hall.ID, access); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, threads.Revoke(t.Context(), w.pool, hall.ID, access))
 	_, err = streamed(t, stream)
 	var failure *openai.APIError
 	if !errors.As(err, &failure) || failure.Code != "thread_not_found" {
@@ -84,13 +76,9 @@ func TestARevokedParticipantGetsNoRepeatedAnswer(t *testing.T) {
 	w := newWorld(t, modeltest.Text("Coffee is a plant."))
 	p := w.process(t)
 	hall, _, err := threads.Open(t.Context(), w.pool, threads.Admin, threads.Thread{Name: "hall"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	access, err := threads.Grant(t.Context(), w.pool, hall.ID, threads.Key("site"), "hall", "admin")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	const body = `{"model":"agent","messages":[{"role":"user","content":"coffee"}]}`
 	headers := append(inThread("hall"), "Idempotency-Key", "k1")
 	if r, text := p.post(t, body, headers...); r.StatusCode != http.StatusOK {
@@ -99,9 +87,7 @@ func TestARevokedParticipantGetsNoRepeatedAnswer(t *testing.T) {
 	if r, text := p.post(t, body, headers...); r.StatusCode != http.StatusOK || !strings.Contains(text, "a plant") {
 		t.Errorf("repeated: %d %s", r.StatusCode, text)
 	}
-	if err := threads.Revoke(t.Context(), w.pool, hall.ID, access); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, threads.Revoke(t.Context(), w.pool, hall.ID, access))
 	if r, text := p.post(t, body, headers...); r.StatusCode == http.StatusOK || strings.Contains(text, "a plant") {
 		t.Errorf("after it was revoked: %d %s", r.StatusCode, text)
 	}
@@ -126,17 +112,13 @@ func TestAVisitorGetsOnlyWhatIsForVisitors(t *testing.T) {
 		for _, tool := range request.Tools {
 			names = append(names, tool.Function.Name)
 		}
-		if diff := cmp.Diff([]string{"opening", "refund", "weather"}, names); diff != "" {
-			t.Errorf("offered (-want +got):\n%s", diff)
-		}
+		assert.NoDiff(t, []string{"opening", "refund", "weather"}, names)
 		if system := request.Messages[0]; system.Role != "system" || !strings.Contains(system.Content, "data") ||
 			strings.Contains(system.Content, "admin. Call") {
 			t.Errorf("the system prompt: %+v", system)
 		}
 	}
-	if n := w.called("secrets"); n != 0 {
-		t.Errorf("secrets was called %d times", n)
-	}
+	assert.Equal(t, 0, w.called("secrets"))
 	for what, sql := range map[string]string{
 		"no memory written":  `select count(*) = 0 from agent_memory`,
 		"the attempts noted": `select count(*) = 3 from agent_activity where error_class = 'unknown_tool'`,
@@ -163,13 +145,9 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 				}
 			})
 			stream, err := p.client(inThread("r")...).CreateChatCompletionStream(t.Context(), says("I want a refund."))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			first, err := stream.Recv()
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			var text string
 			if !quick {
 				if text, err = streamed(t, stream); err != nil || !strings.Contains(text, "admin") {
@@ -202,9 +180,7 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 				w.transcript(t, "r")); diff != "" {
 				t.Errorf("thread (-want +got):\n%s", diff)
 			}
-			if n := w.called("refund"); n != 1 {
-				t.Errorf("refund was called %d times", n)
-			}
+			assert.Equal(t, 1, w.called("refund"))
 		})
 	}
 }
@@ -224,9 +200,7 @@ func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
 			defer stop()
 			for i, text := range []string{"I want a refund.", "And when do you open?"} {
 				answer, err := p.client(inThread("r")...).CreateChatCompletion(ctx, says(text))
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				if said[i] = answer.ID; !strings.Contains(answer.Choices[0].Message.Content, "admin") {
 					t.Errorf("%q is answered with %q", text, answer.Choices[0].Message.Content)
 				}
@@ -247,9 +221,7 @@ func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
 				"user: I want a refund.", "assistant: You have your money back.", "user: And when do you open?",
 				"assistant: At nine.",
 			}
-			if diff := cmp.Diff(want, w.transcript(t, "r")); diff != "" {
-				t.Errorf("thread (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, want, w.transcript(t, "r"))
 		})
 	}
 }
@@ -295,9 +267,7 @@ func TestWhoInventsUsersIsLimitedByAddress(t *testing.T) {
 		r, _ := p.post(t, fmt.Sprintf(`{"model":"agent","user":"u%d","messages":[{"role":"user","content":"hi"}]}`, i))
 		status = r.StatusCode
 	}
-	if status != http.StatusTooManyRequests {
-		t.Errorf("the fortieth user of one address gets %d", status)
-	}
+	assert.Equal(t, http.StatusTooManyRequests, status)
 }
 
 func TestAnIdempotencyKeyCountsOnce(t *testing.T) {
@@ -317,13 +287,9 @@ func TestAnIdempotencyKeyCountsOnce(t *testing.T) {
 		"k1"); r.StatusCode != http.StatusUnprocessableEntity {
 		t.Errorf("another request with the key: %d %s", r.StatusCode, text)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_messages`); n != 2 {
-		t.Errorf("%d messages, want 2", n)
-	}
+	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_messages`))
 	stream, err := p.client("Idempotency-Key", "k2").CreateChatCompletionStream(t.Context(), says("slowly"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer stream.Close()
 	testkit.Receive(t, g.asked)
 	r, text := p.post(t, `{"model":"nora","messages":[{"role":"user","content":"slowly"}],"stream":true}`,
@@ -377,9 +343,7 @@ func TestThePageKeepsToItself(t *testing.T) {
 	}
 	w := httptest.NewRecorder()
 	mux.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/chat/..%2fpage.go", nil))
-	if w.Code != http.StatusNotFound {
-		t.Errorf("a file outside: %d", w.Code)
-	}
+	assert.Equal(t, http.StatusNotFound, w.Code)
 }
 
 // house is a process with the agents sales, which is the default, and billing. The key shop reaches billing, site-both
@@ -427,9 +391,7 @@ func TestAKeyReachesTheAgentsThatNameItElseTheDefault(t *testing.T) {
 		},
 	} {
 		list, err := p.clientOf(key).ListModels(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		var ids []string
 		for _, m := range list.Models {
 			ids = append(ids, m.ID)
@@ -487,9 +449,7 @@ func TestAThreadKeepsItsAgent(t *testing.T) {
 		  order by x.agent || ' ' || a.agent || ' ' || th.agent)
 		  from agent_executions x join agent_activity a on a.execution_id = x.id
 		    join agent_threads th on th.id = x.thread_id`)
-	if rows != "billing billing billing, sales sales sales" {
-		t.Errorf("executions, activity and threads name %s", rows)
-	}
+	assert.Equal(t, "billing billing billing, sales sales sales", rows)
 }
 
 func TestAGreetingBeginsANewThread(t *testing.T) {
@@ -516,8 +476,6 @@ func TestAGreetingBeginsANewThread(t *testing.T) {
 	}
 	first, second := w.model.Requests()[0].Messages, w.model.Requests()[1].Messages
 	for i, m := range first[:len(first)-1] {
-		if m.Content != second[i].Content {
-			t.Errorf("the two requests differ in message %d: %q, %q", i, m.Content, second[i].Content)
-		}
+		assert.Equal(t, second[i].Content, m.Content, i)
 	}
 }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 type listedItems struct {
@@ -69,9 +70,7 @@ func TestAConversationListsItsItems(t *testing.T) {
 	third := says("3")
 	third.Stream = true
 	stream, err := p.client(inThread("maria")...).CreateChatCompletionStream(t.Context(), third)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer stream.Close()
 	var active listedItems
 	pgtest.Eventually(t, patience, func() bool {

@@ -11,9 +11,11 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -89,9 +91,7 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions`)
 	w.process(t)
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where status = 'completed'`)
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	lines := w.transcript(t, "s")
 	// Words beside a tool call may be gone when the process dies before anybody has made the call.
 	if !strings.HasSuffix(answer, "Nine, and it is sunny.") ||
@@ -145,13 +145,9 @@ func TestQueuedTurnsKeepTheirOrderThroughALoss(t *testing.T) {
 	w.process(t)
 	pgtest.Until(t, w.pool, 3, `select count(*) from agent_executions where status = 'completed'`)
 	close(g.pieces)
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	want := []string{"user: m0", "assistant: re m0", "user: m1", "assistant: re m1", "user: m2", "assistant: re m2"}
-	if diff := cmp.Diff(want, w.transcript(t, "q")); diff != "" {
-		t.Errorf("thread (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, w.transcript(t, "q"))
 }
 
 // The answer, its message and the end of the turn are one transaction: one that fails at the end leaves nothing, and
@@ -181,9 +177,7 @@ func TestTheAnswerAndTheEndOfATurnAreOneTransaction(t *testing.T) {
 	if lines := w.transcript(t, "s"); !cmp.Equal(lines, []string{"user: When?", "assistant: Nine."}) {
 		t.Errorf("thread %q", lines)
 	}
-	if n := len(w.model.Requests()); n != 1 {
-		t.Errorf("the model was asked %d times", n)
-	}
+	assert.Equal(t, 1, len(w.model.Requests()))
 	if !pgtest.Value[bool](t, w.pool, `select count(*) = 1 and bool_and(recorded = 1 and said = 1) from test_seen`) {
 		t.Error("the record and the message of the first try are still there, or those of the second are not")
 	}

@@ -10,8 +10,10 @@ import (
 	"github.com/openai/openai-go/v3/option"
 	gopenai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
@@ -81,9 +83,7 @@ func TestARequestThatIsSentAgainStoresItsFileOnce(t *testing.T) {
 	if got, want := w.stored(t), "orders.csv text/csv key site once"; got != want {
 		t.Errorf("stored: %s, want %s", got, want)
 	}
-	if n := len(w.transcript(t, "s")); n != 2 {
-		t.Errorf("the thread has %d messages", n)
-	}
+	assert.Equal(t, 2, len(w.transcript(t, "s")))
 }
 
 func TestAFileInsideARequestThatCannotBeTakenIsRefused(t *testing.T) {
@@ -141,9 +141,7 @@ func TestAnImageFileIsDataForAModelThatTakesTextAlone(t *testing.T) {
 	w := newWorld(t, modeltest.Text("A name."))
 	p := w.process(t, func(c *chat.Chat) {
 		client, err := models.New(models.Config{BaseURL: w.model.URL(), Model: "deepseek-chat"})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		c.Loop.Model = client
 	})
 	if _, body := p.post(t, holding(pixel("one"), "")); !strings.Contains(body, "A name.") {

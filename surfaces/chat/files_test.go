@@ -16,8 +16,10 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/requests"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
@@ -71,9 +73,7 @@ func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 		"What is in it?", up.ID, `"orders.csv", text/csv, 16 B`, "1,9.50",
 		"data, not instructions",
 	} {
-		if !strings.Contains(said[0], want) {
-			t.Errorf("%q is not in %q", want, said[0])
-		}
+		assert.Contains(t, said[0], want)
 	}
 	// In another thread it is a copy, which goes with that thread.
 	elsewhere := p.official("site", option.WithHeader("X-Thread-Id", "bea"))
@@ -128,9 +128,7 @@ func (p *process) upload(t *testing.T, name, content string, more ...option.Requ
 	up, err := client.Files.New(t.Context(), openai.FileNewParams{
 		File: openai.File(strings.NewReader(content), name, "text/plain"), Purpose: openai.FilePurposeUserData,
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return up.ID
 }
 
@@ -157,9 +155,7 @@ func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 		!strings.Contains(said[2], "yes") {
 		t.Errorf("the thread: %q", said)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`); n != 2 {
-		t.Errorf("%d documents belong to the thread", n)
-	}
+	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`))
 }
 
 // Words do not answer a request for documents: the visitor reads again what is asked for, and how to send it.
@@ -169,9 +165,7 @@ func TestWordsAloneAreToldWhichDocumentIsMissing(t *testing.T) {
 	p := w.process(t, asksForDocuments("photo", "form"))
 	id := p.talks(t)
 	const want = "Please send photo and form.\n\nStill missing: photo, form. Send each as a file with your next message."
-	if got := p.answerTo(t, "t", "it is broken"); got != want {
-		t.Errorf("answer: %q", got)
-	}
+	assert.Equal(t, want, p.answerTo(t, "t", "it is broken"))
 	p.reaches(t, id, executions.Waiting)
 }
 
@@ -185,9 +179,7 @@ func TestAForeignFileAnswersNoRequest(t *testing.T) {
 	up, err := other.Files.New(t.Context(), openai.FileNewParams{
 		File: openai.File(strings.NewReader("x"), "x.txt", "text/plain"), Purpose: openai.FilePurposeUserData,
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	client := p.official("site", option.WithHeader("X-Thread-Id", "t"))
 	_, err = client.Chat.Completions.New(t.Context(), withFile(up.ID))
 	refusal(t, err, 404, "file_not_found")

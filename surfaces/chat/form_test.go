@@ -13,6 +13,7 @@ import (
 	gopenai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -47,9 +48,7 @@ func TestAnAnswerHasTheFormThatAClientAsksFor(t *testing.T) {
 		},
 		"response": func() string {
 			_, body := p.respond(t, "POST", "", `{"model":"agent","input":"Which city?",`+cityText+`}`)
-			if !strings.Contains(body, `"name":"city"`) {
-				t.Errorf("the response does not repeat its format: %s", body)
-			}
+			assert.Contains(t, body, `"name":"city"`)
 			return body
 		},
 	} {
@@ -116,9 +115,7 @@ func TestAnAnswerWithoutItsFormIsCorrectedOnceAndThenRefused(t *testing.T) {
 				t.Errorf("the model was asked %d times: %s", len(asked), asked[len(asked)-1].Body)
 			}
 			if c.why == "" {
-				if !strings.Contains(body, quoted(city)) {
-					t.Errorf("answered with %s", body)
-				}
+				assert.Contains(t, body, quoted(city))
 				return
 			}
 			f := failureOf(t, body)
@@ -273,9 +270,7 @@ func TestAResumedTurnKeepsItsForm(t *testing.T) {
 		t.Errorf("%v: %s", err, body)
 	}
 	for _, r := range w.model.Requests() {
-		if !strings.Contains(r.Body, citySent) {
-			t.Errorf("the model was asked %s", r.Body)
-		}
+		assert.Contains(t, r.Body, citySent)
 	}
 }
 
@@ -290,7 +285,5 @@ func TestAFormIsRefusedWhereAFlowAnswersInItsOwnWords(t *testing.T) {
 	if f := failureOf(t, body); r.StatusCode != http.StatusBadRequest || *f.Param != "response_format" {
 		t.Errorf("%d %s", r.StatusCode, body)
 	}
-	if got := p.answerTo(t, "t", "Ada"); got != "Hello, Ada." {
-		t.Errorf("answer: %q", got)
-	}
+	assert.Equal(t, "Hello, Ada.", p.answerTo(t, "t", "Ada"))
 }

@@ -9,8 +9,10 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
@@ -65,9 +67,7 @@ func TestALongHistoryIsCutAndStoredInOneStatement(t *testing.T) {
 	if lines = w.transcript(t, "long"); len(lines) != 204 || lines[202] != "user: second" {
 		t.Errorf("an existing thread took %d messages", len(lines)-202)
 	}
-	if got := pgtest.Value[string](t, w.pool, `select string_agg(n::text, ' ') from test_inserts`); got != "101 1" {
-		t.Errorf("user messages by statement: %s", got)
-	}
+	assert.Equal(t, "101 1", pgtest.Value[string](t, w.pool, `select string_agg(n::text, ' ') from test_inserts`))
 }
 
 func TestTooManyNewMessagesAreRefused(t *testing.T) {
@@ -85,9 +85,8 @@ func TestTooManyNewMessagesAreRefused(t *testing.T) {
 	if _, err := p.client(inThread("many")...).CreateChatCompletion(t.Context(), req); err != nil {
 		t.Fatal(err)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user' and turn = 1`); n != 32 {
-		t.Errorf("%d messages are in the turn", n)
-	}
+	assert.Equal(t, 32,
+		pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user' and turn = 1`))
 	body := `{"model":"agent","messages":[` +
 		strings.TrimSuffix(strings.Repeat(`{"role":"user","content":"x"},`, 8000), ",") + `]}`
 	r, answer := p.post(t, body, inThread("many")...)
@@ -132,9 +131,7 @@ func TestTurnsUnderWayAreBounded(t *testing.T) {
 	defer leave()
 	for i := range 8 {
 		stream, err := p.client(inThread(fmt.Sprint("full ", i))...).CreateChatCompletionStream(ctx, says("hi"))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		defer stream.Close()
 		testkit.Receive(t, g.asked)
 	}
@@ -156,7 +153,5 @@ func TestTurnsUnderWayAreBounded(t *testing.T) {
 		r, _ := p.post(t, message, inThread("more")...)
 		return r.StatusCode == http.StatusOK
 	}, "a turn that has ended makes room")
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_threads`); n != 9 {
-		t.Errorf("%d threads, want 9: what is refused begins none", n)
-	}
+	assert.Equal(t, 9, pgtest.Value[int](t, w.pool, `select count(*) from agent_threads`))
 }

@@ -10,9 +10,11 @@ import (
 	gopenai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
@@ -53,13 +55,9 @@ func TestImagesReachTheModelAndStayInTheConversation(t *testing.T) {
 		if !strings.Contains(r.Body, `{"url":"`+pixel("one")+`","detail":"low"}`) || !strings.Contains(r.Body, picture) {
 			t.Errorf("request %d misses the images: %s", i, r.Body)
 		}
-		if has := strings.Contains(r.Body, pixel("two")); has != (i == 3) {
-			t.Errorf("request %d has the image of a later message: %v", i, has)
-		}
+		assert.Equal(t, i == 3, strings.Contains(r.Body, pixel("two")), i)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_message_images where data is not null`); n != 2 {
-		t.Errorf("%d images are stored, want 2", n)
-	}
+	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_message_images where data is not null`))
 	if n := pgtest.Value[int](t, w.pool, `
 		select (select count(*) from agent_activity where strpos(to_jsonb(agent_activity)::text, @data) > 0) +
 		       (select count(*) from agent_checkpoints where strpos(to_jsonb(agent_checkpoints)::text, @data) > 0) +
@@ -68,9 +66,7 @@ func TestImagesReachTheModelAndStayInTheConversation(t *testing.T) {
 		t.Errorf("the image's bytes are in %d rows of the record", n)
 	}
 	pgtest.Exec(t, w.pool, `delete from agent_threads`)
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_message_images`); n != 0 {
-		t.Errorf("%d images have outlived their thread", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_message_images`))
 }
 
 func TestAnImageMayComeWithoutWords(t *testing.T) {
@@ -91,9 +87,7 @@ func TestANewThreadTakesOverTheImagesOfItsHistory(t *testing.T) {
 	if _, got := p.post(t, body); !strings.Contains(got, "Yes.") {
 		t.Fatal(got)
 	}
-	if sent := w.model.Requests()[0].Body; !strings.Contains(sent, pixel("one")) {
-		t.Errorf("the model was asked %s", sent)
-	}
+	assert.Contains(t, w.model.Requests()[0].Body, pixel("one"))
 }
 
 func TestAnImageThatCannotBeTakenIsRefused(t *testing.T) {
@@ -137,9 +131,7 @@ func TestAnImageThatCannotBeTakenIsRefused(t *testing.T) {
 	if f := failureOf(t, body); f.Code != "unsupported_content" || *f.Param != "input[0].content" {
 		t.Error(body)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_threads`); n != 0 {
-		t.Errorf("%d threads were begun", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_threads`))
 }
 
 func TestAnAgentWhoseModelTakesTextAloneRefusesImages(t *testing.T) {
@@ -147,9 +139,7 @@ func TestAnAgentWhoseModelTakesTextAloneRefusesImages(t *testing.T) {
 	w := newWorld(t)
 	p := w.process(t, func(c *chat.Chat) {
 		client, err := models.New(models.Config{BaseURL: w.model.URL(), Model: "deepseek-chat"})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		c.Loop.Model = client
 	})
 	r, body := p.post(t, shows("hi", pixel("a")))
@@ -183,9 +173,7 @@ func TestAResumedTurnKeepsItsImages(t *testing.T) {
 	w.process(t)
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where status = 'completed'`)
 	close(g.pieces)
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	for i, r := range w.model.Requests() {
 		if !strings.Contains(r.Body, pixel("one")) {
 			t.Errorf("request %d misses the image: %s", i, r.Body)

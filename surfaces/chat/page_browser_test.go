@@ -14,10 +14,12 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
@@ -29,9 +31,7 @@ const shown = `[...document.querySelectorAll("#messages .message")].map(e => e.i
 func site(t *testing.T, p *process) string {
 	t.Helper()
 	target, err := url.Parse(p.url)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	mux := http.NewServeMux()
 	mux.Handle("GET /chat", p.chat.PageHandler())
 	mux.Handle("GET /chat/{file}", p.chat.PageHandler())
@@ -145,9 +145,7 @@ func TestThePageSendsFiles(t *testing.T) {
 		sent = modeltest.Said(asked[0].Messages[len(asked[0].Messages)-1])
 	}
 	for _, want := range []string{"How many?", `"orders.csv"`, "7,9.50"} {
-		if !strings.Contains(sent, want) {
-			t.Errorf("%q is not in the request to the model: %s", want, sent)
-		}
+		assert.Contains(t, sent, want)
 	}
 	page.Eval(`(location.reload(), 1)`, new(int))
 	page.Until("the file is in the history", shown+` === "You How many? 📎 orders.csv | nora One order."`)
@@ -370,7 +368,5 @@ func TestThePageIsCompressedAndCached(t *testing.T) {
 	if total < 20_000 || total > 80_000 {
 		t.Errorf("the page transfers %d bytes", total)
 	}
-	if got := get("/chat/chat.js?v=old").Header().Get("Cache-Control"); got != "no-cache" {
-		t.Errorf("an old version is cached: %s", got)
-	}
+	assert.Equal(t, "no-cache", get("/chat/chat.js?v=old").Header().Get("Cache-Control"))
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/openai/openai-go/v3/responses"
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // namesIn lists the JSON names of a struct's fields.
@@ -85,9 +86,7 @@ func TestVisitorsWithATokenOfTheirOwnAreCountedByIt(t *testing.T) {
 	t.Parallel()
 	c := at(1, 16)
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
-	if err := c.allow(r, "site", "", ""); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.allow(r, "site", "", ""))
 	if c.allow(r, "site", "", "") == nil {
 		t.Error("a second message without a token was taken")
 	}

@@ -13,8 +13,10 @@ import (
 	"github.com/google/go-cmp/cmp"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -23,9 +25,7 @@ func TestAVisitorIsAnswered(t *testing.T) {
 	w := newWorld(t, modeltest.ToolCall("opening", `{}`), modeltest.Text("We open at nine.").WithUsage(100, 7, 0))
 	p := w.process(t)
 	got, err := p.client(inThread("t1")...).CreateChatCompletion(t.Context(), says("When do you open?"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	choice := got.Choices[0]
 	if choice.Message.Content != "We open at nine." || choice.FinishReason != "stop" ||
 		choice.Message.Role != "assistant" ||
@@ -40,10 +40,7 @@ func TestAVisitorIsAnswered(t *testing.T) {
 		header.Get("X-Request-Id") != header.Get("X-Trace-Id") {
 		t.Errorf("headers: %v", header)
 	}
-	if diff := cmp.Diff([]string{"user: When do you open?", "assistant: We open at nine."},
-		w.transcript(t, "t1")); diff != "" {
-		t.Errorf("thread (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"user: When do you open?", "assistant: We open at nine."}, w.transcript(t, "t1"))
 	rows := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1
 		and agent = 'visitor_chat'`, header.Get("X-Trace-Id"))
 	if rows != 3 || w.called("opening") != 1 {
@@ -113,18 +110,14 @@ func TestAStreamHasTheFormOfTheProtocol(t *testing.T) {
 	for scanner.Scan() {
 		data, ok := strings.CutPrefix(scanner.Text(), "data: ")
 		if !ok {
-			if scanner.Text() != "" {
-				t.Errorf("line %q is no data", scanner.Text())
-			}
+			assert.Equal(t, "", scanner.Text())
 			continue
 		}
 		if last = data; data == "[DONE]" {
 			continue
 		}
 		var c chunk
-		if err := json.Unmarshal([]byte(data), &c); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, json.Unmarshal([]byte(data), &c))
 		if c.ID == "" || c.Object != "chat.completion.chunk" || c.Created == 0 || c.Model != "agent" {
 			t.Errorf("chunk without its head: %s", data)
 		}
@@ -133,9 +126,7 @@ func TestAStreamHasTheFormOfTheProtocol(t *testing.T) {
 	if last != "[DONE]" || len(chunks) < 4 {
 		t.Fatalf("the stream:\n%s", body)
 	}
-	if diff := cmp.Diff(map[string]any{"role": "assistant", "content": ""}, chunks[0].Choices[0].Delta); diff != "" {
-		t.Errorf("first delta (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, map[string]any{"role": "assistant", "content": ""}, chunks[0].Choices[0].Delta)
 	var text strings.Builder
 	for _, c := range chunks[1 : len(chunks)-2] {
 		if _, role := c.Choices[0].Delta["role"]; role || c.Choices[0].FinishReason != nil {
@@ -165,16 +156,12 @@ func TestModelsAreListed(t *testing.T) {
 	t.Parallel()
 	p := newWorld(t).process(t)
 	list, err := p.client().ListModels(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	var ids []string
 	for _, m := range list.Models {
 		ids = append(ids, m.ID)
 	}
-	if diff := cmp.Diff([]string{"nora", "agent"}, ids); diff != "" {
-		t.Errorf("models (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"nora", "agent"}, ids)
 	if m, err := p.client().GetModel(t.Context(), "agent"); err != nil || m.ID != "agent" || m.Object != "model" {
 		t.Errorf("model: %+v, %v", m, err)
 	}
@@ -275,9 +262,7 @@ func TestWhatIsRefused(t *testing.T) {
 			}
 		})
 	}
-	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`); n != 0 {
-		t.Errorf("%d threads were begun by requests that were refused", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`))
 }
 
 func TestASilentStreamIsKeptAlive(t *testing.T) {
@@ -285,9 +270,7 @@ func TestASilentStreamIsKeptAlive(t *testing.T) {
 	g, reply := gated()
 	p := newWorld(t, reply).process(t, func(c *chat.Chat) { c.KeepAlive = 30 * time.Millisecond })
 	stream, err := p.client().CreateChatCompletionStream(t.Context(), says("hello"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer stream.Close()
 	for range 4 { // the role, then signs of life
 		chunk, err := stream.Recv()
@@ -316,16 +299,12 @@ func TestTheModelsFailureIsTold(t *testing.T) {
 		t.Errorf("whole: %v", err)
 	}
 	stream, err := p.client(inThread("f")...).CreateChatCompletionStream(t.Context(), says("hello"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := streamed(t, stream); !errors.As(err, &failure) || failure.Code != "answer_failed" {
 		t.Errorf("in the middle of a stream: %v", err)
 	}
 	r, _ := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"a"}]}`)
-	if r.Header.Get("X-Should-Retry") != "false" {
-		t.Error("the stock clients would send the message again")
-	}
+	assert.Equal(t, "false", r.Header.Get("X-Should-Retry"))
 }
 
 func TestABrokenAnswerBeginsAgainInSight(t *testing.T) {
@@ -333,21 +312,15 @@ func TestABrokenAnswerBeginsAgainInSight(t *testing.T) {
 	w := newWorld(t, modeltest.CutStream("We open at"), modeltest.Text("Nine o'clock."))
 	p := w.process(t)
 	stream, err := p.client(inThread("c")...).CreateChatCompletionStream(t.Context(), says("When?"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	text, err := streamed(t, stream)
 	if err != nil || !strings.HasSuffix(text, "Nine o'clock.") {
 		t.Errorf("text %q, %v", text, err)
 	}
-	if diff := cmp.Diff([]string{"user: When?", "assistant: " + text}, w.transcript(t, "c")); diff != "" {
-		t.Errorf("thread and stream differ (-stream +thread):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"user: When?", "assistant: " + text}, w.transcript(t, "c"))
 	// Nobody has seen it: then it is as if it had not been.
 	w.model.Add(modeltest.CutStream("We close at"), modeltest.Text("Six o'clock."))
-	if got := p.answerTo(t, "c", "And close?"); got != "Six o'clock." {
-		t.Errorf("whole answer %q", got)
-	}
+	assert.Equal(t, "Six o'clock.", p.answerTo(t, "c", "And close?"))
 }
 
 func TestMaxTokensBoundsTheAnswer(t *testing.T) {
@@ -359,16 +332,12 @@ func TestMaxTokensBoundsTheAnswer(t *testing.T) {
 	req.MaxCompletionTokens = 10
 	req.MaxTokens = 0 //nolint:staticcheck // the older name is what many clients send
 	got, err := p.client(inThread("m")...).CreateChatCompletion(t.Context(), req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if c := got.Choices[0]; len(c.Message.Content) > 40 || c.FinishReason != "length" || c.Message.Content == "" {
 		t.Errorf("answer of %d bytes, finish %s", len(c.Message.Content), c.FinishReason)
 	}
 	stream, err := p.client(inThread("m")...).CreateChatCompletionStream(t.Context(), req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if text, err := streamed(t, stream); err != nil || len(text) > 40 || text != long[:len(text)] {
 		t.Errorf("streamed %q, %v", text, err)
 	}

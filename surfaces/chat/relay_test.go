@@ -9,14 +9,15 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -67,9 +68,7 @@ func conversing(t *testing.T, f talk, more ...func(*chat.Chat)) *process {
 		return modeltest.Text("no")
 	})
 	return w.process(t, append(more, func(c *chat.Chat) {
-		if err := c.Engine.Register("talk", f.flow); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, c.Engine.Register("talk", f.flow))
 	})...)
 }
 
@@ -80,9 +79,7 @@ func (p *process) talks(t *testing.T) string {
 		t.Fatal(err)
 	}
 	x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "talk", Surface: trace.Flow, ThreadID: "t"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	p.reaches(t, x.ID, executions.Waiting)
 	return x.ID
 }
@@ -105,24 +102,16 @@ func TestAMessageGoesToTheFlowThatWaitsForIt(t *testing.T) {
 		say("So " + name + " lives in " + hear() + ".")
 	})
 	id := p.talks(t)
-	if got := p.answerTo(t, "t", "Ada"); got != "Hello, Ada.\n\nWhere do you live?" {
-		t.Errorf("answer: %q", got)
-	}
+	assert.Equal(t, "Hello, Ada.\n\nWhere do you live?", p.answerTo(t, "t", "Ada"))
 	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), says("London"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if got, err := streamed(t, stream); err != nil || got != "So Ada lives in London." {
 		t.Errorf("streamed: %q, %v", got, err)
 	}
 	p.reaches(t, id, executions.Completed)
 	want := []string{"Who are you?", "Ada", "Hello, Ada.", "Where do you live?", "London", "So Ada lives in London."}
-	if diff := cmp.Diff(want, p.all(t, "t")); diff != "" {
-		t.Errorf("the thread (-want +got):\n%s", diff)
-	}
-	if n := pgtest.Value[int](t, p.pool, `select count(*)::int from agent_executions where flow = 'chat'`); n != 0 {
-		t.Errorf("%d turns were taken", n)
-	}
+	assert.NoDiff(t, want, p.all(t, "t"))
+	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*)::int from agent_executions where flow = 'chat'`))
 }
 
 // all is what was said in a thread, by place.
@@ -141,21 +130,15 @@ func TestAMessageThatNobodyAnswersIsPassedOn(t *testing.T) {
 		}
 	})
 	id := p.talks(t)
-	if got := p.answerTo(t, "t", "hello?"); got != "Your message was passed on." {
-		t.Errorf("answer: %q", got)
-	}
-	if diff := cmp.Diff([]string{"One moment.", "hello?"}, p.all(t, "t")); diff != "" {
-		t.Errorf("the thread (-want +got):\n%s", diff)
-	}
+	assert.Equal(t, "Your message was passed on.", p.answerTo(t, "t", "hello?"))
+	assert.NoDiff(t, []string{"One moment.", "hello?"}, p.all(t, "t"))
 	if _, err := p.engine.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "go", nil, ""); err != nil {
 		t.Fatal(err)
 	}
 	p.reaches(t, id, executions.Completed)
 	// With the flow gone, the model answers again.
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("here I am") })
-	if got := p.answerTo(t, "t", "anybody?"); got != "here I am" {
-		t.Errorf("answer: %q", got)
-	}
+	assert.Equal(t, "here I am", p.answerTo(t, "t", "anybody?"))
 }
 
 // What comes between a flow's question and its wait is the answer to it.
@@ -188,9 +171,7 @@ func TestAMessageThatComesBeforeTheWaitIsNotLost(t *testing.T) {
 	go func() { answers <- p.answerTo(t, "t", "Ada") }()
 	pgtest.Eventually(t, patience, func() bool { return slices.Contains(p.all(t, "t"), "Ada") }, "the message is stored")
 	close(goOn)
-	if got := testkit.Receive(t, answers); got != "Hello, Ada." {
-		t.Errorf("answer: %q", got)
-	}
+	assert.Equal(t, "Hello, Ada.", testkit.Receive(t, answers))
 }
 
 func TestARelayedMessageCountsOnceAndCanBeAttachedTo(t *testing.T) {
@@ -210,16 +191,12 @@ func TestARelayedMessageCountsOnceAndCanBeAttachedTo(t *testing.T) {
 		t.Errorf("first %d %s\nagain %d %s", first.StatusCode, firstBody, again.StatusCode, againBody)
 	}
 	var got openai.ChatCompletionResponse
-	if err := json.Unmarshal([]byte(firstBody), &got); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal([]byte(firstBody), &got))
 	attached, attachedBody := p.get(t, "/v1/chat/completions/"+got.ID+"?stream=true")
 	if attached.StatusCode != http.StatusOK || contentOf(t, attachedBody) != "Hello, Ada." {
 		t.Errorf("attached: %d %s", attached.StatusCode, attachedBody)
 	}
-	if diff := cmp.Diff([]string{"Who are you?", "Ada", "Hello, Ada."}, p.all(t, "t")); diff != "" {
-		t.Errorf("the thread (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"Who are you?", "Ada", "Hello, Ada."}, p.all(t, "t"))
 }
 
 func TestARelayEndsAfterAWhile(t *testing.T) {
@@ -234,9 +211,7 @@ func TestARelayEndsAfterAWhile(t *testing.T) {
 		}
 	}, func(c *chat.Chat) { c.RelayWait = 2 * time.Second })
 	id := p.talks(t)
-	if got := p.answerTo(t, "t", "Ada"); got != "Let me see, Ada." {
-		t.Errorf("answer: %q", got)
-	}
+	assert.Equal(t, "Let me see, Ada.", p.answerTo(t, "t", "Ada"))
 	p.reaches(t, id, executions.Running)
 	close(done)
 	p.reaches(t, id, executions.Completed)
@@ -255,9 +230,7 @@ func TestARelayWhoseMessagesAreDeletedEndsWithWhatItHasShown(t *testing.T) {
 	})
 	id := p.talks(t)
 	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), says("Ada"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer stream.Close()
 	var said string
 	for !strings.Contains(said, "Hello, Ada.") {
@@ -292,15 +265,11 @@ func TestARelayFollowsFromTheChildToItsParent(t *testing.T) {
 		}
 		say("Next step.")
 	}, func(c *chat.Chat) {
-		if err := c.Engine.Register("child", child.flow); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, c.Engine.Register("child", child.flow))
 	})
 	id := p.talks(t)
 	pgtest.Until(t, p.pool, 1, `select count(*)::int from agent_executions where flow = 'child' and status = 'waiting'`)
-	if got := p.answerTo(t, "t", "here it is"); got != "Got it.\n\nNext step." {
-		t.Errorf("answer: %q", got)
-	}
+	assert.Equal(t, "Got it.\n\nNext step.", p.answerTo(t, "t", "here it is"))
 	p.reaches(t, id, executions.Completed)
 }
 
@@ -316,15 +285,11 @@ func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 		Flow: "external:agent", Surface: trace.Flow,
 		ThreadID: "t", OnLost: "hand_on",
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	says := func(words string) { // and waits for the answer, in between a worker's way out and the next one's in
 		t.Helper()
 		got, err := p.engine.LockRun(t.Context(), x.ID, "worker", time.Minute)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if err := postgres.InTx(t.Context(), p.pool, func(tx pgx.Tx) error {
 			claim, err := p.engine.LockClaim(t.Context(), x.ID, got.LockID)
 			if err == nil {
@@ -343,21 +308,15 @@ func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 		}
 	}
 	says("Who are you?")
-	if got := p.answerTo(t, "t", "Ada"); got != "Your message was passed on." {
-		t.Errorf("while the worker is away: %q", got)
-	}
+	assert.Equal(t, "Your message was passed on.", p.answerTo(t, "t", "Ada"))
 	says("Hello, Ada. Where do you live?")
-	if got := p.answerTo(t, "t", "London"); got != "Hello, Ada. Where do you live?" {
-		t.Errorf("with the next message: %q", got)
-	}
+	assert.Equal(t, "Hello, Ada. Where do you live?", p.answerTo(t, "t", "London"))
 	// One whose worker was lost is away, too, as soon as that is known.
 	if _, err := p.engine.LockRun(t.Context(), x.ID, "worker", time.Minute); err != nil {
 		t.Fatal(err)
 	}
 	pgtest.Exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)
-	if got := p.answerTo(t, "t", "hello?"); got != "Your message was passed on." {
-		t.Errorf("after the worker was lost: %q", got)
-	}
+	assert.Equal(t, "Your message was passed on.", p.answerTo(t, "t", "hello?"))
 }
 
 func TestAParameterThatCannotBeHonouredIsRefusedByName(t *testing.T) {
@@ -389,9 +348,7 @@ func TestAParameterThatCannotBeHonouredIsRefusedByName(t *testing.T) {
 			t.Errorf("%s: %d %s", value, r.StatusCode, body)
 		}
 	}
-	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`); n != 0 {
-		t.Errorf("%d threads were begun by requests that were refused", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`))
 }
 
 func TestParametersThatChangeNothingAreAccepted(t *testing.T) {
@@ -410,9 +367,7 @@ func TestParametersThatChangeNothingAreAccepted(t *testing.T) {
 	} {
 		w.model.Add(modeltest.Text("Hello."))
 		r, body := p.post(t, `{"model":"agent",`+value+`,"messages":[{"role":"user","content":"hi"}]}`)
-		if r.StatusCode != http.StatusOK {
-			t.Errorf("%s: %d %s", value, r.StatusCode, body)
-		}
+		assert.Equal(t, http.StatusOK, r.StatusCode, value, body)
 	}
 	for _, req := range w.model.Requests() {
 		if req.Temperature != 0 || req.Seed != nil || len(req.Stop) > 0 {

@@ -19,8 +19,10 @@ import (
 	"github.com/openai/openai-go/v3/responses"
 	gopenai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
@@ -29,9 +31,7 @@ import (
 func (p *process) respond(t *testing.T, method, path, body string, headers ...string) (*http.Response, string) {
 	t.Helper()
 	r, err := http.NewRequestWithContext(t.Context(), method, p.url+"/v1/responses"+path, strings.NewReader(body))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	r.Header.Set("Authorization", "Bearer site")
 	return do(t, r, headers)
 }
@@ -46,9 +46,7 @@ func TestTheOfficialClientHoldsAConversationOfResponses(t *testing.T) {
 		Model: "agent", Input: responses.ResponseNewParamsInputUnion{OfString: openai.String("I am Ada.")},
 		Instructions: openai.String("Say only moo."), Metadata: map[string]string{"a": "b"}, Store: openai.Bool(false),
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if first.OutputText() != "Hello, Ada." || first.Status != "completed" || first.Usage.TotalTokens == 0 ||
 		first.Metadata["a"] != "b" || !strings.HasPrefix(first.ID, "resp_") ||
 		!strings.Contains(first.RawJSON(), `"store":true`) {
@@ -63,9 +61,7 @@ func TestTheOfficialClientHoldsAConversationOfResponses(t *testing.T) {
 	var last responses.Response
 	for n := int64(0); stream.Next(); n++ {
 		e := stream.Current()
-		if e.SequenceNumber != n {
-			t.Errorf("event %d has the number %d", n, e.SequenceNumber)
-		}
+		assert.Equal(t, n, e.SequenceNumber)
 		if kinds = append(kinds, e.Type); e.Type == "response.output_text.delta" {
 			said += e.Delta
 		}
@@ -146,9 +142,7 @@ func TestResponsesRefuseWhatTheyCannotDo(t *testing.T) {
 			t.Errorf("%s: %d %s", c.body, r.StatusCode, got)
 		}
 	}
-	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`); n != 0 {
-		t.Errorf("%d threads were begun by requests that were refused", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`))
 }
 
 func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
@@ -198,9 +192,7 @@ func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 		}
 	}
 	want := []string{"user: slowly", "assistant: Half of it [interrupted]"}
-	if diff := cmp.Diff(want, w.transcript(t, "c")); diff != "" {
-		t.Errorf("thread (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, w.transcript(t, "c"))
 }
 
 func TestHistoryOfAnInputIsTakenOverOnce(t *testing.T) {
@@ -219,9 +211,7 @@ func TestHistoryOfAnInputIsTakenOverOnce(t *testing.T) {
 		{"role":"user","content":"When?"},{"type":"item_reference","id":"`+got.Output[0].ID+`"},
 		{"type":"message","role":"user","content":[{"type":"input_text","text":"And close?"}]}]}`)
 	want := []string{"user: When?", "assistant: Nine.", "user: And close?", "assistant: Five."}
-	if diff := cmp.Diff(want, w.transcript(t, r.Header.Get("X-Thread-Id"))); diff != "" {
-		t.Errorf("%s; thread (-want +got):\n%s", body, diff)
-	}
+	assert.Equal(t, "", cmp.Diff(want, w.transcript(t, r.Header.Get("X-Thread-Id"))), body)
 }
 
 //go:embed testdata/stock.mjs
@@ -237,9 +227,7 @@ func TestTheStockClientsOfNodeWorkUnchanged(t *testing.T) {
 			t.Skipf("%s is not installed: the clients for Node are not tried", tool)
 		}
 	}
-	if err := os.WriteFile(filepath.Join(dir, "try.mjs"), stockScript, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "try.mjs"), stockScript, 0o600))
 	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
 	defer cancel()
 	install := osexec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefix", dir,
@@ -281,7 +269,5 @@ func TestTheStockClientsOfNodeWorkUnchanged(t *testing.T) {
 	} {
 		want[name] = "Hello to you."
 	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("the clients saw (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, got)
 }

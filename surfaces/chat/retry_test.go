@@ -16,8 +16,10 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/budgets"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
@@ -110,9 +112,7 @@ func TestARequestThatIsSentAgainIsAnsweredOnce(t *testing.T) {
 			}, "the second request is taken")
 			send(t, g.pieces, "The first.")
 			close(g.pieces)
-			if err := group.Wait(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, group.Wait())
 			if n := w.turns(t); n != c.turns || strings.Contains(got, "Another.") != (n == 2) {
 				t.Errorf("%d turns, want %d; the second request got %s", n, c.turns, got)
 			}
@@ -140,9 +140,7 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 		}
 	}
 	want := []string{"user: yes", "assistant: One.", "user: yes", "assistant: Two."}
-	if diff := cmp.Diff(want, w.transcript(t, "t")); diff != "" {
-		t.Errorf("thread (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, w.transcript(t, "t"))
 	// The first attempt of a third yes was lost on its way: the second answer was delivered too long ago to be meant.
 	pgtest.Exec(t, w.pool, `update agent_chat_requests set changed_at = changed_at - interval '31 seconds'`)
 	w.model.Add(modeltest.Text("Three."))
@@ -190,13 +188,9 @@ func TestRetriesAtOnceBeginOneTurn(t *testing.T) {
 	testkit.Receive(t, g.asked)
 	send(t, g.pieces, "Once.")
 	close(g.pieces)
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	for _, got := range answers {
-		if !strings.Contains(got, "Once.") {
-			t.Errorf("an answer is %s", got)
-		}
+		assert.Contains(t, got, "Once.")
 	}
 	diff := cmp.Diff([]string{"user: yes", "assistant: Once."}, w.transcript(t, "t"))
 	if diff != "" || w.turns(t) != 1 {
@@ -245,9 +239,7 @@ func TestTheRetryAfterAKilledProcessGetsTheTurn(t *testing.T) {
 func limited(t *testing.T, tokens int64) func(*chat.Chat) {
 	t.Helper()
 	madrid, err := time.LoadLocation("Europe/Madrid")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return func(c *chat.Chat) {
 		c.Loop.Limits, c.Loop.Zone = budgets.Limits{Day: budgets.Limit{Tokens: tokens}}, madrid
 	}
@@ -289,12 +281,8 @@ func TestASpentLimitIsAnErrorThatSaysWhenItEnds(t *testing.T) {
 	if said != "" || stream.Err() == nil || !strings.Contains(stream.Err().Error(), "insufficient_quota") {
 		t.Errorf("the stream says %q and ends with %v", said, stream.Err())
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user'`); n != 2 {
-		t.Errorf("%d messages arrived, want each once", n)
-	}
-	if n := len(w.model.Requests()); n != 0 {
-		t.Errorf("the model was asked %d times", n)
-	}
+	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user'`))
+	assert.Equal(t, 0, len(w.model.Requests()))
 }
 
 func TestALimitThatIsSpentInTheMiddleOfAnAnswerIsSaidInIt(t *testing.T) {
@@ -303,9 +291,7 @@ func TestALimitThatIsSpentInTheMiddleOfAnAnswerIsSaidInIt(t *testing.T) {
 	p := w.process(t, limited(t, 2000))
 	client := p.official("site")
 	got, err := client.Chat.Completions.New(t.Context(), ask("When do you open?"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	text := got.Choices[0].Message.Content
 	if !strings.HasPrefix(text, "Let me see.\n\nI have reached my limit for today. I can answer again from 20") {
 		t.Errorf("the answer is %q", text)

@@ -17,6 +17,7 @@ import (
 	gopenai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -41,9 +42,7 @@ func TestTheOfficialClientWorksUnchanged(t *testing.T) {
 	p := w.process(t)
 	client := p.official("site")
 	got, err := client.Chat.Completions.New(t.Context(), ask("I am Ada."))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if got.Choices[0].Message.Content != "Hello, Ada." || got.Choices[0].FinishReason != "stop" ||
 		got.Usage.TotalTokens == 0 {
 		t.Errorf("answer: %s", got.RawJSON())
@@ -147,9 +146,7 @@ func TestTheNodeClientWorksUnchanged(t *testing.T) {
 			t.Skipf("%s is not installed: the client for Node is not tried", tool)
 		}
 	}
-	if err := os.WriteFile(filepath.Join(dir, "try.mjs"), []byte(nodeScript), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "try.mjs"), []byte(nodeScript), 0o600))
 	ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
 	defer cancel()
 	install := osexec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save",

@@ -24,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -109,9 +110,7 @@ func (w *world) silent(t *testing.T, change ...func(*chat.Chat)) (*process, *lan
 		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second,
 		StopTimeout: 2 * time.Second, Workers: 2,
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	p := &process{world: w, engine: e, log: log}
 	p.chat = &chat.Chat{
 		Pool: w.pool, Engine: e, Loop: w.loop(t), Logger: logger, Rate: -1,
@@ -121,9 +120,7 @@ func (w *world) silent(t *testing.T, change ...func(*chat.Chat)) (*process, *lan
 	for _, f := range change {
 		f(p.chat)
 	}
-	if err := p.chat.Register(e); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, p.chat.Register(e))
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Logf("log of the process:\n%s", log)
@@ -139,13 +136,9 @@ func (w *world) loop(t *testing.T) *reason.Loop {
 		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
 		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
 	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	registry, err := skills.New(skills.Options{Builtins: w.builtins, Pool: w.pool})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return &reason.Loop{Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
 }
 
@@ -244,9 +237,7 @@ func inThread(id string) []string { return []string{"X-Thread-Id", id} }
 func (p *process) answerTo(t *testing.T, thread, text string) string {
 	t.Helper()
 	got, err := p.client(inThread(thread)...).CreateChatCompletion(t.Context(), says(text))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return got.Choices[0].Message.Content
 }
 
@@ -273,9 +264,7 @@ func (p *process) post(t *testing.T, body string, headers ...string) (*http.Resp
 	t.Helper()
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url+"/v1/chat/completions",
 		strings.NewReader(body))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	r.Header.Set("Authorization", "Bearer site")
 	return do(t, r, headers)
 }
@@ -283,9 +272,7 @@ func (p *process) post(t *testing.T, body string, headers ...string) (*http.Resp
 func (p *process) get(t *testing.T, path string, headers ...string) (*http.Response, string) {
 	t.Helper()
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, p.url+path, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	r.Header.Set("Authorization", "Bearer site")
 	return do(t, r, headers)
 }
@@ -296,14 +283,10 @@ func do(t *testing.T, r *http.Request, headers []string) (*http.Response, string
 		r.Header.Set(headers[i], headers[i+1])
 	}
 	response, err := http.DefaultClient.Do(r)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer response.Body.Close()
 	body, err := io.ReadAll(response.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return response, string(body)
 }
 
@@ -323,9 +306,7 @@ func failureOf(t *testing.T, body string) chatwire.Failure {
 func (w *world) idOf(t *testing.T, name string) string {
 	t.Helper()
 	id, _, err := threads.Resolve(t.Context(), w.pool, threads.Key("site"), name)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return id
 }
 
@@ -333,9 +314,7 @@ func (w *world) idOf(t *testing.T, name string) string {
 func (w *world) transcript(t *testing.T, thread string) (lines []string) {
 	t.Helper()
 	_, messages, err := threads.Window(t.Context(), w.pool, w.idOf(t, thread), 0, 1_000_000)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	for _, m := range messages {
 		line := m.Role + ": " + m.Content
 		if m.Interrupted {
@@ -394,9 +373,7 @@ func contentOf(t *testing.T, body string) (text string) {
 			continue
 		}
 		var chunk openai.ChatCompletionStreamResponse
-		if err := json.Unmarshal([]byte(data), &chunk); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, json.Unmarshal([]byte(data), &chunk))
 		for _, c := range chunk.Choices {
 			text += c.Delta.Content
 		}

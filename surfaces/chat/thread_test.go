@@ -11,14 +11,15 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	openai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -53,9 +54,7 @@ func TestAThreadIsNamedInFourWays(t *testing.T) {
 			if r.StatusCode != http.StatusOK || c.want != "" && got != c.want || c.want == "" && !strings.HasPrefix(got, "th_") {
 				t.Errorf("status %d, thread %q, want %q: %s", r.StatusCode, got, c.want, body)
 			}
-			if n := len(w.transcript(t, got)); n != 2 {
-				t.Errorf("the thread has %d messages", n)
-			}
+			assert.Equal(t, 2, len(w.transcript(t, got)))
 		})
 	}
 }
@@ -78,9 +77,7 @@ func TestHistoryIsTheDatabasesNotTheClients(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []string{"user: I am Ada.", "assistant: Nice to meet you.", "user: Who am I?\n\nSay it."}
-	if diff := cmp.Diff(want, heard(w.model.Requests()[1])); diff != "" {
-		t.Errorf("the model heard (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, heard(w.model.Requests()[1]))
 }
 
 func TestANewThreadTakesTheClientsHistoryOver(t *testing.T) {
@@ -95,21 +92,15 @@ func TestANewThreadTakesTheClientsHistoryOver(t *testing.T) {
 		{Role: "user", Content: "Who am I?"},
 	}
 	got, err := p.client().CreateChatCompletion(t.Context(), req)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	first := w.model.Requests()[0]
 	want := []string{"user: I am Ada.", "assistant: Hello.", "user: Who am I?"}
-	if diff := cmp.Diff(want, heard(first)); diff != "" {
-		t.Errorf("the model heard (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, heard(first))
 	if strings.Contains(first.Body, "developer mode") {
 		t.Errorf("a visitor's instruction reached the model: %s", first.Body)
 	}
 	want = append(want, "assistant: You are Ada.")
-	if diff := cmp.Diff(want, w.transcript(t, got.Header().Get("X-Thread-Id"))); diff != "" {
-		t.Errorf("thread (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, w.transcript(t, got.Header().Get("X-Thread-Id")))
 }
 
 func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
@@ -117,9 +108,7 @@ func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
 	w := newWorld(t, modeltest.Text("Hello."), modeltest.Text("Nothing."))
 	p := w.process(t)
 	got, err := p.client(inThread("mine")...).CreateChatCompletion(t.Context(), says("hi"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err = p.clientOf("shop", inThread("mine")...).CreateChatCompletion(t.Context(),
 		says("what was said?")); err != nil {
 		t.Errorf("a thread of the same name is another one: %v", err)
@@ -136,9 +125,7 @@ func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
 			"X") {
 		t.Errorf("another's answer is told apart from none:\n%s\n%s", foreign, none)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`); n != 2 {
-		t.Errorf("%d executions, want 2", n)
-	}
+	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`))
 }
 
 // TestTurnsAreAnsweredInTheirOrder sends many messages at once to one thread, by two processes: each answer
@@ -162,9 +149,7 @@ func TestTurnsAreAnsweredInTheirOrder(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	lines := w.transcript(t, "order")
 	if len(lines) != 2*n {
 		t.Fatalf("the thread has %d messages:\n%s", len(lines), strings.Join(lines, "\n"))
@@ -176,9 +161,7 @@ func TestTurnsAreAnsweredInTheirOrder(t *testing.T) {
 	}
 	for _, r := range w.model.Requests() { // whoever was answered had all before in view
 		said := heard(r)
-		if diff := cmp.Diff(lines[:len(said)], said); diff != "" {
-			t.Errorf("the model heard (-thread +got):\n%s", diff)
-		}
+		assert.NoDiff(t, lines[:len(said)], said)
 	}
 	if !pgtest.Value[bool](t, w.pool, `
 		select bool_and(ordered) from (select turn > coalesce(lag(turn) over (order by seq), 0) as ordered
@@ -206,13 +189,9 @@ func TestManyThreadsDoNotWaitForEachOther(t *testing.T) {
 		})
 		testkit.Receive(t, g.asked)
 	}
-	if got := p.answerTo(t, "quick", "hi"); got != "quick" {
-		t.Errorf("answer %q", got)
-	}
+	assert.Equal(t, "quick", p.answerTo(t, "quick", "hi"))
 	close(g.pieces)
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 }
 
 func TestDoubleTextingRejected(t *testing.T) {
@@ -233,17 +212,11 @@ func TestDoubleTextingRejected(t *testing.T) {
 	}
 	send(t, g.pieces, "First.")
 	close(g.pieces)
-	if err := group.Wait(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, group.Wait())
 	// Right after the answer nothing is under way any more.
-	if got := p.answerTo(t, "d", "three"); got != "Second." {
-		t.Errorf("answer %q", got)
-	}
+	assert.Equal(t, "Second.", p.answerTo(t, "d", "three"))
 	want := []string{"user: one", "assistant: First.", "user: three", "assistant: Second."}
-	if diff := cmp.Diff(want, w.transcript(t, "d")); diff != "" {
-		t.Errorf("thread (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, want, w.transcript(t, "d"))
 }
 
 func TestDoubleTextingInterrupts(t *testing.T) {
@@ -259,16 +232,12 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 				other = w.process(t, interrupt)
 			}
 			stream, err := p.client(inThread("i")...).CreateChatCompletionStream(t.Context(), says("coffee"))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			testkit.Receive(t, g.asked)
 			send(t, g.pieces, "Coffee is")
 			for text := ""; text == ""; {
 				chunk, err := stream.Recv()
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				text = chunk.Choices[0].Delta.Content
 			}
 			kept := "Coffee is"
@@ -283,9 +252,7 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 				}, "what was said so far is stored")
 				kept = pgtest.Value[string](t, w.pool, `select content from agent_message_drafts`)
 			}
-			if got := other.answerTo(t, "i", "tea, rather"); got != "Then tea." {
-				t.Errorf("answer %q", got)
-			}
+			assert.Equal(t, "Then tea.", other.answerTo(t, "i", "tea, rather"))
 			_, err = streamed(t, stream)
 			var failure *openai.APIError
 			if !errors.As(err, &failure) || failure.Code != "interrupted" {
@@ -297,9 +264,7 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 				t.Errorf("the model heard %q, want the partial answer %q", said, kept)
 			}
 			status := pgtest.Value[string](t, w.pool, `select string_agg(status, ' ' order by created_at) from agent_executions`)
-			if status != "cancelled completed" {
-				t.Errorf("executions: %s", status)
-			}
+			assert.Equal(t, "cancelled completed", status)
 		})
 	}
 }
@@ -312,22 +277,16 @@ func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
 	w := newWorld(t, reply, modeltest.Text("Then tea."))
 	p := w.process(t, func(c *chat.Chat) { c.DoubleTexting = chat.Interrupt })
 	stream, err := p.client(inThread("i")...).CreateChatCompletionStream(t.Context(), says("coffee"))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	testkit.Receive(t, g.asked)
 	send(t, g.pieces, "Coffee is")
 	for text := ""; text == ""; {
 		chunk, err := stream.Recv()
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		text = chunk.Choices[0].Delta.Content
 	}
 	tx, err := w.pool.Begin(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	if _, err := tx.Exec(t.Context(), `select from agent_executions for no key update`); err != nil {
 		t.Fatal(err)
@@ -335,12 +294,8 @@ func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
 	answer := make(chan string, 1)
 	go func() { answer <- p.answerTo(t, "i", "tea, rather") }()
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_messages where interrupted and content like 'Coffee is%'`)
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if got := testkit.Receive(t, answer); got != "Then tea." {
-		t.Errorf("answer %q", got)
-	}
+	require.NoError(t, tx.Rollback(t.Context()))
+	assert.Equal(t, "Then tea.", testkit.Receive(t, answer))
 	if status := pgtest.Value[string](t, w.pool,
 		`select string_agg(status, ' ' order by created_at) from agent_executions`); status != "cancelled completed" {
 		t.Errorf("executions: %s", status)
@@ -362,13 +317,9 @@ func TestAnAnswerIsAttachedTo(t *testing.T) {
 			ctx, goAway := context.WithCancel(t.Context())
 			defer goAway()
 			stream, err := p.client(inThread("a")...).CreateChatCompletionStream(ctx, says("tell me"))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			first, err := stream.Recv()
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			testkit.Receive(t, g.asked)
 			send(t, g.pieces, "Once upon")
 			goAway() // a client that goes away does not stop the turn
@@ -390,9 +341,7 @@ func TestAnAnswerIsAttachedTo(t *testing.T) {
 			})
 			send(t, g.pieces, " a time.")
 			close(g.pieces)
-			if err := group.Wait(); err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, group.Wait())
 			if text := contentOf(t, seen); text != "Once upon a time." || !strings.HasSuffix(seen, "data: [DONE]\n\n") {
 				t.Errorf("attached stream: %q of\n%s", text, seen)
 			}
@@ -400,9 +349,7 @@ func TestAnAnswerIsAttachedTo(t *testing.T) {
 				!strings.Contains(body, `"content":"Once upon a time."`) {
 				t.Errorf("afterwards: %d %s", r.StatusCode, body)
 			}
-			if diff := cmp.Diff([]string{"user: tell me", "assistant: Once upon a time."}, w.transcript(t, "a")); diff != "" {
-				t.Errorf("thread (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, []string{"user: tell me", "assistant: Once upon a time."}, w.transcript(t, "a"))
 		})
 	}
 }
@@ -426,10 +373,7 @@ func TestAUserIsAnApplicationsOwn(t *testing.T) {
 				text)
 		}
 	}
-	if diff := cmp.Diff([]string{"user: message 0", "assistant: One.", "user: message 3"},
-		heard(w.model.Requests()[3])); diff != "" {
-		t.Errorf("the model heard (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, []string{"user: message 0", "assistant: One.", "user: message 3"}, heard(w.model.Requests()[3]))
 }
 
 // While another transaction has the thread, its visitor is told to send the message again; nothing is stored.
@@ -442,9 +386,7 @@ func TestAThreadThatIsLockedIsBusy(t *testing.T) {
 			p := w.process(t, func(c *chat.Chat) { c.DoubleTexting = how })
 			p.answerTo(t, "held", "one")
 			tx, err := w.pool.Begin(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 			if _, err := tx.Exec(t.Context(), `select from agent_threads for update`); err != nil {
 				t.Fatal(err)
@@ -454,17 +396,11 @@ func TestAThreadThatIsLockedIsBusy(t *testing.T) {
 				got.Header.Get("Retry-After") == "" {
 				t.Errorf("%d %v %s", got.StatusCode, got.Header, body)
 			}
-			if answer := p.answerTo(t, "other", "three"); answer != "Second." {
-				t.Errorf("another thread: %s", answer)
-			}
-			if err := tx.Rollback(t.Context()); err != nil {
-				t.Fatal(err)
-			}
+			assert.Equal(t, "Second.", p.answerTo(t, "other", "three"))
+			require.NoError(t, tx.Rollback(t.Context()))
 			p.answerTo(t, "held", "four")
 			want := []string{"user: one", "assistant: First.", "user: four", "assistant: Third."}
-			if diff := cmp.Diff(want, w.transcript(t, "held")); diff != "" {
-				t.Errorf("thread (-want +got):\n%s", diff)
-			}
+			assert.NoDiff(t, want, w.transcript(t, "held"))
 		})
 	}
 }
@@ -552,9 +488,7 @@ func TestASummaryThatFailsHarmsNobody(t *testing.T) {
 	p := w.process(t, func(c *chat.Chat) { c.History = 1000 })
 	converse(t, w.pool, "sad", 100)
 	for range 2 {
-		if got := p.answerTo(t, "sad", "hello"); got != "Hi." {
-			t.Errorf("answer %q", got)
-		}
+		assert.Equal(t, "Hi.", p.answerTo(t, "sad", "hello"))
 	}
 }
 
@@ -589,9 +523,7 @@ func (p *process) announce(t *testing.T, words ...string) {
 			Flow: "announce", Surface: trace.Flow,
 			ThreadID: "t", Input: w,
 		})
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		p.reaches(t, x.ID, executions.Completed)
 	}
 }
@@ -623,16 +555,12 @@ func TestTheNextAnswerBeginsWithWhatFlowsSaid(t *testing.T) {
 	if h := strings.Join(history, "|"); strings.Count(h, "It leaves today.") != 1 {
 		t.Errorf("the model was shown %q", h)
 	}
-	if got := p.answerTo(t, "t", "and now?"); got != "I am the model." {
-		t.Errorf("the words came again: %q", got)
-	}
+	assert.Equal(t, "I am the model.", p.answerTo(t, "t", "and now?"))
 	lines := []string{
 		"hello", "I am the model.", "Your order is approved.", "It leaves today.", "any news?", "I am the model.",
 		"and now?", "I am the model.",
 	}
-	if diff := cmp.Diff(lines, p.all(t, "t")); diff != "" {
-		t.Errorf("the thread (-want +got):\n%s", diff)
-	}
+	assert.NoDiff(t, lines, p.all(t, "t"))
 }
 
 func TestAStreamBeginsWithWhatFlowsSaid(t *testing.T) {
@@ -645,9 +573,7 @@ func TestAStreamBeginsWithWhatFlowsSaid(t *testing.T) {
 	request := says("any news?")
 	request.MaxCompletionTokens = 3 // bounds what the model says
 	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), request)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got := ""
 	for got != "Approved." { // before the model has said a word
 		chunk, err := stream.Recv()
@@ -684,9 +610,7 @@ func TestAResponseBeginsWithWhatFlowsSaid(t *testing.T) {
 	p.announce(t, "Approved.")
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, p.url+"/v1/responses",
 		strings.NewReader(`{"model":"nora","input":"any news?"}`))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	r.Header.Set("Authorization", "Bearer site")
 	if _, body := do(t, r, inThread("t")); !strings.Contains(body, `Approved.\n\nI am the model.`) {
 		t.Errorf("response: %s", body)
@@ -706,9 +630,7 @@ func TestAFlowsWordsWaitForAnAnswerInWords(t *testing.T) {
 		t.Errorf("answer in a form: %s, %v", got, err)
 	}
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
-	if got := p.answerTo(t, "t", "in words"); got != "Approved.\n\nYes." {
-		t.Errorf("answer in words: %q", got)
-	}
+	assert.Equal(t, "Approved.\n\nYes.", p.answerTo(t, "t", "in words"))
 }
 
 // A turn that failed has no answer; its words are the next one's.
@@ -725,9 +647,7 @@ func TestAFailedTurnLeavesAFlowsWordsToTheNext(t *testing.T) {
 		t.Fatalf("the turn did not fail: %s", body)
 	}
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
-	if got := p.answerTo(t, "t", "any news?"); got != "Approved.\n\nYes." {
-		t.Errorf("answer: %q", got)
-	}
+	assert.Equal(t, "Approved.\n\nYes.", p.answerTo(t, "t", "any news?"))
 }
 
 func TestAnAnswerOfAFlowBeginsWithWhatWasSaidSinceTheModels(t *testing.T) {
@@ -742,7 +662,5 @@ func TestAnAnswerOfAFlowBeginsWithWhatWasSaidSinceTheModels(t *testing.T) {
 	}
 	p.answerTo(t, "t", "hello")
 	p.talks(t)
-	if got := p.answerTo(t, "t", "Ada"); got != "Send me your name.\n\nHello, Ada." {
-		t.Errorf("answer: %q", got)
-	}
+	assert.Equal(t, "Send me your name.\n\nHello, Ada.", p.answerTo(t, "t", "Ada"))
 }

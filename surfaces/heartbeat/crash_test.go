@@ -152,9 +152,7 @@ func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost
 			t.Errorf("not so: %s", what)
 		}
 	}
-	if n := w.calls.of("look"); n != 3 {
-		t.Errorf("look was called %d times, want 3: in model call %d", n, lost)
-	}
+	assert.Equal(t, 3, w.calls.of("look"), lost)
 }
 
 // A heartbeat cancelled during an automation leaves its run claimed.

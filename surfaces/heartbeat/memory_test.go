@@ -9,6 +9,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -75,9 +76,7 @@ func TestStaleNoteIsConflict(t *testing.T) {
 		open[0].TraceID != x.TraceID || *open[0].ExecutionID != x.ID {
 		t.Errorf("the conflict is %+v, %v", open, err)
 	}
-	if !strings.Contains(said.Phases["save_memories"], "1 kept as conflicts") {
-		t.Errorf("the phase says %q", said.Phases["save_memories"])
-	}
+	assert.Contains(t, said.Phases["save_memories"], "1 kept as conflicts")
 	pgtest.Equal(t, w.pool, "skipped", `select status from agent_activity where skill_name = 'save_memory'`)
 }
 
@@ -149,9 +148,7 @@ func TestObjectiveNoteReplacesPromptValue(t *testing.T) {
 			pgtest.Equal(t, w.pool, test.want, `select note from agent_objectives`)
 			first := pgtest.Value[string](t, w.pool, `select status from agent_activity where skill_name = 'objective_update'
 				order by id limit 1`)
-			if (first == "skipped") != (test.meanwhile != "") {
-				t.Errorf("the first call is %s", first)
-			}
+			assert.Equal(t, test.meanwhile != "", (first == "skipped"), first)
 		})
 	}
 }

@@ -142,9 +142,7 @@ func TestIdleHeartbeatCallsNoModel(t *testing.T) {
 		w := newTestHeartbeat(t)
 		for n := range 10 {
 			x, _ := w.runCompleted(t)
-			if diff := cmp.Diff(idle, w.traceLines(t, x.TraceID)); diff != "" {
-				t.Errorf("heartbeat %d (-want +got):\n%s", n, diff)
-			}
+			assert.Equal(t, "", cmp.Diff(idle, w.traceLines(t, x.TraceID)), n)
 		}
 		assert.Equal(t, 0, len(w.model.Requests()))
 	})
@@ -244,9 +242,7 @@ func TestModelReadsMemoryError(t *testing.T) {
 	}
 	told := w.model.Requests()[1].Messages[3:8]
 	for n, m := range told {
-		if refused := strings.Contains(strings.ToLower(m.Content), "invalid_params"); refused != (n < 4) {
-			t.Errorf("call %d: the model was told %s", n, m.Content)
-		}
+		assert.Equal(t, n < 4, strings.Contains(strings.ToLower(m.Content), "invalid_params"), n, m.Content)
 	}
 }
 

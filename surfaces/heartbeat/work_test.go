@@ -43,9 +43,7 @@ func (w *testHeartbeat) runWithoutLanes(t *testing.T, n int) []executions.Execut
 	}
 	all.Wait()
 	for _, x := range ended {
-		if x.Status != executions.Completed {
-			t.Errorf("a heartbeat is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
-		}
+		assert.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
 	}
 	return ended
 }
@@ -215,9 +213,7 @@ func TestGrantRunsOnceUnderRace(t *testing.T) {
 	w := withGrant(t)
 	w.runWithoutLanes(t, 4)
 	for n := range 2 {
-		if calls := w.calls.of(fmt.Sprintf(`{"n": %d}`, n)); calls != 1 {
-			t.Errorf("call %d was made %d times", n, calls)
-		}
+		assert.Equal(t, 1, w.calls.of(fmt.Sprintf(`{"n": %d}`, n)), n)
 	}
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_approvals where status = 'consumed'`)
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'drop'`)
@@ -312,9 +308,7 @@ func TestRecurringObjectiveRestarts(t *testing.T) {
 	}
 	asked := len(w.model.Requests())
 	w.runCompleted(t)
-	if n := len(w.model.Requests()); n != asked {
-		t.Error("an objective that is not due was worked on")
-	}
+	assert.Equal(t, asked, len(w.model.Requests()))
 }
 
 func TestObjectiveBackoff(t *testing.T) {
@@ -356,9 +350,7 @@ func TestHeldObjectiveIsSkipped(t *testing.T) {
 		"run_automations skipped", "reflect skipped", "save_memories skipped",
 	}
 	assert.NoDiff(t, want, w.traceLines(t, x.TraceID))
-	if len(w.model.Requests()) != 0 {
-		t.Error("the model was asked about somebody else's objective")
-	}
+	assert.Equal(t, 0, len(w.model.Requests()))
 }
 
 func TestTrialSkillReturnsToService(t *testing.T) {
@@ -375,9 +367,7 @@ func TestTrialSkillReturnsToService(t *testing.T) {
 	w.addObjective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
 	w.setReplies(map[string][]modeltest.Reply{"Objective o": {modeltest.ToolCall("fetch", `{}`), modeltest.Text("ok")}})
 	x, _ := w.runCompleted(t)
-	if !strings.Contains(w.prompts()[len(w.prompts())-1], "fetch is on trial") {
-		t.Error("the prompt does not speak of the trial")
-	}
+	assert.Contains(t, w.prompts()[len(w.prompts())-1], "fetch is on trial")
 	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") ||
 		w.calls.of("fetch") < 1 {
 		t.Errorf("story is %s", story)
@@ -523,9 +513,7 @@ func TestStepNeedsEvidence(t *testing.T) {
 			words = append(words, m.Content)
 		}
 		last := strings.Join(words[len(words)-2:], " ")
-		if strings.Contains(last, "Act first, then report") != told {
-			t.Errorf("after reply %d the model was told %s", n, last)
-		}
+		assert.Equal(t, told, strings.Contains(last, "Act first, then report"), n, last)
 	}
 	pgtest.Equal(t, w.pool, "look true", `select skill_name || ' ' || (given_by = '') from agent_objective_evidence`)
 }

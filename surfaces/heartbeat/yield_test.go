@@ -45,9 +45,7 @@ func TestBusyLaneIsSkipped(t *testing.T) {
 		t.Errorf("the holder is not named: %s, %q", output, said.Skipped)
 	}
 	w.freeLane(t, heartbeat.Lane)
-	if len(w.model.Requests()) != 0 {
-		t.Error("a skipped heartbeat asked the model")
-	}
+	assert.Equal(t, 0, len(w.model.Requests()))
 }
 
 // Without lanes no row blocks a heartbeat.
@@ -72,9 +70,7 @@ func TestConcurrentHeartbeatIsSkipped(t *testing.T) {
 	}
 	all.Wait()
 	for _, x := range ended {
-		if x.Status != executions.Completed {
-			t.Errorf("a heartbeat is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
-		}
+		assert.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
 	}
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'heal_skill'`)
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_automation_runs`)
@@ -185,9 +181,7 @@ func TestHeartbeatResumesAfterLaneHolder(t *testing.T) {
 			if got := phases(lines); len(got) != 6 || strings.Contains(strings.Join(lines, " "), "error") {
 				t.Errorf("story is %q", lines)
 			}
-			if len(summary(t, x).Phases) != 6 {
-				t.Errorf("summary is %q", x.ResultSummary)
-			}
+			assert.Equal(t, 6, len(summary(t, x).Phases), x.ResultSummary)
 			pgtest.Equal(t, w.pool, 0, `select count(*) from agent_automation_runs where status <> 'success'`)
 		})
 	}

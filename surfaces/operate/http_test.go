@@ -173,9 +173,7 @@ func TestJSONResponse(t *testing.T) {
 		t.Errorf("the call before the wait used %d tokens, the answer says %+v", spent, got.Usage)
 	}
 	w.decide(t, got.Approvals[0].ID, true)
-	if x := w.waitStatus(t, got.ExecutionID, executions.Completed); x.ResultSummary != "Later." {
-		t.Errorf("it ended with %q", x.ResultSummary)
-	}
+	assert.Equal(t, "Later.", w.waitStatus(t, got.ExecutionID, executions.Completed).ResultSummary)
 }
 
 func TestBusyLaneProblem(t *testing.T) {

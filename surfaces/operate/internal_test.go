@@ -135,8 +135,7 @@ func FuzzStream(f *testing.F) {
 		}
 		call.Arguments = nil // as JSON they are the same, not as text
 		want := ToolCall{ID: text, Name: "f", Error: text}
-		if diff := cmp.Diff(want, call) + cmp.Diff(Done{Text: text}, done) + cmp.Diff(Delta{text}, delta); diff != "" {
-			t.Errorf("%q came out otherwise: %s", text, diff)
-		}
+		assert.Equal(t, "",
+			cmp.Diff(want, call)+cmp.Diff(Done{Text: text}, done)+cmp.Diff(Delta{text}, delta), text)
 	})
 }

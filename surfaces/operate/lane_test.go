@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -185,9 +186,7 @@ func TestLostLaneStopsTurn(t *testing.T) {
 		t.Errorf("the turn ended with %v", err)
 	}
 	<-stopped
-	if x := w.execution(t, start.ExecutionID); x.Status != executions.Failed {
-		t.Errorf("the execution is %s", x.Status)
-	}
+	assert.Equal(t, executions.Failed, w.execution(t, start.ExecutionID).Status)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where status = 'running'`)
 }
 

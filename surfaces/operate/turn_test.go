@@ -100,9 +100,7 @@ func TestToolCallEventsHideSecrets(t *testing.T) {
 		calls[3].ID == calls[1].ID {
 		t.Errorf("fourth event is %+v", calls[3])
 	}
-	if done.Text != "Done." {
-		t.Errorf("done is %+v", done)
-	}
+	assert.Equal(t, "Done.", done.Text, done)
 }
 
 // withHangingTurn has an http skill that never responds, or a sql skill that sleeps.
@@ -236,9 +234,7 @@ func TestKeyOfFailedOrOldTurn(t *testing.T) {
 		}
 		pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
-	if resp := p.postWithKey(t, "k", `{"message":"Hello."}`); resp.StatusCode != http.StatusConflict {
-		t.Errorf("after the turn that did not fail: %d", resp.StatusCode)
-	}
+	assert.Equal(t, http.StatusConflict, p.postWithKey(t, "k", `{"message":"Hello."}`).StatusCode)
 	pgtest.Exec(t, w.pool, `update agent_executions set created_at = created_at - interval '1 day'`)
 	if events, _ := readEvents(p.postWithKey(t, "k", `{"message":"Hello."}`).Body,
 		nil); eventNames(events) != "start delta done" {
@@ -482,12 +478,8 @@ func TestHeartbeatYieldsToSession(t *testing.T) {
 		w.traceRows(t, tick.TraceID) != "heartbeat skipped" {
 		t.Errorf("the tick is %s: %q, %v; %s", tick.Status, tick.ResultSummary, err, w.traceRows(t, tick.TraceID))
 	}
-	if x := w.execution(t, beat.ID); x.Status != executions.Waiting {
-		t.Errorf("the heartbeat is %s while the admin works", x.Status)
-	}
+	assert.Equal(t, executions.Waiting, w.execution(t, beat.ID).Status)
 	require.NoError(t, s.Close(t.Context()))
 	w.waitStatus(t, beat.ID, executions.Completed)
-	if n := strings.Count(w.traceRows(t, x.TraceID), "look success"); n != 1 {
-		t.Errorf("the story is %s", w.traceRows(t, x.TraceID))
-	}
+	assert.Equal(t, 1, strings.Count(w.traceRows(t, x.TraceID), "look success"), w.traceRows(t, x.TraceID))
 }

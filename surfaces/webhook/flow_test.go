@@ -119,9 +119,7 @@ func TestMissingPathFailsAndIsReplayable(t *testing.T) {
 	w.runEngine(t)
 	first := w.sendAccepted(t, "typo", "msg_1", `{"issue":{"number":7}}`)
 	d := w.waitStatus(t, "msg_1", webhooks.Dead)
-	if want := `action 2: key: body.isue.number: the body has nothing at "isue"`; testkit.Deref(d.ErrorMessage) != want {
-		t.Errorf("error %q, want %q", testkit.Deref(d.ErrorMessage), want)
-	}
+	assert.Equal(t, `action 2: key: body.isue.number: the body has nothing at "isue"`, testkit.Deref(d.ErrorMessage))
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_events where key = 'first'`)
 	define("issue-{body.issue.number}")
 	replayed, err := w.surface.Replay(t.Context(), d.ID, -1, "it was lost")
@@ -353,9 +351,7 @@ func TestDeliveryStartsFlowOnce(t *testing.T) {
 	})
 	d := w.waitStatus(t, "msg_1", webhooks.Done)
 	assert.Equal(t, 2, d.Attempts)
-	if repeated := w.send(t, "hire", "msg_1", `{"candidate": {"name": "Ana"}}`); repeated.status != 200 {
-		t.Errorf("repeated: %d", repeated.status)
-	}
+	assert.Equal(t, 200, w.send(t, "hire", "msg_1", `{"candidate": {"name": "Ana"}}`).status)
 	for flow, input := range map[string]string{
 		"onboarding": `{"name": "Ana"}`,
 		"archive":    `{"candidate": {"name": "Ana"}}`,

@@ -289,9 +289,7 @@ func TestInvalidBodies(t *testing.T) {
 				body = io.MultiReader(body) // of unknown length
 			}
 			got := w.post(t, "/webhooks/"+c.endpoint, h, body)
-			if got.status != c.want {
-				t.Errorf("answer %d %s, want %d", got.status, got.body, c.want)
-			}
+			assert.Equal(t, c.want, got.status, got.body)
 			if c.want >= 400 && got.header.Get("Content-Type") != "application/problem+json" {
 				t.Errorf("content type %s", got.header.Get("Content-Type"))
 			}
@@ -316,9 +314,7 @@ func TestTruncatedBody(t *testing.T) {
 	response, err := http.ReadResponse(bufio.NewReader(conn), nil)
 	require.NoError(t, err)
 	defer func() { _ = response.Body.Close() }()
-	if response.StatusCode != http.StatusBadRequest {
-		t.Errorf("answer %s", response.Status)
-	}
+	assert.Equal(t, http.StatusBadRequest, response.StatusCode, response.Status)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_webhook_deliveries`)
 }
 
@@ -369,9 +365,7 @@ func TestConflictingBodyIsStored(t *testing.T) {
 	for line := range strings.Lines(log.String()) {
 		if strings.Contains(line, "webhook repeated") {
 			repeated++
-			if !strings.Contains(line, `"trace_id":"`+first.TraceID+`"`) {
-				t.Errorf("logged under a trace that nobody knows: %s", line)
-			}
+			assert.Contains(t, line, `"trace_id":"`+first.TraceID+`"`)
 		}
 	}
 	assert.Equal(t, 12, repeated)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -142,9 +143,7 @@ func TestStopAtEveryBoundary(t *testing.T) {
 			s := newScene(t)
 			id := s.begin()
 			a := s.breakAt(n, how, "serve")
-			if code := a.Exit(); code != 0 {
-				t.Errorf("exit code %d, want 0", code)
-			}
+			assert.Equal(t, 0, a.Exit())
 			before := s.look()
 			if open := s.running(); len(open) != 0 {
 				t.Errorf("left open: %+v", open)
@@ -172,9 +171,7 @@ func TestInterruptAtEveryBoundary(t *testing.T) {
 				t.Errorf("exit code %d, and the heartbeat is %s", code, got)
 			}
 			for what, sql := range leftovers {
-				if n := pgtest.Value[int](s.t, s.db, sql); n != 0 {
-					t.Errorf("%s: %d, want none", what, n)
-				}
+				assert.Equal(t, 0, pgtest.Value[int](s.t, s.db, sql), what)
 			}
 		})
 }

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -70,8 +71,6 @@ func killChat(t *testing.T, n int, how verdict, stream bool) {
 			t.Errorf("attached again: %+v, want %+v", again, got)
 		}
 	}
-	if strings.Count(got.Text, reply(m.words)) != 1 {
-		t.Errorf("the answer is %q", got.Text)
-	}
+	assert.Equal(t, 1, strings.Count(got.Text, reply(m.words)), got.Text)
 	s.settled(before)
 }

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -45,13 +46,9 @@ func TestDevLeavesNoServerBehind(t *testing.T) {
 			beats++
 		}
 	}
-	if beats != 2 {
-		t.Errorf("%d heartbeats are on record, want that of each start: %+v", beats, got.Items)
-	}
+	assert.Equal(t, 2, beats, got.Items)
 	second.Signal(syscall.SIGTERM)
-	if code := second.Exit(); code != 0 {
-		t.Errorf("exit code %d, want 0", code)
-	}
+	assert.Equal(t, 0, second.Exit())
 	if files, err := filepath.Glob(filepath.Join(dir, ".agent", "pg", "*", "data", "postmaster.pid")); err != nil ||
 		len(files) > 0 {
 		t.Errorf("after an orderly stop there is %v (%v)", files, err)

@@ -11,6 +11,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
@@ -109,7 +110,5 @@ func TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice(t *testing.T) {
 	for _, r := range s.model.Requests()[before:] {
 		keys[r.IdempotencyKey()] = true
 	}
-	if len(keys) != wanted {
-		t.Errorf("there are %d idempotency keys, want %d", len(keys), wanted)
-	}
+	assert.Equal(t, wanted, len(keys))
 }

@@ -7,6 +7,7 @@ import (
 	"regexp"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -112,9 +113,7 @@ func killHook(t *testing.T, n int, how verdict, fails bool) {
 	}
 	b := s.serve("")
 	want := http.StatusAccepted - 2*stored // what came before is 200
-	if again := s.deliver(b); again != want {
-		t.Errorf("sent again, the delivery is answered %d, want %d", again, want)
-	}
+	assert.Equal(t, want, s.deliver(b))
 	s.handled(b)
 	s.delivered(before, fails)
 }

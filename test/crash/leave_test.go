@@ -10,6 +10,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -147,9 +148,7 @@ func killLeave(t *testing.T, who partner, n int, how verdict) {
 	s.through(a, who)
 	before := s.over(a)
 	if id := s.pending(); id != "" && n%2 == 0 { // while no process works
-		if code := s.agent("", "approvals", "approve", id).Exit(); code != 0 {
-			t.Errorf("agent approvals approve exits %d", code)
-		}
+		assert.Equal(t, 0, s.agent("", "approvals", "approve", id).Exit())
 	}
 	b := s.serve("")
 	var asking sync.WaitGroup
@@ -158,18 +157,14 @@ func killLeave(t *testing.T, who partner, n int, how verdict) {
 		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_approvals)`)
 	})
 	if s.pending() != "" {
-		if status := s.decide(b, true); status != http.StatusOK {
-			t.Errorf("the decision is answered %d", status)
-		}
+		assert.Equal(t, http.StatusOK, s.decide(b, true))
 	}
 	asking.Wait()
 	eventually(t, "the turn ends", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select count(*) = 1 and bool_and(completed_at is not null)
 			from agent_executions`)
 	})
-	if status := s.decide(b, false); status != http.StatusConflict {
-		t.Errorf("a second decision is answered %d", status)
-	}
+	assert.Equal(t, http.StatusConflict, s.decide(b, false))
 	s.closes(b)
 	s.allowed(b, who, before)
 }
@@ -216,9 +211,7 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 			before := s.over(a)
 			asking.Wait()
 			cli := s.agent("", "approvals", "reject", s.pending(), "--reason", "too dear", "--json")
-			if code := cli.Exit(); code != 0 {
-				t.Errorf("agent approvals reject exits %d", code)
-			}
+			assert.Equal(t, 0, cli.Exit())
 			b := s.serve("")
 			who.again(s, b)
 			eventually(t, "the turn ends", func() bool {
@@ -234,9 +227,8 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 			if !s.told("too dear") {
 				t.Error("the model was not told why")
 			}
-			if got := pgtest.Value[string](s.t, s.db, `select string_agg(status, ' ') from agent_approvals`); got != "rejected" {
-				t.Errorf("the approval is %s", got)
-			}
+			assert.Equal(t, "rejected",
+				pgtest.Value[string](s.t, s.db, `select string_agg(status, ' ') from agent_approvals`))
 		})
 	}
 }

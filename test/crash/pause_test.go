@@ -7,6 +7,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -37,9 +38,7 @@ func TestAPausedWorkerWakesToNothing(t *testing.T) {
 	held.free()
 	a.Signal(syscall.SIGCONT)
 	s.rejects(id, "look")
-	if now := s.record(id); now != record {
-		t.Errorf("the run's record has changed:\n%s\nwas:\n%s", now, record)
-	}
+	assert.Equal(t, record, s.record(id))
 	// It has lost that run, not its life: it begins anew under another lease.
 	eventually(t, "the woken process has a lease again", func() bool {
 		return pgtest.Value[bool](s.t, s.db, `select exists (select from agent_workers where expires_at > clock_timestamp()
@@ -96,9 +95,7 @@ func TestAWriteThatComesTooLate(t *testing.T) {
 			p.release()
 			a.Signal(syscall.SIGCONT)
 			s.rejects(id, "")
-			if now := s.record(id); now != record {
-				t.Errorf("the run's record has changed:\n%s\nwas:\n%s", now, record)
-			}
+			assert.Equal(t, record, s.record(id))
 		})
 	}
 }

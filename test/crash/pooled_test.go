@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgbouncer"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -72,9 +73,7 @@ func TestThroughPgBouncer(t *testing.T) {
 			s.post(a, "/v1/events", `{"event": "EVENT_COMPLETED", "key": "go-on"}`, http.StatusAccepted)
 			s.ends(flow, "completed")
 			for key, n := range s.called() {
-				if n != 1 {
-					t.Errorf("call %s was made %d times", key, n)
-				}
+				assert.Equal(t, 1, n, key)
 			}
 			if n := listening(); !direct && n != 0 {
 				t.Errorf("%d connections listen through the pooler", n)

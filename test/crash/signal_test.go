@@ -6,6 +6,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -20,9 +21,7 @@ func TestASecondSignalEndsTheProcess(t *testing.T) {
 	a.Signal(syscall.SIGTERM)
 	eventually(t, "the API has closed", func() bool { return s.stopping(a) })
 	a.Signal(syscall.SIGTERM)
-	if code := a.Exit(); code != 130 {
-		t.Errorf("exit code %d, want 130", code)
-	}
+	assert.Equal(t, 130, a.Exit())
 	s.quiet()
 	before := s.look()
 	s.hurry()
@@ -40,29 +39,21 @@ func TestInterruptingACommandCancelsItsHeartbeat(t *testing.T) {
 	held.wait()
 	s.serve("") // which must not take over what is being cancelled
 	a.Signal(syscall.SIGINT)
-	if code := a.Exit(); code != 130 {
-		t.Errorf("exit code %d, want 130", code)
-	}
+	assert.Equal(t, 130, a.Exit())
 	id := s.heartbeat()
-	if got := s.status(id); got != "cancelled" {
-		t.Errorf("the heartbeat is %s, want cancelled", got)
-	}
+	assert.Equal(t, "cancelled", s.status(id))
 	for what, sql := range map[string]string{
 		"lanes held":   `select count(*) from agent_locks_live`,
 		"rows running": `select count(*) from agent_activity where status = 'running'`,
 		"claims":       `select count(*) from agent_executions where claim > 3`,
 	} {
-		if n := pgtest.Value[int](s.t, s.db, sql); n != 0 {
-			t.Errorf("%s: %d, want none", what, n)
-		}
+		assert.Equal(t, 0, pgtest.Value[int](s.t, s.db, sql), what)
 	}
 	if got := pgtest.Value[string](s.t, s.db,
 		`select status from agent_activity where skill_name = 'look'`); got != "unknown" {
 		t.Errorf("the call that was cut off is %s, want unknown", got)
 	}
-	if got := len(s.called()); got != 2 {
-		t.Errorf("%d calls were made, want the approved one and the one that was cut off", got)
-	}
+	assert.Equal(t, 2, len(s.called()))
 }
 
 // stopping reports whether a process has begun to shut down.

@@ -10,6 +10,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -118,9 +119,7 @@ func TestKillWhileACallIsInFlight(t *testing.T) {
 			if c.again {
 				want = 2
 			}
-			if got := s.look().calls(inFlight[0].Key); got != want {
-				t.Errorf("the call went out %d times under its key, want %d", got, want)
-			}
+			assert.Equal(t, want, s.look().calls(inFlight[0].Key))
 			s.shows(id, "unknown")
 		})
 	}

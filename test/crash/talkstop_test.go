@@ -14,6 +14,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -48,9 +49,7 @@ func TestAStopInTheMiddleOfAStreamedAnswer(t *testing.T) {
 			})
 			<-heard
 			a.Signal(syscall.SIGTERM)
-			if code := a.Exit(); code != 0 {
-				t.Errorf("exit code %d, want 0", code)
-			}
+			assert.Equal(t, 0, a.Exit())
 			asking.Wait()
 			if got.Code != "shutting_down" || got.Complete || got.ID == "" || got.Text == "" {
 				t.Errorf("the client heard %+v, want the beginning of the answer and that the server goes down", got)
@@ -109,9 +108,7 @@ func TestAPausedChatWakesToNothing(t *testing.T) {
 			a.Signal(syscall.SIGCONT)
 			s.rejects(id, "look")
 			asking.Wait()
-			if now := s.record(id); now != record {
-				t.Errorf("the run's record has changed:\n%s\nwas:\n%s", now, record)
-			}
+			assert.Equal(t, record, s.record(id))
 			if now := s.lines(b, "th"); !slices.Equal(now, lines) {
 				t.Errorf("the thread is %q, was %q", now, lines)
 			}
@@ -180,9 +177,7 @@ func TestAServerDiesUnderFiveChats(t *testing.T) {
 	for thread, words := range all {
 		s.answered(b, thread, nil, words...)
 	}
-	if status := s.attach(b, "chatcmpl-01a1fd1b-0000-7000-8000-000000000000", "").Status; status != http.StatusNotFound {
-		t.Errorf("an answer that never was: %d", status)
-	}
+	assert.Equal(t, http.StatusNotFound, s.attach(b, "chatcmpl-01a1fd1b-0000-7000-8000-000000000000", "").Status)
 }
 
 // expire ends the lease of one process.

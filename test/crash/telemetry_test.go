@@ -15,6 +15,7 @@ import (
 	"github.com/prometheus/common/model"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -178,9 +179,7 @@ func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 		"execute_tool settle": 1,
 		"wait lane":           1, "wait delay": 1, "phase advance_plan": 1, "chat " + modeltest.Model: 5,
 	} {
-		if got[name] != want {
-			t.Errorf("%d spans %q, want %d; all: %v", got[name], name, want, got)
-		}
+		assert.Equal(t, want, got[name], name, got)
 	}
 	for _, one := range spans {
 		if one.Resource["service.name"] != "lanekeeper" {
@@ -227,9 +226,7 @@ func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 			t.Errorf("the call that was interrupted is shown as %v", one.Attributes)
 		}
 	}
-	if names(spans)["execute_tool pay"] != 1 {
-		t.Errorf("the call that was interrupted is not shown: %v", names(spans))
-	}
+	assert.Equal(t, 1, names(spans)["execute_tool pay"], names(spans))
 	s.counted(b, map[string]float64{`agent_runs_total{status="completed",surface="heartbeat"}`: 2})
 }
 

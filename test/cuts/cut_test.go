@@ -3,6 +3,7 @@ package cuts_test
 import (
 	"cmp"
 	"fmt"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"hash/fnv"
 	"slices"
 	"strings"
@@ -49,9 +50,7 @@ func undisturbed(t *testing.T) map[string]ending {
 			t.Run(s.name, func(t *testing.T) {
 				t.Parallel()
 				e := s.end(t, nil)
-				if len(e.told) != 0 {
-					t.Errorf("somebody outside was told %q", e.told)
-				}
+				assert.Equal(t, 0, len(e.told), e.told)
 				if len(e.sent) < 60 {
 					t.Errorf("%d different messages; does the proxy still see them?", len(e.sent))
 				}

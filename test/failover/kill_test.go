@@ -10,6 +10,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -199,9 +200,7 @@ func TestTwoProcessesMigrateAtOnce(t *testing.T) {
 	}
 	applied := 0
 	for _, a := range all {
-		if code := a.Exit(); code != 0 {
-			t.Errorf("exit code %d: %s", code, a.Err.Tail(30))
-		}
+		assert.Equal(t, 0, a.Exit(), a.Err.Tail(30))
 		applied += strings.Count(a.Out.String(), "applied ")
 	}
 	if n := appliedFiles(t, connect(t, to)); applied != n || n == 0 {

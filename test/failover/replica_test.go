@@ -18,6 +18,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/engineroom"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
@@ -162,9 +163,8 @@ func (r *replicated) sameAnswers(t *testing.T) {
 		if here.lag != "" || strings.Contains(here.body, "From the replica") {
 			t.Errorf("%s says that it is from the replica, and is not", path)
 		}
-		if diff := cmp.Diff(passing.ReplaceAllString(here.body, ""), passing.ReplaceAllString(there.body, "")); diff != "" {
-			t.Errorf("%s reads otherwise on the replica (-primary +replica):\n%s", path, diff)
-		}
+		assert.Equal(t, "",
+			cmp.Diff(passing.ReplaceAllString(here.body, ""), passing.ReplaceAllString(there.body, "")), path)
 	}
 	if operate := get(t, http.DefaultClient, server+"/operate", false); operate.status != http.StatusOK ||
 		operate.lag != "" {
@@ -278,16 +278,12 @@ func (r *replicated) served(t *testing.T) {
 	a.Says("the read replica is not read")
 	r.standby.start()
 	from("the replica is read again", "/", ofReplica)
-	if said := strings.Count(a.Err.String(), "the read replica is not read"); said != 1 {
-		t.Errorf("the log says %d times that the replica is away, want once:\n%s", said, a.Err.Tail(30))
-	}
+	assert.Equal(t, 1, strings.Count(a.Err.String(), "the read replica is not read"), a.Err.Tail(30))
 
 	r.primary.stop(syscall.SIGQUIT)
 	from("pages are shown without the primary", "/traces/"+oldTrace,
 		func(p page) bool { return strings.Contains(p.body, "the primary does not answer") })
-	if got := get(t, admin, base+"/traces", false); got.status != http.StatusServiceUnavailable {
-		t.Errorf("a login that cannot be checked: status %d, want 503", got.status)
-	}
+	assert.Equal(t, http.StatusServiceUnavailable, get(t, admin, base+"/traces", false).status)
 	if asked := r.ask("why", oldTrace); !strings.Contains(asked.Out.String(), oldTrace) ||
 		!strings.Contains(asked.Err.String(), "the primary does not answer") {
 		t.Errorf("agent why without the primary:\n%s\n%s", asked.Out.Tail(30), asked.Err.Tail(30))

@@ -9,6 +9,7 @@ import (
 	"regexp"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -89,9 +90,7 @@ func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
 	run(t, `psql --dbname="$NEW_DATABASE_URL" --command='drop schema told cascade'`, dir, "NEW_DATABASE_URL="+to)
 	documented(t, "psql --dbname", dir, "NEW_DATABASE_URL="+to)
 	restored := newWorld(t, to, "30s")
-	if n := pgtest.Value[int](restored.t, restored.db, asleep); n != waiting {
-		t.Errorf("%d of %d wait", n, waiting)
-	}
+	assert.Equal(t, waiting, pgtest.Value[int](restored.t, restored.db, asleep))
 	goesOn(restored, waiting+running, token, claims)
 }
 

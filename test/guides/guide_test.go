@@ -11,8 +11,7 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
-
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -80,9 +79,7 @@ func TestWhatCannotRunHereIsListed(t *testing.T) {
 		}
 	}
 	slices.Sort(found)
-	if diff := cmp.Diff(elsewhere, slices.Compact(found)); diff != "" {
-		t.Errorf("what the pages have in blocks that are not run (-listed +found):\n%s", diff)
-	}
+	assert.NoDiff(t, elsewhere, slices.Compact(found))
 }
 
 func TestEveryCommandDoesWhatThePageSays(t *testing.T) {

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -342,9 +343,7 @@ func TestPlantedFaultsAreCaught(t *testing.T) {
 				if errors.Is(err, errIllegal) != planted || !planted && err != nil {
 					t.Errorf("fault planted: %v, the checker says: %v", planted, err)
 				}
-				if crossed := g.count(backwards) > 0; crossed != (planted && plant.writes) {
-					t.Errorf("fault planted: %v, a write under an older token after one under a newer: %v", planted, crossed)
-				}
+				assert.Equal(t, planted && plant.writes, g.count(backwards) > 0, planted)
 			})
 		}
 	}
@@ -363,9 +362,7 @@ func TestATimeoutOfTheCheckerIsAFailure(t *testing.T) {
 	}
 	mark(ops)
 	err := check("x", ops, state{}, time.Millisecond)
-	if !errors.Is(err, errUnchecked) {
-		t.Errorf("the checker says: %v", err)
-	}
+	assert.ErrorIs(t, err, errUnchecked)
 }
 
 // kin is a session of the stage that runs executions of a family.

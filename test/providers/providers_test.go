@@ -10,6 +10,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -61,9 +62,7 @@ func TestEverySurfaceFinishesAtEveryProvider(t *testing.T) {
 			if got := w.client.Learned(test.model); !slices.Equal(got, test.learned) {
 				t.Errorf("learned %q, want %q", got, test.learned)
 			}
-			if n := len(w.server.Refused()); n != len(test.learned) {
-				t.Errorf("%d requests were refused, want %d; the last: %s", n, len(test.learned), lastRefused(w.server))
-			}
+			assert.Equal(t, len(test.learned), len(w.server.Refused()), lastRefused(w.server))
 		})
 	}
 }
@@ -110,9 +109,7 @@ func (w *world) sessionFinishes(t *testing.T) {
 		}
 	}
 	require.NoError(t, s.Close(context.WithoutCancel(t.Context())))
-	if got := w.looked.Load() - before; got != turns {
-		t.Errorf("%d of %d turns corrected their call", got, turns)
-	}
+	assert.Equal(t, turns, w.looked.Load()-before)
 	sent := slices.ContainsFunc(w.server.Requests(), func(r modeltest.Request) bool {
 		return !strings.Contains(r.Messages[0].Content, "You keep the summary") && strings.Contains(r.Body, summary)
 	})
@@ -138,9 +135,7 @@ func (w *world) chatFinishes(t *testing.T) {
 	}
 	refused := pgtest.Value[string](t, w.pool, `select count(*)::text from agent_activity where skill_name = 'look'
 		and surface = 'chat' and status = 'error'`)
-	if refused != "1" {
-		t.Errorf("%s calls of the visitor's turn were refused, want 1", refused)
-	}
+	assert.Equal(t, "1", refused)
 }
 
 // failures are the failed model calls of the log.

@@ -19,6 +19,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
@@ -102,9 +103,7 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 	pgtest.Exec(t, db, `update clock.jump set by = '0'`)
 	begin(3, "steps")
 	ended()
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_executions where status <> 'completed'`); n != 0 {
-		t.Errorf("%d executions are not completed", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_executions where status <> 'completed'`))
 	if n, most := pgtest.Value[int](t, db, `select count(*) from effects`),
 		pgtest.Value[int](t, db, `select count(*) from (select distinct by, what from effects) d`); n != 18*4 || most != n {
 		t.Errorf("%d effects, %d of them different, want %d", n, most, 18*4)

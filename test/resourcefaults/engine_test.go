@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -96,16 +97,13 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 			testkit.Receive(t, at.entered)
 			bad.begin()
 			close(at.opened)
-			if err := testkit.Receive(t, told.first); !errors.Is(err, executions.ErrLost) {
-				t.Errorf("the flow was told %v", err)
-			}
+			assert.ErrorIs(t, testkit.Receive(t, told.first), executions.ErrLost)
 			if got := pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" &&
 				got != "pending" {
 				t.Errorf("the execution is %s, and its step is not recorded", got)
 			}
-			if n := pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID); n != 1 {
-				t.Errorf("%d steps are recorded", n)
-			}
+			assert.Equal(t, 1,
+				pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID))
 			bad.end()
 			eventually(t, "the execution completes", func() bool {
 				return pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID) == "completed"
@@ -114,9 +112,7 @@ func TestARunWhoseStepCannotBeRecorded(t *testing.T) {
 				t.Errorf("the first step ran %d times, the second %d times", first.Load(), second.Load())
 			}
 			for _, words := range []string{"database unavailable, trying again", bad.words, bad.hint} {
-				if !strings.Contains(log.String(), words) {
-					t.Errorf("the log does not say %q:\n%s", words, log.String())
-				}
+				assert.Contains(t, log.String(), words)
 			}
 		})
 	}
@@ -179,9 +175,7 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 			}
 			lost := pgtest.Value[int](t, db, `select count(*) from unnest($1::text[]) a
 				where not exists (select from agent_events where key = a)`, events)
-			if lost != 0 {
-				t.Errorf("%d of %d events that were acknowledged are not there", lost, len(events))
-			}
+			assert.Equal(t, 0, lost, len(events))
 		})
 	}
 }

@@ -5,7 +5,6 @@ package resourcefaults_test
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"sync/atomic"
 	"testing"
@@ -15,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -53,12 +53,8 @@ func TestAPoolThatIsTaken(t *testing.T) {
 	testkit.Receive(t, at.entered)
 	giveBack := take(t, pool, 3)
 	close(at.opened)
-	if err := testkit.Receive(t, told.first); !errors.Is(err, executions.ErrLost) {
-		t.Errorf("the flow was told %v", err)
-	}
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID); n != 1 {
-		t.Errorf("%d steps are recorded", n)
-	}
+	assert.ErrorIs(t, testkit.Receive(t, told.first), executions.ErrLost)
+	assert.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID))
 	if got := pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" &&
 		got != "pending" {
 		t.Errorf("the execution is %s", got)
@@ -111,12 +107,9 @@ func TestAnEngineOnTheLeastPool(t *testing.T) {
 	eventually(t, "all runs have ended", func() bool {
 		return pgtest.Value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0
 	})
-	if n := pgtest.Value[int](t, db, `select count(*) from agent_executions where status = 'completed'`); n != 2*runs {
-		t.Errorf("%d are completed, want %d", n, 2*runs)
-	}
-	if n := pgtest.Value[int](t, db, `select count(distinct by) from effects`); n != 2*runs {
-		t.Errorf("%d effects, want %d", n, 2*runs)
-	}
+	assert.Equal(t, 2*runs,
+		pgtest.Value[int](t, db, `select count(*) from agent_executions where status = 'completed'`))
+	assert.Equal(t, 2*runs, pgtest.Value[int](t, db, `select count(distinct by) from effects`))
 }
 
 // everything has each sort of step, a timer, a child, and a lane that all want.

@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -97,9 +98,7 @@ func TestAnOperatorReadsWhatIsWrong(t *testing.T) {
 				refused.header.Get("Retry-After") == "":
 				t.Errorf("refused with %d %v %s", refused.status, refused.header, refused.body)
 			}
-			if !strings.Contains(a.Err.String(), bad.hint) {
-				t.Errorf("the log does not say %q", bad.hint)
-			}
+			assert.Contains(t, a.Err.String(), bad.hint)
 			if got := a.ask(http.MethodGet, "/readyz", ""); got.status != http.StatusServiceUnavailable ||
 				!strings.Contains(got.body, bad.words) {
 				t.Errorf("readyz: %+v", got)
@@ -193,9 +192,7 @@ func TestTheLeastPoolIsEnough(t *testing.T) {
 	}
 	for i := range 12 {
 		got := a.ask(http.MethodPost, "/v1/executions", fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i))
-		if got.status != http.StatusCreated {
-			t.Errorf("start: %+v", got)
-		}
+		assert.Equal(t, http.StatusCreated, got.status, got)
 	}
 	if code, _, errs := command(t, env, "heartbeat"); code != 0 {
 		t.Errorf("heartbeat: exit code %d, %s", code, errs)
