@@ -68,7 +68,8 @@ func TestEveryPageForEveryRole(t *testing.T) {
 		switch {
 		case r.Path == "/act/v1/operate":
 			scope = "operate"
-		case strings.HasPrefix(strings.TrimPrefix(at, "/live"), "/evals/from/"): // what was said in a trace
+		case strings.HasPrefix(strings.TrimPrefix(at, "/live"), "/evals/from/"), // what was said in a trace
+			strings.Contains(r.Path, "/cases/{case}"): // what was said in a trial
 			scope = "threads:read"
 		case scope == "":
 			scope = "runs:read"

@@ -28,6 +28,7 @@ func (room *Room) evalCasePage() page {
 		parts: []part{
 			{name: "trials", every: 2 * time.Second, load: room.caseTrials},
 			{name: "sides", every: 2 * time.Second, load: room.caseSides},
+			{name: "judges", every: 5 * time.Second, load: room.caseJudges},
 			{name: "label", every: 2 * time.Second, load: room.caseLabel},
 			{name: "case", load: room.caseDefinition},
 		},
@@ -38,6 +39,7 @@ func (room *Room) evalCasePage() page {
 type evalCaseAbout struct {
 	evalRunAbout
 	Case    string
+	Subject evals.Subject
 	Defined *evals.Case   // nil when the run's suite does not say
 	Steps   []caseStep    // the trials of the run: those of this case follow each other
 	Trials  []evals.Trial // of this case
@@ -68,11 +70,11 @@ func (room *Room) openEvalCase(ctx context.Context, v *visit) (string, error) {
 	if err := about.choose(v); err != nil {
 		return "", err
 	}
-	subject, err := evals.SubjectOf(ctx, room.Read, about.Run)
+	about.Subject, err = evals.SubjectOf(ctx, room.Read, about.Run)
 	if err != nil && !errors.Is(err, evals.ErrNotFound) {
 		return "", err
 	}
-	if c, has := subject.Suite.Definition.Case(about.Case); has {
+	if c, has := about.Subject.Suite.Definition.Case(about.Case); has {
 		about.Defined = &c
 	}
 	v.About = about
@@ -295,6 +297,50 @@ func (s *side) cell(i int) versusCell {
 		cell.State = "refused"
 	}
 	return cell
+}
+
+// shownJudgement is a judge's verdict about a trial, beside what it is worth now.
+type shownJudgement struct {
+	evals.Judgement
+	Rubric      string
+	Calibration *evals.Calibration // nil when the suite does not have the judge
+}
+
+// Verdict is the judge's verdict as a state.
+func (j shownJudgement) Verdict() string {
+	switch {
+	case !j.Decided:
+		return "undecided"
+	case j.Pass:
+		return "pass"
+	}
+	return "fail"
+}
+
+// caseJudges reads what judges say about the trial, and how far each agrees with people.
+func (room *Room) caseJudges(ctx context.Context, v *visit) (any, error) {
+	about, _ := v.About.(evalCaseAbout)
+	trial, err := evals.GetTrial(ctx, room.Read, about.Run.ID, about.Case, about.Trial)
+	if err != nil {
+		return nil, err
+	}
+	list := make([]shownJudgement, len(trial.Judgements))
+	for i, j := range trial.Judgements {
+		list[i] = shownJudgement{Judgement: j}
+		if about.Defined == nil {
+			continue
+		}
+		rule, has := about.Defined.Judges()[j.Expect]
+		if !has {
+			continue
+		}
+		c, _, err := evals.CalibrationOf(ctx, room.Read, about.Subject, rule)
+		if err != nil {
+			return nil, err
+		}
+		list[i].Rubric, list[i].Calibration = rule.Rubric, &c
+	}
+	return map[string]any{"Judges": list, "Trial": about.Trial}, nil
 }
 
 // caseLabel reads the labels of the trial, for the form.

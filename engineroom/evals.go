@@ -27,7 +27,10 @@ const (
 func (room *Room) evalsPage() page {
 	return page{
 		path: "/evals", name: "evals", nav: "Evals", title: "Evals",
-		parts: []part{{name: "list", every: 5 * time.Second, load: room.listSuites}},
+		parts: []part{
+			{name: "list", every: 5 * time.Second, load: room.listSuites},
+			{name: "recorded", every: 5 * time.Second, calm: true, load: room.recordedRuns},
+		},
 	}
 }
 
@@ -85,9 +88,33 @@ type shownRun struct {
 	Passes passes
 }
 
-// Answer is the comparison with the run before; empty for none.
+// recorded reports whether a run plays recorded turns again: what it tells is the comparison with its control.
+func recorded(r evals.Run) bool { return r.Kind != evals.OfSuite && r.ControlID != "" }
+
+// State is the status of a run. A run without trials passed nothing, and one of recorded turns is as good as its
+// comparison says.
+func (r shownRun) State() string {
+	switch {
+	case r.Status == evals.Running:
+		return r.Status
+	case r.Passes.Trials+r.Passes.Open == 0 && r.Kind != evals.OfSuite:
+		return "no turns"
+	case r.Passes.Trials+r.Passes.Open == 0:
+		return "no trials"
+	case recorded(r.Run) && r.Comparison != nil:
+		return string(r.Comparison.Answer)
+	}
+	return r.Status
+}
+
+// Deaf reports whether the control does not follow its own recorded turns.
+func (r shownRun) Deaf() bool {
+	return r.ControlRun != nil && r.ControlRun.Coverage.Played > 2*r.ControlRun.Coverage.Followed
+}
+
+// Answer is the comparison of a run of a suite with the run before; empty for none.
 func (r shownRun) Answer() string {
-	if r.Comparison == nil {
+	if r.Comparison == nil || recorded(r.Run) {
 		return ""
 	}
 	return string(r.Comparison.Answer)
@@ -149,31 +176,41 @@ func (room *Room) listSuites(ctx context.Context, _ *visit) (any, error) {
 		own := slices.DeleteFunc(slices.Clone(reports), func(r evals.Report) bool { return r.Suite != s.Name })
 		list[i].Runs = comparedRuns(own, suiteRuns, s.Margin)
 	}
-	recorded, err := room.recordedRuns(ctx)
-	return map[string]any{"Suites": list, "More": more, "Recorded": recorded}, err
+	return map[string]any{"Suites": list, "More": more}, nil
 }
 
 // maxRecordedRuns bounds the listed runs of recorded turns.
 const maxRecordedRuns = 10
 
-// recordedRuns lists the newest counterfactuals and shadows, without their controls.
-func (room *Room) recordedRuns(ctx context.Context) ([]shownRun, error) {
-	ids, err := postgres.Names(ctx, room.Read, "list runs of recorded turns", `
-		select r.id::text from agent_eval_runs r where r.kind <> 'suite' and r.control_id is not null
-		 order by r.id desc limit @most`, postgres.Strict{"most": maxRecordedRuns})
+// recordedRuns lists the newest counterfactuals and shadows, compared with their controls.
+func (room *Room) recordedRuns(ctx context.Context, _ *visit) (any, error) {
+	type row struct {
+		ID     string
+		Margin float64
+	}
+	list, err := postgres.Rows[row](ctx, room.Read, "list runs of recorded turns", `
+		select r.id::text, case when jsonb_typeof(e.definition -> 'gate' -> 'margin') = 'number'
+		                        then (e.definition -> 'gate' ->> 'margin')::float8 else 0 end as margin
+		  from (select * from agent_eval_runs x where x.kind <> 'suite' and x.control_id is not null
+		         order by x.id desc limit @most) r
+		  left join agent_evals e on e.name = r.suite and e.version = r.version
+		 order by r.id desc`, postgres.Strict{"most": maxRecordedRuns})
 	if err != nil {
 		return nil, err
 	}
-	runs := make([]evals.Run, len(ids))
-	for i, id := range ids {
-		if runs[i], err = evals.GetRun(ctx, room.Read, id); err != nil {
+	both := make([]evals.Run, 2*len(list))
+	for i, x := range list {
+		run, err := evals.GetRun(ctx, room.Read, x.ID)
+		if err != nil {
 			return nil, err
 		}
+		both[i], both[len(list)+i] = run, evals.Run{ID: run.ControlID}
 	}
-	reports, err := evals.Summaries(ctx, room.Read, runs)
-	shown := make([]shownRun, len(reports))
-	for i, r := range reports {
-		shown[i] = shownRun{r, passesOfRun(r)}
+	reports, err := evals.Summaries(ctx, room.Read, both)
+	shown := make([]shownRun, len(list))
+	for i, x := range list {
+		reports[i].CompareControl(reports[len(list)+i], x.Margin)
+		shown[i] = shownRun{reports[i], passesOfRun(reports[i])}
 	}
 	return shown, err
 }
@@ -244,10 +281,18 @@ type evalRunAbout struct {
 	Margin  float64
 }
 
+// ofControl reports whether the run plays recorded turns, and is compared with nothing but its control.
+func (a evalRunAbout) ofControl() bool {
+	return a.Run.Kind != evals.OfSuite && (a.Against == nil || a.Against.ID == a.Run.ControlID)
+}
+
 // openEvalRun finds the run, and the one to compare with.
 func (room *Room) openEvalRun(ctx context.Context, v *visit) (string, error) {
 	about, err := room.readEvalRun(ctx, v)
 	v.About = about
+	if about.Run.Kind != evals.OfSuite {
+		return capital(about.Run.Kind) + " of " + cut(80, about.Run.Agent), err
+	}
 	return "Run of " + cut(80, about.Run.Suite), err
 }
 
@@ -307,9 +352,16 @@ func (room *Room) evalRunReport(ctx context.Context, v *visit) (evals.Report, *e
 }
 
 func (room *Room) evalRunFacts(ctx context.Context, v *visit) (any, error) {
-	report, _, err := room.evalRunReport(ctx, v)
+	about, _ := v.About.(evalRunAbout)
+	var report evals.Report
+	var err error
+	if about.ofControl() {
+		report, err = evals.NewBriefReport(ctx, room.Read, about.Run)
+	} else {
+		report, _, err = room.evalRunReport(ctx, v)
+	}
 	doubtful := report.Control.Answer == stats.Better || report.Control.Answer == stats.Worse
-	return map[string]any{"Run": report, "Passes": passesOfRun(report), "Doubtful": doubtful}, err
+	return map[string]any{"Run": shownRun{report, passesOfRun(report)}, "Doubtful": doubtful}, err
 }
 
 // otherRuns lists the runs to compare with.
@@ -346,7 +398,7 @@ func (room *Room) evalRunCases(ctx context.Context, v *visit) (any, error) {
 			rows[i].Other = &p
 		}
 	}
-	return map[string]any{"Rows": rows, "More": more, "Against": about.Against}, nil
+	return map[string]any{"Rows": rows, "More": more, "Against": about.Against, "Kind": about.Run.Kind}, nil
 }
 
 // trialRow is a trial in a list, with what people say about it.

@@ -2,7 +2,10 @@ package engineroom
 
 import (
 	"encoding/json"
+	"fmt"
 	"net/http"
+	"net/http/httptest"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -14,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // tried makes a suite "returns" with two finished runs of six cases, and returns the runs, the older one first. The
@@ -71,12 +75,80 @@ func TestSuitesAreShownWithTheirRunsAndCases(t *testing.T) {
 			t.Errorf("%s: %d %s", path, status, body)
 		}
 	}
-	pgtest.Exec(t, pool, `update agent_eval_runs set kind = 'counterfactual', control_id = $2::uuid where id = $1::uuid`,
-		newer, older)
+	pgtest.Exec(t, pool, `
+		update agent_eval_runs set kind = 'counterfactual', control_id = case id when $1::uuid then $2::uuid end`, newer, older)
 	shows(t, server.URL+"/evals", "Recorded turns, played again", `href="/evals/runs/`+newer)
-	shows(t, server.URL+"/evals/runs/"+newer, "counterfactual of recorded turns", "in 6 cases")
+	shows(t, server.URL+"/evals/runs/"+newer, "Counterfactual of sales", "in 6 cases", "The control follows 0 of 6",
+		"does not follow its own recorded turns")
 	pgtest.Exec(t, pool, `update agent_eval_runs set status = 'running', finished_at = null where id = $1`, newer)
 	shows(t, server.URL+"/evals/runs/"+newer, "agent eval run --resume "+newer)
+}
+
+// A shadow without turns passed nothing. One that is as good as its control tells what the comparison says, and
+// "not worse" than a control that follows nothing is undecided.
+func TestARunOfRecordedTurnsShowsItsComparison(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	older, newer := tried(t, pool, "Money back!")
+	state := func() string {
+		t.Helper()
+		_, list, _ := strings.Cut(shows(t, server.URL+"/evals"), `id="recorded"`)
+		_, page, _ := strings.Cut(shows(t, server.URL+"/evals/runs/"+newer), `id="facts-title">`)
+		found := regexp.MustCompile(`status-([a-z-]+)`)
+		a, b := found.FindStringSubmatch(list), found.FindStringSubmatch(page)
+		if len(a) == 0 || len(b) == 0 || a[1] != b[1] {
+			t.Fatalf("the list shows %v, the page %v", a, b)
+		}
+		return a[1]
+	}
+	pgtest.Exec(t, pool, `
+		update agent_eval_runs set kind = 'shadow', status = 'passed', control_id = case id when $1::uuid then $2::uuid end`,
+		newer, older)
+	assert.Equal(t, "better", state())
+	pgtest.Exec(t, pool, `update agent_evals set definition = definition || '{"gate": {"margin": 0.9}}'`)
+	pgtest.Exec(t, pool, `update agent_eval_trials set verdict = 'pass'`)
+	assert.Equal(t, "not-worse", state())
+	pgtest.Exec(t, pool, `update agent_eval_trials set verdict = 'fail' where case_name <> 'b'`)
+	assert.Equal(t, "undecided", state())
+	pgtest.Exec(t, pool, `delete from agent_eval_trials`)
+	assert.Equal(t, "no-turns", state())
+	shows(t, server.URL+"/evals/runs/"+newer, "No turn has been played", "No trial yet")
+	pgtest.Exec(t, pool, `update agent_eval_runs set kind = 'suite', control_id = null`)
+	shows(t, server.URL+"/evals/runs/"+older, "no trials", "The run has no cases")
+}
+
+// The page of a trial shows what each judge said, whether that counts, and how far the judge agrees with people.
+func TestATrialShowsItsJudges(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	_, newer := tried(t, pool, "Money back!")
+	at := server.URL + "/evals/runs/" + newer + "/cases/b?trial=1"
+	if strings.Contains(shows(t, at), "Judges of trial") {
+		t.Error("a trial without judges shows judges")
+	}
+	pgtest.Exec(t, pool, `
+		update agent_evals set definition = jsonb_set(definition, '{cases,1,expect}',
+		  '[{"judge": {"rubric": "Be <i>kind</i>.", "model": "judge-one"}}]')`)
+	pgtest.Exec(t, pool, `
+		update agent_eval_trials set judgements = jsonb_build_array(
+		    jsonb_build_object('expect', 0, 'model', 'judge-one', 'votes', 3, 'passes', 1, 'why', 'It is <b>gruff</b>.', 'decided', true,
+		      'pass', false, 'calibrated', false, 'same_model', true),
+		    jsonb_build_object('expect', 7, 'model', 'judge-two', 'votes', 2, 'passes', 1, 'why', 'no majority', 'calibrated', true))
+		 where run_id = $1 and case_name = 'b' and trial = 1`, newer)
+	shows(t, at, "Judges of trial 1", "judge-one", "same model as the agent", "1 of 3 votes pass", "It is &lt;b&gt;gruff",
+		"Rubric: Be &lt;i&gt;kind", "does not decide: not calibrated", "It has judged no labelled answer", "0 labels, less than 30",
+		"judge-two", "1 of 2 votes pass", `status-undecided`, ">decides<")
+	rule := evals.JudgeRule{Rubric: "Be <i>kind</i>."}
+	for trial, pass := range []bool{true, false} {
+		text := fmt.Sprintf("answer %d", trial)
+		pgtest.Exec(t, pool, `update agent_eval_trials set answer = $2 where run_id = $1 and case_name = 'b' and trial = $3`,
+			newer, text, trial+1)
+		_, _, err := evals.PutLabel(t.Context(), pool, evals.NewLabel{Run: newer, Case: "b", Trial: trial + 1, Word: "good"})
+		require.NoError(t, err)
+		judge, about := evals.JudgeKey("judge-one", rule, text)
+		require.NoError(t, evals.PutJudgement(t.Context(), pool, judge, about, pass))
+	}
+	shows(t, at, "Agrees with people on 1 of 2 labelled answers (0.09–0.91)", "2 labels, less than 30")
 }
 
 // Two trials stand side by side with their first difference: by default a failed one beside one that passed.
@@ -144,15 +216,62 @@ func TestATrialIsLabelledByOneKey(t *testing.T) {
 	_, newer := tried(t, pool, "Money back!")
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/evals/runs/" + newer + "/cases/late?trial=1")
-	p.Shows("Nobody has said yet")
+	p.Shows("No label yet")
 	p.PressUntil("b", `document.querySelector("#label .status-bad") !== null`)
-	p.PressUntil("u", `document.body.innerText.includes("Nobody has said yet")`)
+	p.PressUntil("u", `document.body.innerText.includes("No label yet")`)
 	p.Type("#label-form input[name=note]", "good, but gruff") // letters are no keys in a field
 	p.Press("\t")
 	p.PressUntil("g", `document.querySelector("#label").innerText.includes("good, but gruff")`)
 	pgtest.Equal(t, pool, "true good, but gruff", `select good || ' ' || note from agent_eval_labels`)
 	p.PressUntil("j", `location.search === "?trial=2" && document.getElementById("label-keys")?.hidden === false`)
 	p.PressUntil("k", `location.search === "?trial=1"`)
+	noComplaint(t, p)
+}
+
+// A role sees the buttons that it may use: a viewer makes no case of a trace, an approver reads a trial and labels
+// nothing, and only an operator starts a run. The server refuses the rest; see TestEveryPageForEveryRole.
+func TestEvalButtonsDependOnTheRole(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	mux, role := muxOf(room), principals.Viewer
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		who := &principals.Caller{Principal: principals.Principal{Name: "ana", Role: role}, Scopes: []string{principals.All}}
+		mux.ServeHTTP(w, r.WithContext(principals.WithCaller(r.Context(), who, "session")))
+	}))
+	t.Cleanup(server.Close)
+	_, newer := tried(t, pool, "Money back!")
+	const trace = "ch_01J8052XG1XHJAZ95GX5TCNBAZ"
+	quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name, kind, status) values
+		($1, 'chat', 'model_call', 'model', 'success')`, trace)
+	p := browser.Open(t, browser.Look{})
+	for _, c := range []struct {
+		role                 principals.Role
+		adds, labels, starts bool
+	}{
+		{principals.Viewer, false, false, false},
+		{principals.Approver, true, false, false},
+		{principals.Operator, true, true, true},
+	} {
+		role = c.role
+		for at, button := range map[string]struct {
+			selector string
+			seen     bool
+		}{
+			"/traces/" + trace: {`a[href^="/evals/from/"]`, c.adds},
+			"/evals/runs/" + newer + "/cases/late?trial=1": {"#label-form button", c.labels},
+			"/evals":         {`#list details.action`, c.starts},
+			"/evals/returns": {`#facts form button`, c.starts},
+		} {
+			p.Go(server.URL + at)
+			var seen bool
+			p.Eval(`document.querySelector('`+button.selector+`').getClientRects().length > 0`, &seen)
+			if seen != button.seen {
+				t.Errorf("%s sees %s on %s: %t", c.role, button.selector, at, seen)
+			}
+		}
+	}
 	noComplaint(t, p)
 }
 

@@ -309,6 +309,7 @@ var looks = map[string]stateLook{
 	"fail": {"tone-bad", "✕"}, "worse": {"tone-bad", "▼"}, "bad": {"tone-bad", "✕"}, "diverged": {"tone-bad", "≠"},
 	"undecided": {"tone-warn", "?"}, "refused": {"tone-warn", "⊘"}, "denied": {"tone-warn", "⊘"}, "not worse": {"", "="},
 	"cancelled": {"", "⊘"}, "skipped": {"", "–"}, "expired": {"", "◷"}, "ignored": {"", "–"}, "duplicate": {"", "–"},
+	"no turns": {"", "–"}, "no trials": {"", "–"},
 }
 
 // tone is the class of a state's colour; empty for none.

@@ -457,6 +457,15 @@ type Coverage struct {
 	Skipped  map[string]int `json:"skipped"`  // turns that cannot be played, by reason
 }
 
+// Playable returns the number of turns that can be played.
+func (c Coverage) Playable() int {
+	n := c.Sampled
+	for _, skipped := range c.Skipped {
+		n -= skipped
+	}
+	return n
+}
+
 // coverageOf counts the cases of a run.
 func coverageOf(s Sample, trials []Trial) Coverage {
 	c := Coverage{Sampled: s.Size, Diverged: map[string]int{}, Skipped: s.Skipped}

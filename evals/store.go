@@ -315,10 +315,30 @@ func (r *Report) compareWithControl(ctx context.Context, db postgres.DB) error {
 	if err := r.CompareWith(ctx, db, run, suite.Definition.Margin()); err != nil {
 		return err
 	}
-	if !control.Follows() && r.Comparison.Answer == stats.NotWorse {
+	r.doubt(control.Follows())
+	return nil
+}
+
+// doubt makes "not worse" undecided if the control does not follow its turns.
+func (r *Report) doubt(follows bool) {
+	if !follows && r.Comparison.Answer == stats.NotWorse {
 		r.Comparison.Answer = stats.Undecided
 	}
-	return nil
+}
+
+// CompareControl compares the summary of a run of recorded turns with that of its control; see [Summaries].
+func (r *Report) CompareControl(control Report, margin float64) {
+	r.Compare(control, margin)
+	played, followed := 0, 0
+	for _, c := range control.Cases {
+		if c.Trials > 0 {
+			played++
+			if c.Passed == c.Trials && c.Undecided == 0 {
+				followed++
+			}
+		}
+	}
+	r.doubt(followed > 0 && 2*followed >= played)
 }
 
 // CompareWith adds the comparison with another run of the suite, by the cases of the same name. margin is the accepted
