@@ -1,0 +1,301 @@
+package engineroom
+
+import (
+	"context"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+	"unicode"
+	"unicode/utf8"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+)
+
+// maxFilter bounds a filter's text, in bytes.
+const maxFilter = 300
+
+// executionFilter holds the filters of the listing. They combine.
+type executionFilter struct {
+	View                  string // waiting or stuck: by deadline; empty: newest first
+	Status, Surface, Flow string
+	Agent                 string
+	Label                 string // name=value, or a value
+	Trace                 string // as entered
+	Failed                bool   // failed or timed out
+	Kind                  string // of the wait, in the views
+	Before                string // the last id of the previous page
+	timeRange
+	after       *time.Time
+	traces, ids []string // that Trace means; nil without it
+	flows       []string // that Flow means
+}
+
+func executionStatuses() []string {
+	return []string{
+		string(executions.Pending), string(executions.Running), string(executions.Waiting), string(executions.Completed),
+		string(executions.Failed), string(executions.Timeout), string(executions.Cancelled),
+	}
+}
+
+func surfaceNames() []string { return slices.Clone(activitySurfaces) }
+
+func waitKinds() []string {
+	return []string{"response", "agent", "document", "signature", "test", "event", "delay", "approval", "lane"}
+}
+
+// Statuses are the options of Status.
+func (executionFilter) Statuses() []string { return executionStatuses() }
+
+// Surfaces are the options of Surface.
+func (executionFilter) Surfaces() []string { return surfaceNames() }
+
+// Kinds are the options of Kind.
+func (executionFilter) Kinds() []string { return waitKinds() }
+
+// openExecutions reads the filters.
+func (room *Room) openExecutions(ctx context.Context, v *visit) (string, error) {
+	if f, is := v.About.(executionFilter); is {
+		return titleOf(f), nil // found for the same address
+	}
+	q, err := filtersOf(v.Query, append([]string{
+		"view", "status", "surface", "flow", "agent", "label", "trace_id", "failed", "for", "before",
+	}, rangeFilters...)...)
+	if err != nil {
+		return "", err
+	}
+	f := executionFilter{
+		View: q["view"], Status: q["status"], Surface: q["surface"], Flow: q["flow"], Agent: q["agent"],
+		Label: q["label"], Trace: q["trace_id"], Kind: q["for"],
+	}
+	for _, one := range []struct {
+		name  string
+		known []string
+	}{
+		{"view", []string{"waiting", "stuck"}},
+		{"status", executionStatuses()},
+		{"surface", surfaceNames()},
+		{"for", waitKinds()},
+		{"failed", []string{"1"}},
+	} {
+		value := q[one.name]
+		if one.name == "status" || one.name == "surface" {
+			value, _ = without(value)
+		}
+		if err := oneOf(one.name, value, one.known); err != nil {
+			return "", err
+		}
+	}
+	if f.timeRange, err = v.timeRange(); err != nil {
+		return "", err
+	}
+	f.Failed = q["failed"] != ""
+	switch {
+	case f.View != "" && (f.Status != "" || f.Failed):
+		return "", badFilter("view=%s lists what waits: leave status and failed out", f.View)
+	case f.View != "" && f.Sort != "":
+		return "", badFilter("view=%s is by deadline: leave sort out", f.View)
+	case f.View == "" && f.Kind != "":
+		return "", badFilter("for narrows what waits: use it with view=waiting or view=stuck")
+	}
+	if f.traces, f.ids, err = room.runsFor(ctx, f.Trace); err != nil {
+		return "", err
+	}
+	flow, _ := without(f.Flow)
+	if f.flows, err = room.namesLike(ctx, "flow", flow); err != nil {
+		return "", err
+	}
+	if err := f.begin(q["before"]); err != nil {
+		return "", err
+	}
+	v.About = f
+	return titleOf(f), nil
+}
+
+// titleOf returns the listing's title.
+func titleOf(f executionFilter) string {
+	switch {
+	case f.View == "waiting":
+		return "Waiting executions, by deadline"
+	case f.View == "stuck":
+		return "Stuck executions"
+	case f.Failed:
+		return "Failed executions"
+	case f.Status != "":
+		return "Executions: " + f.Status
+	}
+	return "Executions"
+}
+
+// markReadStart reads the position of a page.
+func (f *executionFilter) begin(before string) error {
+	if before == "" {
+		return nil
+	}
+	id := before
+	if f.View != "" {
+		at, rest, _ := strings.Cut(before, " ")
+		deadline, err := time.Parse(time.RFC3339Nano, at)
+		if err != nil {
+			return badCursor()
+		}
+		f.after, id = &deadline, rest
+	}
+	if !uuidShape.MatchString(id) {
+		return badCursor()
+	}
+	f.Before = id
+	return nil
+}
+
+// perFlow bounds the rows of each flow that are searched, of so many in all.
+func (f executionFilter) perFlow(looked int) int { return looked / max(len(f.flows), 1) }
+
+// wanted returns the arguments of executionCandidates and executionWanted, which search so many rows, and how many to
+// return.
+func (f executionFilter) wanted(looked, most int) postgres.Strict {
+	from, until := f.bounds(f.Before)
+	status, notStatus := without(f.Status)
+	surface, notSurface := without(f.Surface)
+	_, notFlow := without(f.Flow)
+	agent, notAgent := without(f.Agent)
+	name, label := executions.ParseLabel(f.Label)
+	return postgres.Strict{
+		"by": f.leadingFilter(), "traces": f.traces, "ids": f.ids, "from": from, "until": until, "looked": looked,
+		"looked_flow": f.perFlow(looked), "status": status, "not_status": notStatus, "failed": f.Failed,
+		"surface": surface, "not_surface": notSurface, "flows": f.flows, "not_flow": notFlow,
+		"agent": likePart(agent), "not_agent": notAgent, "label": label, "label_name": name, "most": most,
+	}
+}
+
+// leadingFilter returns the filter whose index yields the rows.
+func (f executionFilter) leadingFilter() string {
+	switch {
+	case f.traces != nil:
+		return "trace"
+	case f.Label != "":
+		return "label"
+	case f.Status != "" && !strings.HasPrefix(f.Status, "!") && (f.Flow == "" || f.Status != string(executions.Completed)):
+		return "status" // rare, except for completed
+	case f.Failed:
+		return "failed"
+	case f.Flow != "" && !strings.HasPrefix(f.Flow, "!"):
+		return "flow"
+	}
+	return "newest"
+}
+
+// searchesAll reports whether the searched rows are all rows.
+func (f executionFilter) searchesAll() bool {
+	by := f.leadingFilter()
+	others := (f.Label != "" && by != "label") || f.Surface != "" || f.Agent != "" ||
+		(f.Flow != "" && by != "flow") || (f.Status != "" && by != "status") ||
+		(f.Failed && by != "failed")
+	return by == "trace" || !others
+}
+
+// Narrowed reports whether a filter beyond the view or tab is set.
+func (f executionFilter) Narrowed() bool {
+	return f.Surface != "" || f.Flow != "" || f.Agent != "" || f.Label != "" || f.Trace != "" || f.Bounded()
+}
+
+// query returns the filters as URL parameters, without the position.
+func (f executionFilter) query() url.Values {
+	q := url.Values{}
+	for name, value := range map[string]string{
+		"view": f.View, "status": f.Status, "surface": f.Surface, "flow": f.Flow, "agent": f.Agent, "label": f.Label,
+		"trace_id": f.Trace,
+		"for":      f.Kind,
+	} {
+		if value != "" {
+			q.Set(name, value)
+		}
+	}
+	if f.Failed {
+		q.Set("failed", "1")
+	}
+	f.put(q)
+	return q
+}
+
+// with returns the listing's URL with one more filter.
+func (f executionFilter) with(name, value string) string {
+	q := f.query()
+	q.Set(name, value)
+	return "/executions?" + q.Encode()
+}
+
+// tab returns the listing's URL for a tab.
+func (f executionFilter) tab(name, value string) string {
+	f.View, f.Status, f.Failed, f.Kind = "", "", false, ""
+	if name == "view" {
+		f.Sort = ""
+	}
+	q := f.query()
+	if name != "" {
+		q.Set(name, value)
+	}
+	if len(q) == 0 {
+		return "/executions"
+	}
+	return "/executions?" + q.Encode()
+}
+
+// filtersOf reads URL parameters: each at most once, known ones only, without empty ones, which forms send.
+func filtersOf(values url.Values, known ...string) (map[string]string, error) {
+	q := map[string]string{}
+	for name, given := range values {
+		switch {
+		case !slices.Contains(known, name):
+			return nil, badFilter("there is no filter %.60q here; there are %s", name, strings.Join(known, ", "))
+		case len(given) > 1:
+			return nil, badFilter("filter %s is given %d times", name, len(given))
+		case len(given[0]) > maxFilter || !utf8.ValidString(given[0]) || strings.ContainsFunc(given[0], unicode.IsControl):
+			return nil, badFilter("filter %s has to be text of at most %d bytes", name, maxFilter)
+		case strings.TrimSpace(given[0]) != "":
+			q[name] = given[0]
+		}
+	}
+	return q, nil
+}
+
+// tracesFor returns the ids of the traces that a pasted text means; empty for none, nil without a text.
+func (room *Room) tracesFor(ctx context.Context, text string) ([]string, error) {
+	text = strings.TrimSpace(text)
+	if text == "" {
+		return nil, nil
+	}
+	f, _ := fragmentOf(text)
+	found, err := room.matchTraces(ctx, f, maxMatches)
+	if found == nil {
+		found = []string{}
+	}
+	return found, err
+}
+
+// runsFor returns the traces and the executions that a pasted text means. Both are nil without a text.
+func (room *Room) runsFor(ctx context.Context, text string) (traces, ids []string, err error) {
+	text = strings.TrimSpace(text)
+	if text == "" {
+		return nil, nil, nil
+	}
+	f, _ := fragmentOf(text)
+	if ids, err = room.matchUUIDs(ctx, "agent_executions", f, maxMatches); err != nil {
+		return nil, nil, err
+	}
+	if traces, err = room.matchTraceIDs(ctx, f, maxMatches); traces == nil {
+		traces = []string{}
+	}
+	return traces, ids, err
+}
+
+func badFilter(format string, args ...any) error {
+	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-parameter", "Bad parameter")
+}
+
+func badCursor() error {
+	return badFilter("this is not where a page of this listing begins: take it from the page before")
+}

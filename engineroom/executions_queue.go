@@ -1,0 +1,160 @@
+package engineroom
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+)
+
+// queueKinds bounds the kinds of work and the limits on the page.
+const queueKinds = 100
+
+// stateTab links to the executions of one state.
+type stateTab struct {
+	Word, Link string
+	Count      string // with "+" beyond maxCount; empty where it is not counted
+	Now        bool   // the current tab
+}
+
+// executionStates are the tabs, the one filter of states: failed ones include those that timed out, and waiting ones
+// are in the order of their deadlines. A tab keeps the filters. Counts cover all executions, so they are shown
+// without filters.
+func (room *Room) executionStates(ctx context.Context, v *visit) (any, error) {
+	f := v.About.(executionFilter)
+	counts := map[string]string{}
+	if !f.Narrowed() {
+		var err error
+		if counts, err = room.countStates(ctx); err != nil {
+			return nil, err
+		}
+	}
+	tabs := []stateTab{{Word: "All", Link: f.tab("", ""), Now: f.View == "" && f.Status == "" && !f.Failed}}
+	for _, s := range executionStatuses() {
+		tab := stateTab{Word: s, Link: f.tab("status", s), Count: counts[s], Now: f.Status == s}
+		switch s {
+		case string(executions.Waiting):
+			tab.Link, tab.Now = f.tab("view", s), tab.Now || f.View == s
+		case string(executions.Failed):
+			tab.Link, tab.Now = f.tab("failed", "1"), tab.Now || f.Failed || f.Status == string(executions.Timeout)
+		case string(executions.Timeout):
+			continue // with the failed ones
+		}
+		tabs = append(tabs, tab)
+	}
+	return append(tabs, stateTab{
+		Word: "stuck", Link: f.tab("view", "stuck"), Count: counts["stuck"], Now: f.View == "stuck",
+	}), nil
+}
+
+// countStates counts the executions of each state, up to maxCount, from the state's index. A plain condition could
+// make the planner scan the table for a rare state. Completed ones have no such index: they are counted among the
+// newest.
+func (room *Room) countStates(ctx context.Context) (map[string]string, error) {
+	rows, err := room.Read.Query(ctx, `
+		select s.status, false as more, (select count(*) filter (where x.status = s.status) from (
+		         select e.status from agent_executions e
+		          where e.status in ('pending', 'running', 'waiting')
+		            and (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
+		          order by e.status, e.id limit @most + 1) x)
+		  from unnest(array['pending', 'running', 'waiting']) s (status)
+		union all
+		select s.status, false, (select count(*) filter (where x.status = s.status) from (
+		         select e.status from agent_executions e
+		          where e.status in ('failed', 'timeout', 'cancelled')
+		            and (e.status, e.id) >= (s.status, '00000000-0000-0000-0000-000000000000')
+		          order by e.status, e.id limit @most + 1) x)
+		  from unnest(array['failed', 'timeout', 'cancelled']) s (status)
+		union all
+		select 'completed', exists (select e.id from agent_executions e order by e.id desc offset @looked limit 1),
+		  (select count(*) from (
+		         select from (select e.status from agent_executions e order by e.id desc limit @looked) x
+		           where x.status = 'completed' limit @most + 1) y)
+		union all
+		select 'stuck', false, (select count(*)
+		  from (select from agent_executions_stuck k where k.waiting_until <= now() limit @most + 1) x)`, freshPlan,
+		postgres.Strict{"most": maxCount, "looked": 4 * maxCount})
+	if err != nil {
+		return nil, fmt.Errorf("count executions: %w", err)
+	}
+	counts := map[string]string{}
+	var status string
+	var more bool
+	var n, failed int64
+	_, err = pgx.ForEachRow(rows, []any{&status, &more, &n}, func() error {
+		switch status {
+		case string(executions.Failed), string(executions.Timeout):
+			failed += n
+			return nil
+		}
+		counts[status] = capped(n, maxCount)
+		if more && n <= maxCount {
+			counts[status] += "+"
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("count executions: %w", err)
+	}
+	counts[string(executions.Failed)] = capped(failed, maxCount)
+	return counts, nil
+}
+
+// capped formats a bounded count.
+func capped(n, most int64) string {
+	if n > most {
+		return human.Count(most) + "+"
+	}
+	return human.Count(n)
+}
+
+// readyKind is ready work of one kind without a worker.
+type readyKind struct {
+	Queue, Flow, Surface string
+	Ready                int64
+}
+
+// Count formats Ready.
+func (k readyKind) Count() string { return capped(k.Ready, maxCount) }
+
+// admission is a limit with its usage.
+type admission struct {
+	Kind, Name string
+	Most       int
+	Running    int64
+}
+
+// Full reports an exhausted limit.
+func (a admission) Full() bool { return a.Running >= int64(a.Most) }
+
+// executionQueue reads the ready work by kind, and the limits.
+func (room *Room) executionQueue(ctx context.Context, _ *visit) (any, error) {
+	ready, err := postgres.Rows[readyKind](ctx, room.Read, "read the queue", `
+		select k.queue, left(k.flow, 200) as flow, k.surface,
+		       (select count(*) from (select from agent_executions x
+		          where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside and x.queue = k.queue
+		            and x.flow = k.flow and x.surface = k.surface limit @counted + 1) c) as ready
+		  from lanekeeper.agent_ready_kinds k
+		 order by k.queue desc, k.flow, k.surface
+		 limit @most + 1`, freshPlan, postgres.Strict{"counted": maxCount, "most": queueKinds})
+	if err != nil {
+		return nil, err
+	}
+	limits, err := postgres.Rows[admission](ctx, room.Read, "read the limits", `
+		select l.kind, left(l.name, 200) as name, l.running as most, case l.kind
+		         when 'flow' then (select count(*) from (select from agent_executions x
+		           where x.claimed_by is not null and x.flow = l.name limit @counted + 1) c)
+		         else (select count(*) from (select from agent_executions x
+		           where x.claimed_by is not null and x.surface = l.name limit @counted + 1) c) end as running
+		  from agent_limits l order by l.kind, l.name limit @most`, freshPlan,
+		postgres.Strict{"counted": maxCount, "most": queueKinds})
+	if err != nil {
+		return nil, err
+	}
+	ready, more := onPage(ready, queueKinds)
+	return map[string]any{"Ready": ready, "More": more, "Limits": limits}, nil
+}
