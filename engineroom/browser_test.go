@@ -388,7 +388,7 @@ func fit(t *testing.T, p *browser.Page, address string, axe bool, ways ...string
 func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	made := populated(t, pool, "It is done. See the list.")
+	made := populated(t, pool, "It is done. See the list of orders that were refunded.")
 	list := addresses(t, pool, made)
 	p := browser.Open(t, browser.Look{})
 	if os.Getenv("AGENT_PICTURES") != "" {
@@ -401,6 +401,14 @@ func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
 			ways = ways[i%2 : i%2+1]
 		}
 		fit(t, p, server.URL+address, true, ways...)
+		for _, width := range []int64{390, 320} { // F12: nothing is wider than the window of a phone
+			p.As(browser.Look{Width: width, Height: 844})
+			var wide int64
+			p.Eval(`document.documentElement.scrollWidth`, &wide)
+			if wide > width {
+				t.Errorf("%s is %d wide at %d", address, wide, width)
+			}
+		}
 	}
 	pictures(t, p, server.URL, made)
 }

@@ -23,8 +23,14 @@ func (p *Page) Inaccessible() []string {
 			Summary string `json:"failureSummary"`
 		} `json:"nodes"`
 	}
-	p.Eval(axeScript+
-		`; axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"], resultTypes: ["violations"]})
+	var here bool
+	p.Eval(`Boolean(window.axe)`, &here)
+	script := axeScript + ";"
+	if here {
+		script = ""
+	}
+	p.Eval(script+
+		`axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"], resultTypes: ["violations"]})
 		.then(r => r.violations.map(v => ({id: v.id, help: v.help, nodes: v.nodes.slice(0, 5).map(n => ({html: n.html.slice(0, 300), failureSummary: n.failureSummary}))})))`, &found)
 	list := make([]string, 0, len(found))
 	for _, rule := range found {

@@ -48,6 +48,7 @@ type Look struct {
 type Page struct {
 	tb  testing.TB
 	ctx context.Context // chromedp keeps the tab in it
+	now Look            // as it is looked at
 
 	mu       sync.Mutex
 	problems []string
@@ -75,6 +76,10 @@ func (p *Page) As(look Look) {
 	if look.Width == 0 {
 		look.Width, look.Height = 1280, 900
 	}
+	if look == p.now {
+		return
+	}
+	p.now = look
 	scheme, motion := "light", "no-preference"
 	if look.Dark {
 		scheme = "dark"
