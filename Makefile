@@ -1,5 +1,5 @@
 # make run    everything here: own PostgreSQL, example workspace, a first heartbeat, HTTP
-# make test   all tests
+# make test   all tests of the packages, the pages and the guides
 # make prove  the proofs of safety at length: make prove ONLY=lanes for one of them
 # make lint   format, vet, lint
 # make bench  benchmarks, each beside the raw floor of the same run

@@ -11,7 +11,7 @@
 // wrote themselves.
 //
 // With AGENT_TEST_POOLER=1 in the environment the databases are reached through a PgBouncer in transaction mode
-// (internal/pgbouncer), one for each test binary: scripts/test runs the suites of lanes and executions a second
+// (internal/pgbouncer), one for each test binary: scripts/test --all runs the suites of lanes and executions a second
 // time so. [DirectURL] is the way around it, for what needs a session.
 //
 // A test package that uses it has
