@@ -6,7 +6,10 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/threads"
 )
 
 // lostDraft is the id of a draft whose id was lost. No further draft is shown for its turn.
@@ -117,16 +120,45 @@ func (w *worker) activeTurns(ctx context.Context) ([]activeTurn, error) {
 		postgres.Strict{"channel": w.name, "limit": maxWatched})
 }
 
-// finishTurns records the messages whose turn has ended.
+// FailedNotice answers a message whose turn failed.
+const FailedNotice = "Something went wrong, and I could not finish this answer. Please write again."
+
+// silentTurn is a turn that failed without an answer, because its workers were lost or its time was over.
+type silentTurn struct{ ExecutionID, ThreadID, TraceID string }
+
+// finishTurns records the messages whose turn has ended. A silent turn gets a notice: its error shows nowhere in a
+// channel.
 func (w *worker) finishTurns(ctx context.Context) error {
-	return exec(ctx, w.Pool, "finish messages of channel", `
-		update agent_channel_messages m set status = 'done', finished_at = clock_timestamp()
-		 where m.channel = @channel and m.status = 'running' and m.id in (
-		   select a.id from agent_channel_messages a
-		    where a.channel = @channel and a.status = 'running' and not exists (
-		      select from agent_executions x where x.id = a.execution_id and x.completed_at is null)
-		    order by a.id limit 1000)`,
-		postgres.Strict{"channel": w.name})
+	return postgres.InTx(ctx, w.Pool, func(tx pgx.Tx) error {
+		silent, err := postgres.Rows[silentTurn](ctx, tx, "finish messages of channel", `
+			with ended as (
+			  update agent_channel_messages m set status = 'done', finished_at = clock_timestamp()
+			   where m.channel = @channel and m.status = 'running' and m.id in (
+			     select a.id from agent_channel_messages a
+			      where a.channel = @channel and a.status = 'running' and not exists (
+			        select from agent_executions x where x.id = a.execution_id and x.completed_at is null)
+			      order by a.id limit 1000)
+			  returning m.execution_id)
+			select x.id::text as execution_id, x.thread_id, x.trace_id from agent_executions x
+			 where x.id in (select e.execution_id from ended e) and x.status in ('failed', 'timeout')
+			   and x.thread_id is not null and not exists (
+			     select from agent_messages a where a.execution_id = x.id and a.role = 'assistant')
+			 order by x.id`, postgres.Strict{"channel": w.name})
+		for _, t := range silent {
+			var m threads.Message
+			if err == nil {
+				m, err = threads.Post(ctx, tx, threads.NewMessage{
+					ThreadID: t.ThreadID, Role: threads.Assistant, Content: FailedNotice, Interrupted: true,
+					Channel: w.channel.Type, Target: w.name, Status: threads.Sending,
+					ExecutionID: t.ExecutionID, TraceID: t.TraceID,
+				})
+			}
+			if err == nil {
+				err = Enqueue(ctx, tx, m.ID)
+			}
+		}
+		return err
+	})
 }
 
 // showTurn shows that an answer is being written, and what there is of it.

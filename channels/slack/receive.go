@@ -95,6 +95,7 @@ func (t *Transport) listen(ctx context.Context, in channels.Inbox) error {
 				return err
 			}
 		case e := <-client.Events:
+			e = t.take(ctx, client, e, in)
 			switch e.Type {
 			case socketmode.EventTypeHello:
 				up = true
@@ -108,7 +109,6 @@ func (t *Transport) listen(ctx context.Context, in channels.Inbox) error {
 				}
 				return fmt.Errorf("socket mode: %w", classify(failure.ErrorObj))
 			default:
-				t.take(ctx, client, e, in)
 			}
 		}
 	}
@@ -123,27 +123,72 @@ func (t *Transport) dialer() *websocket.Dialer {
 	return d
 }
 
-// take commits an event, then acknowledges it. One that cannot be stored is not acknowledged: Slack sends it again.
-func (t *Transport) take(ctx context.Context, client *socketmode.Client, e socketmode.Event, in channels.Inbox) {
-	var envelope socketmode.Request
-	switch e.Type {
-	case socketmode.EventTypeEventsAPI, socketmode.EventTypeInteractive, socketmode.EventTypeSlashCommand:
-		envelope = *e.Request
-	case socketmode.EventTypeErrorBadMessage: // an event of a type that the client does not know
-		bad, _ := e.Data.(*socketmode.ErrorBadMessage)
-		if bad == nil || json.Unmarshal(bad.Message, &envelope) != nil || envelope.EnvelopeID == "" {
-			return
+// maxBatch bounds the events that are committed together.
+const maxBatch = 100
+
+// batch is an inbox that collects messages.
+type batch struct {
+	channels.Inbox
+	messages []channels.Incoming
+}
+
+func (b *batch) Receive(_ context.Context, _ string, messages ...channels.Incoming) error {
+	b.messages = append(b.messages, messages...)
+	return nil
+}
+
+func (b *batch) Known(ctx context.Context, conversation string) (bool, error) {
+	if slices.ContainsFunc(b.messages, func(m channels.Incoming) bool { return m.Conversation == conversation }) {
+		return true, nil
+	}
+	return b.Inbox.Known(ctx, conversation)
+}
+
+// take commits an event and those that wait behind it in one transaction, then acknowledges them. So a burst keeps
+// Slack's three seconds. What cannot be stored is not acknowledged: Slack sends it again. It returns the first event
+// that is about the connection; the zero event without one.
+func (t *Transport) take(
+	ctx context.Context, client *socketmode.Client, e socketmode.Event, in channels.Inbox,
+) (rest socketmode.Event) {
+	b := &batch{Inbox: in}
+	var envelopes []string
+	for range maxBatch {
+		var envelope socketmode.Request
+		switch e.Type {
+		case socketmode.EventTypeHello, socketmode.EventTypeConnecting, socketmode.EventTypeConnectionError:
+			rest = e
+		case socketmode.EventTypeEventsAPI, socketmode.EventTypeInteractive, socketmode.EventTypeSlashCommand:
+			envelope = *e.Request
+		case socketmode.EventTypeErrorBadMessage: // an event of a type that the client does not know
+			if bad, is := e.Data.(*socketmode.ErrorBadMessage); !is || json.Unmarshal(bad.Message, &envelope) != nil {
+				envelope.EnvelopeID = ""
+			}
+		default:
 		}
-	default:
-		return
+		if envelope.EnvelopeID != "" {
+			if err := t.store(ctx, envelope.Payload, b); err != nil {
+				t.log.WarnContext(ctx, "message of Slack not read, it comes again", "error", err)
+			} else {
+				envelopes = append(envelopes, envelope.EnvelopeID)
+			}
+		}
+		if rest.Type != "" || len(client.Events) == 0 { // nobody else reads them
+			break
+		}
+		e = <-client.Events
 	}
-	if err := t.store(ctx, envelope.Payload, in); err != nil {
-		t.log.WarnContext(ctx, "message of Slack not stored, it comes again", "error", err)
-		return
+	if len(b.messages) > 0 {
+		if err := in.Receive(ctx, "", b.messages...); err != nil {
+			t.log.WarnContext(ctx, "messages of Slack not stored, they come again", "messages", len(b.messages), "error", err)
+			return rest
+		}
 	}
-	if err := client.AckCtx(ctx, envelope.EnvelopeID, nil); err != nil && ctx.Err() == nil {
-		t.log.WarnContext(ctx, "message of Slack not acknowledged, it comes again", "error", err)
+	for _, id := range envelopes {
+		if err := client.AckCtx(ctx, id, nil); err != nil && ctx.Err() == nil {
+			t.log.WarnContext(ctx, "message of Slack not acknowledged, it comes again", "error", err)
+		}
 	}
+	return rest
 }
 
 // Hook implements [channels.Hook]: events and clicks by HTTP. The signature is checked before the body is parsed.

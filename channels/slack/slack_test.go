@@ -3,6 +3,7 @@ package slack
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"maps"
 	"net/http"
@@ -12,6 +13,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/slack-go/slack/socketmode"
 
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/channels/slack/slacktest"
@@ -29,11 +32,13 @@ type memory struct {
 	known     []string
 	broken    int
 	connected int
+	calls     int // of Receive
 }
 
 func (m *memory) Receive(_ context.Context, _ string, all ...channels.Incoming) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	m.calls++
 	if m.broken > 0 {
 		m.broken--
 		return errors.New("the database is away")
@@ -167,6 +172,27 @@ func TestMessagesComeOnce(t *testing.T) {
 			assert.Equal(t, "slack:"+slacktest.Team, issuer)
 		})
 	}
+}
+
+// Events that wait are stored together, a mention and the reply to it too. An event about the connection ends that.
+func TestABurstIsStoredAtOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, "socket")
+	client := socketmode.New(w.api)
+	event := func(kind, ts, thread string) socketmode.Event {
+		return socketmode.Event{Type: socketmode.EventTypeEventsAPI, Request: &socketmode.Request{
+			EnvelopeID: ts, Payload: fmt.Appendf(nil, `{"type": "event_callback", "team_id": %q, "event": {"type": %q, "channel": "C1",
+				"channel_type": "channel", "user": "U1", "text": "hello", "ts": %q, "thread_ts": %q}}`, slacktest.Team, kind, ts, thread),
+		}}
+	}
+	client.Events <- event("message", "2", "1")
+	client.Events <- socketmode.Event{Type: socketmode.EventTypeHello}
+	client.Events <- event("app_mention", "3", "")
+	rest := w.take(t.Context(), client, event("app_mention", "1", ""), w.in)
+	assert.Equal(t, socketmode.EventTypeHello, rest.Type)
+	assert.NoDiff(t, []string{"U1 C1:1 hello", "U1 C1:1 hello"}, w.in.texts())
+	assert.Equal(t, 1, w.in.calls)
+	assert.Equal(t, 1, len(client.Events))
 }
 
 // What other bots write, what is edited or deleted, and people of other workspaces.

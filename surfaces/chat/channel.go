@@ -15,9 +15,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// failedNotice is the answer on a channel to a message whose turn failed.
-const failedNotice = "Something went wrong, and I could not finish this answer. Please write again."
-
 // headless reports whether the message came by a channel of people. No connection waits for its answer, which leaves by
 // the outbox of the channel.
 func (a UserMessage) headless() bool { return a.Target != "" }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -392,7 +393,7 @@ func (t *turn) storeInterrupted(ctx context.Context, cause error) error {
 	}
 	text := trimFlowText(t.feed.snapshot(false).text, t.flowText)
 	if t.in.Target != "" { // nobody sees the error of the turn there
-		text = strings.TrimSpace(text + "\n\n" + failedNotice)
+		text = strings.TrimSpace(text + "\n\n" + channels.FailedNotice)
 	}
 	_, err := executions.StepTx(ctx, "cut short", func(ctx context.Context, tx pgx.Tx) (struct{}, error) {
 		if text != "" {

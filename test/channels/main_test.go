@@ -85,6 +85,22 @@ func pick(small, large int) int {
 	return small
 }
 
+// lease is how long a worker may be silent: longer where a busy machine has much to do.
+func lease() string {
+	if long() {
+		return "10s"
+	}
+	return "2s"
+}
+
+// answered waits until so many answers were sent, or maybe sent.
+func (w *world) answered(n int) {
+	w.t.Helper()
+	w.until(fmt.Sprint(n, " answers"), func() bool {
+		return value[int](w, `select count(*) from agent_channel_sends where status in ('sent', 'maybe_sent')`) > n
+	})
+}
+
 // kill kills the process that serves, starts another one and returns it.
 func (w *world) kill(p *proctest.Process) *proctest.Process {
 	w.t.Helper()

@@ -102,8 +102,11 @@ func TestASlackAnswerIsStreamedAndSplit(t *testing.T) {
 func TestSlackAnswersComeOnceOverKillsAndFaults(t *testing.T) {
 	t.Parallel()
 	people, each := pick(4, 15), pick(6, 20)
-	fake, w := newSlack(t, echo(t), "", "AGENT_WORKER_LEASE=2s", "AGENT_WORKERS=20")
+	fake, w := newSlack(t, echo(t), "", "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=20")
 	fake.Twice = true
+	if long() {
+		fake.RetryAfter = 3 * time.Second // as Slack does
+	}
 	fake.Faults(func(method string, call int) slacktest.Fault {
 		switch {
 		case method != "chat.postMessage":
@@ -129,6 +132,9 @@ func TestSlackAnswersComeOnceOverKillsAndFaults(t *testing.T) {
 			w.until("the socket", func() bool { return fake.Connected() == 1 })
 		}
 	}
+	if got := value[int](w, `select count(*) from agent_channel_messages`); got < people*each {
+		t.Fatalf("%d of %d messages came; Slack gave up %d deliveries", got, people*each, fake.GivenUp())
+	}
 	if maybe := w.settled(people * each); maybe > 0 {
 		t.Errorf("%d messages were maybe sent, though Slack tells", maybe)
 	}
@@ -147,8 +153,9 @@ func TestSlackAnswersComeOnceOverKillsAndFaults(t *testing.T) {
 	t.Logf("%d messages, each twice, %d kills: each answered once", people*each, kills)
 }
 
-// A call that a person in Slack causes waits for a button that an approver presses in the channel for reports. Whoever
-// asked cannot press it with four eyes, though linked to an approver, and pairing is no link.
+// Calls that people in Slack cause wait for a button that an approver presses in the channel for reports. Neither an
+// account without a principal, nor a principal without the right, nor the one who asked decides, and no used button, no
+// expired one and none that was shown with other arguments does.
 func TestASlackButtonApprovesACall(t *testing.T) {
 	t.Parallel()
 	var paid atomic.Int32
@@ -159,10 +166,12 @@ func TestASlackButtonApprovesACall(t *testing.T) {
 	t.Cleanup(shop.Close)
 	model := modeltest.New(t)
 	model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
-		if r.Messages[len(r.Messages)-1].Role == openai.ChatMessageRoleTool {
+		last := r.Messages[len(r.Messages)-1]
+		if last.Role == openai.ChatMessageRoleTool {
 			return modeltest.Text("It is paid back.")
 		}
-		return modeltest.ToolCall("refund", `{"order": 7}`)
+		said := modeltest.Said(last)
+		return modeltest.ToolCall("refund", `{"order": `+said[strings.LastIndex(said, " ")+1:]+`}`)
 	})
 	fake, w := newSlack(t, model, fmt.Sprintf(`report_to: C0OPS
 ---
@@ -175,23 +184,30 @@ approvals: {four_eyes: true}
 parameters: {type: object, required: [order], properties: {order: {type: integer}}}
 handler: http:POST %s/refunds
 `, shop.URL))
-	for name, account := range map[string]string{"ana": "U0ANA", "olga": "U1"} {
-		_, err := principals.Create(t.Context(), w.pool, principals.New{
-			Name: name, Kind: principals.User, Role: principals.Approver,
-		})
+	for account, p := range map[string]principals.New{
+		"U0ANA": {Name: "ana", Role: principals.Approver}, "U1": {Name: "olga", Role: principals.Approver},
+		"U0BEN": {Name: "ben", Role: principals.Viewer},
+	} {
+		p.Kind = principals.User
+		_, err := principals.Create(t.Context(), w.pool, p)
 		require.NoError(t, err)
-		require.NoError(t, principals.LinkIdentity(t.Context(), w.pool, name, "slack:"+slacktest.Team, account, ""))
+		require.NoError(t, principals.LinkIdentity(t.Context(), w.pool, p.Name, "slack:"+slacktest.Team, account, ""))
 	}
 	w.serve()
 	w.until("the socket", func() bool { return fake.Connected() == 1 })
-	fake.Say("U1", "D1", "money back, please", "")
-	var shown slacktest.Message
-	w.until("the request", func() bool {
-		for _, m := range answers(fake, "C0OPS", "") {
-			shown = m
-		}
-		return shown.TS != ""
-	})
+	ask := func(user, conversation string, order int) (shown slacktest.Message) {
+		t.Helper()
+		fake.Say(user, conversation, fmt.Sprint("money back for order ", order), "")
+		w.until("the request", func() bool {
+			for _, m := range answers(fake, "C0OPS", "") {
+				if strings.Contains(string(m.Blocks), fmt.Sprintf(`\"order\": %d`, order)) {
+					shown = m
+				}
+			}
+			return shown.TS != ""
+		})
+		return shown
+	}
 	told := func(want string) {
 		t.Helper()
 		w.until(want, func() bool {
@@ -199,8 +215,11 @@ handler: http:POST %s/refunds
 			return strings.Contains(all[len(all)-1].Text, want)
 		})
 	}
+	shown := ask("U1", "D1", 7)
 	require.NoError(t, fake.Click("U9", "C0OPS", shown.TS, "Approve"))
 	told("not linked")
+	require.NoError(t, fake.Click("U0BEN", "C0OPS", shown.TS, "Approve"))
+	told("may not decide")
 	require.NoError(t, fake.Click("U1", "C0OPS", shown.TS, "Approve"))
 	told("You asked for this")
 	assert.Equal(t, 0, int(paid.Load()))
@@ -210,8 +229,23 @@ handler: http:POST %s/refunds
 		all := answers(fake, "D1", "")
 		return len(all) > 0 && all[len(all)-1].Text == "It is paid back."
 	})
-	assert.Equal(t, 1, int(paid.Load()))
 	decidedIn(w, shown)
+	fake.ClickAgain(false) // the same event
+	fake.ClickAgain(true)
+	told("used already")
+	shown = ask("U2", "D2", 8)
+	_, err := w.pool.Exec(t.Context(), `update agent_channel_buttons set arguments_hash = 'of others' where used_at is null`)
+	require.NoError(t, err)
+	require.NoError(t, fake.Click("U0ANA", "C0OPS", shown.TS, "Approve"))
+	told("arguments have changed")
+	shown = ask("U3", "D3", 9)
+	_, err = w.pool.Exec(t.Context(), `update agent_channel_buttons set expires_at = now() where used_at is null`)
+	require.NoError(t, err)
+	require.NoError(t, fake.Click("U0ANA", "C0OPS", shown.TS, "Approve"))
+	told("expired")
+	assert.Equal(t, 1, int(paid.Load()))
+	assert.Equal(t, "approved pending pending", value[string](w, `
+		select string_agg(case status when 'consumed' then 'approved' else status end, ' ' order by id) from agent_approvals`))
 }
 
 // decidedIn expects the decision to name who asked, who decided, the way and the message with the button.

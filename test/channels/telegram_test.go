@@ -10,9 +10,11 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/channels/telegram/telegramtest"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // echo answers each message with its last line.
@@ -109,7 +111,7 @@ func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 		}
 		return telegramtest.Broken
 	})
-	w := newWorld(t, echo(t), declare(bot.URL(), "pairing: open"), "AGENT_WORKER_LEASE=2s", "AGENT_WORKERS=30")
+	w := newWorld(t, echo(t), declare(bot.URL(), "pairing: open"), "AGENT_WORKER_LEASE="+lease(), "AGENT_WORKERS=30")
 	p, kills := w.serve(), 0
 	for i := range each {
 		for person := range people {
@@ -117,7 +119,7 @@ func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 		}
 		bot.Repeat(people * 2 / 3)
 		if i%3 == 0 && i > 0 && i < each-1 {
-			w.until("some answers", func() bool { return len(bot.Sent(0)) > i*people/4 })
+			w.answered(i * people * 2 / 3) // a turn that waits behind others is given up after 5 kills
 			p = w.kill(p)
 			kills++
 		}
@@ -145,4 +147,32 @@ func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 		t.Errorf("%d messages in the threads, want %d", got, people*each)
 	}
 	t.Logf("%d messages, %d kills: %d answered, %d maybe sent", people*each, kills, answered, lost)
+}
+
+// A turn whose workers were lost too often says nothing. The person gets a notice, once, and the conversation goes on.
+func TestATurnThatIsLostIsAnsweredByANotice(t *testing.T) {
+	t.Parallel()
+	bot := telegramtest.New(t)
+	model := modeltest.New(t)
+	model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
+		if said := modeltest.Said(r.Messages[len(r.Messages)-1]); !strings.HasSuffix(said, "again") {
+			return modeltest.Text("too late").Slowly(time.Minute)
+		}
+		return modeltest.Text("Here I am.")
+	})
+	w := newWorld(t, model, declare(bot.URL(), "pairing: open"))
+	w.serve()
+	bot.Say(5, 5, "Ada", "hello?")
+	w.until("the turn", func() bool {
+		return value[int](w, `select count(*) from agent_executions where status = 'running' and thread_id is not null`) == 1
+	})
+	_, err := w.pool.Exec(t.Context(), `
+		update agent_executions set status = 'failed', claim = claim + 1, error_message = 'given up after 5 workers'
+		 where status = 'running' and thread_id is not null`) // what the sweep writes
+	require.NoError(t, err)
+	w.until("the notice", func() bool { return len(bot.Sent(5)) == 1 })
+	bot.Say(5, 5, "Ada", "again")
+	w.until("the answer", func() bool { return len(bot.Sent(5)) == 2 })
+	assert.Equal(t, channels.FailedNotice, bot.Sent(5)[0].Text)
+	assert.Equal(t, "Here I am.", bot.Sent(5)[1].Text)
 }

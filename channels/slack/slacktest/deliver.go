@@ -150,6 +150,9 @@ func (s *Server) Deliver(kind string, payload map[string]any) {
 				default:
 				}
 			}
+			s.mu.Lock()
+			s.givenUp++
+			s.mu.Unlock()
 		})
 	}
 }

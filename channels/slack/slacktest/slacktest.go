@@ -84,6 +84,7 @@ type Server struct {
 	deaf     bool
 	loseAcks int
 	retries  int
+	givenUp  int
 	waiting  map[string]chan struct{} // envelopes without an acknowledgement
 	undone   sync.WaitGroup
 	closed   chan struct{}
@@ -138,6 +139,13 @@ func (s *Server) Retries() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.retries
+}
+
+// GivenUp returns how many deliveries were never acknowledged.
+func (s *Server) GivenUp() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.givenUp
 }
 
 // LoseAcks makes the next n acknowledgements get lost.
