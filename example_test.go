@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -74,7 +75,5 @@ func TestTheWorkerOfTheDocsRuns(t *testing.T) {
 		t.Errorf("the key %q is of %v among %v, %v", receipt.Key, bank[receipt.Key], bank, err)
 	}
 	stop()
-	if err := <-ended; err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, <-ended)
 }

@@ -42,9 +42,7 @@ func run(t *testing.T, rt *lanekeeper.Runtime) {
 	go func() { ended <- rt.Run(ctx) }()
 	t.Cleanup(func() {
 		stop()
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, <-ended)
 	})
 }
 
@@ -310,9 +308,7 @@ func TestMistakesAreNamed(t *testing.T) {
 		"no such execution":                       unknown,
 		"runs already":                            rt.Run(t.Context()),
 	} {
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("got %v, want %q", err, want)
-		}
+		assert.ErrorContains(t, err, want)
 	}
 }
 

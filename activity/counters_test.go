@@ -311,9 +311,7 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 	})
 	err := writers.Wait()
 	stop()
-	if e := counters.Wait(); e != nil {
-		t.Error(e)
-	}
+	assert.NoError(t, counters.Wait())
 	require.NoError(t, err)
 	counted(t, db, 7)
 	if diff, err := difference(t.Context(), db); err != nil || diff != "" {
@@ -729,7 +727,5 @@ func percentilesOfWholeDays(t *testing.T, db postgres.DB, stage string) {
 		}
 		return nil
 	})
-	if err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, err)
 }

@@ -34,9 +34,7 @@ func writtenRow(t *testing.T, db postgres.DB, id string) written {
 		  coalesce(output::text, ''),
 		       token_usage::text, cost_usd::float8, finished_at is not null and duration_ms is not null
 		  from agent_activity where id = @id`, postgres.Strict{"id": id})
-	if len(got) != 1 {
-		t.Fatalf("%d rows %s", len(got), id)
-	}
+	require.Equal(t, 1, len(got), id)
 	return got[0]
 }
 
@@ -273,10 +271,6 @@ func TestATakeoverWaitsForAFencedWrite(t *testing.T) {
 		t.Error("the takeover overtook the write")
 	default:
 	}
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Error(err)
-	}
-	if err := group.Wait(); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, tx.Commit(t.Context()))
+	assert.NoError(t, group.Wait())
 }

@@ -203,9 +203,7 @@ func TestSlowBodiesDoNotBlockOthers(t *testing.T) {
 			t.Cleanup(server.Close)
 			for i := range 300 { // more than an address may have in work
 				got := sendSilently(t, server.Listener.Addr().String(), c.header, c.length)
-				if got != http.StatusContinue {
-					t.Fatalf("silent body %d: %d", i+1, got)
-				}
+				require.Equal(t, http.StatusContinue, got, i+1)
 			}
 			body := strings.NewReader(strings.Repeat("x", 500_000))
 			r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, server.URL+"/x", body)

@@ -316,9 +316,7 @@ func TestInvalidEndpointIsRejected(t *testing.T) {
 			bad := ok
 			test.change(&bad)
 			_, err := api.New(api.Options{Pool: pool, Engine: e, Endpoints: slices.Concat([]api.Endpoint{bad})})
-			if err == nil || !strings.Contains(err.Error(), test.words) {
-				t.Errorf("error is %v", err)
-			}
+			assert.ErrorContains(t, err, test.words)
 		})
 	}
 }
@@ -462,9 +460,7 @@ func TestLogoutRevokesCookie(t *testing.T) {
 	}
 	a, other := newAgentWith(t, o), newAgentWith(t, o)
 	c, kept := a.logIn(), a.logIn()
-	if w := other.raw("GET", "/v1/lanes", "", withCookie(c)); w.Code != 200 {
-		t.Fatalf("before the logout: %d", w.Code)
-	}
+	require.Equal(t, 200, other.raw("GET", "/v1/lanes", "", withCookie(c)).Code)
 	streamed := make(chan struct{})
 	go func() {
 		defer close(streamed)
@@ -704,7 +700,6 @@ func TestOldCookieIsNotThrottled(t *testing.T) {
 	}
 }
 
-// clearsCookie reports whether the response clears the cookie.
 func clearsCookie(w *httptest.ResponseRecorder, c *http.Cookie) bool {
 	set := w.Result().Cookies()
 	return len(set) == 1 && set[0].Name == c.Name && set[0].MaxAge < 0

@@ -30,9 +30,7 @@ func TestBulkActionsAreThoseOfEachExecution(t *testing.T) {
 		body, err := json.Marshal(map[string]any{"action": action, "ids": ids, "reason": "it is back"})
 		require.NoError(t, err)
 		w := a.raw("POST", "/v1/executions/bulk", string(body), asAdmin())
-		if w.Code != http.StatusOK {
-			t.Fatalf("%d %s", w.Code, w.Body)
-		}
+		require.Equal(t, http.StatusOK, w.Code, w.Body)
 		require.NoError(t, json.Unmarshal(w.Body.Bytes(), &got))
 		return got
 	}

@@ -183,9 +183,7 @@ func TestListLanesAndExecutions(t *testing.T) {
 		}
 	}
 	a.get("/v1/lanes", &got)
-	if len(got.Items) != 2 {
-		t.Fatalf("lanes are %+v", got.Items)
-	}
+	require.Equal(t, 2, len(got.Items), got.Items)
 	lane, run := got.Items[0], got.Items[1]
 	if lane.Lane != "operate" || lane.LockedBy != string(holder)+"/1" || lane.TraceID != string(holder) ||
 		*lane.ExpiresIn < 200 {

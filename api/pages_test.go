@@ -10,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/engineroom"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -120,8 +121,6 @@ func TestHiddenFormsAndTextsAreRefused(t *testing.T) {
 	pgtest.Equal(t, a.pool, false, `select enabled from agent_skills where name = 's'`)
 	const trace = "/traces/op_01J8052XG1XHJAZ95GX5TCNBAZ?tab=prompt"
 	for _, who := range []string{"viewer", "narrowed"} {
-		if w := a.raw("GET", trace, "", bearer(callers[who])); w.Code != http.StatusForbidden {
-			t.Errorf("the prompts as %s: %d", who, w.Code)
-		}
+		assert.Equal(t, http.StatusForbidden, a.raw("GET", trace, "", bearer(callers[who])).Code, who)
 	}
 }

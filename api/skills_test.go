@@ -23,7 +23,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
-// declare applies the agents.
 func (a *agent) declare(all ...agents.Definition) {
 	a.t.Helper()
 	for _, d := range all {
@@ -255,9 +254,7 @@ func fileForm(t *testing.T, name, content string) (body, contentType string) {
 
 func stored(t *testing.T, body []byte) (d documents.Document) {
 	t.Helper()
-	if err := json.Unmarshal(body, &d); err != nil {
-		t.Fatalf("%s: %v", body, err)
-	}
+	require.NoError(t, json.Unmarshal(body, &d), body)
 	return d
 }
 

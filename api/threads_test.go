@@ -7,6 +7,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -158,9 +159,7 @@ func TestMessageWithKeyIsSentOnce(t *testing.T) {
 		header := asAdmin()
 		header.Set("Idempotency-Key", "k")
 		response := a.raw("POST", "/v1/threads/t/messages", `{"content":"once"}`, header)
-		if response.Code != http.StatusCreated {
-			t.Fatalf("status %d", response.Code)
-		}
+		require.Equal(t, http.StatusCreated, response.Code)
 		ids = append(ids, pgtest.Value[string](t, a.pool, `select max(id::text) from agent_messages`))
 		pgtest.Exec(t, a.pool, `delete from agent_idempotency`)
 	}

@@ -41,7 +41,6 @@ func put(t *testing.T, pool *pgxpool.Pool, description string) skills.Skill {
 	return s
 }
 
-// inside runs fn as an execution.
 func inside(t *testing.T, pool *pgxpool.Pool, fn func(ctx context.Context) error) executions.Execution {
 	t.Helper()
 	return insideAs(t, pool, "", trace.Flow, fn)
@@ -58,9 +57,7 @@ func insideAs(
 	})
 	ctx := activity.WithActor(context.WithoutCancel(t.Context()), activity.Actor{Name: by})
 	x, err := e.RunSync(ctx, executions.Spec{Flow: "flow", Surface: surface})
-	if err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, err)
 	return x
 }
 
@@ -78,9 +75,7 @@ func askAs(
 			Skill: s.Name, SkillID: s.ID, Revision: s.Revision,
 			Args: json.RawMessage(args),
 		})
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 		id = asked.ID
 		return err
 	})
@@ -220,9 +215,7 @@ func TestAnExpiredApprovalDoesNotStandInTheWay(t *testing.T) {
 	if second == first {
 		t.Fatal("asking again led to an approval that nobody can decide")
 	}
-	if err := approve(t, pool, second); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, approve(t, pool, second))
 }
 
 func TestAChangedSkillVoidsWhatWasApproved(t *testing.T) {

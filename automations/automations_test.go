@@ -127,9 +127,7 @@ func TestValidate(t *testing.T) {
 	} {
 		err := automations.Validate(test.d)
 		for _, want := range test.want {
-			if err == nil || !strings.Contains(err.Error(), want) {
-				t.Errorf("%s: no %q in:\n%v", name, want, err)
-			}
+			assert.ErrorContains(t, err, want, name)
 		}
 	}
 	for _, d := range []automations.Definition{
@@ -139,9 +137,7 @@ func TestValidate(t *testing.T) {
 		{Name: "a", Event: "e", When: `payload.action == "opened" and key startsWith "repo/" and memories < 10`, Skill: "s"},
 		{Name: "a", Cron: "0 9 * * 1-5", Timezone: "Europe/Madrid", Skill: "s", Arguments: map[string]any{"a": 1}},
 	} {
-		if err := automations.Validate(d); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, automations.Validate(d))
 	}
 }
 
@@ -209,9 +205,7 @@ func TestOneOfManyClaimersGetsARun(t *testing.T) {
 		for range 16 {
 			wg.Go(func() {
 				run, ok, err := automations.Claim(t.Context(), pool, a.ID, at, "00000000-0000-0000-0000-00000000000a", traceID)
-				if err != nil {
-					t.Error(err)
-				}
+				assert.NoError(t, err)
 				if ok {
 					wins.Add(1)
 					if run.Status != automations.Claimed || run.Attempt != 1 || !run.ScheduledFor.Equal(at) ||
@@ -332,9 +326,7 @@ func retry(t *testing.T, pool *pgxpool.Pool, failed automations.Run) automations
 	for range 8 {
 		wg.Go(func() {
 			run, ok, err := automations.ClaimRun(t.Context(), pool, failed.ID, failed.Attempt, "", traceID)
-			if err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, err)
 			if ok {
 				mu.Lock()
 				defer mu.Unlock()
@@ -343,9 +335,7 @@ func retry(t *testing.T, pool *pgxpool.Pool, failed automations.Run) automations
 		})
 	}
 	wg.Wait()
-	if len(won) != 1 {
-		t.Fatalf("%d callers retry", len(won))
-	}
+	require.Equal(t, 1, len(won))
 	return won[0]
 }
 
@@ -570,9 +560,7 @@ func TestARetryIsNotAbandonedBecauseTheRunIsOld(t *testing.T) {
 	run := claim(t, pool, putDue(t, pool, automations.Definition{Name: "a"}, "1 hour"))
 	pgtest.Exec(t, pool, `update agent_automation_runs set created_at = created_at - interval '3 days',
 		claimed_at = claimed_at - interval '3 days'`)
-	if len(abandoned(t, pool)) != 1 {
-		t.Fatal("the first attempt is not abandoned")
-	}
+	require.Equal(t, 1, len(abandoned(t, pool)))
 	run = finish(t, pool, run, automations.Result{Error: "abandoned"})
 	pgtest.Exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	retry(t, pool, run)

@@ -116,9 +116,7 @@ func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
 	for range 32 {
 		wg.Go(func() {
 			ok, err := automations.Accept(t.Context(), pool, "watch", "ana")
-			if err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, err)
 			if ok {
 				wins.Add(1)
 			}

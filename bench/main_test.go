@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -32,10 +33,7 @@ func TestQuantiles(t *testing.T) {
 
 func TestABenchmarkIsNamed(t *testing.T) {
 	for _, args := range [][]string{nil, {"chat"}} {
-		if err := run(t.Context(), args, io.Discard, io.Discard); err == nil ||
-			!strings.Contains(err.Error(), "chat-priority") {
-			t.Errorf("%v: %v", args, err)
-		}
+		assert.ErrorContains(t, run(t.Context(), args, io.Discard, io.Discard), "chat-priority", args)
 	}
 }
 

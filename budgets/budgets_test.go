@@ -207,9 +207,7 @@ func TestOthersReservationsAreWaitedFor(t *testing.T) {
 	if err != nil || got != 970 {
 		t.Errorf("granted %d (%v) once the first was settled", got, err)
 	}
-	if err := <-settled; err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, <-settled)
 }
 
 // Two that look at the same time must not both find the room: the second looks when the first has decided.

@@ -10,6 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/budgets"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
@@ -42,7 +43,6 @@ func send(t *testing.T, db postgres.DB, queue func(b *pgx.Batch)) error {
 	return db.SendBatch(t.Context(), b).Close()
 }
 
-// queued queues a reservation.
 func queued(r *budgets.Reservation) func(b *pgx.Batch) {
 	return func(b *pgx.Batch) { r.Reserve(b, r.Step) }
 }
@@ -51,9 +51,7 @@ func queued(r *budgets.Reservation) func(b *pgx.Batch) {
 func reserve(t *testing.T, db postgres.DB, r *budgets.Reservation) (int64, error) {
 	t.Helper()
 	r.Patience = 1
-	if err := send(t, db, queued(r)); err != nil {
-		t.Fatalf("Reserve: %v", err)
-	}
+	require.NoError(t, send(t, db, queued(r)), "Reserve")
 	return r.Await(t.Context(), db)
 }
 

@@ -57,7 +57,6 @@ func (s *scene) token(who string) *version {
 	return &version{fmt.Sprintf("%s-%d", who, s.tokens)}
 }
 
-// tokenOf returns the token of a value.
 func tokenOf(value json.RawMessage) string { return strings.Trim(string(value), `"`) }
 
 // shows checks that an entry is a version.

@@ -64,7 +64,6 @@ func (n *noter) note(words string, steps ...string) map[string]any {
 	})
 }
 
-// tidy is an objective.
 func tidy(t *testing.T, pool *pgxpool.Pool) objectives.Objective {
 	t.Helper()
 	_, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "tidy", Goal: "Be tidy."},
@@ -277,9 +276,7 @@ func TestWhoseMemoryItIsDependsOnWhoActs(t *testing.T) {
 		"memory_forget": `{"key": "k"}`,
 	} {
 		_, err := h.as(t.Context(), "mute", name, args)
-		if err == nil || !strings.Contains(err.Error(), "has no memory (memory: none)") {
-			t.Errorf("%s of an agent without memory: %v", name, err)
-		}
+		assert.ErrorContains(t, err, "has no memory (memory: none)", name)
 	}
 	// A turn finishes on the version that it has begun with, also when its agent is removed meanwhile.
 	directory := &agents.Directory{}

@@ -100,9 +100,7 @@ func documents(t *testing.T, path, text string) (all []map[string]any) {
 		if errors.Is(err, io.EOF) {
 			return all
 		}
-		if err != nil {
-			t.Fatalf("%s: %v", path, err)
-		}
+		require.NoError(t, err, path)
 		all = append(all, one)
 	}
 }

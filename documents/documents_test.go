@@ -228,9 +228,7 @@ func TestTextIsReadInPieces(t *testing.T) {
 				break
 			}
 		}
-		if all.String() != text {
-			t.Fatalf("pieces of %d bytes are not the text", most)
-		}
+		require.Equal(t, text, all.String(), most)
 	}
 	if p, err := documents.Read(t.Context(), pool, d.ID, 1<<40, 10); err != nil || p.Text != "" || p.Next != 0 {
 		t.Errorf("behind the end: %+v, %v", p, err)

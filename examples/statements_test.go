@@ -56,9 +56,7 @@ func loaded(t *testing.T, pool *pgxpool.Pool, url string) *pgxpool.Pool {
 func TestSlowQueriesReadTheExtensionWhereItIsLoaded(t *testing.T) {
 	pool, url := withStatements(t)
 	found := newCaller(t, loaded(t, pool, url)).call("slow_queries", `{}`)
-	if found.RowCount != 1 {
-		t.Fatalf("rows are %v", found.Rows)
-	}
+	require.Equal(t, 1, found.RowCount, found.Rows)
 	row := found.Rows[0]
 	if row["source"] != "pg_stat_statements" || row["query"] != "select ' <ä> &' " || row["calls"] != 7.0 ||
 		row["rows"] != 8.0 || row["total_ms"] != 70.3 || row["mean_ms"] != 10.0 {

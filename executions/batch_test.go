@@ -54,9 +54,7 @@ func TestConcurrentCallersShareWrites(t *testing.T) {
 			return nil
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, group.Wait())
 	if n := pgtest.Value[int](t, pool, `
 		select count(*) from agent_executions x where x.completed_at is null
 		    or (select count(*) from agent_events v where v.execution_id = x.id) <> 1
@@ -167,9 +165,7 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 		return p.StartSeveral(ctx, specs, here)
 	}
 	got, err := begin(true, true)
-	if err != nil {
-		t.Fatalf("starts that are run here wait for the standby: %v", err)
-	}
+	require.NoError(t, err, "starts that are run here wait for the standby")
 	if got, err := begin(true, false); err == nil {
 		t.Errorf("%d starts, of which one is for others, did not wait for the standby", len(got))
 	}
@@ -465,9 +461,7 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 				string(x.Variables) != `{"x": 2}` || step != want {
 				t.Errorf("%s: %s, %q, %s, %s, step %s", name, x.Status, x.ResultSummary, x.Result, x.Variables, step)
 			}
-			if n := completions(t, pool, ids[i]); n != 1 {
-				t.Errorf("%s: %d events", name, n)
-			}
+			assert.Equal(t, 1, completions(t, pool, ids[i]), name)
 		default:
 			assert.Equal(t, before[i], dump(t, pool, ids[i]), name)
 		}
@@ -651,9 +645,7 @@ func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
 				}
 				pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, 1, @status, 'said', null, null, null)`,
 					postgres.Strict{"id": alone, "status": status})
-				if got := completeAll(t, pool, l.ids, claims, nil, status); got != strings.Join(ended, " ") {
-					t.Fatalf("%s ended", got)
-				}
+				require.Equal(t, strings.Join(ended, " "), completeAll(t, pool, l.ids, claims, nil, status))
 				for how, id := range map[string]string{"by itself": alone, "in a batch": l.ids[l.at]} {
 					if !pgtest.Value[bool](t, pool, c.follows, postgres.Strict{"id": id}) {
 						t.Errorf("it does not follow an end %s", how)
@@ -712,9 +704,7 @@ func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
 		require.NoError(t, err)
 		defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 		pgtest.Exec(t, conn, `listen agent_ready`)
-		if got := completeAll(t, conn, []string{id}, []int64{1}, nil, "completed"); got != "1" {
-			t.Fatalf("%s ended", got)
-		}
+		require.Equal(t, "1", completeAll(t, conn, []string{id}, []int64{1}, nil, "completed"))
 		pgtest.Exec(t, conn, `select pg_notify('agent_ready', 'nothing')`)
 		ctx, cancel := context.WithTimeout(t.Context(), timeout)
 		heard, err := conn.WaitForNotification(ctx)
@@ -734,9 +724,7 @@ func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 	mustClaim(t, pool, ended, w)
 	mustClaim(t, pool, next, w)
 	tx := pgtest.Begin(t, pool)
-	if got := completeAll(t, tx, []string{ended}, []int64{1}, nil, "completed"); got != "1" {
-		t.Fatalf("%s ended", got)
-	}
+	require.Equal(t, "1", completeAll(t, tx, []string{ended}, []int64{1}, nil, "completed"))
 	pgtest.Exec(t, tx, `update agent_executions set status = 'failed' where id = @id`, postgres.Strict{"id": next})
 	assert.Equal(t, 1, completions(t, tx, next))
 	_, err := tx.Exec(t.Context(), `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', 1)`,
@@ -767,9 +755,7 @@ func TestBatchReadsDoNotGrowWithTheTables(t *testing.T) {
 		before := read()
 		pgtest.Exec(t, tx, `select lanekeeper.checkpoint_agent_executions(@ids, '{1,1,1}', '{s,s,s}', null, null, '{1,1,1}',
 			null)`, postgres.Strict{"ids": ids})
-		if got := completeAll(t, tx, ids[:2], []int64{1, 1}, []*string{new("last"), nil}, "completed"); got != "1 2" {
-			t.Fatalf("%s ended", got)
-		}
+		require.Equal(t, "1 2", completeAll(t, tx, ids[:2], []int64{1, 1}, []*string{new("last"), nil}, "completed"))
 		pgtest.Exec(t, tx, `select lanekeeper.complete_agent_execution(@id, 1, 'completed', '', null, null, null)`,
 			postgres.Strict{"id": ids[2]})
 		return read() - before

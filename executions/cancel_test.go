@@ -237,9 +237,7 @@ func TestAnOldTokenIsRefusedAfterANewClaim(t *testing.T) {
 	}
 	middle.open()
 	wait()
-	if err := fence(second); err != nil {
-		t.Errorf("the stale process freed the lane: %v", err)
-	}
+	assert.NoError(t, fence(second), "the stale process freed the lane")
 	close(next)
 	until(t, pool, id, executions.Completed)
 }
@@ -567,9 +565,7 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 			pgtest.Eventually(t, timeout, func() bool { return locksWanted(t, pool) > 0 }, "the repeats meet the transaction")
 			eventuallyWithin(t, deliver, calm)
 			require.NoError(t, tx.Commit(t.Context()))
-			if err := repeated.Wait(); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, repeated.Wait())
 			assert.Equal(t, 1,
 				pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'held'`))
 		})
@@ -662,9 +658,7 @@ func TestADedupeKeyInAnOpenTransactionDelaysNoOtherStart(t *testing.T) {
 	pgtest.Eventually(t, timeout, func() bool { return locksWanted(t, pool) > 0 }, "they meet the transaction")
 	eventuallyWithin(t, begin, calm)
 	require.NoError(t, tx.Rollback(t.Context()))
-	if err := group.Wait(); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, group.Wait())
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_executions where dedupe_key = 'held'`))
 }
 

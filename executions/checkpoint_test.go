@@ -33,9 +33,7 @@ func unwritable(t *testing.T, pool *pgxpool.Pool) (end func()) {
 	end = func() {
 		if !ended {
 			ended = true
-			if err := tx.Rollback(context.WithoutCancel(t.Context())); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, tx.Rollback(context.WithoutCancel(t.Context())))
 		}
 	}
 	t.Cleanup(end)
@@ -333,9 +331,7 @@ func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
 	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	id := p.begin(t, "flow")
 	testkit.Receive(t, returns)
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, tx.Rollback(t.Context()))
 	if x := until(t, pool, id, executions.Failed); x.FailedStep == nil || *x.FailedStep != "bad" {
 		t.Errorf("it failed at %v", x.FailedStep)
 	}

@@ -233,9 +233,7 @@ func hang(ctx context.Context) (executions.Result, error) {
 func triggered(t *testing.T, parent executions.Execution) executions.Triggered {
 	t.Helper()
 	var got executions.Triggered
-	if err := json.Unmarshal(parent.Result, &got); err != nil {
-		t.Fatalf("result %s: %v", parent.Result, err)
-	}
+	require.NoError(t, json.Unmarshal(parent.Result, &got), "result", parent.Result)
 	return got
 }
 

@@ -52,9 +52,7 @@ func start(
 		}
 		stopped = true
 		cancel()
-		if err := group.Wait(); err != nil {
-			t.Errorf("engine: %v", err)
-		}
+		assert.NoError(t, group.Wait(), "engine")
 	}
 	t.Cleanup(p.stop)
 	return p
@@ -115,9 +113,7 @@ func TestAnEngineStoppedBeforeItsStartReturns(t *testing.T) {
 	} {
 		e, err := executions.New(pool, executions.Options{Keeper: lanes.NewKeeper(pool, lanes.Options{})})
 		require.NoError(t, err)
-		if err := run(e); err != nil {
-			t.Errorf("%s: %v", name, err)
-		}
+		assert.NoError(t, run(e), name)
 	}
 	assert.Equal(t, 0,
 		pgtest.Value[int](t, pool, `select count(*) from agent_workers where expires_at > clock_timestamp()`))
@@ -127,14 +123,10 @@ func TestAnEngineRunsOnce(t *testing.T) {
 	t.Parallel()
 	p := start(t, pgtest.DB(t), flow(func(context.Context) (executions.Result, error) { return ends(1, nil) }))
 	until(t, p.pool, p.begin(t, "flow"), executions.Completed)
-	if err := p.Run(t.Context()); err == nil {
-		t.Error("a second Run beside the first")
-	}
+	assert.Error(t, p.Run(t.Context()), "a second Run beside the first")
 	until(t, p.pool, p.begin(t, "flow"), executions.Completed)
 	p.stop()
-	if err := p.Run(t.Context()); err == nil {
-		t.Error("a Run after the shutdown, which would take no work and not say so")
-	}
+	assert.Error(t, p.Run(t.Context()), "a Run after the shutdown, which would take no work and not say so")
 }
 
 func TestInvalidOptionsAreAnError(t *testing.T) {
@@ -319,9 +311,7 @@ func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
 		if locked, err = pool.Begin(t.Context()); err == nil {
 			_, err = locked.Exec(t.Context(), `lock table agent_executions in access exclusive mode`)
 		}
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 	})
 	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		_, err := executions.Wait(ctx, "long", executions.Delay(time.Hour))
@@ -333,9 +323,7 @@ func TestAHangingDatabaseDoesNotBlockACallerWhoLeft(t *testing.T) {
 		returned <- err
 	}()
 	assert.ErrorIs(t, testkit.Receive(t, returned), context.DeadlineExceeded)
-	if err := locked.Rollback(t.Context()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, locked.Rollback(t.Context()))
 }
 
 // newWorker registers a worker by plain SQL, as an outside one would.
@@ -551,9 +539,7 @@ func TestEngineOptionsHaveFloors(t *testing.T) {
 	p := start(t, pool, flow(func(context.Context) (executions.Result, error) { return executions.Result{}, nil }),
 		func(o *executions.Options) { o.LeaseTTL, o.SweepEvery = time.Millisecond, time.Nanosecond })
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
-	if err := p.Register("flow", nil); err == nil {
-		t.Error("a flow without a function was registered")
-	}
+	assert.Error(t, p.Register("flow", nil), "a flow without a function was registered")
 }
 
 func TestADedupeKeyStartsOnce(t *testing.T) {

@@ -171,9 +171,7 @@ func TestTheQueueOrdersExecutionsResumedTogether(t *testing.T) {
 			}
 			got = deliverBatch(t, pool, me, 1, one, "k")
 		}
-		if len(got) != 2 {
-			t.Fatalf("delivered %+v", got)
-		}
+		require.Equal(t, 2, len(got), got)
 		if x := get(t, pool, late); x.Status != executions.Running || x.ClaimedBy != nil {
 			t.Errorf("the one of less priority is %s, claimed by %q", x.Status, testkit.Deref(x.ClaimedBy))
 		}
@@ -384,9 +382,7 @@ func TestABlockedEventReservesNoWorker(t *testing.T) {
 	mustDeliver(t, pool, "other", "{}")
 	until(t, pool, p.beginWith(t, "other"), executions.Completed)
 	require.NoError(t, tx.Rollback(t.Context()))
-	if err := group.Wait(); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, group.Wait())
 	until(t, pool, held, executions.Completed)
 }
 
@@ -414,9 +410,7 @@ func TestASealedEventJoinsNoBatch(t *testing.T) {
 			return nil
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, group.Wait())
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_events where key = 'sealed'`))
 }
 

@@ -208,9 +208,7 @@ func TestAfterAPauseHasReturnedNothingIsClaimed(t *testing.T) {
 		now := claimed()
 		halt()
 		require.NoError(t, group.Wait())
-		if now != then {
-			t.Fatalf("%d were claimed when the pause had returned, then %d", then, now)
-		}
+		require.Equal(t, then, now)
 		resume(t, pool)
 	}
 }

@@ -345,9 +345,7 @@ func FuzzTextOfARun(f *testing.F) {
 			var again map[string]string
 			require.NoError(t, json.Unmarshal(c.Output, &again))
 			for name, v := range kept.(map[string]string) {
-				if again[name] != v {
-					t.Errorf("%q: the code got %q, and a later run would get %q", one, kept, again)
-				}
+				assert.Equal(t, v, again[name], one, kept, again)
 			}
 		}
 	})

@@ -44,9 +44,7 @@ func TestAStartThatIsRolledBackLeavesNothing(t *testing.T) {
 	if _, _, err := p.Start(t.Context(), tx, executions.Spec{Flow: "flow", Surface: "flow"}); err != nil {
 		t.Error(err)
 	}
-	if err := tx.Rollback(t.Context()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, tx.Rollback(t.Context()))
 	if n := pgtest.Value[int](t, pool, `select (select count(*) from agent_executions) + (select count(*)
 		from river.river_job)`); n != 0 {
 		t.Errorf("%d rows are left", n)
@@ -66,9 +64,7 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 		t.Errorf("opened %s, then %s, %v", one, two, err)
 	}
 	for range 2 {
-		if err := activity.Close(t.Context(), pool, one, entry, activity.Outcome{Output: 1}); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, activity.Close(t.Context(), pool, one, entry, activity.Outcome{Output: 1}))
 		pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'pay', @claim)
 			on conflict do nothing`,
 			postgres.Strict{"id": id, "claim": n})

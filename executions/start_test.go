@@ -182,9 +182,7 @@ func TestARunReturnsTheStoredRow(t *testing.T) {
 				return nil
 			})
 		}
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, group.Wait())
 	}
 }
 
@@ -215,9 +213,7 @@ func TestRunsOfAnExpiredLeaseAreQueued(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, group.Wait())
 	start(t, pool, body)
 	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 21

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -82,9 +83,7 @@ func (p *process) runInBackground(t *testing.T) (wait func() executions.Executio
 	})
 	return func() executions.Execution {
 		t.Helper()
-		if err := group.Wait(); err != nil {
-			t.Errorf("run: %v", err)
-		}
+		assert.NoError(t, group.Wait(), "run")
 		return got
 	}
 }
@@ -113,9 +112,7 @@ func listener(t *testing.T, pool *pgxpool.Pool) *postgres.Listener {
 	group.Go(func() error { return l.Run(ctx) })
 	t.Cleanup(func() {
 		cancel()
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, group.Wait())
 	})
 	return l
 }

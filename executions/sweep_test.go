@@ -149,12 +149,8 @@ func TestConcurrentSweepsReleaseLostClaimsOnce(t *testing.T) {
 			select count(*) from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'`) >= 4
 	}, "several sweep")
 	require.NoError(t, barrier.Commit(t.Context()))
-	if err := group.Wait(); err != nil {
-		t.Error(err)
-	}
-	if err := p.Sweep(t.Context()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, group.Wait())
+	assert.NoError(t, p.Sweep(t.Context()))
 	assert.Equal(t, "0 its still, 15 ready, 5 ended, 5 told, 20 noted", pgtest.Value[string](t, pool, became))
 }
 
@@ -184,16 +180,12 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 			select coalesce(bool_or(pg_terminate_backend(pid)), false) from pg_stat_activity
 			 where datname = current_database() and wait_event = 'advisory'`)
 	}, "a sweep is cut off")
-	if err := group.Wait(); err == nil {
-		t.Error("the sweep does not say that it was cut off")
-	}
+	assert.Error(t, group.Wait(), "the sweep does not say that it was cut off")
 	assert.Equal(t, "20 its still, 0 ready, 0 ended, 0 told, 0 noted", pgtest.Value[string](t, pool, became))
 	require.NoError(t, stall.Commit(t.Context()))
 	// the server frees the locks of the one that was cut off after it has told it
 	pgtest.Eventually(t, timeout, func() bool {
-		if err := p.Sweep(t.Context()); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, p.Sweep(t.Context()))
 		return pgtest.Value[string](t, pool, became) == "0 its still, 15 ready, 5 ended, 5 told, 20 noted"
 	}, "the next one takes all, once")
 }
@@ -361,9 +353,7 @@ func TestManyTickersStartADueTimeOnceAndMissedTicksBecomeOne(t *testing.T) {
 			group.Go(func() error { return p.Tick(t.Context()) })
 		}
 		require.NoError(t, group.Wait())
-		if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != round+1 {
-			t.Fatalf("%d executions after %d due times", n, round+1)
-		}
+		require.Equal(t, round+1, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 		if !pgtest.Value[bool](t, pool, `select next_run_at > clock_timestamp()
 			and last_run_at < clock_timestamp() - interval '8 hours' from agent_schedules`) {
 			t.Error("the schedule did not move on")
@@ -405,9 +395,7 @@ func TestABadScheduleNamesItsFieldAndWritesNothing(t *testing.T) {
 		"flow":        {Name: "pulse", Surface: trace.Heartbeat, Cron: "* * * * *", Timezone: "UTC"},
 		`and "radio"`: {Name: "pulse", Flow: "flow", Surface: "radio", Cron: "* * * * *", Timezone: "UTC"},
 	} {
-		if err := p.PutSchedule(t.Context(), s); err == nil || !strings.Contains(err.Error(), says) {
-			t.Errorf("want %q in the error, got %v", says, err)
-		}
+		assert.ErrorContains(t, p.PutSchedule(t.Context(), s), says)
 	}
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_schedules`))
 }

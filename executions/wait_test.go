@@ -59,9 +59,7 @@ func outcome(t *testing.T, x executions.Execution) executions.Outcome {
 	t.Helper()
 	var out executions.Outcome
 	err := json.Unmarshal(x.Result, &out)
-	if err != nil {
-		t.Fatalf("result %s: %v", x.Result, err)
-	}
+	require.NoError(t, err, "result", x.Result)
 	if out.Data, err = compact(out.Data); err != nil {
 		t.Fatal(err)
 	}
@@ -123,9 +121,8 @@ func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
 		group.Go(func() error { return deliver(ctx, pool, id, `{}`, "") })
 		require.NoError(t, group.Wait())
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`); n != 0 {
-		t.Errorf("%d of %d wait for ever", n, rounds)
-	}
+	assert.Equal(t, 0,
+		pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`), rounds)
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_events where consumed_by is null`))
 	assert.Equal(t, rounds, pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints where step = 'wait'`))
 }

@@ -541,9 +541,7 @@ func TestADefinitionHasBounds(t *testing.T) {
 	for actions, want := range map[string]string{deep: "is nested more than 10 deep", many: "are 501 in all"} {
 		d, err := define(`{"name": "a", "actions": [` + actions + `]}`)
 		require.NoError(t, err)
-		if err := flows.Validate(d); err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("got %v, want %s", err, want)
-		}
+		assert.ErrorContains(t, flows.Validate(d), want)
 	}
 }
 
@@ -677,9 +675,7 @@ func TestThePageIsTrue(t *testing.T) {
 	if yaml == nil {
 		t.Fatal("docs/flows.md shows no flow")
 	}
-	if err := flows.Validate(read(t, yaml[1])); err != nil {
-		t.Errorf("docs/flows.md: %v", err)
-	}
+	assert.NoError(t, flows.Validate(read(t, yaml[1])), "docs/flows.md")
 	code := file(t, "definition_test.go")
 	from, to := strings.Index(code, "// Onboard is"), strings.Index(code, "// Evaluate is")
 	assert.Contains(t, page, "```go\n"+strings.TrimSpace(code[from:to])+"\n```")

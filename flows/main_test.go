@@ -126,9 +126,7 @@ func waits(t *testing.T, db postgres.DB, id string, n int) executions.Execution 
 func variables(t *testing.T, x executions.Execution) map[string]any {
 	t.Helper()
 	var all map[string]any
-	if err := json.Unmarshal(x.Variables, &all); err != nil {
-		t.Fatalf("variables %s: %v", x.Variables, err)
-	}
+	require.NoError(t, json.Unmarshal(x.Variables, &all), "variables", x.Variables)
 	for _, name := range []string{"input", "executionId", "traceId", "threadId"} {
 		if _, known := all[name]; !known {
 			t.Errorf("variable %s is missing", name)
@@ -151,7 +149,6 @@ func answer(t *testing.T, w *world, text string) {
 	pgtest.Exec(t, w.pool, `select * from lanekeeper.receive_agent_message('maria', @text)`, postgres.Strict{"text": text})
 }
 
-// deliver sends an event.
 func deliver(t *testing.T, w *world, event, key, data string) {
 	t.Helper()
 	_, err := w.Deliver(t.Context(), w.pool, event, key, json.RawMessage(data), "")
@@ -218,9 +215,7 @@ func TestAForkWhoseInputContradictsARecordIsRefused(t *testing.T) {
 		require.NoError(t, err)
 		x, err := fresh.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "bye", Input: text})
 		_, latest := fresh.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "bye", Input: text, Latest: true})
-		if fmt.Sprint(latest) != fmt.Sprint(err) {
-			t.Errorf("%s, the current version: %v, want %v", name, latest, err)
-		}
+		assert.Equal(t, fmt.Sprint(err), fmt.Sprint(latest), name, latest, err)
 		switch {
 		case c.step == "" && err != nil:
 			t.Errorf("%s: %v", name, err)

@@ -259,13 +259,9 @@ func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 			t.Errorf("%s: %v", input, check("a", input))
 		}
 	}
-	if err := check("a", `{"n": 1}`); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, check("a", `{"n": 1}`))
 	assert.ErrorIs(t, check("gone", `{}`), flows.ErrRemoved)
-	if err := check("of Go code", `{}`); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, check("of Go code", `{}`))
 	// started past CheckStart
 	x := enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"n": "one"}), executions.Failed)
 	if !strings.HasPrefix(testkit.Deref(x.ErrorMessage), "flow a does not take this input") {
@@ -323,7 +319,5 @@ actions: [{actionType: set, parameters: {variables: {done: true}}}]`)
 	pgtest.Equal(t, w.pool, "order=1001", `select string_agg(name || '=' || value, ' ') from agent_execution_labels`)
 	d, err := define(`{"name": "x", "labels": {"No": "y"}, "actions": [{"actionType": "set", "parameters": {"variables": {"a": 1}}}]}`)
 	require.NoError(t, err)
-	if err := flows.Validate(d); err == nil || !strings.Contains(err.Error(), "labels.No") {
-		t.Errorf("the error is %v", err)
-	}
+	assert.ErrorContains(t, flows.Validate(d), "labels.No")
 }

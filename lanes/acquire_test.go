@@ -30,9 +30,7 @@ func newListener(t *testing.T, db *pgxpool.Pool) *postgres.Listener {
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
 	running.Go(func() {
-		if err := listener.Run(ctx); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, listener.Run(ctx))
 	})
 	t.Cleanup(func() { cancel(); running.Wait() })
 	ready, stop := listener.Subscribe("agent_lanes")
@@ -74,9 +72,7 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 				return
 			}
 			served <- i
-			if err := l.Release(t.Context()); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, l.Release(t.Context()))
 		})
 		queued(t, db, "x", i+1)
 	}
@@ -109,9 +105,7 @@ func TestAReleaseWakesTheWaiterAtOnce(t *testing.T) {
 		pgtest.Eventually(t, soon, func() bool { return place().After(first) }, "the second look")
 		start := time.Now() // the third is due in 750 ms or more
 		require.NoError(t, l.Release(t.Context()))
-		if err := <-got; err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, <-got)
 		return time.Since(start)
 	})
 }
@@ -488,9 +482,7 @@ func TestCallersShareStatements(t *testing.T) {
 						lane); holder != lease.Owner().String() {
 						t.Errorf("%s is held by %q, want %s", lane, holder, lease.Owner())
 					}
-					if err := lease.Release(t.Context()); err != nil {
-						t.Errorf("release %s: %v", lane, err)
-					}
+					assert.NoError(t, lease.Release(t.Context()), "release", lane)
 				}
 			})
 		}

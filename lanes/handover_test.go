@@ -86,12 +86,8 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	pgtest.Eventually(t, soon, func() bool {
 		return pgtest.Value[bool](t, db, `select expires_at > clock_timestamp() + interval '50 minutes' from agent_locks`)
 	}, "the lease has the length that it was asked for")
-	if err := lease.Fence(t.Context(), db); err != nil {
-		t.Error(err)
-	}
-	if err := lease.Release(t.Context()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, lease.Fence(t.Context(), db))
+	assert.NoError(t, lease.Release(t.Context()))
 	assert.Equal(t, "next", pgtest.Value[string](t, db, `select locked_by from agent_locks`))
 }
 
@@ -101,9 +97,7 @@ func TestTheHolderHasNoPlaceInTheQueue(t *testing.T) {
 	db := pgtest.DB(t)
 	token := mustTry(t, db, "x", "a", 60)
 	queues(t, db, "x", "b", 60)
-	if to := releaseLane(t, db, "x", "a", token); to != "b" {
-		t.Fatalf("the lane went to %q", to)
-	}
+	require.Equal(t, "b", releaseLane(t, db, "x", "a", token))
 	another := pgtest.Begin(t, db)
 	pgtest.Exec(t, another, `update agent_locks set waited_until = clock_timestamp() + interval '5 seconds'
 		where lane = 'x'`)
@@ -259,9 +253,7 @@ func TestAWaiterThatLeavesHoldsNothing(t *testing.T) {
 	queues(t, db, "x", "b", 60)
 	queues(t, db, "x", "c", 60)
 	release := pgtest.Begin(t, db)
-	if to := releaseLane(t, release, "x", "a", token); to != "b" {
-		t.Fatalf("it went to %q", to)
-	}
+	require.Equal(t, "b", releaseLane(t, release, "x", "a", token))
 	left := make(chan string, 1)
 	go func() {
 		left <- pgtest.Value[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing')
@@ -365,9 +357,7 @@ func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 	got := make(chan *lanes.Lease, 1)
 	go func() {
 		lease, err := k.AcquireWaitAs(t.Context(), owner, "x")
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 		got <- lease
 	}()
 	settled(t, db, "x")

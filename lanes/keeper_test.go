@@ -45,9 +45,7 @@ func TestRunKeepsALeaseBeyondItsTTL(t *testing.T) {
 	pgtest.Eventually(t, soon, func() bool {
 		return l.Context().Err() != nil || pgtest.Value[bool](t, db, `select clock_timestamp() > $1::timestamptz`, first)
 	}, "the first lease would have ended")
-	if cause := context.Cause(l.Context()); cause != nil {
-		t.Fatalf("lost: %v", cause)
-	}
+	require.NoError(t, context.Cause(l.Context()), "lost")
 	if token := pgtest.Value[int64](t, db,
 		`select fencing_token from agent_locks where expires_at > clock_timestamp()`); token != l.Token() {
 		t.Errorf("token %d, want %d", token, l.Token())
@@ -141,9 +139,7 @@ func TestALeaseSurvivesAShortOutage(t *testing.T) {
 	ends := l.ExpiresAt()
 	pgtest.Eventually(t, soon, func() bool { return l.ExpiresAt().After(ends) || l.Context().Err() != nil },
 		"renewed again")
-	if cause := context.Cause(l.Context()); cause != nil {
-		t.Errorf("lost: %v", cause)
-	}
+	assert.NoError(t, context.Cause(l.Context()), "lost")
 }
 
 func TestABrokenLaneEndsTheWork(t *testing.T) {
@@ -159,9 +155,7 @@ func TestABrokenLaneEndsTheWork(t *testing.T) {
 	if at, end := ended(t, l, soon), l.ExpiresAt(); !at.Before(end) {
 		t.Errorf("the work ended at %s, with its lease at %s", at, end)
 	}
-	if other.Context().Err() != nil {
-		t.Error("another lane ended too")
-	}
+	assert.NoError(t, other.Context().Err(), "another lane ended too")
 	log.want(t, 1, "level=ERROR", `msg="lane lost"`, "lane=x")
 	if broken, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil || broken {
 		t.Errorf("Break of a free lane: %v, %v", broken, err)
@@ -184,9 +178,7 @@ func TestABrokenLaneReachesItsHolderAtOnce(t *testing.T) {
 		if cause := context.Cause(l.Context()); !errors.Is(cause, lanes.ErrLost) || other.Context().Err() != nil {
 			t.Errorf("the work ended with %v, that in another lane with %v", cause, other.Context().Err())
 		}
-		if err := other.Release(t.Context()); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, other.Release(t.Context()))
 		return took
 	})
 }
@@ -204,9 +196,7 @@ func TestABrokenLaneThatIsTakenAgainEndsTheOldWorkOnly(t *testing.T) {
 	if at, end := ended(t, old, soon), old.ExpiresAt(); !at.Before(end) {
 		t.Errorf("the old work ended at %s, with its lease at %s", at, end)
 	}
-	if cause := context.Cause(l.Context()); cause != nil {
-		t.Errorf("the new hold ended: %v", cause)
-	}
+	assert.NoError(t, context.Cause(l.Context()), "the new hold ended")
 }
 
 // A row that a stranger has locked is asked again soon, well before the end of the lease.
@@ -223,9 +213,7 @@ func TestALockedRowIsRenewedSoon(t *testing.T) {
 	commit(t, stranger)
 	ends := l.ExpiresAt()
 	pgtest.Eventually(t, soon, func() bool { return l.ExpiresAt().After(ends) || l.Context().Err() != nil }, "renewed")
-	if cause := context.Cause(l.Context()); cause != nil {
-		t.Errorf("lost: %v", cause)
-	}
+	assert.NoError(t, context.Cause(l.Context()), "lost")
 	log.want(t, 0, "lane lost")
 }
 
@@ -236,9 +224,7 @@ func TestThreadLanesAreRenewedManuallyAndTheirLossCancelsNothing(t *testing.T) {
 	run(t, k)
 	l := acquire(t, k, "thread:1", lanes.WithTTL(5*time.Second))
 	ends := l.ExpiresAt()
-	if err := l.Renew(t.Context()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, l.Renew(t.Context()))
 	if !l.ExpiresAt().After(ends) {
 		t.Error("Renew did not prolong the lease")
 	}
@@ -251,9 +237,7 @@ func TestThreadLanesAreRenewedManuallyAndTheirLossCancelsNothing(t *testing.T) {
 		t.Errorf("the work of a thread was cancelled: %v", context.Cause(l.Context()))
 	}
 	assert.ErrorIs(t, l.Renew(t.Context()), lanes.ErrLost)
-	if err := l.Release(t.Context()); err != nil {
-		t.Errorf("release: %v", err)
-	}
+	assert.NoError(t, l.Release(t.Context()), "release")
 	log.want(t, 0, "level=ERROR")
 }
 
@@ -306,9 +290,7 @@ func TestLiveShowsWhoHoldsWhat(t *testing.T) {
 
 	live, err := lanes.Live(t.Context(), db)
 	require.NoError(t, err)
-	if len(live) != 2 {
-		t.Fatalf("%d lanes live, want 2: %+v", len(live), live)
-	}
+	require.Equal(t, 2, len(live), live)
 	first := live[0]
 	if first.Lane != "heartbeat" || first.FencingToken != token || first.ExpiresIn == nil || *first.ExpiresIn < 290 ||
 		*first.ExpiresIn > 300 ||

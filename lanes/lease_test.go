@@ -37,9 +37,7 @@ func TestABusyLaneNamesItsHolder(t *testing.T) {
 	}
 	log.want(t, 1, "level=INFO", `msg="lane acquired"`, "lane=heartbeat", "owner="+first.Owner().String())
 	log.want(t, 1, "level=WARN", `msg="lane busy"`, "lane=heartbeat", "owner=run/", "holder="+first.Owner().String())
-	if err := first.Release(t.Context()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, first.Release(t.Context()))
 	log.want(t, 1, "level=INFO", `msg="lane released"`, "lane=heartbeat", "owner="+first.Owner().String())
 	log.want(t, 0, "stale")
 }
@@ -152,9 +150,7 @@ func TestNestedHoldsAreCounted(t *testing.T) {
 	acquired(t, inner, err)
 	assert.Equal(t, 3600, pgtest.Value[int](t, db, `select ttl_seconds from agent_locks`))
 	for range 2 { // idempotent: the second must not count for the outer hold
-		if err := inner.Release(t.Context()); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, inner.Release(t.Context()))
 	}
 	if inner.Context().Err() == nil || outer.Context().Err() != nil {
 		t.Errorf("after the inner release: inner %v, outer %v", inner.Context().Err(), outer.Context().Err())
@@ -162,9 +158,7 @@ func TestNestedHoldsAreCounted(t *testing.T) {
 	if held, err := lanes.Held(t.Context(), db, "x"); err != nil || !held {
 		t.Errorf("after the inner release: held %v, %v", held, err)
 	}
-	if err := outer.Release(t.Context()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, outer.Release(t.Context()))
 	if held, err := lanes.Held(t.Context(), db, "x"); err != nil || held {
 		t.Errorf("after the outer release: held %v, %v", held, err)
 	}
@@ -197,13 +191,9 @@ func TestReleaseWorksWithACancelledContext(t *testing.T) {
 	l, err := k.Acquire(ctx, "x")
 	acquired(t, l, err)
 	cancel()
-	if l.Context().Err() == nil {
-		t.Error("the lease's context outlives its parent")
-	}
+	assert.Error(t, l.Context().Err(), "the lease's context outlives its parent")
 	for range 2 {
-		if err := l.Release(ctx); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, l.Release(ctx))
 	}
 	if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 		t.Error("not released")
@@ -222,13 +212,9 @@ func TestReleaseIsRetriedAfterAnOutage(t *testing.T) {
 	if err := l.Release(t.Context()); err == nil || errors.Is(err, lanes.ErrLost) {
 		t.Errorf("release without a database: %v", err)
 	}
-	if l.Context().Err() == nil {
-		t.Error("work goes on after Release")
-	}
+	assert.Error(t, l.Context().Err(), "work goes on after Release")
 	w.cut.Store(false)
-	if err := l.Release(t.Context()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, l.Release(t.Context()))
 	if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 		t.Error("not released")
 	}
@@ -252,9 +238,7 @@ func TestALostAnswerLeavesTheLaneFree(t *testing.T) {
 				t.Fatal("no error although the answer was lost")
 			}
 			w.lose.Store(false)
-			if n := pgtest.Value[int](t, db, `select count(*) from agent_locks where lane = 'x'`); n != 1 {
-				t.Fatal("the statement did not reach the database: the test tests nothing")
-			}
+			require.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from agent_locks where lane = 'x'`))
 			if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 				t.Error("a lane that nobody knows of is held")
 			}
@@ -300,9 +284,7 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 	case <-time.After(200 * time.Millisecond):
 	}
 	commit(t, gate)
-	if err := <-left; err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, <-left)
 	pgtest.Eventually(t, soon, func() bool {
 		return pgtest.Value[int](t, db, `select count(*) from agent_locks where lane = 'x'`) == 1
 	}, "the grant commits")
@@ -317,9 +299,7 @@ func TestFenceStopsStaleWrites(t *testing.T) {
 	k, _ := keeper(t, db)
 	l := acquire(t, k, "x")
 	tx := pgtest.Begin(t, db)
-	if err := l.Fence(t.Context(), tx); err != nil {
-		t.Errorf("fence of a live lease: %v", err)
-	}
+	assert.NoError(t, l.Fence(t.Context(), tx), "fence of a live lease")
 	commit(t, tx)
 	expire(t, db, "x")
 	mustTry(t, db, "x", "another", 60)
@@ -340,9 +320,7 @@ func TestDropForgetsTheLeasesOfAnExecution(t *testing.T) {
 	if step.Token() != outer.Token() {
 		t.Errorf("token %d, want %d of the outer hold", step.Token(), outer.Token())
 	}
-	if err := step.Release(t.Context()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, step.Release(t.Context()))
 	ends := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
 	pgtest.Eventually(t, soon, func() bool {
 		return pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`).After(ends)
@@ -352,9 +330,7 @@ func TestDropForgetsTheLeasesOfAnExecution(t *testing.T) {
 	if err := context.Cause(outer.Context()); !errors.Is(err, context.Canceled) || errors.Is(err, lanes.ErrLost) {
 		t.Errorf("a dropped lease ends with %v", err)
 	}
-	if err := outer.Release(t.Context()); err != nil {
-		t.Errorf("release of a dropped lease: %v", err)
-	}
+	assert.NoError(t, outer.Release(t.Context()), "release of a dropped lease")
 	if got := pgtest.Value[string](t, db, `select locked_by || fencing_token from agent_locks`); got != want ||
 		w.count("release_agent_lock(@") != 0 {
 		t.Errorf("Drop or Release touched the lane: %s, want %s", got, want)
@@ -371,9 +347,7 @@ func TestDisabledLanesGrantEverything(t *testing.T) {
 	a := acquire(t, k, "x")
 	b, err := k.AcquireWait(t.Context(), "x")
 	acquired(t, b, err)
-	if err := errors.Join(b.Fence(t.Context(), db), b.Renew(t.Context()), b.Release(t.Context())); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, errors.Join(b.Fence(t.Context(), db), b.Renew(t.Context()), b.Release(t.Context())))
 	if a.Context().Err() != nil || b.Context().Err() == nil {
 		t.Errorf("contexts: held %v, released %v", a.Context().Err(), b.Context().Err())
 	}

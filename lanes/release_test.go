@@ -38,9 +38,7 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 		terminate(t, db, "release_agent_lock")
 		began := time.Now()
 		commit(t, write)
-		if err := <-released; err != nil {
-			t.Errorf("Release: %v", err)
-		}
+		assert.NoError(t, <-released, "Release")
 		if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 			t.Error("the lane is still held")
 		}
@@ -63,9 +61,7 @@ func TestAReleaseWhoseAnswerIsLostIsARelease(t *testing.T) {
 	go func() { released <- l.Release(t.Context()) }()
 	pgtest.Eventually(t, soon, func() bool { return len(log.Lines("lane not released yet")) > 0 }, "the answer is lost")
 	w.lose.Store(false)
-	if err := <-released; err != nil {
-		t.Errorf("Release: %v", err)
-	}
+	assert.NoError(t, <-released, "Release")
 	log.want(t, 1, "lane released", "lane=x")
 	log.want(t, 0, "lane lost")
 }
@@ -85,9 +81,7 @@ func TestAReleaseContinuesInTheBackground(t *testing.T) {
 	pgtest.Eventually(t, soon, func() bool { return !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) },
 		"the lane is free")
 	log.want(t, 1, "lane released", "lane=x")
-	if err := l.Release(t.Context()); err != nil {
-		t.Errorf("Release afterwards: %v", err)
-	}
+	assert.NoError(t, l.Release(t.Context()), "Release afterwards")
 }
 
 // An owner that acquires the lane again before the release succeeds keeps it.
@@ -100,9 +94,7 @@ func TestAReleaseInTheBackgroundLeavesALaterHoldAlone(t *testing.T) {
 	l, err := k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Hour))
 	acquired(t, l, err)
 	w.cut.Store(true)
-	if err := l.ReleaseWithin(t.Context(), 100*time.Millisecond); err == nil {
-		t.Error("a release without a database")
-	}
+	assert.Error(t, l.ReleaseWithin(t.Context(), 100*time.Millisecond), "a release without a database")
 	w.cut.Store(false)
 	for { // the background may have released it
 		if l, err = k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Hour)); !errors.Is(err, lanes.ErrBusy) {
@@ -227,9 +219,7 @@ func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
 	if _, err := k.Expire(t.Context(), ""); err != nil {
 		t.Error(err)
 	}
-	if err := lanes.Prune(t.Context(), hurry, 24*time.Hour); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, lanes.Prune(t.Context(), hurry, 24*time.Hour))
 	if !pgtest.Value[bool](t, hurry, `select release_agent_lock('x', 'a', $1)`, token) {
 		t.Error("the holder cannot release")
 	}
@@ -306,9 +296,7 @@ func TestABlockedRenewalNamesTheTransaction(t *testing.T) {
 	open(t, db, `select from agent_locks where lane = 'x' for update`)
 	_, err := db.Exec(t.Context(), `select renew_agent_lock('x', 'a', $1, 60)`, token)
 	wantCode(t, err, "55P03")
-	if err == nil || !strings.Contains(err.Error(), "pid ") {
-		t.Errorf("%v names nobody", err)
-	}
+	assert.ErrorContains(t, err, "pid ")
 }
 
 func TestABlockedBreakNamesTheTransaction(t *testing.T) {

@@ -597,9 +597,7 @@ func TestOneOwnerInManyGoroutinesIsOneHold(t *testing.T) {
 				if inner.Token() != outer.Token() {
 					t.Errorf("inner token %d, outer %d", inner.Token(), outer.Token())
 				}
-				if err := inner.Release(t.Context()); err != nil {
-					t.Error(err)
-				}
+				assert.NoError(t, inner.Release(t.Context()))
 			}
 		})
 	}

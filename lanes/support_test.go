@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -107,9 +108,7 @@ func getWithin[T any](t testing.TB, db postgres.DB, query string, args ...any) T
 		if postgres.IsCode(err, "55P03") {
 			continue
 		}
-		if err != nil {
-			t.Errorf("%s: %v", query, err)
-		}
+		assert.NoError(t, err, query)
 		return v
 	}
 }
@@ -216,9 +215,7 @@ func run(t testing.TB, k *lanes.Keeper) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var running sync.WaitGroup
 	running.Go(func() {
-		if err := k.Run(ctx); err != nil {
-			t.Errorf("Run: %v", err)
-		}
+		assert.NoError(t, k.Run(ctx), "Run")
 	})
 	t.Cleanup(func() { cancel(); running.Wait() })
 }
@@ -236,9 +233,7 @@ func acquireLater(t testing.TB, k *lanes.Keeper, lane string, opts ...lanes.Opti
 	got := make(chan *lanes.Lease, 1)
 	go func() {
 		lease, err := k.AcquireWait(t.Context(), lane, opts...)
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 		got <- lease
 	}()
 	return got

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -21,9 +22,7 @@ func TestALineThatIsNoMessageIsAnsweredAndPassedOver(t *testing.T) {
 	go func() { ended <- h.server.Serve(context.WithoutCancel(t.Context()), ourIn, ourOut) }()
 	t.Cleanup(func() {
 		_ = in.Close()
-		if err := <-ended; err != nil {
-			t.Errorf("the session ended with %v", err)
-		}
+		assert.NoError(t, <-ended, "the session ended with")
 	})
 	answers := bufio.NewScanner(out)
 	answers.Buffer(nil, 4<<20)

@@ -266,9 +266,7 @@ func TestRunSyncsWhatIsDueAndStopsItsChildren(t *testing.T) {
 	cancel()
 	select {
 	case err := <-done:
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 	case <-time.After(soon):
 		t.Error("Run does not end")
 	}

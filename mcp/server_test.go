@@ -173,9 +173,7 @@ func names(t *testing.T, session *sdk.ClientSession) []string {
 func callTool(t *testing.T, session *sdk.ClientSession, name string, args any) *sdk.CallToolResult {
 	t.Helper()
 	result, err := session.CallTool(t.Context(), &sdk.CallToolParams{Name: name, Arguments: args})
-	if err != nil {
-		t.Fatalf("call %s: %v", name, err)
-	}
+	require.NoError(t, err, "call", name)
 	return result
 }
 
@@ -274,9 +272,7 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 	if other := awaits(t, callTool(t, session, "add", map[string]any{"a": 2, "b": 4})); other == id {
 		t.Error("another call waits for the same approval")
 	}
-	if h.made.Load() != 0 {
-		t.Fatal("it was called without an approval")
-	}
+	require.Equal(t, 0, h.made.Load())
 	h.server = h.process() // the calling process is gone
 	session = h.http()
 	_, err := approvals.Decide(t.Context(), h.pool, id, true, "admin", "")

@@ -2,6 +2,7 @@ package mcp
 
 import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"regexp"
 	"strings"
 	"testing"
@@ -95,9 +96,7 @@ func TestValidateSaysEverythingThatIsWrong(t *testing.T) {
 			if err := Validate(c.d); err != nil {
 				got = strings.Split(err.Error(), "\n")
 			}
-			if len(got) != len(c.want) {
-				t.Fatalf("problems are %q, want %q", got, c.want)
-			}
+			require.Equal(t, len(c.want), len(got), got, c.want)
 			for i, want := range c.want {
 				if !strings.HasPrefix(got[i], want) {
 					t.Errorf("problem %q, want %q", got[i], want)

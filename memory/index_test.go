@@ -260,13 +260,9 @@ func TestEntriesAreEmbeddedBesideOtherWork(t *testing.T) {
 	go func() { ended <- x.Run(ctx, x.pool) }()
 	<-asked
 	stop()
-	if err := <-ended; err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, <-ended)
 	var none *memory.Index
-	if err := none.Run(t.Context(), x.pool); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, none.Run(t.Context(), x.pool))
 }
 
 func TestAnotherModelEmbedsAnew(t *testing.T) {

@@ -390,9 +390,7 @@ func TestARevisionIsNeverUsedTwice(t *testing.T) {
 		save(t, pool, memory.Note{Key: name, Value: 1})
 		save(t, pool, memory.Note{Key: name, Value: 2})
 		begin(name)
-		if e := save(t, pool, memory.Note{Key: name, Value: 3, Revision: memory.Absent}); e.Revision != 3 {
-			t.Errorf("%s: kept anew at revision %d", name, e.Revision)
-		}
+		assert.Equal(t, 3, save(t, pool, memory.Note{Key: name, Value: 3, Revision: memory.Absent}).Revision, name)
 		refused(t, pool, memory.Note{Key: name, Value: 4, Revision: 1})
 		refused(t, pool, memory.Note{Key: name, Value: 4, Revision: 2})
 	}

@@ -97,9 +97,7 @@ func TestTheBridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
 	if applied, err := migrations.Up(t.Context(), db); err != nil || applied[0] != "bridge" {
 		t.Fatalf("applied %v: %v", applied, err)
 	}
-	if err := migrations.Check(t.Context(), db); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, migrations.Check(t.Context(), db))
 	assert.NoDiff(t, shape(t, pgtest.DB(t)), shape(t, db))
 	assert.NoDiff(t, rows, counted(t, db))
 	if n := pgtest.Value[int](t, db,

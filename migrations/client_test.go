@@ -118,9 +118,7 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 		select c.relname::text from pg_class c
 		 where c.relnamespace = 'public'::regnamespace and c.relkind = 'v'
 		   and has_table_privilege('agent_client', c.oid, 'select')`)
-	if len(views) != 13 {
-		t.Fatalf("it reads %v", views)
-	}
+	require.Equal(t, 13, len(views), views)
 	for _, view := range views {
 		if _, err := conn.Exec(t.Context(), `select * from `+view); err != nil {
 			t.Errorf("%s: %v", view, err)

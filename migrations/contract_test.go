@@ -72,9 +72,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 		if err := tx.Commit(t.Context()); err != nil {
 			t.Errorf("%s: the write: %v", take, err)
 		}
-		if err := <-took; err != nil {
-			t.Errorf("%s: %v", take, err)
-		}
+		assert.NoError(t, <-took, take)
 		assert.Equal(t, 2, pgtest.Value[int](t, db, `select claim from agent_executions where id = $1::uuid`, id), take)
 	}
 }

@@ -32,12 +32,8 @@ func TestManyProcessesMigrateAtOnce(t *testing.T) {
 		defer db.Close()
 		starting.Go(func() {
 			names, err := migrations.Up(t.Context(), db)
-			if err != nil {
-				t.Error(err)
-			}
-			if err := migrations.Check(t.Context(), db); err != nil {
-				t.Errorf("after Up: %v", err)
-			}
+			assert.NoError(t, err)
+			assert.NoError(t, migrations.Check(t.Context(), db), "after Up")
 			mu.Lock()
 			defer mu.Unlock()
 			for _, n := range names {

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -71,9 +72,7 @@ func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
 		_, err := migrations.Up(t.Context(), db)
 		require.NoError(t, err)
 	}
-	if err := migrations.Check(t.Context(), db); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, migrations.Check(t.Context(), db))
 	if got := pgtest.Value[int](t, owner,
 		`select count(*) from pg_class where relnamespace = 'public'::regnamespace`); got != 0 {
 		t.Errorf("%d relations are in public", got)
@@ -102,9 +101,7 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	db, owner := along(t, "public", `select 1`)
 	_, err := migrations.Up(t.Context(), db)
 	require.NoError(t, err)
-	if err := migrations.Rights(t.Context(), db); err != nil {
-		t.Errorf("the owner: %v", err)
-	}
+	assert.NoError(t, migrations.Rights(t.Context(), db), "the owner")
 	user, database := pgtest.Value[string](t, owner, `select current_user`),
 		pgtest.Value[string](t, owner, `select current_database()`)
 	other := pgx.Identifier{database + "_login"}.Sanitize()
@@ -132,9 +129,7 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	for statement := range strings.SplitSeq(todo, "; ") {
 		pgtest.Exec(t, owner, statement)
 	}
-	if err := migrations.Rights(t.Context(), as()); err != nil {
-		t.Errorf("a member that did as it was told: %v", err)
-	}
+	assert.NoError(t, migrations.Rights(t.Context(), as()), "a member that did as it was told")
 	if err := migrations.Rights(t.Context(),
 		opened(t, db.Config().ConnString(), "default_transaction_read_only", "on")); err == nil ||
 		!strings.Contains(err.Error(), "nothing can be written") {
@@ -182,8 +177,5 @@ func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
 	rights("")
 	replica := opened(t, db.Config().ConnString(), "session_replication_role", "replica")
 	pgtest.Exec(t, owner, `alter table agent_activity owner to current_user`)
-	if err := migrations.Rights(t.Context(), replica); err == nil ||
-		!strings.Contains(err.Error(), "session_replication_role is replica") {
-		t.Errorf("a session without triggers: %v", err)
-	}
+	assert.ErrorContains(t, migrations.Rights(t.Context(), replica), "session_replication_role is replica")
 }

@@ -42,9 +42,7 @@ func ask(text string) models.Request {
 func complete(t *testing.T, c *models.Client, req models.Request) models.Response {
 	t.Helper()
 	resp, err := c.Complete(t.Context(), req)
-	if err != nil {
-		t.Fatalf("Complete: %v", err)
-	}
+	require.NoError(t, err, "Complete")
 	return resp
 }
 

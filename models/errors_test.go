@@ -115,9 +115,7 @@ func TestMidStreamErrorKeepsTheProvidersWords(t *testing.T) {
 	server := modeltest.New(t, modeltest.MidStreamError("Half an", "the GPU caught fire"))
 	once := func(c *models.Config) { c.Retry.Attempts = 1 }
 	_, err := client(t, server, once).Complete(t.Context(), ask("hi"))
-	if err == nil || !strings.Contains(err.Error(), "the GPU caught fire") {
-		t.Errorf("err = %v, want the provider's words", err)
-	}
+	assert.ErrorContains(t, err, "the GPU caught fire")
 }
 
 func TestRetryAfterIsHonoured(t *testing.T) {
@@ -449,9 +447,7 @@ func TestAStormOfRefusalsIsWeatheredByAll(t *testing.T) {
 		}()
 	}
 	for range callers {
-		if err := <-errs; err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, <-errs)
 	}
 	assert.Equal(t, 3*callers, len(server.Requests()))
 }

@@ -50,9 +50,7 @@ func TestAnEarlierVersionReadsWhatIsRecordedNow(t *testing.T) {
 	stored, err := json.Marshal(m)
 	require.NoError(t, err)
 	var old openai.ChatCompletionMessage
-	if err := json.Unmarshal(stored, &old); err != nil {
-		t.Fatalf("%s: %v", stored, err)
-	}
+	require.NoError(t, json.Unmarshal(stored, &old), stored)
 	if old.Content != m.Content || old.ReasoningContent != m.Reasoning || len(old.ToolCalls) != 1 ||
 		old.ToolCalls[0].Function.Name != "sizes" {
 		t.Errorf("read %+v of %s", old, stored)

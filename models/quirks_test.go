@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
@@ -27,9 +28,7 @@ func conversation(t *testing.T, c *models.Client, model string) models.Response 
 		},
 	}
 	first := complete(t, c, req)
-	if len(first.Message.ToolCalls) != 1 {
-		t.Fatalf("first answer = %+v", first.Message)
-	}
+	require.Equal(t, 1, len(first.Message.ToolCalls), first.Message)
 	req.Messages = append(
 		req.Messages,
 		first.Message,
@@ -450,9 +449,7 @@ func TestARefusedMemberIsLeftOutFromThenOn(t *testing.T) {
 			complete(t, c, test.request)
 			complete(t, c, test.request)
 			for n, r := range server.Requests() {
-				if there := strings.Contains(r.Body, test.member); there != (n == 0) {
-					t.Errorf("request %d has %s: %v in %s", n, test.member, there, r.Body)
-				}
+				assert.Equal(t, (n == 0), strings.Contains(r.Body, test.member), n, test.member, r.Body)
 			}
 			model := test.request.Model
 			if model == "" {

@@ -95,15 +95,11 @@ func TestValidate(t *testing.T) {
 	} {
 		err := objectives.Validate(test.d)
 		for _, want := range test.want {
-			if err == nil || !strings.Contains(err.Error(), want) {
-				t.Errorf("%s: no %q in %v", name, want, err)
-			}
+			assert.ErrorContains(t, err, want, name)
 		}
 	}
 	for _, every := range []string{"", "30m", "12h", "7d", "1.5d"} {
-		if err := objectives.Validate(objectives.Definition{Name: "a", Goal: "g", ReviewEvery: every}); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, objectives.Validate(objectives.Definition{Name: "a", Goal: "g", ReviewEvery: every}))
 	}
 }
 
@@ -390,9 +386,7 @@ func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
 		},
 	} {
 		off(2)
-		if err := change(); err != nil {
-			t.Fatalf("%s: %v", name, err)
-		}
+		require.NoError(t, change(), name)
 		if got := get(t, pool, "a"); got.IdleRuns != 0 || due(t, pool) != "a" {
 			t.Errorf("%s: it is %+v", name, got)
 		}

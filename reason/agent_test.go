@@ -395,9 +395,7 @@ func TestWhatATurnHasReadSurvivesItsProcess(t *testing.T) {
 		return []modeltest.Reply{readK, writeK, bye}[min(n, 2)]
 	})
 	x := w.survive(t, c)
-	if x.Status != executions.Completed {
-		t.Fatalf("the turn is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
-	}
+	require.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
 	assert.Equal(t, `"theirs" at 3`, w.kept(t))
 }
 

@@ -44,9 +44,7 @@ func delegating(t *testing.T, says map[string][]modeltest.Reply) (*world, *execu
 func (w *world) delegates(t *testing.T) {
 	t.Helper()
 	w.prepare = func(e *executions.Engine) {
-		if err := w.loop.RegisterDelegate(e); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, w.loop.RegisterDelegate(e))
 		w.turn.Tools = []reason.Tool{w.loop.DelegateTool(e, []string{skills.ScopeInternal})}
 	}
 }

@@ -47,9 +47,7 @@ func asked(t *testing.T, r modeltest.Request) []string {
 func plain(t *testing.T, raw json.RawMessage) string {
 	t.Helper()
 	var v any
-	if err := json.Unmarshal(raw, &v); err != nil {
-		t.Fatalf("%s: %v", raw, err)
-	}
+	require.NoError(t, json.Unmarshal(raw, &v), raw)
 	text, err := json.Marshal(v)
 	require.NoError(t, err)
 	return string(text)
@@ -239,9 +237,7 @@ func TestAPromptIsRecordedInTheFormThatTheServerTook(t *testing.T) {
 	for _, n := range []int{0, 2, 3} {
 		x, _ := w.completed(t)
 		page := w.prompted(t, x)
-		if len(page.Calls) != 1 {
-			t.Fatalf("calls: %+v", page.Calls)
-		}
+		require.Equal(t, 1, len(page.Calls), page.Calls)
 		calls = append(calls, page.Calls[0])
 		assert.Equal(t, "", cmp.Diff(asked(t, w.model.Requests()[n]), recorded(t, page, page.Calls[0])), n)
 		got := optionsOf(t, w.model.Requests()[n], page.Calls[0])

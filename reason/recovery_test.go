@@ -469,9 +469,7 @@ func TestCrashDuringAModelCallAsksAgainUnderTheSameKey(t *testing.T) {
 		return modeltest.Text("Done.")
 	})
 	x := w.survive(t, c)
-	if x.Status != executions.Completed {
-		t.Fatalf("execution is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
-	}
+	require.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
 	if n := len(w.transcripts(t)); n != 2 || asked.Load() != 2 && asked.Load() != 3 {
 		t.Errorf("%d keys were used, and the last was asked %d times", n, asked.Load())
 	}

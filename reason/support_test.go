@@ -139,9 +139,7 @@ func (w *world) run(t *testing.T) (executions.Execution, reason.Outcome) {
 func (w *world) completed(t *testing.T) (executions.Execution, reason.Outcome) {
 	t.Helper()
 	x, got := w.run(t)
-	if x.Status != executions.Completed {
-		t.Fatalf("the execution is %s: %v", x.Status, testkit.Deref(x.ErrorMessage))
-	}
+	require.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
 	return x, got
 }
 
@@ -171,7 +169,6 @@ func (w *world) rows(t *testing.T, x executions.Execution) []row {
 	return list
 }
 
-// named are the rows of one skill.
 func named(rows []row, skill string) (list []row) {
 	for _, r := range rows {
 		if r.Skill == skill {

@@ -234,7 +234,6 @@ func TestDataThatNobodyCouldReadIsRefused(t *testing.T) {
 	}
 }
 
-// upload stores a document.
 func upload(t *testing.T, pool *pgxpool.Pool, u documents.Upload) (d documents.Document) {
 	t.Helper()
 	u.Name, u.Content = "photo.txt", []byte("a dent")
@@ -271,9 +270,7 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 	foreign := upload(t, pool, documents.Upload{By: visitor, ThreadID: "another"})
 	unused := upload(t, pool, documents.Upload{By: visitor})
 	for _, not := range []string{foreign.ID, unused.ID, "nonsense", ""} {
-		if err := give("photo", not); err == nil || !strings.Contains(err.Error(), "there is no document") {
-			t.Errorf("document %q: %v", not, err)
-		}
+		assert.ErrorContains(t, give("photo", not), "there is no document", not)
 	}
 	own := upload(t, pool, documents.Upload{By: visitor, ThreadID: "candidate"})
 	admin := upload(t, pool, documents.Upload{By: threads.Admin})

@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -263,9 +264,7 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	}
 	// What stayed ends well, with what it had.
 	stop()
-	if err := errors.Join(readers.Wait(), passes.Wait()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, errors.Join(readers.Wait(), passes.Wait()))
 	for n := range stay {
 		b.deliver(t.Context(), fmt.Sprintf("go %d", n))
 	}

@@ -112,9 +112,7 @@ func TestAMonthIsDetachedBesideAReader(t *testing.T) {
 		return len(attached(t, pool, 123)) == 0
 	}, "the old months are gone when the reader is")
 	close(stop)
-	if err := <-worked; err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, <-worked)
 	for _, name := range old {
 		if pgtest.Value[*string](t, pool, `select to_regclass($1)::text`, name) != nil {
 			t.Errorf("%s is detached and was not dropped", name)
@@ -188,9 +186,8 @@ func TestAMonthThatIsNeededAfterAllIsAttachedAgain(t *testing.T) {
 	if got := attached(t, pool, 123); !slices.Equal(got, old[:2]) {
 		t.Errorf("attached: %v, want %v", got, old[:2])
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity`); n != rows-10*len(done.Partitions) {
-		t.Errorf("%d rows are left of %d, without %v", n, rows, done.Partitions)
-	}
+	assert.Equal(t, rows-10*len(done.Partitions),
+		pgtest.Value[int](t, pool, `select count(*) from agent_activity`), rows, done.Partitions)
 	// When it has ended the month goes, in the next pass.
 	pgtest.Exec(t, pool, `update agent_executions set status = 'cancelled'`)
 	if done := pass(t, pool, 0); !slices.Equal(done.Partitions, old[:2]) {

@@ -129,9 +129,7 @@ func readsLittle(t *testing.T, pool postgres.Beginner, what string, least int,
 		}
 		return err
 	})
-	if err != nil {
-		t.Fatalf("%s: %v", what, err)
-	}
+	require.NoError(t, err, what)
 }
 
 // tableRead is how often this session has read a table from end to end, and how many of its rows.

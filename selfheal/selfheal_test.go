@@ -365,13 +365,9 @@ func TestPolicyIsChecked(t *testing.T) {
 	db := pgtest.DB(t)
 	_, err := selfheal.Run(t.Context(), db, selfheal.Policy{Rate: 1.5, Cooldown: -1})
 	for _, word := range []string{"failures", "window", "rate must", "calls", "cool-down"} {
-		if err == nil || !strings.Contains(err.Error(), word) {
-			t.Errorf("error says nothing about %s: %v", word, err)
-		}
+		assert.ErrorContains(t, err, word)
 	}
-	if err := selfheal.Default().Validate(); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, selfheal.Default().Validate())
 }
 
 func TestPrompt(t *testing.T) {
@@ -425,9 +421,7 @@ func TestEachSkillIsARangeOfAnIndex(t *testing.T) {
 	pgtest.Exec(t, db, "analyze agent_activity")
 	e := &explainer{Beginner: db, t: t}
 	run(t, e, selfheal.Default())
-	if len(e.plans) != 1 {
-		t.Fatalf("%d queries read the log for healthy skills, want one", len(e.plans))
-	}
+	require.Equal(t, 1, len(e.plans))
 	var last string // the partition that the newest rows are in
 	err := db.QueryRow(t.Context(), "select tableoid::regclass::text from agent_activity order by id desc limit 1").Scan(
 		&last)

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/server"
@@ -77,9 +78,7 @@ func TestAProgramEmbedsTheAgentBesideItsFlows(t *testing.T) {
 		}
 	}
 	stop()
-	if err := <-ended; err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, <-ended)
 	if status, _ := call(t, "GET", web.URL+"/readyz", ""); status != http.StatusServiceUnavailable {
 		t.Errorf("after its end /readyz is %d", status)
 	}
@@ -97,8 +96,6 @@ func TestWrongSettingsAreNamed(t *testing.T) {
 		if err == nil {
 			agent.Close()
 		}
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("got %v, want %s", err, want)
-		}
+		assert.ErrorContains(t, err, want)
 	}
 }

@@ -40,7 +40,6 @@ func invokeHTTP(t *testing.T, d skills.Definition, args string) (json.RawMessage
 	return r.Invoke(t.Context(), skills.Call{Skill: row(t, d), Args: json.RawMessage(args), IdempotencyKey: "key-1"})
 }
 
-// echo returns the request as its response.
 func echo(w http.ResponseWriter, r *http.Request) {
 	body, _ := io.ReadAll(r.Body)
 	w.Header().Set("Content-Type", "application/json")

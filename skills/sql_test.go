@@ -297,9 +297,7 @@ func TestSQLKeepsNoLock(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := invokeSQL(t, pool, query, `{}`, nil, nil)
-			if fails := strings.HasSuffix(name, "fails"); (err != nil) != fails {
-				t.Fatal(err)
-			}
+			require.Equal(t, strings.HasSuffix(name, "fails"), (err != nil), err)
 			var held int
 			if err := pool.QueryRow(t.Context(), `select count(*) from pg_locks where locktype = 'advisory' and objid = 4711
 				and database = (
@@ -525,7 +523,5 @@ func TestQueriesOfANamedDatabaseRunAsItsRole(t *testing.T) {
 	}
 	pgtest.Exec(t, there, `grant update on account to `+role)
 	_, err = r.Invoke(t.Context(), skills.Call{Skill: pay(t, payQuery, nil), Args: json.RawMessage(`{"n": 1}`)})
-	if err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, err)
 }

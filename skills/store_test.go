@@ -434,9 +434,7 @@ func TestValidateAccepts(t *testing.T) {
 	}
 	for name, d := range tests {
 		t.Run(name, func(t *testing.T) {
-			if err := skills.Validate(d); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, skills.Validate(d))
 		})
 	}
 }
@@ -518,14 +516,10 @@ func TestCompiledSchemasFollowTheRevision(t *testing.T) {
 		Parameters: object(map[string]any{"n": map[string]any{"type": "integer"}}),
 	})
 	s.ID, s.Revision = "1", 1
-	if err := r.Check(s, json.RawMessage(`{"n": "text"}`)); err == nil {
-		t.Error("accepted text")
-	}
+	assert.Error(t, r.Check(s, json.RawMessage(`{"n": "text"}`)), "accepted text")
 	s.Revision = 2
 	s.ToolDefinition = bytes.ReplaceAll(s.ToolDefinition, []byte("integer"), []byte("string"))
-	if err := r.Check(s, json.RawMessage(`{"n": "text"}`)); err != nil {
-		t.Errorf("the old schema was used: %v", err)
-	}
+	assert.NoError(t, r.Check(s, json.RawMessage(`{"n": "text"}`)), "the old schema was used")
 }
 
 func TestInvokeReturnsStorableJSON(t *testing.T) {

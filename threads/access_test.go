@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -66,9 +67,7 @@ func TestANameIsScopedByItsOwner(t *testing.T) {
 			t.Errorf("%+v opened %+v", wrong, got)
 		}
 	}
-	if err := threads.OpenForFlow(t.Context(), db, "x", "", "", ""); err == nil {
-		t.Error("no flow began a thread")
-	}
+	assert.Error(t, threads.OpenForFlow(t.Context(), db, "x", "", "", ""), "no flow began a thread")
 	for _, to := range []threads.Principal{{Kind: "token", Owner: "x"}, threads.Admin, {Kind: threads.ByKey}} {
 		if _, err := threads.Grant(t.Context(), db, "talk", to, "x", ""); err == nil {
 			t.Errorf("a thread is opened to %+v", to)

@@ -124,9 +124,7 @@ func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatche
 	group.Go(func() error { return notes.Run(ctx) })
 	stop = sync.OnceFunc(func() {
 		cancel()
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, group.Wait())
 	})
 	t.Cleanup(stop)
 	return log, stop

@@ -172,12 +172,8 @@ func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
 			and strpos(query, 'send_agent_message') > 0)`)
 	}, "the other waits")
 	pgtest.Exec(t, tx, says, holder, "second")
-	if err := tx.Commit(t.Context()); err != nil {
-		t.Error(err)
-	}
-	if err := <-spoke; err != nil {
-		t.Errorf("the other: %v", err)
-	}
+	assert.NoError(t, tx.Commit(t.Context()))
+	assert.NoError(t, <-spoke, "the other")
 	if got := spoken(t, pool, "t"); !slices.Equal(got, []string{"first", "second"}) {
 		t.Errorf("said is %q", got)
 	}
@@ -198,9 +194,7 @@ func TestTwoWhoAreTheFirstInAThreadTakeTurns(t *testing.T) {
 				var later bool
 				err := pool.QueryRow(t.Context(), `select m.queued from agent_executions x,
 					lanekeeper.send_agent_message('t', x.id, x.claim, 'hola') m where x.id = $1`, id).Scan(&later)
-				if err != nil {
-					t.Error(err)
-				}
+				assert.NoError(t, err)
 				queued <- later
 			}()
 		}

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -70,9 +71,7 @@ func runs(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
 	group.Go(func() error { return keeper.Run(ctx) })
 	t.Cleanup(func() {
 		stop()
-		if err := group.Wait(); err != nil {
-			t.Errorf("process: %v", err)
-		}
+		assert.NoError(t, group.Wait(), "process")
 	})
 	return &process{e, pool, log}
 }

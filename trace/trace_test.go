@@ -194,9 +194,7 @@ func TestParseSurface(t *testing.T) {
 	}
 	for _, name := range []string{"", "Heartbeat", "cron"} {
 		_, err := trace.ParseSurface(name)
-		if err == nil || !strings.Contains(err.Error(), "heartbeat, operate, chat, webhook, flow") {
-			t.Errorf("ParseSurface(%q): %v", name, err)
-		}
+		assert.ErrorContains(t, err, "heartbeat, operate, chat, webhook, flow", name)
 	}
 }
 

@@ -51,9 +51,7 @@ func listens(t *testing.T, answer func(n int, w http.ResponseWriter, r *http.Req
 	l := &listener{}
 	l.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 		l.mu.Lock()
 		n := len(l.requests)
 		l.requests, l.bodies = append(l.requests, r), append(l.bodies, string(body))

@@ -237,7 +237,6 @@ func (s *scenario) add(r *run, c cause) *run {
 	return r
 }
 
-// traceIDs are all traces of the scenario.
 func (s *scenario) traceIDs() []string {
 	ids := slices.Clone(s.traces)
 	for _, r := range s.runs {

@@ -7,6 +7,7 @@ import (
 	"testing/fstest"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/mcp"
@@ -116,9 +117,7 @@ func TestInvalidAgents(t *testing.T) {
 			if err == nil {
 				_, err = workspace.Plan(t.Context(), pool, w, pruneAll)
 			}
-			if err == nil || !strings.Contains(err.Error(), c.want) {
-				t.Errorf("said %v, want %q", err, c.want)
-			}
+			assert.ErrorContains(t, err, c.want)
 		})
 	}
 }
@@ -228,9 +227,7 @@ func TestUnknownBuiltins(t *testing.T) {
 	if err := w.CheckBuiltins([]string{"recall", "objectives_list"}); err == nil || err.Error() != want {
 		t.Errorf("got\n%v\nnot\n%s", err, want)
 	}
-	if err := w.CheckBuiltins([]string{"recall", "recal", "weather_of_the_week"}); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, w.CheckBuiltins([]string{"recall", "recal", "weather_of_the_week"}))
 }
 
 func TestApplyMCPServer(t *testing.T) {

@@ -336,9 +336,7 @@ func TestApplyIsAtomic(t *testing.T) {
 	w := load(t, "a.yaml", fullWorkspace)
 	w.Objectives[0].Definition.ReviewEvery = "never" // as no file can say
 	_, err := workspace.Apply(t.Context(), pool, w, pruneAll)
-	if err == nil || !strings.Contains(err.Error(), "review_every") {
-		t.Errorf("error is %v", err)
-	}
+	assert.ErrorContains(t, err, "review_every")
 	if rows := versions(t, pool); len(rows) != 0 {
 		t.Errorf("left behind: %v", rows)
 	}

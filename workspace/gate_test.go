@@ -40,7 +40,6 @@ var installation = evals.Installation{
 	Agents: &agents.Directory{}, Model: "m", Scopes: map[string][]string{"chat": {"external"}}, Runtime: "v1",
 }
 
-// gatedApply applies text with the gate.
 func gatedApply(t testing.TB, pool *pgxpool.Pool, text string) (workspace.Diff, error) {
 	t.Helper()
 	return workspace.Apply(t.Context(), pool, load(t, "a.yaml", text), workspace.Options{

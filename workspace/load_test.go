@@ -173,9 +173,7 @@ func TestLoadErrors(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			w, err := workspace.Load(files("f.yaml", c.file))
-			if err == nil || !strings.Contains(err.Error(), c.want) {
-				t.Errorf("error is %v\nwant %s", err, c.want)
-			}
+			assert.ErrorContains(t, err, c.want)
 			assert.NoDiff(t, 0, len(w.Skills)+len(w.Objectives)+len(w.Automations))
 		})
 	}
@@ -200,9 +198,7 @@ func TestLoadReportsAllErrors(t *testing.T) {
 		`c.yaml:1: is not YAML: `,
 	}
 	got := strings.Split(err.Error(), "\n")
-	if len(got) != len(want) {
-		t.Fatalf("%d problems, not %d:\n%s", len(got), len(want), err)
-	}
+	require.Equal(t, len(want), len(got), err)
 	for i := range want {
 		if !strings.HasPrefix(got[i], want[i]) {
 			t.Errorf("problem %d is %s\nwant %s", i, got[i], want[i])

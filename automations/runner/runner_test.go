@@ -126,9 +126,7 @@ func TestASignalFiresWhenItBecomesTrueAndNotAgainUntilItWasFalse(t *testing.T) {
 		for range 8 {
 			group.Go(func() {
 				n, err := automations.Watch(t.Context(), w.pool)
-				if err != nil {
-					t.Error(err)
-				}
+				assert.NoError(t, err)
 				fired.Add(int32(n))
 			})
 		}
@@ -236,9 +234,7 @@ func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
 		if err == nil {
 			err = engine.ClaimAndRun(context.WithoutCancel(t.Context()), *run.ExecutionID)
 		}
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 	})
 	<-came
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)

@@ -37,9 +37,7 @@ func TestDevOnItsOwnServer(t *testing.T) {
 		t.Errorf("the last trace is not the story that was told:\n%s", got)
 	}
 	first.stop()
-	if code := <-first.ended; code != 0 {
-		t.Fatalf("exit %d, stderr %s", code, first.err.String())
-	}
+	require.Equal(t, 0, <-first.ended, first.err.String())
 	assert.Contains(t, p.must("skills", "ls"), "broken_on_purpose")
 	assert.Contains(t, p.must("doctor"), "ok   server         PostgreSQL", "ok   database       reachable")
 

@@ -177,9 +177,7 @@ func TestFeedAfterServerRestart(t *testing.T) {
 	w.must("heartbeat")
 	w.checkFeed()
 	w.served.stop()
-	if code := <-w.served.ended; code != 0 {
-		t.Fatalf("agent serve: exit %d, stderr: %s", code, w.served.err.String())
-	}
+	require.Equal(t, 0, <-w.served.ended, w.served.err.String())
 	w.must("heartbeat")
 	w.serve()
 	w.checkFeed()

@@ -49,18 +49,14 @@ func TestEvalCounterfactualComparesACandidateWithTheAgentAsItIs(t *testing.T) {
 	before := len(server.Requests())
 
 	same := p.run("eval", "counterfactual", "--model", "gpt-4o-mini", "--budget", "1")
-	if same.code != 0 {
-		t.Fatalf("exit %d: %s%s", same.code, same.out, same.err)
-	}
+	require.Equal(t, 0, same.code, same.out, same.err)
 	assert.Contains(t, same.err, "8 recorded turns, of which 8 can be played; about 32 model calls", "about $0.00")
 	assert.Contains(t, same.out, "counterfactual of agent agent: version 0 with gpt-4o-mini, run ",
 		"control    follows 8 of 8 (0.68–1.00), 8 decided", "candidate  follows 8 of 8", "not worse: +0.00")
 	assert.Equal(t, 32, len(server.Requests())-before)
 	junit := filepath.Join(dir, "evals.xml")
 	worse := p.run("eval", "counterfactual", "--model", "gpt-4.1", "--junit", junit)
-	if worse.code != 1 {
-		t.Fatalf("exit %d: %s%s", worse.code, worse.out, worse.err)
-	}
+	require.Equal(t, 1, worse.code, worse.out, worse.err)
 	assert.Contains(t, worse.out, "worse: -1.00", "check_order was not called",
 		"candidate  follows 0 of 8 (0.00–0.32), 8 decided")
 	text, err := os.ReadFile(junit)

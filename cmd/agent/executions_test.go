@@ -204,9 +204,7 @@ func TestReplayHeartbeat(t *testing.T) {
 	}
 	var page struct{ Items []struct{ ID string } }
 	p.mustJSON(&page, "executions", "ls", "--flow", "heartbeat")
-	if len(page.Items) != 3 {
-		t.Fatalf("%d heartbeats", len(page.Items))
-	}
+	require.Equal(t, 3, len(page.Items))
 	for _, x := range page.Items {
 		assert.Contains(t, p.must("executions", "replay", x.ID), "completed of heartbeat", "equal")
 	}

@@ -196,9 +196,7 @@ func TestMCPCommands(t *testing.T) {
 	must := func(args ...string) string {
 		t.Helper()
 		got := agent.run(args...)
-		if got.code != 0 {
-			t.Fatalf("agent %s: code %d, %s%s", strings.Join(args, " "), got.code, got.out, got.err)
-		}
+		require.Equal(t, 0, got.code, strings.Join(args, " "), got.out, got.err)
 		return got.out
 	}
 	says := func(text string, parts ...string) {

@@ -275,9 +275,7 @@ func TestMigrateWithoutCreateRole(t *testing.T) {
 	server, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true, Database: "agent", Owner: "owner"})
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := server.Stop(context.WithoutCancel(t.Context())); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, server.Stop(context.WithoutCancel(t.Context())))
 	})
 	p := newProgram(t, server.URL())
 	statement := regexp.MustCompile(`run this as a superuser, then agent migrate again:\n  (create role .*;)\n`)

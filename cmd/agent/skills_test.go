@@ -61,9 +61,7 @@ func TestSelfHealDisablesAndRestores(t *testing.T) {
 	for call := 1; call <= 3; call++ {
 		makeDue(t, db)
 		p.must("heartbeat")
-		if got := stateOf(t, db); got.calls != call {
-			t.Fatalf("after %d heartbeats there are %d failed calls", call, got.calls)
-		}
+		require.Equal(t, call, stateOf(t, db).calls)
 		if got := stateOf(t, db); call < 3 && !got.enabled {
 			t.Fatalf("disabled after %d failed calls: %+v", call, got)
 		}

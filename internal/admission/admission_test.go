@@ -49,9 +49,7 @@ func TestANameThatHasNothingMayTakeMoreThanItsShare(t *testing.T) {
 	a := admission.Share{Name: "a", Most: 4}
 	large := take(t, b, 8, a)
 	refused(t, b, 1, a)
-	if err := large.Add(2); err != nil {
-		t.Errorf("its own growth: %v", err)
-	}
+	assert.NoError(t, large.Add(2), "its own growth")
 	refused(t, b, 1, admission.Share{Name: "b", Most: 4})
 	large.Release()
 	take(t, b, 11, a).Release() // alone, also more than all

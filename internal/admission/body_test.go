@@ -108,13 +108,9 @@ func TestALengthThatIsOnlyAnnouncedCountsNothing(t *testing.T) {
 		}
 	}
 	post(t, url, 700_000, false)
-	if err := <-got; err != nil {
-		t.Errorf("another body: %v", err)
-	}
+	assert.NoError(t, <-got, "another body")
 	_ = silent.Close()
-	if err := <-got; err == nil {
-		t.Error("the silent one was read")
-	}
+	assert.Error(t, <-got, "the silent one was read")
 	assert.Equal(t, 0, budget.Used())
 }
 
@@ -198,9 +194,7 @@ func TestBodiesShareABudget(t *testing.T) {
 	require.NoError(t, err)
 	for _, chunked := range []bool{false, true} {
 		post(t, url, 100_000, false)
-		if err := <-got; err != nil {
-			t.Errorf("a small body: %v", err)
-		}
+		assert.NoError(t, <-got, "a small body")
 		post(t, url, 500_000, chunked)
 		if err := <-got; !errors.Is(err, admission.ErrFull) {
 			t.Errorf("a large body, chunked %t: %v", chunked, err)

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -53,9 +54,7 @@ func asks(t *testing.T, c net.Conn, in *bufio.Reader) {
 	t.Helper()
 	fmt.Fprint(c, "GET / HTTP/1.1\r\nHost: x\r\n\r\n")
 	w, err := http.ReadResponse(in, nil)
-	if err != nil {
-		t.Fatalf("no answer: %v", err)
-	}
+	require.NoError(t, err, "no answer")
 	_ = w.Body.Close()
 }
 
@@ -81,9 +80,7 @@ func TestIdleConnectionsMakeRoomForNewOnes(t *testing.T) {
 	}
 	close(end)
 	w, err := http.ReadResponse(answer, nil)
-	if err != nil {
-		t.Fatalf("what was in work: %v", err)
-	}
+	require.NoError(t, err, "what was in work")
 	_ = w.Body.Close()
 }
 
@@ -120,13 +117,9 @@ func TestASilentBodyMakesRoomForNewConnections(t *testing.T) {
 	_, _ = begin() // and nothing follows
 	sending, answer := begin()
 	_, _ = begin()
-	if err := <-got; err == nil {
-		t.Error("a body that was not sent was read")
-	}
+	assert.Error(t, <-got, "a body that was not sent was read")
 	fmt.Fprint(sending, "0123456789")
-	if err := <-got; err != nil {
-		t.Errorf("a body that was sent: %v", err)
-	}
+	assert.NoError(t, <-got, "a body that was sent")
 	for {
 		line, err := answer.ReadString('\n')
 		require.NoError(t, err)

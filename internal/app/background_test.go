@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -28,7 +29,5 @@ func TestActivityIsCounted(t *testing.T) {
 		return err == nil && n == 100
 	}, "100 rows are counted")
 	cancel()
-	if err := <-ended; err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, <-ended)
 }

@@ -26,6 +26,30 @@ func prefix(about []any) string {
 	return strings.TrimSuffix(fmt.Sprintln(about...), "\n") + ": "
 }
 
+// NoError expects no error.
+func NoError(tb testing.TB, err error, about ...any) {
+	tb.Helper()
+	if err != nil {
+		tb.Errorf("%s%v", prefix(about), err)
+	}
+}
+
+// Error expects some error.
+func Error(tb testing.TB, err error, about ...any) {
+	tb.Helper()
+	if err == nil {
+		tb.Errorf("%sgot no error", prefix(about))
+	}
+}
+
+// ErrorContains expects an error with words.
+func ErrorContains(tb testing.TB, err error, words string, about ...any) {
+	tb.Helper()
+	if err == nil || !strings.Contains(err.Error(), words) {
+		tb.Errorf("%sgot error %v, want one with %q", prefix(about), err, words)
+	}
+}
+
 // ErrorIs expects an error that wraps another.
 func ErrorIs(tb testing.TB, err, want error) {
 	tb.Helper()

@@ -43,9 +43,7 @@ func (g *gated) write(t *testing.T, n, queued int) {
 				<-g.release
 				return 0, nil
 			})
-			if err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, err)
 		})
 	}
 	pgtest.Eventually(t, patience, func() bool { return gathered(g.Batcher) == queued }, "writes are queued")

@@ -137,9 +137,7 @@ func TestAProxyThatNobodyListedIsLoggedOnce(t *testing.T) {
 		r.RemoteAddr = c.peer
 		r.Header.Set(c.header, "for=198.51.100.1")
 		h.ServeHTTP(httptest.NewRecorder(), r)
-		if got := strings.Count(out.String(), "\n"); got != c.lines {
-			t.Errorf("%s from %s: %d lines: %s", c.header, c.peer, got, out.String())
-		}
+		assert.Equal(t, c.lines, strings.Count(out.String(), "\n"), c.header, c.peer, out.String())
 	}
 	if line := out.String(); !strings.Contains(line, "peer=10.0.0.1") || !strings.Contains(line, "AGENT_TRUSTED_PROXIES") {
 		t.Errorf("the line is %s", line)

@@ -347,9 +347,7 @@ func TestRequireReportsAllProblems(t *testing.T) {
 			if err != nil {
 				lines = problems(t, err)
 			}
-			if len(lines) != len(c.want) {
-				t.Fatalf("got %q, want %q", lines, c.want)
-			}
+			require.Equal(t, len(c.want), len(lines), lines, c.want)
 			for i := range lines {
 				if !strings.HasPrefix(lines[i], c.want[i]) {
 					t.Errorf("got %q, want %q", lines[i], c.want[i])

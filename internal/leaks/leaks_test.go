@@ -1,7 +1,7 @@
 package leaks
 
 import (
-	"strings"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"testing"
 )
 
@@ -12,18 +12,12 @@ func TestAGoroutineThatIsLeftIsFound(t *testing.T) {
 		<-end
 	}()
 	err := Tests{}.find(0)
-	if err == nil || !strings.Contains(err.Error(), "TestAGoroutineThatIsLeftIsFound") {
-		t.Errorf("a goroutine that waits: %v", err)
-	}
+	assert.ErrorContains(t, err, "TestAGoroutineThatIsLeftIsFound")
 	allowed := Tests{Allowed: []string{
 		"github.com/lanekeeper/lanekeeper/internal/leaks.TestAGoroutineThatIsLeftIsFound.func1",
 	}}
-	if err := allowed.find(0); err != nil {
-		t.Errorf("one that is allowed: %v", err)
-	}
+	assert.NoError(t, allowed.find(0), "one that is allowed")
 	close(end)
 	<-ended
-	if err := (Tests{}).find(patience); err != nil {
-		t.Errorf("one that has ended: %v", err)
-	}
+	assert.NoError(t, (Tests{}).find(patience), "one that has ended")
 }

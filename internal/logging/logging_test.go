@@ -28,9 +28,7 @@ func line(t *testing.T, log func(*slog.Logger)) map[string]any {
 	require.NoError(t, err)
 	log(logger)
 	var out map[string]any
-	if err := json.Unmarshal(b.Bytes(), &out); err != nil {
-		t.Fatalf("%v: %s", err, b.String())
-	}
+	require.NoError(t, json.Unmarshal(b.Bytes(), &out), b.String())
 	delete(out, "time")
 	return out
 }

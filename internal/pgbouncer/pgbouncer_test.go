@@ -33,9 +33,7 @@ func pooler(t *testing.T, config pgbouncer.Config) (p *pgbouncer.Pooler, through
 	p, err := pgbouncer.Start(t.Context(), config)
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := p.Stop(context.WithoutCancel(t.Context())); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, p.Stop(context.WithoutCancel(t.Context())))
 	})
 	if through, err = p.URL(direct); err != nil {
 		t.Fatal(err)
@@ -85,9 +83,7 @@ func TestAServerConnectionIsLentForOneTransaction(t *testing.T) {
 	require.NoError(t, tx.Commit(t.Context()))
 	select {
 	case err := <-answered:
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 	case <-time.After(soon):
 		t.Error("another client does not get the server connection after the commit")
 	}
@@ -114,9 +110,7 @@ func TestOpenKnowsThePoolerAndUsesWhatItCarries(t *testing.T) {
 		}()
 	}
 	for range cap(failed) {
-		if err := <-failed; err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, <-failed)
 	}
 	// Told otherwise it is still known where it leads.
 	if told := open(t, through+"&default_query_exec_mode=exec"); !postgres.Pooled(told) {
@@ -143,9 +137,7 @@ func TestACancelledStatementIsCancelledBehindThePooler(t *testing.T) {
 	}
 	pgtest.Eventually(t, soon, func() bool { return sleeping() == 1 }, "the statement runs")
 	cancel()
-	if err := <-ended; err == nil {
-		t.Error("the statement was not cancelled")
-	}
+	assert.Error(t, <-ended, "the statement was not cancelled")
 	pgtest.Eventually(t, soon, func() bool { return sleeping() == 0 }, "the statement is cancelled")
 }
 
@@ -155,9 +147,7 @@ func TestPreparedStatements(t *testing.T) {
 	p, through, direct := pooler(t, pgbouncer.Config{PoolSize: 1})
 	if !p.Prepares() {
 		_, err := pgbouncer.Start(t.Context(), pgbouncer.Config{Server: direct, Prepared: 100})
-		if err == nil || !strings.Contains(err.Error(), "keeps no prepared statements") {
-			t.Errorf("version %s is asked to keep prepared statements: %v", p.Version(), err)
-		}
+		assert.ErrorContains(t, err, "keeps no prepared statements", p.Version())
 		// What cache_statement would do there: the statement is prepared on a connection that others use.
 		first, second := connect(t, through), connect(t, through)
 		if _, err := first.Prepare(t.Context(), "answer", "select 42"); err != nil {
@@ -190,9 +180,7 @@ func TestItSaysWhyItDoesNotStart(t *testing.T) {
 	dir, err := os.MkdirTemp("", "lk-pgbouncer-test-") //nolint:usetesting // the test's own folder is closed to the user that it runs as
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := os.RemoveAll(dir); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, os.RemoveAll(dir))
 	})
 	for name, c := range map[string]struct{ script, want string }{
 		"ends": {
@@ -228,9 +216,7 @@ func TestStopLeavesNothing(t *testing.T) {
 	config, err := pgx.ParseConfig(through)
 	require.NoError(t, err)
 	require.NoError(t, p.Stop(t.Context()))
-	if err := conn.Ping(t.Context()); err == nil {
-		t.Error("a client is still connected")
-	}
+	assert.Error(t, conn.Ping(t.Context()), "a client is still connected")
 	if _, err := os.Stat(config.Host); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("its folder is still there: %v", err)
 	}

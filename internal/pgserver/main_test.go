@@ -20,6 +20,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -160,9 +161,7 @@ func folder(t *testing.T) string {
 				t.Errorf("the server had to be forced to stop (%v):\n%s", err, text)
 			}
 		}
-		if err := errors.Join(err, os.RemoveAll(dir)); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, errors.Join(err, os.RemoveAll(dir)))
 	})
 	return dir
 }
@@ -196,9 +195,7 @@ func start(t *testing.T, config pgserver.Config) *pgserver.Server {
 
 func stop(t *testing.T, s *pgserver.Server) {
 	t.Helper()
-	if err := s.Stop(background()); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, s.Stop(background()))
 }
 
 // query runs one statement on a connection of its own and returns its one text value.

@@ -392,9 +392,7 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 	first := start(t, config)
 	base := filepath.Dir(first.Dir())
 	t.Cleanup(func() {
-		if err := os.RemoveAll(base); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, os.RemoveAll(base))
 	})
 	query(t, first.URL(), "create table kept as select 'yes'::text as answer")
 	stop(t, first)

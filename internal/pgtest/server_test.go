@@ -39,9 +39,7 @@ func TestTemplateIsBuiltOnceByMany(t *testing.T) {
 	var all sync.WaitGroup
 	for range 2 * adminConns {
 		all.Go(func() {
-			if err := s.buildTemplate(t.Context(), template); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, s.buildTemplate(t.Context(), template))
 		})
 	}
 	all.Wait()

@@ -46,9 +46,7 @@ func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 	require.NoError(t, keeper.Rollback(t.Context()))
 	for range 12 {
 		group.Go(func() {
-			if err := add(); err != nil {
-				t.Errorf("afterwards: %v", err)
-			}
+			assert.NoError(t, add(), "afterwards")
 		})
 	}
 	group.Wait()
@@ -65,9 +63,7 @@ func TestKeysAreApart(t *testing.T) {
 	db := pgtest.Empty(t)
 	var k postgres.KeyedTx
 	err := k.Do(t.Context(), db, "one", func(pgx.Tx) error {
-		if err := k.Do(t.Context(), db, "other", func(pgx.Tx) error { return nil }); err != nil {
-			t.Errorf("another key: %v", err)
-		}
+		assert.NoError(t, k.Do(t.Context(), db, "other", func(pgx.Tx) error { return nil }), "another key")
 		gone, leave := context.WithCancel(t.Context())
 		leave()
 		err := k.Do(gone, db, "one", func(pgx.Tx) error { return nil })

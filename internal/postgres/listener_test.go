@@ -30,9 +30,7 @@ func listen(t *testing.T, db *pgxpool.Pool) (*postgres.Listener, *text) {
 	go func() { ended <- l.Run(ctx) }()
 	t.Cleanup(func() {
 		cancel()
-		if err := <-ended; err != nil {
-			t.Errorf("Run: %v", err)
-		}
+		assert.NoError(t, <-ended, "Run")
 	})
 	return l, log
 }

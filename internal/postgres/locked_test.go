@@ -7,6 +7,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -33,7 +34,5 @@ func TestALockIsExplained(t *testing.T) {
 		t.Errorf("held: %v", err)
 	}
 	require.NoError(t, tx.Rollback(t.Context()))
-	if err := postgres.ExplainLock(t.Context(), pool, write(), "the key", "kept"); err != nil {
-		t.Errorf("free again: %v", err)
-	}
+	assert.NoError(t, postgres.ExplainLock(t.Context(), pool, write(), "the key", "kept"), "free again")
 }

@@ -7,6 +7,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -39,12 +40,8 @@ func TestNothingIsAskedUnderASeal(t *testing.T) {
 	if !seal.Tried() {
 		t.Error("the seal has noted nothing")
 	}
-	if err := pool.QueryRow(postgres.Unsealed(sealed), `select 1`).Scan(new(int)); err != nil {
-		t.Errorf("unsealed: %v", err)
-	}
-	if err := pool.Ping(t.Context()); err != nil {
-		t.Errorf("the pool after it: %v", err)
-	}
+	assert.NoError(t, pool.QueryRow(postgres.Unsealed(sealed), `select 1`).Scan(new(int)), "unsealed")
+	assert.NoError(t, pool.Ping(t.Context()), "the pool after it")
 }
 
 func only[T any](_ T, err error) error { return err }

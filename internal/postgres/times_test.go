@@ -7,6 +7,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -37,7 +38,5 @@ func TestEveryTimeIsRead(t *testing.T) {
 		}
 	}
 	var got time.Time
-	if err := pool.QueryRow(t.Context(), "select null::timestamptz").Scan(&got); err == nil {
-		t.Errorf("null was read as %s", got)
-	}
+	assert.Error(t, pool.QueryRow(t.Context(), "select null::timestamptz").Scan(&got), "null was read as", got)
 }

@@ -23,9 +23,7 @@ func manager(t *testing.T, name string) (read func() string) {
 	return func() string {
 		buf := make([]byte, 100)
 		n, err := conn.Read(buf)
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 		return string(buf[:n])
 	}
 }
@@ -72,9 +70,7 @@ func TestNobodyIsToldWhoDidNotAsk(t *testing.T) {
 			sdnotify.New(env(values)).Watchdog(t.Context()) // returns at once
 		})
 	}
-	if err := sdnotify.New(env(nil)).Tell(sdnotify.Ready); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, sdnotify.New(env(nil)).Tell(sdnotify.Ready))
 	if err := sdnotify.New(env(map[string]string{"NOTIFY_SOCKET": socket})).Tell(sdnotify.Ready); err == nil {
 		t.Error("a manager that is not there was told")
 	}

@@ -138,9 +138,7 @@ func TestTheOfficialLibrariesSignaturesVerify(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			if err := c.v.Verify(c.h, c.b, now); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, c.v.Verify(c.h, c.b, now))
 			if c.v.Scheme != signature.Bearer {
 				assert.ErrorIs(t, c.v.Verify(c.h, append([]byte(" "), c.b...), now), signature.ErrRefused)
 			}
@@ -149,9 +147,7 @@ func TestTheOfficialLibrariesSignaturesVerify(t *testing.T) {
 			assert.ErrorIs(t, wrong.Verify(c.h, c.b, now), signature.ErrRefused)
 			rotated := c.v
 			rotated.Secrets = []string{other, c.v.Secrets[0]}
-			if err := rotated.Verify(c.h, c.b, now); err != nil {
-				t.Errorf("the old secret beside a new one: %v", err)
-			}
+			assert.NoError(t, rotated.Verify(c.h, c.b, now), "the old secret beside a new one")
 			assert.ErrorIs(t, c.v.Verify(http.Header{}, c.b, now), signature.ErrRefused)
 		})
 	}
@@ -163,9 +159,7 @@ func TestOurSignaturesSatisfyTheOfficialLibrary(t *testing.T) {
 	require.NoError(t, err)
 	h, err := signature.Sign([]string{other, whsec}, "msg_2", time.Now(), body)
 	require.NoError(t, err)
-	if err := wh.Verify(body, h); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, wh.Verify(body, h))
 	if _, err := signature.Sign([]string{whsec}, "msg.2", now, body); err == nil {
 		t.Error("an id with a dot was signed")
 	}
@@ -185,9 +179,7 @@ func TestAsymmetricSignatures(t *testing.T) {
 	h, err := signature.Sign([]string{sk}, "msg_3", now, body)
 	require.NoError(t, err)
 	v := signature.Verifier{Scheme: signature.Standard, Secrets: []string{whsec, pk}}
-	if err := v.Verify(h, body, now); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, v.Verify(h, body, now))
 	assert.ErrorIs(t, v.Verify(h, body[1:], now), signature.ErrRefused)
 	for name, secret := range map[string]string{"a signing key": sk, "a short key": "whpk_AAAA", "nothing": "whpk_"} {
 		v.Secrets = []string{secret}

@@ -71,9 +71,7 @@ func TestPostgresAcceptsEveryStatementInTheSource(t *testing.T) {
 		case utility.MatchString(s.sql):
 		default:
 			checked++
-			if err := prepare(t, conn.Conn(), s.sql); err != nil {
-				t.Errorf("%s: %v", s.at, err)
-			}
+			assert.NoError(t, prepare(t, conn.Conn(), s.sql), s.at)
 		}
 	}
 	if checked < 50 {

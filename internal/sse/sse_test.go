@@ -73,9 +73,7 @@ func FuzzEvent(f *testing.F) {
 			{ID: line(id), Name: line(name), Data: strings.Join(lines, "\n")},
 			{ID: "last", Data: "the end"},
 		}
-		if diff := cmp.Diff(want, got.Events); diff != "" {
-			t.Errorf("%q, %q, %q came out otherwise: %s", id, name, data, diff)
-		}
+		assert.Equal(t, "", cmp.Diff(want, got.Events), id, name, data)
 		if len(got.Retry)+len(got.Unknown) > 0 || got.Left != "" {
 			t.Errorf("%q, %q, %q, %q brought %q, %q, %q along", id, name, data, comment, got.Retry, got.Unknown, got.Left)
 		}

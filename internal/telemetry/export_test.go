@@ -127,9 +127,7 @@ func TestOneRoot(t *testing.T) {
 		t.Error(wrong)
 	}
 	for _, one := range spans {
-		if (one.Parent == "") != (one.ID == trace.SpanID(root)) {
-			t.Errorf("%s has the parent %q; the root is %s", one.Name, one.Parent, trace.SpanID(root))
-		}
+		assert.Equal(t, (one.ID == trace.SpanID(root)), (one.Parent == ""), one.Name, one.Parent, trace.SpanID(root))
 	}
 	for _, wrong := range otlptest.Check(s.receiver.Trace(alone.OTel())[:1]) {
 		t.Error(wrong)
@@ -307,9 +305,7 @@ func TestTheLastPassSendsWhatHasJustEnded(t *testing.T) {
 			"it has the right")
 		s.note(trace.New(trace.Flow), nil, "one")
 		stop()
-		if got := len(s.receiver.Trace("")); got != n+1 {
-			t.Fatalf("%d of %d are sent", got, n+1)
-		}
+		require.Equal(t, n+1, len(s.receiver.Trace("")))
 	}
 }
 

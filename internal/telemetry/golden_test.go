@@ -7,6 +7,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry/otlptest"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -70,9 +71,7 @@ func TestGoldenAttributes(t *testing.T) {
 	golden["chat gpt-4o"]["gen_ai.output.messages"] = `[{"parts":[{"arguments":{"a":1},"id":"c1","name":"look","type":"tool_call"}],"role":"assistant"}]`
 	golden["execute_tool look"]["gen_ai.tool.call.arguments"] = `{"a":1}`
 	again := s.exported("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=true")
-	if len(again) != 6 {
-		t.Fatalf("%d spans, want the three again", len(again))
-	}
+	require.Equal(t, 6, len(again))
 	var fresh []otlptest.Span
 	for _, one := range again {
 		if one.Attributes["gen_ai.input.messages"] != nil || one.Attributes["gen_ai.tool.call.arguments"] != nil {

@@ -139,9 +139,7 @@ func TestLabelsAreBounded(t *testing.T) {
 		"agent_skill_invocations_total{": 501, "agent_llm_requests_total{": 101,
 		"agent_lane_lock_wait_seconds_count{": 1,
 	} {
-		if n := strings.Count(text, name); n != most {
-			t.Errorf("%d series %s, want %d", n, name, most)
-		}
+		assert.Equal(t, most, strings.Count(text, name), name)
 	}
 	assert.Contains(t, text, `agent_skill_invocations_total{skill="other",status="success"} 2500`)
 }

@@ -100,12 +100,8 @@ func TestABusyLaneSkipsTheCommand(t *testing.T) {
 	for _, want := range []string{"level=WARN", `msg="already running, skipped"`, "lane=job", l.Owner().String()} {
 		assert.Contains(t, got.log, want)
 	}
-	if cause := context.Cause(l.Context()); cause != nil {
-		t.Errorf("the skipped run ended the holder: %v", cause)
-	}
-	if err := l.Release(t.Context()); err != nil {
-		t.Errorf("the skipped run freed the lane: %v", err)
-	}
+	assert.NoError(t, context.Cause(l.Context()), "the skipped run ended the holder")
+	assert.NoError(t, l.Release(t.Context()), "the skipped run freed the lane")
 }
 
 // A command that has run has not failed because the database does not answer afterwards; whoever sees a failure runs

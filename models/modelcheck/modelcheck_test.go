@@ -32,7 +32,6 @@ func client(t *testing.T, server *modeltest.Server, change ...func(*models.Confi
 	return c
 }
 
-// check makes all checks of a model.
 func check(t *testing.T, c *models.Client, target modelcheck.Target) map[string]modelcheck.Result {
 	t.Helper()
 	found := map[string]modelcheck.Result{}

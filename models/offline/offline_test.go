@@ -150,12 +150,8 @@ func checkSchema(t *testing.T, schema, arguments string) {
 	compiled, err := compiler.Compile("tool.json")
 	require.NoError(t, err)
 	value, err := jsonschema.UnmarshalJSON(strings.NewReader(arguments))
-	if err != nil {
-		t.Fatalf("arguments %s: %v", arguments, err)
-	}
-	if err := compiled.Validate(value); err != nil {
-		t.Errorf("arguments %s: %v", arguments, err)
-	}
+	require.NoError(t, err, "arguments", arguments)
+	assert.NoError(t, compiled.Validate(value), "arguments", arguments)
 }
 
 const objective = `Objective keep-healthy (round 1): Keep this database healthy and report what changed.

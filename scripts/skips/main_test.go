@@ -22,7 +22,5 @@ func TestASkipNeedsAReasonOfTheList(t *testing.T) {
 }
 
 func TestAnEventThatIsCutOffIsAnError(t *testing.T) {
-	if err := check(strings.NewReader(`{"Action":"run"`), io.Discard); err == nil {
-		t.Error("no error")
-	}
+	assert.Error(t, check(strings.NewReader(`{"Action":"run"`), io.Discard), "no error")
 }

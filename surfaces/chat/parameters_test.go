@@ -13,6 +13,7 @@ import (
 	"github.com/openai/openai-go/v3/responses"
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -87,16 +88,10 @@ func TestVisitorsWithATokenOfTheirOwnAreCountedByIt(t *testing.T) {
 	c := at(1, 16)
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
 	require.NoError(t, c.allow(r, "site", "", ""))
-	if c.allow(r, "site", "", "") == nil {
-		t.Error("a second message without a token was taken")
-	}
+	assert.Error(t, c.allow(r, "site", "", ""), "a second message without a token was taken")
 	for _, token := range []string{"vis_one", "vis_other"} {
-		if err := c.allow(r, "site", "", token); err != nil {
-			t.Errorf("a visitor of that address: %v", err)
-		}
-		if c.allow(r, "site", "", token) == nil {
-			t.Error("a second message of a visitor was taken")
-		}
+		assert.NoError(t, c.allow(r, "site", "", token), "a visitor of that address")
+		assert.Error(t, c.allow(r, "site", "", token), "a second message of a visitor was taken")
 		if c.allow(r, "site", "somebody else", token) == nil {
 			t.Error("a second message of a visitor was taken by another name")
 		}

@@ -174,9 +174,7 @@ func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 		{"DELETE", "/" + got.ID},
 	} {
 		r, theirs := p.respond(t, c.method, c.path, "", "Authorization", "Bearer shop")
-		if r.StatusCode != http.StatusNotFound {
-			t.Errorf("another's %s %s: %d %s", c.method, c.path, r.StatusCode, theirs)
-		}
+		assert.Equal(t, http.StatusNotFound, r.StatusCode, c.method, c.path, theirs)
 	}
 	r, body = p.respond(t, "DELETE", "/"+got.ID, "")
 	if r.StatusCode != http.StatusBadRequest || failureOf(t, body).Param == nil {
@@ -256,9 +254,7 @@ func TestTheStockClientsOfNodeWorkUnchanged(t *testing.T) {
 		t.Fatalf("%v: %s\n%s", err, out, stderr)
 	}
 	var got map[string]any
-	if err := json.Unmarshal(out, &got); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
+	require.NoError(t, json.Unmarshal(out, &got), out)
 	want := map[string]any{"previous": true, "same": true, "stale": "409 previous_response_not_last", "tools": "400 tools"}
 	for _, name := range []string{"parsed", "parsedResponse", "aiObject", "aiChatObject", "aiStreamObject", "lcObject"} {
 		want[name] = "Ulm 3"

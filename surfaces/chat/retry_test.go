@@ -165,9 +165,7 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool { return w.turns(t) == 5 }, "both are taken")
 	send(t, g.pieces, "Four.")
 	close(g.pieces)
-	if err := group.Wait(); err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, group.Wait())
 }
 
 // Many retries at once, at two processes, are one message.

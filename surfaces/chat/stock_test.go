@@ -16,6 +16,7 @@ import (
 	"github.com/openai/openai-go/v3/option"
 	gopenai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
@@ -103,9 +104,7 @@ func TestTheOfficialClientSeesTypedErrors(t *testing.T) {
 	stream := client.Chat.Completions.NewStreaming(t.Context(), ask("hi"))
 	for stream.Next() {
 	}
-	if err := stream.Err(); err == nil || !strings.Contains(err.Error(), "The answer failed") {
-		t.Errorf("in the middle of a stream: %v", err)
-	}
+	assert.ErrorContains(t, stream.Err(), "The answer failed")
 	_, err := client.Chat.Completions.New(t.Context(), ask("hi"))
 	var failure *openai.Error
 	if !errors.As(err, &failure) || failure.StatusCode != http.StatusTooManyRequests ||
@@ -167,17 +166,13 @@ func TestTheNodeClientWorksUnchanged(t *testing.T) {
 	run.Dir = dir
 	run.Env = append(os.Environ(), "BASE="+p.url+"/v1")
 	out, err := run.Output()
-	if err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
+	require.NoError(t, err, out)
 	var got struct {
 		Whole, Text, Missing, Key, Bad, Middle string
 		Usage, Keepalives                      int
 		Models                                 []string
 	}
-	if err := json.Unmarshal(out, &got); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
+	require.NoError(t, json.Unmarshal(out, &got), out)
 	if got.Whole != "Hello to you." || got.Text != "Hello to you." || got.Usage == 0 || got.Keepalives == 0 ||
 		len(got.Models) != 2 ||
 		got.Missing != "NotFoundError model_not_found" || got.Key != "AuthenticationError invalid_api_key" ||

@@ -19,6 +19,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
@@ -195,9 +196,7 @@ func (p *process) run(t *testing.T, keeper *lanes.Keeper) {
 	group.Go(func() error { return p.chat.Run(ctx) })
 	t.Cleanup(func() {
 		stop()
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, group.Wait())
 	})
 }
 

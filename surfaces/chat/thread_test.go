@@ -151,9 +151,7 @@ func TestTurnsAreAnsweredInTheirOrder(t *testing.T) {
 	}
 	require.NoError(t, group.Wait())
 	lines := w.transcript(t, "order")
-	if len(lines) != 2*n {
-		t.Fatalf("the thread has %d messages:\n%s", len(lines), strings.Join(lines, "\n"))
-	}
+	require.Equal(t, 2*n, len(lines), strings.Join(lines, "\n"))
 	for i := 0; i < len(lines); i += 2 {
 		if question := strings.TrimPrefix(lines[i], "user: "); lines[i+1] != "assistant: re "+question {
 			t.Errorf("%q is followed by %q", lines[i], lines[i+1])
@@ -545,9 +543,7 @@ func TestTheNextAnswerBeginsWithWhatFlowsSaid(t *testing.T) {
 		}
 	}
 	all := p.model.Requests()
-	if len(all) != len(seen)+1 {
-		t.Fatalf("%d calls of the model", len(all)-len(seen))
-	}
+	require.Equal(t, len(seen)+1, len(all), len(all)-len(seen))
 	var history []string
 	for _, m := range all[len(all)-1].Messages[1:] {
 		history = append(history, m.Content)

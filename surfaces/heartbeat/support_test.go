@@ -212,9 +212,7 @@ func (w *testHeartbeat) run(t *testing.T) (executions.Execution, heartbeat.Summa
 func (w *testHeartbeat) runCompleted(t *testing.T) (executions.Execution, heartbeat.Summary) {
 	t.Helper()
 	x, said := w.run(t)
-	if x.Status != executions.Completed {
-		t.Fatalf("the heartbeat is %s: %v", x.Status, testkit.Deref(x.ErrorMessage))
-	}
+	require.Equal(t, executions.Completed, x.Status, testkit.Deref(x.ErrorMessage))
 	return x, said
 }
 

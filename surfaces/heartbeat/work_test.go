@@ -35,9 +35,7 @@ func (w *testHeartbeat) runWithoutLanes(t *testing.T, n int) []executions.Execut
 		require.NoError(t, beat.Register(e))
 		all.Go(func() {
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), executions.Spec{Flow: "heartbeat", Surface: trace.Heartbeat})
-			if err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, err)
 			ended[i] = x
 		})
 	}
@@ -86,9 +84,8 @@ func TestAutomationRetriesThenDead(t *testing.T) {
 	w.addAutomation(t, automations.Definition{Name: "a", Skill: "look", MaxAttempts: 3})
 	for attempt, want := range []string{"error 1", "error 2", "dead 3"} {
 		x, said := w.runCompleted(t)
-		if got := pgtest.Value[string](t, w.pool, `select status || ' ' || attempt from agent_automation_runs`); got != want {
-			t.Fatalf("after attempt %d the run is %s, want %s", attempt+1, got, want)
-		}
+		require.Equal(t, want,
+			pgtest.Value[string](t, w.pool, `select status || ' ' || attempt from agent_automation_runs`), attempt+1)
 		if !strings.Contains(said.Phases["run_automations"], "a failed: no answer") {
 			t.Errorf("summary is %v", said.Phases)
 		}
@@ -163,9 +160,7 @@ func TestAutomationNeedsApproval(t *testing.T) {
 	w.addSkill(t, skills.Definition{Name: "drop", Trust: skills.TrustApprove})
 	w.addAutomation(t, automations.Definition{Name: "a", Skill: "drop"})
 	x, _ := w.runCompleted(t)
-	if w.calls.of("drop") != 0 {
-		t.Fatal("called without leave")
-	}
+	require.Equal(t, 0, w.calls.of("drop"))
 	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story,
 		"run_automation pending_approval, drop pending_approval") {
 		t.Errorf("story is %s", story)
@@ -390,9 +385,7 @@ func TestAutomationRunsTrial(t *testing.T) {
 	due := `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`
 	pgtest.Exec(t, w.pool, due)
 	w.runCompleted(t)
-	if w.calls.of("fetch") != 0 {
-		t.Fatal("the skill was called while it rested")
-	}
+	require.Equal(t, 0, w.calls.of("fetch"))
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	x, _ := w.runCompleted(t)
 	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") ||
@@ -419,9 +412,7 @@ func TestWaitingRunRunsTrial(t *testing.T) {
 	}
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	w.runCompleted(t)
-	if w.calls.of("fetch") != 0 {
-		t.Fatal("the skill was called while it rested")
-	}
+	require.Equal(t, 0, w.calls.of("fetch"))
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	w.runCompleted(t)
 	pgtest.Equal(t, w.pool, "success success", `select string_agg(status, ' ') from agent_automation_runs`)

@@ -66,9 +66,7 @@ func TestInlineApprovalKeepsStreaming(t *testing.T) {
 				t.Errorf("done %+v, %v; streamed %q", done, err, b.text())
 			}
 			assert.Equal(t, map[bool]int64{true: 1, false: 0}[approve], called.Load())
-			if n := strings.Count(b.names(), "approval"); n != 1 {
-				t.Errorf("events are %s", b.names())
-			}
+			assert.Equal(t, 1, strings.Count(b.names(), "approval"), b.names())
 		})
 	}
 }

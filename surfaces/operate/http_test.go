@@ -54,9 +54,7 @@ func TestEventsOverHTTP(t *testing.T) {
 	events, comments := readEvents(resp.Body, func(e sse) bool {
 		if e.name == "approval" {
 			var a operate.Approval
-			if err := json.Unmarshal(e.data, &a); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, json.Unmarshal(e.data, &a))
 			pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where waiting_for = 'approval'`)
 			w.decide(t, a.ID, true)
 		}
@@ -191,9 +189,7 @@ func TestBusyLaneProblem(t *testing.T) {
 		}
 	}
 	resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two","wait":true}`, "")
-	if resp.StatusCode != http.StatusOK {
-		t.Fatalf("who waits got %d", resp.StatusCode)
-	}
+	require.Equal(t, http.StatusOK, resp.StatusCode)
 	require.NoError(t, first.Close(t.Context()))
 	if events, _ := readEvents(resp.Body, nil); eventNames(events) != "start delta done" {
 		t.Errorf("events are %s", eventNames(events))
@@ -206,9 +202,7 @@ func TestFailedTurnEvent(t *testing.T) {
 		modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0))
 	p := w.process(t, false)
 	events, _ := readEvents(p.post(t, t.Context(), `{"message":"Hello."}`, "").Body, nil)
-	if eventNames(events) != "start error" {
-		t.Fatalf("events are %s", eventNames(events))
-	}
+	require.Equal(t, "start error", eventNames(events))
 	start, got := read[operate.Start](t, events, "start"), read[problem.Problem](t, events, "error")
 	if got.TraceID != start.TraceID || !strings.Contains(got.Detail, "Incorrect API key") ||
 		got.Type != "urn:lanekeeper:problem:turn-failed" {
@@ -276,9 +270,7 @@ func TestWatchTurns(t *testing.T) {
 	events, _ := readEvents(resp.Body, func(e sse) bool {
 		if e.name == "approval" {
 			var a operate.Approval
-			if err := json.Unmarshal(e.data, &a); err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, json.Unmarshal(e.data, &a))
 			w.decide(t, a.ID, true)
 		}
 		return e.name == "done"

@@ -60,9 +60,7 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 	defer func() {
 		stop()
 		for range 3 {
-			if err := <-over; err != nil {
-				t.Error(err)
-			}
+			assert.NoError(t, <-over)
 		}
 	}()
 	if _, _, err := engine.Start(ctx, pool, executions.Spec{Flow: "waits", Surface: trace.Operate}); err != nil {

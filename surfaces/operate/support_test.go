@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -145,9 +146,7 @@ func (p *process) start(t *testing.T, listener *postgres.Listener, working bool)
 		if below := below.Wait(); err == nil {
 			err = below
 		}
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 	})
 }
 
@@ -202,15 +201,12 @@ func (l *eventLog) text() string {
 	return b.String()
 }
 
-// open is a session of a process.
 func (p *process) open(t *testing.T, id string) *operate.Session {
 	t.Helper()
 	s, err := p.Session(id, true)
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := s.Close(context.WithoutCancel(t.Context())); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, s.Close(context.WithoutCancel(t.Context())))
 	})
 	return s
 }
@@ -250,7 +246,6 @@ func (b *runningTurn) wait(t *testing.T) (operate.Done, error) {
 	return b.done, b.err
 }
 
-// waitEvent waits for an event.
 func waitEvent[T any](t *testing.T, b *runningTurn, name string) (data T) {
 	t.Helper()
 	pgtest.Eventually(t, waitLimit, func() bool {
@@ -282,9 +277,7 @@ func (w *testDatabase) waitStatus(t *testing.T, id string, want executions.Statu
 		x = w.execution(t, id)
 		return x.Status == want || x.Status.Ended()
 	}, "execution becomes "+string(want))
-	if x.Status != want {
-		t.Fatalf("the execution is %s, not %s", x.Status, want)
-	}
+	require.Equal(t, want, x.Status)
 	return x
 }
 

@@ -137,9 +137,7 @@ func TestInterruptStopsTools(t *testing.T) {
 			b := p.send(t, s, "Be slow.", false)
 			call := waitEvent[operate.ToolCall](t, b, "tool")
 			start := waitEvent[operate.Start](t, b, "start")
-			if call.Status != "started" {
-				t.Fatalf("the call is %+v", call)
-			}
+			require.Equal(t, "started", call.Status, call)
 			pgtest.Eventually(t, waitLimit, runs, "the skill runs")
 			began := time.Now()
 			b.leave(operate.ErrInterrupt)
@@ -422,9 +420,7 @@ func TestASessionHasOneAgent(t *testing.T) {
 		}
 	}
 	s := p.open(t, "")
-	if err := s.SetAgent(t.Context(), "nobody"); err == nil {
-		t.Error("an agent that there is none of acts")
-	}
+	assert.Error(t, s.SetAgent(t.Context(), "nobody"), "an agent that there is none of acts")
 	for _, c := range []struct{ session, agent, told string }{
 		{"first", "", "You sell."}, {"second", "billing", "You bill."}, {"second", "", "You bill."}, {"first", "billing", ""},
 	} {
@@ -439,9 +435,7 @@ func TestASessionHasOneAgent(t *testing.T) {
 			}
 			continue
 		}
-		if b.err != nil {
-			t.Fatal(b.err)
-		}
+		require.NoError(t, b.err)
 		requests := w.model.Requests()
 		if got := requests[len(requests)-1].Messages[0].Content; !strings.Contains(got, c.told) {
 			t.Errorf("session %s as %q was told %s", c.session, c.agent, got)

@@ -54,9 +54,7 @@ func TestActionFiltersAndTemplates(t *testing.T) {
 	h := signed(t, whsec, "msg_1", time.Now(), []byte(body))
 	h.Set("X-Via", "test")
 	got := w.post(t, "/webhooks/many", h, strings.NewReader(body))
-	if got.status != http.StatusAccepted {
-		t.Fatalf("answer %d %s", got.status, got.body)
-	}
+	require.Equal(t, http.StatusAccepted, got.status, got.body)
 	w.waitStatus(t, "msg_1", webhooks.Done)
 	pgtest.Equal(t, w.pool, `{"via": "test", "amount": 12.50}`, `select data::text from agent_events
 		where event = 'EVENT_COMPLETED' and key = 'invoice-in_7'`)

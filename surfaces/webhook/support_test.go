@@ -22,6 +22,7 @@ import (
 	standardwebhooks "github.com/standard-webhooks/standard-webhooks/libraries/go"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -161,9 +162,7 @@ func (w *testWebhooks) do(t *testing.T, r *http.Request) reply {
 	}
 	defer func() { _ = response.Body.Close() }()
 	raw, err := io.ReadAll(response.Body)
-	if err != nil {
-		t.Error(err)
-	}
+	assert.NoError(t, err)
 	got := reply{status: response.StatusCode, header: response.Header, body: string(raw)}
 	_ = json.Unmarshal(raw, &got.Receipt) // problems have none
 	return got
@@ -216,9 +215,7 @@ func (w *testWebhooks) waitStatus(t *testing.T, id, want string) (d webhooks.Del
 		d, err = webhooks.Get(t.Context(), w.pool, id)
 		return err == nil && d.Status == want || time.Now().After(deadline.Add(-time.Second))
 	}, "delivery "+id+" becomes "+want)
-	if d.Status != want {
-		t.Fatalf("delivery %s is %s, not %s: %s", id, d.Status, want, testkit.Deref(d.ErrorMessage))
-	}
+	require.Equal(t, want, d.Status, id, testkit.Deref(d.ErrorMessage))
 	return d
 }
 

@@ -66,7 +66,6 @@ func (w *world) run(args ...string) string {
 	return p.Out.String()
 }
 
-// serve starts a process that serves.
 func (w *world) serve() *proctest.Process {
 	w.t.Helper()
 	p := proctest.Start(w.t, patience, w.folder, w.environ, program, "serve")
@@ -141,7 +140,6 @@ func (w *world) until(what string, holds func() bool) {
 	}
 }
 
-// value reads one value.
 func value[T any](w *world, sql string, args ...any) T {
 	w.t.Helper()
 	var v T

@@ -72,9 +72,7 @@ func cleanRun(t *testing.T) []string {
 		return pass
 	})
 	a := s.agent(p.URL(victim), "heartbeat")
-	if code := a.Exit(); code != 0 {
-		t.Fatalf("exit code %d", code)
-	}
+	require.Equal(t, 0, a.Exit())
 	s.whole(s.heartbeat(), snapshot{})
 	if len(boundaries) < 40 {
 		t.Errorf("a heartbeat made %d requests; does the proxy still see them?", len(boundaries))

@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // TestDevLeavesNoServerBehind: kill -9 of `agent dev` ends its PostgreSQL within seconds, and the next
@@ -33,9 +34,7 @@ func TestDevLeavesNoServerBehind(t *testing.T) {
 	second.Says(greeting)
 	t.Logf("the second start, with its heartbeat, took %s", time.Since(began).Round(time.Millisecond))
 	list := launch(t, dir, environ, "executions", "ls", "--json")
-	if code := list.Exit(); code != 0 {
-		t.Fatalf("exit code %d", code)
-	}
+	require.Equal(t, 0, list.Exit())
 	var got struct {
 		Items []struct{ Flow, Status string }
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // evalsYAML has a skill. Its address is never called.
@@ -76,9 +77,7 @@ func TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice(t *testing.T) {
 		case <-time.After(2 * time.Minute):
 			t.Fatal("the run does not end")
 		}
-		if code := p.Exit(); code != 0 {
-			t.Fatalf("exit %d", code)
-		}
+		require.Equal(t, 0, p.Exit())
 	}
 	s.model.Handle(orderModel)
 	made := func() int { return len(s.model.Requests()) }

@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // receives is the first thing that a delivery does in the database.
@@ -83,9 +84,7 @@ func cleanHook(t *testing.T, fails bool) int {
 		s.fails()
 	}
 	a, c := s.killed(receives, -1, pass)
-	if status := s.deliver(a); status != http.StatusAccepted {
-		t.Fatalf("the delivery is answered %d", status)
-	}
+	require.Equal(t, http.StatusAccepted, s.deliver(a))
 	s.handled(a)
 	n := c.count()
 	s.delivered(snapshot{}, fails)

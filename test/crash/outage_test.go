@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // TestTheDatabaseRestarts while a heartbeat is under way: the process stays up, and goes on when the
@@ -26,9 +27,7 @@ func TestTheDatabaseRestarts(t *testing.T) {
 			held.free() // its result has to be recorded while there is no database
 			a.Says("database unavailable, trying again")
 			own.Start()
-			if own.URL() != s.url {
-				t.Fatalf("the server came back at %s, not at %s", own.URL(), s.url)
-			}
+			require.Equal(t, s.url, own.URL())
 			s.db.Reset()
 			s.ends(id, "completed")
 			if !a.Running() {

@@ -110,9 +110,7 @@ func pooledScene(t *testing.T) (_ *scene, through string) {
 	pooler, err := pgbouncer.Start(t.Context(), pgbouncer.Config{Server: url, PoolSize: 3})
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := pooler.Stop(context.WithoutCancel(t.Context())); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, pooler.Stop(context.WithoutCancel(t.Context())))
 	})
 	if through, err = pooler.URL(url); err != nil {
 		t.Fatal(err)

@@ -123,7 +123,6 @@ func (s *scene) say(a *agent, m message) testkit.Answer {
 	return testkit.Chat(s.asking(a, m), nil)
 }
 
-// asking is the request with a message.
 func (s *scene) asking(a *agent, m message) *http.Request {
 	s.t.Helper()
 	body := modeltest.Arguments(map[string]any{

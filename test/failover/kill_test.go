@@ -106,9 +106,7 @@ func TestMigrateIsKilledAtEveryRequest(t *testing.T) {
 	if kills < 10 {
 		t.Errorf("%d processes were killed: the test does not show what it is for", kills)
 	}
-	if err := migrations.Check(t.Context(), db); err != nil {
-		t.Errorf("in the end: %v", err)
-	}
+	assert.NoError(t, migrations.Check(t.Context(), db), "in the end")
 	if got, want := shape(t, db), shape(t, pgtest.DB(t)); got != want {
 		t.Errorf("the schema differs from that of a database that was migrated in peace: %s, not %s", got, want)
 	}

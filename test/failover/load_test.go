@@ -51,7 +51,6 @@ func (w *world) newLoad() *load {
 	return l
 }
 
-// begin starts the load.
 func (w *world) begin() *load {
 	l := w.newLoad()
 	l.group.Go(l.people)

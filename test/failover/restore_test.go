@@ -23,9 +23,7 @@ func documented(t *testing.T, word, dir string, environ ...string) {
 	text, err := os.ReadFile("../../docs/retention.md")
 	require.NoError(t, err)
 	found := regexp.MustCompile(`(?m)^    +(`+word+`\b.*)$`).FindAllStringSubmatch(string(text), -1)
-	if len(found) != 1 {
-		t.Fatalf("docs/retention.md has %d commands that begin with %s", len(found), word)
-	}
+	require.Equal(t, 1, len(found), word)
 	run(t, found[0][1], dir, environ...)
 }
 

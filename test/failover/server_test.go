@@ -20,6 +20,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
@@ -82,9 +83,7 @@ func place(t testing.TB) *server {
 	dir, err := os.MkdirTemp("", "failover-") //nolint:usetesting // the test's own folder is closed to the server's user
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := os.RemoveAll(dir); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, os.RemoveAll(dir))
 	})
 	s := &server{t: t, bin: found.Dir, dir: filepath.Join(dir, "data"), port: freePort(t)}
 	if who := s.attributes().Credential; who != nil {

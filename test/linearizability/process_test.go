@@ -18,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/child"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -184,9 +185,7 @@ func (a *process) stop(t testing.TB) {
 	_ = a.stdin.Close() // that is the request
 	select {
 	case <-a.ended:
-		if a.err != nil {
-			t.Errorf("process %s: %v", a.part.Name, a.err)
-		}
+		assert.NoError(t, a.err, "process", a.part.Name)
 	case <-time.After(patience):
 		a.kill()
 		t.Errorf("process %s did not end within %s", a.part.Name, patience)

@@ -80,9 +80,7 @@ func (w *world) heartbeatFinishes(t *testing.T) {
 	t.Helper()
 	x, err := w.engine.RunSync(t.Context(), heartbeat.Spec("nora"))
 	require.NoError(t, err)
-	if x.Status != executions.Completed {
-		t.Fatalf("the heartbeat is %s: %v", x.Status, x.ErrorMessage)
-	}
+	require.Equal(t, executions.Completed, x.Status, x.ErrorMessage)
 	if got := pgtest.Value[string](t, w.pool,
 		`select status from agent_objectives where name = 'tidy'`); got != "completed" {
 		t.Errorf("the objective is %s; failed calls: %s", got, w.failures(t))
@@ -104,9 +102,7 @@ func (w *world) sessionFinishes(t *testing.T) {
 		if err != nil {
 			t.Fatalf("turn %d: %v; failed calls: %s", n, err, w.failures(t))
 		}
-		if done.Ended != string(reason.Answered) {
-			t.Fatalf("turn %d ended with %s; failed calls: %s", n, done.Ended, w.failures(t))
-		}
+		require.Equal(t, string(reason.Answered), done.Ended, n, w.failures(t))
 	}
 	require.NoError(t, s.Close(context.WithoutCancel(t.Context())))
 	assert.Equal(t, turns, w.looked.Load()-before)

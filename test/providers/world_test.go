@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -130,9 +131,7 @@ func (w *world) run(t *testing.T, parts ...func(context.Context) error) {
 	}
 	t.Cleanup(func() {
 		stop()
-		if err := group.Wait(); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, group.Wait())
 	})
 }
 

@@ -51,9 +51,7 @@ func engine(t *testing.T, pool *pgxpool.Pool, flows map[string]executions.Func, 
 	group.Go(func() error { return e.Run(ctx) })
 	t.Cleanup(func() {
 		cancel()
-		if err := group.Wait(); err != nil {
-			t.Errorf("engine: %v", err)
-		}
+		assert.NoError(t, group.Wait(), "engine")
 	})
 	return e
 }
@@ -169,9 +167,7 @@ func TestWhatWasAcknowledgedIsThere(t *testing.T) {
 				"executions with an effect that is not there, or twice": `
 					select count(*) from unnest($1::text[]) a where (select count(*) from effects where by = a) <> 1`,
 			} {
-				if n := pgtest.Value[int](t, db, sql, started); n != 0 {
-					t.Errorf("%d of %d %s", n, len(started), what)
-				}
+				assert.Equal(t, 0, pgtest.Value[int](t, db, sql, started), len(started), what)
 			}
 			lost := pgtest.Value[int](t, db, `select count(*) from unnest($1::text[]) a
 				where not exists (select from agent_events where key = a)`, events)

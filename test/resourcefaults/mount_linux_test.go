@@ -5,6 +5,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -15,9 +16,7 @@ func mount(t *testing.T, size string) (dir string, ok bool) {
 	dir, err := os.MkdirTemp("", "faults-disk-") //nolint:usetesting // the test's own folder is closed to the server's user
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := os.Remove(dir); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, os.Remove(dir))
 	})
 	require.NoError(t, os.Chmod(dir, 0o755))
 	if err := syscall.Mount("faults", dir, "tmpfs", syscall.MS_NOSUID|syscall.MS_NODEV,
@@ -26,9 +25,7 @@ func mount(t *testing.T, size string) (dir string, ok bool) {
 		return "", false
 	}
 	t.Cleanup(func() {
-		if err := syscall.Unmount(dir, syscall.MNT_DETACH); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, syscall.Unmount(dir, syscall.MNT_DETACH))
 	})
 	return dir, true
 }

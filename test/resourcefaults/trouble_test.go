@@ -15,6 +15,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -79,9 +80,7 @@ func ownServer(t *testing.T) *pgserver.Server {
 	own, err := pgserver.Start(t.Context(), pgserver.Config{Ephemeral: true})
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		if err := own.Stop(context.WithoutCancel(t.Context())); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, own.Stop(context.WithoutCancel(t.Context())))
 	})
 	return own
 }
@@ -183,9 +182,7 @@ actions:
 func apply(t *testing.T, url string) {
 	t.Helper()
 	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(declared)}})
-	if err != nil {
-		t.Fatal(fmt.Errorf("the workspace of the test: %w", err))
-	}
+	require.NoError(t, err, fmt.Errorf("the workspace of the test: %w", err))
 	_, err = workspace.Apply(t.Context(), admin(t, url), files, workspace.Options{})
 	require.NoError(t, err)
 }

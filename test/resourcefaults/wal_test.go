@@ -64,9 +64,7 @@ func TestTheWriteAheadLogIsFull(t *testing.T) {
 		}
 		return yes.send(a) == nil
 	})
-	if own.URL() != url {
-		t.Fatalf("the server came back at %s", own.URL())
-	}
+	require.Equal(t, url, own.URL())
 	yes.kept(t, url)
 }
 

@@ -41,7 +41,6 @@ type load struct {
 	done map[string]int      // how often what was done
 }
 
-// begin starts the load.
 func (w *world) begin() *load {
 	ctx, stop := context.WithCancel(w.t.Context())
 	l := &load{

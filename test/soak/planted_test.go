@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -258,9 +259,7 @@ func inHistory(t *testing.T, db postgres.Beginner, f func(tx pgx.Tx)) {
 	tx, err := db.Begin(t.Context())
 	require.NoError(t, err)
 	defer func() {
-		if err := tx.Rollback(t.Context()); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, tx.Rollback(t.Context()))
 	}()
 	for _, sql := range []string{`set local session_replication_role = replica`, innocent} {
 		pgtest.Exec(t, tx, sql)

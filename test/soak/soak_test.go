@@ -14,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 const soakYAML = `
@@ -91,9 +92,7 @@ func lasts(t testing.TB) time.Duration {
 		return 20 * time.Second
 	}
 	d, err := time.ParseDuration(given)
-	if err != nil {
-		t.Fatalf("AGENT_SOAK: %v", err)
-	}
+	require.NoError(t, err, "AGENT_SOAK")
 	return d
 }
 
