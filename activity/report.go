@@ -175,7 +175,6 @@ func readPage[T any](
 	return list[:size], offsetCursor(offset + size), nil
 }
 
-// offsetCursor encodes an offset.
 func offsetCursor(n int) string { return ToCursor(fmt.Sprintf("%032x", n)) }
 
 // offsetOf decodes a cursor; 0 for the first page.

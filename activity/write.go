@@ -104,9 +104,7 @@ func CloseIn(ctx context.Context, b *pgx.Batch, id string, e Entry, o Outcome) {
 // NoteIn queues Note's statement on a batch; into (may be nil) gets the id when the batch is sent.
 func NoteIn(ctx context.Context, b *pgx.Batch, e Entry, o Outcome, into *string) {
 	e.Kind = cmp.Or(e.Kind, KindNote)
-	if o.Model == "" {
-		o.Model = e.Model
-	}
+	o.Model = cmp.Or(o.Model, e.Model)
 	args := e.arguments(ctx)
 	o.arguments(args)
 	q := b.Queue(`

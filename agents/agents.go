@@ -14,6 +14,7 @@
 package agents
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -187,9 +188,7 @@ func (v *values) add(name, value string, declared bool, setting string) {
 	case setting != "" && value != "":
 		from = setting
 	}
-	if value == "" {
-		value = "none"
-	}
+	value = cmp.Or(value, "none")
 	v.list = append(v.list, Value{Name: name, Value: value, From: from})
 }
 

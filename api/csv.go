@@ -47,7 +47,6 @@ func (s *server) writeCSV(w http.ResponseWriter, r *http.Request, rt route, in r
 	}
 }
 
-// csvTable returns the table.
 func (s *server) csvTable(rt route, in request) ([]byte, error) {
 	var b bytes.Buffer
 	out := csv.NewWriter(&b)
@@ -104,7 +103,6 @@ func csvColumns(row reflect.Type) []string {
 	return names
 }
 
-// csvCells returns the cells of a row.
 func csvCells(row any, columns []string) ([]string, error) {
 	text, err := encode(row)
 	if err != nil {

@@ -42,7 +42,6 @@ func (b newEvalRun) check() error {
 	return nil
 }
 
-// newEvalLabel is the request for a label.
 type newEvalLabel evals.NewLabel
 
 func (b newEvalLabel) check() error {

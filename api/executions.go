@@ -105,7 +105,6 @@ func (s *server) cancelExecution(r request) (response, error) {
 	return s.cancel(r.Context(), x, r.body.(reasonRequest).Reason)
 }
 
-// cancel cancels an execution.
 func (s *server) cancel(ctx context.Context, x executions.Execution, reason string) (response, error) {
 	status, err := s.engine.Cancel(ctx, x.ID, by(ctx), reason)
 	if err != nil {
@@ -313,7 +312,6 @@ func (s *server) openForFlow(ctx context.Context, b startRequest, agent string) 
 	return err
 }
 
-// parent reads the parent execution.
 func (s *server) parent(ctx context.Context, id string) (executions.Execution, error) {
 	parent, err := executions.Get(ctx, s.pool, id)
 	switch {

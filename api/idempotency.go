@@ -409,7 +409,6 @@ func (w *responseRecorder) Unwrap() http.ResponseWriter { return w.ResponseWrite
 
 func (w *responseRecorder) code() int { return cmp.Or(w.status, http.StatusOK) }
 
-// storedBody returns the body to store.
 func (w *responseRecorder) storedBody() []byte {
 	if w.passthrough || w.body.Len() == 0 {
 		return []byte{}

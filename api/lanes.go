@@ -23,7 +23,6 @@ import (
 // runPrefix begins the virtual lanes of running executions.
 const runPrefix = "execution:"
 
-// laneBreak is the result of a break.
 type laneBreak struct {
 	Lane       string `json:"lane"`
 	Broken     bool   `json:"broken"`

@@ -86,7 +86,6 @@ func (s *server) memoryRoutes() []route {
 // agentParam selects the owner of a memory.
 var agentParam = textParam("agent", "The owner of the memory; default the shared memory")
 
-// owner returns the memory that a request names.
 func (s *server) owner(r request) (memory.Owner, error) {
 	owner, err := s.agents.MemoryOf(r.Context(), s.pool, r.query["agent"])
 	if errors.Is(err, agents.ErrNotFound) || errors.Is(err, agents.ErrNoMemory) {

@@ -296,7 +296,6 @@ type schemas struct {
 
 var rawType = reflect.TypeFor[json.RawMessage]()
 
-// schema returns the schema of a type.
 func (s *schemas) schema(t reflect.Type) object {
 	switch t {
 	case timeType:

@@ -1,6 +1,7 @@
 package api
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"net/http"
@@ -143,9 +144,7 @@ func (s *server) getPrincipal(r request, id string) (response, error) {
 
 func (s *server) createPrincipal(r request) (response, error) {
 	b := r.body.(newPrincipal)
-	if b.Kind == "" {
-		b.Kind = principals.User
-	}
+	b.Kind = cmp.Or(b.Kind, principals.User)
 	p, err := principals.Create(r.Context(), s.pool,
 		principals.New{Name: b.Name, Kind: b.Kind, Role: b.Role, Reason: b.Reason})
 	return response{body: p, status: http.StatusCreated}, principalError(err)

@@ -179,7 +179,6 @@ func (l accessRequest) check() error {
 	return nil
 }
 
-// pathThread returns the thread in the path.
 func pathThread(r request) (string, error) {
 	id := r.PathValue("id")
 	if err := threads.CheckID(id); err != nil {

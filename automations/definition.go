@@ -1,6 +1,7 @@
 package automations
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -78,12 +79,8 @@ func resolve(d Definition) (resolved, error) {
 			r.Trigger = Signal
 		}
 	}
-	if r.Timezone == "" {
-		r.Timezone = "UTC"
-	}
-	if r.MaxAttempts == 0 {
-		r.MaxAttempts = defaultAttempts
-	}
+	r.Timezone = cmp.Or(r.Timezone, "UTC")
+	r.MaxAttempts = cmp.Or(r.MaxAttempts, defaultAttempts)
 	problems := r.checkTexts()
 	problems = append(problems, r.checkTrigger()...)
 	problems = append(problems, r.checkAction()...)

@@ -230,7 +230,6 @@ func measureCPU(ctx context.Context, pool *pgxpool.Pool, fn func() error) (cpuTi
 
 func (t cpuTime) minus(u cpuTime) cpuTime { return cpuTime{t.server - u.server, t.own - u.own} }
 
-// per formats the time for each of n.
 func (t cpuTime) per(n int) string {
 	return fmt.Sprintf("%d µs server, %d µs own", (t.server / time.Duration(n)).Microseconds(),
 		(t.own / time.Duration(n)).Microseconds())

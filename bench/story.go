@@ -173,7 +173,6 @@ func (b *storyBench) query(sql string) func(ctx context.Context) error {
 	}
 }
 
-// drain reads all rows.
 func drain(rows pgx.Rows, err error) error {
 	if err != nil {
 		return err

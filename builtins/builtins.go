@@ -165,9 +165,7 @@ func definitions() []skills.Definition {
 	for i := range all {
 		all[i].Handler, all[i].Scope = "builtin:"+all[i].Name, skills.ScopeInternal
 		all[i].Idempotent, all[i].Timeout = true, "10s"
-		if all[i].Trust == "" {
-			all[i].Trust = skills.TrustAuto
-		}
+		all[i].Trust = cmp.Or(all[i].Trust, skills.TrustAuto)
 	}
 	slices.SortFunc(all, func(a, b skills.Definition) int { return strings.Compare(a.Name, b.Name) })
 	return all
@@ -329,7 +327,6 @@ func text(about string) map[string]any {
 	return map[string]any{"type": "string", "maxLength": 500, "description": about}
 }
 
-// requiredObject is an object with required properties.
 func requiredObject(properties map[string]any, required ...any) map[string]any {
 	o := object(properties)
 	o["required"] = required

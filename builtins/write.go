@@ -33,7 +33,6 @@ func invalidIf(err error, mistakes ...error) error {
 	return err
 }
 
-// invalid returns a classInvalid error.
 func invalid(text string) error { return &skills.CallError{Class: classInvalid, Message: text} }
 
 const defaultCategory = "general"
@@ -97,9 +96,7 @@ type memoryForgetArgs struct {
 }
 
 func memoryForget(ctx context.Context, db postgres.Beginner, who memoryUser, args memoryForgetArgs) (any, error) {
-	if args.Category == "" {
-		args.Category = defaultCategory
-	}
+	args.Category = cmp.Or(args.Category, defaultCategory)
 	forgotten, err := who.owner.Forget(ctx, db, args.Category, args.Key, noteRevision(args.Revision))
 	if conflict, ok := errors.AsType[*memory.ConflictError](err); ok {
 		return conflictAnswer(conflict), nil

@@ -135,7 +135,6 @@ func ReadForm(r *http.Request, most int64, raw bool) (Form, error) {
 	return f, fmt.Errorf("%w: send multipart/form-data with a part named file, of at most %d bytes", ErrForm, most)
 }
 
-// parts reads the parts of a form.
 func (f *Form) parts(form *multipart.Reader) error {
 	for found := false; ; {
 		part, err := form.NextPart()

@@ -117,7 +117,6 @@ func nilIfZero[T comparable](values []T) []T {
 	return nil
 }
 
-// readLeftOut reads the writes that a batch left out.
 func readLeftOut[Out any](rows pgx.Rows, n int) ([]batch.Answer[Out], error) {
 	answers := make([]batch.Answer[Out], n)
 	var n1 int

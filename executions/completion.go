@@ -414,7 +414,6 @@ func (e *Engine) logReleased(ctx context.Context, id string, n int, attrs ...any
 	e.log.InfoContext(ctx, "locks released", append(slices.Clip(attrs), "count", n)...)
 }
 
-// logReleasedLanes logs each released lane.
 func (e *Engine) logReleasedLanes(ctx context.Context, id string, released []releasedLane, attrs ...any) {
 	for _, f := range released {
 		line := append(slices.Clip(attrs), "lane", f.Lane, "owner", id, "fencing_token", f.Token)

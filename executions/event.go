@@ -85,7 +85,6 @@ func (e *Engine) reserveSlots(n int) *slots {
 	return p
 }
 
-// start runs a claimed execution.
 func (p *slots) start(x claimedExecution, worker string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

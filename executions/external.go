@@ -180,7 +180,6 @@ func describeWait(x Execution) string {
 	return fmt.Sprintf("%s %s until %s", *x.WaitingFor, *x.WaitingKey, x.WaitingUntil.UTC().Format(time.RFC3339))
 }
 
-// describeEnd describes the end of an execution.
 func describeEnd(x Execution) string {
 	for _, why := range []*string{x.ErrorMessage, x.CancelReason} {
 		if why != nil && *why != "" {

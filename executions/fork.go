@@ -141,7 +141,6 @@ func (e *Engine) fork(ctx context.Context, tx pgx.Tx, s ForkSpec) (Execution, er
 	return got, e.insertWakeups(ctx, tx, []wakeup{{got.ID, 0, got.Queue, got.Priority}})
 }
 
-// forkSteps reads the checkpoints of a fork.
 func forkSteps(ctx context.Context, tx pgx.Tx, s ForkSpec) ([]Checkpoint, error) {
 	rows, err := tx.Query(ctx, forkStepsSQL, postgres.Strict{"id": s.ID, "from": null(s.From)})
 	if err != nil {
@@ -306,7 +305,6 @@ func findFailedStep(message, within string, checkpoints []Checkpoint) (step stri
 	return step
 }
 
-// isTimedOutWait reports the checkpoint of a wait that timed out.
 func isTimedOutWait(c Checkpoint) bool {
 	var out struct {
 		Event    string `json:"event"`

@@ -304,7 +304,6 @@ func (r *run) abandon(ctx context.Context, s stepSpec, effect *Effect, cause err
 	return stopped
 }
 
-// queueCheckpoint queues the checkpoint of a step.
 func (r *run) queueCheckpoint(b *pgx.Batch, s stepSpec, output json.RawMessage, failed bool) {
 	(&checkpointWrite{
 		id: r.exec.ID, step: s.key, fingerprint: s.fingerprint, claim: r.exec.Claim, failed: failed,
@@ -349,9 +348,7 @@ func (e *Effect) outcome(value any) activity.Outcome {
 	if out.Output == nil {
 		out.Output = value
 	}
-	if out.Status == "" {
-		out.Status = activity.Success
-	}
+	out.Status = cmp.Or(out.Status, activity.Success)
 	return out
 }
 

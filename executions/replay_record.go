@@ -1,6 +1,7 @@
 package executions
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -81,7 +82,6 @@ func (p *replayRecord) isNested(step string) bool {
 	return false
 }
 
-// splitKey splits a key into scope and name.
 func splitKey(key string) (scope, name string) {
 	i := strings.LastIndexByte(key, '/') + 1
 	return key[:i], key[i:]
@@ -237,9 +237,7 @@ func (p *replayRecord) beyondRecord(r *run, key string) error {
 		return p.stopDiverged(r, key, DivergedUnrecorded, "the record has no such step; the code is different")
 	}
 	p.mu.Lock()
-	if p.endedAt == "" {
-		p.endedAt = key
-	}
+	p.endedAt = cmp.Or(p.endedAt, key)
 	p.mu.Unlock()
 	r.stop(ErrParked)
 	return ErrParked

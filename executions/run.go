@@ -52,7 +52,6 @@ type run struct {
 
 type runKey struct{}
 
-// runFrom returns the run of a context.
 func runFrom(ctx context.Context) (*run, error) {
 	r, ok := ctx.Value(runKey{}).(*run)
 	if !ok {
@@ -82,7 +81,6 @@ func Current(ctx context.Context) (Execution, bool) {
 	return r.exec, true
 }
 
-// laneOwner is the owner of the lanes of this claim.
 func (r *run) laneOwner() lanes.Owner { return lanes.ClaimOwner(r.exec.ID, r.exec.Claim) }
 
 // stop ends the run's context and refuses further steps.

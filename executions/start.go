@@ -434,7 +434,6 @@ func (o *insertParams) options() startOptions {
 	}
 }
 
-// zeroIfDefault returns the zero value for the default.
 func zeroIfDefault[T comparable](value, defaultValue T) T {
 	if value == defaultValue {
 		var zero T

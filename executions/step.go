@@ -174,9 +174,7 @@ type Effect struct {
 func Do[T any](
 	ctx context.Context, name string, c Call, fn func(ctx context.Context, effect *Effect) (T, error),
 ) (T, error) {
-	if c.Kind == "" {
-		c.Kind = activity.KindCall
-	}
+	c.Kind = cmp.Or(c.Kind, activity.KindCall)
 	return runStep(ctx, stepSpec{
 		name: name, repeatable: c.Idempotent, entry: &c.Entry, input: c.Input,
 		onIntent: c.OnIntent,

@@ -1,6 +1,7 @@
 package executions
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -127,9 +128,7 @@ func Wait(ctx context.Context, name string, w WaitFor) (Outcome, error) {
 	}
 	s := stepSpec{name: name}
 	defaultTimeout, maxTimeout := Limits(w.kind)
-	if w.timeout == 0 {
-		w.timeout = defaultTimeout
-	}
+	w.timeout = cmp.Or(w.timeout, defaultTimeout)
 	if w.timeout <= 0 || w.timeout > maxTimeout {
 		return Outcome{}, fmt.Errorf("wait %s: the timeout for %s must be more than 0 and at most %s, got %s", name, w.kind,
 			maxTimeout, w.timeout)

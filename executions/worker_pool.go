@@ -55,7 +55,6 @@ func newWorkerPool(e *Engine, queue string) *workerPool {
 	}
 }
 
-// poll wakes the pool.
 func (c *workerPool) poll() { signal(c.wake) }
 
 // notifyPeers requests a notification of other processes.

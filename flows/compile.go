@@ -237,7 +237,6 @@ func (c *compiler) expression(given any, path string) *expression {
 	return e
 }
 
-// parameters reads an action's parameters.
 func (c *compiler) parameters(a *action, given map[string]any, path string, depth int) {
 	for _, name := range slices.Sorted(maps.Keys(given)) {
 		p, known := a.parameter(name)
@@ -339,7 +338,6 @@ func (c *compiler) choice(given any, s paramKind, path string) string {
 	return word
 }
 
-// parameter reads one given parameter.
 func (c *compiler) parameter(a *action, p Parameter, given any, path string, depth int) {
 	switch p.sort {
 	case exprKind:

@@ -250,7 +250,6 @@ func wrapped(place string, err error) error {
 	return fmt.Errorf("%s: %w", place, err)
 }
 
-// blame names the action in its error.
 func (a *action) blame(err error) error {
 	name := a.key
 	if a.Type != "" && a.key[0:min(len(a.key), len(a.Type))] != a.Type {

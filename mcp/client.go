@@ -173,7 +173,6 @@ func (c *Client) connection(ctx context.Context, server string) (*connection, er
 	return conn, nil
 }
 
-// slot returns the slot of a server.
 func (c *Client) slot(server string) (*slot, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -377,7 +377,6 @@ func collect(ctx context.Context, db postgres.DB, id string) (bool, error) {
 	return postgres.Changed(tag, err, "collect answer")
 }
 
-// answer converts an execution to a tool result.
 func answer(x executions.Execution) *sdk.CallToolResult {
 	var r *sdk.CallToolResult
 	switch {
@@ -436,9 +435,7 @@ func readResult(t skills.RemoteTool, result *sdk.CallToolResult, hide func(strin
 	texts, others := split(result.Content)
 	text := hide(strings.Join(texts, "\n"))
 	if result.IsError {
-		if text == "" {
-			text = "the tool says that it failed, and nothing else"
-		}
+		text = cmp.Or(text, "the tool says that it failed, and nothing else")
 		return nil, &skills.CallError{
 			Class:   skills.ClassHandler,
 			Message: fmt.Sprintf("%s/%s: %s", t.Server, t.Tool, cleanText(text, 900)),

@@ -154,7 +154,6 @@ func mountable(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (string, error)
 	return "", nil
 }
 
-// accepted returns the skill of a tool's accepted definition.
 func (t Tool) accepted(r Remote) (skills.Definition, error) {
 	var d definition
 	if err := json.Unmarshal(t.Definition, &d); err != nil {
@@ -462,9 +461,7 @@ func (r Remote) includes(tool string) bool {
 // skill returns the skill declaration of a tool.
 func (r Remote) skill(tool, name, pin string, d definition) skills.Definition {
 	about := d.Description
-	if about == "" {
-		about = "No description."
-	}
+	about = cmp.Or(about, "No description.")
 	return skills.Definition{
 		Name: name, Description: fmt.Sprintf("[tool of the MCP server %s] %s", r.Name, about), Parameters: d.parameters(),
 		Handler: "mcp:" + r.Name + "/" + tool, Config: map[string]any{"pin": pin}, Scope: r.Scope,
@@ -595,7 +592,6 @@ func cleanSchema(value any) any {
 	return value
 }
 
-// cleanKeyword cleans the value of one keyword.
 func cleanKeyword(key string, value any) any {
 	switch key {
 	case "description", "title", "$comment":

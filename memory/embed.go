@@ -176,7 +176,6 @@ func (x *Index) embed(ctx context.Context, db postgres.DB, list []claimedEntry) 
 	return done, nil
 }
 
-// requestVectors makes one request.
 func (x *Index) requestVectors(ctx context.Context, list []claimedEntry, most int) ([][]float32, error) {
 	texts := make([]string, len(list))
 	for i, c := range list {

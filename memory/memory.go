@@ -218,9 +218,7 @@ func conflict(
 }
 
 func (n *Note) check() (json.RawMessage, error) {
-	if n.Category == "" {
-		n.Category = defaultCategory
-	}
+	n.Category = cmp.Or(n.Category, defaultCategory)
 	var problems []error
 	for field, text := range map[string]string{"category": n.Category, "key": n.Key} {
 		if strings.TrimSpace(text) == "" || len(text) > maxName || strings.ContainsRune(text, 0) || !utf8.ValidString(text) {

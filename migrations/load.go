@@ -48,7 +48,6 @@ type text struct {
 // embedded is the text of this binary.
 var embedded = sync.OnceValues(func() (text, error) { return load(files) })
 
-// load reads the text of a version.
 func load(version fs.FS) (text, error) {
 	var t text
 	err := each(version, "schema/*.sql", func(name, sql string) error {

@@ -210,9 +210,7 @@ func (p Price) at(prompt int) Price {
 		p.Prompt, p.Cached = p.Long.Prompt, p.Long.Cached
 		p.CacheWrite, p.Completion = p.Long.CacheWrite, p.Long.Completion
 	}
-	if p.CacheWrite == 0 {
-		p.CacheWrite = p.Prompt
-	}
+	p.CacheWrite = cmp.Or(p.CacheWrite, p.Prompt)
 	return p
 }
 

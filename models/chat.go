@@ -189,9 +189,7 @@ func (c *calls) add(f fragment) {
 	} else if call.name == "" {
 		call.name = f.Function.Name
 	}
-	if call.id == "" {
-		call.id = f.ID
-	}
+	call.id = cmp.Or(call.id, f.ID)
 	call.arguments.WriteString(string(f.Function.Arguments))
 	for name, piece := range f.opaque {
 		call.opaque.add(name, piece)
@@ -370,7 +368,6 @@ func withoutImages(messages []Message) []Message {
 
 func isImage(p Part) bool { return p.Image != nil }
 
-// hasImages reports whether the request has images.
 func (r Request) hasImages() bool {
 	return slices.ContainsFunc(r.Messages, func(m Message) bool { return slices.ContainsFunc(m.Parts, isImage) })
 }

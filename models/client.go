@@ -135,9 +135,7 @@ func (c *Client) PricedModel(model string) bool {
 }
 
 func withDefaults(config Config) Config {
-	if config.BaseURL == "" {
-		config.BaseURL = DefaultBaseURL
-	}
+	config.BaseURL = cmp.Or(config.BaseURL, DefaultBaseURL)
 	config.BaseURL = strings.TrimRight(config.BaseURL, "/")
 	if config.HTTPClient == nil {
 		config.HTTPClient = &http.Client{}
@@ -148,12 +146,8 @@ func withDefaults(config Config) Config {
 	if config.Logger == nil {
 		config.Logger = slog.Default()
 	}
-	if config.IdleTimeout == 0 {
-		config.IdleTimeout = 5 * time.Minute
-	}
-	if config.API == "" {
-		config.API = APIAuto
-	}
+	config.IdleTimeout = cmp.Or(config.IdleTimeout, 5*time.Minute)
+	config.API = cmp.Or(config.API, APIAuto)
 	config.Retry = config.Retry.withDefaults()
 	return config
 }
@@ -217,7 +211,6 @@ func (r Retry) wait(attempt int, failure *Error) (time.Duration, bool) {
 
 func jitter(d time.Duration) time.Duration { return rand.N(d + 1) }
 
-// outlives reports whether ctx outlives a wait.
 func outlives(ctx context.Context, wait time.Duration) bool {
 	deadline, bounded := ctx.Deadline()
 	return !bounded || time.Until(deadline) > wait

@@ -81,9 +81,7 @@ func (c *Client) Complete(ctx context.Context, req Request) (Response, error) {
 
 // complete applies the client's defaults and repairs the messages.
 func (c *Client) complete(req Request) Request {
-	if req.Model == "" {
-		req.Model = c.config.Model
-	}
+	req.Model = cmp.Or(req.Model, c.config.Model)
 	req.Effort = cmp.Or(req.Effort, c.config.ReasoningEffort)
 	req.Messages = repairHistory(req.Messages)
 	return req
@@ -121,9 +119,7 @@ func (r *run) failed() Response {
 
 // orEstimate fills in missing counts, for an answer of a given length.
 func (u Usage) orEstimate(req Request, completion int) Usage {
-	if u.TotalTokens == 0 {
-		u.TotalTokens = u.PromptTokens + u.CompletionTokens
-	}
+	u.TotalTokens = cmp.Or(u.TotalTokens, u.PromptTokens+u.CompletionTokens)
 	if u.TotalTokens == 0 {
 		u.PromptTokens, u.CompletionTokens, u.Estimated = mostTokensOf(req), completion, true
 		u.TotalTokens = u.PromptTokens + u.CompletionTokens
@@ -201,7 +197,6 @@ func (o *object) merge(extra map[string]json.RawMessage) {
 	}
 }
 
-// end returns the object.
 func (o *object) end() (string, error) {
 	var out bytes.Buffer
 	out.WriteByte('{')
@@ -370,9 +365,7 @@ type Quote struct {
 // other byte, and eight for each message and tool. Tokenizers rarely exceed that; ordinary prompts use about half. A
 // model without a price costs nothing. The same rule estimates missing usage.
 func (c *Client) Quote(req Request) Quote {
-	if req.Model == "" {
-		req.Model = c.config.Model
-	}
+	req.Model = cmp.Or(req.Model, c.config.Model)
 	q := Quote{PromptTokens: mostTokensOf(req), AnswerTokens: req.MaxTokens}
 	if q.AnswerTokens <= 0 {
 		q.AnswerTokens = DefaultMaxTokens
@@ -468,7 +461,6 @@ func size(req Request) (all extent, parts int) {
 	return all, len(req.Messages) + len(req.Tools)
 }
 
-// measure returns a message's extent.
 func measure(m Message) (e extent) {
 	for _, text := range []string{m.Content, m.Refusal, m.Reasoning, m.Name, m.ToolCallID} {
 		e.add(text)

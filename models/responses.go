@@ -89,9 +89,7 @@ func responseItems(m Message, origin string, d dialect) ([]string, error) {
 		items = append(items, responseItem{Type: "function_call_output", CallID: m.ToolCallID, Output: m.Text()})
 	case RoleAssistant:
 		text := m.Text()
-		if text == "" {
-			text = m.Refusal
-		}
+		text = cmp.Or(text, m.Refusal)
 		if text != "" {
 			items = append(items, responseItem{Type: "message", Role: m.Role, Content: []responsePart{
 				{Type: "output_text", Text: text},
@@ -127,9 +125,7 @@ func inputParts(m Message) (parts []responsePart) {
 			continue
 		}
 		detail := p.Image.Detail
-		if detail == "" {
-			detail = "auto"
-		}
+		detail = cmp.Or(detail, "auto")
 		parts = append(parts, responsePart{Type: "input_image", URL: p.Image.URL, Detail: detail})
 	}
 	return parts
@@ -228,9 +224,7 @@ func (r *response) addDocument(raw []byte) (string, error) {
 	if whole.Status == "" && whole.Output == nil {
 		return "", streamError(raw)
 	}
-	if whole.Status == "" {
-		whole.Status = "completed"
-	}
+	whole.Status = cmp.Or(whole.Status, "completed")
 	if err := r.end(whole); err != nil {
 		return "", err
 	}

@@ -1,6 +1,7 @@
 package monitor
 
 import (
+	"cmp"
 	"context"
 	_ "embed"
 	"net/url"
@@ -231,7 +232,6 @@ func (f Failures) Groups(concerns func(string) bool) []Group {
 	return list
 }
 
-// add adds a failure.
 func (g *Group) add(one failure, root string, failing bool) {
 	if one.Kind == "flow" {
 		g.Runs++
@@ -244,9 +244,7 @@ func (g *Group) add(one failure, root string, failing bool) {
 	if !one.At.Before(g.Last) {
 		g.Last, g.TraceID, g.Message = one.At, one.TraceID, root
 	}
-	if g.Class == "" {
-		g.Class = one.Class
-	}
+	g.Class = cmp.Or(g.Class, one.Class)
 	g.Failing = g.Failing || failing
 	subject := Subject{one.Kind, one.Name, SubjectURL(one.Kind, one.Name)}
 	if !slices.Contains(g.Subjects, subject) {

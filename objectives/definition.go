@@ -1,6 +1,7 @@
 package objectives
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -133,9 +134,7 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 	if err != nil {
 		return "", false, err
 	}
-	if d.Priority == 0 {
-		d.Priority = defaultPriority
-	}
+	d.Priority = cmp.Or(d.Priority, defaultPriority)
 	args := pgx.StrictNamedArgs{
 		"name": d.Name, "goal": strings.TrimSpace(d.Goal), "criteria": strings.TrimSpace(d.SuccessCriteria),
 		"priority": d.Priority,

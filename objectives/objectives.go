@@ -24,6 +24,7 @@
 package objectives
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -273,9 +274,7 @@ func insertProposal(ctx context.Context, tx pgx.Tx, d Definition, by, traceID st
 	if err != nil {
 		return "", err
 	}
-	if d.Priority == 0 {
-		d.Priority = defaultPriority
-	}
+	d.Priority = cmp.Or(d.Priority, defaultPriority)
 	if _, err := tx.Exec(ctx,
 		`select pg_advisory_xact_lock(hashtextextended('lanekeeper objective proposals', 0))`); err != nil {
 		return "", err

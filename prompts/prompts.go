@@ -85,7 +85,6 @@ type options struct {
 // maxFormat bounds the schema of an answer, in bytes.
 const maxFormat = redact.DefaultLimit - 1024
 
-// optionsOf returns the options of a request.
 func optionsOf(req models.Request) json.RawMessage {
 	about := options{Effort: req.Effort, Temperature: req.Temperature, MaxTokens: req.MaxTokens}
 	if req.Schema != nil {

@@ -175,7 +175,6 @@ func (r *reservation) used(response models.Response) (activity.Usage, float64) {
 	return shown, all.USD
 }
 
-// endedByScope returns the end for a refused scope.
 func endedByScope(refused *budgets.Error) string {
 	kind, rest, _ := strings.Cut(refused.Scope, ":")
 	switch {

@@ -54,7 +54,6 @@ func (f Form) Check() error {
 	return err
 }
 
-// compile compiles the schema.
 func (f Form) compile() (*jsonschema.Schema, error) {
 	if len(f.Schema) > maxSchema {
 		return nil, fmt.Errorf("it has more than %d bytes", maxSchema)

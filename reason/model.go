@@ -48,7 +48,6 @@ type callInput struct {
 	Tools    []string         `json:"tools"`
 }
 
-// modelCall is one call of the model.
 type modelCall struct {
 	purpose string
 	shown   any // input of the activity
@@ -61,7 +60,6 @@ type modelCall struct {
 	prompt  *prompts.Record
 }
 
-// callModel calls the turn's model.
 func (w *turn) callModel(ctx context.Context) (reply, error) {
 	fresh := min(w.fresh, len(w.messages))
 	w.fresh = 0
@@ -470,7 +468,6 @@ func (v *callbacks) close(ctx context.Context) {
 	}
 }
 
-// toolStarted reports the start of a call.
 func (w *turn) toolStarted(c *call) {
 	if c.live {
 		return

@@ -34,6 +34,7 @@
 package reason
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"log/slog"
@@ -62,18 +63,10 @@ type Budget struct {
 }
 
 func (b Budget) withDefaults() Budget {
-	if b.Iterations == 0 {
-		b.Iterations = 12
-	}
-	if b.Tokens == 0 {
-		b.Tokens = 200_000
-	}
-	if b.Time == 0 {
-		b.Time = 10 * time.Minute
-	}
-	if b.Context == 0 {
-		b.Context = 60_000
-	}
+	b.Iterations = cmp.Or(b.Iterations, 12)
+	b.Tokens = cmp.Or(b.Tokens, 200_000)
+	b.Time = cmp.Or(b.Time, 10*time.Minute)
+	b.Context = cmp.Or(b.Context, 60_000)
 	return b
 }
 

@@ -80,7 +80,6 @@ func (l *Loop) chooseSandboxed(ctx context.Context, db postgres.DB, t Turn) (p p
 	return p, nil
 }
 
-// sandboxWorld returns the agents and the skills of the sandbox.
 func (l *Loop) sandboxWorld(ctx context.Context, db postgres.DB, t Turn) ([]agents.Agent, []skills.Skill, error) {
 	if w := l.Sandbox.World; w != nil {
 		return w.Delegates, slices.DeleteFunc(slices.Clone(w.Skills), func(s skills.Skill) bool {

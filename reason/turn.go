@@ -141,7 +141,6 @@ func (w *turn) iterate(ctx context.Context) error {
 	return w.runCalls(trace.WithCause(ctx, reply.Activity), reply.Message.ToolCalls)
 }
 
-// stopAtLimit ends the turn at a limit.
 func (w *turn) stopAtLimit(limit string, failure *executions.StepError) {
 	w.outcome.Ended = limit
 	if failure.Class != classBudget {
@@ -222,7 +221,6 @@ func upper(text string) string { return strings.ToUpper(text[:1]) + text[1:] }
 const filteredText = "The model's provider has withheld this answer: its content filter found something in the " +
 	"request or in the answer."
 
-// addMessage appends a message.
 func (w *turn) addMessage(role, text string) {
 	w.messages = append(w.messages, models.Message{Role: role, Content: text})
 	w.fresh++

@@ -436,7 +436,6 @@ func (l *Loop) validateTool(t Tool) error {
 	return nil
 }
 
-// log returns the logger.
 func (l *Loop) log() *slog.Logger {
 	if l.Logger == nil {
 		return slog.New(slog.DiscardHandler)

@@ -39,7 +39,6 @@ type RunFlow func(ctx context.Context, r FlowRequest) (FlowAnswer, error)
 
 var flowPattern = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_.:-]{0,99}$`)
 
-// flowHandler starts a flow.
 type flowHandler struct {
 	flow string
 	wait bool

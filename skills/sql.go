@@ -1,6 +1,7 @@
 package skills
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -81,9 +82,7 @@ func parseSQL(rest string, config json.RawMessage, parameters []string) (handler
 		problems = append(problems,
 			errors.New("config.writes: needs config.database; no skill writes to the agent's own database"))
 	}
-	if c.RowLimit == 0 {
-		c.RowLimit = defaultRows
-	}
+	c.RowLimit = cmp.Or(c.RowLimit, defaultRows)
 	return sqlHandler{
 		query: query, rowLimit: c.RowLimit, timeout: time.Duration(c.StatementTimeoutMS) * time.Millisecond,
 		database: c.Database, writes: c.Writes,

@@ -1,6 +1,7 @@
 package threads
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
 	"net/http"
@@ -51,9 +52,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 			20 * time.Minute, time.Hour,
 		}
 	}
-	if d.Hold == 0 {
-		d.Hold = defaultHold
-	}
+	d.Hold = cmp.Or(d.Hold, defaultHold)
 	out := outbox.Dispatcher[outboxMessage]{
 		Logger: d.Logger, Attempt: d.deliver,
 		Target: func(p outboxMessage) string { return p.Target },

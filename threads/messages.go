@@ -229,7 +229,6 @@ func (i Image) Part() models.Part {
 	return models.Part{Image: &models.Image{URL: url, Detail: i.Detail}}
 }
 
-// saveImages stores the images of posted messages.
 func saveImages(ctx context.Context, db postgres.DB, posted []Message, drafts []NewMessage) error {
 	b := &pgx.Batch{}
 	for n, d := range drafts {

@@ -1,6 +1,7 @@
 package threads
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -36,9 +37,7 @@ type Receipt struct {
 // the event is kept for the next wait of the last sender. ErrNotFound: there is no such thread. Call it before tx
 // locks anything else: it locks the wait, executions, lanes and the thread, in this order.
 func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) (Receipt, error) {
-	if in.Channel == "" {
-		in.Channel = ChannelChat
-	}
+	in.Channel = cmp.Or(in.Channel, ChannelChat)
 	data, err := json.Marshal(in.Data)
 	if err != nil {
 		return Receipt{}, fmt.Errorf("receive message: encode data: %w", err)

@@ -34,6 +34,7 @@
 package threads
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -265,9 +266,7 @@ func QueueResolve(b *pgx.Batch, p Principal, name string, id *string, known *boo
 // the id.
 func Open(ctx context.Context, db postgres.DB, p Principal, t Thread) (got Thread, made bool, err error) {
 	name := t.Name
-	if name == "" {
-		name = t.ID
-	}
+	name = cmp.Or(name, t.ID)
 	if err := CheckID(name); err != nil {
 		return Thread{}, false, fmt.Errorf("open thread: %w", err)
 	}

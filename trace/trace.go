@@ -253,10 +253,8 @@ func ParseSurface(name string) (Surface, error) {
 	return "", fmt.Errorf("parse surface %q: not one of %s", name, surfaceNames())
 }
 
-// id prefixes a ULID.
 func (s Surface) id(u ulid.ULID) ID { return ID(s.Prefix() + "_" + u.String()) }
 
-// byPrefix finds the surface of a prefix.
 func byPrefix(prefix string) (Surface, bool) {
 	for _, s := range surfaces {
 		if s.Prefix() == prefix {

@@ -395,7 +395,6 @@ func connectionFailure(err error) Response {
 	return r
 }
 
-// classifyResponse classifies a response.
 func classifyResponse(response *http.Response, said string) Response {
 	r := Response{Status: response.StatusCode, Answer: said}
 	if r.Status >= 200 && r.Status < 300 {

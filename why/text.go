@@ -84,7 +84,6 @@ type page struct {
 	colour bool
 }
 
-// part writes a part.
 func (p page) part(part Part) {
 	rows := p.answer.Of(part)
 	fmt.Fprintf(p.out, "\n%s\n", p.paint(part.Title(), bold))

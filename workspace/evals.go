@@ -117,7 +117,6 @@ func applyGated(ctx context.Context, tx pgx.Tx, w Workspace, o Options) (Diff, [
 	return diff, refused, err
 }
 
-// gateWarnings renders refusals as warnings.
 func gateWarnings(refused []evals.Refusal) (warnings []string) {
 	for _, r := range refused {
 		warnings = append(warnings, "the gate of eval "+r.String())

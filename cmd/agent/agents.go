@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -144,9 +145,7 @@ func (c *cli) agentsDiffCommand() *cobra.Command {
 			}
 			diff := udiff.Unified(label(args[0], from), label(args[0], to), from.text, to.text)
 			return c.print(map[string]any{"from": from.version, "to": to.version, "diff": diff}, func(w io.Writer) {
-				if diff == "" {
-					diff = "no difference\n"
-				}
+				diff = cmp.Or(diff, "no difference\n")
 				fmt.Fprint(w, diff)
 			})
 		}),

@@ -433,7 +433,6 @@ func (w *workspaceWatcher) apply(ctx context.Context) {
 	}
 }
 
-// diffLine formats a diff as one line.
 func diffLine(diff workspace.Diff, dir string) string {
 	if diff.Empty() {
 		return "no changes: the database matches " + dir

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -151,9 +152,7 @@ func startable(ctx context.Context, a *app.App, spec *executions.Spec) error {
 		if spec.OnLost == "resume" {
 			return usageError("--on-lost: external executions accept fail or hand_on, not resume")
 		}
-		if spec.OnLost == "" {
-			spec.OnLost = "fail"
-		}
+		spec.OnLost = cmp.Or(spec.OnLost, "fail")
 		return nil
 	}
 	known, err := a.Engine.HasFlow(ctx, spec.Flow)

@@ -80,7 +80,6 @@ func (c *cli) reportHeartbeat(ctx context.Context, s *session, x executions.Exec
 	return &tracedError{fmt.Errorf("heartbeat %s: %s", x.Status, deref(x.ErrorMessage)), x.TraceID}
 }
 
-// waitText describes an execution's wait.
 func waitText(x executions.Execution) string {
 	if deref(x.WaitingFor) == "lane" && deref(x.WaitingKey) == heartbeat.OperateLane {
 		return "the admin, holder of the lane " + heartbeat.OperateLane

@@ -51,7 +51,6 @@ func agentFlag(cmd *cobra.Command, into *string) {
 	cmd.Flags().StringVar(into, "agent", "", "the owner of the memory; default the shared memory")
 }
 
-// memoryOf returns the memory of the agent that --agent names.
 func memoryOf(ctx context.Context, s *session, agent string) (memory.Owner, error) {
 	owner, err := app.NewDirectory(s.config).MemoryOf(ctx, s.Pool, agent)
 	return memory.Owner(owner), memoryHint(err)

@@ -357,9 +357,7 @@ func (o *operator) runCommand(ctx context.Context, line string, show func(operat
 		_, err := fmt.Fprint(o.out, slashHelp)
 		return err
 	case "/trace":
-		if rest == "" {
-			rest = o.lastTrace
-		}
+		rest = cmp.Or(rest, o.lastTrace)
 		if rest == "" {
 			return errors.New("no turn yet; name a trace")
 		}

@@ -686,7 +686,6 @@ func thisMachine(host string) bool {
 	return host == "localhost" || err == nil && addr.IsLoopback()
 }
 
-// serverFlag adds --server.
 func (c *cli) serverFlag(root *cobra.Command) {
 	root.PersistentFlags().StringVar(&c.server, "server", c.environ["AGENT_SERVER"],
 		"run the command on this server, for example https://agent.example.com")

@@ -217,7 +217,6 @@ func (c *cli) webhookTargetsCommand() *cobra.Command {
 	}
 }
 
-// serviceState formats the state with the reason.
 func serviceState(enabled bool, reason string) string {
 	if enabled {
 		return "enabled"

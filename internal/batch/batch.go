@@ -207,7 +207,6 @@ func (b *Batcher[In, Out]) share(f *flight, writes []*write[In, Out]) {
 	}
 }
 
-// send calls Send.
 func (b *Batcher[In, Out]) send(writes []*write[In, Out]) ([]Answer[Out], error) {
 	ctx := context.Background()
 	if b.Timeout > 0 {

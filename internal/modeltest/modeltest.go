@@ -153,7 +153,6 @@ func (s *Server) reply(w http.ResponseWriter, r *http.Request, req Request) {
 	reply.serve(made)
 }
 
-// next records the request and returns its reply.
 func (s *Server) next(req Request) (n int, reply Reply, found bool) {
 	s.mu.Lock()
 	n = len(s.received)

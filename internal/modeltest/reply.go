@@ -1,6 +1,7 @@
 package modeltest
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"math"
@@ -90,7 +91,6 @@ func (r Reply) Slowly(pause time.Duration) Reply {
 	return r
 }
 
-// serve sends the reply.
 func (r Reply) serve(c call) {
 	if r.custom != nil {
 		r.custom(c)
@@ -152,9 +152,7 @@ func (r Reply) answer(c call) chatwire.Answer {
 		call.ID = fmt.Sprintf("call_%d_%d", c.n, i)
 		a.Calls = append(a.Calls, call)
 	}
-	if a.Model == "" {
-		a.Model = c.req.Model
-	}
+	a.Model = cmp.Or(a.Model, c.req.Model)
 	if a.Finish == "" {
 		a.Finish = openai.FinishReasonStop
 		if len(a.Calls) > 0 {

@@ -55,7 +55,6 @@ func (s *Server) respond(w http.ResponseWriter, r *http.Request) {
 	s.reply(w, r, req)
 }
 
-// asChat converts the request to a chat completion.
 func (in responseRequest) asChat() openai.ChatCompletionRequest {
 	out := openai.ChatCompletionRequest{
 		Model: in.Model, Stream: in.Stream, MaxCompletionTokens: in.MaxTokens, ReasoningEffort: in.Reasoning.Effort,
@@ -195,7 +194,6 @@ func writeResponse(w http.ResponseWriter, a chatwire.Answer, stream bool) error 
 	return writeEvents(w, a, items, "response."+status, whole)
 }
 
-// writeEvents sends the events of an answer.
 func writeEvents(w http.ResponseWriter, a chatwire.Answer, items []string, last, whole string) error {
 	w.Header().Set("Content-Type", "text/event-stream")
 	var out strings.Builder

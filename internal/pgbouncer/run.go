@@ -72,9 +72,7 @@ func (p *Pooler) configure(config Config, user *owner) error {
 // settings is the configuration file.
 func (p *Pooler) settings(config Config) string {
 	size := config.PoolSize
-	if size == 0 {
-		size = 8
-	}
+	size = cmp.Or(size, 8)
 	var b strings.Builder
 	fmt.Fprintf(&b, "[databases]\n* = host=%s port=%d\n", p.server.Host, p.server.Port)
 	fmt.Fprintf(&b, "[pgbouncer]\nunix_socket_dir = %s\nlisten_port = %d\nauth_type = trust\nauth_file = %s\n",

@@ -112,12 +112,8 @@ func (c Config) withDefaults() Config {
 	if c.Progress == nil {
 		c.Progress = func(string) {}
 	}
-	if c.Database == "" {
-		c.Database = "postgres"
-	}
-	if c.MaxConnections == 0 {
-		c.MaxConnections = 100
-	}
+	c.Database = cmp.Or(c.Database, "postgres")
+	c.MaxConnections = cmp.Or(c.MaxConnections, 100)
 	return c
 }
 

@@ -143,13 +143,9 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 	if config.ConnConfig.RuntimeParams["application_name"] == "" {
 		config.ConnConfig.RuntimeParams["application_name"] = cmp.Or(opts.ApplicationName, defaultApplicationName)
 	}
-	if config.ConnConfig.ConnectTimeout == 0 {
-		config.ConnConfig.ConnectTimeout = connectTimeout
-	}
+	config.ConnConfig.ConnectTimeout = cmp.Or(config.ConnConfig.ConnectTimeout, connectTimeout)
 	config.ConnConfig.DialFunc = newPatience().DialContext
-	if config.PingTimeout == 0 {
-		config.PingTimeout = answerWithin
-	}
+	config.PingTimeout = cmp.Or(config.PingTimeout, answerWithin)
 	config.AfterConnect = func(_ context.Context, conn *pgx.Conn) error {
 		readTimes(conn)
 		return nil

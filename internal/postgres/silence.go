@@ -203,7 +203,6 @@ func ranOut(err error) bool {
 		errors.As(err, &network) && network.Timeout()
 }
 
-// closeConnections closes the connections to a server.
 func (p *patience) closeConnections(server net.Addr) {
 	p.mu.Lock()
 	var ended []*asking

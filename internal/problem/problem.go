@@ -20,6 +20,7 @@ package problem
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -113,9 +114,7 @@ func told(r *http.Request, err error, traceID string, log *slog.Logger) *Problem
 		log.ErrorContext(r.Context(), "request failed", about...)
 	}
 	said := *p
-	if said.TraceID == "" {
-		said.TraceID = traceID
-	}
+	said.TraceID = cmp.Or(said.TraceID, traceID)
 	return &said
 }
 

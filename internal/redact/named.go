@@ -396,7 +396,6 @@ func classifyPlain(name string) nameStrength {
 	return ordinary
 }
 
-// hasWord reports whether one of list is in wanted.
 func hasWord(list, wanted []string) bool {
 	for _, word := range list {
 		if slices.Contains(wanted, word) {

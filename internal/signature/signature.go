@@ -18,6 +18,7 @@
 package signature
 
 import (
+	"cmp"
 	"crypto/hmac"
 	"crypto/sha256"
 	"crypto/subtle"
@@ -94,7 +95,6 @@ func (v Verifier) Before(h http.Header, now time.Time) error {
 	return err
 }
 
-// claim reads the headers.
 func (v Verifier) claim(h http.Header, now time.Time) (claim, error) {
 	switch v.Scheme {
 	case Standard:
@@ -147,9 +147,7 @@ func (v Verifier) near(unix string, now time.Time) error {
 		return refuse("the timestamp is no unix time")
 	}
 	tolerance := v.Tolerance
-	if tolerance == 0 {
-		tolerance = DefaultTolerance
-	}
+	tolerance = cmp.Or(tolerance, DefaultTolerance)
 	switch age := now.Sub(time.Unix(seconds, 0)); {
 	case age > tolerance:
 		return refuse("the timestamp is older than %s", tolerance)
@@ -189,12 +187,8 @@ func (v Verifier) sums(parts ...[]byte) [][]byte {
 }
 
 func (l Layout) withDefaults() Layout {
-	if l.Header == "" {
-		l.Header = "X-Signature"
-	}
-	if l.Encoding == "" {
-		l.Encoding = "hex"
-	}
+	l.Header = cmp.Or(l.Header, "X-Signature")
+	l.Encoding = cmp.Or(l.Encoding, "hex")
 	if l.Signed == "" {
 		if l.IDHeader != "" {
 			l.Signed = "{id}."

@@ -1,6 +1,7 @@
 package telemetry
 
 import (
+	"cmp"
 	"context"
 	_ "embed"
 	"errors"
@@ -153,9 +154,7 @@ func (e *Exporter) flush(ctx context.Context) {
 		if err != nil || mine == nil {
 			return
 		}
-		if upto == "" {
-			upto = mine.Next
-		}
+		upto = cmp.Or(upto, mine.Next)
 		_, err = e.pass(ctx)
 		if err != nil {
 			e.log.WarnContext(ctx, "last traces not sent; whoever sends next sends them", "error", err)

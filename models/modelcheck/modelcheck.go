@@ -157,9 +157,7 @@ func (p *probe) ask(ctx context.Context, req models.Request) (models.Response, e
 	ctx, cancel := context.WithTimeout(ctx, longestCall)
 	defer cancel()
 	req.Model, req.Effort = p.target.Model, p.target.Effort
-	if req.MaxTokens == 0 {
-		req.MaxTokens = roomToAnswer
-	}
+	req.MaxTokens = cmp.Or(req.MaxTokens, roomToAnswer)
 	started := time.Now()
 	resp, err := p.client.Complete(ctx, req)
 	if errors.Is(err, context.DeadlineExceeded) {

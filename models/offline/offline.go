@@ -20,6 +20,7 @@
 package offline
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
@@ -123,9 +124,7 @@ func answerTo(req openai.ChatCompletionRequest, body []byte) chatwire.Answer {
 		ID: "chatcmpl-" + id[:24], Model: req.Model, Created: epoch + int64(binary.BigEndian.Uint16(hash[24:])),
 		Text: next.text, Finish: openai.FinishReasonStop,
 	}
-	if answer.Model == "" {
-		answer.Model = Model
-	}
+	answer.Model = cmp.Or(answer.Model, Model)
 	size := len(next.text)
 	for i, c := range next.calls {
 		size += len(c.name) + len(c.arguments)

@@ -102,7 +102,6 @@ func Read(r io.Reader) ([]Trace, error) {
 	return all, nil
 }
 
-// check validates a line.
 func (l Line) check() error {
 	n := len(l.Skill)
 	switch {

@@ -115,7 +115,6 @@ func (in input) principal() threads.Principal {
 // name returns the visitor's name for the thread.
 func (in input) name() string { return cmp.Or(in.Name, in.Thread) }
 
-// inputOf reads the input of an execution.
 func inputOf(x executions.Execution) (in input, err error) {
 	if err := json.Unmarshal(x.Input, &in); err != nil {
 		return in, fmt.Errorf("read input of execution %s: %w", x.ID, err)

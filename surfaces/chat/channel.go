@@ -1,6 +1,7 @@
 package chat
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"net/http"
@@ -40,9 +41,7 @@ func (c *Chat) Accept(ctx context.Context, v channels.Visit) (channels.Accepted,
 		Owner: owner, Name: v.Conversation, Participant: v.SenderName, Channel: v.Channel.Type, Target: v.Channel.Name,
 		Texts: []string{truncate(v.Text, c.MaxMessage)}, Model: v.Channel.Agent, Key: v.Key, TraceID: trace.New(trace.Chat),
 	}
-	if a.Model == "" {
-		a.Model = agents.Alias
-	}
+	a.Model = cmp.Or(a.Model, agents.Alias)
 	var files []File
 	for _, f := range v.Files {
 		files = append(files, File{Name: f.Name, ContentType: f.Type, Content: f.Content})

@@ -30,7 +30,6 @@ const (
 // execution: GET /v1/responses/resp_… attaches to it.
 func (c *Chat) ConversationItemsHandler() http.Handler { return c.handler(c.conversationItems) }
 
-// itemPage is a request for items.
 type itemPage struct {
 	thread    string
 	after     string // the id of a message

@@ -122,7 +122,6 @@ func (c *Chat) attachFiles(
 	return texts, docs, nil
 }
 
-// idsOf returns the ids of documents.
 func idsOf(docs [][]documents.Document) (ids []string) {
 	for _, d := range slices.Concat(docs...) {
 		ids = append(ids, d.ID)
@@ -184,7 +183,6 @@ type filePart struct {
 	Filename string `json:"filename"`
 }
 
-// file returns the file of a part.
 func (p wirePart) file() filePart {
 	if p.Type == "file" {
 		return p.File

@@ -92,7 +92,6 @@ func formats(in input) map[string]any {
 	}
 }
 
-// nullIfEmpty returns nil for an empty string.
 func nullIfEmpty(s string) any {
 	if s == "" {
 		return nil

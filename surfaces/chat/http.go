@@ -304,7 +304,6 @@ func (r *Refusal) failure() chatwire.Failure {
 	return f
 }
 
-// write sends the refusal.
 func (r *Refusal) write(w http.ResponseWriter, req *http.Request, log *slog.Logger) {
 	if r.RetryAfter > 0 {
 		w.Header().Set("Retry-After", strconv.Itoa(int(math.Ceil(r.RetryAfter.Seconds()))))

@@ -1,6 +1,7 @@
 package chat
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"embed"
 	"encoding/hex"
@@ -74,9 +75,7 @@ func (c *Chat) PageHandler() http.Handler {
 		"base-uri 'none'; form-action 'none'; frame-ancestors " + ancestors
 	return gzhttp.GzipHandler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		name := r.PathValue("file")
-		if name == "" {
-			name = "index.html"
-		}
+		name = cmp.Or(name, "index.html")
 		asset, ok := assets[name]
 		if !ok {
 			http.NotFound(w, r)

@@ -47,7 +47,6 @@ type streamOptions struct {
 	IncludeActivity bool `json:"include_activity"` // not OpenAI's
 }
 
-// decode reads a request.
 func (c *Chat) decode(w http.ResponseWriter, r *http.Request) (request, string, error) {
 	var req request
 	hash, err := c.readJSON(w, r, &req)
@@ -114,7 +113,6 @@ func threadOf(owner, user string) string {
 	return owner + ":" + user
 }
 
-// completionMessage converts a chat completion request to a message.
 func (c *Chat) completionMessage(r *http.Request, req request, secret string) (UserMessage, error) {
 	a, err := c.newMessage(r, req, secret)
 	if err != nil {
@@ -209,7 +207,6 @@ type messageContent struct {
 	problem string
 }
 
-// decodeContent decodes the content of a message.
 func decodeContent(raw json.RawMessage) (c messageContent, err error) {
 	if words, ok := text(raw); ok {
 		return messageContent{words: words}, nil
@@ -342,7 +339,6 @@ const (
 	maxReadMessages    = 2 * (maxNewMessages + maxEarlierMessages)
 )
 
-// wireMessage is one message of a request.
 type wireMessage struct {
 	Role    string          `json:"role"`
 	Content json.RawMessage `json:"content"`

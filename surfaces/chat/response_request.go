@@ -120,7 +120,6 @@ func readItem(dec *json.Decoder, n int) (wireMessage, error) {
 		"Items of the type %q are not supported: client tools are not called.", truncate(it.Type, 40))
 }
 
-// responseMessage converts a request for a response to a message.
 func (c *Chat) responseMessage(r *http.Request, q responseRequest, secret string) (UserMessage, error) {
 	req := request{Model: q.Model, User: json.RawMessage("null")}
 	a, err := c.newMessage(r, req, secret)

@@ -126,7 +126,6 @@ func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, b started
 	return responsewire.Write(w, head)
 }
 
-// streamResponse streams a response.
 func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b startedTurn, in input) error {
 	stamp(w, b.exec.TraceID, b.name)
 	head := newResponse(b.exec, in)
@@ -161,7 +160,6 @@ func (c *Chat) response(r *http.Request) (startedTurn, input, error) {
 	return startedTurn{exec: x, name: in.name()}, in, nil
 }
 
-// showResponse serves a response by its id.
 func (c *Chat) showResponse(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
 	b, in, err := c.response(r)
 	if err != nil {
@@ -272,7 +270,6 @@ func newResponse(x executions.Execution, in input) responsewire.Response {
 	return r
 }
 
-// answered returns the response with its answer.
 func answered(r responsewire.Response, got answer) responsewire.Response {
 	if got.Unformed {
 		r.Status, r.Error = responsewire.Failed, &responsewire.Error{Code: "server_error", Message: got.Text}

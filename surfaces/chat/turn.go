@@ -351,7 +351,6 @@ func (t *turn) storeAnswer(
 	}, result)
 }
 
-// result is the result of the execution.
 func result(a answer) executions.Result {
 	return executions.Result{Summary: truncate(a.Text, 200), Value: a}
 }

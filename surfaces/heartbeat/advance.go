@@ -251,7 +251,6 @@ func (b *heartbeatRun) completeWithEvidence(ctx context.Context, tx pgx.Tx, step
 	return err
 }
 
-// failStepTool reports a failed step.
 func (b *heartbeatRun) failStepTool(o *dueObjective) reason.Tool {
 	return reason.Tool{
 		Name: "fail_step", Description: "Report that a step of the objective did not work; it is tried again later.",

@@ -92,9 +92,7 @@ func isStepError(err error) bool {
 
 // Register registers the flow with the engine.
 func (h *Heartbeat) Register(e *executions.Engine) error {
-	if h.YieldLimit == 0 {
-		h.YieldLimit = time.Hour
-	}
+	h.YieldLimit = cmp.Or(h.YieldLimit, time.Hour)
 	return e.Register(Flow, h.run)
 }
 
@@ -122,7 +120,6 @@ type phaseResult struct {
 	Memories []memoryNote `json:"memories,omitempty"`
 }
 
-// heartbeatRun is the state of one heartbeat.
 type heartbeatRun struct {
 	*Heartbeat
 	info      agentInfo
