@@ -9,6 +9,9 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/url"
+	"os"
+	"regexp"
+	"runtime/pprof"
 	"strings"
 	"time"
 
@@ -28,7 +31,9 @@ type engineRoomBench struct {
 	small, large  int64 // rows of the activity log
 	visits        int   // to each page
 	watchDuration time.Duration
-	oldest        time.Time // of the oldest row
+	only          *regexp.Regexp // pages to measure
+	profile       string         // file of the CPU profile; empty for none
+	oldest        time.Time      // of the oldest row
 	pool          *pgxpool.Pool
 	errw          io.Writer
 }
@@ -36,7 +41,8 @@ type engineRoomBench struct {
 type pageResult struct {
 	path         string
 	small, large samples
-	scanned      int64 // rows read by sequential scans of the large tables, at the larger size
+	scanned      int64   // rows read by sequential scans of the large tables, at the larger size
+	cpu          cpuTime // of all visits at the larger size; steady on a busy machine
 }
 
 func engineRoom(ctx context.Context, args []string, out, errw io.Writer) error {
@@ -47,12 +53,18 @@ func engineRoom(ctx context.Context, args []string, out, errw io.Writer) error {
 	flags.IntVar(&b.visits, "visits", 20, "visits to each page")
 	data := flags.String("data", "", "folder that keeps the database for later runs; default: a temporary one")
 	flags.DurationVar(&b.watchDuration, "watched", 30*time.Second, "how long the overview is watched, by 0, 1 and 100 "+
-		"viewers")
+		"viewers; 0 skips it")
+	only := flags.String("pages", "", "pages to measure, as a regular expression; default: all")
+	flags.StringVar(&b.profile, "cpuprofile", "", "file for a CPU profile of the visits to the large log")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
 	if b.small < 1000 || b.large < b.small || b.visits < 1 {
 		return errors.New("engine-room: -small must be at least 1000, -large at least -small, -visits at least 1")
+	}
+	var err error
+	if b.only, err = regexp.Compile(*only); err != nil {
+		return fmt.Errorf("engine-room: -pages: %w", err)
 	}
 	return withDatabase(ctx, pgserver.Config{Dir: *data}, 8, errw, func(pool *pgxpool.Pool) error {
 		b.pool = pool
@@ -70,6 +82,9 @@ func (b *engineRoomBench) run(ctx context.Context, out io.Writer) error {
 		return err
 	}
 	b.print(out, pages)
+	if b.watchDuration == 0 {
+		return nil
+	}
 	var loads []viewerLoad
 	for _, viewers := range []int{0, 1, 100} {
 		fmt.Fprintf(b.errw, "%d viewers\n", viewers)
@@ -100,7 +115,9 @@ func (b *engineRoomBench) measure(ctx context.Context, handler http.Handler) ([]
 	}
 	pages := make([]*pageResult, 0, len(paths))
 	for _, path := range paths {
-		pages = append(pages, &pageResult{path: path})
+		if b.only.MatchString(path) {
+			pages = append(pages, &pageResult{path: path})
+		}
 	}
 	if !filled {
 		for _, p := range pages {
@@ -112,21 +129,49 @@ func (b *engineRoomBench) measure(ctx context.Context, handler http.Handler) ([]
 			return nil, err
 		}
 	}
-	for _, p := range pages {
-		before, err := b.sequentialReads(ctx)
-		if err != nil {
-			return nil, err
+	return pages, b.profiled(func() error {
+		for _, p := range pages {
+			if err := b.measureLarge(ctx, handler, p); err != nil {
+				return err
+			}
 		}
-		if p.large, err = b.visit(ctx, handler, p.path); err != nil {
-			return nil, err
-		}
-		after, err := b.sequentialReads(ctx)
-		if err != nil {
-			return nil, err
-		}
-		p.scanned = after - before
+		return nil
+	})
+}
+
+// measureLarge visits a page with the large log.
+func (b *engineRoomBench) measureLarge(ctx context.Context, handler http.Handler, p *pageResult) error {
+	before, err := b.sequentialReads(ctx)
+	if err != nil {
+		return err
 	}
-	return pages, nil
+	p.cpu, err = measureCPU(ctx, b.pool, func() (err error) {
+		p.large, err = b.visit(ctx, handler, p.path)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	after, err := b.sequentialReads(ctx)
+	p.scanned = after - before
+	return err
+}
+
+// profiled runs fn, and profiles it if asked to.
+func (b *engineRoomBench) profiled(fn func() error) error {
+	if b.profile == "" {
+		return fn()
+	}
+	file, err := os.Create(b.profile)
+	if err != nil {
+		return fmt.Errorf("profile: %w", err)
+	}
+	if err := pprof.StartCPUProfile(file); err != nil {
+		return errors.Join(fmt.Errorf("profile: %w", err), file.Close())
+	}
+	err = fn()
+	pprof.StopCPUProfile()
+	return errors.Join(err, file.Close())
 }
 
 // isFilled reports whether an earlier run left the large log here.
@@ -226,17 +271,18 @@ func (b *engineRoomBench) print(out io.Writer, pages []*pageResult) {
 	fmt.Fprintf(out, "Server milliseconds of a page, %d visits each, without the network; %d rows of the activity log, "+
 		"then %d, and a hundredth as many executions.\n\n",
 		b.visits, b.small, b.large)
-	fmt.Fprintln(out, "| page | p50 small | p99 small | p50 large | p99 large | p50 large / small | rows read by "+
-		"sequential scans |")
-	fmt.Fprintln(out, "|---|---|---|---|---|---|---|")
+	fmt.Fprintln(out, "| page | p50 small | p99 small | p50 large | p99 large | p50 large / small | processor: this "+
+		"process, PostgreSQL | rows read by sequential scans |")
+	fmt.Fprintln(out, "|---|---|---|---|---|---|---|---|")
 	for _, p := range pages {
 		small, of := "| | |", "" // a kept log has no small size
 		if len(p.small) > 0 {
 			small = fmt.Sprintf("| %s | %s |", p.small.millis(0.5), p.small.millis(0.99))
 			of = fmt.Sprintf("%.1f", ratio(p.large, p.small, 0.5))
 		}
-		fmt.Fprintf(out, "| `%s` %s %s | %s | %s | %d |\n", p.path, small, p.large.millis(0.5),
-			p.large.millis(0.99), of, p.scanned)
+		each := time.Duration(b.visits + 1)
+		fmt.Fprintf(out, "| `%s` %s %s | %s | %s | %s, %s | %d |\n", p.path, small, p.large.millis(0.5),
+			p.large.millis(0.99), of, millis(p.cpu.own/each), millis(p.cpu.server/each), p.scanned)
 	}
 }
 

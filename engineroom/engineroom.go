@@ -69,6 +69,7 @@ type Room struct {
 	Options
 	pages     []page
 	templates *template.Template
+	mark      string // see show.Part
 	hub       *hub
 	hints     suggestions
 	waits     waitsCache
@@ -102,7 +103,7 @@ func New(o Options) (*Room, error) {
 	if o.Key == nil {
 		o.Key = []byte(rand.Text())
 	}
-	room := &Room{Options: o}
+	room := &Room{Options: o, mark: "part " + rand.Text() + " "}
 	room.hub = newHub(room)
 	room.pages = room.all()
 	parsed, err := parseTemplates()

@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 	"unicode"
 	"unicode/utf8"
@@ -81,7 +82,8 @@ type show struct {
 	Replicated bool               // the page may come from a replica
 	// Arrangement is the page's executed template.
 	Arrangement template.HTML
-	parts       map[string]template.HTML
+	parts       map[string][]byte
+	mark        string // stands before the name of a part in its place
 	zoneCookie  string
 }
 
@@ -133,13 +135,29 @@ func (s show) Has(name string) bool {
 	return has
 }
 
-// Part returns a rendered part.
+// Part returns the place of a rendered part: its name behind the room's mark, which nobody else knows.
 func (s show) Part(name string) (template.HTML, error) {
-	text, has := s.parts[name]
-	if !has {
+	if !s.Has(name) {
 		return "", fmt.Errorf("page %s has no part %q", s.Page.name, name)
 	}
-	return text, nil
+	return template.HTML(s.mark + name + ";"), nil // the name is a constant of this package
+}
+
+// withParts puts the rendered parts into their places. A part may have a megabyte, so no template copies it.
+func (s show) withParts(layout []byte) []byte {
+	size := len(layout)
+	for _, text := range s.parts {
+		size += len(text)
+	}
+	page := make([]byte, 0, size)
+	for {
+		before, after, found := bytes.Cut(layout, []byte(s.mark))
+		if page = append(page, before...); !found {
+			return page
+		}
+		name, rest, _ := bytes.Cut(after, []byte(";"))
+		page, layout = append(page, s.parts[string(name)]...), rest
+	}
 }
 
 // pattern returns the path for http.ServeMux. The overview matches "/" alone.
@@ -228,7 +246,8 @@ var wildcard = regexp.MustCompile(`\{(\w+)(?:\.\.\.)?\}`)
 // render renders a whole page.
 func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 	s.Who = principals.From(ctx)
-	s.Agent, s.Title, s.Page, s.Nav, s.parts = room.Agent, p.title, p, room.pages, map[string]template.HTML{}
+	s.Agent, s.Title, s.Page, s.Nav, s.parts = room.Agent, p.title, p, room.pages, map[string][]byte{}
+	s.mark = room.mark
 	s.Replicated = room.Read.Configured()
 	if err := s.find(ctx, p); err != nil {
 		return nil, err
@@ -244,7 +263,7 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 	var seen []string
 	for i, one := range p.parts {
 		text := texts[i]
-		s.parts[one.name] = template.HTML(text) // made by a template of this package
+		s.parts[one.name] = text
 		if one.every > 0 {
 			mark := digest(text)
 			room.hub.rows.keep(mark, text)
@@ -259,7 +278,8 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 		return nil, err
 	}
 	s.Arrangement = template.HTML(arranged) // made by a template of this package
-	return room.execute("layout", s)
+	layout, err := room.execute("layout", s)
+	return s.withParts(layout), err
 }
 
 // renderParts renders the parts of a page in their order.
@@ -338,13 +358,24 @@ func digest(text []byte) string {
 	return base64.RawURLEncoding.EncodeToString(sum[:9])
 }
 
+// buffers are reused, because a large one costs more to grow than to fill.
+var buffers = sync.Pool{New: func() any { return new(bytes.Buffer) }}
+
+// maxKeptBuffer bounds a buffer that is kept for reuse.
+const maxKeptBuffer = 4 << 20
+
 // execute runs a template and makes control characters visible.
 func (room *Room) execute(name string, data any) ([]byte, error) {
-	var b bytes.Buffer
-	if err := room.templates.ExecuteTemplate(&b, name, data); err != nil {
+	b, _ := buffers.Get().(*bytes.Buffer)
+	b.Reset()
+	if err := room.templates.ExecuteTemplate(b, name, data); err != nil {
 		return nil, fmt.Errorf("render %s: %w", name, err)
 	}
-	return plain(b.Bytes()), nil
+	text := plain(bytes.Clone(b.Bytes()))
+	if b.Cap() <= maxKeptBuffer {
+		buffers.Put(b)
+	}
+	return text, nil
 }
 
 // freshPlan plans a query for its values: an unset filter costs nothing, and a set one chooses its index. A generic

@@ -236,13 +236,18 @@ func plain(text []byte) []byte {
 	return b.Bytes()
 }
 
+// asIs are the bytes of ASCII that are displayed as themselves.
+var asIs = func() (is [256]bool) {
+	for c := range rune(utf8.RuneSelf) {
+		is[c] = !changesReading(c)
+	}
+	return is
+}()
+
 // readsAsItself reports a text without characters to show. A page may have a megabyte, most of it ASCII.
 func readsAsItself(text []byte) bool {
 	for i := 0; i < len(text); {
-		if c := text[i]; c < utf8.RuneSelf {
-			if (c < ' ' || c == 0x7f) && changesReading(rune(c)) {
-				return false
-			}
+		if asIs[text[i]] {
 			i++
 			continue
 		}

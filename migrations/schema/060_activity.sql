@@ -288,7 +288,12 @@ create or replace function lanekeeper.read_agent_activity_tail(p_most int)
 returns table (id uuid, status text, hour timestamptz, kind text, skill text, surface text, model text, telling boolean,
                prompt_tokens bigint, completion_tokens bigint, tokens bigint, cost_usd numeric, duration_ms bigint, led_to jsonb,
                unknown_tokens bigint, unknown_usd numeric, slowest text, bucket int, beyond boolean)
-language sql stable security definer set search_path from current set enable_seqscan = off set jit = off as $$
+language plpgsql stable security definer set search_path from current set enable_seqscan = off set jit = off
+set plan_cache_mode = force_generic_plan as $$
+#variable_conflict use_column
+begin
+  -- Its plan is kept: to plan it for each call took ten times as long as to run it.
+  return query
   -- Ids from counted_upto on are all rows of the log from there on; below it they are listed one by one.
   with counted as materialized (
     select c.counted_upto from agent_activity_counted c),
@@ -299,46 +304,55 @@ language sql stable security definer set search_path from current set enable_seq
     select m.*
       from (select u.activity_id from agent_activity_uncounted u
              where u.activity_id < (select c.counted_upto from counted c) order by u.activity_id limit p_most + 1) u
-      join agent_activity_measured m on m.id = u.activity_id),
+     cross join lateral (select k.* from agent_activity_measured k where k.id = u.activity_id offset 0) m),
   left_out as materialized (
     select min(x.id::text collate "C")::uuid as id
       from ((select f.id from fresh f order by f.id offset p_most) union all (select l.id from late l order by l.id offset p_most)) x)
   select r.id, r.status, r.hour, r.kind, r.skill, r.surface, r.model, r.telling, r.prompt_tokens, r.completion_tokens, r.tokens,
          r.cost_usd, r.duration_ms, r.led_to, r.unknown_tokens, r.unknown_usd, r.slowest, r.bucket, coalesce(r.id >= o.id, false)
-    from (select f.* from fresh f union all select l.* from late l) r cross join left_out o
-$$;
+    from (select f.* from fresh f union all select l.* from late l) r cross join left_out o;
+end $$;
 comment on function lanekeeper.read_agent_activity_tail is
   'The rows of the log that the counts lack, in the snapshot of the caller: at most p_most of the newest, and as many '
   'listed one by one. beyond marks rows after the first that is left out: sums are complete up to there.';
 
 create or replace function lanekeeper.agent_skill_durations(p_since timestamptz, p_skills text[])
 returns table (skill text, p50_ms float8, p95_ms float8)
-language sql stable set enable_seqscan = off set jit = off as $$
-  with ladder as (
-    select y.skill, case when y.bucket < 0 then 0 else power(1.05::float8, y.bucket + 0.5::float8) end as ms,    -- the middle of a bucket
-           sum(sum(y.calls)) over (partition by y.skill order by y.bucket) as upto, sum(sum(y.calls)) over (partition by y.skill) - 1 as last
-      from (select d.skill, d.bucket, d.calls from agent_activity_durations d
-             where d.day >= (p_since at time zone 'UTC')::date and d.skill = any (p_skills)
+language plpgsql stable set enable_seqscan = off set jit = off set plan_cache_mode = force_generic_plan as $$
+#variable_conflict use_column
+begin
+  return query
+  with lasted as materialized (
+    select y.skill, y.bucket, sum(y.calls)::float8 as calls
+      from (select d.skill, d.bucket, d.calls from agent_activity_durations d where d.day >= (p_since at time zone 'UTC')::date
             union all
             select u.skill, u.bucket, 1 from lanekeeper.read_agent_activity_tail(2000000000) u
-             where cardinality(p_skills) > 0 and u.skill = any (p_skills) and u.telling and u.bucket is not null
+             where cardinality(p_skills) > 0 and u.telling and u.bucket is not null
                and (u.hour at time zone 'UTC')::date >= (p_since at time zone 'UTC')::date) y
-     group by y.skill, y.bucket),
+     where cardinality(p_skills) > 0 group by y.skill, y.bucket),
+  ladder as (
+    select b.skill, case when b.bucket < 0 then 0 else power(1.05::float8, b.bucket + 0.5::float8) end as ms,    -- the middle of a bucket
+           sum(b.calls) over (partition by b.skill order by b.bucket) as upto, sum(b.calls) over (partition by b.skill) - 1 as last
+      from lasted b where b.skill = any (p_skills)),
   ranks as (                                                                     -- as percentile_cont: between two neighbours
-    select l.skill, p.share, (p.share * l.last - floor(p.share * l.last))::float8 as part,
+    select l.skill, p.share, p.share * l.last - floor(p.share * l.last) as part,
            min(l.ms) filter (where l.upto > floor(p.share * l.last)) as low, min(l.ms) filter (where l.upto > ceil(p.share * l.last)) as high
-      from ladder l cross join (values (0.5), (0.95)) p (share) group by l.skill, l.last, p.share)
+      from ladder l cross join (values (0.5::float8), (0.95)) p (share) group by l.skill, l.last, p.share)
   select r.skill, max(r.low + (r.high - r.low) * r.part) filter (where r.share = 0.5),
          max(r.low + (r.high - r.low) * r.part) filter (where r.share = 0.95)
-    from ranks r group by r.skill
-$$;
+    from ranks r group by r.skill;
+end $$;
 comment on function lanekeeper.agent_skill_durations is
   'The 50th and 95th percentile of how long calls of skills took since the day (UTC) of a moment, right to 2.5 per '
   'cent.';
 
 create or replace function lanekeeper.read_agent_skill_figures(p_since timestamptz, p_read int default 10000)
 returns table (skill text, calls bigint, failed bigint, streak bigint, p50_ms float8, p95_ms float8, max_ms bigint, slowest_trace_id text)
-language sql stable security definer set search_path from current set enable_seqscan = off set jit = off as $$
+language plpgsql stable security definer set search_path from current set enable_seqscan = off set jit = off
+set plan_cache_mode = force_generic_plan as $$
+#variable_conflict use_column
+begin
+  return query
   with began as materialized (
     -- From hour and day on, whole ones are added up. The first hour may begin before p_since.
     select n.since, n.hour, lanekeeper.agent_uuid7_floor(n.since) as since_id, lanekeeper.agent_uuid7_floor(n.hour) as hour_id,
@@ -395,8 +409,8 @@ language sql stable security definer set search_path from current set enable_seq
     from (select l.* from little l
           union all
           select m.name, m.worked, m.failed, m.streak, d.p50_ms, d.p95_ms, m.slowest
-            from many m left join lanekeeper.agent_skill_durations(p_since, array(select n.name from many n)) d on d.skill = m.name) x
-$$;
+            from many m left join lanekeeper.agent_skill_durations(p_since, array(select n.name from many n)) d on d.skill = m.name) x;
+end $$;
 comment on function lanekeeper.read_agent_skill_figures is
   'How each skill did since a moment: calls that count, failures, the present streak, durations, the slowest call. '
   'Skills with few calls are read call by call, p_read rows in all. For the others counts are added up: p50 and p95 '
