@@ -106,7 +106,7 @@ func failuresOf(ctx context.Context, db postgres.DB, traceID string) ([]FailedSp
 		            where y.trace_id = @id order by y.created_at limit @activities) x
 		          where x.status in ('error', 'unknown') order by x.created_at desc limit @most) f
 		   join agent_activity a on a.id = f.id)`,
-		perQuery, postgres.Strict{
+		postgres.Strict{
 			"id": traceID, "most": failuresRead, "executions": executionsRead, "activities": activitiesRead,
 		})
 }

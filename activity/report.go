@@ -1,9 +1,11 @@
 package activity
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"time"
 
@@ -103,17 +105,6 @@ type Slow struct {
 // figuresRead bounds the calls that are read one by one; of others the counts are added up.
 const figuresRead = 500
 
-// Slowest lists skills by the 95th percentile of their calls since a moment (zero: the last 7 days).
-func Slowest(ctx context.Context, db postgres.DB, f ReportFilter) ([]Slow, string, error) {
-	return readPage[Slow](ctx, db, f, `
-		select s.skill, s.calls, s.p50_ms, s.p95_ms, s.max_ms, coalesce(s.slowest_trace_id, '') as slowest_trace_id
-		  from lanekeeper.read_agent_skill_figures(coalesce(@since::timestamptz, clock_timestamp() - interval '7 days'), @read) s
-		 where s.p95_ms is not null and (@skill::text = '' or s.skill = @skill)
-		 order by s.p95_ms desc, s.skill
-		 offset @offset limit @limit::int + 1`, postgres.Strict{"since": timeArg(f.Since), "skill": f.Skill, "read": figuresRead},
-		"list the slowest skills")
-}
-
 // Failure is the record of a failing skill.
 type Failure struct {
 	Skill      string     `json:"skill"`
@@ -130,15 +121,23 @@ type Failure struct {
 	State      string     `json:"state"`          // enabled, on trial, disabled
 }
 
-// Failing lists the skills that failed since a moment (zero: the last 7 days), the most failures first. The view
-// agent_skill_calls defines which calls count: invalid arguments of a model, for example, do not.
-func Failing(ctx context.Context, db postgres.DB, f ReportFilter) ([]Failure, string, error) {
-	list, next, err := readPage[Failure](ctx, db, f, `
-		select f.skill, f.calls, f.failed as errors, f.failed::float8 / f.calls as rate, f.streak, coalesce(f.p50_ms, 0)
-		  as p50_ms,
-		       coalesce(f.p95_ms, 0) as p95_ms, coalesce(l.error_message, '') as last_error, coalesce(l.error_class, '')
-		         as last_class,
-		       l.created_at as last_failed, coalesce(l.trace_id, '') as last_trace,
+// Figures are how skills did since a moment.
+type Figures []figure
+
+type figure struct {
+	Failure
+	MaxMS          *int64
+	SlowestTraceID string
+	Timed          bool // it has durations
+}
+
+// ReadFigures reads them since a moment (zero: the last 7 days).
+func ReadFigures(ctx context.Context, db postgres.DB, f ReportFilter) (Figures, error) {
+	list, err := postgres.Rows[figure](ctx, db, "read figures of skills", `
+		select f.skill, f.calls, f.failed as errors, coalesce(f.failed::float8 / nullif(f.calls, 0), 0) as rate, f.streak,
+		       coalesce(f.p50_ms, 0) as p50_ms, coalesce(f.p95_ms, 0) as p95_ms, f.p95_ms is not null as timed, f.max_ms,
+		       coalesce(f.slowest_trace_id, '') as slowest_trace_id, coalesce(l.error_message, '') as last_error,
+		       coalesce(l.error_class, '') as last_class, l.created_at as last_failed, coalesce(l.trace_id, '') as last_trace,
 		       case when h.enabled then 'enabled' when h.trial_at is not null then 'on trial' else 'disabled' end as state
 		  from (select coalesce(@since::timestamptz, clock_timestamp() - interval '7 days') as at) since
 		 cross join lateral lanekeeper.read_agent_skill_figures(since.at, @read) f
@@ -147,15 +146,67 @@ func Failing(ctx context.Context, db postgres.DB, f ReportFilter) ([]Failure, st
 		       select k.error_message, k.error_class, k.created_at, k.trace_id from agent_skill_calls k
 		        where k.skill_name between f.skill and f.skill and k.status = 'error'
 		          and k.id >= lanekeeper.agent_uuid7_floor(since.at)
-		        order by k.skill_name desc, k.id desc limit 1) l on true
-		 where f.failed > 0 and (@skill::text = '' or f.skill = @skill)
-		 order by f.failed desc, f.skill
-		 offset @offset limit @limit::int + 1`, postgres.Strict{"since": timeArg(f.Since), "skill": f.Skill, "read": figuresRead},
-		"list failing skills")
+		        order by k.skill_name desc, k.id desc limit 1) l on f.failed > 0
+		 where @skill::text = '' or f.skill = @skill`,
+		postgres.Strict{"since": timeArg(f.Since), "skill": f.Skill, "read": figuresRead})
 	for i := range list {
 		list[i].LastFailed = utc(list[i].LastFailed)
 	}
-	return list, next, err
+	return list, err
+}
+
+// Slowest lists skills by the 95th percentile of their calls.
+func (list Figures) Slowest() []Slow {
+	slow := []Slow{}
+	for _, f := range list {
+		if f.Timed {
+			slow = append(slow, Slow{f.Skill, f.Calls, f.P50MS, f.P95MS, f.MaxMS, f.SlowestTraceID})
+		}
+	}
+	slices.SortFunc(slow, func(a, b Slow) int {
+		return cmp.Or(cmp.Compare(b.P95MS, a.P95MS), cmp.Compare(a.Skill, b.Skill))
+	})
+	return slow
+}
+
+// Failing lists the skills that failed, the most failures first. The view agent_skill_calls defines which calls count:
+// invalid arguments of a model, for example, do not.
+func (list Figures) Failing() []Failure {
+	failing := []Failure{}
+	for _, f := range list {
+		if f.Errors > 0 {
+			failing = append(failing, f.Failure)
+		}
+	}
+	slices.SortFunc(failing, func(a, b Failure) int {
+		return cmp.Or(cmp.Compare(b.Errors, a.Errors), cmp.Compare(a.Skill, b.Skill))
+	})
+	return failing
+}
+
+// Slowest is a page of [Figures.Slowest], and the cursor of the next.
+func Slowest(ctx context.Context, db postgres.DB, f ReportFilter) ([]Slow, string, error) {
+	list, err := ReadFigures(ctx, db, f)
+	return pageOf(list.Slowest(), f, "list the slowest skills", err)
+}
+
+// Failing is a page of [Figures.Failing], and the cursor of the next.
+func Failing(ctx context.Context, db postgres.DB, f ReportFilter) ([]Failure, string, error) {
+	list, err := ReadFigures(ctx, db, f)
+	return pageOf(list.Failing(), f, "list failing skills", err)
+}
+
+// pageOf returns a page of a report that was read as a whole.
+func pageOf[T any](list []T, f ReportFilter, verb string, err error) ([]T, string, error) {
+	offset, bad := offsetOf(f.Cursor)
+	if err := errors.Join(bad, err); err != nil {
+		return nil, "", fmt.Errorf("%s: %w", verb, err)
+	}
+	list, size := list[min(offset, len(list)):], pageSize(f.Limit)
+	if len(list) <= size {
+		return list, "", nil
+	}
+	return list[:size], offsetCursor(offset + size), nil
 }
 
 // readPage reads a page of a report. A report is short and computed for each page, so a cursor is an offset.

@@ -181,7 +181,7 @@ func (room *Room) executionView(ctx context.Context, v *visit) (any, error) {
 	if head.Runs, head.MoreRuns, err = room.runsOf(ctx, x.TraceID); err != nil {
 		return nil, err
 	}
-	if head.byRun, head.Sums, head.MoreRows, err = room.sumsOf(ctx, x.TraceID); err != nil {
+	if err := room.readSums(ctx, head, true); err != nil {
 		return nil, err
 	}
 	order, _, err := room.linesOf(ctx, head)

@@ -131,8 +131,7 @@ func (room *Room) skillsPage() page {
 		parts: []part{
 			room.filtersPart("/skills", "skill"),
 			{name: "list", every: 5 * time.Second, calm: true, load: room.skillsList},
-			{name: "failing", every: 10 * time.Second, calm: true, load: room.failingSkills},
-			{name: "slowest", every: 10 * time.Second, calm: true, load: room.slowestSkills},
+			{name: "figures", every: 10 * time.Second, calm: true, load: room.skillFigures},
 		},
 	}
 }
@@ -143,22 +142,27 @@ type failingSkill struct {
 	Look string
 }
 
-// failingSkills reads the view agent_failing_skills, of the last 7 days.
-func (room *Room) failingSkills(ctx context.Context, _ *visit) (any, error) {
-	failures, next, err := activity.Failing(ctx, room.Read, activity.ReportFilter{})
+// mostFigures bounds the failing and the slow skills.
+const mostFigures = 50
+
+// skillFigures lists what the views agent_failing_skills and agent_slowest_skills have, of the last 7 days.
+func (room *Room) skillFigures(ctx context.Context, _ *visit) (any, error) {
+	figures, err := activity.ReadFigures(ctx, room.Read, activity.ReportFilter{})
+	if err != nil {
+		return nil, err
+	}
+	failures, moreFailures := onPage(figures.Failing(), mostFigures)
 	list := make([]failingSkill, len(failures))
 	for i, f := range failures {
 		list[i] = failingSkill{f, skillHealth{activity.Health{
 			State: f.State, Calls: f.Calls, Failed: f.Errors, Streak: f.Streak,
 		}}.Look()}
 	}
-	return map[string]any{"Skills": list, "More": next != ""}, err
-}
-
-// slowestSkills reads the view agent_slowest_skills, of the last 7 days.
-func (room *Room) slowestSkills(ctx context.Context, _ *visit) (any, error) {
-	list, next, err := activity.Slowest(ctx, room.Read, activity.ReportFilter{})
-	return map[string]any{"Skills": list, "More": next != ""}, err
+	slow, moreSlow := onPage(figures.Slowest(), mostFigures)
+	return map[string]any{
+		"Failing": map[string]any{"Skills": list, "More": moreFailures},
+		"Slowest": map[string]any{"Skills": slow, "More": moreSlow},
+	}, nil
 }
 
 // listedSkill is a skill in the list.

@@ -26,13 +26,14 @@ type spanPanel struct {
 	Query         url.Values
 	path          string
 
-	Head  *tracedHead // of the trace as a whole
-	Row   *tracedRow
-	Run   *tracedRun
-	Wait  *tracedWait
-	Lost  []lostClaim
-	Node  *tracedNode // of the span; nil for the trace, or an unknown span
-	Cause *activity.RootCause
+	Head   *tracedHead // of the trace as a whole
+	Around tracedAround
+	Row    *tracedRow
+	Run    *tracedRun
+	Wait   *tracedWait
+	Lost   []lostClaim
+	Node   *tracedNode // of the span; nil for the trace, or an unknown span
+	Cause  *activity.RootCause
 
 	Why    []whyPart
 	Prompt *tracedPrompt
@@ -117,7 +118,10 @@ func (p *spanPanel) TabWord(tab string) string {
 func (room *Room) findSpan(ctx context.Context, about *tracedVisit, p *spanPanel) (err error) {
 	if p.Span == "" {
 		if p.Head = about.head(); p.Head == nil {
-			p.Head, err = room.readHead(ctx, p.ID)
+			p.Head, err = room.readHead(ctx, p.ID, false)
+		}
+		if err == nil && (p.Tab == "" || p.Tab == panelTabs[0]) {
+			p.Around, err = room.aroundOf(ctx, p.Head)
 		}
 		return err
 	}

@@ -86,17 +86,25 @@ const lineColumns = `a.id::text, a.execution_id::text, a.parent_id::text, a.clai
 	case when a.kind = 'model' then left(a.led_to::text, 400) else '' end as led_to,
 	a.status = 'running' and exists (select from agent_activity_open o where o.activity_id = a.id) as open,
 	left(coalesce(a.error_message, ''), 300) as message, left(a.error_class, 100) as class, left(a.model, 200) as model,
+	case when a.kind = 'model' then lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens') else 0 end as prompt,
+	case when a.kind = 'model' then lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') else 0 end as completion,
 	case when a.kind = 'model' then lanekeeper.agent_tokens(a.token_usage, 'total_tokens') else 0 end as tokens,
-	a.cost_usd::float8 as cost_usd, a.duration_ms, a.created_at, a.finished_at`
+	a.cost_usd::float8 as cost_usd, a.duration_ms, left(a.surface, 100) as surface, left(a.lane, 255) as lane,
+	a.created_at, a.finished_at`
 
-// rowsOf reads the activities of the waterfall: all of up to count, or the first, the last, and the failed ones.
-func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedRow, error) {
-	if count <= traceFirst+traceLast {
-		rows, err := room.Read.Query(ctx, `
-			select `+lineColumns+`
-			  from agent_activity a where a.trace_id = @id order by a.created_at, a.id limit @most`,
-			freshPlan, postgres.Strict{"id": id, "most": traceFirst + traceLast})
-		return collectTraced(rows, err, id)
+// firstRowsOf reads the activities of a trace that can all be drawn, and one more if there are more.
+func (room *Room) firstRowsOf(ctx context.Context, id string) ([]tracedRow, error) {
+	rows, err := room.Read.Query(ctx, `
+		select `+lineColumns+`
+		  from agent_activity a where a.trace_id = @id order by a.created_at, a.id limit @most`,
+		postgres.Strict{"id": id, "most": traceFirst + traceLast + 1})
+	return collectTraced(rows, err, id)
+}
+
+// rowsOf reads the activities of the waterfall: all of them, or the first, the last, and the failed ones.
+func (room *Room) rowsOf(ctx context.Context, h *tracedHead) ([]tracedRow, error) {
+	if h.whole {
+		return h.rows, nil
 	}
 	rows, err := room.Read.Query(ctx, `
 		with picked as (
@@ -110,9 +118,9 @@ func (room *Room) rowsOf(ctx context.Context, id string, count int64) ([]tracedR
 		select `+lineColumns+`
 		  from picked p join agent_activity a on a.id = p.id
 		 order by a.created_at, a.id`, freshPlan, postgres.Strict{
-		"id": id, "first": traceFirst, "last": traceLast, "failed": traceFailed, "scan": traceSummed,
+		"id": h.ID, "first": traceFirst, "last": traceLast, "failed": traceFailed, "scan": traceSummed,
 	})
-	return collectTraced(rows, err, id)
+	return collectTraced(rows, err, h.ID)
 }
 
 // pageOf reads a page of the table in order of the start, after a row.

@@ -1,7 +1,10 @@
 package engineroom
 
 import (
+	"cmp"
 	"context"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -62,7 +65,7 @@ func (room *Room) runsOf(ctx context.Context, id string) (runs []tracedRun, more
 		  from (select x.* from agent_executions x where x.trace_id = @id order by x.id limit @most::int + 1) e
 		  left join agent_workers w on w.id = e.claimed_by
 		 order by e.id`,
-		freshPlan, postgres.Strict{"id": id, "most": traceRuns})
+		postgres.Strict{"id": id, "most": traceRuns})
 	if err != nil {
 		return nil, false, err
 	}
@@ -97,7 +100,7 @@ func (room *Room) sumsOf(
 		  from (select x.execution_id, x.kind, x.status, x.token_usage, x.cost_usd, x.created_at, x.finished_at, x.surface
 		          from agent_activity x where x.trace_id = @id order by x.created_at limit @most::int + 1) a
 		 group by a.execution_id`,
-		freshPlan, postgres.Strict{"id": id, "most": traceSummed})
+		postgres.Strict{"id": id, "most": traceSummed})
 	if err != nil {
 		return nil, all, false, err
 	}
@@ -113,6 +116,41 @@ func (room *Room) sumsOf(
 		all.add(s)
 	}
 	return byRun, all, all.Rows > traceSummed, nil
+}
+
+// sumRows adds up rows in the order of their beginning, as sumsOf does.
+func sumRows(rows []tracedRow) (byRun map[string]tracedSums, all tracedSums) {
+	byRun = map[string]tracedSums{}
+	for i := range rows {
+		one := rows[i].sums()
+		if all.Rows == 0 {
+			all = one
+		} else {
+			all.add(one)
+		}
+		if one.ExecutionID == nil {
+			continue
+		}
+		if sum, has := byRun[*one.ExecutionID]; has {
+			sum.add(one)
+			one = sum
+		}
+		byRun[*one.ExecutionID] = one
+	}
+	return byRun, all
+}
+
+// sums are the totals of one row.
+func (r *tracedRow) sums() tracedSums {
+	s := tracedSums{
+		ExecutionID: r.ExecutionID, Rows: 1, Running: r.Status == "running", Skipped: r.Status == "skipped",
+		Prompt: r.Prompt, Output: r.Completion, Tokens: r.Tokens, CostUSD: r.CostUSD, First: &r.CreatedAt,
+		Last: cmp.Or(r.FinishedAt, &r.CreatedAt), Surface: r.Surface,
+	}
+	if r.Status == "error" {
+		s.Failed = 1
+	}
+	return s
 }
 
 // add adds other totals.
@@ -133,35 +171,61 @@ type tracedAround struct {
 	Lanes        []string // lanes of its rows
 	Held         []string // lanes that it holds
 	Newer, Older *string  // the next and the previous trace
-	Pending      int64    // pending approvals
 }
 
-// aroundOf reads data about a trace from other tables. root is its first execution; empty for none.
-func (room *Room) aroundOf(ctx context.Context, id, root string, runs []string) (tracedAround, error) {
-	return postgres.Row[tracedAround](ctx, room.Read, "look around trace", `
+// aroundOf reads data about a trace from other tables. The traces before and after it are among the nearest idle roots of
+// each surface, in the order of their index, and the claimed ones, which are few.
+func (room *Room) aroundOf(ctx context.Context, h *tracedHead) (tracedAround, error) {
+	root, ids := "", make([]string, len(h.Runs))
+	for i, r := range h.Runs {
+		if ids[i] = r.ID; r.ParentID == nil && root == "" {
+			root = r.ID
+		}
+	}
+	scan := traceSummed
+	if h.whole {
+		scan = 0
+	}
+	around, err := postgres.Row[tracedAround](ctx, room.Read, "look around trace", `
+		with roots as materialized (
+		  select i.id, i.trace_id from unnest(@surfaces::text[]) s (surface) cross join lateral (
+		    (select e.id, e.trace_id from agent_executions e
+		      where e.surface between s.surface and s.surface and e.parent_id is null and e.claimed_by is null
+		        and e.id > nullif(@root::text, '')::uuid order by e.surface, e.id limit 1)
+		    union all
+		    (select e.id, e.trace_id from agent_executions e
+		      where e.surface between s.surface and s.surface and e.parent_id is null and e.claimed_by is null
+		        and e.id < nullif(@root::text, '')::uuid order by e.surface desc, e.id desc limit 1)) i
+		  union all
+		  select e.id, e.trace_id from (select k.* from agent_executions k where k.claimed_by is not null offset 0) e
+		   where e.parent_id is null and e.surface = any (@surfaces::text[]))
 		select array(select distinct x.lane from (select a.lane from agent_activity a
 		               where a.trace_id = @id order by a.created_at limit @scan) x
 		              where x.lane <> '' order by x.lane limit 20) as lanes,
 		       array(select l.lane from agent_locks l
 		              where l.execution_id = any (@runs::text[]::uuid[]) order by l.lane limit 20) as held,
-		       (select n.trace_id from unnest(@surfaces::text[]) s (surface) cross join lateral (
-		          select e.id, e.trace_id from agent_executions e where e.surface = s.surface and e.parent_id is null
-		             and e.id > nullif(@root::text, '')::uuid order by e.id limit 1) n order by n.id limit 1) as newer,
-		       (select n.trace_id from unnest(@surfaces::text[]) s (surface) cross join lateral (
-		          select e.id, e.trace_id from agent_executions e where e.surface = s.surface and e.parent_id is null
-		             and e.id < nullif(@root::text, '')::uuid order by e.id desc limit 1) n order by n.id desc limit 1)
-		               as older,
-		       (select count(*) from (select from agent_approvals p
-		          where p.trace_id = @id and p.status = 'pending' limit 100) t) as pending`,
-		freshPlan, postgres.Strict{
-			"id": id, "runs": runs, "root": root, "surfaces": surfaceNames(), "scan": traceSummed,
-		})
+		       (select n.trace_id from roots n where n.id > nullif(@root::text, '')::uuid order by n.id limit 1) as newer,
+		       (select n.trace_id from roots n where n.id < nullif(@root::text, '')::uuid order by n.id desc limit 1) as older`,
+		freshPlan, postgres.Strict{"id": h.ID, "runs": ids, "root": root, "surfaces": surfaceNames(), "scan": scan})
+	if h.whole {
+		around.Lanes = lanesOf(h.rows)
+	}
+	return around, err
+}
+
+// lanesOf are the first lanes of rows.
+func lanesOf(rows []tracedRow) []string {
+	seen := map[string]bool{}
+	for i := range rows {
+		seen[rows[i].Lane] = true
+	}
+	delete(seen, "")
+	lanes := slices.Sorted(maps.Keys(seen))
+	return lanes[:min(len(lanes), 20)]
 }
 
 // tracedHead is the head of the page: what the trace was, and how it ended.
 type tracedHead struct {
-	tracedAround
-
 	ID, Surface, Status string
 	Flow, Agent, Result string
 	CancelledBy, Reason string
@@ -174,25 +238,19 @@ type tracedHead struct {
 	Threads             []string
 	Sums                tracedSums
 	Cause               *activity.RootCause // of the failure, or of errors inside; nil for none
+	Pending             int64               // requested approvals, counted up to 100
 	byRun               map[string]tracedSums
+	rows                []tracedRow // all of them, if whole
+	whole               bool
 }
 
-// readHead reads all of a trace but its rows.
-func (room *Room) readHead(ctx context.Context, id string) (h *tracedHead, err error) {
+// readHead reads what a trace was and its sums: with lines, from all its rows, if they are few enough to be drawn.
+func (room *Room) readHead(ctx context.Context, id string, lines bool) (h *tracedHead, err error) {
 	h = &tracedHead{ID: id}
 	if h.Runs, h.MoreRuns, err = room.runsOf(ctx, id); err != nil {
 		return nil, err
 	}
-	if h.byRun, h.Sums, h.MoreRows, err = room.sumsOf(ctx, id); err != nil {
-		return nil, err
-	}
-	root, ids := "", make([]string, len(h.Runs))
-	for i, r := range h.Runs {
-		if ids[i] = r.ID; r.ParentID == nil && root == "" {
-			root = r.ID
-		}
-	}
-	if h.tracedAround, err = room.aroundOf(ctx, id, root, ids); err != nil {
+	if err := room.readSums(ctx, h, lines); err != nil {
 		return nil, err
 	}
 	h.fill()
@@ -202,6 +260,23 @@ func (room *Room) readHead(ctx context.Context, id string) (h *tracedHead, err e
 		}
 	}
 	return h, nil
+}
+
+// readSums reads the sums of a trace: with lines, from all its rows, if they are few enough to be drawn.
+func (room *Room) readSums(ctx context.Context, h *tracedHead, lines bool) (err error) {
+	if lines {
+		rows, err := room.firstRowsOf(ctx, h.ID)
+		if err != nil {
+			return err
+		}
+		if h.whole = len(rows) <= traceFirst+traceLast; h.whole {
+			h.rows = rows
+			h.byRun, h.Sums = sumRows(rows)
+			return nil
+		}
+	}
+	h.byRun, h.Sums, h.MoreRows, err = room.sumsOf(ctx, h.ID)
+	return err
 }
 
 // fill computes the trace's status from its root executions. Without any (an admin's single action, a skipped tick)

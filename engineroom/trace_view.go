@@ -79,11 +79,12 @@ func (n *tracedNode) Kind() string {
 // traceView loads the head and the chosen view.
 func (room *Room) traceView(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(*tracedVisit)
-	return room.settled(ctx, about, "view", func() (any, bool, error) {
-		head, err := room.readHead(ctx, about.ID)
+	return room.settled(ctx, about, "view", func(now traceState) (any, bool, error) {
+		head, err := room.readHead(ctx, about.ID, about.View != "table")
 		if err != nil {
 			return nil, false, err
 		}
+		head.Pending = now.Pending
 		view := &tracedView{
 			tracedHead: head, View: about.View, Span: about.Span, Filter: about.Filter, Paged: about.After != "",
 			Base: spanBase(v),
@@ -115,7 +116,7 @@ func spanBase(v *visit) string {
 func (room *Room) firstStep(ctx context.Context, id string) (step string, err error) {
 	rows, err := room.Read.Query(ctx, `
 		select c.step from agent_checkpoints c where c.execution_id = @id order by c.created_at, c.step limit 1`,
-		freshPlan, postgres.Strict{"id": id})
+		postgres.Strict{"id": id})
 	steps, err := postgres.Collect(rows, err, "read first step", pgx.RowTo[string])
 	if err != nil || len(steps) == 0 || len(steps[0]) > maxFilter {
 		return "", err
@@ -154,7 +155,7 @@ func (room *Room) loadLines(ctx context.Context, view *tracedView) error {
 
 // linesOf reads the lines of a trace in drawing order, and how many rows they have.
 func (room *Room) linesOf(ctx context.Context, h *tracedHead) (order []*tracedNode, shown int, err error) {
-	rows, err := room.rowsOf(ctx, h.ID, h.Sums.Rows)
+	rows, err := room.rowsOf(ctx, h)
 	if err != nil {
 		return nil, 0, err
 	}

@@ -11,8 +11,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -410,13 +408,10 @@ func (room *Room) openTrace(ctx context.Context, v *visit) (string, error) {
 	if about.After, err = v.uuidFilter("after"); err != nil {
 		return "", err
 	}
-	if about.ID, err = room.findTrace(ctx, v.path("id")); err != nil {
+	if about.ID, about.Flow, err = room.findTrace(ctx, v.path("id")); err != nil {
 		return "", err
 	}
 	v.About = about
-	if about.Flow, err = room.flowOf(ctx, about.ID); err != nil {
-		return "", err
-	}
 	return about.title(), nil
 }
 
@@ -441,41 +436,29 @@ func (about *tracedVisit) title() string {
 	return about.Flow + " " + tail(about.ID)
 }
 
-// flowOf is the flow of a trace's first execution; empty for none.
-func (room *Room) flowOf(ctx context.Context, id string) (string, error) {
-	rows, err := room.Read.Query(ctx, `
-		select left(e.flow, 80) from agent_executions e where e.trace_id = @id order by e.id limit 1`,
-		freshPlan, postgres.Strict{"id": id})
-	flows, err := postgres.Collect(rows, err, "read flow of trace", pgx.RowTo[string])
-	if err != nil || len(flows) == 0 {
-		return "", err
-	}
-	return flows[0], nil
-}
-
-// findTrace is the stored form of an id in any form.
-func (room *Room) findTrace(ctx context.Context, anyForm string) (string, error) {
+// findTrace is the stored form of an id in any form, and the flow of its first execution; empty for none.
+func (room *Room) findTrace(ctx context.Context, anyForm string) (id, flow string, err error) {
 	ids, err := trace.ParseAny(anyForm)
 	if err != nil {
-		return "", problem.New(http.StatusNotFound, "no trace has the id %.60q", anyForm)
+		return "", "", problem.New(http.StatusNotFound, "no trace has the id %.60q", anyForm)
 	}
 	forms := make([]string, len(ids))
 	for i, id := range ids {
 		forms[i] = string(id)
 	}
-	rows, err := room.Read.Query(ctx, `
-		select i.id from unnest(@ids::text[]) i (id)
+	found, err := postgres.Rows[struct{ ID, Flow string }](ctx, room.Read, "find trace", `
+		select i.id, coalesce((select left(e.flow, 80) from agent_executions e where e.trace_id = i.id order by e.id limit 1),
+		         '') as flow
+		  from unnest(@ids::text[]) i (id)
 		 where exists (select from agent_executions e where e.trace_id = i.id)
-		    or exists (select from agent_activity a where a.trace_id = i.id) limit 1`,
-		freshPlan, postgres.Strict{"ids": forms})
-	found, err := postgres.Collect(rows, err, "find trace", pgx.RowTo[string])
+		    or exists (select from agent_activity a where a.trace_id = i.id) limit 1`, postgres.Strict{"ids": forms})
 	if err != nil {
-		return "", err
+		return "", "", err
 	}
 	if len(found) == 0 {
-		return "", problem.New(http.StatusNotFound, "no trace has the id %.60q; retention may have removed it", anyForm)
+		return "", "", problem.New(http.StatusNotFound, "no trace has the id %.60q; retention may have removed it", anyForm)
 	}
-	return found[0], nil
+	return found[0].ID, found[0].Flow, nil
 }
 
 // traceState tells whether a trace that has ended is still as it was.
@@ -484,23 +467,27 @@ type traceState struct {
 	Runs   int64
 	Moved  *time.Time // the latest change of an execution
 	Latest *time.Time // the beginning of the latest activity
+	// Pending are the requested approvals, counted up to 100.
+	Pending int64
 }
 
 // settled returns what a part was loaded with when the trace has ended and nothing came since, and loads it otherwise.
 // So a trace that somebody keeps open costs two looks at an index once it is over. load also says whether something in
 // it is still under way.
 func (room *Room) settled(
-	ctx context.Context, about *tracedVisit, part string, load func() (any, bool, error),
+	ctx context.Context, about *tracedVisit, part string, load func(now traceState) (any, bool, error),
 ) (any, error) {
 	now, err := postgres.Row[traceState](ctx, room.Read, "read trace", `
 		select r.runs, r.moved, r.ended and not exists (
 		         select from agent_activity_open o where o.execution_id = any (r.ids)) as ended,
-		       (select a.created_at from agent_activity a where a.trace_id = @id order by a.created_at desc limit 1) as latest
+		       (select a.created_at from agent_activity a where a.trace_id = @id order by a.created_at desc limit 1) as latest,
+		       (select count(*) from (select from agent_approvals p
+		          where p.trace_id = @id and p.status = 'pending' limit 100) t) as pending
 		  from (select count(*) as runs, max(e.updated_at) as moved, array_agg(e.id) as ids,
 		               count(*) > 0 and bool_and(e.completed_at is not null) as ended
 		          from (select x.id, x.updated_at, x.completed_at from agent_executions x
 		                 where x.trace_id = @id order by x.id desc limit @most) e) r`,
-		freshPlan, postgres.Strict{"id": about.ID, "most": traceRuns})
+		postgres.Strict{"id": about.ID, "most": traceRuns})
 	if err != nil {
 		return nil, err
 	}
@@ -510,7 +497,7 @@ func (room *Room) settled(
 	if has && now.Ended && was.state.same(now) {
 		return was.data, nil
 	}
-	data, open, err := load()
+	data, open, err := load(now)
 	if err != nil {
 		return nil, err
 	}
@@ -523,7 +510,7 @@ func (room *Room) settled(
 
 // same reports whether nothing was written between two states.
 func (s traceState) same(other traceState) bool {
-	return s.Ended == other.Ended && s.Runs == other.Runs && sameMoment(s.Moved, other.Moved) &&
+	return s.Ended == other.Ended && s.Runs == other.Runs && s.Pending == other.Pending && sameMoment(s.Moved, other.Moved) &&
 		sameMoment(s.Latest, other.Latest)
 }
 

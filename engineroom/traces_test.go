@@ -400,7 +400,7 @@ func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
 			t.Fatal(err)
 		}
 		about, _ := v.About.(*tracedVisit)
-		if _, err := room.settled(t.Context(), about, "view", func() (any, bool, error) {
+		if _, err := room.settled(t.Context(), about, "view", func(traceState) (any, bool, error) {
 			loads++
 			return loads,
 				false, nil
