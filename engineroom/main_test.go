@@ -28,7 +28,10 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: browser.Tests{M: m}}) }
+func TestMain(m *testing.M) {
+	pgtest.AtOnce(3)
+	pgtest.Main(leaks.Tests{M: browser.Tests{M: m}})
+}
 
 // open serves the room on a database of its own. Nobody is asked to log in.
 func open(t *testing.T) (*pgxpool.Pool, *httptest.Server) {

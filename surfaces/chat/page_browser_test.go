@@ -89,6 +89,7 @@ func held(start, rest string, release <-chan struct{}) modeltest.Reply {
 }
 
 func TestThePageShowsTheGreetingInANewConversation(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
 	page := openPage(t, w.house(t), browser.Look{})
@@ -106,6 +107,7 @@ func TestThePageShowsTheGreetingInANewConversation(t *testing.T) {
 }
 
 func TestThePageSelectsAnAgent(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	w.model.Handle(func(_ int, r openai.ChatCompletionRequest) modeltest.Reply {
 		if strings.Contains(modeltest.Said(r.Messages[0]), "You are Bill.") {
@@ -126,6 +128,7 @@ func TestThePageSelectsAnAgent(t *testing.T) {
 }
 
 func TestThePageSendsFiles(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("One order."))
 	page := openPage(t, w.process(t), browser.Look{})
 	page.Eval(`(() => {
@@ -159,6 +162,7 @@ const markdown = "# Hours\n\nWe open at **nine**, see [our site](https://example
 	"| day | hour |\n|---|---|\n| Monday | 9 |\n\n```go\nfmt.Println(\"hola\")\n```\n\n- مرحبا\n- 🎉\n"
 
 func TestThePageRendersMarkdownAndRunsNoHTML(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text(markdown))
 	page := openPage(t, w.process(t), browser.Look{})
 	submit(page, "When? <b>now</b>")
@@ -189,6 +193,7 @@ func TestThePageRendersMarkdownAndRunsNoHTML(t *testing.T) {
 }
 
 func TestThePageKeepsTheComposerInView(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text(strings.Repeat("A long line of an answer.\n\n", 200)), modeltest.Text("Short."))
 	page := openPage(t, w.process(t), browser.Look{Width: 390, Height: 700})
 	submit(page, "Tell me all.")
@@ -206,6 +211,7 @@ func TestThePageKeepsTheComposerInView(t *testing.T) {
 }
 
 func TestThePageShowsTheConversationAfterAReload(t *testing.T) {
+	t.Parallel()
 	release := make(chan struct{})
 	w := newWorld(t, modeltest.Text("One."), held("Two is ", "done.", release))
 	p := w.process(t)
@@ -224,6 +230,7 @@ func TestThePageShowsTheConversationAfterAReload(t *testing.T) {
 }
 
 func TestThePageLoadsEarlierMessages(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	p := w.process(t)
 	page := openPage(t, p, browser.Look{})
@@ -248,6 +255,7 @@ func TestThePageLoadsEarlierMessages(t *testing.T) {
 }
 
 func TestThePageStopsAnAnswer(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, held("It goes on", " and on.", make(chan struct{})), modeltest.Text("Fine."))
 	page := openPage(t, w.process(t), browser.Look{})
 	submit(page, "Talk")
@@ -268,6 +276,7 @@ func TestThePageStopsAnAnswer(t *testing.T) {
 }
 
 func TestThePageOffersToTryAgain(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t)
 	failing := true
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
@@ -285,6 +294,7 @@ func TestThePageOffersToTryAgain(t *testing.T) {
 }
 
 func TestThePageShowsToolsAndApprovals(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("look_up", `{}`), modeltest.Text("It is sunny."),
 		modeltest.ToolCall("refund", `{}`), modeltest.Text("Refunded."))
 	called, release := make(chan struct{}, 1), make(chan struct{})
@@ -309,6 +319,7 @@ func TestThePageShowsToolsAndApprovals(t *testing.T) {
 }
 
 func TestASiteEmbedsThePage(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, modeltest.Text("Hello, visitor."))
 	host := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, r *http.Request) {
 		rw.Header().Set("Content-Type", "text/html")
@@ -341,6 +352,7 @@ func TestASiteEmbedsThePage(t *testing.T) {
 }
 
 func TestThePageIsCompressedAndCached(t *testing.T) {
+	t.Parallel()
 	mux := http.NewServeMux()
 	mux.Handle("GET /chat", (&chat.Chat{}).PageHandler())
 	mux.Handle("GET /chat/{file}", (&chat.Chat{}).PageHandler())

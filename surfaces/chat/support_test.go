@@ -37,7 +37,10 @@ import (
 
 const patience = 90 * time.Second
 
-func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: browser.Tests{M: m}}) }
+func TestMain(m *testing.M) {
+	pgtest.AtOnce(4)
+	pgtest.Main(leaks.Tests{M: browser.Tests{M: m}})
+}
 
 // world is a database, a scripted model and skills that count their calls.
 type world struct {
