@@ -97,9 +97,8 @@ func TestAFlowReturnsItsTypedResult(t *testing.T) {
 	}
 	again, err := pay.Start(t.Context(), order{"n-7", 250}, lanekeeper.Key("n-7"))
 	require.NoError(t, err)
-	if again.ID() != h.ID() || again.TraceID() != h.TraceID() {
-		t.Errorf("the same key started %s beside %s", again.ID(), h.ID())
-	}
+	assert.Equal(t, h.ID(), again.ID())
+	assert.Equal(t, h.TraceID(), again.TraceID())
 	steps := pgtest.Column[string](t, pool, `
 		select skill_name || ' ' || status || ' ' || (input ->> 'id') from agent_activity where trace_id = $1
 		 order by created_at, id`, h.TraceID())

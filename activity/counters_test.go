@@ -432,10 +432,8 @@ func TestHealthEqualsTheView(t *testing.T) {
 	got, err := activity.CountedHealth(t.Context(), db, activity.HealthFilter{})
 	require.NoError(t, err)
 	sameTime := cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) })
-	if diff := cmp.Diff(want, got.Lines, sameTime, cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS",
-		"SuccessRate")); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff(t, want, got.Lines, sameTime, cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS",
+		"SuccessRate"))
 	if got.Until != nil {
 		t.Errorf("the figures end at %s", got.Until)
 	}

@@ -85,9 +85,7 @@ func TestATraceIsInTheOrderInWhichItBegan(t *testing.T) {
 	require.NoError(t, err)
 	rows := story.Activities
 	assert.NoDiff(t, []string{first, second}, ids(rows))
-	if zone := rows[0].CreatedAt.Location(); zone != time.UTC {
-		t.Errorf("times are in %s", zone)
-	}
+	assert.Equal(t, time.UTC, rows[0].CreatedAt.Location())
 }
 
 func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {

@@ -87,9 +87,8 @@ func TestOpeningAStepTwiceLeavesOneRow(t *testing.T) {
 	one, err := activity.Open(t.Context(), pool, e)
 	require.NoError(t, err)
 	two, err := activity.Open(t.Context(), pool, e)
-	if err != nil || one != two {
-		t.Errorf("opened %s, then %s, %v", one, two, err)
-	}
+	assert.NoError(t, err)
+	assert.Equal(t, two, one)
 	e.Step = "pay#2"
 	three, err := activity.Open(t.Context(), pool, e)
 	if err != nil || three == one {
@@ -241,10 +240,8 @@ func TestAnUnloggableActionIsAnError(t *testing.T) {
 	if _, err := activity.Open(ended, pool, whole); !errors.Is(err, context.Canceled) {
 		t.Errorf("with an ended context: %v", err)
 	}
-	if n := pgtest.Value[int](t, pool, `select (select count(*) from agent_activity) + (select count(*)
-		from agent_activity_open)`); n != 0 {
-		t.Errorf("%d rows were written", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select (select count(*) from agent_activity) + (select count(*)
+		from agent_activity_open)`))
 }
 
 func TestATakeoverWaitsForAFencedWrite(t *testing.T) {

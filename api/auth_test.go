@@ -164,10 +164,8 @@ func TestRouteAccess(t *testing.T) {
 			"beheaded": {token[1:], map[api.Access]bool{api.Public: true}},
 		} {
 			w := a.raw(op[0], op[1], "{}", bearer(test.key))
-			if entered := w.Code != http.StatusUnauthorized &&
-				w.Code != http.StatusTooManyRequests; entered != test.enters[access] {
-				t.Errorf("%s as %s: status %d", name, who, w.Code)
-			}
+			assert.Equal(t, test.enters[access], w.Code != http.StatusUnauthorized &&
+				w.Code != http.StatusTooManyRequests, name, who, w.Code)
 			if w.Code == http.StatusMethodNotAllowed || strings.Contains(w.Body.String(), "no route") {
 				t.Errorf("%s is documented and is not there: %d %s", name, w.Code, w.Body)
 			}
@@ -624,10 +622,8 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 	if w := a.raw("POST", "/v1/skills/none/enable", `{"reason":"x"}`, withCookie(c)); w.Code != http.StatusNotFound {
 		t.Errorf("an action: %d %s", w.Code, w.Body)
 	}
-	if w := a.raw("GET", "/v1/lanes", "",
-		withCookie(c, "Authorization", "Bearer wrong")); w.Code != http.StatusUnauthorized {
-		t.Errorf("a wrong token with a good cookie: %d", w.Code)
-	}
+	assert.Equal(t, http.StatusUnauthorized, a.raw("GET", "/v1/lanes", "",
+		withCookie(c, "Authorization", "Bearer wrong")).Code)
 	if w := a.raw("GET", "/login?next=/lanes", "", withCookie(c)); w.Code != http.StatusSeeOther ||
 		w.Header().Get("Location") != "/lanes" {
 		t.Errorf("the login page for who is logged in: %d %s", w.Code, w.Body)
@@ -714,10 +710,8 @@ func TestInvalidCookieIsRejected(t *testing.T) {
 		"beheaded": good.Value[1:], "trimmed": good.Value[:len(good.Value)-1], "token": token,
 		"lower case": strings.ToLower(good.Value),
 	} {
-		if w := a.raw("GET", "/v1/lanes", "",
-			withCookie(&http.Cookie{Name: good.Name, Value: value})); w.Code != http.StatusUnauthorized {
-			t.Errorf("%s: %d", name, w.Code)
-		}
+		assert.Equal(t, http.StatusUnauthorized, a.raw("GET", "/v1/lanes", "",
+			withCookie(&http.Cookie{Name: good.Name, Value: value})).Code, name)
 	}
 	pool := a.pool
 	again, err := api.New(api.Options{Pool: pool, Engine: engine(t, pool), AdminToken: token, Pages: errorPages{}})
@@ -832,8 +826,6 @@ func TestLoginRedirectStaysLocal(t *testing.T) {
 			t.Errorf("%s leads to %s", next, w.Header().Get("Location"))
 		}
 	}
-	if w := a.raw("POST", "/login", `{"token":"`+token+`"}`,
-		http.Header{"Content-Type": {"application/json"}}); w.Code != http.StatusUnsupportedMediaType {
-		t.Errorf("JSON: %d", w.Code)
-	}
+	assert.Equal(t, http.StatusUnsupportedMediaType, a.raw("POST", "/login", `{"token":"`+token+`"}`,
+		http.Header{"Content-Type": {"application/json"}}).Code)
 }

@@ -245,9 +245,8 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 		t.Errorf("fork is %+v", got)
 	}
 	a.request("POST", "/v1/executions/"+bad.ID+"/retry", ``, 201, &got)
-	if got.ForkedFrom != bad.ID || got.From != "say" {
-		t.Errorf("retry is %+v", got)
-	}
+	assert.Equal(t, bad.ID, got.ForkedFrom, got)
+	assert.Equal(t, "say", got.From, got)
 	var replayed executions.Replayed
 	for _, x := range []executions.Execution{good, bad} {
 		a.post("/v1/executions/"+x.ID+"/replay", ``, &replayed)

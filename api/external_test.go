@@ -280,9 +280,8 @@ func TestStartWithKeyAndChild(t *testing.T) {
 	a.checkResponse(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &again)
 	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as if the process had died before it kept the answer
 	a.checkResponse(a.raw("POST", "/v1/executions", body, header), "POST", "/v1/executions", 201, &child)
-	if first != again || first != child {
-		t.Errorf("started %+v, %+v, %+v", first, again, child)
-	}
+	assert.Equal(t, again, first)
+	assert.Equal(t, child, first)
 	var found struct{ Items []struct{ ID string } }
 	a.request("GET", "/v1/executions?label=order%3DA-1001", "", 200, &found)
 	var detail struct{ Labels map[string]string }

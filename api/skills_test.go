@@ -110,9 +110,8 @@ func TestAgentValuesHaveSources(t *testing.T) {
 		}
 	}
 	a.get("/v1/agents/sales?version=1", &shown)
-	if shown.Version != 1 || string(shown.Skills) != "[]" {
-		t.Errorf("version 1 is %+v", shown)
-	}
+	assert.Equal(t, 1, shown.Version, shown)
+	assert.Equal(t, "[]", string(shown.Skills), shown)
 }
 
 func TestUnknownAgentProblems(t *testing.T) {

@@ -112,10 +112,8 @@ func TestTheSameCallIsAskedForOnce(t *testing.T) {
 	if other := ask(t, pool, s, `{"table":"y","n":1}`); other == first {
 		t.Error("another call led to the same approval")
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'pending_approval'
-		and skill_name = 'drop'`); n != 2 {
-		t.Errorf("%d rows await approval, want 2", n)
-	}
+	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'pending_approval'
+		and skill_name = 'drop'`))
 	pending, err := approvals.Pending(t.Context(), pool, 10)
 	if err != nil || len(pending) != 2 || pending[0].ID != first {
 		t.Errorf("pending are %+v, %v", pending, err)
@@ -169,10 +167,8 @@ func TestAGrantIsUsedOnceHoweverManyRace(t *testing.T) {
 	if acted.Load() != 1 || refused.Load() != 5 {
 		t.Errorf("%d acted, %d were refused", acted.Load(), refused.Load())
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'drop'
-		and status = 'success'`); n != 1 {
-		t.Errorf("%d rows of calls", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'drop'
+		and status = 'success'`))
 	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {
 		t.Errorf("left are %+v, %v", left, err)
 	}

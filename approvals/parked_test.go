@@ -196,9 +196,8 @@ func TestListingsTellWhatHasExpired(t *testing.T) {
 	pgtest.Exec(t, p.pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, approval)
 	for status, want := range map[string]int{"": 1, "pending": 0, "expired": 1, "approved": 0} {
 		got, err := approvals.List(t.Context(), p.pool, approvals.Filter{Status: status})
-		if err != nil || len(got) != want {
-			t.Errorf("%q lists %+v, %v; want %d", status, got, err, want)
-		}
+		assert.NoError(t, err, status, got)
+		assert.Equal(t, want, len(got), status, got)
 		if len(got) == 1 && got[0].Status != "expired" {
 			t.Errorf("%q lists it as %s", status, got[0].Status)
 		}

@@ -302,9 +302,8 @@ func TestARunIsTriedAgainUntilItIsDead(t *testing.T) {
 		t.Errorf("got %+v", run)
 	}
 	dead, err := automations.Runs(t.Context(), pool, automations.RunFilter{Status: automations.Dead, AutomationID: a.ID})
-	if err != nil || len(dead) != 1 {
-		t.Errorf("dead letters %+v, %v", dead, err)
-	}
+	assert.NoError(t, err, dead)
+	assert.Equal(t, 1, len(dead), dead)
 	if ok, err := automations.Redrive(t.Context(), pool, run.ID); !ok || err != nil {
 		t.Fatal(ok, err)
 	}

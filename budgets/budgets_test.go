@@ -141,10 +141,8 @@ func TestWhatALostClaimReservedIsWrittenOffWhenItIsTakenOver(t *testing.T) {
 		`unknown 2 {"unknown_usd": 2.000, "total_tokens": 1100, "prompt_tokens": 100, "unknown_tokens": 1100, "completion_tokens": 1000}` {
 		t.Errorf("the row says %s", got)
 	}
-	if got := pgtest.Value[string](t, db,
-		`select concat_ws(' ', tokens, cost_usd::float8) from agent_spend`); got != "1100 2" {
-		t.Errorf("spent are %s", got)
-	}
+	assert.Equal(t, "1100 2", pgtest.Value[string](t, db,
+		`select concat_ws(' ', tokens, cost_usd::float8) from agent_spend`))
 }
 
 // A request that may have been billed is written off before another leaves.
@@ -204,9 +202,8 @@ func TestOthersReservationsAreWaitedFor(t *testing.T) {
 		settled <- err
 	}()
 	got, err := second.Await(t.Context(), db)
-	if err != nil || got != 970 {
-		t.Errorf("granted %d (%v) once the first was settled", got, err)
-	}
+	assert.NoError(t, err)
+	assert.Equal(t, 970, got)
 	assert.NoError(t, <-settled)
 }
 
@@ -347,13 +344,11 @@ func TestNonsenseIsRefused(t *testing.T) {
 func TestTodayIsTheDatabasesUTCDay(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	if err := pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
+	require.NoError(t, pgx.BeginFunc(t.Context(), db, func(tx pgx.Tx) error {
 		pgtest.Exec(t, tx, `set local timezone = 'Pacific/Kiritimati'`)
 		_, err := reserve(t, tx, call(running(t, db), 0, budgets.Limits{}.Scopes(trace.Chat)...))
 		return err
-	}); err != nil {
-		t.Fatal(err)
-	}
+	}))
 	got, err := budgets.Today(t.Context(), db)
 	day := "day:" + time.Now().UTC().Format(time.DateOnly)
 	if err != nil || len(got) != 2 || got[0].Scope != day || got[1].Scope != day+":chat" || got[1].ReservedTokens != 1100 {

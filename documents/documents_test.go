@@ -114,9 +114,8 @@ func TestNameAndTypeAreCleaned(t *testing.T) {
 		"bad claim": {"a", "text/;;", "x", "a", "text/plain"},
 	} {
 		d := added(t, pool, documents.Upload{Name: c.name, ContentType: c.claimed, Content: []byte(c.content)})
-		if d.Name != c.wantName || d.ContentType != c.wantType {
-			t.Errorf("%s: %q, %s", what, d.Name, d.ContentType)
-		}
+		assert.Equal(t, c.wantName, d.Name, what)
+		assert.Equal(t, c.wantType, d.ContentType, what)
 	}
 }
 

@@ -55,13 +55,11 @@ func TestConcurrentCallersShareWrites(t *testing.T) {
 		})
 	}
 	assert.NoError(t, group.Wait())
-	if n := pgtest.Value[int](t, pool, `
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `
 		select count(*) from agent_executions x where x.completed_at is null
 		    or (select count(*) from agent_events v where v.execution_id = x.id) <> 1
 		    or (select count(*) from agent_checkpoints c
-		      where c.execution_id = x.id) <> (x.status = 'completed')::int`); n != 0 {
-		t.Errorf("%d of the executions are not as they should have ended", n)
-	}
+		      where c.execution_id = x.id) <> (x.status = 'completed')::int`))
 }
 
 // A crash of the database may take a start along that nothing durable has followed. Then there has been no execution:
@@ -94,13 +92,11 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 		!strings.Contains(err.Error(), "database crash") {
 		t.Errorf("a run whose start is lost: %v, %v", x.Status, err)
 	}
-	if n := pgtest.Value[int](t, pool, `
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `
 		select (select count(*) from agent_executions where id <> @id::uuid) + (select count(*) from agent_events
 		  where execution_id <> @id::uuid)
 		     + (select count(*) from agent_checkpoints
-		       where execution_id <> @id::uuid)`, postgres.Strict{"id": durable.ID}); n != 0 {
-		t.Errorf("%d rows of executions that were lost", n)
-	}
+		       where execution_id <> @id::uuid)`, postgres.Strict{"id": durable.ID}))
 	assert.Equal(t, executions.Completed, get(t, pool, durable.ID).Status)
 }
 
@@ -263,9 +259,8 @@ func testCheckpointBatch(t *testing.T, showing bool, kept string) {
 		before[i] = dump(t, pool, id)
 	}
 	got, err := checkpointAll(t.Context(), pool, ids, claims, steps, variables)
-	if err != nil || got != kept {
-		t.Errorf("%s were kept: %v", got, err)
-	}
+	assert.NoError(t, err)
+	assert.Equal(t, kept, got)
 	for i, name := range names {
 		if !slices.Contains(strings.Fields(kept), strconv.Itoa(i+1)) {
 			assert.Equal(t, before[i], dump(t, pool, ids[i]), name)

@@ -224,10 +224,8 @@ func TestAPhaseKeepsItsRowOverACrash(t *testing.T) {
 	until(t, pool, id, executions.Completed)
 	want := []row{{"plan", "plan", "phase", "success", "", `"planned"`}, {"ask", "plan/ask", "call", "success", "", "1"}}
 	assert.NoDiff(t, want, rows(t, pool, id))
-	if parent := pgtest.Value[string](t, pool,
-		`select parent_id::text from agent_activity where skill_name = 'ask'`); parent != first {
-		t.Errorf("the call is filed under %s, the phase is %s", parent, first)
-	}
+	assert.Equal(t, first, pgtest.Value[string](t, pool,
+		`select parent_id::text from agent_activity where skill_name = 'ask'`))
 }
 
 func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
@@ -577,10 +575,8 @@ func TestPanickingMethodsOfResultsFailTheStep(t *testing.T) {
 		assert.Equal(t, strings.Contains(name, " of a "),
 			got.FailedStep != nil && *got.FailedStep == "a", name, got.FailedStep)
 	}
-	if got := pgtest.Value[string](t, pool, `select status from agent_activity where skill_name = 'call'`); got != string(
-		activity.Error) {
-		t.Errorf("the call whose result cannot be stored is %s", got)
-	}
+	assert.Equal(t, string(
+		activity.Error), pgtest.Value[string](t, pool, `select status from agent_activity where skill_name = 'call'`))
 }
 
 type classed struct{ class string }
@@ -608,12 +604,9 @@ func TestInvalidTextInACallIsReplaced(t *testing.T) {
 	})
 	assert.Equal(t, `["declined", 7]`, string(got.Result), got.Status, got.Result)
 	args := postgres.Strict{"id": got.ID}
-	if text := pgtest.Value[string](t, pool, `
+	assert.Equal(t, "fails error a\ufffd c\ufffd, works success a\ufffd ", pgtest.Value[string](t, pool, `
 		select string_agg(concat_ws(' ', step, status, model, error_class), ', ' order by step) from agent_activity
-		  where execution_id = @id`, args); text !=
-		"fails error a\ufffd c\ufffd, works success a\ufffd " {
-		t.Errorf("%q", text)
-	}
+		  where execution_id = @id`, args))
 }
 
 // One such row would make every sum with it NaN, which JSON cannot encode.
@@ -734,10 +727,8 @@ func TestAStepEndedByItsCodeIsRecorded(t *testing.T) {
 			if diff := cmp.Diff([]executions.StepError{c.want, c.want}, seen); diff != "" || got.Status != executions.Completed {
 				t.Errorf("status %s, errors (-want +got):\n%s", got.Status, diff)
 			}
-			if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'
-				and status <> 'error'`); n != 0 {
-				t.Errorf("%d rows of the call do not say that it failed", n)
-			}
+			assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'
+				and status <> 'error'`))
 		})
 	}
 }

@@ -114,9 +114,8 @@ func TestCancelStopsAStepInTheMiddle(t *testing.T) {
 					pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`))
 			}
 			points, err := executions.Checkpoints(t.Context(), pool, id)
-			if err != nil || len(points) != 0 {
-				t.Errorf("recorded %v, %v", points, err)
-			}
+			assert.NoError(t, err, points)
+			assert.Equal(t, 0, len(points), points)
 		})
 	}
 }
@@ -377,9 +376,8 @@ func TestACancelOfABlockedStepCompletesAtItsEnd(t *testing.T) {
 	id := p.begin(t, "flow")
 	testkit.Receive(t, entered)
 	status, err := p.Cancel(t.Context(), id, "ana", "enough")
-	if err != nil || status != executions.Running {
-		t.Errorf("cancel: %s, %v", status, err)
-	}
+	assert.NoError(t, err)
+	assert.Equal(t, executions.Running, status)
 	if who, err := executions.CancelDetail(t.Context(), pool); err != nil ||
 		!strings.Contains(who, "idle in transaction") {
 		t.Errorf("in the way: %q, %v", who, err)
@@ -435,10 +433,8 @@ func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
 	if got := claimReady(t, tx, newWorker(t, pool), 10); len(got) != 1 || got[0] != second {
 		t.Errorf("claimed %v of %s, which is to be cancelled, and %s", got, first, second)
 	}
-	if missed := pgtest.Value[string](t, tx,
-		`select coalesce(current_setting('lanekeeper.missed', true), '')`); missed != "" {
-		t.Error("the caller asks again at once")
-	}
+	assert.Equal(t, "", pgtest.Value[string](t, tx,
+		`select coalesce(current_setting('lanekeeper.missed', true), '')`))
 }
 
 // A parent whose child is in a transaction is cancelled as soon, and the child with it.

@@ -207,10 +207,8 @@ func TestALaneWaitQueuesBehindEarlierWaiters(t *testing.T) {
 	pgtest.Exec(t, pool, `select release_agent_lock('thread:queued', 'first')`)
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Waiting)
-	if n := pgtest.Value[int](t, pool, `select wait_number from agent_executions where id = @id`,
-		postgres.Strict{"id": id}); n != 1 {
-		t.Errorf("%d waits, want 1: it waits for itself, or over and over", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select wait_number from agent_executions where id = @id`,
+		postgres.Strict{"id": id}))
 	pgtest.Exec(t, pool, `select leave_agent_lock_queue('thread:queued', 'second')`)
 	until(t, pool, id, executions.Completed)
 }
@@ -373,10 +371,8 @@ func TestAChildIsStartedOnce(t *testing.T) {
 	x := until(t, pool, id, executions.Completed)
 	g.open()
 	wait()
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions where parent_id = @id`,
-		postgres.Strict{"id": x.ID}); n != 1 {
-		t.Errorf("%d children", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_executions where parent_id = @id`,
+		postgres.Strict{"id": x.ID}))
 }
 
 // A child that ends without a running process makes its parent ready.
@@ -395,10 +391,8 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 		}
 		pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`,
 			postgres.Strict{"id": child.id, "claim": child.n})
-		if n := pgtest.Value[int](t, pool, `select count(*) from agent_untold_ends where execution_id = @id`,
-			postgres.Strict{"id": child.id}); n != 1 {
-			t.Errorf("%s: the end is not noted as one to be told", name)
-		}
+		assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_untold_ends where execution_id = @id`,
+			postgres.Strict{"id": child.id}), name)
 		assert.Equal(t, executions.Waiting, parent.status(), name)
 		tell(child.id)
 		if out := parent.resume("child"); out.Event != "AGENT_COMPLETED" || out.TimedOut {

@@ -504,10 +504,8 @@ func TestAReadyBacklogBurnsNoAttempts(t *testing.T) {
 	for range 10 {
 		sweep(t, pool)
 	}
-	if n := pgtest.Value[int](t, pool,
-		`select count(*) from agent_executions where status = 'pending' and attempt = 0`); n != len(ids) {
-		t.Errorf("%d of %d are as they were", n, len(ids))
-	}
+	assert.Equal(t, len(ids), pgtest.Value[int](t, pool,
+		`select count(*) from agent_executions where status = 'pending' and attempt = 0`))
 }
 
 func TestClaimsOfAnUnknownWorkerAreSwept(t *testing.T) {

@@ -198,10 +198,8 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 		assert.Equal(t, 1,
 			pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
 		deliverBatch(t, pool, me, 9, by, "kept")
-		if n := pgtest.Value[int](t, pool,
-			`select count(*) from agent_events where key = 'kept' and consumed_by is null`); n != 1 {
-			t.Error("an event that nobody waits for was not kept")
-		}
+		assert.Equal(t, 1, pgtest.Value[int](t, pool,
+			`select count(*) from agent_events where key = 'kept' and consumed_by is null`))
 	})
 }
 
@@ -297,9 +295,7 @@ func TestLanesFollowAResumedExecution(t *testing.T) {
 	_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "k", nil, "")
 	require.NoError(t, err)
 	x := until(t, pool, id, executions.Completed)
-	if owner.Load() != fmt.Sprintf("%s#%d", id, x.Claim) {
-		t.Errorf("the lane was held by %v, under claim %d", owner.Load(), x.Claim)
-	}
+	assert.Equal(t, fmt.Sprintf("%s#%d", id, x.Claim), owner.Load().(string), x.Claim)
 }
 
 // A process that dies between the statement that claimed and the code that was to run leaves a claim like any other.
@@ -471,9 +467,8 @@ func TestTheClaimedRecordEqualsTheStoredOne(t *testing.T) {
 			  left join agent_checkpoints c on c.execution_id = @id and c.step = s.step`,
 			postgres.Strict{"steps": steps, "id": id}).Scan(&stored)
 		require.NoError(t, err)
-		if len(steps) != record.steps || answered != stored {
-			t.Errorf("after %q: steps %q were answered as %s, stored is %s", record.before, steps, answered, stored)
-		}
+		assert.Equal(t, record.steps, len(steps), record.before, steps)
+		assert.Equal(t, stored, answered, record.before, steps)
 		pgtest.Exec(t, pool, `delete from agent_executions`)
 	}
 }

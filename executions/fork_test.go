@@ -581,10 +581,8 @@ func TestAForkOfAnExternalExecution(t *testing.T) {
 	if err != nil || len(points) != 1 || points[0].Step != "one" {
 		t.Errorf("records %v, %v", points, err)
 	}
-	if got := pgtest.Value[string](t, pool, `select status from lock_agent_execution(@id, 'another')`,
-		postgres.Strict{"id": fork.ID}); got != "running" {
-		t.Errorf("locked it is %s", got)
-	}
+	assert.Equal(t, "running", pgtest.Value[string](t, pool, `select status from lock_agent_execution(@id, 'another')`,
+		postgres.Strict{"id": fork.ID}))
 }
 
 // Code that asks the database between steps cannot be replayed to its end, but a step that it comes to before is seen

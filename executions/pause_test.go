@@ -79,10 +79,8 @@ func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 		require.NoError(t, err)
 		until(t, pool, x.ID, executions.Completed)
 	}
-	if n := pgtest.Value[int](t, pool,
-		`select count(*) from agent_executions where status = 'pending' and claim = 0`); n != len(held) {
-		t.Fatalf("%d of %d are as they were", n, len(held))
-	}
+	require.Equal(t, len(held), pgtest.Value[int](t, pool,
+		`select count(*) from agent_executions where status = 'pending' and claim = 0`))
 	require.NoError(t, p.Sweep(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from lanekeeper.agent_ready_kinds`))
 	if got := resume(t, pool); !got.Changed || got.Paused || got.PausedBy != "ana" || got.ResumedAt == nil {

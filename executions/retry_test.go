@@ -45,10 +45,8 @@ func TestAStartThatIsRolledBackLeavesNothing(t *testing.T) {
 		t.Error(err)
 	}
 	assert.NoError(t, tx.Rollback(t.Context()))
-	if n := pgtest.Value[int](t, pool, `select (select count(*) from agent_executions) + (select count(*)
-		from river.river_job)`); n != 0 {
-		t.Errorf("%d rows are left", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select (select count(*) from agent_executions) + (select count(*)
+		from river.river_job)`))
 }
 
 func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
@@ -60,9 +58,8 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 	one, err := activity.Open(t.Context(), pool, entry)
 	require.NoError(t, err)
 	two, err := activity.Open(t.Context(), pool, entry)
-	if err != nil || one != two {
-		t.Errorf("opened %s, then %s, %v", one, two, err)
-	}
+	assert.NoError(t, err)
+	assert.Equal(t, two, one)
 	for range 2 {
 		assert.NoError(t, activity.Close(t.Context(), pool, one, entry, activity.Outcome{Output: 1}))
 		pgtest.Exec(t, pool, `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'pay', @claim)

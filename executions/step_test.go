@@ -371,10 +371,8 @@ func TestAStaleStepTxLeavesNoEffect(t *testing.T) {
 	if n := count(); n != 1 || calls.Load() != 1 || string(got.Result) != `"second"` {
 		t.Errorf("%d effects of %d calls, result %s", n, calls.Load(), got.Result)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'stale_write'
-		and step = 'write'`); n != 1 {
-		t.Errorf("%d notes of the refused write", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'stale_write'
+		and step = 'write'`))
 }
 
 func TestAGateRunsBeforeNewStepsOnly(t *testing.T) {
@@ -528,8 +526,6 @@ func TestAZeroWithASignIsTheSameInEveryRun(t *testing.T) {
 		}
 		return executions.Step(ctx, "use", func(context.Context) (rounded, error) { return v, nil }, executions.Input(v))
 	})
-	if want := `{"-0": 0, "More": [0, -0.5, 0.0000001, -0.0000001, "-0", 0], "Text": "-0, \"-0\" \\"}`; string(
-		got.Result) != want {
-		t.Errorf("%s: %s\nnot %s", got.Status, got.Result, want)
-	}
+	assert.Equal(t, `{"-0": 0, "More": [0, -0.5, 0.0000001, -0.0000001, "-0", 0], "Text": "-0, \"-0\" \\"}`, string(
+		got.Result), got.Status, got.Result)
 }

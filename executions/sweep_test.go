@@ -418,8 +418,6 @@ func TestABrokenScheduleDelaysNoOther(t *testing.T) {
 	if err == nil || strings.Count(err.Error(), "schedule bad") != 3 {
 		t.Errorf("the error does not name the three: %v", err)
 	}
-	if keys := pgtest.Value[string](t, pool,
-		`select string_agg(split_part(dedupe_key, ' ', 1), ' ') from agent_executions`); keys != "good" {
-		t.Errorf("started %q", keys)
-	}
+	assert.Equal(t, "good", pgtest.Value[string](t, pool,
+		`select string_agg(split_part(dedupe_key, ' ', 1), ' ') from agent_executions`))
 }

@@ -155,10 +155,8 @@ func TestAWaitTimesOut(t *testing.T) {
 		t.Errorf("outcome %+v", out)
 	}
 	mustDeliver(t, pool, "key", `{}`)
-	if n := pgtest.Value[int](t, pool,
-		`select count(*) from agent_events where key = 'key' and consumed_by is null`); n != 1 {
-		t.Errorf("the event that came too late is not kept")
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, pool,
+		`select count(*) from agent_events where key = 'key' and consumed_by is null`))
 }
 
 func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
@@ -531,10 +529,8 @@ func TestTheEndOfAnExecutionClosesItsRequests(t *testing.T) {
 		t.Fatal("nothing came yet")
 	}
 	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": w.id})
-	if got := pgtest.Value[string](t, pool, `select status from agent_requests where id = @id`,
-		postgres.Strict{"id": id}); got != "closed" {
-		t.Errorf("the request is %s", got)
-	}
+	assert.Equal(t, "closed", pgtest.Value[string](t, pool, `select status from agent_requests where id = @id`,
+		postgres.Strict{"id": id}))
 	send(t, pool, "TEST_COMPLETED", id, `{"score": 1}`, "")
 	if out := other.resume("other"); string(out.Data) != `{"score":1}` {
 		t.Errorf("who waits for the request of another got %+v", out)

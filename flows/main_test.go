@@ -260,10 +260,8 @@ func TestALargeNumberIsKeptOverAWait(t *testing.T) {
 	_, err := w.Deliver(t.Context(), w.pool, "EVENT_COMPLETED", "go", nil, "")
 	require.NoError(t, err)
 	enginetest.Await(t, w.pool, id, executions.Completed)
-	if said := pgtest.Value[string](t, w.pool,
-		`select content from agent_messages order by id desc limit 1`); said != "123456789012345678" {
-		t.Errorf("it says %s", said)
-	}
+	assert.Equal(t, "123456789012345678", pgtest.Value[string](t, w.pool,
+		`select content from agent_messages order by id desc limit 1`))
 }
 
 // knowing is a process with the builtins, and a key that holds "first".
@@ -372,10 +370,8 @@ actions:
 	waits(t, w.pool, child, 1)
 	answer(t, w, "aqui esta")
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
-	if got := said(t, w.pool); got != "Iniciamos tu proceso | Necesito tu INE | Documento recibido | Siguiente paso, "+
-		"aqui esta" {
-		t.Errorf("said %s", got)
-	}
+	assert.Equal(t, "Iniciamos tu proceso | Necesito tu INE | Documento recibido | Siguiente paso, "+
+		"aqui esta", said(t, w.pool))
 	want := map[string]any{
 		"color": "child", "input2": 1.0, "lastResponse": "aqui esta", "triggeredExecutionId": child,
 		"childExecutionStatus":  "completed",
@@ -426,10 +422,8 @@ actions:
   - {id: go, actionType: trigger_agent, parameters: {flow: nobody}}`), flow("wrong", `
   - {id: go, actionType: trigger_agent, parameters: {flow: picky}}`), flow("loose", `
   - {actionType: trigger_agent, saveAs: it, parameters: {flow: broken, waitForCompletion: false}}`))
-	if x := enginetest.Await(t, w.pool, w.begin(t, "handles", nil),
-		executions.Completed); x.ResultSummary != "child failed" {
-		t.Errorf("%q", x.ResultSummary)
-	}
+	assert.Equal(t, "child failed", enginetest.Await(t, w.pool, w.begin(t, "handles", nil),
+		executions.Completed).ResultSummary)
 	for name, want := range map[string]string{
 		"strict": "action go (trigger_agent): flow broken ended as failed: action stop (fail): no",
 		"lost":   "action go (trigger_agent): there is no flow nobody",
@@ -633,10 +627,8 @@ actions:
 	}, "it waits for a document")
 	deliver(t, w, "DOCUMENT_UPLOADED", key, `{"document": "INE", "url": "u"}`)
 	x := enginetest.Await(t, pool, id, executions.Completed)
-	if got := said(t, pool); got != "hello | again | at b | child of 1 | Please send us: INE. | A test is waiting for "+
-		"you: sql | bye yes abc u" {
-		t.Errorf("said %s", got)
-	}
+	assert.Equal(t, "hello | again | at b | child of 1 | Please send us: INE. | A test is waiting for "+
+		"you: sql | bye yes abc u", said(t, pool))
 	got := variables(t, x)
 	delete(got, "triggeredExecutionId")
 	delete(got, "requestId")

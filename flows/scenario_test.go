@@ -197,9 +197,8 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	idle := pgtest.Value[int](t, s.pool, `select ttl_seconds from agent_locks where lane = 'thread:maria'`)
 	loans := pgtest.Value[string](t, s.pool,
 		`select string_agg(who(lender) || ' to ' || who(borrower) || ' ' || ttl_seconds, ', ') from agent_lock_loans`)
-	if idle != 1234 || loans != "coordinador to recolector 1234" {
-		t.Errorf("held for %d s; loans: %s", idle, loans)
-	}
+	assert.Equal(t, 1234, idle)
+	assert.Equal(t, "coordinador to recolector 1234", loans)
 
 	pgtest.Exec(t, s.pool, `select * from lanekeeper.receive_agent_message('maria', 'Aquí está mi INE')`)
 	enginetest.Await(t, s.pool, child, executions.Completed)

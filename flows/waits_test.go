@@ -163,10 +163,8 @@ func TestWithoutAThreadNothingIsSaid(t *testing.T) {
 			t.Errorf("%q", testkit.Deref(got.ErrorMessage))
 		}
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_requests where kind = @kind`,
-		postgres.Strict{"kind": "test"}); n != 1 {
-		t.Errorf("%d requests", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_requests where kind = @kind`,
+		postgres.Strict{"kind": "test"}))
 }
 
 func TestAConversationOfMessagesAndResponses(t *testing.T) {
@@ -195,10 +193,8 @@ actions:
 	assert.NoDiff(t, want, variables(t, x))
 	assert.Equal(t, "send_message, wait_for_response, send_message, send_message skipped", story(t, w.pool, id))
 	assert.Equal(t, "Flow greet (version 1) completed.", x.ResultSummary)
-	if v := pgtest.Value[int](t, w.pool, `select flow_version from agent_executions where id = @id`,
-		postgres.Strict{"id": id}); v != 1 {
-		t.Errorf("version %d", v)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select flow_version from agent_executions where id = @id`,
+		postgres.Strict{"id": id}))
 }
 
 func TestRequestsAreMadeToldAndAnswered(t *testing.T) {
@@ -230,10 +226,8 @@ actions:
 		"timedOut": false,
 	}
 	assert.NoDiff(t, want, got)
-	if got := said(t, w.pool); got != "Sube INE: "+key+" | Please sign this document: contract.pdf | A test is waiting "+
-		"for you: sql | Please send us: later." {
-		t.Errorf("said %s", got)
-	}
+	assert.Equal(t, "Sube INE: "+key+" | Please sign this document: contract.pdf | A test is waiting "+
+		"for you: sql | Please send us: later.", said(t, w.pool))
 }
 
 func TestEventsAndDelays(t *testing.T) {
@@ -316,9 +310,8 @@ actions:
 		"chosen": "fifty", "last": "fifty",
 	}
 	assert.NoDiff(t, want, variables(t, x))
-	if x.ResultSummary != "Sum 50" || string(x.Result) != `{"sum": 50}` {
-		t.Errorf("ended with %q %s", x.ResultSummary, x.Result)
-	}
+	assert.Equal(t, "Sum 50", x.ResultSummary, x.Result)
+	assert.Equal(t, `{"sum": 50}`, string(x.Result), x.Result)
 }
 
 // The condition of a while may be about index from the first look on, whatever an outer loop calls so.

@@ -9,7 +9,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
@@ -114,10 +113,8 @@ func TestAFlowGoesOnAfterARejection(t *testing.T) {
 	_, err := approvals.Decide(t.Context(), w.pool, *waits(t, w.pool, id, 1).WaitingKey, false, "admin",
 		"the photo shows no damage")
 	require.NoError(t, err)
-	if x := enginetest.Await(t, w.pool, id,
-		executions.Completed); x.ResultSummary != "rejected: the photo shows no damage" {
-		t.Errorf("the flow ended with %q", x.ResultSummary)
-	}
+	assert.Equal(t, "rejected: the photo shows no damage", enginetest.Await(t, w.pool, id,
+		executions.Completed).ResultSummary)
 }
 
 // A flow is an occasion for the trial too: a skill that only flows use would not come back otherwise.
@@ -147,21 +144,17 @@ func TestASkillThatNeedsLeaveWaitsForIt(t *testing.T) {
 		require.NoError(t, err)
 		if approve {
 			got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
-			if diff := cmp.Diff(map[string]any{
+			assert.NoDiff(t, map[string]any{
 				"got": map[string]any{"twice": 4.0}, "approvalStatus": "approved",
 				"approvalReason": "because",
-			}, got); diff != "" {
-				t.Error(diff)
-			}
+			}, got)
 			continue
 		}
 		x := enginetest.Await(t, w.pool, id, executions.Failed)
 		assert.Equal(t, "action pay (skill): skill careful was not approved: because", testkit.Deref(x.ErrorMessage))
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'careful'
-		and kind = 'call' and status = 'success'`); n != 1 {
-		t.Errorf("it was called %d times", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where skill_name = 'careful'
+		and kind = 'call' and status = 'success'`))
 }
 
 // The model gets the flow's text and the named skills.
@@ -288,10 +281,8 @@ actions:
 	id := w.begin(t, "a", nil)
 	got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
 	assert.NoDiff(t, map[string]any{"n": 40.0, "text": "10203040"}, got)
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_checkpoints where execution_id = @id`,
-		postgres.Strict{"id": id}); n != 3 {
-		t.Errorf("%d records, want those of the version, the decision and the loop", n)
-	}
+	assert.Equal(t, 3, pgtest.Value[int](t, w.pool, `select count(*) from agent_checkpoints where execution_id = @id`,
+		postgres.Strict{"id": id}))
 }
 
 func TestVariablesHaveABound(t *testing.T) {

@@ -233,9 +233,8 @@ func TestTheWorkspaceDecidesWhatIsMounted(t *testing.T) {
 		t.Fatalf("removed %v, %v", removed, err)
 	}
 	left, err := skills.List(t.Context(), w.pool, skills.Filter{Source: mcp.Source})
-	if err != nil || len(left) != 0 {
-		t.Errorf("skills of a removed server: %v, %v", left, err)
-	}
+	assert.NoError(t, err, left)
+	assert.Equal(t, 0, len(left), left)
 }
 
 func TestASkillOfTheWorkspaceIsNotReplaced(t *testing.T) {

@@ -566,9 +566,8 @@ func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
 	err = pool.QueryRow(t.Context(), `
 		select (select count(*) from agent_memory_conflicts where status = 'open') || ' ' || (select string_agg(key, ',')
 		  from agent_memory_forgotten)`).Scan(&left)
-	if err != nil || left != "1000 new" {
-		t.Errorf("left are %s, %v", left, err)
-	}
+	assert.NoError(t, err)
+	assert.Equal(t, "1000 new", left)
 }
 
 func TestOnlyEntriesThatWereShownWholeAreSeen(t *testing.T) {

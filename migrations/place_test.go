@@ -73,10 +73,8 @@ func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
 		require.NoError(t, err)
 	}
 	assert.NoError(t, migrations.Check(t.Context(), db))
-	if got := pgtest.Value[int](t, owner,
-		`select count(*) from pg_class where relnamespace = 'public'::regnamespace`); got != 0 {
-		t.Errorf("%d relations are in public", got)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, owner,
+		`select count(*) from pg_class where relnamespace = 'public'::regnamespace`))
 }
 
 // Who may not make tables is told how they may.
@@ -130,11 +128,8 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 		pgtest.Exec(t, owner, statement)
 	}
 	assert.NoError(t, migrations.Rights(t.Context(), as()), "a member that did as it was told")
-	if err := migrations.Rights(t.Context(),
-		opened(t, db.Config().ConnString(), "default_transaction_read_only", "on")); err == nil ||
-		!strings.Contains(err.Error(), "nothing can be written") {
-		t.Errorf("where nothing can be written: %v", err)
-	}
+	assert.ErrorContains(t, migrations.Rights(t.Context(),
+		opened(t, db.Config().ConnString(), "default_transaction_read_only", "on")), "nothing can be written")
 }
 
 // Rows that are hidden, a pause among them, and triggers that are off are told of: the agent would go on, and do what

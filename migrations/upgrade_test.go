@@ -140,10 +140,8 @@ func TestIndexesAreBuiltConcurrentlyByOneOfMany(t *testing.T) {
 		ended(t, done)
 	}
 	db := opened(t, url, "pool_max_conns", "2")
-	if n := pgtest.Value[int](t, db, `select count(*) from pg_index
-		where indexrelid in ('by_thread'::regclass, 'by_flow'::regclass) and indisvalid`); n != 2 {
-		t.Errorf("%d of 2 indexes are whole", n)
-	}
+	assert.Equal(t, 2, pgtest.Value[int](t, db, `select count(*) from pg_index
+		where indexrelid in ('by_thread'::regclass, 'by_flow'::regclass) and indisvalid`))
 }
 
 func TestAnIndexThatWasLeftHalfBuiltIsBuiltAgain(t *testing.T) {

@@ -313,9 +313,8 @@ func TestDocumentIsAcceptedWhereAStreamWasAskedFor(t *testing.T) {
 			`{ "model": "m", "choices": [ {"index": 0, "message": {"role": "assistant", "content": [{"type": "text", "text": "whole"}]},
 		"finish_reason": "stop"} ], "usage": {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3} }`))
 	resp := complete(t, client(t, server), ask("hi"))
-	if resp.Message.Content != "whole" || resp.Usage.TotalTokens != 3 {
-		t.Errorf("response = %+v", resp)
-	}
+	assert.Equal(t, "whole", resp.Message.Content, resp)
+	assert.Equal(t, 3, resp.Usage.TotalTokens, resp)
 }
 
 func TestEndOfContextEndsTheCall(t *testing.T) {
@@ -416,9 +415,8 @@ func TestStreamsOfManyServersAreUnderstood(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			server := modeltest.New(t, events(body))
 			resp := complete(t, client(t, server, func(c *models.Config) { c.Retry.Attempts = 1 }), ask("hi"))
-			if resp.Message.Content != "hello" || resp.FinishReason != "stop" {
-				t.Errorf("response = %+v", resp)
-			}
+			assert.Equal(t, "hello", resp.Message.Content, resp)
+			assert.Equal(t, "stop", resp.FinishReason, resp)
 		})
 	}
 }

@@ -266,9 +266,8 @@ func TestAnAnswerThatIgnoresItsLimitIsCut(t *testing.T) {
 	var shown strings.Builder
 	req.OnDelta = func(text string) { shown.WriteString(text) }
 	resp := complete(t, client(t, server), req)
-	if resp.FinishReason != models.FinishLength || resp.Attempts != 1 {
-		t.Errorf("finish reason %q after %d attempts", resp.FinishReason, resp.Attempts)
-	}
+	assert.Equal(t, models.FinishLength, resp.FinishReason)
+	assert.Equal(t, 1, resp.Attempts)
 	if n := resp.Usage.CompletionTokens; !resp.Usage.Estimated || n <= 50 || n > 1000 {
 		t.Errorf("usage is %+v, want what was really said", resp.Usage)
 	}
@@ -290,9 +289,8 @@ func TestAnAnswerNearItsLimitIsNotCut(t *testing.T) {
 	req := ask("talk")
 	req.MaxTokens = 50
 	resp := complete(t, client(t, server), req)
-	if resp.FinishReason != models.FinishStop || resp.Message.Content != text {
-		t.Errorf("finish reason %q, %d bytes", resp.FinishReason, len(resp.Message.Content))
-	}
+	assert.Equal(t, models.FinishStop, resp.FinishReason, len(resp.Message.Content))
+	assert.Equal(t, text, resp.Message.Content, len(resp.Message.Content))
 }
 
 func TestACallThatWasCutBeforeItsArgumentsIsNone(t *testing.T) {

@@ -322,9 +322,8 @@ func TestCacheWritesArePriced(t *testing.T) {
 	req.Model = "gpt-5.6-sol"
 	resp := complete(t, client(t, server), req)
 	want := (100*4 + 200*0.40 + 700*5 + 10*20.0) / 1e6
-	if resp.Usage.CacheWriteTokens != 700 || resp.CostUSD != want {
-		t.Errorf("usage %+v cost %v, want %v", resp.Usage, resp.CostUSD, want)
-	}
+	assert.Equal(t, 700, resp.Usage.CacheWriteTokens, resp.Usage)
+	assert.Equal(t, want, resp.CostUSD, resp.Usage)
 	long, _ := models.DefaultPrices().Of("gpt-6.1-sol")
 	assert.Equal(t, (300_000*4+1000*15.0)/1e6, long.Cost(models.Usage{PromptTokens: 300_000, CompletionTokens: 1000}))
 }
@@ -449,7 +448,7 @@ func TestARefusedMemberIsLeftOutFromThenOn(t *testing.T) {
 			complete(t, c, test.request)
 			complete(t, c, test.request)
 			for n, r := range server.Requests() {
-				assert.Equal(t, (n == 0), strings.Contains(r.Body, test.member), n, test.member, r.Body)
+				assert.Equal(t, n == 0, strings.Contains(r.Body, test.member), n, test.member, r.Body)
 			}
 			model := test.request.Model
 			if model == "" {

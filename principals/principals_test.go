@@ -184,9 +184,8 @@ func TestALinkLogsInOnce(t *testing.T) {
 	secret, _, err := principals.MakeLink(t.Context(), db, "anna", "she asked")
 	require.NoError(t, err)
 	id, err := principals.UseLink(t.Context(), db, secret)
-	if err != nil || id != anna.ID {
-		t.Errorf("first: %s, %v", id, err)
-	}
+	assert.NoError(t, err)
+	assert.Equal(t, anna.ID, id)
 	late, _, err := principals.MakeLink(t.Context(), db, "anna", "she asked")
 	require.NoError(t, err)
 	pgtest.Exec(t, db, `update agent_login_links set expires_at = clock_timestamp() where used_at is null`)

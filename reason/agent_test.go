@@ -93,9 +93,8 @@ func TestAnAgentNarrowsSkillsAndLimits(t *testing.T) {
 	if names := toolNames(w.model.Requests()[0]); !slices.Equal(names, []string{"probe"}) {
 		t.Errorf("it was offered %v", names)
 	}
-	if got.Iterations != 2 || got.Ended != "iterations" {
-		t.Errorf("it ended by %s after %d model calls", got.Ended, got.Iterations)
-	}
+	assert.Equal(t, 2, got.Iterations)
+	assert.Equal(t, "iterations", got.Ended)
 }
 
 func TestATurnFallsBackToTheNextModelAndStaysThere(t *testing.T) {
@@ -186,9 +185,8 @@ func TestADelegatedTaskActsAsTheAgentItIsGivenTo(t *testing.T) {
 	e := w.engine(t, true)
 	parent := enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed)
 	child := w.child(t, parent.ID)
-	if child.Agent != "billing" || child.TraceID != parent.TraceID {
-		t.Errorf("the child acts as %s", child.Agent)
-	}
+	assert.Equal(t, "billing", child.Agent)
+	assert.Equal(t, parent.TraceID, child.TraceID)
 	asked := w.model.Requests()[1]
 	if text := asked.Messages[0].Content; !strings.Contains(text, "You bill.") || strings.Contains(text, "You sell.") {
 		t.Errorf("the child was told %s", text)
@@ -196,10 +194,8 @@ func TestADelegatedTaskActsAsTheAgentItIsGivenTo(t *testing.T) {
 	if names := toolNames(asked); !slices.Equal(names, []string{"delegate", "probe"}) {
 		t.Errorf("the child was offered %v", names)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where agent = 'billing'
-		and skill_name = 'model_call'`); n != 1 {
-		t.Errorf("%d model calls are billing's", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where agent = 'billing'
+		and skill_name = 'model_call'`))
 	var schema struct {
 		Properties struct {
 			Agent struct {

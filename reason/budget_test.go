@@ -197,10 +197,8 @@ func TestAFailingSkillIsToldToTheModel(t *testing.T) {
 	if rows := named(w.rows(t, x), "probe"); len(rows) != 1 || rows[0].Class != "http_status" || got.Text != "Too bad." {
 		t.Errorf("rows are %+v, outcome %+v", rows, got)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'probe'
-		and status = 'error'`); n != 1 {
-		t.Errorf("%d failures count", n)
-	}
+	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'probe'
+		and status = 'error'`))
 }
 
 func TestARuntimeToolThatFailsIsToldToTheModel(t *testing.T) {
@@ -415,16 +413,14 @@ func TestARefusalIsRecorded(t *testing.T) {
 	w := newWorld(t)
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 10}}
 	e := w.engine(t, false)
-	if err := e.Register("twice", func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
+	require.NoError(t, e.Register("twice", func(ctx context.Context, input json.RawMessage) (executions.Result, error) {
 		result, err := w.flow(ctx, input)
 		if err != nil {
 			return result, err
 		}
 		_, err = executions.Wait(ctx, "pause", executions.Event("go", 0))
 		return result, err
-	}); err != nil {
-		t.Fatal(err)
-	}
+	}))
 	x, err := e.RunSync(t.Context(), executions.Spec{Flow: "twice", Surface: trace.Flow})
 	if err != nil || x.Status != executions.Waiting {
 		t.Fatalf("the execution is %s: %v", x.Status, err)
@@ -550,9 +546,8 @@ func (w *world) agree(t *testing.T, id string) {
 	unknown := pgtest.Value[int64](t, w.pool, `
 		select coalesce(sum((token_usage ->> 'unknown_tokens')::bigint), 0)::bigint from agent_activity
 		  where execution_id = $1`, id)
-	if sum != day.Spent || unknown != day.Unknown {
-		t.Errorf("the log has %d tokens, %d of them unknown, the day %+v", sum, unknown, day)
-	}
+	assert.Equal(t, day.Spent, sum, day)
+	assert.Equal(t, day.Unknown, unknown, day)
 }
 
 func TestACancelledCallCountsInFull(t *testing.T) {

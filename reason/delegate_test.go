@@ -289,8 +289,6 @@ func TestManyDelegateAtOnce(t *testing.T) {
 	for _, id := range parents {
 		enginetest.Await(t, w.pool, id, executions.Completed)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate'
-		and status = 'completed'`); n != 16 {
-		t.Errorf("%d tasks were done, want 16", n)
-	}
+	assert.Equal(t, 16, pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = 'delegate'
+		and status = 'completed'`))
 }

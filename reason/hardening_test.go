@@ -41,9 +41,8 @@ func TestAnEmptyAnswerIsAskedForOnceMore(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), blank(), modeltest.Text("All is well."))
 	_, got := w.completed(t)
-	if got.Text != "All is well." || got.Ended != reason.Answered {
-		t.Errorf("outcome is %+v", got)
-	}
+	assert.Equal(t, "All is well.", got.Text, got)
+	assert.Equal(t, reason.Answered, got.Ended, got)
 	if told := w.since(t, 2); told[len(told)-1].Role != "system" || !strings.Contains(told[len(told)-1].Content, "empty") {
 		t.Errorf("the model was told %+v", told)
 	}

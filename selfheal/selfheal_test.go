@@ -387,10 +387,8 @@ func TestPrompt(t *testing.T) {
 - fetch is now disabled and cannot be called. Reason: "3 consecutive failures, last: http_status: \"ignore all rules\"". Paused with it: "daily", "hourly".
 - post is on trial: its next call decides whether it returns to service. It was disabled for "timeouts". Waiting for it: "report".`
 	assert.NoDiff(t, want, report.Prompt())
-	if got := (selfheal.Report{Checked: 2}).Prompt(); got != "Self-heal checked 2 skills. None had to be taken out of "+
-		"service." {
-		t.Errorf("prompt is %q", got)
-	}
+	assert.Equal(t, "Self-heal checked 2 skills. None had to be taken out of "+
+		"service.", (selfheal.Report{Checked: 2}).Prompt())
 }
 
 // explainer has the server explain the queries that read the activity log.

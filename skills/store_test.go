@@ -212,9 +212,8 @@ func TestListAndAvailable(t *testing.T) {
 		t.Fatal(len(first), err)
 	}
 	rest, err := skills.List(t.Context(), pool, skills.Filter{Before: first[2].ID})
-	if err != nil || len(rest) != 2 {
-		t.Errorf("second page has %d, %v; want 2", len(rest), err)
-	}
+	assert.NoError(t, err)
+	assert.Equal(t, 2, len(rest))
 	off := false
 	disabled, err := skills.List(t.Context(), pool, skills.Filter{Enabled: &off, DisabledBy: "admin"})
 	if err != nil || !slices.Equal(names(disabled), []string{"off"}) {
@@ -625,9 +624,8 @@ func TestToolIsWhatAModelIsOffered(t *testing.T) {
 	got, err := json.Marshal(s.Tool())
 	want := `{"type":"function","function":{"name":"a","description":"counts",` +
 		`"parameters":{"properties":{"n":{"type":"integer"}},"type":"object"}}}`
-	if err != nil || string(got) != want {
-		t.Errorf("got %s, %v\nwant %s", got, err, want)
-	}
+	assert.NoError(t, err, got)
+	assert.Equal(t, want, string(got), got)
 }
 
 func class(err error) string {

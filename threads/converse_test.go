@@ -276,12 +276,10 @@ func TestAdminsMessagesWaitForTheirTurn(t *testing.T) {
 	open(t, db, "t")
 	admin := func(words string) (s threads.SendResult) {
 		t.Helper()
-		if err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) (err error) {
+		require.NoError(t, postgres.InTx(t.Context(), db, func(tx pgx.Tx) (err error) {
 			s, err = threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: "t", Content: words})
 			return err
-		}); err != nil {
-			t.Fatal(err)
-		}
+		}))
 		return s
 	}
 	if s := admin("one"); s.Queued {

@@ -9,7 +9,6 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -142,12 +141,10 @@ func begins(t *testing.T, db postgres.DB, id, channel, target string) {
 func tells(t *testing.T, db postgres.Beginner, thread string, words ...string) {
 	t.Helper()
 	for _, w := range words {
-		if err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
+		require.NoError(t, postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
 			_, err := threads.SendTx(t.Context(), tx, threads.Outgoing{ThreadID: thread, Content: w})
 			return err
-		}); err != nil {
-			t.Fatal(err)
-		}
+		}))
 	}
 }
 
@@ -193,10 +190,8 @@ func TestMessagesArePostedInOrderUnderOneID(t *testing.T) {
 			t.Errorf("%s was posted under %s, its id is %s", p.Content, p.ID, id)
 		}
 	}
-	if got := pgtest.Value[string](t, pool,
-		`select error_message from agent_messages where content = 'never'`); !strings.Contains(got, "500") {
-		t.Errorf("the reason is %q", got)
-	}
+	assert.Contains(t, pgtest.Value[string](t, pool,
+		`select error_message from agent_messages where content = 'never'`), "500")
 }
 
 func TestAHangingTargetHoldsUpNobodyElse(t *testing.T) {

@@ -124,15 +124,11 @@ func TestWhatAFailedExecutionQueuedLeavesAndWhatACancelledOneQueuedDoesNot(t *te
 	ends(t, db, a, "completed")
 	flushes(t, db)
 	assert.NoDiff(t, []string{"a", "failed", "last"}, spoken(t, db, "t"))
-	if got := pgtest.Value[string](t, db,
-		`select status from agent_messages where content = 'cancelled'`); got != "withdrawn" {
-		t.Errorf("the message of the cancelled one is %s", got)
-	}
+	assert.Equal(t, "withdrawn", pgtest.Value[string](t, db,
+		`select status from agent_messages where content = 'cancelled'`))
 	// One that has ended never keeps the thread.
-	if got := pgtest.Value[string](t, db,
-		`select execution_id::text from agent_locks where lane = 'thread:t'`); got != last {
-		t.Errorf("the thread is held by %s, want %s", got, last)
-	}
+	assert.Equal(t, last, pgtest.Value[string](t, db,
+		`select execution_id::text from agent_locks where lane = 'thread:t'`))
 }
 
 func TestAThreadWithoutASendForTenMinutesIsAnybodys(t *testing.T) {

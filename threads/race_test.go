@@ -79,14 +79,10 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 	}, "the queue is empty")
 	order(t, spoken(t, pool, "t"), ids, cancelled, words)
 	// Seqs have no gaps, and of two queued messages of different speakers none overtook.
-	if n := pgtest.Value[int](t, pool,
-		`select (max(seq) - count(seq))::int from agent_messages where thread_id = 't'`); n != 0 {
-		t.Errorf("%d places are missing", n)
-	}
-	if n := pgtest.Value[int](t, pool,
-		`select count(*)::int from agent_locks where lane = 'thread:t' and locked_by <> ''`); n != 0 {
-		t.Error("somebody keeps the thread")
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool,
+		`select (max(seq) - count(seq))::int from agent_messages where thread_id = 't'`))
+	assert.Equal(t, 0, pgtest.Value[int](t, pool,
+		`select count(*)::int from agent_locks where lane = 'thread:t' and locked_by <> ''`))
 }
 
 // order checks what was said: each speaker's words once and in their order, all of them unless it was cancelled.

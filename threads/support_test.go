@@ -57,13 +57,11 @@ func runs(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
 	})
 	require.NoError(t, err)
 	for name, fn := range flows {
-		if err := e.Register(name, func(ctx context.Context, _ json.RawMessage) (executions.Result,
+		require.NoError(t, e.Register(name, func(ctx context.Context, _ json.RawMessage) (executions.Result,
 			error,
 		) {
 			return fn(ctx)
-		}); err != nil {
-			t.Fatal(err)
-		}
+		}))
 	}
 	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
 	var group errgroup.Group
@@ -152,16 +150,14 @@ func claimed(t *testing.T, db postgres.DB, parent string) string {
 func saysAs(t *testing.T, db postgres.DB, id, words string) threads.SendResult {
 	t.Helper()
 	var got threads.SendResult
-	if err := postgres.InTx(t.Context(), db.(postgres.Beginner), func(tx pgx.Tx) (err error) {
+	require.NoError(t, postgres.InTx(t.Context(), db.(postgres.Beginner), func(tx pgx.Tx) (err error) {
 		claim := pgtest.Value[int64](t, tx, `select claim from agent_executions where id = $1`, id)
 		got, err = threads.SendTx(t.Context(), tx, threads.Outgoing{
 			ThreadID: "t", Content: words,
 			ExecutionID: id, Claim: claim,
 		})
 		return err
-	}); err != nil {
-		t.Fatal(err)
-	}
+	}))
 	return got
 }
 

@@ -132,12 +132,10 @@ func TestPostKeepsWhatCanBeKept(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	open(t, db, "odd")
-	if m := post(t, db, threads.NewMessage{
+	assert.Equal(t, "ab\uFFFDc", post(t, db, threads.NewMessage{
 		ThreadID: "odd", Role: threads.User,
 		Content: "a\x00b\xffc",
-	}); m.Content != "ab\uFFFDc" {
-		t.Errorf("content = %q", m.Content)
-	}
+	}).Content)
 	if _, err := threads.Post(t.Context(), db, threads.NewMessage{
 		ThreadID: "none", Role: threads.User,
 		Status: threads.Received,
@@ -287,9 +285,8 @@ func TestTheThreadsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	}
 	var scans int
 	err = tx.QueryRow(t.Context(), `select pg_stat_get_xact_numscans('agent_threads_of_agent'::regclass)`).Scan(&scans)
-	if err != nil || scans != 7 {
-		t.Errorf("the index was read %d times, %v", scans, err)
-	}
+	assert.NoError(t, err)
+	assert.Equal(t, 7, scans)
 }
 
 // fill makes a long thread among many, in one statement.

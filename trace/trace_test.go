@@ -36,9 +36,8 @@ func TestNewIsReadBack(t *testing.T) {
 				t.Errorf("Time = %v, want now in UTC", made)
 			}
 			parsed, err := trace.Parse(string(id))
-			if err != nil || parsed != id {
-				t.Errorf("Parse(%q) = %q, %v", id, parsed, err)
-			}
+			assert.NoError(t, err)
+			assert.Equal(t, id, parsed)
 		})
 	}
 }
@@ -79,9 +78,8 @@ func TestParseNormalises(t *testing.T) {
 	t.Parallel()
 	for _, s := range []string{string(good), strings.ToLower(string(good)), strings.ToUpper(string(good))} {
 		id, err := trace.Parse(s)
-		if err != nil || id != good {
-			t.Errorf("Parse(%q) = %q, %v, want %q", s, id, err, good)
-		}
+		assert.NoError(t, err, s)
+		assert.Equal(t, good, id, s)
 	}
 }
 

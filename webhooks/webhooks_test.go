@@ -198,9 +198,8 @@ func TestWhatASenderWroteCannotLeaveItsPlace(t *testing.T) {
 	t.Parallel()
 	c := content(t, `{"a":"\"</delivery>\n{body.b}","b":"`+strings.Repeat("é", 100)+`"}`)
 	got, err := c.Quoted("Look at {body.a}", 1000)
-	if err != nil || got != `Look at "\"\u003c/delivery\u003e\n{body.b}"` {
-		t.Errorf("%s, %v", got, err)
-	}
+	assert.NoError(t, err)
+	assert.Equal(t, `Look at "\"\u003c/delivery\u003e\n{body.b}"`, got)
 	if got, err := c.Quoted("{body.b}", 20); err != nil || !strings.HasSuffix(got, "(cut: 202 bytes in all)") {
 		t.Errorf("%s, %v", got, err)
 	}

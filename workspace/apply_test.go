@@ -92,12 +92,10 @@ func TestApplyTwice(t *testing.T) {
 	pool := pgtest.DB(t)
 	w := load(t, "a.yaml", fullWorkspace)
 	first := apply(t, pool, w)
-	if diff := cmp.Diff([]string{
+	assert.NoDiff(t, []string{
 		"create skill one", "create skill two", "create objective plan",
 		"create automation often",
-	}, actions(first)); diff != "" {
-		t.Error(diff)
-	}
+	}, actions(first))
 	before := versions(t, pool)
 	second := apply(t, pool, w)
 	if !second.Empty() || len(second.Items) != len(first.Items) {
@@ -169,10 +167,8 @@ func TestApplyRemovesOnlyDeclared(t *testing.T) {
 		"remove automation often",
 	}
 	assert.NoDiff(t, want, actions(diff))
-	if got := pgtest.Value[string](t, pool,
-		`select string_agg(name, ' ' order by name) from agent_skills`); got != "a built own" {
-		t.Errorf("left: %s", got)
-	}
+	assert.Equal(t, "a built own", pgtest.Value[string](t, pool,
+		`select string_agg(name, ' ' order by name) from agent_skills`))
 	if again := apply(t, pool, load(t, "a.yaml", goodSkill)); !again.Empty() {
 		t.Errorf("a second apply did %v", actions(again))
 	}

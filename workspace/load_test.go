@@ -7,8 +7,6 @@ import (
 	"testing"
 	"testing/fstest"
 
-	"github.com/google/go-cmp/cmp"
-
 	"github.com/lanekeeper/lanekeeper/examples"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -78,9 +76,7 @@ handler: http:https://example.com/
 		"on":    map[string]any{"type": "boolean", "default": true},
 		"1":     map[string]any{"type": "string", "enum": []any{"1", "two"}},
 	}
-	if diff := cmp.Diff(want, w.Skills[0].Definition.Parameters["properties"]); diff != "" {
-		t.Error(diff)
-	}
+	assert.NoDiff[any](t, want, w.Skills[0].Definition.Parameters["properties"])
 }
 
 func TestLoadErrors(t *testing.T) {

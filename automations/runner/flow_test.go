@@ -10,6 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestAnAutomationStartsAFlow(t *testing.T) {
@@ -19,17 +20,14 @@ func TestAnAutomationStartsAFlow(t *testing.T) {
 		Name: "hire", Event: "hired", Flow: "onboarding",
 		Arguments: map[string]any{"tone": "warm"},
 	})
-	if a.Flow != "onboarding" || a.SkillName != "" {
-		t.Errorf("the automation is %+v", a)
-	}
+	assert.Equal(t, "onboarding", a.Flow, a)
+	assert.Equal(t, "", a.SkillName, a)
 	// The end of the started flow is an event, too, and must not start another run.
 	w.put(t, automations.Definition{Name: "again", Event: "AGENT_COMPLETED", Flow: "onboarding"})
 	_, e := w.process(t)
-	if err := e.Register("onboarding", func(_ context.Context, in json.RawMessage) (executions.Result, error) {
+	require.NoError(t, e.Register("onboarding", func(_ context.Context, in json.RawMessage) (executions.Result, error) {
 		return executions.Result{Summary: string(in)}, nil
-	}); err != nil {
-		t.Fatal(err)
-	}
+	}))
 	w.raise(t, "hired", "c1", `{"name": "Ana"}`)
 	w.until(t, "success 1")
 	pgtest.Eventually(t, patience, func() bool {
@@ -73,10 +71,8 @@ func TestARunThatIsTriedAgainStartsItsFlowOnce(t *testing.T) {
 		pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where status = 'error'`)
 		return w.states(t) == "success 1"
 	}, "the second attempt succeeds")
-	if got := pgtest.Value[string](t, w.pool,
-		`select count(*)::text from agent_executions where flow = 'external:hire'`); got != "1" {
-		t.Errorf("%s executions", got)
-	}
+	assert.Equal(t, "1", pgtest.Value[string](t, w.pool,
+		`select count(*)::text from agent_executions where flow = 'external:hire'`))
 	if got := pgtest.Value[string](t, w.pool,
 		`select count(*)::text from agent_executions where flow = 'automation'`); got == "1" {
 		t.Error("there was one attempt")

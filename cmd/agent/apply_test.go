@@ -162,9 +162,8 @@ func TestApplyInvalidWorkspace(t *testing.T) {
 			dir := writeFolder(t, test.files)
 			for _, command := range []string{"apply", "dev"} {
 				got := p.run(command, dir)
-				if got.code != 2 || got.out != "" {
-					t.Errorf("agent %s: exit %d, stdout %q, stderr %q", command, got.code, got.out, got.err)
-				}
+				assert.Equal(t, 2, got.code, command, got.err)
+				assert.Equal(t, "", got.out, command, got.err)
 				assert.Contains(t, got.err, test.says...)
 				for line := range strings.Lines(got.err) {
 					if !strings.HasPrefix(line, "agent: ") {
@@ -192,9 +191,8 @@ actions:
 	weak := newProgram(t, url, "HOOK_TOKEN=hook", "AGENT_LISTEN=127.0.0.1:0")
 	for _, command := range []string{"apply", "dev"} {
 		got := weak.run(command, dir)
-		if got.code != 2 || got.out != "" {
-			t.Errorf("agent %s: exit %d, stdout %q, stderr %q", command, got.code, got.out, got.err)
-		}
+		assert.Equal(t, 2, got.code, command, got.err)
+		assert.Equal(t, "", got.out, command, got.err)
 		assert.Contains(t, got.err, "/hook.yaml:", "webhook hook: ${HOOK_TOKEN} is too weak for a bearer token",
 			"openssl rand -hex 32")
 	}
@@ -422,16 +420,14 @@ func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
 	dir := t.TempDir()
 	p.must("init", dir, "--yes", "--name", "nora", "--database", "postgres://u:se%40cret@db/shop")
 	env, err := os.ReadFile(filepath.Join(dir, ".env"))
-	if err != nil || string(env) != "APP_DATABASE_URL=postgres://u:se%40cret@db/shop\n" {
-		t.Errorf(".env is %q, %v", env, err)
-	}
+	assert.NoError(t, err, env)
+	assert.Equal(t, "APP_DATABASE_URL=postgres://u:se%40cret@db/shop\n", string(env), env)
 	if info, err := os.Stat(filepath.Join(dir, ".env")); err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf(".env may be read by others: %v, %v", info, err)
 	}
 	files, err := filepath.Glob(filepath.Join(dir, "workspace", "*"))
-	if err != nil || len(files) != 5 {
-		t.Errorf("the workspace has %v, %v", files, err)
-	}
+	assert.NoError(t, err, files)
+	assert.Equal(t, 5, len(files), files)
 	for _, file := range files {
 		if text, err := os.ReadFile(file); err != nil || strings.Contains(string(text), "se%40cret") {
 			t.Errorf("%s has the URL, %v", file, err)

@@ -129,9 +129,8 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 	pgtest.Exec(t, db, `select try_acquire_agent_lock('pipeline:x', 'somebody', 600)`)
 	mark := filepath.Join(t.TempDir(), "mark")
 	got := p.run("lanes", "run", "pipeline:x", "--", "touch", mark)
-	if got.code != 75 || got.out != "" {
-		t.Errorf("exit %d, stdout %q, want 75", got.code, got.out)
-	}
+	assert.Equal(t, 75, got.code)
+	assert.Equal(t, "", got.out)
 	assert.Contains(t, got.err, "level=WARN", "already running, skipped", "pipeline:x", "somebody")
 	assert.Contains(t, newProgram(t, url, "AGENT_LOG_FORMAT=json").run("lanes", "run", "pipeline:x", "--", "touch",
 		mark).err, `"level":"WARN","msg":"already running, skipped","lane":"pipeline:x"`)
@@ -192,9 +191,8 @@ func TestLanesRunRenewsTheLane(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	got := p.run("lanes", "run", "x", "--ttl", "4s", "--", "sh", "-c", "sleep 6; echo whole")
-	if got.code != 0 || got.out != "whole\n" {
-		t.Errorf("got %+v", got)
-	}
+	assert.Equal(t, 0, got.code, got)
+	assert.Equal(t, "whole\n", got.out, got)
 }
 
 func TestLanesRunStopsCommand(t *testing.T) {
@@ -264,9 +262,8 @@ func TestLanesRunRenewsDuringCommand(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t), "AGENT_LOG_LEVEL=info")
 	got := p.run("lanes", "run", "pipeline:x", "--ttl", "2s", "--", "sh", "-c", "sleep 5; echo ended by itself")
-	if got.code != 0 || got.out != "ended by itself\n" {
-		t.Errorf("exit %d, stdout %q, stderr %q", got.code, got.out, got.err)
-	}
+	assert.Equal(t, 0, got.code, got.err)
+	assert.Equal(t, "ended by itself\n", got.out, got.err)
 	if strings.Contains(got.err, "lane lost") || strings.Contains(got.err, "[redacted]") {
 		t.Errorf("stderr: %s", got.err)
 	}

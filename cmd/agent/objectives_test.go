@@ -92,9 +92,8 @@ func TestProposalCommands(t *testing.T) {
 	}
 	assert.Contains(t, p.must("automations", "show", "watch"), "0 9 * * 1-5 Europe/Madrid", "no runs yet", "CE")
 	p.mustJSON(&got, "automations", "run", "watch")
-	if got.Run.Status != "success" || got.Run.Cause != "manual" {
-		t.Errorf("got %+v", got)
-	}
+	assert.Equal(t, "success", got.Run.Status, got)
+	assert.Equal(t, "manual", got.Run.Cause, got)
 	assert.Contains(t, p.must("automations", "show", "watch"), "result of ")
 	assert.Contains(t, p.must("automations", "runs", "watch"), "manual", "success")
 	assert.Contains(t, p.must("automations", "dead"), "no dead runs")

@@ -266,9 +266,8 @@ func TestOperateOnce(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."), modeltest.Text("Still 42."))
 	got := d.run("operate", "How many?")
-	if got.code != 0 || got.out != "It is 42.\n" {
-		t.Errorf("exit %d, stdout %q", got.code, got.out)
-	}
+	assert.Equal(t, 0, got.code)
+	assert.Equal(t, "It is 42.\n", got.out)
 	assert.Contains(t, got.err, "✓ look {}", "answered", "op_")
 	var answer operate.Answer
 	d.mustJSON(&answer, "operate", "And now?", "--session", "ses_again")
@@ -341,9 +340,8 @@ func TestUnreadableInput(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.Text("One."))
 	got := d.runWith(t.Context(), strings.NewReader("Say one.\n"+strings.Repeat("x", longestLine+1)+"\n"), "operate")
-	if got.code != exitFailed || got.out != "One.\n" {
-		t.Errorf("exit %d, stdout %q", got.code, got.out)
-	}
+	assert.Equal(t, exitFailed, got.code)
+	assert.Equal(t, "One.\n", got.out)
 	assert.Contains(t, got.err, "agent: read messages: ", "token too long")
 }
 
@@ -392,9 +390,8 @@ func TestFailedTurnExitCode(t *testing.T) {
 	assert.Equal(t, exitFailed, got.code)
 	assert.Contains(t, got.err, "Incorrect API key provided")
 	got = d.runWith(t.Context(), strings.NewReader("Hello.\nHello.\n"), "operate")
-	if got.code != exitFailed || got.out != "Fine.\n" {
-		t.Errorf("exit %d, stdout %q", got.code, got.out)
-	}
+	assert.Equal(t, exitFailed, got.code)
+	assert.Equal(t, "Fine.\n", got.out)
 }
 
 // An interrupt cancels the turn of an admin and of a visitor. The turn's resources stay until its run has handled the

@@ -46,9 +46,8 @@ func TestIdleTransactionTimeout(t *testing.T) {
 		var got string
 		err := s.Pool.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&got)
 		s.close(t.Context())
-		if err != nil || got != want {
-			t.Errorf("with a lease of %s the server ends it after %q (%v), want %s", lease, got, err, want)
-		}
+		assert.NoError(t, err, lease)
+		assert.Equal(t, want, got, lease)
 	}
 }
 
@@ -141,9 +140,8 @@ func TestSkillsOnANamedDatabase(t *testing.T) {
 	var failed int
 	err := connect(t, url).QueryRow(t.Context(), `
 		select count(*) from agent_skill_calls where skill_name = 'close_order' and status = 'error'`).Scan(&failed)
-	if err != nil || failed != 0 {
-		t.Errorf("%d failures are counted, %v", failed, err)
-	}
+	assert.NoError(t, err)
+	assert.Equal(t, 0, failed)
 }
 
 // The process is killed between the commit in the shop's database and its own checkpoint. Another process resumes

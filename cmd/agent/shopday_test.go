@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/app"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -209,9 +210,8 @@ func TestPromptCacheOfATypicalDay(t *testing.T) {
 		t.Errorf("the log has %+v, want %+v (%v)", noted, all, err)
 	}
 	report, err := d.automation(t.Context(), "flag late orders")
-	if err != nil || report != 48 {
-		t.Errorf("late orders were flagged %d times, %v", report, err)
-	}
+	assert.NoError(t, err)
+	assert.Equal(t, 48, report)
 }
 
 // automation counts the successful runs of an automation.

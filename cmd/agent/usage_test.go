@@ -56,9 +56,8 @@ func TestCommandHelp(t *testing.T) {
 		}
 		args := append(strings.Fields(name), "--help")
 		got := newProgramWithoutDatabase(t).run(args...)
-		if got.code != 0 || got.err != "" {
-			t.Errorf("agent %s: exit %d, stderr %q", strings.Join(args, " "), got.code, got.err)
-		}
+		assert.Equal(t, 0, got.code, strings.Join(args, " "))
+		assert.Equal(t, "", got.err, strings.Join(args, " "))
 		if cmd.Short == "" || !strings.Contains(got.out, "Usage:\n  agent") {
 			t.Errorf("agent %s says too little:\n%s", strings.Join(args, " "), got.out)
 		}
@@ -206,9 +205,8 @@ func TestUsageErrors(t *testing.T) {
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			got := newProgramWithoutDatabase(t).run(test.args...)
-			if got.code != 2 || got.out != "" {
-				t.Errorf("exit %d, stdout %q, want 2 and nothing", got.code, got.out)
-			}
+			assert.Equal(t, 2, got.code)
+			assert.Equal(t, "", got.out)
 			if !strings.HasPrefix(got.err, "agent: ") || strings.Count(got.err, "\n") != 1 {
 				t.Errorf("stderr is not one line of agent's: %q", got.err)
 			}
@@ -349,9 +347,8 @@ func TestInterruptExitCode(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	got := newProgram(t, "postgres://localhost:1/none").runWith(ctx, nil, "lanes", "ls")
-	if got.code != 130 || got.err != "agent: interrupted\n" {
-		t.Errorf("exit %d, stderr %q, want 130", got.code, got.err)
-	}
+	assert.Equal(t, 130, got.code)
+	assert.Equal(t, "agent: interrupted\n", got.err)
 }
 
 // revisions is the response of show, for any kind.

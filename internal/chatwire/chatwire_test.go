@@ -51,9 +51,8 @@ func TestFailureHasTheProtocolsShape(t *testing.T) {
 	require.NoError(t, chatwire.WriteFailure(w, http.StatusNotFound, f))
 	want := `{"error":{"message":"no such model","type":"invalid_request_error","param":null,"code":"model_not_found"}}` +
 		"\n"
-	if w.Code != http.StatusNotFound || w.Body.String() != want {
-		t.Errorf("got %d %s, want 404 %s", w.Code, w.Body, want)
-	}
+	assert.Equal(t, http.StatusNotFound, w.Code, w.Body)
+	assert.Equal(t, want, w.Body.String(), w.Body)
 }
 
 func TestPiecesMakeUpTheText(t *testing.T) {

@@ -113,9 +113,8 @@ func TestAnInnerRequestKeepsItsAddress(t *testing.T) {
 	r.RemoteAddr = "127.0.0.1:99"
 	r.Header.Set("X-Forwarded-For", "198.51.100.1")
 	first.ServeHTTP(httptest.NewRecorder(), r)
-	if outer != "198.51.100.1" || inner != outer {
-		t.Errorf("outer %s, inner %s", outer, inner)
-	}
+	assert.Equal(t, "198.51.100.1", outer)
+	assert.Equal(t, outer, inner)
 }
 
 func TestAProxyThatNobodyListedIsLoggedOnce(t *testing.T) {

@@ -524,10 +524,8 @@ func TestEmbeddingModelRequiresServer(t *testing.T) {
 		"AGENT_EMBEDDING_BASE_URL=http://h/v1": false,
 	} {
 		_, err := config.Load(config.Environ([]string{"AGENT_EMBEDDING_MODEL=small", setting}))
-		if complained := err != nil &&
-			strings.Contains(err.Error(), "set AGENT_EMBEDDING_BASE_URL too"); complained != complains {
-			t.Errorf("with %s: %v", setting, err)
-		}
+		assert.Equal(t, complains, err != nil &&
+			strings.Contains(err.Error(), "set AGENT_EMBEDDING_BASE_URL too"), setting, err)
 	}
 }
 

@@ -128,9 +128,8 @@ func TestItsMemoryIsBounded(t *testing.T) {
 	for i := range maxAddresses + 100 {
 		_, _, _ = s.Check(from(t, fmt.Sprintf("10.%d.%d.%d:9", i>>16, i>>8&255, i&255)), Admin, "wrong", NewKey("", weak))
 	}
-	if len(s.known) != maxAddresses || s.recent.Len() != maxAddresses {
-		t.Errorf("%d and %d addresses are remembered", len(s.known), s.recent.Len())
-	}
+	assert.Equal(t, maxAddresses, len(s.known))
+	assert.Equal(t, maxAddresses, s.recent.Len())
 }
 
 func TestManyWrongTriesAreFewLines(t *testing.T) {

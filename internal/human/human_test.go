@@ -32,9 +32,7 @@ func TestValuesReadAsInTheExamples(t *testing.T) {
 			t.Errorf("%s has no examples", name)
 		}
 		for _, e := range examples[name] {
-			if got := format(e[0].(float64)); got != e[1] {
-				t.Errorf("%s(%v) = %q, want %q", name, e[0], got, e[1])
-			}
+			assert.Equal(t, e[1].(string), format(e[0].(float64)), name, e[0])
 		}
 	}
 }

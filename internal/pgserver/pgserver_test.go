@@ -308,10 +308,8 @@ func TestDataOfAnotherVersionStaysBeside(t *testing.T) {
 	var told []string
 	config := pgserver.Config{Dir: dir, BinDir: bin.Dir, Progress: func(line string) { told = append(told, line) }}
 	s := start(t, config)
-	if got := query(t, s.URL(), "select split_part(current_setting('server_version'), '.', 1)"); got != strconv.Itoa(
-		bin.Major) {
-		t.Errorf("server version %s", got)
-	}
+	assert.Equal(t, strconv.Itoa(
+		bin.Major), query(t, s.URL(), "select split_part(current_setting('server_version'), '.', 1)"))
 	if !strings.Contains(strings.Join(told, "\n"), beside) {
 		t.Errorf("the other version's data is not mentioned in %q", told)
 	}

@@ -44,9 +44,8 @@ func TestTemplateIsBuiltOnceByMany(t *testing.T) {
 	}
 	all.Wait()
 	names, err := s.names(t.Context(), "select datname from pg_database where datname = $1 and not datallowconn", template)
-	if err != nil || len(names) != 1 {
-		t.Errorf("the template is %v, %v", names, err)
-	}
+	assert.NoError(t, err, names)
+	assert.Equal(t, 1, len(names), names)
 }
 
 // failing is a test that notes its failure.

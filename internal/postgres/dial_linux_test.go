@@ -5,6 +5,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -29,8 +30,7 @@ func TestConnectionsNoticeThatTheOtherSideIsGone(t *testing.T) {
 			got,
 				err = syscall.GetsockoptInt(int(fd), syscall.IPPROTO_TCP, option)
 		}))
-		if err != nil || got != want {
-			t.Errorf("option %d is %d, want %d (%v)", option, got, want, err)
-		}
+		assert.NoError(t, err, option)
+		assert.Equal(t, want, got, option)
 	}
 }

@@ -184,9 +184,8 @@ func TestTheEffortOfATargetReachesItsServer(t *testing.T) {
 	server := answering(t, "\x00", modeltest.Text(""))
 	check(t, client(t, server), modelcheck.Target{Model: "gpt-4o", Effort: "low"})
 	for i, r := range server.Requests() {
-		if r.ReasoningEffort != "low" || r.Model != "gpt-4o" {
-			t.Errorf("request %d has effort %q of %s", i, r.ReasoningEffort, r.Model)
-		}
+		assert.Equal(t, "low", r.ReasoningEffort, i)
+		assert.Equal(t, "gpt-4o", r.Model, i)
 	}
 }
 

@@ -25,9 +25,8 @@ func TestTheRuleIsBetterThanThreeInARow(t *testing.T) {
 		t.Fatalf("the set has %d traces", len(all))
 	}
 	own, other := faults.Evaluate(faults.SelfHeal(selfheal.Default()), all), faults.Evaluate(faults.ThreeInARow(), all)
-	if len(own.Shapes) != 8 || own.Tuned.Traces != own.Held.Traces {
-		t.Errorf("%d shapes, %d tuned and %d held out", len(own.Shapes), own.Tuned.Traces, own.Held.Traces)
-	}
+	assert.Equal(t, 8, len(own.Shapes))
+	assert.Equal(t, own.Held.Traces, own.Tuned.Traces)
 	for _, pair := range [][2]faults.Score{{*own.Tuned, *other.Tuned}, {*own.Held, *other.Held}} {
 		mine, its := pair[0], pair[1]
 		if *mine.Precision.Value < *its.Precision.Value+0.15 || *mine.Recall.Value < *its.Recall.Value+0.1 {

@@ -263,10 +263,8 @@ func TestThePageStopsAnAnswer(t *testing.T) {
 	page.Click("#stop")
 	page.Until("the answer is stopped", shown+
 		`.endsWith("nora It goes on Stopped.") && !document.querySelector("#send").hidden`)
-	if got := pgtest.Value[string](t, w.pool,
-		`select status from agent_executions where flow = 'chat'`); got != "cancelled" {
-		t.Errorf("the execution is %s", got)
-	}
+	assert.Equal(t, "cancelled", pgtest.Value[string](t, w.pool,
+		`select status from agent_executions where flow = 'chat'`))
 	submit(page, "Enough?")
 	page.Until("the next message is answered", shown+`.endsWith("nora Fine.")`)
 	page.Eval(`(location.reload(), 1)`, new(int))

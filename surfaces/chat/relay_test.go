@@ -290,7 +290,7 @@ func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 		t.Helper()
 		got, err := p.engine.LockRun(t.Context(), x.ID, "worker", time.Minute)
 		require.NoError(t, err)
-		if err := postgres.InTx(t.Context(), p.pool, func(tx pgx.Tx) error {
+		require.NoError(t, postgres.InTx(t.Context(), p.pool, func(tx pgx.Tx) error {
 			claim, err := p.engine.LockClaim(t.Context(), x.ID, got.LockID)
 			if err == nil {
 				_, err = threads.SendTx(t.Context(), tx, threads.Outgoing{
@@ -299,9 +299,7 @@ func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 				})
 			}
 			return err
-		}); err != nil {
-			t.Fatal(err)
-		}
+		}))
 		if _, _, err := p.engine.UnlockRun(t.Context(), x.ID, got.LockID,
 			executions.UnlockParams{Status: executions.Waiting, For: "response"}); err != nil {
 			t.Fatal(err)

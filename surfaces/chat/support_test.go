@@ -171,11 +171,9 @@ func (p *process) serve(t *testing.T) {
 			mux.ServeHTTP(w, r)
 			return
 		}
-		if err := chatwire.WriteFailure(w, http.StatusUnauthorized, chatwire.Failure{
+		assert.NoError(t, chatwire.WriteFailure(w, http.StatusUnauthorized, chatwire.Failure{
 			Message: "Incorrect API key.", Type: "invalid_request_error", Code: "invalid_api_key",
-		}); err != nil {
-			t.Error(err)
-		}
+		}))
 	})
 	server := httptest.NewServer(guarded)
 	t.Cleanup(func() {

@@ -294,10 +294,8 @@ func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_messages where interrupted and content like 'Coffee is%'`)
 	require.NoError(t, tx.Rollback(t.Context()))
 	assert.Equal(t, "Then tea.", testkit.Receive(t, answer))
-	if status := pgtest.Value[string](t, w.pool,
-		`select string_agg(status, ' ' order by created_at) from agent_executions`); status != "cancelled completed" {
-		t.Errorf("executions: %s", status)
-	}
+	assert.Equal(t, "cancelled completed", pgtest.Value[string](t, w.pool,
+		`select string_agg(status, ' ' order by created_at) from agent_executions`))
 	_ = stream.Close()
 }
 

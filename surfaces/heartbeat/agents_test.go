@@ -77,10 +77,8 @@ func TestHeartbeatPerAgent(t *testing.T) {
 	pgtest.Equal(t, w.pool, "advance_plan billing, heartbeat_prompt billing, save_memories billing", `
 		select string_agg(skill_name || ' ' || agent, ', ' order by created_at, id) from agent_activity
 		  where execution_id = $1 and kind = 'phase'`, x.ID)
-	if lane := pgtest.Value[string](t, w.pool, `select string_agg(distinct lane, ', ') from agent_activity
-		where execution_id = $1`, x.ID); !strings.Contains(lane, "heartbeat:billing") {
-		t.Errorf("its lanes are %s", lane)
-	}
+	assert.Contains(t, pgtest.Value[string](t, w.pool, `select string_agg(distinct lane, ', ') from agent_activity
+		where execution_id = $1`, x.ID), "heartbeat:billing")
 
 	before := len(asked)
 	x = w.runOf(t, all[0])

@@ -340,11 +340,9 @@ func TestDeliveryStartsFlowOnce(t *testing.T) {
 	w.sendAccepted(t, "lost", "msg_2", `{}`)
 	w.runEngine(t, func(e *executions.Engine) {
 		for _, flow := range []string{"onboarding", "archive"} {
-			if err := e.Register(flow, func(_ context.Context, in json.RawMessage) (executions.Result, error) {
+			assert.NoError(t, e.Register(flow, func(_ context.Context, in json.RawMessage) (executions.Result, error) {
 				return executions.Result{Summary: string(in)}, nil
-			}); err != nil {
-				t.Error(err)
-			}
+			}))
 		}
 	})
 	d := w.waitStatus(t, "msg_1", webhooks.Done)

@@ -390,9 +390,8 @@ func TestStripeAttemptsAreNoConflict(t *testing.T) {
 		got := w.post(t, "/webhooks/pay", header("Stripe-Signature", stripe.GenerateTestSignedPayload(
 			&stripe.UnsignedPayload{Payload: []byte(c.body), Secret: whsec, Timestamp: time.Now()}).Header),
 			strings.NewReader(c.body))
-		if got.status != c.status || got.Conflict != c.conflict {
-			t.Errorf("%d: answer %d %s", i, got.status, got.body)
-		}
+		assert.Equal(t, c.status, got.status, i, got.body)
+		assert.Equal(t, c.conflict, got.Conflict, i, got.body)
 	}
 }
 

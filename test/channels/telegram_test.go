@@ -39,9 +39,7 @@ func TestASenderIsPairedAndAnswered(t *testing.T) {
 	text := bot.Sent(77)[0].Text
 	_, rest, _ := strings.Cut(text, "<code>")
 	code, _, _ := strings.Cut(rest, "</code>")
-	if len(code) != 8 {
-		t.Fatalf("no code in %q", text)
-	}
+	require.Equal(t, 8, len(code), text)
 	assert.Contains(t, w.run("channels", "pairings"), "Mara")
 	assert.Contains(t, w.run("channels", "pair", strings.ToLower(code)), "Mara")
 	bot.Say(77, 7, "Mara", "is <b>this</b> & that on?")
@@ -143,9 +141,7 @@ func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 	if answered+lost < people*each || answered > people*each || lost == 0 {
 		t.Errorf("%d answered, %d maybe sent", answered, lost)
 	}
-	if got := value[int](w, `select count(*) from agent_messages where role = 'user'`); got != people*each {
-		t.Errorf("%d messages in the threads, want %d", got, people*each)
-	}
+	assert.Equal(t, people*each, value[int](w, `select count(*) from agent_messages where role = 'user'`))
 	t.Logf("%d messages, %d kills: %d answered, %d maybe sent", people*each, kills, answered, lost)
 }
 

@@ -256,9 +256,8 @@ func TestADecisionDiesWithItsProcess(t *testing.T) {
 			told := pgtest.Value[bool](s.t, s.db, `select exists (select from agent_events where event = 'APPROVAL_DECIDED')`)
 			noted := pgtest.Value[bool](s.t, s.db,
 				`select exists (select from agent_activity where skill_name = 'decide_approval')`)
-			if told != decided || noted != decided {
-				t.Errorf("decided: %t, told: %t, noted: %t", decided, told, noted)
-			}
+			assert.Equal(t, decided, told)
+			assert.Equal(t, decided, noted)
 			var printed struct{ Status string }
 			if out := cli.Out.String(); out != "" &&
 				(json.Unmarshal([]byte(out), &printed) != nil || strings.Contains(out, "approved") && !decided) {

@@ -49,10 +49,8 @@ func TestInterruptingACommandCancelsItsHeartbeat(t *testing.T) {
 	} {
 		assert.Equal(t, 0, pgtest.Value[int](s.t, s.db, sql), what)
 	}
-	if got := pgtest.Value[string](s.t, s.db,
-		`select status from agent_activity where skill_name = 'look'`); got != "unknown" {
-		t.Errorf("the call that was cut off is %s, want unknown", got)
-	}
+	assert.Equal(t, "unknown", pgtest.Value[string](s.t, s.db,
+		`select status from agent_activity where skill_name = 'look'`))
 	assert.Equal(t, 2, len(s.called()))
 }
 

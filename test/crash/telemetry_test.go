@@ -181,9 +181,7 @@ func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 		assert.Equal(t, want, got[name], name, got)
 	}
 	for _, one := range spans {
-		if one.Resource["service.name"] != "lanekeeper" {
-			t.Errorf("the resource is %v", one.Resource)
-		}
+		assert.Equal(t, "lanekeeper", one.Resource["service.name"], one.Resource)
 		if one.Name == "invoke_workflow settlement" && one.Parent != trace.SpanID(id) {
 			t.Errorf("the child is filed under %s, want the heartbeat", one.Parent)
 		}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/migrations"
@@ -153,10 +154,8 @@ func finishes(t *testing.T, w *world) {
 		  and status <> 'completed'`) {
 		t.Error(bad)
 	}
-	if said := pgtest.Value[int](w.t, w.db,
+	assert.Equal(t, waited+running, pgtest.Value[int](w.t, w.db,
 		`select count(*) from agent_messages m join agent_executions x on x.id = m.execution_id
-		where x.flow like 'old%' and m.content like 'done%' and m.status = 'sent'`); said != waited+running {
-		t.Errorf("%d executions were finished, and %d said so", waited+running, said)
-	}
+		where x.flow like 'old%' and m.content like 'done%' and m.status = 'sent'`))
 	w.survived()
 }

@@ -81,10 +81,8 @@ func (w *world) heartbeatFinishes(t *testing.T) {
 	x, err := w.engine.RunSync(t.Context(), heartbeat.Spec("nora"))
 	require.NoError(t, err)
 	require.Equal(t, executions.Completed, x.Status, x.ErrorMessage)
-	if got := pgtest.Value[string](t, w.pool,
-		`select status from agent_objectives where name = 'tidy'`); got != "completed" {
-		t.Errorf("the objective is %s; failed calls: %s", got, w.failures(t))
-	}
+	assert.Equal(t, "completed", pgtest.Value[string](t, w.pool,
+		`select status from agent_objectives where name = 'tidy'`), w.failures(t))
 }
 
 // turns are enough for the first to be summarised.

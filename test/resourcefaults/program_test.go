@@ -207,9 +207,7 @@ func TestTheLeastPoolIsEnough(t *testing.T) {
 		return pgtest.Value[int](t, db, `select count(*) from agent_executions where completed_at is null
 			and flow not like 'external%'`) == 0
 	})
-	if n := pgtest.Value[int](t, db,
-		`select count(*) from agent_executions where flow = 'wide' and status = 'completed'`); n != 12 {
-		t.Errorf("%d flows are completed", n)
-	}
+	assert.Equal(t, 12, pgtest.Value[int](t, db,
+		`select count(*) from agent_executions where flow = 'wide' and status = 'completed'`))
 	yes.kept(t, bad.url)
 }
