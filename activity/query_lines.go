@@ -163,15 +163,5 @@ func ReadDetails(ctx context.Context, db postgres.DB, id string) (Details, error
 		       lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens') as prompt_tokens,
 		       lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') as answer_tokens
 		  from agent_activity a where a.id = lanekeeper.agent_uuid(@id)`, postgres.Strict{"id": id})
-	if err != nil {
-		return Details{}, fmt.Errorf("read activity: %w", err)
-	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Details])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNoRow
-	}
-	if err != nil {
-		return Details{}, fmt.Errorf("read activity %.60q: %w", id, err)
-	}
-	return got, nil
+	return postgres.CollectOne(rows, err, ErrNoRow, fmt.Sprintf("read activity %.60q", id), pgx.RowToStructByName[Details])
 }

@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -63,16 +61,12 @@ type root struct {
 }
 
 func rootsOf(ctx context.Context, db postgres.DB, traceIDs []string) ([]root, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[root](ctx, db, "read roots of traces", `
 		select e.trace_id, e.surface, e.status, coalesce(e.started_at, e.created_at) as started_at, e.completed_at
 		  from agent_executions e
 		 where e.trace_id = any (@trace_ids) and e.parent_id is null
 		 order by e.id`,
 		perQuery, postgres.Strict{"trace_ids": traceIDs})
-	if err != nil {
-		return nil, err
-	}
-	return pgx.CollectRows(rows, pgx.RowToStructByName[root])
 }
 
 // assemble builds a trace from roots and rows, at least one of either.

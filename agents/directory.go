@@ -239,17 +239,11 @@ func version(ctx context.Context, db postgres.DB, name string, number int) (row,
 func Versions(ctx context.Context, db postgres.DB, name string) ([]int, error) {
 	rows, err := db.Query(ctx, `select version from agent_agents where name = @name order by version desc`,
 		postgres.Strict{"name": name})
-	if err != nil {
-		return nil, fmt.Errorf("list versions of agent %s: %w", name, err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowTo[int])
+	all, err := postgres.Collect(rows, err, "list versions of agent "+name, pgx.RowTo[int])
 	if err == nil && len(all) == 0 {
-		err = ErrNotFound
+		err = fmt.Errorf("list versions of agent %s: %w", name, ErrNotFound)
 	}
-	if err != nil {
-		return nil, fmt.Errorf("list versions of agent %s: %w", name, err)
-	}
-	return all, nil
+	return all, err
 }
 
 // ErrNoMemory reports an agent with memory: none.

@@ -277,14 +277,8 @@ func (id *keyedRequest) read(ctx context.Context, db postgres.DB) (*storedRespon
 		select fingerprint = @fingerprint as same, state, status, header, body
 		  from agent_idempotency where scope = @scope and key = @key`,
 		postgres.Strict{"fingerprint": id.fingerprint, "scope": id.scope, "key": id.key})
-	if err != nil {
-		return nil, fmt.Errorf("read idempotency key: %w", err)
-	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToAddrOfStructByName[storedResponse])
-	if err != nil {
-		return nil, fmt.Errorf("read idempotency key: %w", err)
-	}
-	return got, nil
+	return postgres.CollectOne(rows, err, pgx.ErrNoRows, "read idempotency key",
+		pgx.RowToAddrOfStructByName[storedResponse])
 }
 
 func (id *keyedRequest) renew(ctx context.Context, db postgres.DB) error {

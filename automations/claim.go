@@ -397,16 +397,13 @@ func Payload(ctx context.Context, db postgres.DB, runID string) (json.RawMessage
 func Watch(ctx context.Context, db postgres.DB) (fired int, err error) {
 	rows, err := db.Query(ctx, `
 		select id, name, signal, armed from agent_automations where enabled and trigger = 'signal' order by id`)
-	if err != nil {
-		return 0, fmt.Errorf("watch signals: %w", err)
-	}
 	type watched struct {
 		ID, Name, Signal string
 		Armed            bool
 	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByPos[watched])
+	all, err := postgres.Collect(rows, err, "watch signals", pgx.RowToStructByPos[watched])
 	if err != nil || len(all) == 0 {
-		return 0, wrapped("watch signals", err)
+		return 0, err
 	}
 	counters, err := Count(ctx, db)
 	if err != nil {
@@ -452,13 +449,6 @@ func rearm(ctx context.Context, db postgres.DB, id, signal string) error {
 	_, err := db.Exec(ctx, `update agent_automations set armed = true where id = @id and not armed and signal = @signal`,
 		pgx.StrictNamedArgs{"id": id, "signal": signal})
 	return err
-}
-
-func wrapped(what string, err error) error {
-	if err != nil {
-		return fmt.Errorf("%s: %w", what, err)
-	}
-	return nil
 }
 
 // SkipOccurrence skips one time of an automation's schedule because of why: it records a skipped run and moves the

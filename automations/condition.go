@@ -79,14 +79,7 @@ func Count(ctx context.Context, db postgres.DB) (Counters, error) {
 		       (select count(*) from agent_automation_runs where status = 'dead') as automations_dead,
 		       (select count(*) from agent_memory where expires_at is null or expires_at > clock_timestamp()) as memories
 		  from a, x, o`)
-	if err != nil {
-		return Counters{}, fmt.Errorf("count: %w", err)
-	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByPos[Counters])
-	if err != nil {
-		return Counters{}, fmt.Errorf("count: %w", err)
-	}
-	return got, nil
+	return postgres.CollectOne(rows, err, pgx.ErrNoRows, "count", pgx.RowToStructByPos[Counters])
 }
 
 // compile compiles a boolean condition over env, which is Cause{} or Counters{}. The error names the position.

@@ -175,15 +175,9 @@ func notFoundError(ctx context.Context, db postgres.DB, id string) error {
 		 where r.kind = 'executions' and p.removed > 0
 		   and (r.keep is null or @id::uuid < lanekeeper.agent_uuid7_floor(clock_timestamp() - r.keep))`,
 		postgres.Strict{"id": id})
+	keeps, err := postgres.CollectOne(rows, err, ErrNotFound, "execution "+id, pgx.RowTo[string])
 	if err != nil {
-		return fmt.Errorf("read execution: %w", err)
-	}
-	keeps, err := pgx.CollectExactlyOneRow(rows, pgx.RowTo[string])
-	switch {
-	case errors.Is(err, pgx.ErrNoRows):
-		return fmt.Errorf("execution %s: %w", id, ErrNotFound)
-	case err != nil:
-		return fmt.Errorf("read execution: %w", err)
+		return err
 	}
 	return fmt.Errorf("execution %s: %w; retention may have removed it%s", id, ErrNotFound, keeps)
 }

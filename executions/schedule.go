@@ -167,10 +167,7 @@ func dueSchedules(ctx context.Context, tx pgx.Tx) ([]dueSchedule, error) {
 	rows, err := tx.Query(ctx, `
 		select name, flow, surface, agent, cron, timezone, input, next_run_at from agent_schedules
 		 where next_run_at <= statement_timestamp() order by next_run_at for update skip locked`)
-	if err != nil {
-		return nil, err
-	}
-	return pgx.CollectRows(rows, pgx.RowToStructByPos[dueSchedule])
+	return postgres.Collect(rows, err, "read due schedules", pgx.RowToStructByPos[dueSchedule])
 }
 
 // startScheduled starts the execution of one tick and advances the schedule.

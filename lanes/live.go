@@ -66,10 +66,7 @@ func (k *Keeper) clearExpired(ctx context.Context, after string) (next string, e
 	rows, err := k.db.Query(ctx, `
 		select l.lane from agent_locks l where l.locked_by <> '' and l.lane > @after order by l.lane limit @most`,
 		postgres.Strict{"after": after, "most": expireBatch})
-	if err != nil {
-		return "", err
-	}
-	held, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	held, err := postgres.Collect(rows, err, "list held lanes", pgx.RowTo[string])
 	if err != nil || len(held) == 0 {
 		return "", err
 	}
@@ -148,14 +145,11 @@ func (k *Keeper) Holder(ctx context.Context, lane string) (*BusyError, error) {
 	rows, err := k.db.Query(ctx, `
 		select l.locked_by, case when l.parked then null else l.expires_at end from agent_locks l
 		 where l.lane = @lane and l.locked_by <> '' and l.expires_at > clock_timestamp()`, postgres.Strict{"lane": lane})
-	if err != nil {
-		return nil, fmt.Errorf("read lane %s: %w", lane, err)
-	}
 	type holder struct {
 		Name string
 		Ends *time.Time
 	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByPos[holder])
+	found, err := postgres.Collect(rows, err, "read lane "+lane, pgx.RowToStructByPos[holder])
 	if err != nil || len(found) == 0 {
 		return nil, err
 	}

@@ -5,8 +5,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -193,12 +191,8 @@ func (k *Keeper) applyRenewal(h *hold, a renewal, sentAt time.Time, ttl time.Dur
 }
 
 func renewLanes(ctx context.Context, db postgres.DB, b renewParams) ([]renewal, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[renewal](ctx, db, "renew lanes", `
 		select r.lane, r.fencing_token, r.renewed, r.busy, coalesce(r.expires_at, 'epoch') as expires_at
 		  from lanekeeper.renew_agent_locks(@lanes::text[], @owners::text[], @tokens::bigint[], @ttls::int[]) r`,
 		postgres.Strict{"lanes": b.lanes, "owners": b.owners, "tokens": b.tokens, "ttls": b.ttls})
-	if err != nil {
-		return nil, err
-	}
-	return pgx.CollectRows(rows, pgx.RowToStructByName[renewal])
 }

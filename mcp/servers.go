@@ -86,16 +86,13 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 		select g.name, coalesce(array_agg(t.skill_name) filter (where t.skill_name is not null), '{}')
 		  from gone g left join agent_mcp_tools t on t.server = g.name group by g.name order by g.name`,
 		postgres.Strict{"source": source, "keep": list(keep)})
-	if err != nil {
-		return nil, fmt.Errorf("remove MCP servers of source %s: %w", source, err)
-	}
 	type removed struct {
 		Name   string
 		Skills []string
 	}
-	gone, err := pgx.CollectRows(rows, pgx.RowToStructByPos[removed])
+	gone, err := postgres.Collect(rows, err, "remove MCP servers of source "+source, pgx.RowToStructByPos[removed])
 	if err != nil {
-		return nil, fmt.Errorf("remove MCP servers of source %s: %w", source, err)
+		return nil, err
 	}
 	var names []string
 	for _, g := range gone {

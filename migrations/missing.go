@@ -7,21 +7,20 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // missing returns what a database lacks of this text, in order.
 func (t text) missing(ctx context.Context, pool *pgxpool.Pool) ([]step, error) {
 	rows, err := pool.Query(ctx, `select m.version, m.name, m.hash from agent_migrations m order by m.version`)
-	if err != nil {
-		return nil, fmt.Errorf("read agent_migrations: %w", err)
-	}
 	type row struct {
 		Version    int
 		Name, Hash string
 	}
-	applied, err := pgx.CollectRows(rows, pgx.RowToStructByPos[row])
+	applied, err := postgres.Collect(rows, err, "read agent_migrations", pgx.RowToStructByPos[row])
 	if err != nil {
-		return nil, fmt.Errorf("read agent_migrations: %w", err)
+		return nil, err
 	}
 	made := map[string]string{}
 	var numbered, done int

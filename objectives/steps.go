@@ -161,19 +161,15 @@ func BackOff(ctx context.Context, db postgres.DB, objectiveID string) error {
 // Settle settles the due objectives without pending steps, as [Advanced] would: their run was lost before its end. It
 // returns how many.
 func Settle(ctx context.Context, db postgres.Beginner) (int, error) {
-	rows, err := db.Query(ctx, `
+	type left struct{ ID, LastTraceID string }
+	all, err := postgres.Rows[left](ctx, db, "settle objectives", `
 		select o.id, o.last_trace_id from agent_objectives o
 		 where o.status = 'active' and o.due_at <= statement_timestamp()
 		   and exists (select from agent_objective_steps s where s.objective_id = o.id)
 		   and not exists (select from agent_objective_steps s where s.objective_id = o.id and s.status = 'pending')
 		 order by o.id`)
 	if err != nil {
-		return 0, fmt.Errorf("settle objectives: %w", err)
-	}
-	type left struct{ ID, LastTraceID string }
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[left])
-	if err != nil {
-		return 0, fmt.Errorf("settle objectives: %w", err)
+		return 0, err
 	}
 	for _, o := range all {
 		if _, err := Advanced(ctx, db, o.ID, o.LastTraceID); err != nil {

@@ -106,10 +106,7 @@ func read(ctx context.Context, db postgres.DB, id string, f Filter) (Page, error
 		 order by a.id limit @limit::int + 1`,
 		pgx.QueryExecModeCacheDescribe,
 		postgres.Strict{"trace_id": traceID, "only": strings.ToLower(f.ActivityID), "after": after, "limit": limit})
-	if err != nil {
-		return Page{}, err
-	}
-	lines, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[line])
+	lines, err := postgres.Collect(rows, err, "read calls", pgx.RowToStructByNameLax[line])
 	if err != nil {
 		return Page{}, err
 	}
@@ -150,10 +147,7 @@ func earlier(ctx context.Context, db postgres.DB, traceID string, lines []line) 
 		        order by a.id desc limit 1) p`,
 		pgx.QueryExecModeCacheDescribe,
 		postgres.Strict{"trace_id": traceID, "agents": slices.Compact(agents), "first": lines[0].ActivityID})
-	if err != nil {
-		return nil, err
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[line])
+	found, err := postgres.Collect(rows, err, "read earlier calls", pgx.RowToStructByNameLax[line])
 	for _, l := range found {
 		last[l.Agent] = l.parts()
 	}
@@ -185,10 +179,7 @@ func find(ctx context.Context, db postgres.DB, anyForm string) (string, error) {
 		select i.id from unnest(@ids::text[]) i (id)
 		 where exists (select from agent_executions e where e.trace_id = i.id)
 		    or exists (select from agent_activity a where a.trace_id = i.id) limit 1`, postgres.Strict{"ids": forms})
-	if err != nil {
-		return "", err
-	}
-	found, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	found, err := postgres.Collect(rows, err, "find trace", pgx.RowTo[string])
 	if err == nil && len(found) == 0 {
 		err = activity.ErrNotFound
 	}

@@ -142,10 +142,7 @@ func readState(ctx context.Context, db postgres.DB, name string, anew bool) (sta
 		       case when p.anew then clock_timestamp() else p.began_at end as began,
 		       p.anew or p.ended_at is null or p.began_at > p.ended_at as open
 		  from pass p join old o on o.kind = p.kind`, postgres.Strict{"kind": name, "anew": anew})
-	if err != nil {
-		return state{}, err
-	}
-	return pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[state])
+	return postgres.CollectOne(rows, err, pgx.ErrNoRows, "read pass", pgx.RowToStructByName[state])
 }
 
 // page is the next rows of a kind behind a cursor.
@@ -155,10 +152,7 @@ func (k kind) page(ctx context.Context, tx pgx.Tx, c cursor, before time.Time, m
 		args["at"] = c.At
 	}
 	rows, err := tx.Query(ctx, k.find, args)
-	if err != nil {
-		return nil, err
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByNameLax[found])
+	list, err := postgres.Collect(rows, err, "find rows", pgx.RowToStructByNameLax[found])
 	for i := range list {
 		list[i].At = cmp.Or(list[i].At, c.At)
 	}
@@ -191,10 +185,7 @@ func (p *piece) deleteRows(ctx context.Context, tx pgx.Tx, keys []string) ([]str
 		return nil, nil
 	}
 	rows, err := tx.Query(ctx, p.kind.remove, postgres.Strict{"keys": keys})
-	if err != nil {
-		return nil, err
-	}
-	gone, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	gone, err := postgres.Collect(rows, err, "delete rows", pgx.RowTo[string])
 	if err != nil || p.kind.effect == "" {
 		return gone, err
 	}
@@ -299,10 +290,7 @@ func pruneThreads(ctx context.Context, p *piece, ids []string) (removed int64, e
 			select t.id from agent_threads t where t.id = any (@ids) and t.updated_at < @before
 			 order by t.updated_at, t.id for update skip locked`,
 			postgres.Strict{"ids": ids, "before": p.before})
-		if err != nil {
-			return 0, err
-		}
-		held, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		held, err := postgres.Collect(rows, err, "lock threads", pgx.RowTo[string])
 		if err != nil {
 			return 0, err
 		}

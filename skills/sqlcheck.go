@@ -165,14 +165,10 @@ func (c sqlCheck) message(ctx context.Context, refused *pgconn.PgError) (string,
 
 // nearRelation suggests a similar table or view.
 func (c sqlCheck) nearRelation(ctx context.Context, name string) (string, error) {
-	rows, err := c.tx.Query(ctx, `
+	known, err := postgres.Names(ctx, c.tx, "list tables", `
 		select relname from pg_class
 		 where relkind in ('r', 'p', 'v', 'm', 'f') and pg_table_is_visible(oid)
 		   and relnamespace <> 'pg_catalog'::regnamespace limit 5000`)
-	if err != nil {
-		return "", err
-	}
-	known, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	if near := nearest.To(name, known); near != "" {
 		return fmt.Sprintf(" (did you mean %q?)", near), err
 	}

@@ -64,18 +64,6 @@ func Delete(ctx context.Context, db postgres.DB, source string, names ...string)
 const columns = `id, name, description, tool_definition, handler, config, scope, trust, four_eyes, idempotent, timeout_ms,
 	enabled, disabled_reason, disabled_by, disabled_at, enabled_at, trial_at, evidence, revision, state_revision, source, created_at, updated_at`
 
-// collect reads the skills of a query.
-func collect(rows pgx.Rows, err error, what string) ([]Skill, error) {
-	var all []Skill
-	if err == nil {
-		all, err = pgx.CollectRows(rows, pgx.RowToStructByName[Skill])
-	}
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
-	}
-	return all, nil
-}
-
 // Get returns one skill, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Skill, error) {
 	rows, err := db.Query(ctx, `select `+columns+` from agent_skills where name = @name`,
@@ -107,7 +95,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Skill, error) {
 			"enabled": f.Enabled, "scope": f.Scope, "source": f.Source, "disabled_by": f.DisabledBy,
 			"before": f.Before, "limit": postgres.PageSize(f.Limit, 100, 1000),
 		})
-	return collect(rows, err, "list skills")
+	return postgres.Collect(rows, err, "list skills", pgx.RowToStructByName[Skill])
 }
 
 // InScope returns the skills of the given scopes and of [ScopeBoth], disabled ones, too, by name. No scope means all.
@@ -116,11 +104,10 @@ func InScope(ctx context.Context, db postgres.DB, scopes []string) ([]Skill, err
 }
 
 func inScope(ctx context.Context, db postgres.DB, scopes []string, enabled bool) ([]Skill, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Skill](ctx, db, "list available skills", `
 		select `+columns+` from agent_skills
 		 where (enabled or not @enabled::bool) and (scope = 'both' or scope = any(@scopes::text[]) or cardinality(@scopes::text[]) = 0)
 		 order by name`, pgx.StrictNamedArgs{"scopes": append([]string{}, scopes...), "enabled": enabled})
-	return collect(rows, err, "list available skills")
 }
 
 // QueueCallable queues a read of the callable skills of the given scopes, and of [ScopeBoth], by name: the enabled
@@ -132,7 +119,7 @@ func QueueCallable(b *pgx.Batch, scopes []string, into *[]Skill) {
 		   and (enabled or trial_at is not null
 		     and (evidence #>> '{trial,until}')::timestamptz > clock_timestamp() is not true)
 		 order by name`, pgx.StrictNamedArgs{"scopes": scopes}).Query(func(rows pgx.Rows) (err error) {
-		*into, err = collect(rows, nil, "list callable skills")
+		*into, err = postgres.Collect(rows, nil, "list callable skills", pgx.RowToStructByName[Skill])
 		return err
 	})
 }

@@ -131,17 +131,7 @@ func SetTitle(ctx context.Context, tx pgx.Tx, id, title string) (before string, 
 }
 
 func collectThread(rows pgx.Rows, err error) (Thread, error) {
-	if err != nil {
-		return Thread{}, fmt.Errorf("read thread: %w", err)
-	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Thread])
-	if errors.Is(err, pgx.ErrNoRows) {
-		err = ErrNotFound
-	}
-	if err != nil {
-		return Thread{}, fmt.Errorf("read thread: %w", err)
-	}
-	return got, nil
+	return postgres.CollectOne(rows, err, ErrNotFound, "read thread", pgx.RowToStructByName[Thread])
 }
 
 // Filter narrows a listing of threads. A zero field matches every thread. Limit defaults to 50 and is at most 500.
@@ -426,13 +416,10 @@ func Find(ctx context.Context, db postgres.DB, idOrName string) (Thread, error) 
 	}
 	rows, err := db.Query(ctx, `select id from agent_threads where name = @name and name <> '' order by id limit 2`,
 		postgres.Strict{"name": postgres.Text(idOrName)})
-	if err != nil {
-		return Thread{}, fmt.Errorf("find thread: %w", err)
-	}
-	ids, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	ids, err := postgres.Collect(rows, err, "find thread", pgx.RowTo[string])
 	switch {
 	case err != nil:
-		return Thread{}, fmt.Errorf("find thread: %w", err)
+		return Thread{}, err
 	case len(ids) != 1:
 		return Thread{}, ErrNotFound
 	}

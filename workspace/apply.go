@@ -318,13 +318,10 @@ func agentUses(ctx context.Context, db postgres.DB, removed []string) ([]string,
 		  from agent_objectives o
 		 where o.agent = any (@removed) and o.status in ('active', 'proposed')
 		 order by 1, 2`, postgres.Strict{"removed": removed})
-	if err != nil {
-		return nil, fmt.Errorf("find what removed agents are for: %w", err)
-	}
 	type use struct{ Kind, Name, Agent, Verb string }
-	uses, err := pgx.CollectRows(rows, pgx.RowToStructByPos[use])
+	uses, err := postgres.Collect(rows, err, "find what removed agents are for", pgx.RowToStructByPos[use])
 	if err != nil {
-		return nil, fmt.Errorf("find what removed agents are for: %w", err)
+		return nil, err
 	}
 	reasons := make([]string, len(uses))
 	for i, u := range uses {

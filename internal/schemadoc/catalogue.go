@@ -3,13 +3,10 @@ package schemadoc
 import (
 	"cmp"
 	"context"
-	"fmt"
 	"io/fs"
 	"regexp"
 	"slices"
 	"strings"
-
-	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -110,13 +107,13 @@ func Read(ctx context.Context, db postgres.DB, files fs.FS) ([]*Noun, error) {
 
 // relations reads the tables, views and composite types of the tables' schema.
 func relations(ctx context.Context, db postgres.DB) ([]*Relation, error) {
-	all, err := collect[Relation](db.Query(ctx, `
+	all, err := postgres.Rows[Relation](ctx, db, "read the catalogue", `
 		select c.oid, c.relname::text as name, c.relkind::text as kind,
 		       coalesce(obj_description(case when c.relkind = 'c' then c.reltype else c.oid end), '') as comment
 		  from pg_class c
 		 where c.relnamespace = current_schema()::regnamespace and c.relkind in ('r', 'p', 'v', 'c')
 		   and not c.relispartition and c.relname <> all (@bookkeeping::text[])
-		 order by c.relname`, postgres.Strict{"bookkeeping": Bookkeeping}))
+		 order by c.relname`, postgres.Strict{"bookkeeping": Bookkeeping})
 	if err != nil {
 		return nil, err
 	}
@@ -125,7 +122,7 @@ func relations(ctx context.Context, db postgres.DB) ([]*Relation, error) {
 	for i := range all {
 		byOID[all[i].OID], ids[i] = &all[i], all[i].OID
 	}
-	columns, err := collect[Column](db.Query(ctx, `
+	columns, err := postgres.Rows[Column](ctx, db, "read the catalogue", `
 		select a.attrelid as oid, a.attname::text as name, format_type(a.atttypid, a.atttypmod) as type,
 		       not a.attnotnull as null,
 		       case when a.attidentity <> '' then 'identity' when a.attgenerated <> '' then 'generated'
@@ -133,7 +130,7 @@ func relations(ctx context.Context, db postgres.DB) ([]*Relation, error) {
 		       coalesce(col_description(a.attrelid, a.attnum), '') as comment
 		  from pg_attribute a left join pg_attrdef d on d.adrelid = a.attrelid and d.adnum = a.attnum
 		 where a.attrelid = any (@ids::oid[]) and a.attnum > 0 and not a.attisdropped
-		 order by a.attrelid, a.attnum`, postgres.Strict{"ids": ids}))
+		 order by a.attrelid, a.attnum`, postgres.Strict{"ids": ids})
 	if err != nil {
 		return nil, err
 	}
@@ -153,13 +150,13 @@ func relations(ctx context.Context, db postgres.DB) ([]*Relation, error) {
 
 // readRules reads the constraints and indexes of relations.
 func readRules(ctx context.Context, db postgres.DB, byOID map[uint32]*Relation, ids []uint32) error {
-	constraints, err := collect[Constraint](db.Query(ctx, `
+	constraints, err := postgres.Rows[Constraint](ctx, db, "read the catalogue", `
 		select k.conrelid as oid, k.contype::text as kind, pg_get_constraintdef(k.oid, true) as text,
 		       coalesce((select f.relname::text from pg_class f where f.oid = k.confrelid), '') as target,
 		       array(select a.attname::text from unnest(k.conkey) with ordinality u (num, place)
 		               join pg_attribute a on a.attrelid = k.conrelid and a.attnum = u.num order by u.place) as columns
 		  from pg_constraint k where k.conrelid = any (@ids::oid[]) and k.contype in ('p', 'u', 'f', 'c', 'x')
-		 order by k.conrelid, strpos('pufcx', k.contype::text), k.conname`, postgres.Strict{"ids": ids}))
+		 order by k.conrelid, strpos('pufcx', k.contype::text), k.conname`, postgres.Strict{"ids": ids})
 	if err != nil {
 		return err
 	}
@@ -167,14 +164,14 @@ func readRules(ctx context.Context, db postgres.DB, byOID map[uint32]*Relation, 
 		c.Text = short(c.Text)
 		byOID[c.OID].Constraints = append(byOID[c.OID].Constraints, c)
 	}
-	indexes, err := collect[Index](db.Query(ctx, `
+	indexes, err := postgres.Rows[Index](ctx, db, "read the catalogue", `
 		select i.indrelid as oid, c.relname::text as name, i.indisunique as unique,
 		       coalesce(obj_description(c.oid, 'pg_class'), '') as comment,
 		       regexp_replace(pg_get_indexdef(c.oid, 0, true), '^.* USING ', '') as text
 		  from pg_index i join pg_class c on c.oid = i.indexrelid
 		 where i.indrelid = any (@ids::oid[])
 		   and not exists (select from pg_constraint k where k.conindid = c.oid and k.contype in ('p', 'u', 'x'))
-		 order by i.indrelid, c.relname`, postgres.Strict{"ids": ids}))
+		 order by i.indrelid, c.relname`, postgres.Strict{"ids": ids})
 	if err != nil {
 		return err
 	}
@@ -187,14 +184,14 @@ func readRules(ctx context.Context, db postgres.DB, byOID map[uint32]*Relation, 
 
 // readCode reads the functions of the contract, the enums and the domains.
 func readCode(ctx context.Context, db postgres.DB, nouns []*Noun, places map[string]place) error {
-	functions, err := collect[Function](db.Query(ctx, `
+	functions, err := postgres.Rows[Function](ctx, db, "read the catalogue", `
 		select p.proname::text as name, pg_get_function_arguments(p.oid) as arguments,
 		       coalesce(pg_get_function_result(p.oid), '') as result,
 		       coalesce(obj_description(p.oid, 'pg_proc'), '') as comment
 		  from pg_proc p
 		 where p.pronamespace = current_schema()::regnamespace and p.prorettype <> 'trigger'::regtype
 		   and not exists (select from pg_depend d where d.objid = p.oid and d.deptype = 'e')
-		 order by p.proname, p.oid`))
+		 order by p.proname, p.oid`)
 	if err != nil {
 		return err
 	}
@@ -203,7 +200,7 @@ func readCode(ctx context.Context, db postgres.DB, nouns []*Noun, places map[str
 		n := nouns[find(places, f.Name).file]
 		n.Calls = append(n.Calls, f)
 	}
-	closed, err := collect[Closed](db.Query(ctx, `
+	closed, err := postgres.Rows[Closed](ctx, db, "read the catalogue", `
 		select t.typname::text as name, coalesce(format_type(nullif(t.typbasetype, 0), null), '') as base,
 		       array(select e.enumlabel::text from pg_enum e where e.enumtypid = t.oid order by e.enumsortorder) as values,
 		       coalesce((select string_agg(pg_get_constraintdef(k.oid, true), '; ' order by k.conname) from pg_constraint k
@@ -211,7 +208,7 @@ func readCode(ctx context.Context, db postgres.DB, nouns []*Noun, places map[str
 		       coalesce(obj_description(t.oid, 'pg_type'), '') as comment
 		  from pg_type t where t.typnamespace = current_schema()::regnamespace and t.typtype in ('e', 'd')
 		   and not exists (select from pg_depend d where d.objid = t.oid and d.deptype = 'e')
-		 order by t.typname`, postgres.Strict{}))
+		 order by t.typname`)
 	if err != nil {
 		return err
 	}
@@ -221,18 +218,6 @@ func readCode(ctx context.Context, db postgres.DB, nouns []*Noun, places map[str
 		n.Closed = append(n.Closed, c)
 	}
 	return nil
-}
-
-// collect reads the rows of a query.
-func collect[T any](rows pgx.Rows, err error) ([]T, error) {
-	if err != nil {
-		return nil, fmt.Errorf("read the catalogue: %w", err)
-	}
-	all, err := pgx.CollectRows(rows, pgx.RowToStructByName[T])
-	if err != nil {
-		return nil, fmt.Errorf("read the catalogue: %w", err)
-	}
-	return all, nil
 }
 
 var (

@@ -196,17 +196,12 @@ var positionSQL string
 func (e *Exporter) take(ctx context.Context) (*position, error) {
 	rows, err := e.pool.Query(ctx, positionSQL,
 		postgres.Strict{"me": e.me, "seconds": right.Seconds(), "backlog": Backlog.Seconds()})
-	if err != nil {
-		return nil, fmt.Errorf("take the right to send traces: %w", err)
-	}
-	got, err := pgx.CollectExactlyOneRow(rows, pgx.RowToAddrOfStructByName[position])
-	switch {
-	case errors.Is(err, pgx.ErrNoRows):
+	got, err := postgres.CollectOne(rows, err, pgx.ErrNoRows, "take the right to send traces",
+		pgx.RowToAddrOfStructByName[position])
+	if errors.Is(err, pgx.ErrNoRows) {
 		return nil, nil
-	case err != nil:
-		return nil, fmt.Errorf("take the right to send traces: %w", err)
 	}
-	return got, nil
+	return got, err
 }
 
 // pass sends what has ended since the last pass; more says that there is more already.
@@ -298,24 +293,22 @@ func (e *Exporter) gather(ctx context.Context, at *position) (batch, error) {
 		ID    string
 		Ended bool
 	}
-	found, err := e.pool.Query(ctx, `
+	rows, err := postgres.Rows[fresh](ctx, e.pool, "look for activities", `
 		select a.id::text, a.status <> 'running' as ended from agent_activity a
 		 where a.id > @since::uuid and a.id <= @upto::uuid order by a.id limit @most`, anew,
 		postgres.Strict{"since": at.SentUpto, "upto": b.upto, "most": e.most})
-	rows, err := collect[fresh](found, err)
 	if err != nil {
-		return b, fmt.Errorf("look for activities: %w", err)
+		return b, err
 	}
 	type end struct{ ID, Run string }
-	found, err = e.pool.Query(ctx, `
+	ends, err := postgres.Rows[end](ctx, e.pool, "look for ends of executions", `
 		select v.id::text, v.execution_id::text as run from agent_events v
 		 where v.id > @since::uuid and v.id <= @upto::uuid and v.event = 'AGENT_COMPLETED' and v.execution_id is not null
 		   and v.key = v.execution_id::text
 		 order by v.id limit @most`, anew,
 		postgres.Strict{"since": at.SentUpto, "upto": b.upto, "most": e.most})
-	ends, err := collect[end](found, err)
 	if err != nil {
-		return b, fmt.Errorf("look for ends of executions: %w", err)
+		return b, err
 	}
 	if len(rows) == e.most {
 		b.upto, b.more = rows[len(rows)-1].ID, true

@@ -4,7 +4,6 @@ import (
 	"context"
 	_ "embed"
 	"encoding/json"
-	"fmt"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -77,28 +76,20 @@ const anew = pgx.QueryExecModeCacheDescribe
 // read reads finished rows by their ids.
 func read(ctx context.Context, db postgres.DB, activities, runs []string, content bool) (f found, err error) {
 	if len(activities) > 0 {
-		rows, err := db.Query(ctx, activitiesSQL, anew, postgres.Strict{"ids": activities, "content": content})
-		if f.activities, err = collect[activityRow](rows, err); err != nil {
-			return found{}, fmt.Errorf("read activities for spans: %w", err)
+		f.activities, err = postgres.Rows[activityRow](ctx, db, "read activities for spans", activitiesSQL, anew,
+			postgres.Strict{"ids": activities, "content": content})
+		if err != nil {
+			return found{}, err
 		}
 	}
 	if len(runs) == 0 {
 		return f, nil
 	}
-	rows, err := db.Query(ctx, runsSQL, anew, postgres.Strict{"ids": runs})
-	if f.runs, err = collect[runRow](rows, err); err != nil {
-		return found{}, fmt.Errorf("read executions for spans: %w", err)
-	}
-	rows, err = db.Query(ctx, waitsSQL, anew, postgres.Strict{"ids": runs, "most": waitsMost})
-	if f.waits, err = collect[waitRow](rows, err); err != nil {
-		return found{}, fmt.Errorf("read waits for spans: %w", err)
-	}
-	return f, nil
-}
-
-func collect[T any](rows pgx.Rows, err error) ([]T, error) {
+	f.runs, err = postgres.Rows[runRow](ctx, db, "read executions for spans", runsSQL, anew, postgres.Strict{"ids": runs})
 	if err != nil {
-		return nil, err
+		return found{}, err
 	}
-	return pgx.CollectRows(rows, pgx.RowToStructByName[T])
+	f.waits, err = postgres.Rows[waitRow](ctx, db, "read waits for spans", waitsSQL, anew,
+		postgres.Strict{"ids": runs, "most": waitsMost})
+	return f, err
 }
