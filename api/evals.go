@@ -60,6 +60,8 @@ func evalError(err error) error {
 		return badBody("%s", evals.ErrTrial)
 	case errors.Is(err, evals.ErrNoAnswer):
 		return problem.New(http.StatusConflict, "%s", evals.ErrNoAnswer)
+	case errors.Is(err, runner.ErrOffline):
+		return badBody("model cannot be chosen: %s", runner.ErrOffline)
 	case errors.Is(err, runner.ErrUnpriced):
 		return problem.New(http.StatusConflict, "%s", runner.ErrUnpriced).Kind("unpriced-model", "Model without a price")
 	}

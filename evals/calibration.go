@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"strings"
 
 	"github.com/jackc/pgx/v5"
 
@@ -68,7 +69,8 @@ func ReadLabels(text []byte) ([]JudgeLabel, error) {
 		case errors.Is(err, io.EOF):
 			return all, nil
 		case err != nil:
-			return nil, fmt.Errorf("label %d: %w", len(all)+1, err)
+			return nil, fmt.Errorf(`label %d: must be a JSON object with "answer" and "pass": %s`, len(all)+1,
+				strings.TrimPrefix(err.Error(), "json: "))
 		case one.Answer == "" || one.Pass == nil || len(one.Answer) > maxText:
 			return nil, fmt.Errorf(`label %d: must have "answer", of at most %d bytes, and "pass"`, len(all)+1, maxText)
 		case len(all) == maxLabelled:
@@ -97,6 +99,7 @@ func (s Subject) JudgeModel(j JudgeRule) (model string, same bool) {
 type Calibration struct {
 	Rubric    string         `json:"rubric"`
 	Model     string         `json:"model"`
+	Votes     int            `json:"votes"`
 	Same      bool           `json:"same_model"` // the judge's model is the one that it judges
 	Labels    int            `json:"labels"`     // distinct answers with a label
 	Judged    int            `json:"judged"`     // labelled answers with a verdict of the judge
@@ -119,8 +122,8 @@ const (
 // Judged is the verdict of people and of a judge about one answer.
 type Judged struct{ Label, Judge bool }
 
-// Calibrate compares verdicts. labels is the number of labelled answers.
-func Calibrate(labels int, verdicts []Judged) Calibration {
+// NewCalibration compares verdicts. labels is the number of labelled answers.
+func NewCalibration(labels int, verdicts []Judged) Calibration {
 	c := Calibration{Labels: labels, Judged: len(verdicts)}
 	var good, bad, wrongPass, wrongFail int
 	for _, v := range verdicts {
@@ -238,13 +241,64 @@ func CalibrationOf(ctx context.Context, db postgres.DB, s Subject, j JudgeRule) 
 			missing = append(missing, l)
 		}
 	}
-	c := Calibrate(len(labels), verdicts)
-	c.Rubric, c.Model, c.Same = j.Rubric, model, same
+	c := NewCalibration(len(labels), verdicts)
+	c.Rubric, c.Model, c.Votes, c.Same = j.Rubric, model, j.VotesOf(), same
 	return c, missing, nil
 }
 
-// Calibrations compares the judges of a subject with the labels of people.
-func Calibrations(ctx context.Context, db postgres.DB, s Subject) (list []Calibration, err error) {
+// Calibrations are those of the judges of a run. Frozen ones are kept by the run, and count for its trials.
+type Calibrations struct {
+	List   []Calibration
+	Frozen bool
+	Tokens int64 // that the run paid for them
+	USD    float64
+}
+
+// Of returns the calibration of a judge of a subject.
+func (c Calibrations) Of(s Subject, j JudgeRule) Calibration {
+	model, _ := s.JudgeModel(j)
+	for _, one := range c.List {
+		if one.Rubric == j.Rubric && one.Model == model && one.Votes == j.VotesOf() {
+			return one
+		}
+	}
+	return Calibration{}
+}
+
+// ReadCalibrations returns the frozen calibrations of a run, or the present ones before its first trial.
+func ReadCalibrations(ctx context.Context, db postgres.DB, run string, s Subject) (c Calibrations, err error) {
+	if len(s.Suite.Definition.JudgesOf()) == 0 {
+		return c, nil
+	}
+	var frozen []Calibration
+	err = db.QueryRow(ctx, `
+		select calibrations, calibration_tokens, calibration_usd::float8 from agent_eval_runs where id = @run`,
+		postgres.Strict{"run": run}).Scan(&frozen, &c.Tokens, &c.USD)
+	if err != nil {
+		return c, fmt.Errorf("read the calibrations of run %s: %w", run, err)
+	}
+	if c.List, c.Frozen = frozen, frozen != nil; !c.Frozen {
+		c.List, err = Calibrate(ctx, db, s)
+	}
+	return c, err
+}
+
+// FreezeCalibrations lets a run keep the present calibrations. Those that it keeps already do not change.
+func FreezeCalibrations(ctx context.Context, db postgres.DB, run string, s Subject) error {
+	list, err := Calibrate(ctx, db, s)
+	if err == nil {
+		_, err = db.Exec(ctx, `
+			update agent_eval_runs set calibrations = @list where id = @run and calibrations is null`,
+			postgres.Strict{"run": run, "list": list})
+	}
+	if err != nil {
+		return fmt.Errorf("freeze the calibrations of run %s: %w", run, err)
+	}
+	return nil
+}
+
+// Calibrate compares the judges of a subject with the labels of people.
+func Calibrate(ctx context.Context, db postgres.DB, s Subject) (list []Calibration, err error) {
 	for _, j := range s.Suite.Definition.JudgesOf() {
 		c, _, err := CalibrationOf(ctx, db, s, j)
 		if err != nil {
@@ -255,11 +309,18 @@ func Calibrations(ctx context.Context, db postgres.DB, s Subject) (list []Calibr
 	return list, nil
 }
 
-// PutJudgement stores a judge's verdict about a labelled answer.
-func PutJudgement(ctx context.Context, db postgres.DB, judge, about string, pass bool) error {
+// PutJudgement stores a judge's verdict about a labelled answer, if there is one, and its cost for the run.
+func PutJudgement(ctx context.Context, db postgres.DB, run, judge, about string, got Judgement) error {
 	_, err := db.Exec(ctx, `
-		insert into agent_eval_judgements (judge_digest, answer_digest, pass) values (@judge, @about, @pass)
-		on conflict do nothing`, postgres.Strict{"judge": judge, "about": about, "pass": pass})
+		with verdict as (
+		  insert into agent_eval_judgements (judge_digest, answer_digest, pass)
+		  select @judge, @about, @pass where @decided on conflict do nothing)
+		update agent_eval_runs
+		   set calibration_tokens = calibration_tokens + @tokens, calibration_usd = calibration_usd + @usd
+		 where id = @run`, postgres.Strict{
+		"judge": judge, "about": about, "pass": got.Pass, "decided": got.Decided, "tokens": got.Tokens, "usd": got.CostUSD,
+		"run": run,
+	})
 	if err != nil {
 		return fmt.Errorf("store judgement: %w", err)
 	}

@@ -167,12 +167,12 @@ func TestAJudgeIsCalibratedByTheBoundsOfItsErrors(t *testing.T) {
 		{verdicts(30, 0, 0, 0), "it may pass as much as 1.00 of what people fail"},
 		{verdicts(90, 2, 10, 2), "it may pass as much as 0.51 of what people fail"},
 	} {
-		got := evals.Calibrate(len(c.verdicts), c.verdicts)
+		got := evals.NewCalibration(len(c.verdicts), c.verdicts)
 		if got.Why != c.why || got.Calibrated != (c.why == "") {
 			t.Errorf("%d verdicts: %+v, want %q", len(c.verdicts), got, c.why)
 		}
 	}
-	if got := evals.Calibrate(40, verdicts(14, 0, 15, 0)); got.Why != "it judged 29 labelled answers, less than 30" {
+	if got := evals.NewCalibration(40, verdicts(14, 0, 15, 0)); got.Why != "it judged 29 labelled answers, less than 30" {
 		t.Errorf("too few verdicts: %+v", got)
 	}
 }

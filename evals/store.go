@@ -224,6 +224,10 @@ type Report struct {
 	Tokens     int64             `json:"tokens"`
 	JudgeUSD   float64           `json:"judge_usd"` // besides CostUSD
 	Judges     []Calibration     `json:"judges,omitempty"`
+	// What the run paid for the calibration of its judges, besides CostUSD and JudgeUSD.
+	CalibrationUSD    float64 `json:"calibration_usd,omitempty"`
+	CalibrationTokens int64   `json:"calibration_tokens,omitempty"`
+
 	Control    stats.Comparison  `json:"control"`              // A/A
 	Against    *Run              `json:"against,omitempty"`    // the compared run
 	Comparison *stats.Comparison `json:"comparison,omitempty"` // this run with it
@@ -265,7 +269,7 @@ func NewBriefReport(ctx context.Context, db postgres.DB, r Run) (Report, error) 
 func newReport(ctx context.Context, db postgres.DB, r Run, trials []Trial) (Report, error) {
 	report := ReportOf(r, trials)
 	if r.Kind == OfSuite {
-		return report, nil
+		return report, report.addJudges(ctx, db)
 	}
 	sample, err := readSample(ctx, db, r)
 	coverage := coverageOf(sample, trials)
@@ -286,6 +290,17 @@ func ReportOf(r Run, trials []Trial) Report {
 	}
 	report.Control = stats.Control(outcomes(trials, report.Cases))
 	return report
+}
+
+// addJudges adds the calibrations of the judges.
+func (r *Report) addJudges(ctx context.Context, db postgres.DB) error {
+	subject, err := SubjectOf(ctx, db, r.Run)
+	if err != nil {
+		return err
+	}
+	c, err := ReadCalibrations(ctx, db, r.ID, subject)
+	r.Judges, r.CalibrationUSD, r.CalibrationTokens = c.List, c.USD, c.Tokens
+	return err
 }
 
 // Follows reports whether a control run follows at least half of its recorded turns.

@@ -9,11 +9,14 @@ import (
 	"io"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/runner"
 	"github.com/lanekeeper/lanekeeper/evals/stats"
@@ -56,14 +59,8 @@ apply DIR through after that.`,
 			"  agent eval run --candidate ./workspace\n  agent eval run --junit evals.xml",
 		Args: positionalArgs(0, -1, "names of suites"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if o.resume != "" && (len(args) > 0 || o.Model != "" || o.Trials > 0 || o.candidate != "") {
-				return usageError("--resume continues one run as it is; leave out suites, --model, --trials and --candidate")
-			}
-			if cmd.Flags().Changed("candidate") && o.candidate == "" || o.prune && o.candidate == "" {
-				return usageError("--candidate needs the folder of a workspace, and --prune needs --candidate")
-			}
-			if cmd.Flags().Changed("trials") && (o.Trials < 1 || o.Trials > 100) {
-				return usageError("--trials must be 1 to 100")
+			if err := o.check(cmd, args); err != nil {
+				return err
 			}
 			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
 				return c.runEvals(ctx, s, a, args, o)
@@ -72,20 +69,47 @@ apply DIR through after that.`,
 	}
 	cmd.Flags().StringVar(&o.Model, "model", "", "try this model instead of the agent's")
 	cmd.Flags().IntVar(&o.Trials, "trials", 0, "trials of each case instead of the suite's")
-	cmd.Flags().IntVar(&o.concurrent, "concurrency", defaultConcurrency, "trials at once")
 	cmd.Flags().StringVar(&o.against, "against", "", "compare with this run, or with the last one before")
-	cmd.Flags().StringVar(&o.candidate, "candidate", "", "try the workspace in this folder, without applying it")
-	cmd.Flags().BoolVar(&o.prune, "prune", false, "with --candidate: as apply --prune would leave it")
-	cmd.Flags().StringVar(&o.resume, "resume", "", "continue this run")
-	cmd.Flags().StringVar(&o.junit, "junit", "", "also write the trials to this file, as JUnit XML")
+	o.flags(cmd.Flags())
 	return cmd
+}
+
+// flags are those of the commands that play runs.
+func (o *evalOptions) flags(flags *pflag.FlagSet) {
+	flags.StringVar(&o.candidate, "candidate", "", "try the workspace in this folder, without applying it")
+	flags.BoolVar(&o.prune, "prune", false, "with --candidate: as apply --prune would leave it")
+	flags.IntVar(&o.concurrent, "concurrency", defaultConcurrency, "trials at once")
+	flags.StringVar(&o.resume, "resume", "", "continue this run")
+	flags.StringVar(&o.junit, "junit", "", "also write the result to this file, as JUnit XML")
+}
+
+// check checks the flags of a command that plays runs.
+func (o *evalOptions) check(cmd *cobra.Command, args []string) (err error) {
+	if o.resume != "" {
+		cmd.LocalNonPersistentFlags().VisitAll(func(f *pflag.Flag) {
+			if f.Changed && !slices.Contains([]string{"resume", "concurrency", "junit", "against"}, f.Name) {
+				err = usageError("--resume continues one run as it is; leave out --%s", f.Name)
+			}
+		})
+		if len(args) > 0 {
+			return usageError("--resume continues one run as it is; leave out the suites")
+		}
+	}
+	trials := cmd.Flags().Lookup("trials")
+	n, bad := strconv.Atoi(trials.Value.String())
+	switch {
+	case err != nil:
+		return err
+	case cmd.Flags().Changed("candidate") && o.candidate == "", o.prune && o.candidate == "":
+		return usageError("--candidate needs the folder of a workspace, and --prune needs --candidate")
+	case o.concurrent < 1 || o.concurrent > 100 || trials.Changed && (bad != nil || n < 1 || n > 100):
+		return usageError("--trials and --concurrency must be 1 to 100")
+	}
+	return nil
 }
 
 // runEvals runs suites one after the other.
 func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []string, o evalOptions) error {
-	if o.concurrent < 1 || o.concurrent > 100 {
-		return usageError("--concurrency must be 1 to 100")
-	}
 	if err := c.checkJUnit(o.junit); err != nil {
 		return err
 	}
@@ -110,10 +134,12 @@ func (c *cli) checkJUnit(name string) error {
 // workEvals plays runs one after the other, and reports them.
 func (c *cli) workEvals(ctx context.Context, s *session, a *app.App, runs []evals.Run, o evalOptions) error {
 	reports := make([]evals.Report, 0, len(runs))
-	for _, run := range runs {
+	for i, run := range runs {
 		report, err := c.workEval(ctx, s, a, run, o)
 		if ctx.Err() != nil {
-			c.infof("the run is not over; agent eval run --resume %s goes on", run.ID)
+			for _, open := range runs[i:] {
+				c.infof("run %s is not over; agent eval run --resume %s goes on", open.ID, open.ID)
+			}
 		}
 		if err != nil {
 			return err
@@ -141,6 +167,9 @@ func (c *cli) startEvals(
 ) ([]evals.Run, error) {
 	if o.resume != "" {
 		run, err := findRun(ctx, s, o.resume)
+		if run.Kind == evals.OfShadow {
+			return nil, hint(fmt.Errorf("run %s is a shadow, which servers play", run.ID), "see agent eval show %s", run.ID)
+		}
 		return []evals.Run{run}, err
 	}
 	if o.candidate != "" {
@@ -155,7 +184,7 @@ func (c *cli) startEvals(
 		for _, name := range names {
 			suite, err := evals.Get(ctx, s.Pool, name)
 			if errors.Is(err, evals.ErrNotFound) {
-				return nil, hint(fmt.Errorf("there is no eval %.100q", name), "see agent eval ls")
+				return nil, errNoSuite(name)
 			}
 			if err != nil {
 				return nil, err
@@ -170,21 +199,30 @@ func (c *cli) startEvals(
 	for _, suite := range suites {
 		run, err := a.Evals.Start(ctx, suite, o.Options)
 		if err != nil {
-			return nil, startError(err)
+			return nil, evalError(err)
 		}
 		runs = append(runs, run)
 	}
 	return runs, nil
 }
 
+func errNoSuite(name string) error {
+	return hint(fmt.Errorf("there is no eval %.100q", name), "see agent eval ls")
+}
+
 func errNoEval() error {
 	return hint(errors.New("there is no eval"), "declare one as kind: eval in the workspace, see docs/evals.md")
 }
 
-// startError maps a missing price to a usage error.
-func startError(err error) error {
-	if errors.Is(err, runner.ErrUnpriced) {
+// evalError adds the exit code and the next step to an error of a run.
+func evalError(err error) error {
+	switch {
+	case errors.Is(err, runner.ErrUnpriced), errors.Is(err, runner.ErrOffline), errors.Is(err, runner.ErrElsewhere):
 		return &exitError{exitUsage, err}
+	case errors.Is(err, runner.ErrNoTurn):
+		return hint(err, "raise --since, or see agent trace ls")
+	case errors.Is(err, agents.ErrNotFound):
+		return hint(err, "see agent agents ls")
 	}
 	return err
 }
@@ -231,7 +269,7 @@ func (c *cli) startCandidates(
 		}
 		run, err := a.Evals.StartCandidate(ctx, subject, o.Options)
 		if err != nil {
-			return nil, startError(err)
+			return nil, evalError(err)
 		}
 		runs = append(runs, run)
 	}
@@ -271,11 +309,8 @@ func (c *cli) workEval(
 	if terminal(c.err) && total(done) > 0 {
 		fmt.Fprintln(c.err)
 	}
-	if errors.Is(err, runner.ErrElsewhere) {
-		return report, &exitError{exitUsage, err}
-	}
 	if err != nil {
-		return report, err
+		return report, evalError(err)
 	}
 	return c.reportEval(ctx, s, run.ID, o.against)
 }
@@ -297,13 +332,8 @@ func (c *cli) reportEval(ctx context.Context, s *session, id, against string) (e
 	if err != nil {
 		return report, err
 	}
-	subject, err := evals.SubjectOf(ctx, s.Pool, run)
-	if err != nil {
-		return report, err
-	}
-	report.Judges, err = evals.Calibrations(ctx, s.Pool, subject)
-	if err != nil || against == "" {
-		return report, err
+	if against == "" {
+		return report, nil
 	}
 	other, err := evals.Run{}, error(nil)
 	if against == "last" {
@@ -318,6 +348,10 @@ func (c *cli) reportEval(ctx context.Context, s *session, id, against string) (e
 	}
 	if other.Suite != run.Suite {
 		return report, usageError("run %s is of %s, not of %s", other.ID, other.Suite, run.Suite)
+	}
+	subject, err := evals.SubjectOf(ctx, s.Pool, run)
+	if err != nil {
+		return report, err
 	}
 	return report, report.CompareWith(ctx, s.Pool, other, subject.Suite.Definition.Margin())
 }
@@ -369,6 +403,9 @@ func writeEvalReport(w io.Writer, r evals.Report) {
 	}
 	if r.JudgeUSD > 0 {
 		fmt.Fprintf(w, "judges of trials: %s besides\n", human.Money(r.JudgeUSD))
+	}
+	if r.CalibrationTokens > 0 {
+		fmt.Fprintf(w, "calibration of judges: %s besides\n", human.Money(r.CalibrationUSD))
 	}
 	if r.Comparison != nil {
 		fmt.Fprintf(w, "%s: %+.2f (%.2f to %.2f) against run %s of version %d, %s\n", r.Comparison.Answer,
@@ -544,8 +581,23 @@ func (c *cli) evalListCommand() *cobra.Command {
 	return cmd
 }
 
+// knownSuite returns an error for the name of a suite that was never there.
+func knownSuite(ctx context.Context, s *session, name string) error {
+	if name == "" {
+		return nil
+	}
+	_, err := evals.Version(ctx, s.Pool, name, 1)
+	if errors.Is(err, evals.ErrNotFound) {
+		return errNoSuite(name)
+	}
+	return err
+}
+
 func (c *cli) listRuns(ctx context.Context, s *session, suite string) error {
 	runs, err := evals.Runs(ctx, s.Pool, suite, 50)
+	if err == nil && len(runs) == 0 {
+		err = knownSuite(ctx, s, suite)
+	}
 	if err != nil {
 		return err
 	}

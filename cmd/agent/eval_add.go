@@ -113,12 +113,12 @@ func caseOfOutage(ctx context.Context, s *session, skill, name string) (made eva
 
 // appendCase appends a case to a file whose last document ends with its cases.
 func (c *cli) appendCase(path, begin string, made evals.Case) error {
-	before, err := c.readSuite(path)
+	before, err := c.readInput(path)
 	if begin != "" && errors.Is(err, fs.ErrNotExist) {
 		before, err = []byte(begin), nil
 	}
 	if err != nil {
-		return fmt.Errorf("read %s: %w", path, err)
+		return err
 	}
 	text, err := made.YAML()
 	if err != nil {
@@ -132,11 +132,26 @@ func (c *cli) appendCase(path, begin string, made evals.Case) error {
 	return c.writeFile(path, []byte(after), true)
 }
 
-func (c *cli) readSuite(path string) ([]byte, error) {
+// readInput reads a file that the caller names.
+func (c *cli) readInput(path string) ([]byte, error) {
 	file, err := c.openFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, &exitError{exitUsage, &missingFile{path}}
+	}
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("read %s: %w", path, err)
 	}
 	defer file.Close()
-	return io.ReadAll(file)
+	text, err := io.ReadAll(file)
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", path, errors.Unwrap(err))
+	}
+	return text, nil
 }
+
+// missingFile reports a file that is not there.
+type missingFile struct{ path string }
+
+func (m *missingFile) Error() string { return "there is no file " + m.path }
+
+func (m *missingFile) Is(target error) bool { return target == fs.ErrNotExist }

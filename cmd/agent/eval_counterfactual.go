@@ -3,7 +3,6 @@ package main
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -11,8 +10,8 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
-	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/runner"
 	"github.com/lanekeeper/lanekeeper/evals/stats"
@@ -37,47 +36,68 @@ the candidate is not played, and the comparison is undecided.`,
 		Example: "  agent eval counterfactual --model gpt-5-mini\n" +
 			"  agent eval counterfactual --agent sales --agent-version 3 --since 30d --sample 100 --budget 2",
 		Args: positionalArgs(0, 0, "no arguments"),
-		RunE: func(cmd *cobra.Command, _ []string) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if err := o.check(cmd, args); err != nil {
+				return err
+			}
+			if err := checkCandidate(cmd, of, o.resume != "" || o.candidate != ""); err != nil {
+				return err
+			}
 			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
 				return c.runCounterfactual(ctx, s, a, of, o)
 			})
 		},
 	}
 	flags := cmd.Flags()
-	flags.StringVar(&of.Agent, "agent", "", "the agent instead of the default one")
+	candidateFlags(flags, &of, 0)
 	spanFlag(flags, &of.Since, "since", "7d", "how far back the sample reaches")
 	flags.IntVar(&of.Sample, "sample", 50, "recorded turns")
+	flags.IntVar(&of.Trials, "trials", 1, "trials of each turn")
+	spanFlag(flags, &of.Timeout, "timeout", "1h", "time limit of both runs; open trials are undecided then")
+	o.flags(flags)
+	return cmd
+}
+
+// candidateFlags name what is played beside the agent as it is, and its bounds.
+func candidateFlags(flags *pflag.FlagSet, of *runner.Counterfactual, budget float64) {
+	flags.StringVar(&of.Agent, "agent", "", "the agent instead of the default one")
 	flags.StringVar(&of.Model, "model", "", "the candidate's model")
 	flags.IntVar(&of.Version, "agent-version", 0, "the candidate's version of the agent")
-	flags.StringVar(&o.candidate, "candidate", "", "the candidate is the agent of the workspace in this folder, without applying it")
-	flags.BoolVar(&o.prune, "prune", false, "with --candidate: as apply --prune would leave it")
-	flags.IntVar(&of.Trials, "trials", 1, "trials of each turn")
 	flags.Float64Var(&of.Margin, "margin", 0.05, "a loss of the mean pass rate that counts as not worse")
-	flags.Float64Var(&of.BudgetUSD, "budget", 0, "dollars that both runs may cost together (default no limit)")
-	spanFlag(flags, &of.Timeout, "timeout", "1h", "time limit of both runs; open trials are undecided then")
-	flags.IntVar(&o.concurrent, "concurrency", defaultConcurrency, "trials at once")
-	flags.StringVar(&o.resume, "resume", "", "continue this run")
-	flags.StringVar(&o.junit, "junit", "", "also write the comparison to this file, as JUnit XML")
-	return cmd
+	flags.Float64Var(&of.BudgetUSD, "budget", budget, "dollars that control and candidate may cost together; 0 for no limit")
+}
+
+// checkCandidate checks the flags of candidateFlags. named reports a candidate that other flags name.
+func checkCandidate(cmd *cobra.Command, of runner.Counterfactual, named bool) error {
+	switch version := cmd.Flags().Changed("agent-version"); {
+	case version && of.Version < 1:
+		return usageError("--agent-version must be 1 or more")
+	case of.Margin < 0 || of.Margin >= 1 || of.BudgetUSD < 0:
+		return usageError("--margin must be from 0 to less than 1, and --budget not negative")
+	case of.Model == "" && !version && !named:
+		return usageError("name what to try: --model or --agent-version%s",
+			map[bool]string{true: ", or --candidate"}[cmd.Flags().Lookup("candidate") != nil])
+	}
+	return nil
 }
 
 // runCounterfactual plans a counterfactual, says what it may cost, and plays it.
 func (c *cli) runCounterfactual(
 	ctx context.Context, s *session, a *app.App, of runner.Counterfactual, o evalOptions,
 ) error {
-	switch {
-	case o.concurrent < 1 || o.concurrent > 100 || of.Trials < 1 || of.Trials > 100:
-		return usageError("--trials and --concurrency must be 1 to 100")
-	case of.Sample < 1 || of.Sample > 500:
+	if of.Sample < 1 || of.Sample > 500 {
 		return usageError("--sample must be 1 to 500")
-	case of.Margin < 0 || of.Margin >= 1 || of.BudgetUSD < 0 || of.Timeout <= 0:
-		return usageError("--margin must be from 0 to less than 1, --budget and --timeout must be positive")
 	}
 	var run evals.Run
-	var err error
-	if o.resume != "" {
-		run, err = findRun(ctx, s, o.resume)
-	} else {
+	err := c.checkJUnit(o.junit)
+	switch {
+	case err != nil:
+		return err
+	case o.resume != "":
+		if run, err = findRun(ctx, s, o.resume); err == nil && run.Kind != evals.OfCounterfactual {
+			err = hint(fmt.Errorf("run %s is no counterfactual", run.ID), "see agent eval show %s", run.ID)
+		}
+	default:
 		run, err = c.planCounterfactual(ctx, s, a, of, o)
 	}
 	if err != nil {
@@ -91,10 +111,6 @@ func (c *cli) planCounterfactual(
 	ctx context.Context, s *session, a *app.App, of runner.Counterfactual, o evalOptions,
 ) (evals.Run, error) {
 	switch {
-	case of.Version < 0:
-		return evals.Run{}, errAgentVersion()
-	case of.Model == "" && of.Version == 0 && o.candidate == "":
-		return evals.Run{}, usageError("name what to try: --model, --agent-version or --candidate")
 	case of.Version > 0 && o.candidate != "":
 		return evals.Run{}, usageError("--agent-version and --candidate exclude each other")
 	case o.candidate != "":
@@ -107,15 +123,8 @@ func (c *cli) planCounterfactual(
 		}
 	}
 	p, err := a.Evals.Plan(ctx, of)
-	switch {
-	case errors.Is(err, runner.ErrNoTurn):
-		return evals.Run{}, hint(err, "raise --since, or see agent traces")
-	case errors.Is(err, runner.ErrUnpriced):
-		return evals.Run{}, &exitError{exitUsage, err}
-	case errors.Is(err, agents.ErrNotFound):
-		return evals.Run{}, hint(err, "see agent agents")
-	case err != nil:
-		return evals.Run{}, err
+	if err != nil {
+		return evals.Run{}, evalError(err)
 	}
 	price := "about " + human.Money(p.USD)
 	if !p.Priced {
@@ -185,5 +194,3 @@ func divergedAt(by map[string]int) string {
 	}
 	return ", diverged at " + strings.Join(names, ", ")
 }
-
-func errAgentVersion() error { return usageError("--agent-version must be 1 or more") }

@@ -8,7 +8,6 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/runner"
 	"github.com/lanekeeper/lanekeeper/internal/app"
@@ -27,25 +26,16 @@ is used up, or by agent eval shadow stop RUN.`,
 		Example: "  agent eval shadow --share 0.02 --model gpt-5-mini --until 24h --budget 5",
 		Args:    positionalArgs(0, 0, "no arguments"),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			switch {
-			case share <= 0 || share > 1:
+			if share <= 0 || share > 1 {
 				return usageError("--share must be more than 0 and at most 1")
-			case of.Margin < 0 || of.Margin >= 1 || of.BudgetUSD < 0:
-				return usageError("--margin must be from 0 to less than 1, and --budget not negative")
-			case of.Version < 0:
-				return errAgentVersion()
-			case of.Model == "" && of.Version == 0:
-				return usageError("name what to try: --model or --agent-version")
+			}
+			if err := checkCandidate(cmd, of, false); err != nil {
+				return err
 			}
 			return c.withApp(cmd.Context(), func(ctx context.Context, _ *session, a *app.App) error {
 				run, err := a.Evals.StartShadow(ctx, of, share, until)
-				switch {
-				case errors.Is(err, runner.ErrUnpriced):
-					return &exitError{exitUsage, hint(err, "--budget 0 sets no limit")}
-				case errors.Is(err, agents.ErrNotFound):
-					return hint(err, "see agent agents")
-				case err != nil:
-					return err
+				if err != nil {
+					return evalError(err)
 				}
 				return c.printf(run, "run %s; see agent eval show %s\n", run.ID, run.ID)
 			})
@@ -53,12 +43,8 @@ is used up, or by agent eval shadow stop RUN.`,
 	}
 	flags := cmd.Flags()
 	flags.Float64Var(&share, "share", 0.02, "share of the turns")
-	flags.StringVar(&of.Agent, "agent", "", "the agent instead of the default one")
-	flags.StringVar(&of.Model, "model", "", "the candidate's model")
-	flags.IntVar(&of.Version, "agent-version", 0, "the candidate's version of the agent")
+	candidateFlags(flags, &of, 1)
 	spanFlag(flags, &until, "until", "24h", "how long it lasts")
-	flags.Float64Var(&of.BudgetUSD, "budget", 1, "dollars that control and candidate may cost together; 0 for no limit")
-	flags.Float64Var(&of.Margin, "margin", 0.05, "a loss of the mean pass rate that counts as not worse")
 	cmd.AddCommand(c.evalShadowListCommand(), c.evalShadowStopCommand())
 	return cmd
 }

@@ -87,7 +87,7 @@ func TestEvalCommands(t *testing.T) {
 	assert.Contains(t, shown, "not due  2      fail", "ev_")
 	assert.Contains(t, p.must("eval", "labels"), "no label; agent eval label")
 	assert.Contains(t, p.must("eval", "label", id, "not due", "bad", "--trial", "2", "--note", "it is not"), `trial 2 of "not due": bad`)
-	assert.Contains(t, p.must("eval", "labels", "orders"), "orders  not due  2      bad    admin", "it is not")
+	assert.Contains(t, p.must("eval", "labels", "orders"), "orders  not due  2      bad    root", "it is not")
 	assert.Equal(t, `{"answer":"It is paid.","pass":false}`+"\n", p.must("eval", "labels", "--jsonl"))
 	p.fails(1, `has no trial 3 of "not due"; see agent eval show`, "eval", "label", id, "not due", "good", "--trial", "3")
 	p.fails(2, "a label is good, bad or none", "eval", "label", id, "not due", "fine")

@@ -75,8 +75,7 @@ an interrupt ends the waiting, not the execution.`,
 	flags.StringVar(&b.spec.OnLost, "on-lost", "", "when its worker is lost: resume (default), fail (default for "+
 		"external), hand_on")
 	flags.IntVar(&b.spec.Priority, "priority", 0, "1 first to 4 last; default 2")
-	flags.StringToStringVar((*map[string]string)(&b.spec.Labels), "label", nil, "what it is about, as name=value; may be "+
-		"repeated")
+	labelFlag(flags, &b.spec.Labels)
 	flags.StringVar(&b.reason, "reason", "", "reason for the audit log")
 	flags.StringVar(&b.spec.DedupeKey, "key", "", "idempotency key: start it once, however often the command runs")
 	return cmd

@@ -3,6 +3,7 @@ package main
 import (
 	"cmp"
 	"context"
+	"encoding/csv"
 	"errors"
 	"fmt"
 	"regexp"
@@ -247,4 +248,27 @@ func staleHint(err error, show string) error {
 		return hint(err, "see %s, then pass its revision with --if-revision", show)
 	}
 	return err
+}
+
+// labelFlag reads labels: name=value, or several with commas. It refuses a name that is there twice.
+func labelFlag(flags *pflag.FlagSet, into *executions.Labels) {
+	flags.Var(&checkedFlag{kind: "name=value", parse: func(text string) (err error) {
+		pairs := []string{strings.Trim(text, `"`)}
+		if strings.Count(text, "=") > 1 {
+			if pairs, err = csv.NewReader(strings.NewReader(text)).Read(); err != nil {
+				return errors.New(`write name=value, and quote a value with a comma: "name=a, b"`)
+			}
+		}
+		for _, pair := range pairs {
+			name, value, ok := strings.Cut(pair, "=")
+			if _, twice := (*into)[name]; twice || !ok {
+				return fmt.Errorf("%s", map[bool]string{true: name + " is there twice", false: "write name=value"}[twice])
+			}
+			if *into == nil {
+				*into = executions.Labels{}
+			}
+			(*into)[name] = value
+		}
+		return nil
+	}}, "label", "what it is about, as name=value; may be repeated")
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"io"
@@ -9,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/internal/app"
+	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/selfheal/faults"
 )
 
@@ -33,24 +35,35 @@ The set of this release is public: selfheal/faults. --set replays another file o
 did here: an alarm was false if a person enabled the skill while it still rested.`,
 		Example: "  agent selfheal report\n  agent selfheal report --since 30d",
 		Args:    positionalArgs(0, 0, "no arguments"),
-		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
 			if set != "" && !since.IsZero() {
 				return usageError("--set and --since exclude each other")
 			}
-			report, err := c.measureHealing(cmd.Context(), s, set, since)
+			if !since.IsZero() {
+				return c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+					return c.reportHealing(cmd.Context(), s, s.config, set, since)
+				})(cmd, args)
+			}
+			if err := c.loadDevDotEnv(); err != nil {
+				return err
+			}
+			cfg, _, err := c.settings()
 			if err != nil {
 				return err
 			}
-			return c.print(report, func(w io.Writer) { writeHealReport(w, report) })
-		}),
+			return c.reportHealing(cmd.Context(), nil, cfg, set, since)
+		},
 	}
 	cmd.Flags().StringVar(&set, "set", "", "replay this file (JSONL) instead of the set of this release")
 	agoFlag(cmd.Flags(), &since, "since", "", "replay instead what happened here in the last")
 	return cmd
 }
 
-func (c *cli) measureHealing(ctx context.Context, s *session, set string, since time.Time) (r healReport, err error) {
-	policy := app.HealPolicy(s.config)
+// reportHealing prints the report. Only a report with since reads the database.
+func (c *cli) reportHealing(ctx context.Context, s *session, cfg config.Config, set string, since time.Time) error {
+	var r healReport
+	var err error
+	policy := app.HealPolicy(cfg)
 	var traces []faults.Trace
 	switch {
 	case !since.IsZero():
@@ -64,25 +77,22 @@ func (c *cli) measureHealing(ctx context.Context, s *session, set string, since 
 		traces, err = faults.Shipped()
 	}
 	if err != nil {
-		return r, err
+		return err
 	}
-	if traces, err = faults.Counting(ctx, s.Pool, traces); err != nil {
-		return r, err
-	}
+	traces = faults.Counting(traces)
 	r.Traces = len(traces)
 	for _, rule := range []faults.Rule{faults.SelfHeal(policy), faults.ThreeInARow()} {
 		r.Rules = append(r.Rules, faults.Evaluate(rule, traces))
 	}
-	return r, nil
+	return c.print(r, func(w io.Writer) { writeHealReport(w, r) })
 }
 
 func (c *cli) readFaults(path string) ([]faults.Trace, error) {
-	file, err := c.openFile(path)
+	text, err := c.readInput(path)
 	if err != nil {
-		return nil, fmt.Errorf("read %s: %w", path, err)
+		return nil, err
 	}
-	defer file.Close()
-	return faults.Read(file)
+	return faults.Read(bytes.NewReader(text))
 }
 
 func writeHealReport(w io.Writer, r healReport) {

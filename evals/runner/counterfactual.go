@@ -98,11 +98,11 @@ func (r *Runner) subjects(ctx context.Context, c Counterfactual, s evals.Suite, 
 	} else {
 		p.Candidate, err = in.SubjectAt(ctx, r.Pool, s, c.Version)
 	}
-	if c.Model != "" && !in.Offline {
-		p.Candidate.Model = c.Model
-	}
 	p.Control.Model = evals.RecordedModel
-	return err
+	if err != nil {
+		return err
+	}
+	return r.try(&p.Candidate, c.Model)
 }
 
 // sampleOf selects the turns of one of the agents.

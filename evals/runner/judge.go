@@ -115,31 +115,27 @@ func judged(answer string) string { return redact.Text(answer, maxAnswer) }
 
 // judgements asks the judges of a case about a trial that passed so far.
 func (r *Runner) judgements(
-	ctx context.Context, run evals.Run, s evals.Subject, c evals.Case, answer string,
+	ctx context.Context, run evals.Run, s evals.Subject, by evals.Calibrations, c evals.Case, answer string,
 ) ([]evals.Judgement, error) {
 	judges := c.Judges()
 	list := []evals.Judgement{}
 	for _, place := range slices.Sorted(maps.Keys(judges)) {
-		calibrated, err := executions.Step(ctx, "calibration", func(ctx context.Context) (bool, error) {
-			found, _, err := evals.CalibrationOf(ctx, r.Pool, s, judges[place])
-			return found.Calibrated, err
-		})
-		if err != nil {
-			return nil, err
-		}
 		got, err := r.judgement(ctx, run, s, judges[place], judged(answer))
 		if err != nil {
 			return nil, err
 		}
-		got.Expect, got.Calibrated = place, calibrated
+		got.Expect, got.Calibrated = place, by.Of(s, judges[place]).Calibrated
 		list = append(list, got)
 	}
 	return list, nil
 }
 
 // calibrate asks the judges about the labelled answers that they have not judged, beside each other, before the trials.
-// A judge with too few labels is not asked.
+// A judge with too few labels is not asked. The run keeps the calibrations, so that later labels change no verdict.
 func (r *Runner) calibrate(ctx context.Context, run evals.Run, s evals.Subject, concurrent int) error {
+	if known, err := evals.ReadCalibrations(ctx, r.Pool, run.ID, s); err != nil || known.Frozen || len(known.List) == 0 {
+		return err
+	}
 	var group errgroup.Group
 	group.SetLimit(max(concurrent, 1))
 	for _, j := range s.Suite.Definition.JudgesOf() {
@@ -154,7 +150,10 @@ func (r *Runner) calibrate(ctx context.Context, run evals.Run, s evals.Subject, 
 			group.Go(func() error { return r.judgeLabel(ctx, run, s, j, l) })
 		}
 	}
-	return group.Wait()
+	if err := group.Wait(); err != nil || ctx.Err() != nil {
+		return err
+	}
+	return evals.FreezeCalibrations(ctx, r.Pool, run.ID, s)
 }
 
 // judgeLabel plays the execution that judges a labelled answer. One that fails leaves the answer without a verdict.
@@ -186,20 +185,17 @@ func (r *Runner) judgeLabel(
 
 // playLabel runs the execution of a labelled answer.
 func (r *Runner) playLabel(ctx context.Context, in trial) (executions.Result, error) {
-	run, subject, _, err := r.read(ctx, in)
+	given, err := r.read(ctx, in)
 	if err != nil {
 		return executions.Result{}, err
 	}
-	got, err := r.judgement(ctx, run, subject, *in.Judge, in.Answer)
+	got, err := r.judgement(ctx, given.run, given.subject, *in.Judge, in.Answer)
 	if err != nil {
 		return executions.Result{}, err
 	}
 	judge, about := evals.JudgeKey(got.Model, *in.Judge, in.Answer)
 	_, err = executions.EndTx(ctx, "verdict", func(ctx context.Context, tx pgx.Tx) (bool, error) {
-		if !got.Decided {
-			return false, nil
-		}
-		return got.Pass, evals.PutJudgement(ctx, tx, judge, about, got.Pass)
+		return got.Pass, evals.PutJudgement(ctx, tx, in.Run, judge, about, got)
 	}, func(pass bool) executions.Result {
 		return executions.Result{Summary: fmt.Sprintf("judge %s: %t", got.Model, pass), Value: got}
 	})

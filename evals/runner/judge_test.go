@@ -108,7 +108,7 @@ func TestACalibratedJudgeDecides(t *testing.T) {
 		t.Errorf("a second run asks the judge %d times in all", n)
 	}
 	subject := b.subject(t)
-	found, err := evals.Calibrations(t.Context(), b.pool, subject)
+	found, err := evals.Calibrate(t.Context(), b.pool, subject)
 	if err != nil || len(found) != 1 || !found[0].Calibrated || found[0].Agreed != 30 {
 		t.Errorf("the calibration is %+v, %v", found, err)
 	}
@@ -140,7 +140,7 @@ func TestAJudgeThatIsNotCalibratedDecidesNothing(t *testing.T) {
 					t.Errorf("%s is %s with %+v", trial.Case, trial.Verdict, j)
 				}
 			}
-			found, err := evals.Calibrations(t.Context(), b.pool, b.subject(t))
+			found, err := evals.Calibrate(t.Context(), b.pool, b.subject(t))
 			if err != nil || !strings.HasPrefix(found[0].Why, why) {
 				t.Errorf("it is not calibrated because %+v, %v", found, err)
 			}

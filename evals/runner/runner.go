@@ -113,10 +113,11 @@ func (r *Runner) Register() error {
 
 // play runs one trial and stores its verdict.
 func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) {
-	run, subject, recorded, err := r.read(ctx, in)
+	given, err := r.read(ctx, in)
 	if err != nil {
 		return executions.Result{}, err
 	}
+	run, subject, recorded := given.run, given.subject, given.recorded
 	c, ok := subject.Suite.Definition.Case(in.Case)
 	if recorded != nil {
 		c, ok = recorded.Case(in.Case), true
@@ -139,7 +140,7 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 	}
 	got := b.judge(c, outcome, failure, ended.Sub(began))
 	if got.Verdict == evals.Pass {
-		list, err := r.judgements(ctx, run, subject, c, outcome.Text)
+		list, err := r.judgements(ctx, run, subject, given.calibrations, c, outcome.Text)
 		if err != nil {
 			return executions.Result{}, err
 		}
@@ -155,21 +156,30 @@ func (r *Runner) play(ctx context.Context, in trial) (executions.Result, error) 
 	return executions.Result{}, err
 }
 
-// read reads the run, its subject and a recorded turn, which do not change.
-func (r *Runner) read(
-	ctx context.Context, in trial,
-) (run evals.Run, s evals.Subject, recorded *evals.Recorded, err error) {
-	_, err = executions.RetryTransient(ctx, func(ctx context.Context) (struct{}, error) {
-		if run, err = evals.GetRun(ctx, r.Pool, in.Run); err != nil {
-			return struct{}{}, err
+// given is what a trial plays.
+type given struct {
+	run          evals.Run
+	subject      evals.Subject
+	calibrations evals.Calibrations
+	recorded     *evals.Recorded
+}
+
+// read reads what a trial plays. It does not change.
+func (r *Runner) read(ctx context.Context, in trial) (given, error) {
+	return executions.RetryTransient(ctx, func(ctx context.Context) (g given, err error) {
+		if g.run, err = evals.GetRun(ctx, r.Pool, in.Run); err != nil {
+			return g, err
 		}
-		s, err = evals.SubjectOf(ctx, r.Pool, run)
-		if err == nil && run.Kind != evals.OfSuite {
-			recorded, err = evals.RecordedTurn(ctx, r.Pool, run, in.Case)
+		if g.subject, err = evals.SubjectOf(ctx, r.Pool, g.run); err != nil {
+			return g, err
 		}
-		return struct{}{}, err
+		if g.run.Kind != evals.OfSuite {
+			g.recorded, err = evals.RecordedTurn(ctx, r.Pool, g.run, in.Case)
+		} else if in.Judge == nil {
+			g.calibrations, err = evals.ReadCalibrations(ctx, r.Pool, in.Run, g.subject)
+		}
+		return g, err
 	})
-	return run, s, recorded, err
 }
 
 // turn plays the messages of a case.
@@ -260,7 +270,23 @@ type Options struct {
 }
 
 // ErrUnpriced reports a budget in dollars for a model without a price.
-var ErrUnpriced = errors.New("the budget of the suite is in dollars, and the model has no price; set AGENT_PRICES")
+var ErrUnpriced = errors.New("the budget is in dollars, and the model has no price; set AGENT_PRICES")
+
+// ErrOffline reports a wish for another model in a process that has only the offline one.
+var ErrOffline = errors.New("the offline model answers for every model; set OPENAI_BASE_URL or OPENAI_API_KEY, or name " +
+	"no model")
+
+// try makes a model the one that a subject tries, unless it is empty.
+func (r *Runner) try(s *evals.Subject, model string) error {
+	switch {
+	case model == "":
+	case r.Model.Model() == offline.Model && model != offline.Model:
+		return fmt.Errorf("try %.100s: %w", model, ErrOffline)
+	default:
+		s.Model = model
+	}
+	return nil
+}
 
 // Start stores a run of the workspace that is applied. [Runner.Work] plays it.
 func (r *Runner) Start(ctx context.Context, s evals.Suite, o Options) (evals.Run, error) {
@@ -278,15 +304,11 @@ func (r *Runner) StartCandidate(ctx context.Context, subject evals.Subject, o Op
 
 // start stores a run with its trials.
 func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, candidate bool) (evals.Run, error) {
-	s := subject.Suite
-	if o.Model != "" && r.Model.Model() != offline.Model {
-		subject.Model = o.Model
-	}
 	run := evals.Run{
-		Kind: evals.OfSuite, Trials: cmp.Or(o.Trials, s.Definition.TrialsOf()), Candidate: candidate,
+		Kind: evals.OfSuite, Trials: cmp.Or(o.Trials, subject.Suite.Definition.TrialsOf()), Candidate: candidate,
 		Background: o.Background,
 	}
-	if err := r.checkPrices(subject); err != nil {
+	if err := errors.Join(r.try(&subject, o.Model), r.checkPrices(subject)); err != nil {
 		return evals.Run{}, err
 	}
 	return r.insertAfter(ctx, r.Pool, run, subject, o.returned)
@@ -364,14 +386,20 @@ func (r *Runner) spec(run evals.Run, t evals.Trial) executions.Spec {
 	}
 }
 
-// left returns the remaining time of a run, by the database's clock.
-func (r *Runner) left(ctx context.Context, run evals.Run, d evals.Definition) (time.Duration, error) {
+// begin returns the remaining time of a run, by the database's clock. It counts from the first call, and from each one
+// of a run that a person continues.
+func (r *Runner) begin(ctx context.Context, run evals.Run, d evals.Definition) (time.Duration, error) {
 	var seconds float64
 	err := r.Pool.QueryRow(ctx, `
-		select extract(epoch from created_at + @timeout::interval - clock_timestamp())::float8 from agent_eval_runs
-		 where id = @id`, postgres.Strict{"id": run.ID, "timeout": d.Timeout()}).Scan(&seconds)
+		with begun as (
+		  update agent_eval_runs set began_at = clock_timestamp()
+		   where id = @id and finished_at is null and (began_at is null or served_until is null) returning began_at)
+		select extract(epoch from coalesce((select b.began_at from begun b), r.began_at, r.created_at) + @timeout::interval
+		         - clock_timestamp())::float8
+		  from agent_eval_runs r where r.id = @id`,
+		postgres.Strict{"id": run.ID, "timeout": d.Timeout()}).Scan(&seconds)
 	if err != nil {
-		return 0, fmt.Errorf("read the remaining time of run %s: %w", run.ID, err)
+		return 0, fmt.Errorf("begin run %s: %w", run.ID, err)
 	}
 	return time.Duration(seconds * float64(time.Second)), nil
 }

@@ -159,7 +159,7 @@ func (r *Runner) expired(ctx context.Context, run evals.Run) (is bool, err error
 		timeout = subject.Suite.Definition.Timeout()
 	}
 	err = r.Pool.QueryRow(ctx, `
-		select coalesce(least(s.until, s.stopped_at), r.created_at + @timeout::interval) + @grace::interval < clock_timestamp()
+		select coalesce(least(s.until, s.stopped_at), coalesce(r.began_at, r.created_at) + @timeout::interval) + @grace::interval < clock_timestamp()
 		  from agent_eval_runs r left join agent_eval_shadows s on s.run_id = r.id where r.id = @id`,
 		postgres.Strict{"id": run.ID, "timeout": timeout, "grace": expiryGrace}).Scan(&is)
 	if err != nil {

@@ -36,6 +36,12 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 	if run.Kind == evals.OfShadow {
 		return r.workShadow(ctx, run, onTrial)
 	}
+	left, err := r.begin(ctx, run, subject.Suite.Definition)
+	if err != nil {
+		return err
+	}
+	limited, stop := context.WithTimeoutCause(ctx, max(left, 0), errTimeout)
+	defer stop()
 	if run.ControlID != "" {
 		follows, err := r.workControl(ctx, run, concurrent, onTrial)
 		if err != nil {
@@ -45,16 +51,10 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 			return r.skip(ctx, run)
 		}
 	}
-	left, err := r.left(ctx, run, subject.Suite.Definition)
-	if err != nil {
-		return err
-	}
 	trials, err := evals.BriefTrials(ctx, r.Pool, run.ID, "")
 	if err != nil {
 		return err
 	}
-	limited, stop := context.WithTimeoutCause(ctx, max(left, 0), errTimeout)
-	defer stop()
 	err = r.calibrate(limited, run, subject, concurrent)
 	if err != nil && !errors.Is(context.Cause(limited), errTimeout) {
 		return err

@@ -9,7 +9,6 @@ package faults
 import (
 	"bufio"
 	"bytes"
-	"context"
 	_ "embed"
 	"encoding/json"
 	"fmt"
@@ -18,7 +17,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 )
 
@@ -64,12 +62,19 @@ const (
 	subject  = "s"
 	digits   = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 	maxLine  = 1 << 20
-	maxCalls = 10_000 // of a trace
+	maxCalls = 10_000  // of a trace
+	maxSet   = 200_000 // calls of a set
 )
 
 // classes are the error classes by their letter.
 var classes = map[byte]string{
 	'.': "", 't': "timeout", 'h': "http_status", 'n': "network", 's': "sql", 'i': "invalid_params",
+}
+
+// notCounted are the classes of errors that lanekeeper.agent_class_counts leaves out.
+var notCounted = []string{
+	"invalid_params", "unknown_tool", "denied", "stale", "cancelled", "interrupted", "stall", "disabled", "on_trial",
+	"yielded", "budget", "configuration",
 }
 
 // Shipped returns the set of this release.
@@ -80,6 +85,7 @@ func Read(r io.Reader) ([]Trace, error) {
 	var all []Trace
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, maxLine)
+	calls := 0
 	for n := 1; lines.Scan(); n++ {
 		if len(bytes.TrimSpace(lines.Bytes())) == 0 {
 			continue
@@ -88,8 +94,13 @@ func Read(r io.Reader) ([]Trace, error) {
 		decoder := json.NewDecoder(bytes.NewReader(lines.Bytes()))
 		decoder.DisallowUnknownFields()
 		err := decoder.Decode(&line)
-		if err == nil {
+		if err != nil {
+			err = fmt.Errorf("must be a JSON object as in selfheal/faults/faults.jsonl: %s", strings.TrimPrefix(err.Error(), "json: "))
+		} else {
 			err = line.check()
+		}
+		if calls += len(line.Skill); err == nil && calls > maxSet {
+			err = fmt.Errorf("a set has at most %d calls; split the file", maxSet)
 		}
 		if err != nil {
 			return nil, fmt.Errorf("line %d of the set: %w", n, err)
@@ -138,34 +149,18 @@ func (l Line) trace() Trace {
 
 // Counting removes the calls that do not count for the health of their skill; see the view agent_skill_calls. From and
 // By are renumbered: they name the same call, or the next one if it was removed.
-func Counting(ctx context.Context, db postgres.DB, all []Trace) ([]Trace, error) {
-	found := map[string]bool{}
-	for _, t := range all {
-		for _, c := range t.Calls {
-			found[c.Class] = true
-		}
-	}
-	var names []string
-	for name := range found {
-		names = append(names, name)
-	}
-	excluded, err := postgres.Names(ctx, db, "read the classes that do not count", `
-		select class from unnest(@classes::text[]) class where not lanekeeper.agent_class_counts(class)`,
-		postgres.Strict{"classes": names})
-	if err != nil {
-		return nil, err
-	}
+func Counting(all []Trace) []Trace {
 	counting := make([]Trace, len(all))
 	for i, t := range all {
-		counting[i] = t.without(excluded)
+		counting[i] = t.counting()
 	}
-	return counting, nil
+	return counting
 }
 
-func (t Trace) without(excluded []string) Trace {
+func (t Trace) counting() Trace {
 	calls, from, by := []Call{}, t.From, t.By
 	for i, c := range t.Calls {
-		if !slices.Contains(excluded, c.Class) {
+		if !slices.Contains(notCounted, c.Class) {
 			calls = append(calls, c)
 			continue
 		}

@@ -17,6 +17,7 @@ var historySQL string
 // History makes traces of the skills that self-heal or a person took out of service, and counts those that nobody has
 // judged yet. A person who enables a skill while it still rests says that the alarm was false. It was right if the
 // skill stayed out of service, failed its trial, or if a person disabled it. Skills that stayed enabled have no trace.
+// The newest 100 incidents count, with 1,000 calls before each.
 func History(ctx context.Context, db postgres.DB, p selfheal.Policy, since time.Time) (
 	all []Trace, unjudged int, err error,
 ) {
@@ -26,7 +27,7 @@ func History(ctx context.Context, db postgres.DB, p selfheal.Policy, since time.
 		Fault     *bool
 	}
 	incidents, err := postgres.Rows[incident](ctx, db, "read what self-heal did", historySQL, postgres.Strict{
-		"since": since, "window": p.Window, "cooldown": p.Cooldown,
+		"since": since, "window": p.Window, "cooldown": p.Cooldown, "most": maxIncidents,
 	})
 	if err != nil {
 		return nil, 0, err
@@ -54,7 +55,13 @@ func History(ctx context.Context, db postgres.DB, p selfheal.Policy, since time.
 	return all, unjudged, nil
 }
 
-// callsBetween reads the calls that count, oldest first; the newest maxCalls of many.
+// Bounds of a history: the newest incidents, and the newest calls before each.
+const (
+	maxIncidents  = 100
+	incidentCalls = 1000
+)
+
+// callsBetween reads the calls that count, oldest first; the newest of many.
 func callsBetween(ctx context.Context, db postgres.DB, since, until time.Time) ([]Call, error) {
 	counted, err := postgres.Rows[selfheal.Call](ctx, db, "read calls", `
 		select c.skill_name as skill, coalesce(c.thread_id, c.trace_id) as caller, c.created_at as at,
@@ -62,7 +69,7 @@ func callsBetween(ctx context.Context, db postgres.DB, since, until time.Time) (
 		  from agent_skill_calls c
 		 where c.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz) and c.created_at between @since and @until
 		 order by c.created_at desc, c.id desc limit @most`,
-		postgres.Strict{"since": since, "until": until, "most": maxCalls})
+		postgres.Strict{"since": since, "until": until, "most": incidentCalls})
 	calls := make([]Call, len(counted))
 	for i, c := range counted {
 		calls[len(calls)-1-i] = Call{Call: c}

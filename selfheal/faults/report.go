@@ -49,6 +49,9 @@ type Outcome struct {
 	Delay      int  // calls of the skill from From to the alarm, both included
 }
 
+// replayed bounds the newest calls that a rule reads, about as in production.
+const replayed = 1000
+
 // Replay asks a rule after every call of a trace. The first right alarm ends the trace, and any alarm where no alarm is
 // right. After a false alarm before the fault the skill is enabled at once.
 func Replay(r Rule, t Trace) (o Outcome) {
@@ -65,7 +68,8 @@ func Replay(r Rule, t Trace) (o Outcome) {
 				o.Delay++
 			}
 		}
-		if !r.Alarms(t.Skill, since, newest[len(newest)-number:]) {
+		known := newest[len(newest)-number:]
+		if !r.Alarms(t.Skill, since, known[:min(len(known), replayed)]) {
 			continue
 		}
 		if t.Out && number >= t.From {

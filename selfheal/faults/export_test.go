@@ -1,0 +1,4 @@
+package faults
+
+// NotCounted is for tests.
+var NotCounted = notCounted
