@@ -85,6 +85,9 @@ func (in Installation) CheckGate(
 			refusal, err = in.checkRemoved(ctx, db, old)
 		case !was || old.AgentDigest() != now.AgentDigest() || old.SuiteDigest() != now.SuiteDigest():
 			refusal, err = checkSuite(ctx, db, old, now, *gate)
+			if err == nil && refusal.Why == "" && in.Offline {
+				refusal, err = in.checkOffline(ctx, db, name)
+			}
 		}
 		if err != nil {
 			return nil, err
@@ -111,6 +114,18 @@ func tighterRate(a, b float64) float64 {
 		return 0
 	}
 	return max(a, b)
+}
+
+// checkOffline refuses what only the offline model passed, where another model has played the suite before.
+func (in Installation) checkOffline(ctx context.Context, db postgres.DB, suite string) (Refusal, error) {
+	models, err := postgres.Names(ctx, db, "read the models of eval "+suite, `
+		select model from agent_eval_runs where suite = @suite and kind = 'suite' and model not in ('', @offline)
+		 order by id desc limit 1`, postgres.Strict{"suite": suite, "offline": in.Model})
+	if err != nil || len(models) == 0 {
+		return Refusal{}, err
+	}
+	return Refusal{Why: "only the offline model passed it, and its runs before had " + models[0] +
+		"; give this command the settings of the model"}, nil
 }
 
 // checkRemoved refuses the removal of a suite together with a change of its agent.

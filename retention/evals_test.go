@@ -36,3 +36,22 @@ func TestOldRunsOfEvalsGoWithTheirSamples(t *testing.T) {
 	pgtest.Equal(t, pool, "counterfactual-new counterfactual-new declared declared",
 		`select string_agg(suite, ' ' order by suite) from agent_eval_runs`)
 }
+
+// Labels go by their own policy, which keeps them for ever at first.
+func TestOldLabelsGoByTheirPolicy(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `
+		insert into agent_eval_labels (run_id, case_name, trial, principal, suite, answer, answer_digest, good, note, created_at)
+		select gen_random_uuid(), 'c', 1, 'ana', 's', 'a', 'd', true, '', now() - n * interval '40 days'
+		  from generate_series(0, 2) n`)
+	for _, keep := range []string{"", "60d"} {
+		if keep != "" {
+			_, err := retention.Set(t.Context(), pool, map[string]string{"eval_labels": keep}, "admin", "")
+			require.NoError(t, err)
+		}
+		_, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"eval_labels"}, Anew: true})
+		require.NoError(t, err)
+		pgtest.Equal(t, pool, map[string]int{"": 3, "60d": 2}[keep], `select count(*)::int from agent_eval_labels`)
+	}
+}

@@ -302,6 +302,24 @@ var kinds = map[string]kind{
 		select g.id::text from gone g`,
 	},
 
+	// A label outlives its run.
+	"eval_labels": {
+		byTime: true,
+		first:  "(0,0)",
+		find: `
+		select l.ctid::text as key, l.created_at::text as at, true as goes from agent_eval_labels l
+		 where l.created_at >= @at::text::timestamptz
+		   and (l.created_at > @at::text::timestamptz or l.ctid > @after::text::tid) and l.created_at < @before
+		 order by l.created_at, l.ctid limit @most`,
+		remove: `
+		with held as (
+		  select l.ctid from agent_eval_labels l
+		   where l.ctid = any (@keys::text[]::tid[])
+		     and l.created_at < (select now() - r.keep from agent_retention r where r.kind = 'eval_labels')
+		     for update skip locked)
+		delete from agent_eval_labels l using held h where l.ctid = h.ctid returning l.ctid::text`,
+	},
+
 	// A place in the table may be that of another row by the time that it is deleted.
 	"hour_counts": {
 		byTime: true,

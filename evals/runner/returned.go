@@ -12,15 +12,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// ErrNoModel reports a command that has no model, such as agent skills call.
-var ErrNoModel = errors.New("this process has no model; agent eval run selfheal runs them")
-
 // returnedUSD bounds a run of Returned whose suite has no budget, if the model has a price.
 const returnedUSD = 0.10
 
 // Returned starts a run of the cases in which a skill fails, once each, after the trial of the skill enabled it again.
-// Servers play the run. A process without a model returns ErrNoModel. The activities run_eval and eval_ended are
-// written to the trace of ctx. Without such cases it does nothing.
+// Servers play the run, with their model. The activities run_eval and eval_ended are written to the trace of ctx.
+// Without such cases it does nothing.
 func (r *Runner) Returned(ctx context.Context, skill string) error {
 	suite, err := evals.Get(ctx, r.Pool, evals.OutageSuite)
 	if errors.Is(err, evals.ErrNotFound) {
@@ -32,18 +29,38 @@ func (r *Runner) Returned(ctx context.Context, skill string) error {
 	if suite.Definition.Cases = suite.Definition.Outages(skill); len(suite.Definition.Cases) == 0 {
 		return nil
 	}
-	if r.Model == nil {
-		return fmt.Errorf("run the cases of skill %s: %w", skill, ErrNoModel)
-	}
-	subject, err := r.Installation(r.Model.Model()).Subject(ctx, r.Pool, suite)
+	run := evals.Run{Kind: evals.OfSuite, Trials: 1, Background: true}
+	_, err = r.insertAfter(ctx, r.Pool, run, evals.Subject{Suite: suite}, skill)
+	return err
+}
+
+// prepare completes a run of Returned with the agent, skills and model that it tries: the first server does that.
+func (r *Runner) prepare(ctx context.Context, run evals.Run, s evals.Subject) (evals.Run, evals.Subject, error) {
+	s, err := r.Installation(r.Model.Model()).Subject(ctx, r.Pool, s.Suite)
 	if err != nil {
-		return err
+		return run, s, err
 	}
-	if budget := &subject.Suite.Definition.Budget; budget.CostUSD == 0 && r.Model.PricedModel(subject.Model) {
+	if budget := &s.Suite.Definition.Budget; budget.CostUSD == 0 && r.Model.PricedModel(s.Model) {
 		budget.CostUSD = returnedUSD
 	}
-	_, err = r.start(ctx, subject, Options{Trials: 1, Background: true, returned: skill}, false)
-	return err
+	if err := r.checkPrices(s); err != nil {
+		return run, s, err
+	}
+	_, err = r.Pool.Exec(ctx, `
+		update agent_eval_runs
+		   set subject = @subject, agent = @agent, agent_version = @agent_version, model = @model,
+		       agent_digest = @agent_digest, suite_digest = @suite_digest, runtime = @runtime
+		 where id = @id and model = ''`, postgres.Strict{
+		"subject": s, "agent": s.Agent.Name, "agent_version": s.Version, "model": s.Model, "agent_digest": s.AgentDigest(),
+		"suite_digest": s.SuiteDigest(), "runtime": s.Runtime, "id": run.ID,
+	})
+	if err != nil {
+		return run, s, fmt.Errorf("prepare run %s: %w", run.ID, err)
+	}
+	if run, err = evals.GetRun(ctx, r.Pool, run.ID); err == nil {
+		s, err = evals.SubjectOf(ctx, r.Pool, run)
+	}
+	return run, s, err
 }
 
 // record writes the row of a started run: in the trace of the skill that came back, or as an act of the caller.

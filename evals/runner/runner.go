@@ -266,7 +266,6 @@ type Options struct {
 	Trials int
 	// Background leaves the trials to servers, see [Runner.Serve].
 	Background bool
-	returned   string // the skill that came back from its trial, see [Runner.Returned]
 }
 
 // ErrUnpriced reports a budget in dollars for a model without a price.
@@ -311,7 +310,7 @@ func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, ca
 	if err := errors.Join(r.try(&subject, o.Model), r.checkPrices(subject)); err != nil {
 		return evals.Run{}, err
 	}
-	return r.insertAfter(ctx, r.Pool, run, subject, o.returned)
+	return r.insert(ctx, r.Pool, run, subject)
 }
 
 // insert stores a run of a subject with its trials, and records who began it.

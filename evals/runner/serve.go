@@ -130,7 +130,7 @@ func (r *Runner) abandon(ctx context.Context, run evals.Run, cause error) (ended
 	if run.ID == "" {
 		return false, cause
 	}
-	if !errors.Is(cause, agents.ErrNotFound) && !errors.Is(cause, evals.ErrNotFound) {
+	if !errors.Is(cause, agents.ErrNotFound) && !errors.Is(cause, evals.ErrNotFound) && !errors.Is(cause, ErrUnpriced) {
 		if expired, err := r.expired(ctx, run); err != nil || !expired {
 			return false, cause
 		}

@@ -30,6 +30,11 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 	if err != nil {
 		return err
 	}
+	if run.Model == "" {
+		if run, subject, err = r.prepare(ctx, run, subject); err != nil {
+			return err
+		}
+	}
 	if subject.Setup != r.Setup {
 		return fmt.Errorf("play run %s: %w", run.ID, ErrElsewhere)
 	}

@@ -35,3 +35,11 @@ comment on column agent_eval_runs.calibrations is
   'How its judges compare with the labels of people, as read before the first trial. Null: not yet.';
 comment on column agent_eval_runs.calibration_tokens is 'Tokens of the judges for labelled answers.';
 comment on column agent_eval_runs.calibration_usd is 'Dollars of the judges for labelled answers.';
+
+-- Labels keep the answers of trials, and go by a policy of their own.
+create index agent_eval_labels_created on agent_eval_labels (created_at);
+comment on index agent_eval_labels_created is 'Finds old labels.';
+insert into agent_retention (kind, keep, least, about) values
+  ('eval_labels', null, '30 days', 'labels of the answers of trials, which calibrate judges')
+  on conflict do nothing;
+insert into agent_retention_passes (kind) values ('eval_labels') on conflict do nothing;
