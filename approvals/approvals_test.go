@@ -268,3 +268,24 @@ func TestHashDoesNotDependOnTheOrderOfKeys(t *testing.T) {
 		t.Error("what is no JSON has a hash")
 	}
 }
+
+// A request notifies the channels only while one is enabled: each notification serialises commits.
+func TestARequestNotifiesChannelsOnlyWhereThereIsOne(t *testing.T) {
+	t.Parallel()
+	pool, s := setUp(t)
+	listener, err := pgtest.Dialer(t, pool)(t.Context())
+	require.NoError(t, err)
+	defer listener.Close(context.WithoutCancel(t.Context()))
+	_, err = listener.Exec(t.Context(), `listen agent_channels`)
+	require.NoError(t, err)
+	for _, want := range []string{"the end", "approval requested"} {
+		ask(t, pool, s, `{"table":"`+want+`"}`)
+		pgtest.Exec(t, pool, `select pg_notify('agent_channels', 'the end')`)
+		got, err := listener.WaitForNotification(t.Context())
+		require.NoError(t, err)
+		if got.Payload != want {
+			t.Errorf("the first notification is %q, want %q", got.Payload, want)
+		}
+		pgtest.Exec(t, pool, `insert into agent_channels (name, type) values ('team', 'telegram') on conflict do nothing`)
+	}
+}

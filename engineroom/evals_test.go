@@ -146,7 +146,8 @@ func TestATrialShowsItsJudges(t *testing.T) {
 		_, _, err := evals.PutLabel(t.Context(), pool, evals.NewLabel{Run: newer, Case: "b", Trial: trial + 1, Word: "good"})
 		require.NoError(t, err)
 		judge, about := evals.JudgeKey("judge-one", rule, text)
-		require.NoError(t, evals.PutJudgement(t.Context(), pool, judge, about, pass))
+		require.NoError(t, evals.PutJudgement(t.Context(), pool, "01a21abd-4de8-7876-b240-505ac1bc02d6", judge, about,
+			evals.Judgement{Decided: true, Pass: pass}))
 	}
 	shows(t, at, "Agrees with people on 1 of 2 labelled answers (0.09–0.91)", "2 labels, less than 30")
 }

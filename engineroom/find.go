@@ -322,20 +322,20 @@ func (room *Room) findTraces(ctx context.Context, q findQuery) ([]hit, error) {
 		 order by i.n`, postgres.Strict{"ids": ids}, byName("/traces/"))
 }
 
-// findLabels finds executions of any age by a label's value, the newest, and then by the beginning of a value. The text
-// is name=value or a value.
+// findLabels finds executions of any age by a label's value, the newest, and then by the beginning of a value, in any
+// letter case. The text is name=value or a value.
 func (room *Room) findLabels(ctx context.Context, q findQuery) ([]hit, error) {
 	name, value := executions.ParseLabel(q.Text)
 	return room.runHits(ctx, `
 		select x.id from (
 		(select b.execution_id as id, 1 as place from agent_execution_labels b
-		  where b.value = @value and (@name = '' or b.name = @name) order by b.execution_id desc limit @most)
+		  where lower(b.value) = lower(@value) and (@name = '' or b.name = @name) order by b.execution_id desc limit @most)
 		union
 		(select b.execution_id, 2 from agent_execution_labels b
-		  where b.value like @prefix and (@name = '' or b.name = @name)
-		  order by b.value using operator(pg_catalog.~<~), b.execution_id limit @most)) x
+		  where lower(b.value) like @prefix and (@name = '' or b.name = @name)
+		  order by lower(b.value) using operator(pg_catalog.~<~), b.execution_id limit @most)) x
 		 group by x.id order by min(x.place), x.id desc limit @most`,
-		postgres.Strict{"value": value, "prefix": prefixPattern(value), "name": name, "most": hitsShown + 1})
+		postgres.Strict{"value": value, "prefix": prefixPattern(strings.ToLower(value)), "name": name, "most": hitsShown + 1})
 }
 
 // findWork compares the texts of the newest executions.

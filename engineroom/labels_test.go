@@ -31,6 +31,7 @@ func TestExecutionsAreFoundByLabelAtAnyAge(t *testing.T) {
 	shows(t, server.URL+"/find?q=A-10", "About", "flow_0", "flow_1")
 	id := pgtest.Value[string](t, pool, `select execution_id::text from agent_execution_labels where name = 'order'`)
 	shows(t, server.URL+"/executions/"+id, "<dt>order</dt>", `href="/executions?label=order%3dA-1001%20%3cb%3e"`)
+	shows(t, server.URL+"/find?q=a-1001", id)
 	status, body := testkit.Get(t, server.URL+"/executions?label=A-1001+%3Cb%3E&sort=took")
 	if status != 200 || !strings.Contains(body, "flow_0") {
 		t.Errorf("sorted: %d %s", status, body)

@@ -219,11 +219,11 @@ const maxReasons = 5
 // Report has the results of a run.
 type Report struct {
 	Run
-	Cases      []CaseResult      `json:"cases"`
-	CostUSD    float64           `json:"cost_usd"`
-	Tokens     int64             `json:"tokens"`
-	JudgeUSD   float64           `json:"judge_usd"` // besides CostUSD
-	Judges     []Calibration     `json:"judges,omitempty"`
+	Cases    []CaseResult  `json:"cases"`
+	CostUSD  float64       `json:"cost_usd"`
+	Tokens   int64         `json:"tokens"`
+	JudgeUSD float64       `json:"judge_usd"` // besides CostUSD
+	Judges   []Calibration `json:"judges,omitempty"`
 	// What the run paid for the calibration of its judges, besides CostUSD and JudgeUSD.
 	CalibrationUSD    float64 `json:"calibration_usd,omitempty"`
 	CalibrationTokens int64   `json:"calibration_tokens,omitempty"`

@@ -103,7 +103,7 @@ func (o *evalOptions) check(cmd *cobra.Command, args []string) (err error) {
 	case cmd.Flags().Changed("candidate") && o.candidate == "", o.prune && o.candidate == "":
 		return usageError("--candidate needs the folder of a workspace, and --prune needs --candidate")
 	case o.concurrent < 1 || o.concurrent > 100 || trials.Changed && (bad != nil || n < 1 || n > 100):
-		return usageError("--trials and --concurrency must be 1 to 100")
+		return usageError("--concurrency and --trials must be 1 to 100")
 	}
 	return nil
 }

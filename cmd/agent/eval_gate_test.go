@@ -99,6 +99,32 @@ func TestApplyWantsThePassOfEachSuiteThatGates(t *testing.T) {
 	p.must("apply", dir)
 }
 
+// Runs of the offline model do not pass a suite that another model has played.
+func TestApplyWithoutAModelIsNotPassedByTheOfflineOne(t *testing.T) {
+	t.Parallel()
+	p, _, dir, write := newGated(t)
+	write("{contains: Ana}", "{max_words: 500}")
+	p.must("apply", dir)
+	p.must("eval", "run")
+	offline := program{t, []string{p.environ[0], "AGENT_LOG_LEVEL=error"}}
+	write("Be kind.", "Be brief.")
+	assert.Contains(t, offline.must("eval", "run", "--candidate", dir), "model offline", "greets  2/2")
+	offline.fails(1, "manners: only the offline model passed it, and its runs before had gpt-4o-mini", "apply", dir)
+	p.must("eval", "run", "--candidate", dir)
+	p.must("apply", dir)
+}
+
+// The start of agent dev is refused as an apply is.
+func TestDevDoesNotStartWithAWorkspaceThatItsEvalsRefuse(t *testing.T) {
+	t.Parallel()
+	p, _, dir, write := newGated(t)
+	p.environ = append(p.environ, "AGENT_LISTEN=127.0.0.1:0")
+	p.must("apply", dir)
+	write("Be kind.", "Be rude.")
+	p.fails(1, "manners: it has not run against this workspace; run agent eval run manners --candidate "+dir, "dev", dir)
+	assert.Contains(t, p.must("agents", "show", "nora"), "version 1")
+}
+
 // A server follows the same rule, also for --watch on the caller's machine.
 func TestAServerAppliesWithTheSameGate(t *testing.T) {
 	t.Parallel()
@@ -141,5 +167,6 @@ func TestTheShippedSuitesPassOffline(t *testing.T) {
 		p.must(append([]string{"init", dir}, flags...)...)
 		p.must("apply", filepath.Join(dir, "workspace"))
 		assert.Contains(t, p.must("eval", "run"), suite+" version 1", "3/3", "passed, $0.00")
+		p.fails(2, "the offline model answers for every model", "eval", "run", "--model", "gpt-5-mini")
 	}
 }

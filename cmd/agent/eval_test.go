@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -66,7 +67,9 @@ func TestEvalCommands(t *testing.T) {
 	passed := p.must("eval", "run")
 	assert.Contains(t, passed, "not due  2/2", "0.34–1.00", "1.00 (k=2)", "passed, $0.")
 	assert.Contains(t, p.must("eval", "ls"), "orders", "passed")
-	p.fails(1, `there is no eval "ordrs"; see agent eval ls`, "eval", "run", "ordrs")
+	for _, command := range []string{"run", "ls", "labels"} {
+		p.fails(1, `there is no eval "ordrs"; see agent eval ls`, "eval", command, "ordrs")
+	}
 	p.fails(2, "the model has no price", "eval", "run", "--model", "no-such-model")
 
 	undecided := p.run("eval", "run", "orders", "--against", "last")
@@ -83,6 +86,10 @@ func TestEvalCommands(t *testing.T) {
 	require.NoError(t, err)
 	assert.Contains(t, string(text), `tests="2" failures="2" errors="0" skipped="0"`, `name="not due #2"`)
 	id := regexp.MustCompile(`run ([0-9a-f-]{36})`).FindStringSubmatch(failed.out)[1]
+	p.fails(1, "is no counterfactual; see agent eval show", "eval", "counterfactual", "--resume", id)
+	p.fails(2, "leave out --model", "eval", "run", "--resume", id, "--model", "x")
+	p.fails(2, "leave out the suites", "eval", "run", "--resume", id, "orders")
+	p.fails(2, "--prune needs --candidate", "eval", "counterfactual", "--prune", "--model", "x")
 	shown := p.must("eval", "show", id)
 	assert.Contains(t, shown, "not due  2      fail", "ev_")
 	assert.Contains(t, p.must("eval", "labels"), "no label; agent eval label")
@@ -102,6 +109,39 @@ func TestEvalCommands(t *testing.T) {
 	assert.Contains(t, p.must("eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again", "--to", path),
 		`added "again"`)
 	assert.Contains(t, p.must("apply", dir), "~ eval orders")
+	p.fails(2, "there is no file nowhere.yaml", "eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--to", "nowhere.yaml")
 	p.fails(1, `it has a case "again"`, "eval", "add", regexp.MustCompile(`ev_\w+`).FindString(shown), "--name", "again",
 		"--to", path)
+}
+
+// An outage becomes a suite of its own, here and through a server. Its file is applied as it is.
+func TestEvalAddKeepsAnOutage(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p := newProgram(t, url, "AGENT_LOG_LEVEL=error")
+	dir := t.TempDir()
+	testkit.WriteFile(t, filepath.Join(dir, "a.yaml"), evalWorkspace)
+	p.must("apply", dir)
+	add := []string{"eval", "add", "--outage", "check_order", "--to", filepath.Join(dir, "outages.yaml"), "--name"}
+	p.fails(1, "self-heal has not taken check_order out of service", append(add, "first")...)
+	pgtest.Exec(t, pgtest.Pool(t, url, postgres.Options{}), `
+		insert into agent_activity (trace_id, surface, kind, skill_name, skill_id, status, input, error_class, error_message)
+		select 'op_01JD3V7K8ZQ6W2M5T9X4C1B0A' || n, 'operate', 'call', 'check_order', s.id, 'error', '{"order": 7}', 'timeout', 'too slow'
+		  from generate_series(1, 3) n, agent_skills s where s.name = 'check_order'`)
+	assert.Contains(t, p.must("selfheal"), "check_order: 3 consecutive failures", "agent eval add --outage check_order")
+	assert.Contains(t, p.must(append(add, "first")...), `added "first"`)
+	far, _ := p.remote()
+	assert.Contains(t, far.must(append(add, "second")...), `added "second"`)
+	p.fails(1, `it has a case "second"`, append(add, "second")...)
+	far.fails(2, "there is no file none.jsonl", "selfheal", "report", "--set", "none.jsonl")
+	p.must("apply", dir)
+	assert.Contains(t, p.must("eval", "ls"), "selfheal", "2")
+}
+
+// The report of the public set needs no database.
+func TestSelfhealReportNeedsNoDatabase(t *testing.T) {
+	t.Parallel()
+	p := newProgramWithoutDatabase(t, "DATABASE_URL=postgres://127.0.0.1:1/none")
+	assert.Contains(t, p.must("selfheal", "report"), "the set of this release: 240 traces")
+	p.fails(2, "there is no file none.jsonl", "selfheal", "report", "--set", "none.jsonl")
 }

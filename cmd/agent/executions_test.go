@@ -62,6 +62,8 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	}
 	p.mustJSON(&started, "executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana",
 		"--label", "order=A-1001")
+	p.fails(2, "order is there twice", "executions", "start", "greet", "--label", "order=A-1", "--label", "order=A-2")
+	p.fails(2, "order is there twice", "executions", "start", "greet", "--label", "order=A-1,order=A-2")
 	if !started.Created || !strings.HasPrefix(started.TraceID, "fl_") {
 		t.Errorf("started %+v", started)
 	}

@@ -107,6 +107,16 @@ func TestACalibratedJudgeDecides(t *testing.T) {
 	if n := b.judgeCalls(); n != 30*2+4*2 {
 		t.Errorf("a second run asks the judge %d times in all", n)
 	}
+	// The run keeps the calibration and what it cost. The second run paid for none.
+	if j := report.Judges; len(j) != 1 || !j[0].Calibrated || report.CalibrationTokens != 30*2*210 || report.CalibrationUSD <= 0 {
+		t.Errorf("the run reports the judges %+v, for %d tokens", j, report.CalibrationTokens)
+	}
+	again := b.run(t, judgedSuite(labelled(30, 0), anything), runner.Options{})
+	pgtest.Exec(t, b.pool, `update agent_eval_judgements set pass = not pass`)
+	if again = b.report(t, again.Run); !again.Judges[0].Calibrated || again.CalibrationTokens != 0 {
+		t.Errorf("later verdicts change the run: %+v, %d tokens", again.Judges, again.CalibrationTokens)
+	}
+	pgtest.Exec(t, b.pool, `update agent_eval_judgements set pass = not pass`)
 	subject := b.subject(t)
 	found, err := evals.Calibrate(t.Context(), b.pool, subject)
 	if err != nil || len(found) != 1 || !found[0].Calibrated || found[0].Agreed != 30 {

@@ -160,3 +160,42 @@ func TestShadowsLeaveSlotsForOtherRuns(t *testing.T) {
 	pgtest.Equal(t, w.pool, 2, `
 		select count(*)::int from agent_eval_runs where kind = 'shadow' and served_until > clock_timestamp()`)
 }
+
+// A shadow that found no turn in the time since its last poll waits 30 s, so that idle shadows cost little.
+func TestAShadowWithoutTurnsPollsEvery30Seconds(t *testing.T) {
+	t.Parallel()
+	now := time.Now()
+	polled := evals.Shadow{SeenAt: now.Add(-time.Minute), Upto: now}
+	for found, want := range map[int]time.Duration{0: 30 * time.Second, 1: 0} {
+		if got := runner.PauseAfter(found, polled); got != want {
+			t.Errorf("after %d turns it waits %s, want %s", found, got, want)
+		}
+	}
+	if got := runner.PauseAfter(0, evals.Shadow{SeenAt: now, Upto: now}); got != 0 {
+		t.Errorf("it waits %s before there was anything to poll", got)
+	}
+}
+
+// The time of a run counts from its first trial, and anew when a person continues it. A server's run has one deadline.
+func TestTheTimeOfARunCountsFromItsFirstTrial(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.script(nora)
+	for name, test := range map[string]struct {
+		change     string
+		background bool
+		want       string
+	}{
+		"waited":    {`created_at = now() - interval '1 day'`, false, evals.Passed},
+		"continued": {`began_at = now() - interval '1 day'`, false, evals.Passed},
+		"served":    {`began_at = now() - interval '1 day'`, true, evals.Undecided},
+	} {
+		d := evals.Definition{Name: name, Agent: "sales", Trials: 1, Cases: orders().Cases[:1]}
+		run := w.start(t, d, runner.Options{Background: test.background})
+		pgtest.Exec(t, w.pool, `update agent_eval_runs set `+test.change+` where id = $1`, run.ID)
+		require.NoError(t, w.runner.Work(t.Context(), run, 1, func(evals.Trial) {}))
+		if got := w.report(t, run).Status; got != test.want {
+			t.Errorf("%s: the run is %s, want %s", name, got, test.want)
+		}
+	}
+}

@@ -66,9 +66,7 @@ func (r *Runner) workShadow(ctx context.Context, run evals.Run, onTrial func(eva
 			if err != nil {
 				return err
 			}
-			if found == 0 && shadow.Upto.After(shadow.SeenAt) {
-				next = time.Now().Add(idlePoll)
-			}
+			next = time.Now().Add(pauseAfter(found, shadow))
 			spent, err := r.playOpen(ctx, []evals.Run{control, run}, onTrial)
 			if err != nil {
 				return err
@@ -88,6 +86,14 @@ func (r *Runner) workShadow(ctx context.Context, run evals.Run, onTrial func(eva
 		case <-timer.C:
 		}
 	}
+}
+
+// pauseAfter is the pause after a poll that found so many turns.
+func pauseAfter(found int, s evals.Shadow) time.Duration {
+	if found == 0 && s.Upto.After(s.SeenAt) {
+		return idlePoll
+	}
+	return 0
 }
 
 // extend adds the turns that have completed since the last poll, and returns their number.

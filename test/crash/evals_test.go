@@ -4,6 +4,7 @@ package crash_test
 
 import (
 	"fmt"
+	"net/http"
 	"os"
 	"strings"
 	"testing"
@@ -16,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // evalsYAML has a skill. Its address is never called.
@@ -110,4 +112,33 @@ func TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice(t *testing.T) {
 		keys[r.IdempotencyKey()] = true
 	}
 	assert.Equal(t, wanted, len(keys))
+}
+
+// TestARunOfAServerThatIsKilledGoesOnInAnother starts a run as the page does, kills the server that plays it, and starts
+// another one.
+func TestARunOfAServerThatIsKilledGoesOnInAnother(t *testing.T) {
+	t.Parallel()
+	const cases, trials = 4, 2
+	s := newStage(t, pgtest.URL(t), evalsYAML+suiteOf(cases, trials))
+	s.model.Handle(orderModel)
+	first := s.serve("", "AGENT_WORKER_LEASE=6s")
+	answer, err := testkit.Do(t.Context(), http.DefaultClient, http.MethodPost, "http://"+first.address()+"/v1/evals/runs",
+		`{"suite": "load"}`, testkit.Bearer(adminToken))
+	require.NoError(t, err)
+	assert.Equal(t, http.StatusCreated, answer.Status)
+	eventually(t, "some answers came", func() bool { return len(s.model.Requests()) >= cases })
+	first.Kill()
+	s.serve("", "AGENT_WORKER_LEASE=6s")
+	eventually(t, "the run ends", func() bool {
+		return pgtest.Value[string](t, s.db, `select status from agent_eval_runs`) != "running"
+	})
+	pgtest.Equal(t, s.db, cases*trials, `select count(*)::int from agent_eval_trials where verdict = 'pass'`)
+	pgtest.Equal(t, s.db, 0, `
+		select count(*)::int from (select from agent_activity where kind = 'model' and status = 'success'
+		   group by execution_id, step having count(*) > 1) twice`)
+	keys := map[string]bool{}
+	for _, r := range s.model.Requests() {
+		keys[r.IdempotencyKey()] = true
+	}
+	assert.Equal(t, cases*trials*callsPerTrial, len(keys))
 }

@@ -1,0 +1,4 @@
+package runner
+
+// For tests.
+var PauseAfter = pauseAfter
