@@ -4,7 +4,7 @@
 # make lint   format, vet, lint
 # make bench  benchmarks, each beside the raw floor of the same run
 # make fuzz   every fuzz target for a while: make fuzz TIME=3m
-# make pictures  the pictures of docs/engine-room.md, by the test that looks at every page
+# make pictures  the pictures of docs/engine-room.md and docs/five-tasks.md, by the tests that look at the pages
 
 .PHONY: run build test prove lint bench fuzz pictures
 
@@ -37,4 +37,4 @@ fuzz:
 	./scripts/fuzz $(or $(TIME),1m)
 
 pictures:
-	AGENT_PICTURES=$(CURDIR)/docs/pictures go test -count=1 -run TestEveryPageIsFit ./engineroom
+	AGENT_PICTURES=$(CURDIR)/docs/pictures go test -count=1 -run 'TestEveryPageIsFit|TestFiveTasks' ./engineroom

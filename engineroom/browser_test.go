@@ -425,7 +425,6 @@ func pictures(t *testing.T, p *browser.Page, base string, made map[string]string
 		{"trace", "/traces/{id}", "light"},
 		{"approval", "/approvals/{id}", "dark"},
 		{"evals", "/evals/runs/{id}/cases/{case}", "light"},
-		{"phone", "/activity", "dark phone"},
 	} {
 		p.As(manners[shot.way])
 		p.Go(base + made[shot.page])

@@ -182,8 +182,8 @@ func TestATraceBecomesACase(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	const id = "ch_01J8052XG1XHJAZ95GX5TCNBAZ"
-	quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name, kind, status, input) values
-		($1, 'chat', 'model_call', 'model', 'success', '{"messages": [{"role": "user", "content": "<b>Order</b> 7?"}]}')`, id)
+	quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage, input) values
+		($1, 'chat', 'model_call', 'model', 'success', '{"total_tokens": 9}', '{"messages": [{"role": "user", "content": "<b>Order</b> 7?"}]}')`, id)
 	shows(t, server.URL+"/traces/"+id, `href="/evals/from/`+id+`"`)
 	shows(t, server.URL+"/evals/from/"+id, "name: from-traces", "&lt;b&gt;Order&lt;/b&gt; 7?", `class="copy"`, "agent eval add "+id)
 	tried(t, pool, "Money back!")
@@ -244,8 +244,8 @@ func TestEvalButtonsDependOnTheRole(t *testing.T) {
 	t.Cleanup(server.Close)
 	_, newer := tried(t, pool, "Money back!")
 	const trace = "ch_01J8052XG1XHJAZ95GX5TCNBAZ"
-	quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name, kind, status) values
-		($1, 'chat', 'model_call', 'model', 'success')`, trace)
+	quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage) values
+		($1, 'chat', 'model_call', 'model', 'success', '{"total_tokens": 9}')`, trace)
 	p := browser.Open(t, browser.Look{})
 	for _, c := range []struct {
 		role                 principals.Role

@@ -87,15 +87,16 @@ type waits struct {
 }
 
 // Total is the text of a title: 3, or 99+. It is empty for none.
-func (w waits) Total() string {
-	switch n := w.Approvals + w.Requests; {
-	case n == 0:
+func (w waits) Total() string { return waitsText(w.Approvals + w.Requests) }
+
+// Asked is the text beside the link to the approvals.
+func (w waits) Asked() string { return waitsText(w.Approvals) }
+
+func waitsText(n int64) string {
+	if n == 0 {
 		return ""
-	case n > maxWaits:
-		return fmt.Sprintf("%d+", maxWaits)
-	default:
-		return fmt.Sprint(n)
 	}
+	return capped(n, maxWaits)
 }
 
 // waitsCache shares one read among all pages and viewers.

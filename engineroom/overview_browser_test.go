@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"path"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -289,7 +291,8 @@ func TestAnApprovalIsDecidedWhereItIsShown(t *testing.T) {
 	p.Until("a void approval is not offered", `document.querySelector('#needs [value="approve"]') === null`)
 }
 
-// Five tasks of somebody who has just come, from the overview, with the clicks they take.
+// Five tasks of somebody who has just come, from the overview, with the clicks they take. docs/five-tasks.md has the
+// counts; make pictures makes its pictures.
 func TestFiveTasksFromTheOverview(t *testing.T) {
 	t.Parallel()
 	pool, server := deciding(t)
@@ -311,45 +314,83 @@ func TestFiveTasksFromTheOverview(t *testing.T) {
 		  '{"order": "A-1042", "amount": 80, "currency": "EUR"}', 'x',
 		        now() + interval '1 day') returning id::text`, run)
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
-	clicks, began := 0, time.Now()
+	pictures := os.Getenv("AGENT_PICTURES")
+	picture := func(name string) {
+		if pictures != "" {
+			p.Screenshot(filepath.Join(pictures, name+".png"), false)
+		}
+	}
+	clicks, screens, began := 0, 0, time.Now()
 	click := func(selector string) {
 		clicks++
 		p.Click(selector)
 	}
-	done := func(task string, most int) {
-		t.Logf("%s: %d clicks, %.1f s of the browser", task, clicks, time.Since(began).Seconds())
+	read := func(selector string) string { // scrolls where it must
+		var scrolled int
+		p.Eval(`(() => { const at = document.querySelector("`+selector+`").getBoundingClientRect().top + 80 - innerHeight;
+			if (at > 0) scrollBy(0, at + innerHeight - 160);
+			return Math.max(0, Math.ceil(at / innerHeight)) })()`, &scrolled)
+		screens += scrolled
+		return p.Text(selector)
+	}
+	open := func() {
+		p.Go("about:blank")
+		clicks, screens, began = 0, 0, time.Now()
+		p.Go(server.URL + "/")
+	}
+	done := func(name, task string, most int) {
+		t.Logf("%s: %d clicks, %d screens further down, %.1f s of the browser", task, clicks, screens, time.Since(began).Seconds())
 		if clicks > most {
 			t.Errorf("%s takes %d clicks, want at most %d", task, clicks, most)
 		}
-		clicks, began = 0, time.Now()
+		if name != "refund" { // which is the form
+			picture("task-" + name)
+		}
 	}
-	p.Go(server.URL + "/")
 
-	assert.Contains(t, p.Text("#now"), "look_up_order for", "answer_customer · chat")
-	done("what does it do now", 0)
+	open()
+	assert.Contains(t, read("#now"), "look_up_order for", "answer_customer · chat")
+	done("now", "what does it do now", 0)
 
-	assert.Contains(t, p.Text("#verdict"), "Degraded", "2 flows failing since")
-	done("is it healthy", 0)
+	open()
+	assert.Contains(t, read("#verdict"), "Degraded", "2 flows failing since")
+	done("healthy", "is it healthy", 0)
 
+	open()
 	assert.Contains(t, p.Text("#failing li"), "connection refused", "flow reconcile_ledger")
 	click("#failing li a[href^='/traces/']")
 	p.Until("the trace says the same",
 		`location.pathname.startsWith("/traces/") && document.body?.innerText.includes("connection refused")`)
-	done("why did the last failed flow fail", 1)
+	done("failed", "why did the last failed flow fail", 1)
 
-	p.Go(server.URL + "/")
-	began = time.Now()
-	assert.Contains(t, p.Text("#decide-"+refund), "issue_refund", `"amount": 80`, `"currency": "EUR"`, `"order": "A-1042"`)
+	open()
+	assert.Contains(t, read("#decide-"+refund), "issue_refund", `"amount": 80`, `"currency": "EUR"`, `"order": "A-1042"`)
 	approve := fmt.Sprintf(`#decide-%s details:has([value="approve"])`, refund)
 	click(approve + " > summary")
 	p.Until("the reason has the focus", `document.activeElement.name === "reason"`)
 	p.Press("the carrier lost it")
+	picture("task-refund")
 	click(approve + " button")
 	p.Shows("The decision is recorded")
 	pgtest.Equal(t, pool, "approved", `select status from agent_approvals where id = $1::text::uuid`, refund)
-	done("approve a refund after reading its arguments", 2)
+	done("refund", "approve a refund after reading its arguments", 2)
 
-	assert.Contains(t, p.Text("#yesterday"), "$2.50", "2,000 tokens", "advance_plan $1.25 (50 %)", "reflect $1.25 (50 %)")
-	done("what did yesterday cost, and why", 0)
+	open()
+	assert.Contains(t, read("#yesterday"), "$2.50", "2,000 tokens", "advance_plan $1.25 (50 %)", "reflect $1.25 (50 %)")
+	done("yesterday", "what did yesterday cost, and why", 0)
 	noComplaint(t, p)
+	if pictures == "" {
+		return
+	}
+	put(t, pool, `
+		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		select 'ch_00000000000000000000000042', $1::text::uuid, 'issue_refund', 1,
+		       jsonb_build_object('order', 'A-' || 1042 + n, 'amount', 35 * n, 'currency', 'EUR'), 'x' || n,
+		       now() + interval '1 day' from generate_series(1, 3) n returning id::text`, run)
+	p.As(manners["dark phone"])
+	for name, path := range map[string]string{"phone": "/", "phone-approvals": "/approvals"} {
+		p.Go(server.URL + path)
+		p.Until("the page is live", `document.getElementById("live-state").dataset.state === "live"`)
+		picture(name)
+	}
 }

@@ -200,7 +200,7 @@ func (v *visit) Chips(but ...string) []chip {
 		if w[0] == "failed" {
 			value = "failed or timed out"
 		}
-		if word := map[string]string{"sort took": "slowest first", "sort cost": "dearest first", "errors 1": "errors"}[w[0]+
+		if word := map[string]string{"sort took": "slowest first", "sort cost": "most expensive first", "errors 1": "errors"}[w[0]+
 			" "+value]; word != "" {
 			value = word
 		}

@@ -5,9 +5,10 @@
   const icon = document.getElementById("icon"), button = document.getElementById("notify");
   const title = document.title.replace(/^\(\d+\+?\) /, "");
   const channel = "BroadcastChannel" in window ? new BroadcastChannel("lanekeeper") : null;
-  let dead = false, count = "", newest = null;
+  let dead = false, count = "", asked = "", newest = null;
 
   const show = () => {
+    for (const e of document.querySelectorAll("span[data-asked]")) if (e.textContent !== asked) e.textContent = asked;
     document.title = (dead ? "Disconnected · " : "") + (count ? "(" + count + ") " : "") + title;
     const href = icon.dataset[dead ? "dead" : count ? "waits" : "none"];
     if (icon.getAttribute("href") !== href) icon.setAttribute("href", href);
@@ -27,6 +28,7 @@
     const fresh = newest !== null && now.newest > newest;
     if (newest === null || fresh) newest = now.newest;
     count = now.count;
+    asked = now.asked;
     show();
     if (tell && fresh) {
       if (navigator.locks) navigator.locks.request("lanekeeper-notify", () => notify(now.newest, now.skill));
@@ -36,9 +38,9 @@
   const read = (tell) => {
     const waits = document.getElementById("waits");
     if (!waits || waits.dataset.count === undefined) return;
-    const { count, newest, skill } = waits.dataset;
-    take({ count, newest, skill }, tell);
-    if (channel) channel.postMessage({ count, newest, skill });
+    const { count, asked, newest, skill } = waits.dataset;
+    take({ count, asked, newest, skill }, tell);
+    if (channel) channel.postMessage({ count, asked, newest, skill });
   };
   if (channel) channel.addEventListener("message", (e) => take(e.data, false)); // for tabs without a stream
   document.addEventListener("part", (e) => { if (e.detail.id === "waits") read(true); });
