@@ -210,6 +210,19 @@ type attentionItem struct {
 // Left is the number of items that are not named.
 func (n attentionKind) Left() int64 { return n.Total - int64(len(n.Items)) }
 
+// Word is the title of one or of several.
+func (n attentionKind) Word() string {
+	if n.Total == 1 {
+		return one.Replace(n.Title)
+	}
+	return n.Title
+}
+
+// one makes the nouns of titles singular.
+var one = strings.NewReplacer("Approvals", "Approval", "requests", "request", "objectives", "objective",
+	"automations", "automation", "conflicts", "conflict", "skills", "skill", "executions", "execution", "runs", "run",
+	"deliveries", "delivery")
+
 // Noun is the title within a sentence.
 func (n attentionKind) Noun() string { return strings.ToLower(n.Title[:1]) + n.Title[1:] }
 

@@ -365,6 +365,7 @@ func TestFiveTasksFromTheOverview(t *testing.T) {
 
 	open()
 	assert.Contains(t, read("#decide-"+refund), "issue_refund", `"amount": 80`, `"currency": "EUR"`, `"order": "A-1042"`)
+	assert.Contains(t, p.Text("#need-approval"), "1", "Approval requested")
 	approve := fmt.Sprintf(`#decide-%s details:has([value="approve"])`, refund)
 	click(approve + " > summary")
 	p.Until("the reason has the focus", `document.activeElement.name === "reason"`)
