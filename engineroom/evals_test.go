@@ -131,12 +131,13 @@ func TestATrialShowsItsJudges(t *testing.T) {
 		  '[{"judge": {"rubric": "Be <i>kind</i>.", "model": "judge-one"}}]')`)
 	pgtest.Exec(t, pool, `
 		update agent_eval_trials set judgements = jsonb_build_array(
-		    jsonb_build_object('expect', 0, 'model', 'judge-one', 'votes', 3, 'passes', 1, 'why', 'It is <b>gruff</b>.', 'decided', true,
-		      'pass', false, 'calibrated', false, 'same_model', true),
+		    jsonb_build_object('expect', 0, 'model', 'judge-one', 'votes', 3, 'passes', 1, 'why', 'It is <b>gruff</b>.',
+		      'decided', true, 'pass', false, 'calibrated', false, 'same_model', true),
 		    jsonb_build_object('expect', 7, 'model', 'judge-two', 'votes', 2, 'passes', 1, 'why', 'no majority', 'calibrated', true))
 		 where run_id = $1 and case_name = 'b' and trial = 1`, newer)
 	shows(t, at, "Judges of trial 1", "judge-one", "same model as the agent", "1 of 3 votes pass", "It is &lt;b&gt;gruff",
-		"Rubric: Be &lt;i&gt;kind", "does not decide: not calibrated", "It has judged no labelled answer", "0 labels, less than 30",
+		"Rubric: Be &lt;i&gt;kind", "does not decide: not calibrated", "It has judged no labelled answer",
+		"0 labels, less than 30",
 		"judge-two", "1 of 2 votes pass", `status-undecided`, ">decides<")
 	rule := evals.JudgeRule{Rubric: "Be <i>kind</i>."}
 	for trial, pass := range []bool{true, false} {

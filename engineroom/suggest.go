@@ -200,9 +200,13 @@ func (v *visit) Chips(but ...string) []chip {
 		if w[0] == "failed" {
 			value = "failed or timed out"
 		}
-		if word := map[string]string{"sort took": "slowest first", "sort cost": "most expensive first", "errors 1": "errors"}[w[0]+
-			" "+value]; word != "" {
-			value = word
+		switch w[0] + " " + value {
+		case "sort took":
+			value = "slowest first"
+		case "sort cost":
+			value = "most expensive first"
+		case "errors 1":
+			value = "errors"
 		}
 		list = append(list, chip{w[1], cut(60, value), rest.at(w[0], "")})
 	}
