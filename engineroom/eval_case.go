@@ -153,15 +153,7 @@ func (a *evalCaseAbout) step(by int) string {
 
 func (room *Room) caseTrials(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(evalCaseAbout)
-	trials, err := evals.BriefTrials(ctx, room.Read, about.Run.ID, about.Case)
-	if err != nil {
-		return nil, err
-	}
-	labels, err := evals.Labels(ctx, room.Read, "", about.Run.ID, about.Case, maxTrialRows)
-	rows := make([]trialRow, len(trials))
-	for i, t := range trials {
-		rows[i] = trialRow{t, labelsOf(labels, t), casePath(about.Run.ID, t.Case, t.Trial, about.Against)}
-	}
+	rows, _, err := room.trialRows(ctx, about.evalRunAbout, about.Case)
 	return map[string]any{
 		"About": about, "Trials": rows, "Previous": about.step(-1), "Next": about.step(1),
 	}, err

@@ -410,17 +410,23 @@ type trialRow struct {
 
 func (room *Room) evalRunTrials(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(evalRunAbout)
-	trials, err := evals.BriefTrials(ctx, room.Read, about.Run.ID, "")
+	rows, more, err := room.trialRows(ctx, about, "")
+	return map[string]any{"Trials": rows, "More": more}, err
+}
+
+// trialRows reads the trials of a run, of one case if named.
+func (room *Room) trialRows(ctx context.Context, about evalRunAbout, of string) ([]trialRow, bool, error) {
+	trials, err := evals.BriefTrials(ctx, room.Read, about.Run.ID, of)
 	if err != nil {
-		return nil, err
+		return nil, false, err
 	}
 	trials, more := onPage(trials, maxTrialRows)
-	labels, err := evals.Labels(ctx, room.Read, "", about.Run.ID, "", maxTrialRows)
+	labels, err := evals.Labels(ctx, room.Read, "", about.Run.ID, of, maxTrialRows)
 	rows := make([]trialRow, len(trials))
 	for i, t := range trials {
 		rows[i] = trialRow{t, labelsOf(labels, t), casePath(about.Run.ID, t.Case, t.Trial, about.Against)}
 	}
-	return map[string]any{"Trials": rows, "More": more}, err
+	return rows, more, err
 }
 
 // labelsOf returns the labels of a trial.
