@@ -4,7 +4,6 @@ import (
 	"archive/zip"
 	"bytes"
 	"context"
-	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -473,64 +472,6 @@ type remoteCall struct {
 	// replace allows output to exist.
 	replace bool
 	told    bool // of another version
-}
-
-// interact sends each line as one command of the same conversation. ^C cancels the turn and ends the conversation.
-func (r *remoteCall) interact(cmd *cobra.Command) error {
-	flag, id := "thread", "remote-"+strings.ToLower(rand.Text()[:12])
-	if commandName(cmd) == "operate" {
-		flag, id = "session", "ses_"+strings.ToLower(rand.Text()[:16])
-	}
-	prefix := append([]string{}, r.args...)
-	if cmd.Flags().Lookup(flag).Value.String() == "" {
-		prefix = append(prefix, "--"+flag, id)
-	}
-	lines, failed, stop := readLines(r.in)
-	defer stop()
-	for first := true; ; {
-		fmt.Fprint(r.out, "> ")
-		select {
-		case <-cmd.Context().Done():
-			return &exitError{exitInterrupted, nil}
-		case line, more := <-lines:
-			if !more {
-				fmt.Fprintln(r.out)
-				return failed()
-			}
-			if strings.TrimSpace(line) == "" {
-				continue
-			}
-			req, err := r.commandRequest(cmd, []string{line})
-			if err != nil {
-				return err
-			}
-			req.Args = append(append([]string{}, prefix...), "--", line)
-			if !first {
-				req.Args, req.Files = withoutFiles(req.Args), nil
-			}
-			first = false
-			err = r.run(cmd.Context(), req, false)
-			var exit *exitError
-			if err != nil && (!errors.As(err, &exit) || exit.code != exitFailed) { // a failed turn ends nothing
-				return err
-			}
-		}
-	}
-}
-
-// withoutFiles removes --file and its value: only the first message has attachments.
-func withoutFiles(args []string) (kept []string) {
-	for i := 0; i < len(args); i++ {
-		switch {
-		case args[i] == "--":
-			return append(kept, args[i:]...)
-		case args[i] == "--file":
-			i++
-		case !strings.HasPrefix(args[i], "--file="):
-			kept = append(kept, args[i])
-		}
-	}
-	return kept
 }
 
 // run sends a command and prints its output. The exit code is the command's.

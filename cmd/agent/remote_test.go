@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -171,7 +172,11 @@ func TestRemoteRefusesWhatReachesTheServersMachine(t *testing.T) {
 		"it reads OPENAI_API_KEY, a secret of the server": secret + "[\"${OPENAI_API_\\u004bEY}\"]\n",
 		"it reads a file of the server":                   secret + "[\"file:/etc/passwd\"]\n",
 		"it runs a program on the server":                 "kind: mcp_server\nname: sh\ncommand: [sh, -c, id]\n",
-		"it reads DATABASE_READ_URL, a secret":            "kind: database\nname: d\ndescription: d\nurl_env: DATABASE_READ_URL\naccess: read\n",
+		"it reads AGENT_ADMIN_TOKEN, a secret": "kind: channel\nname: c\ntype: telegram\nsecrets: {token: \"${AGENT_ADMIN_TOKEN}\"}\n" +
+			"settings: {base_url: \"https://example.com\"}\n",
+		"channel m: it reads a file of the server": "kind: channel\nname: m\ntype: email\nsecrets: {key: \"${MAIL_KEY}\"}\n" +
+			"settings: {address: a@example.com, smtp: \"example.com:25\", listen: \":2525\", tls_cert: /etc/c, tls_key: /etc/k}\n",
+		"it reads DATABASE_READ_URL, a secret": "kind: database\nname: d\ndescription: d\nurl_env: DATABASE_READ_URL\naccess: read\n",
 	} {
 		dir := writeFolder(t, map[string]string{"x.yaml": text})
 		far.fails(2, says, "apply", dir)
@@ -448,7 +453,39 @@ func TestRemoteConversationOnATerminal(t *testing.T) {
 	s.typeKeys("And?\n")
 	s.waitFor(`(Two\.)`)
 	s.waitFor(`\n(>) `)
-	s.typeKeys("\x04")
+	for line, shown := range map[string]string{
+		"/help": `(session|/approve ID)`, "/lanes": `(no lane is held)`, "/approvals": `(no )`, "/nothing": `(unknown command)`,
+		"/trace": `(operate)`, "/approve 7": `(agent approvals ls --all)`,
+	} {
+		s.typeKeys(line + "\n")
+		s.waitFor(shown)
+		s.waitFor(`\n(>) `)
+	}
+	s.typeKeys("/quit\n")
 	assert.Equal(t, 0, s.waitExit())
 	pgtest.Equal(t, d.pool, 1, `select count(distinct thread_id) from agent_executions where flow = 'operate'`)
+}
+
+// The output of a turn comes while it runs, and ^C ends the turn on the server, not the conversation.
+func TestRemoteTurnsAreStreamedAndCancelled(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Here."))
+	far, _ := d.remote()
+	var shown testkit.Log
+	c := &cli{environ: config.Environ(far.environ), out: &shown, err: &shown}
+	server, err := parseServer(c.environ["AGENT_SERVER"])
+	require.NoError(t, err)
+	call := &remoteCall{cli: c, server: server, token: c.environ["AGENT_TOKEN"]}
+	args := func(text string) commandRequest {
+		return commandRequest{Args: []string{"operate", "--session", "ses_1", text}, ErrTerminal: true}
+	}
+	interrupts, ended := make(chan os.Signal, 1), make(chan error, 1)
+	go func() { ended <- call.turn(t.Context(), interrupts, args("Be slow.")) }()
+	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(shown.String(), "slow {} …") }, "the call is shown")
+	interrupts <- os.Interrupt
+	require.NoError(t, <-ended)
+	assert.Contains(t, shown.String(), "cancelled")
+	pgtest.Until(t, d.pool, "cancelled", `select status::text from agent_executions where flow = 'operate'`)
+	require.NoError(t, call.turn(t.Context(), interrupts, args("Are you there?")))
+	assert.Contains(t, shown.String(), "Here.")
 }

@@ -282,6 +282,14 @@ func (c *cli) checkSentWorkspace(ctx context.Context, s *session, files workspac
 	for _, d := range files.Targets {
 		notePrivileged(reasons, "webhook_target "+d.Definition.Name, d.Definition)
 	}
+	for _, d := range files.Channels {
+		notePrivileged(reasons, "channel "+d.Definition.Name, d.Definition)
+		for _, file := range []string{"smtp_ca", "tls_cert", "tls_key"} {
+			if d.Definition.Settings[file] != "" {
+				reasons["channel "+d.Definition.Name] = "it reads a file of the server"
+			}
+		}
+	}
 	if len(reasons) == 0 {
 		return nil
 	}
