@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/requests"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
@@ -98,7 +99,7 @@ func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delive
 	ctx = executions.WithLockTimeout(ctx, postgres.LockPatience)
 	data, content := messageContent(e)
 	if content == "" {
-		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)
+		return s.deliverEvent(ctx, e)
 	}
 	var arrived threads.Receipt
 	what := fmt.Sprintf("thread %q, or the message id,", e.Key)
@@ -107,13 +108,32 @@ func (s *server) deliver(ctx context.Context, e eventRequest) (executions.Delive
 			ThreadID: e.Key, Content: content,
 			Data: data, ID: e.ID,
 		})
+		if err == nil {
+			err = activity.Asked(ctx, tx, "event "+arrived.EventID)
+		}
 		return err
 	})
 	err = postgres.ExplainLock(ctx, s.pool, err, what, "agent_events", "agent_threads", "agent_locks")
 	if errors.Is(err, threads.ErrNotFound) { // a wait may name a conversation elsewhere
-		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)
+		return s.deliverEvent(ctx, e)
 	}
 	return executions.Delivered{EventID: arrived.EventID, Resumed: arrived.Resumed}, err
+}
+
+// deliverEvent delivers an event and records its sender, whom four eyes count as a requester of what it resumes. Root
+// may decide all, so its events are batched without that.
+func (s *server) deliverEvent(ctx context.Context, e eventRequest) (got executions.Delivered, err error) {
+	if !activity.HasActor(ctx) || activity.ActorFrom(ctx).Name == principals.Root {
+		return s.engine.Deliver(ctx, s.pool, e.Event, e.Key, e.Data, e.ID)
+	}
+	what := fmt.Sprintf("the wait for %s %.300q", e.Event, e.Key)
+	err = s.locks.Do(ctx, s.pool, what, func(tx pgx.Tx) (err error) {
+		if got, err = s.engine.Deliver(ctx, tx, e.Event, e.Key, e.Data, e.ID); err == nil {
+			err = activity.Asked(ctx, tx, "event "+got.EventID)
+		}
+		return err
+	})
+	return got, postgres.ExplainLock(ctx, s.pool, err, what, "agent_events", "agent_executions", "agent_locks")
 }
 
 // messageContent returns the text and data of a message, or "" for other events.

@@ -15,10 +15,10 @@
 // another run uses it twice. No output of a model reaches [Decide].
 //
 // A skill may require four eyes: then the database refuses the decision of a principal that asked for the execution.
-// Requesters are the principal in the context of every start, fork, retry or manual run, and the linked sender of a
-// channel's message; also the requesters of the executions that started it. A decision closes the list. Without a
-// requester only root and the database decide, except for a visitor's chat. Root may decide its own requests, and the
-// audit records that.
+// Requesters are the principal in the context of every start, fork, retry or manual run, the linked sender of a
+// channel's message, and the sender of an event that the execution waited for; also the requesters of the executions
+// that started it. A decision closes the list. Without a requester only root and the database decide, except for a
+// visitor's chat. Root may decide its own requests, and the audit records that.
 package approvals
 
 import (
@@ -249,8 +249,11 @@ func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval,
 		       arguments_hash, expires_at, four_eyes, requested_by)
 		select @trace_id, @execution_id, @step, @parked, s.name, s.revision, @arguments, @hash,
 		       clock_timestamp() + make_interval(secs => @life), s.four_eyes, array(
-		         select distinct substr(k.cause, 11) from line l
-		           join agent_links k on k.effect in ('execution ' || l.id, 'run ' || l.run) and k.kind = 'asked' order by 1)
+		         select substr(k.cause, 11) from line l
+		           join agent_links k on k.effect in ('execution ' || l.id, 'run ' || l.run) and k.kind = 'asked'
+		         union select substr(k.cause, 11) from line l
+		           join agent_checkpoints c on c.execution_id = l.id and c.waited_for <> ''
+		           join agent_links k on k.effect = 'event ' || (c.output ->> 'event_id') and k.kind = 'asked' order by 1)
 		  from agent_skills s where s.name = @skill and s.revision = @revision for share
 		on conflict (skill_name, arguments_hash) where status in ('pending', 'approved') and not parked
 		do update set requested_by = case when agent_approvals.status = 'pending' then array(

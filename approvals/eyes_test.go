@@ -13,7 +13,9 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -120,6 +122,32 @@ func TestADecisionClosesTheListOfRequesters(t *testing.T) {
 	_, err := approvals.Decide(t.Context(), pool, id, true, "bob", "")
 	require.NoError(t, err)
 	assert.Equal(t, id, askAs(t, pool, s, `{}`, "bob", trace.Flow))
+	pgtest.Equal(t, pool, "ana eve", `select array_to_string(requested_by, ' ') from agent_approvals`)
+}
+
+// Who sends an event has a hand in what the execution does next, and so is a requester of its calls.
+func TestTheSenderOfAnEventIsARequester(t *testing.T) {
+	t.Parallel()
+	pool, s := setUpFourEyes(t)
+	e := enginetest.New(t, pool)
+	for who, key := range map[string]string{"eve": "paid", "mallory": "other"} {
+		require.NoError(t, postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
+			sent, err := e.Deliver(t.Context(), tx, "EVENT_COMPLETED", key, nil, "")
+			if err != nil {
+				return err
+			}
+			return activity.Asked(activity.WithActor(t.Context(), activity.Actor{Name: who}), tx, "event "+sent.EventID)
+		}))
+	}
+	insideAs(t, pool, "ana", trace.Flow, func(ctx context.Context) error {
+		if _, err := executions.Wait(ctx, "wait", executions.Event("paid", 0)); err != nil {
+			return err
+		}
+		_, err := approvals.Ask(ctx, approvals.Request{
+			Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: json.RawMessage(`{}`),
+		})
+		return err
+	})
 	pgtest.Equal(t, pool, "ana eve", `select array_to_string(requested_by, ' ') from agent_approvals`)
 }
 

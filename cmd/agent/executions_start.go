@@ -310,6 +310,9 @@ func (c *cli) raiseEvent(
 				got, err = a.Engine.Deliver(ctx, tx, event, key, data, id)
 			}
 			output["event_id"], output["resumed"] = got.EventID, got.Resumed
+			if err == nil {
+				err = activity.Asked(ctx, tx, "event "+got.EventID)
+			}
 			return output, err
 		})
 		return err

@@ -82,6 +82,14 @@ func carryTheirActor(t *testing.T, d *operateTest, ana program, base, anas, anaT
 	ana.must("executions", "start", "external:sum", "--reason", "a try")
 	run := pgtest.Value[string](t, d.pool, `select id::text from agent_executions where flow = 'external:sum'`)
 	ana.must("executions", "cancel", run, "--reason", "no more")
+	got, err = testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/events",
+		`{"event":"EVENT_COMPLETED","key":"a","data":{}}`, testkit.Bearer(anas))
+	require.NoError(t, err)
+	assert.Equal(t, 202, got.Status)
+	ana.must("executions", "event", "EVENT_COMPLETED", "b")
+	pgtest.Equal(t, d.pool, 2, `
+		select count(*) from agent_events v join agent_links k on k.effect = 'event ' || v.id
+		 where k.cause = 'principal ana' and k.kind = 'asked' and v.key in ('a', 'b')`)
 	for act, via := range map[string]string{
 		"pause_agent": "cli", "resume_agent": "http", "set_retention": "cli", "start_execution": "cli",
 		"cancel_execution": "cli",
