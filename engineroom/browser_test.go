@@ -621,6 +621,7 @@ func (f *fakeTurns) rest(w http.ResponseWriter, r *http.Request) {
 }
 
 func TestTheConsoleInABrowser(t *testing.T) {
+	t.Parallel()
 	pool := pgtest.DB(t)
 	room, err := New(Options{Pool: pool, Agent: "agent"})
 	require.NoError(t, err)

@@ -23,7 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
-const patience = 20 * time.Second
+const patience = time.Minute
 
 // memory is an inbox without a database. It fails the first broken calls.
 type memory struct {

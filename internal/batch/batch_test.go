@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
-const patience = 10 * time.Second
+const patience = time.Minute
 
 // newBatcher makes a batcher of a function that returns each answer, and whether it left the write out.
 func newBatcher(

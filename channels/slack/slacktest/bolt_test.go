@@ -18,7 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-const patience = 30 * time.Second
+const patience = time.Minute
 
 // app is a running app of @slack/bolt.
 type app struct {
