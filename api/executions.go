@@ -436,9 +436,8 @@ func (s *server) timeTravelRoutes() []route {
 			method: "POST", path: "/v1/executions/{id}/fork", body: forkRequest{}, response: forkResponse{},
 			status: http.StatusCreated,
 			handle: s.forkExecution, conflicts: true,
-			about: "Start a new execution from a step of another: it copies the checkpoints before the step and runs the " +
-				"rest. 409 if the " +
-				"input contradicts a checkpoint, or the flow cannot be forked.",
+			about: "Start a new execution from a step of another: it copies the checkpoints before the step and " +
+				"runs the rest. 409 if the input contradicts a checkpoint, or the flow cannot be forked.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/retry", response: forkResponse{}, status: http.StatusCreated,
 			handle: s.retryExecution, conflicts: true,
@@ -450,9 +449,8 @@ func (s *server) timeTravelRoutes() []route {
 		}, {
 			method: "POST", path: "/v1/executions/{id}/replay", response: executions.Replayed{}, handle: s.replayExecution,
 			conflicts: true,
-			about: "Replay the flow with recorded results and without side effects. Returns the digests of record and replay, " +
-				"and " +
-				"the first different step. 409 while it runs.",
+			about: "Replay the flow with recorded results and without side effects. Returns the digests of record " +
+				"and replay, and the first different step. 409 while it runs.",
 		}, {
 			method: "GET", path: "/v1/monitor/status", response: page[executions.StatusCount]{}, handle: s.countExecutions,
 			about: "Number of pending, running and waiting executions, with their mean age in seconds.",

@@ -408,9 +408,8 @@ func (s *server) executionRoutes() []route {
 			method: "POST", path: "/v1/executions/{id}/lock", body: lockRequest{}, response: lockResponse{},
 			handle: s.lockExecution, conflicts: true,
 			repeatable: true,
-			about: "Lock an execution to run it externally, and read its state. The same live owner gets the same lock. 409 " +
-				"with holder if " +
-				"it is locked, waiting or ended.",
+			about: "Lock an execution to run it externally, and read its state. The same live owner gets the same " +
+				"lock. 409 with holder if it is locked, waiting or ended.",
 		}, {
 			method: "PUT", path: "/v1/executions/{id}/lock/{lock_id}", response: heartbeatResponse{},
 			handle: s.heartbeatLock, conflicts: true,
@@ -419,9 +418,8 @@ func (s *server) executionRoutes() []route {
 			method: "DELETE", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
 			handle:    s.releaseLock,
 			conflicts: true,
-			about: "Release a lock: the execution ends or waits, and can be locked again after the wait. timeout is a number " +
-				"of seconds, or " +
-				"text such as 24h or 7d.",
+			about: "Release a lock: the execution ends or waits, and can be locked again after the wait. timeout " +
+				"is a number of seconds, or text such as 24h or 7d.",
 		}, {
 			method: "POST", path: "/v1/executions/{id}/lock/{lock_id}", body: releaseRequest{}, response: executionStatus{},
 			handle:    s.releaseLock,

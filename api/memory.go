@@ -76,9 +76,8 @@ func (s *server) memoryRoutes() []route {
 			method: "POST", path: "/v1/memory/conflicts/{id}/decide", body: conflictDecision{}, response: memory.Conflict{},
 			handle:    s.decideMemoryConflict,
 			conflicts: true, guarded: true, versioned: true,
-			about: "Decide a conflict once: keep the stored value, or take the late value if the key is at the revision of " +
-				"If-Match, " +
-				"default that of the conflict; otherwise 412, and the conflict stays open.",
+			about: "Decide a conflict once: keep the stored value, or take the late value if the key is at the " +
+				"revision of If-Match, default that of the conflict; otherwise 412, and the conflict stays open.",
 		},
 	}
 }

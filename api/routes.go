@@ -166,9 +166,9 @@ func (s *server) stateRoutes() []route {
 		{
 			method: "GET", path: "/v1/executions/{id}/events", contentType: "text/event-stream", stream: true,
 			handler: http.HandlerFunc(s.followExecution),
-			about: "The status of an execution as server-sent events: event status, data {id, trace_id, status, waiting_for, " +
-				"at}. " +
-				"First the current state (for external executions the changes since Last-Event-ID), then each change until the end. 204 if Last-Event-ID is the end.",
+			about: "The status of an execution as server-sent events: event status, data {id, trace_id, status, " +
+				"waiting_for, at}. First the current state (for external executions the changes since " +
+				"Last-Event-ID), then each change until the end. 204 if Last-Event-ID is the end.",
 		}, {
 			method: "GET", path: "/v1/approvals", response: page[approvals.Approval]{}, handle: s.listApprovals,
 			about: "Calls that need approval, newest first.",

@@ -320,9 +320,8 @@ func (s *server) accessRoutes() []route {
 			method: "POST", path: "/v1/threads/{id}/join_tokens", body: joinTokenRequest{}, response: threads.Token{},
 			status: http.StatusCreated,
 			handle: s.createJoinToken, repeatable: true,
-			about: "Create a join token: a visitor joins the conversation by sending it as X-Thread-Join. It is valid for one " +
-				"visitor, or " +
-				"reusable until it expires, and is shown once.",
+			about: "Create a join token: a visitor joins the conversation by sending it as X-Thread-Join. It is " +
+				"valid for one visitor, or reusable until it expires, and is shown once.",
 		}, {
 			method: "POST", path: "/v1/threads/{id}/participants", body: accessRequest{}, response: accessResponse{},
 			status: http.StatusCreated, handle: s.grantAccess,

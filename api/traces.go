@@ -62,9 +62,9 @@ func (s *server) reportRoutes() []route {
 		{
 			method: "GET", path: "/v1/activity/spend", response: page[activity.Spending]{}, handle: s.listSpend, replica: true,
 			csv: true,
-			about: "Cost of model calls by day (UTC), skill, surface and model, the latest day first. A call's cost is split " +
-				"over the skills that " +
-				"its answer calls; without skills it counts for its surface, with an empty skill. since and until are cut to whole days.",
+			about: "Cost of model calls by day (UTC), skill, surface and model, the latest day first. A call's " +
+				"cost is split over the skills that its answer calls; without skills it counts for its surface, " +
+				"with an empty skill. since and until are cut to whole days.",
 			params: listParams(enumParam("by", "Group by skill (default) or by purpose",
 				stringsOf(activity.BySkill, activity.ByPurpose)...),
 				skill, surfaceParam, textParam("model", "Name of the model"), sinceParam, timeParam("until", "End of the period")),
@@ -78,9 +78,8 @@ func (s *server) reportRoutes() []route {
 		}, {
 			method: "GET", path: "/v1/activity/audit", response: page[activity.AuditEntry]{}, handle: s.listAudit, replica: true,
 			csv: true,
-			about: "The audit log, newest first: actor, action, object, reason, result. A page before the last may be short " +
-				"or empty, because " +
-				"a request scans at most 10,000 rows.",
+			about: "The audit log, newest first: actor, action, object, reason, result. A page before the last may " +
+				"be short or empty, because a request scans at most 10,000 rows.",
 			params: listParams(skill, surfaceParam, traceParam, sinceParam, timeParam("until", "End of the period")),
 		},
 	}

@@ -392,9 +392,9 @@ func objectiveAdvance(ctx context.Context, db postgres.Beginner, who acting, arg
 	}
 	ok, err := objectives.CompleteStep(ctx, db, step.ID, args.Result, who.TraceID, calls)
 	if errors.Is(err, objectives.ErrNoEvidence) {
-		return nil, invalid("nothing shows that this step is done: no successful call of yours since it began that has not " +
-			"shown " +
-			"another step already. Calls that failed or await approval do not count. Act first, then report")
+		return nil, invalid("nothing shows that this step is done: no successful call of yours since it began that " +
+			"has not shown another step already. Calls that failed or await approval do not count. Act first, then " +
+			"report")
 	}
 	if err != nil {
 		return nil, err

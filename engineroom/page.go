@@ -455,8 +455,7 @@ func paged[T any](v *visit, list []T, n int, cursor func(T) string) ([]T, pager)
 
 // policy permits a page's own files and server only.
 const policy = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; " +
-	"connect-src 'self'; " +
-	"base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+	"connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 
 // guard sets the security headers. Only this server receives the referrer, which the redirect after an action needs.
 func guard(h http.Header) {

@@ -128,9 +128,8 @@ func (s *Server) follow(ctx context.Context, server *sdk.Server, known map[strin
 func (s *Server) server(changes bool) *sdk.Server {
 	return sdk.NewServer(&sdk.Implementation{Name: "lanekeeper", Version: cmp.Or(s.Version, ourVersion)},
 		&sdk.ServerOptions{
-			Instructions: "Tools are skills of the agent " + s.Agent + ". A tool that needs an admin's approval answers with " +
-				"the id of " +
-				"the approval; call it again with the same arguments when it was given.",
+			Instructions: "Tools are skills of the agent " + s.Agent + ". A tool that needs an admin's approval " +
+				"answers with the id of the approval; call it again with the same arguments when it was given.",
 			Capabilities: &sdk.ServerCapabilities{Tools: &sdk.ToolCapabilities{ListChanged: changes}},
 			PageSize:     1000,
 		})

@@ -97,8 +97,7 @@ func (l *Loop) DelegateTool(e *executions.Engine, scopes []string) Tool {
 	return Tool{
 		Name: "delegate",
 		Description: "Hands a self-contained sub-task to a helper that knows nothing of this conversation, and " +
-			"returns its answer. " +
-			"Say in the task all that the helper needs to know, and what it is to answer.",
+			"returns its answer. Say in the task all that the helper needs to know, and what it is to answer.",
 		Parameters: json.RawMessage(`{"type":"object","additionalProperties":false,"required":["task"],"properties":{
 			"task":{"type":"string","minLength":1,"maxLength":20000},
 			"skills":{"type":"array","maxItems":40,"items":{"type":"string"},"description":"the only skills it may use; all of yours when left out"},

@@ -85,9 +85,8 @@ func (a *App) operateEndpoints() []api.Endpoint {
 			ContentType: eventStream,
 			Stream:      true, Finite: true,
 			Idempotent: true, Handler: a.Operate.Handler(),
-			About: "Talk to the agent: events start, delta, tool, approval, done, error. With Accept: application/json the " +
-				"response " +
-				"is one document. 409 while another admin holds the lane.",
+			About: "Talk to the agent: events start, delta, tool, approval, done, error. With Accept: " +
+				"application/json the response is one document. 409 while another admin holds the lane.",
 		}, {
 			Method: "GET", Path: "/v1/operate/watch", Access: api.Admin, Scope: principals.Operate, ContentType: eventStream,
 			Stream:  true,

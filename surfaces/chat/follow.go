@@ -22,8 +22,7 @@ const accessCheckInterval = 15 * time.Second
 
 // approvalNotice ends a connection that waited too long for an approval. It is not stored in the thread.
 const approvalNotice = "An admin has to approve a step before I can go on. The answer will come into this " +
-	"conversation when " +
-	"that is done."
+	"conversation when that is done."
 
 // follower shows a turn to one client while it runs, here or in another process.
 type follower struct {

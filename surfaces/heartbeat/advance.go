@@ -144,10 +144,10 @@ func (b *heartbeatRun) advanceObjective(ctx context.Context, o *dueObjective) (i
 	steps, known := 0, len(o.Steps)
 	outcome, err := b.Loop.Run(ctx, reason.Turn{
 		Purpose: "advance_plan", Agent: o.Agent, Context: b.promptContext(), BudgetScope: budgetScope(ctx, "advance_plan"),
-		System: systemPrompt("You pursue one objective. Use the tools to do its pending steps, one after the other, and " +
-			"report each " +
-			"with complete_step or fail_step before you begin the next. A step counts as done only when a call that you made " +
-			"for it succeeded; each call shows one step. Where it has no steps, plan a few with add_steps first."),
+		System: systemPrompt("You pursue one objective. Use the tools to do its pending steps, one after the " +
+			"other, and report each with complete_step or fail_step before you begin the next. A step counts as " +
+			"done only when a call that you made for it succeeded; each call shows one step. Where it has no " +
+			"steps, plan a few with add_steps first."),
 		Prompt: objectivePrompt(o), Seen: builtins.SightsOf(o.Objective),
 		Scopes: []string{skills.ScopeInternal},
 		Tools: []reason.Tool{
