@@ -222,7 +222,7 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 		Nothing bool
 		LeftOut *time.Time
 	}
-	list, err := postgres.Rows[line](ctx, db, "sum spend", countedSpendSQL, perQuery, postgres.Strict{
+	list, err := postgres.Rows[line](ctx, db, "sum spend", countedSpendSQL, postgres.Strict{
 		"since": since, "hours_until": firstMidnight(since, f.Period), "until": until, "agent": f.Agent, "by": string(f.By),
 		"period": string(f.Period),
 		"skill":  f.Skill, "surface": f.Surface, "model": f.Model, "purpose": f.Purpose, "kind": kind, "most": uncountedLimit,

@@ -55,7 +55,7 @@ func engineRoom(ctx context.Context, args []string, out, errw io.Writer) error {
 	flags.DurationVar(&b.watchDuration, "watched", 30*time.Second, "how long the overview is watched, by 0, 1 and 100 "+
 		"viewers; 0 skips it")
 	only := flags.String("pages", "", "pages to measure, as a regular expression; default: all")
-	flags.StringVar(&b.profile, "cpuprofile", "", "file for a CPU profile of the visits to the large log")
+	flags.StringVar(&b.profile, "cpuprofile", "", "file for a CPU profile")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -77,11 +77,18 @@ func (b *engineRoomBench) run(ctx context.Context, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	pages, err := b.measure(ctx, handler)
-	if err != nil {
-		return err
-	}
-	b.print(out, pages)
+	return b.profiled(func() error {
+		pages, err := b.measure(ctx, handler)
+		if err != nil {
+			return err
+		}
+		b.print(out, pages)
+		return b.watchAll(ctx, out, handler)
+	})
+}
+
+// watchAll measures 0, 1 and 100 viewers.
+func (b *engineRoomBench) watchAll(ctx context.Context, out io.Writer, handler http.Handler) error {
 	if b.watchDuration == 0 {
 		return nil
 	}
@@ -129,14 +136,12 @@ func (b *engineRoomBench) measure(ctx context.Context, handler http.Handler) ([]
 			return nil, err
 		}
 	}
-	return pages, b.profiled(func() error {
-		for _, p := range pages {
-			if err := b.measureLarge(ctx, handler, p); err != nil {
-				return err
-			}
+	for _, p := range pages {
+		if err := b.measureLarge(ctx, handler, p); err != nil {
+			return nil, err
 		}
-		return nil
-	})
+	}
+	return pages, nil
 }
 
 // measureLarge visits a page with the large log.

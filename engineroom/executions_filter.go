@@ -269,7 +269,11 @@ func (room *Room) tracesFor(ctx context.Context, text string) ([]string, error) 
 		return nil, nil
 	}
 	f, _ := fragmentOf(text)
-	found, err := room.matchTraces(ctx, f, maxMatches)
+	runs, err := room.matchUUIDs(ctx, "agent_executions", f, maxMatches)
+	if err != nil {
+		return nil, err
+	}
+	found, err := room.matchTraces(ctx, f, runs, maxMatches)
 	if found == nil {
 		found = []string{}
 	}

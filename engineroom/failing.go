@@ -21,7 +21,7 @@ type failureMemo struct {
 }
 
 // memoLasts is how long failures are kept: the parts of one page, or of one refresh of it, share a read.
-const memoLasts = time.Second
+const memoLasts = 250 * time.Millisecond
 
 // readFailures reads the failures, or returns those that another part has just read.
 func (v *visit) readFailures(ctx context.Context, db postgres.DB) (monitor.Failures, error) {

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -49,6 +51,8 @@ type findQuery struct {
 	like string   // the text as a part of a name
 	id   fragment // the text as a part of an id
 	isID bool
+	// runs has the executions with the part of an id, which two kinds of hits need; nil reads them.
+	runs *[]string
 }
 
 // newFindQuery parses a text. usable is false for an empty one.
@@ -167,11 +171,12 @@ func (room *Room) search(ctx context.Context, text string) (found, error) {
 		f.Groups = groups
 		return f, err
 	}
+	found, err := room.findAll(ctx, q)
+	if err != nil {
+		return f, err
+	}
 	for i, kind := range finders {
-		hits, err := kind.find(room, ctx, q)
-		if err != nil {
-			return f, err
-		}
+		hits := found[i]
 		if len(hits) == 0 {
 			continue
 		}
@@ -189,6 +194,27 @@ func (room *Room) search(ctx context.Context, text string) (found, error) {
 	}
 	slices.SortStableFunc(f.Groups, func(a, b hitGroup) int { return cmp.Compare(a.rank, b.rank) })
 	return f, nil
+}
+
+// findAll returns the hits of each kind. Two kinds are searched at a time.
+func (room *Room) findAll(ctx context.Context, q findQuery) ([][]hit, error) {
+	runs, err := []string{}, error(nil)
+	if q.isID {
+		if runs, err = room.runsWith(ctx, q); err != nil {
+			return nil, err
+		}
+	}
+	q.runs = &runs
+	found := make([][]hit, len(finders))
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(2)
+	for i, kind := range finders {
+		group.Go(func() (err error) {
+			found[i], err = kind.find(room, ctx, q)
+			return err
+		})
+	}
+	return found, group.Wait()
 }
 
 // findResults serves the results alone, for the dialog.
@@ -292,11 +318,19 @@ func (room *Room) runHits(ctx context.Context, ids string, args postgres.Strict)
 		  from agent_executions e where e.id = any (array(`+ids+`)) order by e.id desc`, args, byName("/executions/"))
 }
 
+// runsWith returns the executions with the part of an id.
+func (room *Room) runsWith(ctx context.Context, q findQuery) ([]string, error) {
+	if q.runs != nil {
+		return *q.runs, nil
+	}
+	return room.matchUUIDs(ctx, "agent_executions", q.id, hitsShown+1)
+}
+
 func (room *Room) findExecutions(ctx context.Context, q findQuery) ([]hit, error) {
 	if !q.isID {
 		return nil, nil
 	}
-	ids, err := room.matchUUIDs(ctx, "agent_executions", q.id, hitsShown+1)
+	ids, err := room.runsWith(ctx, q)
 	if err != nil || len(ids) == 0 {
 		return nil, err
 	}
@@ -307,7 +341,11 @@ func (room *Room) findTraces(ctx context.Context, q findQuery) ([]hit, error) {
 	if !q.isID {
 		return nil, nil
 	}
-	ids, err := room.matchTraces(ctx, q.id, hitsShown+1)
+	runs, err := room.runsWith(ctx, q)
+	if err != nil {
+		return nil, err
+	}
+	ids, err := room.matchTraces(ctx, q.id, runs, hitsShown+1)
 	if err != nil || len(ids) == 0 {
 		return nil, err
 	}

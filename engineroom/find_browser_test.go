@@ -161,7 +161,7 @@ func TestFindIsOpenedByKeysAndLeadsOn(t *testing.T) {
 	still.Type("#find-text", "fetch_n")
 	still.Press("\r")
 	still.Click(`a[href="/skills/fetch_news"]`)
-	assert.Contains(t, still.Text("h1"), "fetch_news")
+	still.Until("the link opens the skill", `document.querySelector("h1")?.textContent.includes("fetch_news")`)
 }
 
 // F12: on a phone rows are cards, and the pages are at the lower edge.

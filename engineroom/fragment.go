@@ -2,6 +2,7 @@ package engineroom
 
 import (
 	"context"
+	"encoding/hex"
 	"net/http"
 	"net/url"
 	"slices"
@@ -75,6 +76,25 @@ func (f fragment) hexRange() (low, high, pattern string) {
 	return low, high, begin + "%" + end
 }
 
+// wholeBytes are the bytes that a uuid with the longer part has, if the part begins with a byte, and if it begins
+// within one.
+func (f fragment) wholeBytes() (even, odd []byte) {
+	part := hexDigits(f.begin)
+	if end := hexDigits(f.end); len(end) > len(part) {
+		part = end
+	}
+	return bytesOf(part), bytesOf(part[min(len(part), 1):])
+}
+
+// bytesOf decodes the whole bytes of hex digits.
+func bytesOf(digits string) []byte {
+	b, err := hex.DecodeString(digits[:len(digits)/2*2])
+	if err != nil {
+		return []byte{} // every uuid has it
+	}
+	return b
+}
+
 func hexDigits(s string) string { return strings.ToLower(strings.ReplaceAll(s, "-", "")) }
 
 // asUUID fills up a uuid's beginning.
@@ -125,28 +145,29 @@ func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, most
 	if f.begin != "" && (f.end != "" || len(hexDigits(f.begin)) == 32) || strings.ToLower(f.begin+f.end) != f.begin+f.end {
 		window = 0 // the range has all of them, or it is written as no uuid is shown
 	}
+	even, odd := f.wholeBytes()
 	rows, err := room.Read.Query(ctx, `
 		select x.id::text from (
 		  (select r.id from (select t.id from `+table+` t where @low <> '' and t.id between nullif(@low, '')::uuid and nullif(@high, '')::uuid
 		     order by t.id desc limit @looked) r
 		    where not @cut or encode(uuid_send(r.id), 'hex') like @pattern order by r.id desc limit @most)
 		  union
+		  -- Bytes are compared first: of most ids nothing else is.
 		  (select n.id from (select t.id from `+table+` t order by t.id desc limit @window) n
-		    where encode(uuid_send(n.id), 'hex') like @pattern order by n.id desc limit @most)) x
+		    where case when position(@even::bytea in uuid_send(n.id)) > 0 or position(@odd::bytea in uuid_send(n.id)) > 0
+		               then encode(uuid_send(n.id), 'hex') like @pattern end
+		    order by n.id desc limit @most)) x
 		 order by x.id desc limit @most`, freshPlan, postgres.Strict{
 		"low": low, "high": high, "pattern": pattern, "cut": f.end != "", "most": most,
-		"looked": maxFragments, "window": window,
+		"looked": maxFragments, "window": window, "even": even, "odd": odd,
 	})
 	return postgres.Collect(rows, err, "find ids", pgx.RowTo[string])
 }
 
-// matchTraces returns the ids of traces with a part, or of executions or actions with it, at most most.
-func (room *Room) matchTraces(ctx context.Context, f fragment, most int) ([]string, error) {
+// matchTraces returns the ids of traces with a part, or of runs, which are the executions with it, or of actions with
+// it, at most most.
+func (room *Room) matchTraces(ctx context.Context, f fragment, runs []string, most int) ([]string, error) {
 	found, err := room.matchTraceIDs(ctx, f, most)
-	if err != nil {
-		return nil, err
-	}
-	runs, err := room.matchUUIDs(ctx, "agent_executions", f, most)
 	if err != nil {
 		return nil, err
 	}
@@ -185,21 +206,6 @@ func (room *Room) matchTraceIDs(ctx context.Context, f fragment, most int) ([]st
 			return found, err
 		}
 	}
-	var found []string
-	for _, surface := range f.surfaces() {
-		list, err := room.matchTracesOf(ctx, surface, f, most)
-		if err != nil {
-			return nil, err
-		}
-		found = append(found, list...)
-	}
-	slices.SortFunc(found, func(a, b string) int { return strings.Compare(b[3:], a[3:]) })
-	found = found[:min(len(found), most)]
-	return found, nil
-}
-
-// matchTracesOf is matchTraces for one surface, so that the planner knows the range of the index.
-func (room *Room) matchTracesOf(ctx context.Context, surface string, f fragment, most int) ([]string, error) {
 	low, high, pattern := f.ulidRange()
 	if pattern == "" {
 		return nil, nil
@@ -208,26 +214,29 @@ func (room *Room) matchTracesOf(ctx context.Context, surface string, f fragment,
 	if f.surface == "" && strings.ToUpper(f.begin+f.end) != f.begin+f.end {
 		window = 0 // written as no trace id is shown
 	}
-	surface += "_"
+	part := strings.ToUpper(f.begin)
+	if end := strings.ToUpper(f.end); len(end) > len(part) {
+		part = end
+	}
 	rows, err := room.Read.Query(ctx, `
-		select x.trace_id from (
+		select x.trace_id from unnest(@surfaces::text[]) s (surface) cross join lateral (
 		  (select r.trace_id from (select e.trace_id from agent_executions e
-		      where @ranged and e.trace_id between @low and @high
+		      where @ranged and e.trace_id between s.surface || '_' || @low and s.surface || '_' || @high
 		      order by e.trace_id desc limit case when @cut then @looked else 10 * @most end) r
 		    where not @cut or substr(r.trace_id, 4) like @pattern)
 		  union
 		  (select r.trace_id from (select a.trace_id from agent_activity a
-		      where @ranged and a.trace_id between @low and @high
+		      where @ranged and a.trace_id between s.surface || '_' || @low and s.surface || '_' || @high
 		      order by a.trace_id desc limit 10 * @most) r
 		    where not @cut or substr(r.trace_id, 4) like @pattern)
 		  union
 		  (select n.trace_id from (select e.trace_id from agent_executions e
-		      where not (@cut and @ranged) and e.trace_id between @first and @last
+		      where not (@cut and @ranged) and e.trace_id between s.surface || '_' and s.surface || '_' || repeat('Z', 26)
 		      order by e.trace_id desc limit @window) n
-		    where substr(n.trace_id, 4) like @pattern)) x
-		 order by x.trace_id desc limit @most`, freshPlan, postgres.Strict{
-		"low": surface + low, "high": surface + high, "first": surface, "last": surface + strings.Repeat("Z", 26),
-		"ranged": low != "", "pattern": pattern, "cut": f.end != "", "most": most, "looked": maxFragments, "window": window,
+		    where case when strpos(n.trace_id, @part) > 0 then substr(n.trace_id, 4) like @pattern end)) x
+		 order by substr(x.trace_id, 4) collate "C" desc limit @most`, freshPlan, postgres.Strict{
+		"low": low, "high": high, "ranged": low != "", "pattern": pattern, "cut": f.end != "", "part": part, "most": most,
+		"looked": maxFragments, "window": window, "surfaces": f.surfaces(),
 	})
 	return postgres.Collect(rows, err, "find traces", pgx.RowTo[string])
 }

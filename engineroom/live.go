@@ -95,18 +95,14 @@ func (out *stream) follow(ctx context.Context, who *viewer, quiet time.Duration)
 			}
 			return out.err
 		case <-who.news:
-			for _, n := range who.pendingUpdates() {
-				out.part(n)
+			for _, event := range who.pendingUpdates() {
+				out.write(event)
 			}
 		case <-tick.C:
 			out.write(sse.Event{Name: "ping", Data: strconv.FormatInt(time.Now().UnixMilli(), 10)}.Append(nil))
 		}
 	}
 	return out.err
-}
-
-func (out *stream) part(n update) {
-	out.write(sse.Event{ID: n.state, Name: "part", Data: n.data}.Append(nil))
 }
 
 // encodePart returns the data of a part's event. All viewers share it.
@@ -348,6 +344,9 @@ type state struct {
 	// Of a large part: its HTML, and its event for a viewer that has it as of the mark since.
 	html         []byte
 	since, short string
+	// The last event of the part, its id and its data. Viewers who have the same get the same bytes.
+	event         []byte
+	eventID, sent string
 }
 
 // viewer is one stream. It is only notified of changes, so a slow viewer gets the latest state, without a backlog.
@@ -358,9 +357,6 @@ type viewer struct {
 	marks []string
 	fresh bool // the viewer has just written
 }
-
-// update is a part for a viewer, with the name of the resulting state.
-type update struct{ state, data string }
 
 func newTopic(h *hub, p page, v *visit, parts []part) *topic {
 	t := &topic{hub: h, page: p, seen: v, wake: make(chan struct{}, 1), viewers: map[*viewer]struct{}{}}
@@ -591,19 +587,28 @@ func (s *state) dataSince(rows *rowMemory, mark string) string {
 	return s.short
 }
 
-// pendingUpdates returns the parts that the viewer lacks.
-func (who *viewer) pendingUpdates() []update {
+// eventFor returns the event of the part with an id and data.
+func (s *state) eventFor(id, data string) []byte {
+	if s.eventID != id || s.sent != data {
+		s.event, s.eventID, s.sent = sse.Event{ID: id, Name: "part", Data: data}.Append(nil), id, data
+	}
+	return s.event
+}
+
+// pendingUpdates returns the events of the parts that the viewer lacks.
+func (who *viewer) pendingUpdates() [][]byte {
 	t := who.topic
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	var list []update
-	for i, s := range t.parts {
+	var list [][]byte
+	for i := range t.parts {
+		s := &t.parts[i]
 		if s.read.Before(who.since) || s.mark == who.marks[i] {
 			continue
 		}
-		data := t.parts[i].dataSince(&t.hub.rows, who.marks[i])
+		data := s.dataSince(&t.hub.rows, who.marks[i])
 		who.marks[i] = s.mark
-		list = append(list, update{strings.Join(who.marks, "."), data})
+		list = append(list, s.eventFor(strings.Join(who.marks, "."), data))
 	}
 	return list
 }

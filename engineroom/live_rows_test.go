@@ -25,7 +25,8 @@ func TestALargeTraceIsSentAsItsChangedRows(t *testing.T) {
 	l := listen(t, server.URL+"/live/traces/"+trace+"?seen="+seenBy(t, body), "")
 	pgtest.Exec(t, pool, `
 		insert into agent_activity (trace_id, surface, skill_name, status, duration_ms, created_at, finished_at)
-		values ('`+trace+`', 'flow', 'late_call', 'success', 1, now() - interval '99 s', now() - interval '98 s')`)
+		select a.trace_id, 'flow', 'late_call', 'success', 1, a.created_at + interval '1 s', a.created_at + interval '2 s'
+		  from agent_activity a where a.skill_name = 'slow_call'`)
 	var html string
 	for !strings.Contains(html, "late_call") {
 		_, html = l.part()

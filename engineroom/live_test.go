@@ -271,13 +271,13 @@ func TestWhoComesWithNewerStateIsNotSentTheOlder(t *testing.T) {
 	require.NoError(t, err)
 	defer leave()
 	first.next("one", "newer") // while the other part is still being read
-	if list := who.pendingUpdates(); len(list) != 1 || !strings.Contains(list[0].data, "newer") {
+	if list := who.pendingUpdates(); len(list) != 1 || !strings.Contains(string(list[0]), "newer") {
 		t.Errorf("who had the newer state is sent %d parts", len(list))
 	}
 	slow <- struct{}{}
 	first.next("calm", "new")
 	if list := who.pendingUpdates(); len(list) != 0 {
-		t.Errorf("who had that state is sent %s", list[0].data)
+		t.Errorf("who had that state is sent %s", list[0])
 	}
 }
 
@@ -375,11 +375,11 @@ func TestASlowViewerGetsTheLatestAndNoBacklog(t *testing.T) {
 	}
 	assert.Equal(t, 1, len(who.news))
 	list := who.pendingUpdates()
-	if len(list) == 0 || len(list) > 2 || !strings.Contains(list[0].data, "number 49") {
-		t.Errorf("the viewer gets %d parts, first %s", len(list), list[0].data)
+	if len(list) == 0 || len(list) > 2 || !strings.Contains(string(list[0]), "number 49") {
+		t.Errorf("the viewer gets %d parts, first %s", len(list), list[0])
 	}
 	if list := who.pendingUpdates(); len(list) != 0 {
-		t.Errorf("the viewer gets %s twice", list[0].data)
+		t.Errorf("the viewer gets %s twice", list[0])
 	}
 }
 
@@ -513,11 +513,11 @@ func FuzzStream(f *testing.F) {
 	} {
 		f.Add(text, text, text)
 	}
-	f.Fuzz(func(t *testing.T, name, state, html string) {
+	f.Fuzz(func(t *testing.T, name, id, html string) {
 		w := httptest.NewRecorder()
 		out := &stream{w: w, control: http.NewResponseController(w)}
-		out.part(update{state: state, data: encodePart(name, []byte(html))})
-		out.part(update{state: "s", data: encodePart("last", []byte("the end"))})
+		out.write((&state{}).eventFor(id, encodePart(name, []byte(html))))
+		out.write((&state{}).eventFor("s", encodePart("last", []byte("the end"))))
 		got := ssetest.Read(w.Body.String())
 		if len(got.Events) != 2 || len(got.Unknown)+len(got.Comments)+len(got.Retry) > 0 || got.Left != "" || out.err != nil {
 			t.Fatalf("%q are not two events (%v)", w.Body, out.err)
@@ -529,8 +529,8 @@ func FuzzStream(f *testing.F) {
 		if utf8.ValidString(name+html) && (part.ID != name || part.HTML != html) {
 			t.Errorf("%q and %q came out as %q and %q", name, html, part.ID, part.HTML)
 		}
-		if utf8.ValidString(state) && !strings.ContainsAny(state, "\r\n\x00") && got.Events[0].ID != state {
-			t.Errorf("the id %q came out as %q", state, got.Events[0].ID)
+		if utf8.ValidString(id) && !strings.ContainsAny(id, "\r\n\x00") && got.Events[0].ID != id {
+			t.Errorf("the id %q came out as %q", id, got.Events[0].ID)
 		}
 	})
 }

@@ -358,10 +358,15 @@ func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 	}
 	t.Logf("%d bytes, %d compressed", len(body), packed.Len())
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
+	before := p.Metrics()
 	p.Go(server.URL + "/traces/" + string(id))
 	var paint, keys float64
 	p.Until("it is painted", `performance.getEntriesByName("first-contentful-paint").length > 0`)
 	p.Eval(`performance.getEntriesByName("first-contentful-paint")[0].startTime`, &paint)
+	after := p.Metrics()
+	for _, name := range []string{"TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration"} {
+		t.Logf("%s: %.0f ms of processor time until then", name, 1000*(after[name]-before[name]))
+	}
 	p.Eval(`document.querySelector(".wf-row").focus()`, nil)
 	p.Eval(`(() => { const from = performance.now();
 		for (let i = 0; i < 50; i++) document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowDown", bubbles: true, cancelable: true}));

@@ -173,8 +173,8 @@ type tracedAround struct {
 	Newer, Older *string  // the next and the previous trace
 }
 
-// aroundOf reads data about a trace from other tables. The traces before and after it are among the nearest idle roots of
-// each surface, in the order of their index, and the claimed ones, which are few.
+// aroundOf reads data about a trace from other tables. The traces before and after it are among the nearest idle
+// roots of each surface, in the order of their index, and the claimed ones, which are few.
 func (room *Room) aroundOf(ctx context.Context, h *tracedHead) (tracedAround, error) {
 	root, ids := "", make([]string, len(h.Runs))
 	for i, r := range h.Runs {

@@ -510,8 +510,8 @@ func (room *Room) settled(
 
 // same reports whether nothing was written between two states.
 func (s traceState) same(other traceState) bool {
-	return s.Ended == other.Ended && s.Runs == other.Runs && s.Pending == other.Pending && sameMoment(s.Moved, other.Moved) &&
-		sameMoment(s.Latest, other.Latest)
+	return s.Ended == other.Ended && s.Runs == other.Runs && s.Pending == other.Pending &&
+		sameMoment(s.Moved, other.Moved) && sameMoment(s.Latest, other.Latest)
 }
 
 func sameMoment(a, b *time.Time) bool {

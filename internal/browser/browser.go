@@ -24,6 +24,7 @@ import (
 	"github.com/chromedp/cdproto/emulation"
 	cdplog "github.com/chromedp/cdproto/log"
 	"github.com/chromedp/cdproto/network"
+	"github.com/chromedp/cdproto/performance"
 	"github.com/chromedp/cdproto/runtime"
 	"github.com/chromedp/cdproto/target"
 	"github.com/chromedp/chromedp"
@@ -243,6 +244,24 @@ func (p *Page) Offline(off bool) {
 		}
 		return network.OverrideNetworkState(off, 0, -1, -1).Do(ctx)
 	}))
+}
+
+// Metrics are the seconds that the page took since the first call, such as TaskDuration, ScriptDuration and
+// LayoutDuration. They are less sensitive to other load than moments are.
+func (p *Page) Metrics() map[string]float64 {
+	p.tb.Helper()
+	of := map[string]float64{}
+	p.do("measure", chromedp.ActionFunc(func(ctx context.Context) error {
+		if err := performance.Enable().WithTimeDomain(performance.EnableTimeDomainThreadTicks).Do(ctx); err != nil {
+			return err
+		}
+		list, err := performance.GetMetrics().Do(ctx)
+		for _, m := range list {
+			of[m.Name] = m.Value
+		}
+		return err
+	}))
+	return of
 }
 
 // Screenshot writes the window, or with whole the whole page, as PNG.

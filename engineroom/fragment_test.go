@@ -1,0 +1,50 @@
+package engineroom
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+// A part of an id finds it wherever the part begins, also within a byte.
+func TestAnyPartOfAnIDFindsItsExecutionAndTrace(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room := &Room{Options: Options{Read: replica.Primary(pool)}}
+	const id, trace = "01a2f0c3-7b1d-7e58-8096-4a5b6c7d8e9f", "fl_01J8052XG1XHJAZ95GX5TCNBAZ"
+	quiet(t, pool, `
+		insert into agent_executions (id, trace_id, surface, flow) values
+		  ($1, '`+trace+`', 'flow', 'wanted'),
+		  ('01a2f0c3-7b1d-7e58-8096-4a5b6c7d8e90', 'fl_01J8052XG1XHJAZ95GX5TCNBAY', 'flow', 'other')`, id)
+	digits := strings.ReplaceAll(id, "-", "")
+	find := func(text string) (runs, traces []string) {
+		f, _ := fragmentOf(text)
+		runs, err := room.matchUUIDs(t.Context(), "agent_executions", f, 5)
+		require.NoError(t, err)
+		traces, err = room.matchTraces(t.Context(), f, runs, 5)
+		require.NoError(t, err)
+		return runs, traces
+	}
+	for at := range 20 {
+		for _, text := range []string{digits[at : at+5], digits[at : at+6], "01a2…" + digits[27:]} {
+			runs, traces := find(text)
+			if !slices.Contains(runs, id) || !slices.Contains(traces, trace) {
+				t.Errorf("%q finds %v and %v", text, runs, traces)
+			}
+		}
+		if text := trace[3+at : 8+at]; strings.ContainsAny(text, "0123456789") {
+			if _, traces := find(text); !slices.Contains(traces, trace) {
+				t.Errorf("%q finds %v", text, traces)
+			}
+		}
+	}
+	for _, text := range []string{"d8e9f", "7d8e9f", "01a2…8e9f"} { // the last digit differs
+		if runs, _ := find(text); !slices.Equal(runs, []string{id}) {
+			t.Errorf("%q finds %v", text, runs)
+		}
+	}
+}
