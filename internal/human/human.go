@@ -1,6 +1,6 @@
-// Package human formats money, durations, sizes, counts and distances in time for people. The Engine Room, the command
-// line and the trace story use it, so a value reads the same everywhere. The browser's twin is
-// engineroom/assets/human.js; both are tested against testdata/examples.json.
+// Package human formats money, durations, sizes and counts for people. The Engine Room, the command line and the trace
+// story use it, so a value reads the same everywhere. The browser's twin is engineroom/assets/human.js; both are tested
+// against testdata/examples.json. Only the browser formats distances in time, because they change while a page is open.
 //
 // The rules:
 //
@@ -133,47 +133,6 @@ func pair(d, big time.Duration, bigName string, small time.Duration, smallName s
 		return fmt.Sprintf("%s %d %s", whole, rest, smallName)
 	}
 	return whole
-}
-
-// Clock formats a running duration, in whole seconds: 0 s, 6 s, 3 min 20 s.
-func Clock(d time.Duration) string {
-	if d < time.Second {
-		return "0 s"
-	}
-	return Duration(d.Truncate(time.Second))
-}
-
-// Ago formats the age of a moment: just now, 12 s ago, 3 min ago, 2 d ago. A moment to come is Until.
-func Ago(age time.Duration) string {
-	switch {
-	case age <= -time.Second:
-		return Until(-age)
-	case age < time.Second:
-		return "just now"
-	case age < time.Minute:
-		return fmt.Sprintf("%d s ago", age/time.Second)
-	case age < time.Hour:
-		return fmt.Sprintf("%d min ago", age/time.Minute)
-	case age < 24*time.Hour:
-		return fmt.Sprintf("%d h ago", age/time.Hour)
-	}
-	return Count(int64(age/(24*time.Hour))) + " d ago"
-}
-
-// Until formats the time until a moment: in 2 min 5 s, or due.
-func Until(left time.Duration) string {
-	if left < time.Second {
-		return "due"
-	}
-	return "in " + Clock(left)
-}
-
-// Left formats the rest of a time limit: 2 min 5 s left, or over.
-func Left(left time.Duration) string {
-	if left <= 0 {
-		return "over"
-	}
-	return Clock(left) + " left"
 }
 
 // Cut returns at most n characters of a text, and how many are omitted.

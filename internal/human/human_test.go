@@ -25,7 +25,6 @@ func TestValuesReadAsInTheExamples(t *testing.T) {
 	}
 	formatters := map[string]func(float64) string{
 		"money": Money, "count": whole(Count), "bytes": whole(Bytes), "percent": Percent, "duration": ms(Duration),
-		"clock": ms(Clock), "ago": ms(Ago), "until": ms(Until), "left": ms(Left),
 	}
 	for name, format := range formatters {
 		if len(examples[name]) == 0 {
