@@ -101,7 +101,7 @@ func (s SampleOf) roots(ctx context.Context, db postgres.DB) ([]root, error) {
 		       select a.agent, a.purpose from agent_activity a
 		        where a.trace_id = e.trace_id and a.execution_id = e.id and a.kind = 'model' and a.status = 'success'
 		        order by a.created_at, a.id limit 1) m
-		 where e.id > lanekeeper.agent_uuid7_floor(clock_timestamp() - @since::interval) and e.parent_id is null
+		 where e.id > (select lanekeeper.agent_uuid7_floor(clock_timestamp() - @since::interval)) and e.parent_id is null
 		   and e.claimed_by is null -- as the index agent_executions_of_surface has it
 		   and e.surface in ('chat', 'operate', 'webhook', 'heartbeat') and e.flow = any (@flows::text[])
 		   and (@after::timestamptz is null

@@ -9,13 +9,15 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
 // A poll of a shadow reads the executions of its time by an index, however many there are.
 func TestAShadowReadsOnlyTheExecutionsOfItsTime(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, status, completed_at, created_at)
-		select lanekeeper.agent_uuid7(at), 'ch_' || lpad(n::text, 26, '0'), 'chat', 'chat', 'completed', at, at
+		insert into agent_executions (id, trace_id, surface, flow, created_at)
+		select lanekeeper.agent_uuid7(at), 'ch_' || lpad(n::text, 26, '0'), 'chat', 'chat', at
 		  from generate_series(1, 5000) n, lateral (select now() - interval '3 days' - n * interval '1 minute' as at) x`)
 	pgtest.Exec(t, pool, `analyze agent_executions`)
 	now := time.Now()
