@@ -28,7 +28,8 @@ func TestAShadowReadsOnlyTheExecutionsOfItsTime(t *testing.T) {
 	})
 	require.NoError(t, err)
 	read := pgtest.Value[int](t, tx, `
-		select (seq_tup_read + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_user_tables where relname = 'agent_executions'`)
+		select (seq_tup_read + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_user_tables
+		 where relname = 'agent_executions'`)
 	if sample.Size != 0 || read > 100 {
 		t.Errorf("the poll read %d of 5000 older executions, and found %d", read, sample.Size)
 	}

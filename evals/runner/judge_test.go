@@ -108,7 +108,8 @@ func TestACalibratedJudgeDecides(t *testing.T) {
 		t.Errorf("a second run asks the judge %d times in all", n)
 	}
 	// The run keeps the calibration and what it cost. The second run paid for none.
-	if j := report.Judges; len(j) != 1 || !j[0].Calibrated || report.CalibrationTokens != 30*2*210 || report.CalibrationUSD <= 0 {
+	if j := report.Judges; len(j) != 1 || !j[0].Calibrated || report.CalibrationTokens != 30*2*210 ||
+		report.CalibrationUSD <= 0 {
 		t.Errorf("the run reports the judges %+v, for %d tokens", j, report.CalibrationTokens)
 	}
 	again := b.run(t, judgedSuite(labelled(30, 0), anything), runner.Options{})

@@ -114,8 +114,8 @@ func TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice(t *testing.T) {
 	assert.Equal(t, wanted, len(keys))
 }
 
-// TestARunOfAServerThatIsKilledGoesOnInAnother starts a run as the page does, kills the server that plays it, and starts
-// another one.
+// TestARunOfAServerThatIsKilledGoesOnInAnother starts a run as the page does, kills the server that plays it, and
+// starts another one.
 func TestARunOfAServerThatIsKilledGoesOnInAnother(t *testing.T) {
 	t.Parallel()
 	const cases, trials = 4, 2
