@@ -1,9 +1,10 @@
 package api
 
 import (
-	"github.com/lanekeeper/lanekeeper/internal/require"
 	"slices"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // A route without a scope is open to admins only. It has to be said, not forgotten.

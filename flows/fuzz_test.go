@@ -4,8 +4,9 @@ import (
 	"encoding/json"
 	"testing"
 
-	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"go.yaml.in/yaml/v3"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 // FuzzTemplate looks for a template that panics, that is filled in differently the second time, or whose text without

@@ -1,11 +1,12 @@
 package mcp
 
 import (
-	"github.com/lanekeeper/lanekeeper/internal/assert"
-	"github.com/lanekeeper/lanekeeper/internal/require"
 	"regexp"
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestNamesOfSkillsAreValidAndApart(t *testing.T) {

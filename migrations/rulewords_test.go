@@ -1,11 +1,12 @@
 package migrations_test
 
 import (
-	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"regexp"
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 // statements is what a file runs: without comments, texts and the bodies of functions, in lower case with single

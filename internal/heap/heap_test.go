@@ -1,11 +1,12 @@
 package heap
 
 import (
-	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"runtime"
 	"runtime/debug"
 	"testing"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 // collections counts them while so much garbage is made.

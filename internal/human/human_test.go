@@ -2,12 +2,13 @@ package human
 
 import (
 	"encoding/json"
-	"github.com/lanekeeper/lanekeeper/internal/assert"
-	"github.com/lanekeeper/lanekeeper/internal/require"
 	"math"
 	"os"
 	"testing"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // The browser's twin is tested with the same examples, in package engineroom.

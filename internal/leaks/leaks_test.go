@@ -1,8 +1,9 @@
 package leaks
 
 import (
-	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 func TestAGoroutineThatIsLeftIsFound(t *testing.T) {

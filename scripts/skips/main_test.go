@@ -1,10 +1,11 @@
 package main
 
 import (
-	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"io"
 	"strings"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 func TestASkipNeedsAReasonOfTheList(t *testing.T) {

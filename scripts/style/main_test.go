@@ -1,10 +1,11 @@
 package main
 
 import (
-	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"strings"
 	"testing"
 	"testing/fstest"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 func TestRetiredWordsAreFoundInNamesAndSentences(t *testing.T) {

@@ -3,12 +3,13 @@ package cuts_test
 import (
 	"cmp"
 	"fmt"
-	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"hash/fnv"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 // together is how many cuts one run of the sample has: as often as postgres.Again tries once more, since all of them
