@@ -559,7 +559,10 @@ func (r documentRequest) deliver(ctx context.Context, c *Chat, tx pgx.Tx, x exec
 	if err != nil {
 		return fmt.Errorf("answer request: %w", err)
 	}
-	_, err = c.Engine.Deliver(ctx, tx, "DOCUMENT_UPLOADED", r.id, data, "chat "+x.ID)
+	got, err := c.Engine.Deliver(ctx, tx, "DOCUMENT_UPLOADED", r.id, data, "chat "+x.ID)
+	if err == nil {
+		err = activity.Asked(ctx, tx, "event "+got.EventID)
+	}
 	return err
 }
 

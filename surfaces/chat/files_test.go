@@ -158,6 +158,19 @@ func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`))
 }
 
+// The sender of a document is recorded as a sender of the event, and so cannot approve with four eyes.
+func TestTheSenderOfADocumentIsRecorded(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, asksForDocuments("photo"))
+	p.actor = "ana"
+	p.talks(t)
+	client := p.official("site", option.WithHeader("X-Thread-Id", "t"))
+	_, err := client.Chat.Completions.New(t.Context(), withFile(p.upload(t, "dent.txt", "a dent")))
+	require.NoError(t, err)
+	p.expectRequester(t, "ana")
+}
+
 // Words do not answer a request for documents: the visitor reads again what is asked for, and how to send it.
 func TestWordsAloneAreToldWhichDocumentIsMissing(t *testing.T) {
 	t.Parallel()

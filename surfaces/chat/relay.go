@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -73,10 +74,13 @@ func (c *Chat) relayMessage(
 	if ids := idsOf(docs); len(ids) > 0 {
 		data["documents"] = ids
 	}
-	_, err = threads.Receive(ctx, c.Engine, tx, threads.Incoming{
+	got, err := threads.Receive(ctx, c.Engine, tx, threads.Incoming{
 		ThreadID: a.thread, Content: strings.Join(texts, "\n\n"), Channel: cmp.Or(a.Channel, channel), ExecutionID: x.ID,
 		ID: "chat " + x.ID, Data: data,
 	})
+	if err == nil {
+		err = activity.Asked(ctx, tx, "event "+got.EventID)
+	}
 	return x, true, err
 }
 

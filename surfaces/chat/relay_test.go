@@ -114,6 +114,28 @@ func TestAMessageGoesToTheFlowThatWaitsForIt(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*)::int from agent_executions where flow = 'chat'`))
 }
 
+// The sender of a relayed message is recorded as a sender of the event, and so cannot approve with four eyes.
+func TestTheSenderOfARelayedMessageIsRecorded(t *testing.T) {
+	t.Parallel()
+	p := conversing(t, func(_ context.Context, say func(string), hear func() string) {
+		say("Who are you?")
+		say("Hello, " + hear() + ".")
+	})
+	p.actor = "ana"
+	p.talks(t)
+	assert.Equal(t, "Hello, Ada.", p.answerTo(t, "t", "Ada"))
+	p.expectRequester(t, "ana")
+}
+
+// expectRequester expects that a principal sent the only event that a flow waited for.
+func (p *process) expectRequester(t *testing.T, name string) {
+	t.Helper()
+	pgtest.Equal(t, p.pool, "principal "+name, `
+		select string_agg(k.cause, ' ') from agent_checkpoints c
+		  join agent_links k on k.effect = 'event ' || (c.output ->> 'event_id') and k.kind = 'asked'
+		 where c.waited_for <> ''`)
+}
+
 // all is what was said in a thread, by place.
 func (p *process) all(t *testing.T, thread string) []string {
 	t.Helper()

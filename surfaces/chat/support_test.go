@@ -17,6 +17,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -94,6 +95,7 @@ type process struct {
 	chat   *chat.Chat
 	url    string
 	log    *testkit.Log
+	actor  string // the principal of the next requests; "" for none
 }
 
 // process starts one. change, where given, alters the chat before it is registered.
@@ -168,6 +170,9 @@ func (p *process) serve(t *testing.T) {
 	guarded := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if key, _ := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer "); strings.HasPrefix(key, "site") ||
 			slices.Contains([]string{"shop", "visitor"}, key) {
+			if p.actor != "" {
+				r = r.WithContext(activity.WithActor(r.Context(), activity.Actor{Name: p.actor}))
+			}
 			mux.ServeHTTP(w, r)
 			return
 		}
