@@ -261,3 +261,24 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 	pgtest.Until(t, s.pool, "failed", `select string_agg(status, ' ') from agent_channel_messages`)
 	assert.Equal(t, "<code>not &lt;b&gt;today&lt;/b&gt;</code>", s.bot.Sent(9)[0].Text)
 }
+
+// A lost turn gets a notice. A relay gets none, because the flow has its message. A deleted thread stops no other turn.
+func TestOnlyLostTurnsOfLiveThreadsGetANotice(t *testing.T) {
+	t.Parallel()
+	s := newStand(t, channels.Definition{Pairing: channels.PairingOpen}, nil)
+	pgtest.Exec(t, s.pool, `insert into agent_threads (id, channel) values ('lost', 'telegram'), ('relayed', 'telegram')`)
+	pgtest.Exec(t, s.pool, `
+		with x as (
+		  insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by, thread_id)
+		  select 'ch_' || v.thread, 'chat', v.flow, 'running', 1, lanekeeper.agent_uuid7(), v.thread
+		    from (values ('pruned', 'chat'), ('relayed', 'chat_relay'), ('lost', 'chat')) v (thread, flow)
+		  returning id, thread_id)
+		insert into agent_channel_messages (channel, external_id, conversation, sender, status, thread_id, execution_id)
+		select 'support', x.thread_id, x.thread_id, '7', 'running', x.thread_id, x.id from x`)
+	pgtest.Exec(t, s.pool, `update agent_executions set status = 'failed', claim = claim + 1, error_message = 'given up'`)
+	s.until("all messages are done", func() bool {
+		return pgtest.Value[bool](t, s.pool, `select bool_and(status = 'done') from agent_channel_messages`)
+	})
+	pgtest.Equal(t, s.pool, "lost "+channels.FailedNotice,
+		`select string_agg(thread_id || ' ' || content, ', ') from agent_messages`)
+}

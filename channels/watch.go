@@ -127,7 +127,7 @@ const FailedNotice = "Something went wrong, and I could not finish this answer. 
 type silentTurn struct{ ExecutionID, ThreadID, TraceID string }
 
 // finishTurns records the messages whose turn has ended. A silent turn gets a notice: its error shows nowhere in a
-// channel.
+// channel. A relay gets none: it stores no answer, and the flow has the message. A deleted thread gets none either.
 func (w *worker) finishTurns(ctx context.Context) error {
 	return postgres.InTx(ctx, w.Pool, func(tx pgx.Tx) error {
 		silent, err := postgres.Rows[silentTurn](ctx, tx, "finish messages of channel", `
@@ -141,23 +141,29 @@ func (w *worker) finishTurns(ctx context.Context) error {
 			  returning m.execution_id)
 			select x.id::text as execution_id, x.thread_id, x.trace_id from agent_executions x
 			 where x.id in (select e.execution_id from ended e) and x.status in ('failed', 'timeout')
-			   and x.thread_id is not null and not exists (
+			   and x.flow <> 'chat_relay' and x.thread_id is not null and not exists (
 			     select from agent_messages a where a.execution_id = x.id and a.role = 'assistant')
 			 order by x.id`, postgres.Strict{"channel": w.name})
+		if err != nil {
+			return err
+		}
 		for _, t := range silent {
-			var m threads.Message
-			if err == nil {
-				m, err = threads.Post(ctx, tx, threads.NewMessage{
-					ThreadID: t.ThreadID, Role: threads.Assistant, Content: FailedNotice, Interrupted: true,
-					Channel: w.channel.Type, Target: w.name, Status: threads.Sending,
-					ExecutionID: t.ExecutionID, TraceID: t.TraceID,
-				})
+			m, err := threads.Post(ctx, tx, threads.NewMessage{
+				ThreadID: t.ThreadID, Role: threads.Assistant, Content: FailedNotice, Interrupted: true,
+				Channel: w.channel.Type, Target: w.name, Status: threads.Sending,
+				ExecutionID: t.ExecutionID, TraceID: t.TraceID,
+			})
+			if errors.Is(err, threads.ErrNotFound) { // it inserted no row, so the transaction goes on
+				continue
 			}
 			if err == nil {
 				err = Enqueue(ctx, tx, m.ID)
 			}
+			if err != nil {
+				return err
+			}
 		}
-		return err
+		return nil
 	})
 }
 
