@@ -8,6 +8,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/runner"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // EvalStarter stores runs of suites. Package evals/runner has it.
@@ -108,6 +109,9 @@ func (s *server) getEvalRun(r request) (response, error) {
 	}
 	newReport := evals.NewBriefReport
 	if r.query["calls"] == "true" {
+		if who := principals.From(r.Context()); !mayReadThreads(who) {
+			return response{}, missingScope(who, string(principals.ThreadsRead))
+		}
 		newReport = evals.NewReport
 	}
 	report, err := newReport(r.Context(), s.pool, run)
@@ -145,7 +149,15 @@ func (s *server) startEvalRun(r request) (response, error) {
 
 func (s *server) labelEval(r request) (response, error) {
 	label, done, err := evals.PutLabel(r.Context(), s.pool, evals.NewLabel(r.body.(newEvalLabel)))
+	if !mayReadThreads(principals.From(r.Context())) {
+		label.Answer = ""
+	}
 	return response{body: label, trace: done.TraceID}, evalError(err)
+}
+
+// mayReadThreads reports whether the caller may read answers: they may quote what users said.
+func mayReadThreads(who *principals.Caller) bool {
+	return who == nil || who.May(principals.ThreadsRead)
 }
 
 func (s *server) listEvalLabels(r request) (response, error) {
@@ -160,7 +172,8 @@ const maxEvalLabels = 10_000
 func (s *server) evalRoutes() []route {
 	suite := textParam("suite", "Name of a suite")
 	against := param{name: "against", about: "Compare with this run of the suite", check: checkUUID}
-	calls := enumParam("calls", "Whether trials have their answers, calls and judgements; false by default", "true", "false")
+	calls := enumParam("calls", "Whether trials have their answers, calls and judgements; false by default. true needs the "+
+		"scope threads:read", "true", "false")
 	run := param{name: "run", about: "Id of a run", check: checkUUID}
 	return []route{
 		{

@@ -1,6 +1,8 @@
 package api_test
 
 import (
+	"net/http"
+	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -9,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 // evalTrial makes a suite "returns" with a run of one decided trial and one open trial, and returns the run's id.
@@ -98,5 +101,30 @@ func TestRunsOfEvalsOverHTTP(t *testing.T) {
 		if w := a.raw("GET", path, "", asAdmin()); w.Code != want {
 			t.Errorf("%s: %d %s", path, w.Code, w.Body)
 		}
+	}
+}
+
+// Answers of trials need threads:read. A run without them does not.
+func TestAnswersOfTrialsNeedThreadsRead(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	run := evalTrial(t, a.pool)
+	_, viewer := a.key(principals.User, principals.Viewer, 0, "*")
+	_, approver := a.key(principals.User, principals.Approver, 0, "*")
+	_, labeller := a.key(principals.User, principals.Operator, 0, "runs:write")
+	label := `{"run":"` + run + `","case":"late","trial":1,"label":"good"}`
+	if w := a.raw("POST", "/v1/evals/labels", label, bearer(labeller)); w.Code != http.StatusOK ||
+		strings.Contains(w.Body.String(), "Not due.") {
+		t.Errorf("the label: %d %s", w.Code, w.Body)
+	}
+	for path, code := range map[string]int{
+		"/v1/evals/labels": 403, "/v1/evals/runs/" + run + "?calls=true": 403, "/v1/evals/runs/" + run: 200,
+	} {
+		if w := a.raw("GET", path, "", bearer(viewer)); w.Code != code || strings.Contains(w.Body.String(), "Not due.") {
+			t.Errorf("%s as viewer: %d %s", path, w.Code, w.Body)
+		}
+		w := a.raw("GET", path, "", bearer(approver))
+		assert.Equal(t, http.StatusOK, w.Code, path)
+		assert.Equal(t, code == 403, strings.Contains(w.Body.String(), "Not due."), path)
 	}
 }

@@ -21,7 +21,7 @@ var routesByScope = map[principals.Scope][]string{
 		"GET /v1/agents/{name}", "GET /v1/pause", "GET /v1/webhooks/targets",
 		"GET /v1/channels",
 		"GET /v1/monitor/verdict",
-		"GET /v1/evals", "GET /v1/evals/runs", "GET /v1/evals/runs/{id}", "GET /v1/evals/labels",
+		"GET /v1/evals", "GET /v1/evals/runs", "GET /v1/evals/runs/{id}",
 	},
 	principals.RunsWrite: {
 		"POST /v1/executions", "POST /v1/executions/bulk", "POST /v1/executions/{id}/cancel", "POST /v1/executions/{id}/fork",
@@ -33,7 +33,7 @@ var routesByScope = map[principals.Scope][]string{
 	principals.ThreadsRead: {
 		"GET /v1/traces/{id}/prompts", "GET /v1/threads", "GET /v1/threads/{id}", "GET /v1/threads/{id}/access",
 		"GET /v1/memory", "GET /v1/memory/entries/{category}/{key}", "GET /v1/memory/conflicts", "GET /v1/documents",
-		"GET /v1/documents/{id}", "GET /v1/documents/{id}/content", "GET /v1/channels/senders",
+		"GET /v1/documents/{id}", "GET /v1/documents/{id}/content", "GET /v1/channels/senders", "GET /v1/evals/labels",
 	},
 	principals.ThreadsWrite: {
 		"POST /v1/threads", "PATCH /v1/threads/{id}", "POST /v1/threads/{id}/messages", "POST /v1/threads/{id}/join_tokens",

@@ -10,6 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/stats"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 const (
@@ -41,7 +42,7 @@ func (room *Room) suitePage() page {
 		parts: []part{
 			{name: "facts", load: func(_ context.Context, v *visit) (any, error) { return v.About, nil }}, // holds a form
 			{name: "matrix", every: 5 * time.Second, load: room.suiteMatrix},
-			{name: "labels", every: 5 * time.Second, load: room.suiteLabels},
+			{name: "labels", load: room.suiteLabels}, // not live: a stream is shared by viewers of all roles
 		},
 	}
 }
@@ -271,6 +272,11 @@ func (room *Room) suiteLabels(ctx context.Context, v *visit) (any, error) {
 	suite, _ := v.About.(evals.Suite)
 	list, err := evals.Labels(ctx, room.Read, suite.Name, "", "", maxLabelRows+1)
 	list, more := onPage(list, maxLabelRows)
+	if who := principals.From(ctx); who != nil && !who.May(principals.ThreadsRead) {
+		for i := range list {
+			list[i].Answer = ""
+		}
+	}
 	return map[string]any{"Suite": suite, "Labels": list, "More": more}, err
 }
 

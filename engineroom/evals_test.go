@@ -277,6 +277,27 @@ func TestEvalButtonsDependOnTheRole(t *testing.T) {
 	noComplaint(t, p)
 }
 
+// The labels of a suite quote answers to callers with threads:read only.
+func TestLabelsQuoteAnswersToReadersOfThreads(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	room, err := New(Options{Pool: pool, Agent: "agent"})
+	require.NoError(t, err)
+	_, newer := tried(t, pool, "Money back!")
+	_, _, err = evals.PutLabel(t.Context(), pool, evals.NewLabel{Run: newer, Case: "late", Trial: 2, Word: evals.Good})
+	require.NoError(t, err)
+	for role, quotes := range map[principals.Role]bool{principals.Viewer: false, principals.Approver: true} {
+		who := &principals.Caller{Principal: principals.Principal{Name: "ana", Role: role}, Scopes: []string{principals.All}}
+		for _, path := range []string{"/evals/returns", "/evals/returns?part=labels"} {
+			r := httptest.NewRequestWithContext(principals.WithCaller(t.Context(), who, "session"), http.MethodGet, path, nil)
+			w := httptest.NewRecorder()
+			muxOf(room).ServeHTTP(w, r)
+			assert.Contains(t, w.Body.String(), "late, trial 2")
+			assert.Equal(t, quotes, strings.Contains(w.Body.String(), "Paid."), path, role)
+		}
+	}
+}
+
 // What trials cost is spend of the surface eval, at no skill, and no budget of the day has it.
 func TestSpendOfEvalsIsASurfaceOfItsOwn(t *testing.T) {
 	t.Parallel()
