@@ -169,7 +169,10 @@ type Filter struct {
 	// SkillLike, LaneLike and AgentLike are LIKE patterns of [Lines], for upper and lower case.
 	SkillLike, LaneLike, AgentLike string
 
-	Kinds  []Kind
+	Kinds []Kind
+	// NoEvals leaves out trials of evals, which are no work of the agent.
+	NoEvals bool
+
 	Since  time.Time // inclusive, to the millisecond
 	Until  time.Time // exclusive
 	Limit  int       // 50 when 0, at most MaxLimit
@@ -205,6 +208,7 @@ func Recent(ctx context.Context, db postgres.DB, f Filter) (page []Row, next str
 		   and (@lane::text = '' or a.lane = @lane)
 		   and (@agent::text = '' or a.agent = @agent)
 		   and (@kinds::text[] is null or a.kind = any (@kinds))
+		   and (not @no_evals or a.surface <> 'eval')
 		 order by a.id desc
 		 limit @limit::int + 1`,
 		perQuery, args)
@@ -238,14 +242,14 @@ func (f Filter) arguments(ctx context.Context, db postgres.DB) (postgres.Strict,
 	return postgres.Strict{
 		"trace_ids": traces, "skill": f.Skill, "open": open, "since": timeArg(f.Since), "until": timeArg(f.Until),
 		"before": last, "surface": f.Surface, "status": string(f.Status), "lane": f.Lane, "agent": f.Agent,
-		"kinds": words(f.Kinds), "limit": pageSize(f.Limit),
+		"kinds": words(f.Kinds), "no_evals": f.NoEvals, "limit": pageSize(f.Limit),
 	}, nil
 }
 
 // scans reports whether the filter has conditions without an index.
 func (f Filter) scans() bool {
 	indexed := f.TraceID != "" || f.Skill != "" || f.Status == Running
-	narrowed := f.Surface != "" || f.Status != "" || f.Lane != "" || f.Agent != "" || len(f.Kinds) > 0
+	narrowed := f.Surface != "" || f.Status != "" || f.Lane != "" || f.Agent != "" || len(f.Kinds) > 0 || f.NoEvals
 	return narrowed && !indexed
 }
 

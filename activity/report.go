@@ -144,9 +144,9 @@ func ReadFigures(ctx context.Context, db postgres.DB, f ReportFilter) (Figures, 
 		  join agent_skills h on h.name = f.skill
 		  left join lateral (
 		       select k.error_message, k.error_class, k.created_at, k.trace_id from agent_skill_calls k
-		        where k.skill_name between f.skill and f.skill and k.status = 'error'
+		        where f.failed > 0 and k.skill_name between f.skill and f.skill and k.status = 'error'
 		          and k.id >= lanekeeper.agent_uuid7_floor(since.at)
-		        order by k.skill_name desc, k.id desc limit 1) l on f.failed > 0
+		        order by k.skill_name desc, k.id desc limit 1) l on true
 		 where @skill::text = '' or f.skill = @skill`,
 		postgres.Strict{"since": timeArg(f.Since), "skill": f.Skill, "read": figuresRead})
 	for i := range list {

@@ -504,7 +504,8 @@ func (s *server) redirectLoggedIn(page http.Handler) http.Handler {
 		switch {
 		case err != nil: // the login state is unknown
 		case who != nil:
-			http.Redirect(w, r, afterLogin(r.URL.Query().Get("next")), http.StatusSeeOther)
+			// A link's fragment has the token. A browser keeps it through a redirect that has none of its own.
+			http.Redirect(w, r, afterLogin(r.URL.Query().Get("next"))+"#", http.StatusSeeOther)
 			return
 		default:
 			s.auth.sessions.clearCookie(w, r)

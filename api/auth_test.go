@@ -625,7 +625,7 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 	assert.Equal(t, http.StatusUnauthorized, a.raw("GET", "/v1/lanes", "",
 		withCookie(c, "Authorization", "Bearer wrong")).Code)
 	if w := a.raw("GET", "/login?next=/lanes", "", withCookie(c)); w.Code != http.StatusSeeOther ||
-		w.Header().Get("Location") != "/lanes" {
+		w.Header().Get("Location") != "/lanes#" {
 		t.Errorf("the login page for who is logged in: %d %s", w.Code, w.Body)
 	}
 	if w := a.raw("GET", "/live/lanes", "", withCookie(c)); w.Body.String() != "true true" {

@@ -340,7 +340,7 @@ func TestSetRetention(t *testing.T) {
 		}
 		return all
 	}
-	if got := keep(); len(got) != 13 || got["activity"] != "forever" || got["deliveries"] != "90 days" {
+	if got := keep(); len(got) != 14 || got["activity"] != "forever" || got["deliveries"] != "90 days" {
 		t.Errorf("at first: %v", got)
 	}
 	var change retention.Change

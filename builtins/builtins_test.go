@@ -211,6 +211,8 @@ func TestRecentActivity(t *testing.T) {
 	note("sizes", activity.KindCall, activity.Outcome{Status: activity.Success})
 	note("think", activity.KindModel, activity.Outcome{Status: activity.Success})
 	note("ticket", activity.KindCall, activity.Outcome{Status: activity.Error, Message: strings.Repeat("no luck ", 100)})
+	pgtest.Exec(t, pool, `insert into agent_activity (trace_id, surface, kind, skill_name, status)
+		values ('ev_01JQZ8W3T5N7R9V1X3Z5B7D9F1', 'eval', 'call', 'tried', 'error')`)
 	for args, want := range map[string]string{
 		`{}`: "ticket sizes", `{"limit": 1}`: "ticket", `{"skill": "sizes"}`: "sizes", `{"status": "error"}`: "ticket",
 		`{"status": "running"}`: "",

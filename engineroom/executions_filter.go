@@ -130,7 +130,7 @@ func titleOf(f executionFilter) string {
 	return "Executions"
 }
 
-// markReadStart reads the position of a page.
+// begin reads the position of a page.
 func (f *executionFilter) begin(before string) error {
 	if before == "" {
 		return nil

@@ -370,10 +370,10 @@ func (room *Room) findLabels(ctx context.Context, q findQuery) ([]hit, error) {
 		  where lower(b.value) = lower(@value) and (@name = '' or b.name = @name) order by b.execution_id desc limit @most)
 		union
 		(select b.execution_id, 2 from agent_execution_labels b
-		  where lower(b.value) like @prefix and (@name = '' or b.name = @name)
+		  where lower(b.value) like lower(@prefix) and (@name = '' or b.name = @name)
 		  order by lower(b.value) using operator(pg_catalog.~<~), b.execution_id limit @most)) x
 		 group by x.id order by min(x.place), x.id desc limit @most`,
-		postgres.Strict{"value": value, "prefix": prefixPattern(strings.ToLower(value)), "name": name, "most": hitsShown + 1})
+		postgres.Strict{"value": value, "prefix": prefixPattern(value), "name": name, "most": hitsShown + 1})
 }
 
 // findWork compares the texts of the newest executions.

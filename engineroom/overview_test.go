@@ -145,7 +145,8 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 		"/objectives?status=proposed", "/threads/t1", "/skills/fetch",
 	}
 	for _, kind := range attentionKinds() {
-		texts = append(texts, `id="need-`+kind.Kind+`"`, `">1<span class="aside-text"> `+kind.Title)
+		kind.Total = 1
+		texts = append(texts, `id="need-`+kind.Kind+`"`, `">1<span class="aside-text"> `+kind.Word())
 	}
 	pgtest.Exec(t, pool, `
 		insert into agent_automation_runs (automation_id, scheduled_for, status, error_message)

@@ -480,7 +480,7 @@ func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
 			executions.Call{Entry: activity.Entry{Skill: "send", Input: []any{plain, within[0].Body}}},
 			func(context.Context, *executions.Effect) (int, error) { return 1, nil })
 	})
-	assert.Equal(t, executions.Completed, got.Status, *got.ErrorMessage)
+	assert.Equal(t, executions.Completed, got.Status, testkit.Deref(got.ErrorMessage))
 	for _, text := range seen[1:] {
 		if !bytes.Equal(text, seen[0]) {
 			t.Errorf("%s\nand first %s", text, seen[0])

@@ -152,7 +152,7 @@ func (t *Transport) take(
 ) (rest socketmode.Event) {
 	b := &batch{Inbox: in}
 	var envelopes []string
-	for range maxBatch {
+	for n := 1; ; n++ {
 		var envelope socketmode.Request
 		switch e.Type {
 		case socketmode.EventTypeHello, socketmode.EventTypeConnecting, socketmode.EventTypeConnectionError:
@@ -172,7 +172,7 @@ func (t *Transport) take(
 				envelopes = append(envelopes, envelope.EnvelopeID)
 			}
 		}
-		if rest.Type != "" || len(client.Events) == 0 { // nobody else reads them
+		if rest.Type != "" || n == maxBatch || len(client.Events) == 0 { // nobody else reads them
 			break
 		}
 		e = <-client.Events

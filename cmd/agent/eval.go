@@ -113,6 +113,11 @@ func (c *cli) runEvals(ctx context.Context, s *session, a *app.App, names []stri
 	if err := c.checkJUnit(o.junit); err != nil {
 		return err
 	}
+	if o.against != "" && o.against != "last" { // before anything is paid
+		if _, err := findRun(ctx, s, o.against); err != nil {
+			return err
+		}
+	}
 	runs, err := c.startEvals(ctx, s, a, names, o)
 	if err != nil {
 		return err
@@ -279,12 +284,12 @@ func (c *cli) startCandidates(
 // findRun reads a run by its id.
 func findRun(ctx context.Context, s *session, id string) (evals.Run, error) {
 	if !uuidForm.MatchString(id) {
-		err := hint(fmt.Errorf("%.60q is not the id (uuid) of a run", id), "see agent eval ls")
+		err := hint(fmt.Errorf("%.60q is not the id (uuid) of a run", id), "see agent eval ls --runs")
 		return evals.Run{}, &exitError{exitUsage, err}
 	}
 	run, err := evals.GetRun(ctx, s.Pool, id)
 	if errors.Is(err, evals.ErrNotFound) {
-		err = hint(fmt.Errorf("there is no run %s", id), "see agent eval ls")
+		err = hint(fmt.Errorf("there is no run %s", id), "see agent eval ls --runs")
 	}
 	return run, err
 }

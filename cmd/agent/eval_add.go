@@ -144,7 +144,7 @@ func (c *cli) readInput(path string) ([]byte, error) {
 	defer file.Close()
 	text, err := io.ReadAll(file)
 	if err != nil {
-		return nil, fmt.Errorf("read %s: %w", path, errors.Unwrap(err))
+		return nil, fmt.Errorf("read %s: %w", path, err)
 	}
 	return text, nil
 }

@@ -71,6 +71,9 @@ func TestEvalCommands(t *testing.T) {
 		p.fails(1, `there is no eval "ordrs"; see agent eval ls`, "eval", command, "ordrs")
 	}
 	p.fails(2, "the model has no price", "eval", "run", "--model", "no-such-model")
+	calls := len(server.Requests())
+	p.fails(2, `"other" is not the id (uuid) of a run; see agent eval ls --runs`, "eval", "run", "--against", "other")
+	assert.Equal(t, calls, len(server.Requests()))
 
 	undecided := p.run("eval", "run", "orders", "--against", "last")
 	if undecided.code != 3 || !strings.Contains(undecided.out, "undecided: +0.00 (-1.00 to 1.00) against run") {

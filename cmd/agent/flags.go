@@ -156,6 +156,16 @@ func spanFlag(flags *pflag.FlagSet, into *time.Duration, name, usual, about stri
 	flags.Var(o, name, about+": 90m, 24h, 7d")
 }
 
+// lifetimeFlag reads a duration, or 0 for no end.
+func lifetimeFlag(flags *pflag.FlagSet, into *time.Duration, name, about string) {
+	flags.Var(&checkedFlag{kind: "span", text: "0", parse: func(text string) (err error) {
+		if *into = 0; text != "0" {
+			*into, err = parseSpan(text)
+		}
+		return err
+	}}, name, about)
+}
+
 // maxTTL bounds the lease of a lane.
 const maxTTL = 30 * 24 * time.Hour
 

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/spf13/cobra"
@@ -170,7 +169,7 @@ func (c *cli) memorySetCommand() *cobra.Command {
 		Long: `Store a value, JSON or else text. It prints and records the replaced value. --if-revision writes only if the key is at
 the revision of agent memory get (0: new); otherwise it writes nothing and shows both values. It rejects values that
 look like secrets.`,
-		Example: "  agent memory set contact '{\"name\": \"Ana\"}' --category admin --expires 720h\n  agent memory set " +
+		Example: "  agent memory set contact '{\"name\": \"Ana\"}' --category admin --expires 30d\n  agent memory set " +
 			"contact Bea --if-revision 3",
 		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
 			var err error
@@ -197,7 +196,7 @@ look like secrets.`,
 	categoryFlag(cmd, &note.Category)
 	agentFlag(cmd, &agent)
 	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")
-	cmd.Flags().DurationVar(&note.TTL, "expires", time.Duration(0), "lifetime; 0 keeps it for ever")
+	lifetimeFlag(cmd.Flags(), &note.TTL, "expires", "lifetime: 12h, 7d; 0 keeps it for ever")
 	ifRevisionFlag(cmd, &named, "write only if the key is at this revision; 0: only if it is new")
 	return cmd
 }

@@ -51,6 +51,7 @@ func (r *remoteCall) interact(cmd *cobra.Command) error {
 				return err
 			}
 			if operates && line[0] == '/' {
+				req.Files = nil
 				if req.Args, err = slashArgs(line); err != nil {
 					fmt.Fprintln(r.out, err)
 					continue

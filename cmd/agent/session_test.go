@@ -195,7 +195,7 @@ func waitQuery(t *testing.T, db *pgxpool.Pool, query string) {
 // withoutDatabase lists the commands that open no database.
 var withoutDatabase = map[string]bool{
 	"version": true, "help": true, "healthcheck": true, "flows schema": true,
-	"demo": true, "init": true, "login": true, "logout": true,
+	"demo": true, "init": true, "login": true, "logout": true, "selfheal report": true,
 }
 
 // Every command that opens the database rejects a newer schema with advice and changes nothing. New commands are

@@ -1,6 +1,7 @@
 package runner
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -250,7 +251,11 @@ func (r *Runner) workControl(
 		return false, err
 	}
 	if control.Status == evals.Running {
-		if err := r.Work(ctx, control, concurrent, onTrial); err != nil {
+		err := r.Work(ctx, control, concurrent, onTrial)
+		if errors.Is(context.Cause(ctx), errTimeout) {
+			return false, cmp.Or(r.decide(context.WithoutCancel(ctx), control, errTimeout), errTimeout)
+		}
+		if err != nil {
 			return false, err
 		}
 	}

@@ -307,7 +307,10 @@ func (r *Runner) start(ctx context.Context, subject evals.Subject, o Options, ca
 		Kind: evals.OfSuite, Trials: cmp.Or(o.Trials, subject.Suite.Definition.TrialsOf()), Candidate: candidate,
 		Background: o.Background,
 	}
-	if err := errors.Join(r.try(&subject, o.Model), r.checkPrices(subject)); err != nil {
+	if err := r.try(&subject, o.Model); err != nil {
+		return evals.Run{}, err
+	}
+	if err := r.checkPrices(subject); err != nil {
 		return evals.Run{}, err
 	}
 	return r.insert(ctx, r.Pool, run, subject)

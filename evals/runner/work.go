@@ -48,11 +48,11 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 	limited, stop := context.WithTimeoutCause(ctx, max(left, 0), errTimeout)
 	defer stop()
 	if run.ControlID != "" {
-		follows, err := r.workControl(ctx, run, concurrent, onTrial)
-		if err != nil {
+		follows, err := r.workControl(limited, run, concurrent, onTrial)
+		switch timedOut := errors.Is(context.Cause(limited), errTimeout); {
+		case err != nil && !timedOut:
 			return err
-		}
-		if !follows {
+		case err == nil && !follows:
 			return r.skip(ctx, run)
 		}
 	}

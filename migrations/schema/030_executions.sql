@@ -463,7 +463,7 @@ declare
 begin
   select x.status, x.claimed_by, x.forked_from, x.surface into e from agent_executions x
    where x.id = p_id and x.claim = p_claim for key share;
-  if e.surface = 'eval' then                                 -- the triggers of 0262_eval_guard read it
+  if e.surface = 'eval' then                                 -- the triggers of 0263_eval_guard read it
     perform set_config('lanekeeper.trial', 'on', true);
   end if;
   -- A fork is given what it begins with while it is pending; nobody writes as any other that is.

@@ -337,7 +337,7 @@ create or replace trigger agent_activity_no_eval before insert on agent_activity
   when (new.trace_id like 'ev\_%' and new.surface <> 'eval') execute function lanekeeper.refuse_agent_eval();
 
 -- The trial of tables without a trace is known by a setting, which fencing its claim makes for the transaction. Their
--- triggers (change 0262) read it before they run a function, so other writes pay next to nothing.
+-- triggers (change 0263) read it before they run a function, so other writes pay next to nothing.
 create or replace function lanekeeper.refuse_agent_trial(p_table text) returns void language plpgsql as $$
 begin
   if current_setting('lanekeeper.trial', true) = 'on' then

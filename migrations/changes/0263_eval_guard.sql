@@ -37,8 +37,6 @@ comment on column agent_eval_runs.calibration_tokens is 'Tokens of the judges fo
 comment on column agent_eval_runs.calibration_usd is 'Dollars of the judges for labelled answers.';
 
 -- Labels keep the answers of trials, and go by a policy of their own.
-create index agent_eval_labels_created on agent_eval_labels (created_at);
-comment on index agent_eval_labels_created is 'Finds old labels.';
 insert into agent_retention (kind, keep, least, about) values
   ('eval_labels', null, '30 days', 'labels of the answers of trials, which calibrate judges')
   on conflict do nothing;
