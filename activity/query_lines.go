@@ -66,7 +66,8 @@ const (
 		   and (@skill_like::text = '' or a.skill_name ilike @skill_like)
 		   and (@lane_like::text = '' or a.lane ilike @lane_like)
 		   and (@agent_like::text = '' or a.agent ilike @agent_like)
-		   and (@kinds::text[] is null or a.kind = any (@kinds))`
+		   and (@kinds::text[] is null or a.kind = any (@kinds))
+		   and (not @no_evals or a.surface <> 'eval')`
 )
 
 // Lines lists activities, newest first, for a screen. Its rows are small, and a page reads at most Window rows, so
