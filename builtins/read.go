@@ -213,7 +213,7 @@ type activityView struct {
 func recentActivity(ctx context.Context, db postgres.DB, args activityArgs) (any, error) {
 	rows, _, err := activity.Recent(ctx, db, activity.Filter{
 		Skill: args.Skill, Status: activity.Status(args.Status), Limit: postgres.PageSize(args.Limit, defaultLimit, maxLimit),
-		Kinds: []activity.Kind{activity.KindCall, activity.KindPhase, activity.KindNote}, // without model calls
+		Kinds:   []activity.Kind{activity.KindCall, activity.KindPhase, activity.KindNote}, // without model calls
 		NoEvals: true,
 	})
 	if err != nil {
