@@ -726,6 +726,9 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 			}
 		}
 		_, err := p.Cancel(ctx, ids[0], "admin", "enough")
+		for postgres.IsCode(err, "55P03") && ctx.Err() == nil { // it gave up waiting for the actors, which is no deadlock
+			_, err = p.Cancel(ctx, ids[0], "admin", "enough")
+		}
 		return err
 	})
 	require.NoError(t, group.Wait())
