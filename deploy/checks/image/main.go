@@ -35,14 +35,15 @@ func main() {
 	tag := flag.String("tag", "lanekeeper:latest", "the name of the image")
 	out := flag.String("o", "image.tar", "the tarball to write, for docker load, podman load or crane push")
 	flag.Parse()
-	digest, err := write(*binary, *certs, *dockerfile, *arch, *tag, *out)
+	id, err := write(*binary, *certs, *dockerfile, *arch, *tag, *out)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "image:", err)
 		os.Exit(1)
 	}
-	fmt.Println(digest)
+	fmt.Println(id)
 }
 
+// write returns the image's id, as docker load prints it. The digest of its manifest depends on who loads it.
 func write(binary, certs, dockerfile, arch, tag, out string) (string, error) {
 	image, err := build(binary, certs, dockerfile, arch)
 	if err != nil {
@@ -52,11 +53,11 @@ func write(binary, certs, dockerfile, arch, tag, out string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	digest, err := image.Digest()
+	id, err := image.ConfigName()
 	if err != nil {
 		return "", err
 	}
-	return digest.String(), tarball.WriteToFile(out, ref, image)
+	return id.String(), tarball.WriteToFile(out, ref, image)
 }
 
 // file is a file of the image; one that ends with a slash is a folder.

@@ -21,13 +21,13 @@ func TestTheImageHasTheAgentAndNothingElse(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	make := func(out string) (digest string) {
-		digest, err := write(filepath.Join(dir, "agent"), filepath.Join(dir, "certs"), "../../Dockerfile", "arm64",
+	make := func(out string) (id string) {
+		id, err := write(filepath.Join(dir, "agent"), filepath.Join(dir, "certs"), "../../Dockerfile", "arm64",
 			"lanekeeper:v1.2.3", filepath.Join(dir, out))
 		if err != nil {
 			t.Fatal(err)
 		}
-		return digest
+		return id
 	}
 	if one, two := make("image.tar"), make("again.tar"); one != two {
 		t.Errorf("the same input makes %s and %s", one, two)
