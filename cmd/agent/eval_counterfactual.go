@@ -58,7 +58,7 @@ the candidate is not played, and the comparison is undecided.`,
 	return cmd
 }
 
-// candidateFlags name what is played beside the agent as it is, and its bounds.
+// candidateFlags adds the flags that select the candidate and limit its runs.
 func candidateFlags(flags *pflag.FlagSet, of *runner.Counterfactual, budget float64) {
 	flags.StringVar(&of.Agent, "agent", "", "the agent instead of the default one")
 	flags.StringVar(&of.Model, "model", "", "the candidate's model")
