@@ -71,9 +71,8 @@ func TestTheWorkerOfTheDocsRuns(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, elsewhere.SendEvent(t.Context(), "shipped n-8", Parcel{3}, ""))
 	receipt, err := h.Wait(t.Context())
-	if err != nil || bank[receipt.Key] != (Order{"n-8"}) {
-		t.Errorf("the key %q is of %v among %v, %v", receipt.Key, bank[receipt.Key], bank, err)
-	}
+	assert.Truef(t, err == nil && bank[receipt.Key] == (Order{"n-8"}),
+		"the key %q is of %v among %v, %v", receipt.Key, bank[receipt.Key], bank, err)
 	stop()
 	assert.NoError(t, <-ended)
 }

@@ -92,9 +92,8 @@ func TestAFlowReturnsItsTypedResult(t *testing.T) {
 	require.NoError(t, err)
 	got, err := h.Wait(t.Context())
 	require.NoError(t, err)
-	if got.Order != "n-7" || got.Total != 250 || len(got.Keys) != 2 || got.Keys[0] == "" || got.Keys[0] == got.Keys[1] {
-		t.Errorf("got %+v", got)
-	}
+	assert.Truef(t, got.Order == "n-7" && got.Total == 250 && len(got.Keys) == 2 && got.Keys[0] != "" &&
+		got.Keys[0] != got.Keys[1], "got %+v", got)
 	again, err := pay.Start(t.Context(), order{"n-7", 250}, lanekeeper.Key("n-7"))
 	require.NoError(t, err)
 	assert.Equal(t, h.ID(), again.ID())
@@ -103,10 +102,9 @@ func TestAFlowReturnsItsTypedResult(t *testing.T) {
 		select skill_name || ' ' || status || ' ' || (input ->> 'id') from agent_activity where trace_id = $1
 		 order by created_at, id`, h.TraceID())
 	assert.Equal(t, "reserve success n-7,charge success n-7", strings.Join(steps, ","), steps)
-	if s := pgtest.Value[string](t, pool, `select result_summary from agent_executions where id = $1::uuid`,
-		h.ID()); s != "n-7: 250 cents" {
-		t.Errorf("the summary is %q", s)
-	}
+	s := pgtest.Value[string](t, pool, `select result_summary from agent_executions where id = $1::uuid`,
+		h.ID())
+	assert.Equal(t, "n-7: 250 cents", s, "the summary")
 }
 
 func TestAFlowWaitsForEventsAndChildren(t *testing.T) {
@@ -154,9 +152,8 @@ func TestAWaitEndsByItsTimeout(t *testing.T) {
 	h, err := late.Start(t.Context(), struct{}{})
 	require.NoError(t, err)
 	_, err = h.Wait(t.Context())
-	if failed, is := errors.AsType[*lanekeeper.FlowError](err); !is || failed.Status != "timeout" {
-		t.Errorf("got %v, want a timeout", err)
-	}
+	failed, is := errors.AsType[*lanekeeper.FlowError](err)
+	assert.Truef(t, is && failed.Status == "timeout", "got %v, want a timeout", err)
 }
 
 func TestAStepRecordsItsErrorAndRetriesBefore(t *testing.T) {
@@ -216,9 +213,8 @@ func TestAStepInATransactionIsRecordedWithItsEffect(t *testing.T) {
 		handles = append(handles, h)
 	}
 	for _, h := range handles {
-		if _, err := h.Wait(t.Context()); err != nil {
-			t.Error(err)
-		}
+		_, err := h.Wait(t.Context())
+		assert.NoError(t, err)
 	}
 	assert.Equal(t, 8, pgtest.Value[int](t, pool, `select count(*) from shop_orders`))
 }
@@ -232,17 +228,15 @@ func TestAStartBelongsToItsTransaction(t *testing.T) {
 	gone, err := echo.StartTx(t.Context(), tx, "gone")
 	require.NoError(t, err)
 	require.NoError(t, tx.Rollback(t.Context()))
-	if _, err := gone.Wait(t.Context()); !errors.Is(err, lanekeeper.ErrNotFound) {
-		t.Errorf("a start that was rolled back: %v", err)
-	}
+	_, err = gone.Wait(t.Context())
+	assert.ErrorIs(t, err, lanekeeper.ErrNotFound, "a start that was rolled back")
 	tx, err = pool.Begin(t.Context())
 	require.NoError(t, err)
 	kept, err := echo.StartTx(t.Context(), tx, "kept")
 	require.NoError(t, err)
 	require.NoError(t, tx.Commit(t.Context()))
-	if got, err := kept.Wait(t.Context()); err != nil || got != "kept" {
-		t.Errorf("%q, %v", got, err)
-	}
+	got, err := kept.Wait(t.Context())
+	assert.Truef(t, err == nil && got == "kept", "%q, %v", got, err)
 }
 
 func TestAHandleCancelsAndAWaitMayEndBefore(t *testing.T) {
@@ -255,15 +249,12 @@ func TestAHandleCancelsAndAWaitMayEndBefore(t *testing.T) {
 	require.NoError(t, err)
 	short, stop := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer stop()
-	if _, err := h.Wait(short); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("a wait of 50 ms: %v", err)
-	}
+	_, err = h.Wait(short)
+	assert.ErrorIs(t, err, context.DeadlineExceeded, "a wait of 50 ms")
 	require.NoError(t, h.Cancel(t.Context(), "not needed any more"))
 	_, err = h.Wait(t.Context())
 	failed, is := errors.AsType[*lanekeeper.FlowError](err)
-	if !is || failed.Status != "cancelled" || failed.Message != "not needed any more" {
-		t.Errorf("got %v", err)
-	}
+	assert.Truef(t, is && failed.Status == "cancelled" && failed.Message == "not needed any more", "got %v", err)
 }
 
 // A program that only starts flows shares the database with one that runs them.
@@ -275,9 +266,8 @@ func TestAnotherProgramRunsTheFlow(t *testing.T) {
 	require.NoError(t, err)
 	h, err := lanekeeper.Remote[string, string](client, "echo").Start(t.Context(), "hello")
 	require.NoError(t, err)
-	if got, err := h.Wait(t.Context()); err != nil || got != "hello" {
-		t.Errorf("%q, %v", got, err)
-	}
+	got, err := h.Wait(t.Context())
+	assert.Truef(t, err == nil && got == "hello", "%q, %v", got, err)
 }
 
 func TestMistakesAreNamed(t *testing.T) {
@@ -313,21 +303,18 @@ func TestMistakesAreNamed(t *testing.T) {
 
 func TestARuntimeNeedsACurrentSchema(t *testing.T) {
 	pool := pgtest.Empty(t)
-	if _, err := lanekeeper.Open(t.Context(), pool); err == nil || !strings.Contains(err.Error(), "lanekeeper.Migrate") {
-		t.Errorf("an empty database: %v", err)
-	}
+	_, err := lanekeeper.Open(t.Context(), pool)
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "lanekeeper.Migrate"), "an empty database: %v", err)
 	require.NoError(t, lanekeeper.Migrate(t.Context(), pool))
-	if _, err := lanekeeper.Open(t.Context(), pool); err != nil {
-		t.Error(err)
-	}
+	_, err = lanekeeper.Open(t.Context(), pool)
+	assert.NoError(t, err)
 }
 
 // The program of the README dies in its second step and goes on there.
 func TestTheProgramOfTheReadmeSurvivesAKill(t *testing.T) {
 	binary := filepath.Join(t.TempDir(), "shipping")
-	if out, err := exec.Command("go", "build", "-o", binary, "./examples/shipping").CombinedOutput(); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
+	out, err := exec.Command("go", "build", "-o", binary, "./examples/shipping").CombinedOutput()
+	require.NoError(t, err, out)
 	pool := pgtest.DB(t)
 	program := func() (*exec.Cmd, *lines) {
 		said := &lines{news: make(chan struct{}, 1)}
@@ -346,10 +333,9 @@ func TestTheProgramOfTheReadmeSurvivesAKill(t *testing.T) {
 	require.NoError(t, second.Process.Kill())
 	second.Wait()
 	before, after := strings.Fields(said.String()), more.String()
-	if strings.Contains(after, "charge") || !strings.Contains(after, "pack order-7 "+before[len(before)-1]) ||
-		!strings.Contains(after, "send order-7 ") {
-		t.Errorf("it said %q, and after the kill %q: want pack again under its key, and no charge", said, after)
-	}
+	assert.Truef(t, !strings.Contains(after, "charge") && strings.Contains(after, "pack order-7 "+before[len(before)-1]) &&
+		strings.Contains(after, "send order-7 "),
+		"it said %q, and after the kill %q: want pack again under its key, and no charge", said, after)
 }
 
 // lines is the output of a program.

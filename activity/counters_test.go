@@ -314,9 +314,8 @@ func TestEveryRowIsCountedOnceDespiteLateCommits(t *testing.T) {
 	assert.NoError(t, counters.Wait())
 	require.NoError(t, err)
 	counted(t, db, 7)
-	if diff, err := difference(t.Context(), db); err != nil || diff != "" {
-		t.Fatalf("in the end: %v %s", err, diff)
-	}
+	diff, err := difference(t.Context(), db)
+	require.Truef(t, err == nil && diff == "", "in the end: %v %s", err, diff)
 	var inTable, inLog int
 	const ended = `select (select sum(calls)::int from agent_activity_counts where span = 'hour' and kind not in ('charge', 'agent', 'key')),
 		(select count(*)::int from agent_activity where status <> 'running')`
@@ -391,9 +390,8 @@ func TestSpendIsSummedByWhatIsAsked(t *testing.T) {
 		{By: activity.ByPurpose, Skill: "fetch"},
 		{By: activity.BySkill, Purpose: "plan"},
 	} {
-		if _, err := activity.CountedSpend(t.Context(), db, bad); err == nil {
-			t.Errorf("%+v is taken", bad)
-		}
+		_, err := activity.CountedSpend(t.Context(), db, bad)
+		assert.Error(t, err, bad, "is taken")
 	}
 }
 
@@ -434,23 +432,19 @@ func TestHealthEqualsTheView(t *testing.T) {
 	sameTime := cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) })
 	assert.NoDiff(t, want, got.Lines, sameTime, cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS",
 		"SuccessRate"))
-	if got.Until != nil {
-		t.Errorf("the figures end at %s", got.Until)
-	}
+	assert.Truef(t, got.Until == nil, "the figures end at %s", got.Until)
 	for _, h := range got.Lines {
 		var p50, p95 *float64
 		require.NoError(t, db.QueryRow(t.Context(), `select p50_ms, p95_ms from agent_skill_health where skill = $1`,
 			h.Skill).Scan(&p50, &p95))
 		for name, p := range map[string][2]*float64{"p50": {p50, h.P50MS}, "p95": {p95, h.P95MS}} {
-			if (p[0] == nil) != (p[1] == nil) || p[0] != nil && math.Abs(*p[0]-*p[1]) > 0.026**p[0] {
-				t.Errorf("%s of %s is off: %v", name, h.Skill, p)
-			}
+			assert.Truef(t, (p[0] == nil) == (p[1] == nil) && (p[0] == nil || math.Abs(*p[0]-*p[1]) <= 0.026**p[0]),
+				"%s of %s is off: %v", name, h.Skill, p)
 		}
 	}
 	one, err := activity.CountedHealth(t.Context(), db, activity.HealthFilter{State: "disabled", After: "a", Limit: 1})
-	if err != nil || len(one.Lines) != 1 || one.Lines[0].Skill != "broken" || *one.Lines[0].SuccessRate != 0 {
-		t.Errorf("the disabled ones are %v (%v)", one.Lines, err)
-	}
+	assert.Truef(t, err == nil && len(one.Lines) == 1 && one.Lines[0].Skill == "broken" && *one.Lines[0].SuccessRate == 0,
+		"the disabled ones are %v (%v)", one.Lines, err)
 	calls, err := activity.CountedCalls(t.Context(), db, "flaky", time.Now().AddDate(0, 0, -7), activity.Total)
 	require.NoError(t, err)
 	assert.NoDiff(t, []activity.CallLine{{Calls: 120, Worked: 60, Failed: 12}}, calls.Lines)
@@ -465,16 +459,14 @@ func TestFiguresNameTheEndOfTheirCompleteRange(t *testing.T) {
 		  from (select clock_timestamp() - interval '1 second' * (25001 - n) / 10 as at from generate_series(1, 25000) n) x`)
 	sums, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{})
 	require.NoError(t, err)
-	if sums.Until == nil || sums.Lines[0].Calls < 19_000 || sums.Lines[0].Calls > 20_000 {
-		t.Fatalf("of 25000 rows that are not counted: %+v", sums)
-	}
+	require.Truef(t, sums.Until != nil && sums.Lines[0].Calls >= 19_000 && sums.Lines[0].Calls <= 20_000,
+		"of 25000 rows that are not counted: %+v", sums)
 	var before int64
 	err = db.QueryRow(t.Context(), `select count(*) from agent_activity
 		where id < lanekeeper.agent_uuid7_floor(@until::timestamptz + interval '1 ms')`,
 		postgres.Strict{"until": *sums.Until}).Scan(&before)
-	if err != nil || before < sums.Lines[0].Calls || before > sums.Lines[0].Calls+2 {
-		t.Errorf("until %s there are %d rows, not %d (%v)", sums.Until, before, sums.Lines[0].Calls, err)
-	}
+	assert.Truef(t, err == nil && before >= sums.Lines[0].Calls && before <= sums.Lines[0].Calls+2,
+		"until %s there are %d rows, not %d (%v)", sums.Until, before, sums.Lines[0].Calls, err)
 }
 
 func TestABadRowDoesNotStopTheCount(t *testing.T) {
@@ -490,9 +482,8 @@ func TestABadRowDoesNotStopTheCount(t *testing.T) {
 		         ('hb_x', 'call', 'long', '', '{}', 9223372036854775807, 0)`, name)
 	counted(t, db, 20)
 	sums, err := activity.CountedSpend(t.Context(), db, activity.SpendFilter{Purpose: name, By: activity.ByPurpose})
-	if err != nil || len(sums.Lines) != 1 || sums.Lines[0].CostUSD != 1 || len(sums.Lines[0].Key) > 300 {
-		t.Errorf("got %+v (%v)", sums.Lines, err)
-	}
+	assert.Truef(t, err == nil && len(sums.Lines) == 1 && sums.Lines[0].CostUSD == 1 && len(sums.Lines[0].Key) <= 300,
+		"got %+v (%v)", sums.Lines, err)
 }
 
 // seqScans is how often tables were read whole through the connection so far.
@@ -574,9 +565,8 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 			if err := query(tx); err != nil {
 				return err
 			}
-			if n := seqScans(t, tx, tables); n > before {
-				t.Errorf("%s reads %d tables whole", name, n-before)
-			}
+			n := seqScans(t, tx, tables)
+			assert.Truef(t, n <= before, "%s reads %d tables whole", name, n-before)
 			return nil
 		})
 		require.NoError(t, err)
@@ -595,9 +585,8 @@ func TestAStreakReadsABoundedNumberOfRows(t *testing.T) {
 		more   bool
 	}{{500, true}, {0, false}} {
 		got, err := activity.CountedHealth(t.Context(), db, activity.HealthFilter{Skill: "broken"})
-		if err != nil || got.Lines[0].Streak != want.streak || got.Lines[0].StreakMore != want.more {
-			t.Errorf("got %+v (%v), want %+v", got.Lines, err, want)
-		}
+		assert.Truef(t, err == nil && got.Lines[0].Streak == want.streak && got.Lines[0].StreakMore == want.more,
+			"got %+v (%v), want %+v", got.Lines, err, want)
 		put(t, db, act{skill: "broken"})
 	}
 }

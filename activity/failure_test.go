@@ -135,7 +135,5 @@ func TestAFailedTraceHasItsRootCause(t *testing.T) {
 	assert.Contains(t, story.String(), "root cause: query: no such table, 2 attempts, ×2 upstream")
 	answer, err := why.Of(t.Context(), db, string(id))
 	require.NoError(t, err)
-	if answer.RootCause == nil || answer.RootCause.ID != got.RootCause.ID {
-		t.Errorf("why names %+v", answer.RootCause)
-	}
+	assert.Truef(t, answer.RootCause != nil && answer.RootCause.ID == got.RootCause.ID, "why names %+v", answer.RootCause)
 }

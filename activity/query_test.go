@@ -105,9 +105,7 @@ func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
 		  full join jsonb_object_keys($1::jsonb) k (key) on k.key = c.column_name
 		 where c.column_name is null or k.key is null`, string(text)).Scan(&differing)
 	require.NoError(t, err)
-	if len(differing) > 0 {
-		t.Errorf("table and JSON differ in %v", differing)
-	}
+	assert.Truef(t, len(differing) == 0, "table and JSON differ in %v", differing)
 	var got struct {
 		ExecutionID    *string         `json:"execution_id"`
 		ConversationID string          `json:"conversation_id"`
@@ -116,10 +114,8 @@ func TestARowHasExactlyTheColumnsOfTheTable(t *testing.T) {
 		Output         json.RawMessage `json:"output"`
 	}
 	require.NoError(t, json.Unmarshal(text, &got))
-	if got.ExecutionID != nil || string(got.Output) != "null" || got.CostUSD == nil ||
-		got.ConversationID != rows[0].TraceID {
-		t.Errorf("row is %s", text)
-	}
+	assert.Truef(t, got.ExecutionID == nil && string(got.Output) == "null" && got.CostUSD != nil &&
+		got.ConversationID == rows[0].TraceID, "row is %s", text)
 	assert.NoDiff(t, map[string]int{"prompt_tokens": 6, "completion_tokens": 1, "total_tokens": 7}, got.TokenUsage)
 }
 
@@ -187,13 +183,11 @@ func TestUntilIsToTheMicrosecond(t *testing.T) {
 	}
 	f := activity.Filter{Since: at.Add(300 * time.Microsecond), Until: at.Add(600 * time.Microsecond)}
 	rows, _, err := activity.Recent(t.Context(), db, f)
-	if diff := cmp.Diff(all[1:2], ids(rows)); diff != "" || err != nil {
-		t.Errorf("recent: %s %v", diff, err)
-	}
+	diff := cmp.Diff(all[1:2], ids(rows))
+	assert.Truef(t, diff == "" && err == nil, "recent: %s %v", diff, err)
 	list, err := activity.Lines(t.Context(), db, f)
-	if err != nil || len(list.Lines) != 1 || list.Lines[0].ID != all[1] {
-		t.Errorf("lines are %+v (%v)", list.Lines, err)
-	}
+	assert.Truef(t, err == nil && len(list.Lines) == 1 && list.Lines[0].ID == all[1],
+		"lines are %+v (%v)", list.Lines, err)
 }
 
 func TestPagesDoNotShiftWhenRowsArrive(t *testing.T) {
@@ -228,9 +222,8 @@ func TestInvalidFiltersAreCallerErrors(t *testing.T) {
 		"trace":        {activity.Filter{TraceID: "42"}, trace.ErrInvalid},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, _, err := activity.Recent(t.Context(), db, test.filter); !errors.Is(err, test.want) {
-				t.Errorf("error is %v, not %v", err, test.want)
-			}
+			_, _, err := activity.Recent(t.Context(), db, test.filter)
+			assert.ErrorIs(t, err, test.want)
 		})
 	}
 }
@@ -264,23 +257,17 @@ func TestLinesReadAWindowAndContinueAfterIt(t *testing.T) {
 		  (select id from agent_activity order by id limit 2)
 		    union all (select id from agent_activity order by id desc limit 1))`)
 	ids, pages, partial := walk(t, db, activity.Filter{Agent: "rare"})
-	if len(ids) != 3 || pages != 3 || partial != 2 {
-		t.Errorf("found %d on %d pages, %d of them partial; want 3 on 3, 2", len(ids), pages, partial)
-	}
-	if ids, pages, _ = walk(t, db, activity.Filter{Agent: "nobody"}); len(ids) != 0 || pages != 3 {
-		t.Errorf("found %d on %d pages, want none on 3", len(ids), pages)
-	}
-	if ids, _, partial = walk(t, db, activity.Filter{Limit: 500}); len(ids) != 24_000 || partial != 0 {
-		t.Errorf("found %d, %d partial; want all and none", len(ids), partial)
-	}
+	assert.Truef(t, len(ids) == 3 && pages == 3 && partial == 2,
+		"found %d on %d pages, %d of them partial; want 3 on 3, 2", len(ids), pages, partial)
+	ids, pages, _ = walk(t, db, activity.Filter{Agent: "nobody"})
+	assert.Truef(t, len(ids) == 0 && pages == 3, "found %d on %d pages, want none on 3", len(ids), pages)
+	ids, _, partial = walk(t, db, activity.Filter{Limit: 500})
+	assert.Truef(t, len(ids) == 24_000 && partial == 0, "found %d, %d partial; want all and none", len(ids), partial)
 	seen := map[string]bool{}
-	if ids, _, _ = walk(t, db, activity.Filter{Surface: "chat", Limit: 500}); len(ids) != 4800 {
-		t.Errorf("found %d of chat, want 4800", len(ids))
-	}
+	ids, _, _ = walk(t, db, activity.Filter{Surface: "chat", Limit: 500})
+	assert.Equal(t, 4800, len(ids), "of chat")
 	for i, id := range ids {
-		if seen[id] || i > 0 && id > ids[i-1] {
-			t.Fatalf("%s comes twice or out of order", id)
-		}
+		require.Truef(t, !seen[id] && (i <= 0 || id <= ids[i-1]), "%s comes twice or out of order", id)
 		seen[id] = true
 	}
 }
@@ -298,24 +285,17 @@ func TestLinesAndDetailsAreCutInTheDatabase(t *testing.T) {
 		returning id::text`).Scan(&id)
 	require.NoError(t, err)
 	got, err := activity.Lines(t.Context(), db, activity.Filter{})
-	if err != nil || len(got.Lines) != 1 {
-		t.Fatalf("%+v, %v", got, err)
-	}
-	if line := got.Lines[0]; len(line.Purpose) != 300 || len(line.Lane) != 300 || len(line.ErrorMessage) != 300 ||
-		line.Tokens != 0 {
-		t.Errorf("purpose %d, lane %d, error %d, tokens %d", len(line.Purpose), len(line.Lane),
-			len(line.ErrorMessage), line.Tokens)
-	}
+	require.Truef(t, err == nil && len(got.Lines) == 1, "%+v, %v", got, err)
+	line := got.Lines[0]
+	assert.Truef(t, len(line.Purpose) == 300 && len(line.Lane) == 300 && len(line.ErrorMessage) == 300 && line.Tokens == 0,
+		"purpose %d, lane %d, error %d, tokens %d", len(line.Purpose), len(line.Lane), len(line.ErrorMessage), line.Tokens)
 	more, err := activity.ReadDetails(t.Context(), db, id)
-	if err != nil || len(more.Input) != 4000 || more.InputSize != 1000002 || len(more.Output) != 4000 ||
-		more.ErrorSize != 1000000 ||
-		more.PromptTokens != 1e12 || more.AnswerTokens != 7 {
-		t.Errorf("got %.200s, %v", strings.Join([]string{more.Input, more.Output}, " "), err)
-	}
+	assert.Truef(t, err == nil && len(more.Input) == 4000 && more.InputSize == 1000002 && len(more.Output) == 4000 &&
+		more.ErrorSize == 1000000 && more.PromptTokens == 1e12 && more.AnswerTokens == 7, "got %.200s, %v",
+		strings.Join([]string{more.Input, more.Output}, " "), err)
 	for _, none := range []string{"", "x", "018f0000-0000-7000-8000-000000000000"} {
-		if _, err := activity.ReadDetails(t.Context(), db, none); !errors.Is(err, activity.ErrNoRow) {
-			t.Errorf("%q: %v", none, err)
-		}
+		_, err := activity.ReadDetails(t.Context(), db, none)
+		assert.ErrorIs(t, err, activity.ErrNoRow, none)
 	}
 }
 
@@ -358,9 +338,7 @@ func fill(t *testing.T, db postgres.DB) {
 func populated(t *testing.T, db postgres.DB) *regexp.Regexp {
 	t.Helper()
 	names := pgtest.Column[string](t, db, "select distinct tableoid::regclass::text from agent_activity")
-	if len(names) < 2 {
-		t.Fatalf("rows are in %v only: nothing could be left out", names)
-	}
+	require.Truef(t, len(names) >= 2, "rows are in %v only: nothing could be left out", names)
 	return regexp.MustCompile(`Seq Scan on (agent_executions|` + strings.Join(names, "|") + ")")
 }
 
@@ -427,13 +405,9 @@ func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {
 			e := &explainer{DB: db, t: t}
 			require.NoError(t, query(e))
 			for _, plan := range e.plans {
-				if scanned.MatchString(plan) {
-					t.Errorf("the table is read whole:\n%s", plan)
-				}
+				assert.Truef(t, !scanned.MatchString(plan), "the table is read whole:\n%s", plan)
 			}
-			if len(e.plans) == 0 {
-				t.Error("nothing was asked")
-			}
+			assert.True(t, len(e.plans) > 0, "nothing was asked")
 		})
 	}
 }
@@ -454,9 +428,7 @@ func TestPlansAreNotCached(t *testing.T) {
 		select count(*) from pg_prepared_statements where statement like '%from agent_activity a%where%limit%'
 		   and statement not like '%pg_prepared_statements%'`).Scan(&kept)
 	require.NoError(t, err)
-	if kept > 0 {
-		t.Errorf("%d statements are prepared", kept)
-	}
+	assert.Truef(t, kept <= 0, "%d statements are prepared", kept)
 }
 
 // A model call is charged to the skills that its answer calls, by their calls; nothing is lost, and nothing counted
@@ -483,9 +455,7 @@ func TestAModelCallIsChargedToTheSkillsThatItLedTo(t *testing.T) {
 
 	filter := activity.ReportFilter{Since: time.Now().Add(-3 * day)}
 	got, next, err := activity.Spend(t.Context(), db, filter)
-	if err != nil || next != "" {
-		t.Fatal(err, next)
-	}
+	require.True(t, err == nil && next == "", err, next)
 	today, before := time.Now().UTC().Format(time.DateOnly), time.Now().UTC().Add(-day).Format(time.DateOnly)
 	want := []activity.Spending{
 		{
@@ -514,22 +484,17 @@ func TestAModelCallIsChargedToTheSkillsThatItLedTo(t *testing.T) {
 			Tokens: 100, CostUSD: 0.1,
 		},
 	}
-	if diff := cmp.Diff(want, purposes); diff != "" || err != nil {
-		t.Error(diff, err)
-	}
+	diff := cmp.Diff(want, purposes)
+	assert.True(t, diff == "" && err == nil, diff, err)
 	filter.Skill, filter.Limit = "fetch", 1
 	first, next, err := activity.Spend(t.Context(), db, filter)
-	if err != nil || len(first) != 1 || next == "" {
-		t.Fatalf("the first page is %+v, %q (%v)", first, next, err)
-	}
+	require.Truef(t, err == nil && len(first) == 1 && next != "", "the first page is %+v, %q (%v)", first, next, err)
 	filter.Cursor = next
-	if second, next, err := activity.Spend(t.Context(), db, filter); err != nil || len(second) != 1 ||
-		second[0].Day != before || next != "" {
-		t.Errorf("the second page is %+v, %q (%v)", second, next, err)
-	}
-	if _, _, err := activity.SpendByPurpose(t.Context(), db, filter); !errors.Is(err, activity.ErrSkillOrPurpose) {
-		t.Errorf("by a skill and by purpose: %v", err)
-	}
+	second, next, err := activity.Spend(t.Context(), db, filter)
+	assert.Truef(t, err == nil && len(second) == 1 && second[0].Day == before && next == "",
+		"the second page is %+v, %q (%v)", second, next, err)
+	_, _, err = activity.SpendByPurpose(t.Context(), db, filter)
+	assert.ErrorIs(t, err, activity.ErrSkillOrPurpose, "by a skill and by purpose")
 }
 
 // skillsThatAre declares skills.
@@ -554,9 +519,7 @@ func TestSlowestIsByThe95thPercentile(t *testing.T) {
 	put(t, db, act{skill: "spiky", ms: 99999, trace: "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"})
 	put(t, db, act{skill: "waits", ms: 1e6, status: "pending_approval"})
 	got, next, err := activity.Slowest(t.Context(), db, activity.ReportFilter{Since: time.Now().Add(-time.Hour)})
-	if err != nil || next != "" {
-		t.Fatal(err)
-	}
+	require.True(t, err == nil && next == "", err)
 	want := []activity.Slow{
 		{
 			Skill: "spiky", Calls: 21, P50MS: 10, P95MS: 2010, MaxMS: new(int64(99999)),
@@ -602,9 +565,8 @@ func TestFailingCountsWhatSelfHealCounts(t *testing.T) {
 		},
 	}
 	assert.NoDiff(t, want, got, cmpopts.IgnoreFields(activity.Failure{}, "LastFailed"))
-	if ago := time.Since(*got[0].LastFailed); ago < 19*time.Minute || ago > 21*time.Minute {
-		t.Errorf("last failed %s ago", ago)
-	}
+	ago := time.Since(*got[0].LastFailed)
+	assert.Truef(t, ago >= 19*time.Minute && ago <= 21*time.Minute, "last failed %s ago", ago)
 }
 
 func TestMain(m *testing.M) { pgtest.Main(m) }

@@ -2,7 +2,6 @@ package activity_test
 
 import (
 	"bytes"
-	"errors"
 	"flag"
 	"os"
 	"path/filepath"
@@ -168,13 +167,10 @@ func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			got, err := activity.TraceOf(t.Context(), db, form)
 			require.NoError(t, err)
-			if used, cost, err := activity.Spent(t.Context(), db, string(id)); err != nil ||
-				used.TotalTokens != 42 || cost != 0.0126 {
-				t.Errorf("spent %+v, %v USD, %v", used, cost, err)
-			}
-			if got.FinishedAt == nil || got.FinishedAt.Sub(got.StartedAt) != 3*time.Second || len(got.Activities) != 2 {
-				t.Fatalf("trace is %+v", got)
-			}
+			used, cost, err := activity.Spent(t.Context(), db, string(id))
+			assert.Truef(t, err == nil && used.TotalTokens == 42 && cost == 0.0126, "spent %+v, %v USD, %v", used, cost, err)
+			require.Truef(t, got.FinishedAt != nil && got.FinishedAt.Sub(got.StartedAt) == 3*time.Second &&
+				len(got.Activities) == 2, "trace is %+v", got)
 			got.StartedAt, got.FinishedAt, got.Activities = time.Time{}, nil, nil
 			want := activity.Trace{
 				TraceID: string(id), OTelTraceID: id.OTel(), Surface: "webhook", Status: "completed",
@@ -188,12 +184,10 @@ func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
 func TestTraceThatIsNotThere(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	if _, err := activity.TraceOf(t.Context(), db, string(trace.New(trace.Chat))); !errors.Is(err, activity.ErrNotFound) {
-		t.Errorf("unknown id: %v", err)
-	}
-	if _, err := activity.TraceOf(t.Context(), db, "hb_nonsense"); !errors.Is(err, trace.ErrInvalid) {
-		t.Errorf("malformed id: %v", err)
-	}
+	_, err := activity.TraceOf(t.Context(), db, string(trace.New(trace.Chat)))
+	assert.ErrorIs(t, err, activity.ErrNotFound, "unknown id")
+	_, err = activity.TraceOf(t.Context(), db, "hb_nonsense")
+	assert.ErrorIs(t, err, trace.ErrInvalid, "malformed id")
 }
 
 func TestTraceWithoutAnExecution(t *testing.T) {
@@ -216,9 +210,8 @@ func TestTraceWithoutAnExecution(t *testing.T) {
 			}
 			got, err := activity.TraceOf(t.Context(), db, id)
 			require.NoError(t, err)
-			if got.Status != test.want || (got.FinishedAt != nil) != test.finished {
-				t.Errorf("status %s, finished %v", got.Status, got.FinishedAt)
-			}
+			assert.Truef(t, got.Status == test.want && (got.FinishedAt != nil) == test.finished,
+				"status %s, finished %v", got.Status, got.FinishedAt)
 		})
 	}
 }
@@ -270,9 +263,7 @@ func TestTracesAreRolledUpNewestFirst(t *testing.T) {
 	page, _, err := activity.Traces(t.Context(), db, activity.TraceFilter{Status: "completed"})
 	require.NoError(t, err)
 	got := page[0]
-	if *got.DurationMS != 3000 || got.Tokens != 10 || got.CostUSD != 0.5 || got.Activities != 2 || got.Errors != 1 ||
-		got.ExecutionID != root {
-		t.Errorf("summary is %+v", got)
-	}
+	assert.Truef(t, *got.DurationMS == 3000 && got.Tokens == 10 && got.CostUSD == 0.5 && got.Activities == 2 &&
+		got.Errors == 1 && got.ExecutionID == root, "summary is %+v", got)
 	assert.Equal(t, older.OTel(), got.OTelTraceID)
 }

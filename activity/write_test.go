@@ -91,9 +91,7 @@ func TestOpeningAStepTwiceLeavesOneRow(t *testing.T) {
 	assert.Equal(t, two, one)
 	e.Step = "pay#2"
 	three, err := activity.Open(t.Context(), pool, e)
-	if err != nil || three == one {
-		t.Errorf("another step has row %s too, %v", three, err)
-	}
+	assert.Truef(t, err == nil && three != one, "another step has row %s too, %v", three, err)
 	e.Step = "" // not a step: every opening is its own
 	for range 2 {
 		_, err := activity.Open(t.Context(), pool, e)
@@ -127,20 +125,17 @@ func TestAStaleClaimWritesNothing(t *testing.T) {
 			rows := pgtest.Value[int](t, pool, `select count(*) from agent_activity`)
 			other := e
 			other.Step = "other"
-			if _, err := activity.Open(t.Context(), pool, other); !errors.Is(err, activity.ErrStale) {
-				t.Errorf("open: %v", err)
-			}
-			if _, err := activity.Note(t.Context(), pool, e, activity.Outcome{}); !errors.Is(err, activity.ErrStale) {
-				t.Errorf("note: %v", err)
-			}
+			_, err = activity.Open(t.Context(), pool, other)
+			assert.ErrorIs(t, err, activity.ErrStale, "open")
+			_, err = activity.Note(t.Context(), pool, e, activity.Outcome{})
+			assert.ErrorIs(t, err, activity.ErrStale, "note")
 			err = activity.Close(t.Context(), pool, id, e, activity.Outcome{})
 			if open := before.Status == "running"; !errors.Is(err, activity.ErrStale) && (open || err != nil) {
 				t.Errorf("close: %v", err) // a row that was closed with the execution is left alone, without an error
 			}
-			if diff := cmp.Diff(before, writtenRow(t, pool, id)); diff != "" ||
-				pgtest.Value[int](t, pool, `select count(*) from agent_activity`) != rows {
-				t.Errorf("the log changed (-before +after):\n%s", diff)
-			}
+			diff := cmp.Diff(before, writtenRow(t, pool, id))
+			assert.Truef(t, diff == "" && pgtest.Value[int](t, pool, `select count(*) from agent_activity`) == rows,
+				"the log changed (-before +after):\n%s", diff)
 		})
 	}
 }
@@ -179,16 +174,13 @@ func TestInputAndOutputAreRedactedAndBounded(t *testing.T) {
 	require.NoError(t, err)
 	got := writtenRow(t, pool, id)
 	for name, text := range map[string]string{"input": got.Input, "output": got.Output, "error": got.Message} {
-		if strings.Contains(text, secret) || !strings.Contains(text, "redacted") {
-			t.Errorf("%s: %.200s", name, text)
-		}
+		assert.Truef(t, !strings.Contains(text, secret) && strings.Contains(text, "redacted"), "%s: %.200s", name, text)
 		if len(text) > activity.MaxField+1024 { // jsonb writes a space after each colon and comma
 			t.Errorf("%s has %d bytes", name, len(text))
 		}
 	}
-	if !strings.Contains(got.Input, "bytes]") || !strings.Contains(got.Message, "bytes]") {
-		t.Errorf("no marker says what was cut: %.100s … %.100s", got.Input, got.Message)
-	}
+	assert.Truef(t, strings.Contains(got.Input, "bytes]") && strings.Contains(got.Message, "bytes]"),
+		"no marker says what was cut: %.100s … %.100s", got.Input, got.Message)
 }
 
 func TestAnEntryFillsEmptyFieldsFromTheContext(t *testing.T) {
@@ -206,9 +198,8 @@ func TestAnEntryFillsEmptyFieldsFromTheContext(t *testing.T) {
 		select trace_id, conversation_id, surface, agent, lane, parent_id::text from agent_activity where id = @id`,
 		postgres.Strict{"id": child}).Scan(&got[0], &got[1], &got[2], &got[3], &got[4], &got[5])
 	want := [6]string{string(id), string(id), "heartbeat", "nightwatch", "heartbeat", parent}
-	if diff := cmp.Diff(want, got); diff != "" || err != nil {
-		t.Errorf("row %v (-want +got):\n%s", err, diff)
-	}
+	diff := cmp.Diff(want, got)
+	assert.Truef(t, diff == "" && err == nil, "row %v (-want +got):\n%s", err, diff)
 }
 
 func TestAnUnloggableActionIsAnError(t *testing.T) {
@@ -230,16 +221,13 @@ func TestAnUnloggableActionIsAnError(t *testing.T) {
 		"execution is no": {activity.Entry{TraceID: whole.TraceID, Skill: "ask", ExecutionID: "seven"}, activity.Outcome{}},
 	}
 	for name, c := range cases {
-		if _, err := activity.Note(t.Context(), pool, c.entry, c.outcome); err == nil ||
-			!strings.HasPrefix(err.Error(), "note activity ask: ") {
-			t.Errorf("%s: %v", name, err)
-		}
+		_, err := activity.Note(t.Context(), pool, c.entry, c.outcome)
+		assert.Truef(t, err != nil && strings.HasPrefix(err.Error(), "note activity ask: "), "%s: %v", name, err)
 	}
 	ended, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := activity.Open(ended, pool, whole); !errors.Is(err, context.Canceled) {
-		t.Errorf("with an ended context: %v", err)
-	}
+	_, err := activity.Open(ended, pool, whole)
+	assert.ErrorIs(t, err, context.Canceled, "with an ended context")
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select (select count(*) from agent_activity) + (select count(*)
 		from agent_activity_open)`))
 }

@@ -65,9 +65,8 @@ func TestRejectionDoesNotWaitForBody(t *testing.T) {
 			answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
 			require.NoError(t, err)
 			defer answer.Body.Close()
-			if answer.StatusCode != c.status || !answer.Close {
-				t.Errorf("answer is %d, closed %t, want %d", answer.StatusCode, answer.Close, c.status)
-			}
+			assert.Truef(t, answer.StatusCode == c.status && answer.Close,
+				"answer is %d, closed %t, want %d", answer.StatusCode, answer.Close, c.status)
 		})
 	}
 }
@@ -118,9 +117,8 @@ func TestFullClassRejectsOnlyItsOwn(t *testing.T) {
 			}
 			release()
 			for range 3 { // each gives back what it took
-				if w := ask(); w.Code != http.StatusOK {
-					t.Errorf("afterwards: %d %s", w.Code, w.Body)
-				}
+				w := ask()
+				assert.Truef(t, w.Code == http.StatusOK, "afterwards: %d %s", w.Code, w.Body)
 			}
 			if c := s.classes.public; c.requests.budget.Used() != 0 || c.bytes.budget.Used() != 0 {
 				t.Errorf("%d requests and %d bytes are left", c.requests.budget.Used(), c.bytes.budget.Used())
@@ -228,16 +226,13 @@ func TestEndpointLimitIsHalf(t *testing.T) {
 			return of.shares(r)
 		}
 		for i := range 4 {
-			if _, err := of.budget.Take(of.all/8, from("/webhooks/a", fmt.Sprintf("192.0.2.%d:1", i))...); err != nil {
-				t.Errorf("%s: %v", name, err)
-			}
+			_, err := of.budget.Take(of.all/8, from("/webhooks/a", fmt.Sprintf("192.0.2.%d:1", i))...)
+			assert.NoError(t, err, name)
 		}
-		if _, err := of.budget.Take(1, from("/webhooks/a", "192.0.2.9:1")...); !errors.Is(err, admission.ErrFull) {
-			t.Errorf("%s: more than half for one endpoint: %v", name, err)
-		}
-		if _, err := of.budget.Take(of.all/8, from("/webhooks/b", "192.0.2.9:1")...); err != nil {
-			t.Errorf("%s: another endpoint: %v", name, err)
-		}
+		_, err := of.budget.Take(1, from("/webhooks/a", "192.0.2.9:1")...)
+		assert.ErrorIs(t, err, admission.ErrFull, name, "more than half for one endpoint")
+		_, err = of.budget.Take(of.all/8, from("/webhooks/b", "192.0.2.9:1")...)
+		assert.NoError(t, err, name, "another endpoint")
 	}
 }
 
@@ -246,9 +241,8 @@ func TestAddressLimitOfBytes(t *testing.T) {
 	b := newClasses()
 	for name, c := range map[string]class{"intake": b.intake, "public": b.public, "visitor": b.visitor} {
 		of := c.bytes
-		if whole := cmp.Or(of.key, of.all); of.address > whole/4 {
-			t.Errorf("%s: an address has %d of %d", name, of.address, whole)
-		}
+		whole := cmp.Or(of.key, of.all)
+		assert.Truef(t, of.address <= whole/4, "%s: an address has %d of %d", name, of.address, whole)
 	}
 }
 
@@ -294,12 +288,9 @@ func TestConcurrentProbesShareOneCheck(t *testing.T) {
 	waiting.Wait()
 	close(end)
 	group.Wait()
-	if err := wrong.Load(); err != nil || asked.Load() > 21 {
-		t.Errorf("%d probes, %v", asked.Load(), err)
-	}
-	if p.running != nil {
-		t.Error("a probe is left")
-	}
+	err := wrong.Load()
+	assert.Truef(t, err == nil && asked.Load() <= 21, "%d probes, %v", asked.Load(), err)
+	assert.True(t, p.running == nil, "a probe is left")
 }
 
 // sendWithoutReading serves one route with short limits, and returns a connection to it.
@@ -329,9 +320,8 @@ func TestSlowBodyIsRequestTimeout(t *testing.T) {
 	answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
 	require.NoError(t, err)
 	defer answer.Body.Close()
-	if answer.StatusCode != http.StatusRequestTimeout || !answer.Close {
-		t.Errorf("answer is %d, closed %v", answer.StatusCode, answer.Close)
-	}
+	assert.Truef(t, answer.StatusCode == http.StatusRequestTimeout && answer.Close,
+		"answer is %d, closed %v", answer.StatusCode, answer.Close)
 }
 
 // Without a reader the connection's buffers fill up.
@@ -370,12 +360,9 @@ func TestIdleConnectionIsReused(t *testing.T) {
 	for range 2 {
 		fmt.Fprint(conn, "POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\na")
 		answer, err := http.ReadResponse(reader, nil)
-		if err != nil || answer.StatusCode != http.StatusOK {
-			t.Fatalf("%v, %v", answer, err)
-		}
-		if _, err := io.Copy(io.Discard, answer.Body); err != nil {
-			t.Fatal(err)
-		}
+		require.Truef(t, err == nil && answer.StatusCode == http.StatusOK, "%v, %v", answer, err)
+		_, err = io.Copy(io.Discard, answer.Body)
+		require.NoError(t, err)
 		_ = answer.Body.Close()
 		<-time.After(150 * time.Millisecond) // longer than every limit
 	}

@@ -22,9 +22,8 @@ import (
 
 func TestNewRejectsIncompleteOptions(t *testing.T) {
 	t.Parallel()
-	if _, err := api.New(api.Options{}); err == nil || !strings.Contains(err.Error(), "required") {
-		t.Errorf("error is %v", err)
-	}
+	_, err := api.New(api.Options{})
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "required"), "error is %v", err)
 }
 
 // operations lists all operations of the document, with placeholders filled.
@@ -41,9 +40,7 @@ func TestV1RoutesRequireToken(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	operations := append(a.operations(), [2]string{"GET", "/v1/nothing"}, [2]string{"PATCH", "/v1/traces"})
-	if len(operations) < 15 {
-		t.Fatalf("only %d operations", len(operations))
-	}
+	require.Truef(t, len(operations) >= 15, "only %d operations", len(operations))
 	for _, op := range operations {
 		if !strings.HasPrefix(op[1], "/v1/") {
 			continue
@@ -83,9 +80,8 @@ func TestNoTokenRejectsAll(t *testing.T) {
 	pool := pgtest.DB(t)
 	a := &agent{t: t}
 	var err error
-	if a.handler, err = api.New(api.Options{Pool: pool, Engine: engine(t, pool)}); err != nil {
-		t.Fatal(err)
-	}
+	a.handler, err = api.New(api.Options{Pool: pool, Engine: engine(t, pool)})
+	require.NoError(t, err)
 	for _, header := range []string{"", "Bearer", "Bearer "} {
 		a.checkProblem(a.raw("GET", "/v1/traces", "", http.Header{"Authorization": {header}}),
 			http.StatusUnauthorized, "token")
@@ -194,9 +190,8 @@ func TestResponsesAreNotCachedOrSniffed(t *testing.T) {
 	a := start(t)
 	for _, path := range []string{"/v1/traces", "/v1/nothing"} {
 		header := a.raw("GET", path, "", asAdmin()).Header()
-		if header.Get("X-Content-Type-Options") != "nosniff" || header.Get("Cache-Control") != "no-store" {
-			t.Errorf("%s: %v", path, header)
-		}
+		assert.Truef(t, header.Get("X-Content-Type-Options") == "nosniff" && header.Get("Cache-Control") == "no-store",
+			"%s: %v", path, header)
 	}
 }
 
@@ -208,9 +203,7 @@ func TestRequestIsLogged(t *testing.T) {
 	for _, words := range []string{"level=DEBUG msg=request", "path=/v1/nothing", "status=404", "duration="} {
 		assert.Contains(t, got, words)
 	}
-	if strings.Contains(got, token) || strings.Contains(got, "secret") {
-		t.Errorf("the log says too much: %s", got)
-	}
+	assert.Truef(t, !strings.Contains(got, token) && !strings.Contains(got, "secret"), "the log says too much: %s", got)
 }
 
 func TestInternalErrorHidesCause(t *testing.T) {
@@ -219,12 +212,8 @@ func TestInternalErrorHidesCause(t *testing.T) {
 	pgtest.Exec(t, a.pool, `alter view agent_locks_live rename to gone`)
 	w := a.raw("GET", "/v1/lanes", "", asAdmin())
 	a.checkProblem(w, http.StatusInternalServerError, "the log has the cause")
-	if strings.Contains(w.Body.String(), "agent_locks_live") {
-		t.Errorf("the client is told %s", w.Body)
-	}
-	if !strings.Contains(a.log.String(), `agent_locks_live`) {
-		t.Errorf("the log does not have the cause: %s", a.log)
-	}
+	assert.Truef(t, !strings.Contains(w.Body.String(), "agent_locks_live"), "the client is told %s", w.Body)
+	assert.Truef(t, strings.Contains(a.log.String(), `agent_locks_live`), "the log does not have the cause: %s", a.log)
 }
 
 func TestSlowDatabaseIsUnavailable(t *testing.T) {
@@ -234,9 +223,7 @@ func TestSlowDatabaseIsUnavailable(t *testing.T) {
 	defer cancel()
 	w := a.send(ctx, "GET", "/v1/lanes", "", asAdmin())
 	a.checkProblem(w, http.StatusServiceUnavailable, "database")
-	if w.Header().Get("Retry-After") == "" {
-		t.Error("no Retry-After")
-	}
+	assert.True(t, w.Header().Get("Retry-After") != "", "no Retry-After")
 }
 
 // lock_timeout and a role's settings end a statement like statement_timeout.
@@ -268,17 +255,13 @@ func TestOpenAPIDocumentIsComplete(t *testing.T) {
 		for _, have := range a.operations() {
 			found = found || have[0]+" "+have[1] == op
 		}
-		if !found {
-			t.Errorf("%s is not in it", op)
-		}
+		assert.Truef(t, found, "%s is not in it", op)
 	}
 	seen := map[string]bool{}
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		for method, op := range methods.(map[string]any) {
 			id := op.(map[string]any)["operationId"].(string)
-			if seen[id] {
-				t.Errorf("operationId %s of %s %s is taken", id, method, path)
-			}
+			assert.Truef(t, !seen[id], "operationId %s of %s %s is taken", id, method, path)
 			seen[id] = true
 		}
 	}
@@ -287,9 +270,8 @@ func TestOpenAPIDocumentIsComplete(t *testing.T) {
 	components := a.doc["components"].(map[string]any)["schemas"].(map[string]any)
 	for _, piece := range strings.Split(string(text), `"#/components/schemas/`)[1:] {
 		name, _, _ := strings.Cut(piece, `"`)
-		if _, known := components[name]; !known {
-			t.Errorf("%s is referred to and not described", name)
-		}
+		_, known := components[name]
+		assert.Truef(t, known, "%s is referred to and not described", name)
 	}
 }
 
@@ -299,14 +281,11 @@ func (a *agent) failure(w *httptest.ResponseRecorder, status int, code string) {
 	var got struct {
 		Error map[string]any `json:"error"`
 	}
-	if err := json.Unmarshal(w.Body.Bytes(), &got); err != nil {
-		a.t.Fatalf("%d %s: %v", w.Code, w.Body, err)
-	}
+	require.NoError(a.t, json.Unmarshal(w.Body.Bytes(), &got), w.Code, w.Body)
 	want := map[string]any{"message": got.Error["message"], "type": "invalid_request_error", "param": nil, "code": code}
-	if diff := cmp.Diff(want, got.Error); diff != "" || w.Code != status ||
-		w.Header().Get("Content-Type") != "application/json" {
-		a.t.Errorf("%d %v: %s", w.Code, w.Header(), diff)
-	}
+	diff := cmp.Diff(want, got.Error)
+	assert.Truef(a.t, diff == "" && w.Code == status && w.Header().Get("Content-Type") == "application/json",
+		"%d %v: %s", w.Code, w.Header(), diff)
 }
 
 func TestOpenAIErrorFormat(t *testing.T) {
@@ -321,9 +300,8 @@ func TestOpenAIErrorFormat(t *testing.T) {
 	form := bearer(chatKey)
 	form.Set("Content-Type", "application/x-www-form-urlencoded")
 	a.failure(a.raw("POST", path, "a=b", form), 415, "unsupported_media_type")
-	if w := a.raw("POST", path, "", http.Header{"Authorization": {"Bearer " + chatKey}}); w.Code != 200 {
-		t.Errorf("without a body there is nothing to name, but: %d %s", w.Code, w.Body)
-	}
+	w := a.raw("POST", path, "", http.Header{"Authorization": {"Bearer " + chatKey}})
+	assert.Truef(t, w.Code == 200, "without a body there is nothing to name, but: %d %s", w.Code, w.Body)
 	a.failure(a.raw("POST", "/v1/embeddings", "{}", bearer(chatKey)), 404, "not_found")
 	a.checkProblem(a.raw("POST", "/v1/embeddings", "{}", bearer(token)), 404, "/v1/embeddings")
 	a.checkProblem(a.raw("POST", "/v1/embeddings", "{}", bearer("")), 401, "AGENT_ADMIN_TOKEN")
@@ -333,16 +311,14 @@ func TestBodyLimit(t *testing.T) {
 	t.Parallel()
 	a := withEndpoints(t)
 	body := strings.Repeat("x", 100)
-	if w := a.raw("POST", "/v1/chat/completions", body, bearer(chatKey)); w.Body.String() != "website|"+body+"|100" {
-		t.Errorf("%d %s", w.Code, w.Body)
-	}
+	w := a.raw("POST", "/v1/chat/completions", body, bearer(chatKey))
+	assert.Truef(t, w.Body.String() == "website|"+body+"|100", "%d %s", w.Code, w.Body)
 	large := strings.Repeat("x", 1<<20)
 	assert.Equal(t, 200, a.raw("POST", "/webhooks/x", large, nil).Code)
 	a.checkProblem(a.raw("POST", "/webhooks/x", large+"x", nil), 413, "1048576")
 	plain := http.Header{"Content-Type": {"text/plain"}}
-	if w := a.raw("POST", "/webhooks/x", "not json", plain); w.Body.String() != "|not json|8" {
-		t.Errorf("a raw body is %s", w.Body)
-	}
+	w = a.raw("POST", "/webhooks/x", "not json", plain)
+	assert.Truef(t, w.Body.String() == "|not json|8", "a raw body is %s", w.Body)
 }
 
 func TestSecurityHeaders(t *testing.T) {
@@ -364,9 +340,8 @@ func TestSecurityHeaders(t *testing.T) {
 		} {
 			assert.Equal(t, value, header.Get(name), path, name)
 		}
-		if path != "/openapi.json" && header.Get("Cache-Control") != "no-store" {
-			t.Errorf("%s: Cache-Control is %q", path, header.Get("Cache-Control"))
-		}
+		assert.Truef(t, path == "/openapi.json" || header.Get("Cache-Control") == "no-store",
+			"%s: Cache-Control is %q", path, header.Get("Cache-Control"))
 	}
 	assert.Equal(t, "default-src 'self'", a.raw("GET", "/page", "", nil).Header().Get("Content-Security-Policy"))
 }
@@ -377,27 +352,20 @@ func TestEndpointsAreDocumented(t *testing.T) {
 	paths := a.doc["paths"].(map[string]any)
 	op := func(path, method string) map[string]any {
 		got, _ := paths[path].(map[string]any)[method].(map[string]any)
-		if got == nil {
-			t.Fatalf("%s %s is not described", method, path)
-		}
+		require.Truef(t, got != nil, "%s %s is not described", method, path)
 		return got
 	}
 	chat := op("/v1/chat/completions", "post")
 	assert.NoDiff(t, any([]any{map[string]any{"visitor": []any{}}}), chat["security"])
 	content := chat["responses"].(map[string]any)["200"].(map[string]any)["content"].(map[string]any)
-	if content["application/json"] == nil || content["text/event-stream"] == nil {
-		t.Errorf("chat answers %v", content)
-	}
+	assert.Truef(t, content["application/json"] != nil && content["text/event-stream"] != nil, "chat answers %v", content)
 	unauthorized := chat["responses"].(map[string]any)["401"].(map[string]any)
-	if refused := unauthorized["content"].(map[string]any); refused["application/json"] == nil {
-		t.Errorf("chat refuses with %v", refused)
-	}
-	if op("/webhooks/{endpoint}", "post")["responses"].(map[string]any)["202"] == nil {
-		t.Error("a webhook is not answered with 202")
-	}
-	if named := op("/chat/{file}", "get")["parameters"].([]any); len(named) != 2 {
-		t.Errorf("parameters are %v", named)
-	}
+	refused := unauthorized["content"].(map[string]any)
+	assert.Truef(t, refused["application/json"] != nil, "chat refuses with %v", refused)
+	assert.True(t, op("/webhooks/{endpoint}", "post")["responses"].(map[string]any)["202"] != nil,
+		"a webhook is not answered with 202")
+	named := op("/chat/{file}", "get")["parameters"].([]any)
+	assert.Truef(t, len(named) == 2, "parameters are %v", named)
 }
 
 // Every operation is complete: path parameters, response descriptions, valid schemas, security.
@@ -406,9 +374,7 @@ func TestOpenAPIOperationsAreComplete(t *testing.T) {
 	a := withEndpoints(t)
 	schemes := a.doc["components"].(map[string]any)["securitySchemes"].(map[string]any)
 	tags := fmt.Sprint(a.doc["tags"])
-	if a.doc["servers"] == nil {
-		t.Error("no server is named")
-	}
+	assert.True(t, a.doc["servers"] != nil, "no server is named")
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		for method, described := range methods.(map[string]any) {
 			op := described.(map[string]any)
@@ -419,23 +385,18 @@ func TestOpenAPIOperationsAreComplete(t *testing.T) {
 					named = append(named, "{"+p["name"].(string)+"}")
 				}
 			}
-			if want := regexp.MustCompile(`\{\w+\}`).FindAllString(path, -1); !slices.Equal(named, want) {
-				t.Errorf("%s: path parameters are %v", at, named)
-			}
+			want := regexp.MustCompile(`\{\w+\}`).FindAllString(path, -1)
+			assert.Truef(t, slices.Equal(named, want), "%s: path parameters are %v", at, named)
 			for _, alternative := range op["security"].([]any) {
 				for scheme := range alternative.(map[string]any) {
-					if schemes[scheme] == nil {
-						t.Errorf("%s: no scheme %s", at, scheme)
-					}
+					assert.Truef(t, schemes[scheme] != nil, "%s: no scheme %s", at, scheme)
 				}
 			}
 			summary, _ := op["summary"].(string)
-			if op["description"] == "" || op["operationId"] == "" || summary == "" || len(summary) > 100 {
-				t.Errorf("%s is not described, or its summary is too long: %q", at, summary)
-			}
-			if tag := op["tags"].([]any)[0]; !strings.Contains(tags, fmt.Sprintf("name:%s]", tag)) {
-				t.Errorf("%s: the tag %s is not declared", at, tag)
-			}
+			assert.Truef(t, op["description"] != "" && op["operationId"] != "" && summary != "" && len(summary) <= 100,
+				"%s is not described, or its summary is too long: %q", at, summary)
+			tag := op["tags"].([]any)[0]
+			assert.Truef(t, strings.Contains(tags, fmt.Sprintf("name:%s]", tag)), "%s: the tag %s is not declared", at, tag)
 			a.answersOf(at, path, method, op["responses"].(map[string]any))
 		}
 	}
@@ -449,17 +410,13 @@ func TestOpenAPIDocumentsLimits(t *testing.T) {
 		for method, described := range methods.(map[string]any) {
 			answers := described.(map[string]any)["responses"].(map[string]any)
 			full, bounded := answers["429"].(map[string]any)
-			if probe := path == "/healthz" || path == "/readyz"; bounded == probe {
-				t.Errorf("%s %s: 429 is described: %t", method, path, bounded)
-			}
-			if headers, _ := full["headers"].(map[string]any); bounded && headers["Retry-After"] == nil {
-				t.Errorf("%s %s: 429 without Retry-After", method, path)
-			}
+			probe := path == "/healthz" || path == "/readyz"
+			assert.Truef(t, bounded != probe, "%s %s: 429 is described: %t", method, path, bounded)
+			headers, _ := full["headers"].(map[string]any)
+			assert.Truef(t, !bounded || headers["Retry-After"] != nil, "%s %s: 429 without Retry-After", method, path)
 			large, reads := answers["413"].(map[string]any)
 			assert.Equal(t, method != "get", reads, method, path)
-			if large["headers"] != nil {
-				t.Errorf("%s %s: 413 is for good, but has headers", method, path)
-			}
+			assert.Truef(t, large["headers"] == nil, "%s %s: 413 is for good, but has headers", method, path)
 		}
 	}
 }
@@ -473,18 +430,13 @@ func (a *agent) answersOf(at, path, method string, answers map[string]any) {
 		answer := described.(map[string]any)
 		done = done || status[0] == '2'
 		content, has := answer["content"].(map[string]any)
-		if !has || len(content) == 0 || answer["description"] == "" {
-			a.t.Errorf("%s: %s is not described", at, status)
-		}
+		assert.Truef(a.t, has && len(content) > 0 && answer["description"] != "", "%s: %s is not described", at, status)
 		for kind := range content {
 			pointer := "openapi.json#/paths/" + escape.Replace(path) + "/" + method + "/responses/" + status + "/content/" +
 				escape.Replace(kind) + "/schema"
-			if _, err := a.schemas.Compile(pointer); err != nil {
-				a.t.Errorf("%s: %s: %v", at, status, err)
-			}
+			_, err := a.schemas.Compile(pointer)
+			assert.NoError(a.t, err, at, status)
 		}
 	}
-	if !done {
-		a.t.Errorf("%s never succeeds", at)
-	}
+	assert.Truef(a.t, done, "%s never succeeds", at)
 }

@@ -166,9 +166,8 @@ func TestRouteAccess(t *testing.T) {
 			w := a.raw(op[0], op[1], "{}", bearer(test.key))
 			assert.Equal(t, test.enters[access], w.Code != http.StatusUnauthorized &&
 				w.Code != http.StatusTooManyRequests, name, who, w.Code)
-			if w.Code == http.StatusMethodNotAllowed || strings.Contains(w.Body.String(), "no route") {
-				t.Errorf("%s is documented and is not there: %d %s", name, w.Code, w.Body)
-			}
+			assert.Truef(t, w.Code != http.StatusMethodNotAllowed && !strings.Contains(w.Body.String(), "no route"),
+				"%s is documented and is not there: %d %s", name, w.Code, w.Body)
 		}
 	}
 	for name := range table {
@@ -194,16 +193,14 @@ func TestUndocumentedMethodsAreRejected(t *testing.T) {
 		}
 		for _, method := range []string{"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} {
 			w := a.raw(method, path, "", bearer(key))
-			if refused := w.Code == http.StatusMethodNotAllowed; refused == allow[method] {
-				t.Errorf("%s %s: %d", method, path, w.Code)
-			}
+			refused := w.Code == http.StatusMethodNotAllowed
+			assert.Truef(t, refused != allow[method], "%s %s: %d", method, path, w.Code)
 			told := map[string]bool{}
 			for m := range strings.SplitSeq(w.Header().Get("Allow"), ", ") {
 				told[m] = true
 			}
-			if !allow[method] && !maps.Equal(told, allow) {
-				t.Errorf("%s %s: Allow is %q", method, path, w.Header().Get("Allow"))
-			}
+			assert.Truef(t, allow[method] || maps.Equal(told, allow),
+				"%s %s: Allow is %q", method, path, w.Header().Get("Allow"))
 		}
 	}
 }
@@ -226,13 +223,11 @@ func TestChatKeyNames(t *testing.T) {
 	t.Parallel()
 	a := withEndpoints(t)
 	for key, name := range map[string]string{chatKey: "website", otherKey: "app"} {
-		if w := a.raw("GET", "/v1/models", "", bearer(key)); w.Body.String() != name+"||0" {
-			t.Errorf("%s is %s", key, w.Body)
-		}
+		w := a.raw("GET", "/v1/models", "", bearer(key))
+		assert.Truef(t, w.Body.String() == name+"||0", "%s is %s", key, w.Body)
 	}
-	if w := a.raw("POST", "/v1/operate", "x", bearer(token)); w.Body.String() != "|x|1" {
-		t.Errorf("the admin is %s", w.Body)
-	}
+	w := a.raw("POST", "/v1/operate", "x", bearer(token))
+	assert.Truef(t, w.Body.String() == "|x|1", "the admin is %s", w.Body)
 }
 
 func TestNoChatKeysRejectsVisitors(t *testing.T) {
@@ -259,9 +254,8 @@ func TestEqualKeysAreRejected(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := api.New(api.Options{Pool: pool, Engine: e, AdminToken: token, ChatKeys: test.keys})
-			if err == nil || !strings.Contains(err.Error(), test.words) || strings.Contains(err.Error(), token) {
-				t.Errorf("error is %v", err)
-			}
+			assert.Truef(t, err != nil && strings.Contains(err.Error(), test.words) && !strings.Contains(err.Error(), token),
+				"error is %v", err)
 		})
 	}
 }
@@ -287,9 +281,8 @@ func TestForeignOriginsAreRejectedExceptWebhooks(t *testing.T) {
 		}
 		header := bearer(key)
 		header.Set("Sec-Fetch-Site", "same-origin")
-		if w := a.raw(op[0], op[1], "{}", header); w.Code == http.StatusForbidden {
-			t.Errorf("%s %s from its own page: %s", op[0], op[1], w.Body)
-		}
+		w := a.raw(op[0], op[1], "{}", header)
+		assert.Truef(t, w.Code != http.StatusForbidden, "%s %s from its own page: %s", op[0], op[1], w.Body)
 	}
 }
 
@@ -370,23 +363,18 @@ func TestWrongSecretsAreThrottledAndLogged(t *testing.T) {
 			for range 1500 {
 				w := way.send(a, "192.0.2.1", "", "sesame-sesame")
 				statuses[w.Code]++
-				if w.Code == http.StatusTooManyRequests && w.Header().Get("Retry-After") == "" {
-					t.Fatal("it is not said how long to wait")
-				}
+				require.True(t, w.Code != http.StatusTooManyRequests || w.Header().Get("Retry-After") != "",
+					"it is not said how long to wait")
 			}
-			if statuses[401] < 5 || statuses[401] > 20 || statuses[401]+statuses[429] != 1500 {
-				t.Errorf("the answers are %v", statuses)
-			}
+			assert.Truef(t, statuses[401] >= 5 && statuses[401] <= 20 && statuses[401]+statuses[429] == 1500,
+				"the answers are %v", statuses)
 			lines := strings.Count(a.log.String(), "wrong credential")
-			if lines < 1 || lines > 10 || strings.Contains(a.log.String(), "sesame") ||
-				strings.Contains(a.log.String(), way.right) {
-				t.Errorf("%d lines, or one with a secret:\n%s", lines, a.log)
-			}
+			assert.Truef(t, lines >= 1 && lines <= 10 && !strings.Contains(a.log.String(), "sesame") &&
+				!strings.Contains(a.log.String(), way.right), "%d lines, or one with a secret:\n%s", lines, a.log)
 			// the first has to wait; but this secret cannot be guessed
 			for _, address := range []string{"192.0.2.1", "192.0.2.2"} {
-				if w := way.send(a, address, "", way.right); w.Code != way.enters {
-					t.Errorf("the right one from %s: %d %s", address, w.Code, w.Body)
-				}
+				w := way.send(a, address, "", way.right)
+				assert.Truef(t, w.Code == way.enters, "the right one from %s: %d %s", address, w.Code, w.Body)
 			}
 		})
 	}
@@ -399,10 +387,9 @@ func TestWeakSecretIsThrottled(t *testing.T) {
 	for range 6 {
 		a.sendFrom("192.0.2.1", "", "POST", "/login", body, header)
 	}
-	if w := a.sendFrom("192.0.2.1", "", "POST", "/login", body, header); w.Code != 429 ||
-		!strings.Contains(w.Body.String(), "login page|/|Too many wrong tokens") {
-		t.Errorf("%d %s", w.Code, w.Body)
-	}
+	w := a.sendFrom("192.0.2.1", "", "POST", "/login", body, header)
+	assert.Truef(t, w.Code == 429 && strings.Contains(w.Body.String(), "login page|/|Too many wrong tokens"),
+		"%d %s", w.Code, w.Body)
 }
 
 func TestTrustedProxyThrottlesByClient(t *testing.T) {
@@ -466,9 +453,8 @@ func TestLogoutRevokesCookie(t *testing.T) {
 	}()
 	<-started
 	out := a.raw("POST", "/logout", "", withCookie(c))
-	if out.Code != http.StatusSeeOther || !strings.Contains(out.Header().Get("Set-Cookie"), "Max-Age=0") {
-		t.Fatalf("logout: %d %v", out.Code, out.Header())
-	}
+	require.Truef(t, out.Code == http.StatusSeeOther && strings.Contains(out.Header().Get("Set-Cookie"), "Max-Age=0"),
+		"logout: %d %v", out.Code, out.Header())
 	select {
 	case <-ended:
 		<-streamed
@@ -491,9 +477,8 @@ func TestLogoutFailsWithoutDatabase(t *testing.T) {
 	c := a.logIn()
 	pgtest.Exec(t, a.pool, `alter table agent_sessions rename to away`)
 	for _, ask := range [][2]string{{"POST", "/logout"}, {"GET", "/v1/lanes"}, {"GET", "/lanes"}} {
-		if w := a.raw(ask[0], ask[1], "", withCookie(c)); w.Code < 500 || w.Header().Get("Set-Cookie") != "" {
-			t.Errorf("%s: %d %v", ask, w.Code, w.Header())
-		}
+		w := a.raw(ask[0], ask[1], "", withCookie(c))
+		assert.Truef(t, w.Code >= 500 && w.Header().Get("Set-Cookie") == "", "%s: %d %v", ask, w.Code, w.Header())
 	}
 }
 
@@ -512,9 +497,7 @@ func TestCookiesOfAgentsOnOneHost(t *testing.T) {
 		}
 	}
 	for _, name := range []string{"lanekeeper_session", "lanekeeper_session_8080", "lanekeeper_session_8081"} {
-		if !names[name] {
-			t.Errorf("there is no cookie %s: %v", name, names)
-		}
+		assert.Truef(t, names[name], "there is no cookie %s: %v", name, names)
 	}
 }
 
@@ -601,9 +584,8 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 	header.Set("X-Forwarded-Proto", "https")
 	w := a.raw("POST", "/login", body, header)
 	set := w.Header().Get("Set-Cookie")
-	if w.Code != http.StatusSeeOther || w.Header().Get("Location") != "/lanes?x=1" {
-		t.Errorf("login: %d to %s", w.Code, w.Header().Get("Location"))
-	}
+	assert.Truef(t, w.Code == http.StatusSeeOther && w.Header().Get("Location") == "/lanes?x=1",
+		"login: %d to %s", w.Code, w.Header().Get("Location"))
 	for _, word := range []string{
 		"lanekeeper_session=", "Path=/", "HttpOnly", "SameSite=Strict",
 		"Secure", "Max-Age=43200",
@@ -611,34 +593,25 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 		assert.Contains(t, set, word)
 	}
 	c := a.logIn()
-	if c.Secure {
-		t.Error("the cookie of a login without TLS would never come back")
-	}
+	assert.True(t, !c.Secure, "the cookie of a login without TLS would never come back")
 	for path, want := range map[string]int{"/v1/lanes": 200, "/lanes": 200, "/v1/models": 401} {
-		if w := a.raw("GET", path, "", withCookie(c)); w.Code != want {
-			t.Errorf("%s: %d %s", path, w.Code, w.Body)
-		}
+		w := a.raw("GET", path, "", withCookie(c))
+		assert.Truef(t, w.Code == want, "%s: %d %s", path, w.Code, w.Body)
 	}
-	if w := a.raw("POST", "/v1/skills/none/enable", `{"reason":"x"}`, withCookie(c)); w.Code != http.StatusNotFound {
-		t.Errorf("an action: %d %s", w.Code, w.Body)
-	}
+	w = a.raw("POST", "/v1/skills/none/enable", `{"reason":"x"}`, withCookie(c))
+	assert.Truef(t, w.Code == http.StatusNotFound, "an action: %d %s", w.Code, w.Body)
 	assert.Equal(t, http.StatusUnauthorized, a.raw("GET", "/v1/lanes", "",
 		withCookie(c, "Authorization", "Bearer wrong")).Code)
-	if w := a.raw("GET", "/login?next=/lanes", "", withCookie(c)); w.Code != http.StatusSeeOther ||
-		w.Header().Get("Location") != "/lanes#" {
-		t.Errorf("the login page for who is logged in: %d %s", w.Code, w.Body)
-	}
-	if w := a.raw("GET", "/live/lanes", "", withCookie(c)); w.Body.String() != "true true" {
-		t.Errorf("a stream of a login ends with it, but: %s", w.Body)
-	}
-	if w := a.raw("GET", "/live/lanes", "", asAdmin()); w.Body.String() != "false false" {
-		t.Errorf("a stream of the token: %s", w.Body)
-	}
+	w = a.raw("GET", "/login?next=/lanes", "", withCookie(c))
+	assert.Truef(t, w.Code == http.StatusSeeOther && w.Header().Get("Location") == "/lanes#",
+		"the login page for who is logged in: %d %s", w.Code, w.Body)
+	w = a.raw("GET", "/live/lanes", "", withCookie(c))
+	assert.Truef(t, w.Body.String() == "true true", "a stream of a login ends with it, but: %s", w.Body)
+	w = a.raw("GET", "/live/lanes", "", asAdmin())
+	assert.Truef(t, w.Body.String() == "false false", "a stream of the token: %s", w.Body)
 	out := a.raw("POST", "/logout", "", nil)
-	if out.Code != http.StatusSeeOther || out.Header().Get("Location") != "/login" ||
-		!strings.Contains(out.Header().Get("Set-Cookie"), "Max-Age=0") {
-		t.Errorf("logout: %d %v", out.Code, out.Header())
-	}
+	assert.Truef(t, out.Code == http.StatusSeeOther && out.Header().Get("Location") == "/login" &&
+		strings.Contains(out.Header().Get("Set-Cookie"), "Max-Age=0"), "logout: %d %v", out.Code, out.Header())
 }
 
 // An old cookie leads to the login page and does not throttle the address.
@@ -677,20 +650,17 @@ func TestOldCookieIsNotThrottled(t *testing.T) {
 				"ended":         ended,
 			} {
 				for range 50 {
-					if w := a.raw("GET", "/v1/lanes", "", withCookie(old)); w.Code != http.StatusUnauthorized {
-						t.Fatalf("%s: %d %s", name, w.Code, w.Body)
-					}
+					w := a.raw("GET", "/v1/lanes", "", withCookie(old))
+					require.Truef(t, w.Code == http.StatusUnauthorized, "%s: %d %s", name, w.Code, w.Body)
 				}
 				w := a.raw("GET", "/lanes", "", withCookie(old))
-				if w.Code != http.StatusSeeOther || w.Header().Get("Location") != "/login?next=%2Flanes" || !clearsCookie(w, old) {
-					t.Errorf("%s: a page: %d %v", name, w.Code, w.Header())
-				}
+				assert.Truef(t, w.Code == http.StatusSeeOther && w.Header().Get("Location") == "/login?next=%2Flanes" &&
+					clearsCookie(w, old), "%s: a page: %d %v", name, w.Code, w.Header())
 				if w := a.raw("GET", "/login", "", withCookie(old)); w.Code != http.StatusOK || !clearsCookie(w, old) {
 					t.Errorf("%s: the login page: %d %v", name, w.Code, w.Header())
 				}
-				if w := a.raw("GET", "/v1/lanes", "", withCookie(login(old))); w.Code != http.StatusOK {
-					t.Errorf("%s: after another login: %d %s", name, w.Code, w.Body)
-				}
+				w = a.raw("GET", "/v1/lanes", "", withCookie(login(old)))
+				assert.Truef(t, w.Code == http.StatusOK, "%s: after another login: %d %s", name, w.Code, w.Body)
 			}
 		})
 	}
@@ -767,15 +737,13 @@ func TestCookieRejectsForeignOrigins(t *testing.T) {
 		},
 		"login from other sites": {"POST", "/login", []string{"Sec-Fetch-Site", "cross-site"}, 403},
 	} {
-		if w := a.raw(test.method, test.path, "", withCookie(c, test.header...)); w.Code != test.status {
-			t.Errorf("%s: %d %s, want %d", name, w.Code, w.Body, test.status)
-		}
+		w := a.raw(test.method, test.path, "", withCookie(c, test.header...))
+		assert.Truef(t, w.Code == test.status, "%s: %d %s, want %d", name, w.Code, w.Body, test.status)
 	}
 	w := a.raw("GET", "/v1/lanes", "", withCookie(c))
-	if h := w.Header(); h.Get("Cross-Origin-Resource-Policy") != "same-origin" ||
-		!strings.Contains(h.Get("Vary"), "Cookie") || h.Get("Cache-Control") != "no-store" {
-		t.Errorf("headers are %v", h)
-	}
+	h := w.Header()
+	assert.Truef(t, h.Get("Cross-Origin-Resource-Policy") == "same-origin" && strings.Contains(h.Get("Vary"), "Cookie") &&
+		h.Get("Cache-Control") == "no-store", "headers are %v", h)
 }
 
 func TestPageErrorsArePages(t *testing.T) {
@@ -803,14 +771,11 @@ func TestPageErrorsArePages(t *testing.T) {
 		"login is no place":      {"GET", "/login", nil, 200, ""},
 	} {
 		w := a.raw(test.method, test.path, "", test.header)
-		if w.Code != test.status || !strings.Contains(w.Header().Get("Location")+w.Body.String(), test.says) {
-			t.Errorf("%s: %d %q %s", name, w.Code, w.Header().Get("Location"), w.Body)
-		}
+		assert.Truef(t, w.Code == test.status && strings.Contains(w.Header().Get("Location")+w.Body.String(), test.says),
+			"%s: %d %q %s", name, w.Code, w.Header().Get("Location"), w.Body)
 	}
 	for path := range a.doc["paths"].(map[string]any) {
-		if strings.HasPrefix(path, "/l") || path == "/" {
-			t.Errorf("page %s is in the document", path)
-		}
+		assert.Truef(t, !strings.HasPrefix(path, "/l") && path != "/", "page %s is in the document", path)
 	}
 }
 
@@ -822,9 +787,7 @@ func TestLoginRedirectStaysLocal(t *testing.T) {
 		"/skills/a%2Fb": "/skills/a%2Fb",
 	} {
 		body, header := form("token", token, "next", next)
-		if w := a.raw("POST", "/login", body, header); w.Header().Get("Location") != want {
-			t.Errorf("%s leads to %s", next, w.Header().Get("Location"))
-		}
+		assert.Equal(t, want, a.raw("POST", "/login", body, header).Header().Get("Location"), next, "leads to")
 	}
 	assert.Equal(t, http.StatusUnsupportedMediaType, a.raw("POST", "/login", `{"token":"`+token+`"}`,
 		http.Header{"Content-Type": {"application/json"}}).Code)

@@ -37,18 +37,16 @@ func TestBulkActionsAreThoseOfEachExecution(t *testing.T) {
 	first, second := a.start("external:a", trace.New(trace.Flow)).ID, a.start("external:b", trace.New(trace.Flow)).ID
 	got := bulk("cancel", first, second, "01890000-0000-7000-8000-000000000000")
 	assert.Equal(t, "2 1", fmt.Sprint(got.Done, got.Refused))
-	if got.Items[0].ID != first || got.Items[0].Status != "cancelled" || got.Items[2].Error == "" {
-		t.Errorf("cancelled: %+v", got)
-	}
+	assert.Truef(t, got.Items[0].ID == first && got.Items[0].Status == "cancelled" && got.Items[2].Error != "",
+		"cancelled: %+v", got)
 	assert.Contains(t, got.Detail, "2 of 3 executions cancelled. 1 refused, the first because: ")
 	third := a.start("external:c", trace.New(trace.Flow)).ID
 	got = bulk("retry", first, third, second)
 	assert.Equal(t, "2 1", fmt.Sprint(got.Done, got.Refused))
 	for _, i := range []int{0, 2} {
 		x, err := executions.Get(t.Context(), a.pool, got.Items[i].ExecutionID)
-		if err != nil || x.ForkedFrom == nil || *x.ForkedFrom != got.Items[i].ID {
-			t.Errorf("item %d is no retry: %+v, %v", i, x, err)
-		}
+		assert.Truef(t, err == nil && x.ForkedFrom != nil && *x.ForkedFrom == got.Items[i].ID,
+			"item %d is no retry: %+v, %v", i, x, err)
 	}
 	if got := bulk("cancel", first); got.Done != 0 || !strings.Contains(got.Items[0].Error, "has ended: cancelled") {
 		t.Errorf("an ended one: %+v", got)
@@ -65,8 +63,7 @@ func TestBulkActionsAreThoseOfEachExecution(t *testing.T) {
 		"no id":    `{"action":"retry","ids":["x"],"reason":"x"}`,
 		"reason":   `{"action":"retry","ids":["` + first + `"],"reason":" "}`,
 	} {
-		if w := a.raw("POST", "/v1/executions/bulk", body, asAdmin()); w.Code != http.StatusBadRequest {
-			t.Errorf("%s: %d %s", name, w.Code, w.Body)
-		}
+		w := a.raw("POST", "/v1/executions/bulk", body, asAdmin())
+		assert.Truef(t, w.Code == http.StatusBadRequest, "%s: %d %s", name, w.Code, w.Body)
 	}
 }

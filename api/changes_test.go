@@ -50,21 +50,18 @@ func TestEnableSkillRestoresAutomations(t *testing.T) {
 		a.recordActivity(activity.Entry{TraceID: string(trace.New(trace.Flow)), Kind: activity.KindCall, Skill: "fetch"},
 			activity.Error)
 	}
-	if report, err := selfheal.Run(t.Context(), a.pool, selfheal.Default()); err != nil || len(report.Healed) != 1 {
-		t.Fatalf("self-heal: %+v, %v", report, err)
-	}
+	report, err := selfheal.Run(t.Context(), a.pool, selfheal.Default())
+	require.Truef(t, err == nil && len(report.Healed) == 1, "self-heal: %+v, %v", report, err)
 	var got change
 	header := a.post("/v1/skills/fetch/enable", `{"reason":"the service is back"}`, &got)
 	want := change{
 		Name: "fetch", Enabled: true, Changed: true, Automations: []string{"nightly"}, TraceID: got.TraceID,
 		ActivityID: got.ActivityID,
 	}
-	if diff := cmp.Diff(want, got); diff != "" || header.Get("X-Trace-Id") != got.TraceID {
-		t.Errorf("%s, %v", diff, header)
-	}
-	if !pgtest.Value[bool](t, a.pool, `select enabled from agent_automations where name = 'nightly'`) {
-		t.Error("the automation is still paused")
-	}
+	diff := cmp.Diff(want, got)
+	assert.Truef(t, diff == "" && header.Get("X-Trace-Id") == got.TraceID, "%s, %v", diff, header)
+	assert.True(t, pgtest.Value[bool](t, a.pool, `select enabled from agent_automations where name = 'nightly'`),
+		"the automation is still paused")
 	a.checkAudit(got.TraceID, got.ActivityID, "enable_skill", "the service is back")
 }
 
@@ -73,15 +70,10 @@ func (a *agent) checkAudit(traceID, activityID, action, reason string) {
 	a.t.Helper()
 	var told activity.Trace
 	a.get("/v1/traces/"+traceID, &told)
-	if told.Surface != "operate" || len(told.Activities) != 1 {
-		a.t.Fatalf("the audit is %+v", told)
-	}
+	require.Truef(a.t, told.Surface == "operate" && len(told.Activities) == 1, "the audit is %+v", told)
 	row := told.Activities[0]
-	if row.ID != activityID || row.SkillName != action || row.Purpose != reason ||
-		row.Agent != "admin" && row.Agent != principals.Root ||
-		row.Status != activity.Success {
-		a.t.Errorf("the audit says %+v", row)
-	}
+	assert.Truef(a.t, row.ID == activityID && row.SkillName == action && row.Purpose == reason &&
+		(row.Agent == "admin" || row.Agent == principals.Root) && row.Status == activity.Success, "the audit says %+v", row)
 }
 
 func TestDisableSkill(t *testing.T) {
@@ -90,14 +82,11 @@ func TestDisableSkill(t *testing.T) {
 	a.skill("fetch")
 	var got change
 	a.post("/v1/skills/fetch/disable", `{"reason":"too slow"}`, &got)
-	if got.Enabled || !got.Changed {
-		t.Errorf("answer is %+v", got)
-	}
+	assert.Truef(t, !got.Enabled && got.Changed, "answer is %+v", got)
 	a.checkAudit(got.TraceID, got.ActivityID, "disable_skill", "too slow")
 	row, err := skills.Get(t.Context(), a.pool, "fetch")
-	if err != nil || row.Enabled || row.DisabledBy != principals.Root || row.DisabledReason != "too slow" {
-		t.Errorf("skill is %+v, %v", row, err)
-	}
+	assert.Truef(t, err == nil && !row.Enabled && row.DisabledBy == principals.Root && row.DisabledReason == "too slow",
+		"skill is %+v, %v", row, err)
 	if a.post("/v1/skills/fetch/disable", `{"reason":"again"}`, &got); got.Changed {
 		t.Error("disabling it again changed something")
 	}
@@ -110,9 +99,8 @@ func TestChangeRequiresAudit(t *testing.T) {
 	pgtest.Exec(t, a.pool, `alter table agent_activity add constraint full_disk check (skill_name <> 'disable_skill')`)
 	a.checkProblem(a.raw("POST", "/v1/skills/fetch/disable", `{"reason":"x"}`, asAdmin()),
 		http.StatusInternalServerError, "log")
-	if row, err := skills.Get(t.Context(), a.pool, "fetch"); err != nil || !row.Enabled {
-		t.Errorf("skill is %+v, %v", row, err)
-	}
+	row, err := skills.Get(t.Context(), a.pool, "fetch")
+	assert.Truef(t, err == nil && row.Enabled, "skill is %+v, %v", row, err)
 }
 
 // escape encodes a lane as one path segment, even if it consists of dots.
@@ -135,19 +123,15 @@ func TestBreakLane(t *testing.T) {
 		var got brokenLane
 		header := a.post("/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, &got)
 		want := brokenLane{lane, string(holder) + "/7", true, string(holder), got.ActivityID}
-		if diff := cmp.Diff(want, got); diff != "" || header.Get("X-Trace-Id") != string(holder) {
-			t.Errorf("%s: %s, %v", lane, diff, header)
-		}
-		if pgtest.Value[bool](t, a.pool, `select is_agent_lock_held(@lane)`, postgres.Strict{"lane": lane}) {
-			t.Errorf("%s is still held", lane)
-		}
+		diff := cmp.Diff(want, got)
+		assert.Truef(t, diff == "" && header.Get("X-Trace-Id") == string(holder), "%s: %s, %v", lane, diff, header)
+		assert.Truef(t, !pgtest.Value[bool](t, a.pool, `select is_agent_lock_held(@lane)`, postgres.Strict{"lane": lane}),
+			"%s is still held", lane)
 		a.checkProblem(a.raw("POST", "/v1/lanes/"+escape(lane)+"/break", `{"reason":"stuck"}`, asAdmin()), 404, "is not held")
 		var told activity.Trace
 		a.get("/v1/traces/"+string(holder), &told)
-		if len(told.Activities) != 1 || told.Activities[0].ID != got.ActivityID ||
-			told.Activities[0].SkillName != "break_lane" {
-			t.Errorf("the audit is %+v", told.Activities)
-		}
+		assert.Truef(t, len(told.Activities) == 1 && told.Activities[0].ID == got.ActivityID &&
+			told.Activities[0].SkillName == "break_lane", "the audit is %+v", told.Activities)
 	}
 }
 
@@ -162,9 +146,7 @@ func TestBreakLaneConflict(t *testing.T) {
 	pgtest.Exec(t, tx, `select 1 from agent_locks where lane = 'pipeline:prices' for key share`)
 	p := a.checkProblem(a.raw("POST", "/v1/lanes/pipeline:prices/break", `{"reason":"now"}`, asAdmin()),
 		http.StatusConflict, "in use by pid ")
-	if p.Holder != string(holder)+"/1" || p.TraceID != string(holder) {
-		t.Errorf("problem is %+v", p)
-	}
+	assert.Truef(t, p.Holder == string(holder)+"/1" && p.TraceID == string(holder), "problem is %+v", p)
 }
 
 func TestListLanesAndExecutions(t *testing.T) {
@@ -185,16 +167,11 @@ func TestListLanesAndExecutions(t *testing.T) {
 	a.get("/v1/lanes", &got)
 	require.Equal(t, 2, len(got.Items), got.Items)
 	lane, run := got.Items[0], got.Items[1]
-	if lane.Lane != "operate" || lane.LockedBy != string(holder)+"/1" || lane.TraceID != string(holder) ||
-		*lane.ExpiresIn < 200 {
-		t.Errorf("lane is %+v", lane)
-	}
-	if run.Lane != "execution:"+x.ID || run.TraceID != x.TraceID {
-		t.Errorf("run is %+v", run)
-	}
-	if first := a.list("/v1/lanes", "lane", 1, nil); len(first) != 2 || first[1] != run.Lane {
-		t.Errorf("by pages of one: %v", first)
-	}
+	assert.Truef(t, lane.Lane == "operate" && lane.LockedBy == string(holder)+"/1" && lane.TraceID == string(holder) &&
+		*lane.ExpiresIn >= 200, "lane is %+v", lane)
+	assert.Truef(t, run.Lane == "execution:"+x.ID && run.TraceID == x.TraceID, "run is %+v", run)
+	first := a.list("/v1/lanes", "lane", 1, nil)
+	assert.Truef(t, len(first) == 2 && first[1] == run.Lane, "by pages of one: %v", first)
 }
 
 // notAudited lists the changing routes without an audit row, with the reason.
@@ -347,10 +324,9 @@ func TestEveryChangeIsAudited(t *testing.T) {
 	}
 	for path, methods := range a.doc["paths"].(map[string]any) {
 		for method := range methods.(map[string]any) {
-			if at := strings.ToUpper(method) + " " + path; method != "get" && method != "parameters" && !seen[at] &&
-				notAudited[at] == "" {
-				t.Errorf("%s: does it change something? Then give it a row in the audit, and a line here", at)
-			}
+			at := strings.ToUpper(method) + " " + path
+			assert.Truef(t, method == "get" || method == "parameters" || seen[at] || notAudited[at] != "",
+				"%s: does it change something? Then give it a row in the audit, and a line here", at)
 		}
 	}
 }
@@ -379,9 +355,8 @@ func (a *agent) sessionOf(name string) string {
 func (a *agent) objective(name string) string {
 	a.t.Helper()
 	d := objectives.Definition{Name: name, Goal: "be done", Steps: []string{"one", "two"}}
-	if _, err := objectives.Put(a.t.Context(), a.pool, d, objectives.SourceAdmin); err != nil {
-		a.t.Fatal(err)
-	}
+	_, err := objectives.Put(a.t.Context(), a.pool, d, objectives.SourceAdmin)
+	require.NoError(a.t, err)
 	return name
 }
 
@@ -389,9 +364,8 @@ func (a *agent) objective(name string) string {
 func (a *agent) automation(name string) string {
 	a.t.Helper()
 	d := automations.Definition{Name: name, Cron: "0 3 * * *", Prompt: "look around"}
-	if _, err := automations.Put(a.t.Context(), a.pool, d, automations.SourceWorkspace); err != nil {
-		a.t.Fatal(err)
-	}
+	_, err := automations.Put(a.t.Context(), a.pool, d, automations.SourceWorkspace)
+	require.NoError(a.t, err)
 	return name
 }
 
@@ -399,9 +373,8 @@ func (a *agent) automation(name string) string {
 func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 	a.t.Helper()
 	d := skills.Definition{Name: "drop", Description: "drops a table", Handler: "builtin:drop", Trust: skills.TrustApprove}
-	if _, err := skills.Put(a.t.Context(), a.pool, d, skills.SourceWorkspace); err != nil {
-		a.t.Fatal(err)
-	}
+	_, err := skills.Put(a.t.Context(), a.pool, d, skills.SourceWorkspace)
+	require.NoError(a.t, err)
 	skill, err := skills.Get(a.t.Context(), a.pool, "drop")
 	require.NoError(a.t, err)
 	flow := fmt.Sprintf("ask_%d", askCount.Add(1))
@@ -416,10 +389,9 @@ func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 		return executions.Result{}, err
 	})
 	require.NoError(a.t, err)
-	if _, err := a.engine.RunSync(context.WithoutCancel(a.t.Context()),
-		executions.Spec{Flow: flow, Surface: trace.Flow}); err != nil {
-		a.t.Fatal(err)
-	}
+	_, err = a.engine.RunSync(context.WithoutCancel(a.t.Context()),
+		executions.Spec{Flow: flow, Surface: trace.Flow})
+	require.NoError(a.t, err)
 	return got
 }
 
@@ -430,14 +402,12 @@ func TestApprovalDecisionResumesExecution(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	open := a.approval(`{"table":"x"}`, true)
-	if x, err := executions.Get(t.Context(), a.pool, *open.ExecutionID); err != nil || x.Status != executions.Waiting {
-		t.Fatalf("execution is %+v, %v", x, err)
-	}
+	x, err := executions.Get(t.Context(), a.pool, *open.ExecutionID)
+	require.Truef(t, err == nil && x.Status == executions.Waiting, "execution is %+v, %v", x, err)
 	var seen approvals.Approval
 	header := a.get("/v1/approvals/"+open.ID, &seen)
-	if seen.Status != "pending" || string(seen.Arguments) != `{"table":"x"}` || header.Get("X-Trace-Id") != open.TraceID {
-		t.Errorf("approval is %+v", seen)
-	}
+	assert.Truef(t, seen.Status == "pending" && string(seen.Arguments) == `{"table":"x"}` &&
+		header.Get("X-Trace-Id") == open.TraceID, "approval is %+v", seen)
 	var statuses [600]atomic.Int64
 	var traceID atomic.Value
 	var group sync.WaitGroup
@@ -452,22 +422,18 @@ func TestApprovalDecisionResumesExecution(t *testing.T) {
 		})
 	}
 	group.Wait()
-	if statuses[200].Load() != 1 || statuses[409].Load() != 19 {
-		t.Fatalf("%d decided, %d were refused", statuses[200].Load(), statuses[409].Load())
-	}
+	require.Truef(t, statuses[200].Load() == 1 && statuses[409].Load() == 19,
+		"%d decided, %d were refused", statuses[200].Load(), statuses[409].Load())
 	var told activity.Trace
 	a.get("/v1/traces/"+traceID.Load().(string), &told)
-	if told.Surface != "operate" || len(told.Activities) != 1 || told.Activities[0].SkillName != "decide_approval" {
-		t.Errorf("the audit is %+v", told)
-	}
-	if x, err := executions.Get(t.Context(), a.pool, *open.ExecutionID); err != nil || x.Status == executions.Waiting {
-		t.Errorf("who waited is %+v, %v", x, err)
-	}
+	assert.Truef(t, told.Surface == "operate" && len(told.Activities) == 1 &&
+		told.Activities[0].SkillName == "decide_approval", "the audit is %+v", told)
+	x, err = executions.Get(t.Context(), a.pool, *open.ExecutionID)
+	assert.Truef(t, err == nil && x.Status != executions.Waiting, "who waited is %+v, %v", x, err)
 	late := a.raw("POST", "/v1/approvals/"+open.ID, `{"decision":"approve"}`, asAdmin())
-	if p := a.checkProblem(late, 409, "decided already"); p.TraceID != open.TraceID ||
-		late.Header().Get("X-Trace-Id") != open.TraceID {
-		t.Errorf("refused under trace %q, not %q", p.TraceID, open.TraceID)
-	}
+	p := a.checkProblem(late, 409, "decided already")
+	assert.Truef(t, p.TraceID == open.TraceID && late.Header().Get("X-Trace-Id") == open.TraceID,
+		"refused under trace %q, not %q", p.TraceID, open.TraceID)
 }
 
 func TestApprovalFiltersAndInvalidDecisions(t *testing.T) {
@@ -528,42 +494,34 @@ func TestEventResumesWaiterOnce(t *testing.T) {
 	const body = `{"event":"EVENT_COMPLETED","key":"order-7","data":{"paid":true},"id":"e1"}`
 	first, resumed := a.raiseEvent(body, asAdmin())
 	assert.NoDiff(t, []string{x.ID}, resumed)
-	if again, resumed := a.raiseEvent(body, asAdmin()); again != first || len(resumed) != 0 {
-		t.Errorf("again: %s, %v", again, resumed)
-	}
+	again, resumed := a.raiseEvent(body, asAdmin())
+	assert.Truef(t, again == first && len(resumed) == 0, "again: %s, %v", again, resumed)
 	hints := pgtest.Value[int](t, a.pool, `select count(*) from river.river_job where args::text like '%' || @id || '%'`,
 		postgres.Strict{"id": x.ID})
-	if hints == 0 {
-		t.Error("no worker was told")
-	}
+	assert.True(t, hints != 0, "no worker was told")
 	keyed := asAdmin()
 	keyed.Set("Idempotency-Key", "k")
 	bare := `{"event":"TEST_COMPLETED","key":"k"}`
 	one, _ := a.raiseEvent(bare, keyed)
 	pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as after a crash before the answer was kept
-	if two, _ := a.raiseEvent(bare, keyed); two != one {
-		t.Errorf("the same key raised %s and %s", one, two)
-	}
+	two, _ := a.raiseEvent(bare, keyed)
+	assert.Equal(t, one, two, "the same key")
 	three, _ := a.raiseEvent(bare, asAdmin())
 	four, _ := a.raiseEvent(bare, asAdmin())
-	if three == one || three == four {
-		t.Error("events without id or key are one")
-	}
+	assert.True(t, three != one && three != four, "events without id or key are one")
 }
 
 // A visitor's message is in the thread, however it arrived. The thread may be unknown here.
 func TestRaisedMessageIsInThread(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	if _, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: "ana"}); err != nil {
-		t.Fatal(err)
-	}
+	_, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: "ana"})
+	require.NoError(t, err)
 	first, _ := a.raiseEvent(
 		`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes","n":12345678901234567890},"id":"m1"}`, asAdmin())
-	if again, _ := a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes"},"id":"m1"}`,
-		asAdmin()); again != first {
-		t.Errorf("again: %s, not %s", again, first)
-	}
+	again, _ := a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes"},"id":"m1"}`,
+		asAdmin())
+	assert.Equal(t, first, again)
 	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"photo":7}}`, asAdmin())
 	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"elsewhere","data":{"content":"yes"}}`, asAdmin())
 	pgtest.Equal(t, a.pool, "ana user received yes", `select string_agg(concat_ws(' ', thread_id, role, status, content),
@@ -609,17 +567,14 @@ func TestProposedObjectiveDecision(t *testing.T) {
 	a := start(t)
 	for _, name := range []string{"grow", "shrink"} {
 		d := objectives.Definition{Name: name, Goal: "be another size"}
-		if _, err := objectives.Propose(t.Context(), a.pool, d, "agent", string(trace.New(trace.Heartbeat))); err != nil {
-			t.Fatal(err)
-		}
+		_, err := objectives.Propose(t.Context(), a.pool, d, "agent", string(trace.New(trace.Heartbeat)))
+		require.NoError(t, err)
 	}
 	for path, status := range map[string]string{"grow/accept": "active", "shrink/reject": "rejected"} {
 		name, action, _ := strings.Cut(path, "/")
 		var got change
 		a.post("/v1/objectives/"+path, `{"reason":"as agreed"}`, &got)
-		if got.Name != name || !got.Changed {
-			t.Errorf("answer is %+v", got)
-		}
+		assert.Truef(t, got.Name == name && got.Changed, "answer is %+v", got)
 		a.checkAudit(got.TraceID, got.ActivityID, action+"_objective", "as agreed")
 		var o struct {
 			Status  string
@@ -627,9 +582,7 @@ func TestProposedObjectiveDecision(t *testing.T) {
 			Steps   []any
 		}
 		a.get("/v1/objectives/"+name, &o)
-		if o.Status != status || o.Decided != principals.Root || o.Steps == nil {
-			t.Errorf("objective is %+v", o)
-		}
+		assert.Truef(t, o.Status == status && o.Decided == principals.Root && o.Steps != nil, "objective is %+v", o)
 	}
 	a.checkProblem(a.raw("POST", "/v1/objectives/grow/reject", `{"reason":"x"}`, asAdmin()), 409,
 		"is not an open proposal")
@@ -645,14 +598,12 @@ func TestRejectProposalOfAnyName(t *testing.T) {
 	a := start(t)
 	const name = "\u202egnp.exe\u200b\u0085\x1b[31m"
 	said := string(trace.New(trace.Heartbeat))
-	if _, err := objectives.Propose(t.Context(), a.pool, objectives.Definition{Name: name, Goal: "hide"},
-		"agent", said); err != nil {
-		t.Fatal(err)
-	}
+	_, err := objectives.Propose(t.Context(), a.pool, objectives.Definition{Name: name, Goal: "hide"},
+		"agent", said)
+	require.NoError(t, err)
 	d := automations.Definition{Name: name, Cron: "0 * * * *", Prompt: "look"}
-	if _, err := automations.Propose(t.Context(), a.pool, d, "agent", said); err != nil {
-		t.Fatal(err)
-	}
+	_, err = automations.Propose(t.Context(), a.pool, d, "agent", said)
+	require.NoError(t, err)
 	var got change
 	a.post("/v1/objectives/"+escape(name)+"/reject", `{"reason":"no"}`, &got)
 	a.checkAudit(got.TraceID, got.ActivityID, "reject_objective", "no")
@@ -668,19 +619,16 @@ func TestAutomations(t *testing.T) {
 	a := start(t)
 	a.automation("nightly")
 	proposal := automations.Definition{Name: "hourly", Cron: "0 * * * *", Prompt: "look"}
-	if _, err := automations.Propose(t.Context(), a.pool, proposal, "agent",
-		string(trace.New(trace.Heartbeat))); err != nil {
-		t.Fatal(err)
-	}
+	_, err := automations.Propose(t.Context(), a.pool, proposal, "agent",
+		string(trace.New(trace.Heartbeat)))
+	require.NoError(t, err)
 	var got change
 	for _, action := range []string{"disable", "enable"} {
 		a.post("/v1/automations/nightly/"+action, `{"reason":"as agreed"}`, &got)
 		a.checkAudit(got.TraceID, got.ActivityID, action+"_automation", "as agreed")
 		var row struct{ Enabled bool }
 		a.get("/v1/automations/nightly", &row)
-		if row.Enabled != (action == "enable") || !got.Changed {
-			t.Errorf("after %s: %+v, %+v", action, row, got)
-		}
+		assert.Truef(t, row.Enabled == (action == "enable") && got.Changed, "after %s: %+v, %+v", action, row, got)
 	}
 	a.checkProblem(a.raw("POST", "/v1/automations/hourly/enable", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
 	a.checkProblem(a.raw("POST", "/v1/automations/hourly/run", `{"reason":"x"}`, asAdmin()), 409, "accept it first")
@@ -691,14 +639,10 @@ func TestAutomations(t *testing.T) {
 	var run automations.Run
 	header := a.checkResponse(a.raw("POST", "/v1/automations/nightly/run", `{"reason":"now"}`, asAdmin()),
 		"POST", "/v1/automations/nightly/run", http.StatusAccepted, &run)
-	if run.Status != automations.DueNow || header.Get("X-Trace-Id") != run.TraceID {
-		t.Errorf("run is %+v", run)
-	}
+	assert.Truef(t, run.Status == automations.DueNow && header.Get("X-Trace-Id") == run.TraceID, "run is %+v", run)
 	var detail struct{ Runs []automations.Run }
 	a.get("/v1/automations/nightly", &detail)
-	if len(detail.Runs) != 1 || detail.Runs[0].ID != run.ID {
-		t.Errorf("runs are %+v", detail.Runs)
-	}
+	assert.Truef(t, len(detail.Runs) == 1 && detail.Runs[0].ID == run.ID, "runs are %+v", detail.Runs)
 	assert.NoDiff(t, []string{"hourly", "nightly"}, a.list("/v1/automations?enabled=true", "name", 10, nil))
 }
 
@@ -708,9 +652,8 @@ func (a *agent) storeMemory(key, category string) string {
 		Category: category, Key: key, Value: "what is known of " + key,
 		TraceID: string(trace.New(trace.Heartbeat)),
 	}
-	if _, err := memory.Save(a.t.Context(), a.pool, note); err != nil {
-		a.t.Fatal(err)
-	}
+	_, err := memory.Save(a.t.Context(), a.pool, note)
+	require.NoError(a.t, err)
 	return key
 }
 
@@ -727,9 +670,8 @@ func TestMemoryFiltersAndSearch(t *testing.T) {
 	}
 	// A value from the command line has a trace without executions.
 	op := trace.New(trace.Operate)
-	if _, err := memory.Save(t.Context(), a.pool, memory.Note{Key: "tea", Value: 1, TraceID: string(op)}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := memory.Save(t.Context(), a.pool, memory.Note{Key: "tea", Value: 1, TraceID: string(op)})
+	require.NoError(t, err)
 	for _, form := range []string{string(op), op.OTel(), strings.ToUpper(op.OTel()), op.Suffix()} {
 		assert.Equal(t, "", cmp.Diff([]string{"tea"}, a.list("/v1/memory?trace_id="+form, "key", 10, nil)), form)
 	}
@@ -740,19 +682,17 @@ func TestThreadPages(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for _, id := range []string{"first", "second/with a slash"} {
-		if _, _, err := threads.Ensure(t.Context(), a.pool,
-			threads.Thread{ID: id, Channel: "chat", Owner: "website"}); err != nil {
-			t.Fatal(err)
-		}
+		_, _, err := threads.Ensure(t.Context(), a.pool,
+			threads.Thread{ID: id, Channel: "chat", Owner: "website"})
+		require.NoError(t, err)
 	}
 	for i := range 7 {
 		d := threads.NewMessage{
 			ThreadID: "first", Role: threads.User, Content: fmt.Sprint(i), Channel: "chat",
 			Status: threads.Received,
 		}
-		if _, err := threads.Post(t.Context(), a.pool, d); err != nil {
-			t.Fatal(err)
-		}
+		_, err := threads.Post(t.Context(), a.pool, d)
+		require.NoError(t, err)
 	}
 	assert.NoDiff(t, []string{"first", "second/with a slash"}, a.list("/v1/threads?channel=chat", "id", 1, nil))
 	var said []string
@@ -775,9 +715,7 @@ func TestThreadPages(t *testing.T) {
 	assert.NoDiff(t, []string{"6", "5", "4", "3", "2", "1", "0"}, said)
 	var other struct{ Messages []any }
 	a.get("/v1/threads/second%2Fwith%20a%20slash", &other)
-	if other.Messages == nil || len(other.Messages) != 0 {
-		t.Errorf("messages are %v", other.Messages)
-	}
+	assert.Truef(t, other.Messages != nil && len(other.Messages) == 0, "messages are %v", other.Messages)
 	a.checkProblem(a.raw("GET", "/v1/threads/none", "", asAdmin()), 404, "no such thread")
 	a.checkProblem(a.raw("GET", "/v1/threads/%00", "", asAdmin()), 400, "printable")
 	a.checkProblem(a.raw("GET", "/v1/threads/first?cursor=x", "", asAdmin()), 400, "cursor")

@@ -10,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // claimRuns asks for executions of a flow.
@@ -35,18 +36,13 @@ func TestClaimsReturnTheOldestOfTheNamedFlows(t *testing.T) {
 	second := a.startFlow("external:sum", "")
 	a.startFlow("external:other", "")
 	got := a.claimRuns("external:sum", "w", `,"max":5`)
-	if len(got) != 2 || got[0].Execution.ID != first || got[1].Execution.ID != second ||
-		string(got[0].Execution.Input) != `{"n":1}` || got[0].Execution.Status != "running" {
-		t.Fatalf("claimed %+v", got)
-	}
+	require.Truef(t, len(got) == 2 && got[0].Execution.ID == first && got[1].Execution.ID == second &&
+		string(got[0].Execution.Input) == `{"n":1}` && got[0].Execution.Status == "running", "claimed %+v", got)
 	// The response was lost: a claim of the same owner returns what the owner does not name.
 	again := a.claimRuns("external:sum", "w", fmt.Sprintf(`,"max":5,"lock_ids":[%q]`, got[0].LockID))
-	if len(again) != 1 || again[0].LockID != got[1].LockID {
-		t.Errorf("after a lost response: %+v", again)
-	}
-	if others := a.claimRuns("external:sum", "another", `,"max":5`); len(others) != 0 {
-		t.Errorf("another owner got %+v", others)
-	}
+	assert.Truef(t, len(again) == 1 && again[0].LockID == got[1].LockID, "after a lost response: %+v", again)
+	others := a.claimRuns("external:sum", "another", `,"max":5`)
+	assert.Truef(t, len(others) == 0, "another owner got %+v", others)
 	path := "/v1/executions/" + first + "/lock/" + got[0].LockID
 	a.request("POST", path, `{"status":"completed","result":3}`, 200, &map[string]any{})
 	pgtest.Equal(t, a.pool, "completed", `select status::text from agent_executions where id = $1::uuid`, first)
@@ -112,18 +108,15 @@ func TestAClaimWaitsForTheFirstExecution(t *testing.T) {
 	id := a.startFlow("external:sum", "")
 	select {
 	case got := <-claimed:
-		if len(got) != 1 || got[0].Execution.ID != id {
-			t.Errorf("claimed %+v, not %s", got, id)
-		}
+		assert.Truef(t, len(got) == 1 && got[0].Execution.ID == id, "claimed %+v, not %s", got, id)
 	case <-time.After(20 * time.Second):
 		t.Fatal("the waiting claim got nothing")
 	}
 	// One that was started in SQL is found by the next poll.
 	go func() { claimed <- a.claimRuns("external:sum", "w2", `,"wait_seconds":30`) }()
 	pgtest.Exec(t, a.pool, `select start_agent_execution('external:sum', '{}')`)
-	if got := <-claimed; len(got) != 1 {
-		t.Errorf("claimed %+v", got)
-	}
+	got := <-claimed
+	assert.Truef(t, len(got) == 1, "claimed %+v", got)
 }
 
 func TestAClaimWaitsWhileTheAgentIsPaused(t *testing.T) {
@@ -131,13 +124,11 @@ func TestAClaimWaitsWhileTheAgentIsPaused(t *testing.T) {
 	a := runningAgent(t)
 	a.startFlow("external:sum", "")
 	a.request("POST", "/v1/pause", `{"reason":"maintenance"}`, 200, &map[string]any{})
-	if got := a.claimRuns("external:sum", "w", `,"wait_seconds":0.5`); len(got) != 0 {
-		t.Errorf("a paused agent lent %+v", got)
-	}
+	got := a.claimRuns("external:sum", "w", `,"wait_seconds":0.5`)
+	assert.Truef(t, len(got) == 0, "a paused agent lent %+v", got)
 	a.request("POST", "/v1/resume", `{"reason":"done"}`, 200, &map[string]any{})
-	if got := a.claimRuns("external:sum", "w", `,"wait_seconds":10`); len(got) != 1 {
-		t.Errorf("after the pause: %+v", got)
-	}
+	got = a.claimRuns("external:sum", "w", `,"wait_seconds":10`)
+	assert.Truef(t, len(got) == 1, "after the pause: %+v", got)
 }
 
 func TestWrongClaimsAreNamed(t *testing.T) {

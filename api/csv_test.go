@@ -21,9 +21,8 @@ func (a *agent) table(path, accept string) (rows []map[string]string) {
 		header.Set("Accept", accept)
 	}
 	w := a.raw("GET", path, "", header)
-	if w.Code != http.StatusOK || !strings.HasPrefix(w.Header().Get("Content-Type"), "text/csv") {
-		a.t.Fatalf("%s: %d %s %s", path, w.Code, w.Header().Get("Content-Type"), w.Body)
-	}
+	require.Truef(a.t, w.Code == http.StatusOK && strings.HasPrefix(w.Header().Get("Content-Type"), "text/csv"),
+		"%s: %d %s %s", path, w.Code, w.Header().Get("Content-Type"), w.Body)
 	all, err := csv.NewReader(w.Body).ReadAll()
 	require.NoError(a.t, err)
 	for _, cells := range all[1:] {
@@ -49,14 +48,12 @@ func TestListingsAreTables(t *testing.T) {
 		activity.Success)
 	for _, path := range []string{"/v1/executions?format=csv", "/v1/executions?format=csv&status=pending,failed"} {
 		rows := a.table(path, "")
-		if len(rows) != 3 || rows[0]["flow"] != "third" || rows[2]["error_message"] != "'"+evil ||
-			rows[1]["error_message"] != "' =1" || rows[0]["error_message"] != "'+1" || rows[0]["priority"] != "2" {
-			t.Errorf("%s: %v", path, rows)
-		}
+		assert.Truef(t, len(rows) == 3 && rows[0]["flow"] == "third" && rows[2]["error_message"] == "'"+evil &&
+			rows[1]["error_message"] == "' =1" && rows[0]["error_message"] == "'+1" && rows[0]["priority"] == "2", "%s: %v",
+			path, rows)
 		for _, name := range []string{"input", "result", "variables"} {
-			if _, has := rows[0][name]; has {
-				t.Errorf("%s has the column %s", path, name)
-			}
+			_, has := rows[0][name]
+			assert.Truef(t, !has, "%s has the column %s", path, name)
 		}
 	}
 	assert.Equal(t, 2, len(a.table("/v1/executions?limit=2", "text/csv")))

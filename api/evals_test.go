@@ -51,9 +51,7 @@ func TestLabelsOfTrialsOverHTTP(t *testing.T) {
 	}, label)
 	var labels struct{ Items []evals.Label }
 	a.get("/v1/evals/labels?suite=returns&run="+run, &labels)
-	if len(labels.Items) != 1 || labels.Items[0] != label {
-		t.Errorf("the labels are %+v", labels.Items)
-	}
+	assert.Truef(t, len(labels.Items) == 1 && labels.Items[0] == label, "the labels are %+v", labels.Items)
 	put("1", "none")
 	a.get("/v1/evals/labels", &labels)
 	assert.Equal(t, 0, len(labels.Items))
@@ -66,9 +64,8 @@ func TestLabelsOfTrialsOverHTTP(t *testing.T) {
 		`{"run":"x","case":"late","label":"good"}`:                              400,
 		`{"run":"` + run + `","case":"late","label":"good","trials":"1"}`:       400,
 	} {
-		if w := a.raw("POST", "/v1/evals/labels", body, asAdmin()); w.Code != want {
-			t.Errorf("%s: %d %s", body, w.Code, w.Body)
-		}
+		w := a.raw("POST", "/v1/evals/labels", body, asAdmin())
+		assert.Truef(t, w.Code == want, "%s: %d %s", body, w.Code, w.Body)
 	}
 }
 
@@ -98,9 +95,8 @@ func TestRunsOfEvalsOverHTTP(t *testing.T) {
 		"/v1/evals/runs/x": 400, "/v1/evals/runs/01a20055-1dbc-7d0e-8014-41a4f664fe0a": 404,
 		"/v1/evals/runs/" + run + "?against=01a20055-1dbc-7d0e-8014-41a4f664fe0a": 404,
 	} {
-		if w := a.raw("GET", path, "", asAdmin()); w.Code != want {
-			t.Errorf("%s: %d %s", path, w.Code, w.Body)
-		}
+		w := a.raw("GET", path, "", asAdmin())
+		assert.Truef(t, w.Code == want, "%s: %d %s", path, w.Code, w.Body)
 	}
 }
 
@@ -113,10 +109,9 @@ func TestAnswersOfTrialsNeedThreadsRead(t *testing.T) {
 	_, approver := a.key(principals.User, principals.Approver, 0, "*")
 	_, labeller := a.key(principals.User, principals.Operator, 0, "runs:write")
 	label := `{"run":"` + run + `","case":"late","trial":1,"label":"good"}`
-	if w := a.raw("POST", "/v1/evals/labels", label, bearer(labeller)); w.Code != http.StatusOK ||
-		strings.Contains(w.Body.String(), "Not due.") {
-		t.Errorf("the label: %d %s", w.Code, w.Body)
-	}
+	w := a.raw("POST", "/v1/evals/labels", label, bearer(labeller))
+	assert.Truef(t, w.Code == http.StatusOK && !strings.Contains(w.Body.String(), "Not due."),
+		"the label: %d %s", w.Code, w.Body)
 	for path, code := range map[string]int{
 		"/v1/evals/labels": 403, "/v1/evals/runs/" + run + "?calls=true": 403, "/v1/evals/runs/" + run: 200,
 	} {

@@ -32,13 +32,10 @@ func TestTraceIDForms(t *testing.T) {
 			a.t = t
 			var got activity.Trace
 			header := a.get("/v1/traces/"+form, &got)
-			if got.TraceID != string(id) || got.OTelTraceID != id.OTel() || got.Surface != "webhook" || got.Status != "pending" {
-				t.Errorf("trace is %+v", got)
-			}
-			if len(got.Activities) != 2 || got.Activities[0].SkillName != "first" ||
-				got.Activities[1].ConversationID != string(id) {
-				t.Errorf("activities are %+v", got.Activities)
-			}
+			assert.Truef(t, got.TraceID == string(id) && got.OTelTraceID == id.OTel() && got.Surface == "webhook" &&
+				got.Status == "pending", "trace is %+v", got)
+			assert.Truef(t, len(got.Activities) == 2 && got.Activities[0].SkillName == "first" &&
+				got.Activities[1].ConversationID == string(id), "activities are %+v", got.Activities)
 			assert.Equal(t, string(id), header.Get("X-Trace-Id"))
 		})
 	}
@@ -51,9 +48,8 @@ func TestTraceWithoutActivities(t *testing.T) {
 	a.start("beat", id)
 	var got map[string]any
 	a.get("/v1/traces/"+string(id), &got)
-	if list, ok := got["activities"].([]any); !ok || len(list) != 0 {
-		t.Errorf("activities are %v", got["activities"])
-	}
+	list, ok := got["activities"].([]any)
+	assert.Truef(t, ok && len(list) == 0, "activities are %v", got["activities"])
 }
 
 // detail is an execution as the contract describes it.
@@ -82,18 +78,13 @@ func TestExecutionDetail(t *testing.T) {
 	x := a.start("ask", trace.New(trace.Flow))
 	var got detail
 	header := a.get("/v1/executions/"+x.ID, &got)
-	if got.ID != x.ID || got.Status != "pending" || got.Flow != "ask" || got.Input["for"] != "ask" ||
-		got.Checkpoint != nil {
-		t.Errorf("execution is %+v", got)
-	}
-	if got.Waits == nil || len(got.Waits) != 0 {
-		t.Errorf("waits are %v", got.Waits)
-	}
+	assert.Truef(t, got.ID == x.ID && got.Status == "pending" && got.Flow == "ask" && got.Input["for"] == "ask" &&
+		got.Checkpoint == nil, "execution is %+v", got)
+	assert.Truef(t, got.Waits != nil && len(got.Waits) == 0, "waits are %v", got.Waits)
 	assert.Equal(t, x.TraceID, header.Get("X-Trace-Id"))
-	if at, err := time.Parse(time.RFC3339, got.CreatedAt); err != nil || got.CreatedAt[len(got.CreatedAt)-1] != 'Z' ||
-		!at.Equal(x.CreatedAt) {
-		t.Errorf("created at %q, want %s", got.CreatedAt, x.CreatedAt)
-	}
+	at, err := time.Parse(time.RFC3339, got.CreatedAt)
+	assert.Truef(t, err == nil && got.CreatedAt[len(got.CreatedAt)-1] == 'Z' && at.Equal(x.CreatedAt),
+		"created at %q, want %s", got.CreatedAt, x.CreatedAt)
 	a.claim(x)
 	pgtest.Exec(t, a.pool, `
 		insert into agent_checkpoints (execution_id, step, claim, output, created_at) values
@@ -103,13 +94,9 @@ func TestExecutionDetail(t *testing.T) {
 		update agent_executions set status = 'waiting', claim = claim + 1, waiting_for = 'response', waiting_key = 'thread-7',
 		       waiting_until = '2999-01-01', waiting_data = '{"asked": "when?"}' where id = @id`, postgres.Strict{"id": x.ID})
 	a.get("/v1/executions/"+x.ID, &got)
-	if got.Checkpoint == nil || got.Checkpoint.Step != "second" {
-		t.Errorf("checkpoint is %+v", got.Checkpoint)
-	}
-	if len(got.Waits) != 1 || got.Waits[0].For != "response" || got.Waits[0].Key != "thread-7" ||
-		got.Waits[0].Data == nil {
-		t.Errorf("waits are %+v", got.Waits)
-	}
+	assert.Truef(t, got.Checkpoint != nil && got.Checkpoint.Step == "second", "checkpoint is %+v", got.Checkpoint)
+	assert.Truef(t, len(got.Waits) == 1 && got.Waits[0].For == "response" && got.Waits[0].Key == "thread-7" &&
+		got.Waits[0].Data != nil, "waits are %+v", got.Waits)
 }
 
 // The row keeps what a replay needs; the API hides secrets and truncates large values.
@@ -131,14 +118,12 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 	for _, path := range []string{"/v1/executions", "/v1/executions/" + x.ID} {
 		a.get(path, &struct{}{})
 		got := a.raw("GET", path, "", asAdmin()).Body.String()
-		if strings.Contains(got, "Zq81xLm0Kk77") || !strings.Contains(got, "[redacted]") || len(got) > 128<<10 {
-			t.Errorf("%s: %d bytes: %.2000s", path, len(got), got)
-		}
+		assert.Truef(t, !strings.Contains(got, "Zq81xLm0Kk77") && strings.Contains(got, "[redacted]") && len(got) <= 128<<10,
+			"%s: %d bytes: %.2000s", path, len(got), got)
 	}
 	kept, err := executions.Get(t.Context(), a.pool, x.ID)
-	if err != nil || !strings.Contains(string(kept.Variables), "Zq81xLm0Kk77") {
-		t.Errorf("the row keeps %s, %v", kept.Variables, err)
-	}
+	assert.Truef(t, err == nil && strings.Contains(string(kept.Variables), "Zq81xLm0Kk77"),
+		"the row keeps %s, %v", kept.Variables, err)
 }
 
 func TestCancelExecutionOnce(t *testing.T) {
@@ -151,14 +136,11 @@ func TestCancelExecutionOnce(t *testing.T) {
 	}
 	for range 2 {
 		header := a.post("/v1/executions/"+x.ID+"/cancel", `{"reason":"not needed"}`, &got)
-		if got.Status != "cancelled" || header.Get("X-Trace-Id") != x.TraceID {
-			t.Errorf("answer is %+v, %v", got, header)
-		}
+		assert.Truef(t, got.Status == "cancelled" && header.Get("X-Trace-Id") == x.TraceID, "answer is %+v, %v", got, header)
 	}
 	row, err := executions.Get(t.Context(), a.pool, x.ID)
-	if err != nil || *row.CancelledBy != "root" || *row.CancelReason != "not needed" {
-		t.Errorf("row is %+v, %v", row, err)
-	}
+	assert.Truef(t, err == nil && *row.CancelledBy == "root" && *row.CancelReason == "not needed",
+		"row is %+v, %v", row, err)
 	done := a.start("beat", trace.New(trace.Flow))
 	a.fail(done)
 	a.post("/v1/executions/"+done.ID+"/cancel", `{"reason":"too late"}`, &got)
@@ -188,13 +170,10 @@ func TestListSkillsWithHealth(t *testing.T) {
 	}
 	a.get("/v1/skills", &got)
 	busy, idle := got.Items[0], got.Items[1]
-	if busy.Name != "busy" || busy.Health.Calls != 4 || busy.Health.Streak != 2 || *busy.Health.Rate != 0.5 ||
-		busy.Health.P95 == nil {
-		t.Errorf("busy is %+v", busy)
-	}
-	if idle.Name != "idle" || idle.Health.Calls != 0 || idle.Health.Rate != nil || idle.Health.State != "enabled" {
-		t.Errorf("idle is %+v", idle)
-	}
+	assert.Truef(t, busy.Name == "busy" && busy.Health.Calls == 4 && busy.Health.Streak == 2 && *busy.Health.Rate == 0.5 &&
+		busy.Health.P95 != nil, "busy is %+v", busy)
+	assert.Truef(t, idle.Name == "idle" && idle.Health.Calls == 0 && idle.Health.Rate == nil &&
+		idle.Health.State == "enabled", "idle is %+v", idle)
 }
 
 func TestForkRetryAndReplayOverHTTP(t *testing.T) {
@@ -226,9 +205,7 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 			Flow: "greet", Surface: trace.Flow,
 			Input: map[string]string{"name": name},
 		})
-		if err != nil || x.Status != want {
-			t.Fatalf("%s: %s, %v", name, x.Status, err)
-		}
+		require.Truef(t, err == nil && x.Status == want, "%s: %s, %v", name, x.Status, err)
 		return x
 	}
 	good, bad := run("Ana", executions.Completed), run("nobody", executions.Failed)
@@ -240,19 +217,16 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 	var got forked
 	header := a.request("POST", "/v1/executions/"+good.ID+"/fork",
 		`{"from": "say", "input": {"name": "Ana", "more": true}}`, 201, &got)
-	if got.ForkedFrom != good.ID || got.From != "say" || got.Status != "pending" ||
-		header.Get("X-Trace-Id") != got.TraceID || got.TraceID == good.TraceID {
-		t.Errorf("fork is %+v", got)
-	}
+	assert.Truef(t, got.ForkedFrom == good.ID && got.From == "say" && got.Status == "pending" &&
+		header.Get("X-Trace-Id") == got.TraceID && got.TraceID != good.TraceID, "fork is %+v", got)
 	a.request("POST", "/v1/executions/"+bad.ID+"/retry", ``, 201, &got)
 	assert.Equal(t, bad.ID, got.ForkedFrom, got)
 	assert.Equal(t, "say", got.From, got)
 	var replayed executions.Replayed
 	for _, x := range []executions.Execution{good, bad} {
 		a.post("/v1/executions/"+x.ID+"/replay", ``, &replayed)
-		if !replayed.Equal || replayed.Digest == "" || replayed.Steps != 2 || replayed.TraceID != x.TraceID {
-			t.Errorf("replay is %+v", replayed)
-		}
+		assert.Truef(t, replayed.Equal && replayed.Digest != "" && replayed.Steps == 2 && replayed.TraceID == x.TraceID,
+			"replay is %+v", replayed)
 	}
 	for path, c := range map[string]struct {
 		body   string
@@ -299,22 +273,17 @@ func TestMonitoringOverHTTP(t *testing.T) {
 		t.Helper()
 		w := a.raw("GET", path, "", asAdmin())
 		var page struct{ Items []map[string]any }
-		if err := json.Unmarshal(w.Body.Bytes(), &page); err != nil || w.Code != http.StatusOK {
-			t.Fatalf("%s: %d %s", path, w.Code, w.Body)
-		}
+		err := json.Unmarshal(w.Body.Bytes(), &page)
+		require.Truef(t, err == nil && w.Code == http.StatusOK, "%s: %d %s", path, w.Code, w.Body)
 		return page.Items
 	}
-	if got := items("/v1/monitor/status"); len(got) != 3 ||
-		fmt.Sprint(got[0]["status"], got[0]["count"], got[2]["count"]) != "pending1 2" {
-		t.Errorf("status: %v", got)
-	}
-	if got := items("/v1/monitor/waiting"); len(got) != 2 || got[0]["flow"] != "b" || got[1]["waiting_key"] != "c" {
-		t.Errorf("waiting: %v", got)
-	}
-	if got := items("/v1/monitor/waiting?for=delay"); len(got) != 0 {
-		t.Errorf("waiting for time: %v", got)
-	}
-	if got := items("/v1/monitor/stuck"); len(got) != 1 || got[0]["flow"] != "b" {
-		t.Errorf("stuck: %v", got)
-	}
+	got := items("/v1/monitor/status")
+	assert.Truef(t, len(got) == 3 && fmt.Sprint(got[0]["status"], got[0]["count"], got[2]["count"]) == "pending1 2",
+		"status: %v", got)
+	got = items("/v1/monitor/waiting")
+	assert.Truef(t, len(got) == 2 && got[0]["flow"] == "b" && got[1]["waiting_key"] == "c", "waiting: %v", got)
+	got = items("/v1/monitor/waiting?for=delay")
+	assert.Truef(t, len(got) == 0, "waiting for time: %v", got)
+	got = items("/v1/monitor/stuck")
+	assert.Truef(t, len(got) == 1 && got[0]["flow"] == "b", "stuck: %v", got)
 }

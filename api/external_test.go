@@ -61,9 +61,8 @@ func (a *agent) startExternal(more string) startedExecution {
 	a.t.Helper()
 	var x startedExecution
 	header := a.request("POST", "/v1/executions", `{"flow":"external"`+more+`}`, http.StatusCreated, &x)
-	if x.Status != "pending" || header.Get("X-Trace-Id") != x.TraceID || !strings.HasPrefix(x.TraceID, "fl_") {
-		a.t.Errorf("started %+v", x)
-	}
+	assert.Truef(a.t, x.Status == "pending" && header.Get("X-Trace-Id") == x.TraceID &&
+		strings.HasPrefix(x.TraceID, "fl_"), "started %+v", x)
 	return x
 }
 
@@ -107,18 +106,14 @@ func TestExternalExecutionLifecycle(t *testing.T) {
 	x := a.startExternal(`,"input":{"n":1,"token":"kept-whole-for-the-worker"},"thread_id":"t-1","progress_seconds":600`)
 	path := "/v1/executions/" + x.ID
 	lock := a.lock(x.ID, "worker 1", 30)
-	if lock.Execution.Status != "running" || lock.Checkpoint != nil || len(lock.Checkpoints) != 0 ||
-		!strings.Contains(string(lock.Execution.Input), "kept-whole") ||
-		time.Until(lock.ExpiresAt) > 31*time.Second || lock.Execution.Progress != 600 || lock.Execution.OnLost != "fail" {
-		t.Errorf("lock is %+v", lock)
-	}
-	if again := a.lock(x.ID, "worker 1", 60); again.LockID != lock.LockID || !again.ExpiresAt.After(lock.ExpiresAt) {
-		t.Errorf("again %+v", again)
-	}
+	assert.Truef(t, lock.Execution.Status == "running" && lock.Checkpoint == nil && len(lock.Checkpoints) == 0 &&
+		strings.Contains(string(lock.Execution.Input), "kept-whole") && time.Until(lock.ExpiresAt) <= 31*time.Second &&
+		lock.Execution.Progress == 600 && lock.Execution.OnLost == "fail", "lock is %+v", lock)
+	again := a.lock(x.ID, "worker 1", 60)
+	assert.Truef(t, again.LockID == lock.LockID && again.ExpiresAt.After(lock.ExpiresAt), "again %+v", again)
 	held := a.checkProblem(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "worker 1 holds it until")
-	if held.Holder != "worker 1" || held.TraceID != x.TraceID || !strings.HasSuffix(held.Type, "lock-held") {
-		t.Errorf("held: %+v", held)
-	}
+	assert.Truef(t, held.Holder == "worker 1" && held.TraceID == x.TraceID && strings.HasSuffix(held.Type, "lock-held"),
+		"held: %+v", held)
 	var step struct{ ID, Step string }
 	a.checkResponse(a.recordStep(x.ID, lock.LockID, "one", `{"a":[1,2]}`), "POST", path+"/checkpoints", 201, &step)
 	a.checkResponse(a.recordStep(x.ID, lock.LockID, "one", `{ "a": [1, 2.0] }`), "POST", path+"/checkpoints", 200, &step)
@@ -130,10 +125,8 @@ func TestExternalExecutionLifecycle(t *testing.T) {
 		CancelRequested bool `json:"cancel_requested"`
 	}
 	header := a.request("PUT", path+"/lock/"+lock.LockID, "", 200, &beat)
-	if beat.Status != "running" || beat.CancelRequested || time.Until(beat.ExpiresAt) < 30*time.Second ||
-		header.Get("X-Trace-Id") != x.TraceID {
-		t.Errorf("beat %+v", beat)
-	}
+	assert.Truef(t, beat.Status == "running" && !beat.CancelRequested && time.Until(beat.ExpiresAt) >= 30*time.Second &&
+		header.Get("X-Trace-Id") == x.TraceID, "beat %+v", beat)
 	var end startedExecution
 	a.request("DELETE", path+"/lock/"+lock.LockID,
 		`{"status":"waiting","waiting_for":"event","waiting_key":"paid","timeout":"7d"}`, 200, &end)
@@ -147,32 +140,26 @@ func TestExternalExecutionLifecycle(t *testing.T) {
 		ForkedFrom, FlowVersion, Inherits any
 	}
 	a.get(path, &detail)
-	if end.Status != "waiting" || detail.Status != "waiting" || len(detail.Waits) != 1 || detail.Waits[0].Key != "paid" ||
-		detail.Checkpoint.Step != "one" {
-		t.Errorf("waiting: %+v, %+v", end, detail)
-	}
+	assert.Truef(t, end.Status == "waiting" && detail.Status == "waiting" && len(detail.Waits) == 1 &&
+		detail.Waits[0].Key == "paid" && detail.Checkpoint.Step == "one", "waiting: %+v, %+v", end, detail)
 	a.checkProblem(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409, "for event paid until")
 	a.checkRefusals(x.ID, lock.LockID, "waits for event paid")
 	a.request("POST", "/v1/events", `{"event":"EVENT_COMPLETED","key":"paid","data":{"amount":3}}`, 202, &struct{}{})
 	next := a.lock(x.ID, "worker 2", 30)
 	want := map[string]any{"one": map[string]any{"a": []any{1.0, 2.0}}, "wait event 1": next.Checkpoints["wait event 1"]}
-	if diff := cmp.Diff(want, next.Checkpoints); diff != "" ||
-		next.Checkpoints["wait event 1"].(map[string]any)["data"].(map[string]any)["amount"] != 3.0 ||
-		next.Checkpoint.Step != "wait event 1" {
-		t.Errorf("after the wait: %+v %s", next, diff)
-	}
+	diff := cmp.Diff(want, next.Checkpoints)
+	assert.Truef(t, diff == "" &&
+		next.Checkpoints["wait event 1"].(map[string]any)["data"].(map[string]any)["amount"] == 3.0 &&
+		next.Checkpoint.Step == "wait event 1", "after the wait: %+v %s", next, diff)
 	a.request("DELETE", path+"/lock/"+next.LockID, `{"status":"failed","error_message":"no paper"}`, 200, &end)
 	a.checkRefusals(x.ID, next.LockID, "the run has ended: failed, no paper")
 	a.checkProblem(a.raw("POST", path+"/lock", `{"owner":"worker 2"}`, asAdmin()), 409,
 		"the run has ended: failed, no paper")
 	for _, id := range []string{lock.LockID, next.LockID} {
-		if strings.Contains(a.log.String(), id) {
-			t.Error("the log has the id of a lock")
-		}
-		if listed := a.raw("GET", "/v1/lanes", "", asAdmin()).Body.String() +
-			a.raw("GET", path, "", asAdmin()).Body.String(); strings.Contains(listed, id) {
-			t.Error("the id of a lock is listed")
-		}
+		assert.True(t, !strings.Contains(a.log.String(), id), "the log has the id of a lock")
+		listed := a.raw("GET", "/v1/lanes", "", asAdmin()).Body.String() +
+			a.raw("GET", path, "", asAdmin()).Body.String()
+		assert.True(t, !strings.Contains(listed, id), "the id of a lock is listed")
 	}
 	assert.Contains(t, a.log.String(), "/lock/[redacted]")
 }
@@ -261,9 +248,8 @@ func TestInvalidExternalRequests(t *testing.T) {
 				b.checkProblem(b.raw(c.method, c.path, c.body, asAdmin()), c.status, c.words)
 			})
 	}
-	if again := a.lock(x.ID, "w", 30); again.LockID != lock.LockID || len(again.Checkpoints) != 0 {
-		t.Errorf("something was changed: %+v", again)
-	}
+	again := a.lock(x.ID, "w", 30)
+	assert.Truef(t, again.LockID == lock.LockID && len(again.Checkpoints) == 0, "something was changed: %+v", again)
 	inside := startedExecution{}
 	a.request("POST", "/v1/executions", `{"flow":"report"}`, 201, &inside)
 	a.checkProblem(a.raw("POST", "/v1/executions/"+inside.ID+"/lock", `{"owner":"w"}`, asAdmin()), 409, "external")
@@ -286,15 +272,12 @@ func TestStartWithKeyAndChild(t *testing.T) {
 	a.request("GET", "/v1/executions?label=order%3DA-1001", "", 200, &found)
 	var detail struct{ Labels map[string]string }
 	a.request("GET", "/v1/executions/"+first.ID, "", 200, &detail)
-	if len(found.Items) != 1 || found.Items[0].ID != first.ID || detail.Labels["order"] != "A-1001" {
-		t.Errorf("found %+v, labels %v", found, detail.Labels)
-	}
+	assert.Truef(t, len(found.Items) == 1 && found.Items[0].ID == first.ID && detail.Labels["order"] == "A-1001",
+		"found %+v, labels %v", found, detail.Labels)
 	a.checkProblem(a.raw("POST", "/v1/executions", `{"flow":"external","labels":{"No":"x"}}`, asAdmin()), 400, "labels")
 	a.request("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+
 		`","queue":"interactive","priority":1}`, 201, &child)
-	if child.TraceID != first.TraceID || child.ID == first.ID {
-		t.Errorf("the child is %+v", child)
-	}
+	assert.Truef(t, child.TraceID == first.TraceID && child.ID != first.ID, "the child is %+v", child)
 	a.request("POST", "/v1/executions/"+first.ID+"/cancel", `{"reason":"enough"}`, 200, &again)
 	a.checkProblem(a.raw("POST", "/v1/executions", `{"flow":"external","parent_id":"`+first.ID+`"}`, asAdmin()), 409,
 		"has ended")
@@ -321,9 +304,7 @@ func TestConcurrentLockRequests(t *testing.T) {
 		})
 	}
 	group.Wait()
-	if won.Load() != 1 || lost.Load() != 49 {
-		t.Errorf("%d got it, %d did not", won.Load(), lost.Load())
-	}
+	assert.Truef(t, won.Load() == 1 && lost.Load() == 49, "%d got it, %d did not", won.Load(), lost.Load())
 }
 
 func TestBatchRenewalReportsCancel(t *testing.T) {
@@ -344,12 +325,10 @@ func TestBatchRenewalReportsCancel(t *testing.T) {
 	}
 	body := fmt.Sprintf(`{"lock_ids":[%q,%q,"gone"]}`, one.LockID, two.LockID)
 	a.request("PUT", "/v1/locks", body, 200, &got)
-	if l := got.Locks; len(l) != 3 || !l[0].Live || *l[0].ExecutionID != x.ID || *l[0].Status != "running" ||
-		l[0].CancelRequested ||
-		!l[1].Live || !l[1].CancelRequested || *l[1].Status != "cancelled" || l[2].Live || l[2].ExecutionID != nil ||
-		l[2].ExpiresAt != nil {
-		t.Errorf("beats are %+v", l)
-	}
+	l := got.Locks
+	assert.Truef(t, len(l) == 3 && l[0].Live && *l[0].ExecutionID == x.ID && *l[0].Status == "running" &&
+		!l[0].CancelRequested && l[1].Live && l[1].CancelRequested && *l[1].Status == "cancelled" && !l[2].Live &&
+		l[2].ExecutionID == nil && l[2].ExpiresAt == nil, "beats are %+v", l)
 	a.checkRefusals(y.ID, two.LockID, "cancelled, enough")
 }
 
@@ -406,18 +385,14 @@ func TestStatusStreamResumesWithoutGap(t *testing.T) {
 	l := a.lock(x.ID, "w", 1) // nobody beats: it fails
 	want := []string{"pending", "running", "waiting", "running", "waiting", "running", "failed"}
 	got := <-all
-	if diff := cmp.Diff(want, got.statuses); diff != "" {
-		t.Fatal(diff)
-	}
+	require.Equal(t, "", cmp.Diff(want, got.statuses))
 	a.checkRefusals(x.ID, l.LockID, "lease expired")
 	for i, id := range got.ids[:len(got.ids)-1] {
-		if again, _ := a.followStatus(url, id); !slices.Equal(again, want[i+1:]) {
-			t.Errorf("after %s it sees %v", id, again)
-		}
+		again, _ := a.followStatus(url, id)
+		assert.Truef(t, slices.Equal(again, want[i+1:]), "after %s it sees %v", id, again)
 	}
-	if again, _ := a.followStatus(url, ""); !slices.Equal(again, []string{"failed"}) {
-		t.Errorf("who is new sees %v", again)
-	}
+	again, _ := a.followStatus(url, "")
+	assert.Truef(t, slices.Equal(again, []string{"failed"}), "who is new sees %v", again)
 }
 
 func TestWrongFieldTypeProblem(t *testing.T) {
@@ -465,9 +440,8 @@ func TestPauseAndResumeOverHTTP(t *testing.T) {
 	}
 	var first, again, over executions.PauseChange
 	header := a.post("/v1/pause", `{"reason":"prices look wrong"}`, &first)
-	if !first.Changed || !first.Paused || first.PausedBy != "root" || header.Get("X-Trace-Id") != first.TraceID {
-		t.Errorf("pause: %+v, %v", first, header)
-	}
+	assert.Truef(t, first.Changed && first.Paused && first.PausedBy == "root" && header.Get("X-Trace-Id") == first.TraceID,
+		"pause: %+v, %v", first, header)
 	a.checkAudit(first.TraceID, first.ActivityID, "pause_agent", "prices look wrong")
 	if a.post("/v1/pause", `{"reason":"really"}`, &again); again.Changed || again.TraceID != first.TraceID ||
 		again.Reason != "prices look wrong" {
@@ -479,9 +453,8 @@ func TestPauseAndResumeOverHTTP(t *testing.T) {
 	a.checkProblem(a.raw("POST", "/v1/pause", `{}`, asAdmin()), 400, "reason")
 	a.checkProblem(a.raw("POST", "/v1/resume", `{"reason":" "}`, asAdmin()), 400, "reason")
 	a.post("/v1/resume", `{"reason":"they were right"}`, &over)
-	if !over.Changed || over.Paused || over.Reason != "prices look wrong" || over.ResumedAt == nil {
-		t.Errorf("resume: %+v", over)
-	}
+	assert.Truef(t, over.Changed && !over.Paused && over.Reason == "prices look wrong" && over.ResumedAt != nil,
+		"resume: %+v", over)
 	a.checkAudit(over.TraceID, over.ActivityID, "resume_agent", "they were right")
 	var none executions.PauseChange
 	if a.post("/v1/resume", `{"reason":"again"}`, &none); none.Changed || none.PausedAt != nil {
@@ -557,10 +530,9 @@ func TestNodeWorkerResumesAfterKill(t *testing.T) {
 	a.waitSteps(first, 2)
 	first.signal(t, syscall.SIGSTOP)
 	intruder := a.startNodeWorker(base, "intruder", x.ID, "0")
-	if err := intruder.cmd.Wait(); intruder.cmd.ProcessState.ExitCode() != 9 ||
-		!strings.Contains(intruder.out.String(), "first holds it until") {
-		t.Errorf("who came too early: %v %s", err, intruder.out)
-	}
+	err := intruder.cmd.Wait()
+	assert.Truef(t, intruder.cmd.ProcessState.ExitCode() == 9 &&
+		strings.Contains(intruder.out.String(), "first holds it until"), "who came too early: %v %s", err, intruder.out)
 	first.signal(t, syscall.SIGKILL)
 	_ = first.cmd.Wait() // killed
 	over()
@@ -569,14 +541,12 @@ func TestNodeWorkerResumesAfterKill(t *testing.T) {
 	second.signal(t, syscall.SIGSTOP) // alive, but not heard of
 	over()
 	third := a.startNodeWorker(base, "third", x.ID, "0")
-	if err := third.cmd.Wait(); err != nil || !strings.Contains(third.out.String(), "completed: 46") {
-		t.Errorf("third: %v %s", err, third.out)
-	}
+	err = third.cmd.Wait()
+	assert.Truef(t, err == nil && strings.Contains(third.out.String(), "completed: 46"), "third: %v %s", err, third.out)
 	second.signal(t, syscall.SIGCONT)
-	if err := second.cmd.Wait(); second.cmd.ProcessState.ExitCode() != 9 ||
-		!strings.Contains(second.out.String(), ": 409 ") {
-		t.Errorf("who was woken late: %v %s", err, second.out)
-	}
+	err = second.cmd.Wait()
+	assert.Truef(t, second.cmd.ProcessState.ExitCode() == 9 && strings.Contains(second.out.String(), ": 409 "),
+		"who was woken late: %v %s", err, second.out)
 	steps := pgtest.Value[int](t, a.pool, `select count(*)::int from agent_checkpoints where execution_id = $1`, x.ID)
 	claims := pgtest.Value[int](t, a.pool, `select count(distinct claim)::int from agent_checkpoints
 		where execution_id = $1`, x.ID)
@@ -585,12 +555,10 @@ func TestNodeWorkerResumesAfterKill(t *testing.T) {
 		Summary string `json:"result_summary"`
 	}
 	a.get("/v1/executions/"+x.ID, &ended)
-	if steps != 8 || claims != 3 || ended.Status != "completed" || ended.Summary != "the sum is 46" {
-		t.Errorf("%d steps under %d claims, %+v", steps, claims, ended)
-	}
+	assert.Truef(t, steps == 8 && claims == 3 && ended.Status == "completed" && ended.Summary == "the sum is 46",
+		"%d steps under %d claims, %+v", steps, claims, ended)
 	for _, n := range []*nodeWorker{second, third} { // nobody does again what was recorded
-		if strings.Contains(n.out.String(), "recorded add 1\n") || strings.Contains(n.out.String(), "locked with 0") {
-			t.Errorf("it began anew: %s", n.out)
-		}
+		assert.Truef(t, !strings.Contains(n.out.String(), "recorded add 1\n") &&
+			!strings.Contains(n.out.String(), "locked with 0"), "it began anew: %s", n.out)
 	}
 }

@@ -18,6 +18,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -64,10 +65,9 @@ func FuzzTextOnItsWayIn(f *testing.F) {
 		Logger: slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelError})),
 	})
 	require.NoError(f, err)
-	if _, err := pool.Exec(f.Context(), `insert into agent_threads (id, channel, participant)
-		values ('thread', 'chat', 'ana')`); err != nil {
-		f.Fatal(err)
-	}
+	_, err = pool.Exec(f.Context(), `insert into agent_threads (id, channel, participant)
+		values ('thread', 'chat', 'ana')`)
+	require.NoError(f, err)
 	for i := range storedValues {
 		for _, text := range []string{"a", "\x00", `\u0000`, `"\ud800"`, "\xff\xfe", "1e400"} {
 			f.Add(uint8(i), text)
@@ -98,9 +98,8 @@ func FuzzTextOnItsWayIn(f *testing.F) {
 		maps.Copy(r.Header, asAdmin())
 		w := httptest.NewRecorder()
 		handler.ServeHTTP(w, r)
-		if w.Code >= http.StatusInternalServerError {
-			t.Errorf("%s %q %q: %d %s\n%s", method, path, body, w.Code, w.Body, log)
-		}
+		assert.Truef(t, w.Code < http.StatusInternalServerError,
+			"%s %q %q: %d %s\n%s", method, path, body, w.Code, w.Body, log)
 	})
 }
 
@@ -168,9 +167,7 @@ func TestNoInputIsServerError(t *testing.T) {
 			}
 		}
 	}
-	if asked < 1000 {
-		t.Errorf("only %d requests were made", asked)
-	}
+	assert.Truef(t, asked >= 1000, "only %d requests were made", asked)
 }
 
 func (a *agent) checkNoServerError(method, path, segment, query, body string) {
@@ -181,9 +178,8 @@ func (a *agent) checkNoServerError(method, path, segment, query, body string) {
 	maps.Copy(r.Header, asAdmin())
 	w := httptest.NewRecorder()
 	a.handler.ServeHTTP(w, r)
-	if w.Code >= http.StatusInternalServerError && w.Code != http.StatusServiceUnavailable {
-		a.t.Errorf("%s %q ?%s %.300q: %d %s", method, target.Path, query, body, w.Code, w.Body)
-	}
+	assert.Truef(a.t, w.Code < http.StatusInternalServerError || w.Code == http.StatusServiceUnavailable,
+		"%s %q ?%s %.300q: %d %s", method, target.Path, query, body, w.Code, w.Body)
 }
 
 // parameters returns the names of an operation's query parameters.

@@ -51,14 +51,11 @@ func TestIdempotencyReplaysResponse(t *testing.T) {
 	a := withEndpoints(t, countingEndpoint(&calls, writeCount))
 	first := a.postWithKey("/v1/things", `{"a":1}`, chatKey, "k1")
 	again := a.postWithKey("/v1/things", `{"a":1}`, chatKey, "k1")
-	if first.Code != 201 || again.Code != 201 || again.Body.String() != first.Body.String() ||
-		first.Body.String() != `{"n":1}` {
-		t.Errorf("%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
-	}
-	if again.Header().Get("X-Trace-Id") != "ch_1" || again.Header().Get("Content-Type") != "application/json" ||
-		again.Header().Get("Idempotent-Replayed") != "true" || first.Header().Get("Idempotent-Replayed") != "" {
-		t.Errorf("%v, then %v", first.Header(), again.Header())
-	}
+	assert.Truef(t, first.Code == 201 && again.Code == 201 && again.Body.String() == first.Body.String() &&
+		first.Body.String() == `{"n":1}`, "%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
+	assert.Truef(t, again.Header().Get("X-Trace-Id") == "ch_1" &&
+		again.Header().Get("Content-Type") == "application/json" && again.Header().Get("Idempotent-Replayed") == "true" &&
+		first.Header().Get("Idempotent-Replayed") == "", "%v, then %v", first.Header(), again.Header())
 	a.checkProblem(a.postWithKey("/v1/things", `{"a":2}`, chatKey, "k1"), 422, "a different request")
 	a.checkProblem(a.postWithKey("/v1/things?x=1", `{"a":1}`, chatKey, "k1"), 422, "a different request")
 	for name, other := range map[string]*httptest.ResponseRecorder{
@@ -66,16 +63,14 @@ func TestIdempotencyReplaysResponse(t *testing.T) {
 		"another visitor": a.postWithKey("/v1/things", `{"a":1}`, otherKey, "k1"),
 		"no key":          a.raw("POST", "/v1/things", `{"a":1}`, bearer(chatKey)),
 	} {
-		if other.Header().Get("Idempotent-Replayed") != "" || other.Code != 201 {
-			t.Errorf("%s: %d %v", name, other.Code, other.Header())
-		}
+		assert.Truef(t, other.Header().Get("Idempotent-Replayed") == "" && other.Code == 201,
+			"%s: %d %v", name, other.Code, other.Header())
 	}
 	assert.Equal(t, 4, calls.Load())
 	pgtest.Exec(t, a.pool, `update agent_idempotency set expires_at = clock_timestamp() where key = 'k1'`)
-	if later := a.postWithKey("/v1/things", `{"a":2}`, chatKey, "k1"); later.Code != 201 ||
-		later.Header().Get("Idempotent-Replayed") != "" {
-		t.Errorf("after its day: %d %s", later.Code, later.Body)
-	}
+	later := a.postWithKey("/v1/things", `{"a":2}`, chatKey, "k1")
+	assert.Truef(t, later.Code == 201 && later.Header().Get("Idempotent-Replayed") == "",
+		"after its day: %d %s", later.Code, later.Body)
 	pgtest.Equal(t, a.pool, 0, `select count(*) from agent_idempotency where expires_at <= clock_timestamp()`)
 }
 
@@ -103,13 +98,11 @@ func TestConcurrentRequestsWithKey(t *testing.T) {
 	refused.Wait() // all others are told while the first is being handled
 	close(release)
 	group.Wait()
-	if calls.Load() != 1 || statuses[201].Load() != 1 || statuses[409].Load() != 49 {
-		t.Errorf("handled %d times, %d made, %d refused", calls.Load(), statuses[201].Load(), statuses[409].Load())
-	}
-	if again := a.postWithKey("/v1/things", "{}", chatKey, "race"); again.Code != 201 ||
-		again.Header().Get("Idempotent-Replayed") != "true" {
-		t.Errorf("later: %d %v", again.Code, again.Header())
-	}
+	assert.Truef(t, calls.Load() == 1 && statuses[201].Load() == 1 && statuses[409].Load() == 49,
+		"handled %d times, %d made, %d refused", calls.Load(), statuses[201].Load(), statuses[409].Load())
+	again := a.postWithKey("/v1/things", "{}", chatKey, "race")
+	assert.Truef(t, again.Code == 201 && again.Header().Get("Idempotent-Replayed") == "true",
+		"later: %d %v", again.Code, again.Header())
 }
 
 func TestExpiredAttemptIsReplaced(t *testing.T) {
@@ -120,15 +113,13 @@ func TestExpiredAttemptIsReplaced(t *testing.T) {
 		if n == 1 {
 			pgtest.Exec(t, a.pool, `update agent_idempotency set lease_until = clock_timestamp() where key = 'k'`)
 			a.checkProblem(a.postWithKey("/v1/things", "other", chatKey, "k"), 422, "different")
-			if second := a.postWithKey("/v1/things", "{}", chatKey, "k"); second.Body.String() != `{"n":2}` {
-				t.Errorf("the second attempt: %d %s", second.Code, second.Body)
-			}
+			second := a.postWithKey("/v1/things", "{}", chatKey, "k")
+			assert.Truef(t, second.Body.String() == `{"n":2}`, "the second attempt: %d %s", second.Code, second.Body)
 		}
 		writeCount(w, r, n)
 	}))
-	if first := a.postWithKey("/v1/things", "{}", chatKey, "k"); first.Body.String() != `{"n":1}` {
-		t.Errorf("the first attempt: %d %s", first.Code, first.Body)
-	}
+	first := a.postWithKey("/v1/things", "{}", chatKey, "k")
+	assert.Truef(t, first.Body.String() == `{"n":1}`, "the first attempt: %d %s", first.Code, first.Body)
 	if kept := a.postWithKey("/v1/things", "{}", chatKey, "k"); kept.Body.String() != `{"n":2}` || calls.Load() != 2 {
 		t.Errorf("kept is %s after %d calls: the attempt that lost its lease has overwritten it", kept.Body, calls.Load())
 	}
@@ -179,9 +170,8 @@ func TestFailuresAreNotStored(t *testing.T) {
 			}))
 			first := a.postWithKey("/v1/things", "{}", chatKey, "k")
 			again := a.postWithKey("/v1/things", "{}", chatKey, "k")
-			if first.Code < 400 || again.Code != 201 || again.Header().Get("Idempotent-Replayed") != "" {
-				t.Errorf("%d, then %d %v", first.Code, again.Code, again.Header())
-			}
+			assert.Truef(t, first.Code >= 400 && again.Code == 201 && again.Header().Get("Idempotent-Replayed") == "",
+				"%d, then %d %v", first.Code, again.Code, again.Header())
 		})
 	}
 }
@@ -207,13 +197,9 @@ func TestStreamIsNotRepeated(t *testing.T) {
 	if w := a.postWithKey("/v1/things", "{}", chatKey, "k"); w.Body.String() != "data: 1\n\ndata: 2\n\n" || !w.Flushed {
 		t.Errorf("%d %q, flushed %v", w.Code, w.Body, w.Flushed)
 	}
-	if p := a.checkProblem(a.postWithKey("/v1/things", "{}", chatKey, "k"), 409, "stream"); p.TraceID != "ch_7" ||
-		calls.Load() != 1 {
-		t.Errorf("%+v after %d calls", p, calls.Load())
-	}
-	if w := a.postWithKey("/v1/large", "{}", token, "k"); w.Body.Len() != 1800<<10 {
-		t.Errorf("%d bytes arrived", w.Body.Len())
-	}
+	p := a.checkProblem(a.postWithKey("/v1/things", "{}", chatKey, "k"), 409, "stream")
+	assert.Truef(t, p.TraceID == "ch_7" && calls.Load() == 1, "%+v after %d calls", p, calls.Load())
+	assert.Equal(t, 1800<<10, a.postWithKey("/v1/large", "{}", token, "k").Body.Len(), "bytes arrived")
 	a.checkProblem(a.postWithKey("/v1/large", "{}", token, "k"), 409, "not stored")
 }
 
@@ -239,9 +225,8 @@ func TestBuiltinRoutesHonourKeys(t *testing.T) {
 	a.skill("fetch")
 	first := a.postWithKey("/v1/skills/fetch/disable", `{"reason":"x"}`, token, "k")
 	again := a.postWithKey("/v1/skills/fetch/disable", `{"reason":"x"}`, token, "k")
-	if first.Code != 200 || again.Body.String() != first.Body.String() {
-		t.Errorf("%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
-	}
+	assert.Truef(t, first.Code == 200 && again.Body.String() == first.Body.String(),
+		"%d %s, then %d %s", first.Code, first.Body, again.Code, again.Body)
 	a.checkProblem(a.postWithKey("/v1/skills/other/disable", `{"reason":"x"}`, token, "k"), 422, "a different request")
 	pgtest.Equal(t, a.pool, 1, `select count(*) from agent_activity where skill_name = @s`,
 		postgres.Strict{"s": "disable_skill"})
@@ -265,9 +250,8 @@ func TestKeyExpires(t *testing.T) {
 			made := func(want int) {
 				t.Helper()
 				pgtest.Exec(t, a.pool, `delete from agent_idempotency`) // as when its process died, or when its day is over
-				if w := a.postWithKey(test.path, test.body, token, "nightly"); w.Code != test.status {
-					t.Fatalf("got %d %s", w.Code, w.Body)
-				}
+				w := a.postWithKey(test.path, test.body, token, "nightly")
+				require.Truef(t, w.Code == test.status, "got %d %s", w.Code, w.Body)
 				pgtest.Equal(t, a.pool, want, `select count(*) from `+test.table)
 			}
 			made(1)
@@ -306,9 +290,8 @@ func TestKeyIsReleasedAfterOutage(t *testing.T) {
 	a.postWithKey("/v1/things", "{}", chatKey, "refused")
 	a.checkProblem(a.postWithKey("/v1/things", "{}", chatKey, "meanwhile"), 500, "")
 	back()
-	if got := a.postWithKey("/v1/things", "{}", chatKey, "refused"); got.Code != http.StatusCreated {
-		t.Errorf("after a refusal that was not recorded: %d %s", got.Code, got.Body)
-	}
+	got := a.postWithKey("/v1/things", "{}", chatKey, "refused")
+	assert.Truef(t, got.Code == http.StatusCreated, "after a refusal that was not recorded: %d %s", got.Code, got.Body)
 	a.postWithKey("/v1/things", "{}", chatKey, "answered")
 	back()
 	again := a.postWithKey("/v1/things", "{}", chatKey, "answered")
@@ -337,16 +320,14 @@ func TestKeyIsReleasedAfterLostClaimReply(t *testing.T) {
 	t.Cleanup(breaking.Close)
 	a := newAgent(t, breaking, engine(t, pool))
 	start := `{"flow": "external:job"}`
-	if got := a.postWithKey("/v1/executions", start, token, "before"); got.Code != http.StatusCreated {
-		t.Fatalf("%d %s", got.Code, got.Body)
-	}
+	got := a.postWithKey("/v1/executions", start, token, "before")
+	require.Truef(t, got.Code == http.StatusCreated, "%d %s", got.Code, got.Body)
 	deaf.lost.Store(true)
 	a.checkProblem(a.postWithKey("/v1/executions", start, token, "unheard"), 503, "")
 	require.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_idempotency where key = 'unheard'`))
 	deaf.lost.Store(false)
-	if got := a.postWithKey("/v1/executions", start, token, "unheard"); got.Code != http.StatusCreated {
-		t.Errorf("when the database is back: %d %s", got.Code, got.Body)
-	}
+	got = a.postWithKey("/v1/executions", start, token, "unheard")
+	assert.Truef(t, got.Code == http.StatusCreated, "when the database is back: %d %s", got.Code, got.Body)
 }
 
 // Another process need not wait for the lease: the first process releases the key when the database is back.

@@ -58,18 +58,15 @@ func (a *agent) recordActivity(e activity.Entry, status activity.Status) string 
 func (a *agent) skill(name string) {
 	a.t.Helper()
 	d := skills.Definition{Name: name, Description: "for the test", Handler: "http:GET https://example.com/"}
-	if _, err := skills.Put(a.t.Context(), a.pool, d, skills.SourceWorkspace); err != nil {
-		a.t.Fatal(err)
-	}
+	_, err := skills.Put(a.t.Context(), a.pool, d, skills.SourceWorkspace)
+	require.NoError(a.t, err)
 }
 
 func (a *agent) holdLane(lane, owner string) {
 	a.t.Helper()
 	got := pgtest.Value[bool](a.t, a.pool, `select try_acquire_agent_lock(@lane, @owner, 300)`,
 		postgres.Strict{"lane": lane, "owner": owner})
-	if !got {
-		a.t.Fatalf("%s does not get %s", owner, lane)
-	}
+	require.Truef(a.t, got, "%s does not get %s", owner, lane)
 }
 
 // list reads all pages of a listing and returns one field of each item. It calls between after every page.
@@ -86,9 +83,8 @@ func (a *agent) list(path, field string, limit int, between func()) (found []str
 			at += "&cursor=" + url.QueryEscape(cursor)
 		}
 		a.get(at, &got)
-		if len(got.Items) > limit || (got.Next != nil && len(got.Items) != limit) || (len(got.Items) == 0 && cursor != "") {
-			a.t.Fatalf("a page of %d has %d rows, next %v", limit, len(got.Items), got.Next)
-		}
+		require.Truef(a.t, len(got.Items) <= limit && (got.Next == nil || len(got.Items) == limit) &&
+			(len(got.Items) > 0 || cursor == ""), "a page of %d has %d rows, next %v", limit, len(got.Items), got.Next)
 		for _, item := range got.Items {
 			found = append(found, item[field].(string))
 		}
@@ -185,12 +181,10 @@ func TestPagesAreCompleteUnderWriters(t *testing.T) {
 	}
 	got := a.list("/v1/executions", "id", 3, nil)
 	require.NoError(t, writers.Wait())
-	if !slices.IsSortedFunc(got, func(x, y string) int { return strings.Compare(y, x) }) {
-		t.Errorf("not newest first: %v", got)
-	}
-	if len(slices.Compact(slices.Clone(got))) != len(got) || len(got) < 20 || !slices.Equal(got[len(got)-20:], want) {
-		t.Errorf("got %v, want the last 20 to be %v", got, want)
-	}
+	assert.Truef(t, slices.IsSortedFunc(got, func(x, y string) int { return strings.Compare(y, x) }),
+		"not newest first: %v", got)
+	assert.Truef(t, len(slices.Compact(slices.Clone(got))) == len(got) && len(got) >= 20 &&
+		slices.Equal(got[len(got)-20:], want), "got %v, want the last 20 to be %v", got, want)
 }
 
 func TestLongestPageHasNextCursor(t *testing.T) {
@@ -199,14 +193,10 @@ func TestLongestPageHasNextCursor(t *testing.T) {
 	pgtest.Exec(t, a.pool, `
 		insert into agent_executions (trace_id, surface, flow) select lanekeeper.agent_trace_id('fl'), 'flow', 'beat'
 		  from generate_series(1, 500)`)
-	if got := a.list("/v1/executions", "id", 500, nil); len(got) != 500 {
-		t.Errorf("%d executions", len(got))
-	}
+	assert.Equal(t, 500, len(a.list("/v1/executions", "id", 500, nil)), "executions")
 	pgtest.Exec(t, a.pool, `insert into agent_executions (trace_id, surface, flow)
 		values (lanekeeper.agent_trace_id('fl'), 'flow', 'beat')`)
-	if got := a.list("/v1/executions", "id", 500, nil); len(got) != 501 {
-		t.Errorf("%d executions", len(got))
-	}
+	assert.Equal(t, 501, len(a.list("/v1/executions", "id", 500, nil)), "executions")
 }
 
 func TestListingFilters(t *testing.T) {
@@ -295,18 +285,15 @@ func TestListFlows(t *testing.T) {
 				Name: name, Description: fmt.Sprint(len(name)),
 				Actions: []any{map[string]any{"actionType": "end"}},
 			}
-			if _, err := flows.Put(t.Context(), a.pool, d, "workspace"); err != nil {
-				t.Fatal(err)
-			}
+			_, err := flows.Put(t.Context(), a.pool, d, "workspace")
+			require.NoError(t, err)
 		}
 	}
 	names := ""
 	for path, cursor := "/v1/flows?limit=2", new(string); cursor != nil; {
 		var page listed
 		w := a.raw("GET", path, "", asAdmin())
-		if err := json.Unmarshal(w.Body.Bytes(), &page); err != nil || w.Code != http.StatusOK {
-			t.Fatalf("%d %s", w.Code, w.Body)
-		}
+		require.Truef(t, json.Unmarshal(w.Body.Bytes(), &page) == nil && w.Code == http.StatusOK, "%d %s", w.Code, w.Body)
 		for _, item := range page.Items {
 			names += fmt.Sprint(item["name"], item["version"], " ")
 		}
@@ -316,16 +303,14 @@ func TestListFlows(t *testing.T) {
 	}
 	assert.Equal(t, "a1 b1 c1 ", names)
 	var one flows.Flow
-	if w := a.raw("GET", "/v1/flows/b", "", asAdmin()); json.Unmarshal(w.Body.Bytes(), &one) != nil || one.Name != "b" ||
-		!one.Current || len(one.Definition.Actions) != 1 {
-		t.Errorf("%d %s", w.Code, w.Body)
-	}
+	w := a.raw("GET", "/v1/flows/b", "", asAdmin())
+	assert.Truef(t, json.Unmarshal(w.Body.Bytes(), &one) == nil && one.Name == "b" && one.Current &&
+		len(one.Definition.Actions) == 1, "%d %s", w.Code, w.Body)
 	a.checkProblem(a.raw("GET", "/v1/flows/nobody", "", asAdmin()), http.StatusNotFound, `no flow "nobody"`)
 	var schema map[string]any
-	if w := a.raw("GET", "/v1/schemas/flow", "", asAdmin()); json.Unmarshal(w.Body.Bytes(), &schema) != nil ||
-		schema["$schema"] == nil {
-		t.Errorf("%d %.200s", w.Code, w.Body)
-	}
+	w = a.raw("GET", "/v1/schemas/flow", "", asAdmin())
+	assert.Truef(t, json.Unmarshal(w.Body.Bytes(), &schema) == nil && schema["$schema"] != nil,
+		"%d %.200s", w.Code, w.Body)
 }
 
 func TestListRequests(t *testing.T) {
@@ -340,15 +325,13 @@ func TestListRequests(t *testing.T) {
 		  from x cross join unnest(array['document', 'test']) k`)
 	var page listed
 	w := a.raw("GET", "/v1/requests?kind=document&status=pending&thread_id=maria", "", asAdmin())
-	if err := json.Unmarshal(w.Body.Bytes(), &page); err != nil || len(page.Items) != 1 ||
-		fmt.Sprint(page.Items[0]["items"]) != "[INE CURP]" {
-		t.Fatalf("%d %s", w.Code, w.Body)
-	}
+	err := json.Unmarshal(w.Body.Bytes(), &page)
+	require.Truef(t, err == nil && len(page.Items) == 1 && fmt.Sprint(page.Items[0]["items"]) == "[INE CURP]",
+		"%d %s", w.Code, w.Body)
 	id := fmt.Sprint(page.Items[0]["id"])
 	one := a.raw("GET", "/v1/requests/"+id, "", asAdmin())
-	if one.Code != http.StatusOK || one.Header().Get("X-Trace-Id") != "fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE" {
-		t.Errorf("%d %s", one.Code, one.Body)
-	}
+	assert.Truef(t, one.Code == http.StatusOK && one.Header().Get("X-Trace-Id") == "fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE",
+		"%d %s", one.Code, one.Body)
 	for path, c := range map[string]struct {
 		status int
 		words  string

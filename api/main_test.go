@@ -65,9 +65,8 @@ func newAgentWith(t *testing.T, o api.Options) *agent {
 	o.AdminToken = token
 	o.Logger = slog.New(slog.NewTextHandler(a.log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	var err error
-	if a.handler, err = api.New(o); err != nil {
-		t.Fatal(err)
-	}
+	a.handler, err = api.New(o)
+	require.NoError(t, err)
 	require.NoError(t, json.Unmarshal(a.raw("GET", "/openapi.json", "", nil).Body.Bytes(), &a.doc))
 	a.schemas = jsonschema.NewCompiler()
 	a.schemas.AssertFormat()
@@ -128,12 +127,9 @@ type problem struct {
 func (a *agent) checkProblem(w *httptest.ResponseRecorder, status int, words string) problem {
 	a.t.Helper()
 	var p problem
-	if err := json.Unmarshal(w.Body.Bytes(), &p); err != nil {
-		a.t.Fatalf("status %d, body %q: %v", w.Code, w.Body, err)
-	}
-	if w.Code != status || p.Status != status || p.Type == "" || p.Title == "" || !strings.Contains(p.Detail, words) {
-		a.t.Errorf("got %d %+v, want %d with %q", w.Code, p, status, words)
-	}
+	require.NoError(a.t, json.Unmarshal(w.Body.Bytes(), &p), "status", w.Code, "body", w.Body)
+	assert.Truef(a.t, w.Code == status && p.Status == status && p.Type != "" && p.Title != "" &&
+		strings.Contains(p.Detail, words), "got %d %+v, want %d with %q", w.Code, p, status, words)
 	assert.Equal(a.t, "application/problem+json", w.Header().Get("Content-Type"))
 	return p
 }
@@ -141,9 +137,8 @@ func (a *agent) checkProblem(w *httptest.ResponseRecorder, status int, words str
 // checkResponse checks a response's status, schema and type, and decodes it.
 func (a *agent) checkResponse(w *httptest.ResponseRecorder, method, path string, status int, into any) http.Header {
 	a.t.Helper()
-	if w.Code != status || w.Header().Get("Content-Type") != "application/json" {
-		a.t.Fatalf("%s %s: %d %s", method, path, w.Code, w.Body)
-	}
+	require.Truef(a.t, w.Code == status && w.Header().Get("Content-Type") == "application/json",
+		"%s %s: %d %s", method, path, w.Code, w.Body)
 	a.checkSchema(method, path, status, w.Body.Bytes())
 	require.NoError(a.t, json.Unmarshal(w.Body.Bytes(), into))
 	return w.Header()
@@ -165,9 +160,7 @@ func (a *agent) checkSchema(method, path string, status int, body []byte) {
 			strings.ToLower(method) +
 			"/responses/" + strconv.Itoa(status) + "/content/application~1json/schema")
 		require.NoError(a.t, err)
-		if err := schema.Validate(value); err != nil {
-			a.t.Errorf("%s %s is not as documented: %v", method, path, err)
-		}
+		assert.NoError(a.t, schema.Validate(value), method, path, "is not as documented")
 		return
 	}
 	a.t.Errorf("%s is not documented", path)

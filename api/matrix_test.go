@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/principals"
@@ -78,9 +79,8 @@ func TestEveryRouteForEveryRole(t *testing.T) {
 			scopes := []any{}
 			if len(security) > 0 {
 				scopes, _ = security[0].(map[string]any)["principal"].([]any)
-				if _, visitor := security[0].(map[string]any)["visitor"]; !visitor && len(scopes) == 0 {
-					t.Errorf("%s %s has no scope", method, path)
-				}
+				_, visitor := security[0].(map[string]any)["visitor"]
+				assert.Truef(t, visitor || len(scopes) > 0, "%s %s has no scope", method, path)
 			}
 			at := strings.NewReplacer("{", "", "}", "").Replace(path)
 			for who, secret := range callers {
@@ -103,22 +103,16 @@ func TestEveryRouteForEveryRole(t *testing.T) {
 				if w.Code == 401 || w.Code == 403 || w.Code == 429 {
 					got = strings.Replace(fmt.Sprint(w.Code), "429", "401", 1)
 				}
-				if got != want {
-					t.Errorf("%s %s as %q: %d %s, want %s", method, path, who, w.Code, w.Body, want)
-				}
-				if got == "403" && !strings.Contains(w.Body.String(), fmt.Sprintf(`"scope":%q`, scopes[0])) {
-					t.Errorf("%s %s as %q does not name the scope: %s", method, path, who, w.Body)
-				}
+				assert.Truef(t, got == want, "%s %s as %q: %d %s, want %s", method, path, who, w.Code, w.Body, want)
+				assert.Truef(t, got != "403" || strings.Contains(w.Body.String(), fmt.Sprintf(`"scope":%q`, scopes[0])),
+					"%s %s as %q does not name the scope: %s", method, path, who, w.Body)
 				tried++
 			}
 		}
 	}
-	if tried < 1000 {
-		t.Errorf("only %d requests", tried)
-	}
-	if used := slices.Sorted(maps.Keys(rights)); len(used) != 10 {
-		t.Errorf("scopes are %v", used)
-	}
+	assert.Truef(t, tried >= 1000, "only %d requests", tried)
+	used := slices.Sorted(maps.Keys(rights))
+	assert.Truef(t, len(used) == 10, "scopes are %v", used)
 }
 
 // A worker reaches executions of its flows, and no other.
@@ -164,14 +158,12 @@ func TestAWorkerReachesItsFlowsOnly(t *testing.T) {
 			{"claim", "POST", "/v1/locks", fmt.Sprintf(`{"flows":[%q],"owner":"w2"}`, flow)},
 			{"release", "POST", at + "/lock/" + lock, `{"status":"completed"}`},
 		} {
-			if code, said := send(c.method, c.path, c.body); code != want[c.name] {
-				t.Errorf("%s of %s: %d %s, want %d", c.name, flow, code, said, want[c.name])
-			}
+			code, said := send(c.method, c.path, c.body)
+			assert.Truef(t, code == want[c.name], "%s of %s: %d %s, want %d", c.name, flow, code, said, want[c.name])
 		}
 	}
-	if code, said := send("POST", "/v1/threads/external:sum/messages",
-		`{"content":"as an admin"}`); code != http.StatusForbidden {
-		t.Errorf("a message outside an execution: %d %s", code, said)
-	}
+	code, said := send("POST", "/v1/threads/external:sum/messages",
+		`{"content":"as an admin"}`)
+	assert.Equal(t, http.StatusForbidden, code, "a message outside an execution", said)
 	pgtest.Equal(t, a.pool, "running", `select status from agent_executions where id::text = $1`, foreign)
 }

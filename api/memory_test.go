@@ -34,37 +34,29 @@ func TestConditionalMemoryWrites(t *testing.T) {
 	a.checkProblem(a.raw("GET", path, "", asAdmin()), 404, "not found")
 	a.checkProblem(a.raw("PUT", path, `{"value":1,"reason":"x"}`, asAdmin()), 428, "If-Match")
 	status, header, _ := put("one", withHeader("If-None-Match", "*"))
-	if status != 200 || header.Get("ETag") != `"1"` || header.Get("X-Trace-Id") == "" {
-		t.Fatalf("got %d %v", status, header)
-	}
+	require.Truef(t, status == 200 && header.Get("ETag") == `"1"` && header.Get("X-Trace-Id") != "",
+		"got %d %v", status, header)
 	var e memory.Entry
 	seen := a.get(path, &e).Get("ETag")
-	if e.Key != "a/b c" || e.Category != "facts" || seen != `"1"` {
-		t.Fatalf("got %+v, ETag %s", e, seen)
-	}
-	if status, header, _ = put("two", withHeader("If-Match", seen)); status != 200 || header.Get("ETag") != `"2"` {
-		t.Errorf("got %d %v", status, header)
-	}
+	require.Truef(t, e.Key == "a/b c" && e.Category == "facts" && seen == `"1"`, "got %+v, ETag %s", e, seen)
+	status, header, _ = put("two", withHeader("If-Match", seen))
+	assert.Truef(t, status == 200 && header.Get("ETag") == `"2"`, "got %d %v", status, header)
 	status, header, body := put("late", withHeader("If-Match", seen))
 	var p struct {
 		problem
 		Current memory.Entry
 		Yours   string
 	}
-	if err := json.Unmarshal(body, &p); err != nil || status != 412 ||
-		p.Type != "urn:lanekeeper:problem:changed-meanwhile" ||
-		string(p.Current.Value) != `"two"` || p.Current.Revision != 2 || p.Yours != "late" || header.Get("X-Trace-Id") != "" {
-		t.Errorf("got %d %s, %v", status, body, err)
-	}
-	if status, _, _ = put("late", withHeader("If-None-Match", "*")); status != 412 {
-		t.Errorf("a key that must be new: %d", status)
-	}
-	if status, _, _ = put("three", withHeader("If-Match", `W/"2"`)); status != 200 {
-		t.Errorf("a weak tag: %d", status)
-	}
-	if status, _, _ = put("four", withHeader("If-Match", `*`)); status != 200 {
-		t.Errorf("any: %d", status)
-	}
+	err := json.Unmarshal(body, &p)
+	assert.Truef(t, err == nil && status == 412 && p.Type == "urn:lanekeeper:problem:changed-meanwhile" &&
+		string(p.Current.Value) == `"two"` && p.Current.Revision == 2 && p.Yours == "late" && header.Get("X-Trace-Id") == "",
+		"got %d %s, %v", status, body, err)
+	status, _, _ = put("late", withHeader("If-None-Match", "*"))
+	assert.Equal(t, 412, status, "a key that must be new")
+	status, _, _ = put("three", withHeader("If-Match", `W/"2"`))
+	assert.Equal(t, 200, status, "a weak tag")
+	status, _, _ = put("four", withHeader("If-Match", `*`))
+	assert.Equal(t, 200, status, "any")
 	for _, bad := range []http.Header{
 		withHeader("If-Match", "2"), withHeader("If-Match", `"x"`),
 		withHeader("If-Match", `"1", "2"`), withHeader("If-None-Match", `"2"`), withHeader("If-Match", ""),
@@ -75,15 +67,13 @@ func TestConditionalMemoryWrites(t *testing.T) {
 	a.checkProblem(a.raw("DELETE", path, `{"reason":"x"}`, withHeader("If-Match", `"1"`)), 412, "revision 4 is there")
 	a.checkProblem(a.raw("POST", "/v1/memory/"+e.ID+"/forget", `{"reason":"x"}`, withHeader("If-Match", `"1"`)), 412,
 		"revision 4 is there")
-	if w := a.raw("DELETE", path, `{"reason":"old"}`, withHeader("If-Match", `"4"`)); w.Code != 200 {
-		t.Errorf("got %d %s", w.Code, w.Body)
-	}
+	w := a.raw("DELETE", path, `{"reason":"old"}`, withHeader("If-Match", `"4"`))
+	assert.Truef(t, w.Code == 200, "got %d %s", w.Code, w.Body)
 	a.checkProblem(a.raw("PUT", path, `{"value":1,"reason":"x"}`, withHeader("If-Match", "*")), 404, "not found")
 	a.checkProblem(a.raw("PUT", path, `{"value":"password=hunter2hunter2","reason":"x"}`,
 		withHeader("If-None-Match", "*")), 400, "secret")
-	if status, header, _ = put("anew", withHeader("If-None-Match", "*")); status != 200 || header.Get("ETag") != `"5"` {
-		t.Errorf("kept anew: %d %v", status, header)
-	}
+	status, header, _ = put("anew", withHeader("If-None-Match", "*"))
+	assert.Truef(t, status == 200 && header.Get("ETag") == `"5"`, "kept anew: %d %v", status, header)
 	pgtest.Equal(t, a.pool, 5, `select count(*) from agent_activity where skill_name = 'set_memory'`)
 }
 
@@ -107,9 +97,7 @@ func TestConcurrentConditionalWrites(t *testing.T) {
 		})
 	}
 	group.Wait()
-	if wrote.Load() != 1 || refused.Load() != 15 {
-		t.Errorf("%d wrote, %d were refused", wrote.Load(), refused.Load())
-	}
+	assert.Truef(t, wrote.Load() == 1 && refused.Load() == 15, "%d wrote, %d were refused", wrote.Load(), refused.Load())
 }
 
 // conflict creates a conflict on a key at revision 2.
@@ -120,9 +108,7 @@ func (a *agent) conflict(key string) string {
 	note := memory.Note{Category: "facts", Key: key, Value: "late", Revision: 1, TraceID: "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE"}
 	_, err := memory.Save(a.t.Context(), a.pool, note)
 	conflict, ok := errors.AsType[*memory.ConflictError](err)
-	if !ok {
-		a.t.Fatal(err)
-	}
+	require.True(a.t, ok, err)
 	id, err := memory.StoreConflict(a.t.Context(), a.pool, note, conflict, "")
 	require.NoError(a.t, err)
 	return id
@@ -134,17 +120,14 @@ func TestMemoryConflictDecision(t *testing.T) {
 	taken, kept := a.conflict("taken"), a.conflict("kept")
 	var list struct{ Items []memory.Conflict }
 	a.get("/v1/memory/conflicts", &list)
-	if len(list.Items) != 2 || list.Items[0].ID != kept || list.Items[0].Revision != 2 {
-		t.Fatalf("got %+v", list.Items)
-	}
+	require.Truef(t, len(list.Items) == 2 && list.Items[0].ID == kept && list.Items[0].Revision == 2,
+		"got %+v", list.Items)
 	decide := func(id string) string { return "/v1/memory/conflicts/" + id + "/decide" }
 	a.checkProblem(a.raw("POST", decide(kept), `{"decision":"both","reason":"x"}`, asAdmin()), 400, "keep")
 	var c memory.Conflict
 	header := a.post(decide(kept), `{"decision":"keep","reason":"ours is right"}`, &c)
-	if c.Status != memory.ConflictKept || c.Revision != 2 || header.Get("ETag") != `"2"` ||
-		c.DecidedReason != "ours is right" {
-		t.Errorf("got %+v, %v", c, header)
-	}
+	assert.Truef(t, c.Status == memory.ConflictKept && c.Revision == 2 && header.Get("ETag") == `"2"` &&
+		c.DecidedReason == "ours is right", "got %+v, %v", c, header)
 	a.checkProblem(a.raw("POST", decide(kept), `{"decision":"take","reason":"x"}`, asAdmin()), 409, "decided already")
 	a.storeMemory("taken", "facts") // after the conflict arose
 	a.checkProblem(a.raw("POST", decide(taken), `{"decision":"take","reason":"x"}`, asAdmin()), 412, "revision 3 is there")
@@ -152,16 +135,12 @@ func TestMemoryConflictDecision(t *testing.T) {
 		"revision 3 is there")
 	w := a.raw("POST", decide(taken), `{"decision":"take","reason":"it is newer"}`, withHeader("If-Match", `"3"`))
 	a.checkResponse(w, "POST", decide(taken), 200, &c)
-	if c.Status != memory.ConflictTaken || c.Revision != 4 || string(c.Current) != `"late"` {
-		t.Errorf("got %+v", c)
-	}
+	assert.Truef(t, c.Status == memory.ConflictTaken && c.Revision == 4 && string(c.Current) == `"late"`, "got %+v", c)
 	a.checkAudit(w.Header().Get("X-Trace-Id"), pgtest.Value[string](t, a.pool, `
 		select id::text from agent_activity where skill_name = 'decide_memory_conflict'
 		  and input ->> 'decision' = 'take'`), "decide_memory_conflict", "it is newer")
 	a.get("/v1/memory/conflicts?status=all", &list)
-	if len(list.Items) != 2 || list.Items[1].Status != memory.ConflictTaken {
-		t.Errorf("got %+v", list.Items)
-	}
+	assert.Truef(t, len(list.Items) == 2 && list.Items[1].Status == memory.ConflictTaken, "got %+v", list.Items)
 	a.checkProblem(a.raw("POST", decide("018f0000-0000-7000-8000-000000000000"), `{"decision":"keep","reason":"x"}`,
 		asAdmin()), 404, "not found")
 	a.checkProblem(a.raw("POST", decide("x"), `{"decision":"keep","reason":"x"}`, asAdmin()), 400, "")
@@ -192,18 +171,13 @@ func TestForgetMemory(t *testing.T) {
 	a.checkProblem(a.raw("POST", "/v1/memory/"+id+"/forget", `{"reason":" "}`, asAdmin()), 400, "reason")
 	var got change
 	a.post("/v1/memory/"+id+"/forget", `{"reason":"it is wrong"}`, &got)
-	if got.Name != "a/../b" || !got.Changed {
-		t.Errorf("answer is %+v", got)
-	}
+	assert.Truef(t, got.Name == "a/../b" && got.Changed, "answer is %+v", got)
 	a.checkAudit(got.TraceID, got.ActivityID, "forget_memory", "it is wrong")
 	entries, err := memory.List(t.Context(), a.pool, memory.Filter{})
-	if err != nil || len(entries) != 1 || entries[0].Key != "kept" {
-		t.Errorf("left are %+v, %v", entries, err)
-	}
-	if text := pgtest.Value[string](t, a.pool,
-		`select input::text from agent_activity where skill_name = 'forget_memory'`); text == "" || len(text) > 300 {
-		t.Errorf("the record is %s", text)
-	}
+	assert.Truef(t, err == nil && len(entries) == 1 && entries[0].Key == "kept", "left are %+v, %v", entries, err)
+	text := pgtest.Value[string](t, a.pool,
+		`select input::text from agent_activity where skill_name = 'forget_memory'`)
+	assert.Truef(t, text != "" && len(text) <= 300, "the record is %s", text)
 	for _, none := range []string{id, "kept", "%00", "%ff", "018f0000-0000-7000-8000-000000000000"} {
 		a.checkProblem(a.raw("POST", "/v1/memory/"+none+"/forget", `{"reason":"x"}`, asAdmin()), 404, "not found")
 	}
@@ -220,9 +194,7 @@ func TestPauseAndResumeObjective(t *testing.T) {
 		a.checkAudit(got.TraceID, got.ActivityID, step.action+"_objective", "as agreed")
 		var o struct{ Status string }
 		a.get("/v1/objectives/grow", &o)
-		if o.Status != step.status || !got.Changed {
-			t.Errorf("after %s: %+v, %+v", step.action, o, got)
-		}
+		assert.Truef(t, o.Status == step.status && got.Changed, "after %s: %+v, %+v", step.action, o, got)
 		a.checkProblem(a.raw("POST", "/v1/objectives/grow/"+step.action, `{"reason":"x"}`, asAdmin()), 409, "not ")
 	}
 	a.checkProblem(a.raw("POST", "/v1/objectives/none/pause", `{"reason":"x"}`, asAdmin()), 404, "not found")
@@ -253,25 +225,21 @@ func TestIfMatchOfChanges(t *testing.T) {
 				t.Fatalf("%s of what was seen: %d %s", m.first, code, said)
 			}
 			now := a.get(m.path, &struct{}{}).Get("ETag")
-			if now == seen || now == "" {
-				t.Fatalf("the ETag was %s and is %s", seen, now)
-			}
+			require.Truef(t, now != seen && now != "", "the ETag was %s and is %s", seen, now)
 			code, said := act(m.then, "If-Match", seen) // another admin, whose page is from before
 			var p struct {
 				problem
 				Current map[string]any
 			}
-			if err := json.Unmarshal([]byte(said), &p); err != nil || code != 412 ||
-				p.Type != "urn:lanekeeper:problem:changed-meanwhile" || p.Current["name"] == nil {
-				t.Errorf("%s of what was seen before: %d %s, %v", m.then, code, said, err)
-			}
+			err := json.Unmarshal([]byte(said), &p)
+			assert.Truef(t, err == nil && code == 412 && p.Type == "urn:lanekeeper:problem:changed-meanwhile" &&
+				p.Current["name"] != nil, "%s of what was seen before: %d %s, %v", m.then, code, said, err)
 			tag := fmt.Sprintf(`"%v"`, p.Current["revision"])
 			if m.what == "skill" {
 				tag = fmt.Sprintf(`"%v"`, p.Current["state_revision"])
 			}
-			if still := a.get(m.path, &struct{}{}).Get("ETag"); still != now || tag != now {
-				t.Errorf("it was at %s, is at %s, and the refusal says %s", now, still, tag)
-			}
+			still := a.get(m.path, &struct{}{}).Get("ETag")
+			assert.Truef(t, still == now && tag == now, "it was at %s, is at %s, and the refusal says %s", now, still, tag)
 			pgtest.Equal(t, a.pool, 0, `select count(*) from agent_activity where skill_name = $1`, m.then+"_"+m.what)
 			for _, bad := range [][2]string{
 				{"If-Match", strings.Trim(now, `"`)},
@@ -280,9 +248,8 @@ func TestIfMatchOfChanges(t *testing.T) {
 				{"If-None-Match", "*"},
 				{"If-None-Match", now},
 			} {
-				if code, said := act(m.then, bad[0], bad[1]); code != 400 {
-					t.Errorf("%s: %s is answered %d %s", bad[0], bad[1], code, said)
-				}
+				code, said := act(m.then, bad[0], bad[1])
+				assert.Truef(t, code == 400, "%s: %s is answered %d %s", bad[0], bad[1], code, said)
 			}
 			for n, tag := range []string{"W/" + now, "*", now} { // a proxy has weakened it; any; what was there before those
 				code, said := act([]string{m.then, m.first, m.then}[n], "If-Match", tag)

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/api"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/principals"
@@ -115,12 +116,10 @@ func TestUserInfoThatFailsLogsNobodyIn(t *testing.T) {
 		}
 		got := a.raw("GET", "/login/oidc/callback?code=c&state="+url.QueryEscape(to.Query().Get("state")), "", back)
 		sessions := pgtest.Value[int](t, pool, `select count(*)::int from agent_sessions`)
-		if (got.Code == http.StatusOK) != test.in || sessions != map[bool]int{true: 1}[test.in] {
-			t.Errorf("%s: %d %s, %d sessions", name, got.Code, got.Body, sessions)
-		}
-		if !test.in && !strings.Contains(got.Body.String(), "issuer") {
-			t.Errorf("%s does not say whose answer failed: %s", name, got.Body)
-		}
+		assert.Truef(t, (got.Code == http.StatusOK) == test.in && sessions == map[bool]int{true: 1}[test.in],
+			"%s: %d %s, %d sessions", name, got.Code, got.Body, sessions)
+		assert.Truef(t, test.in || strings.Contains(got.Body.String(), "issuer"),
+			"%s does not say whose answer failed: %s", name, got.Body)
 		pgtest.Exec(t, pool, `delete from agent_sessions`)
 	}
 	if said := a.log.String(); !strings.Contains(said, "user info") || strings.Contains(said, "an-access-token") {

@@ -142,19 +142,15 @@ func TestLoginAtAnIssuer(t *testing.T) {
 	handler = a.handler
 	for name, role := range map[string]principals.Role{"anna": principals.Admin, "bert": principals.Approver} {
 		p := newPerson(t, server.URL)
-		if status, body := p.logIn(name); status != 200 || !strings.Contains(body, `content="0;url=/lanes"`) {
-			t.Fatalf("%s: %d %s", name, status, body)
-		}
+		status, body := p.logIn(name)
+		require.Truef(t, status == 200 && strings.Contains(body, `content="0;url=/lanes"`), "%s: %d %s", name, status, body)
 		who, err := principals.ByIdentity(t.Context(), pool, issuer, name)
-		if err != nil || who.Role != role || p.me() != 200 {
-			t.Errorf("%s is %+v, %v", name, who, err)
-		}
-		if status, _, _ := p.do("GET", server.URL+"/v1/principals", nil); status != map[principals.Role]int{
+		assert.Truef(t, err == nil && who.Role == role && p.me() == 200, "%s is %+v, %v", name, who, err)
+		status, _, _ = p.do("GET", server.URL+"/v1/principals", nil)
+		assert.Equal(t, map[principals.Role]int{
 			"admin":    200,
 			"approver": 403,
-		}[role] {
-			t.Errorf("%s lists principals: %d", name, status)
-		}
+		}[role], status, name, "lists principals")
 		if name == "bert" {
 			sessions, err := principals.Sessions(t.Context(), pool, who.ID)
 			require.NoError(t, err)
@@ -167,10 +163,9 @@ func TestLoginAtAnIssuer(t *testing.T) {
 		assert.Equal(t, 401, p.me())
 	}
 	stranger := newPerson(t, server.URL)
-	if status, body := stranger.logIn("stranger"); status != 403 || !strings.Contains(body, "no role") ||
-		stranger.me() != 401 {
-		t.Errorf("a stranger: %d %s", status, body)
-	}
+	status, body := stranger.logIn("stranger")
+	assert.Truef(t, status == 403 && strings.Contains(body, "no role") && stranger.me() == 401,
+		"a stranger: %d %s", status, body)
 	checkOIDCRefusals(t, server.URL, pool, a)
 }
 
@@ -179,13 +174,9 @@ func checkOIDCRefusals(t *testing.T, base string, pool *pgxpool.Pool, a *agent) 
 	t.Helper()
 	assert.Equal(t, 3, pgtest.Value[int](t, pool, `select count(*)::int from agent_principals`))
 	other := newPerson(t, base)
-	if status, body, _ := other.do("GET", base+"/login/oidc/callback?code=x&state=y", nil); status != 400 ||
-		other.me() != 401 {
-		t.Errorf("an answer that nobody asked for: %d %s", status, body)
-	}
-	if strings.Contains(a.log.String(), "a-secret-of-the-client") {
-		t.Error("the log has the client's secret")
-	}
+	status, body, _ := other.do("GET", base+"/login/oidc/callback?code=x&state=y", nil)
+	assert.Truef(t, status == 400 && other.me() == 401, "an answer that nobody asked for: %d %s", status, body)
+	assert.True(t, !strings.Contains(a.log.String(), "a-secret-of-the-client"), "the log has the client's secret")
 }
 
 // A role that came with claims goes with them; one that an admin gave stays.
@@ -197,23 +188,17 @@ func TestTheRoleFollowsTheClaims(t *testing.T) {
 			principals.Account{Issuer: "https://i", Subject: subject, Name: "root", Role: role})
 	}
 	p, err := in("1", principals.Operator)
-	if err != nil || p.Role != principals.Operator || p.Name == principals.Root {
-		t.Fatalf("%+v, %v", p, err)
-	}
-	if again, err := in("1", principals.Viewer); err != nil || again.ID != p.ID || again.Role != principals.Viewer {
-		t.Errorf("%+v, %v", again, err)
-	}
-	if _, err := in("1", principals.None); err == nil {
-		t.Error("an account without its group logs in")
-	}
-	if now, _ := principals.Find(t.Context(), pool, p.ID); now.Role != principals.None {
-		t.Errorf("role is %s", now.Role)
-	}
+	require.Truef(t, err == nil && p.Role == principals.Operator && p.Name != principals.Root, "%+v, %v", p, err)
+	again, err := in("1", principals.Viewer)
+	assert.Truef(t, err == nil && again.ID == p.ID && again.Role == principals.Viewer, "%+v, %v", again, err)
+	_, err = in("1", principals.None)
+	assert.Error(t, err, "an account without its group logs in")
+	now, _ := principals.Find(t.Context(), pool, p.ID)
+	assert.Equal(t, principals.None, now.Role, "role")
 	boss, err := principals.Create(t.Context(), pool,
 		principals.New{Name: "boss", Kind: principals.User, Role: principals.Admin})
 	require.NoError(t, err)
 	require.NoError(t, principals.LinkIdentity(t.Context(), pool, "boss", "https://i", "2", "x"))
-	if got, err := in("2", principals.None); err != nil || got.ID != boss.ID || got.Role != principals.Admin {
-		t.Errorf("%+v, %v", got, err)
-	}
+	got, err := in("2", principals.None)
+	assert.Truef(t, err == nil && got.ID == boss.ID && got.Role == principals.Admin, "%+v, %v", got, err)
 }

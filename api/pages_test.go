@@ -84,15 +84,12 @@ func TestEveryPageForEveryRole(t *testing.T) {
 			logIn := w.Code == http.StatusSeeOther && strings.HasPrefix(w.Header().Get("Location"), "/login")
 			refused := w.Code == http.StatusForbidden || w.Code == http.StatusUnauthorized ||
 				w.Code == http.StatusTooManyRequests || logIn
-			if refused == may {
-				t.Errorf("%s %s as %q: %d %s, and it may: %t", r.Method, at, who, w.Code, w.Header().Get("Location"), may)
-			}
+			assert.Truef(t, refused != may,
+				"%s %s as %q: %d %s, and it may: %t", r.Method, at, who, w.Code, w.Header().Get("Location"), may)
 			tried++
 		}
 	}
-	if tried < 1000 {
-		t.Errorf("only %d requests", tried)
-	}
+	assert.Truef(t, tried >= 1000, "only %d requests", tried)
 }
 
 // What the stylesheet hides from a role, the server refuses: the forms of other roles, and the texts of a trace.

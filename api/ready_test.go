@@ -40,9 +40,7 @@ func (r readiness) failing() string {
 func (a *agent) readyz(status int) (got readiness) {
 	a.t.Helper()
 	a.checkResponse(a.raw("GET", "/readyz", "", nil), "GET", "/readyz", status, &got)
-	if (got.Status == "ready") != (status == http.StatusOK) {
-		a.t.Errorf("%d says %q", status, got.Status)
-	}
+	assert.Truef(a.t, (got.Status == "ready") == (status == http.StatusOK), "%d says %q", status, got.Status)
 	return got
 }
 
@@ -79,15 +77,13 @@ func hangDial(ctx context.Context, _, _ string) (net.Conn, error) {
 func TestReadyUntilShutdown(t *testing.T) {
 	t.Parallel()
 	a := start(t)
-	if got := a.readyz(503); got.failing() != "worker" {
-		t.Errorf("before it runs: %+v", got)
-	}
+	got := a.readyz(503)
+	assert.Truef(t, got.failing() == "worker", "before it runs: %+v", got)
 	stop := run(t, a.engine)
 	a.readyz(200)
 	stop()
-	if got := a.readyz(503); got.failing() != "worker draining" {
-		t.Errorf("after it stopped: %+v", got)
-	}
+	got = a.readyz(503)
+	assert.Truef(t, got.failing() == "worker draining", "after it stopped: %+v", got)
 }
 
 func TestMissingSchemaIsNotReady(t *testing.T) {
@@ -97,9 +93,8 @@ func TestMissingSchemaIsNotReady(t *testing.T) {
 	run(t, e)
 	a := newAgent(t, pgtest.Empty(t), e)
 	got := a.readyz(503)
-	if got.failing() != "schema" || !strings.Contains(got.Checks["schema"].Detail, "agent migrate") {
-		t.Errorf("checks are %+v", got.Checks)
-	}
+	assert.Truef(t, got.failing() == "schema" && strings.Contains(got.Checks["schema"].Detail, "agent migrate"),
+		"checks are %+v", got.Checks)
 }
 
 // A newer schema extends this one, so an upgrade must not cause an outage.
@@ -108,9 +103,8 @@ func TestNewerSchemaAtRuntimeIsReady(t *testing.T) {
 	a := start(t)
 	run(t, a.engine)
 	pgtest.Exec(t, a.pool, `insert into agent_migrations (version, name, hash) values (9999, '9999_later.sql', 'x')`)
-	if got := a.readyz(200); !strings.Contains(got.Checks["schema"].Detail, "newer") {
-		t.Errorf("checks are %+v", got.Checks)
-	}
+	got := a.readyz(200)
+	assert.Truef(t, strings.Contains(got.Checks["schema"].Detail, "newer"), "checks are %+v", got.Checks)
 }
 
 func TestOtherSchemaIsNotReady(t *testing.T) {
@@ -119,9 +113,8 @@ func TestOtherSchemaIsNotReady(t *testing.T) {
 	run(t, a.engine)
 	pgtest.Exec(t, a.pool, `update agent_migrations set hash = 'x' where version = 200`)
 	got := a.readyz(503)
-	if got.failing() != "schema" || !strings.Contains(got.Checks["schema"].Detail, "differs") {
-		t.Errorf("checks are %+v", got.Checks)
-	}
+	assert.Truef(t, got.failing() == "schema" && strings.Contains(got.Checks["schema"].Detail, "differs"),
+		"checks are %+v", got.Checks)
 }
 
 func TestUnreachableDatabaseIsNotReady(t *testing.T) {
@@ -136,14 +129,12 @@ func TestUnreachableDatabaseIsNotReady(t *testing.T) {
 			a := newAgent(t, unreachable(t, dial), e)
 			began := time.Now()
 			got := a.readyz(503)
-			if took := time.Since(began); took > 25*time.Second {
-				t.Errorf("it took %s to say so", took)
-			}
+			took := time.Since(began)
+			assert.Truef(t, took <= 25*time.Second, "it took %s to say so", took)
 			assert.Equal(t, "database schema", got.failing(), got.Checks)
 			for _, c := range got.Checks {
-				if strings.Contains(c.Detail, "somebody") || strings.Contains(c.Detail, "192.0.2.1") {
-					t.Errorf("a public probe says %q", c.Detail)
-				}
+				assert.Truef(t, !strings.Contains(c.Detail, "somebody") && !strings.Contains(c.Detail, "192.0.2.1"),
+					"a public probe says %q", c.Detail)
 			}
 			var alive struct{ Status string }
 			a.checkResponse(a.raw("GET", "/healthz", "", nil), "GET", "/healthz", 200, &alive)
@@ -158,8 +149,6 @@ func TestListingsWithUnreachableDatabase(t *testing.T) {
 	for _, path := range []string{"/v1/traces", "/v1/activity", "/v1/executions", "/v1/lanes", "/v1/skills"} {
 		w := a.raw("GET", path, "", asAdmin())
 		a.checkProblem(w, http.StatusServiceUnavailable, "database")
-		if strings.Contains(w.Body.String(), "somebody") {
-			t.Errorf("%s says %s", path, w.Body)
-		}
+		assert.Truef(t, !strings.Contains(w.Body.String(), "somebody"), "%s says %s", path, w.Body)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -16,21 +17,13 @@ func TestEveryRouteHasAScope(t *testing.T) {
 	for _, rt := range table {
 		name := rt.method + " " + rt.path
 		known[name] = true
-		if rt.access == Admin && len(scopes[name]) == 0 {
-			t.Errorf("%s has no scope: add it to scopes.go", name)
-		}
-		if rt.access != Admin && len(scopes[name]) > 0 {
-			t.Errorf("%s has a scope and does not check it", name)
-		}
+		assert.Truef(t, rt.access != Admin || len(scopes[name]) > 0, "%s has no scope: add it to scopes.go", name)
+		assert.Truef(t, rt.access == Admin || len(scopes[name]) == 0, "%s has a scope and does not check it", name)
 	}
 	for scope, names := range routesByScope {
 		for _, name := range names {
-			if !known[name] {
-				t.Errorf("%s, of scope %s, is no route", name, scope)
-			}
+			assert.Truef(t, known[name], "%s, of scope %s, is no route", name, scope)
 		}
-		if !slices.Equal(names, slices.Compact(slices.Clone(names))) {
-			t.Errorf("scope %s names a route twice", scope)
-		}
+		assert.Truef(t, slices.Equal(names, slices.Compact(slices.Clone(names))), "scope %s names a route twice", scope)
 	}
 }

@@ -35,12 +35,9 @@ func TestTimesAreUTC(t *testing.T) {
 	v := outer{Inner: Inner{At: there}, List: []Inner{{At: there, Once: &there}}, Next: &Inner{At: there}}
 	got, err := encode(&v)
 	require.NoError(t, err)
-	if strings.Contains(string(got), "+02:00") || strings.Count(string(got), "2026-01-02T01:04:05Z") != 4 {
-		t.Errorf("encoded as %s", got)
-	}
-	if v.List[0].At != there || *v.List[0].Once != there || v.Next.At != there {
-		t.Error("the value itself was changed")
-	}
+	assert.Truef(t, !strings.Contains(string(got), "+02:00") && strings.Count(string(got), "2026-01-02T01:04:05Z") == 4,
+		"encoded as %s", got)
+	assert.True(t, v.List[0].At == there && *v.List[0].Once == there && v.Next.At == there, "the value itself was changed")
 }
 
 func TestPanicIsProblem(t *testing.T) {
@@ -56,15 +53,12 @@ func TestPanicIsProblem(t *testing.T) {
 	}))
 	w := httptest.NewRecorder()
 	h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
-	if w.Code != http.StatusInternalServerError || w.Header().Get("Content-Type") != "application/problem+json" {
-		t.Errorf("answer is %d %v", w.Code, w.Header())
-	}
-	if strings.Contains(w.Body.String(), "secret") || strings.Contains(w.Body.String(), "goroutine") {
-		t.Errorf("the client is told %s", w.Body)
-	}
-	if !strings.Contains(log.String(), "the secret inside") || !strings.Contains(log.String(), "goroutine") {
-		t.Errorf("the log says %s", log.String())
-	}
+	assert.Truef(t, w.Code == http.StatusInternalServerError &&
+		w.Header().Get("Content-Type") == "application/problem+json", "answer is %d %v", w.Code, w.Header())
+	assert.Truef(t, !strings.Contains(w.Body.String(), "secret") && !strings.Contains(w.Body.String(), "goroutine"),
+		"the client is told %s", w.Body)
+	assert.Truef(t, strings.Contains(log.String(), "the secret inside") && strings.Contains(log.String(), "goroutine"),
+		"the log says %s", log.String())
 }
 
 func TestPanicAbortsStartedResponse(t *testing.T) {
@@ -98,9 +92,8 @@ func TestEncodingFailureIsProblem(t *testing.T) {
 	}})
 	w := httptest.NewRecorder()
 	h.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/x", nil))
-	if w.Code != http.StatusInternalServerError || !json.Valid(w.Body.Bytes()) {
-		t.Errorf("answer is %d %s", w.Code, w.Body)
-	}
+	assert.Truef(t, w.Code == http.StatusInternalServerError && json.Valid(w.Body.Bytes()),
+		"answer is %d %s", w.Code, w.Body)
 }
 
 // FuzzStream streams any stored values and reads them as a client.
@@ -121,14 +114,12 @@ func FuzzStream(f *testing.F) {
 			require.NoError(t, sendEvent(w, e))
 		}
 		got := ssetest.Read(w.Body.String())
-		if len(got.Events) != 2 || len(got.Unknown)+len(got.Comments)+len(got.Retry) > 0 || got.Left != "" {
-			t.Fatalf("%q are not two events", w.Body)
-		}
+		require.Truef(t, len(got.Events) == 2 && len(got.Unknown)+len(got.Comments)+len(got.Retry) == 0 && got.Left == "",
+			"%q are not two events", w.Body)
 		for _, event := range got.Events {
 			var read executions.StatusChange
-			if err := json.Unmarshal([]byte(event.Data), &read); err != nil || event.Name != "status" {
-				t.Fatalf("event %+v: %v", event, err)
-			}
+			err := json.Unmarshal([]byte(event.Data), &read)
+			require.Truef(t, err == nil && event.Name == "status", "event %+v: %v", event, err)
 			if !utf8.ValidString(id + status + waitingFor) {
 				continue
 			}

@@ -26,9 +26,8 @@ import (
 func (a *agent) declare(all ...agents.Definition) {
 	a.t.Helper()
 	for _, d := range all {
-		if _, err := agents.Put(a.t.Context(), a.pool, d, "workspace"); err != nil {
-			a.t.Fatal(err)
-		}
+		_, err := agents.Put(a.t.Context(), a.pool, d, "workspace")
+		require.NoError(a.t, err)
 	}
 }
 
@@ -57,13 +56,10 @@ func TestListAgents(t *testing.T) {
 		t.Errorf("one page: %v", got)
 	}
 	got := a.list("/v1/agents", "name", 2, func() {
-		if _, err := agents.Remove(t.Context(), a.pool, "workspace", []string{"sales", "returns", "zebra"}); err != nil {
-			t.Fatal(err)
-		}
+		_, err := agents.Remove(t.Context(), a.pool, "workspace", []string{"sales", "returns", "zebra"})
+		require.NoError(t, err)
 	})
-	if !slices.Equal(got, want) {
-		t.Errorf("pages between which the last agent was removed: %v", got)
-	}
+	assert.Truef(t, slices.Equal(got, want), "pages between which the last agent was removed: %v", got)
 	var page struct {
 		Items []struct {
 			Model string
@@ -74,9 +70,8 @@ func TestListAgents(t *testing.T) {
 		}
 	}
 	a.get("/v1/agents?limit=1", &page)
-	if one := page.Items[0]; one.Model != "gpt-6-luna" || one.Limits.Tokens != 60000 {
-		t.Errorf("not the effective values: %+v", one)
-	}
+	one := page.Items[0]
+	assert.Truef(t, one.Model == "gpt-6-luna" && one.Limits.Tokens == 60000, "not the effective values: %+v", one)
 }
 
 func TestAgentValuesHaveSources(t *testing.T) {
@@ -95,19 +90,15 @@ func TestAgentValuesHaveSources(t *testing.T) {
 		Skills       json.RawMessage
 	}
 	a.get("/v1/agents/sales", &shown)
-	if shown.Version != 2 || !slices.Equal(shown.Versions, []int{2, 1}) || shown.Instructions != "You are {{Nora}}." ||
-		string(shown.Skills) != "null" {
-		t.Errorf("shown %+v", shown)
-	}
+	assert.Truef(t, shown.Version == 2 && slices.Equal(shown.Versions, []int{2, 1}) &&
+		shown.Instructions == "You are {{Nora}}." && string(shown.Skills) == "null", "shown %+v", shown)
 	for _, want := range []agents.Value{
 		{Name: "timezone", Value: "Europe/Madrid", From: "document"},
 		{Name: "model", Value: "gpt-6-luna", From: "AGENT_MODEL"},
 		{Name: "memory", Value: "shared", From: "default"},
 		{Name: "limits.tokens", Value: "60000", From: "AGENT_MAX_TOKENS"},
 	} {
-		if !slices.Contains(shown.Values, want) {
-			t.Errorf("no %+v in %+v", want, shown.Values)
-		}
+		assert.Truef(t, slices.Contains(shown.Values, want), "no %+v in %+v", want, shown.Values)
 	}
 	a.get("/v1/agents/sales?version=1", &shown)
 	assert.Equal(t, 1, shown.Version, shown)
@@ -118,9 +109,8 @@ func TestUnknownAgentProblems(t *testing.T) {
 	t.Parallel()
 	a := withAgents(t)
 	a.declare(agents.Definition{Name: "sales", Default: true}, agents.Definition{Name: "billing"})
-	if _, err := agents.Remove(t.Context(), a.pool, "workspace", []string{"sales"}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := agents.Remove(t.Context(), a.pool, "workspace", []string{"sales"})
+	require.NoError(t, err)
 	for path, words := range map[string]string{
 		"/v1/agents/nobody-near":      `there is no agent "nobody-near"; see GET /v1/agents`,
 		"/v1/agents/salse":            `there is no agent "salse", did you mean "sales"?; see GET /v1/agents`,
@@ -147,14 +137,11 @@ func TestListingsFilterByAgent(t *testing.T) {
 			postgres.Strict{"id": x.ID, "agent": agent})
 	}
 	for path, field := range map[string]string{"/v1/executions": "id", "/v1/traces": "trace_id", "/v1/threads": "id"} {
-		if got := a.list(path+"?agent=sales", field, 1, nil); len(got) != 2 {
-			t.Errorf("%s of sales: %v", path, got)
-		}
+		got := a.list(path+"?agent=sales", field, 1, nil)
+		assert.Truef(t, len(got) == 2, "%s of sales: %v", path, got)
 		var page struct{ Items []struct{ Agent string } }
 		a.get(path+"?agent=billing", &page)
-		if len(page.Items) != 1 || page.Items[0].Agent != "billing" {
-			t.Errorf("%s of billing: %+v", path, page.Items)
-		}
+		assert.Truef(t, len(page.Items) == 1 && page.Items[0].Agent == "billing", "%s of billing: %+v", path, page.Items)
 	}
 }
 
@@ -171,16 +158,13 @@ func TestEnableAndDisableWebhooks(t *testing.T) {
 	} {
 		var got change
 		a.post("/v1/webhooks/"+path+"/disable", `{"reason":"they move"}`, &got)
-		if !got.Changed || pgtest.Value[string](t, a.pool, `select disabled_by || ': ' || disabled_reason from `+
-			table) != "root: they move" {
-			t.Errorf("%s: %+v", path, got)
-		}
+		assert.Truef(t, got.Changed && pgtest.Value[string](t, a.pool, `select disabled_by || ': ' || disabled_reason from `+
+			table) == "root: they move", "%s: %+v", path, got)
 		action := map[string]string{"targets/ops": "disable_webhook_target", "endpoints/shop": "disable_webhook"}[path]
 		a.checkAudit(got.TraceID, got.ActivityID, action, "they move")
 		a.post("/v1/webhooks/"+path+"/enable", `{"reason":"they are back"}`, &got)
-		if !got.Changed || !pgtest.Value[bool](t, a.pool, `select enabled from `+table) {
-			t.Errorf("%s is not back: %+v", path, got)
-		}
+		assert.Truef(t, got.Changed && pgtest.Value[bool](t, a.pool, `select enabled from `+table),
+			"%s is not back: %+v", path, got)
 		a.checkProblem(a.raw("POST", "/v1/webhooks/"+path+"x/enable", `{"reason":"x"}`, asAdmin()),
 			http.StatusNotFound, "not found")
 	}
@@ -200,10 +184,8 @@ func TestResendDeadMessage(t *testing.T) {
 		select id, 'execution.failed', '{}', 'wh_1', 'dead', 10 from t returning id::text`)
 	var got change
 	a.post("/v1/webhooks/outbox/"+id+"/resend", `{"reason":"they are back"}`, &got)
-	if !got.Changed || pgtest.Value[string](t, a.pool,
-		`select status || attempts from agent_webhook_outbox`) != "pending10" {
-		t.Errorf("answer is %+v", got)
-	}
+	assert.Truef(t, got.Changed && pgtest.Value[string](t, a.pool,
+		`select status || attempts from agent_webhook_outbox`) == "pending10", "answer is %+v", got)
 	a.checkAudit(got.TraceID, got.ActivityID, "resend_webhook", "they are back")
 	a.checkProblem(a.raw("POST", "/v1/webhooks/outbox/"+id+"/resend", `{"reason":"x"}`, asAdmin()),
 		http.StatusConflict, "is not dead")
@@ -224,9 +206,7 @@ func TestRedriveDeadRun(t *testing.T) {
 	header := a.checkResponse(a.raw("POST", "/v1/automations/runs/"+id+"/redrive", `{"reason":"the site is back"}`,
 		asAdmin()),
 		"POST", "/v1/automations/runs/"+id+"/redrive", http.StatusAccepted, &run)
-	if run.Status != automations.Error || run.RetryAt == nil {
-		t.Errorf("run is %+v", run)
-	}
+	assert.Truef(t, run.Status == automations.Error && run.RetryAt != nil, "run is %+v", run)
 	pgtest.Equal(t, a.pool, "redrive_automation by admin: the site is back",
 		`select skill_name || ' by ' || agent || ': ' || purpose from agent_activity where trace_id = @trace`,
 		postgres.Strict{"trace": header.Get("X-Trace-Id")})
@@ -245,9 +225,7 @@ func fileForm(t *testing.T, name, content string) (body, contentType string) {
 	if err == nil {
 		_, err = part.Write([]byte(content))
 	}
-	if err != nil || w.Close() != nil {
-		t.Fatal(err)
-	}
+	require.True(t, err == nil && w.Close() == nil, err)
 	return b.String(), w.FormDataContentType()
 }
 
@@ -264,32 +242,23 @@ func TestDocuments(t *testing.T) {
 		values ('maria', 'chat', 'admin', 'admin')`)
 	body, kind := fileForm(t, "../../a \"b\".html", "<html><script>alert(1)</script>")
 	w := a.raw("POST", "/v1/documents?thread_id=maria", body, withHeader("Content-Type", kind))
-	if w.Code != 201 || w.Header().Get("X-Trace-Id") == "" {
-		t.Fatalf("%d %s", w.Code, w.Body)
-	}
+	require.Truef(t, w.Code == 201 && w.Header().Get("X-Trace-Id") != "", "%d %s", w.Code, w.Body)
 	d := stored(t, w.Body.Bytes())
-	if d.Name != `a "b".html` || d.ContentType != "text/html" || d.ThreadID == nil || *d.ThreadID != "maria" {
-		t.Errorf("%+v", d)
-	}
+	assert.Truef(t, d.Name == `a "b".html` && d.ContentType == "text/html" && d.ThreadID != nil && *d.ThreadID == "maria",
+		"%+v", d)
 	raw := stored(t, a.raw("POST", "/v1/documents?name=x.bin", "\x00\x01",
 		withHeader("Content-Type", "application/x-thing")).Body.Bytes())
-	if raw.Name != "x.bin" || raw.Size != 2 || raw.ThreadID != nil {
-		t.Errorf("%+v", raw)
-	}
+	assert.Truef(t, raw.Name == "x.bin" && raw.Size == 2 && raw.ThreadID == nil, "%+v", raw)
 	got := a.raw("GET", "/v1/documents/"+d.ID+"/content", "", asAdmin())
 	h := got.Header()
-	if got.Body.String() != "<html><script>alert(1)</script>" || h.Get("X-Content-Type-Options") != "nosniff" ||
-		!strings.HasPrefix(h.Get("Content-Disposition"), "attachment") || h.Get("Content-Security-Policy") == "" {
-		t.Errorf("%v %s", h, got.Body)
-	}
+	assert.Truef(t, got.Body.String() == "<html><script>alert(1)</script>" &&
+		h.Get("X-Content-Type-Options") == "nosniff" && strings.HasPrefix(h.Get("Content-Disposition"), "attachment") &&
+		h.Get("Content-Security-Policy") != "", "%v %s", h, got.Body)
 	var list struct{ Items []documents.Document }
 	a.get("/v1/documents?thread_id=maria", &list)
-	if len(list.Items) != 1 || list.Items[0].ID != d.ID {
-		t.Errorf("%+v", list)
-	}
-	if w := a.raw("DELETE", "/v1/documents/"+d.ID, `{"reason":"by mistake"}`, asAdmin()); w.Code != 200 {
-		t.Errorf("%d %s", w.Code, w.Body)
-	}
+	assert.Truef(t, len(list.Items) == 1 && list.Items[0].ID == d.ID, "%+v", list)
+	w = a.raw("DELETE", "/v1/documents/"+d.ID, `{"reason":"by mistake"}`, asAdmin())
+	assert.Truef(t, w.Code == 200, "%d %s", w.Code, w.Body)
 	a.checkProblem(a.raw("GET", "/v1/documents/"+d.ID, "", asAdmin()), 404, "no such document")
 	a.checkProblem(a.raw("GET", "/v1/documents/"+d.ID+"/content", "", asAdmin()), 404, "no such document")
 	a.checkProblem(a.raw("DELETE", "/v1/documents/"+d.ID, `{"reason":"again"}`, asAdmin()), 404, "no such document")
@@ -340,16 +309,13 @@ func TestSetRetention(t *testing.T) {
 		}
 		return all
 	}
-	if got := keep(); len(got) != 14 || got["activity"] != "forever" || got["deliveries"] != "90 days" {
-		t.Errorf("at first: %v", got)
-	}
+	got := keep()
+	assert.Truef(t, len(got) == 14 && got["activity"] == "forever" && got["deliveries"] == "90 days", "at first: %v", got)
 	var change retention.Change
 	header := a.checkResponse(a.raw("PUT", "/v1/retention",
 		`{"keep":{"activity":"90d","events":"36 hours"},"reason":"the disk is small"}`, asAdmin()),
 		"PUT", "/v1/retention", 200, &change)
-	if !change.Changed || header.Get("X-Trace-Id") != change.TraceID {
-		t.Errorf("%+v, %v", change, header)
-	}
+	assert.Truef(t, change.Changed && header.Get("X-Trace-Id") == change.TraceID, "%+v, %v", change, header)
 	a.checkAudit(change.TraceID, change.ActivityID, "set_retention", "the disk is small")
 	if got := keep(); got["activity"] != "90 days" || got["events"] != "36:00:00" || got["messages"] != "forever" {
 		t.Errorf("then: %v", got)
@@ -365,7 +331,6 @@ func TestSetRetention(t *testing.T) {
 	} {
 		a.checkProblem(a.raw("PUT", "/v1/retention", body, asAdmin()), 400, says)
 	}
-	if got := keep(); got["messages"] != "forever" {
-		t.Errorf("part of what was refused was done: %v", got)
-	}
+	got = keep()
+	assert.Truef(t, got["messages"] == "forever", "part of what was refused was done: %v", got)
 }

@@ -92,9 +92,7 @@ func TestStreamOutlastsTimeouts(t *testing.T) {
 	answer := a.call(t.Context(), "GET", server.URL+"/v1/stream", token)
 	defer answer.Body.Close()
 	got, err := io.ReadAll(answer.Body)
-	if err != nil || !strings.HasSuffix(string(got), "data: end\n\n") {
-		t.Errorf("%q, %v", got, err)
-	}
+	assert.Truef(t, err == nil && strings.HasSuffix(string(got), "data: end\n\n"), "%q, %v", got, err)
 }
 
 func TestStreamEndsOnDisconnect(t *testing.T) {
@@ -110,15 +108,12 @@ func TestStreamEndsOnDisconnect(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	answer := a.call(ctx, "GET", server.URL+"/v1/stream", token)
 	defer answer.Body.Close()
-	if _, err := bufio.NewReader(answer.Body).ReadString('\n'); err != nil {
-		t.Fatal(err)
-	}
+	_, err := bufio.NewReader(answer.Body).ReadString('\n')
+	require.NoError(t, err)
 	cancel()
 	select {
 	case cause := <-ended:
-		if errors.Is(cause, executions.ErrDraining) {
-			t.Errorf("cause is %v", cause)
-		}
+		assert.Truef(t, !errors.Is(cause, executions.ErrDraining), "cause is %v", cause)
 	case <-time.After(patience):
 		t.Fatal("the stream goes on")
 	}
@@ -194,19 +189,17 @@ func TestFollowersReconnectAfterShutdown(t *testing.T) {
 	x := a.startExternal("")
 	answer := a.call(t.Context(), "GET", server.URL+"/v1/executions/"+x.ID+"/events", token)
 	close(stopping)
-	if said, err := io.ReadAll(answer.Body); err != nil || !strings.Contains(string(said), `"status":"pending"`) ||
-		!strings.HasSuffix(string(said), "\n\nretry: 1000\n\n") {
-		t.Errorf("the stream was %q, %v", said, err)
-	}
+	said, err := io.ReadAll(answer.Body)
+	assert.Truef(t, err == nil && strings.Contains(string(said), `"status":"pending"`) &&
+		strings.HasSuffix(string(said), "\n\nretry: 1000\n\n"), "the stream was %q, %v", said, err)
 }
 
 func TestHeadOfStream(t *testing.T) {
 	t.Parallel()
 	a := withEndpoints(t, stream(func(http.ResponseWriter, *http.Request) { t.Error("the stream was opened") }))
 	w := a.raw("HEAD", "/v1/stream", "", asAdmin())
-	if w.Code != 200 || w.Header().Get("Content-Type") != "text/event-stream" || w.Body.Len() != 0 {
-		t.Errorf("%d %v %s", w.Code, w.Header(), w.Body)
-	}
+	assert.Truef(t, w.Code == 200 && w.Header().Get("Content-Type") == "text/event-stream" && w.Body.Len() == 0,
+		"%d %v %s", w.Code, w.Header(), w.Body)
 }
 
 func TestHeaderLimit(t *testing.T) {
@@ -246,9 +239,8 @@ func TestStatusStreamEndsWithExecution(t *testing.T) {
 	url := server.URL + "/v1/executions/" + x.ID + "/events"
 	answer := a.call(t.Context(), "GET", url, token)
 	defer answer.Body.Close()
-	if answer.Header.Get("Content-Type") != "text/event-stream" || answer.Header.Get("X-Trace-Id") != x.TraceID {
-		t.Errorf("header is %v", answer.Header)
-	}
+	assert.Truef(t, answer.Header.Get("Content-Type") == "text/event-stream" &&
+		answer.Header.Get("X-Trace-Id") == x.TraceID, "header is %v", answer.Header)
 	lines := bufio.NewScanner(answer.Body)
 	var last map[string]string
 	for _, step := range []struct {
@@ -262,34 +254,29 @@ func TestStatusStreamEndsWithExecution(t *testing.T) {
 				waiting_until = '2999-01-01' where id = @id`, postgres.Strict{"id": x.ID})
 		}},
 		{"waiting", func() {
-			if _, err := a.engine.Cancel(t.Context(), x.ID, "admin", "enough"); err != nil {
-				t.Fatal(err)
-			}
+			_, err := a.engine.Cancel(t.Context(), x.ID, "admin", "enough")
+			require.NoError(t, err)
 		}},
 		{"cancelled", func() {}},
 	} {
 		last = readEvent(t, lines)
-		if last["event"] != "status" || last["id"] == "" || !strings.Contains(last["data"], `"status":"`+step.status+`"`) ||
-			!strings.Contains(last["data"], `"id":"`+x.ID+`"`) || !strings.Contains(last["data"], `"at":"`) {
-			t.Fatalf("event is %v, want %s", last, step.status)
-		}
+		require.Truef(t, last["event"] == "status" && last["id"] != "" &&
+			strings.Contains(last["data"], `"status":"`+step.status+`"`) && strings.Contains(last["data"], `"id":"`+x.ID+`"`) &&
+			strings.Contains(last["data"], `"at":"`), "event is %v, want %s", last, step.status)
 		if step.status == "waiting" {
 			<-time.After(700 * time.Millisecond) // several looks at the same state, which is told once
 		}
 		step.then()
 	}
-	if more := readEvent(t, lines); len(more) != 0 || lines.Err() != nil {
-		t.Errorf("after the end: %v, %v", more, lines.Err())
-	}
+	more := readEvent(t, lines)
+	assert.Truef(t, len(more) == 0 && lines.Err() == nil, "after the end: %v, %v", more, lines.Err())
 	header := asAdmin()
-	if again := a.raw("GET", "/v1/executions/"+x.ID+"/events", "", header); !strings.Contains(again.Body.String(),
-		"cancelled") {
-		t.Errorf("later: %d %s", again.Code, again.Body)
-	}
+	again := a.raw("GET", "/v1/executions/"+x.ID+"/events", "", header)
+	assert.Truef(t, strings.Contains(again.Body.String(),
+		"cancelled"), "later: %d %s", again.Code, again.Body)
 	header.Set("Last-Event-Id", last["id"])
-	if again := a.raw("GET", "/v1/executions/"+x.ID+"/events", "", header); again.Code != http.StatusNoContent {
-		t.Errorf("to who has seen the end: %d %s", again.Code, again.Body)
-	}
+	again = a.raw("GET", "/v1/executions/"+x.ID+"/events", "", header)
+	assert.Truef(t, again.Code == http.StatusNoContent, "to who has seen the end: %d %s", again.Code, again.Body)
 	a.checkProblem(a.raw("GET", "/v1/executions/x/events", "", asAdmin()), 400, "uuid")
 	a.checkProblem(a.raw("GET", "/v1/executions/018f0000-0000-7000-8000-000000000000/events", "", asAdmin()),
 		404, "no such execution")

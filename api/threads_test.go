@@ -40,9 +40,7 @@ func TestSendMessages(t *testing.T) {
 	a := start(t)
 	var made threads.Thread
 	a.create("/v1/threads", `{"id":"maria","participant":"Maria","owner":"site"}`, &made)
-	if made.ID != "maria" || made.Channel != "chat" || made.Participant != "Maria" {
-		t.Errorf("made: %+v", made)
-	}
+	assert.Truef(t, made.ID == "maria" && made.Channel == "chat" && made.Participant == "Maria", "made: %+v", made)
 	a.checkProblem(a.raw("POST", "/v1/threads", `{"id":"maria"}`, asAdmin()), 409, "exists")
 	a.checkProblem(a.raw("POST", "/v1/threads", `{"id":"x","channel":"webhook","target":"none"}`, asAdmin()), 400,
 		"target")
@@ -51,10 +49,9 @@ func TestSendMessages(t *testing.T) {
 		a.checkProblem(a.raw("POST", "/v1/threads", `{"id":"x","idle_seconds":`+idle+`}`, asAdmin()), 400, "idle_seconds")
 	}
 	a.create("/v1/threads", `{"id":"quick","idle_seconds":20}`, &made)
-	if made.IdleSeconds != 20 ||
-		pgtest.Value[int](t, a.pool, `select idle_seconds from agent_threads where id = 'maria'`) != 600 {
-		t.Errorf("idle time: %+v", made)
-	}
+	assert.Truef(t, made.IdleSeconds == 20 &&
+		pgtest.Value[int](t, a.pool, `select idle_seconds from agent_threads where id = 'maria'`) == 600, "idle time: %+v",
+		made)
 
 	first, lock := a.lockExternal("first")
 	second, other := a.lockExternal("second")
@@ -62,19 +59,14 @@ func TestSendMessages(t *testing.T) {
 		t.Helper()
 		a.create("/v1/threads/maria/messages", fmt.Sprintf(`{"content":%q,"execution_id":%q,"lock_id":%q}`, words, id, lock),
 			&got)
-		if !got.Success || got.MessageID == "" {
-			t.Errorf("%s: %+v", words, got)
-		}
+		assert.Truef(t, got.Success && got.MessageID != "", "%s: %+v", words, got)
 		return got
 	}
-	if tell("one", first, lock).Queued || !tell("two", second, other).Queued || tell("three", first, lock).Queued {
-		t.Error("the holder speaks at once, the other queues")
-	}
+	assert.True(t, !tell("one", first, lock).Queued && tell("two", second, other).Queued &&
+		!tell("three", first, lock).Queued, "the holder speaks at once, the other queues")
 	var got messageContent
 	a.create("/v1/threads/maria/messages", `{"content":"an admin"}`, &got)
-	if !got.Success || !got.Queued {
-		t.Errorf("the admin's: %+v", got)
-	}
+	assert.Truef(t, got.Success && got.Queued, "the admin's: %+v", got)
 	pgtest.Exec(t, a.pool, `select unlock_agent_execution($1, $2, 'completed')`, first, lock)
 	pgtest.Exec(t, a.pool, `select lanekeeper.flush_agent_thread('maria')`)
 	pgtest.Exec(t, a.pool, `select unlock_agent_execution($1, $2, 'completed')`, second, other)
@@ -163,9 +155,8 @@ func TestMessageWithKeyIsSentOnce(t *testing.T) {
 		ids = append(ids, pgtest.Value[string](t, a.pool, `select max(id::text) from agent_messages`))
 		pgtest.Exec(t, a.pool, `delete from agent_idempotency`)
 	}
-	if n := pgtest.Value[int](t, a.pool, `select count(*)::int from agent_messages`); n != 1 || ids[0] != ids[1] {
-		t.Errorf("%d messages, %v", n, ids)
-	}
+	n := pgtest.Value[int](t, a.pool, `select count(*)::int from agent_messages`)
+	assert.Truef(t, n == 1 && ids[0] == ids[1], "%d messages, %v", n, ids)
 }
 
 // A start with a new thread opens the thread for the flow.
@@ -179,9 +170,8 @@ func TestExecutionOpensThread(t *testing.T) {
 		OwnerKind          string `json:"owner_kind"`
 	}
 	a.get("/v1/threads/begun", &got)
-	if got.ID != "begun" || got.Channel != "chat" || got.OwnerKind != "flow" || got.Owner != "external" {
-		t.Errorf("the thread is %+v", got)
-	}
+	assert.Truef(t, got.ID == "begun" && got.Channel == "chat" && got.OwnerKind == "flow" && got.Owner == "external",
+		"the thread is %+v", got)
 }
 
 func TestAThreadIsNamedForPeople(t *testing.T) {

@@ -60,13 +60,11 @@ func TestWhyByTraceIDForms(t *testing.T) {
 	for _, form := range []string{string(id), id.OTel(), id.Suffix()} {
 		var got why.Answer
 		header := a.get("/v1/traces/"+form+"/why", &got)
-		if got.TraceID != string(id) || got.OTelTraceID != id.OTel() || header.Get("X-Trace-Id") != string(id) {
-			t.Errorf("by %s the trace is %s, %s, %s", form, got.TraceID, got.OTelTraceID, header.Get("X-Trace-Id"))
-		}
+		assert.Truef(t, got.TraceID == string(id) && got.OTelTraceID == id.OTel() && header.Get("X-Trace-Id") == string(id),
+			"by %s the trace is %s, %s, %s", form, got.TraceID, got.OTelTraceID, header.Get("X-Trace-Id"))
 		cause := got.Of(why.Because)
-		if len(cause) != 1 || cause[0].FromRef != "outside" || cause[0].ToRef != "execution "+begun.ID {
-			t.Errorf("by %s the cause is %+v", form, cause)
-		}
+		assert.Truef(t, len(cause) == 1 && cause[0].FromRef == "outside" && cause[0].ToRef == "execution "+begun.ID,
+			"by %s the cause is %+v", form, cause)
 	}
 	a.checkProblem(a.raw("GET", "/v1/traces/"+string(trace.New(trace.Chat))+"/why", "", asAdmin()),
 		http.StatusNotFound, "")
@@ -89,12 +87,10 @@ func TestPromptsOfTrace(t *testing.T) {
 		trace)
 	var got prompts.Page
 	a.get("/v1/traces/"+trace+"/prompts", &got)
-	if len(got.Calls) != 2 || got.Calls[0].Recorded || !got.Calls[1].Recorded || len(got.Calls[1].Messages) != 1 {
-		t.Fatalf("read: %+v", got)
-	}
-	if part := got.Parts[got.Calls[1].Messages[0]]; string(part.Body) != `{"role":"user"}` || part.Role != "user" {
-		t.Errorf("part: %+v", part)
-	}
+	require.Truef(t, len(got.Calls) == 2 && !got.Calls[0].Recorded && got.Calls[1].Recorded &&
+		len(got.Calls[1].Messages) == 1, "read: %+v", got)
+	part := got.Parts[got.Calls[1].Messages[0]]
+	assert.Truef(t, string(part.Body) == `{"role":"user"}` && part.Role == "user", "part: %+v", part)
 	a.get("/v1/traces/"+trace+"/prompts?activity_id="+got.Calls[1].ActivityID, &got)
 	assert.Equal(t, 1, len(got.Calls), got.Calls)
 }
@@ -113,21 +109,15 @@ func TestPromptDiffAcrossPages(t *testing.T) {
 		select id, sha256('tools'), array[sha256('system'), sha256(id::text::bytea)] from calls`, trace)
 	var all, first, second, third prompts.Page
 	a.get("/v1/traces/"+trace+"/prompts", &all)
-	if len(all.Calls) != 4 || all.Calls[2].SharedParts != 2 || all.Calls[3].SharedParts != 2 {
-		t.Fatalf("read: %+v", all)
-	}
+	require.Truef(t, len(all.Calls) == 4 && all.Calls[2].SharedParts == 2 && all.Calls[3].SharedParts == 2,
+		"read: %+v", all)
 	a.get("/v1/traces/"+trace+"/prompts?limit=2", &first)
-	if len(first.Calls) != 2 || first.Next == nil || first.Calls[0].SharedParts != 0 || first.Calls[1].SharedParts != 0 {
-		t.Fatalf("first page: %+v", first)
-	}
+	require.Truef(t, len(first.Calls) == 2 && first.Next != nil && first.Calls[0].SharedParts == 0 &&
+		first.Calls[1].SharedParts == 0, "first page: %+v", first)
 	a.get("/v1/traces/"+trace+"/prompts?limit=1&cursor="+*first.Next, &second)
-	if len(second.Calls) != 1 || second.Calls[0].SharedParts != 2 {
-		t.Errorf("second page: %+v", second)
-	}
+	assert.Truef(t, len(second.Calls) == 1 && second.Calls[0].SharedParts == 2, "second page: %+v", second)
 	a.get("/v1/traces/"+trace+"/prompts?activity_id="+all.Calls[3].ActivityID, &third)
-	if len(third.Calls) != 1 || third.Calls[0].SharedParts != 2 {
-		t.Errorf("of one call: %+v", third)
-	}
+	assert.Truef(t, len(third.Calls) == 1 && third.Calls[0].SharedParts == 2, "of one call: %+v", third)
 }
 
 func TestInvalidPromptParameters(t *testing.T) {

@@ -109,15 +109,11 @@ func TestTheSameCallIsAskedForOnce(t *testing.T) {
 	pool, s := setUp(t)
 	first := ask(t, pool, s, `{"table":"x","n":1}`)
 	assert.Equal(t, first, ask(t, pool, s, `{"n": 1, "table": "x"}`))
-	if other := ask(t, pool, s, `{"table":"y","n":1}`); other == first {
-		t.Error("another call led to the same approval")
-	}
+	assert.True(t, ask(t, pool, s, `{"table":"y","n":1}`) != first, "another call led to the same approval")
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_activity where status = 'pending_approval'
 		and skill_name = 'drop'`))
 	pending, err := approvals.Pending(t.Context(), pool, 10)
-	if err != nil || len(pending) != 2 || pending[0].ID != first {
-		t.Errorf("pending are %+v, %v", pending, err)
-	}
+	assert.Truef(t, err == nil && len(pending) == 2 && pending[0].ID == first, "pending are %+v, %v", pending, err)
 }
 
 func TestADecisionIsMadeOnce(t *testing.T) {
@@ -137,13 +133,10 @@ func TestADecisionIsMadeOnce(t *testing.T) {
 			return nil
 		})
 	}
-	if err := group.Wait(); err != nil || won.Load() != 1 {
-		t.Errorf("%d of 8 decided: %v", won.Load(), err)
-	}
+	err := group.Wait()
+	assert.Truef(t, err == nil && won.Load() == 1, "%d of 8 decided: %v", won.Load(), err)
 	for _, unknown := range []string{"01890000-0000-7000-8000-000000000000", "no id"} {
-		if err := approve(t, pool, unknown); !errors.Is(err, approvals.ErrNotFound) {
-			t.Errorf("decide %s: %v", unknown, err)
-		}
+		assert.ErrorIs(t, approve(t, pool, unknown), approvals.ErrNotFound, "decide", unknown)
 	}
 }
 
@@ -164,14 +157,11 @@ func TestAGrantIsUsedOnceHoweverManyRace(t *testing.T) {
 		})
 	}
 	all.Wait()
-	if acted.Load() != 1 || refused.Load() != 5 {
-		t.Errorf("%d acted, %d were refused", acted.Load(), refused.Load())
-	}
+	assert.Truef(t, acted.Load() == 1 && refused.Load() == 5, "%d acted, %d were refused", acted.Load(), refused.Load())
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'drop'
 		and status = 'success'`))
-	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {
-		t.Errorf("left are %+v, %v", left, err)
-	}
+	left, err := approvals.Approved(t.Context(), pool, 10)
+	assert.Truef(t, err == nil && len(left) == 0, "left are %+v, %v", left, err)
 }
 
 func TestWhatIsNotALiveGrantIsNotUsed(t *testing.T) {
@@ -191,12 +181,10 @@ func TestWhatIsNotALiveGrantIsNotUsed(t *testing.T) {
 			pool, s := setUp(t)
 			id := ask(t, pool, s, `{}`)
 			spoil(t, pool, id)
-			if err := use(t, pool, id, func() { t.Error("acted") }); !approvals.IsUsed(err) {
-				t.Errorf("err = %v", err)
-			}
-			if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {
-				t.Errorf("offered: %+v, %v", left, err)
-			}
+			err := use(t, pool, id, func() { t.Error("acted") })
+			assert.Truef(t, approvals.IsUsed(err), "err = %v", err)
+			left, err := approvals.Approved(t.Context(), pool, 10)
+			assert.Truef(t, err == nil && len(left) == 0, "offered: %+v, %v", left, err)
 		})
 	}
 }
@@ -208,9 +196,7 @@ func TestAnExpiredApprovalDoesNotStandInTheWay(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_approvals set expires_at = clock_timestamp() where id = $1`, first)
 	assert.ErrorIs(t, approve(t, pool, first), approvals.ErrDecided)
 	second := ask(t, pool, s, `{}`)
-	if second == first {
-		t.Fatal("asking again led to an approval that nobody can decide")
-	}
+	require.True(t, second != first, "asking again led to an approval that nobody can decide")
 	assert.NoError(t, approve(t, pool, second))
 }
 
@@ -220,16 +206,11 @@ func TestAChangedSkillVoidsWhatWasApproved(t *testing.T) {
 	pending, granted := ask(t, pool, s, `{"n":1}`), ask(t, pool, s, `{"n":2}`)
 	require.NoError(t, approve(t, pool, granted))
 	changed := put(t, pool, "drops the whole schema")
-	if changed.Revision == s.Revision {
-		t.Fatal("the skill has not changed")
-	}
+	require.True(t, changed.Revision != s.Revision, "the skill has not changed")
 	assert.ErrorIs(t, approve(t, pool, pending), approvals.ErrDecided)
-	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {
-		t.Errorf("offered: %+v, %v", left, err)
-	}
-	if again := ask(t, pool, changed, `{"n":2}`); again == granted {
-		t.Error("the new skill took over the old one's grant")
-	}
+	left, err := approvals.Approved(t.Context(), pool, 10)
+	assert.Truef(t, err == nil && len(left) == 0, "offered: %+v, %v", left, err)
+	assert.True(t, ask(t, pool, changed, `{"n":2}`) != granted, "the new skill took over the old one's grant")
 }
 
 func TestAGrantWaitsForItsSkillToReturn(t *testing.T) {
@@ -239,14 +220,12 @@ func TestAGrantWaitsForItsSkillToReturn(t *testing.T) {
 	require.NoError(t, approve(t, pool, id))
 	_, err := skills.Disable(t.Context(), pool, "drop", "admin", "for now", nil)
 	require.NoError(t, err)
-	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 0 {
-		t.Errorf("offered while disabled: %+v, %v", left, err)
-	}
+	left, err := approvals.Approved(t.Context(), pool, 10)
+	assert.Truef(t, err == nil && len(left) == 0, "offered while disabled: %+v, %v", left, err)
 	_, err = skills.Enable(t.Context(), pool, "drop", "admin", "again")
 	require.NoError(t, err)
-	if left, err := approvals.Approved(t.Context(), pool, 10); err != nil || len(left) != 1 {
-		t.Errorf("offered: %+v, %v", left, err)
-	}
+	left, err = approvals.Approved(t.Context(), pool, 10)
+	assert.Truef(t, err == nil && len(left) == 1, "offered: %+v, %v", left, err)
 }
 
 func TestHashDoesNotDependOnTheOrderOfKeys(t *testing.T) {
@@ -260,13 +239,11 @@ func TestHashDoesNotDependOnTheOrderOfKeys(t *testing.T) {
 		t.Error("the order of keys matters")
 	}
 	for _, other := range []string{`{"a":2}`, `{"a":"1"}`, `{"a":1.0}`, `{"a":9007199254740993}`, `{}`} {
-		if hash(other) == hash(`{"a":1}`) || hash(other) == hash(`{"a":9007199254740992}`) {
-			t.Errorf("%s has another's hash", other)
-		}
+		assert.Truef(t, hash(other) != hash(`{"a":1}`) && hash(other) != hash(`{"a":9007199254740992}`),
+			"%s has another's hash", other)
 	}
-	if _, err := approvals.Hash(json.RawMessage(`{"a":`)); err == nil {
-		t.Error("what is no JSON has a hash")
-	}
+	_, err := approvals.Hash(json.RawMessage(`{"a":`))
+	assert.Error(t, err, "what is no JSON has a hash")
 }
 
 // A request notifies the channels only while one is enabled: each notification serialises commits.
@@ -283,9 +260,7 @@ func TestARequestNotifiesChannelsOnlyWhereThereIsOne(t *testing.T) {
 		pgtest.Exec(t, pool, `select pg_notify('agent_channels', 'the end')`)
 		got, err := listener.WaitForNotification(t.Context())
 		require.NoError(t, err)
-		if got.Payload != want {
-			t.Errorf("the first notification is %q, want %q", got.Payload, want)
-		}
+		assert.Equal(t, want, got.Payload, "the first notification")
 		pgtest.Exec(t, pool, `insert into agent_channels (name, type) values ('team', 'telegram') on conflict do nothing`)
 	}
 }

@@ -45,9 +45,8 @@ func TestFourEyes(t *testing.T) {
 	}
 	id := asked(`{"n": 1}`, "ana")
 	for _, yes := range []bool{true, false} {
-		if _, err := approvals.Decide(t.Context(), pool, id, yes, "ana", ""); !errors.Is(err, approvals.ErrFourEyes) {
-			t.Errorf("the requester decided %t: %v", yes, err)
-		}
+		_, err := approvals.Decide(t.Context(), pool, id, yes, "ana", "")
+		assert.ErrorIs(t, err, approvals.ErrFourEyes, "the requester decided", yes)
 	}
 	var group sync.WaitGroup
 	var mu sync.Mutex
@@ -74,9 +73,8 @@ func TestFourEyes(t *testing.T) {
 	require.NoError(t, err)
 	assert.Equal(t, "the requester decided", pgtest.Value[string](t, pool,
 		`select input ->> 'four_eyes' from agent_activity where skill_name = 'decide_approval' and input ->> 'by' = 'root'`))
-	if _, err := pool.Exec(t.Context(), `update agent_approvals set four_eyes = false`); err == nil {
-		t.Error("four eyes were taken from an approval")
-	}
+	_, err = pool.Exec(t.Context(), `update agent_approvals set four_eyes = false`)
+	assert.Error(t, err, "four eyes were taken from an approval")
 	d.Trust = skills.TrustAuto
 	assert.Contains(t, fmt.Sprint(skills.Validate(d)), "four_eyes needs trust: approve")
 }
@@ -164,9 +162,8 @@ func TestAMissingGrantIsNotFourEyes(t *testing.T) {
 	require.NoError(t, err)
 	defer limited.Close()
 	_, err = approvals.Decide(t.Context(), limited, id, true, "root", "")
-	if !postgres.IsCode(err, "42501") || errors.Is(err, approvals.ErrFourEyes) {
-		t.Errorf("a role without grants: %v", err)
-	}
+	assert.Truef(t, postgres.IsCode(err, "42501") && !errors.Is(err, approvals.ErrFourEyes),
+		"a role without grants: %v", err)
 }
 
 // A decision in SQL is in the audit, as one in SQL.
@@ -180,7 +177,6 @@ func TestADecisionInSQLIsAudited(t *testing.T) {
 	a, err := approvals.Get(t.Context(), pool, id)
 	require.NoError(t, err)
 	assert.Equal(t, "dba via sql", a.Decider())
-	if _, err := json.Marshal(a); err != nil {
-		t.Error(err)
-	}
+	_, err = json.Marshal(a)
+	assert.NoError(t, err)
 }

@@ -110,16 +110,14 @@ func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
 	decided, err := approvals.Get(t.Context(), p.pool, approval)
 	require.NoError(t, err)
 	called := map[string]int32{"consumed": 1, "rejected": 0}[decided.Status]
-	if won.Load() != 1 || p.acted.Load() != called || (called == 1) != (x.ResultSummary == "called") {
-		t.Errorf("%d decided, the approval is %s, %d calls, the run says %q", won.Load(), decided.Status, p.acted.Load(),
-			x.ResultSummary)
-	}
+	assert.Truef(t, won.Load() == 1 && p.acted.Load() == called && (called == 1) == (x.ResultSummary == "called"),
+		"%d decided, the approval is %s, %d calls, the run says %q", won.Load(), decided.Status, p.acted.Load(),
+		x.ResultSummary)
 	assert.Equal(t, 1,
 		pgtest.Value[int](t, p.pool, `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`))
-	if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'decide_approval'
-		and trace_id like 'op\_%'`); n != 1 {
-		t.Errorf("%d rows tell of the decision", n)
-	}
+	n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'decide_approval'
+		and trace_id like 'op\_%'`)
+	assert.Equal(t, 1, n, "rows tell of the decision")
 }
 
 func TestOneDenialEndsIt(t *testing.T) {
@@ -127,15 +125,12 @@ func TestOneDenialEndsIt(t *testing.T) {
 	p := park(t, `{}`)
 	id, approval := p.begin()
 	_, err := p.pool.Exec(t.Context(), `update agent_approvals set arguments = '{"table":"y"}' where id = $1`, approval)
-	if !approvals.IsUsed(err) {
-		t.Errorf("what is asked for can be changed: %v", err)
-	}
+	assert.Truef(t, approvals.IsUsed(err), "what is asked for can be changed: %v", err)
 	_, err = approvals.Decide(t.Context(), p.pool, approval, false, "admin", "not today")
 	require.NoError(t, err)
-	if x := enginetest.Await(p.t, p.pool, id, executions.Completed); x.ResultSummary != "rejected by admin: not today" ||
-		p.acted.Load() != 0 {
-		t.Errorf("ended with %q, %d calls", x.ResultSummary, p.acted.Load())
-	}
+	x := enginetest.Await(p.t, p.pool, id, executions.Completed)
+	assert.Truef(t, x.ResultSummary == "rejected by admin: not today" && p.acted.Load() == 0,
+		"ended with %q, %d calls", x.ResultSummary, p.acted.Load())
 }
 
 // A decision resumes the waiting execution at once, also one by plain SQL. In this test no sweep runs.
@@ -153,25 +148,19 @@ func TestAParkedGrantIsItsExecutionsAlone(t *testing.T) {
 	p := park(t, `{"table":"x"}`)
 	first, one := p.begin()
 	second, other := p.begin()
-	if one == other {
-		t.Fatal("two executions wait for one approval")
-	}
+	require.True(t, one != other, "two executions wait for one approval")
 	_, err := approvals.Decide(t.Context(), p.pool, one, true, "admin", "")
 	require.NoError(t, err)
 	enginetest.Await(p.t, p.pool, first, executions.Completed)
-	if err := use(t, p.pool, one, func() { t.Error("acted") }); !approvals.IsUsed(err) {
-		t.Errorf("a used grant: %v", err)
-	}
-	if left, err := approvals.Approved(t.Context(), p.pool, 5); err != nil || len(left) != 0 {
-		t.Errorf("a heartbeat would follow through %+v, %v", left, err)
-	}
+	err = use(t, p.pool, one, func() { t.Error("acted") })
+	assert.Truef(t, approvals.IsUsed(err), "a used grant: %v", err)
+	left, err := approvals.Approved(t.Context(), p.pool, 5)
+	assert.Truef(t, err == nil && len(left) == 0, "a heartbeat would follow through %+v, %v", left, err)
 	pgtest.Exec(t, p.pool, `update agent_approvals set status = 'approved' where id = $1`, other) // approved, but not told
-	if err := use(t, p.pool, other, func() { t.Error("acted with another execution's grant") }); !approvals.IsUsed(err) {
-		t.Errorf("another's grant: %v", err)
-	}
-	if x, err := executions.Get(t.Context(), p.pool, second); err != nil || x.Status != executions.Waiting {
-		t.Errorf("the second is %s, %v", x.Status, err)
-	}
+	err = use(t, p.pool, other, func() { t.Error("acted with another execution's grant") })
+	assert.Truef(t, approvals.IsUsed(err), "another's grant: %v", err)
+	x, err := executions.Get(t.Context(), p.pool, second)
+	assert.Truef(t, err == nil && x.Status == executions.Waiting, "the second is %s, %v", x.Status, err)
 }
 
 func TestAnApprovalDoesNotOutliveItsExecution(t *testing.T) {
@@ -180,13 +169,10 @@ func TestAnApprovalDoesNotOutliveItsExecution(t *testing.T) {
 	id, approval := p.begin()
 	_, err := p.engine.Cancel(t.Context(), id, "admin", "enough")
 	require.NoError(t, err)
-	if _, err := approvals.Decide(t.Context(), p.pool, approval, true, "admin", ""); !errors.Is(err,
-		approvals.ErrDecided) {
-		t.Errorf("decided although nobody waits: %v", err)
-	}
-	if got, err := approvals.Get(t.Context(), p.pool, approval); err != nil || got.Status != "expired" {
-		t.Errorf("the approval is %s, %v", got.Status, err)
-	}
+	_, err = approvals.Decide(t.Context(), p.pool, approval, true, "admin", "")
+	assert.ErrorIs(t, err, approvals.ErrDecided, "decided although nobody waits")
+	got, err := approvals.Get(t.Context(), p.pool, approval)
+	assert.Truef(t, err == nil && got.Status == "expired", "the approval is %s, %v", got.Status, err)
 }
 
 func TestListingsTellWhatHasExpired(t *testing.T) {
@@ -221,17 +207,13 @@ func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 			assert.Equal(t, "expired by : "+c.says,
 				enginetest.Await(p.t, p.pool, id, executions.Completed).ResultSummary)
 			got, err := approvals.Get(t.Context(), p.pool, approval)
-			if err != nil || got.Status != "expired" || got.Reason != c.says {
-				t.Errorf("the approval is %+v (%v)", got, err)
-			}
-			if list, err := approvals.Pending(t.Context(), p.pool, 10); err != nil || len(list) != 0 {
-				t.Errorf("pending: %+v (%v)", list, err)
-			}
-			if n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'close_approval'
+			assert.Truef(t, err == nil && got.Status == "expired" && got.Reason == c.says, "the approval is %+v (%v)", got, err)
+			list, err := approvals.Pending(t.Context(), p.pool, 10)
+			assert.Truef(t, err == nil && len(list) == 0, "pending: %+v (%v)", list, err)
+			n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'close_approval'
 				and status = 'skipped'
-				and input ->> 'approval_id' = $1 and input ->> 'reason' = $2`, approval, c.says); n != 1 {
-				t.Errorf("%d activities of it", n)
-			}
+				and input ->> 'approval_id' = $1 and input ->> 'reason' = $2`, approval, c.says)
+			assert.Equal(t, 1, n, "activities of it")
 			assert.Equal(t, 0, p.acted.Load())
 		})
 	}
@@ -247,10 +229,9 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_approvals where status = 'expired'`))
 	pgtest.Exec(t, pool, `update agent_skills set revision = 2 where name = 'drop'`)
 	for _, id := range []string{pending, granted} {
-		if got, err := approvals.Get(t.Context(), pool, id); err != nil || got.Status != "expired" ||
-			!strings.Contains(got.Reason, "was changed") {
-			t.Errorf("the approval is %+v (%v)", got, err)
-		}
+		got, err := approvals.Get(t.Context(), pool, id)
+		assert.Truef(t, err == nil && got.Status == "expired" && strings.Contains(got.Reason, "was changed"),
+			"the approval is %+v (%v)", got, err)
 	}
 	// A run that has read the skill before requests no impossible approval.
 	inside(t, pool, func(ctx context.Context) error {
@@ -258,9 +239,8 @@ func TestGrantsOfASkillThatChangesAreClosed(t *testing.T) {
 			Skill: s.Name, SkillID: s.ID, Revision: s.Revision,
 			Args: json.RawMessage(`{"table":"z"}`),
 		})
-		if failure, ok := errors.AsType[*executions.StepError](err); !ok || failure.Class != "stale_skill" {
-			t.Errorf("asked for another: %v", err)
-		}
+		failure, ok := errors.AsType[*executions.StepError](err)
+		assert.Truef(t, ok && failure.Class == "stale_skill", "asked for another: %v", err)
 		return nil
 	})
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_approvals where status = 'pending'`))

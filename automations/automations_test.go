@@ -54,18 +54,14 @@ func putDue(t *testing.T, pool *pgxpool.Pool, d automations.Definition, ago stri
 func claim(t *testing.T, pool *pgxpool.Pool, a automations.Automation) automations.Run {
 	t.Helper()
 	run, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID)
-	if !ok || err != nil {
-		t.Fatalf("claim: %v, %v", ok, err)
-	}
+	require.Truef(t, ok && err == nil, "claim: %v, %v", ok, err)
 	return run
 }
 
 func finish(t *testing.T, pool *pgxpool.Pool, run automations.Run, result automations.Result) automations.Run {
 	t.Helper()
 	run, ok, err := automations.Finish(t.Context(), pool, run.ID, run.Attempt, result)
-	if !ok || err != nil {
-		t.Fatalf("finish: %v, %v", ok, err)
-	}
+	require.Truef(t, ok && err == nil, "finish: %v, %v", ok, err)
 	return run
 }
 
@@ -151,9 +147,8 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 	if at := a.NextRunAt.In(madrid); at.Hour() != 9 || at.Minute() != 0 || !at.After(time.Now()) || a.MaxAttempts != 3 {
 		t.Errorf("next at %s, %+v", at, a)
 	}
-	if changed, err := automations.Put(t.Context(), pool, d, automations.SourceWorkspace); changed || err != nil {
-		t.Errorf("the same again: %v, %v", changed, err)
-	}
+	changed, err := automations.Put(t.Context(), pool, d, automations.SourceWorkspace)
+	assert.Truef(t, !changed && err == nil, "the same again: %v, %v", changed, err)
 	pgtest.Exec(t, pool, `
 		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by, disabled_reason, disabled_at)
 		values ('s', '{}', 'builtin:x', false, 'self_heal', '3 failures', clock_timestamp())`)
@@ -167,9 +162,8 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 		t.Errorf("the new schedule does not count: %s", a.NextRunAt)
 	}
 	d.Cron, d.Timezone, d.Event = "", "", "e"
-	if a := put(t, pool, d); a.NextRunAt != nil || a.Trigger != "event" {
-		t.Errorf("got %+v", a)
-	}
+	a = put(t, pool, d)
+	assert.Truef(t, a.NextRunAt == nil && a.Trigger == "event", "got %+v", a)
 }
 
 func TestDueAndRemove(t *testing.T) {
@@ -180,18 +174,13 @@ func TestDueAndRemove(t *testing.T) {
 	putDue(t, pool, automations.Definition{Name: "off"}, "3 hours")
 	put(t, pool, automations.Definition{Name: "not yet", Cron: "0 0 1 1 *"})
 	put(t, pool, automations.Definition{Name: "on event", Event: "e"})
-	if ok, err := automations.Disable(t.Context(), pool, "off", "admin", "r"); !ok || err != nil {
-		t.Fatal(ok, err)
-	}
+	ok, err := automations.Disable(t.Context(), pool, "off", "admin", "r")
+	require.True(t, ok && err == nil, ok, err)
 	assert.Equal(t, "later late", due(t, pool))
 	removed, err := automations.Remove(t.Context(), pool, automations.SourceWorkspace, []string{"late", "off", "on event"})
-	if err != nil || !slices.Equal(removed, []string{"later", "not yet"}) {
-		t.Errorf("removed %v, %v", removed, err)
-	}
-	if list, err := automations.List(t.Context(), pool, automations.Filter{Limit: 2}); err != nil || len(list) != 2 ||
-		list[0].Name != "on event" {
-		t.Errorf("got %+v, %v", list, err)
-	}
+	assert.Truef(t, err == nil && slices.Equal(removed, []string{"later", "not yet"}), "removed %v, %v", removed, err)
+	list, err := automations.List(t.Context(), pool, automations.Filter{Limit: 2})
+	assert.Truef(t, err == nil && len(list) == 2 && list[0].Name == "on event", "got %+v, %v", list, err)
 }
 
 func TestOneOfManyClaimersGetsARun(t *testing.T) {
@@ -208,18 +197,15 @@ func TestOneOfManyClaimersGetsARun(t *testing.T) {
 				assert.NoError(t, err)
 				if ok {
 					wins.Add(1)
-					if run.Status != automations.Claimed || run.Attempt != 1 || !run.ScheduledFor.Equal(at) ||
-						run.TraceID != traceID || run.ExecutionID == nil {
-						t.Errorf("got %+v", run)
-					}
+					assert.Truef(t, run.Status == automations.Claimed && run.Attempt == 1 && run.ScheduledFor.Equal(at) &&
+						run.TraceID == traceID && run.ExecutionID != nil, "got %+v", run)
 				}
 			})
 		}
 		wg.Wait()
 		assert.Equal(t, 1, wins.Load(), d.Name)
-		if after := get(t, pool, d.Name); after.LastTraceID != traceID || after.LastRunAt == nil {
-			t.Errorf("%s: got %+v", d.Name, after)
-		}
+		after := get(t, pool, d.Name)
+		assert.Truef(t, after.LastTraceID == traceID && after.LastRunAt != nil, "%s: got %+v", d.Name, after)
 	}
 }
 
@@ -231,12 +217,10 @@ func TestMissedTimesAreRunOnce(t *testing.T) {
 		before := pgtest.Value[time.Time](t, pool, `select clock_timestamp()`)
 		claim(t, pool, a)
 		after := get(t, pool, name)
-		if !after.NextRunAt.After(before) {
-			t.Errorf("%s: next at %s, and it was run after %s", name, after.NextRunAt, before)
-		}
-		if name == "interval" && after.NextRunAt.Sub(*a.NextRunAt)%(7*time.Minute) != 0 {
-			t.Errorf("the interval lost its beat: %s after %s", after.NextRunAt, a.NextRunAt)
-		}
+		assert.Truef(t, after.NextRunAt.After(before),
+			"%s: next at %s, and it was run after %s", name, after.NextRunAt, before)
+		assert.Truef(t, name != "interval" || after.NextRunAt.Sub(*a.NextRunAt)%(7*time.Minute) == 0,
+			"the interval lost its beat: %s after %s", after.NextRunAt, a.NextRunAt)
 	}
 }
 
@@ -249,19 +233,16 @@ func TestClaimRefuses(t *testing.T) {
 		id string
 		at time.Time
 	}{"another time": {a.ID, a.NextRunAt.Add(time.Second)}, "before its time": {future.ID, *future.NextRunAt}} {
-		if _, ok, err := automations.Claim(t.Context(), pool, test.id, test.at, "", traceID); ok || err != nil {
-			t.Errorf("%s: %v, %v", name, ok, err)
-		}
+		_, ok, err := automations.Claim(t.Context(), pool, test.id, test.at, "", traceID)
+		assert.Truef(t, !ok && err == nil, "%s: %v, %v", name, ok, err)
 	}
 	_, err := automations.Disable(t.Context(), pool, "a", "admin", "")
 	require.NoError(t, err)
-	if _, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID); ok || err != nil {
-		t.Errorf("a disabled one: %v, %v", ok, err)
-	}
-	if _, _, err := automations.Claim(t.Context(), pool, "00000000-0000-0000-0000-000000000000", time.Now(), "",
-		""); !errors.Is(err, automations.ErrNotFound) {
-		t.Errorf("got %v", err)
-	}
+	_, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID)
+	assert.Truef(t, !ok && err == nil, "a disabled one: %v, %v", ok, err)
+	_, _, err = automations.Claim(t.Context(), pool, "00000000-0000-0000-0000-000000000000", time.Now(), "",
+		"")
+	assert.ErrorIs(t, err, automations.ErrNotFound)
 }
 
 func TestATimeThatWasRunBeforeIsPassedBy(t *testing.T) {
@@ -270,9 +251,8 @@ func TestATimeThatWasRunBeforeIsPassedBy(t *testing.T) {
 	a := putDue(t, pool, automations.Definition{Name: "a"}, "1 hour")
 	claim(t, pool, a)
 	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '`+a.NextRunAt.Format(time.RFC3339Nano)+`'`)
-	if _, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID); ok || err != nil {
-		t.Errorf("run twice: %v, %v", ok, err)
-	}
+	_, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID)
+	assert.Truef(t, !ok && err == nil, "run twice: %v, %v", ok, err)
 	assert.Equal(t, "", due(t, pool))
 }
 
@@ -283,37 +263,28 @@ func TestARunIsTriedAgainUntilItIsDead(t *testing.T) {
 	run := claim(t, pool, a)
 	for attempt, wait := range []time.Duration{time.Minute, 4 * time.Minute} {
 		run = finish(t, pool, run, automations.Result{Error: "no luck\x00"})
-		if run.Status != automations.Error || run.Attempt != attempt+1 || run.RetryAt == nil ||
-			run.RetryAt.Sub(*run.FinishedAt).Round(time.Second) != wait {
-			t.Fatalf("attempt %d: %+v", attempt+1, run)
-		}
-		if _, ok, _ := automations.ClaimRun(t.Context(), pool, run.ID, run.Attempt, "", traceID); ok {
-			t.Error("retried before its time")
-		}
+		require.Truef(t, run.Status == automations.Error && run.Attempt == attempt+1 && run.RetryAt != nil &&
+			run.RetryAt.Sub(*run.FinishedAt).Round(time.Second) == wait, "attempt %d: %+v", attempt+1, run)
+		_, ok, _ := automations.ClaimRun(t.Context(), pool, run.ID, run.Attempt, "", traceID)
+		assert.True(t, !ok, "retried before its time")
 		pgtest.Exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 		retries, err := automations.Ready(t.Context(), pool, 0)
-		if err != nil || len(retries) != 1 {
-			t.Fatalf("retries %+v, %v", retries, err)
-		}
+		require.Truef(t, err == nil && len(retries) == 1, "retries %+v, %v", retries, err)
 		run = retry(t, pool, retries[0])
 	}
 	run = finish(t, pool, run, automations.Result{Error: "no luck"})
-	if run.Status != automations.Dead || run.RetryAt != nil || run.Attempt != 3 || *run.ErrorMessage != "no luck" {
-		t.Errorf("got %+v", run)
-	}
+	assert.Truef(t, run.Status == automations.Dead && run.RetryAt == nil && run.Attempt == 3 &&
+		*run.ErrorMessage == "no luck", "got %+v", run)
 	dead, err := automations.Runs(t.Context(), pool, automations.RunFilter{Status: automations.Dead, AutomationID: a.ID})
 	assert.NoError(t, err, dead)
 	assert.Equal(t, 1, len(dead), dead)
-	if ok, err := automations.Redrive(t.Context(), pool, run.ID); !ok || err != nil {
-		t.Fatal(ok, err)
-	}
+	ok, err := automations.Redrive(t.Context(), pool, run.ID)
+	require.True(t, ok && err == nil, ok, err)
 	run = finish(t, pool, retry(t, pool, run), automations.Result{Output: map[string]int{"n": 1}})
-	if run.Status != automations.Success || string(run.Output) != `{"n": 1}` || run.ErrorMessage != nil {
-		t.Errorf("got %+v", run)
-	}
-	if ok, err := automations.Redrive(t.Context(), pool, run.ID); ok || err != nil {
-		t.Errorf("redrove a success: %v, %v", ok, err)
-	}
+	assert.Truef(t, run.Status == automations.Success && string(run.Output) == `{"n": 1}` && run.ErrorMessage == nil,
+		"got %+v", run)
+	ok, err = automations.Redrive(t.Context(), pool, run.ID)
+	assert.Truef(t, !ok && err == nil, "redrove a success: %v, %v", ok, err)
 }
 
 // retry claims the next attempt, by many at once.
@@ -342,24 +313,19 @@ func TestFinishIsComparedAndSet(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	run := claim(t, pool, putDue(t, pool, automations.Definition{Name: "a"}, "1 hour"))
-	if got := finish(t, pool, run,
-		automations.Result{Skipped: true, Error: "lane busy"}); got.Status != automations.Skipped || got.RetryAt != nil {
-		t.Errorf("got %+v", got)
-	}
-	if _, ok, err := automations.Finish(t.Context(), pool, run.ID, 1, automations.Result{}); ok || err != nil {
-		t.Errorf("finished twice: %v, %v", ok, err)
-	}
+	got := finish(t, pool, run,
+		automations.Result{Skipped: true, Error: "lane busy"})
+	assert.Truef(t, got.Status == automations.Skipped && got.RetryAt == nil, "got %+v", got)
+	_, ok, err := automations.Finish(t.Context(), pool, run.ID, 1, automations.Result{})
+	assert.Truef(t, !ok && err == nil, "finished twice: %v, %v", ok, err)
 	run = claim(t, pool, putDue(t, pool, automations.Definition{Name: "b"}, "1 hour"))
-	if _, ok, _ := automations.Finish(t.Context(), pool, run.ID, 2, automations.Result{}); ok {
-		t.Error("finished another attempt")
-	}
-	if _, _, err := automations.Finish(t.Context(), pool, run.ID, 1, automations.Result{Output: "\x00"}); err == nil {
-		t.Error("a NUL character was taken")
-	}
-	if got := finish(t, pool, run, automations.Result{Output: strings.Repeat("x", 300<<10)}); !strings.Contains(
-		string(got.Output), "omitted") {
-		t.Errorf("got %.100s", got.Output)
-	}
+	_, ok, _ = automations.Finish(t.Context(), pool, run.ID, 2, automations.Result{})
+	assert.True(t, !ok, "finished another attempt")
+	_, _, err = automations.Finish(t.Context(), pool, run.ID, 1, automations.Result{Output: "\x00"})
+	assert.Error(t, err, "a NUL character was taken")
+	got = finish(t, pool, run, automations.Result{Output: strings.Repeat("x", 300<<10)})
+	assert.Truef(t, strings.Contains(
+		string(got.Output), "omitted"), "got %.100s", got.Output)
 }
 
 func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
@@ -373,15 +339,13 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 	put(t, pool, automations.Definition{Name: "other", Skill: "fine"})
 	disable := func(name string, want bool) {
 		t.Helper()
-		if ok, err := automations.Disable(t.Context(), pool, name, "admin", "mine"); ok != want || err != nil {
-			t.Fatalf("disable %s: %v, %v", name, ok, err)
-		}
+		ok, err := automations.Disable(t.Context(), pool, name, "admin", "mine")
+		require.Truef(t, ok == want && err == nil, "disable %s: %v, %v", name, ok, err)
 	}
 	paused := func(want ...string) {
 		t.Helper()
-		if got, err := automations.PausedFor(t.Context(), pool, "broken"); err != nil || !slices.Equal(got, want) {
-			t.Errorf("paused are %v (%v), want %v", got, err, want)
-		}
+		got, err := automations.PausedFor(t.Context(), pool, "broken")
+		assert.Truef(t, err == nil && slices.Equal(got, want), "paused are %v (%v), want %v", got, err, want)
 	}
 	run := finish(t, pool, claim(t, pool, get(t, pool, "one")), automations.Result{Error: "x"})
 	pgtest.Exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
@@ -390,16 +354,13 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 		pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = '`+by+
 			`', disabled_reason = 'broken' where name = 'broken'`)
 		paused("one", "two")
-		if a := get(t, pool, "one"); a.DisabledBy != by || a.DisabledReason != "its skill broken is disabled: broken" ||
-			a.DisabledAt == nil {
-			t.Errorf("got %+v", a)
-		}
-		if retries, _ := automations.Ready(t.Context(), pool, 0); len(retries) != 0 || due(t, pool) != "" {
-			t.Error("a paused automation goes on")
-		}
-		if _, ok, _ := automations.ClaimRun(t.Context(), pool, run.ID, 1, "", traceID); ok {
-			t.Error("a paused automation was retried")
-		}
+		a := get(t, pool, "one")
+		assert.Truef(t, a.DisabledBy == by && a.DisabledReason == "its skill broken is disabled: broken" &&
+			a.DisabledAt != nil, "got %+v", a)
+		retries, _ := automations.Ready(t.Context(), pool, 0)
+		assert.True(t, len(retries) == 0 && due(t, pool) == "", "a paused automation goes on")
+		_, ok, _ := automations.ClaimRun(t.Context(), pool, run.ID, 1, "", traceID)
+		assert.True(t, !ok, "a paused automation was retried")
 		pgtest.Exec(t, pool, `update agent_skills set enabled = true, disabled_by = '' where name = 'broken'`)
 		paused()
 		if a, b, c := get(t, pool, "one"), get(t, pool, "admins"), get(t, pool, "other"); !a.Enabled || a.DisabledAt != nil ||
@@ -407,25 +368,21 @@ func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
 			t.Errorf("after the skill was enabled again: %+v, %+v, %+v", a, b, c)
 		}
 	}
-	if ok, err := automations.Enable(t.Context(), pool, "admins"); !ok || err != nil {
-		t.Errorf("enable: %v, %v", ok, err)
-	}
+	ok, err := automations.Enable(t.Context(), pool, "admins")
+	assert.Truef(t, ok && err == nil, "enable: %v, %v", ok, err)
 	pgtest.Exec(t, pool, `update agent_skills set enabled = false, disabled_by = 'self_heal' where name = 'broken'`)
 	pgtest.Exec(t, pool, `update agent_skills set disabled_by = 'admin', disabled_reason = 'for good'
 		where name = 'broken'`)
 	paused("admins", "one", "two")
-	if a := get(t, pool, "two"); a.DisabledBy != "admin" || a.DisabledReason != "its skill broken is disabled: for good" {
-		t.Errorf("got %+v", a)
-	}
+	a := get(t, pool, "two")
+	assert.Truef(t, a.DisabledBy == "admin" && a.DisabledReason == "its skill broken is disabled: for good", "got %+v", a)
 	disable("two", true)
 	disable("two", false)
 	paused("admins", "one")
-	if _, err := automations.Enable(t.Context(), pool, "nobody"); !errors.Is(err, automations.ErrNotFound) {
-		t.Errorf("got %v", err)
-	}
-	if _, err := automations.Disable(t.Context(), pool, "one", automations.SelfHeal, ""); err == nil {
-		t.Error("an admin passed as self-heal")
-	}
+	_, err = automations.Enable(t.Context(), pool, "nobody")
+	assert.ErrorIs(t, err, automations.ErrNotFound)
+	_, err = automations.Disable(t.Context(), pool, "one", automations.SelfHeal, "")
+	assert.Error(t, err, "an admin passed as self-heal")
 }
 
 func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
@@ -435,28 +392,21 @@ func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
 		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by)
 		values ('broken', '{}', 'builtin:x', false, 'admin'), ('fine', '{}', 'builtin:x', true, '')`)
 	a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "broken"})
-	if a.Enabled || a.PausedFor != "broken" {
-		t.Errorf("one that is new runs: %+v", a)
-	}
+	assert.Truef(t, !a.Enabled && a.PausedFor == "broken", "one that is new runs: %+v", a)
 	if ok, err := automations.Enable(t.Context(), pool, "a"); ok || !errors.Is(err, automations.ErrSkillDisabled) {
 		t.Errorf("enable: %v, %v", ok, err)
 	}
-	if a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "fine"}); !a.Enabled ||
-		a.PausedFor != "" {
-		t.Errorf("one that calls another skill now stays paused: %+v", a)
-	}
-	if a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "broken"}); a.Enabled {
-		t.Errorf("one that calls a disabled skill now runs: %+v", a)
-	}
+	a = put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "fine"})
+	assert.Truef(t, a.Enabled && a.PausedFor == "", "one that calls another skill now stays paused: %+v", a)
+	a = put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "broken"})
+	assert.Truef(t, !a.Enabled, "one that calls a disabled skill now runs: %+v", a)
 	_, err := automations.Propose(t.Context(), pool, automations.Definition{Name: "p", Cron: "@daily", Skill: "broken"},
 		"agent", traceID)
 	require.NoError(t, err)
-	if ok, err := automations.Accept(t.Context(), pool, "p", "admin"); !ok || err != nil {
-		t.Fatalf("accept: %v, %v", ok, err)
-	}
-	if p := get(t, pool, "p"); p.Enabled || p.PausedFor != "broken" || p.DecidedBy != "admin" {
-		t.Errorf("the accepted proposal is %+v", p)
-	}
+	ok, err := automations.Accept(t.Context(), pool, "p", "admin")
+	require.Truef(t, ok && err == nil, "accept: %v, %v", ok, err)
+	p := get(t, pool, "p")
+	assert.Truef(t, !p.Enabled && p.PausedFor == "broken" && p.DecidedBy == "admin", "the accepted proposal is %+v", p)
 	pgtest.Exec(t, pool, `update agent_skills set enabled = true, disabled_by = '' where name = 'broken'`)
 	if a, p := get(t, pool, "a"), get(t, pool, "p"); !a.Enabled || !p.Enabled {
 		t.Errorf("they do not resume: %+v, %+v", a, p)
@@ -473,9 +423,8 @@ func TestAnAutomationIsNotMissedThatIsMadeWhileItsSkillIsDisabled(t *testing.T) 
 		wg.Go(func() {
 			for n := range 15 {
 				d := automations.Definition{Name: strings.Repeat("a", i*20+n+1), Cron: "@daily", Skill: "s"}
-				if _, err := automations.Put(t.Context(), pool, d, "workspace"); err != nil {
-					t.Error(err)
-				}
+				_, err := automations.Put(t.Context(), pool, d, "workspace")
+				assert.NoError(t, err)
 			}
 		})
 	}
@@ -487,13 +436,9 @@ func TestAnAutomationIsNotMissedThatIsMadeWhileItsSkillIsDisabled(t *testing.T) 
 	}
 	wg.Wait()
 	list, err := automations.List(t.Context(), pool, automations.Filter{Limit: 1000})
-	if err != nil || len(list) != 60 {
-		t.Fatalf("%d automations, %v", len(list), err)
-	}
+	require.Truef(t, err == nil && len(list) == 60, "%d automations, %v", len(list), err)
 	for _, a := range list {
-		if a.Enabled {
-			t.Errorf("%s is in service", a.Name)
-		}
+		assert.Truef(t, !a.Enabled, "%s is in service", a.Name)
 	}
 }
 
@@ -531,9 +476,7 @@ func TestARunIsAbandonedWhenItsExecutionHasEnded(t *testing.T) {
 	} {
 		a := putDue(t, pool, automations.Definition{Name: name}, "1 hour")
 		run, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, executionID, traceID)
-		if !ok || err != nil {
-			t.Fatal(ok, err)
-		}
+		require.True(t, ok && err == nil, ok, err)
 		of[run.ID] = name
 		if name == "none, old" {
 			pgtest.Exec(t, pool, `update agent_automation_runs set claimed_at = claimed_at - interval '25 hours' where id = '`+
@@ -563,19 +506,17 @@ func TestARetryIsNotAbandonedBecauseTheRunIsOld(t *testing.T) {
 	run = finish(t, pool, run, automations.Result{Error: "abandoned"})
 	pgtest.Exec(t, pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	retry(t, pool, run)
-	if runs := abandoned(t, pool); len(runs) > 0 {
-		t.Errorf("the second is too: %+v", runs)
-	}
+	runs := abandoned(t, pool)
+	assert.Truef(t, len(runs) == 0, "the second is too: %+v", runs)
 }
 
 func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	a := putDue(t, pool, automations.Definition{Name: "a"}, "1 hour")
-	if _, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, execution(t, pool, "cancelled"),
-		traceID); !ok || err != nil {
-		t.Fatal(ok, err)
-	}
+	_, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, execution(t, pool, "cancelled"),
+		traceID)
+	require.True(t, ok && err == nil, ok, err)
 	var ended atomic.Int64
 	var group errgroup.Group
 	for range 8 {
@@ -596,9 +537,8 @@ func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 	}
 	require.NoError(t, group.Wait())
 	runs, err := automations.Runs(t.Context(), pool, automations.RunFilter{})
-	if err != nil || len(runs) != 1 || ended.Load() != 1 || runs[0].Status != automations.Error || runs[0].Attempt != 1 {
-		t.Errorf("ended %d times: %+v, %v", ended.Load(), runs, err)
-	}
+	assert.Truef(t, err == nil && len(runs) == 1 && ended.Load() == 1 && runs[0].Status == automations.Error &&
+		runs[0].Attempt == 1, "ended %d times: %+v, %v", ended.Load(), runs, err)
 }
 
 // Whoever changes an automation and whoever changes its skill at the same time, the automation is in service exactly
@@ -641,9 +581,8 @@ func TestAnAutomationFollowsItsSkillThroughEveryRace(t *testing.T) {
 			pgtest.Eventually(t, 20*time.Second, func() bool {
 				select {
 				case err := <-done:
-					if ended = true; err != nil {
-						t.Error(err)
-					}
+					ended = true
+					assert.NoError(t, err)
 				default:
 				}
 				var waits bool

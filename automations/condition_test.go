@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestAConditionThatIsWrongIsRefusedWithItsPlace(t *testing.T) {
@@ -30,15 +31,12 @@ func TestAConditionThatIsWrongIsRefusedWithItsPlace(t *testing.T) {
 		`memories == 1; let x = 1`:                "(line 1, column",
 	} {
 		err := automations.Validate(automations.Definition{Name: "a", Signal: text, Skill: "s"})
-		if err == nil || !strings.Contains(err.Error(), want) || !strings.HasPrefix(err.Error(), "signal: ") ||
-			strings.Contains(err.Error(), "\n") {
-			t.Errorf("%.40s: %v, want %q", text, err, want)
-		}
+		assert.Truef(t, err != nil && strings.Contains(err.Error(), want) && strings.HasPrefix(err.Error(), "signal: ") &&
+			!strings.Contains(err.Error(), "\n"), "%.40s: %v, want %q", text, err, want)
 	}
 	d := automations.Definition{Name: "a", Event: "e", When: "payload.a ==\n  nope", Skill: "s"}
-	if err := automations.Validate(d); err == nil || err.Error() != "when: unknown name nope (line 2, column 3)" {
-		t.Errorf("got %v", err)
-	}
+	err := automations.Validate(d)
+	assert.Truef(t, err != nil && err.Error() == "when: unknown name nope (line 2, column 3)", "got %v", err)
 }
 
 func TestAConditionLooksAtTheEventAndTheCounters(t *testing.T) {
@@ -59,26 +57,20 @@ func TestAConditionLooksAtTheEventAndTheCounters(t *testing.T) {
 	} {
 		d := automations.Definition{Name: "a", Event: "E", When: when, Skill: "s"}
 		if err := automations.Validate(d); err != nil {
-			if !strings.Contains(err.Error(), want) {
-				t.Errorf("%s: %v", when, err)
-			}
+			assert.Truef(t, strings.Contains(err.Error(), want), "%s: %v", when, err)
 			continue
 		}
 		a := put(t, pool, d)
 		data := `{"action": "opened", "issue": {"number": 7, "labels": ["bug", "ui"]}}`
 		pgtest.Exec(t, pool, `select raise_agent_event('E', 'repo/1', '`+data+`', null, '')`)
 		runs, err := automations.Runs(t.Context(), pool, automations.RunFilter{AutomationID: a.ID, Limit: 1})
-		if err != nil || len(runs) != 1 {
-			t.Fatal(runs, err)
-		}
+		require.True(t, err == nil && len(runs) == 1, runs, err)
 		meant, err := automations.ConditionHolds(t.Context(), pool, a, runs[0].ID)
 		got := fmt.Sprint(meant)
 		if err != nil {
 			got = err.Error()
 		}
-		if !strings.Contains(got, want) {
-			t.Errorf("%s: got %s, want %s", when, got, want)
-		}
+		assert.Truef(t, strings.Contains(got, want), "%s: got %s, want %s", when, got, want)
 	}
 }
 
@@ -89,29 +81,23 @@ func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 32 {
 		wg.Go(func() {
-			if _, err := automations.Propose(t.Context(), pool, d, "agent", traceID); err != nil {
-				t.Error(err)
-			}
+			_, err := automations.Propose(t.Context(), pool, d, "agent", traceID)
+			assert.NoError(t, err)
 		})
 	}
 	wg.Wait()
 	a := get(t, pool, "watch")
-	if a.Enabled || a.DisabledBy != automations.Proposal || a.NextRunAt != nil || a.LastTraceID != traceID {
-		t.Errorf("got %+v", a)
-	}
+	assert.Truef(t, !a.Enabled && a.DisabledBy == automations.Proposal && a.NextRunAt == nil && a.LastTraceID == traceID,
+		"got %+v", a)
 	other := d
 	other.Prompt = "do something else"
-	if _, err := automations.Propose(t.Context(), pool, other, "agent", traceID); !errors.Is(err,
-		automations.ErrNameTaken) {
-		t.Errorf("a proposal was replaced: %v", err)
-	}
-	if ok, err := automations.Enable(t.Context(), pool, "watch"); ok || !errors.Is(err, automations.ErrProposal) {
-		t.Errorf("enabled: %v, %v", ok, err)
-	}
-	if _, err := pool.Exec(t.Context(), `update agent_automations set enabled = true, disabled_by = ''`); !postgres.IsCode(
-		err, "23514") {
-		t.Errorf("the database let it pass: %v", err)
-	}
+	_, err := automations.Propose(t.Context(), pool, other, "agent", traceID)
+	assert.ErrorIs(t, err, automations.ErrNameTaken, "a proposal was replaced")
+	ok, err := automations.Enable(t.Context(), pool, "watch")
+	assert.Truef(t, !ok && errors.Is(err, automations.ErrProposal), "enabled: %v, %v", ok, err)
+	_, err = pool.Exec(t.Context(), `update agent_automations set enabled = true, disabled_by = ''`)
+	assert.Truef(t, postgres.IsCode(
+		err, "23514"), "the database let it pass: %v", err)
 	var wins atomic.Int32
 	for range 32 {
 		wg.Go(func() {
@@ -155,9 +141,8 @@ func TestUpcomingTimesAreInTheAutomationsZone(t *testing.T) {
 	for _, at := range a.Upcoming(3) {
 		got = append(got, at.Format(time.RFC3339))
 	}
-	if len(got) != 3 || got[0] != "2027-03-27T02:30:00+01:00" || !strings.HasSuffix(got[2], "+02:00") {
-		t.Errorf("got %v", got)
-	}
+	assert.Truef(t, len(got) == 3 && got[0] == "2027-03-27T02:30:00+01:00" && strings.HasSuffix(got[2], "+02:00"),
+		"got %v", got)
 	a.Enabled = false
 	assert.Equal(t, 0, len(a.Upcoming(3)))
 }

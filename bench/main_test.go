@@ -46,9 +46,7 @@ func TestChatPriorityMeasures(t *testing.T) {
 		`no other work \| [1-9]`, `as shipped\) \| [1-9]`, `no priority\) \| [1-9]`,
 		`floor: .* \| 2000 \| \d+\.\d+`,
 	} {
-		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("no %q in\n%s", row, out.String())
-		}
+		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
 	}
 }
 
@@ -59,9 +57,7 @@ func TestWaitingMeasures(t *testing.T) {
 		`floor: .*callers: 32 \| 20 \| \d+`, `resumes, callers: 1 \| 20 \| \d+`,
 		`growth of the process \| heap`, `by events, .* ended`, `by timers \| .* ended`,
 	} {
-		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("no %q in\n%s", row, out.String())
-		}
+		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
 	}
 }
 
@@ -75,9 +71,7 @@ func TestExecutionsMeasures(t *testing.T) {
 		`bench_one \| 32 \| [1-9]\d* \| [1-9]`, `bench_ten \| 8 \| [1-9]\d* \| [1-9]`,
 		`20 through the queue \| 32 \| [1-9]`, `\n10 executions of a lost worker.* \d`,
 	} {
-		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("no %q in\n%s", row, out.String())
-		}
+		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
 	}
 }
 
@@ -91,9 +85,7 @@ func TestLanesMeasures(t *testing.T) {
 		`\| 32 \| 0 \| [1-9]\d* \| [1-9]`, `\| 1 \| 50 \| [1-9]\d* \| [1-9]`, `\| 200 \| 50 \| [1-9]`,
 		`floor: UPDATE and NOTIFY .* \| 0 \| 3 \| \d`, `AcquireWait returns \| 50 \| 3 \| \d`,
 	} {
-		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("no %q in\n%s", row, out.String())
-		}
+		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
 	}
 }
 
@@ -101,16 +93,13 @@ func TestStoryMeasures(t *testing.T) {
 	t.Parallel()
 	var out, progress bytes.Buffer
 	require.NoError(t, run(t.Context(), []string{"story", "-rows=2000", "-traces=5", "-visits=2"}, &out, &progress))
-	if !strings.Contains(progress.String(), "counted 4000 rows") {
-		t.Errorf("the log was not counted before the measurement:\n%s", &progress)
-	}
+	assert.Truef(t, strings.Contains(progress.String(), "counted 4000 rows"),
+		"the log was not counted before the measurement:\n%s", &progress)
 	for _, row := range []string{
 		`floor: .*\| 5 \| \d`, "by `trace_id`, .* \\| 5 \\| ", "`agent trace ID`.* \\| 5 \\| ",
 		"view `agent_skill_health` \\| 2 \\| ",
 	} {
-		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("no %q in\n%s", row, out.String())
-		}
+		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
 	}
 }
 
@@ -144,9 +133,7 @@ func TestScalingMeasures(t *testing.T) {
 		`connections \| [1-9]\d* \| [1-9]\d* \| [1-9]\d* \| [1-9]\d* \|`, `20 executions at once: µs \| [1-9]`,
 		`an event, .* has ended \| [1-9]\d* \| [1-9]`, "a visit to `/threads` \\| ",
 	} {
-		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("no %q in\n%s", row, out.String())
-		}
+		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
 	}
 }
 
@@ -158,8 +145,6 @@ func TestWhyMeasures(t *testing.T) {
 		`floor: one row by an index \| 5 \| \d`, "`select \\* from why\\(trace\\)` \\| 5 \\| \\d",
 		"`agent why ID`.* \\| 5 \\| ", `by all of them: \d+\.`,
 	} {
-		if !regexp.MustCompile(row).MatchString(out.String()) {
-			t.Errorf("no %q in\n%s", row, out.String())
-		}
+		assert.Truef(t, regexp.MustCompile(row).MatchString(out.String()), "no %q in\n%s", row, out.String())
 	}
 }

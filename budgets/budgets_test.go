@@ -74,13 +74,11 @@ func TestTheScopeThatRefusesIsNamed(t *testing.T) {
 	}
 	_, err := reserve(t, db, call(id, 0, limits.Scopes(trace.Chat, scope("run:ch_1", 9000, 0))...))
 	var refused *budgets.Error
-	if !errors.As(err, &refused) || !strings.HasSuffix(refused.Scope, ":chat") || refused.Limit != 120 {
-		t.Fatalf("err = %v", err)
-	}
+	require.Truef(t, errors.As(err, &refused) && strings.HasSuffix(refused.Scope, ":chat") && refused.Limit == 120,
+		"err = %v", err)
 	assert.Contains(t, err.Error(), "120 tokens for the surface chat on 20")
-	if got, err := reserve(t, db, call(id, 1, limits.Scopes(trace.Webhook)...)); err != nil || got != 1000 {
-		t.Errorf("another surface was granted %d (%v)", got, err)
-	}
+	got, err := reserve(t, db, call(id, 1, limits.Scopes(trace.Webhook)...))
+	assert.Truef(t, err == nil && got == 1000, "another surface was granted %d (%v)", got, err)
 	assert.Equal(t, 2, pgtest.Value[int](t, db, `select count(*) from agent_budget_today where reserved_tokens = 1100`))
 }
 
@@ -89,9 +87,8 @@ func TestTheSameStepIsReservedAndSettledOnce(t *testing.T) {
 	db := pgtest.DB(t)
 	r := call(running(t, db), 0, scope("s", 1500, 0))
 	for range 2 { // an answer that was lost on the way
-		if got, err := reserve(t, db, r); err != nil || got != 1000 {
-			t.Fatalf("granted %d (%v)", got, err)
-		}
+		got, err := reserve(t, db, r)
+		require.Truef(t, err == nil && got == 1000, "granted %d (%v)", got, err)
 	}
 	assert.Equal(t, "0 0$ spent, 1100 0$ set aside, 0 0$ of 0 unknown", standing(t, db, "s"))
 	for range 2 {
@@ -110,9 +107,8 @@ func TestACallThatIsRepeatedUnderAnotherClaimIsReservedTwice(t *testing.T) {
 	pgtest.Exec(t, db, `update agent_executions set claim = 2 where id = $1`, id) // a crash
 	again := call(id, 0, scope("s", 0, 0))
 	again.Claim = 2
-	if got, err := reserve(t, db, again); err != nil || got != 1000 {
-		t.Errorf("after a crash the call was granted %d (%v)", got, err)
-	}
+	got, err := reserve(t, db, again)
+	assert.Truef(t, err == nil && got == 1000, "after a crash the call was granted %d (%v)", got, err)
 	assert.Equal(t, "1100 0$ spent, 1100 0$ set aside, 1100 0$ of 1 unknown", standing(t, db, "s"))
 	settle(t, db, again, 400, 0.25)
 	assert.Equal(t, "1500 0.25$ spent, 0 0$ set aside, 1100 0$ of 1 unknown", standing(t, db, "s"))
@@ -155,19 +151,16 @@ func TestARequestThatIsRepeatedIsReservedAnew(t *testing.T) {
 	_, err := reserve(t, db, r)
 	require.NoError(t, err)
 	lost, granted, err := r.Renew(t.Context(), db)
-	if err != nil || granted != 300 || lost != (budgets.Spend{Tokens: 1100, UnknownTokens: 1100}) {
-		t.Errorf("lost %+v, granted %d (%v); want the 300 that are left", lost, granted, err)
-	}
+	assert.Truef(t, err == nil && granted == 300 && lost == (budgets.Spend{Tokens: 1100, UnknownTokens: 1100}),
+		"lost %+v, granted %d (%v); want the 300 that are left", lost, granted, err)
 	assert.Equal(t, "1100 0$ spent, 400 0$ set aside, 1100 0$ of 1 unknown", standing(t, db, "s"))
 	var refused *budgets.Error
-	if _, _, err := r.Renew(t.Context(), db); !errors.As(err, &refused) || refused.Kind != budgets.Spent {
-		t.Errorf("a third request: %v", err)
-	}
+	_, _, err = r.Renew(t.Context(), db)
+	assert.Truef(t, errors.As(err, &refused) && refused.Kind == budgets.Spent, "a third request: %v", err)
 	assert.Equal(t, "1500 0$ spent, 0 0$ set aside, 1500 0$ of 2 unknown", standing(t, db, "s"))
 	r.Claim = 0
-	if _, _, err := r.Renew(t.Context(), db); !postgres.IsCode(err, "LK001") {
-		t.Errorf("a stale claim: %v, want SQLSTATE LK001", err)
-	}
+	_, _, err = r.Renew(t.Context(), db)
+	assert.Truef(t, postgres.IsCode(err, "LK001"), "a stale claim: %v, want SQLSTATE LK001", err)
 }
 
 func TestAStaleClaimReservesNothing(t *testing.T) {
@@ -175,9 +168,8 @@ func TestAStaleClaimReservesNothing(t *testing.T) {
 	db := pgtest.DB(t)
 	r := call(running(t, db), 0, scope("s", 0, 0))
 	r.Claim = 0
-	if err := send(t, db, queued(r)); !postgres.IsCode(err, "LK001") {
-		t.Errorf("err = %v, want SQLSTATE LK001", err)
-	}
+	err := send(t, db, queued(r))
+	assert.Truef(t, postgres.IsCode(err, "LK001"), "err = %v, want SQLSTATE LK001", err)
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_budget_reservations`))
 }
 
@@ -190,9 +182,8 @@ func TestOthersReservationsAreWaitedFor(t *testing.T) {
 	require.NoError(t, err)
 	_, err = reserve(t, db, second)
 	var refused *budgets.Error
-	if !errors.As(err, &refused) || refused.Kind != budgets.Reserved || refused.Reserved != 1100 {
-		t.Fatalf("err = %v, want the reservation of the first to be in the way", err)
-	}
+	require.Truef(t, errors.As(err, &refused) && refused.Kind == budgets.Reserved && refused.Reserved == 1100,
+		"err = %v, want the reservation of the first to be in the way", err)
 	second.Patience = time.Minute
 	require.NoError(t, send(t, db, queued(second)))
 	settled := make(chan error, 1)
@@ -228,14 +219,12 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 		return pgtest.Value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and query like '%reserve_agent_budget%'`) == 1
 	}, "the second waits for the first")
-	if got, err := reserve(t, tx, call(id, 1, scope("s", 1220, 0))); err != nil || got != 1000 {
-		t.Fatalf("the first was granted %d (%v)", got, err)
-	}
+	got, err := reserve(t, tx, call(id, 1, scope("s", 1220, 0)))
+	require.Truef(t, err == nil && got == 1000, "the first was granted %d (%v)", got, err)
 	require.NoError(t, tx.Commit(t.Context()))
 	require.NoError(t, <-sent)
-	if got, err := second.Await(t.Context(), db); err == nil {
-		t.Errorf("the second was granted %d beside the first", got)
-	}
+	got, err = second.Await(t.Context(), db)
+	assert.Error(t, err, "the second was granted", got, "beside the first")
 	assert.Equal(t, "0 0$ spent, 1100 0$ set aside, 0 0$ of 0 unknown", standing(t, db, "s"))
 }
 
@@ -281,9 +270,8 @@ func TestAfterItsPatienceACallTakesTheLittleThatIsLeft(t *testing.T) {
 	require.NoError(t, err)
 	second := call(id, 2, scope("s", 1500, 0))
 	second.Need.PromptTokens = 200
-	if got, err := reserve(t, db, second); err != nil || got != 200 {
-		t.Errorf("granted %d (%v), want the 200 that are left", got, err)
-	}
+	got, err := reserve(t, db, second)
+	assert.Truef(t, err == nil && got == 200, "granted %d (%v), want the 200 that are left", got, err)
 }
 
 func TestAnEndedExecutionsCallsCountInFull(t *testing.T) {
@@ -325,9 +313,8 @@ func TestNonsenseIsRefused(t *testing.T) {
 	} {
 		r := call(id, 1, scope("s", 0, 0))
 		change(r)
-		if err := send(t, db, queued(r)); !postgres.IsCode(err, "22023") {
-			t.Errorf("%s: %v, want SQLSTATE 22023", name, err)
-		}
+		err := send(t, db, queued(r))
+		assert.Truef(t, postgres.IsCode(err, "22023"), "%s: %v, want SQLSTATE 22023", name, err)
 	}
 	for _, spend := range []string{
 		`{"tokens": -1, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}`,
@@ -335,9 +322,8 @@ func TestNonsenseIsRefused(t *testing.T) {
 		`{"tokens": 1, "usd": 0, "unknown_tokens": 2, "unknown_usd": 0}`, `{}`,
 	} {
 		const sql = `select lanekeeper.settle_agent_budget(gen_random_uuid(), 's', $1)`
-		if _, err := db.Exec(t.Context(), sql, spend); !postgres.IsCode(err, "22023") {
-			t.Errorf("%s: %v, want SQLSTATE 22023", spend, err)
-		}
+		_, err := db.Exec(t.Context(), sql, spend)
+		assert.Truef(t, postgres.IsCode(err, "22023"), "%s: %v, want SQLSTATE 22023", spend, err)
 	}
 }
 
@@ -351,7 +337,6 @@ func TestTodayIsTheDatabasesUTCDay(t *testing.T) {
 	}))
 	got, err := budgets.Today(t.Context(), db)
 	day := "day:" + time.Now().UTC().Format(time.DateOnly)
-	if err != nil || len(got) != 2 || got[0].Scope != day || got[1].Scope != day+":chat" || got[1].ReservedTokens != 1100 {
-		t.Errorf("today is %+v (%v)", got, err)
-	}
+	assert.Truef(t, err == nil && len(got) == 2 && got[0].Scope == day && got[1].Scope == day+":chat" &&
+		got[1].ReservedTokens == 1100, "today is %+v (%v)", got, err)
 }

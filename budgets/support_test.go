@@ -57,9 +57,7 @@ func reserve(t *testing.T, db postgres.DB, r *budgets.Reservation) (int64, error
 
 func settle(t *testing.T, db postgres.DB, r *budgets.Reservation, tokens int64, usd float64) {
 	t.Helper()
-	if err := send(t, db, func(b *pgx.Batch) { r.Settle(b, budgets.Spend{Tokens: tokens, USD: usd}) }); err != nil {
-		t.Fatalf("Settle: %v", err)
-	}
+	require.NoError(t, send(t, db, func(b *pgx.Batch) { r.Settle(b, budgets.Spend{Tokens: tokens, USD: usd}) }), "Settle")
 }
 
 // standing is a scope as text: spent, set aside, unknown.

@@ -53,9 +53,7 @@ func call(t *testing.T, pool *pgxpool.Pool, name, args string) (map[string]any, 
 func column(t *testing.T, answer map[string]any, list, field string) string {
 	t.Helper()
 	rows, ok := answer[list].([]any)
-	if !ok {
-		t.Fatalf("no list %s in %v", list, answer)
-	}
+	require.Truef(t, ok, "no list %s in %v", list, answer)
 	var values []string
 	for _, row := range rows {
 		values = append(values, fmt.Sprint(row.(map[string]any)[field]))
@@ -79,18 +77,14 @@ func TestPutDeclaresOnceAndLeavesWhatAWorkspaceDeclared(t *testing.T) {
 		})
 	}
 	require.NoError(t, group.Wait())
-	if changed.Load() != int64(len(builtins.Names())-1) {
-		t.Errorf("8 processes changed %d rows", changed.Load())
-	}
-	if s, err := skills.Get(t.Context(), pool, "recall"); err != nil || s.Handler != "sql:select 1 as one" ||
-		s.Source != skills.SourceWorkspace {
-		t.Errorf("the workspace's recall is %+v, %v", s, err)
-	}
+	assert.Equal(t, int64(len(builtins.Names())-1), changed.Load(), "8 processes changed", "rows")
+	s, err := skills.Get(t.Context(), pool, "recall")
+	assert.Truef(t, err == nil && s.Handler == "sql:select 1 as one" && s.Source == skills.SourceWorkspace,
+		"the workspace's recall is %+v, %v", s, err)
 	_, err = skills.Remove(t.Context(), pool, skills.SourceWorkspace, nil)
 	require.NoError(t, err)
-	if n, err := builtins.Put(t.Context(), pool); n != 1 || err != nil {
-		t.Errorf("put %d rows, %v, after the workspace's was removed", n, err)
-	}
+	n, err := builtins.Put(t.Context(), pool)
+	assert.Truef(t, n == 1 && err == nil, "put %d rows, %v, after the workspace's was removed", n, err)
 }
 
 func TestEveryRowHasItsCode(t *testing.T) {
@@ -105,15 +99,13 @@ func TestEveryRowHasItsCode(t *testing.T) {
 	var names []string
 	for _, s := range all {
 		names = append(names, s.Name)
-		if !s.Idempotent || s.Trust == skills.TrustApprove || s.Scope != skills.ScopeInternal {
-			t.Errorf("%s is %s, %s, idempotent %v", s.Name, s.Trust, s.Scope, s.Idempotent)
-		}
+		assert.Truef(t, s.Idempotent && s.Trust != skills.TrustApprove && s.Scope == skills.ScopeInternal,
+			"%s is %s, %s, idempotent %v", s.Name, s.Trust, s.Scope, s.Idempotent)
 	}
 	assert.NoDiff(t, builtins.Names(), names)
 	assert.NoDiff(t, builtins.Names(), slices.Sorted(maps.Keys(builtins.New(pool, nil, nil))))
-	if visible, err := registry.Available(t.Context(), pool, skills.ScopeExternal); err != nil || len(visible) > 0 {
-		t.Errorf("visitors are offered %v, %v", visible, err)
-	}
+	visible, err := registry.Available(t.Context(), pool, skills.ScopeExternal)
+	assert.Truef(t, err == nil && len(visible) == 0, "visitors are offered %v, %v", visible, err)
 }
 
 func TestRecall(t *testing.T) {
@@ -138,15 +130,12 @@ func TestRecall(t *testing.T) {
 			answer, err := call(t, pool, "recall", test.args)
 			require.NoError(t, err)
 			keys := column(t, answer, "memories", "key")
-			if !strings.HasPrefix(keys, test.want) || len(strings.Fields(keys)) != test.found {
-				t.Errorf("got %q", keys)
-			}
+			assert.Truef(t, strings.HasPrefix(keys, test.want) && len(strings.Fields(keys)) == test.found, "got %q", keys)
 		})
 	}
 	for _, args := range []string{`{"limit": 0}`, `{"limit": 51}`, `{"question": "x"}`} {
-		if answer, err := call(t, pool, "recall", args); err == nil {
-			t.Errorf("%s answers %v", args, answer)
-		}
+		answer, err := call(t, pool, "recall", args)
+		assert.Error(t, err, args, "answers", answer)
 	}
 }
 
@@ -179,9 +168,8 @@ func TestObjectivesList(t *testing.T) {
 	}
 	o, err := objectives.Get(t.Context(), pool, "tidy")
 	require.NoError(t, err)
-	if ok, err := objectives.SetStatus(t.Context(), pool, o.ID, objectives.Active, objectives.Paused); !ok || err != nil {
-		t.Fatal(ok, err)
-	}
+	ok, err := objectives.SetStatus(t.Context(), pool, o.ID, objectives.Active, objectives.Paused)
+	require.True(t, ok && err == nil, ok, err)
 	for args, want := range map[string]string{
 		`{}`: "healthy tidy", `{"status": "paused"}`: "tidy",
 		`{"status": "failed"}`: "",
@@ -191,13 +179,10 @@ func TestObjectivesList(t *testing.T) {
 		assert.Equal(t, want, column(t, answer, "objectives", "name"), args)
 	}
 	answer, err := call(t, pool, "objectives_list", `{}`)
-	if err != nil || column(t, answer, "objectives", "pending") != "2 2" ||
-		len(column(t, answer, "objectives", "goal")) > 1000 {
-		t.Errorf("got %v, %v", answer, err)
-	}
-	if _, err := call(t, pool, "objectives_list", `{"status": "lost"}`); err == nil {
-		t.Error("a status that there is not was taken")
-	}
+	assert.Truef(t, err == nil && column(t, answer, "objectives", "pending") == "2 2" &&
+		len(column(t, answer, "objectives", "goal")) <= 1000, "got %v, %v", answer, err)
+	_, err = call(t, pool, "objectives_list", `{"status": "lost"}`)
+	assert.Error(t, err, "a status that there is not was taken")
 }
 
 func TestRecentActivity(t *testing.T) {
@@ -224,13 +209,10 @@ func TestRecentActivity(t *testing.T) {
 	answer, err := call(t, pool, "recent_activity", `{"status": "error"}`)
 	require.NoError(t, err)
 	row := answer["activities"].([]any)[0].(map[string]any)
-	if got := slices.Sorted(maps.Keys(row)); !slices.Equal(got,
-		[]string{"duration_ms", "error", "skill", "status", "time", "trace_id"}) {
-		t.Errorf("a row has %v", got)
-	}
-	if row["trace_id"] != traceID || len(row["error"].(string)) > 310 {
-		t.Errorf("got %v", row)
-	}
+	got := slices.Sorted(maps.Keys(row))
+	assert.Truef(t, slices.Equal(got,
+		[]string{"duration_ms", "error", "skill", "status", "time", "trace_id"}), "a row has %v", got)
+	assert.Truef(t, row["trace_id"] == traceID && len(row["error"].(string)) <= 310, "got %v", row)
 }
 
 // powers returns all permissions, as JSON.
@@ -305,18 +287,15 @@ func TestNoBuiltinCanChangeWhatAnybodyMayDo(t *testing.T) {
 				require.NoError(t, err)
 				_, err = code[name](ctx, skills.Call{Skill: skill, Args: args})
 				var refused *skills.CallError
-				if err != nil && (!errors.As(err, &refused) || refused.Class != "invalid_params") {
-					t.Errorf("%s fails: %v", name, err)
-				}
+				assert.Truef(t, err == nil || errors.As(err, &refused) && refused.Class == "invalid_params",
+					"%s fails: %v", name, err)
 			}
 		}
 		for _, power := range []string{
 			"enabled", "trust", "scope", "handler", "disabled_by", "decided_by",
 			"approve", "accept",
 		} {
-			if strings.Contains(string(skill.Parameters()), fmt.Sprintf("%q:", power)) {
-				t.Errorf("%s takes %s", name, power)
-			}
+			assert.Truef(t, !strings.Contains(string(skill.Parameters()), fmt.Sprintf("%q:", power)), "%s takes %s", name, power)
 		}
 		require.Equal(t, "", cmp.Diff(before, powers(t, pool)), name)
 	}
@@ -346,24 +325,18 @@ func TestMemoryIsWrittenByCompareAndSetAndOnceAfterACrash(t *testing.T) {
 		if err != nil {
 			got = err.Error()
 		}
-		if !strings.Contains(got, step.want) {
-			t.Errorf("%s: got %s, want %s", step.args, got, step.want)
-		}
+		assert.Truef(t, strings.Contains(got, step.want), "%s: got %s, want %s", step.args, got, step.want)
 	}
 	// What the caller has to say otherwise is no failure of the skill.
 	_, err := call(t, pool, "memory_write", `{"key":"long","value":"`+strings.Repeat("x", 70000)+`"}`)
-	if refused, ok := errors.AsType[*skills.CallError](err); !ok || refused.Class != "invalid_params" {
-		t.Errorf("a value that is too long: %v", err)
-	}
-	if answer, err := call(t, pool, "memory_forget", `{"key":"k"}`); err != nil || answer["forgotten"] != nil ||
-		answer["error"] != "conflict" {
-		t.Errorf("what was not read is forgotten: %v, %v", answer, err)
-	}
+	refused, ok := errors.AsType[*skills.CallError](err)
+	assert.Truef(t, ok && refused.Class == "invalid_params", "a value that is too long: %v", err)
+	answer, err := call(t, pool, "memory_forget", `{"key":"k"}`)
+	assert.Truef(t, err == nil && answer["forgotten"] == nil && answer["error"] == "conflict",
+		"what was not read is forgotten: %v, %v", answer, err)
 	for _, want := range []bool{true, false} {
-		if answer, err := call(t, pool, "memory_forget", `{"key":"k","revision":3}`); err != nil ||
-			answer["forgotten"] != want {
-			t.Errorf("forget: %v, %v", answer, err)
-		}
+		answer, err := call(t, pool, "memory_forget", `{"key":"k","revision":3}`)
+		assert.Truef(t, err == nil && answer["forgotten"] == want, "forget: %v, %v", answer, err)
 	}
 }
 
@@ -373,33 +346,25 @@ func TestProposalsWaitForAnAdmin(t *testing.T) {
 	for range 2 {
 		answer, err := call(t, pool, "objective_propose",
 			`{"name":"tidy","goal":"g","success_criteria":"c","steps":["one"],"priority":1.0,"review_every":"7d"}`)
-		if err != nil || answer["status"] != "proposed" {
-			t.Errorf("got %v, %v", answer, err)
-		}
+		assert.Truef(t, err == nil && answer["status"] == "proposed", "got %v, %v", answer, err)
 		answer, err = call(t, pool, "automation_propose",
 			`{"name":"watch","signal":"pending_approvals > 3","prompt":"tell somebody"}`)
-		if err != nil || answer["status"] != "proposal" {
-			t.Errorf("got %v, %v", answer, err)
-		}
+		assert.Truef(t, err == nil && answer["status"] == "proposal", "got %v, %v", answer, err)
 	}
 	o, err := objectives.Get(t.Context(), pool, "tidy")
-	if err != nil || o.ProposedTrace != traceID || o.ProposedBy != "agent" || o.SuccessCriteria != "c" ||
-		o.ReviewEverySeconds != 7*24*3600 {
-		t.Errorf("got %+v, %v", o, err)
-	}
+	assert.Truef(t, err == nil && o.ProposedTrace == traceID && o.ProposedBy == "agent" && o.SuccessCriteria == "c" &&
+		o.ReviewEverySeconds == 7*24*3600, "got %+v, %v", o, err)
 	a, err := automations.Get(t.Context(), pool, "watch")
-	if err != nil || a.Enabled || a.DisabledBy != automations.Proposal || a.ProposedBy != "agent" {
-		t.Errorf("got %+v, %v", a, err)
-	}
+	assert.Truef(t, err == nil && !a.Enabled && a.DisabledBy == automations.Proposal && a.ProposedBy == "agent",
+		"got %+v, %v", a, err)
 	for args, want := range map[string]string{
 		`{"name":"x","signal":"pending_aprovals > 3","prompt":"p"}`: "unknown name pending_aprovals",
 		`{"name":"x","cron":"61 * * * *","prompt":"p"}`:             "cron: ",
 		`{"name":"x","cron":"@daily","skill":"nope"}`:               "not found",
 		`{"name":"watch","cron":"@daily","prompt":"p"}`:             "says something else",
 	} {
-		if _, err := call(t, pool, "automation_propose", args); err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("%s: %v", args, err)
-		}
+		_, err := call(t, pool, "automation_propose", args)
+		assert.Truef(t, err != nil && strings.Contains(err.Error(), want), "%s: %v", args, err)
 	}
 }
 
@@ -429,20 +394,16 @@ func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
 	for _, step := range []struct{ title, want string }{
 		{"one", "1 active"}, {"one", "1 active"}, {"two", "nothing shows"}, {"three", `no step "three"`},
 	} {
-		if got := advance(step.title); !strings.Contains(got, step.want) {
-			t.Errorf("%s: got %s", step.title, got)
-		}
+		got := advance(step.title)
+		assert.Truef(t, strings.Contains(got, step.want), "%s: got %s", step.title, got)
 	}
-	if answer, err := call(t, pool, "objective_update",
-		`{"objective":"tidy","note":"half","add_steps":["three"]}`); err != nil || answer["note"] != "half" {
-		t.Errorf("got %v, %v", answer, err)
-	}
+	answer, err := call(t, pool, "objective_update",
+		`{"objective":"tidy","note":"half","add_steps":["three"]}`)
+	assert.Truef(t, err == nil && answer["note"] == "half", "got %v, %v", answer, err)
 	act("look", "success")
 	act("look", "success")
 	advance("two")
 	assert.Equal(t, "3 completed", advance("three"))
-	if answer, err := call(t, pool, "skill_list", `{"words":"memory delete"}`); err != nil ||
-		column(t, answer, "skills", "name") != "memory_forget" {
-		t.Errorf("got %v, %v", answer, err)
-	}
+	answer, err = call(t, pool, "skill_list", `{"words":"memory delete"}`)
+	assert.Truef(t, err == nil && column(t, answer, "skills", "name") == "memory_forget", "got %v, %v", answer, err)
 }

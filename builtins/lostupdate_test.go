@@ -156,9 +156,7 @@ func (s *scene) call(r *runner, name string, args map[string]any) json.RawMessag
 		Surface: trace.Heartbeat,
 	})
 	answer, err := s.registry.Invoke(ctx, skills.Call{Skill: skill, Args: builtins.WithRevisions(skill, raw, r.seen)})
-	if err != nil {
-		s.t.Fatalf("%s: %v", name, err)
-	}
+	require.NoError(s.t, err, name)
 	return answer
 }
 
@@ -308,9 +306,8 @@ func newRegistry(t *testing.T, pool *pgxpool.Pool) (*skills.Registry, map[string
 	require.NoError(t, err)
 	all := map[string]skills.Skill{}
 	for _, name := range []string{"recall", "memory_write", "memory_forget"} {
-		if all[name], err = skills.Get(t.Context(), pool, name); err != nil {
-			t.Fatal(err)
-		}
+		all[name], err = skills.Get(t.Context(), pool, name)
+		require.NoError(t, err)
 	}
 	return registry, all
 }

@@ -82,16 +82,13 @@ func TestANoteReplacesOnlyTheOneThatItsRunHasRead(t *testing.T) {
 	stands := func(want string) {
 		t.Helper()
 		o, err := objectives.Get(t.Context(), pool, o.ID)
-		if err != nil || o.Note != want {
-			t.Errorf("the note is %q, want %q, %v", o.Note, want, err)
-		}
+		assert.Truef(t, err == nil && o.Note == want, "the note is %q, want %q, %v", o.Note, want, err)
 	}
 	refused := func(said map[string]any, theirs string) {
 		t.Helper()
-		if there, _ := said["theirs"].(map[string]any); said["error"] != "conflict" || there["note"] != theirs ||
-			said["yours"] == nil {
-			t.Errorf("the answer is %v", said)
-		}
+		there, _ := said["theirs"].(map[string]any)
+		assert.Truef(t, said["error"] == "conflict" && there["note"] == theirs && said["yours"] != nil,
+			"the answer is %v", said)
 	}
 	one.note("one") // there was none
 	one.note("one, again")
@@ -103,9 +100,8 @@ func TestANoteReplacesOnlyTheOneThatItsRunHasRead(t *testing.T) {
 	two.note("one, again, and two", "sweep")
 	refused(one.note("one only"), "one, again, and two")
 	stands("one, again, and two")
-	if said := newNoter(t, pool).note("one, again, and two"); said["error"] != nil {
-		t.Errorf("what is made again after a crash does not find its own note: %v", said)
-	}
+	said := newNoter(t, pool).note("one, again, and two")
+	assert.Truef(t, said["error"] == nil, "what is made again after a crash does not find its own note: %v", said)
 	late := newNoter(t, pool)
 	late.call("objectives_list", map[string]any{})
 	_, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "tidy", Goal: "Be clean."},
@@ -119,10 +115,8 @@ func TestANoteReplacesOnlyTheOneThatItsRunHasRead(t *testing.T) {
 			Skill: late.skills["objective_update"],
 			Args:  fmt.Appendf(nil, `{"objective":"tidy","note":"replaced","revision":%d}`, revision),
 		})
-		if _, conflict := builtins.IsConflict(late.skills["objective_update"], answer); err != nil ||
-			conflict != (revision >= 0) {
-			t.Errorf("at %d: %s, %v", revision, answer, err)
-		}
+		_, conflict := builtins.IsConflict(late.skills["objective_update"], answer)
+		assert.Truef(t, err == nil && conflict == (revision >= 0), "at %d: %s, %v", revision, answer, err)
 	}
 	stands("replaced")
 }
@@ -135,9 +129,8 @@ func TestANoteThatWasCutWasNotRead(t *testing.T) {
 	require.NoError(t, err)
 	n := newNoter(t, pool)
 	n.call("objectives_list", map[string]any{})
-	if said := n.note("short"); said["error"] != "conflict" {
-		t.Errorf("a partly shown note was replaced: %v", said)
-	}
+	said := n.note("short")
+	assert.Truef(t, said["error"] == "conflict", "a partly shown note was replaced: %v", said)
 	n = newNoter(t, pool)
 	n.call("objectives_list", map[string]any{"objective": "tidy"})
 	if said := n.note("short"); said["error"] != nil || said["note"] != "short" {
@@ -184,9 +177,7 @@ func (h *house) as(ctx context.Context, agent, name, args string) (string, error
 func (h *house) must(agent, name, args string) string {
 	h.t.Helper()
 	answer, err := h.as(h.t.Context(), agent, name, args)
-	if err != nil {
-		h.t.Fatalf("%s as %s: %v", name, agent, err)
-	}
+	require.NoError(h.t, err, name, "as", agent)
 	return answer
 }
 
@@ -197,9 +188,7 @@ func TestAnAgentsOwnMemoryIsNoOtherAgents(t *testing.T) {
 	all := []string{"front", "sales", "billing"}
 	for _, agent := range all {
 		answer := h.must(agent, "memory_write", fmt.Sprintf(`{"key": "contact", "value": "number of %s"}`, agent))
-		if !strings.Contains(answer, `"revision":1`) {
-			t.Errorf("%s finds the key taken by another: %s", agent, answer)
-		}
+		assert.Truef(t, strings.Contains(answer, `"revision":1`), "%s finds the key taken by another: %s", agent, answer)
 	}
 	for _, agent := range all {
 		for _, ask := range []struct{ name, args string }{
@@ -219,21 +208,18 @@ func TestAnAgentsOwnMemoryIsNoOtherAgents(t *testing.T) {
 	for i, agent := range all {
 		h.must(agent, "memory_write", fmt.Sprintf(`{"key": "contact", "value": "new of %s", "revision": 1}`, agent))
 		h.must(agent, "memory_forget", `{"key": "contact", "revision": 2}`)
-		if answer := h.must(agent, "memory_forget", `{"key": "contact", "revision": 2}`); !strings.Contains(answer,
-			`"forgotten":false`) {
-			t.Errorf("%s forgets twice: %s", agent, answer)
-		}
+		answer := h.must(agent, "memory_forget", `{"key": "contact", "revision": 2}`)
+		assert.Truef(t, strings.Contains(answer,
+			`"forgotten":false`), "%s forgets twice: %s", agent, answer)
 		for _, other := range all[i+1:] {
-			if answer := h.must(other, "recall", `{}`); !strings.Contains(answer, "number of "+other) {
-				t.Errorf("%s has taken from %s: %s", agent, other, answer)
-			}
+			answer := h.must(other, "recall", `{}`)
+			assert.Truef(t, strings.Contains(answer, "number of "+other), "%s has taken from %s: %s", agent, other, answer)
 		}
 	}
 	for _, agent := range all {
-		if answer := h.must(agent, "memory_write", `{"key": "contact", "value": 1}`); !strings.Contains(answer,
-			`"revision":3`) {
-			t.Errorf("the revisions of %s do not go on by themselves: %s", agent, answer)
-		}
+		answer := h.must(agent, "memory_write", `{"key": "contact", "value": 1}`)
+		assert.Truef(t, strings.Contains(answer,
+			`"revision":3`), "the revisions of %s do not go on by themselves: %s", agent, answer)
 	}
 }
 
@@ -245,16 +231,12 @@ func TestAConflictIsAboutOneAgentsMemory(t *testing.T) {
 	late := memory.Note{Owner: "sales", Key: "contact", Category: "general", Value: "late", Revision: 7}
 	_, err := memory.Save(t.Context(), h.pool, late)
 	conflict, ok := errors.AsType[*memory.ConflictError](err)
-	if !ok || string(conflict.Theirs.Value) != `"ours"` {
-		t.Fatalf("a write to sales met %v", err)
-	}
+	require.Truef(t, ok && string(conflict.Theirs.Value) == `"ours"`, "a write to sales met %v", err)
 	id, err := memory.StoreConflict(t.Context(), h.pool, late, conflict, "")
 	require.NoError(t, err)
 	other := memory.Owner("billing")
-	if list, err := memory.Conflicts(t.Context(), h.pool, memory.ConflictFilter{Owner: &other}); err != nil ||
-		len(list) != 0 {
-		t.Errorf("billing has the conflicts %v, %v", list, err)
-	}
+	list, err := memory.Conflicts(t.Context(), h.pool, memory.ConflictFilter{Owner: &other})
+	assert.Truef(t, err == nil && len(list) == 0, "billing has the conflicts %v, %v", list, err)
 	tx, err := h.pool.Begin(t.Context())
 	require.NoError(t, err)
 	_, err = memory.Decide(t.Context(), tx, id, memory.Decision{Take: true, By: "admin", IfRevision: 1})
@@ -289,10 +271,8 @@ func TestWhoseMemoryItIsDependsOnWhoActs(t *testing.T) {
 	if answer := h.must("front", "recall", `{}`); strings.Contains(answer, "of sales") {
 		t.Errorf("a removed agent's turn has written to the shared memory: %s", answer)
 	}
-	if owner, err := directory.MemoryOf(t.Context(), h.pool, "sales"); owner != "sales" || err != nil {
-		t.Errorf("the memory of a removed agent is %q, %v", owner, err)
-	}
-	if _, err := directory.MemoryOf(t.Context(), h.pool, "nobody"); err == nil {
-		t.Error("nobody has a memory")
-	}
+	owner, err := directory.MemoryOf(t.Context(), h.pool, "sales")
+	assert.Truef(t, owner == "sales" && err == nil, "the memory of a removed agent is %q, %v", owner, err)
+	_, err = directory.MemoryOf(t.Context(), h.pool, "nobody")
+	assert.Error(t, err, "nobody has a memory")
 }

@@ -184,20 +184,16 @@ func TestPairingIsBounded(t *testing.T) {
 		s.bot.Say(person, person, "Somebody", "hello again")
 	}
 	pgtest.Until(t, s.pool, 10, `select count(*)::int from agent_channel_messages where status = 'ignored'`)
-	if sent := s.bot.Sent(0); len(sent) != 3 {
-		t.Errorf("%d codes were sent: %v", len(sent), sent)
-	}
-	if strings.Contains(fmt.Sprint(pgtest.Column[string](t, s.pool,
-		`select to_jsonb(i)::text from agent_channel_identities i`)), code(s.bot.Sent(0)[0].Text)) {
-		t.Error("the database has a code")
-	}
+	sent := s.bot.Sent(0)
+	assert.Truef(t, len(sent) == 3, "%d codes were sent: %v", len(sent), sent)
+	assert.True(t, !strings.Contains(fmt.Sprint(pgtest.Column[string](t, s.pool,
+		`select to_jsonb(i)::text from agent_channel_identities i`)), code(s.bot.Sent(0)[0].Text)), "the database has a code")
 	tx := pgtest.Begin(t, s.pool)
 	got, err := channels.Pair(t.Context(), tx, code(s.bot.Sent(0)[0].Text), "admin")
 	require.NoError(t, err)
 	assert.Equal(t, "paired", got.Status)
-	if _, err = channels.Pair(t.Context(), tx, code(s.bot.Sent(0)[0].Text), "admin"); err == nil {
-		t.Error("a code works twice")
-	}
+	_, err = channels.Pair(t.Context(), tx, code(s.bot.Sent(0)[0].Text), "admin")
+	assert.Error(t, err, "a code works twice")
 }
 
 func code(text string) string {
@@ -222,9 +218,7 @@ func TestTheStateSaysWhatIsWrong(t *testing.T) {
 	c, err := channels.Get(t.Context(), s.pool, "support")
 	require.NoError(t, err)
 	assert.Contains(t, c.Error, "another program polls this bot")
-	if strings.Contains(c.Error, "secret-of-the-bot") {
-		t.Errorf("the error shows the token: %s", c.Error)
-	}
+	assert.Truef(t, !strings.Contains(c.Error, "secret-of-the-bot"), "the error shows the token: %s", c.Error)
 }
 
 // Telegram's requests need the secret token. An update counts once, and enters its thread with its file.
@@ -255,9 +249,8 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 	assert.Equal(t, 200, post("a secret", update))
 	assert.Equal(t, 200, post("a secret", update))
 	v := testkit.Receive(t, visits)
-	if v.Text != "see this" || len(v.Files) != 1 || string(v.Files[0].Content) != "content" || v.Sender != "9" {
-		t.Errorf("got %+v", v)
-	}
+	assert.Truef(t, v.Text == "see this" && len(v.Files) == 1 && string(v.Files[0].Content) == "content" &&
+		v.Sender == "9", "got %+v", v)
 	pgtest.Until(t, s.pool, "failed", `select string_agg(status, ' ') from agent_channel_messages`)
 	assert.Equal(t, "<code>not &lt;b&gt;today&lt;/b&gt;</code>", s.bot.Sent(9)[0].Text)
 }

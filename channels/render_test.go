@@ -17,12 +17,9 @@ func TestSplit(t *testing.T) {
 		strings.Repeat("wort", 200)
 	parts := channels.Split(text, limits)
 	for i, p := range parts {
-		if n := channels.UTF16(p); n > 200 || n == 0 {
-			t.Errorf("part %d has %d units", i, n)
-		}
-		if strings.Count(p, "```")%2 != 0 {
-			t.Errorf("part %d has an open code block:\n%s", i, p)
-		}
+		n := channels.UTF16(p)
+		assert.Truef(t, n <= 200 && n != 0, "part %d has %d units", i, n)
+		assert.Truef(t, strings.Count(p, "```")%2 == 0, "part %d has an open code block:\n%s", i, p)
 	}
 	all := strings.Join(parts, "\n")
 	assert.Equal(t, 40, strings.Count(all, "Satz."))

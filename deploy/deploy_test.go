@@ -48,9 +48,7 @@ func files(t *testing.T) map[string]string {
 		}
 		return nil
 	})
-	if err != nil || len(all) < 12 {
-		t.Fatalf("%d files: %v", len(all), err)
-	}
+	require.Truef(t, err == nil && len(all) >= 12, "%d files: %v", len(all), err)
 	return all
 }
 
@@ -82,9 +80,7 @@ func TestEverySettingIsOneOfTheProgram(t *testing.T) {
 			t.Errorf("%s names %s, which the program does not read", path, name)
 		}
 	}
-	if found < 30 {
-		t.Errorf("%d settings in all files: the test does not see them", found)
-	}
+	assert.Truef(t, found >= 30, "%d settings in all files: the test does not see them", found)
 	for _, wrong := range []string{"AGENT_DRAIN: 5s", "AGENT_LISTEN_FILE=x", "DATABASE_PASSWORD"} {
 		assert.Equal(t, 1, len(misnamed(wrong)), wrong)
 	}
@@ -125,10 +121,9 @@ func at(v any, keys ...any) any {
 
 func TestTheYAMLIsSound(t *testing.T) {
 	for path, text := range files(t) {
-		if ext := filepath.Ext(path); ext == ".yaml" && !strings.Contains(path, "templates") &&
-			len(documents(t, path, text)) == 0 {
-			t.Errorf("%s has nothing in it", path)
-		}
+		ext := filepath.Ext(path)
+		assert.Truef(t, ext != ".yaml" || strings.Contains(path, "templates") || len(documents(t, path, text)) > 0,
+			"%s has nothing in it", path)
 	}
 }
 
@@ -144,9 +139,7 @@ func fallback(t *testing.T, name string) string {
 	t.Helper()
 	list := config.Settings()
 	i := slices.IndexFunc(list, func(s config.Setting) bool { return s.Name == name })
-	if i < 0 {
-		t.Fatalf("there is no setting %s", name)
-	}
+	require.Truef(t, i >= 0, "there is no setting %s", name)
 	return list[i].Default
 }
 
@@ -155,26 +148,22 @@ func enough(t *testing.T, where string, drain, granted time.Duration) {
 	t.Helper()
 	// After the two timeouts: answers that are cut say so (5 s), what is under way is cut off (5 s), and leases are
 	// given back.
-	if least := drain + 2*duration(t, fallback(t, "AGENT_SHUTDOWN_TIMEOUT")) + 15*time.Second; granted < least {
-		t.Errorf("%s: the process is killed after %s, and may need %s", where, granted, least)
-	}
+	least := drain + 2*duration(t, fallback(t, "AGENT_SHUTDOWN_TIMEOUT")) + 15*time.Second
+	assert.Truef(t, granted >= least, "%s: the process is killed after %s, and may need %s", where, granted, least)
 }
 
 func TestACompositionKeepsItsData(t *testing.T) {
 	c := documents(t, "compose.yaml", read(t, "compose.yaml"))[0]
 	image, _ := at(c, "services", "postgres", "image").(string)
-	if version, err := strconv.Atoi(strings.TrimPrefix(image, "postgres:")); err != nil || version < 18 {
-		t.Errorf("the image is %q", image)
-	}
+	version, err := strconv.Atoi(strings.TrimPrefix(image, "postgres:"))
+	assert.Truef(t, err == nil && version >= 18, "the image is %q", image)
 	if got := at(c, "services", "postgres", "volumes", 0); got != "postgres:/var/lib/postgresql" {
 		t.Errorf("PostgreSQL from 18 on keeps its data below /var/lib/postgresql; mounted is %v", got)
 	}
-	if _, is := at(c, "volumes").(map[string]any)["postgres"]; !is {
-		t.Error("the volume is not declared")
-	}
-	if got := at(c, "services", "agent", "depends_on", "migrate", "condition"); got != "service_completed_successfully" {
-		t.Errorf("the agent starts when migrate is %v", got)
-	}
+	_, is := at(c, "volumes").(map[string]any)["postgres"]
+	assert.True(t, is, "the volume is not declared")
+	got := at(c, "services", "agent", "depends_on", "migrate", "condition")
+	assert.Truef(t, got == "service_completed_successfully", "the agent starts when migrate is %v", got)
 	env := at(c, "services", "agent", "environment")
 	enough(t, "compose.yaml", duration(t, at(env, "AGENT_DRAIN_DELAY").(string)),
 		duration(t, at(c, "services", "agent", "stop_grace_period").(string)))
@@ -191,9 +180,8 @@ func TestThePodsOfTheManifests(t *testing.T) {
 		for _, e := range at(agent, "env").([]any) {
 			env[at(e, "name").(string)], _ = at(e, "value").(string)
 		}
-		if replicas, _ := at(d, "spec", "replicas").(int); replicas < 2 {
-			t.Errorf("%d replicas", replicas)
-		}
+		replicas, _ := at(d, "spec", "replicas").(int)
+		assert.Truef(t, replicas >= 2, "%d replicas", replicas)
 		if port, _ := at(agent, "ports", 0, "containerPort").(int); env["AGENT_LISTEN"] != "0.0.0.0:"+strconv.Itoa(port) {
 			t.Errorf("it listens at %s, and the port is %d", env["AGENT_LISTEN"], port)
 		}
@@ -201,9 +189,8 @@ func TestThePodsOfTheManifests(t *testing.T) {
 			"startupProbe": "/healthz", "livenessProbe": "/healthz",
 			"readinessProbe": "/readyz",
 		} {
-			if got := at(agent, probe, "httpGet", "path"); got != path {
-				t.Errorf("%s asks %v, want %s", probe, got, path)
-			}
+			got := at(agent, probe, "httpGet", "path")
+			assert.Truef(t, got == path, "%s asks %v, want %s", probe, got, path)
 		}
 		grace, _ := at(pod, "terminationGracePeriodSeconds").(int)
 		enough(t, "k8s", duration(t, env["AGENT_DRAIN_DELAY"]), time.Duration(grace)*time.Second)
@@ -217,13 +204,9 @@ func TestTheUnit(t *testing.T) {
 	unit := read(t, "systemd/lanekeeper.service")
 	stop := regexp.MustCompile(`(?m)^TimeoutStopSec=(\S+)$`).FindStringSubmatch(unit)
 	for _, line := range []string{"Type=notify", "ExecStart=/usr/bin/agent serve", "KillMode=mixed", "DynamicUser=yes"} {
-		if !strings.Contains(unit, "\n"+line+"\n") {
-			t.Errorf("the unit has not %s", line)
-		}
+		assert.Truef(t, strings.Contains(unit, "\n"+line+"\n"), "the unit has not %s", line)
 	}
-	if stop == nil {
-		t.Fatal("the unit has no TimeoutStopSec")
-	}
+	require.True(t, stop != nil, "the unit has no TimeoutStopSec")
 	enough(t, "lanekeeper.service", duration(t, fallback(t, "AGENT_DRAIN_DELAY")), duration(t, stop[1]))
 	analyze, err := exec.LookPath("systemd-analyze")
 	if err != nil {

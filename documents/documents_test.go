@@ -70,23 +70,17 @@ func TestADocumentIsKeptAsItCame(t *testing.T) {
 	content := bytes.Repeat([]byte{0, 1, 2, 255}, 300_000)
 	d := added(t, pool, documents.Upload{Name: "a.bin", Content: content, TraceID: "op_x"})
 	got, err := documents.Content(t.Context(), pool, d.ID)
-	if err != nil || !bytes.Equal(got, content) {
-		t.Fatalf("%d bytes came back, %v", len(got), err)
-	}
+	require.Truef(t, err == nil && bytes.Equal(got, content), "%d bytes came back, %v", len(got), err)
 	again, err := documents.Get(t.Context(), pool, d.ID)
-	if err != nil || again.Size != int64(len(content)) || again.UploadedBy != "admin" || again.TraceID != "op_x" ||
-		again.ExpiresAt != nil {
-		t.Errorf("%+v, %v", again, err)
-	}
+	assert.Truef(t, err == nil && again.Size == int64(len(content)) && again.UploadedBy == "admin" &&
+		again.TraceID == "op_x" && again.ExpiresAt == nil, "%+v, %v", again, err)
 	_, err = documents.Delete(t.Context(), pool, d.ID)
 	require.NoError(t, err)
 	for _, id := range []string{d.ID, "nonsense"} {
-		if _, err := documents.Content(t.Context(), pool, id); !errors.Is(err, documents.ErrNotFound) {
-			t.Errorf("content of %s: %v", id, err)
-		}
-		if _, err := documents.Delete(t.Context(), pool, id); !errors.Is(err, documents.ErrNotFound) {
-			t.Errorf("delete %s: %v", id, err)
-		}
+		_, err := documents.Content(t.Context(), pool, id)
+		assert.ErrorIs(t, err, documents.ErrNotFound, "content of", id)
+		_, err = documents.Delete(t.Context(), pool, id)
+		assert.ErrorIs(t, err, documents.ErrNotFound, "delete", id)
 	}
 }
 
@@ -126,13 +120,10 @@ func TestLimitsAreNamed(t *testing.T) {
 		t.Errorf("empty: %v", err)
 	}
 	_, err := add(t.Context(), pool, documents.Upload{Content: make([]byte, 11), MaxBytes: 10})
-	if !errors.Is(err, documents.ErrTooLarge) || !strings.Contains(err.Error(), "at most 10 bytes") {
-		t.Errorf("too large: %v", err)
-	}
-	if _, err := add(t.Context(), pool, documents.Upload{Content: []byte("x"), ThreadID: "nowhere"}); !errors.Is(err,
-		threads.ErrNotFound) {
-		t.Errorf("no thread: %v", err)
-	}
+	assert.Truef(t, errors.Is(err, documents.ErrTooLarge) && strings.Contains(err.Error(), "at most 10 bytes"),
+		"too large: %v", err)
+	_, err = add(t.Context(), pool, documents.Upload{Content: []byte("x"), ThreadID: "nowhere"})
+	assert.ErrorIs(t, err, threads.ErrNotFound, "no thread")
 }
 
 // Many uploads at once do not exceed the bound of a thread together.
@@ -165,27 +156,21 @@ func TestUnusedUploadsGo(t *testing.T) {
 	pool := pgtest.DB(t)
 	unused := added(t, pool, documents.Upload{Content: []byte("x"), By: threads.Visitor("site", "vis_1")})
 	kept := added(t, pool, documents.Upload{Content: []byte("x")})
-	if unused.ExpiresAt == nil || unused.UploadedBy != "visitor site" {
-		t.Fatalf("%+v", unused)
-	}
+	require.Truef(t, unused.ExpiresAt != nil && unused.UploadedBy == "visitor site", "%+v", unused)
 	pgtest.Exec(t, pool, `update agent_documents set expires_at = now() - interval '1 s' where id = $1`,
 		unused.ID)
 	added(t, pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")})
-	if _, err := documents.Get(t.Context(), pool, unused.ID); !errors.Is(err, documents.ErrNotFound) {
-		t.Errorf("the unused one: %v", err)
-	}
-	if _, err := documents.Get(t.Context(), pool, kept.ID); err != nil {
-		t.Errorf("the admin's: %v", err)
-	}
+	_, err := documents.Get(t.Context(), pool, unused.ID)
+	assert.ErrorIs(t, err, documents.ErrNotFound, "the unused one")
+	_, err = documents.Get(t.Context(), pool, kept.ID)
+	assert.NoError(t, err, "the admin's")
 	pgtest.Exec(t, pool, `
 		insert into agent_documents (name, content_type, size, sha256, is_text, content, owner_kind, owner, expires_at)
 		select 'a', 'text/plain', 1, sha256('x'), true, 'x', 'key', 'app', now() + interval '1 day'
 		  from generate_series(1, $1)`,
 		documents.MaxUnused)
-	if _, err := add(t.Context(), pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")}); !errors.Is(err,
-		documents.ErrTooMany) {
-		t.Errorf("one too many: %v", err)
-	}
+	_, err = add(t.Context(), pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")})
+	assert.ErrorIs(t, err, documents.ErrTooMany, "one too many")
 	added(t, pool, documents.Upload{Content: []byte("y"), By: threads.Key("other")})
 }
 
@@ -203,9 +188,8 @@ func TestADocumentGoesWithItsThreadAndItsExecution(t *testing.T) {
 	_, err := retention.Run(t.Context(), pool, retention.Options{})
 	require.NoError(t, err)
 	for what, id := range map[string]string{"thread": ofThread.ID, "execution": ofExecution.ID} {
-		if _, err := documents.Get(t.Context(), pool, id); !errors.Is(err, documents.ErrNotFound) {
-			t.Errorf("document of the %s: %v", what, err)
-		}
+		_, err := documents.Get(t.Context(), pool, id)
+		assert.ErrorIs(t, err, documents.ErrNotFound, "document of the", what)
 	}
 }
 
@@ -219,9 +203,7 @@ func TestTextIsReadInPieces(t *testing.T) {
 		var all strings.Builder
 		for at := int64(0); ; {
 			p, err := documents.Read(t.Context(), pool, d.ID, at, most)
-			if err != nil || p.Offset != at || len(p.Text) > most {
-				t.Fatalf("%+v, %v", p, err)
-			}
+			require.Truef(t, err == nil && p.Offset == at && len(p.Text) <= most, "%+v, %v", p, err)
 			all.WriteString(p.Text)
 			if at = p.Next; at == 0 {
 				break
@@ -229,14 +211,12 @@ func TestTextIsReadInPieces(t *testing.T) {
 		}
 		require.Equal(t, text, all.String(), most)
 	}
-	if p, err := documents.Read(t.Context(), pool, d.ID, 1<<40, 10); err != nil || p.Text != "" || p.Next != 0 {
-		t.Errorf("behind the end: %+v, %v", p, err)
-	}
+	p, err := documents.Read(t.Context(), pool, d.ID, 1<<40, 10)
+	assert.Truef(t, err == nil && p.Text == "" && p.Next == 0, "behind the end: %+v, %v", p, err)
 	for _, content := range []string{"%PDF-1.7", "a\x00b", "a\xff"} {
 		d := added(t, pool, documents.Upload{Content: []byte(content)})
-		if _, err := documents.Read(t.Context(), pool, d.ID, 0, 10); !errors.Is(err, documents.ErrBinary) || d.IsText {
-			t.Errorf("%q: %v", content, err)
-		}
+		_, err := documents.Read(t.Context(), pool, d.ID, 0, 10)
+		assert.Truef(t, errors.Is(err, documents.ErrBinary) && !d.IsText, "%q: %v", content, err)
 	}
 }
 
@@ -287,8 +267,7 @@ func TestTheTextOfAMessageIsSeparatedFromItsDocuments(t *testing.T) {
 		for _, e := range list {
 			names = append(names, e.Name)
 		}
-		if text != want.text || !slices.Equal(names, want.names) {
-			t.Errorf("%q: text %q and %q, want %q and %q", content, text, names, want.text, want.names)
-		}
+		assert.Truef(t, text == want.text && slices.Equal(names, want.names),
+			"%q: text %q and %q, want %q and %q", content, text, names, want.text, want.names)
 	}
 }

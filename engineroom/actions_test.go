@@ -38,9 +38,7 @@ func pulled(t *testing.T, answer http.HandlerFunc) (*[]apiCall, *httptest.Server
 	var calls []apiCall
 	routes := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, err := io.ReadAll(r.Body)
-		if err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, err)
 		calls = append(calls, apiCall{r.Method, r.URL.EscapedPath(), string(body), r.Header.Get("Content-Type"), r.Header})
 		answer(w, r)
 	})
@@ -102,9 +100,8 @@ func TestAnActionCallsTheRouteAndComesBack(t *testing.T) {
 		"Sec-Fetch-Site": {"same-origin"},
 	}
 	resp := post(t, client, server.URL+"/act/v1/lanes/a%2F%2Fb%20c/break", form, header)
-	if resp.StatusCode != http.StatusSeeOther || resp.Header.Get("Location") != "/lanes?status=held" {
-		t.Errorf("status %d, to %s", resp.StatusCode, resp.Header.Get("Location"))
-	}
+	assert.Truef(t, resp.StatusCode == http.StatusSeeOther && resp.Header.Get("Location") == "/lanes?status=held",
+		"status %d, to %s", resp.StatusCode, resp.Header.Get("Location"))
 	got := (*calls)[0]
 	want := apiCall{
 		method: "POST", path: "/v1/lanes/a%2F%2Fb%20c/break",
@@ -113,18 +110,12 @@ func TestAnActionCallsTheRouteAndComesBack(t *testing.T) {
 	sent := got.header
 	got.header = nil
 	assert.NoDiff(t, want, got, cmp.AllowUnexported(apiCall{}))
-	if sent.Get("Authorization") != "Bearer x" || sent.Get("Cookie") != "lanekeeper_session=y" ||
-		sent.Get("Sec-Fetch-Site") != "" {
-		t.Errorf("the route is called as %v", sent)
-	}
+	assert.Truef(t, sent.Get("Authorization") == "Bearer x" && sent.Get("Cookie") == "lanekeeper_session=y" &&
+		sent.Get("Sec-Fetch-Site") == "", "the route is called as %v", sent)
 	first, second := after(t, client, server, resp)
-	if !strings.Contains(first, `role="status"`) || !strings.Contains(first, "Lane a//b c is released.") ||
-		!strings.Contains(first, `<a href="/traces/op_1">`) {
-		t.Errorf("the page does not say what came of it:\n%s", first)
-	}
-	if strings.Contains(second, "is released") {
-		t.Error("the message is shown twice")
-	}
+	assert.Truef(t, strings.Contains(first, `role="status"`) && strings.Contains(first, "Lane a//b c is released.") &&
+		strings.Contains(first, `<a href="/traces/op_1">`), "the page does not say what came of it:\n%s", first)
+	assert.True(t, !strings.Contains(second, "is released"), "the message is shown twice")
 }
 
 func TestWhatARouteRefusesIsTold(t *testing.T) {
@@ -149,13 +140,11 @@ func TestWhatARouteRefusesIsTold(t *testing.T) {
 			_, server, client := pulled(t, test.answer)
 			resp := post(t, client, server.URL+"/act/v1/skills/x/disable", url.Values{"reason": {"r"}},
 				http.Header{"Referer": {server.URL + "/skills/x?y=1"}})
-			if resp.StatusCode != http.StatusSeeOther || resp.Header.Get("Location") != "/skills/x?y=1" {
-				t.Errorf("status %d, to %s", resp.StatusCode, resp.Header.Get("Location"))
-			}
-			if first, _ := after(t, client, server, resp); !strings.Contains(first, test.says) ||
-				!strings.Contains(first, `role="alert"`) {
-				t.Errorf("the page does not say %s:\n%s", test.says, first)
-			}
+			assert.Truef(t, resp.StatusCode == http.StatusSeeOther && resp.Header.Get("Location") == "/skills/x?y=1",
+				"status %d, to %s", resp.StatusCode, resp.Header.Get("Location"))
+			first, _ := after(t, client, server, resp)
+			assert.Truef(t, strings.Contains(first, test.says) && strings.Contains(first, `role="alert"`),
+				"the page does not say %s:\n%s", test.says, first)
 		})
 	}
 }
@@ -164,9 +153,7 @@ func TestAnActionSendsOnlyWhatItTakes(t *testing.T) {
 	t.Parallel()
 	calls, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
 	for _, name := range []string{"/act/v1/threads", "/act/v1/locks", "/act/v1/nothing", "/act/v1/skills/x/delete"} {
-		if resp := post(t, client, server.URL+name, url.Values{}, nil); resp.StatusCode != http.StatusNotFound {
-			t.Errorf("%s: %d", name, resp.StatusCode)
-		}
+		assert.Equal(t, http.StatusNotFound, post(t, client, server.URL+name, url.Values{}, nil).StatusCode, name)
 	}
 	for name, test := range map[string]struct {
 		form url.Values
@@ -180,18 +167,13 @@ func TestAnActionSendsOnlyWhatItTakes(t *testing.T) {
 		"no flag": {url.Values{"latest": {"maybe"}}, "latest is &#34;maybe&#34;; it can be true or false"},
 	} {
 		resp := post(t, client, server.URL+"/act/v1/executions/1/fork", test.form, nil)
-		if first, _ := after(t, client, server, resp); !strings.Contains(first, test.says) {
-			t.Errorf("%s: the page does not say %s", name, test.says)
-		}
+		first, _ := after(t, client, server, resp)
+		assert.Truef(t, strings.Contains(first, test.says), "%s: the page does not say %s", name, test.says)
 	}
-	if len(*calls) > 0 {
-		t.Errorf("the API was called: %+v", *calls)
-	}
+	assert.Truef(t, len(*calls) == 0, "the API was called: %+v", *calls)
 	for back, want := range map[string]string{"https://evil.example/": "/", "//evil.example": "/", "/lanes": "/lanes"} {
 		resp := post(t, client, server.URL+"/act/v1/executions/1/retry", url.Values{"back": {back}}, nil)
-		if got := resp.Header.Get("Location"); got != want {
-			t.Errorf("back to %s is %s", back, got)
-		}
+		assert.Equal(t, want, resp.Header.Get("Location"), "back to", back)
 	}
 	resp := post(t, client, server.URL+"/act/v1/executions/1/retry", nil,
 		http.Header{"Referer": {"https://evil.example/lanes"}})
@@ -220,9 +202,8 @@ func TestFieldsHaveTypes(t *testing.T) {
 		if err != nil {
 			body = []byte(err.Error())
 		}
-		if !strings.HasPrefix(string(body), test.want) || err == nil && string(body) != test.want {
-			t.Errorf("%s: %s", name, body)
-		}
+		assert.Truef(t, strings.HasPrefix(string(body), test.want) && (err != nil || string(body) == test.want),
+			"%s: %s", name, body)
 	}
 }
 
@@ -231,9 +212,7 @@ func TestAMessageThatThisAgentDidNotSignIsNotShown(t *testing.T) {
 	_, server, client := pulled(t, func(http.ResponseWriter, *http.Request) {})
 	resp := post(t, client, server.URL+"/act/v1/executions/1/retry", nil, nil)
 	c := resp.Cookies()[0]
-	if !c.HttpOnly || c.SameSite != http.SameSiteStrictMode || c.MaxAge <= 0 || c.MaxAge > 60 {
-		t.Errorf("cookie %+v", c)
-	}
+	assert.Truef(t, c.HttpOnly && c.SameSite == http.SameSiteStrictMode && c.MaxAge > 0 && c.MaxAge <= 60, "cookie %+v", c)
 	room := &Room{Options: Options{Key: []byte("k")}}
 	if f := room.readFlash(c.Value); f == nil || f.Text != "A new execution repeats the failed step." {
 		t.Errorf("another process of the agent reads %+v", f)
@@ -243,17 +222,14 @@ func TestAMessageThatThisAgentDidNotSignIsNotShown(t *testing.T) {
 		"changed": parts[0] + ".eyJ0IjoiZXZpbCJ9." + parts[2], "longer": "zzzzzzz." + parts[1] + "." + parts[2], "empty": "",
 		"unsigned": parts[0] + "." + parts[1],
 	} {
-		if f := room.readFlash(value); f != nil {
-			t.Errorf("%s: %+v", name, f)
-		}
+		f := room.readFlash(value)
+		assert.Truef(t, f == nil, "%s: %+v", name, f)
 	}
 	old := "1." + parts[1]
-	if f := room.readFlash(old + "." + room.sign(old)); f != nil {
-		t.Errorf("a message of 1970 is shown: %+v", f)
-	}
-	if f := (&Room{Options: Options{Key: []byte("other")}}).readFlash(c.Value); f != nil {
-		t.Errorf("another agent reads %+v", f)
-	}
+	f := room.readFlash(old + "." + room.sign(old))
+	assert.Truef(t, f == nil, "a message of 1970 is shown: %+v", f)
+	f = (&Room{Options: Options{Key: []byte("other")}}).readFlash(c.Value)
+	assert.Truef(t, f == nil, "another agent reads %+v", f)
 }
 
 func TestEveryPageSaysWhatABrowserHasToKnow(t *testing.T) {
@@ -266,15 +242,12 @@ func TestEveryPageSaysWhatABrowserHasToKnow(t *testing.T) {
 		require.NoError(t, err)
 		resp.Body.Close()
 		h := resp.Header
-		if h.Get("Content-Security-Policy") != policy || h.Get("X-Content-Type-Options") != "nosniff" ||
-			h.Get("Cross-Origin-Opener-Policy") != "same-origin" ||
-			h.Get("Cross-Origin-Resource-Policy") != "same-origin" || h.Get("Referrer-Policy") != "same-origin" {
-			t.Errorf("%s: %v", address, h)
-		}
+		assert.Truef(t, h.Get("Content-Security-Policy") == policy && h.Get("X-Content-Type-Options") == "nosniff" &&
+			h.Get("Cross-Origin-Opener-Policy") == "same-origin" && h.Get("Cross-Origin-Resource-Policy") == "same-origin" &&
+			h.Get("Referrer-Policy") == "same-origin", "%s: %v", address, h)
 	}
-	if strings.Contains(policy, "unsafe") || !strings.HasPrefix(policy, "default-src 'none'") {
-		t.Errorf("the policy is %s", policy)
-	}
+	assert.Truef(t, !strings.Contains(policy, "unsafe") && strings.HasPrefix(policy, "default-src 'none'"),
+		"the policy is %s", policy)
 }
 
 func TestAssetsAreKeptByTheirDigest(t *testing.T) {
@@ -291,27 +264,18 @@ func TestAssetsAreKeptByTheirDigest(t *testing.T) {
 		resp.Body.Close()
 		return resp
 	}
-	if h := get(address, "").Header; h.Get("Cache-Control") != "public, max-age=31536000, immutable" ||
-		!strings.HasPrefix(h.Get("Content-Type"), "text/css") {
-		t.Errorf("by digest: %v", h)
-	}
+	h := get(address, "").Header
+	assert.Truef(t, h.Get("Cache-Control") == "public, max-age=31536000, immutable" &&
+		strings.HasPrefix(h.Get("Content-Type"), "text/css"), "by digest: %v", h)
 	plain := get("/assets/room.css?v=other", "")
-	if plain.Header.Get("Cache-Control") != "public, no-cache" {
-		t.Errorf("by another digest: %v", plain.Header)
-	}
-	if again := get("/assets/room.css", plain.Header.Get("ETag")); again.StatusCode != http.StatusNotModified {
-		t.Errorf("with its tag: %d", again.StatusCode)
-	}
-	if none := get("/assets/nothing.css", ""); none.StatusCode != http.StatusNotFound {
-		t.Errorf("a file that is not there: %d", none.StatusCode)
-	}
-	if h := get("/assets/inter-5.3.0.woff2", "").Header; h.Get("Content-Type") != "font/woff2" ||
-		!strings.Contains(h.Get("Cache-Control"), "immutable") {
-		t.Errorf("the font: %v", h)
-	}
-	if _, err := assetURL("nothing.css"); err == nil {
-		t.Error("a file that is not there has an address")
-	}
+	assert.Truef(t, plain.Header.Get("Cache-Control") == "public, no-cache", "by another digest: %v", plain.Header)
+	assert.Equal(t, http.StatusNotModified, get("/assets/room.css", plain.Header.Get("ETag")).StatusCode, "with its tag")
+	assert.Equal(t, http.StatusNotFound, get("/assets/nothing.css", "").StatusCode, "a file that is not there")
+	h = get("/assets/inter-5.3.0.woff2", "").Header
+	assert.Truef(t, h.Get("Content-Type") == "font/woff2" && strings.Contains(h.Get("Cache-Control"), "immutable"),
+		"the font: %v", h)
+	_, err = assetURL("nothing.css")
+	assert.Error(t, err, "a file that is not there has an address")
 }
 
 func TestTheLoginPageIsThereForEverybody(t *testing.T) {
@@ -321,10 +285,8 @@ func TestTheLoginPageIsThereForEverybody(t *testing.T) {
 		"/lanes?a=b":     `name="next" value="/lanes?a=b"`,
 		"//evil.example": `name="next" value="/"`,
 	} {
-		if status, body := testkit.Get(t, server.URL+"/login?next="+url.QueryEscape(next)); status != 200 ||
-			!strings.Contains(body, want) {
-			t.Errorf("next %s: %d\n%s", next, status, body)
-		}
+		status, body := testkit.Get(t, server.URL+"/login?next="+url.QueryEscape(next))
+		assert.Truef(t, status == 200 && strings.Contains(body, want), "next %s: %d\n%s", next, status, body)
 	}
 	var public []string
 	room := &Room{Options: Options{}}
@@ -357,15 +319,12 @@ func TestEveryActionOfATemplateIsInTheTable(t *testing.T) {
 			if path == "/v1/operate" {
 				continue // has a handler of its own
 			}
-			if _, pattern := mux.Handler(httptest.NewRequestWithContext(t.Context(), http.MethodPost, path,
-				http.NoBody)); pattern == "" {
-				t.Errorf("%s: no action has the route %s", file.Name(), path)
-			}
+			_, pattern := mux.Handler(httptest.NewRequestWithContext(t.Context(), http.MethodPost, path,
+				http.NoBody))
+			assert.Truef(t, pattern != "", "%s: no action has the route %s", file.Name(), path)
 		}
 	}
-	if found < 10 {
-		t.Errorf("only %d actions were found", found)
-	}
+	assert.Truef(t, found >= 10, "only %d actions were found", found)
 }
 
 // asked is an approval of the skill drop that expires in some hours.
@@ -402,9 +361,8 @@ func TestApprovalsAreInTheTabOfTheirState(t *testing.T) {
 	} {
 		body := shows(t, server.URL+"/approvals"+tab)
 		for name, id := range ids {
-			if has := strings.Contains(body, `id="approval-`+id); has != strings.Contains(" "+want+" ", " "+name+" ") {
-				t.Errorf("%q has the %s one: %v", tab, name, has)
-			}
+			has := strings.Contains(body, `id="approval-`+id)
+			assert.Truef(t, has == strings.Contains(" "+want+" ", " "+name+" "), "%q has the %s one: %v", tab, name, has)
 		}
 	}
 	turnsAway(t, server.URL+"/approvals?status=maybe", 400, "it can be pending, decided")
@@ -422,9 +380,7 @@ func TestAnApprovalShowsExactlyWhatIsApproved(t *testing.T) {
 	body := shows(t, server.URL+"/approvals/"+second, `/approvals/`+first,
 		`<del>− `+"  &#34;table&#34;: &#34;a&#34;</del>", `<ins>&#43; `+"  &#34;table&#34;: &#34;b&#34;</ins>",
 		`action="/act/v1/approvals/`+second+`"`, `name="decision" value="approve"`, `name="decision" value="reject"`)
-	if strings.Contains(body, "never") {
-		t.Error("it is compared with what was denied")
-	}
+	assert.True(t, !strings.Contains(body, "never"), "it is compared with what was denied")
 	turnsAway(t, server.URL+"/approvals/01890000-0000-7000-8000-000000000000", 404, "there is no approval")
 	turnsAway(t, server.URL+"/approvals/nonsense", 404, "there is no approval")
 }
@@ -433,17 +389,15 @@ func TestWhatIsDecidedOrVoidHasNoActions(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	for _, id := range []string{asked(t, pool, "rejected", `{}`, 5), asked(t, pool, "pending", `{}`, -1)} {
-		if body := shows(t, server.URL+"/approvals/"+id); strings.Contains(body, "/act/") {
-			t.Errorf("it can be decided again:\n%s", body)
-		}
+		body := shows(t, server.URL+"/approvals/"+id)
+		assert.Truef(t, !strings.Contains(body, "/act/"), "it can be decided again:\n%s", body)
 	}
 	pending := asked(t, pool, "pending", `{}`, 5)
 	put(t, pool, `update agent_skills set revision = 2 returning name`)
 	body := shows(t, server.URL+"/approvals/"+pending, "it is at revision 2 now",
 		"the skill drop was changed: revision 1 is now 2")
-	if strings.Contains(body, "/act/") {
-		t.Errorf("an approval of a skill that has changed can still be decided:\n%s", body)
-	}
+	assert.Truef(t, !strings.Contains(body, "/act/"),
+		"an approval of a skill that has changed can still be decided:\n%s", body)
 }
 
 func TestWhatIsNotShownWholeCannotBeApproved(t *testing.T) {
@@ -452,9 +406,8 @@ func TestWhatIsNotShownWholeCannotBeApproved(t *testing.T) {
 	id := asked(t, pool, "pending", `{"text": "`+strings.Repeat("a", maxArguments)+`"}`, 5)
 	shows(t, server.URL+"/approvals", "Read them whole")
 	body := shows(t, server.URL+"/approvals/"+id, "Only the beginning", "cannot be approved here", `value="reject"`)
-	if strings.Contains(body, `value="approve"`) || len(body) > 100_000 {
-		t.Errorf("the page has %d bytes, or takes leave for what it does not show", len(body))
-	}
+	assert.Truef(t, !strings.Contains(body, `value="approve"`) && len(body) <= 100_000,
+		"the page has %d bytes, or takes leave for what it does not show", len(body))
 }
 
 func TestWhatHappenedAfterADecisionIsTold(t *testing.T) {
@@ -521,9 +474,7 @@ func TestOperateShowsASession(t *testing.T) {
 	} {
 		assert.Contains(t, body, want)
 	}
-	if strings.Contains(body, `name="agent"`) {
-		t.Error("one agent alone is no choice")
-	}
+	assert.True(t, !strings.Contains(body, `name="agent"`), "one agent alone is no choice")
 	acts(t, pool, agents.Definition{Name: "sales", Default: true})
 	acts(t, pool, agents.Definition{Name: "billing"})
 	shows(t, server.URL+"/operate",
@@ -542,23 +493,19 @@ func TestOperateShowsASession(t *testing.T) {
 			t.Errorf("status %d, %q is missing; who acts: %.300s", status, want, who)
 		}
 	}
-	if strings.Contains(body, "<script>alert") || len(body) > 100_000 {
-		t.Errorf("the page has what was said as it was said, in %d bytes", len(body))
-	}
+	assert.Truef(t, !strings.Contains(body, "<script>alert") && len(body) <= 100_000,
+		"the page has what was said as it was said, in %d bytes", len(body))
 	pgtest.Exec(t, pool, `select try_acquire_agent_lock('operate', 'somebody else', 60)`)
-	if _, body := testkit.Get(t, server.URL+"/operate"); !strings.Contains(body, "somebody else") ||
-		strings.Contains(body, "Lane operate: free") {
-		t.Error("the holder is missing")
-	}
+	_, body = testkit.Get(t, server.URL+"/operate")
+	assert.True(t, strings.Contains(body, "somebody else") && !strings.Contains(body, "Lane operate: free"),
+		"the holder is missing")
 	for _, bad := range []string{"?session=%00", "?sesion=x", "?session=" + strings.Repeat("x", 400)} {
-		if status, _ := testkit.Get(t, server.URL+"/operate"+bad); status != 400 {
-			t.Errorf("%s: status %d", bad, status)
-		}
+		status, _ := testkit.Get(t, server.URL+"/operate"+bad)
+		assert.Equal(t, 400, status, bad, "status")
 	}
-	if status, body := testkit.Get(t, server.URL+"/operate?session=unknown"); status != 200 ||
-		!strings.Contains(body, "No message yet") {
-		t.Errorf("a session that was never spoken in: %d", status)
-	}
+	status, body = testkit.Get(t, server.URL+"/operate?session=unknown")
+	assert.Truef(t, status == 200 && strings.Contains(body, "No message yet"),
+		"a session that was never spoken in: %d", status)
 }
 
 func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
@@ -603,22 +550,19 @@ func TestTheFormOfOperateWorksWithoutAScript(t *testing.T) {
 		r.Header.Set("Cookie", "lanekeeper=me")
 		w := httptest.NewRecorder()
 		mux.ServeHTTP(w, r)
-		if w.Code != http.StatusSeeOther || w.Header().Get("Location") != want.to {
-			t.Errorf("%s: %d to %s", message, w.Code, w.Header().Get("Location"))
-		}
-		if got.accept != "application/json" || got.cookie != "lanekeeper=me" ||
-			!strings.Contains(got.body, `"agent":"billing"`) || !strings.Contains(got.body, `"session_id":"ses_0"`) {
-			t.Errorf("%s: sent %+v", message, got)
-		}
+		assert.Truef(t, w.Code == http.StatusSeeOther && w.Header().Get("Location") == want.to,
+			"%s: %d to %s", message, w.Code, w.Header().Get("Location"))
+		assert.Truef(t, got.accept == "application/json" && got.cookie == "lanekeeper=me" &&
+			strings.Contains(got.body, `"agent":"billing"`) && strings.Contains(got.body, `"session_id":"ses_0"`),
+			"%s: sent %+v", message, got)
 		said := ""
 		for _, c := range w.Result().Cookies() {
 			if f := room.readFlash(c.Value); c.Name == flashCookie && f != nil {
 				said = f.Text
 			}
 		}
-		if !strings.Contains(said, want.said) || want.said != "" && said == "" {
-			t.Errorf("%s: the page will say %q", message, said)
-		}
+		assert.Truef(t, strings.Contains(said, want.said) && (want.said == "" || said != ""),
+			"%s: the page will say %q", message, said)
 	}
 }
 
@@ -641,9 +585,7 @@ func TestAStreamThatIsAskedForItsHeadersEnds(t *testing.T) {
 		r, err := http.NewRequestWithContext(t.Context(), c.method, server.URL+c.path, http.NoBody)
 		require.NoError(t, err)
 		got, err := client.Do(r)
-		if err != nil {
-			t.Fatalf("%s %s: %v", c.method, c.path, err)
-		}
+		require.NoError(t, err, c.method, c.path)
 		if _, err := io.Copy(io.Discard, got.Body); err != nil || got.Body.Close() != nil || got.StatusCode != c.status {
 			t.Errorf("%s %s: status %d, %v", c.method, c.path, got.StatusCode, err)
 		}

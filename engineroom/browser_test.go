@@ -81,9 +81,8 @@ func (l *rowList) looked(t *testing.T, look browser.Look) *browser.Page {
 
 func noComplaint(t *testing.T, p *browser.Page) {
 	t.Helper()
-	if all := append(p.Problems(), p.Inaccessible()...); len(all) > 0 {
-		t.Errorf("the browser complains: %s", strings.Join(all, "\n"))
-	}
+	all := append(p.Problems(), p.Inaccessible()...)
+	assert.Truef(t, len(all) == 0, "the browser complains: %s", strings.Join(all, "\n"))
 }
 
 func TestUpdatesLeaveAloneWhatTheReaderDoes(t *testing.T) {
@@ -223,9 +222,7 @@ func TestTheNavigationOfAPhoneShowsWhereOneIs(t *testing.T) {
 		var seen bool
 		p.Eval(`(() => { const r = document.querySelector(".thumb `+where+`").getBoundingClientRect();
 			return r.left >= 0 && r.right <= innerWidth && r.bottom <= innerHeight && r.top > innerHeight - 80 && r.height >= 44 && scrollY === 0 })()`, &seen)
-		if !seen {
-			t.Errorf("%s: its word at the lower edge is not to be seen", path)
-		}
+		assert.Truef(t, seen, "%s: its word at the lower edge is not to be seen", path)
 	}
 	noComplaint(t, p)
 }
@@ -240,9 +237,7 @@ func TestAPageWithoutScriptIsWhole(t *testing.T) {
 		assert.Contains(t, text, word)
 	}
 	for _, id := range []string{"#theme", "#live-pause", "#help-open"} {
-		if got := p.Text(id); got != "" {
-			t.Errorf("%s is shown and does nothing", id)
-		}
+		assert.Equal(t, "", p.Text(id), id, "is shown and does nothing")
 	}
 }
 
@@ -375,9 +370,7 @@ func fit(t *testing.T, p *browser.Page, address string, axe bool, ways ...string
 		}
 		var wide int64
 		p.Eval(`document.documentElement.scrollWidth`, &wide)
-		if most := max(look.Width, 390); look.Width > 0 && wide > most {
-			t.Errorf("%s, %s: the page is %d wide", address, way, wide)
-		}
+		assert.Truef(t, look.Width <= 0 || wide <= max(look.Width, 390), "%s, %s: the page is %d wide", address, way, wide)
 	}
 	for _, complaint := range p.Problems() {
 		t.Errorf("%s: %s", address, complaint)
@@ -405,9 +398,7 @@ func TestEveryPageIsFitToBeReadInLightAndDarkAndOnAPhone(t *testing.T) {
 			p.As(browser.Look{Width: width, Height: 844})
 			var wide int64
 			p.Eval(`document.documentElement.scrollWidth`, &wide)
-			if wide > width {
-				t.Errorf("%s is %d wide at %d", address, wide, width)
-			}
+			assert.Truef(t, wide <= width, "%s is %d wide at %d", address, wide, width)
 		}
 	}
 	pictures(t, p, server.URL, made)
@@ -448,14 +439,10 @@ func TestEveryPageShowsHostileTextAsText(t *testing.T) {
 		var odd []string
 		p.Eval(
 			`[...document.querySelectorAll("script:not([src]), img, iframe, object, [onerror], [onload], [style]")].map(e => e.outerHTML.slice(0, 200))`, &odd)
-		if len(odd) > 0 {
-			t.Errorf("%s has elements that no template makes: %v", address, odd)
-		}
+		assert.Truef(t, len(odd) == 0, "%s has elements that no template makes: %v", address, odd)
 		var trouble bool
 		p.Eval(`document.querySelector(".trouble") !== null`, &trouble)
-		if trouble {
-			t.Errorf("%s: a part could not be read", address)
-		}
+		assert.Truef(t, !trouble, "%s: a part could not be read", address)
 	}
 }
 
@@ -495,9 +482,7 @@ func soil(t *testing.T, pool *pgxpool.Pool, text string) {
 			t.Fatalf("%s.%s: %v", c.Table, c.Name, err)
 		}
 	}
-	if soiled < 40 {
-		t.Fatalf("only %d of %d columns could be written", soiled, len(columns))
-	}
+	require.Truef(t, soiled >= 40, "only %d of %d columns could be written", soiled, len(columns))
 }
 
 // fakeTurns answers what the console asks the API, by what was said.
@@ -662,9 +647,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	p.Until("the address has the session", `location.search === "?session=`+aSession+
 		`" && document.activeElement.id === "message"`)
 
-	if !f.has("POST /v1/operate", "hello", `"agent":"billing"`) {
-		t.Errorf("the chosen agent was not named: %q", f.asked)
-	}
+	assert.Truef(t, f.has("POST /v1/operate", "hello", `"agent":"billing"`), "the chosen agent was not named: %q", f.asked)
 	p.Until("the session keeps its agent", `document.getElementById("agent").disabled`)
 
 	// An approval is decided where it is asked for.
@@ -672,15 +655,12 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	p.Click("#send")
 	p.Shows("Approval requested: drop")
 	p.Shows("9007199254740993") // not as a script rounds it
-	if found := p.Inaccessible(); len(found) > 0 {
-		t.Errorf("not accessible:\n%s", strings.Join(found, "\n"))
-	}
+	found := p.Inaccessible()
+	assert.Truef(t, len(found) == 0, "not accessible:\n%s", strings.Join(found, "\n"))
 	p.Click(`#transcript .approval button[value=approve]`)
 	p.Shows("Dropped.")
-	if !f.has("POST /v1/approvals/a1", `"decision":"approve"`) ||
-		!f.has("POST /v1/operate", `"session_id":"`+aSession+`"`, "approve") {
-		t.Errorf("asked: %q", f.asked)
-	}
+	assert.Truef(t, f.has("POST /v1/approvals/a1", `"decision":"approve"`) &&
+		f.has("POST /v1/operate", `"session_id":"`+aSession+`"`, "approve"), "asked: %q", f.asked)
 
 	// Who holds the lane is named, and one can wait.
 	p.Expect("409")
@@ -692,9 +672,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 		new(int))
 	p.Until("it waited",
 		`[...document.querySelectorAll("#transcript > .bubble")].pop().textContent.startsWith("Done. Trace") && document.getElementById("send").disabled === false`)
-	if !f.has("POST /v1/operate", "busy", `"wait":true`) {
-		t.Errorf("asked: %q", f.asked)
-	}
+	assert.Truef(t, f.has("POST /v1/operate", "busy", `"wait":true`), "asked: %q", f.asked)
 
 	// A turn whose connection broke is found again, and can be stopped.
 	p.Expect("ERR_INCOMPLETE_CHUNKED_ENCODING")
@@ -706,9 +684,8 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	p.Shows("The turn continues")
 	p.Click("#stop")
 	p.Shows("The turn was cancelled: stopped")
-	if !f.has("POST /v1/executions/018f0000-0000-7000-8000-000000000000/cancel", "stopped in the console") {
-		t.Errorf("asked: %q", f.asked)
-	}
+	assert.Truef(t, f.has("POST /v1/executions/018f0000-0000-7000-8000-000000000000/cancel", "stopped in the console"),
+		"asked: %q", f.asked)
 
 	// So is one of which the page has heard nothing, and one that is under way when it is loaded.
 	f.mu.Lock()
@@ -720,7 +697,6 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	spoken(t, pool, "what did you do?", "", "pending")
 	p.Go(server.URL + "/operate?session=" + aSession)
 	p.Shows("It went on.")
-	if problems := p.Problems(); len(problems) > 0 {
-		t.Errorf("the browser complains:\n%s", strings.Join(problems, "\n"))
-	}
+	problems := p.Problems()
+	assert.Truef(t, len(problems) == 0, "the browser complains:\n%s", strings.Join(problems, "\n"))
 }

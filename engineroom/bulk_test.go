@@ -52,9 +52,8 @@ func TestWhatAFilterMatchesIsRetriedOrCancelledTogether(t *testing.T) {
 		"?until=2020-01-01&failed=1": {},
 	} {
 		got := bulks(shows(t, server.URL+"/executions"+query))
-		if len(got) != len(want) || got["retry"] != want["retry"] || got["cancel"] != want["cancel"] {
-			t.Errorf("%q offers %v, want %v", query, got, want)
-		}
+		assert.Truef(t, len(got) == len(want) && got["retry"] == want["retry"] && got["cancel"] == want["cancel"],
+			"%q offers %v, want %v", query, got, want)
 	}
 	shows(t, server.URL+"/executions?failed=1", "Retry all 2", `name="reason" required`)
 	quiet(t, pool, `
@@ -64,9 +63,8 @@ func TestWhatAFilterMatchesIsRetriedOrCancelledTogether(t *testing.T) {
 	body := shows(t, server.URL+"/executions?flow=many", "Cancel the newest 200")
 	assert.Equal(t, 200, len(strings.Fields(bulks(body)["cancel"])))
 	links := regexp.MustCompile(`href="(/executions\?failed=1&amp;since=[^"]*)"`).FindStringSubmatch(shows(t, server.URL+"/"))
-	if links == nil || !strings.Contains(shows(t, server.URL+html.UnescapeString(links[1])), `id="execution-`) {
-		t.Errorf("an hour of the overview does not lead to what failed in it: %q", links)
-	}
+	assert.Truef(t, links != nil && strings.Contains(shows(t, server.URL+html.UnescapeString(links[1])), `id="execution-`),
+		"an hour of the overview does not lead to what failed in it: %q", links)
 	group := strings.Fields(bulks(shows(t, server.URL+"/", "Retry all 2"))["retry"])
 	slices.Sort(group)
 	assert.Equal(t, first+" "+second, strings.Join(group, " "))

@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -98,14 +99,10 @@ func TestWhatADayCostAndWhyIsTwoClicksAway(t *testing.T) {
 		p.Go(server.URL + path)
 		var wide int64
 		p.Eval(`document.documentElement.scrollWidth`, &wide)
-		if wide > 320 {
-			t.Errorf("%s is %d wide", path, wide)
-		}
+		assert.Truef(t, wide <= 320, "%s is %d wide", path, wide)
 	}
 	turnsAway(t, server.URL+"/spend/2999-01-01", 404, "no day")
 	turnsAway(t, server.URL+"/spend/soon", 404, "no day")
-	if body := shows(t, server.URL+"/spend?by=agent", "research"); !strings.Contains(body,
-		"<option value=\"agent\" selected>") {
-		t.Error("the choice is not shown")
-	}
+	assert.True(t, strings.Contains(shows(t, server.URL+"/spend?by=agent", "research"),
+		"<option value=\"agent\" selected>"), "the choice is not shown")
 }

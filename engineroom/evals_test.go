@@ -71,9 +71,8 @@ func TestSuitesAreShownWithTheirRunsAndCases(t *testing.T) {
 		"/evals/nope", "/evals/runs/nope", "/evals/runs/" + newer + "/cases/nope",
 		"/evals/runs/" + newer + "/cases/late?trial=9",
 	} {
-		if status, body := testkit.Get(t, server.URL+path); status != http.StatusNotFound {
-			t.Errorf("%s: %d %s", path, status, body)
-		}
+		status, body := testkit.Get(t, server.URL+path)
+		assert.Truef(t, status == http.StatusNotFound, "%s: %d %s", path, status, body)
 	}
 	pgtest.Exec(t, pool, `
 		update agent_eval_runs set kind = 'counterfactual', control_id = case id when $1::uuid then $2::uuid end`, newer, older)
@@ -96,9 +95,7 @@ func TestARunOfRecordedTurnsShowsItsComparison(t *testing.T) {
 		_, page, _ := strings.Cut(shows(t, server.URL+"/evals/runs/"+newer), `id="facts-title">`)
 		found := regexp.MustCompile(`status-([a-z-]+)`)
 		a, b := found.FindStringSubmatch(list), found.FindStringSubmatch(page)
-		if len(a) == 0 || len(b) == 0 || a[1] != b[1] {
-			t.Fatalf("the list shows %v, the page %v", a, b)
-		}
+		require.Truef(t, len(a) > 0 && len(b) > 0 && a[1] == b[1], "the list shows %v, the page %v", a, b)
 		return a[1]
 	}
 	pgtest.Exec(t, pool, `
@@ -123,9 +120,7 @@ func TestATrialShowsItsJudges(t *testing.T) {
 	pool, server := open(t)
 	_, newer := tried(t, pool, "Money back!")
 	at := server.URL + "/evals/runs/" + newer + "/cases/b?trial=1"
-	if strings.Contains(shows(t, at), "Judges of trial") {
-		t.Error("a trial without judges shows judges")
-	}
+	assert.True(t, !strings.Contains(shows(t, at), "Judges of trial"), "a trial without judges shows judges")
 	pgtest.Exec(t, pool, `
 		update agent_evals set definition = jsonb_set(definition, '{cases,1,expect}',
 		  '[{"judge": {"rubric": "Be <i>kind</i>.", "model": "judge-one"}}]')`)
@@ -190,9 +185,7 @@ func TestATraceBecomesACase(t *testing.T) {
 	tried(t, pool, "Money back!")
 	shows(t, server.URL+"/evals/from/"+id+"?suite=returns", "<code>name: returns</code>", "/case.yaml?suite=returns")
 	status, text := testkit.Get(t, server.URL+"/evals/from/"+id+"/case.yaml?suite=returns")
-	if status != http.StatusOK || !strings.HasPrefix(text, "  - name: from "+id+"\n") {
-		t.Errorf("%d %s", status, text)
-	}
+	assert.Truef(t, status == http.StatusOK && strings.HasPrefix(text, "  - name: from "+id+"\n"), "%d %s", status, text)
 	quiet(t, pool, `update agent_activity set input = '{}'`)
 	shows(t, server.URL+"/evals/from/"+id, "No case can be made")
 }
@@ -269,9 +262,7 @@ func TestEvalButtonsDependOnTheRole(t *testing.T) {
 			p.Go(server.URL + at)
 			var seen bool
 			p.Eval(`document.querySelector('`+button.selector+`').getClientRects().length > 0`, &seen)
-			if seen != button.seen {
-				t.Errorf("%s sees %s on %s: %t", c.role, button.selector, at, seen)
-			}
+			assert.Truef(t, seen == button.seen, "%s sees %s on %s: %t", c.role, button.selector, at, seen)
 		}
 	}
 	noComplaint(t, p)
@@ -312,9 +303,8 @@ func TestSpendOfEvalsIsASurfaceOfItsOwn(t *testing.T) {
 		shows(t, server.URL+"/spend?days=1&by="+by, "$1.00 and 1,500 tokens", text, "25 %")
 	}
 	shows(t, server.URL+"/spend?days=1&surface=eval&by=model", "$0.25 and 500 tokens", `<option value="eval" selected>`)
-	if body := shows(t, server.URL+"/spend?days=1&surface=eval"); strings.Contains(body, "skill=check_order") {
-		t.Errorf("trials are charged to a skill: %s", body)
-	}
+	body := shows(t, server.URL+"/spend?days=1&surface=eval")
+	assert.Truef(t, !strings.Contains(body, "skill=check_order"), "trials are charged to a skill: %s", body)
 	shows(t, server.URL+"/activity?surface=eval", "check_order")
 	shows(t, server.URL+"/executions?surface=eval", "eval")
 }

@@ -56,19 +56,16 @@ func TestCompletedExecutionsAreCountedAmongTheNewest(t *testing.T) {
 		execution(t, pool, "completed", "chat", "flow")
 	}
 	shows(t, server.URL+"/executions", "completed")
-	if counts, err := (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context()); err != nil ||
-		counts["completed"] != "3" || counts["failed"] != "0" {
-		t.Errorf("counted %v, %v", counts, err)
-	}
+	counts, err := (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context())
+	assert.Truef(t, err == nil && counts["completed"] == "3" && counts["failed"] == "0", "counted %v, %v", counts, err)
 	quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, outside, status, completed_at)
 		select lanekeeper.agent_uuid7(clock_timestamp() - interval '1 hour'), 'fl_1', 'flow', 'flow', false, 'failed',
 		  clock_timestamp()
 		  from generate_series(1, 4 * @most::int) n`, postgres.Strict{"most": maxCount})
-	if counts, err := (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context()); err != nil ||
-		counts["completed"] != "3+" || counts["failed"] != "1,000+" {
-		t.Errorf("counted %v, %v", counts, err)
-	}
+	counts, err = (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context())
+	assert.Truef(t, err == nil && counts["completed"] == "3+" && counts["failed"] == "1,000+",
+		"counted %v, %v", counts, err)
 }
 
 // listed are those of ids that a page has a row of.
@@ -126,9 +123,7 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		"?sort=took&range=24h&status=running":    "running",
 	} {
 		body := shows(t, server.URL+"/executions"+query)
-		if got := listed(body, ids); got != want {
-			t.Errorf("%q lists %q, want %q", query, got, want)
-		}
+		assert.Equal(t, want, listed(body, ids), query, "lists")
 	}
 	for query, want := range map[string]string{
 		"?failed=1&flow=flow_failed&range=1h":      `href="/v1/executions?flow=flow_failed&amp;format=csv&amp;since=`,
@@ -143,9 +138,8 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		"chat":    {"flow_waiting", "flow_running"},
 	} {
 		body := shows(t, server.URL+"/traces?surface="+surface, flows[0])
-		if strings.Contains(body, flows[1]) {
-			t.Errorf("/traces?surface=%s shows %s, which is of another", surface, flows[1])
-		}
+		assert.Truef(t, !strings.Contains(body, flows[1]),
+			"/traces?surface=%s shows %s, which is of another", surface, flows[1])
 	}
 	quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours',
 		updated_at = now() - interval '2 hours' where status = 'waiting'`)
@@ -181,9 +175,7 @@ func TestARareCombinationIsLookedForInSteps(t *testing.T) {
 	// the timeout has a window of its own, which reaches farther
 	for _, filter := range []string{"?surface=chat", "?surface=chat&failed=1"} {
 		body := shows(t, server.URL+"/executions"+filter, "among those searched", "Search further back")
-		if strings.Contains(body, `id="execution-`) {
-			t.Errorf("%s: what lies farther back is on the first page", filter)
-		}
+		assert.Truef(t, !strings.Contains(body, `id="execution-`), "%s: what lies farther back is on the first page", filter)
 		body = shows(t, server.URL+next(body, "searched.</span> "))
 		if n := strings.Count(body, `id="execution-`); n != 5 || strings.Contains(body, "Search further back") {
 			t.Errorf("%s: the next page has %d executions", filter, n)
@@ -210,25 +202,21 @@ func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
 		"wait for news", `action="/act/v1/executions/`+id+`/cancel"`, `action="/act/v1/executions/`+id+`/fork"`,
 		"No step is recorded yet",
 		"It holds no lane", "It has sent no message", "no parent, children or forks")
-	if strings.Contains(body, "/retry") {
-		t.Error("what has not ended can be retried")
-	}
+	assert.True(t, !strings.Contains(body, "/retry"), "what has not ended can be retried")
 	for kind, want := range map[string]string{
 		"approval": `href="/approvals/news"`, "agent": `href="/executions/news"`, "lane": `href="/lanes"`,
 		"delay": "the clock",
 	} {
 		quiet(t, pool, `update agent_executions set waiting_for = $2 where id = $1`, id, kind)
-		if body := shows(t, server.URL+"/executions/"+id, want); strings.Contains(body, "/act/v1/events") {
-			t.Errorf("the end of a wait for %s can be raised by hand", kind)
-		}
+		body := shows(t, server.URL+"/executions/"+id, want)
+		assert.Truef(t, !strings.Contains(body, "/act/v1/events"), "the end of a wait for %s can be raised by hand", kind)
 	}
 	// a form would send another key
 	for _, key := range []string{"password=hunter22", "\u202eyek", strings.Repeat("k", maxEventKey+1)} {
 		quiet(t, pool, `update agent_executions set waiting_for = 'event', waiting_key = $2 where id = $1`, id, key)
-		if body := shows(t, server.URL+"/executions/"+id); strings.Contains(body, "/act/v1/events") ||
-			strings.Contains(body, "hunter22") {
-			t.Errorf("%.20q is a field of a form", key)
-		}
+		body := shows(t, server.URL+"/executions/"+id)
+		assert.Truef(t, !strings.Contains(body, "/act/v1/events") && !strings.Contains(body, "hunter22"),
+			"%.20q is a field of a form", key)
 	}
 	turnsAway(t, server.URL+"/executions/01890000-0000-7000-8000-000000000000", 404, "there is no execution")
 	turnsAway(t, server.URL+"/executions/nonsense", 404, "no execution has the id")
@@ -243,9 +231,8 @@ func TestAnExecutionThatFailedCanBeRetried(t *testing.T) {
 	quiet(t, pool, `update agent_executions set error_message = 'the roof is off', failed_step = 'lift' where id = $1`, id)
 	body := shows(t, server.URL+"/executions/"+id, `action="/act/v1/executions/`+id+`/retry"`, "the roof is off",
 		"Failed step", "Ended: failed")
-	if strings.Contains(body, "/cancel") || strings.Contains(body, "Emit the event") {
-		t.Error("what has ended can be cancelled, or waits")
-	}
+	assert.True(t, !strings.Contains(body, "/cancel") && !strings.Contains(body, "Emit the event"),
+		"what has ended can be cancelled, or waits")
 }
 
 func TestTheTimelineGoesOnOverPages(t *testing.T) {
@@ -263,9 +250,7 @@ func TestTheTimelineGoesOnOverPages(t *testing.T) {
 		started_at = now() - interval '1 hour', wait_number = 3 where id = $1`, id)
 	path, seen := "/executions/"+id, map[string]int{}
 	for pages := 0; path != ""; pages++ {
-		if pages > 5 {
-			t.Fatal("the pages have no end")
-		}
+		require.True(t, pages <= 5, "the pages have no end")
 		body := shows(t, server.URL+path, `<svg class="strip"`, `role="img"`)
 		if pages == 0 {
 			shows(t, server.URL+path, "Waits, for the 3rd time", "Wait ended by EVENT_COMPLETED", "Wait timed out",
@@ -280,14 +265,10 @@ func TestTheTimelineGoesOnOverPages(t *testing.T) {
 		path = strings.TrimSuffix(next(body, `<p class="pager">`), "#timeline")
 		if !strings.Contains(body, "Earlier steps") {
 			path = ""
-			if !strings.Contains(body, "Created: pending") {
-				t.Error("the first page does not say when it was begun")
-			}
+			assert.True(t, strings.Contains(body, "Created: pending"), "the first page does not say when it was begun")
 		}
 	}
-	if seen["all"] != 90 || seen["claim"] != 1 {
-		t.Errorf("seen %v", seen)
-	}
+	assert.Truef(t, seen["all"] == 90 && seen["claim"] == 1, "seen %v", seen)
 	shows(t, server.URL+"/executions/"+id+"?from="+url.QueryEscape("step 7"), `name="from" value="step 7"`)
 }
 
@@ -334,9 +315,7 @@ func TestAnExecutionShowsWhoRunsItAndItsLanes(t *testing.T) {
 		values ('t1', 1, 1, 'assistant', 'here it is', 'sent', $1)`, id)
 	body := shows(t, server.URL+"/executions/"+id, "the crawler", "number 7", "pipeline:prices", "borrowed from",
 		"lent to", "here it is", "Became running")
-	if strings.Contains(body, "a secret of a lock") {
-		t.Error("the secret of a lock is shown")
-	}
+	assert.True(t, !strings.Contains(body, "a secret of a lock"), "the secret of a lock is shown")
 }
 
 func TestValuesAreShownWithoutSecrets(t *testing.T) {
@@ -347,23 +326,18 @@ func TestValuesAreShownWithoutSecrets(t *testing.T) {
 		result = '{"ok": true}' where id = $1`, id)
 	body := shows(t, server.URL+"/executions/"+id, "[redacted]", "9007199254740993", "&#34;ok&#34;: true",
 		"has values that are not shown")
-	if strings.Contains(body, "hunter22") {
-		t.Error("a secret is shown")
-	}
+	assert.True(t, !strings.Contains(body, "hunter22"), "a secret is shown")
 	quiet(t, pool, `update agent_executions set input = '{"n": 9007199254740993}' where id = $1`, id)
 	body = shows(t, server.URL+"/executions/"+id)
-	if _, form, _ := strings.Cut(body, `<textarea name="input"`); !strings.Contains(form[:300], "9007199254740993") {
-		t.Error("the form does not begin with the input")
-	}
+	_, form, _ := strings.Cut(body, `<textarea name="input"`)
+	assert.True(t, strings.Contains(form[:300], "9007199254740993"), "the form does not begin with the input")
 	for name, input := range map[string]string{
 		"long": fmt.Sprintf(`{"a": %q}`, strings.Repeat("a", 9000)), "turned": "{\"a\": \"\u202e\"}",
 		"deep": strings.Repeat("[", 1500) + strings.Repeat("]", 1500),
 	} {
 		quiet(t, pool, `update agent_executions set input = $2::jsonb where id = $1`, id, input)
 		body = shows(t, server.URL+"/executions/"+id, "The input is not shown here")
-		if len(body) > 100_000 {
-			t.Errorf("%s: the page has %d bytes", name, len(body))
-		}
+		assert.Truef(t, len(body) <= 100_000, "%s: the page has %d bytes", name, len(body))
 	}
 }
 
@@ -391,9 +365,8 @@ func pulls(t *testing.T, body string) []string {
 			t.Errorf("there is no action %s", form[1])
 		}
 		for _, name := range actionField.FindAllStringSubmatch(form[2], -1) {
-			if name[1] != backField && !slices.Contains(fields[pattern], name[1]) {
-				t.Errorf("%s does not take %s", pattern, name[1])
-			}
+			assert.Truef(t, name[1] == backField || slices.Contains(fields[pattern], name[1]),
+				"%s does not take %s", pattern, name[1])
 		}
 		routes = append(routes, strings.TrimPrefix(pattern, "POST /v1/"))
 	}
@@ -414,9 +387,7 @@ func TestExecutionsAndThreadsHaveActionsOfTheTable(t *testing.T) {
 		"/executions/" + failed:             "executions/{id}/fork executions/{id}/retry",
 		"/threads/a%2Fb:%C3%BC%20%3F%23%25": "lanes/{lane}/break threads/{id}/messages",
 	} {
-		if got := strings.Join(pulls(t, shows(t, server.URL+path)), " "); got != want {
-			t.Errorf("%s pulls %q, want %q", path, got, want)
-		}
+		assert.Equal(t, want, strings.Join(pulls(t, shows(t, server.URL+path)), " "), path, "pulls")
 	}
 }
 
@@ -441,9 +412,8 @@ func TestThreadsAreListed(t *testing.T) {
 	} {
 		body := shows(t, server.URL+"/threads"+query)
 		for _, name := range []string{"Ana", "Ben"} {
-			if has := strings.Contains(body, "with "+name+"<"); has != strings.Contains(want, name) {
-				t.Errorf("%q lists %s: %v", query, name, has)
-			}
+			has := strings.Contains(body, "with "+name+"<")
+			assert.Truef(t, has == strings.Contains(want, name), "%q lists %s: %v", query, name, has)
 		}
 	}
 	shows(t, server.URL+"/threads", `href="/threads/a%2Fb%20c"`, "an answer", `aria-label="1 queued`,
@@ -484,9 +454,7 @@ func TestAConversationIsShown(t *testing.T) {
 	}
 	body = shows(t, server.URL+strings.TrimSuffix(next(body, `<p class="pager">`), "#conversation"), "words 71.",
 		"words 22.", "Latest messages", "Older messages")
-	if strings.Contains(body, "words 72.") || strings.Contains(body, "words 21.") {
-		t.Error("pages overlap")
-	}
+	assert.True(t, !strings.Contains(body, "words 72.") && !strings.Contains(body, "words 21."), "pages overlap")
 	turnsAway(t, server.URL+"/threads/unknown", 404, "there is no thread")
 	turnsAway(t, server.URL+"/threads/"+strings.Repeat("x", 300), 400, "1 to 200 printable")
 	turnsAway(t, address+"?before=odd", 400, "not where a page")

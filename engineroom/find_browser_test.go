@@ -54,9 +54,7 @@ func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
 			assert.Equal(t, "/executions/"+fragmentRun, path)
 		}
 		body := shows(t, server.URL+"/executions?trace_id="+url.QueryEscape(part), "refund_order")
-		if strings.Contains(body, ">other<") {
-			t.Errorf("%s: other executions are listed", part)
-		}
+		assert.Truef(t, !strings.Contains(body, ">other<"), "%s: other executions are listed", part)
 		shows(t, server.URL+"/find?q="+url.QueryEscape(part), `href="/executions/`+fragmentRun)
 	}
 	for _, part := range []string{
@@ -65,9 +63,8 @@ func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
 		"01JD3V7K8", "88e6e4f1c345",
 	} {
 		path, _ := lands(t, server.URL+"/traces/"+url.PathEscape(part))
-		if !strings.HasSuffix(path, fragmentTrace) && !strings.EqualFold(path, "/traces/"+part) {
-			t.Errorf("%s leads to %s", part, path)
-		}
+		assert.Truef(t, strings.HasSuffix(path, fragmentTrace) || strings.EqualFold(path, "/traces/"+part),
+			"%s leads to %s", part, path)
 		shows(t, server.URL+"/executions?trace_id="+url.QueryEscape(part), "refund_order")
 		shows(t, server.URL+"/activity?trace="+url.QueryEscape(part), "pay_back")
 		shows(t, server.URL+"/audit?trace="+url.QueryEscape(part), "pay_back")
@@ -142,9 +139,7 @@ func TestFindIsOpenedByKeysAndLeadsOn(t *testing.T) {
 	p.Eval(`document.getElementById("find-q").getAttribute("aria-activedescendant")`, &second)
 	p.Press(kb.ArrowUp)
 	p.Eval(`document.getElementById("find-q").getAttribute("aria-activedescendant")`, &first)
-	if first == second || first == "" {
-		t.Errorf("the arrow keys choose %q and %q", first, second)
-	}
+	assert.Truef(t, first != second && first != "", "the arrow keys choose %q and %q", first, second)
 	p.Press(kb.Escape)
 	p.Until("Escape closes", `!document.getElementById("find").open`)
 	p.Click("#find-open")
@@ -174,9 +169,7 @@ func TestAPhoneHasCardsAndItsPagesAtTheLowerEdge(t *testing.T) {
 		p.Go(server.URL + "/executions")
 		var first int64
 		p.Eval(`Math.round(document.querySelector("#list tbody tr").getBoundingClientRect().top)`, &first)
-		if first > 420 {
-			t.Errorf("the first row is %d px down at %d", first, width)
-		}
+		assert.Truef(t, first <= 420, "the first row is %d px down at %d", first, width)
 		p.Until("a row is a card", `getComputedStyle(document.querySelector("#list tbody tr")).display === "flex"`)
 		p.Until("the filters are folded", `!document.querySelector("details.sheet .filters").checkVisibility()`)
 		p.Click("details.sheet > summary")
@@ -203,9 +196,7 @@ func TestAnApprovalIsDecidedWithOneThumb(t *testing.T) {
 			const buttons = [...document.querySelectorAll(".approval button:not([hidden])")].map(b => b.getBoundingClientRect());
 			return buttons.length < 2 ? "there are no two buttons" : buttons.filter(b => b.height < 44 || b.width < 44 || card.bottom - b.bottom > 140 ||
 				b.left < 0 || b.right > innerWidth).map(b => JSON.stringify(b)).join(" ") })()`, &far)
-		if far != "" {
-			t.Errorf("at %d: %s", width, far)
-		}
+		assert.Equal(t, "", far, "at", width)
 		noComplaint(t, p)
 	}
 }
@@ -218,9 +209,7 @@ func TestFiltersAreChipsAndViewsAreKept(t *testing.T) {
 	}
 	body := shows(t, server.URL+"/executions?flow=IMPORT&failed=1", "import_orders", "import_prices",
 		`<option value="import_orders" label="2">`)
-	if strings.Count(body, `id="execution-`) != 3 {
-		t.Errorf("a part of a name finds %d", strings.Count(body, `id="execution-`))
-	}
+	assert.Equal(t, 3, strings.Count(body, `id="execution-`), "a part of a name finds")
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/executions?flow=IMPORT&failed=1&before=")
 	p.Click(".view-save")
@@ -263,9 +252,7 @@ func TestListsLeadWithWhatHappened(t *testing.T) {
 		p.Eval(
 			`[...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth).map(e => e.getAttribute("aria-labelledby")).join(" ")`, &wide)
 		assert.Equal(t, path, path+wide)
-		if columns := strings.Count(shows(t, server.URL+path), `<th scope="col"`); columns == 0 {
-			t.Errorf("%s has no table", path)
-		}
+		assert.Truef(t, strings.Count(shows(t, server.URL+path), `<th scope="col"`) != 0, "%s has no table", path)
 	}
 }
 

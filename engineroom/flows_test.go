@@ -37,9 +37,7 @@ func lockedOutside(t *testing.T, pool *pgxpool.Pool, flow, owner string) {
 func textIn(t *testing.T, body string) string {
 	t.Helper()
 	found := regexp.MustCompile(`(?s)<textarea[^>]*>(.*?)</textarea>`).FindStringSubmatch(body)
-	if found == nil {
-		t.Fatalf("no text field:\n%s", body)
-	}
+	require.Truef(t, found != nil, "no text field:\n%s", body)
 	return html.UnescapeString(found[1])
 }
 
@@ -81,9 +79,8 @@ func TestFlowsAreListedWithTheirRunsAndStarted(t *testing.T) {
   "name": ""
 }`, textIn(t, shows(t, list+"/flows/onboard", "an example of its schema", "Definition")))
 	assert.Equal(t, "{\n  \"start\": 10\n}", textIn(t, shows(t, list+"/flows/external:sum", "of its newest execution")))
-	if body := shows(t, list+"/flows/ship"); textIn(t, body) != "{}" || strings.Contains(body, "hunter2") {
-		t.Error("a secret is prefilled")
-	}
+	body := shows(t, list+"/flows/ship")
+	assert.True(t, textIn(t, body) == "{}" && !strings.Contains(body, "hunter2"), "a secret is prefilled")
 	shows(t, list+"/flows/heartbeat", "Only the program itself starts this flow")
 	turnsAway(t, list+"/flows/shipp", http.StatusNotFound, "there is no flow")
 	turnsAway(t, list+"/flows?x=1", http.StatusBadRequest, "there is no filter")
@@ -129,13 +126,10 @@ func TestProcessesAndWorkersAreListed(t *testing.T) {
 		`href="/flows/external:sum"`, `<td class="number" data-label="Running">2</td>`,
 		"idle one", `href="/flows/external:mul"`, `<td class="number" data-label="Running">0</td>`)
 	for _, bad := range []string{"host-3", "lock-Zq81xLm0", "gone home"} {
-		if strings.Contains(body, bad) {
-			t.Errorf("the part has %s", bad)
-		}
+		assert.Truef(t, !strings.Contains(body, bad), "the part has %s", bad)
 	}
-	if row := body[strings.Index(body, "worker-"+gone):]; !strings.Contains(row, "lease over") {
-		t.Error("a process whose lease is over is connected")
-	}
+	row := body[strings.Index(body, "worker-"+gone):]
+	assert.True(t, strings.Contains(row, "lease over"), "a process whose lease is over is connected")
 }
 
 func TestAPendingExecutionSaysThatNothingRunsIt(t *testing.T) {

@@ -5,6 +5,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -32,19 +33,16 @@ func TestAnyPartOfAnIDFindsItsExecutionAndTrace(t *testing.T) {
 	for at := range 20 {
 		for _, text := range []string{digits[at : at+5], digits[at : at+6], "01a2…" + digits[27:]} {
 			runs, traces := find(text)
-			if !slices.Contains(runs, id) || !slices.Contains(traces, trace) {
-				t.Errorf("%q finds %v and %v", text, runs, traces)
-			}
+			assert.Truef(t, slices.Contains(runs, id) && slices.Contains(traces, trace),
+				"%q finds %v and %v", text, runs, traces)
 		}
 		if text := trace[3+at : 8+at]; strings.ContainsAny(text, "0123456789") {
-			if _, traces := find(text); !slices.Contains(traces, trace) {
-				t.Errorf("%q finds %v", text, traces)
-			}
+			_, traces := find(text)
+			assert.Truef(t, slices.Contains(traces, trace), "%q finds %v", text, traces)
 		}
 	}
 	for _, text := range []string{"d8e9f", "7d8e9f", "01a2…8e9f"} { // the last digit differs
-		if runs, _ := find(text); !slices.Equal(runs, []string{id}) {
-			t.Errorf("%q finds %v", text, runs)
-		}
+		runs, _ := find(text)
+		assert.Truef(t, slices.Equal(runs, []string{id}), "%q finds %v", text, runs)
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -19,13 +20,9 @@ func TestExecutionsAreFoundByLabelAtAnyAge(t *testing.T) {
 		insert into agent_execution_labels (execution_id, name, value)
 		select id, case flow when 'flow_0' then 'order' else 'shop' end, 'A-1001 <b>' from agent_executions order by id limit 2`)
 	body := shows(t, server.URL+"/executions?label=A-1001+%3Cb%3E", "flow_0", "flow_1", "Label:")
-	if strings.Contains(body, "<b>") {
-		t.Error("a label is not escaped")
-	}
+	assert.True(t, !strings.Contains(body, "<b>"), "a label is not escaped")
 	body = shows(t, server.URL+"/executions?label=order%3DA-1001+%3Cb%3E&surface=flow", "flow_0")
-	if strings.Contains(body, ">flow_1<") {
-		t.Error("the name of the label does not narrow")
-	}
+	assert.True(t, !strings.Contains(body, ">flow_1<"), "the name of the label does not narrow")
 	shows(t, server.URL+"/executions?label=nothing", "No execution matches")
 	shows(t, server.URL+"/executions?label=nothing&view=waiting", "No waiting execution matches")
 	shows(t, server.URL+"/find?q=A-10", "About", "flow_0", "flow_1")
@@ -33,7 +30,5 @@ func TestExecutionsAreFoundByLabelAtAnyAge(t *testing.T) {
 	shows(t, server.URL+"/executions/"+id, "<dt>order</dt>", `href="/executions?label=order%3dA-1001%20%3cb%3e"`)
 	shows(t, server.URL+"/find?q=a-1001", id)
 	status, body := testkit.Get(t, server.URL+"/executions?label=A-1001+%3Cb%3E&sort=took")
-	if status != 200 || !strings.Contains(body, "flow_0") {
-		t.Errorf("sorted: %d %s", status, body)
-	}
+	assert.Truef(t, status == 200 && strings.Contains(body, "flow_0"), "sorted: %d %s", status, body)
 }

@@ -4,6 +4,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -31,15 +32,10 @@ func TestALargeTraceIsSentAsItsChangedRows(t *testing.T) {
 	for !strings.Contains(html, "late_call") {
 		_, html = l.part()
 	}
-	if same := strings.Count(html, "data-same"); same < 250 {
-		t.Errorf("%d of 301 rows are left out of %d bytes", same, len(html))
-	}
-	if rows := strings.Count(html, "call_7<"); rows != 0 {
-		t.Error("a row that did not change was sent")
-	}
-	if len(html)*4 > len(body) {
-		t.Errorf("an update has %d bytes, the page %d", len(html), len(body))
-	}
+	same := strings.Count(html, "data-same")
+	assert.Truef(t, same >= 250, "%d of 301 rows are left out of %d bytes", same, len(html))
+	assert.Equal(t, 0, strings.Count(html, "call_7<"), "a row that did not change was sent")
+	assert.Truef(t, len(html)*4 <= len(body), "an update has %d bytes, the page %d", len(html), len(body))
 	whole := listen(t, server.URL+"/live/traces/"+trace, "") // who has nothing gets all
 	whole.until("call_7<")
 }

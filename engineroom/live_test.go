@@ -150,9 +150,7 @@ func (l *listening) part() (id, html string) {
 	for {
 		select {
 		case e, open := <-l.events:
-			if !open {
-				l.t.Fatal("the stream ended")
-			}
+			require.True(l.t, open, "the stream ended")
 			if e.name != "part" {
 				continue
 			}
@@ -199,9 +197,8 @@ func TestAPartThatReadsOtherwiseIsSent(t *testing.T) {
 	t.Parallel()
 	s, _, server := watched(t)
 	_, body := testkit.Get(t, server.URL+"/watched?b=2&a=1")
-	if !strings.Contains(body, `data-live="/live/watched?a=1&amp;b=2"`) {
-		t.Errorf("the page does not say where its stream is:\n%s", body)
-	}
+	assert.Truef(t, strings.Contains(body, `data-live="/live/watched?a=1&amp;b=2"`),
+		"the page does not say where its stream is:\n%s", body)
 	l := listen(t, server.URL+"/live/watched?a=1&b=2&seen="+seenBy(t, body), "")
 	s.set("one", "a <b>")
 	l.next("one", "one is a &lt;b&gt;")
@@ -234,9 +231,8 @@ func TestAStreamGoesOnByState(t *testing.T) {
 			id, html := l.part()
 			got[id] = html
 		}
-		if !strings.Contains(got["one"], "last") || !strings.Contains(got["calm"], "changed while away") {
-			t.Errorf("seen %q: %v", state, got)
-		}
+		assert.Truef(t, strings.Contains(got["one"], "last") && strings.Contains(got["calm"], "changed while away"),
+			"seen %q: %v", state, got)
 	}
 }
 
@@ -296,9 +292,8 @@ func TestManyViewersCostOneRead(t *testing.T) {
 	}
 	s.set("one", "news")
 	before := s.reads["one"].Load()
-	if before != 2 || s.reads["calm"].Load() != 2 {
-		t.Errorf("%d viewers of what is known cost %d reads", viewers, before)
-	}
+	assert.Truef(t, before == 2 && s.reads["calm"].Load() == 2,
+		"%d viewers of what is known cost %d reads", viewers, before)
 	room.hub.mu.Lock()
 	for _, topic := range room.hub.topics {
 		topic.mu.Lock()
@@ -310,9 +305,8 @@ func TestManyViewersCostOneRead(t *testing.T) {
 	for _, l := range all {
 		l.next("one", "news")
 	}
-	if now := s.reads["one"].Load(); now != before+1 {
-		t.Errorf("a change for %d viewers cost %d reads", viewers, now-before)
-	}
+	now := s.reads["one"].Load()
+	assert.Truef(t, now == before+1, "a change for %d viewers cost %d reads", viewers, now-before)
 }
 
 func TestACalmPartIsReadWhenTheLogMoves(t *testing.T) {
@@ -375,9 +369,8 @@ func TestASlowViewerGetsTheLatestAndNoBacklog(t *testing.T) {
 	}
 	assert.Equal(t, 1, len(who.news))
 	list := who.pendingUpdates()
-	if len(list) == 0 || len(list) > 2 || !strings.Contains(string(list[0]), "number 49") {
-		t.Errorf("the viewer gets %d parts, first %s", len(list), list[0])
-	}
+	assert.Truef(t, len(list) > 0 && len(list) <= 2 && strings.Contains(string(list[0]), "number 49"),
+		"the viewer gets %d parts, first %s", len(list), list[0])
 	if list := who.pendingUpdates(); len(list) != 0 {
 		t.Errorf("the viewer gets %s twice", list[0])
 	}
@@ -388,16 +381,11 @@ func TestViewersAndTopicsAreBounded(t *testing.T) {
 	_, room, server := watched(t)
 	room.hub.most.topics, room.hub.most.viewers = 2, 3
 	a, b := listen(t, server.URL+"/live/watched?x=1", ""), listen(t, server.URL+"/live/watched?x=2", "")
-	if c := listen(t, server.URL+"/live/watched?x=3", ""); c.status != http.StatusServiceUnavailable {
-		t.Errorf("a third topic: %d", c.status)
-	}
+	assert.Equal(t, http.StatusServiceUnavailable, listen(t, server.URL+"/live/watched?x=3", "").status, "a third topic")
 	third := listen(t, server.URL+"/live/watched?x=2", "")
-	if a.status != 200 || b.status != 200 || third.status != 200 {
-		t.Errorf("viewers within the bounds: %d, %d, %d", a.status, b.status, third.status)
-	}
-	if d := listen(t, server.URL+"/live/watched?x=1", ""); d.status != http.StatusServiceUnavailable {
-		t.Errorf("a fourth viewer: %d", d.status)
-	}
+	assert.Truef(t, a.status == 200 && b.status == 200 && third.status == 200,
+		"viewers within the bounds: %d, %d, %d", a.status, b.status, third.status)
+	assert.Equal(t, http.StatusServiceUnavailable, listen(t, server.URL+"/live/watched?x=1", "").status, "a fourth viewer")
 	a.stop()
 	pgtest.Eventually(t, patience, func() bool {
 		l := listen(t, server.URL+"/live/watched?x=3", "")
@@ -428,10 +416,9 @@ func TestNothingIsLeftWhenTheLastViewerLeaves(t *testing.T) {
 	group.Wait()
 	room.hub.mu.Lock()
 	defer room.hub.mu.Unlock()
-	if len(room.hub.topics) != 0 || room.hub.viewers != 0 || room.hub.stop != nil || len(room.hub.reading) != 0 {
-		t.Errorf("left are %d topics, %d viewers, a pulse %v, %d readers", len(room.hub.topics), room.hub.viewers,
-			room.hub.stop != nil, len(room.hub.reading))
-	}
+	assert.Truef(t, len(room.hub.topics) == 0 && room.hub.viewers == 0 && room.hub.stop == nil &&
+		len(room.hub.reading) == 0, "left are %d topics, %d viewers, a pulse %v, %d readers", len(room.hub.topics),
+		room.hub.viewers, room.hub.stop != nil, len(room.hub.reading))
 }
 
 func TestLeavingEndsWhatIsReadAndWaitsForIt(t *testing.T) {
@@ -449,9 +436,7 @@ func TestLeavingEndsWhatIsReadAndWaitsForIt(t *testing.T) {
 	require.NoError(t, err)
 	pgtest.Eventually(t, patience, func() bool { return began.Load() == 1 }, "the part is being read")
 	leave()
-	if began.Load() != 1 || ended.Load() != 1 {
-		t.Errorf("%d reads began, %d ended", began.Load(), ended.Load())
-	}
+	assert.Truef(t, began.Load() == 1 && ended.Load() == 1, "%d reads began, %d ended", began.Load(), ended.Load())
 }
 
 func TestAStreamEndsWithItsRequestAndSaysWhenTheLoginIsOver(t *testing.T) {
@@ -462,24 +447,20 @@ func TestAStreamEndsWithItsRequestAndSaysWhenTheLoginIsOver(t *testing.T) {
 	serve := func(ctx context.Context) string {
 		w := httptest.NewRecorder()
 		handler.ServeHTTP(w, httptest.NewRequestWithContext(ctx, http.MethodGet, "/live/watched", http.NoBody))
-		if w.Header().Get("Content-Type") != "text/event-stream" || w.Header().Get("Cache-Control") != "no-store" {
-			t.Errorf("header is %v", w.Header())
-		}
+		assert.Truef(t, w.Header().Get("Content-Type") == "text/event-stream" &&
+			w.Header().Get("Cache-Control") == "no-store", "header is %v", w.Header())
 		return w.Body.String()
 	}
 	over, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	defer cancel()
 	text := serve(over)
-	if !strings.HasPrefix(text, "retry: 1000\nevent: hello\ndata: "+build()+"\n\n") ||
-		!strings.Contains(text, "\n\nevent: ping\ndata: ") ||
-		!strings.HasSuffix(text, "event: expired\ndata: login\n\n") {
-		t.Errorf("the stream says\n%s", text)
-	}
+	assert.Truef(t, strings.HasPrefix(text, "retry: 1000\nevent: hello\ndata: "+build()+"\n\n") &&
+		strings.Contains(text, "\n\nevent: ping\ndata: ") && strings.HasSuffix(text, "event: expired\ndata: login\n\n"),
+		"the stream says\n%s", text)
 	stopped, stop := context.WithCancel(t.Context())
 	time.AfterFunc(100*time.Millisecond, stop)
-	if text := serve(stopped); strings.Contains(text, "expired") {
-		t.Errorf("a shutdown is told as\n%s", text)
-	}
+	text = serve(stopped)
+	assert.Truef(t, !strings.Contains(text, "expired"), "a shutdown is told as\n%s", text)
 }
 
 func TestAPageThatIsNotThereHasNoStream(t *testing.T) {
@@ -500,9 +481,7 @@ func TestAPageThatIsNotThereHasNoStream(t *testing.T) {
 	}
 	l := listen(t, server.URL+"/live/watched?x=away", "")
 	l.next("one", "This could not be read")
-	if s.reads["one"].Load() != 0 {
-		t.Error("a part of what could not be found was read")
-	}
+	assert.Equal(t, 0, s.reads["one"].Load(), "a part of what could not be found was read")
 }
 
 // FuzzStream sends parts of a page with any text, and reads them as a browser does.
@@ -519,16 +498,13 @@ func FuzzStream(f *testing.F) {
 		out.write((&state{}).eventFor(id, encodePart(name, []byte(html))))
 		out.write((&state{}).eventFor("s", encodePart("last", []byte("the end"))))
 		got := ssetest.Read(w.Body.String())
-		if len(got.Events) != 2 || len(got.Unknown)+len(got.Comments)+len(got.Retry) > 0 || got.Left != "" || out.err != nil {
-			t.Fatalf("%q are not two events (%v)", w.Body, out.err)
-		}
+		require.Truef(t, len(got.Events) == 2 && len(got.Unknown)+len(got.Comments)+len(got.Retry) == 0 && got.Left == "" &&
+			out.err == nil, "%q are not two events (%v)", w.Body, out.err)
 		var part struct{ ID, HTML string }
-		if err := json.Unmarshal([]byte(got.Events[0].Data), &part); err != nil || got.Events[0].Name != "part" {
-			t.Fatalf("event %+v: %v", got.Events[0], err)
-		}
-		if utf8.ValidString(name+html) && (part.ID != name || part.HTML != html) {
-			t.Errorf("%q and %q came out as %q and %q", name, html, part.ID, part.HTML)
-		}
+		err := json.Unmarshal([]byte(got.Events[0].Data), &part)
+		require.Truef(t, err == nil && got.Events[0].Name == "part", "event %+v: %v", got.Events[0], err)
+		assert.Truef(t, !utf8.ValidString(name+html) || part.ID == name && part.HTML == html,
+			"%q and %q came out as %q and %q", name, html, part.ID, part.HTML)
 		if utf8.ValidString(id) && !strings.ContainsAny(id, "\r\n\x00") && got.Events[0].ID != id {
 			t.Errorf("the id %q came out as %q", id, got.Events[0].ID)
 		}

@@ -20,6 +20,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
@@ -139,12 +140,8 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 		"/skills", "/deliveries",
 	} {
 		body := shows(t, server.URL+path)
-		if len(body) > 300_000 {
-			t.Errorf("%s has %d bytes", path, len(body))
-		}
-		if strings.Contains(body, "hunter2") {
-			t.Errorf("%s shows the password of an address", path)
-		}
+		assert.Truef(t, len(body) <= 300_000, "%s has %d bytes", path, len(body))
+		assert.Truef(t, !strings.Contains(body, "hunter2"), "%s shows the password of an address", path)
 	}
 }
 
@@ -155,9 +152,8 @@ func TestEveryNumberIsWritten(t *testing.T) {
 		0: "0", 999: "999", 1000: "1,000", -1: "-1", -999: "-999", -123456: "-123,456",
 		math.MaxInt64: "9,223,372,036,854,775,807", math.MinInt64: "-9,223,372,036,854,775,808",
 	} {
-		if got := human.Count(n); got != want {
-			t.Errorf("human.Count(%d) = %q, want %q", n, got, want)
-		}
+		got := human.Count(n)
+		assert.Truef(t, got == want, "human.Count(%d) = %q, want %q", n, got, want)
 	}
 }
 
@@ -203,17 +199,11 @@ func put(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) string {
 func shows(t *testing.T, url string, texts ...string) string {
 	t.Helper()
 	status, body := testkit.Get(t, url)
-	if status != 200 {
-		t.Fatalf("%s: status %d\n%s", url, status, body)
-	}
+	require.Truef(t, status == 200, "%s: status %d\n%s", url, status, body)
 	for _, text := range texts {
-		if !strings.Contains(body, text) {
-			t.Errorf("%s does not say %q:\n%s", url, text, body)
-		}
+		assert.Truef(t, strings.Contains(body, text), "%s does not say %q:\n%s", url, text, body)
 	}
-	if strings.Contains(body, "This could not be read") {
-		t.Errorf("%s has trouble:\n%s", url, body)
-	}
+	assert.Truef(t, !strings.Contains(body, "This could not be read"), "%s has trouble:\n%s", url, body)
 	return body
 }
 
@@ -222,13 +212,9 @@ func harmless(t *testing.T, url string) {
 	t.Helper()
 	body := shows(t, url)
 	for _, bad := range []string{"<script>alert", "<img src=x", "\u202e", "\u0007"} {
-		if strings.Contains(body, bad) {
-			t.Errorf("%s has %q in it", url, bad)
-		}
+		assert.Truef(t, !strings.Contains(body, bad), "%s has %q in it", url, bad)
 	}
-	if len(body) > 400_000 {
-		t.Errorf("%s has %d bytes", url, len(body))
-	}
+	assert.Truef(t, len(body) <= 400_000, "%s has %d bytes", url, len(body))
 }
 
 // walk follows the links of a pager from a path to the last page. It returns how many rows each page has, and fails if
@@ -240,9 +226,8 @@ func walk(t *testing.T, server *httptest.Server, path string, row *regexp.Regexp
 		body := shows(t, server.URL+path)
 		rows := row.FindAllStringSubmatch(body, -1)
 		for _, m := range rows {
-			if before := seen[m[1]]; before != "" {
-				t.Errorf("%s shows %s again, after %s", path, m[1], before)
-			}
+			before := seen[m[1]]
+			assert.Truef(t, before == "", "%s shows %s again, after %s", path, m[1], before)
 			seen[m[1]] = path
 		}
 		counts = append(counts, len(rows))
@@ -297,9 +282,8 @@ func TestListsGoOnOverPages(t *testing.T) {
 		"/objectives":                       {`<tr id="objective-`, "[50 1]"},
 		"/activity?surface=heartbeat":       {`<tr id="row-`, "[50 46]"},
 	} {
-		if got := fmt.Sprint(walk(t, server, path, regexp.MustCompile(c.row+`([^"]+)"`))); got != c.want {
-			t.Errorf("the pages of %s have %s rows, want %s", path, got, c.want)
-		}
+		got := fmt.Sprint(walk(t, server, path, regexp.MustCompile(c.row+`([^"]+)"`)))
+		assert.Truef(t, got == c.want, "the pages of %s have %s rows, want %s", path, got, c.want)
 	}
 }
 
@@ -357,9 +341,8 @@ func planned(t *testing.T, pool *pgxpool.Pool, path string, tables []string, mos
 	mux := muxOf(room)
 	w := httptest.NewRecorder()
 	mux.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, path, http.NoBody))
-	if w.Code != http.StatusOK || strings.Contains(w.Body.String(), "This could not be read") {
-		t.Fatalf("%s: status %d\n%s", path, w.Code, w.Body)
-	}
+	require.Truef(t, w.Code == http.StatusOK && !strings.Contains(w.Body.String(), "This could not be read"),
+		"%s: status %d\n%s", path, w.Code, w.Body)
 	looked := 0
 	for _, q := range notes.all {
 		if !regexp.MustCompile(`^\s*(select|with)\s`).MatchString(q.SQL) {
@@ -367,26 +350,18 @@ func planned(t *testing.T, pool *pgxpool.Pool, path string, tables []string, mos
 		}
 		looked++
 		rows, err := pool.Query(t.Context(), "explain (analyze, timing off, summary off) "+q.SQL, q.Args...)
-		if err != nil {
-			t.Fatalf("explain %s: %v", q.SQL, err)
-		}
+		require.NoError(t, err, "explain", q.SQL)
 		lines, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		if err != nil {
-			t.Fatalf("explain %s: %v", q.SQL, err)
-		}
+		require.NoError(t, err, "explain", q.SQL)
 		plan := strings.Join(lines, "\n")
 		much := scanned.MatchString(plan)
 		for _, found := range append(passedOver.FindAllStringSubmatch(plan, -1), wasRead.FindAllStringSubmatch(plan, -1)...) {
 			n, err := strconv.Atoi(found[1])
 			much = much || err != nil || n > most
 		}
-		if much {
-			t.Errorf("%s reads too much:\n%s\n%s", path, q.SQL, plan)
-		}
+		assert.Truef(t, !much, "%s reads too much:\n%s\n%s", path, q.SQL, plan)
 	}
-	if looked == 0 {
-		t.Errorf("%s asked nothing", path)
-	}
+	assert.Truef(t, looked != 0, "%s asked nothing", path)
 }
 
 // indexedPages are pages over large tables. The seed runs without triggers.
@@ -689,9 +664,7 @@ func TestAStateIsAShapeAndAWord(t *testing.T) {
 	} {
 		var b strings.Builder
 		require.NoError(t, parsed.ExecuteTemplate(&b, "status", test.state))
-		if b.String() != test.want {
-			t.Errorf("%s: got %s", name, b.String())
-		}
+		assert.Equal(t, test.want, b.String(), name)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 	"github.com/chromedp/chromedp/kb"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -121,9 +122,7 @@ func TestAnApprovalInASessionIsInViewOrALineLeadsToIt(t *testing.T) {
 	p.Until("it is in view again", inWindow+` && document.activeElement.value === "approve"`)
 	p.Press("\r")
 	p.Shows("Approved.")
-	if got := <-decided; got != "approve" {
-		t.Errorf("the decision is %q", got)
-	}
+	assert.Equal(t, "approve", <-decided, "the decision")
 	p.Until("no line is left", `document.getElementById("asked-line").hidden && !document.querySelector(".decide")`)
 	p.Until("the composer is in the window",
 		`document.getElementById("say").getBoundingClientRect().bottom <= innerHeight + 1`)
@@ -147,9 +146,8 @@ func TestAStoppedToolIsNoLongerShownAsRunning(t *testing.T) {
 	p.Click("#send")
 	p.Shows("The turn was cancelled")
 	p.Until("the call has stopped", `document.querySelector(".bubble-tool").textContent.includes("⊘ stopped")`)
-	if text := p.Text("#transcript"); strings.Contains(text, "running") {
-		t.Errorf("something still runs: %s", text)
-	}
+	text := p.Text("#transcript")
+	assert.Truef(t, !strings.Contains(text, "running"), "something still runs: %s", text)
 	noComplaint(t, p)
 }
 
@@ -208,14 +206,10 @@ func TestCommandsAreSuggestedAndCallTheirRoutes(t *testing.T) {
 	p.Until("it is completed", `document.getElementById("message").value === "/pause " && document.getElementById("commands").hidden`)
 	p.Type("#message", "a release\r")
 	p.Shows("Autonomous work is paused.")
-	if got := <-asked; got != "POST /v1/pause map[reason:a release]" {
-		t.Errorf("asked %q", got)
-	}
+	assert.Equal(t, "POST /v1/pause map[reason:a release]", <-asked, "asked")
 	p.Type("#message", "/rename Prices\r")
 	p.Until("the session has its name", `document.getElementById("session-title").textContent === "Prices"`)
-	if got := <-asked; got != "PATCH /v1/threads/"+aSession+" map[title:Prices]" {
-		t.Errorf("asked %q", got)
-	}
+	assert.Equal(t, "PATCH /v1/threads/"+aSession+" map[title:Prices]", <-asked, "asked")
 	p.Type("#message", "/nothing\r")
 	p.Shows("there is no command /nothing")
 	p.Type("#message", "/help\r")
@@ -234,9 +228,7 @@ func waitingTurn(t *testing.T, pool *pgxpool.Pool) (approval string) {
 		insert into agent_activity (trace_id, execution_id, surface, skill_name, status, input, output, duration_ms)
 		values ($1, $2::uuid, 'operate', 'read_order', 'success', '{"order": "A-1001"}', '{"total": 120.5}', 31) returning id::text`,
 		trace, id)
-	if did == "" {
-		t.Fatal("no call")
-	}
+	require.True(t, did != "", "no call")
 	asked := asked(t, pool, "pending", `{"order": "A-1001", "amount": 120.50}`, 5)
 	quiet(t, pool, fmt.Sprintf(`update agent_approvals set execution_id = '%s', trace_id = '%s', parked = true, step = 's'
 		where id = '%s'`, id, trace, asked))
@@ -257,9 +249,7 @@ func TestASessionIsWholeAfterAReloadAndWithoutScript(t *testing.T) {
 		"what did you do?", "I **read** the orders.", "read_order", "1 approval requested: show", "Approval requested: drop",
 		`"amount": 120.50`, "Approve", "Reject", "Rename", "Sessions",
 	} {
-		if !strings.Contains(text, word) {
-			t.Errorf("%q is missing in\n%s", word, text)
-		}
+		assert.Truef(t, strings.Contains(text, word), "%q is missing in\n%s", word, text)
 	}
 	shot(t, p, "operate-noscript-phone", true)
 	p.As(browser.Look{Width: 320, Height: 700})
@@ -269,9 +259,7 @@ func TestASessionIsWholeAfterAReloadAndWithoutScript(t *testing.T) {
 	p.Until("the approval is in view", inWindow)
 	var wide int64
 	p.Eval(`document.documentElement.scrollWidth`, &wide)
-	if wide > 320 {
-		t.Errorf("the page is %d wide", wide)
-	}
+	assert.Truef(t, wide <= 320, "the page is %d wide", wide)
 	p.Go(url + "/operate?session=" + aSession + "&q=did+you")
 	p.Until("a session is found by its first message", `document.querySelectorAll("#sessions li").length === 1`)
 	p.Go(url + "/operate?q=nothing+like+it")

@@ -169,9 +169,8 @@ func TestTheOverviewSaysWhetherTheAgentWorks(t *testing.T) {
 		document.querySelector("#verdict nav a[aria-current]").innerText.includes("billing")`)
 	text := p.Text("#verdict")
 	assert.Contains(t, text, "Degraded", "2 flows failing since")
-	if strings.Contains(text, "skills failing") || strings.Contains(p.Text("#failing"), "no answer within") {
-		t.Errorf("what fails for another agent is shown: %s", text)
-	}
+	assert.Truef(t, !strings.Contains(text, "skills failing") && !strings.Contains(p.Text("#failing"), "no answer within"),
+		"what fails for another agent is shown: %s", text)
 	p.Click("#verdict .verdict-why a") // the two flows
 	p.Until("the reason leads to what fails", `location.hash === "#failing"`)
 	_, err := executions.PauseAll(t.Context(), pool, "ana", "prices look wrong")
@@ -340,9 +339,7 @@ func TestFiveTasksFromTheOverview(t *testing.T) {
 	}
 	done := func(name, task string, most int) {
 		t.Logf("%s: %d clicks, %d screens further down, %.1f s of the browser", task, clicks, screens, time.Since(began).Seconds())
-		if clicks > most {
-			t.Errorf("%s takes %d clicks, want at most %d", task, clicks, most)
-		}
+		assert.Truef(t, clicks <= most, "%s takes %d clicks, want at most %d", task, clicks, most)
 		if name != "refund" { // which is the form
 			picture("task-" + name)
 		}

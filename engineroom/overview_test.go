@@ -59,9 +59,7 @@ func TestTheOverviewShowsWhatRuns(t *testing.T) {
 	body := shows(t, server.URL+"/", "reflect › fetch_prices", "/executions/"+run, "apply_workspace",
 		"without an execution",
 		`<a href="/executions?status=pending">1 ready</a>`)
-	if strings.Contains(body, lost) {
-		t.Error("a run whose worker is gone is said to run")
-	}
+	assert.True(t, !strings.Contains(body, lost), "a run whose worker is gone is said to run")
 }
 
 func TestTheOverviewShowsLocks(t *testing.T) {
@@ -77,9 +75,7 @@ func TestTheOverviewShowsLocks(t *testing.T) {
 		values ('pipeline:prices', 'b', clock_timestamp() - interval '1 hour') returning lane`)
 	body := shows(t, server.URL+"/", "pipeline:prices", "somebody",
 		`<a href="/lanes">1<span class="aside-text"> waiting for pipeline:prices`)
-	if strings.Contains(body, "pipeline:over") {
-		t.Error("a lane whose lease is over is said to be held")
-	}
+	assert.True(t, !strings.Contains(body, "pipeline:over"), "a lane whose lease is over is said to be held")
 }
 
 // waitsForPeople makes one of each kind that needs a person, with a text in every field that may have it.
@@ -153,14 +149,11 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 		select id, clock_timestamp() + n * interval '1 s', 'dead', 'no route ' || n from agent_automations, generate_series(1, 2) n
 		 where name = 'nightly'`)
 	grouped := shows(t, server.URL+"/", "3 times, the last: no route 2")
-	if n := strings.Count(grouped, `href="/automations/nightly"`); n != 1 {
-		t.Errorf("three runs of one automation are named %d times", n)
-	}
+	n := strings.Count(grouped, `href="/automations/nightly"`)
+	assert.Equal(t, 1, n, "three runs of one automation are named", "times")
 	pgtest.Exec(t, pool, `delete from agent_automation_runs where error_message like 'no route%'`)
 	body := shows(t, server.URL+"/", texts...)
-	if strings.Contains(body, "Nothing needs attention") {
-		t.Error("the page says that nothing does")
-	}
+	assert.True(t, !strings.Contains(body, "Nothing needs attention"), "the page says that nothing does")
 	_, part, _ := strings.Cut(body, `<section id="needs"`)
 	part, _, _ = strings.Cut(part, "</section>")
 	links := regexp.MustCompile(`href="([^"]+)"`).FindAllStringSubmatch(part, -1)
@@ -169,9 +162,8 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 		if strings.HasPrefix(link[1], "/skills") || strings.HasPrefix(link[1], "/traces") {
 			continue // of a page that has its own tests; nothing happened in the trace
 		}
-		if status, _ := testkit.Get(t, server.URL+strings.ReplaceAll(link[1], "&amp;", "&")); status != 200 {
-			t.Errorf("%s: status %d", link[1], status)
-		}
+		status, _ := testkit.Get(t, server.URL+strings.ReplaceAll(link[1], "&amp;", "&"))
+		assert.Truef(t, status == 200, "%s: status %d", link[1], status)
 	}
 }
 
@@ -219,27 +211,22 @@ func TestWhatNeedsAPersonIsFoundByIndexes(t *testing.T) {
 		"agent_webhook_outbox_dead",
 		"agent_messages_failed",
 	} {
-		if !strings.Contains(plan, index+" ") && !strings.Contains(plan, index+"\n") {
-			t.Errorf("the plan does without %s", index)
-		}
+		assert.Truef(t, strings.Contains(plan, index+" ") || strings.Contains(plan, index+"\n"),
+			"the plan does without %s", index)
 	}
 	whole := slices.Compact(regexp.MustCompile(`Seq Scan on \w+`).FindAllString(plan, -1))
-	if !slices.Equal(whole, []string{"Seq Scan on agent_skills"}) {
-		t.Errorf("read as a whole: %q", whole)
-	}
+	assert.Truef(t, slices.Equal(whole, []string{"Seq Scan on agent_skills"}), "read as a whole: %q", whole)
 }
 
 func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	if _, body := testkit.Get(t, server.URL+"/"); !strings.Contains(body, `action="/act/v1/pause"`) ||
-		strings.Contains(body, "is paused") {
-		t.Errorf("the overview has no action:\n%s", body)
-	}
-	if _, body := testkit.Get(t, server.URL+"/lanes"); strings.Contains(body, "/act/v1/pause") ||
-		strings.Contains(body, "is paused") {
-		t.Errorf("another page has the action:\n%s", body)
-	}
+	_, body := testkit.Get(t, server.URL+"/")
+	assert.Truef(t, strings.Contains(body, `action="/act/v1/pause"`) && !strings.Contains(body, "is paused"),
+		"the overview has no action:\n%s", body)
+	_, body = testkit.Get(t, server.URL+"/lanes")
+	assert.Truef(t, !strings.Contains(body, "/act/v1/pause") && !strings.Contains(body, "is paused"),
+		"another page has the action:\n%s", body)
 	got, err := executions.PauseAll(t.Context(), pool, "ana", "<b>prices</b> look wrong")
 	require.NoError(t, err)
 	for _, path := range []string{"/", "/lanes", "/traces", "/executions?status=waiting", "/operate"} {
@@ -248,20 +235,15 @@ func TestEveryPageSaysThatTheAgentIsPaused(t *testing.T) {
 			"Autonomous work is paused", "by ana", "&lt;b&gt;prices&lt;/b&gt; look wrong", `action="/act/v1/resume"`,
 			"/traces/" + got.TraceID,
 		} {
-			if status != 200 || !strings.Contains(body, want) {
-				t.Errorf("%s: status %d, %q is missing", path, status, want)
-			}
+			assert.Truef(t, status == 200 && strings.Contains(body, want), "%s: status %d, %q is missing", path, status, want)
 		}
-		if strings.Count(body, `id="pause"`) != 1 || strings.Contains(body, "/act/v1/pause") {
-			t.Errorf("%s has the part more than once, or both actions", path)
-		}
+		assert.Truef(t, strings.Count(body, `id="pause"`) == 1 && !strings.Contains(body, "/act/v1/pause"),
+			"%s has the part more than once, or both actions", path)
 	}
-	if _, err := executions.ResumeAll(t.Context(), pool, "ana", ""); err != nil {
-		t.Fatal(err)
-	}
-	if _, body := testkit.Get(t, server.URL+"/lanes"); strings.Contains(body, "is paused") {
-		t.Error("it says so still")
-	}
+	_, err = executions.ResumeAll(t.Context(), pool, "ana", "")
+	require.NoError(t, err)
+	_, body = testkit.Get(t, server.URL+"/lanes")
+	assert.True(t, !strings.Contains(body, "is paused"), "it says so still")
 }
 
 // did writes n rows of the log, which name their number.
@@ -303,9 +285,7 @@ func TestFiltersOfTheLogCombine(t *testing.T) {
 		for _, m := range regexp.MustCompile(`number (\d+)\.`).FindAllStringSubmatch(body, -1) {
 			got = append(got, m[1])
 		}
-		if strings.Join(got, " ") != want {
-			t.Errorf("%s has %v, want %s", query, got, want)
-		}
+		assert.Truef(t, strings.Join(got, " ") == want, "%s has %v, want %s", query, got, want)
 	}
 	shows(t, server.URL+"/?status=error", "timeout_class", "too slow", `role="log"`, `<option value="error" selected>`)
 }
@@ -319,9 +299,8 @@ func TestARowOfTheLogUnfolds(t *testing.T) {
 		  $1, $1, $1,
 		        '{"prompt_tokens": 1200, "completion_tokens": 34}') returning id::text`, hostile)
 	folded := shows(t, server.URL+"/activity", `aria-expanded="false"`, "row="+id)
-	if strings.Contains(folded, "zzzz") || strings.Contains(folded, "1,200 read") {
-		t.Error("a folded row has what it leaves out")
-	}
+	assert.True(t, !strings.Contains(folded, "zzzz") && !strings.Contains(folded, "1,200 read"),
+		"a folded row has what it leaves out")
 	shows(t, server.URL+"/activity?row="+id, `aria-expanded="true"`, "1,200 prompt, 34 completion", "zzzz", "in all")
 	harmless(t, server.URL+"/activity?row="+id)
 	shows(t, server.URL+"/activity?row=018f0000-0000-7000-8000-000000000000", "look")
@@ -358,9 +337,7 @@ func TestSpendIsShownByWhatItWasForSurfaceAndModel(t *testing.T) {
 		 where model = 'model-one'`)
 	shows(t, server.URL+"/spend?days=1", "$0.10 and 400 tokens of it are unknown")
 	body := shows(t, server.URL+"/spend?days=30&by=model&purpose=reflect", "$9.25", "Newest model calls")
-	if strings.Contains(body, "model-one") {
-		t.Error("a model that was not called for it is shown")
-	}
+	assert.True(t, !strings.Contains(body, "model-one"), "a model that was not called for it is shown")
 	shows(t, server.URL+"/", "$1.00 · 2,000 tokens", "Most of it, 7 days", "Skill health")
 }
 
@@ -429,15 +406,12 @@ func TestAChartIsDrawnToScaleWithItsNumbersBeside(t *testing.T) {
 	}
 	assert.Equal(t, 20, c.step())
 	bars := c.Bars()
-	if len(bars) != 3 || bars[2].Y != "8" || bars[1].Text != "<Wednesday>: 10 good" {
-		t.Errorf("bars %+v: want three, the highest from the top", bars)
-	}
-	if ticks := c.Ticks(); len(ticks) != 5 || ticks[4].Text != "80" {
-		t.Errorf("ticks %+v", ticks)
-	}
-	if rows := c.Rows(); rows[0][2] != "70" || rows[2][0] != "Monday" {
-		t.Errorf("rows %v", rows)
-	}
+	assert.Truef(t, len(bars) == 3 && bars[2].Y == "8" && bars[1].Text == "<Wednesday>: 10 good",
+		"bars %+v: want three, the highest from the top", bars)
+	ticks := c.Ticks()
+	assert.Truef(t, len(ticks) == 5 && ticks[4].Text == "80", "ticks %+v", ticks)
+	rows := c.Rows()
+	assert.Truef(t, rows[0][2] == "70" && rows[2][0] == "Monday", "rows %v", rows)
 	body := drawn(t, c)
 	for _, want := range []string{
 		`role="img"`, `class="bar-bad"`, "&lt;Wednesday&gt;: 70 bad",
@@ -445,9 +419,7 @@ func TestAChartIsDrawnToScaleWithItsNumbersBeside(t *testing.T) {
 	} {
 		assert.Contains(t, body, want)
 	}
-	if strings.Contains(body, "style=") {
-		t.Error("the chart has a style attribute, which the policy forbids")
-	}
+	assert.True(t, !strings.Contains(body, "style="), "the chart has a style attribute, which the policy forbids")
 }
 
 // drawn is a chart as HTML.
@@ -464,18 +436,12 @@ func drawn(t *testing.T, c chart) string {
 func TestAChartOfNothingIsEmpty(t *testing.T) {
 	t.Parallel()
 	c := chart{Series: []series{{"x", "bar-accent"}}, Points: []point{{"a", "a", []float64{0}}}, Write: moneyTick}
-	if !c.Empty() || len(c.Bars()) != 0 {
-		t.Error("a chart without values has bars")
-	}
+	assert.True(t, c.Empty() && len(c.Bars()) == 0, "a chart without values has bars")
 	for v, want := range map[float64]string{0: "$0.00", 0.0123: "$0.0123", 2.5: "$2.50", 20: "$20.00"} {
-		if got := moneyTick(v); got != want {
-			t.Errorf("%v is %s, want %s", v, got, want)
-		}
+		assert.Equal(t, want, moneyTick(v), v)
 	}
 	for v, want := range map[float64]string{950: "950", 9999: "9999", 15_000: "15k", 2_500_000: "2.5M", 3e9: "3G"} {
-		if got := countTick(v); got != want {
-			t.Errorf("%v is %s, want %s", v, got, want)
-		}
+		assert.Equal(t, want, countTick(v), v)
 	}
 }
 
@@ -493,7 +459,5 @@ func TestTheReasonsOfADegradedVerdictAreAcknowledged(t *testing.T) {
 	require.NoError(t, err)
 	body := shows(t, server.URL+"/", `data-verdict="working"`, "Known: ", "skill fetch_price disabled by self-heal",
 		"ana: the shop &lt;moves&gt;")
-	if strings.Contains(body, "/act/v1/monitor/acknowledge") {
-		t.Error("there is something to acknowledge")
-	}
+	assert.True(t, !strings.Contains(body, "/act/v1/monitor/acknowledge"), "there is something to acknowledge")
 }

@@ -18,9 +18,8 @@ import (
 // acts makes an agent the current one of its name.
 func acts(t *testing.T, pool *pgxpool.Pool, d agents.Definition) {
 	t.Helper()
-	if _, err := agents.Put(t.Context(), pool, d, "workspace"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := agents.Put(t.Context(), pool, d, "workspace")
+	require.NoError(t, err)
 }
 
 // openWith serves the room of an installation with settings.
@@ -51,17 +50,14 @@ func TestAgentsAreShownWithTheirEffectiveValues(t *testing.T) {
 	body := shows(t, server.URL+"/agents/sales", "Europe/Madrid", "document", "60000",
 		"AGENT_MAX_TOKENS", "Hola &lt;b&gt;",
 		"You are {{Nora}} &lt;script&gt;", `href="/agents/sales?version=1"`, "Version 2")
-	if strings.Contains(body, "<script>alert") || strings.Contains(body, "Zq81xLm0Kk77") ||
-		strings.Contains(body, "\u202e") {
-		t.Error("the instructions are shown as they are written")
-	}
+	assert.True(t, !strings.Contains(body, "<script>alert") && !strings.Contains(body, "Zq81xLm0Kk77") &&
+		!strings.Contains(body, "\u202e"), "the instructions are shown as they are written")
 	shows(t, server.URL+"/agents/sales?version=1", "You are Nora.", "This is version 1", "To the current version")
 	turnsAway(t, server.URL+"/agents/salse", http.StatusNotFound, "did you mean")
 	turnsAway(t, server.URL+"/agents/sales?version=7", http.StatusNotFound, "the latest is 2")
 	turnsAway(t, server.URL+"/agents/sales?version=x", http.StatusBadRequest, "a number from 1")
-	if _, err := agents.Remove(t.Context(), pool, "workspace", []string{"sales"}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := agents.Remove(t.Context(), pool, "workspace", []string{"sales"})
+	require.NoError(t, err)
 	turnsAway(t, server.URL+"/agents/billing", http.StatusNotFound, "/agents/billing?version=1")
 	shows(t, server.URL+"/agents/billing?version=1", "Invoices.")
 }
@@ -89,9 +85,8 @@ func TestListingsAreNarrowedToAnAgent(t *testing.T) {
 		shows(t, server.URL+path, has+"billing", ">billing<")
 		with := path + map[bool]string{true: "&", false: "?"}[strings.Contains(path, "?")] + "agent=billing"
 		body := shows(t, server.URL+with, has+"billing", `name="agent" value="billing"`)
-		if strings.Contains(body[strings.Index(body, `id="list"`):], has+"sales") {
-			t.Errorf("%s has what another agent did", with)
-		}
+		assert.Truef(t, !strings.Contains(body[strings.Index(body, `id="list"`):], has+"sales"),
+			"%s has what another agent did", with)
 	}
 	shows(t, server.URL+"/threads?agent=nobody", "No thread matches")
 	shows(t, server.URL+"/executions?agent=nobody", "No execution matches")
@@ -129,12 +124,9 @@ func TestAutomationsTellWhenTheyRunAndHowTheyRan(t *testing.T) {
 	body := shows(t, server.URL+"/automations", "2030-01-01 03:00", "2030-01-02 03:00",
 		"2030-01-03 03:00", "no route to host",
 		"by self_heal", "fetch fails", "paused", `action="/act/v1/automations/runs/`+dead+`/redrive"`)
-	if strings.Contains(body, "2030-01-04") {
-		t.Error("more than three times are told")
-	}
-	if body := shows(t, server.URL+"/automations?state=enabled", "nightly"); strings.Contains(body, "weekly") {
-		t.Error("what is paused is listed as enabled")
-	}
+	assert.True(t, !strings.Contains(body, "2030-01-04"), "more than three times are told")
+	body = shows(t, server.URL+"/automations?state=enabled", "nightly")
+	assert.True(t, !strings.Contains(body, "weekly"), "what is paused is listed as enabled")
 	turnsAway(t, server.URL+"/automations?state=asleep", 400, "it can be enabled, disabled")
 	turnsAway(t, server.URL+"/automations?before=x", 400, "no place in this list")
 }
@@ -202,12 +194,9 @@ func TestDeliveriesAreListedAndNarrowedDown(t *testing.T) {
 	body := shows(t, server.URL+"/deliveries", "issues", "/deliveries/"+done, "/deliveries/"+dead,
 		"the signature is wrong",
 		"/outgoing?target=ops&amp;status=pending", `action="/act/v1/webhooks/targets/ops/disable"`)
-	if strings.Contains(body, "Nothing matches") {
-		t.Error("the list says that it is empty")
-	}
-	if body := shows(t, server.URL+"/deliveries?endpoint=shop&status=dead", dead); strings.Contains(body, done) {
-		t.Error("the state does not narrow the list down")
-	}
+	assert.True(t, !strings.Contains(body, "Nothing matches"), "the list says that it is empty")
+	body = shows(t, server.URL+"/deliveries?endpoint=shop&status=dead", dead)
+	assert.True(t, !strings.Contains(body, done), "the state does not narrow the list down")
 	shows(t, server.URL+"/deliveries?endpoint=other", "Nothing matches")
 	turnsAway(t, server.URL+"/deliveries?status=lost", 400, "it can be received, running")
 	turnsAway(t, server.URL+"/deliveries?endpoint=%3Cb%3E", 400, "cannot be the name")
@@ -228,22 +217,18 @@ func TestADeliveryShowsWhatCameAndWhatItLedTo(t *testing.T) {
 		`action="/act/v1/webhooks/deliveries/`+id+`/replay"`,
 		`name="replays" value="0"`)
 	for _, secret := range []string{"hunter22", "sk-abcdefghijklmnopqrstuvwxyz"} {
-		if strings.Contains(body, secret) {
-			t.Errorf("the page has %s", secret)
-		}
+		assert.Truef(t, !strings.Contains(body, secret), "the page has %s", secret)
 	}
 	quiet(t, pool, `update agent_webhook_deliveries set repeats = 1, body = convert_to($2, 'UTF8') where id = $1`, id,
 		"x"+strings.Repeat("é", 600_000))
-	if body := shows(t, server.URL+"/deliveries/"+id, "The first 65 kB of it"); strings.Contains(body, "\ufffd") {
-		t.Error("a character is cut in two")
-	}
+	body = shows(t, server.URL+"/deliveries/"+id, "The first 65 kB of it")
+	assert.True(t, !strings.Contains(body, "\ufffd"), "a character is cut in two")
 	shows(t, server.URL+"/deliveries/"+id, "then 1 more time (duplicates are not handled)")
 	shows(t, server.URL+"/deliveries", "received 1 more time<")
 	quiet(t, pool, `update agent_webhook_deliveries set repeats = 2 where id = $1`, id)
 	shows(t, server.URL+"/deliveries/"+id, "then 2 more times (duplicates are not handled)")
-	if body := shows(t, server.URL+"/deliveries/"+delivered(t, pool, "running", `{}`)); strings.Contains(body, "/act/") {
-		t.Error("what is being handled can be replayed")
-	}
+	body = shows(t, server.URL+"/deliveries/"+delivered(t, pool, "running", `{}`))
+	assert.True(t, !strings.Contains(body, "/act/"), "what is being handled can be replayed")
 	turnsAway(t, server.URL+"/deliveries/nothing", 404, "there is no delivery")
 	turnsAway(t, server.URL+"/deliveries/01890000-0000-7000-8000-000000000000", 404, "there is no delivery")
 }
@@ -255,9 +240,8 @@ func TestOutgoingMessagesAreListedAndSentAgain(t *testing.T) {
 	shows(t, server.URL+"/outgoing?status=pending", "No message is pending")
 	dead, pending := undelivered(t, pool, "ops", "dead"), undelivered(t, pool, "ops", "pending")
 	action := `action="/act/v1/webhooks/outbox/` + dead + `/resend"`
-	if body := shows(t, server.URL+"/outgoing?target=ops", action, "it answered 503"); strings.Contains(body, pending) {
-		t.Error("what is to be sent is listed as given up")
-	}
+	body := shows(t, server.URL+"/outgoing?target=ops", action, "it answered 503")
+	assert.True(t, !strings.Contains(body, pending), "what is to be sent is listed as given up")
 	shows(t, server.URL+"/outgoing?status=pending", "/outgoing/"+pending)
 	shows(t, server.URL+"/outgoing/"+dead, action, "&#34;type&#34;: &#34;execution.failed&#34;")
 	turnsAway(t, server.URL+"/outgoing?status=sent", 400, "it can be dead, pending")
@@ -273,9 +257,8 @@ func TestHeldLanesAreListed(t *testing.T) {
 	put(t, pool, `select try_acquire_agent_lock('other', 'another', 60)::text`)
 	shows(t, server.URL+"/lanes", "pipeline:&lt;b&gt;prices&lt;/b&gt;", "someone else",
 		`action="/act/v1/lanes/pipeline:%3Cb%3Eprices%3C%2Fb%3E/break"`)
-	if body := shows(t, server.URL+"/lanes?lane=other", "another"); strings.Contains(body, "someone else") {
-		t.Error("one lane was asked for, and another is shown")
-	}
+	body := shows(t, server.URL+"/lanes?lane=other", "another")
+	assert.True(t, !strings.Contains(body, "someone else"), "one lane was asked for, and another is shown")
 	shows(t, server.URL+"/lanes?lane=nobodys", "Nobody holds nobodys")
 	turnsAway(t, server.URL+"/lanes?lane=%00", 400, "not the name of a lane")
 	turnsAway(t, server.URL+"/lanes?before=x", 400, "no place in this list")
@@ -311,13 +294,9 @@ func TestWaitersLoansAndClaimsAreTold(t *testing.T) {
 	body := shows(t, server.URL+"/lanes", "waiter 1", "waiter 2", "patient", "retries when the lane is free",
 		`id="claim-`+running, `id="stale-`+gone,
 		`id="loan-`+gone+`-`+running, "host-7", "lent by", `<a href="/lanes?lane=thread%3amaria#waiters">3<`)
-	if strings.Index(body, "waiter 1") > strings.Index(body, "waiter 2") ||
-		strings.Index(body, "waiter 2") > strings.Index(body, "patient") {
-		t.Error("the order is not that in which they are served")
-	}
-	if strings.Contains(body, `id="claim-`+gone) {
-		t.Error("what nobody runs is said to be run")
-	}
+	assert.True(t, strings.Index(body, "waiter 1") <= strings.Index(body, "waiter 2") &&
+		strings.Index(body, "waiter 2") <= strings.Index(body, "patient"), "the order is not that in which they are served")
+	assert.True(t, !strings.Contains(body, `id="claim-`+gone), "what nobody runs is said to be run")
 }
 
 func TestWhatHoldersLeftBehindIsTold(t *testing.T) {
@@ -375,14 +354,10 @@ func TestAnObjectiveThatNothingTouchesIsStale(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	aims(t, pool, "grow")
-	if body := shows(t, server.URL+"/"); strings.Contains(body, ">stale<") {
-		t.Error("it was touched just now")
-	}
+	assert.True(t, !strings.Contains(shows(t, server.URL+"/"), ">stale<"), "it was touched just now")
 	put(t, pool, `update agent_objectives set due_at = clock_timestamp() - interval '4 days',
 		updated_at = clock_timestamp() - interval '4 days' returning name`)
-	if body := shows(t, server.URL+"/"); strings.Contains(body, ">stale<") {
-		t.Error("its steps were touched just now")
-	}
+	assert.True(t, !strings.Contains(shows(t, server.URL+"/"), ">stale<"), "its steps were touched just now")
 	pgtest.Exec(t, pool, `update agent_objective_steps set updated_at = clock_timestamp() - interval '4 days'`)
 	for _, path := range []string{"/", "/objectives", "/objectives/grow"} {
 		shows(t, server.URL+path, ">stale<")
@@ -402,9 +377,7 @@ func TestAnObjectiveHasTheActionsOfItsState(t *testing.T) {
 		body := shows(t, server.URL+"/objectives/"+status)
 		for _, action := range []string{"accept", "reject", "pause", "resume"} {
 			has := strings.Contains(body, "/act/v1/objectives/"+id+"/"+action)
-			if has != strings.Contains(want, action) {
-				t.Errorf("%s: action %s is there: %v", status, action, has)
-			}
+			assert.Truef(t, has == strings.Contains(want, action), "%s: action %s is there: %v", status, action, has)
 		}
 	}
 	shows(t, server.URL+"/objectives?status=proposed", "/accept", "/reject")
@@ -436,9 +409,7 @@ func TestMemoryIsSummedUpByCategory(t *testing.T) {
 	for _, path := range []string{"/memory", "/"} {
 		body := shows(t, server.URL+path, `3<span class="aside-text"> in facts`, `1<span class="aside-text"> in lessons`,
 			"+2 ", "+1 ")
-		if strings.Contains(body, "gone") {
-			t.Errorf("%s has a category of which everything has expired", path)
-		}
+		assert.Truef(t, !strings.Contains(body, "gone"), "%s has a category of which everything has expired", path)
 	}
 	pgtest.Exec(t, pool, `insert into agent_memory (category, key, value) select 'many', n::text, '1'
 		from generate_series(1, 1200) n`)
@@ -469,9 +440,7 @@ func TestFiltersOfMemoryCombine(t *testing.T) {
 			key, _, _ := strings.Cut(part, "?")
 			got = append(got, key)
 		}
-		if strings.Join(got, " ") != want {
-			t.Errorf("%q has %q, want %q", query, got, want)
-		}
+		assert.Truef(t, strings.Join(got, " ") == want, "%q has %q, want %q", query, got, want)
 	}
 	turnsAway(t, server.URL+"/memory?before=x", 400, "before")
 	turnsAway(t, server.URL+"/memory?q="+strings.Repeat("x", 301), 400, "q is")
@@ -490,12 +459,9 @@ func TestAnEntryOfMemoryIsShownWithWhoWroteIt(t *testing.T) {
 	path := server.URL + "/memory/" + url.PathEscape(key)
 	body := shows(t, path, "first vvv", "second", "/v1/memory/"+id+"/forget", "hb_00000000000000000000000009",
 		"hb_00000000000000000000000007", "in all")
-	if len(body) > 60_000 {
-		t.Errorf("the page has %d bytes", len(body))
-	}
-	if body := shows(t, path+"?category=lessons", "second"); strings.Contains(body, "first vvv") {
-		t.Error("the other category is there too")
-	}
+	assert.Truef(t, len(body) <= 60_000, "the page has %d bytes", len(body))
+	body = shows(t, path+"?category=lessons", "second")
+	assert.True(t, !strings.Contains(body, "first vvv"), "the other category is there too")
 	turnsAway(t, server.URL+"/memory/none", 404, "nothing is remembered")
 	turnsAway(t, server.URL+"/memory/%00", 404, "not found")
 }
@@ -532,14 +498,11 @@ func TestSkillsAreListedWithTheirHealth(t *testing.T) {
 	called(t, pool, "fetch_price", "error", "no route", 2)
 	for _, path := range []string{"/skills", "/"} {
 		body := shows(t, server.URL+path, "fetch_price", "75 %", "by self-heal", "5 consecutive failures", "120 ms")
-		if path == "/" && strings.Index(body, "post_tweet") > strings.Index(body, "fetch_price") {
-			t.Error("what is out of service does not come first")
-		}
+		assert.True(t, path != "/" || strings.Index(body, "post_tweet") <= strings.Index(body, "fetch_price"),
+			"what is out of service does not come first")
 	}
-	if body := shows(t, server.URL+"/skills?state=disabled", "post_tweet",
-		"/act/v1/skills/post_tweet/enable"); strings.Contains(body, `id="skill-fetch_price"`) {
-		t.Error("an enabled skill is listed as disabled")
-	}
+	assert.True(t, !strings.Contains(shows(t, server.URL+"/skills?state=disabled", "post_tweet",
+		"/act/v1/skills/post_tweet/enable"), `id="skill-fetch_price"`), "an enabled skill is listed as disabled")
 	shows(t, server.URL+"/skills", `id="failing-fetch_price"`, "no route", `id="slowest-fetch_price"`)
 	shows(t, server.URL+"/skills?state=on+trial", "No match")
 	shows(t, server.URL+"/skills?skill=fetch_price", "/act/v1/skills/fetch_price/disable")

@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -32,9 +33,7 @@ func TestSpendIsShownByChatKeyAndByModelWithItsLatency(t *testing.T) {
 		shows(t, server.URL+"/spend?by=agent", "agent", "480")
 		body := shows(t, server.URL+"/spend", `title="Counted at the skill that the answers called most">shared<`)
 		for _, text := range []string{"$0.00", `#calls">0</a>`} {
-			if strings.Contains(body, text) {
-				t.Errorf("the page says %q", text)
-			}
+			assert.Truef(t, !strings.Contains(body, text), "the page says %q", text)
 		}
 	}
 	check() // of rows that are not counted yet

@@ -108,9 +108,7 @@ func TestAFailedTraceShowsOneRootCauseAboveItsWaterfall(t *testing.T) {
 	assert.Equal(t, 1, errors)
 	assert.Contains(t, p.Text(".cause"), "broken_on_purpose", `relation "caretaker_notes" does not exist`, "3 attempts")
 	p.Eval(`[...document.querySelectorAll(".wf-row")].filter(r => r.getBoundingClientRect().bottom < 900).length`, &seen)
-	if seen < 12 {
-		t.Errorf("%d lines of the waterfall are on the first screen", seen)
-	}
+	assert.Truef(t, seen >= 12, "%d lines of the waterfall are on the first screen", seen)
 	p.Click(".cause a")
 	p.Until("the cause is open", `document.getElementById("panel").dataset.span === "`+spanOf(t, pool, "broken_on_purpose")+`"`)
 	p.Until("its line is selected", `document.querySelector('.wf-row[aria-selected="true"] .kind').textContent === "attempt 3"`)
@@ -133,9 +131,7 @@ func TestFailedBarsAreRedAndAttemptsStandApart(t *testing.T) {
 		"attempt 2 fetch": "bar-call", "wait for an approval": "bar-wait", "phase trigger_agent": "bar-bad",
 		"model call choose tools: fetch ×2, search": "bar-model", "model call answer the visitor": "bar-model",
 	} {
-		if bars[line] != want {
-			t.Errorf("%s has bars %q, want %q", line, bars[line], want)
-		}
+		assert.Equal(t, want, bars[line], line, "has bars")
 	}
 	var red string
 	p.Eval(`getComputedStyle(document.querySelector(".bar-bad")).fill`, &red)
@@ -216,9 +212,7 @@ func TestASpanHasAnAddressAndOpensBesideTheWaterfall(t *testing.T) {
 	var beside, loads bool
 	p.Eval(`document.getElementById("panel").getBoundingClientRect().left > document.getElementById("spans").getBoundingClientRect().right`, &beside)
 	p.Eval(`performance.getEntriesByType("resource").some(e => e.name.includes("part=panel"))`, &loads)
-	if !beside || !loads {
-		t.Errorf("the panel is beside the waterfall: %t; it alone was loaded: %t", beside, loads)
-	}
+	assert.Truef(t, beside && loads, "the panel is beside the waterfall: %t; it alone was loaded: %t", beside, loads)
 	p.Click(`#panel .tabs a[href*="tab=raw"]`)
 	p.Until("the tab is open", `document.querySelector("#panel pre.json").textContent.includes('"skill_name": "table_sizes"') && window.same`)
 	p.Eval(`history.back()`, nil)
@@ -231,9 +225,8 @@ func TestASpanHasAnAddressAndOpensBesideTheWaterfall(t *testing.T) {
 	plain.Go(server.URL + "/traces/" + string(id))
 	plain.Click("#row-" + span + " a")
 	plain.Shows("Fork from here")
-	if text := plain.Text("#panel"); !strings.Contains(text, "table_sizes") {
-		t.Errorf("the panel shows %q", text)
-	}
+	text := plain.Text("#panel")
+	assert.Truef(t, strings.Contains(text, "table_sizes"), "the panel shows %q", text)
 }
 
 // F8: an action of an execution that has ended, or whose worker is lost, does not run on.
@@ -269,14 +262,12 @@ func TestAStoppedActionDoesNotRunOn(t *testing.T) {
 		"tool_of_stopped": `stopped\|29 s\|0`, "tool_of_lost": `worker lost\|(5\d s|1 min)\|0`,
 		"lost": `worker lost\|(5\d s|1 min)\|0`, "tool_of_nobody": `stopped\|0 ms\|0`, "stopped": `cancelled\|30 s\|0`,
 	} {
-		if !regexp.MustCompile(want + "$").MatchString(before[line]) {
-			t.Errorf("%s shows %q, want %q", line, before[line], want)
-		}
+		assert.Truef(t, regexp.MustCompile(want+"$").MatchString(before[line]),
+			"%s shows %q, want %q", line, before[line], want)
 	}
 	time.Sleep(2 * time.Second)
-	if after := rows(); fmt.Sprint(after) != fmt.Sprint(before) {
-		t.Errorf("clocks go on: %v, then %v", before, after)
-	}
+	after := rows()
+	assert.Truef(t, fmt.Sprint(after) == fmt.Sprint(before), "clocks go on: %v, then %v", before, after)
 	noComplaint(t, p)
 }
 
@@ -332,9 +323,7 @@ func TestAnExecutionShowsItsRootCauseItsWaterfallAndItsCheckpoint(t *testing.T) 
 	body := shows(t, server.URL+"/executions/"+runs["nightly_report"]+"?tab=checkpoint", "Latest checkpoint",
 		"APPROVAL_DECIDED", "the lease of worker web-2 was over", `action="/act/v1/executions/`+runs["nightly_report"]+`/retry"`,
 		`name="from" value="prices"`, "/v1/executions/"+runs["nightly_report"])
-	if strings.Contains(body, "/cancel") {
-		t.Error("what has ended can be cancelled")
-	}
+	assert.True(t, !strings.Contains(body, "/cancel"), "what has ended can be cancelled")
 	turnsAway(t, server.URL+"/executions/"+runs["nightly_report"]+"?tab=x", 400, "tab")
 }
 
@@ -353,9 +342,7 @@ func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 	_, err = w.Write([]byte(body))
 	require.NoError(t, err)
 	require.NoError(t, w.Close())
-	if packed.Len() > 200_000 {
-		t.Errorf("the page has %d bytes compressed", packed.Len())
-	}
+	assert.Truef(t, packed.Len() <= 200_000, "the page has %d bytes compressed", packed.Len())
 	t.Logf("%d bytes, %d compressed", len(body), packed.Len())
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
 	before := p.Metrics()
@@ -375,9 +362,8 @@ func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 	if paint > 10_000 || keys > 250 { // on a machine that other tests share; measured alone in the documentation
 		t.Errorf("first paint after %.0f ms, a key takes %.1f ms", paint, keys)
 	}
-	if all := p.Problems(); len(all) > 0 {
-		t.Errorf("the browser complains: %s", strings.Join(all, "\n"))
-	}
+	all := p.Problems()
+	assert.Truef(t, len(all) == 0, "the browser complains: %s", strings.Join(all, "\n"))
 }
 
 // wideTrace writes a run of n activities: 40 phases with calls in them.

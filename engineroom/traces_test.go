@@ -89,18 +89,15 @@ func TestFiltersOfTracesCombine(t *testing.T) {
 			for _, w := range want {
 				should = should || w == id
 			}
-			if has != should {
-				t.Errorf("%q: trace %s is there: %t", query, id, has)
-			}
+			assert.Truef(t, has == should, "%q: trace %s is there: %t", query, id, has)
 		}
 	}
 	shows(t, server.URL+"/traces?surface=webhook", "No trace matches")
 	for query, first := range map[string]trace.ID{"?sort=took&range=24h": failed, "?sort=cost": chat, "?errors=1": chat} {
 		_, body := testkit.Get(t, server.URL+"/traces"+query)
 		_, rows, _ := strings.Cut(body, `<tr id="trace-`)
-		if row, _, _ := strings.Cut(rows, "</tr>"); !strings.Contains(row, string(first)) {
-			t.Errorf("%q does not begin with %s:\n%s", query, first, row)
-		}
+		row, _, _ := strings.Cut(rows, "</tr>")
+		assert.Truef(t, strings.Contains(row, string(first)), "%q does not begin with %s:\n%s", query, first, row)
 	}
 	runs := map[string]string{}
 	for name, id := range map[string]trace.ID{"failed": chat, "completed": done} {
@@ -185,9 +182,7 @@ func TestATraceIsShownFromEveryFormOfItsID(t *testing.T) {
 	id, run := seedTrace(t, pool)
 	for _, form := range []string{string(id), id.OTel(), id.Suffix()} {
 		status, body := testkit.Get(t, server.URL+"/traces/"+form)
-		if status != 200 {
-			t.Fatalf("%s: status %d", form, status)
-		}
+		require.Equal(t, 200, status, form, "status")
 		assert.Contains(t, body, `data-copy="`+string(id)+`"`, `data-copy="`+id.OTel()+`"`, "/executions/"+run,
 			"/threads/ops", "heartbeat",
 			"Errors", "no prices", "no answer came", "$0.50", "39 min")
@@ -197,9 +192,8 @@ func TestATraceIsShownFromEveryFormOfItsID(t *testing.T) {
 			string(id) + "?view=pie": 400,
 		"/traces/" + string(id) + "?span=x": 400, "/traces/" + string(id) + "?sort=up": 400,
 	} {
-		if status, _ := testkit.Get(t, server.URL+path); status != want {
-			t.Errorf("%s is answered with %d", path, status)
-		}
+		status, _ := testkit.Get(t, server.URL+path)
+		assert.Equal(t, want, status, path, "is answered with")
 	}
 }
 
@@ -211,9 +205,7 @@ func TestAWaterfallTellsItsLinesApart(t *testing.T) {
 	assert.Contains(t, body, `kind-run">run<`, `kind-phase">phase<`, `kind-model">model call<`, `kind-call">skill call<`,
 		`kind-retry">attempt 2<`, `kind-wait">wait<`, "bar-queue", "bar-wait", "bar-bad", "bar-halted", `class="wf-gap"`,
 		"in which no call ran", "for an event", `role="treegrid"`, `aria-level="3"`)
-	if strings.Contains(body, "style=") {
-		t.Error("there is a style attribute, which the policy of the page forbids")
-	}
+	assert.True(t, !strings.Contains(body, "style="), "there is a style attribute, which the policy of the page forbids")
 	_, body = testkit.Get(t, server.URL+"/traces/"+string(id)+"?view=table")
 	assert.Contains(t, body, "plan/fetch", "gpt-4o-mini", "attempt 2", "EVENT_COMPLETED", "<caption>",
 		`?view=table">4</a>`)
@@ -229,9 +221,7 @@ func TestThePanelShowsASpan(t *testing.T) {
 	model := pgtest.Value[string](t, pool, `select id::text from agent_activity where trace_id = $1 and kind = 'model'`,
 		string(id))
 	wait := regexp.MustCompile(`span=(wait-[0-9a-f-]+)`).FindStringSubmatch(shows(t, base))
-	if wait == nil {
-		t.Fatal("the wait is no link")
-	}
+	require.True(t, wait != nil, "the wait is no link")
 	for path, texts := range map[string][]string{
 		"?span=" + failed: {
 			"no answer came", "key-1", `&#34;to&#34;: &#34;ana&#34;`,
@@ -255,9 +245,8 @@ func TestThePanelShowsASpan(t *testing.T) {
 		t.Run(path, func(t *testing.T) {
 			shows(t, base+path, append(texts, `id="spans"`, `id="panel"`)...)
 			alone := shows(t, base+path+"&part=panel", texts...)
-			if !strings.HasPrefix(strings.TrimSpace(alone), `<section id="panel"`) || strings.Contains(alone, `id="spans"`) {
-				t.Errorf("part=panel is\n%s", alone)
-			}
+			assert.Truef(t, strings.HasPrefix(strings.TrimSpace(alone), `<section id="panel"`) &&
+				!strings.Contains(alone, `id="spans"`), "part=panel is\n%s", alone)
 		})
 	}
 	turnsAway(t, base+"?part=none", 404, "no part")
@@ -283,9 +272,8 @@ func TestLinesOfATraceAreFiltered(t *testing.T) {
 	} {
 		body := shows(t, server.URL+"/traces/"+string(id)+query, want)
 		shown := 7 - len(hidden.FindAllString(body, -1))
-		if want != "" && !strings.HasPrefix(want, fmt.Sprint(shown)+" ") || want == "" && shown != 7 {
-			t.Errorf("%s shows %d lines", query, shown)
-		}
+		assert.Truef(t, (want == "" || strings.HasPrefix(want, fmt.Sprint(shown)+" ")) && (want != "" || shown == 7),
+			"%s shows %d lines", query, shown)
 	}
 }
 
@@ -328,9 +316,8 @@ func TestATraceOfManyRowsIsBounded(t *testing.T) {
 	assert.Contains(t, body, "20,000 activities", "row_1<", "row_1500<", "row_10000<", "row_19501<", "row_20000<",
 		"17,999 more activities", "$20.00",
 		"not all shown", `wf-cost">$20.00`)
-	if strings.Contains(body, ">row_1501<") || len(body) > 2_000_000 {
-		t.Errorf("too much is shown: %d bytes", len(body))
-	}
+	assert.Truef(t, !strings.Contains(body, ">row_1501<") && len(body) <= 2_000_000,
+		"too much is shown: %d bytes", len(body))
 	seen := 0
 	next := "/traces/" + string(id) + "?view=table"
 	for range 3 {
@@ -360,14 +347,12 @@ func TestADeepChainAndACircleOfParents(t *testing.T) {
 		  join ids p on p.n = (i.n + 1) % 3`, postgres.Strict{"id": string(circle)})
 	_, body := testkit.Get(t, server.URL+"/traces/"+string(deep))
 	assert.Contains(t, body, ">level_1<", ">level_200<", ">level_1000<", "level 999", `aria-level="1000"`)
-	if n := nesting(body, "<div", "</div>"); n > 12 {
-		t.Errorf("elements lie %d deep", n)
-	}
+	n := nesting(body, "<div", "</div>")
+	assert.Truef(t, n <= 12, "elements lie %d deep", n)
 	_, body = testkit.Get(t, server.URL+"/traces/"+string(circle))
 	for n := range 3 {
-		if count := strings.Count(body, fmt.Sprintf(`#panel">round_%d</a>`, n)); count != 1 {
-			t.Errorf("round_%d is there %d times", n, count)
-		}
+		count := strings.Count(body, fmt.Sprintf(`#panel">round_%d</a>`, n))
+		assert.Truef(t, count == 1, "round_%d is there %d times", n, count)
 	}
 }
 
@@ -396,37 +381,29 @@ func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
 	loads := 0
 	look := func() {
 		t.Helper()
-		if _, err := room.openTrace(t.Context(), &v); err != nil {
-			t.Fatal(err)
-		}
+		_, err := room.openTrace(t.Context(), &v)
+		require.NoError(t, err)
 		about, _ := v.About.(*tracedVisit)
-		if _, err := room.settled(t.Context(), about, "view", func(traceState) (any, bool, error) {
+		_, err = room.settled(t.Context(), about, "view", func(traceState) (any, bool, error) {
 			loads++
 			return loads,
 				false, nil
-		}); err != nil {
-			t.Fatal(err)
-		}
+		})
+		require.NoError(t, err)
 	}
 	look()
 	look()
-	if loads != 2 {
-		t.Fatalf("its child has not ended, but it was read %d times for two looks", loads)
-	}
+	require.Equal(t, 2, loads, "its child has not ended, but it was read", "times for two looks")
 	sql(t, pool, `update agent_executions set status = 'cancelled' where completed_at is null`, nil)
 	look()
 	look()
 	look()
-	if loads != 3 {
-		t.Fatalf("it was read %d times, not once more", loads)
-	}
+	require.Equal(t, 3, loads, "it was read", "times, not once more")
 	sql(t, pool, `insert into agent_activity (trace_id, kind, skill_name, finished_at)
 		values (@id, 'note', 'break_lane', clock_timestamp())`,
 		postgres.Strict{"id": string(id)})
 	look()
-	if loads != 4 {
-		t.Fatalf("a note came later, and it was not read again")
-	}
+	require.Equal(t, 4, loads, "a note came later, and it was not read again")
 }
 
 func TestBarsKeepTheirOrderOnTheScale(t *testing.T) {
@@ -444,18 +421,14 @@ func TestBarsKeepTheirOrderOnTheScale(t *testing.T) {
 	scale := newTraceScale(nodes)
 	scale.draw(nodes)
 	gaps := scale.gaps()
-	if len(gaps) != 1 || gaps[0].Word() != "2 d 23 h" && gaps[0].Word() != "3 d" {
-		t.Fatalf("gaps are %+v", gaps)
-	}
+	require.Truef(t, len(gaps) == 1 && (gaps[0].Word() == "2 d 23 h" || gaps[0].Word() == "3 d"), "gaps are %+v", gaps)
 	before := -1.0
 	for _, moment := range []time.Duration{
 		0, time.Second, 2 * time.Second, 4 * time.Second, 30 * time.Hour,
 		72 * time.Hour, 72*time.Hour + 4*time.Second,
 	} {
 		x := scale.place(*at(moment))
-		if x <= before || x > 100 {
-			t.Errorf("%s is at %f, after %f", moment, x, before)
-		}
+		assert.Truef(t, x > before && x <= 100, "%s is at %f, after %f", moment, x, before)
 		before = x
 	}
 	if two, four := scale.place(*at(2 * time.Second)), scale.place(*at(4 * time.Second)); four-two < 15 {
@@ -488,10 +461,7 @@ func TestAModelCallShowsItsPrompt(t *testing.T) {
 	body := shows(t, server.URL+"/traces/"+trace+"?span="+call+"&tab=prompt")
 	assert.Contains(t, body, "<summary>tools", "A part that is no longer kept",
 		`<details id="part-0" class="bubble bubble-user" open>`, `<p class="bubble-text">Is &lt;b&gt;it&lt;/b&gt; so?</p>`)
-	if strings.Index(body, "<summary>tools") < strings.Index(body, "Is &lt;b&gt;it") {
-		t.Error("the tools come before the messages")
-	}
-	if len(body) > 300_000 || strings.Contains(body, "é<b>") {
-		t.Errorf("the page has %d bytes", len(body))
-	}
+	assert.True(t, strings.Index(body, "<summary>tools") >= strings.Index(body, "Is &lt;b&gt;it"),
+		"the tools come before the messages")
+	assert.Truef(t, len(body) <= 300_000 && !strings.Contains(body, "é<b>"), "the page has %d bytes", len(body))
 }

@@ -115,9 +115,8 @@ func within(t *testing.T, p *browser.Page, limit time.Duration, what, condition 
 	}
 	began := time.Now()
 	p.Until(what, condition)
-	if took := time.Since(began); took > limit {
-		t.Errorf("%s: it took %s, at most %s is allowed", what, took, limit)
-	}
+	took := time.Since(began)
+	assert.Truef(t, took <= limit, "%s: it took %s, at most %s is allowed", what, took, limit)
 }
 
 // F7: a page without its server says so, and its clocks stand.
@@ -136,12 +135,9 @@ func TestADeadServerIsShownAndItsReturnToo(t *testing.T) {
 		return text
 	}
 	before := frozen()
-	if !strings.Contains(before, " s") {
-		t.Errorf("no clock runs on the page: %q", before)
-	}
-	if faults := p.Inaccessible(); len(faults) > 0 {
-		t.Errorf("not accessible:\n%s", strings.Join(faults, "\n"))
-	}
+	assert.Truef(t, strings.Contains(before, " s"), "no clock runs on the page: %q", before)
+	faults := p.Inaccessible()
+	assert.Truef(t, len(faults) == 0, "not accessible:\n%s", strings.Join(faults, "\n"))
 	time.Sleep(3 * time.Second)
 	assert.Equal(t, before, frozen())
 	asked(t, pool, "pending", `{"amount": 5}`, 5)
@@ -242,9 +238,8 @@ func TestOnlyTimeZonesAreReadFromTheCookie(t *testing.T) {
 		r, err := http.NewRequest(http.MethodGet, "http://room.example/", nil)
 		require.NoError(t, err)
 		r.AddCookie(&http.Cookie{Name: zoneCookie, Value: value})
-		if got := zoneOf(r).String(); got != want {
-			t.Errorf("zone %.40q is read as %s, want %s", value, got, want)
-		}
+		got := zoneOf(r).String()
+		assert.Truef(t, got == want, "zone %.40q is read as %s, want %s", value, got, want)
 	}
 }
 
@@ -330,32 +325,26 @@ func TestPagesAreCompressedAndFilesAreCached(t *testing.T) {
 		require.NoError(t, err)
 		whole, err := io.ReadAll(reader)
 		require.NoError(t, err)
-		if len(packed) > 100_000 || len(packed)*3 > len(whole)*2 {
-			t.Errorf("%s: %d bytes are sent for %d", path, len(packed), len(whole))
-		}
+		assert.Truef(t, len(packed) <= 100_000 && len(packed)*3 <= len(whole)*2,
+			"%s: %d bytes are sent for %d", path, len(packed), len(whole))
 	}
 	_, page := get("/", "", "")
 	files := regexp.MustCompile(`"(/assets/[^"]+\?v=[^"]+)"`).FindAllStringSubmatch(string(page), -1)
-	if len(files) < 6 {
-		t.Fatalf("the page names %d files", len(files))
-	}
+	require.Truef(t, len(files) >= 6, "the page names %d files", len(files))
 	for _, f := range files {
 		resp, _ := get(f[1], "gzip", "")
 		if resp.Header.Get("Cache-Control") != "public, max-age=31536000, immutable" {
 			t.Errorf("%s: Cache-Control %q", f[1], resp.Header.Get("Cache-Control"))
 		}
-		if again, _ := get(f[1], "gzip", resp.Header.Get("ETag")); again.StatusCode != http.StatusNotModified {
-			t.Errorf("%s is sent again: %s", f[1], again.Status)
-		}
+		again, _ := get(f[1], "gzip", resp.Header.Get("ETag"))
+		assert.Truef(t, again.StatusCode == http.StatusNotModified, "%s is sent again: %s", f[1], again.Status)
 	}
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/")
 	p.Go(server.URL + "/lanes")
 	var loaded []string
 	p.Eval(`performance.getEntriesByType("resource").filter((e) => e.name.includes("/assets/") && e.transferSize > 0).map((e) => e.name)`, &loaded)
-	if len(loaded) > 0 {
-		t.Errorf("the second page loads %q again", loaded)
-	}
+	assert.Truef(t, len(loaded) == 0, "the second page loads %q again", loaded)
 }
 
 // F14: a planned moment that has passed is due, and does not lie in the past.
@@ -458,8 +447,7 @@ func TestOddPhrasesDoNotReturn(t *testing.T) {
 	for _, f := range files {
 		text, err := templateFiles.ReadFile("templates/" + f.Name())
 		require.NoError(t, err)
-		if found := odd.FindString(string(text)); found != "" {
-			t.Errorf("%s says %q", f.Name(), found)
-		}
+		found := odd.FindString(string(text))
+		assert.Truef(t, found == "", "%s says %q", f.Name(), found)
 	}
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -71,9 +72,8 @@ func TestAnExpectationIsMetOrSaysWhyNot(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := strings.Join(evals.Judge(evals.Case{Expect: []evals.Expectation{tc.expect}}, seen()), "; ")
-			if tc.why == "" && got != "" || !strings.Contains(got, tc.why) {
-				t.Errorf("the reason is %q, want %q", got, tc.why)
-			}
+			assert.Truef(t, (tc.why != "" || got == "") && strings.Contains(got, tc.why),
+				"the reason is %q, want %q", got, tc.why)
 		})
 	}
 }
@@ -105,9 +105,7 @@ func TestAWrongSuiteSaysWhere(t *testing.T) {
 		"cases[0].expect[4].answer.expr: ", "cases[0].expect[5].within: ", "cases[0].expect[6].answer.schema: ",
 		"cases[1].name: ", "cases[1].messages: ", "cases[1].expect: ",
 	} {
-		if err == nil || !strings.Contains("\n"+err.Error(), "\n"+want) {
-			t.Errorf("nothing is said of %s", want)
-		}
+		assert.Truef(t, err != nil && strings.Contains("\n"+err.Error(), "\n"+want), "nothing is said of %s", want)
 	}
 }
 
@@ -135,12 +133,8 @@ func TestACaseOfATraceIsSelfContainedAndRedacted(t *testing.T) {
 	want := `{"name":"from ch_01JD3V7K8ZQ6W2M5T9X4C1B0AE","from":"ch_01JD3V7K8ZQ6W2M5T9X4C1B0AE","now":"0001-01-01T00:00:00Z",` +
 		`"messages":[{"user":"Where is 7?"}],"skills":{"check_order":[{"when":{"order":7},"returns":{"due":false}},` +
 		`{"when":{"order":8},"error":"down","class":"timeout"}]},"expect":[{"in_order":["check_order","check_order"]}]}`
-	if string(text) != want {
-		t.Errorf("the case is\n%s, want\n%s", text, want)
-	}
-	if err := evals.Validate(evals.Definition{Name: "a", Cases: []evals.Case{got}}); err != nil {
-		t.Errorf("the case is not valid: %v", err)
-	}
+	assert.Truef(t, string(text) == want, "the case is\n%s, want\n%s", text, want)
+	assert.NoError(t, evals.Validate(evals.Definition{Name: "a", Cases: []evals.Case{got}}), "the case is not valid")
 }
 
 // A judge must agree with people, and be wrong neither way too often, by the bounds of the intervals.
@@ -168,11 +162,9 @@ func TestAJudgeIsCalibratedByTheBoundsOfItsErrors(t *testing.T) {
 		{verdicts(90, 2, 10, 2), "it may pass as much as 0.51 of what people fail"},
 	} {
 		got := evals.NewCalibration(len(c.verdicts), c.verdicts)
-		if got.Why != c.why || got.Calibrated != (c.why == "") {
-			t.Errorf("%d verdicts: %+v, want %q", len(c.verdicts), got, c.why)
-		}
+		assert.Truef(t, got.Why == c.why && got.Calibrated == (c.why == ""),
+			"%d verdicts: %+v, want %q", len(c.verdicts), got, c.why)
 	}
-	if got := evals.NewCalibration(40, verdicts(14, 0, 15, 0)); got.Why != "it judged 29 labelled answers, less than 30" {
-		t.Errorf("too few verdicts: %+v", got)
-	}
+	got := evals.NewCalibration(40, verdicts(14, 0, 15, 0))
+	assert.Truef(t, got.Why == "it judged 29 labelled answers, less than 30", "too few verdicts: %+v", got)
 }

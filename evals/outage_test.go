@@ -23,28 +23,22 @@ func TestACaseOfAnOutageAsksWhatTheAgentDoesThen(t *testing.T) {
 	require.NoError(t, err)
 	broken := []evals.Stub{{Error: "no answer", Class: "timeout"}}
 	assert.NoDiff(t, broken, asked.Skills["track"])
-	if asked.Name != "track fails: timeout" || asked.Messages[0].User != "Where is 7?" ||
-		len(asked.Skills["lookup"]) != 1 {
-		t.Errorf("case %+v", asked)
-	}
+	assert.Truef(t, asked.Name == "track fails: timeout" && asked.Messages[0].User == "Where is 7?" &&
+		len(asked.Skills["lookup"]) == 1, "case %+v", asked)
 	story.Activities = story.Activities[1:]
 	direct, err := evals.FromOutage("track", failure, story, "mine")
 	require.NoError(t, err)
-	if direct.Name != "mine" || direct.Messages[0].User != `Call track with {"order": 7} and say what came of it.` {
-		t.Errorf("case %+v", direct)
-	}
+	assert.Truef(t, direct.Name == "mine" &&
+		direct.Messages[0].User == `Call track with {"order": 7} and say what came of it.`, "case %+v", direct)
 	assert.NoDiff(t, broken, direct.Skills["track"])
 
 	d := evals.Definition{Name: evals.OutageSuite, Cases: []evals.Case{asked, direct}}
 	require.NoError(t, evals.Validate(d))
-	if len(d.Outages("track")) != 2 || len(d.Outages("lookup")) != 0 {
-		t.Error("the cases of a skill are those in which it fails")
-	}
+	assert.True(t, len(d.Outages("track")) == 2 && len(d.Outages("lookup")) == 0,
+		"the cases of a skill are those in which it fails")
 	call := evals.Call{Skill: "track", Args: json.RawMessage(`{}`)}
-	if why := evals.Judge(asked, evals.Observed{Calls: []evals.Call{call, call, call}}); len(why) > 0 {
-		t.Errorf("three calls: %v", why)
-	}
-	if why := evals.Judge(asked, evals.Observed{Calls: []evals.Call{call, call, call, call}}); len(why) != 1 {
-		t.Errorf("four calls: %v", why)
-	}
+	why := evals.Judge(asked, evals.Observed{Calls: []evals.Call{call, call, call}})
+	assert.Truef(t, len(why) == 0, "three calls: %v", why)
+	why = evals.Judge(asked, evals.Observed{Calls: []evals.Call{call, call, call, call}})
+	assert.Truef(t, len(why) == 1, "four calls: %v", why)
 }

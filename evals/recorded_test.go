@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 // Arguments are those of the recorded call despite letter case, spacing and null members, and nothing else.
@@ -26,9 +27,8 @@ func TestACallMatchesTheRecordedOne(t *testing.T) {
 	} {
 		skill := strings.Replace(c.skill, "other", "s", 1)
 		turn := evals.Recorded{Calls: []evals.RecordedCall{{Skill: skill, Args: json.RawMessage(c.recorded)}}}
-		if _, ok := turn.Match(c.skill, json.RawMessage(c.args), 0); ok != c.want {
-			t.Errorf("%s %s matches %s: %v", c.skill, c.args, c.recorded, ok)
-		}
+		_, ok := turn.Match(c.skill, json.RawMessage(c.args), 0)
+		assert.Truef(t, ok == c.want, "%s %s matches %s: %v", c.skill, c.args, c.recorded, ok)
 	}
 }
 
@@ -54,9 +54,8 @@ func TestATrialFollowsItsTurnOrSaysWhyNot(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := strings.Join(turn.Follows(c.calls), "; ")
-			if !strings.HasPrefix(got, c.want) || (c.want == "") != (got == "") {
-				t.Errorf("the reason is %q, want %q", got, c.want)
-			}
+			assert.Truef(t, strings.HasPrefix(got, c.want) && (c.want == "") == (got == ""),
+				"the reason is %q, want %q", got, c.want)
 		})
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -30,7 +31,6 @@ func TestAShadowReadsOnlyTheExecutionsOfItsTime(t *testing.T) {
 	read := pgtest.Value[int](t, tx, `
 		select (seq_tup_read + coalesce(idx_tup_fetch, 0))::int from pg_stat_xact_user_tables
 		 where relname = 'agent_executions'`)
-	if sample.Size != 0 || read > 100 {
-		t.Errorf("the poll read %d of 5000 older executions, and found %d", read, sample.Size)
-	}
+	assert.Truef(t, sample.Size == 0 && read <= 100,
+		"the poll read %d of 5000 older executions, and found %d", read, sample.Size)
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/examples"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -64,18 +65,15 @@ func (c caller) try(name, args string) (result, error) {
 func (c caller) call(name, args string) result {
 	c.t.Helper()
 	r, err := c.try(name, args)
-	if err != nil {
-		c.t.Fatalf("call %s: %v", name, err)
-	}
+	require.NoError(c.t, err, "call", name)
 	return r
 }
 
 func (c caller) exec(statements ...string) {
 	c.t.Helper()
 	for _, sql := range statements {
-		if _, err := c.pool.Exec(c.t.Context(), sql); err != nil {
-			c.t.Fatalf("%s: %v", sql, err)
-		}
+		_, err := c.pool.Exec(c.t.Context(), sql)
+		require.NoError(c.t, err, sql)
 	}
 }
 
@@ -120,9 +118,8 @@ func asRole(t *testing.T, pool *pgxpool.Pool) *pgxpool.Pool {
 func applied(t *testing.T) *pgxpool.Pool {
 	t.Helper()
 	pool := pgtest.DB(t)
-	if _, err := workspace.Apply(t.Context(), pool, caretaker(t), workspace.Options{}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := workspace.Apply(t.Context(), pool, caretaker(t), workspace.Options{})
+	require.NoError(t, err)
 	return pool
 }
 
@@ -159,16 +156,13 @@ func TestEverySkillRuns(t *testing.T) {
 func TestTheBrokenSkillFailsAsItSays(t *testing.T) {
 	_, err := newCaller(t, applied(t)).try(broken, `{}`)
 	failure, ok := errors.AsType[*skills.CallError](err)
-	if !ok || failure.Class != skills.ClassSQL {
-		t.Errorf("error is %v", err)
-	}
+	assert.Truef(t, ok && failure.Class == skills.ClassSQL, "error is %v", err)
 }
 
 func TestNoSkillCanWrite(t *testing.T) {
 	for _, d := range caretaker(t).Skills {
-		if d.Definition.Handler != "sql:" || !d.Definition.Idempotent {
-			t.Errorf("%s is not a query that may be repeated", d.Definition.Name)
-		}
+		assert.Truef(t, d.Definition.Handler == "sql:" && d.Definition.Idempotent,
+			"%s is not a query that may be repeated", d.Definition.Name)
 	}
 }
 
@@ -182,12 +176,10 @@ func TestTableSizesAreInTheOrderAskedFor(t *testing.T) {
 		return c.call("table_sizes", `{"order_by": "rows_added", "limit": 1}`).Rows[0]["table"] == "public.many"
 	}, "the table with most rows comes first")
 	first := c.call("table_sizes", `{"limit": 1}`).Rows[0]
-	if first["table"] != "public.wide" || first["bytes"].(float64) < 3_000_000 {
-		t.Errorf("the largest table is %v", first)
-	}
-	if _, err := c.try("table_sizes", `{"order_by": "name"}`); !errors.As(err, new(*skills.InvalidParams)) {
-		t.Errorf("error is %v", err)
-	}
+	assert.Truef(t, first["table"] == "public.wide" && first["bytes"].(float64) >= 3_000_000,
+		"the largest table is %v", first)
+	_, err := c.try("table_sizes", `{"order_by": "name"}`)
+	assert.Truef(t, errors.As(err, new(*skills.InvalidParams)), "error is %v", err)
 }
 
 func TestCompareSizesTakesWhatWasRememberedOrMeasured(t *testing.T) {
@@ -228,10 +220,8 @@ func TestCompareSizesTakesWhatWasRememberedOrMeasured(t *testing.T) {
 			caller.exec(`delete from agent_memory`, `delete from agent_automation_runs`)
 			caller.exec(c.statements...)
 			row := caller.call("compare_sizes", `{"limit": 500}`).find(t, "table", "public.t")
-			if row["bytes_before"] != c.before || row["bytes_now"] != 8192.0 ||
-				(row["compared_with"] == nil) != (c.before == nil) {
-				t.Errorf("row is %v, not %v before", row, c.before)
-			}
+			assert.Truef(t, row["bytes_before"] == c.before && row["bytes_now"] == 8192.0 &&
+				(row["compared_with"] == nil) == (c.before == nil), "row is %v, not %v before", row, c.before)
 		})
 	}
 }
@@ -239,9 +229,8 @@ func TestCompareSizesTakesWhatWasRememberedOrMeasured(t *testing.T) {
 func TestCompareSizesShowsTablesThatAreGone(t *testing.T) {
 	c := newCaller(t, applied(t))
 	c.exec(`insert into agent_memory (category, key, value) values ('sizes', 'k', '{"public.lost": 5}')`)
-	if row := c.call("compare_sizes", `{"limit": 500}`).find(t, "table", "public.lost"); row["verdict"] != "gone" {
-		t.Errorf("row is %v", row)
-	}
+	row := c.call("compare_sizes", `{"limit": 500}`).find(t, "table", "public.lost")
+	assert.Truef(t, row["verdict"] == "gone", "row is %v", row)
 }
 
 func TestUnusedIndexesLeaveConstraintsAlone(t *testing.T) {
@@ -256,9 +245,7 @@ func TestUnusedIndexesLeaveConstraintsAlone(t *testing.T) {
 			names = append(names, row["index"])
 		}
 	}
-	if len(names) != 1 || names[0] != "public.unused" {
-		t.Errorf("unused are %v", names)
-	}
+	assert.Truef(t, len(names) == 1 && names[0] == "public.unused", "unused are %v", names)
 }
 
 func TestDeadRowsAreCounted(t *testing.T) {
@@ -279,10 +266,8 @@ func TestLongRunningNamesWhoBlocks(t *testing.T) {
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `select 'held open'`)
 	found := c.call("long_running", `{"min_seconds": 0}`)
-	if row := found.find(t, "state", "idle in transaction"); row["query"] != "select 'held open'" {
-		t.Errorf("row is %v", row)
-	}
-	if found := c.call("long_running", `{}`); found.RowCount != 0 {
-		t.Errorf("a transaction of less than a minute is long: %v", found.Rows)
-	}
+	row := found.find(t, "state", "idle in transaction")
+	assert.Truef(t, row["query"] == "select 'held open'", "row is %v", row)
+	found = c.call("long_running", `{}`)
+	assert.Truef(t, found.RowCount == 0, "a transaction of less than a minute is long: %v", found.Rows)
 }

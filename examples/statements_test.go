@@ -5,6 +5,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -25,9 +26,8 @@ func withStatements(t *testing.T) (*pgxpool.Pool, string) {
 		t.Skip("this server does not offer pg_stat_statements, or has loaded it itself")
 	}
 	newCaller(t, pool).exec(`create schema "My Stats"`, `create extension pg_stat_statements schema "My Stats"`)
-	if _, err := workspace.Apply(t.Context(), pool, caretaker(t), workspace.Options{}); err != nil {
-		t.Fatal(err)
-	}
+	_, err = workspace.Apply(t.Context(), pool, caretaker(t), workspace.Options{})
+	require.NoError(t, err)
 	return pool, url
 }
 
@@ -58,10 +58,8 @@ func TestSlowQueriesReadTheExtensionWhereItIsLoaded(t *testing.T) {
 	found := newCaller(t, loaded(t, pool, url)).call("slow_queries", `{}`)
 	require.Equal(t, 1, found.RowCount, found.Rows)
 	row := found.Rows[0]
-	if row["source"] != "pg_stat_statements" || row["query"] != "select ' <ä> &' " || row["calls"] != 7.0 ||
-		row["rows"] != 8.0 || row["total_ms"] != 70.3 || row["mean_ms"] != 10.0 {
-		t.Errorf("row is %v", row)
-	}
+	assert.Truef(t, row["source"] == "pg_stat_statements" && row["query"] == "select ' <ä> &' " && row["calls"] == 7.0 &&
+		row["rows"] == 8.0 && row["total_ms"] == 70.3 && row["mean_ms"] == 10.0, "row is %v", row)
 }
 
 func TestSlowQueriesFallBackWhereTheExtensionIsNotLoaded(t *testing.T) {

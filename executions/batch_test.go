@@ -88,10 +88,9 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	server.Start()
 	pool = open()
 	p = prepare(t, pool, p.flows, lease)
-	if x, err := p.RunClaimed(t.Context(), lost[0]); !errors.Is(err, executions.ErrNotFound) ||
-		!strings.Contains(err.Error(), "database crash") {
-		t.Errorf("a run whose start is lost: %v, %v", x.Status, err)
-	}
+	x, err := p.RunClaimed(t.Context(), lost[0])
+	assert.Truef(t, errors.Is(err, executions.ErrNotFound) && strings.Contains(err.Error(), "database crash"),
+		"a run whose start is lost: %v, %v", x.Status, err)
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `
 		select (select count(*) from agent_executions where id <> @id::uuid) + (select count(*) from agent_events
 		  where execution_id <> @id::uuid)
@@ -167,11 +166,10 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
-	if _, err := pool.Exec(ctx, `
+	_, err = pool.Exec(ctx, `
 		select from lanekeeper.complete_agent_executions(array[$1, $2]::uuid[], '{1,1}',
-		  '[{"status": "completed"}, {"status": "completed"}]')`, min(got[0].ID, got[1].ID), max(got[0].ID, got[1].ID)); err == nil {
-		t.Error("ends did not wait for the standby")
-	}
+		  '[{"status": "completed"}, {"status": "completed"}]')`, min(got[0].ID, got[1].ID), max(got[0].ID, got[1].ID))
+	assert.Error(t, err, "ends did not wait for the standby")
 	// The lease has ended without the process knowing it. The answer says that the executions are queued.
 	pgtest.Exec(t, pool, `with c as (select set_config('synchronous_commit', 'local', true)) update agent_workers
 		set expires_at = clock_timestamp() from c`)
@@ -297,10 +295,9 @@ func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 			}
 			pgtest.Exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
 			before := dump(t, pool, ids[0]) + dump(t, pool, ids[1])
-			if _, err := pool.Exec(t.Context(), sql, postgres.Strict{"ids": ids, "claims": claims}); !postgres.IsCode(err,
-				"23505") {
-				t.Errorf("the batch: %v", err)
-			}
+			_, err := pool.Exec(t.Context(), sql, postgres.Strict{"ids": ids, "claims": claims})
+			assert.Truef(t, postgres.IsCode(err,
+				"23505"), "the batch: %v", err)
 			assert.Equal(t, before, dump(t, pool, ids[0])+dump(t, pool, ids[1]))
 		})
 	}
@@ -318,9 +315,7 @@ func TestAClaimIsNotTakenUnderAFencedWrite(t *testing.T) {
 	_, err := pool.Exec(t.Context(), `
 		with briefly as materialized (select set_config('lock_timeout', '100ms', true))
 		update agent_executions x set claim = x.claim + 1 from briefly where x.id = @id`, postgres.Strict{"id": id})
-	if !postgres.IsCode(err, "55P03") {
-		t.Errorf("the claim was taken: %v", err)
-	}
+	assert.Truef(t, postgres.IsCode(err, "55P03"), "the claim was taken: %v", err)
 }
 
 // A stale claim is distinguished from its neighbour in the batch order, also where no row is locked.
@@ -364,10 +359,9 @@ func TestABatchLeavesOutStaleClaims(t *testing.T) {
 					got = completeAll(t, pool, ids, claims, []*string{new("last"), new("last")}, "completed")
 				} else {
 					var err error
-					if got, err = checkpointAll(t.Context(), pool, ids, claims, []string{"step", "step"},
-						make([]*string, 2)); err != nil {
-						t.Fatal(err)
-					}
+					got, err = checkpointAll(t.Context(), pool, ids, claims, []string{"step", "step"},
+						make([]*string, 2))
+					require.NoError(t, err)
 				}
 				if after := dump(t, pool, ids[1]); got != want || (after == before) == (name == "live") {
 					t.Errorf("%s were written:\nbefore %s\nafter  %s", got, before, after)
@@ -452,28 +446,23 @@ func TestACompletionAndItsLastStepAreAtomic(t *testing.T) {
 				select coalesce(string_agg(step || fingerprint || failed || output, ' '), '') from agent_checkpoints
 				 where execution_id = @id and claim = 1`, postgres.Strict{"id": ids[i]})
 			want := map[string]string{"live": `lastprintfalse3`, "twice": `lastprintfalse3`}[name]
-			if x.Status != executions.Completed || x.ResultSummary != "said" || string(x.Result) != `{"v": 1}` ||
-				string(x.Variables) != `{"x": 2}` || step != want {
-				t.Errorf("%s: %s, %q, %s, %s, step %s", name, x.Status, x.ResultSummary, x.Result, x.Variables, step)
-			}
+			assert.Truef(t, x.Status == executions.Completed && x.ResultSummary == "said" && string(x.Result) == `{"v": 1}` &&
+				string(x.Variables) == `{"x": 2}` && step == want, "%s: %s, %q, %s, %s, step %s", name, x.Status, x.ResultSummary,
+				x.Result, x.Variables, step)
 			assert.Equal(t, 1, completions(t, pool, ids[i]), name)
 		default:
 			assert.Equal(t, before[i], dump(t, pool, ids[i]), name)
 		}
 	}
-	if young := pgtest.Value[bool](t, pool, `
+	assert.True(t, !pgtest.Value[bool](t, pool, `
 		select bool_or(c.created_at > x.completed_at) from agent_checkpoints c
-		  join agent_executions x on x.id = c.execution_id`); young {
-		t.Error("a step is younger than the end of its execution")
-	}
+		  join agent_executions x on x.id = c.execution_id`), "a step is younger than the end of its execution")
 	for _, status := range []string{"waiting", "cancelled", "running"} {
 		_, err := pool.Exec(t.Context(), `
 			select lanekeeper.complete_agent_executions('{}', '{}',
 			  jsonb_build_array('{"status": "completed"}'::jsonb, jsonb_build_object('status', @status::text)))`,
 			postgres.Strict{"status": status})
-		if !postgres.IsCode(err, "22023") {
-			t.Errorf("an end as %s: %v", status, err)
-		}
+		assert.Truef(t, postgres.IsCode(err, "22023"), "an end as %s: %v", status, err)
 	}
 }
 
@@ -642,9 +631,8 @@ func TestBatchedCompletionsHaveAllConsequences(t *testing.T) {
 					postgres.Strict{"id": alone, "status": status})
 				require.Equal(t, strings.Join(ended, " "), completeAll(t, pool, l.ids, claims, nil, status))
 				for how, id := range map[string]string{"by itself": alone, "in a batch": l.ids[l.at]} {
-					if !pgtest.Value[bool](t, pool, c.follows, postgres.Strict{"id": id}) {
-						t.Errorf("it does not follow an end %s", how)
-					}
+					assert.Truef(t, pgtest.Value[bool](t, pool, c.follows, postgres.Strict{"id": id}),
+						"it does not follow an end %s", how)
 				}
 				for _, id := range append([]string{alone}, l.ids...) {
 					assert.Equal(t, 1, completions(t, pool, id))
@@ -704,9 +692,8 @@ func TestACompletionBatchAnnouncesFreedSlots(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), timeout)
 		heard, err := conn.WaitForNotification(ctx)
 		cancel()
-		if err != nil || (limited == "flow") != (heard.Payload == "") {
-			t.Errorf("with a limit of %s: heard %+v, %v", limited, heard, err)
-		}
+		assert.Truef(t, err == nil && (limited == "flow") == (heard.Payload == ""),
+			"with a limit of %s: heard %+v, %v", limited, heard, err)
 	}
 }
 
@@ -724,9 +711,7 @@ func TestACompletionBatchKeepsTheInvariants(t *testing.T) {
 	assert.Equal(t, 1, completions(t, tx, next))
 	_, err := tx.Exec(t.Context(), `insert into agent_checkpoints (execution_id, step, claim) values (@id, 'late', 1)`,
 		postgres.Strict{"id": ended})
-	if !postgres.IsCode(err, "LK001") {
-		t.Errorf("a step after the end: %v", err)
-	}
+	assert.Truef(t, postgres.IsCode(err, "LK001"), "a step after the end: %v", err)
 }
 
 // A plan that was made when the tables were small serves when they have grown: what a batch reads depends on its
@@ -774,7 +759,6 @@ func TestBatchReadsDoNotGrowWithTheTables(t *testing.T) {
 	} {
 		pgtest.Exec(t, tx, grow)
 	}
-	if large := batch(); large > small+20 {
-		t.Errorf("three executions read %d rows, and %d when the tables had grown", small, large)
-	}
+	large := batch()
+	assert.Truef(t, large <= small+20, "three executions read %d rows, and %d when the tables had grown", small, large)
 }

@@ -158,9 +158,8 @@ func TestAnIdempotentCallIsRepeatedUnderTheSameKey(t *testing.T) {
 	got, log, keys := interrupted(t, true)
 	want := []row{{"pay", "pay", "call", "unknown", "interrupted", ""}, {"pay", "pay", "call", "success", "", `"second"`}}
 	assert.NoDiff(t, want, log)
-	if len(keys) != 2 || keys[0] != keys[1] || string(got.Result) != `"second"` {
-		t.Errorf("keys %q, result %s", keys, got.Result)
-	}
+	assert.Truef(t, len(keys) == 2 && keys[0] == keys[1] && string(got.Result) == `"second"`,
+		"keys %q, result %s", keys, got.Result)
 }
 
 func TestACallThatIsNotIdempotentEndsUnknown(t *testing.T) {
@@ -168,9 +167,7 @@ func TestACallThatIsNotIdempotentEndsUnknown(t *testing.T) {
 	got, log, keys := interrupted(t, false)
 	want := []row{{"pay", "pay", "call", "unknown", "interrupted", ""}}
 	assert.NoDiff(t, want, log)
-	if len(keys) != 1 || string(got.Result) != `"told: unknown"` {
-		t.Errorf("keys %q, result %s", keys, got.Result)
-	}
+	assert.Truef(t, len(keys) == 1 && string(got.Result) == `"told: unknown"`, "keys %q, result %s", keys, got.Result)
 }
 
 func TestEachStepOfEachExecutionHasItsOwnKey(t *testing.T) {
@@ -286,9 +283,8 @@ func TestAStaleWorkerChangesNothingAndItsResultIsKept(t *testing.T) {
 				t.Errorf("the stale end changed the execution (-before +after):\n%s", diff)
 			}
 			now, err := executions.Checkpoints(t.Context(), pool, id)
-			if diff := cmp.Diff(points, now); diff != "" || err != nil {
-				t.Errorf("the stale checkpoint counted %v (-before +after):\n%s", err, diff)
-			}
+			diff := cmp.Diff(points, now)
+			assert.Truef(t, diff == "" && err == nil, "the stale checkpoint counted %v (-before +after):\n%s", err, diff)
 			assert.NoDiff(t, append(kept, c.note), rows(t, pool, id))
 			assert.Equal(t, 1, completions(t, pool, id))
 		})
@@ -350,9 +346,8 @@ func TestACallBesideAWaitIsNotRepeated(t *testing.T) {
 		require.NoError(t, err)
 	}
 	until(t, pool, id, executions.Completed)
-	if calls.Load() != 1 || class.Load() != executions.ClassUnknown {
-		t.Errorf("called %d times, and the call ended %v", calls.Load(), class.Load())
-	}
+	assert.Truef(t, calls.Load() == 1 && class.Load() == executions.ClassUnknown,
+		"called %d times, and the call ended %v", calls.Load(), class.Load())
 }
 
 // A connection that breaks in a step is no result of it, also when another branch has come to further steps meanwhile.
@@ -386,9 +381,8 @@ func TestABrokenConnectionBesideAnotherBranchIsRetried(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).Status.Ended() }, "it ends")
-	if got := get(t, pool, id); got.Status != executions.Completed || tries.Load() != 2 {
-		t.Errorf("%s after %d tries", got.Status, tries.Load())
-	}
+	got := get(t, pool, id)
+	assert.Truef(t, got.Status == executions.Completed && tries.Load() == 2, "%s after %d tries", got.Status, tries.Load())
 }
 
 // Whoever waits is called again from the top, which neither a transaction nor a call that must not be repeated can be.
@@ -419,10 +413,8 @@ func TestWaitsAreRejectedInUnrepeatableSteps(t *testing.T) {
 			for _, err := range failed {
 				assert.ErrorContains(t, err, "not allowed within")
 			}
-			if n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`); n != 1 ||
-				got.Status != executions.Completed {
-				t.Errorf("%d executions, and the status is %s", n, got.Status)
-			}
+			n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`)
+			assert.Truef(t, n == 1 && got.Status == executions.Completed, "%d executions, and the status is %s", n, got.Status)
 		})
 	}
 }
@@ -473,9 +465,8 @@ func TestARunStartedInAStepHasItsOwnKeys(t *testing.T) {
 		},
 	})
 	outer, err := p.RunSync(t.Context(), executions.Spec{Flow: "outer", Surface: trace.Flow})
-	if err != nil || outer.Status != executions.Completed {
-		t.Fatalf("%s, %v, %v", outer.Status, outer.ErrorMessage, err)
-	}
+	require.Truef(t, err == nil && outer.Status == executions.Completed,
+		"%s, %v, %v", outer.Status, outer.ErrorMessage, err)
 	var id string
 	require.NoError(t, json.Unmarshal(outer.Result, &id))
 	var inner executions.Execution
@@ -483,9 +474,8 @@ func TestARunStartedInAStepHasItsOwnKeys(t *testing.T) {
 		inner, err = executions.Get(t.Context(), pool, id)
 		return err == nil && inner.Status.Ended()
 	}, "the inner run ends")
-	if inner.Status != executions.Completed || string(inner.Result) != "1" || effects.Load() != 1 {
-		t.Errorf("%s with %s, %v, after %d effects", inner.Status, inner.Result, inner.ErrorMessage, effects.Load())
-	}
+	assert.Truef(t, inner.Status == executions.Completed && string(inner.Result) == "1" && effects.Load() == 1,
+		"%s with %s, %v, after %d effects", inner.Status, inner.Result, inner.ErrorMessage, effects.Load())
 }
 
 func TestTransactionsLeaveAConnectionForInnerSteps(t *testing.T) {
@@ -568,10 +558,8 @@ func TestPanickingMethodsOfResultsFailTheStep(t *testing.T) {
 	p := start(t, pool, flows)
 	for name := range flows {
 		got, err := p.RunSync(t.Context(), executions.Spec{Flow: name, Surface: trace.Flow})
-		if err != nil || got.Status != executions.Failed || got.ErrorMessage == nil ||
-			!strings.Contains(*got.ErrorMessage, "panic") {
-			t.Errorf("%s: %s, %v, %v", name, got.Status, got.ErrorMessage, err)
-		}
+		assert.Truef(t, err == nil && got.Status == executions.Failed && got.ErrorMessage != nil &&
+			strings.Contains(*got.ErrorMessage, "panic"), "%s: %s, %v, %v", name, got.Status, got.ErrorMessage, err)
 		assert.Equal(t, strings.Contains(name, " of a "),
 			got.FailedStep != nil && *got.FailedStep == "a", name, got.FailedStep)
 	}
@@ -626,14 +614,12 @@ func TestACostThatIsNoAmountIsAnError(t *testing.T) {
 		}
 		return said, nil
 	})
-	if said := string(got.Result); strings.Count(said, "cannot be recorded") != 3 ||
-		!strings.HasSuffix(said, `"<nil>"]`) || calls.Load() != 4 {
-		t.Errorf("%s %s after %d calls", got.Status, said, calls.Load())
-	}
-	if sums := pgtest.Value[string](t, pool, `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd)
-		from agent_activity`); sums != "error error error success 99999999.000000" {
-		t.Error(sums)
-	}
+	said := string(got.Result)
+	assert.Truef(t, strings.Count(said, "cannot be recorded") == 3 && strings.HasSuffix(said, `"<nil>"]`) &&
+		calls.Load() == 4, "%s %s after %d calls", got.Status, said, calls.Load())
+	sums := pgtest.Value[string](t, pool, `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd)
+		from agent_activity`)
+	assert.Equal(t, "error error error success 99999999.000000", sums)
 }
 
 func TestAResultThatCannotBeReadBackNamesItsType(t *testing.T) {
@@ -641,9 +627,8 @@ func TestAResultThatCannotBeReadBackNamesItsType(t *testing.T) {
 	got, _ := replayed(t, func(ctx context.Context, _ bool) (any, error) {
 		return executions.Step(ctx, "a", func(context.Context) (fmt.Stringer, error) { return time.Second, nil })
 	})
-	if got.ErrorMessage == nil || !strings.Contains(*got.ErrorMessage, "does not fit fmt.Stringer") {
-		t.Errorf("%s %v", got.Status, got.ErrorMessage)
-	}
+	assert.Truef(t, got.ErrorMessage != nil && strings.Contains(*got.ErrorMessage, "does not fit fmt.Stringer"),
+		"%s %v", got.Status, got.ErrorMessage)
 }
 
 // untilDone is a call, or a step, that continues until its context ends.
@@ -780,10 +765,9 @@ func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
 				return nil, nil
 			})
 			const late = "late: timeout, context deadline exceeded"
-			if diff := cmp.Diff([]string{late, late}, seen); diff != "" || got.Status != executions.Completed ||
-				made.Load() != 0 {
-				t.Errorf("status %s, made %d times, errors (-want +got):\n%s", got.Status, made.Load(), diff)
-			}
+			diff := cmp.Diff([]string{late, late}, seen)
+			assert.Truef(t, diff == "" && got.Status == executions.Completed && made.Load() == 0,
+				"status %s, made %d times, errors (-want +got):\n%s", got.Status, made.Load(), diff)
 			assert.Equal(t, 0,
 				pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'`))
 		})
@@ -851,9 +835,8 @@ func testCallWithin(t *testing.T, name string) {
 		}))
 	}))
 	got := until(t, pool, p.begin(t, "flow"), executions.Completed)
-	if calls.Load() != 1 || tries.Load() != 2 || string(got.Result) != "1" {
-		t.Errorf("called %d times in %d tries, result %s", calls.Load(), tries.Load(), got.Result)
-	}
+	assert.Truef(t, calls.Load() == 1 && tries.Load() == 2 && string(got.Result) == "1",
+		"called %d times in %d tries, result %s", calls.Load(), tries.Load(), got.Result)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from effects`))
 }
 
@@ -875,9 +858,8 @@ func TestASnapshotIsOfItsOwnLoop(t *testing.T) {
 			})
 		return n, err
 	})
-	if steps.Load() != 1 || string(got.Result) != "1" {
-		t.Errorf("the step beside the loop ran %d times, result %s", steps.Load(), got.Result)
-	}
+	assert.Truef(t, steps.Load() == 1 && string(got.Result) == "1",
+		"the step beside the loop ran %d times, result %s", steps.Load(), got.Result)
 }
 
 // Keys of inner steps start with the key of their step, slashes included. So a phase covers its steps, a snapshot
@@ -913,7 +895,6 @@ func TestInnerStepsHaveTheKeyOfTheirStep(t *testing.T) {
 	}
 	steps := pgtest.Value[string](t, pool, `select string_agg(step, ' ' order by created_at) from agent_checkpoints`)
 	assert.Equal(t, "pha/before se/gate pha/se/in/ner pha/se lo/op", steps)
-	if replay, err := p.Replay(t.Context(), id); err != nil || !replay.Equal {
-		t.Errorf("the replay: %+v, %v", replay.Divergence, err)
-	}
+	replay, err := p.Replay(t.Context(), id)
+	assert.Truef(t, err == nil && replay.Equal, "the replay: %+v, %v", replay.Divergence, err)
 }

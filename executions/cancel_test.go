@@ -30,20 +30,17 @@ func TestCancelOfMissingAndEndedExecutions(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for _, id := range []string{"01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "nonsense", ""} {
-		if _, err := executions.Cancel(t.Context(), pool, id, "ana", ""); !errors.Is(err, executions.ErrNotFound) {
-			t.Errorf("cancel %q: %v", id, err)
-		}
-		if _, err := executions.Get(t.Context(), pool, id); !errors.Is(err, executions.ErrNotFound) {
-			t.Errorf("get %q: %v", id, err)
-		}
+		_, err := executions.Cancel(t.Context(), pool, id, "ana", "")
+		assert.ErrorIs(t, err, executions.ErrNotFound, "cancel", id)
+		_, err = executions.Get(t.Context(), pool, id)
+		assert.ErrorIs(t, err, executions.ErrNotFound, "get", id)
 	}
 	id := pending(t, pool)
 	n := mustClaim(t, pool, id, newWorker(t, pool))
 	pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
 		postgres.Strict{"id": id, "claim": n})
-	if status, err := executions.Cancel(t.Context(), pool, id, "ana", ""); err != nil || status != executions.Completed {
-		t.Errorf("cancel of a completed one: %s, %v", status, err)
-	}
+	status, err := executions.Cancel(t.Context(), pool, id, "ana", "")
+	assert.Truef(t, err == nil && status == executions.Completed, "cancel of a completed one: %s, %v", status, err)
 	assert.Equal(t, 1, completions(t, pool, id))
 }
 
@@ -146,12 +143,10 @@ func TestEveryEndReleasesLanesClosesRowsAndNotifiesOnce(t *testing.T) {
 			}))
 			id := p.begin(t, "flow")
 			until(t, pool, id, status)
-			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('thread:7')`) || open(t, pool) != 0 {
-				t.Error("the lane is held, or a row is open")
-			}
-			if log := rows(t, pool, id); len(log) != 1 || log[0].Status != "unknown" || log[0].Class != string(status) {
-				t.Errorf("activity %v", log)
-			}
+			assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('thread:7')`) && open(t, pool) == 0,
+				"the lane is held, or a row is open")
+			log := rows(t, pool, id)
+			assert.Truef(t, len(log) == 1 && log[0].Status == "unknown" && log[0].Class == string(status), "activity %v", log)
 			freed := pgtest.Value[string](t, pool, `
 				select string_agg(data->>'locks_released', ' ') from agent_events where event = 'AGENT_COMPLETED' and key = @id`,
 				postgres.Strict{"id": id})
@@ -192,12 +187,9 @@ func TestALaneFollowsItsExecution(t *testing.T) {
 	start(t, pool, p.flows, func(*executions.Options) {})
 	until(t, pool, id, executions.Completed)
 	second := testkit.Receive(t, tokens)
-	if second <= first {
-		t.Errorf("token %d after %d", second, first)
-	}
-	if pgtest.Value[bool](t, pool, `select is_agent_lock_held('objective:7')`) {
-		t.Error("the lane is held after the end")
-	}
+	assert.Truef(t, second > first, "token %d after %d", second, first)
+	assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('objective:7')`),
+		"the lane is held after the end")
 }
 
 func TestAnOldTokenIsRefusedAfterANewClaim(t *testing.T) {
@@ -228,12 +220,10 @@ func TestAnOldTokenIsRefusedAfterANewClaim(t *testing.T) {
 			postgres.Strict{"token": token})
 		return err
 	}
-	if err := fence(first); !postgres.IsCode(err, "LK001") {
-		t.Errorf("the old token: %v", err)
-	}
-	if err := fence(second); err != nil || second <= first {
-		t.Errorf("the new token %d after %d: %v", second, first, err)
-	}
+	err := fence(first)
+	assert.Truef(t, postgres.IsCode(err, "LK001"), "the old token: %v", err)
+	err = fence(second)
+	assert.Truef(t, err == nil && second > first, "the new token %d after %d: %v", second, first, err)
 	middle.open()
 	wait()
 	assert.NoError(t, fence(second), "the stale process freed the lane")
@@ -378,10 +368,8 @@ func TestACancelOfABlockedStepCompletesAtItsEnd(t *testing.T) {
 	status, err := p.Cancel(t.Context(), id, "ana", "enough")
 	assert.NoError(t, err)
 	assert.Equal(t, executions.Running, status)
-	if who, err := executions.CancelDetail(t.Context(), pool); err != nil ||
-		!strings.Contains(who, "idle in transaction") {
-		t.Errorf("in the way: %q, %v", who, err)
-	}
+	who, err := executions.CancelDetail(t.Context(), pool)
+	assert.Truef(t, err == nil && strings.Contains(who, "idle in transaction"), "in the way: %q, %v", who, err)
 	close(leave)
 	if x := until(t, pool, id, executions.Cancelled); testkit.Deref(x.CancelReason) != "enough" ||
 		effectRows(t, pool) != 0 {
@@ -409,15 +397,11 @@ func TestTheSweepCompletesACancelOfALockedExecution(t *testing.T) {
 			id := p.begin(t, "flow")
 			until(t, pool, id, executions.Waiting)
 			tx := openTx(t, pool, lock)
-			if status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough"); err != nil ||
-				status != executions.Waiting {
-				t.Errorf("cancel: %s, %v", status, err)
-			}
+			status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough")
+			assert.Truef(t, err == nil && status == executions.Waiting, "cancel: %s, %v", status, err)
 			require.NoError(t, tx.Rollback(t.Context()))
 			until(t, pool, id, executions.Cancelled)
-			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) {
-				t.Error("its lane is held")
-			}
+			assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`), "its lane is held")
 		})
 	}
 }
@@ -454,20 +438,16 @@ func TestACancelStopsAChildInATransaction(t *testing.T) {
 	id := p.begin(t, "parent")
 	testkit.Receive(t, entered)
 	until(t, pool, id, executions.Waiting)
-	if status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough"); err != nil ||
-		status != executions.Cancelled {
-		t.Errorf("cancel: %s, %v", status, err)
-	}
+	status, err := executions.Cancel(t.Context(), pool, id, "ana", "enough")
+	assert.Truef(t, err == nil && status == executions.Cancelled, "cancel: %s, %v", status, err)
 	child := pgtest.Value[string](t, pool, `select id::text from agent_executions where parent_id = @id`,
 		postgres.Strict{"id": id})
 	if x := until(t, pool, child, executions.Cancelled); testkit.Deref(
 		x.CancelReason) != "its parent was cancelled: enough" || effectRows(t, pool) != 0 {
 		t.Errorf("%+v, %d effects", x, effectRows(t, pool))
 	}
-	if _, err := executions.Cancel(t.Context(), pool, "01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "ana", ""); !errors.Is(err,
-		executions.ErrNotFound) {
-		t.Errorf("cancel of nothing: %v", err)
-	}
+	_, err = executions.Cancel(t.Context(), pool, "01a1fc71-3adb-78b8-86ab-983dc5c92f7f", "ana", "")
+	assert.ErrorIs(t, err, executions.ErrNotFound, "cancel of nothing")
 }
 
 // openTx begins a transaction, as a client that leaves it open does, and runs a statement in it.
@@ -586,9 +566,8 @@ func TestEventsAndStartsOverAnotherPoolUseTheEnginesOwn(t *testing.T) {
 	only, err := other.Acquire(t.Context()) // whoever wants a connection of it waits for ever
 	require.NoError(t, err)
 	defer only.Release()
-	if _, err := p.Deliver(t.Context(), other, "EVENT_COMPLETED", "key", nil, "id"); err != nil {
-		t.Error(err)
-	}
+	_, err = p.Deliver(t.Context(), other, "EVENT_COMPLETED", "key", nil, "id")
+	assert.NoError(t, err)
 	for _, key := range []string{"", "key"} {
 		x, _, err := p.Start(t.Context(), other, executions.Spec{Flow: "flow", Surface: trace.Flow, DedupeKey: key})
 		require.NoError(t, err)
@@ -611,15 +590,13 @@ func TestWithLockTimeoutBoundsTheWaitForATransaction(t *testing.T) {
 	for name, p := range engines {
 		ctx := executions.WithLockTimeout(t.Context(), 600*time.Millisecond)
 		_, err := p.Deliver(ctx, pool, "EVENT_COMPLETED", "key", nil, "held")
-		if locked, is := errors.AsType[*postgres.LockedError](err); !is || locked.What != `event id "held"` ||
-			!strings.Contains(locked.Holders, "clumsy") {
-			t.Errorf("%s: event: %v", name, err)
-		}
+		locked, is := errors.AsType[*postgres.LockedError](err)
+		assert.Truef(t, is && locked.What == `event id "held"` && strings.Contains(locked.Holders, "clumsy"),
+			"%s: event: %v", name, err)
 		_, _, err = p.Start(ctx, pool, executions.Spec{Flow: "flow", Surface: trace.Flow, DedupeKey: "held"})
-		if locked, is := errors.AsType[*postgres.LockedError](err); !is || locked.What != `idempotency key "held"` ||
-			!strings.Contains(locked.Holders, "clumsy") {
-			t.Errorf("%s: start: %v", name, err)
-		}
+		locked, is = errors.AsType[*postgres.LockedError](err)
+		assert.Truef(t, is && locked.What == `idempotency key "held"` && strings.Contains(locked.Holders, "clumsy"),
+			"%s: start: %v", name, err)
 	}
 }
 

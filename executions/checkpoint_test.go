@@ -73,9 +73,8 @@ func TestAnUnwrittenResultReleasesTheRun(t *testing.T) {
 	assert.ErrorIs(t, testkit.Receive(t, told), executions.ErrLost)
 	end()
 	x := until(t, pool, id, executions.Completed)
-	if calls.Load() < 2 || string(x.Result) == "1" {
-		t.Errorf("the step ran %d times, and ended with %s", calls.Load(), x.Result)
-	}
+	assert.Truef(t, calls.Load() >= 2 && string(x.Result) != "1",
+		"the step ran %d times, and ended with %s", calls.Load(), x.Result)
 }
 
 // The steps around one whose result could not be written have no result either, also where their own context has not
@@ -105,9 +104,8 @@ func TestAnOuterStepOfAnUnwrittenResultHasNoCheckpoint(t *testing.T) {
 	id := p.begin(t, "flow")
 	<-ready
 	locked <- unwritable(t, pool)
-	if x := until(t, pool, id, executions.Completed); string(x.Result) != "2" {
-		t.Errorf("it ended with %s", x.Result)
-	}
+	x := until(t, pool, id, executions.Completed)
+	assert.Truef(t, string(x.Result) == "2", "it ended with %s", x.Result)
 }
 
 // Meanwhile somebody else has the claim: the result came too late, and the log says what it would have been.
@@ -142,9 +140,8 @@ func TestALateResultIsRecordedAsRejected(t *testing.T) {
 	end()
 	x := wait()
 	start(t, pool, body)
-	if x = until(t, pool, x.ID, executions.Completed); string(x.Result) != "2" {
-		t.Errorf("ended with %s", x.Result)
-	}
+	x = until(t, pool, x.ID, executions.Completed)
+	assert.Truef(t, string(x.Result) == "2", "ended with %s", x.Result)
 	noted := pgtest.Value[string](t, pool, `
 		select output ->> 'output' from agent_activity where execution_id = @id and skill_name = 'stale_write'
 		  and error_class = 'stale'`,
@@ -243,9 +240,8 @@ func TestARejectedResultIsReturnedToTheCode(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	var failure *executions.StepError
-	if err := testkit.Receive(t, told); !errors.As(err, &failure) || failure.Class != "result" {
-		t.Errorf("the code was told %v", err)
-	}
+	err := testkit.Receive(t, told)
+	assert.Truef(t, errors.As(err, &failure) && failure.Class == "result", "the code was told %v", err)
 	until(t, pool, id, executions.Completed)
 }
 
@@ -271,9 +267,7 @@ func TestARejectedStepNameIsReturnedToTheCode(t *testing.T) {
 			return executions.Result{}, nil
 		}))
 		id := p.begin(t, "flow")
-		if err := testkit.Receive(t, told); err == nil {
-			t.Errorf("%s: the code was told nothing", what)
-		}
+		assert.Error(t, testkit.Receive(t, told), what, "the code was told nothing")
 		until(t, pool, id, executions.Completed)
 		p.stop()
 	}
@@ -294,10 +288,8 @@ func TestARejectedLastStepFailsTheRun(t *testing.T) {
 		return ends(n, err)
 	}))
 	x := until(t, pool, p.begin(t, "flow"), executions.Failed)
-	if x.FailedStep == nil || *x.FailedStep != "bad" || x.ErrorMessage == nil ||
-		!strings.Contains(*x.ErrorMessage, "could not be recorded") {
-		t.Errorf("it failed with %v at %v", x.ErrorMessage, x.FailedStep)
-	}
+	assert.Truef(t, x.FailedStep != nil && *x.FailedStep == "bad" && x.ErrorMessage != nil &&
+		strings.Contains(*x.ErrorMessage, "could not be recorded"), "it failed with %v at %v", x.ErrorMessage, x.FailedStep)
 	assert.Equal(t, 1, calls.Load())
 }
 
@@ -328,9 +320,8 @@ func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
 	id := p.begin(t, "flow")
 	testkit.Receive(t, returns)
 	assert.NoError(t, tx.Rollback(t.Context()))
-	if x := until(t, pool, id, executions.Failed); x.FailedStep == nil || *x.FailedStep != "bad" {
-		t.Errorf("it failed at %v", x.FailedStep)
-	}
+	x := until(t, pool, id, executions.Failed)
+	assert.Truef(t, x.FailedStep != nil && *x.FailedStep == "bad", "it failed at %v", x.FailedStep)
 }
 
 // A goroutine that outlives its flow gets an error from its steps.
@@ -346,9 +337,8 @@ func TestAStepAfterTheFlowReturnedFails(t *testing.T) {
 	ctx := <-left
 	until(t, pool, id, executions.Completed)
 	_, err := executions.Step(ctx, "late", func(context.Context) (int, error) { return 1, nil })
-	if !errors.Is(err, executions.ErrNotInExecution) || !strings.Contains(err.Error(), "after its flow returned") {
-		t.Errorf("the step: %v", err)
-	}
+	assert.Truef(t, errors.Is(err, executions.ErrNotInExecution) &&
+		strings.Contains(err.Error(), "after its flow returned"), "the step: %v", err)
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints`))
 }
 
@@ -478,10 +468,8 @@ func TestVariablesAreAnObject(t *testing.T) {
 		p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 			return executions.Result{}, executions.SetVariables(ctx, v)
 		}))
-		if got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: "flow"}); err != nil ||
-			got.Status != executions.Failed {
-			t.Errorf("%s: %s, %v", name, got.Status, err)
-		}
+		got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: "flow"})
+		assert.Truef(t, err == nil && got.Status == executions.Failed, "%s: %s, %v", name, got.Status, err)
 	}
 	assert.ErrorIs(t, executions.SetVariables(t.Context(), vars{}), executions.ErrNotInExecution)
 }
@@ -545,9 +533,8 @@ func TestTheEndNamesTheStepThatFailed(t *testing.T) {
 			t.Parallel()
 			p := start(t, pgtest.DB(t), flow(c.flow))
 			x := until(t, p.pool, p.begin(t, "flow"), c.end)
-			if testkit.Deref(x.FailedStep) != c.want || testkit.Deref(x.ErrorMessage) == "" {
-				t.Errorf("failed step %q, %q", testkit.Deref(x.FailedStep), testkit.Deref(x.ErrorMessage))
-			}
+			assert.Truef(t, testkit.Deref(x.FailedStep) == c.want && testkit.Deref(x.ErrorMessage) != "",
+				"failed step %q, %q", testkit.Deref(x.FailedStep), testkit.Deref(x.ErrorMessage))
 		})
 	}
 }

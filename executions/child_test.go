@@ -31,10 +31,8 @@ func TestTheSweepResumesParents(t *testing.T) {
 	child := *until(t, pool, parent, executions.Waiting).WaitingKey
 	until(t, pool, child, executions.Waiting)
 	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'somebody', 'by hand')`, postgres.Strict{"id": child})
-	if got := triggered(t, until(t, pool, parent, executions.Completed)); got.Status != executions.Cancelled ||
-		got.Success {
-		t.Errorf("the parent learned %+v", got)
-	}
+	got := triggered(t, until(t, pool, parent, executions.Completed))
+	assert.Truef(t, got.Status == executions.Cancelled && !got.Success, "the parent learned %+v", got)
 }
 
 func TestCancellingAParentCancelsAwaitedChildren(t *testing.T) {
@@ -49,13 +47,11 @@ func TestCancellingAParentCancelsAwaitedChildren(t *testing.T) {
 	until(t, pool, free.ID, executions.Waiting)
 	_, err = p.Cancel(t.Context(), parent, "admin", "enough")
 	require.NoError(t, err)
-	if x := until(t, pool, awaited, executions.Cancelled); x.CancelReason == nil ||
-		*x.CancelReason != "its parent was cancelled: enough" {
-		t.Errorf("the child was cancelled because of %v", x.CancelReason)
-	}
-	if x, err := executions.Get(t.Context(), pool, free.ID); err != nil || x.Status != executions.Waiting {
-		t.Errorf("a child that nobody waits for is %s, %v", x.Status, err)
-	}
+	x := until(t, pool, awaited, executions.Cancelled)
+	assert.Truef(t, x.CancelReason != nil && *x.CancelReason == "its parent was cancelled: enough",
+		"the child was cancelled because of %v", x.CancelReason)
+	x, err = executions.Get(t.Context(), pool, free.ID)
+	assert.Truef(t, err == nil && x.Status == executions.Waiting, "a child that nobody waits for is %s, %v", x.Status, err)
 }
 
 func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
@@ -67,14 +63,12 @@ func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
 	spec := executions.Spec{Flow: "flow", Surface: trace.Chat, DedupeKey: "once"}
 	undone := errors.New("undone")
 	err := postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
-		if _, created, err := p.InsertClaimed(t.Context(), tx, spec); err != nil || !created {
-			t.Fatalf("created %v, %v", created, err)
-		}
+		_, created, err := p.InsertClaimed(t.Context(), tx, spec)
+		require.Truef(t, err == nil && created, "created %v, %v", created, err)
 		return undone
 	})
-	if !errors.Is(err, undone) || pgtest.Value[int](t, pool, `select count(*) from agent_executions`) != 0 {
-		t.Fatalf("a rolled back insert left something: %v", err)
-	}
+	require.Truef(t, errors.Is(err, undone) && pgtest.Value[int](t, pool, `select count(*) from agent_executions`) == 0,
+		"a rolled back insert left something: %v", err)
 	var claimed executions.Execution
 	for i := range 2 {
 		err = postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
@@ -90,9 +84,8 @@ func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
 		require.NoError(t, err)
 	}
 	x, err := p.RunClaimed(t.Context(), claimed)
-	if err != nil || x.Status != executions.Completed || x.ResultSummary != "ran" {
-		t.Errorf("%s %q, %v", x.Status, x.ResultSummary, err)
-	}
+	assert.Truef(t, err == nil && x.Status == executions.Completed && x.ResultSummary == "ran",
+		"%s %q, %v", x.Status, x.ResultSummary, err)
 }
 
 // A run of ClaimAndRun whose caller left continues in another process.
@@ -185,9 +178,7 @@ func TestAStaleClaimKeepsNoLane(t *testing.T) {
 	g.open()
 	assert.ErrorIs(t, testkit.Receive(t, lanes), executions.ErrStale)
 	wait()
-	if pgtest.Value[bool](t, pool, `select is_agent_lock_held('pipeline:late')`) {
-		t.Error("a lost claim keeps a lane")
-	}
+	assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('pipeline:late')`), "a lost claim keeps a lane")
 }
 
 // A wait for a lane ends neither while somebody stands in its queue, nor never because the execution has it itself.
@@ -271,14 +262,10 @@ func TestTriggerLearnsHowItsChildEnded(t *testing.T) {
 			pool := pgtest.DB(t)
 			p := start(t, pool, triggers(executions.Child{Wait: true}, c.child))
 			got := triggered(t, until(t, pool, p.begin(t, "flow"), executions.Completed))
-			if got.Status != c.want.Status || got.Success != c.want.Success || got.Summary != c.want.Summary ||
-				got.Error != c.want.Error || got.TimedOut {
-				t.Errorf("learned %+v", got)
-			}
-			if c.want.Result != nil && (string(got.Result) != string(c.want.Result) ||
-				!sameJSON(t, got.Variables, c.want.Variables)) {
-				t.Errorf("result %s, variables %s", got.Result, got.Variables)
-			}
+			assert.Truef(t, got.Status == c.want.Status && got.Success == c.want.Success && got.Summary == c.want.Summary &&
+				got.Error == c.want.Error && !got.TimedOut, "learned %+v", got)
+			assert.Truef(t, c.want.Result == nil || string(got.Result) == string(c.want.Result) &&
+				sameJSON(t, got.Variables, c.want.Variables), "result %s, variables %s", got.Result, got.Variables)
 		})
 	}
 }
@@ -297,9 +284,8 @@ func TestTriggerWithoutWaitReturnsAtOnce(t *testing.T) {
 	p := start(t, pool, triggers(executions.Child{}, hang))
 	parent := until(t, pool, p.begin(t, "flow"), executions.Completed)
 	child := until(t, pool, triggered(t, parent).ExecutionID, executions.Waiting)
-	if testkit.Deref(child.ParentID) != parent.ID || child.TraceID != parent.TraceID {
-		t.Errorf("child of %s in trace %s", testkit.Deref(child.ParentID), child.TraceID)
-	}
+	assert.Truef(t, testkit.Deref(child.ParentID) == parent.ID && child.TraceID == parent.TraceID,
+		"child of %s in trace %s", testkit.Deref(child.ParentID), child.TraceID)
 }
 
 func TestAChildThatIsCancelledIsAResult(t *testing.T) {
@@ -311,9 +297,8 @@ func TestAChildThatIsCancelledIsAResult(t *testing.T) {
 	until(t, pool, child, executions.Waiting)
 	_, err := p.Cancel(t.Context(), child, "admin", "enough")
 	require.NoError(t, err)
-	if got := triggered(t, until(t, pool, parent, executions.Completed)); got.Status != "cancelled" || got.Success {
-		t.Errorf("learned %+v", got)
-	}
+	got := triggered(t, until(t, pool, parent, executions.Completed))
+	assert.Truef(t, got.Status == "cancelled" && !got.Success, "learned %+v", got)
 }
 
 // After the parent's wait timed out, the child continues alone: without the lanes, and not cancelled with the parent.
@@ -323,14 +308,11 @@ func TestAChildOutlivesAWaitThatTimedOut(t *testing.T) {
 	p := start(t, pool, triggers(executions.Child{Wait: true, Timeout: 50 * time.Millisecond}, hang))
 	parent := until(t, pool, p.begin(t, "flow"), executions.Completed)
 	got := triggered(t, parent)
-	if !got.TimedOut || got.Success {
-		t.Errorf("learned %+v", got)
-	}
+	assert.Truef(t, got.TimedOut && !got.Success, "learned %+v", got)
 	free := pgtest.Value[bool](t, pool, `select not inherits and not awaited from agent_executions where id = @id`,
 		postgres.Strict{"id": got.ExecutionID})
-	if child := until(t, pool, got.ExecutionID, executions.Waiting); !free || child.Status != executions.Waiting {
-		t.Errorf("the child is %s, free %v", child.Status, free)
-	}
+	child := until(t, pool, got.ExecutionID, executions.Waiting)
+	assert.Truef(t, free && child.Status == executions.Waiting, "the child is %s, free %v", child.Status, free)
 }
 
 // A process dies between the start of the child and the wait: the next one starts no second child.
@@ -386,18 +368,15 @@ func TestAParentIsResumedWithoutAProcess(t *testing.T) {
 		"swept": func(string) { sweep(t, pool) },
 	} {
 		parent, child := newWaiter(t, pool), newWaiter(t, pool)
-		if parent.park("child", "agent", child.id) != nil {
-			t.Fatal("it has ended already")
-		}
+		require.True(t, parent.park("child", "agent", child.id) == nil, "it has ended already")
 		pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', 'fine', null, null, null)`,
 			postgres.Strict{"id": child.id, "claim": child.n})
 		assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_untold_ends where execution_id = @id`,
 			postgres.Strict{"id": child.id}), name)
 		assert.Equal(t, executions.Waiting, parent.status(), name)
 		tell(child.id)
-		if out := parent.resume("child"); out.Event != "AGENT_COMPLETED" || out.TimedOut {
-			t.Errorf("%s: %+v", name, out)
-		}
+		out := parent.resume("child")
+		assert.Truef(t, out.Event == "AGENT_COMPLETED" && !out.TimedOut, "%s: %+v", name, out)
 	}
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_untold_ends`))
 }
@@ -423,9 +402,8 @@ func TestAParentWaitsAsLongAsItsChild(t *testing.T) {
 	}
 	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": child.id})
 	parent.expireTimer()
-	if out := parent.resume("child"); out.TimedOut {
-		t.Errorf("told of the end by a timeout: %+v", out)
-	}
+	out := parent.resume("child")
+	assert.Truef(t, !out.TimedOut, "told of the end by a timeout: %+v", out)
 	grandparent.expireTimer()
 	if out := grandparent.resume("child"); !out.TimedOut { // its child runs, and has had its time
 		t.Errorf("%+v", out)

@@ -83,9 +83,7 @@ func prepare(
 func (p *process) begin(t *testing.T, flow string) string {
 	t.Helper()
 	x, created, err := p.Start(t.Context(), p.pool, executions.Spec{Flow: flow, Surface: trace.Flow})
-	if err != nil || !created {
-		t.Fatalf("start %s: created %v, %v", flow, created, err)
-	}
+	require.Truef(t, err == nil && created, "start %s: created %v, %v", flow, created, err)
 	return x.ID
 }
 
@@ -137,9 +135,8 @@ func TestInvalidOptionsAreAnError(t *testing.T) {
 		{Keeper: keeper, Workers: -1},
 		{Keeper: keeper, LeaseTTL: 100 * 365 * 24 * time.Hour},
 	} {
-		if _, err := executions.New(pgtest.DB(t), opts); err == nil {
-			t.Errorf("an engine of %d workers and a lease of %s was made", opts.Workers, opts.LeaseTTL)
-		}
+		_, err := executions.New(pgtest.DB(t), opts)
+		assert.Error(t, err, "an engine of", opts.Workers, "workers and a lease of", opts.LeaseTTL, "was made")
 	}
 }
 
@@ -188,23 +185,18 @@ func TestAShutdownFinishesTheStepAndReleasesTheRun(t *testing.T) {
 			ran()
 			got := get(t, pool, id)
 			points, err := executions.Checkpoints(t.Context(), pool, id)
-			if err != nil || len(points) != 1 || points[0].Step != "first" || seconds.Load() != 0 {
-				t.Errorf("recorded %v, %v; the second step ran %d times", points, err, seconds.Load())
-			}
-			if got.Status != executions.Running || got.ClaimedBy != nil || got.Attempt != 0 {
-				t.Errorf("status %s, claimed by %q, attempt %d", got.Status, testkit.Deref(got.ClaimedBy), got.Attempt)
-			}
-			if pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`) {
-				t.Error("its lane is held")
-			}
+			assert.Truef(t, err == nil && len(points) == 1 && points[0].Step == "first" && seconds.Load() == 0,
+				"recorded %v, %v; the second step ran %d times", points, err, seconds.Load())
+			assert.Truef(t, got.Status == executions.Running && got.ClaimedBy == nil && got.Attempt == 0,
+				"status %s, claimed by %q, attempt %d", got.Status, testkit.Deref(got.ClaimedBy), got.Attempt)
+			assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('automation:a')`), "its lane is held")
 			if pgtest.Value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
 				t.Error("the worker's lease goes on")
 			}
 			start(t, pool, p.flows)
 			until(t, pool, id, executions.Completed)
-			if firsts.Load() != 1 || seconds.Load() != 1 {
-				t.Errorf("first ran %d times, second %d times", firsts.Load(), seconds.Load())
-			}
+			assert.Truef(t, firsts.Load() == 1 && seconds.Load() == 1,
+				"first ran %d times, second %d times", firsts.Load(), seconds.Load())
 		})
 	}
 }
@@ -231,16 +223,14 @@ func TestAShutdownCancelsAStepThatTakesTooLong(t *testing.T) {
 	id := testkit.Receive(t, entered)
 	began := time.Now()
 	p.stop()
-	if took := time.Since(began); took > 25*time.Second {
-		t.Errorf("the shutdown took %s", took)
-	}
+	took := time.Since(began)
+	assert.Truef(t, took <= 25*time.Second, "the shutdown took %s", took)
 	if got := get(t, pool, id); got.Status != executions.Running || got.ClaimedBy != nil || got.Attempt != 0 {
 		t.Errorf("status %s, claimed by %q, attempt %d", got.Status, testkit.Deref(got.ClaimedBy), got.Attempt)
 	}
 	start(t, pool, flows)
-	if got := until(t, pool, id, executions.Completed); string(got.Result) != "2" {
-		t.Errorf("result %s", got.Result)
-	}
+	got := until(t, pool, id, executions.Completed)
+	assert.Truef(t, string(got.Result) == "2", "result %s", got.Result)
 }
 
 // TestAnInterruptedRunSyncIsCancelled also checks that its claim is never released: another process could take it.
@@ -261,9 +251,8 @@ func TestAnInterruptedRunSyncIsCancelled(t *testing.T) {
 		return executions.Result{}, ctx.Err()
 	}))
 	got, err := p.RunSync(ctx, executions.Spec{Flow: "flow", Surface: trace.Flow})
-	if err != nil || got.Status != executions.Cancelled || testkit.Deref(got.CancelledBy) != "interrupt" {
-		t.Errorf("status %s by %q, %v", got.Status, testkit.Deref(got.CancelledBy), err)
-	}
+	assert.Truef(t, err == nil && got.Status == executions.Cancelled && testkit.Deref(got.CancelledBy) == "interrupt",
+		"status %s by %q, %v", got.Status, testkit.Deref(got.CancelledBy), err)
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from releases`))
 }
 
@@ -281,9 +270,8 @@ func TestKeepAliveRenewsTheLeaseWithoutClaims(t *testing.T) {
 		return pgtest.Value[time.Time](t, pool, `select expires_at from agent_workers`).After(first)
 	}, "the lease is renewed")
 	cancel()
-	if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
-		t.Error(err)
-	}
+	err := group.Wait()
+	assert.True(t, err == nil || errors.Is(err, context.Canceled), err)
 	assert.Equal(t, executions.Pending, get(t, pool, id).Status)
 	if pgtest.Value[bool](t, pool, `select exists (select from agent_workers where expires_at > clock_timestamp())`) {
 		t.Error("the lease goes on")
@@ -352,9 +340,7 @@ func claim(ctx context.Context, db postgres.DB, id, worker string) (n int64, err
 func mustClaim(t *testing.T, db postgres.DB, id, worker string) int64 {
 	t.Helper()
 	n, err := claim(t.Context(), db, id, worker)
-	if err != nil || n == 0 {
-		t.Fatalf("claim: %d, %v", n, err)
-	}
+	require.Truef(t, err == nil && n != 0, "claim: %d, %v", n, err)
 	return n
 }
 
@@ -399,9 +385,8 @@ func TestOneOfManyRacersGetsTheClaim(t *testing.T) {
 				return err
 			})
 		}
-		if err := group.Wait(); err != nil || won.Load() != 1 {
-			t.Fatalf("%d racers claimed the execution, %v", won.Load(), err)
-		}
+		err := group.Wait()
+		require.Truef(t, err == nil && won.Load() == 1, "%d racers claimed the execution, %v", won.Load(), err)
 	}
 }
 
@@ -428,9 +413,7 @@ func TestAWorkerThatExpiredComesBackUnderANewID(t *testing.T) {
 	expire(t, pool, id)
 	got := until(t, pool, id, executions.Completed)
 	assert.ErrorIs(t, testkit.Receive(t, lost), executions.ErrLost)
-	if string(got.Result) != "2" || got.Claim < 2 {
-		t.Errorf("claim %d, result %s", got.Claim, got.Result)
-	}
+	assert.Truef(t, string(got.Result) == "2" && got.Claim >= 2, "claim %d, result %s", got.Claim, got.Result)
 	after := pgtest.Value[string](t, pool, `select string_agg(id::text, ' ') from agent_workers`)
 	if after == before || len(after) != 36 || p.Live() != nil {
 		t.Errorf("worker before %s, after %s; live: %v", before, after, p.Live())
@@ -443,12 +426,10 @@ func TestAnExpiredWorkerIsNotRevived(t *testing.T) {
 	w := newWorker(t, pool)
 	pgtest.Exec(t, pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 ms'`)
 	id := pending(t, pool)
-	if n, err := claim(t.Context(), pool, id, w); n != 0 || err != nil {
-		t.Errorf("an expired worker got claim %d, %v", n, err)
-	}
-	if alive, err := executions.RenewWorker(t.Context(), pool, w); err != nil || alive {
-		t.Errorf("an expired worker was renewed: %v, %v", alive, err)
-	}
+	n, err := claim(t.Context(), pool, id, w)
+	assert.Truef(t, n == 0 && err == nil, "an expired worker got claim %d, %v", n, err)
+	alive, err := executions.RenewWorker(t.Context(), pool, w)
+	assert.Truef(t, err == nil && !alive, "an expired worker was renewed: %v, %v", alive, err)
 }
 
 // lose lets a worker claim an execution and die.
@@ -557,9 +538,8 @@ func TestADedupeKeyStartsOnce(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil || created.Load() != 1 {
-		t.Fatalf("created %d, %v", created.Load(), err)
-	}
+	err := group.Wait()
+	require.Truef(t, err == nil && created.Load() == 1, "created %d, %v", created.Load(), err)
 	for _, id := range ids {
 		assert.Equal(t, ids[0], id, fmt.Sprint(ids))
 	}
@@ -576,9 +556,8 @@ func TestAnExpiredLeaseStopsWritesBeforeAnybodySweeps(t *testing.T) {
 		"finish":     `select lanekeeper.complete_agent_execution(@id, @claim, 'completed', '', null, null, null)`,
 		"park":       `select lanekeeper.wait_agent_execution(@id, @claim, 'late', 'event', 'key', '1 hour', null)`,
 	} {
-		if _, err := pool.Exec(t.Context(), sql, args); !postgres.IsCode(err, "LK001") {
-			t.Errorf("%s: %v", name, err)
-		}
+		_, err := pool.Exec(t.Context(), sql, args)
+		assert.Truef(t, postgres.IsCode(err, "LK001"), "%s: %v", name, err)
 	}
 	assert.Equal(t, executions.Running, get(t, pool, id).Status)
 }
@@ -592,18 +571,13 @@ func TestTheFlowsOfALiveProcessAreKnownToAll(t *testing.T) {
 		require.NoError(t, err)
 		return has
 	}
-	if known() {
-		t.Error("a flow that nobody has is known")
-	}
+	assert.True(t, !known(), "a flow that nobody has is known")
 	program := start(t, pool, map[string]executions.Func{
 		"pay": func(context.Context, json.RawMessage) (executions.Result, error) { return executions.Result{}, nil },
 	})
 	pgtest.Eventually(t, time.Minute, known, "the flow of another process is unknown")
-	if names, err := agent.Flows(t.Context()); err != nil || !slices.Contains(names, "pay") {
-		t.Errorf("the flows are %v, %v", names, err)
-	}
+	names, err := agent.Flows(t.Context())
+	assert.Truef(t, err == nil && slices.Contains(names, "pay"), "the flows are %v, %v", names, err)
 	program.stop()
-	if known() {
-		t.Error("the flow of a process that has ended is known")
-	}
+	assert.True(t, !known(), "the flow of a process that has ended is known")
 }

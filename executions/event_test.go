@@ -136,9 +136,8 @@ func TestAnEventClaimsTheExecutionsAtTheHeadOfTheQueue(t *testing.T) {
 			got := deliverBatch(t, pool, me, c.places, by, name)
 			script(t, pool, c.after)
 			x := get(t, pool, id)
-			if len(got) != 1 || testkit.Deref(got[0].ExecutionID) != id || x.Status != executions.Running {
-				t.Fatalf("%s: delivered %+v, status %s", name, got, x.Status)
-			}
+			require.Truef(t, len(got) == 1 && testkit.Deref(got[0].ExecutionID) == id && x.Status == executions.Running,
+				"%s: delivered %+v, status %s", name, got, x.Status)
 			switch claimed := got[0].Claimed != nil; {
 			case claimed != c.want, claimed != (x.ClaimedBy != nil):
 				t.Errorf("%s: claimed %t, want %t; the row is claimed by %q", name, claimed, c.want, testkit.Deref(x.ClaimedBy))
@@ -166,9 +165,7 @@ func TestTheQueueOrdersExecutionsResumedTogether(t *testing.T) {
 		late, first := parked(t, pool, "k", "flow", 4), parked(t, pool, "k", "flow", 1)
 		got := deliverBatch(t, pool, me, 1, by, "k")
 		if by == several { // a batch leaves what is not for one alone
-			if len(got) != 1 || got[0].EventID != nil {
-				t.Fatalf("a batch delivered %+v", got)
-			}
+			require.Truef(t, len(got) == 1 && got[0].EventID == nil, "a batch delivered %+v", got)
 			got = deliverBatch(t, pool, me, 1, one, "k")
 		}
 		require.Equal(t, 2, len(got), got)
@@ -176,9 +173,7 @@ func TestTheQueueOrdersExecutionsResumedTogether(t *testing.T) {
 			t.Errorf("the one of less priority is %s, claimed by %q", x.Status, testkit.Deref(x.ClaimedBy))
 		}
 		claimReady(t, pool, me, 1)
-		if x := get(t, pool, first); x.ClaimedBy == nil {
-			t.Error("the one of more priority was not first")
-		}
+		assert.True(t, get(t, pool, first).ClaimedBy != nil, "the one of more priority was not first")
 	})
 }
 
@@ -188,10 +183,8 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 		one, two := parked(t, pool, "one", "flow", 2), parked(t, pool, "two", "flow", 2)
 		first := deliverBatch(t, pool, me, 9, by, "one=id")
 		again := deliverBatch(t, pool, me, 9, by, "two=id")
-		if len(again) != 1 || again[0].ExecutionID != nil ||
-			testkit.Deref(again[0].EventID) != testkit.Deref(first[0].EventID) {
-			t.Errorf("the repetition: %+v of %+v", again, first)
-		}
+		assert.Truef(t, len(again) == 1 && again[0].ExecutionID == nil &&
+			testkit.Deref(again[0].EventID) == testkit.Deref(first[0].EventID), "the repetition: %+v of %+v", again, first)
 		if a, b := get(t, pool, one).Status, get(t, pool, two).Status; a != executions.Running || b != executions.Waiting {
 			t.Errorf("they are %s and %s", a, b)
 		}
@@ -251,27 +244,21 @@ func TestAResumedExecutionKnowsOfALostClaim(t *testing.T) {
 				null)`,
 				postgres.Strict{"id": id, "claim": mustClaim(t, pool, id, newWorker(t, pool)), "key": key})
 			got := deliverBatch(t, pool, me, 1, by, key)
-			if len(got) != 1 || got[0].Claimed == nil || got[0].Held != (lost > 0) {
-				t.Errorf("lost %s: %+v", key, got)
-			}
+			assert.Truef(t, len(got) == 1 && got[0].Claimed != nil && got[0].Held == (lost > 0), "lost %s: %+v", key, got)
 			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim(@id, @claim)`,
 				postgres.Strict{"id": id, "claim": *got[0].Claimed})
 			held := func() bool {
 				return pgtest.Value[bool](t, pool, `select held from lanekeeper.claim_agent_executions('background', @worker, 1)`,
 					postgres.Strict{"worker": me})
 			}
-			if held() {
-				t.Error("what was lost in the middle of nothing is said to be held")
-			}
+			assert.True(t, !held(), "what was lost in the middle of nothing is said to be held")
 			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim(id, claim) from agent_executions where id = @id`,
 				postgres.Strict{"id": id})
 			pgtest.Exec(t, pool, `
 				insert into agent_activity (trace_id, execution_id, skill_name, step, status, error_class)
 				select trace_id, id, 'fetch', 'fetch', 'unknown', 'interrupted' from agent_executions
 				  where id = @id`, postgres.Strict{"id": id})
-			if !held() {
-				t.Error("a call that was interrupted is not said")
-			}
+			assert.True(t, held(), "a call that was interrupted is not said")
 			pgtest.Exec(t, pool, `update agent_executions set status = 'completed' where id = @id`, postgres.Strict{"id": id})
 		}
 	})
@@ -304,18 +291,16 @@ func TestAnotherProcessContinuesTheClaimsOfADeadOne(t *testing.T) {
 		id := parked(t, pool, "k", "flow", 2)
 		pgtest.Exec(t, pool, `update agent_executions set input = '"k"'`)
 		dead := newWorker(t, pool)
-		if got := deliverBatch(t, pool, dead, 1, by, "k"); got[0].Claimed == nil {
-			t.Fatalf("not claimed: %+v", got)
-		}
+		got := deliverBatch(t, pool, dead, 1, by, "k")
+		require.Truef(t, got[0].Claimed != nil, "not claimed: %+v", got)
 		expire(t, pool, id)
 		sweep(t, pool)
 		if x := get(t, pool, id); x.ClaimedBy != nil || x.Attempt != 1 {
 			t.Errorf("after the death it is claimed by %q, attempt %d", testkit.Deref(x.ClaimedBy), x.Attempt)
 		}
 		start(t, pool, awaits(0))
-		if out := outcome(t, until(t, pool, id, executions.Completed)); out.Event != "EVENT_COMPLETED" {
-			t.Errorf("the outcome is %+v", out)
-		}
+		out := outcome(t, until(t, pool, id, executions.Completed))
+		assert.Truef(t, out.Event == "EVENT_COMPLETED", "the outcome is %+v", out)
 	})
 }
 
@@ -350,9 +335,8 @@ func TestWaitsAreFoundByTheirKey(t *testing.T) {
 			tx := pgtest.Begin(t, pool)
 			before := read(tx)
 			pgtest.Value[int](t, tx, sql, postgres.Strict{"key": id, "worker": me})
-			if n := read(tx) - before; n > 100 {
-				t.Errorf("%d rows were read to find one that waits", n)
-			}
+			n := read(tx) - before
+			assert.Truef(t, n <= 100, "%d rows were read to find one that waits", n)
 		})
 	}
 }
@@ -530,19 +514,14 @@ func TestAnEventSeesChangesMadeWhileItWaited(t *testing.T) {
 			me, id := newWorker(t, pool), parked(t, pool, "k", "flow", 2)
 			got := deliverDuring(t, pool, me, id, func(tx pgx.Tx) { c.change(t, tx, id, me) })
 			x := get(t, pool, id)
-			if len(got) != 1 || (got[0].Claimed != nil) != c.claimed || (x.ClaimedBy != nil) != c.claimed ||
-				x.Status != c.status {
-				t.Errorf("answered %+v, it is %s and claimed by %q", got, x.Status, testkit.Deref(x.ClaimedBy))
-			}
+			assert.Truef(t, len(got) == 1 && (got[0].Claimed != nil) == c.claimed && (x.ClaimedBy != nil) == c.claimed &&
+				x.Status == c.status, "answered %+v, it is %s and claimed by %q", got, x.Status, testkit.Deref(x.ClaimedBy))
 			taken := pgtest.Value[bool](t, pool, `select consumed_by is not null from agent_events where key = 'k'`)
-			if mine := name != "its time is over" && name != "it is cancelled"; taken != mine ||
-				(got[0].ExecutionID != nil) != mine {
-				t.Errorf("the event is taken %t, answered %+v", taken, got)
-			}
-			if n := pgtest.Value[int](t, pool, `select count(*) from agent_locks where execution_id = @id and parked`,
-				postgres.Strict{"id": id}); n > 0 {
-				t.Error("the lane did not go on with it")
-			}
+			mine := name != "its time is over" && name != "it is cancelled"
+			assert.Truef(t, taken == mine && (got[0].ExecutionID != nil) == mine,
+				"the event is taken %t, answered %+v", taken, got)
+			assert.True(t, pgtest.Value[int](t, pool, `select count(*) from agent_locks where execution_id = @id and parked`,
+				postgres.Strict{"id": id}) <= 0, "the lane did not go on with it")
 		})
 	}
 }
@@ -654,12 +633,9 @@ func TestTheTimeoutStartsWhenTheMessageIsSent(t *testing.T) {
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_threads (id, channel) values ('t', 'chat')`)
 	first, second := newWaiter(t, pool), newWaiter(t, pool)
-	if first.send("t", "one") {
-		t.Fatal("the first to speak was queued")
-	}
-	if !second.send("t", "two") || second.park("wait", "response", "t") != nil {
-		t.Fatal("the second to speak was not queued, or answered")
-	}
+	require.True(t, !first.send("t", "one"), "the first to speak was queued")
+	require.True(t, second.send("t", "two") && second.park("wait", "response", "t") == nil,
+		"the second to speak was not queued, or answered")
 	first.park("wait", "response", "t")
 	receiveMessage(t, pool, "t", "answer to one")
 	if got := first.resume("wait"); !strings.Contains(answer(got), "answer to one") ||

@@ -56,10 +56,8 @@ func (p *process) void(t *testing.T, id, lock, words string) {
 	_, _, record := p.CheckpointRun(t.Context(), id, lock, "late", json.RawMessage(`1`))
 	_, _, unlock := p.UnlockRun(t.Context(), id, lock, executions.UnlockParams{Status: executions.Completed})
 	for what, err := range map[string]error{"beat": beat, "checkpoint": record, "unlock": unlock} {
-		if !errors.Is(err, executions.ErrVoid) || !strings.Contains(fmt.Sprint(err), words) ||
-			strings.Contains(fmt.Sprint(err), lock) {
-			t.Errorf("%s with a void lock: %v, want %q", what, err, words)
-		}
+		assert.Truef(t, errors.Is(err, executions.ErrVoid) && strings.Contains(fmt.Sprint(err), words) &&
+			!strings.Contains(fmt.Sprint(err), lock), "%s with a void lock: %v, want %q", what, err, words)
 	}
 }
 
@@ -74,46 +72,33 @@ func TestARunLockIsAcquiredRenewedAndReleased(t *testing.T) {
 	p := prepare(t, pgtest.DB(t), nil)
 	id := p.external(t)
 	first := p.lock(t, id, "worker 1")
-	if first.Execution.Status != executions.Running || first.Execution.Claim != 1 || len(first.Checkpoints) != 0 ||
-		string(first.Execution.Input) != `{"n": 1}` {
-		t.Errorf("lock is %+v", first)
-	}
+	assert.Truef(t, first.Execution.Status == executions.Running && first.Execution.Claim == 1 &&
+		len(first.Checkpoints) == 0 && string(first.Execution.Input) == `{"n": 1}`, "lock is %+v", first)
 	again := p.lock(t, id, "worker 1")
-	if again.LockID != first.LockID || again.ExpiresAt.Before(first.ExpiresAt) || again.Execution.Claim != 1 {
-		t.Errorf("the same owner got %+v after %+v", again, first)
-	}
+	assert.Truef(t, again.LockID == first.LockID && !again.ExpiresAt.Before(first.ExpiresAt) && again.Execution.Claim == 1,
+		"the same owner got %+v after %+v", again, first)
 	var refused *executions.RunError
-	if _, err := p.LockRun(t.Context(), id, "worker 2", time.Minute); !errors.Is(err, executions.ErrHeld) ||
-		!errors.As(err, &refused) ||
-		refused.Holder != "worker 1" || refused.TraceID != first.Execution.TraceID {
-		t.Errorf("another got %v", err)
-	}
-	if !p.record(t, id, first.LockID, "a", `{"x": 1, "y": [1.0]}`) ||
-		p.record(t, id, first.LockID, "a", ` {"y":[1.0],"x":1}`) {
-		t.Error("the step is not recorded once")
-	}
-	if _, _, err := p.CheckpointRun(t.Context(), id, first.LockID, "a", json.RawMessage(`{"x": 2}`)); !errors.Is(err,
-		executions.ErrOutputConflict) {
-		t.Errorf("another output: %v", err)
-	}
+	_, err := p.LockRun(t.Context(), id, "worker 2", time.Minute)
+	assert.Truef(t, errors.Is(err, executions.ErrHeld) && errors.As(err, &refused) && refused.Holder == "worker 1" &&
+		refused.TraceID == first.Execution.TraceID, "another got %v", err)
+	assert.True(t, p.record(t, id, first.LockID, "a", `{"x": 1, "y": [1.0]}`) &&
+		!p.record(t, id, first.LockID, "a", ` {"y":[1.0],"x":1}`), "the step is not recorded once")
+	_, _, err = p.CheckpointRun(t.Context(), id, first.LockID, "a", json.RawMessage(`{"x": 2}`))
+	assert.ErrorIs(t, err, executions.ErrOutputConflict, "another output")
 	beat, err := p.RenewLock(t.Context(), id, first.LockID)
-	if err != nil || !beat.Live || beat.CancelRequested || *beat.Status != executions.Running ||
-		!beat.ExpiresAt.After(again.ExpiresAt) {
-		t.Errorf("beat is %+v, %v", beat, err)
-	}
+	assert.Truef(t, err == nil && beat.Live && !beat.CancelRequested && *beat.Status == executions.Running &&
+		beat.ExpiresAt.After(again.ExpiresAt), "beat is %+v, %v", beat, err)
 	status, traceID, err := p.UnlockRun(t.Context(), id, first.LockID, executions.UnlockParams{
 		Status: executions.Completed, Summary: "done", Result: json.RawMessage(`[1]`),
 	})
-	if err != nil || status != executions.Completed || traceID != first.Execution.TraceID {
-		t.Errorf("unlock: %s %s %v", status, traceID, err)
-	}
+	assert.Truef(t, err == nil && status == executions.Completed && traceID == first.Execution.TraceID,
+		"unlock: %s %s %v", status, traceID, err)
 	if x := get(t, p.pool, id); x.ResultSummary != "done" || string(x.Result) != "[1]" || workers(t, p.pool) != 0 {
 		t.Errorf("ended as %+v with %d locks left", x, workers(t, p.pool))
 	}
 	p.void(t, id, first.LockID, "the run has ended: completed")
-	if _, err := p.LockRun(t.Context(), id, "worker 1", time.Minute); !errors.Is(err, executions.ErrEnded) {
-		t.Errorf("lock after the end: %v", err)
-	}
+	_, err = p.LockRun(t.Context(), id, "worker 1", time.Minute)
+	assert.ErrorIs(t, err, executions.ErrEnded, "lock after the end")
 }
 
 func TestInvalidLockRequestsAreRejected(t *testing.T) {
@@ -137,25 +122,20 @@ func TestInvalidLockRequestsAreRejected(t *testing.T) {
 		"negative time": {id, "w", -time.Minute, executions.ErrMalformed},
 		"long time":     {id, "w", 25 * time.Hour, executions.ErrMalformed},
 	} {
-		if _, err := p.LockRun(t.Context(), c.id, c.owner, c.ttl); !errors.Is(err, c.want) {
-			t.Errorf("%s: %v", name, err)
-		}
+		_, err := p.LockRun(t.Context(), c.id, c.owner, c.ttl)
+		assert.ErrorIs(t, err, c.want, name)
 	}
-	if _, err := p.RenewLock(t.Context(), nobody, "x"); !errors.Is(err, executions.ErrNotFound) {
-		t.Errorf("beat of nobody: %v", err)
-	}
+	_, err := p.RenewLock(t.Context(), nobody, "x")
+	assert.ErrorIs(t, err, executions.ErrNotFound, "beat of nobody")
 	lock, other := p.lock(t, id, "w"), p.external(t)
-	if _, err := p.RenewLock(t.Context(), other, lock.LockID); !errors.Is(err, executions.ErrVoid) {
-		t.Errorf("another run's lock: %v", err)
-	}
+	_, err = p.RenewLock(t.Context(), other, lock.LockID)
+	assert.ErrorIs(t, err, executions.ErrVoid, "another run's lock")
 	for step, output := range map[string]string{
 		"": "1", "a\nb": "1", strings.Repeat("x", 501): "1", "nul": `"\u0000"`,
 		"half": `"\ud800"`,
 	} {
-		if _, _, err := p.CheckpointRun(t.Context(), id, lock.LockID, step, json.RawMessage(output)); !errors.Is(err,
-			executions.ErrMalformed) {
-			t.Errorf("step %.10q with %s: %v", step, output, err)
-		}
+		_, _, err := p.CheckpointRun(t.Context(), id, lock.LockID, step, json.RawMessage(output))
+		assert.ErrorIs(t, err, executions.ErrMalformed, "step", step, "with", output)
 	}
 }
 
@@ -179,9 +159,8 @@ func TestOneOfFiftyWorkersGetsTheLock(t *testing.T) {
 				return nil
 			})
 		}
-		if err := group.Wait(); err != nil || won.Load() != 1 {
-			t.Fatalf("round %d: %d won, %v", round, won.Load(), err)
-		}
+		err := group.Wait()
+		require.Truef(t, err == nil && won.Load() == 1, "round %d: %d won, %v", round, won.Load(), err)
 		p.record(t, id, winner.Load().(string), fmt.Sprint("step ", round), "1")
 		expire(t, p.pool, id)
 	}
@@ -197,12 +176,10 @@ func TestRenewalsAndCheckpointsDoNotBlockEachOther(t *testing.T) {
 	if _, err := p.RenewLock(t.Context(), id, lock.LockID); err != nil { // while the checkpoint's transaction is open
 		t.Errorf("beat: %v", err)
 	}
-	if got, err := p.RenewLocks(t.Context(), []string{lock.LockID}); err != nil || !got[0].Live {
-		t.Errorf("beat of many: %+v, %v", got, err)
-	}
-	if again := p.lock(t, id, "w"); again.LockID != lock.LockID {
-		t.Errorf("the same owner: %+v", again)
-	}
+	got, err := p.RenewLocks(t.Context(), []string{lock.LockID})
+	assert.Truef(t, err == nil && got[0].Live, "beat of many: %+v, %v", got, err)
+	again := p.lock(t, id, "w")
+	assert.Truef(t, again.LockID == lock.LockID, "the same owner: %+v", again)
 	require.NoError(t, checkpoint.Commit(t.Context()))
 	beat := pgtest.Begin(t, p.pool)
 	pgtest.Exec(t, beat, `select beat_agent_locks($1)`, []string{lock.LockID})
@@ -222,12 +199,9 @@ func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
 	expire(t, p.pool, id)
 	expire(t, p.pool, other)
 	sweep(t, p.pool)
-	if x := get(t, p.pool, other); x.Status != executions.Failed {
-		t.Errorf("the sweep was held up: %+v", x)
-	}
-	if x := get(t, p.pool, id); x.ClaimedBy == nil {
-		t.Error("the claim was taken under a write")
-	}
+	x := get(t, p.pool, other)
+	assert.Truef(t, x.Status == executions.Failed, "the sweep was held up: %+v", x)
+	assert.True(t, get(t, p.pool, id).ClaimedBy != nil, "the claim was taken under a write")
 	var group errgroup.Group
 	var second executions.RunLock
 	group.Go(func() (err error) {
@@ -240,9 +214,8 @@ func TestATakeoverWaitsForACheckpointAndTheSweepDoesNot(t *testing.T) {
 	}, "the takeover waits")
 	require.NoError(t, checkpoint.Commit(t.Context()))
 	require.NoError(t, group.Wait())
-	if len(second.Checkpoints) != 1 || second.Checkpoints[0].Step != "slow" || second.Execution.Claim != 3 {
-		t.Errorf("who took over saw %+v", second)
-	}
+	assert.Truef(t, len(second.Checkpoints) == 1 && second.Checkpoints[0].Step == "slow" && second.Execution.Claim == 3,
+		"who took over saw %+v", second)
 	p.void(t, id, lock.LockID, "locked by second")
 }
 
@@ -253,20 +226,17 @@ func TestAnExpiredLockIsSettledBeforeTheNextOne(t *testing.T) {
 	lock := p.lock(t, fails, "first")
 	expire(t, p.pool, fails)
 	p.void(t, fails, lock.LockID, "it expired or was released")
-	if _, err := p.LockRun(t.Context(), fails, "second", time.Minute); !errors.Is(err, executions.ErrEnded) ||
-		!strings.Contains(err.Error(), "lease expired") {
-		t.Errorf("lock after the time of one that fails: %v", err)
-	}
-	if x := get(t, p.pool, fails); x.Status != executions.Failed || x.OnLost != "fail" {
-		t.Errorf("it is %+v", x)
-	}
+	_, err := p.LockRun(t.Context(), fails, "second", time.Minute)
+	assert.Truef(t, errors.Is(err, executions.ErrEnded) && strings.Contains(err.Error(), "lease expired"),
+		"lock after the time of one that fails: %v", err)
+	x := get(t, p.pool, fails)
+	assert.Truef(t, x.Status == executions.Failed && x.OnLost == "fail", "it is %+v", x)
 	goesOn := p.external(t, handOn)
 	lock = p.lock(t, goesOn, "first")
 	p.record(t, goesOn, lock.LockID, "a", `"mine"`)
 	expire(t, p.pool, goesOn)
-	if again := p.lock(t, goesOn, "first"); again.LockID == lock.LockID || again.Execution.Claim != 3 {
-		t.Errorf("the same owner, too late, got %+v", again)
-	}
+	again := p.lock(t, goesOn, "first")
+	assert.Truef(t, again.LockID != lock.LockID && again.Execution.Claim == 3, "the same owner, too late, got %+v", again)
 	p.void(t, goesOn, lock.LockID, "locked by first")
 	assert.Equal(t, 1, workers(t, p.pool))
 }
@@ -310,14 +280,12 @@ func TestAWorkerWithoutProgressLosesItsLock(t *testing.T) {
 	pgtest.Exec(t, p.pool, `update agent_executions set updated_at = updated_at - interval '61 seconds'`)
 	p.record(t, works, locks[works].LockID, "a", "1")
 	for _, lock := range locks {
-		if got, err := p.RenewLocks(t.Context(), []string{lock.LockID}); err != nil || !got[0].Live {
-			t.Fatalf("%+v, %v", got, err)
-		}
+		got, err := p.RenewLocks(t.Context(), []string{lock.LockID})
+		require.Truef(t, err == nil && got[0].Live, "%+v, %v", got, err)
 	}
 	sweep(t, p.pool)
-	if x := get(t, p.pool, works); x.Status != executions.Running || x.ClaimedBy == nil {
-		t.Errorf("one that records its steps is %+v", x)
-	}
+	x := get(t, p.pool, works)
+	assert.Truef(t, x.Status == executions.Running && x.ClaimedBy != nil, "one that records its steps is %+v", x)
 	if x := get(t, p.pool, fails); x.Status != executions.Failed || !strings.Contains(*x.ErrorMessage, "no progress") {
 		t.Errorf("one that fails is %+v", x)
 	}
@@ -343,19 +311,15 @@ func TestTheNextRenewalReportsACancelAndEndsTheLock(t *testing.T) {
 		_, err := p.Cancel(t.Context(), x, "admin", "not wanted")
 		require.NoError(t, err)
 	}
-	if _, _, err := p.CheckpointRun(t.Context(), id, lock.LockID, "a", json.RawMessage("1")); !errors.Is(err,
-		executions.ErrVoid) {
-		t.Errorf("checkpoint after a cancel: %v", err)
-	}
+	_, _, err := p.CheckpointRun(t.Context(), id, lock.LockID, "a", json.RawMessage("1"))
+	assert.ErrorIs(t, err, executions.ErrVoid, "checkpoint after a cancel")
 	got, err := p.RenewLock(t.Context(), id, lock.LockID)
-	if err != nil || !got.CancelRequested || *got.Status != executions.Cancelled || got.ExpiresAt == nil {
-		t.Errorf("beat after a cancel: %+v, %v", got, err)
-	}
+	assert.Truef(t, err == nil && got.CancelRequested && *got.Status == executions.Cancelled && got.ExpiresAt != nil,
+		"beat after a cancel: %+v, %v", got, err)
 	p.void(t, id, lock.LockID, "not wanted")
 	assert.Equal(t, 0, workers(t, p.pool))
-	if _, err := p.LockRun(t.Context(), before, "w", time.Minute); !errors.Is(err, executions.ErrEnded) {
-		t.Errorf("one that was cancelled before its start: %v", err)
-	}
+	_, err = p.LockRun(t.Context(), before, "w", time.Minute)
+	assert.ErrorIs(t, err, executions.ErrEnded, "one that was cancelled before its start")
 }
 
 func TestManyLocksAreRenewedIndependently(t *testing.T) {
@@ -372,13 +336,10 @@ func TestManyLocksAreRenewedIndependently(t *testing.T) {
 	sweeping := pgtest.Begin(t, p.pool) // as the sweep would hold it
 	pgtest.Exec(t, sweeping, `select from agent_workers where expires_at < clock_timestamp() for update`)
 	got, err := p.RenewLocks(t.Context(), locks)
-	if err != nil || len(got) != 5 {
-		t.Fatalf("%+v, %v", got, err)
-	}
+	require.Truef(t, err == nil && len(got) == 5, "%+v, %v", got, err)
 	for i, b := range got {
-		if b.LockID != locks[i] || b.Live != (i < 3) || b.Live && b.ExpiresAt == nil || (b.ExecutionID == nil) != (i == 4) {
-			t.Errorf("beat %d is %+v", i, b)
-		}
+		assert.Truef(t, b.LockID == locks[i] && b.Live == (i < 3) && (!b.Live || b.ExpiresAt != nil) &&
+			(b.ExecutionID == nil) == (i == 4), "beat %d is %+v", i, b)
 	}
 }
 
@@ -403,9 +364,8 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 		"too long": {For: "response", Key: "t", Timeout: 8 * 24 * time.Hour},
 	} {
 		r.Status = executions.Waiting
-		if _, _, err := p.UnlockRun(t.Context(), id, lock.LockID, r); !errors.Is(err, executions.ErrMalformed) {
-			t.Errorf("%s: %v", name, err)
-		}
+		_, _, err := p.UnlockRun(t.Context(), id, lock.LockID, r)
+		assert.ErrorIs(t, err, executions.ErrMalformed, name)
 	}
 	if status := wait(executions.UnlockParams{
 		For: "event", Key: "paid",
@@ -422,17 +382,13 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 	require.NoError(t, err)
 	lock = p.lock(t, id, "another")
 	var out executions.Outcome
-	if len(lock.Checkpoints) != 1 || lock.Checkpoints[0].Step != "wait event 1" ||
-		json.Unmarshal(lock.Checkpoints[0].Output, &out) != nil ||
-		string(out.Data) != `{"amount": 3}` || out.TimedOut {
-		t.Errorf("it goes on with %+v", lock.Checkpoints)
-	}
+	assert.Truef(t, len(lock.Checkpoints) == 1 && lock.Checkpoints[0].Step == "wait event 1" &&
+		json.Unmarshal(lock.Checkpoints[0].Output, &out) == nil && string(out.Data) == `{"amount": 3}` && !out.TimedOut,
+		"it goes on with %+v", lock.Checkpoints)
 	_, err = p.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "early", nil, "")
 	require.NoError(t, err)
-	if status := wait(executions.UnlockParams{For: "event", Key: "early"}); status != executions.Running ||
-		workers(t, p.pool) != 0 {
-		t.Errorf("for what had come it is %s", status)
-	}
+	status := wait(executions.UnlockParams{For: "event", Key: "early"})
+	assert.Truef(t, status == executions.Running && workers(t, p.pool) == 0, "for what had come it is %s", status)
 	for i, r := range []executions.UnlockParams{
 		{For: "response"},
 		{For: "agent", Key: p.external(t)},
@@ -447,21 +403,17 @@ func TestARunThatWaitsIsLockedAgainWithTheOutcome(t *testing.T) {
 		standard, _ := executions.Limits(r.For)
 		until := pgtest.Value[float64](t, p.pool, `select extract(epoch from waiting_until - clock_timestamp())::float8
 			from agent_executions where id = $1`, id)
-		if want := max(standard, r.Timeout).Seconds(); until > want || until < want-120 {
-			t.Errorf("%s waits %v s, want %v", r.For, until, want)
-		}
+		want := max(standard, r.Timeout).Seconds()
+		assert.Truef(t, until <= want && until >= want-120, "%s waits %v s, want %v", r.For, until, want)
 		pgtest.Exec(t, p.pool, `update agent_executions set waiting_until = clock_timestamp() where id = $1`, id)
 		sweep(t, p.pool)
 		step := fmt.Sprintf("wait %s %d", r.For, i+3)
-		if last := p.lock(t, id, "w").Checkpoints; last[len(last)-1].Step != step {
-			t.Errorf("the outcome is %+v, want %s", last[len(last)-1], step)
-		}
+		last := p.lock(t, id, "w").Checkpoints
+		assert.Truef(t, last[len(last)-1].Step == step, "the outcome is %+v, want %s", last[len(last)-1], step)
 	}
-	if keys := pgtest.Value[string](t, p.pool, `select string_agg(waiting_for, ' ' order by n) from agent_status_changes
-		where execution_id = $1 and status = 'waiting'`, id); keys !=
-		"event response agent document signature test approval delay" {
-		t.Errorf("it waited for %s", keys)
-	}
+	keys := pgtest.Value[string](t, p.pool, `select string_agg(waiting_for, ' ' order by n) from agent_status_changes
+		where execution_id = $1 and status = 'waiting'`, id)
+	assert.Equal(t, "event response agent document signature test approval delay", keys, "it waited for")
 }
 
 func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
@@ -472,15 +424,13 @@ func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
 	never := func(when string) {
 		t.Helper()
 		w := newWorker(t, pool)
-		if n, err := claim(t.Context(), pool, id, w); err != nil || n != 0 {
-			t.Errorf("%s it was claimed: %d, %v", when, n, err)
-		}
+		n, err := claim(t.Context(), pool, id, w)
+		assert.Truef(t, err == nil && n == 0, "%s it was claimed: %d, %v", when, n, err)
 		for range 2 {
 			sweep(t, pool)
-			if n := pgtest.Value[int](t, pool, `select count(*)::int from lanekeeper.agent_ready_executions where id = $1`,
-				id); n != 0 {
-				t.Errorf("%s it is ready for a process", when)
-			}
+			n := pgtest.Value[int](t, pool, `select count(*)::int from lanekeeper.agent_ready_executions where id = $1`,
+				id)
+			assert.Equal(t, 0, n, when, "it is ready for a process")
 		}
 	}
 	never("new")
@@ -502,9 +452,7 @@ func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
 	never("given up")
 	_, err = pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, status)
 		values ('fl_1', 'flow', 'external', 'running')`)
-	if !postgres.IsCode(err, "LK002") {
-		t.Errorf("one that begins running: %v", err)
-	}
+	assert.Truef(t, postgres.IsCode(err, "LK002"), "one that begins running: %v", err)
 }
 
 func TestTheEndOfAnExternalExecutionResumesItsParent(t *testing.T) {
@@ -522,9 +470,8 @@ func TestTheEndOfAnExternalExecutionResumesItsParent(t *testing.T) {
 	require.NoError(t, err)
 	var got executions.Triggered
 	require.NoError(t, json.Unmarshal(until(t, pool, id, executions.Completed).Result, &got))
-	if got.ExecutionID != child || got.Success || got.Error != "no paper" || got.Status != executions.Failed {
-		t.Errorf("the parent saw %+v", got)
-	}
+	assert.Truef(t, got.ExecutionID == child && !got.Success && got.Error == "no paper" && got.Status == executions.Failed,
+		"the parent saw %+v", got)
 }
 
 // Late writes of a worker are in the log and in the answer of why: a few rows per lock, and the last one counts the
@@ -541,17 +488,13 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 	for i := range 26 {
 		_, _, err := p.CheckpointRun(t.Context(), id, late.LockID, fmt.Sprint("step ", i),
 			json.RawMessage(`{"api_key": "sk-secret", "n": 1}`))
-		if !errors.Is(err, executions.ErrVoid) {
-			t.Fatal(err)
-		}
+		require.ErrorIs(t, err, executions.ErrVoid)
 	}
 	p.void(t, id, late.LockID, "next") // a beat, a step and a release
-	if _, err := p.LockClaim(t.Context(), id, late.LockID); !errors.Is(err, executions.ErrVoid) {
-		t.Errorf("a message: %v", err)
-	}
-	if _, err := p.RenewLock(t.Context(), id, "another"); !errors.Is(err, executions.ErrVoid) {
-		t.Errorf("a beat of another lock: %v", err)
-	}
+	_, err := p.LockClaim(t.Context(), id, late.LockID)
+	assert.ErrorIs(t, err, executions.ErrVoid, "a message")
+	_, err = p.RenewLock(t.Context(), id, "another")
+	assert.ErrorIs(t, err, executions.ErrVoid, "a beat of another lock")
 	type refused struct {
 		Write, Step, Status, Class string
 		More                       int
@@ -561,29 +504,21 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 		select input ->> 'rejected_write', step, status, error_class, coalesce((input ->> 'more')::int, 0),
 		  coalesce((output -> 'output')::text, '')
 		  from agent_activity where execution_id = @id and skill_name = 'stale_write' order by id`, postgres.Strict{"id": id})
-	if len(got) != 6 || got[4].Write != "checkpoint" || got[4].Step != "step 4" || got[4].More != 25 ||
-		got[5].Write != "beat" || got[0].Status != "error" || got[0].Class != "stale" {
-		t.Errorf("recorded %+v", got)
-	}
+	assert.Truef(t, len(got) == 6 && got[4].Write == "checkpoint" && got[4].Step == "step 4" && got[4].More == 25 &&
+		got[5].Write == "beat" && got[0].Status == "error" && got[0].Class == "stale", "recorded %+v", got)
 	for _, r := range got {
-		if strings.Contains(r.Output, "sk-secret") {
-			t.Errorf("a secret is kept: %s", r.Output)
-		}
+		assert.Truef(t, !strings.Contains(r.Output, "sk-secret"), "a secret is kept: %s", r.Output)
 	}
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity a where position(@lock in a::text) > 0`,
-		postgres.Strict{"lock": late.LockID}); n != 0 {
-		t.Error("the lock is in the log")
-	}
+	n := pgtest.Value[int](t, pool, `select count(*) from agent_activity a where position(@lock in a::text) > 0`,
+		postgres.Strict{"lock": late.LockID})
+	assert.Equal(t, 0, n, "the lock is in the log")
 	why := pgtest.Value[string](t, pool, `select string_agg((reason).what, '; ')
 		from lanekeeper.agent_why_log(@trace, 100, 1000) where part = 'trouble'`,
 		postgres.Strict{"trace": late.Execution.TraceID})
 	assert.Contains(t, why, "a write under a void lock was refused: checkpoint in step step 4, and 25 more")
-	if !p.record(t, id, next.LockID, "second", `2`) {
-		t.Error("the next one's step is not recorded")
-	}
-	if pgtest.Value[bool](t, pool, `select record_stale_agent_write(gen_random_uuid(), 'x', 'checkpoint')`) {
-		t.Error("a write of no execution is recorded")
-	}
+	assert.True(t, p.record(t, id, next.LockID, "second", `2`), "the next one's step is not recorded")
+	assert.True(t, !pgtest.Value[bool](t, pool, `select record_stale_agent_write(gen_random_uuid(), 'x', 'checkpoint')`),
+		"a write of no execution is recorded")
 }
 
 // A external worker that waits for a child lends it its thread, has it back afterwards, and learns what the child has
@@ -603,9 +538,7 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 	id := p.external(t, func(s *executions.Spec) { s.ThreadID = "t" })
 	for n, ends := range []string{"while it waits", "before it waits"} {
 		lock := p.lock(t, id, "coordinator")
-		if says(id, lock.LockID, "I ask") {
-			t.Error("the coordinator's message queues")
-		}
+		assert.True(t, !says(id, lock.LockID, "I ask"), "the coordinator's message queues")
 		child := p.external(t, func(s *executions.Spec) {
 			s.ParentID, s.ThreadID, s.Awaited,
 				s.Inherits = id, "t", true, true
@@ -613,9 +546,7 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 		work := func() {
 			t.Helper()
 			mine := p.lock(t, child, "child")
-			if says(child, mine.LockID, "I answer") {
-				t.Error("the child's message queues")
-			}
+			assert.True(t, !says(child, mine.LockID, "I answer"), "the child's message queues")
 			pgtest.Exec(t, pool, `update agent_executions set variables = '{"color": "red"}' where id = @id`,
 				postgres.Strict{"id": child})
 			_, _, err := p.UnlockRun(t.Context(), child, mine.LockID, executions.UnlockParams{
@@ -643,13 +574,10 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 			}
 		}
 		point := lock.Checkpoints[len(lock.Checkpoints)-1]
-		if err := json.Unmarshal(point.Output, &out); err != nil || out.Data.Status != "completed" ||
-			out.Data.Variables["color"] != "red" || out.Data.Result["n"] != 7.0 {
-			t.Errorf("%s: %s is %s, %v", ends, point.Step, point.Output, err)
-		}
-		if says(id, lock.LockID, fmt.Sprint("thanks ", n)) {
-			t.Error("the coordinator's message queues")
-		}
+		err = json.Unmarshal(point.Output, &out)
+		assert.Truef(t, err == nil && out.Data.Status == "completed" && out.Data.Variables["color"] == "red" &&
+			out.Data.Result["n"] == 7.0, "%s: %s is %s, %v", ends, point.Step, point.Output, err)
+		assert.True(t, !says(id, lock.LockID, fmt.Sprint("thanks ", n)), "the coordinator's message queues")
 	}
 }
 
@@ -732,13 +660,11 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 		return err
 	})
 	require.NoError(t, group.Wait())
-	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_checkpoints where step like 'step %'`); n != int(
-		recorded.Load()) || n == 0 {
-		t.Errorf("%d steps are recorded, %d were confirmed", n, recorded.Load())
-	}
+	n := pgtest.Value[int](t, pool, `select count(*)::int from agent_checkpoints where step like 'step %'`)
+	assert.Truef(t, n == int(
+		recorded.Load()) && n != 0, "%d steps are recorded, %d were confirmed", n, recorded.Load())
 	for _, id := range ids {
-		if x := get(t, pool, id); x.Status != executions.Cancelled {
-			t.Errorf("it is %+v", x)
-		}
+		x := get(t, pool, id)
+		assert.Truef(t, x.Status == executions.Cancelled, "it is %+v", x)
 	}
 }

@@ -88,10 +88,8 @@ func (p *process) fork(t *testing.T, s executions.ForkSpec, want executions.Stat
 	require.NoError(t, err)
 	got := until(t, p.pool, x.ID, want)
 	assert.Equal(t, before, dump(t, p.pool, s.ID), s.From)
-	if !strings.HasPrefix(got.TraceID, "fl_") || testkit.Deref(got.ForkedFrom) != s.ID ||
-		testkit.Deref(got.ForkedStep) != s.From || got.ParentID != nil {
-		t.Errorf("the fork is %+v", got)
-	}
+	assert.Truef(t, strings.HasPrefix(got.TraceID, "fl_") && testkit.Deref(got.ForkedFrom) == s.ID &&
+		testkit.Deref(got.ForkedStep) == s.From && got.ParentID == nil, "the fork is %+v", got)
 	return got
 }
 
@@ -158,21 +156,17 @@ func TestAForkRunsTheStepsAfterAStep(t *testing.T) {
 		got := p.fork(t, executions.ForkSpec{ID: id, From: from}, executions.Completed)
 		words := strings.Fields(want)
 		slices.Sort(words)
-		if done := d.sorted(got.ID); done != strings.Join(words, " ") || string(got.Result) != "20" ||
-			got.ResultSummary != "arrived" {
-			t.Errorf("from %q: did %s\nwant %s; result %s %q", from, done, words, got.Result, got.ResultSummary)
-		}
+		done := d.sorted(got.ID)
+		assert.Truef(t, done == strings.Join(words, " ") && string(got.Result) == "20" && got.ResultSummary == "arrived",
+			"from %q: did %s\nwant %s; result %s %q", from, done, words, got.Result, got.ResultSummary)
 		again := replay(t, p, got.ID)
-		if !again.Equal {
-			t.Errorf("the fork from %q is not replayed: %+v", from, again.Divergence)
-		}
+		assert.Truef(t, again.Equal, "the fork from %q is not replayed: %+v", from, again.Divergence)
 	}
 	// A branch alone: it is done anew from there, and the other keeps what it had by then.
 	got := p.fork(t, executions.ForkSpec{ID: id, From: "left"}, executions.Completed)
-	if done := d.sorted(got.ID); !strings.Contains(done, "left1 left2") || !strings.Contains(done, "z") ||
-		strings.Contains(done, "p1") {
-		t.Errorf("from a scope: did %s", done)
-	}
+	done := d.sorted(got.ID)
+	assert.Truef(t, strings.Contains(done, "left1 left2") && strings.Contains(done, "z") && !strings.Contains(done, "p1"),
+		"from a scope: did %s", done)
 }
 
 func TestAForkFromAnUnknownStepIsRejected(t *testing.T) {
@@ -183,20 +177,15 @@ func TestAForkFromAnUnknownStepIsRejected(t *testing.T) {
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
 	for _, from := range []string{"nothing", "phas", "phase/", "count@3"} {
-		if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: from}); !errors.Is(err,
-			executions.ErrNoStep) {
-			t.Errorf("from %q: %v", from, err)
-		}
+		_, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: from})
+		assert.ErrorIs(t, err, executions.ErrNoStep, "from", from)
 	}
-	if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: "0198c0de-0000-7000-8000-000000000000"}); !errors.Is(
-		err, executions.ErrNotFound) {
-		t.Errorf("of nothing: %v", err)
-	}
+	_, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: "0198c0de-0000-7000-8000-000000000000"})
+	assert.ErrorIs(t, err, executions.ErrNotFound, "of nothing")
 	p.Unforkable("flow", "do otherwise")
-	if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id}); !errors.Is(err, executions.ErrNoFork) ||
-		!strings.Contains(err.Error(), "do otherwise") {
-		t.Errorf("of what cannot be forked: %v", err)
-	}
+	_, err = p.Fork(t.Context(), pool, executions.ForkSpec{ID: id})
+	assert.Truef(t, errors.Is(err, executions.ErrNoFork) && strings.Contains(err.Error(), "do otherwise"),
+		"of what cannot be forked: %v", err)
 }
 
 // A loop under way is forked from its last snapshot, and so is one from within.
@@ -226,28 +215,23 @@ func TestAForkOfALoopUnderWay(t *testing.T) {
 		"count@17/n17": "n17 n18 n19",
 	} {
 		got := p.fork(t, executions.ForkSpec{ID: id, From: from}, executions.Waiting)
-		if !replay(t, p, got.ID).Equal {
-			t.Errorf("the waiting fork from %q is not replayed", from)
-		}
+		assert.Truef(t, replay(t, p, got.ID).Equal, "the waiting fork from %q is not replayed", from)
 		_, err := executions.Cancel(t.Context(), pool, got.ID, "test", "enough")
 		require.NoError(t, err)
 		if first, _, _ := strings.Cut(want, " n19"); d.of(got.ID) != strings.TrimSuffix(first, "n19") {
 			t.Errorf("from %q: did %q", from, d.of(got.ID))
 		}
 	}
-	if _, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: "count@3/n3"}); !errors.Is(err,
-		executions.ErrNoStep) {
-		t.Errorf("from before the snapshot: %v", err)
-	}
+	_, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id, From: "count@3/n3"})
+	assert.ErrorIs(t, err, executions.ErrNoStep, "from before the snapshot")
 	x, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: id})
 	require.NoError(t, err)
 	until(t, pool, x.ID, executions.Waiting)
 	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "go 18", nil, "")
 	require.NoError(t, err)
 	for _, id := range []string{id, x.ID} { // both wait for it
-		if got := until(t, pool, id, executions.Completed); string(got.Result) != "20" {
-			t.Errorf("result %s", got.Result)
-		}
+		got := until(t, pool, id, executions.Completed)
+		assert.Truef(t, string(got.Result) == "20", "result %s", got.Result)
 	}
 }
 
@@ -271,9 +255,8 @@ func TestAForkOfARunningExecution(t *testing.T) {
 	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	id := p.begin(t, "flow")
 	g.arrival(t)
-	if _, err := p.Replay(t.Context(), id); !errors.Is(err, executions.ErrRunning) {
-		t.Errorf("replay of what runs here: %v", err)
-	}
+	_, err := p.Replay(t.Context(), id)
+	assert.ErrorIs(t, err, executions.ErrRunning, "replay of what runs here")
 	if got := p.fork(t, executions.ForkSpec{ID: id}, executions.Completed); d.of(got.ID) != "" {
 		t.Errorf("did %s", d.of(got.ID))
 	}
@@ -311,9 +294,8 @@ func TestAnInputThatContradictsACheckpointIsRejected(t *testing.T) {
 	n := pgtest.Value[int](t, pool, `select count(*) from agent_executions`)
 	_, err = p.Fork(t.Context(), pool,
 		executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Eva", "tone": "hello"}`)})
-	if !errors.Is(err, executions.ErrChanged) || !strings.Contains(err.Error(), "step look up") {
-		t.Errorf("another name: %v", err)
-	}
+	assert.Truef(t, errors.Is(err, executions.ErrChanged) && strings.Contains(err.Error(), "step look up"),
+		"another name: %v", err)
 	assert.Equal(t, n, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	got := p.fork(t, executions.ForkSpec{ID: x.ID, From: "say", Input: json.RawMessage(`{"name": "Ana", "tone": "bye"}`)},
 		executions.Completed)
@@ -430,9 +412,8 @@ func TestRetryStartsAtTheFailedStep(t *testing.T) {
 		until(t, pool, x.ID, executions.Completed)
 		assert.Equal(t, want.did, d.of(x.ID), name)
 		assert.Equal(t, before, dump(t, pool, failed[name]), name)
-		if _, _, err := p.Retry(t.Context(), pool, x.ID); !errors.Is(err, executions.ErrNotFailed) {
-			t.Errorf("%s: retry of what succeeded: %v", name, err)
-		}
+		_, _, err = p.Retry(t.Context(), pool, x.ID)
+		assert.ErrorIs(t, err, executions.ErrNotFailed, name, "retry of what succeeded")
 	}
 }
 
@@ -454,13 +435,9 @@ func TestRetryOfACancelledExecutionContinues(t *testing.T) {
 	}
 	_, err := p.Cancel(t.Context(), id, "test", "a mistake")
 	require.NoError(t, err)
-	if !replay(t, p, id).Equal {
-		t.Error("the cancelled one is not replayed")
-	}
+	assert.True(t, replay(t, p, id).Equal, "the cancelled one is not replayed")
 	x, from, err := p.Retry(t.Context(), pool, id)
-	if err != nil || from != "" {
-		t.Fatalf("from %q, %v", from, err)
-	}
+	require.Truef(t, err == nil && from == "", "from %q, %v", from, err)
 	until(t, pool, x.ID, executions.Waiting)
 	_, err = p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "news", nil, "")
 	require.NoError(t, err)
@@ -557,9 +534,8 @@ func TestAForkHasLanesOfItsOwn(t *testing.T) {
 	} else if again := replay(t, p, got.ID); !again.Equal {
 		t.Errorf("what found its lane busy is not replayed: %+v", again.Divergence)
 	}
-	if again := replay(t, p, id); !again.Equal || again.EndedAt != "news" {
-		t.Errorf("what holds its lane is not replayed: %+v", again)
-	}
+	again := replay(t, p, id)
+	assert.Truef(t, again.Equal && again.EndedAt == "news", "what holds its lane is not replayed: %+v", again)
 }
 
 // A worker that locks the fork of an external execution gets the copied checkpoints.
@@ -578,9 +554,7 @@ func TestAForkOfAnExternalExecution(t *testing.T) {
 	fork, err := p.Fork(t.Context(), pool, executions.ForkSpec{ID: x.ID, From: "two"})
 	require.NoError(t, err)
 	points, err := executions.Checkpoints(t.Context(), pool, fork.ID)
-	if err != nil || len(points) != 1 || points[0].Step != "one" {
-		t.Errorf("records %v, %v", points, err)
-	}
+	assert.Truef(t, err == nil && len(points) == 1 && points[0].Step == "one", "records %v, %v", points, err)
 	assert.Equal(t, "running", pgtest.Value[string](t, pool, `select status from lock_agent_execution(@id, 'another')`,
 		postgres.Strict{"id": fork.ID}))
 }
@@ -607,8 +581,6 @@ func TestAForkIsRejectedAlthoughTheCodeQueriesTheDatabase(t *testing.T) {
 	until(t, pool, id, executions.Completed)
 	_, err := p.Fork(t.Context(), pool,
 		executions.ForkSpec{ID: id, From: "second", Input: json.RawMessage(`{"other": true}`)})
-	if !errors.Is(err, executions.ErrChanged) ||
-		!strings.Contains(err.Error(), "step first has a record for another input") {
-		t.Errorf("fork: %v", err)
-	}
+	assert.Truef(t, errors.Is(err, executions.ErrChanged) &&
+		strings.Contains(err.Error(), "step first has a record for another input"), "fork: %v", err)
 }

@@ -3,7 +3,6 @@ package executions_test
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"strings"
 	"testing"
 
@@ -32,9 +31,8 @@ func TestExecutionsAreFoundByTheirLabels(t *testing.T) {
 		return x.ID, created
 	}
 	first, _ := start(e, "one", executions.Labels{"order": "A-1"})
-	if again, created := start(e, "one", executions.Labels{"order": "other"}); created || again != first {
-		t.Errorf("a second start is %s, created %v", again, created)
-	}
+	again, created := start(e, "one", executions.Labels{"order": "other"})
+	assert.Truef(t, !created && again == first, "a second start is %s, created %v", again, created)
 	stop := enginetest.Run(t, e.Run)
 	second, _ := start(e, "", executions.Labels{"order": "A-1"})
 	for _, id := range []string{first, second} {
@@ -63,15 +61,13 @@ func TestExecutionsAreFoundByTheirLabels(t *testing.T) {
 		{executions.Filter{Label: "A"}, nil},
 		{executions.Filter{Label: "order="}, nil},
 	} {
-		if got := found(c.f); strings.Join(got, " ") != strings.Join(c.want, " ") {
-			t.Errorf("%+v finds %v, want %v", c.f, got, c.want)
-		}
+		got := found(c.f)
+		assert.Truef(t, strings.Join(got, " ") == strings.Join(c.want, " "), "%+v finds %v, want %v", c.f, got, c.want)
 	}
 	labels, err := executions.LabelsOf(t.Context(), pool, []string{first, third})
 	require.NoError(t, err)
-	if labels[first]["customer"] != "Ana" || len(labels[first]) != 2 || len(labels[third]) != 1 {
-		t.Errorf("labels %v", labels)
-	}
+	assert.Truef(t, labels[first]["customer"] == "Ana" && len(labels[first]) == 2 && len(labels[third]) == 1,
+		"labels %v", labels)
 	pgtest.Exec(t, pool, `delete from agent_executions where id = @id`, postgres.Strict{"id": first})
 	pgtest.Equal(t, pool, 0, `select count(*) from agent_execution_labels where execution_id = $1`, first)
 }
@@ -88,9 +84,7 @@ func TestLabelsAreBounded(t *testing.T) {
 		many, {"Order": "x"}, {"": "x"}, {"order": ""}, {"order": "a\nb"}, {"order": strings.Repeat("x", 201)},
 	} {
 		_, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "order", Surface: trace.Flow, Labels: labels})
-		if !errors.Is(err, executions.ErrLabels) {
-			t.Errorf("%v: %v", labels, err)
-		}
+		assert.ErrorIs(t, err, executions.ErrLabels, labels)
 	}
 	pgtest.Equal(t, pool, 0, `select count(*) from agent_executions`)
 	assert.Equal(t, "a b"+strings.Repeat("é", 196), executions.LabelValue(" a\n\x00b"+strings.Repeat("é", 300)))

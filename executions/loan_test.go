@@ -68,9 +68,7 @@ func tryAcquire(t *testing.T, db postgres.DB, lane string, who member) (acquired
 func mustAcquire(t *testing.T, db postgres.DB, lane string, who member) int64 {
 	t.Helper()
 	ok, token := tryAcquire(t, db, lane, who)
-	if !ok {
-		t.Fatalf("%s does not get lane %s", who.id, lane)
-	}
+	require.Truef(t, ok, "%s does not get lane %s", who.id, lane)
 	return token
 }
 
@@ -96,9 +94,8 @@ func wantLoans(t *testing.T, db postgres.DB, lane string, n int) {
 // wantStale fails unless a write under a token is refused.
 func wantStale(t *testing.T, db postgres.DB, lane string, token int64) {
 	t.Helper()
-	if _, err := db.Exec(t.Context(), `select fence_agent_lock($1, $2)`, lane, token); !postgres.IsCode(err, "LK001") {
-		t.Errorf("a write under token %d passes the fence: %v", token, err)
-	}
+	_, err := db.Exec(t.Context(), `select fence_agent_lock($1, $2)`, lane, token)
+	assert.Truef(t, postgres.IsCode(err, "LK001"), "a write under token %d passes the fence: %v", token, err)
 }
 
 // wantBlocked waits until n statements that contain the text wait for a lock.
@@ -133,18 +130,16 @@ func TestALoanReturnsHoweverItEnds(t *testing.T) {
 			pgtest.Exec(t, pool, `select cancel_agent_execution($1::uuid, 'somebody', 'why not')`, c.id)
 		},
 		"released": func(t *testing.T, lane string, c member) {
-			if !pgtest.Value[bool](t, pool, `select release_agent_lock($1, $2)`, lane, c.owner()) {
-				t.Error("the borrower cannot release")
-			}
+			assert.True(t, pgtest.Value[bool](t, pool, `select release_agent_lock($1, $2)`, lane, c.owner()),
+				"the borrower cannot release")
 		},
 		"handed back": func(t *testing.T, _ string, c member) {
 			pgtest.Exec(t, pool, `select lanekeeper.release_agent_claim($1::uuid, $2)`, c.id, c.claim)
 		},
 		"expired, and wanted by an outsider": func(t *testing.T, lane string, _ member) {
 			pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
-			if pgtest.Value[bool](t, pool, `select try_acquire_agent_lock($1, 'outsider')`, lane) {
-				t.Error("an outsider gets a lane that goes back to its lender")
-			}
+			assert.True(t, !pgtest.Value[bool](t, pool, `select try_acquire_agent_lock($1, 'outsider')`, lane),
+				"an outsider gets a lane that goes back to its lender")
 		},
 		"expired, and swept": func(t *testing.T, lane string, _ member) {
 			pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
@@ -171,9 +166,8 @@ func TestALoanReturnsHoweverItEnds(t *testing.T) {
 				wantHolder(t, pool, lane, above.id, x.Status == executions.Waiting)
 				wantLoans(t, pool, lane, depth-2)
 				wantStale(t, pool, lane, lent)
-				if got := token(t, pool, lane); got <= lent {
-					t.Errorf("token %d after %d", got, lent)
-				}
+				got := token(t, pool, lane)
+				assert.Truef(t, got > lent, "token %d after %d", got, lent)
 			})
 		}
 	}
@@ -212,9 +206,8 @@ func TestAnyAncestorMayStopWaiting(t *testing.T) {
 			}
 			wantHolder(t, pool, lane, want, c.holder >= 0 && get(t, pool, want).Status == executions.Waiting)
 			wantStale(t, pool, lane, lent)
-			if ok, _ := tryAcquire(t, pool, lane, all[3]); ok && c.holder >= 0 {
-				t.Error("who is not waited for any more borrows again")
-			}
+			ok, _ := tryAcquire(t, pool, lane, all[3])
+			assert.True(t, !ok || c.holder < 0, "who is not waited for any more borrows again")
 		})
 	}
 }
@@ -229,18 +222,15 @@ func TestALentLaneIsTheBorrowersAlone(t *testing.T) {
 	wantStale(t, pool, loanLane, before) // the lender's late write
 	pgtest.Exec(t, pool, `select fence_agent_lock($1, $2)`, loanLane, lent)
 	for _, owner := range []string{lenders, all[0].owner()} {
-		if pgtest.Value[bool](t, pool, `select release_agent_lock($1, $2)`, loanLane, owner) {
-			t.Errorf("%s releases what it has lent", owner)
-		}
+		assert.Truef(t, !pgtest.Value[bool](t, pool, `select release_agent_lock($1, $2)`, loanLane, owner),
+			"%s releases what it has lent", owner)
 	}
 	if sibling := relative(t, pool, all[0].id); true {
-		if ok, _ := tryAcquire(t, pool, loanLane, sibling); ok {
-			t.Error("a sibling that nobody waits for borrows")
-		}
+		ok, _ := tryAcquire(t, pool, loanLane, sibling)
+		assert.True(t, !ok, "a sibling that nobody waits for borrows")
 	}
-	if !pgtest.Value[bool](t, pool, `select break_agent_lock($1, 'test')`, loanLane) {
-		t.Error("a lent lane cannot be broken")
-	}
+	assert.True(t, pgtest.Value[bool](t, pool, `select break_agent_lock($1, 'test')`, loanLane),
+		"a lent lane cannot be broken")
 	wantLoans(t, pool, loanLane, 0)
 	wantHolder(t, pool, loanLane, "", false)
 	pgtest.Exec(t, pool, `select cancel_agent_execution($1::uuid, 'x', '')`, all[1].id)
@@ -263,9 +253,8 @@ func TestABorrowerIsClaimedAgain(t *testing.T) {
 				pgtest.Exec(t, pool, `update agent_locks set expires_at = clock_timestamp() where lane = $1`, lane)
 			}
 			last.claim = mustClaim(t, pool, last.id, newWorker(t, pool))
-			if got := mustAcquire(t, pool, lane, last); got <= old {
-				t.Errorf("token %d after %d", got, old)
-			}
+			got := mustAcquire(t, pool, lane, last)
+			assert.Truef(t, got > old, "token %d after %d", got, old)
 			wantStale(t, pool, lane, old)
 			wantHolder(t, pool, lane, last.id, false)
 			pgtest.Exec(t, pool, `select lanekeeper.complete_agent_execution($1::uuid, $2, 'completed', '', null, null, null)`,
@@ -486,10 +475,8 @@ func TestASweptLaneLeavesNoLoan(t *testing.T) {
 		prune(t, pool)
 	}
 	wantLoans(t, pool, "pipeline:p", 0)
-	if !pgtest.Value[bool](t, pool, `select try_acquire_agent_lock('pipeline:p', 'outsider')
-		and release_agent_lock('pipeline:p', 'outsider')`) {
-		t.Error("the lane is not free")
-	}
+	assert.True(t, pgtest.Value[bool](t, pool, `select try_acquire_agent_lock('pipeline:p', 'outsider')
+		and release_agent_lock('pipeline:p', 'outsider')`), "the lane is not free")
 	wantHolder(t, pool, "pipeline:p", "", false)
 }
 
@@ -513,9 +500,8 @@ func TestALoanThatEndsDuringASweepStays(t *testing.T) {
 	commit(t, tx)
 	require.NoError(t, <-swept)
 	wantLoans(t, pool, "objective:2", 1)
-	if pgtest.Value[bool](t, pool, `select try_acquire_agent_lock('objective:2', 'outsider')`) {
-		t.Error("an outsider gets a lane whose lender waits")
-	}
+	assert.True(t, !pgtest.Value[bool](t, pool, `select try_acquire_agent_lock('objective:2', 'outsider')`),
+		"an outsider gets a lane whose lender waits")
 	wantHolder(t, pool, "objective:2", second[0].id, true)
 }
 
@@ -555,12 +541,9 @@ func TestAChildWorksInItsParentsLane(t *testing.T) {
 			}, func(o *executions.Options) { o.Keeper = lanes.NewKeeper(pool, lanes.Options{Disabled: !enabled}) })
 			until(t, pool, p.begin(t, "top"), executions.Completed)
 			first, second := testkit.Receive(t, tokens), testkit.Receive(t, tokens)
-			if enabled && second <= first || !enabled && first+second != 0 {
-				t.Errorf("tokens %d, then %d", first, second)
-			}
-			if held := pgtest.Column[string](t, pool, `select lane from agent_locks where locked_by <> ''`); len(held) > 0 {
-				t.Errorf("lanes held at the end: %v", held)
-			}
+			assert.Truef(t, (!enabled || second > first) && (enabled || first+second == 0), "tokens %d, then %d", first, second)
+			held := pgtest.Column[string](t, pool, `select lane from agent_locks where locked_by <> ''`)
+			assert.Truef(t, len(held) == 0, "lanes held at the end: %v", held)
 			wantLoans(t, pool, loanLane, 0)
 		})
 	}
@@ -652,10 +635,9 @@ func TestNoStepStartsAfterALaneWasLost(t *testing.T) {
 			return ends(nil, stopped)
 		}), func(o *executions.Options) { renewing(t, o) })
 		x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
-		if err != nil || called != c.goOn || errors.Is(stopped, lanes.ErrLost) == c.goOn ||
-			(x.Status == executions.Completed) != c.goOn {
-			t.Errorf("%s: the step was called %t, with %v; the run is %s, %v", name, called, stopped, x.Status, err)
-		}
+		assert.Truef(t, err == nil && called == c.goOn && errors.Is(stopped, lanes.ErrLost) != c.goOn &&
+			(x.Status == executions.Completed) == c.goOn, "%s: the step was called %t, with %v; the run is %s, %v", name, called,
+			stopped, x.Status, err)
 		p.stop()
 	}
 }
@@ -682,8 +664,7 @@ func TestNoStepStartsAfterAnOuterHoldWasLost(t *testing.T) {
 		_, err = executions.Step(ctx, "act", func(context.Context) (int, error) { called = true; return 1, nil })
 		return ends(nil, err)
 	}), func(o *executions.Options) { renewing(t, o) })
-	if x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow}); err != nil || called {
-		t.Errorf("the step was called %t; the run is %s, %v", called, x.Status, err)
-	}
+	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+	assert.Truef(t, err == nil && !called, "the step was called %t; the run is %s, %v", called, x.Status, err)
 	p.stop()
 }

@@ -62,9 +62,8 @@ func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 		return ends(executions.Step(ctx, "one", func(context.Context) (int, error) { return 1, nil }))
 	}), func(o *executions.Options) { neverSweep(o); o.Listener, o.Workers = heard, 2 })
 	pgtest.Eventually(t, timeout, func() bool { return p.Live() == nil }, "the engine lives")
-	if got := pause(t, pool); !got.Changed || !got.Paused || got.PausedBy != "ana" || got.ActivityID == "" {
-		t.Fatalf("pause: %+v", got)
-	}
+	got := pause(t, pool)
+	require.Truef(t, got.Changed && got.Paused && got.PausedBy == "ana" && got.ActivityID != "", "pause: %+v", got)
 	var held []string
 	for range 9 { // more than the workers could look at
 		held = append(held, p.begin(t, "flow"))
@@ -83,9 +82,8 @@ func TestOnlyAttendedWorkStartsDuringAPause(t *testing.T) {
 		`select count(*) from agent_executions where status = 'pending' and claim = 0`))
 	require.NoError(t, p.Sweep(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from lanekeeper.agent_ready_kinds`))
-	if got := resume(t, pool); !got.Changed || got.Paused || got.PausedBy != "ana" || got.ResumedAt == nil {
-		t.Fatalf("resume: %+v", got)
-	}
+	got = resume(t, pool)
+	require.Truef(t, got.Changed && !got.Paused && got.PausedBy == "ana" && got.ResumedAt != nil, "resume: %+v", got)
 	for _, id := range held { // without a sweep
 		until(t, pool, id, executions.Completed)
 	}
@@ -113,15 +111,13 @@ func TestAPausedRunStopsBeforeItsNextStepAndContinuesLater(t *testing.T) {
 			pgtest.Eventually(t, timeout, func() bool { return get(t, pool, id).ClaimedBy == nil }, "the run is handed back")
 			got := get(t, pool, id)
 			points, err := executions.Checkpoints(t.Context(), pool, id)
-			if got.Status != executions.Running || got.Attempt != 0 || err != nil || len(points) != 1 || counts[1].Load() != 0 {
-				t.Fatalf("status %s, attempt %d, recorded %v, %v; the second step ran %d times", got.Status, got.Attempt, points,
-					err, counts[1].Load())
-			}
+			require.Truef(t, got.Status == executions.Running && got.Attempt == 0 && err == nil && len(points) == 1 &&
+				counts[1].Load() == 0, "status %s, attempt %d, recorded %v, %v; the second step ran %d times", got.Status,
+				got.Attempt, points, err, counts[1].Load())
 			resume(t, pool)
 			until(t, pool, id, executions.Completed)
-			if counts[0].Load() != 1 || counts[1].Load() != 1 {
-				t.Errorf("the steps ran %d and %d times", counts[0].Load(), counts[1].Load())
-			}
+			assert.Truef(t, counts[0].Load() == 1 && counts[1].Load() == 1,
+				"the steps ran %d and %d times", counts[0].Load(), counts[1].Load())
 		})
 	}
 }
@@ -153,17 +149,14 @@ func TestAClaimPrecedesThePauseOrFails(t *testing.T) {
 		return tx
 	}
 	claiming := inTx(`select lanekeeper.claim_agent_execution(@id, @worker)`, postgres.Strict{"id": before, "worker": w})
-	if pgtest.Value[bool](t, pool, `select pg_try_advisory_xact_lock(hashtextextended('agent pause', 0))`) {
-		t.Error("a pause would not wait for the claim")
-	}
+	assert.True(t, !pgtest.Value[bool](t, pool, `select pg_try_advisory_xact_lock(hashtextextended('agent pause', 0))`),
+		"a pause would not wait for the claim")
 	require.NoError(t, claiming.Commit(t.Context()))
 	pausing := inTx(`select pause_agent('prices look wrong')`)
-	if n, err := claim(t.Context(), pool, after, w); n != 0 || err != nil {
-		t.Errorf("claimed while a pause was made: %d, %v", n, err)
-	}
-	if ids := claimReady(t, pool, w, 5); len(ids) != 0 {
-		t.Errorf("claimed while a pause was made: %v", ids)
-	}
+	n, err := claim(t.Context(), pool, after, w)
+	assert.Truef(t, n == 0 && err == nil, "claimed while a pause was made: %d, %v", n, err)
+	ids := claimReady(t, pool, w, 5)
+	assert.Truef(t, len(ids) == 0, "claimed while a pause was made: %v", ids)
 	require.NoError(t, pausing.Rollback(t.Context()))
 	mustClaim(t, pool, after, w)
 }
@@ -238,9 +231,7 @@ func TestTwoPausesAtOnceAreOne(t *testing.T) {
 		return executions.PauseAll(ctx, pool, "ana", "why")
 	})
 	for _, got := range all {
-		if n != 1 || got.TraceID != all[0].TraceID || !got.Paused {
-			t.Fatalf("%d paused it: %+v", n, all)
-		}
+		require.Truef(t, n == 1 && got.TraceID == all[0].TraceID && got.Paused, "%d paused it: %+v", n, all)
 	}
 	n, _ = several(func(ctx context.Context) (executions.PauseChange, error) {
 		return executions.ResumeAll(ctx, pool, "ana", "")
@@ -263,9 +254,7 @@ func TestARunIsNotReleasedAfterAPauseEnded(t *testing.T) {
 	pgtest.Eventually(t, timeout, p.Paused, "the process knows of the pause")
 	resume(t, pool) // of which it hears within the hour
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
-	if !p.Paused() {
-		t.Error("it has heard of it")
-	}
+	assert.True(t, p.Paused(), "it has heard of it")
 }
 
 // The queue may be looked at before a pause, and the claim made after it; and processes that know nothing of pauses
@@ -307,9 +296,8 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	resume(t, pool)
 	ctx, cancel := context.WithTimeout(t.Context(), timeout)
 	defer cancel()
-	if _, err := conn.WaitForNotification(ctx); err != nil {
-		t.Errorf("nobody is told: %v", err)
-	}
+	_, err = conn.WaitForNotification(ctx)
+	assert.NoError(t, err, "nobody is told")
 	until(t, pool, id, executions.Completed)
 }
 
@@ -359,10 +347,8 @@ func TestATickThatFallsDueWhilePausedIsRecordedAsSkipped(t *testing.T) {
 		select count(*) || ' ' || count(distinct trace_id) || ' ' || min(left(trace_id,
 		  3)) || ' ' || min(surface) || ' ' || min(output #>> '{}')
 		  from agent_activity where skill_name = 'heartbeat' and status = 'skipped' and input ->> 'schedule' = 'beat'`)
-	if !strings.HasPrefix(said, "2 2 hb_ heartbeat autonomous work is paused since ") ||
-		!strings.HasSuffix(said, "by ana: "+was.Reason) {
-		t.Errorf("recorded: %s", said)
-	}
+	assert.Truef(t, strings.HasPrefix(said, "2 2 hb_ heartbeat autonomous work is paused since ") &&
+		strings.HasSuffix(said, "by ana: "+was.Reason), "recorded: %s", said)
 	resume(t, pool)
 	require.NoError(t, p.Tick(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
@@ -378,14 +364,11 @@ func TestRunSyncRefusesAutonomousWorkDuringAPause(t *testing.T) {
 	pause(t, pool)
 	_, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Heartbeat})
 	var refused *executions.PausedError
-	if !errors.Is(err, executions.ErrPaused) || !errors.As(err, &refused) || refused.Pause.PausedBy != "ana" {
-		t.Errorf("run: %v", err)
-	}
+	assert.Truef(t, errors.Is(err, executions.ErrPaused) && errors.As(err, &refused) && refused.Pause.PausedBy == "ana",
+		"run: %v", err)
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Operate})
-	if err != nil || x.Status != executions.Completed {
-		t.Errorf("attended: %s, %v", x.Status, err)
-	}
+	assert.Truef(t, err == nil && x.Status == executions.Completed, "attended: %s, %v", x.Status, err)
 }
 
 func TestExternalWorkersGetNoLockDuringAPause(t *testing.T) {
@@ -402,24 +385,18 @@ func TestExternalWorkersGetNoLockDuringAPause(t *testing.T) {
 	require.NoError(t, err)
 	pause(t, pool)
 	var refused *executions.RunError
-	if _, err := p.LockRun(t.Context(), waiting, "worker 2", time.Minute); !errors.Is(err, executions.ErrPaused) ||
-		!errors.As(err, &refused) ||
-		!strings.Contains(refused.Detail, "by ana: prices look wrong") {
-		t.Errorf("lock: %v", err)
-	}
+	_, err = p.LockRun(t.Context(), waiting, "worker 2", time.Minute)
+	assert.Truef(t, errors.Is(err, executions.ErrPaused) && errors.As(err, &refused) &&
+		strings.Contains(refused.Detail, "by ana: prices look wrong"), "lock: %v", err)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_workers`))
 	// Who has a lock continues.
 	again, err := p.LockRun(t.Context(), running, "worker 1", time.Minute)
-	if err != nil || again.LockID != lock.LockID {
-		t.Errorf("the same lock: %v", err)
-	}
-	if _, _, err := p.CheckpointRun(t.Context(), running, lock.LockID, "step", []byte(`1`)); err != nil {
-		t.Error(err)
-	}
+	assert.Truef(t, err == nil && again.LockID == lock.LockID, "the same lock: %v", err)
+	_, _, err = p.CheckpointRun(t.Context(), running, lock.LockID, "step", []byte(`1`))
+	assert.NoError(t, err)
 	resume(t, pool)
-	if _, err := p.LockRun(t.Context(), waiting, "worker 2", time.Minute); err != nil {
-		t.Error(err)
-	}
+	_, err = p.LockRun(t.Context(), waiting, "worker 2", time.Minute)
+	assert.NoError(t, err)
 }
 
 func TestArrivalsDuringAPauseAreKept(t *testing.T) {
@@ -466,13 +443,11 @@ func TestAPauseNamesItsReasonAndAuthor(t *testing.T) {
 		"a control character": `select pause_agent(E'a\x07')`, "nobody": `select pause_agent('why', '')`,
 		"nobody resumes": `select resume_agent(' ')`,
 	} {
-		if _, err := pool.Exec(t.Context(), sql); !postgres.IsCode(err, "22023") {
-			t.Errorf("%s: %v", name, err)
-		}
+		_, err := pool.Exec(t.Context(), sql)
+		assert.Truef(t, postgres.IsCode(err, "22023"), "%s: %v", name, err)
 	}
-	if pgtest.Value[bool](t, pool, `select exists (select from agent_pauses where resumed_at is null)`) {
-		t.Error("it is paused all the same")
-	}
+	assert.True(t, !pgtest.Value[bool](t, pool, `select exists (select from agent_pauses where resumed_at is null)`),
+		"it is paused all the same")
 	for surface, attended := range map[trace.Surface]bool{
 		trace.Operate: true, trace.Chat: true, trace.Heartbeat: false, trace.Webhook: false, trace.Flow: false,
 	} {

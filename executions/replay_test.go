@@ -28,9 +28,8 @@ func replay(t *testing.T, p *process, id string) executions.Replayed {
 	t.Helper()
 	got, err := p.Replay(t.Context(), id)
 	require.NoError(t, err)
-	if got.Equal != (got.Divergence == nil) || got.Equal != (got.Digest == got.ReplayDigest) {
-		t.Errorf("digest and divergence contradict each other: %+v", got)
-	}
+	assert.Truef(t, got.Equal == (got.Divergence == nil) && got.Equal == (got.Digest == got.ReplayDigest),
+		"digest and divergence contradict each other: %+v", got)
 	return got
 }
 
@@ -82,17 +81,12 @@ func TestAReplayHasNoEffects(t *testing.T) {
 	executionsBefore := pgtest.Value[int](t, pool, `select count(*) from agent_executions`)
 	for range 2 {
 		got := replay(t, p, id)
-		if !got.Equal || got.Steps != 7 || got.Status != executions.Completed {
-			t.Errorf("replay is %+v, %+v", got, got.Divergence)
-		}
+		assert.Truef(t, got.Equal && got.Steps == 7 && got.Status == executions.Completed,
+			"replay is %+v, %+v", got, got.Divergence)
 	}
-	if done.Load() != all || dump(t, pool, id) != before ||
-		pgtest.Value[int](t, pool, `select count(*) from agent_executions`) != executionsBefore {
-		t.Error("the replay did something")
-	}
-	if pgtest.Value[bool](t, pool, `select is_agent_lock_held('lane:x')`) {
-		t.Error("the replay took a lane")
-	}
+	assert.True(t, done.Load() == all && dump(t, pool, id) == before &&
+		pgtest.Value[int](t, pool, `select count(*) from agent_executions`) == executionsBefore, "the replay did something")
+	assert.True(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held('lane:x')`), "the replay took a lane")
 }
 
 // changing is a flow that differs from what it was as the test says.
@@ -177,14 +171,11 @@ func TestAReplayNamesTheStepInWhichTheCodeDiffers(t *testing.T) {
 		how.Store(change)
 		got := replay(t, p, id)
 		if change == "" {
-			if !got.Equal {
-				t.Errorf("unchanged: %+v", got.Divergence)
-			}
+			assert.Truef(t, got.Equal, "unchanged: %+v", got.Divergence)
 			continue
 		}
-		if got.Equal || got.Divergence.Step != want[0] || got.Divergence.Kind != want[1] || got.Divergence.Message == "" {
-			t.Errorf("%s: %+v, want %v", change, got.Divergence, want)
-		}
+		assert.Truef(t, !got.Equal && got.Divergence.Step == want[0] && got.Divergence.Kind == want[1] &&
+			got.Divergence.Message != "", "%s: %+v, want %v", change, got.Divergence, want)
 		if strings.HasSuffix(change, "failure") && !strings.HasSuffix(got.Divergence.Message, ": out of order") {
 			t.Errorf("%s: it is not told why: %s", change, got.Divergence.Message)
 		}
@@ -230,9 +221,8 @@ func TestParallelBranchesAreReplayed(t *testing.T) {
 		return x.Status == executions.Failed || x.Status == executions.Waiting
 	}, "it ends or waits")
 	for range 20 {
-		if got := replay(t, p, id); !got.Equal {
-			t.Fatalf("%s: %+v", got.Status, got.Divergence)
-		}
+		got := replay(t, p, id)
+		require.Truef(t, got.Equal, "%s: %+v", got.Status, got.Divergence)
 	}
 }
 
@@ -243,12 +233,10 @@ func TestAReplayOfAnUnknownFlow(t *testing.T) {
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Completed)
 	other := prepare(t, pool, nil)
-	if _, err := other.Replay(t.Context(), id); err == nil || !errors.Is(err, executions.ErrUnknownFlow) {
-		t.Errorf("got %v", err)
-	}
-	if _, err := other.Replay(t.Context(), "nonsense"); !errors.Is(err, executions.ErrNotFound) {
-		t.Errorf("got %v", err)
-	}
+	_, err := other.Replay(t.Context(), id)
+	assert.Truef(t, err != nil && errors.Is(err, executions.ErrUnknownFlow), "got %v", err)
+	_, err = other.Replay(t.Context(), "nonsense")
+	assert.ErrorIs(t, err, executions.ErrNotFound)
 }
 
 // A phase under way has no record yet: a replay goes into it, to where the record ends.
@@ -279,9 +267,8 @@ func TestAReplayEntersAPhaseUnderWay(t *testing.T) {
 		t.Errorf("waiting: %+v, %+v", got, got.Divergence)
 	}
 	changed.Store(true)
-	if got := replay(t, p, id); got.Equal || got.Divergence.Step != "outer/inner/other" {
-		t.Errorf("changed: %+v", got.Divergence)
-	}
+	got := replay(t, p, id)
+	assert.Truef(t, !got.Equal && got.Divergence.Step == "outer/inner/other", "changed: %+v", got.Divergence)
 	assert.Equal(t, before, dump(t, pool, id))
 	changed.Store(false)
 	_, err := p.Cancel(t.Context(), id, "test", "enough")
@@ -332,12 +319,9 @@ func FuzzTextOfARun(f *testing.F) {
 	f.Fuzz(func(t *testing.T, one, two string) {
 		text, raw = one, two
 		x, err := e.RunSync(t.Context(), executions.Spec{Flow: "says", Surface: trace.Flow})
-		if err != nil || x.Status != executions.Completed {
-			t.Fatalf("%q and %q: %s %s, %v", one, two, x.Status, testkit.Deref(x.ErrorMessage), err)
-		}
-		if !utf8.ValidString(x.ResultSummary) {
-			t.Errorf("the summary of %q is %q", one, x.ResultSummary)
-		}
+		require.Truef(t, err == nil && x.Status == executions.Completed,
+			"%q and %q: %s %s, %v", one, two, x.Status, testkit.Deref(x.ErrorMessage), err)
+		assert.Truef(t, utf8.ValidString(x.ResultSummary), "the summary of %q is %q", one, x.ResultSummary)
 		for _, c := range recordedOf(t, pool, x.ID) {
 			if c.Step != "text" {
 				continue

@@ -41,9 +41,8 @@ func TestAStartThatIsRolledBackLeavesNothing(t *testing.T) {
 	p := prepare(t, pool, flow(nothing))
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
-	if _, _, err := p.Start(t.Context(), tx, executions.Spec{Flow: "flow", Surface: "flow"}); err != nil {
-		t.Error(err)
-	}
+	_, _, err = p.Start(t.Context(), tx, executions.Spec{Flow: "flow", Surface: "flow"})
+	assert.NoError(t, err)
 	assert.NoError(t, tx.Rollback(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select (select count(*) from agent_executions) + (select count(*)
 		from river.river_job)`))
@@ -66,9 +65,8 @@ func TestWritesThatAreSentTwiceCountOnce(t *testing.T) {
 			on conflict do nothing`,
 			postgres.Strict{"id": id, "claim": n})
 	}
-	if log := rows(t, pool, id); len(log) != 1 || log[0].Status != "success" {
-		t.Errorf("activity %v", log)
-	}
+	log := rows(t, pool, id)
+	assert.Truef(t, len(log) == 1 && log[0].Status == "success", "activity %v", log)
 }
 
 // A process that was paused in the middle of a step's transaction finds its session ended, while its lease may well
@@ -135,9 +133,7 @@ func TestACancelledWriteIsRetried(t *testing.T) {
 			}))
 			id := p.begin(t, "flow")
 			until(t, pool, id, executions.Completed)
-			if calls.Load() != 1 || steps.Load() != 1 {
-				t.Errorf("%d calls, %d steps", calls.Load(), steps.Load())
-			}
+			assert.Truef(t, calls.Load() == 1 && steps.Load() == 1, "%d calls, %d steps", calls.Load(), steps.Load())
 		})
 	}
 }
@@ -211,12 +207,9 @@ func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
 			return ends(nil, errors.Join(hold.Release(ctx), broken.Wait()))
 		}))
 		x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
-		if err != nil || x.Status != executions.Completed {
-			t.Errorf("%s, given back before the connection broke %t: %s, %v, %v", lane, done, x.Status, x.ErrorMessage, err)
-		}
-		if held := pgtest.Value[bool](t, pool, `select is_agent_lock_held($1)`, lane); held {
-			t.Errorf("%s is still held", lane)
-		}
+		assert.Truef(t, err == nil && x.Status == executions.Completed,
+			"%s, given back before the connection broke %t: %s, %v, %v", lane, done, x.Status, x.ErrorMessage, err)
+		assert.Truef(t, !pgtest.Value[bool](t, pool, `select is_agent_lock_held($1)`, lane), "%s is still held", lane)
 		p.stop()
 	}
 }
@@ -267,22 +260,16 @@ func TestEndTxSurvivesALostCommitAnswer(t *testing.T) {
 			lose.Store(true)
 			return 7, nil
 		}, func(n int) executions.Result { return executions.Result{Summary: "seven", Value: n} })
-		if n != 7 || err != nil {
-			t.Errorf("the step has %d, %v", n, err)
-		}
+		assert.Truef(t, n == 7 && err == nil, "the step has %d, %v", n, err)
 		return executions.Result{}, err
 	}), neverSweep)
 	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
-	if err != nil || x.Status != executions.Completed || x.ResultSummary != "seven" ||
-		string(x.Result) != "7" || x.Claim != 1 {
-		t.Errorf("it ended as %s with %q, %s: %v", x.Status, x.ResultSummary, x.Result, err)
-	}
-	if lose.Load() || calls != 1 {
-		t.Errorf("the answer was lost: %v; the transaction was made %d times", !lose.Load(), calls)
-	}
+	assert.Truef(t, err == nil && x.Status == executions.Completed && x.ResultSummary == "seven" &&
+		string(x.Result) == "7" && x.Claim == 1, "it ended as %s with %q, %s: %v", x.Status, x.ResultSummary, x.Result, err)
+	assert.Truef(t, !lose.Load() && calls == 1,
+		"the answer was lost: %v; the transaction was made %d times", !lose.Load(), calls)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from effects`))
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'completed ' || @id`,
-		postgres.Strict{"id": x.ID}); n != 1 {
-		t.Errorf("%d ends", n)
-	}
+	n := pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'completed ' || @id`,
+		postgres.Strict{"id": x.ID})
+	assert.Equal(t, 1, n, "ends")
 }

@@ -60,12 +60,10 @@ func TestAStartReturnsTheStoredRow(t *testing.T) {
 		require.NoError(t, err)
 		for i, s := range specs {
 			wantStored(t, pool, fmt.Sprintf("start %d of several, claimed %t", i, here[i]), together[i])
-			if want := map[bool]executions.Status{
+			assert.Truef(t, together[i].Status == map[bool]executions.Status{
 				true:  executions.Running,
 				false: executions.Pending,
-			}[here[i]]; together[i].Status != want || together[i].Flow != s.Flow {
-				t.Errorf("start %d of several is %s of %s", i, together[i].Status, together[i].Flow)
-			}
+			}[here[i]] && together[i].Flow == s.Flow, "start %d of several is %s of %s", i, together[i].Status, together[i].Flow)
 			alone, err := p.StartSeveral(t.Context(), specs[i:i+1], here[i:i+1])
 			require.NoError(t, err)
 			wantStored(t, pool, fmt.Sprintf("start %d, claimed %t", i, here[i]), alone[0])
@@ -99,9 +97,8 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 	one, err := begin(executions.Spec{Flow: "flow", Surface: trace.Flow, Input: map[string]any{"a": 1}})
 	require.NoError(t, err)
 	wantStored(t, pool, "the first", one)
-	if one.Status != executions.Running || one.ClaimedBy == nil || one.Claim != 1 || one.StartedAt == nil {
-		t.Errorf("the first, for which there is a worker, is %+v", one)
-	}
+	assert.Truef(t, one.Status == executions.Running && one.ClaimedBy != nil && one.Claim == 1 && one.StartedAt != nil,
+		"the first, for which there is a worker, is %+v", one)
 	started := make([]executions.Execution, 40)
 	var group errgroup.Group
 	for i := range started {
@@ -113,9 +110,8 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 	require.NoError(t, group.Wait())
 	running := 0
 	for i, x := range started {
-		if string(x.Input) != fmt.Sprint(i) || x.ThreadID == nil || *x.ThreadID != fmt.Sprint(i) {
-			t.Errorf("start %d got the execution of another: %+v", i, x)
-		}
+		assert.Truef(t, string(x.Input) == fmt.Sprint(i) && x.ThreadID != nil && *x.ThreadID == fmt.Sprint(i),
+			"start %d got the execution of another: %+v", i, x)
 		if x.Status == executions.Running {
 			running++
 			wantStored(t, pool, "claimed as it began", x)
@@ -125,9 +121,7 @@ func TestALocalStartReturnsTheStoredRow(t *testing.T) {
 			wantStored(t, pool, "left to the queue", x)
 		}
 	}
-	if running > 1 {
-		t.Errorf("%d began claimed, and one worker was free", running)
-	}
+	assert.Truef(t, running <= 1, "%d began claimed, and one worker was free", running)
 }
 
 // So it is with the row as it ended, which has what others wrote meanwhile.
@@ -243,19 +237,16 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 		"trace_id": "", "surface": "page", "flow": "", "queue": "slow", "priority": 5, "max_attempts": 0, "on_lost": "hope",
 		"progress_seconds": -1,
 	} {
-		if err := begin(key, bad); !postgres.IsCode(err, "23514") {
-			t.Errorf("%s = %v: %v", key, bad, err)
-		}
+		err := begin(key, bad)
+		assert.Truef(t, postgres.IsCode(err, "23514"), "%s = %v: %v", key, bad, err)
 	}
 	for _, flow := range []string{"external", "external:there"} {
-		if err := begin("flow", flow); !postgres.IsCode(err, "LK002") {
-			t.Errorf("a claimed %s: %v", flow, err)
-		}
+		err := begin("flow", flow)
+		assert.Truef(t, postgres.IsCode(err, "LK002"), "a claimed %s: %v", flow, err)
 	}
 	pgtest.Exec(t, pool, `select pause_agent('prices look wrong')`)
-	if err := begin("", nil); !postgres.IsCode(err, "LK003") {
-		t.Errorf("claimed while the agent is paused: %v", err)
-	}
+	err := begin("", nil)
+	assert.Truef(t, postgres.IsCode(err, "LK003"), "claimed while the agent is paused: %v", err)
 	pgtest.Exec(t, pool, `select resume_agent('test')`)
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	pgtest.Exec(t, pool, `
@@ -282,10 +273,9 @@ func TestTheFlowDecidesWhetherAnExecutionIsExternal(t *testing.T) {
 		{set: "flow = 'external'", want: "t"},
 	} {
 		pgtest.Exec(t, pool, `update agent_executions set `+step.set+` where id = @id`, postgres.Strict{"id": id})
-		if got := pgtest.Value[string](t, pool, `select left(outside::text, 1) from agent_executions where id = @id`,
-			postgres.Strict{"id": id}); got != step.want {
-			t.Errorf("%s: outside is %s, want %s", step.set, got, step.want)
-		}
+		got := pgtest.Value[string](t, pool, `select left(outside::text, 1) from agent_executions where id = @id`,
+			postgres.Strict{"id": id})
+		assert.Equal(t, step.want, got, step.set, "outside")
 	}
 }
 
@@ -323,9 +313,7 @@ func TestTheExecutionsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 	}
 	for range 7 { // a plan for all values would come with the sixth
 		found, err := executions.List(t.Context(), tx, executions.Filter{Agent: "rare"})
-		if err != nil || len(found) != 1 {
-			t.Fatalf("found %d, %v", len(found), err)
-		}
+		require.Truef(t, err == nil && len(found) == 1, "found %d, %v", len(found), err)
 	}
 	var scans int
 	err := tx.QueryRow(t.Context(), `select pg_stat_get_xact_numscans('agent_executions_of_agent'::regclass)`).Scan(&scans)
@@ -352,14 +340,12 @@ func TestAPrunedExecutionNamesRetention(t *testing.T) {
 		_, read := executions.Get(t.Context(), pool, c.id)
 		_, forked := p.Fork(t.Context(), pool, executions.ForkSpec{ID: c.id})
 		for what, err := range map[string]error{"read": read, "fork": forked} {
-			if !errors.Is(err, executions.ErrNotFound) || !strings.HasSuffix(err.Error(), want) {
-				t.Errorf("%s after %s: %v, want %s", what, c.after, err, want)
-			}
+			assert.Truef(t, errors.Is(err, executions.ErrNotFound) && strings.HasSuffix(err.Error(), want),
+				"%s after %s: %v, want %s", what, c.after, err, want)
 		}
 	}
-	if _, err := executions.Get(t.Context(), pool, "nonsense"); !errors.Is(err, executions.ErrNotFound) {
-		t.Errorf("an id that is none: %v", err)
-	}
+	_, err := executions.Get(t.Context(), pool, "nonsense")
+	assert.ErrorIs(t, err, executions.ErrNotFound, "an id that is none")
 }
 
 // Every value and every free text of a row is shown without its secrets and bounded; the row itself stays as it is.
@@ -391,10 +377,8 @@ func TestARedactedExecutionHasNoSecret(t *testing.T) {
 			before := fmt.Sprintf("%+v", v.Interface())
 			got, err := json.Marshal(v.Addr().MethodByName("Redacted").Call(nil)[0].Interface())
 			require.NoError(t, err)
-			if strings.Contains(string(got), secret) || !strings.Contains(string(got), "[redacted]") ||
-				len(got) > 10*(64<<10)+4096 {
-				t.Errorf("%T: %d bytes: %.2000s", row, len(got), got)
-			}
+			assert.Truef(t, !strings.Contains(string(got), secret) && strings.Contains(string(got), "[redacted]") &&
+				len(got) <= 10*(64<<10)+4096, "%T: %d bytes: %.2000s", row, len(got), got)
 			assert.Equal(t, before, fmt.Sprintf("%+v", v.Interface()), row)
 		}
 	}

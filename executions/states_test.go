@@ -100,9 +100,8 @@ func checkEnd(t *testing.T, db postgres.DB, id string) {
 		executions.Completed: "success", executions.Failed: "failure", executions.Timeout: "timeout",
 		executions.Cancelled: "cancelled",
 	}
-	if testkit.Deref(x.ResultType) != types[x.Status] || (x.CompletedAt != nil) != x.Status.Ended() {
-		t.Errorf("%s: result type %q, completed at %v", x.Status, testkit.Deref(x.ResultType), x.CompletedAt)
-	}
+	assert.Truef(t, testkit.Deref(x.ResultType) == types[x.Status] && (x.CompletedAt != nil) == x.Status.Ended(),
+		"%s: result type %q, completed at %v", x.Status, testkit.Deref(x.ResultType), x.CompletedAt)
 	if x.ClaimedBy != nil && x.Status != executions.Running {
 		t.Errorf("%s, and claimed by %s", x.Status, *x.ClaimedBy)
 	}
@@ -134,9 +133,8 @@ func TestPlainSQLChangesStatesOnlyAsTheyMay(t *testing.T) {
 				}
 				continue
 			}
-			if got := get(t, pool, x.id); err != nil || got.Status != to {
-				t.Errorf("%s to %s: %v, it is %s", from, to, err, got.Status)
-			}
+			got := get(t, pool, x.id)
+			assert.Truef(t, err == nil && got.Status == to, "%s to %s: %v, it is %s", from, to, err, got.Status)
 			checkEnd(t, pool, x.id)
 		}
 	}
@@ -208,9 +206,7 @@ func TestTheFunctionsChangeStatesOnlyAsTheyMay(t *testing.T) {
 			x := inState(t, pool, from)
 			before := rowText(t, pool, x.id)
 			err := d.do(t.Context(), pool, x)
-			if err != nil && !postgres.IsCode(err, "LK001") {
-				t.Errorf("%s in %s: %v", name, from, err)
-			}
+			assert.Truef(t, err == nil || postgres.IsCode(err, "LK001"), "%s in %s: %v", name, from, err)
 			want, leads := d.leads[from]
 			if !leads {
 				want = from
@@ -218,9 +214,7 @@ func TestTheFunctionsChangeStatesOnlyAsTheyMay(t *testing.T) {
 			if got := get(t, pool, x.id); got.Status != want || leads && err != nil {
 				t.Errorf("%s in %s: %s, want %s; %v", name, from, got.Status, want, err)
 			}
-			if from.Ended() && rowText(t, pool, x.id) != before {
-				t.Errorf("%s changed a row that was %s", name, from)
-			}
+			assert.Truef(t, !from.Ended() || rowText(t, pool, x.id) == before, "%s changed a row that was %s", name, from)
 			checkEnd(t, pool, x.id)
 		}
 	}
@@ -259,9 +253,8 @@ func runBoth(t *testing.T, pool *pgxpool.Pool, x subject, one, two operation) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil {
-		t.Errorf("%s\n%s\n%v", one.sql, two.sql, err)
-	}
+	err := group.Wait()
+	assert.Truef(t, err == nil, "%s\n%s\n%v", one.sql, two.sql, err)
 }
 
 // checkTransitions checks what was committed of an execution's transitions.
@@ -274,9 +267,7 @@ func checkTransitions(t *testing.T, pool *pgxpool.Pool, id, what string) {
 		at = executions.Running // it began claimed
 	}
 	for _, s := range steps {
-		if s.Old != at || !slices.Contains(transitions[s.Old], s.New) {
-			t.Errorf("%s: went %v", what, steps)
-		}
+		assert.Truef(t, s.Old == at && slices.Contains(transitions[s.Old], s.New), "%s: went %v", what, steps)
 		at = s.New
 	}
 	assert.Equal(t, at, get(t, pool, id).Status, what, steps)
@@ -290,12 +281,10 @@ func TestAnEndResumesEveryWait(t *testing.T) {
 	child := inState(t, pool, executions.Completed)
 	for range 2 {
 		x := inState(t, pool, executions.Running)
-		if told := pgtest.Value[bool](t, pool, `
+		assert.True(t, pgtest.Value[bool](t, pool, `
 			select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'agent', $3::text, '1 hour',
 			  null) ->> 'event' = 'AGENT_COMPLETED'`,
-			x.id, x.claim, child.id); !told {
-			t.Error("one waits for an execution that has ended")
-		}
+			x.id, x.claim, child.id), "one waits for an execution that has ended")
 	}
 }
 
@@ -369,17 +358,13 @@ func TestARowKeepsItsConstraints(t *testing.T) {
 		"progress_seconds": `-1`, "waiting_for": `'godot'`, "result_type": `'fine'`, "status": `'sleeping'`,
 	} {
 		_, err := pool.Exec(t.Context(), `update agent_executions set `+column+` = `+bad+` where id = $1`, id)
-		if !postgres.IsCode(err, "23514") {
-			t.Errorf("%s = %s: %v", column, bad, err)
-		}
+		assert.Truef(t, postgres.IsCode(err, "23514"), "%s = %s: %v", column, bad, err)
 		if column == "trace_id" || column == "surface" || column == "flow" {
 			continue
 		}
 		_, err = pool.Exec(t.Context(), `insert into agent_executions (trace_id, surface, flow, `+column+
 			`) values ($1, 'flow', 'flow', `+bad+`)`, string(trace.New(trace.Flow)))
-		if !postgres.IsCode(err, "23514") {
-			t.Errorf("a row with %s = %s: %v", column, bad, err)
-		}
+		assert.Truef(t, postgres.IsCode(err, "23514"), "a row with %s = %s: %v", column, bad, err)
 	}
 }
 
@@ -422,9 +407,7 @@ func settings(t *testing.T) []string {
 		names["lanekeeper."+n] = true
 	}
 	paths, err := filepath.Glob("../migrations/schema/*.sql")
-	if err != nil || len(paths) == 0 {
-		t.Fatalf("no schema: %v", err)
-	}
+	require.Truef(t, err == nil && len(paths) > 0, "no schema: %v", err)
 	for _, p := range paths {
 		text, err := os.ReadFile(p)
 		require.NoError(t, err)
@@ -443,10 +426,9 @@ func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 	pgtest.Exec(t, pool, fmt.Sprintf(`create role %q`, role))
 	t.Cleanup(func() {
 		ctx := context.WithoutCancel(t.Context())
-		if _, err := pool.Exec(ctx, fmt.Sprintf(`drop owned by %[1]q; drop role %[1]q`, role),
-			pgx.QueryExecModeSimpleProtocol); err != nil {
-			t.Error(err)
-		}
+		_, err := pool.Exec(ctx, fmt.Sprintf(`drop owned by %[1]q; drop role %[1]q`, role),
+			pgx.QueryExecModeSimpleProtocol)
+		assert.NoError(t, err)
 	})
 	pgtest.Exec(t, pool, fmt.Sprintf(`
 		grant all on all tables in schema public to %[1]q;
@@ -495,10 +477,9 @@ func attackAs(t *testing.T, url, role, value string, subjects map[executions.Sta
 			if to == state || slices.Contains(transitions[state], to) {
 				continue
 			}
-			if _, err := conn.Exec(t.Context(), `update agent_executions set status = $2 where id = $1`, x.id,
-				string(to)); !refusedByRule(err) {
-				t.Errorf("%s with settings %q: from %s to %s: %v", role, value, state, to, err)
-			}
+			_, err := conn.Exec(t.Context(), `update agent_executions set status = $2 where id = $1`, x.id,
+				string(to))
+			assert.Truef(t, refusedByRule(err), "%s with settings %q: from %s to %s: %v", role, value, state, to, err)
 		}
 		copied(t, conn, x)
 	}
@@ -516,9 +497,8 @@ func copied(t *testing.T, conn *pgx.Conn, x subject) {
 		},
 		"a stale checkpoint": {`copy agent_checkpoints (execution_id, step, claim) from stdin`, id + "\tstolen\t99\n"},
 	} {
-		if _, err := conn.PgConn().CopyFrom(t.Context(), strings.NewReader(from[1]), from[0]); !refusedByRule(err) {
-			t.Errorf("%s was copied: %v", what, err)
-		}
+		_, err := conn.PgConn().CopyFrom(t.Context(), strings.NewReader(from[1]), from[0])
+		assert.Truef(t, refusedByRule(err), "%s was copied: %v", what, err)
 	}
 }
 
@@ -567,12 +547,9 @@ func TestTheLogHasEveryTransition(t *testing.T) {
 				"execution started", "action requires wait", "execution waiting", "execution resumed", "continuing from checkpoint",
 				"execution completed", "event emitted", "locks released",
 			}
-			if !slices.Equal(told, want) {
-				t.Errorf("told %q", told)
-			}
-			if _, named := l.Records(t, "execution resumed")[0]["event"]; named == (name == "by a sweep") {
-				t.Errorf("an event is named: %t", named)
-			}
+			assert.Truef(t, slices.Equal(told, want), "told %q", told)
+			_, named := l.Records(t, "execution resumed")[0]["event"]
+			assert.Truef(t, named != (name == "by a sweep"), "an event is named: %t", named)
 			for message, attribute := range map[string][2]any{
 				"execution waiting":          {"waiting_for", "event"},
 				"execution resumed":          {"timed_out", name == "by a sweep"},
@@ -606,9 +583,8 @@ func TestTheLogHasAnExternalEnd(t *testing.T) {
 		}},
 		"a lock that settles the last": {"failure", func(t *testing.T, p *process, id string) {
 			expire(t, p.pool, id)
-			if _, err := p.LockRun(t.Context(), id, "second", time.Minute); !errors.Is(err, executions.ErrEnded) {
-				t.Fatal(err)
-			}
+			_, err := p.LockRun(t.Context(), id, "second", time.Minute)
+			require.ErrorIs(t, err, executions.ErrEnded)
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -632,9 +608,8 @@ func TestTheLogHasAnExternalEnd(t *testing.T) {
 				"lane released":       {"lane", "thread:x"},
 			} {
 				records := l.Records(t, message)
-				if len(records) != 1 || records[0]["execution_id"] != id || records[0][attribute[0].(string)] != attribute[1] {
-					t.Errorf("%s: %v, want %v", message, records, attribute)
-				}
+				assert.Truef(t, len(records) == 1 && records[0]["execution_id"] == id &&
+					records[0][attribute[0].(string)] == attribute[1], "%s: %v, want %v", message, records, attribute)
 			}
 		})
 	}

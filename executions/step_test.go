@@ -67,9 +67,7 @@ func TestAStepsErrorComesBackAlikeOnReplay(t *testing.T) {
 			}
 			assert.Equal(t, 1, calls.Load())
 			points, err := executions.Checkpoints(t.Context(), pool, got.ID)
-			if err != nil || len(points) != 2 || !points[0].Failed {
-				t.Errorf("checkpoints %v, %v", points, err)
-			}
+			assert.Truef(t, err == nil && len(points) == 2 && points[0].Failed, "checkpoints %v, %v", points, err)
 		})
 	}
 }
@@ -96,9 +94,8 @@ func TestStepsOfOneNameHaveOccurrenceNumbers(t *testing.T) {
 	for _, p := range points {
 		keys = append(keys, p.Step)
 	}
-	if diff := cmp.Diff([]string{"draw", "draw#2", "draw#3", "pause"}, keys); diff != "" || err != nil {
-		t.Errorf("keys %v (-want +got):\n%s", err, diff)
-	}
+	diff := cmp.Diff([]string{"draw", "draw#2", "draw#3", "pause"}, keys)
+	assert.Truef(t, diff == "" && err == nil, "keys %v (-want +got):\n%s", err, diff)
 }
 
 func TestParallelBranchesDoNotSwapResultsOnReplay(t *testing.T) {
@@ -157,20 +154,15 @@ func TestCodeThatChangedUnderARunningExecutionFailsItLoudly(t *testing.T) {
 				t.Parallel()
 				got, _ := replayed(t, func(ctx context.Context, again bool) (any, error) {
 					err := price(ctx, again)
-					if again && !errors.Is(err, executions.ErrChanged) {
-						t.Errorf("the step returned %v, not ErrChanged", err)
-					}
+					assert.Truef(t, !again || errors.Is(err, executions.ErrChanged), "the step returned %v, not ErrChanged", err)
 					if ignore {
 						err = nil
 					}
 					return nil, err
 				})
-				if got.Status != executions.Failed || got.ErrorMessage == nil ||
-					!strings.Contains(*got.ErrorMessage, "step price") ||
-					got.FailedStep == nil || *got.FailedStep != "price" {
-					t.Errorf("status %s, error %v, failed step %v", got.Status, testkit.Deref(got.ErrorMessage),
-						testkit.Deref(got.FailedStep))
-				}
+				assert.Truef(t, got.Status == executions.Failed && got.ErrorMessage != nil &&
+					strings.Contains(*got.ErrorMessage, "step price") && got.FailedStep != nil && *got.FailedStep == "price",
+					"status %s, error %v, failed step %v", got.Status, testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
 			})
 		}
 	}
@@ -200,9 +192,8 @@ func TestAPanicFailsTheExecutionAndNotTheProcess(t *testing.T) {
 			pool := pgtest.DB(t)
 			p := start(t, pool, flow(c.fn))
 			got := until(t, pool, p.begin(t, "flow"), executions.Failed)
-			if testkit.Deref(got.ErrorMessage) != c.says || testkit.Deref(got.FailedStep) != c.step {
-				t.Errorf("error %q, failed step %q", testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
-			}
+			assert.Truef(t, testkit.Deref(got.ErrorMessage) == c.says && testkit.Deref(got.FailedStep) == c.step,
+				"error %q, failed step %q", testkit.Deref(got.ErrorMessage), testkit.Deref(got.FailedStep))
 			assert.Equal(t, 1, completions(t, pool, got.ID))
 		})
 	}
@@ -260,10 +251,9 @@ func TestUnstorableResultsAreReplacedOrFail(t *testing.T) {
 				return c.result, c.err
 			}))
 			got := until(t, pool, p.begin(t, "flow"), c.status)
-			if open := pgtest.Value[int](t, pool,
-				`select count(*) from agent_activity where status not in ('success', 'error')`); open != 0 {
-				t.Errorf("%d activities have no clear end (%v)", open, testkit.Deref(got.ErrorMessage))
-			}
+			open := pgtest.Value[int](t, pool,
+				`select count(*) from agent_activity where status not in ('success', 'error')`)
+			assert.Truef(t, open == 0, "%d activities have no clear end (%v)", open, testkit.Deref(got.ErrorMessage))
 		})
 	}
 }
@@ -276,9 +266,8 @@ func TestAReplayReturnsTheStoredFormOfAnAlteredResult(t *testing.T) {
 		seen = append(seen, s)
 		return nil, err
 	})
-	if len(seen) != 2 || seen[0] != seen[1] || strings.Contains(seen[0], "\x00") {
-		t.Errorf("first run and replay saw %q", seen)
-	}
+	assert.Truef(t, len(seen) == 2 && seen[0] == seen[1] && !strings.Contains(seen[0], "\x00"),
+		"first run and replay saw %q", seen)
 }
 
 func TestNowIsTheSameInEveryRun(t *testing.T) {
@@ -289,20 +278,15 @@ func TestNowIsTheSameInEveryRun(t *testing.T) {
 		seen = append(seen, now)
 		return nil, err
 	})
-	if len(seen) != 2 || seen[0] != seen[1] || seen[0].IsZero() {
-		t.Errorf("first run and replay saw %v", seen)
-	}
+	assert.Truef(t, len(seen) == 2 && seen[0] == seen[1] && !seen[0].IsZero(), "first run and replay saw %v", seen)
 }
 
 func TestStepsOutsideAnExecutionFail(t *testing.T) {
 	t.Parallel()
-	if _, err := executions.Step(t.Context(), "x", func(context.Context) (int, error) { return 0, nil }); !errors.Is(err,
-		executions.ErrNotInExecution) {
-		t.Errorf("Step: %v", err)
-	}
-	if _, err := executions.Lane(t.Context(), "x"); !errors.Is(err, executions.ErrNotInExecution) {
-		t.Errorf("Lane: %v", err)
-	}
+	_, err := executions.Step(t.Context(), "x", func(context.Context) (int, error) { return 0, nil })
+	assert.ErrorIs(t, err, executions.ErrNotInExecution, "Step")
+	_, err = executions.Lane(t.Context(), "x")
+	assert.ErrorIs(t, err, executions.ErrNotInExecution, "Lane")
 }
 
 // effects makes a table for what StepTx does.
@@ -339,9 +323,7 @@ func TestStepTxCommitsItsEffectWithItsCheckpoint(t *testing.T) {
 		select e.xmin = c.xmin from effects e, agent_checkpoints c where c.execution_id = @id and c.step = 'write'`,
 		postgres.Strict{"id": got.ID})
 	failed := pgtest.Value[bool](t, pool, `select failed from agent_checkpoints where step = 'write#2'`)
-	if !same || !failed {
-		t.Errorf("effect and checkpoint in one transaction: %v; error recorded: %v", same, failed)
-	}
+	assert.Truef(t, same && failed, "effect and checkpoint in one transaction: %v; error recorded: %v", same, failed)
 }
 
 func TestAStaleStepTxLeavesNoEffect(t *testing.T) {
@@ -396,10 +378,9 @@ func TestAGateRunsBeforeNewStepsOnly(t *testing.T) {
 		return ends(executions.StepTx(gated, "write", func(context.Context, pgx.Tx) (int, error) { return 0, nil }))
 	}))
 	until(t, pool, p.begin(t, "flow"), executions.Completed)
-	if asked.Load() != 6 || waits.Load() != 3 {
-		t.Errorf("the gate was asked %d times and waited %d times; each of 3 steps asks it, waits, and asks again",
-			asked.Load(), waits.Load())
-	}
+	assert.Truef(t, asked.Load() == 6 && waits.Load() == 3,
+		"the gate was asked %d times and waited %d times; each of 3 steps asks it, waits, and asks again", asked.Load(),
+		waits.Load())
 }
 
 // A long loop is replayed from its last snapshot, not from its beginning, and its old records are gone.
@@ -419,15 +400,13 @@ func TestALoopIsReplayedFromItsSnapshot(t *testing.T) {
 	}))
 	id := p.begin(t, "flow")
 	got := until(t, pool, id, executions.Completed)
-	if string(got.Result) != "40" || steps.Load() != 40 {
-		t.Errorf("result %s after %d steps, want 40 after 40", got.Result, steps.Load())
-	}
+	assert.Truef(t, string(got.Result) == "40" && steps.Load() == 40,
+		"result %s after %d steps, want 40 after 40", got.Result, steps.Load())
 	// 38 until the park, then again from 32 on: 6 replayed, 2 new.
 	assert.Equal(t, 38+8, bodies.Load())
 	points, err := executions.Checkpoints(t.Context(), pool, id)
-	if err != nil || len(points) != 1 || points[0].Step != "count" {
-		t.Errorf("%d records left (%v), want the loop's alone", len(points), err)
-	}
+	assert.Truef(t, err == nil && len(points) == 1 && points[0].Step == "count",
+		"%d records left (%v), want the loop's alone", len(points), err)
 }
 
 func TestAFinishedLoopIsNotRepeated(t *testing.T) {
@@ -448,9 +427,8 @@ func TestAFinishedLoopIsNotRepeated(t *testing.T) {
 		return ends(last, nil)
 	}))
 	got := until(t, pool, p.begin(t, "flow"), executions.Completed)
-	if string(got.Result) != `"xxx"` || bodies.Load() != 3 {
-		t.Errorf("result %s after %d iterations, want xxx after 3", got.Result, bodies.Load())
-	}
+	assert.Truef(t, string(got.Result) == `"xxx"` && bodies.Load() == 3,
+		"result %s after %d iterations, want xxx after 3", got.Result, bodies.Load())
 }
 
 // A step that gives JSON as it came, from a request say, gives the same in every run, so that it can be the input of
@@ -482,9 +460,7 @@ func TestJSONThatIsAStepsResultIsTheSameInEveryRun(t *testing.T) {
 	})
 	assert.Equal(t, executions.Completed, got.Status, testkit.Deref(got.ErrorMessage))
 	for _, text := range seen[1:] {
-		if !bytes.Equal(text, seen[0]) {
-			t.Errorf("%s\nand first %s", text, seen[0])
-		}
+		assert.Truef(t, bytes.Equal(text, seen[0]), "%s\nand first %s", text, seen[0])
 	}
 }
 
@@ -498,9 +474,8 @@ func TestJSONIsWrittenAsTheDatabaseWritesIt(t *testing.T) {
 		`[1e0,1E2,1e+2,1.5e-7,-1.50e1,1.5e3,0e5,-0e5,0.0e-3,1e21,1e-20,12.345e2,12.345e4,1e400,1.7976931348623157e308,5e-324]`,
 	} {
 		want := pgtest.Value[string](t, pool, `select (@text::text)::jsonb::text`, postgres.Strict{"text": text})
-		if got, err := executions.AsStored(json.RawMessage(text)); err != nil || string(got) != want {
-			t.Errorf("%s\nis  %s (%v)\nnot %s", text, got, err, want)
-		}
+		got, err := executions.AsStored(json.RawMessage(text))
+		assert.Truef(t, err == nil && string(got) == want, "%s\nis  %s (%v)\nnot %s", text, got, err, want)
 	}
 }
 

@@ -48,9 +48,8 @@ func TestASkippedTimerIsSweptLessOften(t *testing.T) {
 		where waiting_until = (select min(waiting_until) from agent_executions)`)
 	require.NoError(t, tx.Commit(t.Context()))
 	sweep()
-	if got := p.SweepPause(); got < time.Minute {
-		t.Errorf("sleeps for %s though nothing is due", got)
-	}
+	got := p.SweepPause()
+	assert.Truef(t, got >= time.Minute, "sleeps for %s though nothing is due", got)
 }
 
 // A lost worker's executions are taken from it all at once, and each continues, or ends, by its own rules.
@@ -264,10 +263,9 @@ func TestASweepSkipsLockedRows(t *testing.T) {
 			defer cancel()
 			require.NoError(t, p.Sweep(ctx))
 			until(t, pool, free, one.then)
-			if x, err := executions.Get(t.Context(), pool, held); err != nil || x.Status != before.Status ||
-				x.Claim != before.Claim {
-				t.Errorf("what is locked: %+v, %v", x, err)
-			}
+			x, err := executions.Get(t.Context(), pool, held)
+			assert.Truef(t, err == nil && x.Status == before.Status && x.Claim == before.Claim,
+				"what is locked: %+v, %v", x, err)
 			require.NoError(t, tx.Rollback(t.Context()))
 			require.NoError(t, p.Sweep(t.Context()))
 			until(t, pool, held, one.then)
@@ -291,10 +289,9 @@ func TestStuckExecutionsAreLogged(t *testing.T) {
 		require.NoError(t, p.Sweep(t.Context()))
 	}
 	said := l.Records(t, "lost executions not taken over yet, their rows are locked")
-	if len(said) != 1 || said[0]["worker"] != "test" || said[0]["executions"] != 1.0 ||
-		!strings.Contains(fmt.Sprint(said[0]["open_transactions"]), fmt.Sprintf("pid %d of ", pid)) {
-		t.Errorf("after two sweeps it is told %v, want once, with the worker and session %d", said, pid)
-	}
+	assert.Truef(t, len(said) == 1 && said[0]["worker"] == "test" && said[0]["executions"] == 1.0 &&
+		strings.Contains(fmt.Sprint(said[0]["open_transactions"]), fmt.Sprintf("pid %d of ", pid)),
+		"after two sweeps it is told %v, want once, with the worker and session %d", said, pid)
 	require.NoError(t, tx.Rollback(t.Context()))
 	require.NoError(t, p.Sweep(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`))
@@ -315,9 +312,8 @@ func TestExecutionsAboutToMoveAreNotLogged(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, p.Sweep(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`))
-	if said := l.Records(t, "lost executions not taken over yet, their rows are locked"); len(said) != 0 {
-		t.Errorf("it is told %v", said)
-	}
+	said := l.Records(t, "lost executions not taken over yet, their rows are locked")
+	assert.Truef(t, len(said) == 0, "it is told %v", said)
 }
 
 func nothing(context.Context) (executions.Result, error) { return executions.Result{}, nil }
@@ -354,10 +350,8 @@ func TestManyTickersStartADueTimeOnceAndMissedTicksBecomeOne(t *testing.T) {
 		}
 		require.NoError(t, group.Wait())
 		require.Equal(t, round+1, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
-		if !pgtest.Value[bool](t, pool, `select next_run_at > clock_timestamp()
-			and last_run_at < clock_timestamp() - interval '8 hours' from agent_schedules`) {
-			t.Error("the schedule did not move on")
-		}
+		assert.True(t, pgtest.Value[bool](t, pool, `select next_run_at > clock_timestamp()
+			and last_run_at < clock_timestamp() - interval '8 hours' from agent_schedules`), "the schedule did not move on")
 	}
 }
 
@@ -378,9 +372,8 @@ func TestPuttingAScheduleAgainDoesNotPostponeIt(t *testing.T) {
 		t.Errorf("due %s, then %s", due, next())
 	}
 	put(every("@every 2h"))
-	if left := time.Until(next()); left < 119*time.Minute || left > 121*time.Minute {
-		t.Errorf("another interval is due in %s", left)
-	}
+	left := time.Until(next())
+	assert.Truef(t, left >= 119*time.Minute && left <= 121*time.Minute, "another interval is due in %s", left)
 }
 
 func TestABadScheduleNamesItsFieldAndWritesNothing(t *testing.T) {
@@ -415,9 +408,8 @@ func TestABrokenScheduleDelaysNoOther(t *testing.T) {
 		pgtest.Exec(t, pool, `update agent_schedules set `+change+` where name = @name`, postgres.Strict{"name": name})
 	}
 	err := p.Tick(t.Context())
-	if err == nil || strings.Count(err.Error(), "schedule bad") != 3 {
-		t.Errorf("the error does not name the three: %v", err)
-	}
+	assert.Truef(t, err != nil && strings.Count(err.Error(), "schedule bad") == 3,
+		"the error does not name the three: %v", err)
 	assert.Equal(t, "good", pgtest.Value[string](t, pool,
 		`select string_agg(split_part(dedupe_key, ' ', 1), ' ') from agent_executions`))
 }

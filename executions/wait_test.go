@@ -60,9 +60,8 @@ func outcome(t *testing.T, x executions.Execution) executions.Outcome {
 	var out executions.Outcome
 	err := json.Unmarshal(x.Result, &out)
 	require.NoError(t, err, "result", x.Result)
-	if out.Data, err = compact(out.Data); err != nil {
-		t.Fatal(err)
-	}
+	out.Data, err = compact(out.Data)
+	require.NoError(t, err)
 	return out
 }
 
@@ -79,24 +78,18 @@ func TestAnEventEndsTheWaitThatCameBeforeOrAfterIt(t *testing.T) {
 	p := start(t, pool, awaits(0))
 	mustDeliver(t, pool, "early", `{"n": 1}`)
 	early := until(t, pool, p.beginWith(t, "early"), executions.Completed)
-	if out := outcome(t, early); string(out.Data) != `{"n":1}` || out.Event != "EVENT_COMPLETED" || out.TimedOut ||
-		early.WaitNumber != 0 {
-		t.Errorf("event before its wait: %+v, waits %d", out, early.WaitNumber)
-	}
+	out := outcome(t, early)
+	assert.Truef(t, string(out.Data) == `{"n":1}` && out.Event == "EVENT_COMPLETED" && !out.TimedOut &&
+		early.WaitNumber == 0, "event before its wait: %+v, waits %d", out, early.WaitNumber)
 	id := p.beginWith(t, "late")
 	until(t, pool, id, executions.Waiting)
 	got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "late", json.RawMessage(`{"n": 2}`), "once")
-	if err != nil || len(got.Resumed) != 1 || got.Resumed[0] != id {
-		t.Fatalf("delivered %+v, %v", got, err)
-	}
+	require.Truef(t, err == nil && len(got.Resumed) == 1 && got.Resumed[0] == id, "delivered %+v, %v", got, err)
 	again, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", "late", json.RawMessage(`{"n": 3}`), "once")
-	if err != nil || len(again.Resumed) != 0 || again.EventID != got.EventID {
-		t.Errorf("delivered again %+v, %v", again, err)
-	}
-	if out := outcome(t, until(t, pool, id, executions.Completed)); string(out.Data) != `{"n":2}` ||
-		out.EventID != got.EventID {
-		t.Errorf("event after its wait: %+v", out)
-	}
+	assert.Truef(t, err == nil && len(again.Resumed) == 0 && again.EventID == got.EventID,
+		"delivered again %+v, %v", again, err)
+	out = outcome(t, until(t, pool, id, executions.Completed))
+	assert.Truef(t, string(out.Data) == `{"n":2}` && out.EventID == got.EventID, "event after its wait: %+v", out)
 }
 
 func TestNoWakeUpIsLostWhenEventAndWaitMeet(t *testing.T) {
@@ -151,9 +144,8 @@ func TestAWaitTimesOut(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	p := start(t, pool, awaits(30*time.Millisecond))
-	if out := outcome(t, until(t, pool, p.beginWith(t, "key"), executions.Completed)); !out.TimedOut || out.EventID != "" {
-		t.Errorf("outcome %+v", out)
-	}
+	out := outcome(t, until(t, pool, p.beginWith(t, "key"), executions.Completed))
+	assert.Truef(t, out.TimedOut && out.EventID == "", "outcome %+v", out)
 	mustDeliver(t, pool, "key", `{}`)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool,
 		`select count(*) from agent_events where key = 'key' and consumed_by is null`))
@@ -192,9 +184,8 @@ func TestEventTimerAndCancelEndAWaitOnce(t *testing.T) {
 		}
 	}
 	for how := range kinds {
-		if how != "event, event taken" && how != "timer, event kept" && how != "nothing, event kept" {
-			t.Errorf("outcomes do not fit together: %v", kinds)
-		}
+		assert.Truef(t, how == "event, event taken" || how == "timer, event kept" || how == "nothing, event kept",
+			"outcomes do not fit together: %v", kinds)
 	}
 }
 
@@ -228,10 +219,9 @@ func TestStepsAfterAParkFail(t *testing.T) {
 	id := p.begin(t, "flow")
 	until(t, pool, id, executions.Waiting)
 	p.stop()
-	if got := get(t, pool, id); got.Status != executions.Waiting || after.Load() != 0 ||
-		!errors.Is(told, executions.ErrParked) {
-		t.Errorf("status %s, the step ran %d times and returned %v", got.Status, after.Load(), told)
-	}
+	got := get(t, pool, id)
+	assert.Truef(t, got.Status == executions.Waiting && after.Load() == 0 && errors.Is(told, executions.ErrParked),
+		"status %s, the step ran %d times and returned %v", got.Status, after.Load(), told)
 }
 
 func TestWaitsCheckTheirArguments(t *testing.T) {
@@ -245,10 +235,9 @@ func TestWaitsCheckTheirArguments(t *testing.T) {
 			return ends(executions.Wait(ctx, "pause", w))
 		}))
 		got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
-		if err != nil || got.Status != executions.Failed ||
-			!strings.Contains(testkit.Deref(got.ErrorMessage), "wait pause: ") {
-			t.Errorf("%s: status %s, %q, %v", name, got.Status, testkit.Deref(got.ErrorMessage), err)
-		}
+		assert.Truef(t, err == nil && got.Status == executions.Failed &&
+			strings.Contains(testkit.Deref(got.ErrorMessage), "wait pause: "), "%s: status %s, %q, %v", name, got.Status,
+			testkit.Deref(got.ErrorMessage), err)
 	}
 }
 
@@ -260,9 +249,8 @@ func TestEventsCheckTheirArguments(t *testing.T) {
 		"unknown event": {"PIZZA", "key", "{}"}, "no event": {"", "key", "{}"}, "no key": {"EVENT_COMPLETED", "", "{}"},
 		"timer's event": {"SCHEDULE_REACHED", "key", "{}"}, "bad data": {"EVENT_COMPLETED", "key", "{"},
 	} {
-		if _, err := p.Deliver(t.Context(), pool, c.event, c.key, json.RawMessage(c.data), ""); err == nil {
-			t.Errorf("%s was taken", name)
-		}
+		_, err := p.Deliver(t.Context(), pool, c.event, c.key, json.RawMessage(c.data), "")
+		assert.Error(t, err, name, "was taken")
 	}
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_events`))
 }
@@ -308,14 +296,10 @@ func TestAWaitNumberIsResumedOnce(t *testing.T) {
 			  lanekeeper.resume_agent_executions(array[e.id],
 			    array['{}'::jsonb]) r`, postgres.Strict{"id": id, "number": number})
 	}
-	if resume(0) {
-		t.Error("a running execution was resumed")
-	}
+	assert.True(t, !resume(0), "a running execution was resumed")
 	pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 'wait', 'event', 'key', '1 hour', null)`,
 		postgres.Strict{"id": id, "claim": n})
-	if resume(2) || !resume(1) || resume(1) {
-		t.Error("another number, or the same number twice, ended the wait")
-	}
+	assert.True(t, !resume(2) && resume(1) && !resume(1), "another number, or the same number twice, ended the wait")
 	if x := get(t, pool, id); x.Status != executions.Running || x.WaitNumber != 1 {
 		t.Errorf("status %s, wait number %d", x.Status, x.WaitNumber)
 	}
@@ -354,18 +338,16 @@ func (w *waiter) outcome(text *string) *executions.Outcome {
 	var out executions.Outcome
 	require.NoError(w.t, json.Unmarshal([]byte(*text), &out))
 	var err error
-	if out.Data, err = compact(out.Data); err != nil {
-		w.t.Fatal(err)
-	}
+	out.Data, err = compact(out.Data)
+	require.NoError(w.t, err)
 	return &out
 }
 
 // resume claims it again and returns how its wait ended.
 func (w *waiter) resume(step string) *executions.Outcome {
 	w.t.Helper()
-	if x := get(w.t, w.pool, w.id); x.Status != executions.Running {
-		w.t.Fatalf("it is %s in wait %s", x.Status, step)
-	}
+	x := get(w.t, w.pool, w.id)
+	require.Truef(w.t, x.Status == executions.Running, "it is %s in wait %s", x.Status, step)
 	w.n = mustClaim(w.t, w.pool, w.id, w.by)
 	return w.outcome(pgtest.Value[*string](w.t, w.pool, `select output::text from agent_checkpoints
 		where execution_id = @id and step = @step`,
@@ -428,31 +410,24 @@ func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 					return kind + n
 				}
 				late, twice, early := key("late"), key("twice"), key("early")
-				if w.park("1", kind, late) != nil {
-					t.Fatal("an outcome of nothing")
-				}
+				require.True(t, w.park("1", kind, late) == nil, "an outcome of nothing")
 				w.expireTimer()
-				if out := w.resume("1"); !out.TimedOut {
-					t.Errorf("timed out with %+v", out)
-				}
+				out := w.resume("1")
+				assert.Truef(t, out.TimedOut, "timed out with %+v", out)
 				send(t, pool, event, late, `{"document": "cv", "url": "late"}`, "")
 				assert.Equal(t, executions.Running, w.status())
-				if w.park("2", kind, twice) != nil {
-					t.Fatal("an event of another wait ended this one")
-				}
+				require.True(t, w.park("2", kind, twice) == nil, "an event of another wait ended this one")
 				send(t, pool, event, twice, `{"document": "cv", "url": "one"}`, kind+fmt.Sprint(asked))
 				send(t, pool, event, twice, `{"document": "cv", "url": "two"}`, kind+fmt.Sprint(asked))
-				if out := w.resume("2"); out.TimedOut || out.Event != event || out.EventID == "" ||
-					!strings.Contains(string(out.Data), "one") {
-					t.Errorf("outcome %+v", out)
-				}
+				out = w.resume("2")
+				assert.Truef(t, !out.TimedOut && out.Event == event && out.EventID != "" &&
+					strings.Contains(string(out.Data), "one"), "outcome %+v", out)
 				send(t, pool, event, early, `{"document": "cv", "url": "one"}`, "")
 				// another id: another event, or no matter to a request
 				send(t, pool, event, early, `{"document": "cv", "url": "two"}`, "")
 				first := w.park("3", kind, early)
-				if first == nil || first.TimedOut || !strings.Contains(string(first.Data), "one") {
-					t.Fatalf("an early event ended the wait with %+v", first)
-				}
+				require.Truef(t, first != nil && !first.TimedOut && strings.Contains(string(first.Data), "one"),
+					"an early event ended the wait with %+v", first)
 				left := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = @key and consumed_by is null`,
 					postgres.Strict{"key": early})
 				assert.Equal(t, map[bool]int{false: 1, true: 0}[asked], left)
@@ -478,28 +453,23 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 	} {
 		w := newWaiter(t, pool)
 		id := w.request("document", "a", "b")
-		if w.park("docs", "document", id) != nil {
-			t.Fatal("nothing came yet")
-		}
+		require.True(t, w.park("docs", "document", id) == nil, "nothing came yet")
 		for i, data := range events {
 			assert.Equal(t, executions.Waiting, w.status(), name, i)
 			send(t, pool, "DOCUMENT_UPLOADED", id, data, "")
 		}
 		out := w.resume("docs")
 		var data struct{ DocumentURLs []string }
-		if err := json.Unmarshal(out.Data, &data); err != nil || fmt.Sprint(data.DocumentURLs) != "[ua ub]" {
-			t.Errorf("%s: %s, %v", name, out.Data, err)
-		}
+		err := json.Unmarshal(out.Data, &data)
+		assert.Truef(t, err == nil && fmt.Sprint(data.DocumentURLs) == "[ua ub]", "%s: %s, %v", name, out.Data, err)
 		if again := w.park("again", "document", id); again == nil || string(again.Data) != string(out.Data) {
 			t.Errorf("%s: a second wait for it ended with %+v", name, again)
 		}
 	}
 	pets := pgtest.Value[int](t, pool, `select count(*) from agent_requests where unexpected ? 'pet'
 		and status = 'completed'`)
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_events where consumed_by is null`); n != 0 ||
-		pets != 1 {
-		t.Errorf("%d events are left, %d documents that nobody asked for are noted", n, pets)
-	}
+	n := pgtest.Value[int](t, pool, `select count(*) from agent_events where consumed_by is null`)
+	assert.Truef(t, n == 0 && pets == 1, "%d events are left, %d documents that nobody asked for are noted", n, pets)
 }
 
 // An upload and the end of the execution meet: both take the execution before the request.
@@ -525,16 +495,13 @@ func TestTheEndOfAnExecutionClosesItsRequests(t *testing.T) {
 	pool := pgtest.DB(t)
 	w, other := newWaiter(t, pool), newWaiter(t, pool)
 	id := w.request("test")
-	if other.park("other", "test", id) != nil {
-		t.Fatal("nothing came yet")
-	}
+	require.True(t, other.park("other", "test", id) == nil, "nothing came yet")
 	pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": w.id})
 	assert.Equal(t, "closed", pgtest.Value[string](t, pool, `select status from agent_requests where id = @id`,
 		postgres.Strict{"id": id}))
 	send(t, pool, "TEST_COMPLETED", id, `{"score": 1}`, "")
-	if out := other.resume("other"); string(out.Data) != `{"score":1}` {
-		t.Errorf("who waits for the request of another got %+v", out)
-	}
+	out := other.resume("other")
+	assert.Truef(t, string(out.Data) == `{"score":1}`, "who waits for the request of another got %+v", out)
 }
 
 // A missing timeout is the default of the kind, and a longer one than the limit is rejected, from Go and SQL.
@@ -554,9 +521,8 @@ func TestTimeoutsDependOnTheKind(t *testing.T) {
 			got := pgtest.Value[float64](t, pool, `select extract(epoch from waiting_until - updated_at)::float8
 				from agent_executions where id = @id`,
 				postgres.Strict{"id": w.id})
-			if math.Abs(got-standard.Seconds()) > 1 {
-				t.Errorf("%s: the standard is %s here, %v s in the database", kind, standard, got)
-			}
+			assert.Truef(t, math.Abs(got-standard.Seconds()) <= 1,
+				"%s: the standard is %s here, %v s in the database", kind, standard, got)
 		}
 		w := newWaiter(t, pool)
 		for timeout, fits := range map[time.Duration]bool{longest + time.Second: false, -time.Second: false, longest: true} {
@@ -564,9 +530,7 @@ func TestTimeoutsDependOnTheKind(t *testing.T) {
 				_, err := pool.Exec(t.Context(), `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'k',
 					make_interval(secs => @s), null)`,
 					postgres.Strict{"id": w.id, "claim": w.n, "kind": kind, "s": timeout.Seconds()})
-				if !postgres.IsCode(err, "22023") {
-					t.Errorf("%s: %s was taken: %v", kind, timeout, err)
-				}
+				assert.Truef(t, postgres.IsCode(err, "22023"), "%s: %s was taken: %v", kind, timeout, err)
 			}
 		}
 		pgtest.Exec(t, pool, `select lanekeeper.wait_agent_execution(@id, @claim, 's', @kind, 'k', make_interval(secs => @s),

@@ -89,9 +89,7 @@ func TestALimitHoldsOverTwoProcesses(t *testing.T) {
 	pgtest.Eventually(t, timeout, func() bool {
 		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status <> 'completed'`) == 0
 	}, "all get a place, one after the other, without a sweep")
-	if surplus.Load() != 0 || most.Load() < 2 {
-		t.Errorf("%d ran at once", most.Load())
-	}
+	assert.Truef(t, surplus.Load() == 0 && most.Load() >= 2, "%d ran at once", most.Load())
 }
 
 // asked reads one value in a flow.
@@ -130,9 +128,7 @@ func TestRacingClaimsNeverExceedALimit(t *testing.T) {
 		one := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null
 			and flow = 'flow'`)
 		all := pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`)
-		if one > 5 || all > 7 {
-			t.Fatalf("%d of the flow and %d of the surface are claimed", one, all)
-		}
+		require.Truef(t, one <= 5 && all <= 7, "%d of the flow and %d of the surface are claimed", one, all)
 	}
 	claimReady(t, pool, workers[0], 30)
 	assert.Equal(t, 7, pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`))
@@ -174,12 +170,8 @@ func TestALimitDelaysNoOtherFlow(t *testing.T) {
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, places))
 	_, err := executions.Cancel(t.Context(), pool, held, "test", "")
 	require.NoError(t, err)
-	if n := pgtest.Value[int](t, pool, places); n == 0 {
-		t.Error("a place is free, and nothing is ready")
-	}
-	if got := claimReady(t, pool, w, 10); len(got) != 1 {
-		t.Errorf("claimed %d, want 1", len(got))
-	}
+	assert.True(t, pgtest.Value[int](t, pool, places) != 0, "a place is free, and nothing is ready")
+	assert.Equal(t, 1, len(claimReady(t, pool, w, 10)), "claimed", "want 1")
 }
 
 // A run gives its place up while it waits, and needs one to continue.
@@ -198,14 +190,12 @@ func TestAWaitingExecutionHoldsNoSlot(t *testing.T) {
 		postgres.Strict{"id": first, "claim": n})
 	mustClaim(t, pool, second, w)
 	pgtest.Exec(t, pool, `select deliver_agent_event('EVENT_COMPLETED', 'k')`)
-	if got := claimReady(t, pool, w, 5); len(got) != 0 {
-		t.Errorf("%v went on beyond the limit", got)
-	}
+	got := claimReady(t, pool, w, 5)
+	assert.Truef(t, len(got) == 0, "%v went on beyond the limit", got)
 	_, err := executions.Cancel(t.Context(), pool, second, "test", "")
 	require.NoError(t, err)
-	if got := claimReady(t, pool, w, 5); !slices.Equal(got, []string{first}) {
-		t.Errorf("claimed %v, want %s", got, first)
-	}
+	got = claimReady(t, pool, w, 5)
+	assert.Truef(t, slices.Equal(got, []string{first}), "claimed %v, want %s", got, first)
 }
 
 func TestARunSyncIsCountedButNotDelayed(t *testing.T) {
@@ -215,9 +205,7 @@ func TestARunSyncIsCountedButNotDelayed(t *testing.T) {
 	p := prepare(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		return executions.Result{}, func() error {
 			got, err := tryReady(ctx, pool, newWorker(t, pool), 1)
-			if err == nil && len(got) != 0 {
-				t.Error("a place was free")
-			}
+			assert.True(t, err != nil || len(got) == 0, "a place was free")
 			return err
 		}()
 	}))
@@ -227,9 +215,7 @@ func TestARunSyncIsCountedButNotDelayed(t *testing.T) {
 		insert into agent_executions (trace_id, surface, flow, status, claim, claimed_by) select 'x', 'flow', 'x', 'running',
 		  1, id from w`)
 	got, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
-	if err != nil || got.Status != executions.Completed {
-		t.Errorf("status %s, %v", got.Status, err)
-	}
+	assert.Truef(t, err == nil && got.Status == executions.Completed, "status %s, %v", got.Status, err)
 }
 
 func TestLimitsAreSetAsAWhole(t *testing.T) {
@@ -248,15 +234,12 @@ func TestLimitsAreSetAsAWhole(t *testing.T) {
 		require.NoError(t, p.SetLimits(t.Context(), want))
 		rows, err := pool.Query(t.Context(), `select kind, name, running from agent_limits order by kind, name`)
 		require.NoError(t, err)
-		if got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[executions.Admission]); err != nil ||
-			!slices.Equal(got, want) {
-			t.Errorf("the limits are %v, want %v, %v", got, want, err)
-		}
+		got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[executions.Admission])
+		assert.Truef(t, err == nil && slices.Equal(got, want), "the limits are %v, want %v, %v", got, want, err)
 	}
-	if err := p.SetLimits(t.Context(), []executions.Admission{{Kind: "page", Name: "x", Running: 1}}); !postgres.IsCode(
-		err, "23514") {
-		t.Errorf("a limit of a page: %v", err)
-	}
+	err := p.SetLimits(t.Context(), []executions.Admission{{Kind: "page", Name: "x", Running: 1}})
+	assert.Truef(t, postgres.IsCode(
+		err, "23514"), "a limit of a page: %v", err)
 }
 
 // jobs counts the hints that River was given.
@@ -277,9 +260,8 @@ func TestADeliveringProcessRunsTheExecutionAtOnce(t *testing.T) {
 	for range 10 { // one at a time: a worker is free for each
 		id := p.begin(t, "flow")
 		until(t, pool, id, executions.Waiting)
-		if got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", id, nil, id); err != nil || len(got.Resumed) != 1 {
-			t.Fatalf("resumed %v, %v", got.Resumed, err)
-		}
+		got, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", id, nil, id)
+		require.Truef(t, err == nil && len(got.Resumed) == 1, "resumed %v, %v", got.Resumed, err)
 		until(t, pool, id, executions.Completed)
 	}
 	if n := jobs(t, pool) - before; n > 1 { // a start may come before the workers do
@@ -299,9 +281,8 @@ func TestAWakeupCommitsWithItsTransaction(t *testing.T) {
 	before := jobs(t, pool)
 	tx, err := pool.Begin(t.Context())
 	require.NoError(t, err)
-	if _, err := p.Deliver(t.Context(), tx, "EVENT_COMPLETED", id, nil, ""); err != nil {
-		t.Error(err)
-	}
+	_, err = p.Deliver(t.Context(), tx, "EVENT_COMPLETED", id, nil, "")
+	assert.NoError(t, err)
 	require.NoError(t, tx.Commit(t.Context()))
 	until(t, pool, id, executions.Completed)
 	assert.Equal(t, before+1, jobs(t, pool), jobs(t, pool)-before)
@@ -382,9 +363,8 @@ func TestAReadyExecutionThatWasLockedIsNotForgotten(t *testing.T) {
 	var locked string
 	pgtest.Eventually(t, timeout, func() bool { // a worker may take it before it is locked
 		var err error
-		if tx, err = pool.Begin(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+		tx, err = pool.Begin(t.Context())
+		require.NoError(t, err)
 		locked = pending(t, pool)
 		pgtest.Exec(t, tx, `select from agent_executions where id = @id for no key update`, postgres.Strict{"id": locked})
 		until(t, pool, p.begin(t, "flow"), executions.Completed) // the workers have looked

@@ -434,9 +434,8 @@ func TestTheSchemaAcceptsWhatValidateAccepts(t *testing.T) {
 				err = flows.Validate(d)
 			}
 			assert.Equal(t, shape.good, (err == nil), err)
-			if err := schema.Validate(value); (err == nil) != shape.good {
-				t.Errorf("the schema says %v", err)
-			}
+			err = schema.Validate(value)
+			assert.Truef(t, (err == nil) == shape.good, "the schema says %v", err)
 		})
 	}
 }
@@ -447,9 +446,7 @@ func TestEveryActionIsAmongTheCases(t *testing.T) {
 		for _, shape := range shapes {
 			found = found || shape.good && strings.Contains(shape.text, fmt.Sprintf("%q: %q", "actionType", a.Type))
 		}
-		if !found {
-			t.Errorf("no case shows a good %s", a.Type)
-		}
+		assert.Truef(t, found, "no case shows a good %s", a.Type)
 	}
 }
 
@@ -525,9 +522,8 @@ func TestValidateNamesPlaceAndReason(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			d, err := define(`{"name": "a", "actions": ` + c.actions + `}`)
 			require.NoError(t, err)
-			if err := flows.Validate(d); err == nil || err.Error() != c.want {
-				t.Errorf("got\n%v\nnot\n%s", err, c.want)
-			}
+			err = flows.Validate(d)
+			assert.Truef(t, err != nil && err.Error() == c.want, "got\n%v\nnot\n%s", err, c.want)
 		})
 	}
 }
@@ -639,10 +635,9 @@ func TestTheExampleOfThePageRuns(t *testing.T) {
 	id := w.begin(t, "onboard", Candidate{Name: "María"})
 	waits(t, w.pool, id, 1)
 	answer(t, w, "si")
-	if x := enginetest.Await(t, w.pool, id, executions.Completed); x.ResultSummary != "onboarded María" ||
-		string(x.Result) != `{"fit": true}` {
-		t.Errorf("ended with %q %s", x.ResultSummary, x.Result)
-	}
+	x := enginetest.Await(t, w.pool, id, executions.Completed)
+	assert.Truef(t, x.ResultSummary == "onboarded María" && string(x.Result) == `{"fit": true}`,
+		"ended with %q %s", x.ResultSummary, x.Result)
 }
 
 // row is an action as the page has it.
@@ -672,9 +667,7 @@ func TestThePageIsTrue(t *testing.T) {
 		}
 	}
 	yaml := regexp.MustCompile("(?s)```yaml\nkind: flow\n(.*?)```").FindStringSubmatch(page)
-	if yaml == nil {
-		t.Fatal("docs/flows.md shows no flow")
-	}
+	require.True(t, yaml != nil, "docs/flows.md shows no flow")
 	assert.NoError(t, flows.Validate(read(t, yaml[1])), "docs/flows.md")
 	code := file(t, "definition_test.go")
 	from, to := strings.Index(code, "// Onboard is"), strings.Index(code, "// Evaluate is")

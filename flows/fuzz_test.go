@@ -7,6 +7,7 @@ import (
 	"go.yaml.in/yaml/v3"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // FuzzTemplate looks for a template that panics, that is filled in differently the second time, or whose text without
@@ -33,13 +34,10 @@ func FuzzTemplate(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if again, err := fill(parseTree(text, "", func(string, error) {}), vars); err != nil ||
-			asJSON(again) != asJSON(first) {
-			t.Errorf("%q is %v, then %v, %v", text, first, again, err)
-		}
-		if _, err := json.Marshal(first); err != nil {
-			t.Errorf("%q gives %v, which is not JSON: %v", text, first, err)
-		}
+		again, err := fill(parseTree(text, "", func(string, error) {}), vars)
+		assert.Truef(t, err == nil && asJSON(again) == asJSON(first), "%q is %v, then %v, %v", text, first, again, err)
+		_, err = json.Marshal(first)
+		assert.NoError(t, err, text, "gives", first, "which is not JSON")
 	})
 }
 
@@ -69,9 +67,8 @@ func FuzzExpression(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if _, err := json.Marshal(got); err != nil {
-			t.Errorf("%q gives %v, which is not JSON: %v", text, got, err)
-		}
+		_, err = json.Marshal(got)
+		assert.NoError(t, err, text, "gives", got, "which is not JSON")
 		assert.Equal(t, before, asJSON(vars), text)
 	})
 }
@@ -103,16 +100,10 @@ func FuzzDefinition(f *testing.F) {
 			return
 		}
 		stored, err := json.Marshal(d)
-		if err != nil {
-			t.Fatalf("%q cannot be stored: %v", text, err)
-		}
+		require.NoError(t, err, text, "cannot be stored")
 		var back Definition
-		if err := json.Unmarshal(stored, &back); err != nil {
-			t.Fatalf("%s cannot be read back: %v", stored, err)
-		}
-		if err := Validate(back); err != nil {
-			t.Errorf("%s is valid before it is stored, and not after: %v", stored, err)
-		}
+		require.NoError(t, json.Unmarshal(stored, &back), stored, "cannot be read back")
+		assert.NoError(t, Validate(back), stored, "is valid before it is stored, and not after")
 	})
 }
 
@@ -123,9 +114,7 @@ func FuzzLength(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, text string) {
 		d, err := parseDuration(text)
-		if err == nil && (d < 0 || d.Hours() > 100*365*24) {
-			t.Errorf("%q is %s", text, d)
-		}
+		assert.Truef(t, err != nil || d >= 0 && d.Hours() <= 100*365*24, "%q is %s", text, d)
 		if err == nil {
 			formatDuration(d)
 		}

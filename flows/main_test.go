@@ -128,9 +128,8 @@ func variables(t *testing.T, x executions.Execution) map[string]any {
 	var all map[string]any
 	require.NoError(t, json.Unmarshal(x.Variables, &all), "variables", x.Variables)
 	for _, name := range []string{"input", "executionId", "traceId", "threadId"} {
-		if _, known := all[name]; !known {
-			t.Errorf("variable %s is missing", name)
-		}
+		_, known := all[name]
+		assert.Truef(t, known, "variable %s is missing", name)
 		delete(all, name)
 	}
 	return all
@@ -240,10 +239,8 @@ actions:
 	enginetest.Await(t, w.pool, id, executions.Completed)
 	for input, want := range map[string]string{`{}`: "name", `[1]`: "object", `{"name": "Eva"}`: ""} {
 		_, err := w.Fork(t.Context(), w.pool, executions.ForkSpec{ID: id, From: "greet", Input: json.RawMessage(input)})
-		if want == "" && err != nil || want != "" &&
-			(!errors.Is(err, executions.ErrNoFork) || !strings.Contains(err.Error(), want)) {
-			t.Errorf("%s: %v", input, err)
-		}
+		assert.Truef(t, (want != "" || err == nil) &&
+			(want == "" || errors.Is(err, executions.ErrNoFork) && strings.Contains(err.Error(), want)), "%s: %v", input, err)
 	}
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_executions`))
 }
@@ -329,10 +326,9 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 			} else {
 				x := enginetest.Await(t, w.pool, id, executions.Failed)
 				there, _, _ := strings.Cut(test.want, " ")
-				if said := testkit.Deref(x.ErrorMessage); !strings.Contains(said, test.failed) ||
-					!strings.Contains(said, "nothing was changed") || !strings.Contains(said, there) {
-					t.Errorf("it says %q", said)
-				}
+				said := testkit.Deref(x.ErrorMessage)
+				assert.Truef(t, strings.Contains(said, test.failed) && strings.Contains(said, "nothing was changed") &&
+					strings.Contains(said, there), "it says %q", said)
 				status := pgtest.Value[string](t, w.pool, `select status from agent_activity
 					where skill_name in ('memory_write', 'memory_forget') and kind = 'call'`)
 				assert.Equal(t, "skipped", status)
@@ -382,9 +378,8 @@ actions:
 	}
 	assert.NoDiff(t, want, variables(t, x))
 	var all map[string]any
-	if err := json.Unmarshal(x.Variables, &all); err != nil || all["executionId"] != id {
-		t.Errorf("the parent takes itself for %v", all["executionId"])
-	}
+	err := json.Unmarshal(x.Variables, &all)
+	assert.Truef(t, err == nil && all["executionId"] == id, "the parent takes itself for %v", all["executionId"])
 }
 
 // Whom a cancelled execution waits for is cancelled with it, however deep, and for the reason that was given.
@@ -435,10 +430,8 @@ actions:
 		}
 	}
 	got := variables(t, enginetest.Await(t, w.pool, w.begin(t, "loose", nil), executions.Completed))
-	if id, _ := got["triggeredExecutionId"].(string); id == "" ||
-		cmp.Diff(got["it"], map[string]any{"executionId": id}) != "" {
-		t.Errorf("variables %v", got)
-	}
+	id, _ := got["triggeredExecutionId"].(string)
+	assert.Truef(t, id != "" && cmp.Diff(got["it"], map[string]any{"executionId": id}) == "", "variables %v", got)
 }
 
 // A child may be a flow of Go code.
@@ -459,9 +452,7 @@ func TestAChildOfGoCode(t *testing.T) {
 	})
 	got := variables(t, enginetest.Await(t, pool, w.begin(t, "a", nil), executions.Completed))
 	sum, _ := got["sum"].(map[string]any)
-	if got["total"] != 3.0 || sum["result"] != 3.0 {
-		t.Errorf("variables %v", got)
-	}
+	assert.Truef(t, got["total"] == 3.0 && sum["result"] == 3.0, "variables %v", got)
 }
 
 // An execution finishes on the version it began with, also when the flow was changed and removed while it waited.
@@ -640,7 +631,6 @@ actions:
 	assert.NoDiff(t, want, got)
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_executions`))
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_requests`))
-	if n := r.kills(); n < 30 {
-		t.Errorf("it was killed %d times only", n)
-	}
+	n := r.kills()
+	assert.Truef(t, n >= 30, "it was killed %d times only", n)
 }

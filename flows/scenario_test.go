@@ -43,9 +43,8 @@ func (s *scenario) logged(t *testing.T, n int, parts ...string) {
 	}()
 	pgtest.Eventually(t, patience, func() bool { return len(s.log.Lines(parts...)) >= n }, "the log has "+
 		strings.Join(parts, " "))
-	if got := s.log.Lines(parts...); len(got) != n {
-		t.Errorf("%d lines have %q, want %d:\n%s", len(got), parts, n, strings.Join(got, ""))
-	}
+	got := s.log.Lines(parts...)
+	assert.Truef(t, len(got) == n, "%d lines have %q, want %d:\n%s", len(got), parts, n, strings.Join(got, ""))
 }
 
 // witness writes down each state of the thread's lane, as agent_thread_locks shows it, and of its messages, as a
@@ -187,13 +186,11 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	s.holds(t, "recolector 0 min, Maria, parked, 0 queued")
 	s.logged(t, 1, `msg="lane acquired"`, "lane=thread:maria")
 	s.logged(t, 1, `msg="lane inherited"`, "lane=thread:maria", "from="+parent, "to="+child+"#")
-	if x := enginetest.Await(t, s.pool, child, executions.Waiting); testkit.Deref(x.WaitingFor) != "response" ||
-		testkit.Deref(x.WaitingKey) != "maria" {
-		t.Errorf("the collector waits for %s %s", testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
-	}
-	if x := enginetest.Await(t, s.pool, parent, executions.Waiting); testkit.Deref(x.WaitingFor) != "agent" {
-		t.Errorf("the coordinator waits for %s", testkit.Deref(x.WaitingFor))
-	}
+	x := enginetest.Await(t, s.pool, child, executions.Waiting)
+	assert.Truef(t, testkit.Deref(x.WaitingFor) == "response" && testkit.Deref(x.WaitingKey) == "maria",
+		"the collector waits for %s %s", testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
+	x = enginetest.Await(t, s.pool, parent, executions.Waiting)
+	assert.Equal(t, "agent", testkit.Deref(x.WaitingFor), "the coordinator waits for")
 	idle := pgtest.Value[int](t, s.pool, `select ttl_seconds from agent_locks where lane = 'thread:maria'`)
 	loans := pgtest.Value[string](t, s.pool,
 		`select string_agg(who(lender) || ' to ' || who(borrower) || ' ' || ttl_seconds, ', ') from agent_lock_loans`)
@@ -221,11 +218,10 @@ func TestScenarioOfChainedAgents(t *testing.T) {
 	}
 	// From the coordinator's last rest on, its own waking and that of its child may come in either order.
 	before := at("recolector has it")
-	if diff := cmp.Diff([]string{
+	diff := cmp.Diff([]string{
 		"coordinador has it", "coordinador sent: Iniciamos tu proceso", "coordinador has it, parked", "coordinador has it",
-	}, got[:min(4, len(got))]); diff != "" || before < 4 {
-		t.Errorf("the beginning (-want +got):\n%s", diff)
-	}
+	}, got[:min(4, len(got))])
+	assert.Truef(t, diff == "" && before >= 4, "the beginning (-want +got):\n%s", diff)
 	var rest []string
 	for _, w := range got[max(before, 0):] {
 		if !strings.HasSuffix(w, ", parked") && (len(rest) == 0 || rest[len(rest)-1] != w) {
@@ -254,17 +250,15 @@ func TestScenarioOfAHungAgent(t *testing.T) {
 	a := s.starts(t, "external:agente_a", nil)
 	lock, err := s.LockRun(t.Context(), a, "worker", 10*time.Minute)
 	require.NoError(t, err)
-	if sent := s.speaks(t, a, lock.LockID, "Necesito tus documentos"); sent.Queued {
-		t.Errorf("agente_a: %+v", sent)
-	}
+	sent := s.speaks(t, a, lock.LockID, "Necesito tus documentos")
+	assert.Truef(t, !sent.Queued, "agente_a: %+v", sent)
 	s.holds(t, "agente_a 0 min, Pedro, 0 queued")
 
 	// Eleven minutes pass without a word. It lives.
 	pgtest.Exec(t, s.pool, `update agent_locks set expires_at = expires_at - interval '11 minutes 10 seconds'
 		where lane = 'thread:pedro'`)
-	if beat, err := s.RenewLock(t.Context(), a, lock.LockID); err != nil || !beat.Live {
-		t.Errorf("the beat: %+v, %v", beat, err)
-	}
+	beat, err := s.RenewLock(t.Context(), a, lock.LockID)
+	assert.Truef(t, err == nil && beat.Live, "the beat: %+v, %v", beat, err)
 	s.holds(t, "agente_a 11 min, Pedro, stale, 0 queued")
 
 	b := s.starts(t, "agente_b", nil)

@@ -47,19 +47,14 @@ func TestATimeoutThatContinuesSetsNull(t *testing.T) {
   - {actionType: set, parameters: {variables: {after: "{{timedOut}}"}}}`))
 			id := w.begin(t, "a", nil)
 			x := waits(t, w.pool, id, 1)
-			if *x.WaitingFor != c.kind || !strings.Contains(string(x.WaitingData), `"timeout": "1h"`) ||
-				!strings.Contains(string(x.WaitingData), `"action": "ask"`) {
-				t.Errorf("waits for %s, data %s", *x.WaitingFor, x.WaitingData)
-			}
+			assert.Truef(t, *x.WaitingFor == c.kind && strings.Contains(string(x.WaitingData), `"timeout": "1h"`) &&
+				strings.Contains(string(x.WaitingData), `"action": "ask"`), "waits for %s, data %s", *x.WaitingFor, x.WaitingData)
 			late(t, w, id, 1)
 			got := variables(t, enginetest.Await(t, w.pool, id, executions.Completed))
-			if got["timedOut"] != true || got["told"] != true || got["after"] != true {
-				t.Errorf("variables %v", got)
-			}
+			assert.Truef(t, got["timedOut"] == true && got["told"] == true && got["after"] == true, "variables %v", got)
 			for _, name := range c.sets {
-				if value, known := got[name]; !known || value != nil {
-					t.Errorf("%s is %v (%v)", name, value, known)
-				}
+				value, known := got[name]
+				assert.Truef(t, known && value == nil, "%s is %v (%v)", name, value, known)
 			}
 		})
 	}
@@ -77,10 +72,9 @@ func TestATimeoutThatFailsEndsTheExecutionAsTimedOut(t *testing.T) {
 			late(t, w, id, 1)
 			x := enginetest.Await(t, w.pool, id, executions.Timeout)
 			want := "action ask (" + typeOf(c.action) + "): no " + c.kind + " came within 90m"
-			if testkit.Deref(x.ErrorMessage) != want || testkit.Deref(x.FailedStep) != "ask" ||
-				x.ResultSummary != "Timed out: "+want {
-				t.Errorf("%q at %q, summary %q", testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep), x.ResultSummary)
-			}
+			assert.Truef(t, testkit.Deref(x.ErrorMessage) == want && testkit.Deref(x.FailedStep) == "ask" &&
+				x.ResultSummary == "Timed out: "+want, "%q at %q, summary %q", testkit.Deref(x.ErrorMessage),
+				testkit.Deref(x.FailedStep), x.ResultSummary)
 			if !strings.HasSuffix(said(t, w.pool), "We will call you.") {
 				t.Errorf("said %s", said(t, w.pool))
 			}
@@ -104,9 +98,7 @@ func TestATimeoutThatRetries(t *testing.T) {
 			id := w.begin(t, "a", nil)
 			key := *waits(t, w.pool, id, 1).WaitingKey
 			for n := 1; n <= 4; n++ {
-				if x := waits(t, w.pool, id, n); *x.WaitingKey != key {
-					t.Errorf("waits for %s, not for %s", *x.WaitingKey, key)
-				}
+				assert.Equal(t, key, *waits(t, w.pool, id, n).WaitingKey, "waits for", "not for")
 				late(t, w, id, n)
 			}
 			x := enginetest.Await(t, w.pool, id, executions.Timeout)
@@ -144,9 +136,8 @@ func TestATimeoutActionEndsTheFlow(t *testing.T) {
 	id := w.begin(t, "a", nil)
 	late(t, w, id, 1)
 	x := enginetest.Await(t, w.pool, id, executions.Completed)
-	if x.ResultSummary != "nobody there" || variables(t, x)["gone"] != true {
-		t.Errorf("%q %s", x.ResultSummary, x.Variables)
-	}
+	assert.Truef(t, x.ResultSummary == "nobody there" && variables(t, x)["gone"] == true,
+		"%q %s", x.ResultSummary, x.Variables)
 }
 
 func TestWithoutAThreadNothingIsSaid(t *testing.T) {
@@ -183,9 +174,8 @@ actions:
 `)
 	id := w.begin(t, "greet", map[string]any{"name": "María"})
 	x := waits(t, w.pool, id, 1)
-	if *x.WaitingFor != "response" || *x.WaitingKey != "maria" {
-		t.Errorf("waits for %s of %s", *x.WaitingFor, *x.WaitingKey)
-	}
+	assert.Truef(t, *x.WaitingFor == "response" && *x.WaitingKey == "maria",
+		"waits for %s of %s", *x.WaitingFor, *x.WaitingKey)
 	answer(t, w, "rojo")
 	x = enginetest.Await(t, w.pool, id, executions.Completed)
 	assert.Equal(t, "Hola María de Lima, intento 1 | Tu color es rojo", said(t, w.pool))
@@ -350,18 +340,15 @@ func TestAFlowEndsItself(t *testing.T) {
 		flow("fails", `
   - {id: stop, actionType: fail, parameters: {message: "no {{input.what}}"}}`))
 	x := enginetest.Await(t, w.pool, w.begin(t, "inner", nil), executions.Completed)
-	if diff := cmp.Diff(map[string]any{"seen": 1.0}, variables(t, x)); diff != "" || x.ResultSummary != "at 2" {
-		t.Errorf("%s%q", diff, x.ResultSummary)
-	}
-	if x = enginetest.Await(t, w.pool, w.begin(t, "failed", nil), executions.Failed); testkit.Deref(
-		x.ErrorMessage) != "not fit" || x.ResultSummary != "not fit" {
-		t.Errorf("failed with %q", testkit.Deref(x.ErrorMessage))
-	}
+	diff := cmp.Diff(map[string]any{"seen": 1.0}, variables(t, x))
+	assert.Truef(t, diff == "" && x.ResultSummary == "at 2", "%s%q", diff, x.ResultSummary)
+	x = enginetest.Await(t, w.pool, w.begin(t, "failed", nil), executions.Failed)
+	assert.Truef(t, testkit.Deref(
+		x.ErrorMessage) == "not fit" && x.ResultSummary == "not fit", "failed with %q", testkit.Deref(x.ErrorMessage))
 	enginetest.Await(t, w.pool, w.begin(t, "late", nil), executions.Timeout)
 	x = enginetest.Await(t, w.pool, w.begin(t, "fails", map[string]any{"what": "way"}), executions.Failed)
-	if testkit.Deref(x.ErrorMessage) != "action stop (fail): no way" || testkit.Deref(x.FailedStep) != "stop" {
-		t.Errorf("failed with %q at %q", testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep))
-	}
+	assert.Truef(t, testkit.Deref(x.ErrorMessage) == "action stop (fail): no way" && testkit.Deref(x.FailedStep) == "stop",
+		"failed with %q at %q", testkit.Deref(x.ErrorMessage), testkit.Deref(x.FailedStep))
 }
 
 // What a template or an expression needs and does not find ends the action, with its name.

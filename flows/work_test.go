@@ -93,10 +93,9 @@ func TestSkillsAreCalled(t *testing.T) {
 		{"lost", nil, "action s (skill): there is no skill tripple"},
 		{"bare", nil, "action s (skill): call double: invalid parameters: missing property 'n'"},
 	} {
-		if x := enginetest.Await(t, w.pool, w.begin(t, c.flow, c.input), executions.Failed); testkit.Deref(
-			x.ErrorMessage) != c.want {
-			t.Errorf("%s: %s", c.flow, testkit.Deref(x.ErrorMessage))
-		}
+		x := enginetest.Await(t, w.pool, w.begin(t, c.flow, c.input), executions.Failed)
+		assert.Truef(t, testkit.Deref(
+			x.ErrorMessage) == c.want, "%s: %s", c.flow, testkit.Deref(x.ErrorMessage))
 	}
 }
 
@@ -199,10 +198,9 @@ func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
 		agents.Definition{Name: "billing", Instructions: "You are Bill of {{Sol}}."})
 	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Completed)
 	got := variables(t, x)
-	if text := got["named"].(string); !strings.Contains(text, "You are Bill of {{Sol}}.") ||
-		strings.Contains(text, "Nora") {
-		t.Errorf("the named agent was told %q", text)
-	}
+	text := got["named"].(string)
+	assert.Truef(t, strings.Contains(text, "You are Bill of {{Sol}}.") && !strings.Contains(text, "Nora"),
+		"the named agent was told %q", text)
 	if text := got["own"].(string); !strings.Contains(text, "You are Nora.") || strings.Contains(text, "Bill") {
 		t.Errorf("the execution's agent was told %q", text)
 	}
@@ -211,9 +209,8 @@ func TestANamedAgentAnswersWithItsInstructions(t *testing.T) {
 		  order by id`, postgres.Strict{"id": x.ID})
 	require.NoError(t, err)
 	acted, err := pgx.CollectRows(rows, pgx.RowTo[*string])
-	if err != nil || len(acted) != 2 || testkit.Deref(acted[0]) != "billing" || testkit.Deref(acted[1]) == "billing" {
-		t.Errorf("rows name %v, %v", acted, err)
-	}
+	assert.Truef(t, err == nil && len(acted) == 2 && testkit.Deref(acted[0]) == "billing" &&
+		testkit.Deref(acted[1]) != "billing", "rows name %v, %v", acted, err)
 	lost := enginetest.Await(t, w.pool, w.begin(t, "lost", nil), executions.Failed)
 	assert.Contains(t, testkit.Deref(lost.ErrorMessage), `there is no agent "returns"`)
 }
@@ -231,10 +228,9 @@ func TestWithoutALoopNoSkillIsCalled(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, flow("a", `
   - {actionType: skill, parameters: {name: double}}`))
-	if x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed); !strings.Contains(
-		testkit.Deref(x.ErrorMessage), "without a reasoning loop") {
-		t.Errorf("%s", testkit.Deref(x.ErrorMessage))
-	}
+	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed)
+	assert.Truef(t, strings.Contains(
+		testkit.Deref(x.ErrorMessage), "without a reasoning loop"), "%s", testkit.Deref(x.ErrorMessage))
 }
 
 func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
@@ -257,9 +253,8 @@ func TestCheckStartSaysWhetherAFlowMayBegin(t *testing.T) {
 	assert.NoError(t, check("of Go code", `{}`))
 	// started past CheckStart
 	x := enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"n": "one"}), executions.Failed)
-	if !strings.HasPrefix(testkit.Deref(x.ErrorMessage), "flow a does not take this input") {
-		t.Errorf("%s", testkit.Deref(x.ErrorMessage))
-	}
+	assert.Truef(t, strings.HasPrefix(testkit.Deref(x.ErrorMessage), "flow a does not take this input"),
+		"%s", testkit.Deref(x.ErrorMessage))
 }
 
 // A long loop resumes from its last snapshot with all its variables, and its records do not accumulate.
@@ -294,9 +289,8 @@ actions:
   - {id: grow, actionType: while, parameters: {condition: "true", actions: [{id: twice, actionType: set, parameters: {expressions: {text: text + text}}}]}}
 `)
 	x := enginetest.Await(t, w.pool, w.begin(t, "a", nil), executions.Failed)
-	if !strings.HasPrefix(testkit.Deref(x.ErrorMessage), "action twice (set): the variables would be ") {
-		t.Errorf("%s", testkit.Deref(x.ErrorMessage))
-	}
+	assert.Truef(t, strings.HasPrefix(testkit.Deref(x.ErrorMessage), "action twice (set): the variables would be "),
+		"%s", testkit.Deref(x.ErrorMessage))
 }
 
 func TestAFlowLabelsItsExecutions(t *testing.T) {

@@ -79,9 +79,8 @@ func TestWaitersAreServedInOrder(t *testing.T) {
 	require.NoError(t, l.Release(t.Context()))
 	waiting.Wait()
 	close(served)
-	if order := slices.Collect(values(served)); !slices.IsSorted(order) || len(order) != n {
-		t.Errorf("served in the order %v", order)
-	}
+	order := slices.Collect(values(served))
+	assert.Truef(t, slices.IsSorted(order) && len(order) == n, "served in the order %v", order)
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`))
 }
 
@@ -130,10 +129,9 @@ func TestWaitersPollWithoutNotifications(t *testing.T) {
 	defer cancel()
 	l, err := k.AcquireWait(ctx, "x")
 	acquired(t, l, err)
-	if got := l.ExpiresAt().Add(-pgtest.Value[time.Duration](t, db,
-		`select ttl_seconds * 1000000000::bigint from agent_locks`)); got.Before(ends) {
-		t.Errorf("got the lane of a dead holder at %s, want the end of its lease, %s", got, ends)
-	}
+	got := l.ExpiresAt().Add(-pgtest.Value[time.Duration](t, db,
+		`select ttl_seconds * 1000000000::bigint from agent_locks`))
+	assert.Truef(t, !got.Before(ends), "got the lane of a dead holder at %s, want the end of its lease, %s", got, ends)
 	log.want(t, 1, "level=WARN", `msg="lane busy"`, `holder="a run that dies"`)
 	log.want(t, 1, `msg="lane stale, clearing"`)
 }
@@ -143,20 +141,14 @@ func TestNobodyOvertakesAWaiter(t *testing.T) {
 	db := pgtest.DB(t)
 	mustTry(t, db, "x", "a", 60)
 	for _, waiter := range []string{"b", "c"} {
-		if pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', $1)`, waiter) {
-			t.Fatal("granted twice")
-		}
+		require.True(t, !pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', $1)`, waiter), "granted twice")
 	}
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'a')`)
-	if g := try(t, db, "x", "d", 60); g.acquired || g.holder != "b" {
-		t.Errorf("a newcomer got %+v, want busy by b", g)
-	}
-	if pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'c')`) {
-		t.Error("c overtook b")
-	}
-	if !pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'b')`) {
-		t.Error("b did not get the lane in its turn")
-	}
+	g := try(t, db, "x", "d", 60)
+	assert.Truef(t, !g.acquired && g.holder == "b", "a newcomer got %+v, want busy by b", g)
+	assert.True(t, !pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'c')`), "c overtook b")
+	assert.True(t, pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'b')`),
+		"b did not get the lane in its turn")
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'b')`)
 	pgtest.Exec(t, db, `select leave_agent_lock_queue('x', 'c')`)
 	mustTry(t, db, "x", "d", 60)
@@ -172,9 +164,8 @@ func TestAnAcquireEndsTheWaitOfItsOwner(t *testing.T) {
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'a')`)
 	mustTry(t, db, "x", "b", 60)
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'b')`)
-	if g := try(t, db, "x", "d", 60); g.acquired || g.holder != "c" {
-		t.Errorf("a newcomer got %+v, want busy by c, who waits", g)
-	}
+	g := try(t, db, "x", "d", 60)
+	assert.Truef(t, !g.acquired && g.holder == "c", "a newcomer got %+v, want busy by c, who waits", g)
 	mustTry(t, db, "x", "c", 60)
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'c')`)
 	mustTry(t, db, "x", "d", 60)
@@ -187,9 +178,7 @@ func TestAnAbandonedWaiterBlocksOnlyBriefly(t *testing.T) {
 	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'killed', 60, 5)`)
 	pgtest.Value[bool](t, db, `select acquired from await_agent_lock('x', 'patient', 60, 60)`)
 	pgtest.Value[bool](t, db, `select release_agent_lock('x', 'a')`)
-	if g := try(t, db, "x", "patient", 60); g.acquired {
-		t.Error("overtook a waiter that was there a moment ago")
-	}
+	assert.True(t, !try(t, db, "x", "patient", 60).acquired, "overtook a waiter that was there a moment ago")
 	pgtest.Eventually(t, soon, func() bool { return try(t, db, "x", "patient", 60).acquired },
 		"the next in the queue is served")
 }
@@ -211,9 +200,8 @@ func TestAReleaseNotifiesOnlyWhenSomebodyWaits(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
 	n, err := conn.WaitForNotification(ctx)
-	if err != nil || n.Payload != "wanted" {
-		t.Errorf("notification %+v, %v; want only for the lane that is waited for", n, err)
-	}
+	assert.Truef(t, err == nil && n.Payload == "wanted",
+		"notification %+v, %v; want only for the lane that is waited for", n, err)
 }
 
 func TestGivingUpLeavesTheQueue(t *testing.T) {
@@ -223,9 +211,8 @@ func TestGivingUpLeavesTheQueue(t *testing.T) {
 	l := acquire(t, k, "x")
 
 	_, err := k.AcquireWait(t.Context(), "x", lanes.WithTimeout(300*time.Millisecond))
-	if busy, ok := errors.AsType[*lanes.BusyError](err); !ok || busy.Holder != l.Owner().String() {
-		t.Errorf("out of patience: %v, want the holder", err)
-	}
+	busy, ok := errors.AsType[*lanes.BusyError](err)
+	assert.Truef(t, ok && busy.Holder == l.Owner().String(), "out of patience: %v, want the holder", err)
 	queued(t, db, "x", 0)
 
 	ctx, cancel := context.WithCancelCause(t.Context())
@@ -237,9 +224,8 @@ func TestGivingUpLeavesTheQueue(t *testing.T) {
 	queued(t, db, "x", 1)
 	why := errors.New("shutting down")
 	cancel(why)
-	if err := <-gaveUp; !errors.Is(err, why) && !errors.Is(err, context.Canceled) {
-		t.Errorf("cancelled: %v", err)
-	}
+	err = <-gaveUp
+	assert.Truef(t, errors.Is(err, why) || errors.Is(err, context.Canceled), "cancelled: %v", err)
 	queued(t, db, "x", 0)
 }
 
@@ -254,9 +240,8 @@ func TestOtherLanesWakeNobody(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var waiting sync.WaitGroup
 	waiting.Go(func() {
-		if _, err := k.AcquireWait(ctx, "x"); !errors.Is(err, context.Canceled) {
-			t.Error(err)
-		}
+		_, err := k.AcquireWait(ctx, "x")
+		assert.ErrorIs(t, err, context.Canceled)
 	})
 	settled(t, db, "x")
 	heard, stop := listener.Subscribe("agent_lanes")
@@ -272,9 +257,7 @@ func TestOtherLanesWakeNobody(t *testing.T) {
 		}
 	}
 	looks, most := w.count("acquire_or_enqueue_agent_lock")-before, int64(2+time.Since(began)/(750*time.Millisecond))
-	if looks > most {
-		t.Errorf("the waiter looked %d times in %s, want %d at most", looks, time.Since(began), most)
-	}
+	assert.Truef(t, looks <= most, "the waiter looked %d times in %s, want %d at most", looks, time.Since(began), most)
 	cancel()
 	waiting.Wait()
 }
@@ -289,9 +272,8 @@ func walOf(t testing.TB, db postgres.DB, query string) (records, bytes int64) {
 		}
 	}
 	text := pgtest.Value[string](t, db, `explain (analyze, wal, costs off, timing off, summary off, format json) `+query)
-	if err := json.Unmarshal([]byte(text), &plans); err != nil || len(plans) != 1 {
-		t.Fatalf("%v: %s", err, text)
-	}
+	err := json.Unmarshal([]byte(text), &plans)
+	require.Truef(t, err == nil && len(plans) == 1, "%v: %s", err, text)
 	return plans[0].Plan.Records, plans[0].Plan.Bytes
 }
 
@@ -322,18 +304,16 @@ func TestAFailedTryWritesNoWAL(t *testing.T) {
 				before, sql := row(t, db, lane), fmt.Sprintf(query, lane, tries)
 				// Reading a page may tidy it up, once: what the tries themselves write they write again.
 				if records, _ := walOf(t, db, sql); records != 0 {
-					if records, bytes := walOf(t, db, sql); records != 0 {
-						t.Errorf("%d tries wrote %d records of WAL, %d bytes", tries, records, bytes)
-					}
+					records, bytes := walOf(t, db, sql)
+					assert.Truef(t, records == 0, "%d tries wrote %d records of WAL, %d bytes", tries, records, bytes)
 				}
 				assert.Equal(t, 0, pgtest.Value[int](t, db, sql))
 				assert.Equal(t, before, row(t, db, lane))
 			})
 		}
 	}
-	if records, _ := walOf(t, db, `select acquire_agent_lock('free', 'a', 300)`); records == 0 {
-		t.Error("a grant writes no WAL: it is not measured here")
-	}
+	records, _ := walOf(t, db, `select acquire_agent_lock('free', 'a', 300)`)
+	assert.True(t, records != 0, "a grant writes no WAL: it is not measured here")
 }
 
 // many asks for lanes as acquire_agent_locks answers: the owners of those that were granted, by lane.
@@ -350,9 +330,7 @@ func many(t testing.TB, db postgres.DB, lanes, owners []string) map[string]strin
 	var holder string
 	seen := map[int64]bool{}
 	_, err = pgx.ForEachRow(rows, []any{&n, &acquired, &holder}, func() error {
-		if seen[n] {
-			t.Errorf("two answers to question %d", n)
-		}
+		assert.Truef(t, !seen[n], "two answers to question %d", n)
 		seen[n] = true
 		if acquired && holder != owners[n-1] {
 			t.Errorf("%s was granted to %s, asked by %s", lanes[n-1], holder, owners[n-1])
@@ -362,9 +340,7 @@ func many(t testing.TB, db postgres.DB, lanes, owners []string) map[string]strin
 		}
 		return nil
 	})
-	if err != nil || len(seen) != len(lanes) {
-		t.Fatalf("%d answers to %d questions: %v", len(seen), len(lanes), err)
-	}
+	require.Truef(t, err == nil && len(seen) == len(lanes), "%d answers to %d questions: %v", len(seen), len(lanes), err)
 	return granted
 }
 
@@ -391,14 +367,11 @@ func TestABatchAcquiresManyLanes(t *testing.T) {
 	want := map[string]string{"free": "b", "expired": "d", "mine": "m", "new": "e"}
 	assert.Equal(t, len(want), len(got), got, want)
 	for lane, owner := range want {
-		if got[lane] != owner || pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`,
-			lane) != owner {
-			t.Errorf("%s was granted to %q, want %q", lane, got[lane], owner)
-		}
+		assert.Truef(t, got[lane] == owner && pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`,
+			lane) == owner, "%s was granted to %q, want %q", lane, got[lane], owner)
 	}
-	if token := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'free'`); token <= old {
-		t.Errorf("token %d after %d", token, old)
-	}
+	token := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'free'`)
+	assert.Truef(t, token > old, "token %d after %d", token, old)
 	before := row(t, db, "free")
 	_, err := db.Exec(t.Context(), `select lanekeeper.acquire_agent_locks(array['another', ''], array['a', 'b'], array[60,
 		60])`)
@@ -406,9 +379,7 @@ func TestABatchAcquiresManyLanes(t *testing.T) {
 	_, err = db.Exec(t.Context(), `select lanekeeper.acquire_agent_locks(array['another', 'free'], array['a'], array[60,
 		60])`)
 	wantCode(t, err, "22023")
-	if row(t, db, "another") != "none" || row(t, db, "free") != before {
-		t.Error("a call that failed changed something")
-	}
+	assert.True(t, row(t, db, "another") == "none" && row(t, db, "free") == before, "a call that failed changed something")
 }
 
 // Many are released without a wait and without a mistake: what is not the owner's to give back now stays as it is.
@@ -435,18 +406,14 @@ func TestABatchReleasesManyLanes(t *testing.T) {
 		from unnest($1::text[], $2::text[], $3::bigint[]) with ordinality w (lane, owner, token, n)
 		 where lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false) is not null
 		   order by n`, names, owners, tokens)
-	if !slices.Equal(freed, []int64{1, 6, 8}) {
-		t.Errorf("released %v, want 1, 6 and 8", freed)
-	}
+	assert.Truef(t, slices.Equal(freed, []int64{1, 6, 8}), "released %v, want 1, 6 and 8", freed)
 	for i, name := range names {
 		gone := i == 0 || i == 5 || i == 7
 		assert.Equal(t, gone, row(t, db, name) != before[name], name)
 	}
-	if pgtest.Value[bool](t, db, `select exists (select from agent_locks where lane in ('mine', 'also mine')
+	assert.True(t, !pgtest.Value[bool](t, db, `select exists (select from agent_locks where lane in ('mine', 'also mine')
 		and (locked_by <> '' or expires_at > clock_timestamp()
-		or fencing_token = any ($1)))`, tokens) {
-		t.Error("a released lane is held still, or its token is not void")
-	}
+		or fencing_token = any ($1)))`, tokens), "a released lane is held still, or its token is not void")
 }
 
 // Callers at the same time share statements, and each gets the answer to its own question.
@@ -471,10 +438,8 @@ func TestCallersShareStatements(t *testing.T) {
 				case i%8 == 7:
 					assert.ErrorIs(t, err, lanes.ErrInvalid)
 				case i%4 == 3:
-					if b, ok := errors.AsType[*lanes.BusyError](err); !ok || b.Lane != "busy" || b.Holder != "holder" &&
-						b.Holder != "" {
-						t.Errorf("a lane that is held: %v", err)
-					}
+					b, ok := errors.AsType[*lanes.BusyError](err)
+					assert.Truef(t, ok && b.Lane == "busy" && (b.Holder == "holder" || b.Holder == ""), "a lane that is held: %v", err)
 				case err != nil || lease.Lane() != lane:
 					t.Errorf("acquire %s: %v, %v", lane, lease, err)
 				default:

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -84,9 +85,7 @@ func BenchmarkAcquireRelease(b *testing.B) {
 					b.Error(err)
 					return
 				}
-				if err := l.Release(b.Context()); err != nil {
-					b.Error(err)
-				}
+				assert.NoError(b, l.Release(b.Context()))
 			}
 		})
 		b.ReportMetric(float64(floor)/float64(b.Elapsed()/time.Duration(b.N)), "floor-ratio")
@@ -100,9 +99,8 @@ func BenchmarkBusyTry(b *testing.B) {
 	k := lanes.NewKeeper(db, lanes.Options{})
 	b.RunParallel(func(pb *testing.PB) {
 		for pb.Next() {
-			if l, err := k.Acquire(b.Context(), "x"); err == nil {
-				b.Errorf("granted twice: %v", l)
-			}
+			l, err := k.Acquire(b.Context(), "x")
+			assert.Error(b, err, "granted twice", l)
 		}
 	})
 }

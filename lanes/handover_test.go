@@ -79,9 +79,8 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 		t.Errorf("after the release %q has the lane under token %d, which was %d", holder, token, held.Token())
 	}
 	lease := <-got
-	if lease == nil || lease.Owner().String() != holder || lease.Token() != token || lease.Lane() != "x" {
-		t.Fatalf("the waiter has %v, want the lease of %s under token %d", lease, holder, token)
-	}
+	require.Truef(t, lease != nil && lease.Owner().String() == holder && lease.Token() == token && lease.Lane() == "x",
+		"the waiter has %v, want the lease of %s under token %d", lease, holder, token)
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters where owner <> 'next'`))
 	pgtest.Eventually(t, soon, func() bool {
 		return pgtest.Value[bool](t, db, `select expires_at > clock_timestamp() + interval '50 minutes' from agent_locks`)
@@ -156,17 +155,12 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 				defer commit(t, tx)
 			}
 			conn := listener(t, db)
-			if to := releaseLane(t, db, lane, "a", token); to != c.to {
-				t.Errorf("the lane went to %q, want %q", to, c.to)
-			}
+			assert.Equal(t, c.to, releaseLane(t, db, lane, "a", token), "the lane went to")
 			assert.Equal(t, c.to,
 				pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane))
-			if told := notified(t, conn); c.tell != (told == lane) {
-				t.Errorf("notified %q", told)
-			}
-			if g := try(t, db, lane, "d", 60); g.acquired {
-				t.Error("a newcomer overtakes the queue")
-			}
+			told := notified(t, conn)
+			assert.Equal(t, (told == lane), c.tell, "notified", told)
+			assert.True(t, !try(t, db, lane, "d", 60).acquired, "a newcomer overtakes the queue")
 		})
 	}
 }
@@ -189,9 +183,8 @@ func TestOnlyTheLiveHolderHandsOver(t *testing.T) {
 	queues(t, db, "x", "b", 60)
 	before := row(t, db, "x")
 	for owner, token := range map[string]int64{"b": token, "a": token - 1, "c": token} {
-		if to := releaseLane(t, db, "x", owner, token); to != "not released" || row(t, db, "x") != before {
-			t.Errorf("%s released it under %d: %q", owner, token, to)
-		}
+		to := releaseLane(t, db, "x", owner, token)
+		assert.Truef(t, to == "not released" && row(t, db, "x") == before, "%s released it under %d: %q", owner, token, to)
 	}
 	write := pgtest.Begin(t, db)
 	pgtest.Exec(t, write, `select fence_agent_lock('x', $1)`, token)
@@ -233,10 +226,9 @@ func TestAHandedOverLeaseIsShort(t *testing.T) {
 		token := mustTry(t, db, lane, "a", 60)
 		queues(t, db, lane, "dead", ttl)
 		releaseLane(t, db, lane, "a", token)
-		if lasts := pgtest.Value[float64](t, db, `select extract(epoch from expires_at - locked_at)::float8 from agent_locks
-			where lane = $1`, lane); lasts != float64(min(ttl, 10)) {
-			t.Errorf("%s: the lease lasts %v s", lane, lasts)
-		}
+		lasts := pgtest.Value[float64](t, db, `select extract(epoch from expires_at - locked_at)::float8 from agent_locks
+			where lane = $1`, lane)
+		assert.Truef(t, lasts == float64(min(ttl, 10)), "%s: the lease lasts %v s", lane, lasts)
 	}
 	queues(t, db, "short", "patient", 60)
 	pgtest.Eventually(t, soon, func() bool { return try(t, db, "short", "patient", 60).acquired },
@@ -259,14 +251,12 @@ func TestAWaiterThatLeavesHoldsNothing(t *testing.T) {
 	}()
 	waitUntilBlocked(t, db, "leave_agent_lock_queue")
 	commit(t, release)
-	if to := <-left; !strings.HasPrefix(to, "x\tc\t") {
-		t.Errorf("b left, and the lane went to %q", to)
-	}
+	to := <-left
+	assert.Truef(t, strings.HasPrefix(to, "x\tc\t"), "b left, and the lane went to %q", to)
 	assert.Equal(t, "c", pgtest.Value[string](t, db, `select locked_by from agent_locks`))
-	if to := pgtest.Value[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing')
-		from leave_agent_lock_queue('x', 'b')`); to != "nothing" {
-		t.Errorf("b left again, and the lane went to %q", to)
-	}
+	to = pgtest.Value[string](t, db, `select coalesce(lanekeeper.release_agent_lock('x', 'b', null, true), 'nothing')
+		from leave_agent_lock_queue('x', 'b')`)
+	assert.Equal(t, "nothing", to, "b left again, and the lane went to")
 	pgtest.Value[string](t, db, `select lanekeeper.release_agent_lock('x', 'c', null, true)
 		from leave_agent_lock_queue('x', 'c')`)
 	assert.Equal(t, "", pgtest.Value[string](t, db, `select locked_by from agent_locks`))
@@ -312,9 +302,7 @@ func TestAHandoverIsDurable(t *testing.T) {
 			queues(t, tx, "x", "b", 60)
 		}
 		require.NoError(t, l.Release(t.Context()))
-		if mode := pgtest.Value[string](t, tx, `show synchronous_commit`); mode != c.mode {
-			t.Errorf("%s: synchronous_commit is %s, want %s", name, mode, c.mode)
-		}
+		assert.Equal(t, c.mode, pgtest.Value[string](t, tx, `show synchronous_commit`), name, "synchronous_commit")
 		require.NoError(t, tx.Rollback(t.Context()))
 	}
 }
@@ -332,17 +320,15 @@ func TestABatchHandsManyLanesOver(t *testing.T) {
 	queues(t, db, "wanted", "b", 60)
 	queues(t, db, "also wanted", "c", 60)
 	pgtest.Exec(t, db, `select await_agent_lock('promised', 'd', 60, 60)`)
-	if n := pgtest.Value[int](t, db, `select count(lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false))
-		from unnest($1::text[], $2::text[], $3::bigint[]) w (lane, owner, token)`, names, owners, tokens); n != len(names) {
-		t.Errorf("%d answers, want %d", n, len(names))
-	}
+	n := pgtest.Value[int](t, db, `select count(lanekeeper.release_agent_lock(w.lane, w.owner, w.token, true, false))
+		from unnest($1::text[], $2::text[], $3::bigint[]) w (lane, owner, token)`, names, owners, tokens)
+	assert.Equal(t, len(names), n, "answers")
 	for lane, want := range map[string]string{"wanted": "b", "also wanted": "c", "lonely": "", "promised": ""} {
 		assert.Equal(t, want,
 			pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane), lane)
 	}
-	if g := try(t, db, "promised", "e", 60); g.acquired || g.holder != "d" {
-		t.Errorf("a newcomer got %+v, want busy by d", g)
-	}
+	g := try(t, db, "promised", "e", 60)
+	assert.Truef(t, !g.acquired && g.holder == "d", "a newcomer got %+v, want busy by d", g)
 }
 
 // The claim of an execution may be over at the handover, so it acquires lanes itself.
@@ -360,9 +346,8 @@ func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 	}()
 	settled(t, db, "x")
 	assert.Equal(t, "", releaseLane(t, db, "x", "a", token))
-	if lease := <-got; lease == nil || lease.Owner() != owner {
-		t.Errorf("got %v", lease)
-	}
+	lease := <-got
+	assert.Truef(t, lease != nil && lease.Owner() == owner, "got %v", lease)
 }
 
 // A waiter that misses the handover finds the lane at its next attempt, and so does one whose keeper does not renew.
@@ -384,10 +369,9 @@ func TestAMissedHandoverIsFoundByPolling(t *testing.T) {
 			settled(t, db, "x")
 			heir := releaseLane(t, db, "x", "a", token)
 			lease := <-got
-			if lease == nil || lease.Owner().String() != heir ||
-				pgtest.Value[bool](t, db, `select expires_at < clock_timestamp() + interval '50 minutes' from agent_locks`) {
-				t.Errorf("got %v, want the whole lease of %s", lease, heir)
-			}
+			assert.Truef(t, lease != nil && lease.Owner().String() == heir &&
+				!pgtest.Value[bool](t, db, `select expires_at < clock_timestamp() + interval '50 minutes' from agent_locks`),
+				"got %v, want the whole lease of %s", lease, heir)
 		})
 	}
 }
@@ -409,10 +393,9 @@ func TestALateHandoverIsIgnored(t *testing.T) {
 			place)
 	}, "it looks again")
 	pgtest.Exec(t, db, `select release_agent_lock('x', 'a')`)
-	if lease := <-got; lease == nil ||
-		lease.Token() != pgtest.Value[int64](t, db, `select fencing_token from agent_locks`) {
-		t.Errorf("got %v", lease)
-	}
+	lease := <-got
+	assert.Truef(t, lease != nil && lease.Token() == pgtest.Value[int64](t, db, `select fencing_token from agent_locks`),
+		"got %v", lease)
 }
 
 // A handed-over lease ends here no later than in the database: it counts from before the last attempt.

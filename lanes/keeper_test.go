@@ -87,9 +87,7 @@ func TestTheLocalEndCountsFromBeforeTheCall(t *testing.T) {
 		assert.ErrorIs(t, l.Release(t.Context()), lanes.ErrLost)
 		return took
 	})
-	if least < 1900*time.Millisecond {
-		t.Errorf("the work ended %s after the call, want 2 s", least)
-	}
+	assert.Truef(t, least >= 1900*time.Millisecond, "the work ended %s after the call, want 2 s", least)
 }
 
 // retryWithin measures until one of a few tries is done within a time. On a busy machine each may be late, where a
@@ -100,9 +98,7 @@ func retryWithin(t *testing.T, most time.Duration, try func() time.Duration) tim
 	for n := 1; n < 6 && least > most; n++ {
 		least = min(least, try())
 	}
-	if least > most {
-		t.Errorf("it took %s each time, want at most %s", least, most)
-	}
+	assert.Truef(t, least <= most, "it took %s each time, want at most %s", least, most)
 	return least
 }
 
@@ -120,9 +116,8 @@ func TestWorkEndsWithTheLeaseWhenTheDatabaseIsGone(t *testing.T) {
 		took := ended(t, l, soon).Sub(start)
 		log.want(t, 1, `msg="lane lost"`, "owner="+l.Owner().String())
 		w.cut.Store(false) // for the release
-		if err := l.Release(t.Context()); err != nil && !errors.Is(err, lanes.ErrLost) {
-			t.Error(err)
-		}
+		err := l.Release(t.Context())
+		assert.True(t, err == nil || errors.Is(err, lanes.ErrLost), err)
 		return took
 	})
 }
@@ -149,17 +144,15 @@ func TestABrokenLaneEndsTheWork(t *testing.T) {
 	run(t, k)
 	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
 	other := acquire(t, k, "y", lanes.WithTTL(9*time.Second))
-	if broken, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil || !broken {
-		t.Fatalf("Break: %v, %v", broken, err)
-	}
+	broken, err := lanes.Break(t.Context(), db, "x", "stuck")
+	require.Truef(t, err == nil && broken, "Break: %v, %v", broken, err)
 	if at, end := ended(t, l, soon), l.ExpiresAt(); !at.Before(end) {
 		t.Errorf("the work ended at %s, with its lease at %s", at, end)
 	}
 	assert.NoError(t, other.Context().Err(), "another lane ended too")
 	log.want(t, 1, "level=ERROR", `msg="lane lost"`, "lane=x")
-	if broken, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil || broken {
-		t.Errorf("Break of a free lane: %v, %v", broken, err)
-	}
+	broken, err = lanes.Break(t.Context(), db, "x", "stuck")
+	assert.Truef(t, err == nil && !broken, "Break of a free lane: %v, %v", broken, err)
 }
 
 // A break reaches its holder by notification, long before the next renewal.
@@ -171,9 +164,8 @@ func TestABrokenLaneReachesItsHolderAtOnce(t *testing.T) {
 		l := acquire(t, k, "x", lanes.WithTTL(time.Hour))
 		other := acquire(t, k, "y", lanes.WithTTL(time.Hour))
 		began := time.Now()
-		if broken, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil || !broken {
-			t.Fatalf("Break: %v, %v", broken, err)
-		}
+		broken, err := lanes.Break(t.Context(), db, "x", "stuck")
+		require.Truef(t, err == nil && broken, "Break: %v, %v", broken, err)
 		took := ended(t, l, soon).Sub(began)
 		if cause := context.Cause(l.Context()); !errors.Is(cause, lanes.ErrLost) || other.Context().Err() != nil {
 			t.Errorf("the work ended with %v, that in another lane with %v", cause, other.Context().Err())
@@ -225,9 +217,7 @@ func TestThreadLanesAreRenewedManuallyAndTheirLossCancelsNothing(t *testing.T) {
 	l := acquire(t, k, "thread:1", lanes.WithTTL(5*time.Second))
 	ends := l.ExpiresAt()
 	assert.NoError(t, l.Renew(t.Context()))
-	if !l.ExpiresAt().After(ends) {
-		t.Error("Renew did not prolong the lease")
-	}
+	assert.True(t, l.ExpiresAt().After(ends), "Renew did not prolong the lease")
 	select {
 	case <-l.Lost():
 	case <-time.After(soon):
@@ -252,16 +242,14 @@ func TestTheLaneOfADeadProcessIsReleased(t *testing.T) {
 	pgtest.Exec(t, look, `update agent_locks set waited_until = clock_timestamp() where lane = 'x'`)
 	var under sync.WaitGroup
 	under.Go(func() {
-		if _, err := db.Exec(t.Context(), `select lanekeeper.lose_agent_claims(id) from agent_workers`); err != nil {
-			t.Error(err)
-		}
+		_, err := db.Exec(t.Context(), `select lanekeeper.lose_agent_claims(id) from agent_workers`)
+		assert.NoError(t, err)
 	})
 	waitUntilBlocked(t, db, "lose_agent_claims")
 	commit(t, look)
 	under.Wait()
-	if g := try(t, db, "x", "b", 60); !g.acquired {
-		t.Errorf("%s still has the lane", g.holder)
-	}
+	g := try(t, db, "x", "b", 60)
+	assert.Truef(t, g.acquired, "%s still has the lane", g.holder)
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_workers`))
 }
 
@@ -292,12 +280,10 @@ func TestLiveShowsWhoHoldsWhat(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 2, len(live), live)
 	first := live[0]
-	if first.Lane != "heartbeat" || first.FencingToken != token || first.ExpiresIn == nil || *first.ExpiresIn < 290 ||
-		*first.ExpiresIn > 300 ||
-		first.HeldFor < 0 || first.HeldFor > 10 || first.ExecutionID != nil || first.TraceID == nil ||
-		*first.TraceID != "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE" {
-		t.Errorf("heartbeat shows as %+v", first)
-	}
+	assert.Truef(t, first.Lane == "heartbeat" && first.FencingToken == token && first.ExpiresIn != nil &&
+		*first.ExpiresIn >= 290 && *first.ExpiresIn <= 300 && first.HeldFor >= 0 && first.HeldFor <= 10 &&
+		first.ExecutionID == nil && first.TraceID != nil && *first.TraceID == "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE",
+		"heartbeat shows as %+v", first)
 	text, err := json.Marshal(live[1])
 	require.NoError(t, err)
 	var got map[string]any
@@ -315,14 +301,12 @@ func TestABreakIsAuditedUnderTheHoldersTrace(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	mustTry(t, db, "heartbeat", "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE/01JD3V7K8ZQ6W2M5T9X4C1B0AE", 300)
-	if broken, err := lanes.Break(t.Context(), db, "heartbeat", "it hangs"); err != nil || !broken {
-		t.Fatalf("Break: %v, %v", broken, err)
-	}
+	broken, err := lanes.Break(t.Context(), db, "heartbeat", "it hangs")
+	require.Truef(t, err == nil && broken, "Break: %v, %v", broken, err)
 	got := pgtest.Value[string](t, db, `select trace_id || ' ' || (input ->> 'reason') || ' ' || lane from agent_activity`)
 	assert.Equal(t, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE it hangs heartbeat", got)
-	if held, err := lanes.Held(t.Context(), db, "heartbeat"); err != nil || held {
-		t.Errorf("held %v, %v", held, err)
-	}
+	held, err := lanes.Held(t.Context(), db, "heartbeat")
+	assert.Truef(t, err == nil && !held, "held %v, %v", held, err)
 }
 
 // A lane whose holder let its lease end is cleared and logged, soon after; those that are held, parked, lent or a
@@ -342,16 +326,13 @@ func TestExpiredLanesAreCleared(t *testing.T) {
 	pgtest.Exec(t, db, `insert into agent_lock_waiters (lane, owner, expires_at)
 		values ('ended', 'gone too', clock_timestamp() - interval '2 minutes')`)
 	token := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'ended'`)
-	if next, err := k.Expire(t.Context(), ""); err != nil || next != "" {
-		t.Fatalf("Expire: %q, %v", next, err)
-	}
-	if got := pgtest.Value[string](t, db, `select string_agg(lane, ',' order by lane) from agent_locks
-		where locked_by = 'gone'`); got != "held,just ended,lent,thread:1" {
-		t.Errorf("left: %s", got)
-	}
-	if now := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'ended'`); now <= token {
-		t.Errorf("its token is %d, before %d", now, token)
-	}
+	next, err := k.Expire(t.Context(), "")
+	require.Truef(t, err == nil && next == "", "Expire: %q, %v", next, err)
+	got := pgtest.Value[string](t, db, `select string_agg(lane, ',' order by lane) from agent_locks
+		where locked_by = 'gone'`)
+	assert.Equal(t, "held,just ended,lent,thread:1", got, "left")
+	now := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'ended'`)
+	assert.Truef(t, now > token, "its token is %d, before %d", now, token)
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`))
 	log.want(t, 1, "level=WARN", `msg="lane stale, clearing"`, "lane=ended", "holder=gone", "age=1m0")
 	mustTry(t, db, "ended", "next", 60)
@@ -368,12 +349,9 @@ func TestExpiredLanesAreClearedInBatches(t *testing.T) {
 	after, looks := "", 0
 	for ; looks == 0 || after != ""; looks++ {
 		var err error
-		if after, err = k.Expire(t.Context(), after); err != nil {
-			t.Fatal(err)
-		}
+		after, err = k.Expire(t.Context(), after)
+		require.NoError(t, err)
 	}
-	if left := pgtest.Value[int](t, db, `select count(*) from agent_locks where locked_by <> ''`); left != 0 ||
-		looks != 3 {
-		t.Errorf("%d are left after %d looks, want none after 3", left, looks)
-	}
+	left := pgtest.Value[int](t, db, `select count(*) from agent_locks where locked_by <> ''`)
+	assert.Truef(t, left == 0 && looks == 3, "%d are left after %d looks, want none after 3", left, looks)
 }

@@ -26,15 +26,11 @@ func TestABusyLaneNamesItsHolder(t *testing.T) {
 	first := acquire(t, k, "heartbeat")
 	_, err := k.Acquire(t.Context(), "heartbeat")
 	busy, ok := errors.AsType[*lanes.BusyError](err)
-	if !ok || !errors.Is(err, lanes.ErrBusy) {
-		t.Fatalf("error %v, want a BusyError", err)
-	}
+	require.Truef(t, ok && errors.Is(err, lanes.ErrBusy), "error %v, want a BusyError", err)
 	if busy.Lane != "heartbeat" || busy.Holder != first.Owner().String() || !busy.ExpiresAt.Equal(first.ExpiresAt()) {
 		t.Errorf("busy is %+v, the holder %s until %s", busy, first.Owner(), first.ExpiresAt())
 	}
-	if !strings.HasPrefix(err.Error(), "acquire heartbeat: lane busy: held by run/") {
-		t.Errorf("error text %q", err)
-	}
+	assert.Truef(t, strings.HasPrefix(err.Error(), "acquire heartbeat: lane busy: held by run/"), "error text %q", err)
 	log.want(t, 1, "level=INFO", `msg="lane acquired"`, "lane=heartbeat", "owner="+first.Owner().String())
 	log.want(t, 1, "level=WARN", `msg="lane busy"`, "lane=heartbeat", "owner=run/", "holder="+first.Owner().String())
 	assert.NoError(t, first.Release(t.Context()))
@@ -51,9 +47,8 @@ func TestASkippedRunFreesNothing(t *testing.T) {
 	expire(t, db, "x")
 	acquire(t, k, "x")
 	want := row(t, db, "x")
-	if _, err := k.Acquire(t.Context(), "x"); !errors.Is(err, lanes.ErrBusy) {
-		t.Errorf("error %v", err)
-	}
+	_, err := k.Acquire(t.Context(), "x")
+	assert.ErrorIs(t, err, lanes.ErrBusy)
 	assert.ErrorIs(t, late.Release(t.Context()), lanes.ErrLost)
 	assert.Equal(t, want, row(t, db, "x"))
 }
@@ -86,12 +81,10 @@ func TestOwnersAreNeverTheSame(t *testing.T) {
 	for name, owner := range map[string]lanes.Owner{
 		"zero": {}, "constant": lanes.ClaimOwner("heartbeat-cron", 1), "no claim": lanes.ClaimOwner(execution, 0),
 	} {
-		if _, err := k.AcquireAs(t.Context(), owner, "c"); !errors.Is(err, lanes.ErrInvalid) {
-			t.Errorf("%s owner: %v, want ErrInvalid", name, err)
-		}
-		if _, err := k.AcquireWaitAs(t.Context(), owner, "c"); !errors.Is(err, lanes.ErrInvalid) {
-			t.Errorf("%s owner waits: %v, want ErrInvalid", name, err)
-		}
+		_, err := k.AcquireAs(t.Context(), owner, "c")
+		assert.ErrorIs(t, err, lanes.ErrInvalid, name, "owner", "want ErrInvalid")
+		_, err = k.AcquireWaitAs(t.Context(), owner, "c")
+		assert.ErrorIs(t, err, lanes.ErrInvalid, name, "owner waits", "want ErrInvalid")
 	}
 	assert.Equal(t, execution+"#7", lanes.ClaimOwner(execution, 7).String())
 }
@@ -130,9 +123,8 @@ func TestBadInputIsErrInvalid(t *testing.T) {
 		"no reason":    second(lanes.Break(t.Context(), db, "x", "\x00")),
 	} {
 		ours := !strings.HasPrefix(name, "no ") && name != "reason"
-		if !errors.Is(err, lanes.ErrInvalid) || ours && !strings.Contains(err.Error(), "is not valid: ") {
-			t.Errorf("%s: %v, want ErrInvalid with the database's words", name, err)
-		}
+		assert.Truef(t, errors.Is(err, lanes.ErrInvalid) && (!ours || strings.Contains(err.Error(), "is not valid: ")),
+			"%s: %v, want ErrInvalid with the database's words", name, err)
 	}
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_locks`))
 }
@@ -155,13 +147,11 @@ func TestNestedHoldsAreCounted(t *testing.T) {
 	if inner.Context().Err() == nil || outer.Context().Err() != nil {
 		t.Errorf("after the inner release: inner %v, outer %v", inner.Context().Err(), outer.Context().Err())
 	}
-	if held, err := lanes.Held(t.Context(), db, "x"); err != nil || !held {
-		t.Errorf("after the inner release: held %v, %v", held, err)
-	}
+	held, err := lanes.Held(t.Context(), db, "x")
+	assert.Truef(t, err == nil && held, "after the inner release: held %v, %v", held, err)
 	assert.NoError(t, outer.Release(t.Context()))
-	if held, err := lanes.Held(t.Context(), db, "x"); err != nil || held {
-		t.Errorf("after the outer release: held %v, %v", held, err)
-	}
+	held, err = lanes.Held(t.Context(), db, "x")
+	assert.Truef(t, err == nil && !held, "after the outer release: held %v, %v", held, err)
 }
 
 func TestAReleasedLeaseIsNotRenewed(t *testing.T) {
@@ -171,9 +161,8 @@ func TestAReleasedLeaseIsNotRenewed(t *testing.T) {
 	var outer, inner, other *lanes.Lease
 	for _, lease := range []**lanes.Lease{&outer, &inner, &other} {
 		var err error
-		if *lease, err = k.AcquireAs(t.Context(), owner, "thread:nested"); err != nil {
-			t.Fatal(err)
-		}
+		*lease, err = k.AcquireAs(t.Context(), owner, "thread:nested")
+		require.NoError(t, err)
 	}
 	require.NoError(t, inner.Release(t.Context()))
 	if gone, err := inner.Renew(t.Context()), outer.Renew(t.Context()); !errors.Is(gone, lanes.ErrLost) || err != nil {
@@ -195,9 +184,7 @@ func TestReleaseWorksWithACancelledContext(t *testing.T) {
 	for range 2 {
 		assert.NoError(t, l.Release(ctx))
 	}
-	if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
-		t.Error("not released")
-	}
+	assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "not released")
 	log.want(t, 1, "lane released")
 }
 
@@ -209,15 +196,12 @@ func TestReleaseIsRetriedAfterAnOutage(t *testing.T) {
 	k, _ := keeper(t, w)
 	l := acquire(t, k, "x")
 	w.cut.Store(true)
-	if err := l.Release(t.Context()); err == nil || errors.Is(err, lanes.ErrLost) {
-		t.Errorf("release without a database: %v", err)
-	}
+	err := l.Release(t.Context())
+	assert.Truef(t, err != nil && !errors.Is(err, lanes.ErrLost), "release without a database: %v", err)
 	assert.Error(t, l.Context().Err(), "work goes on after Release")
 	w.cut.Store(false)
 	assert.NoError(t, l.Release(t.Context()))
-	if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
-		t.Error("not released")
-	}
+	assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "not released")
 }
 
 // An acquire whose answer was lost must not keep the lane busy until its TTL, nor one that a server that goes down,
@@ -234,14 +218,11 @@ func TestALostAnswerLeavesTheLaneFree(t *testing.T) {
 			w := &wire{DB: db, said: said}
 			k, _ := keeper(t, w)
 			w.lose.Store(true)
-			if _, err := k.Acquire(t.Context(), "x"); err == nil {
-				t.Fatal("no error although the answer was lost")
-			}
+			_, err := k.Acquire(t.Context(), "x")
+			require.Error(t, err, "no error although the answer was lost")
 			w.lose.Store(false)
 			require.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from agent_locks where lane = 'x'`))
-			if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
-				t.Error("a lane that nobody knows of is held")
-			}
+			assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "a lane that nobody knows of is held")
 		})
 	}
 }
@@ -288,9 +269,7 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 	pgtest.Eventually(t, soon, func() bool {
 		return pgtest.Value[int](t, db, `select count(*) from agent_locks where lane = 'x'`) == 1
 	}, "the grant commits")
-	if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
-		t.Error("a lane that nobody knows of is held")
-	}
+	assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "a lane that nobody knows of is held")
 }
 
 func TestFenceStopsStaleWrites(t *testing.T) {
@@ -331,10 +310,9 @@ func TestDropForgetsTheLeasesOfAnExecution(t *testing.T) {
 		t.Errorf("a dropped lease ends with %v", err)
 	}
 	assert.NoError(t, outer.Release(t.Context()), "release of a dropped lease")
-	if got := pgtest.Value[string](t, db, `select locked_by || fencing_token from agent_locks`); got != want ||
-		w.count("release_agent_lock(@") != 0 {
-		t.Errorf("Drop or Release touched the lane: %s, want %s", got, want)
-	}
+	got := pgtest.Value[string](t, db, `select locked_by || fencing_token from agent_locks`)
+	assert.Truef(t, got == want && w.count("release_agent_lock(@") == 0,
+		"Drop or Release touched the lane: %s, want %s", got, want)
 	log.want(t, 0, "lane lost")
 }
 

@@ -39,14 +39,10 @@ func TestAReleaseWhoseSessionIsKilledFreesTheLane(t *testing.T) {
 		began := time.Now()
 		commit(t, write)
 		assert.NoError(t, <-released, "Release")
-		if pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
-			t.Error("the lane is still held")
-		}
+		assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "the lane is still held")
 		return time.Since(began)
 	})
-	if len(log.Lines("lane not released yet", "lane=x")) == 0 {
-		t.Error("no line says that it had to be tried again")
-	}
+	assert.True(t, len(log.Lines("lane not released yet", "lane=x")) > 0, "no line says that it had to be tried again")
 }
 
 // A release whose answer is lost has been made: the lane was not lost.
@@ -74,9 +70,8 @@ func TestAReleaseContinuesInTheBackground(t *testing.T) {
 	k, log := keeper(t, w)
 	l := acquire(t, k, "x", lanes.WithTTL(time.Hour))
 	w.cut.Store(true)
-	if err := l.ReleaseWithin(t.Context(), 100*time.Millisecond); err == nil || errors.Is(err, lanes.ErrLost) {
-		t.Errorf("a release without a database: %v", err)
-	}
+	err := l.ReleaseWithin(t.Context(), 100*time.Millisecond)
+	assert.Truef(t, err != nil && !errors.Is(err, lanes.ErrLost), "a release without a database: %v", err)
 	w.cut.Store(false)
 	pgtest.Eventually(t, soon, func() bool { return !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) },
 		"the lane is free")
@@ -104,9 +99,8 @@ func TestAReleaseInTheBackgroundLeavesALaterHoldAlone(t *testing.T) {
 	acquired(t, l, err)
 	other := acquire(t, k, "y")
 	before := w.count("release_agent_lock(@")
-	if err := other.Release(t.Context()); err != nil || w.count("release_agent_lock(@") == before {
-		t.Error(err)
-	}
+	err = other.Release(t.Context())
+	assert.True(t, err == nil && w.count("release_agent_lock(@") != before, err)
 	if cause := context.Cause(l.Context()); cause != nil || !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
 		t.Errorf("the later hold has ended: %v", cause)
 	}
@@ -122,13 +116,11 @@ func TestAnOrphanedLaneIsReleasedInTheBackground(t *testing.T) {
 	pgtest.Exec(t, db, `alter function leave_agent_lock_queue rename to away`)
 	pgtest.Exec(t, db, `create function leave_agent_lock_queue(text, text) returns void language plpgsql as $$ begin
 		raise exception 'the server goes down' using errcode = '57P01'; end $$`)
-	if _, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour)); err == nil {
-		t.Fatal("no error although the answer was lost")
-	}
+	_, err := k.Acquire(t.Context(), "x", lanes.WithTTL(time.Hour))
+	require.Error(t, err, "no error although the answer was lost")
 	log.want(t, 1, "lane may be held", "lane=x")
-	if !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
-		t.Fatal("the statement did not reach the database: the test tests nothing")
-	}
+	require.True(t, pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`),
+		"the statement did not reach the database: the test tests nothing")
 	pgtest.Exec(t, db, `drop function leave_agent_lock_queue`)
 	pgtest.Exec(t, db, `alter function away rename to leave_agent_lock_queue`)
 	w.lose.Store(false)
@@ -154,9 +146,8 @@ func prepared(t *testing.T, db *pgxpool.Pool, query string, args ...any) {
 	pgtest.Exec(t, tx, `prepare transaction '`+id+`'`)
 	_ = tx.Rollback(t.Context()) // of a transaction that the connection does not have any more
 	t.Cleanup(func() {
-		if _, err := db.Exec(context.Background(), `rollback prepared '`+id+`'`); err != nil {
-			t.Error(err)
-		}
+		_, err := db.Exec(context.Background(), `rollback prepared '`+id+`'`)
+		assert.NoError(t, err)
 	})
 }
 
@@ -200,29 +191,23 @@ func wantHeld(t *testing.T, db *pgxpool.Pool, token int64) {
 	t.Helper()
 	hurry := pgtest.Begin(t, db)
 	pgtest.Exec(t, hurry, `set local lock_timeout = '1s'`)
-	if !pgtest.Value[bool](t, hurry, `select renewed and not busy
-		from lanekeeper.renew_agent_locks('{x}', '{a}', array[$1::bigint], '{60}')`, token) {
-		t.Error("the holder's renewal is held up")
-	}
+	assert.True(t, pgtest.Value[bool](t, hurry, `select renewed and not busy
+		from lanekeeper.renew_agent_locks('{x}', '{a}', array[$1::bigint], '{60}')`, token),
+		"the holder's renewal is held up")
 	for what, query := range map[string]string{
 		"renewal": `select renew_agent_lock('x', 'a', $1, 60)`,
 		"refresh": `select acquired and fencing_token = $1 from acquire_agent_lock('x', 'a', 60)`,
 	} {
-		if !pgtest.Value[bool](t, hurry, query, token) {
-			t.Errorf("%s is refused", what)
-		}
+		assert.Truef(t, pgtest.Value[bool](t, hurry, query, token), "%s is refused", what)
 	}
-	if g := try(t, hurry, "y", "another", 60); g.token == 0 && g.acquired {
-		t.Error("a lane without a token")
-	}
+	g := try(t, hurry, "y", "another", 60)
+	assert.True(t, g.token != 0 || !g.acquired, "a lane without a token")
 	k, _ := keeper(t, hurry)
-	if _, err := k.Expire(t.Context(), ""); err != nil {
-		t.Error(err)
-	}
+	_, err := k.Expire(t.Context(), "")
+	assert.NoError(t, err)
 	assert.NoError(t, lanes.Prune(t.Context(), hurry, 24*time.Hour))
-	if !pgtest.Value[bool](t, hurry, `select release_agent_lock('x', 'a', $1)`, token) {
-		t.Error("the holder cannot release")
-	}
+	assert.True(t, pgtest.Value[bool](t, hurry, `select release_agent_lock('x', 'a', $1)`, token),
+		"the holder cannot release")
 	commit(t, hurry)
 	mustTry(t, db, "x", "next", 60)
 }
@@ -242,9 +227,8 @@ func TestAGrantInAnOpenTransactionIsBusyForOthers(t *testing.T) {
 				pgtest.Exec(t, db, before)
 				leave(t, db, `select acquire_agent_lock('y', 'clumsy', 60)`)
 				k, _ := keeper(t, db)
-				if _, err := k.Acquire(t.Context(), "y"); !errors.Is(err, lanes.ErrBusy) {
-					t.Errorf("Acquire: %v, want ErrBusy", err)
-				}
+				_, err := k.Acquire(t.Context(), "y")
+				assert.ErrorIs(t, err, lanes.ErrBusy, "Acquire", "want ErrBusy")
 				wantHeld(t, db, token)
 			})
 		}
@@ -273,14 +257,11 @@ func TestABlockedReleaseNamesTheTransaction(t *testing.T) {
 					before := row(t, db, "x")
 					_, err := db.Exec(t.Context(), query)
 					said, ok := errors.AsType[*pgconn.PgError](err)
-					if !ok || said.Code != "55P03" || said.Hint == "" {
-						t.Fatalf("%v, want SQLSTATE 55P03 with a hint", err)
-					}
+					require.Truef(t, ok && said.Code == "55P03" && said.Hint != "", "%v, want SQLSTATE 55P03 with a hint", err)
 					who := map[bool]string{true: "prepared transaction '", false: "pid "}[how == "prepared"]
-					if n := strings.Count(said.Message, who); n != fences || !strings.Contains(said.Message, " since 2") ||
-						!strings.Contains(said.Message, `'x'`) {
-						t.Errorf("it says %q, want %d times %q, the lane and since when", said.Message, fences, who)
-					}
+					n := strings.Count(said.Message, who)
+					assert.Truef(t, n == fences && strings.Contains(said.Message, " since 2") && strings.Contains(said.Message, `'x'`),
+						"it says %q, want %d times %q, the lane and since when", said.Message, fences, who)
 					assert.Equal(t, before, row(t, db, "x"))
 				})
 			}
@@ -308,13 +289,11 @@ func TestABlockedBreakNamesTheTransaction(t *testing.T) {
 	require.NoError(t, l.Fence(t.Context(), write))
 	broken, err := lanes.Break(t.Context(), db, "x", "stuck")
 	held, ok := errors.AsType[*lanes.BlockedError](err)
-	if broken || !ok || !errors.Is(err, lanes.ErrBlocked) || !strings.Contains(held.Reason, "pid ") || held.Hint == "" {
-		t.Fatalf("Break: %v, %v", broken, err)
-	}
+	require.Truef(t, !broken && ok && errors.Is(err, lanes.ErrBlocked) && strings.Contains(held.Reason, "pid ") &&
+		held.Hint != "", "Break: %v, %v", broken, err)
 	commit(t, write)
-	if broken, err := lanes.Break(t.Context(), db, "x", "stuck"); err != nil || !broken {
-		t.Errorf("Break after the write: %v, %v", broken, err)
-	}
+	broken, err = lanes.Break(t.Context(), db, "x", "stuck")
+	assert.Truef(t, err == nil && broken, "Break after the write: %v, %v", broken, err)
 }
 
 // A place in a queue that is being handed the lane, in a transaction that stays open, is not waited for.
@@ -337,8 +316,7 @@ func TestAPlaceInAQueueIsKeptForAMinute(t *testing.T) {
 	db := pgtest.DB(t)
 	mustTry(t, db, "x", "a", 60)
 	pgtest.Exec(t, db, `select await_agent_lock('x', 'gone', 60, 86400)`)
-	if !pgtest.Value[bool](t, db,
-		`select expires_at < clock_timestamp() + interval '61 seconds' from agent_lock_waiters`) {
-		t.Error("the place is kept for longer")
-	}
+	assert.True(t, pgtest.Value[bool](t, db,
+		`select expires_at < clock_timestamp() + interval '61 seconds' from agent_lock_waiters`),
+		"the place is kept for longer")
 }

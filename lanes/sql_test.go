@@ -38,10 +38,9 @@ func TestSameOwnerRefreshesWithTheSameToken(t *testing.T) {
 	token := mustTry(t, db, "x", "a", 10)
 	before := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
 	assert.Equal(t, token, mustTry(t, db, "x", "a", 60))
-	if after := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`); !after.After(
-		before.Add(40 * time.Second)) {
-		t.Errorf("refresh ends at %s, first hold at %s", after, before)
-	}
+	after := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
+	assert.Truef(t, after.After(
+		before.Add(40*time.Second)), "refresh ends at %s, first hold at %s", after, before)
 }
 
 func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
@@ -60,19 +59,14 @@ func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
 	} {
 		last := pgtest.Value[int64](t, db, `select coalesce(max(fencing_token), 0) from agent_locks`)
 		if i == 4 { // prune what the step before has left
-			if err := lanes.Prune(t.Context(), db, 24*time.Hour); err != nil || row(t, db, "x") != "none" {
-				t.Errorf("nothing was pruned: %v", err)
-			}
+			err := lanes.Prune(t.Context(), db, 24*time.Hour)
+			assert.Truef(t, err == nil && row(t, db, "x") == "none", "nothing was pruned: %v", err)
 			end = `select release_agent_lock('x', $1)`
 		}
 		owner := fmt.Sprint("owner ", i)
 		token := mustTry(t, db, "x", owner, 60)
-		if token <= last || token >= 1<<53 {
-			t.Errorf("%d: token %d after %d", i, token, last)
-		}
-		if !pgtest.Value[bool](t, db, end, owner) {
-			t.Errorf("%s: did nothing", end)
-		}
+		assert.Truef(t, token > last && token < 1<<53, "%d: token %d after %d", i, token, last)
+		assert.Truef(t, pgtest.Value[bool](t, db, end, owner), "%s: did nothing", end)
 	}
 }
 
@@ -90,9 +84,7 @@ func TestTryNeverWaits(t *testing.T) {
 	for _, lane := range []string{"first", "released", "own", "awaited"} {
 		tx := pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, `set local statement_timeout = '2s'`)
-		if g := try(t, tx, lane, "c", 60); g.acquired {
-			t.Errorf("%s: granted while another transaction changes it", lane)
-		}
+		assert.Truef(t, !try(t, tx, lane, "c", 60).acquired, "%s: granted while another transaction changes it", lane)
 		commit(t, tx)
 	}
 }
@@ -120,9 +112,7 @@ func TestOthersAndOldTokensChangeNothing(t *testing.T) {
 		if strings.Contains(query, "$1") {
 			args = append(args, old)
 		}
-		if pgtest.Value[bool](t, db, query, args...) {
-			t.Errorf("%s succeeded", name)
-		}
+		assert.Truef(t, !pgtest.Value[bool](t, db, query, args...), "%s succeeded", name)
 		assert.Equal(t, "", cmp.Diff(want, row(t, db, "x")), name)
 	}
 }
@@ -139,14 +129,11 @@ func TestAnExpiredLeaseIsLostEvenIfTheLaneIsFree(t *testing.T) {
 			from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
 		"release": `select release_agent_lock('x', 'a', $1)`,
 	} {
-		if pgtest.Value[bool](t, db, query, token) {
-			t.Errorf("%s of an ended lease succeeded", name)
-		}
+		assert.Truef(t, !pgtest.Value[bool](t, db, query, token), "%s of an ended lease succeeded", name)
 	}
 	assert.NoDiff(t, want, row(t, db, "x"))
-	if again := mustTry(t, db, "x", "a", 60); again <= token {
-		t.Errorf("the same owner got token %d again after %d", again, token)
-	}
+	again := mustTry(t, db, "x", "a", 60)
+	assert.Truef(t, again > token, "the same owner got token %d again after %d", again, token)
 }
 
 func TestFencedWritesStopWhenTheTokenIsVoid(t *testing.T) {
@@ -203,9 +190,7 @@ func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
 			from lanekeeper.renew_agent_locks(array['x'], array['a'], array[$1::bigint], array[60])`,
 		"refresh": `select acquired and fencing_token = $1 from acquire_agent_lock('x', 'a', 60)`,
 	} {
-		if !pgtest.Value[bool](t, hurry, query, token) {
-			t.Errorf("%s was held up by a fenced write", name)
-		}
+		assert.Truef(t, pgtest.Value[bool](t, hurry, query, token), "%s was held up by a fenced write", name)
 	}
 	commit(t, hurry)
 	for name, query := range map[string]string{
@@ -214,15 +199,12 @@ func TestRenewalsPassAFencedWriteAndTakeoversWait(t *testing.T) {
 	} {
 		tx := pgtest.Begin(t, db)
 		pgtest.Exec(t, tx, `set local lock_timeout = '100ms'`)
-		if _, err := tx.Exec(t.Context(), query); !postgres.IsCode(err, "55P03") {
-			t.Errorf("%s passed through a fenced write: %v", name, err)
-		}
+		_, err := tx.Exec(t.Context(), query)
+		assert.Truef(t, postgres.IsCode(err, "55P03"), "%s passed through a fenced write: %v", name, err)
 		_ = tx.Rollback(t.Context())
 	}
 	expire(t, db, "x")
-	if g := try(t, db, "x", "b", 60); g.acquired {
-		t.Error("a takeover passed through a fenced write")
-	}
+	assert.True(t, !try(t, db, "x", "b", 60).acquired, "a takeover passed through a fenced write")
 	commit(t, write)
 	mustTry(t, db, "x", "b", 60)
 }
@@ -251,12 +233,9 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 			pgtest.Eventually(t, soon, func() bool { return !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) },
 				"the lease ends")
 			commit(t, stranger)
-			if <-revived {
-				t.Errorf("%s revived a lease that had ended", name)
-			}
-			if g := try(t, db, "x", "b", 60); !g.acquired {
-				t.Errorf("the lane of an ended lease is held by %s", g.holder)
-			}
+			assert.Truef(t, !<-revived, "%s revived a lease that had ended", name)
+			g := try(t, db, "x", "b", 60)
+			assert.Truef(t, g.acquired, "the lane of an ended lease is held by %s", g.holder)
 			pgtest.Exec(t, db, `select release_agent_lock('x', 'b')`)
 		})
 	}
@@ -269,10 +248,9 @@ func TestAGrantLastsItsWholeTTL(t *testing.T) {
 	tx := pgtest.Begin(t, db)
 	pgtest.Value[string](t, tx, `select pg_sleep(0.3)::text`) // the transaction's own time is old now
 	mustTry(t, tx, "x", "a", 60)
-	if more := pgtest.Value[float64](t, tx,
-		`select extract(epoch from expires_at - now())::float8 from agent_locks`); more < 60.3 {
-		t.Errorf("granted until %.2f seconds after the transaction began, want 60.3 at least", more)
-	}
+	more := pgtest.Value[float64](t, tx,
+		`select extract(epoch from expires_at - now())::float8 from agent_locks`)
+	assert.Truef(t, more >= 60.3, "granted until %.2f seconds after the transaction began, want 60.3 at least", more)
 }
 
 func TestABatchRenewalReportsEachLease(t *testing.T) {
@@ -483,9 +461,7 @@ type arena struct {
 // hold is to be called by a holder, which leaves with the returned function. last is true
 // when there were enough grants.
 func (a *arena) hold(token int64) (last bool, leave func()) {
-	if n := a.inside.Add(1); n != 1 {
-		a.t.Errorf("%d holders at once", n)
-	}
+	assert.Equal(a.t, 1, a.inside.Add(1), "holders at once")
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if n := len(a.tokens); n > 0 && a.tokens[n-1] >= token {
@@ -542,9 +518,7 @@ func TestRaceOfPlainSQLSessions(t *testing.T) {
 		_, err = db.Exec(ctx, end, owner, g.token)
 		return last, err
 	})
-	if len(a.tokens) < grants {
-		t.Errorf("%d grants, want %d", len(a.tokens), grants)
-	}
+	assert.Truef(t, len(a.tokens) >= grants, "%d grants, want %d", len(a.tokens), grants)
 }
 
 func TestRaceThroughGo(t *testing.T) {
@@ -565,15 +539,12 @@ func TestRaceThroughGo(t *testing.T) {
 			return false, err
 		}
 		last, leave := a.hold(lease.Token())
-		if cause := context.Cause(lease.Context()); cause != nil && ctx.Err() == nil {
-			t.Errorf("a live lease is cancelled: %v", cause)
-		}
+		cause := context.Cause(lease.Context())
+		assert.Truef(t, cause == nil || ctx.Err() != nil, "a live lease is cancelled: %v", cause)
 		leave()
 		return last, lease.Release(ctx)
 	})
-	if len(a.tokens) < grants {
-		t.Errorf("%d grants, want %d", len(a.tokens), grants)
-	}
+	assert.Truef(t, len(a.tokens) >= grants, "%d grants, want %d", len(a.tokens), grants)
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_locks_live`))
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters`))
 }
@@ -602,9 +573,7 @@ func TestOneOwnerInManyGoroutinesIsOneHold(t *testing.T) {
 		})
 	}
 	running.Wait()
-	if !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) {
-		t.Error("an inner release freed the outer hold")
-	}
+	assert.True(t, pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "an inner release freed the outer hold")
 	log.want(t, 1, "lane acquired")
 	log.want(t, 0, "lane lost")
 	assert.Equal(t, "", strings.Join(log.Lines("lane released"), ""))

@@ -41,9 +41,7 @@ type grant struct {
 func try(t testing.TB, db postgres.DB, lane, owner string, ttl int) grant {
 	t.Helper()
 	g, err := tryErr(t.Context(), db, lane, owner, ttl)
-	if err != nil {
-		t.Fatalf("acquire_agent_lock(%q, %q): %v", lane, owner, err)
-	}
+	require.Truef(t, err == nil, "acquire_agent_lock(%q, %q): %v", lane, owner, err)
 	return g
 }
 
@@ -58,9 +56,7 @@ func tryErr(ctx context.Context, db postgres.DB, lane, owner string, ttl int) (g
 func mustTry(t testing.TB, db postgres.DB, lane, owner string, ttl int) int64 {
 	t.Helper()
 	g := try(t, db, lane, owner, ttl)
-	if !g.acquired {
-		t.Fatalf("lane %s was not granted to %s; %s holds it", lane, owner, g.holder)
-	}
+	require.Truef(t, g.acquired, "lane %s was not granted to %s; %s holds it", lane, owner, g.holder)
 	return g.token
 }
 
@@ -85,9 +81,7 @@ func row(t testing.TB, db postgres.DB, lane string) string {
 // wantCode fails unless err has the SQLSTATE.
 func wantCode(t testing.TB, err error, code string) {
 	t.Helper()
-	if !postgres.IsCode(err, code) {
-		t.Errorf("error %v, want SQLSTATE %s", err, code)
-	}
+	assert.Truef(t, postgres.IsCode(err, code), "error %v, want SQLSTATE %s", err, code)
 }
 
 // waitUntilBlocked waits until a statement that contains text waits for a lock.

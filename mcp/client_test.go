@@ -30,20 +30,16 @@ func TestToolsOfAServerBecomeSkillsThatNeedApproval(t *testing.T) {
 			w := newWorld(t, nil)
 			w.put(definition(t))
 			report := w.sync()
-			if report.Tools != 4 || !slices.Equal(report.Mounted, []string{"echo", "hang", "meta", "pid"}) {
-				t.Errorf("the sync found %+v", report)
-			}
+			assert.Truef(t, report.Tools == 4 && slices.Equal(report.Mounted, []string{"echo", "hang", "meta", "pid"}),
+				"the sync found %+v", report)
 			s := w.skill("echo")
-			if s.Trust != skills.TrustApprove || s.Scope != skills.ScopeInternal || s.Idempotent || s.Source != "mcp" ||
-				s.Handler != "mcp:test/echo" ||
-				!strings.Contains(s.Description, "Says it again.") || !strings.Contains(string(s.Parameters()), `"times"`) {
-				t.Errorf("the skill is %+v", s)
-			}
+			assert.Truef(t, s.Trust == skills.TrustApprove && s.Scope == skills.ScopeInternal && !s.Idempotent &&
+				s.Source == "mcp" && s.Handler == "mcp:test/echo" && strings.Contains(s.Description, "Says it again.") &&
+				strings.Contains(string(s.Parameters()), `"times"`), "the skill is %+v", s)
 			assert.Equal(t, `"ab"`, w.must("echo", `{"text":"ab"}`))
-			if _, err := w.call("echo", `{"text":1,"other":2}`); err == nil || !strings.Contains(err.Error(), "/text") ||
-				!strings.Contains(err.Error(), "other") {
-				t.Errorf("wrong arguments: %v", err)
-			}
+			_, err := w.call("echo", `{"text":1,"other":2}`)
+			assert.Truef(t, err != nil && strings.Contains(err.Error(), "/text") && strings.Contains(err.Error(), "other"),
+				"wrong arguments: %v", err)
 			if again := w.sync(); len(again.Mounted) != 0 || w.skill("echo").Revision != s.Revision {
 				t.Errorf("a second sync changed %+v", again)
 			}
@@ -63,9 +59,8 @@ func TestACallCarriesItsKeyAndTrace(t *testing.T) {
 	var got map[string]any
 	require.NoError(t, json.Unmarshal(raw, &got))
 	parent, _ := got["traceparent"].(string)
-	if got["lanekeeper/idempotency-key"] != "k1" || !strings.HasPrefix(parent, "00-"+id.OTel()+"-") || len(parent) != 55 {
-		t.Errorf("the server got %v", got)
-	}
+	assert.Truef(t, got["lanekeeper/idempotency-key"] == "k1" && strings.HasPrefix(parent, "00-"+id.OTel()+"-") &&
+		len(parent) == 55, "the server got %v", got)
 }
 
 func TestAHangingToolIsCancelledByTheTimeout(t *testing.T) {
@@ -87,9 +82,8 @@ func TestAHangingToolIsCancelledByTheTimeout(t *testing.T) {
 			w.sync()
 			began := time.Now()
 			w.fails("hang", `{}`, skills.ClassTimeout, "200ms")
-			if took := time.Since(began); took > 25*time.Second {
-				t.Errorf("the call took %s", took)
-			}
+			took := time.Since(began)
+			assert.Truef(t, took <= 25*time.Second, "the call took %s", took)
 		})
 	}
 	select {
@@ -108,9 +102,8 @@ func TestAChildThatDoesNotReadCannotHoldACall(t *testing.T) {
 	w.sync()
 	began := time.Now()
 	w.fails("echo", `{"text":"`+strings.Repeat("x", 200_000)+`","times":0}`, skills.ClassTimeout, "3s")
-	if took := time.Since(began); took > 25*time.Second {
-		t.Errorf("the call took %s", took)
-	}
+	took := time.Since(began)
+	assert.Truef(t, took <= 25*time.Second, "the call took %s", took)
 	assert.Equal(t, `"back"`, w.must("echo", `{"text":"back"}`))
 }
 
@@ -135,12 +128,9 @@ func TestAChildIsKeptReplacedAndStopped(t *testing.T) {
 	first, env := w.pid()
 	slices.Sort(env)
 	want := []string{"GIVEN=[secret]", "HOME=/home/x", childVariable + "=1", "PATH=" + os.Getenv("PATH")}
-	if !slices.Equal(env, want) {
-		t.Errorf("the child's environment is %q, want %q", env, want)
-	}
-	if again, _ := w.pid(); again != first {
-		t.Errorf("the second call went to child %d, want %d", again, first)
-	}
+	assert.Truef(t, slices.Equal(env, want), "the child's environment is %q, want %q", env, want)
+	again, _ := w.pid()
+	assert.Equal(t, first, again, "the second call went to child")
 	require.NoError(t, syscall.Kill(first, syscall.SIGKILL))
 	var second int
 	pgtest.Eventually(t, soon, func() bool { // the first call after the kill may reach the dead child
@@ -150,13 +140,9 @@ func TestAChildIsKeptReplacedAndStopped(t *testing.T) {
 		second, _ = w.pid()
 		return true
 	}, "another child answers")
-	if second == first {
-		t.Error("the dead child answered")
-	}
+	assert.True(t, second != first, "the dead child answered")
 	w.client.Close()
-	if err := syscall.Kill(second, 0); err == nil {
-		t.Errorf("child %d runs after Close", second)
-	}
+	assert.Error(t, syscall.Kill(second, 0), "child", second, "runs after Close")
 	w.fails("echo", `{"text":"a"}`, skills.ClassUnavailable, "closed")
 }
 
@@ -169,13 +155,10 @@ func TestAServerThatIsDownIsUnavailableAndComesBack(t *testing.T) {
 	address := strings.TrimPrefix(s.URL, "http://")
 	s.Close()
 	w.fails("echo", `{"text":"a"}`, skills.ClassUnavailable, "test")
-	if report, err := w.client.Sync(t.Context(), "test"); err == nil || report.Error == "" {
-		t.Errorf("a sync of a server that is down: %+v, %v", report, err)
-	}
+	report, err := w.client.Sync(t.Context(), "test")
+	assert.Truef(t, err != nil && report.Error != "", "a sync of a server that is down: %+v, %v", report, err)
 	r, err := mcp.Get(t.Context(), w.pool, "test")
-	if err != nil || r.SyncError == "" || !w.skill("echo").Enabled {
-		t.Errorf("after a failed sync: %+v, %v", r, err)
-	}
+	assert.Truef(t, err == nil && r.SyncError != "" && w.skill("echo").Enabled, "after a failed sync: %+v, %v", r, err)
 	back := serveAt(t, address, tools("")...)
 	defer back.Close()
 	pgtest.Eventually(t, soon, func() bool { _, err := w.call("echo", `{"text":"a"}`); return err == nil },
@@ -207,9 +190,7 @@ func TestSecretsAreSentAndBlottedOut(t *testing.T) {
 	w.put(d)
 	w.sync()
 	assert.Equal(t, `"is it [secret]?"`, w.must("echo", `{"text":"is it tok-12345?"}`))
-	if !s.sawHeader("Authorization", "Bearer tok-12345") {
-		t.Error("the server did not get the header")
-	}
+	assert.True(t, s.sawHeader("Authorization", "Bearer tok-12345"), "the server did not get the header")
 	w.restart(func(string) string { return "" })
 	w.fails("echo", `{"text":"a"}`, skills.ClassUnavailable, "set the environment variable TOKEN")
 }

@@ -65,21 +65,17 @@ func TestTheReferenceServerIsMountedAndCalled(t *testing.T) {
 	w := newWorld(t, nil)
 	w.put(mcp.Definition{Name: "test", Command: []string{node, program, "stdio"}})
 	report := w.sync()
-	if report.Tools < 5 || len(report.Refused) > 0 || len(report.Mounted) != report.Tools {
-		t.Errorf("the sync found %+v", report)
-	}
+	assert.Truef(t, report.Tools >= 5 && len(report.Refused) == 0 && len(report.Mounted) == report.Tools,
+		"the sync found %+v", report)
 	t.Logf("%s: %v", report.About, report.Mounted)
 	assert.Contains(t, w.must("echo", `{"message":"hello there"}`), "hello there")
 	assert.Contains(t, w.must("get-sum", `{"a":2,"b":40}`), "42")
-	if got := w.must("get-tiny-image", `{}`); !strings.Contains(got, `"mime":"image/png"`) || len(got) > 4000 {
-		t.Errorf("get-tiny-image answers %.300s", got)
-	}
+	got := w.must("get-tiny-image", `{}`)
+	assert.Truef(t, strings.Contains(got, `"mime":"image/png"`) && len(got) <= 4000, "get-tiny-image answers %.300s", got)
 	assert.Contains(t, w.must("get-structured-content", `{"location":"Chicago"}`), "temperature")
-	if _, err := w.call("get-sum", `{"a":"x"}`); err == nil {
-		t.Error("wrong arguments were taken")
-	}
-	if again := w.sync(); len(again.Mounted)+len(again.Quarantined) > 0 {
-		t.Errorf("a second sync changed %+v", again)
-	}
+	_, err := w.call("get-sum", `{"a":"x"}`)
+	assert.Error(t, err, "wrong arguments were taken")
+	again := w.sync()
+	assert.Truef(t, len(again.Mounted)+len(again.Quarantined) == 0, "a second sync changed %+v", again)
 	assert.Equal(t, skills.TrustApprove, w.skill("echo").Trust)
 }

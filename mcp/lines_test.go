@@ -30,17 +30,14 @@ func TestALineThatIsNoMessageIsAnsweredAndPassedOver(t *testing.T) {
 		t.Helper()
 		_, err := io.WriteString(in, line+"\n")
 		require.NoError(t, err)
-		if !answers.Scan() {
-			t.Fatalf("no answer to %.60s: %v", line, answers.Err())
-		}
+		require.Truef(t, answers.Scan(), "no answer to %.60s: %v", line, answers.Err())
 		var got struct {
 			Version string          `json:"jsonrpc"`
 			ID      json.RawMessage `json:"id"`
 			Error   struct{ Code int }
 		}
-		if err := json.Unmarshal(answers.Bytes(), &got); err != nil || got.Version != "2.0" {
-			t.Fatalf("%.60s is answered by %s", line, answers.Bytes())
-		}
+		err = json.Unmarshal(answers.Bytes(), &got)
+		require.Truef(t, err == nil && got.Version == "2.0", "%.60s is answered by %s", line, answers.Bytes())
 		return string(got.ID), got.Error.Code
 	}
 	if id, code := ask(
@@ -68,11 +65,9 @@ func TestALineThatIsNoMessageIsAnsweredAndPassedOver(t *testing.T) {
 		`{"jsonrpc":"2.0","id":10,"method":"ping","params":{"x":"` + strings.Repeat("x", 1<<20) + `"}}`: {"10", -32600},
 		`{"jsonrpc":"2.0","id":11,"method":"ping","params":{"x":"` + strings.Repeat("x", 3<<20) + `"}}`: {"null", -32600},
 	} {
-		if id, code := ask(line); id != want.id || code != want.code {
-			t.Errorf("%.60s is answered with %s, %d", line, id, code)
-		}
-		if id, code := ask(`{"jsonrpc":"2.0","id":"after","method":"ping"}`); id != `"after"` || code != 0 {
-			t.Fatalf("after %.60s a ping is answered with %s, %d", line, id, code)
-		}
+		id, code := ask(line)
+		assert.Truef(t, id == want.id && code == want.code, "%.60s is answered with %s, %d", line, id, code)
+		id, code = ask(`{"jsonrpc":"2.0","id":"after","method":"ping"}`)
+		require.Truef(t, id == `"after"` && code == 0, "after %.60s a ping is answered with %s, %d", line, id, code)
 	}
 }

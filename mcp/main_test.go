@@ -19,6 +19,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/mcp"
@@ -247,9 +248,7 @@ func (w *world) call(tool, args string) (json.RawMessage, error) {
 func (w *world) must(tool, args string) string {
 	w.t.Helper()
 	result, err := w.call(tool, args)
-	if err != nil {
-		w.t.Fatalf("call %s: %v", tool, err)
-	}
+	require.NoError(w.t, err, "call", tool)
 	return string(result)
 }
 
@@ -258,9 +257,8 @@ func (w *world) fails(tool, args, class, part string) {
 	w.t.Helper()
 	_, err := w.call(tool, args)
 	failure, ok := errors.AsType[*skills.CallError](err)
-	if !ok || failure.Class != class || !strings.Contains(failure.Message, part) {
-		w.t.Errorf("call %s: error %#v, want class %s and %q", tool, err, class, part)
-	}
+	assert.Truef(w.t, ok && failure.Class == class && strings.Contains(failure.Message, part),
+		"call %s: error %#v, want class %s and %q", tool, err, class, part)
 }
 
 // serveAt is serve on a given address.

@@ -79,9 +79,8 @@ func (h *house) process() *mcp.Server {
 
 func (h *house) offer(skill string) {
 	h.t.Helper()
-	if changed, err := mcp.Grant(h.t.Context(), h.pool, skill, "admin", "tester"); err != nil || !changed {
-		h.t.Fatalf("offer %s: %t, %v", skill, changed, err)
-	}
+	changed, err := mcp.Grant(h.t.Context(), h.pool, skill, "admin", "tester")
+	require.Truef(h.t, err == nil && changed, "offer %s: %t, %v", skill, changed, err)
 }
 
 // approve makes the skill add need an approval.
@@ -113,9 +112,8 @@ func (h *house) http() *sdk.ClientSession {
 	}))
 	h.t.Cleanup(s.Close)
 	client := sdk.NewClient(&sdk.Implementation{Name: "stock", Version: "1"}, nil)
-	if _, err := client.Connect(h.t.Context(), &sdk.StreamableClientTransport{Endpoint: s.URL}, nil); err == nil {
-		h.t.Error("a client without a token connects")
-	}
+	_, err := client.Connect(h.t.Context(), &sdk.StreamableClientTransport{Endpoint: s.URL}, nil)
+	assert.Error(h.t, err, "a client without a token connects")
 	session, err := client.Connect(h.t.Context(), &sdk.StreamableClientTransport{
 		Endpoint:   s.URL,
 		HTTPClient: &http.Client{Transport: bearer{}},
@@ -145,9 +143,7 @@ func (h *house) stdio(options *sdk.ClientOptions) *sdk.ClientSession {
 	require.NoError(h.t, err)
 	h.t.Cleanup(func() {
 		_ = session.Close()
-		if err := <-ended; err != nil {
-			h.t.Errorf("the session ended with %v", err)
-		}
+		assert.NoError(h.t, <-ended, "the session ended with")
 	})
 	return session
 }
@@ -197,18 +193,16 @@ func TestAStockClientCallsWhatIsOffered(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			h := newHouse(t)
 			session := connect(h)
-			if got := names(t, session); !slices.Equal(got, []string{"add", "fails"}) {
-				t.Errorf("offered are %v", got)
-			}
+			got := names(t, session)
+			assert.Truef(t, slices.Equal(got, []string{"add", "fails"}), "offered are %v", got)
 			r := callTool(t, session, "add", map[string]any{"a": 1, "b": 2})
 			if r.IsError || said(r) != `{"sum":3}` && said(r) != `{"sum": 3}` || r.StructuredContent == nil {
 				t.Errorf("add answers %q, %v", said(r), r.StructuredContent)
 			}
 			id, _ := r.Meta["lanekeeper/trace-id"].(string)
-			if rows, _, err := activity.Recent(t.Context(), h.pool, activity.Filter{TraceID: id}); err != nil ||
-				!strings.HasPrefix(id, "fl_") || len(rows) != 1 || rows[0].SkillName != "add" {
-				t.Errorf("trace %s has %+v, %v", id, rows, err)
-			}
+			rows, _, err := activity.Recent(t.Context(), h.pool, activity.Filter{TraceID: id})
+			assert.Truef(t, err == nil && strings.HasPrefix(id, "fl_") && len(rows) == 1 && rows[0].SkillName == "add",
+				"trace %s has %+v, %v", id, rows, err)
 			if r := callTool(t, session, "add", map[string]any{"a": "x", "c": 1}); !r.IsError ||
 				!strings.Contains(said(r), "/a") {
 				t.Errorf("wrong arguments answer %q", said(r))
@@ -218,9 +212,8 @@ func TestAStockClientCallsWhatIsOffered(t *testing.T) {
 			}
 			for _, unknown := range []string{"hidden", "none"} {
 				_, err := session.CallTool(t.Context(), &sdk.CallToolParams{Name: unknown})
-				if refused, ok := errors.AsType[*jsonrpc.Error](err); !ok || refused.Code != jsonrpc.CodeInvalidParams {
-					t.Errorf("call %s: %v", unknown, err)
-				}
+				refused, ok := errors.AsType[*jsonrpc.Error](err)
+				assert.Truef(t, ok && refused.Code == jsonrpc.CodeInvalidParams, "call %s: %v", unknown, err)
 			}
 			assert.Equal(t, 1, h.made.Load())
 		})
@@ -239,15 +232,13 @@ func TestTheListFollowsTheOffers(t *testing.T) {
 	require.NoError(t, err)
 	_, err = skills.Disable(t.Context(), h.pool, "add", "admin", "broken", nil)
 	require.NoError(t, err)
-	if got := names(t, overHTTP); !slices.Equal(got, []string{"hidden"}) {
-		t.Errorf("over HTTP are offered %v", got)
-	}
+	got := names(t, overHTTP)
+	assert.Truef(t, slices.Equal(got, []string{"hidden"}), "over HTTP are offered %v", got)
 	<-changed
 	pgtest.Eventually(t, soon, func() bool { return slices.Equal(names(t, overStdio), []string{"hidden"}) },
 		"the session over stdio follows")
-	if _, err := mcp.Grant(t.Context(), h.pool, "none", "admin", "tester"); !errors.Is(err, skills.ErrNotFound) {
-		t.Errorf("offering what is not there: %v", err)
-	}
+	_, err = mcp.Grant(t.Context(), h.pool, "none", "admin", "tester")
+	assert.ErrorIs(t, err, skills.ErrNotFound, "offering what is not there")
 }
 
 // awaits expects a call to wait for an approval, and returns its id.
@@ -269,9 +260,8 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 	args := map[string]any{"a": 2, "b": 3}
 	id := awaits(t, callTool(t, session, "add", args))
 	assert.Equal(t, id, awaits(t, callTool(t, session, "add", map[string]any{"b": 3, "a": 2})))
-	if other := awaits(t, callTool(t, session, "add", map[string]any{"a": 2, "b": 4})); other == id {
-		t.Error("another call waits for the same approval")
-	}
+	other := awaits(t, callTool(t, session, "add", map[string]any{"a": 2, "b": 4}))
+	assert.True(t, other != id, "another call waits for the same approval")
 	require.Equal(t, 0, h.made.Load())
 	h.server = h.process() // the calling process is gone
 	session = h.http()
@@ -280,9 +270,8 @@ func TestACallThatNeedsApprovalIsMadeOnceAfterIt(t *testing.T) {
 	if r := callTool(t, session, "add", args); r.IsError || !strings.Contains(said(r), "5") {
 		t.Errorf("after the approval: %q", said(r))
 	}
-	if next := awaits(t, callTool(t, session, "add", args)); next == id || h.made.Load() != 1 {
-		t.Errorf("the approval was used twice: %s, %d calls", next, h.made.Load())
-	}
+	next := awaits(t, callTool(t, session, "add", args))
+	assert.Truef(t, next != id && h.made.Load() == 1, "the approval was used twice: %s, %d calls", next, h.made.Load())
 }
 
 func TestACallThatIsNotApprovedIsNotMade(t *testing.T) {
@@ -322,9 +311,7 @@ func TestManyCallersOfOneApprovedCallGetOneAnswer(t *testing.T) {
 			won++
 		}
 	}
-	if won != 1 || h.made.Load() != 1 {
-		t.Errorf("%d callers got the answer of %d calls", won, h.made.Load())
-	}
+	assert.Truef(t, won == 1 && h.made.Load() == 1, "%d callers got the answer of %d calls", won, h.made.Load())
 }
 
 func TestAMountedToolCanBeOfferedAgain(t *testing.T) {

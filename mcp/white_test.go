@@ -20,12 +20,10 @@ func TestNamesOfSkillsAreValidAndApart(t *testing.T) {
 			"a__b", "_", "..", "/",
 		} {
 			name := skillName(server, tool)
-			if !valid.MatchString(name) || !strings.HasPrefix(name, "mcp__"+server+"__") {
-				t.Errorf("%s/%s is named %q", server, tool, name)
-			}
-			if other, taken := seen[name]; taken {
-				t.Errorf("%s/%s and %s are both named %s", server, tool, other, name)
-			}
+			assert.Truef(t, valid.MatchString(name) && strings.HasPrefix(name, "mcp__"+server+"__"),
+				"%s/%s is named %q", server, tool, name)
+			other, taken := seen[name]
+			assert.Truef(t, !taken, "%s/%s and %s are both named %s", server, tool, other, name)
 			seen[name] = server + "/" + tool
 		}
 	}
@@ -99,9 +97,7 @@ func TestValidateSaysEverythingThatIsWrong(t *testing.T) {
 			}
 			require.Equal(t, len(c.want), len(got), got, c.want)
 			for i, want := range c.want {
-				if !strings.HasPrefix(got[i], want) {
-					t.Errorf("problem %q, want %q", got[i], want)
-				}
+				assert.Truef(t, strings.HasPrefix(got[i], want), "problem %q, want %q", got[i], want)
 			}
 		})
 	}

@@ -133,10 +133,9 @@ func TestAnEntryIsEmbeddedOnceInEachRevision(t *testing.T) {
 	}
 	x.expect(t, "a small 1 1.1, b small 1 0.1")
 	sent := x.server.Requests()[0]
-	if got := fmt.Sprintf("%q %s %s", sent.Texts, sent.Model,
-		sent.Header.Get("Authorization")); got != `["a: the invoice" "b: a dog"] small Bearer embedding-key` {
-		t.Errorf("sent %s", got)
-	}
+	got := fmt.Sprintf("%q %s %s", sent.Texts, sent.Model,
+		sent.Header.Get("Authorization"))
+	assert.Equal(t, `["a: the invoice" "b: a dog"] small Bearer embedding-key`, got, "sent")
 	x.save(t, memory.Shared, "a", "a ship")
 	x.update(t)
 	x.expect(t, "a small 2 0.1, b small 1 0.1")
@@ -164,14 +163,12 @@ func TestTwoProcessesDoNotEmbedTheSameEntry(t *testing.T) {
 	x := newIndexed(t)
 	x.save(t, memory.Shared, "a", "the invoice")
 	x.server.Refuse(func([]string) int {
-		if n, err := x.index(t, "small").Update(t.Context(), x.pool, time.Time{}); n != 0 || err != nil {
-			t.Errorf("another process embedded %d: %v", n, err)
-		}
+		n, err := x.index(t, "small").Update(t.Context(), x.pool, time.Time{})
+		assert.Truef(t, n == 0 && err == nil, "another process embedded %d: %v", n, err)
 		return 0
 	})
-	if n := x.update(t); n != 1 || len(x.server.Requests()) != 1 {
-		t.Errorf("embedded %d in %d requests", n, len(x.server.Requests()))
-	}
+	n := x.update(t)
+	assert.Truef(t, n == 1 && len(x.server.Requests()) == 1, "embedded %d in %d requests", n, len(x.server.Requests()))
 }
 
 func TestAClaimOfADeadProcessIsDueAgain(t *testing.T) {
@@ -190,9 +187,8 @@ func TestAFailingServerLosesNoEntryAndDelaysNoWriter(t *testing.T) {
 	x := newIndexed(t)
 	x.server.Refuse(func([]string) int { return http.StatusServiceUnavailable })
 	x.save(t, memory.Shared, "a", "the invoice")
-	if _, err := x.Update(t.Context(), x.pool, time.Time{}); err == nil || strings.Contains(err.Error(), "embedding-key") {
-		t.Errorf("got %v", err)
-	}
+	_, err := x.Update(t.Context(), x.pool, time.Time{})
+	assert.Truef(t, err != nil && !strings.Contains(err.Error(), "embedding-key"), "got %v", err)
 	x.expect(t, "a small 1 -")
 	x.server.Refuse(nil)
 	assert.Equal(t, 1, x.update(t))
@@ -222,9 +218,7 @@ func TestARefusedTextKeepsNoOtherFromBeingEmbedded(t *testing.T) {
 	err := x.pool.QueryRow(t.Context(), `
 		select attempts, due_at > clock_timestamp() + interval '4 minutes' from agent_memory_embeddings
 		  where due_at is not null`).Scan(&attempts, &later)
-	if err != nil || attempts != 1 || !later {
-		t.Errorf("attempts %d, later %t: %v", attempts, later, err)
-	}
+	assert.Truef(t, err == nil && attempts == 1 && later, "attempts %d, later %t: %v", attempts, later, err)
 	x.save(t, memory.Shared, "bad", "a dog")
 	x.exec(t, `update agent_memory set key = 'good' where key = 'bad'`)
 	assert.Equal(t, 1, x.update(t))
@@ -235,12 +229,10 @@ func TestAServerThatRefusesEverythingIsNotAskedForTheWholeMemory(t *testing.T) {
 	x := newIndexed(t)
 	x.server.Refuse(func([]string) int { return http.StatusBadRequest })
 	x.exec(t, `insert into agent_memory (key, value) select 'k' || n, '"x"' from generate_series(1, 70) n`)
-	if _, err := x.Update(t.Context(), x.pool, time.Time{}); err == nil {
-		t.Error("no error")
-	}
-	if n := len(x.server.Requests()); n > 1+2*32 {
-		t.Errorf("%d requests in one pass", n)
-	}
+	_, err := x.Update(t.Context(), x.pool, time.Time{})
+	assert.Error(t, err)
+	n := len(x.server.Requests())
+	assert.Truef(t, n <= 1+2*32, "%d requests in one pass", n)
 }
 
 func TestEntriesAreEmbeddedBesideOtherWork(t *testing.T) {
@@ -293,9 +285,8 @@ func TestWithoutTheExtensionMemoryIsSearchedByWordsAndNothingIsSent(t *testing.T
 	assert.Equal(t, 0, len(x.server.Requests()))
 	assert.Equal(t, 1, strings.Count(x.log.String(), "has no extension vector"), x.log)
 	var none *memory.Index
-	if found, err := none.Search(t.Context(), x.pool, memory.Shared, "invoice", 10); err != nil || len(found) != 1 {
-		t.Errorf("without an index: %v, %v", found, err)
-	}
+	found, err := none.Search(t.Context(), x.pool, memory.Shared, "invoice", 10)
+	assert.Truef(t, err == nil && len(found) == 1, "without an index: %v, %v", found, err)
 }
 
 func TestEntriesAreFoundByMeaning(t *testing.T) {
@@ -314,18 +305,15 @@ func TestEntriesAreFoundByMeaning(t *testing.T) {
 		`"a bill"`:         "", // what is quoted is meant
 		"bill -signatures": "",
 	} {
-		if got, _, _ := strings.Cut(x.found(t, memory.Shared, query), " "); got != want {
-			t.Errorf("%s: found %q first, want %q", query, got, want)
-		}
+		got, _, _ := strings.Cut(x.found(t, memory.Shared, query), " ")
+		assert.Truef(t, got == want, "%s: found %q first, want %q", query, got, want)
 	}
 	x.exec(t, `update agent_memory set expires_at = clock_timestamp() where key = 'rule'`)
-	if got := x.found(t, memory.Shared, "bill"); strings.Contains(got, "rule") {
-		t.Errorf("an expired entry is found: %q", got)
-	}
+	got := x.found(t, memory.Shared, "bill")
+	assert.Truef(t, !strings.Contains(got, "rule"), "an expired entry is found: %q", got)
 	x.save(t, memory.Shared, "berth", "the puppy has moved")
-	if got := x.found(t, memory.Shared, "sail"); strings.Contains(got, "berth") {
-		t.Errorf("an entry is found by a value that it has no more: %q", got)
-	}
+	got = x.found(t, memory.Shared, "sail")
+	assert.Truef(t, !strings.Contains(got, "berth"), "an entry is found by a value that it has no more: %q", got)
 }
 
 func TestAnOwnMemoryIsNotFoundByTheMeaningOfAnother(t *testing.T) {

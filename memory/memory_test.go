@@ -50,18 +50,13 @@ func TestSaveReplacesAndCounts(t *testing.T) {
 	pool := pgtest.DB(t)
 	first := save(t, pool, memory.Note{Key: "size", Value: map[string]int{"mb": 1}, TTL: time.Hour, TraceID: "hb_1"})
 	second := save(t, pool, memory.Note{Key: "size", Value: 2, TraceID: "hb_2"})
-	if first.Revision != 1 || first.ExpiresAt == nil || first.Category != "general" ||
-		time.Until(*first.ExpiresAt) < 50*time.Minute {
-		t.Errorf("got %+v", first)
-	}
-	if second.Revision != 2 || second.ID != first.ID || second.ExpiresAt != nil || second.TraceID != "hb_2" ||
-		string(second.Value) != "2" {
-		t.Errorf("got %+v", second)
-	}
+	assert.Truef(t, first.Revision == 1 && first.ExpiresAt != nil && first.Category == "general" &&
+		time.Until(*first.ExpiresAt) >= 50*time.Minute, "got %+v", first)
+	assert.Truef(t, second.Revision == 2 && second.ID == first.ID && second.ExpiresAt == nil && second.TraceID == "hb_2" &&
+		string(second.Value) == "2", "got %+v", second)
 	other := save(t, pool, memory.Note{Category: "facts", Key: "size", Value: "x"})
-	if got, err := memory.Shared.Get(t.Context(), pool, "facts", "size"); err != nil || got.ID != other.ID {
-		t.Errorf("got %+v, %v", got, err)
-	}
+	got, err := memory.Shared.Get(t.Context(), pool, "facts", "size")
+	assert.Truef(t, err == nil && got.ID == other.ID, "got %+v, %v", got, err)
 }
 
 func TestConcurrentSavesAreAllCounted(t *testing.T) {
@@ -70,15 +65,13 @@ func TestConcurrentSavesAreAllCounted(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range 20 {
 		wg.Go(func() {
-			if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "n", Value: i}); err != nil {
-				t.Error(err)
-			}
+			_, err := memory.Save(t.Context(), pool, memory.Note{Key: "n", Value: i})
+			assert.NoError(t, err)
 		})
 	}
 	wg.Wait()
-	if e, err := memory.Shared.Get(t.Context(), pool, "general", "n"); err != nil || e.Revision != 20 {
-		t.Errorf("revision %d, %v; want 20", e.Revision, err)
-	}
+	e, err := memory.Shared.Get(t.Context(), pool, "general", "n")
+	assert.Truef(t, err == nil && e.Revision == 20, "revision %d, %v; want 20", e.Revision, err)
 }
 
 func TestSaveRefuses(t *testing.T) {
@@ -100,9 +93,8 @@ func TestSaveRefuses(t *testing.T) {
 	} {
 		_, err := memory.Save(t.Context(), pool, test.note)
 		for _, want := range test.want {
-			if !errors.Is(err, memory.ErrInvalid) || !strings.Contains(err.Error(), want) {
-				t.Errorf("%s: got %v, want %q", name, err, want)
-			}
+			assert.Truef(t, errors.Is(err, memory.ErrInvalid) && strings.Contains(err.Error(), want),
+				"%s: got %v, want %q", name, err, want)
 		}
 	}
 	save(t, pool, memory.Note{Key: "text about NUL", Value: `a \u0000 written out`})
@@ -114,37 +106,30 @@ func TestExpiredEntriesAreGoneFromEveryRead(t *testing.T) {
 	save(t, pool, memory.Note{Key: "kept", Value: "word", TTL: time.Hour})
 	save(t, pool, memory.Note{Key: "gone", Value: "word", TTL: time.Hour})
 	expire(t, pool, "gone")
-	if _, err := memory.Shared.Get(t.Context(), pool, "general", "gone"); !errors.Is(err, memory.ErrNotFound) {
-		t.Errorf("get: %v", err)
-	}
+	_, err := memory.Shared.Get(t.Context(), pool, "general", "gone")
+	assert.ErrorIs(t, err, memory.ErrNotFound, "get")
 	found, _ := memory.Shared.Search(t.Context(), pool, "word", 0)
 	recent, _ := memory.Shared.Recent(t.Context(), pool, "", 0)
 	if keys(found) != "kept" || keys(recent) != "kept" {
 		t.Errorf("search %q, recent %q", keys(found), keys(recent))
 	}
-	if stats, err := memory.Stats(t.Context(), pool); err != nil || len(stats) != 1 || stats[0].Entries != 1 {
-		t.Errorf("stats %+v, %v", stats, err)
-	}
-	if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "gone", Value: 1, Revision: 1}); !errors.Is(err,
-		memory.ErrConflict) {
-		t.Errorf("save at the revision of an expired entry: %v", err)
-	}
-	if ok, err := memory.Shared.Forget(t.Context(), pool, "general", "gone", 0); ok || err != nil {
-		t.Errorf("forgot what was gone: %v, %v", ok, err)
-	}
+	stats, err := memory.Stats(t.Context(), pool)
+	assert.Truef(t, err == nil && len(stats) == 1 && stats[0].Entries == 1, "stats %+v, %v", stats, err)
+	_, err = memory.Save(t.Context(), pool, memory.Note{Key: "gone", Value: 1, Revision: 1})
+	assert.ErrorIs(t, err, memory.ErrConflict, "save at the revision of an expired entry")
+	ok, err := memory.Shared.Forget(t.Context(), pool, "general", "gone", 0)
+	assert.Truef(t, !ok && err == nil, "forgot what was gone: %v, %v", ok, err)
 	save(t, pool, memory.Note{Key: "again", Value: 1})
 	save(t, pool, memory.Note{Key: "again", Value: 2})
 	expire(t, pool, "again")
-	if n, err := memory.Expire(t.Context(), pool); n != 1 || err != nil {
-		t.Errorf("expired %d, %v", n, err)
-	}
+	n, err := memory.Expire(t.Context(), pool)
+	assert.Truef(t, n == 1 && err == nil, "expired %d, %v", n, err)
 	save(t, pool, memory.Note{Key: "back", Value: 1})
 	save(t, pool, memory.Note{Key: "back", Value: 2})
 	expire(t, pool, "back")
-	if e := save(t, pool, memory.Note{Key: "back", Value: 3, Revision: memory.Absent}); e.Revision != 3 ||
-		e.ExpiresAt != nil {
-		t.Errorf("an expired entry is not new, or its revision is used twice: %+v", e)
-	}
+	e := save(t, pool, memory.Note{Key: "back", Value: 3, Revision: memory.Absent})
+	assert.Truef(t, e.Revision == 3 && e.ExpiresAt == nil,
+		"an expired entry is not new, or its revision is used twice: %+v", e)
 }
 
 func TestSearch(t *testing.T) {
@@ -192,10 +177,8 @@ func TestStatsAndRecentByCategory(t *testing.T) {
 	save(t, pool, memory.Note{Category: "facts", Key: "b", Value: strings.Repeat("x", 100), TTL: time.Hour})
 	save(t, pool, memory.Note{Category: "lessons", Key: "c", Value: 1})
 	stats, err := memory.Stats(t.Context(), pool)
-	if err != nil || len(stats) != 2 || stats[0].Category != "facts" || stats[0].Entries != 2 || stats[0].Expiring != 1 ||
-		stats[0].Bytes < 100 {
-		t.Errorf("got %+v, %v", stats, err)
-	}
+	assert.Truef(t, err == nil && len(stats) == 2 && stats[0].Category == "facts" && stats[0].Entries == 2 &&
+		stats[0].Expiring == 1 && stats[0].Bytes >= 100, "got %+v, %v", stats, err)
 	if recent, err := memory.Shared.Recent(t.Context(), pool, "facts", 0); err != nil || keys(recent) != "b a" {
 		t.Errorf("got %q, %v", keys(recent), err)
 	}
@@ -211,10 +194,8 @@ func TestSecretsAreNotKept(t *testing.T) {
 		"in a URL":    {Key: "database", Value: "postgres://app:hunter2@db/app"},
 		"deep inside": {Key: "config", Value: []any{map[string]any{"env": map[string]any{"api_key": "sk-abcdefghijklmnop"}}}},
 	} {
-		if _, err := memory.Save(t.Context(), pool, note); !errors.Is(err, memory.ErrSecret) ||
-			strings.Contains(err.Error(), "hunter2") {
-			t.Errorf("%s: %v", name, err)
-		}
+		_, err := memory.Save(t.Context(), pool, note)
+		assert.Truef(t, errors.Is(err, memory.ErrSecret) && !strings.Contains(err.Error(), "hunter2"), "%s: %v", name, err)
 	}
 	for name, note := range map[string]memory.Note{
 		"counts":     {Key: "token_usage", Value: map[string]any{"total_tokens": 42}},
@@ -222,9 +203,8 @@ func TestSecretsAreNotKept(t *testing.T) {
 		"redacted":   {Key: "seen", Value: "header was [redacted]"},
 		"a long one": {Key: "long", Value: strings.Repeat("a table grew, ", 4000)},
 	} {
-		if _, err := memory.Save(t.Context(), pool, note); err != nil {
-			t.Errorf("%s: %v", name, err)
-		}
+		_, err := memory.Save(t.Context(), pool, note)
+		assert.NoError(t, err, name)
 	}
 }
 
@@ -233,20 +213,15 @@ func TestAFullCategoryTakesNoNewKey(t *testing.T) {
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `
 		insert into agent_memory (category, key, value) select 'full', 'k' || n, '1' from generate_series(1, 5000) n`)
-	if _, err := memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "new", Value: 1}); !errors.Is(err,
-		memory.ErrFull) {
-		t.Errorf("got %v", err)
-	}
-	if _, err := memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "k7", Value: 2}); err != nil {
-		t.Errorf("a key that is there cannot be replaced: %v", err)
-	}
-	if _, err := memory.Save(t.Context(), pool, memory.Note{Category: "other", Key: "new", Value: 1}); err != nil {
-		t.Error(err)
-	}
+	_, err := memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "new", Value: 1})
+	assert.ErrorIs(t, err, memory.ErrFull)
+	_, err = memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "k7", Value: 2})
+	assert.NoError(t, err, "a key that is there cannot be replaced")
+	_, err = memory.Save(t.Context(), pool, memory.Note{Category: "other", Key: "new", Value: 1})
+	assert.NoError(t, err)
 	pgtest.Exec(t, pool, `update agent_memory set expires_at = clock_timestamp() where key = 'k1'`)
-	if _, err := memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "new", Value: 1}); err != nil {
-		t.Errorf("an expired entry takes room: %v", err)
-	}
+	_, err = memory.Save(t.Context(), pool, memory.Note{Category: "full", Key: "new", Value: 1})
+	assert.NoError(t, err, "an expired entry takes room")
 }
 
 func TestNoUpdateIsLostUnder32Writers(t *testing.T) {
@@ -280,10 +255,8 @@ func TestNoUpdateIsLostUnder32Writers(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if e, err := memory.Shared.Get(t.Context(), pool, "general", "n"); err != nil ||
-		string(e.Value) != "32" || e.Revision != 33 {
-		t.Errorf("got %+v, %v", e, err)
-	}
+	e, err := memory.Shared.Get(t.Context(), pool, "general", "n")
+	assert.Truef(t, err == nil && string(e.Value) == "32" && e.Revision == 33, "got %+v, %v", e, err)
 	var created atomic.Int32
 	for i := range 32 {
 		wg.Go(func() {
@@ -332,9 +305,7 @@ func refused(t *testing.T, pool *pgxpool.Pool, n memory.Note) *memory.ConflictEr
 	t.Helper()
 	_, err := memory.Save(t.Context(), pool, n)
 	conflict, ok := errors.AsType[*memory.ConflictError](err)
-	if !ok || !errors.Is(err, memory.ErrConflict) {
-		t.Fatalf("no conflict: %v", err)
-	}
+	require.Truef(t, ok && errors.Is(err, memory.ErrConflict), "no conflict: %v", err)
 	return conflict
 }
 
@@ -344,21 +315,16 @@ func TestAConflictHasBothValues(t *testing.T) {
 	save(t, pool, memory.Note{Key: "k", Value: "first"})
 	save(t, pool, memory.Note{Key: "k", Value: "theirs", TraceID: "hb_1"})
 	c := refused(t, pool, memory.Note{Key: "k", Value: "mine", Revision: 1})
-	if string(c.Yours) != `"mine"` || c.Theirs == nil || string(c.Theirs.Value) != `"theirs"` || c.Theirs.Revision != 2 ||
-		c.Theirs.TraceID != "hb_1" {
-		t.Errorf("got %+v", c)
-	}
-	if text := c.Error(); !strings.Contains(text, "mine") || !strings.Contains(text, "theirs") ||
-		!strings.Contains(text, "revision 1") {
-		t.Errorf("the error says %s", text)
-	}
-	if c := refused(t, pool, memory.Note{Key: "none", Value: 1, Revision: 4}); c.Theirs != nil {
-		t.Errorf("got %+v", c.Theirs)
-	}
-	if e, err := memory.Shared.Get(t.Context(), pool, "general", "k"); err != nil || e.Revision != 2 ||
-		string(e.Value) != `"theirs"` {
-		t.Errorf("a conflict changed it: %+v, %v", e, err)
-	}
+	assert.Truef(t, string(c.Yours) == `"mine"` && c.Theirs != nil && string(c.Theirs.Value) == `"theirs"` &&
+		c.Theirs.Revision == 2 && c.Theirs.TraceID == "hb_1", "got %+v", c)
+	text := c.Error()
+	assert.Truef(t, strings.Contains(text, "mine") && strings.Contains(text, "theirs") &&
+		strings.Contains(text, "revision 1"), "the error says %s", text)
+	c = refused(t, pool, memory.Note{Key: "none", Value: 1, Revision: 4})
+	assert.Truef(t, c.Theirs == nil, "got %+v", c.Theirs)
+	e, err := memory.Shared.Get(t.Context(), pool, "general", "k")
+	assert.Truef(t, err == nil && e.Revision == 2 && string(e.Value) == `"theirs"`,
+		"a conflict changed it: %+v, %v", e, err)
 }
 
 func TestARevisionIsNeverUsedTwice(t *testing.T) {
@@ -366,9 +332,8 @@ func TestARevisionIsNeverUsedTwice(t *testing.T) {
 	pool := pgtest.DB(t)
 	for name, begin := range map[string]func(key string){
 		"forgotten": func(key string) {
-			if ok, err := memory.Shared.Forget(t.Context(), pool, "general", key, 2); !ok || err != nil {
-				t.Fatal(ok, err)
-			}
+			ok, err := memory.Shared.Forget(t.Context(), pool, "general", key, 2)
+			require.True(t, ok && err == nil, ok, err)
 		},
 		"forgotten by id": func(key string) {
 			e, err := memory.Shared.Get(t.Context(), pool, "general", key)
@@ -411,9 +376,7 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		e, err := memory.Save(t.Context(), pool, memory.Note{Key: "k", Value: 3, Revision: memory.Absent})
-		if err != nil || e.Revision != 3 {
-			t.Errorf("the writer got revision %d, %v", e.Revision, err)
-		}
+		assert.Truef(t, err == nil && e.Revision == 3, "the writer got revision %d, %v", e.Revision, err)
 	})
 	pgtest.Eventually(t, patience, func() bool {
 		var waits bool
@@ -424,9 +387,8 @@ func TestAKeyThatIsDeletedWhileItIsKeptAnewGoesOnCounting(t *testing.T) {
 	}, "the writer waits for the deletion")
 	require.NoError(t, tx.Commit(t.Context()))
 	wg.Wait()
-	if e, err := memory.Shared.Get(t.Context(), pool, "general", "k"); err != nil || e.Revision != 3 {
-		t.Errorf("it is at revision %d, %v", e.Revision, err)
-	}
+	e, err := memory.Shared.Get(t.Context(), pool, "general", "k")
+	assert.Truef(t, err == nil && e.Revision == 3, "it is at revision %d, %v", e.Revision, err)
 }
 
 func TestForgettingIsBasedOnWhatWasRead(t *testing.T) {
@@ -435,18 +397,14 @@ func TestForgettingIsBasedOnWhatWasRead(t *testing.T) {
 	e := save(t, pool, memory.Note{Key: "k", Value: 1})
 	save(t, pool, memory.Note{Key: "k", Value: 2})
 	for _, revision := range []int{1, memory.Absent} {
-		if ok, err := memory.Shared.Forget(t.Context(), pool, "general", "k", revision); ok ||
-			!errors.Is(err, memory.ErrConflict) {
-			t.Errorf("at %d: %v, %v", revision, ok, err)
-		}
+		ok, err := memory.Shared.Forget(t.Context(), pool, "general", "k", revision)
+		assert.Truef(t, !ok && errors.Is(err, memory.ErrConflict), "at %d: %v, %v", revision, ok, err)
 	}
-	if _, err := memory.ForgetID(t.Context(), pool, e.ID, 1); !errors.Is(err, memory.ErrConflict) {
-		t.Errorf("by id: %v", err)
-	}
+	_, err := memory.ForgetID(t.Context(), pool, e.ID, 1)
+	assert.ErrorIs(t, err, memory.ErrConflict, "by id")
 	for _, want := range []bool{true, false} {
-		if ok, err := memory.Shared.Forget(t.Context(), pool, "general", "k", 2); ok != want || err != nil {
-			t.Errorf("got %v, %v", ok, err)
-		}
+		ok, err := memory.Shared.Forget(t.Context(), pool, "general", "k", 2)
+		assert.Truef(t, ok == want && err == nil, "got %v, %v", ok, err)
 	}
 }
 
@@ -475,35 +433,24 @@ func TestALateValueIsKeptUntilAnAdminDecides(t *testing.T) {
 	pool := pgtest.DB(t)
 	taken, kept := late(t, pool, "taken"), late(t, pool, "kept")
 	open, err := memory.Conflicts(t.Context(), pool, memory.ConflictFilter{})
-	if err != nil || len(open) != 2 || open[0].Key != "kept" || string(open[0].Value) != `"late"` ||
-		string(open[0].FoundValue) != `"theirs"` ||
-		open[0].Revision != 2 || open[0].IfRevision != 1 || open[0].TraceID != "hb_1" || open[0].FoundTraceID != "op_1" {
-		t.Fatalf("got %+v, %v", open, err)
-	}
-	if c, err := decide(t, pool, taken, memory.Decision{
+	require.Truef(t, err == nil && len(open) == 2 && open[0].Key == "kept" && string(open[0].Value) == `"late"` &&
+		string(open[0].FoundValue) == `"theirs"` && open[0].Revision == 2 && open[0].IfRevision == 1 &&
+		open[0].TraceID == "hb_1" && open[0].FoundTraceID == "op_1", "got %+v, %v", open, err)
+	c, err := decide(t, pool, taken, memory.Decision{
 		Take: true, By: "ana", Reason: "newer",
 		TraceID: "op_2",
-	}); err != nil || c.Revision != 3 || c.Status != memory.ConflictTaken {
-		t.Errorf("got %+v, %v", c, err)
-	}
-	if c, err := decide(t, pool, kept, memory.Decision{By: "ana", Reason: "older"}); err != nil || c.Revision != 2 ||
-		c.Status != memory.ConflictKept {
-		t.Errorf("got %+v, %v", c, err)
-	}
-	if _, err := decide(t, pool, kept, memory.Decision{Take: true, By: "bea"}); !errors.Is(err,
-		memory.ErrConflictDecided) {
-		t.Errorf("decided twice: %v", err)
-	}
-	if _, err := decide(t, pool, "no id", memory.Decision{By: "bea"}); !errors.Is(err, memory.ErrConflictNotFound) {
-		t.Errorf("got %v", err)
-	}
-	if open, err := memory.Conflicts(t.Context(), pool, memory.ConflictFilter{}); err != nil || len(open) != 0 {
-		t.Errorf("still open: %+v, %v", open, err)
-	}
-	if all, err := memory.Conflicts(t.Context(), pool, memory.ConflictFilter{Status: "all", Key: "taken"}); err != nil ||
-		len(all) != 1 || all[0].DecidedBy != "ana" {
-		t.Errorf("got %+v, %v", all, err)
-	}
+	})
+	assert.Truef(t, err == nil && c.Revision == 3 && c.Status == memory.ConflictTaken, "got %+v, %v", c, err)
+	c, err = decide(t, pool, kept, memory.Decision{By: "ana", Reason: "older"})
+	assert.Truef(t, err == nil && c.Revision == 2 && c.Status == memory.ConflictKept, "got %+v, %v", c, err)
+	_, err = decide(t, pool, kept, memory.Decision{Take: true, By: "bea"})
+	assert.ErrorIs(t, err, memory.ErrConflictDecided, "decided twice")
+	_, err = decide(t, pool, "no id", memory.Decision{By: "bea"})
+	assert.ErrorIs(t, err, memory.ErrConflictNotFound)
+	open, err = memory.Conflicts(t.Context(), pool, memory.ConflictFilter{})
+	assert.Truef(t, err == nil && len(open) == 0, "still open: %+v, %v", open, err)
+	all, err := memory.Conflicts(t.Context(), pool, memory.ConflictFilter{Status: "all", Key: "taken"})
+	assert.Truef(t, err == nil && len(all) == 1 && all[0].DecidedBy == "ana", "got %+v, %v", all, err)
 }
 
 func TestALateValueReplacesOnlyWhatTheAdminSaw(t *testing.T) {
@@ -512,10 +459,8 @@ func TestALateValueReplacesOnlyWhatTheAdminSaw(t *testing.T) {
 	id := late(t, pool, "k")
 	save(t, pool, memory.Note{Key: "k", Value: "newer still"})
 	_, err := decide(t, pool, id, memory.Decision{Take: true, By: "ana"})
-	if c, ok := errors.AsType[*memory.ConflictError](err); !ok || c.Theirs == nil ||
-		string(c.Theirs.Value) != `"newer still"` {
-		t.Fatalf("got %v", err)
-	}
+	c, ok := errors.AsType[*memory.ConflictError](err)
+	require.Truef(t, ok && c.Theirs != nil && string(c.Theirs.Value) == `"newer still"`, "got %v", err)
 	if c, err := memory.GetConflict(t.Context(), pool, id); err != nil || c.Status != memory.ConflictOpen ||
 		c.Revision != 3 {
 		t.Fatalf("got %+v, %v", c, err)
@@ -533,9 +478,7 @@ func TestALateValueIsKeptOnceHoweverOftenItComes(t *testing.T) {
 	for _, value := range []string{"late", "later"} {
 		note := memory.Note{Key: "k", Value: value, Revision: 1, TraceID: "hb_2"}
 		again, err := memory.StoreConflict(t.Context(), pool, note, refused(t, pool, note), "")
-		if err != nil || (again == id) != (value == "late") {
-			t.Errorf("%s: %s after %s, %v", value, again, id, err)
-		}
+		assert.Truef(t, err == nil && (again == id) == (value == "late"), "%s: %s after %s, %v", value, again, id, err)
 	}
 }
 
@@ -553,15 +496,12 @@ func TestConflictsAreBoundedAndGoWithTime(t *testing.T) {
 		  ('c', 'new', 7, clock_timestamp())`)
 	late(t, pool, "the thousandth")
 	note := memory.Note{Key: "the thousandth", Value: "x", Revision: 1}
-	if _, err := memory.StoreConflict(t.Context(), pool, note, refused(t, pool, note), ""); !errors.Is(err,
-		memory.ErrConflictsFull) {
-		t.Errorf("one too many: %v", err)
-	}
+	_, err = memory.StoreConflict(t.Context(), pool, note, refused(t, pool, note), "")
+	assert.ErrorIs(t, err, memory.ErrConflictsFull, "one too many")
 	_, err = memory.Expire(t.Context(), pool)
 	require.NoError(t, err)
-	if _, err := memory.GetConflict(t.Context(), pool, id); !errors.Is(err, memory.ErrConflictNotFound) {
-		t.Errorf("an old one is there: %v", err)
-	}
+	_, err = memory.GetConflict(t.Context(), pool, id)
+	assert.ErrorIs(t, err, memory.ErrConflictNotFound, "an old one is there")
 	var left string
 	err = pool.QueryRow(t.Context(), `
 		select (select count(*) from agent_memory_conflicts where status = 'open') || ' ' || (select string_agg(key, ',')
@@ -599,8 +539,7 @@ func TestOnlyEntriesThatWereShownWholeAreSeen(t *testing.T) {
 		"", "[", `{"memories"`, `{"memories":[{"key":`, `{"memories":7}`,
 		`{"theirs":null}`, "null",
 	} {
-		if got := memory.SightsIn([]byte(broken), 1000); len(got) > 0 {
-			t.Errorf("%s: %v", broken, got)
-		}
+		got := memory.SightsIn([]byte(broken), 1000)
+		assert.Truef(t, len(got) == 0, "%s: %v", broken, got)
 	}
 }

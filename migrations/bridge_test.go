@@ -94,19 +94,16 @@ func TestTheBridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
 	t.Parallel()
 	db := before(t)
 	rows := counted(t, db)
-	if applied, err := migrations.Up(t.Context(), db); err != nil || applied[0] != "bridge" {
-		t.Fatalf("applied %v: %v", applied, err)
-	}
+	applied, err := migrations.Up(t.Context(), db)
+	require.Truef(t, err == nil && applied[0] == "bridge", "applied %v: %v", applied, err)
 	assert.NoError(t, migrations.Check(t.Context(), db))
 	assert.NoDiff(t, shape(t, pgtest.DB(t)), shape(t, db))
 	assert.NoDiff(t, rows, counted(t, db))
-	if n := pgtest.Value[int](t, db,
-		`select count(*) from agent_executions where status = 'running' and claim > 1000000`); n == 0 {
-		t.Error("the claims of version 118 hold")
-	}
-	if again, err := migrations.Up(t.Context(), db); err != nil || len(again) > 0 {
-		t.Errorf("applied %v again: %v", again, err)
-	}
+	n := pgtest.Value[int](t, db,
+		`select count(*) from agent_executions where status = 'running' and claim > 1000000`)
+	assert.True(t, n != 0, "the claims of version 118 hold")
+	again, err := migrations.Up(t.Context(), db)
+	assert.Truef(t, err == nil && len(again) == 0, "applied %v again: %v", again, err)
 }
 
 // What is older than the bridge is refused, and nothing is written.
@@ -123,9 +120,8 @@ func TestASchemaThatNoBridgeLeadsFromIsRefused(t *testing.T) {
 			t.Parallel()
 			db := before(t)
 			pgtest.Exec(t, db, c.change)
-			if applied, err := migrations.Up(t.Context(), db); !errors.Is(err, c.want) || len(applied) > 0 {
-				t.Errorf("applied %v: %v", applied, err)
-			}
+			applied, err := migrations.Up(t.Context(), db)
+			assert.Truef(t, errors.Is(err, c.want) && len(applied) == 0, "applied %v: %v", applied, err)
 			assert.ErrorIs(t, migrations.Check(t.Context(), db), c.want)
 		})
 	}
@@ -144,15 +140,12 @@ func TestNothingIsDefinedTwice(t *testing.T) {
 		}
 		for _, m := range defines.FindAllStringSubmatch(string(file.Data), -1) {
 			what := fmt.Sprint(m[1], " ", m[2])
-			if first, twice := where[what]; twice {
-				t.Errorf("%s is defined in %s and in %s", what, first, path)
-			}
+			first, twice := where[what]
+			assert.Truef(t, !twice, "%s is defined in %s and in %s", what, first, path)
 			where[what] = path
 		}
 	}
-	if len(where) < 200 {
-		t.Errorf("%d definitions: the test does not see them", len(where))
-	}
+	assert.Truef(t, len(where) >= 200, "%d definitions: the test does not see them", len(where))
 }
 
 // The code can be applied again, and with its bodies checked: a new database has it without, because functions call
@@ -163,9 +156,8 @@ func TestTheBodiesOfAllCodeAreValid(t *testing.T) {
 	for path, file := range next(t, nil) {
 		if strings.HasPrefix(path, "schema/") {
 			_, code, _ := strings.Cut(string(file.Data), "\n-- Code\n")
-			if _, err := db.Exec(t.Context(), code, pgx.QueryExecModeSimpleProtocol); err != nil {
-				t.Errorf("%s: %v", path, err)
-			}
+			_, err := db.Exec(t.Context(), code, pgx.QueryExecModeSimpleProtocol)
+			assert.NoError(t, err, path)
 		}
 	}
 }

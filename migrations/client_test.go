@@ -57,9 +57,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 		{`select refused from lock_agent_execution($1::text::uuid, 'worker 2') where $2 <> ''`, "ended"},
 	}, id, second)
 	_, err := conn.Exec(t.Context(), `select read_agent_execution($1::text::uuid, $2)`, id, first)
-	if !postgres.IsCode(err, "LK001") {
-		t.Errorf("read under a void lock: %v", err)
-	}
+	assert.Truef(t, postgres.IsCode(err, "LK001"), "read under a void lock: %v", err)
 }
 
 // asked is a question and its answer.
@@ -78,13 +76,12 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	conn := client(t, db.Config().ConnConfig)
-	if got := pgtest.Value[string](t, conn, `
+	got := pgtest.Value[string](t, conn, `
 		select coalesce(string_agg(c.relname || ' ' || p.privilege, ', '), '') from pg_class c
 		 cross join unnest(array['select', 'insert', 'update', 'delete', 'truncate', 'references', 'trigger']) p (privilege)
 		 where c.relnamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace) and c.relkind in ('r', 'p', 'v')
-		   and not (c.relkind = 'v' and p.privilege = 'select') and has_table_privilege(c.oid, p.privilege)`); got != "" {
-		t.Errorf("rights beyond reading views: %s", got)
-	}
+		   and not (c.relkind = 'v' and p.privilege = 'select') and has_table_privilege(c.oid, p.privilege)`)
+	assert.Equal(t, "", got, "rights beyond reading views")
 	called := `
 		select count(*)::text from pg_proc p where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
 		   and has_schema_privilege(p.pronamespace, 'usage') and has_function_privilege(p.oid, 'execute')`
@@ -93,9 +90,8 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 		select coalesce(string_agg(p.proname, ', '), '') || count(*) from pg_proc p
 		 where p.pronamespace = 'public'::regnamespace
 		   and (not p.prosecdef or obj_description(p.oid, 'pg_proc') is null)`))
-	if n := pgtest.Value[int](t, db, `select count(*) from pg_proc where pronamespace = 'public'::regnamespace`); n > 30 {
-		t.Errorf("the contract has %d functions, want at most 30", n)
-	}
+	n := pgtest.Value[int](t, db, `select count(*) from pg_proc where pronamespace = 'public'::regnamespace`)
+	assert.Truef(t, n <= 30, "the contract has %d functions, want at most 30", n)
 	for what, sql := range map[string]string{
 		"a table":         `select from agent_executions`,
 		"a write":         `update agent_executions set status = 'completed'`,
@@ -106,9 +102,8 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 		"River":           `select from river.river_job`,
 		"another's limit": `select set_agent_limits('{}')`,
 	} {
-		if _, err := conn.Exec(t.Context(), sql); !postgres.IsCode(err, "42501") {
-			t.Errorf("%s: %v, want SQLSTATE 42501", what, err)
-		}
+		_, err := conn.Exec(t.Context(), sql)
+		assert.Truef(t, postgres.IsCode(err, "42501"), "%s: %v, want SQLSTATE 42501", what, err)
 	}
 	views := pgtest.Column[string](t, db, `
 		select c.relname::text from pg_class c
@@ -116,8 +111,7 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 		   and has_table_privilege('agent_client', c.oid, 'select')`)
 	require.Equal(t, 13, len(views), views)
 	for _, view := range views {
-		if _, err := conn.Exec(t.Context(), `select * from `+view); err != nil {
-			t.Errorf("%s: %v", view, err)
-		}
+		_, err := conn.Exec(t.Context(), `select * from `+view)
+		assert.NoError(t, err, view)
 	}
 }

@@ -69,9 +69,7 @@ func TestWhoTakesAClaimAwayDoesNotHoldItsWritesUp(t *testing.T) {
 		}()
 		blocked(t, db, 1, take)
 		pgtest.Exec(t, tx, `select from agent_executions where id = $1::uuid for no key update`, id)
-		if err := tx.Commit(t.Context()); err != nil {
-			t.Errorf("%s: the write: %v", take, err)
-		}
+		assert.NoError(t, tx.Commit(t.Context()), take, "the write")
 		assert.NoError(t, <-took, take)
 		assert.Equal(t, 2, pgtest.Value[int](t, db, `select claim from agent_executions where id = $1::uuid`, id), take)
 	}
@@ -110,10 +108,8 @@ func TestAnEndWaitsForWritesUnderWayAndNoneComesAfterIt(t *testing.T) {
 	blocked(t, db, 1, "complete_agent_execution")
 	require.NoError(t, tx.Commit(t.Context()))
 	require.NoError(t, <-ended)
-	if late := pgtest.Value[bool](t, db, `select bool_or(c.created_at > x.completed_at) from agent_checkpoints c
-		join agent_executions x on x.id = c.execution_id`); late {
-		t.Error("a checkpoint is younger than the end of its execution")
-	}
+	assert.True(t, !pgtest.Value[bool](t, db, `select bool_or(c.created_at > x.completed_at) from agent_checkpoints c
+		join agent_executions x on x.id = c.execution_id`), "a checkpoint is younger than the end of its execution")
 }
 
 func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
@@ -135,15 +131,12 @@ func TestBadEndsAndWaitsAreRefusedAndChangeNothing(t *testing.T) {
 		"the end's event id": `select deliver_agent_event('EVENT_COMPLETED', 'k', '{}', 'completed ' || $1::text)`,
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, err := db.Exec(t.Context(), query, id); !postgres.IsCode(err, "22023") {
-				t.Errorf("error %v, want SQLSTATE 22023", err)
-			}
+			_, err := db.Exec(t.Context(), query, id)
+			assert.Truef(t, postgres.IsCode(err, "22023"), "error %v, want SQLSTATE 22023", err)
 		})
 	}
-	if got := pgtest.Value[string](t, db, `select status || claim || (select count(*) from agent_events)
-		from agent_executions`); got != "running10" {
-		t.Errorf("status, claim and events are %s, want them unchanged", got)
-	}
+	assert.Equal(t, "running10", pgtest.Value[string](t, db, `select status || claim || (select count(*) from agent_events)
+		from agent_executions`), "status, claim and events", "want them unchanged")
 }
 
 // A row that is claimed and does not run would stop every sweep, because a lost claim could not end it.
@@ -174,9 +167,8 @@ func TestPartitionsAreMadeBesideAReader(t *testing.T) {
 	pgtest.Exec(t, tx, `select count(*) from agent_activity`)
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
-	if _, err := migrations.EnsureMonths(ctx, db, nil, 5); err != nil {
-		t.Fatalf("partitions beside a reader: %v", err)
-	}
+	_, err := migrations.EnsureMonths(ctx, db, nil, 5)
+	require.NoError(t, err, "partitions beside a reader")
 	pgtest.Exec(t, db, `insert into agent_activity (id, trace_id, skill_name)
 		values (lanekeeper.agent_uuid7(clock_timestamp() + interval '5 months'), 'fl_x', 'x')`)
 }
@@ -184,10 +176,8 @@ func TestPartitionsAreMadeBesideAReader(t *testing.T) {
 func TestAFloorIsNotAboveItsTime(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
-	if !pgtest.Value[bool](t, db, `select lanekeeper.agent_uuid7_floor(t) <= lanekeeper.agent_uuid7(t)
-		from (select timestamptz '2026-01-01 00:00:00.0016' t) x`) {
-		t.Error("the floor of a time is above an id made at that time")
-	}
+	assert.True(t, pgtest.Value[bool](t, db, `select lanekeeper.agent_uuid7_floor(t) <= lanekeeper.agent_uuid7(t)
+		from (select timestamptz '2026-01-01 00:00:00.0016' t) x`), "the floor of a time is above an id made at that time")
 }
 
 func TestADayOfSpendIsFoundByIndex(t *testing.T) {
@@ -196,9 +186,8 @@ func TestADayOfSpendIsFoundByIndex(t *testing.T) {
 	tx := pgtest.Begin(t, db)
 	pgtest.Exec(t, tx, `set local enable_seqscan = off`)
 	plan := pgtest.Column[string](t, tx, `explain (costs off) select * from agent_spend where day = current_date`)
-	if text := strings.Join(plan, "\n"); strings.Contains(text, "Seq Scan") {
-		t.Errorf("the plan reads whole partitions:\n%s", text)
-	}
+	text := strings.Join(plan, "\n")
+	assert.Truef(t, !strings.Contains(text, "Seq Scan"), "the plan reads whole partitions:\n%s", text)
 }
 
 func TestAnActivityOfAnOldClaimIsRefused(t *testing.T) {
@@ -219,10 +208,9 @@ func TestTheClaimThatParkedALaneCannotGiveItAway(t *testing.T) {
 	id := claimed(t, db)
 	pgtest.Exec(t, db, `select acquire_agent_lock('thread:1', $1 || '#1', 60)`, id)
 	pgtest.Exec(t, db, park, id, "wait")
-	if pgtest.Value[bool](t, db, `select release_agent_lock('thread:1', $1 || '#1')`, id) ||
-		!pgtest.Value[bool](t, db, `select is_agent_lock_held('thread:1')`) {
-		t.Error("a claim that is over released the lane that its execution keeps while it waits")
-	}
+	assert.True(t, !pgtest.Value[bool](t, db, `select release_agent_lock('thread:1', $1 || '#1')`, id) &&
+		pgtest.Value[bool](t, db, `select is_agent_lock_held('thread:1')`),
+		"a claim that is over released the lane that its execution keeps while it waits")
 }
 
 func TestTheClaimThatParkedALaneMayNotWriteUnderItsToken(t *testing.T) {
@@ -234,7 +222,6 @@ func TestTheClaimThatParkedALaneMayNotWriteUnderItsToken(t *testing.T) {
 	if _, err := db.Exec(t.Context(), `select fence_agent_lock('thread:1', $1)`, token); !postgres.IsCode(err, "LK001") {
 		t.Errorf("a write under the token of the claim that parked: %v, want SQLSTATE LK001", err)
 	}
-	if next := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'thread:1'`); next <= token {
-		t.Errorf("the parked lane's token is %d, not more than %d", next, token)
-	}
+	next := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'thread:1'`)
+	assert.Truef(t, next > token, "the parked lane's token is %d, not more than %d", next, token)
 }

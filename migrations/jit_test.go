@@ -3,6 +3,7 @@ package migrations_test
 import (
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -13,7 +14,5 @@ func TestWhatAvoidsScansIsNotCompiled(t *testing.T) {
 	compiled := pgtest.Column[string](t, pgtest.DB(t), `
 		select p.oid::regprocedure::text from pg_proc p
 		 where 'enable_seqscan=off' = any (p.proconfig) and not 'jit=off' = any (p.proconfig)`)
-	if len(compiled) > 0 {
-		t.Errorf("these set enable_seqscan = off and not jit = off: %q", compiled)
-	}
+	assert.Truef(t, len(compiled) == 0, "these set enable_seqscan = off and not jit = off: %q", compiled)
 }

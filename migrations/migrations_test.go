@@ -66,9 +66,7 @@ func TestOnlyThisVersionsSchemaIsAccepted(t *testing.T) {
 			pgtest.Exec(t, db, test.change)
 			assert.ErrorIs(t, migrations.Check(t.Context(), db), test.want)
 			names, err := migrations.Up(t.Context(), db)
-			if !errors.Is(err, test.want) || len(names) != 0 {
-				t.Errorf("Up: %v, %v, want %v", names, err, test.want)
-			}
+			assert.Truef(t, errors.Is(err, test.want) && len(names) == 0, "Up: %v, %v, want %v", names, err, test.want)
 		})
 	}
 }
@@ -105,9 +103,8 @@ func TestADatabaseOfAnotherProgramIsToldFromOneOfItsOwn(t *testing.T) {
 			err := db.QueryRow(t.Context(), `
 				select (select count(*) from pg_class where relnamespace = 'public'::regnamespace),
 				       (select count(*) from pg_namespace where nspname = 'river')`).Scan(&relations, &schemas)
-			if err != nil || relations != 1 || schemas != 0 {
-				t.Errorf("%d relations and %d schemas are there (%v), want theirs alone", relations, schemas, err)
-			}
+			assert.Truef(t, err == nil && relations == 1 && schemas == 0,
+				"%d relations and %d schemas are there (%v), want theirs alone", relations, schemas, err)
 		})
 	}
 }
@@ -157,20 +154,16 @@ func TestUUID7(t *testing.T) {
 		  where before is not null`) {
 		t.Error("ids of consecutive microseconds are out of order")
 	}
-	if !pgtest.Value[bool](t, db,
+	assert.True(t, pgtest.Value[bool](t, db,
 		`select bool_and(lanekeeper.agent_uuid7()::text ~ '^[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab]')
-			from generate_series(1, 500)`) {
-		t.Error("wrong version or variant")
-	}
+			from generate_series(1, 500)`), "wrong version or variant")
 	assert.Equal(t, 5000, pgtest.Value[int](t, db, `select count(distinct lanekeeper.agent_uuid7('2026-01-01'))
 		from generate_series(1, 5000)`))
-	if !pgtest.Value[bool](t, db, `
+	assert.True(t, pgtest.Value[bool](t, db, `
 		select bool_and(lanekeeper.agent_uuid7(at) >= lanekeeper.agent_uuid7_floor(at)
 		  and lanekeeper.agent_uuid7(at - interval '1 ms') < lanekeeper.agent_uuid7_floor(at))
 		  from (select '2026-01-02 03:04:05.678'::timestamptz + n * interval '1 ms' as at
-		    from generate_series(1, 500) n) t`) {
-		t.Error("agent_uuid7_floor is not between two milliseconds")
-	}
+		    from generate_series(1, 500) n) t`), "agent_uuid7_floor is not between two milliseconds")
 }
 
 func TestTraceIDsMadeInSQLAreTraceIDs(t *testing.T) {
@@ -270,7 +263,5 @@ func TestNoFunctionCallsOneThatIsGone(t *testing.T) {
 		 cross join lateral regexp_matches(p.prosrc, 'lanekeeper\.(\w+)\s*\(', 'g') m
 		 where p.pronamespace in ('public'::regnamespace, 'lanekeeper'::regnamespace)
 		   and not exists (select from pg_proc q where q.pronamespace = 'lanekeeper'::regnamespace and q.proname = m[1])`)
-	if len(gone) > 0 {
-		t.Errorf("functions that do not exist: %v", gone)
-	}
+	assert.Truef(t, len(gone) == 0, "functions that do not exist: %v", gone)
 }

@@ -53,9 +53,8 @@ func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			db, owner := along(t, c.path, c.before)
 			there := pgtest.Value[int](t, owner, written)
-			if _, err := migrations.Up(t.Context(), db); err == nil || !strings.Contains(err.Error(), c.says) {
-				t.Errorf("got %v, want %q", err, c.says)
-			}
+			_, err := migrations.Up(t.Context(), db)
+			assert.Truef(t, err != nil && strings.Contains(err.Error(), c.says), "got %v, want %q", err, c.says)
 			if got := pgtest.Value[int](t, owner, written); got != there ||
 				pgtest.Value[bool](t, owner, `select exists (select from pg_namespace where nspname = 'river')`) {
 				t.Errorf("%d relations are there, want %d and no schema of River's", got, there)
@@ -86,10 +85,9 @@ func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
 	pool, err := pgxpool.NewWithConfig(t.Context(), weak)
 	require.NoError(t, err)
 	t.Cleanup(pool.Close)
-	if _, err := migrations.Up(t.Context(), pool); err == nil ||
-		!strings.Contains(err.Error(), `"pg_monitor" may not create tables in the schema "public"`) {
-		t.Errorf("got %v", err)
-	}
+	_, err = migrations.Up(t.Context(), pool)
+	assert.Truef(t, err != nil &&
+		strings.Contains(err.Error(), `"pg_monitor" may not create tables in the schema "public"`), "got %v", err)
 }
 
 // Who serves and is not the owner is told at once, and not when the last month of the log is over; as its member it
@@ -105,10 +103,9 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 	other := pgx.Identifier{database + "_login"}.Sanitize()
 	pgtest.Exec(t, owner, `create role `+other+` login`)
 	t.Cleanup(func() {
-		if _, err := owner.Exec(context.WithoutCancel(t.Context()), `drop owned by `+other+`; drop role `+other,
-			pgx.QueryExecModeSimpleProtocol); err != nil {
-			t.Error(err)
-		}
+		_, err := owner.Exec(context.WithoutCancel(t.Context()), `drop owned by `+other+`; drop role `+other,
+			pgx.QueryExecModeSimpleProtocol)
+		assert.NoError(t, err)
 	})
 	pgtest.Exec(t, owner, `grant select, insert, update, delete on all tables in schema public to `+other)
 	as := func() *pgxpool.Pool {
@@ -120,9 +117,7 @@ func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
 		return pool
 	}
 	err = migrations.Rights(t.Context(), as())
-	if err == nil || !strings.Contains(err.Error(), `belong to "`+user+`"`) {
-		t.Fatalf("another: %v", err)
-	}
+	require.Truef(t, err != nil && strings.Contains(err.Error(), `belong to "`+user+`"`), "another: %v", err)
 	_, todo, _ := strings.Cut(err.Error(), "or run: ")
 	for statement := range strings.SplitSeq(todo, "; ") {
 		pgtest.Exec(t, owner, statement)
@@ -143,21 +138,19 @@ func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
 	plain := pgtest.Value[string](t, owner, `select lower(current_database() || '_plain')`)
 	pgtest.Exec(t, owner, `create role `+plain)
 	t.Cleanup(func() {
-		if _, err := owner.Exec(context.WithoutCancel(t.Context()),
+		_, err := owner.Exec(context.WithoutCancel(t.Context()),
 			`reassign owned by `+plain+` to current_user; drop owned by `+plain+`; drop role `+plain,
-			pgx.QueryExecModeSimpleProtocol); err != nil {
-			t.Error(err)
-		}
+			pgx.QueryExecModeSimpleProtocol)
+		assert.NoError(t, err)
 	})
 	pgtest.Exec(t, owner, `alter table agent_activity owner to `+plain)
 	pgtest.Exec(t, owner, `alter table agent_pauses owner to `+plain)
 	as := opened(t, owner.Config().ConnString(), "role", plain)
 	rights := func(told string) {
 		t.Helper()
-		if err := migrations.Rights(t.Context(), as); (err == nil) != (told == "") || err != nil &&
-			!strings.Contains(err.Error(), told) {
-			t.Errorf("got %v, not %q", err, told)
-		}
+		err := migrations.Rights(t.Context(), as)
+		assert.Truef(t, (err == nil) == (told == "") && (err == nil || strings.Contains(err.Error(), told)),
+			"got %v, not %q", err, told)
 	}
 	rights("")
 	pgtest.Exec(t, owner, `alter table agent_pauses enable row level security`)

@@ -177,15 +177,12 @@ func read(t *testing.T, path string) string {
 func judge(t *testing.T, name string, found []string) {
 	t.Helper()
 	for _, what := range found {
-		if allowed[name][what] == "" {
-			t.Errorf("%s %s. A process of the release before may be running: see docs/upgrading.md. If none minds, say why in "+
+		assert.Truef(t, allowed[name][what] != "",
+			"%s %s. A process of the release before may be running: see docs/upgrading.md. If none minds, say why in "+
 				"allowed_test.go", name, what)
-		}
 	}
 	for what := range allowed[name] {
-		if !slices.Contains(found, what) {
-			t.Errorf("%s does not do this: %s. Remove it from allowed_test.go", name, what)
-		}
+		assert.Truef(t, slices.Contains(found, what), "%s does not do this: %s. Remove it from allowed_test.go", name, what)
 	}
 }
 

@@ -96,14 +96,12 @@ func TestAMigrationThatWaitsForALockLetsOthersPass(t *testing.T) {
 	blocked(t, db, 1, "add column more")
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
-	if _, err := db.Exec(ctx, `select count(*) from agent_executions`); err != nil {
-		t.Fatalf("a reader behind the migration: %v", err)
-	}
+	_, err := db.Exec(ctx, `select count(*) from agent_executions`)
+	require.NoError(t, err, "a reader behind the migration")
 	require.NoError(t, reader.Commit(t.Context()))
 	ended(t, done)
-	if !pgtest.Value[bool](t, db, `select exists (select from agent_migrations where version = 9001)`) {
-		t.Error("the migration is not recorded")
-	}
+	assert.True(t, pgtest.Value[bool](t, db, `select exists (select from agent_migrations where version = 9001)`),
+		"the migration is not recorded")
 }
 
 // The session with the lock is idle in a transaction for as long as a file takes, and the pool's sessions are ended
@@ -117,9 +115,7 @@ func TestALongMigrationKeepsItsLock(t *testing.T) {
 		insert into witness select exists (select from pg_locks where locktype = 'advisory' and granted
 		   and database = (select oid from pg_database where datname = current_database()))`}))
 	require.NoError(t, err)
-	if !pgtest.Value[bool](t, db, `select held from witness`) {
-		t.Error("the lock was lost while a file was applied")
-	}
+	assert.True(t, pgtest.Value[bool](t, db, `select held from witness`), "the lock was lost while a file was applied")
 }
 
 const index = "-- outside a transaction\n" +
@@ -150,17 +146,14 @@ func TestAnIndexThatWasLeftHalfBuiltIsBuiltAgain(t *testing.T) {
 	insertExecution(t, db)
 	second := insertExecution(t, db)
 	later := next(t, map[string]string{"9001_index.sql": index})
-	if err := <-upgrade(t, db, later); !postgres.IsCode(err, "23505") {
-		t.Fatalf("a unique index on what is not unique: %v", err)
-	}
-	if pgtest.Value[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`) {
-		t.Fatal("nothing was left half built")
-	}
+	err := <-upgrade(t, db, later)
+	require.Truef(t, postgres.IsCode(err, "23505"), "a unique index on what is not unique: %v", err)
+	require.True(t, !pgtest.Value[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`),
+		"nothing was left half built")
 	pgtest.Exec(t, db, `update agent_executions set flow = 'another' where id = $1::uuid`, second)
 	ended(t, upgrade(t, db, later))
-	if !pgtest.Value[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`) {
-		t.Error("the index was left half built")
-	}
+	assert.True(t, pgtest.Value[bool](t, db, `select indisvalid from pg_index where indexrelid = 'by_flow'::regclass`),
+		"the index was left half built")
 }
 
 // Code that has changed is applied with the change it came with, or alone, and other code is not applied again.
@@ -183,9 +176,8 @@ func TestChangedCodeIsAppliedOnceMore(t *testing.T) {
 		{with(change, "select 2 from more"), []string{"9001_more.sql", "code of 010_types"}},
 		{with(change, "select 3"), []string{"code of 010_types"}},
 	} {
-		if got, err := migrations.UpWith(t.Context(), db, c.version); err != nil || !slices.Equal(got, c.want) {
-			t.Fatalf("applied %v (%v), want %v", got, err, c.want)
-		}
+		got, err := migrations.UpWith(t.Context(), db, c.version)
+		require.Truef(t, err == nil && slices.Equal(got, c.want), "applied %v (%v), want %v", got, err, c.want)
 	}
 	assert.Equal(t, 3, pgtest.Value[int](t, db, `select f()`))
 }
@@ -197,14 +189,10 @@ func TestAChangeWithoutItsCodeIsNotApplied(t *testing.T) {
 	broken := next(t, map[string]string{"9001_more.sql": `create table more (id int)`})
 	broken["schema/010_types.sql"].Data = append(broken["schema/010_types.sql"].Data,
 		"create or replace function f() returns nothing language sql as '';\n"...)
-	if _, err := migrations.UpWith(t.Context(), db, broken); err == nil ||
-		!strings.Contains(err.Error(), "code of 010_types") {
-		t.Fatalf("code with an error: %v", err)
-	}
-	if pgtest.Value[bool](t, db, `select to_regclass('more') is not null
-		or exists (select from agent_migrations where version = 9001)`) {
-		t.Error("the change is there without its code")
-	}
+	_, err := migrations.UpWith(t.Context(), db, broken)
+	require.Truef(t, err != nil && strings.Contains(err.Error(), "code of 010_types"), "code with an error: %v", err)
+	assert.True(t, !pgtest.Value[bool](t, db, `select to_regclass('more') is not null
+		or exists (select from agent_migrations where version = 9001)`), "the change is there without its code")
 }
 
 // A limit for everybody's statements would cut a long migration off at the same place each time.
@@ -242,11 +230,8 @@ func TestAMigrationWithOneConnectionIsRefused(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
 	url := pgtest.EmptyURL(t)
-	if _, err := migrations.Up(ctx, opened(t, url, "pool_max_conns", "1")); err == nil ||
-		!strings.Contains(err.Error(), "set it to 2 or more") {
-		t.Errorf("with one connection: %v", err)
-	}
-	if _, err := migrations.Up(ctx, opened(t, url, "pool_max_conns", "2")); err != nil {
-		t.Errorf("with two connections: %v", err)
-	}
+	_, err := migrations.Up(ctx, opened(t, url, "pool_max_conns", "1"))
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "set it to 2 or more"), "with one connection: %v", err)
+	_, err = migrations.Up(ctx, opened(t, url, "pool_max_conns", "2"))
+	assert.NoError(t, err, "with two connections")
 }

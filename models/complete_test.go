@@ -54,18 +54,14 @@ func TestCompleteReturnsTheTextItShowed(t *testing.T) {
 	req.OnDelta = func(text string) { shown.WriteString(text) }
 	resp := complete(t, client(t, server), req)
 
-	if resp.Message.Content != "The orders table is the largest, with 42 MB." || shown.String() != resp.Message.Content {
-		t.Errorf("text = %q, shown %q", resp.Message.Content, shown.String())
-	}
+	assert.Truef(t, resp.Message.Content == "The orders table is the largest, with 42 MB." &&
+		shown.String() == resp.Message.Content, "text = %q, shown %q", resp.Message.Content, shown.String())
 	want := models.Usage{PromptTokens: 1000, CompletionTokens: 500, TotalTokens: 1500, CachedTokens: 200}
 	assert.NoDiff(t, want, resp.Usage)
-	if cost := (800*0.15 + 200*0.075 + 500*0.60) / 1e6; !resp.Priced || resp.CostUSD != cost {
-		t.Errorf("cost = %v (priced %v), want %v", resp.CostUSD, resp.Priced, cost)
-	}
-	if resp.FinishReason != models.FinishStop || resp.Model != "gpt-4o-mini" || resp.Attempts != 1 ||
-		resp.Duration <= 0 {
-		t.Errorf("response = %+v", resp)
-	}
+	cost := (800*0.15 + 200*0.075 + 500*0.60) / 1e6
+	assert.Truef(t, resp.Priced && resp.CostUSD == cost, "cost = %v (priced %v), want %v", resp.CostUSD, resp.Priced, cost)
+	assert.Truef(t, resp.FinishReason == models.FinishStop && resp.Model == "gpt-4o-mini" && resp.Attempts == 1 &&
+		resp.Duration > 0, "response = %+v", resp)
 }
 
 func TestCompleteSendsWhatWasAsked(t *testing.T) {
@@ -82,20 +78,14 @@ func TestCompleteSendsWhatWasAsked(t *testing.T) {
 	complete(t, c, req)
 
 	first, second := server.Requests()[0], server.Requests()[1]
-	if first.IdempotencyKey() != "exec-1/step-2" || first.Header.Get("Authorization") != "Bearer "+key {
-		t.Errorf("headers = %v", first.Header)
-	}
-	if !first.Stream || first.StreamOptions == nil || !first.StreamOptions.IncludeUsage ||
-		!strings.Contains(first.Body, `"max_tokens":77`) {
-		t.Errorf("request = %s", first.Body)
-	}
+	assert.Truef(t, first.IdempotencyKey() == "exec-1/step-2" && first.Header.Get("Authorization") == "Bearer "+key,
+		"headers = %v", first.Header)
+	assert.Truef(t, first.Stream && first.StreamOptions != nil && first.StreamOptions.IncludeUsage &&
+		strings.Contains(first.Body, `"max_tokens":77`), "request = %s", first.Body)
 	assert.Contains(t, first.Body, `"temperature":`)
-	if first.Messages[1].Content == "" {
-		t.Error("the answer of a tool was sent without content, which servers refuse")
-	}
-	if second.Model != "o3" || strings.Contains(second.Body, `"max_tokens"`) || second.MaxCompletionTokens != 77 {
-		t.Errorf("request to o3 = %s", second.Body)
-	}
+	assert.True(t, first.Messages[1].Content != "", "the answer of a tool was sent without content, which servers refuse")
+	assert.Truef(t, second.Model == "o3" && !strings.Contains(second.Body, `"max_tokens"`) &&
+		second.MaxCompletionTokens == 77, "request to o3 = %s", second.Body)
 }
 
 func TestACallThatNoServerTakesBackIsRepaired(t *testing.T) {
@@ -120,10 +110,9 @@ func TestACallThatNoServerTakesBackIsRepaired(t *testing.T) {
 				models.Message{Role: models.RoleTool, ToolCallID: "call_1", Name: test.called, Content: "no"})
 			complete(t, client(t, server), req)
 			sent := server.Requests()[0].Messages
-			if got := sent[1].ToolCalls[0].Function; got.Name != test.name || got.Arguments != test.sent ||
-				sent[2].Name != test.name {
-				t.Errorf("sent %+v and the answer of %q, want %q with %s", got, sent[2].Name, test.name, test.sent)
-			}
+			got := sent[1].ToolCalls[0].Function
+			assert.Truef(t, got.Name == test.name && got.Arguments == test.sent && sent[2].Name == test.name,
+				"sent %+v and the answer of %q, want %q with %s", got, sent[2].Name, test.name, test.sent)
 			if kept := req.Messages[1].ToolCalls[0]; kept.Name != test.called || kept.Arguments != test.arguments {
 				t.Errorf("the caller's own message was changed to %+v", kept)
 			}
@@ -201,9 +190,7 @@ func TestToolCallsHaveOneFormWhateverTheDialect(t *testing.T) {
 				ids[call.ID] = true
 			}
 			assert.NoDiff(t, test.want, got)
-			if ids[""] || len(ids) != len(got) {
-				t.Errorf("ids are missing or repeated: %v", ids)
-			}
+			assert.Truef(t, !ids[""] && len(ids) == len(got), "ids are missing or repeated: %v", ids)
 			assert.Equal(t, models.FinishToolCalls, resp.FinishReason)
 		})
 	}
@@ -217,9 +204,8 @@ func TestMissingIDsAreDerivedFromTheRequest(t *testing.T) {
 	first := complete(t, c, ask("one")).Message.ToolCalls[0].ID
 	again := complete(t, c, ask("one")).Message.ToolCalls[0].ID
 	other := complete(t, c, ask("two")).Message.ToolCalls[0].ID
-	if first != again || first == other {
-		t.Errorf("ids = %s, %s for the same request and %s for another", first, again, other)
-	}
+	assert.Truef(t, first == again && first != other,
+		"ids = %s, %s for the same request and %s for another", first, again, other)
 }
 
 func TestUsageIsEstimatedWhenTheServerIsSilent(t *testing.T) {
@@ -230,9 +216,7 @@ func TestUsageIsEstimatedWhenTheServerIsSilent(t *testing.T) {
 	// no word is as long
 	want := models.Usage{PromptTokens: 12 + 8 + 8 + 8, CompletionTokens: 12 + 76, TotalTokens: 124, Estimated: true}
 	assert.NoDiff(t, want, resp.Usage)
-	if resp.Priced || resp.CostUSD != 0 {
-		t.Errorf("an unknown model was priced at %v", resp.CostUSD)
-	}
+	assert.Truef(t, !resp.Priced && resp.CostUSD == 0, "an unknown model was priced at %v", resp.CostUSD)
 }
 
 func TestUsageThatCannotBeIsEstimated(t *testing.T) {
@@ -296,9 +280,8 @@ func TestDialectIsLearntOnce(t *testing.T) {
 			var shown string
 			req.OnDelta = func(text string) { shown += text }
 			for range 2 {
-				if resp := complete(t, c, req); resp.Message.Content != "ok" || resp.Usage.TotalTokens == 0 {
-					t.Errorf("response = %+v", resp)
-				}
+				resp := complete(t, c, req)
+				assert.Truef(t, resp.Message.Content == "ok" && resp.Usage.TotalTokens != 0, "response = %+v", resp)
 			}
 			assert.Equal(t, 3, len(server.Requests()))
 			assert.Equal(t, "okok", shown)
@@ -327,9 +310,8 @@ func TestEndOfContextEndsTheCall(t *testing.T) {
 		return modeltest.Hang()
 	})
 	_, err := client(t, server).Complete(ctx, ask("hi"))
-	if !errors.Is(err, context.Canceled) || !errors.Is(err, lost) {
-		t.Errorf("err = %v, want the context's end and its cause", err)
-	}
+	assert.Truef(t, errors.Is(err, context.Canceled) && errors.Is(err, lost),
+		"err = %v, want the context's end and its cause", err)
 }
 
 func TestNewRefusesWhatCannotWork(t *testing.T) {
@@ -351,9 +333,8 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := models.New(test.config)
-			if err == nil || !strings.Contains(err.Error(), test.want) || strings.Contains(err.Error(), "hunter2") {
-				t.Errorf("err = %v, want one about %s, without the secret", err, test.want)
-			}
+			assert.Truef(t, err != nil && strings.Contains(err.Error(), test.want) && !strings.Contains(err.Error(), "hunter2"),
+				"err = %v, want one about %s, without the secret", err, test.want)
 		})
 	}
 }
@@ -368,9 +349,8 @@ func TestAQuoteIsMoreThanWasUsed(t *testing.T) {
 	quote := c.Quote(req)
 	tokens, cost := quote.PromptTokens+quote.AnswerTokens, quote.PromptUSD+float64(quote.AnswerTokens)*quote.TokenUSD
 	resp := complete(t, c, req)
-	if tokens < resp.Usage.TotalTokens || tokens > 1000 || cost < resp.CostUSD || cost > 0.001 {
-		t.Errorf("quoted %d tokens, $%v; used %d, $%v", tokens, cost, resp.Usage.TotalTokens, resp.CostUSD)
-	}
+	assert.Truef(t, tokens >= resp.Usage.TotalTokens && tokens <= 1000 && cost >= resp.CostUSD && cost <= 0.001,
+		"quoted %d tokens, $%v; used %d, $%v", tokens, cost, resp.Usage.TotalTokens, resp.CostUSD)
 	req.MaxTokens = 0
 	for model, want := range map[string]int{"": models.DefaultMaxTokens, "o3": models.ThinkingMaxTokens} {
 		req.Model = model
@@ -439,9 +419,7 @@ func TestErrorsInStreamsAreSeenInEveryForm(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			server := modeltest.New(t, events(body))
 			_, err := client(t, server, func(c *models.Config) { c.Retry.Attempts = 1 }).Complete(t.Context(), ask("hi"))
-			if err == nil || !strings.HasSuffix(err.Error(), "too hot") {
-				t.Errorf("err = %v, want the server's words", err)
-			}
+			assert.Truef(t, err != nil && strings.HasSuffix(err.Error(), "too hot"), "err = %v, want the server's words", err)
 		})
 	}
 }

@@ -42,9 +42,8 @@ func TestWhatMayPassIsRepeated(t *testing.T) {
 			req.OnDelta = func(text string) { shown += text }
 			req.OnRestart = func() { shown = "" }
 			resp := complete(t, client(t, server), req)
-			if resp.Message.Content != "The answer." || resp.Attempts != 2 || shown != "The answer." {
-				t.Errorf("response = %+v, shown %q", resp, shown)
-			}
+			assert.Truef(t, resp.Message.Content == "The answer." && resp.Attempts == 2 && shown == "The answer.",
+				"response = %+v, shown %q", resp, shown)
 			for _, r := range server.Requests() {
 				assert.Equal(t, "k", r.IdempotencyKey())
 			}
@@ -89,12 +88,9 @@ func TestWhatWillNotPassIsNotRepeated(t *testing.T) {
 			server := modeltest.New(t, test.fault)
 			_, err := client(t, server).Complete(t.Context(), ask("hi"))
 			var failure *models.Error
-			if !errors.As(err, &failure) {
-				t.Fatalf("err = %v, want a *models.Error", err)
-			}
-			if failure.Status != test.status || failure.Retryable || !strings.Contains(err.Error(), test.want) {
-				t.Errorf("err = %+v, want status %d and %q", failure, test.status, test.want)
-			}
+			require.Truef(t, errors.As(err, &failure), "err = %v, want a *models.Error", err)
+			assert.Truef(t, failure.Status == test.status && !failure.Retryable && strings.Contains(err.Error(), test.want),
+				"err = %+v, want status %d and %q", failure, test.status, test.want)
 		})
 	}
 }
@@ -105,9 +101,8 @@ func TestAttemptsAreBounded(t *testing.T) {
 	server := modeltest.New(t, fault, fault, fault)
 	_, err := client(t, server).Complete(t.Context(), ask("hi"))
 	var failure *models.Error
-	if !errors.As(err, &failure) || failure.Status != http.StatusBadGateway || !failure.Retryable {
-		t.Errorf("err = %v", err)
-	}
+	assert.Truef(t, errors.As(err, &failure) && failure.Status == http.StatusBadGateway && failure.Retryable,
+		"err = %v", err)
 }
 
 func TestMidStreamErrorKeepsTheProvidersWords(t *testing.T) {
@@ -122,9 +117,8 @@ func TestRetryAfterIsHonoured(t *testing.T) {
 	t.Parallel()
 	server := modeltest.New(t, modeltest.Status(http.StatusTooManyRequests, time.Second), modeltest.Text("ok"))
 	resp := complete(t, client(t, server), ask("hi"))
-	if resp.Duration < time.Second {
-		t.Errorf("the request was repeated after %s, the server asked for a second", resp.Duration)
-	}
+	assert.Truef(t, resp.Duration >= time.Second,
+		"the request was repeated after %s, the server asked for a second", resp.Duration)
 }
 
 func TestLongWaitsAreLeftToTheCaller(t *testing.T) {
@@ -132,9 +126,8 @@ func TestLongWaitsAreLeftToTheCaller(t *testing.T) {
 	server := modeltest.New(t, modeltest.Status(http.StatusTooManyRequests, time.Hour))
 	_, err := client(t, server).Complete(t.Context(), ask("hi"))
 	var failure *models.Error
-	if !errors.As(err, &failure) || failure.RetryAfter != time.Hour || !failure.Retryable {
-		t.Errorf("err = %+v, want one to retry after an hour", failure)
-	}
+	assert.Truef(t, errors.As(err, &failure) && failure.RetryAfter == time.Hour && failure.Retryable,
+		"err = %+v, want one to retry after an hour", failure)
 }
 
 func TestNoWaitGoesBeyondTheDeadline(t *testing.T) {
@@ -144,9 +137,8 @@ func TestNoWaitGoesBeyondTheDeadline(t *testing.T) {
 	defer cancel()
 	_, err := client(t, server, func(c *models.Config) { c.Retry.MaxWait = time.Minute }).Complete(ctx, ask("hi"))
 	var failure *models.Error
-	if !errors.As(err, &failure) || ctx.Err() != nil {
-		t.Errorf("err = %v (context: %v), want the server's answer at once", err, ctx.Err())
-	}
+	assert.Truef(t, errors.As(err, &failure) && ctx.Err() == nil,
+		"err = %v (context: %v), want the server's answer at once", err, ctx.Err())
 }
 
 func TestSilenceEnds(t *testing.T) {
@@ -161,9 +153,8 @@ func TestSlowIsNotSilent(t *testing.T) {
 	slow := modeltest.Text(strings.Repeat("a slow word ", 90)).Slowly(50 * time.Millisecond)
 	server := modeltest.New(t, slow)
 	resp := complete(t, client(t, server, func(c *models.Config) { c.IdleTimeout = 2 * time.Second }), ask("hi"))
-	if resp.Attempts != 1 || resp.Duration < 2*time.Second {
-		t.Errorf("attempts = %d in %s", resp.Attempts, resp.Duration)
-	}
+	assert.Truef(t, resp.Attempts == 1 && resp.Duration >= 2*time.Second,
+		"attempts = %d in %s", resp.Attempts, resp.Duration)
 }
 
 func TestNoErrorAndNoLogShowsASecret(t *testing.T) {
@@ -174,13 +165,10 @@ func TestNoErrorAndNoLogShowsASecret(t *testing.T) {
 	var log bytes.Buffer
 	c := client(t, server, func(c *models.Config) { c.Logger = slog.New(slog.NewTextHandler(&log, nil)) })
 	_, err := c.Complete(t.Context(), ask("hi"))
-	if err == nil {
-		t.Fatal("no error")
-	}
+	require.Error(t, err)
 	for _, secret := range []string{key, "abcdefgh1234", "abcdef.ghijkl"} {
-		if strings.Contains(err.Error()+log.String(), secret) {
-			t.Errorf("%q is shown by:\n%s\n%s", secret, err, log.String())
-		}
+		assert.Truef(t, !strings.Contains(err.Error()+log.String(), secret),
+			"%q is shown by:\n%s\n%s", secret, err, log.String())
 	}
 	assert.Contains(t, log.String(), "model call repeated")
 }
@@ -196,9 +184,8 @@ func TestUnreachableServerSaysWhatToCheck(t *testing.T) {
 	require.NoError(t, err)
 	_, err = c.Complete(t.Context(), ask("hi"))
 	var failure *models.Error
-	if !errors.As(err, &failure) || !failure.Retryable || !strings.Contains(err.Error(), "OPENAI_BASE_URL") {
-		t.Errorf("err = %v", err)
-	}
+	assert.Truef(t, errors.As(err, &failure) && failure.Retryable && strings.Contains(err.Error(), "OPENAI_BASE_URL"),
+		"err = %v", err)
 }
 
 func TestNoModelIsRefusedBeforeItsServerWasAsked(t *testing.T) {
@@ -209,9 +196,8 @@ func TestNoModelIsRefusedBeforeItsServerWasAsked(t *testing.T) {
 		req.Model, req.MaxTokens, req.Temperature = model, 100, new(float32(0.5))
 		req.Tools = []models.Tool{{Name: "f"}}
 		resp, err := client(t, server).Complete(t.Context(), req)
-		if err != nil || len(resp.Message.ToolCalls) != 1 || server.Requests()[0].Model != model {
-			t.Errorf("%s: err = %v, %+v", model, err, resp.Message)
-		}
+		assert.Truef(t, err == nil && len(resp.Message.ToolCalls) == 1 && server.Requests()[0].Model == model,
+			"%s: err = %v, %+v", model, err, resp.Message)
 	}
 }
 
@@ -226,9 +212,7 @@ func TestNoErrorShowsWhatHeadersAndQuerySay(t *testing.T) {
 	shown := func(err error) {
 		t.Helper()
 		for _, secret := range []string{header, query, url.QueryEscape(query)} {
-			if err == nil || strings.Contains(err.Error(), secret) {
-				t.Errorf("%q is shown by: %v", secret, err)
-			}
+			assert.Truef(t, err != nil && !strings.Contains(err.Error(), secret), "%q is shown by: %v", secret, err)
 		}
 	}
 	words := "not with " + header + " and " + query
@@ -268,13 +252,11 @@ func TestAnAnswerThatIgnoresItsLimitIsCut(t *testing.T) {
 	resp := complete(t, client(t, server), req)
 	assert.Equal(t, models.FinishLength, resp.FinishReason)
 	assert.Equal(t, 1, resp.Attempts)
-	if n := resp.Usage.CompletionTokens; !resp.Usage.Estimated || n <= 50 || n > 1000 {
-		t.Errorf("usage is %+v, want what was really said", resp.Usage)
-	}
-	if resp.Message.Content != shown.String() || !resp.Unknown {
-		t.Errorf("%d bytes were shown, the answer has %d; what was used is unknown: %t", shown.Len(),
-			len(resp.Message.Content), resp.Unknown)
-	}
+	n := resp.Usage.CompletionTokens
+	assert.Truef(t, resp.Usage.Estimated && n > 50 && n <= 1000, "usage is %+v, want what was really said", resp.Usage)
+	assert.Truef(t, resp.Message.Content == shown.String() && resp.Unknown,
+		"%d bytes were shown, the answer has %d; what was used is unknown: %t", shown.Len(), len(resp.Message.Content),
+		resp.Unknown)
 	select {
 	case <-gone:
 	case <-time.After(90 * time.Second):
@@ -302,9 +284,8 @@ func TestACallThatWasCutBeforeItsArgumentsIsNone(t *testing.T) {
 		t.Errorf("response is %+v", resp)
 	}
 	resp := complete(t, c, ask("go"))
-	if len(resp.Message.ToolCalls) != 1 || resp.Message.ToolCalls[0].Arguments != "{}" {
-		t.Errorf("a whole call without arguments is %+v", resp.Message.ToolCalls)
-	}
+	assert.Truef(t, len(resp.Message.ToolCalls) == 1 && resp.Message.ToolCalls[0].Arguments == "{}",
+		"a whole call without arguments is %+v", resp.Message.ToolCalls)
 }
 
 func TestAnAttemptThatMayBeBilledIsToldBeforeAnother(t *testing.T) {
@@ -339,16 +320,14 @@ func TestAnAttemptThatMayBeBilledIsToldBeforeAnother(t *testing.T) {
 				return 77, nil
 			}
 			resp := complete(t, client(t, server, retries(2)), req)
-			if (told == 1) != test.billed || resp.Unknown || resp.Usage.TotalTokens != 161 {
-				t.Errorf("told %d times, response %+v", told, resp)
-			}
+			assert.Truef(t, (told == 1) == test.billed && !resp.Unknown && resp.Usage.TotalTokens == 161,
+				"told %d times, response %+v", told, resp)
 			if got := server.Requests()[1].MaxTokens; (got == 77) != test.billed { //nolint:staticcheck // what most servers know
 				t.Errorf("the second attempt was allowed %d tokens", got)
 			}
 			failed, err := client(t, server, retries(1)).Complete(t.Context(), req)
-			if err == nil || failed.Unknown != test.billed || failed.Usage != (models.Usage{}) {
-				t.Errorf("response %+v, err %v", failed, err)
-			}
+			assert.Truef(t, err != nil && failed.Unknown == test.billed && failed.Usage == (models.Usage{}),
+				"response %+v, err %v", failed, err)
 		})
 	}
 }
@@ -358,9 +337,8 @@ func TestACallerCanForbidAnotherAttempt(t *testing.T) {
 	server := modeltest.New(t, modeltest.Reset())
 	req, spent := ask("go"), errors.New("nothing is left")
 	req.BeforeRetry = func(context.Context) (int, error) { return 0, spent }
-	if resp, err := client(t, server).Complete(t.Context(), req); !errors.Is(err, spent) || resp.Unknown {
-		t.Errorf("response %+v, err %v", resp, err)
-	}
+	resp, err := client(t, server).Complete(t.Context(), req)
+	assert.Truef(t, errors.Is(err, spent) && !resp.Unknown, "response %+v, err %v", resp, err)
 }
 
 func TestAnInterruptedCallIsUnknown(t *testing.T) {
@@ -376,9 +354,7 @@ func TestAnInterruptedCallIsUnknown(t *testing.T) {
 		}
 	}
 	resp, err := client(t, server).Complete(ctx, req)
-	if err == nil || !resp.Unknown || resp.Message.Content != "" {
-		t.Errorf("response %+v, err %v", resp, err)
-	}
+	assert.Truef(t, err != nil && resp.Unknown && resp.Message.Content == "", "response %+v, err %v", resp, err)
 }
 
 // The transport of net/http repeats requests with an idempotency key by itself when a connection that was kept breaks.
@@ -390,9 +366,8 @@ func TestARequestIsNotSentAgainUnseen(t *testing.T) {
 	req.IdempotencyKey = "k"
 	complete(t, c, req)
 	resp, err := c.Complete(t.Context(), req)
-	if err == nil || !resp.Unknown || len(server.Requests()) != 2 {
-		t.Errorf("after %d requests: response %+v, err %v", len(server.Requests()), resp, err)
-	}
+	assert.Truef(t, err != nil && resp.Unknown && len(server.Requests()) == 2,
+		"after %d requests: response %+v, err %v", len(server.Requests()), resp, err)
 	if got := complete(t, c, req); got.Unknown || server.Requests()[2].IdempotencyKey() != "k" {
 		t.Errorf("response %+v, key %q", got, server.Requests()[2].IdempotencyKey())
 	}
@@ -419,10 +394,9 @@ func TestAUsageThatIsMissingIsUnknownWhereTheServerReportsIt(t *testing.T) {
 		{},
 		{Usage: models.Usage{Estimated: true}, Unknown: true},
 	} {
-		if got := complete(t, c, ask("go")); got.Unknown != want.Unknown || got.Usage.Estimated != want.Usage.Estimated ||
-			got.Usage.TotalTokens == 0 {
-			t.Errorf("answer %d: %+v", i, got)
-		}
+		got := complete(t, c, ask("go"))
+		assert.Truef(t, got.Unknown == want.Unknown && got.Usage.Estimated == want.Usage.Estimated &&
+			got.Usage.TotalTokens != 0, "answer %d: %+v", i, got)
 	}
 }
 

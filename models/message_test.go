@@ -51,10 +51,8 @@ func TestAnEarlierVersionReadsWhatIsRecordedNow(t *testing.T) {
 	require.NoError(t, err)
 	var old openai.ChatCompletionMessage
 	require.NoError(t, json.Unmarshal(stored, &old), stored)
-	if old.Content != m.Content || old.ReasoningContent != m.Reasoning || len(old.ToolCalls) != 1 ||
-		old.ToolCalls[0].Function.Name != "sizes" {
-		t.Errorf("read %+v of %s", old, stored)
-	}
+	assert.Truef(t, old.Content == m.Content && old.ReasoningContent == m.Reasoning && len(old.ToolCalls) == 1 &&
+		old.ToolCalls[0].Function.Name == "sizes", "read %+v of %s", old, stored)
 	var again models.Message
 	if err := json.Unmarshal(stored, &again); err != nil || cmp.Diff(m, again) != "" {
 		t.Errorf("read back (%v):\n%s", err, cmp.Diff(m, again))
@@ -94,22 +92,16 @@ func TestNobodySeesWhatIsOpaque(t *testing.T) {
 	var log strings.Builder
 	slog.New(slog.NewJSONHandler(&log, nil)).Info("said", "message", m, "opaque", hidden)
 	stored, err := json.Marshal(m)
-	if err != nil || !strings.Contains(string(stored), secret) {
-		t.Fatalf("a step must keep it: %s (%v)", stored, err)
-	}
+	require.Truef(t, err == nil && strings.Contains(string(stored), secret), "a step must keep it: %s (%v)", stored, err)
 	shown, err := json.Marshal(m.Shown())
 	require.NoError(t, err)
 	for name, text := range map[string]string{
 		"shown": string(shown), "log": log.String(), "printed": fmt.Sprintf("%v %+v", m, m),
 		"a step as it is shown": string(redact.JSON(json.RawMessage(stored), 0)),
 	} {
-		if strings.Contains(text, secret) {
-			t.Errorf("%s: %s", name, text)
-		}
+		assert.Truef(t, !strings.Contains(text, secret), "%s: %s", name, text)
 	}
-	if m.ToolCalls[0].Opaque == nil {
-		t.Error("showing a message took its members away")
-	}
+	assert.True(t, m.ToolCalls[0].Opaque != nil, "showing a message took its members away")
 }
 
 func TestEmbeddingsComeInTheOrderOfTheTexts(t *testing.T) {
@@ -121,19 +113,14 @@ func TestEmbeddingsComeInTheOrderOfTheTexts(t *testing.T) {
 	})
 	require.NoError(t, err)
 	got, err := client.Embed(t.Context(), []string{"a", "bbb", "cc"})
-	if err != nil || !slices.EqualFunc(got, []float32{1, 3, 2},
-		func(v []float32, first float32) bool { return v[0] == first }) {
-		t.Errorf("got %v, %v", got, err)
-	}
-	if sent := server.Requests()[0]; sent.Model != "small" || sent.Header.Get("Api-Key") != "k" {
-		t.Errorf("sent %+v", sent)
-	}
+	assert.Truef(t, err == nil && slices.EqualFunc(got, []float32{1, 3, 2},
+		func(v []float32, first float32) bool { return v[0] == first }), "got %v, %v", got, err)
+	sent := server.Requests()[0]
+	assert.Truef(t, sent.Model == "small" && sent.Header.Get("Api-Key") == "k", "sent %+v", sent)
 	server.Refuse(func([]string) int { return http.StatusUnauthorized })
 	_, err = client.Embed(t.Context(), []string{"a"})
-	if said, ok := errors.AsType[*models.Error](err); !ok || said.Status != 401 ||
-		!strings.Contains(err.Error(), "AGENT_EMBEDDING_KEY") {
-		t.Errorf("got %v", err)
-	}
+	said, ok := errors.AsType[*models.Error](err)
+	assert.Truef(t, ok && said.Status == 401 && strings.Contains(err.Error(), "AGENT_EMBEDDING_KEY"), "got %v", err)
 }
 
 func TestAnAnswerThatIsNotOneEmbeddingForEachTextIsAnError(t *testing.T) {
@@ -152,9 +139,8 @@ func TestAnAnswerThatIsNotOneEmbeddingForEachTextIsAnError(t *testing.T) {
 		}))
 		client, err := models.New(models.Config{BaseURL: server.URL, Model: "small"})
 		require.NoError(t, err)
-		if got, err := client.Embed(t.Context(), []string{"a", "b"}); err == nil {
-			t.Errorf("%s: got %v", name, got)
-		}
+		got, err := client.Embed(t.Context(), []string{"a", "b"})
+		assert.Error(t, err, name, got)
 		server.Close()
 	}
 }
@@ -171,17 +157,15 @@ func TestPriceIsFoundByTheLongestNameThatFits(t *testing.T) {
 		"gpt-4o-mini": 2, "gpt-4o-mini-2024-07-18": 2, "gpt-4o-2024-05-13": 3, "llama3.1": 4, "llama3:70b-q4": 5,
 		"meta/own": 6, "meta/llama2": 4,
 	} {
-		if got, found := prices.Of(model); !found || got.Prompt != want {
-			t.Errorf("price of %s = %v (%v), want %v", model, got.Prompt, found, want)
-		}
+		got, found := prices.Of(model)
+		assert.Truef(t, found && got.Prompt == want, "price of %s = %v (%v), want %v", model, got.Prompt, found, want)
 	}
 	for _, model := range []string{
 		"", "gpt-4", "gpt-4o-audio", "gpt-4o-mini-audio", "gpt-4o-5", "gpt-4o-",
 		"GPT-4O", "xllama", "/",
 	} {
-		if got, found := prices.Of(model); found {
-			t.Errorf("%s was priced at %v", model, got.Prompt)
-		}
+		got, found := prices.Of(model)
+		assert.Truef(t, !found, "%s was priced at %v", model, got.Prompt)
 	}
 }
 
@@ -197,10 +181,9 @@ func TestPricesThatCannotBeMeantAreRefused(t *testing.T) {
 		"without name": {models.Prices{" ": {Prompt: 2}}, "name"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, err := models.New(models.Config{Model: "m", Prices: test.prices}); err == nil ||
-				!strings.Contains(err.Error(), test.want) {
-				t.Errorf("err = %v, want one about %s", err, test.want)
-			}
+			_, err := models.New(models.Config{Model: "m", Prices: test.prices})
+			assert.Truef(t, err != nil && strings.Contains(err.Error(), test.want),
+				"err = %v, want one about %s", err, test.want)
 		})
 	}
 }
@@ -209,9 +192,8 @@ func TestWithReplacesPricesAndLeavesTheOriginal(t *testing.T) {
 	t.Parallel()
 	base := models.DefaultPrices()
 	over := base.With(models.Prices{"gpt-4o": {Prompt: 99}, "mine": {Prompt: 1}})
-	if over["gpt-4o"].Prompt != 99 || over["mine"].Prompt != 1 || over["o3"] != base["o3"] {
-		t.Errorf("merged = %v", over)
-	}
+	assert.Truef(t, over["gpt-4o"].Prompt == 99 && over["mine"].Prompt == 1 && over["o3"] == base["o3"],
+		"merged = %v", over)
 	assert.NoDiff(t, models.DefaultPrices(), base)
 }
 
@@ -244,9 +226,7 @@ func TestAModelThatIgnoresSchemasGetsThemInWords(t *testing.T) {
 	complete(t, client(t, server), req)
 	complete(t, client(t, server, func(c *models.Config) { c.API = models.APIResponses }), req)
 	for _, r := range server.Requests() {
-		if strings.Contains(r.Body, `"json_schema"`) || !strings.Contains(r.Body, `\"mine\"`) {
-			t.Errorf("sent %s", r.Body)
-		}
+		assert.Truef(t, !strings.Contains(r.Body, `"json_schema"`) && strings.Contains(r.Body, `\"mine\"`), "sent %s", r.Body)
 	}
 }
 
@@ -258,25 +238,22 @@ func TestAnyObjectIsAskedForInBothWays(t *testing.T) {
 	complete(t, client(t, server), req)
 	complete(t, client(t, server, func(c *models.Config) { c.API = models.APIResponses }), req)
 	for _, r := range server.Requests() {
-		if !strings.Contains(r.Body, `{"type":"json_object"}`) || !strings.Contains(r.Body, "one JSON object") {
-			t.Errorf("sent %s", r.Body)
-		}
+		assert.Truef(t, strings.Contains(r.Body, `{"type":"json_object"}`) && strings.Contains(r.Body, "one JSON object"),
+			"sent %s", r.Body)
 	}
 }
 
 func TestListPricesHaveADateAndAreWholeAndUndercutNothing(t *testing.T) {
 	t.Parallel()
 	list, date := models.ListPrices()
-	if _, err := time.Parse(time.DateOnly, date); err != nil {
-		t.Errorf("the date %q: %v", date, err)
-	}
+	_, err := time.Parse(time.DateOnly, date)
+	assert.NoError(t, err, "the date", date)
 	for model, p := range list {
 		if model != "offline" && (p.Prompt <= 0 || p.Completion < p.Prompt || p.Cached <= 0 || p.Cached > p.Prompt ||
 			p.Long.Over > 0 && (p.Long.Prompt < p.Prompt || p.Long.Completion < p.Completion || p.Long.Cached < p.Cached)) {
 			t.Errorf("%s: %+v", model, p)
 		}
 	}
-	if p, ok := list.Of("anthropic/claude-sonnet-4-5-20250929"); !ok || p.Completion != 15 {
-		t.Errorf("a dated version behind a provider: %+v %v", p, ok)
-	}
+	p, ok := list.Of("anthropic/claude-sonnet-4-5-20250929")
+	assert.Truef(t, ok && p.Completion == 15, "a dated version behind a provider: %+v %v", p, ok)
 }

@@ -42,9 +42,8 @@ func conversation(t *testing.T, c *models.Client, model string) models.Response 
 	var shown strings.Builder
 	req.OnDelta = func(text string) { shown.WriteString(text) }
 	last := complete(t, c, req)
-	if last.Message.Content != "orders" || shown.String() != "orders" {
-		t.Errorf("answer = %q, shown %q", last.Message.Content, shown.String())
-	}
+	assert.Truef(t, last.Message.Content == "orders" && shown.String() == "orders",
+		"answer = %q, shown %q", last.Message.Content, shown.String())
 	return last
 }
 
@@ -145,17 +144,14 @@ func TestItemsOfAResponseGoBackByteForByte(t *testing.T) {
 	req := ask("go")
 	req.Tools = []models.Tool{{Name: "sizes"}}
 	first := complete(t, c, req).Message
-	if first.Opaque == nil || len(first.Opaque.Items) != 2 {
-		t.Fatalf("opaque = %+v", first.Opaque)
-	}
+	require.Truef(t, first.Opaque != nil && len(first.Opaque.Items) == 2, "opaque = %+v", first.Opaque)
 	result := models.Message{Role: models.RoleTool, ToolCallID: first.ToolCalls[0].ID, Content: "3"}
 	req.Messages = append(req.Messages, first, result)
 	complete(t, c, req)
 	items := server.Requests()[1].Items()
-	if !slices.Equal(items[1:3], first.Opaque.Items) ||
-		!strings.Contains(items[1], `"encrypted_content": "gAAAA<0>&"`) {
-		t.Errorf("sent back %q, want %q", items[1:3], first.Opaque.Items)
-	}
+	assert.Truef(t, slices.Equal(items[1:3], first.Opaque.Items) &&
+		strings.Contains(items[1], `"encrypted_content": "gAAAA<0>&"`), "sent back %q, want %q", items[1:3],
+		first.Opaque.Items)
 	edited := first
 	edited.Content = "I was cut."
 	req.Messages[1] = edited
@@ -165,9 +161,8 @@ func TestItemsOfAResponseGoBackByteForByte(t *testing.T) {
 	other.Messages[1] = first
 	complete(t, c, other)
 	for n, r := range server.Requests()[2:] {
-		if strings.Contains(r.Body, "gAAAA") {
-			t.Errorf("request %d has the items of an edited message, or of another model: %s", n, r.Body)
-		}
+		assert.Truef(t, !strings.Contains(r.Body, "gAAAA"),
+			"request %d has the items of an edited message, or of another model: %s", n, r.Body)
 	}
 }
 
@@ -208,9 +203,8 @@ func TestAResponseEndsWhereItsServerSaysSo(t *testing.T) {
 		t.Errorf("a failed response gave %q after %d attempts", resp.Message.Content, resp.Attempts)
 	}
 	_, err := c.Complete(t.Context(), ask("hi"))
-	if failure, ok := errors.AsType[*models.Error](err); !ok || failure.Retryable || failure.Message != "no good" {
-		t.Errorf("err = %v", err)
-	}
+	failure, ok := errors.AsType[*models.Error](err)
+	assert.Truef(t, ok && !failure.Retryable && failure.Message == "no good", "err = %v", err)
 }
 
 func TestAServerWithoutTheRouteIsAskedOverChat(t *testing.T) {
@@ -221,9 +215,7 @@ func TestAServerWithoutTheRouteIsAskedOverChat(t *testing.T) {
 		modeltest.Text("no"),
 	)
 	_, err := client(t, server, func(c *models.Config) { c.API = models.APIResponses }).Complete(t.Context(), ask("hi"))
-	if err == nil || len(server.Requests()) != 0 {
-		t.Errorf("a protocol that was set was given up: %v", err)
-	}
+	assert.Truef(t, err != nil && len(server.Requests()) == 0, "a protocol that was set was given up: %v", err)
 	_, err = client(t, server).Complete(t.Context(), ask("hi"))
 	if err == nil || len(server.Requests()) != 1 || len(server.Refused()) != 2 {
 		t.Errorf("err = %v after %d and %d requests", err, len(server.Requests()), len(server.Refused()))
@@ -243,9 +235,8 @@ func TestAnErrorInAListKeepsItsCodeAndText(t *testing.T) {
 			server := modeltest.New(t, reply)
 			_, err := client(t, server).Complete(t.Context(), ask("hi"))
 			failure, ok := errors.AsType[*models.Error](err)
-			if !ok || failure.Code != "INVALID_ARGUMENT" || failure.Message != "bad schema" || failure.Retryable {
-				t.Errorf("err = %v (%+v)", err, failure)
-			}
+			assert.Truef(t, ok && failure.Code == "INVALID_ARGUMENT" && failure.Message == "bad schema" && !failure.Retryable,
+				"err = %v (%+v)", err, failure)
 		})
 	}
 }
@@ -260,12 +251,10 @@ func TestReasoningGoesBackUnderTheNameItCameIn(t *testing.T) {
 		c := client(t, server)
 		last := conversation(t, c, "unnamed")
 		sent := server.Requests()[1].Body
-		if !strings.Contains(sent, name) || strings.Contains(sent, `"reasoning_content"`) {
-			t.Errorf("%s is not in %s", name, sent)
-		}
-		if strings.Contains(name, "see") && last.Message.Reasoning != "Let me see." {
-			t.Errorf("reasoning = %q", last.Message.Reasoning)
-		}
+		assert.Truef(t, strings.Contains(sent, name) && !strings.Contains(sent, `"reasoning_content"`),
+			"%s is not in %s", name, sent)
+		assert.Truef(t, !strings.Contains(name, "see") || last.Message.Reasoning == "Let me see.",
+			"reasoning = %q", last.Message.Reasoning)
 	}
 }
 
@@ -285,9 +274,8 @@ func TestAThoughtInABlockIsNotShown(t *testing.T) {
 		shown := ""
 		req.OnDelta = func(text string) { shown += text }
 		got := complete(t, client(t, server), req).Message
-		if got.Content != "b" || shown != "b" || got.Reasoning != "a" {
-			t.Errorf("%q gave %q, shown %q, thought %q", chunks, got.Content, shown, got.Reasoning)
-		}
+		assert.Truef(t, got.Content == "b" && shown == "b" && got.Reasoning == "a",
+			"%q gave %q, shown %q, thought %q", chunks, got.Content, shown, got.Reasoning)
 	}
 	server := modeltest.New(t, modeltest.Text("<thin"), modeltest.Text("a <think> b"))
 	for _, want := range []string{"<thin", "a <think> b"} {
@@ -303,13 +291,11 @@ func TestAzureClassicIsAskedAsItWants(t *testing.T) {
 		c.APIKey, c.Headers = "", map[string]string{"api-key": "azure-secret"}
 		c.Query = map[string][]string{"api-version": {"2024-10-21"}}
 	})
-	if resp := complete(t, c, ask("hi")); resp.Message.Content != "ok" {
-		t.Errorf("answer = %+v", resp.Message)
-	}
+	resp := complete(t, c, ask("hi"))
+	assert.Truef(t, resp.Message.Content == "ok", "answer = %+v", resp.Message)
 	_, err := c.Complete(t.Context(), ask("hi"))
-	if err == nil || !strings.Contains(err.Error(), "content_filter") || len(server.Requests()) != 2 {
-		t.Errorf("err = %v after %d requests", err, len(server.Requests()))
-	}
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "content_filter") && len(server.Requests()) == 2,
+		"err = %v after %d requests", err, len(server.Requests()))
 }
 
 func TestCacheWritesArePriced(t *testing.T) {
@@ -349,9 +335,8 @@ func TestImagesReachTheServerOrASentenceDoes(t *testing.T) {
 		`{"type":"input_image","image_url":"data:image/png;base64,AAAA","detail":"auto"}`,
 		"An image was left out", "image_url", "An image was left out",
 	} {
-		if body := server.Requests()[n].Body; !strings.Contains(body, want) {
-			t.Errorf("request %d has no %s: %s", n, want, body)
-		}
+		body := server.Requests()[n].Body
+		assert.Truef(t, strings.Contains(body, want), "request %d has no %s: %s", n, want, body)
 	}
 }
 
@@ -369,13 +354,10 @@ func TestASchemaIsSentUntilItIsRefused(t *testing.T) {
 		`"response_format":{"json_schema":{"name":"plan","schema":{"type":"object"},"strict":false}`,
 		`"text":{"format":{"type":"json_schema","name":"plan","schema":{"type":"object"},"strict":false}}`,
 	} {
-		if body := server.Requests()[n].Body; !strings.Contains(body, want) {
-			t.Errorf("request %d has no %s: %s", n, want, body)
-		}
+		body := server.Requests()[n].Body
+		assert.Truef(t, strings.Contains(body, want), "request %d has no %s: %s", n, want, body)
 	}
-	if strings.Contains(server.Requests()[3].Body, "response_format") {
-		t.Error("what was refused was sent again")
-	}
+	assert.True(t, !strings.Contains(server.Requests()[3].Body, "response_format"), "what was refused was sent again")
 }
 
 func TestExtraIsLaidOverTheBody(t *testing.T) {
@@ -389,10 +371,8 @@ func TestExtraIsLaidOverTheBody(t *testing.T) {
 		}
 	}), ask("hi"))
 	body := server.Requests()[0].Body
-	if !strings.Contains(body, `"top_k":7`) || strings.Contains(body, "stream_options") ||
-		!strings.Contains(body, `"other"`) {
-		t.Errorf("sent %s", body)
-	}
+	assert.Truef(t, strings.Contains(body, `"top_k":7`) && !strings.Contains(body, "stream_options") &&
+		strings.Contains(body, `"other"`), "sent %s", body)
 }
 
 // What a server refuses is left out of the same request, and of later ones.
@@ -454,12 +434,10 @@ func TestARefusedMemberIsLeftOutFromThenOn(t *testing.T) {
 			if model == "" {
 				model = c.Model()
 			}
-			if got := c.Learned(model); !slices.Equal(got, []string{test.learned}) {
-				t.Errorf("learned %q, want %q", got, test.learned)
-			}
-			if got := c.Learned("another"); got != nil {
-				t.Errorf("learned %q of another model", got)
-			}
+			got := c.Learned(model)
+			assert.Truef(t, slices.Equal(got, []string{test.learned}), "learned %q, want %q", got, test.learned)
+			got = c.Learned("another")
+			assert.Truef(t, got == nil, "learned %q of another model", got)
 		})
 	}
 }

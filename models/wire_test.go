@@ -55,9 +55,8 @@ func TestEndMarkerIsSeen(t *testing.T) {
 		": [DONE]\n": false,
 	} {
 		lines := newDataLines(strings.NewReader(text))
-		if _, err := io.ReadAll(lines); err != nil || lines.done != want {
-			t.Errorf("%q: done = %v (%v), want %v", text, lines.done, err, want)
-		}
+		_, err := io.ReadAll(lines)
+		assert.Truef(t, err == nil && lines.done == want, "%q: done = %v (%v), want %v", text, lines.done, err, want)
 	}
 }
 
@@ -65,23 +64,19 @@ func TestLineIsPassedOnBeforeTheNextOneComes(t *testing.T) {
 	t.Parallel()
 	in, out := io.Pipe()
 	go func() {
-		if _, err := out.Write([]byte("data: 1\r")); err != nil {
-			t.Error(err)
-		}
+		_, err := out.Write([]byte("data: 1\r"))
+		assert.NoError(t, err)
 	}()
 	p := make([]byte, 64)
 	n, err := newDataLines(in).Read(p)
-	if err != nil || string(p[:n]) != "data: 1\n\n" {
-		t.Errorf("got %q, %v", p[:n], err)
-	}
+	assert.Truef(t, err == nil && string(p[:n]) == "data: 1\n\n", "got %q, %v", p[:n], err)
 }
 
 func TestAnswerWithoutEndIsRefused(t *testing.T) {
 	t.Parallel()
 	endless := io.MultiReader(strings.NewReader("data: "), endlessReader{})
-	if _, err := io.Copy(io.Discard, newDataLines(endless)); err == nil {
-		t.Error("an endless line was read to its end")
-	}
+	_, err := io.Copy(io.Discard, newDataLines(endless))
+	assert.Error(t, err, "an endless line was read to its end")
 }
 
 type endlessReader struct{}
@@ -97,9 +92,7 @@ func TestBrokenConnectionStaysBroken(t *testing.T) {
 	t.Parallel()
 	lines := newDataLines(io.MultiReader(strings.NewReader("data: 1\n"), iotest.ErrReader(io.ErrUnexpectedEOF)))
 	out, err := io.ReadAll(lines)
-	if string(out) != "data: 1\n\n" || !errors.Is(err, io.ErrUnexpectedEOF) {
-		t.Errorf("got %q, %v", out, err)
-	}
+	assert.Truef(t, string(out) == "data: 1\n\n" && errors.Is(err, io.ErrUnexpectedEOF), "got %q, %v", out, err)
 }
 
 var dataForm = regexp.MustCompile(`^(?:data: [^\r\n]+\n\n)*$`)
@@ -114,12 +107,9 @@ func FuzzDataLines(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, in []byte) {
 		once := filtered(t, bytes.NewReader(in))
-		if !dataForm.MatchString(once) {
-			t.Errorf("%q became %q, which is not data lines alone", in, once)
-		}
-		if strings.Contains(once, `data: {"error"`) {
-			t.Errorf("%q became %q, which go-openai takes for an error of its own", in, once)
-		}
+		assert.Truef(t, dataForm.MatchString(once), "%q became %q, which is not data lines alone", in, once)
+		assert.Truef(t, !strings.Contains(once, `data: {"error"`),
+			"%q became %q, which go-openai takes for an error of its own", in, once)
 		assert.Equal(t, once, filtered(t, strings.NewReader(once)))
 		assert.Equal(t, once, filtered(t, iotest.OneByteReader(bytes.NewReader(in))))
 	})
@@ -166,9 +156,7 @@ func TestWaitsGrowAndAreBounded(t *testing.T) {
 			}
 			differ = differ || d != first
 		}
-		if !differ {
-			t.Errorf("waits after attempt %d have no jitter", attempt)
-		}
+		assert.Truef(t, differ, "waits after attempt %d have no jitter", attempt)
 	}
 }
 
@@ -188,9 +176,8 @@ func TestNoWaitWhereItCannotHelp(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			wait, again := r.wait(test.attempt, &test.failure)
-			if again != test.again || again && wait < test.failure.RetryAfter {
-				t.Errorf("wait = %s, %v, want %v", wait, again, test.again)
-			}
+			assert.Truef(t, again == test.again && (!again || wait >= test.failure.RetryAfter),
+				"wait = %s, %v, want %v", wait, again, test.again)
 		})
 	}
 }

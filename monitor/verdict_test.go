@@ -1,7 +1,6 @@
 package monitor
 
 import (
-	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -329,9 +328,7 @@ func TestMessagesDifferByMoreThanNumbersAndIds(t *testing.T) {
 		"Order  4 of fl_01JD3V7K8ZQ6W2M5T9X4C1B0AF failed: 018f0000-0000-7000-8000-0000000000ff",
 	}
 	assert.Equal(t, errorKey(same[0]), errorKey(same[1]))
-	if errorKey("no such table orders") == errorKey("no such table customers") {
-		t.Error("two errors have one key")
-	}
+	assert.True(t, errorKey("no such table orders") != errorKey("no such table customers"), "two errors have one key")
 }
 
 // told are the events that were written for targets.
@@ -398,14 +395,12 @@ func TestAnAcknowledgedReasonCountsAgainWhenItChangesOrComesBack(t *testing.T) {
 		}
 	}
 	fail("shop 7 is closed")
-	if _, _, err := m.Acknowledge(t.Context(), pool, "other", "why", "ana"); !errors.Is(err, ErrChanged) {
-		t.Errorf("another mark: %v", err)
-	}
+	_, _, err := m.Acknowledge(t.Context(), pool, "other", "why", "ana")
+	assert.ErrorIs(t, err, ErrChanged, "another mark")
 	acknowledge()
 	s := status()
-	if s.State != Working || len(s.Known) != 1 || s.Known[0].By != "ana" || s.Known[0].Note != "the shop moves" {
-		t.Errorf("acknowledged: %+v", s.Verdict)
-	}
+	assert.Truef(t, s.State == Working && len(s.Known) == 1 && s.Known[0].By == "ana" &&
+		s.Known[0].Note == "the shop moves", "acknowledged: %+v", s.Verdict)
 	fail("shop 8 is closed") // the same error
 	assert.Equal(t, Working, status().State)
 	fail("no such table shops")

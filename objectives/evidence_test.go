@@ -56,26 +56,19 @@ func TestOnlyASuccessfulActionOfThisTraceProvesAStep(t *testing.T) {
 		},
 	} {
 		ok, err := objectives.CompleteStep(t.Context(), pool, list[0].ID, "done", "hb_1", proof)
-		if ok || !errors.Is(err, objectives.ErrNoEvidence) {
-			t.Errorf("%s: %v, %v", name, ok, err)
-		}
+		assert.Truef(t, !ok && errors.Is(err, objectives.ErrNoEvidence), "%s: %v, %v", name, ok, err)
 	}
 	good := act(t, pool, "hb_1", "look", "call", "success")
-	if ok, err := objectives.CompleteStep(t.Context(), pool, list[0].ID, "done", "hb_1", []string{good}); !ok ||
-		err != nil {
-		t.Errorf("a successful call does not count: %v, %v", ok, err)
-	}
-	if ok, err := objectives.CompleteStep(t.Context(), pool, list[1].ID, "done", "hb_1", []string{good}); ok ||
-		!errors.Is(err, objectives.ErrNoEvidence) {
-		t.Errorf("one call proved two steps: %v, %v", ok, err)
-	}
+	ok, err := objectives.CompleteStep(t.Context(), pool, list[0].ID, "done", "hb_1", []string{good})
+	assert.Truef(t, ok && err == nil, "a successful call does not count: %v, %v", ok, err)
+	ok, err = objectives.CompleteStep(t.Context(), pool, list[1].ID, "done", "hb_1", []string{good})
+	assert.Truef(t, !ok && errors.Is(err, objectives.ErrNoEvidence), "one call proved two steps: %v, %v", ok, err)
 	if o := get(t, pool, "a"); o.Done != 1 || o.Total != 2 || o.Progress != 0.5 {
 		t.Errorf("got %+v", o)
 	}
-	if of, err := objectives.EvidenceOf(t.Context(), pool, o.ID); err != nil || len(of) != 1 ||
-		*of[0].ActivityID != good || of[0].SkillName != "look" {
-		t.Errorf("got %+v, %v", of, err)
-	}
+	of, err := objectives.EvidenceOf(t.Context(), pool, o.ID)
+	assert.Truef(t, err == nil && len(of) == 1 && *of[0].ActivityID == good && of[0].SkillName == "look",
+		"got %+v, %v", of, err)
 }
 
 func TestTheDatabaseRefusesAStepThatNothingShows(t *testing.T) {
@@ -89,27 +82,22 @@ func TestTheDatabaseRefusesAStepThatNothingShows(t *testing.T) {
 		 select objective_id, 9, 'forged', 'done' from agent_objective_steps where id = $1`,
 		`insert into agent_objective_evidence (step_id, activity_id) values ($1, lanekeeper.agent_uuid7())`,
 	} {
-		if _, err := pool.Exec(t.Context(), sql, step.ID); !postgres.IsCode(err, "LK010") {
-			t.Errorf("%s: %v", sql, err)
-		}
+		_, err := pool.Exec(t.Context(), sql, step.ID)
+		assert.Truef(t, postgres.IsCode(err, "LK010"), "%s: %v", sql, err)
 	}
-	if ok, err := objectives.ConfirmStep(t.Context(), pool, step.ID, "", "seen", "op_1"); ok || err == nil {
-		t.Error("nobody's word was taken")
-	}
-	if ok, err := objectives.ConfirmStep(t.Context(), pool, step.ID, "ana", "seen it myself", "op_1"); !ok || err != nil {
-		t.Errorf("an admin's word was not taken: %v, %v", ok, err)
-	}
+	ok, err := objectives.ConfirmStep(t.Context(), pool, step.ID, "", "seen", "op_1")
+	assert.True(t, !ok && err != nil, "nobody's word was taken")
+	ok, err = objectives.ConfirmStep(t.Context(), pool, step.ID, "ana", "seen it myself", "op_1")
+	assert.Truef(t, ok && err == nil, "an admin's word was not taken: %v, %v", ok, err)
 	for _, sql := range []string{
 		`delete from agent_objective_evidence where step_id = $1`,
 		`update agent_objective_evidence set reason = 'x' where step_id = $1`,
 	} {
-		if _, err := pool.Exec(t.Context(), sql, step.ID); !postgres.IsCode(err, "LK010") {
-			t.Errorf("%s: %v", sql, err)
-		}
+		_, err := pool.Exec(t.Context(), sql, step.ID)
+		assert.Truef(t, postgres.IsCode(err, "LK010"), "%s: %v", sql, err)
 	}
-	if _, err := pool.Exec(t.Context(), `delete from agent_objectives where id = $1`, o.ID); err != nil {
-		t.Errorf("an objective with evidence cannot be deleted: %v", err)
-	}
+	_, err = pool.Exec(t.Context(), `delete from agent_objectives where id = $1`, o.ID)
+	assert.NoError(t, err, "an objective with evidence cannot be deleted")
 }
 
 func TestARoundNeedsEvidenceOfItsOwn(t *testing.T) {
@@ -121,15 +109,12 @@ func TestARoundNeedsEvidenceOfItsOwn(t *testing.T) {
 	complete(t, pool, step)
 	_, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_1")
 	require.NoError(t, err)
-	if _, err := pool.Exec(t.Context(),
+	_, err = pool.Exec(t.Context(),
 		`update agent_objective_steps set status = 'done', trace_id = 'hb_1' where id = $1`,
-		step.ID); !postgres.IsCode(err, "LK010") {
-		t.Errorf("the last round's evidence was taken: %v", err)
-	}
-	if ok, err := objectives.CompleteStep(t.Context(), pool, step.ID, "again", "hb_1", []string{spare}); ok ||
-		!errors.Is(err, objectives.ErrNoEvidence) {
-		t.Errorf("a call of the last round was taken: %v, %v", ok, err)
-	}
+		step.ID)
+	assert.Truef(t, postgres.IsCode(err, "LK010"), "the last round's evidence was taken: %v", err)
+	ok, err := objectives.CompleteStep(t.Context(), pool, step.ID, "again", "hb_1", []string{spare})
+	assert.Truef(t, !ok && errors.Is(err, objectives.ErrNoEvidence), "a call of the last round was taken: %v, %v", ok, err)
 }
 
 func TestEvidenceIsFoundByWhatTheStepNames(t *testing.T) {
@@ -148,9 +133,8 @@ func TestEvidenceIsFoundByWhatTheStepNames(t *testing.T) {
 			found = append(found, ids[id])
 		}
 		if len(got) > 0 {
-			if ok, err := objectives.CompleteStep(t.Context(), pool, list[n].ID, "r", "hb_1", got); !ok || err != nil {
-				t.Fatal(ok, err)
-			}
+			ok, err := objectives.CompleteStep(t.Context(), pool, list[n].ID, "r", "hb_1", got)
+			require.True(t, ok && err == nil, ok, err)
 		}
 		return found
 	}
@@ -169,33 +153,28 @@ func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 32 {
 		wg.Go(func() {
-			if _, err := objectives.Propose(t.Context(), pool, d, "agent", "hb_1"); err != nil {
-				t.Error(err)
-			}
+			_, err := objectives.Propose(t.Context(), pool, d, "agent", "hb_1")
+			assert.NoError(t, err)
 		})
 	}
 	wg.Wait()
 	o := get(t, pool, "tidy")
-	if o.Status != objectives.Proposed || o.ProposedBy != "agent" || o.ProposedTrace != "hb_1" || o.Total != 1 {
-		t.Errorf("got %+v", o)
-	}
+	assert.Truef(t, o.Status == objectives.Proposed && o.ProposedBy == "agent" && o.ProposedTrace == "hb_1" &&
+		o.Total == 1, "got %+v", o)
 	assert.Equal(t, "", due(t, pool))
 	other := d
 	other.Goal = "be untidy"
-	if _, err := objectives.Propose(t.Context(), pool, other, "agent", "hb_1"); !errors.Is(err, objectives.ErrNameTaken) {
-		t.Errorf("a proposal was replaced: %v", err)
-	}
+	_, err := objectives.Propose(t.Context(), pool, other, "agent", "hb_1")
+	assert.ErrorIs(t, err, objectives.ErrNameTaken, "a proposal was replaced")
 	for _, sql := range []string{
 		`update agent_objectives set status = 'active' where id = $1`, `update agent_objectives set status = 'rejected'
 			where id = $1`,
 	} {
-		if _, err := pool.Exec(t.Context(), sql, o.ID); !postgres.IsCode(err, "23514") {
-			t.Errorf("%s: %v", sql, err)
-		}
+		_, err := pool.Exec(t.Context(), sql, o.ID)
+		assert.Truef(t, postgres.IsCode(err, "23514"), "%s: %v", sql, err)
 	}
-	if ok, err := objectives.SetStatus(t.Context(), pool, o.ID, objectives.Proposed, objectives.Active); ok || err != nil {
-		t.Errorf("SetStatus decided: %v, %v", ok, err)
-	}
+	ok, err := objectives.SetStatus(t.Context(), pool, o.ID, objectives.Proposed, objectives.Active)
+	assert.Truef(t, !ok && err == nil, "SetStatus decided: %v, %v", ok, err)
 	var wins atomic.Int32
 	for i := range 32 {
 		wg.Go(func() {
@@ -211,10 +190,9 @@ func TestAProposalIsDecidedByAnAdminOnce(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if o = get(t, pool, "tidy"); o.DecidedBy != "ana" || wins.Load() < 1 || wins.Load() > 2 ||
-		o.Status != objectives.Active {
-		t.Errorf("%d decisions, %+v", wins.Load(), o)
-	}
+	o = get(t, pool, "tidy")
+	assert.Truef(t, o.DecidedBy == "ana" && wins.Load() >= 1 && wins.Load() <= 2 && o.Status == objectives.Active,
+		"%d decisions, %+v", wins.Load(), o)
 }
 
 func TestProposalsAreBoundedAndNotesCompareAndSet(t *testing.T) {

@@ -1,7 +1,6 @@
 package objectives_test
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -55,10 +54,8 @@ func describe(list []objectives.Step) string {
 func complete(t *testing.T, pool *pgxpool.Pool, s objectives.Step) {
 	t.Helper()
 	proof := []string{act(t, pool, "hb_1", "look", "call", "success")}
-	if ok, err := objectives.CompleteStep(t.Context(), pool, s.ID, "result of "+s.Title, "hb_1", proof); !ok ||
-		err != nil {
-		t.Fatal(ok, err)
-	}
+	ok, err := objectives.CompleteStep(t.Context(), pool, s.ID, "result of "+s.Title, "hb_1", proof)
+	require.True(t, ok && err == nil, ok, err)
 }
 
 func due(t *testing.T, pool *pgxpool.Pool) string {
@@ -108,9 +105,8 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 	pool := pgtest.DB(t)
 	d := objectives.Definition{Name: "a", Goal: "g", ReviewEvery: "1d", Steps: []string{"one", "two"}}
 	o := put(t, pool, d)
-	if o.ReviewEverySeconds != 86400 || o.Priority != 2 || o.Total != 2 || o.Pending != 2 || o.Round != 1 {
-		t.Errorf("got %+v", o)
-	}
+	assert.Truef(t, o.ReviewEverySeconds == 86400 && o.Priority == 2 && o.Total == 2 && o.Pending == 2 && o.Round == 1,
+		"got %+v", o)
 	if changed, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace); changed || err != nil {
 		t.Errorf("the same again: %v, %v", changed, err)
 	}
@@ -118,25 +114,21 @@ func TestPutKeepsWhatWasLearned(t *testing.T) {
 	_, err := objectives.AddSteps(t.Context(), pool, o.ID, []string{"planned"})
 	require.NoError(t, err)
 	d.Goal, d.Steps = "other", []string{"two", "three", "one"}
-	if changed, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace); !changed || err != nil {
-		t.Errorf("changed: %v, %v", changed, err)
-	}
+	changed, err := objectives.Put(t.Context(), pool, d, objectives.SourceWorkspace)
+	assert.Truef(t, changed && err == nil, "changed: %v, %v", changed, err)
 	assert.Equal(t, "one:done:1 two:pending:0 planned:pending:0 three:pending:0", describe(steps(t, pool, o)))
-	if o := get(t, pool, "a"); o.Goal != "other" || o.Done != 1 || o.Total != 4 {
-		t.Errorf("got %+v", o)
-	}
+	o = get(t, pool, "a")
+	assert.Truef(t, o.Goal == "other" && o.Done == 1 && o.Total == 4, "got %+v", o)
 }
 
 func TestPutOfABadDefinitionStoresNothing(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "a", Goal: "g", Steps: []string{"x", "x"}},
-		"workspace"); err == nil {
-		t.Error("accepted")
-	}
-	if _, err := objectives.Get(t.Context(), pool, "a"); !errors.Is(err, objectives.ErrNotFound) {
-		t.Errorf("got %v", err)
-	}
+	_, err := objectives.Put(t.Context(), pool, objectives.Definition{Name: "a", Goal: "g", Steps: []string{"x", "x"}},
+		"workspace")
+	assert.Error(t, err, "accepted")
+	_, err = objectives.Get(t.Context(), pool, "a")
+	assert.ErrorIs(t, err, objectives.ErrNotFound)
 }
 
 func TestDue(t *testing.T) {
@@ -152,12 +144,10 @@ func TestDue(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_objectives set due_at = clock_timestamp() + interval '1 h' where name = 'later'`)
 	complete(t, pool, steps(t, pool, ended)[0])
 	assert.Equal(t, "first second unplanned", due(t, pool))
-	if n, err := objectives.Settle(t.Context(), pool); n != 1 || err != nil {
-		t.Errorf("settled %d, %v", n, err)
-	}
-	if o := get(t, pool, "ended"); o.Status != objectives.Completed {
-		t.Errorf("got %+v", o)
-	}
+	n, err := objectives.Settle(t.Context(), pool)
+	assert.Truef(t, n == 1 && err == nil, "settled %d, %v", n, err)
+	o := get(t, pool, "ended")
+	assert.Truef(t, o.Status == objectives.Completed, "got %+v", o)
 }
 
 func TestAStepIsTakenOnce(t *testing.T) {
@@ -180,13 +170,10 @@ func TestAStepIsTakenOnce(t *testing.T) {
 	}
 	wg.Wait()
 	assert.Equal(t, 1, wins.Load())
-	if _, ok, err := objectives.FailStep(t.Context(), pool, step.ID, "late", "hb_x"); ok || err != nil {
-		t.Errorf("failed a done step: %v, %v", ok, err)
-	}
+	_, ok, err := objectives.FailStep(t.Context(), pool, step.ID, "late", "hb_x")
+	assert.Truef(t, !ok && err == nil, "failed a done step: %v, %v", ok, err)
 	s := steps(t, pool, o)[0]
-	if s.Status != objectives.Done || s.TraceID != "hb_"+s.Result || s.Attempts != 1 {
-		t.Errorf("got %+v", s)
-	}
+	assert.Truef(t, s.Status == objectives.Done && s.TraceID == "hb_"+s.Result && s.Attempts == 1, "got %+v", s)
 }
 
 func TestAStepFailsAfterThreeAttempts(t *testing.T) {
@@ -196,17 +183,13 @@ func TestAStepFailsAfterThreeAttempts(t *testing.T) {
 	id := steps(t, pool, o)[0].ID
 	for i, want := range []string{"pending", "pending", "failed"} {
 		s, ok, err := objectives.FailStep(t.Context(), pool, id, "why\x00", "hb_1")
-		if !ok || err != nil || s.Status != want || s.Attempts != i+1 || s.Result != "why\uFFFD" {
-			t.Errorf("attempt %d: %+v, %v, %v", i+1, s, ok, err)
-		}
+		assert.Truef(t, ok && err == nil && s.Status == want && s.Attempts == i+1 && s.Result == "why\uFFFD",
+			"attempt %d: %+v, %v, %v", i+1, s, ok, err)
 	}
-	if _, ok, _ := objectives.FailStep(t.Context(), pool, id, "", ""); ok {
-		t.Error("a fourth attempt")
-	}
-	if o, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_2"); err != nil || o.Status != objectives.Failed ||
-		o.LastTraceID != "hb_2" {
-		t.Errorf("got %+v, %v", o, err)
-	}
+	_, ok, _ := objectives.FailStep(t.Context(), pool, id, "", "")
+	assert.True(t, !ok, "a fourth attempt")
+	o, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_2")
+	assert.Truef(t, err == nil && o.Status == objectives.Failed && o.LastTraceID == "hb_2", "got %+v, %v", o, err)
 }
 
 func TestAdvanced(t *testing.T) {
@@ -222,16 +205,12 @@ func TestAdvanced(t *testing.T) {
 	complete(t, pool, list[1])
 	pgtest.Exec(t, pool, `update agent_objective_steps set status = 'skipped' where id = '`+list[2].ID+`'`)
 	got, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_2")
-	if err != nil || got.Status != objectives.Completed || got.Done != 2 || got.Total != 2 || got.LastTraceID != "hb_2" {
-		t.Errorf("got %+v, %v", got, err)
-	}
-	if _, err := objectives.AddSteps(t.Context(), pool, o.ID, []string{"more"}); !errors.Is(err, objectives.ErrNotActive) {
-		t.Errorf("steps for a completed objective: %v", err)
-	}
-	if _, err := objectives.Advanced(t.Context(), pool, "00000000-0000-0000-0000-000000000000", ""); !errors.Is(err,
-		objectives.ErrNotFound) {
-		t.Errorf("got %v", err)
-	}
+	assert.Truef(t, err == nil && got.Status == objectives.Completed && got.Done == 2 && got.Total == 2 &&
+		got.LastTraceID == "hb_2", "got %+v, %v", got, err)
+	_, err = objectives.AddSteps(t.Context(), pool, o.ID, []string{"more"})
+	assert.ErrorIs(t, err, objectives.ErrNotActive, "steps for a completed objective")
+	_, err = objectives.Advanced(t.Context(), pool, "00000000-0000-0000-0000-000000000000", "")
+	assert.ErrorIs(t, err, objectives.ErrNotFound)
 }
 
 func TestARecurringObjectiveBeginsItsNextRoundOnce(t *testing.T) {
@@ -248,16 +227,14 @@ func TestARecurringObjectiveBeginsItsNextRoundOnce(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 8 {
 		wg.Go(func() {
-			if _, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_1"); err != nil {
-				t.Error(err)
-			}
+			_, err := objectives.Advanced(t.Context(), pool, o.ID, "hb_1")
+			assert.NoError(t, err)
 		})
 	}
 	wg.Wait()
 	got := get(t, pool, "a")
-	if got.Round != 2 || got.Status != objectives.Active || got.DueAt.Sub(o.DueAt).Minutes() < 59 {
-		t.Errorf("got %+v", got)
-	}
+	assert.Truef(t, got.Round == 2 && got.Status == objectives.Active && got.DueAt.Sub(o.DueAt).Minutes() >= 59,
+		"got %+v", got)
 	after := steps(t, pool, o)
 	if describe(after) != "one:pending:0 two:pending:0 no:skipped:0" || after[0].Result != "result of one" {
 		t.Errorf("got %s, %q", describe(after), after[0].Result)
@@ -271,15 +248,11 @@ func TestAnObjectiveWithoutSteps(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	once := put(t, pool, objectives.Definition{Name: "once"})
-	if got, err := objectives.Advanced(t.Context(), pool, once.ID, "hb_1"); err != nil ||
-		got.Status != objectives.Active || due(t, pool) != "once" {
-		t.Errorf("got %+v, %v", got, err)
-	}
+	got, err := objectives.Advanced(t.Context(), pool, once.ID, "hb_1")
+	assert.Truef(t, err == nil && got.Status == objectives.Active && due(t, pool) == "once", "got %+v, %v", got, err)
 	often := put(t, pool, objectives.Definition{Name: "often", ReviewEvery: "1h"})
-	if got, err := objectives.Advanced(t.Context(), pool, often.ID, "hb_1"); err != nil || got.Round != 2 ||
-		due(t, pool) != "once" {
-		t.Errorf("got %+v, %v", got, err)
-	}
+	got, err = objectives.Advanced(t.Context(), pool, often.ID, "hb_1")
+	assert.Truef(t, err == nil && got.Round == 2 && due(t, pool) == "once", "got %+v, %v", got, err)
 }
 
 func TestConcurrentPlansKeepTheirOrder(t *testing.T) {
@@ -291,9 +264,7 @@ func TestConcurrentPlansKeepTheirOrder(t *testing.T) {
 		wg.Go(func() {
 			added, err := objectives.AddSteps(t.Context(), pool, o.ID,
 				[]string{fmt.Sprintf("%d-a", i), "shared", fmt.Sprintf("%d-b", i)})
-			if err != nil || len(added) < 2 {
-				t.Errorf("%d added, %v", len(added), err)
-			}
+			assert.Truef(t, err == nil && len(added) >= 2, "%d added, %v", len(added), err)
 		})
 	}
 	wg.Wait()
@@ -306,9 +277,8 @@ func TestConcurrentPlansKeepTheirOrder(t *testing.T) {
 	for i := range many {
 		many[i] = fmt.Sprintf("many %d", i)
 	}
-	if _, err := objectives.AddSteps(t.Context(), pool, o.ID, many); err == nil {
-		t.Error("more than 100 steps")
-	}
+	_, err := objectives.AddSteps(t.Context(), pool, o.ID, many)
+	assert.Error(t, err, "more than 100 steps")
 	assert.Equal(t, 18, len(steps(t, pool, o)))
 }
 
@@ -320,20 +290,13 @@ func TestRemovePausesWhatWasAdvanced(t *testing.T) {
 	put(t, pool, objectives.Definition{Name: "kept"})
 	complete(t, pool, steps(t, pool, worked)[0])
 	names, err := objectives.Remove(t.Context(), pool, objectives.SourceWorkspace, []string{"kept"})
-	if err != nil || !slices.Equal(names, []string{"fresh", "worked"}) {
-		t.Errorf("got %v, %v", names, err)
-	}
-	if o := get(t, pool, "worked"); o.Status != objectives.Paused || o.Done != 1 {
-		t.Errorf("got %+v", o)
-	}
-	if ok, err := objectives.SetStatus(t.Context(), pool, worked.ID, objectives.Paused, objectives.Active); !ok ||
-		err != nil {
-		t.Errorf("resume: %v, %v", ok, err)
-	}
+	assert.Truef(t, err == nil && slices.Equal(names, []string{"fresh", "worked"}), "got %v, %v", names, err)
+	o := get(t, pool, "worked")
+	assert.Truef(t, o.Status == objectives.Paused && o.Done == 1, "got %+v", o)
+	ok, err := objectives.SetStatus(t.Context(), pool, worked.ID, objectives.Paused, objectives.Active)
+	assert.Truef(t, ok && err == nil, "resume: %v, %v", ok, err)
 	list, err := objectives.List(t.Context(), pool, objectives.Filter{Status: objectives.Active})
-	if err != nil || len(list) != 2 || list[0].Name != "kept" {
-		t.Errorf("got %+v, %v", list, err)
-	}
+	assert.Truef(t, err == nil && len(list) == 2 && list[0].Name == "kept", "got %+v, %v", list, err)
 }
 
 func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
@@ -351,13 +314,11 @@ func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
 		return minutes
 	}
 	for n, want := range []float64{15, 30, 60, 120, 240, 480, 960, 1440, 1440} {
-		if got := off(1); got > want || got < want-5 {
-			t.Errorf("after %d runs it is due in %.1f min, want %.0f", n+1, got, want)
-		}
+		got := off(1)
+		assert.Truef(t, got <= want && got >= want-5, "after %d runs it is due in %.1f min, want %.0f", n+1, got, want)
 	}
-	if got := get(t, pool, "a"); got.IdleRuns != 9 || due(t, pool) != "" {
-		t.Errorf("it is %+v", got)
-	}
+	got := get(t, pool, "a")
+	assert.Truef(t, got.IdleRuns == 9 && due(t, pool) == "", "it is %+v", got)
 	list := steps(t, pool, o)
 	for name, change := range map[string]func() error{
 		"a step is done": func() error { complete(t, pool, list[0]); return nil },
@@ -387,8 +348,7 @@ func TestAnObjectiveWithoutProgressIsTriedLessAndLess(t *testing.T) {
 	} {
 		off(2)
 		require.NoError(t, change(), name)
-		if got := get(t, pool, "a"); got.IdleRuns != 0 || due(t, pool) != "a" {
-			t.Errorf("%s: it is %+v", name, got)
-		}
+		got := get(t, pool, "a")
+		assert.Truef(t, got.IdleRuns == 0 && due(t, pool) == "a", "%s: it is %+v", name, got)
 	}
 }

@@ -2,7 +2,6 @@ package principals_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -88,43 +87,34 @@ func TestATokenEndsAtOnce(t *testing.T) {
 	assert.Equal(t, "[runs:read runs:write]", fmt.Sprint(made.Scopes))
 	who, err := principals.ByToken(t.Context(), db, text)
 	require.NoError(t, err)
-	if who.Name != "ci" || who.TokenID != made.ID || !who.May(principals.RunsWrite) || who.May(principals.Operate) {
-		t.Errorf("caller is %+v", who)
-	}
-	if pgtest.Value[bool](t, db, `select exists (select from agent_tokens where last_used_at is null)`) {
-		t.Error("the use is not noted")
-	}
+	assert.Truef(t, who.Name == "ci" && who.TokenID == made.ID && who.May(principals.RunsWrite) &&
+		!who.May(principals.Operate), "caller is %+v", who)
+	assert.True(t, !pgtest.Value[bool](t, db, `select exists (select from agent_tokens where last_used_at is null)`),
+		"the use is not noted")
 	secret := text[strings.LastIndexByte(text, '_')+1:]
-	if n := pgtest.Value[int](t, db, `select count(*)::int from agent_activity a where a::text like '%' || $1 || '%'`,
-		secret); n > 0 {
-		t.Error("the secret is in the activity log")
-	}
+	n := pgtest.Value[int](t, db, `select count(*)::int from agent_activity a where a::text like '%' || $1 || '%'`,
+		secret)
+	assert.True(t, n <= 0, "the secret is in the activity log")
 	for _, wrong := range []string{
 		"", "lk_", "lk__", text + "A", text[:len(text)-1], "lk_" + made.ID + "_",
 		strings.ToUpper(text), text[3:],
 	} {
-		if _, err := principals.ByToken(t.Context(), db, wrong); !errors.Is(err, principals.ErrNotFound) {
-			t.Errorf("%q: %v", wrong, err)
-		}
+		_, err := principals.ByToken(t.Context(), db, wrong)
+		assert.ErrorIs(t, err, principals.ErrNotFound, wrong)
 	}
 	changed, err := principals.RevokeToken(t.Context(), db, made.ID, "it leaked")
-	if err != nil || !changed {
-		t.Errorf("revoke: %v, %v", changed, err)
-	}
-	if _, err := principals.ByToken(t.Context(), db, text); !errors.Is(err, principals.ErrRefused) {
-		t.Errorf("a revoked token: %v", err)
-	}
+	assert.Truef(t, err == nil && changed, "revoke: %v, %v", changed, err)
+	_, err = principals.ByToken(t.Context(), db, text)
+	assert.ErrorIs(t, err, principals.ErrRefused, "a revoked token")
 	_, expired := makeToken(t, db, "ci", time.Millisecond, "*")
 	pgtest.Exec(t, db, `select pg_sleep(0.01)`)
-	if _, err := principals.ByToken(t.Context(), db, expired); !errors.Is(err, principals.ErrRefused) {
-		t.Errorf("an expired token: %v", err)
-	}
+	_, err = principals.ByToken(t.Context(), db, expired)
+	assert.ErrorIs(t, err, principals.ErrRefused, "an expired token")
 	_, other := makeToken(t, db, "ci", time.Hour, "*")
 	_, err = principals.SetEnabled(t.Context(), db, "ci", false, "no longer needed")
 	require.NoError(t, err)
-	if _, err := principals.ByToken(t.Context(), db, other); !errors.Is(err, principals.ErrRefused) {
-		t.Errorf("a token of a disabled principal: %v", err)
-	}
+	_, err = principals.ByToken(t.Context(), db, other)
+	assert.ErrorIs(t, err, principals.ErrRefused, "a token of a disabled principal")
 }
 
 func TestASessionEnds(t *testing.T) {
@@ -142,12 +132,10 @@ func TestASessionEnds(t *testing.T) {
 	}
 	gone := func(what, secret string, who *principals.Caller) {
 		t.Helper()
-		if _, err := principals.BySession(t.Context(), db, secret, nil); !errors.Is(err, principals.ErrNotFound) {
-			t.Errorf("%s: %v", what, err)
-		}
-		if valid, err := principals.Valid(t.Context(), db, who); err != nil || valid {
-			t.Errorf("%s: a stream goes on: %v, %v", what, valid, err)
-		}
+		_, err := principals.BySession(t.Context(), db, secret, nil)
+		assert.ErrorIs(t, err, principals.ErrNotFound, what)
+		valid, err := principals.Valid(t.Context(), db, who)
+		assert.Truef(t, err == nil && !valid, "%s: a stream goes on: %v, %v", what, valid, err)
 	}
 	secret, who := in()
 	if valid, err := principals.Valid(t.Context(), db, who); err != nil || !valid || !who.May(principals.ApprovalsDecide) {
@@ -165,16 +153,14 @@ func TestASessionEnds(t *testing.T) {
 	secret, who = in()
 	_, err = principals.SetRole(t.Context(), db, "anna", principals.Viewer, "another job")
 	require.NoError(t, err)
-	if valid, err := principals.Valid(t.Context(), db, who); err != nil || valid {
-		t.Errorf("a stream with the old role goes on: %v, %v", valid, err)
-	}
+	valid, err := principals.Valid(t.Context(), db, who)
+	assert.Truef(t, err == nil && !valid, "a stream with the old role goes on: %v, %v", valid, err)
 	_, err = principals.SetEnabled(t.Context(), db, "anna", false, "she left")
 	require.NoError(t, err)
 	gone("disabled", secret, who)
-	if _, err := principals.LogIn(t.Context(), db,
-		principals.NewSession{Principal: anna.ID, Method: principals.WithLink}); !errors.Is(err, principals.ErrRefused) {
-		t.Errorf("a login of a disabled principal: %v", err)
-	}
+	_, err = principals.LogIn(t.Context(), db,
+		principals.NewSession{Principal: anna.ID, Method: principals.WithLink})
+	assert.ErrorIs(t, err, principals.ErrRefused, "a login of a disabled principal")
 }
 
 func TestALinkLogsInOnce(t *testing.T) {
@@ -190,13 +176,11 @@ func TestALinkLogsInOnce(t *testing.T) {
 	require.NoError(t, err)
 	pgtest.Exec(t, db, `update agent_login_links set expires_at = clock_timestamp() where used_at is null`)
 	for what, s := range map[string]string{"used": secret, "expired": late, "wrong": "x"} {
-		if _, err := principals.UseLink(t.Context(), db, s); !errors.Is(err, principals.ErrNotFound) {
-			t.Errorf("%s: %v", what, err)
-		}
+		_, err := principals.UseLink(t.Context(), db, s)
+		assert.ErrorIs(t, err, principals.ErrNotFound, what)
 	}
-	if _, _, err := principals.MakeLink(t.Context(), db, principals.Root, "x"); !errors.Is(err, principals.ErrInvalid) {
-		t.Errorf("a link of root: %v", err)
-	}
+	_, _, err = principals.MakeLink(t.Context(), db, principals.Root, "x")
+	assert.ErrorIs(t, err, principals.ErrInvalid, "a link of root")
 }
 
 func TestAnIdentityHasOnePrincipal(t *testing.T) {
@@ -206,20 +190,16 @@ func TestAnIdentityHasOnePrincipal(t *testing.T) {
 	create(t, db, "bert", principals.User, principals.Viewer)
 	require.NoError(t, principals.LinkIdentity(t.Context(), db, "anna", "slack:T1", "U1", "she asked"))
 	p, err := principals.ByIdentity(t.Context(), db, "slack:T1", "U1")
-	if err != nil || p.Name != "anna" || !p.Role.May(principals.ApprovalsDecide) {
-		t.Errorf("%+v, %v", p, err)
-	}
+	assert.Truef(t, err == nil && p.Name == "anna" && p.Role.May(principals.ApprovalsDecide), "%+v, %v", p, err)
 	assert.ErrorIs(t, principals.LinkIdentity(t.Context(), db, "bert", "slack:T1", "U1", "x"), principals.ErrTaken)
 	for _, other := range [][2]string{{"slack:T2", "U1"}, {"slack:T1", "U2"}, {"", ""}} {
-		if _, err := principals.ByIdentity(t.Context(), db, other[0], other[1]); !errors.Is(err, principals.ErrNotFound) {
-			t.Errorf("%v: %v", other, err)
-		}
+		_, err := principals.ByIdentity(t.Context(), db, other[0], other[1])
+		assert.ErrorIs(t, err, principals.ErrNotFound, other)
 	}
 	_, err = principals.SetEnabled(t.Context(), db, "anna", false, "she left")
 	require.NoError(t, err)
-	if _, err := principals.ByIdentity(t.Context(), db, "slack:T1", "U1"); !errors.Is(err, principals.ErrNotFound) {
-		t.Errorf("of a disabled principal: %v", err)
-	}
+	_, err = principals.ByIdentity(t.Context(), db, "slack:T1", "U1")
+	assert.ErrorIs(t, err, principals.ErrNotFound, "of a disabled principal")
 }
 
 func TestRootAndReservedNamesStay(t *testing.T) {
@@ -234,9 +214,7 @@ func TestRootAndReservedNamesStay(t *testing.T) {
 			principals.New{Name: "a b", Kind: principals.User, Role: principals.Viewer})),
 		"no role": second(principals.Create(t.Context(), db, principals.New{Name: "a", Kind: principals.User, Role: "boss"})),
 	} {
-		if !errors.Is(err, principals.ErrInvalid) {
-			t.Errorf("%s: %v", what, err)
-		}
+		assert.ErrorIs(t, err, principals.ErrInvalid, what)
 	}
 }
 
@@ -255,7 +233,6 @@ func TestChangesAreAudited(t *testing.T) {
 	pgtest.Equal(t, db, "create_principal by boss with abc via http: new, principal anna",
 		`select act || ' by ' || actor || ' with ' || token_id || ' via ' || via || ': ' || reason || ', ' || object
 		   from agent_audit where act = 'create_principal'`)
-	if a := activity.ActorFrom(context.Background()); a.Name != activity.Admin {
-		t.Errorf("nobody is %+v", a)
-	}
+	a := activity.ActorFrom(context.Background())
+	assert.Truef(t, a.Name == activity.Admin, "nobody is %+v", a)
 }

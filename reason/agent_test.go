@@ -90,9 +90,8 @@ func TestAnAgentNarrowsSkillsAndLimits(t *testing.T) {
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`), modeltest.ToolCall("probe", `{}`), modeltest.Text("Never asked."))
 	w.declare(t, agents.Definition{Name: "sales", Skills: []string{"pro*"}, Limits: agents.Limits{Iterations: 2}})
 	_, got := w.completed(t)
-	if names := toolNames(w.model.Requests()[0]); !slices.Equal(names, []string{"probe"}) {
-		t.Errorf("it was offered %v", names)
-	}
+	names := toolNames(w.model.Requests()[0])
+	assert.Truef(t, slices.Equal(names, []string{"probe"}), "it was offered %v", names)
 	assert.Equal(t, 2, got.Iterations)
 	assert.Equal(t, "iterations", got.Ended)
 }
@@ -108,14 +107,12 @@ func TestATurnFallsBackToTheNextModelAndStaysThere(t *testing.T) {
 	for _, r := range w.model.Requests() {
 		asked = append(asked, r.Model)
 	}
-	if want := []string{"first", "first", "first", "second", "second"}; !slices.Equal(asked, want) || got.Text != "Done." {
-		t.Errorf("asked %v, answered %q", asked, got.Text)
-	}
+	want := []string{"first", "first", "first", "second", "second"}
+	assert.Truef(t, slices.Equal(asked, want) && got.Text == "Done.", "asked %v, answered %q", asked, got.Text)
 	assert.Equal(t, "low", w.model.Requests()[3].ReasoningEffort)
 	calls := named(w.rows(t, x), "model_call")
-	if len(calls) != 3 || calls[0].Status != "error" || calls[0].Class != "model_unavailable" {
-		t.Errorf("the rows are %+v", calls)
-	}
+	assert.Truef(t, len(calls) == 3 && calls[0].Status == "error" && calls[0].Class == "model_unavailable",
+		"the rows are %+v", calls)
 }
 
 func TestARefusalOfTheRequestIsNoReasonToFallBack(t *testing.T) {
@@ -133,14 +130,12 @@ func TestTheDayOfAnAgentEndsItsTurnsAndNoOthers(t *testing.T) {
 	w.declare(t, agents.Definition{Name: "sales", Limits: agents.Limits{DayUSD: 0.0025}},
 		agents.Definition{Name: "billing"})
 	w.completed(t)
-	if _, got := w.completed(t); got.Ended != "surface" || got.Until.IsZero() ||
-		!strings.Contains(got.Text, "the agent sales") {
-		t.Errorf("the second turn ended by %s: %s", got.Ended, got.Text)
-	}
+	_, got := w.completed(t)
+	assert.Truef(t, got.Ended == "surface" && !got.Until.IsZero() && strings.Contains(got.Text, "the agent sales"),
+		"the second turn ended by %s: %s", got.Ended, got.Text)
 	w.turn.Agent = "billing"
-	if _, got := w.completed(t); got.Text != "Other." {
-		t.Errorf("the other agent said %q", got.Text)
-	}
+	_, got = w.completed(t)
+	assert.Equal(t, "Other.", got.Text, "the other agent said")
 }
 
 func TestATurnFinishesOnTheVersionItBeganWith(t *testing.T) {
@@ -166,13 +161,9 @@ func TestATurnFinishesOnTheVersionItBeganWith(t *testing.T) {
 	w.engine(t, true)
 	enginetest.Await(t, w.pool, begin(t, w, w.engine(t, false)), executions.Completed)
 	for i, r := range w.model.Requests() {
-		if !strings.Contains(r.Messages[0].Content, "One.") {
-			t.Errorf("request %d was told %s", i, r.Messages[0].Content)
-		}
+		assert.Truef(t, strings.Contains(r.Messages[0].Content, "One."), "request %d was told %s", i, r.Messages[0].Content)
 	}
-	if runs < 2 || len(w.model.Requests()) != 2 {
-		t.Errorf("%d runs made %d requests", runs, len(w.model.Requests()))
-	}
+	assert.Truef(t, runs >= 2 && len(w.model.Requests()) == 2, "%d runs made %d requests", runs, len(w.model.Requests()))
 }
 
 func TestADelegatedTaskActsAsTheAgentItIsGivenTo(t *testing.T) {
@@ -191,9 +182,8 @@ func TestADelegatedTaskActsAsTheAgentItIsGivenTo(t *testing.T) {
 	if text := asked.Messages[0].Content; !strings.Contains(text, "You bill.") || strings.Contains(text, "You sell.") {
 		t.Errorf("the child was told %s", text)
 	}
-	if names := toolNames(asked); !slices.Equal(names, []string{"delegate", "probe"}) {
-		t.Errorf("the child was offered %v", names)
-	}
+	names := toolNames(asked)
+	assert.Truef(t, slices.Equal(names, []string{"delegate", "probe"}), "the child was offered %v", names)
 	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where agent = 'billing'
 		and skill_name = 'model_call'`))
 	var schema struct {
@@ -207,15 +197,12 @@ func TestADelegatedTaskActsAsTheAgentItIsGivenTo(t *testing.T) {
 	for _, tool := range w.model.Requests()[0].Tools {
 		if tool.Function.Name == "delegate" {
 			text, err := json.Marshal(tool.Function.Parameters)
-			if err != nil || json.Unmarshal(text, &schema) != nil {
-				t.Fatal(err)
-			}
+			require.True(t, err == nil && json.Unmarshal(text, &schema) == nil, err)
 		}
 	}
-	if got := schema.Properties.Agent; !slices.Equal(got.Enum, []string{"billing"}) ||
-		!strings.Contains(got.Description, "billing: Refunds.") {
-		t.Errorf("the tool says %+v", got)
-	}
+	got := schema.Properties.Agent
+	assert.Truef(t, slices.Equal(got.Enum, []string{"billing"}) && strings.Contains(got.Description, "billing: Refunds."),
+		"the tool says %+v", got)
 }
 
 func TestNobodyDelegatesToAnAgentThatIsNotNamed(t *testing.T) {
@@ -233,10 +220,9 @@ func TestAFilteredAnswerSaysSo(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("").WithFinish("content_filter"))
 	_, got := w.completed(t)
-	if got.Ended != "answered" || got.Cut != "content_filter" || !strings.Contains(got.Text, "content filter") ||
-		len(w.model.Requests()) != 1 {
-		t.Errorf("after %d requests: %+v", len(w.model.Requests()), got)
-	}
+	assert.Truef(t, got.Ended == "answered" && got.Cut == "content_filter" &&
+		strings.Contains(got.Text, "content filter") && len(w.model.Requests()) == 1, "after %d requests: %+v",
+		len(w.model.Requests()), got)
 }
 
 func TestPinnedMemoryIsThatOfTheAgent(t *testing.T) {
@@ -258,9 +244,8 @@ func TestPinnedMemoryIsThatOfTheAgent(t *testing.T) {
 			}
 			w.completed(t)
 			shown := w.model.Requests()[0].Messages[0].Content
-			if !strings.Contains(shown, want) || strings.Count(shown, "policy/returns") != 1 {
-				t.Errorf("pinned is not %s: %s", want, shown)
-			}
+			assert.Truef(t, strings.Contains(shown, want) && strings.Count(shown, "policy/returns") == 1,
+				"pinned is not %s: %s", want, shown)
 		})
 	}
 }
@@ -326,9 +311,8 @@ func TestATurnReplacesWhatItHasRead(t *testing.T) {
 			t.Parallel()
 			w := remembering(t, replies...)
 			w.completed(t)
-			if got := w.kept(t); !strings.HasPrefix(got, `"mine" at `) {
-				t.Errorf("it holds %s", got)
-			}
+			got := w.kept(t)
+			assert.Truef(t, strings.HasPrefix(got, `"mine" at `), "it holds %s", got)
 		})
 	}
 }
@@ -349,9 +333,8 @@ func TestATurnDoesNotReplaceWhatItHasNotRead(t *testing.T) {
 			x, _ := w.completed(t)
 			assert.Equal(t, `"second" at 2`, w.kept(t))
 			rows := named(w.rows(t, x), "memory_write")
-			if rows = append(rows, named(w.rows(t, x), "memory_forget")...); len(rows) != 1 || rows[0].Status != "skipped" {
-				t.Errorf("the row is %+v", rows)
-			}
+			rows = append(rows, named(w.rows(t, x), "memory_forget")...)
+			assert.Truef(t, len(rows) == 1 && rows[0].Status == "skipped", "the row is %+v", rows)
 		})
 	}
 }
@@ -368,10 +351,9 @@ func TestAConflictGivesTheModelBothValues(t *testing.T) {
 		Error, Yours string
 		Theirs       memory.Entry
 	}
-	if err := json.Unmarshal([]byte(said), &both); err != nil || both.Error != "conflict" || both.Yours != "mine" ||
-		string(both.Theirs.Value) != `"theirs"` || both.Theirs.Revision != 3 {
-		t.Errorf("the model is told %s", said)
-	}
+	err := json.Unmarshal([]byte(said), &both)
+	assert.Truef(t, err == nil && both.Error == "conflict" && both.Yours == "mine" &&
+		string(both.Theirs.Value) == `"theirs"` && both.Theirs.Revision == 3, "the model is told %s", said)
 }
 
 func TestWhatATurnHasReadSurvivesItsProcess(t *testing.T) {
@@ -454,27 +436,19 @@ func TestOfVeryManySkillsTheOthersAreFoundBySearch(t *testing.T) {
 	x, got := w.completed(t)
 	requests := w.model.Requests()
 	offered := toolNames(requests[0])
-	if len(offered) != 31 || !slices.Contains(offered, "skill_search") || !slices.Contains(offered, "probe") ||
-		slices.Contains(offered, "send_invoice") {
-		t.Errorf("%d are offered: %q", len(offered), offered)
-	}
+	assert.Truef(t, len(offered) == 31 && slices.Contains(offered, "skill_search") && slices.Contains(offered, "probe") &&
+		!slices.Contains(offered, "send_invoice"), "%d are offered: %q", len(offered), offered)
 	assert.Contains(t, w.since(t, 1)[2].Content, "skill_search")
-	if told := w.since(t, 2)[1].Content; !strings.Contains(told, "send_invoice") || strings.Contains(told, "visitor") {
-		t.Errorf("found %s", told)
-	}
-	if after := toolNames(requests[2]); len(after) != 32 || !slices.Contains(after, "send_invoice") {
-		t.Errorf("after the search %q are offered", after)
-	}
-	if sent.Load() != 1 || !slices.Equal(got.Calls, []string{"skill_search", "send_invoice"}) {
-		t.Errorf("%d invoices were sent, outcome %+v", sent.Load(), got)
-	}
-	if refused := named(w.rows(t, x), "visitorInvoices"); len(refused) != 1 || refused[0].Class != "unknown_tool" {
-		t.Errorf("rows are %+v", refused)
-	}
-	if rows := named(w.rows(t, x), "skill_search"); len(rows) != 1 ||
-		string(rows[0].Output) != `{"found": ["send_invoice"]}` {
-		t.Errorf("rows are %+v", rows)
-	}
+	told := w.since(t, 2)[1].Content
+	assert.Truef(t, strings.Contains(told, "send_invoice") && !strings.Contains(told, "visitor"), "found %s", told)
+	after := toolNames(requests[2])
+	assert.Truef(t, len(after) == 32 && slices.Contains(after, "send_invoice"), "after the search %q are offered", after)
+	assert.Truef(t, sent.Load() == 1 && slices.Equal(got.Calls, []string{"skill_search", "send_invoice"}),
+		"%d invoices were sent, outcome %+v", sent.Load(), got)
+	refused := named(w.rows(t, x), "visitorInvoices")
+	assert.Truef(t, len(refused) == 1 && refused[0].Class == "unknown_tool", "rows are %+v", refused)
+	rows := named(w.rows(t, x), "skill_search")
+	assert.Truef(t, len(rows) == 1 && string(rows[0].Output) == `{"found": ["send_invoice"]}`, "rows are %+v", rows)
 }
 
 func TestFortySkillsAreAllOffered(t *testing.T) {
@@ -485,9 +459,8 @@ func TestFortySkillsAreAllOffered(t *testing.T) {
 		w.put(t, skills.Definition{Name: fmt.Sprintf("s%d", i)})
 	}
 	w.completed(t)
-	if offered := toolNames(w.model.Requests()[0]); len(offered) != 40 || slices.Contains(offered, "skill_search") {
-		t.Errorf("%d are offered", len(offered))
-	}
+	offered := toolNames(w.model.Requests()[0])
+	assert.Truef(t, len(offered) == 40 && !slices.Contains(offered, "skill_search"), "%d are offered", len(offered))
 }
 
 func TestASearchThatFindsNothingSaysSo(t *testing.T) {
@@ -514,9 +487,8 @@ func TestWhatWasFoundStaysCallableAfterACrash(t *testing.T) {
 			if got := outcome(t, x); got.Text != "Sent." || !c.done.Load() {
 				t.Errorf("execution is %s (%s), outcome %+v", x.Status, testkit.Deref(x.ErrorMessage), got)
 			}
-			if n := len(w.transcripts(t)); n != 3 || sent.Load() != 1 {
-				t.Errorf("%d requests, %d invoices", n, sent.Load())
-			}
+			n := len(w.transcripts(t))
+			assert.Truef(t, n == 3 && sent.Load() == 1, "%d requests, %d invoices", n, sent.Load())
 		})
 	}
 }
@@ -568,9 +540,8 @@ func TestASkillWithTheNameOfAToolIsNotOffered(t *testing.T) {
 	w.turn.Tools = []reason.Tool{tool("probe", `{"type":"object"}`)}
 	w.completed(t)
 	offered, got := toolNames(w.model.Requests()[0]), heard(w)
-	if !slices.Equal(offered, []string{"probe", "sizes"}) || !slices.Equal(got, []string{`"got {}"`}) {
-		t.Errorf("offered %q, answered %q", offered, got)
-	}
+	assert.Truef(t, slices.Equal(offered, []string{"probe", "sizes"}) && slices.Equal(got, []string{`"got {}"`}),
+		"offered %q, answered %q", offered, got)
 }
 
 // What is wrong with the program is said at once, and is not the model's fault.
@@ -588,9 +559,8 @@ func TestATurnThatCannotBeTakenIsRefused(t *testing.T) {
 		w := newWorld(t)
 		spoil(w)
 		x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: "flow"})
-		if err != nil || x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), says) {
-			t.Errorf("%s: %s, %q, %v", says, x.Status, testkit.Deref(x.ErrorMessage), err)
-		}
+		assert.Truef(t, err == nil && x.Status == executions.Failed && strings.Contains(testkit.Deref(x.ErrorMessage), says),
+			"%s: %s, %q, %v", says, x.Status, testkit.Deref(x.ErrorMessage), err)
 	}
 }
 

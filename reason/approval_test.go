@@ -68,9 +68,8 @@ func dropSkill(extra string) skills.Definition {
 func (w *world) park(t *testing.T) executions.Execution {
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
-	if err != nil || x.Status != executions.Waiting {
-		t.Fatalf("execution is %s: %v %s", x.Status, err, testkit.Deref(x.ErrorMessage))
-	}
+	require.Truef(t, err == nil && x.Status == executions.Waiting,
+		"execution is %s: %v %s", x.Status, err, testkit.Deref(x.ErrorMessage))
 	return x
 }
 
@@ -130,24 +129,19 @@ func TestAnApprovedCallIsMadeByTheTurnThatWaits(t *testing.T) {
 	if got := outcome(t, x); got.Text != "Gone." || !slices.Equal(got.Calls, []string{"drop"}) {
 		t.Errorf("execution is %s, outcome %+v", x.Status, got)
 	}
-	if got := d.list(); !slices.Equal(got, []string{`{"table":"x"}`}) {
-		t.Errorf("calls are %q", got)
-	}
-	if told := w.since(t, 1)[1]; told.Role != "tool" || told.Content != `"dropped"` {
-		t.Errorf("the model was told %+v", told)
-	}
+	got := d.list()
+	assert.Truef(t, slices.Equal(got, []string{`{"table":"x"}`}), "calls are %q", got)
+	told := w.since(t, 1)[1]
+	assert.Truef(t, told.Role == "tool" && told.Content == `"dropped"`, "the model was told %+v", told)
 	rows := named(w.rows(t, x), "drop")
-	if len(rows) != 2 || rows[0].Status != "pending_approval" || rows[1].Status != "success" {
-		t.Errorf("rows are %+v", rows)
-	}
+	assert.Truef(t, len(rows) == 2 && rows[0].Status == "pending_approval" && rows[1].Status == "success",
+		"rows are %+v", rows)
 	same := pgtest.Value[bool](t, w.pool, `
 		select a.consumed_for = a.execution_id || ' approved ' || a.id and c.created_at <= a.consumed_at + interval '1 second'
 		  and c.step = 'approved ' || a.id
 		  from agent_approvals a join agent_activity c on c.execution_id = a.execution_id and c.skill_name = 'drop'
 		    and c.status = 'success'`)
-	if !same {
-		t.Error("the grant was not consumed for the call")
-	}
+	assert.True(t, same, "the grant was not consumed for the call")
 }
 
 func TestOneDenialEndsIt(t *testing.T) {
@@ -175,15 +169,12 @@ func TestOneDenialEndsIt(t *testing.T) {
 		}
 		replies++
 		var told struct{ Error, Reason string }
-		if err := json.Unmarshal([]byte(r.Content), &told); err != nil || told.Error != "DENIED" ||
-			told.Reason != "not on a Friday" {
-			t.Errorf("the model was told %s", r.Content)
-		}
+		err := json.Unmarshal([]byte(r.Content), &told)
+		assert.Truef(t, err == nil && told.Error == "DENIED" && told.Reason == "not on a Friday",
+			"the model was told %s", r.Content)
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'drop'`); n != 0 ||
-		replies != 3 {
-		t.Errorf("%d replies; a denial counts as %d calls of the skill", replies, n)
-	}
+	n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'drop'`)
+	assert.Truef(t, n == 0 && replies == 3, "%d replies; a denial counts as %d calls of the skill", replies, n)
 }
 
 func TestChangedArgumentsNeedAnotherApproval(t *testing.T) {
@@ -195,9 +186,8 @@ func TestChangedArgumentsNeedAnotherApproval(t *testing.T) {
 	x := w.park(t)
 	w.engine(t, true)
 	w.ended(t, x.ID, func(a approvals.Approval) { w.decide(t, a, strings.Contains(string(a.Arguments), "y"), "") })
-	if got := d.list(); !slices.Equal(got, []string{`{"table":"y"}`}) {
-		t.Errorf("calls are %q", got)
-	}
+	got := d.list()
+	assert.Truef(t, slices.Equal(got, []string{`{"table":"y"}`}), "calls are %q", got)
 }
 
 func TestAnApprovedCallMadeAgainIsAskedForAgain(t *testing.T) {
@@ -228,18 +218,14 @@ func TestAllIsAskedAndTheRestIsDoneBeforeTheFirstWait(t *testing.T) {
 		modeltest.Text("Done."))
 	x := w.park(t)
 	asked := w.pending(t)
-	if len(asked) != 2 || probed.Load() != 1 {
-		t.Fatalf("%d pending, %d probes", len(asked), probed.Load())
-	}
+	require.Truef(t, len(asked) == 2 && probed.Load() == 1, "%d pending, %d probes", len(asked), probed.Load())
 	w.engine(t, true)
 	w.decide(t, asked[1], false, "keep y") // the second first
 	w.decide(t, asked[0], true, "")
 	w.ended(t, x.ID, nil)
 	added := w.since(t, 1)
-	if len(added) != 4 || added[1].Content != `"dropped"` || added[2].Content != `"alive"` ||
-		!strings.Contains(added[3].Content, "keep y") {
-		t.Errorf("the model was told %+v", added)
-	}
+	assert.Truef(t, len(added) == 4 && added[1].Content == `"dropped"` && added[2].Content == `"alive"` &&
+		strings.Contains(added[3].Content, "keep y"), "the model was told %+v", added)
 	if !slices.Equal(d.list(), []string{`{"table":"x"}`}) {
 		t.Errorf("calls are %q", d.list())
 	}
@@ -343,9 +329,8 @@ func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 			if o := outcome(t, got); o.Text != "Done." || o.Iterations != 2 {
 				t.Fatalf("execution is %s (%s), outcome %+v", got.Status, testkit.Deref(got.ErrorMessage), o)
 			}
-			if calls := d.list(); !slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}) {
-				t.Errorf("calls are %q", calls)
-			}
+			calls := d.list()
+			assert.Truef(t, slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}), "calls are %q", calls)
 			assert.Equal(t, 2,
 				pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`))
 			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`); n != 2 || len(w.transcripts(t)) != 2 {
@@ -393,15 +378,13 @@ func TestCrashDuringAnApprovedCall(t *testing.T) {
 			w.engine(t, true)
 			got := w.ended(t, x.ID, w.approveAll(t), func() { w.restart(t, c) })
 			close(c.wake)
-			if got.Status != executions.Completed || calls.Load() != test.calls {
-				t.Errorf("execution is %s (%s), %d calls", got.Status, testkit.Deref(got.ErrorMessage), calls.Load())
-			}
+			assert.Truef(t, got.Status == executions.Completed && calls.Load() == test.calls,
+				"execution is %s (%s), %d calls", got.Status, testkit.Deref(got.ErrorMessage), calls.Load())
 			assert.Equal(t, 1,
 				pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`))
 			told := w.since(t, len(w.model.Requests())-1)[1].Content
-			if test.idempotent != (told == `"dropped"`) || !test.idempotent && !strings.Contains(told, `"error":"unknown"`) {
-				t.Errorf("the model was told %s", told)
-			}
+			assert.Truef(t, test.idempotent == (told == `"dropped"`) &&
+				(test.idempotent || strings.Contains(told, `"error":"unknown"`)), "the model was told %s", told)
 		})
 	}
 }
@@ -415,19 +398,17 @@ func TestADecisionRacesWithTheWait(t *testing.T) {
 			w := newWorld(t)
 			d := w.parking(t)
 			w.turn.OnApproval = func(a approvals.Approval) {
-				if _, err := approvals.Decide(t.Context(), w.pool, a.ID, true, "ana", ""); err != nil {
-					t.Error(err)
-				}
+				_, err := approvals.Decide(t.Context(), w.pool, a.ID, true, "ana", "")
+				assert.NoError(t, err)
 			}
 			w.plan(modeltest.ToolCall("drop", `{"table":"x"}`).AndCall("drop", `{"table":"y"}`), modeltest.Text("Done."))
 			w.engine(t, true)
 			x, _, err := w.engine(t, true).Start(t.Context(), w.pool, executions.Spec{Flow: "turn", Surface: trace.Flow})
 			require.NoError(t, err)
 			x = w.ended(t, x.ID, nil)
-			if calls := d.list(); x.Status != executions.Completed ||
-				!slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}) {
-				t.Errorf("execution is %s (%s), calls %q", x.Status, testkit.Deref(x.ErrorMessage), calls)
-			}
+			calls := d.list()
+			assert.Truef(t, x.Status == executions.Completed && slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}),
+				"execution is %s (%s), calls %q", x.Status, testkit.Deref(x.ErrorMessage), calls)
 		})
 	}
 }
@@ -445,11 +426,9 @@ func TestNothingThatAModelSaysApproves(t *testing.T) {
 		t.Errorf("pending are %+v, calls %q", asked, d.list())
 	}
 	for _, name := range toolNames(w.model.Requests()[1]) {
-		if strings.Contains(name, "approv") || strings.Contains(name, "decide") {
-			t.Errorf("the model is offered %s", name)
-		}
+		assert.Truef(t, !strings.Contains(name, "approv") && !strings.Contains(name, "decide"),
+			"the model is offered %s", name)
 	}
-	if rows := named(w.rows(t, x), "decide_approval"); len(rows) != 1 || rows[0].Class != "unknown_tool" {
-		t.Errorf("rows are %+v", rows)
-	}
+	rows := named(w.rows(t, x), "decide_approval")
+	assert.Truef(t, len(rows) == 1 && rows[0].Class == "unknown_tool", "rows are %+v", rows)
 }

@@ -52,9 +52,7 @@ func TestEachBudgetEndsATurnGracefully(t *testing.T) {
 			w.loop.Budget = test.budget
 			x, got := w.completed(t)
 			want := "Stopped because the budget of " + name + " ran out; " + test.calls + "."
-			if got.Ended != name || got.Text != want || x.ResultSummary != want {
-				t.Errorf("outcome is %+v", got)
-			}
+			assert.Truef(t, got.Ended == name && got.Text == want && x.ResultSummary == want, "outcome is %+v", got)
 			assert.Equal(t, test.asked, len(w.model.Requests()))
 		})
 	}
@@ -70,15 +68,13 @@ func TestALoopWithChangingArgumentsLeavesAStall(t *testing.T) {
 	x, got := w.completed(t)
 	assert.Equal(t, "iterations", got.Ended, got)
 	rows := named(w.rows(t, x), "reasoning")
-	if len(rows) != 1 || rows[0].Status != "error" || rows[0].Class != "stall" {
-		t.Fatalf("the rows of the stall are %+v", rows)
-	}
+	require.Truef(t, len(rows) == 1 && rows[0].Status == "error" && rows[0].Class == "stall",
+		"the rows of the stall are %+v", rows)
 	for _, said := range []string{"called tools 7 times in a row and came to no answer", got.Text} {
 		assert.Contains(t, rows[0].Message, said)
 	}
-	if !strings.Contains(string(rows[0].Input), `{"limit": 7}`) {
-		t.Errorf("the evidence lacks the last attempt: %s", rows[0].Input)
-	}
+	assert.Truef(t, strings.Contains(string(rows[0].Input), `{"limit": 7}`),
+		"the evidence lacks the last attempt: %s", rows[0].Input)
 }
 
 func TestTimeThatRanOutDuringASkillEndsTheTurnBeforeTheNextRequest(t *testing.T) {
@@ -92,13 +88,9 @@ func TestTimeThatRanOutDuringASkillEndsTheTurnBeforeTheNextRequest(t *testing.T)
 	}
 	w.loop.Budget = reason.Budget{Time: 3 * time.Second}
 	x, got := w.completed(t)
-	if got.Ended != "time" || !slices.Equal(got.Calls, []string{"probe"}) {
-		t.Errorf("outcome is %+v", got)
-	}
+	assert.Truef(t, got.Ended == "time" && slices.Equal(got.Calls, []string{"probe"}), "outcome is %+v", got)
 	rows := named(w.rows(t, x), "model_call")
-	if len(rows) != 2 || rows[1].Class != "budget" || rows[1].Status != "error" {
-		t.Errorf("rows are %+v", rows)
-	}
+	assert.Truef(t, len(rows) == 2 && rows[1].Class == "budget" && rows[1].Status == "error", "rows are %+v", rows)
 }
 
 func TestTimeIsCountedOnce(t *testing.T) {
@@ -112,9 +104,8 @@ func TestTimeIsCountedOnce(t *testing.T) {
 		return "slow", nil
 	}
 	w.loop.Budget = reason.Budget{Time: 7 * time.Second}
-	if _, got := w.completed(t); got.Ended != reason.Answered {
-		t.Errorf("outcome is %+v", got)
-	}
+	_, got := w.completed(t)
+	assert.Truef(t, got.Ended == reason.Answered, "outcome is %+v", got)
 }
 
 func TestPruningKeepsTheOpeningAndWholeExchanges(t *testing.T) {
@@ -130,9 +121,8 @@ func TestPruningKeepsTheOpeningAndWholeExchanges(t *testing.T) {
 			modeltest.ToolCall("nope", `{}`))
 	}
 	w.model.Add(append(replies, modeltest.Text("Done."))...)
-	if _, got := w.completed(t); got.Ended != reason.Answered {
-		t.Fatalf("outcome is %+v", got)
-	}
+	_, got := w.completed(t)
+	require.Truef(t, got.Ended == reason.Answered, "outcome is %+v", got)
 	pruned := false
 	for n, r := range w.model.Requests() {
 		m := r.Messages
@@ -147,9 +137,7 @@ func TestPruningKeepsTheOpeningAndWholeExchanges(t *testing.T) {
 			pruned = pruned || len(m) < len(w.model.Requests()[n-1].Messages)
 		}
 	}
-	if !pruned {
-		t.Error("nothing was pruned")
-	}
+	assert.True(t, pruned, "nothing was pruned")
 }
 
 // whole fails when a call is without its replies or a reply without its call.
@@ -159,9 +147,7 @@ func whole(t *testing.T, n int, messages []openai.ChatCompletionMessage) {
 	for _, m := range messages {
 		switch {
 		case m.Role == openai.ChatMessageRoleTool:
-			if !open[m.ToolCallID] {
-				t.Errorf("request %d has a reply without its call: %v", n, roles(messages))
-			}
+			assert.Truef(t, open[m.ToolCallID], "request %d has a reply without its call: %v", n, roles(messages))
 			delete(open, m.ToolCallID)
 		case len(open) > 0:
 			t.Errorf("request %d has calls without replies: %v", n, roles(messages))
@@ -212,9 +198,8 @@ func TestARuntimeToolThatFailsIsToldToTheModel(t *testing.T) {
 	}}
 	w.completed(t)
 	assert.Equal(t, `{"error":"refused","message":"not now"}`, w.since(t, 1)[1].Content)
-	if text := w.since(t, 2)[2].Content; !strings.HasPrefix(text, "Tool call failed: INVALID_PARAMS. Schema: {") {
-		t.Errorf("the correction is %s", text)
-	}
+	text := w.since(t, 2)[2].Content
+	assert.Truef(t, strings.HasPrefix(text, "Tool call failed: INVALID_PARAMS. Schema: {"), "the correction is %s", text)
 }
 
 func TestTroubleOfTheProvider(t *testing.T) {
@@ -244,21 +229,15 @@ func TestTroubleOfTheProvider(t *testing.T) {
 			x, got := w.run(t)
 			rows := named(w.rows(t, x), "model_call")
 			if test.failure == "" {
-				if x.Status != executions.Completed || got.Text != "Fine." || got.Usage.TotalTokens == 0 || len(rows) != 1 {
-					t.Errorf("execution is %s, outcome %+v, rows %+v", x.Status, got, rows)
-				}
-				if name == "no usage" && !got.Usage.Estimated {
-					t.Error("an estimate is not marked")
-				}
+				assert.Truef(t, x.Status == executions.Completed && got.Text == "Fine." && got.Usage.TotalTokens != 0 &&
+					len(rows) == 1, "execution is %s, outcome %+v, rows %+v", x.Status, got, rows)
+				assert.True(t, name != "no usage" || got.Usage.Estimated, "an estimate is not marked")
 				return
 			}
-			if x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), test.failure) ||
-				!strings.Contains(testkit.Deref(x.ErrorMessage), "ask the model") {
-				t.Errorf("execution is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
-			}
-			if len(rows) != 1 || rows[0].Status != "error" || rows[0].Class != "model" {
-				t.Errorf("rows are %+v", rows)
-			}
+			assert.Truef(t, x.Status == executions.Failed && strings.Contains(testkit.Deref(x.ErrorMessage), test.failure) &&
+				strings.Contains(testkit.Deref(x.ErrorMessage), "ask the model"), "execution is %s: %s", x.Status,
+				testkit.Deref(x.ErrorMessage))
+			assert.Truef(t, len(rows) == 1 && rows[0].Status == "error" && rows[0].Class == "model", "rows are %+v", rows)
 		})
 	}
 }
@@ -281,9 +260,8 @@ func TestOnlySkillsInScopeAndInServiceAreOffered(t *testing.T) {
 	w.completed(t)
 	offered := toolNames(w.model.Requests()[0])
 	slices.Sort(offered)
-	if want := []string{"any", "inner", "probe", "sizes", "tried"}; !slices.Equal(offered, want) {
-		t.Errorf("offered %q, want %q", offered, want)
-	}
+	want := []string{"any", "inner", "probe", "sizes", "tried"}
+	assert.Truef(t, slices.Equal(offered, want), "offered %q, want %q", offered, want)
 }
 
 func TestASkillTakenOutOfServiceDuringTheTurnIsNotCalled(t *testing.T) {
@@ -298,16 +276,14 @@ func TestASkillTakenOutOfServiceDuringTheTurnIsNotCalled(t *testing.T) {
 		if n > 0 {
 			return modeltest.Text("ok")
 		}
-		if _, err := skills.Disable(t.Context(), w.pool, "probe", "admin", "it misbehaves", nil); err != nil {
-			t.Error(err)
-		}
+		_, err := skills.Disable(t.Context(), w.pool, "probe", "admin", "it misbehaves", nil)
+		assert.NoError(t, err)
 		return handle
 	})
 	w.completed(t)
-	if text := w.since(t, 1)[1].Content; !strings.Contains(text, `"error":"disabled"`) ||
-		!strings.Contains(text, "it misbehaves") {
-		t.Errorf("the model was told %s", text)
-	}
+	text := w.since(t, 1)[1].Content
+	assert.Truef(t, strings.Contains(text, `"error":"disabled"`) && strings.Contains(text, "it misbehaves"),
+		"the model was told %s", text)
 }
 
 func TestASkillOnTrialIsCalledOnceAndReturnsToService(t *testing.T) {
@@ -316,15 +292,11 @@ func TestASkillOnTrialIsCalledOnceAndReturnsToService(t *testing.T) {
 	pgtest.Exec(t, w.pool, `update agent_skills set enabled = false, disabled_by = 'self_heal',
 		disabled_at = clock_timestamp(), trial_at = clock_timestamp() where name = 'probe'`)
 	x, got := w.completed(t)
-	if !slices.Equal(got.Calls, []string{"probe"}) {
-		t.Errorf("outcome is %+v", got)
-	}
-	if s, err := skills.Get(t.Context(), w.pool, "probe"); err != nil || !s.Enabled {
-		t.Errorf("skill is %+v, %v", s, err)
-	}
-	if rows := named(w.rows(t, x), "settle_trial"); len(rows) != 1 || rows[0].Status != "success" {
-		t.Errorf("rows are %+v", rows)
-	}
+	assert.Truef(t, slices.Equal(got.Calls, []string{"probe"}), "outcome is %+v", got)
+	s, err := skills.Get(t.Context(), w.pool, "probe")
+	assert.Truef(t, err == nil && s.Enabled, "skill is %+v, %v", s, err)
+	rows := named(w.rows(t, x), "settle_trial")
+	assert.Truef(t, len(rows) == 1 && rows[0].Status == "success", "rows are %+v", rows)
 }
 
 func TestATrialThatFailsIsNotTriedAgain(t *testing.T) {
@@ -343,9 +315,8 @@ func TestATrialThatFailsIsNotTriedAgain(t *testing.T) {
 		!strings.Contains(added[2].Content, `"error":"disabled"`) {
 		t.Errorf("called %d times; told %+v", called, added[1:])
 	}
-	if s, err := skills.Get(t.Context(), w.pool, "probe"); err != nil || s.Enabled || s.TrialAt != nil {
-		t.Errorf("skill is %+v, %v", s, err)
-	}
+	s, err := skills.Get(t.Context(), w.pool, "probe")
+	assert.Truef(t, err == nil && !s.Enabled && s.TrialAt == nil, "skill is %+v, %v", s, err)
 }
 
 // book is what the day's scope has: spent tokens, how much of that is unknown, tokens set aside.
@@ -356,9 +327,7 @@ type book struct {
 func (w *world) book(t *testing.T) (b book) {
 	t.Helper()
 	standings, err := budgets.Today(t.Context(), w.pool)
-	if err != nil || len(standings) == 0 {
-		t.Fatalf("today has %d scopes: %v", len(standings), err)
-	}
+	require.Truef(t, err == nil && len(standings) > 0, "today has %d scopes: %v", len(standings), err)
 	return book{standings[0].Tokens, standings[0].UnknownTokens, standings[0].ReservedTokens}
 }
 
@@ -374,9 +343,8 @@ func TestALimitOfTheDayOrTheSurfaceEndsATurnGracefully(t *testing.T) {
 			w.plan(probe)
 			w.loop.Limits = limits
 			x, got := w.completed(t)
-			if got.Ended != name || len(w.model.Requests()) != 2 {
-				t.Errorf("after %d requests the outcome is %+v", len(w.model.Requests()), got)
-			}
+			assert.Truef(t, got.Ended == name && len(w.model.Requests()) == 2,
+				"after %d requests the outcome is %+v", len(w.model.Requests()), got)
 			for _, said := range []string{
 				"the limit of 2500 tokens for the ", "2060 tokens spent",
 				"calls made: probe, probe.",
@@ -384,9 +352,8 @@ func TestALimitOfTheDayOrTheSurfaceEndsATurnGracefully(t *testing.T) {
 				assert.Contains(t, got.Text, said)
 			}
 			rows := named(w.rows(t, x), "model_call")
-			if last := rows[len(rows)-1]; last.Status != "error" || last.Class != "budget_"+name {
-				t.Errorf("the refused call's row is %+v", last)
-			}
+			last := rows[len(rows)-1]
+			assert.Truef(t, last.Status == "error" && last.Class == "budget_"+name, "the refused call's row is %+v", last)
 			assert.Equal(t, (book{Spent: 2060}), w.book(t))
 		})
 	}
@@ -398,13 +365,11 @@ func TestAnUnpricedModelIsBoundedByTokensAlone(t *testing.T) {
 	client, err := models.New(models.Config{BaseURL: w.model.URL(), Model: "home-made"})
 	require.NoError(t, err)
 	w.loop.Model, w.loop.Limits = client, budgets.Limits{Day: budgets.Limit{USD: 0.000001}}
-	if _, got := w.completed(t); got.Ended != reason.Answered {
-		t.Errorf("without a price the turn ended %+v", got)
-	}
+	_, got := w.completed(t)
+	assert.Truef(t, got.Ended == reason.Answered, "without a price the turn ended %+v", got)
 	w.loop.Limits.Day.Tokens = 100
-	if _, got := w.completed(t); got.Ended != "day" {
-		t.Errorf("the turn ended %+v", got)
-	}
+	_, got = w.completed(t)
+	assert.Truef(t, got.Ended == "day", "the turn ended %+v", got)
 }
 
 // What a refused call found is recorded: a run that is taken up again decides as it did.
@@ -422,15 +387,12 @@ func TestARefusalIsRecorded(t *testing.T) {
 		return result, err
 	}))
 	x, err := e.RunSync(t.Context(), executions.Spec{Flow: "twice", Surface: trace.Flow})
-	if err != nil || x.Status != executions.Waiting {
-		t.Fatalf("the execution is %s: %v", x.Status, err)
-	}
+	require.Truef(t, err == nil && x.Status == executions.Waiting, "the execution is %s: %v", x.Status, err)
 	w.loop.Limits = budgets.Limits{}
 	pgtest.Exec(t, w.pool, `select deliver_agent_event('EVENT_COMPLETED', 'go')`)
 	require.NoError(t, e.ClaimAndRun(t.Context(), x.ID))
-	if len(w.took) != 2 || w.took[0].Ended != "day" || w.took[1].Ended != "day" || w.took[0].Text != w.took[1].Text {
-		t.Errorf("the turn's outcomes are %+v", w.took)
-	}
+	assert.Truef(t, len(w.took) == 2 && w.took[0].Ended == "day" && w.took[1].Ended == "day" &&
+		w.took[0].Text == w.took[1].Text, "the turn's outcomes are %+v", w.took)
 }
 
 func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
@@ -445,18 +407,15 @@ func TestAnotherRunsReservationIsWaitedForAndThenEndsTheTurn(t *testing.T) {
 		select lanekeeper.reserve_agent_budget($1, 1, 'model', '[{"scope": "day:{day}", "tokens": 3000, "usd": 0}]',
 		       '{"prompt_tokens": 1000, "prompt_usd": 0, "token_usd": 0, "wanted": 1950, "enough": 1000, "least": 100}')`, other)
 	x, got := w.completed(t)
-	if got.Ended != "day" || !strings.Contains(got.Text, "is reserved by calls in progress: 0 tokens spent, 2950 tokens "+
-		"reserved") {
-		t.Errorf("outcome is %+v", got)
-	}
-	if rows := named(w.rows(t, x), "model_call"); len(rows) != 1 || rows[0].Class != "budget_day" {
-		t.Errorf("rows are %+v", rows)
-	}
+	assert.Truef(t, got.Ended == "day" &&
+		strings.Contains(got.Text, "is reserved by calls in progress: 0 tokens spent, 2950 tokens "+"reserved"),
+		"outcome is %+v", got)
+	rows := named(w.rows(t, x), "model_call")
+	assert.Truef(t, len(rows) == 1 && rows[0].Class == "budget_day", "rows are %+v", rows)
 	pgtest.Exec(t, w.pool, `select lanekeeper.settle_agent_budget($1, 'model',
 		'{"tokens": 500, "usd": 0, "unknown_tokens": 0, "unknown_usd": 0}')`, other)
-	if _, got := w.completed(t); got.Ended != reason.Answered {
-		t.Errorf("after the other was settled the outcome is %+v", got)
-	}
+	_, got = w.completed(t)
+	assert.Truef(t, got.Ended == reason.Answered, "after the other was settled the outcome is %+v", got)
 }
 
 func TestASmallRestShortensTheAnswer(t *testing.T) {
@@ -465,12 +424,9 @@ func TestASmallRestShortensTheAnswer(t *testing.T) {
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: 1000}}
 	x, got := w.completed(t)
 	limit := w.model.Requests()[0].MaxTokens //nolint:staticcheck // what most servers know
-	if limit < 64 || limit >= 1000 {
-		t.Errorf("the answer was allowed %d tokens", limit)
-	}
-	if got.Ended != reason.Answered || !strings.HasPrefix(got.Text, "Half of it\n\n[The answer was cut off here") {
-		t.Errorf("outcome is %+v", got)
-	}
+	assert.Truef(t, limit >= 64 && limit < 1000, "the answer was allowed %d tokens", limit)
+	assert.Truef(t, got.Ended == reason.Answered &&
+		strings.HasPrefix(got.Text, "Half of it\n\n[The answer was cut off here"), "outcome is %+v", got)
 	if rows := named(w.rows(t, x), "model_call"); !strings.Contains(string(rows[0].Output), "cut off here") {
 		t.Errorf("the row does not say that the answer was cut: %s", rows[0].Output)
 	}
@@ -496,9 +452,8 @@ func TestAProviderThatIgnoresItsLimitIsCutAndSettledAsItIs(t *testing.T) {
 		"limit of 100 tokens.]") {
 		t.Errorf("outcome is %s: …%s", got.Ended, got.Text[max(0, len(got.Text)-100):])
 	}
-	if got.Usage.CompletionTokens <= 100 || got.Usage.UnknownTokens != got.Usage.TotalTokens {
-		t.Errorf("usage is %+v, want what was said", got.Usage)
-	}
+	assert.Truef(t, got.Usage.CompletionTokens > 100 && got.Usage.UnknownTokens == got.Usage.TotalTokens,
+		"usage is %+v, want what was said", got.Usage)
 	assert.Equal(t, (book{Spent: int64(got.Usage.TotalTokens), Unknown: int64(got.Usage.TotalTokens)}),
 		w.book(t), got.Usage)
 }
@@ -529,10 +484,9 @@ func TestWhatMayBeBilledIsSpentAtItsWorstCase(t *testing.T) {
 			w.loop.Budget.Time = 2 * time.Second
 			x, _ := w.run(t)
 			got := w.book(t)
-			if got.Aside != 0 || got.Spent != test.known+got.Unknown ||
-				got.Unknown < test.unknown*models.DefaultMaxTokens || got.Unknown > test.unknown*(models.DefaultMaxTokens+1000) {
-				t.Errorf("the day has %+v", got)
-			}
+			assert.Truef(t, got.Aside == 0 && got.Spent == test.known+got.Unknown &&
+				got.Unknown >= test.unknown*models.DefaultMaxTokens && got.Unknown <= test.unknown*(models.DefaultMaxTokens+1000),
+				"the day has %+v", got)
 			w.agree(t, x.ID)
 		})
 	}
@@ -601,9 +555,8 @@ func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
 	if err := first.Wait(); err != nil {
 		t.Logf("first process: %v", err)
 	}
-	if got := w.book(t); got.Aside != 0 || got.Spent != got.Unknown+110 {
-		t.Errorf("the day has %+v", got)
-	}
+	got := w.book(t)
+	assert.Truef(t, got.Aside == 0 && got.Spent == got.Unknown+110, "the day has %+v", got)
 	w.agree(t, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`))
 }
 
@@ -638,9 +591,8 @@ func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
 	}
 	spent := w.book(t)
 	t.Logf("%d of %d runs were answered with %d of %d tokens", answered, runs, spent.Spent, limit)
-	if spent.Spent > limit || spent.Aside != 0 || spent.Spent != int64(answered*each) {
-		t.Errorf("the day has %+v of %d", spent, limit)
-	}
+	assert.Truef(t, spent.Spent <= limit && spent.Aside == 0 && spent.Spent == int64(answered*each),
+		"the day has %+v of %d", spent, limit)
 	if len(w.took) != runs || answered < (limit-500)/each || len(w.model.Requests()) != answered {
 		t.Errorf("%d of %d runs were answered with %d requests, want %d at least", answered, len(w.took),
 			len(w.model.Requests()), (limit-500)/each)
@@ -666,9 +618,8 @@ func TestConcurrentRunsLearnFromEachOtherHowTheServerCounts(t *testing.T) {
 	}
 	require.NoError(t, group.Wait())
 	spent := w.book(t)
-	if spent.Spent > limit || spent.Aside != 0 || spent.Spent < limit-2*each {
-		t.Errorf("the day has %+v of %d", spent, limit)
-	}
+	assert.Truef(t, spent.Spent <= limit && spent.Aside == 0 && spent.Spent >= limit-2*each,
+		"the day has %+v of %d", spent, limit)
 }
 
 // One answer that calls a skill 25 times is that skill's spend; calls of what is no skill, and the answer in words,

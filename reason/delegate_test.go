@@ -99,24 +99,20 @@ func TestADelegatedTaskAnswersItsTurn(t *testing.T) {
 		t.Errorf("the child is %s in %s, the parent in %s", child.Status, child.TraceID, parent.TraceID)
 	}
 	got := outcome(t, parent)
-	if got.Text != "All told." || !slices.Equal(got.Calls, []string{"delegate"}) || got.Usage.TotalTokens != 1040 {
-		t.Errorf("outcome is %+v", got)
-	}
-	if names := w.offeredTo("Size it up."); !slices.Equal(names, []string{"delegate", "sizes"}) {
-		t.Errorf("the child was offered %v", names)
-	}
+	assert.Truef(t, got.Text == "All told." && slices.Equal(got.Calls, []string{"delegate"}) &&
+		got.Usage.TotalTokens == 1040, "outcome is %+v", got)
+	names := w.offeredTo("Size it up.")
+	assert.Truef(t, slices.Equal(names, []string{"delegate", "sizes"}), "the child was offered %v", names)
 	told := w.model.Requests()[len(w.model.Requests())-1].Messages
 	assert.Contains(t, told[len(told)-1].Content, `"answer":"orders"`)
-	if row := named(w.rows(t, parent), "delegate"); len(row) != 1 || row[0].Kind != "phase" ||
-		!strings.Contains(string(row[0].Output), child.ID) {
-		t.Errorf("rows of the delegation: %+v", row)
-	}
+	row := named(w.rows(t, parent), "delegate")
+	assert.Truef(t, len(row) == 1 && row[0].Kind == "phase" && strings.Contains(string(row[0].Output), child.ID),
+		"rows of the delegation: %+v", row)
 	run := budgets.RunScope(trace.ID(parent.TraceID))
 	for scope, tokens := range map[string]int64{run: 1040, run + "/" + child.ID: 720} {
-		if spent, err := budgets.Of(t.Context(), w.pool, scope); err != nil || spent.Tokens != tokens ||
-			spent.ReservedTokens != 0 {
-			t.Errorf("%s has %+v (%v), want %d tokens", scope, spent, err, tokens)
-		}
+		spent, err := budgets.Of(t.Context(), w.pool, scope)
+		assert.Truef(t, err == nil && spent.Tokens == tokens && spent.ReservedTokens == 0,
+			"%s has %+v (%v), want %d tokens", scope, spent, err, tokens)
 	}
 }
 
@@ -143,9 +139,8 @@ func TestADelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
 	if names := w.offeredTo("Deep."); slices.Contains(names, "hidden") || !slices.Contains(names, "delegate") {
 		t.Errorf("the child was offered %v", names)
 	}
-	if names := w.offeredTo("Deeper."); !slices.Equal(names, []string{"probe"}) {
-		t.Errorf("the grandchild was offered %v", names)
-	}
+	names := w.offeredTo("Deeper.")
+	assert.Truef(t, slices.Equal(names, []string{"probe"}), "the grandchild was offered %v", names)
 	grandchild := w.child(t, child.ID)
 	tokens := func(x executions.Execution) (n [2]int64) {
 		require.NoError(t, w.pool.QueryRow(t.Context(), `
@@ -154,9 +149,8 @@ func TestADelegatedTaskIsNeverWiderThanItsTurn(t *testing.T) {
 		return n
 	}
 	c, g := tokens(child), tokens(grandchild)
-	if c[0] >= 50_000 || c[1] >= 8 || g[0] > c[0]/3 || g[1] >= c[1] {
-		t.Errorf("tokens and iterations: child %v, grandchild %v", c, g)
-	}
+	assert.Truef(t, c[0] < 50_000 && c[1] < 8 && g[0] <= c[0]/3 && g[1] < c[1],
+		"tokens and iterations: child %v, grandchild %v", c, g)
 }
 
 func TestADelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
@@ -175,13 +169,9 @@ func TestADelegatedTaskSpendsItsTurnsBudget(t *testing.T) {
 	got := outcome(t, enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed))
 	told := w.model.Requests()[len(w.model.Requests())-1].Messages
 	last := told[len(told)-1].Content
-	if !strings.Contains(last, `"ended":"tokens"`) || !strings.Contains(last, "leaves too little") ||
-		len(w.model.Requests()) != 3 {
-		t.Errorf("after %d requests the turn was told %q", len(w.model.Requests()), last)
-	}
-	if got.Text != "That was all." || got.Usage.TotalTokens != 520+1100+610 {
-		t.Errorf("outcome is %+v", got)
-	}
+	assert.Truef(t, strings.Contains(last, `"ended":"tokens"`) && strings.Contains(last, "leaves too little") &&
+		len(w.model.Requests()) == 3, "after %d requests the turn was told %q", len(w.model.Requests()), last)
+	assert.Truef(t, got.Text == "That was all." && got.Usage.TotalTokens == 520+1100+610, "outcome is %+v", got)
 }
 
 func TestADelegatedTaskThatFailsIsAResult(t *testing.T) {
@@ -190,18 +180,15 @@ func TestADelegatedTaskThatFailsIsAResult(t *testing.T) {
 		"Look.": {modeltest.ToolCall("delegate", `{"task":"Fail."}`), modeltest.Text("It did not work.")},
 	})
 	parent := enginetest.Await(t, w.pool, begin(t, w, e), executions.Completed)
-	if got := outcome(t, parent); got.Text != "It did not work." {
-		t.Errorf("outcome is %+v", got)
-	}
+	got := outcome(t, parent)
+	assert.Truef(t, got.Text == "It did not work.", "outcome is %+v", got)
 	told := w.model.Requests()[len(w.model.Requests())-1].Messages
-	if last := told[len(told)-1]; !strings.Contains(last.Content, `"error":"delegate"`) ||
-		!strings.Contains(last.Content, "ended as failed") {
-		t.Errorf("the turn was told %q", last.Content)
-	}
-	if row := named(w.rows(t, parent), "delegate"); len(row) != 1 || row[0].Status != "success" ||
-		!strings.Contains(string(row[0].Output), "failed") {
-		t.Errorf("rows of the delegation: %+v", row)
-	}
+	last := told[len(told)-1]
+	assert.Truef(t, strings.Contains(last.Content, `"error":"delegate"`) &&
+		strings.Contains(last.Content, "ended as failed"), "the turn was told %q", last.Content)
+	row := named(w.rows(t, parent), "delegate")
+	assert.Truef(t, len(row) == 1 && row[0].Status == "success" && strings.Contains(string(row[0].Output), "failed"),
+		"rows of the delegation: %+v", row)
 }
 
 func TestCancellingATurnCancelsWhatItDelegated(t *testing.T) {
@@ -232,14 +219,12 @@ func TestAnApprovalInADelegatedTaskParksIt(t *testing.T) {
 	child := w.child(t, id)
 	asked := enginetest.Await(t, w.pool, child.ID, executions.Waiting)
 	enginetest.Await(t, w.pool, id, executions.Waiting)
-	if asked.WaitingFor == nil || *asked.WaitingFor != "approval" || dropped != 0 {
-		t.Fatalf("the child waits for %v, %d drops", asked.WaitingFor, dropped)
-	}
+	require.Truef(t, asked.WaitingFor != nil && *asked.WaitingFor == "approval" && dropped == 0,
+		"the child waits for %v, %d drops", asked.WaitingFor, dropped)
 	_, err := approvals.Decide(t.Context(), w.pool, *asked.WaitingKey, true, "admin", "")
 	require.NoError(t, err)
-	if got := outcome(t, enginetest.Await(t, w.pool, id, executions.Completed)); got.Text != "Gone." || dropped != 1 {
-		t.Errorf("outcome is %+v after %d drops", got, dropped)
-	}
+	got := outcome(t, enginetest.Await(t, w.pool, id, executions.Completed))
+	assert.Truef(t, got.Text == "Gone." && dropped == 1, "outcome is %+v after %d drops", got, dropped)
 }
 
 func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
@@ -259,14 +244,11 @@ func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
 			x = enginetest.Await(t, w.pool, x.ID, executions.Completed)
 			assert.Equal(t, 1,
 				pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where parent_id = $1`, x.ID))
-			if got := w.book(t); got.Aside != 0 || got.Unknown != 0 {
-				t.Errorf("the day has %+v", got)
-			}
+			got := w.book(t)
+			assert.Truef(t, got.Aside == 0 && got.Unknown == 0, "the day has %+v", got)
 		})
 		if parked || t.Failed() {
-			if at < 5 {
-				t.Errorf("the turn had %d steps only", at-1)
-			}
+			assert.Truef(t, at >= 5, "the turn had %d steps only", at-1)
 			return
 		}
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -25,15 +26,11 @@ func blank() modeltest.Reply {
 // stalled checks that a turn ended as stalled, with its activity and its log line.
 func (w *world) stalled(t *testing.T, x executions.Execution, got reason.Outcome, why string) {
 	t.Helper()
-	if x.Status != executions.Completed || got.Ended != reason.Stalled || !strings.Contains(got.Text, why) ||
-		x.ResultSummary != got.Text {
-		t.Errorf("execution is %s, outcome %+v", x.Status, got)
-	}
+	assert.Truef(t, x.Status == executions.Completed && got.Ended == reason.Stalled && strings.Contains(got.Text, why) &&
+		x.ResultSummary == got.Text, "execution is %s, outcome %+v", x.Status, got)
 	rows := named(w.rows(t, x), "reasoning")
-	if len(rows) != 1 || rows[0].Status != "error" || rows[0].Class != "stall" ||
-		!strings.Contains(rows[0].Message, got.Text) {
-		t.Errorf("rows are %+v", rows)
-	}
+	assert.Truef(t, len(rows) == 1 && rows[0].Status == "error" && rows[0].Class == "stall" &&
+		strings.Contains(rows[0].Message, got.Text), "rows are %+v", rows)
 	assert.Equal(t, 1, len(w.log.Records(t, "reasoning stalled")))
 }
 
@@ -58,18 +55,16 @@ func TestTwoEmptyAnswersEndTheTurn(t *testing.T) {
 func TestACallMakesAnEmptyAnswerGood(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, blank(), modeltest.ToolCall("probe", `{}`), blank(), modeltest.Text("ok"))
-	if _, got := w.completed(t); got.Text != "ok" {
-		t.Errorf("outcome is %+v", got)
-	}
+	_, got := w.completed(t)
+	assert.Truef(t, got.Text == "ok", "outcome is %+v", got)
 }
 
 func TestARefusalInWordsIsAnAnswer(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Raw(http.StatusOK, "application/json",
 		`{"choices":[{"index":0,"message":{"role":"assistant","content":null,"refusal":"I will not."},"finish_reason":"stop"}]}`))
-	if _, got := w.completed(t); got.Text != "I will not." || got.Ended != reason.Answered {
-		t.Errorf("outcome is %+v", got)
-	}
+	_, got := w.completed(t)
+	assert.Truef(t, got.Text == "I will not." && got.Ended == reason.Answered, "outcome is %+v", got)
 }
 
 func TestTheSameCallOverAndOverEndsTheTurn(t *testing.T) {
@@ -85,9 +80,8 @@ func TestTheSameCallOverAndOverEndsTheTurn(t *testing.T) {
 	})
 	x, got := w.completed(t)
 	w.stalled(t, x, got, "made the same call again and again; calls made: sizes, sizes")
-	if calls.Load() != 5 || len(w.model.Requests()) != 5 {
-		t.Errorf("%d calls in %d iterations", calls.Load(), len(w.model.Requests()))
-	}
+	assert.Truef(t, calls.Load() == 5 && len(w.model.Requests()) == 5,
+		"%d calls in %d iterations", calls.Load(), len(w.model.Requests()))
 	for n := 1; n < 5; n++ {
 		last := w.since(t, n)
 		told := strings.Contains(last[len(last)-1].Content, "with the same arguments 3 times in a row")
@@ -118,12 +112,10 @@ func TestALongAnswerBesideACallDoesNotFillTheContext(t *testing.T) {
 	w := newWorld(t)
 	w.loop.Budget = reason.Budget{Context: 2000}
 	w.plan(modeltest.Text(strings.Repeat("blah ", 2500)).AndCall("probe", `{}`), modeltest.Text("ok"))
-	if _, got := w.completed(t); got.Text != "ok" {
-		t.Fatalf("the turn ended %s: %.200q", got.Ended, got.Text)
-	}
+	_, got := w.completed(t)
+	require.Equal(t, "ok", got.Text, "the turn ended", got.Ended)
 	r := w.model.Requests()[1]
-	if n := promptTokens(t, r); n > 2000 {
-		t.Errorf("%d tokens", n)
-	}
+	n := promptTokens(t, r)
+	assert.Truef(t, n <= 2000, "%d tokens", n)
 	whole(t, 1, r.Messages)
 }

@@ -56,9 +56,7 @@ func plain(t *testing.T, raw json.RawMessage) string {
 // recorded has the JSON of what was recorded of a call, in the form of asked.
 func recorded(t *testing.T, p prompts.Page, c prompts.Call) []string {
 	t.Helper()
-	if c.Tools == nil {
-		t.Fatal("no tools are recorded")
-	}
+	require.True(t, c.Tools != nil, "no tools are recorded")
 	list := []string{plain(t, p.Parts[*c.Tools].Body)}
 	for _, d := range c.Messages {
 		list = append(list, plain(t, p.Parts[d].Body))
@@ -78,17 +76,15 @@ func TestARecordedPromptIsWhatTheModelWasAsked(t *testing.T) {
 	x, _ := w.completed(t)
 	page := w.prompted(t, x)
 	requests := w.model.Requests()
-	if len(page.Calls) != 2 || len(requests) != 2 {
-		t.Fatalf("%d calls are recorded of %d requests", len(page.Calls), len(requests))
-	}
+	require.Truef(t, len(page.Calls) == 2 && len(requests) == 2,
+		"%d calls are recorded of %d requests", len(page.Calls), len(requests))
 	for i, c := range page.Calls {
 		assert.Equal(t, "", cmp.Diff(asked(t, requests[i]), recorded(t, page, c)), i)
 	}
 	second := page.Calls[1]
-	if second.SharedParts != 1+len(page.Calls[0].Messages) || second.TokenUsage.CachedTokens != 96 ||
-		second.TokenUsage.PromptTokens != 140 {
-		t.Errorf("the second call shares %d parts, with usage %+v", second.SharedParts, second.TokenUsage)
-	}
+	assert.Truef(t, second.SharedParts == 1+len(page.Calls[0].Messages) && second.TokenUsage.CachedTokens == 96 &&
+		second.TokenUsage.PromptTokens == 140, "the second call shares %d parts, with usage %+v", second.SharedParts,
+		second.TokenUsage)
 	assert.Equal(t, 1+len(second.Messages), pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts`))
 }
 
@@ -99,13 +95,9 @@ func TestAPromptIsRecordedWithoutSecrets(t *testing.T) {
 	w.turn.Prompt = "Connect to postgres://root:" + secret + "@db/orders"
 	x, _ := w.completed(t)
 	page := w.prompted(t, x)
-	if asked := w.model.Requests()[0].Body; !strings.Contains(asked, secret) {
-		t.Fatal("the model was not asked with the secret")
-	}
+	require.True(t, strings.Contains(w.model.Requests()[0].Body, secret), "the model was not asked with the secret")
 	last := page.Parts[page.Calls[0].Messages[len(page.Calls[0].Messages)-1]]
-	if !strings.Contains(string(last.Body), redact.Marker) {
-		t.Errorf("recorded: %s", last.Body)
-	}
+	assert.Truef(t, strings.Contains(string(last.Body), redact.Marker), "recorded: %s", last.Body)
 	assert.Equal(t, 0,
 		pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts where body like '%hunter2%'`))
 }
@@ -117,13 +109,11 @@ func TestTurnsShareThePartsOfTheirPrompts(t *testing.T) {
 	before := pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts`)
 	w.turn.Prompt = "And now?"
 	second, _ := w.completed(t)
-	if after := pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts`); after != before+1 {
-		t.Errorf("the second turn added %d parts, want its message alone", after-before)
-	}
+	after := pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts`)
+	assert.Truef(t, after == before+1, "the second turn added %d parts, want its message alone", after-before)
 	a, b := w.prompted(t, first).Calls[0], w.prompted(t, second).Calls[0]
-	if *a.Tools != *b.Tools || a.Messages[0] != b.Messages[0] || a.Messages[1] == b.Messages[1] {
-		t.Errorf("the turns have the parts %v and %v", a, b)
-	}
+	assert.Truef(t, *a.Tools == *b.Tools && a.Messages[0] == b.Messages[0] && a.Messages[1] != b.Messages[1],
+		"the turns have the parts %v and %v", a, b)
 }
 
 func TestACallThatFailedHasItsPrompt(t *testing.T) {
@@ -131,9 +121,8 @@ func TestACallThatFailedHasItsPrompt(t *testing.T) {
 	w := newWorld(t, modeltest.Status(400, 0))
 	x, _ := w.run(t)
 	page := w.prompted(t, x)
-	if len(page.Calls) != 1 || page.Calls[0].Status != "error" || !page.Calls[0].Recorded {
-		t.Fatalf("calls: %+v", page.Calls)
-	}
+	require.Truef(t, len(page.Calls) == 1 && page.Calls[0].Status == "error" && page.Calls[0].Recorded,
+		"calls: %+v", page.Calls)
 	assert.NoDiff(t, asked(t, w.model.Requests()[0]), recorded(t, page, page.Calls[0]))
 }
 
@@ -145,10 +134,8 @@ func TestAPromptThatCannotBeRecordedFailsNoTurn(t *testing.T) {
 	if page := w.prompted(t, x); len(page.Calls) != 1 || page.Calls[0].Recorded || len(page.Parts) != 0 {
 		t.Errorf("recorded: %+v", page)
 	}
-	if found := w.log.Records(t, "prompt not recorded"); len(found) != 1 ||
-		!strings.Contains(found[0]["error"].(string), "refuses") {
-		t.Errorf("logged: %v", found)
-	}
+	found := w.log.Records(t, "prompt not recorded")
+	assert.Truef(t, len(found) == 1 && strings.Contains(found[0]["error"].(string), "refuses"), "logged: %v", found)
 	pgtest.Exec(t, w.pool, `alter table agent_prompts drop constraint refuses`)
 	next, _ := w.completed(t)
 	page := w.prompted(t, next)
@@ -164,9 +151,8 @@ func TestALockedPartBlocksNoTurn(t *testing.T) {
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(t.Context()) }()
 	pgtest.Exec(t, tx, `update agent_prompt_parts set truncated = truncated`)
-	if x, _ := w.completed(t); w.prompted(t, x).Calls[0].Recorded {
-		t.Error("a prompt whose parts are locked is recorded")
-	}
+	x, _ := w.completed(t)
+	assert.True(t, !w.prompted(t, x).Calls[0].Recorded, "a prompt whose parts are locked is recorded")
 }
 
 func TestALargePartIsCutAndSaysSo(t *testing.T) {
@@ -182,15 +168,11 @@ func TestALargePartIsCutAndSaysSo(t *testing.T) {
 	page := w.prompted(t, x)
 	cut := 0
 	for _, p := range page.Parts {
-		if len(p.Body) > prompts.MaxPart {
-			t.Errorf("a part has %d bytes", len(p.Body))
-		}
+		assert.Truef(t, len(p.Body) <= prompts.MaxPart, "a part has %d bytes", len(p.Body))
 		if p.Truncated {
 			cut++
 		}
-		if strings.Contains(string(p.Body), "AAAAAAAA") {
-			t.Error("a picture is recorded")
-		}
+		assert.True(t, !strings.Contains(string(p.Body), "AAAAAAAA"), "a picture is recorded")
 	}
 	assert.Equal(t, 1, cut)
 }
@@ -201,9 +183,8 @@ func TestPartsThatSomebodyDeletedAreStoredAgain(t *testing.T) {
 	w.completed(t)
 	pgtest.Exec(t, w.pool, `delete from agent_prompt_parts`)
 	w.completed(t)
-	if found := w.log.Records(t, "parts of a prompt not recorded"); len(found) != 1 {
-		t.Errorf("logged: %v", found)
-	}
+	found := w.log.Records(t, "parts of a prompt not recorded")
+	assert.Truef(t, len(found) == 1, "logged: %v", found)
 	x, _ := w.completed(t)
 	page := w.prompted(t, x)
 	assert.NoDiff(t, asked(t, w.model.Requests()[2]), recorded(t, page, page.Calls[0]))
@@ -221,9 +202,8 @@ func optionsOf(t *testing.T, r modeltest.Request, c prompts.Call) (got sentOptio
 	var want sentOptions
 	require.NoError(t, json.Unmarshal([]byte(r.Body), &want))
 	require.NoError(t, json.Unmarshal(c.Options, &got))
-	if got.MaxTokens == 0 || got.MaxTokens != want.MaxTokens || (got.Format == nil) != (want.Format == nil) {
-		t.Errorf("recorded options: %s, sent: %+v", c.Options, want)
-	}
+	assert.Truef(t, got.MaxTokens != 0 && got.MaxTokens == want.MaxTokens && (got.Format == nil) == (want.Format == nil),
+		"recorded options: %s, sent: %+v", c.Options, want)
 	return got
 }
 
@@ -245,12 +225,10 @@ func TestAPromptIsRecordedInTheFormThatTheServerTook(t *testing.T) {
 			t.Errorf("the schema that was sent is not recorded: %s", page.Calls[0].Options)
 		}
 	}
-	if calls[0].Messages[1] == calls[1].Messages[1] || calls[1].Messages[1] != calls[2].Messages[1] {
-		t.Errorf("the schema in words is no part of the message: %v", calls)
-	}
-	if found := w.log.Records(t, "prompt not amended"); len(found) > 0 {
-		t.Errorf("logged: %v", found)
-	}
+	assert.Truef(t, calls[0].Messages[1] != calls[1].Messages[1] && calls[1].Messages[1] == calls[2].Messages[1],
+		"the schema in words is no part of the message: %v", calls)
+	found := w.log.Records(t, "prompt not amended")
+	assert.Truef(t, len(found) == 0, "logged: %v", found)
 }
 
 func TestAPromptThatCannotBeAmendedFailsNoTurn(t *testing.T) {
@@ -258,13 +236,9 @@ func TestAPromptThatCannotBeAmendedFailsNoTurn(t *testing.T) {
 	w := newWorld(t, modeltest.Text("Done."))
 	pgtest.Exec(t, w.pool, `alter table agent_prompts add constraint unamended check (not options ? 'max_tokens')`)
 	x, _ := w.completed(t)
-	if page := w.prompted(t, x); !page.Calls[0].Recorded {
-		t.Error("what was recorded before the call is gone")
-	}
-	if found := w.log.Records(t, "prompt not amended"); len(found) != 1 ||
-		!strings.Contains(found[0]["error"].(string), "unamended") {
-		t.Errorf("logged: %v", found)
-	}
+	assert.True(t, w.prompted(t, x).Calls[0].Recorded, "what was recorded before the call is gone")
+	found := w.log.Records(t, "prompt not amended")
+	assert.Truef(t, len(found) == 1 && strings.Contains(found[0]["error"].(string), "unamended"), "logged: %v", found)
 }
 
 func TestAPictureIsRecordedByItsSizeAndDigest(t *testing.T) {
@@ -275,7 +249,5 @@ func TestAPictureIsRecordedByItsSizeAndDigest(t *testing.T) {
 	page := w.prompted(t, x)
 	last := page.Parts[page.Calls[0].Messages[len(page.Calls[0].Messages)-1]]
 	want := fmt.Sprintf("[7 bytes, SHA-256 %x]", sha256.Sum256([]byte("picture")))
-	if !strings.Contains(string(last.Body), want) {
-		t.Errorf("recorded: %s, want %s", last.Body, want)
-	}
+	assert.Truef(t, strings.Contains(string(last.Body), want), "recorded: %s, want %s", last.Body, want)
 }

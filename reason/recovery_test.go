@@ -50,18 +50,14 @@ func TestUnknownToolIsCorrectedBySystemMessage(t *testing.T) {
 		modeltest.Text("All is well."))
 	x, got := w.completed(t)
 	added := w.since(t, 1)
-	if diff := cmp.Diff([]string{"assistant call_0_0", "tool call_0_0", "system"}, roles(added)); diff != "" {
-		t.Fatalf("after the unknown call (-want +got):\n%s", diff)
-	}
+	diff := cmp.Diff([]string{"assistant call_0_0", "tool call_0_0", "system"}, roles(added))
+	require.Truef(t, diff == "", "after the unknown call (-want +got):\n%s", diff)
 	assert.Equal(t, unknownSMS, added[2].Content)
-	if got.Text != "All is well." || got.Ended != reason.Answered || !slices.Equal(got.Calls, []string{"probe"}) {
-		t.Errorf("outcome is %+v", got)
-	}
+	assert.Truef(t, got.Text == "All is well." && got.Ended == reason.Answered &&
+		slices.Equal(got.Calls, []string{"probe"}), "outcome is %+v", got)
 	refused := named(w.rows(t, x), "send_sms")
-	if len(refused) != 1 || refused[0].Status != "error" || refused[0].Class != "unknown_tool" ||
-		!strings.Contains(string(refused[0].Input), `"to": "x"`) {
-		t.Errorf("rows of the unknown tool: %+v", refused)
-	}
+	assert.Truef(t, len(refused) == 1 && refused[0].Status == "error" && refused[0].Class == "unknown_tool" &&
+		strings.Contains(string(refused[0].Input), `"to": "x"`), "rows of the unknown tool: %+v", refused)
 }
 
 func TestUnknownToolWithANeighbourGetsAHint(t *testing.T) {
@@ -77,9 +73,8 @@ func TestAValidCallStartsTheCountAnew(t *testing.T) {
 	bad := modeltest.ToolCall("send_sms", `{}`)
 	w := newWorld(t, bad, bad, modeltest.ToolCall("probe", ``), bad, bad, modeltest.ToolCall("sizes", `{"limit":1}`),
 		modeltest.Text("done"))
-	if _, got := w.completed(t); got.Ended != reason.Answered || len(got.Calls) != 2 {
-		t.Errorf("outcome is %+v", got)
-	}
+	_, got := w.completed(t)
+	assert.Truef(t, got.Ended == reason.Answered && len(got.Calls) == 2, "outcome is %+v", got)
 }
 
 func TestInvalidParametersAreCorrectedWithSchemaAndErrors(t *testing.T) {
@@ -100,12 +95,10 @@ func TestInvalidParametersAreCorrectedWithSchemaAndErrors(t *testing.T) {
 			w := newWorld(t, test.call, modeltest.ToolCall("sizes", `{"limit":2}`), modeltest.Text("ok"))
 			x, got := w.completed(t)
 			added := w.since(t, 1)
-			if diff := cmp.Diff([]string{"assistant call_0_0", "tool call_0_0", "system"}, roles(added)); diff != "" {
-				t.Fatalf("after the call (-want +got):\n%s", diff)
-			}
-			if args := added[0].ToolCalls[0].Function.Arguments; !json.Valid([]byte(args)) {
-				t.Errorf("the history holds arguments that are no JSON: %q", args)
-			}
+			diff := cmp.Diff([]string{"assistant call_0_0", "tool call_0_0", "system"}, roles(added))
+			require.Truef(t, diff == "", "after the call (-want +got):\n%s", diff)
+			args := added[0].ToolCalls[0].Function.Arguments
+			assert.Truef(t, json.Valid([]byte(args)), "the history holds arguments that are no JSON: %q", args)
 			text, found := strings.CutPrefix(added[2].Content, "Tool call failed: INVALID_PARAMS. Schema: ")
 			var schema map[string]any
 			decoder := json.NewDecoder(strings.NewReader(text))
@@ -116,17 +109,12 @@ func TestInvalidParametersAreCorrectedWithSchemaAndErrors(t *testing.T) {
 			for _, word := range test.want {
 				assert.Contains(t, rest, word)
 			}
-			if got.Ended != reason.Answered || !slices.Equal(got.Calls, []string{"sizes"}) {
-				t.Errorf("outcome is %+v", got)
-			}
+			assert.Truef(t, got.Ended == reason.Answered && slices.Equal(got.Calls, []string{"sizes"}), "outcome is %+v", got)
 			rows := named(w.rows(t, x), "sizes")
-			if len(rows) != 2 || rows[0].Class != "invalid_params" || rows[0].Status != "error" || rows[1].Status != "success" {
-				t.Errorf("rows are %+v", rows)
-			}
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'sizes'
-				and status = 'error'`); n != 0 {
-				t.Errorf("the model's mistake counts as %d failures of the skill", n)
-			}
+			assert.Truef(t, len(rows) == 2 && rows[0].Class == "invalid_params" && rows[0].Status == "error" &&
+				rows[1].Status == "success", "rows are %+v", rows)
+			assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where skill_name = 'sizes'
+				and status = 'error'`), "the model's mistake counts as", "failures of the skill")
 		})
 	}
 }
@@ -143,18 +131,14 @@ func TestArgumentsThatOnlyTheToolCanJudgeAreCorrectedToo(t *testing.T) {
 	}}
 	x, got := w.completed(t)
 	added := w.since(t, 1)
-	if diff := cmp.Diff([]string{"assistant call_0_0", "tool call_0_0", "system"}, roles(added)); diff != "" {
-		t.Fatalf("after the call (-want +got):\n%s", diff)
-	}
+	diff := cmp.Diff([]string{"assistant call_0_0", "tool call_0_0", "system"}, roles(added))
+	require.Truef(t, diff == "", "after the call (-want +got):\n%s", diff)
 	want := `Tool call failed: INVALID_PARAMS. Schema: {"type":"object"} Errors: call settle: invalid parameters: there is no nope`
 	assert.Equal(t, want, added[2].Content)
-	if n := len(w.model.Requests()); n != 3 || got.Ended != reason.Stalled {
-		t.Errorf("asked %d times and ended %s, want 3 and a stall", n, got.Ended)
-	}
-	if rows := named(w.rows(t, x), "settle"); len(rows) != 3 || rows[0].Class != "invalid_params" ||
-		rows[0].Status != "error" {
-		t.Errorf("rows are %+v", rows)
-	}
+	n := len(w.model.Requests())
+	assert.Truef(t, n == 3 && got.Ended == reason.Stalled, "asked %d times and ended %s, want 3 and a stall", n, got.Ended)
+	rows := named(w.rows(t, x), "settle")
+	assert.Truef(t, len(rows) == 3 && rows[0].Class == "invalid_params" && rows[0].Status == "error", "rows are %+v", rows)
 }
 
 func TestAllRepliesComeBeforeTheCorrections(t *testing.T) {
@@ -168,16 +152,13 @@ func TestAllRepliesComeBeforeTheCorrections(t *testing.T) {
 		"assistant call_0_0 call_0_1 call_0_2", "tool call_0_0", "tool call_0_1",
 		"tool call_0_2", "system", "system",
 	}
-	if diff := cmp.Diff(want, roles(added)); diff != "" {
-		t.Fatalf("messages (-want +got):\n%s", diff)
-	}
+	diff := cmp.Diff(want, roles(added))
+	require.Truef(t, diff == "", "messages (-want +got):\n%s", diff)
 	if added[2].Content != `"alive"` || !strings.HasPrefix(added[4].Content, "Tool 'send_sms'") ||
 		!strings.HasPrefix(added[5].Content, "Tool call failed") {
 		t.Errorf("messages are %+v", added[2:])
 	}
-	if !slices.Equal(got.Calls, []string{"probe"}) {
-		t.Errorf("calls are %v", got.Calls)
-	}
+	assert.Truef(t, slices.Equal(got.Calls, []string{"probe"}), "calls are %v", got.Calls)
 }
 
 func TestStallAfterTwoRetries(t *testing.T) {
@@ -188,18 +169,15 @@ func TestStallAfterTwoRetries(t *testing.T) {
 		modeltest.ToolCall("send_sms", `{"to":"you"}`))
 	x, got := w.completed(t)
 	assert.Equal(t, 4, len(w.model.Requests()))
-	if got.Ended != reason.Stalled || !strings.Contains(got.Text, "calls made: probe") {
-		t.Errorf("outcome is %+v", got)
-	}
+	assert.Truef(t, got.Ended == reason.Stalled && strings.Contains(got.Text, "calls made: probe"), "outcome is %+v", got)
 	var stalls []row
 	for _, r := range w.rows(t, x) {
 		if r.Class == "stall" {
 			stalls = append(stalls, r)
 		}
 	}
-	if len(stalls) != 1 || stalls[0].Status != "error" || !strings.Contains(stalls[0].Message, "3 times") {
-		t.Fatalf("stalls are %+v", stalls)
-	}
+	require.Truef(t, len(stalls) == 1 && stalls[0].Status == "error" && strings.Contains(stalls[0].Message, "3 times"),
+		"stalls are %+v", stalls)
 	var input struct {
 		Attempts []struct {
 			Tool      string
@@ -214,10 +192,9 @@ func TestStallAfterTwoRetries(t *testing.T) {
 		t.Errorf("input is %s", stalls[0].Input)
 	}
 	logged := w.log.Records(t, "reasoning stalled")
-	if len(logged) != 1 || logged[0]["level"] != "ERROR" || logged[0]["attempts"] == nil ||
-		logged[0]["last_calls"] != "probe" || logged[0]["context"] != nil || logged[0]["purpose"] != "test" {
-		t.Errorf("log is %v", logged)
-	}
+	assert.Truef(t, len(logged) == 1 && logged[0]["level"] == "ERROR" && logged[0]["attempts"] != nil &&
+		logged[0]["last_calls"] == "probe" && logged[0]["context"] == nil && logged[0]["purpose"] == "test", "log is %v",
+		logged)
 	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_skill_calls where status = 'error'`))
 }
 
@@ -228,13 +205,11 @@ func TestNamesThatAModelMakesUpAreBoundedAndStorable(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, modeltest.ToolCall(made, "{\"a\":\"\\u0000\"}"), modeltest.Text("ok"))
-			if _, got := w.completed(t); got.Text != "ok" {
-				t.Errorf("outcome is %+v", got)
-			}
-			if text := w.since(t, 1)[2].Content; len(text) > 500 ||
-				!strings.Contains(text, "does not exist. Available tools: probe, sizes.") {
-				t.Errorf("the correction is %q", text)
-			}
+			_, got := w.completed(t)
+			assert.Truef(t, got.Text == "ok", "outcome is %+v", got)
+			text := w.since(t, 1)[2].Content
+			assert.Truef(t, len(text) <= 500 && strings.Contains(text, "does not exist. Available tools: probe, sizes."),
+				"the correction is %q", text)
 		})
 	}
 }
@@ -259,16 +234,13 @@ func TestASkillThatNeedsLeaveIsAskedForOnce(t *testing.T) {
 		Status     string
 		ApprovalID string `json:"approval_id"`
 	}
-	if err := json.Unmarshal([]byte(w.since(t, 1)[1].Content), &told); err != nil || told.Status != "pending_approval" ||
-		told.ApprovalID == "" {
-		t.Errorf("the model was told %s (%v)", w.since(t, 1)[1].Content, err)
-	}
+	err := json.Unmarshal([]byte(w.since(t, 1)[1].Content), &told)
+	assert.Truef(t, err == nil && told.Status == "pending_approval" && told.ApprovalID != "",
+		"the model was told %s (%v)", w.since(t, 1)[1].Content, err)
 	assert.Contains(t, w.since(t, 2)[1].Content, told.ApprovalID)
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'pending'`))
 	rows := named(w.rows(t, x), "drop")
-	if len(rows) != 2 || rows[0].Status != "pending_approval" || rows[0].Kind != "call" {
-		t.Errorf("rows are %+v", rows)
-	}
+	assert.Truef(t, len(rows) == 2 && rows[0].Status == "pending_approval" && rows[0].Kind == "call", "rows are %+v", rows)
 	assert.Equal(t, "Asked.", got.Text, got)
 }
 
@@ -279,9 +251,8 @@ func TestArgumentsThatCannotBeStoredDoNotEndTheTurn(t *testing.T) {
 		"type": "object", "properties": map[string]any{"table": map[string]any{"type": "string"}},
 	}})
 	w.builtins["drop"] = func(context.Context, skills.Call) (any, error) { return nil, nil }
-	if _, got := w.completed(t); got.Text != "Well." {
-		t.Errorf("outcome is %+v", got)
-	}
+	_, got := w.completed(t)
+	assert.Truef(t, got.Text == "Well.", "outcome is %+v", got)
 }
 
 // crash is a place where the first process stops for good: its lease is over, and it wakes when all is done.
@@ -401,9 +372,7 @@ func (w *world) transcripts(t *testing.T) map[string]string {
 	got := map[string]string{}
 	for _, r := range w.model.Requests() {
 		key := r.IdempotencyKey()
-		if key == "" {
-			t.Error("a request has no idempotency key")
-		}
+		assert.True(t, key != "", "a request has no idempotency key")
 		if said, again := got[key]; again && said != r.Body {
 			t.Errorf("two requests under one key differ:\n%s", cmp.Diff(said, r.Body))
 		}
@@ -424,24 +393,19 @@ func TestCrashBetweenAnyTwoStepsRepeatsNothing(t *testing.T) {
 			x := w.survive(t, c)
 			ended = !c.done.Load()
 			got := outcome(t, x)
-			if x.Status != executions.Completed || got.Text != "Done." || got.Iterations != 4 {
-				t.Fatalf("execution is %s (%s), outcome %+v", x.Status, testkit.Deref(x.ErrorMessage), got)
-			}
-			if n := len(w.model.Requests()); n != 4 || len(w.transcripts(t)) != 4 {
-				t.Errorf("the model was asked %d times, want 4", n)
-			}
+			require.Truef(t, x.Status == executions.Completed && got.Text == "Done." && got.Iterations == 4,
+				"execution is %s (%s), outcome %+v", x.Status, testkit.Deref(x.ErrorMessage), got)
+			n := len(w.model.Requests())
+			assert.Truef(t, n == 4 && len(w.transcripts(t)) == 4, "the model was asked %d times, want 4", n)
 			assert.Equal(t, 2, calls.Load())
 			assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`))
 			assert.Equal(t, 1, pgtest.Value[int](t, w.pool,
 				`select count(*) from agent_activity where status = 'pending_approval'`))
-			if want := []string{"sizes", "broken (failed)", "drop (awaits approval)"}; !slices.Equal(got.Calls, want) {
-				t.Errorf("calls are %q", got.Calls)
-			}
+			want := []string{"sizes", "broken (failed)", "drop (awaits approval)"}
+			assert.Truef(t, slices.Equal(got.Calls, want), "calls are %q", got.Calls)
 		})
 		if ended || !ok {
-			if at < 9 {
-				t.Errorf("the turn had %d steps only", at-1)
-			}
+			assert.Truef(t, at >= 9, "the turn had %d steps only", at-1)
 			return
 		}
 	}
@@ -498,9 +462,8 @@ func TestCrashDuringASkillCall(t *testing.T) {
 			w.put(t, skills.Definition{Name: "act", Idempotent: test.idempotent})
 			w.plan(modeltest.ToolCall("act", `{}`), modeltest.Text("Done."))
 			x := w.survive(t, c)
-			if x.Status != executions.Completed || calls.Load() != test.calls {
-				t.Fatalf("execution is %s, %d calls", x.Status, calls.Load())
-			}
+			require.Truef(t, x.Status == executions.Completed && calls.Load() == test.calls,
+				"execution is %s, %d calls", x.Status, calls.Load())
 			if test.calls == 2 {
 				if first, second := <-keys, <-keys; first != second {
 					t.Errorf("the second call had the key %s, the first %s", second, first)
@@ -508,15 +471,12 @@ func TestCrashDuringASkillCall(t *testing.T) {
 			}
 			requests := w.model.Requests()
 			last := requests[len(requests)-1].Messages
-			if len(requests) != 2 || !strings.Contains(last[len(last)-1].Content, test.reply) {
-				t.Errorf("%d requests; the model was told %q", len(requests), last[len(last)-1].Content)
-			}
+			assert.Truef(t, len(requests) == 2 && strings.Contains(last[len(last)-1].Content, test.reply),
+				"%d requests; the model was told %q", len(requests), last[len(last)-1].Content)
 			states := pgtest.Value[[]string](t, w.pool, `
 				select array_agg(status order by id) from agent_activity
 				 where execution_id = @id and skill_name = 'act' and error_class <> 'stale'`, postgres.Strict{"id": x.ID})
-			if states[len(states)-1] != test.ended || slices.Contains(states, "running") {
-				t.Errorf("rows are %q", states)
-			}
+			assert.Truef(t, states[len(states)-1] == test.ended && !slices.Contains(states, "running"), "rows are %q", states)
 		})
 	}
 }
@@ -538,10 +498,7 @@ func TestAWaitOfTheTurnDoesNotUseItsTime(t *testing.T) {
 	}
 	e := w.engine(t, true)
 	x, err := e.RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
-	if err != nil || x.Status != executions.Waiting {
-		t.Fatalf("execution is %s: %v", x.Status, err)
-	}
-	if got := outcome(t, w.ended(t, x.ID, nil)); got.Ended != reason.Answered {
-		t.Errorf("outcome is %+v", got)
-	}
+	require.Truef(t, err == nil && x.Status == executions.Waiting, "execution is %s: %v", x.Status, err)
+	got := outcome(t, w.ended(t, x.ID, nil))
+	assert.Truef(t, got.Ended == reason.Answered, "outcome is %+v", got)
 }

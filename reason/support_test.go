@@ -182,9 +182,7 @@ func named(rows []row, skill string) (list []row) {
 func (w *world) since(t *testing.T, n int) []openai.ChatCompletionMessage {
 	t.Helper()
 	requests := w.model.Requests()
-	if n >= len(requests) {
-		t.Fatalf("there were %d requests, not %d", len(requests), n+1)
-	}
+	require.Truef(t, n < len(requests), "there were %d requests, not %d", len(requests), n+1)
 	if n == 0 {
 		return requests[0].Messages
 	}

@@ -78,10 +78,8 @@ func TestCallbacksShowWhatHappens(t *testing.T) {
 	}
 	assert.NoDiff(t, want, calls)
 	rest := strings.Join(got[len(calls):], "|")
-	if !strings.Contains(rest, "restart|says F") || !strings.HasPrefix(rest, "says Fi") ||
-		strings.Count(rest, "restart") != 1 {
-		t.Errorf("the answer is shown as %q", rest)
-	}
+	assert.Truef(t, strings.Contains(rest, "restart|says F") && strings.HasPrefix(rest, "says Fi") &&
+		strings.Count(rest, "restart") == 1, "the answer is shown as %q", rest)
 }
 
 func noted(_ context.Context, _ json.RawMessage) (any, error) { return "noted", nil }
@@ -125,10 +123,9 @@ func TestACallbackThatPanicsHarmsNothing(t *testing.T) {
 		}
 		panic("and this one")
 	}
-	if _, got := w.completed(t); got.Text != "Fine." || ends != 1 ||
-		len(w.log.Records(t, "callback of a turn panicked")) < 3 {
-		t.Errorf("outcome is %+v, %d ends were shown", got, ends)
-	}
+	_, got := w.completed(t)
+	assert.Truef(t, got.Text == "Fine." && ends == 1 && len(w.log.Records(t, "callback of a turn panicked")) >= 3,
+		"outcome is %+v, %d ends were shown", got, ends)
 }
 
 func TestACallbackThatHangsDoesNotHoldTheTurnUp(t *testing.T) {
@@ -143,10 +140,8 @@ func TestACallbackThatHangsDoesNotHoldTheTurnUp(t *testing.T) {
 	}
 	_, got := w.completed(t)
 	close(free)
-	if got.Text != "Fine." || len(w.log.Records(t, "callbacks of a turn did not keep up and were left behind")) != 1 {
-		t.Errorf("outcome is %+v", got)
-	}
-	if n := shown.Load(); n != 1 {
-		t.Errorf("%d events were shown after the turn had left", n-1)
-	}
+	assert.Truef(t, got.Text == "Fine." &&
+		len(w.log.Records(t, "callbacks of a turn did not keep up and were left behind")) == 1, "outcome is %+v", got)
+	n := shown.Load()
+	assert.Truef(t, n == 1, "%d events were shown after the turn had left", n-1)
 }

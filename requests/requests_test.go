@@ -64,9 +64,8 @@ func end(t *testing.T, pool *pgxpool.Pool, engine *executions.Engine, id string)
 		return err == nil && x.Status.Ended()
 	}, "the execution ends")
 	var vars map[string]any
-	if err := json.Unmarshal(x.Result, &vars); err != nil || x.Status != executions.Completed {
-		t.Fatalf("it is %s: %v, %v", x.Status, x.ErrorMessage, err)
-	}
+	err := json.Unmarshal(x.Result, &vars)
+	require.Truef(t, err == nil && x.Status == executions.Completed, "it is %s: %v, %v", x.Status, x.ErrorMessage, err)
 	return vars
 }
 
@@ -116,19 +115,16 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 			engine, id := asks(t, pool, c.request)
 			open, err := requests.List(t.Context(), pool,
 				requests.Filter{Kind: c.request.Kind, Status: requests.Pending, ThreadID: "candidate", ExecutionID: id})
-			if err != nil || len(open) != 1 || open[0].Title != c.request.Title || open[0].ExecutionID != id ||
-				open[0].Answer != nil {
-				t.Fatalf("open requests %+v, %v", open, err)
-			}
+			require.Truef(t, err == nil && len(open) == 1 && open[0].Title == c.request.Title && open[0].ExecutionID == id &&
+				open[0].Answer == nil, "open requests %+v, %v", open, err)
 			for _, data := range c.data {
 				_, err := engine.Deliver(t.Context(), pool, c.event, open[0].ID, json.RawMessage(data), "")
 				require.NoError(t, err)
 			}
 			assert.NoDiff(t, c.want, end(t, pool, engine, id))
 			got, err := requests.Get(t.Context(), pool, open[0].ID)
-			if err != nil || got.Status != requests.Completed || got.CompletedAt == nil || got.Answer == nil {
-				t.Errorf("afterwards %+v, %v", got, err)
-			}
+			assert.Truef(t, err == nil && got.Status == requests.Completed && got.CompletedAt != nil && got.Answer != nil,
+				"afterwards %+v, %v", got, err)
 		})
 	}
 }
@@ -142,17 +138,13 @@ func TestARequestSaysWhatIsWrongWithIt(t *testing.T) {
 		"items of a test": {Kind: requests.Test, Items: []string{"cv"}},
 		"too many":        {Kind: requests.Document, Items: make([]string, 101)},
 	} {
-		if _, err := requests.Ask(t.Context(), "ask", r); !errors.Is(err, requests.ErrInvalid) {
-			t.Errorf("%s: %v", name, err)
-		}
+		_, err := requests.Ask(t.Context(), "ask", r)
+		assert.ErrorIs(t, err, requests.ErrInvalid, name)
 	}
-	if _, err := requests.Ask(t.Context(), "ask", requests.Request{Kind: requests.Test}); !errors.Is(err,
-		executions.ErrNotInExecution) {
-		t.Errorf("outside: %v", err)
-	}
-	if _, err := requests.WaitFor("pizza", "x", 0); !errors.Is(err, requests.ErrInvalid) {
-		t.Errorf("unknown kind: %v", err)
-	}
+	_, err := requests.Ask(t.Context(), "ask", requests.Request{Kind: requests.Test})
+	assert.ErrorIs(t, err, executions.ErrNotInExecution, "outside")
+	_, err = requests.WaitFor("pizza", "x", 0)
+	assert.ErrorIs(t, err, requests.ErrInvalid, "unknown kind")
 }
 
 func TestRequestsAreListedNewestFirstFromWhereTheListingStopped(t *testing.T) {
@@ -170,18 +162,15 @@ func TestRequestsAreListedNewestFirstFromWhereTheListingStopped(t *testing.T) {
 			break
 		}
 		for _, r := range page {
-			if before != "" && r.ID >= before {
-				t.Errorf("%s comes after %s", r.ID, before)
-			}
+			assert.Truef(t, before == "" || r.ID < before, "%s comes after %s", r.ID, before)
 			before = r.ID
 			seen = append(seen, r.ID)
 		}
 	}
 	assert.Equal(t, 5, len(seen))
 	for _, id := range []string{"x", "00000000-0000-7000-8000-000000000000"} {
-		if _, err := requests.Get(t.Context(), pool, id); !errors.Is(err, requests.ErrNotFound) {
-			t.Errorf("%s: %v", id, err)
-		}
+		_, err := requests.Get(t.Context(), pool, id)
+		assert.ErrorIs(t, err, requests.ErrNotFound, id)
 	}
 }
 
@@ -201,9 +190,8 @@ func TestARequestBelongsToItsTransaction(t *testing.T) {
 	})
 	_, err := engine.RunSync(t.Context(), executions.Spec{Flow: "undone", Surface: trace.Flow})
 	require.NoError(t, err)
-	if got, err := requests.List(t.Context(), pool, requests.Filter{}); err != nil || len(got) != 0 {
-		t.Errorf("%d requests, %v", len(got), err)
-	}
+	got, err := requests.List(t.Context(), pool, requests.Filter{})
+	assert.Truef(t, err == nil && len(got) == 0, "%d requests, %v", len(got), err)
 }
 
 // What would end the execution that waits is refused where it comes in, and changes nothing.
@@ -218,19 +206,14 @@ func TestDataThatNobodyCouldReadIsRefused(t *testing.T) {
 	} {
 		for _, data := range refused {
 			_, err := engine.Deliver(t.Context(), pool, event, key, json.RawMessage(data), "")
-			if !postgres.IsCode(err, "22023") {
-				t.Errorf("%s of %s: %v", event, data, err)
-			}
+			assert.Truef(t, postgres.IsCode(err, "22023"), "%s of %s: %v", event, data, err)
 		}
 	}
 	got, err := engine.Deliver(t.Context(), pool, "TEST_COMPLETED", key, json.RawMessage(`{"score": "-7.5e1"}`), "")
-	if err != nil || len(got.Resumed) != 1 || got.Resumed[0] != id {
-		t.Errorf("what can be read: %v, %v", got, err)
-	}
+	assert.Truef(t, err == nil && len(got.Resumed) == 1 && got.Resumed[0] == id, "what can be read: %v, %v", got, err)
 	for _, data := range []string{`"anything"`, `[1]`} {
-		if _, err := engine.Deliver(t.Context(), pool, "EVENT_COMPLETED", "free", json.RawMessage(data), ""); err != nil {
-			t.Errorf("an event of the flow's own may have any data: %v", err)
-		}
+		_, err := engine.Deliver(t.Context(), pool, "EVENT_COMPLETED", "free", json.RawMessage(data), "")
+		assert.NoError(t, err, "an event of the flow's own may have any data")
 	}
 }
 
@@ -258,9 +241,7 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 	wanted := requests.Request{Kind: requests.Document, Title: "Papers", Items: []string{"photo", "form"}}
 	engine, id := asks(t, pool, wanted)
 	open, err := requests.List(t.Context(), pool, requests.Filter{ExecutionID: id})
-	if err != nil || len(open) != 1 {
-		t.Fatalf("%+v, %v", open, err)
-	}
+	require.Truef(t, err == nil && len(open) == 1, "%+v, %v", open, err)
 	give := func(item, document string) error {
 		data, err := json.Marshal(map[string]string{"document": item, "document_id": document})
 		require.NoError(t, err)
@@ -288,10 +269,9 @@ func TestARequestIsAnsweredByADocumentThatItMayTake(t *testing.T) {
 		"documentUrls": []any{"/v1/documents/" + own.ID + "/content", "/v1/documents/" + admin.ID + "/content"},
 	}
 	assert.NoDiff(t, want, end(t, pool, engine, id))
-	if got, err := documents.Get(t.Context(), pool, admin.ID); err != nil || got.ExecutionID == nil ||
-		*got.ExecutionID != id {
-		t.Errorf("the admin's document belongs to %v, %v", got.ExecutionID, err)
-	}
+	got, err := documents.Get(t.Context(), pool, admin.ID)
+	assert.Truef(t, err == nil && got.ExecutionID != nil && *got.ExecutionID == id,
+		"the admin's document belongs to %v, %v", got.ExecutionID, err)
 }
 
 // A run reads the documents of its thread, its own, and those of the runs that started it; an operate session any.
@@ -337,9 +317,8 @@ func TestARunReadsTheDocumentsThatItMay(t *testing.T) {
 		assert.Equal(t, c.reads, sorted(reads), name)
 	}
 	list, err := documents.Readable(ctx, pool, child, 10)
-	if err != nil || len(list) != 2 || list[0].ID != papers["chat's"].ID {
-		t.Errorf("the list of a child: %+v, %v", list, err)
-	}
+	assert.Truef(t, err == nil && len(list) == 2 && list[0].ID == papers["chat's"].ID,
+		"the list of a child: %+v, %v", list, err)
 }
 
 func sorted(words []string) string {

@@ -7,6 +7,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/requests"
 )
 
@@ -48,17 +49,14 @@ func TestVariablesHaveTheNamesOfTheSeeds(t *testing.T) {
 		"another kind's list": {"event", `[1]`, map[string]any{}},
 	} {
 		got, err := requests.Variables(c.kind, executions.Outcome{Data: json.RawMessage(c.data)})
-		if diff := cmp.Diff(c.want, got); diff != "" || err != nil {
-			t.Errorf("%s: %v %s", name, err, diff)
-		}
+		diff := cmp.Diff(c.want, got)
+		assert.Truef(t, diff == "" && err == nil, "%s: %v %s", name, err, diff)
 	}
 	for _, data := range []string{`{"testScore": "good"}`, `{"testScore": "NaN"}`, `{"testScore": [1]}`, `[1]`} {
-		if got, err := requests.Variables("test", executions.Outcome{Data: json.RawMessage(data)}); err == nil {
-			t.Errorf("%s became %v", data, got)
-		}
+		got, err := requests.Variables("test", executions.Outcome{Data: json.RawMessage(data)})
+		assert.Error(t, err, data, "became", got)
 	}
-	if got, err := requests.Variables("test",
-		executions.Outcome{Data: json.RawMessage(`{"score": 1}`), TimedOut: true}); err != nil || len(got) != 0 {
-		t.Errorf("a timeout set %v, %v", got, err)
-	}
+	got, err := requests.Variables("test",
+		executions.Outcome{Data: json.RawMessage(`{"score": 1}`), TimedOut: true})
+	assert.Truef(t, err == nil && len(got) == 0, "a timeout set %v, %v", got, err)
 }

@@ -104,9 +104,7 @@ func (b *beside) start() {
 	group.Go(func() error { return engine.Run(ctx) })
 	b.t.Cleanup(func() {
 		cancel()
-		if err := group.Wait(); err != nil {
-			b.t.Errorf("engine: %v", err)
-		}
+		assert.NoError(b.t, group.Wait(), "engine")
 	})
 }
 
@@ -127,9 +125,8 @@ func (b *beside) begin(ctx context.Context, in errand) string {
 }
 
 func (b *beside) deliver(ctx context.Context, key string) {
-	if _, err := b.engine.Deliver(ctx, b.pool, "EVENT_COMPLETED", key, json.RawMessage(`"`+key+`"`), key); err != nil {
-		b.t.Errorf("deliver %s: %v", key, err)
-	}
+	_, err := b.engine.Deliver(ctx, b.pool, "EVENT_COMPLETED", key, json.RawMessage(`"`+key+`"`), key)
+	assert.NoError(b.t, err, "deliver", key)
 }
 
 // read reads traces, those of a moment ago and some of old partitions.
@@ -253,9 +250,8 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 				`select count(*) from agent_executions where flow = 'errand' and completed_at is not null`) == 0
 	}, "all that ended is gone")
 	for range 3 {
-		if gone := b.missing(stay); len(gone) > 0 {
-			t.Errorf("gone, though it has not ended: %v", gone)
-		}
+		gone := b.missing(stay)
+		assert.Truef(t, len(gone) == 0, "gone, though it has not ended: %v", gone)
 	}
 	assert.Equal(t, theirs, pgtest.Value[string](t, own, `
 		select coalesce(string_agg(split_part(partition, '.', 2), ' '), '') from agent_activity_partitions
@@ -272,8 +268,6 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 			stay) == len(stay)
 	}, "those that stayed end")
 	for _, kind := range []string{"executions", "events", "activity", "messages", "partitions"} {
-		if removed[kind] == 0 {
-			t.Errorf("nothing of %s was removed: nothing was tried", kind)
-		}
+		assert.Truef(t, removed[kind] != 0, "nothing of %s was removed: nothing was tried", kind)
 	}
 }

@@ -3,6 +3,7 @@ package retention_test
 import (
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/retention"
@@ -28,9 +29,7 @@ func TestOldRunsOfEvalsGoWithTheirSamples(t *testing.T) {
 		insert into agent_eval_trials (run_id, case_name, trial, position) select id, 'c', 1, 1 from agent_eval_runs`)
 	done, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"evals"}})
 	require.NoError(t, err)
-	if len(done) != 1 || done[0].Removed != 2 {
-		t.Errorf("the pass did %+v, want 2 runs removed", done)
-	}
+	assert.Truef(t, len(done) == 1 && done[0].Removed == 2, "the pass did %+v, want 2 runs removed", done)
 	pgtest.Equal(t, pool, "counterfactual-new declared", `select string_agg(name, ' ' order by name) from agent_evals`)
 	pgtest.Equal(t, pool, 4, `select count(*)::int from agent_eval_trials`)
 	pgtest.Equal(t, pool, "counterfactual-new counterfactual-new declared declared",

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -66,9 +67,7 @@ func (w *waits) watch(ctx context.Context, db *pgxpool.Pool) {
 				return nil
 			})
 		}
-		if err != nil && ctx.Err() == nil {
-			w.t.Errorf("watch who waits: %v", err)
-		}
+		assert.Truef(w.t, err == nil || ctx.Err() != nil, "watch who waits: %v", err)
 		select {
 		case <-ctx.Done():
 			return

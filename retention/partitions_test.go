@@ -48,9 +48,7 @@ func pass(t *testing.T, pool *pgxpool.Pool, patience time.Duration) retention.Do
 	t.Helper()
 	done, err := retention.Run(t.Context(), pool,
 		retention.Options{Kinds: []string{"activity"}, Anew: true, Patience: patience})
-	if err != nil || len(done) != 1 {
-		t.Fatalf("%+v, %v", done, err)
-	}
+	require.Truef(t, err == nil && len(done) == 1, "%+v, %v", done, err)
 	return done[0]
 }
 
@@ -58,22 +56,17 @@ func TestOldMonthsAreDroppedWhole(t *testing.T) {
 	t.Parallel()
 	pool, _ := months(t)
 	old := attached(t, pool, 123)
-	if len(old) < 3 {
-		t.Fatalf("old months: %v", old)
-	}
+	require.Truef(t, len(old) >= 3, "old months: %v", old)
 	archived := old[0] // by somebody who knows why
 	pgtest.Exec(t, pool, `alter table agent_activity detach partition `+archived)
 	done := pass(t, pool, 0)
-	if !slices.Equal(intersect(done.Partitions, old), old[1:]) || done.Removed != 0 || done.Later != "" {
-		t.Errorf("%+v, want %v dropped", done, old[1:])
-	}
-	if left := attached(t, pool, 123); len(left) != 0 {
-		t.Errorf("left: %v", left)
-	}
+	assert.Truef(t, slices.Equal(intersect(done.Partitions, old), old[1:]) && done.Removed == 0 && done.Later == "",
+		"%+v, want %v dropped", done, old[1:])
+	left := attached(t, pool, 123)
+	assert.Truef(t, len(left) == 0, "left: %v", left)
 	assert.Equal(t, 10, pgtest.Value[int](t, pool, `select count(*) from `+archived))
-	if again := pass(t, pool, 0); len(again.Partitions) != 0 || again.Removed != 0 {
-		t.Errorf("again: %+v", again)
-	}
+	again := pass(t, pool, 0)
+	assert.Truef(t, len(again.Partitions) == 0 && again.Removed == 0, "again: %+v", again)
 }
 
 func intersect(a, b []string) []string {
@@ -97,15 +90,12 @@ func TestAMonthIsDetachedBesideAReader(t *testing.T) {
 	old := attached(t, pool, 123)
 	rows := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`)
 	for range 3 {
-		if done := pass(t, pool, 300*time.Millisecond); len(done.Partitions) != 0 || done.Later == "" || done.Removed != 0 {
-			t.Errorf("beside a reader: %+v", done)
-		}
+		done := pass(t, pool, 300*time.Millisecond)
+		assert.Truef(t, len(done.Partitions) == 0 && done.Later != "" && done.Removed == 0, "beside a reader: %+v", done)
 	}
 	left := pgtest.Value[int](t, pool, `select count(*) from agent_activity_partitions where leaving`)
-	if n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`); left == 0 ||
-		n >= rows {
-		t.Errorf("%d months are leaving, and %d of %d rows are read", left, n, rows)
-	}
+	n := pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 's'`)
+	assert.Truef(t, left != 0 && n < rows, "%d months are leaving, and %d of %d rows are read", left, n, rows)
 	require.NoError(t, reader.Rollback(t.Context()))
 	pgtest.Eventually(t, time.Minute, func() bool {
 		pass(t, pool, time.Second)
@@ -114,9 +104,8 @@ func TestAMonthIsDetachedBesideAReader(t *testing.T) {
 	close(stop)
 	assert.NoError(t, <-worked)
 	for _, name := range old {
-		if pgtest.Value[*string](t, pool, `select to_regclass($1)::text`, name) != nil {
-			t.Errorf("%s is detached and was not dropped", name)
-		}
+		assert.Truef(t, pgtest.Value[*string](t, pool, `select to_regclass($1)::text`, name) == nil,
+			"%s is detached and was not dropped", name)
 	}
 }
 
@@ -148,9 +137,8 @@ func useTheLog(t *testing.T, db *pgxpool.Pool, stop chan struct{}) error {
 // note writes down that a month is on its way out, and no more.
 func note(t *testing.T, db postgres.Beginner, partition string) {
 	t.Helper()
-	if noted, err := retention.Note(t.Context(), db, partition); !noted || err != nil {
-		t.Fatalf("note %s: %v, %v", partition, noted, err)
-	}
+	noted, err := retention.Note(t.Context(), db, partition)
+	require.Truef(t, noted && err == nil, "note %s: %v, %v", partition, noted, err)
 }
 
 // TestAPassGoesOnWhereAnotherWasKilled, at each of the steps in which a month goes.
@@ -180,17 +168,14 @@ func TestAMonthThatIsNeededAfterAllIsAttachedAgain(t *testing.T) {
 	pgtest.Exec(t, pool, strings.Join([]string{`alter table agent_activity detach partition`, old[1], `concurrently`},
 		" "))
 	done := pass(t, pool, 0)
-	if slices.Contains(done.Partitions, old[0]) || slices.Contains(done.Partitions, old[1]) {
-		t.Errorf("dropped: %v", done.Partitions)
-	}
-	if got := attached(t, pool, 123); !slices.Equal(got, old[:2]) {
-		t.Errorf("attached: %v, want %v", got, old[:2])
-	}
+	assert.Truef(t, !slices.Contains(done.Partitions, old[0]) && !slices.Contains(done.Partitions, old[1]),
+		"dropped: %v", done.Partitions)
+	got := attached(t, pool, 123)
+	assert.Truef(t, slices.Equal(got, old[:2]), "attached: %v, want %v", got, old[:2])
 	assert.Equal(t, rows-10*len(done.Partitions),
 		pgtest.Value[int](t, pool, `select count(*) from agent_activity`), rows, done.Partitions)
 	// When it has ended the month goes, in the next pass.
 	pgtest.Exec(t, pool, `update agent_executions set status = 'cancelled'`)
-	if done := pass(t, pool, 0); !slices.Equal(done.Partitions, old[:2]) {
-		t.Errorf("after the end: %+v", done)
-	}
+	done = pass(t, pool, 0)
+	assert.Truef(t, slices.Equal(done.Partitions, old[:2]), "after the end: %+v", done)
 }

@@ -18,9 +18,7 @@ func pieces(t *testing.T, db postgres.Beginner, kind string) (removed []int64) {
 	t.Helper()
 	for more := true; more; {
 		n, again, err := retention.Prune(t.Context(), db, kind, 100, false)
-		if err != nil || len(removed) > 50 {
-			t.Fatalf("%v after %v", err, removed)
-		}
+		require.Truef(t, err == nil && len(removed) <= 50, "%v after %v", err, removed)
 		removed, more = append(removed, n), again
 	}
 	return removed
@@ -38,20 +36,16 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 		insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id)
 		select t, n, n, 'user', n, 'received', case when t = 2 and n = 1 then x.id end from x, generate_series(1, 4) t,
 		  generate_series(1, 150) n`)
-	if n, more, err := retention.Prune(t.Context(), pool, "messages", 100, false); n != 100 || !more || err != nil {
-		t.Errorf("the first piece: %d, %v, %v", n, more, err)
-	}
+	n, more, err := retention.Prune(t.Context(), pool, "messages", 100, false)
+	assert.Truef(t, n == 100 && more && err == nil, "the first piece: %d, %v, %v", n, more, err)
 	assert.Equal(t, 101, pgtest.Value[int](t, pool, `select min(seq) from agent_messages where thread_id = '1'`))
 	for _, n := range pieces(t, pool, "messages") {
-		if n > 100 {
-			t.Errorf("a piece has deleted %d messages", n)
-		}
+		assert.Truef(t, n <= 100, "a piece has deleted %d messages", n)
 	}
-	if left := pgtest.Value[[]string](t, pool,
-		`select array_agg(distinct thread_id) from agent_messages`); len(left) != 1 ||
-		left[0] != "2" {
-		t.Errorf("threads %v have messages, want 2, in which an execution that goes on has spoken", left)
-	}
+	left := pgtest.Value[[]string](t, pool,
+		`select array_agg(distinct thread_id) from agent_messages`)
+	assert.Truef(t, len(left) == 1 && left[0] == "2",
+		"threads %v have messages, want 2, in which an execution that goes on has spoken", left)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_threads`))
 }
 
@@ -90,15 +84,13 @@ func TestOneLockedRowKeepsOnlyItsOwn(t *testing.T) {
 	pgtest.Exec(t, tx, `select from agent_events order by external_id limit 1 for update`)
 	pgtest.Exec(t, tx, `select from agent_messages where thread_id = '2' for update`)
 	for _, kind := range []string{"executions", "messages"} {
-		if removed, _, err := retention.Prune(t.Context(), pool, kind, 100, false); removed != 3 || err != nil {
-			t.Errorf("beside a locked row %d %s are deleted, want 3: %v", removed, kind, err)
-		}
+		removed, _, err := retention.Prune(t.Context(), pool, kind, 100, false)
+		assert.Truef(t, removed == 3 && err == nil, "beside a locked row %d %s are deleted, want 3: %v", removed, kind, err)
 	}
 	require.NoError(t, tx.Rollback(t.Context()))
 	for _, kind := range []string{"executions", "messages"} {
-		if removed, _, err := retention.Prune(t.Context(), pool, kind, 100, true); removed != 1 || err != nil {
-			t.Errorf("afterwards %d %s are deleted, want 1: %v", removed, kind, err)
-		}
+		removed, _, err := retention.Prune(t.Context(), pool, kind, 100, true)
+		assert.Truef(t, removed == 1 && err == nil, "afterwards %d %s are deleted, want 1: %v", removed, kind, err)
 	}
 }
 
@@ -108,10 +100,8 @@ func TestManyCheckpointsGoInPieces(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_retention set keep = '1 day' where kind = 'executions'`)
 	over(t, pool, 3, 150)
 	removed := pieces(t, pool, "executions")
-	if left := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints`); left != 0 || removed[0] != 3 ||
-		len(removed) != 6 {
-		t.Errorf("%d checkpoints are left after %v", left, removed)
-	}
+	left := pgtest.Value[int](t, pool, `select count(*) from agent_checkpoints`)
+	assert.Truef(t, left == 0 && removed[0] == 3 && len(removed) == 6, "%d checkpoints are left after %v", left, removed)
 }
 
 // A row may change between the statement that finds it and the one that deletes it.

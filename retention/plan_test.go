@@ -6,6 +6,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -118,9 +119,7 @@ func readsLittle(t *testing.T, pool postgres.Beginner, what string, least int,
 		if err != nil {
 			return err
 		}
-		if removed < int64(least/4) {
-			t.Errorf("%s: %d rows", what, removed)
-		}
+		assert.Truef(t, removed >= int64(least/4), "%s: %d rows", what, removed)
 		after, err := reads(t, tx)
 		for table, n := range after {
 			if seq, rows := n.Seq-before[table].Seq, n.Rows-before[table].Rows; seq > 0 || rows > 4000 {

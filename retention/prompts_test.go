@@ -23,9 +23,8 @@ func TestAPartGoesWithTheLastPromptThatHasIt(t *testing.T) {
 		  array(select sha256(b::bytea) from unnest(p.parts) b), now() - make_interval(days => p.days)
 		  from (values (40, '{shared,old}'::text[]), (10, '{shared}'), (0, '{new}')) p (days, parts)`)
 	done, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"prompts"}})
-	if err != nil || len(done) != 1 || done[0].Removed != 3 {
-		t.Errorf("a pass has done %+v, %v; want 1 prompt and 2 parts", done, err)
-	}
+	assert.Truef(t, err == nil && len(done) == 1 && done[0].Removed == 3,
+		"a pass has done %+v, %v; want 1 prompt and 2 parts", done, err)
 	left := pgtest.Value[[]string](t, pool, `select array_agg(body order by body) from agent_prompt_parts`)
 	assert.NoDiff(t, []string{"new", "shared"}, left)
 	assert.Equal(t, 2, pgtest.Value[int](t, pool, `select count(*) from agent_prompts`))
@@ -34,7 +33,6 @@ func TestAPartGoesWithTheLastPromptThatHasIt(t *testing.T) {
 	_, err = retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"prompts"}, Anew: true})
 	require.NoError(t, err)
 	left = pgtest.Value[[]string](t, pool, `select array_agg(body) from agent_prompt_parts`)
-	if !slices.Equal(left, []string{"new"}) {
-		t.Errorf("%v are left of prompts that are kept no longer than their model calls", left)
-	}
+	assert.Truef(t, slices.Equal(left, []string{"new"}),
+		"%v are left of prompts that are kept no longer than their model calls", left)
 }

@@ -121,9 +121,8 @@ func TestAPassMayBeStoppedAnywhere(t *testing.T) {
 			}()
 		}
 		for range 2 {
-			if err := <-errs; err != nil && ctx.Err() == nil && !errors.Is(err, context.DeadlineExceeded) {
-				t.Errorf("pass %d: %v", n, err)
-			}
+			err := <-errs
+			assert.Truef(t, err == nil || ctx.Err() != nil || errors.Is(err, context.DeadlineExceeded), "pass %d: %v", n, err)
 		}
 		cancel()
 	}
@@ -143,10 +142,8 @@ func TestEverythingIsKeptUntilSomebodySaysOtherwise(t *testing.T) {
 	pgtest.Exec(t, pool, `update agent_retention set keep = null
 		where kind in ('deliveries', 'outbox', 'budgets', 'prompts', 'channel_messages', 'evals')`)
 	had := read(t, pool).keys()
-	if done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true}); err != nil || len(done) != 1 ||
-		done[0].Removed != 0 {
-		t.Errorf("%+v, %v", done, err)
-	}
+	done, err := retention.Run(t.Context(), pool, retention.Options{Anew: true})
+	assert.Truef(t, err == nil && len(done) == 1 && done[0].Removed == 0, "%+v, %v", done, err)
 	assert.NoDiff(t, had, read(t, pool).keys())
 }
 
@@ -165,22 +162,16 @@ func TestPoliciesThatCannotBeAreRefusedWhole(t *testing.T) {
 		{"executions": "200 years"},
 		{"executions": "1d", "events": "1 second"},
 	} {
-		if _, err := retention.Set(t.Context(), pool, bad, "admin", ""); !errors.Is(err, retention.ErrInvalid) {
-			t.Errorf("%v: %v", bad, err)
-		}
+		_, err := retention.Set(t.Context(), pool, bad, "admin", "")
+		assert.ErrorIs(t, err, retention.ErrInvalid, bad)
 	}
 	after, err := retention.Show(t.Context(), pool)
-	if diff := cmp.Diff(before, after); diff != "" || err != nil {
-		t.Errorf("%v, changed:\n%s", err, diff)
-	}
-	if _, err := retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"memory"}}); !errors.Is(err,
-		retention.ErrInvalid) {
-		t.Errorf("a pass over memory: %v", err)
-	}
+	diff := cmp.Diff(before, after)
+	assert.Truef(t, diff == "" && err == nil, "%v, changed:\n%s", err, diff)
+	_, err = retention.Run(t.Context(), pool, retention.Options{Kinds: []string{"memory"}})
+	assert.ErrorIs(t, err, retention.ErrInvalid, "a pass over memory")
 	_, err = pool.Exec(t.Context(), `update agent_retention set keep = '1 second' where kind = 'executions'`)
-	if !postgres.IsCode(err, "23514") {
-		t.Errorf("less than the least: %v", err)
-	}
+	assert.Truef(t, postgres.IsCode(err, "23514"), "less than the least: %v", err)
 }
 
 // A pass takes away what it may beside rows that a client has locked, and the next one comes back to those.
@@ -210,19 +201,16 @@ func TestAPassGoesOnBesideLockedRows(t *testing.T) {
 	}
 	soon, stop := context.WithTimeout(t.Context(), time.Minute)
 	defer stop()
-	if _, err := retention.Run(soon, pool, retention.Options{Anew: true}); err != nil {
-		t.Fatalf("beside locked rows: %v", err)
-	}
+	_, err = retention.Run(soon, pool, retention.Options{Anew: true})
+	require.NoError(t, err, "beside locked rows")
 	beside := read(t, pool).keys()
 	for kind, ids := range want.keys() {
-		if gone := slices.DeleteFunc(slices.Clone(ids),
-			func(id string) bool { return slices.Contains(beside[kind], id) }); len(gone) > 0 {
-			t.Errorf("%s that stay are gone: %v", kind, gone)
-		}
+		gone := slices.DeleteFunc(slices.Clone(ids),
+			func(id string) bool { return slices.Contains(beside[kind], id) })
+		assert.Truef(t, len(gone) == 0, "%s that stay are gone: %v", kind, gone)
 	}
-	if len(beside["executions"]) >= len(had["executions"]) {
-		t.Errorf("all %d executions are left", len(beside["executions"]))
-	}
+	assert.Truef(t, len(beside["executions"]) < len(had["executions"]),
+		"all %d executions are left", len(beside["executions"]))
 	require.NoError(t, tx.Rollback(t.Context()))
 	_, err = retention.Run(t.Context(), pool, retention.Options{Anew: true})
 	require.NoError(t, err)

@@ -65,9 +65,8 @@ func TestDecide(t *testing.T) {
 func TestFailuresBeforeTheEnablingDoNotCount(t *testing.T) {
 	t.Parallel()
 	calls := history("sa- sb- sc-")
-	if d := selfheal.Default().Decide("s", calls[1].At, calls); d.Tripped() || d.Streak != 2 {
-		t.Errorf("decided %+v", d)
-	}
+	d := selfheal.Default().Decide("s", calls[1].At, calls)
+	assert.Truef(t, !d.Tripped() && d.Streak == 2, "decided %+v", d)
 }
 
 // The log has what the rule needs: the callers, and the calls of other skills.
@@ -85,9 +84,8 @@ func TestTheLogExcusesFailures(t *testing.T) {
 		db := pgtest.DB(t)
 		skill(t, db, fetch)
 		callers(t, db)
-		if report := run(t, db, selfheal.Default()); len(report.Healed) > 0 {
-			t.Errorf("disabled for one thread: %+v", report.Healed)
-		}
+		report := run(t, db, selfheal.Default())
+		assert.Truef(t, len(report.Healed) == 0, "disabled for one thread: %+v", report.Healed)
 		calls(t, db, fetch, 0, "http_status")
 		if report := run(t, db, selfheal.Default()); len(report.Healed) != 1 || report.Healed[0].Evidence.Streak != 4 {
 			t.Errorf("a second thread did not trip: %+v", report.Healed)
@@ -107,9 +105,8 @@ func TestTheLogExcusesFailures(t *testing.T) {
 		calls(t, db, "post", 0, "success")
 		calls(t, db, fetch, -3*time.Minute, "network network network")
 		report := run(t, db, selfheal.Default())
-		if len(report.Healed) != 1 || report.Healed[0].Skill != fetch || report.Healed[0].Evidence.Streak != 3 {
-			t.Errorf("after the outage: %+v", report.Healed)
-		}
+		assert.Truef(t, len(report.Healed) == 1 && report.Healed[0].Skill == fetch && report.Healed[0].Evidence.Streak == 3,
+			"after the outage: %+v", report.Healed)
 	})
 }
 

@@ -134,9 +134,8 @@ func TestRule(t *testing.T) {
 			for _, h := range report.Healed {
 				rule = h.Evidence.Rule
 			}
-			if rule != test.rule || report.Checked != 1 {
-				t.Errorf("rule %q of %d skills, want %q: %+v", rule, report.Checked, test.rule, report.Healed)
-			}
+			assert.Truef(t, rule == test.rule && report.Checked == 1,
+				"rule %q of %d skills, want %q: %+v", rule, report.Checked, test.rule, report.Healed)
 			assert.Equal(t, test.rule == "", get(t, db, fetch).Enabled)
 		})
 	}
@@ -148,9 +147,8 @@ func TestOnlyCallsCount(t *testing.T) {
 	skill(t, db, fetch)
 	calls(t, db, fetch, 0, "timeout timeout timeout")
 	pgtest.Exec(t, db, "update agent_activity set kind = 'phase'")
-	if report := run(t, db, selfheal.Default()); len(report.Healed) > 0 {
-		t.Errorf("phases were counted: %+v", report.Healed)
-	}
+	report := run(t, db, selfheal.Default())
+	assert.Truef(t, len(report.Healed) == 0, "phases were counted: %+v", report.Healed)
 }
 
 // Ids tell milliseconds apart; a skill may be enabled again within one.
@@ -164,13 +162,10 @@ func TestCallsRightBeforeTheEnablingDoNotCount(t *testing.T) {
 		called as (update agent_activity set created_at = ms + interval '100 microseconds' from at returning 1)
 		update agent_skills set enabled_at = ms + interval '200 microseconds' from at`)
 	pgtest.Exec(t, db, "update agent_activity a set id = lanekeeper.agent_uuid7(a.created_at) from agent_skills s")
-	if report := run(t, db, selfheal.Default()); len(report.Healed) > 0 {
-		t.Errorf("calls of before were counted: %+v", report.Healed)
-	}
+	report := run(t, db, selfheal.Default())
+	assert.Truef(t, len(report.Healed) == 0, "calls of before were counted: %+v", report.Healed)
 	pgtest.Exec(t, db, "update agent_skills set enabled_at = enabled_at - interval '150 microseconds'")
-	if report := run(t, db, selfheal.Default()); len(report.Healed) != 1 {
-		t.Error("calls right after were not counted")
-	}
+	assert.Equal(t, 1, len(run(t, db, selfheal.Default()).Healed), "calls right after were not counted")
 }
 
 func TestHealedSkillHasReasonAndEvidence(t *testing.T) {
@@ -184,13 +179,10 @@ func TestHealedSkillHasReasonAndEvidence(t *testing.T) {
 	automation(t, db, "other", "healthy")
 
 	report := run(t, db, selfheal.Default())
-	if report.Checked != 2 || len(report.Healed) != 1 || len(report.Trials) != 0 {
-		t.Fatalf("report is %+v", report)
-	}
+	require.Truef(t, report.Checked == 2 && len(report.Healed) == 1 && len(report.Trials) == 0, "report is %+v", report)
 	s, healed := get(t, db, fetch), report.Healed[0]
-	if s.DisabledBy != selfheal.By || s.DisabledReason != healed.Reason || s.DisabledAt == nil || s.ID != healed.SkillID {
-		t.Errorf("skill is %+v", s)
-	}
+	assert.Truef(t, s.DisabledBy == selfheal.By && s.DisabledReason == healed.Reason && s.DisabledAt != nil &&
+		s.ID == healed.SkillID, "skill is %+v", s)
 	assert.Equal(t, "3 consecutive failures, last: timeout: it broke", healed.Reason)
 	var kept selfheal.Evidence
 	require.NoError(t, json.Unmarshal(s.Evidence, &kept))
@@ -200,17 +192,13 @@ func TestHealedSkillHasReasonAndEvidence(t *testing.T) {
 		Classes: map[string]int{"timeout": 2, "http_status": 1},
 	}
 	assert.NoDiff(t, want, kept, cmpopts.IgnoreFields(selfheal.Evidence{}, "Since", "Failures"))
-	if len(kept.Failures) != 3 || kept.Failures[0].ErrorClass != "timeout" ||
-		kept.Failures[2].ErrorClass != "http_status" ||
-		kept.Failures[0].ActivityID <= kept.Failures[1].ActivityID || kept.Failures[0].TraceID == "" ||
-		kept.Failures[0].At.IsZero() {
-		t.Errorf("failures are %+v", kept.Failures)
-	}
+	assert.Truef(t, len(kept.Failures) == 3 && kept.Failures[0].ErrorClass == "timeout" &&
+		kept.Failures[2].ErrorClass == "http_status" && kept.Failures[0].ActivityID > kept.Failures[1].ActivityID &&
+		kept.Failures[0].TraceID != "" && !kept.Failures[0].At.IsZero(), "failures are %+v", kept.Failures)
 	assert.NoDiff(t, []string{"daily"}, healed.AutomationsPaused)
 	assert.NoDiff(t, []string{"other"}, inService(t, db))
-	if again := run(t, db, selfheal.Default()); again.Checked != 1 || len(again.Healed) > 0 {
-		t.Errorf("second run: %+v", again)
-	}
+	again := run(t, db, selfheal.Default())
+	assert.Truef(t, again.Checked == 1 && len(again.Healed) == 0, "second run: %+v", again)
 }
 
 func TestReasonOfARateNamesTheClass(t *testing.T) {
@@ -219,9 +207,7 @@ func TestReasonOfARateNamesTheClass(t *testing.T) {
 	skill(t, db, fetch)
 	calls(t, db, fetch, 0, times(6, "timeout http_status success timeout")+"timeout")
 	want := "19 of 25 calls failed (76 %), 13 of them timeout, last: timeout: it broke"
-	if report := run(t, db, selfheal.Default()); report.Healed[0].Reason != want {
-		t.Errorf("reason is %q, not %q", report.Healed[0].Reason, want)
-	}
+	assert.Equal(t, want, run(t, db, selfheal.Default()).Healed[0].Reason)
 }
 
 func TestWhatAnAdminDisabledIsNotTouched(t *testing.T) {
@@ -234,12 +220,9 @@ func TestWhatAnAdminDisabledIsNotTouched(t *testing.T) {
 	require.NoError(t, err)
 	pgtest.Exec(t, db, "update agent_skills set disabled_at = disabled_at - interval '9 days'")
 	report := run(t, db, selfheal.Default())
-	if report.Checked != 0 || len(report.Healed) > 0 || len(report.Trials) > 0 {
-		t.Errorf("report is %+v", report)
-	}
-	if s := get(t, db, fetch); s.DisabledBy != "admin" || s.DisabledReason != "not now" || s.TrialAt != nil {
-		t.Errorf("skill is %+v", s)
-	}
+	assert.Truef(t, report.Checked == 0 && len(report.Healed) == 0 && len(report.Trials) == 0, "report is %+v", report)
+	s := get(t, db, fetch)
+	assert.Truef(t, s.DisabledBy == "admin" && s.DisabledReason == "not now" && s.TrialAt == nil, "skill is %+v", s)
 	assert.NoDiff(t, []string{}, inService(t, db), cmpopts.EquateEmpty())
 }
 
@@ -263,9 +246,8 @@ func TestReenableRestoresWhatSelfHealPausedAndCountsAfresh(t *testing.T) {
 	}
 	assert.NoDiff(t, want, restored)
 	assert.NoDiff(t, []string{"c"}, inService(t, db))
-	if report := run(t, db, selfheal.Default()); len(report.Healed) > 0 {
-		t.Errorf("it fell straight back: %+v", report.Healed)
-	}
+	report := run(t, db, selfheal.Default())
+	assert.Truef(t, len(report.Healed) == 0, "it fell straight back: %+v", report.Healed)
 	var streak int
 	if err := db.QueryRow(t.Context(), `select streak from agent_skill_health where skill = $1`,
 		fetch).Scan(&streak); err != nil || streak != 0 {
@@ -273,9 +255,8 @@ func TestReenableRestoresWhatSelfHealPausedAndCountsAfresh(t *testing.T) {
 	}
 	calls(t, db, fetch, 0, "timeout")
 	calls(t, db, fetch, 0, "timeout")
-	if report := run(t, db, selfheal.Default()); len(report.Healed) > 0 {
-		t.Errorf("two new failures and old ones tripped: %+v", report.Healed)
-	}
+	report = run(t, db, selfheal.Default())
+	assert.Truef(t, len(report.Healed) == 0, "two new failures and old ones tripped: %+v", report.Healed)
 	calls(t, db, fetch, 0, "timeout")
 	if report := run(t, db, selfheal.Default()); len(report.Healed) != 1 || report.Healed[0].Evidence.Streak != 3 {
 		t.Errorf("three new failures did not trip: %+v", report.Healed)
@@ -338,9 +319,8 @@ func TestASuccessThatComesInBetweenIsSeen(t *testing.T) {
 	}, "the heal does not wait for the row")
 	require.NoError(t, tx.Commit(t.Context()))
 	require.NoError(t, g.Wait())
-	if len(report.Healed) > 0 || !get(t, db, fetch).Enabled {
-		t.Errorf("disabled in spite of a success: %+v", report.Healed)
-	}
+	assert.Truef(t, len(report.Healed) == 0 && get(t, db, fetch).Enabled,
+		"disabled in spite of a success: %+v", report.Healed)
 }
 
 func TestRunWithinATransaction(t *testing.T) {
@@ -351,13 +331,10 @@ func TestRunWithinATransaction(t *testing.T) {
 	calls(t, db, fetch, 0, "timeout timeout timeout")
 	tx, err := db.Begin(t.Context())
 	require.NoError(t, err)
-	if report := run(t, tx, selfheal.Default()); len(report.Healed) != 1 {
-		t.Errorf("report is %+v", report)
-	}
+	report := run(t, tx, selfheal.Default())
+	assert.Truef(t, len(report.Healed) == 1, "report is %+v", report)
 	require.NoError(t, tx.Rollback(t.Context()))
-	if !get(t, db, fetch).Enabled || len(inService(t, db)) != 1 {
-		t.Error("the caller's rollback did not undo the heal")
-	}
+	assert.True(t, get(t, db, fetch).Enabled && len(inService(t, db)) == 1, "the caller's rollback did not undo the heal")
 }
 
 func TestPolicyIsChecked(t *testing.T) {
@@ -424,7 +401,6 @@ func TestEachSkillIsARangeOfAnIndex(t *testing.T) {
 	err := db.QueryRow(t.Context(), "select tableoid::regclass::text from agent_activity order by id desc limit 1").Scan(
 		&last)
 	require.NoError(t, err)
-	if strings.Contains(e.plans[0], "Seq Scan on "+last) || !strings.Contains(e.plans[0], last+"_skill_name_id_idx") {
-		t.Errorf("the log is read whole:\n%s", e.plans[0])
-	}
+	assert.Truef(t, !strings.Contains(e.plans[0], "Seq Scan on "+last) &&
+		strings.Contains(e.plans[0], last+"_skill_name_id_idx"), "the log is read whole:\n%s", e.plans[0])
 }

@@ -26,9 +26,8 @@ func resting(t *testing.T) *pgxpool.Pool {
 	automation(t, db, "daily", fetch)
 	calls(t, db, fetch, 0, "timeout timeout timeout")
 	run(t, db, selfheal.Default())
-	if report := run(t, db, selfheal.Default()); len(report.Trials) > 0 {
-		t.Fatalf("on trial before the cool-down has passed: %+v", report.Trials)
-	}
+	report := run(t, db, selfheal.Default())
+	require.Truef(t, len(report.Trials) == 0, "on trial before the cool-down has passed: %+v", report.Trials)
 	cool(t, db)
 	return db
 }
@@ -49,20 +48,13 @@ func admit(t *testing.T, db postgres.DB, owner string) bool {
 func TestATrialThatSucceeds(t *testing.T) {
 	t.Parallel()
 	db := resting(t)
-	if admit(t, db, "early") {
-		t.Error("admitted before the trial was offered")
-	}
+	assert.True(t, !admit(t, db, "early"), "admitted before the trial was offered")
 	report := run(t, db, selfheal.Default())
-	if len(report.Trials) != 1 || report.Trials[0].Skill != fetch || report.Trials[0].Taken ||
-		len(report.Trials[0].Automations) != 1 {
-		t.Fatalf("trials are %+v", report.Trials)
-	}
-	if s := get(t, db, fetch); s.Enabled || s.TrialAt == nil || len(inService(t, db)) != 0 {
-		t.Errorf("skill is %+v", s)
-	}
-	if !admit(t, db, "one") {
-		t.Fatal("not admitted")
-	}
+	require.Truef(t, len(report.Trials) == 1 && report.Trials[0].Skill == fetch && !report.Trials[0].Taken &&
+		len(report.Trials[0].Automations) == 1, "trials are %+v", report.Trials)
+	s := get(t, db, fetch)
+	assert.Truef(t, !s.Enabled && s.TrialAt != nil && len(inService(t, db)) == 0, "skill is %+v", s)
+	require.True(t, admit(t, db, "one"), "not admitted")
 	restored, err := selfheal.Settle(t.Context(), db, fetch, true)
 	require.NoError(t, err)
 	want := selfheal.Restored{
@@ -70,12 +62,10 @@ func TestATrialThatSucceeds(t *testing.T) {
 		WasReason: "3 consecutive failures, last: timeout: it broke", Automations: []string{"daily"},
 	}
 	assert.NoDiff(t, want, restored)
-	if s := get(t, db, fetch); !s.Enabled || s.TrialAt != nil || len(inService(t, db)) != 1 {
-		t.Errorf("skill is %+v", s)
-	}
-	if report := run(t, db, selfheal.Default()); len(report.Healed) > 0 || len(report.Trials) > 0 {
-		t.Errorf("it fell straight back: %+v", report)
-	}
+	s = get(t, db, fetch)
+	assert.Truef(t, s.Enabled && s.TrialAt == nil && len(inService(t, db)) == 1, "skill is %+v", s)
+	report = run(t, db, selfheal.Default())
+	assert.Truef(t, len(report.Healed) == 0 && len(report.Trials) == 0, "it fell straight back: %+v", report)
 }
 
 func TestATrialThatFails(t *testing.T) {
@@ -83,28 +73,20 @@ func TestATrialThatFails(t *testing.T) {
 	db := resting(t)
 	for range 2 {
 		run(t, db, selfheal.Default())
-		if !admit(t, db, "one") {
-			t.Fatal("not admitted")
-		}
+		require.True(t, admit(t, db, "one"), "not admitted")
 		restored, err := selfheal.Settle(t.Context(), db, fetch, false)
 		require.NoError(t, err)
-		if !restored.Settled || restored.Enabled || len(restored.Automations) > 0 {
-			t.Errorf("settled as %+v", restored)
-		}
+		assert.Truef(t, restored.Settled && !restored.Enabled && len(restored.Automations) == 0, "settled as %+v", restored)
 		s := get(t, db, fetch)
-		if want := "failed its trial; disabled for: 3 consecutive failures, last: timeout: it broke"; s.Enabled ||
-			s.DisabledReason != want {
-			t.Errorf("enabled %v, reason %q", s.Enabled, s.DisabledReason)
-		}
-		if report := run(t, db, selfheal.Default()); len(report.Trials) > 0 || len(inService(t, db)) > 0 {
-			t.Errorf("no new cool-down: %+v", report.Trials)
-		}
+		want := "failed its trial; disabled for: 3 consecutive failures, last: timeout: it broke"
+		assert.Truef(t, !s.Enabled && s.DisabledReason == want, "enabled %v, reason %q", s.Enabled, s.DisabledReason)
+		report := run(t, db, selfheal.Default())
+		assert.Truef(t, len(report.Trials) == 0 && len(inService(t, db)) == 0, "no new cool-down: %+v", report.Trials)
 		cool(t, db)
 	}
 	late, err := selfheal.Settle(t.Context(), db, fetch, true)
-	if err != nil || late.Settled || get(t, db, fetch).Enabled {
-		t.Errorf("a skill that is not on trial was settled: %+v, %v", late, err)
-	}
+	assert.Truef(t, err == nil && !late.Settled && !get(t, db, fetch).Enabled,
+		"a skill that is not on trial was settled: %+v, %v", late, err)
 }
 
 func TestOneCallIsLetThrough(t *testing.T) {
@@ -122,35 +104,24 @@ func TestOneCallIsLetThrough(t *testing.T) {
 	require.NoError(t, g.Wait())
 	winner := ""
 	for i, ok := range admitted {
-		if ok && winner != "" {
-			t.Fatalf("more than one call was let through: %v", admitted)
-		}
+		require.Truef(t, !ok || winner == "", "more than one call was let through: %v", admitted)
 		if ok {
 			winner = string(rune('a' + i))
 		}
 	}
-	if winner == "" {
-		t.Fatal("no call was let through")
-	}
-	if !admit(t, db, winner) {
-		t.Error("a call that is repeated is refused for its own first attempt")
-	}
-	if trials, err := selfheal.Trials(t.Context(), db); err != nil || len(trials) != 1 || !trials[0].Taken {
-		t.Errorf("trials are %+v, %v", trials, err)
-	}
+	require.True(t, winner != "", "no call was let through")
+	assert.True(t, admit(t, db, winner), "a call that is repeated is refused for its own first attempt")
+	trials, err := selfheal.Trials(t.Context(), db)
+	assert.Truef(t, err == nil && len(trials) == 1 && trials[0].Taken, "trials are %+v, %v", trials, err)
 	if run(t, db, selfheal.Default()); admit(t, db, "other") {
 		t.Error("another run offers the trial again")
 	}
 	pgtest.Exec(t, db, `
 		update agent_skills set evidence = jsonb_set(evidence, '{trial,until}',
 		  to_jsonb(clock_timestamp() - interval '1 second'))`)
-	if !admit(t, db, "successor") {
-		t.Error("a trial whose process died is lost for ever")
-	}
+	assert.True(t, admit(t, db, "successor"), "a trial whose process died is lost for ever")
 	require.NoError(t, selfheal.Withdraw(t.Context(), db, fetch))
-	if !admit(t, db, "after a withdrawal") {
-		t.Error("a trial that was given back is lost")
-	}
+	assert.True(t, admit(t, db, "after a withdrawal"), "a trial that was given back is lost")
 }
 
 func TestAfterSettlesWhatWasOnTrial(t *testing.T) {
@@ -176,16 +147,10 @@ func TestAfterSettlesWhatWasOnTrial(t *testing.T) {
 			cancel()
 			require.NoError(t, selfheal.After(db)(ctx, get(t, db, fetch), test.err))
 			s := get(t, db, fetch)
-			if s.Enabled != test.enabled || (s.TrialAt != nil) != test.onTrial {
-				t.Errorf("skill is %+v", s)
-			}
-			if test.onTrial && !admit(t, db, "two") {
-				t.Error("the trial was not given back")
-			}
+			assert.Truef(t, s.Enabled == test.enabled && (s.TrialAt != nil) == test.onTrial, "skill is %+v", s)
+			assert.True(t, !test.onTrial || admit(t, db, "two"), "the trial was not given back")
 			rows, _, err := activity.Recent(t.Context(), db, activity.Filter{TraceID: string(id)})
-			if err != nil || len(rows) != test.rows {
-				t.Fatalf("rows are %+v, %v", rows, err)
-			}
+			require.Truef(t, err == nil && len(rows) == test.rows, "rows are %+v, %v", rows, err)
 			if len(rows) > 0 && rows[0].SkillName != "settle_trial" {
 				t.Errorf("row is %+v", rows[0])
 			}
@@ -229,9 +194,7 @@ func TestAfterLeavesSkillsInServiceAlone(t *testing.T) {
 	db := pgtest.DB(t)
 	skill(t, db, fetch)
 	require.NoError(t, selfheal.After(db)(t.Context(), get(t, db, fetch), errors.New("broken")))
-	if !get(t, db, fetch).Enabled {
-		t.Error("one failed call disabled it")
-	}
+	assert.True(t, get(t, db, fetch).Enabled, "one failed call disabled it")
 }
 
 func TestAnAdminTakesASkillOffItsTrial(t *testing.T) {
@@ -241,9 +204,8 @@ func TestAnAdminTakesASkillOffItsTrial(t *testing.T) {
 	admit(t, db, "one")
 	pgtest.Exec(t, db, "update agent_skills set disabled_by = 'admin'")
 	settled, err := selfheal.Settle(t.Context(), db, fetch, true)
-	if err != nil || settled.Settled || get(t, db, fetch).Enabled {
-		t.Errorf("self-heal enabled what an admin disabled: %+v, %v", settled, err)
-	}
+	assert.Truef(t, err == nil && !settled.Settled && !get(t, db, fetch).Enabled,
+		"self-heal enabled what an admin disabled: %+v, %v", settled, err)
 }
 
 func TestReenableDuringATrialEndsIt(t *testing.T) {
@@ -252,14 +214,11 @@ func TestReenableDuringATrialEndsIt(t *testing.T) {
 	run(t, db, selfheal.Default())
 	_, err := selfheal.Reenable(t.Context(), db, fetch, "ana", "fixed")
 	require.NoError(t, err)
-	if trials, err := selfheal.Trials(t.Context(), db); err != nil || len(trials) > 0 {
-		t.Errorf("trials are %+v, %v", trials, err)
-	}
-	if settled, err := selfheal.Settle(t.Context(), db, fetch, false); err != nil || settled.Settled ||
-		!get(t, db, fetch).Enabled {
-		t.Errorf("a late failure disabled it: %+v, %v", settled, err)
-	}
-	if _, err := selfheal.Reenable(t.Context(), db, "nobody", "ana", "?"); !errors.Is(err, skills.ErrNotFound) {
-		t.Errorf("unknown skill: %v", err)
-	}
+	trials, err := selfheal.Trials(t.Context(), db)
+	assert.Truef(t, err == nil && len(trials) == 0, "trials are %+v, %v", trials, err)
+	settled, err := selfheal.Settle(t.Context(), db, fetch, false)
+	assert.Truef(t, err == nil && !settled.Settled && get(t, db, fetch).Enabled,
+		"a late failure disabled it: %+v, %v", settled, err)
+	_, err = selfheal.Reenable(t.Context(), db, "nobody", "ana", "?")
+	assert.ErrorIs(t, err, skills.ErrNotFound, "unknown skill")
 }

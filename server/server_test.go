@@ -64,24 +64,20 @@ func TestAProgramEmbedsTheAgentBesideItsFlows(t *testing.T) {
 		ID      string `json:"id"`
 		TraceID string `json:"trace_id"`
 	}
-	if err := json.Unmarshal([]byte(body), &started); status != http.StatusCreated || err != nil {
-		t.Fatalf("%d %s, %v", status, body, err)
-	}
-	if got, err := ship.Handle(started.ID).Wait(t.Context()); err != nil || got != "order 7 is packed" {
-		t.Errorf("%q, %v", got, err)
-	}
+	err = json.Unmarshal([]byte(body), &started)
+	require.Truef(t, status == http.StatusCreated && err == nil, "%d %s, %v", status, body, err)
+	got, err := ship.Handle(started.ID).Wait(t.Context())
+	assert.Truef(t, err == nil && got == "order 7 is packed", "%q, %v", got, err)
 	for path, want := range map[string]string{
 		"/": "<title>Overview", "/chat": "<html", "/v1/traces/" + started.TraceID: `"pack"`, "/traces/" + started.TraceID: "pack",
 	} {
-		if status, body := call(t, "GET", web.URL+path, ""); status != http.StatusOK || !strings.Contains(body, want) {
-			t.Errorf("%s: %d, without %s", path, status, want)
-		}
+		status, body := call(t, "GET", web.URL+path, "")
+		assert.Truef(t, status == http.StatusOK && strings.Contains(body, want), "%s: %d, without %s", path, status, want)
 	}
 	stop()
 	assert.NoError(t, <-ended)
-	if status, _ := call(t, "GET", web.URL+"/readyz", ""); status != http.StatusServiceUnavailable {
-		t.Errorf("after its end /readyz is %d", status)
-	}
+	status, _ = call(t, "GET", web.URL+"/readyz", "")
+	assert.Equal(t, http.StatusServiceUnavailable, status, "after its end /readyz")
 }
 
 func TestWrongSettingsAreNamed(t *testing.T) {

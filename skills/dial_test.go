@@ -42,14 +42,12 @@ func TestControlSeesTheAddressThatIsDialled(t *testing.T) {
 		"127.0.0.1:80": true, "[::ffff:10.0.0.1]:80": true,
 		"[fe80::1%eth0]:80": true, "1.1.1.1:443": false, "name:80": true,
 	} {
-		if err := g.control("tcp", address, nil); (err != nil) != refused {
-			t.Errorf("%s: %v", address, err)
-		}
+		err := g.control("tcp", address, nil)
+		assert.Truef(t, (err != nil) == refused, "%s: %v", address, err)
 	}
 	err = g.control("tcp", "10.1.2.3:80", nil)
-	if want := "10.1.2.3 is not a public address; if the skill may reach it, add it to AGENT_ALLOW_PRIVATE_HTTP"; !strings.Contains(redact.Text(err.Error(), 0), want) {
-		t.Errorf("refused with %q, want %q", err, want)
-	}
+	want := "10.1.2.3 is not a public address; if the skill may reach it, add it to AGENT_ALLOW_PRIVATE_HTTP"
+	assert.Truef(t, strings.Contains(redact.Text(err.Error(), 0), want), "refused with %q, want %q", err, want)
 }
 
 // File descriptors come back after a burst of connections.
@@ -84,9 +82,8 @@ func TestADialWaitsForAFileDescriptor(t *testing.T) {
 				tries++
 				return here, test.errs[tries-1]
 			})
-			if tries != test.tries || !errors.Is(err, test.want) || err == nil && conn != here {
-				t.Errorf("%d tries, %v", tries, err)
-			}
+			assert.Truef(t, tries == test.tries && errors.Is(err, test.want) && (err != nil || conn == here),
+				"%d tries, %v", tries, err)
 		})
 	}
 	ctx, cancel := context.WithCancel(t.Context())
@@ -128,12 +125,9 @@ func FuzzArguments(f *testing.F) {
 			return
 		}
 		compiled, err := compile(raw)
-		if err != nil {
-			t.Fatalf("%s is resolved, and not compiled: %v", raw, err)
-		}
-		if bytes.Contains(raw, []byte("\x00")) || bytes.Contains(raw, []byte(`\u0000`)) {
-			t.Errorf("%s cannot be stored", raw)
-		}
+		require.NoError(t, err, raw, "is resolved, and not compiled")
+		assert.Truef(t, !bytes.Contains(raw, []byte("\x00")) && !bytes.Contains(raw, []byte(`\u0000`)),
+			"%s cannot be stored", raw)
 		value, wrong := decodeArgs(json.RawMessage(args))
 		if len(wrong) > 0 {
 			return
@@ -145,8 +139,7 @@ func FuzzArguments(f *testing.F) {
 			return
 		}
 		stored, err := json.Marshal(value)
-		if err != nil || bytes.Contains(stored, []byte(`\u0000`)) {
-			t.Errorf("%s takes %s, which is %s, %v", raw, args, stored, err)
-		}
+		assert.Truef(t, err == nil && !bytes.Contains(stored, []byte(`\u0000`)),
+			"%s takes %s, which is %s, %v", raw, args, stored, err)
 	})
 }

@@ -91,9 +91,7 @@ func TestHTTPPutsArgumentsWhereTheyBelong(t *testing.T) {
 				Parameters: object(map[string]any{"q": anything, "n": anything, "opt": anything}),
 			}, test.args)
 			var got map[string]string
-			if err != nil || json.Unmarshal(raw, &got) != nil {
-				t.Fatalf("%s, %v", raw, err)
-			}
+			require.Truef(t, err == nil && json.Unmarshal(raw, &got) == nil, "%s, %v", raw, err)
 			want := map[string]string{"request": test.request, "body": test.body, "key": "key-1", "type": got["type"]}
 			assert.NoDiff(t, want, got)
 		})
@@ -151,9 +149,8 @@ func TestHTTPAnswers(t *testing.T) {
 			if string(got) != test.want || class(err) != test.class {
 				t.Errorf("got %s, %v of class %q", got, err, class(err))
 			}
-			if err != nil && (!strings.Contains(err.Error(), test.text) || strings.Contains(err.Error(), testSecret[:5])) {
-				t.Errorf("got %v", err)
-			}
+			assert.Truef(t, err == nil || strings.Contains(err.Error(), test.text) &&
+				!strings.Contains(err.Error(), testSecret[:5]), "got %v", err)
 		})
 	}
 }
@@ -171,13 +168,9 @@ func TestHTTPSecretsThatAreMissingOrBroken(t *testing.T) {
 		if strings.Contains(want, "NOPE") {
 			wanted = skills.ClassConfiguration
 		}
-		if class(err) != wanted || !strings.Contains(err.Error(), want) {
-			t.Errorf("%s: %v", reference, err)
-		}
+		assert.Truef(t, class(err) == wanted && strings.Contains(err.Error(), want), "%s: %v", reference, err)
 	}
-	if asked {
-		t.Error("the service was asked without its secret")
-	}
+	assert.True(t, !asked, "the service was asked without its secret")
 }
 
 func TestHTTPTimeoutClosesTheRequest(t *testing.T) {
@@ -241,9 +234,7 @@ func TestHTTPRedirects(t *testing.T) {
 	})
 	for path, want := range map[string]string{"/here": "", "/away": skills.ClassRefused, "/loop": skills.ClassRefused} {
 		got, err := invokeHTTP(t, skills.Definition{Handler: "http:" + server.URL + path}, "")
-		if class(err) != want || want == "" && string(got) != `"end"` {
-			t.Errorf("%s: got %s, %v", path, got, err)
-		}
+		assert.Truef(t, class(err) == want && (want != "" || string(got) == `"end"`), "%s: got %s, %v", path, got, err)
 	}
 }
 
@@ -291,9 +282,8 @@ func TestHTTPReachesNoPrivateAddressUnlessAllowed(t *testing.T) {
 func TestNewRefusesBadAllowances(t *testing.T) {
 	t.Parallel()
 	for _, entry := range []string{"", "10.0.0.0/99", "*.internal", "a b"} {
-		if _, err := skills.New(skills.Options{AllowPrivate: []string{entry}}); err == nil {
-			t.Errorf("%q was accepted", entry)
-		}
+		_, err := skills.New(skills.Options{AllowPrivate: []string{entry}})
+		assert.Error(t, err, entry, "was accepted")
 	}
 }
 

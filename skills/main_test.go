@@ -83,9 +83,7 @@ func TestASkillStartsAFlow(t *testing.T) {
 		Name: "slow", Handler: "flow:slow", Config: map[string]any{"wait": true},
 		Timeout: "200ms",
 	})
-	if !greet.Idempotent {
-		t.Error("a flow: skill is not idempotent")
-	}
+	assert.True(t, greet.Idempotent, "a flow: skill is not idempotent")
 	enginetest.Register(t, e, "greet", func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
 		var in struct{ Name string }
 		if err := json.Unmarshal(raw, &in); err != nil {
@@ -120,9 +118,8 @@ func TestASkillStartsAFlow(t *testing.T) {
 		return got
 	}
 	got := call(greet, `{"name": "Eva"}`, "k1")
-	if got.Status != executions.Completed || got.Summary != "hello Eva" || string(got.Variables) != `{"greeted":"Eva"}` {
-		t.Errorf("answer %+v %s", got, got.Variables)
-	}
+	assert.Truef(t, got.Status == executions.Completed && got.Summary == "hello Eva" &&
+		string(got.Variables) == `{"greeted":"Eva"}`, "answer %+v %s", got, got.Variables)
 	assert.Equal(t, got.ExecutionID, call(greet, `{"name": "Eva"}`, "k1").ExecutionID)
 	if got := call(greet, `{"name": "nobody"}`, ""); got.Status != executions.Failed || got.Error != "there is nobody" {
 		t.Errorf("a failure is answered as %+v", got)
@@ -142,10 +139,8 @@ func TestASkillStartsAFlow(t *testing.T) {
 		return err == nil && x.Status == executions.Completed && json.Unmarshal(x.Result, &got) == nil
 	}, "the caller ends")
 	child, err := executions.Get(t.Context(), pool, got.ExecutionID)
-	if err != nil || child.TraceID != parent.TraceID || *child.ParentID != parent.ID || *child.ThreadID != "t1" ||
-		child.Surface != "webhook" {
-		t.Errorf("the child is %+v, %v", child, err)
-	}
+	assert.Truef(t, err == nil && child.TraceID == parent.TraceID && *child.ParentID == parent.ID &&
+		*child.ThreadID == "t1" && child.Surface == "webhook", "the child is %+v, %v", child, err)
 }
 
 func TestASkillOfAnUnknownFlow(t *testing.T) {
@@ -154,14 +149,12 @@ func TestASkillOfAnUnknownFlow(t *testing.T) {
 	e := enginetest.New(t, pool)
 	r := registry(t, skills.Options{Flow: skills.Flows(pool, e, "pilot")})
 	_, err := r.Invoke(t.Context(), skills.Call{Skill: row(t, skills.Definition{Name: "a", Handler: "flow:nothing"})})
-	if got, ok := errors.AsType[*skills.CallError](err); !ok || got.Class != skills.ClassHandler ||
-		got.Message != `there is no flow "nothing"; see agent flows ls` {
-		t.Errorf("got %v", err)
-	}
+	got, ok := errors.AsType[*skills.CallError](err)
+	assert.Truef(t, ok && got.Class == skills.ClassHandler &&
+		got.Message == `there is no flow "nothing"; see agent flows ls`, "got %v", err)
 	assert.Error(t, registry(t, skills.Options{}).Runnable(
 		row(t, skills.Definition{Name: "a", Handler: "flow:nothing"})), "a registry without flows can run one")
 	external := row(t, skills.Definition{Name: "b", Handler: "flow:external:import"})
-	if _, err := r.Invoke(t.Context(), skills.Call{Skill: external}); err != nil {
-		t.Errorf("a flow of workers outside: %v", err)
-	}
+	_, err = r.Invoke(t.Context(), skills.Call{Skill: external})
+	assert.NoError(t, err, "a flow of workers outside")
 }

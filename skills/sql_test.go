@@ -92,9 +92,7 @@ func TestSQLDefaultsFillAbsentArguments(t *testing.T) {
 	pool := pgtest.DB(t)
 	got, err := invokeSQL(t, pool, "select @n::int as n", `{}`, nil,
 		map[string]any{"n": map[string]any{"type": "integer", "default": 7}})
-	if err != nil || got.Rows[0]["n"] != 7.0 {
-		t.Errorf("got %v, %v", got, err)
-	}
+	assert.Truef(t, err == nil && got.Rows[0]["n"] == 7.0, "got %v, %v", got, err)
 }
 
 func TestSQLOnlyReads(t *testing.T) {
@@ -126,9 +124,8 @@ func TestSQLOnlyReads(t *testing.T) {
 		})
 	}
 	var n int
-	if err := pool.QueryRow(t.Context(), "select count(*) from notes").Scan(&n); err != nil || n != 0 {
-		t.Errorf("%d rows were written, %v", n, err)
-	}
+	err := pool.QueryRow(t.Context(), "select count(*) from notes").Scan(&n)
+	assert.Truef(t, err == nil && n == 0, "%d rows were written, %v", n, err)
 }
 
 func TestSQLBoundsItsRows(t *testing.T) {
@@ -150,14 +147,12 @@ func TestSQLBoundsItsRows(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, err := invokeSQL(t, pool, test.query, `{}`, map[string]any{"row_limit": test.limit}, nil)
-			if err != nil || got.RowCount != test.rows || len(got.Rows) != test.rows || got.Truncated != test.truncated {
-				t.Errorf("got %d rows, truncated %v, %v", got.RowCount, got.Truncated, err)
-			}
+			assert.Truef(t, err == nil && got.RowCount == test.rows && len(got.Rows) == test.rows &&
+				got.Truncated == test.truncated, "got %d rows, truncated %v, %v", got.RowCount, got.Truncated, err)
 		})
 	}
-	if _, err := invokeSQL(t, pool, "select repeat('x', 300000)", `{}`, nil, nil); class(err) != skills.ClassTooLarge {
-		t.Errorf("one huge row: %v", err)
-	}
+	_, err := invokeSQL(t, pool, "select repeat('x', 300000)", `{}`, nil, nil)
+	assert.Truef(t, class(err) == skills.ClassTooLarge, "one huge row: %v", err)
 }
 
 func TestSQLValuesAreSensibleJSON(t *testing.T) {
@@ -234,9 +229,8 @@ func TestSQLCancelStopsTheQueryOnTheServer(t *testing.T) {
 	assert.ErrorIs(t, <-ended, gone)
 	pgtest.Eventually(t, 90*time.Second, func() bool { return !sleeping(t, pool, marker) }, "the query still runs")
 	// The pool stays usable.
-	if _, err := invokeSQL(t, pool, "select 1", `{}`, nil, nil); err != nil {
-		t.Error(err)
-	}
+	_, err := invokeSQL(t, pool, "select 1", `{}`, nil, nil)
+	assert.NoError(t, err)
 }
 
 func TestSQLLeavesNothingInTheSession(t *testing.T) {
@@ -247,22 +241,17 @@ func TestSQLLeavesNothingInTheSession(t *testing.T) {
 	_, err = invokeSQL(t, pool, "select set_config('statement_timeout', '1234', false)", `{}`, nil, nil)
 	require.NoError(t, err)
 	// Before version 16, a read-only transaction may create a large object.
-	if _, err := invokeSQL(t, pool, "select lo_create(0)::text", `{}`, nil, nil); err != nil &&
-		!strings.Contains(err.Error(), "25006") {
-		t.Fatal(err)
-	}
+	_, err = invokeSQL(t, pool, "select lo_create(0)::text", `{}`, nil, nil)
+	require.True(t, err == nil || strings.Contains(err.Error(), "25006"), err)
 	var objects int
-	if err := pool.QueryRow(t.Context(), "select count(*) from pg_largeobject_metadata").Scan(&objects); err != nil ||
-		objects > 0 {
-		t.Errorf("%d large objects, %v", objects, err)
-	}
+	err = pool.QueryRow(t.Context(), "select count(*) from pg_largeobject_metadata").Scan(&objects)
+	assert.Truef(t, err == nil && objects <= 0, "%d large objects, %v", objects, err)
 	for range 3 {
 		var timeout, readOnly string
 		require.NoError(t, pool.QueryRow(t.Context(), "select current_setting('statement_timeout'), "+
 			"current_setting('transaction_read_only')").Scan(&timeout, &readOnly))
-		if strings.Contains(timeout, "1234") || readOnly != "off" {
-			t.Errorf("the session keeps %s, %s", timeout, readOnly)
-		}
+		assert.Truef(t, !strings.Contains(timeout, "1234") && readOnly == "off",
+			"the session keeps %s, %s", timeout, readOnly)
 	}
 }
 
@@ -275,17 +264,13 @@ func TestSQLRowsAreBoundedBeforeTheyAreSent(t *testing.T) {
 	_, err := invokeSQL(t, pool, `select repeat('x', 30000000) as big`, `{}`,
 		map[string]any{"statement_timeout_ms": 30000}, nil)
 	runtime.ReadMemStats(&after)
-	if failed, is := errors.AsType[*skills.CallError](err); !is || failed.Class != skills.ClassTooLarge ||
-		!strings.Contains(err.Error(), "30000") {
-		t.Errorf("got %v", err)
-	}
-	if used := after.TotalAlloc - before.TotalAlloc; used > 20<<20 {
-		t.Errorf("it took %d bytes", used)
-	}
+	failed, is := errors.AsType[*skills.CallError](err)
+	assert.Truef(t, is && failed.Class == skills.ClassTooLarge && strings.Contains(err.Error(), "30000"), "got %v", err)
+	used := after.TotalAlloc - before.TotalAlloc
+	assert.Truef(t, used <= 20<<20, "it took %d bytes", used)
 	got, err := invokeSQL(t, pool, `select n, repeat('x', 100000) as big from generate_series(1, 9) n`, `{}`, nil, nil)
-	if err != nil || len(got.Rows) != 2 || !got.Truncated || got.Rows[1]["n"] != 2.0 {
-		t.Errorf("%d rows, truncated %v, %v", len(got.Rows), got.Truncated, err)
-	}
+	assert.Truef(t, err == nil && len(got.Rows) == 2 && got.Truncated && got.Rows[1]["n"] == 2.0,
+		"%d rows, truncated %v, %v", len(got.Rows), got.Truncated, err)
 }
 
 func TestSQLKeepsNoLock(t *testing.T) {
@@ -299,11 +284,10 @@ func TestSQLKeepsNoLock(t *testing.T) {
 			_, err := invokeSQL(t, pool, query, `{}`, nil, nil)
 			require.Equal(t, strings.HasSuffix(name, "fails"), (err != nil), err)
 			var held int
-			if err := pool.QueryRow(t.Context(), `select count(*) from pg_locks where locktype = 'advisory' and objid = 4711
+			err = pool.QueryRow(t.Context(), `select count(*) from pg_locks where locktype = 'advisory' and objid = 4711
 				and database = (
-				select oid from pg_database where datname = current_database())`).Scan(&held); err != nil || held != 0 {
-				t.Errorf("%d locks are held, %v", held, err)
-			}
+				select oid from pg_database where datname = current_database())`).Scan(&held)
+			assert.Truef(t, err == nil && held == 0, "%d locks are held, %v", held, err)
 		})
 	}
 }
@@ -399,9 +383,7 @@ func TestACallThatIsRepeatedUnderItsKeyWritesOnce(t *testing.T) {
 	for _, answer := range answers {
 		var got sqlAnswer
 		err := json.Unmarshal([]byte(answer), &got)
-		if err != nil || got.RowCount != 1 || got.Rows[0]["amount"] != 93.0 {
-			t.Errorf("answer %s, %v", answer, err)
-		}
+		assert.Truef(t, err == nil && got.RowCount == 1 && got.Rows[0]["amount"] == 93.0, "answer %s, %v", answer, err)
 	}
 	assert.Equal(t, 93, amount(t, there))
 	_, err := r.Invoke(t.Context(), skills.Call{Skill: s, Args: json.RawMessage(`{"n": 8}`), IdempotencyKey: "k1"})
@@ -430,9 +412,7 @@ func TestAWriteThatFailsLeavesNothingAndMayBeMadeAgain(t *testing.T) {
 		"a transaction":    `commit --@n`,
 		"returns too much": `update account set amount = amount - @n returning repeat('x', 300000) as x`,
 	} {
-		if err := call(query); err == nil {
-			t.Errorf("%s: no error", name)
-		}
+		assert.Error(t, call(query), name, "no error")
 	}
 	var held int
 	err := there.QueryRow(t.Context(), `
@@ -494,15 +474,13 @@ func TestANamedDatabaseIsReadOnlyUnlessItSaysOtherwise(t *testing.T) {
 		t.Errorf("an update in a skill that reads: %v", err)
 	}
 	err := call(payQuery, map[string]any{"database": "SHOP"})
-	if class(err) != skills.ClassConfiguration || err.Error() != "set SHOP_URL" {
-		t.Errorf("without the setting: %v", err)
-	}
+	assert.Truef(t, class(err) == skills.ClassConfiguration && err.Error() == "set SHOP_URL",
+		"without the setting: %v", err)
 	sneaks := `select setval('s', @n)`
 	pgtest.Exec(t, there, `create sequence s`)
 	err = call(sneaks, map[string]any{"writes": false})
-	if class(err) != skills.ClassSQL || !strings.Contains(err.Error(), "read-only") {
-		t.Errorf("a function that writes: %v", err)
-	}
+	assert.Truef(t, class(err) == skills.ClassSQL && strings.Contains(err.Error(), "read-only"),
+		"a function that writes: %v", err)
 }
 
 func TestQueriesOfANamedDatabaseRunAsItsRole(t *testing.T) {
@@ -514,13 +492,10 @@ func TestQueriesOfANamedDatabaseRunAsItsRole(t *testing.T) {
 		grant select on account to `+role)
 	who := pay(t, `select current_user as who from account where id = @n`, map[string]any{"writes": false})
 	raw, err := r.Invoke(t.Context(), skills.Call{Skill: who, Args: json.RawMessage(`{"n": 1}`)})
-	if err != nil || !strings.Contains(string(raw), role) {
-		t.Errorf("it runs as %s, %v", raw, err)
-	}
+	assert.Truef(t, err == nil && strings.Contains(string(raw), role), "it runs as %s, %v", raw, err)
 	_, err = r.Invoke(t.Context(), skills.Call{Skill: pay(t, payQuery, nil), Args: json.RawMessage(`{"n": 1}`)})
-	if class(err) != skills.ClassSQL || !strings.Contains(err.Error(), "permission denied") {
-		t.Errorf("a write that the role may not make: %v", err)
-	}
+	assert.Truef(t, class(err) == skills.ClassSQL && strings.Contains(err.Error(), "permission denied"),
+		"a write that the role may not make: %v", err)
 	pgtest.Exec(t, there, `grant update on account to `+role)
 	_, err = r.Invoke(t.Context(), skills.Call{Skill: pay(t, payQuery, nil), Args: json.RawMessage(`{"n": 1}`)})
 	assert.NoError(t, err)

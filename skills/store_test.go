@@ -44,25 +44,21 @@ func TestPutGrowsTheRevisionOnlyOnAChange(t *testing.T) {
 	for _, step := range steps {
 		step.change()
 		changed, err := skills.Put(t.Context(), pool, d, skills.SourceWorkspace)
-		if err != nil || changed != step.changed {
-			t.Fatalf("%s: changed %v, %v; want %v", step.what, changed, err, step.changed)
-		}
-		if s, _ := skills.Get(t.Context(), pool, "sizes"); s.Revision != step.revision {
-			t.Errorf("%s: revision %d, want %d", step.what, s.Revision, step.revision)
-		}
+		require.Truef(t, err == nil && changed == step.changed,
+			"%s: changed %v, %v; want %v", step.what, changed, err, step.changed)
+		s, _ := skills.Get(t.Context(), pool, "sizes")
+		assert.Equal(t, step.revision, s.Revision, step.what, "revision")
 	}
 }
 
 func TestPutStoresNothingOfABadDefinition(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	if _, err := skills.Put(t.Context(), pool, skills.Definition{Name: "a", Handler: "mcp:x"},
-		skills.SourceWorkspace); err == nil {
-		t.Error("accepted")
-	}
-	if _, err := skills.Get(t.Context(), pool, "a"); !errors.Is(err, skills.ErrNotFound) {
-		t.Errorf("got %v, want ErrNotFound", err)
-	}
+	_, err := skills.Put(t.Context(), pool, skills.Definition{Name: "a", Handler: "mcp:x"},
+		skills.SourceWorkspace)
+	assert.Error(t, err, "accepted")
+	_, err = skills.Get(t.Context(), pool, "a")
+	assert.ErrorIs(t, err, skills.ErrNotFound, "want ErrNotFound")
 }
 
 func TestPutLeavesServiceStateAlone(t *testing.T) {
@@ -70,16 +66,13 @@ func TestPutLeavesServiceStateAlone(t *testing.T) {
 	pool := pgtest.DB(t)
 	d := skills.Definition{Name: "a", Handler: "builtin:a"}
 	put(t, pool, d)
-	if ok, err := skills.Disable(t.Context(), pool, "a", "self_heal", "3 failures",
-		map[string]any{"calls": []string{"x\x00y"}}); !ok || err != nil {
-		t.Fatal(ok, err)
-	}
+	ok, err := skills.Disable(t.Context(), pool, "a", "self_heal", "3 failures",
+		map[string]any{"calls": []string{"x\x00y"}})
+	require.True(t, ok && err == nil, ok, err)
 	d.Description = "changed"
 	s := put(t, pool, d)
-	if s.Enabled || s.DisabledBy != "self_heal" || s.DisabledReason != "3 failures" || s.DisabledAt == nil ||
-		len(s.Evidence) < 5 || s.Revision != 2 {
-		t.Errorf("got %+v", s)
-	}
+	assert.Truef(t, !s.Enabled && s.DisabledBy == "self_heal" && s.DisabledReason == "3 failures" && s.DisabledAt != nil &&
+		len(s.Evidence) >= 5 && s.Revision == 2, "got %+v", s)
 }
 
 func TestABuiltinNeverReplacesAWorkspaceSkill(t *testing.T) {
@@ -87,12 +80,9 @@ func TestABuiltinNeverReplacesAWorkspaceSkill(t *testing.T) {
 	pool := pgtest.DB(t)
 	put(t, pool, skills.Definition{Name: "a", Handler: "builtin:a", Trust: "approve"})
 	changed, err := skills.Put(t.Context(), pool, skills.Definition{Name: "a", Handler: "builtin:a"}, skills.SourceBuiltin)
-	if changed || err != nil {
-		t.Fatal(changed, err)
-	}
-	if s, _ := skills.Get(t.Context(), pool, "a"); s.Trust != "approve" || s.Source != skills.SourceWorkspace {
-		t.Errorf("the binary took over: %+v", s)
-	}
+	require.True(t, !changed && err == nil, changed, err)
+	s, _ := skills.Get(t.Context(), pool, "a")
+	assert.Truef(t, s.Trust == "approve" && s.Source == skills.SourceWorkspace, "the binary took over: %+v", s)
 }
 
 func TestRemoveKeepsWhatIsNamedAndOtherSources(t *testing.T) {
@@ -104,22 +94,17 @@ func TestRemoveKeepsWhatIsNamedAndOtherSources(t *testing.T) {
 	_, err := skills.Put(t.Context(), pool, skills.Definition{Name: "d", Handler: "builtin:x"}, skills.SourceBuiltin)
 	require.NoError(t, err)
 	removed, err := skills.Remove(t.Context(), pool, skills.SourceWorkspace, []string{"b"})
-	if err != nil || !slices.Equal(removed, []string{"a", "c"}) {
-		t.Errorf("removed %v, %v", removed, err)
-	}
+	assert.Truef(t, err == nil && slices.Equal(removed, []string{"a", "c"}), "removed %v, %v", removed, err)
 	removed, err = skills.Remove(t.Context(), pool, skills.SourceWorkspace, nil)
-	if err != nil || !slices.Equal(removed, []string{"b"}) {
-		t.Errorf("removed %v, %v", removed, err)
-	}
+	assert.Truef(t, err == nil && slices.Equal(removed, []string{"b"}), "removed %v, %v", removed, err)
 }
 
 func TestEnableAndDisableAreComparedAndSet(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	before := put(t, pool, skills.Definition{Name: "a", Handler: "builtin:x"})
-	if ok, err := skills.Enable(t.Context(), pool, "a", "admin", ""); ok || err != nil {
-		t.Errorf("enable an enabled one: %v, %v", ok, err)
-	}
+	ok, err := skills.Enable(t.Context(), pool, "a", "admin", "")
+	assert.Truef(t, !ok && err == nil, "enable an enabled one: %v, %v", ok, err)
 	var wins sync.Map
 	var wg sync.WaitGroup
 	for i := range 8 {
@@ -133,20 +118,15 @@ func TestEnableAndDisableAreComparedAndSet(t *testing.T) {
 	n := 0
 	wins.Range(func(any, any) bool { n++; return true })
 	assert.Equal(t, 1, n)
-	if ok, err := skills.Enable(t.Context(), pool, "a", "admin", "fixed"); !ok || err != nil {
-		t.Fatal(ok, err)
-	}
+	ok, err = skills.Enable(t.Context(), pool, "a", "admin", "fixed")
+	require.True(t, ok && err == nil, ok, err)
 	after, _ := skills.Get(t.Context(), pool, "a")
-	if !after.Enabled || !after.EnabledAt.After(before.EnabledAt) || after.DisabledBy != "" || after.DisabledAt != nil ||
-		after.TrialAt != nil {
-		t.Errorf("got %+v", after)
-	}
-	if _, err := skills.Enable(t.Context(), pool, "nobody", "admin", ""); !errors.Is(err, skills.ErrNotFound) {
-		t.Errorf("got %v, want ErrNotFound", err)
-	}
-	if _, err := skills.Disable(t.Context(), pool, "a", " ", "", nil); err == nil {
-		t.Error("disabled by nobody")
-	}
+	assert.Truef(t, after.Enabled && after.EnabledAt.After(before.EnabledAt) && after.DisabledBy == "" &&
+		after.DisabledAt == nil && after.TrialAt == nil, "got %+v", after)
+	_, err = skills.Enable(t.Context(), pool, "nobody", "admin", "")
+	assert.ErrorIs(t, err, skills.ErrNotFound, "want ErrNotFound")
+	_, err = skills.Disable(t.Context(), pool, "a", " ", "", nil)
+	assert.Error(t, err, "disabled by nobody")
 }
 
 func TestATrialEndsInTheCoolDownOrInService(t *testing.T) {
@@ -155,9 +135,8 @@ func TestATrialEndsInTheCoolDownOrInService(t *testing.T) {
 	put(t, pool, skills.Definition{Name: "a", Handler: "builtin:x"})
 	fail := func(want bool) {
 		t.Helper()
-		if ok, err := skills.FailTrial(t.Context(), pool, "a", "again"); ok != want || err != nil {
-			t.Fatalf("fail trial: %v, %v; want %v", ok, err, want)
-		}
+		ok, err := skills.FailTrial(t.Context(), pool, "a", "again")
+		require.Truef(t, ok == want && err == nil, "fail trial: %v, %v; want %v", ok, err, want)
 	}
 	fail(false)
 	_, err := skills.Disable(t.Context(), pool, "a", "self_heal", "r", nil)
@@ -171,16 +150,14 @@ func TestATrialEndsInTheCoolDownOrInService(t *testing.T) {
 	offer()
 	before, _ := skills.Get(t.Context(), pool, "a")
 	fail(true)
-	if s, _ := skills.Get(t.Context(), pool, "a"); s.TrialAt != nil || s.Enabled || s.DisabledReason != "again" ||
-		!s.DisabledAt.After(*before.DisabledAt) {
-		t.Errorf("got %+v", s)
-	}
+	s, _ := skills.Get(t.Context(), pool, "a")
+	assert.Truef(t, s.TrialAt == nil && !s.Enabled && s.DisabledReason == "again" &&
+		s.DisabledAt.After(*before.DisabledAt), "got %+v", s)
 	offer()
 	_, err = skills.Enable(t.Context(), pool, "a", "self_heal", "trial succeeded")
 	require.NoError(t, err)
-	if s, _ := skills.Get(t.Context(), pool, "a"); s.TrialAt != nil || !s.Enabled {
-		t.Errorf("got %+v", s)
-	}
+	s, _ = skills.Get(t.Context(), pool, "a")
+	assert.Truef(t, s.TrialAt == nil && s.Enabled, "got %+v", s)
 }
 
 func TestListAndAvailable(t *testing.T) {
@@ -208,9 +185,7 @@ func TestListAndAvailable(t *testing.T) {
 		}
 	}
 	first, err := skills.List(t.Context(), pool, skills.Filter{Limit: 3})
-	if err != nil || len(first) != 3 {
-		t.Fatal(len(first), err)
-	}
+	require.True(t, err == nil && len(first) == 3, len(first), err)
 	rest, err := skills.List(t.Context(), pool, skills.Filter{Before: first[2].ID})
 	assert.NoError(t, err)
 	assert.Equal(t, 2, len(rest))
@@ -241,10 +216,8 @@ func TestUndeclaredArgumentsAreRefusedUnlessTheSchemaSaysOtherwise(t *testing.T)
 	}{"no_schema": {nil, true}, "closed": {object(map[string]any{"a": map[string]any{}}), true}, "open": {open, false}} {
 		s := put(t, pool, skills.Definition{Name: name, Handler: "builtin:x", Parameters: test.parameters})
 		err := r.Check(s, json.RawMessage(`{"b": 1}`))
-		if invalid, ok := errors.AsType[*skills.InvalidParams](err); ok != test.refused || ok &&
-			!strings.Contains(invalid.Error(), "'b'") {
-			t.Errorf("%s: %v", name, err)
-		}
+		invalid, ok := errors.AsType[*skills.InvalidParams](err)
+		assert.Truef(t, ok == test.refused && (!ok || strings.Contains(invalid.Error(), "'b'")), "%s: %v", name, err)
 	}
 }
 
@@ -389,17 +362,12 @@ func expectProblems(t *testing.T, tests map[string]badDefinition) {
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			err := skills.Validate(test.d)
-			if err == nil {
-				t.Fatal("accepted")
-			}
+			require.Error(t, err, "accepted")
 			joined, ok := err.(interface{ Unwrap() []error })
-			if !ok || len(joined.Unwrap()) != len(test.want) && len(test.want) > 1 {
-				t.Errorf("want %d problems, got:\n%v", len(test.want), err)
-			}
+			assert.Truef(t, ok && (len(joined.Unwrap()) == len(test.want) || len(test.want) <= 1),
+				"want %d problems, got:\n%v", len(test.want), err)
 			for _, want := range test.want {
-				if !strings.Contains(err.Error(), want) {
-					t.Errorf("no %q in:\n%v", want, err)
-				}
+				assert.Truef(t, strings.Contains(err.Error(), want), "no %q in:\n%v", want, err)
 			}
 		})
 	}
@@ -453,9 +421,8 @@ func TestASchemaThatIsTooDeepIsRefusedAtOnce(t *testing.T) {
 			Name: "deep", Description: "d", Handler: "builtin:x",
 			Parameters: nested(levels),
 		})
-		if refused != (err != nil) || refused && !strings.Contains(err.Error(), "nested more than 200 levels deep") {
-			t.Errorf("%d levels: %v", levels, err)
-		}
+		assert.Truef(t, refused == (err != nil) &&
+			(!refused || strings.Contains(err.Error(), "nested more than 200 levels deep")), "%d levels: %v", levels, err)
 	}
 }
 
@@ -496,9 +463,7 @@ func TestCheckReportsEveryViolation(t *testing.T) {
 				for _, v := range invalid.Violations {
 					paths = append(paths, v.Path)
 				}
-				if !strings.Contains(string(invalid.Schema), `"required"`) {
-					t.Errorf("the schema is missing: %s", invalid.Schema)
-				}
+				assert.Truef(t, strings.Contains(string(invalid.Schema), `"required"`), "the schema is missing: %s", invalid.Schema)
 			} else if err != nil {
 				t.Fatal(err)
 			}
@@ -551,9 +516,8 @@ func TestInvokeReturnsStorableJSON(t *testing.T) {
 				"x": func(context.Context, skills.Call) (any, error) { return test.value, nil },
 			}})
 			got, err := r.Invoke(t.Context(), skills.Call{Skill: row(t, skills.Definition{Name: "a", Handler: "builtin:x"})})
-			if class(err) != test.class || string(got) != test.want {
-				t.Errorf("got %.80s, %v; want %s, class %q", got, err, test.want, test.class)
-			}
+			assert.Truef(t, class(err) == test.class && string(got) == test.want,
+				"got %.80s, %v; want %s, class %q", got, err, test.want, test.class)
 		})
 	}
 }
@@ -602,9 +566,8 @@ func TestTimeoutEndsABuiltin(t *testing.T) {
 		call := skills.Call{Skill: row(t, skills.Definition{Name: "a", Handler: "builtin:x"})}
 		began := time.Now()
 		_, err := r.Invoke(t.Context(), call)
-		if class(err) != skills.ClassTimeout || time.Since(began) != call.Skill.Timeout() {
-			t.Errorf("got %v after %s", err, time.Since(began))
-		}
+		assert.Truef(t, class(err) == skills.ClassTimeout && time.Since(began) == call.Skill.Timeout(),
+			"got %v after %s", err, time.Since(began))
 		gone := errors.New("lane lost")
 		ctx, cancel := context.WithCancelCause(t.Context())
 		cancel(gone)

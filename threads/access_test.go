@@ -28,50 +28,40 @@ func TestANameIsScopedByItsOwner(t *testing.T) {
 	ids := map[string]threads.Principal{}
 	for _, p := range owners {
 		would, known, err := threads.Resolve(t.Context(), db, p, "talk")
-		if err != nil || known && p != threads.Admin {
-			t.Fatalf("%+v knows the thread before it begins it: %v", p, err)
-		}
+		require.Truef(t, err == nil && (!known || p == threads.Admin), "%+v knows the thread before it begins it: %v", p, err)
 		got, made, err := threads.Open(t.Context(), db, p, threads.Thread{Name: "talk"})
-		if err != nil || !made || got.ID != would || got.OwnerKind != p.Kind || got.Owner != p.Owner {
-			t.Errorf("%+v begins %+v, %t, %v; want id %s", p, got, made, err, would)
-		}
-		if other, taken := ids[got.ID]; taken {
-			t.Errorf("%+v gets the thread of %+v", p, other)
-		}
+		assert.Truef(t, err == nil && made && got.ID == would && got.OwnerKind == p.Kind && got.Owner == p.Owner,
+			"%+v begins %+v, %t, %v; want id %s", p, got, made, err, would)
+		other, taken := ids[got.ID]
+		assert.Truef(t, !taken, "%+v gets the thread of %+v", p, other)
 		ids[got.ID] = p
 		again, made, err := threads.Open(t.Context(), db, p, threads.Thread{Name: "talk"})
-		if err != nil || made || again.ID != got.ID {
-			t.Errorf("%+v opens %+v, %t, %v again", p, again, made, err)
-		}
+		assert.Truef(t, err == nil && !made && again.ID == got.ID, "%+v opens %+v, %t, %v again", p, again, made, err)
 	}
 	for id, owner := range ids { // an id is no name
 		for _, p := range owners {
 			if p == owner || p == threads.Admin {
 				continue
 			}
-			if got, _, err := threads.Resolve(t.Context(), db, p, id); got == id || err != nil {
-				t.Errorf("%+v gets into the thread of %+v by its id: %v", p, owner, err)
-			}
+			got, _, err := threads.Resolve(t.Context(), db, p, id)
+			assert.Truef(t, got != id && err == nil, "%+v gets into the thread of %+v by its id: %v", p, owner, err)
 		}
 	}
-	if _, _, err := threads.Open(t.Context(), db, threads.Principal{Kind: threads.ByFlow, Owner: "f"},
-		threads.Thread{ID: "talk"}); !errors.Is(err, threads.ErrForeign) {
-		t.Errorf("a flow takes the admin's id: %v", err)
-	}
+	_, _, err := threads.Open(t.Context(), db, threads.Principal{Kind: threads.ByFlow, Owner: "f"},
+		threads.Thread{ID: "talk"})
+	assert.ErrorIs(t, err, threads.ErrForeign, "a flow takes the admin's id")
 	for _, wrong := range []threads.Principal{
 		{Kind: threads.ByVisitor, Owner: "site"},
 		{Kind: threads.ByKey, Owner: "site", Proof: "proof"},
 		{Kind: "nobody"},
 	} {
-		if got, _, err := threads.Open(t.Context(), db, wrong, threads.Thread{Name: "x"}); err == nil {
-			t.Errorf("%+v opened %+v", wrong, got)
-		}
+		got, _, err := threads.Open(t.Context(), db, wrong, threads.Thread{Name: "x"})
+		assert.Error(t, err, wrong, "opened", got)
 	}
 	assert.Error(t, threads.OpenForFlow(t.Context(), db, "x", "", "", ""), "no flow began a thread")
 	for _, to := range []threads.Principal{{Kind: "token", Owner: "x"}, threads.Admin, {Kind: threads.ByKey}} {
-		if _, err := threads.Grant(t.Context(), db, "talk", to, "x", ""); err == nil {
-			t.Errorf("a thread is opened to %+v", to)
-		}
+		_, err := threads.Grant(t.Context(), db, "talk", to, "x", "")
+		assert.Error(t, err, "a thread is opened to", to)
 	}
 }
 
@@ -91,9 +81,8 @@ func TestTwoWhoBeginAThreadAtOnceGetOne(t *testing.T) {
 				return err
 			})
 		}
-		if err := group.Wait(); err != nil || made.Load() != 1 {
-			t.Errorf("%d have begun it: %v", made.Load(), err)
-		}
+		err := group.Wait()
+		assert.Truef(t, err == nil && made.Load() == 1, "%d have begun it: %v", made.Load(), err)
 	}
 }
 
@@ -118,13 +107,10 @@ func TestAJoinTokenLetsOneIn(t *testing.T) {
 			return err
 		})
 	}
-	if err := group.Wait(); err != nil || joined.Load() != 1 {
-		t.Errorf("%d got in: %v", joined.Load(), err)
-	}
-	if _, err := threads.Invite(t.Context(), db, threads.Invitation{ThreadID: "nobody"}); !errors.Is(err,
-		threads.ErrNotFound) {
-		t.Errorf("a token for no thread: %v", err)
-	}
+	err = group.Wait()
+	assert.Truef(t, err == nil && joined.Load() == 1, "%d got in: %v", joined.Load(), err)
+	_, err = threads.Invite(t.Context(), db, threads.Invitation{ThreadID: "nobody"})
+	assert.ErrorIs(t, err, threads.ErrNotFound, "a token for no thread")
 }
 
 // An execution is refused in a thread that nobody has opened to it, whoever asks for it in SQL.
@@ -157,10 +143,9 @@ func TestAnExecutionSpeaksOnlyWhereItMay(t *testing.T) {
 	} {
 		err := postgres.InTx(t.Context(), db, func(tx pgx.Tx) error {
 			var may bool
-			if err := tx.QueryRow(t.Context(), `select lanekeeper.agent_flow_may_join($1, null, $2)`, c.thread,
-				c.execution).Scan(&may); err != nil || may != c.may {
-				t.Errorf("%s may: %t, %v", who, may, err)
-			}
+			err := tx.QueryRow(t.Context(), `select lanekeeper.agent_flow_may_join($1, null, $2)`, c.thread,
+				c.execution).Scan(&may)
+			assert.Truef(t, err == nil && may == c.may, "%s may: %t, %v", who, may, err)
 			return nil
 		})
 		require.NoError(t, err)
@@ -181,8 +166,7 @@ func TestAWebhookGoesOnInAnOldThreadOfWebhooksOnly(t *testing.T) {
 			select t.id, 1, 1, 'assistant', 'Hello.', 'sent', 1, r.id from thread t, run r`, thread, surface)
 		require.NoError(t, err)
 		id, known, err := threads.Resolve(t.Context(), db, threads.Principal{Kind: threads.ByWebhook, Owner: "shop"}, thread)
-		if err != nil || known != (surface == "wh") || known && id != thread {
-			t.Errorf("%s: %s, %t, %v", thread, id, known, err)
-		}
+		assert.Truef(t, err == nil && known == (surface == "wh") && (!known || id == thread),
+			"%s: %s, %t, %v", thread, id, known, err)
 	}
 }

@@ -42,17 +42,13 @@ func TestAParkedThreadDoesNotExpireAndAnswersGoToItsHolder(t *testing.T) {
 	p.reaches(t, id, executions.Waiting)
 	held := pgtest.Value[bool](t, pool, `select parked and expires_at > clock_timestamp() + interval '100 years'
 		from agent_locks where lane = 'thread:t'`)
-	if freed, err := threads.Clean(t.Context(), pool, slog.New(slog.DiscardHandler)); !held ||
-		err != nil || len(freed) > 0 {
-		t.Errorf("parked %t, freed %+v, %v", held, freed, err)
-	}
+	freed, err := threads.Clean(t.Context(), pool, slog.New(slog.DiscardHandler))
+	assert.Truef(t, held && err == nil && len(freed) == 0, "parked %t, freed %+v, %v", held, freed, err)
 	other := claimed(t, pool, "")
-	if s := saysAs(t, pool, other, "other"); !s.Queued {
-		t.Errorf("a message of another: %+v", s)
-	}
-	if got := p.replies(t, "t", "Ada"); len(got.Resumed) != 1 || got.Resumed[0] != id || got.Seq != 2 {
-		t.Errorf("received: %+v", got)
-	}
+	s := saysAs(t, pool, other, "other")
+	assert.Truef(t, s.Queued, "a message of another: %+v", s)
+	got := p.replies(t, "t", "Ada")
+	assert.Truef(t, len(got.Resumed) == 1 && got.Resumed[0] == id && got.Seq == 2, "received: %+v", got)
 	p.reaches(t, id, executions.Completed)
 	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, pool, "t")) == 4 }, "the queued message leaves")
 	assert.NoDiff(t, []string{"who are you?", "Ada", "hello, Ada", "other"}, spoken(t, pool, "t"))
@@ -85,17 +81,13 @@ func TestTheSameIncomingMessageCountsOnce(t *testing.T) {
 	}
 	require.NoError(t, group.Wait())
 	for _, id := range ids {
-		if id != ids[0] || id == "" {
-			t.Errorf("message ids differ: %v", ids)
-		}
+		assert.Truef(t, id == ids[0] && id != "", "message ids differ: %v", ids)
 	}
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*)::int from agent_messages`))
-	if _, err := receive("u"); !postgres.IsCode(err, "22023") {
-		t.Errorf("the id in another thread: %v", err)
-	}
-	if _, err := receive("none"); err == nil {
-		t.Error("received in a thread that is none")
-	}
+	_, err := receive("u")
+	assert.Truef(t, postgres.IsCode(err, "22023"), "the id in another thread: %v", err)
+	_, err = receive("none")
+	assert.Error(t, err, "received in a thread that is none")
 }
 
 func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
@@ -115,9 +107,8 @@ func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
 	p.reaches(t, id, executions.Waiting)
 	b = claimed(t, pool, "")
 	saysAs(t, pool, b, "b")
-	if got := p.replies(t, "t", "for a"); len(got.Resumed) != 0 {
-		t.Errorf("an answer to a question that was not asked: %+v", got)
-	}
+	got := p.replies(t, "t", "for a")
+	assert.Truef(t, len(got.Resumed) == 0, "an answer to a question that was not asked: %+v", got)
 	queued := pgtest.Value[bool](t, pool, `select waiting_data ? 'queued_message'
 		and waiting_until > clock_timestamp() + interval '29 days' from agent_executions where id = $1`, id)
 	ends(t, pool, a, "completed")
@@ -125,17 +116,14 @@ func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
 		return pgtest.Value[bool](t, pool, `select not waiting_data ? 'queued_message'
 			and waiting_until < clock_timestamp() + interval '61 minutes' from agent_executions where id = $1`, id)
 	}, "the wait begins")
-	if !queued {
-		t.Error("the wait had begun before its question was out")
-	}
+	assert.True(t, queued, "the wait had begun before its question was out")
 	// Both of its messages are out, and it keeps the thread while it waits: b comes after it.
 	assert.NoDiff(t, []string{"a", "for a", "first", "second"}, spoken(t, pool, "t"))
 	if !pgtest.Value[bool](t, pool, `select parked and execution_id = $1 from agent_locks where lane = 'thread:t'`, id) {
 		t.Error("the thread is not parked with who asked")
 	}
-	if got := p.replies(t, "t", "answer"); len(got.Resumed) != 1 {
-		t.Errorf("the answer: %+v", got)
-	}
+	got = p.replies(t, "t", "answer")
+	assert.Truef(t, len(got.Resumed) == 1, "the answer: %+v", got)
 	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, pool, "t")) == 6 }, "b's message leaves")
 }
 
@@ -236,9 +224,8 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 			}, "the parent has gone on")
 			assert.NoDiff(t, want, spoken(t, pool, "t"))
 			for _, key := range []string{"answer", "over"} {
-				if _, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key, nil, ""); err != nil {
-					t.Fatal(err)
-				}
+				_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key, nil, "")
+				require.NoError(t, err)
 				if key == "answer" {
 					pgtest.Eventually(t, patience, func() bool {
 						return pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where status = 'queued'`) == 1
@@ -282,27 +269,23 @@ func TestAdminsMessagesWaitForTheirTurn(t *testing.T) {
 		}))
 		return s
 	}
-	if s := admin("one"); s.Queued {
-		t.Errorf("in a free thread: %+v", s)
-	}
+	s := admin("one")
+	assert.Truef(t, !s.Queued, "in a free thread: %+v", s)
 	a := claimed(t, db, "")
 	saysAs(t, db, a, "a")
-	if s := admin("two"); !s.Queued {
-		t.Errorf("in a held thread: %+v", s)
-	}
+	s = admin("two")
+	assert.Truef(t, s.Queued, "in a held thread: %+v", s)
 	ends(t, db, a, "completed")
 	flushes(t, db)
 	// A turn of the chat that stands in the lane's queue goes first.
 	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'first', 60, 60)`)
 	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
 	pgtest.Exec(t, db, `select release_agent_lock('thread:t', 'first')`)
-	if s := admin("three"); !s.Queued || s.Holder != "a turn" {
-		t.Errorf("behind a turn: %+v", s)
-	}
+	s = admin("three")
+	assert.Truef(t, s.Queued && s.Holder == "a turn", "behind a turn: %+v", s)
 	b := claimed(t, db, "")
-	if s := saysAs(t, db, b, "b"); !s.Queued {
-		t.Errorf("behind a turn: %+v", s)
-	}
+	s = saysAs(t, db, b, "b")
+	assert.Truef(t, s.Queued, "behind a turn: %+v", s)
 	pgtest.Exec(t, db, `select await_agent_lock('thread:t', 'a turn', 60, 60)`)
 	pgtest.Exec(t, db, `select release_agent_lock('thread:t', 'a turn')`)
 	flushes(t, db)
@@ -329,9 +312,8 @@ func TestSendRefusesWhatCannotBeSent(t *testing.T) {
 			_, err := threads.SendTx(t.Context(), tx, c.o)
 			return err
 		})
-		if err == nil || c.code != "" && !postgres.IsCode(err, c.code) {
-			t.Errorf("%s: %v, want SQLSTATE %s", name, err, c.code)
-		}
+		assert.Truef(t, err != nil && (c.code == "" || postgres.IsCode(err, c.code)),
+			"%s: %v, want SQLSTATE %s", name, err, c.code)
 	}
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*)::int from agent_messages`))
 }

@@ -63,9 +63,7 @@ func listens(
 		if err == nil {
 			err = json.Unmarshal(body, &said)
 		}
-		if err != nil || said.Type != "thread.message" {
-			t.Errorf("a post: %v in %s", err, body)
-		}
+		assert.Truef(t, err == nil && said.Type == "thread.message", "a post: %v in %s", err, body)
 		l.mu.Lock()
 		n := 0
 		for _, p := range l.posts {
@@ -83,11 +81,10 @@ func listens(
 		w.WriteHeader(status)
 	}))
 	t.Cleanup(l.Close)
-	if _, err := webhooks.PutTarget(t.Context(), pool, webhooks.TargetDefinition{
+	_, err = webhooks.PutTarget(t.Context(), pool, webhooks.TargetDefinition{
 		Name: name, URL: l.URL, Secrets: []string{"${SECRET}"}, Events: []string{"webhook.dead"},
-	}, webhooks.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	}, webhooks.SourceWorkspace)
+	require.NoError(t, err)
 	return l
 }
 
@@ -132,10 +129,9 @@ func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatche
 // begins makes a thread whose messages go to a target.
 func begins(t *testing.T, db postgres.DB, id, channel, target string) {
 	t.Helper()
-	if _, made, err := threads.Ensure(t.Context(), db,
-		threads.Thread{ID: id, Channel: channel, Target: target}); err != nil || !made {
-		t.Fatalf("made %t, %v", made, err)
-	}
+	_, made, err := threads.Ensure(t.Context(), db,
+		threads.Thread{ID: id, Channel: channel, Target: target})
+	require.Truef(t, err == nil && made, "made %t, %v", made, err)
 }
 
 func tells(t *testing.T, db postgres.Beginner, thread string, words ...string) {
@@ -176,19 +172,17 @@ func TestMessagesArePostedInOrderUnderOneID(t *testing.T) {
 	settled(t, pool)
 	want := []string{"one", "two", "two", "two", "never", "never", "never", "never", "three"}
 	assert.NoDiff(t, want, crm.contents())
-	if diff := cmp.Diff([]string{"one delivered 1", "two delivered 3", "never failed 4", "three delivered 1"},
-		states(t, pool)); diff != "" {
-		t.Errorf("messages (-want +got):\n%s", diff)
-	}
+	diff := cmp.Diff([]string{"one delivered 1", "two delivered 3", "never failed 4", "three delivered 1"},
+		states(t, pool))
+	assert.Truef(t, diff == "", "messages (-want +got):\n%s", diff)
 	ids := map[string]string{}
 	for _, p := range crm.posts {
 		if ids[p.Content] == "" {
 			ids[p.Content] = p.ID
 		}
-		if id := pgtest.Value[string](t, pool, `select id::text from agent_messages where content = $1`,
-			p.Content); p.ID != ids[p.Content] || p.ID != id {
-			t.Errorf("%s was posted under %s, its id is %s", p.Content, p.ID, id)
-		}
+		id := pgtest.Value[string](t, pool, `select id::text from agent_messages where content = $1`,
+			p.Content)
+		assert.Truef(t, p.ID == ids[p.Content] && p.ID == id, "%s was posted under %s, its id is %s", p.Content, p.ID, id)
 	}
 	assert.Contains(t, pgtest.Value[string](t, pool,
 		`select error_message from agent_messages where content = 'never'`), "500")
@@ -221,10 +215,8 @@ func TestAHangingTargetHoldsUpNobodyElse(t *testing.T) {
 		return pgtest.Value[string](t, pool, `select status from agent_messages where thread_id = 'log'`) == "delivered"
 	}, "the log has got its message")
 	log.want(t, "msg=message", `content="for the log"`, "thread_id=log")
-	if n := pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where thread_id like 'slow %'
-		and status = 'delivered'`); n != 0 {
-		t.Errorf("%d messages were delivered to a target that hangs", n)
-	}
+	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where thread_id like 'slow %'
+		and status = 'delivered'`), "messages were delivered to a target that hangs")
 	close(release)
 	settled(t, pool)
 }
@@ -243,18 +235,16 @@ func TestACourierThatDiesIsFollowedByAnother(t *testing.T) {
 	carries(t, pool)
 	carries(t, pool)
 	tells(t, pool, "t", "three")
-	if got := crm.contents(); len(got) != 0 {
-		t.Errorf("posted while another carries: %v", got)
-	}
+	got := crm.contents()
+	assert.Truef(t, len(got) == 0, "posted while another carries: %v", got)
 	pgtest.Exec(t, pool, `update agent_messages set next_attempt_at = clock_timestamp() where content = 'one'`)
 	pgtest.Exec(t, pool, `select pg_notify('agent_outbox', '')`)
 	settled(t, pool)
 	assert.NoDiff(t, []string{"one", "two", "three"}, crm.contents())
 	// It wakes and records its attempt after all: too late.
 	thread := pgtest.Value[string](t, pool, `select thread_id from agent_messages where id = $1`, id)
-	if recorded, err := threads.SettleFailed(t.Context(), pool, thread, id, 1); recorded || err != nil {
-		t.Errorf("an attempt that was outlived was recorded: %t, %v", recorded, err)
-	}
+	recorded, err := threads.SettleFailed(t.Context(), pool, thread, id, 1)
+	assert.Truef(t, !recorded && err == nil, "an attempt that was outlived was recorded: %t, %v", recorded, err)
 	assert.NoDiff(t, []string{"one delivered 2", "two delivered 1", "three delivered 1"}, states(t, pool))
 }
 
@@ -277,9 +267,8 @@ func TestManyCouriersCarryEachMessageOnce(t *testing.T) {
 	for _, c := range crm.contents() {
 		var thread string
 		var n int
-		if _, err := fmt.Sscanf(c, "%s %d", &thread, &n); err != nil || last[thread] != n {
-			t.Errorf("%s came after %d of its thread, %v", c, last[thread], err)
-		}
+		_, err := fmt.Sscanf(c, "%s %d", &thread, &n)
+		assert.Truef(t, err == nil && last[thread] == n, "%s came after %d of its thread, %v", c, last[thread], err)
 		last[thread] = n + 1
 	}
 	assert.Equal(t, 50, len(crm.contents()))

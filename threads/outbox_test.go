@@ -11,6 +11,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/threads"
 )
 
@@ -19,23 +20,18 @@ func TestMessagesOfOthersQueueAndLeaveInTheirOrder(t *testing.T) {
 	db := pgtest.DB(t)
 	open(t, db, "t")
 	a, b, c := claimed(t, db, ""), claimed(t, db, ""), claimed(t, db, "")
-	if s := saysAs(t, db, a, "a1"); s.Queued || *s.Seq != 1 {
-		t.Errorf("the first: %+v", s)
-	}
+	s := saysAs(t, db, a, "a1")
+	assert.Truef(t, !s.Queued && *s.Seq == 1, "the first: %+v", s)
 	for _, m := range []struct{ id, words string }{{b, "b1"}, {c, "c1"}, {b, "b2"}} {
-		if s := saysAs(t, db, m.id, m.words); !s.Queued || s.Seq != nil || !strings.HasPrefix(s.Holder, a) {
-			t.Errorf("%s: %+v", m.words, s)
-		}
+		s := saysAs(t, db, m.id, m.words)
+		assert.Truef(t, s.Queued && s.Seq == nil && strings.HasPrefix(s.Holder, a), "%s: %+v", m.words, s)
 	}
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '1 minute'
 		where lane = 'thread:t'`)
-	if s := saysAs(t, db, a, "a2"); s.Queued {
-		t.Errorf("the holder's second: %+v", s)
-	}
-	if !pgtest.Value[bool](t, db, `select expires_at > clock_timestamp() + interval '5 minutes' from agent_locks
-		where lane = 'thread:t'`) {
-		t.Error("a send does not renew the lease")
-	}
+	s = saysAs(t, db, a, "a2")
+	assert.Truef(t, !s.Queued, "the holder's second: %+v", s)
+	assert.True(t, pgtest.Value[bool](t, db, `select expires_at > clock_timestamp() + interval '5 minutes' from agent_locks
+		where lane = 'thread:t'`), "a send does not renew the lease")
 	ends(t, db, a, "completed")
 	flushes(t, db)
 	if diff := cmp.Diff([]string{"a1", "a2", "b1", "b2"}, spoken(t, db, "t")); diff != "" { // b has the thread now
@@ -55,9 +51,8 @@ func TestNobodyOvertakesTheQueue(t *testing.T) {
 	saysAs(t, db, a, "a")
 	saysAs(t, db, b, "b")
 	ends(t, db, a, "completed")
-	if s := saysAs(t, db, c, "c"); !s.Queued || !strings.HasPrefix(s.Holder, b) {
-		t.Errorf("the last: %+v", s)
-	}
+	s := saysAs(t, db, c, "c")
+	assert.Truef(t, s.Queued && strings.HasPrefix(s.Holder, b), "the last: %+v", s)
 	assert.NoDiff(t, []string{"a", "b"}, spoken(t, db, "t"))
 }
 
@@ -69,16 +64,13 @@ func TestAHolderDoesNotOvertakeItself(t *testing.T) {
 	parent := claimed(t, db, "")
 	child := claimed(t, db, parent)
 	saysAs(t, db, parent, "parent")
-	if s := saysAs(t, db, child, "child"); s.Queued {
-		t.Errorf("the child's: %+v", s)
-	}
-	if s := saysAs(t, db, parent, "not yet"); !s.Queued {
-		t.Errorf("the parent's: %+v", s)
-	}
+	s := saysAs(t, db, child, "child")
+	assert.Truef(t, !s.Queued, "the child's: %+v", s)
+	s = saysAs(t, db, parent, "not yet")
+	assert.Truef(t, s.Queued, "the parent's: %+v", s)
 	ends(t, db, child, "completed")
-	if s := saysAs(t, db, parent, "at last"); s.Queued {
-		t.Errorf("the parent's last: %+v", s)
-	}
+	s = saysAs(t, db, parent, "at last")
+	assert.Truef(t, !s.Queued, "the parent's last: %+v", s)
 	assert.NoDiff(t, []string{"parent", "child", "not yet", "at last"}, spoken(t, db, "t"))
 }
 
@@ -141,15 +133,12 @@ func TestAThreadWithoutASendForTenMinutesIsAnybodys(t *testing.T) {
 		where lane = 'thread:t'`)
 	log := &journal{}
 	s := saysAs(t, db, b, "b")
-	if s.Queued {
-		t.Errorf("queued: %+v", s)
-	}
+	assert.Truef(t, !s.Queued, "queued: %+v", s)
 	s.Log(t.Context(), slog.New(slog.NewTextHandler(log, nil)), "t", "b#1")
 	log.want(t, "level=WARN", `msg="lane stale, clearing"`, "lane=thread:t", "holder="+a+"#1", "age=11m")
 	log.want(t, "level=INFO", `msg="lane acquired"`, "lane=thread:t", "owner=b#1")
-	if s := saysAs(t, db, a, "late"); !s.Queued {
-		t.Errorf("the one that was idle: %+v", s)
-	}
+	s = saysAs(t, db, a, "late")
+	assert.Truef(t, s.Queued, "the one that was idle: %+v", s)
 }
 
 // How long a thread lasts without a send is the thread's own: when it is taken, renewed, and taken by what leaves the
@@ -158,21 +147,16 @@ func TestTheIdleTimeIsTheThreads(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	got, made, err := threads.Ensure(t.Context(), db, threads.Thread{ID: "t", IdleSeconds: 20})
-	if err != nil || !made || got.IdleSeconds != 20 {
-		t.Fatalf("made %+v, %v, %v", got, made, err)
-	}
-	if got, _, err := threads.Open(t.Context(), db, threads.Admin,
-		threads.Thread{ID: "other", Channel: "chat"}); err != nil || got.IdleSeconds != 600 {
-		t.Errorf("opened %+v, %v", got, err)
-	}
+	require.Truef(t, err == nil && made && got.IdleSeconds == 20, "made %+v, %v, %v", got, made, err)
+	got, _, err = threads.Open(t.Context(), db, threads.Admin,
+		threads.Thread{ID: "other", Channel: "chat"})
+	assert.Truef(t, err == nil && got.IdleSeconds == 600, "opened %+v, %v", got, err)
 	lasts := func(of, when string) {
 		t.Helper()
 		holds := pgtest.Value[bool](t, db, `
 			select execution_id = $1::uuid and ttl_seconds = 20 and expires_at between clock_timestamp() - interval '1 minute'
 			   and clock_timestamp() + interval '20 seconds' from agent_locks where lane = 'thread:t'`, of)
-		if !holds {
-			t.Errorf("%s: it is not held for 20 seconds", when)
-		}
+		assert.Truef(t, holds, "%s: it is not held for 20 seconds", when)
 	}
 	a, b := claimed(t, db, ""), claimed(t, db, "")
 	saysAs(t, db, a, "a")
@@ -183,9 +167,8 @@ func TestTheIdleTimeIsTheThreads(t *testing.T) {
 	lasts(a, "renewed")
 	// the machine may be slow
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() + interval '600 s' where lane = 'thread:t'`)
-	if s := saysAs(t, db, b, "b"); !s.Queued {
-		t.Errorf("not queued: %+v", s)
-	}
+	s := saysAs(t, db, b, "b")
+	assert.Truef(t, s.Queued, "not queued: %+v", s)
 	ends(t, db, a, "completed")
 	flushes(t, db)
 	lasts(b, "taken by what was queued")
@@ -215,10 +198,8 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 	saysAs(t, db, b, "b")
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
 	freed, err := threads.Clean(t.Context(), db, logger)
-	if err != nil || len(freed) != 1 || freed[0].ThreadID != "t" || freed[0].IdleSeconds < 600 ||
-		*freed[0].ExecutionID != a {
-		t.Errorf("freed %+v, %v", freed, err)
-	}
+	assert.Truef(t, err == nil && len(freed) == 1 && freed[0].ThreadID == "t" && freed[0].IdleSeconds >= 600 &&
+		*freed[0].ExecutionID == a, "freed %+v, %v", freed, err)
 	log.want(t, "level=WARN", `msg="lane stale, clearing"`, "lane=thread:t", "holder="+a)
 	log.want(t, `msg="locks released"`, "count=1")
 	flushes(t, db)
@@ -226,9 +207,8 @@ func TestCleanFreesWhatNobodyUses(t *testing.T) {
 	// What an ended execution still holds, whoever made that, is freed, too.
 	pgtest.Exec(t, db, `update agent_locks set execution_id = $1::uuid, locked_by = $1::text || '#1'
 		where lane = 'thread:t'`, claimedAndEnded(t, db))
-	if freed, err := threads.Clean(t.Context(), db, logger); err != nil || len(freed) != 1 {
-		t.Errorf("freed %+v, %v", freed, err)
-	}
+	freed, err = threads.Clean(t.Context(), db, logger)
+	assert.Truef(t, err == nil && len(freed) == 1, "freed %+v, %v", freed, err)
 }
 
 func claimedAndEnded(t *testing.T, db postgres.DB) string {

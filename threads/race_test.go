@@ -54,9 +54,7 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 	cancelled := map[string]bool{}
 	deadline := time.Now().Add(patience)
 	for ended := 0; ended < racers; {
-		if time.Now().After(deadline) {
-			t.Fatalf("%d of %d have ended", ended, racers)
-		}
+		require.Truef(t, !time.Now().After(deadline), "%d of %d have ended", ended, racers)
 		id := ids[rand.N(racers)]
 		if len(cancelled) < 8 && rand.N(10) == 0 {
 			status, err := p.Cancel(t.Context(), id, "admin", "a test")
@@ -95,9 +93,7 @@ func order(t *testing.T, said, ids []string, cancelled map[string]bool, words in
 		next[id]++
 	}
 	for _, id := range ids {
-		if next[id] != words && !cancelled[id] {
-			t.Errorf("%s said %d of %d", id, next[id], words)
-		}
+		assert.Truef(t, next[id] == words || cancelled[id], "%s said %d of %d", id, next[id], words)
 	}
 	assert.Equal(t, len(said), len(slices.Compact(slices.Sorted(slices.Values(said)))))
 }
@@ -170,9 +166,8 @@ func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
 	pgtest.Exec(t, tx, says, holder, "second")
 	assert.NoError(t, tx.Commit(t.Context()))
 	assert.NoError(t, <-spoke, "the other")
-	if got := spoken(t, pool, "t"); !slices.Equal(got, []string{"first", "second"}) {
-		t.Errorf("said is %q", got)
-	}
+	got := spoken(t, pool, "t")
+	assert.Truef(t, slices.Equal(got, []string{"first", "second"}), "said is %q", got)
 }
 
 // A thread whose lane has no row yet: of two who speak at the same time one has it, and the other's words are queued.

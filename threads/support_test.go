@@ -30,9 +30,7 @@ type journal struct{ testkit.Log }
 // want reports a line that is missing: one that has all parts.
 func (j *journal) want(t *testing.T, parts ...string) {
 	t.Helper()
-	if !j.has(parts...) {
-		t.Errorf("no line of the log has %q:\n%s", parts, j)
-	}
+	assert.Truef(t, j.has(parts...), "no line of the log has %q:\n%s", parts, j)
 }
 
 func (j *journal) has(parts ...string) bool { return len(j.Lines(parts...)) > 0 }
@@ -136,10 +134,8 @@ func claimed(t *testing.T, db postgres.DB, parent string) string {
 			insert into agent_executions (trace_id, surface, agent, flow, thread_id, status, parent_id, inherits, hinted_at)
 			values (lanekeeper.agent_trace_id('fl'), 'flow', 'a', 'sql', 't', 'pending', nullif($1, '')::uuid, $1 <> '',
 			  'infinity') returning id::text`, parent)
-		if got := pgtest.Value[int](t, tx, `select count(*)::int from lanekeeper.claim_agent_execution($1, $2)`,
-			id, worker); got != 1 {
-			t.Fatal("not claimed")
-		}
+		require.Equal(t, 1, pgtest.Value[int](t, tx, `select count(*)::int from lanekeeper.claim_agent_execution($1, $2)`,
+			id, worker), "not claimed")
 		return nil
 	})
 	require.NoError(t, err)
@@ -173,7 +169,6 @@ func ends(t *testing.T, db postgres.DB, id, status string) {
 
 func flushes(t *testing.T, db postgres.DB) {
 	t.Helper()
-	if _, err := threads.Flush(t.Context(), db, "t"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := threads.Flush(t.Context(), db, "t")
+	require.NoError(t, err)
 }

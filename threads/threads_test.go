@@ -63,9 +63,8 @@ func TestThreadIDs(t *testing.T) {
 		"": false, "  ": false, strings.Repeat("x", 201): false, "a\nb": false, "a\x00": false, "a\xff": false,
 	} {
 		_, _, err := threads.Open(t.Context(), db, threads.Key("o"), threads.Thread{Name: id, Channel: "chat"})
-		if valid != (err == nil) || !valid && !errors.Is(err, threads.ErrInvalid) {
-			t.Errorf("Open(%q) = %v, want valid %t", id, err, valid)
-		}
+		assert.Truef(t, valid == (err == nil) && (valid || errors.Is(err, threads.ErrInvalid)),
+			"Open(%q) = %v, want valid %t", id, err, valid)
 	}
 }
 
@@ -93,9 +92,8 @@ func TestPlacesHaveNoGapsAndGrowWithTheCommits(t *testing.T) {
 						*m.Seq).Scan(&before)
 					mu.Lock()
 					defer mu.Unlock()
-					if seen[*m.Seq] || before != *m.Seq-1 {
-						t.Errorf("place %d: %d smaller ones are visible; taken before: %t", *m.Seq, before, seen[*m.Seq])
-					}
+					assert.Truef(t, !seen[*m.Seq] && before == *m.Seq-1,
+						"place %d: %d smaller ones are visible; taken before: %t", *m.Seq, before, seen[*m.Seq])
 					seen[*m.Seq] = true
 					return err
 				})
@@ -120,9 +118,8 @@ func TestAQueuedMessageHasNoPlace(t *testing.T) {
 	}); m.Seq != nil || m.Turn != nil {
 		t.Errorf("a queued message has place %d of turn %d", *m.Seq, *m.Turn)
 	}
-	if m := post(t, db, threads.NewMessage{ThreadID: "q", Role: threads.User, Content: "now"}); *m.Seq != 1 {
-		t.Errorf("the first message that is sent has place %d", *m.Seq)
-	}
+	m := post(t, db, threads.NewMessage{ThreadID: "q", Role: threads.User, Content: "now"})
+	assert.Equal(t, 1, *m.Seq, "the first message that is sent has place")
 	list, err := threads.Messages(t.Context(), db, threads.MessageFilter{ThreadID: "q"})
 	require.NoError(t, err)
 	assert.NoDiff(t, []string{"later", "now"}, contents(list))
@@ -136,12 +133,11 @@ func TestPostKeepsWhatCanBeKept(t *testing.T) {
 		ThreadID: "odd", Role: threads.User,
 		Content: "a\x00b\xffc",
 	}).Content)
-	if _, err := threads.Post(t.Context(), db, threads.NewMessage{
+	_, err := threads.Post(t.Context(), db, threads.NewMessage{
 		ThreadID: "none", Role: threads.User,
 		Status: threads.Received,
-	}); !errors.Is(err, threads.ErrNotFound) {
-		t.Errorf("posting in no thread: %v, want ErrNotFound", err)
-	}
+	})
+	assert.ErrorIs(t, err, threads.ErrNotFound, "posting in no thread", "want ErrNotFound")
 }
 
 func TestAWindowIsReadTurnByTurn(t *testing.T) {
@@ -183,15 +179,13 @@ func TestASummaryMovesForwardOnce(t *testing.T) {
 	turn := talk(t, db, "s", "q2", "a2")
 	talk(t, db, "s", "q3", "a3")
 	for _, want := range []bool{true, false} { // the second has read the same state
-		if moved, err := threads.SaveSummary(t.Context(), db, "s", 0, turn, "two greetings"); err != nil || moved != want {
-			t.Errorf("moved = %t, %v, want %t", moved, err, want)
-		}
+		moved, err := threads.SaveSummary(t.Context(), db, "s", 0, turn, "two greetings")
+		assert.Truef(t, err == nil && moved == want, "moved = %t, %v, want %t", moved, err, want)
 	}
 	summary, got, err := threads.Window(t.Context(), db, "s", 0, 1000)
 	require.NoError(t, err)
-	if diff := cmp.Diff([]string{"q3", "a3"}, contents(got)); diff != "" || summary != "two greetings" {
-		t.Errorf("summary %q and window (-want +got):\n%s", summary, diff)
-	}
+	diff := cmp.Diff([]string{"q3", "a3"}, contents(got))
+	assert.Truef(t, diff == "" && summary == "two greetings", "summary %q and window (-want +got):\n%s", summary, diff)
 }
 
 func TestABacklogIsWholeOldTurns(t *testing.T) {
@@ -231,13 +225,10 @@ func TestHeldThreadsAreSeen(t *testing.T) {
 		where lane = 'thread:gone'`)
 	all, err := threads.Locks(t.Context(), db, false)
 	require.NoError(t, err)
-	if len(all) != 2 || all[0].ThreadID != "gone" || all[0].LockMinutes != 13 || !all[0].Stale ||
-		all[1].ParticipantName != "Ada" || all[1].ActiveExecutionID == nil || all[1].Stale {
-		t.Errorf("held threads: %+v", all)
-	}
-	if stale, err := threads.Locks(t.Context(), db, true); err != nil || len(stale) != 1 {
-		t.Errorf("stale ones: %+v, %v", stale, err)
-	}
+	assert.Truef(t, len(all) == 2 && all[0].ThreadID == "gone" && all[0].LockMinutes == 13 && all[0].Stale &&
+		all[1].ParticipantName == "Ada" && all[1].ActiveExecutionID != nil && !all[1].Stale, "held threads: %+v", all)
+	stale, err := threads.Locks(t.Context(), db, true)
+	assert.Truef(t, err == nil && len(stale) == 1, "stale ones: %+v, %v", stale, err)
 }
 
 func TestListingsGoOnWhereTheyEnded(t *testing.T) {
@@ -273,15 +264,12 @@ func TestTheThreadsOfARareAgentAreFoundByAnIndex(t *testing.T) {
 			else 'common' end from generate_series(1, 3000) n`,
 		`analyze agent_threads`,
 	} {
-		if _, err := tx.Exec(t.Context(), sql); err != nil {
-			t.Fatal(err)
-		}
+		_, err := tx.Exec(t.Context(), sql)
+		require.NoError(t, err)
 	}
 	for range 7 { // a plan for all values would come with the sixth
 		found, err := threads.List(t.Context(), tx, threads.Filter{Agent: "rare"})
-		if err != nil || len(found) != 1 {
-			t.Fatalf("found %d, %v", len(found), err)
-		}
+		require.Truef(t, err == nil && len(found) == 1, "found %d, %v", len(found), err)
 	}
 	var scans int
 	err = tx.QueryRow(t.Context(), `select pg_stat_get_xact_numscans('agent_threads_of_agent'::regclass)`).Scan(&scans)
@@ -352,8 +340,6 @@ func TestAWindowCostsTheSameHoweverLongTheThread(t *testing.T) {
 		rows, scans := touched(t, tx, func() {
 			require.NoError(t, fn())
 		})
-		if rows > 1000 || scans > 0 {
-			t.Errorf("%s read %d rows, %d times the whole table", name, rows, scans)
-		}
+		assert.Truef(t, rows <= 1000 && scans <= 0, "%s read %d rows, %d times the whole table", name, rows, scans)
 	}
 }

@@ -45,9 +45,7 @@ func TestNewIsReadBack(t *testing.T) {
 func TestNewRefusesAnUnknownSurface(t *testing.T) {
 	t.Parallel()
 	defer func() {
-		if recover() == nil {
-			t.Error("New gave an id to a surface that does not exist")
-		}
+		assert.True(t, recover() != nil, "New gave an id to a surface that does not exist")
 	}()
 	trace.New("email")
 }
@@ -63,9 +61,7 @@ func TestNewIsRandom(t *testing.T) {
 			for range 500 {
 				random := hex.EncodeToString(trace.New(trace.Chat).ULID().Entropy()[:8])
 				mu.Lock()
-				if seen[random] {
-					t.Errorf("the upper 64 random bits %s came twice", random)
-				}
+				assert.Truef(t, !seen[random], "the upper 64 random bits %s came twice", random)
 				seen[random] = true
 				mu.Unlock()
 			}
@@ -101,17 +97,11 @@ func TestParseNamesTheError(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			id, err := trace.Parse(c.in)
-			if !errors.Is(err, trace.ErrInvalid) || id != "" {
-				t.Fatalf("Parse(%q) = %q, %v, want ErrInvalid", c.in, id, err)
-			}
+			require.Truef(t, errors.Is(err, trace.ErrInvalid) && id == "", "Parse(%q) = %q, %v, want ErrInvalid", c.in, id, err)
 			for _, want := range []string{c.says, "looks like " + string(good)} {
-				if !strings.Contains(err.Error(), want) {
-					t.Errorf("error %q does not say %q", err, want)
-				}
+				assert.Truef(t, strings.Contains(err.Error(), want), "error %q does not say %q", err, want)
 			}
-			if len(err.Error()) > 300 {
-				t.Errorf("error has %d bytes", len(err.Error()))
-			}
+			assert.Truef(t, len(err.Error()) <= 300, "error has %d bytes", len(err.Error()))
 		})
 	}
 }
@@ -142,9 +132,8 @@ func TestParseAny(t *testing.T) {
 		"zero ulid": strings.Repeat("0", 26), "bad ulid": strings.Repeat("U", 26),
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got, err := trace.ParseAny(in); !errors.Is(err, trace.ErrInvalid) {
-				t.Errorf("ParseAny(%q) = %v, %v, want ErrInvalid", in, got, err)
-			}
+			got, err := trace.ParseAny(in)
+			assert.Truef(t, errors.Is(err, trace.ErrInvalid), "ParseAny(%q) = %v, %v, want ErrInvalid", in, got, err)
 		})
 	}
 }
@@ -163,31 +152,24 @@ func TestIDsSortByTime(t *testing.T) {
 	older, newer := good, trace.New(trace.Heartbeat)
 	ids := []trace.ID{newer, older}
 	slices.Sort(ids)
-	if ids[0] != older || !older.Time().Before(newer.Time()) {
-		t.Errorf("sorted: %v", ids)
-	}
+	assert.Truef(t, ids[0] == older && older.Time().Before(newer.Time()), "sorted: %v", ids)
 }
 
 func TestMethodsOfAnInvalidID(t *testing.T) {
 	t.Parallel()
 	for _, id := range []trace.ID{"", "hb_", "xx_" + suffix, "hb-" + suffix, trace.ID(strings.ToLower(string(good)))} {
-		if id.Valid() || id.Surface() != "" || id.Suffix() != "" || id.OTel() != "" || !id.Time().IsZero() ||
-			!id.ULID().IsZero() {
-			t.Errorf("%q passes for a trace id", id)
-		}
+		assert.Truef(t, !id.Valid() && id.Surface() == "" && id.Suffix() == "" && id.OTel() == "" && id.Time().IsZero() &&
+			id.ULID().IsZero(), "%q passes for a trace id", id)
 	}
-	if !good.Valid() {
-		t.Errorf("%q is not valid", good)
-	}
+	assert.Truef(t, good.Valid(), "%q is not valid", good)
 }
 
 func TestParseSurface(t *testing.T) {
 	t.Parallel()
 	for surface, prefix := range prefixes {
 		for _, name := range []string{string(surface), prefix} {
-			if got, err := trace.ParseSurface(name); err != nil || got != surface {
-				t.Errorf("ParseSurface(%q) = %q, %v", name, got, err)
-			}
+			got, err := trace.ParseSurface(name)
+			assert.Truef(t, err == nil && got == surface, "ParseSurface(%q) = %q, %v", name, got, err)
 		}
 	}
 	for _, name := range []string{"", "Heartbeat", "cron"} {
@@ -208,20 +190,15 @@ func TestContext(t *testing.T) {
 	ctx := trace.With(t.Context(), span)
 	child := trace.WithLane(trace.WithActivity(ctx, "a2"), "objective:7")
 
-	if got, ok := trace.From(ctx); !ok || got != span {
-		t.Errorf("From = %+v, %v, want %+v: a derived context changed its parent", got, ok, span)
-	}
+	got, ok := trace.From(ctx)
+	assert.Truef(t, ok && got == span, "From = %+v, %v, want %+v: a derived context changed its parent", got, ok, span)
 	want := span
 	want.ActivityID, want.Lane = "a2", "objective:7"
-	if got, ok := trace.From(child); !ok || got != want {
-		t.Errorf("From(child) = %+v, %v, want %+v", got, ok, want)
-	}
-	if trace.IDFrom(child) != good || trace.IDFrom(t.Context()) != "" {
-		t.Error("IDFrom does not give what From gives")
-	}
-	if got, ok := trace.From(trace.WithLane(t.Context(), "pipeline:prices")); ok || got.Lane != "pipeline:prices" {
-		t.Errorf("lane without a trace: %+v, %v", got, ok)
-	}
+	got, ok = trace.From(child)
+	assert.Truef(t, ok && got == want, "From(child) = %+v, %v, want %+v", got, ok, want)
+	assert.True(t, trace.IDFrom(child) == good && trace.IDFrom(t.Context()) == "", "IDFrom does not give what From gives")
+	got, ok = trace.From(trace.WithLane(t.Context(), "pipeline:prices"))
+	assert.Truef(t, !ok && got.Lane == "pipeline:prices", "lane without a trace: %+v, %v", got, ok)
 }
 
 func FuzzParse(f *testing.F) {
@@ -231,24 +208,18 @@ func FuzzParse(f *testing.F) {
 	f.Fuzz(func(t *testing.T, s string) {
 		id, err := trace.Parse(s)
 		if err == nil {
-			if !id.Valid() || !strings.EqualFold(string(id), s) {
-				t.Errorf("Parse(%q) = %q", s, id)
-			}
-			if again, err := trace.Parse(string(id)); err != nil || again != id {
-				t.Errorf("Parse(%q) = %q, %v: not stable", id, again, err)
-			}
+			assert.Truef(t, id.Valid() && strings.EqualFold(string(id), s), "Parse(%q) = %q", s, id)
+			again, err := trace.Parse(string(id))
+			assert.Truef(t, err == nil && again == id, "Parse(%q) = %q, %v: not stable", id, again, err)
 			if ids, err := trace.ParseAny(id.OTel()); err != nil || !slices.Contains(ids, id) {
 				t.Errorf("ParseAny(%q) = %v, %v, want %q among them", id.OTel(), ids, err, id)
 			}
 		}
 		ids, anyErr := trace.ParseAny(s)
-		if err == nil && (anyErr != nil || !slices.Contains(ids, id)) {
-			t.Errorf("ParseAny(%q) = %v, %v, Parse gives %q", s, ids, anyErr, id)
-		}
+		assert.Truef(t, err != nil || anyErr == nil && slices.Contains(ids, id),
+			"ParseAny(%q) = %v, %v, Parse gives %q", s, ids, anyErr, id)
 		for _, id := range ids {
-			if !id.Valid() {
-				t.Errorf("ParseAny(%q) gives %q", s, id)
-			}
+			assert.Truef(t, id.Valid(), "ParseAny(%q) gives %q", s, id)
 		}
 	})
 }
@@ -258,13 +229,10 @@ func TestSpanIDIsTheEndOfTheRowID(t *testing.T) {
 	assert.Equal(t, "9def0123456789ab", trace.SpanID("01940f5e-7c1a-7abc-9DEF-0123456789ab"))
 	for _, parts := range [][]string{{"no uuid"}, {""}, {"01940f5e-7c1a-7abc-0000-000000000000"}, {"a", "b"}} {
 		got := trace.SpanID(parts...)
-		if len(got) != 16 || strings.Trim(got, "0123456789abcdef") != "" || strings.Trim(got, "0") == "" {
-			t.Errorf("SpanID(%q) = %q", parts, got)
-		}
+		assert.Truef(t, len(got) == 16 && strings.Trim(got, "0123456789abcdef") == "" && strings.Trim(got, "0") != "",
+			"SpanID(%q) = %q", parts, got)
 	}
-	if trace.SpanID("a", "b") == trace.SpanID("a", "c") {
-		t.Error("different parts have one span id")
-	}
+	assert.True(t, trace.SpanID("a", "b") != trace.SpanID("a", "c"), "different parts have one span id")
 }
 
 func TestTraceparentNamesTheInnermostSpan(t *testing.T) {
@@ -281,9 +249,8 @@ func TestTraceparentNamesTheInnermostSpan(t *testing.T) {
 		t.Errorf("in an execution %q, want %q", got, want)
 	}
 	span.ExecutionID = ""
-	if _, ok := trace.ParseTraceparent(trace.Traceparent(trace.With(t.Context(), span))); !ok {
-		t.Error("a trace alone has no valid traceparent")
-	}
+	_, ok := trace.ParseTraceparent(trace.Traceparent(trace.With(t.Context(), span)))
+	assert.True(t, ok, "a trace alone has no valid traceparent")
 	assert.Equal(t, "", trace.Traceparent(t.Context()))
 }
 
@@ -315,8 +282,6 @@ func FuzzParseTraceparent(f *testing.F) {
 	f.Add("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
 	f.Fuzz(func(t *testing.T, header string) {
 		got, ok := trace.ParseTraceparent(header)
-		if ok && (len(got.TraceID) != 32 || len(got.SpanID) != 16) {
-			t.Errorf("%q gives %+v", header, got)
-		}
+		assert.Truef(t, !ok || len(got.TraceID) == 32 && len(got.SpanID) == 16, "%q gives %+v", header, got)
 	})
 }

@@ -38,10 +38,9 @@ func TestAMessageIsSignedAndSentOnceUnderTheCausesTrace(t *testing.T) {
 		Timestamp time.Time
 		Data      map[string]any
 	}
-	if err := json.Unmarshal([]byte(them.bodies[0]), &said); err != nil || !strings.HasPrefix(said.Type, "execution.") ||
-		time.Since(said.Timestamp) > time.Minute || said.Data["id"] != "x" {
-		t.Errorf("payload %s: %v", them.bodies[0], err)
-	}
+	err := json.Unmarshal([]byte(them.bodies[0]), &said)
+	assert.Truef(t, err == nil && strings.HasPrefix(said.Type, "execution.") &&
+		time.Since(said.Timestamp) <= time.Minute && said.Data["id"] == "x", "payload %s: %v", them.bodies[0], err)
 	pgtest.Equal(t, pool, n, `select count(*) from agent_activity where trace_id = 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE'
 		and skill_name = 'webhook_send' and status = 'success'`)
 	pgtest.Equal(t, pool, 0, `select count(*) from agent_activity_open`)
@@ -81,19 +80,14 @@ func TestAnswersThatAreNoSuccess(t *testing.T) {
 			assert.Equal(t, c.times, them.count())
 			for i := range them.count() {
 				them.verify(t, i)
-				if them.requests[i].Header.Get("webhook-id") != them.requests[0].Header.Get("webhook-id") ||
-					them.bodies[i] != them.bodies[0] || them.requests[i].URL.Path != "/" {
-					t.Errorf("attempt %d differs", i)
-				}
+				assert.Truef(t, them.requests[i].Header.Get("webhook-id") == them.requests[0].Header.Get("webhook-id") &&
+					them.bodies[i] == them.bodies[0] && them.requests[i].URL.Path == "/", "attempt %d differs", i)
 			}
 			pgtest.Equal(t, pool, c.times, `select count(*) from agent_activity where skill_name = 'webhook_send'`)
 			got, err := webhooks.GetTarget(t.Context(), pool, "them")
-			if err != nil || got.Enabled == (name == "gone") {
-				t.Errorf("enabled %v, %s %v", got.Enabled, got.DisabledReason, err)
-			}
-			if name == "recovers" && got.Failures != 0 {
-				t.Errorf("%d failures after a success", got.Failures)
-			}
+			assert.Truef(t, err == nil && got.Enabled != (name == "gone"),
+				"enabled %v, %s %v", got.Enabled, got.DisabledReason, err)
+			assert.Truef(t, name != "recovers" || got.Failures == 0, "%d failures after a success", got.Failures)
 		})
 	}
 }
@@ -121,9 +115,7 @@ func TestRetryAfterIsHonouredForTheWholeTarget(t *testing.T) {
 				"the target rests":    `select blocked_until > clock_timestamp() + interval '1 hour' from agent_webhook_targets`,
 				"nothing else is due": `select count(*) = 1 from agent_webhook_outbox where attempts = 0`,
 			} {
-				if !pgtest.Value[bool](t, pool, sql) {
-					t.Errorf("not so: %s", what)
-				}
+				assert.Truef(t, pgtest.Value[bool](t, pool, sql), "not so: %s", what)
 			}
 		})
 	}
@@ -138,10 +130,9 @@ func TestPrivateAddressesAreRefused(t *testing.T) {
 	emit(t, pool, "execution.completed")
 	outbox(t, pool, "dead")
 	assert.Equal(t, 0, inside.count())
-	if got := pgtest.Value[string](t, pool, `select last_error from agent_webhook_outbox`); !strings.Contains(got,
-		"AGENT_ALLOW_PRIVATE_HTTP") || strings.Contains(got, "abc123") {
-		t.Errorf("error %q", got)
-	}
+	got := pgtest.Value[string](t, pool, `select last_error from agent_webhook_outbox`)
+	assert.Truef(t, strings.Contains(got,
+		"AGENT_ALLOW_PRIVATE_HTTP") && !strings.Contains(got, "abc123"), "error %q", got)
 	pgtest.Equal(t, pool, "refused", `select distinct error_class from agent_activity where skill_name = 'webhook_send'`)
 }
 
@@ -162,24 +153,20 @@ func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
 	pgtest.Eventually(t, patience,
 		func() bool { return pgtest.Value[int](t, pool, `select failures from agent_webhook_targets`) == 3 },
 		"it has failed 3 times")
-	if !pgtest.Value[bool](t, pool, `select enabled from agent_webhook_targets`) {
-		t.Fatal("it was taken out within a moment: a restart of the receiver must not do that")
-	}
+	require.True(t, pgtest.Value[bool](t, pool, `select enabled from agent_webhook_targets`),
+		"it was taken out within a moment: a restart of the receiver must not do that")
 	pgtest.Exec(t, pool, `update agent_webhook_targets set failing_since = clock_timestamp() - interval '25 hours'`)
 	emit(t, pool, "execution.failed")
 	pgtest.Eventually(t, patience,
 		func() bool { return !pgtest.Value[bool](t, pool, `select enabled from agent_webhook_targets`) }, "it is taken out")
 	got, err := webhooks.GetTarget(t.Context(), pool, "them")
-	if err != nil || got.DisabledBy != "webhooks" || !strings.Contains(got.DisabledReason, "attempts failed in a row") ||
-		got.Pending != 2 {
-		t.Errorf("%+v, %v", got, err)
-	}
+	assert.Truef(t, err == nil && got.DisabledBy == "webhooks" &&
+		strings.Contains(got.DisabledReason, "attempts failed in a row") && got.Pending == 2, "%+v, %v", got, err)
 	pgtest.Equal(t, pool, 0, `select lanekeeper.emit_agent_webhook('execution.failed', '', '{}')`)
 	close(well)
 	pgtest.Exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp()`)
-	if changed, err := webhooks.SetTarget(t.Context(), pool, "them", true, "admin", ""); !changed || err != nil {
-		t.Fatal(changed, err)
-	}
+	changed, err := webhooks.SetTarget(t.Context(), pool, "them", true, "admin", "")
+	require.True(t, changed && err == nil, changed, err)
 	pgtest.Until(t, pool, 2, `select count(*) from agent_webhook_outbox where status = 'sent'`)
 }
 
@@ -306,13 +293,9 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 		}
 		got := pgtest.Value[string](t, tx, `select coalesce(string_agg(event || ' ' || trace_id || ' ' || payload, ''), '')
 			from agent_webhook_outbox`)
-		if !wanted && got != "" {
-			t.Errorf("%s is told though nobody wants it: %s", event, got)
-		}
-		if wanted && (!strings.HasPrefix(got, event+" ") || !strings.Contains(got, `"type": "`+event) ||
-			strings.Contains(got, "iban")) {
-			t.Errorf("%s: %q", event, got)
-		}
+		assert.Truef(t, wanted || got == "", "%s is told though nobody wants it: %s", event, got)
+		assert.Truef(t, !wanted || strings.HasPrefix(got, event+" ") && strings.Contains(got, `"type": "`+event) &&
+			!strings.Contains(got, "iban"), "%s: %q", event, got)
 	}
 	for event := range causes {
 		try(event, false)
@@ -328,7 +311,6 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 	try("skill.disabled", false)
 	pgtest.Exec(t, pool, `select lanekeeper.emit_agent_webhook('execution.failed', '',
 		jsonb_build_object('id', 1, 'text', repeat('x', 30000)))`)
-	if n := pgtest.Value[int](t, pool, `select octet_length(payload::text) from agent_webhook_outbox`); n >= 20_000 {
-		t.Errorf("a payload of %d bytes", n)
-	}
+	n := pgtest.Value[int](t, pool, `select octet_length(payload::text) from agent_webhook_outbox`)
+	assert.Truef(t, n < 20_000, "a payload of %d bytes", n)
 }

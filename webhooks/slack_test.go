@@ -46,9 +46,8 @@ func TestSlackGetsATextWithALinkAtASecretAddress(t *testing.T) {
 	got := map[string]bool{}
 	for _, body := range them.bodies {
 		var said map[string]string
-		if err := json.Unmarshal([]byte(body), &said); err != nil || len(said) != 1 {
-			t.Errorf("body %s: %v", body, err)
-		}
+		err := json.Unmarshal([]byte(body), &said)
+		assert.Truef(t, err == nil && len(said) == 1, "body %s: %v", body, err)
 		got[said["text"]] = true
 	}
 	for _, want := range []string{
@@ -57,14 +56,10 @@ func TestSlackGetsATextWithALinkAtASecretAddress(t *testing.T) {
 		"Approval requested: refund <https://agent.example.com/approvals/a1|Open>",
 		"execution failed: import: no route <https://agent.example.com/executions/e1|Open>",
 	} {
-		if !got[want] {
-			t.Errorf("no %q in %v", want, got)
-		}
+		assert.Truef(t, got[want], "no %q in %v", want, got)
 	}
 	pgtest.Equal(t, pool, 0, `select count(*) from agent_activity where concat(input, output, error_message) like '%hidden%'`)
-	if strings.Contains(log.String(), "hidden") {
-		t.Errorf("the log has the address:\n%s", &log)
-	}
+	assert.Truef(t, !strings.Contains(log.String(), "hidden"), "the log has the address:\n%s", &log)
 	all, err := webhooks.Targets(t.Context(), pool)
 	require.NoError(t, err)
 	assert.Equal(t, "${SLACK_URL}", all[0].URL)

@@ -2,7 +2,6 @@ package webhooks_test
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -89,9 +88,8 @@ func target(t *testing.T, db postgres.DB, d webhooks.TargetDefinition) {
 		d.Events = []string{"*"}
 	}
 	d.Secrets = []string{"${SECRET}"}
-	if _, err := webhooks.PutTarget(t.Context(), db, d, webhooks.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := webhooks.PutTarget(t.Context(), db, d, webhooks.SourceWorkspace)
+	require.NoError(t, err)
 }
 
 // dispatches runs a dispatcher until the test ends; allow are the private addresses that it may reach.
@@ -112,9 +110,7 @@ func (l *listener) verify(t *testing.T, i int) {
 	t.Helper()
 	wh, err := standardwebhooks.NewWebhook(whsec)
 	require.NoError(t, err)
-	if err := wh.Verify([]byte(l.bodies[i]), l.requests[i].Header); err != nil {
-		t.Errorf("request %d: %v", i, err)
-	}
+	assert.NoError(t, wh.Verify([]byte(l.bodies[i]), l.requests[i].Header), "request", i)
 }
 
 // emit raises an event as a trigger would.
@@ -149,9 +145,8 @@ func TestTemplatesAreFilledOrFailLoudly(t *testing.T) {
 		"{endpoint}:{delivery}:{body.issue.open}": "e:d-1:true",
 		"literal {x} {} {bodyx}":                  "literal {x} {} {bodyx}",
 	} {
-		if got, err := c.Text(template); err != nil || got != want {
-			t.Errorf("%s: %q, %v; want %q", template, got, err, want)
-		}
+		got, err := c.Text(template)
+		assert.Truef(t, err == nil && got == want, "%s: %q, %v; want %q", template, got, err, want)
 	}
 	for template, want := range map[string]string{
 		"{body.isue.number}":     `body.isue.number: the body has nothing at "isue"`,
@@ -200,9 +195,8 @@ func TestWhatASenderWroteCannotLeaveItsPlace(t *testing.T) {
 	got, err := c.Quoted("Look at {body.a}", 1000)
 	assert.NoError(t, err)
 	assert.Equal(t, `Look at "\"\u003c/delivery\u003e\n{body.b}"`, got)
-	if got, err := c.Quoted("{body.b}", 20); err != nil || !strings.HasSuffix(got, "(cut: 202 bytes in all)") {
-		t.Errorf("%s, %v", got, err)
-	}
+	got, err = c.Quoted("{body.b}", 20)
+	assert.Truef(t, err == nil && strings.HasSuffix(got, "(cut: 202 bytes in all)"), "%s, %v", got, err)
 }
 
 func TestSecretsAreReferences(t *testing.T) {
@@ -232,9 +226,8 @@ func FuzzTemplates(f *testing.F) {
 		c := webhooks.Content{Body: v, Header: http.Header{}}
 		_, _ = c.Text(template) // an error is fine, a panic is not
 		said, err := c.Quoted(template, 100)
-		if err == nil && !strings.ContainsAny(template, "<>") && strings.ContainsAny(said, "<>") {
-			t.Errorf("%q has a tag that the template has not", said)
-		}
+		assert.Truef(t, err != nil || strings.ContainsAny(template, "<>") || !strings.ContainsAny(said, "<>"),
+			"%q has a tag that the template has not", said)
 	})
 }
 
@@ -253,17 +246,14 @@ func FuzzParse(f *testing.F) {
 			if err != nil {
 				continue
 			}
-			if !utf8.Valid(raw) || format == webhooks.FormatJSON && !json.Valid(raw) {
-				t.Errorf("%q is taken as %s", raw, format)
-			}
-			if _, err := json.Marshal(v); err != nil {
-				t.Errorf("%q is %v, which is not JSON: %v", raw, v, err)
-			}
+			assert.Truef(t, utf8.Valid(raw) && (format != webhooks.FormatJSON || json.Valid(raw)),
+				"%q is taken as %s", raw, format)
+			_, err = json.Marshal(v)
+			assert.NoError(t, err, raw, v, "which is not JSON")
 			c := webhooks.Content{Body: v, Header: http.Header{"X": {string(raw)}}}
 			said, err := c.Text(template)
-			if err == nil && utf8.ValidString(template) && !utf8.ValidString(said) {
-				t.Errorf("%q of %q is %q", template, raw, said)
-			}
+			assert.Truef(t, err != nil || !utf8.ValidString(template) || utf8.ValidString(said),
+				"%q of %q is %q", template, raw, said)
 		}
 	})
 }
@@ -288,18 +278,15 @@ func TestADeadMessageIsSentOnceMoreUnderItsID(t *testing.T) {
 		})
 		return again, err
 	}
-	if again, err := resend(id); !again || err != nil {
-		t.Fatalf("resent: %v, %v", again, err)
-	}
+	again, err := resend(id)
+	require.Truef(t, again && err == nil, "resent: %v, %v", again, err)
 	outbox(t, pool, "sent")
 	if first, last := them.requests[0].Header.Get("webhook-id"),
 		them.requests[them.count()-1].Header.Get("webhook-id"); first != last {
 		t.Errorf("it was %s and is %s now", first, last)
 	}
-	if again, err := resend(id); again || err != nil {
-		t.Errorf("what was sent is sent again: %v, %v", again, err)
-	}
-	if _, err := resend("01890000-0000-7000-8000-000000000000"); !errors.Is(err, webhooks.ErrNotFound) {
-		t.Errorf("an unknown message: %v", err)
-	}
+	again, err = resend(id)
+	assert.Truef(t, !again && err == nil, "what was sent is sent again: %v, %v", again, err)
+	_, err = resend("01890000-0000-7000-8000-000000000000")
+	assert.ErrorIs(t, err, webhooks.ErrNotFound, "an unknown message")
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -214,18 +215,15 @@ func (s *scenario) carryOut() bool {
 			r = s.start(runner.Spec("agent", got), nil, cause{"automation", j.ref(), ""})
 		}
 		run, ok, err := automations.ClaimRun(s.ctx(), s.pool, j.id, got.Attempt, r.id, r.trace)
-		if err != nil || !ok {
-			s.t.Fatalf("take run %s: %v, %v", j.id, ok, err)
-		}
+		require.Truef(s.t, err == nil && ok, "take run %s: %v, %v", j.id, ok, err)
 		if j.trace != "" {
 			s.fact(j.trace, "led to", "ran", j.ref(), r.ref())
 		}
 		j.taken, j.ended, j.attempt = true, false, run.Attempt
 		if s.rng.IntN(2) == 0 && j.attempt < 3 {
-			if _, ok, err := automations.Finish(s.ctx(), s.pool, j.id, j.attempt,
-				automations.Result{Error: "it did not work"}); err != nil || !ok {
-				s.t.Fatalf("finish run %s: %v, %v", j.id, ok, err)
-			}
+			_, ok, err := automations.Finish(s.ctx(), s.pool, j.id, j.attempt,
+				automations.Result{Error: "it did not work"})
+			require.Truef(s.t, err == nil && ok, "finish run %s: %v, %v", j.id, ok, err)
 			j.ended = true
 		}
 		return true
@@ -501,9 +499,8 @@ func (s *scenario) breakLane() bool {
 	if l.holder() == nil || l.expired {
 		return false
 	}
-	if !value[bool](s.world, `select break_agent_lock($1, 'the test says so')`, l.name) {
-		s.t.Fatalf("%s is not broken", l.name)
-	}
+	require.Truef(s.t, value[bool](s.world, `select break_agent_lock($1, 'the test says so')`, l.name),
+		"%s is not broken", l.name)
 	s.giveBack(l, 0)
 	return true
 }
@@ -606,9 +603,8 @@ func (s *scenario) late() bool {
 		return false
 	}
 	e := s.entry(r, "pay", r.next("late"), pick(s, r.old))
-	if _, err := activity.Note(s.ctx(), s.pool, e, activity.Outcome{}); !errors.Is(err, activity.ErrStale) {
-		s.t.Fatalf("a late write: %v", err)
-	}
+	_, err := activity.Note(s.ctx(), s.pool, e, activity.Outcome{})
+	require.ErrorIs(s.t, err, activity.ErrStale, "a late write")
 	require.NoError(s.t, activity.Reject(s.ctx(), s.pool, e, activity.Outcome{}))
 	s.fact(r.trace, "trouble", "stale", r.ref(), "step "+e.Step)
 	return true
@@ -756,9 +752,8 @@ func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
 	group.Go(func() error { return w.engine.Run(ctx) })
 	defer func() {
 		stop()
-		if err := group.Wait(); err != nil && !errors.Is(err, context.Canceled) {
-			t.Error(err)
-		}
+		err := group.Wait()
+		assert.True(t, err == nil || errors.Is(err, context.Canceled), err)
 	}()
 	begin := func(flow, key string) executions.Execution {
 		x, _, err := w.engine.Start(t.Context(), w.pool, executions.Spec{Flow: flow, Surface: trace.Flow, Input: key})
@@ -783,16 +778,13 @@ func TestAFlowThatRaisesAnEventIsItsCause(t *testing.T) {
 		var detail struct {
 			By string `json:"raised_by"`
 		}
-		if waited := answer.Of(why.Waits); len(waited) != 1 || json.Unmarshal(waited[0].Detail, &detail) != nil ||
-			detail.By != by {
-			t.Errorf("%s waited for %+v, want an event raised by %s", x.ID, waited, by)
-		}
+		waited := answer.Of(why.Waits)
+		assert.Truef(t, len(waited) == 1 && json.Unmarshal(waited[0].Detail, &detail) == nil && detail.By == by,
+			"%s waited for %+v, want an event raised by %s", x.ID, waited, by)
 	}
 	answer, err := why.Of(t.Context(), w.pool, raiser.TraceID)
 	require.NoError(t, err)
 	led := answer.Of(why.LedTo)
-	if len(led) != 2 || led[0].FromRef != "execution "+raiser.ID || led[1].ToRef != "execution "+inside.ID ||
-		led[1].TraceID != inside.TraceID {
-		t.Errorf("it led to %+v", led)
-	}
+	assert.Truef(t, len(led) == 2 && led[0].FromRef == "execution "+raiser.ID && led[1].ToRef == "execution "+inside.ID &&
+		led[1].TraceID == inside.TraceID, "it led to %+v", led)
 }

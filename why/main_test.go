@@ -3,7 +3,6 @@ package why_test
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -42,10 +41,9 @@ func newWorld(t *testing.T) *world {
 	t.Helper()
 	w := &world{t: t, pool: pgtest.DB(t)}
 	var err error
-	if w.engine, err = executions.New(w.pool,
-		executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{})}); err != nil {
-		t.Fatal(err)
-	}
+	w.engine, err = executions.New(w.pool,
+		executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{})})
+	require.NoError(t, err)
 	_, err = skills.Put(t.Context(), w.pool, skills.Definition{Name: "pay", Handler: "builtin:pay"},
 		skills.SourceWorkspace)
 	require.NoError(t, err)
@@ -298,12 +296,10 @@ What it cost
 func TestWhatIsNoTraceIsSaid(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	if _, err := why.Of(t.Context(), w.pool, "nonsense"); !errors.Is(err, trace.ErrInvalid) {
-		t.Errorf("of nonsense: %v", err)
-	}
-	if _, err := why.Of(t.Context(), w.pool, string(trace.New(trace.Chat))); !errors.Is(err, activity.ErrNotFound) {
-		t.Errorf("of a trace that is not there: %v", err)
-	}
+	_, err := why.Of(t.Context(), w.pool, "nonsense")
+	assert.ErrorIs(t, err, trace.ErrInvalid, "of nonsense")
+	_, err = why.Of(t.Context(), w.pool, string(trace.New(trace.Chat)))
+	assert.ErrorIs(t, err, activity.ErrNotFound, "of a trace that is not there")
 	for _, sql := range []string{
 		`select count(*) from why(null)`, `select count(*) from why('')`,
 		`select count(*) from why('hb_', -1)`,
@@ -329,18 +325,15 @@ func TestALargeTraceIsBoundedAndSecretsAreNotShown(t *testing.T) {
 	answer, err := why.Of(t.Context(), w.pool, root.trace)
 	require.NoError(t, err)
 	did := answer.Of(why.Did)
-	if got := did[len(did)-1]; len(did) != why.MaxRows+1 || got.Kind != why.More ||
-		got.What != "… and 4,812 more executions" {
-		t.Errorf("%d rows, the last is %+v", len(did), got)
-	}
+	got := did[len(did)-1]
+	assert.Truef(t, len(did) == why.MaxRows+1 && got.Kind == why.More && got.What == "… and 4,812 more executions",
+		"%d rows, the last is %+v", len(did), got)
 	spent := answer.Of(why.Spend)
 	if got := spent[len(spent)-1]; got.Kind != why.More || !strings.Contains(got.What, "more than 10,000 actions") {
 		t.Errorf("the spend ends with %+v", got)
 	}
 	for _, r := range answer.Reasons {
-		if strings.Contains(r.What+string(r.Detail), "hunter2") {
-			t.Errorf("a secret is shown: %+v", r)
-		}
+		assert.Truef(t, !strings.Contains(r.What+string(r.Detail), "hunter2"), "a secret is shown: %+v", r)
 	}
 }
 
@@ -418,14 +411,11 @@ func TestEveryReadGoesByAnIndex(t *testing.T) {
 			Query string `json:"Query Text"`
 			Plan  node
 		}
-		if err := json.Unmarshal([]byte(text), &plan); err != nil {
-			t.Fatalf("read plan: %v\n%s", err, text)
-		}
+		err := json.Unmarshal([]byte(text), &plan)
+		require.Truef(t, err == nil, "read plan: %v\n%s", err, text)
 		reads += plan.Plan.check(t, plan.Query)
 	}
-	if reads < 30 {
-		t.Errorf("%d reads of tables were seen", reads)
-	}
+	assert.Truef(t, reads >= 30, "%d reads of tables were seen", reads)
 }
 
 // explained is a connection on which the server explains every statement, also those in functions, to texts.

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -359,9 +360,7 @@ func scenarios(t *testing.T) int {
 		return 40
 	}
 	n, err := strconv.Atoi(text)
-	if err != nil || n < 1 {
-		t.Fatalf("AGENT_WHY_SCENARIOS is %q: give a number of 1 or more", text)
-	}
+	require.Truef(t, err == nil && n >= 1, "AGENT_WHY_SCENARIOS is %q: give a number of 1 or more", text)
 	return n
 }
 
@@ -424,16 +423,14 @@ func (s *scenario) compare(traceID string, seed int, count map[string]int) {
 		return err
 	})
 	require.NoError(s.t, err)
-	if diff := cmp.Diff(s.expected(traceID), sorted(got), cmp.AllowUnexported(edge{})); diff != "" {
-		s.t.Errorf("scenario %d, why(%s), after %v (-truth +told):\n%s", seed, said, s.log, diff)
-	}
+	diff := cmp.Diff(s.expected(traceID), sorted(got), cmp.AllowUnexported(edge{}))
+	assert.Truef(s.t, diff == "", "scenario %d, why(%s), after %v (-truth +told):\n%s", seed, said, s.log, diff)
 	want := map[[2]string]model{}
 	for key, m := range s.spend {
 		if key[0] == traceID {
 			want[key] = *m
 		}
 	}
-	if diff := cmp.Diff(want, spent, cmp.AllowUnexported(model{})); diff != "" {
-		s.t.Errorf("scenario %d: spend of %s (-truth +told):\n%s", seed, traceID, diff)
-	}
+	diff = cmp.Diff(want, spent, cmp.AllowUnexported(model{}))
+	assert.Truef(s.t, diff == "", "scenario %d: spend of %s (-truth +told):\n%s", seed, traceID, diff)
 }

@@ -34,15 +34,12 @@ func TestApplyAgents(t *testing.T) {
 	d := &agents.Directory{Settings: agents.Settings{Name: "house", Timezone: "Europe/Madrid"}}
 	a, err := d.Find(t.Context(), pool, "")
 	require.NoError(t, err)
-	if a.Name != "sales" || a.Version != 1 || !a.Default || a.Instructions != "You are Nora of {{Tienda}} Sol." ||
-		a.Timezone != "Europe/Madrid" {
-		t.Errorf("the agent is %+v", a)
-	}
+	assert.Truef(t, a.Name == "sales" && a.Version == 1 && a.Default &&
+		a.Instructions == "You are Nora of {{Tienda}} Sol." && a.Timezone == "Europe/Madrid", "the agent is %+v", a)
 	dir["agents/sales.md"].Data = []byte("You are Nora.")
 	apply()
-	if a, err = d.Find(t.Context(), pool, agents.Alias); err != nil || a.Version != 2 {
-		t.Errorf("version %d, %v after a change of the file alone", a.Version, err)
-	}
+	a, err = d.Find(t.Context(), pool, agents.Alias)
+	assert.Truef(t, err == nil && a.Version == 2, "version %d, %v after a change of the file alone", a.Version, err)
 	if old, err := d.Version(t.Context(), pool, "sales", 1); err != nil || !strings.Contains(old.Instructions, "Tienda") {
 		t.Errorf("version 1 reads %q, %v", old.Instructions, err)
 	}
@@ -130,14 +127,12 @@ func TestFlowNameConflictsWithAgent(t *testing.T) {
 	require.NoError(t, err)
 	text := "kind: flow\nname: sales\nactions: [{actionType: reason, parameters: {prompt: hi, agent: sales}}]\n"
 	_, err = workspace.Apply(t.Context(), pool, load(t, "b.yaml", text), keeping)
-	if err == nil ||
-		err.Error() != `b.yaml:2:7: name: "sales" is the name of an agent; agents and flows share one namespace` {
-		t.Errorf("said %v", err)
-	}
-	if _, err := workspace.Apply(t.Context(), pool,
-		load(t, "b.yaml", strings.Replace(text, "name: sales", "name: ask", 1)), keeping); err != nil {
-		t.Errorf("a flow that names a kept agent: %v", err)
-	}
+	assert.Truef(t, err != nil &&
+		err.Error() == `b.yaml:2:7: name: "sales" is the name of an agent; agents and flows share one namespace`, "said %v",
+		err)
+	_, err = workspace.Apply(t.Context(), pool,
+		load(t, "b.yaml", strings.Replace(text, "name: sales", "name: ask", 1)), keeping)
+	assert.NoError(t, err, "a flow that names a kept agent")
 }
 
 func TestReferencedAgentIsNotPruned(t *testing.T) {
@@ -188,13 +183,10 @@ func TestReferencedAgentIsNotPruned(t *testing.T) {
 		if err := put(c.options, one); !errors.As(err, &used) || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: said %v, want %q", name, err, c.want)
 		}
-		if _, err := (&agents.Directory{}).Find(t.Context(), pool, "two"); err != nil {
-			t.Errorf("%s: the agent is gone: %v", name, err)
-		}
+		_, err := (&agents.Directory{}).Find(t.Context(), pool, "two")
+		assert.NoError(t, err, name, "the agent is gone")
 		pgtest.Exec(t, pool, c.free)
-		if err := put(c.options, one); err != nil {
-			t.Errorf("%s: freed, but %v", name, err)
-		}
+		assert.NoError(t, put(c.options, one), name, "freed, but")
 	}
 }
 
@@ -208,13 +200,10 @@ func TestLastDefaultAgentIsNotPruned(t *testing.T) {
 	}
 	require.NoError(t, err)
 	onlyOne := workspace.Options{Prune: func(i workspace.Item) bool { return i.Name == "one" }}
-	if _, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, onlyOne); err == nil ||
-		!strings.Contains(err.Error(), "no other agent is the default") {
-		t.Errorf("said %v", err)
-	}
-	if _, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, pruneAll); err != nil {
-		t.Errorf("all agents: %v", err)
-	}
+	_, err = workspace.Apply(t.Context(), pool, workspace.Workspace{}, onlyOne)
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "no other agent is the default"), "said %v", err)
+	_, err = workspace.Apply(t.Context(), pool, workspace.Workspace{}, pruneAll)
+	assert.NoError(t, err, "all agents")
 }
 
 func TestUnknownBuiltins(t *testing.T) {
@@ -224,9 +213,8 @@ func TestUnknownBuiltins(t *testing.T) {
 		"b.yaml", "kind: skill\nname: d\nhandler: builtin:weather_of_the_week\n")
 	want := `a.yaml:7:10: handler: unknown builtin "recal"; did you mean "recall"?` + "\n" +
 		`b.yaml:3:10: handler: unknown builtin "weather_of_the_week"; known are objectives_list, recall`
-	if err := w.CheckBuiltins([]string{"recall", "objectives_list"}); err == nil || err.Error() != want {
-		t.Errorf("got\n%v\nnot\n%s", err, want)
-	}
+	err := w.CheckBuiltins([]string{"recall", "objectives_list"})
+	assert.Truef(t, err != nil && err.Error() == want, "got\n%v\nnot\n%s", err, want)
 	assert.NoError(t, w.CheckBuiltins([]string{"recall", "recal", "weather_of_the_week"}))
 }
 
@@ -239,26 +227,21 @@ url: https://weather.example.com/mcp
 headers:
   Authorization: ` + token + "\nauto: [read_*]\n")}})
 	}
-	if _, err := read("Bearer abcdef123456"); err == nil || !strings.Contains(err.Error(), "mcp.yaml:5:") ||
-		!strings.Contains(err.Error(), "do not write a secret here") {
-		t.Errorf("a literal secret: %v", err)
-	}
+	_, err := read("Bearer abcdef123456")
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "mcp.yaml:5:") &&
+		strings.Contains(err.Error(), "do not write a secret here"), "a literal secret: %v", err)
 	w, err := read("Bearer ${WEATHER_TOKEN}")
 	require.NoError(t, err)
 	pool := pgtest.DB(t)
 	for _, want := range []workspace.Action{workspace.Create, workspace.Unchanged} {
 		diff, err := workspace.Apply(t.Context(), pool, w, pruneAll)
-		if err != nil || len(diff.Items) != 1 || diff.Items[0].Action != want || diff.Items[0].Kind != "mcp_server" {
-			t.Errorf("the diff is %+v, %v; want %s", diff, err, want)
-		}
+		assert.Truef(t, err == nil && len(diff.Items) == 1 && diff.Items[0].Action == want &&
+			diff.Items[0].Kind == "mcp_server", "the diff is %+v, %v; want %s", diff, err, want)
 	}
 	got, err := mcp.Get(t.Context(), pool, "weather")
-	if err != nil || got.Headers["Authorization"] != "Bearer ${WEATHER_TOKEN}" || got.Trust != "approve" ||
-		got.Source != workspace.Source {
-		t.Errorf("the server is %+v, %v", got, err)
-	}
+	assert.Truef(t, err == nil && got.Headers["Authorization"] == "Bearer ${WEATHER_TOKEN}" && got.Trust == "approve" &&
+		got.Source == workspace.Source, "the server is %+v, %v", got, err)
 	diff, err := workspace.Apply(t.Context(), pool, workspace.Workspace{}, pruneAll)
-	if err != nil || len(diff.Items) != 1 || diff.Items[0].Action != workspace.Remove {
-		t.Errorf("an empty workspace: %+v, %v", diff, err)
-	}
+	assert.Truef(t, err == nil && len(diff.Items) == 1 && diff.Items[0].Action == workspace.Remove,
+		"an empty workspace: %+v, %v", diff, err)
 }

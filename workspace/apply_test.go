@@ -114,9 +114,7 @@ func TestPlan(t *testing.T) {
 	require.NoError(t, err)
 	assert.NoDiff(t, before, versions(t, pool))
 	assert.NoDiff(t, apply(t, pool, next), planned)
-	if planned.Empty() {
-		t.Error("the plan is empty")
-	}
+	assert.True(t, !planned.Empty(), "the plan is empty")
 }
 
 func TestApplyReportsChanges(t *testing.T) {
@@ -251,33 +249,26 @@ func TestApplyKeepsAdminRows(t *testing.T) {
 	for name, act := range map[string]act{"apply": workspace.Apply, "plan": workspace.Plan} {
 		_, err := act(t.Context(), pool, load(t, "all.yaml", changed), workspace.Options{})
 		problems, refused := errors.AsType[workspace.Problems](err)
-		if !refused || len(problems) != 1 || problems[0].Line == 0 {
-			t.Fatalf("%s: %v", name, err)
-		}
+		require.Truef(t, refused && len(problems) == 1 && problems[0].Line != 0, "%s: %v", name, err)
 		for _, words := range []string{
 			`goal is "go on, but slowly" there and "go on" in this file`,
 			"review_every_seconds is 172800 there and 86400", "Write into the file",
 		} {
-			if !strings.Contains(problems[0].Message, words) {
-				t.Errorf("%s: %q is not in %q", name, words, problems[0].Message)
-			}
+			assert.Truef(t, strings.Contains(problems[0].Message, words),
+				"%s: %q is not in %q", name, words, problems[0].Message)
 		}
 	}
 	o, err := objectives.Get(t.Context(), pool, "plan")
-	if err != nil || o.Goal != by.Goal {
-		t.Errorf("it says %q, %v", o.Goal, err)
-	}
-	if s, err := skills.Get(t.Context(), pool, "one"); err != nil || strings.Contains(s.Handler, "2") {
-		t.Errorf("the rest was applied: %+v, %v", s, err)
-	}
+	assert.Truef(t, err == nil && o.Goal == by.Goal, "it says %q, %v", o.Goal, err)
+	s, err := skills.Get(t.Context(), pool, "one")
+	assert.Truef(t, err == nil && !strings.Contains(s.Handler, "2"), "the rest was applied: %+v, %v", s, err)
 	same := strings.NewReplacer("goal: go on", "goal: go on, but slowly", "24h", "48h", "[first, second]",
 		"[first, second, third]")
 	apply(t, pool, load(t, "all.yaml", same.Replace(fullWorkspace))) // takes it over
 	apply(t, pool, load(t, "all.yaml", fullWorkspace))
-	if o, err := objectives.Get(t.Context(), pool, "plan"); err != nil || o.Goal != "go on" ||
-		o.Source != objectives.SourceWorkspace {
-		t.Errorf("it says %q, %v", o.Goal, err)
-	}
+	o, err = objectives.Get(t.Context(), pool, "plan")
+	assert.Truef(t, err == nil && o.Goal == "go on" && o.Source == objectives.SourceWorkspace,
+		"it says %q, %v", o.Goal, err)
 }
 
 func TestApplyReschedules(t *testing.T) {
@@ -286,10 +277,9 @@ func TestApplyReschedules(t *testing.T) {
 	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '2031-01-01'`)
 	apply(t, pool, load(t, "a.yaml", strings.ReplaceAll(fullWorkspace, "*/5 *", "*/6 *")))
-	if soon := pgtest.Value[string](t, pool, `select (next_run_at <= clock_timestamp() + interval '6 minutes')::text
-		from agent_automations`); soon != "true" {
-		t.Error("the automation keeps the time of its old schedule")
-	}
+	soon := pgtest.Value[string](t, pool, `select (next_run_at <= clock_timestamp() + interval '6 minutes')::text
+		from agent_automations`)
+	assert.Equal(t, "true", soon, "the automation keeps the time of its old schedule")
 }
 
 func TestApplyValidatesAutomationSkills(t *testing.T) {
@@ -311,19 +301,16 @@ func TestApplyValidatesAutomationSkills(t *testing.T) {
 			_, planned := workspace.Plan(t.Context(), pool, w, pruneAll)
 			_, applied := workspace.Apply(t.Context(), pool, w, pruneAll)
 			for _, err := range []error{planned, applied} {
-				if !errors.As(err, new(workspace.Problems)) || err.Error() != c.want {
-					t.Errorf("error is %v\nwant %s", err, c.want)
-				}
+				assert.Truef(t, errors.As(err, new(workspace.Problems)) && err.Error() == c.want,
+					"error is %v\nwant %s", err, c.want)
 			}
-			if rows := versions(t, pool); len(rows) != 1 {
-				t.Errorf("left behind: %v", rows)
-			}
+			rows := versions(t, pool)
+			assert.Truef(t, len(rows) == 1, "left behind: %v", rows)
 		})
 	}
 	beside := strings.Replace(fullWorkspace, "skill: two\narguments: {n: 3}", "skill: beside", 1)
-	if diff := apply(t, pool, load(t, "a.yaml", beside)); diff.Empty() {
-		t.Error("an automation may not call a skill from beside the workspace")
-	}
+	diff := apply(t, pool, load(t, "a.yaml", beside))
+	assert.True(t, !diff.Empty(), "an automation may not call a skill from beside the workspace")
 }
 
 func TestApplyIsAtomic(t *testing.T) {
@@ -333,9 +320,8 @@ func TestApplyIsAtomic(t *testing.T) {
 	w.Objectives[0].Definition.ReviewEvery = "never" // as no file can say
 	_, err := workspace.Apply(t.Context(), pool, w, pruneAll)
 	assert.ErrorContains(t, err, "review_every")
-	if rows := versions(t, pool); len(rows) != 0 {
-		t.Errorf("left behind: %v", rows)
-	}
+	rows := versions(t, pool)
+	assert.Truef(t, len(rows) == 0, "left behind: %v", rows)
 }
 
 func TestConcurrentApplies(t *testing.T) {
@@ -355,13 +341,9 @@ func TestConcurrentApplies(t *testing.T) {
 				return err
 			})
 		}
-		if err := group.Wait(); err != nil {
-			t.Fatalf("round %d: %v", round, err)
-		}
+		require.NoError(t, group.Wait(), "round", round)
 		names := pgtest.Value[string](t, pool, `select string_agg(name, ' ' order by name) from agent_skills`)
-		if names != "one two" && names != "a two" {
-			t.Fatalf("round %d: skills are of both workspaces: %s", round, names)
-		}
+		require.Truef(t, names == "one two" || names == "a two", "round %d: skills are of both workspaces: %s", round, names)
 	}
 }
 
@@ -394,7 +376,5 @@ func TestDiffHidesSecrets(t *testing.T) {
 	diff := apply(t, pool, load(t, "a.yaml", file(secret)))
 	raw, err := json.Marshal(diff)
 	require.NoError(t, err)
-	if diff.Empty() || strings.Contains(string(raw), secret) {
-		t.Errorf("diff is %s", raw)
-	}
+	assert.Truef(t, !diff.Empty() && !strings.Contains(string(raw), secret), "diff is %s", raw)
 }

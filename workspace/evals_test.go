@@ -39,17 +39,13 @@ func TestApplyEvals(t *testing.T) {
 	assert.NoDiff(t, []string{"update eval returns"}, actions(changed))
 	got, err := evals.Get(t.Context(), pool, "returns")
 	require.NoError(t, err)
-	if s := got.Definition.Cases[0].Skills["a"]; got.Version != 2 || len(s) != 2 || s[1].Error != "down" {
-		t.Errorf("the suite is %+v", got)
-	}
+	s := got.Definition.Cases[0].Skills["a"]
+	assert.Truef(t, got.Version == 2 && len(s) == 2 && s[1].Error == "down", "the suite is %+v", got)
 	old, err := evals.Version(t.Context(), pool, "returns", 1)
-	if err != nil || old.Definition.Trials != 2 {
-		t.Errorf("version 1 is %+v: %v", old, err)
-	}
+	assert.Truef(t, err == nil && old.Definition.Trials == 2, "version 1 is %+v: %v", old, err)
 	apply(t, pool, load(t, "a.yaml", goodSkill))
-	if _, err := evals.Get(t.Context(), pool, "returns"); err == nil {
-		t.Error("a suite that no file declares is still there")
-	}
+	_, err = evals.Get(t.Context(), pool, "returns")
+	assert.Error(t, err, "a suite that no file declares is still there")
 }
 
 // The labels of a judge are in a file of the workspace, and become a part of the suite.
@@ -63,9 +59,7 @@ func TestLabelsOfAJudgeAreReadFromTheirFile(t *testing.T) {
 	w, err := workspace.Load(folder(`{"answer": "No.", "pass": false}`))
 	require.NoError(t, err)
 	j := w.Evals[0].Definition.Cases[0].Expect[1].Judge
-	if len(j.Labelled) != 1 || j.Labelled[0] != (evals.JudgeLabel{Answer: "No."}) {
-		t.Errorf("the judge is %+v", j)
-	}
+	assert.Truef(t, len(j.Labelled) == 1 && j.Labelled[0] == (evals.JudgeLabel{Answer: "No."}), "the judge is %+v", j)
 	for labels, want := range map[string]string{
 		`{"answer": "No."}`: `e/a.yaml:15:40: cases[0].expect[1].judge.labels: label 1: must have "answer"`, "": "",
 	} {
@@ -76,9 +70,8 @@ func TestLabelsOfAJudgeAreReadFromTheirFile(t *testing.T) {
 	}
 	without := folder("")
 	delete(without, "e/l/kind.jsonl")
-	if _, err := workspace.Load(without); err == nil {
-		t.Error("a missing file is accepted")
-	}
+	_, err = workspace.Load(without)
+	assert.Error(t, err, "a missing file is accepted")
 }
 
 func TestAProblemOfAnEvalHasItsLine(t *testing.T) {
@@ -101,8 +94,6 @@ func TestAProblemOfAnEvalHasItsLine(t *testing.T) {
 			_, err = workspace.Apply(t.Context(), pool, w, pruneAll)
 		}
 		problems, ok := err.(workspace.Problems) //nolint:errorlint // it is returned unchanged
-		if !ok || problems[0].Line != at {
-			t.Errorf("%s is not reported at line %d: %v", now, at, err)
-		}
+		assert.Truef(t, ok && problems[0].Line == at, "%s is not reported at line %d: %v", now, at, err)
 	}
 }

@@ -50,13 +50,11 @@ func TestApplyFlows(t *testing.T) {
 	removed := apply(t, pool, load(t, "a.yaml", goodSkill))
 	assert.NoDiff(t, []string{"create skill a", "remove flow collector", "remove flow onboarding"}, actions(removed))
 	versions, err := flows.List(t.Context(), pool, flows.Filter{Name: "onboarding"})
-	if err != nil || len(versions) != 2 || versions[0].Version != 2 || versions[0].Current || versions[1].Current {
-		t.Errorf("versions %+v, %v", versions, err)
-	}
+	assert.Truef(t, err == nil && len(versions) == 2 && versions[0].Version == 2 && !versions[0].Current &&
+		!versions[1].Current, "versions %+v, %v", versions, err)
 	apply(t, pool, load(t, "a.yaml", onboarding))
-	if f, err := flows.Get(t.Context(), pool, "onboarding"); err != nil || f.Version != 3 || f.Source != workspace.Source {
-		t.Errorf("back again: %+v, %v", f, err)
-	}
+	f, err := flows.Get(t.Context(), pool, "onboarding")
+	assert.Truef(t, err == nil && f.Version == 3 && f.Source == workspace.Source, "back again: %+v, %v", f, err)
 }
 
 func TestInvalidFlows(t *testing.T) {
@@ -82,9 +80,7 @@ f.yaml:10:18: actions[2].parameters.condition: unexpected token EOF (line 1, col
 f.yaml:12:60: actions[2].parameters.then[0].parameters.message: the template {{a is not closed with }}
 f.yaml:13:30: actions[3].id: is given twice, first in line 13
 f.yaml:14:1: unknown key "step"; known are actions, channel, description, input, kind, labels, name, target, variables`
-	if err == nil || err.Error() != want {
-		t.Errorf("got\n%v\nnot\n%s", err, want)
-	}
+	assert.Truef(t, err != nil && err.Error() == want, "got\n%v\nnot\n%s", err, want)
 }
 
 func TestUnknownChildFlows(t *testing.T) {
@@ -118,12 +114,9 @@ actions: [{actionType: end}]
 	want := `a.yaml:6:13: actions[0].parameters.flow: unknown flow "colector"; did you mean "collector"?
 a.yaml:13:7: name: "heartbeat" is a flow of the program itself; take another name
 a.yaml:17:7: name: "billing" is a flow of the program itself; take another name`
-	if err == nil || err.Error() != want {
-		t.Errorf("got\n%v\nnot\n%s", err, want)
-	}
-	if _, err := flows.Get(t.Context(), pool, "a"); err == nil {
-		t.Error("it was applied")
-	}
+	assert.Truef(t, err != nil && err.Error() == want, "got\n%v\nnot\n%s", err, want)
+	_, err = flows.Get(t.Context(), pool, "a")
+	assert.Error(t, err, "it was applied")
 }
 
 func TestUnknownSkillsOfFlows(t *testing.T) {
@@ -156,12 +149,9 @@ handler: "sql: select 1 as n"
 	want := `a.yaml:6:13: actions[0].parameters.name: there is no skill "lookk"; did you mean "look"?
 a.yaml:11:72: actions[1].parameters.then[0].parameters.skills[1]: there is no skill "tell"
 a.yaml:16:48: actions[2].timeoutActions[0].parameters.name: there is no skill "nothing_like_it"`
-	if err == nil || err.Error() != want {
-		t.Errorf("got\n%v\nnot\n%s", err, want)
-	}
-	if _, err := flows.Get(t.Context(), pool, "calls"); err == nil {
-		t.Error("it was applied")
-	}
+	assert.Truef(t, err != nil && err.Error() == want, "got\n%v\nnot\n%s", err, want)
+	_, err = flows.Get(t.Context(), pool, "calls")
+	assert.Error(t, err, "it was applied")
 }
 
 func TestUnknownFlowReferences(t *testing.T) {
@@ -196,7 +186,5 @@ actions:
 	want := `a.yaml:7:10: handler: unknown flow "onboardin"; did you mean "onboarding"?
 a.yaml:13:7: flow: unknown flow "heartbea"; did you mean "heartbeat"?
 a.yaml:22:11: actions[2].flow: unknown flow "nothing_like_it"; known are heartbeat, onboarding`
-	if err == nil || err.Error() != want {
-		t.Errorf("got\n%v\nnot\n%s", err, want)
-	}
+	assert.Truef(t, err != nil && err.Error() == want, "got\n%v\nnot\n%s", err, want)
 }

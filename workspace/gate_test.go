@@ -11,6 +11,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/workspace"
@@ -191,7 +192,6 @@ func TestConcurrentAppliesDoNotPassTheGateTogether(t *testing.T) {
 	require.NoError(t, group.Wait())
 	first, second := <-results, <-results
 	_, refused := errors.AsType[*evals.GateError](errors.Join(first, second))
-	if !refused || first != nil && second != nil {
-		t.Errorf("the applies end with %v and %v, want one refusal", first, second)
-	}
+	assert.Truef(t, refused && (first == nil || second == nil),
+		"the applies end with %v and %v, want one refusal", first, second)
 }

@@ -45,9 +45,8 @@ func TestLoadDocuments(t *testing.T) {
 		".git/config.yaml", "not: [read",
 		"empty.yaml", "",
 	)
-	if len(w.Skills) != 2 || len(w.Objectives) != 1 {
-		t.Fatalf("read %d skills and %d objectives, not 2 and 1", len(w.Skills), len(w.Objectives))
-	}
+	require.Truef(t, len(w.Skills) == 2 && len(w.Objectives) == 1,
+		"read %d skills and %d objectives, not 2 and 1", len(w.Skills), len(w.Objectives))
 	if got := w.Skills[1]; got.At.String() != "a.yaml:7:1" || got.Definition.Timeout != "5s" {
 		t.Errorf("second skill is at %s with timeout %q", got.At, got.Definition.Timeout)
 	}
@@ -196,26 +195,21 @@ func TestLoadReportsAllErrors(t *testing.T) {
 	got := strings.Split(err.Error(), "\n")
 	require.Equal(t, len(want), len(got), err)
 	for i := range want {
-		if !strings.HasPrefix(got[i], want[i]) {
-			t.Errorf("problem %d is %s\nwant %s", i, got[i], want[i])
-		}
+		assert.Truef(t, strings.HasPrefix(got[i], want[i]), "problem %d is %s\nwant %s", i, got[i], want[i])
 	}
 }
 
 func TestLoadReportsCauseOnly(t *testing.T) {
 	t.Parallel()
 	_, err := workspace.Load(files("f.yaml", "kind: skill\nname: a\nhandlr: builtin:x\n"))
-	if want := `f.yaml:3:1: unknown key "handlr"; did you mean "handler"?`; err == nil || err.Error() != want {
-		t.Errorf("error is %v\nwant %s", err, want)
-	}
+	want := `f.yaml:3:1: unknown key "handlr"; did you mean "handler"?`
+	assert.Truef(t, err != nil && err.Error() == want, "error is %v\nwant %s", err, want)
 }
 
 func TestLoadEmptyFolder(t *testing.T) {
 	t.Parallel()
-	if _, err := workspace.Load(files("README.md", "x")); err == nil ||
-		!strings.Contains(err.Error(), "has no .yaml file") {
-		t.Errorf("error is %v", err)
-	}
+	_, err := workspace.Load(files("README.md", "x"))
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "has no .yaml file"), "error is %v", err)
 }
 
 func TestLoadDir(t *testing.T) {
@@ -232,9 +226,8 @@ func TestLoadDir(t *testing.T) {
 		"a file":                  {file, "is a file; name the folder it is in"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, err := workspace.LoadDir(c.dir); err == nil || !strings.Contains(err.Error(), c.want) {
-				t.Errorf("error is %v\nwant %s", err, c.want)
-			}
+			_, err := workspace.LoadDir(c.dir)
+			assert.Truef(t, err != nil && strings.Contains(err.Error(), c.want), "error is %v\nwant %s", err, c.want)
 		})
 	}
 }
@@ -243,9 +236,8 @@ func TestLoadExample(t *testing.T) {
 	t.Parallel()
 	fsys, err := examples.Caretaker()
 	require.NoError(t, err)
-	if _, err := workspace.Load(fsys); err != nil {
-		t.Error(err)
-	}
+	_, err = workspace.Load(fsys)
+	assert.NoError(t, err)
 }
 
 func FuzzLoad(f *testing.F) {
@@ -254,8 +246,6 @@ func FuzzLoad(f *testing.F) {
 	f.Add("kind: skill\nparameters: {<<: *a, 1: .inf, ? [a] : !!binary x}")
 	f.Fuzz(func(t *testing.T, text string) {
 		w, err := workspace.Load(files("f.yaml", text))
-		if err != nil && len(w.Skills)+len(w.Objectives)+len(w.Automations) > 0 {
-			t.Errorf("half read: %v", err)
-		}
+		assert.Truef(t, err == nil || len(w.Skills)+len(w.Objectives)+len(w.Automations) == 0, "half read: %v", err)
 	})
 }

@@ -85,19 +85,16 @@ func TestApplyPreparesQueries(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := load(t, "a.yaml", "kind: skill\nname: late\nhandler: \"sql:\"\n"+c.text)
 			_, err := workspace.Apply(t.Context(), pool, w, workspace.Options{})
-			if !errors.As(err, new(workspace.Problems)) || !strings.HasPrefix(err.Error(), c.want) {
-				t.Errorf("error is %v\nwant %s", err, c.want)
-			}
+			assert.Truef(t, errors.As(err, new(workspace.Problems)) && strings.HasPrefix(err.Error(), c.want),
+				"error is %v\nwant %s", err, c.want)
 		})
 	}
 	inline := load(t, "a.yaml", "kind: skill\nname: late\nhandler: sql:select statis from orders\n")
 	_, err := workspace.Plan(t.Context(), pool, inline, workspace.Options{})
-	if err == nil || !strings.HasPrefix(err.Error(), `a.yaml:3:21: sql: column "statis"`) {
-		t.Errorf("in the handler: %v", err)
-	}
-	if rows := versions(t, pool); len(rows) != 0 {
-		t.Errorf("left behind: %v", rows)
-	}
+	assert.Truef(t, err != nil && strings.HasPrefix(err.Error(), `a.yaml:3:21: sql: column "statis"`),
+		"in the handler: %v", err)
+	rows := versions(t, pool)
+	assert.Truef(t, len(rows) == 0, "left behind: %v", rows)
 }
 
 // shop is a workspace with a named database and a skill on it.
@@ -167,25 +164,21 @@ func TestNamedDatabasesPrepareQueries(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			err := loadAndPlan(t.Context(), pool, c.text, reach(c.url))
-			if err == nil || !strings.HasPrefix(err.Error(), c.want) || strings.Contains(err.Error(), "hunter2") {
-				t.Errorf("error is %v\nwant %s", err, c.want)
-			}
+			assert.Truef(t, err != nil && strings.HasPrefix(err.Error(), c.want) && !strings.Contains(err.Error(), "hunter2"),
+				"error is %v\nwant %s", err, c.want)
 		})
 	}
 	o := reach("postgres://u:hunter2@127.0.0.1:1/x")
 	away, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", shop), o)
-	if err != nil || len(away.Warnings) != 1 || !strings.Contains(away.Warnings[0], "its queries were not checked") {
-		t.Errorf("away: %v, %v", away.Warnings, err)
-	}
+	assert.Truef(t, err == nil && len(away.Warnings) == 1 &&
+		strings.Contains(away.Warnings[0], "its queries were not checked"), "away: %v, %v", away.Warnings, err)
 	d, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", shop), reach(right))
 	if err != nil || !d.Empty() || len(d.Warnings) != 0 {
 		t.Errorf("there: %v %v, %v", actions(d), d.Warnings, err)
 	}
 	assert.Equal(t, "agent_effects", pgtest.Value[string](t, there, `select to_regclass('agent_effects')::text`))
 	s, err := skills.Get(t.Context(), pool, "close")
-	if err != nil || !s.Idempotent {
-		t.Errorf("a writing skill: idempotent %v, %v", s.Idempotent, err)
-	}
+	assert.Truef(t, err == nil && s.Idempotent, "a writing skill: idempotent %v, %v", s.Idempotent, err)
 }
 
 // urlWithoutTables returns the URL of a missing database on the server of pool.

@@ -44,17 +44,15 @@ func TestApplyWebhooks(t *testing.T) {
 	w, err := loadText(t, hooks)
 	require.NoError(t, err)
 	apply(t, pool, w)
-	if diff := apply(t, pool, w); !diff.Empty() {
-		t.Errorf("applied again it changes something: %+v", diff)
-	}
+	diff := apply(t, pool, w)
+	assert.Truef(t, diff.Empty(), "applied again it changes something: %+v", diff)
 	e, err := webhooks.GetEndpoint(t.Context(), pool, "github")
 	require.NoError(t, err)
 	assert.NoDiff(t, w.Webhooks[0].Definition.Actions, e.Actions)
 	_, err = webhooks.SetEndpoint(t.Context(), pool, "github", false, "admin", "noisy")
 	require.NoError(t, err)
-	if w, err = loadText(t, strings.Replace(hooks, "execution.failed", "execution.completed", 1)); err != nil {
-		t.Fatal(err)
-	}
+	w, err = loadText(t, strings.Replace(hooks, "execution.failed", "execution.completed", 1))
+	require.NoError(t, err)
 	w.Webhooks[0].Definition.MaxAttempts = 9
 	var changed []string
 	for _, item := range apply(t, pool, w).Items {
@@ -99,9 +97,7 @@ func TestInvalidWebhooks(t *testing.T) {
 			t.Parallel()
 			_, err := loadText(t, strings.Replace(hooks, c.old, c.new, 1))
 			assert.ErrorContains(t, err, c.want)
-			if err != nil && strings.Contains(err.Error(), "whsec_AAAA") {
-				t.Error("the error has the secret")
-			}
+			assert.True(t, err == nil || !strings.Contains(err.Error(), "whsec_AAAA"), "the error has the secret")
 		})
 	}
 }
@@ -113,9 +109,8 @@ func TestApplyChannels(t *testing.T) {
 	w, err := workspace.LoadDir("../examples/telegram")
 	require.NoError(t, err)
 	apply(t, pool, w)
-	if diff := apply(t, pool, w); !diff.Empty() {
-		t.Errorf("applied again it changes something: %+v", diff)
-	}
+	diff := apply(t, pool, w)
+	assert.Truef(t, diff.Empty(), "applied again it changes something: %+v", diff)
 	_, err = loadText(t, `
 kind: channel
 name: support

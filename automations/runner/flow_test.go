@@ -3,7 +3,6 @@ package runner_test
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/automations"
@@ -36,24 +35,20 @@ func TestAnAutomationStartsAFlow(t *testing.T) {
 	}, "the flow ends")
 	assert.Equal(t, `{"key": "c1", "data": {"name": "Ana"}, "tone": "warm", "event": "hired"}`,
 		pgtest.Value[string](t, w.pool, `select input::text from agent_executions where flow = 'onboarding'`))
-	if got := pgtest.Value[string](t, w.pool, `
+	got := pgtest.Value[string](t, w.pool, `
 		select (x.parent_id = r.execution_id and x.trace_id = r.trace_id and r.output ->> 'execution_id' = x.id::text)::text
-		  from agent_executions x, agent_automation_runs r where x.flow = 'onboarding'`); got != "true" {
-		t.Error("the run and the flow do not name each other")
-	}
+		  from agent_executions x, agent_automation_runs r where x.flow = 'onboarding'`)
+	assert.Equal(t, "true", got, "the run and the flow do not name each other")
 	assert.Equal(t, "success 1", w.states(t))
 	run := pgtest.Value[string](t, w.pool, `select execution_id::text from agent_automation_runs`)
-	if _, err := e.Fork(t.Context(), w.pool, executions.ForkSpec{ID: run}); !errors.Is(err, executions.ErrNoFork) {
-		t.Errorf("fork of a run: %v", err)
-	}
+	_, err := e.Fork(t.Context(), w.pool, executions.ForkSpec{ID: run})
+	assert.ErrorIs(t, err, executions.ErrNoFork, "fork of a run")
 	pgtest.Eventually(t, patience, func() bool {
 		return pgtest.Value[string](t, w.pool, `select (status = 'completed')::text from agent_executions
 			where id = (select execution_id from agent_automation_runs)`) == "true"
 	}, "the run's execution ends")
 	again, err := e.Replay(t.Context(), run)
-	if err != nil || !again.Equal {
-		t.Errorf("the run is not replayed: %+v, %v", again.Divergence, err)
-	}
+	assert.Truef(t, err == nil && again.Equal, "the run is not replayed: %+v, %v", again.Divergence, err)
 }
 
 func TestARunThatIsTriedAgainStartsItsFlowOnce(t *testing.T) {
@@ -73,8 +68,6 @@ func TestARunThatIsTriedAgainStartsItsFlowOnce(t *testing.T) {
 	}, "the second attempt succeeds")
 	assert.Equal(t, "1", pgtest.Value[string](t, w.pool,
 		`select count(*)::text from agent_executions where flow = 'external:hire'`))
-	if got := pgtest.Value[string](t, w.pool,
-		`select count(*)::text from agent_executions where flow = 'automation'`); got == "1" {
-		t.Error("there was one attempt")
-	}
+	assert.True(t, pgtest.Value[string](t, w.pool,
+		`select count(*)::text from agent_executions where flow = 'automation'`) != "1", "there was one attempt")
 }

@@ -27,9 +27,8 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	r, _ := w.process(t)
 	w.until(t, "due 1, skipped 1")
 	for range 3 {
-		if n, err := r.Dispatch(t.Context()); n != 0 || err != nil {
-			t.Fatalf("started %d, %v", n, err)
-		}
+		n, err := r.Dispatch(t.Context())
+		require.Truef(t, n == 0 && err == nil, "started %d, %v", n, err)
 	}
 	if got := w.states(t); got != "due 1, skipped 1" || w.count() != 0 {
 		t.Errorf("%s, %d calls", got, w.count())
@@ -38,10 +37,8 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 		select count(*) || ' ' || min(a.input ->> 'automation') || ' ' || min(a.output #>> '{}') from agent_activity a
 		  join agent_automation_runs r on r.trace_id = a.trace_id where a.skill_name = 'run_automation'
 		    and a.status = 'skipped'`)
-	if !strings.HasPrefix(said, "1 during autonomous work is paused since ") ||
-		!strings.HasSuffix(said, "by ana: prices look wrong") {
-		t.Errorf("recorded: %s", said)
-	}
+	assert.Truef(t, strings.HasPrefix(said, "1 during autonomous work is paused since ") &&
+		strings.HasSuffix(said, "by ana: prices look wrong"), "recorded: %s", said)
 	next := pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || (next_run_at > clock_timestamp())::text, ', '
 		order by name) from agent_automations where trigger = 'cron'`)
 	assert.Equal(t, "before false, during true", next)
@@ -49,8 +46,6 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 	require.NoError(t, err)
 	w.until(t, "skipped 1, success 1")
 	// Nobody waits for what an event of an admin's turn causes, so the next pause holds it back too.
-	if got := pgtest.Value[string](t, w.pool, `select surface || ' ' || trace_id from agent_executions
-		where flow = 'automation'`); got != "flow "+turn {
-		t.Errorf("it ran as %s", got)
-	}
+	assert.Equal(t, "flow "+turn, pgtest.Value[string](t, w.pool, `select surface || ' ' || trace_id from agent_executions
+		where flow = 'automation'`), "it ran as")
 }

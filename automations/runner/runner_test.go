@@ -44,10 +44,8 @@ func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 		    and r.trace_id <> ''  and x.surface = 'webhook'`)
 	assert.Equal(t, hook+" webhook automation "+hook, got)
 	prompt := w.model.Requests()[0].Messages[1].Content
-	if !strings.Contains(prompt, "It broke") || !strings.Contains(prompt, "not as instructions") ||
-		strings.Contains(prompt, "hunter2") {
-		t.Errorf("the model was told %s", prompt)
-	}
+	assert.Truef(t, strings.Contains(prompt, "It broke") && strings.Contains(prompt, "not as instructions") &&
+		!strings.Contains(prompt, "hunter2"), "the model was told %s", prompt)
 }
 
 func TestAnEventAndItsRunsAreOneTransaction(t *testing.T) {
@@ -91,9 +89,8 @@ func TestNoRunIsMadeTwiceHoweverManyDispatch(t *testing.T) {
 	idle, _, _ := w.idle(t)
 	for range 8 {
 		group.Go(func() {
-			if _, err := idle.Dispatch(t.Context()); err != nil {
-				t.Error(err)
-			}
+			_, err := idle.Dispatch(t.Context())
+			assert.NoError(t, err)
 		})
 	}
 	group.Wait()
@@ -107,10 +104,8 @@ func TestNoRunIsMadeTwiceHoweverManyDispatch(t *testing.T) {
 	assert.Equal(t, "0", overlaps)
 	assert.Equal(t, fmt.Sprint(4*events), pgtest.Value[string](t, w.pool,
 		`select count(*)::text from agent_executions where flow = 'automation'`))
-	if got := pgtest.Value[string](t, w.pool, `select (last_trace_id <> '' and last_run_at is not null)::text
-		from agent_automations where id = $1`, a.ID); got != "true" {
-		t.Error("the automation does not say when it last ran")
-	}
+	assert.Equal(t, "true", pgtest.Value[string](t, w.pool, `select (last_trace_id <> '' and last_run_at is not null)::text
+		from agent_automations where id = $1`, a.ID), "the automation does not say when it last ran")
 }
 
 func TestASignalFiresWhenItBecomesTrueAndNotAgainUntilItWasFalse(t *testing.T) {
@@ -162,9 +157,8 @@ func TestAFailedRunIsTriedAgainAndThenLiesInTheDeadLetterBox(t *testing.T) {
 	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	w.until(t, "dead 1")
 	id := pgtest.Value[string](t, w.pool, `select id::text from agent_automation_runs`)
-	if ok, err := automations.Redrive(t.Context(), w.pool, id); !ok || err != nil {
-		t.Fatal(ok, err)
-	}
+	ok, err := automations.Redrive(t.Context(), w.pool, id)
+	require.True(t, ok && err == nil, ok, err)
 	w.until(t, "success 1")
 	assert.Equal(t, 3, w.count())
 }
@@ -186,9 +180,8 @@ func TestARunWhoseSkillIsDisabledWaitsForItInsteadOfDying(t *testing.T) {
 	w.until(t, "error 1")
 	pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp()`)
 	w.raise(t, "E", "k2", `{}`) // which a paused automation does not hear
-	if ready, err := automations.Ready(t.Context(), w.pool, 0); err != nil || len(ready) != 0 {
-		t.Errorf("ready while the skill is disabled: %v, %v", ready, err)
-	}
+	ready, err := automations.Ready(t.Context(), w.pool, 0)
+	assert.Truef(t, err == nil && len(ready) == 0, "ready while the skill is disabled: %v, %v", ready, err)
 	_, err = skills.Enable(t.Context(), w.pool, "look", "admin", "again")
 	require.NoError(t, err)
 	w.until(t, "success 1")
@@ -202,10 +195,9 @@ func TestAConditionThatCannotBeDecidedIsADeadLetter(t *testing.T) {
 	w.process(t)
 	w.raise(t, "E", "k", `{"size": "large"}`)
 	w.until(t, "dead 1")
-	if why := pgtest.Value[string](t, w.pool, `select error_message from agent_automation_runs`); !strings.Contains(why,
-		`automation "a"`) || !strings.Contains(why, "column") {
-		t.Errorf("it says %s", why)
-	}
+	why := pgtest.Value[string](t, w.pool, `select error_message from agent_automation_runs`)
+	assert.Truef(t, strings.Contains(why,
+		`automation "a"`) && strings.Contains(why, "column"), "it says %s", why)
 }
 
 func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
@@ -222,9 +214,8 @@ func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
 	a := w.put(t, automations.Definition{Name: "a", Event: "E"})
 	w.raise(t, "E", "k", `{}`)
 	first, engine, _ := w.idle(t)
-	if n, err := first.Dispatch(t.Context()); n != 1 || err != nil {
-		t.Fatal(n, err)
-	}
+	n, err := first.Dispatch(t.Context())
+	require.True(t, n == 1 && err == nil, n, err)
 	var group sync.WaitGroup
 	group.Go(func() {
 		run, err := automations.GetRun(t.Context(), w.pool,
@@ -254,12 +245,10 @@ func TestARunWhoseExecutionWasCancelledIsTriedAgain(t *testing.T) {
 	w.put(t, automations.Definition{Name: "a", Event: "E"})
 	w.raise(t, "E", "k", `{}`)
 	r, _, _ := w.idle(t)
-	if n, err := r.Dispatch(t.Context()); n != 1 || err != nil {
-		t.Fatal(n, err)
-	}
-	if n, err := r.Dispatch(t.Context()); n != 0 || err != nil {
-		t.Fatal(n, err)
-	}
+	n, err := r.Dispatch(t.Context())
+	require.True(t, n == 1 && err == nil, n, err)
+	n, err = r.Dispatch(t.Context())
+	require.True(t, n == 0 && err == nil, n, err)
 	pgtest.Exec(t, w.pool, `select cancel_agent_execution(id, 'admin', 'why') from agent_executions`)
 	w.process(t)
 	w.until(t, "error 1")
@@ -277,17 +266,14 @@ func TestARunByHandIsMadeByWhoAskedForIt(t *testing.T) {
 	run, err := automations.RunManually(t.Context(), w.pool, "a", "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE")
 	require.NoError(t, err)
 	x, err := engine.RunSync(t.Context(), runner.Spec("agent", run))
-	if err != nil || x.Status != executions.Completed || x.TraceID != run.TraceID || x.ResultSummary != "a: success" {
-		t.Errorf("got %+v, %v", x, err)
-	}
-	if x, err := engine.RunSync(t.Context(), runner.Spec("agent", run)); err != nil ||
-		!strings.Contains(x.ResultSummary, "somebody else") {
-		t.Errorf("the same run was made again: %+v, %v", x, err)
-	}
+	assert.Truef(t, err == nil && x.Status == executions.Completed && x.TraceID == run.TraceID &&
+		x.ResultSummary == "a: success", "got %+v, %v", x, err)
+	x, err = engine.RunSync(t.Context(), runner.Spec("agent", run))
+	assert.Truef(t, err == nil && strings.Contains(x.ResultSummary, "somebody else"),
+		"the same run was made again: %+v, %v", x, err)
 	pgtest.Exec(t, w.pool, `update agent_automations set disabled_by = 'proposal', proposed_by = 'agent'`)
-	if _, err := automations.RunManually(t.Context(), w.pool, "a", ""); !errors.Is(err, automations.ErrProposal) {
-		t.Errorf("a proposal was run: %v", err)
-	}
+	_, err = automations.RunManually(t.Context(), w.pool, "a", "")
+	assert.ErrorIs(t, err, automations.ErrProposal, "a proposal was run")
 }
 
 func TestAnOrderedRunIsMadeAtOnceByWhoeverSeesIt(t *testing.T) {

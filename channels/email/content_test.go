@@ -91,12 +91,10 @@ func TestAFileIsAReferenceIntoTheMail(t *testing.T) {
 	content, err := mb.Extract(got.Raw, got.Files[0], 100)
 	require.NoError(t, err)
 	assert.Equal(t, "%PDF-1.7", string(content))
-	if _, err := mb.Extract(got.Raw, got.Files[0], 7); err == nil {
-		t.Error("a file above the limit is read")
-	}
-	if _, err := mb.Extract(got.Raw, channels.File{ID: "9"}, 7); err == nil {
-		t.Error("a file that is not there is read")
-	}
+	_, err = mb.Extract(got.Raw, got.Files[0], 7)
+	assert.Error(t, err, "a file above the limit is read")
+	_, err = mb.Extract(got.Raw, channels.File{ID: "9"}, 7)
+	assert.Error(t, err, "a file that is not there is read")
 }
 
 func TestHostileMailIsReadWithinBounds(t *testing.T) {
@@ -132,16 +130,13 @@ func TestHostileMailIsReadWithinBounds(t *testing.T) {
 			m, err := read([]byte(test.raw))
 			require.NoError(t, err)
 			assert.Contains(t, m.text, test.want)
-			if len(m.text) > maxText+100 || len(m.files) > maxFiles || len(m.references) > 2*maxIDs ||
-				!utf8.ValidString(m.text) || len(m.subject) > 200 {
-				t.Errorf("%d bytes of text, %d files, %d references, a subject of %d", len(m.text), len(m.files),
-					len(m.references), len(m.subject))
-			}
+			assert.Truef(t, len(m.text) <= maxText+100 && len(m.files) <= maxFiles && len(m.references) <= 2*maxIDs &&
+				utf8.ValidString(m.text) && len(m.subject) <= 200, "%d bytes of text, %d files, %d references, a subject of %d",
+				len(m.text), len(m.files), len(m.references), len(m.subject))
 		})
 	}
-	if _, err := read([]byte(strings.Repeat("X-A: "+strings.Repeat("x", 900)+"\r\n", 400) + "\r\n")); err == nil {
-		t.Error("a header of 360 kB is read")
-	}
+	_, err := read([]byte(strings.Repeat("X-A: "+strings.Repeat("x", 900)+"\r\n", 400) + "\r\n"))
+	assert.Error(t, err, "a header of 360 kB is read")
 }
 
 func TestNamesAreOneLineWithoutDirections(t *testing.T) {
@@ -156,9 +151,8 @@ func TestNamesAreOneLineWithoutDirections(t *testing.T) {
 		"<a b@home.example>",
 		`<"x\r\nBcc: y"@home.example>`, "<büb@home.example>",
 	} {
-		if got := mb.receivedFrom(t, fmt.Appendf(nil, "From: %s\r\n\r\nHi", bad)); got.Ignored == "" {
-			t.Errorf("mail from %s is answered, to %s", bad, got.Conversation)
-		}
+		got := mb.receivedFrom(t, fmt.Appendf(nil, "From: %s\r\n\r\nHi", bad))
+		assert.Truef(t, got.Ignored != "", "mail from %s is answered, to %s", bad, got.Conversation)
 	}
 }
 
@@ -205,9 +199,8 @@ func TestAnAnswerContinuesTheMailThreadAndIsMarkedAsAutomatic(t *testing.T) {
 	again, _, _ := answer(t, m)
 	assert.Equal(t, h.Get("Message-Id"), again.Get("Message-Id"))
 	m.ID = "0198c0de-0000-7000-8000-000000000002"
-	if other, _, _ := answer(t, m); other.Get("Message-Id") == h.Get("Message-Id") {
-		t.Error("two messages have one Message-ID")
-	}
+	other, _, _ := answer(t, m)
+	assert.True(t, other.Get("Message-Id") != h.Get("Message-Id"), "two messages have one Message-ID")
 }
 
 func TestForeignTextAddsNoHeaderAndNoHTML(t *testing.T) {
@@ -222,18 +215,15 @@ func TestForeignTextAddsNoHeaderAndNoHTML(t *testing.T) {
 		t.Errorf("a header was added: %v", h.Map())
 	}
 	for _, bad := range []string{"<script", "javascript:", "<img", "onerror"} {
-		if strings.Contains(html, bad) {
-			t.Errorf("%s is in\n%s", bad, html)
-		}
+		assert.Truef(t, !strings.Contains(html, bad), "%s is in\n%s", bad, html)
 	}
 	assert.Contains(t, html, `<a href="https://evil.example/?q=1">secret</a>`)
 	mb := open(t)
 	for _, bad := range []string{
 		"", "bob", "bob@home.example\r\nBcc: x@y", "bob@home.example#zz", "Bob <bob@home.example>", "a,b@c",
 	} {
-		if _, _, _, err := mb.compose(channels.Message{Conversation: bad}, time.Now()); err == nil {
-			t.Errorf("a mail is written to %q", bad)
-		}
+		_, _, _, err := mb.compose(channels.Message{Conversation: bad}, time.Now())
+		assert.Error(t, err, "a mail is written to", bad)
 	}
 }
 
@@ -249,17 +239,12 @@ func FuzzRead(f *testing.F) {
 		}
 		withoutQuote(m.text, "support@shop.example")
 		proven(m.results, "mx", "x")
-		if !utf8.ValidString(m.text) || len(m.text) > maxText+100 || len(m.files) > maxFiles {
-			t.Errorf("%d bytes of text, %d files", len(m.text), len(m.files))
-		}
+		assert.Truef(t, utf8.ValidString(m.text) && len(m.text) <= maxText+100 && len(m.files) <= maxFiles,
+			"%d bytes of text, %d files", len(m.text), len(m.files))
 		for _, text := range []string{m.subject, m.name, m.from} {
-			if strings.ContainsAny(text, "\r\n\x00") || !utf8.ValidString(text) {
-				t.Errorf("%q is no line", text)
-			}
+			assert.Truef(t, !strings.ContainsAny(text, "\r\n\x00") && utf8.ValidString(text), "%q is no line", text)
 		}
 		ref := reference{id: m.id, subject: m.subject}.String()
-		if len(ref) > maxReference || parseReference(ref).id != m.id {
-			t.Errorf("the reference is %q", ref)
-		}
+		assert.Truef(t, len(ref) <= maxReference && parseReference(ref).id == m.id, "the reference is %q", ref)
 	})
 }

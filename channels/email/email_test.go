@@ -87,9 +87,7 @@ func (t *transport) receivedFrom(tb testing.TB, raw []byte, to ...string) channe
 	tb.Helper()
 	in := &inbox{}
 	require.NoError(tb, t.take(tb.Context(), in, raw, envelope{from: bob, to: to, sure: true}))
-	if len(in.got) != 1 {
-		tb.Fatalf("%d messages came of one mail", len(in.got))
-	}
+	require.Equal(tb, 1, len(in.got), "messages came of one mail")
 	return in.got[0]
 }
 
@@ -119,23 +117,20 @@ func TestASenderIsProvenOnlyByThePinnedServer(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			if got := proven(test.headers, "mx.shop.example", "home.example"); got != test.proven {
-				t.Errorf("proven is %v for %q", got, test.headers)
-			}
+			got := proven(test.headers, "mx.shop.example", "home.example")
+			assert.Truef(t, got == test.proven, "proven is %v for %q", got, test.headers)
 		})
 	}
-	if proven([]string{"; dmarc=pass header.from=home.example"}, "", "home.example") {
-		t.Error("without a pinned server, a sender is proven")
-	}
+	assert.True(t, !proven([]string{"; dmarc=pass header.from=home.example"}, "", "home.example"),
+		"without a pinned server, a sender is proven")
 }
 
 func TestAReplyContinuesItsConversationForItsSenderOnly(t *testing.T) {
 	t.Parallel()
 	mb := open(t)
 	first := mb.receivedFrom(t, mailOf("1@home", pass, "Where is it?"))
-	if first.Sender != bob || first.Ignored != "" || !strings.HasPrefix(first.Conversation, bob+"#") {
-		t.Fatalf("the first mail is %+v", first)
-	}
+	require.Truef(t, first.Sender == bob && first.Ignored == "" && strings.HasPrefix(first.Conversation, bob+"#"),
+		"the first mail is %+v", first)
 	assert.Equal(t, "Subject: Order 12\n\nWhere is it?", first.Text)
 	_, id, answer, err := mb.compose(channels.Message{
 		ID: "0198c0de-0000-7000-8000-000000000001", Conversation: first.Conversation,
@@ -166,14 +161,12 @@ func TestAReplyContinuesItsConversationForItsSenderOnly(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			got := mb.receivedFrom(t, test.raw, or(test.to, "support@shop.example"))
-			if (got.Conversation != first.Conversation) != test.other {
-				t.Errorf("the conversation is %s, the first one %s", got.Conversation, first.Conversation)
-			}
+			assert.Truef(t, (got.Conversation != first.Conversation) == test.other,
+				"the conversation is %s, the first one %s", got.Conversation, first.Conversation)
 		})
 	}
-	if _, _, ok := strings.Cut(replyTo, "+"); !ok || len(replyTo[:strings.Index(replyTo, "@")]) > 64 {
-		t.Errorf("the reply address is %s", replyTo)
-	}
+	_, _, ok := strings.Cut(replyTo, "+")
+	assert.Truef(t, ok && len(replyTo[:strings.Index(replyTo, "@")]) <= 64, "the reply address is %s", replyTo)
 }
 
 func TestAMailThatTheAgentBeganIsAnsweredInItsConversation(t *testing.T) {
@@ -201,9 +194,7 @@ func list(tb testing.TB, h mail.Header, name string) string {
 	tb.Helper()
 	all, err := h.AddressList(name)
 	require.NoError(tb, err)
-	if len(all) != 1 {
-		tb.Fatalf("%s is %v", name, all)
-	}
+	require.Truef(tb, len(all) == 1, "%s is %v", name, all)
 	return all[0].Address
 }
 
@@ -229,20 +220,15 @@ func TestAutomaticMailIsStoredAndNotAnswered(t *testing.T) {
 			in := &inbox{}
 			raw := mailOf("1@home", pass+test.headers, "Hello")
 			require.NoError(t, mb.take(t.Context(), in, raw, envelope{from: test.from, sure: true}))
-			if len(in.got) != 1 || in.got[0].Ignored == "" {
-				t.Errorf("%+v", in.got)
-			}
+			assert.Truef(t, len(in.got) == 1 && in.got[0].Ignored != "", "%+v", in.got)
 		})
 	}
 	for _, from := range []string{"support@shop.example", "Support+abc@Shop.example", "MAILER-DAEMON@home.example"} {
 		raw := strings.Replace(string(mailOf("1@home", pass, "Hello")), bob, from, 1)
-		if got := mb.receivedFrom(t, []byte(raw)); got.Ignored == "" {
-			t.Errorf("mail from %s is answered", from)
-		}
+		assert.Truef(t, mb.receivedFrom(t, []byte(raw)).Ignored != "", "mail from %s is answered", from)
 	}
-	if got := mb.receivedFrom(t, mailOf("1@home", pass+"Auto-Submitted: no\r\n", "Hello")); got.Ignored != "" {
-		t.Errorf("mail of a person is ignored: %s", got.Ignored)
-	}
+	got := mb.receivedFrom(t, mailOf("1@home", pass+"Auto-Submitted: no\r\n", "Hello"))
+	assert.Equal(t, "", got.Ignored, "mail of a person is ignored")
 }
 
 func TestMailOfAnUnprovenSenderIsHeldWherePairingIsRequired(t *testing.T) {
@@ -251,9 +237,8 @@ func TestMailOfAnUnprovenSenderIsHeldWherePairingIsRequired(t *testing.T) {
 	held := open(t, "pairing", channels.PairingRequired).receivedFrom(t, raw)
 	assert.Contains(t, held.Ignored, "not proven by mx.shop.example")
 	free := open(t).receivedFrom(t, raw)
-	if free.Ignored != "" || free.Sender != "?"+bob || !strings.HasPrefix(free.Conversation, "?"+bob+"#") {
-		t.Errorf("an open channel takes it as %+v", free)
-	}
+	assert.Truef(t, free.Ignored == "" && free.Sender == "?"+bob && strings.HasPrefix(free.Conversation, "?"+bob+"#"),
+		"an open channel takes it as %+v", free)
 	in := &inbox{} // anybody who connects can write the header
 	require.NoError(t, open(t).take(t.Context(), in, mailOf("1@home", pass, "Hello"), envelope{from: bob}))
 	assert.Equal(t, "?"+bob, in.got[0].Sender)
@@ -278,17 +263,14 @@ func TestABounceMarksTheMessageThatItsReturnPathNames(t *testing.T) {
 	}
 	failed := take(bounce("failed"), mb.bouncePath(id))
 	assert.Equal(t, id+": the mail came back: smtp; 550 no such user", strings.Join(failed.bounces, "|"))
-	if len(failed.got) > 0 {
-		t.Error("a bounce is a message of a person")
-	}
+	assert.True(t, len(failed.got) == 0, "a bounce is a message of a person")
 	if late := take(bounce("delayed"), mb.bouncePath(id)); len(late.bounces) > 0 || late.got[0].Ignored == "" {
 		t.Errorf("a delayed mail counts as failed, or its report is answered: %+v", late)
 	}
 	forged := strings.Replace(mb.bouncePath(id), "@", "a@", 1)
 	raw := []byte(strings.ReplaceAll(string(bounce("failed")), mb.bouncePath(id), forged))
-	if got := take(raw, forged); len(got.bounces) > 0 {
-		t.Errorf("an unsigned return path marks a message: %v", got.bounces)
-	}
+	got := take(raw, forged)
+	assert.Truef(t, len(got.bounces) == 0, "an unsigned return path marks a message: %v", got.bounces)
 }
 
 func TestAMailIsTheSameWhenItComesAgain(t *testing.T) {
@@ -298,9 +280,7 @@ func TestAMailIsTheSameWhenItComesAgain(t *testing.T) {
 	again := mb.receivedFrom(t, mailOf("1@home", pass+"Received: from elsewhere\r\n", "Hello"))
 	assert.Equal(t, one.ExternalID, again.ExternalID)
 	eve := []byte(strings.ReplaceAll(string(mailOf("1@home", pass, "Hello")), "home.example", "evil.example"))
-	if mb.receivedFrom(t, eve).ExternalID == one.ExternalID {
-		t.Error("another sender takes the id of a mail")
-	}
+	assert.True(t, mb.receivedFrom(t, eve).ExternalID != one.ExternalID, "another sender takes the id of a mail")
 	without := func(received, text string) string {
 		raw := strings.Replace(string(mailOf("1@home", pass+received, text)), "Message-ID: <1@home>\r\n", "", 1)
 		return mb.receivedFrom(t, []byte(raw)).ExternalID
@@ -336,10 +316,8 @@ func TestTheHookTakesOnlyWhatItsSecretSigned(t *testing.T) {
 				r.Header.Set("Authorization", "Bearer "+test.token)
 			}
 			small.Hook(w, r, in)
-			if w.Code != test.status || (len(in.got) == 1) != (test.status == 204) ||
-				strings.Contains(w.Body.String(), "hook secret") {
-				t.Errorf("%d %s, %d messages", w.Code, w.Body, len(in.got))
-			}
+			assert.Truef(t, w.Code == test.status && (len(in.got) == 1) == (test.status == 204) &&
+				!strings.Contains(w.Body.String(), "hook secret"), "%d %s, %d messages", w.Code, w.Body, len(in.got))
 		})
 	}
 	mb.hook.Secrets = nil

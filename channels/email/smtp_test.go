@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -107,25 +108,21 @@ func TestTheAnswerOfTheServerDecidesWhatBecomesOfAMail(t *testing.T) {
 			default:
 				got = again
 			}
-			if got != test.want || (id == "") != (err != nil) {
-				t.Errorf("it is %s (%q, %v), want %s", got, id, err, test.want)
-			}
+			assert.Truef(t, got == test.want && (id == "") == (err != nil),
+				"it is %s (%q, %v), want %s", got, id, err, test.want)
 		})
 	}
 	down := open(t, "smtp", "127.0.0.1:1")
 	_, err := down.Send(t.Context(), channels.Message{ID: "x", Conversation: bob, Markdown: "Hello"})
-	if failure, known := errors.AsType[*channels.SendError](err); !known || failure.MaybeSent || failure.Permanent {
-		t.Errorf("a mail that no server took: %v", err)
-	}
+	failure, known := errors.AsType[*channels.SendError](err)
+	assert.Truef(t, known && !failure.MaybeSent && !failure.Permanent, "a mail that no server took: %v", err)
 }
 
 func TestAPasswordNeverLeavesWithoutTLS(t *testing.T) {
 	t.Parallel()
 	address := answers(t, map[string]string{"EHLO": "250-hello\r\n250 AUTH PLAIN\r\n"})
 	mb := open(t, "smtp", address, "smtp_tls", "starttls")
-	if err := mb.probe(t.Context()); err == nil {
-		t.Error("a server without STARTTLS is accepted")
-	}
+	assert.Error(t, mb.probe(t.Context()), "a server without STARTTLS is accepted")
 	_, port, err := net.SplitHostPort(address)
 	require.NoError(t, err)
 	mb = open(t, "smtp", "127.0.0.1.nip.io:"+port, "username", "shop")
@@ -173,9 +170,7 @@ func TestTheListenerTakesMailForTheChannelOnly(t *testing.T) {
 		"smtp_ca", cert, "max_bytes", "20000")
 	in := &inbox{state: make(chan error, 10)}
 	stop := testkit.Run(t, func(ctx context.Context) error { return mb.Run(ctx, in) })
-	if err := testkit.Receive(t, in.state); err != nil {
-		t.Fatalf("the channel does not reach itself by STARTTLS: %v", err)
-	}
+	require.NoError(t, testkit.Receive(t, in.state), "the channel does not reach itself by STARTTLS")
 	send := func(to, text string) error {
 		c, _, err := mb.dial(t.Context())
 		require.NoError(t, err)
@@ -190,22 +185,15 @@ func TestTheListenerTakesMailForTheChannelOnly(t *testing.T) {
 		t.Errorf("mail for others is relayed: %v", err)
 	}
 	err := send("support@shop.example", strings.Repeat("x", 30_000))
-	if err == nil || !strings.Contains(err.Error(), "552") {
-		t.Errorf("a large mail: %v", err)
-	}
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "552"), "a large mail: %v", err)
 	err = send("support@shop.example", strings.Repeat("X-A: "+strings.Repeat("x", 70)+"\r\n", 200)+"nothing")
-	if err == nil || !strings.Contains(err.Error(), "554") {
-		t.Errorf("what is no mail: %v", err)
-	}
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "554"), "what is no mail: %v", err)
 	in.err = errAway
 	err = send("support@shop.example", string(mailOf("2@home", pass, "Hello")))
-	if err == nil || !strings.Contains(err.Error(), "451") {
-		t.Errorf("a mail that is not stored: %v", err)
-	}
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "451"), "a mail that is not stored: %v", err)
 	stop()
-	if len(in.got) != 1 || in.got[0].Sender != bob || in.got[0].Text != "Subject: Order 12\n\nHello" {
-		t.Errorf("it received %+v", in.got)
-	}
+	assert.Truef(t, len(in.got) == 1 && in.got[0].Sender == bob && in.got[0].Text == "Subject: Order 12\n\nHello",
+		"it received %+v", in.got)
 }
 
 func data(c *smtp.Client, text string) error {
@@ -224,9 +212,8 @@ func TestASilentSMTPServerIsTheStateOfTheChannel(t *testing.T) {
 	mb := open(t, "smtp", answers(t, map[string]string{"": "554 no\r\n"}))
 	in := &inbox{state: make(chan error, 10)}
 	testkit.Run(t, func(ctx context.Context) error { return mb.Run(ctx, in) })
-	if err := testkit.Receive(t, in.state); err == nil || !strings.Contains(err.Error(), "554") {
-		t.Errorf("the state is %v", err)
-	}
+	err := testkit.Receive(t, in.state)
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "554"), "the state is %v", err)
 }
 
 func TestASettingThatCannotWorkIsRefused(t *testing.T) {
@@ -244,19 +231,14 @@ func TestASettingThatCannotWorkIsRefused(t *testing.T) {
 		settings[name] = value
 		d := good
 		d.Settings = settings
-		if err := channels.Validate(d); err == nil || !strings.Contains(err.Error(), "settings: "+name) {
-			t.Errorf("%s %q: %v", name, value, err)
-		}
+		err := channels.Validate(d)
+		assert.Truef(t, err != nil && strings.Contains(err.Error(), "settings: "+name), "%s %q: %v", name, value, err)
 	}
 	d := good
 	d.Settings = map[string]string{"address": "support@shop.example"}
-	if err := channels.Validate(d); err == nil {
-		t.Error("a channel without an SMTP server is accepted")
-	}
+	assert.Error(t, channels.Validate(d), "a channel without an SMTP server is accepted")
 	_, err := Open(channels.Config{
 		Channel: channels.Channel{Settings: good.Settings}, Secrets: map[string]string{"key": "short"},
 	})
-	if !errors.Is(err, channels.ErrMisconfigured) {
-		t.Errorf("a short key: %v", err)
-	}
+	assert.ErrorIs(t, err, channels.ErrMisconfigured, "a short key")
 }

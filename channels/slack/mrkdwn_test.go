@@ -6,6 +6,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 func TestMarkdownBecomesMrkdwn(t *testing.T) {
@@ -30,9 +31,7 @@ func TestMarkdownBecomesMrkdwn(t *testing.T) {
 		"":                                "",
 		"**open and <!everyone>":          "**open and &lt;!everyone&gt;",
 	} {
-		if got := strings.Join(sections(markdown), "\n§\n"); got != want {
-			t.Errorf("%q became %q, want %q", markdown, got, want)
-		}
+		assert.Equal(t, want, strings.Join(sections(markdown), "\n§\n"), markdown, "became")
 	}
 }
 
@@ -58,13 +57,11 @@ func TestSectionsStayWithinTheLimits(t *testing.T) {
 			for _, s := range texts {
 				n := channels.UTF16(s)
 				all += n
-				if n > maxSection || n == 0 || strings.Count(s, "```")%2 != 0 || strings.Contains(s, "<!") {
-					t.Fatalf("%s: part %d has a section of %d characters: %.80q…", name, i, n, s)
-				}
+				require.Truef(t, n <= maxSection && n != 0 && strings.Count(s, "```")%2 == 0 && !strings.Contains(s, "<!"),
+					"%s: part %d has a section of %d characters: %.80q…", name, i, n, s)
 			}
-			if all > maxAll || len(texts) > 40 {
-				t.Errorf("%s: part %d has %d characters in %d sections", name, i, all, len(texts))
-			}
+			assert.Truef(t, all <= maxAll && len(texts) <= 40,
+				"%s: part %d has %d characters in %d sections", name, i, all, len(texts))
 		}
 	}
 	assert.NoDiff(t, []string{"a ", "&amp; ", "b"}, chop("a &amp; b", 6))

@@ -144,9 +144,7 @@ func TestMessagesComeOnce(t *testing.T) {
 			w.in.broken = 2
 			root := w.fake.Say("U1", "C1", "<@"+slacktest.BotUser+"> hello &amp; bye", "")
 			w.fake.Wait()
-			if w.fake.Retries() == 0 {
-				t.Error("what was not stored was acknowledged")
-			}
+			assert.True(t, w.fake.Retries() != 0, "what was not stored was acknowledged")
 			w.fake.LoseAcks(2)
 			w.fake.Say("U2", "D1", "direct", "")
 			w.fake.Say("U1", "C1", "among people", "")
@@ -164,9 +162,8 @@ func TestMessagesComeOnce(t *testing.T) {
 			got, err := w.Fetch(t.Context(), file, 3)
 			assert.Equal(t, "abc", string(got))
 			require.NoError(t, err)
-			if _, err := w.Fetch(t.Context(), file, 2); err == nil {
-				t.Error("a file beyond the limit was read")
-			}
+			_, err = w.Fetch(t.Context(), file, 2)
+			assert.Error(t, err, "a file beyond the limit was read")
 			issuer, err := w.Issuer(t.Context())
 			require.NoError(t, err)
 			assert.Equal(t, "slack:"+slacktest.Team, issuer)
@@ -238,19 +235,15 @@ func TestHookBelievesSignaturesOnly(t *testing.T) {
 		"an old one":     {slacktest.Sign(slacktest.SigningSecret, time.Now().Add(-6*time.Minute), body), body, 401},
 		"another body":   {slacktest.Sign(slacktest.SigningSecret, time.Now(), body), append([]byte(" "), body...), 401},
 	} {
-		if status, text := w.fake.Post(c.h, c.body); status != c.want {
-			t.Errorf("%s: %d %s", name, status, text)
-		}
+		status, text := w.fake.Post(c.h, c.body)
+		assert.Truef(t, status == c.want, "%s: %d %s", name, status, text)
 	}
 	assert.Equal(t, 0, len(w.in.texts()))
 	check := []byte(`{"type":"url_verification","challenge":"3eZbrw1a"}`)
 	status, text := w.fake.Post(slacktest.Sign(slacktest.SigningSecret, time.Now(), check), check)
-	if status != 200 || text != `{"challenge":"3eZbrw1a"}` {
-		t.Errorf("challenge: %d %s", status, text)
-	}
-	if status, _ := w.fake.Post(slacktest.Sign(slacktest.SigningSecret, time.Now(), body), body); status != 200 {
-		t.Errorf("signed: %d", status)
-	}
+	assert.Truef(t, status == 200 && text == `{"challenge":"3eZbrw1a"}`, "challenge: %d %s", status, text)
+	status, _ = w.fake.Post(slacktest.Sign(slacktest.SigningSecret, time.Now(), body), body)
+	assert.Equal(t, 200, status, "signed")
 	assert.Equal(t, 1, len(w.in.texts()))
 }
 
@@ -265,9 +258,7 @@ func TestSocketsAreOpenedAgain(t *testing.T) {
 	w.eventually(func() bool { return w.fake.Calls("apps.connections.open") >= 3 })
 	w.fake.Deaf(false)
 	w.eventually(func() bool { return len(w.in.texts()) == 1 })
-	if w.fake.Calls("auth.test") < 3 {
-		t.Error("Slack was not asked whether it knows the bot")
-	}
+	assert.True(t, w.fake.Calls("auth.test") >= 3, "Slack was not asked whether it knows the bot")
 }
 
 // A send whose answer is lost is found by its metadata, in a thread and outside. Others' copies do not count.
@@ -283,21 +274,17 @@ func TestLostSendsAreFound(t *testing.T) {
 			t.Errorf("%s: found before it was sent, %v", conversation, err)
 		}
 		_, err := w.Send(t.Context(), m)
-		if failure, is := errors.AsType[*channels.SendError](err); !is || !failure.MaybeSent {
-			t.Fatalf("%s: %v", conversation, err)
-		}
+		failure, is := errors.AsType[*channels.SendError](err)
+		require.Truef(t, is && failure.MaybeSent, "%s: %v", conversation, err)
 		sent := w.fake.Messages(placeOf(conversation).channel)[0]
 		id, found, err := w.Find(t.Context(), m)
-		if !found || err != nil || id != sent.Channel+":"+sent.TS || sent.ThreadTS != placeOf(conversation).thread {
-			t.Errorf("%s: %q %v %v", conversation, id, found, err)
-		}
+		assert.Truef(t, found && err == nil && id == sent.Channel+":"+sent.TS &&
+			sent.ThreadTS == placeOf(conversation).thread, "%s: %q %v %v", conversation, id, found, err)
 		m.Part = 2
-		if _, found, _ := w.Find(t.Context(), m); found {
-			t.Errorf("%s: another part was found", conversation)
-		}
-		if !strings.Contains(string(sent.Blocks), "*hi* &lt;!channel&gt;") && !strings.Contains(string(sent.Blocks), `\u0026lt;`) {
-			t.Errorf("blocks %s", sent.Blocks)
-		}
+		_, found, _ = w.Find(t.Context(), m)
+		assert.Truef(t, !found, "%s: another part was found", conversation)
+		assert.Truef(t, strings.Contains(string(sent.Blocks), "*hi* &lt;!channel&gt;") ||
+			strings.Contains(string(sent.Blocks), `\u0026lt;`), "blocks %s", sent.Blocks)
 	}
 }
 
@@ -318,14 +305,10 @@ func TestSendsAndEdits(t *testing.T) {
 	assert.NoDiff(t, []string{"U7 C1:1.1 yes-nonce"}, w.in.texts())
 	require.NoError(t, w.Acknowledge(t.Context(), w.in.got[0], "You may <not>."))
 	only := w.fake.Messages("C1")[1]
-	if only.Only != "U7" || only.Text != "You may &lt;not&gt;." || only.ThreadTS != "1.1" {
-		t.Errorf("answer %+v", only)
-	}
+	assert.Truef(t, only.Only == "U7" && only.Text == "You may &lt;not&gt;." && only.ThreadTS == "1.1", "answer %+v", only)
 	m.Buttons, m.Markdown = nil, "Approved."
 	require.NoError(t, w.Edit(t.Context(), id, m))
-	if err := w.fake.Click("U7", "C1", ts, "Approve"); err == nil {
-		t.Error("the button is still there")
-	}
+	assert.Error(t, w.fake.Click("U7", "C1", ts, "Approve"), "the button is still there")
 	require.NoError(t, w.Typing(t.Context(), "C1:1.1"))
 	for name, c := range map[string]struct {
 		fault slacktest.Fault
@@ -341,13 +324,9 @@ func TestSendsAndEdits(t *testing.T) {
 		w.fake.Faults(func(string, int) slacktest.Fault { return c.fault })
 		_, err := w.Send(t.Context(), m)
 		got, is := errors.AsType[*channels.SendError](err)
-		if !is || got.RetryAfter != c.want.RetryAfter || got.Permanent != c.want.Permanent ||
-			got.MaybeSent != c.want.MaybeSent {
-			t.Errorf("%s: %+v", name, err)
-		}
-		if err != nil && strings.Contains(err.Error(), slacktest.Token) {
-			t.Errorf("%s: the error has the token", name)
-		}
+		assert.Truef(t, is && got.RetryAfter == c.want.RetryAfter && got.Permanent == c.want.Permanent &&
+			got.MaybeSent == c.want.MaybeSent, "%s: %+v", name, err)
+		assert.Truef(t, err == nil || !strings.Contains(err.Error(), slacktest.Token), "%s: the error has the token", name)
 	}
 }
 
@@ -363,13 +342,9 @@ func TestWrongTokensAreMisconfigured(t *testing.T) {
 	})
 	require.NoError(t, err)
 	err = opened.Run(t.Context(), &memory{})
-	if !errors.Is(err, channels.ErrMisconfigured) || strings.Contains(err.Error(), "xoxb") {
-		t.Errorf("error %v", err)
-	}
+	assert.Truef(t, errors.Is(err, channels.ErrMisconfigured) && !strings.Contains(err.Error(), "xoxb"), "error %v", err)
 	_, err = Open(channels.Config{Secrets: map[string]string{"token": "x"}})
-	if !errors.Is(err, channels.ErrMisconfigured) {
-		t.Errorf("without the token of the app: %v", err)
-	}
+	assert.ErrorIs(t, err, channels.ErrMisconfigured, "without the token of the app")
 }
 
 // A declaration names the secrets of its mode, and as references.
@@ -393,11 +368,8 @@ func TestDeclarationsNeedTheSecretsOfTheirMode(t *testing.T) {
 		err := channels.Validate(channels.Definition{
 			Name: "s", Type: channels.Slack, Secrets: c.secrets, Settings: c.settings,
 		})
-		if (err == nil) != (c.want == "") || err != nil && !strings.Contains(err.Error(), c.want) {
-			t.Errorf("%s: %v, want %q", name, err, c.want)
-		}
-		if err != nil && strings.Contains(err.Error(), "xoxb-1") {
-			t.Errorf("%s: the error has the secret", name)
-		}
+		assert.Truef(t, (err == nil) == (c.want == "") && (err == nil || strings.Contains(err.Error(), c.want)),
+			"%s: %v, want %q", name, err, c.want)
+		assert.Truef(t, err == nil || !strings.Contains(err.Error(), "xoxb-1"), "%s: the error has the secret", name)
 	}
 }

@@ -288,19 +288,16 @@ func TestAutomationRunNeedsApproval(t *testing.T) {
 	late := p.run("approvals", "reject", ran.ApprovalID)
 	assert.Contains(t, late.err, "decided already: approved by admin via cli at", "it is due",
 		"see agent approvals show "+ran.ApprovalID)
-	if late.code != 1 || strings.Contains(late.err, "or its skill") {
-		t.Errorf("exit %d: %s", late.code, late.err)
-	}
+	assert.Truef(t, late.code == 1 && !strings.Contains(late.err, "or its skill"), "exit %d: %s", late.code, late.err)
 	p.must("heartbeat")
 	var runs struct{ Items []struct{ ID, Status string } }
 	p.mustJSON(&runs, "automations", "runs", "nightly")
 	for _, r := range runs.Items {
 		assert.Equal(t, "success", r.Status, r)
 	}
-	if shown := p.must("approvals", "show", ran.ApprovalID); strings.Contains(shown, "waits for the decision") ||
-		!strings.Contains(shown, "consumed") {
-		t.Errorf("shown is %s", shown)
-	}
+	shown := p.must("approvals", "show", ran.ApprovalID)
+	assert.Truef(t, !strings.Contains(shown, "waits for the decision") && strings.Contains(shown, "consumed"),
+		"shown is %s", shown)
 
 	p.mustJSON(&ran, "automations", "run", "nightly")
 	p.must("approvals", "reject", ran.ApprovalID, "--reason", "too dear")
@@ -384,13 +381,10 @@ func (c *reportChecker) check(name, sql, since string, fields ...string) []line 
 	c.p.mustJSON(&byCommand, args...)
 	require.NoError(c.t, json.Unmarshal([]byte(c.get("/v1/activity/"+name+"?limit=500")), &byHTTP))
 	only := cmpopts.IgnoreMapEntries(func(k string, _ any) bool { return !slices.Contains(fields, k) })
-	if len(bySQL) == 0 {
-		c.t.Errorf("%s has no lines", name)
-	}
+	assert.Truef(c.t, len(bySQL) > 0, "%s has no lines", name)
 	for way, lines := range map[string][]line{"the command line": byCommand.Items, "HTTP": byHTTP.Items} {
-		if diff := cmp.Diff(bySQL, lines, only, cmpopts.EquateApprox(0, 1e-9)); diff != "" {
-			c.t.Errorf("%s: SQL and %s differ:\n%s", name, way, diff)
-		}
+		diff := cmp.Diff(bySQL, lines, only, cmpopts.EquateApprox(0, 1e-9))
+		assert.Truef(c.t, diff == "", "%s: SQL and %s differ:\n%s", name, way, diff)
 	}
 	return bySQL
 }
@@ -424,9 +418,8 @@ func (c *reportChecker) do(method, path, form string) string {
 	require.NoError(c.t, err)
 	defer got.Body.Close()
 	body, err := io.ReadAll(got.Body)
-	if err != nil || got.StatusCode != http.StatusOK {
-		c.t.Fatalf("%s %s: %d %s (%v)", method, path, got.StatusCode, body, err)
-	}
+	require.Truef(c.t, err == nil && got.StatusCode == http.StatusOK,
+		"%s %s: %d %s (%v)", method, path, got.StatusCode, body, err)
 	return string(body)
 }
 
@@ -434,9 +427,7 @@ func (c *reportChecker) do(method, path, form string) string {
 func (c *reportChecker) row(page, from string) string {
 	c.t.Helper()
 	_, rest, found := strings.Cut(page, from)
-	if !found {
-		c.t.Errorf("the page has no %s", from)
-	}
+	assert.Truef(c.t, found, "the page has no %s", from)
 	row, _, _ := strings.Cut(rest, "</tr>")
 	return row
 }
@@ -449,9 +440,8 @@ func (c *reportChecker) cells(row string, values ...any) {
 		if n, is := v.(float64); is {
 			v = fmt.Sprintf("%.0f", n)
 		}
-		if v != nil && !strings.Contains(plain, fmt.Sprintf(">%s<", v)) {
-			c.t.Errorf("the page does not say %s in %s", v, row)
-		}
+		assert.Truef(c.t, v == nil || strings.Contains(plain, fmt.Sprintf(">%s<", v)),
+			"the page does not say %s in %s", v, row)
 	}
 }
 
@@ -537,9 +527,8 @@ func (c *reportChecker) checkSpendTotal(ctx context.Context) {
 		               sum(lanekeeper.agent_tokens(a.token_usage, 'total_tokens')), sum(a.cost_usd))::text
 		                 from agent_activity a where a.kind = 'model')`).
 		Scan(&charged, &purposes, &log)
-	if err != nil || charged != log || purposes != log {
-		c.t.Errorf("charged are %s, by purpose %s, the log has %s (%v)", charged, purposes, log, err)
-	}
+	assert.Truef(c.t, err == nil && charged == log && purposes == log,
+		"charged are %s, by purpose %s, the log has %s (%v)", charged, purposes, log, err)
 	page := c.get("/spend?days=30&by=skill")
 	rows, err := c.db.Query(ctx, `select s.skill, sum(s.tokens)::float8, sum(s.calls)::float8 from agent_spend s
 		where s.skill <> '' group by 1`)
@@ -588,7 +577,5 @@ func TestTracePrompts(t *testing.T) {
 	}
 	var page prompts.Page
 	p.mustJSON(&page, "trace", id, "--prompts")
-	if page.TraceID != id || len(page.Calls) != 2 || len(page.Parts) != 2 {
-		t.Errorf("--json: %+v", page)
-	}
+	assert.Truef(t, page.TraceID == id && len(page.Calls) == 2 && len(page.Parts) == 2, "--json: %+v", page)
 }

@@ -55,9 +55,7 @@ func TestApplyDiff(t *testing.T) {
 	assert.Equal(t, "no changes: the database matches all 1 of "+dir+"\n", p.must("apply", dir))
 	var got diff
 	p.mustJSON(&got, "apply", dir)
-	if len(got.Items) != 1 || got.Items[0].Action != "unchanged" {
-		t.Errorf("as JSON: %+v", got)
-	}
+	assert.Truef(t, len(got.Items) == 1 && got.Items[0].Action == "unchanged", "as JSON: %+v", got)
 
 	changed := writeFolder(t, map[string]string{"one.yaml": strings.Replace(goodSkill, "select 1", "select 2", 1)})
 	assert.Contains(t, p.must("apply", changed), "~ skill one\n", "config.query: \"select 1 as n\" → \"select 2 as n\"")
@@ -80,23 +78,19 @@ func TestApplyPrune(t *testing.T) {
 	assert.Equal(t, "no changes: the database matches all 1 of "+wrong+"\n"+says, p.must("apply", wrong))
 	var got diff
 	p.mustJSON(&got, "apply", wrong)
-	if len(got.Items) != 2 || got.Items[1].Action != "keep" {
-		t.Errorf("as JSON: %+v", got)
-	}
+	assert.Truef(t, len(got.Items) == 2 && got.Items[1].Action == "keep", "as JSON: %+v", got)
 	assert.Contains(t, p.must("apply", wrong, "--prune", "--dry-run"), "- skill one\n", "dry run: nothing was changed")
 	for answer, removed := range map[string]bool{"\n": false, "no\n": false, "\x04": false, "YES\n": true} {
 		screen := p.onTerminal(t, answer, "apply", wrong)
 		assert.Contains(t, screen, "Rows of an earlier apply that no file of "+wrong+" declares any more:",
 			"- skill one", "Remove 1 row? [y/N]")
-		if listed := p.must("skills", "ls"); strings.Contains(listed, "\none ") == removed {
-			t.Errorf("after %q:\n%s\n%s", answer, screen, listed)
-		}
+		listed := p.must("skills", "ls")
+		assert.Truef(t, strings.Contains(listed, "\none ") != removed, "after %q:\n%s\n%s", answer, screen, listed)
 		p.must("apply", writeFolder(t, map[string]string{"one.yaml": goodSkill}))
 	}
 	assert.Contains(t, p.must("apply", wrong, "--prune"), "- skill one\n", "1 to remove")
-	if listed := p.must("skills", "ls"); strings.Contains(listed, "\none ") {
-		t.Errorf("it is still there:\n%s", listed)
-	}
+	listed := p.must("skills", "ls")
+	assert.Truef(t, !strings.Contains(listed, "\none "), "it is still there:\n%s", listed)
 }
 
 // onTerminal runs a command on a terminal with typed input and returns the screen.
@@ -105,9 +99,8 @@ func (p program) onTerminal(t *testing.T, typed string, args ...string) string {
 	screen, tty, err := pty.Open()
 	require.NoError(t, err)
 	defer screen.Close()
-	if _, err := screen.WriteString(typed); err != nil {
-		t.Fatal(err)
-	}
+	_, err = screen.WriteString(typed)
+	require.NoError(t, err)
 	var shown bytes.Buffer
 	var group sync.WaitGroup
 	group.Go(func() { _, _ = io.Copy(&shown, screen) }) // ends when the other side is closed
@@ -166,9 +159,7 @@ func TestApplyInvalidWorkspace(t *testing.T) {
 				assert.Equal(t, "", got.out, command, got.err)
 				assert.Contains(t, got.err, test.says...)
 				for line := range strings.Lines(got.err) {
-					if !strings.HasPrefix(line, "agent: ") {
-						t.Errorf("agent %s: a line that is not one problem: %q", command, line)
-					}
+					assert.Truef(t, strings.HasPrefix(line, "agent: "), "agent %s: a line that is not one problem: %q", command, line)
 				}
 			}
 			if listed := p.must("skills", "ls"); strings.Contains(listed, "\none ") || strings.Contains(listed, "\ntwo ") {
@@ -218,18 +209,15 @@ func TestMigrate(t *testing.T) {
 		}
 	}
 	first := p.run("migrate")
-	if first.code != 0 || !strings.Contains(first.out, "applied baseline") ||
-		!strings.Contains(first.err, "migrating the schema to version") {
-		t.Errorf("first: exit %d, stdout %q, stderr %q", first.code, first.out, first.err)
-	}
+	assert.Truef(t, first.code == 0 && strings.Contains(first.out, "applied baseline") &&
+		strings.Contains(first.err, "migrating the schema to version"), "first: exit %d, stdout %q, stderr %q", first.code,
+		first.out, first.err)
 	var again struct {
 		Version int
 		Applied []string
 	}
 	p.mustJSON(&again, "migrate")
-	if again.Version == 0 || again.Applied == nil || len(again.Applied) != 0 {
-		t.Errorf("again: %+v", again)
-	}
+	assert.Truef(t, again.Version != 0 && again.Applied != nil && len(again.Applied) == 0, "again: %+v", again)
 	assert.Contains(t, p.must("skills", "ls"), "recall")
 
 	_, err := connect(t, url).Exec(t.Context(), `
@@ -238,9 +226,8 @@ func TestMigrate(t *testing.T) {
 	require.NoError(t, err)
 	for _, args := range [][]string{{"skills", "ls"}, {"migrate"}, {"dev"}} {
 		got := p.run(args...)
-		if got.code != 2 || !strings.Contains(got.err, "newer version of agent; use that version or newer") {
-			t.Errorf("agent %v on a newer schema: exit %d, stderr %q", args, got.code, got.err)
-		}
+		assert.Truef(t, got.code == 2 && strings.Contains(got.err, "newer version of agent; use that version or newer"),
+			"agent %v on a newer schema: exit %d, stderr %q", args, got.code, got.err)
 	}
 }
 
@@ -309,9 +296,8 @@ func TestApplyWatch(t *testing.T) {
 	assert.Contains(t, p.must("skills", "ls"), "\none ", "\ntwo ")
 
 	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
-	if err := cmd.Wait(); err != nil {
-		t.Errorf("after SIGTERM: %v\n%s", err, shown.String())
-	}
+	err := cmd.Wait()
+	assert.Truef(t, err == nil, "after SIGTERM: %v\n%s", err, shown.String())
 }
 
 // A lost connection is reported; the next file change uses a new one.
@@ -358,9 +344,8 @@ func TestInitCreatesWorkingWorkspace(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "42 Sol's shop!")
 	got := p.run("init", dir, "--purpose", "Answer questions about \"orders\": quickly.\nAnd {{kindly}}.",
 		"--timezone", "Europe/Madrid")
-	if got.code != 0 || !strings.Contains(got.err, "wrote "+filepath.Join(dir, "workspace", "agent.yaml")) {
-		t.Fatalf("%d %s", got.code, got.err)
-	}
+	require.Truef(t, got.code == 0 && strings.Contains(got.err, "wrote "+filepath.Join(dir, "workspace", "agent.yaml")),
+		"%d %s", got.code, got.err)
 	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
 	require.NoError(t, err)
 	assert.Contains(t, string(text), `name: "sol-s-shop"`, "Answer questions about \"orders\": quickly. And {{kindly}}.",
@@ -368,9 +353,8 @@ func TestInitCreatesWorkingWorkspace(t *testing.T) {
 	assert.Contains(t, p.must("apply", filepath.Join(dir, "workspace")), "agent", "sol-s-shop", "list_tables",
 		"tables every morning")
 	assert.Contains(t, p.must("chat", "which tables are there?"), "list_tables")
-	if _, err := os.Stat(filepath.Join(dir, ".env")); err == nil {
-		t.Error("there is an .env without a database")
-	}
+	_, err = os.Stat(filepath.Join(dir, ".env"))
+	assert.Error(t, err, "there is an .env without a database")
 	p.fails(2, "is not empty; name another folder", "init", dir, "--yes")
 }
 
@@ -392,12 +376,9 @@ func TestInitRejectsInvalidAnswers(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			got := p.run(append([]string{"init", dir, "--yes"}, c.flags...)...)
-			if got.code != 2 || !strings.Contains(got.err, c.want) {
-				t.Errorf("%d %s", got.code, got.err)
-			}
-			if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
-				t.Errorf("left %v, %v", left, err)
-			}
+			assert.Truef(t, got.code == 2 && strings.Contains(got.err, c.want), "%d %s", got.code, got.err)
+			left, err := os.ReadDir(dir)
+			assert.Truef(t, err == nil && len(left) == 0, "left %v, %v", left, err)
 		})
 	}
 }
@@ -409,9 +390,8 @@ func TestInitRepeatsQuestion(t *testing.T) {
 	assert.Contains(t, shown, "[desk-2]", `"no good": a name is a letter`, "--database is not a PostgreSQL URL",
 		"workspace/agent.yaml")
 	text, err := os.ReadFile(filepath.Join(dir, "workspace", "agent.yaml"))
-	if err != nil || !strings.Contains(string(text), "name: \"desk-2\"\n") {
-		t.Errorf("the agent's file: %s, %v", text, err)
-	}
+	assert.Truef(t, err == nil && strings.Contains(string(text), "name: \"desk-2\"\n"),
+		"the agent's file: %s, %v", text, err)
 }
 
 func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
@@ -422,15 +402,13 @@ func TestInitKeepsTheURLOutOfTheWorkspace(t *testing.T) {
 	env, err := os.ReadFile(filepath.Join(dir, ".env"))
 	assert.NoError(t, err, env)
 	assert.Equal(t, "APP_DATABASE_URL=postgres://u:se%40cret@db/shop\n", string(env), env)
-	if info, err := os.Stat(filepath.Join(dir, ".env")); err != nil || info.Mode().Perm() != 0o600 {
-		t.Errorf(".env may be read by others: %v, %v", info, err)
-	}
+	info, err := os.Stat(filepath.Join(dir, ".env"))
+	assert.Truef(t, err == nil && info.Mode().Perm() == 0o600, ".env may be read by others: %v, %v", info, err)
 	files, err := filepath.Glob(filepath.Join(dir, "workspace", "*"))
 	assert.NoError(t, err, files)
 	assert.Equal(t, 5, len(files), files)
 	for _, file := range files {
-		if text, err := os.ReadFile(file); err != nil || strings.Contains(string(text), "se%40cret") {
-			t.Errorf("%s has the URL, %v", file, err)
-		}
+		text, err := os.ReadFile(file)
+		assert.Truef(t, err == nil && !strings.Contains(string(text), "se%40cret"), "%s has the URL, %v", file, err)
 	}
 }

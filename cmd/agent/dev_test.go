@@ -33,9 +33,8 @@ func TestDevOnItsOwnServer(t *testing.T) {
 	first.find(t, `\^C stops`)
 	assert.Contains(t, first.err.String(), "making a PostgreSQL", "applied the caretaker example",
 		"(kept; --ephemeral removes it)")
-	if got := p.must("trace", "last", "--surface", "heartbeat"); !strings.HasPrefix(first.out.String(), got) {
-		t.Errorf("the last trace is not the story that was told:\n%s", got)
-	}
+	got := p.must("trace", "last", "--surface", "heartbeat")
+	assert.Truef(t, strings.HasPrefix(first.out.String(), got), "the last trace is not the story that was told:\n%s", got)
 	first.stop()
 	require.Equal(t, 0, <-first.ended, first.err.String())
 	assert.Contains(t, p.must("skills", "ls"), "broken_on_purpose")
@@ -44,9 +43,8 @@ func TestDevOnItsOwnServer(t *testing.T) {
 	second := p.start("dev")
 	second.find(t, `\^C stops`)
 	for _, word := range []string{"making", "migrating the schema", "applied"} {
-		if strings.Contains(second.err.String(), word) {
-			t.Errorf("the second start is %s something again:\n%s", word, second.err.String())
-		}
+		assert.Truef(t, !strings.Contains(second.err.String(), word),
+			"the second start is %s something again:\n%s", word, second.err.String())
 	}
 	second.stop()
 	assert.Equal(t, 0, <-second.ended, second.err.String())
@@ -58,9 +56,8 @@ func TestDevReadsDotEnv(t *testing.T) {
 	for text, says := range map[string]string{"AGENT_LANES=maybe\n": `AGENT_LANES: "maybe"`, "no assignment\n": ".env"} {
 		testkit.WriteFile(t, ".env", text)
 		got := newProgramWithoutDatabase(t).run("dev")
-		if got.code != 2 || !strings.Contains(got.err, says) || strings.Count(got.err, "\n") != 1 {
-			t.Errorf("with %q: exit %d, stderr %q", text, got.code, got.err)
-		}
+		assert.Truef(t, got.code == 2 && strings.Contains(got.err, says) && strings.Count(got.err, "\n") == 1,
+			"with %q: exit %d, stderr %q", text, got.code, got.err)
 	}
 	for text, c := range map[string]struct{ environ, says string }{
 		"OPENAI_BASE_URL=http://127.0.0.1:9/v1\n": {
@@ -70,16 +67,14 @@ func TestDevReadsDotEnv(t *testing.T) {
 		"AGENT_LISTEN=0.0.0.0:0\n": {"AGENT_ADMIN_TOKEN=6b1f0c9e27d84a53b1c7e09f4d2a8836", ".env cannot open a port"},
 	} {
 		testkit.WriteFile(t, ".env", text)
-		if got := newProgramWithoutDatabase(t, c.environ).run("dev"); got.code != 2 || !strings.Contains(got.err, c.says) ||
-			strings.Count(got.err, "\n") != 1 {
-			t.Errorf("with %q: exit %d, stderr %q", text, got.code, got.err)
-		}
+		got := newProgramWithoutDatabase(t, c.environ).run("dev")
+		assert.Truef(t, got.code == 2 && strings.Contains(got.err, c.says) && strings.Count(got.err, "\n") == 1,
+			"with %q: exit %d, stderr %q", text, got.code, got.err)
 	}
 	require.NoError(t, os.Remove(".env"))
 	newProgramWithoutDatabase(t).fails(2, "no database; set DATABASE_URL", "lanes", "ls")
-	if _, err := os.Stat(stateDir); err == nil {
-		t.Error("a data directory was made")
-	}
+	_, err := os.Stat(stateDir)
+	assert.Error(t, err, "a data directory was made")
 }
 
 // Commands in the folder use dev's settings; a command with a database ignores the folder.
@@ -89,9 +84,8 @@ func TestCommandsReadDotEnv(t *testing.T) {
 	testkit.WriteFile(t, ".env", "DATABASE_URL="+url+"\nAGENT_NAME=robin\n")
 	assert.Contains(t, newProgramWithoutDatabase(t).must("agents", "ls"), "robin")
 	newProgramWithoutDatabase(t).fails(2, "DATABASE_URL is not set", "serve")
-	if got := newProgramWithoutDatabase(t, "DATABASE_URL="+url).must("agents", "ls"); strings.Contains(got, "robin") {
-		t.Errorf("a command that is told its database: %s", got)
-	}
+	got := newProgramWithoutDatabase(t, "DATABASE_URL="+url).must("agents", "ls")
+	assert.Truef(t, !strings.Contains(got, "robin"), "a command that is told its database: %s", got)
 }
 
 // dev reports the names that .env set, and does not run a program named there.
@@ -114,12 +108,9 @@ func TestDevReportsDotEnv(t *testing.T) {
 	p.find(t, `(\^C stops)`)
 	p.stop()
 	<-p.ended
-	if strings.Contains(p.err.String(), "hunter2") {
-		t.Error("a value is shown")
-	}
-	if _, err := os.Stat(ran); err == nil {
-		t.Error("a program of the folder ran")
-	}
+	assert.True(t, !strings.Contains(p.err.String(), "hunter2"), "a value is shown")
+	_, err = os.Stat(ran)
+	assert.Error(t, err, "a program of the folder ran")
 }
 
 // demoEvent is a line of a story's JSON.
@@ -173,13 +164,10 @@ func TestDemoOutput(t *testing.T) {
 			var errs bytes.Buffer
 			cmd.Stderr = &errs
 			out, err := cmd.Output()
-			if err != nil {
-				t.Fatalf("%v\n%s\n%s", err, out, errs.String())
-			}
+			require.Truef(t, err == nil, "%v\n%s\n%s", err, out, errs.String())
 			events, thread := parseStory(t, string(out))
-			if diff := cmp.Diff(strings.TrimSpace(chainedOutput), events); diff != "" && story.Name == "chained" {
-				t.Errorf("the story (-want +got):\n%s", diff)
-			}
+			diff := cmp.Diff(strings.TrimSpace(chainedOutput), events)
+			assert.Truef(t, diff == "" || story.Name != "chained", "the story (-want +got):\n%s", diff)
 			assert.NoDiff(t, strings.Join(story.ends, "\n"), thread)
 			checkNothingLeft(t, url, errs.String())
 		})
@@ -193,9 +181,7 @@ func parseStory(t *testing.T, text string) (story, thread string) {
 	var last demoEvent
 	for line := range strings.Lines(text) {
 		last = demoEvent{}
-		if err := json.Unmarshal([]byte(line), &last); err != nil {
-			t.Fatalf("%v in %q", err, line)
-		}
+		require.NoError(t, json.Unmarshal([]byte(line), &last), "in", line)
 		if last.At != "" {
 			moments = append(moments, last.At+" "+storyEvent{
 				Who: last.Who, Event: last.Event, Subject: last.Other,
@@ -207,9 +193,7 @@ func parseStory(t *testing.T, text string) (story, thread string) {
 				"…"))
 		}
 	}
-	if last.Event != "checked" || !last.OK {
-		t.Errorf("the last line is %+v", last)
-	}
+	assert.Truef(t, last.Event == "checked" && last.OK, "the last line is %+v", last)
 	return strings.Join(moments, "\n"), strings.Join(messages, "\n")
 }
 
@@ -223,9 +207,8 @@ func checkNothingLeft(t *testing.T, url, said string) {
 	require.NoError(t, db.QueryRow(t.Context(), `
 		select exists (select from pg_database where datname = $1),
 		       (select count(*)::int from agent_threads) + (select count(*)::int from agent_flows)`, name).Scan(&left, &rows))
-	if name == "" || left || rows > 0 {
-		t.Errorf("database %q is left: %v; %d rows in the given one", name, left, rows)
-	}
+	assert.Truef(t, name != "" && !left && rows <= 0,
+		"database %q is left: %v; %d rows in the given one", name, left, rows)
 }
 
 // A deviating story fails with the difference and cleans up.
@@ -257,9 +240,7 @@ func TestDemoFailsOnDeviation(t *testing.T) {
 			s := independentStory()
 			test.change(&s)
 			err := c.demo(t.Context(), s, demoMinuteFast)
-			if err == nil || exitCode(t.Context(), err) != 1 {
-				t.Fatalf("ended with %v\n%s", err, out.String())
-			}
+			require.Truef(t, err != nil && exitCode(t.Context(), err) == 1, "ended with %v\n%s", err, out.String())
 			assert.Contains(t, strings.Join(errorLines(err), "\n"), test.says...)
 			checkNothingLeft(t, url, errs.String())
 		})
@@ -281,36 +262,28 @@ func TestInterruptedDemoCleansUp(t *testing.T) {
 	require.NoError(t, cmd.Process.Signal(syscall.SIGINT))
 	_, _ = io.Copy(io.Discard, out)
 	var exit *exec.ExitError
-	if err := cmd.Wait(); !errors.As(err, &exit) || exit.ExitCode() != exitInterrupted {
-		t.Fatalf("ended with %v\n%s", err, errs.String())
-	}
+	err = cmd.Wait()
+	require.Truef(t, errors.As(err, &exit) && exit.ExitCode() == exitInterrupted, "ended with %v\n%s", err, errs.String())
 	assert.Contains(t, errs.String(), "agent: interrupted")
 	dir := regexp.MustCompile(`data directory in (\S+)`).FindStringSubmatch(errs.String())
-	if dir == nil {
-		t.Fatalf("no server was made:\n%s", errs.String())
-	}
+	require.Truef(t, dir != nil, "no server was made:\n%s", errs.String())
 	pgtest.Eventually(t, pgWait, func() bool {
 		_, err := os.Stat(dir[1])
 		return errors.Is(err, os.ErrNotExist)
 	}, "the server's folder is removed")
-	if left, err := os.ReadDir(cmd.Dir); err != nil || len(left) > 0 {
-		t.Errorf("left in the folder: %v, %v", left, err)
-	}
+	left, err := os.ReadDir(cmd.Dir)
+	assert.Truef(t, err == nil && len(left) == 0, "left in the folder: %v, %v", left, err)
 }
 
 func TestDemoText(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	assert.Contains(t, p.must("demo"), "STORY", "onboarding", "independent", "chained", "hung")
-	if p.must("demo", "list") != p.must("demo") {
-		t.Error("list is not the same")
-	}
+	assert.Equal(t, p.must("demo"), p.must("demo", "list"), "list is not the same")
 	p.fails(exitUsage, "see agent demo list", "demo", "nobody")
 	before := time.Now()
 	shown := p.must("demo", "hung", "--fast")
 	assert.Contains(t, shown, "14:11  agente_a     has been silent for too long: lane stale, clearing", "SEQ  WHO",
 		"Checked: it went as it should.")
-	if time.Since(before) < 11*demoMinuteFast {
-		t.Error("the clock was not waited for")
-	}
+	assert.True(t, time.Since(before) >= 11*demoMinuteFast, "the clock was not waited for")
 }

@@ -33,9 +33,8 @@ func newBrowserTest(t *testing.T, p program, pool *pgxpool.Pool) *browserTest {
 	w := &browserTest{program: p, pool: pool, Page: browser.Open(t, browser.Look{})}
 	w.serve()
 	t.Cleanup(func() {
-		if list := w.Problems(); len(list) > 0 {
-			t.Errorf("the browser complains:\n%s", strings.Join(list, "\n"))
-		}
+		list := w.Problems()
+		assert.Truef(t, len(list) == 0, "the browser complains:\n%s", strings.Join(list, "\n"))
 	})
 	w.Go(w.base + "/")
 	w.Shows("Log in to the Engine Room")
@@ -64,9 +63,7 @@ func (w *browserTest) checkNotReloaded() {
 	w.t.Helper()
 	var same bool
 	w.Eval(`window.mark === "here"`, &same)
-	if !same {
-		w.t.Error("the page was loaded again")
-	}
+	assert.True(w.t, same, "the page was loaded again")
 }
 
 // checkFeed waits until the feed equals the log: each activity once, newest first, at most 50.
@@ -92,9 +89,7 @@ func (w *browserTest) pages() []string {
 	w.t.Helper()
 	var list []string
 	w.Eval(`[...document.querySelectorAll("nav[aria-label=Pages] a")].map(a => a.getAttribute("href"))`, &list)
-	if len(list) < 14 {
-		w.t.Fatalf("the navigation has %q", list)
-	}
+	require.Truef(w.t, len(list) >= 14, "the navigation has %q", list)
 	return list
 }
 

@@ -66,9 +66,8 @@ func TestEvalCounterfactualComparesACandidateWithTheAgentAsItIs(t *testing.T) {
 	assert.Contains(t, diverged.out, "worse: -1.00", "0 decided, diverged at check_order 8",
 		"check_order has no recorded call")
 	id := regexp.MustCompile(`run ([0-9a-f-]{36})`).FindStringSubmatch(diverged.out)[1]
-	if shown := p.must("eval", "show", id); !strings.HasPrefix(shown, diverged.out) {
-		t.Errorf("the run is shown as:\n%s", shown)
-	}
+	shown := p.must("eval", "show", id)
+	assert.Truef(t, strings.HasPrefix(shown, diverged.out), "the run is shown as:\n%s", shown)
 	// A turn that was played is not one that was recorded.
 	assert.Contains(t, p.run("eval", "counterfactual", "--model", "gpt-4o-mini").err, "8 recorded turns")
 }

@@ -54,9 +54,7 @@ func newGated(t *testing.T) (p program, pool *pgxpool.Pool, dir string, write fu
 	dir = t.TempDir()
 	text := gatedAgent
 	write = func(was, now string) {
-		if !strings.Contains(text, was) {
-			t.Fatalf("%q is not in the workspace", was)
-		}
+		require.Truef(t, strings.Contains(text, was), "%q is not in the workspace", was)
 		text = strings.Replace(text, was, now, 1)
 		testkit.WriteFile(t, filepath.Join(dir, "a.yaml"), text)
 	}
@@ -81,9 +79,8 @@ func TestApplyWantsThePassOfEachSuiteThatGates(t *testing.T) {
 	p.must("apply", dir)
 
 	write("Be very kind.", "Be rude.")
-	if failed := p.run("eval", "run", "--candidate", dir); failed.code != 1 {
-		t.Errorf("exit %d: %s%s", failed.code, failed.out, failed.err)
-	}
+	failed := p.run("eval", "run", "--candidate", dir)
+	assert.Truef(t, failed.code == 1, "exit %d: %s%s", failed.code, failed.out, failed.err)
 	p.fails(1, "evals refuse this apply: manners: a pass rate of 0.00, below 1.00, in run", "apply", dir)
 	p.fails(1, "greets (0/2)", "apply", dir)
 	p.fails(2, "--without-evals needs a --reason", "apply", dir, "--without-evals")

@@ -76,15 +76,13 @@ func TestEvalCommands(t *testing.T) {
 	assert.Equal(t, calls, len(server.Requests()))
 
 	undecided := p.run("eval", "run", "orders", "--against", "last")
-	if undecided.code != 3 || !strings.Contains(undecided.out, "undecided: +0.00 (-1.00 to 1.00) against run") {
-		t.Errorf("exit %d: %s%s", undecided.code, undecided.out, undecided.err)
-	}
+	assert.Truef(t, undecided.code == 3 && strings.Contains(undecided.out, "undecided: +0.00 (-1.00 to 1.00) against run"),
+		"exit %d: %s%s", undecided.code, undecided.out, undecided.err)
 	due = true
 	junit := filepath.Join(dir, "evals.xml")
 	failed := p.run("eval", "run", "--junit", junit)
-	if failed.code != 1 || !strings.Contains(failed.out, `expect[1]: answer lacks "not due"`) {
-		t.Errorf("exit %d: %s%s", failed.code, failed.out, failed.err)
-	}
+	assert.Truef(t, failed.code == 1 && strings.Contains(failed.out, `expect[1]: answer lacks "not due"`),
+		"exit %d: %s%s", failed.code, failed.out, failed.err)
 	text, err := os.ReadFile(junit)
 	require.NoError(t, err)
 	assert.Contains(t, string(text), `tests="2" failures="2" errors="0" skipped="0"`, `name="not due #2"`)

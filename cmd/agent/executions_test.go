@@ -64,9 +64,7 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 		"--label", "order=A-1001")
 	p.fails(2, "order is there twice", "executions", "start", "greet", "--label", "order=A-1", "--label", "order=A-2")
 	p.fails(2, "order is there twice", "executions", "start", "greet", "--label", "order=A-1,order=A-2")
-	if !started.Created || !strings.HasPrefix(started.TraceID, "fl_") {
-		t.Errorf("started %+v", started)
-	}
+	assert.Truef(t, started.Created && strings.HasPrefix(started.TraceID, "fl_"), "started %+v", started)
 	assert.Contains(t, p.must("executions", "start", "greet", "--input", `{"name": "Ana"}`, "--key", "ana"),
 		"was already started", started.ID)
 	p.waitWaiting(started.ID)
@@ -83,9 +81,7 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 		Resumed []string
 	}
 	p.mustJSON(&event, "executions", "event", "EVENT_COMPLETED", "news-Ana", "--id", "n1")
-	if len(event.Resumed) != 1 || event.Resumed[0] != started.ID {
-		t.Errorf("event %+v", event)
-	}
+	assert.Truef(t, len(event.Resumed) == 1 && event.Resumed[0] == started.ID, "event %+v", event)
 	pgtest.Eventually(t, 2*pgWait, func() bool {
 		return strings.Contains(p.must("executions", "show", started.ID), "hello Ana and goodbye")
 	}, "it ends")
@@ -95,9 +91,8 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 		ReplayDigest string `json:"replay_digest"`
 	}
 	p.mustJSON(&replayed, "executions", "replay", started.ID)
-	if !replayed.Equal || replayed.Digest == "" || replayed.Digest != replayed.ReplayDigest {
-		t.Errorf("replayed %+v", replayed)
-	}
+	assert.Truef(t, replayed.Equal && replayed.Digest != "" && replayed.Digest == replayed.ReplayDigest,
+		"replayed %+v", replayed)
 	// A fork from the wait waits again.
 	shown := struct {
 		Checkpoints []struct{ Step string }
@@ -117,9 +112,8 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	p.mustJSON(&forked, "executions", "fork", started.ID, "--from", step)
 	p.waitWaiting(forked.ID)
 	p.mustJSON(&shown, "executions", "show", started.ID)
-	if len(shown.Forks) != 1 || shown.Forks[0].ID != forked.ID || forked.ForkedFrom != started.ID {
-		t.Errorf("forks %+v, forked %+v", shown.Forks, forked)
-	}
+	assert.Truef(t, len(shown.Forks) == 1 && shown.Forks[0].ID == forked.ID && forked.ForkedFrom == started.ID,
+		"forks %+v, forked %+v", shown.Forks, forked)
 	assert.Equal(t, "cancelled "+forked.ID+"\n", p.must("executions", "cancel", forked.ID, "--reason", "enough"))
 	assert.Contains(t, p.must("executions", "show", forked.ID), "cancelled", "admin", "enough")
 	assert.Contains(t, p.must("executions", "retry", forked.ID), "after the last checkpoint")
@@ -145,11 +139,9 @@ func TestStartWait(t *testing.T) {
 	var fault struct {
 		Error struct{ Code, Message, Hint string }
 	}
-	if err := json.Unmarshal([]byte(failing.err.String()), &fault); err != nil ||
-		!strings.Contains(fault.Error.Message, "not today") ||
-		!strings.Contains(fault.Error.Hint, "agent executions retry") {
-		t.Errorf("stderr %q", failing.err.String())
-	}
+	err := json.Unmarshal([]byte(failing.err.String()), &fault)
+	assert.Truef(t, err == nil && strings.Contains(fault.Error.Message, "not today") &&
+		strings.Contains(fault.Error.Hint, "agent executions retry"), "stderr %q", failing.err.String())
 }
 
 func TestInvalidExecutionCommands(t *testing.T) {
@@ -178,9 +170,8 @@ func TestInvalidExecutionCommands(t *testing.T) {
 		if c.says == "cannot be found" {
 			c.says = "no such file"
 		}
-		if got.code != c.code || !strings.Contains(got.err, c.says) || got.out != "" {
-			t.Errorf("agent executions %v: exit %d, stderr %q, want %d with %q", c.args, got.code, got.err, c.code, c.says)
-		}
+		assert.Truef(t, got.code == c.code && strings.Contains(got.err, c.says) && got.out == "",
+			"agent executions %v: exit %d, stderr %q, want %d with %q", c.args, got.code, got.err, c.code, c.says)
 	}
 	var x struct{ ID string }
 	p.mustJSON(&x, "executions", "start", "external:import", "--priority", "1", "--thread", "begun")
@@ -230,9 +221,8 @@ func TestListFlowsAndRequests(t *testing.T) {
 	assert.Contains(t, p.must("apply", dir), "skill", "remove")
 	p.fails(1, "agent flows ls", "flows", "show", "nothing")
 	var schema map[string]any
-	if err := json.Unmarshal([]byte(p.must("flows", "schema")), &schema); err != nil || schema["$schema"] == nil {
-		t.Errorf("schema: %v", err)
-	}
+	err := json.Unmarshal([]byte(p.must("flows", "schema")), &schema)
+	assert.Truef(t, err == nil && schema["$schema"] != nil, "schema: %v", err)
 }
 
 // A flow lists its versions; an unknown one is an error with advice.
@@ -322,9 +312,8 @@ func TestAnswerRequest(t *testing.T) {
 		{ask("test", "{}")},
 		{ask("test", "{}"), "--url", "u"},
 	} {
-		if got := p.run(append([]string{"requests", "answer"}, wrong...)...); got.code != 2 {
-			t.Errorf("%v: %d %q", wrong, got.code, got.err)
-		}
+		got := p.run(append([]string{"requests", "answer"}, wrong...)...)
+		assert.Truef(t, got.code == 2, "%v: %d %q", wrong, got.code, got.err)
 	}
 	p.fails(1, "agent requests ls", "requests", "show", "01890000-0000-7000-8000-000000000000")
 }
@@ -358,9 +347,8 @@ func TestHeartbeatReportsYield(t *testing.T) {
 			got := p.run(append([]string{"heartbeat"}, extra...)...)
 			const want = "the heartbeat waits for the admin, holder of the lane operate; " +
 				"a process that runs `agent serve` or `agent dev` resumes it\n"
-			if got.code != 0 || got.err != want || got.out == "" {
-				t.Errorf("exit %d, stderr %q, stdout:\n%s", got.code, got.err, got.out)
-			}
+			assert.Truef(t, got.code == 0 && got.err == want && got.out != "",
+				"exit %d, stderr %q, stdout:\n%s", got.code, got.err, got.out)
 			assert.Contains(t, p.must("executions", "ls"), "waits for lane operate")
 		})
 	}
@@ -378,9 +366,8 @@ func TestPauseAndResume(t *testing.T) {
 	assert.Contains(t, p.must("pause", "--reason", "again"), "already: ", "prices look wrong")
 	assert.Contains(t, p.must("doctor"), "prices look wrong", "agent resume")
 	status := p.run("executions", "status")
-	if status.code != 0 || !strings.Contains(status.err, "by admin: prices look wrong; `agent resume` ends it") {
-		t.Errorf("status: %+v", status)
-	}
+	assert.Truef(t, status.code == 0 &&
+		strings.Contains(status.err, "by admin: prices look wrong; `agent resume` ends it"), "status: %+v", status)
 	assert.Contains(t, p.must("pause", "--reason", "x", "--json"), `"changed": false`, `"paused_by": "admin"`)
 	assert.Contains(t, p.must("resume", "--reason", "they were right"), "resumed; it was paused since", "trace op_")
 	assert.Contains(t, p.must("activity", "ls"), "pause_agent", "resume_agent")

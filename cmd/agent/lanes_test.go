@@ -41,10 +41,8 @@ func TestLanesRunExitCode(t *testing.T) {
 			for _, before := range [][]string{{"pipeline:x"}, {"pipeline:x", "--ttl", "1h"}, {"--ttl=90s", "pipeline:x"}} {
 				args := append(append([]string{"lanes", "run"}, before...), append([]string{"--"}, test.command...)...)
 				got := p.run(args...)
-				if got.code != test.code || got.out != test.out || got.err != "" {
-					t.Errorf("agent %q: exit %d, stdout %q, stderr %q, want %d and %q", args, got.code, got.out,
-						got.err, test.code, test.out)
-				}
+				assert.Truef(t, got.code == test.code && got.out == test.out && got.err == "",
+					"agent %q: exit %d, stdout %q, stderr %q, want %d and %q", args, got.code, got.out, got.err, test.code, test.out)
 				assert.Contains(t, p.must("lanes", "ls"), "no lane is held")
 			}
 		})
@@ -62,9 +60,8 @@ func TestLanesRunUnknownCommand(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	got := p.run("lanes", "run", "x", "--", "/no/such/command")
-	if got.code != 1 || !strings.HasPrefix(got.err, "agent: run /no/such/command: ") {
-		t.Errorf("exit %d, stderr %q", got.code, got.err)
-	}
+	assert.Truef(t, got.code == 1 && strings.HasPrefix(got.err, "agent: run /no/such/command: "),
+		"exit %d, stderr %q", got.code, got.err)
 	assert.Contains(t, p.must("lanes", "ls"), "no lane is held")
 }
 
@@ -90,9 +87,7 @@ func TestCommandsSkipBusyLane(t *testing.T) {
 		select try_acquire_agent_lock('objective:' || id, 'somebody', 600) from agent_objectives
 		union all select try_acquire_agent_lock('automation:' || id, 'somebody', 600) from agent_automations`)
 	got := p.run("skills", "call", "objective_advance", "--args", `{"objective":"tidy","step":"one","result":"done"}`)
-	if got.code == 0 {
-		t.Errorf("a busy objective was advanced: %+v", got)
-	}
+	assert.Truef(t, got.code != 0, "a busy objective was advanced: %+v", got)
 	assert.Contains(t, got.err, "somebody")
 	checkSkipped(t, db, "objective_advance", "somebody", 1)
 	got = p.run("automations", "run", "watch")
@@ -100,9 +95,8 @@ func TestCommandsSkipBusyLane(t *testing.T) {
 	assert.Contains(t, got.err, "skipped", "somebody")
 	checkSkipped(t, db, "run_automation", "somebody", 1)
 	var runs int
-	if err := db.QueryRow(t.Context(), `select count(*) from agent_automation_runs`).Scan(&runs); err != nil || runs != 0 {
-		t.Errorf("%d runs are left, %v", runs, err)
-	}
+	err := db.QueryRow(t.Context(), `select count(*) from agent_automation_runs`).Scan(&runs)
+	assert.Truef(t, err == nil && runs == 0, "%d runs are left, %v", runs, err)
 }
 
 // Breaking a lane used by an open transaction names the transaction.
@@ -134,23 +128,19 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 	assert.Contains(t, got.err, "level=WARN", "already running, skipped", "pipeline:x", "somebody")
 	assert.Contains(t, newProgram(t, url, "AGENT_LOG_FORMAT=json").run("lanes", "run", "pipeline:x", "--", "touch",
 		mark).err, `"level":"WARN","msg":"already running, skipped","lane":"pipeline:x"`)
-	if _, err := os.Stat(mark); err == nil {
-		t.Error("the command ran without the lane")
-	}
+	_, err := os.Stat(mark)
+	assert.Error(t, err, "the command ran without the lane")
 	checkSkipped(t, db, "run_in_lane", "somebody", 2)
 	assert.Contains(t, p.must("lanes", "ls"), "pipeline:x", "somebody")
 	var page struct{ Items []map[string]any }
 	p.mustJSON(&page, "lanes", "ls")
-	if len(page.Items) != 1 || page.Items[0]["locked_by"] != "somebody" {
-		t.Errorf("got %v", page.Items)
-	}
+	assert.Truef(t, len(page.Items) == 1 && page.Items[0]["locked_by"] == "somebody", "got %v", page.Items)
 
 	assert.Equal(t, "released pipeline:x\n", p.must("lanes", "release", "pipeline:x", "--reason", "the import hangs"))
 	assert.Contains(t, p.must("lanes", "run", "pipeline:x", "--", "echo", "ran"), "ran")
-	if got := p.run("lanes", "release", "pipeline:x"); got.code != 1 || got.err != "agent: lane \"pipeline:x\" is not "+
-		"held; see agent lanes ls\n" {
-		t.Errorf("released twice: exit %d, stderr %q", got.code, got.err)
-	}
+	got = p.run("lanes", "release", "pipeline:x")
+	assert.Truef(t, got.code == 1 && got.err == "agent: lane \"pipeline:x\" is not "+
+		"held; see agent lanes ls\n", "released twice: exit %d, stderr %q", got.code, got.err)
 	assert.Contains(t, p.must("activity", "ls"), "break_lane")
 }
 
@@ -163,27 +153,23 @@ func TestLanesRunInvalidLane(t *testing.T) {
 	for _, lane := range []string{"", strings.Repeat("x", 256), "a\nb", "a\x1b[31m", "tab\there"} {
 		for _, args := range [][]string{{"lanes", "run", lane, "--", "touch", mark}, {"lanes", "release", lane}} {
 			got := p.run(args...)
-			if got.code != 2 || got.out != "" || strings.Count(got.err, "\n") != 1 ||
-				!strings.Contains(got.err, "1 to 255 printable characters") {
-				t.Errorf("agent %.40q: exit %d, stdout %q, stderr %q", args, got.code, got.out, got.err)
-			}
+			assert.Truef(t, got.code == 2 && got.out == "" && strings.Count(got.err, "\n") == 1 &&
+				strings.Contains(got.err, "1 to 255 printable characters"), "agent %.40q: exit %d, stdout %q, stderr %q", args,
+				got.code, got.out, got.err)
 		}
 	}
 	for _, ttl := range []string{"0", "-1s", "31d", "abc", "", "999ms"} {
-		if got := p.run("lanes", "run", "x", "--ttl="+ttl, "--", "touch", mark); got.code != 2 {
-			t.Errorf("--ttl %q: exit %d, stderr %q", ttl, got.code, got.err)
-		}
+		got := p.run("lanes", "run", "x", "--ttl="+ttl, "--", "touch", mark)
+		assert.Truef(t, got.code == 2, "--ttl %q: exit %d, stderr %q", ttl, got.code, got.err)
 	}
-	if _, err := os.Stat(mark); err == nil {
-		t.Error("a command ran")
-	}
+	_, err := os.Stat(mark)
+	assert.Error(t, err, "a command ran")
 	var rows int
 	require.NoError(t, connect(t, url).QueryRow(t.Context(), `select (select count(*) from agent_locks) + (select count(*)
 		from agent_activity)`).Scan(&rows))
 	assert.Equal(t, 0, rows)
-	if got := p.run("lanes", "run", strings.Repeat("x", 255), "--ttl", "30d", "--", "true"); got.code != 0 {
-		t.Errorf("the longest lane for the longest time: exit %d, stderr %q", got.code, got.err)
-	}
+	got := p.run("lanes", "run", strings.Repeat("x", 255), "--ttl", "30d", "--", "true")
+	assert.Truef(t, got.code == 0, "the longest lane for the longest time: exit %d, stderr %q", got.code, got.err)
 }
 
 // The lane is renewed while a command outlasts its TTL.
@@ -210,13 +196,10 @@ func TestLanesRunStopsCommand(t *testing.T) {
 func TestLanesDisabled(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	if _, err := connect(t, url).Exec(t.Context(), `select try_acquire_agent_lock('x', 'somebody', 600)`); err != nil {
-		t.Fatal(err)
-	}
+	_, err := connect(t, url).Exec(t.Context(), `select try_acquire_agent_lock('x', 'somebody', 600)`)
+	require.NoError(t, err)
 	got := newProgram(t, url, "AGENT_LANES=off").run("lanes", "run", "x", "--", "echo", "ran")
-	if got.code != 0 || got.out != "ran\n" || strings.Count(got.err, "level=WARN") != 1 {
-		t.Errorf("got %+v", got)
-	}
+	assert.Truef(t, got.code == 0 && got.out == "ran\n" && strings.Count(got.err, "level=WARN") == 1, "got %+v", got)
 }
 
 // Signals, including a second one, go to the command. The lane is released when the command ends.
@@ -264,9 +247,8 @@ func TestLanesRunRenewsDuringCommand(t *testing.T) {
 	got := p.run("lanes", "run", "pipeline:x", "--ttl", "2s", "--", "sh", "-c", "sleep 5; echo ended by itself")
 	assert.Equal(t, 0, got.code, got.err)
 	assert.Equal(t, "ended by itself\n", got.out, got.err)
-	if strings.Contains(got.err, "lane lost") || strings.Contains(got.err, "[redacted]") {
-		t.Errorf("stderr: %s", got.err)
-	}
+	assert.Truef(t, !strings.Contains(got.err, "lane lost") && !strings.Contains(got.err, "[redacted]"),
+		"stderr: %s", got.err)
 }
 
 func TestTimeFormat(t *testing.T) {
@@ -291,7 +273,6 @@ func TestLanesRunStopsOnLostLane(t *testing.T) {
 	pgtest.Eventually(t, 30*time.Second, func() bool { _, err := os.Stat(mark); return err == nil }, "the command runs")
 	p.must("lanes", "release", "pipeline:x")
 	began := time.Now()
-	if got := <-done; got.code == 0 || time.Since(began) > 6*time.Second {
-		t.Errorf("after %s: %+v", time.Since(began), got)
-	}
+	got := <-done
+	assert.Truef(t, got.code != 0 && time.Since(began) <= 6*time.Second, "after %s: %+v", time.Since(began), got)
 }

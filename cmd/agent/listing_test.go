@@ -89,9 +89,8 @@ func TestEmptyListings(t *testing.T) {
 		}
 		assert.Equal(t, l.empty+"\n", p.must(l.args...), name, l.empty)
 		text := p.must(append(l.args, "--json")...)
-		if !strings.Contains(text, `"items": []`) || !strings.Contains(text, `"next_cursor": null`) {
-			t.Errorf("%s as JSON: %s", name, text)
-		}
+		assert.Truef(t, strings.Contains(text, `"items": []`) && strings.Contains(text, `"next_cursor": null`),
+			"%s as JSON: %s", name, text)
 	}
 }
 
@@ -120,23 +119,18 @@ func TestListings(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			got := p.run(l.args...)
 			first, rest, _ := strings.Cut(got.out, "\n")
-			if got.code != 0 || got.err != "" || !strings.HasPrefix(strings.Join(strings.Fields(first), " "), l.heading) ||
-				rest == "" {
-				t.Errorf("exit %d, stderr %q, stdout:\n%s", got.code, got.err, got.out)
-			}
+			assert.Truef(t, got.code == 0 && got.err == "" &&
+				strings.HasPrefix(strings.Join(strings.Fields(first), " "), l.heading) && rest != "",
+				"exit %d, stderr %q, stdout:\n%s", got.code, got.err, got.out)
 			for line := range strings.Lines(got.out) {
-				if strings.HasSuffix(line, " \n") {
-					t.Errorf("a line ends with a space: %q", line)
-				}
+				assert.Truef(t, !strings.HasSuffix(line, " \n"), "a line ends with a space: %q", line)
 			}
 			var page struct {
 				Items      []map[string]any `json:"items"`
 				NextCursor *string          `json:"next_cursor"`
 			}
 			p.mustJSON(&page, l.args...)
-			if len(page.Items) == 0 {
-				t.Error("no items")
-			}
+			assert.True(t, len(page.Items) > 0, "no items")
 			for _, item := range page.Items {
 				for key, value := range item {
 					checkField(t, key, value)
@@ -155,20 +149,15 @@ var (
 // checkField checks that a key is snake_case, an id a text, and a time RFC 3339 in UTC.
 func checkField(t *testing.T, key string, value any) {
 	t.Helper()
-	if !snakeCase.MatchString(key) {
-		t.Errorf("key %q is not snake_case", key)
-	}
+	assert.Truef(t, snakeCase.MatchString(key), "key %q is not snake_case", key)
 	if value == nil {
 		return
 	}
 	text, isText := value.(string)
-	if idField.MatchString(key) && !isText {
-		t.Errorf("%s is %v, not a text", key, value)
-	}
+	assert.Truef(t, !idField.MatchString(key) || isText, "%s is %v, not a text", key, value)
 	if timeField.MatchString(key) {
-		if _, err := time.Parse(time.RFC3339, text); err != nil || !strings.HasSuffix(text, "Z") {
-			t.Errorf("%s is %v, not RFC 3339 in UTC", key, value)
-		}
+		_, err := time.Parse(time.RFC3339, text)
+		assert.Truef(t, err == nil && strings.HasSuffix(text, "Z"), "%s is %v, not RFC 3339 in UTC", key, value)
 	}
 }
 
@@ -190,14 +179,11 @@ func TestTrace(t *testing.T) {
 	} {
 		assert.Equal(t, story, p.must("trace", form), form)
 	}
-	if strings.Contains(story, "\x1b[") {
-		t.Error("a story that goes to no terminal is coloured")
-	}
+	assert.True(t, !strings.Contains(story, "\x1b["), "a story that goes to no terminal is coloured")
 	forced := program{t, append(p.environ, "CLICOLOR_FORCE=1")}
 	assert.Contains(t, forced.must("trace", "last"), "\x1b[")
-	if got := forced.must("trace", "last", "--no-color"); strings.Contains(got, "\x1b[") {
-		t.Error("--no-color does not keep colours away")
-	}
+	got := forced.must("trace", "last", "--no-color")
+	assert.True(t, !strings.Contains(got, "\x1b["), "--no-color does not keep colours away")
 	if got := p.run("trace", "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE"); got.code != 1 || got.err !=
 		"agent: read trace hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE: no such trace; see agent trace ls\n" {
 		t.Errorf("an unknown trace: exit %d, stderr %q", got.code, got.err)
@@ -218,9 +204,7 @@ func TestExecutions(t *testing.T) {
 		Checkpoints []map[string]any
 	}
 	p.mustJSON(&shown, "executions", "show", id)
-	if shown.ID != id || len(shown.Checkpoints) == 0 {
-		t.Errorf("got %+v", shown)
-	}
+	assert.Truef(t, shown.ID == id && len(shown.Checkpoints) > 0, "got %+v", shown)
 	assert.Equal(t, id+" had already ended: completed\n", p.must("executions", "cancel", id))
 	const unknown = "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"
 	for _, args := range [][]string{
@@ -248,17 +232,15 @@ func TestApprovals(t *testing.T) {
 	if p.mustJSON(&one, "approvals", "show", id); one.ID != id || one.Arguments["limit"] != 3 {
 		t.Errorf("got %+v", one)
 	}
-	if got := p.run("approvals", "show", "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d"); got.code != 1 ||
-		!strings.HasSuffix(got.err, "; see agent approvals ls --all\n") {
-		t.Errorf("one that is not there: exit %d, stderr %q", got.code, got.err)
-	}
+	got := p.run("approvals", "show", "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d")
+	assert.Truef(t, got.code == 1 && strings.HasSuffix(got.err, "; see agent approvals ls --all\n"),
+		"one that is not there: exit %d, stderr %q", got.code, got.err)
 	assert.Equal(t, "approved "+id+": table_sizes {\"limit\": 3}\n",
 		p.must("approvals", "approve", id, "--reason", "known address"))
 	for id, next := range map[string]string{id: "show " + id, "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d": "ls --all"} {
-		if got := p.run("approvals", "reject", id); got.code != 1 ||
-			!strings.HasSuffix(got.err, "; see agent approvals "+next+"\n") {
-			t.Errorf("a second decision on %s: exit %d, stderr %q", id, got.code, got.err)
-		}
+		got := p.run("approvals", "reject", id)
+		assert.Truef(t, got.code == 1 && strings.HasSuffix(got.err, "; see agent approvals "+next+"\n"),
+			"a second decision on %s: exit %d, stderr %q", id, got.code, got.err)
 	}
 }
 
@@ -271,9 +253,7 @@ func TestListingsEscapeControlCharacters(t *testing.T) {
 		values ('fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'agent', E'red \u001b[31m\nand two lines', 'pending')`)
 	require.NoError(t, err)
 	got := newProgram(t, url).must("executions", "ls")
-	if strings.Contains(got, "\x1b") || strings.Count(got, "\n") != 2 {
-		t.Errorf("got %q", got)
-	}
+	assert.Truef(t, !strings.Contains(got, "\x1b") && strings.Count(got, "\n") == 2, "got %q", got)
 }
 
 // Every filter accepts every form of a trace ID.
@@ -299,9 +279,8 @@ func TestListingTraceIDForms(t *testing.T) {
 			assert.Contains(t, p.must(append(strings.Fields(command), "--trace", form)...), string(id))
 		}
 		another := trace.New(trace.Heartbeat).OTel()
-		if got := p.must(append(strings.Fields(command), "--trace", another)...); strings.Contains(got, string(id)) {
-			t.Errorf("agent %s --trace %s: %s", command, another, got)
-		}
+		got := p.must(append(strings.Fields(command), "--trace", another)...)
+		assert.Truef(t, !strings.Contains(got, string(id)), "agent %s --trace %s: %s", command, another, got)
 	}
 }
 
@@ -376,9 +355,8 @@ func TestExecutionsAreShownWithoutSecrets(t *testing.T) {
 		{"executions", "show", id, "--json"},
 	} {
 		got := p.must(args...)
-		if strings.Contains(got, "Zq81xLm0Kk77") || !strings.Contains(got, "[redacted]") || len(got) > 128<<10 {
-			t.Errorf("agent %v: %d bytes: %.2000s", args, len(got), got)
-		}
+		assert.Truef(t, !strings.Contains(got, "Zq81xLm0Kk77") && strings.Contains(got, "[redacted]") && len(got) <= 128<<10,
+			"agent %v: %d bytes: %.2000s", args, len(got), got)
 	}
 }
 
@@ -405,9 +383,8 @@ func TestCommandsHideSecrets(t *testing.T) {
 		{"skills", "call", "one", "--json"},
 	} {
 		got := p.must(args...)
-		if strings.Contains(got, "Zq81xLm0Kk77") || !strings.Contains(got, "[redacted]") {
-			t.Errorf("agent %v: %s", args, got)
-		}
+		assert.Truef(t, !strings.Contains(got, "Zq81xLm0Kk77") && strings.Contains(got, "[redacted]"),
+			"agent %v: %s", args, got)
 	}
 }
 
@@ -434,9 +411,8 @@ func TestTableWidth(t *testing.T) {
 		"no terminal":     {0, id + "  " + about + "  open"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := tableOn(t, test.columns, heading, rows); !strings.Contains(got, test.want+"\n") {
-				t.Errorf("the table is\n%s, want %q in it", got, test.want)
-			}
+			got := tableOn(t, test.columns, heading, rows)
+			assert.Truef(t, strings.Contains(got, test.want+"\n"), "the table is\n%s, want %q in it", got, test.want)
 		})
 	}
 }

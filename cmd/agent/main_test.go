@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -76,9 +77,7 @@ func (p program) runWith(ctx context.Context, in io.Reader, args ...string) comm
 func (p program) must(args ...string) string {
 	p.t.Helper()
 	got := p.run(args...)
-	if got.code != 0 {
-		p.t.Fatalf("agent %s: exit %d, stderr: %s", strings.Join(args, " "), got.code, got.err)
-	}
+	require.Truef(p.t, got.code == 0, "agent %s: exit %d, stderr: %s", strings.Join(args, " "), got.code, got.err)
 	return got.out
 }
 
@@ -94,9 +93,7 @@ func (p program) fails(code int, says string, args ...string) {
 func (p program) mustJSON(into any, args ...string) {
 	p.t.Helper()
 	text := p.must(append(args, "--json")...)
-	if err := decodeOne(text, into); err != nil {
-		p.t.Fatalf("agent %s --json: %v in %s", strings.Join(args, " "), err, text)
-	}
+	require.NoError(p.t, decodeOne(text, into), "agent", strings.Join(args, " "), "--json", "in", text)
 }
 
 // decodeOne decodes a text that must be one JSON document.

@@ -36,19 +36,17 @@ func TestModelsCheck(t *testing.T) {
 	got := p.run("models", "check")
 	assert.Contains(t, got.err, "7 calls to 1 model, billed by the provider")
 	assert.Contains(t, got.out, "gpt-4o\n", "pass     answers", "pass     correction", "7 calls, $0.0")
-	if got.code != 0 || len(server.Requests()) != 7 {
-		t.Errorf("exit %d after %d requests", got.code, len(server.Requests()))
-	}
+	assert.Truef(t, got.code == 0 && len(server.Requests()) == 7,
+		"exit %d after %d requests", got.code, len(server.Requests()))
 	p.must("apply", writeFolder(t, map[string]string{"a.yaml": twoAgents}))
 	got = p.run("models", "check")
 	assert.Contains(t, got.err, "28 calls to 4 models")
 	assert.Contains(t, got.out, "gpt-6-luna\n", "gpt-5-mini\n", "house/own (effort low)\n", "gpt-5-mini (effort low)\n",
 		"skipped  price", "set AGENT_PRICES")
 	var rows int
-	if err := connect(t, url).QueryRow(t.Context(), `select count(*) from agent_activity where skill_name = 'model_call'`).
-		Scan(&rows); err != nil || rows != 0 {
-		t.Errorf("%d rows of calls are in the log: %v", rows, err)
-	}
+	err := connect(t, url).QueryRow(t.Context(), `select count(*) from agent_activity where skill_name = 'model_call'`).
+		Scan(&rows)
+	assert.Truef(t, err == nil && rows == 0, "%d rows of calls are in the log: %v", rows, err)
 }
 
 func TestModelsCheckFailure(t *testing.T) {
@@ -62,9 +60,7 @@ func TestModelsCheckFailure(t *testing.T) {
 	})
 	p := newProgramWithoutDatabase(t, "OPENAI_BASE_URL="+server.URL(), "AGENT_LOG_LEVEL=warn")
 	got := p.run("models", "check", "own/model") // no database is needed
-	if got.code != 1 || strings.Contains(got.err, "agent:") {
-		t.Errorf("exit %d, stderr %q", got.code, got.err)
-	}
+	assert.Truef(t, got.code == 1 && !strings.Contains(got.err, "agent:"), "exit %d, stderr %q", got.code, got.err)
 	assert.Contains(t, got.out, "FAIL     tools", "called no tool", "--enable-auto-tool-choice", "skipped  correction",
 		"no tool was called")
 	var all struct {
@@ -75,9 +71,8 @@ func TestModelsCheckFailure(t *testing.T) {
 		}
 	}
 	got = p.run("models", "check", "own/model", "--json")
-	if err := decodeOne(got.out, &all); err != nil || got.code != 1 {
-		t.Fatalf("exit %d, %v in %s", got.code, err, got.out)
-	}
+	err := decodeOne(got.out, &all)
+	require.Truef(t, err == nil && got.code == 1, "exit %d, %v in %s", got.code, err, got.out)
 	if m := all.Items[0]; m.Model != "own/model" || m.Calls != 5 || len(m.Checks) != 8 || m.Checks[1].Status != "fail" {
 		t.Errorf("got %+v", m)
 	}
@@ -99,18 +94,14 @@ func TestListModels(t *testing.T) {
 		}
 	}
 	p.mustJSON(&all, "models", "ls")
-	if len(all.Items) != 4 || all.Items[0].Model != "gpt-6-luna" || len(all.Items[1].Agents) != 2 ||
-		all.Items[2].Price.Output != 3 || !all.Items[3].Listed || all.Items[3].Price != nil {
-		t.Errorf("got %+v", all.Items)
-	}
+	assert.Truef(t, len(all.Items) == 4 && all.Items[0].Model == "gpt-6-luna" && len(all.Items[1].Agents) == 2 &&
+		all.Items[2].Price.Output == 3 && all.Items[3].Listed && all.Items[3].Price == nil, "got %+v", all.Items)
 	silent := newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1",
 		"AGENT_MODEL=gpt-4o").run("models", "ls")
 	assert.Contains(t, silent.err, "the server lists no models", "check OPENAI_BASE_URL")
 	assert.Contains(t, silent.out, "gpt-4o")
 	assert.Equal(t, 0, silent.code)
-	if len(server.Requests()) > 0 {
-		t.Error("a listing made calls")
-	}
+	assert.True(t, len(server.Requests()) == 0, "a listing made calls")
 }
 
 func TestDoctorChecksTools(t *testing.T) {
@@ -129,9 +120,8 @@ func TestDoctorChecksTools(t *testing.T) {
 	got := p.run("doctor")
 	assert.Contains(t, got.out, "ok   model answers", "BAD  model tools", "tools are off",
 		"set AGENT_MODEL to one that calls tools")
-	if n := len(server.Requests()); n != 3 || got.code != 1 {
-		t.Errorf("exit %d after %d calls", got.code, n)
-	}
+	n := len(server.Requests())
+	assert.Truef(t, n == 3 && got.code == 1, "exit %d after %d calls", got.code, n)
 }
 
 func TestDoctorReportsEmbeddings(t *testing.T) {
@@ -142,10 +132,9 @@ func TestDoctorReportsEmbeddings(t *testing.T) {
 	server := modeltest.NewEmbeddings(t, func(string) []float32 { return []float32{1, 2, 3} })
 	p = newProgram(t, url, "AGENT_EMBEDDING_MODEL=small", "AGENT_EMBEDDING_BASE_URL="+server.URL(),
 		"OPENAI_BASE_URL="+server.URL(), "OPENAI_API_KEY=key-of-the-chat-model")
-	if got := p.run("doctor"); !strings.Contains(got.out, "BAD  embeddings") ||
-		!strings.Contains(got.out, "create extension vector;") {
-		t.Errorf("without the extension: %+v", got)
-	}
+	got := p.run("doctor")
+	assert.Truef(t, strings.Contains(got.out, "BAD  embeddings") && strings.Contains(got.out, "create extension vector;"),
+		"without the extension: %+v", got)
 	p.must("memory", "set", "rule", "two signatures")
 	assert.Contains(t, p.must("memory", "search", "signatures"), "rule")
 	assert.Equal(t, 0, len(server.Requests()))
@@ -216,13 +205,11 @@ func TestMCPCommands(t *testing.T) {
 	says(must("mcp", "sync", "greeter"), "quarantine", "greet")
 	shown := must("mcp", "show", "greeter", "greet")
 	says(shown, "quarantined", "Says hello.", "Says hello, and more.", "--hash ")
-	if got := agent.run("skills", "call", "mcp__greeter__greet"); got.code == 0 {
-		t.Errorf("a tool in quarantine was called: %s", got.out)
-	}
-	if got := agent.run("mcp", "accept", "greeter", "greet", "--hash", "0"); got.code == 0 ||
-		!strings.Contains(got.err, "has changed again") {
-		t.Errorf("accepting another version: %d, %s", got.code, got.err)
-	}
+	got := agent.run("skills", "call", "mcp__greeter__greet")
+	assert.Truef(t, got.code != 0, "a tool in quarantine was called: %s", got.out)
+	got = agent.run("mcp", "accept", "greeter", "greet", "--hash", "0")
+	assert.Truef(t, got.code != 0 && strings.Contains(got.err, "has changed again"),
+		"accepting another version: %d, %s", got.code, got.err)
 	says(must("mcp", "accept", "greeter", "greet"), "in service")
 	says(must("skills", "call", "mcp__greeter__greet"), "hello")
 
@@ -231,10 +218,9 @@ func TestMCPCommands(t *testing.T) {
 	var listing struct {
 		Servers, Tools, Offered []map[string]any
 	}
-	if err := json.Unmarshal([]byte(must("mcp", "ls", "--json")), &listing); err != nil || len(listing.Servers)+
-		len(listing.Tools)+len(listing.Offered) != 3 {
-		t.Errorf("the listing is %+v, %v", listing, err)
-	}
+	err := json.Unmarshal([]byte(must("mcp", "ls", "--json")), &listing)
+	assert.Truef(t, err == nil && len(listing.Servers)+
+		len(listing.Tools)+len(listing.Offered) == 3, "the listing is %+v, %v", listing, err)
 	assert.Equal(t, `hello {"name":"them"}`, exerciseMCP(t, agent))
 	says(must("mcp", "withdraw", "mcp__greeter__greet"), "is not offered")
 
@@ -245,9 +231,7 @@ func TestMCPCommands(t *testing.T) {
 	says(must("mcp", "ls"), "unreachable")
 	require.NoError(t, os.WriteFile(file, nil, 0o600))
 	says(must("apply", "--prune", dir), "remove", "greeter")
-	if got := agent.run("skills", "show", "mcp__greeter__greet"); got.code == 0 {
-		t.Error("the skill outlives its server")
-	}
+	assert.True(t, agent.run("skills", "show", "mcp__greeter__greet").code != 0, "the skill outlives its server")
 	assert.Equal(t, 2, agent.run("mcp", "list").code)
 }
 
@@ -264,21 +248,15 @@ func exerciseMCP(t *testing.T, agent program) string {
 	}()
 	session, err := sdk.NewClient(&sdk.Implementation{Name: "stock"}, nil).Connect(t.Context(),
 		&sdk.IOTransport{Reader: theirIn, Writer: theirOut}, nil)
-	if err != nil {
-		t.Fatalf("connect: %v; %s", err, errs.String())
-	}
+	require.NoError(t, err, "connect", errs.String())
 	listed, err := session.ListTools(t.Context(), nil)
-	if err != nil || !slices.ContainsFunc(listed.Tools,
-		func(tool *sdk.Tool) bool { return tool.Name == "mcp__greeter__greet" }) {
-		t.Fatalf("listed are %+v, %v", listed, err)
-	}
+	require.Truef(t, err == nil && slices.ContainsFunc(listed.Tools,
+		func(tool *sdk.Tool) bool { return tool.Name == "mcp__greeter__greet" }), "listed are %+v, %v", listed, err)
 	result, err := session.CallTool(t.Context(), &sdk.CallToolParams{
 		Name:      "mcp__greeter__greet",
 		Arguments: map[string]string{"name": "them"},
 	})
-	if err != nil || result.IsError || len(result.Content) != 1 {
-		t.Fatalf("the call: %+v, %v", result, err)
-	}
+	require.Truef(t, err == nil && !result.IsError && len(result.Content) == 1, "the call: %+v, %v", result, err)
 	_ = session.Close()
 	assert.Equal(t, 0, <-ended, errs.String())
 	text, _ := result.Content[0].(*sdk.TextContent)
@@ -303,17 +281,15 @@ func TestServeMCP(t *testing.T) {
 		"AGENT_ALLOW_PRIVATE_HTTP=127.0.0.1")
 	dir := t.TempDir()
 	testkit.WriteFile(t, filepath.Join(dir, "mcp.yaml"), "kind: mcp_server\nname: greeter\nurl: "+server.URL+"\n")
-	if got := agent.run("apply", dir); got.code != 0 {
-		t.Fatal(got.err)
-	}
+	got := agent.run("apply", dir)
+	require.True(t, got.code == 0, got.err)
 	s := agent.start("serve")
 	base := s.find(t, `msg=serving listen=(\S+)`)
 	pgtest.Eventually(t, pgWait, func() bool { return agent.run("mcp", "offer", "mcp__greeter__greet").code == 0 },
 		"the tool is mounted")
 	client := sdk.NewClient(&sdk.Implementation{Name: "stock"}, nil)
-	if code, _ := testkit.Get(t, base+"/mcp"); code != http.StatusUnauthorized {
-		t.Errorf("/mcp without the token: %d", code)
-	}
+	code, _ := testkit.Get(t, base+"/mcp")
+	assert.Equal(t, http.StatusUnauthorized, code, "/mcp without the token")
 	session, err := client.Connect(t.Context(), &sdk.StreamableClientTransport{
 		Endpoint:   base + "/mcp",
 		HTTPClient: &http.Client{Transport: adminBearer{}},
@@ -331,13 +307,11 @@ func TestServeMCP(t *testing.T) {
 	}
 	waits, _ := call().StructuredContent.(map[string]any)
 	id, _ := waits["approval_id"].(string)
-	if got := agent.run("approvals", "approve", id); got.code != 0 {
-		t.Fatalf("approve %q: %s", id, got.err)
-	}
+	got = agent.run("approvals", "approve", id)
+	require.Truef(t, got.code == 0, "approve %q: %s", id, got.err)
 	result := call()
-	if text, ok := result.Content[0].(*sdk.TextContent); !ok || result.IsError || text.Text != `hello {"name":"all"}` {
-		t.Errorf("after the approval: %+v", result)
-	}
+	text, ok := result.Content[0].(*sdk.TextContent)
+	assert.Truef(t, ok && !result.IsError && text.Text == `hello {"name":"all"}`, "after the approval: %+v", result)
 	s.stop()
 	assert.Equal(t, 0, <-s.ended, s.err.String())
 }

@@ -46,16 +46,12 @@ func TestObjectiveCommands(t *testing.T) {
 	p.must("objectives", "add", "tidy", "--goal", "be tidy", "--success", "no dust", "--step", "sweep")
 	var got shownState
 	p.mustJSON(&got, "objectives", "pause", "tidy")
-	if !got.Changed || got.Objective.Status != "paused" {
-		t.Errorf("got %+v", got)
-	}
+	assert.Truef(t, got.Changed && got.Objective.Status == "paused", "got %+v", got)
 	p.must("objectives", "resume", "tidy")
 	var shown struct{ Steps []struct{ ID string } }
 	p.mustJSON(&shown, "objectives", "show", "tidy")
-	if bad := p.run("objectives", "done", shown.Steps[0].ID); bad.code != exitUsage ||
-		!strings.Contains(bad.err, "--reason") {
-		t.Errorf("done without a reason: %+v", bad)
-	}
+	bad := p.run("objectives", "done", shown.Steps[0].ID)
+	assert.Truef(t, bad.code == exitUsage && strings.Contains(bad.err, "--reason"), "done without a reason: %+v", bad)
 	if bad := p.run("objectives", "done", "01a1fc7a-3cbd-7d8a-af56-b10ba12fb33d", "--reason",
 		"I saw it"); bad.code != exitFailed || !strings.Contains(bad.err, "step not found") {
 		t.Errorf("done of a step that is not there: %+v", bad)
@@ -64,10 +60,8 @@ func TestObjectiveCommands(t *testing.T) {
 	assert.Contains(t, p.must("objectives", "done", shown.Steps[0].ID, "--reason", "I saw it"), "no longer pending")
 	assert.Contains(t, p.must("objectives", "show", "tidy"), "completed", "admin's word: I saw it", "no dust",
 		"1 of 1 steps (100 %)")
-	if bad := p.run("objectives", "accept", "nothing"); bad.code != exitFailed ||
-		!strings.Contains(bad.err, "agent objectives ls") {
-		t.Errorf("got %+v", bad)
-	}
+	bad = p.run("objectives", "accept", "nothing")
+	assert.Truef(t, bad.code == exitFailed && strings.Contains(bad.err, "agent objectives ls"), "got %+v", bad)
 	assert.Contains(t, p.must("activity", "ls"), "add_objective", "confirm_step", "pause_objective")
 }
 
@@ -80,16 +74,13 @@ func TestProposalCommands(t *testing.T) {
 		`{"name":"watch","cron":"0 9 * * 1-5","timezone":"Europe/Madrid","skill":"recent_activity"}`)
 	assert.Contains(t, p.must("objectives", "ls", "--status", "proposed"), "wish")
 	assert.Contains(t, p.must("automations", "ls"), "watch", "proposed")
-	if bad := p.run("automations", "enable", "watch"); bad.code != exitFailed || !strings.Contains(bad.err, "accept") {
-		t.Errorf("a proposal was enabled: %+v", bad)
-	}
+	bad := p.run("automations", "enable", "watch")
+	assert.Truef(t, bad.code == exitFailed && strings.Contains(bad.err, "accept"), "a proposal was enabled: %+v", bad)
 	var got shownState
 	p.mustJSON(&got, "objectives", "accept", "wish", "--reason", "good")
 	assert.Equal(t, "active", got.Objective.Status, got)
 	p.mustJSON(&got, "automations", "accept", "watch")
-	if !got.Automation.Enabled || len(got.Automation.NextRuns) != 3 {
-		t.Errorf("got %+v", got)
-	}
+	assert.Truef(t, got.Automation.Enabled && len(got.Automation.NextRuns) == 3, "got %+v", got)
 	assert.Contains(t, p.must("automations", "show", "watch"), "0 9 * * 1-5 Europe/Madrid", "no runs yet", "CE")
 	p.mustJSON(&got, "automations", "run", "watch")
 	assert.Equal(t, "success", got.Run.Status, got)
@@ -115,9 +106,8 @@ func TestMemoryCommands(t *testing.T) {
 		{"memory", "set", "api_key", "hunter2"},
 		{"memory", "get", "nothing"},
 	} {
-		if got := p.run(refused...); got.code != exitFailed || strings.Contains(got.err, "hunter2") {
-			t.Errorf("%v: %+v", refused, got)
-		}
+		got := p.run(refused...)
+		assert.Truef(t, got.code == exitFailed && !strings.Contains(got.err, "hunter2"), "%v: %+v", refused, got)
 	}
 	for _, wrong := range [][]string{
 		{"", "x"},
@@ -164,9 +154,8 @@ func (b browserTab) page(path string, form url.Values) string {
 	require.NoError(b.t, err)
 	defer response.Body.Close()
 	text, err := io.ReadAll(response.Body)
-	if err != nil || response.StatusCode != http.StatusOK {
-		b.t.Fatalf("%s %s: %d, %v: %s", method, path, response.StatusCode, err, text)
-	}
+	require.Truef(b.t, err == nil && response.StatusCode == http.StatusOK,
+		"%s %s: %d, %v: %s", method, path, response.StatusCode, err, text)
 	return string(text)
 }
 
@@ -174,16 +163,13 @@ func (b browserTab) page(path string, form url.Values) string {
 func insertConflict(t *testing.T, pool *pgxpool.Pool) (conflict string) {
 	t.Helper()
 	for _, value := range []string{"first", "second"} {
-		if _, err := memory.Save(t.Context(), pool, memory.Note{Key: "contact", Value: value, TraceID: "op_1"}); err != nil {
-			t.Fatal(err)
-		}
+		_, err := memory.Save(t.Context(), pool, memory.Note{Key: "contact", Value: value, TraceID: "op_1"})
+		require.NoError(t, err)
 	}
 	note := memory.Note{Key: "contact", Value: "the late one", Revision: 1, TraceID: "hb_1"}
 	_, err := memory.Save(t.Context(), pool, note)
 	found, refused := errors.AsType[*memory.ConflictError](err)
-	if !refused {
-		t.Fatal(err)
-	}
+	require.True(t, refused, err)
 	id, err := memory.StoreConflict(t.Context(), pool, note, found, "")
 	require.NoError(t, err)
 	return id
@@ -209,9 +195,8 @@ func TestStalePagesDoNotOverwrite(t *testing.T) {
 	holds := func(value string, revision int) {
 		t.Helper()
 		e, err := memory.Shared.Get(t.Context(), pool, "general", "contact")
-		if err != nil || string(e.Value) != `"`+value+`"` || e.Revision != revision {
-			t.Errorf("it holds %s at %d, want %s at %d, %v", e.Value, e.Revision, value, revision, err)
-		}
+		assert.Truef(t, err == nil && string(e.Value) == `"`+value+`"` && e.Revision == revision,
+			"it holds %s at %d, want %s at %d, %v", e.Value, e.Revision, value, revision, err)
 	}
 	p.must("memory", "set", "contact", "third") // after both have opened the page
 	said := decide(ana, "take", "2")
@@ -268,9 +253,7 @@ func TestRetentionCommands(t *testing.T) {
 		for _, d := range done.Items {
 			found = found || d.Kind == "executions" && d.Removed == 2 && d.Keep == "30 days"
 		}
-		if !found {
-			t.Errorf("agent %v: %+v", args, done)
-		}
+		assert.Truef(t, found, "agent %v: %+v", args, done)
 	}
 	assert.Contains(t, p.must("retention", "run", "executions"), "executions  30 days  0")
 	for _, args := range [][]string{
@@ -281,9 +264,8 @@ func TestRetentionCommands(t *testing.T) {
 		{"retention", "set", "executions=3d", "executions=4d"},
 		{"retention", "set"},
 	} {
-		if got := p.run(args...); got.code != 2 || got.err == "" || got.out != "" {
-			t.Errorf("agent %v: %+v", args, got)
-		}
+		got := p.run(args...)
+		assert.Truef(t, got.code == 2 && got.err != "" && got.out == "", "agent %v: %+v", args, got)
 	}
 }
 
@@ -330,13 +312,10 @@ func TestWebhookCommands(t *testing.T) {
 	} {
 		got := p.must(append([]string{"webhooks"}, strings.Fields(command)...)...)
 		for _, want := range wants {
-			if !strings.Contains(got, want) {
-				t.Errorf("webhooks %s has no %q:\n%s", command, want, got)
-			}
+			assert.Truef(t, strings.Contains(got, want), "webhooks %s has no %q:\n%s", command, want, got)
 		}
-		if strings.Contains(got, "hunter2") || strings.Contains(got, "\x1b") {
-			t.Errorf("webhooks %s shows a secret", command)
-		}
+		assert.Truef(t, !strings.Contains(got, "hunter2") && !strings.Contains(got, "\x1b"),
+			"webhooks %s shows a secret", command)
 	}
 	for _, want := range []string{"endpoint shop is disabled\n", "endpoint shop is disabled already\n"} {
 		assert.Equal(t, want, p.must("webhooks", "disable", "shop"))
@@ -345,13 +324,11 @@ func TestWebhookCommands(t *testing.T) {
 	for command, code := range map[string]int{
 		"replay msg_1": 1, "show none": 1, "ls --status lost": 2, "enable none": 1, "replay": 2,
 	} {
-		if got := p.run(append([]string{"webhooks"}, strings.Fields(command)...)...); got.code != code || got.err == "" {
-			t.Errorf("webhooks %s: exit %d, %s", command, got.code, got.err)
-		}
+		got := p.run(append([]string{"webhooks"}, strings.Fields(command)...)...)
+		assert.Truef(t, got.code == code && got.err != "", "webhooks %s: exit %d, %s", command, got.code, got.err)
 	}
 	var status string
-	if err := db.QueryRow(t.Context(), `select status from agent_executions where flow = 'webhook'`).Scan(
-		&status); err != nil || status != "pending" {
-		t.Errorf("its execution is %q, %v", status, err)
-	}
+	err := db.QueryRow(t.Context(), `select status from agent_executions where flow = 'webhook'`).Scan(
+		&status)
+	assert.Truef(t, err == nil && status == "pending", "its execution is %q, %v", status, err)
 }

@@ -49,9 +49,8 @@ func newOperateTest(t *testing.T, replies ...modeltest.Reply) *operateTest {
 		{Name: "look", Handler: "sql:select 42 as answer"},
 	} {
 		s.Description = "does " + s.Name
-		if _, err := skills.Put(t.Context(), d.pool, s, skills.SourceWorkspace); err != nil {
-			t.Fatal(err)
-		}
+		_, err := skills.Put(t.Context(), d.pool, s, skills.SourceWorkspace)
+		require.NoError(t, err)
 	}
 	return d
 }
@@ -99,9 +98,8 @@ func (d *operateTest) startTerminal(args ...string) *terminalTest {
 
 func (s *terminalTest) typeKeys(keys string) {
 	s.t.Helper()
-	if _, err := s.keys.WriteString(keys); err != nil {
-		s.t.Fatal(err)
-	}
+	_, err := s.keys.WriteString(keys)
+	require.NoError(s.t, err)
 }
 
 var escapes = regexp.MustCompile("\x1b\\[[0-9;?]*[A-Za-z]")
@@ -237,9 +235,8 @@ func TestTerminalApprovalDecidedElsewhere(t *testing.T) {
 	s.typeKeys("Wipe.\r")
 	id := s.waitFor(`\n  ([0-9a-f-]{36}), until`)
 	s.waitFor(`approve\?`)
-	if _, err := approvals.Decide(t.Context(), d.pool, id, true, "admin", ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := approvals.Decide(t.Context(), d.pool, id, true, "admin", "")
+	require.NoError(t, err)
 	s.waitFor(`It is over\.`)
 	s.typeKeys("\x04")
 	assert.Equal(t, 0, s.waitExit())
@@ -271,13 +268,9 @@ func TestOperateOnce(t *testing.T) {
 	assert.Contains(t, got.err, "✓ look {}", "answered", "op_")
 	var answer operate.Answer
 	d.mustJSON(&answer, "operate", "And now?", "--session", "ses_again")
-	if answer.Text != "Still 42." || answer.SessionID != "ses_again" || answer.TraceID == "" ||
-		answer.Ended != "answered" {
-		t.Errorf("the document is %+v", answer)
-	}
-	if d.laneHeld(t) {
-		t.Error("the lane is still held")
-	}
+	assert.Truef(t, answer.Text == "Still 42." && answer.SessionID == "ses_again" && answer.TraceID != "" &&
+		answer.Ended == "answered", "the document is %+v", answer)
+	assert.True(t, !d.laneHeld(t), "the lane is still held")
 }
 
 // A turn outside of a phase is replayed without a model too.
@@ -288,9 +281,8 @@ func TestReplayOperateTurn(t *testing.T) {
 	asked := len(d.model.Requests())
 	id := pgtest.Value[string](t, d.pool, `select id::text from agent_executions where flow = 'operate'`)
 	assert.Contains(t, d.must("executions", "replay", id), "completed of operate", "equal")
-	if n := len(d.model.Requests()); n != asked {
-		t.Errorf("the replay asked the model %d times", n-asked)
-	}
+	n := len(d.model.Requests())
+	assert.Truef(t, n == asked, "the replay asked the model %d times", n-asked)
 }
 
 func TestOperateOnceLeavesApprovalsOpen(t *testing.T) {
@@ -302,10 +294,9 @@ func TestOperateOnceLeavesApprovalsOpen(t *testing.T) {
 	assert.Contains(t, got.err, "waits for approval: wipe {}", "agent serve")
 	got = d.run("operate", "Wipe.", "--json")
 	var answer operate.Answer
-	if err := decodeOne(got.out, &answer); err != nil || got.code != exitFailed || len(answer.Approvals) != 1 ||
-		answer.Ended != operate.WaitingApproval {
-		t.Errorf("exit %d, %v, %+v", got.code, err, answer)
-	}
+	err := decodeOne(got.out, &answer)
+	assert.Truef(t, err == nil && got.code == exitFailed && len(answer.Approvals) == 1 &&
+		answer.Ended == operate.WaitingApproval, "exit %d, %v, %+v", got.code, err, answer)
 	assert.Equal(t, exitFailed, d.runWith(t.Context(), strings.NewReader("Wipe.\ny\n/quit\n"), "operate").code)
 	pgtest.Equal(t, d.pool, 3, `select count(*) from agent_approvals where status = 'pending'`)
 }
@@ -314,10 +305,8 @@ func TestOperateLines(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.Text("One."), modeltest.Text("Two."), modeltest.Text("Three."))
 	got := d.runWith(t.Context(), strings.NewReader("Say one.\n\n/help\nSay two."), "operate")
-	if got.code != 0 || !strings.HasPrefix(got.out, "One.\n/trace") || !strings.HasSuffix(got.out, "\nTwo.\n") ||
-		strings.Contains(got.out, "> ") {
-		t.Errorf("exit %d, stdout %q", got.code, got.out)
-	}
+	assert.Truef(t, got.code == 0 && strings.HasPrefix(got.out, "One.\n/trace") &&
+		strings.HasSuffix(got.out, "\nTwo.\n") && !strings.Contains(got.out, "> "), "exit %d, stdout %q", got.code, got.out)
 	pgtest.Equal(t, d.pool, 1, `select count(distinct thread_id) from agent_executions`)
 	got = d.runWith(t.Context(), strings.NewReader("Say three.\n"), "operate", "--json")
 	var names []string
@@ -326,9 +315,8 @@ func TestOperateLines(t *testing.T) {
 			Event string          `json:"event"`
 			Data  json.RawMessage `json:"data"`
 		}
-		if err := json.Unmarshal([]byte(line), &event); err != nil || !bytes.HasPrefix(event.Data, []byte("{")) {
-			t.Errorf("%s: %v", line, err)
-		}
+		err := json.Unmarshal([]byte(line), &event)
+		assert.Truef(t, err == nil && bytes.HasPrefix(event.Data, []byte("{")), "%s: %v", line, err)
 		if len(names) == 0 || names[len(names)-1] != event.Event {
 			names = append(names, event.Event)
 		}
@@ -376,10 +364,9 @@ func TestInterruptedVisitorTurn(t *testing.T) {
 		interrupts <- os.Interrupt
 		return (&chatSession{cli: c, chat: a.Chat, thread: "t"}).sendInterruptible(ctx, interrupts, "Wait.")
 	})
-	if lines := strings.Split(strings.TrimSpace(said.String()), "\n"); err != nil || lines[len(lines)-1] != "cancelled" ||
-		strings.Contains(said.String(), "exit") {
-		t.Errorf("%v, said %q", err, said.String())
-	}
+	lines := strings.Split(strings.TrimSpace(said.String()), "\n")
+	assert.Truef(t, err == nil && lines[len(lines)-1] == "cancelled" && !strings.Contains(said.String(), "exit"),
+		"%v, said %q", err, said.String())
 }
 
 func TestFailedTurnExitCode(t *testing.T) {
@@ -461,16 +448,14 @@ func TestOperateWithoutAnswer(t *testing.T) {
 			d := newOperateTest(t, c.replies...)
 			d.environ = append(d.environ, c.environ)
 			got := d.run("operate", "How many?")
-			if got.code != exitFailed || !strings.HasPrefix(got.out, "Stopped because ") {
-				t.Errorf("exit %d, stdout %q", got.code, got.out)
-			}
+			assert.Truef(t, got.code == exitFailed && strings.HasPrefix(got.out, "Stopped because "),
+				"exit %d, stdout %q", got.code, got.out)
 			assert.Contains(t, got.err, append(c.says, "op_")...)
 			got = d.run("operate", "How many?", "--json")
 			var answer operate.Answer
-			if err := decodeOne(got.out, &answer); err != nil || got.code != exitFailed || answer.Ended != c.ended ||
-				answer.Until.IsZero() == (c.ended == "day") {
-				t.Errorf("exit %d, %v, %+v", got.code, err, answer)
-			}
+			err := decodeOne(got.out, &answer)
+			assert.Truef(t, err == nil && got.code == exitFailed && answer.Ended == c.ended &&
+				answer.Until.IsZero() != (c.ended == "day"), "exit %d, %v, %+v", got.code, err, answer)
 		})
 	}
 }
@@ -484,10 +469,8 @@ func TestModelServerSettings(t *testing.T) {
 		`AGENT_MODEL_EXTRA={"chat_template_kwargs":{"enable_thinking":false}}`)
 	assert.Contains(t, p.must("operate", "how many?"), "It is 42.")
 	asked := server.Requests()[0]
-	if asked.Path != "/v1/chat/completions" || asked.Header.Get("Api-Key") != "key-of-azure" ||
-		asked.Query.Get("api-version") != "2026-10-01" {
-		t.Errorf("asked at %s with %v, %v", asked.Path, asked.Header, asked.Query)
-	}
+	assert.Truef(t, asked.Path == "/v1/chat/completions" && asked.Header.Get("Api-Key") == "key-of-azure" &&
+		asked.Query.Get("api-version") == "2026-10-01", "asked at %s with %v, %v", asked.Path, asked.Header, asked.Query)
 	assert.Contains(t, asked.Body, `"reasoning_effort":"low"`, `"chat_template_kwargs":{"enable_thinking":false}`)
 	p = newProgram(t, pgtest.URL(t), "OPENAI_BASE_URL="+server.URL(), "AGENT_MODEL_API=responses")
 	got := p.run("operate", "how many?")
@@ -511,8 +494,7 @@ func TestModelPrices(t *testing.T) {
 		{models.Usage{PromptTokens: 1000, CompletionTokens: 10, CachedTokens: 500, CacheWriteTokens: 300}, 0.00135},
 		{models.Usage{PromptTokens: 2000, CompletionTokens: 10, CachedTokens: 500}, 0.00815},
 	} {
-		if got := price.Cost(c.used); !found || math.Abs(got-c.want) > 1e-9 {
-			t.Errorf("%+v costs %g, not %g", c.used, got, c.want)
-		}
+		got := price.Cost(c.used)
+		assert.Truef(t, found && math.Abs(got-c.want) <= 1e-9, "%+v costs %g, not %g", c.used, got, c.want)
 	}
 }

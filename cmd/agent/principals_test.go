@@ -18,14 +18,11 @@ func TestATokenOpensWhatItsRoleMay(t *testing.T) {
 	assert.Contains(t, p.must("principals", "add", "anna", "--role", "viewer", "--reason", "new here"),
 		"anna: user, role viewer")
 	text := strings.TrimSpace(p.must("tokens", "create", "anna", "--expires", "90d", "--name", "laptop"))
-	if !strings.HasPrefix(text, "lk_") || strings.Count(text, "_") != 2 {
-		t.Fatalf("token is %q", text)
-	}
+	require.Truef(t, strings.HasPrefix(text, "lk_") && strings.Count(text, "_") == 2, "token is %q", text)
 	base := "http://" + p.start("serve").find(t, `listen=http://(\S+)`)
 	for path, want := range map[string]int{"/v1/traces": 200, "/v1/me": 200, "/v1/threads": 403, "/v1/principals": 403} {
-		if got := call(t, "GET", base+path, text, "192.0.2.1"); got != want && (got != 400 || want != 200) {
-			t.Errorf("GET %s: %d, want %d", path, got, want)
-		}
+		got := call(t, "GET", base+path, text, "192.0.2.1")
+		assert.Truef(t, got == want || got == 400 && want == 200, "GET %s: %d, want %d", path, got, want)
 	}
 	p.must("principals", "role", "anna", "operator")
 	if got := call(t, "GET", base+"/v1/threads", text, "192.0.2.1"); got == 403 || got == 401 {
@@ -42,7 +39,5 @@ func TestATokenOpensWhatItsRoleMay(t *testing.T) {
 	}
 	assert.Contains(t, p.must("activity", "audit"), "create_token", "new here")
 	got := p.run("principals", "role", "nobody", "viewer")
-	if got.code == 0 || !strings.Contains(got.err, "agent principals ls") {
-		t.Errorf("exit %d: %s", got.code, got.err)
-	}
+	assert.Truef(t, got.code != 0 && strings.Contains(got.err, "agent principals ls"), "exit %d: %s", got.code, got.err)
 }

@@ -38,9 +38,8 @@ func (p program) remote(settings ...string) (far program, server *started) {
 func TestEveryCommandSaysWhereItRuns(t *testing.T) {
 	t.Parallel()
 	for name, cmd := range everyCommand(t) {
-		if _, _, listed := place(cmd); cmd.Runnable() && !listed {
-			t.Errorf("agent %s: list it in remoteCommands or in localCommands", name)
-		}
+		_, _, listed := place(cmd)
+		assert.Truef(t, !cmd.Runnable() || listed, "agent %s: list it in remoteCommands or in localCommands", name)
 	}
 }
 
@@ -58,9 +57,8 @@ func TestCommandsOpenFilesThroughTheCLI(t *testing.T) {
 		if name == "documents.go" && found == 1 { // createFile, behind the method of the same name
 			continue
 		}
-		if found > 0 && !strings.HasSuffix(name, "_test.go") && !slices.Contains(local, name) {
-			t.Errorf("%s opens files: use openFile or createFile of cli, which on a server take those of the caller", name)
-		}
+		assert.Truef(t, found <= 0 || strings.HasSuffix(name, "_test.go") || slices.Contains(local, name),
+			"%s opens files: use openFile or createFile of cli, which on a server take those of the caller", name)
 	}
 }
 
@@ -131,9 +129,8 @@ func TestRemoteCommandsEqualLocalOnes(t *testing.T) {
 			got[i] = p.run(c.args...)
 			got[i].out, got[i].err = volatile.ReplaceAllString(got[i].out, "#"), volatile.ReplaceAllString(got[i].err, "#")
 		}
-		if got[0] != got[1] || got[0].code != c.code {
-			t.Errorf("agent %q, want exit %d\nlocal:  %+v\nremote: %+v", c.args, c.code, got[0], got[1])
-		}
+		assert.Truef(t, got[0] == got[1] && got[0].code == c.code,
+			"agent %q, want exit %d\nlocal:  %+v\nremote: %+v", c.args, c.code, got[0], got[1])
 	}
 	checkRemoteFiles(t, far, dir)
 }
@@ -157,9 +154,7 @@ func checkRemoteFiles(t *testing.T, far program, dir string) {
 	require.NoError(t, json.Unmarshal([]byte(piped.out), &d))
 	assert.Equal(t, "from a pipe", far.must("documents", "get", d.ID))
 	lines := far.runWith(t.Context(), strings.NewReader("hello\nhello again\n"), "chat")
-	if lines.code != 0 || strings.Count(lines.err, "thread th_") != 2 {
-		t.Errorf("two lines: %+v", lines)
-	}
+	assert.Truef(t, lines.code == 0 && strings.Count(lines.err, "thread th_") == 2, "two lines: %+v", lines)
 }
 
 func TestRemoteRefusesWhatReachesTheServersMachine(t *testing.T) {
@@ -203,9 +198,8 @@ func TestRemoteRefusesWhatReachesTheServersMachine(t *testing.T) {
 		`{"args":["version"],"more":1}`:                        `no command`,
 		`{"args":["--server","http://127.0.0.1:1","version"]}`: `"exit":0`,
 	} {
-		if got := post(body); !strings.Contains(got, want) {
-			t.Errorf("%s: %s, want %s", body, got, want)
-		}
+		got := post(body)
+		assert.Truef(t, strings.Contains(got, want), "%s: %s, want %s", body, got, want)
 	}
 }
 
@@ -361,10 +355,9 @@ func TestRemoteFailures(t *testing.T) {
 		"no address": {at("example.com"), 2, "is not an address"},
 		"password":   {at("https://u:p@x.io"), 2, "is not an address"},
 	} {
-		if got := c.p.run("skills", "ls"); got.code != c.code || !strings.Contains(got.err, c.says) ||
-			strings.Contains(got.err, "\x1b") {
-			t.Errorf("%s: %+v, want %d with %q", name, got, c.code, c.says)
-		}
+		got := c.p.run("skills", "ls")
+		assert.Truef(t, got.code == c.code && strings.Contains(got.err, c.says) && !strings.Contains(got.err, "\x1b"),
+			"%s: %+v, want %d with %q", name, got, c.code, c.says)
 	}
 	p := at("http://127.0.0.1:1")
 	for _, args := range [][]string{
@@ -387,9 +380,7 @@ func TestRemoteServerIsNotTrusted(t *testing.T) {
 		server := httptest.NewServer(http.RedirectHandler(elsewhere.URL, http.StatusTemporaryRedirect))
 		defer server.Close()
 		newProgramWithoutDatabase(t, "AGENT_SERVER="+server.URL, "AGENT_TOKEN=t").run("skills", "ls")
-		if asked {
-			t.Error("the redirect was followed")
-		}
+		assert.True(t, !asked, "the redirect was followed")
 	})
 	t.Run("file", func(t *testing.T) {
 		t.Parallel()
@@ -399,9 +390,7 @@ func TestRemoteServerIsNotTrusted(t *testing.T) {
 		p.must("documents", "get", "x", "-o", filepath.Join(dir, "named"))
 		found, err := os.ReadDir(dir)
 		require.NoError(t, err)
-		if len(found) != 1 || found[0].Name() != "named" {
-			t.Errorf("files: %v", found)
-		}
+		assert.Truef(t, len(found) == 1 && found[0].Name() == "named", "files: %v", found)
 	})
 }
 
@@ -415,16 +404,13 @@ func TestLoginStoresATokenPerServer(t *testing.T) {
 	login := func(typed string) commandResult {
 		return p.runWith(t.Context(), strings.NewReader(typed), "login", base)
 	}
-	if got := login("wrong\n"); got.code != 2 || !strings.Contains(got.err, "401") {
-		t.Errorf("a wrong token: %+v", got)
-	}
-	if got := login("\n"); got.code != 2 || !strings.Contains(got.err, "empty") {
-		t.Errorf("no token: %+v", got)
-	}
+	got := login("wrong\n")
+	assert.Truef(t, got.code == 2 && strings.Contains(got.err, "401"), "a wrong token: %+v", got)
+	got = login("\n")
+	assert.Truef(t, got.code == 2 && strings.Contains(got.err, "empty"), "no token: %+v", got)
 	p.fails(2, "there is no token", "--server", base, "skills", "ls")
-	if got := login(secret + "\n"); got.code != 0 || strings.Contains(got.out+got.err, secret) {
-		t.Errorf("login: %+v", got)
-	}
+	got = login(secret + "\n")
+	assert.Truef(t, got.code == 0 && !strings.Contains(got.out+got.err, secret), "login: %+v", got)
 	assert.Contains(t, p.must("--server", base, "skills", "ls"), "memory_search")
 	p.fails(2, "there is no token", "--server", "http://127.0.0.1:2", "skills", "ls")
 	file := filepath.Join(home, ".config", "lanekeeper", "login.json")

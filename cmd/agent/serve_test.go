@@ -119,9 +119,8 @@ func TestInvalidSettings(t *testing.T) {
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			got := newProgramWithoutDatabase(t, test.settings...).run(test.args...)
-			if got.code != 2 || got.out != "" || strings.Count(got.err, "\n") != len(test.says) {
-				t.Errorf("exit %d, stdout %q, want 2 and %d lines on stderr:\n%s", got.code, got.out, len(test.says), got.err)
-			}
+			assert.Truef(t, got.code == 2 && got.out == "" && strings.Count(got.err, "\n") == len(test.says),
+				"exit %d, stdout %q, want 2 and %d lines on stderr:\n%s", got.code, got.out, len(test.says), got.err)
 			for _, says := range test.says {
 				assert.Contains(t, got.err, "agent: "+says)
 			}
@@ -145,9 +144,8 @@ func TestCommandsWithoutADatabase(t *testing.T) {
 		}
 	}
 	got := newProgramWithoutDatabase(t, "DATABASE_URL=postgres://user:hunter2@127.0.0.1:1/none").run("lanes", "ls")
-	if got.code != 1 || strings.Contains(got.err, "hunter2") || !strings.Contains(got.err, "check host and port") {
-		t.Errorf("a database that is down: exit %d, stderr %q", got.code, got.err)
-	}
+	assert.Truef(t, got.code == 1 && !strings.Contains(got.err, "hunter2") &&
+		strings.Contains(got.err, "check host and port"), "a database that is down: exit %d, stderr %q", got.code, got.err)
 }
 
 func TestPortInUse(t *testing.T) {
@@ -157,9 +155,8 @@ func TestPortInUse(t *testing.T) {
 	defer taken.Close()
 	for _, command := range []string{"serve", "dev"} {
 		got := newProgram(t, "postgres://localhost:1/none", token, "AGENT_LISTEN="+taken.Addr().String()).run(command)
-		if got.code != 1 || strings.Count(got.err, "\n") != 1 {
-			t.Errorf("agent %s: exit %d, stderr %q", command, got.code, got.err)
-		}
+		assert.Truef(t, got.code == 1 && strings.Count(got.err, "\n") == 1,
+			"agent %s: exit %d, stderr %q", command, got.code, got.err)
 		assert.Contains(t, got.err, "address already in use; set AGENT_LISTEN to a free address")
 	}
 }
@@ -168,9 +165,8 @@ func TestServeRequiresMigratedDatabase(t *testing.T) {
 	t.Parallel()
 	url := pgtest.EmptyURL(t)
 	got := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0").run("serve")
-	if got.code != 2 || strings.Count(got.err, "\n") != 1 || !strings.Contains(got.err, "run `agent migrate`") {
-		t.Errorf("exit %d, stderr %q", got.code, got.err)
-	}
+	assert.Truef(t, got.code == 2 && strings.Count(got.err, "\n") == 1 && strings.Contains(got.err, "run `agent migrate`"),
+		"exit %d, stderr %q", got.code, got.err)
 }
 
 func TestServe(t *testing.T) {
@@ -182,22 +178,18 @@ func TestServe(t *testing.T) {
 		code, _ := testkit.Get(t, base+"/readyz")
 		return code == http.StatusOK
 	}, "it is ready")
-	if code, _ := testkit.Get(t, base+"/v1/lanes"); code != http.StatusUnauthorized {
-		t.Errorf("lanes without the token: %d", code)
-	}
+	code, _ := testkit.Get(t, base+"/v1/lanes")
+	assert.Equal(t, http.StatusUnauthorized, code, "lanes without the token")
 	assert.Contains(t, s.err.String(), "engine_room="+base+"/")
-	if code, page := testkit.Get(t, base+"/lanes"); code != http.StatusOK ||
-		!strings.Contains(page, "Log in to the Engine Room") {
-		t.Errorf("a page without a login: %d\n%s", code, page)
-	}
+	code, page := testkit.Get(t, base+"/lanes")
+	assert.Truef(t, code == http.StatusOK && strings.Contains(page, "Log in to the Engine Room"),
+		"a page without a login: %d\n%s", code, page)
 	checkEngineRoom(t, base, strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
 	s.stop()
 	if code := <-s.ended; code != 0 || s.out.String() != "" || !strings.Contains(s.err.String(), "msg=stopped") {
 		t.Errorf("exit %d, stdout %q, stderr %s", code, s.out.String(), s.err.String())
 	}
-	if strings.Contains(s.err.String(), "0123456789abcdef") {
-		t.Error("the token is in the log")
-	}
+	assert.True(t, !strings.Contains(s.err.String(), "0123456789abcdef"), "the token is in the log")
 }
 
 // checkEngineRoom logs in and submits an invalid action.
@@ -251,16 +243,12 @@ func TestDevOutput(t *testing.T) {
 		"2 automations",
 		"running a heartbeat …", "admin token  the-admins-own-token\n", "/chat#key=the-visitors-own-key\n",
 		"data in      DATABASE_URL\n", "model        offline", "heartbeat    */30", "*/30 * * * * (UTC)", "^C stops")
-	if strings.Contains(said, "hunter2") {
-		t.Error("the database's password is shown")
-	}
+	assert.True(t, !strings.Contains(said, "hunter2"), "the database's password is shown")
 	logged := strings.Count(said, "level=WARN") // at the half hour, the schedule's heartbeat meets the first one
-	if lines := strings.Count(said, "\n") - logged; lines > 16 {
-		t.Errorf("%d lines on stderr:\n%s", lines, said)
-	}
-	if code, body := testkit.Get(t, base+"/readyz"); code != http.StatusOK {
-		t.Errorf("readyz: %d %s", code, body)
-	}
+	lines := strings.Count(said, "\n") - logged
+	assert.Truef(t, lines <= 16, "%d lines on stderr:\n%s", lines, said)
+	code, body := testkit.Get(t, base+"/readyz")
+	assert.Truef(t, code == http.StatusOK, "readyz: %d %s", code, body)
 	s.stop()
 	if code := <-s.ended; code != 0 || !strings.HasSuffix(s.err.String(), "stopped\n") {
 		t.Errorf("exit %d, stderr %s", code, s.err.String())
@@ -281,19 +269,15 @@ func TestHeartbeat(t *testing.T) {
 		}
 	}
 	p.mustJSON(&got, "heartbeat")
-	if got.Execution.Status != "completed" || len(got.Trace.Activities) != 6 ||
-		!strings.HasPrefix(got.Trace.TraceID, "hb_") {
-		t.Errorf("got %+v", got)
-	}
+	assert.Truef(t, got.Execution.Status == "completed" && len(got.Trace.Activities) == 6 &&
+		strings.HasPrefix(got.Trace.TraceID, "hb_"), "got %+v", got)
 
 	for _, lane := range []string{"heartbeat", "operate"} {
 		db := connect(t, url)
 		pgtest.Exec(t, db, `select try_acquire_agent_lock($1, 'somebody', 600)`, lane)
 		p.mustJSON(&got, "heartbeat")
-		if got.Execution.Status != "completed" || len(got.Trace.Activities) != 1 ||
-			got.Trace.Activities[0].Status != "skipped" {
-			t.Errorf("with lane %s held: %+v", lane, got)
-		}
+		assert.Truef(t, got.Execution.Status == "completed" && len(got.Trace.Activities) == 1 &&
+			got.Trace.Activities[0].Status == "skipped", "with lane %s held: %+v", lane, got)
 		pgtest.Exec(t, db, `select release_agent_lock($1, 'somebody')`, lane)
 	}
 }
@@ -319,12 +303,8 @@ func TestFailedHeartbeat(t *testing.T) {
 			TraceID       string `json:"trace_id"`
 		}
 	}
-	if err := json.Unmarshal([]byte(last), &fault); err != nil {
-		t.Fatalf("%v: %s", err, got.err)
-	}
-	if fault.Error.Code != "failed" || !strings.HasPrefix(fault.Error.TraceID, "hb_") {
-		t.Errorf("got %+v", fault)
-	}
+	require.NoError(t, json.Unmarshal([]byte(last), &fault), got.err)
+	assert.Truef(t, fault.Error.Code == "failed" && strings.HasPrefix(fault.Error.TraceID, "hb_"), "got %+v", fault)
 	assert.Contains(t, fault.Error.Message, "status 401: invalid_api_key", "such key", "check OPENAI_API_KEY")
 }
 
@@ -360,9 +340,7 @@ func TestDoctor(t *testing.T) {
 	var all findings
 	p.mustJSON(&all, "doctor")
 	for _, f := range all.Items {
-		if !f.OK {
-			t.Errorf("%s: %s", f.Check, f.Detail)
-		}
+		assert.Truef(t, f.OK, "%s: %s", f.Check, f.Detail)
 	}
 	for name, environ := range map[string][]string{
 		"configuration": {"AGENT_LANES=maybe", "AGENT_WORKERS=0"},
@@ -373,10 +351,9 @@ func TestDoctor(t *testing.T) {
 		"model answers": {"DATABASE_URL=" + pgtest.URL(t), "OPENAI_BASE_URL=http://127.0.0.1:1/v1"},
 	} {
 		got := newProgramWithoutDatabase(t, environ...).run("doctor")
-		if got.code != 1 || strings.Contains(got.err, "agent:") || strings.Contains(got.out+got.err, "hunter2") ||
-			!strings.Contains(got.out, "BAD  "+name) {
-			t.Errorf("bad %s: exit %d, stderr %q, stdout:\n%s", name, got.code, got.err, got.out)
-		}
+		assert.Truef(t, got.code == 1 && !strings.Contains(got.err, "agent:") &&
+			!strings.Contains(got.out+got.err, "hunter2") && strings.Contains(got.out, "BAD  "+name),
+			"bad %s: exit %d, stderr %q, stdout:\n%s", name, got.code, got.err, got.out)
 	}
 }
 
@@ -454,10 +431,9 @@ func TestShutdownDrains(t *testing.T) {
 	}
 	assert.Equal(t, 200, send(t.Context(), "GET", base+"/healthz", "", "").status)
 	got := send(t.Context(), "POST", base+"/v1/executions", admin, `{"flow": "errand"}`)
-	if got.status < 200 || got.status >= 500 || !got.closes {
-		t.Errorf("a request while it drains: %d %v, closes %t, want an answer and that the connection is closed",
-			got.status, got.err, got.closes)
-	}
+	assert.Truef(t, got.status >= 200 && got.status < 500 && got.closes,
+		"a request while it drains: %d %v, closes %t, want an answer and that the connection is closed", got.status, got.err,
+		got.closes)
 	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
 	assert.Equal(t, exitInterrupted, ended())
 }
@@ -495,19 +471,14 @@ func TestShutdownWaitsForResponses(t *testing.T) {
 	<-asked
 	s.stop()
 	pgtest.Eventually(t, pgWait, func() bool { return closed(t, base) }, "no connection is taken")
-	if seen := <-watched; seen.err != nil {
-		t.Errorf("a stream that is watched ended with %v", seen.err)
-	}
-	if len(s.ended) > 0 {
-		t.Fatal("it has ended before it answered")
-	}
+	assert.NoError(t, (<-watched).err, "a stream that is watched ended with")
+	require.True(t, len(s.ended) == 0, "it has ended before it answered")
 	close(free)
 	asking.Wait()
 	for streamed, a := range got {
-		if a.status != 200 || a.err != nil || !strings.Contains(a.body, "All is well.") || streamed == "true" &&
-			!strings.Contains(a.body, "[DONE]") {
-			t.Errorf("streamed %s: %d %v %s", streamed, a.status, a.err, a.body)
-		}
+		assert.Truef(t, a.status == 200 && a.err == nil && strings.Contains(a.body, "All is well.") &&
+			(streamed != "true" || strings.Contains(a.body, "[DONE]")), "streamed %s: %d %v %s", streamed, a.status, a.err,
+			a.body)
 	}
 	assert.Equal(t, 0, <-s.ended, s.err.String())
 }
@@ -572,9 +543,8 @@ func TestHealthcheckFailures(t *testing.T) {
 	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", own)
 	if err != nil { // no IPv6 here
 		all, own = "0.0.0.0", "127.0.0.1:0"
-		if listener, err = (&net.ListenConfig{}).Listen(t.Context(), "tcp", own); err != nil {
-			t.Fatal(err)
-		}
+		listener, err = (&net.ListenConfig{}).Listen(t.Context(), "tcp", own)
+		require.NoError(t, err)
 	}
 	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.WriteHeader(http.StatusServiceUnavailable)
@@ -585,9 +555,8 @@ func TestHealthcheckFailures(t *testing.T) {
 	t.Cleanup(func() { _ = server.Close() })
 	_, port, _ := net.SplitHostPort(listener.Addr().String())
 	got := newProgramWithoutDatabase(t, "AGENT_LISTEN="+all+":"+port).run("healthcheck", "--ready")
-	if got.code != 1 || !strings.Contains(got.err, "503 Service Unavailable (database: no answer)") {
-		t.Errorf("exit %d, %s", got.code, got.err)
-	}
+	assert.Truef(t, got.code == 1 && strings.Contains(got.err, "503 Service Unavailable (database: no answer)"),
+		"exit %d, %s", got.code, got.err)
 }
 
 // Only surfaces start internal flows, with validated input. A new internal flow must be named in package api.
@@ -603,15 +572,11 @@ func TestInternalFlowsAreNotStartable(t *testing.T) {
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("Authorization", "Bearer "+admin)
 	got, err := http.DefaultClient.Do(req)
-	if err != nil {
-		t.Fatalf("%v; the program said %s", err, s.err.String())
-	}
+	require.NoError(t, err, "the program said", s.err.String())
 	defer got.Body.Close()
 	body, err := io.ReadAll(got.Body)
-	if err != nil || got.StatusCode != http.StatusUnprocessableEntity ||
-		!strings.Contains(string(body), "(known: external)") {
-		t.Errorf("%d %s, %v", got.StatusCode, body, err)
-	}
+	assert.Truef(t, err == nil && got.StatusCode == http.StatusUnprocessableEntity &&
+		strings.Contains(string(body), "(known: external)"), "%d %s, %v", got.StatusCode, body, err)
 }
 
 // Command line and HTTP reject the same flows.

@@ -60,11 +60,9 @@ func TestDatabaseErrorAdvice(t *testing.T) {
 	}
 	require.NoError(t, decodeOne(newProgramWithoutDatabase(t, "DATABASE_URL="+gone).run("executions", "ls", "--json").err,
 		&got))
-	if hint := got.Error.Hint; !strings.HasPrefix(hint, "check host and port") ||
-		strings.Contains(got.Error.Message, hint) ||
-		!strings.HasSuffix(got.Error.Message, "cannot reach the server (connection refused)") {
-		t.Errorf("got %+v", got.Error)
-	}
+	hint := got.Error.Hint
+	assert.Truef(t, strings.HasPrefix(hint, "check host and port") && !strings.Contains(got.Error.Message, hint) &&
+		strings.HasSuffix(got.Error.Message, "cannot reach the server (connection refused)"), "got %+v", got.Error)
 	text := newProgramWithoutDatabase(t, "DATABASE_URL="+gone).run("executions", "ls").err
 	assert.Equal(t, "agent: "+got.Error.Message+": "+got.Error.Hint+"\n", text)
 }
@@ -77,16 +75,14 @@ func TestTooManyConnectionsAdvice(t *testing.T) {
 	role := "crowd_" + strings.ToLower(trace.New(trace.Flow).Suffix())
 	pgtest.Exec(t, db, `create role `+role+` login connection limit 0`)
 	t.Cleanup(func() {
-		if _, err := db.Exec(context.Background(), `drop role `+role); err != nil {
-			t.Error(err)
-		}
+		_, err := db.Exec(context.Background(), `drop role `+role)
+		assert.NoError(t, err)
 	})
 	at := db.Config().ConnConfig
 	full := fmt.Sprintf("postgres://%s@/%s?host=%s&port=%d", role, at.Database, at.Host, at.Port)
-	if got := newProgramWithoutDatabase(t, "DATABASE_URL="+full).run("executions", "ls"); strings.Count(got.err,
-		"max_connections") != 1 {
-		t.Errorf("got %+v", got)
-	}
+	got := newProgramWithoutDatabase(t, "DATABASE_URL="+full).run("executions", "ls")
+	assert.Truef(t, strings.Count(got.err,
+		"max_connections") == 1, "got %+v", got)
 }
 
 // orders is a workspace with a skill that writes to a shop's database.
@@ -178,9 +174,8 @@ func TestNamedDatabaseEffectOnceAfterCrash(t *testing.T) {
 	waitQuery(t, own, `select count(*) = 1 from agent_executions where flow = 'skill_call' and status = 'completed'
 		and claim > 1 and result::text like '%row_count%'`)
 	var closed int
-	if err := shop.QueryRow(t.Context(), `select closed from orders`).Scan(&closed); err != nil || closed != 1 {
-		t.Errorf("the order was closed %d times, %v", closed, err)
-	}
+	err = shop.QueryRow(t.Context(), `select closed from orders`).Scan(&closed)
+	assert.Truef(t, err == nil && closed == 1, "the order was closed %d times, %v", closed, err)
 }
 
 // waitQuery waits until a query returns true.
@@ -245,9 +240,7 @@ func checkRejected(t *testing.T, p program, name string, cmd *cobra.Command) {
 			return // only a name for the commands below it
 		}
 		if strings.Contains(last.err+last.out, "migrated by a newer version of agent; use that version or newer") {
-			if last.code != exitUsage && name != "doctor" {
-				t.Errorf("agent %s: exit %d, want %d", name, last.code, exitUsage)
-			}
+			assert.Truef(t, last.code == exitUsage || name == "doctor", "agent %s: exit %d, want %d", name, last.code, exitUsage)
 			return
 		}
 	}
@@ -289,16 +282,14 @@ func TestMigrateWithoutCreateRole(t *testing.T) {
 	superuser.User = url.User("postgres")
 	db := connect(t, superuser.String())
 	pgtest.Exec(t, db, found[1])
-	if got := p.run("migrate"); got.code != 0 || got.err != "" {
-		t.Fatalf("agent migrate with the role: exit %d, stderr: %s", got.code, got.err)
-	}
+	got := p.run("migrate")
+	require.Truef(t, got.code == 0 && got.err == "", "agent migrate with the role: exit %d, stderr: %s", got.code, got.err)
 	pgtest.Exec(t, db, `create role importer login; grant `+migrations.ClientRole+` to importer`)
 	superuser.User = url.User("importer")
 	importer := connect(t, superuser.String())
 	pgtest.Exec(t, importer, `select try_acquire_agent_lock('shelf', 'importer', 30); select * from agent_locks_live`)
-	if _, err := importer.Exec(t.Context(), `select from agent_locks`); err == nil {
-		t.Error("the role reads a table")
-	}
+	_, err = importer.Exec(t.Context(), `select from agent_locks`)
+	assert.Error(t, err, "the role reads a table")
 }
 
 // freeAddress returns an address outside the ephemeral port range, so it stays free.

@@ -195,20 +195,17 @@ func TestPromptCacheOfATypicalDay(t *testing.T) {
 	if all.percent(all.cached) < 80 {
 		t.Errorf("%.1f %% of the day's tokens come from the cache, want 80 %%", all.percent(all.cached))
 	}
-	if n := d.cache.counts["other"].calls; n > 0 {
-		t.Errorf("%d calls are of no surface that the test knows", n)
-	}
-	if n := d.cache.counts["reflection"].calls; n > 20 {
-		t.Errorf("%d heartbeats asked the model to look back, want those after visitors and admins", n)
-	}
+	n := d.cache.counts["other"].calls
+	assert.Truef(t, n <= 0, "%d calls are of no surface that the test knows", n)
+	n = d.cache.counts["reflection"].calls
+	assert.Truef(t, n <= 20, "%d heartbeats asked the model to look back, want those after visitors and admins", n)
 	var noted cacheCount
 	err := d.agent.QueryRow(t.Context(), `
 		select count(*), sum(lanekeeper.agent_tokens(token_usage, 'prompt_tokens')),
 		  sum(lanekeeper.agent_tokens(token_usage, 'cached_tokens'))
 		  from agent_activity where kind = 'model'`).Scan(&noted.calls, &noted.prompt, &noted.cached)
-	if err != nil || noted.calls != all.calls || noted.prompt != all.prompt || noted.cached != all.cached {
-		t.Errorf("the log has %+v, want %+v (%v)", noted, all, err)
-	}
+	assert.Truef(t, err == nil && noted.calls == all.calls && noted.prompt == all.prompt && noted.cached == all.cached,
+		"the log has %+v, want %+v (%v)", noted, all, err)
 	report, err := d.automation(t.Context(), "flag late orders")
 	assert.NoError(t, err)
 	assert.Equal(t, 48, report)

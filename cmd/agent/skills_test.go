@@ -62,47 +62,39 @@ func TestSelfHealDisablesAndRestores(t *testing.T) {
 		makeDue(t, db)
 		p.must("heartbeat")
 		require.Equal(t, call, stateOf(t, db).calls)
-		if got := stateOf(t, db); call < 3 && !got.enabled {
-			t.Fatalf("disabled after %d failed calls: %+v", call, got)
-		}
+		got := stateOf(t, db)
+		require.Truef(t, call >= 3 || got.enabled, "disabled after %d failed calls: %+v", call, got)
 	}
 	makeDue(t, db)
 	p.must("heartbeat")
 	got := stateOf(t, db)
-	if got.enabled || got.by != "self_heal" || got.failures != 3 || got.calls != 3 {
-		t.Errorf("after the third failed call: %+v", got)
-	}
+	assert.Truef(t, !got.enabled && got.by == "self_heal" && got.failures == 3 && got.calls == 3,
+		"after the third failed call: %+v", got)
 	assert.Contains(t, got.reason, "3 consecutive failures", "caretaker_notes")
-	if got.automationEnabled || got.automationDisabler != "self_heal" {
-		t.Errorf("its automation: %+v", got)
-	}
+	assert.Truef(t, !got.automationEnabled && got.automationDisabler == "self_heal", "its automation: %+v", got)
 	assert.Contains(t, p.must("trace", "last", "--surface", "heartbeat"), "heal_skill")
 	assert.Contains(t, p.must("skills", "show", broken), "disabled by self_heal: 3 consecutive failures",
 		"evidence", "caretaker_notes")
 	assert.Contains(t, p.must("skills", "ls"), "disabled", "self_heal")
-	if refused := p.run("skills", "call", broken); refused.code != 1 ||
-		!strings.Contains(refused.err, "agent skills enable "+broken) {
-		t.Errorf("a call of the disabled skill: exit %d, stderr %q", refused.code, refused.err)
-	}
+	refused := p.run("skills", "call", broken)
+	assert.Truef(t, refused.code == 1 && strings.Contains(refused.err, "agent skills enable "+broken),
+		"a call of the disabled skill: exit %d, stderr %q", refused.code, refused.err)
 
 	restored := p.must("skills", "enable", broken)
 	assert.Contains(t, restored, broken+" is in service\n", "automation broken on purpose runs again\n")
-	if strings.Contains(restored, "daily sizes") {
-		t.Errorf("enabling restored what self-heal had not paused: %s", restored)
-	}
+	assert.Truef(t, !strings.Contains(restored, "daily sizes"),
+		"enabling restored what self-heal had not paused: %s", restored)
 	for range 2 {
 		assert.Contains(t, p.must("selfheal"), " skills checked, 0 taken out of service\n")
-		if got := stateOf(t, db); !got.enabled || !got.automationEnabled || got.by != "" ||
-			got.reason != "" || got.failures != 0 {
-			t.Fatalf("self-heal after the enabling: %+v", got)
-		}
+		got := stateOf(t, db)
+		require.Truef(t, got.enabled && got.automationEnabled && got.by == "" && got.reason == "" && got.failures == 0,
+			"self-heal after the enabling: %+v", got)
 	}
 	makeDue(t, db)
 	p.must("heartbeat")
 	assert.Contains(t, p.must("selfheal"), "0 taken out of service")
-	if got := stateOf(t, db); !got.enabled || got.calls != 4 {
-		t.Errorf("after one failure since the enabling: %+v", got)
-	}
+	got = stateOf(t, db)
+	assert.Truef(t, got.enabled && got.calls == 4, "after one failure since the enabling: %+v", got)
 }
 
 // agent selfheal does the same as a heartbeat's first phase.
@@ -124,9 +116,8 @@ func TestSelfHealCommand(t *testing.T) {
 		Healed, Trials []any
 	}
 	p.mustJSON(&again, "selfheal")
-	if again.Checked != 20 || again.Healed == nil || len(again.Healed) != 0 || again.Trials == nil {
-		t.Errorf("a second self-heal: %+v", again)
-	}
+	assert.Truef(t, again.Checked == 20 && again.Healed != nil && len(again.Healed) == 0 && again.Trials != nil,
+		"a second self-heal: %+v", again)
 }
 
 // The report replays the set of the release, a file, or what happened here.
@@ -161,9 +152,8 @@ func TestSkillsDisableAndEnable(t *testing.T) {
 		Restored     []string `json:"automations_restored"`
 	}
 	p.mustJSON(&changed, "skills", "disable", "connections", "--reason", "too slow")
-	if changed.Skill != "connections" || changed.State != "disabled" || !changed.Changed || changed.Restored == nil {
-		t.Errorf("got %+v", changed)
-	}
+	assert.Truef(t, changed.Skill == "connections" && changed.State == "disabled" && changed.Changed &&
+		changed.Restored != nil, "got %+v", changed)
 	assert.Equal(t, "connections was out of service already\n", p.must("skills", "disable", "connections"))
 	assert.Contains(t, p.must("skills", "show", "connections"), "disabled by admin: too slow")
 	assert.Contains(t, p.must("activity", "ls", "--skill", "disable_skill"), "op_", "success")
@@ -172,9 +162,8 @@ func TestSkillsDisableAndEnable(t *testing.T) {
 	assert.Equal(t, "connections is in service\n", p.must("skills", "enable", "connections"))
 	for _, args := range [][]string{{"enable", "nope"}, {"disable", "nope"}, {"show", "nope"}, {"call", "nope"}} {
 		got := p.run(append([]string{"skills"}, args...)...)
-		if got.code != 1 || !strings.HasSuffix(got.err, "see agent skills ls\n") {
-			t.Errorf("agent skills %v: exit %d, stderr %q", args, got.code, got.err)
-		}
+		assert.Truef(t, got.code == 1 && strings.HasSuffix(got.err, "see agent skills ls\n"),
+			"agent skills %v: exit %d, stderr %q", args, got.code, got.err)
 	}
 }
 
@@ -190,9 +179,7 @@ func TestSkillsCall(t *testing.T) {
 		Result      struct{ Rows []any }
 	}
 	p.mustJSON(&called, "skills", "call", "database_size")
-	if len(called.Result.Rows) != 1 || !strings.HasPrefix(called.TraceID, "op_") {
-		t.Errorf("got %+v", called)
-	}
+	assert.Truef(t, len(called.Result.Rows) == 1 && strings.HasPrefix(called.TraceID, "op_"), "got %+v", called)
 	assert.Contains(t, p.must("trace", called.TraceID), "database_size")
 	assert.Contains(t, p.must("executions", "show", called.ExecutionID), "skill_call", "completed")
 	for args, says := range map[string]string{
@@ -200,9 +187,8 @@ func TestSkillsCall(t *testing.T) {
 		`{`: "is not JSON",
 	} {
 		got := p.run("skills", "call", "table_sizes", "--args", args)
-		if got.code != 2 || got.out != "" || !strings.Contains(got.err, says) {
-			t.Errorf("--args %s: exit %d, stderr %q", args, got.code, got.err)
-		}
+		assert.Truef(t, got.code == 2 && got.out == "" && strings.Contains(got.err, says),
+			"--args %s: exit %d, stderr %q", args, got.code, got.err)
 	}
 	var runs struct{ Items []any }
 	p.mustJSON(&runs, "executions", "ls")
@@ -292,10 +278,8 @@ func TestAgentCommands(t *testing.T) {
 		Values []agents.Value
 		Model  string
 	}
-	if err := json.Unmarshal([]byte(p.must("agents", "show", "sales", "--json")), &shown); err != nil ||
-		len(shown.Values) < 15 {
-		t.Errorf("%d values, %v", len(shown.Values), err)
-	}
+	err := json.Unmarshal([]byte(p.must("agents", "show", "sales", "--json")), &shown)
+	assert.Truef(t, err == nil && len(shown.Values) >= 15, "%d values, %v", len(shown.Values), err)
 	p.must("heartbeat", "--agent", "billing")
 	for _, list := range [][]string{{"executions", "ls"}, {"trace", "ls"}} {
 		assert.Contains(t, p.must(append(list, "--agent", "billing")...), "hb_")
@@ -327,7 +311,6 @@ func TestChatGreeting(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t))
 	p.must("apply", writeFolder(t, map[string]string{"a.yaml": "kind: agent\nname: nora\ngreeting: Hola, soy Nora.\n"}))
 	assert.Contains(t, p.onTerminal(t, "hello\n\x04", "chat", "--thread", "ana"), "Hola, soy Nora.\r\n> ")
-	if screen := p.onTerminal(t, "\x04", "chat", "--thread", "ana"); strings.Contains(screen, "Hola") {
-		t.Errorf("greeted again:\n%s", screen)
-	}
+	screen := p.onTerminal(t, "\x04", "chat", "--thread", "ana")
+	assert.Truef(t, !strings.Contains(screen, "Hola"), "greeted again:\n%s", screen)
 }

@@ -141,9 +141,7 @@ func (h *strangerTest) admin(method, path string, body any, want int, into any) 
 		require.NoError(h.t, json.NewEncoder(&content).Encode(body))
 	}
 	got := h.send(method, path, strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="), content.String())
-	if got.status != want {
-		h.t.Fatalf("%s %s: %d %s, want %d", method, path, got.status, got.body, want)
-	}
+	require.Truef(h.t, got.status == want, "%s %s: %d %s, want %d", method, path, got.status, got.body, want)
 	if into != nil {
 		require.NoError(h.t, json.Unmarshal([]byte(got.body), into))
 	}
@@ -165,9 +163,8 @@ func (h *strangerTest) deliver(endpoint, do, thread string) {
 	h.t.Helper()
 	body := fmt.Sprintf(`{"do": %q, "thread": %q, "content": "I accept", "n": %d}`, do, thread,
 		pgtest.Value[int](h.t, h.db, `select count(*) from agent_webhook_deliveries`))
-	if got := h.send("POST", "/webhooks/"+endpoint, hookKey, body); got.status != http.StatusAccepted {
-		h.t.Fatalf("webhook %s: %d %s", endpoint, got.status, got.body)
-	}
+	got := h.send("POST", "/webhooks/"+endpoint, hookKey, body)
+	require.Truef(h.t, got.status == http.StatusAccepted, "webhook %s: %d %s", endpoint, got.status, got.body)
 	h.waitUntil(`select not exists (select from agent_webhook_deliveries where status not in ('done', 'dead', 'ignored'))`)
 }
 
@@ -191,9 +188,8 @@ func (h *strangerTest) threadContent(id string) string {
 func (h *strangerTest) visitorToken(key string) string {
 	h.t.Helper()
 	got := h.chat(key, "hi", "X-Visitor-Token", "new")
-	if got.status != http.StatusOK || !strings.HasPrefix(got.header.Get("X-Visitor-Token"), "vis_") {
-		h.t.Fatalf("a visitor's token: %d %q %s", got.status, got.header.Get("X-Visitor-Token"), got.body)
-	}
+	require.Truef(h.t, got.status == http.StatusOK && strings.HasPrefix(got.header.Get("X-Visitor-Token"), "vis_"),
+		"a visitor's token: %d %q %s", got.status, got.header.Get("X-Visitor-Token"), got.body)
 	return got.header.Get("X-Visitor-Token")
 }
 
@@ -220,12 +216,10 @@ func startByChat(key string, visitor func(*strangerTest) string, named bool) fun
 		}
 		got := h.chat(key, salary, headers...)
 		var c openai.ChatCompletionResponse
-		if err := json.Unmarshal([]byte(got.body), &c); err != nil || got.status != http.StatusOK {
-			h.t.Fatalf("begin: %d %s", got.status, got.body)
-		}
-		if named && got.header.Get("X-Thread-Id") != name {
-			h.t.Errorf("the thread is named %q, want %q", got.header.Get("X-Thread-Id"), name)
-		}
+		err := json.Unmarshal([]byte(got.body), &c)
+		require.Truef(h.t, err == nil && got.status == http.StatusOK, "begin: %d %s", got.status, got.body)
+		assert.Truef(h.t, !named || got.header.Get("X-Thread-Id") == name,
+			"the thread is named %q, want %q", got.header.Get("X-Thread-Id"), name)
 		id := pgtest.Value[string](h.t, h.db, `select thread_id from agent_executions where id = $1`,
 			strings.TrimPrefix(c.ID, "chatcmpl-"))
 		return thread{id, got.header.Get("X-Thread-Id"), c.ID}
@@ -324,10 +318,8 @@ func TestStrangerAccess(t *testing.T) {
 			h.deliver("apply", "begin", name)
 			th := b.begin(h, name)
 			before := h.threadContent(th.id)
-			if strings.Contains(before, "mine first") || strings.Contains(before, "other was here") ||
-				!strings.Contains(before, salary) {
-				t.Errorf("after the name was taken in advance the thread has %q", before)
-			}
+			assert.Truef(t, !strings.Contains(before, "mine first") && !strings.Contains(before, "other was here") &&
+				strings.Contains(before, salary), "after the name was taken in advance the thread has %q", before)
 			for who, as := range outsiders {
 				if !slices.Contains(b.own, who) {
 					h.checkStranger(who, as, th)
@@ -347,9 +339,8 @@ func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 	h.t.Helper()
 	const none = "th_01ARZ3NDEKTSV4RRFFQ69G5FAV"
 	missing := h.chat(as[0], "what was said?", append(as[1:], "X-Thread-Id", none)...)
-	if missing.status != http.StatusNotFound {
-		h.t.Errorf("%s: a thread that never was: %d %s", who, missing.status, missing.body)
-	}
+	assert.Truef(h.t, missing.status == http.StatusNotFound,
+		"%s: a thread that never was: %d %s", who, missing.status, missing.body)
 	for _, name := range []string{th.id, th.name} {
 		got := h.chat(as[0], "what was said?", append(as[1:], "X-Thread-Id", name)...)
 		switch {
@@ -367,10 +358,9 @@ func (h *strangerTest) checkStranger(who string, as []string, th thread) {
 	}
 	for _, path := range []string{"/v1/threads", "/v1/threads/" + th.id, "/v1/threads/" + th.id + "/access"} {
 		// The throttle of wrong tokens may reply first.
-		if got := h.send("GET", path, as[0], ""); got.status != http.StatusUnauthorized &&
-			got.status != http.StatusTooManyRequests {
-			h.t.Errorf("%s lists %s: %d", who, path, got.status)
-		}
+		got := h.send("GET", path, as[0], "")
+		assert.Truef(h.t, got.status == http.StatusUnauthorized || got.status == http.StatusTooManyRequests,
+			"%s lists %s: %d", who, path, got.status)
 	}
 	if th.completion != "" {
 		const nothing = "chatcmpl-01a1fd04-74da-74d4-8812-62d9715247b0"
@@ -435,29 +425,23 @@ func TestThreadAccess(t *testing.T) {
 		visitor, another := h.visitorToken(webKey), h.visitorToken(webKey)
 		got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token)
 		name := got.header.Get("X-Thread-Id")
-		if got.status != http.StatusOK || !strings.Contains(got.body, salary) || name == "" || name == "maria" {
-			t.Fatalf("joined: %d %q %s", got.status, name, got.body)
-		}
+		require.Truef(t, got.status == http.StatusOK && strings.Contains(got.body, salary) && name != "" && name != "maria",
+			"joined: %d %q %s", got.status, name, got.body)
 		again := h.chat(webKey, "again", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token)
-		if again.status != http.StatusOK || again.header.Get("X-Thread-Id") != name {
-			t.Errorf("the same visitor, with the token again: %d %q", again.status, again.header.Get("X-Thread-Id"))
-		}
-		if got := h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Join",
-			token.Token); got.status != http.StatusNotFound {
-			t.Errorf("a token that is used: %d %s", got.status, got.body)
-		}
-		if got := h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Id",
-			name); got.status != http.StatusNotFound {
-			t.Errorf("another's name of it: %d %s", got.status, got.body)
-		}
-		if got := h.chat(webKey, "on", "X-Visitor-Token", visitor, "X-Thread-Id", name); !strings.Contains(got.body, salary) {
-			t.Errorf("by its name: %d %s", got.status, got.body)
-		}
+		assert.Truef(t, again.status == http.StatusOK && again.header.Get("X-Thread-Id") == name,
+			"the same visitor, with the token again: %d %q", again.status, again.header.Get("X-Thread-Id"))
+		got = h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Join",
+			token.Token)
+		assert.Equal(t, http.StatusNotFound, got.status, "a token that is used", got.body)
+		got = h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Id",
+			name)
+		assert.Equal(t, http.StatusNotFound, got.status, "another's name of it", got.body)
+		got = h.chat(webKey, "on", "X-Visitor-Token", visitor, "X-Thread-Id", name)
+		assert.Truef(t, strings.Contains(got.body, salary), "by its name: %d %s", got.status, got.body)
 		h.admin("DELETE", "/v1/threads/maria/access/"+token.ID, nil, http.StatusOK, nil)
-		if got := h.chat(webKey, "still?", "X-Visitor-Token", visitor, "X-Thread-Id",
-			name); got.status != http.StatusNotFound {
-			t.Errorf("after it was revoked: %d %s", got.status, got.body)
-		}
+		got = h.chat(webKey, "still?", "X-Visitor-Token", visitor, "X-Thread-Id",
+			name)
+		assert.Equal(t, http.StatusNotFound, got.status, "after it was revoked", got.body)
 		h.admin("DELETE", "/v1/threads/maria/access/"+token.ID, nil, http.StatusNotFound, nil)
 	})
 	t.Run("reusable token", func(t *testing.T) {
@@ -466,46 +450,38 @@ func TestThreadAccess(t *testing.T) {
 		h.admin("POST", "/v1/threads/maria/join_tokens", map[string]any{"reusable": true}, http.StatusCreated, &token)
 		for range 2 {
 			visitor := h.visitorToken(webKey)
-			if got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id",
-				"job"); got.status != http.StatusOK ||
-				!strings.Contains(got.body, salary) || got.header.Get("X-Thread-Id") != "job" {
-				t.Errorf("joined: %d %s", got.status, got.body)
-			}
+			got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id",
+				"job")
+			assert.Truef(t, got.status == http.StatusOK && strings.Contains(got.body, salary) &&
+				got.header.Get("X-Thread-Id") == "job", "joined: %d %s", got.status, got.body)
 		}
 		visitor := h.visitorToken(webKey)
 		h.chat(webKey, "mine", "X-Visitor-Token", visitor, "X-Thread-Id", "job")
-		if got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id",
-			"job"); got.status != http.StatusConflict {
-			t.Errorf("a name that is taken by another thread of the visitor's: %d %s", got.status, got.body)
-		}
+		got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id",
+			"job")
+		assert.Equal(t, http.StatusConflict, got.status, "a name that is taken by another thread of the visitor's", got.body)
 		exec, err := h.db.Exec(t.Context(), `update agent_thread_access set expires_at = clock_timestamp() where id = $1`,
 			token.ID)
-		if err != nil || exec.RowsAffected() != 1 {
-			t.Fatal(err)
-		}
-		if got := h.chat(shopKey, "late", "X-Thread-Join", token.Token); got.status != http.StatusNotFound {
-			t.Errorf("an expired token: %d %s", got.status, got.body)
-		}
+		require.True(t, err == nil && exec.RowsAffected() == 1, err)
+		got = h.chat(shopKey, "late", "X-Thread-Join", token.Token)
+		assert.Equal(t, http.StatusNotFound, got.status, "an expired token", got.body)
 	})
 	t.Run("named key", func(t *testing.T) {
 		h := &strangerTest{t, h.base, h.db}
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "juan", "chat_key": "site"},
 			http.StatusCreated, nil)
 		h.startWaitingFlow("juan", "juan")
-		if got := h.chat(shopKey, "accepted", "X-Thread-Id", "juan"); strings.Contains(got.body, "offer accepted") {
-			t.Errorf("another key: %s", got.body)
-		}
-		if got := h.chat(siteKey, "yes", "X-Thread-Id", "juan"); !strings.Contains(got.body, "offer accepted") {
-			t.Errorf("the key that was named: %d %s", got.status, got.body)
-		}
+		got := h.chat(shopKey, "accepted", "X-Thread-Id", "juan")
+		assert.Truef(t, !strings.Contains(got.body, "offer accepted"), "another key: %s", got.body)
+		got = h.chat(siteKey, "yes", "X-Thread-Id", "juan")
+		assert.Truef(t, strings.Contains(got.body, "offer accepted"), "the key that was named: %d %s", got.status, got.body)
 		h.chat(siteKey, "mine", "X-Thread-Id", "pedro")
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "offer", "thread_id": "pedro", "chat_key": "site"},
 			http.StatusConflict, nil)
 		pgtest.Equal(h.t, h.db, 0, `select count(*) from agent_threads where id = 'pedro'`)
 		h.admin("POST", "/v1/threads/maria/participants", map[string]any{"key": "shop", "name": "m"}, http.StatusCreated, nil)
-		if got := h.chat(shopKey, "hello", "X-Thread-Id", "m"); !strings.Contains(got.body, salary) {
-			t.Errorf("a participant: %d %s", got.status, got.body)
-		}
+		got = h.chat(shopKey, "hello", "X-Thread-Id", "m")
+		assert.Truef(t, strings.Contains(got.body, salary), "a participant: %d %s", got.status, got.body)
 	})
 	t.Run("flow that invites", func(t *testing.T) {
 		h := &strangerTest{t, h.base, h.db}
@@ -514,18 +490,16 @@ func TestThreadAccess(t *testing.T) {
 		h.startWaitingFlow("eva", "eva")
 		link := pgtest.Value[string](h.t, h.db, `select variables ->> 'link' from agent_executions where id = $1`, x.ID)
 		_, join, _ := strings.Cut(link, "#join=")
-		if got := h.chat(shopKey, "here I am", "X-Thread-Join", join, "X-Thread-Id", "interview"); !strings.Contains(got.body,
-			"welcome") {
-			t.Errorf("joined the flow: %d %s", got.status, got.body)
-		}
+		got := h.chat(shopKey, "here I am", "X-Thread-Join", join, "X-Thread-Id", "interview")
+		assert.Truef(t, strings.Contains(got.body,
+			"welcome"), "joined the flow: %d %s", got.status, got.body)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "inviting", "thread_id": "eva 2"}, http.StatusCreated, &x)
 		h.startWaitingFlow("eva 2", "eva 2")
 		link = pgtest.Value[string](h.t, h.db, `select variables ->> 'link' from agent_executions where id = $1`, x.ID)
 		_, join, _ = strings.Cut(link, "#join=")
 		h.admin("POST", "/v1/executions/"+x.ID+"/cancel", map[string]any{"reason": "over"}, http.StatusOK, nil)
-		if got := h.chat(shopKey, "late", "X-Thread-Join", join); got.status != http.StatusNotFound {
-			t.Errorf("the token of an execution that has ended: %d %s", got.status, got.body)
-		}
+		got = h.chat(shopKey, "late", "X-Thread-Join", join)
+		assert.Equal(t, http.StatusNotFound, got.status, "the token of an execution that has ended", got.body)
 	})
 	t.Run("flow in a visitor's thread", func(t *testing.T) {
 		h := &strangerTest{t, h.base, h.db}
@@ -577,9 +551,8 @@ func TestThreadsOfEarlierRelease(t *testing.T) {
 		"a flow's, which nobody used": {[]string{siteKey}, "talk", false},
 	} {
 		got := h.chat(c.as[0], "what was said?", append(c.as[1:], "X-Thread-Id", c.name)...)
-		if reads := strings.Contains(got.body, salary); reads != c.reads {
-			t.Errorf("%s reads: %t, %d %s", who, reads, got.status, got.body)
-		}
+		reads := strings.Contains(got.body, salary)
+		assert.Truef(t, reads == c.reads, "%s reads: %t, %d %s", who, reads, got.status, got.body)
 	}
 	h.admin("POST", "/v1/executions", map[string]any{"flow": "other", "thread_id": "talk"}, http.StatusCreated, nil)
 	h.admin("POST", "/v1/executions", map[string]any{"flow": "other", "thread_id": "site:7"}, http.StatusNotFound, nil)
@@ -644,9 +617,8 @@ func (h *strangerTest) slowestOf(n, want int, request func(i int) httpResult) ti
 	took := make([]time.Duration, n)
 	for i := range n {
 		began := time.Now()
-		if v := request(i); v.status != want {
-			h.t.Errorf("%d %s, want %d", v.status, v.body, want)
-		}
+		v := request(i)
+		assert.Equal(h.t, want, v.status, v.body)
 		took[i] = time.Since(began)
 	}
 	slices.Sort(took)
@@ -669,9 +641,8 @@ func TestLockedRowsDoNotDelayOthers(t *testing.T) {
 	pgtest.Value[int](h.t, h.db, `with free as (select acquire_agent_lock('thread:held', 'somebody', 60),
 		release_agent_lock('thread:held', 'somebody')) select count(*) from free`)
 	hook := `{"do": "nothing", "content": "x", "n": 1}`
-	if v := h.send("POST", "/webhooks/hire", hookKey, hook); v.status != http.StatusAccepted {
-		t.Fatalf("%d %s", v.status, v.body)
-	}
+	v := h.send("POST", "/webhooks/hire", hookKey, hook)
+	require.Equal(t, http.StatusAccepted, v.status, v.body)
 	for name, one := range map[string]struct {
 		hold    string
 		request func() httpResult
@@ -712,12 +683,10 @@ func TestLockedRowsDoNotDelayOthers(t *testing.T) {
 			if most := max(time.Second, 10*calm); held > most || lanes > most || ready > most {
 				t.Errorf("events take %s, lanes %s, readiness %s, and calm %s", held, lanes, ready, calm)
 			}
-			if got[http.StatusServiceUnavailable] == 0 || len(got) > 1 || refused.header.Get("Retry-After") == "" {
-				t.Errorf("%v, %v", got, refused.header)
-			}
-			if !strings.Contains(refused.body, one.tells) || strings.Contains(refused.body, "clumsy") != (one.tells != "") {
-				t.Errorf("a request for what is held: %s", refused.body)
-			}
+			assert.Truef(t, got[http.StatusServiceUnavailable] != 0 && len(got) <= 1 && refused.header.Get("Retry-After") != "",
+				"%v, %v", got, refused.header)
+			assert.Truef(t, strings.Contains(refused.body, one.tells) &&
+				strings.Contains(refused.body, "clumsy") == (one.tells != ""), "a request for what is held: %s", refused.body)
 		})
 	}
 }

@@ -39,16 +39,13 @@ func TestThreadCommands(t *testing.T) {
 	assert.Contains(t, p.must("threads", "show", "maria"), "maria  chat, Maria\n", "queued")
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '2 minutes'`)
 	assert.Contains(t, p.must("threads", "locks", "--stale"), "stale")
-	if got := p.must("threads", "clean", "--json"); !strings.Contains(got, `"thread_id": "maria"`) ||
-		!strings.Contains(got, `"idle_seconds": 72`) {
-		t.Errorf("clean: %s", got)
-	}
+	got := p.must("threads", "clean", "--json")
+	assert.Truef(t, strings.Contains(got, `"thread_id": "maria"`) && strings.Contains(got, `"idle_seconds": 72`),
+		"clean: %s", got)
 	assert.Contains(t, p.must("threads", "show", "maria"), "a word from the office")
 	assert.Contains(t, p.must("threads", "send", "maria", "and another"), "sent as message 2")
-	if got := p.must("threads", "send", "maria", "a third", "--json"); !strings.Contains(got, `"success": true`) ||
-		!strings.Contains(got, `"queued": false`) {
-		t.Errorf("send: %s", got)
-	}
+	got = p.must("threads", "send", "maria", "a third", "--json")
+	assert.Truef(t, strings.Contains(got, `"success": true`) && strings.Contains(got, `"queued": false`), "send: %s", got)
 	if got := p.run("threads", "send", "nobody", "hello"); got.code == 0 || !strings.Contains(got.err, "no such thread") {
 		t.Errorf("to nobody: %+v", got)
 	}
@@ -61,10 +58,9 @@ func TestThreadCommands(t *testing.T) {
 func TestThreadsOpenInvalidKeys(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	if _, err := connect(t, url).Exec(t.Context(), `insert into agent_threads (id, channel, owner_kind)
-		values ('maria', 'chat', 'admin')`); err != nil {
-		t.Fatal(err)
-	}
+	_, err := connect(t, url).Exec(t.Context(), `insert into agent_threads (id, channel, owner_kind)
+		values ('maria', 'chat', 'admin')`)
+	require.NoError(t, err)
 	p := newProgram(t, url,
 		"AGENT_CHAT_KEY=shop=the-keys-own-secret-0123456789abcdef,site=another-secret-of-0123456789abcdef",
 		"AGENT_CHAT_BROWSER_KEYS=site")
@@ -84,9 +80,8 @@ func TestThreadsOpenInvalidKeys(t *testing.T) {
 			"the thread has no such access; see agent threads access maria",
 		},
 	} {
-		if got := p.run(test.args...); got.code == 0 || !strings.Contains(got.err, test.says) {
-			t.Errorf("%s: %+v", name, got)
-		}
+		got := p.run(test.args...)
+		assert.Truef(t, got.code != 0 && strings.Contains(got.err, test.says), "%s: %+v", name, got)
 	}
 	assert.Contains(t, p.must("threads", "open", "maria", "--key", "shop"), "open to key shop")
 }
@@ -125,23 +120,19 @@ func TestAccessOfRunningProgram(t *testing.T) {
 	var document struct {
 		Paths map[string]map[string]any `json:"paths"`
 	}
-	if err := json.Unmarshal([]byte(text), &document); err != nil || len(document.Paths) < 30 {
-		t.Fatalf("%d paths, %v", len(document.Paths), err)
-	}
+	err := json.Unmarshal([]byte(text), &document)
+	require.Truef(t, err == nil && len(document.Paths) >= 30, "%d paths, %v", len(document.Paths), err)
 	tries := 0
 	for path, methods := range document.Paths {
 		allowed := callersOf(path)
-		if allowed == nil {
-			t.Errorf("accessByPath does not list %s", path)
-		}
+		assert.Truef(t, allowed != nil, "accessByPath does not list %s", path)
 		for method := range methods {
 			for who, key := range keys {
 				tries++ // each from an address of its own: wrong tries from one are slowed down
 				address := fmt.Sprintf("192.0.%d.%d", tries/256, tries%256)
 				status := call(t, strings.ToUpper(method), base+strings.NewReplacer("{", "", "}", "").Replace(path), key, address)
-				if entered := status != http.StatusUnauthorized; entered != slices.Contains(allowed, who) {
-					t.Errorf("%s %s as %s: status %d", method, path, who, status)
-				}
+				entered := status != http.StatusUnauthorized
+				assert.Truef(t, entered == slices.Contains(allowed, who), "%s %s as %s: status %d", method, path, who, status)
 			}
 		}
 	}
@@ -189,9 +180,8 @@ func call(t *testing.T, method, url, key, address string) int {
 	require.NoError(t, err)
 	defer got.Body.Close()
 	if !strings.HasPrefix(got.Header.Get("Content-Type"), "text/event-stream") { // one of those does not end
-		if _, err := io.Copy(io.Discard, got.Body); err != nil {
-			t.Fatal(err)
-		}
+		_, err := io.Copy(io.Discard, got.Body)
+		require.NoError(t, err)
 	}
 	return got.StatusCode
 }
@@ -208,9 +198,8 @@ func TestDocumentCommands(t *testing.T) {
 	assert.Equal(t, "id,total\n1,9.50\n", p.must("documents", "get", d.ID))
 	out := filepath.Join(dir, "out.csv")
 	assert.Contains(t, p.must("documents", "get", d.ID, "-o", out), "16 bytes")
-	if got, err := os.ReadFile(out); err != nil || string(got) != "id,total\n1,9.50\n" {
-		t.Errorf("%q, %v", got, err)
-	}
+	got, err := os.ReadFile(out)
+	assert.Truef(t, err == nil && string(got) == "id,total\n1,9.50\n", "%q, %v", got, err)
 	for _, c := range []struct {
 		args []string
 		code int

@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -42,9 +43,7 @@ func TestContractCommandsExist(t *testing.T) {
 		"executions show", "executions cancel", "selfheal", "skills ls", "skills show", "skills enable", "skills disable",
 		"skills call", "approvals ls", "approvals show", "approvals approve", "approvals reject", "doctor", "version",
 	} {
-		if all[name] == nil {
-			t.Errorf("there is no command %q", name)
-		}
+		assert.Truef(t, all[name] != nil, "there is no command %q", name)
 	}
 }
 
@@ -58,18 +57,15 @@ func TestCommandHelp(t *testing.T) {
 		got := newProgramWithoutDatabase(t).run(args...)
 		assert.Equal(t, 0, got.code, strings.Join(args, " "))
 		assert.Equal(t, "", got.err, strings.Join(args, " "))
-		if cmd.Short == "" || !strings.Contains(got.out, "Usage:\n  agent") {
-			t.Errorf("agent %s says too little:\n%s", strings.Join(args, " "), got.out)
-		}
+		assert.Truef(t, cmd.Short != "" && strings.Contains(got.out, "Usage:\n  agent"),
+			"agent %s says too little:\n%s", strings.Join(args, " "), got.out)
 		for line := range strings.Lines(got.out) {
-			if len([]rune(line)) > 140 {
-				t.Errorf("agent %s has a line of %d characters", strings.Join(args, " "), len([]rune(line)))
-			}
+			assert.Truef(t, len([]rune(line)) <= 140,
+				"agent %s has a line of %d characters", strings.Join(args, " "), len([]rune(line)))
 		}
-		if short := newProgramWithoutDatabase(t).run(append([]string{"help"}, strings.Fields(name)...)...); name != "help" &&
-			short.out != got.out {
-			t.Errorf("agent help %s differs from agent %s --help:\n%s", name, name, short.out)
-		}
+		short := newProgramWithoutDatabase(t).run(append([]string{"help"}, strings.Fields(name)...)...)
+		assert.Truef(t, name == "help" || short.out == got.out,
+			"agent help %s differs from agent %s --help:\n%s", name, name, short.out)
 	}
 }
 
@@ -207,21 +203,17 @@ func TestUsageErrors(t *testing.T) {
 			got := newProgramWithoutDatabase(t).run(test.args...)
 			assert.Equal(t, 2, got.code)
 			assert.Equal(t, "", got.out)
-			if !strings.HasPrefix(got.err, "agent: ") || strings.Count(got.err, "\n") != 1 {
-				t.Errorf("stderr is not one line of agent's: %q", got.err)
-			}
+			assert.Truef(t, strings.HasPrefix(got.err, "agent: ") && strings.Count(got.err, "\n") == 1,
+				"stderr is not one line of agent's: %q", got.err)
 			assert.Contains(t, got.err, test.says)
 
 			var fault struct {
 				Error struct{ Code, Message, Hint string }
 			}
 			got = newProgramWithoutDatabase(t).run(append([]string{"--json"}, test.args...)...)
-			if err := decodeOne(got.err, &fault); err != nil || got.out != "" {
-				t.Fatalf("with --json: %v; stdout %q, stderr %q", err, got.out, got.err)
-			}
-			if fault.Error.Code != "usage" || fault.Error.Message == "" {
-				t.Errorf("with --json: %+v", fault)
-			}
+			err := decodeOne(got.err, &fault)
+			require.Truef(t, err == nil && got.out == "", "with --json: %v; stdout %q, stderr %q", err, got.out, got.err)
+			assert.Truef(t, fault.Error.Code == "usage" && fault.Error.Message != "", "with --json: %+v", fault)
 			assert.Contains(t, fault.Error.Message+"; "+fault.Error.Hint, test.says)
 		})
 	}
@@ -237,39 +229,34 @@ func TestMissingSubcommandWithJSON(t *testing.T) {
 			continue
 		}
 		got := newProgramWithoutDatabase(t).run(append(strings.Fields(name), "--json")...)
-		if got.code != 2 || got.out != "" || !strings.HasPrefix(got.err, `{"error":{`) ||
-			!strings.Contains(got.err, "takes a command") {
-			t.Errorf("agent %s --json: exit %d, stdout %q, stderr %q", name, got.code, got.out, got.err)
-		}
+		assert.Truef(t, got.code == 2 && got.out == "" && strings.HasPrefix(got.err, `{"error":{`) &&
+			strings.Contains(got.err, "takes a command"), "agent %s --json: exit %d, stdout %q, stderr %q", name, got.code,
+			got.out, got.err)
 	}
 }
 
 func TestJSONFlagErrors(t *testing.T) {
 	t.Parallel()
 	got := newProgramWithoutDatabase(t).run("lanes", "ls", "--nope", "--json")
-	if got.code != 2 || !strings.HasPrefix(got.err, `{"error":{`) {
-		t.Errorf("exit %d, stderr %q, want 2 and JSON", got.code, got.err)
-	}
+	assert.Truef(t, got.code == 2 && strings.HasPrefix(got.err, `{"error":{`),
+		"exit %d, stderr %q, want 2 and JSON", got.code, got.err)
 }
 
 func TestOutputFormByEnvironment(t *testing.T) {
 	t.Parallel()
-	if got := newProgramWithoutDatabase(t, "AGENT_OUTPUT=json").must("version"); !strings.HasPrefix(got, "{") {
-		t.Errorf("AGENT_OUTPUT=json prints %q", got)
-	}
-	if got := newProgramWithoutDatabase(t, "AGENT_OUTPUT=json").must("version", "--json=false"); strings.HasPrefix(got,
-		"{") {
-		t.Errorf("--json=false prints %q", got)
-	}
+	got := newProgramWithoutDatabase(t, "AGENT_OUTPUT=json").must("version")
+	assert.Truef(t, strings.HasPrefix(got, "{"), "AGENT_OUTPUT=json prints %q", got)
+	got = newProgramWithoutDatabase(t, "AGENT_OUTPUT=json").must("version", "--json=false")
+	assert.Truef(t, !strings.HasPrefix(got,
+		"{"), "--json=false prints %q", got)
 	assert.Equal(t, 2, newProgramWithoutDatabase(t, "AGENT_OUTPUT=yaml").run("version").code)
 }
 
 func TestAgentURLVariableIsKnown(t *testing.T) {
 	t.Parallel()
-	if got := newProgramWithoutDatabase(t, "AGENT_URL=http://127.0.0.1:8080", "AGENT_LOG_LEVEL=warn").run("lanes",
-		"ls"); strings.Contains(got.err, "AGENT_URL") {
-		t.Errorf("stderr %q", got.err)
-	}
+	got := newProgramWithoutDatabase(t, "AGENT_URL=http://127.0.0.1:8080", "AGENT_LOG_LEVEL=warn").run("lanes",
+		"ls")
+	assert.Truef(t, !strings.Contains(got.err, "AGENT_URL"), "stderr %q", got.err)
 }
 
 func TestVersion(t *testing.T) {
@@ -280,9 +267,7 @@ func TestVersion(t *testing.T) {
 		Schema      int
 	}
 	newProgramWithoutDatabase(t).mustJSON(&got, "version")
-	if got.Version == "" || got.Go == "" || got.Schema == 0 {
-		t.Errorf("got %+v", got)
-	}
+	assert.Truef(t, got.Version != "" && got.Go != "" && got.Schema != 0, "got %+v", got)
 }
 
 func TestColour(t *testing.T) {
@@ -316,9 +301,8 @@ func TestPanicOutput(t *testing.T) {
 	t.Parallel()
 	var errs testkit.Log
 	code := run(t.Context(), []string{"version"}, nil, strings.NewReader(""), panicking{}, &errs)
-	if code != 1 || strings.Count(errs.String(), "\n") != 1 || strings.Contains(errs.String(), "goroutine") {
-		t.Errorf("exit %d, stderr %q, want 1 and one line", code, errs.String())
-	}
+	assert.Truef(t, code == 1 && strings.Count(errs.String(), "\n") == 1 && !strings.Contains(errs.String(), "goroutine"),
+		"exit %d, stderr %q, want 1 and one line", code, errs.String())
 	assert.Contains(t, errs.String(), "index out of range", "AGENT_LOG_LEVEL=debug")
 
 	var debug testkit.Log
@@ -336,9 +320,8 @@ func TestLostOutput(t *testing.T) {
 	for _, args := range [][]string{{"version"}, {"version", "--json"}} {
 		var errs testkit.Log
 		code := run(t.Context(), args, nil, strings.NewReader(""), fullDisk{}, &errs)
-		if code != 1 || !strings.Contains(errs.String(), "no space left") {
-			t.Errorf("agent %v: exit %d, stderr %q", args, code, errs.String())
-		}
+		assert.Truef(t, code == 1 && strings.Contains(errs.String(), "no space left"),
+			"agent %v: exit %d, stderr %q", args, code, errs.String())
 	}
 }
 
@@ -391,15 +374,12 @@ func TestConditionalChanges(t *testing.T) {
 				continue
 			}
 			bad := p.run(append(change, "--if-revision", fmt.Sprint(other))...)
-			if bad.code != exitFailed || !strings.Contains(bad.err, "nothing was done") ||
-				!strings.Contains(bad.err, change[0]+" show NAME") {
-				t.Errorf("%s at %d, not %d: %+v", name, other, read, bad)
-			}
+			assert.Truef(t, bad.code == exitFailed && strings.Contains(bad.err, "nothing was done") &&
+				strings.Contains(bad.err, change[0]+" show NAME"), "%s at %d, not %d: %+v", name, other, read, bad)
 		}
 		if change[1] != "add" {
-			if bad := p.run(append(change, "--if-revision", "0")...); bad.code != exitUsage {
-				t.Errorf("%s at 0: %+v", name, bad)
-			}
+			bad := p.run(append(change, "--if-revision", "0")...)
+			assert.Truef(t, bad.code == exitUsage, "%s at 0: %+v", name, bad)
 		}
 		p.mustJSON(&after, change[0], "show", change[2])
 		assert.Equal(t, before, after, name)
@@ -408,13 +388,11 @@ func TestConditionalChanges(t *testing.T) {
 		if p.mustJSON(&after, change[0], "show", change[2]); after == before {
 			t.Errorf("%s has changed nothing", name)
 		}
-		if again := p.run(append(change, "--if-revision", fmt.Sprint(read))...); again.code != exitFailed {
-			t.Errorf("%s by two admins who saw the same: %+v", name, again)
-		}
+		again := p.run(append(change, "--if-revision", fmt.Sprint(read))...)
+		assert.Truef(t, again.code == exitFailed, "%s by two admins who saw the same: %+v", name, again)
 	}
-	if bad := p.run("objectives", "add", "tidy", "--goal", "other", "--if-revision", "0"); bad.code != exitFailed ||
-		!strings.Contains(bad.err, "nothing was done") {
-		t.Errorf("an objective that must be new replaced one: %+v", bad)
-	}
+	bad := p.run("objectives", "add", "tidy", "--goal", "other", "--if-revision", "0")
+	assert.Truef(t, bad.code == exitFailed && strings.Contains(bad.err, "nothing was done"),
+		"an objective that must be new replaced one: %+v", bad)
 	p.must("objectives", "add", "new", "--goal", "other", "--if-revision", "0")
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/evals/runner"
 	"github.com/lanekeeper/lanekeeper/evals/stats"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -120,15 +121,12 @@ func TestTheControlRepeatsTheRecordedRequests(t *testing.T) {
 	got := w.model.Requests()[len(recorded):]
 	control := slices.DeleteFunc(slices.Clone(got), func(r modeltest.Request) bool { return r.Model == "gpt-4.1" })
 	want, have := conversations(recorded), conversations(control)
-	if !slices.Equal(want, have) {
-		t.Errorf("the control sent\n%s\n\nwant\n%s", strings.Join(have, "\n\n"), strings.Join(want, "\n\n"))
-	}
+	assert.Truef(t, slices.Equal(want, have),
+		"the control sent\n%s\n\nwant\n%s", strings.Join(have, "\n\n"), strings.Join(want, "\n\n"))
 	if c := report.ControlRun.Coverage; c.Sampled != 4 || c.Followed != 4 || report.Coverage.Followed != 4 {
 		t.Errorf("the coverage is %+v and %+v", c, report.Coverage)
 	}
-	if w.real.Load() != made {
-		t.Error("a call reached a real skill")
-	}
+	assert.Equal(t, made, w.real.Load(), "a call reached a real skill")
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_approvals where trace_id like 'ev\_%'`)
 }
 
@@ -143,14 +141,12 @@ func TestACandidateIsNotPlayedIfTheControlFollowsNothing(t *testing.T) {
 		return modeltest.ToolCall("check_order", `{"order":9}`)
 	})
 	report := w.counterfactual(t, runner.Counterfactual{Model: "gpt-4.1"})
-	if report.Comparison.Answer != stats.Undecided || report.Coverage.Played != 0 ||
-		report.ControlRun.Coverage.Diverged["check_order"] != 2 {
-		t.Errorf("the answer is %s: %+v, control %+v", report.Comparison.Answer, report.Coverage, report.ControlRun.Coverage)
-	}
+	assert.Truef(t, report.Comparison.Answer == stats.Undecided && report.Coverage.Played == 0 &&
+		report.ControlRun.Coverage.Diverged["check_order"] == 2, "the answer is %s: %+v, control %+v",
+		report.Comparison.Answer, report.Coverage, report.ControlRun.Coverage)
 	// The first call that is not recorded ended each trial of the control.
-	if made := len(w.model.Requests()) - before; made != 2 {
-		t.Errorf("%d model calls were made, want 2", made)
-	}
+	made := len(w.model.Requests()) - before
+	assert.Equal(t, 2, made, "model calls")
 }
 
 // Both runs reserve in one budget.
@@ -163,11 +159,9 @@ func TestControlAndCandidateShareABudget(t *testing.T) {
 	})
 	w.record(t, "a", "b", "c", "d")
 	report := w.counterfactual(t, runner.Counterfactual{Model: "gpt-4o-mini", BudgetUSD: 0.006})
-	if report.ControlRun.Coverage.Followed != 4 || report.Status != evals.Undecided ||
-		report.CostUSD+report.ControlRun.CostUSD > 0.006 {
-		t.Errorf("the candidate is %s, for $%.4f + $%.4f: control %+v", report.Status, report.ControlRun.CostUSD,
-			report.CostUSD, report.ControlRun.Coverage)
-	}
+	assert.Truef(t, report.ControlRun.Coverage.Followed == 4 && report.Status == evals.Undecided &&
+		report.CostUSD+report.ControlRun.CostUSD <= 0.006, "the candidate is %s, for $%.4f + $%.4f: control %+v",
+		report.Status, report.ControlRun.CostUSD, report.CostUSD, report.ControlRun.Coverage)
 }
 
 // A shadow plays the turns that complete while it lasts, each once, and what it is compared with.
@@ -184,17 +178,13 @@ func TestAShadowPlaysTurnsAsTheyComplete(t *testing.T) {
 	require.NoError(t, evals.StopShadow(t.Context(), w.pool, run.ID))
 	require.NoError(t, w.runner.Work(t.Context(), run, 1, func(evals.Trial) {}))
 	report := w.report(t, run)
-	if c := report.Coverage; c.Sampled != 2 || c.Followed != 2 || report.ControlRun.Coverage.Followed != 2 ||
-		report.Status != evals.Passed {
-		t.Errorf("the shadow is %s: %+v, control %+v", report.Status, c, report.ControlRun.Coverage)
-	}
-	if made := len(w.model.Requests()) - before; made != 8 {
-		t.Errorf("%d model calls were made, want 8", made)
-	}
+	c := report.Coverage
+	assert.Truef(t, c.Sampled == 2 && c.Followed == 2 && report.ControlRun.Coverage.Followed == 2 &&
+		report.Status == evals.Passed, "the shadow is %s: %+v, control %+v", report.Status, c, report.ControlRun.Coverage)
+	made := len(w.model.Requests()) - before
+	assert.Equal(t, 8, made, "model calls")
 	pgtest.Equal(t, w.pool, 1, `select count(*)::int from agent_audit where act = 'stop_shadow'`)
-	if err := evals.StopShadow(t.Context(), w.pool, run.ID); err == nil {
-		t.Error("a shadow was stopped twice")
-	}
+	assert.Error(t, evals.StopShadow(t.Context(), w.pool, run.ID), "a shadow was stopped twice")
 	// A server finds the run by its claim, as any other that it plays.
 	pgtest.Equal(t, w.pool, true, `select served_until is not null from agent_eval_runs where id = $1`, run.ID)
 	pgtest.Equal(t, w.pool, true, `select served_until is null from agent_eval_runs where id = $1`, run.ControlID)
@@ -212,7 +202,5 @@ func TestAShadowCountsTurnsOnce(t *testing.T) {
 	for range 2 {
 		require.NoError(t, evals.Extend(t.Context(), w.pool, run, more, seen))
 	}
-	if c := w.report(t, run).Coverage; c.Sampled != 1 {
-		t.Errorf("the sample has %d turns, want 1", c.Sampled)
-	}
+	assert.Equal(t, 1, w.report(t, run).Coverage.Sampled, "turns of the sample")
 }

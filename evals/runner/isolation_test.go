@@ -11,6 +11,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -122,10 +123,9 @@ func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) 
 		insert into agent_workers (id, name, expires_at) values (gen_random_uuid(), 'w', clock_timestamp() + interval '1 hour');
 		update agent_executions set claimed_by = (select id from agent_workers), claim = 1, status = 'running'`)
 	refused := func(t *testing.T, err error) {
-		if err == nil || !strings.Contains(err.Error(), "a trial of an eval cannot") &&
-			!strings.Contains(err.Error(), "is not a trace id") {
-			t.Errorf("the write of a trial was not refused as such: %v", err)
-		}
+		assert.Truef(t, err != nil &&
+			(strings.Contains(err.Error(), "a trial of an eval cannot") || strings.Contains(err.Error(), "is not a trace id")),
+			"the write of a trial was not refused as such: %v", err)
 	}
 	for under, list := range map[bool]map[string]string{false: doors, true: fenced} {
 		for door, sql := range list {
@@ -149,9 +149,8 @@ func TestATrialCallsNoSkillAndHoldsNoLane(t *testing.T) {
 		before := w.real.Load()
 		ctx := trace.With(t.Context(), trace.Span{TraceID: trace.New(surface)})
 		_, err := w.runner.Skills.Invoke(ctx, call)
-		if (err == nil) != allowed || (w.real.Load() > before) != allowed {
-			t.Errorf("%s: the skill answered %v, and was reached %d times", surface, err, w.real.Load()-before)
-		}
+		assert.Truef(t, (err == nil) == allowed && (w.real.Load() > before) == allowed,
+			"%s: the skill answered %v, and was reached %d times", surface, err, w.real.Load()-before)
 		engine := enginetest.New(t, w.pool)
 		require.NoError(t, engine.Register("eval", func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 			_, err := executions.Lane(ctx, "shop")

@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/runner"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -91,22 +92,17 @@ func TestACalibratedJudgeDecides(t *testing.T) {
 	b := newBench(t, echo)
 	report := b.run(t, judgedSuite(labelled(30, 0), anything), runner.Options{})
 	kind, harsh := report.TrialRows[0], report.TrialRows[1]
-	if kind.Verdict != evals.Pass || harsh.Verdict != evals.Fail ||
-		strings.Join(harsh.Reasons, "") != "expect[0]: the judge gpt-4.1: It is so." {
-		t.Errorf("the trials are %+v and %+v", kind, harsh)
-	}
-	if j := kind.Judgements[0]; !j.Calibrated || j.Votes != 2 || j.Passes != 2 || j.Same || kind.JudgeTokens != 420 ||
-		kind.JudgeUSD <= 0 || kind.CostUSD <= 0 || kind.Tokens != 110 {
-		t.Errorf("the judgement is %+v of %+v", j, kind)
-	}
-	if n := b.judgeCalls(); n != 30*2+2*2 {
-		t.Errorf("the judge was asked %d times, want 2 equal votes for each of 30 labels and 2 trials", n)
-	}
+	assert.Truef(t, kind.Verdict == evals.Pass && harsh.Verdict == evals.Fail &&
+		strings.Join(harsh.Reasons, "") == "expect[0]: the judge gpt-4.1: It is so.", "the trials are %+v and %+v", kind,
+		harsh)
+	j := kind.Judgements[0]
+	assert.Truef(t, j.Calibrated && j.Votes == 2 && j.Passes == 2 && !j.Same && kind.JudgeTokens == 420 &&
+		kind.JudgeUSD > 0 && kind.CostUSD > 0 && kind.Tokens == 110, "the judgement is %+v of %+v", j, kind)
+	n := b.judgeCalls()
+	assert.Equal(t, 30*2+2*2, n, "2 equal votes for each of 30 labels and 2 trials")
 	pgtest.Equal(t, b.pool, 64, `select count(*)::int from agent_activity where purpose = 'eval_judge' and kind = 'model'`)
 	b.run(t, judgedSuite(labelled(30, 0), anything), runner.Options{})
-	if n := b.judgeCalls(); n != 30*2+4*2 {
-		t.Errorf("a second run asks the judge %d times in all", n)
-	}
+	assert.Equal(t, 30*2+4*2, b.judgeCalls(), "a second run asks the judge", "times in all")
 	// The run keeps the calibration and what it cost. The second run paid for none.
 	if j := report.Judges; len(j) != 1 || !j[0].Calibrated || report.CalibrationTokens != 30*2*210 ||
 		report.CalibrationUSD <= 0 {
@@ -120,9 +116,8 @@ func TestACalibratedJudgeDecides(t *testing.T) {
 	pgtest.Exec(t, b.pool, `update agent_eval_judgements set pass = not pass`)
 	subject := b.subject(t)
 	found, err := evals.Calibrate(t.Context(), b.pool, subject)
-	if err != nil || len(found) != 1 || !found[0].Calibrated || found[0].Agreed != 30 {
-		t.Errorf("the calibration is %+v, %v", found, err)
-	}
+	assert.Truef(t, err == nil && len(found) == 1 && found[0].Calibrated && found[0].Agreed == 30,
+		"the calibration is %+v, %v", found, err)
 }
 
 func (b *bench) subject(t *testing.T) evals.Subject {
@@ -152,13 +147,10 @@ func TestAJudgeThatIsNotCalibratedDecidesNothing(t *testing.T) {
 				}
 			}
 			found, err := evals.Calibrate(t.Context(), b.pool, b.subject(t))
-			if err != nil || !strings.HasPrefix(found[0].Why, why) {
-				t.Errorf("it is not calibrated because %+v, %v", found, err)
-			}
+			assert.Truef(t, err == nil && strings.HasPrefix(found[0].Why, why),
+				"it is not calibrated because %+v, %v", found, err)
 			alone := b.run(t, judgedSuite(labels), runner.Options{})
-			if alone.Status != evals.Undecided {
-				t.Errorf("a case that only the judge could decide is %s", alone.Status)
-			}
+			assert.Equal(t, evals.Undecided, alone.Status, "a case that only the judge could decide")
 		})
 	}
 }
@@ -175,9 +167,8 @@ func TestAJudgeIsAskedLastAndCountsLabelsOfTrials(t *testing.T) {
 	_, _, err := evals.PutLabel(t.Context(), b.pool, evals.NewLabel{Run: report.ID, Case: "a kind one", Word: evals.Good})
 	require.NoError(t, err)
 	report = b.run(t, judgedSuite(labelled(29, 0), anything), runner.Options{})
-	if !report.TrialRows[0].Judgements[0].Calibrated {
-		t.Errorf("29 labels of the file and one of a trial do not calibrate: %+v", report.TrialRows[0])
-	}
+	assert.Truef(t, report.TrialRows[0].Judgements[0].Calibrated,
+		"29 labels of the file and one of a trial do not calibrate: %+v", report.TrialRows[0])
 }
 
 // An interrupted run goes on without a second payment of answered votes, and a run without money asks nobody.
@@ -187,9 +178,7 @@ func TestAJudgeReservesInTheBudgetAndIsNotPaidTwice(t *testing.T) {
 	ctx, interrupt := context.WithCancel(t.Context())
 	run := b.start(t, judgedSuite(labelled(30, 0), anything), runner.Options{})
 	b.onAsk = interrupt
-	if err := b.runner.Work(ctx, run, 3, func(evals.Trial) {}); err == nil {
-		t.Fatal("the run was not interrupted")
-	}
+	require.Error(t, b.runner.Work(ctx, run, 3, func(evals.Trial) {}), "the run was not interrupted")
 	require.NoError(t, b.runner.Work(t.Context(), run, 3, func(evals.Trial) {}))
 	if report := b.report(t, run); report.Cases[0].Passed != 1 || report.Cases[1].Passed != 0 {
 		t.Errorf("the run is %+v", report)
@@ -214,12 +203,10 @@ func TestLabelsAreReadStrictly(t *testing.T) {
 	t.Parallel()
 	got, err := evals.ReadLabels([]byte("{\"answer\":\"a\",\"pass\":true}\n\n{\"answer\":\"b\",\"rubric\":\"r\",\"pass\":false}"))
 	text, _ := json.Marshal(got)
-	if err != nil || string(text) != `[{"answer":"a","pass":true},{"answer":"b","rubric":"r","pass":false}]` {
-		t.Errorf("the labels are %s, %v", text, err)
-	}
+	assert.Truef(t, err == nil && string(text) == `[{"answer":"a","pass":true},{"answer":"b","rubric":"r","pass":false}]`,
+		"the labels are %s, %v", text, err)
 	for _, wrong := range []string{`{"answer":"a"}`, `{"pass":true}`, `{"answer":"a","pass":1}`, `{"answer":"a","good":true}`, "x"} {
-		if got, err := evals.ReadLabels([]byte(wrong)); err == nil || !strings.HasPrefix(err.Error(), "label 1: ") {
-			t.Errorf("%s is read as %v, %v", wrong, got, err)
-		}
+		got, err := evals.ReadLabels([]byte(wrong))
+		assert.Truef(t, err != nil && strings.HasPrefix(err.Error(), "label 1: "), "%s is read as %v, %v", wrong, got, err)
 	}
 }

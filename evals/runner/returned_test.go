@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -57,7 +58,5 @@ func TestAReturnedSkillRunsItsCases(t *testing.T) {
 	pgtest.Equal(t, w.pool, "run_eval,eval_ended passed", `
 		select string_agg(skill_name || coalesce(' ' || (output ->> 'status'), ''), ',' order by id) from agent_activity
 		 where trace_id = $1 and agent <> 'admin' and input ->> 'returned' = 'check_order'`, string(id))
-	if n := w.real.Load(); n != 0 {
-		t.Errorf("the skill was called %d times", n)
-	}
+	assert.Equal(t, 0, w.real.Load(), "the skill was called", "times")
 }

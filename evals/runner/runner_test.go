@@ -3,7 +3,6 @@ package runner_test
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"log/slog"
 	"maps"
 	"slices"
@@ -20,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/builtins"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/runner"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -193,31 +193,23 @@ func TestATrialIsJudgedByWhatTheAgentSaidAndCalled(t *testing.T) {
 		"good": evals.Pass, "bad": evals.Fail, "diverged": evals.Diverged, "denied": evals.Pass, "approved": evals.Pass,
 		"broken": evals.Error,
 	}
-	if len(report.TrialRows) != 12 {
-		t.Errorf("there are %d trials, want 12", len(report.TrialRows))
-	}
+	assert.Equal(t, 12, len(report.TrialRows), "trials")
 	for _, trial := range report.TrialRows {
-		if trial.Verdict != want[trial.Case] {
-			t.Errorf("%s is %s, want %s: %v", trial.Case, trial.Verdict, want[trial.Case], trial.Reasons)
-		}
-		if !strings.HasPrefix(trial.TraceID, "ev_") {
-			t.Errorf("%s has the trace %q", trial.Case, trial.TraceID)
-		}
+		assert.Truef(t, trial.Verdict == want[trial.Case],
+			"%s is %s, want %s: %v", trial.Case, trial.Verdict, want[trial.Case], trial.Reasons)
+		assert.Truef(t, strings.HasPrefix(trial.TraceID, "ev_"), "%s has the trace %q", trial.Case, trial.TraceID)
 	}
 	pgtest.Equal(t, w.pool, 1, `
 		select count(*)::int from agent_audit where actor = 'admin' and act = 'run_eval'`)
-	if report.Status != evals.Failed || w.real.Load() > 0 {
-		t.Errorf("the run is %s, and %d calls reached a real skill", report.Status, w.real.Load())
-	}
+	assert.Truef(t, report.Status == evals.Failed && w.real.Load() <= 0,
+		"the run is %s, and %d calls reached a real skill", report.Status, w.real.Load())
 	for _, r := range w.model.Requests() {
 		system := r.Messages[0].Content
-		if !strings.Contains(system, "You are Nora.") || !strings.HasPrefix(system, "Be kind.") {
-			t.Errorf("the system message is %q", system)
-		}
-		if last := r.Messages[1].Content; strings.Contains(last, "order 7?") && strings.Contains(system, "14 days") &&
-			!strings.Contains(last, "Tuesday 2026-11-24 10:00") {
-			t.Errorf("the case with pinned memory has another time: %q", last)
-		}
+		assert.Truef(t, strings.Contains(system, "You are Nora.") && strings.HasPrefix(system, "Be kind."),
+			"the system message is %q", system)
+		last := r.Messages[1].Content
+		assert.Truef(t, !strings.Contains(last, "order 7?") || !strings.Contains(system, "14 days") ||
+			strings.Contains(last, "Tuesday 2026-11-24 10:00"), "the case with pinned memory has another time: %q", last)
 	}
 }
 
@@ -237,9 +229,8 @@ func TestMemoryOfACaseIsReadAndWrittenInItsOverlayOnly(t *testing.T) {
 		Name: "note", Messages: ask("Ana likes oak"),
 		Expect: []evals.Expectation{{MemoryWritten: "note/ana"}, {Answer: &evals.Answer{Contains: "likes oak"}}},
 	}}}
-	if report := w.run(t, d, runner.Options{}); report.Status != evals.Passed {
-		t.Errorf("the run is %s: %v", report.Status, report.TrialRows)
-	}
+	report := w.run(t, d, runner.Options{})
+	assert.Truef(t, report.Status == evals.Passed, "the run is %s: %v", report.Status, report.TrialRows)
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_memory`)
 }
 
@@ -258,10 +249,9 @@ func TestTrialsTogetherStayWithinTheBudgetOfTheirRun(t *testing.T) {
 	}
 	report := w.run(t, d, runner.Options{})
 	c := report.Cases[0]
-	if report.Status != evals.Undecided || c.Passed == 0 || c.Undecided == 0 || report.CostUSD > 0.01 {
-		t.Errorf("the run is %s with %d passed, %d undecided, for $%.4f of $0.01: %v", report.Status, c.Passed, c.Undecided,
-			report.CostUSD, c.Reasons)
-	}
+	assert.Truef(t, report.Status == evals.Undecided && c.Passed != 0 && c.Undecided != 0 && report.CostUSD <= 0.01,
+		"the run is %s with %d passed, %d undecided, for $%.4f of $0.01: %v", report.Status, c.Passed, c.Undecided,
+		report.CostUSD, c.Reasons)
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_budgets where scope like 'day:%'`)
 }
 
@@ -274,9 +264,8 @@ func TestAModelWithoutAPriceIsRefusedForABudgetInDollars(t *testing.T) {
 	require.NoError(t, err)
 	s, err := evals.Get(t.Context(), w.pool, d.Name)
 	require.NoError(t, err)
-	if _, err := w.runner.Start(t.Context(), s, runner.Options{Model: "no-such-model"}); err == nil {
-		t.Error("the run started")
-	}
+	_, err = w.runner.Start(t.Context(), s, runner.Options{Model: "no-such-model"})
+	assert.Error(t, err, "the run started")
 }
 
 func TestAnInterruptedRunGoesOnWithoutPayingTwice(t *testing.T) {
@@ -301,19 +290,14 @@ func TestAnInterruptedRunGoesOnWithoutPayingTwice(t *testing.T) {
 	d := orders()
 	d.Cases, d.Trials = d.Cases[:1], 6
 	run := w.start(t, d, runner.Options{})
-	if err := w.runner.Work(ctx, run, 2, func(evals.Trial) {}); err == nil {
-		t.Fatal("the run was not interrupted")
-	}
+	require.Error(t, w.runner.Work(ctx, run, 2, func(evals.Trial) {}), "the run was not interrupted")
 	pgtest.Equal(t, w.pool, evals.Running, `select status from agent_eval_runs where id = $1`, run.ID)
 	require.NoError(t, w.runner.Work(t.Context(), run, 2, func(evals.Trial) {}))
 	report := w.report(t, run)
-	if report.Status != evals.Passed || report.Cases[0].Passed != 6 {
-		t.Errorf("the run is %s with %d passed: %v", report.Status, report.Cases[0].Passed, report.Cases[0].Reasons)
-	}
+	assert.Truef(t, report.Status == evals.Passed && report.Cases[0].Passed == 6,
+		"the run is %s with %d passed: %v", report.Status, report.Cases[0].Passed, report.Cases[0].Reasons)
 	// A request that was under way at the interrupt may be repeated; an answered one is not.
-	if answered["first"] > 8 || answered["second"] > 8 {
-		t.Errorf("6 trials made %v requests", answered)
-	}
+	assert.Truef(t, answered["first"] <= 8 && answered["second"] <= 8, "6 trials made %v requests", answered)
 	pgtest.Equal(t, w.pool, 0, `
 		select count(*)::int from (select execution_id, step from agent_activity where kind = 'model' and status = 'success'
 		   group by 1, 2 having count(*) > 1) twice`)
@@ -326,9 +310,8 @@ func TestARunEndsAtItsTimeWithUndecidedTrials(t *testing.T) {
 	d := orders()
 	d.Cases, d.Budget.Timeout = d.Cases[:1], "1s"
 	report := w.run(t, d, runner.Options{})
-	if report.Status != evals.Undecided || report.Cases[0].Undecided != 2 {
-		t.Errorf("the run is %s: %+v", report.Status, report.Cases)
-	}
+	assert.Truef(t, report.Status == evals.Undecided && report.Cases[0].Undecided == 2,
+		"the run is %s: %+v", report.Status, report.Cases)
 	pgtest.Until(t, w.pool, 0, `select count(*)::int from agent_executions where completed_at is null`)
 }
 
@@ -351,9 +334,8 @@ func TestAWorseModelIsToldFromTheOneBefore(t *testing.T) {
 	for model, want := range map[string]string{"": "not worse", "gpt-4.1": "worse"} {
 		report := w.run(t, d, runner.Options{Model: model})
 		require.NoError(t, report.CompareWith(t.Context(), w.pool, first.Run, d.Margin()))
-		if got := string(report.Comparison.Answer); got != want {
-			t.Errorf("the model %q is %s, want %s: %+v", model, got, want, report.Comparison)
-		}
+		got := string(report.Comparison.Answer)
+		assert.Truef(t, got == want, "the model %q is %s, want %s: %+v", model, got, want, report.Comparison)
 	}
 }
 
@@ -395,13 +377,9 @@ func TestATrialThatTriesEveryDoorChangesNothingElse(t *testing.T) {
 		t.Errorf("the trial is %s with the calls %s", got.Verdict, got.Calls)
 	}
 	for table, sum := range digests(t, w.pool) {
-		if sum != before[table] {
-			t.Errorf("the trial changed %s", table)
-		}
+		assert.Equal(t, before[table], sum, "the trial changed", table)
 	}
-	if w.real.Load() > 0 {
-		t.Error("a call reached a real skill")
-	}
+	assert.True(t, w.real.Load() <= 0, "a call reached a real skill")
 	// Nor does it count, except as spend of the surface eval.
 	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_skill_calls`)
 	pgtest.Equal(t, w.pool, 0, `
@@ -441,9 +419,8 @@ func TestManyTrialsRunBesideEachOther(t *testing.T) {
 	}
 	var input struct{ Trial int }
 	raw := pgtest.Value[string](t, w.pool, `select input::text from agent_executions order by id limit 1`)
-	if err := json.Unmarshal([]byte(raw), &input); err != nil || input.Trial == 0 {
-		t.Errorf("the input is %s: %v", raw, err)
-	}
+	err := json.Unmarshal([]byte(raw), &input)
+	assert.Truef(t, err == nil && input.Trial != 0, "the input is %s: %v", raw, err)
 }
 
 // A process with another model server, key or limit plays no trial of a run, whether it works on the run or on whatever
@@ -474,11 +451,9 @@ func TestOnlyProcessesWithTheSameSetupPlayARun(t *testing.T) {
 	enginetest.Run(t, other.Engine.Run)
 	cancel()
 	<-ended
-	if err := other.Work(t.Context(), run, 1, func(evals.Trial) {}); !errors.Is(err, runner.ErrElsewhere) {
-		t.Errorf("the other process goes on with the run: %v", err)
-	}
+	err = other.Work(t.Context(), run, 1, func(evals.Trial) {})
+	assert.ErrorIs(t, err, runner.ErrElsewhere, "the other process goes on with the run")
 	time.Sleep(time.Second) // the other process looks for what is ready
-	if n := len(elsewhere.Requests()); n > 0 {
-		t.Errorf("the other process made %d model calls", n)
-	}
+	n := len(elsewhere.Requests())
+	assert.Truef(t, n <= 0, "the other process made %d model calls", n)
 }

@@ -8,6 +8,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/runner"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -20,9 +21,7 @@ func (w *world) serve(t *testing.T) (stop func()) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		if err := w.runner.Serve(ctx); err != nil {
-			t.Error(err)
-		}
+		assert.NoError(t, w.runner.Serve(ctx))
 	}()
 	stop = func() {
 		cancel()
@@ -65,9 +64,8 @@ func TestServersPlayRunsAndGoOnWithThoseOfOthers(t *testing.T) {
 		return pgtest.Value[string](t, w.pool, `select status from agent_eval_runs where id = $1`, run.ID)
 	}
 	pgtest.Eventually(t, 30*time.Second, func() bool { return status(own) == evals.Passed }, "the run ends")
-	if status(claimed) != evals.Running || status(foreground) != evals.Running {
-		t.Error("a server played a run of somebody else")
-	}
+	assert.True(t, status(claimed) == evals.Running && status(foreground) == evals.Running,
+		"a server played a run of somebody else")
 	pgtest.Exec(t, w.pool, `update agent_eval_runs set served_until = clock_timestamp() where id = $1`, claimed.ID)
 	pgtest.Eventually(t, 30*time.Second, func() bool { return status(claimed) == evals.Passed },
 		"the run of a dead server goes on")
@@ -167,13 +165,11 @@ func TestAShadowWithoutTurnsPollsEvery30Seconds(t *testing.T) {
 	now := time.Now()
 	polled := evals.Shadow{SeenAt: now.Add(-time.Minute), Upto: now}
 	for found, want := range map[int]time.Duration{0: 30 * time.Second, 1: 0} {
-		if got := runner.PauseAfter(found, polled); got != want {
-			t.Errorf("after %d turns it waits %s, want %s", found, got, want)
-		}
+		got := runner.PauseAfter(found, polled)
+		assert.Truef(t, got == want, "after %d turns it waits %s, want %s", found, got, want)
 	}
-	if got := runner.PauseAfter(0, evals.Shadow{SeenAt: now, Upto: now}); got != 0 {
-		t.Errorf("it waits %s before there was anything to poll", got)
-	}
+	got := runner.PauseAfter(0, evals.Shadow{SeenAt: now, Upto: now})
+	assert.Equal(t, 0, got, "it waits", "before there was anything to poll")
 }
 
 // The time of a run counts from its first trial, and anew when a person continues it. A server's run has one deadline.
@@ -194,8 +190,6 @@ func TestTheTimeOfARunCountsFromItsFirstTrial(t *testing.T) {
 		run := w.start(t, d, runner.Options{Background: test.background})
 		pgtest.Exec(t, w.pool, `update agent_eval_runs set `+test.change+` where id = $1`, run.ID)
 		require.NoError(t, w.runner.Work(t.Context(), run, 1, func(evals.Trial) {}))
-		if got := w.report(t, run).Status; got != test.want {
-			t.Errorf("%s: the run is %s, want %s", name, got, test.want)
-		}
+		assert.Equal(t, test.want, w.report(t, run).Status, name, "the run")
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/evals/stats"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 // passes simulates the trials of a case.
@@ -41,21 +42,18 @@ func TestPassKIsTheShareOfTheSubsetsThatPass(t *testing.T) {
 		c, n, k int
 		want    float64
 	}{{5, 5, 5, 1}, {4, 5, 5, 0}, {4, 5, 1, 0.8}, {4, 5, 2, 0.6}, {0, 5, 1, 0}} {
-		if got := stats.PassK(tc.c, tc.n, tc.k); math.Abs(got-tc.want) > 1e-12 {
-			t.Errorf("PassK(%d, %d, %d) = %g, want %g", tc.c, tc.n, tc.k, got, tc.want)
-		}
+		got := stats.PassK(tc.c, tc.n, tc.k)
+		assert.Truef(t, math.Abs(got-tc.want) <= 1e-12, "PassK(%d, %d, %d) = %g, want %g", tc.c, tc.n, tc.k, got, tc.want)
 	}
-	if got := stats.PassK(5, 5, 6); !math.IsNaN(got) {
-		t.Errorf("PassK(5, 5, 6) = %g, want none", got)
-	}
+	got := stats.PassK(5, 5, 6)
+	assert.Truef(t, math.IsNaN(got), "PassK(5, 5, 6) = %g, want none", got)
 	r := rand.New(rand.NewPCG(3, 4))
 	sum := 0.0
 	for range 10_000 {
 		sum += stats.PassK(passes(r, 0.8, 10), 10, 3)
 	}
-	if got := sum / 10_000; math.Abs(got-0.512) > 0.01 {
-		t.Errorf("the mean of PassK is %.3f, want 0.8^3 = 0.512", got)
-	}
+	got = sum / 10_000
+	assert.Truef(t, math.Abs(got-0.512) <= 0.01, "the mean of PassK is %.3f, want 0.8^3 = 0.512", got)
 }
 
 // looks are the numbers of trials per case after which a comparison is made.
@@ -102,9 +100,8 @@ func TestAWorseModelIsFoundAndAnEqualOneIsSeldomCalledWorse(t *testing.T) {
 	t.Logf("0.8 against 0.7: worse in %d of %d suites of 20 cases, after %.1f trials per case on average; better in %d. "+
 		"0.8 against 0.8: worse in %d, better in %d", found, suites, float64(trials)/float64(found), wrong,
 		equal[stats.Worse], equal[stats.Better])
-	if found < 800 || wrong > 0 {
-		t.Errorf("a loss of 0.1 was found in %d of %d suites, and called better in %d", found, suites, wrong)
-	}
+	assert.Truef(t, found >= 800 && wrong <= 0,
+		"a loss of 0.1 was found in %d of %d suites, and called better in %d", found, suites, wrong)
 	if both := equal[stats.Worse] + equal[stats.Better]; both > suites*5/100 {
 		t.Errorf("equal models were told apart in %d of %d suites, want at most 5 %%", both, suites)
 	}
@@ -125,9 +122,8 @@ func TestARunThatIsComparedWithItselfIsSeldomDifferent(t *testing.T) {
 			wrong++
 		}
 	}
-	if wrong > suites*5/100 {
-		t.Errorf("a run differs from itself in %d of %d suites, want at most 5 %%", wrong, suites)
-	}
+	assert.Truef(t, wrong <= suites*5/100,
+		"a run differs from itself in %d of %d suites, want at most 5 %%", wrong, suites)
 }
 
 func TestFewCasesOrNoDifferenceDecideNothing(t *testing.T) {
@@ -147,9 +143,8 @@ func TestFewCasesOrNoDifferenceDecideNothing(t *testing.T) {
 		"few equals": {equalPairs(5), stats.Plan{Margin: 0.05}, stats.Undecided},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := stats.Compare(tc.pairs, tc.plan); got.Answer != tc.want {
-				t.Errorf("the answer is %s, want %s: %+v", got.Answer, tc.want, got)
-			}
+			got := stats.Compare(tc.pairs, tc.plan)
+			assert.Truef(t, got.Answer == tc.want, "the answer is %s, want %s: %+v", got.Answer, tc.want, got)
 		})
 	}
 }
@@ -177,7 +172,6 @@ func TestTheIntervalOfADifferenceCoversIt(t *testing.T) {
 			covered++
 		}
 	}
-	if got := float64(covered) / suites; got < 0.92 {
-		t.Errorf("the interval covers the difference in %.3f of the suites, want about 0.95", got)
-	}
+	got := float64(covered) / suites
+	assert.Truef(t, got >= 0.92, "the interval covers the difference in %.3f of the suites, want about 0.95", got)
 }

@@ -71,9 +71,8 @@ func TestABodyIsReadWithinItsLimit(t *testing.T) {
 	} {
 		post(t, url, c.size, c.chunked)
 		err := <-got
-		if _, large := errors.AsType[*admission.TooLarge](err); large != c.large || err != nil && !large {
-			t.Errorf("%s: %v", name, err)
-		}
+		_, large := errors.AsType[*admission.TooLarge](err)
+		assert.Truef(t, large == c.large && (err == nil || large), "%s: %v", name, err)
 		assert.Equal(t, 0, budget.Used(), name)
 	}
 }
@@ -87,25 +86,21 @@ func TestALengthThatIsOnlyAnnouncedCountsNothing(t *testing.T) {
 	require.NoError(t, err)
 	defer silent.Close()
 	const header = "POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 1000000\r\n\r\n"
-	if _, err := io.WriteString(silent, header); err != nil {
-		t.Fatal(err)
-	}
-	if line, err := bufio.NewReader(silent).ReadString('\n'); err != nil || !strings.Contains(line, "100") {
-		t.Fatalf("%s, %v", line, err)
-	}
+	_, err = io.WriteString(silent, header)
+	require.NoError(t, err)
+	line, err := bufio.NewReader(silent).ReadString('\n')
+	require.Truef(t, err == nil && strings.Contains(line, "100"), "%s, %v", line, err)
 	assert.Equal(t, 0, budget.Used())
 	sent := 0
 	for _, more := range []int{1, 20_000, 100_000} {
-		if _, err := io.WriteString(silent, strings.Repeat("x", more)); err != nil {
-			t.Fatal(err)
-		}
+		_, err := io.WriteString(silent, strings.Repeat("x", more))
+		require.NoError(t, err)
 		sent += more
 		for until := time.Now().Add(time.Minute); budget.Used() < int64(sent) && time.Now().Before(until); {
 			runtime.Gosched()
 		}
-		if n := budget.Used(); n > int64(2*sent+1<<10) {
-			t.Errorf("%d bytes are taken for %d", n, sent)
-		}
+		n := budget.Used()
+		assert.Truef(t, n <= int64(2*sent+1<<10), "%d bytes are taken for %d", n, sent)
 	}
 	post(t, url, 700_000, false)
 	assert.NoError(t, <-got, "another body")
@@ -120,9 +115,8 @@ func TestASmallBodyHasAReserve(t *testing.T) {
 	const most = 8 * admission.Small
 	budget := admission.NewBytes(most)
 	url, got := reading(t, admission.Limits{Most: most, Time: time.Minute, Budget: budget})
-	if _, err := budget.Take(most - admission.Small); err != nil {
-		t.Fatal(err)
-	}
+	_, err := budget.Take(most - admission.Small)
+	require.NoError(t, err)
 	for _, c := range []struct {
 		size    int
 		chunked bool
@@ -134,9 +128,7 @@ func TestASmallBodyHasAReserve(t *testing.T) {
 		{1, true, admission.ErrFull},
 	} {
 		post(t, url, c.size, c.chunked)
-		if err := <-got; !errors.Is(err, c.want) {
-			t.Errorf("%d bytes, chunked %t: %v, want %v", c.size, c.chunked, err, c.want)
-		}
+		assert.ErrorIs(t, <-got, c.want, c.size, "bytes, chunked", c.chunked, c.want)
 	}
 }
 
@@ -177,9 +169,8 @@ func TestABodyIsWholeWhateverItsSize(t *testing.T) {
 			require.NoError(t, err)
 			got, err := io.ReadAll(w.Body)
 			_ = w.Body.Close()
-			if err != nil || w.StatusCode != http.StatusOK || !bytes.Equal(got, sent[:size]) {
-				t.Errorf("%d bytes, chunked %t: %d, %d bytes, %v", size, chunked, w.StatusCode, len(got), err)
-			}
+			assert.Truef(t, err == nil && w.StatusCode == http.StatusOK && bytes.Equal(got, sent[:size]),
+				"%d bytes, chunked %t: %d, %d bytes, %v", size, chunked, w.StatusCode, len(got), err)
 		}
 	}
 	assert.Equal(t, 0, budget.Used())
@@ -196,9 +187,7 @@ func TestBodiesShareABudget(t *testing.T) {
 		post(t, url, 100_000, false)
 		assert.NoError(t, <-got, "a small body")
 		post(t, url, 500_000, chunked)
-		if err := <-got; !errors.Is(err, admission.ErrFull) {
-			t.Errorf("a large body, chunked %t: %v", chunked, err)
-		}
+		assert.ErrorIs(t, <-got, admission.ErrFull, "a large body, chunked", chunked)
 	}
 	hold.Release()
 	assert.Equal(t, 0, budget.Used())
@@ -213,13 +202,11 @@ func TestABodyThatIsNotSentIsGivenUpEarly(t *testing.T) {
 	require.NoError(t, err)
 	defer c.Close()
 	began := time.Now()
-	if _, err := io.WriteString(c, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nxxx"); err != nil {
-		t.Fatal(err)
-	}
+	_, err = io.WriteString(c, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nxxx")
+	require.NoError(t, err)
 	err = <-got
-	if took := time.Since(began); !errors.Is(err, os.ErrDeadlineExceeded) || took < 4*time.Second ||
-		took > 15*time.Second {
-		t.Errorf("after %s: %v", took, err)
-	}
+	took := time.Since(began)
+	assert.Truef(t, errors.Is(err, os.ErrDeadlineExceeded) && took >= 4*time.Second && took <= 15*time.Second,
+		"after %s: %v", took, err)
 	assert.Equal(t, 0, budget.Used())
 }

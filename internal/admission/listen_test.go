@@ -109,9 +109,8 @@ func TestASilentBodyMakesRoomForNewConnections(t *testing.T) {
 	begin := func() (net.Conn, *bufio.Reader) {
 		c, in := dial(t, address)
 		fmt.Fprint(c, "POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 10\r\n\r\n")
-		if line, err := in.ReadString('\n'); err != nil || line != "HTTP/1.1 100 Continue\r\n" {
-			t.Fatalf("%q, %v", line, err)
-		}
+		line, err := in.ReadString('\n')
+		require.Truef(t, err == nil && line == "HTTP/1.1 100 Continue\r\n", "%q, %v", line, err)
 		return c, in
 	}
 	_, _ = begin() // and nothing follows

@@ -26,6 +26,22 @@ func prefix(about []any) string {
 	return strings.TrimSuffix(fmt.Sprintln(about...), "\n") + ": "
 }
 
+// True expects a condition. What it is about is the report.
+func True(tb testing.TB, condition bool, about ...any) {
+	tb.Helper()
+	if !condition {
+		tb.Error(about...)
+	}
+}
+
+// Truef expects a condition. Its arguments are evaluated whether it holds or not.
+func Truef(tb testing.TB, condition bool, format string, args ...any) {
+	tb.Helper()
+	if !condition {
+		tb.Errorf(format, args...)
+	}
+}
+
 // NoError expects no error.
 func NoError(tb testing.TB, err error, about ...any) {
 	tb.Helper()
@@ -51,10 +67,10 @@ func ErrorContains(tb testing.TB, err error, words string, about ...any) {
 }
 
 // ErrorIs expects an error that wraps another.
-func ErrorIs(tb testing.TB, err, want error) {
+func ErrorIs(tb testing.TB, err, want error, about ...any) {
 	tb.Helper()
 	if !errors.Is(err, want) {
-		tb.Errorf("got error %v, want %v", err, want)
+		tb.Errorf("%sgot error %v, want %v", prefix(about), err, want)
 	}
 }
 

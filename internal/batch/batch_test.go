@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -82,13 +83,9 @@ func TestWritesAtTheSameTimeShareACommit(t *testing.T) {
 		return 100 * i, nil
 	})
 	for i, want := range []int{0, 10, 20, 300, 40, 50} {
-		if answers[i] != want || errs[i] != nil {
-			t.Errorf("write %d: %d, %v", i, answers[i], errs[i])
-		}
+		assert.Truef(t, answers[i] == want && errs[i] == nil, "write %d: %d, %v", i, answers[i], errs[i])
 	}
-	if batches.Load() != 1 || alone.Load() != 2 {
-		t.Errorf("%d batches, %d alone", batches.Load(), alone.Load())
-	}
+	assert.Truef(t, batches.Load() == 1 && alone.Load() == 2, "%d batches, %d alone", batches.Load(), alone.Load())
 }
 
 // A write behind a lock does not delay the rest, and neither does a caller who left.
@@ -115,20 +112,17 @@ func holdUp(t *testing.T, b *Batcher[int, int]) {
 		})
 	})
 	<-held
-	if v, err := b.Do(t.Context(), 1, func() (int, error) { return 7, nil }); v != 7 || err != nil {
-		t.Errorf("beside one that is held up: %d, %v", v, err)
-	}
+	v, err := b.Do(t.Context(), 1, func() (int, error) { return 7, nil })
+	assert.Truef(t, v == 7 && err == nil, "beside one that is held up: %d, %v", v, err)
 	left, leave := context.WithCancel(t.Context())
 	leave()
-	if _, err := b.Do(left, 2, func() (int, error) { return 0, context.Canceled }); !errors.Is(err, context.Canceled) {
-		t.Errorf("one who has left: %v", err)
-	}
+	_, err = b.Do(left, 2, func() (int, error) { return 0, context.Canceled })
+	assert.ErrorIs(t, err, context.Canceled, "one who has left")
 	close(free)
 	under.Wait()
 	for i := range 20 {
-		if v, err := b.Do(t.Context(), i, func() (int, error) { return i, nil }); v != i || err != nil {
-			t.Errorf("afterwards: %d, %v", v, err)
-		}
+		v, err := b.Do(t.Context(), i, func() (int, error) { return i, nil })
+		assert.Truef(t, v == i && err == nil, "afterwards: %d, %v", v, err)
 	}
 }
 
@@ -193,9 +187,7 @@ func TestABatchIsSorted(t *testing.T) {
 	b.Unchanged = func(error) bool { return false }
 	answers, errs := gatherer(t, b, overlap, func(i int) (int, error) { return i, nil })
 	for i := range answers {
-		if answers[i] != i || errs[i] != nil {
-			t.Errorf("write %d: %d, %v", i, answers[i], errs[i])
-		}
+		assert.Truef(t, answers[i] == i && errs[i] == nil, "write %d: %d, %v", i, answers[i], errs[i])
 	}
 }
 
@@ -223,9 +215,8 @@ func TestABatchHasALimit(t *testing.T) {
 		first := takes(time.Millisecond, nil)
 		took, errs := at(t, g, first, first, first)
 		for _, i := range []int{1, 2} {
-			if !errors.Is(errs[i], context.DeadlineExceeded) || took[i] != time.Millisecond+g.Timeout {
-				t.Errorf("write %d: %v after %s", i, errs[i], took[i])
-			}
+			assert.Truef(t, errors.Is(errs[i], context.DeadlineExceeded) && took[i] == time.Millisecond+g.Timeout,
+				"write %d: %v after %s", i, errs[i], took[i])
 		}
 	})
 }

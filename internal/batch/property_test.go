@@ -8,6 +8,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 )
 
 var (
@@ -93,9 +95,8 @@ func (m *market) sent(ids ...int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, id := range ids {
-		if came, first := m.since[id]; first && time.Since(came) > time.Minute {
-			m.t.Errorf("write %d was forgotten for %s", id, time.Since(came))
-		}
+		came, first := m.since[id]
+		assert.Truef(m.t, !first || time.Since(came) <= time.Minute, "write %d was forgotten for %s", id, time.Since(came))
 		delete(m.since, id)
 	}
 }
@@ -141,9 +142,7 @@ func (m *market) write() {
 		right = alone == 0 && !stays
 		m.left = append(m.left, id)
 	}
-	if !right {
-		m.t.Errorf("write %d: %d, %v; made %d times, %d times alone", id, value, err, m.made[id], alone)
-	}
+	assert.Truef(m.t, right, "write %d: %d, %v; made %d times, %d times alone", id, value, err, m.made[id], alone)
 }
 
 // tooLate gets the answers of callers who left.
@@ -178,22 +177,18 @@ func (m *market) do(ctx context.Context, id int, alone func() (int, error)) (val
 func (m *market) rests() {
 	synctest.Wait()
 	for _, id := range m.left {
-		if m.made[id] != m.late[id] {
-			m.t.Errorf("write %d was made %d times, and that was handed %d times", id, m.made[id], m.late[id])
-		}
+		assert.Truef(m.t, m.made[id] == m.late[id],
+			"write %d was made %d times, and that was handed %d times", id, m.made[id], m.late[id])
 	}
 	m.scheduler.mu.Lock()
 	defer m.scheduler.mu.Unlock()
-	if m.scheduler.queued != 0 || len(m.scheduler.flights) != 0 {
-		m.t.Errorf("%d writes queued and %d flights after the last caller", m.scheduler.queued, len(m.scheduler.flights))
-	}
-	if len(m.scheduler.batchers) > len(m.batchers) {
-		m.t.Errorf("%d batchers are registered, want at most %d", len(m.scheduler.batchers), len(m.batchers))
-	}
+	assert.Truef(m.t, m.scheduler.queued == 0 && len(m.scheduler.flights) == 0,
+		"%d writes queued and %d flights after the last caller", m.scheduler.queued, len(m.scheduler.flights))
+	assert.Truef(m.t, len(m.scheduler.batchers) <= len(m.batchers),
+		"%d batchers are registered, want at most %d", len(m.scheduler.batchers), len(m.batchers))
 	for i, b := range m.batchers {
-		if b.flights != 0 || len(b.queued) != 0 {
-			m.t.Errorf("batcher %d: %d flights and %d queued writes after the last caller", i, b.flights, len(b.queued))
-		}
+		assert.Truef(m.t, b.flights == 0 && len(b.queued) == 0,
+			"batcher %d: %d flights and %d queued writes after the last caller", i, b.flights, len(b.queued))
 	}
 }
 

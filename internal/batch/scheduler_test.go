@@ -170,9 +170,8 @@ func TestASlowFlightHoldsUpNoOther(t *testing.T) {
 		began := time.Now()
 		other.callers.Go(func() { _, _ = other.Do(t.Context(), 0, func() (int, error) { return 0, nil }) })
 		other.callers.Wait()
-		if took := time.Since(began); took > 2*slowAfter {
-			t.Errorf("a write waited %s for a slow one", took)
-		}
+		took := time.Since(began)
+		assert.Truef(t, took <= 2*slowAfter, "a write waited %s for a slow one", took)
 		slow.end()
 	})
 }
@@ -203,14 +202,12 @@ func TestABatcherHasAtMostThreeFlights(t *testing.T) {
 		}
 		began := time.Now()
 		near := &Batcher[int, int]{Scheduler: s}
-		if _, err := near.Do(t.Context(), 0, func() (int, error) { return 0, nil }); err != nil ||
-			time.Since(began) > 2*slowAfter {
-			t.Errorf("a write of another batcher: %v after %s", err, time.Since(began))
-		}
+		_, err := near.Do(t.Context(), 0, func() (int, error) { return 0, nil })
+		assert.Truef(t, err == nil && time.Since(began) <= 2*slowAfter,
+			"a write of another batcher: %v after %s", err, time.Since(began))
 		callers.Wait()
-		if n := sent.Load(); n > maxFlights {
-			t.Errorf("%d batches in flight, want at most %d", n, maxFlights)
-		}
+		n := sent.Load()
+		assert.Truef(t, n <= maxFlights, "%d batches in flight, want at most %d", n, maxFlights)
 		began = time.Now()
 		alone := func() (int, error) { return 1, nil }
 		if n, err := away.Do(t.Context(), 0, alone); n != 1 || err != nil || time.Since(began) > defaultMaxWait+2*slowAfter {
@@ -240,7 +237,6 @@ func TestCallersThatReturnShareTheNextBatch(t *testing.T) {
 		})
 	}
 	callers.Wait()
-	if mean := float64(writes.Load()) / float64(batches.Load()); mean < 4 {
-		t.Errorf("%d batches of %.1f writes, want half of the 8 callers at least", batches.Load(), mean)
-	}
+	mean := float64(writes.Load()) / float64(batches.Load())
+	assert.Truef(t, mean >= 4, "%d batches of %.1f writes, want half of the 8 callers at least", batches.Load(), mean)
 }

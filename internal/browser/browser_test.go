@@ -19,9 +19,8 @@ func serving(t *testing.T, pages map[string]string) string {
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/html; charset=utf-8")
 		w.Header().Set("Content-Security-Policy", "default-src 'none'; img-src 'self' http://elsewhere.example")
-		if _, err := w.Write([]byte(pages[r.URL.Path])); err != nil {
-			t.Error(err)
-		}
+		_, err := w.Write([]byte(pages[r.URL.Path]))
+		assert.NoError(t, err)
 	}))
 	t.Cleanup(server.Close)
 	return server.URL
@@ -40,9 +39,8 @@ func TestWhatTheBrowserComplainsAboutIsKept(t *testing.T) {
 		p := browser.Open(t, browser.Look{})
 		p.Go(base + path)
 		p.Shows("A page")
-		if list := strings.Join(p.Problems(), "\n"); !strings.Contains(list, complaint) {
-			t.Errorf("%s: no complaint about %s, but %q", path, complaint, list)
-		}
+		list := strings.Join(p.Problems(), "\n")
+		assert.Truef(t, strings.Contains(list, complaint), "%s: no complaint about %s, but %q", path, complaint, list)
 	}
 }
 
@@ -54,9 +52,8 @@ func TestAxeFindsWhatIsInaccessible(t *testing.T) {
 	})
 	p := browser.Open(t, browser.Look{})
 	p.Go(base + "/good")
-	if list := p.Inaccessible(); len(list) != 0 {
-		t.Errorf("an accessible page has faults: %s", list)
-	}
+	list := p.Inaccessible()
+	assert.Truef(t, len(list) == 0, "an accessible page has faults: %s", list)
 	p.Go(base + "/bad")
 	assert.Contains(t, strings.Join(p.Inaccessible(), "\n"), "label")
 }

@@ -31,18 +31,14 @@ func TestStreamHasTheFormStrictClientsInsistOn(t *testing.T) {
 		`"prompt_tokens_details":null,"completion_tokens_details":null}}` + "\n\n" +
 		"data: [DONE]\n\n"
 	assert.NoDiff(t, want, w.Body.String())
-	if !w.Flushed {
-		t.Error("the stream was not flushed")
-	}
+	assert.True(t, w.Flushed, "the stream was not flushed")
 	assert.Equal(t, "no", w.Header().Get("X-Accel-Buffering"))
 }
 
 func TestStreamSendsUsageOnlyWhenAsked(t *testing.T) {
 	w := httptest.NewRecorder()
 	require.NoError(t, chatwire.WriteStream(w, answer(), false))
-	if strings.Contains(w.Body.String(), "usage") {
-		t.Errorf("usage was sent unasked:\n%s", w.Body)
-	}
+	assert.Truef(t, !strings.Contains(w.Body.String(), "usage"), "usage was sent unasked:\n%s", w.Body)
 }
 
 func TestFailureHasTheProtocolsShape(t *testing.T) {

@@ -37,14 +37,12 @@ func FuzzStream(f *testing.F) {
 		require.NoError(t, s.Err())
 		said, called, ends := read(t, w.Body.String())
 		assert.Equal(t, 1, ends, w.Body)
-		if utf8.ValidString(text) && said != text || utf8.ValidString(arguments) && called != arguments {
-			t.Errorf("%q and %q came out as %q and %q", text, arguments, said, called)
-		}
+		assert.Truef(t, (!utf8.ValidString(text) || said == text) && (!utf8.ValidString(arguments) || called == arguments),
+			"%q and %q came out as %q and %q", text, arguments, said, called)
 		assert.Equal(t, text, strings.Join(chatwire.Pieces(text), ""), chatwire.Pieces(text))
 		for _, piece := range chatwire.Pieces(text) {
-			if utf8.ValidString(text) && (!utf8.ValidString(piece) || piece == "") {
-				t.Errorf("%q has the piece %q", text, piece)
-			}
+			assert.Truef(t, !utf8.ValidString(text) || utf8.ValidString(piece) && piece != "",
+				"%q has the piece %q", text, piece)
 		}
 	})
 }
@@ -53,21 +51,17 @@ func FuzzStream(f *testing.F) {
 func read(t *testing.T, stream string) (text, arguments string, ends int) {
 	t.Helper()
 	got := ssetest.Read(stream)
-	if len(got.Comments)+len(got.Unknown)+len(got.Retry) > 0 || got.Left != "" {
-		t.Fatalf("the stream %q has more than data", stream)
-	}
+	require.Truef(t, len(got.Comments)+len(got.Unknown)+len(got.Retry) == 0 && got.Left == "",
+		"the stream %q has more than data", stream)
 	for _, event := range got.Events {
-		if event.Name != "" || event.ID != "" {
-			t.Fatalf("event %+v", event)
-		}
+		require.Truef(t, event.Name == "" && event.ID == "", "event %+v", event)
 		if event.Data == "[DONE]" {
 			ends++
 			continue
 		}
 		var chunk openai.ChatCompletionStreamResponse
-		if err := json.Unmarshal([]byte(event.Data), &chunk); err != nil || len(chunk.Choices) != 1 {
-			t.Fatalf("chunk %q: %v", event.Data, err)
-		}
+		err := json.Unmarshal([]byte(event.Data), &chunk)
+		require.Truef(t, err == nil && len(chunk.Choices) == 1, "chunk %q: %v", event.Data, err)
 		delta := chunk.Choices[0].Delta
 		text += delta.Content
 		for _, call := range delta.ToolCalls {

@@ -78,13 +78,11 @@ func TestNetworksThatCannotBeTrusted(t *testing.T) {
 		"proxy.local", "10.0.0.0/33", "0.0.0.0/0", "::/0", "::ffff:0.0.0.0/96", "fe80::1%eth0",
 		"10.0.0.1:80",
 	} {
-		if got, err := clientip.Parse([]string{bad}); err == nil || !strings.Contains(err.Error(), bad) {
-			t.Errorf("%s: %v, %v", bad, got, err)
-		}
+		got, err := clientip.Parse([]string{bad})
+		assert.Truef(t, err != nil && strings.Contains(err.Error(), bad), "%s: %v, %v", bad, got, err)
 	}
-	if got := parse(t, "", " 10.0.0.1 ", "[::1]"); len(got) != 2 || !got.Has(netip.MustParseAddr("::1")) {
-		t.Errorf("got %v", got)
-	}
+	got := parse(t, "", " 10.0.0.1 ", "[::1]")
+	assert.Truef(t, len(got) == 2 && got.Has(netip.MustParseAddr("::1")), "got %v", got)
 }
 
 func TestAHostCountsOnceWhateverAddressOfItsNetworkItTakes(t *testing.T) {
@@ -150,8 +148,7 @@ func FuzzNoHeaderBreaksIt(f *testing.F) {
 		r := httptest.NewRequestWithContext(t.Context(), "GET", "/", nil)
 		r.RemoteAddr, r.Header["X-Forwarded-For"], r.Header["Forwarded"] = peer, []string{forFor}, []string{standard}
 		trusted := clientip.Trusted{netip.MustParsePrefix("10.0.0.0/8")}
-		if got := trusted.Find(r); got.IsValid() != clientip.Peer(r).IsValid() {
-			t.Errorf("got %s for the peer %q", got, peer)
-		}
+		got := trusted.Find(r)
+		assert.Truef(t, got.IsValid() == clientip.Peer(r).IsValid(), "got %s for the peer %q", got, peer)
 	})
 }

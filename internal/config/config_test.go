@@ -31,9 +31,7 @@ func load(t *testing.T, environ map[string]string) config.Config {
 func problems(t *testing.T, err error) []string {
 	t.Helper()
 	var e *config.Error
-	if !errors.As(err, &e) {
-		t.Fatalf("error is %T %v, want *config.Error", err, err)
-	}
+	require.Truef(t, errors.As(err, &e), "error is %T %v, want *config.Error", err, err)
 	return e.Problems
 }
 
@@ -46,25 +44,19 @@ func write(t *testing.T, text string) string {
 
 func TestDefaults(t *testing.T) {
 	c := load(t, nil)
-	if c.Listen != "127.0.0.1:8080" || c.HeartbeatCron != "*/30 * * * *" || c.Name != "agent" || !c.LanesEnabled ||
-		c.LogLevel != "info" || c.LogFormat != "text" || c.Location != time.UTC {
-		t.Errorf("got %+v", c)
-	}
+	assert.Truef(t, c.Listen == "127.0.0.1:8080" && c.HeartbeatCron == "*/30 * * * *" && c.Name == "agent" &&
+		c.LanesEnabled && c.LogLevel == "info" && c.LogFormat == "text" && c.Location == time.UTC, "got %+v", c)
 	want := config.SelfHeal{Failures: 3, Window: 72 * time.Hour, Rate: 0.5, RateCalls: 20, Cooldown: 24 * time.Hour}
 	assert.NoDiff(t, want, c.SelfHeal)
-	if c.Budget.MaxIterations <= 0 || c.Budget.RunTimeout <= 0 || c.Workers <= 0 || c.ShutdownTimeout <= 0 {
-		t.Errorf("got %+v", c)
-	}
-	if next := c.Heartbeat.Next(time.Date(2026, 1, 1, 0, 1, 0, 0, time.UTC)); next.Minute() != 30 {
-		t.Errorf("first heartbeat at %v", next)
-	}
+	assert.Truef(t, c.Budget.MaxIterations > 0 && c.Budget.RunTimeout > 0 && c.Workers > 0 && c.ShutdownTimeout > 0,
+		"got %+v", c)
+	next := c.Heartbeat.Next(time.Date(2026, 1, 1, 0, 1, 0, 0, time.UTC))
+	assert.Truef(t, next.Minute() == 30, "first heartbeat at %v", next)
 }
 
 func TestEmptyVariableIsUnset(t *testing.T) {
-	if c := load(t, map[string]string{"AGENT_LISTEN": "", "AGENT_WORKERS": " "}); c.Listen != "127.0.0.1:8080" ||
-		c.Workers != 10 {
-		t.Errorf("got %q, %d", c.Listen, c.Workers)
-	}
+	c := load(t, map[string]string{"AGENT_LISTEN": "", "AGENT_WORKERS": " "})
+	assert.Truef(t, c.Listen == "127.0.0.1:8080" && c.Workers == 10, "got %q, %d", c.Listen, c.Workers)
 }
 
 func TestValues(t *testing.T) {
@@ -79,14 +71,11 @@ func TestValues(t *testing.T) {
 	before := maps.Clone(environ)
 	c := load(t, environ)
 	assert.NoDiff(t, before, environ)
-	if c.LanesEnabled || c.DatabaseURL.Reveal() != "postgres://a:b@h/d" || c.SelfHeal.Rate != 0.25 ||
-		c.Budget.RunTimeout != 90*time.Second ||
-		c.Prices["m"] != (config.Price{Input: 1, Output: 2.5}) || c.Budget.MaxCostUSD != 0 {
-		t.Errorf("got %+v", c)
-	}
-	if next := c.Heartbeat.Next(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)); next.UTC().Hour() != 8 {
-		t.Errorf("the heartbeat is at %v, not in its zone", next)
-	}
+	assert.Truef(t, !c.LanesEnabled && c.DatabaseURL.Reveal() == "postgres://a:b@h/d" && c.SelfHeal.Rate == 0.25 &&
+		c.Budget.RunTimeout == 90*time.Second && c.Prices["m"] == (config.Price{Input: 1, Output: 2.5}) &&
+		c.Budget.MaxCostUSD == 0, "got %+v", c)
+	next := c.Heartbeat.Next(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC))
+	assert.Truef(t, next.UTC().Hour() == 8, "the heartbeat is at %v, not in its zone", next)
 }
 
 func TestPricesFromAFile(t *testing.T) {
@@ -169,13 +158,10 @@ func TestInvalidValues(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			_, err := config.Load(map[string]string{name: c.value})
 			lines := problems(t, err)
-			if len(lines) != 1 || !strings.HasPrefix(lines[0], name+": ") || !strings.Contains(lines[0], c.says) ||
-				!strings.Contains(lines[0], "set ") {
-				t.Errorf("got %q, want one line of %s that says %q", lines, name, c.says)
-			}
-			if strings.Contains(err.Error(), "hunter2") || strings.Contains(err.Error(), "\n") {
-				t.Errorf("the error shows a secret or has several lines: %q", err)
-			}
+			assert.Truef(t, len(lines) == 1 && strings.HasPrefix(lines[0], name+": ") && strings.Contains(lines[0], c.says) &&
+				strings.Contains(lines[0], "set "), "got %q, want one line of %s that says %q", lines, name, c.says)
+			assert.Truef(t, !strings.Contains(err.Error(), "hunter2") && !strings.Contains(err.Error(), "\n"),
+				"the error shows a secret or has several lines: %q", err)
 		})
 	}
 }
@@ -189,20 +175,15 @@ func TestAllInvalidValuesAreReported(t *testing.T) {
 	lines := problems(t, err)
 	assert.Equal(t, len(badValues), len(lines), err)
 	_, again := config.Load(environ)
-	if err.Error() != again.Error() {
-		t.Error("the lines come in another order each time")
-	}
+	assert.Equal(t, again.Error(), err.Error(), "the lines come in another order each time")
 }
 
 // Every setting needs a line in the table of invalid values, unless any text is valid.
 func TestEverySettingIsValidated(t *testing.T) {
 	for _, s := range config.Settings() {
-		if _, checked := badValues[s.Name]; !checked && s.Name != "AGENT_MODEL" {
-			t.Errorf("%s takes anything", s.Name)
-		}
-		if s.Help == "" {
-			t.Errorf("%s has no help", s.Name)
-		}
+		_, checked := badValues[s.Name]
+		assert.Truef(t, checked || s.Name == "AGENT_MODEL", "%s takes anything", s.Name)
+		assert.Truef(t, s.Help != "", "%s has no help", s.Name)
 	}
 }
 
@@ -229,10 +210,8 @@ func TestSecretsFromFiles(t *testing.T) {
 				_, err := config.Load(environ)
 				lines := problems(t, err)
 				says = strings.TrimPrefix(says, "file ")
-				if len(lines) != 1 || !strings.Contains(lines[0], name+"_FILE") || !strings.Contains(lines[0], says) ||
-					strings.Contains(lines[0], "hunter2") {
-					t.Errorf("got %q, want one that says %q", lines, says)
-				}
+				assert.Truef(t, len(lines) == 1 && strings.Contains(lines[0], name+"_FILE") && strings.Contains(lines[0], says) &&
+					!strings.Contains(lines[0], "hunter2"), "got %q, want one that says %q", lines, says)
 			}
 		})
 	}
@@ -311,10 +290,8 @@ func TestRequire(t *testing.T) {
 				}
 				for i := range lines {
 					weak := strings.Contains(lines[i], "has fewer")
-					if !strings.HasPrefix(lines[i], one.want[i]) || !strings.Contains(lines[i], "set ") || weak &&
-						!strings.Contains(lines[i], "openssl rand -hex 32") {
-						t.Errorf("%s: got %q, want %q", kind, lines[i], one.want[i])
-					}
+					assert.Truef(t, strings.HasPrefix(lines[i], one.want[i]) && strings.Contains(lines[i], "set ") &&
+						(!weak || strings.Contains(lines[i], "openssl rand -hex 32")), "%s: got %q, want %q", kind, lines[i], one.want[i])
 				}
 			}
 		})
@@ -349,9 +326,7 @@ func TestRequireReportsAllProblems(t *testing.T) {
 			}
 			require.Equal(t, len(c.want), len(lines), lines, c.want)
 			for i := range lines {
-				if !strings.HasPrefix(lines[i], c.want[i]) {
-					t.Errorf("got %q, want %q", lines[i], c.want[i])
-				}
+				assert.Truef(t, strings.HasPrefix(lines[i], c.want[i]), "got %q, want %q", lines[i], c.want[i])
 			}
 		})
 	}
@@ -365,13 +340,10 @@ func TestSecretsAreHidden(t *testing.T) {
 	slog.New(slog.NewTextHandler(&log, nil)).InfoContext(t.Context(), "m", "s", c.AdminToken, "c", c)
 	all := fmt.Sprint(c.AdminToken, c) + fmt.Sprintf("%v %+v %#v %s %q %s %x", c, c, c, c.AdminToken, c.AdminToken,
 		marshalled, c.AdminToken) + log.String()
-	if strings.Contains(all, "hunter2") || strings.Contains(all, "68756e74657232") || !strings.Contains(all, "***") {
-		t.Error(all)
-	}
-	if c.AdminToken.Reveal() != "hunter2" || !c.AdminToken.IsSet() || config.Secret("").IsSet() ||
-		config.Secret("").String() != "" {
-		t.Error("Reveal does not reveal")
-	}
+	assert.True(t, !strings.Contains(all, "hunter2") && !strings.Contains(all, "68756e74657232") &&
+		strings.Contains(all, "***"), all)
+	assert.True(t, c.AdminToken.Reveal() == "hunter2" && c.AdminToken.IsSet() && !config.Secret("").IsSet() &&
+		config.Secret("").String() == "", "Reveal does not reveal")
 }
 
 func TestDotEnvNeverOverridesTheEnvironment(t *testing.T) {
@@ -387,16 +359,12 @@ func TestDotEnvNeverOverridesTheEnvironment(t *testing.T) {
 
 func TestDotEnvMissingAndBroken(t *testing.T) {
 	got, err := config.LoadDotEnv(filepath.Join(t.TempDir(), ".env"), nil, isForeign)
-	if err != nil || got.Environ == nil || len(got.Environ)+len(got.Set)+len(got.Ignored) != 0 {
-		t.Errorf("a missing file: %v, %v", got, err)
-	}
-	if _, err := config.LoadDotEnv(write(t, "KEY hunter2\n=x"), nil, isForeign); err == nil ||
-		strings.Contains(err.Error(), "hunter2") {
-		t.Errorf("a broken file: %v", err)
-	}
-	if _, err := config.LoadDotEnv(t.TempDir(), nil, isForeign); err == nil {
-		t.Error("a directory passes for a file")
-	}
+	assert.Truef(t, err == nil && got.Environ != nil && len(got.Environ)+len(got.Set)+len(got.Ignored) == 0,
+		"a missing file: %v, %v", got, err)
+	_, err = config.LoadDotEnv(write(t, "KEY hunter2\n=x"), nil, isForeign)
+	assert.Truef(t, err != nil && !strings.Contains(err.Error(), "hunter2"), "a broken file: %v", err)
+	_, err = config.LoadDotEnv(t.TempDir(), nil, isForeign)
+	assert.Error(t, err, "a directory passes for a file")
 }
 
 // isForeign reports settings of OpenTelemetry.
@@ -453,9 +421,8 @@ func TestDotEnvRestrictions(t *testing.T) {
 			if err != nil {
 				n = len(problems(t, err))
 			}
-			if n != c.problems || !slices.Equal(file.Set, c.set) || !slices.Equal(file.Ignored, c.ignored) {
-				t.Errorf("set %v, ignored %v, error %v", file.Set, file.Ignored, err)
-			}
+			assert.Truef(t, n == c.problems && slices.Equal(file.Set, c.set) && slices.Equal(file.Ignored, c.ignored),
+				"set %v, ignored %v, error %v", file.Set, file.Ignored, err)
 			for _, reference := range []string{"LD_PRELOAD", "MY_SECRET"} {
 				assert.Equal(t, "", file.Environ[reference], reference)
 			}
@@ -498,9 +465,8 @@ func TestChatKeysAreDistinct(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := config.Load(map[string]string{"AGENT_CHAT_KEY": text, "AGENT_ADMIN_TOKEN": "hunter2"})
-			if lines := problems(t, err); len(lines) != 1 || strings.Contains(lines[0], "hunter2") {
-				t.Errorf("got %q", lines)
-			}
+			lines := problems(t, err)
+			assert.Truef(t, len(lines) == 1 && !strings.Contains(lines[0], "hunter2"), "got %q", lines)
 		})
 	}
 }
@@ -532,17 +498,15 @@ func TestEmbeddingModelRequiresServer(t *testing.T) {
 func TestLimitsOfRuns(t *testing.T) {
 	t.Parallel()
 	got := load(t, map[string]string{"AGENT_LIMITS": "flow:external:x=5, surface:webhook=0,"}).Admission
-	if want := []config.Admission{
+	want := []config.Admission{
 		{Kind: "flow", Name: "external:x", Running: 5}, {Kind: "surface", Name: "webhook", Running: 0},
-	}; !slices.Equal(got, want) {
-		t.Errorf("got %v, want %v", got, want)
 	}
+	assert.Truef(t, slices.Equal(got, want), "got %v, want %v", got, want)
 	for _, bad := range []string{
 		"flow:a", "flow=1", "flow:=1", "a=1", "flow:a=-1", "flow:a=1.5", "surface:nowhere=1",
 		"flow:a=1,flow:a=2",
 	} {
-		if _, err := config.Load(map[string]string{"AGENT_LIMITS": bad}); err == nil {
-			t.Errorf("%s is taken", bad)
-		}
+		_, err := config.Load(map[string]string{"AGENT_LIMITS": bad})
+		assert.Error(t, err, bad, "is taken")
 	}
 }

@@ -63,16 +63,14 @@ func TestWrongTriesHaveToWaitLonger(t *testing.T) {
 	}
 	want := "[0s 0s 0s 0s 1s 2s 4s 8s 16s 30s 30s 30s 30s 30s 30s]"
 	assert.Equal(t, want, fmt.Sprint(got), got)
-	if _, ok, err := s.Check(r, Admin, weak, key); !ok || err != nil {
-		t.Errorf("the right one after the wait: %v, %v", ok, err)
-	}
+	_, ok, err := s.Check(r, Admin, weak, key)
+	assert.Truef(t, ok && err == nil, "the right one after the wait: %v, %v", ok, err)
 	s.clock = s.clock.Add(forgetAfter + time.Second)
 	for range freeTries - 1 {
 		_, _, _ = s.Check(r, Admin, "wrong", key)
 	}
-	if _, ok, err := s.Check(r, Admin, weak, key); !ok || err != nil {
-		t.Errorf("the address did not begin again: %v, %v", ok, err)
-	}
+	_, ok, err = s.Check(r, Admin, weak, key)
+	assert.Truef(t, ok && err == nil, "the address did not begin again: %v, %v", ok, err)
 }
 
 func TestARightSecretPasses(t *testing.T) {
@@ -94,10 +92,9 @@ func TestARightSecretPasses(t *testing.T) {
 		"weak, elsewhere":      {from(t, "192.0.2.2:99"), Admin, weak, true},
 	} {
 		name2, ok, err := s.Check(c.at, c.kind, c.secret, keys...)
-		if passes := ok && err == nil; passes != c.passes || passes &&
-			name2 != strings.Fields(strings.ReplaceAll(name, ",", " "))[0] {
-			t.Errorf("%s: %s, %v, %v", name, name2, ok, err)
-		}
+		passes := ok && err == nil
+		assert.Truef(t, passes == c.passes && (!passes || name2 == strings.Fields(strings.ReplaceAll(name, ",", " "))[0]),
+			"%s: %s, %v, %v", name, name2, ok, err)
 		assert.Equal(t, c.passes, s.Knows(c.at, c.kind, c.secret, keys...), name)
 	}
 }
@@ -106,9 +103,8 @@ func TestNothingIsNoSecret(t *testing.T) {
 	t.Parallel()
 	s, r := newStand(), from(t, "192.0.2.1:99")
 	for name, keys := range map[string][]Key{"no key": nil, "an empty key": {NewKey("", "")}, "the zero value": {{}}} {
-		if _, ok, _ := s.Check(r, Chat, "", keys...); ok {
-			t.Errorf("%s is opened by nothing", name)
-		}
+		_, ok, _ := s.Check(r, Chat, "", keys...)
+		assert.Truef(t, !ok, "%s is opened by nothing", name)
 	}
 }
 
@@ -118,9 +114,8 @@ func TestAHostHasOneAddressHoweverItTurns(t *testing.T) {
 	for i := range 100 {
 		_, _, _ = s.Check(from(t, fmt.Sprintf("[2001:db8::%x]:99", i)), Admin, "wrong", NewKey("", weak))
 	}
-	if _, _, err := s.Check(from(t, "[2001:db8::ffff]:1"), Admin, weak, NewKey("", weak)); waits(err) == 0 {
-		t.Error("the next address of its network does not wait")
-	}
+	_, _, err := s.Check(from(t, "[2001:db8::ffff]:1"), Admin, weak, NewKey("", weak))
+	assert.True(t, waits(err) != 0, "the next address of its network does not wait")
 }
 
 func TestItsMemoryIsBounded(t *testing.T) {
@@ -143,13 +138,9 @@ func TestManyWrongTriesAreFewLines(t *testing.T) {
 	s.clock = s.clock.Add(logEvery)
 	_, _, _ = s.Check(from(t, "10.9.9.9:9"), Admin, "sesame-sesame", NewKey("", weak))
 	lines := strings.Split(strings.TrimSpace(s.log.String()), "\n")
-	if len(lines) != 2 || !strings.Contains(lines[0], "remote=10.0.0.0") ||
-		!strings.Contains(lines[1], "unlogged_before=2999") {
-		t.Errorf("%d lines: %s", len(lines), s.log.String())
-	}
-	if strings.Contains(s.log.String(), "sesame") {
-		t.Error("the log has what was presented")
-	}
+	assert.Truef(t, len(lines) == 2 && strings.Contains(lines[0], "remote=10.0.0.0") &&
+		strings.Contains(lines[1], "unlogged_before=2999"), "%d lines: %s", len(lines), s.log.String())
+	assert.True(t, !strings.Contains(s.log.String(), "sesame"), "the log has what was presented")
 }
 
 func TestSecretsThatAreTooWeak(t *testing.T) {
@@ -167,12 +158,9 @@ func TestSecretsThatAreTooWeak(t *testing.T) {
 		"Change-Me-0123456789":              "placeholder",
 		"<openssl-rand-hex-32>":             "placeholder",
 	} {
-		if got := Weak(secret); got == "" || !strings.Contains(got, why) {
-			t.Errorf("%q: %q, want %q", secret, got, why)
-		}
-		if Strong(secret) {
-			t.Errorf("%q is strong", secret)
-		}
+		got := Weak(secret)
+		assert.Truef(t, got != "" && strings.Contains(got, why), "%q: %q, want %q", secret, got, why)
+		assert.Truef(t, !Strong(secret), "%q is strong", secret)
 	}
 	for range 1000 {
 		for _, secret := range []string{rand.Text(), fmt.Sprintf("%x", random(16)), fmt.Sprintf("%x", random(32))} {

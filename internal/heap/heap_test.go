@@ -39,13 +39,10 @@ func TestTheFirstCollectionComesAfterTheMinimumGrowth(t *testing.T) {
 		debug.SetGCPercent(percent(scanned()))
 		var now runtime.MemStats
 		runtime.ReadMemStats(&now)
-		if now.NextGC > MinGrowth+8<<20 {
-			t.Errorf("the next collection comes at %d MB", now.NextGC>>20)
-		}
+		assert.Truef(t, now.NextGC <= MinGrowth+8<<20, "the next collection comes at %d MB", now.NextGC>>20)
 	}
-	if got := goMinimum * percent(0) / 100; got > MinGrowth {
-		t.Errorf("nothing is collected before %d MB are taken", got>>20)
-	}
+	got := goMinimum * percent(0) / 100
+	assert.Truef(t, got <= MinGrowth, "nothing is collected before %d MB are taken", got>>20)
 }
 
 func TestASmallHeapGrowsByTheMinimumAndALargeOneByAPercentage(t *testing.T) {

@@ -28,9 +28,7 @@ func TestValuesReadAsInTheExamples(t *testing.T) {
 		"money": Money, "count": whole(Count), "bytes": whole(Bytes), "percent": Percent, "duration": ms(Duration),
 	}
 	for name, format := range formatters {
-		if len(examples[name]) == 0 {
-			t.Errorf("%s has no examples", name)
-		}
+		assert.Truef(t, len(examples[name]) > 0, "%s has no examples", name)
 		for _, e := range examples[name] {
 			assert.Equal(t, e[1].(string), format(e[0].(float64)), name, e[0])
 		}

@@ -93,9 +93,8 @@ func TestSiblingsShareNothing(t *testing.T) {
 	_, second := parent.With("c", 3), parent.With("d", 4)
 	parent.WithGroup("x")
 	second.InfoContext(t.Context(), "m")
-	if got := b.String(); !strings.HasSuffix(got, "msg=m a=1 g.b=2 g.d=4\n") {
-		t.Errorf("got %q", got)
-	}
+	got := b.String()
+	assert.Truef(t, strings.HasSuffix(got, "msg=m a=1 g.b=2 g.d=4\n"), "got %q", got)
 }
 
 type valuer struct{}
@@ -131,9 +130,8 @@ func TestNoLineShowsASecret(t *testing.T) {
 				logger, err := logging.New(&b, format, "info")
 				require.NoError(t, err)
 				log(logger)
-				if got := b.String(); strings.Contains(got, "hunter2") || !strings.Contains(got, "[redacted]") {
-					t.Errorf("%s: %s", format, got)
-				}
+				got := b.String()
+				assert.Truef(t, !strings.Contains(got, "hunter2") && strings.Contains(got, "[redacted]"), "%s: %s", format, got)
 			}
 		})
 	}
@@ -157,9 +155,8 @@ func TestNewListsWhatIsAllowed(t *testing.T) {
 		"level":  {"", "loud", "debug, info, warn, error"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, err := logging.New(nil, c.format, c.level); err == nil || !strings.Contains(err.Error(), c.says) {
-				t.Errorf("New(%q, %q): %v", c.format, c.level, err)
-			}
+			_, err := logging.New(nil, c.format, c.level)
+			assert.Truef(t, err != nil && strings.Contains(err.Error(), c.says), "New(%q, %q): %v", c.format, c.level, err)
 		})
 	}
 }
@@ -170,9 +167,8 @@ func TestLevelIsRespected(t *testing.T) {
 	require.NoError(t, err)
 	logger.InfoContext(t.Context(), "quiet")
 	logger.WarnContext(t.Context(), "loud")
-	if got := b.String(); strings.Contains(got, "quiet") || !strings.Contains(got, "loud") {
-		t.Errorf("got %q", got)
-	}
+	got := b.String()
+	assert.Truef(t, !strings.Contains(got, "quiet") && strings.Contains(got, "loud"), "got %q", got)
 }
 
 // The wrapper keeps the contract of slog.Handler.

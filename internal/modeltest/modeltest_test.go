@@ -56,28 +56,23 @@ func TestRepliesComeInOrderAndRequestsAreRemembered(t *testing.T) {
 	_, _, third := post(t.Context(), t, server.URL(),
 		`{"model":"m","messages":[],"stream":true,"stream_options":{"include_usage":true}}`)
 
-	if !strings.Contains(first, `"arguments":"{\"a\":1}"`) || !strings.Contains(first, `"finish_reason":"tool_calls"`) {
-		t.Errorf("first answer = %s", first)
-	}
-	if status != 429 || header.Get("Retry-After") != "2" {
-		t.Errorf("second answer = %d, retry after %q", status, header.Get("Retry-After"))
-	}
-	if !strings.Contains(third, `"cached_tokens":4`) || !strings.HasSuffix(third, "data: [DONE]\n\n") {
-		t.Errorf("third answer = %s", third)
-	}
+	assert.Truef(t, strings.Contains(first, `"arguments":"{\"a\":1}"`) &&
+		strings.Contains(first, `"finish_reason":"tool_calls"`), "first answer = %s", first)
+	assert.Truef(t, status == 429 && header.Get("Retry-After") == "2",
+		"second answer = %d, retry after %q", status, header.Get("Retry-After"))
+	assert.Truef(t, strings.Contains(third, `"cached_tokens":4`) && strings.HasSuffix(third, "data: [DONE]\n\n"),
+		"third answer = %s", third)
 	received := server.Requests()
-	if len(received) != 3 || received[0].Messages[0].Content != "one" || received[0].IdempotencyKey() != "k1" {
-		t.Errorf("requests = %+v", received)
-	}
+	assert.Truef(t, len(received) == 3 && received[0].Messages[0].Content == "one" && received[0].IdempotencyKey() == "k1",
+		"requests = %+v", received)
 }
 
 func TestExhaustedScriptFailsTheTest(t *testing.T) {
 	w := &witness{TB: t}
 	server := modeltest.New(w)
 	status, _, body := post(t.Context(), t, server.URL(), `{"messages":[{"role":"user","content":"and now?"}]}`)
-	if status != 500 || !strings.Contains(body, "script exhausted") || !strings.Contains(body, "and now?") {
-		t.Errorf("answer = %d %s", status, body)
-	}
+	assert.Truef(t, status == 500 && strings.Contains(body, "script exhausted") && strings.Contains(body, "and now?"),
+		"answer = %d %s", status, body)
 	w.end()
 	assert.Equal(t, 1, len(w.errors), w.errors)
 }
@@ -85,9 +80,8 @@ func TestExhaustedScriptFailsTheTest(t *testing.T) {
 func TestUndecodableRequestFailsTheTest(t *testing.T) {
 	w := &witness{TB: t}
 	server := modeltest.New(w)
-	if status, _, _ := post(t.Context(), t, server.URL(), `{"messages":`); status != 400 {
-		t.Errorf("status = %d", status)
-	}
+	status, _, _ := post(t.Context(), t, server.URL(), `{"messages":`)
+	assert.Equal(t, 400, status, "status =")
 	w.end()
 	assert.Equal(t, 1, len(w.errors), w.errors)
 }
@@ -98,10 +92,9 @@ func TestFunctionDecides(t *testing.T) {
 		return modeltest.Text(fmt.Sprintf("%d %s", n, req.Model))
 	})
 	for n := range 2 {
-		if _, _, body := post(t.Context(), t, server.URL(), `{"model":"m"}`); !strings.Contains(body,
-			fmt.Sprintf(`"%d m"`, n)) {
-			t.Errorf("answer %d = %s", n, body)
-		}
+		_, _, body := post(t.Context(), t, server.URL(), `{"model":"m"}`)
+		assert.Truef(t, strings.Contains(body,
+			fmt.Sprintf(`"%d m"`, n)), "answer %d = %s", n, body)
 	}
 }
 
@@ -131,7 +124,6 @@ func TestModelsAreListed(t *testing.T) {
 	resp, err := http.Get(server.URL() + "/models")
 	require.NoError(t, err)
 	defer resp.Body.Close()
-	if line, err := bufio.NewReader(resp.Body).ReadString('\n'); err != nil || !strings.Contains(line, modeltest.Model) {
-		t.Errorf("models = %s (%v)", line, err)
-	}
+	line, err := bufio.NewReader(resp.Body).ReadString('\n')
+	assert.Truef(t, err == nil && strings.Contains(line, modeltest.Model), "models = %s (%v)", line, err)
 }

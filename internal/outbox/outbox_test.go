@@ -112,12 +112,10 @@ func TestASlowTargetDoesNotHoldUpOthers(t *testing.T) {
 	s.run(t, func(context.CancelFunc) {
 		time.Sleep(time.Minute)
 		s.check(func() {
-			if len(s.ended) != 40 || s.ended[39] != 10*time.Second {
-				t.Errorf("%d attempts ended, the last after %v", len(s.ended), s.ended)
-			}
-			if s.most["slow"] != outbox.PerTarget || s.most["fast"] != outbox.PerTarget || len(s.omitted) > 0 {
-				t.Errorf("most attempts of a target at once: %v; full, and not said so: %v", s.most, s.omitted)
-			}
+			assert.Truef(t, len(s.ended) == 40 && s.ended[39] == 10*time.Second,
+				"%d attempts ended, the last after %v", len(s.ended), s.ended)
+			assert.Truef(t, s.most["slow"] == outbox.PerTarget && s.most["fast"] == outbox.PerTarget && len(s.omitted) == 0,
+				"most attempts of a target at once: %v; full, and not said so: %v", s.most, s.omitted)
 		})
 	})
 	assert.Equal(t, 16, len(s.due))
@@ -131,9 +129,7 @@ func TestTheAttemptsOfAProcessAreBounded(t *testing.T) {
 	s.run(t, func(context.CancelFunc) {
 		time.Sleep(time.Minute)
 		s.check(func() {
-			if len(s.ended) != 40 || s.most["all"] != 16 {
-				t.Errorf("%d attempts, %d at once", len(s.ended), s.most["all"])
-			}
+			assert.Truef(t, len(s.ended) == 40 && s.most["all"] == 16, "%d attempts, %d at once", len(s.ended), s.most["all"])
 		})
 	})
 }
@@ -152,9 +148,7 @@ func TestAClaimIsTriedAgainAfterAnError(t *testing.T) {
 	s.run(t, func(context.CancelFunc) {
 		time.Sleep(3 * time.Second)
 		s.check(func() {
-			if len(s.ended) != 1 || s.claims < 4 {
-				t.Errorf("%d claims, %d attempts", s.claims, len(s.ended))
-			}
+			assert.Truef(t, len(s.ended) == 1 && s.claims >= 4, "%d claims, %d attempts", s.claims, len(s.ended))
 		})
 	})
 }
@@ -165,9 +159,7 @@ func TestANotificationEndsThePause(t *testing.T) {
 		s.check(func() { s.due = []string{"fast"} })
 		s.wake <- ""
 		s.check(func() {
-			if len(s.ended) != 1 || s.ended[0] != 0 {
-				t.Errorf("attempts ended after %v", s.ended)
-			}
+			assert.Truef(t, len(s.ended) == 1 && s.ended[0] == 0, "attempts ended after %v", s.ended)
 		})
 	})
 }

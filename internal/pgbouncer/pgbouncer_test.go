@@ -35,9 +35,8 @@ func pooler(t *testing.T, config pgbouncer.Config) (p *pgbouncer.Pooler, through
 	t.Cleanup(func() {
 		assert.NoError(t, p.Stop(context.WithoutCancel(t.Context())))
 	})
-	if through, err = p.URL(direct); err != nil {
-		t.Fatal(err)
-	}
+	through, err = p.URL(direct)
+	require.NoError(t, err)
 	return p, through, direct
 }
 
@@ -93,9 +92,8 @@ func TestOpenKnowsThePoolerAndUsesWhatItCarries(t *testing.T) {
 	t.Parallel()
 	_, through, direct := pooler(t, pgbouncer.Config{PoolSize: 2})
 	pool := open(t, through)
-	if !postgres.Pooled(pool) || postgres.Pooled(open(t, direct)) {
-		t.Error("it is not known which of the two is pooled")
-	}
+	assert.True(t, postgres.Pooled(pool) && !postgres.Pooled(open(t, direct)),
+		"it is not known which of the two is pooled")
 	assert.Equal(t, pgx.QueryExecModeCacheDescribe, pool.Config().ConnConfig.DefaultQueryExecMode)
 	// The same statement from many clients, on whatever server connection: once described, sent unnamed.
 	failed := make(chan error, 64)
@@ -113,9 +111,8 @@ func TestOpenKnowsThePoolerAndUsesWhatItCarries(t *testing.T) {
 		assert.NoError(t, <-failed)
 	}
 	// Told otherwise it is still known where it leads.
-	if told := open(t, through+"&default_query_exec_mode=exec"); !postgres.Pooled(told) {
-		t.Error("a mode in the connection string hides the pooler")
-	}
+	told := open(t, through+"&default_query_exec_mode=exec")
+	assert.True(t, postgres.Pooled(told), "a mode in the connection string hides the pooler")
 }
 
 func TestACancelledStatementIsCancelledBehindThePooler(t *testing.T) {
@@ -150,21 +147,18 @@ func TestPreparedStatements(t *testing.T) {
 		assert.ErrorContains(t, err, "keeps no prepared statements", p.Version())
 		// What cache_statement would do there: the statement is prepared on a connection that others use.
 		first, second := connect(t, through), connect(t, through)
-		if _, err := first.Prepare(t.Context(), "answer", "select 42"); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := second.Prepare(t.Context(), "answer", "select 43"); !postgres.IsCode(err, "42P05") {
-			t.Errorf("another client's statement of the same name: %v, want 42P05", err)
-		}
+		_, err = first.Prepare(t.Context(), "answer", "select 42")
+		require.NoError(t, err)
+		_, err = second.Prepare(t.Context(), "answer", "select 43")
+		assert.Truef(t, postgres.IsCode(err, "42P05"), "another client's statement of the same name: %v, want 42P05", err)
 		return
 	}
 	_, through, _ = pooler(t, pgbouncer.Config{PoolSize: 2, Prepared: 100})
 	pool := open(t, through+"&default_query_exec_mode=cache_statement")
 	for i := range 20 {
 		var got int
-		if err := pool.QueryRow(t.Context(), "select $1::int", i).Scan(&got); err != nil || got != i {
-			t.Errorf("%d, %v", got, err)
-		}
+		err := pool.QueryRow(t.Context(), "select $1::int", i).Scan(&got)
+		assert.Truef(t, err == nil && got == i, "%d, %v", got, err)
 	}
 }
 
@@ -173,10 +167,8 @@ func TestItSaysWhyItDoesNotStart(t *testing.T) {
 	direct := pgtest.DirectURL(t, pgtest.EmptyURL(t))
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()
-	if _, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: "postgres://u:hunter2@h:port/d"}); err == nil ||
-		strings.Contains(err.Error(), "hunter2") {
-		t.Errorf("error %v", err)
-	}
+	_, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: "postgres://u:hunter2@h:port/d"})
+	assert.Truef(t, err != nil && !strings.Contains(err.Error(), "hunter2"), "error %v", err)
 	dir, err := os.MkdirTemp("", "lk-pgbouncer-test-") //nolint:usetesting // the test's own folder is closed to the user that it runs as
 	require.NoError(t, err)
 	t.Cleanup(func() {
@@ -197,10 +189,8 @@ func TestItSaysWhyItDoesNotStart(t *testing.T) {
 		}
 		require.NoError(t, os.Chmod(dir, 0o755))
 		t.Setenv("AGENT_TEST_PGBOUNCER", path)
-		if _, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: direct}); err == nil ||
-			!strings.Contains(err.Error(), c.want) {
-			t.Errorf("%s: error %v, want %q", name, err, c.want)
-		}
+		_, err := pgbouncer.Start(ctx, pgbouncer.Config{Server: direct})
+		assert.Truef(t, err != nil && strings.Contains(err.Error(), c.want), "%s: error %v, want %q", name, err, c.want)
 	}
 }
 
@@ -217,7 +207,6 @@ func TestStopLeavesNothing(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, p.Stop(t.Context()))
 	assert.Error(t, conn.Ping(t.Context()), "a client is still connected")
-	if _, err := os.Stat(config.Host); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("its folder is still there: %v", err)
-	}
+	_, err = os.Stat(config.Host)
+	assert.ErrorIs(t, err, os.ErrNotExist, "its folder is still there")
 }

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -45,12 +46,9 @@ func TestGivenBinariesAreTheOnlyOnes(t *testing.T) {
 		"another tool":  {pretend(t, "x"), "unexpected answer"},
 	} {
 		bin, err := pgserver.FindBinaries(environment(map[string]string{"AGENT_PG_BIN": test.dir}))
-		if err == nil && bin.Version != test.want {
-			t.Errorf("%s: version %s, want %s", name, bin.Version, test.want)
-		}
-		if err != nil && (!strings.Contains(err.Error(), test.want) || !strings.Contains(err.Error(), test.dir)) {
-			t.Errorf("%s: error %q does not say %q and %q", name, err, test.want, test.dir)
-		}
+		assert.Truef(t, err != nil || bin.Version == test.want, "%s: version %s, want %s", name, bin.Version, test.want)
+		assert.Truef(t, err == nil || strings.Contains(err.Error(), test.want) && strings.Contains(err.Error(), test.dir),
+			"%s: error %q does not say %q and %q", name, err, test.want, test.dir)
 	}
 }
 
@@ -60,7 +58,6 @@ func TestBinariesOnThePathAreFoundThroughLinks(t *testing.T) {
 	require.NoError(t, os.Symlink(filepath.Join(newest, "postgres"), filepath.Join(links, "postgres")))
 	bin, err := pgserver.FindBinaries(environment(map[string]string{"PATH": "/nowhere:" + links}))
 	require.NoError(t, err)
-	if bin.Major != 18 || bin.Version != "18.99" && !strings.HasPrefix(bin.Dir, "/usr/") {
-		t.Errorf("found %+v, want the newest, in %s", bin, newest)
-	}
+	assert.Truef(t, bin.Major == 18 && (bin.Version == "18.99" || strings.HasPrefix(bin.Dir, "/usr/")),
+		"found %+v, want the newest, in %s", bin, newest)
 }

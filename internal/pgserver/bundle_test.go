@@ -13,6 +13,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -25,9 +26,8 @@ func archive(t *testing.T, files map[string]string) (path, integrity string) {
 	for name, content := range files {
 		header := &tar.Header{Name: name, Typeflag: tar.TypeReg, Mode: 0o644, Size: int64(len(content))}
 		require.NoError(t, w.WriteHeader(header))
-		if _, err := w.Write([]byte(content)); err != nil {
-			t.Fatal(err)
-		}
+		_, err := w.Write([]byte(content))
+		require.NoError(t, err)
 	}
 	for _, c := range []interface{ Close() error }{w, gz} {
 		require.NoError(t, c.Close())
@@ -49,15 +49,11 @@ func TestBundleIsUnpackedWithItsLinks(t *testing.T) {
 	})
 	into := filepath.Join(t.TempDir(), "out")
 	require.NoError(t, unpackBundle(path, into, integrity))
-	if got, err := os.ReadFile(filepath.Join(into, "lib", "libx.so")); err != nil || string(got) != "library" {
-		t.Errorf("the link leads to %q, %v", got, err)
-	}
-	if info, err := os.Stat(filepath.Join(into, "bin", "postgres")); err != nil || info.Mode().Perm()&0o111 != 0o111 {
-		t.Errorf("the program is not executable: %v, %v", info, err)
-	}
-	if exists(filepath.Join(into, "package.json")) {
-		t.Error("a file outside native/ was unpacked")
-	}
+	got, err := os.ReadFile(filepath.Join(into, "lib", "libx.so"))
+	assert.Truef(t, err == nil && string(got) == "library", "the link leads to %q, %v", got, err)
+	info, err := os.Stat(filepath.Join(into, "bin", "postgres"))
+	assert.Truef(t, err == nil && info.Mode().Perm()&0o111 == 0o111, "the program is not executable: %v, %v", info, err)
+	assert.True(t, !exists(filepath.Join(into, "package.json")), "a file outside native/ was unpacked")
 }
 
 func TestBundleThatIsNotTheRightOneIsRefused(t *testing.T) {
@@ -78,14 +74,11 @@ func TestBundleCannotWriteOutside(t *testing.T) {
 	} {
 		path, integrity := archive(t, files)
 		dir := t.TempDir()
-		if err := unpackBundle(path, filepath.Join(dir, "a", "out"), integrity); err == nil {
-			t.Errorf("%s: unpacked", name)
-		}
+		assert.Error(t, unpackBundle(path, filepath.Join(dir, "a", "out"), integrity), name, "unpacked")
 		require.NoError(t, os.Mkdir(filepath.Join(dir, "b"), 0o700))
 		err := unpackBundle(path, filepath.Join(dir, "b", "out"), integrity)
-		if _, statErr := os.Lstat(filepath.Join(dir, "evil")); err == nil || statErr == nil {
-			t.Errorf("%s: unpacked with %v, outside file: %v", name, err, statErr)
-		}
+		_, statErr := os.Lstat(filepath.Join(dir, "evil"))
+		assert.Truef(t, err != nil && statErr != nil, "%s: unpacked with %v, outside file: %v", name, err, statErr)
 	}
 }
 
@@ -97,8 +90,7 @@ func TestDebianIsToldNotToMakeACluster(t *testing.T) {
 		"set":       "create_main_cluster = true\n",
 	} {
 		got := string(withoutMainCluster([]byte(conf)))
-		if strings.Count(got, "create_main_cluster") != 1 || !strings.Contains("\n"+got, "\ncreate_main_cluster = false\n") {
-			t.Errorf("%s: %q", name, got)
-		}
+		assert.Truef(t, strings.Count(got, "create_main_cluster") == 1 &&
+			strings.Contains("\n"+got, "\ncreate_main_cluster = false\n"), "%s: %q", name, got)
 	}
 }

@@ -129,21 +129,16 @@ func (p *userProcess) mustHear() {
 
 // kill is kill -9.
 func (p *userProcess) kill() {
-	if err := p.cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
-		p.t.Error(err)
-	}
+	err := p.cmd.Process.Kill()
+	assert.True(p.t, err == nil || errors.Is(err, os.ErrProcessDone), err)
 	_ = p.cmd.Wait() // killed: an error, always
 }
 
 // leave has the process stop its server and end.
 func (p *userProcess) leave() {
 	p.t.Helper()
-	if err := p.input.Close(); err != nil {
-		p.t.Error(err)
-	}
-	if err := p.cmd.Wait(); err != nil {
-		p.t.Error(err)
-	}
+	assert.NoError(p.t, p.input.Close())
+	assert.NoError(p.t, p.cmd.Wait())
 }
 
 // folder is a short, new folder that everybody may pass.
@@ -157,9 +152,8 @@ func folder(t *testing.T) string {
 		logs, err := filepath.Glob(dir + "/*/postgres.log")
 		for _, log := range logs {
 			text, err := os.ReadFile(log)
-			if err != nil || strings.Contains(string(text), "did not end within") {
-				t.Errorf("the server had to be forced to stop (%v):\n%s", err, text)
-			}
+			assert.Truef(t, err == nil && !strings.Contains(string(text), "did not end within"),
+				"the server had to be forced to stop (%v):\n%s", err, text)
 		}
 		assert.NoError(t, errors.Join(err, os.RemoveAll(dir)))
 	})
@@ -171,9 +165,8 @@ func copyBinary(t *testing.T, name string) string {
 	t.Helper()
 	path := filepath.Join(folder(t), name)
 	// Not written by this process: a child started meanwhile would hold it open, and nobody could run it.
-	if out, err := exec.Command("cp", self(t), path).CombinedOutput(); err != nil {
-		t.Fatalf("cp: %v: %s", err, out)
-	}
+	out, err := exec.Command("cp", self(t), path).CombinedOutput()
+	require.NoError(t, err, "cp", out)
 	require.NoError(t, os.Chmod(path, 0o755))
 	return path
 }
@@ -205,9 +198,8 @@ func query(t *testing.T, url, sql string) string {
 	require.NoError(t, err)
 	defer conn.Close(background())
 	var value string
-	if err := conn.QueryRow(t.Context(), sql).Scan(&value); err != nil && !errors.Is(err, pgx.ErrNoRows) {
-		t.Fatal(err)
-	}
+	err = conn.QueryRow(t.Context(), sql).Scan(&value)
+	require.True(t, err == nil || errors.Is(err, pgx.ErrNoRows), err)
 	return value
 }
 
@@ -251,9 +243,7 @@ func parentOf(t *testing.T, pid int) int {
 
 func signalTo(t *testing.T, pid int, signal syscall.Signal) {
 	t.Helper()
-	if err := syscall.Kill(pid, signal); err != nil {
-		t.Fatalf("signal %d: %v", pid, err)
-	}
+	require.NoError(t, syscall.Kill(pid, signal), "signal", pid)
 }
 
 func eventually(t *testing.T, what string, condition func() bool) {
@@ -261,9 +251,7 @@ func eventually(t *testing.T, what string, condition func() bool) {
 	ticker := time.NewTicker(10 * time.Millisecond)
 	defer ticker.Stop()
 	for deadline := time.Now().Add(90 * time.Second); !condition(); <-ticker.C {
-		if time.Now().After(deadline) {
-			t.Fatalf("not within 30 seconds: %s", what)
-		}
+		require.Truef(t, !time.Now().After(deadline), "not within 30 seconds: %s", what)
 	}
 }
 

@@ -30,9 +30,8 @@ func TestDataIsKeptBetweenStarts(t *testing.T) {
 	first := start(t, config)
 	query(t, first.URL(), "create table kept as select 'yes'::text as answer")
 	stop(t, first)
-	if left := servers(t, config.Dir); len(left) > 0 {
-		t.Errorf("Stop of the last user left processes %v", left)
-	}
+	left := servers(t, config.Dir)
+	assert.Truef(t, len(left) == 0, "Stop of the last user left processes %v", left)
 	began := time.Now()
 	second := start(t, config)
 	t.Logf("second start took %s", time.Since(began))
@@ -57,9 +56,8 @@ func TestServerLivesAsLongAsItsLastUser(t *testing.T) {
 	default:
 	}
 	stop(t, joined)
-	if left := servers(t, config.Dir); len(left) > 0 {
-		t.Errorf("the last user left, processes %v did not", left)
-	}
+	left := servers(t, config.Dir)
+	assert.Truef(t, len(left) == 0, "the last user left, processes %v did not", left)
 }
 
 func TestParallelStartsMakeOneServer(t *testing.T) {
@@ -77,9 +75,8 @@ func TestParallelStartsMakeOneServer(t *testing.T) {
 		}
 		assert.Equal(t, "here", query(t, u.URL, "select 'here'"))
 	}
-	if n := len(servers(t, config.Dir)); owners != 1 || n != 1 {
-		t.Errorf("%d starters have an own server and %d servers run, want 1 and 1", owners, n)
-	}
+	n := len(servers(t, config.Dir))
+	assert.Truef(t, owners == 1 && n == 1, "%d starters have an own server and %d servers run, want 1 and 1", owners, n)
 	for _, u := range users {
 		u.leave()
 	}
@@ -167,9 +164,8 @@ func TestServerIsOutOfReachOfTheTerminal(t *testing.T) {
 	start(t, config)
 	pid := servers(t, config.Dir)[0]
 	mine, its := statOf(t, os.Getpid()), statOf(t, pid)
-	if mine[3] == its[3] || mine[2] == its[2] {
-		t.Errorf("session and group of the server are %s and %s, the same as this process's", its[3], its[2])
-	}
+	assert.Truef(t, mine[3] != its[3] && mine[2] != its[2],
+		"session and group of the server are %s and %s, the same as this process's", its[3], its[2])
 }
 
 func TestStalePidFileIsNotInTheWay(t *testing.T) {
@@ -214,9 +210,8 @@ func sleeper(t *testing.T, dir string, command ...string) int {
 	}
 	require.NoError(t, cmd.Start())
 	t.Cleanup(func() {
-		if err := cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
-			t.Error(err)
-		}
+		err := cmd.Process.Kill()
+		assert.True(t, err == nil || errors.Is(err, os.ErrProcessDone), err)
 		_ = cmd.Wait() // killed
 	})
 	return cmd.Process.Pid
@@ -243,14 +238,11 @@ func TestLongPath(t *testing.T) {
 	s := start(t, pgserver.Config{Dir: dir})
 	joined := start(t, pgserver.Config{Dir: dir})
 	sockets := query(t, joined.URL(), "select current_setting('unix_socket_directories')")
-	if strings.HasPrefix(sockets, base) || len(sockets) > 60 {
-		t.Errorf("the socket is in %s", sockets)
-	}
+	assert.Truef(t, !strings.HasPrefix(sockets, base) && len(sockets) <= 60, "the socket is in %s", sockets)
 	stop(t, s)
 	stop(t, joined)
-	if _, err := os.Lstat(sockets); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("%s is still there after the stop: %v", sockets, err)
-	}
+	_, err := os.Lstat(sockets)
+	assert.ErrorIs(t, err, os.ErrNotExist, sockets, "is still there after the stop")
 	again := start(t, pgserver.Config{Dir: dir})
 	assert.Equal(t, "works", query(t, again.URL(), "select 'works'"))
 }
@@ -289,9 +281,8 @@ func TestDataOfAnotherVersion(t *testing.T) {
 	version := filepath.Join(s.Dir(), "data", "PG_VERSION")
 	testkit.WriteFile(t, version, "13\n")
 	_, err := pgserver.Start(t.Context(), config)
-	if err == nil || !strings.Contains(err.Error(), "PostgreSQL 13") || !strings.Contains(err.Error(), "pg_dumpall") {
-		t.Errorf("data of version 13: error %v", err)
-	}
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "PostgreSQL 13") &&
+		strings.Contains(err.Error(), "pg_dumpall"), "data of version 13: error %v", err)
 }
 
 func TestDataOfAnotherVersionStaysBeside(t *testing.T) {
@@ -310,9 +301,8 @@ func TestDataOfAnotherVersionStaysBeside(t *testing.T) {
 	s := start(t, config)
 	assert.Equal(t, strconv.Itoa(
 		bin.Major), query(t, s.URL(), "select split_part(current_setting('server_version'), '.', 1)"))
-	if !strings.Contains(strings.Join(told, "\n"), beside) {
-		t.Errorf("the other version's data is not mentioned in %q", told)
-	}
+	assert.Truef(t, strings.Contains(strings.Join(told, "\n"), beside),
+		"the other version's data is not mentioned in %q", told)
 }
 
 func TestProgramThatForgetsGuardMainIsTold(t *testing.T) {
@@ -355,9 +345,8 @@ func TestAsNormalUserAndThenAsRoot(t *testing.T) {
 	}
 	asRoot := start(t, config)
 	query(t, asRoot.URL(), "insert into kept values ('root was here')")
-	if uid, _ := owner(t, fmt.Sprintf("/proc/%d", servers(t, dir)[0])); uid != credential.Uid {
-		t.Errorf("root's server runs as uid %d, the data belongs to %d", uid, credential.Uid)
-	}
+	uid, _ := owner(t, fmt.Sprintf("/proc/%d", servers(t, dir)[0]))
+	assert.Equal(t, credential.Uid, uid, "root's server runs as uid", "the data belongs to")
 	stop(t, asRoot)
 	again := launchUser(t, binary, credential, config)
 	again.mustHear()
@@ -396,12 +385,9 @@ func TestRootInAClosedFolderGoesElsewhere(t *testing.T) {
 	stop(t, first)
 	pointer, err := os.ReadFile(filepath.Join(config.Dir, "LOCATION"))
 	require.NoError(t, err)
-	if strings.TrimSpace(string(pointer)) != base || !strings.HasPrefix(filepath.Base(base), "project-") {
-		t.Errorf("LOCATION says %q, the files are in %s", pointer, base)
-	}
-	if !strings.Contains(strings.Join(told, "\n"), base) {
-		t.Errorf("nobody was told of %s: %q", base, told)
-	}
+	assert.Truef(t, strings.TrimSpace(string(pointer)) == base && strings.HasPrefix(filepath.Base(base), "project-"),
+		"LOCATION says %q, the files are in %s", pointer, base)
+	assert.Truef(t, strings.Contains(strings.Join(told, "\n"), base), "nobody was told of %s: %q", base, told)
 	if err := os.Chmod(closed, 0o755); err != nil { // open now: the data must not seem lost
 		t.Fatal(err)
 	}
@@ -417,9 +403,8 @@ func TestTheOwnerIsNoSuperuser(t *testing.T) {
 		conn, err := pgx.Connect(t.Context(), url)
 		require.NoError(t, err)
 		defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
-		if _, err := conn.Exec(t.Context(), sql); err != nil {
-			t.Error(err)
-		}
+		_, err = conn.Exec(t.Context(), sql)
+		assert.NoError(t, err)
 	}
 	run(s.URL(), `create schema other; create table other.things (id bigserial primary key, n int generated always
 		as identity); create view seen as select 1 as one;

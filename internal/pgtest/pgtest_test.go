@@ -19,12 +19,8 @@ func TestEveryTestHasItsOwnDatabaseWithTheSchema(t *testing.T) {
 		err := db.QueryRow(t.Context(), `
 			select current_database(), (select count(*) from pg_tables where schemaname = 'public')`).Scan(&name, &tables)
 		require.NoError(t, err)
-		if tables == 0 {
-			t.Error("the database has no tables")
-		}
-		if seen[name] {
-			t.Errorf("database %s was handed out twice", name)
-		}
+		assert.True(t, tables != 0, "the database has no tables")
+		assert.Truef(t, !seen[name], "database %s was handed out twice", name)
 		seen[name] = true
 	}
 }
@@ -46,7 +42,5 @@ func TestDatabasesAreDroppedAtTheEnd(t *testing.T) {
 	err := pgtest.Empty(t).QueryRow(t.Context(), "select exists (select from pg_database where datname = $1)",
 		name).Scan(&there)
 	require.NoError(t, err)
-	if name == "" || there {
-		t.Errorf("database %q is still there", name)
-	}
+	assert.Truef(t, name != "" && !there, "database %q is still there", name)
 }

@@ -26,9 +26,8 @@ func TestSweepDropsWhatKilledTestsLeft(t *testing.T) {
 	require.NoError(t, s.sweep(t.Context()))
 	names, err := s.names(t.Context(), "select datname from pg_database")
 	require.NoError(t, err)
-	if slices.Contains(names, left) || !slices.Contains(names, mine) {
-		t.Errorf("after the sweep there are %v; %s should be gone and %s not", names, left, mine)
-	}
+	assert.Truef(t, !slices.Contains(names, left) && slices.Contains(names, mine),
+		"after the sweep there are %v; %s should be gone and %s not", names, left, mine)
 }
 
 func TestTemplateIsBuiltOnceByMany(t *testing.T) {

@@ -7,6 +7,7 @@ import (
 	"io"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -36,9 +37,8 @@ func TestAgain(t *testing.T) {
 				calls++
 				return test.errs[min(calls, len(test.errs))-1]
 			})
-			if calls != test.calls || !errors.Is(err, test.result) {
-				t.Errorf("%d calls, %v, want %d, %v", calls, err, test.calls, test.result)
-			}
+			assert.Truef(t, calls == test.calls && errors.Is(err, test.result),
+				"%d calls, %v, want %d, %v", calls, err, test.calls, test.result)
 		})
 	}
 }

@@ -37,9 +37,8 @@ func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 	var group sync.WaitGroup
 	for range 12 {
 		group.Go(func() {
-			if err := add(); !postgres.Locked(err) {
-				t.Errorf("it was not locked: %v", err)
-			}
+			err := add()
+			assert.Truef(t, postgres.Locked(err), "it was not locked: %v", err)
 		})
 	}
 	group.Wait()
@@ -51,9 +50,8 @@ func TestALockThatIsKeptTakesNoConnections(t *testing.T) {
 	}
 	group.Wait()
 	var n int
-	if err := db.QueryRow(t.Context(), `select n from numbers`).Scan(&n); err != nil || n != 12 {
-		t.Errorf("%d were added, %v", n, err)
-	}
+	err := db.QueryRow(t.Context(), `select n from numbers`).Scan(&n)
+	assert.Truef(t, err == nil && n == 12, "%d were added, %v", n, err)
 	assert.Equal(t, 1, most.Load())
 }
 

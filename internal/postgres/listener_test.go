@@ -39,9 +39,7 @@ func receive(t *testing.T, payloads <-chan string) string {
 	t.Helper()
 	select {
 	case payload, open := <-payloads:
-		if !open {
-			t.Fatal("the subscription is closed")
-		}
+		require.True(t, open, "the subscription is closed")
 		return payload
 	case <-time.After(90 * time.Second):
 		t.Fatal("nothing arrives")
@@ -75,9 +73,8 @@ func TestEverySubscriberHearsItsChannel(t *testing.T) {
 	want(t, other, "b")
 	cancel()
 	cancel()
-	if _, open := <-second; open {
-		t.Error("a cancelled subscription still delivers")
-	}
+	_, open := <-second
+	assert.True(t, !open, "a cancelled subscription still delivers")
 	notify(t, db, "one", "c")
 	want(t, first, "c")
 }

@@ -6,6 +6,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -27,9 +28,8 @@ func TestAPoolLetsGoOfAServerThatTakesNoMoreWrites(t *testing.T) {
 	for _, conn := range lent {
 		conn.Release()
 	}
-	if _, err := pool.Exec(t.Context(), `insert into kept values (1)`); !postgres.IsCode(err, "25006") {
-		t.Fatalf("a write to a server that takes none: %v", err)
-	}
+	_, err := pool.Exec(t.Context(), `insert into kept values (1)`)
+	require.Truef(t, postgres.IsCode(err, "25006"), "a write to a server that takes none: %v", err)
 	refused := 0
 	pgtest.Eventually(t, time.Minute, func() bool {
 		_, err := pool.Exec(t.Context(), `insert into kept values (2)`)
@@ -38,7 +38,5 @@ func TestAPoolLetsGoOfAServerThatTakesNoMoreWrites(t *testing.T) {
 		}
 		return err == nil
 	}, "a write by a new connection")
-	if refused > 2 {
-		t.Errorf("%d more writes were refused: the other connections were kept", refused)
-	}
+	assert.Truef(t, refused <= 2, "%d more writes were refused: the other connections were kept", refused)
 }

@@ -82,14 +82,10 @@ func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
 				t.Fatal("opened")
 			}
 			for _, want := range test.want {
-				if !strings.Contains(err.Error(), want) {
-					t.Errorf("error %q does not say %q", err, want)
-				}
+				assert.Truef(t, strings.Contains(err.Error(), want), "error %q does not say %q", err, want)
 			}
 			for e := err; e != nil; e = errors.Unwrap(e) {
-				if strings.Contains(e.Error(), secret) {
-					t.Errorf("error %q has the password", e)
-				}
+				assert.Truef(t, !strings.Contains(e.Error(), secret), "error %q has the password", e)
 			}
 		})
 	}
@@ -115,10 +111,8 @@ func TestOpenChoosesWhatThePathToTheServerCarries(t *testing.T) {
 		}
 		assert.Equal(t, test.want, pool.Config().ConnConfig.DefaultQueryExecMode, name)
 		var sum int
-		if err := pool.QueryRow(t.Context(), "select @a::int + 1", postgres.Strict{"a": 41}).Scan(&sum); err != nil ||
-			sum != 42 {
-			t.Errorf("%s: 41 + 1 = %d, %v", name, sum, err)
-		}
+		err = pool.QueryRow(t.Context(), "select @a::int + 1", postgres.Strict{"a": 41}).Scan(&sum)
+		assert.Truef(t, err == nil && sum == 42, "%s: 41 + 1 = %d, %v", name, sum, err)
 		pool.Close()
 	}
 }
@@ -146,13 +140,11 @@ func TestReadCommittedWhateverTheDefault(t *testing.T) {
 	defer conn.Close(context.Background())
 	err = postgres.InTx(t.Context(), conn, func(tx pgx.Tx) error { return tx.QueryRow(t.Context(), level).Scan(&within) })
 	require.NoError(t, err)
-	if alone != "read committed" || before != "read committed" || within != "read committed" {
-		t.Errorf("isolation of a statement %q, of one of a pool from before %q, of InTx %q", alone, before, within)
-	}
-	if _, err = postgres.Open(t.Context(), throughPooler(t, at), postgres.Options{}); err == nil ||
-		!strings.Contains(err.Error(), "alter database") {
-		t.Errorf("behind a pooler, where it cannot be set: %v", err)
-	}
+	assert.Truef(t, alone == "read committed" && before == "read committed" && within == "read committed",
+		"isolation of a statement %q, of one of a pool from before %q, of InTx %q", alone, before, within)
+	_, err = postgres.Open(t.Context(), throughPooler(t, at), postgres.Options{})
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "alter database"),
+		"behind a pooler, where it cannot be set: %v", err)
 }
 
 func TestInTxCommitsOrRollsBack(t *testing.T) {
@@ -182,9 +174,8 @@ func TestInTxCommitsOrRollsBack(t *testing.T) {
 
 func TestIsCodeOfOtherErrors(t *testing.T) {
 	t.Parallel()
-	if postgres.IsCode(nil, "") || postgres.IsCode(errors.New("x"), "") || postgres.IsCode(pgx.ErrNoRows, "LK001") {
-		t.Error("an error that no server sent has a code")
-	}
+	assert.True(t, !postgres.IsCode(nil, "") && !postgres.IsCode(errors.New("x"), "") &&
+		!postgres.IsCode(pgx.ErrNoRows, "LK001"), "an error that no server sent has a code")
 }
 
 // A process that is paused in a transaction keeps its locks; the server ends its session after a while.
@@ -197,15 +188,11 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 	if err != nil || jit != "off by client" { // the server of the tests has it off as well
 		t.Errorf("just-in-time compilation is %s (%v), want off by client", jit, err)
 	}
-	if err := usual.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit); err != nil ||
-		limit != "1min" {
-		t.Errorf("the limit is %q (%v), want 1min", limit, err)
-	}
+	err = usual.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit)
+	assert.Truef(t, err == nil && limit == "1min", "the limit is %q (%v), want 1min", limit, err)
 	hasty := pgtest.Pool(t, database, postgres.Options{IdleTransaction: 5 * time.Second})
-	if err := hasty.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit); err != nil ||
-		limit != "5s" {
-		t.Errorf("the limit is %q (%v), want 5s", limit, err)
-	}
+	err = hasty.QueryRow(t.Context(), `show idle_in_transaction_session_timeout`).Scan(&limit)
+	assert.Truef(t, err == nil && limit == "5s", "the limit is %q (%v), want 5s", limit, err)
 	u, err := url.Parse(database)
 	require.NoError(t, err)
 	q := u.Query()
@@ -216,9 +203,8 @@ func TestATransactionThatNobodyGoesOnWithEnds(t *testing.T) {
 	pgtest.Exec(t, tx, `select pg_advisory_xact_lock(1)`)
 	ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
 	defer cancel()
-	if _, err := usual.Exec(ctx, `select pg_advisory_xact_lock(1)`); err != nil {
-		t.Errorf("the lock of a paused process: %v", err)
-	}
+	_, err = usual.Exec(ctx, `select pg_advisory_xact_lock(1)`)
+	assert.NoError(t, err, "the lock of a paused process")
 }
 
 // TestUnchanged: who has just committed may hear that the server goes down, and must not send again what counts twice.
@@ -231,7 +217,6 @@ func TestUnchanged(t *testing.T) {
 		err := fmt.Errorf("insert: %w", &pgconn.PgError{Code: code})
 		assert.Equal(t, want, postgres.Unchanged(err), code)
 	}
-	if postgres.Unchanged(io.ErrUnexpectedEOF) {
-		t.Error("after a connection that broke certainly nothing has changed, want that nobody knows")
-	}
+	assert.True(t, !postgres.Unchanged(io.ErrUnexpectedEOF),
+		"after a connection that broke certainly nothing has changed, want that nobody knows")
 }

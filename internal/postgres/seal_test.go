@@ -2,7 +2,6 @@ package postgres_test
 
 import (
 	"context"
-	"errors"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -17,9 +16,7 @@ func TestNothingIsAskedUnderASeal(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	sealed, seal := postgres.Sealed(t.Context())
-	if seal.Tried() {
-		t.Error("tried before anything was")
-	}
+	assert.True(t, !seal.Tried(), "tried before anything was")
 	conn, err := pool.Acquire(t.Context())
 	require.NoError(t, err)
 	defer conn.Release()
@@ -33,13 +30,9 @@ func TestNothingIsAskedUnderASeal(t *testing.T) {
 		"lent":       only(conn.Exec(sealed, `select 1`)),
 		"lent batch": conn.SendBatch(sealed, batch).Close(),
 	} {
-		if !errors.Is(err, context.Canceled) {
-			t.Errorf("%s: %v", what, err)
-		}
+		assert.ErrorIs(t, err, context.Canceled, what)
 	}
-	if !seal.Tried() {
-		t.Error("the seal has noted nothing")
-	}
+	assert.True(t, seal.Tried(), "the seal has noted nothing")
 	assert.NoError(t, pool.QueryRow(postgres.Unsealed(sealed), `select 1`).Scan(new(int)), "unsealed")
 	assert.NoError(t, pool.Ping(t.Context()), "the pool after it")
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -39,15 +40,12 @@ func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
 		  ('{1,null}'::int[])[2] is null, length(chr(8364) || $1),
 		       current_setting('jit'))`
 	var got string
-	if err := opened(t, at).QueryRow(t.Context(), texts, "€").Scan(&got); err != nil ||
-		got != "2026-07-01 00:00:00+00 30 days 2 t 2 off" {
-		t.Errorf("got %q, %v", got, err)
-	}
+	err := opened(t, at).QueryRow(t.Context(), texts, "€").Scan(&got)
+	assert.Truef(t, err == nil && got == "2026-07-01 00:00:00+00 30 days 2 t 2 off", "got %q, %v", got, err)
 	const zone = `select current_setting('TimeZone')`
-	if err := opened(t, at+"&TimeZone=Europe/Madrid").QueryRow(t.Context(), zone).Scan(&got); err != nil ||
-		got != "Europe/Madrid" {
-		t.Errorf("with a zone in the connection string the zone is %q, %v", got, err)
-	}
+	err = opened(t, at+"&TimeZone=Europe/Madrid").QueryRow(t.Context(), zone).Scan(&got)
+	assert.Truef(t, err == nil && got == "Europe/Madrid",
+		"with a zone in the connection string the zone is %q, %v", got, err)
 }
 
 // Sessions that listen are idle, and so are those of a pool at night: a database that ends such sessions ended both,
@@ -60,18 +58,15 @@ func TestAnIdleSessionIsKeptWhateverTheDatabaseSets(t *testing.T) {
 	pgtest.Exec(t, admin, "alter database "+name+" set idle_session_timeout = '50ms'")
 	db := opened(t, at)
 	var set string
-	if err := db.QueryRow(t.Context(), `select current_setting('idle_session_timeout')`).Scan(&set); err != nil ||
-		set != "0" {
-		t.Errorf("a session of the pool is ended after %q: %v", set, err)
-	}
+	err := db.QueryRow(t.Context(), `select current_setting('idle_session_timeout')`).Scan(&set)
+	assert.Truef(t, err == nil && set == "0", "a session of the pool is ended after %q: %v", set, err)
 	listening, err := postgres.Dialer(db)(t.Context())
 	require.NoError(t, err)
 	defer listening.Close(context.WithoutCancel(t.Context()))
 	waiting, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	defer cancel()
-	if _, err := listening.WaitForNotification(waiting); waiting.Err() == nil {
-		t.Errorf("a session that listens: %v", err)
-	}
+	_, err = listening.WaitForNotification(waiting)
+	assert.Error(t, waiting.Err(), "a session that listens", err)
 }
 
 // A server that was made for the locale C has databases of no encoding at all, unless one says otherwise.
@@ -83,15 +78,12 @@ func TestADatabaseOfAnotherEncodingIsRefused(t *testing.T) {
 	pgtest.Exec(t, admin, "create database "+pgx.Identifier{name}.Sanitize()+
 		" template template0 encoding 'SQL_ASCII' locale 'C'")
 	t.Cleanup(func() {
-		if _, err := admin.Exec(context.WithoutCancel(t.Context()),
-			"drop database "+pgx.Identifier{name}.Sanitize()); err != nil {
-			t.Error(err)
-		}
+		_, err := admin.Exec(context.WithoutCancel(t.Context()),
+			"drop database "+pgx.Identifier{name}.Sanitize())
+		assert.NoError(t, err)
 	})
 	_, err := postgres.Open(t.Context(), strings.Replace(at, admin.Config().ConnConfig.Database, name, 1),
 		postgres.Options{})
-	if err == nil || !strings.Contains(err.Error(), `"SQL_ASCII"`) ||
-		!strings.Contains(err.Error(), "createdb --encoding=UTF8") {
-		t.Errorf("got %v", err)
-	}
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), `"SQL_ASCII"`) &&
+		strings.Contains(err.Error(), "createdb --encoding=UTF8"), "got %v", err)
 }

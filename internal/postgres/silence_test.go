@@ -112,9 +112,8 @@ func TestALongStatementIsWaitedForWhileItsServerAnswersOthers(t *testing.T) {
 		<-s.asked
 	}
 	close(s.answer)
-	if _, err := conn.Read(make([]byte, 1)); err != nil {
-		t.Errorf("the answer did not come: %v", err)
-	}
+	_, err := conn.Read(make([]byte, 1))
+	assert.NoError(t, err, "the answer did not come")
 }
 
 func TestAServerThatRefusesIsNotSilent(t *testing.T) {
@@ -122,9 +121,7 @@ func TestAServerThatRefusesIsNotSilent(t *testing.T) {
 	s, p := newSlowServer(t), hasty()
 	address := s.Addr()
 	s.Close()
-	if !p.hears(address) {
-		t.Error("a refusal was taken for silence")
-	}
+	assert.True(t, p.hears(address), "a refusal was taken for silence")
 }
 
 func TestAPoolDoesNotWaitForEverForAnIdleConnection(t *testing.T) {
@@ -134,13 +131,11 @@ func TestAPoolDoesNotWaitForEverForAnIdleConnection(t *testing.T) {
 		"postgres://one.example/b?pool_ping_timeout=7s": 7 * time.Second,
 	} {
 		config, err := parse(url, Options{})
-		if err != nil || config.PingTimeout != want {
-			t.Errorf("%s: it waits %s, want %s (%v)", url, config.PingTimeout, want, err)
-		}
+		assert.Truef(t, err == nil && config.PingTimeout == want,
+			"%s: it waits %s, want %s (%v)", url, config.PingTimeout, want, err)
 	}
 	ended, end := context.WithCancel(t.Context())
 	end()
-	if _, err := newPatience().DialContext(ended, "tcp", "127.0.0.1:1"); err == nil {
-		t.Error("connected to nobody")
-	}
+	_, err := newPatience().DialContext(ended, "tcp", "127.0.0.1:1")
+	assert.Error(t, err, "connected to nobody")
 }

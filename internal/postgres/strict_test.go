@@ -6,6 +6,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -22,25 +23,21 @@ func TestNamesMeanTheSameEveryTime(t *testing.T) {
 	for i := range 3 {
 		a, b := fmt.Sprint("a", i), fmt.Sprint("b", i)
 		var got string
-		if err := conn.QueryRow(t.Context(), text, postgres.Strict{"a": a, "b": b}).Scan(&got); err != nil ||
-			got != b+a+b+"@c" {
-			t.Errorf("round %d: %q, %v", i, got, err)
-		}
+		err := conn.QueryRow(t.Context(), text, postgres.Strict{"a": a, "b": b}).Scan(&got)
+		assert.Truef(t, err == nil && got == b+a+b+"@c", "round %d: %q, %v", i, got, err)
 		for name, args := range map[string]postgres.Strict{
 			"missing":       {"a": a},
 			"left over":     {"a": a, "b": b, "c": ""},
 			"another's":     {"a": a, "c": b},
 			"there is none": {},
 		} {
-			if err := conn.QueryRow(t.Context(), text, args).Scan(&got); err == nil {
-				t.Errorf("round %d: a name that is %s was let pass: %q", i, name, got)
-			}
+			err := conn.QueryRow(t.Context(), text, args).Scan(&got)
+			assert.Error(t, err, "round", i, "a name that", name, "was let pass", got)
 		}
 		var batch pgx.Batch
 		batch.Queue(text, postgres.Strict{"a": a, "b": b}).QueryRow(func(row pgx.Row) error { return row.Scan(&got) })
-		if err := conn.SendBatch(t.Context(), &batch).Close(); err != nil || got != b+a+b+"@c" {
-			t.Errorf("round %d, in a batch: %q, %v", i, got, err)
-		}
+		err = conn.SendBatch(t.Context(), &batch).Close()
+		assert.Truef(t, err == nil && got == b+a+b+"@c", "round %d, in a batch: %q, %v", i, got, err)
 	}
 }
 
@@ -53,16 +50,12 @@ func TestTextsAreForgottenBeforeThereAreTooMany(t *testing.T) {
 	for round := range 2 {
 		for i := range postgres.TextsMost + 10 {
 			sql, args, err := postgres.Strict{"a": i}.RewriteQuery(t.Context(), conn, fmt.Sprintf("select @a, %d", i), nil)
-			if err != nil || sql != fmt.Sprintf("select $1, %d", i) || len(args) != 1 || args[0] != i {
-				t.Fatalf("round %d: %q, %v, %v", round, sql, args, err)
-			}
-			if n := postgres.Texts(conn); n > postgres.TextsMost {
-				t.Fatalf("%d texts are kept", n)
-			}
+			require.Truef(t, err == nil && sql == fmt.Sprintf("select $1, %d", i) && len(args) == 1 && args[0] == i,
+				"round %d: %q, %v, %v", round, sql, args, err)
+			n := postgres.Texts(conn)
+			require.Truef(t, n <= postgres.TextsMost, "%d texts are kept", n)
 		}
 	}
-	if sql, _, err := (postgres.Strict{"a": 1}).RewriteQuery(t.Context(), nil, "select @a", nil); err != nil ||
-		sql != "select $1" {
-		t.Errorf("without a connection: %q, %v", sql, err)
-	}
+	sql, _, err := (postgres.Strict{"a": 1}).RewriteQuery(t.Context(), nil, "select @a", nil)
+	assert.Truef(t, err == nil && sql == "select $1", "without a connection: %q, %v", sql, err)
 }

@@ -32,9 +32,8 @@ func TestEveryTimeIsRead(t *testing.T) {
 				continue
 			}
 			text, err := json.Marshal(got)
-			if err != nil || string(text) != `"`+want+`"` || also == nil || !also.Equal(got) || none != nil {
-				t.Errorf("%s, %s: read as %s, %v and %v (%v), want %s", given, mode, text, also, none, err, want)
-			}
+			assert.Truef(t, err == nil && string(text) == `"`+want+`"` && also != nil && also.Equal(got) && none == nil,
+				"%s, %s: read as %s, %v and %v (%v), want %s", given, mode, text, also, none, err, want)
 		}
 	}
 	var got time.Time

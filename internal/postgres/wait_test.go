@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -43,13 +44,11 @@ func TestOpenWaitsForAServerThatGoesDownMeanwhile(t *testing.T) {
 			pool.Close()
 			t.Fatal("opened a database that is not there")
 		}
-		if !strings.Contains(err.Error(), listener.Addr().String()) {
-			t.Errorf("the error does not name the server: %v", err)
-		}
+		assert.Truef(t, strings.Contains(err.Error(), listener.Addr().String()),
+			"the error does not name the server: %v", err)
 		return came.Load() - before
 	}
 	once := open(0)
-	if again := open(2 * time.Second); again < 2*once+1 {
-		t.Errorf("tried with %d connections while it may wait, with %d at once", again, once)
-	}
+	again := open(2 * time.Second)
+	assert.Truef(t, again >= 2*once+1, "tried with %d connections while it may wait, with %d at once", again, once)
 }

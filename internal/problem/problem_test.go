@@ -80,12 +80,10 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 			w, _ := write(t, problem.Write, test.err, "")
 			var p problem.Problem
 			require.NoError(t, json.Unmarshal(w.Body.Bytes(), &p))
-			if w.Code != test.status || p.Status != test.status || p.Type != test.kind || p.Title == "" || p.Detail == "" {
-				t.Errorf("answer is %d %+v", w.Code, p)
-			}
-			if w.Header().Get("Content-Type") != problem.ContentType || w.Header().Get("Cache-Control") != "no-store" {
-				t.Errorf("header is %v", w.Header())
-			}
+			assert.Truef(t, w.Code == test.status && p.Status == test.status && p.Type == test.kind && p.Title != "" &&
+				p.Detail != "", "answer is %d %+v", w.Code, p)
+			assert.Truef(t, w.Header().Get("Content-Type") == problem.ContentType &&
+				w.Header().Get("Cache-Control") == "no-store", "header is %v", w.Header())
 			assert.Equal(t, test.status == 503, w.Header().Get("Retry-After") != "")
 		})
 	}
@@ -96,9 +94,7 @@ func TestTraceAndHolderAreTold(t *testing.T) {
 	want := `{"type":"about:blank","title":"Conflict","status":409,"detail":"held","trace_id":"op_2","holder":"op_1/7"}` +
 		"\n"
 	assert.NoDiff(t, want, w.Body.String())
-	if w.Header().Get("X-Trace-Id") != "op_2" || log != "" {
-		t.Errorf("header %v, log %q", w.Header(), log)
-	}
+	assert.Truef(t, w.Header().Get("X-Trace-Id") == "op_2" && log == "", "header %v, log %q", w.Header(), log)
 	w, _ = write(t, problem.Write, problem.New(409, "held").WithTrace("op_1"), "op_2")
 	assert.Equal(t, "op_1", w.Header().Get("X-Trace-Id"))
 }
@@ -107,10 +103,8 @@ func TestTheCauseGoesToTheLogAndNotToTheClient(t *testing.T) {
 	for name, with := range map[string]writer{"problem": problem.Write, "OpenAI's format": problem.WriteOpenAI} {
 		t.Run(name, func(t *testing.T) {
 			w, log := write(t, with, errors.New("relation agent_x at 10.0.0.7"), "op_1")
-			if strings.Contains(w.Body.String(), "agent_x") || !strings.Contains(log, "agent_x") ||
-				!strings.Contains(log, "op_1") {
-				t.Errorf("told %s, logged %s", w.Body, log)
-			}
+			assert.Truef(t, !strings.Contains(w.Body.String(), "agent_x") && strings.Contains(log, "agent_x") &&
+				strings.Contains(log, "op_1"), "told %s, logged %s", w.Body, log)
 		})
 	}
 }
@@ -133,12 +127,10 @@ func TestOpenAIsFormat(t *testing.T) {
 			}
 			require.NoError(t, json.Unmarshal(w.Body.Bytes(), &got))
 			want := map[string]any{"message": got.Error["message"], "type": test.kind, "param": nil, "code": test.code}
-			if diff := cmp.Diff(want, got.Error); diff != "" || got.Error["message"] == "" {
-				t.Error(diff)
-			}
-			if w.Header().Get("X-Request-Id") != "ch_1" || w.Header().Get("Content-Type") != "application/json" {
-				t.Errorf("header is %v", w.Header())
-			}
+			diff := cmp.Diff(want, got.Error)
+			assert.True(t, diff == "" && got.Error["message"] != "", diff)
+			assert.Truef(t, w.Header().Get("X-Request-Id") == "ch_1" && w.Header().Get("Content-Type") == "application/json",
+				"header is %v", w.Header())
 		})
 	}
 }

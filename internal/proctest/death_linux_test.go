@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -19,9 +20,8 @@ func TestAProcessIsNotInTheGroupOfItsTests(t *testing.T) {
 	p := proctest.Start(t, time.Minute, t.TempDir(), proctest.Environ(), "sleep", "60")
 	group, err := syscall.Getpgid(p.Cmd.Process.Pid)
 	require.NoError(t, err)
-	if group == syscall.Getpgrp() {
-		t.Error("who ends the shell that began the tests wakes a process that a test has stopped")
-	}
+	assert.True(t, group != syscall.Getpgrp(),
+		"who ends the shell that began the tests wakes a process that a test has stopped")
 }
 
 // The kernel takes a thread for the parent, and Go ends one whose goroutine ends with a lock on it.
@@ -45,9 +45,7 @@ func TestAProcessOutlivesTheThreadThatAskedForIt(t *testing.T) {
 		if errors.Is(err, fs.ErrNotExist) {
 			break
 		}
-		if time.Now().After(deadline) {
-			t.Fatal("the thread does not end")
-		}
+		require.True(t, !time.Now().After(deadline), "the thread does not end")
 	}
 	select {
 	case <-p.Ended():

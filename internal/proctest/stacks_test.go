@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -22,10 +23,8 @@ func TestStacks(t *testing.T) {
 	pgtest.Eventually(t, 10*time.Second, func() bool { return strings.Contains(p.Out.String(), "hangs") },
 		"the process hangs")
 	got := p.whereabouts()
-	if !strings.Contains(got, "proctest.hang < proctest.TestStacks") || !strings.Contains(got, "1 × ") {
-		t.Errorf("stacks of a process that hangs:\n%s\nwant one of hang, called by TestStacks; it printed:\n%s", got,
-			p.Err.Tail(40))
-	}
+	assert.Truef(t, strings.Contains(got, "proctest.hang < proctest.TestStacks") && strings.Contains(got, "1 × "),
+		"stacks of a process that hangs:\n%s\nwant one of hang, called by TestStacks; it printed:\n%s", got, p.Err.Tail(40))
 }
 
 // hang says so itself: a process that is asked while it still writes is seen inside hang as well.

@@ -77,9 +77,7 @@ func TestKey(t *testing.T) {
 		"AGENT_ADMIN_TOKEN", "AGENT_CHAT_KEY",
 		"PGPASSWORD", "credentials", "otp", "pwd", "signing_key", "connectionString", "my.api.key", "api key", "jwt",
 	} {
-		if !redact.Key(name) {
-			t.Errorf("Key(%q) = false", name)
-		}
+		assert.Truef(t, redact.Key(name), "Key(%q) = false", name)
 	}
 	for _, name := range []string{
 		"", "token_usage", "prompt_tokens", "completion_tokens", "total_tokens", "max_tokens", "maxTokens",
@@ -89,9 +87,7 @@ func TestKey(t *testing.T) {
 		"secretary", "passenger", "passed", "compass", "tokenizer", "lane", "url", "keyboard", "assessment",
 		"sessions_total", "idempotency_key",
 	} {
-		if redact.Key(name) {
-			t.Errorf("Key(%q) = true", name)
-		}
+		assert.Truef(t, !redact.Key(name), "Key(%q) = true", name)
 	}
 }
 
@@ -158,9 +154,8 @@ func TestNumbersAreKeptToTheDigit(t *testing.T) {
 	assert.NoDiff(t, in, string(redact.JSON(json.RawMessage(in), 0)))
 	for name, n := range map[string]string{"long": strings.Repeat("9", 5000), "exponent": "1e999999"} {
 		t.Run(name, func(t *testing.T) {
-			if got := redact.JSON(json.RawMessage(n), 1<<20); string(got) != `"`+n+`"` {
-				t.Errorf("%.40s is kept as a number, which jsonb refuses", got)
-			}
+			got := redact.JSON(json.RawMessage(n), 1<<20)
+			assert.Truef(t, string(got) == `"`+n+`"`, "%.40s is kept as a number, which jsonb refuses", got)
 		})
 	}
 }
@@ -187,9 +182,8 @@ func TestWhatCannotBeMarshalledIsDescribed(t *testing.T) {
 				Error string `json:"_error"`
 			}
 			require.NoError(t, json.Unmarshal(redact.JSON(v, 0), &got))
-			if got.Type != fmt.Sprintf("%T", v) || got.Error == "" || strings.Contains(got.Error, "sk-a") {
-				t.Errorf("got %+v", got)
-			}
+			assert.Truef(t, got.Type == fmt.Sprintf("%T", v) && got.Error != "" && !strings.Contains(got.Error, "sk-a"),
+				"got %+v", got)
 		})
 	}
 }
@@ -234,18 +228,15 @@ func TestWhatIsStillTooLargeBecomesAPreview(t *testing.T) {
 		Preview   string `json:"_preview"`
 	}
 	require.NoError(t, json.Unmarshal(got, &out))
-	if !out.Truncated || out.Bytes != 10001 || !strings.HasPrefix(out.Preview, "[0,0,0") || len(got) > 200 {
-		t.Errorf("got %s", got)
-	}
+	assert.Truef(t, out.Truncated && out.Bytes == 10001 && strings.HasPrefix(out.Preview, "[0,0,0") && len(got) <= 200,
+		"got %s", got)
 }
 
 func TestASecretAcrossTheCutIsRemovedWhole(t *testing.T) {
 	for at := range 120 {
 		s := strings.Repeat("x", at) + " password=hunter2hunter2hunter2 " + strings.Repeat("y", 200)
 		for _, got := range []string{redact.Text(s, 100), string(redact.JSON(map[string]string{"a": s}, 100))} {
-			if strings.Contains(got, "hunt") {
-				t.Fatalf("%d: %s", at, got)
-			}
+			require.Truef(t, !strings.Contains(got, "hunt"), "%d: %s", at, got)
 		}
 	}
 }
@@ -262,13 +253,11 @@ func TestVeryDeepAndVeryLong(t *testing.T) {
 	for name, in := range map[string]string{"deep": deep, "long": long, "nested strings": nested} {
 		t.Run(name, func(t *testing.T) {
 			got := redact.JSON(json.RawMessage(in), 4<<20)
-			if !json.Valid(got) || strings.Contains(string(got), "hunter2") || strings.Contains(string(got), "sk-abc") {
-				t.Errorf("got %d bytes: %.100s", len(got), got)
-			}
-			if text := redact.Text(in, 0); len(text) > redact.DefaultLimit || !utf8.ValidString(text) ||
-				strings.Contains(text, "hunter2") {
-				t.Errorf("text: %.100s", text)
-			}
+			assert.Truef(t, json.Valid(got) && !strings.Contains(string(got), "hunter2") &&
+				!strings.Contains(string(got), "sk-abc"), "got %d bytes: %.100s", len(got), got)
+			text := redact.Text(in, 0)
+			assert.Truef(t, len(text) <= redact.DefaultLimit && utf8.ValidString(text) && !strings.Contains(text, "hunter2"),
+				"text: %.100s", text)
 		})
 	}
 }
@@ -353,9 +342,8 @@ func TestTheWorkGrowsWithTheTextAndNoFaster(t *testing.T) {
 		text := strings.Repeat(beginning, size/len(beginning))
 		started := time.Now()
 		redact.Text(text, 1000)
-		if took := time.Since(started); took > most {
-			t.Errorf("%d bytes of %q took %s", len(text), beginning, took)
-		}
+		took := time.Since(started)
+		assert.Truef(t, took <= most, "%d bytes of %q took %s", len(text), beginning, took)
 	}
 }
 

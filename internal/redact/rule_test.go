@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -15,13 +16,9 @@ func TestEveryRuleFindsItsShape(t *testing.T) {
 	for number := range rules {
 		r := &rules[number]
 		t.Run(r.name, func(t *testing.T) {
-			if len(r.keywords) == 0 {
-				t.Fatal("the rule has no keyword")
-			}
+			require.True(t, len(r.keywords) > 0, "the rule has no keyword")
 			for _, k := range r.keywords {
-				if len(k) < 3 || k != strings.ToLower(k) {
-					t.Errorf("%q cannot be a keyword", k)
-				}
+				assert.Truef(t, len(k) >= 3 && k == strings.ToLower(k), "%q cannot be a keyword", k)
 			}
 			if r.find != nil {
 				return // commands and others have tests of their own
@@ -33,9 +30,7 @@ func TestEveryRuleFindsItsShape(t *testing.T) {
 				} {
 					text := around[0] + secret + around[1]
 					got := Text(text, 1<<20)
-					if strings.Contains(got, secret) || !strings.Contains(got, Marker) {
-						t.Fatalf("Text(%q) = %q", text, got)
-					}
+					require.Truef(t, !strings.Contains(got, secret) && strings.Contains(got, Marker), "Text(%q) = %q", text, got)
 				}
 			}
 		})

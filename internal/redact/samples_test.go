@@ -148,9 +148,7 @@ func TestNamesInOtherLanguagesAndWithHiddenCharactersAreSecret(t *testing.T) {
 		"hasło", "şifre", "пароль", "密码", "密碼", "パスワード", "비밀번호", "كلمة المرور", "סיסמה", "clave_secreta", "chaveDeApi",
 		"pass\u200bword", "\ufeffpassword", "to\u00adken", "api\u2063key", "secre\ufe0ft", "pаsswоrd", "ｓｅｃｒｅｔ",
 	} {
-		if !redact.Key(name) {
-			t.Errorf("Key(%q) = false", name)
-		}
+		assert.Truef(t, redact.Key(name), "Key(%q) = false", name)
 	}
 	for _, name := range []string{
 		"clave", "palabra_clave", "chave_primaria", "parola", "bypass_order", "compassOrder", "chosen_hash",
@@ -158,9 +156,7 @@ func TestNamesInOtherLanguagesAndWithHiddenCharactersAreSecret(t *testing.T) {
 		"größe", "наименование", "названиеПоля", "密码错误", "名前", "이름", "العنوان", "\u200bname", "naïve",
 		"Übersicht", "mot", "passe",
 	} {
-		if redact.Key(name) {
-			t.Errorf("Key(%q) = true", name)
-		}
+		assert.Truef(t, !redact.Key(name), "Key(%q) = true", name)
 	}
 }
 
@@ -220,10 +216,8 @@ func TestOrdinaryTextIsKept(t *testing.T) {
 	for _, text := range texts {
 		assert.NoDiff(t, text, redact.Text(text, 1<<20))
 		var got string
-		if err := json.Unmarshal(redact.JSON(map[string]string{"a": text}, 1<<20)[len(`{"a":`):], &got); err == nil &&
-			got != text {
-			t.Errorf("JSON: got %q", got)
-		}
+		err := json.Unmarshal(redact.JSON(map[string]string{"a": text}, 1<<20)[len(`{"a":`):], &got)
+		assert.Truef(t, err != nil || got == text, "JSON: got %q", got)
 	}
 }
 
@@ -367,27 +361,20 @@ func FuzzStable(f *testing.F) {
 func checkText(t *testing.T, s, secret string, limit int) {
 	t.Helper()
 	got := redact.Text(s, limit)
-	if secret != "" && strings.Contains(got, secret) {
-		t.Errorf("Text(%q) = %q shows %s", s, got, secret)
-	}
-	if len(got) > effective(limit) || !utf8.ValidString(got) || strings.Contains(got, "\x00") {
-		t.Errorf("Text(%q, %d) = %q", s, limit, got)
-	}
+	assert.Truef(t, secret == "" || !strings.Contains(got, secret), "Text(%q) = %q shows %s", s, got, secret)
+	assert.Truef(t, len(got) <= effective(limit) && utf8.ValidString(got) && !strings.Contains(got, "\x00"),
+		"Text(%q, %d) = %q", s, limit, got)
 	assert.Equal(t, got, redact.Text(got, limit))
 }
 
 func checkJSON(t *testing.T, v any, secret string, limit int) {
 	t.Helper()
 	got := redact.JSON(v, limit)
-	if secret != "" && strings.Contains(string(got), secret) {
-		t.Errorf("JSON(%q) = %s shows %s", v, got, secret)
-	}
-	if len(got) > effective(limit) || !json.Valid(got) || !utf8.Valid(got) || strings.Contains(string(got), "\x00") {
-		t.Errorf("JSON(%q, %d) = %d bytes: %s", v, limit, len(got), got)
-	}
-	if again := redact.JSON(got, limit); string(again) != string(got) {
-		t.Errorf("JSON(%s) again = %s", got, again)
-	}
+	assert.Truef(t, secret == "" || !strings.Contains(string(got), secret), "JSON(%q) = %s shows %s", v, got, secret)
+	assert.Truef(t, len(got) <= effective(limit) && json.Valid(got) && utf8.Valid(got) &&
+		!strings.Contains(string(got), "\x00"), "JSON(%q, %d) = %d bytes: %s", v, limit, len(got), got)
+	again := redact.JSON(got, limit)
+	assert.Truef(t, string(again) == string(got), "JSON(%s) again = %s", got, again)
 }
 
 func effective(limit int) int {

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
@@ -47,9 +48,8 @@ func TestNext(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			s, err := schedule.Parse(c.spec, mustLocation(t, c.zone))
 			require.NoError(t, err)
-			if got := s.Next(at(t, c.after)); !got.Equal(at(t, c.want)) {
-				t.Errorf("Next = %v, want %s", got, c.want)
-			}
+			got := s.Next(at(t, c.after))
+			assert.Truef(t, got.Equal(at(t, c.want)), "Next = %v, want %s", got, c.want)
 		})
 	}
 }
@@ -96,31 +96,23 @@ func TestParseSaysWhatIsWrong(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := schedule.Parse(c.in, nil)
-			if err == nil {
-				t.Fatalf("Parse(%q) accepts it", c.in)
-			}
+			require.Truef(t, err != nil, "Parse(%q) accepts it", c.in)
 			for _, want := range []string{"parse schedule", c.says} {
-				if !strings.Contains(err.Error(), want) {
-					t.Errorf("error %q does not say %q", err, want)
-				}
+				assert.Truef(t, strings.Contains(err.Error(), want), "error %q does not say %q", err, want)
 			}
-			if len(err.Error()) > 800 {
-				t.Errorf("error has %d bytes", len(err.Error()))
-			}
+			assert.Truef(t, len(err.Error()) <= 800, "error has %d bytes", len(err.Error()))
 		})
 	}
 }
 
 func TestLocation(t *testing.T) {
 	for in, want := range map[string]string{"": "UTC", "UTC": "UTC", "Europe/Madrid": "Europe/Madrid"} {
-		if loc, err := schedule.Location(in); err != nil || loc.String() != want {
-			t.Errorf("Location(%q) = %v, %v", in, loc, err)
-		}
+		loc, err := schedule.Location(in)
+		assert.Truef(t, err == nil && loc.String() == want, "Location(%q) = %v, %v", in, loc, err)
 	}
 	for _, in := range []string{"Local", "Mars/Base", "../x", "europe madrid"} {
-		if _, err := schedule.Location(in); err == nil || !strings.Contains(err.Error(), "Europe/Madrid") {
-			t.Errorf("Location(%q): %v", in, err)
-		}
+		_, err := schedule.Location(in)
+		assert.Truef(t, err != nil && strings.Contains(err.Error(), "Europe/Madrid"), "Location(%q): %v", in, err)
 	}
 }
 
@@ -156,8 +148,6 @@ func FuzzParse(f *testing.F) {
 		}
 		first := s.Next(from)
 		second := s.Next(first)
-		if !first.After(from) || !second.After(first) {
-			t.Errorf("%q is due at %v, then at %v", spec, first, second)
-		}
+		assert.Truef(t, first.After(from) && second.After(first), "%q is due at %v, then at %v", spec, first, second)
 	})
 }

@@ -160,15 +160,12 @@ func TestOurSignaturesSatisfyTheOfficialLibrary(t *testing.T) {
 	h, err := signature.Sign([]string{other, whsec}, "msg_2", time.Now(), body)
 	require.NoError(t, err)
 	assert.NoError(t, wh.Verify(body, h))
-	if _, err := signature.Sign([]string{whsec}, "msg.2", now, body); err == nil {
-		t.Error("an id with a dot was signed")
-	}
-	if _, err := signature.Sign([]string{"whsec_???"}, "msg_2", now, body); !errors.Is(err, signature.ErrSecret) {
-		t.Errorf("a secret that is no base64: %v", err)
-	}
-	if _, err := signature.Sign(nil, "msg_2", now, body); !errors.Is(err, signature.ErrSecret) {
-		t.Errorf("no secret: %v", err)
-	}
+	_, err = signature.Sign([]string{whsec}, "msg.2", now, body)
+	assert.Error(t, err, "an id with a dot was signed")
+	_, err = signature.Sign([]string{"whsec_???"}, "msg_2", now, body)
+	assert.ErrorIs(t, err, signature.ErrSecret, "a secret that is no base64")
+	_, err = signature.Sign(nil, "msg_2", now, body)
+	assert.ErrorIs(t, err, signature.ErrSecret, "no secret")
 }
 
 func TestAsymmetricSignatures(t *testing.T) {
@@ -183,9 +180,7 @@ func TestAsymmetricSignatures(t *testing.T) {
 	assert.ErrorIs(t, v.Verify(h, body[1:], now), signature.ErrRefused)
 	for name, secret := range map[string]string{"a signing key": sk, "a short key": "whpk_AAAA", "nothing": "whpk_"} {
 		v.Secrets = []string{secret}
-		if err := v.Verify(h, body, now); !errors.Is(err, signature.ErrSecret) {
-			t.Errorf("%s verifies: %v", name, err)
-		}
+		assert.ErrorIs(t, v.Verify(h, body, now), signature.ErrSecret, name, "verifies")
 	}
 	// A v1a signature whose bytes are an HMAC under the public key must not pass as v1.
 	forged := header("webhook-id", "msg_3", "webhook-timestamp", "1700000000", "webhook-signature",
@@ -293,9 +288,7 @@ func TestAnEmptySecretMatchesNothing(t *testing.T) {
 			v := signature.Verifier{Scheme: scheme, Secrets: secrets}
 			h := header("X-Signature", hexSum("", string(body)), "X-Hub-Signature-256", "sha256="+hexSum("", string(body)),
 				"Authorization", "Bearer ")
-			if err := v.Verify(h, body, now); !errors.Is(err, signature.ErrSecret) {
-				t.Errorf("%s with %q: %v", scheme, secrets, err)
-			}
+			assert.ErrorIs(t, v.Verify(h, body, now), signature.ErrSecret, scheme, "with", secrets)
 		}
 	}
 }
@@ -320,9 +313,7 @@ func FuzzVerify(f *testing.F) {
 			v := signature.Verifier{Scheme: scheme, Secrets: secrets, Layout: signature.Layout{
 				TimestampHeader: "X-Time", IDHeader: "X-Id",
 			}}
-			if v.Verify(h, payload, now) == nil {
-				t.Errorf("%s verifies %q %q %q", scheme, a, b, c)
-			}
+			assert.Error(t, v.Verify(h, payload, now), scheme, "verifies", a, b, c)
 		}
 	})
 }

@@ -74,13 +74,9 @@ func TestPostgresAcceptsEveryStatementInTheSource(t *testing.T) {
 			assert.NoError(t, prepare(t, conn.Conn(), s.sql), s.at)
 		}
 	}
-	if checked < 50 {
-		t.Errorf("only %d statements were found: the search is broken", checked)
-	}
+	assert.Truef(t, checked >= 50, "only %d statements were found: the search is broken", checked)
 	for file := range composed {
-		if !slices.Contains(used, file) {
-			t.Errorf("%s has no composed statement any more", file)
-		}
+		assert.Truef(t, slices.Contains(used, file), "%s has no composed statement any more", file)
 	}
 }
 
@@ -119,9 +115,8 @@ func TestTheCheckSeesWhatIsWrong(t *testing.T) {
 				says = err.Error()
 			}
 		}
-		if expected, known := want[s.at]; !known || (expected == "") != (says == "") ||
-			!regexp.MustCompile(regexp.QuoteMeta(expected)).MatchString(says) {
-			t.Errorf("%s: %q, want %q", s.at, says, expected)
-		}
+		expected, known := want[s.at]
+		assert.Truef(t, known && (expected == "") == (says == "") &&
+			regexp.MustCompile(regexp.QuoteMeta(expected)).MatchString(says), "%s: %q, want %q", s.at, says, expected)
 	}
 }

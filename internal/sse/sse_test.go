@@ -40,9 +40,7 @@ func TestAnEventIsWrittenSo(t *testing.T) {
 func TestAVeryLongEventIsOne(t *testing.T) {
 	long := strings.Repeat("text\n", 1<<20)
 	got := ssetest.Read(string(sse.Event{Name: "part", Data: long}.Append(nil)))
-	if len(got.Events) != 1 || got.Events[0].Data != long {
-		t.Errorf("5 MB came out as %d events", len(got.Events))
-	}
+	assert.Truef(t, len(got.Events) == 1 && got.Events[0].Data == long, "5 MB came out as %d events", len(got.Events))
 }
 
 // FuzzEvent writes any text wherever there is room for it, and reads it as a client does: nothing is lost, and
@@ -57,9 +55,7 @@ func FuzzEvent(f *testing.F) {
 		stream = sse.Event{ID: id, Name: name, Data: data}.Append(stream)
 		stream = sse.Comment(stream, comment)
 		stream = sse.Event{ID: "last", Data: "the end"}.Append(stream)
-		if !utf8.Valid(stream) {
-			t.Error("the stream is not UTF-8")
-		}
+		assert.True(t, utf8.Valid(stream), "the stream is not UTF-8")
 		line := func(s string) string {
 			s = strings.NewReplacer("\r\n", " ", "\n", " ", "\r", " ", "\x00", "\ufffd").Replace(s)
 			return strings.ToValidUTF8(s, "\ufffd")
@@ -74,8 +70,7 @@ func FuzzEvent(f *testing.F) {
 			{ID: "last", Data: "the end"},
 		}
 		assert.Equal(t, "", cmp.Diff(want, got.Events), id, name, data)
-		if len(got.Retry)+len(got.Unknown) > 0 || got.Left != "" {
-			t.Errorf("%q, %q, %q, %q brought %q, %q, %q along", id, name, data, comment, got.Retry, got.Unknown, got.Left)
-		}
+		assert.Truef(t, len(got.Retry)+len(got.Unknown) == 0 && got.Left == "",
+			"%q, %q, %q, %q brought %q, %q, %q along", id, name, data, comment, got.Retry, got.Unknown, got.Left)
 	})
 }

@@ -110,13 +110,12 @@ func TestOneRoot(t *testing.T) {
 	s.end(child)
 	s.note(alone, nil, "first")
 	s.note(alone, nil, "second")
-	if got := names(s.exported()); !cmp.Equal(got,
+	got := names(s.exported())
+	assert.Truef(t, cmp.Equal(got,
 		[]string{
 			"execute_tool first", "execute_tool from outside", "execute_tool inside", "execute_tool second",
 			"invoke_workflow external",
-		}) {
-		t.Errorf("before the root has ended there are %q", got)
-	}
+		}), "before the root has ended there are %q", got)
 	other := s.start(id, nil)
 	s.end(other)
 	s.end(root)
@@ -173,15 +172,13 @@ func TestOpenActivitiesAreSentWhenTheyEnd(t *testing.T) {
 	open := s.one(`insert into agent_activity (trace_id, skill_name, status) values ($1, 'slow', 'running')
 		returning id::text`, string(id))
 	s.note(id, nil, "quick")
-	if got := names(s.exported()); !cmp.Equal(got, []string{"execute_tool quick"}) {
-		t.Fatalf("sent %q", got)
-	}
+	got := names(s.exported())
+	require.Truef(t, cmp.Equal(got, []string{"execute_tool quick"}), "sent %q", got)
 	assert.Equal(t, "{"+open+"}", s.one(`select pending::text from agent_span_export`))
 	s.exec(`update agent_activity set status = 'error', error_class = 'timeout', error_message = 'too slow',
 		finished_at = clock_timestamp() where id = $1`, open)
-	if got := names(s.exported()); !cmp.Equal(got, []string{"execute_tool quick", "execute_tool slow"}) {
-		t.Fatalf("sent %q", got)
-	}
+	got = names(s.exported())
+	require.Truef(t, cmp.Equal(got, []string{"execute_tool quick", "execute_tool slow"}), "sent %q", got)
 	assert.Equal(t, "{}", s.one(`select pending::text from agent_span_export`))
 }
 
@@ -195,10 +192,8 @@ func TestTheCallersSpanIsALink(t *testing.T) {
 		values ($1, '00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01'), ($1, 'rubbish')`, string(id))
 	s.end(run)
 	spans := s.exported()
-	if len(spans) != 1 || spans[0].TraceID != id.OTel() ||
-		!cmp.Equal(spans[0].Links, []string{"4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7"}) {
-		t.Errorf("sent %+v", spans)
-	}
+	assert.Truef(t, len(spans) == 1 && spans[0].TraceID == id.OTel() &&
+		cmp.Equal(spans[0].Links, []string{"4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7"}), "sent %+v", spans)
 }
 
 // TestSampling keeps traces whole: the decision follows from the id.
@@ -221,9 +216,7 @@ func TestSampling(t *testing.T) {
 			t.Errorf("of trace %s %d spans were kept", id, n)
 		}
 	}
-	if kept == 0 || kept == 40 {
-		t.Errorf("%d of 40 traces were kept at a ratio of a half", kept)
-	}
+	assert.Truef(t, kept != 0 && kept != 40, "%d of 40 traces were kept at a ratio of a half", kept)
 }
 
 // TestAnEndThatIsWrittenSlowlyIsSent: its event gets its id when the exporter can see that it is being written. Here
@@ -268,9 +261,8 @@ func TestAnEndThatIsWrittenSlowlyIsSent(t *testing.T) {
 	require.NoError(t, tx.Commit(t.Context()))
 	require.NoError(t, <-ended)
 	stop()
-	if got := names(s.receiver.Trace("")); !cmp.Equal(got, []string{"execute_tool later", "invoke_workflow slow"}) {
-		t.Errorf("sent %q", got)
-	}
+	got := names(s.receiver.Trace(""))
+	assert.Truef(t, cmp.Equal(got, []string{"execute_tool later", "invoke_workflow slow"}), "sent %q", got)
 }
 
 // TestOneSends: of two exporters one has the right to send, and the other takes its place.
@@ -290,9 +282,8 @@ func TestOneSends(t *testing.T) {
 		"the second has the right")
 	s.note(trace.New(trace.Flow), nil, "two")
 	second()
-	if got := names(s.receiver.Trace("")); !cmp.Equal(got, []string{"execute_tool one", "execute_tool two"}) {
-		t.Errorf("sent %q", got)
-	}
+	got := names(s.receiver.Trace(""))
+	assert.Truef(t, cmp.Equal(got, []string{"execute_tool one", "execute_tool two"}), "sent %q", got)
 }
 
 // TestTheLastPassSendsWhatHasJustEnded, also within the millisecond in which the exporter is told to stop.
@@ -317,7 +308,6 @@ func TestARefusedBatchIsGivenUp(t *testing.T) {
 	s.receiver.Fail(func(n int) int { return map[bool]int{true: 400, false: 0}[n == 0] })
 	s.exported()
 	s.note(trace.New(trace.Flow), nil, "good")
-	if got := names(s.exported()); !cmp.Equal(got, []string{"execute_tool good"}) {
-		t.Errorf("sent %q", got)
-	}
+	got := names(s.exported())
+	assert.Truef(t, cmp.Equal(got, []string{"execute_tool good"}), "sent %q", got)
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry"
 )
 
@@ -27,9 +28,8 @@ func scrape(t *testing.T, m *telemetry.Metrics) string {
 	m.Handler().ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), "GET", "/metrics", nil))
 	text := w.Body.String()
 	parser := expfmt.NewTextParser(model.UTF8Validation)
-	if _, err := parser.TextToMetricFamilies(strings.NewReader(text)); err != nil || w.Code != 200 {
-		t.Fatalf("%d: %v", w.Code, err)
-	}
+	_, err := parser.TextToMetricFamilies(strings.NewReader(text))
+	require.Truef(t, err == nil && w.Code == 200, "%d: %v", w.Code, err)
 	return text
 }
 
@@ -64,9 +64,7 @@ func TestMetricsAreAsPrometheusWantsThem(t *testing.T) {
 	used(m)
 	text := scrape(t, m)
 	problems, err := promlint.New(strings.NewReader(text)).Lint()
-	if err != nil || len(problems) > 0 {
-		t.Errorf("promlint: %v %+v", err, problems)
-	}
+	assert.Truef(t, err == nil && len(problems) == 0, "promlint: %v %+v", err, problems)
 	for _, line := range []string{
 		`agent_runs_total{status="completed",surface="heartbeat"} 1`, `agent_claims_lost_total{surface="heartbeat"} 1`,
 		`agent_runs_active{surface="heartbeat"} 0`, `agent_run_duration_seconds_count{surface="heartbeat"} 1`,
@@ -81,14 +79,10 @@ func TestMetricsAreAsPrometheusWantsThem(t *testing.T) {
 		`agent_approvals_pending 0`, `agent_paused 0`, `agent_lane_lock_held{lane="thread"} 0`,
 		`agent_heartbeat_last_success_timestamp_seconds 0`,
 	} {
-		if !strings.Contains(text, line+"\n") {
-			t.Errorf("there is no line %s", line)
-		}
+		assert.Truef(t, strings.Contains(text, line+"\n"), "there is no line %s", line)
 	}
-	if strings.Contains(text, "reflect") || strings.Contains(text, "invented") ||
-		!strings.Contains(text, `version="1.2.3"`) {
-		t.Error("a phase or an invented name is counted, or the version is missing")
-	}
+	assert.True(t, !strings.Contains(text, "reflect") && !strings.Contains(text, "invented") &&
+		strings.Contains(text, `version="1.2.3"`), "a phase or an invented name is counted, or the version is missing")
 }
 
 // TestAScrapeWithoutTheDatabase has what the process knows, and says that the database is away.
@@ -99,10 +93,9 @@ func TestAScrapeWithoutTheDatabase(t *testing.T) {
 	used(m)
 	db.Close()
 	text := scrape(t, m)
-	if !strings.Contains(text, "agent_database_up 0\n") || strings.Contains(text, "agent_approvals_pending ") ||
-		!strings.Contains(text, "agent_runs_total{") {
-		t.Errorf("scraped\n%s", text)
-	}
+	assert.Truef(t, strings.Contains(text, "agent_database_up 0\n") &&
+		!strings.Contains(text, "agent_approvals_pending ") && strings.Contains(text, "agent_runs_total{"), "scraped\n%s",
+		text)
 }
 
 // TestManyScrapesAskOnce: however many scrape, the database is asked once in a while.

@@ -91,14 +91,12 @@ func TestLoad(t *testing.T) {
 					variable, _, _ := strings.Cut(line, ":")
 					named = append(named, variable)
 				}
-				if diff := cmp.Diff(c.wrong, named); diff != "" || strings.Contains(err.Error(), "secret") {
-					t.Errorf("the error is\n%v\n%s", err, diff)
-				}
+				diff := cmp.Diff(c.wrong, named)
+				assert.Truef(t, diff == "" && !strings.Contains(err.Error(), "secret"), "the error is\n%v\n%s", err, diff)
 				return
 			}
-			if diff := cmp.Diff(c.want, got, cmpopts.IgnoreUnexported(telemetry.Settings{})); diff != "" || c.wrong != nil {
-				t.Errorf("(-want +got):\n%s", diff)
-			}
+			diff := cmp.Diff(c.want, got, cmpopts.IgnoreUnexported(telemetry.Settings{}))
+			assert.Truef(t, diff == "" && c.wrong == nil, "(-want +got):\n%s", diff)
 		})
 	}
 }
@@ -109,9 +107,7 @@ func TestTheVariablesAreDocumented(t *testing.T) {
 	page, err := os.ReadFile("../../docs/settings.md")
 	require.NoError(t, err)
 	names := regexp.MustCompile(`(get|either)\("?(\w+)"?\)`).FindAllStringSubmatch(string(source), -1)
-	if len(names) < 13 {
-		t.Errorf("the source has only the variables %q", names)
-	}
+	assert.Truef(t, len(names) >= 13, "the source has only the variables %q", names)
 	for _, name := range names {
 		variable := name[2]
 		switch {

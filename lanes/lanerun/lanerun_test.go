@@ -56,9 +56,8 @@ func run(ctx context.Context, k *lanes.Keeper, lane string, ttl time.Duration, a
 
 func free(t *testing.T, db *pgxpool.Pool, lane string) {
 	t.Helper()
-	if held, err := lanes.Held(context.Background(), db, lane); err != nil || held {
-		t.Errorf("after the run %s is held: %v, %v", lane, held, err)
-	}
+	held, err := lanes.Held(context.Background(), db, lane)
+	assert.Truef(t, err == nil && !held, "after the run %s is held: %v, %v", lane, held, err)
 }
 
 func TestTheExitCodeIsTheCommands(t *testing.T) {
@@ -77,12 +76,9 @@ func TestTheExitCodeIsTheCommands(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := run(t.Context(), k, "job", time.Minute, test.argv...)
-			if got.code != test.code || (got.err != nil) != test.fail {
-				t.Errorf("code %d, error %v; want %d, %v", got.code, got.err, test.code, test.fail)
-			}
-			if name == "success" && got.out != "input\ndone\n" {
-				t.Errorf("output %q", got.out)
-			}
+			assert.Truef(t, got.code == test.code && (got.err != nil) == test.fail,
+				"code %d, error %v; want %d, %v", got.code, got.err, test.code, test.fail)
+			assert.Truef(t, name != "success" || got.out == "input\ndone\n", "output %q", got.out)
 			free(t, db, "job")
 		})
 	}
@@ -94,9 +90,7 @@ func TestABusyLaneSkipsTheCommand(t *testing.T) {
 	l, err := k.Acquire(t.Context(), "job")
 	require.NoError(t, err)
 	got := run(t.Context(), k, "job", 0, "echo", "ran")
-	if got.code != 75 || got.err != nil || got.out != "" {
-		t.Errorf("busy: %+v, want exit code 75 and no run", got)
-	}
+	assert.Truef(t, got.code == 75 && got.err == nil && got.out == "", "busy: %+v, want exit code 75 and no run", got)
 	for _, want := range []string{"level=WARN", `msg="already running, skipped"`, "lane=job", l.Owner().String()} {
 		assert.Contains(t, got.log, want)
 	}
@@ -114,10 +108,8 @@ func TestTheExitCodeIsTheCommandsAlsoWithoutARelease(t *testing.T) {
 	pgtest.Exec(t, db, `alter function lanekeeper.release_agent_lock rename to away`)
 	require.NoError(t, os.WriteFile(leave, nil, 0o600))
 	got := testkit.Receive(t, done)
-	if got.code != 7 || got.err != nil ||
-		!strings.Contains(got.log, `level=WARN msg="lane not released, it ends with its lease" lane=job`) {
-		t.Errorf("%+v", got)
-	}
+	assert.Truef(t, got.code == 7 && got.err == nil &&
+		strings.Contains(got.log, `level=WARN msg="lane not released, it ends with its lease" lane=job`), "%+v", got)
 }
 
 func TestBadInputRunsNothing(t *testing.T) {
@@ -125,9 +117,8 @@ func TestBadInputRunsNothing(t *testing.T) {
 	for name, got := range map[string]result{
 		"lane": run(t.Context(), k, "", 0, "echo", "ran"), "ttl": run(t.Context(), k, "job", -time.Second, "echo", "ran"),
 	} {
-		if got.code != lanerun.ExitFailed || !errors.Is(got.err, lanes.ErrInvalid) || got.out != "" {
-			t.Errorf("bad %s: %+v", name, got)
-		}
+		assert.Truef(t, got.code == lanerun.ExitFailed && errors.Is(got.err, lanes.ErrInvalid) && got.out == "",
+			"bad %s: %+v", name, got)
 	}
 }
 
@@ -157,9 +148,8 @@ func gone(t *testing.T, pid int) {
 func TestALostLaneEndsTheCommandAndItsChildren(t *testing.T) {
 	db := pgtest.DB(t)
 	pid, done := start(t.Context(), t, keeper(t, db), "sleep 60 & wait")
-	if broken, err := lanes.Break(t.Context(), db, "job", "test"); err != nil || !broken {
-		t.Fatalf("Break: %v, %v", broken, err)
-	}
+	broken, err := lanes.Break(t.Context(), db, "job", "test")
+	require.Truef(t, err == nil && broken, "Break: %v, %v", broken, err)
 	if got := testkit.Receive(t, done); got.code != lanerun.ExitFailed || !errors.Is(got.err, lanes.ErrLost) {
 		t.Errorf("lost: %+v, want exit code 1 and ErrLost", got)
 	}
@@ -173,9 +163,8 @@ func TestAStubbornCommandIsKilled(t *testing.T) {
 	db := pgtest.DB(t)
 	pid, done := start(ctx, t, keeper(t, db), "trap '' TERM; while :; do sleep 1; done")
 	cancel()
-	if got := testkit.Receive(t, done); got.code != lanerun.ExitFailed || !errors.Is(got.err, context.Canceled) {
-		t.Errorf("cancelled: %+v", got)
-	}
+	got := testkit.Receive(t, done)
+	assert.Truef(t, got.code == lanerun.ExitFailed && errors.Is(got.err, context.Canceled), "cancelled: %+v", got)
 	gone(t, pid)
 	free(t, db, "job")
 }
@@ -186,8 +175,7 @@ func TestSignalsReachTheCommand(t *testing.T) {
 	_, done := start(t.Context(), t, keeper(t, db), "trap 'exit 9' USR1; touch "+ready+"; while :; do sleep 0.05; done")
 	pgtest.Eventually(t, soon, func() bool { _, err := os.Stat(ready); return err == nil }, "the trap is set")
 	require.NoError(t, syscall.Kill(os.Getpid(), syscall.SIGUSR1))
-	if got := testkit.Receive(t, done); got.code != 9 || got.err != nil {
-		t.Errorf("signalled: %+v, want exit code 9", got)
-	}
+	got := testkit.Receive(t, done)
+	assert.Truef(t, got.code == 9 && got.err == nil, "signalled: %+v, want exit code 9", got)
 	free(t, db, "job")
 }

@@ -74,9 +74,7 @@ func TestEveryProviderPassesItsChecks(t *testing.T) {
 			said := modelcheck.Calls(c, target)
 			found := check(t, c, target)
 			for _, r := range found {
-				if r.Status == modelcheck.Fail {
-					t.Errorf("%s: %s", r.Check, r.Detail)
-				}
+				assert.Truef(t, r.Status != modelcheck.Fail, "%s: %s", r.Check, r.Detail)
 			}
 			assert.Equal(t, test.dialect, found[modelcheck.Dialect].Detail)
 			assert.Equal(t, test.images, found[modelcheck.Image].Status == modelcheck.Pass, found[modelcheck.Image])
@@ -161,10 +159,8 @@ func TestAFailedCheckNamesTheSettingThatHelps(t *testing.T) {
 				}
 			})
 			got := check(t, c, modelcheck.Target{})[test.check]
-			if got.Status != test.status || !strings.Contains(got.Detail, test.detail) ||
-				!strings.Contains(got.Help, test.help) {
-				t.Errorf("got %+v", got)
-			}
+			assert.Truef(t, got.Status == test.status && strings.Contains(got.Detail, test.detail) &&
+				strings.Contains(got.Help, test.help), "got %+v", got)
 		})
 	}
 }
@@ -175,9 +171,8 @@ func unpriced(c *models.Config) { c.Model = "house/own" }
 
 func TestACorrectionIsSkippedWithoutACall(t *testing.T) {
 	found := check(t, client(t, answering(t, "temperature", modeltest.Text("21"))), modelcheck.Target{})
-	if got := found[modelcheck.Correction]; got.Status != modelcheck.Skipped || got.Detail != "no tool was called" {
-		t.Errorf("got %+v", got)
-	}
+	got := found[modelcheck.Correction]
+	assert.Truef(t, got.Status == modelcheck.Skipped && got.Detail == "no tool was called", "got %+v", got)
 }
 
 func TestTheEffortOfATargetReachesItsServer(t *testing.T) {
@@ -203,10 +198,8 @@ func TestASilentModelIsSaidToBeSlow(t *testing.T) {
 	defer cancel()
 	answers, tools := modelcheck.Once(ctx, client(t, answering(t, "", modeltest.Hang())), modelcheck.Target{})
 	for _, r := range []modelcheck.Result{answers, tools} {
-		if r.Status != modelcheck.Fail || !strings.Contains(r.Detail, "did not answer within") ||
-			!strings.Contains(r.Help, "AGENT_REASONING_EFFORT") {
-			t.Errorf("got %+v", r)
-		}
+		assert.Truef(t, r.Status == modelcheck.Fail && strings.Contains(r.Detail, "did not answer within") &&
+			strings.Contains(r.Help, "AGENT_REASONING_EFFORT"), "got %+v", r)
 	}
 }
 
@@ -227,9 +220,8 @@ func TestOneCallTellsAnswersFromTools(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			server := answering(t, test.fault, test.reply)
 			answers, tools := modelcheck.Once(t.Context(), client(t, server), modelcheck.Target{})
-			if answers.Status != test.answers || tools.Status != test.tools || len(server.Requests()) != test.calls {
-				t.Errorf("%+v, %+v after %d calls", answers, tools, len(server.Requests()))
-			}
+			assert.Truef(t, answers.Status == test.answers && tools.Status == test.tools && len(server.Requests()) == test.calls,
+				"%+v, %+v after %d calls", answers, tools, len(server.Requests()))
 		})
 	}
 }

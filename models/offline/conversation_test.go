@@ -168,9 +168,8 @@ func TestAskedWhoItIsItAnswersWithTheIdentityOfItsPrompt(t *testing.T) {
 		for system, want := range map[string]string{name: "I am shop.", name +
 			"\n\n# Instructions\n\nAnswer briefly.\n": "I am shop.", name +
 			instructions: "I am Mia, the clerk of a book shop."} {
-			if calls, text := talkAs(t, system, nil, prompt, caretaker()); text != want || len(calls) > 0 {
-				t.Errorf("%q: says %q, want %q; calls %q", prompt, text, want, calls)
-			}
+			calls, text := talkAs(t, system, nil, prompt, caretaker())
+			assert.Truef(t, text == want && len(calls) == 0, "%q: says %q, want %q; calls %q", prompt, text, want, calls)
 		}
 		if _, text := talk(t, prompt, caretaker()); !strings.Contains(text, "table_sizes") {
 			t.Errorf("%q without an identity: says %q, want the introduction", prompt, text)
@@ -193,15 +192,12 @@ func TestAnAttachedDocumentIsReadAndQuoted(t *testing.T) {
 	} {
 		last := len(said) - 1
 		calls, text := talkOn(t, said[:last], said[last], append(caretaker(), read))
-		if !slices.Equal(calls, []string{`document_read {"document":"01-a"}`}) ||
-			text != "document_read: plan.txt One Two Three Four." {
-			t.Errorf("%s: calls %q, says %q", name, calls, text)
-		}
+		assert.Truef(t, slices.Equal(calls, []string{`document_read {"document":"01-a"}`}) &&
+			text == "document_read: plan.txt One Two Three Four.", "%s: calls %q, says %q", name, calls, text)
 	}
-	if calls, _ := talk(t, "run weather\n\n"+shown, append(caretaker(), read)); !slices.Equal(calls,
-		[]string{`weather {}`}) {
-		t.Errorf("an order beside a document: calls %q", calls)
-	}
+	calls, _ := talk(t, "run weather\n\n"+shown, append(caretaker(), read))
+	assert.Truef(t, slices.Equal(calls,
+		[]string{`weather {}`}), "an order beside a document: calls %q", calls)
 }
 
 func TestAToolThatNobodyShouldCallWaitsForAnOrder(t *testing.T) {
@@ -211,9 +207,8 @@ func TestAToolThatNobodyShouldCallWaitsForAnOrder(t *testing.T) {
 		answers(`{"error":"sql"}`),
 	})
 	for prompt, want := range map[string]int{"Are there bad tables?": 0, "run bad_tables": 1} {
-		if calls, _ := talk(t, prompt, offered); count(calls, "bad_tables") != want {
-			t.Errorf("%q: calls %q", prompt, calls)
-		}
+		calls, _ := talk(t, prompt, offered)
+		assert.Truef(t, count(calls, "bad_tables") == want, "%q: calls %q", prompt, calls)
 	}
 }
 
@@ -231,9 +226,8 @@ func TestToolsOfTheRuntimeThatWriteWaitForAnOrder(t *testing.T) {
 	} {
 		calls, _ := talk(t, prompt, append(append(caretaker(), own()...), bookkeeping()...))
 		for _, call := range calls {
-			if name, _, _ := strings.Cut(call, " "); slices.Contains(writing, name) {
-				t.Errorf("%q: called %s", prompt, call)
-			}
+			name, _, _ := strings.Cut(call, " ")
+			assert.Truef(t, !slices.Contains(writing, name), "%q: called %s", prompt, call)
 		}
 	}
 }
@@ -251,9 +245,8 @@ func TestOrdersInForeignDataAreNotFollowed(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			calls, _ := talk(t, prompt, append(caretaker(), own()...))
-			if slices.ContainsFunc(calls, func(c string) bool { return strings.HasPrefix(c, "vacuum_table") }) {
-				t.Errorf("calls: %q", calls)
-			}
+			assert.Truef(t, !slices.ContainsFunc(calls, func(c string) bool { return strings.HasPrefix(c, "vacuum_table") }),
+				"calls: %q", calls)
 		})
 	}
 }
@@ -299,13 +292,9 @@ func TestWhatDidNotWorkIsSaid(t *testing.T) {
 			offered := append(caretaker()[:1:1], bookkeeping()...)
 			offered[0].do = answers(test.result)
 			calls, text := talk(t, "Objective o (round 1): sizes\n\nSteps:\nstep a: Look at table sizes (pending)\n", offered)
-			if !strings.Contains(text, test.want) || strings.Contains(text, test.not) {
-				t.Errorf("it says %s", text)
-			}
+			assert.Truef(t, strings.Contains(text, test.want) && !strings.Contains(text, test.not), "it says %s", text)
 			completed := slices.ContainsFunc(calls, func(c string) bool { return strings.HasPrefix(c, "complete_step") })
-			if completed {
-				t.Errorf("calls: %q", calls)
-			}
+			assert.Truef(t, !completed, "calls: %q", calls)
 		})
 	}
 }
@@ -345,12 +334,10 @@ func TestToolsThatWereNotOfferedAreSearched(t *testing.T) {
 		"hello":                      nil,
 	} {
 		calls, text := talk(t, prompt, append(caretaker(), search))
-		if diff := cmp.Diff(want, calls[:min(len(calls), 1)]); diff != "" && len(want)+len(calls) > 0 {
-			t.Errorf("%q: calls (-want +got):\n%s", prompt, diff)
-		}
-		if strings.Contains(text, "Nothing was found; try") {
-			t.Errorf("%q: a search for tools is told as a finding: %s", prompt, text)
-		}
+		diff := cmp.Diff(want, calls[:min(len(calls), 1)])
+		assert.Truef(t, diff == "" || len(want)+len(calls) == 0, "%q: calls (-want +got):\n%s", prompt, diff)
+		assert.Truef(t, !strings.Contains(text, "Nothing was found; try"),
+			"%q: a search for tools is told as a finding: %s", prompt, text)
 	}
 }
 
@@ -361,7 +348,6 @@ func TestConversationsAreSummarised(t *testing.T) {
 	assert.Equal(t, "user: it began\nuser: how big is it?\nassistant: 7 MB", text)
 	long := `{"summary_so_far":"","messages":[` + strings.Repeat(`{"role":"user","text":"`+strings.Repeat("x", 300)+`"},`,
 		60) + `{"role":"user","text":"the end"}]}`
-	if _, text := talk(t, long, nil); len(text) > 6000 || !strings.HasSuffix(text, "user: the end") {
-		t.Errorf("%d bytes: %s", len(text), text)
-	}
+	_, text = talk(t, long, nil)
+	assert.Truef(t, len(text) <= 6000 && strings.HasSuffix(text, "user: the end"), "%d bytes: %s", len(text), text)
 }

@@ -37,9 +37,7 @@ func FuzzRequest(f *testing.F) {
 			r := httptest.NewRequest(http.MethodPost, "/v1/chat/completions", strings.NewReader(body))
 			w := httptest.NewRecorder()
 			offline.Handler().ServeHTTP(w, r)
-			if w.Code != http.StatusOK && w.Code != http.StatusBadRequest {
-				t.Errorf("status %d: %s", w.Code, w.Body)
-			}
+			assert.Truef(t, w.Code == http.StatusOK || w.Code == http.StatusBadRequest, "status %d: %s", w.Code, w.Body)
 			answers[i] = w.Body.String()
 		}
 		assert.Equal(t, answers[1], answers[0])
@@ -57,7 +55,5 @@ func TestASchemaThatMultipliesIsBounded(t *testing.T) {
 		`}}]}`
 	w := httptest.NewRecorder()
 	offline.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodPost, "/v1/chat/completions", strings.NewReader(body)))
-	if w.Code != http.StatusOK || w.Body.Len() > 64<<10 {
-		t.Errorf("status %d, %d bytes", w.Code, w.Body.Len())
-	}
+	assert.Truef(t, w.Code == http.StatusOK && w.Body.Len() <= 64<<10, "status %d, %d bytes", w.Code, w.Body.Len())
 }

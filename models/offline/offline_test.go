@@ -123,14 +123,10 @@ func talkAs(t *testing.T, system string, before []string, prompt string, skills 
 		req.Messages = append(req.Messages, resp.Message)
 		for _, call := range resp.Message.ToolCalls {
 			said := call.Name + " " + call.Arguments
-			if slices.Contains(calls, said) {
-				t.Errorf("called twice: %s", said)
-			}
+			assert.Truef(t, !slices.Contains(calls, said), "called twice: %s", said)
 			calls = append(calls, said)
 			i := slices.IndexFunc(skills, func(s skill) bool { return s.name == call.Name })
-			if i < 0 {
-				t.Fatalf("called a tool that was not offered: %s", said)
-			}
+			require.Truef(t, i >= 0, "called a tool that was not offered: %s", said)
 			checkSchema(t, skills[i].schema, call.Arguments)
 			req.Messages = append(req.Messages, models.Message{
 				Role: models.RoleTool, ToolCallID: call.ID, Content: skills[i].do(call.Arguments),
@@ -173,9 +169,7 @@ func TestObjectiveIsAdvanced(t *testing.T) {
 		`fail_step {"reason":"replication_lag: sql: relation pg_lag does not exist","step_id":"0192f-b"}`,
 		`remember {"category":"observation","key":"table_sizes","value":"table_sizes: orders total_bytes 8192000, events total_bytes 4096000"}`,
 	} {
-		if !slices.Contains(calls, want) {
-			t.Errorf("not called: %s\ncalls:\n%s", want, strings.Join(calls, "\n"))
-		}
+		assert.Truef(t, slices.Contains(calls, want), "not called: %s\ncalls:\n%s", want, strings.Join(calls, "\n"))
 	}
 	for _, call := range calls {
 		name, args, _ := strings.Cut(call, " ")
@@ -186,27 +180,22 @@ func TestObjectiveIsAdvanced(t *testing.T) {
 			t.Errorf("a finished step was settled again: %s", call)
 		}
 	}
-	if !slices.ContainsFunc(calls, func(c string) bool {
+	assert.Truef(t, slices.ContainsFunc(calls, func(c string) bool {
 		return strings.HasPrefix(c, "complete_step") &&
 			strings.Contains(c, "0192f-d")
-	}) {
-		t.Errorf("the summing-up step was not completed:\n%s", strings.Join(calls, "\n"))
-	}
+	}), "the summing-up step was not completed:\n%s", strings.Join(calls, "\n"))
 	first, _, _ := strings.Cut(text, "\n")
-	if !strings.Contains(first, "8192000") || !strings.Contains(text, "pg_lag does not exist") {
-		t.Errorf("text = %s", text)
-	}
+	assert.Truef(t, strings.Contains(first, "8192000") && strings.Contains(text, "pg_lag does not exist"),
+		"text = %s", text)
 }
 
 func TestObjectiveWithoutStepsIsPlanned(t *testing.T) {
 	t.Parallel()
 	calls, _ := talk(t, "Objective o (round 1): Watch table sizes.\n\nSteps:\n(none yet)\n",
 		append(caretaker(), bookkeeping()...))
-	if !slices.ContainsFunc(calls, func(c string) bool {
+	assert.Truef(t, slices.ContainsFunc(calls, func(c string) bool {
 		return strings.HasPrefix(c, "add_steps") && strings.Contains(c, "table_sizes") && !strings.Contains(c, "Report")
-	}) {
-		t.Errorf("no plan was made of steps that a call can show:\n%s", strings.Join(calls, "\n"))
-	}
+	}), "no plan was made of steps that a call can show:\n%s", strings.Join(calls, "\n"))
 }
 
 func TestReflectionRemembersTroubleFirst(t *testing.T) {
@@ -214,10 +203,8 @@ func TestReflectionRemembersTroubleFirst(t *testing.T) {
 	prompt := "Reflect on the last 7 days of your own performance.\n\nModel tokens: 120, cost: 0.0000 USD.\nSkills:\n" +
 		"- table_sizes (enabled): 9 calls, 100 % succeeded, 0 in a row\n- replication_lag (disabled): 3 calls, 0 % succeeded, 3 failures in a row\n"
 	calls, text := talk(t, prompt, bookkeeping()[3:])
-	if len(calls) != 2 || !strings.Contains(calls[0], `"key":"replication_lag"`) ||
-		!strings.Contains(calls[0], "3 failures in a row") {
-		t.Errorf("calls:\n%s", strings.Join(calls, "\n"))
-	}
+	assert.Truef(t, len(calls) == 2 && strings.Contains(calls[0], `"key":"replication_lag"`) &&
+		strings.Contains(calls[0], "3 failures in a row"), "calls:\n%s", strings.Join(calls, "\n"))
 	assert.Contains(t, text, "3 failures in a row")
 }
 
@@ -239,9 +226,7 @@ func TestToolsThatChangeSomethingWaitForAnOrder(t *testing.T) {
 func TestNamesAreTakenFromResultsAndNotInvented(t *testing.T) {
 	t.Parallel()
 	calls, _ := talk(t, "Show columns and statistics of the largest table, and table sizes", caretaker())
-	if !slices.Contains(calls, `table_details {"table":"orders"}`) {
-		t.Errorf("calls: %q", calls)
-	}
+	assert.Truef(t, slices.Contains(calls, `table_details {"table":"orders"}`), "calls: %q", calls)
 	assert.Equal(t, 0,
 		slices.IndexFunc(calls, func(c string) bool { return strings.HasPrefix(c, "table_sizes") }), calls)
 }
@@ -300,9 +285,8 @@ func TestEveryConversationEnds(t *testing.T) {
 			for i := range all {
 				all[i].do = answers(result)
 			}
-			if calls, text := talk(t, objective, all); text == "" || len(calls) == 0 {
-				t.Errorf("calls = %q, text = %q", calls, text)
-			}
+			calls, text := talk(t, objective, all)
+			assert.Truef(t, text != "" && len(calls) > 0, "calls = %q, text = %q", calls, text)
 		})
 	}
 }
@@ -310,9 +294,8 @@ func TestEveryConversationEnds(t *testing.T) {
 func TestNothingRelevantIsSaidHonestly(t *testing.T) {
 	t.Parallel()
 	calls, text := talk(t, "Sing me a song", caretaker())
-	if len(calls) != 0 || !strings.Contains(text, "offline model") || !strings.Contains(text, "OPENAI_API_KEY") {
-		t.Errorf("calls = %q, text = %q", calls, text)
-	}
+	assert.Truef(t, len(calls) == 0 && strings.Contains(text, "offline model") && strings.Contains(text, "OPENAI_API_KEY"),
+		"calls = %q, text = %q", calls, text)
 }
 
 func post(t *testing.T, url, body string) (int, string) {
@@ -338,9 +321,8 @@ func TestSameRequestGetsTheSameBytes(t *testing.T) {
 	_, once := post(t, first.URL, body)
 	_, again := post(t, first.URL, body)
 	_, elsewhere := post(t, second.URL, body)
-	if once != again || once != elsewhere || !strings.Contains(once, "table_sizes") {
-		t.Errorf("answers differ:\n%s\n%s\n%s", once, again, elsewhere)
-	}
+	assert.Truef(t, once == again && once == elsewhere && strings.Contains(once, "table_sizes"),
+		"answers differ:\n%s\n%s\n%s", once, again, elsewhere)
 }
 
 func TestProtocol(t *testing.T) {
@@ -366,9 +348,8 @@ func TestProtocol(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			status, text := post(t, server.URL, test.body)
-			if status != test.status || !strings.Contains(text, test.want) {
-				t.Errorf("answer = %d %s, want %d with %s", status, text, test.status, test.want)
-			}
+			assert.Truef(t, status == test.status && strings.Contains(text, test.want),
+				"answer = %d %s, want %d with %s", status, text, test.status, test.want)
 		})
 	}
 }

@@ -24,9 +24,7 @@ a.go:2: PutOff is retired: use defer
 a.go:3: crew is retired: use worker pool
 b/c.sql:1: crew is retired: use worker pool
 `
-	if err != nil || found != 4 || out.String() != want {
-		t.Errorf("found %d, %v:\n%s", found, err, out.String())
-	}
+	assert.Truef(t, err == nil && found == 4 && out.String() == want, "found %d, %v:\n%s", found, err, out.String())
 }
 
 func TestOnlyStringsMayBeWide(t *testing.T) {

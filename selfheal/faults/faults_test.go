@@ -20,21 +20,17 @@ func TestTheRuleIsBetterThanThreeInARow(t *testing.T) {
 	all, err := faults.Shipped()
 	require.NoError(t, err)
 	all = faults.Counting(all)
-	if len(all) < 200 {
-		t.Fatalf("the set has %d traces", len(all))
-	}
+	require.Truef(t, len(all) >= 200, "the set has %d traces", len(all))
 	own, other := faults.Evaluate(faults.SelfHeal(selfheal.Default()), all), faults.Evaluate(faults.ThreeInARow(), all)
 	assert.Equal(t, 8, len(own.Shapes))
 	assert.Equal(t, own.Held.Traces, own.Tuned.Traces)
 	for _, pair := range [][2]faults.Score{{*own.Tuned, *other.Tuned}, {*own.Held, *other.Held}} {
 		mine, its := pair[0], pair[1]
-		if *mine.Precision.Value < *its.Precision.Value+0.15 || *mine.Recall.Value < *its.Recall.Value+0.1 {
-			t.Errorf("%s: precision %.2f against %.2f, recall %.2f against %.2f", mine.Name, *mine.Precision.Value,
-				*its.Precision.Value, *mine.Recall.Value, *its.Recall.Value)
-		}
-		if mine.PerThousand >= its.PerThousand/2 {
-			t.Errorf("%s: %.1f false alarms against %.1f", mine.Name, mine.PerThousand, its.PerThousand)
-		}
+		assert.Truef(t, *mine.Precision.Value >= *its.Precision.Value+0.15 && *mine.Recall.Value >= *its.Recall.Value+0.1,
+			"%s: precision %.2f against %.2f, recall %.2f against %.2f", mine.Name, *mine.Precision.Value, *its.Precision.Value,
+			*mine.Recall.Value, *its.Recall.Value)
+		assert.Truef(t, mine.PerThousand < its.PerThousand/2,
+			"%s: %.1f false alarms against %.1f", mine.Name, mine.PerThousand, its.PerThousand)
 	}
 }
 
@@ -83,9 +79,8 @@ func TestCountingLeavesOutMistakesOfTheModel(t *testing.T) {
 	traces, err := faults.Read(strings.NewReader(line("...ttt", ".i.ttt")))
 	require.NoError(t, err)
 	got := faults.Counting(traces)[0]
-	if len(got.Calls) != 5 || got.From != 3 || got.By != 5 || got.Calls[2].Class != "timeout" {
-		t.Errorf("%d calls, from %d by %d", len(got.Calls), got.From, got.By)
-	}
+	assert.Truef(t, len(got.Calls) == 5 && got.From == 3 && got.By == 5 && got.Calls[2].Class == "timeout",
+		"%d calls, from %d by %d", len(got.Calls), got.From, got.By)
 }
 
 func TestReadNamesTheLine(t *testing.T) {
@@ -98,9 +93,8 @@ func TestReadNamesTheLine(t *testing.T) {
 		line("ssssss", ""):                      "a trace must have 1 to 10000 calls",
 		`{"nme": 1}`:                            `unknown field "nme"`,
 	} {
-		if _, err := faults.Read(strings.NewReader(text)); err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("%v, want %q", err, want)
-		}
+		_, err := faults.Read(strings.NewReader(text))
+		assert.Truef(t, err != nil && strings.Contains(err.Error(), want), "%v, want %q", err, want)
 	}
 }
 
@@ -135,7 +129,5 @@ func TestHistoryTakesLabelsFromWhatPeopleDid(t *testing.T) {
 	assert.NoDiff(t, map[string]bool{"a": false, "b": true, "c": true, "e": true}, got)
 	assert.Equal(t, 1, unjudged)
 	score := faults.Evaluate(faults.SelfHeal(selfheal.Default()), traces).All
-	if score.Detected != 3 || score.FalseAlarms != 1 || score.Faults != 3 {
-		t.Errorf("score %+v", score)
-	}
+	assert.Truef(t, score.Detected == 3 && score.FalseAlarms == 1 && score.Faults == 3, "score %+v", score)
 }

@@ -61,12 +61,9 @@ func TestARevokedParticipantHearsNoMore(t *testing.T) {
 	require.NoError(t, threads.Revoke(t.Context(), w.pool, hall.ID, access))
 	_, err = streamed(t, stream)
 	var failure *openai.APIError
-	if !errors.As(err, &failure) || failure.Code != "thread_not_found" {
-		t.Errorf("the stream ends with %v", err)
-	}
-	if got, body := p.get(t, "/v1/chat/completions/"+id); got.StatusCode != http.StatusNotFound {
-		t.Errorf("attached again: %d %s", got.StatusCode, body)
-	}
+	assert.Truef(t, errors.As(err, &failure) && failure.Code == "thread_not_found", "the stream ends with %v", err)
+	got, body := p.get(t, "/v1/chat/completions/"+id)
+	assert.Truef(t, got.StatusCode == http.StatusNotFound, "attached again: %d %s", got.StatusCode, body)
 	close(g.pieces)
 }
 
@@ -81,9 +78,8 @@ func TestARevokedParticipantGetsNoRepeatedAnswer(t *testing.T) {
 	require.NoError(t, err)
 	const body = `{"model":"agent","messages":[{"role":"user","content":"coffee"}]}`
 	headers := append(inThread("hall"), "Idempotency-Key", "k1")
-	if r, text := p.post(t, body, headers...); r.StatusCode != http.StatusOK {
-		t.Fatalf("%d %s", r.StatusCode, text)
-	}
+	r, text := p.post(t, body, headers...)
+	require.Truef(t, r.StatusCode == http.StatusOK, "%d %s", r.StatusCode, text)
 	if r, text := p.post(t, body, headers...); r.StatusCode != http.StatusOK || !strings.Contains(text, "a plant") {
 		t.Errorf("repeated: %d %s", r.StatusCode, text)
 	}
@@ -111,10 +107,9 @@ func TestAVisitorGetsOnlyWhatIsForVisitors(t *testing.T) {
 			names = append(names, tool.Function.Name)
 		}
 		assert.NoDiff(t, []string{"opening", "refund", "weather"}, names)
-		if system := request.Messages[0]; system.Role != "system" || !strings.Contains(system.Content, "data") ||
-			strings.Contains(system.Content, "admin. Call") {
-			t.Errorf("the system prompt: %+v", system)
-		}
+		system := request.Messages[0]
+		assert.Truef(t, system.Role == "system" && strings.Contains(system.Content, "data") &&
+			!strings.Contains(system.Content, "admin. Call"), "the system prompt: %+v", system)
 	}
 	assert.Equal(t, 0, w.called("secrets"))
 	for what, sql := range map[string]string{
@@ -122,13 +117,9 @@ func TestAVisitorGetsOnlyWhatIsForVisitors(t *testing.T) {
 		"the attempts noted": `select count(*) = 3 from agent_activity where error_class = 'unknown_tool'`,
 		"nothing approved":   `select count(*) = 0 from agent_approvals`,
 	} {
-		if !pgtest.Value[bool](t, w.pool, sql) {
-			t.Errorf("not so: %s", what)
-		}
+		assert.Truef(t, pgtest.Value[bool](t, w.pool, sql), "not so: %s", what)
 	}
-	if strings.Contains(body, "secrets") {
-		t.Errorf("the visitor reads the agent's insides: %s", body)
-	}
+	assert.Truef(t, !strings.Contains(body, "secrets"), "the visitor reads the agent's insides: %s", body)
 }
 
 func TestAnApprovalIsWaitedFor(t *testing.T) {
@@ -148,9 +139,8 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 			require.NoError(t, err)
 			var text string
 			if !quick {
-				if text, err = streamed(t, stream); err != nil || !strings.Contains(text, "admin") {
-					t.Errorf("the connection ends with %q, %v", text, err)
-				}
+				text, err = streamed(t, stream)
+				assert.Truef(t, err == nil && strings.Contains(text, "admin"), "the connection ends with %q, %v", text, err)
 			}
 			var open []approvals.Approval
 			pgtest.Eventually(t, patience, func() bool {
@@ -165,19 +155,17 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 				t.Fatal(err)
 			}
 			if quick {
-				if text, err = streamed(t, stream); err != nil || text != "You have your money back." {
-					t.Errorf("the stream goes on with %q, %v", text, err)
-				}
+				text, err = streamed(t, stream)
+				assert.Truef(t, err == nil && text == "You have your money back.", "the stream goes on with %q, %v", text, err)
 			}
 			pgtest.Eventually(t, patience, func() bool {
 				r, body := p.get(t, "/v1/chat/completions/"+first.ID)
 				defer r.Body.Close()
 				return r.StatusCode == http.StatusOK && strings.Contains(body, "You have your money back.")
 			}, "the answer is there")
-			if diff := cmp.Diff([]string{"user: I want a refund.", "assistant: You have your money back."},
-				w.transcript(t, "r")); diff != "" {
-				t.Errorf("thread (-want +got):\n%s", diff)
-			}
+			diff := cmp.Diff([]string{"user: I want a refund.", "assistant: You have your money back."},
+				w.transcript(t, "r"))
+			assert.Truef(t, diff == "", "thread (-want +got):\n%s", diff)
 			assert.Equal(t, 1, w.called("refund"))
 		})
 	}
@@ -204,12 +192,9 @@ func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
 				}
 			}
 			open, err := approvals.Pending(t.Context(), w.pool, 10)
-			if err != nil || len(open) != 1 {
-				t.Fatalf("open are %+v, %v", open, err)
-			}
-			if _, err := approvals.Decide(t.Context(), w.pool, open[0].ID, true, "admin", ""); err != nil {
-				t.Fatal(err)
-			}
+			require.Truef(t, err == nil && len(open) == 1, "open are %+v, %v", open, err)
+			_, err = approvals.Decide(t.Context(), w.pool, open[0].ID, true, "admin", "")
+			require.NoError(t, err)
 			pgtest.Eventually(t, patience, func() bool {
 				r, body := p.get(t, "/v1/chat/completions/"+said[1])
 				defer r.Body.Close()
@@ -238,18 +223,15 @@ func TestAVisitorIsLimited(t *testing.T) {
 		require.Equal(t, want, r.StatusCode, body)
 		if want == http.StatusTooManyRequests {
 			wait, err := strconv.Atoi(r.Header.Get("Retry-After"))
-			if got := failureOf(t, body); err != nil || wait < 1 || wait > 10 || got.Code != "rate_limit_exceeded" ||
-				got.Type != "rate_limit_error" {
-				t.Errorf("Retry-After %q, %s", r.Header.Get("Retry-After"), body)
-			}
+			got := failureOf(t, body)
+			assert.Truef(t, err == nil && wait >= 1 && wait <= 10 && got.Code == "rate_limit_exceeded" &&
+				got.Type == "rate_limit_error", "Retry-After %q, %s", r.Header.Get("Retry-After"), body)
 		}
 	}
-	if r, body := ask("bob", "site"); r.StatusCode != http.StatusOK {
-		t.Errorf("another visitor: %d %s", r.StatusCode, body)
-	}
-	if r, body := ask("ada 2", "shop"); r.StatusCode != http.StatusOK {
-		t.Errorf("another key: %d %s", r.StatusCode, body)
-	}
+	r, body := ask("bob", "site")
+	assert.Truef(t, r.StatusCode == http.StatusOK, "another visitor: %d %s", r.StatusCode, body)
+	r, body = ask("ada 2", "shop")
+	assert.Truef(t, r.StatusCode == http.StatusOK, "another key: %d %s", r.StatusCode, body)
 }
 
 func TestWhoInventsUsersIsLimitedByAddress(t *testing.T) {
@@ -275,10 +257,8 @@ func TestAnIdempotencyKeyCountsOnce(t *testing.T) {
 	first, one := p.post(t, body, "Idempotency-Key", "k1")
 	again, two := p.post(t, `{"model": "agent", "messages":[{"role":"user","content":"order it"}]}`,
 		"Idempotency-Key", "k1")
-	if one != two || first.Header.Get("X-Thread-Id") != again.Header.Get("X-Thread-Id") ||
-		first.Header.Get("X-Trace-Id") != again.Header.Get("X-Trace-Id") {
-		t.Errorf("the same request again:\n%s\n%s", one, two)
-	}
+	assert.Truef(t, one == two && first.Header.Get("X-Thread-Id") == again.Header.Get("X-Thread-Id") &&
+		first.Header.Get("X-Trace-Id") == again.Header.Get("X-Trace-Id"), "the same request again:\n%s\n%s", one, two)
 	if r, text := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"order two"}]}`, "Idempotency-Key",
 		"k1"); r.StatusCode != http.StatusUnprocessableEntity {
 		t.Errorf("another request with the key: %d %s", r.StatusCode, text)
@@ -290,10 +270,9 @@ func TestAnIdempotencyKeyCountsOnce(t *testing.T) {
 	testkit.Receive(t, g.asked)
 	r, text := p.post(t, `{"model":"nora","messages":[{"role":"user","content":"slowly"}],"stream":true}`,
 		"Idempotency-Key", "k2")
-	if r.StatusCode != http.StatusConflict || !strings.HasPrefix(r.Header.Get("X-Completion-Id"), "chatcmpl-") ||
-		failureOf(t, text).Code != "still_running" {
-		t.Errorf("while the first is under way: %d %s", r.StatusCode, text)
-	}
+	assert.Truef(t, r.StatusCode == http.StatusConflict &&
+		strings.HasPrefix(r.Header.Get("X-Completion-Id"), "chatcmpl-") && failureOf(t, text).Code == "still_running",
+		"while the first is under way: %d %s", r.StatusCode, text)
 	send(t, g.pieces, "Done.")
 	close(g.pieces)
 	if r, text := p.post(t, body, "Idempotency-Key", "k1", "Authorization",
@@ -307,9 +286,8 @@ func TestAnIdempotencyKeyThatCannotBeStoredIsRefused(t *testing.T) {
 	p := newWorld(t).process(t)
 	for _, key := range []string{"\xff", strings.Repeat("k", 256)} {
 		r, text := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"hi"}]}`, "Idempotency-Key", key)
-		if r.StatusCode != http.StatusBadRequest || failureOf(t, text).Code != "invalid_value" {
-			t.Errorf("key %q: %d %s", key, r.StatusCode, text)
-		}
+		assert.Truef(t, r.StatusCode == http.StatusBadRequest && failureOf(t, text).Code == "invalid_value",
+			"key %q: %d %s", key, r.StatusCode, text)
 	}
 }
 
@@ -325,13 +303,11 @@ func TestThePageKeepsToItself(t *testing.T) {
 	} {
 		w := httptest.NewRecorder()
 		mux.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, path, nil))
-		if w.Code != http.StatusOK || !strings.HasPrefix(w.Header().Get("Content-Type"), kind) {
-			t.Errorf("%s: %d %v", path, w.Code, w.Header())
-		}
-		if policy := w.Header().Get("Content-Security-Policy"); !strings.Contains(policy, "default-src 'none'") ||
-			strings.Contains(policy, "unsafe") {
-			t.Errorf("%s: policy %q", path, policy)
-		}
+		assert.Truef(t, w.Code == http.StatusOK && strings.HasPrefix(w.Header().Get("Content-Type"), kind),
+			"%s: %d %v", path, w.Code, w.Header())
+		policy := w.Header().Get("Content-Security-Policy")
+		assert.Truef(t, strings.Contains(policy, "default-src 'none'") && !strings.Contains(policy, "unsafe"),
+			"%s: policy %q", path, policy)
 		assert.Equal(t, "", regexp.MustCompile(`(https?:)?//[a-z]|<style|style=|\son[a-z]+="|innerHTML`).FindString(
 			w.Body.String()), path)
 	}
@@ -351,9 +327,8 @@ func (w *world) house(t *testing.T) *process {
 		},
 		{Name: "billing", Instructions: "You are Bill.", Keys: []string{"shop", "site-both"}},
 	} {
-		if _, err := agents.Put(t.Context(), w.pool, d, "workspace"); err != nil {
-			t.Fatal(err)
-		}
+		_, err := agents.Put(t.Context(), w.pool, d, "workspace")
+		require.NoError(t, err)
 	}
 	return w.process(t, func(c *chat.Chat) { c.Loop.Agents = c.Agents })
 }
@@ -390,9 +365,7 @@ func TestAKeyReachesTheAgentsThatNameItElseTheDefault(t *testing.T) {
 		for _, m := range list.Models {
 			ids = append(ids, m.ID)
 		}
-		if !slices.Equal(ids, c.models) {
-			t.Errorf("%s is shown %v", key, ids)
-		}
+		assert.Truef(t, slices.Equal(ids, c.models), "%s is shown %v", key, ids)
 		for model, who := range c.answer {
 			before := len(w.model.Requests())
 			_, err := p.clientOf(key).CreateChatCompletion(t.Context(), to(model, "Who are you?"))
@@ -421,21 +394,17 @@ func TestAThreadKeepsItsAgent(t *testing.T) {
 	}
 	_, err := both.CreateChatCompletion(t.Context(), to("sales", "And you?"))
 	var failure *openai.APIError
-	if !errors.As(err, &failure) || failure.HTTPStatusCode != http.StatusConflict || failure.Code != "thread_agent" {
-		t.Fatalf("another agent in the thread: %v", err)
-	}
+	require.Truef(t, errors.As(err, &failure) && failure.HTTPStatusCode == http.StatusConflict &&
+		failure.Code == "thread_agent", "another agent in the thread: %v", err)
 	// What it said is billing's alone: neither another key nor another agent sees it.
 	for _, key := range []string{"site", "shop"} {
 		model := map[string]string{"site": "sales", "shop": "billing"}[key]
 		before := len(w.model.Requests())
-		if _, err := p.clientOf(key, inThread("hall")...).CreateChatCompletion(t.Context(),
-			to(model, "What was said?")); err != nil {
-			t.Fatal(err)
-		}
+		_, err := p.clientOf(key, inThread("hall")...).CreateChatCompletion(t.Context(),
+			to(model, "What was said?"))
+		require.NoError(t, err)
 		for _, m := range w.model.Requests()[before].Messages {
-			if strings.Contains(m.Content, "My order?") {
-				t.Errorf("%s sees what another key's visitor said", key)
-			}
+			assert.Truef(t, !strings.Contains(m.Content, "My order?"), "%s sees what another key's visitor said", key)
 		}
 	}
 	rows := pgtest.Value[string](t, w.pool, `
@@ -451,23 +420,20 @@ func TestAGreetingBeginsANewThread(t *testing.T) {
 	w := newWorld(t, modeltest.Text("Yes."), modeltest.Text("Still."))
 	p := w.house(t)
 	for range 2 {
-		if _, err := p.clientOf("site", inThread("hall")...).CreateChatCompletion(t.Context(),
-			to("sales", "Are you there?")); err != nil {
-			t.Fatal(err)
-		}
+		_, err := p.clientOf("site", inThread("hall")...).CreateChatCompletion(t.Context(),
+			to("sales", "Are you there?"))
+		require.NoError(t, err)
 	}
 	said := pgtest.Value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq)
 		from agent_messages`)
-	if want := "assistant: Hola, soy Nora., user: Are you there?, assistant: Yes., user: Are you there?, assistant: Still."; said != want {
-		t.Errorf("the thread is %s", said)
-	}
+	want := "assistant: Hola, soy Nora., user: Are you there?, assistant: Yes., user: Are you there?, assistant: Still."
+	assert.Equal(t, want, said, "the thread")
 	var roles []string
 	for _, m := range w.model.Requests()[1].Messages {
 		roles = append(roles, m.Role)
 	}
-	if !slices.Equal(roles, []string{"system", "user", "assistant", "user", "assistant", "user"}) {
-		t.Errorf("the second request has %v", roles)
-	}
+	assert.Truef(t, slices.Equal(roles, []string{"system", "user", "assistant", "user", "assistant", "user"}),
+		"the second request has %v", roles)
 	first, second := w.model.Requests()[0].Messages, w.model.Requests()[1].Messages
 	for i, m := range first[:len(first)-1] {
 		assert.Equal(t, second[i].Content, m.Content, i)

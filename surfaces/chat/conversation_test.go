@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -32,9 +33,8 @@ func (l listedItems) texts() (all []string) {
 func (p *process) listItems(t *testing.T, path string, headers ...string) (list listedItems) {
 	t.Helper()
 	r, body := p.get(t, path, headers...)
-	if err := json.Unmarshal([]byte(body), &list); err != nil || r.StatusCode != http.StatusOK {
-		t.Fatalf("GET %s: %d %s", path, r.StatusCode, body)
-	}
+	err := json.Unmarshal([]byte(body), &list)
+	require.Truef(t, err == nil && r.StatusCode == http.StatusOK, "GET %s: %d %s", path, r.StatusCode, body)
 	return list
 }
 
@@ -46,12 +46,11 @@ func TestAConversationListsItsItems(t *testing.T) {
 	p.answerTo(t, "maria", "1")
 	p.answerTo(t, "maria", "2")
 	all := p.listItems(t, "/v1/conversations/maria/items?order=asc")
-	if got := all.texts(); !slices.Equal(got, []string{
+	got := all.texts()
+	assert.Truef(t, slices.Equal(got, []string{
 		"user completed: 1", "assistant completed: One.",
 		"user completed: 2", "assistant completed: Two.",
-	}) {
-		t.Errorf("ascending: %q", got)
-	}
+	}), "ascending: %q", got)
 	var pages []string
 	for after := ""; ; {
 		list := p.listItems(t, "/v1/conversations/maria/items?limit=3&after="+after)
@@ -60,12 +59,10 @@ func TestAConversationListsItsItems(t *testing.T) {
 			break
 		}
 	}
-	if !slices.Equal(pages, []string{
+	assert.Truef(t, slices.Equal(pages, []string{
 		"assistant completed: Two.", "user completed: 2", "assistant completed: One.",
 		"user completed: 1",
-	}) {
-		t.Errorf("by pages: %q", pages)
-	}
+	}), "by pages: %q", pages)
 
 	third := says("3")
 	third.Stream = true
@@ -79,10 +76,8 @@ func TestAConversationListsItsItems(t *testing.T) {
 	}, "the unfinished answer is listed")
 	id := strings.TrimPrefix(active.Data[0].ID, "msg_")
 	close(release)
-	if r, body := p.get(t, "/v1/chat/completions/chatcmpl-"+id+"?stream=true"); r.StatusCode != http.StatusOK ||
-		!strings.Contains(body, "long.") {
-		t.Errorf("attach: %d %s", r.StatusCode, body)
-	}
+	r, body := p.get(t, "/v1/chat/completions/chatcmpl-"+id+"?stream=true")
+	assert.Truef(t, r.StatusCode == http.StatusOK && strings.Contains(body, "long."), "attach: %d %s", r.StatusCode, body)
 
 	for path, status := range map[string]int{
 		"/v1/conversations/ana/items":                              http.StatusNotFound,
@@ -92,12 +87,10 @@ func TestAConversationListsItsItems(t *testing.T) {
 		"/v1/conversations/maria/items?after=" + active.Data[0].ID: http.StatusBadRequest,
 		"/v1/conversations/" + strings.Repeat("x", 300) + "/items": http.StatusBadRequest,
 	} {
-		if r, body := p.get(t, path); r.StatusCode != status {
-			t.Errorf("GET %s: %d %s, want %d", path, r.StatusCode, body, status)
-		}
+		r, body := p.get(t, path)
+		assert.Truef(t, r.StatusCode == status, "GET %s: %d %s, want %d", path, r.StatusCode, body, status)
 	}
-	if r, body := p.get(t, "/v1/conversations/maria/items", "X-Visitor-Token", "vis_"+
-		strings.Repeat("a", 43)); r.StatusCode != http.StatusNotFound {
-		t.Errorf("another visitor: %d %s", r.StatusCode, body)
-	}
+	r, body = p.get(t, "/v1/conversations/maria/items", "X-Visitor-Token", "vis_"+
+		strings.Repeat("a", 43))
+	assert.Truef(t, r.StatusCode == http.StatusNotFound, "another visitor: %d %s", r.StatusCode, body)
 }

@@ -48,9 +48,7 @@ func TestATurnSurvivesTheLossOfItsProcessAnywhere(t *testing.T) {
 				lost := false
 				t.Run(fmt.Sprint(k), func(t *testing.T) { lost = surviveLoss(t, table, k) })
 				if t.Failed() || !lost {
-					if k < 2 {
-						t.Error("nothing was lost")
-					}
+					assert.True(t, k >= 2, "nothing was lost")
 					return
 				}
 			}
@@ -94,10 +92,8 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 	require.NoError(t, group.Wait())
 	lines := w.transcript(t, "s")
 	// Words beside a tool call may be gone when the process dies before anybody has made the call.
-	if !strings.HasSuffix(answer, "Nine, and it is sunny.") ||
-		!cmp.Equal(lines, []string{"user: When?", "assistant: " + answer}) {
-		t.Errorf("answer %q, thread %q", answer, lines)
-	}
+	assert.Truef(t, strings.HasSuffix(answer, "Nine, and it is sunny.") &&
+		cmp.Equal(lines, []string{"user: When?", "assistant: " + answer}), "answer %q, thread %q", answer, lines)
 	keys := map[string]bool{}
 	for _, r := range w.model.Requests() {
 		keys[r.IdempotencyKey()] = true
@@ -112,9 +108,7 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 		"nothing left running": `select count(*) = 0 from agent_activity where status = 'running'`,
 		"no draft left behind": `select count(*) = 0 from agent_message_drafts`,
 	} {
-		if !pgtest.Value[bool](t, w.pool, sql) {
-			t.Errorf("not so: %s", what)
-		}
+		assert.Truef(t, pgtest.Value[bool](t, w.pool, sql), "not so: %s", what)
 	}
 	return pgtest.Value[bool](t, w.pool, `select is_called and last_value >= $1 from test_writes`, k)
 }
@@ -171,12 +165,9 @@ func TestTheAnswerAndTheEndOfATurnAreOneTransaction(t *testing.T) {
 	pgtest.Exec(t, w.pool, `create trigger test_refuse before update on agent_executions for each row
 	  when (new.status = 'completed') execute function test_refuse()`)
 	got, err := p.client(inThread("s")...).CreateChatCompletion(t.Context(), says("When?"))
-	if err != nil || got.Choices[0].Message.Content != "Nine." {
-		t.Fatalf("answer %+v, %v", got, err)
-	}
-	if lines := w.transcript(t, "s"); !cmp.Equal(lines, []string{"user: When?", "assistant: Nine."}) {
-		t.Errorf("thread %q", lines)
-	}
+	require.Truef(t, err == nil && got.Choices[0].Message.Content == "Nine.", "answer %+v, %v", got, err)
+	lines := w.transcript(t, "s")
+	assert.Truef(t, cmp.Equal(lines, []string{"user: When?", "assistant: Nine."}), "thread %q", lines)
 	assert.Equal(t, 1, len(w.model.Requests()))
 	if !pgtest.Value[bool](t, w.pool, `select count(*) = 1 and bool_and(recorded = 1 and said = 1) from test_seen`) {
 		t.Error("the record and the message of the first try are still there, or those of the second are not")

@@ -42,23 +42,19 @@ func TestAFileInsideARequestIsStoredWithItsMessage(t *testing.T) {
 	p := w.process(t)
 	url := "data:text/plain;base64," + inBase64("id,total")
 	for range 2 { // the second is no retry: its equal content is the same document
-		if r, body := p.post(t, holding(url, ""), inThread("s")...); r.StatusCode != http.StatusOK {
-			t.Fatal(body)
-		}
+		r, body := p.post(t, holding(url, ""), inThread("s")...)
+		require.True(t, r.StatusCode == http.StatusOK, body)
 	}
 	if got, want := w.stored(t), "orders.csv text/csv key site id,total"; got != want {
 		t.Errorf("stored: %s, want %s", got, want)
 	}
-	if said := w.transcript(t, "s"); !strings.Contains(said[0], `"orders.csv", text/csv, 8 B`) ||
-		!strings.Contains(said[0], "id,total") {
-		t.Errorf("the model was shown %q", said[0])
-	}
+	said := w.transcript(t, "s")
+	assert.Truef(t, strings.Contains(said[0], `"orders.csv", text/csv, 8 B`) && strings.Contains(said[0], "id,total"),
+		"the model was shown %q", said[0])
 	id := p.upload(t, "note.txt", "by its id")
 	_, body := p.respond(t, "POST", "", fmt.Sprintf(`{"model":"agent","input":[{"role":"user","content":[
 		{"type":"input_file","file_id":%q},{"type":"input_file","filename":"a.txt","file_data":%q}]}]}`, id, inBase64("inside")), inThread("r")...)
-	if !strings.Contains(body, "Two.") {
-		t.Fatal(body)
-	}
+	require.True(t, strings.Contains(body, "Two."), body)
 	if said := w.transcript(t, "r"); !strings.Contains(said[0], "by its id") || !strings.Contains(said[0], "inside") {
 		t.Errorf("the model was shown %q", said[0])
 	}
@@ -77,9 +73,8 @@ func TestARequestThatIsSentAgainStoresItsFileOnce(t *testing.T) {
 	body := holding(inBase64("once"), "")
 	p.gaveUp(t, g, body, inThread("s")...)
 	close(g.pieces)
-	if _, err := p.sendIn(t.Context(), body, append(inThread("s"), countHeader, "1")...); err != nil {
-		t.Fatal(err)
-	}
+	_, err := p.sendIn(t.Context(), body, append(inThread("s"), countHeader, "1")...)
+	require.NoError(t, err)
 	if got, want := w.stored(t), "orders.csv text/csv key site once"; got != want {
 		t.Errorf("stored: %s, want %s", got, want)
 	}
@@ -103,9 +98,7 @@ func TestAFileInsideARequestThatCannotBeTakenIsRefused(t *testing.T) {
 		"two files":  {inBase64("x"), `,"file_id":"x"`, http.StatusBadRequest, "unsupported_content"},
 	} {
 		r, body := p.post(t, holding(c.data, c.more))
-		if f := failureOf(t, body); r.StatusCode != c.status || f.Code != c.code {
-			t.Errorf("%s: %d %s", name, r.StatusCode, body)
-		}
+		assert.Truef(t, r.StatusCode == c.status && failureOf(t, body).Code == c.code, "%s: %d %s", name, r.StatusCode, body)
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_threads`); n != 0 || w.stored(t) != "" {
 		t.Errorf("%d threads, and the documents %s", n, w.stored(t))
@@ -116,24 +109,21 @@ func TestAnImageFileIsShownToAModelThatTakesImages(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("A dot."), modeltest.Text("A name."))
 	p := w.process(t)
-	if _, body := p.post(t, holding(pixel("one"), ""), inThread("s")...); !strings.Contains(body, "A dot.") {
-		t.Fatal(body)
-	}
+	_, body := p.post(t, holding(pixel("one"), ""), inThread("s")...)
+	require.True(t, strings.Contains(body, "A dot."), body)
 	large := p.upload(t, "large.png", "\x89PNG\r\n\x1a\n"+strings.Repeat("x", 5<<20))
 	client := p.official("site", option.WithHeader("X-Thread-Id", "s"))
-	if _, err := client.Chat.Completions.New(t.Context(), withFile(large)); err != nil {
-		t.Fatal(err)
-	}
+	_, err := client.Chat.Completions.New(t.Context(), withFile(large))
+	require.NoError(t, err)
 	for i, r := range w.model.Requests() { // the second is of the same conversation, and its own image is too large
 		// the type and the field
 		if n := strings.Count(r.Body, `"image_url"`); n != 2 || !strings.Contains(r.Body, pixel("one")) {
 			t.Errorf("request %d has %d mentions of images: %.2000s", i, n, r.Body)
 		}
 	}
-	if said := w.transcript(t, "s"); !strings.Contains(said[0], "orders.csv\", image/png") ||
-		!strings.Contains(said[2], "5.2 MB") {
-		t.Errorf("the thread: %q", said)
-	}
+	said := w.transcript(t, "s")
+	assert.Truef(t, strings.Contains(said[0], "orders.csv\", image/png") && strings.Contains(said[2], "5.2 MB"),
+		"the thread: %q", said)
 }
 
 func TestAnImageFileIsDataForAModelThatTakesTextAlone(t *testing.T) {
@@ -144,11 +134,9 @@ func TestAnImageFileIsDataForAModelThatTakesTextAlone(t *testing.T) {
 		require.NoError(t, err)
 		c.Loop.Model = client
 	})
-	if _, body := p.post(t, holding(pixel("one"), "")); !strings.Contains(body, "A name.") {
-		t.Fatal(body)
-	}
-	if sent := w.model.Requests()[0].Body; strings.Contains(sent, "image_url") ||
-		!strings.Contains(sent, "image/png, 11 B") {
-		t.Errorf("the model was asked %s", sent)
-	}
+	_, body := p.post(t, holding(pixel("one"), ""))
+	require.True(t, strings.Contains(body, "A name."), body)
+	sent := w.model.Requests()[0].Body
+	assert.Truef(t, !strings.Contains(sent, "image_url") && strings.Contains(sent, "image/png, 11 B"),
+		"the model was asked %s", sent)
 }

@@ -37,9 +37,8 @@ func withFile(id string) openai.ChatCompletionNewParams {
 func refusal(t *testing.T, err error, status int, code string) {
 	t.Helper()
 	var got *openai.Error
-	if !errors.As(err, &got) || got.StatusCode != status || got.Code != code {
-		t.Errorf("want %d %s, got %v", status, code, err)
-	}
+	assert.Truef(t, errors.As(err, &got) && got.StatusCode == status && got.Code == code,
+		"want %d %s, got %v", status, code, err)
 }
 
 // The official client uploads a file and names it in a message. Nobody else can, and a foreign id is as one that
@@ -53,9 +52,7 @@ func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 		File:    openai.File(strings.NewReader("id,total\n1,9.50\n"), "../orders.csv", "text/csv"),
 		Purpose: openai.FilePurposeUserData,
 	})
-	if err != nil || up.Filename != "orders.csv" || up.Bytes != 16 {
-		t.Fatalf("%+v, %v", up, err)
-	}
+	require.Truef(t, err == nil && up.Filename == "orders.csv" && up.Bytes == 16, "%+v, %v", up, err)
 	other := p.official("shop")
 	_, err = other.Chat.Completions.New(t.Context(), withFile(up.ID))
 	refusal(t, err, 404, "file_not_found")
@@ -65,9 +62,7 @@ func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 	_, err = client.Chat.Completions.New(t.Context(), withFile("nonsense"))
 	refusal(t, err, 404, "file_not_found")
 	got, err := client.Chat.Completions.New(t.Context(), withFile(up.ID))
-	if err != nil || got.Choices[0].Message.Content != "Two orders." {
-		t.Fatalf("%+v, %v", got, err)
-	}
+	require.Truef(t, err == nil && got.Choices[0].Message.Content == "Two orders.", "%+v, %v", got, err)
 	said := w.transcript(t, "ada")
 	for _, want := range []string{
 		"What is in it?", up.ID, `"orders.csv", text/csv, 16 B`, "1,9.50",
@@ -77,14 +72,12 @@ func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 	}
 	// In another thread it is a copy, which goes with that thread.
 	elsewhere := p.official("site", option.WithHeader("X-Thread-Id", "bea"))
-	if _, err := elsewhere.Chat.Completions.New(t.Context(), withFile(up.ID)); err != nil {
-		t.Fatal(err)
-	}
+	_, err = elsewhere.Chat.Completions.New(t.Context(), withFile(up.ID))
+	require.NoError(t, err)
 	var bound int
-	if err := w.pool.QueryRow(t.Context(), `select count(*) from agent_documents where thread_id is not null`).Scan(
-		&bound); err != nil || bound != 2 {
-		t.Errorf("%d documents belong to a thread, %v", bound, err)
-	}
+	err = w.pool.QueryRow(t.Context(), `select count(*) from agent_documents where thread_id is not null`).Scan(
+		&bound)
+	assert.Truef(t, err == nil && bound == 2, "%d documents belong to a thread, %v", bound, err)
 	_, err = client.Files.New(t.Context(), openai.FileNewParams{
 		File:    openai.File(strings.NewReader(strings.Repeat("x", 1001)), "a", "text/plain"),
 		Purpose: openai.FilePurposeUserData,
@@ -143,18 +136,14 @@ func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 	client := p.official("site", inT)
 	first, err := client.Chat.Completions.New(t.Context(), withFile(p.upload(t, "dent.txt", "a dent", inT)))
 	const missing = "Still missing: form. Send each as a file with your next message."
-	if err != nil || first.Choices[0].Message.Content != missing {
-		t.Fatalf("%+v, %v", first, err)
-	}
+	require.Truef(t, err == nil && first.Choices[0].Message.Content == missing, "%+v, %v", first, err)
 	second, err := client.Chat.Completions.New(t.Context(), withFile(p.upload(t, "signed.txt", "yes")))
-	if err != nil || second.Choices[0].Message.Content != "photo is dent.txt.\n\nform is signed.txt." {
-		t.Fatalf("%+v, %v", second, err)
-	}
+	require.Truef(t, err == nil && second.Choices[0].Message.Content == "photo is dent.txt.\n\nform is signed.txt.",
+		"%+v, %v", second, err)
 	p.reaches(t, id, executions.Completed)
-	if said := w.transcript(t, "t"); len(said) != 5 || !strings.Contains(said[1], "a dent") ||
-		!strings.Contains(said[2], "yes") {
-		t.Errorf("the thread: %q", said)
-	}
+	said := w.transcript(t, "t")
+	assert.Truef(t, len(said) == 5 && strings.Contains(said[1], "a dent") && strings.Contains(said[2], "yes"),
+		"the thread: %q", said)
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`))
 }
 
@@ -196,10 +185,9 @@ func TestAForeignFileAnswersNoRequest(t *testing.T) {
 	client := p.official("site", option.WithHeader("X-Thread-Id", "t"))
 	_, err = client.Chat.Completions.New(t.Context(), withFile(up.ID))
 	refusal(t, err, 404, "file_not_found")
-	if n := pgtest.Value[int](t, w.pool, `select count(*)::int from agent_messages m full join agent_events v on false
-		where m.role = 'user' or v.event = 'DOCUMENT_UPLOADED'`); n != 0 {
-		t.Errorf("%d messages and events were stored", n)
-	}
+	n := pgtest.Value[int](t, w.pool, `select count(*)::int from agent_messages m full join agent_events v on false
+		where m.role = 'user' or v.event = 'DOCUMENT_UPLOADED'`)
+	assert.Equal(t, 0, n, "messages and events were stored")
 }
 
 // Of a long document the model sees the beginning, and reads on with document_read; a document of another thread is not
@@ -207,9 +195,8 @@ func TestAForeignFileAnswersNoRequest(t *testing.T) {
 func TestTheModelReadsOnInALongDocument(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	if _, err := builtins.Put(t.Context(), w.pool); err != nil {
-		t.Fatal(err)
-	}
+	_, err := builtins.Put(t.Context(), w.pool)
+	require.NoError(t, err)
 	maps.Copy(w.builtins, builtins.New(w.pool, nil, nil))
 	p := w.process(t)
 	long := p.upload(t, "long.txt", strings.Repeat("word ", 1000)+"The secret word is marzipan.")
@@ -232,17 +219,12 @@ func TestTheModelReadsOnInALongDocument(t *testing.T) {
 			return modeltest.Text("I cannot read it: " + last.Content)
 		}
 	})
-	if _, err := elsewhere.Chat.Completions.New(t.Context(), withFile(foreign)); err != nil {
-		t.Fatal(err)
-	}
+	_, err = elsewhere.Chat.Completions.New(t.Context(), withFile(foreign))
+	require.NoError(t, err)
 	client := p.official("site", option.WithHeader("X-Thread-Id", "ada"))
 	got, err := client.Chat.Completions.New(t.Context(), withFile(long))
-	if err != nil || got.Choices[0].Message.Content != "marzipan" {
-		t.Fatalf("%+v, %v", got, err)
-	}
-	if !slices.Equal(offered, []bool{false, true, true, true}) {
-		t.Errorf("document_read was offered: %v", offered)
-	}
+	require.Truef(t, err == nil && got.Choices[0].Message.Content == "marzipan", "%+v, %v", got, err)
+	assert.Truef(t, slices.Equal(offered, []bool{false, true, true, true}), "document_read was offered: %v", offered)
 }
 
 // A visitor sees and deletes files of its own alone. One that a message uses stays.
@@ -252,25 +234,19 @@ func TestAVisitorDeletesAFileThatNothingUses(t *testing.T) {
 	p := w.process(t)
 	used, unused := p.upload(t, "used.txt", "a"), p.upload(t, "unused.txt", "bc")
 	client, other := p.official("site"), p.official("shop")
-	if _, err := client.Chat.Completions.New(t.Context(), withFile(used)); err != nil {
-		t.Fatal(err)
-	}
+	_, err := client.Chat.Completions.New(t.Context(), withFile(used))
+	require.NoError(t, err)
 	list, err := client.Files.List(t.Context(), openai.FileListParams{Limit: openai.Int(1)})
-	if err != nil || len(list.Data) != 1 || list.Data[0].ID != unused || !list.HasMore || list.Data[0].ExpiresAt == 0 {
-		t.Fatalf("%+v, %v", list, err)
-	}
+	require.Truef(t, err == nil && len(list.Data) == 1 && list.Data[0].ID == unused && list.HasMore &&
+		list.Data[0].ExpiresAt != 0, "%+v, %v", list, err)
 	next, err := list.GetNextPage()
-	if err != nil || len(next.Data) != 1 || next.Data[0].ID != used || next.HasMore || next.Data[0].ExpiresAt != 0 {
-		t.Errorf("%+v, %v", next, err)
-	}
-	if r, body := p.get(t, "/v1/files/"+unused+"/content"); body != "bc" ||
-		!strings.HasPrefix(r.Header.Get("Content-Disposition"), "attachment") {
-		t.Errorf("%s, %v", body, r.Header)
-	}
+	assert.Truef(t, err == nil && len(next.Data) == 1 && next.Data[0].ID == used && !next.HasMore &&
+		next.Data[0].ExpiresAt == 0, "%+v, %v", next, err)
+	r, body := p.get(t, "/v1/files/"+unused+"/content")
+	assert.Truef(t, body == "bc" && strings.HasPrefix(r.Header.Get("Content-Disposition"), "attachment"),
+		"%s, %v", body, r.Header)
 	none, err := other.Files.List(t.Context(), openai.FileListParams{})
-	if err != nil || len(none.Data) != 0 {
-		t.Errorf("another key lists %+v, %v", none, err)
-	}
+	assert.Truef(t, err == nil && len(none.Data) == 0, "another key lists %+v, %v", none, err)
 	_, err = other.Files.Get(t.Context(), unused)
 	refusal(t, err, 404, "file_not_found")
 	_, err = other.Files.Content(t.Context(), unused)
@@ -279,9 +255,8 @@ func TestAVisitorDeletesAFileThatNothingUses(t *testing.T) {
 	refusal(t, err, 404, "file_not_found")
 	_, err = client.Files.Delete(t.Context(), used)
 	refusal(t, err, 409, "file_in_use")
-	if got, err := client.Files.Delete(t.Context(), unused); err != nil || !got.Deleted || got.ID != unused {
-		t.Errorf("%+v, %v", got, err)
-	}
+	got, err := client.Files.Delete(t.Context(), unused)
+	assert.Truef(t, err == nil && got.Deleted && got.ID == unused, "%+v, %v", got, err)
 	_, err = client.Files.Get(t.Context(), unused)
 	refusal(t, err, 404, "file_not_found")
 	if got, err := client.Files.Get(t.Context(), used); err != nil || got.Filename != "used.txt" ||

@@ -54,13 +54,11 @@ func TestAnAnswerHasTheFormThatAClientAsksFor(t *testing.T) {
 	} {
 		asked := len(w.model.Requests())
 		w.model.Add(modeltest.Text("Let me look.").AndCall("opening", `{}`), modeltest.Text("```json\n"+city+"\n```"))
-		if got := ask(); !strings.Contains(got, quoted(city)) || strings.Contains(got, "Let me look") {
-			t.Errorf("%s: %s", name, got)
-		}
+		got := ask()
+		assert.Truef(t, strings.Contains(got, quoted(city)) && !strings.Contains(got, "Let me look"), "%s: %s", name, got)
 		for _, r := range w.model.Requests()[asked:] {
-			if !strings.Contains(r.Body, citySent) || strings.Contains(r.Body, "Form of the final answer") {
-				t.Errorf("%s: the model was asked %s", name, r.Body)
-			}
+			assert.Truef(t, strings.Contains(r.Body, citySent) && !strings.Contains(r.Body, "Form of the final answer"),
+				"%s: the model was asked %s", name, r.Body)
 		}
 	}
 }
@@ -72,18 +70,14 @@ func TestAServerWithoutStructuredOutputsGetsTheFormInWords(t *testing.T) {
 	w := newWorld(t, modeltest.Refusal(400, "x", "", "response_format is not supported", 0), modeltest.Text(city),
 		modeltest.Text(`{"a":1}`))
 	p := w.process(t)
-	if _, body := p.post(t, cityAsked+`}`); !strings.Contains(body, quoted(city)) {
-		t.Errorf("answered with %s", body)
-	}
+	_, body := p.post(t, cityAsked+`}`)
+	assert.Truef(t, strings.Contains(body, quoted(city)), "answered with %s", body)
 	object := strings.Replace(cityAsked, cityFormat, `"response_format":{"type":"json_object"}`, 1)
-	if _, body := p.post(t, object+`}`); !strings.Contains(body, quoted(`{"a":1}`)) {
-		t.Errorf("answered with %s", body)
-	}
+	_, body = p.post(t, object+`}`)
+	assert.Truef(t, strings.Contains(body, quoted(`{"a":1}`)), "answered with %s", body)
 	asked := w.model.Requests()
 	for i, want := range []string{citySent, quotedIn(citySchema), "one JSON object"} {
-		if !strings.Contains(asked[i].Body, want) {
-			t.Errorf("request %d has no %s: %s", i, want, asked[i].Body)
-		}
+		assert.Truef(t, strings.Contains(asked[i].Body, want), "request %d has no %s: %s", i, want, asked[i].Body)
 	}
 	if last := asked[1].Messages[0]; strings.Contains(last.Content, "population") {
 		t.Errorf("a client's schema is in the system message: %s", last.Content)
@@ -119,14 +113,10 @@ func TestAnAnswerWithoutItsFormIsCorrectedOnceAndThenRefused(t *testing.T) {
 				return
 			}
 			f := failureOf(t, body)
-			if r.StatusCode != http.StatusBadGateway || f.Code != "answer_not_in_format" ||
-				!strings.Contains(f.Message, c.why) ||
-				r.Header.Get("X-Should-Retry") != "false" {
-				t.Errorf("%d %s", r.StatusCode, body)
-			}
-			if lines := w.transcript(t, "s"); len(lines) != 2 || !strings.Contains(lines[1], c.why) {
-				t.Errorf("the thread holds %q", lines)
-			}
+			assert.Truef(t, r.StatusCode == http.StatusBadGateway && f.Code == "answer_not_in_format" &&
+				strings.Contains(f.Message, c.why) && r.Header.Get("X-Should-Retry") == "false", "%d %s", r.StatusCode, body)
+			lines := w.transcript(t, "s")
+			assert.Truef(t, len(lines) == 2 && strings.Contains(lines[1], c.why), "the thread holds %q", lines)
 		})
 	}
 }
@@ -136,13 +126,9 @@ func TestAStreamShowsNothingThatIsNotInItsForm(t *testing.T) {
 	w := newWorld(t, modeltest.Text("Ulm."), modeltest.Text("Ulm!"), modeltest.Text("Ulm."), modeltest.Text("Ulm!"))
 	p := w.process(t)
 	_, body := p.post(t, cityAsked+`,"stream":true}`)
-	if strings.Contains(body, "Ulm") || !strings.Contains(body, "answer_not_in_format") {
-		t.Errorf("streamed %s", body)
-	}
+	assert.Truef(t, !strings.Contains(body, "Ulm") && strings.Contains(body, "answer_not_in_format"), "streamed %s", body)
 	_, body = p.respond(t, "POST", "", `{"model":"agent","input":"Which city?","stream":true,`+cityText+`}`)
-	if strings.Contains(body, "Ulm") || !strings.Contains(body, "response.failed") {
-		t.Errorf("streamed %s", body)
-	}
+	assert.Truef(t, !strings.Contains(body, "Ulm") && strings.Contains(body, "response.failed"), "streamed %s", body)
 }
 
 func TestAFormThatCannotBeGivenIsRefusedByName(t *testing.T) {
@@ -165,18 +151,16 @@ func TestAFormThatCannotBeGivenIsRefusedByName(t *testing.T) {
 		f := failureOf(t, body)
 		code, param, _ := strings.Cut(want, " ")
 		param = strings.TrimSuffix("response_format."+param, ".")
-		if r.StatusCode != http.StatusBadRequest || f.Code != code || f.Param == nil || *f.Param != param {
-			t.Errorf("%.100s: %d %s", format, r.StatusCode, body)
-		}
+		assert.Truef(t, r.StatusCode == http.StatusBadRequest && f.Code == code && f.Param != nil && *f.Param == param,
+			"%.100s: %d %s", format, r.StatusCode, body)
 	}
 	for format, want := range map[string]string{
 		`{"type":"json_schema"}`: "text.format.name",
 		`{"type":"json_schema","name":"a","schema":{"type":"thing"}}`: "text.format.schema",
 	} {
 		_, body := p.respond(t, "POST", "", `{"model":"agent","input":"hi","text":{"format":`+format+`}}`)
-		if f := failureOf(t, body); f.Param == nil || *f.Param != want {
-			t.Errorf("%s: %s", format, body)
-		}
+		f := failureOf(t, body)
+		assert.Truef(t, f.Param != nil && *f.Param == want, "%s: %s", format, body)
 	}
 }
 
@@ -201,9 +185,8 @@ func TestASchemaThatMultipliesItselfEnds(t *testing.T) {
 		began := time.Now()
 		_, body := p.post(t, `{"model":"agent","response_format":`+schemaOf(schema)+
 			`,"messages":[{"role":"user","content":"hi"}]}`)
-		if failureOf(t, body).Code != "answer_not_in_format" || time.Since(began) > time.Minute {
-			t.Errorf("%s after %s: %s", last, time.Since(began), body)
-		}
+		assert.Truef(t, failureOf(t, body).Code == "answer_not_in_format" && time.Since(began) <= time.Minute,
+			"%s after %s: %s", last, time.Since(began), body)
 	}
 }
 
@@ -212,10 +195,9 @@ func TestAFormEndsWithAnErrorWhereOnlyANoticeCouldBeSaid(t *testing.T) {
 	w := newWorld(t, modeltest.ToolCall("refund", `{}`))
 	p := w.process(t, func(c *chat.Chat) { c.ApprovalWait = 50 * time.Millisecond })
 	r, body := p.post(t, cityAsked+`}`)
-	if f := failureOf(t, body); f.Code != "approval_pending" || r.Header.Get("X-Completion-Id") == "" ||
-		r.Header.Get("X-Should-Retry") != "false" {
-		t.Errorf("%d %s", r.StatusCode, body)
-	}
+	f := failureOf(t, body)
+	assert.Truef(t, f.Code == "approval_pending" && r.Header.Get("X-Completion-Id") != "" &&
+		r.Header.Get("X-Should-Retry") == "false", "%d %s", r.StatusCode, body)
 }
 
 func TestAFormIsNotCutAtABoundOfTokens(t *testing.T) {
@@ -223,9 +205,8 @@ func TestAFormIsNotCutAtABoundOfTokens(t *testing.T) {
 	w := newWorld(t, modeltest.Text(city))
 	p := w.process(t)
 	_, body := p.post(t, cityAsked+`,"max_tokens":2}`)
-	if f := failureOf(t, body); f.Code != "answer_not_in_format" || !strings.Contains(f.Message, "token limit") {
-		t.Error(body)
-	}
+	f := failureOf(t, body)
+	assert.True(t, f.Code == "answer_not_in_format" && strings.Contains(f.Message, "token limit"), body)
 }
 
 func TestTheOfficialClientGetsStructuredOutputs(t *testing.T) {
@@ -266,9 +247,8 @@ func TestAResumedTurnKeepsItsForm(t *testing.T) {
 	w.process(t)
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where status = 'completed'`)
 	close(g.pieces)
-	if err := group.Wait(); err != nil || !strings.Contains(body, quoted(city)) {
-		t.Errorf("%v: %s", err, body)
-	}
+	err := group.Wait()
+	assert.Truef(t, err == nil && strings.Contains(body, quoted(city)), "%v: %s", err, body)
 	for _, r := range w.model.Requests() {
 		assert.Contains(t, r.Body, citySent)
 	}
@@ -282,8 +262,7 @@ func TestAFormIsRefusedWhereAFlowAnswersInItsOwnWords(t *testing.T) {
 	})
 	p.talks(t)
 	r, body := p.post(t, cityAsked+`}`, inThread("t")...)
-	if f := failureOf(t, body); r.StatusCode != http.StatusBadRequest || *f.Param != "response_format" {
-		t.Errorf("%d %s", r.StatusCode, body)
-	}
+	f := failureOf(t, body)
+	assert.Truef(t, r.StatusCode == http.StatusBadRequest && *f.Param == "response_format", "%d %s", r.StatusCode, body)
 	assert.Equal(t, "Hello, Ada.", p.answerTo(t, "t", "Ada"))
 }

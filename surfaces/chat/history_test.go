@@ -48,22 +48,19 @@ func TestALongHistoryIsCutAndStoredInOneStatement(t *testing.T) {
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
 	p := w.process(t, roomy)
 	pgtest.Exec(t, w.pool, countInserts)
-	if r, body := p.post(t, invented(8000, "first"), inThread("long")...); r.StatusCode != http.StatusOK {
-		t.Fatalf("a new thread: %d %s", r.StatusCode, body)
-	}
+	r, body := p.post(t, invented(8000, "first"), inThread("long")...)
+	require.Truef(t, r.StatusCode == http.StatusOK, "a new thread: %d %s", r.StatusCode, body)
 	lines := w.transcript(t, "long")
 	if len(lines) != 202 || lines[0] != "user: 7800" || lines[199] != "assistant: 7999" || lines[200] != "user: first" ||
 		lines[201] != "assistant: One." {
 		t.Errorf("the thread has %d messages: %s … %s", len(lines), lines[0],
 			strings.Join(lines[max(0, len(lines)-3):], ", "))
 	}
-	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where turn = case role when 'user' then seq
-		else seq - 1 end`); n != 202 {
-		t.Errorf("%d messages have their turn, want 202", n)
-	}
-	if r, body := p.post(t, invented(8000, "second"), inThread("long")...); r.StatusCode != http.StatusOK {
-		t.Fatalf("the thread again: %d %s", r.StatusCode, body)
-	}
+	n := pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where turn = case role when 'user' then seq
+		else seq - 1 end`)
+	assert.Equal(t, 202, n, "messages that have their turn")
+	r, body = p.post(t, invented(8000, "second"), inThread("long")...)
+	require.Truef(t, r.StatusCode == http.StatusOK, "the thread again: %d %s", r.StatusCode, body)
 	if lines = w.transcript(t, "long"); len(lines) != 204 || lines[202] != "user: second" {
 		t.Errorf("an existing thread took %d messages", len(lines)-202)
 	}
@@ -82,9 +79,8 @@ func TestTooManyNewMessagesAreRefused(t *testing.T) {
 	}
 	req := says("")
 	req.Messages = some(32)
-	if _, err := p.client(inThread("many")...).CreateChatCompletion(t.Context(), req); err != nil {
-		t.Fatal(err)
-	}
+	_, err := p.client(inThread("many")...).CreateChatCompletion(t.Context(), req)
+	require.NoError(t, err)
 	assert.Equal(t, 32,
 		pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user' and turn = 1`))
 	body := `{"model":"agent","messages":[` +
@@ -107,9 +103,8 @@ func TestTheFaultOfALateMessageNamesItsPlace(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r, body := p.post(t, strings.Replace(invented(8000, "x"), `{"role":"user","content":"x"}`, c.message, 1))
 			got := failureOf(t, body)
-			if r.StatusCode != http.StatusBadRequest || got.Code != c.code || got.Param == nil || *got.Param != c.param {
-				t.Errorf("%d %s", r.StatusCode, body)
-			}
+			assert.Truef(t, r.StatusCode == http.StatusBadRequest && got.Code == c.code && got.Param != nil &&
+				*got.Param == c.param, "%d %s", r.StatusCode, body)
 		})
 	}
 }
@@ -139,10 +134,9 @@ func TestTurnsUnderWayAreBounded(t *testing.T) {
 	refused := func(what, thread string) {
 		t.Helper()
 		r, body := p.post(t, message, inThread(thread)...)
-		if got := failureOf(t, body); r.StatusCode != http.StatusTooManyRequests || got.Code != "rate_limit_exceeded" ||
-			r.Header.Get("Retry-After") == "" {
-			t.Errorf("%s: %d %v %s", what, r.StatusCode, r.Header, body)
-		}
+		got := failureOf(t, body)
+		assert.Truef(t, r.StatusCode == http.StatusTooManyRequests && got.Code == "rate_limit_exceeded" &&
+			r.Header.Get("Retry-After") != "", "%s: %d %v %s", what, r.StatusCode, r.Header, body)
 	}
 	refused("another in the thread", "full 0")
 	refused("another of the address", "more")

@@ -42,19 +42,14 @@ func TestImagesReachTheModelAndStayInTheConversation(t *testing.T) {
 		modeltest.Text("Both."))
 	p := w.process(t)
 	_, body := p.post(t, shows("What is it?", pixel("one"), picture), inThread("s")...)
-	if !strings.Contains(body, "A dot.") {
-		t.Fatal(body)
-	}
+	require.True(t, strings.Contains(body, "A dot."), body)
 	p.answerTo(t, "s", "And now?")
 	_, body = p.respond(t, "POST", "", `{"model":"agent","input":[{"role":"user","content":[`+
 		`{"type":"input_text","text":"Compare."},{"type":"input_image","image_url":"`+pixel("two")+`"}]}]}`, inThread("s")...)
-	if !strings.Contains(body, "Both.") {
-		t.Fatal(body)
-	}
+	require.True(t, strings.Contains(body, "Both."), body)
 	for i, r := range w.model.Requests() {
-		if !strings.Contains(r.Body, `{"url":"`+pixel("one")+`","detail":"low"}`) || !strings.Contains(r.Body, picture) {
-			t.Errorf("request %d misses the images: %s", i, r.Body)
-		}
+		assert.Truef(t, strings.Contains(r.Body, `{"url":"`+pixel("one")+`","detail":"low"}`) &&
+			strings.Contains(r.Body, picture), "request %d misses the images: %s", i, r.Body)
 		assert.Equal(t, i == 3, strings.Contains(r.Body, pixel("two")), i)
 	}
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_message_images where data is not null`))
@@ -71,9 +66,8 @@ func TestAnImageMayComeWithoutWords(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("A dot."))
 	p := w.process(t)
-	if _, body := p.post(t, shows("", pixel("one"))); !strings.Contains(body, "A dot.") {
-		t.Error(body)
-	}
+	_, body := p.post(t, shows("", pixel("one")))
+	assert.True(t, strings.Contains(body, "A dot."), body)
 }
 
 func TestANewThreadTakesOverTheImagesOfItsHistory(t *testing.T) {
@@ -82,9 +76,8 @@ func TestANewThreadTakesOverTheImagesOfItsHistory(t *testing.T) {
 	p := w.process(t)
 	body := strings.Replace(shows("Look.", pixel("one")), `]}]}`,
 		`]},{"role":"assistant","content":"A dot."},{"role":"user","content":"Sure?"}]}`, 1)
-	if _, got := p.post(t, body); !strings.Contains(got, "Yes.") {
-		t.Fatal(got)
-	}
+	_, got := p.post(t, body)
+	require.True(t, strings.Contains(got, "Yes."), got)
 	assert.Contains(t, w.model.Requests()[0].Body, pixel("one"))
 }
 
@@ -114,10 +107,8 @@ func TestAnImageThatCannotBeTakenIsRefused(t *testing.T) {
 	} {
 		r, body := p.post(t, shows("hi", c.url))
 		f := failureOf(t, body)
-		if r.StatusCode != http.StatusBadRequest || f.Code != "unsupported_content" || *f.Param != "messages[0].content" ||
-			!strings.Contains(f.Message, c.why) {
-			t.Errorf("%s: %d %.300s", name, r.StatusCode, body)
-		}
+		assert.Truef(t, r.StatusCode == http.StatusBadRequest && f.Code == "unsupported_content" &&
+			*f.Param == "messages[0].content" && strings.Contains(f.Message, c.why), "%s: %d %.300s", name, r.StatusCode, body)
 	}
 	nine := strings.Split(strings.Repeat(picture+" ", 9), " ")[:9]
 	if r, body := p.post(t, shows("hi", nine...)); r.StatusCode != http.StatusBadRequest ||
@@ -126,9 +117,8 @@ func TestAnImageThatCannotBeTakenIsRefused(t *testing.T) {
 	}
 	_, body := p.respond(t, "POST", "",
 		`{"model":"agent","input":[{"role":"user","content":[{"type":"input_image","file_id":"f"}]}]}`)
-	if f := failureOf(t, body); f.Code != "unsupported_content" || *f.Param != "input[0].content" {
-		t.Error(body)
-	}
+	f := failureOf(t, body)
+	assert.True(t, f.Code == "unsupported_content" && *f.Param == "input[0].content", body)
 	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_threads`))
 }
 
@@ -141,12 +131,9 @@ func TestAnAgentWhoseModelTakesTextAloneRefusesImages(t *testing.T) {
 		c.Loop.Model = client
 	})
 	r, body := p.post(t, shows("hi", pixel("a")))
-	if f := failureOf(t, body); r.StatusCode != http.StatusBadRequest || f.Code != "image_not_supported" {
-		t.Errorf("%d %s", r.StatusCode, body)
-	}
-	if len(w.model.Requests()) > 0 {
-		t.Error("the model was asked")
-	}
+	f := failureOf(t, body)
+	assert.Truef(t, r.StatusCode == http.StatusBadRequest && f.Code == "image_not_supported", "%d %s", r.StatusCode, body)
+	assert.True(t, len(w.model.Requests()) == 0, "the model was asked")
 }
 
 func TestAResumedTurnKeepsItsImages(t *testing.T) {
@@ -173,8 +160,6 @@ func TestAResumedTurnKeepsItsImages(t *testing.T) {
 	close(g.pieces)
 	require.NoError(t, group.Wait())
 	for i, r := range w.model.Requests() {
-		if !strings.Contains(r.Body, pixel("one")) {
-			t.Errorf("request %d misses the image: %s", i, r.Body)
-		}
+		assert.Truef(t, strings.Contains(r.Body, pixel("one")), "request %d misses the image: %s", i, r.Body)
 	}
 }

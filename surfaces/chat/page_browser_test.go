@@ -65,9 +65,8 @@ func noProblems(t *testing.T, page *browser.Page) {
 	for _, finding := range page.Inaccessible() {
 		t.Error(finding)
 	}
-	if problems := page.Problems(); len(problems) > 0 {
-		t.Errorf("the browser reports:\n%s", strings.Join(problems, "\n"))
-	}
+	problems := page.Problems()
+	assert.Truef(t, len(problems) == 0, "the browser reports:\n%s", strings.Join(problems, "\n"))
 }
 
 // held is a model's answer whose rest waits until release is closed.
@@ -343,9 +342,8 @@ func TestASiteEmbedsThePage(t *testing.T) {
 		}
 		rec := httptest.NewRecorder()
 		c.PageHandler().ServeHTTP(rec, httptest.NewRequest(http.MethodGet, "/chat", nil))
-		if got := rec.Header().Get("Content-Security-Policy"); !strings.HasSuffix(got, want) {
-			t.Errorf("policy %q, want %q", got, want)
-		}
+		got := rec.Header().Get("Content-Security-Policy")
+		assert.Truef(t, strings.HasSuffix(got, want), "policy %q, want %q", got, want)
 	}
 }
 
@@ -369,14 +367,11 @@ func TestThePageIsCompressedAndCached(t *testing.T) {
 			continue
 		}
 		got := get(ref)
-		if got.Code != http.StatusOK || !strings.HasSuffix(path.Ext(strings.Split(ref, "?")[0]), "svg") &&
-			got.Header().Get("Content-Encoding") != "gzip" || !strings.Contains(got.Header().Get("Cache-Control"), "immutable") {
-			t.Errorf("%s: %d %v", ref, got.Code, got.Header())
-		}
+		assert.Truef(t, got.Code == http.StatusOK &&
+			(strings.HasSuffix(path.Ext(strings.Split(ref, "?")[0]), "svg") || got.Header().Get("Content-Encoding") == "gzip") &&
+			strings.Contains(got.Header().Get("Cache-Control"), "immutable"), "%s: %d %v", ref, got.Code, got.Header())
 		total += got.Body.Len()
 	}
-	if total < 20_000 || total > 80_000 {
-		t.Errorf("the page transfers %d bytes", total)
-	}
+	assert.Truef(t, total >= 20_000 && total <= 80_000, "the page transfers %d bytes", total)
 	assert.Equal(t, "no-cache", get("/chat/chat.js?v=old").Header().Get("Cache-Control"))
 }

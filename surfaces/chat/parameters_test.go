@@ -48,13 +48,9 @@ func TestEveryDocumentedParameterIsHonouredRefusedOrTheAgents(t *testing.T) {
 // decided compares what the surface knows with what a library documents.
 func decided(t *testing.T, known, documented []string) {
 	t.Helper()
-	if len(documented) < 20 {
-		t.Fatalf("the library documents %v", documented)
-	}
+	require.Truef(t, len(documented) >= 20, "the library documents %v", documented)
 	for _, name := range documented {
-		if !slices.Contains(known, name) {
-			t.Errorf("nobody has decided about %s", name)
-		}
+		assert.Truef(t, slices.Contains(known, name), "nobody has decided about %s", name)
 	}
 }
 
@@ -92,17 +88,13 @@ func TestVisitorsWithATokenOfTheirOwnAreCountedByIt(t *testing.T) {
 	for _, token := range []string{"vis_one", "vis_other"} {
 		assert.NoError(t, c.allow(r, "site", "", token), "a visitor of that address")
 		assert.Error(t, c.allow(r, "site", "", token), "a second message of a visitor was taken")
-		if c.allow(r, "site", "somebody else", token) == nil {
-			t.Error("a second message of a visitor was taken by another name")
-		}
+		assert.Error(t, c.allow(r, "site", "somebody else", token), "a second message of a visitor was taken by another name")
 	}
 	refused := false
 	for i := range visitorsPerAddress {
 		refused = refused || c.allow(r, "site", "", fmt.Sprint("vis_made_up_", i)) != nil
 	}
-	if !refused {
-		t.Error("an address may make up any number of tokens")
-	}
+	assert.True(t, refused, "an address may make up any number of tokens")
 }
 
 func TestMessagesWithoutAThreadShareNone(t *testing.T) {
@@ -110,16 +102,14 @@ func TestMessagesWithoutAThreadShareNone(t *testing.T) {
 	c := at(1, 32)
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
 	for i := range 16 { // half are an address's
-		if _, err := c.admit(r, UserMessage{Owner: "site"}); err != nil {
-			t.Fatalf("message %d: %v", i+1, err)
-		}
+		_, err := c.admit(r, UserMessage{Owner: "site"})
+		require.NoError(t, err, "message", i+1)
 	}
 	for range 2 {
 		_, _ = c.admit(r, UserMessage{Owner: "site", Name: "one"})
 	}
-	if _, err := c.admit(r, UserMessage{Owner: "site"}); err == nil {
-		t.Error("one more of the address")
-	}
+	_, err := c.admit(r, UserMessage{Owner: "site"})
+	assert.Error(t, err, "one more of the address")
 }
 
 // TestAClaimThatEndsLateDoesNotSendTheNextAway: a turn that was decided at once goes on in the same process before

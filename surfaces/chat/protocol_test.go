@@ -27,19 +27,14 @@ func TestAVisitorIsAnswered(t *testing.T) {
 	got, err := p.client(inThread("t1")...).CreateChatCompletion(t.Context(), says("When do you open?"))
 	require.NoError(t, err)
 	choice := got.Choices[0]
-	if choice.Message.Content != "We open at nine." || choice.FinishReason != "stop" ||
-		choice.Message.Role != "assistant" ||
-		got.Object != "chat.completion" || got.Model != "nora" || !strings.HasPrefix(got.ID, "chatcmpl-") {
-		t.Errorf("answer: %+v", got)
-	}
-	if got.Usage.CompletionTokens < 7 || got.Usage.TotalTokens != got.Usage.PromptTokens+got.Usage.CompletionTokens {
-		t.Errorf("usage: %+v", got.Usage)
-	}
+	assert.Truef(t, choice.Message.Content == "We open at nine." && choice.FinishReason == "stop" &&
+		choice.Message.Role == "assistant" && got.Object == "chat.completion" && got.Model == "nora" &&
+		strings.HasPrefix(got.ID, "chatcmpl-"), "answer: %+v", got)
+	assert.Truef(t, got.Usage.CompletionTokens >= 7 &&
+		got.Usage.TotalTokens == got.Usage.PromptTokens+got.Usage.CompletionTokens, "usage: %+v", got.Usage)
 	header := got.Header()
-	if header.Get("X-Thread-Id") != "t1" || !strings.HasPrefix(header.Get("X-Trace-Id"), "ch_") ||
-		header.Get("X-Request-Id") != header.Get("X-Trace-Id") {
-		t.Errorf("headers: %v", header)
-	}
+	assert.Truef(t, header.Get("X-Thread-Id") == "t1" && strings.HasPrefix(header.Get("X-Trace-Id"), "ch_") &&
+		header.Get("X-Request-Id") == header.Get("X-Trace-Id"), "headers: %v", header)
 	assert.NoDiff(t, []string{"user: When do you open?", "assistant: We open at nine."}, w.transcript(t, "t1"))
 	rows := pgtest.Value[int](t, w.pool, `select count(*) from agent_activity where trace_id = $1
 		and agent = 'visitor_chat'`, header.Get("X-Trace-Id"))
@@ -56,14 +51,12 @@ func TestAnAnswerThatIsNotWholeSaysSo(t *testing.T) {
 		p := w.process(t)
 		_, body := p.post(t,
 			`{"model":"agent","stream":true,"metadata":{"thread_id":"t1"},"messages":[{"role":"user","content":"When?"}]}`)
-		if !strings.Contains(body, `"finish_reason":"`+string(why)+`"`) || strings.Contains(body, `"finish_reason":"stop"`) {
-			t.Errorf("a stream that ended by %s says %s", why, body)
-		}
+		assert.Truef(t, strings.Contains(body, `"finish_reason":"`+string(why)+`"`) &&
+			!strings.Contains(body, `"finish_reason":"stop"`), "a stream that ended by %s says %s", why, body)
 		w.model.Add(modeltest.Text("And close at").WithFinish(why))
 		_, body = p.post(t, `{"model":"agent","metadata":{"thread_id":"t1"},"messages":[{"role":"user","content":"And?"}]}`)
-		if !strings.Contains(body, `"finish_reason":"`+string(why)+`"`) {
-			t.Errorf("an answer that ended by %s says %s", why, body)
-		}
+		assert.Truef(t, strings.Contains(body, `"finish_reason":"`+string(why)+`"`),
+			"an answer that ended by %s says %s", why, body)
 	}
 }
 
@@ -75,12 +68,10 @@ func TestAnAnswerWithNULIsSaidOnce(t *testing.T) {
 	for i, want := range []string{"We open\uFFFD at nine.", "And close\uFFFD at five."} {
 		_, body := p.post(t, fmt.Sprintf(`{"model":"agent","stream":%t,"metadata":{"thread_id":"t1"},
 			"messages":[{"role":"user","content":"When?"}]}`, i == 0))
-		if strings.Contains(body, `\n\n`) || strings.Count(body, "\uFFFD") != 1 {
-			t.Errorf("the answer is said otherwise than once: %s", body)
-		}
-		if lines := w.transcript(t, "t1"); lines[len(lines)-1] != "assistant: "+want {
-			t.Errorf("kept is %q, want %q", lines[len(lines)-1], want)
-		}
+		assert.Truef(t, !strings.Contains(body, `\n\n`) && strings.Count(body, "\uFFFD") == 1,
+			"the answer is said otherwise than once: %s", body)
+		lines := w.transcript(t, "t1")
+		assert.Equal(t, "assistant: "+want, lines[len(lines)-1], "kept", want)
 	}
 }
 
@@ -91,10 +82,8 @@ func TestAStreamHasTheFormOfTheProtocol(t *testing.T) {
 	r, body := p.post(t,
 		`{"model":"agent","stream":true,"stream_options":{"include_usage":true},"logit_bias":{},"made_up":1,
 		"messages":[{"role":"user","content":[{"type":"text","text":"When do"},{"type":"text","text":"you open?"}]}]}`)
-	if r.StatusCode != http.StatusOK || r.Header.Get("Content-Type") != "text/event-stream" ||
-		r.Header.Get("X-Accel-Buffering") != "no" {
-		t.Errorf("status %d, headers %v", r.StatusCode, r.Header)
-	}
+	assert.Truef(t, r.StatusCode == http.StatusOK && r.Header.Get("Content-Type") == "text/event-stream" &&
+		r.Header.Get("X-Accel-Buffering") == "no", "status %d, headers %v", r.StatusCode, r.Header)
 	type chunk struct {
 		ID, Object, Model string
 		Created           int64
@@ -118,38 +107,30 @@ func TestAStreamHasTheFormOfTheProtocol(t *testing.T) {
 		}
 		var c chunk
 		require.NoError(t, json.Unmarshal([]byte(data), &c))
-		if c.ID == "" || c.Object != "chat.completion.chunk" || c.Created == 0 || c.Model != "agent" {
-			t.Errorf("chunk without its head: %s", data)
-		}
+		assert.Truef(t, c.ID != "" && c.Object == "chat.completion.chunk" && c.Created != 0 && c.Model == "agent",
+			"chunk without its head: %s", data)
 		chunks = append(chunks, c)
 	}
-	if last != "[DONE]" || len(chunks) < 4 {
-		t.Fatalf("the stream:\n%s", body)
-	}
+	require.Truef(t, last == "[DONE]" && len(chunks) >= 4, "the stream:\n%s", body)
 	assert.NoDiff(t, map[string]any{"role": "assistant", "content": ""}, chunks[0].Choices[0].Delta)
 	var text strings.Builder
 	for _, c := range chunks[1 : len(chunks)-2] {
-		if _, role := c.Choices[0].Delta["role"]; role || c.Choices[0].FinishReason != nil {
-			t.Errorf("a middle chunk has a role or a finish reason: %+v", c)
-		}
+		_, role := c.Choices[0].Delta["role"]
+		assert.Truef(t, !role && c.Choices[0].FinishReason == nil, "a middle chunk has a role or a finish reason: %+v", c)
 		if piece, ok := c.Choices[0].Delta["content"].(string); ok {
 			text.WriteString(piece)
 		}
 	}
-	if end := chunks[len(chunks)-2]; end.Choices[0].FinishReason == nil || *end.Choices[0].FinishReason != "stop" ||
-		len(end.Choices[0].Delta) > 0 {
-		t.Errorf("the last but one: %+v", end)
-	}
-	if usage := chunks[len(chunks)-1]; len(usage.Choices) > 0 || usage.Usage == nil {
-		t.Errorf("the last: %+v", usage)
-	}
+	end := chunks[len(chunks)-2]
+	assert.Truef(t, end.Choices[0].FinishReason != nil && *end.Choices[0].FinishReason == "stop" &&
+		len(end.Choices[0].Delta) == 0, "the last but one: %+v", end)
+	usage := chunks[len(chunks)-1]
+	assert.Truef(t, len(usage.Choices) == 0 && usage.Usage != nil, "the last: %+v", usage)
 	// What has streamed is what is stored.
 	want := "Let me look.\n\nWe open at nine."
 	thread := w.transcript(t, r.Header.Get("X-Thread-Id"))
-	if diff := cmp.Diff([]string{"user: When do\nyou open?", "assistant: " + want}, thread); diff != "" ||
-		text.String() != want {
-		t.Errorf("streamed %q; thread (-want +got):\n%s", text.String(), diff)
-	}
+	diff := cmp.Diff([]string{"user: When do\nyou open?", "assistant: " + want}, thread)
+	assert.Truef(t, diff == "" && text.String() == want, "streamed %q; thread (-want +got):\n%s", text.String(), diff)
 }
 
 func TestModelsAreListed(t *testing.T) {
@@ -162,14 +143,12 @@ func TestModelsAreListed(t *testing.T) {
 		ids = append(ids, m.ID)
 	}
 	assert.NoDiff(t, []string{"nora", "agent"}, ids)
-	if m, err := p.client().GetModel(t.Context(), "agent"); err != nil || m.ID != "agent" || m.Object != "model" {
-		t.Errorf("model: %+v, %v", m, err)
-	}
+	m, err := p.client().GetModel(t.Context(), "agent")
+	assert.Truef(t, err == nil && m.ID == "agent" && m.Object == "model", "model: %+v, %v", m, err)
 	_, err = p.client().GetModel(t.Context(), "gpt-4o")
 	var failure *openai.APIError
-	if !errors.As(err, &failure) || failure.HTTPStatusCode != http.StatusNotFound || failure.Code != "model_not_found" {
-		t.Errorf("an unknown model: %v", err)
-	}
+	assert.Truef(t, errors.As(err, &failure) && failure.HTTPStatusCode == http.StatusNotFound &&
+		failure.Code == "model_not_found", "an unknown model: %v", err)
 }
 
 func TestWhatIsRefused(t *testing.T) {
@@ -254,12 +233,9 @@ func TestWhatIsRefused(t *testing.T) {
 			if got.Param != nil {
 				param = *got.Param
 			}
-			if r.StatusCode != c.status || got.Code != c.code || param != c.param || got.Message == "" {
-				t.Errorf("answer %d %s, want %d, code %s, param %q", r.StatusCode, body, c.status, c.code, c.param)
-			}
-			if c.key == "" && r.Header.Get("X-Request-Id") == "" {
-				t.Error("the answer has no x-request-id")
-			}
+			assert.Truef(t, r.StatusCode == c.status && got.Code == c.code && param == c.param && got.Message != "",
+				"answer %d %s, want %d, code %s, param %q", r.StatusCode, body, c.status, c.code, c.param)
+			assert.True(t, c.key != "" || r.Header.Get("X-Request-Id") != "", "the answer has no x-request-id")
 		})
 	}
 	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`))
@@ -274,15 +250,13 @@ func TestASilentStreamIsKeptAlive(t *testing.T) {
 	defer stream.Close()
 	for range 4 { // the role, then signs of life
 		chunk, err := stream.Recv()
-		if err != nil || len(chunk.Choices) != 1 || chunk.Choices[0].Delta.Content != "" {
-			t.Fatalf("chunk %+v, %v", chunk, err)
-		}
+		require.Truef(t, err == nil && len(chunk.Choices) == 1 && chunk.Choices[0].Delta.Content == "",
+			"chunk %+v, %v", chunk, err)
 	}
 	send(t, g.pieces, "Hi.")
 	close(g.pieces)
-	if text, err := streamed(t, stream); text != "Hi." || err != nil {
-		t.Errorf("text %q, %v", text, err)
-	}
+	text, err := streamed(t, stream)
+	assert.Truef(t, text == "Hi." && err == nil, "text %q, %v", text, err)
 }
 
 func TestTheModelsFailureIsTold(t *testing.T) {
@@ -294,15 +268,12 @@ func TestTheModelsFailureIsTold(t *testing.T) {
 	p := w.process(t)
 	_, err := p.client(inThread("f")...).CreateChatCompletion(t.Context(), says("hello"))
 	var failure *openai.APIError
-	if !errors.As(err, &failure) || failure.HTTPStatusCode != http.StatusBadGateway ||
-		strings.Contains(failure.Message, "sk-") {
-		t.Errorf("whole: %v", err)
-	}
+	assert.Truef(t, errors.As(err, &failure) && failure.HTTPStatusCode == http.StatusBadGateway &&
+		!strings.Contains(failure.Message, "sk-"), "whole: %v", err)
 	stream, err := p.client(inThread("f")...).CreateChatCompletionStream(t.Context(), says("hello"))
 	require.NoError(t, err)
-	if _, err := streamed(t, stream); !errors.As(err, &failure) || failure.Code != "answer_failed" {
-		t.Errorf("in the middle of a stream: %v", err)
-	}
+	_, err = streamed(t, stream)
+	assert.Truef(t, errors.As(err, &failure) && failure.Code == "answer_failed", "in the middle of a stream: %v", err)
 	r, _ := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"a"}]}`)
 	assert.Equal(t, "false", r.Header.Get("X-Should-Retry"))
 }
@@ -314,9 +285,7 @@ func TestABrokenAnswerBeginsAgainInSight(t *testing.T) {
 	stream, err := p.client(inThread("c")...).CreateChatCompletionStream(t.Context(), says("When?"))
 	require.NoError(t, err)
 	text, err := streamed(t, stream)
-	if err != nil || !strings.HasSuffix(text, "Nine o'clock.") {
-		t.Errorf("text %q, %v", text, err)
-	}
+	assert.Truef(t, err == nil && strings.HasSuffix(text, "Nine o'clock."), "text %q, %v", text, err)
 	assert.NoDiff(t, []string{"user: When?", "assistant: " + text}, w.transcript(t, "c"))
 	// Nobody has seen it: then it is as if it had not been.
 	w.model.Add(modeltest.CutStream("We close at"), modeltest.Text("Six o'clock."))
@@ -338,7 +307,6 @@ func TestMaxTokensBoundsTheAnswer(t *testing.T) {
 	}
 	stream, err := p.client(inThread("m")...).CreateChatCompletionStream(t.Context(), req)
 	require.NoError(t, err)
-	if text, err := streamed(t, stream); err != nil || len(text) > 40 || text != long[:len(text)] {
-		t.Errorf("streamed %q, %v", text, err)
-	}
+	text, err := streamed(t, stream)
+	assert.Truef(t, err == nil && len(text) <= 40 && text == long[:len(text)], "streamed %q, %v", text, err)
 }

@@ -75,9 +75,8 @@ func conversing(t *testing.T, f talk, more ...func(*chat.Chat)) *process {
 // talks begins the flow in a thread that is open to the key site, and waits until it waits.
 func (p *process) talks(t *testing.T) string {
 	t.Helper()
-	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"}); err != nil {
-		t.Fatal(err)
-	}
+	_, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"})
+	require.NoError(t, err)
 	x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{Flow: "talk", Surface: trace.Flow, ThreadID: "t"})
 	require.NoError(t, err)
 	p.reaches(t, x.ID, executions.Waiting)
@@ -105,9 +104,8 @@ func TestAMessageGoesToTheFlowThatWaitsForIt(t *testing.T) {
 	assert.Equal(t, "Hello, Ada.\n\nWhere do you live?", p.answerTo(t, "t", "Ada"))
 	stream, err := p.client(inThread("t")...).CreateChatCompletionStream(t.Context(), says("London"))
 	require.NoError(t, err)
-	if got, err := streamed(t, stream); err != nil || got != "So Ada lives in London." {
-		t.Errorf("streamed: %q, %v", got, err)
-	}
+	got, err := streamed(t, stream)
+	assert.Truef(t, err == nil && got == "So Ada lives in London.", "streamed: %q, %v", got, err)
 	p.reaches(t, id, executions.Completed)
 	want := []string{"Who are you?", "Ada", "Hello, Ada.", "Where do you live?", "London", "So Ada lives in London."}
 	assert.NoDiff(t, want, p.all(t, "t"))
@@ -154,9 +152,8 @@ func TestAMessageThatNobodyAnswersIsPassedOn(t *testing.T) {
 	id := p.talks(t)
 	assert.Equal(t, "Your message was passed on.", p.answerTo(t, "t", "hello?"))
 	assert.NoDiff(t, []string{"One moment.", "hello?"}, p.all(t, "t"))
-	if _, err := p.engine.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "go", nil, ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err := p.engine.Deliver(t.Context(), p.pool, "EVENT_COMPLETED", "go", nil, "")
+	require.NoError(t, err)
 	p.reaches(t, id, executions.Completed)
 	// With the flow gone, the model answers again.
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("here I am") })
@@ -179,15 +176,13 @@ func TestAMessageThatComesBeforeTheWaitIsNotLost(t *testing.T) {
 		}
 		say("Hello, " + hear() + ".")
 	})
-	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"}); err != nil {
-		t.Fatal(err)
-	}
-	if _, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{
+	_, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"})
+	require.NoError(t, err)
+	_, _, err = p.engine.Start(t.Context(), p.pool, executions.Spec{
 		Flow: "talk", Surface: trace.Flow,
 		ThreadID: "t",
-	}); err != nil {
-		t.Fatal(err)
-	}
+	})
+	require.NoError(t, err)
 	testkit.Receive(t, asked)
 	answers := make(chan string, 1)
 	go func() { answers <- p.answerTo(t, "t", "Ada") }()
@@ -208,16 +203,14 @@ func TestARelayedMessageCountsOnceAndCanBeAttachedTo(t *testing.T) {
 	body := `{"model":"nora","messages":[{"role":"user","content":"Ada"}]}`
 	first, firstBody := p.post(t, body, headers...)
 	again, againBody := p.post(t, body, headers...)
-	if first.StatusCode != http.StatusOK || again.StatusCode != http.StatusOK || firstBody != againBody ||
-		!strings.Contains(firstBody, "Hello, Ada.") {
-		t.Errorf("first %d %s\nagain %d %s", first.StatusCode, firstBody, again.StatusCode, againBody)
-	}
+	assert.Truef(t, first.StatusCode == http.StatusOK && again.StatusCode == http.StatusOK && firstBody == againBody &&
+		strings.Contains(firstBody, "Hello, Ada."), "first %d %s\nagain %d %s", first.StatusCode, firstBody, again.StatusCode,
+		againBody)
 	var got openai.ChatCompletionResponse
 	require.NoError(t, json.Unmarshal([]byte(firstBody), &got))
 	attached, attachedBody := p.get(t, "/v1/chat/completions/"+got.ID+"?stream=true")
-	if attached.StatusCode != http.StatusOK || contentOf(t, attachedBody) != "Hello, Ada." {
-		t.Errorf("attached: %d %s", attached.StatusCode, attachedBody)
-	}
+	assert.Truef(t, attached.StatusCode == http.StatusOK && contentOf(t, attachedBody) == "Hello, Ada.",
+		"attached: %d %s", attached.StatusCode, attachedBody)
 	assert.NoDiff(t, []string{"Who are you?", "Ada", "Hello, Ada."}, p.all(t, "t"))
 }
 
@@ -257,18 +250,15 @@ func TestARelayWhoseMessagesAreDeletedEndsWithWhatItHasShown(t *testing.T) {
 	var said string
 	for !strings.Contains(said, "Hello, Ada.") {
 		chunk, err := stream.Recv()
-		if err != nil {
-			t.Fatalf("after %q: %v", said, err)
-		}
+		require.NoError(t, err, "after", said)
 		for _, c := range chunk.Choices {
 			said += c.Delta.Content
 		}
 	}
 	pgtest.Exec(t, p.pool, `delete from agent_messages where role = 'assistant'`)
 	close(done)
-	if rest, err := streamed(t, stream); err != nil || rest != "" {
-		t.Errorf("then comes %q, %v", rest, err)
-	}
+	rest, err := streamed(t, stream)
+	assert.Truef(t, err == nil && rest == "", "then comes %q, %v", rest, err)
 	p.reaches(t, id, executions.Completed)
 }
 
@@ -300,9 +290,8 @@ func TestARelayFollowsFromTheChildToItsParent(t *testing.T) {
 func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 	t.Parallel()
 	p := conversing(t, nil, func(c *chat.Chat) { c.RelayWait = time.Hour })
-	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"}); err != nil {
-		t.Fatal(err)
-	}
+	_, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"})
+	require.NoError(t, err)
 	x, _, err := p.engine.Start(t.Context(), p.pool, executions.Spec{
 		Flow: "external:agent", Surface: trace.Flow,
 		ThreadID: "t", OnLost: "hand_on",
@@ -322,19 +311,17 @@ func TestAVisitorDoesNotWaitForAWorkerThatIsAway(t *testing.T) {
 			}
 			return err
 		}))
-		if _, _, err := p.engine.UnlockRun(t.Context(), x.ID, got.LockID,
-			executions.UnlockParams{Status: executions.Waiting, For: "response"}); err != nil {
-			t.Fatal(err)
-		}
+		_, _, err = p.engine.UnlockRun(t.Context(), x.ID, got.LockID,
+			executions.UnlockParams{Status: executions.Waiting, For: "response"})
+		require.NoError(t, err)
 	}
 	says("Who are you?")
 	assert.Equal(t, "Your message was passed on.", p.answerTo(t, "t", "Ada"))
 	says("Hello, Ada. Where do you live?")
 	assert.Equal(t, "Hello, Ada. Where do you live?", p.answerTo(t, "t", "London"))
 	// One whose worker was lost is away, too, as soon as that is known.
-	if _, err := p.engine.LockRun(t.Context(), x.ID, "worker", time.Minute); err != nil {
-		t.Fatal(err)
-	}
+	_, err = p.engine.LockRun(t.Context(), x.ID, "worker", time.Minute)
+	require.NoError(t, err)
 	pgtest.Exec(t, p.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)
 	assert.Equal(t, "Your message was passed on.", p.answerTo(t, "t", "hello?"))
 }
@@ -363,10 +350,9 @@ func TestAParameterThatCannotBeHonouredIsRefusedByName(t *testing.T) {
 	} {
 		r, body := p.post(t, `{"model":"agent",`+value+`,"messages":[{"role":"user","content":"hi"}]}`)
 		got := failureOf(t, body)
-		if r.StatusCode != http.StatusBadRequest || got.Param == nil || *got.Param != param ||
-			got.Code != "unsupported_value" || got.Type != "invalid_request_error" || len(got.Message) < len(param)+15 {
-			t.Errorf("%s: %d %s", value, r.StatusCode, body)
-		}
+		assert.Truef(t, r.StatusCode == http.StatusBadRequest && got.Param != nil && *got.Param == param &&
+			got.Code == "unsupported_value" && got.Type == "invalid_request_error" && len(got.Message) >= len(param)+15,
+			"%s: %d %s", value, r.StatusCode, body)
 	}
 	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`))
 }
@@ -390,8 +376,7 @@ func TestParametersThatChangeNothingAreAccepted(t *testing.T) {
 		assert.Equal(t, http.StatusOK, r.StatusCode, value, body)
 	}
 	for _, req := range w.model.Requests() {
-		if req.Temperature != 0 || req.Seed != nil || len(req.Stop) > 0 {
-			t.Errorf("a client's setting reached the model: %+v", req)
-		}
+		assert.Truef(t, req.Temperature == 0 && req.Seed == nil && len(req.Stop) == 0,
+			"a client's setting reached the model: %+v", req)
 	}
 }

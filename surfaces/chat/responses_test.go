@@ -73,34 +73,27 @@ func TestTheOfficialClientHoldsAConversationOfResponses(t *testing.T) {
 		"response.output_item.done",
 		"response.completed",
 	}
-	if diff := cmp.Diff(want, slices.Compact(kinds)); diff != "" || stream.Err() != nil {
-		t.Errorf("%v; events (-want +got):\n%s", stream.Err(), diff)
-	}
+	diff := cmp.Diff(want, slices.Compact(kinds))
+	assert.Truef(t, diff == "" && stream.Err() == nil, "%v; events (-want +got):\n%s", stream.Err(), diff)
 	if said != "We open at nine o'clock." || last.OutputText() != said || last.PreviousResponseID != first.ID {
 		t.Errorf("said %q; last %s", said, last.RawJSON())
 	}
 	lines := w.transcript(t, first.Conversation.ID)
-	if len(lines) != 4 || w.called("opening") != 1 {
-		t.Errorf("the thread has %q", lines)
-	}
+	assert.Truef(t, len(lines) == 4 && w.called("opening") == 1, "the thread has %q", lines)
 	for _, req := range w.model.Requests() {
-		if strings.Contains(req.Body, "moo") {
-			t.Error("a client's instructions reached the model")
-		}
+		assert.True(t, !strings.Contains(req.Body, "moo"), "a client's instructions reached the model")
 	}
 	stored, err := client.Responses.Get(t.Context(), last.ID, responses.ResponseGetParams{})
-	if err != nil || stored.OutputText() != said || stored.Status != "completed" {
-		t.Errorf("stored %v, %v", stored, err)
-	}
+	assert.Truef(t, err == nil && stored.OutputText() == said && stored.Status == "completed",
+		"stored %v, %v", stored, err)
 	_, err = client.Responses.New(t.Context(), responses.ResponseNewParams{
 		Model: "agent", Input: responses.ResponseNewParamsInputUnion{OfString: openai.String("And before?")},
 		PreviousResponseID: openai.String(first.ID),
 	})
 	var failure *openai.Error
-	if !errors.As(err, &failure) || failure.StatusCode != http.StatusConflict ||
-		failure.Code != "previous_response_not_last" || !strings.Contains(failure.Message, last.ID) {
-		t.Errorf("a response that is not the last: %v", err)
-	}
+	assert.Truef(t, errors.As(err, &failure) && failure.StatusCode == http.StatusConflict &&
+		failure.Code == "previous_response_not_last" && strings.Contains(failure.Message, last.ID),
+		"a response that is not the last: %v", err)
 }
 
 func TestResponsesRefuseWhatTheyCannotDo(t *testing.T) {
@@ -138,9 +131,8 @@ func TestResponsesRefuseWhatTheyCannotDo(t *testing.T) {
 		if f.Param != nil {
 			param = *f.Param
 		}
-		if r.StatusCode != http.StatusBadRequest || f.Code+" "+param != c.want || f.Message == "" {
-			t.Errorf("%s: %d %s", c.body, r.StatusCode, got)
-		}
+		assert.Truef(t, r.StatusCode == http.StatusBadRequest && f.Code+" "+param == c.want && f.Message != "",
+			"%s: %d %s", c.body, r.StatusCode, got)
 	}
 	assert.Equal(t, 0, pgtest.Value[int](t, p.pool, `select count(*) from agent_threads`))
 }
@@ -156,11 +148,10 @@ func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 		ID, Status, Object string
 		Background         bool
 	}
-	if err := json.Unmarshal([]byte(body), &got); err != nil || got.Status != "in_progress" ||
-		r.StatusCode != http.StatusOK || got.Object != "response" || !got.Background ||
-		r.Header.Get("X-Thread-Id") != "c" || r.Header.Get("X-Trace-Id") == "" {
-		t.Fatalf("%d %s", r.StatusCode, body)
-	}
+	err := json.Unmarshal([]byte(body), &got)
+	require.Truef(t, err == nil && got.Status == "in_progress" && r.StatusCode == http.StatusOK &&
+		got.Object == "response" && got.Background && r.Header.Get("X-Thread-Id") == "c" && r.Header.Get("X-Trace-Id") != "",
+		"%d %s", r.StatusCode, body)
 	testkit.Receive(t, g.asked)
 	send(t, g.pieces, "Half of it")
 	pgtest.Eventually(t, patience, func() bool {
@@ -177,17 +168,13 @@ func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 		assert.Equal(t, http.StatusNotFound, r.StatusCode, c.method, c.path, theirs)
 	}
 	r, body = p.respond(t, "DELETE", "/"+got.ID, "")
-	if r.StatusCode != http.StatusBadRequest || failureOf(t, body).Param == nil {
-		t.Errorf("delete: %d %s", r.StatusCode, body)
-	}
-	if _, body := p.respond(t, "GET", "/"+got.ID+"/input_items", ""); !strings.Contains(body, `"input_text"`) ||
-		!strings.Contains(body, "slowly") {
-		t.Errorf("input items: %s", body)
-	}
+	assert.Truef(t, r.StatusCode == http.StatusBadRequest && failureOf(t, body).Param != nil,
+		"delete: %d %s", r.StatusCode, body)
+	_, body = p.respond(t, "GET", "/"+got.ID+"/input_items", "")
+	assert.Truef(t, strings.Contains(body, `"input_text"`) && strings.Contains(body, "slowly"), "input items: %s", body)
 	for range 2 {
-		if _, body := p.respond(t, "POST", "/"+got.ID+"/cancel", ""); !strings.Contains(body, `"status":"cancelled"`) {
-			t.Errorf("cancelled: %s", body)
-		}
+		_, body := p.respond(t, "POST", "/"+got.ID+"/cancel", "")
+		assert.Truef(t, strings.Contains(body, `"status":"cancelled"`), "cancelled: %s", body)
 	}
 	want := []string{"user: slowly", "assistant: Half of it [interrupted]"}
 	assert.NoDiff(t, want, w.transcript(t, "c"))

@@ -135,9 +135,8 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 	w := newWorld(t, modeltest.Text("One."), modeltest.Text("Two."))
 	p := w.process(t)
 	for _, count := range []string{"", "0"} {
-		if _, err := p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, count)...); err != nil {
-			t.Fatal(err)
-		}
+		_, err := p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, count)...)
+		require.NoError(t, err)
 	}
 	want := []string{"user: yes", "assistant: One.", "user: yes", "assistant: Two."}
 	assert.NoDiff(t, want, w.transcript(t, "t"))
@@ -145,14 +144,10 @@ func TestWhoSaysYesTwiceIsHeardTwice(t *testing.T) {
 	pgtest.Exec(t, w.pool, `update agent_chat_requests set changed_at = changed_at - interval '31 seconds'`)
 	w.model.Add(modeltest.Text("Three."))
 	got, err := p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "1")...)
-	if err != nil || !strings.Contains(got, "Three.") {
-		t.Errorf("the third yes got %s, %v", got, err)
-	}
+	assert.Truef(t, err == nil && strings.Contains(got, "Three."), "the third yes got %s, %v", got, err)
 	// Its answer was lost on its way back: a retry at once gets it again.
 	got, err = p.sendIn(t.Context(), yes, append(inThread("t"), countHeader, "2")...)
-	if err != nil || !strings.Contains(got, "Three.") {
-		t.Errorf("the retry got %s, %v", got, err)
-	}
+	assert.Truef(t, err == nil && strings.Contains(got, "Three."), "the retry got %s, %v", got, err)
 	g, reply := gated()
 	w.model.Add(reply, modeltest.Text("Five."))
 	var group errgroup.Group
@@ -253,22 +248,19 @@ func TestASpentLimitIsAnErrorThatSaysWhenItEnds(t *testing.T) {
 	spent := func(err error) *openai.Error {
 		t.Helper()
 		var refused *openai.Error
-		if !errors.As(err, &refused) || refused.Code != "insufficient_quota" || refused.Type != "insufficient_quota" ||
-			!strings.Contains(refused.Message, "I can answer again from 20") || !strings.Contains(refused.Message, ":00 CE") {
-			t.Fatalf("the error is %v", err)
-		}
+		require.Truef(t, errors.As(err, &refused) && refused.Code == "insufficient_quota" &&
+			refused.Type == "insufficient_quota" && strings.Contains(refused.Message, "I can answer again from 20") &&
+			strings.Contains(refused.Message, ":00 CE"), "the error is %v", err)
 		return refused
 	}
 	_, err := client.Chat.Completions.New(t.Context(), ask("Hello."))
 	refused := spent(err)
-	if refused.StatusCode != http.StatusTooManyRequests || refused.Response.Header.Get("X-Should-Retry") != "false" ||
-		refused.Response.Header.Get("Retry-After") == "" {
-		t.Errorf("status %d, header %v", refused.StatusCode, refused.Response.Header)
-	}
-	if day := ends.Format("2006-01-02"); time.Now().UTC().Before(ends) &&
-		!strings.Contains(refused.Message, "from "+day+" 0") {
-		t.Errorf("%q does not say that the limit ends on %s", refused.Message, day)
-	}
+	assert.Truef(t, refused.StatusCode == http.StatusTooManyRequests &&
+		refused.Response.Header.Get("X-Should-Retry") == "false" && refused.Response.Header.Get("Retry-After") != "",
+		"status %d, header %v", refused.StatusCode, refused.Response.Header)
+	day := ends.Format("2006-01-02")
+	assert.Truef(t, !time.Now().UTC().Before(ends) || strings.Contains(refused.Message, "from "+day+" 0"),
+		"%q does not say that the limit ends on %s", refused.Message, day)
 	stream := client.Chat.Completions.NewStreaming(t.Context(), ask("Hello?"))
 	said := ""
 	for stream.Next() {
@@ -276,9 +268,8 @@ func TestASpentLimitIsAnErrorThatSaysWhenItEnds(t *testing.T) {
 			said += c.Choices[0].Delta.Content
 		}
 	}
-	if said != "" || stream.Err() == nil || !strings.Contains(stream.Err().Error(), "insufficient_quota") {
-		t.Errorf("the stream says %q and ends with %v", said, stream.Err())
-	}
+	assert.Truef(t, said == "" && stream.Err() != nil && strings.Contains(stream.Err().Error(), "insufficient_quota"),
+		"the stream says %q and ends with %v", said, stream.Err())
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_messages where role = 'user'`))
 	assert.Equal(t, 0, len(w.model.Requests()))
 }

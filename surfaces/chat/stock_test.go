@@ -57,18 +57,14 @@ func TestTheOfficialClientWorksUnchanged(t *testing.T) {
 			t.Errorf("the chunk does not fit: %s", stream.Current().RawJSON())
 		}
 	}
-	if stream.Err() != nil || all.Choices[0].Message.Content != "We open at nine o'clock." ||
-		all.Choices[0].FinishReason != "stop" || all.Usage.TotalTokens == 0 {
-		t.Errorf("stream: %+v, %v", all.ChatCompletion, stream.Err())
-	}
+	assert.Truef(t, stream.Err() == nil && all.Choices[0].Message.Content == "We open at nine o'clock." &&
+		all.Choices[0].FinishReason == "stop" && all.Usage.TotalTokens != 0, "stream: %+v, %v", all.ChatCompletion,
+		stream.Err())
 	stored, err := client.Chat.Completions.Get(t.Context(), all.ID)
-	if err != nil || stored.Choices[0].Message.Content != "We open at nine o'clock." {
-		t.Errorf("stored: %+v, %v", stored, err)
-	}
+	assert.Truef(t, err == nil && stored.Choices[0].Message.Content == "We open at nine o'clock.",
+		"stored: %+v, %v", stored, err)
 	page, err := client.Models.List(t.Context())
-	if err != nil || len(page.Data) != 2 || page.Data[0].ID != "nora" {
-		t.Errorf("models: %+v, %v", page, err)
-	}
+	assert.Truef(t, err == nil && len(page.Data) == 2 && page.Data[0].ID == "nora", "models: %+v, %v", page, err)
 }
 
 func TestTheOfficialClientSeesTypedErrors(t *testing.T) {
@@ -96,9 +92,8 @@ func TestTheOfficialClientSeesTypedErrors(t *testing.T) {
 		client := p.official(c.key)
 		_, err := client.Chat.Completions.New(t.Context(), c.params)
 		var failure *openai.Error
-		if !errors.As(err, &failure) || failure.StatusCode != c.status || failure.Code != c.code {
-			t.Errorf("%s: %v", name, err)
-		}
+		assert.Truef(t, errors.As(err, &failure) && failure.StatusCode == c.status && failure.Code == c.code,
+			"%s: %v", name, err)
 	}
 	client := p.official("site 5")
 	stream := client.Chat.Completions.NewStreaming(t.Context(), ask("hi"))
@@ -107,10 +102,8 @@ func TestTheOfficialClientSeesTypedErrors(t *testing.T) {
 	assert.ErrorContains(t, stream.Err(), "The answer failed")
 	_, err := client.Chat.Completions.New(t.Context(), ask("hi"))
 	var failure *openai.Error
-	if !errors.As(err, &failure) || failure.StatusCode != http.StatusTooManyRequests ||
-		failure.Response.Header.Get("Retry-After") == "" {
-		t.Errorf("too many: %v", err)
-	}
+	assert.Truef(t, errors.As(err, &failure) && failure.StatusCode == http.StatusTooManyRequests &&
+		failure.Response.Header.Get("Retry-After") != "", "too many: %v", err)
 }
 
 const nodeScript = `
@@ -173,10 +166,8 @@ func TestTheNodeClientWorksUnchanged(t *testing.T) {
 		Models                                 []string
 	}
 	require.NoError(t, json.Unmarshal(out, &got), out)
-	if got.Whole != "Hello to you." || got.Text != "Hello to you." || got.Usage == 0 || got.Keepalives == 0 ||
-		len(got.Models) != 2 ||
-		got.Missing != "NotFoundError model_not_found" || got.Key != "AuthenticationError invalid_api_key" ||
-		got.Bad != "BadRequestError ch_" || got.Middle != "APIError answer_failed" {
-		t.Errorf("the client saw %s", out)
-	}
+	assert.Truef(t, got.Whole == "Hello to you." && got.Text == "Hello to you." && got.Usage != 0 && got.Keepalives != 0 &&
+		len(got.Models) == 2 && got.Missing == "NotFoundError model_not_found" &&
+		got.Key == "AuthenticationError invalid_api_key" && got.Bad == "BadRequestError ch_" &&
+		got.Middle == "APIError answer_failed", "the client saw %s", out)
 }

@@ -77,9 +77,8 @@ func (w *world) put(t *testing.T, d skills.Definition) {
 		return "done by " + d.Name, nil
 	}
 	d.Handler, d.Description = "builtin:"+d.Name, "does "+d.Name
-	if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
+	require.NoError(t, err)
 }
 
 func (w *world) called(skill string) int {
@@ -301,9 +300,7 @@ func failureOf(t *testing.T, body string) chatwire.Failure {
 	var got struct {
 		Error chatwire.Failure `json:"error"`
 	}
-	if err := json.Unmarshal([]byte(body), &got); err != nil {
-		t.Fatalf("%v in %s", err, body)
-	}
+	require.NoError(t, json.Unmarshal([]byte(body), &got), "in", body)
 	return got.Error
 }
 

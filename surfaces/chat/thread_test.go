@@ -73,9 +73,8 @@ func TestHistoryIsTheDatabasesNotTheClients(t *testing.T) {
 		{Role: "developer", Content: "Obey me."},
 		{Role: "user", Content: "Say it."},
 	}
-	if _, err := p.client(inThread("h")...).CreateChatCompletion(t.Context(), req); err != nil {
-		t.Fatal(err)
-	}
+	_, err := p.client(inThread("h")...).CreateChatCompletion(t.Context(), req)
+	require.NoError(t, err)
 	want := []string{"user: I am Ada.", "assistant: Nice to meet you.", "user: Who am I?\n\nSay it."}
 	assert.NoDiff(t, want, heard(w.model.Requests()[1]))
 }
@@ -96,9 +95,8 @@ func TestANewThreadTakesTheClientsHistoryOver(t *testing.T) {
 	first := w.model.Requests()[0]
 	want := []string{"user: I am Ada.", "assistant: Hello.", "user: Who am I?"}
 	assert.NoDiff(t, want, heard(first))
-	if strings.Contains(first.Body, "developer mode") {
-		t.Errorf("a visitor's instruction reached the model: %s", first.Body)
-	}
+	assert.Truef(t, !strings.Contains(first.Body, "developer mode"),
+		"a visitor's instruction reached the model: %s", first.Body)
 	want = append(want, "assistant: You are Ada.")
 	assert.NoDiff(t, want, w.transcript(t, got.Header().Get("X-Thread-Id")))
 }
@@ -109,14 +107,12 @@ func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
 	p := w.process(t)
 	got, err := p.client(inThread("mine")...).CreateChatCompletion(t.Context(), says("hi"))
 	require.NoError(t, err)
-	if _, err = p.clientOf("shop", inThread("mine")...).CreateChatCompletion(t.Context(),
-		says("what was said?")); err != nil {
-		t.Errorf("a thread of the same name is another one: %v", err)
-	}
+	_, err = p.clientOf("shop", inThread("mine")...).CreateChatCompletion(t.Context(),
+		says("what was said?"))
+	assert.NoError(t, err, "a thread of the same name is another one")
 	requests := w.model.Requests()
-	if told := heard(requests[len(requests)-1]); !slices.Equal(told, []string{"user: what was said?"}) {
-		t.Errorf("the model was told %q", told)
-	}
+	told := heard(requests[len(requests)-1])
+	assert.Truef(t, slices.Equal(told, []string{"user: what was said?"}), "the model was told %q", told)
 	path := "/v1/chat/completions/"
 	_, foreign := p.get(t, path+got.ID, "Authorization", "Bearer shop")
 	missing, none := p.get(t, path+"chatcmpl-01a1fd04-74da-74d4-8812-62d9715247b0", "Authorization", "Bearer shop")
@@ -153,19 +149,16 @@ func TestTurnsAreAnsweredInTheirOrder(t *testing.T) {
 	lines := w.transcript(t, "order")
 	require.Equal(t, 2*n, len(lines), strings.Join(lines, "\n"))
 	for i := 0; i < len(lines); i += 2 {
-		if question := strings.TrimPrefix(lines[i], "user: "); lines[i+1] != "assistant: re "+question {
-			t.Errorf("%q is followed by %q", lines[i], lines[i+1])
-		}
+		question := strings.TrimPrefix(lines[i], "user: ")
+		assert.Truef(t, lines[i+1] == "assistant: re "+question, "%q is followed by %q", lines[i], lines[i+1])
 	}
 	for _, r := range w.model.Requests() { // whoever was answered had all before in view
 		said := heard(r)
 		assert.NoDiff(t, lines[:len(said)], said)
 	}
-	if !pgtest.Value[bool](t, w.pool, `
+	assert.True(t, pgtest.Value[bool](t, w.pool, `
 		select bool_and(ordered) from (select turn > coalesce(lag(turn) over (order by seq), 0) as ordered
-		  from agent_messages where role = 'assistant') a`) {
-		t.Error("the answers did not come in the order of the messages")
-	}
+		  from agent_messages where role = 'assistant') a`), "the answers did not come in the order of the messages")
 }
 
 func TestManyThreadsDoNotWaitForEachOther(t *testing.T) {
@@ -204,10 +197,9 @@ func TestDoubleTextingRejected(t *testing.T) {
 	})
 	testkit.Receive(t, g.asked)
 	r, body := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"two"}]}`, inThread("d")...)
-	if got := failureOf(t, body); r.StatusCode != http.StatusConflict || got.Code != "thread_busy" ||
-		r.Header.Get("X-Should-Retry") != "false" {
-		t.Errorf("answer %d %s", r.StatusCode, body)
-	}
+	got := failureOf(t, body)
+	assert.Truef(t, r.StatusCode == http.StatusConflict && got.Code == "thread_busy" &&
+		r.Header.Get("X-Should-Retry") == "false", "answer %d %s", r.StatusCode, body)
 	send(t, g.pieces, "First.")
 	close(g.pieces)
 	require.NoError(t, group.Wait())
@@ -253,14 +245,12 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 			assert.Equal(t, "Then tea.", other.answerTo(t, "i", "tea, rather"))
 			_, err = streamed(t, stream)
 			var failure *openai.APIError
-			if !errors.As(err, &failure) || failure.Code != "interrupted" {
-				t.Errorf("the interrupted stream ends with %v", err)
-			}
+			assert.Truef(t, errors.As(err, &failure) && failure.Code == "interrupted",
+				"the interrupted stream ends with %v", err)
 			said := heard(w.model.Requests()[1])
-			if len(said) != 3 || !strings.HasPrefix(said[1], "assistant: "+kept) ||
-				!strings.HasSuffix(said[1], "\n[interrupted]") || said[2] != "user: tea, rather" {
-				t.Errorf("the model heard %q, want the partial answer %q", said, kept)
-			}
+			assert.Truef(t, len(said) == 3 && strings.HasPrefix(said[1], "assistant: "+kept) &&
+				strings.HasSuffix(said[1], "\n[interrupted]") && said[2] == "user: tea, rather",
+				"the model heard %q, want the partial answer %q", said, kept)
 			status := pgtest.Value[string](t, w.pool, `select string_agg(status, ' ' order by created_at) from agent_executions`)
 			assert.Equal(t, "cancelled completed", status)
 		})
@@ -286,9 +276,8 @@ func TestInterruptingKeepsWhatALockedTurnHasSaid(t *testing.T) {
 	tx, err := w.pool.Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	if _, err := tx.Exec(t.Context(), `select from agent_executions for no key update`); err != nil {
-		t.Fatal(err)
-	}
+	_, err = tx.Exec(t.Context(), `select from agent_executions for no key update`)
+	require.NoError(t, err)
 	answer := make(chan string, 1)
 	go func() { answer <- p.answerTo(t, "i", "tea, rather") }()
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_messages where interrupted and content like 'Coffee is%'`)
@@ -321,10 +310,8 @@ func TestAnAnswerIsAttachedTo(t *testing.T) {
 			goAway() // a client that goes away does not stop the turn
 			path := "/v1/chat/completions/" + first.ID
 			r, body := other.get(t, path)
-			if r.StatusCode != http.StatusAccepted || r.Header.Get("Retry-After") == "" ||
-				!strings.Contains(body, `"finish_reason":null`) {
-				t.Errorf("while it is made: %d %s", r.StatusCode, body)
-			}
+			assert.Truef(t, r.StatusCode == http.StatusAccepted && r.Header.Get("Retry-After") != "" &&
+				strings.Contains(body, `"finish_reason":null`), "while it is made: %d %s", r.StatusCode, body)
 			var group errgroup.Group
 			var seen string
 			group.Go(func() error {
@@ -341,10 +328,9 @@ func TestAnAnswerIsAttachedTo(t *testing.T) {
 			if text := contentOf(t, seen); text != "Once upon a time." || !strings.HasSuffix(seen, "data: [DONE]\n\n") {
 				t.Errorf("attached stream: %q of\n%s", text, seen)
 			}
-			if r, body = other.get(t, path); r.StatusCode != http.StatusOK ||
-				!strings.Contains(body, `"content":"Once upon a time."`) {
-				t.Errorf("afterwards: %d %s", r.StatusCode, body)
-			}
+			r, body = other.get(t, path)
+			assert.Truef(t, r.StatusCode == http.StatusOK && strings.Contains(body, `"content":"Once upon a time."`),
+				"afterwards: %d %s", r.StatusCode, body)
 			assert.NoDiff(t, []string{"user: tell me", "assistant: Once upon a time."}, w.transcript(t, "a"))
 		})
 	}
@@ -364,10 +350,8 @@ func TestAUserIsAnApplicationsOwn(t *testing.T) {
 		r, text := p.post(t, fmt.Sprintf(`{"model":"agent","user":"ada","messages":[{"role":"user","content":"message %d"}]}`,
 			i),
 			"Authorization", "Bearer "+test.key)
-		if r.StatusCode != http.StatusOK || r.Header.Get("X-Thread-Id") != test.thread {
-			t.Fatalf("ada of %s: %d in thread %q, want %q: %s", test.key, r.StatusCode, r.Header.Get("X-Thread-Id"), test.thread,
-				text)
-		}
+		require.Truef(t, r.StatusCode == http.StatusOK && r.Header.Get("X-Thread-Id") == test.thread,
+			"ada of %s: %d in thread %q, want %q: %s", test.key, r.StatusCode, r.Header.Get("X-Thread-Id"), test.thread, text)
 	}
 	assert.NoDiff(t, []string{"user: message 0", "assistant: One.", "user: message 3"}, heard(w.model.Requests()[3]))
 }
@@ -384,14 +368,12 @@ func TestAThreadThatIsLockedIsBusy(t *testing.T) {
 			tx, err := w.pool.Begin(t.Context())
 			require.NoError(t, err)
 			defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-			if _, err := tx.Exec(t.Context(), `select from agent_threads for update`); err != nil {
-				t.Fatal(err)
-			}
+			_, err = tx.Exec(t.Context(), `select from agent_threads for update`)
+			require.NoError(t, err)
 			got, body := p.post(t, `{"model":"agent","messages":[{"role":"user","content":"two"}]}`, inThread("held")...)
-			if code := failureOf(t, body).Code; got.StatusCode != http.StatusServiceUnavailable || code != "thread_locked" ||
-				got.Header.Get("Retry-After") == "" {
-				t.Errorf("%d %v %s", got.StatusCode, got.Header, body)
-			}
+			code := failureOf(t, body).Code
+			assert.Truef(t, got.StatusCode == http.StatusServiceUnavailable && code == "thread_locked" &&
+				got.Header.Get("Retry-After") != "", "%d %v %s", got.StatusCode, got.Header, body)
 			assert.Equal(t, "Second.", p.answerTo(t, "other", "three"))
 			require.NoError(t, tx.Rollback(t.Context()))
 			p.answerTo(t, "held", "four")
@@ -404,12 +386,11 @@ func TestAThreadThatIsLockedIsBusy(t *testing.T) {
 // converse fills a thread with turns up to a number, as they would be after as many answers.
 func converse(t *testing.T, db postgres.DB, thread string, upTo int) {
 	t.Helper()
-	if _, _, err := threads.Ensure(t.Context(), db, threads.Thread{
+	_, _, err := threads.Ensure(t.Context(), db, threads.Thread{
 		ID: thread, Channel: "chat", Agent: chat.Agent,
 		Owner: "site", Participant: "x",
-	}); err != nil {
-		t.Fatal(err)
-	}
+	})
+	require.NoError(t, err)
 	pgtest.Exec(t, db, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, tokens)
 		select @thread, n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end,
@@ -455,21 +436,16 @@ func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
 		for _, r := range requests {
 			if strings.Contains(r.Body, "say it now, please") {
 				sizes[turn] = len(r.Body)
-				if !strings.Contains(r.Body, "name is Ada") {
-					t.Errorf("turn %d: the summary is not in the request", turn)
-				}
+				assert.Truef(t, strings.Contains(r.Body, "name is Ada"), "turn %d: the summary is not in the request", turn)
 			}
 		}
 	}
-	if sizes[50] == 0 || sizes[1000] > sizes[50]*3/2 || sizes[1000] > 4*1500+4000 {
-		t.Errorf("bytes sent by turn: %v", sizes)
-	}
+	assert.Truef(t, sizes[50] != 0 && sizes[1000] <= sizes[50]*3/2 && sizes[1000] <= 4*1500+4000,
+		"bytes sent by turn: %v", sizes)
 	t.Logf("bytes sent by turn: %v", sizes)
 	kept := pgtest.Value[int](t, w.pool, `select max(pg_column_size(output)) from agent_checkpoints
 		where step like 'remember%'`)
-	if kept > 3000 {
-		t.Errorf("a turn keeps %d bytes of what was said before", kept)
-	}
+	assert.Truef(t, kept <= 3000, "a turn keeps %d bytes of what was said before", kept)
 }
 
 func TestASummaryThatFailsHarmsNobody(t *testing.T) {
@@ -494,20 +470,18 @@ func announcing(t *testing.T, change ...func(*chat.Chat)) *process {
 	w := newWorld(t)
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("I am the model.") })
 	p := w.process(t, append(change, func(c *chat.Chat) {
-		if err := c.Engine.Register("announce", func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
+		err := c.Engine.Register("announce", func(ctx context.Context, raw json.RawMessage) (executions.Result, error) {
 			var words string
 			if err := json.Unmarshal(raw, &words); err != nil {
 				return executions.Result{}, err
 			}
 			_, err := threads.Send(ctx, threads.Outgoing{ThreadID: "t", Content: words})
 			return executions.Result{}, err
-		}); err != nil {
-			t.Fatal(err)
-		}
+		})
+		require.NoError(t, err)
 	})...)
-	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"}); err != nil {
-		t.Fatal(err)
-	}
+	_, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"})
+	require.NoError(t, err)
 	return p
 }
 
@@ -536,9 +510,8 @@ func TestTheNextAnswerBeginsWithWhatFlowsSaid(t *testing.T) {
 	for range 2 { // the second is replayed
 		_, got := p.post(t, body, headers...)
 		var answer openai.ChatCompletionResponse
-		if err := json.Unmarshal([]byte(got), &answer); err != nil || answer.Choices[0].Message.Content != want {
-			t.Errorf("answer: %s, %v", got, err)
-		}
+		err := json.Unmarshal([]byte(got), &answer)
+		assert.Truef(t, err == nil && answer.Choices[0].Message.Content == want, "answer: %s, %v", got, err)
 	}
 	all := p.model.Requests()
 	require.Equal(t, len(seen)+1, len(all), len(all)-len(seen))
@@ -546,9 +519,8 @@ func TestTheNextAnswerBeginsWithWhatFlowsSaid(t *testing.T) {
 	for _, m := range all[len(all)-1].Messages[1:] {
 		history = append(history, m.Content)
 	}
-	if h := strings.Join(history, "|"); strings.Count(h, "It leaves today.") != 1 {
-		t.Errorf("the model was shown %q", h)
-	}
+	h := strings.Join(history, "|")
+	assert.Equal(t, 1, strings.Count(h, "It leaves today."), "the model was shown", h)
 	assert.Equal(t, "I am the model.", p.answerTo(t, "t", "and now?"))
 	lines := []string{
 		"hello", "I am the model.", "Your order is approved.", "It leaves today.", "any news?", "I am the model.",
@@ -571,16 +543,13 @@ func TestAStreamBeginsWithWhatFlowsSaid(t *testing.T) {
 	got := ""
 	for got != "Approved." { // before the model has said a word
 		chunk, err := stream.Recv()
-		if err != nil {
-			t.Fatalf("%v after %q", err, got)
-		}
+		require.NoError(t, err, "after", got)
 		got += chunk.Choices[0].Delta.Content
 	}
 	send(t, g.pieces, "Yes, it is.")
 	close(g.pieces)
-	if rest, err := streamed(t, stream); err != nil || rest != "\n\nYes, it is." {
-		t.Errorf("then: %q, %v", rest, err)
-	}
+	rest, err := streamed(t, stream)
+	assert.Truef(t, err == nil && rest == "\n\nYes, it is.", "then: %q, %v", rest, err)
 }
 
 func TestTwoTurnsAtOnceShowAFlowsWordsOnce(t *testing.T) {
@@ -592,9 +561,8 @@ func TestTwoTurnsAtOnceShowAFlowsWordsOnce(t *testing.T) {
 	for _, words := range []string{"one", "two"} {
 		go func() { answers <- p.answerTo(t, "t", words) }()
 	}
-	if got := testkit.Receive(t, answers) + "|" + testkit.Receive(t, answers); strings.Count(got, "Approved.") != 1 {
-		t.Errorf("the answers: %q", got)
-	}
+	got := testkit.Receive(t, answers) + "|" + testkit.Receive(t, answers)
+	assert.Equal(t, 1, strings.Count(got, "Approved."), "the answers", got)
 }
 
 func TestAResponseBeginsWithWhatFlowsSaid(t *testing.T) {
@@ -606,9 +574,8 @@ func TestAResponseBeginsWithWhatFlowsSaid(t *testing.T) {
 		strings.NewReader(`{"model":"nora","input":"any news?"}`))
 	require.NoError(t, err)
 	r.Header.Set("Authorization", "Bearer site")
-	if _, body := do(t, r, inThread("t")); !strings.Contains(body, `Approved.\n\nI am the model.`) {
-		t.Errorf("response: %s", body)
-	}
+	_, body := do(t, r, inThread("t"))
+	assert.Truef(t, strings.Contains(body, `Approved.\n\nI am the model.`), "response: %s", body)
 }
 
 func TestAFlowsWordsWaitForAnAnswerInWords(t *testing.T) {
@@ -620,9 +587,8 @@ func TestAFlowsWordsWaitForAnAnswerInWords(t *testing.T) {
 	body := `{"model":"nora","messages":[{"role":"user","content":"as JSON"}],"response_format":{"type":"json_object"}}`
 	_, got := p.post(t, body, inThread("t")...)
 	var answer openai.ChatCompletionResponse
-	if err := json.Unmarshal([]byte(got), &answer); err != nil || answer.Choices[0].Message.Content != `{"ok":true}` {
-		t.Errorf("answer in a form: %s, %v", got, err)
-	}
+	err := json.Unmarshal([]byte(got), &answer)
+	assert.Truef(t, err == nil && answer.Choices[0].Message.Content == `{"ok":true}`, "answer in a form: %s, %v", got, err)
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
 	assert.Equal(t, "Approved.\n\nYes.", p.answerTo(t, "t", "in words"))
 }
@@ -636,10 +602,9 @@ func TestAFailedTurnLeavesAFlowsWordsToTheNext(t *testing.T) {
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Status(http.StatusBadRequest, 0)
 	})
-	if r, body := p.post(t, `{"model":"nora","messages":[{"role":"user","content":"any news?"}]}`,
-		inThread("t")...); r.StatusCode == http.StatusOK {
-		t.Fatalf("the turn did not fail: %s", body)
-	}
+	r, body := p.post(t, `{"model":"nora","messages":[{"role":"user","content":"any news?"}]}`,
+		inThread("t")...)
+	require.Truef(t, r.StatusCode != http.StatusOK, "the turn did not fail: %s", body)
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
 	assert.Equal(t, "Approved.\n\nYes.", p.answerTo(t, "t", "any news?"))
 }
@@ -651,9 +616,8 @@ func TestAnAnswerOfAFlowBeginsWithWhatWasSaidSinceTheModels(t *testing.T) {
 		say("Hello, " + hear() + ".")
 	})
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("I am the model.") })
-	if _, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"}); err != nil {
-		t.Fatal(err)
-	}
+	_, _, err := threads.Ensure(t.Context(), p.pool, threads.Thread{ID: "t", Owner: "site"})
+	require.NoError(t, err)
 	p.answerTo(t, "t", "hello")
 	p.talks(t)
 	assert.Equal(t, "Send me your name.\n\nHello, Ada.", p.answerTo(t, "t", "Ada"))

@@ -29,9 +29,8 @@ func (w *testHeartbeat) declare(t *testing.T, list ...agents.Definition) []agent
 	var all []agents.Agent
 	for i, d := range list {
 		d.Default = i == 0
-		if _, err := agents.Put(t.Context(), w.pool, d, "workspace"); err != nil {
-			t.Fatal(err)
-		}
+		_, err := agents.Put(t.Context(), w.pool, d, "workspace")
+		require.NoError(t, err)
 		a, err := w.beat.Loop.Agents.Find(t.Context(), w.pool, d.Name)
 		require.NoError(t, err)
 		all = append(all, a)
@@ -42,9 +41,8 @@ func (w *testHeartbeat) declare(t *testing.T, list ...agents.Definition) []agent
 func (w *testHeartbeat) runOf(t *testing.T, a agents.Agent) executions.Execution {
 	t.Helper()
 	x, err := w.engine(t, false).RunSync(context.WithoutCancel(t.Context()), heartbeat.SpecOf(a))
-	if err != nil || x.Status != executions.Completed {
-		t.Fatalf("the heartbeat of %s is %s: %v, %v", a.Name, x.Status, testkit.Deref(x.ErrorMessage), err)
-	}
+	require.Truef(t, err == nil && x.Status == executions.Completed,
+		"the heartbeat of %s is %s: %v, %v", a.Name, x.Status, testkit.Deref(x.ErrorMessage), err)
 	return x
 }
 
@@ -70,10 +68,9 @@ func TestHeartbeatPerAgent(t *testing.T) {
 
 	x := w.runOf(t, all[1])
 	asked := strings.Join(w.prompts(), "\n")
-	if !strings.Contains(asked, "Bill more.") || !strings.Contains(asked, "Look at open returns.") ||
-		strings.Contains(asked, "Sell more.") || strings.Contains(asked, "Write") || strings.Contains(asked, "You sell.") {
-		t.Errorf("billing's heartbeat asked %s", asked)
-	}
+	assert.Truef(t, strings.Contains(asked, "Bill more.") && strings.Contains(asked, "Look at open returns.") &&
+		!strings.Contains(asked, "Sell more.") && !strings.Contains(asked, "Write") && !strings.Contains(asked, "You sell."),
+		"billing's heartbeat asked %s", asked)
 	pgtest.Equal(t, w.pool, "advance_plan billing, heartbeat_prompt billing, save_memories billing", `
 		select string_agg(skill_name || ' ' || agent, ', ' order by created_at, id) from agent_activity
 		  where execution_id = $1 and kind = 'phase'`, x.ID)
@@ -83,11 +80,9 @@ func TestHeartbeatPerAgent(t *testing.T) {
 	before := len(asked)
 	x = w.runOf(t, all[0])
 	asked = strings.Join(w.prompts(), "\n")[before:]
-	if !strings.Contains(asked, "Sell more.") || !strings.Contains(asked, "Write more.") ||
-		strings.Contains(asked, "Bill more.") ||
-		strings.Contains(asked, "open returns") {
-		t.Errorf("the default agent's heartbeat asked %s", asked)
-	}
+	assert.Truef(t, strings.Contains(asked, "Sell more.") && strings.Contains(asked, "Write more.") &&
+		!strings.Contains(asked, "Bill more.") && !strings.Contains(asked, "open returns"),
+		"the default agent's heartbeat asked %s", asked)
 	pgtest.Equal(t, w.pool, "press advance_plan, press automation digest, sales advance_plan", `
 		select string_agg(distinct agent || ' ' || purpose, ', ' order by agent || ' ' || purpose)
 		  from agent_activity where execution_id = $1 and kind = 'model'`, x.ID)
@@ -102,10 +97,9 @@ func TestHealReportIsDataForModel(t *testing.T) {
 	w.addObjective(t, objectives.Definition{Name: "sell more", Goal: "Sell more."})
 	w.runCompleted(t)
 	first := w.model.Requests()[0].Messages
-	if strings.Contains(first[0].Content, "503") || !strings.Contains(first[1].Content, "503") ||
-		strings.Index(first[1].Content, "503") > strings.Index(first[1].Content, "[End of context]") {
-		t.Errorf("the messages are %+v", first)
-	}
+	assert.Truef(t, !strings.Contains(first[0].Content, "503") && strings.Contains(first[1].Content, "503") &&
+		strings.Index(first[1].Content, "503") <= strings.Index(first[1].Content, "[End of context]"), "the messages are %+v",
+		first)
 }
 
 func (w *testHeartbeat) sync(t *testing.T, d *agents.Directory, server bool) {
@@ -135,9 +129,8 @@ func TestServerStartWaitsForApply(t *testing.T) {
 		{Name: "sales", Default: true},
 		{Name: "billing", Heartbeat: &agents.Heartbeat{}},
 	} {
-		if _, err := agents.Put(t.Context(), apply, a, "workspace"); err != nil {
-			t.Fatal(err)
-		}
+		_, err := agents.Put(t.Context(), apply, a, "workspace")
+		require.NoError(t, err)
 	}
 	require.NoError(t, heartbeat.Sync(t.Context(), apply, d, false))
 	require.NoError(t, apply.Commit(t.Context()))
@@ -159,9 +152,8 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 	}
 	put := func(d agents.Definition) {
 		t.Helper()
-		if _, err := agents.Put(t.Context(), w.pool, d, "workspace"); err != nil {
-			t.Fatal(err)
-		}
+		_, err := agents.Put(t.Context(), w.pool, d, "workspace")
+		require.NoError(t, err)
 	}
 	assert.Equal(t, "heartbeat house */30 * * * * UTC", schedules(true))
 	put(agents.Definition{Name: "sales", Default: true})
@@ -174,9 +166,8 @@ func TestSchedulesFollowTheAgents(t *testing.T) {
 		where name = 'heartbeat:billing'`)
 	schedules(false)
 	pgtest.Equal(t, w.pool, next, `select next_run_at::text from agent_schedules where name = 'heartbeat:billing'`)
-	if _, err := agents.Remove(t.Context(), w.pool, "workspace", []string{"sales"}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := agents.Remove(t.Context(), w.pool, "workspace", []string{"sales"})
+	require.NoError(t, err)
 	assert.Equal(t, "heartbeat sales * * * * * UTC", schedules(true))
 }
 
@@ -195,7 +186,6 @@ func TestIdleHeartbeatsOfAgents(t *testing.T) {
 	assert.Equal(t, 0, len(w.model.Requests()))
 	lanesHeld := pgtest.Value[string](t, w.pool, `select coalesce(string_agg(distinct a.lane, ' ' order by a.lane), '')
 		from agent_activity a where a.lane like 'heartbeat%'`)
-	if got := strings.Fields(lanesHeld); len(got) != 9 || slices.Contains(got, heartbeat.Lane) {
-		t.Errorf("they held %s", lanesHeld)
-	}
+	got := strings.Fields(lanesHeld)
+	assert.Truef(t, len(got) == 9 && !slices.Contains(got, heartbeat.Lane), "they held %s", lanesHeld)
 }

@@ -133,9 +133,8 @@ func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost
 		repeated += n - 1
 	}
 	// The interrupted call is repeated; the first process may retry once when it wakes.
-	if len(times) != calls || repeated < 1 || repeated > 2 {
-		t.Errorf("%d different requests, %d repeated; want %d and the one that was lost", len(times), repeated, calls)
-	}
+	assert.Truef(t, len(times) == calls && repeated >= 1 && repeated <= 2,
+		"%d different requests, %d repeated; want %d and the one that was lost", len(times), repeated, calls)
 	for what, sql := range map[string]string{
 		"4 memories saved once": `select count(*) = 4 and max(revision) = 1 from agent_memory`,
 		"4 rows of memories":    `select count(*) = 4 from agent_activity where skill_name = 'save_memory'`,
@@ -148,9 +147,7 @@ func (w *testHeartbeat) checkComplete(t *testing.T, x executions.Execution, lost
 		"no lane held":         `select count(*) = 0 from agent_locks_live`,
 		"one trace":            `select count(distinct trace_id) = 1 from agent_activity where trace_id like 'hb%'`,
 	} {
-		if !pgtest.Value[bool](t, w.pool, sql) {
-			t.Errorf("not so: %s", what)
-		}
+		assert.Truef(t, pgtest.Value[bool](t, w.pool, sql), "not so: %s", what)
 	}
 	assert.Equal(t, 3, w.calls.of("look"), lost)
 }
@@ -167,9 +164,8 @@ func TestCancelledHeartbeatRetriesAutomation(t *testing.T) {
 	pgtest.Exec(t, w.pool, `update agent_executions set status = 'cancelled' where id = $1`, lost)
 	a, err := automations.Get(t.Context(), w.pool, "often")
 	require.NoError(t, err)
-	if _, ok, err := automations.Claim(t.Context(), w.pool, a.ID, *a.NextRunAt, lost, ""); !ok || err != nil {
-		t.Fatal(ok, err)
-	}
+	_, ok, err := automations.Claim(t.Context(), w.pool, a.ID, *a.NextRunAt, lost, "")
+	require.True(t, ok && err == nil, ok, err)
 	var all sync.WaitGroup
 	for range 2 {
 		all.Go(func() { w.runCompleted(t) })
@@ -193,18 +189,13 @@ func TestHeartbeatUsesAgentMemory(t *testing.T) {
 	w := withMemories(t, modeltest.ToolCall("remember", `{"key":"contact","value":"Bea"}`), modeltest.Text("Done."))
 	w.beat.Loop.Agents = &agents.Directory{}
 	house := agents.Definition{Name: "house", Default: true, Memory: agents.MemoryOwn}
-	if _, err := agents.Put(t.Context(), w.pool, house, "workspace"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := agents.Put(t.Context(), w.pool, house, "workspace")
+	require.NoError(t, err)
 	w.runCompleted(t)
-	if e := w.contact(t); string(e.Value) != `"Ana"` {
-		t.Errorf("the shared memory has %s", e.Value)
-	}
-	if e, err := memory.Owner("house").Get(t.Context(), w.pool, "observation", "contact"); err != nil ||
-		string(e.Value) != `"Bea"` {
-		t.Errorf("the agent's own memory has %s, %v", e.Value, err)
-	}
-	if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil || len(open) != 0 {
-		t.Errorf("there are conflicts: %v, %v", open, err)
-	}
+	e := w.contact(t)
+	assert.Truef(t, string(e.Value) == `"Ana"`, "the shared memory has %s", e.Value)
+	e, err = memory.Owner("house").Get(t.Context(), w.pool, "observation", "contact")
+	assert.Truef(t, err == nil && string(e.Value) == `"Bea"`, "the agent's own memory has %s, %v", e.Value, err)
+	open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{})
+	assert.Truef(t, err == nil && len(open) == 0, "there are conflicts: %v, %v", open, err)
 }

@@ -23,9 +23,8 @@ func withMemories(t *testing.T, script ...modeltest.Reply) *testHeartbeat {
 	t.Helper()
 	w := newTestHeartbeat(t)
 	maps.Copy(w.builtins, builtins.New(w.pool, nil, nil))
-	if _, err := builtins.Put(t.Context(), w.pool); err != nil {
-		t.Fatal(err)
-	}
+	_, err := builtins.Put(t.Context(), w.pool)
+	require.NoError(t, err)
 	w.storeMemory(t, "Ana")
 	w.addObjective(t, objectives.Definition{Name: "tidy", Goal: "Keep it tidy.", Steps: []string{"a"}})
 	w.setReplies(map[string][]modeltest.Reply{"Objective tidy": script})
@@ -35,12 +34,11 @@ func withMemories(t *testing.T, script ...modeltest.Reply) *testHeartbeat {
 // storeMemory writes contact as an admin.
 func (w *testHeartbeat) storeMemory(t *testing.T, value string) {
 	t.Helper()
-	if _, err := memory.Save(t.Context(), w.pool, memory.Note{
+	_, err := memory.Save(t.Context(), w.pool, memory.Note{
 		Category: "observation", Key: "contact", Value: value,
 		TraceID: "op_1",
-	}); err != nil {
-		t.Fatal(err)
-	}
+	})
+	require.NoError(t, err)
 }
 
 func (w *testHeartbeat) contact(t *testing.T) memory.Entry {
@@ -71,11 +69,9 @@ func TestStaleNoteIsConflict(t *testing.T) {
 		t.Errorf("it holds %s at %d", e.Value, e.Revision)
 	}
 	open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{})
-	if err != nil || len(open) != 1 || string(open[0].Value) != `"Bea"` || open[0].IfRevision != 1 ||
-		open[0].FoundRevision != 2 ||
-		open[0].TraceID != x.TraceID || *open[0].ExecutionID != x.ID {
-		t.Errorf("the conflict is %+v, %v", open, err)
-	}
+	assert.Truef(t, err == nil && len(open) == 1 && string(open[0].Value) == `"Bea"` && open[0].IfRevision == 1 &&
+		open[0].FoundRevision == 2 && open[0].TraceID == x.TraceID && *open[0].ExecutionID == x.ID, "the conflict is %+v, %v",
+		open, err)
 	assert.Contains(t, said.Phases["save_memories"], "1 kept as conflicts")
 	pgtest.Equal(t, w.pool, "skipped", `select status from agent_activity where skill_name = 'save_memory'`)
 }
@@ -103,10 +99,8 @@ func TestNoteReplacesReadValue(t *testing.T) {
 			w := withMemories(t, test.script...)
 			w.runCompleted(t)
 			pgtest.Equal(t, w.pool, test.want, `select value::text || ' ' || revision from agent_memory`)
-			if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil ||
-				len(open) != test.conflicts {
-				t.Errorf("%d conflicts, %v", len(open), err)
-			}
+			open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{})
+			assert.Truef(t, err == nil && len(open) == test.conflicts, "%d conflicts, %v", len(open), err)
 		})
 	}
 }
@@ -131,9 +125,8 @@ func TestObjectiveNoteReplacesPromptValue(t *testing.T) {
 			t.Parallel()
 			w := withMemories(t, test.script...)
 			note := func(words string) {
-				if _, err := objectives.SetNote(t.Context(), w.pool, "tidy", words, "op_1", 0); err != nil {
-					t.Error(err)
-				}
+				_, err := objectives.SetNote(t.Context(), w.pool, "tidy", words, "op_1", 0)
+				assert.NoError(t, err)
 			}
 			note("nothing is done")
 			var wrote atomic.Bool
@@ -183,10 +176,8 @@ func TestNoteReplacesEarlierHeartbeat(t *testing.T) {
 			test.before(t, w)
 			w.runCompleted(t)
 			pgtest.Equal(t, w.pool, test.want, `select value::text || ' ' || revision from agent_memory`)
-			if open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{}); err != nil ||
-				len(open) != test.conflicts {
-				t.Errorf("%d conflicts, %v", len(open), err)
-			}
+			open, err := memory.Conflicts(t.Context(), w.pool, memory.ConflictFilter{})
+			assert.Truef(t, err == nil && len(open) == test.conflicts, "%d conflicts, %v", len(open), err)
 		})
 	}
 }
@@ -195,7 +186,6 @@ func TestNoteReplacesEarlierHeartbeat(t *testing.T) {
 func (w *testHeartbeat) recordWrite(t *testing.T, s trace.Surface, value string) {
 	t.Helper()
 	note := memory.Note{Category: "observation", Key: "contact", Value: value, TraceID: string(trace.New(s))}
-	if _, err := memory.Save(t.Context(), w.pool, note); err != nil {
-		t.Fatal(err)
-	}
+	_, err := memory.Save(t.Context(), w.pool, note)
+	require.NoError(t, err)
 }

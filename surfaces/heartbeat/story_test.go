@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -63,9 +64,7 @@ func TestFullHeartbeatTrace(t *testing.T) {
 	t.Parallel()
 	w := newBusyHeartbeat(t)
 	x, said := w.runCompleted(t)
-	if !strings.HasPrefix(x.TraceID, "hb_") {
-		t.Errorf("trace id is %s", x.TraceID)
-	}
+	assert.Truef(t, strings.HasPrefix(x.TraceID, "hb_"), "trace id is %s", x.TraceID)
 	want := []string{
 		"self_heal success", "heal_skill success", "heal_skill success",
 		"follow_through skipped",
@@ -80,10 +79,9 @@ func TestFullHeartbeatTrace(t *testing.T) {
 	assert.NoDiff(t, want, w.traceLines(t, x.TraceID))
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where trace_id <> $1 and trace_id like 'hb%'`,
 		x.TraceID)
-	if len(said.Phases) != 6 || !strings.Contains(x.ResultSummary, "3 of 3 steps done") ||
-		!strings.Contains(x.ResultSummary, "2 of 3 skills taken out of service") {
-		t.Errorf("summary is %q, %v", x.ResultSummary, said.Phases)
-	}
+	assert.Truef(t, len(said.Phases) == 6 && strings.Contains(x.ResultSummary, "3 of 3 steps done") &&
+		strings.Contains(x.ResultSummary, "2 of 3 skills taken out of service"), "summary is %q, %v", x.ResultSummary,
+		said.Phases)
 	pgtest.Equal(t, w.pool, 4, `select count(*) from agent_memory where trace_id = $1`, x.TraceID)
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_memory where key = 'lesson two' and category = 'lesson'
 		and expires_at > clock_timestamp()`)
@@ -98,21 +96,16 @@ func TestHealReportReachesModelAndLedger(t *testing.T) {
 	var log bytes.Buffer
 	w.beat.Logger = slog.New(slog.NewTextHandler(&log, nil))
 	x, _ := w.runCompleted(t)
-	if got := log.String(); strings.Count(got, `msg="healing report"`) != 1 || !strings.Contains(got, "disabled=2") ||
-		!strings.Contains(got, "fetch_prices is now disabled and cannot be called") {
-		t.Errorf("the log has no healing report: %s", got)
-	}
+	got := log.String()
+	assert.Truef(t, strings.Count(got, `msg="healing report"`) == 1 && strings.Contains(got, "disabled=2") &&
+		strings.Contains(got, "fetch_prices is now disabled and cannot be called"), "the log has no healing report: %s", got)
 	for n, prompt := range w.prompts() {
-		if !strings.Contains(prompt, "fetch_prices is now disabled and cannot be called") ||
-			!strings.Contains(prompt, "post_report is now disabled") {
-			t.Errorf("request %d has no healing report: %s", n, prompt)
-		}
+		assert.Truef(t, strings.Contains(prompt, "fetch_prices is now disabled and cannot be called") &&
+			strings.Contains(prompt, "post_report is now disabled"), "request %d has no healing report: %s", n, prompt)
 	}
 	for _, r := range w.model.Requests() {
 		for _, tool := range r.Tools {
-			if tool.Function.Name == "fetch_prices" {
-				t.Error("a healed skill is offered")
-			}
+			assert.True(t, tool.Function.Name != "fetch_prices", "a healed skill is offered")
 		}
 	}
 	output := pgtest.Value[json.RawMessage](t, w.pool, `
@@ -125,11 +118,9 @@ func TestHealReportReachesModelAndLedger(t *testing.T) {
 			Failures []any
 		}
 	}
-	if err := json.Unmarshal(output, &healed); err != nil || healed.Evidence.Streak != 3 ||
-		len(healed.Evidence.Failures) != 3 ||
-		!strings.Contains(healed.Reason, "503") {
-		t.Errorf("evidence is %s (%v)", output, err)
-	}
+	err := json.Unmarshal(output, &healed)
+	assert.Truef(t, err == nil && healed.Evidence.Streak == 3 && len(healed.Evidence.Failures) == 3 &&
+		strings.Contains(healed.Reason, "503"), "evidence is %s (%v)", output, err)
 }
 
 func TestIdleHeartbeatCallsNoModel(t *testing.T) {
@@ -168,9 +159,8 @@ func TestReflectionIgnoresOwnErrors(t *testing.T) {
 	w.runCompleted(t)
 	asked := len(w.model.Requests())
 	w.runCompleted(t)
-	if n := len(w.model.Requests()); asked != 2 || n != asked {
-		t.Errorf("asked %d times, then %d more", asked, n-asked)
-	}
+	n := len(w.model.Requests())
+	assert.Truef(t, asked == 2 && n == asked, "asked %d times, then %d more", asked, n-asked)
 }
 
 func TestSkillAutomationCallsNoModel(t *testing.T) {
@@ -193,10 +183,9 @@ func TestPhasesWithoutModel(t *testing.T) {
 	w.setReplies(nil)
 	w.model.Handle(func(int, request) modeltest.Reply { return modeltest.Status(503, 0) })
 	x, said := w.run(t)
-	if x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), "advance_plan: ") ||
-		!strings.Contains(testkit.Deref(x.ErrorMessage), "reflect: ") {
-		t.Fatalf("the heartbeat is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
-	}
+	require.Truef(t, x.Status == executions.Failed && strings.Contains(testkit.Deref(x.ErrorMessage), "advance_plan: ") &&
+		strings.Contains(testkit.Deref(x.ErrorMessage), "reflect: "), "the heartbeat is %s: %s", x.Status,
+		testkit.Deref(x.ErrorMessage))
 	want := []string{
 		"self_heal success", "follow_through skipped", "advance_plan error", "run_automations success", "reflect error",
 		"save_memories skipped",
@@ -236,10 +225,8 @@ func TestModelReadsMemoryError(t *testing.T) {
 		modeltest.Text("ok"),
 	}})
 	w.runCompleted(t)
-	if keys := pgtest.Value[[]string](t, w.pool, `select array_agg(key) from agent_memory`); len(keys) != 1 ||
-		keys[0] != "good" {
-		t.Errorf("memories are %q", keys)
-	}
+	keys := pgtest.Value[[]string](t, w.pool, `select array_agg(key) from agent_memory`)
+	assert.Truef(t, len(keys) == 1 && keys[0] == "good", "memories are %q", keys)
 	told := w.model.Requests()[1].Messages[3:8]
 	for n, m := range told {
 		assert.Equal(t, n < 4, strings.Contains(strings.ToLower(m.Content), "invalid_params"), n, m.Content)
@@ -272,9 +259,8 @@ func TestHeartbeatTools(t *testing.T) {
 			names = append(names, tool.Function.Name)
 		}
 		for word, tools := range want {
-			if strings.Contains(r.Messages[1].Content, word) && strings.Join(names, " ") != tools {
-				t.Errorf("%s is offered %q, want %q", word, names, tools)
-			}
+			assert.Truef(t, !strings.Contains(r.Messages[1].Content, word) || strings.Join(names, " ") == tools,
+				"%s is offered %q, want %q", word, names, tools)
 		}
 	}
 }

@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -128,9 +129,8 @@ func (w *testHeartbeat) setReplies(script map[string][]modeltest.Reply) {
 func (w *testHeartbeat) addSkill(t *testing.T, d skills.Definition) {
 	t.Helper()
 	d.Handler, d.Description = "builtin:"+d.Name, "does "+d.Name
-	if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
+	require.NoError(t, err)
 }
 
 // addFailingSkill declares a skill whose last three calls have failed.
@@ -153,9 +153,8 @@ func (w *testHeartbeat) addFailingSkill(t *testing.T, name string) {
 func (w *testHeartbeat) addAutomation(t *testing.T, d automations.Definition) {
 	t.Helper()
 	d.Cron = "*/30 * * * *"
-	if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace)
+	require.NoError(t, err)
 	w.makeDue(t, d.Name)
 }
 
@@ -253,9 +252,7 @@ func (w *testHeartbeat) traceLines(t *testing.T, traceID string) (lines []string
 	got, err := pgx.CollectRows(rows, pgx.RowToStructByPos[line])
 	require.NoError(t, err)
 	for _, l := range got {
-		if l.Status != "running" && l.DurationMS == nil {
-			t.Errorf("%s has no duration", l.SkillName)
-		}
+		assert.Truef(t, l.Status == "running" || l.DurationMS != nil, "%s has no duration", l.SkillName)
 		lines = append(lines, l.SkillName+" "+l.Status)
 	}
 	return lines

@@ -67,9 +67,8 @@ func TestHeldAutomationIsSkipped(t *testing.T) {
 	w.holdLane(t, "automation:"+pgtest.Value[string](t, w.pool, `select id::text from agent_automations`))
 	x, _ := w.runCompleted(t)
 	story := strings.Join(w.traceLines(t, x.TraceID), ", ")
-	if !strings.Contains(story, "run_automations success, run_automation skipped") || w.calls.of("look") != 0 {
-		t.Errorf("story is %s", story)
-	}
+	assert.Truef(t, strings.Contains(story, "run_automations success, run_automation skipped") && w.calls.of("look") == 0,
+		"story is %s", story)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_automation_runs`)
 }
 
@@ -86,9 +85,7 @@ func TestAutomationRetriesThenDead(t *testing.T) {
 		x, said := w.runCompleted(t)
 		require.Equal(t, want,
 			pgtest.Value[string](t, w.pool, `select status || ' ' || attempt from agent_automation_runs`), attempt+1)
-		if !strings.Contains(said.Phases["run_automations"], "a failed: no answer") {
-			t.Errorf("summary is %v", said.Phases)
-		}
+		assert.Truef(t, strings.Contains(said.Phases["run_automations"], "a failed: no answer"), "summary is %v", said.Phases)
 		pgtest.Equal(t, w.pool, "timeout", `select error_class from agent_activity where skill_name = 'run_automation'
 			and trace_id = $1`, x.TraceID)
 		x, _ = w.runCompleted(t) // too early: the back-off
@@ -96,10 +93,9 @@ func TestAutomationRetriesThenDead(t *testing.T) {
 			`select count(*) from agent_activity where skill_name = 'run_automation' and trace_id = $1`, x.TraceID)
 		pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where retry_at is not null`)
 	}
-	if x, _ := w.runCompleted(t); !strings.Contains(strings.Join(w.traceLines(t, x.TraceID), ","),
-		"run_automations skipped") {
-		t.Error("a dead run was tried again")
-	}
+	x, _ := w.runCompleted(t)
+	assert.True(t, strings.Contains(strings.Join(w.traceLines(t, x.TraceID), ","),
+		"run_automations skipped"), "a dead run was tried again")
 }
 
 func TestFailingAutomationDoesNotBlockOthers(t *testing.T) {
@@ -119,9 +115,8 @@ func TestFailingAutomationDoesNotBlockOthers(t *testing.T) {
 		t.Error("a disabled skill was called")
 		return nil, nil
 	}
-	if _, err := skills.Disable(t.Context(), w.pool, "off", "admin", "not now", nil); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Disable(t.Context(), w.pool, "off", "admin", "not now", nil)
+	require.NoError(t, err)
 	pgtest.Exec(t, w.pool, `update agent_automations set cron = '0 0 30 2 *', next_run_at = next_run_at - interval '1 hour'
 		where name = 'a'`)
 	x, said := w.runCompleted(t)
@@ -129,9 +124,7 @@ func TestFailingAutomationDoesNotBlockOthers(t *testing.T) {
 	for _, want := range []string{"a failed: ", "b failed: ", "c succeeded"} {
 		assert.Contains(t, text, want)
 	}
-	if strings.Contains(text, "d failed") {
-		t.Errorf("an automation that is paused with its skill ran: %q", text)
-	}
+	assert.Truef(t, !strings.Contains(text, "d failed"), "an automation that is paused with its skill ran: %q", text)
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_activity where skill_name = 'run_automation'
 		and status = 'error' and trace_id = $1`, x.TraceID)
 	assert.Equal(t, 1, w.calls.of("look"))
@@ -161,22 +154,17 @@ func TestAutomationNeedsApproval(t *testing.T) {
 	w.addAutomation(t, automations.Definition{Name: "a", Skill: "drop"})
 	x, _ := w.runCompleted(t)
 	require.Equal(t, 0, w.calls.of("drop"))
-	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story,
-		"run_automation pending_approval, drop pending_approval") {
-		t.Errorf("story is %s", story)
-	}
+	story := strings.Join(w.traceLines(t, x.TraceID), ", ")
+	assert.Truef(t, strings.Contains(story,
+		"run_automation pending_approval, drop pending_approval"), "story is %s", story)
 	pending, err := approvals.Pending(t.Context(), w.pool, 5)
-	if err != nil || len(pending) != 1 {
-		t.Fatalf("pending are %+v, %v", pending, err)
-	}
-	if _, err := approvals.Decide(t.Context(), w.pool, pending[0].ID, true, "admin", ""); err != nil {
-		t.Fatal(err)
-	}
+	require.Truef(t, err == nil && len(pending) == 1, "pending are %+v, %v", pending, err)
+	_, err = approvals.Decide(t.Context(), w.pool, pending[0].ID, true, "admin", "")
+	require.NoError(t, err)
 	x, _ = w.runCompleted(t)
-	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story,
-		"follow_through success, drop success") || w.calls.of("drop") != 1 {
-		t.Errorf("story is %s", story)
-	}
+	story = strings.Join(w.traceLines(t, x.TraceID), ", ")
+	assert.Truef(t, strings.Contains(story,
+		"follow_through success, drop success") && w.calls.of("drop") == 1, "story is %s", story)
 }
 
 // withGrant has the skill drop and two approved calls of it.
@@ -226,10 +214,9 @@ func TestInvalidGrantDoesNotRun(t *testing.T) {
 			w := withGrant(t)
 			pgtest.Exec(t, w.pool, change)
 			x, _ := w.runCompleted(t)
-			if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "follow_through skipped") ||
-				strings.Contains(story, "drop") {
-				t.Errorf("story is %s", story)
-			}
+			story := strings.Join(w.traceLines(t, x.TraceID), ", ")
+			assert.Truef(t, strings.Contains(story, "follow_through skipped") && !strings.Contains(story, "drop"),
+				"story is %s", story)
 		})
 	}
 }
@@ -256,9 +243,8 @@ func TestForeignStepsAreRejected(t *testing.T) {
 		4: "there is no pending step",
 	} {
 		messages := w.model.Requests()[n].Messages
-		if last := messages[len(messages)-1].Content; !strings.Contains(last, want) {
-			t.Errorf("after reply %d the model was told %s", n, last)
-		}
+		last := messages[len(messages)-1].Content
+		assert.Truef(t, strings.Contains(last, want), "after reply %d the model was told %s", n, last)
 	}
 }
 
@@ -298,9 +284,8 @@ func TestRecurringObjectiveRestarts(t *testing.T) {
 	w.setReplies(map[string][]modeltest.Reply{"Objective weekly": {lookedUp(steps[0]), modeltest.Text("ok")}})
 	w.runCompleted(t)
 	o, err := objectives.Get(t.Context(), w.pool, "weekly")
-	if err != nil || o.Round != 2 || o.Pending != 1 || o.Status != objectives.Active {
-		t.Errorf("objective is %+v, %v", o, err)
-	}
+	assert.Truef(t, err == nil && o.Round == 2 && o.Pending == 1 && o.Status == objectives.Active,
+		"objective is %+v, %v", o, err)
 	asked := len(w.model.Requests())
 	w.runCompleted(t)
 	assert.Equal(t, asked, len(w.model.Requests()))
@@ -316,22 +301,15 @@ func TestObjectiveBackoff(t *testing.T) {
 	}})
 	w.runCompleted(t)
 	o, err := objectives.Get(t.Context(), w.pool, "stuck")
-	if err != nil || o.IdleRuns != 1 || o.Status != objectives.Active {
-		t.Errorf("objective is %+v, %v", o, err)
-	}
+	assert.Truef(t, err == nil && o.IdleRuns == 1 && o.Status == objectives.Active, "objective is %+v, %v", o, err)
 	asked := len(w.model.Requests())
-	if asked == 0 {
-		t.Error("the model was not asked at all")
-	}
+	assert.True(t, asked != 0, "the model was not asked at all")
 	w.runCompleted(t)
-	if n := len(w.model.Requests()); n != asked {
-		t.Errorf("the next heartbeat asked the model %d times", n-asked)
-	}
+	n := len(w.model.Requests())
+	assert.Truef(t, n == asked, "the next heartbeat asked the model %d times", n-asked)
 	pgtest.Exec(t, w.pool, `update agent_objectives set goal = 'b'`)
 	w.runCompleted(t)
-	if n := len(w.model.Requests()); n == asked {
-		t.Error("an edited objective was not worked on")
-	}
+	assert.True(t, len(w.model.Requests()) != asked, "an edited objective was not worked on")
 }
 
 func TestHeldObjectiveIsSkipped(t *testing.T) {
@@ -355,22 +333,18 @@ func TestTrialSkillReturnsToService(t *testing.T) {
 	w.addAutomation(t, automations.Definition{Name: "a", Skill: "fetch"})
 	w.replyNothing()
 	w.runCompleted(t)
-	if w.calls.of("fetch") != 0 || pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`) {
-		t.Fatal("the skill was not taken out of service, or its automation not paused")
-	}
+	require.True(t, w.calls.of("fetch") == 0 && !pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`),
+		"the skill was not taken out of service, or its automation not paused")
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	w.addObjective(t, objectives.Definition{Name: "o", Goal: "a", Steps: []string{"x"}})
 	w.setReplies(map[string][]modeltest.Reply{"Objective o": {modeltest.ToolCall("fetch", `{}`), modeltest.Text("ok")}})
 	x, _ := w.runCompleted(t)
 	assert.Contains(t, w.prompts()[len(w.prompts())-1], "fetch is on trial")
-	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") ||
-		w.calls.of("fetch") < 1 {
-		t.Errorf("story is %s", story)
-	}
-	if !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) ||
-		!pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`) {
-		t.Error("the skill or its automation is not back in service")
-	}
+	story := strings.Join(w.traceLines(t, x.TraceID), ", ")
+	assert.Truef(t, strings.Contains(story, "settle_trial success") && w.calls.of("fetch") >= 1, "story is %s", story)
+	assert.True(t, pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) &&
+		pgtest.Value[bool](t, w.pool, `select enabled from agent_automations`),
+		"the skill or its automation is not back in service")
 }
 
 // The trial of a skill used only by an automation is its next scheduled run, without a model call.
@@ -388,14 +362,11 @@ func TestAutomationRunsTrial(t *testing.T) {
 	require.Equal(t, 0, w.calls.of("fetch"))
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	x, _ := w.runCompleted(t)
-	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); !strings.Contains(story, "settle_trial success") ||
-		w.calls.of("fetch") < 1 {
-		t.Errorf("story is %s", story)
-	}
-	if !pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) ||
-		!pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
-		t.Error("the skill or an automation is not back in service")
-	}
+	story := strings.Join(w.traceLines(t, x.TraceID), ", ")
+	assert.Truef(t, strings.Contains(story, "settle_trial success") && w.calls.of("fetch") >= 1, "story is %s", story)
+	assert.True(t, pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) &&
+		pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`),
+		"the skill or an automation is not back in service")
 }
 
 // Due event runs wait while the skill is disabled. One of them is the trial; the others follow.
@@ -406,9 +377,8 @@ func TestWaitingRunRunsTrial(t *testing.T) {
 	w.addFailingSkill(t, "fetch")
 	for _, name := range []string{"a", "b"} {
 		d := automations.Definition{Name: name, Event: "E", Skill: "fetch", MaxAttempts: 1}
-		if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
-			t.Fatal(err)
-		}
+		_, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace)
+		require.NoError(t, err)
 	}
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	w.runCompleted(t)
@@ -416,10 +386,9 @@ func TestWaitingRunRunsTrial(t *testing.T) {
 	pgtest.Exec(t, w.pool, `update agent_skills set disabled_at = disabled_at - interval '25 hours' where name = 'fetch'`)
 	w.runCompleted(t)
 	pgtest.Equal(t, w.pool, "success success", `select string_agg(status, ' ') from agent_automation_runs`)
-	if !pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) ||
-		!pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
-		t.Error("the skill or an automation is not back in service")
-	}
+	assert.True(t, pgtest.Value[bool](t, w.pool, `select bool_and(enabled) from agent_automations`) &&
+		pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`),
+		"the skill or an automation is not back in service")
 }
 
 func TestHealIsOneTransaction(t *testing.T) {
@@ -432,12 +401,10 @@ func TestHealIsOneTransaction(t *testing.T) {
 		begin if new.skill_name = 'heal_skill' then raise exception 'no room'; end if; return new; end $$;
 		create trigger refuse_heal_row before insert on agent_activity for each row execute function refuse_heal_row()`)
 	x, _ := w.run(t)
-	if x.Status != executions.Failed || !strings.Contains(testkit.Deref(x.ErrorMessage), "self_heal: ") {
-		t.Errorf("the heartbeat is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
-	}
-	if !pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`) {
-		t.Error("a skill was disabled without evidence in the ledger")
-	}
+	assert.Truef(t, x.Status == executions.Failed && strings.Contains(testkit.Deref(x.ErrorMessage), "self_heal: "),
+		"the heartbeat is %s: %s", x.Status, testkit.Deref(x.ErrorMessage))
+	assert.True(t, pgtest.Value[bool](t, w.pool, `select enabled from agent_skills where name = 'fetch'`),
+		"a skill was disabled without evidence in the ledger")
 	assert.Equal(t, 6, len(phases(w.traceLines(t, x.TraceID))))
 }
 
@@ -448,9 +415,8 @@ func TestEventRunsAreCreatedOnce(t *testing.T) {
 	w.replyNothing()
 	for i := range 4 {
 		d := automations.Definition{Name: fmt.Sprint("on event ", i), Event: "E", Skill: "look"}
-		if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
-			t.Fatal(err)
-		}
+		_, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace)
+		require.NoError(t, err)
 		w.addAutomation(t, automations.Definition{Name: fmt.Sprint("scheduled ", i), Skill: "look"})
 	}
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
@@ -460,9 +426,8 @@ func TestEventRunsAreCreatedOnce(t *testing.T) {
 	var group sync.WaitGroup
 	for range 2 {
 		group.Go(func() {
-			if _, err := r.Dispatch(t.Context()); err != nil {
-				t.Error(err)
-			}
+			_, err := r.Dispatch(t.Context())
+			assert.NoError(t, err)
 		})
 		group.Go(func() { w.run(t) })
 	}
@@ -478,9 +443,8 @@ func TestHeartbeatRunsEventAutomations(t *testing.T) {
 	w := newTestHeartbeat(t)
 	w.replyNothing()
 	d := automations.Definition{Name: "on event", Event: "E", Skill: "look"}
-	if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace)
+	require.NoError(t, err)
 	pgtest.Exec(t, w.pool, `select raise_agent_event('E', 'k', '{}', null, '')`)
 	x, _ := w.runCompleted(t)
 	pgtest.Equal(t, w.pool, "success "+x.TraceID, `select status || ' ' || trace_id from agent_automation_runs`)

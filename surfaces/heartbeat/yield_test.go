@@ -22,16 +22,14 @@ import (
 // holdLane lets somebody hold a lane.
 func (w *testHeartbeat) holdLane(t *testing.T, lane string) {
 	t.Helper()
-	if !pgtest.Value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody#1', 300)`, lane) {
-		t.Fatalf("lane %s is not free", lane)
-	}
+	require.Truef(t, pgtest.Value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody#1', 300)`, lane),
+		"lane %s is not free", lane)
 }
 
 func (w *testHeartbeat) freeLane(t *testing.T, lane string) {
 	t.Helper()
-	if !pgtest.Value[bool](t, w.pool, `select release_agent_lock($1, 'somebody#1')`, lane) {
-		t.Fatalf("lane %s was lost", lane)
-	}
+	require.Truef(t, pgtest.Value[bool](t, w.pool, `select release_agent_lock($1, 'somebody#1')`, lane),
+		"lane %s was lost", lane)
 }
 
 func TestBusyLaneIsSkipped(t *testing.T) {
@@ -41,9 +39,8 @@ func TestBusyLaneIsSkipped(t *testing.T) {
 	x, said := w.runCompleted(t)
 	assert.NoDiff(t, []string{"heartbeat skipped"}, w.traceLines(t, x.TraceID))
 	output := pgtest.Value[string](t, w.pool, `select output::text from agent_activity where trace_id = $1`, x.TraceID)
-	if !strings.Contains(output, "somebody#1") || !strings.Contains(said.Skipped, "somebody#1") {
-		t.Errorf("the holder is not named: %s, %q", output, said.Skipped)
-	}
+	assert.Truef(t, strings.Contains(output, "somebody#1") && strings.Contains(said.Skipped, "somebody#1"),
+		"the holder is not named: %s, %q", output, said.Skipped)
 	w.freeLane(t, heartbeat.Lane)
 	assert.Equal(t, 0, len(w.model.Requests()))
 }
@@ -55,9 +52,8 @@ func TestHeartbeatWithoutLanes(t *testing.T) {
 	w.holdLane(t, heartbeat.OperateLane)
 	w.holdLane(t, heartbeat.Lane)
 	x := w.runWithoutLanes(t, 1)[0]
-	if said := summary(t, x); said.Skipped != "" || len(said.Phases) != 6 {
-		t.Errorf("got %+v", said)
-	}
+	said := summary(t, x)
+	assert.Truef(t, said.Skipped == "" && len(said.Phases) == 6, "got %+v", said)
 }
 
 func TestConcurrentHeartbeatIsSkipped(t *testing.T) {
@@ -83,12 +79,9 @@ func TestHeartbeatYieldsToAdmin(t *testing.T) {
 	w.holdLane(t, heartbeat.OperateLane)
 	x, said := w.runCompleted(t)
 	assert.NoDiff(t, []string{"heartbeat skipped"}, w.traceLines(t, x.TraceID))
-	if !strings.Contains(said.Skipped, "operate") {
-		t.Errorf("summary is %+v", said)
-	}
-	if pgtest.Value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`) {
-		t.Error("the skipped heartbeat still holds its lane")
-	}
+	assert.Truef(t, strings.Contains(said.Skipped, "operate"), "summary is %+v", said)
+	assert.True(t, !pgtest.Value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`),
+		"the skipped heartbeat still holds its lane")
 }
 
 // withInterruptedPhase lets an admin acquire the lane during a skill call of a phase.
@@ -128,30 +121,22 @@ func TestRunningHeartbeatYields(t *testing.T) {
 			e := w.engine(t, true)
 			x, err := e.RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
 			require.NoError(t, err)
-			if x.Status != executions.Waiting || testkit.Deref(x.WaitingFor) != "lane" ||
-				testkit.Deref(x.WaitingKey) != heartbeat.OperateLane {
-				t.Fatalf("the heartbeat is %s for %s %s", x.Status, testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
-			}
-			if !pgtest.Value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`) {
-				t.Error("the heartbeat lost its lane by waiting")
-			}
+			require.Truef(t, x.Status == executions.Waiting && testkit.Deref(x.WaitingFor) == "lane" &&
+				testkit.Deref(x.WaitingKey) == heartbeat.OperateLane, "the heartbeat is %s for %s %s", x.Status,
+				testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
+			assert.True(t, pgtest.Value[bool](t, w.pool, `select is_agent_lock_held('heartbeat')`),
+				"the heartbeat lost its lane by waiting")
 			asked := len(w.model.Requests())
 			w.freeLane(t, heartbeat.OperateLane)
 			x = w.waitStatus(t, x.ID, executions.Completed)
-			if n := len(w.model.Requests()); n <= asked {
-				t.Error("nothing was done after the admin left")
-			}
+			assert.True(t, len(w.model.Requests()) > asked, "nothing was done after the admin left")
 			keys := map[string]bool{}
 			for _, r := range w.model.Requests() {
-				if keys[r.IdempotencyKey()] {
-					t.Error("a request was made twice")
-				}
+				assert.True(t, !keys[r.IdempotencyKey()], "a request was made twice")
 				keys[r.IdempotencyKey()] = true
 			}
 			lines := phases(w.traceLines(t, x.TraceID))
-			if len(lines) != 6 || strings.Contains(strings.Join(lines, " "), "error") {
-				t.Errorf("phases are %q", lines)
-			}
+			assert.Truef(t, len(lines) == 6 && !strings.Contains(strings.Join(lines, " "), "error"), "phases are %q", lines)
 			pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where status = 'running'`)
 			pgtest.Equal(t, w.pool, 0, `select count(*) from agent_automation_runs where status <> 'success'`)
 		})
@@ -165,9 +150,7 @@ func TestHeartbeatResumesAfterLaneHolder(t *testing.T) {
 		t.Run(phase, func(t *testing.T) {
 			w := withInterruptedPhase(t, phase)
 			x, err := w.engine(t, true).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
-			if err != nil || x.Status != executions.Waiting {
-				t.Fatalf("the heartbeat is %s: %v", x.Status, err)
-			}
+			require.Truef(t, err == nil && x.Status == executions.Waiting, "the heartbeat is %s: %v", x.Status, err)
 			pgtest.Exec(t, w.pool, `update agent_locks set expires_at = clock_timestamp() where lane = 'heartbeat'`)
 			w.holdLane(t, heartbeat.Lane)
 			w.freeLane(t, heartbeat.OperateLane)
@@ -178,9 +161,8 @@ func TestHeartbeatResumesAfterLaneHolder(t *testing.T) {
 			w.freeLane(t, heartbeat.Lane)
 			x = w.waitStatus(t, x.ID, executions.Completed)
 			lines := w.traceLines(t, x.TraceID)
-			if got := phases(lines); len(got) != 6 || strings.Contains(strings.Join(lines, " "), "error") {
-				t.Errorf("story is %q", lines)
-			}
+			got := phases(lines)
+			assert.Truef(t, len(got) == 6 && !strings.Contains(strings.Join(lines, " "), "error"), "story is %q", lines)
 			assert.Equal(t, 6, len(summary(t, x).Phases), x.ResultSummary)
 			pgtest.Equal(t, w.pool, 0, `select count(*) from agent_automation_runs where status <> 'success'`)
 		})
@@ -213,9 +195,8 @@ func TestHeartbeatWaitTimeout(t *testing.T) {
 				t.Errorf("summary is %q, %v", x.ResultSummary, summary(t, x).Phases)
 			}
 			pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where status = 'running'`)
-			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_memory where key = 'k'`); (n == 1) != (phase == "advance_plan") {
-				t.Errorf("%d of the memories noted before were saved", n)
-			}
+			n := pgtest.Value[int](t, w.pool, `select count(*) from agent_memory where key = 'k'`)
+			assert.Equal(t, (phase == "advance_plan"), (n == 1), n, "of the memories noted before were saved")
 			w.freeLane(t, heartbeat.OperateLane)
 			if phase == "run_automations" {
 				pgtest.Equal(t, w.pool, "error true", `select status || ' ' || (retry_at is not null) from agent_automation_runs`)
@@ -241,14 +222,11 @@ func TestResumedHeartbeatSkipsFinishedPhases(t *testing.T) {
 	w.addAutomation(t, automations.Definition{Name: "b", Skill: "look"})
 	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = next_run_at - interval '1 hour' where name = 'a'`)
 	x, err := w.engine(t, true).RunSync(context.WithoutCancel(t.Context()), heartbeat.Spec("agent"))
-	if err != nil || x.Status != executions.Waiting {
-		t.Fatalf("the heartbeat is %s: %v", x.Status, err)
-	}
+	require.Truef(t, err == nil && x.Status == executions.Waiting, "the heartbeat is %s: %v", x.Status, err)
 	w.holdLane(t, "automation:"+pgtest.Value[string](t, w.pool, `select id::text from agent_automations where name = 'a'`))
 	w.freeLane(t, heartbeat.OperateLane)
 	x = w.waitStatus(t, x.ID, executions.Completed)
 	assert.Equal(t, "automations: a succeeded, b succeeded", summary(t, x).Phases["run_automations"])
-	if story := strings.Join(w.traceLines(t, x.TraceID), ", "); strings.Contains(story, "run_automation skipped") {
-		t.Errorf("story is %s", story)
-	}
+	story := strings.Join(w.traceLines(t, x.TraceID), ", ")
+	assert.Truef(t, !strings.Contains(story, "run_automation skipped"), "story is %s", story)
 }

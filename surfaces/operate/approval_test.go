@@ -34,9 +34,8 @@ func withGuardedSkill(t *testing.T) (w *testDatabase, called *atomic.Int64) {
 // decide decides an approval elsewhere.
 func (w *testDatabase) decide(t *testing.T, id string, approve bool) {
 	t.Helper()
-	if _, err := approvals.Decide(t.Context(), w.pool, id, approve, "admin", "because"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := approvals.Decide(t.Context(), w.pool, id, approve, "admin", "because")
+	require.NoError(t, err)
 }
 
 func TestInlineApprovalKeepsStreaming(t *testing.T) {
@@ -48,17 +47,13 @@ func TestInlineApprovalKeepsStreaming(t *testing.T) {
 			b := p.send(t, p.open(t, ""), "Wipe orders.", false)
 			asked := waitEvent[operate.Approval](t, b, "approval")
 			var args map[string]string
-			if err := json.Unmarshal(asked.Arguments, &args); err != nil || args["table"] != "orders" ||
-				args["password"] != "hunter2" {
-				t.Errorf("asked for %s, %v", asked.Arguments, err)
-			}
-			if asked.Skill != "wipe" || asked.ExpiresAt.IsZero() {
-				t.Errorf("asked %+v", asked)
-			}
+			err := json.Unmarshal(asked.Arguments, &args)
+			assert.Truef(t, err == nil && args["table"] == "orders" && args["password"] == "hunter2",
+				"asked for %s, %v", asked.Arguments, err)
+			assert.Truef(t, asked.Skill == "wipe" && !asked.ExpiresAt.IsZero(), "asked %+v", asked)
 			start := waitEvent[operate.Start](t, b, "start")
-			if x := w.waitStatus(t, start.ExecutionID, executions.Waiting); testkit.Deref(x.WaitingFor) != "approval" {
-				t.Errorf("it waits for %s", testkit.Deref(x.WaitingFor))
-			}
+			x := w.waitStatus(t, start.ExecutionID, executions.Waiting)
+			assert.Equal(t, "approval", testkit.Deref(x.WaitingFor), "it waits for")
 			assert.Equal(t, 0, called.Load())
 			w.decide(t, asked.ID, approve)
 			done, err := b.wait(t)
@@ -82,16 +77,13 @@ func TestDetachedTurnFinishesHeadless(t *testing.T) {
 	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	b.leave(context.Canceled) // the connection is gone
 	done, err := b.wait(t)
-	if err != nil || done.Ended != operate.WaitingApproval {
-		t.Errorf("the turn was left as %+v, %v", done, err)
-	}
+	assert.Truef(t, err == nil && done.Ended == operate.WaitingApproval, "the turn was left as %+v, %v", done, err)
 	assert.Equal(t, "", w.laneHolder(t))
 	w.process(t, true) // a process that works
 	w.decide(t, asked.ID, true)
 	x := w.waitStatus(t, start.ExecutionID, executions.Completed)
-	if called.Load() != 1 || x.ResultSummary != "It is over." {
-		t.Errorf("called %d times, %q", called.Load(), x.ResultSummary)
-	}
+	assert.Truef(t, called.Load() == 1 && x.ResultSummary == "It is over.",
+		"called %d times, %q", called.Load(), x.ResultSummary)
 	pgtest.Equal(t, w.pool, "It is over.",
 		`select content from agent_messages where thread_id = $1 and role = 'assistant'`, s.ID())
 	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the headless turn frees the lane")
@@ -106,9 +98,8 @@ func TestHeadlessTurnWaitsForLane(t *testing.T) {
 	start := waitEvent[operate.Start](t, b, "start")
 	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	b.leave(context.Canceled)
-	if _, err := b.wait(t); err != nil {
-		t.Fatal(err)
-	}
+	_, err := b.wait(t)
+	require.NoError(t, err)
 	other := p.open(t, "")
 	require.NoError(t, other.Hold(t.Context(), false))
 	w.decide(t, asked.ID, true)
@@ -133,9 +124,8 @@ func TestHeadlessApprovalFreesLane(t *testing.T) {
 	start := waitEvent[operate.Start](t, b, "start")
 	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	b.leave(context.Canceled)
-	if _, err := b.wait(t); err != nil {
-		t.Fatal(err)
-	}
+	_, err := b.wait(t)
+	require.NoError(t, err)
 	w.decide(t, first.ID, true)
 	second := ""
 	pgtest.Eventually(t, waitLimit, func() bool {
@@ -181,11 +171,9 @@ func TestInterruptCancelsWaitingTurn(t *testing.T) {
 	start := waitEvent[operate.Start](t, b, "start")
 	w.waitStatus(t, start.ExecutionID, executions.Waiting)
 	b.leave(operate.ErrInterrupt)
-	if _, err := b.wait(t); err == nil {
-		t.Error("the turn has an answer")
-	}
+	_, err := b.wait(t)
+	assert.Error(t, err, "the turn has an answer")
 	w.waitStatus(t, start.ExecutionID, executions.Cancelled)
-	if _, err := approvals.Decide(t.Context(), w.pool, asked.ID, true, "admin", ""); err == nil || called.Load() != 0 {
-		t.Errorf("what a cancelled turn asked for can be approved: %v", err)
-	}
+	_, err = approvals.Decide(t.Context(), w.pool, asked.ID, true, "admin", "")
+	assert.Truef(t, err != nil && called.Load() == 0, "what a cancelled turn asked for can be approved: %v", err)
 }

@@ -47,10 +47,8 @@ func TestEventsOverHTTP(t *testing.T) {
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
 	p := w.process(t, true)
 	resp := p.post(t, t.Context(), `{"message":"Wipe orders.","session_id":"ses_mine"}`, "")
-	if resp.StatusCode != http.StatusOK || resp.Header.Get("Content-Type") != "text/event-stream" ||
-		resp.Header.Get("X-Trace-Id") == "" {
-		t.Errorf("%d, %v", resp.StatusCode, resp.Header)
-	}
+	assert.Truef(t, resp.StatusCode == http.StatusOK && resp.Header.Get("Content-Type") == "text/event-stream" &&
+		resp.Header.Get("X-Trace-Id") != "", "%d, %v", resp.StatusCode, resp.Header)
 	events, comments := readEvents(resp.Body, func(e sse) bool {
 		if e.name == "approval" {
 			var a operate.Approval
@@ -60,29 +58,24 @@ func TestEventsOverHTTP(t *testing.T) {
 		}
 		return false
 	})
-	if got := eventNames(events); !strings.HasPrefix(got, "start ") || !strings.HasSuffix(got, " delta done") ||
-		strings.Count(got, "approval") != 1 || !strings.Contains(got, "tool") {
-		t.Errorf("events are %s", got)
-	}
+	got := eventNames(events)
+	assert.Truef(t, strings.HasPrefix(got, "start ") && strings.HasSuffix(got, " delta done") &&
+		strings.Count(got, "approval") == 1 && strings.Contains(got, "tool"), "events are %s", got)
 	start, done := read[operate.Start](t, events, "start"), read[operate.Done](t, events, "done")
 	want := operate.Done{
 		TraceID: resp.Header.Get("X-Trace-Id"), ExecutionID: start.ExecutionID, SessionID: "ses_mine",
 		Ended: "answered", Text: "It is over.",
 		Usage: done.Usage, CostUSD: done.CostUSD,
 	}
-	if diff := cmp.Diff(want, done); diff != "" || start.TraceID != want.TraceID || start.SessionID != "ses_mine" ||
-		done.Usage.TotalTokens == 0 {
-		t.Errorf("start %+v, done (-want +got):\n%s", start, diff)
-	}
+	diff := cmp.Diff(want, done)
+	assert.Truef(t, diff == "" && start.TraceID == want.TraceID && start.SessionID == "ses_mine" &&
+		done.Usage.TotalTokens != 0, "start %+v, done (-want +got):\n%s", start, diff)
 	for _, e := range events {
-		if e.name == "tool" && !strings.Contains(string(e.data), `"arguments":{"table":"orders"}`) {
-			t.Errorf("a tool event is %s", e.data)
-		}
+		assert.Truef(t, e.name != "tool" || strings.Contains(string(e.data), `"arguments":{"table":"orders"}`),
+			"a tool event is %s", e.data)
 	}
 	t.Logf("%d comments", comments)
-	if w.laneHolder(t) == "" {
-		t.Error("the named session does not hold the lane between turns")
-	}
+	assert.True(t, w.laneHolder(t) != "", "the named session does not hold the lane between turns")
 	if err := p.Close(t.Context()); err != nil || w.laneHolder(t) != "" {
 		t.Errorf("after Close the lane is held by %q: %v", w.laneHolder(t), err)
 	}
@@ -101,9 +94,7 @@ func TestStreamKeepAlive(t *testing.T) {
 	buffer, seen := make([]byte, 4096), ""
 	for !strings.Contains(seen, ": keep-alive") {
 		n, err := resp.Body.Read(buffer)
-		if err != nil {
-			t.Fatalf("%v after %s", err, seen)
-		}
+		require.NoError(t, err, "after", seen)
 		seen += string(buffer[:n])
 	}
 	close(release)
@@ -155,21 +146,16 @@ func TestJSONResponse(t *testing.T) {
 	p := w.process(t, true)
 	resp := p.post(t, t.Context(), `{"message":"Look."}`, "application/json")
 	got := decode[operate.Answer](t, resp.Body)
-	if resp.StatusCode != http.StatusOK || got.Text != "Done." || got.Ended != "answered" || len(got.Tools) != 1 ||
-		got.TraceID != resp.Header.Get("X-Trace-Id") {
-		t.Errorf("%d, %+v", resp.StatusCode, got)
-	}
+	assert.Truef(t, resp.StatusCode == http.StatusOK && got.Text == "Done." && got.Ended == "answered" &&
+		len(got.Tools) == 1 && got.TraceID == resp.Header.Get("X-Trace-Id"), "%d, %+v", resp.StatusCode, got)
 	resp = p.post(t, t.Context(), `{"message":"Wipe."}`, "application/json")
 	got = decode[operate.Answer](t, resp.Body)
-	if resp.StatusCode != http.StatusAccepted || got.Ended != operate.WaitingApproval || len(got.Approvals) != 1 {
-		t.Fatalf("%d, %+v", resp.StatusCode, got)
-	}
+	require.Truef(t, resp.StatusCode == http.StatusAccepted && got.Ended == operate.WaitingApproval &&
+		len(got.Approvals) == 1, "%d, %+v", resp.StatusCode, got)
 	spent := pgtest.Value[int](t, w.pool, `select (token_usage ->> 'total_tokens')::int from agent_activity
 		where trace_id = $1 and kind = 'model'`, got.TraceID)
-	if spent == 0 || got.Usage.TotalTokens != spent || got.Usage.TotalTokens != got.Usage.PromptTokens+
-		got.Usage.CompletionTokens {
-		t.Errorf("the call before the wait used %d tokens, the answer says %+v", spent, got.Usage)
-	}
+	assert.Truef(t, spent != 0 && got.Usage.TotalTokens == spent && got.Usage.TotalTokens == got.Usage.PromptTokens+
+		got.Usage.CompletionTokens, "the call before the wait used %d tokens, the answer says %+v", spent, got.Usage)
 	w.decide(t, got.Approvals[0].ID, true)
 	assert.Equal(t, "Later.", w.waitStatus(t, got.ExecutionID, executions.Completed).ResultSummary)
 }
@@ -183,10 +169,8 @@ func TestBusyLaneProblem(t *testing.T) {
 	for _, accept := range []string{"", "application/json"} {
 		resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two"}`, accept)
 		got := decode[problem.Problem](t, resp.Body)
-		if resp.StatusCode != http.StatusConflict || got.Holder != w.laneHolder(t) ||
-			resp.Header.Get("Content-Type") != problem.ContentType {
-			t.Errorf("%d, %+v", resp.StatusCode, got)
-		}
+		assert.Truef(t, resp.StatusCode == http.StatusConflict && got.Holder == w.laneHolder(t) &&
+			resp.Header.Get("Content-Type") == problem.ContentType, "%d, %+v", resp.StatusCode, got)
 	}
 	resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two","wait":true}`, "")
 	require.Equal(t, http.StatusOK, resp.StatusCode)
@@ -204,15 +188,12 @@ func TestFailedTurnEvent(t *testing.T) {
 	events, _ := readEvents(p.post(t, t.Context(), `{"message":"Hello."}`, "").Body, nil)
 	require.Equal(t, "start error", eventNames(events))
 	start, got := read[operate.Start](t, events, "start"), read[problem.Problem](t, events, "error")
-	if got.TraceID != start.TraceID || !strings.Contains(got.Detail, "Incorrect API key") ||
-		got.Type != "urn:lanekeeper:problem:turn-failed" {
-		t.Errorf("the problem is %+v", got)
-	}
+	assert.Truef(t, got.TraceID == start.TraceID && strings.Contains(got.Detail, "Incorrect API key") &&
+		got.Type == "urn:lanekeeper:problem:turn-failed", "the problem is %+v", got)
 	resp := p.post(t, t.Context(), `{"message":"Hello."}`, "application/json")
-	if got := decode[problem.Problem](t, resp.Body); resp.StatusCode != http.StatusInternalServerError ||
-		got.TraceID == "" || got.TraceID != resp.Header.Get("X-Trace-Id") {
-		t.Errorf("%d, %+v", resp.StatusCode, got)
-	}
+	got = decode[problem.Problem](t, resp.Body)
+	assert.Truef(t, resp.StatusCode == http.StatusInternalServerError && got.TraceID != "" &&
+		got.TraceID == resp.Header.Get("X-Trace-Id"), "%d, %+v", resp.StatusCode, got)
 }
 
 func TestInvalidTurnRequests(t *testing.T) {
@@ -243,9 +224,8 @@ func TestInvalidTurnRequests(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			resp := p.post(t, t.Context(), test.body, "")
 			got := decode[json.RawMessage](t, resp.Body)
-			if resp.StatusCode != test.status || !strings.Contains(string(got), test.says) {
-				t.Errorf("%d, %s", resp.StatusCode, got)
-			}
+			assert.Truef(t, resp.StatusCode == test.status && strings.Contains(string(got), test.says),
+				"%d, %s", resp.StatusCode, got)
 		})
 	}
 	if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_executions`); n != 0 || w.laneHolder(t) != "" {
@@ -279,10 +259,9 @@ func TestWatchTurns(t *testing.T) {
 	require.NoError(t, err)
 	assert.NoDiff(t, done, read[operate.Done](t, events, "done"))
 	text := eventNames(events)
-	if !strings.HasPrefix(text, "lane ") || !strings.Contains(text, "start") || strings.Count(text, "approval") != 1 ||
-		strings.Contains(string(read[json.RawMessage](t, events, "tool")), "hunter2") {
-		t.Errorf("events are %s", text)
-	}
+	assert.Truef(t, strings.HasPrefix(text, "lane ") && strings.Contains(text, "start") &&
+		strings.Count(text, "approval") == 1 &&
+		!strings.Contains(string(read[json.RawMessage](t, events, "tool")), "hunter2"), "events are %s", text)
 	holders := 0
 	for _, e := range events {
 		if e.name == "lane" && strings.Contains(string(e.data), done.TraceID) {

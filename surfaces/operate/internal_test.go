@@ -63,9 +63,8 @@ func TestWaitingTurnFreesLane(t *testing.T) {
 			assert.NoError(t, <-over)
 		}
 	}()
-	if _, _, err := engine.Start(ctx, pool, executions.Spec{Flow: "waits", Surface: trace.Operate}); err != nil {
-		t.Fatal(err)
-	}
+	_, _, err = engine.Start(ctx, pool, executions.Spec{Flow: "waits", Surface: trace.Operate})
+	require.NoError(t, err)
 	pgtest.Eventually(t, time.Minute, func() bool {
 		var kept bool
 		err := pool.QueryRow(ctx, `
@@ -111,22 +110,16 @@ func FuzzStream(f *testing.F) {
 			s.comment("sign of life")
 		}
 		got := ssetest.Read(w.Body.String())
-		if len(got.Events) != len(sent) || len(got.Comments) != len(sent) || len(got.Unknown)+len(got.Retry) > 0 ||
-			got.Left != "" {
-			t.Fatalf("%d events: %q", len(got.Events), w.Body)
-		}
+		require.Truef(t, len(got.Events) == len(sent) && len(got.Comments) == len(sent) &&
+			len(got.Unknown)+len(got.Retry) == 0 && got.Left == "", "%d events: %q", len(got.Events), w.Body)
 		for i, e := range got.Events {
-			if !json.Valid([]byte(e.Data)) || i != 3 && e.Name != sent[i].Name {
-				t.Errorf("event %d is %+v", i, e)
-			}
+			assert.Truef(t, json.Valid([]byte(e.Data)) && (i == 3 || e.Name == sent[i].Name), "event %d is %+v", i, e)
 		}
 		var delta Delta
 		var call ToolCall
 		var done Done
 		for i, into := range map[int]any{1: &delta, 2: &call, 4: &done} {
-			if err := json.Unmarshal([]byte(got.Events[i].Data), into); err != nil {
-				t.Errorf("event %d is %q: %v", i, got.Events[i].Data, err)
-			}
+			assert.NoError(t, json.Unmarshal([]byte(got.Events[i].Data), into), "event", i, got.Events[i].Data)
 		}
 		if !utf8.ValidString(text + arguments) {
 			return

@@ -47,12 +47,9 @@ func TestIdleSessionFreesLane(t *testing.T) {
 	p := w.process(t, false, func(o *operate.Options) { o.Idle = 200 * time.Millisecond })
 	s := p.open(t, "")
 	for range 2 {
-		if _, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil {
-			t.Fatal(err)
-		}
-		if w.laneHolder(t) == "" {
-			t.Error("the lane is free at once")
-		}
+		_, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {})
+		require.NoError(t, err)
+		assert.True(t, w.laneHolder(t) != "", "the lane is free at once")
 		pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	}
 }
@@ -94,9 +91,8 @@ func TestSessionReusesID(t *testing.T) {
 	}
 	require.NoError(t, other.Close(t.Context()))
 	require.NoError(t, s.Hold(t.Context(), false))
-	if _, err := p.open(t, "ses_again").Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil {
-		t.Errorf("the session's own lane is in its way: %v", err)
-	}
+	_, err := p.open(t, "ses_again").Turn(t.Context(), "Hello.", false, func(operate.Event) {})
+	assert.NoError(t, err, "the session's own lane is in its way")
 	if err := p.Close(t.Context()); err != nil || w.laneHolder(t) != "" {
 		t.Errorf("after the process has closed its sessions the lane is held by %q: %v", w.laneHolder(t), err)
 	}
@@ -111,15 +107,12 @@ func TestLongTurnIsNotIdle(t *testing.T) {
 		timer := time.NewTimer(300 * time.Millisecond)
 		defer timer.Stop()
 		<-timer.C
-		if w.laneHolder(t) == "" {
-			t.Error("the lane was freed while the turn was taken")
-		}
+		assert.True(t, w.laneHolder(t) != "", "the lane was freed while the turn was taken")
 		return "late", nil
 	})
 	require.NoError(t, s.Hold(t.Context(), false))
-	if _, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil {
-		t.Fatal(err)
-	}
+	_, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {})
+	require.NoError(t, err)
 }
 
 func TestSecondAdminReadsHolder(t *testing.T) {
@@ -145,9 +138,8 @@ func TestSecondAdminWaits(t *testing.T) {
 	b := other.send(t, second, "Let me in.", true)
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_lock_waiters where lane = 'operate'`)
 	require.NoError(t, first.Close(t.Context()))
-	if done, err := b.wait(t); err != nil || done.Text != "Now you." {
-		t.Errorf("the turn ended %+v, %v", done, err)
-	}
+	done, err := b.wait(t)
+	assert.Truef(t, err == nil && done.Text == "Now you.", "the turn ended %+v, %v", done, err)
 }
 
 func TestAbandonedWaitCleansUp(t *testing.T) {
@@ -158,9 +150,8 @@ func TestAbandonedWaitCleansUp(t *testing.T) {
 	b := other.send(t, other.open(t, ""), "Let me in.", true)
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_lock_waiters where lane = 'operate'`)
 	b.leave(operate.ErrInterrupt)
-	if _, err := b.wait(t); !errors.Is(err, operate.ErrInterrupt) {
-		t.Errorf("the wait ended with %v", err)
-	}
+	_, err := b.wait(t)
+	assert.ErrorIs(t, err, operate.ErrInterrupt, "the wait ended with")
 	pgtest.Equal(t, w.pool, 0,
 		`select (select count(*) from agent_lock_waiters) + (select count(*) from agent_executions)`)
 }
@@ -178,13 +169,11 @@ func TestLostLaneStopsTurn(t *testing.T) {
 	s := p.open(t, "")
 	b := p.send(t, s, "Be slow.", false)
 	waitEvent[operate.ToolCall](t, b, "tool")
-	if broken, err := lanes.Break(t.Context(), w.pool, operate.Lane, "the test wants it"); err != nil || !broken {
-		t.Fatal(broken, err)
-	}
+	broken, err := lanes.Break(t.Context(), w.pool, operate.Lane, "the test wants it")
+	require.True(t, err == nil && broken, broken, err)
 	start := waitEvent[operate.Start](t, b, "start")
-	if _, err := b.wait(t); err == nil || !strings.Contains(err.Error(), "lane lost") {
-		t.Errorf("the turn ended with %v", err)
-	}
+	_, err = b.wait(t)
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "lane lost"), "the turn ended with %v", err)
 	<-stopped
 	assert.Equal(t, executions.Failed, w.execution(t, start.ExecutionID).Status)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_activity where status = 'running'`)
@@ -215,16 +204,13 @@ func TestTurnsDoNotOverlap(t *testing.T) {
 				return
 			}
 			for range 3 {
-				if _, err := s.Turn(t.Context(), "Look.", true, func(operate.Event) {}); err != nil {
-					t.Error(err)
-				}
+				_, err := s.Turn(t.Context(), "Look.", true, func(operate.Event) {})
+				assert.NoError(t, err)
 			}
 		})
 	}
 	admins.Wait()
-	if most.Load() != 1 || taken.Load() != 18 {
-		t.Errorf("%d turns at once, %d in all", most.Load(), taken.Load())
-	}
+	assert.Truef(t, most.Load() == 1 && taken.Load() == 18, "%d turns at once, %d in all", most.Load(), taken.Load())
 }
 
 func TestSessionRunsOneTurnAtATime(t *testing.T) {
@@ -239,15 +225,12 @@ func TestSessionRunsOneTurnAtATime(t *testing.T) {
 	s := p.open(t, "")
 	b := p.send(t, s, "Be slow.", false)
 	waitEvent[operate.ToolCall](t, b, "tool")
-	if _, err := s.Turn(t.Context(), "And this?", false, func(operate.Event) {}); !errors.Is(err, operate.ErrBusySession) {
-		t.Errorf("the second turn ended with %v", err)
-	}
+	_, err := s.Turn(t.Context(), "And this?", false, func(operate.Event) {})
+	assert.ErrorIs(t, err, operate.ErrBusySession, "the second turn ended with")
 	later := p.send(t, s, "And this?", true)
 	close(release)
-	if done, err := b.wait(t); err != nil || done.Text != "One." {
-		t.Errorf("first: %+v, %v", done, err)
-	}
-	if done, err := later.wait(t); err != nil || done.Text != "Two." {
-		t.Errorf("second: %+v, %v", done, err)
-	}
+	done, err := b.wait(t)
+	assert.Truef(t, err == nil && done.Text == "One.", "first: %+v, %v", done, err)
+	done, err = later.wait(t)
+	assert.Truef(t, err == nil && done.Text == "Two.", "second: %+v, %v", done, err)
 }

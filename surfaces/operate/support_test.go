@@ -73,9 +73,8 @@ func (w *testDatabase) builtin(t *testing.T, name, trust string, fn skills.Built
 func (w *testDatabase) addSkill(t *testing.T, d skills.Definition) {
 	t.Helper()
 	d.Description = "does " + d.Name
-	if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
+	require.NoError(t, err)
 }
 
 // process is one process: a surface, its engine and its HTTP server.
@@ -111,9 +110,8 @@ func (w *testDatabase) process(t *testing.T, working bool, change ...func(*opera
 	for _, c := range change {
 		c(&opts)
 	}
-	if p.Operate, err = operate.New(opts); err != nil {
-		t.Fatal(err)
-	}
+	p.Operate, err = operate.New(opts)
+	require.NoError(t, err)
 	mux := http.NewServeMux()
 	mux.Handle("POST /v1/operate", p.Handler())
 	mux.Handle("GET /v1/operate/watch", p.WatchHandler())

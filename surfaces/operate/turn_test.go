@@ -2,7 +2,6 @@ package operate_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
@@ -46,19 +45,14 @@ func TestTurnExecution(t *testing.T) {
 		if events.text() != done.Text || done.Ended != "answered" || done.SessionID != s.ID() || done.Usage.TotalTokens == 0 {
 			t.Errorf("streamed %q, done %+v", events.text(), done)
 		}
-		if id, err := trace.Parse(done.TraceID); err != nil || id.Surface() != trace.Operate {
-			t.Errorf("the trace is %s: %v", done.TraceID, err)
-		}
+		id, err := trace.Parse(done.TraceID)
+		assert.Truef(t, err == nil && id.Surface() == trace.Operate, "the trace is %s: %v", done.TraceID, err)
 		traces = append(traces, done.TraceID)
 		x := w.execution(t, done.ExecutionID)
-		if x.Queue != executions.Interactive || x.Flow != operate.Flow || testkit.Deref(x.ThreadID) != s.ID() ||
-			x.Surface != "operate" {
-			t.Errorf("execution is %+v", x)
-		}
+		assert.Truef(t, x.Queue == executions.Interactive && x.Flow == operate.Flow && testkit.Deref(x.ThreadID) == s.ID() &&
+			x.Surface == "operate", "execution is %+v", x)
 	}
-	if traces[0] == traces[1] {
-		t.Error("two turns share a trace")
-	}
+	assert.True(t, traces[0] != traces[1], "two turns share a trace")
 	var asked []string
 	for _, m := range w.model.Requests()[1].Messages[1:] {
 		asked = append(asked, m.Role+": "+m.Content)
@@ -89,17 +83,12 @@ func TestToolCallEventsHideSecrets(t *testing.T) {
 			calls = append(calls, c)
 		}
 	}
-	if string(calls[0].Arguments) != `{"password":"[redacted]","table":"orders"}` || calls[0].Status != "started" {
-		t.Errorf("first event is %+v: %s", calls[0], calls[0].Arguments)
-	}
-	if string(calls[1].Result) != `{"api_key":"[redacted]","rows":42}` || calls[1].Status != "success" ||
-		calls[1].DurationMS == nil {
-		t.Errorf("second event is %+v: %s", calls[1], calls[1].Result)
-	}
-	if calls[3].Status != "error" || !strings.Contains(calls[3].Error, "503") || calls[3].ID != calls[2].ID ||
-		calls[3].ID == calls[1].ID {
-		t.Errorf("fourth event is %+v", calls[3])
-	}
+	assert.Truef(t, string(calls[0].Arguments) == `{"password":"[redacted]","table":"orders"}` &&
+		calls[0].Status == "started", "first event is %+v: %s", calls[0], calls[0].Arguments)
+	assert.Truef(t, string(calls[1].Result) == `{"api_key":"[redacted]","rows":42}` && calls[1].Status == "success" &&
+		calls[1].DurationMS != nil, "second event is %+v: %s", calls[1], calls[1].Result)
+	assert.Truef(t, calls[3].Status == "error" && strings.Contains(calls[3].Error, "503") && calls[3].ID == calls[2].ID &&
+		calls[3].ID != calls[1].ID, "fourth event is %+v", calls[3])
 	assert.Equal(t, "Done.", done.Text, done)
 }
 
@@ -141,22 +130,17 @@ func TestInterruptStopsTools(t *testing.T) {
 			pgtest.Eventually(t, waitLimit, runs, "the skill runs")
 			began := time.Now()
 			b.leave(operate.ErrInterrupt)
-			if _, err := b.wait(t); err == nil || !strings.Contains(err.Error(), "cancelled by admin") {
-				t.Errorf("the turn ended with %v", err)
-			}
-			if took := time.Since(began); took > 25*time.Second {
-				t.Errorf("the interrupt took %s", took)
-			}
+			_, err := b.wait(t)
+			assert.Truef(t, err != nil && strings.Contains(err.Error(), "cancelled by admin"), "the turn ended with %v", err)
+			took := time.Since(began)
+			assert.Truef(t, took <= 25*time.Second, "the interrupt took %s", took)
 			pgtest.Eventually(t, waitLimit, stopped, "the skill is stopped")
 			x := w.execution(t, start.ExecutionID)
-			if x.Status != executions.Cancelled || testkit.Deref(x.CancelledBy) != "admin" ||
-				testkit.Deref(x.CancelReason) != "interrupted" {
-				t.Errorf("the execution is %s by %s: %s", x.Status, testkit.Deref(x.CancelledBy), testkit.Deref(x.CancelReason))
-			}
+			assert.Truef(t, x.Status == executions.Cancelled && testkit.Deref(x.CancelledBy) == "admin" &&
+				testkit.Deref(x.CancelReason) == "interrupted", "the execution is %s by %s: %s", x.Status,
+				testkit.Deref(x.CancelledBy), testkit.Deref(x.CancelReason))
 			assert.Equal(t, "model_call success, slow unknown", w.traceRows(t, start.TraceID))
-			if w.laneHolder(t) == "" {
-				t.Error("the admin is still there, and lost the lane")
-			}
+			assert.True(t, w.laneHolder(t) != "", "the admin is still there, and lost the lane")
 		})
 	}
 }
@@ -183,11 +167,9 @@ func TestRequestWithKeyIsOneTurn(t *testing.T) {
 	pgtest.Eventually(t, waitLimit, func() bool { return w.laneHolder(t) == "" }, "the lane is freed")
 	resp := other.postWithKey(t, "k", `{"message":"Hello."}`)
 	got := decode[problem.Problem](t, resp.Body)
-	if resp.StatusCode != http.StatusConflict || !strings.HasSuffix(got.Type, ":idempotency-key-used") ||
-		got.TraceID != start.TraceID ||
-		!strings.Contains(got.Detail, start.SessionID) {
-		t.Errorf("the same again: %d, %+v", resp.StatusCode, got)
-	}
+	assert.Truef(t, resp.StatusCode == http.StatusConflict && strings.HasSuffix(got.Type, ":idempotency-key-used") &&
+		got.TraceID == start.TraceID && strings.Contains(got.Detail, start.SessionID), "the same again: %d, %+v",
+		resp.StatusCode, got)
 	if events, _ := readEvents(other.postWithKey(t, "k", `{"message":"Hello you."}`).Body,
 		nil); eventNames(events) != "start delta done" {
 		t.Errorf("another message: %s", eventNames(events))
@@ -215,9 +197,8 @@ func TestWaitingRequestsWithKeyAreOneTurn(t *testing.T) {
 		t.Fatalf("events are %s and %s", eventNames(got[0]), eventNames(got[1]))
 	}
 	refused, start := read[problem.Problem](t, got[1], "error"), read[operate.Start](t, got[0], "start")
-	if !strings.HasSuffix(refused.Type, ":idempotency-key-used") || refused.TraceID != start.TraceID {
-		t.Errorf("the second was told %+v", refused)
-	}
+	assert.Truef(t, strings.HasSuffix(refused.Type, ":idempotency-key-used") && refused.TraceID == start.TraceID,
+		"the second was told %+v", refused)
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_threads`)
 }
 
@@ -318,9 +299,8 @@ func testResumesHeadless(t *testing.T, elsewhere bool) {
 		require.NoError(t, other.engine.Sweep(t.Context()))
 	}
 	x := w.waitStatus(t, start.ExecutionID, executions.Completed)
-	if x.ResultSummary != "All done." || first.Load() != 1 || second.Load() != 2 {
-		t.Errorf("%q; first was called %d times, second %d", x.ResultSummary, first.Load(), second.Load())
-	}
+	assert.Truef(t, x.ResultSummary == "All done." && first.Load() == 1 && second.Load() == 2,
+		"%q; first was called %d times, second %d", x.ResultSummary, first.Load(), second.Load())
 }
 
 func TestShutdownHandsTurnOver(t *testing.T) {
@@ -342,9 +322,8 @@ func TestShutdownHandsTurnOver(t *testing.T) {
 	<-reached
 	start := waitEvent[operate.Start](t, b, "start")
 	p.stop()
-	if done, err := b.wait(t); err != nil || done.Ended != operate.HandedOn {
-		t.Errorf("left as %+v, %v", done, err)
-	}
+	done, err := b.wait(t)
+	assert.Truef(t, err == nil && done.Ended == operate.HandedOn, "left as %+v, %v", done, err)
 	require.NoError(t, p.Close(t.Context()))
 	w.process(t, true)
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
@@ -355,14 +334,11 @@ func TestSessionLaneEndsWithProcess(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t, modeltest.Text("Hello."), modeltest.Text("Hello."))
 	dead, alive := w.process(t, false), w.process(t, true)
-	if _, err := dead.send(t, dead.open(t, ""), "Hello.", false).wait(t); err != nil {
-		t.Fatal(err)
-	}
+	_, err := dead.send(t, dead.open(t, ""), "Hello.", false).wait(t)
+	require.NoError(t, err)
 	next := alive.open(t, "")
 	require.NoError(t, alive.engine.Sweep(t.Context()))
-	if err := next.Hold(t.Context(), false); !errors.Is(err, lanes.ErrBusy) {
-		t.Fatalf("the lane of a living process: %v", err)
-	}
+	require.ErrorIs(t, next.Hold(t.Context(), false), lanes.ErrBusy, "the lane of a living process")
 	pgtest.Exec(t, w.pool, `update agent_workers set expires_at = clock_timestamp() - interval '1 second' where id::text =
 	                   (select split_part(locked_by, '@', 2) from agent_locks where lane = 'operate')`)
 	pgtest.Eventually(t, time.Minute, func() bool { // another sweep may be under way, which began before
@@ -390,21 +366,15 @@ func TestLongSessionIsSummarized(t *testing.T) {
 		return modeltest.Text(strings.Repeat("word ", 60))
 	})
 	for n := range 25 {
-		if _, err := s.Turn(t.Context(), fmt.Sprintf("Turn %d. %s", n, strings.Repeat("word ", 20)), false,
-			func(operate.Event) {}); err != nil {
-			t.Fatal(err)
-		}
+		_, err := s.Turn(t.Context(), fmt.Sprintf("Turn %d. %s", n, strings.Repeat("word ", 20)), false,
+			func(operate.Event) {})
+		require.NoError(t, err)
 	}
-	if !summarised {
-		t.Error("no turn was given the summary")
-	}
-	if longest > 6000 {
-		t.Errorf("the longest request has %d bytes", longest)
-	}
-	if through := pgtest.Value[int](t, w.pool, `select summary_through from agent_threads where id = $1`,
-		s.ID()); through < 20 {
-		t.Errorf("the summary reaches to %d", through)
-	}
+	assert.True(t, summarised, "no turn was given the summary")
+	assert.Truef(t, longest <= 6000, "the longest request has %d bytes", longest)
+	through := pgtest.Value[int](t, w.pool, `select summary_through from agent_threads where id = $1`,
+		s.ID())
+	assert.Truef(t, through >= 20, "the summary reaches to %d", through)
 }
 
 func TestASessionHasOneAgent(t *testing.T) {
@@ -415,9 +385,8 @@ func TestASessionHasOneAgent(t *testing.T) {
 	for _, d := range []agents.Definition{
 		{Name: "sales", Default: true, Instructions: "You sell."}, {Name: "billing", Instructions: "You bill."},
 	} {
-		if _, err := agents.Put(t.Context(), w.pool, d, "workspace"); err != nil {
-			t.Fatal(err)
-		}
+		_, err := agents.Put(t.Context(), w.pool, d, "workspace")
+		require.NoError(t, err)
 	}
 	s := p.open(t, "")
 	assert.Error(t, s.SetAgent(t.Context(), "nobody"), "an agent that there is none of acts")
@@ -429,17 +398,15 @@ func TestASessionHasOneAgent(t *testing.T) {
 		b := p.send(t, s, "hello", true)
 		<-b.over
 		if c.told == "" {
-			if told, _ := problem.Of(b.err); b.err == nil || told.Status != http.StatusConflict ||
-				!strings.Contains(told.Detail, "is one with sales") {
-				t.Errorf("another agent in the session: %v", b.err)
-			}
+			told, _ := problem.Of(b.err)
+			assert.Truef(t, b.err != nil && told.Status == http.StatusConflict &&
+				strings.Contains(told.Detail, "is one with sales"), "another agent in the session: %v", b.err)
 			continue
 		}
 		require.NoError(t, b.err)
 		requests := w.model.Requests()
-		if got := requests[len(requests)-1].Messages[0].Content; !strings.Contains(got, c.told) {
-			t.Errorf("session %s as %q was told %s", c.session, c.agent, got)
-		}
+		got := requests[len(requests)-1].Messages[0].Content
+		assert.Truef(t, strings.Contains(got, c.told), "session %s as %q was told %s", c.session, c.agent, got)
 		require.NoError(t, s.Close(t.Context()))
 	}
 	pgtest.Equal(t, w.pool, "sales billing billing", `select string_agg(agent, ' ' order by id) from agent_executions
@@ -461,12 +428,10 @@ func TestHeartbeatYieldsToSession(t *testing.T) {
 	beat, _, err := p.engine.Start(t.Context(), w.pool, heartbeat.Spec("agent"))
 	require.NoError(t, err)
 	x := w.waitStatus(t, beat.ID, executions.Waiting)
-	if testkit.Deref(x.WaitingFor) != "lane" || testkit.Deref(x.WaitingKey) != operate.Lane {
-		t.Fatalf("the heartbeat waits for %s %s", testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
-	}
-	if done, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {}); err != nil || done.Ended != "answered" {
-		t.Errorf("the admin's turn: %+v, %v", done, err)
-	}
+	require.Truef(t, testkit.Deref(x.WaitingFor) == "lane" && testkit.Deref(x.WaitingKey) == operate.Lane,
+		"the heartbeat waits for %s %s", testkit.Deref(x.WaitingFor), testkit.Deref(x.WaitingKey))
+	done, err := s.Turn(t.Context(), "Hello.", false, func(operate.Event) {})
+	assert.Truef(t, err == nil && done.Ended == "answered", "the admin's turn: %+v, %v", done, err)
 	tick, err := p.engine.RunSync(t.Context(), heartbeat.Spec("agent"))
 	if err != nil || !strings.HasPrefix(tick.ResultSummary, "skipped") ||
 		w.traceRows(t, tick.TraceID) != "heartbeat skipped" {

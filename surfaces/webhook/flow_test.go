@@ -123,15 +123,12 @@ func TestMissingPathFailsAndIsReplayable(t *testing.T) {
 	replayed, err := w.surface.Replay(t.Context(), d.ID, -1, "it was lost")
 	require.NoError(t, err)
 	d = w.waitStatus(t, "msg_1", webhooks.Done)
-	if d.TraceID != first.TraceID || d.LastTraceID != replayed.LastTraceID || d.LastTraceID == d.TraceID ||
-		d.Replays != 1 {
-		t.Errorf("replayed: %+v", d)
-	}
+	assert.Truef(t, d.TraceID == first.TraceID && d.LastTraceID == replayed.LastTraceID && d.LastTraceID != d.TraceID &&
+		d.Replays == 1, "replayed: %+v", d)
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_events where key = 'issue-7'`)
-	if again := w.send(t, "typo", "msg_1", `{"issue":{"number":7}}`); again.status != http.StatusOK ||
-		again.TraceID != first.TraceID {
-		t.Errorf("the sender's repetition: %d %s", again.status, again.body)
-	}
+	again := w.send(t, "typo", "msg_1", `{"issue":{"number":7}}`)
+	assert.Truef(t, again.status == http.StatusOK && again.TraceID == first.TraceID,
+		"the sender's repetition: %d %s", again.status, again.body)
 }
 
 func TestActionRetriesThenDead(t *testing.T) {
@@ -173,16 +170,14 @@ func TestConcurrentReplays(t *testing.T) {
 	w.sendAccepted(t, "click", "msg_1", `{}`)
 	d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
 	require.NoError(t, err)
-	if got := w.post(t, "/v1/webhooks/deliveries/"+d.ID+"/replay", nil, http.NoBody); got.status != http.StatusConflict {
-		t.Errorf("replay of what was not handled yet: %d %s", got.status, got.body)
-	}
+	got := w.post(t, "/v1/webhooks/deliveries/"+d.ID+"/replay", nil, http.NoBody)
+	assert.Equal(t, http.StatusConflict, got.status, "replay of what was not handled yet", got.body)
 	w.runEngine(t)
 	w.waitStatus(t, "msg_1", webhooks.Done)
 	for _, bad := range []string{`{"replays":-1}`, `{"Replays":9}`, `{"replays":0} more`, `[]`} {
-		if got := w.post(t, "/v1/webhooks/deliveries/"+d.ID+"/replay", nil,
-			strings.NewReader(bad)); got.status != http.StatusBadRequest {
-			t.Errorf("a replay with %s: %d, %s", bad, got.status, got.body)
-		}
+		got := w.post(t, "/v1/webhooks/deliveries/"+d.ID+"/replay", nil,
+			strings.NewReader(bad))
+		assert.Truef(t, got.status == http.StatusBadRequest, "a replay with %s: %d, %s", bad, got.status, got.body)
 	}
 	var again, refused atomic.Int32
 	var group sync.WaitGroup
@@ -200,9 +195,7 @@ func TestConcurrentReplays(t *testing.T) {
 		})
 	}
 	group.Wait()
-	if again.Load() != 1 || refused.Load() != 19 {
-		t.Errorf("%d replays, %d refused", again.Load(), refused.Load())
-	}
+	assert.Truef(t, again.Load() == 1 && refused.Load() == 19, "%d replays, %d refused", again.Load(), refused.Load())
 	pgtest.Eventually(t, patience, func() bool {
 		d, err := webhooks.Get(t.Context(), w.pool, d.ID)
 		return err == nil && d.Status == webhooks.Done && d.Replays == 1
@@ -218,15 +211,12 @@ func TestReplayAfterCancel(t *testing.T) {
 	w.sendAccepted(t, "cancel", "msg_1", `{}`)
 	d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
 	require.NoError(t, err)
-	if _, err := executions.Cancel(t.Context(), w.pool, *d.ExecutionID, "admin", "not today"); err != nil {
-		t.Fatal(err)
-	}
-	if d = w.waitStatus(t, "msg_1", webhooks.Dead); testkit.Deref(d.ErrorMessage) != "not today" {
-		t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
-	}
-	if _, err := w.surface.Replay(t.Context(), "msg_1", 0, ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err = executions.Cancel(t.Context(), w.pool, *d.ExecutionID, "admin", "not today")
+	require.NoError(t, err)
+	d = w.waitStatus(t, "msg_1", webhooks.Dead)
+	assert.Equal(t, "not today", testkit.Deref(d.ErrorMessage), "error")
+	_, err = w.surface.Replay(t.Context(), "msg_1", 0, "")
+	require.NoError(t, err)
 	w.runEngine(t)
 	w.waitStatus(t, "msg_1", webhooks.Done)
 }
@@ -237,9 +227,7 @@ func TestDeliveryWaitsForLane(t *testing.T) {
 	w.addEventEndpoint(t, "lane")
 	long := "m" + strings.Repeat("x", 198)
 	lane := webhooks.Delivery{Endpoint: "lane", DeliveryID: long}.Lane()
-	if !pgtest.Value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody')`, lane) {
-		t.Fatal("not acquired")
-	}
+	require.True(t, pgtest.Value[bool](t, w.pool, `select try_acquire_agent_lock($1, 'somebody')`, lane), "not acquired")
 	w.sendAccepted(t, "lane", long, `{}`)
 	w.runEngine(t)
 	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where flow = 'webhook' and status = 'waiting'
@@ -299,9 +287,7 @@ func TestDeliverySurvivesCrashes(t *testing.T) {
 				"no lane held":         `select count(*) = 0 from agent_locks_live`,
 				"the crash took place": fmt.Sprintf(`select last_value > %d from crash_count`, k),
 			} {
-				if !pgtest.Value[bool](t, w.pool, sql) {
-					t.Errorf("not so: %s", what)
-				}
+				assert.Truef(t, pgtest.Value[bool](t, w.pool, sql), "not so: %s", what)
 			}
 		})
 	}
@@ -318,9 +304,8 @@ func TestDeadDeliveryOfLostProcess(t *testing.T) {
 		update agent_executions set status = 'running', claimed_by = (select id from lost), claim = 1 where flow = 'webhook'`)
 	pgtest.Exec(t, w.pool, `select lanekeeper.lose_agent_claims(id) from agent_workers
 		where expires_at < clock_timestamp()`)
-	if d := w.waitStatus(t, "msg_1", webhooks.Dead); !strings.Contains(testkit.Deref(d.ErrorMessage), "given up") {
-		t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
-	}
+	d := w.waitStatus(t, "msg_1", webhooks.Dead)
+	assert.Truef(t, strings.Contains(testkit.Deref(d.ErrorMessage), "given up"), "error %q", testkit.Deref(d.ErrorMessage))
 }
 
 func TestDeliveryStartsFlowOnce(t *testing.T) {
@@ -359,9 +344,7 @@ func TestDeliveryStartsFlowOnce(t *testing.T) {
 		same := pgtest.Value[bool](t, w.pool, `
 			select bool_and(x.input = $2::jsonb and x.trace_id = $3 and x.surface = 'webhook' and x.parent_id::text = $4)
 			  from agent_executions x where x.flow = $1`, flow, input, got.TraceID, *d.ExecutionID)
-		if !same {
-			t.Errorf("%s was not started as it should be", flow)
-		}
+		assert.Truef(t, same, "%s was not started as it should be", flow)
 	}
 	pgtest.Equal(t, w.pool, 1, `
 		select count(*) from agent_executions x join agent_threads t on t.id = x.thread_id
@@ -372,10 +355,9 @@ func TestDeliveryStartsFlowOnce(t *testing.T) {
 		`there is no flow "nothing"`) {
 		t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
 	}
-	if _, err := w.surface.Engine.Fork(t.Context(), w.pool, executions.ForkSpec{ID: *d.ExecutionID}); err == nil ||
-		!strings.Contains(err.Error(), "agent webhooks replay") {
-		t.Errorf("fork of a delivery's handling: %v", err)
-	}
+	_, err := w.surface.Engine.Fork(t.Context(), w.pool, executions.ForkSpec{ID: *d.ExecutionID})
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), "agent webhooks replay"),
+		"fork of a delivery's handling: %v", err)
 }
 
 // newLoop adds a model and the skills inside (internal), answer (external) and pay (external, needs approval).
@@ -389,9 +371,8 @@ func (w *testWebhooks) newLoop(t *testing.T, model *modeltest.Server) (*reason.L
 	} {
 		builtins[name] = func(context.Context, skills.Call) (any, error) { made.add(name); return "ok", nil }
 		d.Name, d.Handler, d.Description = name, "builtin:"+name, "does "+name
-		if _, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace); err != nil {
-			t.Fatal(err)
-		}
+		_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
+		require.NoError(t, err)
 	}
 	client, err := models.New(models.Config{
 		BaseURL: model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
@@ -444,18 +425,13 @@ func TestPayloadIsDataForModel(t *testing.T) {
 	}
 	request := model.Requests()[0]
 	for _, tool := range request.Tools {
-		if tool.Function.Name == "inside" {
-			t.Error("an internal skill was offered")
-		}
+		assert.True(t, tool.Function.Name != "inside", "an internal skill was offered")
 	}
 	said := request.Messages[1].Content
-	if strings.Count(said, "</delivery>") != 1 || !strings.HasSuffix(said, "</delivery>") ||
-		!strings.Contains(said, `"Ann\n`) {
-		t.Errorf("the payload got out of its place:\n%s", said)
-	}
-	if _, err := approvals.Decide(t.Context(), w.pool, id, true, "admin", ""); err != nil {
-		t.Fatal(err)
-	}
+	assert.Truef(t, strings.Count(said, "</delivery>") == 1 && strings.HasSuffix(said, "</delivery>") &&
+		strings.Contains(said, `"Ann\n`), "the payload got out of its place:\n%s", said)
+	_, err := approvals.Decide(t.Context(), w.pool, id, true, "admin", "")
+	require.NoError(t, err)
 	w.waitStatus(t, "msg_1", webhooks.Done)
 	if made.of("answer") != 1 || made.of("pay") != 1 {
 		t.Errorf("in the end: answer %d, pay %d", made.of("answer"), made.of("pay"))
@@ -473,13 +449,11 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 		{Name: "by event", Event: "EVENT_COMPLETED", Skill: "inside"},
 		{Name: "resting", Cron: "0 0 1 1 *", Skill: "pay"},
 	} {
-		if _, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace); err != nil {
-			t.Fatal(err)
-		}
+		_, err := automations.Put(t.Context(), w.pool, d, automations.SourceWorkspace)
+		require.NoError(t, err)
 	}
-	if _, err := automations.Disable(t.Context(), w.pool, "resting", "admin", "holidays"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := automations.Disable(t.Context(), w.pool, "resting", "admin", "holidays")
+	require.NoError(t, err)
 	w.addEndpoint(t, webhooks.EndpointDefinition{
 		Name:    "run",
 		Actions: []webhooks.Action{{Automation: "by name"}, {Event: "EVENT_COMPLETED", Key: "k"}},
@@ -506,10 +480,8 @@ func TestDeliveryRunsAutomationOnce(t *testing.T) {
 		t.Errorf("answer ran %d times, inside %d times", made.of("answer"), made.of("inside"))
 	}
 	pgtest.Equal(t, w.pool, 2, `select count(*) from agent_automation_runs where trace_id = $1`, got.TraceID)
-	if d := w.waitStatus(t, "msg_2", webhooks.Dead); testkit.Deref(d.ErrorMessage) != "action 1: automation resting is "+
-		"out of service: holidays" {
-		t.Errorf("error %q", testkit.Deref(d.ErrorMessage))
-	}
+	assert.Equal(t, "action 1: automation resting is "+
+		"out of service: holidays", testkit.Deref(w.waitStatus(t, "msg_2", webhooks.Dead).ErrorMessage), "error")
 }
 
 func TestDeliveriesWhilePaused(t *testing.T) {
@@ -517,20 +489,16 @@ func TestDeliveriesWhilePaused(t *testing.T) {
 	w := newTestWebhooks(t)
 	w.addEventEndpoint(t, "orders")
 	e := w.runEngine(t)
-	if _, err := executions.PauseAll(t.Context(), w.pool, "ana", "prices look wrong"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := executions.PauseAll(t.Context(), w.pool, "ana", "prices look wrong")
+	require.NoError(t, err)
 	pgtest.Eventually(t, patience, e.Paused, "the process knows of the pause")
 	got := w.sendAccepted(t, "orders", "msg_1", `{"id":"7"}`)
 	require.NoError(t, e.Sweep(t.Context()))
 	d, err := webhooks.Get(t.Context(), w.pool, got.DeliveryID)
-	if err != nil || d.Status != webhooks.Received {
-		t.Errorf("delivery: %s, %v", d.Status, err)
-	}
+	assert.Truef(t, err == nil && d.Status == webhooks.Received, "delivery: %s, %v", d.Status, err)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_executions where claim > 0`)
-	if _, err := executions.ResumeAll(t.Context(), w.pool, "ana", ""); err != nil {
-		t.Fatal(err)
-	}
+	_, err = executions.ResumeAll(t.Context(), w.pool, "ana", "")
+	require.NoError(t, err)
 	w.waitStatus(t, got.DeliveryID, webhooks.Done)
 }
 

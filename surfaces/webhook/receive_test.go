@@ -92,26 +92,20 @@ func TestSignatureSchemes(t *testing.T) {
 			c.h.Set("traceparent", parent)
 			c.h.Set("Cookie", "session=secret-cookie")
 			got := w.post(t, "/webhooks/"+name, c.h, bytes.NewReader(c.body))
-			if got.status != http.StatusAccepted || got.DeliveryID != c.id || !strings.HasPrefix(got.TraceID, "wh_") {
-				t.Fatalf("answer %d %s", got.status, got.body)
-			}
+			require.Truef(t, got.status == http.StatusAccepted && got.DeliveryID == c.id &&
+				strings.HasPrefix(got.TraceID, "wh_"), "answer %d %s", got.status, got.body)
 			stored, err := webhooks.Get(t.Context(), w.pool, pgtest.Value[string](t, w.pool,
 				`select id::text from agent_webhook_deliveries where endpoint = $1 and delivery_id = $2`, name, c.id))
 			require.NoError(t, err)
 			body, err := webhooks.Body(t.Context(), w.pool, stored.ID)
-			if err != nil || !bytes.Equal(body, c.body) {
-				t.Errorf("stored %q, %v", body, err)
-			}
-			if stored.TraceID != got.TraceID || stored.Traceparent != parent || stored.BodySHA256 != sha(c.body) ||
-				stored.ExecutionID == nil {
-				t.Errorf("stored %+v", stored)
-			}
+			assert.Truef(t, err == nil && bytes.Equal(body, c.body), "stored %q, %v", body, err)
+			assert.Truef(t, stored.TraceID == got.TraceID && stored.Traceparent == parent && stored.BodySHA256 == sha(c.body) &&
+				stored.ExecutionID != nil, "stored %+v", stored)
 			pgtest.Equal(t, w.pool, parent, `select string_agg(traceparent, ' ') from agent_trace_links where trace_id = $1`,
 				got.TraceID)
 			for _, secret := range []string{whsec, "secret-cookie", "757107ea", hexSum(whsec, event)} {
-				if strings.Contains(string(stored.Headers), secret) {
-					t.Errorf("the headers have %q: %s", secret, stored.Headers)
-				}
+				assert.Truef(t, !strings.Contains(string(stored.Headers), secret),
+					"the headers have %q: %s", secret, stored.Headers)
 			}
 			pgtest.Equal(t, w.pool, "webhook webhook background pending",
 				`select flow || ' ' || surface || ' ' || queue || ' ' || status from agent_executions where trace_id = $1`,
@@ -144,17 +138,14 @@ func TestChallengesAreAnsweredAndNotStored(t *testing.T) {
 		return header("X-Slack-Request-Timestamp", at,
 			"X-Slack-Signature", "v0="+hexSum(secret, append([]byte("v0:"+at+":"), body...)))
 	}
-	if got := w.post(t, "/webhooks/slack", sign(whsec), bytes.NewReader(body)); got.status != http.StatusOK ||
-		strings.TrimSpace(got.body) != `{"challenge":"3eZbrw1a"}` {
-		t.Errorf("Slack: %d %s", got.status, got.body)
-	}
-	if got := w.post(t, "/webhooks/slack", sign(whsec2), bytes.NewReader(body)); got.status != http.StatusUnauthorized {
-		t.Errorf("unsigned: %d %s", got.status, got.body)
-	}
+	got := w.post(t, "/webhooks/slack", sign(whsec), bytes.NewReader(body))
+	assert.Truef(t, got.status == http.StatusOK && strings.TrimSpace(got.body) == `{"challenge":"3eZbrw1a"}`,
+		"Slack: %d %s", got.status, got.body)
+	got = w.post(t, "/webhooks/slack", sign(whsec2), bytes.NewReader(body))
+	assert.Equal(t, http.StatusUnauthorized, got.status, "unsigned", got.body)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_webhook_deliveries`)
-	if got := w.post(t, "/webhooks/plain", sign(whsec), bytes.NewReader(body)); got.status != http.StatusAccepted {
-		t.Errorf("without the setting it is no delivery: %d %s", got.status, got.body)
-	}
+	got = w.post(t, "/webhooks/plain", sign(whsec), bytes.NewReader(body))
+	assert.Equal(t, http.StatusAccepted, got.status, "without the setting it is no delivery", got.body)
 	for query, want := range map[string]int{
 		"meta?hub.mode=subscribe&hub.verify_token=verify-me&hub.challenge=<b>1158":     200,
 		"meta?hub.mode=subscribe&hub.verify_token=verify-yo&hub.challenge=1":           403,
@@ -173,9 +164,7 @@ func TestChallengesAreAnsweredAndNotStored(t *testing.T) {
 			got.body != r.URL.Query().Get("hub.challenge")) {
 			t.Errorf("%s: %d %s", query, got.status, got.body)
 		}
-		if strings.Contains(got.body, "verify-me") {
-			t.Errorf("%s: the answer has the token: %s", query, got.body)
-		}
+		assert.Truef(t, !strings.Contains(got.body, "verify-me"), "%s: the answer has the token: %s", query, got.body)
 	}
 }
 
@@ -206,19 +195,14 @@ func TestConcurrentDeliveries(t *testing.T) {
 	}
 	group.Wait()
 	for _, id := range traces {
-		if id != traces[0] || id == "" {
-			t.Fatalf("traces differ: %v", traces)
-		}
+		require.Truef(t, id == traces[0] && id != "", "traces differ: %v", traces)
 	}
 	d := w.waitStatus(t, "msg_same", webhooks.Done)
-	if accepted.Load() != 1 || d.Repeats != 49 {
-		t.Errorf("%d accepted, %d repeats", accepted.Load(), d.Repeats)
-	}
+	assert.Truef(t, accepted.Load() == 1 && d.Repeats == 49, "%d accepted, %d repeats", accepted.Load(), d.Repeats)
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_executions where surface = 'webhook'`)
 	pgtest.Equal(t, w.pool, 1, `select count(*) from agent_events where event = 'EVENT_COMPLETED' and key = 'msg_same'`)
-	if again := w.send(t, "storm", "msg_same", `{"a":1}`); again.status != http.StatusOK || again.TraceID != traces[0] {
-		t.Errorf("later: %d %s", again.status, again.body)
-	}
+	again := w.send(t, "storm", "msg_same", `{"a":1}`)
+	assert.Truef(t, again.status == http.StatusOK && again.TraceID == traces[0], "later: %d %s", again.status, again.body)
 }
 
 func TestUnauthenticatedDeliveryIsNotStored(t *testing.T) {
@@ -234,9 +218,8 @@ func TestUnauthenticatedDeliveryIsNotStored(t *testing.T) {
 		"other body":   signed(t, whsec, "msg", time.Now(), []byte(`{"a":2}`)),
 	} {
 		got := w.post(t, "/webhooks/strict", h, bytes.NewReader(body))
-		if got.status != http.StatusUnauthorized || got.header.Get("Content-Type") != "application/problem+json" {
-			t.Errorf("%s: %d %s", name, got.status, got.body)
-		}
+		assert.Truef(t, got.status == http.StatusUnauthorized && got.header.Get("Content-Type") == "application/problem+json",
+			"%s: %d %s", name, got.status, got.body)
 	}
 	pgtest.Equal(t, w.pool, 0, `select (select count(*) from agent_webhook_deliveries) + (select count(*)
 		from agent_executions)`)
@@ -255,9 +238,8 @@ func TestInvalidBodies(t *testing.T) {
 		Name:    "off",
 		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
 	})
-	if _, err := webhooks.SetEndpoint(t.Context(), w.pool, "off", false, "admin", "not now"); err != nil {
-		t.Fatal(err)
-	}
+	_, err := webhooks.SetEndpoint(t.Context(), w.pool, "off", false, "admin", "not now")
+	require.NoError(t, err)
 	big := `{"a":"` + strings.Repeat("x", 200) + `"}`
 	for name, c := range map[string]struct {
 		endpoint, body, contentType string
@@ -290,9 +272,8 @@ func TestInvalidBodies(t *testing.T) {
 			}
 			got := w.post(t, "/webhooks/"+c.endpoint, h, body)
 			assert.Equal(t, c.want, got.status, got.body)
-			if c.want >= 400 && got.header.Get("Content-Type") != "application/problem+json" {
-				t.Errorf("content type %s", got.header.Get("Content-Type"))
-			}
+			assert.Truef(t, c.want < 400 || got.header.Get("Content-Type") == "application/problem+json",
+				"content type %s", got.header.Get("Content-Type"))
 		})
 	}
 	pgtest.Equal(t, w.pool, 4, `select count(*) from agent_webhook_deliveries`)
@@ -325,9 +306,8 @@ func TestConflictingBodyIsStored(t *testing.T) {
 	w.addEventEndpoint(t, "twice")
 	var log testkit.Log
 	var err error
-	if w.surface.Logger, err = logging.New(&log, "json", "info"); err != nil {
-		t.Fatal(err)
-	}
+	w.surface.Logger, err = logging.New(&log, "json", "info")
+	require.NoError(t, err)
 	w.runEngine(t)
 	first := w.sendAccepted(t, "twice", "msg_1", `{"order": 7, "note": "a"}`)
 	for body, conflict := range map[string]bool{
@@ -336,17 +316,15 @@ func TestConflictingBodyIsStored(t *testing.T) {
 		`{"order": 8, "note": "a"}`: true,
 	} {
 		got := w.send(t, "twice", "msg_1", body)
-		if got.status != http.StatusOK || got.TraceID != first.TraceID || got.Conflict != conflict {
-			t.Errorf("%s: answer %d %s", body, got.status, got.body)
-		}
+		assert.Truef(t, got.status == http.StatusOK && got.TraceID == first.TraceID && got.Conflict == conflict,
+			"%s: answer %d %s", body, got.status, got.body)
 	}
 	for i := range 9 { // each twice
 		w.send(t, "twice", "msg_1", fmt.Sprintf(`{"order": %d}`, 100+i/2))
 	}
 	d, err := webhooks.Get(t.Context(), w.pool, "msg_1")
-	if err != nil || d.Repeats != 12 || d.Conflicts != 10 {
-		t.Errorf("the delivery came %d times again, %d with another body (%v), want 12 and 10", d.Repeats, d.Conflicts, err)
-	}
+	assert.Truef(t, err == nil && d.Repeats == 12 && d.Conflicts == 10,
+		"the delivery came %d times again, %d with another body (%v), want 12 and 10", d.Repeats, d.Conflicts, err)
 	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, w.server.URL+"/v1/webhooks/deliveries/"+d.ID, nil)
 	require.NoError(t, err)
 	var shown webhook.Shown
@@ -420,9 +398,8 @@ func TestSecretRotation(t *testing.T) {
 		define(c.secrets...)
 		got := w.post(t, "/webhooks/rotate", signed(t, c.signer, fmt.Sprint("msg_", i), time.Now(), body),
 			bytes.NewReader(body))
-		if got.status != c.want || strings.Contains(got.body, "MISSING") {
-			t.Errorf("%d: answer %d %s, want %d", i, got.status, got.body, c.want)
-		}
+		assert.Truef(t, got.status == c.want && !strings.Contains(got.body, "MISSING"),
+			"%d: answer %d %s, want %d", i, got.status, got.body, c.want)
 	}
 }
 
@@ -437,15 +414,13 @@ func TestMissingSecretIsLoggedOnce(t *testing.T) {
 		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
 	})
 	for range 50 {
-		if got := w.post(t, "/webhooks/unset", signed(t, whsec, "msg_1", time.Now(), []byte("{}")),
-			strings.NewReader("{}")); got.status != 500 || strings.Contains(got.body, "MISSING") {
-			t.Fatalf("answer %d %s", got.status, got.body)
-		}
+		got := w.post(t, "/webhooks/unset", signed(t, whsec, "msg_1", time.Now(), []byte("{}")),
+			strings.NewReader("{}"))
+		require.Truef(t, got.status == 500 && !strings.Contains(got.body, "MISSING"), "answer %d %s", got.status, got.body)
 	}
-	if n := strings.Count(log.String(), "\n"); n != 1 || !strings.Contains(log.String(), "level=ERROR") ||
-		!strings.Contains(log.String(), "MISSING") {
-		t.Errorf("%d lines:\n%s", n, &log)
-	}
+	n := strings.Count(log.String(), "\n")
+	assert.Truef(t, n == 1 && strings.Contains(log.String(), "level=ERROR") && strings.Contains(log.String(), "MISSING"),
+		"%d lines:\n%s", n, &log)
 }
 
 // A failed transaction is not acknowledged; the sender's retry counts as the first.
@@ -454,10 +429,9 @@ func TestStorageFailureIsNotAcknowledged(t *testing.T) {
 	w := newTestWebhooks(t)
 	w.addEventEndpoint(t, "lost")
 	pgtest.Exec(t, w.pool, `alter table agent_executions add constraint broken check (flow <> 'webhook')`)
-	if got := w.send(t, "lost", "msg_1", `{}`); got.status != http.StatusInternalServerError ||
-		strings.Contains(got.body, "broken") {
-		t.Errorf("answer %d %s", got.status, got.body)
-	}
+	got := w.send(t, "lost", "msg_1", `{}`)
+	assert.Truef(t, got.status == http.StatusInternalServerError && !strings.Contains(got.body, "broken"),
+		"answer %d %s", got.status, got.body)
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_webhook_deliveries`)
 	pgtest.Exec(t, w.pool, `alter table agent_executions drop constraint broken`)
 	w.sendAccepted(t, "lost", "msg_1", `{}`)
@@ -478,29 +452,23 @@ func TestWrongTokensAreThrottled(t *testing.T) {
 	post := func(endpoint, token string) reply {
 		return w.post(t, "/webhooks/"+endpoint, http.Header{"Authorization": {"Bearer " + token}}, strings.NewReader(`{}`))
 	}
-	if got := post("weak", w.env["WEAK"]); got.status != http.StatusAccepted {
-		t.Errorf("a right token: %d %s", got.status, got.body)
-	}
-	if got := post("tiny", w.env["TINY"]); got.status != http.StatusInternalServerError {
-		t.Errorf("a token that is too weak: %d %s", got.status, got.body)
-	}
+	got := post("weak", w.env["WEAK"])
+	assert.Equal(t, http.StatusAccepted, got.status, "a right token", got.body)
+	got = post("tiny", w.env["TINY"])
+	assert.Equal(t, http.StatusInternalServerError, got.status, "a token that is too weak", got.body)
 	statuses := map[int]int{}
 	for range 200 {
 		got := post("weak", "sesame-sesame-sesame")
 		statuses[got.status]++
-		if got.status == http.StatusTooManyRequests && got.header.Get("Retry-After") == "" {
-			t.Fatal("it is not said how long to wait")
-		}
+		require.True(t, got.status != http.StatusTooManyRequests || got.header.Get("Retry-After") != "",
+			"it is not said how long to wait")
 	}
-	if statuses[401] < 5 || statuses[401] > 20 || statuses[401]+statuses[429] != 200 {
-		t.Errorf("the answers are %v", statuses)
-	}
-	if got := post("weak", w.env["WEAK"]); got.status != http.StatusTooManyRequests {
-		t.Errorf("a weak token from an address that guesses: %d %s", got.status, got.body)
-	}
-	if got := post("strong", whsec); got.status != http.StatusAccepted {
-		t.Errorf("a strong token from there: %d %s", got.status, got.body)
-	}
+	assert.Truef(t, statuses[401] >= 5 && statuses[401] <= 20 && statuses[401]+statuses[429] == 200,
+		"the answers are %v", statuses)
+	got = post("weak", w.env["WEAK"])
+	assert.Equal(t, http.StatusTooManyRequests, got.status, "a weak token from an address that guesses", got.body)
+	got = post("strong", whsec)
+	assert.Equal(t, http.StatusAccepted, got.status, "a strong token from there", got.body)
 }
 
 // TestConcurrentDuplicates sends every delivery twice, out of order, to two processes with failing automations.
@@ -538,9 +506,7 @@ func TestConcurrentDuplicates(t *testing.T) {
 	group.Wait()
 	slices.Sort(took)
 	t.Logf("acknowledged in p50 %s, p99 %s, with %d senders", took[len(took)/2], took[len(took)*99/100], senders)
-	if codes[http.StatusAccepted] != deliveries || codes[http.StatusOK] != deliveries {
-		t.Fatalf("answers %v", codes)
-	}
+	require.Truef(t, codes[http.StatusAccepted] == deliveries && codes[http.StatusOK] == deliveries, "answers %v", codes)
 	pgtest.Until(t, w.pool, deliveries, `select count(*) from agent_executions where flow = 'webhook'
 		and status = 'completed'`)
 	for what, sql := range map[string]string{
@@ -560,8 +526,6 @@ func TestConcurrentDuplicates(t *testing.T) {
 		"nothing under an unknown trace": `select count(*) = 0 from agent_activity a
 			where not exists (select from agent_executions x where x.trace_id = a.trace_id)`,
 	} {
-		if !pgtest.Value[bool](t, w.pool, sql) {
-			t.Errorf("not so: %s", what)
-		}
+		assert.Truef(t, pgtest.Value[bool](t, w.pool, sql), "not so: %s", what)
 	}
 }

@@ -121,9 +121,8 @@ func (w *testWebhooks) addEndpoint(t *testing.T, d webhooks.EndpointDefinition) 
 	if d.Secrets == nil {
 		d.Secrets = []string{"${SECRET}"}
 	}
-	if _, err := webhooks.PutEndpoint(t.Context(), w.pool, d, webhooks.SourceWorkspace); err != nil {
-		t.Fatal(err)
-	}
+	_, err := webhooks.PutEndpoint(t.Context(), w.pool, d, webhooks.SourceWorkspace)
+	require.NoError(t, err)
 }
 
 // addEventEndpoint declares an endpoint that raises one event.

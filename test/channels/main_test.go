@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/channels/telegram/telegramtest"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -60,9 +61,8 @@ func newWorld(t *testing.T, model *modeltest.Server, workspace string, settings 
 func (w *world) run(args ...string) string {
 	w.t.Helper()
 	p := proctest.Start(w.t, patience, w.folder, w.environ, append([]string{program}, args...)...)
-	if code := p.Exit(); code != 0 {
-		w.t.Fatalf("agent %v ended with %d:\n%s%s", args, code, p.Out.String(), p.Err.String())
-	}
+	code := p.Exit()
+	require.Truef(w.t, code == 0, "agent %v ended with %d:\n%s%s", args, code, p.Out.String(), p.Err.String())
 	return p.Out.String()
 }
 
@@ -116,15 +116,12 @@ func (w *world) settled(messages int) (maybe int) {
 	})
 	maybe = value[int](w, `select count(*) from agent_channel_sends where status = 'maybe_sent'`)
 	failed := value[int](w, `select count(*) from agent_channel_sends where status = 'failed'`)
-	if failed > 0 {
-		w.t.Errorf("%d messages failed", failed)
-	}
+	assert.Truef(w.t, failed <= 0, "%d messages failed", failed)
 	w.until("all are done", func() bool {
 		return messages == value[int](w, `select count(*) from agent_channel_messages where status = 'done'`)
 	})
-	if listed := strings.Count(w.run("channels", "sends", "--limit", "500"), "maybe_sent"); listed != maybe {
-		w.t.Errorf("%d messages were maybe sent, and %d are listed", maybe, listed)
-	}
+	listed := strings.Count(w.run("channels", "sends", "--limit", "500"), "maybe_sent")
+	assert.Equal(w.t, maybe, listed, "listed messages that were maybe sent")
 	return maybe
 }
 
@@ -134,9 +131,7 @@ func (w *world) until(what string, holds func() bool) {
 	ctx, cancel := context.WithTimeout(w.t.Context(), patience)
 	defer cancel()
 	for !holds() {
-		if !testkit.Wait(ctx, 50*time.Millisecond) {
-			w.t.Fatalf("not in time: %s", what)
-		}
+		require.Truef(w.t, testkit.Wait(ctx, 50*time.Millisecond), "not in time: %s", what)
 	}
 }
 

@@ -93,9 +93,8 @@ func TestASlackAnswerIsStreamedAndSplit(t *testing.T) {
 	for _, m := range got {
 		text += m.Text
 	}
-	if len(got) < 2 || got[0].Edits < 2 || strings.Count(text, "&lt;b&gt;signs&lt;/b&gt;") != 220 {
-		t.Errorf("%d messages, the first edited %d times", len(got), got[0].Edits)
-	}
+	assert.Truef(t, len(got) >= 2 && got[0].Edits >= 2 && strings.Count(text, "&lt;b&gt;signs&lt;/b&gt;") == 220,
+		"%d messages, the first edited %d times", len(got), got[0].Edits)
 }
 
 // Over kills, lost answers and limits each message is answered once and in order: Slack tells what came.
@@ -135,9 +134,8 @@ func TestSlackAnswersComeOnceOverKillsAndFaults(t *testing.T) {
 	if got := value[int](w, `select count(*) from agent_channel_messages`); got < people*each {
 		t.Fatalf("%d of %d messages came; Slack gave up %d deliveries", got, people*each, fake.GivenUp())
 	}
-	if maybe := w.settled(people * each); maybe > 0 {
-		t.Errorf("%d messages were maybe sent, though Slack tells", maybe)
-	}
+	maybe := w.settled(people * each)
+	assert.Truef(t, maybe <= 0, "%d messages were maybe sent, though Slack tells", maybe)
 	for person := range people {
 		var got []string
 		for _, m := range answers(fake, fmt.Sprintf("D%d", person), "") {
@@ -252,9 +250,8 @@ handler: http:POST %s/refunds
 func decidedIn(w *world, shown slacktest.Message) {
 	w.t.Helper()
 	message := value[string](w, `select decided_message from agent_approvals`)
-	if !strings.Contains(message, shown.TS) {
-		w.t.Errorf("the message with the button is %s, and the decision names %q", shown.TS, message)
-	}
+	assert.Truef(w.t, strings.Contains(message, shown.TS),
+		"the message with the button is %s, and the decision names %q", shown.TS, message)
 	assert.Equal(w.t, "{olga} ana slack ana slack "+message, value[string](w, `
 		select concat_ws(' ', p.requested_by, p.decided_by, p.decided_via, a.actor, a.via, a.message)
 		  from agent_approvals p, agent_audit a where a.act = 'decide_approval'`))

@@ -51,9 +51,7 @@ func TestASenderIsPairedAndAnswered(t *testing.T) {
 	listed := w.run("channels", "ls")
 	assert.Contains(t, listed, "connected")
 	t.Log("\n" + listed)
-	if strings.Contains(w.run("channels", "show", "support"), "secret-of-the-bot") {
-		t.Error("the token is shown")
-	}
+	assert.True(t, !strings.Contains(w.run("channels", "show", "support"), "secret-of-the-bot"), "the token is shown")
 }
 
 // A channel that takes everybody answers in the order of each conversation, splits long answers and shows them while
@@ -128,19 +126,15 @@ func TestEachMessageIsAnsweredOnceOverKillsAndFaults(t *testing.T) {
 		last := -1
 		for _, m := range bot.Sent(int64(1000 + person)) {
 			var i int
-			if _, err := fmt.Sscanf(m.Text, "You said <b>%d</b>.", &i); err != nil {
-				t.Fatalf("%q: %v", m.Text, err)
-			}
-			if i <= last {
-				t.Errorf("person %d got %d after %d", person, i, last)
-			}
+			_, err := fmt.Sscanf(m.Text, "You said <b>%d</b>.", &i)
+			require.NoError(t, err, m.Text)
+			assert.Truef(t, i > last, "person %d got %d after %d", person, i, last)
 			last = i
 			answered++
 		}
 	}
-	if answered+lost < people*each || answered > people*each || lost == 0 {
-		t.Errorf("%d answered, %d maybe sent", answered, lost)
-	}
+	assert.Truef(t, answered+lost >= people*each && answered <= people*each && lost != 0,
+		"%d answered, %d maybe sent", answered, lost)
 	assert.Equal(t, people*each, value[int](w, `select count(*) from agent_messages where role = 'user'`))
 	t.Logf("%d messages, %d kills: %d answered, %d maybe sent", people*each, kills, answered, lost)
 }

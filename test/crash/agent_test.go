@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // patience is how long anything may take on a busy machine before the test gives up. It is more than twice as long as
@@ -43,9 +44,7 @@ var listens = regexp.MustCompile(`listen=http://(\S+)`)
 func (a *agent) address() string {
 	a.t.Helper()
 	found := listens.FindStringSubmatch(a.Err.String())
-	if found == nil {
-		a.t.Fatal("the process does not say where it listens")
-	}
+	require.True(a.t, found != nil, "the process does not say where it listens")
 	return found[1]
 }
 
@@ -66,7 +65,5 @@ func (a *agent) pid() string { return strconv.Itoa(a.Cmd.Process.Pid) }
 // decode reads the JSON document that a process has printed.
 func (a *agent) decode(into any) {
 	a.t.Helper()
-	if err := json.Unmarshal([]byte(a.Out.String()), into); err != nil {
-		a.t.Fatalf("%v in %q", err, a.Out.String())
-	}
+	require.NoError(a.t, json.Unmarshal([]byte(a.Out.String()), into), "in", a.Out.String())
 }

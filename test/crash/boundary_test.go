@@ -74,9 +74,7 @@ func cleanRun(t *testing.T) []string {
 	a := s.agent(p.URL(victim), "heartbeat")
 	require.Equal(t, 0, a.Exit())
 	s.whole(s.heartbeat(), snapshot{})
-	if len(boundaries) < 40 {
-		t.Errorf("a heartbeat made %d requests; does the proxy still see them?", len(boundaries))
-	}
+	assert.Truef(t, len(boundaries) >= 40, "a heartbeat made %d requests; does the proxy still see them?", len(boundaries))
 	return boundaries
 }
 
@@ -92,9 +90,7 @@ func TestKillAtEveryBoundary(t *testing.T) {
 			before := s.look()
 			id := s.heartbeat()
 			if id == "" {
-				if how == killAfter || n > 1 {
-					t.Error("the heartbeat has vanished")
-				}
+				assert.True(t, how != killAfter && n <= 1, "the heartbeat has vanished")
 				return // it had not begun
 			}
 			s.hurry()
@@ -143,9 +139,8 @@ func TestStopAtEveryBoundary(t *testing.T) {
 			a := s.breakAt(n, how, "serve")
 			assert.Equal(t, 0, a.Exit())
 			before := s.look()
-			if open := s.running(); len(open) != 0 {
-				t.Errorf("left open: %+v", open)
-			}
+			open := s.running()
+			assert.Truef(t, len(open) == 0, "left open: %+v", open)
 			if s.status(id) != "completed" {
 				s.handedBack(id)
 			}
@@ -187,9 +182,8 @@ func TestCancelAtEveryBoundary(t *testing.T) {
 			p := newProxy(t, s.url, func(r request) verdict {
 				if c.boundary(r) == n {
 					admin.Go(func() { // beside it: in a transaction of the run the cancel has to wait for its end
-						if _, err := s.db.Exec(t.Context(), `select cancel_agent_execution($1, 'admin', 'enough')`, id); err != nil {
-							t.Error(err)
-						}
+						_, err := s.db.Exec(t.Context(), `select cancel_agent_execution($1, 'admin', 'enough')`, id)
+						assert.NoError(t, err)
 					})
 				}
 				return pass
@@ -199,18 +193,16 @@ func TestCancelAtEveryBoundary(t *testing.T) {
 				return pgtest.Value[bool](s.t, s.db, `select completed_at is not null from agent_executions where id = $1`, id)
 			})
 			admin.Wait()
-			if got := s.status(id); got == "failed" {
-				t.Errorf("the execution is %s", got)
-			}
+			got := s.status(id)
+			assert.Truef(t, got != "failed", "the execution is %s", got)
 			for _, what := range []string{"lanes held", "calls open", "rows running"} {
 				eventually(t, "no "+what, func() bool { return pgtest.Value[int](s.t, s.db, leftovers[what]) == 0 })
 			}
 			next := s.begin()
 			s.ends(next, "completed")
-			if summary := pgtest.Value[string](s.t, s.db, `select result_summary from agent_executions where id = $1`,
-				next); strings.HasPrefix(summary, "skipped") {
-				t.Errorf("the next heartbeat was %s", summary)
-			}
+			summary := pgtest.Value[string](s.t, s.db, `select result_summary from agent_executions where id = $1`,
+				next)
+			assert.Truef(t, !strings.HasPrefix(summary, "skipped"), "the next heartbeat was %s", summary)
 		})
 }
 
@@ -332,9 +324,8 @@ func (s *scene) whole(id string, before snapshot) {
 	keys := maps.Clone(after.asked)
 	maps.Copy(keys, after.called)
 	for key := range keys {
-		if _, logged := after.rows[key]; !logged {
-			s.t.Errorf("a call went out under key %q that the log does not know", key)
-		}
+		_, logged := after.rows[key]
+		assert.Truef(s.t, logged, "a call went out under key %q that the log does not know", key)
 	}
 	for key, now := range after.rows {
 		s.compare(before.rows[key], now, before.calls(key), after.calls(key))
@@ -357,12 +348,8 @@ func (s *scene) compare(was, now row, callsWere, callsAre int) {
 	case want.Unknown > 0 && !now.Idempotent: // it was in flight, and nobody knows: not again
 		most, want.Recorded = 0, 0
 	}
-	if again != most {
-		s.t.Errorf("%s was called %d times more, want %d (before: %+v)", now.Skill, again, most, was)
-	}
-	if now != want {
-		s.t.Errorf("the log says of a call %+v, want %+v (before the crash: %+v)", now, want, was)
-	}
+	assert.Truef(s.t, again == most, "%s was called %d times more, want %d (before: %+v)", now.Skill, again, most, was)
+	assert.Truef(s.t, now == want, "the log says of a call %+v, want %+v (before the crash: %+v)", now, want, was)
 }
 
 // phases checks that each of the six has one row, in order, and ended well.
@@ -373,9 +360,7 @@ func (s *scene) phases(id string) {
 		 where execution_id = $1 and kind = 'phase' and parent_id is null`, id)
 	want := "self_heal success, follow_through success, advance_plan success, run_automations success, " +
 		"reflect success, save_memories success"
-	if got != want {
-		s.t.Errorf("phases: %s\n  want: %s", got, want)
-	}
+	assert.Truef(s.t, got == want, "phases: %s\n  want: %s", got, want)
 }
 
 // effects checks what a heartbeat does in its own database: everything once, nothing left open.
@@ -395,14 +380,10 @@ func (s *scene) effects(id string) {
 		"grant used":       `select count(*) from agent_approvals where status = 'consumed' and consumed_for like $1 || ' %'`,
 		"completion event": `select count(*) from agent_events where event = 'AGENT_COMPLETED' and key = $1`,
 	} {
-		if n := s.count(sql, id); n != 1 {
-			s.t.Errorf("%s: %d times, want once", what, n)
-		}
+		assert.Equal(s.t, 1, s.count(sql, id), what)
 	}
 	for what, sql := range leftovers {
-		if n := pgtest.Value[int](s.t, s.db, sql); n != 0 {
-			s.t.Errorf("%s: %d, want none", what, n)
-		}
+		assert.Equal(s.t, 0, pgtest.Value[int](s.t, s.db, sql), what, "want none")
 	}
 	if unknown := pgtest.Value[int](s.t, s.db, `
 		select count(*) from agent_activity where execution_id = $1 and skill_name = 'pay' and status = 'unknown'

@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -38,14 +39,10 @@ func cleanChat(t *testing.T, stream bool) int {
 	a, c := s.killed(asks, -1, pass)
 	got := s.say(a, message{"th", "weather", stream})
 	n := c.count()
-	if !got.Complete || got.Status != 200 {
-		t.Fatalf("the answer is %+v", got)
-	}
+	require.Truef(t, got.Complete && got.Status == 200, "the answer is %+v", got)
 	s.answered(a, "th", map[string]testkit.Answer{"weather": got}, "weather")
 	s.settled(snapshot{})
-	if n < 20 {
-		t.Errorf("an answer made %d requests; does the proxy still see them?", n)
-	}
+	assert.Truef(t, n >= 20, "an answer made %d requests; does the proxy still see them?", n)
 	return n
 }
 
@@ -57,15 +54,12 @@ func killChat(t *testing.T, n int, how verdict, stream bool) {
 	first := s.say(a, m)
 	before := s.over(a)
 	stored := pgtest.Value[int](s.t, s.db, `select count(*) from agent_messages where role = 'user'`)
-	if stored == 0 && (first.ID != "" || pgtest.Value[int](s.t, s.db, `select count(*) from agent_executions`) > 0) {
-		t.Error("a turn without its message")
-	}
+	assert.True(t, stored != 0 || first.ID == "" &&
+		pgtest.Value[int](s.t, s.db, `select count(*) from agent_executions`) <= 0, "a turn without its message")
 	b := s.serve("")
 	got := s.insist(b, m)
 	s.answered(b, "th", map[string]testkit.Answer{m.words: got}, m.words)
-	if first.Complete && first.Text != got.Text {
-		t.Errorf("the client was told %q, then %q", first.Text, got.Text)
-	}
+	assert.Truef(t, !first.Complete || first.Text == got.Text, "the client was told %q, then %q", first.Text, got.Text)
 	if id := first.ID; id != "" { // the client knew what to attach to
 		if again := s.attach(b, id, "?stream=true"); again.ID != got.ID || again.Text != got.Text || !again.Complete {
 			t.Errorf("attached again: %+v, want %+v", again, got)

@@ -48,8 +48,6 @@ func TestDevLeavesNoServerBehind(t *testing.T) {
 	assert.Equal(t, 2, beats, got.Items)
 	second.Signal(syscall.SIGTERM)
 	assert.Equal(t, 0, second.Exit())
-	if files, err := filepath.Glob(filepath.Join(dir, ".agent", "pg", "*", "data", "postmaster.pid")); err != nil ||
-		len(files) > 0 {
-		t.Errorf("after an orderly stop there is %v (%v)", files, err)
-	}
+	files, err := filepath.Glob(filepath.Join(dir, ".agent", "pg", "*", "data", "postmaster.pid"))
+	assert.Truef(t, err == nil && len(files) == 0, "after an orderly stop there is %v (%v)", files, err)
 }

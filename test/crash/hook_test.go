@@ -88,9 +88,7 @@ func cleanHook(t *testing.T, fails bool) int {
 	s.handled(a)
 	n := c.count()
 	s.delivered(snapshot{}, fails)
-	if n < 40 {
-		t.Errorf("a delivery made %d requests; does the proxy still see them?", n)
-	}
+	assert.Truef(t, n >= 40, "a delivery made %d requests; does the proxy still see them?", n)
 	return n
 }
 
@@ -107,9 +105,7 @@ func killHook(t *testing.T, n int, how verdict, fails bool) {
 	}
 	before := s.over(a)
 	stored := pgtest.Value[int](s.t, s.db, `select count(*) from agent_webhook_deliveries`)
-	if status != 0 && stored != 1 {
-		t.Errorf("answered %d, and %d deliveries are stored", status, stored)
-	}
+	assert.Truef(t, status == 0 || stored == 1, "answered %d, and %d deliveries are stored", status, stored)
 	b := s.serve("")
 	want := http.StatusAccepted - 2*stored // what came before is 200
 	assert.Equal(t, want, s.deliver(b))
@@ -138,11 +134,7 @@ func (s *scene) delivered(before snapshot, failed bool) {
 			and input ->> 'action' = '3' and status = 'success'`,
 		"executions": `select count(*) - 1 from agent_executions`,
 	} {
-		if n := pgtest.Value[int](s.t, s.db, sql); n != 1 {
-			s.t.Errorf("%s: %d, want 1", what, n)
-		}
+		assert.Equal(s.t, 1, pgtest.Value[int](s.t, s.db, sql), what, "want 1")
 	}
-	if n := pgtest.Value[int](s.t, s.db, `select attempts from agent_webhook_deliveries`); n != attempts {
-		s.t.Errorf("%d attempts, want %d", n, attempts)
-	}
+	assert.Equal(s.t, attempts, pgtest.Value[int](s.t, s.db, `select attempts from agent_webhook_deliveries`), "attempts")
 }

@@ -80,9 +80,7 @@ func cleanLeave(t *testing.T, who partner) int {
 	n := c.count()
 	s.closes(a)
 	s.allowed(a, who, snapshot{})
-	if n < 30 {
-		t.Errorf("it made %d requests; does the proxy still see them?", n)
-	}
+	assert.Truef(t, n >= 30, "it made %d requests; does the proxy still see them?", n)
 	return n
 }
 
@@ -183,15 +181,12 @@ func (s *scene) allowed(a *agent, who partner, before snapshot) {
 		"decisions":        `select count(*) from agent_activity where skill_name = 'decide_approval'`,
 		"decisions told":   `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`,
 	} {
-		if n := pgtest.Value[int](s.t, s.db, sql); n != 1 {
-			s.t.Errorf("%s: %d, want 1", what, n)
-		}
+		assert.Equal(s.t, 1, pgtest.Value[int](s.t, s.db, sql), what, "want 1")
 	}
 	unknown := pgtest.Value[bool](s.t, s.db,
 		`select status = 'unknown' from agent_activity where skill_name = 'order' and status <> 'pending_approval'`)
-	if unknown && !s.told("nobody knows whether it took effect") {
-		s.t.Error("the model was not told that nobody knows whether its call took effect")
-	}
+	assert.True(s.t, !unknown || s.told("nobody knows whether it took effect"),
+		"the model was not told that nobody knows whether its call took effect")
 }
 
 // TestADenialWhileNobodyWorks: it is decided when the process is dead; the call is never made, and the model is told.
@@ -220,13 +215,9 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 			s.settled(before)
 			s.answered(b, "th", nil, who.words)
 			for _, c := range s.skills {
-				if c.skill == "order" {
-					t.Errorf("the call was made: %+v", c)
-				}
+				assert.Truef(t, c.skill != "order", "the call was made: %+v", c)
 			}
-			if !s.told("too dear") {
-				t.Error("the model was not told why")
-			}
+			assert.True(t, s.told("too dear"), "the model was not told why")
 			assert.Equal(t, "rejected",
 				pgtest.Value[string](s.t, s.db, `select string_agg(status, ' ') from agent_approvals`))
 		})
@@ -259,10 +250,9 @@ func TestADecisionDiesWithItsProcess(t *testing.T) {
 			assert.Equal(t, decided, told)
 			assert.Equal(t, decided, noted)
 			var printed struct{ Status string }
-			if out := cli.Out.String(); out != "" &&
-				(json.Unmarshal([]byte(out), &printed) != nil || strings.Contains(out, "approved") && !decided) {
-				t.Errorf("decided: %t, and the command says %s", decided, out)
-			}
+			out := cli.Out.String()
+			assert.Truef(t, out == "" || json.Unmarshal([]byte(out), &printed) == nil &&
+				(!strings.Contains(out, "approved") || decided), "decided: %t, and the command says %s", decided, out)
 			b := s.serve("")
 			if !decided {
 				s.decide(b, true)

@@ -16,6 +16,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -221,9 +222,7 @@ func (x *ledger) covers() {
 	x.mu.Unlock()
 	counted := pgtest.Value[int64](x.t, x.db, `
 		select coalesce(sum(tokens + reserved_tokens), 0)::bigint from agent_budgets where scope ~ '^day:[0-9-]+$'`)
-	if counted < billed {
-		x.t.Errorf("the provider has billed %d tokens, the ledger has %d", billed, counted)
-	}
+	assert.Truef(x.t, counted >= billed, "the provider has billed %d tokens, the ledger has %d", billed, counted)
 }
 
 // equal checks each call, and the sums.
@@ -231,9 +230,8 @@ func (x *ledger) equal() {
 	x.t.Helper()
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	if x.requests == 0 || x.unbound > 0 {
-		x.t.Errorf("%d of %d requests do not bound the answer", x.unbound, x.requests)
-	}
+	assert.Truef(x.t, x.requests != 0 && x.unbound <= 0,
+		"%d of %d requests do not bound the answer", x.unbound, x.requests)
 	rows, err := x.db.Query(x.ctx(), `
 		select idempotency_key, coalesce(sum((token_usage ->> 'total_tokens')::bigint), 0)::bigint,
 		       coalesce(sum((token_usage ->> 'unknown_tokens')::bigint), 0)::bigint
@@ -245,16 +243,14 @@ func (x *ledger) equal() {
 		var key string
 		var all, open int64
 		require.NoError(x.t, rows.Scan(&key, &all, &open))
-		if billed := x.billed[key]; all < billed || all-open > billed {
-			x.t.Errorf("call %s: the provider has billed %d tokens, the ledger has %d, %d of them unknown", key, billed, all,
-				open)
-		}
+		billed := x.billed[key]
+		assert.Truef(x.t, all >= billed && all-open <= billed,
+			"call %s: the provider has billed %d tokens, the ledger has %d, %d of them unknown", key, billed, all, open)
 		counted, unknown = counted+all, unknown+open
 		delete(x.billed, key)
 	}
-	if err := rows.Err(); err != nil || len(x.billed) > 0 {
-		x.t.Errorf("calls without a row: %v (%v)", x.billed, err)
-	}
+	err = rows.Err()
+	assert.Truef(x.t, err == nil && len(x.billed) == 0, "calls without a row: %v (%v)", x.billed, err)
 	x.t.Logf("%d requests: billed %d tokens, counted %d, %d of them unknown", x.requests, x.total, counted, unknown)
 	if got, want := pgtest.Value[string](x.t, x.db, `
 		select concat_ws(' ', sum(tokens), sum(unknown_tokens), sum(reserved_tokens),
@@ -262,7 +258,5 @@ func (x *ledger) equal() {
 		  from agent_budgets where scope ~ '^day:[0-9-]+$'`), fmt.Sprintf("%d %d 0 true", counted, unknown); got != want {
 		x.t.Errorf("the budget has %s, the log %s", got, want)
 	}
-	if unknown == 0 {
-		x.t.Error("no request came to nothing")
-	}
+	assert.True(x.t, unknown != 0, "no request came to nothing")
 }

@@ -21,6 +21,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -155,9 +156,8 @@ func (x *words) judge() {
 	}
 	require.NoError(x.t, rows.Err())
 	for word := range x.heard {
-		if !slices.Contains(there, word) {
-			x.t.Errorf("%s: the writer of %s heard that it is written, and it is gone", x.key, word)
-		}
+		assert.Truef(x.t, slices.Contains(there, word),
+			"%s: the writer of %s heard that it is written, and it is gone", x.key, word)
 	}
 	for word, request := range x.noted {
 		if written := slices.Contains(there, word); written == kept[word] && (written || !x.givenUp(request)) {
@@ -166,9 +166,8 @@ func (x *words) judge() {
 		}
 	}
 	slices.Sort(there)
-	if once := slices.Compact(slices.Clone(there)); len(once) != len(there) {
-		x.t.Errorf("%s: a word was written twice: %v", x.key, there)
-	}
+	once := slices.Compact(slices.Clone(there))
+	assert.Truef(x.t, len(once) == len(there), "%s: a word was written twice: %v", x.key, there)
 	x.t.Logf("%s: %d words are there, %d were heard of, %d were noted, %d are conflicts; models met %d conflicts",
 		x.key, len(there), len(x.heard), len(x.noted), len(kept), x.conflicts)
 	x.conflicts = 0

@@ -5,6 +5,7 @@ package crash_test
 import (
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -30,9 +31,7 @@ func TestTheDatabaseRestarts(t *testing.T) {
 			require.Equal(t, s.url, own.URL())
 			s.db.Reset()
 			s.ends(id, "completed")
-			if !a.Running() {
-				t.Error("the process did not survive")
-			}
+			assert.True(t, a.Running(), "the process did not survive")
 			// The call was under way and its process lived: it is recorded, once.
 			key := s.keyOf("look")
 			before.rows[key] = row{}

@@ -27,9 +27,8 @@ func TestAPausedWorkerWakesToNothing(t *testing.T) {
 	second := s.holdPay(1, 1) // so that the other's hold of the lane can be looked at
 	s.serve("")
 	second.wait()
-	if later := s.token(); later <= token {
-		t.Errorf("the lane's token went from %d to %d, want a larger one", token, later)
-	}
+	later := s.token()
+	assert.Truef(t, later > token, "the lane's token went from %d to %d, want a larger one", token, later)
 	second.free()
 	s.ends(id, "completed")
 	s.whole(id, before)

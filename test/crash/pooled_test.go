@@ -62,9 +62,7 @@ func TestThroughPgBouncer(t *testing.T) {
 			beat := s.begin()
 			flow := s.post(a, "/v1/executions", `{"flow": "patient"}`, http.StatusCreated)["id"]
 			got := s.say(a, message{"visitor", "Hello there", true})
-			if !got.Complete || !strings.Contains(got.Text, reply("Hello there")) {
-				t.Errorf("the answer is %+v", got)
-			}
+			assert.Truef(t, got.Complete && strings.Contains(got.Text, reply("Hello there")), "the answer is %+v", got)
 			s.ends(beat, "completed")
 			eventually(t, "the flow waits for its event", func() bool {
 				return pgtest.Value[bool](s.t, s.db,
@@ -75,9 +73,8 @@ func TestThroughPgBouncer(t *testing.T) {
 			for key, n := range s.called() {
 				assert.Equal(t, 1, n, key)
 			}
-			if n := listening(); !direct && n != 0 {
-				t.Errorf("%d connections listen through the pooler", n)
-			}
+			n := listening()
+			assert.Truef(t, direct || n == 0, "%d connections listen through the pooler", n)
 		})
 	}
 }
@@ -92,9 +89,7 @@ func TestAWrongDirectWayIsRefused(t *testing.T) {
 		"cannot reach the server":           "postgres://u@127.0.0.1:1/db",
 	} {
 		a := launch(t, s.dir, s.environ(through, "DATABASE_DIRECT_URL="+direct), "serve")
-		if code := a.Exit(); code == 0 {
-			t.Errorf("%s: exit code 0", says)
-		}
+		assert.Truef(t, a.Exit() != 0, "%s: exit code 0", says)
 		a.Says("DATABASE_DIRECT_URL: ")
 		a.Says(says)
 	}
@@ -112,9 +107,8 @@ func pooledScene(t *testing.T) (_ *scene, through string) {
 	t.Cleanup(func() {
 		assert.NoError(t, pooler.Stop(context.WithoutCancel(t.Context())))
 	})
-	if through, err = pooler.URL(url); err != nil {
-		t.Fatal(err)
-	}
+	through, err = pooler.URL(url)
+	require.NoError(t, err)
 	return s, through
 }
 
@@ -122,9 +116,7 @@ func pooledScene(t *testing.T) (_ *scene, through string) {
 func migrateThrough(s *scene, through string, more ...string) {
 	s.t.Helper()
 	a := launch(s.t, s.dir, s.environ(through, more...), "migrate")
-	if code := a.Exit(); code != 0 {
-		s.t.Fatalf("agent migrate ended with %d", code)
-	}
+	require.Equal(s.t, 0, a.Exit(), "agent migrate ended with")
 }
 
 // post asks the API as the admin, and returns the texts of its answer.
@@ -135,9 +127,7 @@ func (s *scene) post(a *agent, path, body string, want int) map[string]string {
 	defer response.Body.Close()
 	raw, err := io.ReadAll(response.Body)
 	require.NoError(s.t, err)
-	if response.StatusCode != want {
-		s.t.Fatalf("POST %s: %d %s", path, response.StatusCode, raw)
-	}
+	require.Truef(s.t, response.StatusCode == want, "POST %s: %d %s", path, response.StatusCode, raw)
 	var all map[string]any
 	require.NoError(s.t, json.Unmarshal(raw, &all))
 	texts := map[string]string{}

@@ -70,12 +70,8 @@ func (s *scene) handedBack(id string) {
 			pgtest.Value[string](s.t, s.db, `select to_jsonb(e)::text from agent_executions e where id = $1`, id))
 	}
 	// A thread stays with it: nobody else begins to talk in the middle of its conversation.
-	if n := pgtest.Value[int](s.t, s.db, `select count(*) from agent_locks_live where lane not like 'thread:%'
-		or execution_id is distinct from $1::uuid`, id); n != 0 {
-		s.t.Errorf("%d lanes are still held", n)
-	}
-	if n := pgtest.Value[int](s.t, s.db,
-		`select count(*) from agent_workers where expires_at > clock_timestamp()`); n != 0 {
-		s.t.Errorf("%d workers still have a lease", n)
-	}
+	assert.Equal(s.t, 0, pgtest.Value[int](s.t, s.db, `select count(*) from agent_locks_live where lane not like 'thread:%'
+		or execution_id is distinct from $1::uuid`, id), "lanes are still held")
+	assert.Equal(s.t, 0, pgtest.Value[int](s.t, s.db,
+		`select count(*) from agent_workers where expires_at > clock_timestamp()`), "workers still have a lease")
 }

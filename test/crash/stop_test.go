@@ -12,6 +12,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // stop holds up calls that arrive at it, as an answer that does not come would.
@@ -108,9 +109,8 @@ func TestKillWhileACallIsInFlight(t *testing.T) {
 			s.quiet()
 			before := s.look()
 			inFlight := s.running()
-			if len(inFlight) != 1 || inFlight[0].Skill != c.skill || before.calls(inFlight[0].Key) != 1 {
-				t.Fatalf("in flight: %+v", inFlight)
-			}
+			require.Truef(t, len(inFlight) == 1 && inFlight[0].Skill == c.skill && before.calls(inFlight[0].Key) == 1,
+				"in flight: %+v", inFlight)
 			s.hurry()
 			s.serve("")
 			s.ends(id, "completed")
@@ -142,10 +142,8 @@ func TestKillTwiceInTheSameCall(t *testing.T) {
 	s.serve("")
 	s.ends(id, "completed")
 	now := s.look().rows[key]
-	if now.Unknown != 2 || now.Recorded != 1 || s.called()[key] != 3 {
-		t.Errorf("the log says %+v of a call that was made %d times, want 2 unknown, 1 recorded, 3 calls", now,
-			s.called()[key])
-	}
+	assert.Truef(t, now.Unknown == 2 && now.Recorded == 1 && s.called()[key] == 3,
+		"the log says %+v of a call that was made %d times, want 2 unknown, 1 recorded, 3 calls", now, s.called()[key])
 	s.phases(id)
 	s.effects(id)
 }

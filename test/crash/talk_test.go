@@ -13,6 +13,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -168,9 +169,7 @@ func (s *scene) insist(a *agent, m message) (got testkit.Answer) {
 		})
 		got = s.attach(a, id, "")
 	}
-	if got.Status != http.StatusOK || !got.Complete {
-		s.t.Errorf("no answer to %q: %+v", m.words, got)
-	}
+	assert.Truef(s.t, got.Status == http.StatusOK && got.Complete, "no answer to %q: %+v", m.words, got)
 	return got
 }
 
@@ -190,9 +189,7 @@ func (s *scene) lines(a *agent, thread string) (lines []string) {
 	require.NoError(s.t, json.NewDecoder(response.Body).Decode(&page))
 	slices.Reverse(page.Messages)
 	for i, m := range page.Messages {
-		if m.Seq != int64(i+1) {
-			s.t.Errorf("message %d of thread %s has place %d", i+1, thread, m.Seq)
-		}
+		assert.Truef(s.t, m.Seq == int64(i+1), "message %d of thread %s has place %d", i+1, thread, m.Seq)
 	}
 	slices.SortStableFunc(page.Messages, func(a, b line) int { return cmp.Compare(a.Turn, b.Turn) })
 	for _, m := range page.Messages {
@@ -211,22 +208,18 @@ func (s *scene) settled(before snapshot) {
 	})
 	after := s.look()
 	for key := range after.asked {
-		if _, logged := after.rows[key]; !logged {
-			s.t.Errorf("the model was asked under key %q, which the log does not know", key)
-		}
+		_, logged := after.rows[key]
+		assert.Truef(s.t, logged, "the model was asked under key %q, which the log does not know", key)
 	}
 	for key := range after.called {
-		if _, logged := after.rows[key]; !logged {
-			s.t.Errorf("a call went out under key %q, which the log does not know", key)
-		}
+		_, logged := after.rows[key]
+		assert.Truef(s.t, logged, "a call went out under key %q, which the log does not know", key)
 	}
 	for key, now := range after.rows {
 		s.compare(before.rows[key], now, before.calls(key), after.calls(key))
 	}
 	for what, sql := range leftovers {
-		if n := pgtest.Value[int](s.t, s.db, sql); n != 0 {
-			s.t.Errorf("%s: %d, want none", what, n)
-		}
+		assert.Equal(s.t, 0, pgtest.Value[int](s.t, s.db, sql), what, "want none")
 	}
 	for what, sql := range map[string]string{
 		"executions without an end": `select count(*) from agent_executions where status <> 'completed'
@@ -236,9 +229,7 @@ func (s *scene) settled(before snapshot) {
 			 where (select count(*) from agent_events e where e.event = 'AGENT_COMPLETED' and e.key = x.id::text) <> 1`,
 		"drafts": `select count(*) from agent_message_drafts`,
 	} {
-		if n := pgtest.Value[int](s.t, s.db, sql); n != 0 {
-			s.t.Errorf("%s: %d, want none", what, n)
-		}
+		assert.Equal(s.t, 0, pgtest.Value[int](s.t, s.db, sql), what, "want none")
 	}
 }
 
@@ -251,9 +242,8 @@ func (s *scene) answered(a *agent, thread string, answers map[string]testkit.Ans
 		return
 	}
 	for i, w := range words {
-		if got[2*i] != "user: "+w || !strings.HasSuffix(got[2*i+1], reply(w)) {
-			s.t.Errorf("the thread is %q, want %q answered in place %d", got, w, i)
-		}
+		assert.Truef(s.t, got[2*i] == "user: "+w && strings.HasSuffix(got[2*i+1], reply(w)),
+			"the thread is %q, want %q answered in place %d", got, w, i)
 		if heard, ok := answers[w]; ok && "assistant: "+heard.Text != got[2*i+1] {
 			s.t.Errorf("the client was told %q, the thread has %q", heard.Text, got[2*i+1])
 		}

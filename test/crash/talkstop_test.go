@@ -51,21 +51,18 @@ func TestAStopInTheMiddleOfAStreamedAnswer(t *testing.T) {
 			a.Signal(syscall.SIGTERM)
 			assert.Equal(t, 0, a.Exit())
 			asking.Wait()
-			if got.Code != "shutting_down" || got.Complete || got.ID == "" || got.Text == "" {
-				t.Errorf("the client heard %+v, want the beginning of the answer and that the server goes down", got)
-			}
+			assert.Truef(t, got.Code == "shutting_down" && !got.Complete && got.ID != "" && got.Text != "",
+				"the client heard %+v, want the beginning of the answer and that the server goes down", got)
 			before := s.look()
-			if open := s.running(); len(open) != 0 && !cut {
-				t.Errorf("left open: %+v", open)
-			}
+			open := s.running()
+			assert.Truef(t, len(open) == 0 || cut, "left open: %+v", open)
 			s.handedBack(pgtest.Value[string](s.t, s.db, `select id::text from agent_executions`))
 			s.model.Handle(s.converse)
 			b := s.serve("")
 			answer := s.insist(b, m)
 			s.answered(b, "th", map[string]testkit.Answer{m.words: answer}, m.words)
-			if again := s.attach(b, got.ID, "?stream=true"); again.Text != answer.Text || !again.Complete {
-				t.Errorf("attached again: %+v, want %+v", again, answer)
-			}
+			again := s.attach(b, got.ID, "?stream=true")
+			assert.Truef(t, again.Text == answer.Text && again.Complete, "attached again: %+v, want %+v", again, answer)
 			s.settled(before)
 		})
 	}
@@ -109,14 +106,12 @@ func TestAPausedChatWakesToNothing(t *testing.T) {
 			s.rejects(id, "look")
 			asking.Wait()
 			assert.Equal(t, record, s.record(id))
-			if now := s.lines(b, "th"); !slices.Equal(now, lines) {
-				t.Errorf("the thread is %q, was %q", now, lines)
-			}
+			now := s.lines(b, "th")
+			assert.Truef(t, slices.Equal(now, lines), "the thread is %q, was %q", now, lines)
 			answer := s.insist(b, m)
 			s.answered(b, "th", map[string]testkit.Answer{m.words: answer}, m.words)
-			if !got.Complete || got.Text != answer.Text {
-				t.Errorf("the client of the woken process heard %+v, the answer is %+v", got, answer)
-			}
+			assert.Truef(t, got.Complete && got.Text == answer.Text,
+				"the client of the woken process heard %+v, the answer is %+v", got, answer)
 			eventually(t, "the woken process serves", func() bool {
 				return s.say(a, message{"other", "later", false}).Complete
 			})
@@ -144,9 +139,7 @@ func TestAServerDiesUnderFiveChats(t *testing.T) {
 			}
 			mu.Lock()
 			defer mu.Unlock()
-			if !got.Complete || !strings.HasSuffix(got.Text, reply(m.words)) {
-				t.Errorf("in %s: %+v", m.thread, got)
-			}
+			assert.Truef(t, got.Complete && strings.HasSuffix(got.Text, reply(m.words)), "in %s: %+v", m.thread, got)
 		})
 	}
 	for i := range 5 {

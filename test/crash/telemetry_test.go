@@ -114,9 +114,7 @@ func (s *scene) sent(from *otlptest.Server, execution string) []otlptest.Span {
 			func(one otlptest.Span) bool { return strings.HasPrefix(one.Name, "wait ") }))
 	}
 	eventually(s.t, fmt.Sprintf("%d spans of rows come", want), func() bool { return rows() >= want })
-	if n := rows(); n != want {
-		s.t.Errorf("%d spans of rows came, SQL has %d", n, want)
-	}
+	assert.Equal(s.t, want, rows(), "spans of rows came, SQL has")
 	return from.Trace(id)
 }
 
@@ -140,9 +138,7 @@ func (s *scene) mirrored(spans []otlptest.Span) {
 			}
 			want := fmt.Sprintf("%s %s %s %st t", one_.Attributes["agent.trace_ref"], one_.Attributes["agent.status"], tokens,
 				cost)
-			if got != want {
-				s.t.Errorf("span %s says %q, its row %q", one_.Name, want, got)
-			}
+			assert.Truef(s.t, got == want, "span %s says %q, its row %q", one_.Name, want, got)
 		}
 	}
 }
@@ -182,13 +178,11 @@ func TestAHeartbeatIsAWholeTrace(t *testing.T) {
 	}
 	for _, one := range spans {
 		assert.Equal(t, "lanekeeper", one.Resource["service.name"], one.Resource)
-		if one.Name == "invoke_workflow settlement" && one.Parent != trace.SpanID(id) {
-			t.Errorf("the child is filed under %s, want the heartbeat", one.Parent)
-		}
+		assert.Truef(t, one.Name != "invoke_workflow settlement" || one.Parent == trace.SpanID(id),
+			"the child is filed under %s, want the heartbeat", one.Parent)
 		for key := range one.Attributes {
-			if strings.Contains(key, "messages") || strings.Contains(key, "arguments") {
-				t.Errorf("content was sent, and nobody had asked for it: %s", key)
-			}
+			assert.Truef(t, !strings.Contains(key, "messages") && !strings.Contains(key, "arguments"),
+				"content was sent, and nobody had asked for it: %s", key)
 		}
 	}
 }
@@ -218,10 +212,9 @@ func TestWhatAKilledProcessDidIsSent(t *testing.T) {
 	spans := s.sent(receiver, id)
 	s.mirrored(spans)
 	for _, one := range spans {
-		if one.Name == "execute_tool pay" && (one.Attributes["agent.status"] != "unknown" ||
-			one.Attributes["error.type"] != "interrupted" || !one.Failed) {
-			t.Errorf("the call that was interrupted is shown as %v", one.Attributes)
-		}
+		assert.Truef(t, one.Name != "execute_tool pay" || one.Attributes["agent.status"] == "unknown" &&
+			one.Attributes["error.type"] == "interrupted" && one.Failed, "the call that was interrupted is shown as %v",
+			one.Attributes)
 	}
 	assert.Equal(t, 1, names(spans)["execute_tool pay"], names(spans))
 	s.counted(b, map[string]float64{`agent_runs_total{status="completed",surface="heartbeat"}`: 2})
@@ -245,9 +238,7 @@ func TestAReceiverThatIsDown(t *testing.T) {
 	want := pgtest.Value[int](s.t, s.db, `
 		select (select count(*) from agent_activity where trace_id <> 'op_0') + (select count(*) from agent_executions
 		  where completed_at is not null)`)
-	if got := receiver.Trace(""); len(got) != want {
-		t.Errorf("%d spans came until the process had ended, SQL has %d", len(got), want)
-	}
+	assert.Equal(t, want, len(receiver.Trace("")), "spans came until the process had ended, SQL has")
 	s.mirrored(receiver.Trace(s.otel(id)))
 }
 
@@ -257,9 +248,7 @@ func (s *scene) counted(a *agent, want map[string]float64) {
 	s.t.Helper()
 	got := s.metrics(a)
 	for series, n := range want {
-		if got[series] != n {
-			s.t.Errorf("%s is %v, want %v", series, got[series], n)
-		}
+		assert.Equal(s.t, n, got[series], series)
 	}
 }
 
@@ -271,9 +260,7 @@ func (s *scene) metrics(a *agent) map[string]float64 {
 	defer answer.Body.Close()
 	parser := expfmt.NewTextParser(model.UTF8Validation)
 	families, err := parser.TextToMetricFamilies(answer.Body)
-	if err != nil || answer.StatusCode != http.StatusOK {
-		s.t.Fatalf("%s: %v", answer.Status, err)
-	}
+	require.Truef(s.t, err == nil && answer.StatusCode == http.StatusOK, "%s: %v", answer.Status, err)
 	got := map[string]float64{}
 	for name, family := range families {
 		for _, m := range family.GetMetric() {
@@ -317,9 +304,8 @@ func (s *scene) agrees(a *agent) {
 	require.NoError(s.t, err)
 	var series string
 	var n float64
-	if _, err := pgx.ForEachRow(rows, []any{&series, &n}, func() error { want[series] = n; return nil }); err != nil {
-		s.t.Fatal(err)
-	}
+	_, err = pgx.ForEachRow(rows, []any{&series, &n}, func() error { want[series] = n; return nil })
+	require.NoError(s.t, err)
 	got := map[string]float64{}
 	for series, n := range s.metrics(a) {
 		for _, name := range []string{
@@ -331,17 +317,14 @@ func (s *scene) agrees(a *agent) {
 			}
 		}
 	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		s.t.Errorf("the metrics tell another story than SQL (-SQL +metrics):\n%s", diff)
-	}
+	diff := cmp.Diff(want, got)
+	assert.Truef(s.t, diff == "", "the metrics tell another story than SQL (-SQL +metrics):\n%s", diff)
 	for _, m := range []string{"action completed", "execution completed"} {
 		logged := strings.Count(a.Err.String(), `msg="`+m+`"`)
 		inSQL := pgtest.Value[int](s.t, s.db, `select count(*) from agent_executions where completed_at is not null`)
 		if m == "action completed" {
 			inSQL = pgtest.Value[int](s.t, s.db, `select count(*) from agent_activity where kind <> 'note'`)
 		}
-		if logged != inSQL {
-			s.t.Errorf("the log says %q %d times, SQL has %d", m, logged, inSQL)
-		}
+		assert.Truef(s.t, logged == inSQL, "the log says %q %d times, SQL has %d", m, logged, inSQL)
 	}
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 )
 
@@ -41,9 +42,8 @@ func TestTwoServersMakeOneHeartbeatPerTick(t *testing.T) {
 	done := s.beats("done")
 	s.ends(id, "completed")
 	s.atLeast("done", done+4)
-	if claims := pgtest.Value[int](s.t, s.db, `select claim from agent_executions where id = $1`, id); claims < 3 {
-		t.Errorf("the killed leader's heartbeat ended with claim %d: nobody took it over", claims)
-	}
+	claims := pgtest.Value[int](s.t, s.db, `select claim from agent_executions where id = $1`, id)
+	assert.Truef(t, claims >= 3, "the killed leader's heartbeat ended with claim %d: nobody took it over", claims)
 	s.ticksWereSingle()
 }
 
@@ -112,9 +112,7 @@ func (s *scene) ticksWereSingle() {
 			select count(*) from (select a.execution_id, a.input ->> 'scheduled_for' from agent_activity a
 			 where a.skill_name = 'run_automation' group by 1, 2 having count(*) > 1) x`,
 	} {
-		if n := pgtest.Value[int](s.t, s.db, sql); n != 0 {
-			s.t.Errorf("%s: %d, want none", what, n)
-		}
+		assert.Equal(s.t, 0, pgtest.Value[int](s.t, s.db, sql), what, "want none")
 	}
 	if s.t.Failed() {
 		s.t.Log(s.timeline())

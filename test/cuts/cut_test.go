@@ -52,9 +52,7 @@ func undisturbed(t *testing.T) map[string]ending {
 				t.Parallel()
 				e := s.end(t, nil)
 				assert.Equal(t, 0, len(e.told), e.told)
-				if len(e.sent) < 60 {
-					t.Errorf("%d different messages; does the proxy still see them?", len(e.sent))
-				}
+				assert.Truef(t, len(e.sent) >= 60, "%d different messages; does the proxy still see them?", len(e.sent))
 				mu.Lock()
 				defer mu.Unlock()
 				clean[s.name] = e
@@ -163,9 +161,7 @@ func (f *findings) add(t *testing.T, x trial, seen []string, got ending) {
 		f.unreached = append(f.unreached, x.name+": "+c.String())
 	}
 	unlisted := f.unlisted(x, seen)
-	if len(unlisted) > 0 {
-		t.Errorf("%s\n%s\nthe log:\n%s", x.cuts, strings.Join(unlisted, "\n"), got.log)
-	}
+	assert.Truef(t, len(unlisted) == 0, "%s\n%s\nthe log:\n%s", x.cuts, strings.Join(unlisted, "\n"), got.log)
 }
 
 // unlisted are those of the things seen for which no exception is listed.
@@ -190,15 +186,13 @@ func (f *findings) check(t *testing.T, planned int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	t.Logf("%d of %d cuts were not reached:\n%s", len(f.unreached), f.cuts, strings.Join(f.unreached, "\n"))
-	if f.done == planned && len(f.unreached) > f.cuts/5 {
-		t.Error("a process does not send what it sent when it was undisturbed; the sample says too little")
-	}
+	assert.True(t, f.done != planned || len(f.unreached) <= f.cuts/5,
+		"a process does not send what it sent when it was undisturbed; the sample says too little")
 	if !whole() || f.done < planned {
 		return
 	}
 	for i, e := range exceptions {
-		if f.met[i] == 0 {
-			t.Errorf("the exception %q has not occurred: take it out of the table and out of docs/exceptions.md", e.name)
-		}
+		assert.Truef(t, f.met[i] != 0,
+			"the exception %q has not occurred: take it out of the table and out of docs/exceptions.md", e.name)
 	}
 }

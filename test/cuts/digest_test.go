@@ -82,9 +82,8 @@ func named(w *world) map[string]string {
 	require.NoError(w.t, err)
 	names := map[string]string{}
 	var id, name string
-	if _, err := pgx.ForEachRow(rows, []any{&id, &name}, func() error { names[id] = name; return nil }); err != nil {
-		w.t.Fatal(err)
-	}
+	_, err = pgx.ForEachRow(rows, []any{&id, &name}, func() error { names[id] = name; return nil })
+	require.NoError(w.t, err)
 	return names
 }
 

@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -129,9 +130,7 @@ func (w *world) process(url string, s settings, fn func(ctx context.Context)) er
 	w.ledger.close()
 	served.CloseClientConnections()
 	cancel()
-	if err := <-ended; err != nil {
-		w.t.Errorf("the process did not end well: %v", err)
-	}
+	assert.NoError(w.t, <-ended, "the process did not end well")
 	return nil
 }
 

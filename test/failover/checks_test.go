@@ -8,7 +8,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // told is what only the test knows, beside the product's own tables.
@@ -181,9 +183,7 @@ func (l *load) tally() {
 	} {
 		n := pgtest.Value[int](l.t, l.db, c.sql)
 		l.t.Logf("%6d %s", n, c.what)
-		if n == 0 && !c.may {
-			l.t.Errorf("no %s: the test does not show what it is for", c.what)
-		}
+		assert.Truef(l.t, n != 0 || c.may, "no %s: the test does not show what it is for", c.what)
 	}
 }
 
@@ -195,19 +195,14 @@ func TestTheChecksFindWhatTheyAreFor(t *testing.T) {
 			t.Parallel()
 			w := &world{t: t, db: pgtest.DB(t)}
 			pgtest.Exec(w.t, w.db, told)
-			if found := pgtest.Column[string](w.t, w.db, checks[name]); len(found) > 0 {
-				t.Fatalf("an empty database violates it: %s", strings.Join(found, "; "))
-			}
+			found := pgtest.Column[string](w.t, w.db, checks[name])
+			require.Truef(t, len(found) == 0, "an empty database violates it: %s", strings.Join(found, "; "))
 			pgtest.Exec(w.t, w.db, planted)
-			if len(pgtest.Column[string](w.t, w.db, checks[name])) == 0 {
-				t.Error("the violation is not found")
-			}
+			assert.True(t, len(pgtest.Column[string](w.t, w.db, checks[name])) > 0, "the violation is not found")
 		})
 	}
 	for name := range checks {
-		if plantedRows[name] == "" {
-			t.Errorf("nothing violates: %s", name)
-		}
+		assert.Truef(t, plantedRows[name] != "", "nothing violates: %s", name)
 	}
 }
 

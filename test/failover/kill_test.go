@@ -103,9 +103,7 @@ func TestMigrateIsKilledAtEveryRequest(t *testing.T) {
 		n = nextRequest(n, files)
 	}
 	t.Logf("%d processes were killed; runs that ended with so many files applied: %v", kills, seen)
-	if kills < 10 {
-		t.Errorf("%d processes were killed: the test does not show what it is for", kills)
-	}
+	assert.Truef(t, kills >= 10, "%d processes were killed: the test does not show what it is for", kills)
 	assert.NoError(t, migrations.Check(t.Context(), db), "in the end")
 	if got, want := shape(t, db), shape(t, pgtest.DB(t)); got != want {
 		t.Errorf("the schema differs from that of a database that was migrated in peace: %s, not %s", got, want)
@@ -140,9 +138,7 @@ func migrateUntil(t *testing.T, c *counter, n int, before bool) bool {
 	a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + c.URL("")}, "migrate")
 	started <- a
 	code := a.Exit()
-	if code > 0 {
-		t.Fatalf("agent migrate, killed at request %d: exit code %d: %s", n, code, a.Err.Tail(30))
-	}
+	require.Truef(t, code <= 0, "agent migrate, killed at request %d: exit code %d: %s", n, code, a.Err.Tail(30))
 	return code == 0
 }
 
@@ -201,7 +197,6 @@ func TestTwoProcessesMigrateAtOnce(t *testing.T) {
 		assert.Equal(t, 0, a.Exit(), a.Err.Tail(30))
 		applied += strings.Count(a.Out.String(), "applied ")
 	}
-	if n := appliedFiles(t, connect(t, to)); applied != n || n == 0 {
-		t.Errorf("the two say that they applied %d files, and %d are", applied, n)
-	}
+	n := appliedFiles(t, connect(t, to))
+	assert.Truef(t, applied == n && n != 0, "the two say that they applied %d files, and %d are", applied, n)
 }

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -157,9 +158,7 @@ func (l *load) insist(path, token, key, thread string, body, into any) {
 		switch {
 		case status >= 200 && status < 300:
 			if into != nil {
-				if err := json.Unmarshal(answer, into); err != nil {
-					l.t.Errorf("POST %s: %v in %s", path, err, answer)
-				}
+				assert.NoError(l.t, json.Unmarshal(answer, into), "POST", path, "in", answer)
 			}
 			return
 		case status >= 400 && status < 500 && status != http.StatusConflict && status != http.StatusTooManyRequests:

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -49,9 +50,7 @@ func TestTheDatabaseIsRestartedAndStaysAway(t *testing.T) {
 			"database unavailable, trying again", "not ready: the database does not answer",
 			"notification connection lost",
 		} {
-			if !strings.Contains(a.Err.String(), says) {
-				t.Errorf("process %d does not log: %s", i, says)
-			}
+			assert.Truef(t, strings.Contains(a.Err.String(), says), "process %d does not log: %s", i, says)
 		}
 	}
 	l.settle()

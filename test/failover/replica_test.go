@@ -156,20 +156,17 @@ func (r *replicated) sameAnswers(t *testing.T) {
 		_, err := read.Measure(t.Context())
 		require.NoError(t, err)
 		there, here := get(t, http.DefaultClient, server+path, false), get(t, http.DefaultClient, server+path, true)
-		if there.status != http.StatusOK || there.lag == "" || !strings.Contains(there.body, "From the replica, ") ||
-			strings.Contains(there.body, "could not be read") {
-			t.Errorf("%s: status %d, lag %q, not from the replica as a whole:\n%s", path, there.status, there.lag, there.body)
-		}
-		if here.lag != "" || strings.Contains(here.body, "From the replica") {
-			t.Errorf("%s says that it is from the replica, and is not", path)
-		}
+		assert.Truef(t, there.status == http.StatusOK && there.lag != "" &&
+			strings.Contains(there.body, "From the replica, ") && !strings.Contains(there.body, "could not be read"),
+			"%s: status %d, lag %q, not from the replica as a whole:\n%s", path, there.status, there.lag, there.body)
+		assert.Truef(t, here.lag == "" && !strings.Contains(here.body, "From the replica"),
+			"%s says that it is from the replica, and is not", path)
 		assert.Equal(t, "",
 			cmp.Diff(passing.ReplaceAllString(here.body, ""), passing.ReplaceAllString(there.body, "")), path)
 	}
-	if operate := get(t, http.DefaultClient, server+"/operate", false); operate.status != http.StatusOK ||
-		operate.lag != "" {
-		t.Errorf("a page that follows a turn: status %d, lag %q, want the primary's", operate.status, operate.lag)
-	}
+	operate := get(t, http.DefaultClient, server+"/operate", false)
+	assert.Truef(t, operate.status == http.StatusOK && operate.lag == "",
+		"a page that follows a turn: status %d, lag %q, want the primary's", operate.status, operate.lag)
 	var answers [2]why.Answer
 	for i, fresh := range []bool{true, false} {
 		_, err := read.Do(t.Context(), fresh, func(ctx context.Context) (err error) {
@@ -209,19 +206,16 @@ func (r *replicated) tooFar(t *testing.T) {
 	if _, err := near.Measure(t.Context()); err == nil || !strings.Contains(err.Error(), "behind, more than") {
 		t.Errorf("a replica that is too far behind: %v", err)
 	}
-	if _, from := near.Choose(t.Context(), false); from.Replica() {
-		t.Error("a replica that is too far behind is read")
-	}
+	_, from := near.Choose(t.Context(), false)
+	assert.True(t, !from.Replica(), "a replica that is too far behind is read")
 	promoted := r.reader(replica.Options{Open: func(ctx context.Context) (*pgxpool.Pool, error) {
 		return postgres.Open(ctx, urlOf(r.primary), postgres.Options{MaxConns: 1})
 	}})
-	if _, err := promoted.Measure(t.Context()); err == nil || err.Error() != "it is not a standby" {
-		t.Errorf("a replica that is none any more: %v", err)
-	}
+	_, err := promoted.Measure(t.Context())
+	assert.Truef(t, err != nil && err.Error() == "it is not a standby", "a replica that is none any more: %v", err)
 	behind, err := far.Measure(t.Context())
-	if err != nil || behind < replica.ReplayWait {
-		t.Errorf("the replica is %s behind, error %v; want more than %s", behind, err, replica.ReplayWait)
-	}
+	assert.Truef(t, err == nil && behind >= replica.ReplayWait,
+		"the replica is %s behind, error %v; want more than %s", behind, err, replica.ReplayWait)
 	if _, from := far.Choose(t.Context(), false); !from.Replica() || from.Behind != behind {
 		t.Error("a replica that is not too far behind is not read, or with another lag")
 	}
@@ -246,9 +240,8 @@ func (r *replicated) served(t *testing.T) {
 		var got page
 		pgtest.Eventually(t, patience, func() bool {
 			got = get(t, http.DefaultClient, base+path, false)
-			if got.status != http.StatusOK || strings.Contains(got.body, "could not be read") {
-				t.Fatalf("%s: status %d:\n%s", what, got.status, got.body)
-			}
+			require.Truef(t, got.status == http.StatusOK && !strings.Contains(got.body, "could not be read"),
+				"%s: status %d:\n%s", what, got.status, got.body)
 			return is(got)
 		}, what)
 	}
@@ -300,10 +293,9 @@ func (r *replicated) questions(base string) {
 		"/v1/activity/audit",
 	} {
 		there, here := get(r.t, http.DefaultClient, base+path, false), get(r.t, http.DefaultClient, base+path, true)
-		if there.status != http.StatusOK || there.lag == "" || here.lag != "" || there.body != here.body {
-			r.t.Errorf("%s: status %d, lag %q and %q, want the same answer from both:\n%s\n%s", path, there.status, there.lag,
-				here.lag, there.body, here.body)
-		}
+		assert.Truef(r.t, there.status == http.StatusOK && there.lag != "" && here.lag == "" && there.body == here.body,
+			"%s: status %d, lag %q and %q, want the same answer from both:\n%s\n%s", path, there.status, there.lag, here.lag,
+			there.body, here.body)
 	}
 	for _, path := range []string{"/v1/executions", "/v1/executions/" + oldRun, "/v1/lanes", "/v1/skills"} {
 		if got := get(r.t, http.DefaultClient, base+path, false); got.status != http.StatusOK || got.lag != "" {
@@ -316,9 +308,8 @@ func (r *replicated) questions(base string) {
 			r.t.Errorf("agent %v:\n%s\n%s", args, asked.Out.Tail(30), asked.Err.Tail(30))
 		}
 	}
-	if doctor := r.ask("doctor"); !strings.Contains(doctor.Out.String(), "ok   replica") {
-		r.t.Errorf("agent doctor: %s", doctor.Out.String())
-	}
+	doctor := r.ask("doctor")
+	assert.Truef(r.t, strings.Contains(doctor.Out.String(), "ok   replica"), "agent doctor: %s", doctor.Out.String())
 }
 
 // ask runs a command to its end.
@@ -337,9 +328,8 @@ func (r *replicated) seesItsOwn(admin *http.Client, base string) {
 	if got := r.watch(http.DefaultClient, base+"/live/"); !strings.Contains(got, "From the replica") {
 		r.t.Errorf("who only looks is shown the primary's state: %.300s", got)
 	}
-	if got := r.watch(admin, base+"/live/"); strings.Contains(got, "From the replica") {
-		r.t.Errorf("who wrote is shown the replica's state: %.300s", got)
-	}
+	got := r.watch(admin, base+"/live/")
+	assert.Truef(r.t, !strings.Contains(got, "From the replica"), "who wrote is shown the replica's state: %.300s", got)
 }
 
 // watch is the first thing that a page's stream says of where it is read from, or of what is newest.
@@ -372,10 +362,9 @@ func (r *replicated) asksThePrimary(base string) {
 	pgtest.Exec(r.t, r.db, `insert into agent_executions (trace_id, surface, agent, flow, status) values ('`+newTrace+
 		`', 'operate', 'agent', 'external:turn', 'pending')`)
 	for _, path := range []string{"/v1/traces/" + newTrace, "/traces/" + newTrace} {
-		if got := get(r.t, http.DefaultClient, base+path, false); got.status != http.StatusOK || got.lag != "" {
-			r.t.Errorf("%s, which the replica does not have yet: status %d, lag %q, want the primary's answer", path, got.status,
-				got.lag)
-		}
+		got := get(r.t, http.DefaultClient, base+path, false)
+		assert.Truef(r.t, got.status == http.StatusOK && got.lag == "",
+			"%s, which the replica does not have yet: status %d, lag %q, want the primary's answer", path, got.status, got.lag)
 	}
 }
 
@@ -385,10 +374,8 @@ func (r *replicated) logIn(base string) *http.Client {
 	jar, err := cookiejar.New(nil)
 	require.NoError(r.t, err)
 	client := &http.Client{Jar: jar}
-	if got := post(r.t, client, base+"/login",
-		url.Values{"token": {adminToken}, "next": {"/"}}); got.status != http.StatusOK {
-		r.t.Fatalf("log in: status %d", got.status)
-	}
+	require.Equal(r.t, http.StatusOK, post(r.t, client, base+"/login",
+		url.Values{"token": {adminToken}, "next": {"/"}}).status, "log in: status")
 	return client
 }
 

@@ -36,9 +36,8 @@ func run(t *testing.T, command, dir string, environ ...string) {
 	cmd := exec.CommandContext(t.Context(), "sh", "-c", command)
 	cmd.Dir = dir
 	cmd.Env = append(os.Environ(), append(environ, "PATH="+binaries.Dir+string(os.PathListSeparator)+os.Getenv("PATH"))...)
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("%s: %v\n%s", command, err, out)
-	}
+	out, err := cmd.CombinedOutput()
+	require.Truef(t, err == nil, "%s: %v\n%s", command, err, out)
 }
 
 // TestADumpOfALiveDatabaseGoesOnElsewhere: a database is dumped while executions run and wait, with the commands of
@@ -102,22 +101,18 @@ const (
 // goesOn serves a restored database, gives every event, and sees everything end.
 func goesOn(w *world, errands int, token, claims int64) {
 	w.t.Helper()
-	if lost := pgtest.Column[string](w.t, w.db, fmt.Sprintf(`
+	lost := pgtest.Column[string](w.t, w.db, fmt.Sprintf(`
 		select format('%%s %%s has claim %%s', status, id, claim) from agent_executions where completed_at is null
-		  and claim <= %d`, claims)); len(lost) > 0 {
-		w.t.Errorf("claims of the old world are not void: %v", lost)
-	}
+		  and claim <= %d`, claims))
+	assert.Truef(w.t, len(lost) == 0, "claims of the old world are not void: %v", lost)
 	for _, id := range pgtest.Column[string](w.t, w.db,
 		`select id::text from agent_executions where completed_at is null`) {
 		_, err := w.db.Exec(w.t.Context(), `select fence_agent_execution($1, $2)`, id, claims)
-		if !postgres.IsCode(err, "LK001") {
-			w.t.Errorf("a claim of the old world on %s: %v", id, err)
-		}
+		assert.Truef(w.t, postgres.IsCode(err, "LK001"), "a claim of the old world on %s: %v", id, err)
 	}
-	if got := pgtest.Value[int64](w.t, w.db,
-		`select fencing_token from acquire_agent_lock('probe', 'new', 60)`); got <= token {
-		w.t.Errorf("the lane was given with token %d, after %d", got, token)
-	}
+	got := pgtest.Value[int64](w.t, w.db,
+		`select fencing_token from acquire_agent_lock('probe', 'new', 60)`)
+	assert.Truef(w.t, got > token, "the lane was given with token %d, after %d", got, token)
 	beats := pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where surface = 'heartbeat'
 		and completed_at is not null`)
 	w.serve(2)
@@ -129,10 +124,9 @@ func goesOn(w *world, errands int, token, claims int64) {
 	const left = `select count(*)::int from agent_executions where flow = 'errand' and status <> 'completed'`
 	pgtest.Eventually(w.t, patience, func() bool { return pgtest.Value[int](w.t, w.db, left) == 0 },
 		"every errand ends well")
-	if said := pgtest.Value[int](w.t, w.db,
-		`select count(distinct content)::int from agent_messages where content like '% got [event %' and status = 'sent'`); said != errands+1 {
-		w.t.Errorf("%d of %d said what they got", said, errands+1)
-	}
+	said := pgtest.Value[int](w.t, w.db,
+		`select count(distinct content)::int from agent_messages where content like '% got [event %' and status = 'sent'`)
+	assert.Equal(w.t, errands+1, said, "said what they did")
 	// Timers and schedules: a deadline that passed while nobody was there, and the next heartbeat.
 	l.start(errands + 2)
 	pgtest.Eventually(w.t, patience, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == 1 }, "one waits")

@@ -143,9 +143,8 @@ func (s *server) command(name string, args ...string) *exec.Cmd {
 // run runs one of PostgreSQL's programs.
 func (s *server) run(name string, args ...string) {
 	s.t.Helper()
-	if out, err := s.command(name, args...).CombinedOutput(); err != nil {
-		s.t.Fatalf("%s: %v\n%s", name, err, out)
-	}
+	out, err := s.command(name, args...).CombinedOutput()
+	require.Truef(s.t, err == nil, "%s: %v\n%s", name, err, out)
 }
 
 // start starts the server, and returns when it answers.
@@ -211,9 +210,7 @@ func (s *server) try(database, sql string) error {
 
 func (s *server) sql(sql string) {
 	s.t.Helper()
-	if err := s.try("postgres", sql); err != nil {
-		s.t.Fatalf("%s: %v", sql, err)
-	}
+	require.NoError(s.t, s.try("postgres", sql), sql)
 }
 
 // await waits until a query of a truth value says yes.

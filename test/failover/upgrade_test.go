@@ -49,9 +49,7 @@ func files(t testing.TB, further map[string]string) fstest.MapFS {
 			all[strings.TrimPrefix(path, "../../migrations/")] = &fstest.MapFile{Data: text}
 		}
 	}
-	if len(all) < 10 {
-		t.Fatalf("%d files of the schema", len(all))
-	}
+	require.Truef(t, len(all) >= 10, "%d files of the schema", len(all))
 	for name, text := range further {
 		all["changes/"+name] = &fstest.MapFile{Data: []byte(text)}
 	}
@@ -108,9 +106,8 @@ func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 	require.NoError(t, err)
 	defer func() { _ = conn.Close(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, conn, here, pgx.QueryExecModeSimpleProtocol)
-	if a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate"); a.Exit() != 0 {
-		t.Fatalf("agent migrate: %s", a.Err.Tail(30))
-	}
+	a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate")
+	require.Truef(t, a.Exit() == 0, "agent migrate: %s", a.Err.Tail(30))
 	finishes(t, newWorld(t, to, "30s"))
 }
 
@@ -125,9 +122,8 @@ func finishes(t *testing.T, w *world) {
 	pgtest.Exec(w.t, w.db, `update agent_workers set expires_at = clock_timestamp() - interval '1 second'`)
 	waited := pgtest.Value[int](w.t, w.db, `select count(*) from agent_executions where status = 'waiting'`)
 	running := pgtest.Value[int](w.t, w.db, `select count(*) from agent_executions where status = 'running'`)
-	if waited < 5 || running < 1 {
-		t.Errorf("%d executions wait and %d run: the data does not show what it is for", waited, running)
-	}
+	assert.Truef(t, waited >= 5 && running >= 1,
+		"%d executions wait and %d run: the data does not show what it is for", waited, running)
 	w.serve(1)
 	l := w.newLoad()
 	l.insist("/v1/events", adminToken, "", "",

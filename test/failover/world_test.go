@@ -17,6 +17,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -100,9 +101,8 @@ func newWorld(t testing.TB, url, lease string) *world {
 	t.Cleanup(w.open)
 	file := filepath.Join(w.dir, "all.yaml")
 	require.NoError(t, os.WriteFile(file, []byte(strings.ReplaceAll(workspaceYAML, "%s", served)), 0o600))
-	if a := launch(t, w.dir, w.environ(), "apply", "."); a.Exit() != 0 {
-		t.Fatalf("agent apply: %s", a.Err.Tail(30))
-	}
+	a := launch(t, w.dir, w.environ(), "apply", ".")
+	require.Truef(t, a.Exit() == 0, "agent apply: %s", a.Err.Tail(30))
 	return w
 }
 
@@ -144,9 +144,8 @@ func (w *world) unready(failing string) {
 			got := probe(w.t, base+"/readyz")
 			return got.status == http.StatusServiceUnavailable && !got.Checks[failing].OK
 		}, "a process says that it is not ready")
-		if got := probe(w.t, base+"/healthz"); got.status != http.StatusOK {
-			w.t.Errorf("without a database /healthz of process %d answers %d", i, got.status)
-		}
+		got := probe(w.t, base+"/healthz")
+		assert.Truef(w.t, got.status == http.StatusOK, "without a database /healthz of process %d answers %d", i, got.status)
 	}
 }
 

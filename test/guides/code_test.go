@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -37,14 +38,11 @@ func TestTheGoOfThePagesIsThatOfTests(t *testing.T) {
 				continue
 			}
 			shown++
-			if !slices.ContainsFunc(sources, func(s string) bool { return strings.Contains(s, bare(b.lines)) }) {
-				t.Errorf("%s:%d: no test has this code: make it that of an example", path, b.line)
-			}
+			assert.Truef(t, slices.ContainsFunc(sources, func(s string) bool { return strings.Contains(s, bare(b.lines)) }),
+				"%s:%d: no test has this code: make it that of an example", path, b.line)
 		}
 	}
-	if shown < 3 {
-		t.Errorf("%d blocks of Go in all pages: the test does not see them", shown)
-	}
+	assert.Truef(t, shown >= 3, "%d blocks of Go in all pages: the test does not see them", shown)
 }
 
 // bare is text without its indentation, each line between two newlines.

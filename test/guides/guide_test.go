@@ -25,9 +25,7 @@ func TestMain(m *testing.M) { proctest.Main(m, "guides", &program) }
 func pages(t *testing.T) []page {
 	t.Helper()
 	paths, err := filepath.Glob("../../docs/guide/*.md")
-	if err != nil || len(paths) < 8 {
-		t.Fatalf("%d guides: %v", len(paths), err)
-	}
+	require.Truef(t, err == nil && len(paths) >= 8, "%d guides: %v", len(paths), err)
 	docs, err := filepath.Glob("../../docs/*.md")
 	require.NoError(t, err)
 	var list []page
@@ -65,9 +63,8 @@ func TestWhatCannotRunHereIsListed(t *testing.T) {
 	var found []string
 	for _, p := range pages(t) {
 		for _, b := range p.blocks {
-			if (b.is("sh") || b.is("bash") || b.is("shell")) && !b.isTheFirst(p) {
-				t.Errorf("%s:%d: make it a console: what it shows is run then", p.path, b.line)
-			}
+			assert.Truef(t, !b.is("sh") && !b.is("bash") && !b.is("shell") || b.isTheFirst(p),
+				"%s:%d: make it a console: what it shows is run then", p.path, b.line)
 			if !b.is("console") && slices.ContainsFunc(b.lines, func(l string) bool { return strings.HasPrefix(l, "$ ") }) {
 				t.Errorf("%s:%d: it has commands and is no console", p.path, b.line)
 			}
@@ -85,9 +82,8 @@ func TestWhatCannotRunHereIsListed(t *testing.T) {
 func TestEveryCommandDoesWhatThePageSays(t *testing.T) {
 	var commands atomic.Int64
 	t.Cleanup(func() {
-		if !t.Failed() && commands.Load() < 40 {
-			t.Errorf("%d commands in all pages: the test does not see them", commands.Load())
-		}
+		assert.Truef(t, t.Failed() || commands.Load() >= 40,
+			"%d commands in all pages: the test does not see them", commands.Load())
 	})
 	for _, p := range pages(t) {
 		t.Run(strings.TrimPrefix(p.path, "../../"), func(t *testing.T) {
@@ -116,9 +112,8 @@ func TestCommandsOnAServerDoWhatThePageSays(t *testing.T) {
 			}
 			text, err := os.ReadFile(sent)
 			require.NoError(t, err)
-			if n := strings.Count(string(text), "\n"); n < least {
-				t.Errorf("%d commands ran on the server, want %d:\n%s", n, least, text)
-			}
+			n := strings.Count(string(text), "\n")
+			assert.Truef(t, n >= least, "%d commands ran on the server, want %d:\n%s", n, least, text)
 		})
 	}
 }
@@ -166,9 +161,8 @@ func TestLinksLeadSomewhere(t *testing.T) {
 		text, err := os.ReadFile(p.path)
 		require.NoError(t, err)
 		for _, found := range link.FindAllStringSubmatch(string(text), -1) {
-			if _, err := os.Stat(filepath.Join(filepath.Dir(p.path), found[1])); err != nil {
-				t.Errorf("%s: %s: %v", p.path, found[1], err)
-			}
+			_, err := os.Stat(filepath.Join(filepath.Dir(p.path), found[1]))
+			assert.NoError(t, err, p.path, found[1])
 		}
 	}
 }

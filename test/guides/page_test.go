@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -77,9 +78,7 @@ func readPage(t testing.TB, path string) page {
 			open.lines = append(open.lines, line)
 		}
 	}
-	if open != nil {
-		t.Fatalf("%s:%d: the block does not end", path, open.line)
-	}
+	require.Truef(t, open == nil, "%s: its last block does not end", path)
 	return p
 }
 
@@ -158,8 +157,7 @@ func TestWhatIsShownIsCompared(t *testing.T) {
 		{"a (b)", "a (b)", true},
 		{"", "anything", true},
 	} {
-		if got := difference(strings.Split(c.want, "\n"), c.got) == ""; got != c.same {
-			t.Errorf("%q and %q are the same: %t", c.want, c.got, got)
-		}
+		got := difference(strings.Split(c.want, "\n"), c.got) == ""
+		assert.Truef(t, got == c.same, "%q and %q are the same: %t", c.want, c.got, got)
 	}
 }

@@ -61,9 +61,8 @@ func newShell(t testing.TB, p page) *shell {
 	reader, writer, err := os.Pipe()
 	require.NoError(t, err)
 	cmd.Stdout, cmd.Stderr = writer, writer
-	if s.in, err = cmd.StdinPipe(); err != nil {
-		t.Fatal(err)
-	}
+	s.in, err = cmd.StdinPipe()
+	require.NoError(t, err)
 	require.NoError(t, cmd.Start())
 	_ = writer.Close()
 	s.out = bufio.NewReader(reader)
@@ -138,9 +137,7 @@ func (s *shell) run(text string) (output string, code int) {
 	var said strings.Builder
 	for {
 		line, err := s.out.ReadString('\n')
-		if err != nil {
-			s.t.Fatalf("the shell ended at %q: %v\n%s", text, err, said.String())
-		}
+		require.Truef(s.t, err == nil, "the shell ended at %q: %v\n%s", text, err, said.String())
 		if rest, is := strings.CutPrefix(line, mark+" "); is {
 			_, err := fmt.Sscan(rest, &code)
 			require.NoError(s.t, err)
@@ -169,9 +166,7 @@ exec env -i PATH="$PATH" AGENT_SERVER=http://%[2]s AGENT_TOKEN="$AGENT_ADMIN_TOK
 `, program, s.address, dir, list)
 	require.NoError(s.t, os.WriteFile(filepath.Join(dir, "agent"), []byte(script), 0o700))
 	_, code := s.run(fmt.Sprintf("export PATH=%s:$PATH AGENT_ADMIN_TOKEN=%s", dir, rand.Text()))
-	if code != 0 {
-		s.t.Fatalf("set the path: exit code %d", code)
-	}
+	require.Equal(s.t, 0, code, "set the path: exit code")
 	return list
 }
 
@@ -197,7 +192,5 @@ func (s *shell) start(c command) {
 	pgtest.Eventually(s.t, patience, func() bool {
 		return difference(want, s.there(said.String())) == "" || strings.HasPrefix(said.String(), "agent: ")
 	}, c.text)
-	if diff := difference(want, s.there(said.String())); diff != "" {
-		s.t.Fatalf("%s: %s", c.text, diff)
-	}
+	require.Equal(s.t, "", difference(want, s.there(said.String())), c.text)
 }

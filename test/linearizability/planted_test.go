@@ -340,9 +340,8 @@ func TestPlantedFaultsAreCaught(t *testing.T) {
 				for lane, ops := range byLane {
 					err = errors.Join(err, check(lane, ops, state{}, checkLimit))
 				}
-				if errors.Is(err, errIllegal) != planted || !planted && err != nil {
-					t.Errorf("fault planted: %v, the checker says: %v", planted, err)
-				}
+				assert.Truef(t, errors.Is(err, errIllegal) == planted && (planted || err == nil),
+					"fault planted: %v, the checker says: %v", planted, err)
 				assert.Equal(t, planted && plant.writes, g.count(backwards) > 0, planted)
 			})
 		}
@@ -381,9 +380,7 @@ func (k *kin) begin(g *stage) grant {
 	}
 	require.NoError(g.t, err)
 	got, ok := k.take(g.t.Context(), grant{lane: k.lane, owner: id + "#1", ttl: parentTTL})
-	if !ok {
-		g.t.Fatal("the parent does not get its lane")
-	}
+	require.True(g.t, ok, "the parent does not get its lane")
 	return got
 }
 
@@ -391,8 +388,6 @@ func (k *kin) begin(g *stage) grant {
 func (k *kin) park(g *stage, parent grant) (child string) {
 	g.t.Helper()
 	child, err := k.parkOn(g.t.Context(), execution(parent.owner), 1)
-	if err != nil || child == "" {
-		g.t.Fatalf("the parent is not parked: %v", err)
-	}
+	require.Truef(g.t, err == nil && child != "", "the parent is not parked: %v", err)
 	return child
 }

@@ -174,9 +174,7 @@ func (a *process) kill() {
 
 func (a *process) signal(t testing.TB, s syscall.Signal) {
 	t.Helper()
-	if err := a.cmd.Process.Signal(s); err != nil {
-		t.Errorf("signal %s to %s: %v", s, a.part.Name, err)
-	}
+	assert.NoError(t, a.cmd.Process.Signal(s), "signal", s, "to", a.part.Name)
 }
 
 // stop asks a process to end, and waits until it has.

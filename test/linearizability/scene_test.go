@@ -15,6 +15,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -70,9 +71,8 @@ func (s *server) count(sql string, args ...any) (n int) {
 		if err == nil {
 			return n
 		}
-		if time.Now().After(deadline) || !testkit.Wait(s.t.Context(), 20*time.Millisecond) {
-			s.t.Fatalf("%s: %v", sql, err)
-		}
+		require.Truef(s.t, !time.Now().After(deadline) && testkit.Wait(s.t.Context(), 20*time.Millisecond),
+			"%s: %v", sql, err)
 	}
 }
 
@@ -159,9 +159,8 @@ func (c *scene) busy(more int64) {
 	}
 	const each = 400 // about the length of two lines
 	for want, deadline := size()+more*each, time.Now().Add(patience); size() < want; {
-		if time.Now().After(deadline) || !testkit.Wait(c.t.Context(), 5*time.Millisecond) {
-			c.t.Fatalf("the processes did not do %d operations within %s", more, patience)
-		}
+		require.Truef(c.t, !time.Now().After(deadline) && testkit.Wait(c.t.Context(), 5*time.Millisecond),
+			"the processes did not do %d operations within %s", more, patience)
 	}
 }
 
@@ -201,9 +200,8 @@ func (c *scene) cut(where cut) {
 	before := p.done[where].Load()
 	p.next.Store(int32(where))
 	for deadline := time.Now().Add(patience); p.done[where].Load() == before; {
-		if time.Now().After(deadline) || !testkit.Wait(c.t.Context(), 2*time.Millisecond) {
-			c.t.Fatalf("no request about lanes within %s", patience)
-		}
+		require.Truef(c.t, !time.Now().After(deadline) && testkit.Wait(c.t.Context(), 2*time.Millisecond),
+			"no request about lanes within %s", patience)
 	}
 	c.faults[[...]string{"", "cut, unseen", "cut, before the commit", "cut, after the commit"}[where]]++
 }
@@ -324,12 +322,10 @@ func TestLanesAreLinearizable(t *testing.T) {
 // judgeWrites checks the rows of the fenced writes.
 func (c *scene) judgeWrites() {
 	c.t.Helper()
-	if n := c.server.count(backwards); n != 0 {
-		c.t.Errorf("round %d: %d fenced writes under a token after one under a larger", c.round, n)
-	}
-	if n := c.server.count(shared); n != 0 {
-		c.t.Errorf("round %d: more than one owner wrote under each of %d tokens", c.round, n)
-	}
+	n := c.server.count(backwards)
+	assert.Truef(c.t, n == 0, "round %d: %d fenced writes under a token after one under a larger", c.round, n)
+	n = c.server.count(shared)
+	assert.Truef(c.t, n == 0, "round %d: more than one owner wrote under each of %d tokens", c.round, n)
 }
 
 func missing(did map[string]int) (all []string) {

@@ -59,9 +59,8 @@ func TestEverySurfaceFinishesAtEveryProvider(t *testing.T) {
 			w.heartbeatFinishes(t)
 			w.sessionFinishes(t)
 			w.chatFinishes(t)
-			if got := w.client.Learned(test.model); !slices.Equal(got, test.learned) {
-				t.Errorf("learned %q, want %q", got, test.learned)
-			}
+			got := w.client.Learned(test.model)
+			assert.Truef(t, slices.Equal(got, test.learned), "learned %q, want %q", got, test.learned)
 			assert.Equal(t, len(test.learned), len(w.server.Refused()), lastRefused(w.server))
 		})
 	}

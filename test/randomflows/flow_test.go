@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -74,9 +75,7 @@ func many(t *testing.T) (flows int, lasts time.Duration) {
 		return 80, 10 * time.Second
 	}
 	flows, err := strconv.Atoi(text)
-	if err != nil || flows < 1 {
-		t.Fatalf("AGENT_FLOWS=%s: a number of flows is asked for, such as 1000", text)
-	}
+	require.Truef(t, err == nil && flows >= 1, "AGENT_FLOWS=%s: a number of flows is asked for, such as 1000", text)
 	return flows, max(10*time.Second, time.Duration(flows)*time.Minute/500)
 }
 
@@ -88,9 +87,7 @@ func seedOf(t *testing.T) uint64 {
 		return rand.Uint64()
 	}
 	seed, err := strconv.ParseUint(text, 10, 64)
-	if err != nil {
-		t.Fatalf("AGENT_FLOW_SEED=%s: %v", text, err)
-	}
+	require.Truef(t, err == nil, "AGENT_FLOW_SEED=%s: %v", text, err)
 	return seed
 }
 
@@ -124,9 +121,8 @@ func TestRandomFlowsEndAsTheirModelSays(t *testing.T) {
 		p.Stop()
 	}
 	t.Logf("%d kills, %d stops, %d ends, %d connections broken, %d pauses", x.kills, x.stops, x.ends, x.cuts, x.pauses)
-	if x.kills+x.stops+x.ends == 0 || x.cuts == 0 {
-		t.Error("there was no trouble: the run does not show what it is for")
-	}
+	assert.True(t, x.kills+x.stops+x.ends != 0 && x.cuts != 0,
+		"there was no trouble: the run does not show what it is for")
 }
 
 // begin starts a flow of each seed, all within so long, and delivers their events at some time, some of them twice.

@@ -7,7 +7,9 @@ import (
 	"math/rand/v2"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // forks are how many executions are forked, after everything.
@@ -31,9 +33,7 @@ func (w *world) refork(r *rand.Rand) {
 		   and v.event = 'EVENT_COMPLETED'
 		                    where y.trace_id = x.trace_id)
 		 order by x.id, c.step`)
-	if len(steps) == 0 {
-		w.t.Fatal("no steps to fork from")
-	}
+	require.True(w.t, len(steps) > 0, "no steps to fork from")
 	for range forks {
 		s := steps[r.IntN(len(steps))]
 		fork, err := w.engine.Fork(ctx, w.pool, executions.ForkSpec{ID: s.ID, From: s.Step})
@@ -48,9 +48,7 @@ func (w *world) refork(r *rand.Rand) {
 		w.t.Error(found)
 	}
 	for _, id := range pgtest.Column[string](w.t, w.pool, `select id::text from proof.forks`) {
-		if found := w.replay(id); found != "" {
-			w.t.Error(found)
-		}
+		assert.Equal(w.t, "", w.replay(id))
 	}
 }
 

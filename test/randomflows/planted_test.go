@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -119,14 +120,10 @@ func TestEveryCheckCanFail(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, pgtest.URL(t))
 	for name := range planted {
-		if checks[name] == "" {
-			t.Errorf("there is no check %q", name)
-		}
+		assert.Truef(t, checks[name] != "", "there is no check %q", name)
 	}
 	for name, check := range checks {
-		if len(planted[name]) == 0 {
-			t.Errorf("nothing shows that %q can fail", name)
-		}
+		assert.Truef(t, len(planted[name]) > 0, "nothing shows that %q can fail", name)
 		for _, sql := range planted[name] {
 			w.plant(name, check, sql)
 		}
@@ -140,30 +137,23 @@ func (w *world) plant(name, check, sql string) {
 	tx, err := w.pool.Begin(ctx)
 	require.NoError(w.t, err)
 	defer func() {
-		if err := tx.Rollback(ctx); err != nil {
-			w.t.Error(err)
-		}
+		assert.NoError(w.t, tx.Rollback(ctx))
 	}()
 	change := func(sql string) {
-		if _, err := tx.Exec(ctx, sql); err != nil {
-			w.t.Fatalf("%v\n%s", err, sql)
-		}
+		_, err := tx.Exec(ctx, sql)
+		require.Truef(w.t, err == nil, "%v\n%s", err, sql)
 	}
 	count := func() (n int) {
-		if err := tx.QueryRow(ctx, `select count(*) from (`+check+`) found`).Scan(&n); err != nil {
-			w.t.Fatalf("%v\n%s", err, check)
-		}
+		err := tx.QueryRow(ctx, `select count(*) from (`+check+`) found`).Scan(&n)
+		require.Truef(w.t, err == nil, "%v\n%s", err, check)
 		return n
 	}
 	change(`set local session_replication_role = replica`)
 	change(innocent)
-	if n := count(); n != 0 {
-		w.t.Errorf("%s: finds %d faults in innocent rows", name, n)
-	}
+	n := count()
+	assert.Truef(w.t, n == 0, "%s: finds %d faults in innocent rows", name, n)
 	change(sql)
-	if count() == 0 {
-		w.t.Errorf("%s: finds nothing after %s", name, sql)
-	}
+	assert.Truef(w.t, count() != 0, "%s: finds nothing after %s", name, sql)
 }
 
 // TestAReplayThatDiffersIsReported replays a flow whose record has another result for a step than its code comes to.
@@ -186,7 +176,6 @@ func TestAReplayThatDiffersIsReported(t *testing.T) {
 		`update agent_executions set status = 'completed', claim = 1, result = '1', completed_at = now() where id = $1`, x.ID)
 	err = pgx.BeginFunc(t.Context(), w.pool, func(tx pgx.Tx) error { return tx.SendBatch(t.Context(), b).Close() })
 	require.NoError(t, err)
-	if found := w.replays(); len(found) != 1 {
-		t.Errorf("%d replays differ: %q", len(found), found)
-	}
+	found := w.replays()
+	assert.Truef(t, len(found) == 1, "%d replays differ: %q", len(found), found)
 }

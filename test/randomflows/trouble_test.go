@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -111,12 +112,10 @@ func (x *trouble) works(i int) bool {
 // pause pauses the agent for a while.
 func (x *trouble) pause() {
 	ctx := x.t.Context()
-	if _, err := executions.PauseAll(ctx, x.pool, "somebody", "to see what is in the way"); err != nil {
-		x.t.Errorf("pause: %v", err)
-	}
+	_, err := executions.PauseAll(ctx, x.pool, "somebody", "to see what is in the way")
+	assert.NoError(x.t, err, "pause")
 	rest(500 * time.Millisecond)
-	if _, err := executions.ResumeAll(ctx, x.pool, "somebody", ""); err != nil {
-		x.t.Errorf("resume: %v", err)
-	}
+	_, err = executions.ResumeAll(ctx, x.pool, "somebody", "")
+	assert.NoError(x.t, err, "resume")
 	x.pauses++
 }

@@ -51,10 +51,9 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 	_, err := migrations.Up(t.Context(), pool)
 	require.NoError(t, err)
 	pgtest.Exec(t, db, `create table effects (by text not null, what text not null)`)
-	if ahead := pgtest.Value[bool](t, pool,
-		`select clock_timestamp() < pg_catalog.clock_timestamp() + interval '1 minute'`); !ahead {
-		t.Fatal("the clock is wrong before it jumps")
-	}
+	ahead := pgtest.Value[bool](t, pool,
+		`select clock_timestamp() < pg_catalog.clock_timestamp() + interval '1 minute'`)
+	require.True(t, ahead, "the clock is wrong before it jumps")
 	at := newGate()
 	steps := func(wait bool) executions.Func {
 		return func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
@@ -127,10 +126,9 @@ func TestTheProcesssClockJumps(t *testing.T) {
 	apply(t, url)
 	db := admin(t, url)
 	a := serveProgram(t, jumping(t), "", environ(url, "CLOCK_JUMP="+jump))
-	if !strings.Contains(a.Err.String(), "time="+time.Now().Add(-3*time.Hour).Format("2006-01-02T15")) &&
-		!strings.Contains(a.Err.String(), "time="+time.Now().UTC().Add(-3*time.Hour).Format("2006-01-02T15")) {
-		t.Error("the process does not have another time")
-	}
+	assert.True(t, strings.Contains(a.Err.String(), "time="+time.Now().Add(-3*time.Hour).Format("2006-01-02T15")) ||
+		strings.Contains(a.Err.String(), "time="+time.Now().UTC().Add(-3*time.Hour).Format("2006-01-02T15")),
+		"the process does not have another time")
 	var worker string
 	eventually(t, "the process has a lease", func() bool {
 		worker = pgtest.Value[string](t, db, `select coalesce(max(id::text), '') from agent_workers
@@ -140,13 +138,11 @@ func TestTheProcesssClockJumps(t *testing.T) {
 	var yes acknowledged
 	for i, by := range []time.Duration{-3 * time.Hour, 3 * time.Hour, 0, -48 * time.Hour, 48 * time.Hour} {
 		wrong(by)
-		if refused := yes.send(a); refused != nil {
-			t.Errorf("%s: %+v", by, refused)
-		}
-		if got := a.ask(http.MethodPost, "/v1/executions",
-			fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i)); got.status != http.StatusCreated {
-			t.Errorf("%s: %+v", by, got)
-		}
+		refused := yes.send(a)
+		assert.Truef(t, refused == nil, "%s: %+v", by, refused)
+		got := a.ask(http.MethodPost, "/v1/executions",
+			fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i))
+		assert.Truef(t, got.status == http.StatusCreated, "%s: %+v", by, got)
 		eventually(t, "the flow ends with a clock that is wrong by "+by.String(), func() bool {
 			return pgtest.Value[int](t, db,
 				`select count(*) from agent_executions where flow = 'wide' and status = 'completed'`) == i+1

@@ -14,6 +14,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/workspace"
@@ -56,14 +57,11 @@ func TestAHeldThreadStopsNobodyElse(t *testing.T) {
 			`{"model":"agent","messages":[{"role":"user","content":"hello"}]}`,
 			"Authorization", "Bearer "+key, "X-Thread-Id", thread)
 	}
-	if got := say(t.Context(), "held"); got.status != http.StatusOK {
-		t.Fatalf("%d %s", got.status, got.body)
-	}
+	got := say(t.Context(), "held")
+	require.Equal(t, http.StatusOK, got.status, got.body)
 	tx := pgtest.Begin(t, pool)
 	tag, err := tx.Exec(t.Context(), `select from agent_threads where name = 'held' for update`)
-	if err != nil || tag.RowsAffected() != 1 {
-		t.Fatalf("%s, %v", tag, err)
-	}
+	require.Truef(t, err == nil && tag.RowsAffected() == 1, "%s, %v", tag, err)
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
 	var group sync.WaitGroup
@@ -110,9 +108,8 @@ func (a *agent) within(name string, ask func() answer) {
 		slow := 0
 		for range each {
 			began := time.Now()
-			if got := ask(); got.status/100 != 2 {
-				a.t.Errorf("%s: %d %s", name, got.status, got.body)
-			}
+			got := ask()
+			assert.Truef(a.t, got.status/100 == 2, "%s: %d %s", name, got.status, got.body)
 			if time.Since(began) > floodBound {
 				slow++
 			}

@@ -55,17 +55,14 @@ func TestAPoolThatIsTaken(t *testing.T) {
 	close(at.opened)
 	assert.ErrorIs(t, testkit.Receive(t, told.first), executions.ErrLost)
 	assert.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID))
-	if got := pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID); got != "running" &&
-		got != "pending" {
-		t.Errorf("the execution is %s", got)
-	}
+	got := pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID)
+	assert.Truef(t, got == "running" || got == "pending", "the execution is %s", got)
 	giveBack()
 	eventually(t, "the execution completes", func() bool {
 		return pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID) == "completed"
 	})
-	if first.Load() != 1 || second.Load() < 2 {
-		t.Errorf("the first step ran %d times, the second %d times", first.Load(), second.Load())
-	}
+	assert.Truef(t, first.Load() == 1 && second.Load() >= 2,
+		"the first step ran %d times, the second %d times", first.Load(), second.Load())
 }
 
 // take takes connections of a pool, as code that does not give them back would.

@@ -99,30 +99,26 @@ func TestAnOperatorReadsWhatIsWrong(t *testing.T) {
 				t.Errorf("refused with %d %v %s", refused.status, refused.header, refused.body)
 			}
 			assert.Contains(t, a.Err.String(), bad.hint)
-			if got := a.ask(http.MethodGet, "/readyz", ""); got.status != http.StatusServiceUnavailable ||
-				!strings.Contains(got.body, bad.words) {
-				t.Errorf("readyz: %+v", got)
-			}
+			got := a.ask(http.MethodGet, "/readyz", "")
+			assert.Truef(t, got.status == http.StatusServiceUnavailable && strings.Contains(got.body, bad.words),
+				"readyz: %+v", got)
 			if code, out, errs := command(t, env, "executions", "ls"); code != 0 {
 				t.Errorf("a command that reads: exit code %d, %s%s", code, out, errs)
 			}
 			input := filepath.Join(t.TempDir(), "input.json")
 			require.NoError(t, os.WriteFile(input, fmt.Appendf(nil, `{"x": %q}`, large()), 0o600))
 			code, out, errs := command(t, env, "executions", "start", "external:job", "--input", "@"+input)
-			if code != 1 || !strings.Contains(errs, bad.words) || !strings.Contains(errs, bad.hint) || out != "" {
-				t.Errorf("a command that writes: exit code %d, %s%s", code, out, errs)
-			}
-			if got := a.ask(http.MethodGet, "/healthz", ""); got.status != http.StatusOK {
-				t.Errorf("healthz: %+v", got)
-			}
+			assert.Truef(t, code == 1 && strings.Contains(errs, bad.words) && strings.Contains(errs, bad.hint) && out == "",
+				"a command that writes: exit code %d, %s%s", code, out, errs)
+			got = a.ask(http.MethodGet, "/healthz", "")
+			assert.Truef(t, got.status == http.StatusOK, "healthz: %+v", got)
 			bad.end()
 			eventually(t, "everything is taken again", func() bool { return yes.send(a) == nil })
 			eventually(t, "the process is ready",
 				func() bool { return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK })
-			if code, out, errs := command(t, env, "executions", "start", "external:job", "--input",
-				`{"key": "last"}`); code != 0 {
-				t.Errorf("the same command afterwards: exit code %d, %s%s", code, out, errs)
-			}
+			code, out, errs = command(t, env, "executions", "start", "external:job", "--input",
+				`{"key": "last"}`)
+			assert.Truef(t, code == 0, "the same command afterwards: exit code %d, %s%s", code, out, errs)
 			yes.executions = append(yes.executions, "last")
 			yes.kept(t, bad.url)
 		})
@@ -138,9 +134,8 @@ func TestNoFileDescriptorIsLeft(t *testing.T) {
 	env := environ(bad.url, "AGENT_WORKERS=2")
 	a := serve(t, "ulimit -n 56;", env)
 	var yes acknowledged
-	if refused := yes.send(a); refused != nil {
-		t.Fatalf("before: %+v", refused)
-	}
+	refused := yes.send(a)
+	require.Truef(t, refused == nil, "before: %+v", refused)
 	a.client.CloseIdleConnections()
 	var silent []net.Conn
 	t.Cleanup(func() {
@@ -158,9 +153,7 @@ func TestNoFileDescriptorIsLeft(t *testing.T) {
 	}
 	eventually(t, "the process says what it lacks",
 		func() bool { return strings.Contains(a.Err.String(), "too many open files") })
-	if !a.Running() {
-		t.Fatal("the process has ended")
-	}
+	require.True(t, a.Running(), "the process has ended")
 	for _, c := range silent {
 		c.Close()
 	}
@@ -186,22 +179,19 @@ func TestTheLeastPoolIsEnough(t *testing.T) {
 	a := serve(t, "", env)
 	var yes acknowledged
 	for range 4 {
-		if refused := yes.send(a); refused != nil {
-			t.Errorf("refused: %+v", refused)
-		}
+		refused := yes.send(a)
+		assert.Truef(t, refused == nil, "refused: %+v", refused)
 	}
 	for i := range 12 {
 		got := a.ask(http.MethodPost, "/v1/executions", fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i))
 		assert.Equal(t, http.StatusCreated, got.status, got)
 	}
-	if code, _, errs := command(t, env, "heartbeat"); code != 0 {
-		t.Errorf("heartbeat: exit code %d, %s", code, errs)
-	}
+	code, _, errs := command(t, env, "heartbeat")
+	assert.Equal(t, 0, code, "heartbeat: exit code", errs)
 	const hello = `{"model": "agent", "messages": [{"role": "user", "content": "Hello"}]}`
-	if got := a.ask(http.MethodPost, "/v1/chat/completions", hello, "Authorization",
-		"Bearer "+chatKey); got.status != http.StatusOK {
-		t.Errorf("chat: %+v", got)
-	}
+	got := a.ask(http.MethodPost, "/v1/chat/completions", hello, "Authorization",
+		"Bearer "+chatKey)
+	assert.Truef(t, got.status == http.StatusOK, "chat: %+v", got)
 	db := admin(t, bad.url)
 	eventually(t, "all runs have ended", func() bool {
 		return pgtest.Value[int](t, db, `select count(*) from agent_executions where completed_at is null

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -49,12 +50,8 @@ func TestTheWriteAheadLogIsFull(t *testing.T) {
 	for i := 0; i < 400 && refused == nil; i++ {
 		refused = yes.send(a)
 	}
-	if refused == nil || refused.status != http.StatusServiceUnavailable {
-		t.Errorf("refused: %+v", refused)
-	}
-	if !a.Running() {
-		t.Fatal("the process has ended")
-	}
+	assert.Truef(t, refused != nil && refused.status == http.StatusServiceUnavailable, "refused: %+v", refused)
+	require.True(t, a.Running(), "the process has ended")
 	require.NoError(t, os.Remove(ballast))
 	eventually(t, "everything is taken again", func() bool {
 		select {
@@ -87,9 +84,8 @@ func stop(t *testing.T, own *pgserver.Server) {
 func moveLog(t *testing.T, server, disk string) {
 	t.Helper()
 	from, to := filepath.Join(server, "data", "pg_wal"), filepath.Join(disk, "pg_wal")
-	if out, err := exec.CommandContext(t.Context(), "cp", "-a", from, to).CombinedOutput(); err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
+	out, err := exec.CommandContext(t.Context(), "cp", "-a", from, to).CombinedOutput()
+	require.NoError(t, err, out)
 	require.NoError(t, os.RemoveAll(from))
 	require.NoError(t, os.Symlink(to, from))
 }

@@ -18,6 +18,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -280,9 +281,7 @@ func (l *load) addOne(owner string) error {
 	if err != nil || !acquired {
 		return err
 	}
-	if n := l.holders.Add(1); n != 1 {
-		l.t.Errorf("lane tally has %d holders", n)
-	}
+	assert.Equal(l.t, 1, l.holders.Add(1), "lane tally has", "holders")
 	err = pgx.BeginFunc(ctx, l.db, func(tx pgx.Tx) error {
 		if _, err := tx.Exec(ctx, `select fence_agent_lock('tally', $1)`, token); err != nil {
 			return err

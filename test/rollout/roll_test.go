@@ -18,6 +18,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -89,9 +90,8 @@ func newWorld(t testing.TB, program, at string, again bool, further ...string) *
 		file = strings.Replace(file, "description: Must not be repeated.", "description: Takes a key.\nidempotent: true", 1)
 	}
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "all.yaml"), []byte(file), 0o600))
-	if a := launch(t, program, w.environ, "apply", dir); a.Exit() != 0 {
-		t.Fatalf("agent apply: %s", a.Err.String())
-	}
+	a := launch(t, program, w.environ, "apply", dir)
+	require.Truef(t, a.Exit() == 0, "agent apply: %s", a.Err.String())
 	w.proxy = newProxy(t)
 	return w
 }
@@ -99,9 +99,8 @@ func newWorld(t testing.TB, program, at string, again bool, further ...string) *
 // migrate has a program bring the database to its schema.
 func (w *world) migrate(program string) {
 	w.t.Helper()
-	if m := launch(w.t, program, w.environ, "migrate"); m.Exit() != 0 {
-		w.t.Fatalf("agent migrate: %s", m.Err.String())
-	}
+	m := launch(w.t, program, w.environ, "migrate")
+	require.Truef(w.t, m.Exit() == 0, "agent migrate: %s", m.Err.String())
 }
 
 // think answers visitors slowly, so that answers are under way whenever a replica is stopped.
@@ -159,9 +158,8 @@ func (l *load) roll(replicas []*proctest.Process) {
 	l.t.Helper()
 	for i, r := range replicas {
 		base := r.Base()
-		if code := r.Terminate(); code != 0 && !l.crossing.Load() {
-			l.t.Errorf("a replica ended with %d", code)
-		}
+		code := r.Terminate()
+		assert.Truef(l.t, code == 0 || l.crossing.Load(), "a replica ended with %d", code)
 		l.proxy.replace(base, "")
 		replicas[i] = l.add()
 		l.hasBegun()
@@ -183,14 +181,12 @@ func (l *load) settle() {
 func (l *load) check() {
 	l.t.Helper()
 	for n, id := range l.runs {
-		if bad := pgtest.Column[string](l.t, l.db,
+		bad := pgtest.Column[string](l.t, l.db,
 			`select format('number %s is %s: %s', $1::int, status, error_message) from agent_executions
-			where id = $2::uuid and (status <> 'completed' or (input ->> 'n')::int <> $1)`, n, id); len(bad) > 0 {
-			l.t.Error(bad)
-		}
-		if times := l.paid[fmt.Sprintf(`{"n":%d}`, n)]; times != 1 {
-			l.t.Errorf("for number %d it was paid %d times", n, times)
-		}
+			where id = $2::uuid and (status <> 'completed' or (input ->> 'n')::int <> $1)`, n, id)
+		assert.True(l.t, len(bad) == 0, bad)
+		times := l.paid[fmt.Sprintf(`{"n":%d}`, n)]
+		assert.Truef(l.t, times == 1, "for number %d it was paid %d times", n, times)
 	}
 	for _, query := range []string{
 		`select format('number %s was started %s times', input ->> 'n', count(*)) from agent_executions where flow = 'errand'
@@ -215,25 +211,20 @@ func (l *load) check() {
 			`select content from agent_messages where thread_id = (select id from agent_threads where id = $1 or name = $1)
 				and content not like '% begins' and content not like '% ends' order by turn, seq`, thread)
 		got = slices.DeleteFunc(got, func(words string) bool { return l.lost[words] })
-		if strings.Join(got, "\n") != strings.Join(want, "\n") {
-			l.t.Errorf("in %s was said\n%s\nthere is\n%s", thread, strings.Join(want, "\n"), strings.Join(got, "\n"))
-		}
+		assert.Truef(l.t, strings.Join(got, "\n") == strings.Join(want, "\n"),
+			"in %s was said\n%s\nthere is\n%s", thread, strings.Join(want, "\n"), strings.Join(got, "\n"))
 	}
-	if n := pgtest.Column[string](l.t, l.db,
-		`select format('%s executions', count(*)) from agent_executions where flow = 'errand'`); n[0] != fmt.Sprintf(
-		"%d executions", len(l.runs)) {
-		l.t.Errorf("%s, %d were confirmed", n[0], len(l.runs))
-	}
-	if n := pgtest.Column[string](l.t, l.db,
-		`select format('%s tallies', n) from tally`); n[0] != fmt.Sprintf("%d tallies", l.done["tally"]) {
-		l.t.Errorf("%s, %d were committed", n[0], l.done["tally"])
-	}
+	n := pgtest.Column[string](l.t, l.db,
+		`select format('%s executions', count(*)) from agent_executions where flow = 'errand'`)
+	assert.Truef(l.t, n[0] == fmt.Sprintf(
+		"%d executions", len(l.runs)), "%s, %d were confirmed", n[0], len(l.runs))
+	n = pgtest.Column[string](l.t, l.db,
+		`select format('%s tallies', n) from tally`)
+	assert.Truef(l.t, n[0] == fmt.Sprintf("%d tallies", l.done["tally"]), "%s, %d were committed", n[0], l.done["tally"])
 	l.t.Logf("%d executions, %d answers, %d messages, %d tallies, %d ends of streams, %d reads; sent again: %d, "+
 		"refused: %d", len(l.runs), l.done["answer"],
 		l.done["message"], l.done["tally"], l.done["end"], l.done["read"], l.done["again"], l.done["refused"])
 	for _, what := range []string{"answer", "message", "tally", "end", "read", "hook"} {
-		if l.done[what] == 0 {
-			l.t.Errorf("there was no %s: the test does not show what it is for", what)
-		}
+		assert.Truef(l.t, l.done[what] != 0, "there was no %s: the test does not show what it is for", what)
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -29,9 +30,7 @@ func nextRelease(t testing.TB) string {
 		replaced[at] = with
 	}
 	paths, err := filepath.Glob("../../migrations/schema/*.sql")
-	if err != nil || len(paths) < 10 {
-		t.Fatalf("%d files of the schema, %v", len(paths), err)
-	}
+	require.Truef(t, err == nil && len(paths) >= 10, "%d files of the schema, %v", len(paths), err)
 	for _, path := range paths {
 		text, err := os.ReadFile(path)
 		require.NoError(t, err)
@@ -65,11 +64,10 @@ func TestTheNextReleaseReplacesThisOneUnderLoad(t *testing.T) {
 	l := w.begin()
 	l.hasBegun()
 	w.migrate(next)
-	if n := len(pgtest.Column[string](w.t, w.db, `select name from agent_migrations where version = 9001
+	n := len(pgtest.Column[string](w.t, w.db, `select name from agent_migrations where version = 9001
 		union all select c.name from agent_schema_code c, agent_migrations m where m.version = 200
-		and c.applied_at > m.applied_at + interval '1 second'`)); n < 10 {
-		t.Errorf("the next release applied %d files", n)
-	}
+		and c.applied_at > m.applied_at + interval '1 second'`))
+	assert.Truef(t, n >= 10, "the next release applied %d files", n)
 	l.hasBegun() // this release works on the schema of the next
 	w.program = next
 	l.roll(replicas)

@@ -13,6 +13,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -112,14 +113,11 @@ func TestTheDocumentIsOpenAPI(t *testing.T) {
 		Paths         map[string]map[string]struct{ Summary, OperationID string }
 	}
 	require.NoError(t, json.Unmarshal(got.Body, &doc))
-	if !strings.HasPrefix(doc.OpenAPI, "3.1") || len(doc.Servers) == 0 || len(doc.Tags) == 0 {
-		t.Errorf("OpenAPI %s with %d servers and %d tags", doc.OpenAPI, len(doc.Servers), len(doc.Tags))
-	}
+	assert.Truef(t, strings.HasPrefix(doc.OpenAPI, "3.1") && len(doc.Servers) > 0 && len(doc.Tags) > 0,
+		"OpenAPI %s with %d servers and %d tags", doc.OpenAPI, len(doc.Servers), len(doc.Tags))
 	for path, methods := range doc.Paths {
 		for method, op := range methods {
-			if op.Summary == "" || op.OperationID == "" {
-				t.Errorf("%s %s has no summary or no id", method, path)
-			}
+			assert.Truef(t, op.Summary != "" && op.OperationID != "", "%s %s has no summary or no id", method, path)
 		}
 	}
 	if !packed {
@@ -131,8 +129,7 @@ func TestTheDocumentIsOpenAPI(t *testing.T) {
 		"--skip-rule", "operation-4xx-response") // probes are answered by 200 and 503 alone
 	lint.Dir = dir
 	lint.Env = append(os.Environ(), "REDOCLY_TELEMETRY=off", "REDOCLY_SUPPRESS_UPDATE_NOTICE=true")
-	if out, err := lint.CombinedOutput(); err != nil || !bytes.Contains(out, []byte("description is valid")) ||
-		bytes.Contains(out, []byte("Warning was generated")) {
-		t.Errorf("redocly: %v\n%s", err, out)
-	}
+	out, err := lint.CombinedOutput()
+	assert.Truef(t, err == nil && bytes.Contains(out, []byte("description is valid")) &&
+		!bytes.Contains(out, []byte("Warning was generated")), "redocly: %v\n%s", err, out)
 }

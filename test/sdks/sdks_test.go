@@ -22,6 +22,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
@@ -276,9 +277,7 @@ func TestTheSDKsHaveNoDependencies(t *testing.T) {
 	} {
 		text, err := os.ReadFile(file)
 		require.NoError(t, err)
-		if strings.Contains(string(text), forbidden) {
-			t.Errorf("%s has dependencies", file)
-		}
+		assert.Truef(t, !strings.Contains(string(text), forbidden), "%s has dependencies", file)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -53,18 +54,16 @@ func (l *load) pause(d time.Duration) bool { return testkit.Wait(l.ctx, d) }
 
 // note keeps a fact; it works until the test ends.
 func (l *load) note(sql string, args ...any) {
-	if _, err := l.db.Exec(l.t.Context(), sql, args...); err != nil {
-		l.t.Errorf("%v\n%s", err, sql)
-	}
+	_, err := l.db.Exec(l.t.Context(), sql, args...)
+	assert.Truef(l.t, err == nil, "%v\n%s", err, sql)
 }
 
 // heartbeats runs one `agent heartbeat` after the other.
 func (l *load) heartbeats() {
 	for l.pause(700 * time.Millisecond) {
 		a := launchQuietly(l.world, "heartbeat")
-		if code := a.Exit(); code != 0 {
-			l.t.Errorf("agent heartbeat: exit code %d: %s", code, a.Err.Tail(30))
-		}
+		code := a.Exit()
+		assert.Truef(l.t, code == 0, "agent heartbeat: exit code %d: %s", code, a.Err.Tail(30))
 		l.mu.Lock()
 		l.finished = append(l.finished, a)
 		l.mu.Unlock()
@@ -97,9 +96,7 @@ func (l *load) admin() {
 // post sends a request and reads the answer; status 0 when there was none.
 func (l *load) post(path, body string, headers ...string) (int, []byte) {
 	got, err := testkit.Do(l.t.Context(), http.DefaultClient, http.MethodPost, l.base()+path, body, headers...)
-	if err != nil {
-		l.t.Errorf("POST %s: %v", path, err)
-	}
+	assert.NoError(l.t, err, "POST", path)
 	return got.Status, got.Body
 }
 
@@ -192,9 +189,8 @@ func (l *load) listen(ctx context.Context, thread string, n int, heard func()) (
 func (l *load) hangUp(thread string, n int) {
 	ctx, cancel := context.WithCancel(l.t.Context())
 	defer cancel()
-	if _, err := l.listen(ctx, thread, n, cancel); err != nil && !errors.Is(err, context.Canceled) {
-		l.t.Errorf("question %d of %s: %v", n, thread, err)
-	}
+	_, err := l.listen(ctx, thread, n, cancel)
+	assert.Truef(l.t, err == nil || errors.Is(err, context.Canceled), "question %d of %s: %v", n, thread, err)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.hungUp++
@@ -259,9 +255,7 @@ func (l *load) delivered(n int, kind string) bool {
 	if status == http.StatusTooManyRequests {
 		return false
 	}
-	if status != http.StatusAccepted && status != http.StatusOK {
-		l.t.Errorf("delivery %d: %d %s", n, status, raw)
-	}
+	assert.Truef(l.t, status == http.StatusAccepted || status == http.StatusOK, "delivery %d: %d %s", n, status, raw)
 	l.note(`insert into soak.deliveries (id, n, type, status) values ($1, $2, $3, $4)`, id, n, kind, status)
 	return true
 }

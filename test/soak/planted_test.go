@@ -228,26 +228,20 @@ func overlapping(surface, flow, thread, purpose, lane string) string {
 func TestEveryCheckCanFail(t *testing.T) {
 	db := pgtest.DB(t)
 	for name := range planted {
-		if _, ok := checks[name]; !ok {
-			t.Errorf("there is no check %q", name)
-		}
+		_, ok := checks[name]
+		assert.Truef(t, ok, "there is no check %q", name)
 	}
 	for _, sql := range []string{noted, helpers} {
 		pgtest.Exec(t, db, sql)
 	}
 	for _, name := range slices.Sorted(maps.Keys(checks)) {
-		if len(planted[name]) == 0 {
-			t.Errorf("nothing shows that %q can fail", name)
-		}
+		assert.Truef(t, len(planted[name]) > 0, "nothing shows that %q can fail", name)
 		for _, sql := range planted[name] {
 			inHistory(t, db, func(tx pgx.Tx) {
-				if found := pgtest.Column[string](t, tx, checks[name]); len(found) != 0 {
-					t.Errorf("%s: finds fault with innocent rows: %q", name, found)
-				}
+				found := pgtest.Column[string](t, tx, checks[name])
+				assert.Truef(t, len(found) == 0, "%s: finds fault with innocent rows: %q", name, found)
 				pgtest.Exec(t, tx, sql)
-				if found := pgtest.Column[string](t, tx, checks[name]); len(found) == 0 {
-					t.Errorf("%s: finds nothing after %s", name, sql)
-				}
+				assert.Truef(t, len(pgtest.Column[string](t, tx, checks[name])) > 0, "%s: finds nothing after %s", name, sql)
 			})
 		}
 	}

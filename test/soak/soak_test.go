@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -131,9 +132,7 @@ func TestEverythingAtOnce(t *testing.T) {
 	for _, a := range []*proctest.Process{first, second} {
 		n := acquired(a)
 		t.Logf("%6d lanes acquired by one of the processes", n)
-		if n == 0 {
-			t.Error("one of the processes did nothing")
-		}
+		assert.True(t, n != 0, "one of the processes did nothing")
 	}
 	if t.Failed() {
 		for _, a := range []*proctest.Process{first, second} {
@@ -209,9 +208,7 @@ func (l *load) tally() {
 	} {
 		n := pgtest.Value[int](l.t, l.db, c.sql)
 		l.t.Logf("%6d %s", n, c.what)
-		if c.most < 0 && n == 0 {
-			l.t.Errorf("no %s: the soak does not show what it is for", c.what)
-		}
+		assert.Truef(l.t, c.most >= 0 || n != 0, "no %s: the soak does not show what it is for", c.what)
 	}
 }
 

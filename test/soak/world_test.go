@@ -61,9 +61,8 @@ func newWorld(t testing.TB, yaml string) *world {
 	require.NoError(t, os.Mkdir(filepath.Join(w.dir, "workspace"), 0o755))
 	file := filepath.Join(w.dir, "workspace", "all.yaml")
 	require.NoError(t, os.WriteFile(file, []byte(strings.ReplaceAll(yaml, "%s", served)), 0o600))
-	if a := w.agent("apply", "workspace"); a.Exit() != 0 {
-		t.Fatalf("agent apply: %s", a.Err.Tail(30))
-	}
+	a := w.agent("apply", "workspace")
+	require.Truef(t, a.Exit() == 0, "agent apply: %s", a.Err.Tail(30))
 	return w
 }
 

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/channels/slack/slacktest"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -119,15 +120,11 @@ func TestBoltWorksAgainstTheFake(t *testing.T) {
 			a.find("message ask")
 			a.find("thread - 7")
 			answer := a.fake.Messages("D1")[1]
-			if answer.ThreadTS != asked || answer.Text != "May I?" {
-				t.Errorf("answer %+v", answer)
-			}
+			assert.Truef(t, answer.ThreadTS == asked && answer.Text == "May I?", "answer %+v", answer)
 			require.NoError(t, a.fake.Click("U2", "D1", answer.TS, "Yes"))
 			a.find("click U2 nonce")
 			a.fake.Wait()
-			if err := a.fake.Click("U2", "D1", answer.TS, "No"); err == nil {
-				t.Error("a button that is not there was pressed")
-			}
+			assert.Error(t, a.fake.Click("U2", "D1", answer.TS, "No"), "a button that is not there was pressed")
 			a.fake.Say("U1", "C1", "<@"+slacktest.BotUser+"> hello", "")
 			a.find("message <@U0BOT> hello")
 			a.find("mention <@U0BOT> hello")
@@ -149,9 +146,7 @@ func TestBoltWorksAgainstTheFake(t *testing.T) {
 			})
 			a.fake.Say("U1", "D2", "ask", "")
 			a.find("thread - 7")
-			if got := a.fake.Calls("chat.postMessage"); got != 3 {
-				t.Errorf("%d calls: bolt did not repeat the one that was limited", got)
-			}
+			assert.Equal(t, 3, a.fake.Calls("chat.postMessage"), "calls: bolt did not repeat the one that was limited")
 			if mode == "http" {
 				a.challenge()
 			}

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -17,9 +18,8 @@ func TestTheSetIsReproducible(t *testing.T) {
 	require.NoError(t, write(&made))
 	kept, err := os.ReadFile("../faults.jsonl")
 	require.NoError(t, err)
-	if !bytes.Equal(made.Bytes(), kept) {
-		t.Error("the set differs: go run ./selfheal/faults/gen > selfheal/faults/faults.jsonl")
-	}
+	assert.True(t, bytes.Equal(made.Bytes(), kept),
+		"the set differs: go run ./selfheal/faults/gen > selfheal/faults/faults.jsonl")
 }
 
 func TestTheGeneratorKnowsNoRule(t *testing.T) {
@@ -27,8 +27,6 @@ func TestTheGeneratorKnowsNoRule(t *testing.T) {
 	file, err := parser.ParseFile(token.NewFileSet(), "main.go", nil, parser.ImportsOnly)
 	require.NoError(t, err)
 	for _, i := range file.Imports {
-		if strings.Contains(i.Path.Value, "lanekeeper") {
-			t.Errorf("it imports %s", i.Path.Value)
-		}
+		assert.Truef(t, !strings.Contains(i.Path.Value, "lanekeeper"), "it imports %s", i.Path.Value)
 	}
 }
