@@ -222,7 +222,7 @@ func CountedSpend(ctx context.Context, db postgres.DB, f SpendFilter) (Counted[S
 		Nothing bool
 		LeftOut *time.Time
 	}
-	list, err := postgres.Rows[line](ctx, db, "sum spend", countedSpendSQL, postgres.Strict{
+	list, err := postgres.RowsGeneric[line](ctx, db, "sum spend", countedSpendSQL, postgres.Strict{
 		"since": since, "hours_until": firstMidnight(since, f.Period), "until": until, "agent": f.Agent, "by": string(f.By),
 		"period": string(f.Period),
 		"skill":  f.Skill, "surface": f.Surface, "model": f.Model, "purpose": f.Purpose, "kind": kind, "most": uncountedLimit,
@@ -404,7 +404,7 @@ func CountedHealth(ctx context.Context, db postgres.DB, f HealthFilter) (Counted
 	if f.Limit > 0 {
 		limit = min(f.Limit, skillsLimit)
 	}
-	list, err := postgres.Rows[line](ctx, db, "sum health of skills", countedHealthSQL, perQuery, postgres.Strict{
+	list, err := postgres.RowsGeneric[line](ctx, db, "sum health of skills", countedHealthSQL, postgres.Strict{
 		"since": since, "hours_until": firstMidnight(since, Total), "skill": f.Skill, "state": f.State,
 		"after": f.After, "limit": limit, "durations": !f.NoDurations,
 		"walk": streakLimit, "most": uncountedLimit,

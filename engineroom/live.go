@@ -2,6 +2,7 @@ package engineroom
 
 import (
 	"context"
+	_ "embed"
 	"encoding/json"
 	"errors"
 	"net/http"
@@ -253,62 +254,101 @@ func owned(fn func(ctx context.Context)) (stop func()) {
 	}
 }
 
-// pulse polls the activity log, once for all topics, and notifies them of changes.
+// changes are kinds of changes that the pulse tells apart.
+type changes uint8
+
+const (
+	logChanged     changes = 1 << iota // the log has another newest activity
+	openChanged                        // an activity began or ended
+	runsChanged                        // an execution began, was claimed, went on, or ended
+	failureChanged                     // an activity or an execution failed
+	asksChanged                        // another approval, request or pause stands open
+	anyChange      = 1<<iota - 1
+)
+
+// pulse polls for changes, once for all topics, and notifies them.
 func (h *hub) pulse(ctx context.Context) {
 	tick := time.NewTicker(h.pollInterval)
 	defer tick.Stop()
-	last := ""
+	var last [2]pulse
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
 		}
-		now, err := h.readPulse(ctx)
-		if err != nil {
-			if ctx.Err() != nil {
-				return
-			}
-			now = "away" // an outage is a change, too: parts show the failure, and later the recovery
+		now := h.readPulse(ctx)
+		if ctx.Err() != nil {
+			return
 		}
-		if now != last {
-			h.notifyTopics()
+		if changed := now[0].since(last[0]) | now[1].since(last[1]); changed != 0 {
+			h.notifyTopics(changed)
 			last = now
 		}
 	}
 }
 
-// readPulse returns a value that changes when an activity begins or ends, and again when the replica has it.
-func (h *hub) readPulse(ctx context.Context) (string, error) {
+// readPulse reads the pulse of the source of pages. With a replica the second one is that of the primary, because some
+// topics read from it nevertheless.
+func (h *hub) readPulse(ctx context.Context) (now [2]pulse) {
 	ctx, cancel := context.WithTimeout(ctx, h.readLimit)
 	defer cancel()
 	read := h.room.Read
 	reading, from := read.Choose(ctx, false)
-	now, err := pulseOf(reading, read)
-	if !from.Replica() {
-		return now, err
+	if now[0] = pulseOf(reading, read); from.Replica() {
+		now[1] = pulseOf(ctx, read)
 	}
-	there, away := pulseOf(ctx, read) // some topics read from the primary nevertheless
-	if away != nil {
-		there = "away"
-	}
-	return now + " " + there, err
+	return now
 }
 
-// pulseOf returns the newest activity and the running ones.
-func pulseOf(ctx context.Context, db postgres.DB) (now string, err error) {
-	err = db.QueryRow(ctx, `
-		select concat_ws(' ', (select id from agent_activity order by id desc limit 1),
-		       (select concat_ws(' ', count(*), max(started_at)) from agent_activity_open))`).Scan(&now)
-	return now, err
+// pulse has texts that change with what they are named after, and the time of the newest failure.
+type pulse struct {
+	log, open, runs, asks string
+	failure               time.Time
+	away                  bool // an outage is a change, too: parts show the failure, and later the recovery
 }
 
-// notifyTopics makes the activity-dependent parts of every topic due.
-func (h *hub) notifyTopics() {
+// since tells what changed.
+func (p pulse) since(last pulse) (c changes) {
+	if p.away != last.away {
+		return anyChange
+	}
+	for _, one := range []struct {
+		is   bool
+		kind changes
+	}{
+		{p.log != last.log, logChanged},
+		{p.open != last.open, openChanged},
+		{p.runs != last.runs, runsChanged},
+		{p.asks != last.asks, asksChanged},
+		{p.failure.After(last.failure), failureChanged},
+	} {
+		if one.is {
+			c |= one.kind
+		}
+	}
+	return c
+}
+
+//go:embed pulse.sql
+var pulseSQL string
+
+// pulseOf reads a pulse. Failures are searched among the newest activities and failed executions: older ones that fail
+// late are seen when their part is read the next time.
+func pulseOf(ctx context.Context, db postgres.DB) (p pulse) {
+	err := db.QueryRow(ctx, pulseSQL).Scan(&p.log, &p.open, &p.runs, &p.asks, &p.failure)
+	if err != nil {
+		return pulse{away: true}
+	}
+	return p
+}
+
+// notifyTopics makes the parts of every topic due that depend on what changed.
+func (h *hub) notifyTopics(changed changes) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, t := range h.topics {
-		t.moved()
+		t.moved(changed)
 	}
 }
 
@@ -338,7 +378,8 @@ type state struct {
 	mark   string    // digest of its HTML
 	read   time.Time // start of the read; zero for never
 	ended  time.Time // end of the read
-	moved  bool      // the activity log has changed since
+	moved  bool      // something has changed since
+	urgent bool      // something that the part is about has changed since
 	wanted bool      // a new viewer has another state
 	failed bool      // the read failed
 	// Of a large part: its HTML, and its event for a viewer that has it as of the mark since.
@@ -390,12 +431,14 @@ func (t *topic) remove(who *viewer) int {
 	return len(t.viewers)
 }
 
-// moved makes the activity-dependent parts due.
-func (t *topic) moved() {
+// moved makes the parts due that depend on what changed.
+func (t *topic) moved(changed changes) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for i := range t.parts {
-		t.parts[i].moved = true
+		s := &t.parts[i]
+		s.moved = true
+		s.urgent = s.urgent || s.about&changed != 0 || s.about == 0 && s.every <= quickPart
 	}
 	signal(t.wake)
 }
@@ -447,8 +490,9 @@ func (t *topic) due(now time.Time) (list []int, wait time.Duration) {
 	return list, wait
 }
 
-// A part with an interval up to quickPart is read as soon as the log has changed. It rests restFactor times as long as
-// the read took, so at most 3 % of the time goes into its reads.
+// A part is read as soon as what it is about has changed; one that names nothing, with an interval up to quickPart, as
+// soon as anything has. It rests restFactor times as long as the read took, so at most 3 % of the time goes into its
+// reads. Other changes wait for its interval.
 const (
 	quickPart  = 2 * time.Second
 	minRest    = 100 * time.Millisecond
@@ -459,7 +503,7 @@ const (
 func (s state) next(calm, trouble time.Duration) time.Time {
 	pause := s.every
 	switch {
-	case s.moved && s.every <= quickPart:
+	case s.urgent:
 		pause = min(s.every, max(minRest, restFactor*s.ended.Sub(s.read)))
 	case s.moved:
 	case s.failed:
@@ -517,7 +561,7 @@ func (t *topic) readFrom(replica bool) {
 	t.replica = replica
 	t.mu.Unlock()
 	if changed {
-		t.moved()
+		t.moved(anyChange)
 	}
 }
 
@@ -526,7 +570,8 @@ func (t *topic) markReadStart(due []int) time.Time {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	for _, i := range due {
-		t.parts[i].moved, t.parts[i].wanted = false, false
+		s := &t.parts[i]
+		s.moved, s.urgent, s.wanted = false, false, false
 	}
 	return time.Now()
 }

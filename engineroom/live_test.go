@@ -328,6 +328,65 @@ func TestACalmPartIsReadWhenTheLogMoves(t *testing.T) {
 	l.until("calm is moved")
 }
 
+func TestAPartIsReadAtOnceForWhatItIsAbout(t *testing.T) {
+	t.Parallel()
+	s, room, server := watchedWith(t, func(p *page) {
+		p.parts[0].every, p.parts[0].about = time.Hour, failureChanged
+		p.parts[1].every, p.parts[1].about = time.Hour, asksChanged
+	})
+	parts := newTopic(room.hub, room.pages[0], nil, room.pages[0].live())
+	parts.moved(logChanged | failureChanged)
+	if one, calm := parts.parts[0], parts.parts[1]; !one.urgent || !one.moved || calm.urgent || !calm.moved {
+		t.Errorf("after a failure the parts are %+v and %+v", one, calm)
+	}
+	l := listen(t, server.URL+"/live/watched", "")
+	l.until("calm is")
+	for n := range 2 { // the first may be due because the pulse begins
+		s.set("calm", fmt.Sprint("asked ", n))
+		quiet(t, room.Pool, `insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash,
+			expires_at) values ('op_1', 'x', 1, '{}', $1, clock_timestamp() + interval '1 hour')`, fmt.Sprint(n))
+		l.until(fmt.Sprint("calm is asked ", n))
+	}
+}
+
+func TestThePulseTellsWhatChanged(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	last := pulseOf(t.Context(), pool)
+	for _, c := range []struct {
+		statement string
+		want      changes
+	}{
+		{`insert into agent_activity (trace_id, skill_name, status) values ('op_1', 'x', 'success')`, logChanged},
+		{
+			`with a as (insert into agent_activity (trace_id, skill_name, status) values ('op_1', 'x', 'running') returning id)
+			 insert into agent_activity_open (activity_id, kind) select a.id, 'call' from a`, logChanged | openChanged,
+		},
+		{
+			`with d as (delete from agent_activity_open)
+			 update agent_activity set status = 'error', error_message = 'broken', finished_at = clock_timestamp()
+			  where status = 'running'`, openChanged | failureChanged,
+		},
+		{`select 1`, 0},
+		{`insert into agent_executions (trace_id, surface, flow) values ('op_1', 'operate', 'f')`, runsChanged},
+		{`update agent_executions set status = 'failed', error_message = 'broken', updated_at = clock_timestamp()`, failureChanged},
+		{
+			`insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+			 values ('op_1', 'x', 1, '{}', 'x', clock_timestamp() + interval '1 hour')`, asksChanged,
+		},
+		{`update agent_approvals set expires_at = clock_timestamp() - interval '1 hour'`, asksChanged},
+		{`alter table agent_activity rename to away`, anyChange},
+		{`alter table away rename to agent_activity`, anyChange},
+	} {
+		quiet(t, pool, c.statement)
+		now := pulseOf(t.Context(), pool)
+		if got := now.since(last); got != c.want {
+			t.Errorf("%s: changes are %b, want %b", c.statement, got, c.want)
+		}
+		last = now
+	}
+}
+
 func TestWhatCannotBeReadIsSaidAndRecovers(t *testing.T) {
 	t.Parallel()
 	s, room, server := watched(t)
@@ -342,7 +401,7 @@ func TestWhatCannotBeReadIsSaidAndRecovers(t *testing.T) {
 		id, html := l.part()
 		got[id] = strings.Contains(html, trouble(id)) &&
 			strings.Contains(html, "This could not be read: something went wrong here")
-		room.hub.notifyTopics()
+		room.hub.notifyTopics(anyChange)
 	}
 	s.fail(nil)
 	for got := map[string]bool{}; !got["one"] || !got["calm"]; {

@@ -17,14 +17,17 @@ func (room *Room) overviewPage() page {
 	return page{
 		path: "/", name: "overview", nav: "Overview", title: "Overview", open: openActivity, parallel: true,
 		parts: []part{
-			{name: "verdict", every: 3 * time.Second, calm: true, load: room.verdictPart},
-			{name: "needs", every: 3 * time.Second, load: room.needs},
-			{name: "failing", every: 3 * time.Second, calm: true, load: room.failingNow},
-			{name: "now", every: time.Second, load: room.runningNow},
+			{
+				name: "verdict", every: 3 * time.Second, calm: true, about: failureChanged | asksChanged,
+				load: room.verdictPart,
+			},
+			{name: "needs", every: 3 * time.Second, about: asksChanged, load: room.needs},
+			{name: "failing", every: 3 * time.Second, calm: true, about: failureChanged, load: room.failingNow},
+			{name: "now", every: 2 * time.Second, about: runsChanged | openChanged, load: room.runningNow},
 			room.healthPart(),
-			{name: "feed", every: time.Second, load: room.feed},
+			{name: "feed", every: time.Second, calm: true, about: logChanged | openChanged, load: room.feed},
 			room.spendPart(),
-			{name: "locks", every: time.Second, load: room.locks},
+			{name: "locks", every: time.Second, about: runsChanged, load: room.locks},
 			{name: "objectives", every: 10 * time.Second, calm: true, load: room.activeObjectives},
 			{name: "memory", every: 30 * time.Second, calm: true, load: room.memoryPanel},
 		},
@@ -324,7 +327,9 @@ func (room *Room) pendingCalls(ctx context.Context, found []attentionItem) (map[
 // pausePart shows on every page that autonomous work is paused, with the action to resume. Otherwise only the
 // overview has content: the action to pause.
 func (room *Room) pausePart() part {
-	return part{name: "pause", every: 2 * time.Second, calm: true, shared: true, load: room.paused}
+	return part{
+		name: "pause", every: 2 * time.Second, calm: true, about: asksChanged, shared: true, load: room.paused,
+	}
 }
 
 // withPause adds that part to every page. A page without other live parts does not stream for it.

@@ -52,7 +52,8 @@ type part struct {
 	every time.Duration // least refresh interval while viewed; 0 for never
 	// idleRefresh parts are refreshed on activity, or every half minute.
 	calm   bool
-	shared bool // shared by all pages, with a template of its own name
+	about  changes // that refresh it at once while viewed; 0 for any, if every is short
+	shared bool    // shared by all pages, with a template of its own name
 	load   func(ctx context.Context, v *visit) (any, error)
 }
 

@@ -149,7 +149,7 @@ const hourWide, hourHigh = 20, 56
 // runsByHour reads the chart of an agent, or of all for "": this hour, and the 23 before it.
 func (room *Room) runsByHour(ctx context.Context, agent string) (c hourChart, err error) {
 	until := time.Now().UTC().Truncate(time.Hour)
-	c.Hours, err = postgres.Rows[hourRuns](ctx, room.Read, "count executions", hoursSQL, freshPlan, postgres.Strict{
+	c.Hours, err = postgres.RowsGeneric[hourRuns](ctx, room.Read, "count executions", hoursSQL, postgres.Strict{
 		"since": until.Add(-23 * time.Hour), "until": until, "agent": agent, "beyond": beyond,
 	})
 	for i, h := range c.Hours {

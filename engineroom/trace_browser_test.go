@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"compress/gzip"
 	"fmt"
+	"math"
 	"regexp"
 	"strings"
 	"testing"
@@ -345,14 +346,20 @@ func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 	assert.Truef(t, packed.Len() <= 200_000, "the page has %d bytes compressed", packed.Len())
 	t.Logf("%d bytes, %d compressed", len(body), packed.Len())
 	p := browser.Open(t, browser.Look{Width: 1440, Height: 900})
-	before := p.Metrics()
-	p.Go(server.URL + "/traces/" + string(id))
-	var paint, keys float64
-	p.Until("it is painted", `performance.getEntriesByName("first-contentful-paint").length > 0`)
-	p.Eval(`performance.getEntriesByName("first-contentful-paint")[0].startTime`, &paint)
-	after := p.Metrics()
-	for _, name := range []string{"TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration"} {
-		t.Logf("%s: %.0f ms of processor time until then", name, 1000*(after[name]-before[name]))
+	paint, keys := math.Inf(1), 0.0
+	for range 5 { // load only adds: the least counts
+		var now float64
+		p.Go(server.URL + "/traces/" + string(id))
+		p.Until("it is painted", `performance.getEntriesByName("first-contentful-paint").length > 0`)
+		p.Eval(`performance.getEntriesByName("first-contentful-paint")[0].startTime -
+			performance.getEntriesByType("navigation")[0].responseStart`, &now)
+		paint = min(paint, now)
+		p.Until("all lines are there", `document.querySelectorAll(".wf-row").length === 2001 && !document.querySelector("#wf-more")`)
+		took := p.Metrics()
+		t.Logf("painted %.0f ms after the first byte; processor time until all lines are there:", now)
+		for _, name := range []string{"TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration"} {
+			t.Logf("  %s: %.0f ms", name, 1000*took[name])
+		}
 	}
 	p.Eval(`document.querySelector(".wf-row").focus()`, nil)
 	p.Eval(`(() => { const from = performance.now();

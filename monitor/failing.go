@@ -65,7 +65,7 @@ type Failures struct {
 // ReadFailures reads them.
 func ReadFailures(ctx context.Context, db postgres.DB) (got Failures, err error) {
 	since := time.Now().Add(-24 * time.Hour)
-	got.list, err = postgres.Rows[failure](ctx, db, "list failures", failingSQL, postgres.Strict{
+	got.list, err = postgres.RowsGeneric[failure](ctx, db, "list failures", failingSQL, postgres.Strict{
 		"since": since, "most": failuresRead, "each": failuresOfCall, "subjects": failingNames, "walk": outcomesRead,
 		"newest": newestRead,
 	})
@@ -83,7 +83,7 @@ func ReadFailures(ctx context.Context, db postgres.DB) (got Failures, err error)
 			calls = append(calls, f.Name)
 		}
 	}
-	got.outcomes, err = postgres.Rows[outcome](ctx, db, "read outcomes", outcomesSQL, postgres.Strict{
+	got.outcomes, err = postgres.RowsGeneric[outcome](ctx, db, "read outcomes", outcomesSQL, postgres.Strict{
 		"flows": flows, "calls": calls, "models": models, "walk": outcomesRead, "since": since,
 		"hour": time.Now().Add(-time.Hour),
 	})

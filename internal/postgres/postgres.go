@@ -18,6 +18,7 @@
 package postgres
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -110,6 +111,29 @@ func Collect[T any](rows pgx.Rows, err error, verb string, fn pgx.RowToFunc[T]) 
 func Rows[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([]T, error) {
 	rows, err := db.Query(ctx, sql, args...)
 	return Collect(rows, err, verb, pgx.RowToStructByName[T])
+}
+
+// RowsGeneric is [Rows] with the generic plan of the query, which a connection makes once. It is for a long query whose
+// plan should not depend on its arguments: planning it anew takes as long as running it. Like the functions whose plan
+// is kept, it scans by indexes and is not compiled; in a transaction of the caller the settings last until its end.
+func RowsGeneric[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([]T, error) {
+	b := &pgx.Batch{} // is one transaction
+	b.Queue(`
+		select set_config('plan_cache_mode', 'force_generic_plan', true), set_config('enable_seqscan', 'off', true),
+		       set_config('jit', 'off', true)`)
+	b.Queue(sql, args...)
+	results := db.SendBatch(ctx, b)
+	_, err := results.Exec()
+	var list []T
+	if err == nil {
+		rows, failed := results.Query()
+		list, err = pgx.CollectRows(rows, pgx.RowToStructByName[T])
+		err = cmp.Or(failed, err)
+	}
+	if err = cmp.Or(err, results.Close()); err != nil {
+		return nil, fmt.Errorf("%s: %w", verb, err)
+	}
+	return list, nil
 }
 
 // Names reads the single column of a query, sorted. It wraps an error in verb.

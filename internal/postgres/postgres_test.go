@@ -220,3 +220,29 @@ func TestUnchanged(t *testing.T) {
 	assert.True(t, !postgres.Unchanged(io.ErrUnexpectedEOF),
 		"after a connection that broke certainly nothing has changed, want that nobody knows")
 }
+
+func TestRowsGenericKeepsThePlanAndNoSetting(t *testing.T) {
+	t.Parallel()
+	conn, err := pgx.Connect(t.Context(), pgtest.DirectURL(t, pgtest.EmptyURL(t)))
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, conn.Close(context.WithoutCancel(t.Context()))) })
+	type row struct{ N int }
+	for n := range 3 {
+		list, err := postgres.RowsGeneric[row](t.Context(), conn, "read numbers",
+			`select g.n from generate_series(1, @most::int) g (n) where g.n > @least`, postgres.Strict{"most": 5, "least": n})
+		require.NoError(t, err)
+		assert.Equal(t, 5-n, len(list))
+	}
+	var generic, custom int
+	var mode, scans string
+	require.NoError(t, conn.QueryRow(t.Context(), `
+		select p.generic_plans, p.custom_plans, current_setting('plan_cache_mode'), current_setting('enable_seqscan')
+		  from pg_prepared_statements p where p.statement like 'select g.n%'`).Scan(&generic, &custom, &mode, &scans))
+	if generic != 3 || custom != 0 || mode != "auto" || scans != "on" {
+		t.Errorf("generic plans %d, custom plans %d, afterwards plan_cache_mode %s, enable_seqscan %s", generic, custom, mode, scans)
+	}
+	if _, err := postgres.RowsGeneric[row](t.Context(), conn, "read numbers", `select 1 / 0 as n`); !postgres.IsCode(err, "22012") ||
+		!strings.HasPrefix(err.Error(), "read numbers: ") {
+		t.Errorf("the error is %v", err)
+	}
+}
