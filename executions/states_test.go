@@ -403,7 +403,7 @@ var attacks = map[string]string{
 func settings(t *testing.T) []string {
 	t.Helper()
 	names := map[string]bool{}
-	for _, n := range []string{"valid", "follows", "fenced", "unpaused", "changed", "claimed", "missed"} {
+	for _, n := range []string{"valid", "follows", "fenced", "unpaused", "changed", "claimed", "missed", "trial"} {
 		names["lanekeeper."+n] = true
 	}
 	paths, err := filepath.Glob("../migrations/schema/*.sql")

@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -81,6 +82,24 @@ var fenced = map[string]string{
 	"suite":               `delete from agent_evals`,
 }
 
+// loopholes are what a transaction may try after it has fenced the claim of a trial, to write to tables without a trace.
+var loopholes = map[string]string{
+	"setting":     `select set_config('lanekeeper.trial', v, true) from unnest('{on,off,""}'::text[]) v`,
+	"all reset":   `reset all`,
+	"note gone":   `delete from lanekeeper.agent_trial_transactions`,
+	"note edited": `update lanekeeper.agent_trial_transactions set id = '3'`,
+	"notes gone":  `truncate lanekeeper.agent_trial_transactions`,
+	"second fence": `savepoint s; select fence_agent_execution(id, 1) from agent_executions where surface = 'eval';
+		rollback to savepoint s`,
+	"other names": `
+		create schema evil;
+		create function evil.pg_current_xact_id_if_assigned() returns xid8 language sql as 'select null::xid8';
+		create function evil.no(xid8, xid8) returns boolean language sql as 'select false';
+		create operator evil.= (leftarg = xid8, rightarg = xid8, function = evil.no);
+		create table evil.agent_trial_transactions (id xid8);
+		select set_config('search_path', 'evil,' || current_schema() || ',lanekeeper,pg_catalog', true)`,
+}
+
 // attack runs a write in a transaction that is rolled back, for a trace, under the claim of its execution if asked.
 func attack(ctx context.Context, pool *pgxpool.Pool, sql, traceID string, fence bool) error {
 	rollback := errors.New("rolled back")
@@ -127,6 +146,15 @@ func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) 
 			(strings.Contains(err.Error(), "a trial of an eval cannot") || strings.Contains(err.Error(), "is not a trace id")),
 			"the write of a trial was not refused as such: %v", err)
 	}
+	for way, sql := range loopholes {
+		t.Run(way, func(t *testing.T) {
+			_, err := pool.Exec(t.Context(), `begin; select fence_agent_execution(id, 1) from agent_executions where surface = 'eval';`+
+				sql+`; insert into agent_threads (id, channel) values ('new', 'chat'); rollback`, pgx.QueryExecModeSimpleProtocol)
+			if !postgres.IsCode(err, "LK009") {
+				t.Errorf("the write of a trial was not refused as such: %v", err)
+			}
+		})
+	}
 	for under, list := range map[bool]map[string]string{false: doors, true: fenced} {
 		for door, sql := range list {
 			t.Run(door, func(t *testing.T) {
@@ -135,6 +163,23 @@ func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) 
 			})
 		}
 	}
+}
+
+// What is written after a fence was rolled back is no write of a trial. Notes of transactions that are over are removed.
+func TestAFenceRolledBackIsForgotten(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `
+		insert into agent_executions (trace_id, surface, flow) values ('`+attacker+`', 'eval', 'eval');
+		insert into agent_workers (id, name, expires_at) values (gen_random_uuid(), 'w', clock_timestamp() + interval '1 hour');
+		update agent_executions set claimed_by = (select id from agent_workers), claim = 1, status = 'running'`)
+	fence := `select fence_agent_execution(id, 1) from agent_executions;`
+	pgtest.Exec(t, pool, `begin; savepoint s; `+fence+` rollback to savepoint s;
+		insert into agent_threads (id, channel) values ('new', 'chat'); commit`)
+	for range 3 {
+		pgtest.Exec(t, pool, fence)
+	}
+	pgtest.Equal(t, pool, 1, `select count(*)::int from lanekeeper.agent_trial_transactions`)
 }
 
 // What no row shows is refused by the code that a trial would have to pass: every skill, and lanes.

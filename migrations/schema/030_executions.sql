@@ -463,8 +463,8 @@ declare
 begin
   select x.status, x.claimed_by, x.forked_from, x.surface into e from agent_executions x
    where x.id = p_id and x.claim = p_claim for key share;
-  if e.surface = 'eval' then                                 -- the triggers of 0263_eval_guard read it
-    perform set_config('lanekeeper.trial', 'on', true);
+  if e.surface = 'eval' then
+    perform lanekeeper.mark_agent_trial();
   end if;
   -- A fork is given what it begins with while it is pending; nobody writes as any other that is.
   if found and (e.status = 'waiting' or e.status = 'pending' and e.forked_from is not null or (e.status = 'running' and exists (

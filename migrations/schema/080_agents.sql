@@ -336,16 +336,41 @@ create or replace trigger agent_executions_no_eval_wait before update of waiting
 create or replace trigger agent_activity_no_eval before insert on agent_activity for each row
   when (new.trace_id like 'ev\_%' and new.surface <> 'eval') execute function lanekeeper.refuse_agent_eval();
 
--- The trial of tables without a trace is known by a setting, which fencing its claim makes for the transaction. Their
--- triggers (change 0263) read it before they run a function, so other writes pay next to nothing.
-create or replace function lanekeeper.refuse_agent_trial(p_table text) returns void language plpgsql as $$
+-- Tables without a trace refuse every write of a transaction that has fenced the claim of a trial. Change 0267 makes the
+-- table of these transactions and its triggers. Nothing in the transaction can remove its row, except the rollback of the
+-- savepoint in which it fenced. The names are qualified, because a transaction may set its search path.
+create or replace function lanekeeper.mark_agent_trial() returns void language plpgsql as $$
 begin
-  if current_setting('lanekeeper.trial', true) = 'on' then
+  insert into lanekeeper.agent_trial_transactions values (pg_current_xact_id()) on conflict do nothing;
+  if found then                                              -- other rows that can be seen are of transactions that are over
+    delete from lanekeeper.agent_trial_transactions t using (
+      select o.id from lanekeeper.agent_trial_transactions o where o.id <> pg_current_xact_id() limit 100 for update skip locked) over_
+     where t.id = over_.id;
+  end if;
+end $$;
+comment on function lanekeeper.mark_agent_trial is
+  'Note that the transaction writes under the claim of a trial, and remove notes of transactions that are over.';
+
+create or replace function lanekeeper.refuse_agent_trial(p_table text) returns void language plpgsql security definer as $$
+begin
+  if exists (select from lanekeeper.agent_trial_transactions t
+              where t.id operator(pg_catalog.=) pg_catalog.pg_current_xact_id_if_assigned()) then
     raise exception 'a trial of an eval cannot write to %', p_table
       using errcode = 'LK009', hint = 'Give the skill a stub in the case of the eval.';
   end if;
 end $$;
 comment on function lanekeeper.refuse_agent_trial is 'Refuse a write under the claim of a trial (SQLSTATE LK009).';
+
+create or replace function lanekeeper.check_agent_trial() returns trigger language plpgsql security definer as $$
+begin
+  if tg_table_name = 'agent_trial_transactions' then
+    raise exception 'a transaction of a trial stays one' using errcode = 'LK009';
+  end if;
+  perform lanekeeper.refuse_agent_trial(tg_table_name);
+  return null;
+end $$;
+comment on function lanekeeper.check_agent_trial is
+  'Refuse a statement under the claim of a trial, and to forget that the transaction is one (SQLSTATE LK009).';
 
 create or replace function lanekeeper.check_agent_trial_budget() returns trigger language plpgsql as $$
 declare
