@@ -13,10 +13,20 @@
 package databases
 
 import (
+	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"regexp"
+	"strings"
+	"sync"
 	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/skills"
 )
 
 // Access of skills to a database.
@@ -79,4 +89,135 @@ func Validate(d Definition) error {
 		problems = append(problems, errors.New("role: must have at most 63 bytes"))
 	}
 	return errors.Join(problems...)
+}
+
+const (
+	maxConns    = 4
+	idleTimeout = time.Minute // of a transaction that nobody goes on with
+)
+
+// Client opens declared databases. It is safe for concurrent use.
+type Client struct {
+	DB     postgres.DB              // of the agent, where databases are declared
+	Getenv func(name string) string // resolves the URLs
+
+	opening postgres.KeyedMutex[string] // by URL
+	mu      sync.Mutex
+	pools   map[string]*pgxpool.Pool // by URL
+}
+
+// Open returns a database by its name, as a [skills.Databases] does.
+func (c *Client) Open(ctx context.Context, name string) (skills.Database, error) {
+	d, err := Get(ctx, c.DB, name)
+	if errors.Is(err, ErrNotFound) {
+		return skills.Database{}, skills.Misconfigured(
+			"there is no database %q; a workspace declares one as kind: database", name)
+	}
+	if err != nil {
+		return skills.Database{}, err
+	}
+	opened, err := c.Reach(ctx, d)
+	if err != nil && !errors.As(err, new(*skills.CallError)) {
+		return skills.Database{}, &skills.CallError{Class: skills.ClassNetwork, Message: err.Error()}
+	}
+	return opened, err
+}
+
+// Reach opens a database. The error names the setting and never contains the URL. Without the setting it is a
+// [skills.CallError] of class configuration.
+func (c *Client) Reach(ctx context.Context, d Database) (skills.Database, error) {
+	url := strings.TrimSpace(c.Getenv(d.URLEnv))
+	if url == "" {
+		return skills.Database{}, skills.Misconfigured("set %s, which has the URL of database %s", d.URLEnv, d.Name)
+	}
+	pool, err := c.pool(ctx, url)
+	if err != nil {
+		return skills.Database{}, &reachError{d.Name, d.URLEnv, err}
+	}
+	return skills.Database{Pool: pool, Writes: d.Access == AccessWrite, Role: d.Role}, nil
+}
+
+// pool opens the pool of a URL once. It does not delay the opening of other pools.
+func (c *Client) pool(ctx context.Context, url string) (*pgxpool.Pool, error) {
+	unlock, err := c.opening.Lock(ctx, url)
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	c.mu.Lock()
+	pool := c.pools[url]
+	c.mu.Unlock()
+	if pool != nil {
+		return pool, nil
+	}
+	pool, err = postgres.Open(ctx, url, postgres.Options{MaxConns: maxConns, IdleTransaction: idleTimeout})
+	if err != nil {
+		return nil, err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.pools == nil {
+		c.pools = make(map[string]*pgxpool.Pool)
+	}
+	c.pools[url] = pool
+	return pool, nil
+}
+
+// Close closes all pools. All calls must have ended.
+func (c *Client) Close() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, pool := range c.pools {
+		pool.Close()
+	}
+	c.pools = nil
+}
+
+// reachError is an error of opening a database that names its setting.
+type reachError struct {
+	name, env string
+	cause     error
+}
+
+func (e *reachError) Error() string {
+	text := strings.TrimPrefix(e.cause.Error(), "open database ")
+	text = strings.ReplaceAll(strings.TrimPrefix(text, "open database: "), "DATABASE_URL", e.env)
+	return fmt.Sprintf("open database %s (%s): %s", e.name, e.env, text)
+}
+
+func (e *reachError) Unwrap() error { return e.cause }
+
+// Put stores the declaration d and reports whether it changed anything.
+func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
+	if err := Validate(d); err != nil {
+		return false, fmt.Errorf("put database %q: %w", d.Name, err)
+	}
+	verb := fmt.Sprintf("put database %q", d.Name)
+	return postgres.Upsert(ctx, db, verb, "agent_databases", "name", postgres.Strict{
+		"name": d.Name, "description": d.Description, "url_env": d.URLEnv, "access": cmp.Or(d.Access, AccessRead),
+		"role": d.Role, "source": source,
+	})
+}
+
+// Remove deletes the databases of source except keep, and returns their names.
+func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
+	return postgres.Names(ctx, db, "remove databases of source "+source, `
+		delete from agent_databases where source = @source and name <> all(@keep::text[]) returning name`,
+		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+}
+
+// Get returns one database, or [ErrNotFound].
+func Get(ctx context.Context, db postgres.DB, name string) (Database, error) {
+	rows, err := db.Query(ctx, `
+		select name, description, url_env, access, role, source, created_at, updated_at
+		  from agent_databases where name = @name`, postgres.Strict{"name": name})
+	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get database %q", name),
+		pgx.RowToStructByName[Database])
+}
+
+// List returns the declared databases by name.
+func List(ctx context.Context, db postgres.DB) ([]Database, error) {
+	return postgres.Rows[Database](ctx, db, "list databases", `
+		select name, description, url_env, access, role, source, created_at, updated_at
+		  from agent_databases order by name limit 1000`)
 }

@@ -2,9 +2,12 @@ package migrations_test
 
 import (
 	"context"
+	"net/url"
+	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -114,4 +117,156 @@ func TestTheClientCanDoNothingElse(t *testing.T) {
 		_, err := conn.Exec(t.Context(), `select * from `+view)
 		assert.NoError(t, err, view)
 	}
+}
+
+// along is a pool on a new database whose sessions have a search path, after some statements of its owner.
+func along(t *testing.T, path, before string) (db *pgxpool.Pool, owner *pgxpool.Pool) {
+	t.Helper()
+	at := pgtest.EmptyURL(t)
+	open := func(at string) *pgxpool.Pool {
+		pool := pgtest.Pool(t, at, postgres.Options{MaxConns: 4})
+		return pool
+	}
+	owner = open(at)
+	pgtest.Exec(t, owner, before)
+	u, err := url.Parse(at)
+	require.NoError(t, err)
+	query := u.Query()
+	query.Set("search_path", path)
+	u.RawQuery = strings.ReplaceAll(query.Encode(), "+", "%20")
+	return open(u.String()), owner
+}
+
+const written = `
+	select count(*) from pg_class c join pg_namespace n on n.oid = c.relnamespace
+	  where n.nspname not in ('pg_catalog', 'information_schema', 'pg_toast')`
+
+// What cannot be made where the search path leads to is not begun, and is said before anything is written.
+func TestTheSchemaIsRefusedBeforeAnythingIsWritten(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct{ path, before, says string }{
+		"none":     {"nowhere", `select 1`, "no schema of the search path is there"},
+		"capitals": {`"App"`, `create schema "App"; create schema app`, `"App"`},
+		"a space":  {`"my app"`, `create schema "my app"`, `"my app"`},
+		"an agent's tables are in another": {
+			"mine, public", `create schema mine; create table agent_migrations (version int)`,
+			"add search_path=public to DATABASE_URL",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			db, owner := along(t, c.path, c.before)
+			there := pgtest.Value[int](t, owner, written)
+			_, err := migrations.Up(t.Context(), db)
+			assert.Truef(t, err != nil && strings.Contains(err.Error(), c.says), "got %v, want %q", err, c.says)
+			if got := pgtest.Value[int](t, owner, written); got != there ||
+				pgtest.Value[bool](t, owner, `select exists (select from pg_namespace where nspname = 'river')`) {
+				t.Errorf("%d relations are there, want %d and no schema of River's", got, there)
+			}
+		})
+	}
+}
+
+func TestASchemaOfOnesOwnIsMigrated(t *testing.T) {
+	t.Parallel()
+	db, owner := along(t, "nowhere, mine",
+		`create schema mine; create schema another; create table another.agent_locks (id int)`)
+	for range 2 {
+		_, err := migrations.Up(t.Context(), db)
+		require.NoError(t, err)
+	}
+	assert.NoError(t, migrations.Check(t.Context(), db))
+	assert.Equal(t, 0, pgtest.Value[int](t, owner,
+		`select count(*) from pg_class where relnamespace = 'public'::regnamespace`))
+}
+
+// Who may not make tables is told how they may.
+func TestWhoMayNotMakeTablesIsToldHow(t *testing.T) {
+	t.Parallel()
+	db, _ := along(t, "public", `revoke create on schema public from public`)
+	weak := db.Config()
+	weak.ConnConfig.RuntimeParams["role"] = "pg_monitor"
+	pool, err := pgxpool.NewWithConfig(t.Context(), weak)
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	_, err = migrations.Up(t.Context(), pool)
+	assert.Truef(t, err != nil &&
+		strings.Contains(err.Error(), `"pg_monitor" may not create tables in the schema "public"`), "got %v", err)
+}
+
+// Who serves and is not the owner is told at once, and not when the last month of the log is over; as its member it
+// may act as the owner.
+func TestWhoDoesNotOwnTheTablesIsToldHow(t *testing.T) {
+	t.Parallel()
+	db, owner := along(t, "public", `select 1`)
+	_, err := migrations.Up(t.Context(), db)
+	require.NoError(t, err)
+	assert.NoError(t, migrations.Rights(t.Context(), db), "the owner")
+	user, database := pgtest.Value[string](t, owner, `select current_user`),
+		pgtest.Value[string](t, owner, `select current_database()`)
+	other := pgx.Identifier{database + "_login"}.Sanitize()
+	pgtest.Exec(t, owner, `create role `+other+` login`)
+	t.Cleanup(func() {
+		_, err := owner.Exec(context.WithoutCancel(t.Context()), `drop owned by `+other+`; drop role `+other,
+			pgx.QueryExecModeSimpleProtocol)
+		assert.NoError(t, err)
+	})
+	pgtest.Exec(t, owner, `grant select, insert, update, delete on all tables in schema public to `+other)
+	as := func() *pgxpool.Pool {
+		config := db.Config()
+		config.ConnConfig.User = database + "_login"
+		pool, err := pgxpool.NewWithConfig(t.Context(), config)
+		require.NoError(t, err)
+		t.Cleanup(pool.Close)
+		return pool
+	}
+	err = migrations.Rights(t.Context(), as())
+	require.Truef(t, err != nil && strings.Contains(err.Error(), `belong to "`+user+`"`), "another: %v", err)
+	_, todo, _ := strings.Cut(err.Error(), "or run: ")
+	for statement := range strings.SplitSeq(todo, "; ") {
+		pgtest.Exec(t, owner, statement)
+	}
+	assert.NoError(t, migrations.Rights(t.Context(), as()), "a member that did as it was told")
+	assert.ErrorContains(t, migrations.Rights(t.Context(),
+		opened(t, db.Config().ConnString(), "default_transaction_read_only", "on")), "nothing can be written")
+}
+
+// Rows that are hidden, a pause among them, and triggers that are off are told of: the agent would go on, and do what
+// it must not.
+func TestTablesThatSomebodyHasChangedAreTold(t *testing.T) {
+	t.Parallel()
+	db, owner := along(t, "public", `select 1`)
+	_, err := migrations.Up(t.Context(), db)
+	require.NoError(t, err)
+	// row-level security does not hold for a superuser
+	plain := pgtest.Value[string](t, owner, `select lower(current_database() || '_plain')`)
+	pgtest.Exec(t, owner, `create role `+plain)
+	t.Cleanup(func() {
+		_, err := owner.Exec(context.WithoutCancel(t.Context()),
+			`reassign owned by `+plain+` to current_user; drop owned by `+plain+`; drop role `+plain,
+			pgx.QueryExecModeSimpleProtocol)
+		assert.NoError(t, err)
+	})
+	pgtest.Exec(t, owner, `alter table agent_activity owner to `+plain)
+	pgtest.Exec(t, owner, `alter table agent_pauses owner to `+plain)
+	as := opened(t, owner.Config().ConnString(), "role", plain)
+	rights := func(told string) {
+		t.Helper()
+		err := migrations.Rights(t.Context(), as)
+		assert.Truef(t, (err == nil) == (told == "") && (err == nil || strings.Contains(err.Error(), told)),
+			"got %v, not %q", err, told)
+	}
+	rights("")
+	pgtest.Exec(t, owner, `alter table agent_pauses enable row level security`)
+	rights("") // it does not hold for the owner
+	pgtest.Exec(t, owner, `alter table agent_pauses force row level security`)
+	rights("alter table agent_pauses disable row level security")
+	pgtest.Exec(t, owner, `alter table agent_pauses disable row level security`)
+	rights("")
+	pgtest.Exec(t, owner, `alter table agent_executions disable trigger user`)
+	rights("alter table agent_executions enable trigger user")
+	pgtest.Exec(t, owner, `alter table agent_executions enable trigger user`)
+	rights("")
+	replica := opened(t, db.Config().ConnString(), "session_replication_role", "replica")
+	pgtest.Exec(t, owner, `alter table agent_activity owner to current_user`)
+	assert.ErrorContains(t, migrations.Rights(t.Context(), replica), "session_replication_role is replica")
 }

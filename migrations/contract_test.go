@@ -2,10 +2,13 @@ package migrations_test
 
 import (
 	"context"
+	"flag"
+	"os"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
@@ -13,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/schemadoc"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -224,4 +228,81 @@ func TestTheClaimThatParkedALaneMayNotWriteUnderItsToken(t *testing.T) {
 	}
 	next := pgtest.Value[int64](t, db, `select fencing_token from agent_locks where lane = 'thread:1'`)
 	assert.Truef(t, next > token, "the parked lane's token is %d, not more than %d", next, token)
+}
+
+var update = flag.Bool("update", false, "write docs/schema.md")
+
+func TestTheSchemaPageIsThatOfTheDatabase(t *testing.T) {
+	t.Parallel()
+	nouns, err := schemadoc.Read(t.Context(), pgtest.DB(t), migrations.Files())
+	require.NoError(t, err)
+	if missing := schemadoc.Missing(nouns); len(missing) > 0 {
+		t.Errorf("without a comment in migrations/schema, or a table: %s", strings.Join(missing, ", "))
+	}
+	const path = "../docs/schema.md"
+	want := schemadoc.Page(nouns)
+	if *update {
+		require.NoError(t, os.WriteFile(path, []byte(want), 0o644))
+	}
+	got, err := os.ReadFile(path)
+	require.NoError(t, err)
+	assert.Equal(t, "", cmp.Diff(strings.Split(string(got), "\n"), strings.Split(want, "\n")), path)
+}
+
+func TestThePageShowsWhatAChangeAddsAndAsksForItsComments(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	pgtest.Exec(t, db, `
+		create domain agent_mood as text check (value is null or value in ('glad', 'sad'));
+		create table agent_webhook_moods (
+		  execution_id uuid primary key references agent_executions (id), mood agent_mood, size int);
+		create index agent_webhook_moods_size on agent_webhook_moods (size);
+		comment on column agent_webhook_moods.size is 'In | bytes.'`)
+	nouns, err := schemadoc.Read(t.Context(), db, migrations.Files())
+	require.NoError(t, err)
+	missing := "agent_mood, agent_webhook_moods, agent_webhook_moods.mood, agent_webhook_moods_size"
+	assert.Equal(t, missing, strings.Join(schemadoc.Missing(nouns), ", "))
+	page := schemadoc.Page(nouns)
+	for _, want := range []string{
+		"| `size` | integer, *null* |  | In \\| bytes. |", "`agent_mood` (glad, sad)", "  agent_webhook_moods {\n    key " +
+			"execution_id PK\n  }\n",
+		`agent_executions ||--o{ agent_webhook_moods : "execution_id"`,
+	} {
+		assert.Contains(t, page, want)
+	}
+}
+
+// bare is a transaction, never committed, of a session in a time zone, in which the activity log has no partitions.
+func bare(t *testing.T, zone string) pgx.Tx {
+	t.Helper()
+	tx := pgtest.Begin(t, pgtest.DB(t))
+	pgtest.Exec(t, tx, `select set_config('TimeZone', $1, true)`, zone)
+	pgtest.Exec(t, tx, `do $$ declare p text; begin
+		for p in select partition from agent_activity_partitions loop execute 'drop table ' || p; end loop; end $$`)
+	return tx
+}
+
+const (
+	// unaligned are partitions that do not hold the month of UTC that their name says.
+	unaligned = `
+		select count(*) from agent_activity_partitions p,
+		  lateral (select to_date(right(p.partition, 7), 'YYYY_MM')::timestamp) t (m)
+		 where (p.lower_id, p.upper_id) is distinct
+		   from (lanekeeper.agent_uuid7_floor(m at time zone 'UTC'),
+		     lanekeeper.agent_uuid7_floor((m + interval '1 month') at time zone 'UTC'))`
+)
+
+// The months of the log are those of UTC, whatever zone a server was set up in.
+func TestMonthsAreThoseOfUTC(t *testing.T) {
+	t.Parallel()
+	for _, zone := range []string{"America/New_York", "Europe/Berlin", "Pacific/Auckland"} {
+		tx := bare(t, zone)
+		for month := range 14 {
+			at := time.Date(2027, time.Month(1+month), 1, 0, 30, 0, 0, time.UTC)
+			_, err := migrations.EnsureMonths(t.Context(), tx, &at, 3)
+			require.NoError(t, err)
+		}
+		assert.Equal(t, 18, pgtest.Value[int](t, tx, `select count(*) from agent_activity_partitions`), zone)
+		assert.Equal(t, 0, pgtest.Value[int](t, tx, unaligned), zone)
+	}
 }

@@ -2,8 +2,10 @@ package runner_test
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"log/slog"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -14,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/automations/runner"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
@@ -135,4 +138,103 @@ func (w *world) until(t *testing.T, want string) {
 	}()
 	pgtest.Eventually(t, patience, func() bool { got = w.states(t); return got == want },
 		fmt.Sprintf("runs become %s", want))
+}
+
+func TestAnAutomationStartsAFlow(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	a := w.put(t, automations.Definition{
+		Name: "hire", Event: "hired", Flow: "onboarding",
+		Arguments: map[string]any{"tone": "warm"},
+	})
+	assert.Equal(t, "onboarding", a.Flow, a)
+	assert.Equal(t, "", a.SkillName, a)
+	// The end of the started flow is an event, too, and must not start another run.
+	w.put(t, automations.Definition{Name: "again", Event: "AGENT_COMPLETED", Flow: "onboarding"})
+	_, e := w.process(t)
+	require.NoError(t, e.Register("onboarding", func(_ context.Context, in json.RawMessage) (executions.Result, error) {
+		return executions.Result{Summary: string(in)}, nil
+	}))
+	w.raise(t, "hired", "c1", `{"name": "Ana"}`)
+	w.until(t, "success 1")
+	pgtest.Eventually(t, patience, func() bool {
+		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'onboarding'
+			and status = 'completed'`) == "1"
+	}, "the flow ends")
+	assert.Equal(t, `{"key": "c1", "data": {"name": "Ana"}, "tone": "warm", "event": "hired"}`,
+		pgtest.Value[string](t, w.pool, `select input::text from agent_executions where flow = 'onboarding'`))
+	got := pgtest.Value[string](t, w.pool, `
+		select (x.parent_id = r.execution_id and x.trace_id = r.trace_id and r.output ->> 'execution_id' = x.id::text)::text
+		  from agent_executions x, agent_automation_runs r where x.flow = 'onboarding'`)
+	assert.Equal(t, "true", got, "the run and the flow do not name each other")
+	assert.Equal(t, "success 1", w.states(t))
+	run := pgtest.Value[string](t, w.pool, `select execution_id::text from agent_automation_runs`)
+	_, err := e.Fork(t.Context(), w.pool, executions.ForkSpec{ID: run})
+	assert.ErrorIs(t, err, executions.ErrNoFork, "fork of a run")
+	pgtest.Eventually(t, patience, func() bool {
+		return pgtest.Value[string](t, w.pool, `select (status = 'completed')::text from agent_executions
+			where id = (select execution_id from agent_automation_runs)`) == "true"
+	}, "the run's execution ends")
+	again, err := e.Replay(t.Context(), run)
+	assert.Truef(t, err == nil && again.Equal, "the run is not replayed: %+v, %v", again.Divergence, err)
+}
+
+func TestARunThatIsTriedAgainStartsItsFlowOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "hire", Event: "hired", Flow: "external:hire"})
+	// The end of the first attempt cannot be recorded.
+	pgtest.Exec(t, w.pool, `create function refuse() returns trigger language plpgsql as $$ begin
+		if new.status = 'success' and old.attempt = 1 then raise exception 'not now'; end if; return new; end $$`)
+	pgtest.Exec(t, w.pool, `create trigger refuse before update
+		on agent_automation_runs for each row execute function refuse()`)
+	w.process(t)
+	w.raise(t, "hired", "c1", `{}`)
+	pgtest.Eventually(t, patience, func() bool {
+		pgtest.Exec(t, w.pool, `update agent_automation_runs set retry_at = clock_timestamp() where status = 'error'`)
+		return w.states(t) == "success 1"
+	}, "the second attempt succeeds")
+	assert.Equal(t, "1", pgtest.Value[string](t, w.pool,
+		`select count(*)::text from agent_executions where flow = 'external:hire'`))
+	assert.True(t, pgtest.Value[string](t, w.pool,
+		`select count(*)::text from agent_executions where flow = 'automation'`) != "1", "there was one attempt")
+}
+
+func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.put(t, automations.Definition{Name: "before", Cron: "*/5 * * * *"})
+	w.put(t, automations.Definition{Name: "during", Cron: "*/5 * * * *"})
+	w.put(t, automations.Definition{Name: "event", Event: "E"})
+	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = clock_timestamp() - interval '1 hour'
+		where name = 'before'`)
+	_, err := executions.PauseAll(t.Context(), w.pool, "ana", "prices look wrong")
+	require.NoError(t, err)
+	pgtest.Exec(t, w.pool, `update agent_automations set next_run_at = clock_timestamp() where name = 'during'`)
+	const turn = "op_01JD3V7K8ZQ6W2M5T9X4C1B0AE"
+	pgtest.Exec(t, w.pool, `select * from raise_agent_event('E', 'k', '{}', 'e1', $1)`, turn)
+	r, _ := w.process(t)
+	w.until(t, "due 1, skipped 1")
+	for range 3 {
+		n, err := r.Dispatch(t.Context())
+		require.Truef(t, n == 0 && err == nil, "started %d, %v", n, err)
+	}
+	if got := w.states(t); got != "due 1, skipped 1" || w.count() != 0 {
+		t.Errorf("%s, %d calls", got, w.count())
+	}
+	said := pgtest.Value[string](t, w.pool, `
+		select count(*) || ' ' || min(a.input ->> 'automation') || ' ' || min(a.output #>> '{}') from agent_activity a
+		  join agent_automation_runs r on r.trace_id = a.trace_id where a.skill_name = 'run_automation'
+		    and a.status = 'skipped'`)
+	assert.Truef(t, strings.HasPrefix(said, "1 during autonomous work is paused since ") &&
+		strings.HasSuffix(said, "by ana: prices look wrong"), "recorded: %s", said)
+	next := pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || (next_run_at > clock_timestamp())::text, ', '
+		order by name) from agent_automations where trigger = 'cron'`)
+	assert.Equal(t, "before false, during true", next)
+	_, err = executions.ResumeAll(t.Context(), w.pool, "ana", "")
+	require.NoError(t, err)
+	w.until(t, "skipped 1, success 1")
+	// Nobody waits for what an event of an admin's turn causes, so the next pause holds it back too.
+	assert.Equal(t, "flow "+turn, pgtest.Value[string](t, w.pool, `select surface || ' ' || trace_id from agent_executions
+		where flow = 'automation'`), "it ran as")
 }

@@ -1,12 +1,18 @@
 package admission_test
 
 import (
+	"bufio"
 	"errors"
+	"fmt"
+	"net"
+	"net/http"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
 // take expects a hold.
@@ -100,4 +106,119 @@ func TestManyTakersNeverHaveMoreThanThereIs(t *testing.T) {
 	}
 	group.Wait()
 	assert.Equal(t, 0, b.Used())
+}
+
+// served is an address at which at most so many connections are served, and what lets the requests to /slow end.
+func served(t *testing.T, most int) (address string, slow, end chan struct{}) {
+	t.Helper()
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	slow, end = make(chan struct{}, most), make(chan struct{})
+	server := &http.Server{
+		ConnContext: admission.ConnContext, ReadHeaderTimeout: time.Minute,
+		Handler: admission.Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/slow" {
+				slow <- struct{}{}
+				<-end
+			}
+		})),
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_ = server.Serve(admission.Listen(l, most))
+	}()
+	t.Cleanup(func() {
+		_ = server.Close()
+		<-done
+	})
+	return l.Addr().String(), slow, end
+}
+
+func dial(t *testing.T, address string) (net.Conn, *bufio.Reader) {
+	t.Helper()
+	c, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", address)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = c.Close() })
+	require.NoError(t, c.SetDeadline(time.Now().Add(90*time.Second)))
+	return c, bufio.NewReader(c)
+}
+
+// asks expects an answer over a connection.
+func asks(t *testing.T, c net.Conn, in *bufio.Reader) {
+	t.Helper()
+	fmt.Fprint(c, "GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+	w, err := http.ReadResponse(in, nil)
+	require.NoError(t, err, "no answer")
+	_ = w.Body.Close()
+}
+
+// Strangers may hold as many connections open as they like: whoever comes is served, and what is in work goes on.
+func TestIdleConnectionsMakeRoomForNewOnes(t *testing.T) {
+	t.Parallel()
+	address, slow, end := served(t, 4)
+	busy, answer := dial(t, address)
+	fmt.Fprint(busy, "GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+	<-slow
+	silent, nothing := dial(t, address)
+	for range 8 {
+		c, _ := dial(t, address)
+		fmt.Fprint(c, "GET / HT") // a header that does not end
+	}
+	for range 3 {
+		c, in := dial(t, address)
+		asks(t, c, in)
+		asks(t, c, in) // over the same connection
+	}
+	if _, err := nothing.ReadByte(); err == nil {
+		t.Errorf("the connection that was idle for longest, %s, is open", silent.LocalAddr())
+	}
+	close(end)
+	w, err := http.ReadResponse(answer, nil)
+	require.NoError(t, err, "what was in work")
+	_ = w.Body.Close()
+}
+
+// A body that is not sent does not keep its connection open when others want one; one that comes does.
+func TestASilentBodyMakesRoomForNewConnections(t *testing.T) {
+	t.Parallel()
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	got := make(chan error, 16)
+	server := &http.Server{
+		ConnContext: admission.ConnContext, ReadHeaderTimeout: time.Minute,
+		Handler: admission.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			got <- admission.Read(w, r, admission.Limits{Most: 1000})
+		})),
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_ = server.Serve(admission.Listen(l, 2))
+	}()
+	t.Cleanup(func() {
+		_ = server.Close()
+		<-done
+	})
+	address := l.Addr().String()
+	begin := func() (net.Conn, *bufio.Reader) {
+		c, in := dial(t, address)
+		fmt.Fprint(c, "POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 10\r\n\r\n")
+		line, err := in.ReadString('\n')
+		require.Truef(t, err == nil && line == "HTTP/1.1 100 Continue\r\n", "%q, %v", line, err)
+		return c, in
+	}
+	_, _ = begin() // and nothing follows
+	sending, answer := begin()
+	_, _ = begin()
+	assert.Error(t, <-got, "a body that was not sent was read")
+	fmt.Fprint(sending, "0123456789")
+	assert.NoError(t, <-got, "a body that was sent")
+	for {
+		line, err := answer.ReadString('\n')
+		require.NoError(t, err)
+		if line == "HTTP/1.1 200 OK\r\n" {
+			return
+		}
+	}
 }

@@ -11,6 +11,10 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // prepareData makes the data directory, or checks that the one that is there fits the binaries. A
@@ -104,4 +108,129 @@ func rebooted(l layout) bool {
 		return !errors.Is(err, os.ErrNotExist)
 	}
 	return string(then) != bootID()
+}
+
+// makeSockets makes an empty folder for the socket of a server that is about to start. A unix
+// socket's path is limited to about a hundred bytes, and a comma in it would be taken for a list, so
+// a server far down gets a short folder below /tmp; the name is recorded for those who join.
+func makeSockets(l layout) (string, error) {
+	if err := removeShort(l); err != nil {
+		return "", err
+	}
+	dir := l.path(runDir)
+	if err := os.RemoveAll(dir); err != nil {
+		return "", err
+	}
+	if fits(dir) {
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			return "", err
+		}
+		return dir, l.user.own(dir)
+	}
+	dir, err := os.MkdirTemp(shortTemp, socketPattern)
+	if err != nil {
+		return "", err
+	}
+	record := l.path(socketsFile)
+	if err := os.WriteFile(record, []byte(dir+"\n"), 0o600); err != nil {
+		return "", err
+	}
+	return dir, errors.Join(l.user.own(record), l.user.own(dir))
+}
+
+func fits(dir string) bool {
+	socket := filepath.Join(dir, fmt.Sprintf(".s.PGSQL.%d", port))
+	return len(socket) <= socketPathMax && !strings.ContainsAny(dir, ",\"'\n") && strings.TrimSpace(dir) == dir
+}
+
+// recordedSockets is where the running server's socket is.
+func recordedSockets(l layout) (string, error) {
+	text, err := os.ReadFile(l.path(socketsFile))
+	if errors.Is(err, os.ErrNotExist) {
+		return l.path(runDir), nil
+	}
+	return strings.TrimSpace(string(text)), err
+}
+
+// removeShort removes the folder below /tmp, if there is one and it is still ours: somebody else may
+// have made a folder of that name after the machine cleaned /tmp.
+func removeShort(l layout) error {
+	dir, err := recordedSockets(l)
+	if err != nil || dir == l.path(runDir) {
+		return err
+	}
+	want := os.Geteuid()
+	if l.user != nil {
+		want = l.user.uid
+	}
+	uid, err := ownerOf(dir)
+	if err == nil && uid == want && filepath.Dir(dir) == shortTemp &&
+		strings.HasPrefix(filepath.Base(dir), socketPattern) {
+		if err := os.RemoveAll(dir); err != nil {
+			return err
+		}
+	}
+	return os.Remove(l.path(socketsFile))
+}
+
+// awaitReady returns when the server accepts connections to database, which it makes when missing.
+// errNoServer when gone reports that the server is gone.
+func awaitReady(ctx context.Context, l layout, database string, gone func() (bool, error)) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, readyLimit,
+		fmt.Errorf("the server does not accept connections after %s; see %s", readyLimit, l.path(logFile)))
+	defer cancel()
+	return poll(ctx, func() (bool, error) {
+		// What is recorded by a server that is only starting may still change.
+		if sockets, err := recordedSockets(l); err == nil {
+			l.sockets = sockets
+		}
+		err := greet(ctx, l, database)
+		if err == nil {
+			return true, nil
+		}
+		if postgres.Code(err) != "" && !postgres.IsCode(err, "57P03", "53300") {
+			return false, err
+		}
+		if left, goneErr := gone(); left || goneErr != nil {
+			return false, errors.Join(errNoServer, goneErr)
+		}
+		return false, nil
+	})
+}
+
+func greet(ctx context.Context, l layout, database string) error {
+	conn, err := pgx.Connect(ctx, connString(l, superuser, database))
+	if postgres.IsCode(err, "3D000") {
+		return createDatabase(ctx, l, database)
+	}
+	if err != nil {
+		return err
+	}
+	return conn.Close(ctx)
+}
+
+func createDatabase(ctx context.Context, l layout, database string) error {
+	conn, err := pgx.Connect(ctx, connString(l, superuser, "postgres"))
+	if err != nil {
+		return err
+	}
+	_, err = conn.Exec(ctx, "create database "+pgx.Identifier{database}.Sanitize())
+	if postgres.IsCode(err, "42P04", "23505") { // another process was faster
+		err = nil
+	}
+	return errors.Join(err, conn.Close(ctx))
+}
+
+// tail is the end of a text file, or why it cannot be read.
+func tail(path string, lines int) string {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return err.Error()
+	}
+	return lastLines(string(text), lines)
+}
+
+func lastLines(text string, n int) string {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	return strings.Join(lines[max(0, len(lines)-n):], "\n")
 }

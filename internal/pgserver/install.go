@@ -13,6 +13,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
+	"slices"
+	"strconv"
 	"time"
 )
 
@@ -126,4 +129,205 @@ func runTelling(cmd *exec.Cmd, progress func(string), name string) error {
 		return fmt.Errorf("%s: %w: %s", name, err, lastLines(all.String(), 5))
 	}
 	return nil
+}
+
+// The major versions that the product is made for.
+const (
+	oldestMajor = 14
+	newestMajor = 18
+)
+
+// ErrNoBinaries reports that the machine has no server binaries that fit.
+var ErrNoBinaries = errors.New("no PostgreSQL server binaries found")
+
+// Binaries is a folder that holds postgres and initdb of one version.
+type Binaries struct {
+	Dir     string
+	Major   int
+	Version string // for example "15.14"
+}
+
+func (b Binaries) path(name string) string { return filepath.Join(b.Dir, name) }
+
+// FindBinaries returns the newest supported server binaries of the machine: those in $AGENT_PG_BIN
+// and no others when it is set, else of the usual folders of Debian, Red Hat, Alpine, Homebrew and
+// Postgres.app, of the PATH, and of the bundle that an earlier start got. getenv is os.Getenv in a
+// process. ErrNoBinaries when there are none.
+func FindBinaries(getenv func(string) string) (Binaries, error) {
+	all, err := findAll(getenv, getenv("AGENT_PG_BIN"))
+	if err != nil {
+		return Binaries{}, err
+	}
+	return all[0], nil
+}
+
+// findAll returns one folder per version, newest first.
+func findAll(getenv func(string) string, given string) ([]Binaries, error) {
+	if given != "" {
+		b, err := givenBinaries(given)
+		return []Binaries{b}, err
+	}
+	var found []Binaries
+	for _, dir := range candidates(getenv) {
+		b, err := inspect(dir)
+		known := func(other Binaries) bool { return other.Major == b.Major }
+		if err == nil && supported(b.Major) && !slices.ContainsFunc(found, known) {
+			found = append(found, b)
+		}
+	}
+	slices.SortStableFunc(found, func(a, b Binaries) int { return b.Major - a.Major })
+	if len(found) == 0 {
+		return nil, ErrNoBinaries
+	}
+	return found, nil
+}
+
+func supported(major int) bool { return oldestMajor <= major && major <= newestMajor }
+
+func givenBinaries(dir string) (Binaries, error) {
+	b, err := inspect(dir)
+	if err != nil {
+		if b, err2 := inspect(filepath.Join(dir, "bin")); err2 == nil {
+			return b, nil
+		}
+		return Binaries{}, fmt.Errorf("AGENT_PG_BIN=%s: %w: set it to the folder that holds postgres and initdb", dir, err)
+	}
+	if !supported(b.Major) {
+		return Binaries{}, fmt.Errorf("AGENT_PG_BIN=%s: PostgreSQL %s is not supported: use a version from %d to %d", dir,
+			b.Version, oldestMajor, newestMajor)
+	}
+	return b, nil
+}
+
+func candidates(getenv func(string) string) []string {
+	var dirs []string
+	for _, pattern := range []string{
+		"/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/usr/libexec/postgresql*", "/usr/local/pgsql/bin",
+		"/opt/homebrew/opt/postgresql@*/bin", "/usr/local/opt/postgresql@*/bin",
+		"/home/linuxbrew/.linuxbrew/opt/postgresql@*/bin",
+		"/Applications/Postgres.app/Contents/Versions/*/bin",
+	} {
+		matches, err := filepath.Glob(pattern)
+		if err != nil {
+			continue // only for a malformed pattern
+		}
+		dirs = append(dirs, matches...)
+	}
+	for _, dir := range filepath.SplitList(getenv("PATH")) {
+		if real, err := filepath.EvalSymlinks(filepath.Join(dir, "postgres")); err == nil {
+			dirs = append(dirs, filepath.Dir(real))
+		}
+	}
+	if dir, err := bundleDir(getenv); err == nil {
+		dirs = append(dirs, filepath.Join(dir, bundleVersion, "bin"))
+	}
+	return dirs
+}
+
+var versionText = regexp.MustCompile(`\(PostgreSQL\) ((\d+)[^ \n]*)`)
+
+func inspect(dir string) (Binaries, error) {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return Binaries{}, err
+	}
+	for _, name := range []string{"postgres", "initdb"} {
+		if _, err := os.Stat(filepath.Join(dir, name)); err != nil {
+			return Binaries{}, err
+		}
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, filepath.Join(dir, "postgres"), "--version")
+	cmd.Env = serverEnv()
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		return Binaries{}, fmt.Errorf("run %s/postgres --version: %w: %s", dir, err, out)
+	}
+	match := versionText.FindSubmatch(out)
+	if match == nil {
+		return Binaries{}, fmt.Errorf("run %s/postgres --version: unexpected answer %q", dir, out)
+	}
+	major, err := strconv.Atoi(string(match[2]))
+	return Binaries{Dir: dir, Major: major, Version: string(match[1])}, err
+}
+
+// serverEnv is the clean environment of everything we start: PG* variables of the user must not
+// reach the server, and on macOS it refuses to start under a locale that makes it multithreaded.
+func serverEnv() []string {
+	env := []string{"LC_ALL=C", "TZ=UTC", "PATH=/usr/local/bin:/usr/bin:/bin"}
+	for _, name := range []string{"LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"} {
+		if value := os.Getenv(name); value != "" {
+			env = append(env, name+"="+value)
+		}
+	}
+	return env
+}
+
+// resolve chooses the binaries: of several versions the newest that has data already, so that
+// installing another PostgreSQL does not hide the data, else the newest; with none on the machine it
+// gets them.
+func resolve(ctx context.Context, config Config) (Binaries, error) {
+	given := config.BinDir
+	if given == "" {
+		given = os.Getenv("AGENT_PG_BIN")
+	}
+	all, err := findAll(os.Getenv, given)
+	if errors.Is(err, ErrNoBinaries) && !config.NoInstall {
+		if err := install(ctx, config); err != nil {
+			return Binaries{}, err
+		}
+		all, err = findAll(os.Getenv, "")
+	}
+	if errors.Is(err, ErrNoBinaries) {
+		return Binaries{}, fmt.Errorf("%w; %s", err, advice())
+	}
+	if err != nil {
+		return Binaries{}, err
+	}
+	for _, bin := range all {
+		if !config.Ephemeral && hasData(config.Dir, bin.Major) {
+			return bin, nil
+		}
+	}
+	return all[0], nil
+}
+
+func hasData(dir string, major int) bool {
+	for _, base := range []string{dir, followPointer(dir)} {
+		if base != "" && exists(filepath.Join(base, strconv.Itoa(major), dataDir)) {
+			return true
+		}
+	}
+	return false
+}
+
+// advice is the exact command for this machine, and the ways without one.
+func advice() string {
+	return "install PostgreSQL:\n  " + installCommand() +
+		"\nor name a folder with postgres and initdb in AGENT_PG_BIN, or a running server in DATABASE_URL" +
+		"\n(for example of: docker run -d -p 5432:5432 -e POSTGRES_PASSWORD=agent postgres:17," +
+		" DATABASE_URL=postgres://postgres:agent@127.0.0.1:5432/postgres)"
+}
+
+func installCommand() string {
+	sudo := "sudo "
+	if os.Geteuid() == 0 {
+		sudo = ""
+	}
+	if runtime.GOOS == "darwin" {
+		return "brew install postgresql@17"
+	}
+	for _, manager := range []struct{ program, command string }{
+		{"/usr/bin/apt-get", "apt-get install -y --no-install-recommends postgresql"},
+		{"/sbin/apk", "apk add postgresql postgresql-contrib"},
+		{"/usr/bin/dnf", "dnf install -y postgresql-server postgresql-contrib"},
+		{"/usr/bin/zypper", "zypper install -y postgresql-server postgresql-contrib"},
+		{"/usr/bin/pacman", "pacman -S --noconfirm postgresql"},
+	} {
+		if exists(manager.program) {
+			return sudo + manager.command
+		}
+	}
+	return "(with your system's package manager: the package postgresql or postgresql-server)"
 }

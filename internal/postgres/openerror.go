@@ -9,10 +9,13 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"syscall"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
 )
 
 // openError is a refusal to open, told to an operator. Its text has no secret in it; the cause is
@@ -143,4 +146,96 @@ func target(config *pgx.ConnConfig) string {
 		where = config.Host
 	}
 	return strconv.Quote(config.Database) + " at " + where
+}
+
+// refusedWrite is one that the server did not take, for a reason that an operator has to mend.
+type refusedWrite struct {
+	at  time.Time
+	err error
+}
+
+// refusals keeps the last one of a pool and of what was reserved beside it.
+type refusals struct{ last atomic.Pointer[refusedWrite] }
+
+// note looks at the answer to a statement.
+func (r *refusals) note(err error) {
+	if r != nil && err != nil && IsCode(err, codeDiskFull, codeReadOnly) {
+		r.last.Store(&refusedWrite{time.Now(), err})
+	}
+}
+
+// LastRefusal is when the server last refused a write of this process because its disk is full or it is read-only;
+// the error is nil when it never did. pool was made by [Open] or [Reserve], which share what they note.
+func LastRefusal(pool *pgxpool.Pool) (at time.Time, err error) {
+	g, ok := pool.Config().ConnConfig.Tracer.(guard)
+	if !ok || g.refused == nil {
+		return time.Time{}, nil
+	}
+	last := g.refused.last.Load()
+	if last == nil {
+		return time.Time{}, nil
+	}
+	return last.at, last.err
+}
+
+// SQLSTATEs of a server that cannot do its work for a while, beside those that it answers a connection with.
+const (
+	codeReadOnly   = "25006"
+	codeDiskFull   = "53100"
+	codeMemory     = "53200"
+	codeTerminated = "57P01"
+	codeCrashed    = "57P02"
+	codeIdle       = "25P03" // the session was idle in a transaction for too long
+	codeSession    = "57P05" // the session was idle for too long
+	codeLocked     = "55P03" // lock_timeout, or nowait
+)
+
+// Trouble says what keeps the database, or this process, from its work, and what an operator does about it, when err
+// is of that sort: something outside that goes on working by itself once it is mended. Both are empty for any other
+// error.
+func Trouble(err error) (what, todo string) {
+	switch Code(err) {
+	case codeDiskFull:
+		return "the database server's disk is full", "free space on it, or enlarge it; nothing needs to be restarted here"
+	case codeReadOnly:
+		return "the database is read-only",
+			"check that DATABASE_URL names the primary and not a standby, and default_transaction_read_only; nothing needs to be restarted here"
+	case codeMemory:
+		return "the database server is out of memory", "give it more, or lower its max_connections and work_mem"
+	case codeTooMany:
+		return "the database server has no free connection",
+			"raise its max_connections, or the limit of the role or the database; or lower pool_max_conns in DATABASE_URL"
+	case codeLocked:
+		return "another transaction of the database has locked what is to be written",
+			"end it: pg_stat_activity lists what is idle in transaction; nothing needs to be restarted here"
+	case codeStarting, codeTerminated, codeCrashed:
+		return "the database server starts or stops", "try again in a moment; its log says why"
+	}
+	if errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) {
+		return "this process may not open more files and connections",
+			"raise its limit: ulimit -n, or LimitNOFILE= of a systemd unit"
+	}
+	return "", ""
+}
+
+// resetPause is how long a pool that has been emptied is left alone.
+const resetPause = time.Second
+
+// moved empties a pool whose server takes no more writes: after a failover the primary is elsewhere, and connections
+// to the old one, which may live on as a standby, would fail one by one for as long as they last. New ones go where the
+// connection string leads by then.
+type moved struct {
+	pool atomic.Pointer[pgxpool.Pool]
+	last atomic.Int64 // when it was emptied, in nanoseconds of the epoch
+}
+
+// note looks at the answer to a statement. Connections that are lent meanwhile end when they are given back.
+func (m *moved) note(err error) {
+	if m == nil || err == nil || !IsCode(err, codeReadOnly) {
+		return
+	}
+	now, last := time.Now().UnixNano(), m.last.Load()
+	if pool := m.pool.Load(); pool != nil && now-last > int64(resetPause) && m.last.CompareAndSwap(last, now) {
+		pool.Reset()
+	}
 }

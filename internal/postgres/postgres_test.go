@@ -2,6 +2,7 @@ package postgres_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -12,8 +13,10 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
@@ -246,3 +249,169 @@ func TestRowsGenericKeepsThePlanAndNoSetting(t *testing.T) {
 		t.Errorf("the error is %v", err)
 	}
 }
+
+// A text that was sent before is rewritten as it was the first time, with the values of now; what is missing or left
+// over is refused each time.
+func TestNamesMeanTheSameEveryTime(t *testing.T) {
+	t.Parallel()
+	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
+	require.NoError(t, err)
+	defer func() { _ = conn.Close(t.Context()) }()
+	const text = `select @b::text || @a::text || @b::text || '@c' /* @c */`
+	for i := range 3 {
+		a, b := fmt.Sprint("a", i), fmt.Sprint("b", i)
+		var got string
+		err := conn.QueryRow(t.Context(), text, postgres.Strict{"a": a, "b": b}).Scan(&got)
+		assert.Truef(t, err == nil && got == b+a+b+"@c", "round %d: %q, %v", i, got, err)
+		for name, args := range map[string]postgres.Strict{
+			"missing":       {"a": a},
+			"left over":     {"a": a, "b": b, "c": ""},
+			"another's":     {"a": a, "c": b},
+			"there is none": {},
+		} {
+			err := conn.QueryRow(t.Context(), text, args).Scan(&got)
+			assert.Error(t, err, "round", i, "a name that", name, "was let pass", got)
+		}
+		var batch pgx.Batch
+		batch.Queue(text, postgres.Strict{"a": a, "b": b}).QueryRow(func(row pgx.Row) error { return row.Scan(&got) })
+		err = conn.SendBatch(t.Context(), &batch).Close()
+		assert.Truef(t, err == nil && got == b+a+b+"@c", "round %d, in a batch: %q, %v", i, got, err)
+	}
+}
+
+// A connection forgets texts before there are too many, and they work all the same.
+func TestTextsAreForgottenBeforeThereAreTooMany(t *testing.T) {
+	t.Parallel()
+	conn, err := pgx.Connect(t.Context(), pgtest.EmptyURL(t))
+	require.NoError(t, err)
+	defer func() { _ = conn.Close(t.Context()) }()
+	for round := range 2 {
+		for i := range postgres.TextsMost + 10 {
+			sql, args, err := postgres.Strict{"a": i}.RewriteQuery(t.Context(), conn, fmt.Sprintf("select @a, %d", i), nil)
+			require.Truef(t, err == nil && sql == fmt.Sprintf("select $1, %d", i) && len(args) == 1 && args[0] == i,
+				"round %d: %q, %v, %v", round, sql, args, err)
+			n := postgres.Texts(conn)
+			require.Truef(t, n <= postgres.TextsMost, "%d texts are kept", n)
+		}
+	}
+	sql, _, err := (postgres.Strict{"a": 1}).RewriteQuery(t.Context(), nil, "select @a", nil)
+	assert.Truef(t, err == nil && sql == "select $1", "without a connection: %q, %v", sql, err)
+}
+
+func TestTextIsWhatAColumnCanHold(t *testing.T) {
+	t.Parallel()
+	tests := map[string]struct{ text, want string }{
+		"nothing":      {"", ""},
+		"as it is":     {"día\n\u2028", "día\n\u2028"},
+		"a NUL":        {"a\x00b\x00", "ab"},
+		"no UTF-8":     {"a\xff\xfeb\xc3", "a\ufffdb\ufffd"},
+		"one by a NUL": {"\xe2\x82\x00\xac", "\ufffd\ufffd"},
+	}
+	for name, test := range tests {
+		assert.Equal(t, test.want, postgres.Text(test.text), name)
+	}
+}
+
+// What PostgreSQL takes for a time can be read, in every mode of asking, and written as JSON.
+func TestEveryTimeIsRead(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	last, first := "9999-12-30T00:00:00Z", "0001-01-02T00:00:00Z"
+	for given, want := range map[string]string{
+		"infinity": last, "294276-12-31 00:00+00": last, "9999-12-31 23:59:59+00": last,
+		"-infinity": first, "4713-01-01 00:00+00 BC": first, "0001-01-01 00:00+00": first,
+		"2026-01-31 12:00+02": "2026-01-31T10:00:00Z",
+	} {
+		for _, mode := range []pgx.QueryExecMode{pgx.QueryExecModeCacheStatement, pgx.QueryExecModeSimpleProtocol} {
+			var got time.Time
+			var also, none *time.Time
+			err := pool.QueryRow(t.Context(), "select $1::text::timestamptz, $1::text::timestamptz, null::timestamptz", mode,
+				given).
+				Scan(&got, &also, &none)
+			if err != nil {
+				t.Errorf("%s, %s: %v", given, mode, err)
+				continue
+			}
+			text, err := json.Marshal(got)
+			assert.Truef(t, err == nil && string(text) == `"`+want+`"` && also != nil && also.Equal(got) && none == nil,
+				"%s, %s: read as %s, %v and %v (%v), want %s", given, mode, text, also, none, err, want)
+		}
+	}
+	var got time.Time
+	assert.Error(t, pool.QueryRow(t.Context(), "select null::timestamptz").Scan(&got), "null was read as", got)
+}
+
+// opened is a pool of [postgres.Open], closed at the end.
+func opened(t *testing.T, at string) *pgxpool.Pool {
+	t.Helper()
+	pool := pgtest.Pool(t, at, postgres.Options{MaxConns: 2})
+	return pool
+}
+
+// A database, or a role, may be set up for others; what a session writes and reads is the same.
+func TestTextsAreTheSameWhateverTheDatabaseSets(t *testing.T) {
+	t.Parallel()
+	at := pgtest.EmptyURL(t)
+	admin := opened(t, at)
+	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
+	for _, setting := range []string{
+		"timezone = 'Asia/Kolkata'", "datestyle = 'German, DMY'", "intervalstyle = 'sql_standard'",
+		"client_encoding = 'latin1'",
+		"standard_conforming_strings = off", "array_nulls = off", "jit = on",
+	} {
+		pgtest.Exec(t, admin, "alter database "+name+" set "+setting)
+	}
+	const texts = `
+		select concat_ws(' ', timestamptz '2026-07-01 00:00:00+00', interval '30 days', length('\n'),
+		  ('{1,null}'::int[])[2] is null, length(chr(8364) || $1),
+		       current_setting('jit'))`
+	var got string
+	err := opened(t, at).QueryRow(t.Context(), texts, "€").Scan(&got)
+	assert.Truef(t, err == nil && got == "2026-07-01 00:00:00+00 30 days 2 t 2 off", "got %q, %v", got, err)
+	const zone = `select current_setting('TimeZone')`
+	err = opened(t, at+"&TimeZone=Europe/Madrid").QueryRow(t.Context(), zone).Scan(&got)
+	assert.Truef(t, err == nil && got == "Europe/Madrid",
+		"with a zone in the connection string the zone is %q, %v", got, err)
+}
+
+// Sessions that listen are idle, and so are those of a pool at night: a database that ends such sessions ended both,
+// again and again.
+func TestAnIdleSessionIsKeptWhateverTheDatabaseSets(t *testing.T) {
+	t.Parallel()
+	at := pgtest.EmptyURL(t)
+	admin := opened(t, at)
+	name := pgx.Identifier{admin.Config().ConnConfig.Database}.Sanitize()
+	pgtest.Exec(t, admin, "alter database "+name+" set idle_session_timeout = '50ms'")
+	db := opened(t, at)
+	var set string
+	err := db.QueryRow(t.Context(), `select current_setting('idle_session_timeout')`).Scan(&set)
+	assert.Truef(t, err == nil && set == "0", "a session of the pool is ended after %q: %v", set, err)
+	listening, err := postgres.Dialer(db)(t.Context())
+	require.NoError(t, err)
+	defer listening.Close(context.WithoutCancel(t.Context()))
+	waiting, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	_, err = listening.WaitForNotification(waiting)
+	assert.Error(t, waiting.Err(), "a session that listens", err)
+}
+
+// A server that was made for the locale C has databases of no encoding at all, unless one says otherwise.
+func TestADatabaseOfAnotherEncodingIsRefused(t *testing.T) {
+	t.Parallel()
+	at := pgtest.EmptyURL(t)
+	admin := opened(t, at)
+	name := admin.Config().ConnConfig.Database + "_ascii"
+	pgtest.Exec(t, admin, "create database "+pgx.Identifier{name}.Sanitize()+
+		" template template0 encoding 'SQL_ASCII' locale 'C'")
+	t.Cleanup(func() {
+		_, err := admin.Exec(context.WithoutCancel(t.Context()),
+			"drop database "+pgx.Identifier{name}.Sanitize())
+		assert.NoError(t, err)
+	})
+	_, err := postgres.Open(t.Context(), strings.Replace(at, admin.Config().ConnConfig.Database, name, 1),
+		postgres.Options{})
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), `"SQL_ASCII"`) &&
+		strings.Contains(err.Error(), "createdb --encoding=UTF8"), "got %v", err)
+}
+
+func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }

@@ -21,14 +21,40 @@ package problem
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"log/slog"
+	"maps"
+	"net"
 	"net/http"
+	"reflect"
 	"regexp"
+	"slices"
 	"strconv"
+	"strings"
 
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/automations"
+	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/documents"
+	"github.com/lanekeeper/lanekeeper/evals"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/memory"
+	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
+	"github.com/lanekeeper/lanekeeper/webhooks"
 )
 
 // ContentType is that of every problem.
@@ -138,4 +164,186 @@ func send(w http.ResponseWriter, r *http.Request, p *Problem, contentType string
 	if _, err := w.Write(b.Bytes()); err != nil && log != nil {
 		log.DebugContext(r.Context(), "client went away", "path", Path(r), "error", err)
 	}
+}
+
+// Stray is the first field of a JSON object that is none of the struct's that into points to; empty when all are. A
+// decoder that refuses unknown fields lets one through whose name differs in the case of its letters alone.
+func Stray(raw []byte, into any) (string, error) {
+	var said map[string]json.RawMessage
+	if err := json.Unmarshal(raw, &said); err != nil {
+		return "", err
+	}
+	for _, f := range reflect.VisibleFields(reflect.TypeOf(into).Elem()) {
+		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+		delete(said, name)
+	}
+	left := append(slices.Sorted(maps.Keys(said)), "")
+	return left[0], nil
+}
+
+// Of turns any error into what the client may see. news says that the cause is for the operator and
+// belongs into the log.
+func Of(err error) (p *Problem, news bool) {
+	if errors.As(err, &p) {
+		return p, false
+	}
+	if busy, ok := errors.AsType[*lanes.BusyError](err); ok {
+		return New(http.StatusConflict, "%s", busy).Kind("lane-busy", "Lane busy").WithHolder(busy.Holder), false
+	}
+	if blocked, ok := errors.AsType[*lanes.BlockedError](err); ok {
+		return New(http.StatusConflict, "%s; try again, or end that transaction", blocked.Reason).Kind("lane-in-use",
+			"Lane in use"), false
+	}
+	if refused, ok := errors.AsType[*executions.RunError](err); ok {
+		return ofRun(refused), false
+	}
+	if stale, ok := errors.AsType[*memory.ConflictError](err); ok {
+		return ofConflict(stale), false
+	}
+	if stale, ok := errors.AsType[*postgres.StaleError](err); ok {
+		return New(http.StatusPreconditionFailed, "%s", stale).Kind("changed-meanwhile", "Changed meanwhile"), false
+	}
+	if locked, ok := errors.AsType[*postgres.LockedError](err); ok {
+		return New(http.StatusServiceUnavailable, "%s; try again, or end that transaction", locked).Kind("locked", "Locked"),
+			true
+	}
+	switch {
+	case is(err, activity.ErrCursor):
+		return New(http.StatusBadRequest, "parameter cursor is not one that this listing gave out").
+			Kind("bad-parameter", "Bad parameter"), false
+	case is(err, trace.ErrInvalid, lanes.ErrInvalid):
+		return New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id"), false
+	case is(err, activity.ErrNotFound, executions.ErrNotFound, skills.ErrNotFound, memory.ErrNotFound,
+		memory.ErrConflictNotFound, objectives.ErrNotFound,
+		automations.ErrNotFound, automations.ErrRunNotFound, approvals.ErrNotFound, threads.ErrNotFound, webhooks.ErrNotFound,
+		documents.ErrNotFound, channels.ErrNotFound, evals.ErrNotFound, agents.ErrNotFound):
+		return New(http.StatusNotFound, "%s", err), false
+	case is(err, approvals.ErrFourEyes):
+		return New(http.StatusForbidden, "%s", approvals.ErrFourEyes).Kind("four-eyes", "Four eyes"), false
+	case is(err, documents.ErrTooLarge):
+		return New(http.StatusRequestEntityTooLarge, "%s", err), false
+	case is(err, documents.ErrTooMany):
+		return New(http.StatusConflict, "%s", err), false
+	case is(err, threads.ErrEmpty, documents.ErrEmpty, documents.ErrForm):
+		return New(http.StatusBadRequest, "%s", err).Kind("bad-body", "Bad body"), false
+	case is(err, memory.ErrConflictDecided, memory.ErrConflictsFull, objectives.ErrNotActive, objectives.ErrConflict,
+		objectives.ErrNoEvidence,
+		objectives.ErrNameTaken, automations.ErrProposal, automations.ErrSkillDisabled, automations.ErrNameTaken,
+		approvals.ErrDecided):
+		return New(http.StatusConflict, "%s", err), false
+	case is(err, context.Canceled):
+		return New(http.StatusServiceUnavailable, "the request was given up"), false
+	case is(err, executions.ErrPaused): // before ErrDraining, which it is to the engine
+		return New(http.StatusConflict, "%s", err).Kind("paused", "Autonomous work is paused"), false
+	case is(err, executions.ErrDraining):
+		return New(http.StatusServiceUnavailable, "this process shuts down; try again").Kind("draining", "Draining"), false
+	case Away(err):
+		what, _ := postgres.Trouble(err) // what to do about it is for the operator, and in the log
+		return New(http.StatusServiceUnavailable, "%s; try again", cmp.Or(what, "the database does not answer")).
+			Kind("database-away", "Database away"), true
+	}
+	return New(http.StatusInternalServerError, "something went wrong here; the log has the cause"), true
+}
+
+// ofConflict has both values of a memory that was changed by somebody else.
+func ofConflict(c *memory.ConflictError) *Problem {
+	p := New(http.StatusPreconditionFailed, "%s", c).Kind("changed-meanwhile", "Changed meanwhile")
+	if c.Theirs != nil {
+		p.Current = c.Theirs
+	}
+	if c.Yours != nil {
+		p.Yours = c.Yours
+	}
+	return p
+}
+
+// ofRun is what a refusal about a run lock means to the worker.
+func ofRun(err *executions.RunError) *Problem {
+	p := New(http.StatusConflict, "%s", err).WithHolder(err.Holder).WithTrace(err.TraceID)
+	switch {
+	case is(err, executions.ErrMalformed):
+		p.Status = http.StatusBadRequest
+		return p.Kind("bad-body", "Bad body")
+	case is(err, executions.ErrHeld):
+		return p.Kind("lock-held", "Lock held")
+	case is(err, executions.ErrVoid):
+		return p.Kind("lock-void", "Lock void")
+	case is(err, executions.ErrOutputConflict):
+		return p.Kind("step-recorded", "Step recorded otherwise")
+	case is(err, executions.ErrNotReady):
+		return p.Kind("run-waits", "Run waits")
+	case is(err, executions.ErrEnded):
+		return p.Kind("run-ended", "Run ended")
+	case is(err, executions.ErrPaused):
+		return p.Kind("paused", "Autonomous work is paused")
+	}
+	return p.Kind("not-outside", "Not for workers outside")
+}
+
+// is reports whether err is any of targets.
+func is(err error, targets ...error) bool {
+	for _, target := range targets {
+		if errors.Is(err, target) {
+			return true
+		}
+	}
+	return false
+}
+
+// Away reports that the database could not be asked, or cannot write: not there, starting, stopping, full, read-only or
+// too slow, also to get a lock or to keep a session.
+func Away(err error) bool {
+	if _, unreachable := errors.AsType[*pgconn.ConnectError](err); unreachable {
+		return true
+	}
+	if _, broken := errors.AsType[net.Error](err); broken {
+		return true
+	}
+	if strings.HasPrefix(postgres.Code(err), "08") { // what a pooler says whose server is away
+		return true
+	}
+	// what a rollback on a broken connection says
+	return postgres.Locked(err) || is(err, context.DeadlineExceeded, io.ErrUnexpectedEOF, pgconn.ErrConnClosed) ||
+		postgres.IsCode(err, "25006", "25P03", "25P04", "53100", "53200", "53300", "57014", "57P01", "57P02", "57P03",
+			"57P05")
+}
+
+// WriteOpenAI is Write in OpenAI's format.
+func WriteOpenAI(w http.ResponseWriter, r *http.Request, err error, traceID string, log *slog.Logger) {
+	p := told(r, err, traceID, log)
+	if p.TraceID != "" {
+		w.Header().Set("X-Request-Id", p.TraceID) // what the stock clients show
+	}
+	send(w, r, p, "application/json", map[string]chatwire.Failure{"error": p.OpenAI()}, log)
+}
+
+// OpenAI is p in OpenAI's format. Stock clients choose their typed error by the HTTP status; the name given
+// with Kind becomes the code.
+func (p *Problem) OpenAI() chatwire.Failure {
+	return chatwire.Failure{Message: p.Detail, Type: openAIType(p.Status), Code: p.code()}
+}
+
+func (p *Problem) code() string {
+	if name, named := strings.CutPrefix(p.Type, "urn:lanekeeper:problem:"); named {
+		return strings.ReplaceAll(name, "-", "_")
+	}
+	switch p.Status {
+	case http.StatusUnauthorized:
+		return "invalid_api_key"
+	case http.StatusTooManyRequests:
+		return "rate_limit_exceeded"
+	case http.StatusInternalServerError:
+		return "server_error"
+	}
+	return strings.ReplaceAll(strings.ToLower(http.StatusText(p.Status)), " ", "_")
+}
+
+func openAIType(status int) string {
+	switch {
+	case status == http.StatusTooManyRequests:
+		return "rate_limit_error"
+	case status >= http.StatusInternalServerError:
+		return "server_error"
+	}
+	return "invalid_request_error"
 }

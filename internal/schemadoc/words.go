@@ -1,7 +1,13 @@
+// Package schemadoc writes docs/schema.md. The chapters are the files of migrations/schema, in their order, then those
+// of migrations/changes that open with a noun. A chapter has the head of the file, then its tables, types, views and
+// functions. A migrated database describes them. The test
+// of package migrations compares the document, and writes it with -update.
 package schemadoc
 
 import (
 	"fmt"
+	"io/fs"
+	"regexp"
 	"slices"
 	"strings"
 )
@@ -105,4 +111,125 @@ func Missing(nouns []*Noun) []string {
 		}
 	}
 	return all
+}
+
+// Noun is a chapter of the page: a file of migrations/schema, or of migrations/changes.
+type Noun struct {
+	File   string // schema/020_lanes.sql
+	Title  string // Lanes
+	Essay  string // the head of the file, as Markdown
+	Tables []*Relation
+	Views  []*Relation
+	Types  []*Relation
+	Closed []Closed
+	Calls  []Function
+}
+
+var (
+	// made finds what a file makes in the schema of the tables.
+	made = regexp.MustCompile(`(?m)^create (?:or replace )?(?:table|view|type|domain|function) ([a-z0-9_]+)\b[^.]`)
+	// opening is the first line of a file: "Lanes: the right to act".
+	opening = regexp.MustCompile(`^([A-Z][a-z ]+)([:.,])`)
+)
+
+// readNouns reads the files, and which of them makes each name at which place.
+func readNouns(files fs.FS) ([]*Noun, map[string]place, error) {
+	paths, err := fs.Glob(files, "schema/*.sql")
+	if err != nil {
+		return nil, nil, fmt.Errorf("list the schema: %w", err)
+	}
+	var nouns []*Noun
+	places := map[string]place{}
+	for i, p := range paths {
+		text, err := fs.ReadFile(files, p)
+		if err != nil {
+			return nil, nil, fmt.Errorf("read the schema: %w", err)
+		}
+		n := &Noun{File: p, Essay: head(string(text))}
+		first := opening.FindStringSubmatch(n.Essay)
+		if first == nil {
+			return nil, nil, fmt.Errorf("%s does not open with its noun, as in `-- Lanes: the right to act.`", n.File)
+		}
+		n.Title, n.Essay = first[1], essay(strings.TrimPrefix(n.Essay, first[0]))
+		for j, m := range made.FindAllStringSubmatch(string(text), -1) {
+			if _, known := places[m[1]]; !known {
+				places[m[1]] = place{i, j}
+			}
+		}
+		nouns = append(nouns, n)
+	}
+	nouns, err = readChanges(files, nouns, places)
+	return nouns, places, err
+}
+
+// readChanges adds the tables of later changes: to the chapter that the file names, or as a chapter of their own.
+func readChanges(files fs.FS, nouns []*Noun, places map[string]place) ([]*Noun, error) {
+	paths, err := fs.Glob(files, "changes/*.sql")
+	if err != nil {
+		return nil, fmt.Errorf("list the changes: %w", err)
+	}
+	for i, p := range paths {
+		text, err := fs.ReadFile(files, p)
+		if err != nil {
+			return nil, fmt.Errorf("read the changes: %w", err)
+		}
+		intro := head(string(text))
+		first := opening.FindStringSubmatch(intro)
+		tables := made.FindAllStringSubmatch(string(text), -1)
+		if first == nil || tables == nil {
+			continue
+		}
+		at := slices.IndexFunc(nouns, func(n *Noun) bool { return n.Title == first[1] })
+		if at < 0 {
+			at = len(nouns)
+			nouns = append(nouns, &Noun{
+				File: p, Title: first[1], Essay: essay(strings.TrimPrefix(intro, first[0])),
+			})
+		}
+		for j, m := range tables {
+			if _, known := places[m[1]]; !known {
+				places[m[1]] = place{at, (i+1)*1000 + j}
+			}
+		}
+	}
+	return nouns, nil
+}
+
+// place is where a name is made: the file's number, and the number of the statement in it.
+type place struct{ file, statement int }
+
+// find is the place of a name. A name of a later change stands with the known name that has the same beginning.
+func find(places map[string]place, name string) place {
+	at, known := places[name]
+	for part := name; !known && part != ""; part = part[:len(part)-1] {
+		for other, p := range places {
+			if strings.HasPrefix(other, part) && (!known || p.before(at)) {
+				at, known = p, true
+			}
+		}
+	}
+	return at
+}
+
+func (p place) before(q place) bool {
+	return p.file < q.file || p.file == q.file && p.statement < q.statement
+}
+
+// essay is what follows the noun: a sentence of its own.
+func essay(text string) string {
+	text = strings.TrimSpace(text)
+	return strings.ToUpper(text[:1]) + text[1:]
+}
+
+// head is the comment that a file opens with, without its marks.
+func head(text string) string {
+	var lines []string
+	for line := range strings.Lines(text) {
+		line = strings.TrimRight(line, "\n")
+		if !strings.HasPrefix(line, "--") {
+			break
+		}
+		lines = append(lines, strings.TrimPrefix(strings.TrimPrefix(line, "--"), " "))
+	}
+	return strings.Join(lines, "\n")
 }

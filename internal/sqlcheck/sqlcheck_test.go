@@ -1,9 +1,17 @@
 package sqlcheck_test
 
 import (
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/jackc/pgx/v5"
@@ -119,4 +127,220 @@ func TestTheCheckSeesWhatIsWrong(t *testing.T) {
 		assert.Truef(t, known && (expected == "") == (says == "") &&
 			regexp.MustCompile(regexp.QuoteMeta(expected)).MatchString(says), "%s: %q, want %q", s.at, says, expected)
 	}
+}
+
+func TestMain(m *testing.M) { pgtest.Main(m) }
+
+// oldRows matches a search for old rows, oldest first, that no index can serve: clock_timestamp is volatile, so
+// PostgreSQL compares it with every row.
+var oldRows = regexp.MustCompile(`(?i)(\w+)\s*<=?\s*clock_timestamp\(\)[^()]*?\border by (?:\w+\.)?(\w+)`)
+
+// Such a search costs as much as the table has rows, however few are old. statement_timestamp is stable.
+func TestASearchForOldRowsCanUseAnIndex(t *testing.T) {
+	t.Parallel()
+	root, err := filepath.Abs("../..")
+	require.NoError(t, err)
+	for _, s := range statements(t, root) {
+		for _, m := range oldRows.FindAllStringSubmatch(s.sql, -1) {
+			if m[1] == m[2] {
+				t.Errorf("%s: no index serves %q: use statement_timestamp()", s.at, m[0])
+			}
+		}
+	}
+}
+
+// statement is SQL in the source, or an argument that could not be resolved to text.
+type statement struct {
+	at   string // file:line
+	file string
+	sql  string
+	err  error
+}
+
+// sender are the functions that send SQL, with the position of the statement among their arguments. Queue
+// has no context; Row, Rows and Names are those of package postgres.
+var sender = map[string]int{"Exec": 1, "Query": 1, "QueryRow": 1, "Queue": 0, "Row": 3, "Rows": 3, "Names": 3}
+
+// beginsLikeSQL finds statements that reach the database through a function of the package's own.
+var beginsLikeSQL = regexp.MustCompile(
+	`(?is)^\s*(select\s|insert\s+into\s|update\s+\w+.*\sset\s|delete\s+from\s|with\s+(recursive\s+)?\w+\s+as\s)`)
+
+// statements reads all packages below root; testdata, tests, and the benchmarks, which make
+// a table of their own, are left out.
+func statements(t *testing.T, root string) []statement {
+	t.Helper()
+	var all []statement
+	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !d.IsDir() {
+			return err
+		}
+		if name := d.Name(); path != root && (name == "testdata" || name == "bench" || strings.HasPrefix(name, ".")) {
+			return filepath.SkipDir
+		}
+		found, err := inFolder(root, path)
+		all = append(all, found...)
+		return err
+	})
+	require.NoError(t, err)
+	return all
+}
+
+// folder is one package's source.
+type folder struct {
+	root  string
+	fset  *token.FileSet
+	texts map[string]ast.Expr // constants, by name
+	files map[string]string   // embedded files, by the variable's name
+}
+
+func inFolder(root, path string) ([]statement, error) {
+	f := folder{root: root, fset: token.NewFileSet(), texts: map[string]ast.Expr{}, files: map[string]string{}}
+	names, err := filepath.Glob(filepath.Join(path, "*.go"))
+	if err != nil {
+		return nil, err
+	}
+	var parsed []*ast.File
+	for _, name := range names {
+		if strings.HasSuffix(name, "_test.go") {
+			continue
+		}
+		file, err := parser.ParseFile(f.fset, name, nil, parser.ParseComments)
+		if err != nil {
+			return nil, err
+		}
+		parsed = append(parsed, file)
+		if err := f.learn(path, file); err != nil {
+			return nil, err
+		}
+	}
+	var all []statement
+	for _, file := range parsed {
+		all = append(all, f.search(file)...)
+	}
+	return all, nil
+}
+
+// learn takes the constants and the embedded files of one source file.
+func (f *folder) learn(path string, file *ast.File) (err error) {
+	ast.Inspect(file, func(n ast.Node) bool {
+		decl, ok := n.(*ast.GenDecl)
+		if !ok {
+			return true
+		}
+		for _, s := range decl.Specs {
+			v, ok := s.(*ast.ValueSpec)
+			if !ok {
+				continue
+			}
+			if decl.Tok == token.CONST {
+				for i, name := range v.Names {
+					if i < len(v.Values) {
+						f.texts[name.Name] = v.Values[i]
+					}
+				}
+			}
+			if decl.Doc == nil || !strings.HasSuffix(decl.Doc.List[len(decl.Doc.List)-1].Text, ".sql") {
+				continue
+			}
+			if embedded, is := strings.CutPrefix(decl.Doc.List[len(decl.Doc.List)-1].Text, "//go:embed "); is &&
+				!strings.Contains(embedded, "*") {
+				var text []byte
+				if text, err = os.ReadFile(filepath.Join(path, embedded)); err != nil {
+					return false
+				}
+				f.files[v.Names[0].Name] = string(text)
+			}
+		}
+		return err == nil
+	})
+	return err
+}
+
+// search finds the statements of one source file.
+func (f *folder) search(file *ast.File) []statement {
+	var all []statement
+	ast.Inspect(file, func(n ast.Node) bool {
+		switch n := n.(type) {
+		case *ast.CallExpr:
+			fun := n.Fun
+			if of, ok := fun.(*ast.IndexExpr); ok {
+				fun = of.X
+			}
+			if method, ok := fun.(*ast.SelectorExpr); ok {
+				if i, sends := sender[method.Sel.Name]; sends && len(n.Args) > i {
+					all = append(all, f.sent(n.Args[i])...)
+				}
+			}
+		case *ast.BasicLit, *ast.BinaryExpr:
+			if e := n.(ast.Expr); f.looksLikeSQL(e) {
+				text, err := f.text(e)
+				all = append(all, f.statement(n, text, err))
+				return false
+			}
+		}
+		return true
+	})
+	return all
+}
+
+// sent looks at what a sending method gets, unless it is found by what it says.
+func (f *folder) sent(arg ast.Expr) []statement {
+	if f.looksLikeSQL(arg) {
+		return nil
+	}
+	text, err := f.text(arg)
+	return []statement{f.statement(arg, text, err)}
+}
+
+// looksLikeSQL reports whether a literal, or the first of a sum, begins like SQL.
+func (f *folder) looksLikeSQL(e ast.Expr) bool {
+	if sum, ok := e.(*ast.BinaryExpr); ok {
+		if text, err := f.text(sum); err == nil {
+			return beginsLikeSQL.MatchString(text)
+		}
+		return f.looksLikeSQL(sum.X)
+	}
+	literal, ok := e.(*ast.BasicLit)
+	if !ok {
+		return false
+	}
+	text, err := f.text(literal)
+	return err == nil && beginsLikeSQL.MatchString(text)
+}
+
+func (f *folder) statement(n ast.Node, text string, err error) statement {
+	p := f.fset.Position(n.Pos())
+	name, relative := filepath.Rel(f.root, p.Filename)
+	if relative != nil {
+		name = p.Filename
+	}
+	return statement{at: fmt.Sprintf("%s:%d", name, p.Line), file: filepath.ToSlash(name), sql: text, err: err}
+}
+
+// text is the value of a constant string expression.
+func (f *folder) text(e ast.Expr) (string, error) {
+	switch e := e.(type) {
+	case *ast.BasicLit:
+		if e.Kind == token.STRING {
+			return strconv.Unquote(e.Value)
+		}
+	case *ast.ParenExpr:
+		return f.text(e.X)
+	case *ast.BinaryExpr:
+		left, err := f.text(e.X)
+		if err != nil || e.Op != token.ADD {
+			return "", fmt.Errorf("not a constant: %w", err)
+		}
+		right, err := f.text(e.Y)
+		return left + right, err
+	case *ast.Ident:
+		if text, ok := f.files[e.Name]; ok {
+			return text, nil
+		}
+		if value, ok := f.texts[e.Name]; ok {
+			return f.text(value)
+		}
+		return "", fmt.Errorf("%s is not a constant", e.Name)
+	}
+	return "", fmt.Errorf("%T is not a constant", e)
 }

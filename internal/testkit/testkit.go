@@ -7,12 +7,17 @@
 package testkit
 
 import (
+	"bufio"
+	"bytes"
+	"cmp"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -144,4 +149,119 @@ func Receive[T any](tb testing.TB, from <-chan T) (value T) {
 		tb.Fatal("nothing was sent within a minute")
 	}
 	return value
+}
+
+// Answer is what a client of the chat has received.
+type Answer struct {
+	Status   int    // 0: the connection broke before there was one
+	ID       string // of the completion
+	Text     string
+	Code     string // of an error
+	Complete bool   // it ended as the protocol says
+	Header   http.Header
+}
+
+// Chat sends a request to the chat, on a connection of its own, and reads the answer as far as it comes. A streamed
+// answer calls received after each chunk, if it is set.
+func Chat(r *http.Request, received func(text string)) (a Answer) {
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	response, err := client.Do(r)
+	if err != nil {
+		return a
+	}
+	defer response.Body.Close()
+	a.Status, a.ID, a.Header = response.StatusCode, response.Header.Get("X-Completion-Id"), response.Header
+	if strings.HasPrefix(a.Header.Get("Content-Type"), "text/event-stream") {
+		a.stream(response.Body, received)
+		return a
+	}
+	if raw, err := io.ReadAll(response.Body); err == nil {
+		a.add(raw)
+		a.Complete = a.Code == ""
+	}
+	return a
+}
+
+// stream reads chunks.
+func (a *Answer) stream(body io.Reader, received func(text string)) {
+	lines := bufio.NewScanner(body)
+	lines.Buffer(nil, 1<<20)
+	for lines.Scan() {
+		data, ok := bytes.CutPrefix(lines.Bytes(), []byte("data: "))
+		switch {
+		case !ok:
+		case string(data) == "[DONE]":
+			a.Complete = a.Code == ""
+		default:
+			a.add(data)
+			if received != nil {
+				received(a.Text)
+			}
+		}
+	}
+}
+
+// add adds a chunk, or a whole answer. A chunk that was cut off is dropped.
+func (a *Answer) add(raw []byte) {
+	var c struct {
+		ID      string
+		Choices []struct{ Delta, Message struct{ Content string } }
+		Error   struct{ Code string }
+	}
+	if json.Unmarshal(raw, &c) != nil {
+		return
+	}
+	a.ID, a.Code = cmp.Or(c.ID, a.ID), cmp.Or(c.Error.Code, a.Code)
+	for _, choice := range c.Choices {
+		a.Text += choice.Delta.Content + choice.Message.Content
+	}
+}
+
+// Log collects what goroutines write while a test reads it.
+type Log struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+// Write adds to it.
+func (l *Log) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+// String is all of it.
+func (l *Log) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+// Tail is the last n lines.
+func (l *Log) Tail(n int) string {
+	lines := strings.SplitAfter(l.String(), "\n")
+	return strings.Join(lines[max(0, len(lines)-n):], "")
+}
+
+// Lines are the lines that contain all words.
+func (l *Log) Lines(words ...string) (found []string) {
+	for line := range strings.Lines(l.String()) {
+		if !slices.ContainsFunc(words, func(word string) bool { return !strings.Contains(line, word) }) {
+			found = append(found, line)
+		}
+	}
+	return found
+}
+
+// Records are the lines of a JSON log that have one of the messages.
+func (l *Log) Records(tb testing.TB, messages ...string) (found []map[string]any) {
+	tb.Helper()
+	for line := range strings.Lines(l.String()) {
+		var record map[string]any
+		require.NoError(tb, json.Unmarshal([]byte(line), &record))
+		if message, ok := record["msg"].(string); ok && slices.Contains(messages, message) {
+			found = append(found, record)
+		}
+	}
+	return found
 }

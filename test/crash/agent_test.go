@@ -4,15 +4,27 @@ package crash_test
 
 import (
 	"encoding/json"
+	"errors"
+	"fmt"
 	"net"
+	"net/http"
+	"os"
+	"path/filepath"
 	"regexp"
 	"strconv"
+	"strings"
+	"syscall"
 	"testing"
 	"time"
 
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // patience is how long anything may take on a busy machine before the test gives up. It is more than twice as long as
@@ -66,4 +78,221 @@ func (a *agent) pid() string { return strconv.Itoa(a.Cmd.Process.Pid) }
 func (a *agent) decode(into any) {
 	a.t.Helper()
 	require.NoError(a.t, json.Unmarshal([]byte(a.Out.String()), into), "in", a.Out.String())
+}
+
+// TestDevLeavesNoServerBehind: kill -9 of `agent dev` ends its PostgreSQL within seconds, and the next
+// start finds the data.
+func TestDevLeavesNoServerBehind(t *testing.T) {
+	t.Parallel()
+	dir := pgtest.OpenDir(t)
+	environ := []string{"AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=" + never}
+	const greeting = "^C stops"
+
+	first := launch(t, dir, environ, "dev")
+	first.Says(greeting)
+	pid := pgtest.Postmaster(t, filepath.Join(dir, ".agent", "pg", "*"))
+	first.Kill()
+	pgtest.Eventually(t, 90*time.Second, func() bool { return errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) },
+		"the server goes with its process")
+
+	began := time.Now()
+	second := launch(t, dir, environ, "dev")
+	second.Says(greeting)
+	t.Logf("the second start, with its heartbeat, took %s", time.Since(began).Round(time.Millisecond))
+	list := launch(t, dir, environ, "executions", "ls", "--json")
+	require.Equal(t, 0, list.Exit())
+	var got struct {
+		Items []struct{ Flow, Status string }
+	}
+	list.decode(&got)
+	beats := 0
+	for _, x := range got.Items {
+		if x.Flow == "heartbeat" && x.Status == "completed" {
+			beats++
+		}
+	}
+	assert.Equal(t, 2, beats, got.Items)
+	second.Signal(syscall.SIGTERM)
+	assert.Equal(t, 0, second.Exit())
+	files, err := filepath.Glob(filepath.Join(dir, ".agent", "pg", "*", "data", "postmaster.pid"))
+	assert.Truef(t, err == nil && len(files) == 0, "after an orderly stop there is %v (%v)", files, err)
+}
+
+// asks is the first thing that a chat message does in the database.
+var asks = regexp.MustCompile(`hashtextextended\('chat `)
+
+// TestKillAtEveryBoundaryOfAChatAnswer kills the process that has the visitor's connection before each of its
+// requests, and after each took effect. Another one finishes the answer, if the message was stored; if not, the
+// visitor's client says it again.
+func TestKillAtEveryBoundaryOfAChatAnswer(t *testing.T) {
+	t.Parallel()
+	for name, stream := range map[string]bool{"streamed": true, "whole": false} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			total := cleanChat(t, stream)
+			t.Logf("%d boundaries", total)
+			atBoundaries(t, total, 5, map[string]verdict{"before": killBefore, "after": killAfter},
+				func(t *testing.T, n int, how verdict) { killChat(t, n, how, stream) })
+		})
+	}
+}
+
+// cleanChat answers a message undisturbed and returns how many requests that took.
+func cleanChat(t *testing.T, stream bool) int {
+	t.Helper()
+	s := newTalk(t)
+	a, c := s.killed(asks, -1, pass)
+	got := s.say(a, message{"th", "weather", stream})
+	n := c.count()
+	require.Truef(t, got.Complete && got.Status == 200, "the answer is %+v", got)
+	s.answered(a, "th", map[string]testkit.Answer{"weather": got}, "weather")
+	s.settled(snapshot{})
+	assert.Truef(t, n >= 20, "an answer made %d requests; does the proxy still see them?", n)
+	return n
+}
+
+func killChat(t *testing.T, n int, how verdict, stream bool) {
+	t.Helper()
+	s := newTalk(t)
+	m := message{"th", "weather", stream}
+	a, _ := s.killed(asks, n, how)
+	first := s.say(a, m)
+	before := s.over(a)
+	stored := pgtest.Value[int](s.t, s.db, `select count(*) from agent_messages where role = 'user'`)
+	assert.True(t, stored != 0 || first.ID == "" &&
+		pgtest.Value[int](s.t, s.db, `select count(*) from agent_executions`) <= 0, "a turn without its message")
+	b := s.serve("")
+	got := s.insist(b, m)
+	s.answered(b, "th", map[string]testkit.Answer{m.words: got}, m.words)
+	assert.Truef(t, !first.Complete || first.Text == got.Text, "the client was told %q, then %q", first.Text, got.Text)
+	if id := first.ID; id != "" { // the client knew what to attach to
+		if again := s.attach(b, id, "?stream=true"); again.ID != got.ID || again.Text != got.Text || !again.Complete {
+			t.Errorf("attached again: %+v, want %+v", again, got)
+		}
+	}
+	assert.Equal(t, 1, strings.Count(got.Text, reply(m.words)), got.Text)
+	s.settled(before)
+}
+
+// evalsYAML has a skill. Its address is never called.
+const evalsYAML = `
+kind: skill
+name: check_order
+description: Looks an order up.
+scope: external
+parameters: {type: object, required: [order], properties: {order: {type: integer}}}
+handler: "http:GET %s/order"
+`
+
+// callsPerTrial is the number of a trial's model calls.
+const callsPerTrial = 2
+
+// suiteOf is a suite of some cases, each with one call of a skill.
+func suiteOf(cases, trials int) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "---\nkind: eval\nname: load\ntrials: %d\ncases:\n", trials)
+	for n := range cases {
+		fmt.Fprintf(&b, `  - name: order %[1]d
+    messages: [{user: "order %[1]d?"}]
+    skills: {check_order: [{when: {order: %[1]d}, returns: {due: false}}]}
+    expect: [{called: {skill: check_order, args: {order: %[1]d}, times: 1}}, {answer: {contains: not due}}]
+`, n)
+	}
+	return b.String()
+}
+
+// orderModel answers in 200 ms: a call of the skill, then words.
+func orderModel(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+	last := req.Messages[len(req.Messages)-1]
+	if last.Role == openai.ChatMessageRoleTool {
+		return modeltest.Text("It is not due.").WithUsage(100, 10, 0).Slowly(200 * time.Millisecond)
+	}
+	_, order, _ := strings.Cut(last.Content, "order ")
+	return modeltest.ToolCall("check_order", `{"order":`+strings.TrimSuffix(order, "?")+`}`).WithUsage(100, 10, 0).
+		Slowly(200 * time.Millisecond)
+}
+
+// TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice plays a suite with a model that answers in 200 ms, kills the process
+// in the middle, and goes on. Its long form has 100 cases in 5 trials, and plays them within a minute first.
+func TestAnEvalThatIsKilledGoesOnAndPaysNoAnswerTwice(t *testing.T) {
+	t.Parallel()
+	cases, trials, concurrent := 6, 2, 3
+	long := os.Getenv("AGENT_EVALS") != ""
+	if long {
+		cases, trials, concurrent = 100, 5, 8
+	}
+	s := newStage(t, pgtest.URL(t), evalsYAML+suiteOf(cases, trials))
+	run := func(args ...string) *proctest.Process {
+		command := append([]string{program, "eval", "run"}, args...)
+		return proctest.Start(t, 2*time.Minute, s.dir, s.environ("", "AGENT_WORKER_LEASE=6s"), command...)
+	}
+	ends := func(p *proctest.Process) {
+		t.Helper()
+		select {
+		case <-p.Ended():
+		case <-time.After(2 * time.Minute):
+			t.Fatal("the run does not end")
+		}
+		require.Equal(t, 0, p.Exit())
+	}
+	s.model.Handle(orderModel)
+	made := func() int { return len(s.model.Requests()) }
+	wanted := cases * trials * callsPerTrial
+	if long {
+		began := time.Now()
+		ends(run("--concurrency", fmt.Sprint(concurrent)))
+		t.Logf("%d cases in %d trials took %s", cases, trials, time.Since(began).Round(100*time.Millisecond))
+		if took := time.Since(began); took > time.Minute || made() != wanted {
+			t.Errorf("it took %s, with %d model calls, want at most a minute, and %d", took, made(), wanted)
+		}
+	}
+	before := made()
+	first := run("--concurrency", fmt.Sprint(concurrent))
+	eventually(t, "half of the answers came", func() bool { return made()-before >= wanted/2 })
+	first.Kill()
+	id := pgtest.Value[string](t, s.db, `select id::text from agent_eval_runs where status = 'running'`)
+	ends(run("--resume", id, "--concurrency", fmt.Sprint(concurrent)))
+	pgtest.Equal(t, s.db, cases*trials, `select count(*)::int from agent_eval_trials where run_id = $1 and verdict = 'pass'`, id)
+	// Only requests that the killed process had not recorded may be sent again, under their keys.
+	if extra := made() - before - wanted; extra > concurrent {
+		t.Errorf("%d model calls were made twice, with %d under way at the kill", extra, concurrent)
+	}
+	pgtest.Equal(t, s.db, 0, `
+		select count(*)::int from (select from agent_activity where kind = 'model' and status = 'success'
+		   group by execution_id, step having count(*) > 1) twice`)
+	pgtest.Equal(t, s.db, 0, `select count(*)::int from agent_budget_reservations`)
+	keys := map[string]bool{}
+	for _, r := range s.model.Requests()[before:] {
+		keys[r.IdempotencyKey()] = true
+	}
+	assert.Equal(t, wanted, len(keys))
+}
+
+// TestARunOfAServerThatIsKilledGoesOnInAnother starts a run as the page does, kills the server that plays it, and
+// starts another one.
+func TestARunOfAServerThatIsKilledGoesOnInAnother(t *testing.T) {
+	t.Parallel()
+	const cases, trials = 4, 2
+	s := newStage(t, pgtest.URL(t), evalsYAML+suiteOf(cases, trials))
+	s.model.Handle(orderModel)
+	first := s.serve("", "AGENT_WORKER_LEASE=6s")
+	answer, err := testkit.Do(t.Context(), http.DefaultClient, http.MethodPost, "http://"+first.address()+"/v1/evals/runs",
+		`{"suite": "load"}`, testkit.Bearer(adminToken))
+	require.NoError(t, err)
+	assert.Equal(t, http.StatusCreated, answer.Status)
+	eventually(t, "some answers came", func() bool { return len(s.model.Requests()) >= cases })
+	first.Kill()
+	s.serve("", "AGENT_WORKER_LEASE=6s")
+	eventually(t, "the run ends", func() bool {
+		return pgtest.Value[string](t, s.db, `select status from agent_eval_runs`) != "running"
+	})
+	pgtest.Equal(t, s.db, cases*trials, `select count(*)::int from agent_eval_trials where verdict = 'pass'`)
+	pgtest.Equal(t, s.db, 0, `
+		select count(*)::int from (select from agent_activity where kind = 'model' and status = 'success'
+		   group by execution_id, step having count(*) > 1) twice`)
+	keys := map[string]bool{}
+	for _, r := range s.model.Requests() {
+		keys[r.IdempotencyKey()] = true
+	}
+	assert.Equal(t, cases*trials*callsPerTrial, len(keys))
 }

@@ -2,14 +2,24 @@ package cuts_test
 
 import (
 	"cmp"
+	"context"
+	"encoding/json"
 	"fmt"
 	"hash/fnv"
+	"io"
+	"net"
+	"net/http"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // together is how many cuts one run of the sample has: as often as postgres.Again tries once more, since all of them
@@ -195,4 +205,179 @@ func (f *findings) check(t *testing.T, planned int) {
 		assert.Truef(t, f.met[i] != 0,
 			"the exception %q has not occurred: take it out of the table and out of docs/exceptions.md", e.name)
 	}
+}
+
+// ask makes a request of the process's HTTP, and makes it again, under the same Idempotency-Key, where a careful
+// client would: when the connection broke, the process said that it cannot now, or that the first request is still
+// being handled. What was told instead of an answer is noted.
+func (w *world) ask(ctx context.Context, method, path, body, key string) []byte {
+	w.t.Helper()
+	for {
+		status, answer, err := w.request(ctx, method, path, adminToken, body, "Idempotency-Key", key)
+		if err == nil && status < 300 {
+			return answer
+		}
+		w.note("%s %s: %s", method, strings.SplitN(path, "-", 2)[0], told(status, answer, err))
+		again := err != nil || status >= 500 || strings.Contains(string(answer), "idempotency-key-running")
+		if !again || !pause(ctx) {
+			return nil
+		}
+	}
+}
+
+// told is an answer that is an error, in few words.
+func told(status int, answer []byte, err error) string {
+	if err != nil {
+		return "the connection broke"
+	}
+	var p struct {
+		Title string
+		Error struct{ Code string }
+	}
+	if json.Unmarshal(answer, &p) != nil {
+		return http.StatusText(status)
+	}
+	return strings.TrimSpace(http.StatusText(status) + ": " + cmp.Or(p.Title, p.Error.Code))
+}
+
+// pause lets a moment pass before something is asked again.
+func pause(ctx context.Context) bool { return testkit.Wait(ctx, 5*time.Millisecond) }
+
+// request makes one request; further words are headers.
+func (w *world) request(ctx context.Context, method, path, key, body string, header ...string) (int, []byte, error) {
+	r, err := http.NewRequestWithContext(ctx, method, w.url+path, strings.NewReader(body))
+	if err != nil {
+		return 0, nil, err
+	}
+	r.Header.Set("Authorization", "Bearer "+key)
+	r.Header.Set("Content-Type", "application/json")
+	for i := 0; i < len(header); i += 2 {
+		r.Header.Set(header[i], header[i+1])
+	}
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	response, err := client.Do(r)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer response.Body.Close()
+	answer, err := io.ReadAll(response.Body)
+	return response.StatusCode, answer, err
+}
+
+// say sends a visitor's message and listens to the answer. Where that breaks off, it does what a careful client does:
+// it says the same again under the same key, or attaches to the answer that is under way.
+func (w *world) say(ctx context.Context, thread, words string) string {
+	w.t.Helper()
+	body, err := json.Marshal(map[string]any{
+		"model": "agent", "stream": true, "messages": []map[string]string{{"role": "user", "content": words}},
+	})
+	require.NoError(w.t, err)
+	method, path, attached := http.MethodPost, "/v1/chat/completions", false
+	for {
+		got := w.hear(ctx, method, path, string(body), thread)
+		if got.Complete && got.Status == http.StatusOK {
+			return got.Text
+		}
+		w.note("the visitor was told: %d %s", got.Status, got.Code)
+		if attached = got.ID != ""; attached {
+			method, path, body = http.MethodGet, "/v1/chat/completions/"+got.ID+"?stream=true", nil
+		}
+		if !pause(ctx) {
+			return got.Text
+		}
+	}
+}
+
+// hear makes a request of the chat and reads what comes.
+func (w *world) hear(ctx context.Context, method, path, body, thread string) testkit.Answer {
+	r, err := http.NewRequestWithContext(ctx, method, w.url+path, strings.NewReader(body))
+	require.NoError(w.t, err)
+	r.Header.Set("Authorization", "Bearer "+chatKey)
+	if body != "" {
+		r.Header.Set("Content-Type", "application/json")
+		r.Header.Set("X-Thread-Id", thread)
+		r.Header.Set("Idempotency-Key", "message in "+thread)
+	}
+	return testkit.Chat(r, nil)
+}
+
+// newProxy makes a proxy for the database of a URL, whose ledger says what is cut. It stands between the parts of a
+// process and the database.
+func newProxy(t testing.TB, target string, ledger *ledger) *pgproxy.Proxy {
+	t.Helper()
+	return pgproxy.Listen(t, target, func(client, server net.Conn) pgproxy.Link {
+		return &link{ledger: ledger, client: client, server: server}
+	})
+}
+
+// link is one connection through the proxy.
+type link struct {
+	ledger         *ledger
+	client, server net.Conn
+	last           string      // the last statement of the transaction that is open
+	cut            atomic.Bool // at the server's next readiness, before the client hears of it
+}
+
+// Upstream carries what the client says, up to where it waits for an answer.
+func (l *link) Upstream() {
+	requests, first, err := pgproxy.NewRequests(l.client)
+	if err != nil {
+		return
+	}
+	name := "connect"
+	if pgproxy.IsCancel(first) {
+		name = ""
+	}
+	for raw := first; l.send(name, raw); {
+		r, err := requests.Next()
+		if err != nil {
+			return
+		}
+		name, raw = l.name(r), r.Raw
+	}
+}
+
+// name is what a request is called, but for how often it came before; empty for one that asks for nothing.
+func (l *link) name(r pgproxy.Request) string {
+	if len(r.Bound) == 0 {
+		if len(r.Prepared) == 0 {
+			return ""
+		}
+		return "prepare: " + tidy(r.Prepared)
+	}
+	name := tidy(slices.Compact(r.Bound))
+	switch word, _, _ := strings.Cut(name, " "); word {
+	case "commit", "rollback":
+		name += " after: " + l.last
+	default:
+		l.last = name
+	}
+	return name
+}
+
+// send passes what has a name on, unless it is to be cut, and all else.
+func (l *link) send(name string, raw []byte) bool {
+	if name != "" {
+		switch l.ledger.note(name) {
+		case before:
+			return false
+		case after:
+			l.cut.Store(true)
+		case pass:
+		}
+	}
+	_, err := l.server.Write(raw)
+	return err == nil
+}
+
+// Downstream carries what the server answers.
+func (l *link) Downstream() { pgproxy.Answers(l.server, l.client, l.cut.Load) }
+
+// tidy is statements on one line.
+func tidy(statements []string) string {
+	lines := make([]string, len(statements))
+	for i, sql := range statements {
+		lines[i] = strings.Join(strings.Fields(sql), " ")
+	}
+	return strings.Join(lines, "; ")
 }

@@ -3,8 +3,10 @@ package cuts_test
 import (
 	"context"
 	"encoding/json"
+	"os"
 	"regexp"
 	"strings"
+	"testing"
 	"time"
 
 	openai "github.com/sashabaranov/go-openai"
@@ -234,3 +236,49 @@ func rest(ctx context.Context, w *world) {
 	w.ledger.begins()
 	onboard(ctx, w)
 }
+
+// story is something that a process does, and its end.
+type story struct {
+	name     string
+	declared string // the workspace
+	settings settings
+	begin    func(w *world)                      // before the process starts
+	tell     func(ctx context.Context, w *world) // while it works; returns when all is over
+}
+
+// ending is how a story ended.
+type ending struct {
+	digest []string // the state of the world, see digest_test.go
+	told   []string // what somebody outside was told, other than what they asked for
+	sent   []sent
+	left   []cut // the cuts that were not made
+	slow   bool  // a lease was lost, which on a machine that stood still needs no cut
+	log    string
+}
+
+// end tells a story with cuts, and says how it ended.
+func (s story) end(t *testing.T, cuts []cut) ending {
+	t.Helper()
+	database := pgtest.URL(t)
+	w := newWorld(t, database, s.declared, cuts)
+	s.begin(w)
+	w.run(database, s.settings, func(ctx context.Context) {
+		s.tell(ctx, w)
+		w.eventually("everything is over", `
+			select not exists (select from agent_executions where completed_at is null)
+			   and not exists (select from agent_activity_open) and not exists (select from agent_locks_live)`)
+	})
+	slow := pgtest.Value[int](w.t, w.db, `select count(*) from agent_workers`) > 1
+	return ending{digest(w), w.told(), w.ledger.all(), w.ledger.left(), slow, w.log.String()}
+}
+
+// patience is how long anything may take on a busy machine before the test gives up.
+const patience = 90 * time.Second
+
+func TestMain(m *testing.M) {
+	pgtest.AtOnce(8)
+	pgtest.Main(m)
+}
+
+// whole reports whether every message is to be cut.
+func whole() bool { return os.Getenv("AGENT_CUT_ALL") != "" }

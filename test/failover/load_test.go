@@ -6,13 +6,19 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net/http"
+	"slices"
+	"strings"
 	"sync"
+	"testing"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
@@ -191,4 +197,219 @@ func (l *load) started() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return len(l.runs)
+}
+
+// told is what only the test knows, beside the product's own tables.
+const told = `
+	create schema told;
+	create table told.runs (n int not null, id uuid not null);
+	create table told.given (id text not null, key text not null);
+	create table told.notes (id text not null, content text not null);
+	create table told.heard (question text not null, answer text not null);
+	create table told.calls (skill text not null, key text not null, body jsonb not null);
+	create table told.lanes (process int not null, nth int not null, lane text not null, token bigint not null)`
+
+// checks are the invariants: each query lists what violates one, in words.
+var checks = map[string]string{
+	"a start that was confirmed is there, once": `
+		select format('number %s (%s) is not there as it was started', r.n, r.id) from told.runs r
+		  left join agent_executions x on x.id = r.id where x.input ->> 'n' is distinct from r.n::text
+		union all
+		select format('number %s was started %s times', input ->> 'n', count(*)) from agent_executions where flow = 'errand'
+		 group by input ->> 'n' having count(*) > 1`,
+	"every execution ends": `
+		select format('%s %s is %s: %s', flow, id, status, error_message) from agent_executions x
+		 where status <> 'completed' and not (status = 'failed' and exists (
+		   select from agent_activity a where a.execution_id = x.id and a.skill_name = 'pay' and a.status = 'unknown'))`,
+	"an event that was confirmed is there, once, and was heard": `
+		select format('%s (%s) is there %s times, consumed by %s', g.id, g.key, count(v.id), count(v.consumed_by))
+		  from told.given g
+		  left join agent_events v on v.external_id = g.id and v.key = g.key group by g.id, g.key having count(v.id) <> 1
+		    or count(v.consumed_by) <> 1`,
+	"a message that was confirmed is there, once, and was sent": `
+		select format('%L (%s) is there %s times: %s', n.content, n.id, count(m.id), string_agg(m.status, ', '))
+		  from told.notes n
+		  left join agent_messages m on m.content = n.content
+		 group by n.content, n.id having count(m.id) <> 1
+		   or count(*) filter (where m.id::text = n.id and m.status = 'sent') <> 1`,
+	"what a flow says is said once": `
+		select format('%s of number %s was said %s times', k.words, x.input ->> 'n', n.times) from agent_executions x
+		 cross join lateral (values ('begins'), ('got [event ' || (x.input ->> 'n') || ']')) k (words)
+		 cross join lateral (select count(*) as times from agent_messages m where m.execution_id = x.id
+		   and m.content = (x.input ->> 'n') || ' ' || k.words) n
+		 where x.flow = 'errand' and n.times <> 1 and x.status = 'completed'`,
+	"an answer that was heard is there, once": `
+		select format('%s: %L is there %s times', h.question, h.answer, count(m.id)) from told.heard h
+		  left join agent_messages m on m.role = 'assistant' and m.content = h.answer
+		 group by h.question, h.answer having count(m.id) <> 1 or h.answer <> 'answer to ' || h.question`,
+	"what must not be repeated is not": `
+		select format('pay was called %s times under key %s for %s', count(*), key, body) from told.calls where skill = 'pay'
+		  group by key, body having count(*) > 1
+		union all
+		select format('pay was called %s times for %s', count(*), body) from told.calls where skill = 'pay'
+		  group by body having count(*) > 1`,
+	"what was done twice shows": `
+		select format('%s was called %s times under key %s; the log has %s rows, %s of them unknown', c.skill, c.n, c.key,
+		  a.n, a.unknown)
+		  from (select skill, key, count(*) as n from told.calls group by 1, 2) c
+		 cross join lateral (select count(*) as n, count(*) filter (where a.status = 'unknown') as unknown
+		   from agent_activity a
+		                      where a.idempotency_key = c.key and a.skill_name = c.skill) a
+		 where c.n > a.n or a.n - a.unknown > 1`,
+	"what is logged was done": `
+		select format('%s of %s is logged as done and was never called', a.skill_name, a.execution_id) from agent_activity a
+		 where a.skill_name in ('pay', 'look') and a.status = 'success'
+		   and not exists (select from told.calls c where c.skill = a.skill_name and c.key = a.idempotency_key)`,
+	"tokens of a lane grow": `
+		select format('lane %s: process %s got token %s after %s', lane, process, token, earlier)
+		  from (select *, lag(token) over (partition by process, lane order by nth) as earlier from told.lanes) x
+		    where token <= earlier
+		union all
+		select format('lane %s: token %s was given %s times', lane, token, count(*)) from told.lanes
+		  group by lane, token having count(*) > 1
+		union all
+		select format('lane %s has token %s, and gave %s', k.lane, k.fencing_token, max(l.token)) from agent_locks k
+		  join told.lanes l on l.lane = k.lane
+		 group by k.lane, k.fencing_token having max(l.token) > k.fencing_token`,
+	"nothing is left": `
+		select format('lane %s is held by %s, parked %s', lane, locked_by, parked) from agent_locks where locked_by <> ''
+		  and lane <> 'probe' or parked
+		union all
+		select format('%s %s is %s, waits for %s', flow, id, status, waiting_for) from agent_executions
+		  where completed_at is null or claimed_by is not null
+		union all
+		select format('message %L is %s', content, status) from agent_messages where status in ('queued', 'sending')
+		union all
+		select format('%s of %s is running', skill_name, execution_id) from agent_activity where status = 'running'
+		  or finished_at is null
+		union all
+		select format('activity %s is under way', activity_id) from agent_activity_open`,
+}
+
+// underWay lists what has not come to its end.
+const underWay = `
+	select format('%s of %s are %s, wait for %s', count(*), flow, status, waiting_for) from agent_executions
+	 where completed_at is null group by flow, status, waiting_for
+	union all
+	select format('%s messages are %s', count(*), status) from agent_messages where status in ('queued', 'sending')
+	  group by status
+	union all
+	select format('lane %s is held by %s', lane, locked_by) from agent_locks where locked_by <> '' and lane <> 'probe'`
+
+// settle lets the load and what it began come to an end, stops the processes, and asks whether everything holds.
+func (l *load) settle() {
+	l.t.Helper()
+	l.end()
+	pgtest.Exec(l.t, l.db, `update agent_schedules set next_run_at = clock_timestamp() + interval '1 day'`)
+	pgtest.Eventually(l.t, 2*patience, func() bool { return len(pgtest.Column[string](l.t, l.db, underWay)) == 0 },
+		"everything that was begun ends")
+	l.survived()
+	for _, a := range l.agents {
+		a.Stop()
+	}
+	l.note()
+	for _, name := range slices.Sorted(maps.Keys(checks)) {
+		for i, violation := range pgtest.Column[string](l.t, l.db, checks[name]) {
+			if i == 5 {
+				l.t.Errorf("%s: and more", name)
+				break
+			}
+			l.t.Errorf("%s: %s", name, violation)
+		}
+	}
+	l.tally()
+}
+
+// note writes down what only the test knows.
+func (l *load) note() {
+	for n, id := range l.runs {
+		pgtest.Exec(l.t, l.db, `insert into told.runs values ($1, $2)`, n, id)
+	}
+	for id, key := range l.given {
+		pgtest.Exec(l.t, l.db, `insert into told.given values ($1, $2)`, id, key)
+	}
+	for id, content := range l.notes {
+		pgtest.Exec(l.t, l.db, `insert into told.notes values ($1, $2)`, id, content)
+	}
+	for question, answer := range l.heard {
+		pgtest.Exec(l.t, l.db, `insert into told.heard values ($1, $2)`, question, answer)
+	}
+	for _, c := range l.calls {
+		pgtest.Exec(l.t, l.db, `insert into told.calls values ($1, $2, $3)`, c.skill, c.key, c.body)
+	}
+	for i, token := range l.tokens {
+		pgtest.Exec(l.t, l.db, `insert into told.lanes values (-1, $1, 'probe', $2)`, i, token)
+	}
+	for i, a := range l.agents {
+		for nth, line := range a.Lines() {
+			if token, err := line.Token.Int64(); err == nil && line.Message == "lane acquired" {
+				pgtest.Exec(l.t, l.db, `insert into told.lanes values ($1, $2, $3, $4)`, i, nth, line.Lane, token)
+			}
+		}
+	}
+}
+
+// tally says how much there was, and fails a test in which something did not happen at all.
+func (l *load) tally() {
+	l.t.Helper()
+	l.t.Logf("%6d requests were not answered and sent again", l.tries)
+	for _, c := range []struct {
+		what, sql string
+		may       bool // be none
+	}{
+		{"executions that were confirmed", `select count(*) from told.runs`, false},
+		{"events", `select count(*) from told.given`, false},
+		{"messages", `select count(*) from told.notes`, false},
+		{"answers", `select count(*) from told.heard`, false},
+		{"heartbeats", `select count(*) from agent_executions where flow = 'heartbeat'`, false},
+		{"tokens", `select count(*) from told.lanes`, false},
+		{"calls beyond the first", `select count(*) - count(distinct key) from told.calls`, true},
+		{"calls that nobody knows the outcome of", `select count(*) from agent_activity where status = 'unknown'`, true},
+		{"executions that failed because of one", `select count(*) from agent_executions where status = 'failed'`, true},
+	} {
+		n := pgtest.Value[int](l.t, l.db, c.sql)
+		l.t.Logf("%6d %s", n, c.what)
+		assert.Truef(l.t, n != 0 || c.may, "no %s: the test does not show what it is for", c.what)
+	}
+}
+
+// Every check finds what it is for.
+func TestTheChecksFindWhatTheyAreFor(t *testing.T) {
+	t.Parallel()
+	for name, planted := range plantedRows {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := &world{t: t, db: pgtest.DB(t)}
+			pgtest.Exec(w.t, w.db, told)
+			found := pgtest.Column[string](w.t, w.db, checks[name])
+			require.Truef(t, len(found) == 0, "an empty database violates it: %s", strings.Join(found, "; "))
+			pgtest.Exec(w.t, w.db, planted)
+			assert.True(t, len(pgtest.Column[string](w.t, w.db, checks[name])) > 0, "the violation is not found")
+		})
+	}
+	for name := range checks {
+		assert.Truef(t, plantedRows[name] != "", "nothing violates: %s", name)
+	}
+}
+
+const plantedExecution = `insert into agent_executions (id, trace_id, surface, flow, input)
+	values ('00000000-0000-7000-8000-000000000001', 'fl_x', 'flow', 'errand', '{"n": 1}')`
+
+// plantedRows violate the checks.
+var plantedRows = map[string]string{
+	"a start that was confirmed is there, once":                 `insert into told.runs values (1, gen_random_uuid())`,
+	"every execution ends":                                      plantedExecution,
+	"an event that was confirmed is there, once, and was heard": `insert into told.given values ('a', 'b')`,
+	"a message that was confirmed is there, once, and was sent": `insert into told.notes values ('a', 'b')`,
+	"what a flow says is said once": plantedExecution + `; update agent_executions set status = 'running', claim = 1;
+		update agent_executions set status = 'completed'`,
+	"an answer that was heard is there, once": `insert into told.heard values ('question 1', 'answer to question 1')`,
+	"what must not be repeated is not": `insert into told.calls values ('pay', 'a', '{"n": 1}'),
+		('pay', 'b', '{"n": 1}')`,
+	"what was done twice shows": `insert into told.calls values ('look', 'a', '{"n": 1}')`,
+	"what is logged was done": `insert into agent_activity (trace_id, skill_name, kind, status, idempotency_key,
+		finished_at)
+		values ('fl_x', 'pay', 'call', 'success', 'a', clock_timestamp())`,
+	"tokens of a lane grow": `insert into told.lanes values (0, 1, 'a', 5), (0, 2, 'a', 5)`,
+	"nothing is left":       plantedExecution,
 }

@@ -3,15 +3,29 @@
 package failover_test
 
 import (
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"regexp"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
+	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
 // One of two processes is killed. Then the database is restarted in order, without warning, and for a while, in the
@@ -114,4 +128,311 @@ func TestAPrimaryIsLostAndItsStandbyPromoted(t *testing.T) {
 	standby.promote()
 	l.recovers()
 	l.settle()
+}
+
+// counter stands between a process and the database, counts the requests of all its connections, and says of one that
+// it must not arrive, or that it arrives and its answer is not heard.
+type counter struct {
+	*pgproxy.Proxy
+
+	mu     sync.Mutex
+	n      int
+	at     int  // the request to die of; 0 for none
+	before bool // it arrives
+	die    func()
+}
+
+// count begins to count, for a process that is killed at request n.
+func (c *counter) count(n int, before bool, die func()) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.n, c.at, c.before, c.die = 0, n, before, die
+}
+
+// newCounter makes one before a database.
+func newCounter(t testing.TB, to string) *counter {
+	t.Helper()
+	c := &counter{}
+	c.Proxy = pgproxy.Listen(t, to, func(client, server net.Conn) pgproxy.Link { return &counted{c, client, server} })
+	return c
+}
+
+// counted is one connection through a counter.
+type counted struct {
+	*counter
+
+	client, server net.Conn
+}
+
+// Upstream carries what a client says, up to the request to die of.
+func (c *counted) Upstream() {
+	pgproxy.Forward(c.client, c.server, func(r pgproxy.Request) bool {
+		last, arrives := false, true
+		if kind := r.Raw[r.Last]; kind == 'Q' || kind == 'S' {
+			last, arrives = c.step()
+		}
+		var err error
+		if arrives {
+			_, err = c.server.Write(r.Raw)
+		}
+		if last {
+			c.die()
+		}
+		return err == nil && !last
+	})
+}
+
+// Downstream carries what the server answers.
+func (c *counted) Downstream() { pgproxy.Answers(c.server, c.client, func() bool { return false }) }
+
+// step counts a request, and says whether it is the one to die of and whether it arrives.
+func (c *counter) step() (last, arrives bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.n++
+	last = c.n == c.at
+	return last, !last || c.before
+}
+
+// TestMigrateIsKilledAtEveryRequest kills `agent migrate` with -9 at one request after the other, before it arrives
+// and after, and runs it again on what is there, until it comes through. The schema is then that of a database that
+// was migrated in peace.
+func TestMigrateIsKilledAtEveryRequest(t *testing.T) {
+	t.Parallel()
+	to := pgtest.EmptyURL(t)
+	c := newCounter(t, to)
+	db := connect(t, to)
+	seen := map[int]int{} // how often a run ended with so many files applied
+	kills, n := 0, 1
+	for ; kills < 1000; kills++ {
+		done := migrateUntil(t, c, n, kills%2 == 0)
+		files := appliedFiles(t, db)
+		seen[files]++
+		if done {
+			break
+		}
+		n = nextRequest(n, files)
+	}
+	t.Logf("%d processes were killed; runs that ended with so many files applied: %v", kills, seen)
+	assert.Truef(t, kills >= 10, "%d processes were killed: the test does not show what it is for", kills)
+	assert.NoError(t, migrations.Check(t.Context(), db), "in the end")
+	if got, want := shape(t, db), shape(t, pgtest.DB(t)); got != want {
+		t.Errorf("the schema differs from that of a database that was migrated in peace: %s, not %s", got, want)
+	}
+}
+
+// nextRequest is where the next run dies. Every file costs four requests, one that builds indexes concurrently some
+// for each of them, and those before it some that do not change: so a run gets on a little, and dies inside a file or
+// between two.
+func nextRequest(n, files int) int {
+	switch {
+	case long(), n < 12:
+		return n + 1
+	case files == 0:
+		return n + 7 // River's own migrations
+	}
+	return 12 + (n+17)%47
+}
+
+// migrateUntil runs `agent migrate` up to its nth request, and reports whether it ended well before that.
+func migrateUntil(t *testing.T, c *counter, n int, before bool) bool {
+	t.Helper()
+	started := make(chan *proctest.Process, 1)
+	var once sync.Once
+	c.count(n, before, func() {
+		once.Do(func() {
+			a := <-started
+			_ = a.Cmd.Process.Kill() // it may have ended
+			<-a.Ended()
+		})
+	})
+	a := launch(t, t.TempDir(), []string{"DATABASE_URL=" + c.URL("")}, "migrate")
+	started <- a
+	code := a.Exit()
+	require.Truef(t, code <= 0, "agent migrate, killed at request %d: exit code %d: %s", n, code, a.Err.Tail(30))
+	return code == 0
+}
+
+func connect(t *testing.T, to string) *pgxpool.Pool {
+	t.Helper()
+	return pgtest.Pool(t, to, postgres.Options{MaxConns: 4, ApplicationName: "test"})
+}
+
+// appliedFiles is how many files are applied. What a file makes is there exactly when it is recorded: the files are
+// known to fail when they are applied twice, and not to apply without those before.
+func appliedFiles(t *testing.T, db *pgxpool.Pool) int {
+	t.Helper()
+	if !pgtest.Value[bool](t, db, `select to_regclass('agent_migrations') is not null`) {
+		return 0
+	}
+	return pgtest.Value[int](t, db, `select count(*) from agent_migrations`)
+}
+
+// shape is a digest of everything in the schema of a database, and of River's.
+func shape(t *testing.T, db *pgxpool.Pool) string {
+	t.Helper()
+	var digest string
+	err := db.QueryRow(t.Context(), `
+		with spaces as (select oid from pg_namespace where nspname in ('public', 'lanekeeper', 'river')),
+		parts as (
+		  select c.oid::regclass::text || c.relkind::text || coalesce(a.attname || format_type(a.atttypid,
+		    a.atttypmod) || a.attnotnull, '') as part
+		    from pg_class c left join pg_attribute a on a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped
+		   where c.relnamespace in (select oid from spaces)
+		  union all
+		  select pg_get_functiondef(p.oid) from pg_proc p where p.pronamespace in (select oid from spaces) and p.prokind = 'f'
+		  union all
+		  select pg_get_indexdef(i.indexrelid) || i.indisvalid from pg_index i join pg_class c on c.oid = i.indrelid
+		    where c.relnamespace in (select oid from spaces)
+		  union all
+		  select conrelid::regclass::text || pg_get_constraintdef(oid) from pg_constraint
+		    where connamespace in (select oid from spaces)
+		  union all
+		  select pg_get_triggerdef(t.oid) from pg_trigger t join pg_class c on c.oid = t.tgrelid
+		   where c.relnamespace in (select oid from spaces) and not t.tgisinternal)
+		select count(*) || ' ' || md5(string_agg(part, ' ' order by part)) from parts`).Scan(&digest)
+	require.NoError(t, err)
+	return digest
+}
+
+// TestTwoProcessesMigrateAtOnce on an empty database: one does it, both say that it is done.
+func TestTwoProcessesMigrateAtOnce(t *testing.T) {
+	t.Parallel()
+	to := pgtest.EmptyURL(t)
+	var all []*proctest.Process
+	for range 2 {
+		all = append(all, launch(t, t.TempDir(), []string{"DATABASE_URL=" + to}, "migrate"))
+	}
+	applied := 0
+	for _, a := range all {
+		assert.Equal(t, 0, a.Exit(), a.Err.Tail(30))
+		applied += strings.Count(a.Out.String(), "applied ")
+	}
+	n := appliedFiles(t, connect(t, to))
+	assert.Truef(t, applied == n && n != 0, "the two say that they applied %d files, and %d are", applied, n)
+}
+
+// documented runs the one command of docs/retention.md that begins with a word, with programs of the PostgreSQL that
+// the tests use.
+func documented(t *testing.T, word, dir string, environ ...string) {
+	t.Helper()
+	text, err := os.ReadFile("../../docs/retention.md")
+	require.NoError(t, err)
+	found := regexp.MustCompile(`(?m)^    +(`+word+`\b.*)$`).FindAllStringSubmatch(string(text), -1)
+	require.Equal(t, 1, len(found), word)
+	run(t, found[0][1], dir, environ...)
+}
+
+func run(t *testing.T, command, dir string, environ ...string) {
+	t.Helper()
+	binaries, err := pgserver.FindBinaries(os.Getenv)
+	if err != nil {
+		t.Skip(err) // the server is another machine's
+	}
+	cmd := exec.CommandContext(t.Context(), "sh", "-c", command)
+	cmd.Dir = dir
+	cmd.Env = append(os.Environ(), append(environ, "PATH="+binaries.Dir+string(os.PathListSeparator)+os.Getenv("PATH"))...)
+	out, err := cmd.CombinedOutput()
+	require.Truef(t, err == nil, "%s: %v\n%s", command, err, out)
+}
+
+// TestADumpOfALiveDatabaseGoesOnElsewhere: a database is dumped while executions run and wait, with the commands of
+// docs/retention.md, the old processes go on for a while and are stopped, and others work on what was restored. What
+// waited waits and wakes, what ran is taken over, tokens and claims are larger than any of the old world, and nobody
+// who has an old one can write.
+func TestADumpOfALiveDatabaseGoesOnElsewhere(t *testing.T) {
+	t.Parallel()
+	if pgtest.Pooled() {
+		t.Skip("pg_dump needs a session")
+	}
+	w := newWorld(t, pgtest.URL(t), "30s")
+	w.serve(2)
+	l := w.newLoad()
+	const waiting, running = 8, 2
+	for n := 1; n <= waiting; n++ {
+		l.start(n)
+	}
+	pgtest.Eventually(t, patience, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == waiting },
+		"all wait for their event")
+	w.shut()
+	for n := waiting + 1; n <= waiting+running; n++ {
+		l.start(n)
+	}
+	pgtest.Eventually(t, patience, func() bool {
+		return w.holds("look") &&
+			pgtest.Value[int](w.t, w.db, atWork) == running
+	},
+		"the others are in the middle of a call")
+	pgtest.Exec(w.t, w.db, `select acquire_agent_lock('probe', 'old', 60)`)
+
+	dir := t.TempDir()
+	documented(t, "pg_dump", dir, "DATABASE_URL="+w.url)
+
+	// Behind the dump the old world goes on, and takes more claims and tokens.
+	pgtest.Exec(w.t, w.db, `select release_agent_lock('probe', 'old')`)
+	token := pgtest.Value[int64](w.t, w.db, `select fencing_token from acquire_agent_lock('probe', 'older', 60)`)
+	claims := pgtest.Value[int64](w.t, w.db, `select max(claim) from agent_executions`)
+	w.open()
+	for _, a := range w.agents {
+		a.Stop()
+	}
+
+	to := pgtest.EmptyURL(t)
+	documented(t, "pg_restore", dir, "NEW_DATABASE_URL="+to)
+	// the test's own
+	run(t, `psql --dbname="$NEW_DATABASE_URL" --command='drop schema told cascade'`, dir, "NEW_DATABASE_URL="+to)
+	documented(t, "psql --dbname", dir, "NEW_DATABASE_URL="+to)
+	restored := newWorld(t, to, "30s")
+	assert.Equal(t, waiting, pgtest.Value[int](restored.t, restored.db, asleep))
+	goesOn(restored, waiting+running, token, claims)
+}
+
+const (
+	asleep = `select count(*)::int from agent_executions where flow = 'errand' and status = 'waiting'
+		and waiting_for = 'event'`
+	atWork = `select count(*)::int from agent_executions where flow = 'errand' and status = 'running'
+		and claimed_by is not null`
+)
+
+// goesOn serves a restored database, gives every event, and sees everything end.
+func goesOn(w *world, errands int, token, claims int64) {
+	w.t.Helper()
+	lost := pgtest.Column[string](w.t, w.db, fmt.Sprintf(`
+		select format('%%s %%s has claim %%s', status, id, claim) from agent_executions where completed_at is null
+		  and claim <= %d`, claims))
+	assert.Truef(w.t, len(lost) == 0, "claims of the old world are not void: %v", lost)
+	for _, id := range pgtest.Column[string](w.t, w.db,
+		`select id::text from agent_executions where completed_at is null`) {
+		_, err := w.db.Exec(w.t.Context(), `select fence_agent_execution($1, $2)`, id, claims)
+		assert.Truef(w.t, postgres.IsCode(err, "LK001"), "a claim of the old world on %s: %v", id, err)
+	}
+	got := pgtest.Value[int64](w.t, w.db,
+		`select fencing_token from acquire_agent_lock('probe', 'new', 60)`)
+	assert.Truef(w.t, got > token, "the lane was given with token %d, after %d", got, token)
+	beats := pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where surface = 'heartbeat'
+		and completed_at is not null`)
+	w.serve(2)
+	l := w.newLoad()
+	l.start(errands + 1) // new work is taken
+	for n := 1; n <= errands+1; n++ {
+		l.give(n)
+	}
+	const left = `select count(*)::int from agent_executions where flow = 'errand' and status <> 'completed'`
+	pgtest.Eventually(w.t, patience, func() bool { return pgtest.Value[int](w.t, w.db, left) == 0 },
+		"every errand ends well")
+	said := pgtest.Value[int](w.t, w.db,
+		`select count(distinct content)::int from agent_messages where content like '% got [event %' and status = 'sent'`)
+	assert.Equal(w.t, errands+1, said, "said what they did")
+	// Timers and schedules: a deadline that passed while nobody was there, and the next heartbeat.
+	l.start(errands + 2)
+	pgtest.Eventually(w.t, patience, func() bool { return pgtest.Value[int](w.t, w.db, asleep) == 1 }, "one waits")
+	pgtest.Exec(w.t, w.db, `update agent_executions set waiting_until = clock_timestamp() where flow = 'errand'
+		and status = 'waiting'`)
+	pgtest.Eventually(w.t, patience, func() bool {
+		return pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where flow = 'errand'
+			and status = 'timeout'`) == 1 &&
+			pgtest.Value[int](w.t, w.db, `select count(*)::int from agent_executions where surface = 'heartbeat'
+				and completed_at is not null`) > beats
+	}, "its time runs out, and the heart beats")
+	w.survived()
 }

@@ -3,6 +3,7 @@
 package guides_test
 
 import (
+	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -11,7 +12,10 @@ import (
 	"sync/atomic"
 	"testing"
 
+	openai "github.com/sashabaranov/go-openai"
+
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -165,4 +169,65 @@ func TestLinksLeadSomewhere(t *testing.T) {
 			assert.NoError(t, err, p.path, found[1])
 		}
 	}
+}
+
+// The Go that the pages show stands, line by line, in a test or an example of the repository, so that it compiles.
+func TestTheGoOfThePagesIsThatOfTests(t *testing.T) {
+	var paths, sources []string
+	err := filepath.WalkDir("../..", func(path string, _ fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case strings.HasSuffix(path, ".md"):
+			paths = append(paths, path)
+		case strings.HasSuffix(path, "_test.go"), strings.Contains(path, "/examples/") && strings.HasSuffix(path, ".go"):
+			text, err := os.ReadFile(path)
+			sources = append(sources, bare(strings.Split(string(text), "\n")))
+			return err
+		}
+		return nil
+	})
+	require.NoError(t, err)
+	shown := 0
+	for _, path := range paths {
+		for _, b := range readPage(t, path).blocks {
+			if !b.is("go") {
+				continue
+			}
+			shown++
+			assert.Truef(t, slices.ContainsFunc(sources, func(s string) bool { return strings.Contains(s, bare(b.lines)) }),
+				"%s:%d: no test has this code: make it that of an example", path, b.line)
+		}
+	}
+	assert.Truef(t, shown >= 3, "%d blocks of Go in all pages: the test does not see them", shown)
+}
+
+// bare is text without its indentation, each line between two newlines.
+func bare(lines []string) string {
+	trimmed := make([]string, len(lines))
+	for i, line := range lines {
+		trimmed[i] = strings.TrimSpace(line)
+	}
+	return "\n" + strings.Join(trimmed, "\n") + "\n"
+}
+
+var asksForOrder = regexp.MustCompile(`order (\d+)\?`)
+
+// scriptedModel looks orders up, and promises refunds until the instructions forbid it.
+func scriptedModel(t testing.TB) *modeltest.Server {
+	server := modeltest.New(t)
+	server.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+		last := req.Messages[len(req.Messages)-1]
+		order := asksForOrder.FindStringSubmatch(last.Content)
+		switch {
+		case last.Role == openai.ChatMessageRoleTool:
+			return modeltest.Text("It was found.")
+		case order != nil:
+			return modeltest.ToolCall("check_order", `{"order":`+order[1]+`}`)
+		case strings.Contains(req.Messages[0].Content, "Promise no refund."):
+			return modeltest.Text("I cannot promise that.")
+		}
+		return modeltest.Text("You get your money back.")
+	})
+	return server
 }

@@ -3,15 +3,26 @@
 package guides_test
 
 import (
+	"bufio"
+	"crypto/rand"
 	"fmt"
+	"io"
+	"net"
 	"os"
+	"os/exec"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // block is a fenced block of a page.
@@ -160,4 +171,177 @@ func TestWhatIsShownIsCompared(t *testing.T) {
 		got := difference(strings.Split(c.want, "\n"), c.got) == ""
 		assert.Truef(t, got == c.same, "%q and %q are the same: %t", c.want, c.got, got)
 	}
+}
+
+const (
+	// patience is how long a command may take.
+	patience = 2 * time.Minute
+	// shown is the address in the pages.
+	shown = "127.0.0.1:8080"
+	// shownDatabase is the database in the pages that have one from their beginning.
+	shownDatabase = "postgres://agent:agent@localhost/agent"
+)
+
+// shell runs the commands of a page, one after the other.
+type shell struct {
+	t       testing.TB
+	page    page
+	dir     string
+	address string
+	urls    map[string]string // of databases, by those that the page shows
+	model   string            // the URL of a scripted model; empty for the offline one
+	in      io.Writer
+	out     *bufio.Reader
+	beside  []*exec.Cmd
+}
+
+// newShell starts bash in a folder of its own.
+func newShell(t testing.TB, p page) *shell {
+	t.Helper()
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	s := &shell{t: t, dir: t.TempDir(), address: listener.Addr().String(), page: p, urls: map[string]string{}}
+	require.NoError(t, listener.Close())
+	for _, shown := range p.databases {
+		s.urls[shown] = pgtest.EmptyURL(t)
+	}
+	if p.model {
+		s.model = scriptedModel(t).URL()
+	}
+	cmd := s.command("bash", "--noprofile", "--norc")
+	reader, writer, err := os.Pipe()
+	require.NoError(t, err)
+	cmd.Stdout, cmd.Stderr = writer, writer
+	s.in, err = cmd.StdinPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	_ = writer.Close()
+	s.out = bufio.NewReader(reader)
+	t.Cleanup(func() {
+		for _, c := range append(s.beside, cmd) {
+			_ = syscall.Kill(-c.Process.Pid, syscall.SIGTERM)
+			done := make(chan struct{})
+			go func() { _ = c.Wait(); close(done) }()
+			select {
+			case <-done:
+			case <-time.After(30 * time.Second):
+				_ = syscall.Kill(-c.Process.Pid, syscall.SIGKILL)
+				<-done
+			}
+		}
+		_ = reader.Close()
+	})
+	return s
+}
+
+// command is a program in the page's folder and environment, in a group of its own.
+func (s *shell) command(name string, args ...string) *exec.Cmd {
+	cmd := exec.Command(name, args...)
+	cmd.Dir = s.dir
+	cmd.Env = []string{
+		"PATH=" + filepath.Dir(program) + ":" + os.Getenv("PATH"), "HOME=" + os.Getenv("HOME"), "USER=" + os.Getenv("USER"),
+		"LANG=C.UTF-8",
+		"AGENT_LISTEN=" + s.address, "AGENT_HEARTBEAT_CRON=0 0 1 1 *", "PSQLRC=/dev/null", "PAGER=cat",
+	}
+	if s.page.database {
+		cmd.Env = append(cmd.Env, "DATABASE_URL="+s.urls[shownDatabase])
+	}
+	if s.model != "" {
+		cmd.Env = append(cmd.Env, "OPENAI_BASE_URL="+s.model, "OPENAI_API_KEY=k", "AGENT_MODEL=gpt-4o-mini")
+	}
+	cmd.SysProcAttr = proctest.DieWithUs()
+	if cmd.SysProcAttr == nil {
+		cmd.SysProcAttr = &syscall.SysProcAttr{}
+	}
+	cmd.SysProcAttr.Setpgid = true
+	return cmd
+}
+
+// here puts this run's addresses in the place of those that the pages show, there the other way round.
+func (s *shell) here(text string) string {
+	text = strings.ReplaceAll(text, shown, s.address)
+	for shown, url := range s.urls {
+		text = strings.ReplaceAll(text, shown, url)
+	}
+	return text
+}
+
+func (s *shell) there(text string) string {
+	text = strings.ReplaceAll(text, s.address, shown)
+	for shown, url := range s.urls {
+		text = strings.ReplaceAll(text, url, shown)
+	}
+	return text
+}
+
+// run runs a command and returns what it prints and its exit code.
+func (s *shell) run(text string) (output string, code int) {
+	s.t.Helper()
+	mark := "end-" + rand.Text()
+	late := time.AfterFunc(patience, func() {
+		s.t.Errorf("after %s the command still runs: %s", patience, text)
+	})
+	defer late.Stop()
+	// What a command reads is nothing; what it sets stays.
+	_, err := fmt.Fprintf(s.in, "{ %s\n} </dev/null\nprintf '\\n%s %%d\\n' $?\n", s.here(text), mark)
+	require.NoError(s.t, err)
+	var said strings.Builder
+	for {
+		line, err := s.out.ReadString('\n')
+		require.Truef(s.t, err == nil, "the shell ended at %q: %v\n%s", text, err, said.String())
+		if rest, is := strings.CutPrefix(line, mark+" "); is {
+			_, err := fmt.Sscan(rest, &code)
+			require.NoError(s.t, err)
+			return s.there(strings.TrimSuffix(said.String(), "\n")), code
+		}
+		said.WriteString(line)
+	}
+}
+
+// sendCommands puts an agent before the program that runs commands on the page's server, from a folder without the
+// server's data and settings. Commands without a server, and those of their own machine, run as they are. It returns
+// the file that lists the commands sent.
+func (s *shell) sendCommands() (list string) {
+	s.t.Helper()
+	dir := s.t.TempDir()
+	list = filepath.Join(dir, "sent")
+	script := fmt.Sprintf(`#!/bin/sh
+case "$1 $2" in
+"dev "*|"serve "*|"init "*|"migrate "*|"lanes run") exec %[1]s "$@";;
+esac
+case $AGENT_LISTEN in *:0) exec %[1]s "$@";; esac
+curl -sf http://%[2]s/readyz > %[3]s/ready || exec %[1]s "$@"
+mkdir -p %[3]s/elsewhere && ln -sfn "$PWD"/* %[3]s/elsewhere/ && cd %[3]s/elsewhere || exit 99
+echo "$@" >> %[4]s
+exec env -i PATH="$PATH" AGENT_SERVER=http://%[2]s AGENT_TOKEN="$AGENT_ADMIN_TOKEN" AGENT_LOG_LEVEL=warn %[1]s "$@"
+`, program, s.address, dir, list)
+	require.NoError(s.t, os.WriteFile(filepath.Join(dir, "agent"), []byte(script), 0o700))
+	_, code := s.run(fmt.Sprintf("export PATH=%s:$PATH AGENT_ADMIN_TOKEN=%s", dir, rand.Text()))
+	require.Equal(s.t, 0, code, "set the path: exit code")
+	return list
+}
+
+// cutLastLine is text without its last line, and that.
+func cutLastLine(text string) (before, last string) {
+	text = strings.TrimRight(text, "\n")
+	i := strings.LastIndexByte(text, '\n')
+	return text[:i+1], text[i+1:]
+}
+
+// start runs a command until the page's end, and waits until it has said what the page shows.
+func (s *shell) start(c command) {
+	s.t.Helper()
+	env, _ := s.run("export -p; pwd")
+	env, dir := cutLastLine(env)
+	cmd := s.command("bash", "--noprofile", "--norc", "-c", s.here(env+"\n"+c.text))
+	cmd.Dir = dir
+	var said testkit.Log
+	cmd.Stdout, cmd.Stderr = &said, &said
+	require.NoError(s.t, cmd.Start())
+	s.beside = append(s.beside, cmd)
+	want := append(append([]string{"…"}, c.output...), "…")
+	pgtest.Eventually(s.t, patience, func() bool {
+		return difference(want, s.there(said.String())) == "" || strings.HasPrefix(said.String(), "agent: ")
+	}, c.text)
+	require.Equal(s.t, "", difference(want, s.there(said.String())), c.text)
 }

@@ -3,19 +3,32 @@ package providers_test
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	openai "github.com/sashabaranov/go-openai"
+	"golang.org/x/sync/errgroup"
 
+	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/leaks"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
+	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
@@ -137,3 +150,157 @@ func (w *world) failures(t *testing.T) string {
 	return pgtest.Value[string](t, w.pool, `select coalesce(string_agg(error_message, '; '), 'none') from agent_activity
 		where skill_name = 'model_call' and status = 'error'`)
 }
+
+func TestMain(m *testing.M) { pgtest.Main(leaks.Tests{M: m}) }
+
+// world is one process with all surfaces, on a database of its own, and a provider's server.
+type world struct {
+	pool    *pgxpool.Pool
+	server  *modeltest.Server
+	client  *models.Client
+	engine  *executions.Engine
+	operate *operate.Operate
+	chat    string // its URL
+	steps   []string
+	looked  atomic.Int32 // calls of the skill look
+}
+
+// newWorld begins the process; change sets what the provider's client needs.
+func newWorld(t *testing.T, server *modeltest.Server, model string, change func(*models.Config)) *world {
+	t.Helper()
+	w := &world{pool: pgtest.DB(t), server: server}
+	w.client = newClient(t, server, model, change)
+	loop := w.newLoop(t)
+	keeper := lanes.NewKeeper(w.pool, lanes.Options{})
+	var err error
+	w.engine, err = executions.New(w.pool, executions.Options{
+		Keeper: keeper, SweepEvery: 100 * time.Millisecond, LeaseTTL: 20 * time.Second, StopTimeout: 2 * time.Second,
+	})
+	require.NoError(t, err)
+	quiet := slog.New(slog.DiscardHandler)
+	beat := &heartbeat.Heartbeat{Pool: w.pool, Loop: loop, Heal: selfheal.Default(), Logger: quiet}
+	require.NoError(t, beat.Register(w.engine))
+	w.operate, err = operate.New(operate.Options{
+		Pool: w.pool, Engine: w.engine, Keeper: keeper, Loop: loop, Poll: 20 * time.Millisecond, History: 200,
+	})
+	require.NoError(t, err)
+	visitors := &chat.Chat{
+		Pool: w.pool, Engine: w.engine, Loop: loop, Logger: quiet, Rate: -1,
+		Agents: &agents.Directory{Settings: agents.Settings{Name: "nora"}},
+	}
+	require.NoError(t, visitors.Register(w.engine))
+	w.serve(t, visitors)
+	w.run(t, keeper.Run, w.engine.Run, visitors.Run)
+	w.objective(t)
+	return w
+}
+
+func newClient(t *testing.T, server *modeltest.Server, model string, change func(*models.Config)) *models.Client {
+	t.Helper()
+	config := models.Config{
+		BaseURL: server.URL(), APIKey: "key-of-this-test", Model: model, Logger: slog.New(slog.DiscardHandler),
+		Retry: models.Retry{Attempts: 1},
+	}
+	if change != nil {
+		change(&config)
+	}
+	client, err := models.New(config)
+	require.NoError(t, err)
+	return client
+}
+
+// newLoop offers one skill, look, whose arguments are checked.
+func (w *world) newLoop(t *testing.T) *reason.Loop {
+	t.Helper()
+	look := func(context.Context, skills.Call) (any, error) {
+		w.looked.Add(1)
+		return map[string]int{"rows": 42}, nil
+	}
+	registry, err := skills.New(skills.Options{Builtins: map[string]skills.Builtin{"look": look}, Pool: w.pool})
+	require.NoError(t, err)
+	_, err = skills.Put(t.Context(), w.pool, skills.Definition{
+		Name: "look", Handler: "builtin:look", Description: "Count rows.", Scope: skills.ScopeBoth, Idempotent: true,
+		Parameters: map[string]any{
+			"type": "object", "required": []string{"limit"}, "additionalProperties": false,
+			"properties": map[string]any{"limit": map[string]any{"type": "integer"}},
+		},
+	}, skills.SourceWorkspace)
+	require.NoError(t, err)
+	return &reason.Loop{Pool: w.pool, Model: w.client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
+}
+
+func (w *world) serve(t *testing.T, visitors *chat.Chat) {
+	t.Helper()
+	server := testkit.Serve(t, visitors.CompletionsHandler())
+	w.chat = server
+}
+
+// run keeps the process at work until the test ends.
+func (w *world) run(t *testing.T, parts ...func(context.Context) error) {
+	t.Helper()
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	var group errgroup.Group
+	for _, part := range parts {
+		group.Go(func() error {
+			if err := part(ctx); err != nil && ctx.Err() == nil {
+				return err
+			}
+			return nil
+		})
+	}
+	t.Cleanup(func() {
+		stop()
+		assert.NoError(t, group.Wait())
+	})
+}
+
+// objective declares one with two steps.
+func (w *world) objective(t *testing.T) {
+	t.Helper()
+	_, err := objectives.Put(t.Context(), w.pool, objectives.Definition{
+		Name: "tidy", Goal: "Keep the tables small.", Steps: []string{"look", "judge"},
+	}, objectives.SourceWorkspace)
+	require.NoError(t, err)
+	o, err := objectives.Get(t.Context(), w.pool, "tidy")
+	require.NoError(t, err)
+	all, err := objectives.Steps(t.Context(), w.pool, o.ID)
+	require.NoError(t, err)
+	for _, s := range all {
+		w.steps = append(w.steps, s.ID)
+	}
+}
+
+// answer is what the model says: it calls look wrongly first wherever it is asked to count, and corrects itself.
+func (w *world) answer(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
+	var said string // what was asked in this turn
+	answers := 0    // given since
+	for _, m := range req.Messages {
+		switch m.Role {
+		case openai.ChatMessageRoleUser:
+			said, answers = m.Content, 0
+		case openai.ChatMessageRoleAssistant:
+			answers++
+		}
+	}
+	last := req.Messages[len(req.Messages)-1].Content
+	complete := func(step int) modeltest.Reply {
+		return modeltest.ToolCall("look", `{"limit":3}`).
+			AndCall("complete_step", fmt.Sprintf(`{"step_id":%q,"result":"42 rows"}`, w.steps[step]))
+	}
+	switch {
+	case strings.Contains(req.Messages[0].Content, "You keep the summary"):
+		return modeltest.Text(summary)
+	case strings.Contains(last, "INVALID_PARAMS"):
+		return modeltest.ToolCall("look", `{"limit":3}`)
+	case strings.Contains(said, "Objective tidy") && answers < len(w.steps):
+		return complete(answers)
+	case strings.Contains(said, "Count") && answers == 0:
+		return modeltest.MalformedCall("look")
+	case strings.Contains(said, "Turn"):
+		return modeltest.Text(strings.Repeat("word ", 60))
+	}
+	return modeltest.Text("It is 42.")
+}
+
+// summary is what the model keeps of the session.
+const summary = "The admin counts."

@@ -6,6 +6,7 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
@@ -17,10 +18,20 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/fstest"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/trace"
+	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
 const (
@@ -192,6 +203,219 @@ func (a *agent) floodChat(ctx context.Context, key string, n int, answers *atomi
 			_, _ = io.Copy(io.Discard, w.Body)
 			_ = w.Body.Close()
 			answers.Add(1)
+		}
+	}
+}
+
+// TestAPoolThatIsTaken for longer than a lease: the run ends, nothing is recorded that was not, and when the
+// connections come back the execution completes.
+func TestAPoolThatIsTaken(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	db := admin(t, url)
+	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 3, ApplicationName: "engine"})
+	var first, second atomic.Int32
+	at, told := newGate(), newHeard()
+	e := engine(t, pool, map[string]executions.Func{"two": func(ctx context.Context, _ json.RawMessage) (executions.Result,
+		error,
+	) {
+		if _, err := executions.Step(ctx, "first",
+			func(context.Context) (int32, error) { return first.Add(1), nil }); err != nil {
+			return executions.Result{}, err
+		}
+		_, err := executions.Step(ctx, "second", func(context.Context) (int32, error) {
+			at.pass()
+			return second.Add(1), nil
+		})
+		if err == nil { // before the next step that one is on record
+			_, err = executions.Step(ctx, "third", func(context.Context) (int, error) { return 0, nil })
+		}
+		told.tell(err)
+		return executions.Result{}, err
+	}}, &testkit.Log{})
+	x, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "two", Surface: trace.Flow})
+	require.NoError(t, err)
+	testkit.Receive(t, at.entered)
+	giveBack := take(t, pool, 3)
+	close(at.opened)
+	assert.ErrorIs(t, testkit.Receive(t, told.first), executions.ErrLost)
+	assert.Equal(t, 1, pgtest.Value[int](t, db, `select count(*) from agent_checkpoints where execution_id = $1`, x.ID))
+	got := pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID)
+	assert.Truef(t, got == "running" || got == "pending", "the execution is %s", got)
+	giveBack()
+	eventually(t, "the execution completes", func() bool {
+		return pgtest.Value[string](t, db, `select status from agent_executions where id = $1`, x.ID) == "completed"
+	})
+	assert.Truef(t, first.Load() == 1 && second.Load() >= 2,
+		"the first step ran %d times, the second %d times", first.Load(), second.Load())
+}
+
+// take takes connections of a pool, as code that does not give them back would.
+func take(t *testing.T, pool *pgxpool.Pool, n int) (giveBack func()) {
+	t.Helper()
+	var taken []*pgxpool.Conn
+	for range n {
+		c, err := pool.Acquire(t.Context())
+		require.NoError(t, err)
+		taken = append(taken, c)
+	}
+	given := false
+	giveBack = func() {
+		for _, c := range taken {
+			if !given {
+				c.Release()
+			}
+		}
+		given = true
+	}
+	t.Cleanup(giveBack)
+	return giveBack
+}
+
+// TestAnEngineOnTheLeastPool: many runs with every sort of step share two connections.
+func TestAnEngineOnTheLeastPool(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	db := admin(t, url)
+	pgtest.Exec(t, db, `create table effects (by text not null, what text not null)`)
+	pool := pgtest.Pool(t, url, postgres.Options{MaxConns: 2, ApplicationName: "engine"})
+	e := engine(t, pool, map[string]executions.Func{"effect": effect, "all": everything}, &testkit.Log{},
+		func(o *executions.Options) { o.Workers, o.LeaseTTL = 8, 20*time.Second })
+	const runs = 20
+	for range runs {
+		_, _, err := e.Start(t.Context(), pool, executions.Spec{Flow: "all", Surface: trace.Flow})
+		require.NoError(t, err)
+	}
+	eventually(t, "all runs have ended", func() bool {
+		return pgtest.Value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0
+	})
+	assert.Equal(t, 2*runs,
+		pgtest.Value[int](t, db, `select count(*) from agent_executions where status = 'completed'`))
+	assert.Equal(t, 2*runs, pgtest.Value[int](t, db, `select count(distinct by) from effects`))
+}
+
+// everything has each sort of step, a timer, a child, and a lane that all want.
+func everything(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
+	x, _ := executions.Current(ctx)
+	if _, err := executions.Step(ctx, "step", func(context.Context) (int, error) { return 1, nil }); err != nil {
+		return executions.Result{}, err
+	}
+	_, err := executions.Phase(ctx, "phase", func(ctx context.Context, _ *executions.Effect) (int, error) {
+		return executions.StepTx(ctx, "write", func(ctx context.Context, tx pgx.Tx) (int, error) {
+			_, err := tx.Exec(ctx, `insert into effects (by, what) values ($1, 'phase')`, x.ID)
+			return 1, err
+		})
+	})
+	if err != nil {
+		return executions.Result{}, fmt.Errorf("phase: %w", err)
+	}
+	if _, err := executions.Wait(ctx, "pause", executions.Delay(time.Millisecond)); err != nil {
+		return executions.Result{}, err
+	}
+	_, err = executions.Trigger(ctx, "child", executions.Child{Flow: "effect", Input: x.ID, Wait: true})
+	return executions.Result{}, err
+}
+
+const bearerEndpoint = `
+kind: webhook
+name: open
+scheme: bearer
+secrets: ["${HOOK_SECRET}"]
+actions:
+  - event: EVENT_COMPLETED
+    key: "{body.key}"
+`
+
+// declare applies a workspace of one document, and returns an admin's pool of the database.
+func declare(t *testing.T, url, document string) *pgxpool.Pool {
+	t.Helper()
+	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(document)}})
+	require.NoError(t, err)
+	pool := admin(t, url)
+	_, err = workspace.Apply(t.Context(), pool, files, workspace.Options{})
+	require.NoError(t, err)
+	return pool
+}
+
+// TestAHeldThreadStopsNobodyElse: while a transaction has a thread's row, who writes into it is told to come again, and
+// other visitors, webhooks, readiness and the admin go on.
+func TestAHeldThreadStopsNobodyElse(t *testing.T) {
+	const key = "a-long-random-text-of-the-chat"
+	url := pgtest.URL(t)
+	pool := declare(t, url, bearerEndpoint)
+	a := serve(t, "", environ(url, "AGENT_CHAT_KEY="+key, "AGENT_CHAT_RATE=100000", "AGENT_LOG_LEVEL=info"))
+	eventually(t, "the process is ready", func() bool {
+		return a.ask(http.MethodGet, "/readyz",
+			"").status == http.StatusOK
+	})
+	say := func(ctx context.Context, thread string) answer {
+		return a.askIn(ctx, http.MethodPost, "/v1/chat/completions",
+			`{"model":"agent","messages":[{"role":"user","content":"hello"}]}`,
+			"Authorization", "Bearer "+key, "X-Thread-Id", thread)
+	}
+	got := say(t.Context(), "held")
+	require.Equal(t, http.StatusOK, got.status, got.body)
+	tx := pgtest.Begin(t, pool)
+	tag, err := tx.Exec(t.Context(), `select from agent_threads where name = 'held' for update`)
+	require.Truef(t, err == nil && tag.RowsAffected() == 1, "%s, %v", tag, err)
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	var group sync.WaitGroup
+	var busy atomic.Int32
+	for range 50 {
+		group.Go(func() {
+			for ctx.Err() == nil {
+				got := say(ctx, "held")
+				again := got.status == http.StatusServiceUnavailable || got.status == http.StatusTooManyRequests
+				if again && got.header.Get("Retry-After") != "" {
+					busy.Add(1)
+				} else if ctx.Err() == nil {
+					t.Errorf("%d %s", got.status, got.body)
+				}
+			}
+		})
+	}
+	eventually(t, "they are told to come again", func() bool { return busy.Load() > 50 })
+	n := 0
+	for name, ask := range map[string]func() answer{
+		"other visitors": func() answer { return say(t.Context(), fmt.Sprint("other ", n)) },
+		"webhooks": func() answer {
+			return a.ask(http.MethodPost, "/webhooks/open", fmt.Sprintf(`{"key":"%d"}`, n), "Authorization",
+				"Bearer hook-secret-of-the-test")
+		},
+		"readiness": func() answer { return a.ask(http.MethodGet, "/readyz", "") },
+		"the admin": func() answer { return a.ask(http.MethodGet, "/v1/lanes", "") },
+	} {
+		a.within(name, func() answer { n++; return ask() })
+	}
+	stop()
+	group.Wait()
+	require.NoError(t, tx.Rollback(t.Context()))
+	eventually(t, "the thread takes messages again",
+		func() bool { return say(t.Context(), "held").status == http.StatusOK })
+}
+
+// within expects good answers, and nearly all of them quickly in one of a few rounds: the machine may be as busy as the
+// process.
+func (a *agent) within(name string, ask func() answer) {
+	a.t.Helper()
+	const rounds, each = 5, 20
+	for round := 1; ; round++ {
+		slow := 0
+		for range each {
+			began := time.Now()
+			got := ask()
+			assert.Truef(a.t, got.status/100 == 2, "%s: %d %s", name, got.status, got.body)
+			if time.Since(began) > floodBound {
+				slow++
+			}
+		}
+		if slow <= each/20 || a.t.Failed() {
+			return
+		}
+		if round == rounds {
+			a.t.Errorf("%s: %d of %d answers took longer than %s", name, slow, each, floodBound)
+			return
 		}
 	}
 }

@@ -3,9 +3,16 @@
 package rollout_test
 
 import (
+	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"log"
 	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -227,4 +234,210 @@ func (l *load) check() {
 	for _, what := range []string{"answer", "message", "tally", "end", "read", "hook"} {
 		assert.Truef(l.t, l.done[what] != 0, "there was no %s: the test does not show what it is for", what)
 	}
+}
+
+// program is the program under test, built once.
+var program string
+
+// rounds is how often each replica is replaced.
+func rounds() int {
+	if os.Getenv("AGENT_ROLL") == "long" {
+		return 10
+	}
+	return 1
+}
+
+func TestMain(m *testing.M) { proctest.Main(m, "rollout", &program) }
+
+// patience is how long something may take that takes a moment.
+const patience = 90 * time.Second
+
+// launch starts a program with exactly the given environment.
+func launch(t testing.TB, program string, environ []string, args ...string) *proctest.Process {
+	t.Helper()
+	return proctest.Start(t, patience, t.TempDir(), proctest.Environ(environ...), append([]string{program}, args...)...)
+}
+
+// nextRelease builds the program as a release after this one may be: a change of the tables, and other code in each
+// function that has a body.
+func nextRelease(t testing.TB) string {
+	t.Helper()
+	dir := t.TempDir()
+	replaced := map[string]string{}
+	replace := func(path, text string) {
+		at, err := filepath.Abs(path)
+		require.NoError(t, err)
+		with := filepath.Join(dir, filepath.Base(path))
+		require.NoError(t, os.WriteFile(with, []byte(text), 0o600))
+		replaced[at] = with
+	}
+	paths, err := filepath.Glob("../../migrations/schema/*.sql")
+	require.Truef(t, err == nil && len(paths) >= 10, "%d files of the schema, %v", len(paths), err)
+	for _, path := range paths {
+		text, err := os.ReadFile(path)
+		require.NoError(t, err)
+		tables, code, _ := strings.Cut(string(text), "\n-- Code\n")
+		replace(path, tables+"\n-- Code\n"+strings.ReplaceAll(code, "\nbegin\n", "\nbegin -- of the next release\n")+
+			"\n-- The end.\n")
+	}
+	replace("../../migrations/changes/9001_next.sql", `
+		alter table agent_executions add column more int not null default 1, add column maybe text;
+		alter table agent_checkpoints add column more int not null default 1;
+		alter table agent_messages add column more int not null default 1;
+		alter table agent_activity add column more int not null default 1;
+		alter table agent_locks add column more int not null default 1;
+`)
+	overlay := filepath.Join(dir, "overlay.json")
+	text, err := json.Marshal(map[string]any{"Replace": replaced})
+	if err == nil {
+		err = os.WriteFile(overlay, text, 0o600)
+	}
+	require.NoError(t, err)
+	next, err := proctest.Build("rollout-next", "-overlay", overlay)
+	require.NoError(t, err)
+	return next
+}
+
+// The next release migrates under load, replaces each process of this one in turn, and nobody notices.
+func TestTheNextReleaseReplacesThisOneUnderLoad(t *testing.T) {
+	next := nextRelease(t)
+	w := newWorld(t, program, pgtest.URL(t), false)
+	replicas := []*proctest.Process{w.add(), w.add()}
+	l := w.begin()
+	l.hasBegun()
+	w.migrate(next)
+	n := len(pgtest.Column[string](w.t, w.db, `select name from agent_migrations where version = 9001
+		union all select c.name from agent_schema_code c, agent_migrations m where m.version = 200
+		and c.applied_at > m.applied_at + interval '1 second'`))
+	assert.Truef(t, n >= 10, "the next release applied %d files", n)
+	l.hasBegun() // this release works on the schema of the next
+	w.program = next
+	l.roll(replicas)
+	l.settle()
+	l.check()
+}
+
+// beforeBridge is the last commit of schema version 118, which the bridge begins at.
+const beforeBridge = "f100ec951fa2ac40858a55555aa8f38ce64c2233"
+
+// The step from version 118 to the baseline is not an expansion: processes of version 118 write nothing after it. They
+// refuse requests until they are replaced, and what they had under way goes on in their successors.
+func TestTheBridgeIsCrossedUnderLoad(t *testing.T) {
+	if rounds() == 1 {
+		t.Skip("make prove ONLY=rolling crosses the bridge: it builds the program of another commit")
+	}
+	old, err := proctest.BuildCommit("rollout-118", beforeBridge)
+	if errors.Is(err, proctest.ErrNoCommit) {
+		t.Skip(err)
+	}
+	require.NoError(t, err)
+	w := newWorld(t, old, pgtest.EmptyURL(t), true, "AGENT_WORKER_LEASE=10s")
+	replicas := []*proctest.Process{w.add(), w.add()}
+	l := w.begin()
+	l.hasBegun()
+	l.crossing.Store(true)
+	l.crossed = true
+	w.program = program
+	w.migrate(program)
+	l.roll(replicas)
+	l.crossing.Store(false)
+	l.hasBegun()
+	l.settle()
+	l.check()
+}
+
+// askEvery is how often the proxy asks each replica whether it is ready.
+const askEvery = 50 * time.Millisecond
+
+// proxy shares out requests among the replicas that are ready, by turns.
+type proxy struct {
+	*httptest.Server
+	client *http.Client
+
+	mu       sync.Mutex
+	replicas []string // base URLs
+	ready    map[string]bool
+	turn     int
+}
+
+func newProxy(t testing.TB) *proxy {
+	t.Helper()
+	p := &proxy{ready: map[string]bool{}, client: &http.Client{Timeout: time.Second, Transport: &http.Transport{}}}
+	forward := &httputil.ReverseProxy{
+		Rewrite: func(r *httputil.ProxyRequest) {
+			to, err := url.Parse(p.next())
+			if err == nil {
+				r.SetURL(to)
+			}
+		},
+		Transport: &http.Transport{MaxIdleConnsPerHost: 50}, FlushInterval: -1, ErrorLog: log.New(io.Discard, "", 0),
+	}
+	p.Server = httptest.NewServer(forward)
+	ctx, stop := context.WithCancel(context.WithoutCancel(t.Context()))
+	var asking sync.WaitGroup
+	asking.Go(func() {
+		for testkit.Wait(ctx, askEvery) {
+			p.ask(ctx)
+		}
+	})
+	t.Cleanup(func() {
+		stop()
+		asking.Wait()
+		p.Close()
+	})
+	return p
+}
+
+// ask asks every replica, all at once.
+func (p *proxy) ask(ctx context.Context) {
+	p.mu.Lock()
+	list := slices.Clone(p.replicas)
+	p.mu.Unlock()
+	var group sync.WaitGroup
+	for _, base := range list {
+		group.Go(func() {
+			ready := false
+			if req, err := http.NewRequestWithContext(ctx, http.MethodGet, base+"/readyz", http.NoBody); err == nil {
+				if resp, err := p.client.Do(req); err == nil {
+					ready = resp.StatusCode == http.StatusOK
+					_, _ = io.Copy(io.Discard, resp.Body) // so that the connection is kept
+					_ = resp.Body.Close()
+				}
+			}
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			p.ready[base] = ready
+		})
+	}
+	group.Wait()
+}
+
+// next is the replica whose turn it is.
+func (p *proxy) next() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for range p.replicas {
+		p.turn++
+		if base := p.replicas[p.turn%len(p.replicas)]; p.ready[base] {
+			return base
+		}
+	}
+	return "http://no-replica.invalid"
+}
+
+// replace has another replica in the place of one; "" for none.
+func (p *proxy) replace(old, replica string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.replicas = slices.DeleteFunc(p.replicas, func(base string) bool { return base == old })
+	if replica != "" {
+		p.replicas = append(p.replicas, replica)
+	}
+}
+
+// sendsTo reports whether a replica gets requests.
+func (p *proxy) sendsTo(base string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.ready[base]
 }

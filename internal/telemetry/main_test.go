@@ -1,9 +1,0 @@
-package telemetry_test
-
-import (
-	"testing"
-
-	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-)
-
-func TestMain(m *testing.M) { pgtest.Main(m) }
