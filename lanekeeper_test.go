@@ -102,8 +102,7 @@ func TestAFlowReturnsItsTypedResult(t *testing.T) {
 		select skill_name || ' ' || status || ' ' || (input ->> 'id') from agent_activity where trace_id = $1
 		 order by created_at, id`, h.TraceID())
 	assert.Equal(t, "reserve success n-7,charge success n-7", strings.Join(steps, ","), steps)
-	s := pgtest.Value[string](t, pool, `select result_summary from agent_executions where id = $1::uuid`,
-		h.ID())
+	s := pgtest.Value[string](t, pool, `select result_summary from agent_executions where id = $1::uuid`, h.ID())
 	assert.Equal(t, "n-7: 250 cents", s, "the summary")
 }
 

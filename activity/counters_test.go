@@ -430,8 +430,7 @@ func TestHealthEqualsTheView(t *testing.T) {
 	got, err := activity.CountedHealth(t.Context(), db, activity.HealthFilter{})
 	require.NoError(t, err)
 	sameTime := cmp.Comparer(func(a, b time.Time) bool { return a.Equal(b) })
-	assert.NoDiff(t, want, got.Lines, sameTime, cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS",
-		"SuccessRate"))
+	assert.NoDiff(t, want, got.Lines, sameTime, cmpopts.IgnoreFields(activity.Health{}, "P50MS", "P95MS", "SuccessRate"))
 	assert.Truef(t, got.Until == nil, "the figures end at %s", got.Until)
 	for _, h := range got.Lines {
 		var p50, p95 *float64

@@ -50,11 +50,10 @@ func newClasses() classes {
 	return classes{
 		intake: made(bound{all: 256, endpoint: 128, address: 128}, // webhooks
 			bound{all: 32 << 20, endpoint: 16 << 20, address: 8 << 20}),
-		public: made(bound{all: 256, address: 128}, bound{all: 4 << 20, address: 1 << 20}),
-		login:  made(bound{all: 64, address: 16}, bound{all: 1 << 20, address: 256 << 10}),
-		visitor: made(bound{all: 3072, key: 2304, address: 1536},
-			bound{all: 24 << 20, key: 16 << 20, address: 4 << 20}),
-		admin: made(bound{all: 2048}, bound{all: 64 << 20}),
+		public:  made(bound{all: 256, address: 128}, bound{all: 4 << 20, address: 1 << 20}),
+		login:   made(bound{all: 64, address: 16}, bound{all: 1 << 20, address: 256 << 10}),
+		visitor: made(bound{all: 3072, key: 2304, address: 1536}, bound{all: 24 << 20, key: 16 << 20, address: 4 << 20}),
+		admin:   made(bound{all: 2048}, bound{all: 64 << 20}),
 	}
 }
 

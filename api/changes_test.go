@@ -273,9 +273,7 @@ func TestEveryChangeIsAudited(t *testing.T) {
 		{"POST /v1/executions/{id}/fork", x, `{"reason":"why not"}`, "execution " + x},
 		{"POST /v1/executions/{id}/cancel", x, because, "execution " + x + ", flow external"},
 		{"POST /v1/executions/{id}/retry", x, "", "execution " + x},
-		{
-			"POST /v1/executions/bulk", "", `{"action":"retry","ids":["` + x + `"],"reason":"why not"}`, "execution " + x,
-		},
+		{"POST /v1/executions/bulk", "", `{"action":"retry","ids":["` + x + `"],"reason":"why not"}`, "execution " + x},
 		{"POST /v1/threads", "", `{"id":"maria"}`, "thread maria"},
 		{"PATCH /v1/threads/{id}", "maria", `{"title":"Maria"}`, "thread maria"},
 		{"PUT /v1/retention", "", `{"keep":{"activity":"90d"},"reason":"why not"}`, "rows: "},
@@ -389,8 +387,7 @@ func (a *agent) approval(args string, park bool) (got approvals.Approval) {
 		return executions.Result{}, err
 	})
 	require.NoError(a.t, err)
-	_, err = a.engine.RunSync(context.WithoutCancel(a.t.Context()),
-		executions.Spec{Flow: flow, Surface: trace.Flow})
+	_, err = a.engine.RunSync(context.WithoutCancel(a.t.Context()), executions.Spec{Flow: flow, Surface: trace.Flow})
 	require.NoError(a.t, err)
 	return got
 }
@@ -519,8 +516,7 @@ func TestRaisedMessageIsInThread(t *testing.T) {
 	require.NoError(t, err)
 	first, _ := a.raiseEvent(
 		`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes","n":12345678901234567890},"id":"m1"}`, asAdmin())
-	again, _ := a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes"},"id":"m1"}`,
-		asAdmin())
+	again, _ := a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"text":"yes"},"id":"m1"}`, asAdmin())
 	assert.Equal(t, first, again)
 	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"ana","data":{"photo":7}}`, asAdmin())
 	a.raiseEvent(`{"event":"MESSAGE_RECEIVED","key":"elsewhere","data":{"content":"yes"}}`, asAdmin())
@@ -598,8 +594,7 @@ func TestRejectProposalOfAnyName(t *testing.T) {
 	a := start(t)
 	const name = "\u202egnp.exe\u200b\u0085\x1b[31m"
 	said := string(trace.New(trace.Heartbeat))
-	_, err := objectives.Propose(t.Context(), a.pool, objectives.Definition{Name: name, Goal: "hide"},
-		"agent", said)
+	_, err := objectives.Propose(t.Context(), a.pool, objectives.Definition{Name: name, Goal: "hide"}, "agent", said)
 	require.NoError(t, err)
 	d := automations.Definition{Name: name, Cron: "0 * * * *", Prompt: "look"}
 	_, err = automations.Propose(t.Context(), a.pool, d, "agent", said)
@@ -619,8 +614,7 @@ func TestAutomations(t *testing.T) {
 	a := start(t)
 	a.automation("nightly")
 	proposal := automations.Definition{Name: "hourly", Cron: "0 * * * *", Prompt: "look"}
-	_, err := automations.Propose(t.Context(), a.pool, proposal, "agent",
-		string(trace.New(trace.Heartbeat)))
+	_, err := automations.Propose(t.Context(), a.pool, proposal, "agent", string(trace.New(trace.Heartbeat)))
 	require.NoError(t, err)
 	var got change
 	for _, action := range []string{"disable", "enable"} {
@@ -682,8 +676,7 @@ func TestThreadPages(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	for _, id := range []string{"first", "second/with a slash"} {
-		_, _, err := threads.Ensure(t.Context(), a.pool,
-			threads.Thread{ID: id, Channel: "chat", Owner: "website"})
+		_, _, err := threads.Ensure(t.Context(), a.pool, threads.Thread{ID: id, Channel: "chat", Owner: "website"})
 		require.NoError(t, err)
 	}
 	for i := range 7 {

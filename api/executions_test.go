@@ -239,15 +239,9 @@ func TestForkRetryAndReplayOverHTTP(t *testing.T) {
 		},
 		"/v1/executions/" + strings.ToUpper(bad.ID) +
 			"/fork": {`{"from": "look up", "input": {"name": "\u0000"}}`, http.StatusBadRequest, "u0000 cannot be converted"},
-		"/v1/executions/" + bad.ID + "/fork": {
-			`{"from": "sing"}`, http.StatusBadRequest,
-			"no such recorded step",
-		},
+		"/v1/executions/" + bad.ID + "/fork":   {`{"from": "sing"}`, http.StatusBadRequest, "no such recorded step"},
 		"/v1/executions/" + good.ID + "/retry": {``, http.StatusConflict, "only a failed"},
-		"/v1/executions/nonsense/replay": {
-			``, http.StatusBadRequest,
-			"not the id (uuid) of an execution",
-		},
+		"/v1/executions/nonsense/replay":       {``, http.StatusBadRequest, "not the id (uuid) of an execution"},
 		"/v1/executions/" + "0198c0de-0000-7000-8000-000000000000" +
 			"/replay": {``, http.StatusNotFound, "no such execution"},
 	} {

@@ -157,8 +157,7 @@ func TestExternalExecutionLifecycle(t *testing.T) {
 		"the run has ended: failed, no paper")
 	for _, id := range []string{lock.LockID, next.LockID} {
 		assert.True(t, !strings.Contains(a.log.String(), id), "the log has the id of a lock")
-		listed := a.raw("GET", "/v1/lanes", "", asAdmin()).Body.String() +
-			a.raw("GET", path, "", asAdmin()).Body.String()
+		listed := a.raw("GET", "/v1/lanes", "", asAdmin()).Body.String() + a.raw("GET", path, "", asAdmin()).Body.String()
 		assert.True(t, !strings.Contains(listed, id), "the id of a lock is listed")
 	}
 	assert.Contains(t, a.log.String(), "/lock/[redacted]")

@@ -162,8 +162,7 @@ func TestAWorkerReachesItsFlowsOnly(t *testing.T) {
 			assert.Truef(t, code == want[c.name], "%s of %s: %d %s, want %d", c.name, flow, code, said, want[c.name])
 		}
 	}
-	code, said := send("POST", "/v1/threads/external:sum/messages",
-		`{"content":"as an admin"}`)
+	code, said := send("POST", "/v1/threads/external:sum/messages", `{"content":"as an admin"}`)
 	assert.Equal(t, http.StatusForbidden, code, "a message outside an execution", said)
 	pgtest.Equal(t, a.pool, "running", `select status from agent_executions where id::text = $1`, foreign)
 }

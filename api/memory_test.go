@@ -175,8 +175,7 @@ func TestForgetMemory(t *testing.T) {
 	a.checkAudit(got.TraceID, got.ActivityID, "forget_memory", "it is wrong")
 	entries, err := memory.List(t.Context(), a.pool, memory.Filter{})
 	assert.Truef(t, err == nil && len(entries) == 1 && entries[0].Key == "kept", "left are %+v, %v", entries, err)
-	text := pgtest.Value[string](t, a.pool,
-		`select input::text from agent_activity where skill_name = 'forget_memory'`)
+	text := pgtest.Value[string](t, a.pool, `select input::text from agent_activity where skill_name = 'forget_memory'`)
 	assert.Truef(t, text != "" && len(text) <= 300, "the record is %s", text)
 	for _, none := range []string{id, "kept", "%00", "%ff", "018f0000-0000-7000-8000-000000000000"} {
 		a.checkProblem(a.raw("POST", "/v1/memory/"+none+"/forget", `{"reason":"x"}`, asAdmin()), 404, "not found")

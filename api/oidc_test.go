@@ -122,9 +122,7 @@ func (p person) me() int {
 func TestLoginAtAnIssuer(t *testing.T) {
 	t.Parallel()
 	var handler http.Handler
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter,
-		r *http.Request,
-	) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		handler.ServeHTTP(w, r)
 	}))
 	t.Cleanup(server.Close)

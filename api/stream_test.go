@@ -272,8 +272,7 @@ func TestStatusStreamEndsWithExecution(t *testing.T) {
 	assert.Truef(t, len(more) == 0 && lines.Err() == nil, "after the end: %v, %v", more, lines.Err())
 	header := asAdmin()
 	again := a.raw("GET", "/v1/executions/"+x.ID+"/events", "", header)
-	assert.Truef(t, strings.Contains(again.Body.String(),
-		"cancelled"), "later: %d %s", again.Code, again.Body)
+	assert.Truef(t, strings.Contains(again.Body.String(), "cancelled"), "later: %d %s", again.Code, again.Body)
 	header.Set("Last-Event-Id", last["id"])
 	again = a.raw("GET", "/v1/executions/"+x.ID+"/events", "", header)
 	assert.Truef(t, again.Code == http.StatusNoContent, "to who has seen the end: %d %s", again.Code, again.Body)

@@ -125,12 +125,9 @@ func TestInvalidMessages(t *testing.T) {
 		`{"content":"x","lock_id":"y"}`:      {400, "execution_id"},
 		`{"content":"x","execution_id":"y"}`: {400, "execution_id"},
 		`{"content":"x","execution_id":"018f0000-0000-7000-8000-000000000000","lock_id":"y"}`: {404, ""},
-		fmt.Sprintf(`{"content":"x","execution_id":%q}`, inside): {
-			403,
-			"sends its own messages",
-		},
-		fmt.Sprintf(`{"content":"x","execution_id":%q}`, id):                  {403, "lock_id"},
-		fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":"void"}`, id): {409, "worker"},
+		fmt.Sprintf(`{"content":"x","execution_id":%q}`, inside):                              {403, "sends its own messages"},
+		fmt.Sprintf(`{"content":"x","execution_id":%q}`, id):                                  {403, "lock_id"},
+		fmt.Sprintf(`{"content":"x","execution_id":%q,"lock_id":"void"}`, id):                 {409, "worker"},
 	} {
 		a.checkProblem(a.raw("POST", path, body, asAdmin()), want.status, want.words)
 	}

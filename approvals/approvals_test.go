@@ -66,9 +66,7 @@ func ask(t *testing.T, pool *pgxpool.Pool, s skills.Skill, args string) (id stri
 	return askAs(t, pool, s, args, "", trace.Flow)
 }
 
-func askAs(
-	t *testing.T, pool *pgxpool.Pool, s skills.Skill, args, by string, surface trace.Surface,
-) (id string) {
+func askAs(t *testing.T, pool *pgxpool.Pool, s skills.Skill, args, by string, surface trace.Surface) (id string) {
 	t.Helper()
 	insideAs(t, pool, by, surface, func(ctx context.Context) error {
 		asked, err := approvals.Ask(ctx, approvals.Request{

@@ -107,8 +107,7 @@ func TestOnlyRootDecidesACallWithoutAKnownRequester(t *testing.T) {
 	known := askAs(t, pool, s, `{"n": 3}`, "ana", trace.Flow)
 	assert.ErrorIs(t, decide(known, "ana"), approvals.ErrFourEyes)
 	require.NoError(t, decide(known, "bob"))
-	pgtest.Exec(t, pool, `select from decide_agent_approval($1::text::uuid, true, 'dba', '')`,
-		ask(t, pool, s, `{"n": 4}`))
+	pgtest.Exec(t, pool, `select from decide_agent_approval($1::text::uuid, true, 'dba', '')`, ask(t, pool, s, `{"n": 4}`))
 	pgtest.Equal(t, pool, "approved", `select distinct status from agent_approvals`)
 }
 

@@ -113,8 +113,7 @@ func TestOfFiftyDecisionsOneHasEffect(t *testing.T) {
 	assert.Truef(t, won.Load() == 1 && p.acted.Load() == called && (called == 1) == (x.ResultSummary == "called"),
 		"%d decided, the approval is %s, %d calls, the run says %q", won.Load(), decided.Status, p.acted.Load(),
 		x.ResultSummary)
-	assert.Equal(t, 1,
-		pgtest.Value[int](t, p.pool, `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`))
+	assert.Equal(t, 1, pgtest.Value[int](t, p.pool, `select count(*) from agent_events where event = 'APPROVAL_DECIDED'`))
 	n := pgtest.Value[int](t, p.pool, `select count(*) from agent_activity where skill_name = 'decide_approval'
 		and trace_id like 'op\_%'`)
 	assert.Equal(t, 1, n, "rows tell of the decision")
@@ -204,8 +203,7 @@ func TestWhatWaitsForASkillThatChangesIsClosed(t *testing.T) {
 			p := park(t, `{"table":"x"}`)
 			id, approval := p.begin()
 			pgtest.Exec(t, p.pool, c.change)
-			assert.Equal(t, "expired by : "+c.says,
-				enginetest.Await(p.t, p.pool, id, executions.Completed).ResultSummary)
+			assert.Equal(t, "expired by : "+c.says, enginetest.Await(p.t, p.pool, id, executions.Completed).ResultSummary)
 			got, err := approvals.Get(t.Context(), p.pool, approval)
 			assert.Truef(t, err == nil && got.Status == "expired" && got.Reason == c.says, "the approval is %+v (%v)", got, err)
 			list, err := approvals.Pending(t.Context(), p.pool, 10)

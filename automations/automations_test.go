@@ -240,8 +240,7 @@ func TestClaimRefuses(t *testing.T) {
 	require.NoError(t, err)
 	_, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, "", traceID)
 	assert.Truef(t, !ok && err == nil, "a disabled one: %v, %v", ok, err)
-	_, _, err = automations.Claim(t.Context(), pool, "00000000-0000-0000-0000-000000000000", time.Now(), "",
-		"")
+	_, _, err = automations.Claim(t.Context(), pool, "00000000-0000-0000-0000-000000000000", time.Now(), "", "")
 	assert.ErrorIs(t, err, automations.ErrNotFound)
 }
 
@@ -313,8 +312,7 @@ func TestFinishIsComparedAndSet(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	run := claim(t, pool, putDue(t, pool, automations.Definition{Name: "a"}, "1 hour"))
-	got := finish(t, pool, run,
-		automations.Result{Skipped: true, Error: "lane busy"})
+	got := finish(t, pool, run, automations.Result{Skipped: true, Error: "lane busy"})
 	assert.Truef(t, got.Status == automations.Skipped && got.RetryAt == nil, "got %+v", got)
 	_, ok, err := automations.Finish(t.Context(), pool, run.ID, 1, automations.Result{})
 	assert.Truef(t, !ok && err == nil, "finished twice: %v, %v", ok, err)
@@ -324,8 +322,7 @@ func TestFinishIsComparedAndSet(t *testing.T) {
 	_, _, err = automations.Finish(t.Context(), pool, run.ID, 1, automations.Result{Output: "\x00"})
 	assert.Error(t, err, "a NUL character was taken")
 	got = finish(t, pool, run, automations.Result{Output: strings.Repeat("x", 300<<10)})
-	assert.Truef(t, strings.Contains(
-		string(got.Output), "omitted"), "got %.100s", got.Output)
+	assert.Truef(t, strings.Contains(string(got.Output), "omitted"), "got %.100s", got.Output)
 }
 
 func TestAutomationsArePausedWithTheirSkillWhoeverDisablesIt(t *testing.T) {
@@ -514,8 +511,7 @@ func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	a := putDue(t, pool, automations.Definition{Name: "a"}, "1 hour")
-	_, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, execution(t, pool, "cancelled"),
-		traceID)
+	_, ok, err := automations.Claim(t.Context(), pool, a.ID, *a.NextRunAt, execution(t, pool, "cancelled"), traceID)
 	require.True(t, ok && err == nil, ok, err)
 	var ended atomic.Int64
 	var group errgroup.Group

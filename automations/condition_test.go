@@ -96,8 +96,7 @@ func TestAProposalIsOutOfServiceUntilAnAdminAcceptsIt(t *testing.T) {
 	ok, err := automations.Enable(t.Context(), pool, "watch")
 	assert.Truef(t, !ok && errors.Is(err, automations.ErrProposal), "enabled: %v, %v", ok, err)
 	_, err = pool.Exec(t.Context(), `update agent_automations set enabled = true, disabled_by = ''`)
-	assert.Truef(t, postgres.IsCode(
-		err, "23514"), "the database let it pass: %v", err)
+	assert.Truef(t, postgres.IsCode(err, "23514"), "the database let it pass: %v", err)
 	var wins atomic.Int32
 	for range 32 {
 		wg.Go(func() {

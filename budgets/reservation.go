@@ -94,8 +94,7 @@ func (r *Reservation) Renew(ctx context.Context, db postgres.DB) (Spend, int64, 
 		r.answer = verdict{}
 		b := &pgx.Batch{}
 		// lock order: the execution, then its budgets
-		b.Queue(`select fence_agent_execution(@id, @claim)`,
-			postgres.Strict{"id": r.ExecutionID, "claim": r.Claim})
+		b.Queue(`select fence_agent_execution(@id, @claim)`, postgres.Strict{"id": r.ExecutionID, "claim": r.Claim})
 		b.Queue(`select tokens, cost_usd::float8 from lanekeeper.settle_agent_budget(@execution_id, @step)`,
 			postgres.Strict{"execution_id": r.ExecutionID, "step": r.Step}).QueryRow(func(row pgx.Row) error {
 			return row.Scan(&lost.Tokens, &lost.USD)

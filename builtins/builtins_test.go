@@ -397,8 +397,7 @@ func TestAStepIsAdvancedByWhatWasDone(t *testing.T) {
 		got := advance(step.title)
 		assert.Truef(t, strings.Contains(got, step.want), "%s: got %s", step.title, got)
 	}
-	answer, err := call(t, pool, "objective_update",
-		`{"objective":"tidy","note":"half","add_steps":["three"]}`)
+	answer, err := call(t, pool, "objective_update", `{"objective":"tidy","note":"half","add_steps":["three"]}`)
 	assert.Truef(t, err == nil && answer["note"] == "half", "got %v, %v", answer, err)
 	act("look", "success")
 	act("look", "success")

@@ -209,8 +209,7 @@ func TestAnAgentsOwnMemoryIsNoOtherAgents(t *testing.T) {
 		h.must(agent, "memory_write", fmt.Sprintf(`{"key": "contact", "value": "new of %s", "revision": 1}`, agent))
 		h.must(agent, "memory_forget", `{"key": "contact", "revision": 2}`)
 		answer := h.must(agent, "memory_forget", `{"key": "contact", "revision": 2}`)
-		assert.Truef(t, strings.Contains(answer,
-			`"forgotten":false`), "%s forgets twice: %s", agent, answer)
+		assert.Truef(t, strings.Contains(answer, `"forgotten":false`), "%s forgets twice: %s", agent, answer)
 		for _, other := range all[i+1:] {
 			answer := h.must(other, "recall", `{}`)
 			assert.Truef(t, strings.Contains(answer, "number of "+other), "%s has taken from %s: %s", agent, other, answer)

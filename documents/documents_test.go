@@ -157,8 +157,7 @@ func TestUnusedUploadsGo(t *testing.T) {
 	unused := added(t, pool, documents.Upload{Content: []byte("x"), By: threads.Visitor("site", "vis_1")})
 	kept := added(t, pool, documents.Upload{Content: []byte("x")})
 	require.Truef(t, unused.ExpiresAt != nil && unused.UploadedBy == "visitor site", "%+v", unused)
-	pgtest.Exec(t, pool, `update agent_documents set expires_at = now() - interval '1 s' where id = $1`,
-		unused.ID)
+	pgtest.Exec(t, pool, `update agent_documents set expires_at = now() - interval '1 s' where id = $1`, unused.ID)
 	added(t, pool, documents.Upload{Content: []byte("y"), By: threads.Key("app")})
 	_, err := documents.Get(t.Context(), pool, unused.ID)
 	assert.ErrorIs(t, err, documents.ErrNotFound, "the unused one")

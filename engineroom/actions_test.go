@@ -319,8 +319,7 @@ func TestEveryActionOfATemplateIsInTheTable(t *testing.T) {
 			if path == "/v1/operate" {
 				continue // has a handler of its own
 			}
-			_, pattern := mux.Handler(httptest.NewRequestWithContext(t.Context(), http.MethodPost, path,
-				http.NoBody))
+			_, pattern := mux.Handler(httptest.NewRequestWithContext(t.Context(), http.MethodPost, path, http.NoBody))
 			assert.Truef(t, pattern != "", "%s: no action has the route %s", file.Name(), path)
 		}
 	}
@@ -468,12 +467,8 @@ func TestOperateShowsASession(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	_, body := testkit.Get(t, server.URL+"/operate")
-	for _, want := range []string{
-		"No message yet", "Lane operate: free", "No session yet",
-		`action="/act/v1/operate"`, "operate.js",
-	} {
-		assert.Contains(t, body, want)
-	}
+	assert.Contains(t, body, "No message yet", "Lane operate: free", "No session yet", `action="/act/v1/operate"`,
+		"operate.js")
 	assert.True(t, !strings.Contains(body, `name="agent"`), "one agent alone is no choice")
 	acts(t, pool, agents.Definition{Name: "sales", Default: true})
 	acts(t, pool, agents.Definition{Name: "billing"})

@@ -245,12 +245,8 @@ func TestASessionIsWholeAfterAReloadAndWithoutScript(t *testing.T) {
 	p := browser.Open(t, browser.Look{NoScript: true, Width: 390, Height: 844})
 	p.Go(url + "/operate?session=" + aSession)
 	text := p.Text("main")
-	for _, word := range []string{
-		"what did you do?", "I **read** the orders.", "read_order", "1 approval requested: show", "Approval requested: drop",
-		`"amount": 120.50`, "Approve", "Reject", "Rename", "Sessions",
-	} {
-		assert.Truef(t, strings.Contains(text, word), "%q is missing in\n%s", word, text)
-	}
+	assert.Contains(t, text, "what did you do?", "I **read** the orders.", "read_order", "1 approval requested: show",
+		"Approval requested: drop", `"amount": 120.50`, "Approve", "Reject", "Rename", "Sessions")
 	shot(t, p, "operate-noscript-phone", true)
 	p.As(browser.Look{Width: 320, Height: 700})
 	p.Expect("404") // nobody answers for the API here

@@ -180,8 +180,7 @@ func TestFiltersOfTheOverviewAreChecked(t *testing.T) {
 	t.Parallel()
 	_, server := open(t)
 	for query, why := range map[string]string{
-		"surface=none": "surface", "status=fine": "status", "skill=" +
-			strings.Repeat("x", 301): "skill",
+		"surface=none": "surface", "status=fine": "status", "skill=" + strings.Repeat("x", 301): "skill",
 		"since=yesterday": "since", "until=1": "until", "row=1": "row",
 	} {
 		turnsAway(t, server.URL+"/activity?"+query, 400, why)
@@ -325,8 +324,7 @@ func TestSpendIsShownByWhatItWasForSurfaceAndModel(t *testing.T) {
 	spend(t, pool, "advance_plan", "model-one", "0.75", "0")
 	spend(t, pool, "reflect", "model-two", "0.25", "0")
 	spend(t, pool, "reflect", "model-two", "9", "10 days")
-	shows(t, server.URL+"/spend?days=1", "$1.00 and 2,000 tokens today", "no skill", "100 %", "<svg",
-		"Show as table")
+	shows(t, server.URL+"/spend?days=1", "$1.00 and 2,000 tokens today", "no skill", "100 %", "<svg", "Show as table")
 	shows(t, server.URL+"/spend?days=1&by=purpose", "advance_plan", "75 %")
 	shows(t, server.URL+"/spend?days=30&by=purpose", "$10.00 and 3,000 tokens in 30 days",
 		"by=model&amp;days=30&amp;purpose=reflect#calls")
@@ -413,12 +411,7 @@ func TestAChartIsDrawnToScaleWithItsNumbersBeside(t *testing.T) {
 	rows := c.Rows()
 	assert.Truef(t, rows[0][2] == "70" && rows[2][0] == "Monday", "rows %v", rows)
 	body := drawn(t, c)
-	for _, want := range []string{
-		`role="img"`, `class="bar-bad"`, "&lt;Wednesday&gt;: 70 bad",
-		`<th scope="row">Tuesday</th>`,
-	} {
-		assert.Contains(t, body, want)
-	}
+	assert.Contains(t, body, `role="img"`, `class="bar-bad"`, "&lt;Wednesday&gt;: 70 bad", `<th scope="row">Tuesday</th>`)
 	assert.True(t, !strings.Contains(body, "style="), "the chart has a style attribute, which the policy forbids")
 }
 

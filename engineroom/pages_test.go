@@ -513,8 +513,7 @@ func TestASkillIsShownWithItsCalls(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	skill(t, pool, "fetch_price", "Fetches a price.", "", "")
-	shows(t, server.URL+"/skills/fetch_price", "No call yet", "No call in this period",
-		"No automation calls this skill")
+	shows(t, server.URL+"/skills/fetch_price", "No call yet", "No call in this period", "No automation calls this skill")
 	called(t, pool, "fetch_price", "success", "", 3)
 	called(t, pool, "fetch_price", "error", "no route to host", 1)
 	put(t, pool, `insert into agent_automations (name, cron, skill_name) values ('prices', '0 * * * *', 'fetch_price')

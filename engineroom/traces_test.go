@@ -223,15 +223,9 @@ func TestThePanelShowsASpan(t *testing.T) {
 	wait := regexp.MustCompile(`span=(wait-[0-9a-f-]+)`).FindStringSubmatch(shows(t, base))
 	require.True(t, wait != nil, "the wait is no link")
 	for path, texts := range map[string][]string{
-		"?span=" + failed: {
-			"no answer came", "key-1", `&#34;to&#34;: &#34;ana&#34;`,
-			"Fork from here", "&amp;tab=raw",
-		},
-		"?span=" + failed + "&tab=why": {"Part of", "What it did"},
-		"?span=" + failed + "&tab=raw": {
-			`&#34;error_class&#34;: &#34;timeout&#34;`,
-			"/v1/traces/" + string(id),
-		},
+		"?span=" + failed:                            {"no answer came", "key-1", `&#34;to&#34;: &#34;ana&#34;`, "Fork from here", "&amp;tab=raw"},
+		"?span=" + failed + "&tab=why":               {"Part of", "What it did"},
+		"?span=" + failed + "&tab=raw":               {`&#34;error_class&#34;: &#34;timeout&#34;`, "/v1/traces/" + string(id)},
 		"?span=" + failed + "&tab=cost":              {"Only model calls cost money"},
 		"?span=" + model + "&tab=cost":               {"gpt-4o-mini", "$0.50"},
 		"?span=" + model + "&tab=prompt":             {"was not recorded"},
@@ -386,8 +380,7 @@ func TestATraceThatHasEndedIsNotReadAgain(t *testing.T) {
 		about, _ := v.About.(*tracedVisit)
 		_, err = room.settled(t.Context(), about, "view", func(traceState) (any, bool, error) {
 			loads++
-			return loads,
-				false, nil
+			return loads, false, nil
 		})
 		require.NoError(t, err)
 	}

@@ -296,8 +296,7 @@ func TestABatchWithARecordedStepWritesNothing(t *testing.T) {
 			pgtest.Exec(t, pool, onRecord["step"], postgres.Strict{"id": ids[1]})
 			before := dump(t, pool, ids[0]) + dump(t, pool, ids[1])
 			_, err := pool.Exec(t.Context(), sql, postgres.Strict{"ids": ids, "claims": claims})
-			assert.Truef(t, postgres.IsCode(err,
-				"23505"), "the batch: %v", err)
+			assert.Truef(t, postgres.IsCode(err, "23505"), "the batch: %v", err)
 			assert.Equal(t, before, dump(t, pool, ids[0])+dump(t, pool, ids[1]))
 		})
 	}
@@ -359,8 +358,7 @@ func TestABatchLeavesOutStaleClaims(t *testing.T) {
 					got = completeAll(t, pool, ids, claims, []*string{new("last"), new("last")}, "completed")
 				} else {
 					var err error
-					got, err = checkpointAll(t.Context(), pool, ids, claims, []string{"step", "step"},
-						make([]*string, 2))
+					got, err = checkpointAll(t.Context(), pool, ids, claims, []string{"step", "step"}, make([]*string, 2))
 					require.NoError(t, err)
 				}
 				if after := dump(t, pool, ids[1]); got != want || (after == before) == (name == "live") {

@@ -548,9 +548,7 @@ func TestPanickingMethodsOfResultsFailTheStep(t *testing.T) {
 				func(context.Context, pgx.Tx) (explosive, error) { return explosive{}, nil }))
 		},
 		"result of a call": func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
-			return ends(executions.Do(ctx, "a", call, func(context.Context, *executions.Effect) (explosive,
-				error,
-			) {
+			return ends(executions.Do(ctx, "a", call, func(context.Context, *executions.Effect) (explosive, error) {
 				return explosive{}, nil
 			}))
 		},
@@ -729,9 +727,7 @@ func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
 		},
 		"call": func(ctx context.Context, made *atomic.Int64) error {
 			call := executions.Call{Entry: activity.Entry{Skill: "call"}}
-			_, err := executions.Do(ctx, "late", call, func(context.Context, *executions.Effect) (int64,
-				error,
-			) {
+			_, err := executions.Do(ctx, "late", call, func(context.Context, *executions.Effect) (int64, error) {
 				return made.Add(1), nil
 			})
 			return err
@@ -768,8 +764,7 @@ func TestAStepPastItsDeadlineIsRecorded(t *testing.T) {
 			diff := cmp.Diff([]string{late, late}, seen)
 			assert.Truef(t, diff == "" && got.Status == executions.Completed && made.Load() == 0,
 				"status %s, made %d times, errors (-want +got):\n%s", got.Status, made.Load(), diff)
-			assert.Equal(t, 0,
-				pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'`))
+			assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_activity where skill_name = 'call'`))
 		})
 	}
 }

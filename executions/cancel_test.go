@@ -417,8 +417,7 @@ func TestAnExecutionWhoseCancelIsRequestedIsNotClaimed(t *testing.T) {
 	if got := claimReady(t, tx, newWorker(t, pool), 10); len(got) != 1 || got[0] != second {
 		t.Errorf("claimed %v of %s, which is to be cancelled, and %s", got, first, second)
 	}
-	assert.Equal(t, "", pgtest.Value[string](t, tx,
-		`select coalesce(current_setting('lanekeeper.missed', true), '')`))
+	assert.Equal(t, "", pgtest.Value[string](t, tx, `select coalesce(current_setting('lanekeeper.missed', true), '')`))
 }
 
 // A parent whose child is in a transaction is cancelled as soon, and the child with it.
@@ -542,8 +541,7 @@ func TestAnEventInAnOpenTransactionDelaysNoOther(t *testing.T) {
 			eventuallyWithin(t, deliver, calm)
 			require.NoError(t, tx.Commit(t.Context()))
 			assert.NoError(t, repeated.Wait())
-			assert.Equal(t, 1,
-				pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'held'`))
+			assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_events where external_id = 'held'`))
 		})
 	}
 }

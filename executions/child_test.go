@@ -57,8 +57,7 @@ func TestCancellingAParentCancelsAwaitedChildren(t *testing.T) {
 func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
 	pool := pgtest.DB(t)
 	p := start(t, pool, flow(func(context.Context) (executions.Result, error) {
-		return executions.Result{Summary: "ran"},
-			nil
+		return executions.Result{Summary: "ran"}, nil
 	}))
 	spec := executions.Spec{Flow: "flow", Surface: trace.Chat, DedupeKey: "once"}
 	undone := errors.New("undone")

@@ -188,8 +188,7 @@ func TestAnEventThatComesTwiceResumesOnce(t *testing.T) {
 		if a, b := get(t, pool, one).Status, get(t, pool, two).Status; a != executions.Running || b != executions.Waiting {
 			t.Errorf("they are %s and %s", a, b)
 		}
-		assert.Equal(t, 1,
-			pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
+		assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
 		deliverBatch(t, pool, me, 9, by, "kept")
 		assert.Equal(t, 1, pgtest.Value[int](t, pool,
 			`select count(*) from agent_events where key = 'kept' and consumed_by is null`))

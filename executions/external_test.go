@@ -428,8 +428,7 @@ func TestNoProcessClaimsAnExternalExecution(t *testing.T) {
 		assert.Truef(t, err == nil && n == 0, "%s it was claimed: %d, %v", when, n, err)
 		for range 2 {
 			sweep(t, pool)
-			n := pgtest.Value[int](t, pool, `select count(*)::int from lanekeeper.agent_ready_executions where id = $1`,
-				id)
+			n := pgtest.Value[int](t, pool, `select count(*)::int from lanekeeper.agent_ready_executions where id = $1`, id)
 			assert.Equal(t, 0, n, when, "it is ready for a process")
 		}
 	}
@@ -540,8 +539,7 @@ func TestAnExternalCoordinatorLendsItsThread(t *testing.T) {
 		lock := p.lock(t, id, "coordinator")
 		assert.True(t, !says(id, lock.LockID, "I ask"), "the coordinator's message queues")
 		child := p.external(t, func(s *executions.Spec) {
-			s.ParentID, s.ThreadID, s.Awaited,
-				s.Inherits = id, "t", true, true
+			s.ParentID, s.ThreadID, s.Awaited, s.Inherits = id, "t", true, true
 		})
 		work := func() {
 			t.Helper()
@@ -661,8 +659,7 @@ func TestWorkersSweepsAndCancelsNeverDeadlock(t *testing.T) {
 	})
 	require.NoError(t, group.Wait())
 	n := pgtest.Value[int](t, pool, `select count(*)::int from agent_checkpoints where step like 'step %'`)
-	assert.Truef(t, n == int(
-		recorded.Load()) && n != 0, "%d steps are recorded, %d were confirmed", n, recorded.Load())
+	assert.Truef(t, n == int(recorded.Load()) && n != 0, "%d steps are recorded, %d were confirmed", n, recorded.Load())
 	for _, id := range ids {
 		x := get(t, pool, id)
 		assert.Truef(t, x.Status == executions.Cancelled, "it is %+v", x)

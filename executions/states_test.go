@@ -176,10 +176,7 @@ var operations = map[string]operation{
 		`select lanekeeper.wait_agent_execution($1::uuid, $2, 'wait', 'event', $1::text, '1 hour', null)`, 2,
 		map[executions.Status]executions.Status{executions.Running: executions.Waiting},
 	},
-	"resume": {
-		resumes, 1,
-		map[executions.Status]executions.Status{executions.Waiting: executions.Running},
-	},
+	"resume": {resumes, 1, map[executions.Status]executions.Status{executions.Waiting: executions.Running}},
 	"deliver": {
 		`select deliver_agent_event('EVENT_COMPLETED', $1::text)`, 1,
 		map[executions.Status]executions.Status{executions.Waiting: executions.Running},
@@ -343,8 +340,7 @@ func TestARejectedEventFailsAlone(t *testing.T) {
 		})
 	}
 	require.NoError(t, group.Wait())
-	assert.Equal(t, 160,
-		pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
+	assert.Equal(t, 160, pgtest.Value[int](t, pool, `select count(*) from agent_events where event = 'EVENT_COMPLETED'`))
 }
 
 // The closed sets are domains, which hold for every writer.
@@ -426,8 +422,7 @@ func TestNoSettingAndNoRoleSwitchesARuleOff(t *testing.T) {
 	pgtest.Exec(t, pool, fmt.Sprintf(`create role %q`, role))
 	t.Cleanup(func() {
 		ctx := context.WithoutCancel(t.Context())
-		_, err := pool.Exec(ctx, fmt.Sprintf(`drop owned by %[1]q; drop role %[1]q`, role),
-			pgx.QueryExecModeSimpleProtocol)
+		_, err := pool.Exec(ctx, fmt.Sprintf(`drop owned by %[1]q; drop role %[1]q`, role), pgx.QueryExecModeSimpleProtocol)
 		assert.NoError(t, err)
 	})
 	pgtest.Exec(t, pool, fmt.Sprintf(`
@@ -477,8 +472,7 @@ func attackAs(t *testing.T, url, role, value string, subjects map[executions.Sta
 			if to == state || slices.Contains(transitions[state], to) {
 				continue
 			}
-			_, err := conn.Exec(t.Context(), `update agent_executions set status = $2 where id = $1`, x.id,
-				string(to))
+			_, err := conn.Exec(t.Context(), `update agent_executions set status = $2 where id = $1`, x.id, string(to))
 			assert.Truef(t, refusedByRule(err), "%s with settings %q: from %s to %s: %v", role, value, state, to, err)
 		}
 		copied(t, conn, x)

@@ -209,9 +209,7 @@ func TestUnstorableResultsAreReplacedOrFail(t *testing.T) {
 		}
 	}
 	call := func(ctx context.Context) error {
-		_, err := executions.Do(ctx, "make", executions.Call{}, func(context.Context, *executions.Effect) (any,
-			error,
-		) {
+		_, err := executions.Do(ctx, "make", executions.Call{}, func(context.Context, *executions.Effect) (any, error) {
 			return make(chan int), nil
 		})
 		return err
@@ -251,8 +249,7 @@ func TestUnstorableResultsAreReplacedOrFail(t *testing.T) {
 				return c.result, c.err
 			}))
 			got := until(t, pool, p.begin(t, "flow"), c.status)
-			open := pgtest.Value[int](t, pool,
-				`select count(*) from agent_activity where status not in ('success', 'error')`)
+			open := pgtest.Value[int](t, pool, `select count(*) from agent_activity where status not in ('success', 'error')`)
 			assert.Truef(t, open == 0, "%d activities have no clear end (%v)", open, testkit.Deref(got.ErrorMessage))
 		})
 	}

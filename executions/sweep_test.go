@@ -73,8 +73,7 @@ func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 	}
 	tx := pgtest.Begin(t, pool)
 	pgtest.Exec(t, tx, `select from agent_executions where id = @id for update`, postgres.Strict{"id": locked})
-	assert.Equal(t, 7,
-		pgtest.Value[int](t, pool, `select lanekeeper.lose_agent_claims(@id)`, postgres.Strict{"id": lost}))
+	assert.Equal(t, 7, pgtest.Value[int](t, pool, `select lanekeeper.lose_agent_claims(@id)`, postgres.Strict{"id": lost}))
 	const gone = "running, nobody's, claim 2, wake 1, noted lost, attempt "
 	const ended = "failed, nobody's, claim 2, wake 0, noted lost, attempt "
 	const kept = "running, somebody's, claim 1, wake 0, noted , attempt "

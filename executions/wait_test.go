@@ -136,8 +136,7 @@ func TestANewEventEndsAllWaitsAndAnOldOneOnlyOne(t *testing.T) {
 	until(t, pool, first, executions.Completed)
 	second := p.beginWith(t, "old")
 	until(t, pool, second, executions.Waiting)
-	assert.Equal(t, first,
-		pgtest.Value[string](t, pool, `select consumed_by::text from agent_events where key = 'old'`))
+	assert.Equal(t, first, pgtest.Value[string](t, pool, `select consumed_by::text from agent_events where key = 'old'`))
 }
 
 func TestAWaitTimesOut(t *testing.T) {

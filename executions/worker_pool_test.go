@@ -238,8 +238,7 @@ func TestLimitsAreSetAsAWhole(t *testing.T) {
 		assert.Truef(t, err == nil && slices.Equal(got, want), "the limits are %v, want %v, %v", got, want, err)
 	}
 	err := p.SetLimits(t.Context(), []executions.Admission{{Kind: "page", Name: "x", Running: 1}})
-	assert.Truef(t, postgres.IsCode(
-		err, "23514"), "a limit of a page: %v", err)
+	assert.Truef(t, postgres.IsCode(err, "23514"), "a limit of a page: %v", err)
 }
 
 // jobs counts the hints that River was given.

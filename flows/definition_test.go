@@ -37,32 +37,17 @@ var shapes = map[string]struct {
 	good bool
 	text string
 }{
-	"least": {
-		true,
-		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`,
-	},
-	"no name": {
-		false,
-		`{"actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`,
-	},
-	"bad name":              {false, `{"name": "1 a", "actions": [{"actionType": "wait_for_response"}]}`},
-	"name of those outside": {false, `{"name": "external", "actions": [{"actionType": "end"}]}`},
-	"no actions":            {false, `{"name": "a", "actions": []}`},
-	"actions missing":       {false, `{"name": "a"}`},
-	"unknown key": {
-		false,
-		`{"name": "a", "action": [], "actions": [{"actionType": "wait_for_response"}]}`,
-	},
-	"unknown type": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "send_mesage", "parameters": {"message": "hi"}}]}`,
-	},
-	"no type":       {false, `{"name": "a", "actions": [{"parameters": {"message": "hi"}}]}`},
-	"not an action": {false, `{"name": "a", "actions": ["send_message"]}`},
-	"unknown key of an action": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "wait_for_response", "wen": "true"}]}`,
-	},
+	"least":                    {true, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`},
+	"no name":                  {false, `{"actions": [{"actionType": "send_message", "parameters": {"message": "hi"}}]}`},
+	"bad name":                 {false, `{"name": "1 a", "actions": [{"actionType": "wait_for_response"}]}`},
+	"name of those outside":    {false, `{"name": "external", "actions": [{"actionType": "end"}]}`},
+	"no actions":               {false, `{"name": "a", "actions": []}`},
+	"actions missing":          {false, `{"name": "a"}`},
+	"unknown key":              {false, `{"name": "a", "action": [], "actions": [{"actionType": "wait_for_response"}]}`},
+	"unknown type":             {false, `{"name": "a", "actions": [{"actionType": "send_mesage", "parameters": {"message": "hi"}}]}`},
+	"no type":                  {false, `{"name": "a", "actions": [{"parameters": {"message": "hi"}}]}`},
+	"not an action":            {false, `{"name": "a", "actions": ["send_message"]}`},
+	"unknown key of an action": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "wen": "true"}]}`},
 	"unknown parameter": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"mesage": "hi", "message": "x"}}]}`,
@@ -73,18 +58,9 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": null}}]}`,
 	},
-	"parameters null": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": null}]}`,
-	},
-	"number for text": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": 5}}]}`,
-	},
-	"empty text": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": ""}}]}`,
-	},
+	"parameters null": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": null}]}`},
+	"number for text": {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": 5}}]}`},
+	"empty text":      {false, `{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": ""}}]}`},
 	"timeout among": {
 		true,
 		`{"name": "a", "actions": [{"actionType": "wait_for_response", "parameters": {"timeout": "24h", "onTimeout": "continue"}}]}`,
@@ -97,18 +73,9 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "1h", "parameters": {"timeout": "24h"}}]}`,
 	},
-	"bad timeout": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "a day"}]}`,
-	},
-	"timeout in numbers": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": 24}]}`,
-	},
-	"bad onTimeout": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "wait_for_response", "onTimeout": "stop"}]}`,
-	},
+	"bad timeout":        {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": "a day"}]}`},
+	"timeout in numbers": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "timeout": 24}]}`},
+	"bad onTimeout":      {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "onTimeout": "stop"}]}`},
 	"timeout without a wait": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "send_message", "timeout": "1h", "parameters": {"message": "hi"}}]}`,
@@ -117,22 +84,13 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "send_message", "parameters": {"message": "hi", "timeout": "1h"}}]}`,
 	},
-	"saveAs": {
-		true,
-		`{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "name"}]}`,
-	},
+	"saveAs": {true, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "name"}]}`},
 	"saveAs of nothing": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "delay", "saveAs": "x", "parameters": {"duration": "1h"}}]}`,
 	},
-	"saveAs reserved": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "traceId"}]}`,
-	},
-	"saveAs a word": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "not"}]}`,
-	},
+	"saveAs reserved": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "traceId"}]}`},
+	"saveAs a word":   {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": "not"}]}`},
 	"saveAs a number": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "saveAs": 5}]}`},
 	"bad id":          {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "id": "a b"}]}`},
 	"open to a visitor": {
@@ -147,16 +105,10 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "open_thread", "parameters": {"expires": "soon"}}]}`,
 	},
-	"when": {
-		true,
-		`{"name": "a", "actions": [{"actionType": "wait_for_response", "id": "a-b", "when": "1 < 2"}]}`,
-	},
+	"when":          {true, `{"name": "a", "actions": [{"actionType": "wait_for_response", "id": "a-b", "when": "1 < 2"}]}`},
 	"when true":     {true, `{"name": "a", "actions": [{"actionType": "wait_for_response", "when": true}]}`},
 	"when a number": {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "when": 1}]}`},
-	"when null": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "wait_for_response", "when": null}]}`,
-	},
+	"when null":     {false, `{"name": "a", "actions": [{"actionType": "wait_for_response", "when": null}]}`},
 	"child by flow": {
 		true,
 		`{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"flow": "b", "input": {"x": 1}, "waitForCompletion": false, "onFailure": "fail"}}]}`,
@@ -169,10 +121,7 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"agent": "b", "flow": "b"}}]}`,
 	},
-	"child by none": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"input": {}}}]}`,
-	},
+	"child by none": {false, `{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"input": {}}}]}`},
 	"child with a bad word": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "trigger_agent", "parameters": {"flow": "b", "waitForCompletion": "yes"}}]}`,
@@ -217,18 +166,9 @@ var shapes = map[string]struct {
 		true,
 		`{"name": "a", "channel": "webhook", "target": "crm", "actions": [{"actionType": "send_message", "parameters": {"message": "a", "channel": "webhook", "target": "x"}}]}`,
 	},
-	"target of none": {
-		false,
-		`{"name": "a", "target": "crm", "actions": [{"actionType": "wait_for_response"}]}`,
-	},
-	"event": {
-		true,
-		`{"name": "a", "actions": [{"actionType": "wait_for_event", "parameters": {"key": "{{input.id}}"}}]}`,
-	},
-	"delay": {
-		true,
-		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "90m"}}]}`,
-	},
+	"target of none": {false, `{"name": "a", "target": "crm", "actions": [{"actionType": "wait_for_response"}]}`},
+	"event":          {true, `{"name": "a", "actions": [{"actionType": "wait_for_event", "parameters": {"key": "{{input.id}}"}}]}`},
+	"delay":          {true, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "90m"}}]}`},
 	"delay by a template": {
 		true,
 		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "{{input.pause}}"}}]}`,
@@ -246,18 +186,12 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "1h", "until": "2026-01-31T09:00:00Z"}}]}`,
 	},
-	"bad delay": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "soon"}}]}`,
-	},
+	"bad delay": {false, `{"name": "a", "actions": [{"actionType": "delay", "parameters": {"duration": "soon"}}]}`},
 	"skill": {
 		true,
 		`{"name": "a", "actions": [{"actionType": "skill", "saveAs": "x", "parameters": {"name": "sizes", "arguments": {"limit": 5, "of": "{{input.of}}"}}}]}`,
 	},
-	"bad skill": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "skill", "parameters": {"name": "a skill"}}]}`,
-	},
+	"bad skill": {false, `{"name": "a", "actions": [{"actionType": "skill", "parameters": {"name": "a skill"}}]}`},
 	"arguments of a list": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "skill", "parameters": {"name": "sizes", "arguments": [1]}}]}`,
@@ -295,10 +229,7 @@ var shapes = map[string]struct {
 		true,
 		`{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true", "then": [], "else": [{"actionType": "end"}]}}]}`,
 	},
-	"if without then": {
-		false,
-		`{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true"}}]}`,
-	},
+	"if without then": {false, `{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true"}}]}`},
 	"if with something within": {
 		false,
 		`{"name": "a", "actions": [{"actionType": "if", "parameters": {"condition": "true", "then": [{"actionType": "delay"}]}}]}`,
@@ -367,26 +298,17 @@ var shapes = map[string]struct {
 		false,
 		`{"name": "a", "actions": [{"actionType": "end", "parameters": {"status": "cancelled"}}]}`,
 	},
-	"fail": {
-		true,
-		`{"name": "a", "actions": [{"actionType": "fail", "parameters": {"message": "no"}}]}`,
-	},
+	"fail": {true, `{"name": "a", "actions": [{"actionType": "fail", "parameters": {"message": "no"}}]}`},
 	"input": {
 		true,
 		`{"name": "a", "input": {"type": "object", "required": ["x"], "properties": {"x": {"type": "integer"}}}, "actions": [{"actionType": "end"}]}`,
 	},
-	"input that is no object": {
-		false,
-		`{"name": "a", "input": {"type": "array"}, "actions": [{"actionType": "end"}]}`,
-	},
+	"input that is no object": {false, `{"name": "a", "input": {"type": "array"}, "actions": [{"actionType": "end"}]}`},
 	"input that is no schema": {
 		false,
 		`{"name": "a", "input": {"type": "object", "properties": {"x": {"type": "whole"}}}, "actions": [{"actionType": "end"}]}`,
 	},
-	"variables": {
-		true,
-		`{"name": "a", "variables": {"x": 1, "y": {"z": []}}, "actions": [{"actionType": "end"}]}`,
-	},
+	"variables":                 {true, `{"name": "a", "variables": {"x": 1, "y": {"z": []}}, "actions": [{"actionType": "end"}]}`},
 	"variables with a bad name": {false, `{"name": "a", "variables": {"x y": 1}, "actions": [{"actionType": "end"}]}`},
 	"variables with a reserved": {
 		false,

@@ -94,8 +94,7 @@ func TestSkillsAreCalled(t *testing.T) {
 		{"bare", nil, "action s (skill): call double: invalid parameters: missing property 'n'"},
 	} {
 		x := enginetest.Await(t, w.pool, w.begin(t, c.flow, c.input), executions.Failed)
-		assert.Truef(t, testkit.Deref(
-			x.ErrorMessage) == c.want, "%s: %s", c.flow, testkit.Deref(x.ErrorMessage))
+		assert.Truef(t, testkit.Deref(x.ErrorMessage) == c.want, "%s: %s", c.flow, testkit.Deref(x.ErrorMessage))
 	}
 }
 

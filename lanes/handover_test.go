@@ -156,8 +156,7 @@ func TestIneligibleWaitersGetNoHandover(t *testing.T) {
 			}
 			conn := listener(t, db)
 			assert.Equal(t, c.to, releaseLane(t, db, lane, "a", token), "the lane went to")
-			assert.Equal(t, c.to,
-				pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane))
+			assert.Equal(t, c.to, pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane))
 			told := notified(t, conn)
 			assert.Equal(t, (told == lane), c.tell, "notified", told)
 			assert.True(t, !try(t, db, lane, "d", 60).acquired, "a newcomer overtakes the queue")
@@ -324,8 +323,7 @@ func TestABatchHandsManyLanesOver(t *testing.T) {
 		from unnest($1::text[], $2::text[], $3::bigint[]) w (lane, owner, token)`, names, owners, tokens)
 	assert.Equal(t, len(names), n, "answers")
 	for lane, want := range map[string]string{"wanted": "b", "also wanted": "c", "lonely": "", "promised": ""} {
-		assert.Equal(t, want,
-			pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane), lane)
+		assert.Equal(t, want, pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = $1`, lane), lane)
 	}
 	g := try(t, db, "promised", "e", 60)
 	assert.Truef(t, !g.acquired && g.holder == "d", "a newcomer got %+v, want busy by d", g)

@@ -76,8 +76,7 @@ func TestOwnersAreNeverTheSame(t *testing.T) {
 	if !strings.HasPrefix(a.Owner().String(), string(id)+"/") || a.Owner() == b.Owner() {
 		t.Errorf("owners %s and %s of trace %s", a.Owner(), b.Owner(), id)
 	}
-	assert.Equal(t, string(id),
-		pgtest.Value[string](t, db, `select trace_id from agent_locks_live where lane = 'a'`), id)
+	assert.Equal(t, string(id), pgtest.Value[string](t, db, `select trace_id from agent_locks_live where lane = 'a'`), id)
 	for name, owner := range map[string]lanes.Owner{
 		"zero": {}, "constant": lanes.ClaimOwner("heartbeat-cron", 1), "no claim": lanes.ClaimOwner(execution, 0),
 	} {
@@ -98,8 +97,7 @@ func TestTTLFollowsTheName(t *testing.T) {
 		"thread:1": 600, "pipeline:prices": 3600, "consolidate:a:2024:11": 3600, "heartbeat:x": 3600, "threads": 3600,
 	} {
 		acquire(t, k, lane)
-		assert.Equal(t, want,
-			pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = $1`, lane), lane)
+		assert.Equal(t, want, pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = $1`, lane), lane)
 	}
 	acquire(t, k, "short", lanes.WithTTL(1500*time.Millisecond))
 	assert.Equal(t, 2, pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = 'short'`))

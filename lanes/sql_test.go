@@ -26,8 +26,7 @@ func TestTryIsTheSameAsAcquire(t *testing.T) {
 	db := pgtest.DB(t)
 	for i, want := range []bool{true, true, false} {
 		owner := []string{"a", "a", "b"}[i]
-		assert.Equal(t, want,
-			pgtest.Value[bool](t, db, `select try_acquire_agent_lock('heartbeat', $1)`, owner), i, owner)
+		assert.Equal(t, want, pgtest.Value[bool](t, db, `select try_acquire_agent_lock('heartbeat', $1)`, owner), i, owner)
 	}
 	assert.Equal(t, 300, pgtest.Value[int](t, db, `select ttl_seconds from agent_locks where lane = 'heartbeat'`))
 }
@@ -39,8 +38,7 @@ func TestSameOwnerRefreshesWithTheSameToken(t *testing.T) {
 	before := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
 	assert.Equal(t, token, mustTry(t, db, "x", "a", 60))
 	after := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
-	assert.Truef(t, after.After(
-		before.Add(40*time.Second)), "refresh ends at %s, first hold at %s", after, before)
+	assert.Truef(t, after.After(before.Add(40*time.Second)), "refresh ends at %s, first hold at %s", after, before)
 }
 
 func TestTokensGrowOverEveryKindOfEnd(t *testing.T) {
@@ -248,8 +246,7 @@ func TestAGrantLastsItsWholeTTL(t *testing.T) {
 	tx := pgtest.Begin(t, db)
 	pgtest.Value[string](t, tx, `select pg_sleep(0.3)::text`) // the transaction's own time is old now
 	mustTry(t, tx, "x", "a", 60)
-	more := pgtest.Value[float64](t, tx,
-		`select extract(epoch from expires_at - now())::float8 from agent_locks`)
+	more := pgtest.Value[float64](t, tx, `select extract(epoch from expires_at - now())::float8 from agent_locks`)
 	assert.Truef(t, more >= 60.3, "granted until %.2f seconds after the transaction began, want 60.3 at least", more)
 }
 

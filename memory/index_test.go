@@ -133,8 +133,7 @@ func TestAnEntryIsEmbeddedOnceInEachRevision(t *testing.T) {
 	}
 	x.expect(t, "a small 1 1.1, b small 1 0.1")
 	sent := x.server.Requests()[0]
-	got := fmt.Sprintf("%q %s %s", sent.Texts, sent.Model,
-		sent.Header.Get("Authorization"))
+	got := fmt.Sprintf("%q %s %s", sent.Texts, sent.Model, sent.Header.Get("Authorization"))
 	assert.Equal(t, `["a: the invoice" "b: a dog"] small Bearer embedding-key`, got, "sent")
 	x.save(t, memory.Shared, "a", "a ship")
 	x.update(t)

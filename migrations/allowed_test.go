@@ -11,7 +11,5 @@ var allowed = map[string]map[string]string{
 		"constraint agent_webhook_targets_format_check on agent_webhook_targets":  "targets are few; the release before writes the default",
 		"constraint agent_webhook_targets_secrets_check on agent_webhook_targets": "targets are few; it is wider than the one it replaces",
 	},
-	"0249_eval_labels.sql": {
-		"builds index agent_eval_runs_served on agent_eval_runs": "runs of evals are few",
-	},
+	"0249_eval_labels.sql": {"builds index agent_eval_runs_served on agent_eval_runs": "runs of evals are few"},
 }

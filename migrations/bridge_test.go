@@ -99,8 +99,7 @@ func TestTheBridgeMakesTheSchemaOfANewDatabase(t *testing.T) {
 	assert.NoError(t, migrations.Check(t.Context(), db))
 	assert.NoDiff(t, shape(t, pgtest.DB(t)), shape(t, db))
 	assert.NoDiff(t, rows, counted(t, db))
-	n := pgtest.Value[int](t, db,
-		`select count(*) from agent_executions where status = 'running' and claim > 1000000`)
+	n := pgtest.Value[int](t, db, `select count(*) from agent_executions where status = 'running' and claim > 1000000`)
 	assert.True(t, n != 0, "the claims of version 118 hold")
 	again, err := migrations.Up(t.Context(), db)
 	assert.Truef(t, err == nil && len(again) == 0, "applied %v again: %v", again, err)

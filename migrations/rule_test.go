@@ -203,17 +203,15 @@ func TestWhatBreaksTheReleaseBeforeIsFound(t *testing.T) {
 		`alter table a rename column note to notes`: "drops column a.note",
 		`alter table a alter column note type varchar(9)`: "changes column a.note from text to character " +
 			"varying(9); rewrites a",
-		`alter table a alter column size type bigint`: "changes column a.size from integer to bigint; " +
-			"rewrites a",
+		`alter table a alter column size type bigint`:                  "changes column a.size from integer to bigint; " + "rewrites a",
 		`alter table a alter column note set not null`:                 "column a.note now must be given",
 		`alter table a alter column name drop default`:                 "column a.name now must be given",
 		`alter table a add column more int not null`:                   "new column a.more must be given",
 		`alter table a add column more uuid default gen_random_uuid()`: "rewrites a",
 		`alter table a add check (size > 0)`:                           "constraint a_size_check on a",
-		`alter table a add unique (size)`: "builds index a_size_key on a; constraint " +
-			"a_size_key on a",
-		`create index a_note on a (note)`: "builds index a_note on a",
-		`drop function f(int, text)`:      "drops function f(integer, text)",
+		`alter table a add unique (size)`:                              "builds index a_size_key on a; constraint " + "a_size_key on a",
+		`create index a_note on a (note)`:                              "builds index a_note on a",
+		`drop function f(int, text)`:                                   "drops function f(integer, text)",
 		`drop function f(int, text); create function f(x int, y text) returns text language sql as 'select ''a''::text'`: "function f(integer, text) returns text, not integer",
 		`drop function f(int, text); create function f(x int, y text, z int) returns int language sql as 'select 1'`:     "drops function f(integer, text)",
 		`drop view v; create view v as select id from a`:                                                                 "drops column v.name",

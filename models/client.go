@@ -103,8 +103,7 @@ func New(config Config) (*Client, error) {
 		problems = append(problems, errors.New("no model is named: set AGENT_MODEL"))
 	}
 	if strings.ContainsAny(config.APIKey, "\r\n\x00 ") {
-		problems = append(problems,
-			errors.New("the key contains blanks or line breaks: set OPENAI_API_KEY to the key alone"))
+		problems = append(problems, errors.New("the key contains blanks or line breaks: set OPENAI_API_KEY to the key alone"))
 	}
 	if config.Retry.Attempts < 0 || config.Retry.Base < 0 || config.Retry.MaxWait < 0 || config.IdleTimeout < 0 {
 		problems = append(problems, errors.New("attempts and times must not be negative"))
@@ -159,8 +158,7 @@ func checkBaseURL(text string) error {
 	case err != nil:
 		return errors.New("the base URL cannot be parsed: set OPENAI_BASE_URL to a URL such as " + DefaultBaseURL)
 	case u.Scheme != "http" && u.Scheme != "https", u.Hostname() == "":
-		return errors.New("the base URL has no http or https host: set OPENAI_BASE_URL to a URL such as " +
-			DefaultBaseURL)
+		return errors.New("the base URL has no http or https host: set OPENAI_BASE_URL to a URL such as " + DefaultBaseURL)
 	case u.User != nil:
 		return errors.New("the base URL contains credentials: move them to OPENAI_API_KEY")
 	case u.RawQuery != "" || u.Fragment != "":

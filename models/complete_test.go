@@ -377,17 +377,15 @@ func TestStreamsOfManyServersAreUnderstood(t *testing.T) {
 		"more comments than go-openai allows": strings.Repeat(": OPENROUTER PROCESSING\n\n", 1000) + hello +
 			finish + "data: [DONE]\n\n",
 		"more blanks than go-openai allows": strings.Repeat("\n", 1000) + hello + finish + "data: [DONE]\n\n",
-		"event names and ids": "event: message\nid: 1\n" + hello + "event: message\nid: 2\n" +
-			finish + "data: [DONE]\n\n",
-		"no end marker":                 hello + finish,
-		"no finish reason":              hello + "data: [DONE]\n\n",
-		"a cut after the finish reason": hello + finish + "data: {\"usa",
-		"carriage returns":              strings.ReplaceAll(hello+finish, "\n", "\r\n"),
-		"a null error in every chunk":   strings.ReplaceAll(hello+finish, `{"choices"`, `{"error":null,"choices"`),
-		"usage as null in every chunk":  strings.ReplaceAll(hello+finish, `{"choices"`, `{"usage":null,"choices"`),
-		"another choice": hello + `data: {"choices":[{"index":1,"delta":{"content":"no"}}]}` + "\n\n" +
-			finish,
-		"chunks without choices": "data: {\"choices\":[],\"prompt_filter_results\":[]}\n\n" + hello + finish,
+		"event names and ids":               "event: message\nid: 1\n" + hello + "event: message\nid: 2\n" + finish + "data: [DONE]\n\n",
+		"no end marker":                     hello + finish,
+		"no finish reason":                  hello + "data: [DONE]\n\n",
+		"a cut after the finish reason":     hello + finish + "data: {\"usa",
+		"carriage returns":                  strings.ReplaceAll(hello+finish, "\n", "\r\n"),
+		"a null error in every chunk":       strings.ReplaceAll(hello+finish, `{"choices"`, `{"error":null,"choices"`),
+		"usage as null in every chunk":      strings.ReplaceAll(hello+finish, `{"choices"`, `{"usage":null,"choices"`),
+		"another choice":                    hello + `data: {"choices":[{"index":1,"delta":{"content":"no"}}]}` + "\n\n" + finish,
+		"chunks without choices":            "data: {\"choices\":[],\"prompt_filter_results\":[]}\n\n" + hello + finish,
 		"a whole message at the end of it": "data: {\"choices\":[]}\n\n" +
 			strings.ReplaceAll(hello, "delta", "message") + finish,
 		"finish reason together with last text": strings.ReplaceAll(hello, `"}}]`, `"},"finish_reason":"stop"}]`),
@@ -404,12 +402,11 @@ func TestStreamsOfManyServersAreUnderstood(t *testing.T) {
 func TestErrorsInStreamsAreSeenInEveryForm(t *testing.T) {
 	t.Parallel()
 	for name, body := range map[string]string{
-		"alone":          `data: {"error":{"message":"too hot"}}` + "\n\n",
-		"after comments": strings.Repeat(": PROCESSING\n\n", 400) + `data: {"error":{"message":"too hot"}}` + "\n\n",
-		"after its name": "event: error\n" + `data: {"error":{"message":"too hot"}}` + "\n\n",
-		"after text":     hello + `data: {"error":{"message":"too hot","code":502}}` + "\n\n",
-		"not first": hello + `data: {"id":"x","choices":[],"error":{"message":"too hot","code":"server_error"}}` +
-			"\n\n",
+		"alone":            `data: {"error":{"message":"too hot"}}` + "\n\n",
+		"after comments":   strings.Repeat(": PROCESSING\n\n", 400) + `data: {"error":{"message":"too hot"}}` + "\n\n",
+		"after its name":   "event: error\n" + `data: {"error":{"message":"too hot"}}` + "\n\n",
+		"after text":       hello + `data: {"error":{"message":"too hot","code":502}}` + "\n\n",
+		"not first":        hello + `data: {"id":"x","choices":[],"error":{"message":"too hot","code":"server_error"}}` + "\n\n",
 		"with blanks":      `data: { "error" : { "message" : "too hot" } }` + "\n\n",
 		"as text":          `data: {"error":"too hot"}` + "\n\n",
 		"without field":    hello + `{"error":{"message":"too hot"}}` + "\n",

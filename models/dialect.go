@@ -216,6 +216,5 @@ func (c *Client) learn(ctx context.Context, model string, d dialect) {
 	d |= c.dialects[model]
 	c.dialects[model] = d
 	c.mu.Unlock()
-	c.config.Logger.InfoContext(ctx, "model endpoint adapted", slog.String("model", model),
-		slog.Any("learned", d.names()))
+	c.config.Logger.InfoContext(ctx, "model endpoint adapted", slog.String("model", model), slog.Any("learned", d.names()))
 }

@@ -513,8 +513,7 @@ func mergeObjects(a, b map[string]json.RawMessage) json.RawMessage {
 			if !known {
 				a[name] = value
 			}
-		case slices.Contains(pieces, name) &&
-			json.Unmarshal(a[name], &old) == nil && json.Unmarshal(value, &more) == nil:
+		case slices.Contains(pieces, name) && json.Unmarshal(a[name], &old) == nil && json.Unmarshal(value, &more) == nil:
 			if encoded, err := exactjson.Encode(old + more); err == nil {
 				a[name] = encoded
 			}

@@ -42,10 +42,8 @@ func TestAnEarlierVersionReadsWhatIsRecordedNow(t *testing.T) {
 	t.Parallel()
 	m := models.Message{
 		Role: models.RoleAssistant, Content: "I look.", Reasoning: "Which?",
-		Opaque: &models.Opaque{Origin: "x", Items: []string{"{}"}},
-		ToolCalls: []models.ToolCall{
-			{ID: "call_1", Name: "sizes", Arguments: "{}", Opaque: &models.Opaque{Origin: "x"}},
-		},
+		Opaque:    &models.Opaque{Origin: "x", Items: []string{"{}"}},
+		ToolCalls: []models.ToolCall{{ID: "call_1", Name: "sizes", Arguments: "{}", Opaque: &models.Opaque{Origin: "x"}}},
 	}
 	stored, err := json.Marshal(m)
 	require.NoError(t, err)

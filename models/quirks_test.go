@@ -265,9 +265,7 @@ func TestAThoughtInABlockIsNotShown(t *testing.T) {
 	} {
 		var body strings.Builder
 		for _, text := range chunks {
-			body.WriteString(
-				`data: {"choices":[{"delta":{"content":"` + strings.ReplaceAll(text, "\n", `\n`) + `"}}]}` + "\n\n",
-			)
+			body.WriteString(`data: {"choices":[{"delta":{"content":"` + strings.ReplaceAll(text, "\n", `\n`) + `"}}]}` + "\n\n")
 		}
 		server := modeltest.New(t, modeltest.Raw(200, "text/event-stream", body.String()+"data: [DONE]\n\n"))
 		req := ask("hi")
@@ -365,9 +363,7 @@ func TestExtraIsLaidOverTheBody(t *testing.T) {
 	server := modeltest.New(t, modeltest.Text("ok"))
 	complete(t, client(t, server, func(c *models.Config) {
 		c.Extra = map[string]json.RawMessage{
-			"top_k": json.RawMessage(
-				"7",
-			), "stream_options": json.RawMessage("null"), "model": json.RawMessage(`"other"`),
+			"top_k": json.RawMessage("7"), "stream_options": json.RawMessage("null"), "model": json.RawMessage(`"other"`),
 		}
 	}), ask("hi"))
 	body := server.Requests()[0].Body

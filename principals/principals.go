@@ -90,9 +90,7 @@ var scopesOf = map[Role][]Scope{
 	Viewer:   {RunsRead, ApprovalsRead},
 	Operator: {RunsRead, RunsWrite, ThreadsRead, ThreadsWrite, Operate, ApprovalsRead},
 	Approver: {RunsRead, ThreadsRead, ApprovalsRead, ApprovalsDecide},
-	Admin: {
-		RunsRead, RunsWrite, ThreadsRead, ThreadsWrite, Operate, ApprovalsRead, ApprovalsDecide, Administer, Work,
-	},
+	Admin:    {RunsRead, RunsWrite, ThreadsRead, ThreadsWrite, Operate, ApprovalsRead, ApprovalsDecide, Administer, Work},
 }
 
 // Scopes lists the scopes that a role has.

@@ -43,14 +43,10 @@ func TestRightsAreRoleAndScopes(t *testing.T) {
 		scopes []string
 		want   string
 	}{
-		"all of a viewer": {principals.User, principals.Viewer, []string{"*"}, "runs:read approvals:read"},
-		"narrowed admin":  {principals.User, principals.Admin, []string{"runs:read"}, "runs:read"},
-		"more than the role": {
-			principals.User, principals.Viewer,
-			[]string{"runs:read", "admin", "operate"},
-			"runs:read",
-		},
-		"nobody": {principals.User, principals.None, []string{"*"}, ""},
+		"all of a viewer":    {principals.User, principals.Viewer, []string{"*"}, "runs:read approvals:read"},
+		"narrowed admin":     {principals.User, principals.Admin, []string{"runs:read"}, "runs:read"},
+		"more than the role": {principals.User, principals.Viewer, []string{"runs:read", "admin", "operate"}, "runs:read"},
+		"nobody":             {principals.User, principals.None, []string{"*"}, ""},
 		"approver": {
 			principals.User, principals.Approver,
 			[]string{"*"},
@@ -92,8 +88,7 @@ func TestATokenEndsAtOnce(t *testing.T) {
 	assert.True(t, !pgtest.Value[bool](t, db, `select exists (select from agent_tokens where last_used_at is null)`),
 		"the use is not noted")
 	secret := text[strings.LastIndexByte(text, '_')+1:]
-	n := pgtest.Value[int](t, db, `select count(*)::int from agent_activity a where a::text like '%' || $1 || '%'`,
-		secret)
+	n := pgtest.Value[int](t, db, `select count(*)::int from agent_activity a where a::text like '%' || $1 || '%'`, secret)
 	assert.True(t, n <= 0, "the secret is in the activity log")
 	for _, wrong := range []string{
 		"", "lk_", "lk__", text + "A", text[:len(text)-1], "lk_" + made.ID + "_",
@@ -158,8 +153,7 @@ func TestASessionEnds(t *testing.T) {
 	_, err = principals.SetEnabled(t.Context(), db, "anna", false, "she left")
 	require.NoError(t, err)
 	gone("disabled", secret, who)
-	_, err = principals.LogIn(t.Context(), db,
-		principals.NewSession{Principal: anna.ID, Method: principals.WithLink})
+	_, err = principals.LogIn(t.Context(), db, principals.NewSession{Principal: anna.ID, Method: principals.WithLink})
 	assert.ErrorIs(t, err, principals.ErrRefused, "a login of a disabled principal")
 }
 

@@ -331,8 +331,7 @@ func TestCrashAnywhereAroundAnApproval(t *testing.T) {
 			}
 			calls := d.list()
 			assert.Truef(t, slices.Equal(calls, []string{`{"table":"x"}`, `{"table":"y"}`}), "calls are %q", calls)
-			assert.Equal(t, 2,
-				pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`))
+			assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`))
 			if n := pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals`); n != 2 || len(w.transcripts(t)) != 2 {
 				t.Errorf("%d approvals, %d model calls", n, len(w.transcripts(t)))
 			}
@@ -380,8 +379,7 @@ func TestCrashDuringAnApprovedCall(t *testing.T) {
 			close(c.wake)
 			assert.Truef(t, got.Status == executions.Completed && calls.Load() == test.calls,
 				"execution is %s (%s), %d calls", got.Status, testkit.Deref(got.ErrorMessage), calls.Load())
-			assert.Equal(t, 1,
-				pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`))
+			assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_approvals where status = 'consumed'`))
 			told := w.since(t, len(w.model.Requests())-1)[1].Content
 			assert.Truef(t, test.idempotent == (told == `"dropped"`) &&
 				(test.idempotent || strings.Contains(told, `"error":"unknown"`)), "the model was told %s", told)

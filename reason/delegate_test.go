@@ -242,8 +242,7 @@ func TestACrashWhileDelegatingStartsOneChild(t *testing.T) {
 				w.engine(t, true)
 			}
 			x = enginetest.Await(t, w.pool, x.ID, executions.Completed)
-			assert.Equal(t, 1,
-				pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where parent_id = $1`, x.ID))
+			assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where parent_id = $1`, x.ID))
 			got := w.book(t)
 			assert.Truef(t, got.Aside == 0 && got.Unknown == 0, "the day has %+v", got)
 		})

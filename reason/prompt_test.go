@@ -98,8 +98,7 @@ func TestAPromptIsRecordedWithoutSecrets(t *testing.T) {
 	require.True(t, strings.Contains(w.model.Requests()[0].Body, secret), "the model was not asked with the secret")
 	last := page.Parts[page.Calls[0].Messages[len(page.Calls[0].Messages)-1]]
 	assert.Truef(t, strings.Contains(string(last.Body), redact.Marker), "recorded: %s", last.Body)
-	assert.Equal(t, 0,
-		pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts where body like '%hunter2%'`))
+	assert.Equal(t, 0, pgtest.Value[int](t, w.pool, `select count(*) from agent_prompt_parts where body like '%hunter2%'`))
 }
 
 func TestTurnsShareThePartsOfTheirPrompts(t *testing.T) {

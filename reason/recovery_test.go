@@ -106,9 +106,7 @@ func TestInvalidParametersAreCorrectedWithSchemaAndErrors(t *testing.T) {
 				t.Errorf("the correction is %q (%v)", added[2].Content, err)
 			}
 			rest := text[decoder.InputOffset():]
-			for _, word := range test.want {
-				assert.Contains(t, rest, word)
-			}
+			assert.Contains(t, rest, test.want...)
 			assert.Truef(t, got.Ended == reason.Answered && slices.Equal(got.Calls, []string{"sizes"}), "outcome is %+v", got)
 			rows := named(w.rows(t, x), "sizes")
 			assert.Truef(t, len(rows) == 2 && rows[0].Class == "invalid_params" && rows[0].Status == "error" &&

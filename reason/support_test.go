@@ -58,8 +58,7 @@ func newWorld(t *testing.T, replies ...modeltest.Reply) *world {
 		builtins: map[string]skills.Builtin{},
 	}
 	w.builtins["sizes"] = func(_ context.Context, c skills.Call) (any, error) {
-		return map[string]any{"largest": "orders"},
-			nil
+		return map[string]any{"largest": "orders"}, nil
 	}
 	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) { return "alive", nil }
 	w.put(t, skills.Definition{Name: "sizes", Idempotent: true, Parameters: map[string]any{

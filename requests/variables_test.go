@@ -56,7 +56,6 @@ func TestVariablesHaveTheNamesOfTheSeeds(t *testing.T) {
 		got, err := requests.Variables("test", executions.Outcome{Data: json.RawMessage(data)})
 		assert.Error(t, err, data, "became", got)
 	}
-	got, err := requests.Variables("test",
-		executions.Outcome{Data: json.RawMessage(`{"score": 1}`), TimedOut: true})
+	got, err := requests.Variables("test", executions.Outcome{Data: json.RawMessage(`{"score": 1}`), TimedOut: true})
 	assert.Truef(t, err == nil && len(got) == 0, "a timeout set %v, %v", got, err)
 }

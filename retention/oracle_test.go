@@ -160,8 +160,7 @@ func (w *world) overExecutions(cut time.Time) map[string]bool {
 			w.has("reservations", is) ||
 			w.has("runs", func(r row) bool { return r.ExecutionID == id && r.Status == "claimed" }) ||
 			w.has("messages", func(r row) bool {
-				return r.ExecutionID == id &&
-					(r.Status == "queued" || r.Status == "sending")
+				return r.ExecutionID == id && (r.Status == "queued" || r.Status == "sending")
 			}) ||
 			w.has("calls", func(r row) bool { return r.Held && "mcp.call "+r.ID == x.DedupeKey })
 		for _, y := range w.executions {

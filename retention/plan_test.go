@@ -184,8 +184,7 @@ func TestALongThreadGoesInPieces(t *testing.T) {
 	for _, n := range pieces(t, pool, "messages") {
 		assert.Truef(t, n <= 100, "a piece has deleted %d messages", n)
 	}
-	left := pgtest.Value[[]string](t, pool,
-		`select array_agg(distinct thread_id) from agent_messages`)
+	left := pgtest.Value[[]string](t, pool, `select array_agg(distinct thread_id) from agent_messages`)
 	assert.Truef(t, len(left) == 1 && left[0] == "2",
 		"threads %v have messages, want 2, in which an execution that goes on has spoken", left)
 	assert.Equal(t, 1, pgtest.Value[int](t, pool, `select count(*) from agent_threads`))

@@ -28,24 +28,22 @@ func TestDecide(t *testing.T) {
 	const others = "sa+ sb+ sc+ "
 	worked := "sa+ ta+ ua+ "
 	for name, test := range map[string]struct{ calls, rule string }{
-		"old successes hide no rate":             {times(20, "sa+ sb+") + times(5, "sc- sd+ sd- sc+"), "rate"},
-		"old failures are no rate":               {times(10, "sa- sb+") + times(12, "sc+"), ""},
-		"one caller alone":                       {others + "sd- sd- sd- sd-", ""},
-		"one caller and a second one":            {others + "sd- sd- sd- sa-", "streak"},
-		"one caller, and it works for few":       {"sa+ sb+ sd- sd- sd-", "streak"},
-		"one caller, and it works for none else": {"sd+ sd- sd- sd-", "streak"},
-		"a rate of one caller":                   {others + times(12, "sd- sa+"), ""},
-		"a rate of one caller and some more":     {others + times(5, "sd- sa- sd- sb- sb+ sa+ sd-"), "rate"},
-		"a rate of as many callers as calls":     {others + "sd- se+ sf- sg+ sh- si+ sj- sk+ sl- sm+ sn- so+ sp- sq+ sr- ss+ st- su+ sv- sw+", "rate"},
-		"an outage":                              {worked + "sb- tb- ub- sc- sd- sb-", ""},
-		"an outage that is over":                 {worked + "sb- tb- ub- sc- sd- sb- ta+ sb- sc- sd-", "streak"},
-		"an outage does not hide what never worked": {
-			"ta+ ua+ va+ sb- tb- ub- vb- sc- sd-", "streak",
-		},
-		"two skills are no outage":  {worked + "sb- tb- sc- sd-", "streak"},
-		"others go on working":      {worked + "sb- tb- ub- ta+ sc- sd- sa-", "streak"},
-		"a success during it":       {worked + "sb- tb- ub- sc- sd+ sb- sc-", ""},
-		"an outage leaves the rate": {worked + times(6, "sb- tb- ub-") + times(14, "sc+"), ""},
+		"old successes hide no rate":                {times(20, "sa+ sb+") + times(5, "sc- sd+ sd- sc+"), "rate"},
+		"old failures are no rate":                  {times(10, "sa- sb+") + times(12, "sc+"), ""},
+		"one caller alone":                          {others + "sd- sd- sd- sd-", ""},
+		"one caller and a second one":               {others + "sd- sd- sd- sa-", "streak"},
+		"one caller, and it works for few":          {"sa+ sb+ sd- sd- sd-", "streak"},
+		"one caller, and it works for none else":    {"sd+ sd- sd- sd-", "streak"},
+		"a rate of one caller":                      {others + times(12, "sd- sa+"), ""},
+		"a rate of one caller and some more":        {others + times(5, "sd- sa- sd- sb- sb+ sa+ sd-"), "rate"},
+		"a rate of as many callers as calls":        {others + "sd- se+ sf- sg+ sh- si+ sj- sk+ sl- sm+ sn- so+ sp- sq+ sr- ss+ st- su+ sv- sw+", "rate"},
+		"an outage":                                 {worked + "sb- tb- ub- sc- sd- sb-", ""},
+		"an outage that is over":                    {worked + "sb- tb- ub- sc- sd- sb- ta+ sb- sc- sd-", "streak"},
+		"an outage does not hide what never worked": {"ta+ ua+ va+ sb- tb- ub- vb- sc- sd-", "streak"},
+		"two skills are no outage":                  {worked + "sb- tb- sc- sd-", "streak"},
+		"others go on working":                      {worked + "sb- tb- ub- ta+ sc- sd- sa-", "streak"},
+		"a success during it":                       {worked + "sb- tb- ub- sc- sd+ sb- sc-", ""},
+		"an outage leaves the rate":                 {worked + times(6, "sb- tb- ub-") + times(14, "sc+"), ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -54,8 +54,7 @@ func TestPutGrowsTheRevisionOnlyOnAChange(t *testing.T) {
 func TestPutStoresNothingOfABadDefinition(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	_, err := skills.Put(t.Context(), pool, skills.Definition{Name: "a", Handler: "mcp:x"},
-		skills.SourceWorkspace)
+	_, err := skills.Put(t.Context(), pool, skills.Definition{Name: "a", Handler: "mcp:x"}, skills.SourceWorkspace)
 	assert.Error(t, err, "accepted")
 	_, err = skills.Get(t.Context(), pool, "a")
 	assert.ErrorIs(t, err, skills.ErrNotFound, "want ErrNotFound")
@@ -366,9 +365,7 @@ func expectProblems(t *testing.T, tests map[string]badDefinition) {
 			joined, ok := err.(interface{ Unwrap() []error })
 			assert.Truef(t, ok && (len(joined.Unwrap()) == len(test.want) || len(test.want) <= 1),
 				"want %d problems, got:\n%v", len(test.want), err)
-			for _, want := range test.want {
-				assert.Truef(t, strings.Contains(err.Error(), want), "no %q in:\n%v", want, err)
-			}
+			assert.Contains(t, err.Error(), test.want...)
 		})
 	}
 }

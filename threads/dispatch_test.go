@@ -129,8 +129,7 @@ func carries(t *testing.T, pool *pgxpool.Pool, change ...func(*threads.Dispatche
 // begins makes a thread whose messages go to a target.
 func begins(t *testing.T, db postgres.DB, id, channel, target string) {
 	t.Helper()
-	_, made, err := threads.Ensure(t.Context(), db,
-		threads.Thread{ID: id, Channel: channel, Target: target})
+	_, made, err := threads.Ensure(t.Context(), db, threads.Thread{ID: id, Channel: channel, Target: target})
 	require.Truef(t, err == nil && made, "made %t, %v", made, err)
 }
 
@@ -180,8 +179,7 @@ func TestMessagesArePostedInOrderUnderOneID(t *testing.T) {
 		if ids[p.Content] == "" {
 			ids[p.Content] = p.ID
 		}
-		id := pgtest.Value[string](t, pool, `select id::text from agent_messages where content = $1`,
-			p.Content)
+		id := pgtest.Value[string](t, pool, `select id::text from agent_messages where content = $1`, p.Content)
 		assert.Truef(t, p.ID == ids[p.Content] && p.ID == id, "%s was posted under %s, its id is %s", p.Content, p.ID, id)
 	}
 	assert.Contains(t, pgtest.Value[string](t, pool,

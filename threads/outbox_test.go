@@ -148,8 +148,7 @@ func TestTheIdleTimeIsTheThreads(t *testing.T) {
 	db := pgtest.DB(t)
 	got, made, err := threads.Ensure(t.Context(), db, threads.Thread{ID: "t", IdleSeconds: 20})
 	require.Truef(t, err == nil && made && got.IdleSeconds == 20, "made %+v, %v, %v", got, made, err)
-	got, _, err = threads.Open(t.Context(), db, threads.Admin,
-		threads.Thread{ID: "other", Channel: "chat"})
+	got, _, err = threads.Open(t.Context(), db, threads.Admin, threads.Thread{ID: "other", Channel: "chat"})
 	assert.Truef(t, err == nil && got.IdleSeconds == 600, "opened %+v, %v", got, err)
 	lasts := func(of, when string) {
 		t.Helper()

@@ -55,9 +55,7 @@ func runs(t *testing.T, pool *pgxpool.Pool, flows map[string]flow) *process {
 	})
 	require.NoError(t, err)
 	for name, fn := range flows {
-		require.NoError(t, e.Register(name, func(ctx context.Context, _ json.RawMessage) (executions.Result,
-			error,
-		) {
+		require.NoError(t, e.Register(name, func(ctx context.Context, _ json.RawMessage) (executions.Result, error) {
 			return fn(ctx)
 		}))
 	}

@@ -131,8 +131,7 @@ func TestPrivateAddressesAreRefused(t *testing.T) {
 	outbox(t, pool, "dead")
 	assert.Equal(t, 0, inside.count())
 	got := pgtest.Value[string](t, pool, `select last_error from agent_webhook_outbox`)
-	assert.Truef(t, strings.Contains(got,
-		"AGENT_ALLOW_PRIVATE_HTTP") && !strings.Contains(got, "abc123"), "error %q", got)
+	assert.Truef(t, strings.Contains(got, "AGENT_ALLOW_PRIVATE_HTTP") && !strings.Contains(got, "abc123"), "error %q", got)
 	pgtest.Equal(t, pool, "refused", `select distinct error_class from agent_activity where skill_name = 'webhook_send'`)
 }
 

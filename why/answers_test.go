@@ -221,8 +221,7 @@ func (s *scenario) carryOut() bool {
 		}
 		j.taken, j.ended, j.attempt = true, false, run.Attempt
 		if s.rng.IntN(2) == 0 && j.attempt < 3 {
-			_, ok, err := automations.Finish(s.ctx(), s.pool, j.id, j.attempt,
-				automations.Result{Error: "it did not work"})
+			_, ok, err := automations.Finish(s.ctx(), s.pool, j.id, j.attempt, automations.Result{Error: "it did not work"})
 			require.Truef(s.t, err == nil && ok, "finish run %s: %v, %v", j.id, ok, err)
 			j.ended = true
 		}

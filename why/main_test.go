@@ -41,8 +41,7 @@ func newWorld(t *testing.T) *world {
 	t.Helper()
 	w := &world{t: t, pool: pgtest.DB(t)}
 	var err error
-	w.engine, err = executions.New(w.pool,
-		executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{})})
+	w.engine, err = executions.New(w.pool, executions.Options{Keeper: lanes.NewKeeper(w.pool, lanes.Options{})})
 	require.NoError(t, err)
 	_, err = skills.Put(t.Context(), w.pool, skills.Definition{Name: "pay", Handler: "builtin:pay"},
 		skills.SourceWorkspace)

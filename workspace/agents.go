@@ -307,9 +307,7 @@ func channelTable(w Workspace) kindApplier {
 		get:      channels.Get,
 		put:      put(channels.Put),
 		notFound: channels.ErrNotFound, remove: channels.Remove,
-		declared: []string{
-			"description", "type", "agent", "secrets", "settings", "pairing", "report_to", "source",
-		},
+		declared: []string{"description", "type", "agent", "secrets", "settings", "pairing", "report_to", "source"},
 	}
 }
 

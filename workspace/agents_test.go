@@ -71,27 +71,18 @@ func TestInvalidAgents(t *testing.T) {
 			"kind: agent\nname: a\ndefault: true\n---\nkind: agent\nname: b\ndefault: true\n",
 			"the agents a, b all are the default",
 		},
-		"no default": {
-			"kind: agent\nname: a\n---\nkind: agent\nname: b\n",
-			"one of the 2 agents must have default: true",
-		},
+		"no default": {"kind: agent\nname: a\n---\nkind: agent\nname: b\n", "one of the 2 agents must have default: true"},
 		"unknown delegate": {
 			"kind: agent\nname: sales\ndefault: true\ndelegates: [biling]\n---\nkind: agent\nname: billing\n",
 			`f.yaml:4:13: delegates[0]: unknown agent "biling"; did you mean "billing"?`,
 		},
-		"unknown skill": {
-			"kind: agent\nname: a\nskills: [no_such]\n",
-			`f.yaml:3:10: skills[0]: there is no skill "no_such"`,
-		},
-		"unknown key": {"kind: agent\nname: a\ninstruction: hi\n", `did you mean "instructions"?`},
+		"unknown skill": {"kind: agent\nname: a\nskills: [no_such]\n", `f.yaml:3:10: skills[0]: there is no skill "no_such"`},
+		"unknown key":   {"kind: agent\nname: a\ninstruction: hi\n", `did you mean "instructions"?`},
 		"outside file": {
 			"kind: agent\nname: a\ninstructions_file: ../x.md\n",
 			`f.yaml:3:20: instructions_file: "../x.md" is outside the workspace`,
 		},
-		"missing file": {
-			"kind: agent\nname: a\ninstructions_file: x.md\n",
-			"f.yaml:3:20: instructions_file: cannot be read",
-		},
+		"missing file": {"kind: agent\nname: a\ninstructions_file: x.md\n", "f.yaml:3:20: instructions_file: cannot be read"},
 		"two texts": {"kind: agent\nname: a\ninstructions: x\ninstructions_file: x.md\n", "instructions_file: there " +
 			"are instructions, too"},
 		"unknown zone":   {"kind: agent\nname: a\ntimezone: Europe/Madird\n", "f.yaml:3:11: timezone:"},

@@ -178,9 +178,7 @@ func TestApplyKeepsWithoutPrune(t *testing.T) {
 	apply(t, pool, load(t, "a.yaml", fullWorkspace))
 	before := versions(t, pool)
 	kept, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", goodSkill), workspace.Options{})
-	want := []string{
-		"create skill a", "keep skill one", "keep skill two", "keep objective plan", "keep automation often",
-	}
+	want := []string{"create skill a", "keep skill one", "keep skill two", "keep objective plan", "keep automation often"}
 	if diff := cmp.Diff(want, actions(kept)); diff != "" || err != nil || kept.Empty() {
 		t.Error(diff, err)
 	}

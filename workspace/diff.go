@@ -50,15 +50,13 @@ type Change struct {
 // values and new steps overwrite nothing.
 func (i Item) overwrittenByAdmin() (lost []Change) {
 	admins := slices.ContainsFunc(i.Changes, func(c Change) bool {
-		return c.Field == "source" &&
-			string(c.Old) == `"admin"`
+		return c.Field == "source" && string(c.Old) == `"admin"`
 	})
 	if !admins {
 		return nil
 	}
 	return slices.DeleteFunc(slices.Clone(i.Changes), func(c Change) bool {
-		return c.Field == "source" ||
-			c.Field == "steps"
+		return c.Field == "source" || c.Field == "steps"
 	})
 }
 

@@ -194,8 +194,7 @@ func syntaxError(err error) (int, string) {
 // syntaxAdvice suggests a fix for a parser message.
 func syntaxAdvice(message string) string {
 	for said, todo := range map[string]string{
-		"cannot start any token": "indent with blanks and not with a tab, and quote a text that begins " +
-			"with @, ` or %",
+		"cannot start any token":                   "indent with blanks and not with a tab, and quote a text that begins " + "with @, ` or %",
 		"mapping values are not allowed":           `quote a text that has a ":", and give the keys of a mapping the same indentation`,
 		"expected alphabetic or numeric":           "quote a text that begins with * or &",
 		"did not find expected key":                "check the indentation and the quotes there and above",

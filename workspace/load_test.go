@@ -81,10 +81,7 @@ handler: http:https://example.com/
 func TestLoadErrors(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ file, want string }{
-		"cron": {
-			"kind: automation\nname: a\ncron: often\nskill: b\n",
-			`f.yaml:3:7: cron: parse schedule "often"`,
-		},
+		"cron": {"kind: automation\nname: a\ncron: often\nskill: b\n", `f.yaml:3:7: cron: parse schedule "often"`},
 		"number for text": {
 			"kind: automation\nname: a\ncron: '@daily'\nskill: b\nmax_attempts: 1.5\n",
 			`f.yaml:5:15: max_attempts: is "1.5"; it must be a whole number`,
@@ -103,11 +100,8 @@ func TestLoadErrors(t *testing.T) {
 			"kind: objective\nname: a\ngoal: b\npriority: 99999999999999999999\n",
 			`f.yaml:4:11: priority: is "9999`,
 		},
-		"list for text": {goodSkill + "description: [a]\n", `f.yaml:4:14: description: is a list; it must be text`},
-		"text for list": {
-			"kind: objective\nname: a\ngoal: b\nsteps: c\n",
-			`f.yaml:4:8: steps: is "c"; it must be a list`,
-		},
+		"list for text":    {goodSkill + "description: [a]\n", `f.yaml:4:14: description: is a list; it must be text`},
+		"text for list":    {"kind: objective\nname: a\ngoal: b\nsteps: c\n", `f.yaml:4:8: steps: is "c"; it must be a list`},
 		"text for mapping": {goodSkill + "config: c\n", `f.yaml:4:9: config: is "c"; it must be a mapping`},
 		"text for number": {
 			"kind: objective\nname: a\ngoal: b\npriority: high\n",
@@ -144,18 +138,12 @@ func TestLoadErrors(t *testing.T) {
 		},
 		"alias":           {"kind: skill\nname: &n a\nhandler: *n\n", `f.yaml:3:10: handler: aliases are not taken`},
 		"alias of itself": {goodSkill + "config: &c {query: *c}\n", `f.yaml:4:20: config.query: aliases are not taken`},
-		"merge key": {
-			goodSkill + "config: {<<: {a: b}}\n",
-			`f.yaml:4:10: config: aliases and merge keys are not taken`,
-		},
+		"merge key":       {goodSkill + "config: {<<: {a: b}}\n", `f.yaml:4:10: config: aliases and merge keys are not taken`},
 		"number not JSON's": {
 			goodSkill + "config: {query: .nan}\n",
 			`f.yaml:4:17: config.query: .nan is not a number that JSON has`,
 		},
-		"own tag": {
-			goodSkill + "config: {query: !secret x}\n",
-			`f.yaml:4:17: config.query: the tag !secret is not taken`,
-		},
+		"own tag":      {goodSkill + "config: {query: !secret x}\n", `f.yaml:4:17: config.query: the tag !secret is not taken`},
 		"binary":       {goodSkill + "description: !!binary aGk=\n", `f.yaml:4:14: description: is "aGk="; it must be text`},
 		"key not text": {goodSkill + "config: {[a]: b}\n", `f.yaml:4:10: config: a key must be a text`},
 		"too deep": {

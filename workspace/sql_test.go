@@ -157,10 +157,7 @@ func TestNamedDatabasesPrepareQueries(t *testing.T) {
 			wrong("SHOP_DATABASE_URL", "DATABASE_URL"), right,
 			"a.yaml:3:10: url_env: DATABASE_URL is the agent's own",
 		},
-		"writes at home": {
-			wrong("  database: shop\n", ""), right,
-			"a.yaml:11:11: config.writes: needs config.database",
-		},
+		"writes at home": {wrong("  database: shop\n", ""), right, "a.yaml:11:11: config.writes: needs config.database"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			err := loadAndPlan(t.Context(), pool, c.text, reach(c.url))

@@ -196,8 +196,7 @@ func TestAConditionThatCannotBeDecidedIsADeadLetter(t *testing.T) {
 	w.raise(t, "E", "k", `{"size": "large"}`)
 	w.until(t, "dead 1")
 	why := pgtest.Value[string](t, w.pool, `select error_message from agent_automation_runs`)
-	assert.Truef(t, strings.Contains(why,
-		`automation "a"`) && strings.Contains(why, "column"), "it says %s", why)
+	assert.Truef(t, strings.Contains(why, `automation "a"`) && strings.Contains(why, "column"), "it says %s", why)
 }
 
 func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {

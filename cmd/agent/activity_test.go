@@ -568,13 +568,9 @@ func TestTracePrompts(t *testing.T) {
 		select id, sha256('[{"type":"function"}]'), array[sha256('{"content":"You act.","role":"system"}'), sha256('gone')],
 		  '{"max_tokens": 4096}' from call`, id)
 	text := p.must("trace", id, "--prompts")
-	for _, want := range []string{
-		"prompt: not recorded, or pruned", "tokens: 1200 prompt (1024 cached, 0 cache writes), 9 completion",
-		`options: {"max_tokens": 4096}`, "[tools, 21 bytes]\n[{\"type\":\"function\"}]", "[system, 38 bytes]\nYou act.",
-		"is no longer kept]",
-	} {
-		assert.Contains(t, text, want)
-	}
+	assert.Contains(t, text, "prompt: not recorded, or pruned",
+		"tokens: 1200 prompt (1024 cached, 0 cache writes), 9 completion", `options: {"max_tokens": 4096}`,
+		"[tools, 21 bytes]\n[{\"type\":\"function\"}]", "[system, 38 bytes]\nYou act.", "is no longer kept]")
 	var page prompts.Page
 	p.mustJSON(&page, "trace", id, "--prompts")
 	assert.Truef(t, page.TraceID == id && len(page.Calls) == 2 && len(page.Parts) == 2, "--json: %+v", page)

@@ -315,8 +315,7 @@ func agentWarnings(documents []workspace.Document[agents.Definition], cfg config
 		keys := slices.Sorted(maps.Keys(cfg.ChatKeys))
 		for _, key := range d.Definition.Keys {
 			if len(keys) > 0 && !slices.Contains(keys, key) {
-				warnings = append(warnings, fmt.Sprintf("%s: no chat key %q in AGENT_CHAT_KEY%s",
-					d.At, key, suggestion(key, keys)))
+				warnings = append(warnings, fmt.Sprintf("%s: no chat key %q in AGENT_CHAT_KEY%s", d.At, key, suggestion(key, keys)))
 			}
 		}
 	}

@@ -56,10 +56,7 @@ func chainedStory() story {
 				return s.startFlow(ctx, "coordinador_encadenado", map[string]string{
 					"pausa": s.minute.String(), "pausa_del_recolector": (4 * s.minute).String(),
 				})
-			}, []string{
-				"coordinador acquired",
-				"coordinador said: Iniciamos tu proceso",
-			}},
+			}, []string{"coordinador acquired", "coordinador said: Iniciamos tu proceso"}},
 			{1, nil, []string{
 				"coordinador triggers recolector",
 				"recolector inherited coordinador",
@@ -96,10 +93,7 @@ func hungStory() story {
 					return err
 				}
 				return s.sendMessage(ctx, "agente_a", "Necesito tus documentos")
-			}, []string{
-				"agente_a acquired",
-				"agente_a said: Necesito tus documentos",
-			}},
+			}, []string{"agente_a acquired", "agente_a said: Necesito tus documentos"}},
 			{1, func(ctx context.Context, s *storyPlayer) error {
 				return s.heartbeat(ctx, "agente_a", "hangs: it beats, and says nothing more")
 			}, nil},

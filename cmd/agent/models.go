@@ -22,8 +22,7 @@ import (
 )
 
 func (c *cli) modelsCommand() *cobra.Command {
-	return group("models", "List the agents' models and check them",
-		c.modelsListCommand(), c.modelsCheckCommand())
+	return group("models", "List the agents' models and check them", c.modelsListCommand(), c.modelsCheckCommand())
 }
 
 func (c *cli) modelsCheckCommand() *cobra.Command {

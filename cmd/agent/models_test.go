@@ -190,9 +190,7 @@ func TestMCPCommands(t *testing.T) {
 	}
 	says := func(text string, parts ...string) {
 		t.Helper()
-		for _, part := range parts {
-			assert.Contains(t, text, part)
-		}
+		assert.Contains(t, text, parts...)
 	}
 	says(must("mcp", "ls"), "no MCP servers", "kind: mcp_server")
 	says(must("apply", dir), "create", "mcp_server", "greeter")

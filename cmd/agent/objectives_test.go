@@ -298,10 +298,7 @@ func TestWebhookCommands(t *testing.T) {
 		  '{"X-Shop": ["a"]}',
 		        '{"id": 7, "password": "hunter2", "text": "\\u001b[2J"}', 'abc', 'action 1: it failed')`)
 	for command, wants := range map[string][]string{
-		"endpoints": {
-			"shop", "standard", "/webhooks/shop",
-			"set the environment variable SHOP_SECRET",
-		},
+		"endpoints":                        {"shop", "standard", "/webhooks/shop", "set the environment variable SHOP_SECRET"},
 		"targets":                          {"ops", "https://example.com/hook", "execution.failed"},
 		"ls --status dead --endpoint shop": {"msg_1", "action 1: it failed"},
 		"ls --json":                        {`"delivery_id": "msg_1"`, `"next_cursor": null`},
@@ -328,7 +325,6 @@ func TestWebhookCommands(t *testing.T) {
 		assert.Truef(t, got.code == code && got.err != "", "webhooks %s: exit %d, %s", command, got.code, got.err)
 	}
 	var status string
-	err := db.QueryRow(t.Context(), `select status from agent_executions where flow = 'webhook'`).Scan(
-		&status)
+	err := db.QueryRow(t.Context(), `select status from agent_executions where flow = 'webhook'`).Scan(&status)
 	assert.Truef(t, err == nil && status == "pending", "its execution is %q, %v", status, err)
 }

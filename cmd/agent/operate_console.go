@@ -325,8 +325,7 @@ func (s *eventPrinter) printCall(c operate.ToolCall) {
 	if c.DurationMS != nil {
 		took = " (" + formatMillis(c.DurationMS) + ")"
 	}
-	s.printNote(tint, fmt.Sprintf("%s %s %s → %s%s%s", sign, printable(c.Name), arguments,
-		c.Status+" ", result, took))
+	s.printNote(tint, fmt.Sprintf("%s %s %s → %s%s%s", sign, printable(c.Name), arguments, c.Status+" ", result, took))
 }
 
 func (s *eventPrinter) printDone(d operate.Done) {

@@ -615,8 +615,7 @@ func parseServer(text string) (*url.URL, error) {
 	case u.Scheme == "https", u.Scheme == "http" && thisMachine(u.Hostname()):
 		return u, nil
 	case u.Scheme == "http":
-		return nil, usageError("--server: %s would send the token unencrypted; use https, or an SSH tunnel to localhost",
-			u)
+		return nil, usageError("--server: %s would send the token unencrypted; use https, or an SSH tunnel to localhost", u)
 	}
 	return nil, usageError("--server: %s is neither https nor http", u)
 }

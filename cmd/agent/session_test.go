@@ -81,8 +81,7 @@ func TestTooManyConnectionsAdvice(t *testing.T) {
 	at := db.Config().ConnConfig
 	full := fmt.Sprintf("postgres://%s@/%s?host=%s&port=%d", role, at.Database, at.Host, at.Port)
 	got := newProgramWithoutDatabase(t, "DATABASE_URL="+full).run("executions", "ls")
-	assert.Truef(t, strings.Count(got.err,
-		"max_connections") == 1, "got %+v", got)
+	assert.Truef(t, strings.Count(got.err, "max_connections") == 1, "got %+v", got)
 }
 
 // orders is a workspace with a skill that writes to a shop's database.

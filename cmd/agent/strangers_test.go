@@ -430,17 +430,14 @@ func TestThreadAccess(t *testing.T) {
 		again := h.chat(webKey, "again", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token)
 		assert.Truef(t, again.status == http.StatusOK && again.header.Get("X-Thread-Id") == name,
 			"the same visitor, with the token again: %d %q", again.status, again.header.Get("X-Thread-Id"))
-		got = h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Join",
-			token.Token)
+		got = h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Join", token.Token)
 		assert.Equal(t, http.StatusNotFound, got.status, "a token that is used", got.body)
-		got = h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Id",
-			name)
+		got = h.chat(webKey, "me too", "X-Visitor-Token", another, "X-Thread-Id", name)
 		assert.Equal(t, http.StatusNotFound, got.status, "another's name of it", got.body)
 		got = h.chat(webKey, "on", "X-Visitor-Token", visitor, "X-Thread-Id", name)
 		assert.Truef(t, strings.Contains(got.body, salary), "by its name: %d %s", got.status, got.body)
 		h.admin("DELETE", "/v1/threads/maria/access/"+token.ID, nil, http.StatusOK, nil)
-		got = h.chat(webKey, "still?", "X-Visitor-Token", visitor, "X-Thread-Id",
-			name)
+		got = h.chat(webKey, "still?", "X-Visitor-Token", visitor, "X-Thread-Id", name)
 		assert.Equal(t, http.StatusNotFound, got.status, "after it was revoked", got.body)
 		h.admin("DELETE", "/v1/threads/maria/access/"+token.ID, nil, http.StatusNotFound, nil)
 	})
@@ -450,15 +447,13 @@ func TestThreadAccess(t *testing.T) {
 		h.admin("POST", "/v1/threads/maria/join_tokens", map[string]any{"reusable": true}, http.StatusCreated, &token)
 		for range 2 {
 			visitor := h.visitorToken(webKey)
-			got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id",
-				"job")
+			got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id", "job")
 			assert.Truef(t, got.status == http.StatusOK && strings.Contains(got.body, salary) &&
 				got.header.Get("X-Thread-Id") == "job", "joined: %d %s", got.status, got.body)
 		}
 		visitor := h.visitorToken(webKey)
 		h.chat(webKey, "mine", "X-Visitor-Token", visitor, "X-Thread-Id", "job")
-		got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id",
-			"job")
+		got := h.chat(webKey, "hello", "X-Visitor-Token", visitor, "X-Thread-Join", token.Token, "X-Thread-Id", "job")
 		assert.Equal(t, http.StatusConflict, got.status, "a name that is taken by another thread of the visitor's", got.body)
 		exec, err := h.db.Exec(t.Context(), `update agent_thread_access set expires_at = clock_timestamp() where id = $1`,
 			token.ID)
@@ -491,8 +486,7 @@ func TestThreadAccess(t *testing.T) {
 		link := pgtest.Value[string](h.t, h.db, `select variables ->> 'link' from agent_executions where id = $1`, x.ID)
 		_, join, _ := strings.Cut(link, "#join=")
 		got := h.chat(shopKey, "here I am", "X-Thread-Join", join, "X-Thread-Id", "interview")
-		assert.Truef(t, strings.Contains(got.body,
-			"welcome"), "joined the flow: %d %s", got.status, got.body)
+		assert.Truef(t, strings.Contains(got.body, "welcome"), "joined the flow: %d %s", got.status, got.body)
 		h.admin("POST", "/v1/executions", map[string]any{"flow": "inviting", "thread_id": "eva 2"}, http.StatusCreated, &x)
 		h.startWaitingFlow("eva 2", "eva 2")
 		link = pgtest.Value[string](h.t, h.db, `select variables ->> 'link' from agent_executions where id = $1`, x.ID)

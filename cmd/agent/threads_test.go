@@ -32,9 +32,7 @@ func TestThreadCommands(t *testing.T) {
 	}
 	assert.Equal(t, "queued behind somebody\n", p.must("threads", "send", "maria", "a word from the office"))
 	locks := p.must("threads", "locks")
-	for _, want := range []string{"maria", "Maria", "somebody", "active", "QUEUED", "1"} {
-		assert.Contains(t, locks, want)
-	}
+	assert.Contains(t, locks, "maria", "Maria", "somebody", "active", "QUEUED", "1")
 	assert.Contains(t, p.must("threads", "locks", "--stale"), "no held threads")
 	assert.Contains(t, p.must("threads", "show", "maria"), "maria  chat, Maria\n", "queued")
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '2 minutes'`)

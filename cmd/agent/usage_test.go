@@ -80,11 +80,8 @@ func TestUsageErrors(t *testing.T) {
 		"no such command": {[]string{"nonsense"}, `there is no command "nonsense"; see agent --help`},
 		"no such command below": {[]string{"lanes", "nonsense"}, "there is no command agent lanes nonsense; see agent " +
 			"lanes --help"},
-		"no such topic": {
-			[]string{"help", "lanes", "nonsense"},
-			"there is no command lanes nonsense; see agent --help",
-		},
-		"no such flag": {[]string{"lanes", "ls", "--nope"}, "unknown flag: --nope; see agent lanes ls --help"},
+		"no such topic": {[]string{"help", "lanes", "nonsense"}, "there is no command lanes nonsense; see agent --help"},
+		"no such flag":  {[]string{"lanes", "ls", "--nope"}, "unknown flag: --nope; see agent lanes ls --help"},
 		"nearly a command": {
 			[]string{"approvls"},
 			`there is no command "approvls"; did you mean agent approvals?; see agent --help`,
@@ -108,25 +105,16 @@ func TestUsageErrors(t *testing.T) {
 		"trace without id":          {[]string{"trace"}, "agent trace takes a trace id, last, or ls"},
 		"no name of a model": {[]string{"models", "check", ""}, "the model's name is empty; see agent models check " +
 			"--help"},
-		"two models": {
-			[]string{"models", "check", "a", "b"},
-			"agent models check takes at most one model's name",
-		},
+		"two models":           {[]string{"models", "check", "a", "b"}, "agent models check takes at most one model's name"},
 		"apply without folder": {[]string{"apply"}, "agent apply takes a folder"},
 		"apply of a file":      {[]string{"apply", "main.go"}, "main.go is a file; name the folder it is in"},
-		"watch of a dry run": {
-			[]string{"apply", ".", "--watch", "--dry-run"},
-			"--watch and --dry-run exclude each other",
-		},
-		"watch of no folder":  {[]string{"apply", "nowhere", "--watch"}, "there is no folder nowhere"},
-		"run without dashes":  {[]string{"lanes", "run", "x", "echo"}, "takes one lane, --, and a command"},
-		"run without command": {[]string{"lanes", "run", "x", "--"}, "takes one lane, --, and a command"},
-		"run without lane":    {[]string{"lanes", "run", "--", "echo"}, "takes one lane, --, and a command"},
-		"run in two lanes":    {[]string{"lanes", "run", "x", "y", "--", "echo"}, "takes one lane, --, and a command"},
-		"no time to live": {
-			[]string{"lanes", "run", "x", "--ttl", "0", "--", "echo"},
-			`"--ttl" flag: not a duration`,
-		},
+		"watch of a dry run":   {[]string{"apply", ".", "--watch", "--dry-run"}, "--watch and --dry-run exclude each other"},
+		"watch of no folder":   {[]string{"apply", "nowhere", "--watch"}, "there is no folder nowhere"},
+		"run without dashes":   {[]string{"lanes", "run", "x", "echo"}, "takes one lane, --, and a command"},
+		"run without command":  {[]string{"lanes", "run", "x", "--"}, "takes one lane, --, and a command"},
+		"run without lane":     {[]string{"lanes", "run", "--", "echo"}, "takes one lane, --, and a command"},
+		"run in two lanes":     {[]string{"lanes", "run", "x", "y", "--", "echo"}, "takes one lane, --, and a command"},
+		"no time to live":      {[]string{"lanes", "run", "x", "--ttl", "0", "--", "echo"}, `"--ttl" flag: not a duration`},
 		"negative time to live": {
 			[]string{"lanes", "run", "x", "--ttl", "-1s", "--", "echo"},
 			`"--ttl" flag: not a duration`,
@@ -147,30 +135,18 @@ func TestUsageErrors(t *testing.T) {
 			[]string{"lanes", "run", "x", "--ttl", "999999d", "--", "echo"},
 			`"--ttl" flag: longer than 100 years`,
 		},
-		"no such state": {
-			[]string{"executions", "ls", "--status", "done"},
-			"not one of pending, running, waiting",
-		},
+		"no such state":             {[]string{"executions", "ls", "--status", "done"}, "not one of pending, running, waiting"},
 		"no such state of a trace":  {[]string{"trace", "ls", "--status", "done"}, "not one of pending, running, waiting"},
 		"no such state of activity": {[]string{"activity", "ls", "--status", "completed"}, "not one of running, success"},
-		"no such surface": {
-			[]string{"activity", "ls", "--surface", "moon"},
-			`"moon": not one of heartbeat, operate`,
-		},
-		"no such surface of last": {
-			[]string{"trace", "last", "--surface", "moon"},
-			`"moon": not one of heartbeat, operate`,
-		},
-		"no rows":           {[]string{"activity", "ls", "--limit", "0"}, "not a number from 1 to 500"},
-		"too many rows":     {[]string{"trace", "ls", "--limit", "501"}, "not a number from 1 to 500"},
-		"rows of no number": {[]string{"executions", "ls", "--limit", "many"}, "not a number from 1 to 500"},
-		"no such wait": {
-			[]string{"executions", "waiting", "--for", "godot"},
-			"not one of response, agent, document",
-		},
-		"no such request":          {[]string{"requests", "ls", "--kind", "favour"}, "not one of document, signature, test"},
-		"requests of no execution": {[]string{"requests", "ls", "--execution", "zz"}, "not an execution id (uuid)"},
-		"cursor of nothing":        {[]string{"executions", "ls", "--cursor", "zz"}, "not a cursor"},
+		"no such surface":           {[]string{"activity", "ls", "--surface", "moon"}, `"moon": not one of heartbeat, operate`},
+		"no such surface of last":   {[]string{"trace", "last", "--surface", "moon"}, `"moon": not one of heartbeat, operate`},
+		"no rows":                   {[]string{"activity", "ls", "--limit", "0"}, "not a number from 1 to 500"},
+		"too many rows":             {[]string{"trace", "ls", "--limit", "501"}, "not a number from 1 to 500"},
+		"rows of no number":         {[]string{"executions", "ls", "--limit", "many"}, "not a number from 1 to 500"},
+		"no such wait":              {[]string{"executions", "waiting", "--for", "godot"}, "not one of response, agent, document"},
+		"no such request":           {[]string{"requests", "ls", "--kind", "favour"}, "not one of document, signature, test"},
+		"requests of no execution":  {[]string{"requests", "ls", "--execution", "zz"}, "not an execution id (uuid)"},
+		"cursor of nothing":         {[]string{"executions", "ls", "--cursor", "zz"}, "not a cursor"},
 		"show of no id": {
 			[]string{"executions", "show", "zz"},
 			`"zz" is not the id (uuid) of an execution; see agent executions ls`,
@@ -224,8 +200,7 @@ func TestMissingSubcommandWithJSON(t *testing.T) {
 	t.Parallel()
 	for name, cmd := range everyCommand(t) {
 		alone := []string{"trace", "why", "mcp", "selfheal", "eval shadow"} // they run without one
-		if !cmd.HasSubCommands() || slices.Contains(alone, name) ||
-			strings.HasPrefix(name, "completion") {
+		if !cmd.HasSubCommands() || slices.Contains(alone, name) || strings.HasPrefix(name, "completion") {
 			continue
 		}
 		got := newProgramWithoutDatabase(t).run(append(strings.Fields(name), "--json")...)
@@ -247,15 +222,13 @@ func TestOutputFormByEnvironment(t *testing.T) {
 	got := newProgramWithoutDatabase(t, "AGENT_OUTPUT=json").must("version")
 	assert.Truef(t, strings.HasPrefix(got, "{"), "AGENT_OUTPUT=json prints %q", got)
 	got = newProgramWithoutDatabase(t, "AGENT_OUTPUT=json").must("version", "--json=false")
-	assert.Truef(t, !strings.HasPrefix(got,
-		"{"), "--json=false prints %q", got)
+	assert.Truef(t, !strings.HasPrefix(got, "{"), "--json=false prints %q", got)
 	assert.Equal(t, 2, newProgramWithoutDatabase(t, "AGENT_OUTPUT=yaml").run("version").code)
 }
 
 func TestAgentURLVariableIsKnown(t *testing.T) {
 	t.Parallel()
-	got := newProgramWithoutDatabase(t, "AGENT_URL=http://127.0.0.1:8080", "AGENT_LOG_LEVEL=warn").run("lanes",
-		"ls")
+	got := newProgramWithoutDatabase(t, "AGENT_URL=http://127.0.0.1:8080", "AGENT_LOG_LEVEL=warn").run("lanes", "ls")
 	assert.Truef(t, !strings.Contains(got.err, "AGENT_URL"), "stderr %q", got.err)
 }
 

@@ -207,8 +207,7 @@ func TestABatchHasALimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newBatcher(func(ctx context.Context, _ []int) ([]int, []bool, error) {
 			<-ctx.Done()
-			return nil, nil,
-				ctx.Err()
+			return nil, nil, ctx.Err()
 		},
 			func(error) bool { return false })
 		g.Timeout = time.Second

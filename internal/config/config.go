@@ -225,8 +225,7 @@ func (k *checker) provider(p *Provider) {
 	}
 	for name, value := range p.Headers {
 		if !isHeader(name) || strings.ContainsFunc(value, func(r rune) bool { return r < ' ' || r > '~' }) {
-			k.report("AGENT_MODEL_HEADERS",
-				"%.60q is no header, or its value has a character that no header can carry", name)
+			k.report("AGENT_MODEL_HEADERS", "%.60q is no header, or its value has a character that no header can carry", name)
 		}
 	}
 	if !decodeObject(p.QueryJSON.Reveal(), &p.Query) {

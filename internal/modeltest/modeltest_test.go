@@ -93,8 +93,7 @@ func TestFunctionDecides(t *testing.T) {
 	})
 	for n := range 2 {
 		_, _, body := post(t.Context(), t, server.URL(), `{"model":"m"}`)
-		assert.Truef(t, strings.Contains(body,
-			fmt.Sprintf(`"%d m"`, n)), "answer %d = %s", n, body)
+		assert.Truef(t, strings.Contains(body, fmt.Sprintf(`"%d m"`, n)), "answer %d = %s", n, body)
 	}
 }
 

@@ -146,9 +146,7 @@ func ReasoningWanted(tb testing.TB, replies ...Reply) *Server {
 		}
 		for i, m := range body.Messages {
 			if _, there := m["reasoning_content"]; m["tool_calls"] != nil && !there {
-				return bad(
-					"Missing `reasoning_content` field in the assistant message at message index " + strconv.Itoa(i),
-				)
+				return bad("Missing `reasoning_content` field in the assistant message at message index " + strconv.Itoa(i))
 			}
 		}
 		return Reply{}, false

@@ -175,10 +175,7 @@ func TestItSaysWhyItDoesNotStart(t *testing.T) {
 		assert.NoError(t, os.RemoveAll(dir))
 	})
 	for name, c := range map[string]struct{ script, want string }{
-		"ends": {
-			"case $1 in --version) echo PgBouncer 1.25.0;; *) echo FATAL no room >&2; exit 1; esac",
-			"FATAL no room",
-		},
+		"ends":         {"case $1 in --version) echo PgBouncer 1.25.0;; *) echo FATAL no room >&2; exit 1; esac", "FATAL no room"},
 		"another":      {"echo nginx 1.0", "no version of PgBouncer"},
 		"does not run": {"exit 3", "exit status 3"},
 		"is not there": {"", "no such file"},

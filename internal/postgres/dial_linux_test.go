@@ -27,8 +27,7 @@ func TestConnectionsNoticeThatTheOtherSideIsGone(t *testing.T) {
 	} {
 		var got int
 		require.NoError(t, raw.Control(func(fd uintptr) {
-			got,
-				err = syscall.GetsockoptInt(int(fd), syscall.IPPROTO_TCP, option)
+			got, err = syscall.GetsockoptInt(int(fd), syscall.IPPROTO_TCP, option)
 		}))
 		assert.NoError(t, err, option)
 		assert.Equal(t, want, got, option)

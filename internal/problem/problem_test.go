@@ -62,8 +62,7 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 		"no agent":     {agents.ErrNotFound, 404, "about:blank"},
 		"no skill":     {skills.ErrNotFound, 404, "about:blank"},
 		"lost update": {
-			fmt.Errorf("save: %w",
-				&memory.ConflictError{Key: "k", Yours: json.RawMessage("1"), Theirs: &memory.Entry{}}), 412,
+			fmt.Errorf("save: %w", &memory.ConflictError{Key: "k", Yours: json.RawMessage("1"), Theirs: &memory.Entry{}}), 412,
 			"urn:lanekeeper:problem:changed-meanwhile",
 		},
 		"client gone":   {context.Canceled, 503, "about:blank"},

@@ -90,11 +90,8 @@ var secrets = map[string]secretText{
 	"docker":          {"docker login -u bob -p hunter2 registry.example.com", "hunter2"},
 	"putty": {"PuTTY-User-Key-File-3: ssh-ed25519\nEncryption: none\nPublic-Lines: 2\nAAAA\nPrivate-Lines: " +
 		"1\nhunter2\nPrivate-MAC: 00ff", "hunter2"},
-	"putty end": {"Private-Lines: 1\nhunter2\nPrivate-MAC: 00ff", "hunter2"},
-	"ssh2": {
-		"---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----\nhunter2\n---- END SSH2 ENCRYPTED PRIVATE KEY ----",
-		"hunter2",
-	},
+	"putty end":        {"Private-Lines: 1\nhunter2\nPrivate-MAC: 00ff", "hunter2"},
+	"ssh2":             {"---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----\nhunter2\n---- END SSH2 ENCRYPTED PRIVATE KEY ----", "hunter2"},
 	"url with at":      {"parse postgres://bob:hun@ter2@db:5432/shop: bad port", "hun"},
 	"url with at last": {"parse postgres://bob:hun@ter2@db:5432/shop: bad port", "ter2"},
 

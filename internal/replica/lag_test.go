@@ -21,12 +21,7 @@ func TestALagIsTheAgeOfWhatWasReplayed(t *testing.T) {
 		known       bool
 	}{
 		"idle primary": {[]mark{{ago(2 * time.Second), 7}, {now, 7}}, position{Position: 7, Ago: &hour}, false, 0, 0, true},
-		"all replayed": {
-			[]mark{{ago(2 * time.Second), 7}, {now, 9}},
-			position{Position: 12, Ago: &hour},
-			false, 0, 0,
-			true,
-		},
+		"all replayed": {[]mark{{ago(2 * time.Second), 7}, {now, 9}}, position{Position: 12, Ago: &hour}, false, 0, 0, true},
 		"stands still": {
 			[]mark{{ago(9 * time.Second), 7}, {now, 9}},
 			position{Position: 7},

@@ -223,9 +223,7 @@ func (r *Reader) askStandby(ctx context.Context) (position, error) {
 }
 
 // behind is how far the standby is behind. Too far is an error while the primary answers.
-func (r *Reader) behind(
-	ctx context.Context, asked time.Time, standby position, answers bool,
-) (time.Duration, error) {
+func (r *Reader) behind(ctx context.Context, asked time.Time, standby position, answers bool) (time.Duration, error) {
 	behind, known := r.lag.behind(asked, standby, answers)
 	for wait := time.Now().Add(ReplayWait); answers && behind > 0 && time.Now().Before(wait); {
 		select {

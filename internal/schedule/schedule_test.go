@@ -97,9 +97,7 @@ func TestParseSaysWhatIsWrong(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			_, err := schedule.Parse(c.in, nil)
 			require.Truef(t, err != nil, "Parse(%q) accepts it", c.in)
-			for _, want := range []string{"parse schedule", c.says} {
-				assert.Truef(t, strings.Contains(err.Error(), want), "error %q does not say %q", err, want)
-			}
+			assert.Contains(t, err.Error(), "parse schedule", c.says)
 			assert.Truef(t, len(err.Error()) <= 800, "error has %d bytes", len(err.Error()))
 		})
 	}

@@ -41,12 +41,8 @@ func TestLoad(t *testing.T) {
 		want    telemetry.Settings
 		wrong   []string // variables that the error names
 	}{
-		"nothing": {nil, telemetry.Settings{}, nil},
-		"disabled": {
-			map[string]string{endpoint: "http://c:4318", "OTEL_SDK_DISABLED": "TRUE"},
-			telemetry.Settings{},
-			nil,
-		},
+		"nothing":  {nil, telemetry.Settings{}, nil},
+		"disabled": {map[string]string{endpoint: "http://c:4318", "OTEL_SDK_DISABLED": "TRUE"}, telemetry.Settings{}, nil},
 		"no exporter": {
 			map[string]string{endpoint: "http://c:4318", "OTEL_TRACES_EXPORTER": "none"},
 			telemetry.Settings{},

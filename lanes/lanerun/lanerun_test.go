@@ -91,9 +91,7 @@ func TestABusyLaneSkipsTheCommand(t *testing.T) {
 	require.NoError(t, err)
 	got := run(t.Context(), k, "job", 0, "echo", "ran")
 	assert.Truef(t, got.code == 75 && got.err == nil && got.out == "", "busy: %+v, want exit code 75 and no run", got)
-	for _, want := range []string{"level=WARN", `msg="already running, skipped"`, "lane=job", l.Owner().String()} {
-		assert.Contains(t, got.log, want)
-	}
+	assert.Contains(t, got.log, "level=WARN", `msg="already running, skipped"`, "lane=job", l.Owner().String())
 	assert.NoError(t, context.Cause(l.Context()), "the skipped run ended the holder")
 	assert.NoError(t, l.Release(t.Context()), "the skipped run freed the lane")
 }

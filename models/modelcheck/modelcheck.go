@@ -240,8 +240,7 @@ func (p *probe) limit(ctx context.Context) finding {
 		return failed(help, "an answer bounded by %d tokens ended with %q after %d",
 			shortest, resp.FinishReason, resp.Usage.CompletionTokens)
 	case resp.Unknown:
-		return failed(help, "the server goes beyond %d tokens; the answer was cut here, and may be billed whole",
-			shortest)
+		return failed(help, "the server goes beyond %d tokens; the answer was cut here, and may be billed whole", shortest)
 	}
 	return passed("cut by the server after %d tokens", resp.Usage.CompletionTokens)
 }

@@ -69,20 +69,14 @@ func TestConversations(t *testing.T) {
 		calls []string
 		says  []string
 	}{
-		"hello": {
-			nil,
-			[]string{"Hello! I am the offline model", "table_sizes", "memory_write"},
-		},
+		"hello":          {nil, []string{"Hello! I am the offline model", "table_sizes", "memory_write"}},
 		"Sing me a song": {nil, []string{"I am the offline model", "recent_activity"}},
 		"Hi, what can you do?": {nil, []string{
 			"- table_sizes: Tables by total size",
 			"- vacuum_table (when ordered): Vacuum a table now",
 		}},
-		"thanks!": {nil, []string{"You are welcome."}},
-		"what did you do today?": {
-			[]string{`recent_activity {"limit":50}`},
-			[]string{"2 × dead_rows error (no table)"},
-		},
+		"thanks!":                {nil, []string{"You are welcome."}},
+		"what did you do today?": {[]string{`recent_activity {"limit":50}`}, []string{"2 × dead_rows error (no table)"}},
 		"What happened?":         {[]string{`recent_activity {"limit":50}`}, nil},
 		"what failed last night": {[]string{`recent_activity {"limit":50,"status":"error"}`}, nil},
 		"What are your objectives?": {
@@ -129,29 +123,21 @@ func TestConversations(t *testing.T) {
 		"use objective_advance":                  {nil, []string{"it needs objective, step, result"}},
 		"run drop_tables":                        {nil, []string{"I may call table_sizes"}},
 		"¡Hola!":                                 {nil, []string{"¡Hola! Soy el modelo sin conexión", "table_sizes"}},
-		"¿Qué puedes hacer?": {
-			nil,
-			[]string{"Estas son las herramientas", "vacuum_table (si se ordena)"},
-		},
-		"¿Qué hiciste hoy?": {[]string{`recent_activity {"limit":50}`}, nil},
+		"¿Qué puedes hacer?":                     {nil, []string{"Estas son las herramientas", "vacuum_table (si se ordena)"}},
+		"¿Qué hiciste hoy?":                      {[]string{`recent_activity {"limit":50}`}, nil},
 		"Recuerda que el café es a las 9": {
 			[]string{`memory_write {"key":"cafe","value":"el café es a las 9"}`},
 			[]string{"Recordado como general / k."},
 		},
 		"¿Qué recuerdas de los backups?":             {[]string{`memory_search {"query":"los backups"}`}, nil},
 		"Ejecuta vacuum_table con {\"table\":\"x\"}": {[]string{`vacuum_table {"table":"x"}`}, nil},
-		"¿Qué tablas ocupan más espacio?": {[]string{
-			`table_sizes {"limit":5}`,
-			`table_details {"table":"orders"}`,
-		}, nil},
-		"gracias": {nil, []string{"De nada."}},
+		"¿Qué tablas ocupan más espacio?":            {[]string{`table_sizes {"limit":5}`, `table_details {"table":"orders"}`}, nil},
+		"gracias":                                    {nil, []string{"De nada."}},
 	} {
 		t.Run(prompt, func(t *testing.T) {
 			calls, text := talk(t, prompt, append(caretaker(), own()...))
 			assert.NoDiff(t, test.calls, calls)
-			for _, want := range test.says {
-				assert.Contains(t, text, want)
-			}
+			assert.Contains(t, text, test.says...)
 		})
 	}
 }
@@ -196,8 +182,7 @@ func TestAnAttachedDocumentIsReadAndQuoted(t *testing.T) {
 			text == "document_read: plan.txt One Two Three Four.", "%s: calls %q, says %q", name, calls, text)
 	}
 	calls, _ := talk(t, "run weather\n\n"+shown, append(caretaker(), read))
-	assert.Truef(t, slices.Equal(calls,
-		[]string{`weather {}`}), "an order beside a document: calls %q", calls)
+	assert.Truef(t, slices.Equal(calls, []string{`weather {}`}), "an order beside a document: calls %q", calls)
 }
 
 func TestAToolThatNobodyShouldCallWaitsForAnOrder(t *testing.T) {

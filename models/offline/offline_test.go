@@ -99,9 +99,7 @@ func talkAs(t *testing.T, system string, before []string, prompt string, skills 
 	defer server.Close()
 	client, err := models.New(models.Config{BaseURL: server.URL + "/v1", Model: offline.Model})
 	require.NoError(t, err)
-	req := models.Request{Messages: []models.Message{
-		{Role: models.RoleSystem, Content: system},
-	}}
+	req := models.Request{Messages: []models.Message{{Role: models.RoleSystem, Content: system}}}
 	for i, said := range append(slices.Clone(before), prompt) {
 		role := models.RoleUser
 		if i%2 == 1 && i < len(before) {
@@ -181,8 +179,7 @@ func TestObjectiveIsAdvanced(t *testing.T) {
 		}
 	}
 	assert.Truef(t, slices.ContainsFunc(calls, func(c string) bool {
-		return strings.HasPrefix(c, "complete_step") &&
-			strings.Contains(c, "0192f-d")
+		return strings.HasPrefix(c, "complete_step") && strings.Contains(c, "0192f-d")
 	}), "the summing-up step was not completed:\n%s", strings.Join(calls, "\n"))
 	first, _, _ := strings.Cut(text, "\n")
 	assert.Truef(t, strings.Contains(first, "8192000") && strings.Contains(text, "pg_lag does not exist"),
@@ -237,10 +234,7 @@ func TestArgumentsFitTheirSchema(t *testing.T) {
 		"default": {`{"type":"object","properties":{"a":{"type":"integer","default":3}},"required":["a"]}`, `{"a":3}`},
 		"enum":    {`{"type":"object","properties":{"a":{"enum":["x","y"]}},"required":["a"]}`, `{"a":"x"}`},
 		"const":   {`{"type":"object","properties":{"a":{"const":true}},"required":["a"]}`, `{"a":true}`},
-		"example": {
-			`{"type":"object","properties":{"a":{"type":"string","examples":["e"]}},"required":["a"]}`,
-			`{"a":"e"}`,
-		},
+		"example": {`{"type":"object","properties":{"a":{"type":"string","examples":["e"]}},"required":["a"]}`, `{"a":"e"}`},
 		"minimum": {`{"type":"object","properties":{"a":{"type":"integer","minimum":12}},"required":["a"]}`, `{"a":12}`},
 		"maximum": {
 			`{"type":"object","properties":{"days":{"type":"integer","maximum":4}},"required":["days"]}`,
@@ -334,12 +328,10 @@ func TestProtocol(t *testing.T) {
 		status int
 		want   string
 	}{
-		"not JSON":    {`{`, 400, "invalid_request_error"},
-		"no messages": {`{"messages":[]}`, 400, "no messages"},
-		"parts":       {`{"messages":[{"role":"user","content":[{"type":"text","text":"12 geese"}]}]}`, 200, "12 geese"},
-		"unknown field": {
-			`{"shoe_size":44,"messages":[{"role":"user","content":"hi"}]}`, 200, `"model":"offline"`,
-		},
+		"not JSON":      {`{`, 400, "invalid_request_error"},
+		"no messages":   {`{"messages":[]}`, 400, "no messages"},
+		"parts":         {`{"messages":[{"role":"user","content":[{"type":"text","text":"12 geese"}]}]}`, 200, "12 geese"},
+		"unknown field": {`{"shoe_size":44,"messages":[{"role":"user","content":"hi"}]}`, 200, `"model":"offline"`},
 		"JSON wanted": {
 			`{"response_format":{"type":"json_schema","json_schema":{"name":"x","schema":{"type":"object","properties":{"text":{"type":"string"}},"required":["text"]}}},
 			"messages":[{"role":"user","content":"12 geese"}]}`, 200, `{\"text\":\"From what I was given: 12 geese`,

@@ -44,8 +44,7 @@ func plan(t turn) reply {
 	for _, rule := range rules {
 		calls := slices.DeleteFunc(rule(), func(next call) bool {
 			return slices.ContainsFunc(t.calls, func(c call) bool {
-				return c.name == next.name &&
-					c.arguments == next.arguments
+				return c.name == next.name && c.arguments == next.arguments
 			})
 		})
 		if len(calls) > 0 {

@@ -163,8 +163,7 @@ func TestAnApprovalIsWaitedFor(t *testing.T) {
 				defer r.Body.Close()
 				return r.StatusCode == http.StatusOK && strings.Contains(body, "You have your money back.")
 			}, "the answer is there")
-			diff := cmp.Diff([]string{"user: I want a refund.", "assistant: You have your money back."},
-				w.transcript(t, "r"))
+			diff := cmp.Diff([]string{"user: I want a refund.", "assistant: You have your money back."}, w.transcript(t, "r"))
 			assert.Truef(t, diff == "", "thread (-want +got):\n%s", diff)
 			assert.Equal(t, 1, w.called("refund"))
 		})
@@ -400,8 +399,7 @@ func TestAThreadKeepsItsAgent(t *testing.T) {
 	for _, key := range []string{"site", "shop"} {
 		model := map[string]string{"site": "sales", "shop": "billing"}[key]
 		before := len(w.model.Requests())
-		_, err := p.clientOf(key, inThread("hall")...).CreateChatCompletion(t.Context(),
-			to(model, "What was said?"))
+		_, err := p.clientOf(key, inThread("hall")...).CreateChatCompletion(t.Context(), to(model, "What was said?"))
 		require.NoError(t, err)
 		for _, m := range w.model.Requests()[before].Messages {
 			assert.Truef(t, !strings.Contains(m.Content, "My order?"), "%s sees what another key's visitor said", key)
@@ -420,8 +418,7 @@ func TestAGreetingBeginsANewThread(t *testing.T) {
 	w := newWorld(t, modeltest.Text("Yes."), modeltest.Text("Still."))
 	p := w.house(t)
 	for range 2 {
-		_, err := p.clientOf("site", inThread("hall")...).CreateChatCompletion(t.Context(),
-			to("sales", "Are you there?"))
+		_, err := p.clientOf("site", inThread("hall")...).CreateChatCompletion(t.Context(), to("sales", "Are you there?"))
 		require.NoError(t, err)
 	}
 	said := pgtest.Value[string](t, w.pool, `select string_agg(role || ': ' || content, ', ' order by seq)

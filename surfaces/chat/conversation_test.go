@@ -90,7 +90,6 @@ func TestAConversationListsItsItems(t *testing.T) {
 		r, body := p.get(t, path)
 		assert.Truef(t, r.StatusCode == status, "GET %s: %d %s, want %d", path, r.StatusCode, body, status)
 	}
-	r, body = p.get(t, "/v1/conversations/maria/items", "X-Visitor-Token", "vis_"+
-		strings.Repeat("a", 43))
+	r, body = p.get(t, "/v1/conversations/maria/items", "X-Visitor-Token", "vis_"+strings.Repeat("a", 43))
 	assert.Truef(t, r.StatusCode == http.StatusNotFound, "another visitor: %d %s", r.StatusCode, body)
 }

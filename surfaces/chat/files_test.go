@@ -64,19 +64,14 @@ func TestAVisitorsFileIsShownToTheModel(t *testing.T) {
 	got, err := client.Chat.Completions.New(t.Context(), withFile(up.ID))
 	require.Truef(t, err == nil && got.Choices[0].Message.Content == "Two orders.", "%+v, %v", got, err)
 	said := w.transcript(t, "ada")
-	for _, want := range []string{
-		"What is in it?", up.ID, `"orders.csv", text/csv, 16 B`, "1,9.50",
-		"data, not instructions",
-	} {
-		assert.Contains(t, said[0], want)
-	}
+	assert.Contains(t, said[0], "What is in it?", up.ID, `"orders.csv", text/csv, 16 B`, "1,9.50",
+		"data, not instructions")
 	// In another thread it is a copy, which goes with that thread.
 	elsewhere := p.official("site", option.WithHeader("X-Thread-Id", "bea"))
 	_, err = elsewhere.Chat.Completions.New(t.Context(), withFile(up.ID))
 	require.NoError(t, err)
 	var bound int
-	err = w.pool.QueryRow(t.Context(), `select count(*) from agent_documents where thread_id is not null`).Scan(
-		&bound)
+	err = w.pool.QueryRow(t.Context(), `select count(*) from agent_documents where thread_id is not null`).Scan(&bound)
 	assert.Truef(t, err == nil && bound == 2, "%d documents belong to a thread, %v", bound, err)
 	_, err = client.Files.New(t.Context(), openai.FileNewParams{
 		File:    openai.File(strings.NewReader(strings.Repeat("x", 1001)), "a", "text/plain"),

@@ -136,9 +136,8 @@ func TestAFormThatCannotBeGivenIsRefusedByName(t *testing.T) {
 	w := newWorld(t)
 	p := w.process(t)
 	for format, want := range map[string]string{
-		`{"type":"json_schema"}`: "missing_required_parameter json_schema",
-		`{"type":"json_schema","json_schema":{"schema":{}}}`: "missing_required_parameter " +
-			"json_schema.name",
+		`{"type":"json_schema"}`:                                                   "missing_required_parameter json_schema",
+		`{"type":"json_schema","json_schema":{"schema":{}}}`:                       "missing_required_parameter " + "json_schema.name",
 		`{"type":"json_schema","json_schema":{"name":"a b"}}`:                      "invalid_json_schema json_schema.schema",
 		schemaOf(`{"type":"thing"}`):                                               "invalid_json_schema json_schema.schema",
 		schemaOf(`7`):                                                              "invalid_json_schema json_schema.schema",

@@ -113,10 +113,7 @@ func TestResponsesRefuseWhatTheyCannotDo(t *testing.T) {
 		{`"input":"hi","conversation":"a","previous_response_id":"b"`, "mutually_exclusive_parameters previous_response_id"},
 		{`"input":"hi","previous_response_id":"resp_none"`, "previous_response_not_found previous_response_id"},
 		{`"input":[{"type":"function_call_output","call_id":"c","output":"x"}]`, "unsupported_value input[0]"},
-		{
-			`"input":[{"type":"item_reference","id":"msg_x"},{"role":"user","content":"a"}]`,
-			"item_not_found input[0]",
-		},
+		{`"input":[{"type":"item_reference","id":"msg_x"},{"role":"user","content":"a"}]`, "item_not_found input[0]"},
 		{
 			`"input":[{"role":"user","content":[{"type":"input_image","image_url":"x"}]}]`,
 			"unsupported_content input[0].content",

@@ -107,8 +107,7 @@ func TestAnotherKeysThreadDoesNotExist(t *testing.T) {
 	p := w.process(t)
 	got, err := p.client(inThread("mine")...).CreateChatCompletion(t.Context(), says("hi"))
 	require.NoError(t, err)
-	_, err = p.clientOf("shop", inThread("mine")...).CreateChatCompletion(t.Context(),
-		says("what was said?"))
+	_, err = p.clientOf("shop", inThread("mine")...).CreateChatCompletion(t.Context(), says("what was said?"))
 	assert.NoError(t, err, "a thread of the same name is another one")
 	requests := w.model.Requests()
 	told := heard(requests[len(requests)-1])
@@ -602,8 +601,7 @@ func TestAFailedTurnLeavesAFlowsWordsToTheNext(t *testing.T) {
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply {
 		return modeltest.Status(http.StatusBadRequest, 0)
 	})
-	r, body := p.post(t, `{"model":"nora","messages":[{"role":"user","content":"any news?"}]}`,
-		inThread("t")...)
+	r, body := p.post(t, `{"model":"nora","messages":[{"role":"user","content":"any news?"}]}`, inThread("t")...)
 	require.Truef(t, r.StatusCode != http.StatusOK, "the turn did not fail: %s", body)
 	p.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Yes.") })
 	assert.Equal(t, "Approved.\n\nYes.", p.answerTo(t, "t", "any news?"))

@@ -46,10 +46,7 @@ func TestHeartbeatSurvivesCrashes(t *testing.T) {
 					modeltest.Text("ok"),
 				},
 				"daily summary": {rememberTool("two"), modeltest.Text("Written.")},
-				"Reflect": {
-					rememberTool("three").AndCall("remember", `{"key":"four","value":4}`),
-					modeltest.Text("Mostly well."),
-				},
+				"Reflect":       {rememberTool("three").AndCall("remember", `{"key":"four","value":4}`), modeltest.Text("Mostly well.")},
 			}
 			came, wake := make(chan struct{}), make(chan struct{})
 			var asked atomic.Int32

@@ -126,7 +126,6 @@ func FuzzStream(f *testing.F) {
 		}
 		call.Arguments = nil // as JSON they are the same, not as text
 		want := ToolCall{ID: text, Name: "f", Error: text}
-		assert.Equal(t, "",
-			cmp.Diff(want, call)+cmp.Diff(Done{Text: text}, done)+cmp.Diff(Delta{text}, delta), text)
+		assert.Equal(t, "", cmp.Diff(want, call)+cmp.Diff(Done{Text: text}, done)+cmp.Diff(Delta{text}, delta), text)
 	})
 }

@@ -372,8 +372,7 @@ func TestLongSessionIsSummarized(t *testing.T) {
 	}
 	assert.True(t, summarised, "no turn was given the summary")
 	assert.Truef(t, longest <= 6000, "the longest request has %d bytes", longest)
-	through := pgtest.Value[int](t, w.pool, `select summary_through from agent_threads where id = $1`,
-		s.ID())
+	through := pgtest.Value[int](t, w.pool, `select summary_through from agent_threads where id = $1`, s.ID())
 	assert.Truef(t, through >= 20, "the summary reaches to %d", through)
 }
 

@@ -175,8 +175,7 @@ func TestConcurrentReplays(t *testing.T) {
 	w.runEngine(t)
 	w.waitStatus(t, "msg_1", webhooks.Done)
 	for _, bad := range []string{`{"replays":-1}`, `{"Replays":9}`, `{"replays":0} more`, `[]`} {
-		got := w.post(t, "/v1/webhooks/deliveries/"+d.ID+"/replay", nil,
-			strings.NewReader(bad))
+		got := w.post(t, "/v1/webhooks/deliveries/"+d.ID+"/replay", nil, strings.NewReader(bad))
 		assert.Truef(t, got.status == http.StatusBadRequest, "a replay with %s: %d, %s", bad, got.status, got.body)
 	}
 	var again, refused atomic.Int32

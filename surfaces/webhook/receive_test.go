@@ -414,8 +414,7 @@ func TestMissingSecretIsLoggedOnce(t *testing.T) {
 		Actions: []webhooks.Action{{Event: "EVENT_COMPLETED", Key: "k"}},
 	})
 	for range 50 {
-		got := w.post(t, "/webhooks/unset", signed(t, whsec, "msg_1", time.Now(), []byte("{}")),
-			strings.NewReader("{}"))
+		got := w.post(t, "/webhooks/unset", signed(t, whsec, "msg_1", time.Now(), []byte("{}")), strings.NewReader("{}"))
 		require.Truef(t, got.status == 500 && !strings.Contains(got.body, "MISSING"), "answer %d %s", got.status, got.body)
 	}
 	n := strings.Count(log.String(), "\n")

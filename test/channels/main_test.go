@@ -111,8 +111,7 @@ func (w *world) kill(p *proctest.Process) *proctest.Process {
 func (w *world) settled(messages int) (maybe int) {
 	w.t.Helper()
 	w.until("all is sent", func() bool {
-		return messages == value[int](w,
-			`select count(*) from agent_channel_sends where status not in ('queued', 'sending')`)
+		return messages == value[int](w, `select count(*) from agent_channel_sends where status not in ('queued', 'sending')`)
 	})
 	maybe = value[int](w, `select count(*) from agent_channel_sends where status = 'maybe_sent'`)
 	failed := value[int](w, `select count(*) from agent_channel_sends where status = 'failed'`)

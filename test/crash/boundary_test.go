@@ -200,8 +200,7 @@ func TestCancelAtEveryBoundary(t *testing.T) {
 			}
 			next := s.begin()
 			s.ends(next, "completed")
-			summary := pgtest.Value[string](s.t, s.db, `select result_summary from agent_executions where id = $1`,
-				next)
+			summary := pgtest.Value[string](s.t, s.db, `select result_summary from agent_executions where id = $1`, next)
 			assert.Truef(t, !strings.HasPrefix(summary, "skipped"), "the next heartbeat was %s", summary)
 		})
 }

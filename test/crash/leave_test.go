@@ -218,8 +218,7 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 				assert.Truef(t, c.skill != "order", "the call was made: %+v", c)
 			}
 			assert.True(t, s.told("too dear"), "the model was not told why")
-			assert.Equal(t, "rejected",
-				pgtest.Value[string](s.t, s.db, `select string_agg(status, ' ') from agent_approvals`))
+			assert.Equal(t, "rejected", pgtest.Value[string](s.t, s.db, `select string_agg(status, ' ') from agent_approvals`))
 		})
 	}
 }

@@ -161,8 +161,7 @@ func (r *replicated) sameAnswers(t *testing.T) {
 			"%s: status %d, lag %q, not from the replica as a whole:\n%s", path, there.status, there.lag, there.body)
 		assert.Truef(t, here.lag == "" && !strings.Contains(here.body, "From the replica"),
 			"%s says that it is from the replica, and is not", path)
-		assert.Equal(t, "",
-			cmp.Diff(passing.ReplaceAllString(here.body, ""), passing.ReplaceAllString(there.body, "")), path)
+		assert.Equal(t, "", cmp.Diff(passing.ReplaceAllString(here.body, ""), passing.ReplaceAllString(there.body, "")), path)
 	}
 	operate := get(t, http.DefaultClient, server+"/operate", false)
 	assert.Truef(t, operate.status == http.StatusOK && operate.lag == "",
@@ -262,8 +261,7 @@ func (r *replicated) served(t *testing.T) {
 	r.asksThePrimary(base)
 	r.standby.sql(`select pg_wal_replay_resume()`)
 	from("the replica catches up", "/", func(p page) bool {
-		return p.lag != "" &&
-			strings.Contains(p.body, "Autonomous work is paused")
+		return p.lag != "" && strings.Contains(p.body, "Autonomous work is paused")
 	})
 
 	r.standby.stop(syscall.SIGKILL)

@@ -95,9 +95,7 @@ func TestWhatWaitsInTheLastNumberedVersionFinishesInThisOne(t *testing.T) {
 	require.NoError(t, err)
 	data, err := io.ReadAll(unpacked)
 	require.NoError(t, err)
-	answers := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter,
-		_ *http.Request,
-	) {
+	answers := httptest.NewServer(http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) {
 		rw.WriteHeader(http.StatusNoContent)
 	}))
 	t.Cleanup(answers.Close) // the skill whose call was interrupted

@@ -231,10 +231,7 @@ func (c *scene) play() map[string][]*op {
 		c.launch("family")
 	}
 	c.busy(100)
-	acts := []func(){
-		c.kill, c.kill, c.pause, c.pause, c.terminate, c.terminate,
-		c.crash,
-	}
+	acts := []func(){c.kill, c.kill, c.pause, c.pause, c.terminate, c.terminate, c.crash}
 	for where := unseen; where < cuts; where++ {
 		for range 4 {
 			acts = append(acts, func() { c.cut(where) })

@@ -68,9 +68,7 @@ func (p player) one(ctx context.Context, o op, depth int, path string, value int
 	case effect:
 		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int, error) { return o.n, note(ctx, tx) })
 	case within:
-		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int,
-			error,
-		) {
+		return executions.StepTx(ctx, o.name, func(ctx context.Context, tx pgx.Tx) (int, error) {
 			return p.within(ctx, tx, o)
 		})
 	case call, once:
@@ -94,9 +92,7 @@ func (p player) one(ctx context.Context, o op, depth int, path string, value int
 			return p.play(ctx, o.parts[0], depth+1, path, 0)
 		})
 	case nest:
-		return executions.Step(ctx, o.name, func(ctx context.Context) (int,
-			error,
-		) {
+		return executions.Step(ctx, o.name, func(ctx context.Context) (int, error) {
 			return p.play(ctx, o.parts[0], depth+1, path, 0)
 		})
 	case scope:

@@ -51,8 +51,7 @@ func TestTheDatabasesClockJumps(t *testing.T) {
 	_, err := migrations.Up(t.Context(), pool)
 	require.NoError(t, err)
 	pgtest.Exec(t, db, `create table effects (by text not null, what text not null)`)
-	ahead := pgtest.Value[bool](t, pool,
-		`select clock_timestamp() < pg_catalog.clock_timestamp() + interval '1 minute'`)
+	ahead := pgtest.Value[bool](t, pool, `select clock_timestamp() < pg_catalog.clock_timestamp() + interval '1 minute'`)
 	require.True(t, ahead, "the clock is wrong before it jumps")
 	at := newGate()
 	steps := func(wait bool) executions.Func {
@@ -140,8 +139,7 @@ func TestTheProcesssClockJumps(t *testing.T) {
 		wrong(by)
 		refused := yes.send(a)
 		assert.Truef(t, refused == nil, "%s: %+v", by, refused)
-		got := a.ask(http.MethodPost, "/v1/executions",
-			fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i))
+		got := a.ask(http.MethodPost, "/v1/executions", fmt.Sprintf(`{"flow": "wide", "input": {"n": %d}}`, i))
 		assert.Truef(t, got.status == http.StatusCreated, "%s: %+v", by, got)
 		eventually(t, "the flow ends with a clock that is wrong by "+by.String(), func() bool {
 			return pgtest.Value[int](t, db,

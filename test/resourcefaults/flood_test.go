@@ -289,8 +289,7 @@ func TestAnEngineOnTheLeastPool(t *testing.T) {
 	eventually(t, "all runs have ended", func() bool {
 		return pgtest.Value[int](t, db, `select count(*) from agent_executions where completed_at is null`) == 0
 	})
-	assert.Equal(t, 2*runs,
-		pgtest.Value[int](t, db, `select count(*) from agent_executions where status = 'completed'`))
+	assert.Equal(t, 2*runs, pgtest.Value[int](t, db, `select count(*) from agent_executions where status = 'completed'`))
 	assert.Equal(t, 2*runs, pgtest.Value[int](t, db, `select count(distinct by) from effects`))
 }
 
@@ -345,8 +344,7 @@ func TestAHeldThreadStopsNobodyElse(t *testing.T) {
 	pool := declare(t, url, bearerEndpoint)
 	a := serve(t, "", environ(url, "AGENT_CHAT_KEY="+key, "AGENT_CHAT_RATE=100000", "AGENT_LOG_LEVEL=info"))
 	eventually(t, "the process is ready", func() bool {
-		return a.ask(http.MethodGet, "/readyz",
-			"").status == http.StatusOK
+		return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK
 	})
 	say := func(ctx context.Context, thread string) answer {
 		return a.askIn(ctx, http.MethodPost, "/v1/chat/completions",

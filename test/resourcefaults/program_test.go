@@ -121,8 +121,7 @@ func TestAnOperatorReadsWhatIsWrong(t *testing.T) {
 			eventually(t, "everything is taken again", func() bool { return yes.send(a) == nil })
 			eventually(t, "the process is ready",
 				func() bool { return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK })
-			code, out, errs = command(t, env, "executions", "start", "external:job", "--input",
-				`{"key": "last"}`)
+			code, out, errs = command(t, env, "executions", "start", "external:job", "--input", `{"key": "last"}`)
 			assert.Truef(t, code == 0, "the same command afterwards: exit code %d, %s%s", code, out, errs)
 			yes.executions = append(yes.executions, "last")
 			yes.kept(t, bad.url)
@@ -164,8 +163,7 @@ func TestNoFileDescriptorIsLeft(t *testing.T) {
 	}
 	eventually(t, "everything is taken again", func() bool { return yes.send(a) == nil })
 	eventually(t, "the process is ready", func() bool {
-		return a.ask(http.MethodGet, "/readyz",
-			"").status == http.StatusOK
+		return a.ask(http.MethodGet, "/readyz", "").status == http.StatusOK
 	})
 	yes.kept(t, bad.url)
 }
@@ -194,8 +192,7 @@ func TestTheLeastPoolIsEnough(t *testing.T) {
 	code, _, errs := command(t, env, "heartbeat")
 	assert.Equal(t, 0, code, "heartbeat: exit code", errs)
 	const hello = `{"model": "agent", "messages": [{"role": "user", "content": "Hello"}]}`
-	got := a.ask(http.MethodPost, "/v1/chat/completions", hello, "Authorization",
-		"Bearer "+chatKey)
+	got := a.ask(http.MethodPost, "/v1/chat/completions", hello, "Authorization", "Bearer "+chatKey)
 	assert.Truef(t, got.status == http.StatusOK, "chat: %+v", got)
 	db := admin(t, bad.url)
 	eventually(t, "all runs have ended", func() bool {

@@ -223,10 +223,8 @@ func (l *load) check() {
 	}
 	n := pgtest.Column[string](l.t, l.db,
 		`select format('%s executions', count(*)) from agent_executions where flow = 'errand'`)
-	assert.Truef(l.t, n[0] == fmt.Sprintf(
-		"%d executions", len(l.runs)), "%s, %d were confirmed", n[0], len(l.runs))
-	n = pgtest.Column[string](l.t, l.db,
-		`select format('%s tallies', n) from tally`)
+	assert.Truef(l.t, n[0] == fmt.Sprintf("%d executions", len(l.runs)), "%s, %d were confirmed", n[0], len(l.runs))
+	n = pgtest.Column[string](l.t, l.db, `select format('%s tallies', n) from tally`)
 	assert.Truef(l.t, n[0] == fmt.Sprintf("%d tallies", l.done["tally"]), "%s, %d were committed", n[0], l.done["tally"])
 	l.t.Logf("%d executions, %d answers, %d messages, %d tallies, %d ends of streams, %d reads; sent again: %d, "+
 		"refused: %d", len(l.runs), l.done["answer"],

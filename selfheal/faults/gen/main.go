@@ -214,8 +214,7 @@ var shapes = []struct {
 func alternating(m *maker) {
 	m.healthy(m.between(0, 40))
 	pattern := []string{"fs", "ffs", "fsffs", "ffsfs"}[m.IntN(4)]
-	m.begin("%d of every %d calls fail, whoever makes them", strings.Count(pattern, "f"),
-		len(pattern))
+	m.begin("%d of every %d calls fail, whoever makes them", strings.Count(pattern, "f"), len(pattern))
 	class := m.any("tnh")
 	for i := range m.between(32, 45) {
 		q := m.base
