@@ -72,7 +72,7 @@ type Room struct {
 	mark      string // see show.Part
 	hub       *hub
 	hints     suggestions
-	waits     waitsCache
+	waits     recent[waits]
 	// traceCosts has the most expensive traces of days.
 	traceCosts dayMemo
 }

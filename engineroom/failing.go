@@ -3,46 +3,45 @@ package engineroom
 import (
 	"context"
 	"slices"
-	"sync"
 	"time"
 
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
 // maxFailingShown bounds the groups of failures.
 const maxFailingShown = 6
 
-// failureMemo keeps the failures for the parts of a page.
-type failureMemo struct {
-	mu sync.Mutex
-	monitor.Failures
-	at time.Time
+// visitMemo has what the parts of a page share.
+type visitMemo struct {
+	failures recent[monitor.Failures]
+	hours    recent[hourChart]
 }
 
 // memoLasts is how long failures are kept: the parts of one page, or of one refresh of it, share a read.
 const memoLasts = 250 * time.Millisecond
 
-// readFailures reads the failures, or returns those that another part has just read.
-func (v *visit) readFailures(ctx context.Context, db postgres.DB) (monitor.Failures, error) {
-	if v.memo == nil {
-		return monitor.ReadFailures(ctx, db)
+// failures reads the failures, or returns those that another part has just read. Streams share one read, until the
+// pulse tells that something failed or recovered.
+func (room *Room) failures(ctx context.Context, v *visit) (monitor.Failures, error) {
+	read := func() (monitor.Failures, error) { return monitor.ReadFailures(ctx, room.Read) }
+	switch {
+	case v.live:
+		return room.hub.failures.read(sumsEvery, func() (monitor.Failures, error) {
+			got, err := read()
+			if err == nil {
+				room.hub.failing.Store(got.Failing())
+			}
+			return got, err
+		})
+	case v.memo != nil:
+		return v.memo.failures.read(memoLasts, read)
 	}
-	v.memo.mu.Lock()
-	defer v.memo.mu.Unlock()
-	if time.Since(v.memo.at) < memoLasts {
-		return v.memo.Failures, nil
-	}
-	got, err := monitor.ReadFailures(ctx, db)
-	if err == nil {
-		v.memo.Failures, v.memo.at = got, time.Now()
-	}
-	return got, err
+	return read()
 }
 
 // failingNow is the panel of what fails.
 func (room *Room) failingNow(ctx context.Context, v *visit) (any, error) {
-	f, err := v.readFailures(ctx, room.Read)
+	f, err := room.failures(ctx, v)
 	if err != nil {
 		return nil, err
 	}

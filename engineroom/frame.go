@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"regexp"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/local"
@@ -99,26 +100,45 @@ func waitsText(n int64) string {
 	return capped(n, maxWaits)
 }
 
-// waitsCache shares one read among all pages and viewers.
-type waitsCache struct {
-	mu   sync.Mutex
-	at   time.Time
-	last waits
+// recent shares one read among pages and viewers.
+type recent[T any] struct {
+	stale atomic.Bool // since forget
+	mu    sync.Mutex  // is held while reading
+	at    time.Time
+	last  T
 }
+
+// read returns what was read at most age ago, or reads it.
+func (r *recent[T]) read(age time.Duration, read func() (T, error)) (T, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.stale.Swap(false) && time.Since(r.at) < age {
+		return r.last, nil
+	}
+	r.at = time.Time{}
+	got, err := read()
+	if err == nil {
+		r.last, r.at = got, time.Now()
+	}
+	return got, err
+}
+
+// forget makes the next read a new one, also while one is under way.
+func (r *recent[T]) forget() { r.stale.Store(true) }
+
+// sumsEvery is how often a stream refreshes sums over the log.
+const sumsEvery = 10 * time.Second
 
 // waitsAge is the longest age of a shared read. Topics that are due together share it.
 const waitsAge = 200 * time.Millisecond
 
 // waiting reads what waits for a person.
 func (room *Room) waiting(ctx context.Context) (waits, error) {
-	c := &room.waits
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if time.Since(c.at) < waitsAge {
-		return c.last, nil
-	}
-	var w waits
-	err := room.Read.QueryRow(ctx, `
+	return room.waits.read(waitsAge, func() (waits, error) { return room.readWaits(ctx) })
+}
+
+func (room *Room) readWaits(ctx context.Context) (w waits, err error) {
+	err = room.Read.QueryRow(ctx, `
 		with pending as (
 		 select a.id, a.skill_name from agent_approvals a
 		  where a.status = 'pending' and a.expires_at > clock_timestamp()
@@ -132,7 +152,6 @@ func (room *Room) waiting(ctx context.Context) (waits, error) {
 	if err != nil {
 		return w, fmt.Errorf("count what waits: %w", err)
 	}
-	c.last, c.at = w, time.Now()
 	return w, nil
 }
 

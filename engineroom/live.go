@@ -10,12 +10,14 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/internal/sse"
+	"github.com/lanekeeper/lanekeeper/monitor"
 )
 
 // The event stream of a page, at /live and the page's path:
@@ -175,7 +177,10 @@ type hub struct {
 	topics  map[string]*topic
 	rows    rowMemory
 	viewers int
-	stop    func() // stops the pulse goroutine and waits for it; nil without one
+
+	failures recent[monitor.Failures]        // of all streams
+	failing  atomic.Pointer[monitor.Failing] // as of the last read of them
+	stop     func()                          // stops the pulse goroutine and waits for it; nil without one
 }
 
 func newHub(room *Room) *hub {
@@ -261,7 +266,7 @@ const (
 	logChanged     changes = 1 << iota // the log has another newest activity
 	openChanged                        // an activity began or ended
 	runsChanged                        // an execution began, was claimed, went on, or ended
-	failureChanged                     // an activity or an execution failed
+	failureChanged                     // an activity or an execution failed, or what fails ran again
 	asksChanged                        // another approval, request or pause stands open
 	anyChange      = 1<<iota - 1
 )
@@ -282,6 +287,9 @@ func (h *hub) pulse(ctx context.Context) {
 			return
 		}
 		if changed := now[0].since(last[0]) | now[1].since(last[1]); changed != 0 {
+			if changed&failureChanged != 0 {
+				h.failures.forget()
+			}
 			h.notifyTopics(changed)
 			last = now
 		}
@@ -295,8 +303,9 @@ func (h *hub) readPulse(ctx context.Context) (now [2]pulse) {
 	defer cancel()
 	read := h.room.Read
 	reading, from := read.Choose(ctx, false)
-	if now[0] = pulseOf(reading, read); from.Replica() {
-		now[1] = pulseOf(ctx, read)
+	failing := h.failing.Load()
+	if now[0] = pulseOf(reading, read, failing); from.Replica() {
+		now[1] = pulseOf(ctx, read, failing)
 	}
 	return now
 }
@@ -304,6 +313,7 @@ func (h *hub) readPulse(ctx context.Context) (now [2]pulse) {
 // pulse has texts that change with what they are named after, and the time of the newest failure.
 type pulse struct {
 	log, open, runs, asks string
+	failing               string // the newest runs and calls of what fails
 	failure               time.Time
 	away                  bool // an outage is a change, too: parts show the failure, and later the recovery
 }
@@ -321,7 +331,7 @@ func (p pulse) since(last pulse) (c changes) {
 		{p.open != last.open, openChanged},
 		{p.runs != last.runs, runsChanged},
 		{p.asks != last.asks, asksChanged},
-		{p.failure.After(last.failure), failureChanged},
+		{p.failure.After(last.failure) || p.failing != last.failing, failureChanged},
 	} {
 		if one.is {
 			c |= one.kind
@@ -333,12 +343,26 @@ func (p pulse) since(last pulse) (c changes) {
 //go:embed pulse.sql
 var pulseSQL string
 
+//go:embed pulse_failing.sql
+var pulseFailingSQL string
+
 // pulseOf reads a pulse. Failures are searched among the newest activities and failed executions: older ones that fail
 // late are seen when their part is read the next time.
-func pulseOf(ctx context.Context, db postgres.DB) (p pulse) {
+func pulseOf(ctx context.Context, db postgres.DB, failing *monitor.Failing) (p pulse) {
 	err := db.QueryRow(ctx, pulseSQL).Scan(&p.log, &p.open, &p.runs, &p.asks, &p.failure)
 	if err != nil {
 		return pulse{away: true}
+	}
+	if failing == nil || len(failing.Flows)+len(failing.Calls) == 0 {
+		return p
+	}
+	newest, err := postgres.RowsGeneric[struct{ Newest string }](ctx, db, "read newest runs of what fails", pulseFailingSQL,
+		postgres.Strict{"flows": failing.Flows, "calls": failing.Calls})
+	if err != nil {
+		return pulse{away: true}
+	}
+	for _, n := range newest {
+		p.failing += n.Newest + "\n"
 	}
 	return p
 }
@@ -412,6 +436,10 @@ func (t *topic) add(who *viewer) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.viewers[who] = struct{}{}
+	t.hub.failures.forget()
+	if t.seen.memo != nil {
+		t.seen.memo.hours.forget()
+	}
 	if who.fresh {
 		t.fresh = time.Now().Add(replica.FreshFor)
 	}

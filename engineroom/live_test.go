@@ -352,7 +352,7 @@ func TestAPartIsReadAtOnceForWhatItIsAbout(t *testing.T) {
 func TestThePulseTellsWhatChanged(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	last := pulseOf(t.Context(), pool)
+	last := pulseOf(t.Context(), pool, nil)
 	for _, c := range []struct {
 		statement string
 		want      changes
@@ -379,12 +379,67 @@ func TestThePulseTellsWhatChanged(t *testing.T) {
 		{`alter table away rename to agent_activity`, anyChange},
 	} {
 		quiet(t, pool, c.statement)
-		now := pulseOf(t.Context(), pool)
+		now := pulseOf(t.Context(), pool, nil)
 		if got := now.since(last); got != c.want {
 			t.Errorf("%s: changes are %b, want %b", c.statement, got, c.want)
 		}
 		last = now
 	}
+}
+
+func TestASharedReadIsForgottenAlsoWhileItIsUnderWay(t *testing.T) {
+	t.Parallel()
+	var r recent[int]
+	n := 0
+	read := func() (int, error) { n++; return n, nil }
+	value := func(fn func() (int, error)) int {
+		got, err := r.read(time.Hour, fn)
+		require.NoError(t, err)
+		return got
+	}
+	assert.Equal(t, 1, value(read))
+	assert.Equal(t, 1, value(read))
+	r.forget()
+	assert.Equal(t, 2, value(func() (int, error) { r.forget(); return read() }))
+	assert.Equal(t, 3, value(read))
+	assert.Equal(t, 3, value(read))
+	r.forget()
+	_, err := r.read(time.Hour, func() (int, error) { return 0, errors.New("away") })
+	require.Error(t, err)
+	assert.Equal(t, 4, value(read))
+}
+
+func TestStreamsShareFailuresUntilThePulseTellsOfAnother(t *testing.T) {
+	t.Parallel()
+	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
+	require.NoError(t, err)
+	run := func(status string) {
+		quiet(t, room.Pool, `insert into agent_executions (trace_id, surface, flow, status, error_message, created_at, started_at,
+			completed_at) select 'fl_1', 'flow', 'nightly', $1::text, case when $1::text = 'failed' then 'no such table' end, m.at, m.at, m.at
+			from (select clock_timestamp() as at) m`, status)
+	}
+	groups := func(v *visit) int {
+		f, err := room.failures(t.Context(), v)
+		require.NoError(t, err)
+		return len(f.Groups(func(string) bool { return true }))
+	}
+	stream := &visit{live: true}
+	assert.Equal(t, 0, groups(stream))
+	quietly := pulseOf(t.Context(), room.Pool, room.hub.failing.Load())
+	for range 3 {
+		run("failed")
+	}
+	assert.Equal(t, 0, groups(stream))
+	assert.Equal(t, 1, groups(&visit{}))
+	failed := pulseOf(t.Context(), room.Pool, room.hub.failing.Load())
+	assert.Equal(t, failureChanged|runsChanged, failed.since(quietly))
+	room.hub.failures.forget()
+	assert.Equal(t, 1, groups(stream))
+	failing := room.hub.failing.Load()
+	assert.Equal(t, "nightly", strings.Join(failing.Flows, ", "))
+	failed = pulseOf(t.Context(), room.Pool, failing)
+	run("completed")
+	assert.Equal(t, failureChanged|runsChanged, pulseOf(t.Context(), room.Pool, failing).since(failed))
 }
 
 func TestWhatCannotBeReadIsSaidAndRecovers(t *testing.T) {

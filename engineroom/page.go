@@ -64,7 +64,8 @@ type visit struct {
 	URL   string                   // canonical path and query
 	About any                      // the subject that open found
 	fresh bool                     // read from the primary, after a write
-	memo  *failureMemo             // shared by the parts of a page
+	live  bool                     // of a stream
+	memo  *visitMemo               // shared by the parts of a page
 	zone  *time.Location           // of the reader
 }
 
@@ -225,7 +226,7 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 	}
 	v := &visit{
 		path: func(name string) string { return wild[name] }, Query: r.URL.Query(), fresh: replica.Fresh(r), zone: zoneOf(r),
-		memo: &failureMemo{},
+		memo: &visitMemo{}, live: prefix != "",
 	}
 	v.Query.Del(partField)
 	if prefix != "" {

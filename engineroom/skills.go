@@ -66,7 +66,7 @@ func (f skillHealth) Since() string {
 
 // healthPart is the panel of the overview.
 func (room *Room) healthPart() part {
-	return part{name: "health", every: 10 * time.Second, calm: true, load: room.healthPanel}
+	return part{name: "health", every: sumsEvery, calm: true, load: room.healthPanel}
 }
 
 // healthPanel lists the skills that fare worst.
@@ -131,7 +131,7 @@ func (room *Room) skillsPage() page {
 		parts: []part{
 			room.filtersPart("/skills", "skill"),
 			{name: "list", every: 5 * time.Second, calm: true, load: room.skillsList},
-			{name: "figures", every: 10 * time.Second, calm: true, load: room.skillFigures},
+			{name: "figures", every: sumsEvery, calm: true, load: room.skillFigures},
 		},
 	}
 }

@@ -59,7 +59,7 @@ func (room *Room) monitor() monitor.Monitor {
 
 // verdictPart reads the strips: that of the page, and with several agents one for each.
 func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
-	failures, err := v.readFailures(ctx, room.Read)
+	failures, err := room.failures(ctx, v)
 	if err != nil {
 		return nil, err
 	}
@@ -86,7 +86,7 @@ func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
 	}
 	shown, more := onPage(each, mostStrips)
 	chosen := head.Agent
-	hours, err := room.runsByHour(ctx, chosen)
+	hours, err := room.hoursOf(ctx, v, chosen)
 	return map[string]any{"Head": head, "Each": shown, "More": more, "All": v.at("agent", ""), "Hours": hours}, err
 }
 
@@ -145,6 +145,15 @@ type hourChart struct {
 
 // Measures of the chart.
 const hourWide, hourHigh = 20, 56
+
+// hoursOf is the chart. A stream refreshes it like sums.
+func (room *Room) hoursOf(ctx context.Context, v *visit, agent string) (hourChart, error) {
+	read := func() (hourChart, error) { return room.runsByHour(ctx, agent) }
+	if !v.live || v.memo == nil {
+		return read()
+	}
+	return v.memo.hours.read(sumsEvery, read)
+}
 
 // runsByHour reads the chart of an agent, or of all for "": this hour, and the 23 before it.
 func (room *Room) runsByHour(ctx context.Context, agent string) (c hourChart, err error) {

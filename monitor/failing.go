@@ -90,6 +90,24 @@ func ReadFailures(ctx context.Context, db postgres.DB) (got Failures, err error)
 	return got, err
 }
 
+// Failing names the flows, and the skills, actions and models, that fail now.
+type Failing struct{ Flows, Calls []string }
+
+// Failing returns the names of what fails now.
+func (f Failures) Failing() *Failing {
+	names := &Failing{Flows: []string{}, Calls: []string{}}
+	for _, o := range f.outcomes {
+		switch {
+		case !o.Failing():
+		case o.Kind == "flow":
+			names.Flows = append(names.Flows, o.Name)
+		default:
+			names.Calls = append(names.Calls, o.Name)
+		}
+	}
+	return names
+}
+
 // outcome returns the outcome of what failed.
 func (f Failures) outcome(of failure) outcome {
 	i := slices.IndexFunc(f.outcomes, func(o outcome) bool {
