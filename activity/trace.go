@@ -140,6 +140,9 @@ func statusOf(rows []Row) (status string, finished *time.Time) {
 // TraceFilter selects traces; empty fields select all.
 type TraceFilter struct {
 	Surface string
+	// WithoutEvals leaves out trials of evals, without a Surface.
+	WithoutEvals bool
+
 	Agent   string    // of the root execution
 	Status  string    // likewise
 	Since   time.Time // inclusive, to the millisecond
@@ -181,7 +184,7 @@ func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSum
 		  from (select e.id, e.trace_id, e.surface, e.agent, e.flow, e.status,
 		               coalesce(e.started_at, e.created_at) as started_at, e.completed_at
 		          from ((select k.id from agent_executions k
-		                  where @surface::text = '' and k.parent_id is null
+		                  where @surface::text = '' and k.parent_id is null and (not @without_evals or k.surface <> 'eval')
 		                    and (@status::text = '' or k.status = @status) and (@agent::text = '' or k.agent = @agent)
 		                    and (@since::timestamptz is null or k.id >= lanekeeper.agent_uuid7_floor(@since))
 		                    and (@before::text is null or k.id < @before::text::uuid)
@@ -210,7 +213,7 @@ func Traces(ctx context.Context, db postgres.DB, f TraceFilter) (page []TraceSum
 		 order by r.id desc`,
 		perQuery, postgres.Strict{
 			"surface": f.Surface, "status": f.Status, "agent": f.Agent, "since": timeArg(f.Since), "before": last,
-			"limit": pageSize(f.Limit),
+			"limit": pageSize(f.Limit), "without_evals": f.WithoutEvals,
 		})
 	if err != nil {
 		return nil, "", err

@@ -52,6 +52,14 @@ func (b newEvalLabel) check() error {
 	return nil
 }
 
+// missingEval is a problem for an eval, run or trial that does not exist.
+func missingEval(err error, format string, args ...any) error {
+	if errors.Is(err, evals.ErrNotFound) {
+		return problem.New(http.StatusNotFound, format, args...)
+	}
+	return err
+}
+
 // evalError maps errors of package evals to problems.
 func evalError(err error) error {
 	switch {
@@ -105,16 +113,19 @@ func (s *server) getEvalRun(r request) (response, error) {
 	}
 	run, err := evals.GetRun(r.Context(), s.pool, id)
 	if err != nil {
-		return response{}, err
+		return response{}, missingEval(err, "no run %s", id)
 	}
-	newReport := evals.NewBriefReport
+	who, newReport := principals.From(r.Context()), evals.NewBriefReport
 	if r.query["calls"] == "true" {
-		if who := principals.From(r.Context()); !mayReadThreads(who) {
+		if !mayReadThreads(who) {
 			return response{}, missingScope(who, string(principals.ThreadsRead))
 		}
 		newReport = evals.NewReport
 	}
 	report, err := newReport(r.Context(), s.pool, run)
+	if !mayReadThreads(who) {
+		report.HideTexts()
+	}
 	against := r.query["against"]
 	if err != nil || against == "" {
 		return response{body: report}, err
@@ -124,7 +135,7 @@ func (s *server) getEvalRun(r request) (response, error) {
 		return response{}, badParameter("parameter against is a run of %s, not of %s", other.Suite, run.Suite)
 	}
 	if err != nil {
-		return response{}, err
+		return response{}, missingEval(err, "against: no run %s", against)
 	}
 	subject, err := evals.SubjectOf(r.Context(), s.pool, run)
 	if err == nil {
@@ -141,14 +152,16 @@ func (s *server) startEvalRun(r request) (response, error) {
 	}
 	suite, err := evals.Get(r.Context(), s.pool, body.Suite)
 	if err != nil {
-		return response{}, err
+		return response{}, missingEval(err, "no eval %.100q; see GET /v1/evals", body.Suite)
 	}
 	run, err := s.evals.Start(r.Context(), suite, runner.Options{Model: body.Model, Trials: body.Trials, Background: true})
 	return response{body: run, status: http.StatusCreated}, evalError(err)
 }
 
 func (s *server) labelEval(r request) (response, error) {
-	label, done, err := evals.PutLabel(r.Context(), s.pool, evals.NewLabel(r.body.(newEvalLabel)))
+	body := r.body.(newEvalLabel)
+	label, done, err := evals.PutLabel(r.Context(), s.pool, evals.NewLabel(body))
+	err = missingEval(err, "no trial %d of case %.100q in run %s", max(body.Trial, 1), body.Case, body.Run)
 	if !mayReadThreads(principals.From(r.Context())) {
 		label.Answer = ""
 	}
@@ -191,7 +204,7 @@ func (s *server) evalRoutes() []route {
 			method: "GET", path: "/v1/evals/runs/{id}", response: evals.Report{}, handle: s.getEvalRun,
 			params: []param{against, calls},
 			about: "One run: its cases with intervals and pass^k, its trials with reasons and traces, cost, the A/A control, " +
-				"and the comparison with another run.",
+				"and the comparison with another run. Reasons need the scope threads:read.",
 		}, {
 			method: "GET", path: "/v1/evals/labels", response: page[evals.Label]{}, handle: s.listEvalLabels,
 			params: []param{suite, run}, about: "Labels of answers, newest first, at most 10,000.",

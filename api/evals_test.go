@@ -31,6 +31,24 @@ func evalTrial(t *testing.T, pool *pgxpool.Pool) string {
 		select id::text from run`)
 }
 
+// What does not exist is named in a short sentence.
+func TestWhatIsNoEvalIsNamed(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	run := evalTrial(t, a.pool)
+	const none = "01a20055-1dbc-7d0e-8014-41a4f664fe0a"
+	for _, r := range [][4]string{
+		{"GET", "/v1/evals/runs/" + none, "", "no run " + none},
+		{"GET", "/v1/evals/runs/" + run + "?against=" + none, "", "against: no run " + none},
+		{"POST", "/v1/evals/labels", `{"run":"` + run + `","case":"x","label":"good"}`, `no trial 1 of case \"x\" in run ` + run},
+	} {
+		if w := a.raw(r[0], r[1], r[2], asAdmin()); w.Code != http.StatusNotFound ||
+			!strings.Contains(w.Body.String(), `"detail":"`+r[3]+`"`) {
+			t.Errorf("%s: %d %s", r[1], w.Code, w.Body)
+		}
+	}
+}
+
 // A label is stored with its answer, replaced by its author and withdrawn; what has no answer has no label.
 func TestLabelsOfTrialsOverHTTP(t *testing.T) {
 	t.Parallel()
@@ -100,11 +118,12 @@ func TestRunsOfEvalsOverHTTP(t *testing.T) {
 	}
 }
 
-// Answers of trials need threads:read. A run without them does not.
+// Answers and reasons of trials need threads:read. A run without them does not.
 func TestAnswersOfTrialsNeedThreadsRead(t *testing.T) {
 	t.Parallel()
 	a := start(t)
 	run := evalTrial(t, a.pool)
+	pgtest.Exec(t, a.pool, `update agent_eval_trials set reasons = '{He said: no.}' where trial = 1`)
 	_, viewer := a.key(principals.User, principals.Viewer, 0, "*")
 	_, approver := a.key(principals.User, principals.Approver, 0, "*")
 	_, labeller := a.key(principals.User, principals.Operator, 0, "runs:write")
@@ -118,8 +137,12 @@ func TestAnswersOfTrialsNeedThreadsRead(t *testing.T) {
 		if w := a.raw("GET", path, "", bearer(viewer)); w.Code != code || strings.Contains(w.Body.String(), "Not due.") {
 			t.Errorf("%s as viewer: %d %s", path, w.Code, w.Body)
 		}
+		if w := a.raw("GET", path, "", bearer(viewer)); strings.Contains(w.Body.String(), "He said") {
+			t.Errorf("%s quotes a reason: %s", path, w.Body)
+		}
 		w := a.raw("GET", path, "", bearer(approver))
 		assert.Equal(t, http.StatusOK, w.Code, path)
 		assert.Equal(t, code == 403, strings.Contains(w.Body.String(), "Not due."), path)
+		assert.Equal(t, strings.Contains(path, "/runs/"), strings.Contains(w.Body.String(), "He said"), path)
 	}
 }

@@ -316,6 +316,36 @@ func list(ctx context.Context, db postgres.DB, name string) ([]Channel, error) {
 		postgres.Strict{"name": name, "deaf": deafAfter.Seconds()})
 }
 
+// Broken is an enabled channel that does not work.
+type Broken struct {
+	Name, Agent string
+	State       string // failing, deaf or not delivering
+	Error       string
+	Since       time.Time
+}
+
+// failingAfter is how long a channel may fail before it counts as broken: it connects again by itself.
+const failingAfter = 2 * time.Minute
+
+// ListBroken lists the channels that fail for a while, are deaf, or could not deliver their newest message of the last
+// day.
+func ListBroken(ctx context.Context, db postgres.DB) ([]Broken, error) {
+	return postgres.Rows[Broken](ctx, db, "list broken channels", `
+		select c.name, c.agent, case when c.state = 'failing' then c.state when l.failed is null then 'deaf' else 'not delivering' end as state,
+		       case when c.state = 'failing' then c.error else coalesce(l.error, '') end as error,
+		       case when c.state = 'failing' then c.state_at else coalesce(l.failed, c.seen_at) end as since
+		  from agent_channels c
+		  left join lateral (
+		    select s.finished_at as failed, s.error_message as error from (
+		      select r.* from agent_channel_sends r where r.channel = c.name and r.finished_at is not null
+		       order by r.message_id desc limit 1) s
+		     where s.status = 'failed' and s.finished_at > clock_timestamp() - interval '1 day') l on true
+		 where c.enabled and (c.state = 'failing' and c.state_at < clock_timestamp() - make_interval(secs => @failing)
+		    or c.state <> 'failing' and l.failed is not null
+		    or c.state = 'connected' and c.seen_at < clock_timestamp() - make_interval(secs => @deaf))
+		 order by c.name`, postgres.Strict{"failing": failingAfter.Seconds(), "deaf": deafAfter.Seconds()})
+}
+
 // Put stores the declaration d and reports whether it changed anything. State and cursor stay.
 func Put(ctx context.Context, db postgres.DB, d Definition, source string) (changed bool, err error) {
 	if err := Validate(d); err != nil {

@@ -174,7 +174,7 @@ func (r *Runner) open(c Channel) (Transport, error) {
 	for name, reference := range c.Secrets {
 		got, err := webhooks.Secrets([]string{reference}, r.Getenv)
 		if err != nil {
-			return nil, fmt.Errorf("%s: %w", name, err)
+			return nil, fmt.Errorf("secrets.%s cannot be read: %w", name, err) // not "password:", whose value is redacted
 		}
 		secrets[name] = got[0]
 	}

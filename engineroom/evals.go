@@ -10,7 +10,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/evals/stats"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 const (
@@ -42,7 +41,7 @@ func (room *Room) suitePage() page {
 		parts: []part{
 			{name: "facts", load: func(_ context.Context, v *visit) (any, error) { return v.About, nil }}, // holds a form
 			{name: "matrix", every: 5 * time.Second, load: room.suiteMatrix},
-			{name: "labels", load: room.suiteLabels}, // not live: a stream is shared by viewers of all roles
+			{name: "labels", load: room.suiteLabels},
 		},
 	}
 }
@@ -50,7 +49,7 @@ func (room *Room) suitePage() page {
 // evalRunPage shows a run: its cases and its trials.
 func (room *Room) evalRunPage() page {
 	return page{
-		path: "/evals/runs/{id}", name: "evalrun", open: room.openEvalRun,
+		path: "/evals/runs/{id}", name: "evalrun", open: room.openEvalRun, quotes: true,
 		parts: []part{
 			{name: "facts", every: 2 * time.Second, load: room.evalRunFacts},
 			{name: "against", load: room.otherRuns}, // holds a form
@@ -89,25 +88,6 @@ type shownRun struct {
 	Passes passes
 }
 
-// recorded reports whether a run plays recorded turns again: what it tells is the comparison with its control.
-func recorded(r evals.Run) bool { return r.Kind != evals.OfSuite && r.ControlID != "" }
-
-// State is the status of a run. A run without trials passed nothing, and one of recorded turns is as good as its
-// comparison says.
-func (r shownRun) State() string {
-	switch {
-	case r.Status == evals.Running:
-		return r.Status
-	case r.Passes.Trials+r.Passes.Open == 0 && r.Kind != evals.OfSuite:
-		return "no turns"
-	case r.Passes.Trials+r.Passes.Open == 0:
-		return "no trials"
-	case recorded(r.Run) && r.Comparison != nil:
-		return string(r.Comparison.Answer)
-	}
-	return r.Status
-}
-
 // Deaf reports whether the control does not follow its own recorded turns.
 func (r shownRun) Deaf() bool {
 	return r.ControlRun != nil && r.ControlRun.Coverage.Played > 2*r.ControlRun.Coverage.Followed
@@ -115,7 +95,7 @@ func (r shownRun) Deaf() bool {
 
 // Answer is the comparison of a run of a suite with the run before; empty for none.
 func (r shownRun) Answer() string {
-	if r.Comparison == nil || recorded(r.Run) {
+	if r.Comparison == nil || r.Kind != evals.OfSuite && r.ControlID != "" {
 		return ""
 	}
 	return string(r.Comparison.Answer)
@@ -129,7 +109,7 @@ func comparedRuns(list []evals.Report, most int, margin float64) []shownRun {
 		if len(shown) == most {
 			break
 		}
-		if i+1 < len(list) && r.Status != evals.Running {
+		if i+1 < len(list) && r.FinishedAt != nil {
 			r.Compare(list[i+1], margin)
 		}
 		shown = append(shown, shownRun{r, passesOfRun(r)})
@@ -185,33 +165,14 @@ const maxRecordedRuns = 10
 
 // recordedRuns lists the newest counterfactuals and shadows, compared with their controls.
 func (room *Room) recordedRuns(ctx context.Context, _ *visit) (any, error) {
-	type row struct {
-		ID     string
-		Margin float64
-	}
-	list, err := postgres.Rows[row](ctx, room.Read, "list runs of recorded turns", `
-		select r.id::text, case when jsonb_typeof(e.definition -> 'gate' -> 'margin') = 'number'
-		                        then (e.definition -> 'gate' ->> 'margin')::float8 else 0 end as margin
-		  from (select * from agent_eval_runs x where x.kind <> 'suite' and x.control_id is not null
-		         order by x.id desc limit @most) r
-		  left join agent_evals e on e.name = r.suite and e.version = r.version
-		 order by r.id desc`, postgres.Strict{"most": maxRecordedRuns})
+	list, err := evals.RecordedRuns(ctx, room.Read, maxRecordedRuns)
 	if err != nil {
 		return nil, err
 	}
-	both := make([]evals.Run, 2*len(list))
-	for i, x := range list {
-		run, err := evals.GetRun(ctx, room.Read, x.ID)
-		if err != nil {
-			return nil, err
-		}
-		both[i], both[len(list)+i] = run, evals.Run{ID: run.ControlID}
-	}
-	reports, err := evals.Summaries(ctx, room.Read, both)
-	shown := make([]shownRun, len(list))
-	for i, x := range list {
-		reports[i].CompareControl(reports[len(list)+i], x.Margin)
-		shown[i] = shownRun{reports[i], passesOfRun(reports[i])}
+	reports, err := evals.Outcomes(ctx, room.Read, list)
+	shown := make([]shownRun, len(reports))
+	for i, r := range reports {
+		shown[i] = shownRun{r, passesOfRun(r)}
 	}
 	return shown, err
 }
@@ -272,9 +233,9 @@ func (room *Room) suiteLabels(ctx context.Context, v *visit) (any, error) {
 	suite, _ := v.About.(evals.Suite)
 	list, err := evals.Labels(ctx, room.Read, suite.Name, "", "", maxLabelRows+1)
 	list, more := onPage(list, maxLabelRows)
-	if who := principals.From(ctx); who != nil && !who.May(principals.ThreadsRead) {
+	if !v.texts {
 		for i := range list {
-			list[i].Answer = ""
+			list[i].Answer, list[i].Note = "", ""
 		}
 	}
 	return map[string]any{"Suite": suite, "Labels": list, "More": more}, err
@@ -346,6 +307,9 @@ func (room *Room) evalRunReport(ctx context.Context, v *visit) (evals.Report, *e
 		return evals.Report{}, nil, err
 	}
 	report := evals.ReportOf(about.Run, trials)
+	if !v.texts {
+		report.HideTexts()
+	}
 	if about.Against == nil {
 		return report, nil, nil
 	}
@@ -417,6 +381,11 @@ type trialRow struct {
 func (room *Room) evalRunTrials(ctx context.Context, v *visit) (any, error) {
 	about, _ := v.About.(evalRunAbout)
 	rows, more, err := room.trialRows(ctx, about, "")
+	for i := range rows {
+		if !v.texts {
+			rows[i].Reasons = nil
+		}
+	}
 	return map[string]any{"Trials": rows, "More": more}, err
 }
 

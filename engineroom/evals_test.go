@@ -268,14 +268,16 @@ func TestEvalButtonsDependOnTheRole(t *testing.T) {
 	noComplaint(t, p)
 }
 
-// The labels of a suite quote answers to callers with threads:read only.
+// Labels, notes and reasons of verdicts may quote answers, so only callers with threads:read get them.
 func TestLabelsQuoteAnswersToReadersOfThreads(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	room, err := New(Options{Pool: pool, Agent: "agent"})
 	require.NoError(t, err)
 	_, newer := tried(t, pool, "Money back!")
-	_, _, err = evals.PutLabel(t.Context(), pool, evals.NewLabel{Run: newer, Case: "late", Trial: 2, Word: evals.Good})
+	_, _, err = evals.PutLabel(t.Context(), pool, evals.NewLabel{
+		Run: newer, Case: "late", Trial: 2, Word: evals.Good, Note: "too kind",
+	})
 	require.NoError(t, err)
 	for role, quotes := range map[principals.Role]bool{principals.Viewer: false, principals.Approver: true} {
 		who := &principals.Caller{Principal: principals.Principal{Name: "ana", Role: role}, Scopes: []string{principals.All}}
@@ -285,6 +287,15 @@ func TestLabelsQuoteAnswersToReadersOfThreads(t *testing.T) {
 			muxOf(room).ServeHTTP(w, r)
 			assert.Contains(t, w.Body.String(), "late, trial 2")
 			assert.Equal(t, quotes, strings.Contains(w.Body.String(), "Paid."), path, role)
+			assert.Equal(t, quotes, strings.Contains(w.Body.String(), "too kind"), path, role)
+		}
+		for _, path := range []string{"", "?part=cases", "?part=trials"} {
+			r := httptest.NewRequestWithContext(principals.WithCaller(t.Context(), who, "session"), http.MethodGet,
+				"/evals/runs/"+newer+path, nil)
+			w := httptest.NewRecorder()
+			muxOf(room).ServeHTTP(w, r)
+			assert.Contains(t, w.Body.String(), "late")
+			assert.Equal(t, quotes, strings.Contains(w.Body.String(), "Money back!"), path, role)
 		}
 	}
 }
@@ -302,6 +313,7 @@ func TestSpendOfEvalsIsASurfaceOfItsOwn(t *testing.T) {
 	for by, text := range map[string]string{"surface": "surface=eval", "purpose": "purpose=eval"} {
 		shows(t, server.URL+"/spend?days=1&by="+by, "$1.00 and 1,500 tokens", text, "25 %")
 	}
+	shows(t, server.URL+"/", "Evals are included", "$0.25", "They do not count for the limits of the day")
 	shows(t, server.URL+"/spend?days=1&surface=eval&by=model", "$0.25 and 500 tokens", `<option value="eval" selected>`)
 	body := shows(t, server.URL+"/spend?days=1&surface=eval")
 	assert.Truef(t, !strings.Contains(body, "skill=check_order"), "trials are charged to a skill: %s", body)

@@ -162,7 +162,8 @@ const (
 	maxConcurrentReads = 3
 )
 
-// hub has a topic for each viewed URL. A topic lives while it has viewers.
+// hub has a topic for each viewed URL, and one more for viewers who may not read what a page quotes. A topic lives while
+// it has viewers.
 type hub struct {
 	room          *Room
 	reading       chan struct{} // a semaphore of maxConcurrentReads
@@ -203,7 +204,11 @@ func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), er
 	who = &viewer{news: make(chan struct{}, 1), since: time.Now(), marks: marks(seen, len(parts)), fresh: v.fresh}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	t := h.topics[v.URL]
+	key := v.URL
+	if p.quotes && !v.texts {
+		key += " without texts"
+	}
+	t := h.topics[key]
 	if h.viewers >= h.most.viewers || t == nil && len(h.topics) >= h.most.topics {
 		return nil, nil, problem.New(http.StatusServiceUnavailable, "too many pages are being watched; this one is not "+
 			"updated by itself for now").
@@ -212,7 +217,7 @@ func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), er
 	first := t == nil
 	if first {
 		t = newTopic(h, p, v, parts)
-		h.topics[v.URL] = t
+		h.topics[key] = t
 	}
 	h.viewers++
 	who.topic = t
@@ -223,7 +228,7 @@ func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), er
 	if h.stop == nil {
 		h.stop = owned(h.pulse)
 	}
-	return who, func() { h.leave(v.URL, t, who) }, nil
+	return who, func() { h.leave(key, t, who) }, nil
 }
 
 // leave ends the topic with its last viewer, and the pulse with the last topic.

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -224,7 +225,7 @@ func (n attentionKind) Word() string {
 // one makes the nouns of titles singular.
 var one = strings.NewReplacer("Approvals", "Approval", "requests", "request", "objectives", "objective",
 	"automations", "automation", "conflicts", "conflict", "skills", "skill", "executions", "execution", "runs", "run",
-	"deliveries", "delivery")
+	"deliveries", "delivery", "channels", "channel")
 
 // Noun is the title within a sentence.
 func (n attentionKind) Noun() string { return strings.ToLower(n.Title[:1]) + n.Title[1:] }
@@ -246,6 +247,7 @@ func attentionKinds() []attentionKind {
 		{Kind: "delivery", Title: "Failed webhook deliveries", List: "/deliveries?status=dead", item: "/deliveries/"},
 		{Kind: "outgoing", Title: "Failed outgoing webhooks", List: "/outgoing?status=dead", item: "/outgoing/"},
 		{Kind: "message", Title: "Undelivered messages", List: "/threads", item: "/threads/"},
+		{Kind: "channel", Title: "Broken channels", List: "/channels", item: "/channels#channel-"},
 	}
 }
 
@@ -255,6 +257,16 @@ func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
 		postgres.Strict{"beyond": beyond, "most": maxPerKind})
 	if err != nil {
 		return nil, err
+	}
+	broken, err := channels.ListBroken(ctx, room.Read)
+	if err != nil {
+		return nil, err
+	}
+	for _, b := range broken[:min(len(broken), maxPerKind)] {
+		found = append(found, attentionItem{
+			Kind: "channel", Name: b.Name, Target: b.Name, Note: strings.TrimSuffix(b.State+": "+b.Error, ": "), At: b.Since,
+			Total: int64(len(broken)),
+		})
 	}
 	calls, err := room.pendingCalls(ctx, found)
 	if err != nil {

@@ -44,6 +44,8 @@ type page struct {
 	follows bool
 	// parallel marks a page whose parts change nothing of the visit. They are read two at a time.
 	parallel bool
+	// quotes marks a page whose live parts depend on visit.texts.
+	quotes bool
 }
 
 // part is a part of a page.
@@ -67,6 +69,7 @@ type visit struct {
 	live  bool                     // of a stream
 	memo  *visitMemo               // shared by the parts of a page
 	zone  *time.Location           // of the reader
+	texts bool                     // the viewer may read threads, and what quotes them
 }
 
 // show is the data of a page's template.
@@ -233,6 +236,8 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 		v.Query.Del("seen")
 		v.fresh = replica.JustWrote(r)
 	}
+	who := principals.From(r.Context())
+	v.texts = who == nil || who.May(principals.ThreadsRead)
 	v.resolveTimes()
 	address := url.URL{
 		Path: strings.TrimPrefix(r.URL.Path, prefix), RawPath: strings.TrimPrefix(r.URL.RawPath, prefix),

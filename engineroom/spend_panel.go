@@ -64,6 +64,9 @@ func (room *Room) spendPanel(ctx context.Context, _ *visit) (any, error) {
 		"Windows": windows, "Top": bySkillTogether(bySkill.Lines), "Until": days.Until,
 		"Budget": budget, "Heartbeats": beats,
 		"Week": week, "Yesterday": yesterday,
+		"Evals": added(slices.DeleteFunc(slices.Clone(days.Lines), func(l activity.SpendLine) bool {
+			return l.Key != string(trace.Eval)
+		})),
 		"Chart": spendChart("Spend by day, 30 days", days.Lines, since, activity.ByDay, added(days.Lines).CostUSD > 0),
 	}, nil
 }

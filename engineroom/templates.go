@@ -38,7 +38,7 @@ func parseTemplates() (*template.Template, error) {
 // funcs are the functions of templates.
 func funcs() template.FuncMap {
 	return template.FuncMap{
-		"cut": cut, "brief": brief, "thousands": human.Count, "money": human.Money, "cost": costText, "capital": capital,
+		"cut": cut, "brief": brief, "thousands": human.Count, "money": human.Money, "cost": human.Cost, "capital": capital,
 		"odd": func(n int) bool { return n%2 == 1 }, "millis": millis, "seconds": seconds,
 		"at": at, "ago": ago,
 		"since": since, "until": until,
@@ -107,17 +107,6 @@ func capital(s string) string {
 		return s
 	}
 	return strings.ToUpper(s[:1]) + s[1:]
-}
-
-// costText is the cost of tokens. Tokens that cost nothing are of a model without a price, or one that is free.
-func costText(usd float64, tokens int64) string {
-	switch {
-	case usd != 0:
-		return human.Money(usd)
-	case tokens > 0:
-		return "no price"
-	}
-	return "–"
 }
 
 // short is the end of an id.
@@ -314,7 +303,7 @@ var looks = map[string]stateLook{
 	"fail": {"tone-bad", "✕"}, "worse": {"tone-bad", "▼"}, "bad": {"tone-bad", "✕"}, "diverged": {"tone-bad", "≠"},
 	"undecided": {"tone-warn", "?"}, "refused": {"tone-warn", "⊘"}, "denied": {"tone-warn", "⊘"}, "not worse": {"", "="},
 	"cancelled": {"", "⊘"}, "skipped": {"", "–"}, "expired": {"", "◷"}, "ignored": {"", "–"}, "duplicate": {"", "–"},
-	"no turns": {"", "–"}, "no trials": {"", "–"},
+	"interrupted": {"tone-warn", "◌"}, "no turns": {"", "–"}, "no trials": {"", "–"},
 }
 
 // tone is the class of a state's colour; empty for none.

@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // OutageSuite is the suite whose cases run when a skill comes back from its trial.
@@ -18,22 +19,24 @@ const OutageSuite = "selfheal"
 const maxOutageCalls = 3
 
 // FromOutage makes a case from a failure for which self-heal disabled a skill: what the agent was asked in its trace,
-// with the skill failing at every call as it did. Where no model was asked, the case asks for the call.
+// with the skill failing at every call as it did. Where nobody asked a model, as in a heartbeat, the case asks for the
+// call.
 func FromOutage(skill string, f selfheal.Failure, t activity.Trace, name string) (Case, error) {
 	class := cmp.Or(f.ErrorClass, "error")
 	name = cmp.Or(name, fmt.Sprintf("%s fails: %s", skill, class))
 	c, err := FromTrace(t, name)
-	if errors.Is(err, ErrNoCase) {
+	switch {
+	case errors.Is(err, ErrNoCase):
+		c = Case{Name: name, From: f.TraceID, Skills: map[string][]Stub{}}
+	case err != nil:
+		return c, err
+	}
+	if err != nil || trace.ID(t.TraceID).Surface() == trace.Heartbeat {
 		args := "{}"
 		if i := slices.IndexFunc(t.Activities, func(r activity.Row) bool { return r.ID == f.ActivityID }); i >= 0 {
 			args = string(t.Activities[i].Input)
 		}
-		c = Case{
-			Name: name, From: f.TraceID, Skills: map[string][]Stub{},
-			Messages: []Message{{User: fmt.Sprintf("Call %s with %s and say what came of it.", skill, args)}},
-		}
-	} else if err != nil {
-		return c, err
+		c.Messages = []Message{{User: fmt.Sprintf("Call %s with %s and say what came of it.", skill, args)}}
 	}
 	c.Skills[skill] = []Stub{{Error: cmp.Or(f.ErrorMessage, "it failed"), Class: class}}
 	c.Expect = []Expectation{{Answer: &Answer{

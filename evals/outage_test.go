@@ -9,6 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/selfheal"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func TestACaseOfAnOutageAsksWhatTheAgentDoesThen(t *testing.T) {
@@ -25,6 +26,11 @@ func TestACaseOfAnOutageAsksWhatTheAgentDoesThen(t *testing.T) {
 	assert.NoDiff(t, broken, asked.Skills["track"])
 	assert.Truef(t, asked.Name == "track fails: timeout" && asked.Messages[0].User == "Where is 7?" &&
 		len(asked.Skills["lookup"]) == 1, "case %+v", asked)
+	beat := story
+	beat.TraceID = string(trace.New(trace.Heartbeat))
+	unasked, err := evals.FromOutage("track", failure, beat, "")
+	require.NoError(t, err)
+	assert.NoDiff(t, []evals.Message{{User: `Call track with {"order": 7} and say what came of it.`}}, unasked.Messages)
 	story.Activities = story.Activities[1:]
 	direct, err := evals.FromOutage("track", failure, story, "mine")
 	require.NoError(t, err)

@@ -23,7 +23,7 @@ type Shadow struct {
 	Agent     string     `json:"agent"`
 	Version   int        `json:"agent_version"`
 	Model     string     `json:"model"`
-	Status    string     `json:"status"`
+	Status    string     `json:"status"` // of the run; in a list that of [Report.State]
 	Turns     int        `json:"turns"`
 	SeenAt    time.Time  `json:"-"`
 	Upto      time.Time  `json:"-"` // turns that completed by then are visible and can be sampled
@@ -51,7 +51,26 @@ func Shadows(ctx context.Context, db postgres.DB, limit int) ([]Shadow, error) {
 	rows, err := db.Query(ctx, `
 		select `+shadowColumns+` from agent_eval_shadows s join agent_eval_runs r on r.id = s.run_id
 		 order by s.run_id desc limit @limit`, postgres.Strict{"limit": limit})
-	return postgres.Collect(rows, err, "list shadows", pgx.RowToStructByName[Shadow])
+	list, err := postgres.Collect(rows, err, "list shadows", pgx.RowToStructByName[Shadow])
+	if err != nil {
+		return nil, err
+	}
+	ids := make([]string, len(list))
+	for i, s := range list {
+		ids[i] = s.RunID
+	}
+	rows, err = db.Query(ctx, `
+		select `+runColumns+` from agent_eval_runs where id = any (@ids::text[]::uuid[]) order by id desc`,
+		postgres.Strict{"ids": ids})
+	runs, err := postgres.Collect(rows, err, "read the runs of shadows", pgx.RowToStructByPos[Run])
+	if err != nil {
+		return nil, err
+	}
+	reports, err := Outcomes(ctx, db, runs)
+	for i := range reports { // in the same order
+		list[i].Status = reports[i].State()
+	}
+	return list, err
 }
 
 // GetShadow reads the shadow of a run, or returns [ErrNotFound].

@@ -73,6 +73,8 @@ const (
 	Passed    = "passed"
 	Failed    = "failed"
 	Undecided = "undecided"
+	// Interrupted is a running run whose process is gone. agent eval run --resume continues it.
+	Interrupted = "interrupted"
 )
 
 // Kinds of a run.
@@ -103,8 +105,19 @@ type Run struct {
 	Background   bool       `json:"background,omitempty"` // servers play it
 }
 
+// runColumns has the status interrupted for a run that no server and, for a while, no process plays.
 const runColumns = `id::text, kind, coalesce(control_id::text, ''), suite, version, agent, agent_version, model, trials,
-	status, created_at, finished_at, candidate, served_until is not null`
+	case when status = 'running' and served_until is null
+	      and greatest(began_at, created_at) < clock_timestamp() - interval '30 seconds' and not exists (
+	        select from agent_eval_trials t
+	         where t.run_id in (id, control_id) and t.finished_at > clock_timestamp() - interval '30 seconds')
+	      and not exists (
+	        select from (select e.input ->> 'run' as run from agent_executions e
+	                       join agent_workers w on w.id = e.claimed_by and w.expires_at > clock_timestamp()
+	                      where e.claimed_by is not null and e.surface = 'eval') p
+	         where p.run in (id::text, control_id::text))
+	     then 'interrupted' else status end,
+	created_at, finished_at, candidate, served_until is not null`
 
 // GetRun reads a run, or returns [ErrNotFound].
 func GetRun(ctx context.Context, db postgres.DB, id string) (Run, error) {
@@ -442,6 +455,14 @@ func outcomes(trials []Trial, cases []CaseResult) [][]bool {
 	return all
 }
 
+// RecordedRuns lists the newest runs of recorded turns.
+func RecordedRuns(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
+	rows, err := db.Query(ctx, `
+		select `+runColumns+` from agent_eval_runs
+		 where kind <> 'suite' and control_id is not null order by id desc limit @limit`, postgres.Strict{"limit": limit})
+	return postgres.Collect(rows, err, "list runs of recorded turns", pgx.RowToStructByPos[Run])
+}
+
 // RunsOfSuites lists the newest runs of each suite, at most most of each.
 func RunsOfSuites(ctx context.Context, db postgres.DB, suites []string, most int) ([]Run, error) {
 	rows, err := db.Query(ctx, `
@@ -449,6 +470,64 @@ func RunsOfSuites(ctx context.Context, db postgres.DB, suites []string, most int
 		  select * from agent_eval_runs r where r.suite = s.name order by r.id desc limit @most) r
 		 order by suite, id desc`, postgres.Strict{"suites": suites, "most": most})
 	return postgres.Collect(rows, err, "list runs of suites", pgx.RowToStructByPos[Run])
+}
+
+// Outcomes reports runs as [Summaries] does, those of recorded turns compared with their controls. Their State is what
+// they came to.
+func Outcomes(ctx context.Context, db postgres.DB, runs []Run) ([]Report, error) {
+	both := slices.Clone(runs)
+	for _, r := range runs {
+		if r.recorded() {
+			both = append(both, Run{ID: r.ControlID})
+		}
+	}
+	reports, err := Summaries(ctx, db, both)
+	if err != nil || len(both) == len(runs) {
+		return reports, err
+	}
+	control := len(runs)
+	for i, r := range runs {
+		if !r.recorded() {
+			continue
+		}
+		suite, err := Version(ctx, db, r.Suite, r.Version)
+		if err != nil && !errors.Is(err, ErrNotFound) {
+			return nil, err
+		}
+		reports[i].CompareControl(reports[control], suite.Definition.Margin())
+		control++
+	}
+	return reports[:len(runs)], nil
+}
+
+// recorded reports whether a run plays recorded turns again: it comes to the comparison with its control.
+func (r Run) recorded() bool { return r.Kind != OfSuite && r.ControlID != "" }
+
+// State is what a run came to, in a word. A run without trials passed nothing, and one of recorded turns is as good as
+// the comparison with its control says.
+func (r Report) State() string {
+	switch {
+	case r.FinishedAt == nil:
+		return r.Status
+	case len(r.Cases) == 0 && r.Kind != OfSuite:
+		return "no turns"
+	case len(r.Cases) == 0:
+		return "no trials"
+	case r.recorded() && r.Comparison != nil:
+		return string(r.Comparison.Answer)
+	}
+	return r.Status
+}
+
+// HideTexts removes what may quote an answer, for readers who may not read threads.
+func (r *Report) HideTexts() {
+	for i := range r.Cases {
+		r.Cases[i].Reasons = []string{}
+	}
+	for i := range r.TrialRows {
+		t := &r.TrialRows[i]
+		t.Reasons, t.Answer, t.Calls, t.Judgements = []string{}, "", json.RawMessage("[]"), nil
+	}
 }
 
 // Summaries reports runs by their cases, without trials and control, in the order of runs.

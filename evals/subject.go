@@ -53,7 +53,7 @@ func (in Installation) SubjectAt(ctx context.Context, db postgres.DB, s Suite, v
 	}
 	who, err := agents.Find(all, s.Definition.Agent)
 	if err == nil && version > 0 {
-		who, err = in.Agents.Version(ctx, db, who.Name, version)
+		who, err = in.Agents.Look(ctx, db, who.Name, version)
 	}
 	if err != nil {
 		return Subject{}, err

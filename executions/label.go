@@ -59,18 +59,28 @@ func CheckLabelName(name string) error {
 
 // SetLabels sets labels of the running execution, as a step. It replaces labels of the same name and keeps the others.
 func SetLabels(ctx context.Context, step string, labels Labels) error {
+	return labelStep(ctx, step, labels, true)
+}
+
+// SetDefaultLabels is [SetLabels] for labels that those given at the start override.
+func SetDefaultLabels(ctx context.Context, step string, labels Labels) error {
+	return labelStep(ctx, step, labels, false)
+}
+
+func labelStep(ctx context.Context, step string, labels Labels, replace bool) error {
 	x, running := Current(ctx)
 	if !running {
 		return ErrNotInExecution
 	}
 	_, err := StepTx(ctx, step, func(ctx context.Context, tx pgx.Tx) (Labels, error) {
-		return labels, setLabels(ctx, tx, x.ID, labels)
+		return labels, setLabels(ctx, tx, x.ID, labels, replace)
 	})
 	return err
 }
 
-// setLabels sets labels of an execution. It adds to those that are there, within the bound.
-func setLabels(ctx context.Context, tx pgx.Tx, id string, labels Labels) error {
+// setLabels sets labels of an execution. It adds to those that are there, within the bound, and replaces those of the
+// same name if asked.
+func setLabels(ctx context.Context, tx pgx.Tx, id string, labels Labels, replace bool) error {
 	if err := labels.Validate(); err != nil {
 		return err
 	}
@@ -82,8 +92,8 @@ func setLabels(ctx context.Context, tx pgx.Tx, id string, labels Labels) error {
 	_, err := tx.Exec(ctx, `
 		insert into agent_execution_labels (execution_id, name, value)
 		select @id, l.name, l.value from unnest(@names::text[], @values::text[]) l (name, value)
-		on conflict (execution_id, name) do update set value = excluded.value`,
-		postgres.Strict{"id": id, "names": names, "values": values})
+		on conflict (execution_id, name) do update set value = excluded.value where @replace`,
+		postgres.Strict{"id": id, "names": names, "values": values, "replace": replace})
 	if err != nil {
 		return fmt.Errorf("set labels of execution %s: %w", id, err)
 	}

@@ -153,7 +153,7 @@ func (s Spec) insert(
 			return err
 		}
 		if len(s.Labels) > 0 {
-			if err := setLabels(ctx, tx, got.ID, s.Labels); err != nil {
+			if err := setLabels(ctx, tx, got.ID, s.Labels, true); err != nil {
 				return err
 			}
 		}

@@ -60,7 +60,7 @@ func newMachine(ctx context.Context, in *Interpreter, flow *compiled, input json
 	return m, executions.SetVariables(ctx, m.vars)
 }
 
-// label sets the labels of the execution. An empty value is none.
+// label sets the labels of the execution. An empty value is none, and a label given at the start stays.
 func (m *machine) label(ctx context.Context) error {
 	labels := executions.Labels{}
 	for name, tree := range m.flow.labels {
@@ -78,7 +78,7 @@ func (m *machine) label(ctx context.Context) error {
 	if len(labels) == 0 {
 		return nil
 	}
-	return executions.SetLabels(ctx, "labels", labels)
+	return executions.SetDefaultLabels(ctx, "labels", labels)
 }
 
 // set sets variables, here and for readers of the execution.

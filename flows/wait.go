@@ -123,8 +123,11 @@ func (m *machine) waitForResponse(ctx context.Context, r ready) (result, error) 
 	return got.settle(r)
 }
 
+// NoThread is the error of a flow that talks, in an execution without a thread. A retry has none either.
+const NoThread = "this execution has no thread to talk in; start the flow with one (--thread, or thread_id)"
+
 func noThread() error {
-	return failure("thread", "this execution has no thread to talk in; start it with one")
+	return failure("thread", NoThread)
 }
 
 func (m *machine) waitForEvent(ctx context.Context, r ready) (result, error) {

@@ -27,6 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // clever is a process with a model and the skills double, which takes n, and careful, which an admin must approve.
@@ -301,6 +302,15 @@ actions: [{actionType: set, parameters: {variables: {done: true}}}]`)
 	id := w.begin(t, "order", map[string]any{"order": 1001})
 	enginetest.Await(t, w.pool, id, executions.Completed)
 	pgtest.Equal(t, w.pool, "order=1001", `select string_agg(name || '=' || value, ' ') from agent_execution_labels`)
+	given, _, err := w.Engine.Start(t.Context(), w.pool, executions.Spec{
+		Flow: "order", Surface: trace.Flow, Input: map[string]any{"order": 1002, "customer": "Ana"},
+		Labels: executions.Labels{"order": "mine"},
+	})
+	require.NoError(t, err)
+	enginetest.Await(t, w.pool, given.ID, executions.Completed)
+	pgtest.Equal(t, w.pool, "customer=Ana order=mine", `
+		select string_agg(name || '=' || value, ' ' order by name) from agent_execution_labels
+		 where execution_id::text = '`+given.ID+`'`) // one given at the start stays
 	d, err := define(`{"name": "x", "labels": {"No": "y"}, "actions": [{"actionType": "set", "parameters": {"variables": {"a": 1}}}]}`)
 	require.NoError(t, err)
 	assert.ErrorContains(t, flows.Validate(d), "labels.No")

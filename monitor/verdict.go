@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/channels"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -32,11 +33,12 @@ import (
 //   - A lane is stuck: one holder, which does not wait itself, has held it for 15 minutes, and the first of its queue
 //     has waited as long.
 //   - The budget of the day is spent.
+//   - A channel is broken (channels.ListBroken).
 //
 // Working: none of these, or each is acknowledged.
 //
 // An agent's verdict has the flows that it ran, the skills, actions and models that failed for it, its disabled skills,
-// its heartbeat, its stuck executions and its budget. Pause, processes and lanes concern all agents.
+// its heartbeat, its stuck executions, its channels and its budget. Pause, processes and lanes concern all agents.
 type Verdict struct {
 	State string   `json:"state"` // working, degraded or stopped
 	Why   []Reason `json:"why"`
@@ -181,6 +183,7 @@ type Condition struct {
 	beats   []Beat
 	out     []skillOut
 	stuck   []stuckWork
+	broken  []channels.Broken
 	spent   map[string]bool // the agents whose budget of the day is spent; "" for the installation's
 	known   map[string]acknowledgement
 	// Budgets are today's, and AgentBudgets those of agents by name.
@@ -234,6 +237,10 @@ func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error)
 		    where q.lane = l.lane and q.expires_at > clock_timestamp() order by q.ticket limit 1) w
 		 where l.locked_at < @before and w.since < @before`,
 		postgres.Strict{"most": beyond, "before": c.now.Add(-stuckAfter)})
+	if err != nil {
+		return c, err
+	}
+	c.broken, err = channels.ListBroken(ctx, db)
 	return c, err
 }
 
@@ -253,7 +260,8 @@ func (c Condition) Judge(of *agents.Agent, all []agents.Agent) Verdict {
 		v.Why = append(v.Why, Reason{Text: "no process is running", Link: "/lanes", Since: c.lease})
 		return v
 	}
-	found := slices.Concat(c.failing(concerns), c.outOfService(of), c.dead(concerns), c.stuckOf(concerns), c.overspent(of))
+	found := slices.Concat(c.failing(concerns), c.outOfService(of), c.dead(concerns), c.stuckOf(concerns), c.brokenChannels(concerns),
+		c.overspent(of))
 	var count []finding
 	for _, f := range found {
 		if known, is := c.known[f.keys[0]]; is {
@@ -320,6 +328,23 @@ func (c Condition) dead(concerns func(string) bool) (found []finding) {
 		found = append(found, finding{Reason: Reason{
 			Text: text, Link: "/executions?flow=heartbeat", Since: &since, keys: []string{key},
 		}})
+	}
+	return found
+}
+
+// brokenChannels are the findings of channels.
+func (c Condition) brokenChannels(concerns func(string) bool) (found []finding) {
+	for _, b := range c.broken {
+		if !concerns(b.Agent) {
+			continue
+		}
+		text := "channel " + b.Name + " " + b.State
+		found = append(found, finding{
+			Reason: Reason{
+				Text: text, Link: "/channels#channel-" + b.Name, Since: &b.Since, keys: []string{text + ": " + errorKey(b.Error)},
+			},
+			class: "channel", many: func(n int) (string, string) { return fmt.Sprintf("%d channels broken", n), "/channels" },
+		})
 	}
 	return found
 }

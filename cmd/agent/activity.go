@@ -110,7 +110,7 @@ func (c *cli) spendCommand() *cobra.Command {
 		row: func(x activity.Spending) []string {
 			return []string{
 				x.Day, cmp.Or(x.Skill, x.Purpose, "-"), x.Surface, x.Model, fmt.Sprint(x.Calls), fmt.Sprint(x.Tokens),
-				human.Money(x.CostUSD),
+				human.Cost(x.CostUSD, x.Tokens),
 				unknownSpend(x.UnknownTokens, x.UnknownUSD),
 			}
 		},

@@ -64,7 +64,7 @@ func writeAgents(w io.Writer, listed []listedAgent) {
 			}
 			return []string{
 				a.Name, role, strconv.Itoa(a.Version), modelOrOffline(a.Model), a.Memory, strings.Join(a.Keys, ", "), heartbeat,
-				human.Money(a.Today.CostUSD), truncate(a.Description, 50),
+				human.Cost(a.Today.CostUSD, a.Today.Tokens), truncate(a.Description, 50),
 			}
 		})
 }

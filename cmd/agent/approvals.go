@@ -2,18 +2,20 @@ package main
 
 import (
 	"bytes"
-	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"unicode"
 	"unicode/utf16"
 
 	"github.com/spf13/cobra"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 func (c *cli) approvalsCommand() *cobra.Command {
@@ -69,6 +71,22 @@ func (c *cli) approvalsShowCommand() *cobra.Command {
 	}
 }
 
+// fourEyes says who decides a call that needs four eyes. Whoever has AGENT_ADMIN_TOKEN or the database always may.
+func fourEyes(a approvals.Approval) string {
+	bound := slices.DeleteFunc(slices.Clone(a.RequestedBy), func(name string) bool {
+		return name == principals.Root || name == activity.Admin
+	})
+	switch {
+	case a.RootOnly():
+		return "the requester is unknown: only root or the database decides"
+	case len(bound) > 0:
+		return "who asked cannot decide: " + strings.Join(bound, ", ") + "; root and the database can"
+	case len(a.RequestedBy) > 0:
+		return "the admin asked, and may decide"
+	}
+	return "no principal asked: every approver may decide"
+}
+
 // writeApproval prints the arguments exactly as the call would use them.
 func writeApproval(w io.Writer, a approvals.Approval) error {
 	lines := [][2]string{
@@ -83,11 +101,7 @@ func writeApproval(w io.Writer, a approvals.Approval) error {
 		lines = append(lines, [2]string{"asked by", asked})
 	}
 	if a.FourEyes {
-		rule := "who asked cannot decide: " + cmp.Or(strings.Join(a.RequestedBy, ", "), "no principal asked")
-		if a.RootOnly() {
-			rule = "the requester is unknown: only root decides"
-		}
-		lines = append(lines, [2]string{"four eyes", rule})
+		lines = append(lines, [2]string{"four eyes", fourEyes(a)})
 	}
 	if a.Waits() {
 		lines = append(lines, [2]string{"waits", "its execution waits for the decision"})

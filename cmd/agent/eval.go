@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/evals/stats"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/human"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
@@ -140,11 +141,10 @@ func (c *cli) checkJUnit(name string) error {
 func (c *cli) workEvals(ctx context.Context, s *session, a *app.App, runs []evals.Run, o evalOptions) error {
 	reports := make([]evals.Report, 0, len(runs))
 	for i, run := range runs {
+		c.onInterrupt(strings.Join(notOver(runs[i:]), "\n"))
 		report, err := c.workEval(ctx, s, a, run, o)
 		if ctx.Err() != nil {
-			for _, open := range runs[i:] {
-				c.infof("run %s is not over; agent eval run --resume %s goes on", open.ID, open.ID)
-			}
+			c.infof("%s", strings.Join(notOver(runs[i:]), "\n"))
 		}
 		if err != nil {
 			return err
@@ -164,6 +164,14 @@ func (c *cli) workEvals(ctx context.Context, s *session, a *app.App, runs []eval
 		return err
 	}
 	return evalExit(reports)
+}
+
+// notOver says how runs that are not over go on.
+func notOver(runs []evals.Run) (lines []string) {
+	for _, r := range runs {
+		lines = append(lines, fmt.Sprintf("run %s is not over; %s goes on", r.ID, resumeCommand(r)))
+	}
+	return lines
 }
 
 // startEvals stores the runs of suites; all suites without names.
@@ -337,6 +345,9 @@ func (c *cli) reportEval(ctx context.Context, s *session, id, against string) (e
 	if err != nil {
 		return report, err
 	}
+	if who := principals.From(ctx); who != nil && !who.May(principals.ThreadsRead) {
+		report.HideTexts()
+	}
 	if against == "" {
 		return report, nil
 	}
@@ -389,6 +400,7 @@ func writeReports(w io.Writer, reports []evals.Report) {
 }
 
 func writeEvalReport(w io.Writer, r evals.Report) {
+	defer writeContinue(w, r.Run)
 	if r.ControlRun != nil {
 		writeCounterfactual(w, r)
 		return
@@ -399,10 +411,10 @@ func writeEvalReport(w io.Writer, r evals.Report) {
 		func(c evals.CaseResult) []string {
 			return []string{
 				c.Case, fmt.Sprintf("%d/%d", c.Passed, c.Trials), fmt.Sprintf("%.2f–%.2f", c.Rate.Low, c.Rate.High), passK(c),
-				human.Money(c.CostUSD), c.TraceID, strings.Join(c.Reasons, "; "),
+				human.Cost(c.CostUSD, c.Tokens), c.TraceID, strings.Join(c.Reasons, "; "),
 			}
 		})
-	fmt.Fprintf(w, "\n%s, %s, %d tokens\n", r.Status, human.Money(r.CostUSD), r.Tokens)
+	fmt.Fprintf(w, "\n%s, %s, %d tokens\n", r.State(), human.Cost(r.CostUSD, r.Tokens), r.Tokens)
 	for _, j := range r.Judges {
 		writeJudge(w, j)
 	}
@@ -420,6 +432,21 @@ func writeEvalReport(w io.Writer, r evals.Report) {
 	if r.Control.Answer == stats.Better || r.Control.Answer == stats.Worse {
 		fmt.Fprintln(w, "warning: the even trials of this run differ from its odd ones; do not trust a comparison")
 	}
+}
+
+// writeContinue says how an interrupted run goes on.
+func writeContinue(w io.Writer, r evals.Run) {
+	if r.Status == evals.Interrupted {
+		fmt.Fprintln(w, "interrupted; "+resumeCommand(r)+" goes on")
+	}
+}
+
+// resumeCommand continues a run.
+func resumeCommand(r evals.Run) string {
+	if r.Kind == evals.OfCounterfactual {
+		return "agent eval counterfactual --resume " + r.ID
+	}
+	return "agent eval run --resume " + r.ID
 }
 
 // whyTrial has the reasons of a trial, and what its judges said.
@@ -606,12 +633,20 @@ func (c *cli) listRuns(ctx context.Context, s *session, suite string) error {
 	if err != nil {
 		return err
 	}
+	reports, err := evals.Outcomes(ctx, s.Pool, runs)
+	if err != nil {
+		return err
+	}
+	states := map[string]string{}
+	for _, r := range reports {
+		states[r.ID] = r.State()
+	}
 	heading := []string{"RUN", "EVAL", "VERSION", "AGENT", "MODEL", "TRIALS", "BEGAN", "RESULT"}
 	return printRows(c, runs, "", "no run", heading,
 		func(r evals.Run) []string {
 			return []string{
 				r.ID, r.Suite, fmt.Sprint(r.Version), fmt.Sprintf("%s %d", r.Agent, r.AgentVersion), r.Model, fmt.Sprint(r.Trials),
-				formatTime(r.CreatedAt), r.Status,
+				formatTime(r.CreatedAt), states[r.ID],
 			}
 		})
 }
@@ -633,7 +668,7 @@ func (c *cli) evalShowCommand() *cobra.Command {
 					func(t evals.Trial) []string {
 						return []string{
 							t.Case, fmt.Sprint(t.Trial), cmp.Or(string(t.Verdict), "open"), fmt.Sprint(t.Iterations),
-							human.Money(t.CostUSD), t.TraceID, whyTrial(t),
+							human.Cost(t.CostUSD, t.Tokens), t.TraceID, whyTrial(t),
 						}
 					})
 			})

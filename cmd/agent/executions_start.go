@@ -163,8 +163,7 @@ func startable(ctx context.Context, a *app.App, spec *executions.Spec) error {
 		if err != nil {
 			return err
 		}
-		return &exitError{exitUsage, hint(fmt.Errorf("there is no flow %q%s", spec.Flow, suggestion(spec.Flow, names)),
-			"see agent flows ls")}
+		return hint(fmt.Errorf("there is no flow %q%s", spec.Flow, suggestion(spec.Flow, names)), "see agent flows ls")
 	}
 	input, _ := spec.Input.(json.RawMessage)
 	if err := flows.CheckStart(ctx, a.Pool, spec.Flow, input); err != nil {
@@ -240,9 +239,12 @@ func (c *cli) printEnded(x executions.Execution) error {
 		if x.Status == executions.Cancelled {
 			why = deref(x.CancelReason)
 		}
-		return &tracedError{hint(fmt.Errorf("%s of %s: %s: %s", x.ID, x.Flow, x.Status, why), "see agent trace %s; agent "+
-			"executions retry %s tries again",
-			x.TraceID, x.ID), x.TraceID}
+		next := "; agent executions retry " + x.ID + " tries again"
+		if strings.Contains(why, flows.NoThread) {
+			next = ""
+		}
+		return &tracedError{hint(fmt.Errorf("%s of %s: %s: %s", x.ID, x.Flow, x.Status, why), "see agent trace %s%s",
+			x.TraceID, next), x.TraceID}
 	}
 	return c.printf(x, "%s %s\ntrace %s\n", x.Status, printable(x.ResultSummary), x.TraceID)
 }

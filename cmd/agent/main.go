@@ -14,6 +14,7 @@ import (
 	"os"
 	"os/signal"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -160,8 +161,13 @@ func unknownCommand(command, word string, parent *cobra.Command) error {
 	return &exitError{exitUsage, helpHint(err, parent)}
 }
 
-// suggestFlag adds the nearest flag to the error of an unknown one.
+// suggestFlag adds the nearest flag to the error of an unknown one, and says in words what is no number.
 func suggestFlag(err error, cmd *cobra.Command) error {
+	invalid, is := errors.AsType[*pflag.InvalidValueError](err)
+	if _, number := errors.AsType[*strconv.NumError](err); is && number {
+		want := map[bool]string{true: "true or false", false: "a number"}[invalid.GetFlag().Value.Type() == "bool"]
+		return fmt.Errorf("invalid argument %q for --%s: not %s", invalid.GetValue(), invalid.GetFlag().Name, want)
+	}
 	missing, ok := errors.AsType[*pflag.NotExistError](err)
 	if !ok {
 		return err

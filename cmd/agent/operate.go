@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 
 	"github.com/spf13/cobra"
 
@@ -18,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/objectives"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -157,6 +159,8 @@ type operator struct {
 	// ask asks the admin a question; nil means nobody can answer. heard is false when the input ended or the call was
 	// decided elsewhere.
 	ask func(ctx context.Context, question string) (answer string, heard bool)
+	// askCaller, if set, is used instead: it asks a caller elsewhere, who decides by a command of its own.
+	askCaller func(a operate.Approval)
 	// onEvent, if set, is called before each event is printed.
 	onEvent func()
 }
@@ -174,7 +178,10 @@ func (o *operator) message(text string) turn {
 func (o *operator) runTurn(ctx context.Context, t turn, show func(operate.Event)) (operate.Done, error) {
 	turnCtx, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer cancel(nil)
-	defer context.AfterFunc(ctx, func() { cancel(operate.ErrInterrupt) })()
+	var asked atomic.Bool // a caller elsewhere; if it goes, the approval stays open
+	defer context.AfterFunc(ctx, func() {
+		cancel(map[bool]error{true: operate.ErrDetach, false: operate.ErrInterrupt}[asked.Load()])
+	})()
 	var done operate.Done
 	var err error
 	events := make(chan operate.Event, 256)
@@ -190,11 +197,15 @@ func (o *operator) runTurn(ctx context.Context, t turn, show func(operate.Event)
 	execution := ""
 	for e := range events {
 		show(e)
+		asked.Store(false)
 		switch data := e.Data.(type) {
 		case operate.Start:
 			o.lastTrace, execution = data.TraceID, data.ExecutionID
 		case operate.Approval:
-			if !o.askApproval(turnCtx, data) {
+			if o.askCaller != nil {
+				asked.Store(true)
+				o.askCaller(data)
+			} else if !o.askApproval(turnCtx, data) {
 				o.openApprovals[data.ID] = execution
 				cancel(operate.ErrDetach)
 			}
@@ -208,7 +219,7 @@ func (o *operator) askApproval(ctx context.Context, a operate.Approval) bool {
 	if o.ask == nil {
 		return false
 	}
-	answer, heard := o.ask(ctx, "approve? [y/N/reason, empty leaves it open] ")
+	answer, heard := o.ask(ctx, approvalQuestion)
 	answer = strings.TrimSpace(answer)
 	switch {
 	case !heard:
@@ -216,14 +227,24 @@ func (o *operator) askApproval(ctx context.Context, a operate.Approval) bool {
 	case answer == "":
 		return false
 	}
-	yes := strings.EqualFold(answer, "y") || strings.EqualFold(answer, "yes")
-	if strings.EqualFold(answer, "n") || strings.EqualFold(answer, "no") || yes {
-		answer = ""
-	}
-	if err := o.recordDecision(ctx, a.ID, yes, answer); err != nil {
+	approve, reason := readDecision(answer)
+	if err := o.recordDecision(ctx, a.ID, approve, reason); err != nil {
 		o.infof("agent: %s", printable(err.Error()))
 	}
 	return true
+}
+
+const approvalQuestion = "approve? [y/N/reason, empty leaves it open] "
+
+// readDecision reads the answer to approvalQuestion. What is neither yes nor no is the reason of a rejection.
+func readDecision(answer string) (approve bool, reason string) {
+	switch strings.ToLower(answer) {
+	case "y", "yes":
+		return true, ""
+	case "n", "no":
+		return false, ""
+	}
+	return false, answer
 }
 
 func (o *operator) recordDecision(ctx context.Context, id string, approve bool, reason string) error {
@@ -269,8 +290,11 @@ var limitSettings = map[string]string{
 }
 
 func (o *operator) runOnce(ctx context.Context, text string) error {
-	if terminal(o.in) && terminal(o.err) {
+	switch {
+	case terminal(o.in) && terminal(o.err):
 		o.ask = o.askTerminal
+	case o.host != nil && o.sent.Asks && mayRun(ctx, principals.ApprovalsDecide):
+		o.askCaller = o.cli.askCaller
 	}
 	if o.json {
 		return o.runOnceJSON(ctx, text)

@@ -42,6 +42,8 @@ func principalError(err error, lists string) error {
 	switch {
 	case errors.Is(err, principals.ErrNotFound):
 		return hint(principals.ErrNotFound, "see %s", lists)
+	case errors.Is(err, principals.ErrTaken):
+		return hint(err, "see %s; agent principals role changes its role", lists)
 	case errors.Is(err, principals.ErrInvalid):
 		return &exitError{exitUsage, hint(err, "see --help")}
 	}

@@ -3,6 +3,7 @@ package main
 import (
 	"archive/zip"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -230,6 +231,8 @@ type commandRequest struct {
 	Width       int  `json:"width,omitempty"`
 	OutTerminal bool `json:"out_terminal,omitempty"`
 	ErrTerminal bool `json:"err_terminal,omitempty"`
+	// Asks says that the caller can ask its user about approvals, while the command waits.
+	Asks bool `json:"asks,omitempty"`
 }
 
 // commandFrame is one line of the response. The last frame has the exit code. An empty frame keeps the connection open.
@@ -239,7 +242,10 @@ type commandFrame struct {
 	Err     []byte `json:"err,omitempty"`     // standard error
 	File    []byte `json:"file,omitempty"`    // content of the file that --output names
 	Created bool   `json:"created,omitempty"` // the file is complete
-	Exit    *int   `json:"exit,omitempty"`
+	// Interrupted is what the caller prints if it interrupts the command from now on.
+	Interrupted string `json:"interrupted,omitempty"`
+	Ask         string `json:"ask,omitempty"` // the id of an approval that the command waits for
+	Exit        *int   `json:"exit,omitempty"`
 }
 
 // runRemote runs a command on the server.
@@ -472,6 +478,9 @@ type remoteCall struct {
 	// replace allows output to exist.
 	replace bool
 	told    bool // of another version
+	// interrupted is printed after an interrupt.
+	interrupted string
+	asks        chan string // ids of approvals to ask about; nil for none
 }
 
 // run sends a command and prints its output. The exit code is the command's.
@@ -493,6 +502,9 @@ func (r *remoteCall) run(ctx context.Context, req commandRequest, watching bool)
 	case outer.Err() != nil && watching:
 		return nil
 	case outer.Err() != nil:
+		if r.interrupted != "" {
+			r.infof("%s", printableText(r.interrupted))
+		}
 		return &exitError{exitInterrupted, errors.New("interrupted")}
 	case errors.Is(context.Cause(ctx), errSilent):
 		return hint(fmt.Errorf("%s: %w", r.server.Host, errSilent), unknownEnd)
@@ -580,9 +592,13 @@ func (r *remoteCall) print(body io.Reader, alive func()) error {
 			return hint(fmt.Errorf("%s: the connection ended before the command", r.server.Host), unknownEnd)
 		}
 		alive()
+		r.interrupted = cmp.Or(f.Interrupted, r.interrupted)
 		if f.Version != "" && f.Version != buildVersion() && !r.told {
 			r.told = true
 			r.infof("agent: the server runs %s, this is %s", printable(f.Version), buildVersion())
+		}
+		if f.Ask != "" && r.asks != nil {
+			r.asks <- f.Ask
 		}
 		if _, err := r.out.Write(f.Out); err != nil {
 			return fmt.Errorf("print result: %w", err)

@@ -13,7 +13,8 @@ import (
 )
 
 // interact sends each line as one command of the same conversation, and shows its output while it comes. ^C cancels the
-// turn; at the prompt it ends the conversation, as ^D does.
+// turn; at the prompt it ends the conversation, as ^D does. In agent operate it asks about each approval, as the local
+// console does, if the server lets the caller decide.
 func (r *remoteCall) interact(cmd *cobra.Command) error {
 	flag, id := "thread", "remote-"+strings.ToLower(rand.Text()[:12])
 	operates := commandName(cmd) == "operate"
@@ -63,7 +64,8 @@ func (r *remoteCall) interact(cmd *cobra.Command) error {
 				}
 				first = false
 			}
-			if err := r.turn(cmd.Context(), interrupts, req); err != nil {
+			req.Asks = operates
+			if err := r.turn(cmd.Context(), interrupts, lines, req); err != nil {
 				return err
 			}
 		}
@@ -71,23 +73,54 @@ func (r *remoteCall) interact(cmd *cobra.Command) error {
 }
 
 // turn runs one command of a conversation. Neither ^C nor a command that fails on the server ends the conversation.
-func (r *remoteCall) turn(ctx context.Context, interrupts <-chan os.Signal, req commandRequest) error {
+func (r *remoteCall) turn(
+	ctx context.Context, interrupts <-chan os.Signal, lines <-chan string, req commandRequest,
+) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	r.asks = make(chan string, 100) // a turn asks about one approval at a time
 	ended := make(chan error, 1)
 	go func() { ended <- r.run(ctx, req, false) }()
-	var err error
-	select {
-	case err = <-ended:
-	case <-interrupts:
+	stop := func(note string) error {
 		cancel()
 		<-ended //nolint:errcheck // it was interrupted
-		r.infof("cancelled")
-	}
-	if exit, is := errors.AsType[*exitError](err); is && exit.cause == nil && exit.code != exitInterrupted {
+		r.infof("%s", note)
 		return nil
 	}
-	return err
+	asked, answers := "", (<-chan string)(nil)
+	for {
+		select {
+		case err := <-ended:
+			if exit, is := errors.AsType[*exitError](err); is && exit.cause == nil && exit.code != exitInterrupted {
+				return nil
+			}
+			return err
+		case <-interrupts:
+			return stop("cancelled")
+		case asked = <-r.asks:
+			answers = lines
+			fmt.Fprint(r.out, approvalQuestion)
+		case line, more := <-answers:
+			if line = strings.TrimSpace(line); line == "" || !more {
+				return stop("left open; decide later with /approve or /reject")
+			}
+			if answers = nil; !r.decide(ctx, asked, line) {
+				r.asks <- asked // four eyes, or another reason that the next answer may avoid
+			}
+		}
+	}
+}
+
+// decide runs the decision of an approval as a command of its own, and reports whether it was made.
+func (r *remoteCall) decide(ctx context.Context, id, answer string) bool {
+	approve, reason := readDecision(answer)
+	req := commandRequest{Args: []string{"approvals", "approve", id}}
+	if !approve {
+		req.Args = []string{"approvals", "reject", id, "--reason", reason}
+	}
+	other := *r // its frames have nothing to do with the turn's
+	other.asks = nil
+	return other.run(ctx, req, false) == nil
 }
 
 // slashCommands are the commands of agent operate's console as a server runs them.

@@ -466,12 +466,38 @@ func TestRemoteTurnsAreStreamedAndCancelled(t *testing.T) {
 		return commandRequest{Args: []string{"operate", "--session", "ses_1", text}, ErrTerminal: true}
 	}
 	interrupts, ended := make(chan os.Signal, 1), make(chan error, 1)
-	go func() { ended <- call.turn(t.Context(), interrupts, args("Be slow.")) }()
+	go func() { ended <- call.turn(t.Context(), interrupts, nil, args("Be slow.")) }()
 	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(shown.String(), "slow {} …") }, "the call is shown")
 	interrupts <- os.Interrupt
 	require.NoError(t, <-ended)
 	assert.Contains(t, shown.String(), "cancelled")
 	pgtest.Until(t, d.pool, "cancelled", `select status::text from agent_executions where flow = 'operate'`)
-	require.NoError(t, call.turn(t.Context(), interrupts, args("Are you there?")))
+	require.NoError(t, call.turn(t.Context(), interrupts, nil, args("Are you there?")))
 	assert.Contains(t, shown.String(), "Here.")
+}
+
+// The console of a server asks about an approval in place, if its caller may decide.
+func TestARemoteConsoleAsksForApproval(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."),
+		modeltest.ToolCall("wipe", `{}`))
+	far, _ := d.remote()
+	there := *d
+	there.environ = far.environ
+	s := there.startTerminal()
+	s.waitFor(`(>) `)
+	s.typeKeys("Wipe everything.\n")
+	s.waitFor(`(approve\?) \[y/N/reason`)
+	s.typeKeys("y\n")
+	s.waitFor(`(It is over\.)`)
+	pgtest.Equal(t, d.pool, "consumed", `select string_agg(status, ' ') from agent_approvals`)
+	s.waitFor(`(>) `)
+	s.typeKeys("Once more.\n")
+	s.waitFor(`(approve\?) \[y/N/reason`)
+	s.typeKeys("\n")
+	s.waitFor(`(left open; decide later)`)
+	pgtest.Equal(t, d.pool, "consumed pending", `select string_agg(status, ' ' order by id) from agent_approvals`)
+	pgtest.Equal(t, d.pool, "completed waiting", `select string_agg(status, ' ' order by id) from agent_executions where flow = 'operate'`)
+	s.typeKeys("\x04")
+	assert.Equal(t, 0, s.waitExit())
 }

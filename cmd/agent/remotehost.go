@@ -24,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/principals"
+	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 	"github.com/lanekeeper/lanekeeper/workspace"
 )
 
@@ -215,6 +216,20 @@ func (s *callerStream) Write(text []byte) (n int, err error) {
 		n += len(part)
 	}
 	return n, nil
+}
+
+// onInterrupt leaves a text that a caller prints if it interrupts the command. After an interrupt nothing reaches it.
+func (c *cli) onInterrupt(text string) {
+	if out, far := c.out.(*callerStream); far {
+		_ = out.frames.send(commandFrame{Interrupted: text}) // a caller that is gone ends the command
+	}
+}
+
+// askCaller asks a caller elsewhere about an approval.
+func (c *cli) askCaller(a operate.Approval) {
+	if out, far := c.out.(*callerStream); far {
+		_ = out.frames.send(commandFrame{Ask: a.ID}) // a caller that is gone ends the command
+	}
 }
 
 // openFile opens a file of the caller: on a server only what the caller sent.

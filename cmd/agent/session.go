@@ -5,9 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -92,13 +94,29 @@ func (c *cli) session(ctx context.Context) (*session, error) {
 	}
 	s, err := c.openSession(ctx, cfg, log)
 	if err != nil {
-		return nil, err
+		return nil, c.orServer(err)
 	}
 	if err := migrations.Check(ctx, s.Pool); err != nil {
 		s.close(ctx)
-		return nil, err
+		return nil, c.orServer(err)
 	}
 	return s, nil
+}
+
+// errNoDatabase reports that none is configured, nor was one made here.
+var errNoDatabase = errors.New("no database")
+
+// orServer adds to the error of a database that is not there that the caller has logged in to a server.
+func (c *cli) orServer(err error) error {
+	if c.host != nil || !errors.Is(err, errNoDatabase) && !postgres.Unreachable(err) {
+		return err
+	}
+	logins, unread := c.readLogins()
+	if unread != nil || len(logins) == 0 {
+		return err
+	}
+	return hint(withAdvice(err), "or name the server of your login: --server %s, or AGENT_SERVER",
+		slices.Sorted(maps.Keys(logins))[0])
 }
 
 // loadDevDotEnv loads .env when no database is configured, so that commands see the settings of agent dev.
@@ -158,7 +176,7 @@ func (s *session) startServer(ctx context.Context, c *cli, create, ephemeral boo
 	if _, err := os.Stat(stateDir); errors.Is(err, os.ErrNotExist) && !create {
 		return &exitError{
 			exitUsage,
-			hint(errors.New("no database"), "set DATABASE_URL, or run `agent dev` in this folder first"),
+			hint(errNoDatabase, "set DATABASE_URL, or run `agent dev` in this folder first"),
 		}
 	}
 	s.ephemeral = ephemeral

@@ -53,7 +53,9 @@ func (c *cli) showTrace(ctx context.Context, s *session, id string) error {
 
 // newestTrace returns the newest trace of a surface, or of all surfaces.
 func newestTrace(ctx context.Context, s *session, surface string) (string, error) {
-	newest, _, err := activity.Traces(ctx, s.Read, activity.TraceFilter{Surface: surface, Limit: 1})
+	newest, _, err := activity.Traces(ctx, s.Read, activity.TraceFilter{
+		Surface: surface, WithoutEvals: surface == "", Limit: 1,
+	})
 	if err != nil {
 		return "", err
 	}
@@ -67,7 +69,7 @@ func (c *cli) traceLastCommand() *cobra.Command {
 	var surface string
 	var withPrompts bool
 	cmd := &cobra.Command{
-		Use: "last", Short: "Show the newest trace", Args: positionalArgs(0, 0, "no arguments"),
+		Use: "last", Short: "Show the newest trace that is no trial of an eval", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withReader(func(cmd *cobra.Command, _ []string, s *session) error {
 			newest, err := newestTrace(cmd.Context(), s, surface)
 			if err != nil {
@@ -98,7 +100,7 @@ func (c *cli) traceListCommand() *cobra.Command {
 				func(t activity.TraceSummary) []string {
 					return []string{
 						t.TraceID, t.Flow, t.Status, formatTime(t.StartedAt), formatMillis(t.DurationMS), fmt.Sprint(t.Activities),
-						fmt.Sprint(t.Errors), fmt.Sprint(t.Tokens), human.Money(t.CostUSD),
+						fmt.Sprint(t.Errors), fmt.Sprint(t.Tokens), human.Cost(t.CostUSD, t.Tokens),
 					}
 				})
 		}),
@@ -238,7 +240,7 @@ func (c *cli) showWhy(cmd *cobra.Command, s *session, id string) error {
 func (c *cli) whyLastCommand() *cobra.Command {
 	var surface string
 	cmd := &cobra.Command{
-		Use: "last", Short: "Explain the newest run", Args: positionalArgs(0, 0, "no arguments"),
+		Use: "last", Short: "Explain the newest run that is no trial of an eval", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withReader(func(cmd *cobra.Command, _ []string, s *session) error {
 			newest, err := newestTrace(cmd.Context(), s, surface)
 			if err != nil {

@@ -250,7 +250,7 @@ func (r *Runner) workControl(
 	if err != nil {
 		return false, err
 	}
-	if control.Status == evals.Running {
+	if control.FinishedAt == nil {
 		err := r.Work(ctx, control, concurrent, onTrial)
 		if errors.Is(context.Cause(ctx), errTimeout) {
 			return false, cmp.Or(r.decide(context.WithoutCancel(ctx), control, errTimeout), errTimeout)

@@ -39,6 +39,17 @@ func Money(usd float64) string {
 	return "$" + group(whole) + "." + cents
 }
 
+// Cost formats the cost of tokens. Tokens that cost nothing are of a model without a price, or one that is free.
+func Cost(usd float64, tokens int64) string {
+	switch {
+	case usd != 0:
+		return Money(usd)
+	case tokens > 0:
+		return "no price"
+	}
+	return "–"
+}
+
 // Count formats a number with separators: 12,345.
 func Count(n int64) string {
 	digits, negative := strings.CutPrefix(strconv.FormatInt(n, 10), "-") // -n overflows for the least number

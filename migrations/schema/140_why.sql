@@ -173,7 +173,7 @@ create or replace view lanekeeper.agent_why_of_runs as
       select 0 as n, w.since as at, case when w.until is null then 'waits' when w.late then 'timed out' else 'waited' end as kind,
              x.flow || case when w.until is null then format(' has waited %s for ', lanekeeper.agent_words(w.since, clock_timestamp()))
                             else format(' waited %s for ', lanekeeper.agent_words(w.since, w.until)) end
-               || case w.kind when 'delay' then 'its time' when 'agent' then 'the end of ' || coalesce(c.what, w.key) when 'approval' then 'leave'
+               || case w.kind when 'delay' then 'its time' when 'agent' then 'the end of ' || coalesce(c.what, w.key) when 'approval' then 'approval'
                     when 'response' then 'an answer in thread ' || w.key when 'lane' then 'lane ' || w.key when 'event' then 'event ' || w.key
                     else 'a ' || w.kind end
                || case when w.late then ', in vain' when w.until is not null and w.kind <> 'agent' then coalesce(': ' || c.what, '') else '' end as what,
@@ -332,7 +332,7 @@ begin
       from models m order by m.usd desc, m.tokens desc, m.model limit p_most),
   asked as (
     (select 'led to', 4, a.created_at,
-            (a.created_at, 'asked', format('leave for %s: %s%s', a.skill_name, a.status, case when a.decided_by <> ''
+            (a.created_at, 'asked', format('approval of %s: %s%s', a.skill_name, a.status, case when a.decided_by <> ''
               then ' by ' || lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id, a.decided_message) else '' end),
              coalesce('execution ' || a.execution_id, 'trace ' || p_trace), 'approval ' || a.id, p_trace, a.execution_id, jsonb_strip_nulls(
                jsonb_build_object('skill', a.skill_name, 'status', a.status, 'decided_by', nullif(a.decided_by, ''), 'decided_at', a.decided_at,

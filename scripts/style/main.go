@@ -22,6 +22,10 @@ import (
 var skipped = []string{".git", ".bin", "bin", ".agent", "testdata", "changes", "node_modules", "axe", "gitleaks"}
 
 func main() {
+	if len(os.Args) != 2 {
+		fmt.Fprintln(os.Stderr, "style: name the list of words: go run ./scripts/style scripts/retired-words.txt")
+		os.Exit(2)
+	}
 	found, err := check(os.DirFS("."), os.Args[1], os.Stdout)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "style:", err)
