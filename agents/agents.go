@@ -253,11 +253,14 @@ type MissingError struct {
 	Version int    // 0: the current one
 	Latest  int    // latest version; 0 for an agent that never existed
 	Near    string // an agent whose name is like it; empty: none
+	Own     bool   // the installation's own agent, which has no versions
 }
 
 // Error contains no advice, because the command line and HTTP list agents differently.
 func (e *MissingError) Error() string {
 	switch {
+	case e.Own:
+		return fmt.Sprintf("agent %s has no version %d: it is not declared, so it has no versions", e.Name, e.Version)
 	case e.Latest == 0 && e.Near != "":
 		return fmt.Sprintf("there is no agent %.100q, did you mean %q?", e.Name, e.Near)
 	case e.Latest == 0:
@@ -313,7 +316,9 @@ func (d *Directory) missing(ctx context.Context, db postgres.DB, name string, nu
 	}
 	names := make([]string, len(all))
 	for i, a := range all {
-		names[i] = a.Name
+		if names[i] = a.Name; a.Name == name {
+			return &MissingError{Name: name, Version: number, Own: true}
+		}
 	}
 	return &MissingError{Name: name, Near: nearest.To(name, names)}
 }

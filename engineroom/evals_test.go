@@ -79,8 +79,10 @@ func TestSuitesAreShownWithTheirRunsAndCases(t *testing.T) {
 	shows(t, server.URL+"/evals", "Recorded turns, played again", `href="/evals/runs/`+newer)
 	shows(t, server.URL+"/evals/runs/"+newer, "Counterfactual of sales", "in 6 cases", "The control follows 0 of 6",
 		"does not follow its own recorded turns")
-	pgtest.Exec(t, pool, `update agent_eval_runs set status = 'running', finished_at = null where id = $1`, newer)
-	shows(t, server.URL+"/evals/runs/"+newer, "agent eval run --resume "+newer)
+	pgtest.Exec(t, pool, `
+		update agent_eval_runs set status = 'running', finished_at = null, created_at = now() - interval '1 hour' where id = $1`,
+		newer)
+	shows(t, server.URL+"/evals/runs/"+newer, "interrupted", "agent eval counterfactual --resume "+newer)
 }
 
 // A shadow without turns passed nothing. One that is as good as its control tells what the comparison says, and

@@ -50,7 +50,7 @@ server and drops it at the end. --json prints JSON lines. The exit code is 1 whe
 			all := stories()
 			i := slices.IndexFunc(all, func(s story) bool { return s.Name == args[0] })
 			if i < 0 {
-				return usageError("there is no story %q; see agent demo list", args[0])
+				return hint(fmt.Errorf("there is no story %q", args[0]), "see agent demo list")
 			}
 			minute := demoMinute
 			if fast {
