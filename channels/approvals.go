@@ -179,12 +179,7 @@ type button struct {
 
 // decide checks a click and decides. said answers it; shown is the new text of the message, "" for a refused click.
 func (w *worker) decide(ctx context.Context, e entry) (said, shown string, err error) {
-	rows, err := w.Pool.Query(ctx, `
-		select approval_id::text, approve, arguments_hash as hash, conversation, expires_at <= clock_timestamp() as expired,
-		       used_at is not null and used_by <> @entry as used
-		  from agent_channel_buttons where nonce = @nonce and channel = @channel`,
-		postgres.Strict{"nonce": e.Click, "channel": w.name, "entry": e.ID})
-	b, err := postgres.CollectOne(rows, err, errNoButton, "read button", pgx.RowToStructByName[button])
+	b, err := w.button(ctx, e)
 	if errors.Is(err, errNoButton) || err == nil && b.Conversation != e.Conversation {
 		return "This button is not valid.", "", nil
 	}
@@ -241,6 +236,16 @@ func (w *worker) decide(ctx context.Context, e entry) (said, shown string, err e
 }
 
 var errNoButton = errors.New("there is no such button")
+
+// button reads the button of a click.
+func (w *worker) button(ctx context.Context, e entry) (button, error) {
+	rows, err := w.Pool.Query(ctx, `
+		select approval_id::text, approve, arguments_hash as hash, conversation, expires_at <= clock_timestamp() as expired,
+		       used_at is not null and used_by <> @entry as used
+		  from agent_channel_buttons where nonce = @nonce and channel = @channel`,
+		postgres.Strict{"nonce": e.Click, "channel": w.name, "entry": e.ID})
+	return postgres.CollectOne(rows, err, errNoButton, "read button", pgx.RowToStructByName[button])
+}
 
 // approver finds the principal of a click. refusal says why there is none.
 func (w *worker) approver(ctx context.Context, e entry) (acting context.Context, name, refusal string, err error) {

@@ -64,21 +64,8 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 	if err != nil && !errors.Is(context.Cause(limited), errTimeout) {
 		return err
 	}
-	var group errgroup.Group
-	group.SetLimit(max(concurrent, 1))
-	for _, t := range trials {
-		if t.Verdict != "" || limited.Err() != nil {
-			continue
-		}
-		group.Go(func() error {
-			decided, err := r.await(limited, run, t)
-			if err == nil {
-				onTrial(decided)
-			}
-			return err
-		})
-	}
-	if err := group.Wait(); err != nil && !errors.Is(context.Cause(limited), errTimeout) {
+	err = r.playAll(limited, run, trials, concurrent, onTrial)
+	if err != nil && !errors.Is(context.Cause(limited), errTimeout) {
 		return err
 	}
 	if ctx.Err() != nil {
@@ -88,6 +75,27 @@ func (r *Runner) Work(ctx context.Context, run evals.Run, concurrent int, onTria
 		return r.decide(ctx, run, errTimeout)
 	}
 	return r.decide(ctx, run, nil)
+}
+
+// playAll plays the undecided of some trials, until ctx ends.
+func (r *Runner) playAll(ctx context.Context, run evals.Run, trials []evals.Trial, concurrent int,
+	onTrial func(evals.Trial),
+) error {
+	var group errgroup.Group
+	group.SetLimit(max(concurrent, 1))
+	for _, t := range trials {
+		if t.Verdict != "" || ctx.Err() != nil {
+			continue
+		}
+		group.Go(func() error {
+			decided, err := r.await(ctx, run, t)
+			if err == nil {
+				onTrial(decided)
+			}
+			return err
+		})
+	}
+	return group.Wait()
 }
 
 // await starts a trial, runs it here if no other process does, and waits for its verdict.

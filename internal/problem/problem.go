@@ -187,25 +187,8 @@ func Of(err error) (p *Problem, news bool) {
 	if errors.As(err, &p) {
 		return p, false
 	}
-	if busy, ok := errors.AsType[*lanes.BusyError](err); ok {
-		return New(http.StatusConflict, "%s", busy).Kind("lane-busy", "Lane busy").WithHolder(busy.Holder), false
-	}
-	if blocked, ok := errors.AsType[*lanes.BlockedError](err); ok {
-		return New(http.StatusConflict, "%s; try again, or end that transaction", blocked.Reason).Kind("lane-in-use",
-			"Lane in use"), false
-	}
-	if refused, ok := errors.AsType[*executions.RunError](err); ok {
-		return ofRun(refused), false
-	}
-	if stale, ok := errors.AsType[*memory.ConflictError](err); ok {
-		return ofConflict(stale), false
-	}
-	if stale, ok := errors.AsType[*postgres.StaleError](err); ok {
-		return New(http.StatusPreconditionFailed, "%s", stale).Kind("changed-meanwhile", "Changed meanwhile"), false
-	}
-	if locked, ok := errors.AsType[*postgres.LockedError](err); ok {
-		return New(http.StatusServiceUnavailable, "%s; try again, or end that transaction", locked).Kind("locked", "Locked"),
-			true
+	if p, news = ofType(err); p != nil {
+		return p, news
 	}
 	switch {
 	case is(err, activity.ErrCursor):
@@ -243,6 +226,31 @@ func Of(err error) (p *Problem, news bool) {
 			Kind("database-away", "Database away"), true
 	}
 	return New(http.StatusInternalServerError, "something went wrong here; the log has the cause"), true
+}
+
+// ofType is Of for errors that carry values; nil for others.
+func ofType(err error) (p *Problem, news bool) {
+	if busy, ok := errors.AsType[*lanes.BusyError](err); ok {
+		return New(http.StatusConflict, "%s", busy).Kind("lane-busy", "Lane busy").WithHolder(busy.Holder), false
+	}
+	if blocked, ok := errors.AsType[*lanes.BlockedError](err); ok {
+		return New(http.StatusConflict, "%s; try again, or end that transaction", blocked.Reason).Kind("lane-in-use",
+			"Lane in use"), false
+	}
+	if refused, ok := errors.AsType[*executions.RunError](err); ok {
+		return ofRun(refused), false
+	}
+	if stale, ok := errors.AsType[*memory.ConflictError](err); ok {
+		return ofConflict(stale), false
+	}
+	if stale, ok := errors.AsType[*postgres.StaleError](err); ok {
+		return New(http.StatusPreconditionFailed, "%s", stale).Kind("changed-meanwhile", "Changed meanwhile"), false
+	}
+	if locked, ok := errors.AsType[*postgres.LockedError](err); ok {
+		return New(http.StatusServiceUnavailable, "%s; try again, or end that transaction", locked).Kind("locked", "Locked"),
+			true
+	}
+	return nil, false
 }
 
 // ofConflict has both values of a memory that was changed by somebody else.
