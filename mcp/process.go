@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"sync"
+	"syscall"
 	"time"
 )
 
@@ -122,4 +123,17 @@ func (l *lineLogger) Write(text []byte) (int, error) {
 		l.rest = l.rest[:0]
 	}
 	return n, nil
+}
+
+// ownGroup puts a child into its own process group. So its children stop with it, and a ^C in our terminal does not
+// reach it first.
+func ownGroup(cmd *exec.Cmd) { cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} }
+
+// signalGroup signals the group to end, or kills it. A missing group is no error.
+func signalGroup(cmd *exec.Cmd, kill bool) {
+	signal := syscall.SIGTERM
+	if kill {
+		signal = syscall.SIGKILL
+	}
+	_ = syscall.Kill(-cmd.Process.Pid, signal)
 }

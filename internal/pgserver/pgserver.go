@@ -1,5 +1,3 @@
-//go:build unix
-
 // Package pgserver runs a PostgreSQL of the agent's own, so that `agent dev` and the tests need no
 // set-up: it finds server binaries (or gets them through the package manager that is there), makes
 // a data directory, and starts the server on a unix socket that only this user reaches.

@@ -1,5 +1,3 @@
-//go:build unix
-
 // Package proctest builds the program once for a test binary, and runs it as real processes that tests kill, stop and
 // read.
 //

@@ -1,5 +1,3 @@
-//go:build unix
-
 // Package lanerun runs a command while it holds a lane, like flock(1) with a file. It implements `agent lanes run
 // LANE -- CMD…`, for jobs that do not use lanes themselves.
 //

@@ -1,5 +1,3 @@
-//go:build unix
-
 package lanerun_test
 
 import (

@@ -1,5 +1,3 @@
-//go:build unix
-
 // Command postgres prints the directory of PostgreSQL's server programs of one major version, from 14 to 18. It fetches
 // missing ones with npm into a cache and checks them against the hashes of internal/pgserver:
 //

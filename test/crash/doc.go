@@ -1,5 +1,3 @@
-//go:build unix
-
 // Package crash proves, with the real program and real signals, what the product promises when
 // processes die, stall, or are told to go.
 //

@@ -1,5 +1,3 @@
-//go:build unix
-
 package crash_test
 
 import (

@@ -1,5 +1,3 @@
-//go:build unix
-
 // Package failover proves, with the real program and real PostgreSQL servers, what the product promises when the
 // database goes away, and when a new release comes while the old one serves.
 //

@@ -1,5 +1,3 @@
-//go:build unix
-
 // Package guides runs every command of the guides in docs/guide, of README.md, and of those pages of docs that have a
 // `console`, and compares what it prints with what the page says. A page is run from its top in a folder of its own,
 // by one shell, with the agent built from this source. Its fenced blocks are

@@ -1,5 +1,3 @@
-//go:build unix
-
 // Package linearizability proves that lanes are linearizable: whatever processes and sessions do to a lane, and
 // whatever happens to them, each operation takes effect at one moment between its call and its answer, as the rules
 // of lanes say.

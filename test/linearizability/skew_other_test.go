@@ -1,4 +1,4 @@
-//go:build unix && !(linux && amd64)
+//go:build !(linux && amd64)
 
 package linearizability_test
 

@@ -1,5 +1,3 @@
-//go:build unix
-
 package randomflows_test
 
 import (

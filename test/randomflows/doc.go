@@ -1,5 +1,3 @@
-//go:build unix
-
 // Package randomflows runs random flows of the Go API in processes to which everything happens, and asks whether each
 // ended as a model of it says.
 //

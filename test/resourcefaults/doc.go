@@ -1,5 +1,3 @@
-//go:build unix
-
 // Package resourcefaults proves what the product promises on days on which nothing dies, and nothing works either: the
 // database's disk is full, the database is read-only, the connection pool is taken, the process may not open another
 // file, a clock jumps.

@@ -1,5 +1,3 @@
-//go:build unix
-
 package resourcefaults_test
 
 import (

@@ -1,5 +1,3 @@
-//go:build unix
-
 // Package rollout replaces the replicas of an agent one after the other while everybody uses it, and asks what they
 // noticed.
 //

@@ -1,5 +1,3 @@
-//go:build unix
-
 // Package sdks tries the SDKs of TypeScript and Python: one scenario, run by a worker of each, against the real server
 // with kills, pauses, lost answers and cancels.
 package sdks

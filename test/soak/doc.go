@@ -1,5 +1,3 @@
-//go:build unix
-
 // Package soak lets everything that the product does happen at once, with the real program, and then asks the
 // database whether all of it holds together.
 //

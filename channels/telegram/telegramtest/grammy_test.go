@@ -1,5 +1,3 @@
-//go:build unix
-
 package telegramtest_test
 
 import (
