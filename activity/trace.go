@@ -143,11 +143,11 @@ type TraceFilter struct {
 	// WithoutEvals leaves out trials of evals, without a Surface.
 	WithoutEvals bool
 
-	Agent   string    // of the root execution
-	Status  string    // likewise
-	Since   time.Time // inclusive, to the millisecond
-	Limit   int       // 50 when 0, at most MaxLimit
-	Cursor  string    // from the previous page
+	Agent  string    // of the root execution
+	Status string    // likewise
+	Since  time.Time // inclusive, to the millisecond
+	Limit  int       // 50 when 0, at most MaxLimit
+	Cursor string    // from the previous page
 }
 
 // TraceSummary is a trace in one line.

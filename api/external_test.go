@@ -520,10 +520,8 @@ func TestNodeWorkerResumesAfterKill(t *testing.T) {
 	over := func() { // as if the ten minutes had passed
 		t.Helper()
 		pgtest.Exec(t, a.pool, `update agent_workers set expires_at = clock_timestamp() where execution_id = $1`, x.ID)
-		pgtest.Eventually(t, time.Minute, func() bool {
-			return pgtest.Value[bool](t, a.pool, `select claimed_by is null and status = 'running' from agent_executions
+		pgtest.Until(t, a.pool, true, `select claimed_by is null and status = 'running' from agent_executions
 				where id = $1`, x.ID)
-		}, "the run is handed on")
 	}
 	first := a.startNodeWorker(base, "first", x.ID, "500")
 	a.waitSteps(first, 2)

@@ -215,10 +215,8 @@ func TestReservationsAreDecidedOneAfterTheOther(t *testing.T) {
 	second.Patience = 1
 	sent := make(chan error, 1)
 	go func() { sent <- send(t, db, queued(second)) }()
-	pgtest.Eventually(t, 90*time.Second, func() bool {
-		return pgtest.Value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
-			and wait_event_type = 'Lock' and query like '%reserve_agent_budget%'`) == 1
-	}, "the second waits for the first")
+	pgtest.Until(t, db, 1, `select count(*) from pg_stat_activity where datname = current_database()
+			and wait_event_type = 'Lock' and query like '%reserve_agent_budget%'`)
 	got, err := reserve(t, tx, call(id, 1, scope("s", 1220, 0)))
 	require.Truef(t, err == nil && got == 1000, "the first was granted %d (%v)", got, err)
 	require.NoError(t, tx.Commit(t.Context()))

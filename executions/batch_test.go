@@ -78,8 +78,7 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	require.NoError(t, err)
 	pgtest.Exec(t, pool, `alter system set wal_writer_delay = '10s'`)
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
-	pgtest.Eventually(t, timeout, func() bool { return pgtest.Value[string](t, pool, `show wal_writer_delay`) == "10s" },
-		"the server writes seldom by itself")
+	pgtest.Until(t, pool, "10s", `show wal_writer_delay`)
 	time.Sleep(time.Second) // the pause that its writer was in is over
 	lost, err := p.StartSeveral(t.Context(), []executions.Spec{spec, spec}, []bool{true, true})
 	require.NoError(t, err)

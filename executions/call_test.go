@@ -498,9 +498,7 @@ func TestTransactionsLeaveAConnectionForInnerSteps(t *testing.T) {
 	for range 30 {
 		p.begin(t, "flow")
 	}
-	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 30
-	}, "all end")
+	pgtest.Until(t, pool, 30, `select count(*) from agent_executions where status = 'completed'`)
 }
 
 // declined is an error type; the code returns a nil pointer of it.
@@ -615,9 +613,8 @@ func TestACostThatIsNoAmountIsAnError(t *testing.T) {
 	said := string(got.Result)
 	assert.Truef(t, strings.Count(said, "cannot be recorded") == 3 && strings.HasSuffix(said, `"<nil>"]`) &&
 		calls.Load() == 4, "%s %s after %d calls", got.Status, said, calls.Load())
-	sums := pgtest.Value[string](t, pool, `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd)
+	pgtest.Equal(t, pool, "error error error success 99999999.000000", `select string_agg(status, ' ' order by id) || ' ' || sum(cost_usd)
 		from agent_activity`)
-	assert.Equal(t, "error error error success 99999999.000000", sums)
 }
 
 func TestAResultThatCannotBeReadBackNamesItsType(t *testing.T) {
@@ -888,8 +885,7 @@ func TestInnerStepsHaveTheKeyOfTheirStep(t *testing.T) {
 	if err := json.Unmarshal(got.Result, &keys); err != nil || !strings.HasPrefix(keys, "pha/se/in/ner lo/op@0/in/ner ") {
 		t.Errorf("keys of the steps: %s, %v", got.Result, err)
 	}
-	steps := pgtest.Value[string](t, pool, `select string_agg(step, ' ' order by created_at) from agent_checkpoints`)
-	assert.Equal(t, "pha/before se/gate pha/se/in/ner pha/se lo/op", steps)
+	pgtest.Equal(t, pool, "pha/before se/gate pha/se/in/ner pha/se lo/op", `select string_agg(step, ' ' order by created_at) from agent_checkpoints`)
 	replay, err := p.Replay(t.Context(), id)
 	assert.Truef(t, err == nil && replay.Equal, "the replay: %+v, %v", replay.Divergence, err)
 }

@@ -147,10 +147,8 @@ func TestEveryEndReleasesLanesClosesRowsAndNotifiesOnce(t *testing.T) {
 				"the lane is held, or a row is open")
 			log := rows(t, pool, id)
 			assert.Truef(t, len(log) == 1 && log[0].Status == "unknown" && log[0].Class == string(status), "activity %v", log)
-			freed := pgtest.Value[string](t, pool, `
-				select string_agg(data->>'locks_released', ' ') from agent_events where event = 'AGENT_COMPLETED' and key = @id`,
-				postgres.Strict{"id": id})
-			assert.Equal(t, "1", freed)
+			pgtest.Equal(t, pool, "1", `
+				select string_agg(data->>'locks_released', ' ') from agent_events where event = 'AGENT_COMPLETED' and key = @id`, postgres.Strict{"id": id})
 		})
 	}
 }

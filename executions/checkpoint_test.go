@@ -142,11 +142,9 @@ func TestALateResultIsRecordedAsRejected(t *testing.T) {
 	start(t, pool, body)
 	x = until(t, pool, x.ID, executions.Completed)
 	assert.Truef(t, string(x.Result) == "2", "ended with %s", x.Result)
-	noted := pgtest.Value[string](t, pool, `
+	pgtest.Equal(t, pool, "1", `
 		select output ->> 'output' from agent_activity where execution_id = @id and skill_name = 'stale_write'
-		  and error_class = 'stale'`,
-		postgres.Strict{"id": x.ID})
-	assert.Equal(t, "1", noted)
+		  and error_class = 'stale'`, postgres.Strict{"id": x.ID})
 }
 
 // The last step is written with the end, or not at all: then the execution continues elsewhere, and makes the step
@@ -185,10 +183,8 @@ func TestADeferredResultIsWrittenSoon(t *testing.T) {
 		return ends(n, err)
 	}))
 	id := p.begin(t, "flow")
-	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[bool](t, pool, `select exists (select from agent_checkpoints where execution_id = @id
+	pgtest.Until(t, pool, true, `select exists (select from agent_checkpoints where execution_id = @id
 			and step = 'step')`, postgres.Strict{"id": id})
-	}, "the step is on record while the code goes on")
 	close(goOn)
 	until(t, pool, id, executions.Completed)
 }
@@ -310,11 +306,9 @@ func TestACompletionWaitsForACheckpointInFlight(t *testing.T) {
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
 		defer close(returns)
 		n, err := executions.Step(ctx, "bad", func(context.Context) (int, error) { return 7, nil })
-		pgtest.Eventually(t, timeout, func() bool {
-			return pgtest.Value[bool](t, pool, `select exists (select from pg_locks where locktype = 'advisory' and objid = 77
+		pgtest.Until(t, pool, true, `select exists (select from pg_locks where locktype = 'advisory' and objid = 77
 				and not granted
 				and database = (select oid from pg_database where datname = current_database()))`)
-		}, "the record is being written")
 		return ends(n, err)
 	}), func(o *executions.Options) { o.LeaseTTL = time.Minute })
 	id := p.begin(t, "flow")

@@ -467,11 +467,9 @@ func deliverDuring(t *testing.T, pool *pgxpool.Pool, worker, id string, change f
 		defer close(done) // also when it fails
 		done <- deliverBatch(t, pool, worker, 2, one, "k")
 	}()
-	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[bool](t, pool, `
+	pgtest.Until(t, pool, true, `
 			select exists (select from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'
 			  and query like '%deliver_agent_event%')`)
-	}, "the event waits")
 	change(tx)
 	require.NoError(t, tx.Commit(t.Context()))
 	return <-done

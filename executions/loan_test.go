@@ -101,10 +101,8 @@ func wantStale(t *testing.T, db postgres.DB, lane string, token int64) {
 // wantBlocked waits until n statements that contain the text wait for a lock.
 func wantBlocked(t *testing.T, db postgres.DB, n int, text string) {
 	t.Helper()
-	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
-			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text) == n
-	}, text+" waits")
+	pgtest.Until(t, db, n, `select count(*) from pg_stat_activity where datname = current_database()
+			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text)
 }
 
 func commit(t *testing.T, tx pgx.Tx) {
@@ -395,10 +393,8 @@ func TestACancelOfAParentMeetsItsChildsSend(t *testing.T) {
 		_, err := executions.Cancel(t.Context(), pool, p.id, "x", "")
 		return err
 	})
-	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*)
-		from agent_cancel_requests`) == 2
-	}, "the cancel is requested")
+	pgtest.Until(t, pool, 2, `select count(*)
+		from agent_cancel_requests`)
 	pgtest.Exec(t, tx, `select lanekeeper.send_agent_message('t1', $1::uuid, $2, 'hola')`, c.id, c.claim)
 	commit(t, tx)
 	require.NoError(t, group.Wait())

@@ -237,10 +237,9 @@ func TestTwoPausesAtOnceAreOne(t *testing.T) {
 		return executions.ResumeAll(ctx, pool, "ana", "")
 	})
 	assert.Equal(t, 1, n)
-	rows := pgtest.Value[string](t, pool, `
+	pgtest.Equal(t, pool, "pause_agent ana why, resume_agent ana ", `
 		select string_agg(skill_name || ' ' || agent || ' ' || purpose, ', ' order by id) from agent_activity
 		  where skill_name in ('pause_agent', 'resume_agent')`)
-	assert.Equal(t, "pause_agent ana why, resume_agent ana ", rows)
 }
 
 func TestARunIsNotReleasedAfterAPauseEnded(t *testing.T) {

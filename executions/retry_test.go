@@ -195,8 +195,7 @@ func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
 			broken.Go(func() error {
 				waits := `from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'
 					and query like '%lanekeeper.release_agent_lock(%' and pid <> pg_backend_pid()`
-				pgtest.Eventually(t, timeout,
-					func() bool { return pgtest.Value[bool](t, pool, `select exists (select `+waits+`)`) }, "the release waits")
+				pgtest.Until(t, pool, true, `select exists (select `+waits+`)`)
 				if done {
 					pgtest.Exec(t, tx, `update agent_locks set locked_by = '', expires_at = '-infinity',
 						fencing_token = fencing_token + 1, execution_id = null where lane = $1`, lane)

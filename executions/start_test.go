@@ -209,9 +209,7 @@ func TestRunsOfAnExpiredLeaseAreQueued(t *testing.T) {
 	}
 	assert.NoError(t, group.Wait())
 	start(t, pool, body)
-	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'completed'`) == 21
-	}, "another process runs them")
+	pgtest.Until(t, pool, 21, `select count(*) from agent_executions where status = 'completed'`)
 }
 
 // A batch of starts keeps the rules of a single row.
@@ -253,9 +251,8 @@ func TestABatchOfStartsKeepsTheRules(t *testing.T) {
 		select lanekeeper.start_agent_executions('{t,t,t}', '{flow,flow,flow}', '{external,f,external:there}', null,
 		  '[{"queued": true}, {}, {"queued": true}]', $1,
 		       '{0,0}', '{}')`, w)
-	got := pgtest.Value[string](t, pool, `select string_agg(concat_ws(' ', flow, outside, on_lost), ', ' order by flow)
+	pgtest.Equal(t, pool, "external t fail, external:there t fail, f f resume", `select string_agg(concat_ws(' ', flow, outside, on_lost), ', ' order by flow)
 		from agent_executions`)
-	assert.Equal(t, "external t fail, external:there t fail, f f resume", got)
 }
 
 // The flow alone decides whether an execution is external, for every writer.
@@ -284,7 +281,7 @@ func TestTheIDsOfABatchAreInOrder(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for range 3 {
-		got := pgtest.Value[string](t, pool, `
+		pgtest.Equal(t, pool, "300 300 300 t t t", `
 			with b as (
 			  select n, id, at from lanekeeper.start_agent_executions(array_fill('t'::text, '{300}'),
 			    array_fill('flow'::text, '{300}'), array_fill('f'::text, '{300}'),
@@ -294,7 +291,6 @@ func TestTheIDsOfABatchAreInOrder(t *testing.T) {
 			       array_agg(id order by id) = array_agg(id order by n),
 			       bool_and(id >= lanekeeper.agent_uuid7_floor(at - interval '1 millisecond')
 			         and id < lanekeeper.agent_uuid7_floor(at + interval '1 second'))) from b`)
-		assert.Equal(t, "300 300 300 t t t", got)
 	}
 }
 

@@ -303,9 +303,7 @@ func TestARejectedCompletionFailsAlone(t *testing.T) {
 	for i := range ids {
 		ids[i] = p.beginWith(t, i)
 	}
-	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`) == len(ids)
-	}, "all are claimed")
+	pgtest.Until(t, pool, len(ids), `select count(*) from agent_executions where claimed_by is not null`)
 	close(gathered)
 	for i, id := range ids {
 		want := executions.Completed

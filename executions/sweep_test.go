@@ -84,14 +84,13 @@ func TestClaimsOfALostWorkerAreReleased(t *testing.T) {
 			"checkpoint between",
 		locked: kept + "0: ", others: kept + "0: ",
 	} {
-		got := pgtest.Value[string](t, pool, `
+		pgtest.Equal(t, pool, want, `
 			select concat(x.status, case when x.claimed_by is null then ', nobody''s' else ', somebody''s' end, ', claim ',
 			  x.claim, ', wake ', x.wake,
 			       ', noted ', (select string_agg(c.how, ' ') from agent_claims_lost c where c.execution_id = x.id
 			         and c.claim = 1 and c.worker_name <> ''),
 			       ', attempt ', x.attempt, ': ', x.error_message)
 			  from agent_executions x where x.id = @id`, postgres.Strict{"id": id})
-		assert.Equal(t, want, got)
 	}
 }
 
@@ -173,11 +172,9 @@ func TestAnInterruptedSweepChangesNothing(t *testing.T) {
 			}
 		}
 	})
-	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[bool](t, pool, `
+	pgtest.Until(t, pool, true, `
 			select coalesce(bool_or(pg_terminate_backend(pid)), false) from pg_stat_activity
 			 where datname = current_database() and wait_event = 'advisory'`)
-	}, "a sweep is cut off")
 	assert.Error(t, group.Wait(), "the sweep does not say that it was cut off")
 	assert.Equal(t, "20 its still, 0 ready, 0 ended, 0 told, 0 noted", pgtest.Value[string](t, pool, became))
 	require.NoError(t, stall.Commit(t.Context()))

@@ -269,9 +269,7 @@ func TestWaitingNeedsNoGoroutines(t *testing.T) { // not parallel: it counts the
 
 func waiting(t *testing.T, pool *pgxpool.Pool, n int) {
 	t.Helper()
-	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status = 'waiting'`) == n
-	}, fmt.Sprintf("%d executions wait", n))
+	pgtest.Until(t, pool, n, `select count(*) from agent_executions where status = 'waiting'`)
 }
 
 // resumes ends the wait of an execution, as the sweep does.
@@ -427,9 +425,7 @@ func TestEveryKindOfWaitHasOneOutcome(t *testing.T) {
 				first := w.park("3", kind, early)
 				require.Truef(t, first != nil && !first.TimedOut && strings.Contains(string(first.Data), "one"),
 					"an early event ended the wait with %+v", first)
-				left := pgtest.Value[int](t, pool, `select count(*) from agent_events where key = @key and consumed_by is null`,
-					postgres.Strict{"key": early})
-				assert.Equal(t, map[bool]int{false: 1, true: 0}[asked], left)
+				pgtest.Equal(t, pool, map[bool]int{false: 1, true: 0}[asked], `select count(*) from agent_events where key = @key and consumed_by is null`, postgres.Strict{"key": early})
 				pgtest.Exec(t, pool, `select cancel_agent_execution(@id, 'test', '')`, postgres.Strict{"id": w.id})
 			})
 		}

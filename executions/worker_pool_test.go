@@ -86,9 +86,7 @@ func TestALimitHoldsOverTwoProcesses(t *testing.T) {
 	for range 60 {
 		p.begin(t, "flow")
 	}
-	pgtest.Eventually(t, timeout, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status <> 'completed'`) == 0
-	}, "all get a place, one after the other, without a sweep")
+	pgtest.Until(t, pool, 0, `select count(*) from agent_executions where status <> 'completed'`)
 	assert.Truef(t, surplus.Load() == 0 && most.Load() >= 2, "%d ran at once", most.Load())
 }
 
@@ -413,9 +411,7 @@ func TestAThousandWaitsResumeExactlyOnce(t *testing.T) {
 		})
 	}
 	require.NoError(t, group.Wait())
-	pgtest.Eventually(t, 2*timeout, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*) from agent_executions where status <> 'completed'`) == 0
-	}, "all are completed")
+	pgtest.Until(t, pool, 0, `select count(*) from agent_executions where status <> 'completed'`)
 	for what, sql := range map[string]string{
 		"events that nobody took": `select count(*) from agent_events where event = 'EVENT_COMPLETED' and consumed_by is null`,
 		"events beyond one for each wait": `

@@ -329,13 +329,11 @@ func TestAFlowWritesOnlyOverWhatItHasRead(t *testing.T) {
 				said := testkit.Deref(x.ErrorMessage)
 				assert.Truef(t, strings.Contains(said, test.failed) && strings.Contains(said, "nothing was changed") &&
 					strings.Contains(said, there), "it says %q", said)
-				status := pgtest.Value[string](t, w.pool, `select status from agent_activity
+				pgtest.Equal(t, w.pool, "skipped", `select status from agent_activity
 					where skill_name in ('memory_write', 'memory_forget') and kind = 'call'`)
-				assert.Equal(t, "skipped", status)
 			}
-			got := pgtest.Value[string](t, w.pool, `select coalesce((select value::text || ' at ' || revision from agent_memory),
+			pgtest.Equal(t, w.pool, test.want, `select coalesce((select value::text || ' at ' || revision from agent_memory),
 				'nothing')`)
-			assert.Equal(t, test.want, got)
 		})
 	}
 }
@@ -497,11 +495,10 @@ func TestARunningExecutionKeepsItsVersion(t *testing.T) {
 	if v := x.FlowVersion; v == nil || *v != 1 || !strings.Contains(testkit.Deref(x.ErrorMessage), "no thread") {
 		t.Errorf("the fork runs version %v: %s", v, testkit.Deref(x.ErrorMessage))
 	}
-	got := pgtest.Value[string](t, w.pool, `
+	pgtest.Equal(t, w.pool, "1 before 1, 1 after 1, 2 before 2, 2 after 2", `
 		select string_agg(flow_version || ' ' || content, ', ' order by m.execution_id, m.id)
 		  from agent_messages m join agent_executions x on x.id = m.execution_id
 		    where x.flow = @flow`, postgres.Strict{"flow": "a"})
-	assert.Equal(t, "1 before 1, 1 after 1, 2 before 2, 2 after 2", got)
 	x = enginetest.Await(t, w.pool, w.begin(t, "a", map[string]any{"key": "k3"}), executions.Failed)
 	assert.Equal(t, "flow a: the flow was removed", testkit.Deref(x.ErrorMessage))
 }
@@ -516,12 +513,9 @@ actions:
 `)
 	first := w.begin(t, "again", nil)
 	enginetest.Await(t, w.pool, first, executions.Completed)
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[bool](t, w.pool, `select exists (select from agent_executions where status = 'failed')`)
-	}, "one of them fails")
-	got := pgtest.Value[string](t, w.pool, `select count(*) || ' ' || count(*) filter (where status = 'failed'
+	pgtest.Until(t, w.pool, true, `select exists (select from agent_executions where status = 'failed')`)
+	pgtest.Equal(t, w.pool, "32 1", `select count(*) || ' ' || count(*) filter (where status = 'failed'
 		and failed_step = 'next' and error_message like '%nested 32 deep%') from agent_executions`)
-	assert.Equal(t, "32 1", got)
 }
 
 var errKilled = errors.New("killed by the test")

@@ -50,9 +50,7 @@ func listeningKeeper(t *testing.T, db *pgxpool.Pool) *lanes.Keeper {
 // queued waits until n waiters stand in the queue of lane.
 func queued(t *testing.T, db postgres.DB, lane string, n int) {
 	t.Helper()
-	pgtest.Eventually(t, soon, func() bool {
-		return pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters where lane = $1`, lane) == n
-	}, "waiters in the queue")
+	pgtest.Until(t, db, n, `select count(*) from agent_lock_waiters where lane = $1`, lane)
 }
 
 func TestWaitersAreServedInOrder(t *testing.T) {

@@ -82,9 +82,7 @@ func TestAReleaseHandsTheLaneOver(t *testing.T) {
 	require.Truef(t, lease != nil && lease.Owner().String() == holder && lease.Token() == token && lease.Lane() == "x",
 		"the waiter has %v, want the lease of %s under token %d", lease, holder, token)
 	assert.Equal(t, 0, pgtest.Value[int](t, db, `select count(*) from agent_lock_waiters where owner <> 'next'`))
-	pgtest.Eventually(t, soon, func() bool {
-		return pgtest.Value[bool](t, db, `select expires_at > clock_timestamp() + interval '50 minutes' from agent_locks`)
-	}, "the lease has the length that it was asked for")
+	pgtest.Until(t, db, true, `select expires_at > clock_timestamp() + interval '50 minutes' from agent_locks`)
 	assert.NoError(t, lease.Fence(t.Context(), db))
 	assert.NoError(t, lease.Release(t.Context()))
 	assert.Equal(t, "next", pgtest.Value[string](t, db, `select locked_by from agent_locks`))
@@ -210,9 +208,7 @@ func TestAnExpiredLeaseIsNotHandedOver(t *testing.T) {
 	to := make(chan string, 1)
 	go func() { to <- releaseLane(t, db, "x", "a", token) }()
 	waitUntilBlocked(t, db, "release_agent_lock")
-	pgtest.Eventually(t, soon, func() bool {
-		return pgtest.Value[bool](t, db, `select expires_at < clock_timestamp() from agent_locks`)
-	}, "the lease ends")
+	pgtest.Until(t, db, true, `select expires_at < clock_timestamp() from agent_locks`)
 	commit(t, write)
 	assert.Equal(t, "not released", <-to)
 }

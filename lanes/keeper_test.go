@@ -303,8 +303,7 @@ func TestABreakIsAuditedUnderTheHoldersTrace(t *testing.T) {
 	mustTry(t, db, "heartbeat", "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE/01JD3V7K8ZQ6W2M5T9X4C1B0AE", 300)
 	broken, err := lanes.Break(t.Context(), db, "heartbeat", "it hangs")
 	require.Truef(t, err == nil && broken, "Break: %v, %v", broken, err)
-	got := pgtest.Value[string](t, db, `select trace_id || ' ' || (input ->> 'reason') || ' ' || lane from agent_activity`)
-	assert.Equal(t, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE it hangs heartbeat", got)
+	pgtest.Equal(t, db, "hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE it hangs heartbeat", `select trace_id || ' ' || (input ->> 'reason') || ' ' || lane from agent_activity`)
 	held, err := lanes.Held(t.Context(), db, "heartbeat")
 	assert.Truef(t, err == nil && !held, "held %v, %v", held, err)
 }

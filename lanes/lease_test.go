@@ -264,9 +264,7 @@ func TestACallerWhoLeavesWhileTheLaneIsGrantedLeavesItFree(t *testing.T) {
 	}
 	commit(t, gate)
 	assert.NoError(t, <-left)
-	pgtest.Eventually(t, soon, func() bool {
-		return pgtest.Value[int](t, db, `select count(*) from agent_locks where lane = 'x'`) == 1
-	}, "the grant commits")
+	pgtest.Until(t, db, 1, `select count(*) from agent_locks where lane = 'x'`)
 	assert.True(t, !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`), "a lane that nobody knows of is held")
 }
 

@@ -73,8 +73,7 @@ func TestAReleaseContinuesInTheBackground(t *testing.T) {
 	err := l.ReleaseWithin(t.Context(), 100*time.Millisecond)
 	assert.Truef(t, err != nil && !errors.Is(err, lanes.ErrLost), "a release without a database: %v", err)
 	w.cut.Store(false)
-	pgtest.Eventually(t, soon, func() bool { return !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) },
-		"the lane is free")
+	pgtest.Until(t, db, false, `select is_agent_lock_held('x')`)
 	log.want(t, 1, "lane released", "lane=x")
 	assert.NoError(t, l.Release(t.Context()), "Release afterwards")
 }
@@ -124,8 +123,7 @@ func TestAnOrphanedLaneIsReleasedInTheBackground(t *testing.T) {
 	pgtest.Exec(t, db, `drop function leave_agent_lock_queue`)
 	pgtest.Exec(t, db, `alter function away rename to leave_agent_lock_queue`)
 	w.lose.Store(false)
-	pgtest.Eventually(t, soon, func() bool { return !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) },
-		"the lane is free")
+	pgtest.Until(t, db, false, `select is_agent_lock_held('x')`)
 }
 
 // open runs a statement in a transaction that stays open, as a driver with autocommit off leaves it.

@@ -228,8 +228,7 @@ func TestARowLockHeldPastTheEndRevivesNothing(t *testing.T) {
 			if name == "renewal" || name == "release" {
 				waitUntilBlocked(t, db, "_agent_lock(")
 			}
-			pgtest.Eventually(t, soon, func() bool { return !pgtest.Value[bool](t, db, `select is_agent_lock_held('x')`) },
-				"the lease ends")
+			pgtest.Until(t, db, false, `select is_agent_lock_held('x')`)
 			commit(t, stranger)
 			assert.Truef(t, !<-revived, "%s revived a lease that had ended", name)
 			g := try(t, db, "x", "b", 60)
@@ -278,11 +277,10 @@ func TestABatchRenewalDistinguishesLostAndNewHolds(t *testing.T) {
 	old := mustTry(t, db, "x", "a", 60)
 	pgtest.Value[bool](t, db, `select break_agent_lock('x', 'test')`)
 	token := mustTry(t, db, "x", "b", 60)
-	got := pgtest.Value[string](t, db, `
+	pgtest.Equal(t, db, "false false false, true true false", `
 		select string_agg((fencing_token = $2) || ' ' || renewed || ' ' || busy, ', ' order by fencing_token)
 		  from lanekeeper.renew_agent_locks(array['x', 'x'], array['a', 'b'], array[$1, $2]::bigint[], array[60,
 		    60])`, old, token)
-	assert.Equal(t, "false false false, true true false", got)
 }
 
 func TestBatchRenewalsInAnyOrderNeverDeadlock(t *testing.T) {
@@ -390,11 +388,9 @@ func TestBadInputIsRefusedAndChangesNothing(t *testing.T) {
 		_, err := db.Exec(t.Context(), `select break_agent_lock('held', $1)`, reason)
 		wantCode(t, err, "22023")
 	}
-	got := pgtest.Value[string](t, db,
-		`select string_agg(lane || ' ' || locked_by || ' ' || (expires_at > clock_timestamp() + interval '30 seconds'),
+	pgtest.Equal(t, db, "held a true00", `select string_agg(lane || ' ' || locked_by || ' ' || (expires_at > clock_timestamp() + interval '30 seconds'),
 			', ') ||
 		(select count(*) from agent_lock_waiters) || (select count(*) from agent_activity) from agent_locks`)
-	assert.Equal(t, "held a true00", got)
 }
 
 func TestGoodInput(t *testing.T) {

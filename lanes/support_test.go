@@ -87,10 +87,8 @@ func wantCode(t testing.TB, err error, code string) {
 // waitUntilBlocked waits until a statement that contains text waits for a lock.
 func waitUntilBlocked(t testing.TB, db postgres.DB, text string) {
 	t.Helper()
-	pgtest.Eventually(t, soon, func() bool {
-		return pgtest.Value[bool](t, db, `select exists (select from pg_stat_activity where datname = current_database()
+	pgtest.Until(t, db, true, `select exists (select from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock' and query like '%' || $1 || '%' and pid <> pg_backend_pid())`, text)
-	}, "no statement waits: "+text)
 }
 
 // getWithin is get that asks again while somebody has the lane in use, as clients do.

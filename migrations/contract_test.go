@@ -43,10 +43,8 @@ func inFlight(t *testing.T, db *pgxpool.Pool, id string) pgx.Tx {
 // blocked waits until n statements that contain the text wait for a lock.
 func blocked(t *testing.T, db *pgxpool.Pool, n int, text string) {
 	t.Helper()
-	pgtest.Eventually(t, soon, func() bool {
-		return pgtest.Value[int](t, db, `select count(*) from pg_stat_activity where datname = current_database()
-			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text) == n
-	}, text+" waits")
+	pgtest.Until(t, db, n, `select count(*) from pg_stat_activity where datname = current_database()
+			and wait_event_type = 'Lock' and strpos(query, $1) > 0`, text)
 }
 
 // Who takes a claim away waits for a write under it that is under way. The write may lock the row more strongly, as

@@ -622,13 +622,11 @@ func TestAModelCallIsChargedToWhatItsAnswerCalls(t *testing.T) {
 	w := newWorld(t, many, modeltest.ToolCall("imagined", `{}`).WithUsage(10, 1, 0),
 		modeltest.Text("Done.").WithUsage(20, 2, 0))
 	x, _ := w.completed(t)
-	spent := pgtest.Value[string](t, w.pool, `
+	pgtest.Equal(t, w.pool, "|2|33 sizes|1|1000", `
 		select string_agg(format('%s|%s|%s', s.skill, s.calls, s.tokens), ' ' order by s.skill) from agent_spend s
 		  where s.surface = $1`, x.Surface)
-	assert.Equal(t, "|2|33 sizes|1|1000", spent)
-	asked := pgtest.Value[string](t, w.pool, `
+	pgtest.Equal(t, w.pool, "26 of 26, by 2", `
 		select format('%s of %s, by %s', count(m.id), count(*), count(distinct m.id))
 		  from agent_activity a left join agent_activity m on m.id = a.cause_id and m.kind = 'model'
 		 where a.execution_id = $1 and a.kind = 'call'`, x.ID)
-	assert.Equal(t, "26 of 26, by 2", asked)
 }

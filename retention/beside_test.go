@@ -262,11 +262,8 @@ func TestNothingUnfinishedIsTouchedAndNobodyWaits(t *testing.T) {
 	for n := range stay {
 		b.deliver(t.Context(), fmt.Sprintf("go %d", n))
 	}
-	pgtest.Eventually(t, time.Minute, func() bool {
-		return pgtest.Value[int](t, own, `select count(*) from agent_executions where id = any($1::uuid[])
-			and status = 'completed'`,
-			stay) == len(stay)
-	}, "those that stayed end")
+	pgtest.Until(t, own, len(stay), `select count(*) from agent_executions where id = any($1::uuid[])
+			and status = 'completed'`, stay)
 	for _, kind := range []string{"executions", "events", "activity", "messages", "partitions"} {
 		assert.Truef(t, removed[kind] != 0, "nothing of %s was removed: nothing was tried", kind)
 	}

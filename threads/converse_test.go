@@ -112,10 +112,8 @@ func TestAQuestionThatIsQueuedIsWaitedForWhenItLeaves(t *testing.T) {
 	queued := pgtest.Value[bool](t, pool, `select waiting_data ? 'queued_message'
 		and waiting_until > clock_timestamp() + interval '29 days' from agent_executions where id = $1`, id)
 	ends(t, pool, a, "completed")
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[bool](t, pool, `select not waiting_data ? 'queued_message'
+	pgtest.Until(t, pool, true, `select not waiting_data ? 'queued_message'
 			and waiting_until < clock_timestamp() + interval '61 minutes' from agent_executions where id = $1`, id)
-	}, "the wait begins")
 	assert.True(t, queued, "the wait had begun before its question was out")
 	// Both of its messages are out, and it keeps the thread while it waits: b comes after it.
 	assert.NoDiff(t, []string{"a", "for a", "first", "second"}, spoken(t, pool, "t"))
@@ -156,11 +154,9 @@ func TestAChildSpeaksInItsParentsThreadAndASiblingQueues(t *testing.T) {
 		},
 	})
 	id := p.begin(t, "parent")
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where flow = 'child'
+	pgtest.Until(t, pool, 2, `select count(*)::int from agent_executions where flow = 'child'
 			and status = 'waiting'
-			or flow = 'sibling' and status = 'completed'`) == 2
-	}, "the child waits, the sibling has ended")
+			or flow = 'sibling' and status = 'completed'`)
 	p.replies(t, "t", "my answer")
 	p.reaches(t, id, executions.Completed)
 	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, pool, "t")) == 6 }, "all is said")
@@ -219,17 +215,13 @@ func TestAParentWhoseWaitTimesOutHasTheThreadAgain(t *testing.T) {
 			if first {
 				want = append([]string{"parent begins"}, want...)
 			}
-			pgtest.Eventually(t, patience, func() bool {
-				return pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where waiting_key = 'over'`) == 1
-			}, "the parent has gone on")
+			pgtest.Until(t, pool, 1, `select count(*)::int from agent_executions where waiting_key = 'over'`)
 			assert.NoDiff(t, want, spoken(t, pool, "t"))
 			for _, key := range []string{"answer", "over"} {
 				_, err := p.Deliver(t.Context(), pool, "EVENT_COMPLETED", key, nil, "")
 				require.NoError(t, err)
 				if key == "answer" {
-					pgtest.Eventually(t, patience, func() bool {
-						return pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where status = 'queued'`) == 1
-					}, "what the child says is queued")
+					pgtest.Until(t, pool, 1, `select count(*)::int from agent_messages where status = 'queued'`)
 				}
 			}
 			p.reaches(t, x.ID, executions.Completed)

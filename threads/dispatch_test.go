@@ -145,9 +145,7 @@ func tells(t *testing.T, db postgres.Beginner, thread string, words ...string) {
 
 func settled(t *testing.T, db postgres.DB) {
 	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, db, `select count(*)::int from agent_messages where status in ('queued', 'sending')`) == 0
-	}, "every message is settled")
+	pgtest.Until(t, db, 0, `select count(*)::int from agent_messages where status in ('queued', 'sending')`)
 }
 
 func states(t *testing.T, db postgres.DB) []string {
@@ -209,9 +207,7 @@ func TestAHangingTargetHoldsUpNobodyElse(t *testing.T) {
 	tells(t, pool, "log", "for the log")
 	log, _ := carries(t, pool)
 	pgtest.Eventually(t, patience, func() bool { return len(fast.contents()) == 2 }, "the fast one has got both")
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, pool, `select status from agent_messages where thread_id = 'log'`) == "delivered"
-	}, "the log has got its message")
+	pgtest.Until(t, pool, "delivered", `select status from agent_messages where thread_id = 'log'`)
 	log.want(t, "msg=message", `content="for the log"`, "thread_id=log")
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where thread_id like 'slow %'
 		and status = 'delivered'`), "messages were delivered to a target that hangs")
@@ -289,9 +285,7 @@ func TestACourierSendsQueuesAndFreesThreads(t *testing.T) {
 	// Nobody wants this one; it is freed some time later, and that is logged. Only couriers log, the sweep does not.
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '10 minutes'
 		where lane = 'thread:t'`)
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, db, `select locked_by from agent_locks where lane = 'thread:t'`) == ""
-	}, "the thread is freed")
+	pgtest.Until(t, db, "", `select locked_by from agent_locks where lane = 'thread:t'`)
 	pgtest.Eventually(t, patience, func() bool { return log.has("level=WARN", `msg="lane stale, clearing"`, "holder="+c) },
 		"it is logged")
 }

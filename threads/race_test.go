@@ -72,9 +72,7 @@ func TestFiftyExecutionsSpeakInOneThread(t *testing.T) {
 		ended = pgtest.Value[int](t, pool, `select count(*)::int from agent_executions where flow = 'speak'
 			and completed_at is not null`)
 	}
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[int](t, pool, `select count(*)::int from agent_messages where status = 'queued'`) == 0
-	}, "the queue is empty")
+	pgtest.Until(t, pool, 0, `select count(*)::int from agent_messages where status = 'queued'`)
 	order(t, spoken(t, pool, "t"), ids, cancelled, words)
 	// Seqs have no gaps, and of two queued messages of different speakers none overtook.
 	assert.Equal(t, 0, pgtest.Value[int](t, pool,
@@ -158,11 +156,9 @@ func TestAHolderThatFencedAWriteSpeaksBesideAnother(t *testing.T) {
 		_, err := pool.Exec(t.Context(), says, other, "later")
 		spoke <- err
 	}()
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[bool](t, pool, `select exists (select from pg_stat_activity where datname = current_database()
+	pgtest.Until(t, pool, true, `select exists (select from pg_stat_activity where datname = current_database()
 			and wait_event_type = 'Lock'
 			and strpos(query, 'send_agent_message') > 0)`)
-	}, "the other waits")
 	pgtest.Exec(t, tx, says, holder, "second")
 	assert.NoError(t, tx.Commit(t.Context()))
 	assert.NoError(t, <-spoke, "the other")

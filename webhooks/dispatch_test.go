@@ -105,9 +105,7 @@ func TestRetryAfterIsHonouredForTheWholeTarget(t *testing.T) {
 			target(t, pool, webhooks.TargetDefinition{URL: them.URL})
 			dispatches(t, pool, []string{them.host(t)}, time.Millisecond)
 			emit(t, pool, "execution.completed")
-			pgtest.Eventually(t, patience, func() bool {
-				return pgtest.Value[bool](t, pool, `select http_status > 0 from agent_webhook_outbox`)
-			}, "the first attempt has ended")
+			pgtest.Until(t, pool, true, `select http_status > 0 from agent_webhook_outbox`)
 			emit(t, pool, "execution.failed")
 			for what, sql := range map[string]string{
 				"the message waits": `select next_attempt_at > clock_timestamp() + interval '1 hour' from agent_webhook_outbox
@@ -149,15 +147,12 @@ func TestATargetThatFailsForADayIsTakenOutAndPutBack(t *testing.T) {
 	target(t, pool, webhooks.TargetDefinition{URL: them.URL, MaxFailures: 3})
 	dispatches(t, pool, []string{them.host(t)}, time.Millisecond, time.Millisecond, time.Hour)
 	emit(t, pool, "execution.completed")
-	pgtest.Eventually(t, patience,
-		func() bool { return pgtest.Value[int](t, pool, `select failures from agent_webhook_targets`) == 3 },
-		"it has failed 3 times")
+	pgtest.Until(t, pool, 3, `select failures from agent_webhook_targets`)
 	require.True(t, pgtest.Value[bool](t, pool, `select enabled from agent_webhook_targets`),
 		"it was taken out within a moment: a restart of the receiver must not do that")
 	pgtest.Exec(t, pool, `update agent_webhook_targets set failing_since = clock_timestamp() - interval '25 hours'`)
 	emit(t, pool, "execution.failed")
-	pgtest.Eventually(t, patience,
-		func() bool { return !pgtest.Value[bool](t, pool, `select enabled from agent_webhook_targets`) }, "it is taken out")
+	pgtest.Until(t, pool, false, `select enabled from agent_webhook_targets`)
 	got, err := webhooks.GetTarget(t.Context(), pool, "them")
 	assert.Truef(t, err == nil && got.DisabledBy == "webhooks" &&
 		strings.Contains(got.DisabledReason, "attempts failed in a row") && got.Pending == 2, "%+v, %v", got, err)
@@ -221,9 +216,7 @@ func TestAnAttemptThatTheDatabaseInterruptsLeavesNoOpenRow(t *testing.T) {
 			target(t, pool, webhooks.TargetDefinition{URL: them.URL})
 			dispatches(t, pool, []string{them.host(t)})
 			emit(t, pool, "execution.completed")
-			pgtest.Eventually(t, patience, func() bool {
-				return pgtest.Value[bool](t, pool, `select is_called from interruptions`)
-			}, "the attempt is interrupted")
+			pgtest.Until(t, pool, true, `select is_called from interruptions`)
 			pgtest.Exec(t, pool, `update agent_webhook_outbox set next_attempt_at = clock_timestamp() where status = 'pending'
 				and activity_id is null`)
 			outbox(t, pool, "sent")

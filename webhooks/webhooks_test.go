@@ -122,9 +122,7 @@ func emit(t *testing.T, db postgres.DB, event string) {
 // outbox waits for the one message to reach a state.
 func outbox(t *testing.T, pool *pgxpool.Pool, want string) {
 	t.Helper()
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, pool, `select status from agent_webhook_outbox`) == want
-	}, "the message becomes "+want)
+	pgtest.Until(t, pool, want, `select status from agent_webhook_outbox`)
 }
 
 func content(t *testing.T, body string) webhooks.Content {

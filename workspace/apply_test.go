@@ -190,9 +190,8 @@ func TestApplyKeepsWithoutPrune(t *testing.T) {
 	if diff := cmp.Diff(want, actions(diff)); diff != "" || err != nil {
 		t.Error(diff, err)
 	}
-	got := pgtest.Value[string](t, pool, `
+	pgtest.Equal(t, pool, `["automation often"]`, `
 		select input->>'pruned' from agent_activity where skill_name = 'apply_workspace' order by id desc limit 1`)
-	assert.Equal(t, `["automation often"]`, got)
 	again, err := workspace.Apply(t.Context(), pool, load(t, "a.yaml", goodSkill), workspace.Options{})
 	if err != nil || !again.Empty() || again.Count(workspace.Keep) != 3 {
 		t.Errorf("a further apply did %v, %v", actions(again), err)

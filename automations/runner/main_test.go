@@ -157,10 +157,8 @@ func TestAnAutomationStartsAFlow(t *testing.T) {
 	}))
 	w.raise(t, "hired", "c1", `{"name": "Ana"}`)
 	w.until(t, "success 1")
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'onboarding'
-			and status = 'completed'`) == "1"
-	}, "the flow ends")
+	pgtest.Until(t, w.pool, "1", `select count(*)::text from agent_executions where flow = 'onboarding'
+			and status = 'completed'`)
 	assert.Equal(t, `{"key": "c1", "data": {"name": "Ana"}, "tone": "warm", "event": "hired"}`,
 		pgtest.Value[string](t, w.pool, `select input::text from agent_executions where flow = 'onboarding'`))
 	got := pgtest.Value[string](t, w.pool, `
@@ -171,10 +169,8 @@ func TestAnAutomationStartsAFlow(t *testing.T) {
 	run := pgtest.Value[string](t, w.pool, `select execution_id::text from agent_automation_runs`)
 	_, err := e.Fork(t.Context(), w.pool, executions.ForkSpec{ID: run})
 	assert.ErrorIs(t, err, executions.ErrNoFork, "fork of a run")
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, w.pool, `select (status = 'completed')::text from agent_executions
-			where id = (select execution_id from agent_automation_runs)`) == "true"
-	}, "the run's execution ends")
+	pgtest.Until(t, w.pool, "true", `select (status = 'completed')::text from agent_executions
+			where id = (select execution_id from agent_automation_runs)`)
 	again, err := e.Replay(t.Context(), run)
 	assert.Truef(t, err == nil && again.Equal, "the run is not replayed: %+v, %v", again.Divergence, err)
 }
@@ -228,9 +224,8 @@ func TestWhilePausedTimesAreSkippedAndEventsAreKept(t *testing.T) {
 		    and a.status = 'skipped'`)
 	assert.Truef(t, strings.HasPrefix(said, "1 during autonomous work is paused since ") &&
 		strings.HasSuffix(said, "by ana: prices look wrong"), "recorded: %s", said)
-	next := pgtest.Value[string](t, w.pool, `select string_agg(name || ' ' || (next_run_at > clock_timestamp())::text, ', '
+	pgtest.Equal(t, w.pool, "before false, during true", `select string_agg(name || ' ' || (next_run_at > clock_timestamp())::text, ', '
 		order by name) from agent_automations where trigger = 'cron'`)
-	assert.Equal(t, "before false, during true", next)
 	_, err = executions.ResumeAll(t.Context(), w.pool, "ana", "")
 	require.NoError(t, err)
 	w.until(t, "skipped 1, success 1")

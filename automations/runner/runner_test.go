@@ -38,11 +38,10 @@ func TestAnEventStartsARunInItsOwnTrace(t *testing.T) {
 	w.raise(t, "ISSUE", "elsewhere", `{"action": "opened"}`)
 	pgtest.Exec(t, w.pool, `select * from deliver_agent_event('EVENT_COMPLETED', 'PUSH')`) // known by its key
 	w.until(t, "skipped 2, success 2")
-	got := pgtest.Value[string](t, w.pool, `
+	pgtest.Equal(t, w.pool, hook+" webhook automation "+hook, `
 		select r.trace_id || ' ' || x.surface || ' ' || x.flow || ' ' || x.trace_id
 		  from agent_automation_runs r join agent_executions x on x.id = r.execution_id where r.status = 'success'
 		    and r.trace_id <> ''  and x.surface = 'webhook'`)
-	assert.Equal(t, hook+" webhook automation "+hook, got)
 	prompt := w.model.Requests()[0].Messages[1].Content
 	assert.Truef(t, strings.Contains(prompt, "It broke") && strings.Contains(prompt, "not as instructions") &&
 		!strings.Contains(prompt, "hunter2"), "the model was told %s", prompt)
@@ -96,12 +95,11 @@ func TestNoRunIsMadeTwiceHoweverManyDispatch(t *testing.T) {
 	group.Wait()
 	w.until(t, fmt.Sprintf("success %d", 4*events))
 	assert.Equal(t, 4*events, w.count())
-	overlaps := pgtest.Value[string](t, w.pool, `
+	pgtest.Equal(t, w.pool, "0", `
 		select count(*)::text from agent_activity p join agent_activity q
 		    on p.skill_name = 'run_automation' and q.skill_name = 'run_automation' and p.id < q.id
 		   and p.output ->> 'automation' = q.output ->> 'automation'
 		   and p.created_at < q.finished_at and q.created_at < p.finished_at`)
-	assert.Equal(t, "0", overlaps)
 	assert.Equal(t, fmt.Sprint(4*events), pgtest.Value[string](t, w.pool,
 		`select count(*)::text from agent_executions where flow = 'automation'`))
 	assert.Equal(t, "true", pgtest.Value[string](t, w.pool, `select (last_trace_id <> '' and last_run_at is not null)::text
@@ -170,10 +168,8 @@ func TestARunWhoseSkillIsDisabledWaitsForItInsteadOfDying(t *testing.T) {
 	pgtest.Exec(t, w.pool, `select try_acquire_agent_lock($1, 'somebody', 3600)`, "automation:"+a.ID)
 	w.process(t)
 	w.raise(t, "E", "k", `{}`)
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation'
-			and status = 'waiting'`) == "1"
-	}, "the run waits for the lane")
+	pgtest.Until(t, w.pool, "1", `select count(*)::text from agent_executions where flow = 'automation'
+			and status = 'waiting'`)
 	_, err := skills.Disable(t.Context(), w.pool, "look", "admin", "not now", nil)
 	require.NoError(t, err)
 	pgtest.Exec(t, w.pool, `select release_agent_lock($1, 'somebody')`, "automation:"+a.ID)
@@ -230,10 +226,8 @@ func TestARunOfADeadProcessGoesOnElsewhere(t *testing.T) {
 	w.until(t, "success 1")
 	close(wake)
 	group.Wait()
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, w.pool, `select string_agg(status, ' ') from agent_executions
-			where flow = 'automation'`) == "completed"
-	}, "the execution ends")
+	pgtest.Until(t, w.pool, "completed", `select string_agg(status, ' ') from agent_executions
+			where flow = 'automation'`)
 	assert.Equal(t, "false", pgtest.Value[string](t, w.pool, `select is_agent_lock_held($1)::text`, "automation:"+a.ID))
 	assert.Equal(t, 2, w.count())
 }
@@ -296,10 +290,8 @@ func TestTheEndOfARunStartsNoOther(t *testing.T) {
 		values ('op_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'operate', 'x', 'running')`)
 	pgtest.Exec(t, w.pool, `update agent_executions set status = 'cancelled' where flow = 'x'`)
 	w.until(t, "success 1")
-	pgtest.Eventually(t, patience, func() bool {
-		return pgtest.Value[string](t, w.pool, `select count(*)::text from agent_executions where flow = 'automation'
-			and status = 'completed'`) == "1"
-	}, "the run's execution ends")
+	pgtest.Until(t, w.pool, "1", `select count(*)::text from agent_executions where flow = 'automation'
+			and status = 'completed'`)
 	assert.Equal(t, "success 1", w.states(t))
 }
 

@@ -86,11 +86,10 @@ func TestApplyWantsThePassOfEachSuiteThatGates(t *testing.T) {
 	p.fails(2, "--without-evals needs a --reason", "apply", dir, "--without-evals")
 	p.fails(2, "--without-evals needs a --reason", "apply", dir, "--reason", "hurry")
 	assert.Contains(t, p.must("apply", dir, "--without-evals", "--reason", "the shop is on fire"), "~ agent nora")
-	audit := pgtest.Value[string](t, pool, `
+	pgtest.Equal(t, pool, `admin|without evals: the shop is on fire|["manners"]`, `
 		select format('%s|%s|%s', u.actor, u.reason, a.input ->> 'without_evals')
 		  from agent_audit u join agent_activity a using (id)
 		 where u.act = 'apply_workspace' order by u.id desc limit 1`)
-	assert.Equal(t, `admin|without evals: the shop is on fire|["manners"]`, audit)
 
 	write("Be rude.", "Be very kind.") // its run is there
 	p.must("apply", dir)

@@ -341,8 +341,7 @@ func TestInterruptEndsSilentPipe(t *testing.T) {
 	ctx, interrupt := context.WithCancel(t.Context())
 	ended := make(chan commandResult, 1)
 	go func() { ended <- d.runWith(ctx, silent, "chat") }()
-	pgtest.Eventually(t, pgWait,
-		func() bool { return pgtest.Value[int](t, d.pool, `select count(*) from agent_workers`) == 1 }, "it works")
+	pgtest.Until(t, d.pool, 1, `select count(*) from agent_workers`)
 	interrupt()
 	select {
 	case got := <-ended:

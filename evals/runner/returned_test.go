@@ -3,7 +3,6 @@ package runner_test
 import (
 	"context"
 	"testing"
-	"time"
 
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -48,9 +47,7 @@ func TestAReturnedSkillRunsItsCases(t *testing.T) {
 	serving, stop := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- w.runner.Serve(serving) }()
-	pgtest.Eventually(t, 60*time.Second, func() bool {
-		return pgtest.Value[int](t, w.pool, `select count(*)::int from agent_eval_runs where status <> 'running'`) == 1
-	}, "the run is not played")
+	pgtest.Until(t, w.pool, 1, `select count(*)::int from agent_eval_runs where status <> 'running'`)
 	stop()
 	require.NoError(t, <-done)
 	pgtest.Equal(t, w.pool, "sales gpt-4o-mini", `select agent || ' ' || model from agent_eval_runs`)

@@ -82,9 +82,7 @@ func (w *world) shadow(t *testing.T) evals.Run {
 
 func (w *world) awaitStatus(t *testing.T, id, want string) {
 	t.Helper()
-	pgtest.Eventually(t, 30*time.Second, func() bool {
-		return pgtest.Value[string](t, w.pool, `select status from agent_eval_runs where id = $1`, id) == want
-	}, "the run is "+want)
+	pgtest.Until(t, w.pool, want, `select status from agent_eval_runs where id = $1`, id)
 }
 
 // A run that can never be played ends, and its control with it.
@@ -106,10 +104,7 @@ func TestARunThatMeetsErrorsEndsAfterItsDeadline(t *testing.T) {
 	run := w.start(t, orders(), runner.Options{Background: true})
 	pgtest.Exec(t, w.pool, `update agent_eval_runs set subject = '[]' where id = $1`, run.ID)
 	w.serve(t)
-	pgtest.Eventually(t, 30*time.Second, func() bool {
-		return pgtest.Value[bool](t, w.pool, `select served_until > clock_timestamp() from agent_eval_runs where id = $1`,
-			run.ID)
-	}, "the run is claimed")
+	pgtest.Until(t, w.pool, true, `select served_until > clock_timestamp() from agent_eval_runs where id = $1`, run.ID)
 	pgtest.Equal(t, w.pool, evals.Running, `select status from agent_eval_runs where id = $1`, run.ID)
 	pgtest.Exec(t, w.pool, `
 		update agent_eval_runs set created_at = created_at - interval '2 days', served_until = created_at where id = $1`, run.ID)

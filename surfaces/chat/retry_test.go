@@ -105,11 +105,9 @@ func TestARequestThatIsSentAgainIsAnsweredOnce(t *testing.T) {
 				got, err = p.sendIn(t.Context(), c.body, append(c.headers, c.again...)...)
 				return err
 			})
-			pgtest.Eventually(t, patience, func() bool {
-				return pgtest.Value[bool](t, w.pool, `
+			pgtest.Until(t, w.pool, true, `
 					select count(*) = $1 and count(*) filter (where state <> 'left') = 1
 					  from agent_chat_requests`, c.turns)
-			}, "the second request is taken")
 			send(t, g.pieces, "The first.")
 			close(g.pieces)
 			require.NoError(t, group.Wait())

@@ -250,8 +250,7 @@ func TestDoubleTextingInterrupts(t *testing.T) {
 			assert.Truef(t, len(said) == 3 && strings.HasPrefix(said[1], "assistant: "+kept) &&
 				strings.HasSuffix(said[1], "\n[interrupted]") && said[2] == "user: tea, rather",
 				"the model heard %q, want the partial answer %q", said, kept)
-			status := pgtest.Value[string](t, w.pool, `select string_agg(status, ' ' order by created_at) from agent_executions`)
-			assert.Equal(t, "cancelled completed", status)
+			pgtest.Equal(t, w.pool, "cancelled completed", `select string_agg(status, ' ' order by created_at) from agent_executions`)
 		})
 	}
 }
@@ -420,10 +419,8 @@ func TestALongThreadCostsTheSamePerTurn(t *testing.T) {
 		before := int64(-1)
 		for {
 			p.answerTo(t, "long", "say it now")
-			pgtest.Eventually(t, patience, func() bool {
-				return pgtest.Value[bool](t, w.pool, `select coalesce(bool_and(completed_at is not null), true)
+			pgtest.Until(t, w.pool, true, `select coalesce(bool_and(completed_at is not null), true)
 					from agent_executions`)
-			}, "the summary is made")
 			through := pgtest.Value[int64](t, w.pool, `select summary_through from agent_threads where id = 'long'`)
 			if through == before {
 				break

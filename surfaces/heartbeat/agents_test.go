@@ -121,10 +121,8 @@ func TestServerStartWaitsForApply(t *testing.T) {
 	group.Go(func() error {
 		return postgres.InTx(t.Context(), w.pool, func(tx pgx.Tx) error { return heartbeat.Sync(t.Context(), tx, d, true) })
 	})
-	pgtest.Eventually(t, waitLimit, func() bool {
-		return pgtest.Value[bool](t, w.pool, `select exists (select from pg_locks where locktype = 'advisory' and not granted
+	pgtest.Until(t, w.pool, true, `select exists (select from pg_locks where locktype = 'advisory' and not granted
 			and database = (select oid from pg_database where datname = current_database()))`)
-	}, "the server waits")
 	for _, a := range []agents.Definition{
 		{Name: "sales", Default: true},
 		{Name: "billing", Heartbeat: &agents.Heartbeat{}},

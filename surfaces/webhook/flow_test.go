@@ -336,10 +336,7 @@ func TestDeliveryStartsFlowOnce(t *testing.T) {
 		"onboarding": `{"name": "Ana"}`,
 		"archive":    `{"candidate": {"name": "Ana"}}`,
 	} {
-		pgtest.Eventually(t, patience, func() bool {
-			return pgtest.Value[int](t, w.pool, `select count(*) from agent_executions where flow = $1 and status = 'completed'`,
-				flow) == 1
-		}, flow+" ends")
+		pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where flow = $1 and status = 'completed'`, flow)
 		same := pgtest.Value[bool](t, w.pool, `
 			select bool_and(x.input = $2::jsonb and x.trace_id = $3 and x.surface = 'webhook' and x.parent_id::text = $4)
 			  from agent_executions x where x.flow = $1`, flow, input, got.TraceID, *d.ExecutionID)

@@ -125,9 +125,7 @@ func (w *world) start(flow, input string) string {
 // ended waits for the end, and returns status and summary or error.
 func (w *world) ended(id string) (status, text string) {
 	w.Helper()
-	pgtest.Eventually(w, patience, func() bool {
-		return pgtest.Value[bool](w, w.db, `select completed_at is not null from agent_executions where id = $1::uuid`, id)
-	}, "execution "+id+" has not ended")
+	pgtest.Until(w, w.db, true, `select completed_at is not null from agent_executions where id = $1::uuid`, id)
 	var x struct {
 		Status       string
 		Summary      string  `json:"result_summary"`
