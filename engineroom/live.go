@@ -361,8 +361,8 @@ func pulseOf(ctx context.Context, db postgres.DB, failing *monitor.Failing) (p p
 	if failing == nil || len(failing.Flows)+len(failing.Calls) == 0 {
 		return p
 	}
-	newest, err := postgres.RowsGeneric[struct{ Newest string }](ctx, db, "read newest runs of what fails", pulseFailingSQL,
-		postgres.Strict{"flows": failing.Flows, "calls": failing.Calls})
+	newest, err := postgres.RowsGeneric[struct{ Newest string }](ctx, db, "read newest runs of what fails",
+		pulseFailingSQL, postgres.Strict{"flows": failing.Flows, "calls": failing.Calls})
 	if err != nil {
 		return pulse{away: true}
 	}

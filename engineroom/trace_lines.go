@@ -8,27 +8,17 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/human"
 )
 
-// linesAtOnce is the number of lines that a browser paints first. The others stand in a noscript element: with a script
-// they are text until trace.js adds them after the first paint, and without one they are lines.
-const linesAtOnce = 100
-
 // Lines renders the lines of the waterfall. A template took 75 µs for each of 2,000 lines; this takes three.
 func (view *tracedView) Lines() template.HTML {
 	var b strings.Builder
 	b.Grow(600 * len(view.Order))
-	base, long := template.HTMLEscapeString(view.Base), len(view.Order) > 2*linesAtOnce
-	for i, n := range view.Order {
-		if long && i == linesAtOnce {
-			write(&b, `<noscript id="wf-more">`)
-		}
+	base := template.HTMLEscapeString(view.Base)
+	for _, n := range view.Order {
 		if n.Sort == "more" {
 			view.writeRest(&b, n)
 			continue
 		}
 		n.write(&b, base, n.Span() == view.Span)
-	}
-	if long {
-		write(&b, "</noscript>")
 	}
 	return template.HTML(b.String()) // every text is escaped below
 }

@@ -93,7 +93,7 @@
   };
   const parsed = (html) => {
     const t = document.createElement("template");
-    t.innerHTML = html.includes('<noscript id="wf-more">') ? html.replace(/<\/?noscript[^>]*>/g, "") : html; // see trace.js
+    t.innerHTML = html;
     return t.content.firstElementChild;
   };
   const morph = (part, html) => {

@@ -264,23 +264,6 @@
     layOut();
     draw();
   };
-  // The lines after the first ones are the text of a noscript, so that the page is painted before them. They are added
-  // frame by frame.
-  const unfold = () => {
-    const rest = $("wf-more");
-    if (!rest) return;
-    const end = "</div>\n", lines = rest.textContent.split(end);
-    const add = () => {
-      if (!rest.isConnected) return; // the stream has sent all lines
-      rest.insertAdjacentHTML("beforebegin", lines.splice(0, 250).join(end) + (lines.length ? end : ""));
-      if (lines.length) return after(add);
-      rest.remove();
-      begin();
-      mark();
-    };
-    const after = (f) => { if (document.hidden) setTimeout(f); else requestAnimationFrame(() => setTimeout(f)); };
-    after(add);
-  };
   document.addEventListener("part", (e) => {
     if (e.detail.id !== "view") return;
     const was = state;
@@ -292,5 +275,4 @@
   if (location.hash === "#errors" && errors) errors.checked = true;
   begin();
   mark();
-  unfold();
 })();
