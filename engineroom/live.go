@@ -409,6 +409,7 @@ type state struct {
 	ended  time.Time // end of the read
 	moved  bool      // something has changed since
 	urgent bool      // something that the part is about has changed since
+	hurry  time.Time // start of the last read that was urgent
 	wanted bool      // a new viewer has another state
 	failed bool      // the read failed
 	// Of a large part: its HTML, and its event for a viewer that has it as of the mark since.
@@ -524,8 +525,8 @@ func (t *topic) due(now time.Time) (list []int, wait time.Duration) {
 }
 
 // A part is read as soon as what it is about has changed; one that names nothing, with an interval up to quickPart, as
-// soon as anything has. It rests restFactor times as long as the read took, so at most 3 % of the time goes into its
-// reads. Other changes wait for its interval.
+// soon as anything has. After such a read it rests restFactor times as long as the read took, so at most 3 % of the
+// time goes into these. Other changes wait for its interval.
 const (
 	quickPart  = 2 * time.Second
 	minRest    = 100 * time.Millisecond
@@ -537,7 +538,8 @@ func (s state) next(calm, trouble time.Duration) time.Time {
 	pause := s.every
 	switch {
 	case s.urgent:
-		pause = min(s.every, max(minRest, restFactor*s.ended.Sub(s.read)))
+		rest := min(s.every, max(minRest, restFactor*s.ended.Sub(s.read)))
+		pause = max(min(s.every, minRest), s.hurry.Add(rest).Sub(s.ended))
 	case s.moved:
 	case s.failed:
 		pause = max(trouble, s.every)
@@ -604,6 +606,9 @@ func (t *topic) markReadStart(due []int) time.Time {
 	defer t.mu.Unlock()
 	for _, i := range due {
 		s := &t.parts[i]
+		if s.urgent {
+			s.hurry = time.Now()
+		}
 		s.moved, s.urgent, s.wanted = false, false, false
 	}
 	return time.Now()

@@ -349,6 +349,27 @@ func TestAPartIsReadAtOnceForWhatItIsAbout(t *testing.T) {
 	}
 }
 
+func TestAnUrgentReadRestsAfterAnother(t *testing.T) {
+	t.Parallel()
+	began := time.Now()
+	s := state{part: part{every: 3 * time.Second}, read: began, ended: began.Add(20 * time.Millisecond), moved: true}
+	for _, c := range []struct {
+		urgent bool
+		hurry  time.Time
+		want   time.Duration
+	}{
+		{false, time.Time{}, 3020 * time.Millisecond},
+		{true, time.Time{}, 120 * time.Millisecond},
+		{true, began.Add(-time.Second), 120 * time.Millisecond},
+		{true, began, 600 * time.Millisecond},
+	} {
+		s.urgent, s.hurry = c.urgent, c.hurry
+		if due := s.next(time.Minute, time.Minute).Sub(began); due != c.want {
+			t.Errorf("urgent %v: due after %s, want %s", c.urgent, due, c.want)
+		}
+	}
+}
+
 func TestThePulseTellsWhatChanged(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
