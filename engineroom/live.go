@@ -168,7 +168,7 @@ type hub struct {
 	room          *Room
 	reading       chan struct{} // a semaphore of maxConcurrentReads
 	heartbeat     time.Duration
-	pollInterval  time.Duration // interval of the check of the activity log
+	pollInterval  time.Duration // interval of the check for changes
 	retryInterval time.Duration // retry interval of a failed part
 	idleRefresh   time.Duration // refresh interval of a part without activity
 	readLimit     time.Duration // timeout of a part
