@@ -69,8 +69,9 @@ func newStand(
 	_, err := channels.Put(t.Context(), s.pool, d, "workspace")
 	require.NoError(t, err)
 	keeper := lanes.NewKeeper(s.pool, lanes.Options{})
+	listener := lanes.NewListener(s.pool, nil)
 	r := &channels.Runner{
-		Pool: s.pool, Keeper: keeper, Logger: slog.New(slog.DiscardHandler),
+		Pool: s.pool, Keeper: keeper, Listener: listener, Logger: slog.New(slog.DiscardHandler),
 		Getenv: func(name string) string {
 			return map[string]string{"TOKEN": telegramtest.Token, "WEBHOOK": "a secret"}[name]
 		},
@@ -78,7 +79,7 @@ func newStand(
 		Principals: linked{"telegram:4711 1": "mara", "telegram:4711 2": "viewer-bob"},
 	}
 	s.runner = r
-	testkit.Run(t, keeper.Run, r.Run)
+	testkit.Run(t, keeper.Run, listener.Run, r.Run)
 	return s
 }
 
@@ -99,10 +100,12 @@ func (s *stand) request(arguments string) (id string) {
 	hash, err := approvals.Hash([]byte(arguments))
 	require.NoError(s.t, err)
 	return pgtest.Value[string](s.t, s.pool, `
-		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash,
-		  expires_at)
-		select x.trace_id, x.id, 'refund', 1, $2::jsonb, $3, clock_timestamp() + interval '1 day'
-		  from agent_executions x where x.id = $1::uuid returning id::text`, s.exec, arguments, hash)
+		with asked as (
+		  insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash,
+		    expires_at)
+		  select x.trace_id, x.id, 'refund', 1, $2::jsonb, $3, clock_timestamp() + interval '1 day'
+		    from agent_executions x where x.id = $1::uuid returning id::text)
+		select id || pg_notify('agent_channels', 'approval requested')::text from asked`, s.exec, arguments, hash)
 }
 
 // shown waits for the n-th message in the chat of the admins.
@@ -268,6 +271,7 @@ func TestOnlyLostTurnsOfLiveThreadsGetANotice(t *testing.T) {
 		  returning id, thread_id)
 		insert into agent_channel_messages (channel, external_id, conversation, sender, status, thread_id, execution_id)
 		select 'support', x.thread_id, x.thread_id, '7', 'running', x.thread_id, x.id from x`)
+	pgtest.Exec(t, s.pool, `select pg_notify('agent_channels', 'support')`)
 	pgtest.Exec(t, s.pool, `update agent_executions set status = 'failed', claim = claim + 1, error_message = 'given up'`)
 	s.until("all messages are done", func() bool {
 		return pgtest.Value[bool](t, s.pool, `select bool_and(status = 'done') from agent_channel_messages`)
