@@ -35,7 +35,7 @@ lasted as materialized (
            group by 1, 2) x
    group by x.skill),
 listed as (
-  select s.* from agent_skills s
+  select s.*, lanekeeper.agent_uuid7_floor(greatest(@since::timestamptz, s.enabled_at)) as first from agent_skills s
    where (@skill::text = '' or s.name = @skill) and (@after::text = '' or s.name > @after)
      and (@state::text = '' or @state = case when s.enabled then 'enabled' when s.trial_at is not null then 'on trial' else 'disabled' end)
    order by s.name limit @limit::int),
@@ -53,7 +53,7 @@ fared as (
       select r.n from (
         select row_number() over () as n, u.* from (
           select m.telling, m.status, m.created_at from agent_activity_measured m
-           where m.skill_name between s.name and s.name and m.id >= lanekeeper.agent_uuid7_floor(greatest(@since::timestamptz, s.enabled_at))
+           where m.skill_name between s.name and s.name and m.id >= s.first
            order by m.skill_name desc, m.id desc limit @walk::int) u) r
        where r.telling and r.status = 'success' and r.created_at > s.enabled_at limit 1) won on c.failed > 0
     left join lateral (
@@ -61,7 +61,7 @@ fared as (
         from (
         select u.* from (
           select m.telling, m.created_at from agent_activity_measured m
-           where m.skill_name between s.name and s.name and m.id >= lanekeeper.agent_uuid7_floor(greatest(@since::timestamptz, s.enabled_at))
+           where m.skill_name between s.name and s.name and m.id >= s.first
            order by m.skill_name desc, m.id desc limit @walk::int) u
          limit coalesce(won.n - 1, @walk::int)) r) w on c.failed > 0)
 select f.*,

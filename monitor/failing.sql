@@ -37,7 +37,7 @@ select case when exists (select from agent_skills s where s.name = n.name) then 
  cross join lateral (
    select k.* from (
      select k.id, k.status, k.error_class, k.error_message, k.trace_id, k.created_at from agent_skill_calls k
-      where k.skill_name between n.name and n.name and k.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
+      where k.skill_name between n.name and n.name and k.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
       order by k.skill_name desc, k.id desc limit @walk::int) k
     where k.status = 'error' limit @each::int) f
   join agent_activity a on a.id = f.id
@@ -47,7 +47,7 @@ select 'model', 'model_call', left(f.agent, 300), f.id::text, '', left(f.trace_i
   from (
     select a.* from (
       select a.id, a.agent, a.kind, a.status, a.error_class, a.error_message, a.trace_id, a.created_at from agent_activity a
-       where a.skill_name between 'model_call' and 'model_call' and a.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
+       where a.skill_name between 'model_call' and 'model_call' and a.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
        order by a.skill_name desc, a.id desc limit @walk::int) a
      where a.kind = 'model' and a.status = 'error' and a.error_class not in ('cancelled', 'interrupted', 'stale', 'yielded', 'budget')
      limit @each::int) f

@@ -15,17 +15,17 @@ with ended as materialized (
     from unnest(@calls::text[]) s(name)
    cross join lateral (
      select k.status from agent_skill_calls k
-      where k.skill_name between s.name and s.name and k.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
+      where k.skill_name between s.name and s.name and k.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
       order by k.skill_name desc, k.id desc limit 1) newest
    cross join lateral (
      select k.id, k.status, k.created_at from agent_skill_calls k
-      where k.skill_name between s.name and s.name and k.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
+      where k.skill_name between s.name and s.name and k.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
       order by k.skill_name desc, k.id desc limit case when newest.status = 'error' then @walk::int else 1 end) k
   union all
   select 'call', m.name, '', m.id, m.created_at, m.status = 'error'
     from (
      select 'model_call' as name, a.id, a.kind, a.status, a.error_class, a.created_at from agent_activity a
-      where @models and a.skill_name between 'model_call' and 'model_call' and a.id >= lanekeeper.agent_uuid7_floor(@since::timestamptz)
+      where @models and a.skill_name between 'model_call' and 'model_call' and a.id >= (select lanekeeper.agent_uuid7_floor(@since::timestamptz))
       order by a.skill_name desc, a.id desc limit @walk::int) m
    where m.kind = 'model' and m.status in ('success', 'error')
      and m.error_class not in ('cancelled', 'interrupted', 'stale', 'yielded', 'budget')),
