@@ -22,7 +22,7 @@ func (room *Room) overviewPage() page {
 				name: "verdict", every: 3 * time.Second, calm: true, about: failureChanged | asksChanged,
 				load: room.verdictPart,
 			},
-			{name: "needs", every: 3 * time.Second, about: asksChanged, load: room.needs},
+			{name: "needs", every: 3 * time.Second, about: asksChanged | failureChanged, load: room.needs},
 			{name: "failing", every: 3 * time.Second, calm: true, about: failureChanged, load: room.failingNow},
 			{name: "now", every: 2 * time.Second, about: runsChanged | openChanged, load: room.runningNow},
 			room.healthPart(),
