@@ -37,7 +37,9 @@ func TestTimesAreUTC(t *testing.T) {
 	require.NoError(t, err)
 	assert.Truef(t, !strings.Contains(string(got), "+02:00") && strings.Count(string(got), "2026-01-02T01:04:05Z") == 4,
 		"encoded as %s", got)
-	assert.True(t, v.List[0].At == there && *v.List[0].Once == there && v.Next.At == there, "the value itself was changed")
+	for _, at := range []time.Time{v.List[0].At, *v.List[0].Once, v.Next.At} {
+		assert.Equal(t, there.String(), at.String(), "the value itself")
+	}
 }
 
 func TestPanicIsProblem(t *testing.T) {

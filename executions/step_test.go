@@ -275,7 +275,8 @@ func TestNowIsTheSameInEveryRun(t *testing.T) {
 		seen = append(seen, now)
 		return nil, err
 	})
-	assert.Truef(t, len(seen) == 2 && seen[0] == seen[1] && !seen[0].IsZero(), "first run and replay saw %v", seen)
+	assert.Truef(t, len(seen) == 2 && seen[0].String() == seen[1].String() && !seen[0].IsZero(),
+		"first run and replay saw %v", seen)
 }
 
 func TestStepsOutsideAnExecutionFail(t *testing.T) {

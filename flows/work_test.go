@@ -302,7 +302,7 @@ actions: [{actionType: set, parameters: {variables: {done: true}}}]`)
 	id := w.begin(t, "order", map[string]any{"order": 1001})
 	enginetest.Await(t, w.pool, id, executions.Completed)
 	pgtest.Equal(t, w.pool, "order=1001", `select string_agg(name || '=' || value, ' ') from agent_execution_labels`)
-	given, _, err := w.Engine.Start(t.Context(), w.pool, executions.Spec{
+	given, _, err := w.Start(t.Context(), w.pool, executions.Spec{
 		Flow: "order", Surface: trace.Flow, Input: map[string]any{"order": 1002, "customer": "Ana"},
 		Labels: executions.Labels{"order": "mine"},
 	})
