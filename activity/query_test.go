@@ -138,14 +138,16 @@ func TestRecentFilters(t *testing.T) {
 		filter activity.Filter
 		want   []string
 	}{
-		"nothing":       {activity.Filter{}, []string{d, c, b, a}},
-		"surface":       {activity.Filter{Surface: "operate"}, []string{c}},
-		"status":        {activity.Filter{Status: activity.Error}, []string{b}},
-		"running":       {activity.Filter{Status: activity.Running}, []string{d}},
-		"skill":         {activity.Filter{Skill: "old"}, []string{a}},
-		"lane":          {activity.Filter{Lane: "heartbeat"}, []string{b}},
-		"agent":         {activity.Filter{Agent: "visitor_chat"}, []string{}},
-		"kinds":         {activity.Filter{Kinds: []activity.Kind{"call", "note"}, Since: now.AddDate(0, -2, 0)}, []string{d, b, a}},
+		"nothing": {activity.Filter{}, []string{d, c, b, a}},
+		"surface": {activity.Filter{Surface: "operate"}, []string{c}},
+		"status":  {activity.Filter{Status: activity.Error}, []string{b}},
+		"running": {activity.Filter{Status: activity.Running}, []string{d}},
+		"skill":   {activity.Filter{Skill: "old"}, []string{a}},
+		"lane":    {activity.Filter{Lane: "heartbeat"}, []string{b}},
+		"agent":   {activity.Filter{Agent: "visitor_chat"}, []string{}},
+		"kinds": {
+			activity.Filter{Kinds: []activity.Kind{"call", "note"}, Since: now.AddDate(0, -2, 0)}, []string{d, b, a},
+		},
 		"kinds, 30 d":   {activity.Filter{Kinds: []activity.Kind{"call", "note"}}, []string{d, b}},
 		"trace":         {activity.Filter{TraceID: op}, []string{c}},
 		"trace in hex":  {activity.Filter{TraceID: trace.ID(op).OTel()}, []string{c}},

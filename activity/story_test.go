@@ -251,7 +251,9 @@ func TestTracesAreRolledUpNewestFirst(t *testing.T) {
 		"all, by pages of one": {activity.TraceFilter{Limit: 1}, []string{string(going), string(newer), string(older)}},
 		"surface":              {activity.TraceFilter{Surface: "heartbeat"}, []string{string(going), string(older)}},
 		"status":               {activity.TraceFilter{Status: "failed"}, []string{string(newer)}},
-		"since":                {activity.TraceFilter{Since: time.Now().Add(-40 * time.Minute)}, []string{string(going), string(newer)}},
+		"since": {
+			activity.TraceFilter{Since: time.Now().Add(-40 * time.Minute)}, []string{string(going), string(newer)},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			assert.NoDiff(t, test.want, list(test.filter))

@@ -58,9 +58,11 @@ func TestWhatWillNotPassIsNotRepeated(t *testing.T) {
 		status int
 		want   string
 	}{
-		"400":          {modeltest.Status(http.StatusBadRequest, 0), 400, "Bad Request"},
-		"401":          {modeltest.Status(http.StatusUnauthorized, 0), 401, "OPENAI_API_KEY"},
-		"404":          {modeltest.Refusal(404, "invalid_request_error", "model_not_found", "no such model", 0), 404, "AGENT_MODEL"},
+		"400": {modeltest.Status(http.StatusBadRequest, 0), 400, "Bad Request"},
+		"401": {modeltest.Status(http.StatusUnauthorized, 0), 401, "OPENAI_API_KEY"},
+		"404": {
+			modeltest.Refusal(404, "invalid_request_error", "model_not_found", "no such model", 0), 404, "AGENT_MODEL",
+		},
 		"408":          {modeltest.Status(http.StatusRequestTimeout, 0), 408, "Request Timeout"},
 		"422":          {modeltest.Raw(422, "application/json", `{"detail":"messages: too many"}`), 422, "messages: too many"},
 		"web page":     {modeltest.Raw(404, "text/html", "<html><body>Not here</body></html>"), 404, "web page"},
@@ -68,8 +70,10 @@ func TestWhatWillNotPassIsNotRepeated(t *testing.T) {
 		"plain text":   {modeltest.Raw(403, "text/plain", "go\naway"), 403, "go away"},
 		"empty":        {modeltest.Raw(418, "text/plain", ""), 418, "teapot"},
 		"error text":   {modeltest.Raw(400, "application/json", `{"error":"bad model"}`), 400, "bad model"},
-		"no quota":     {modeltest.Refusal(429, "insufficient_quota", "insufficient_quota", "pay first", 0), 429, "pay first"},
-		"no answer":    {modeltest.Raw(304, "text/plain", ""), 304, "not modified"},
+		"no quota": {
+			modeltest.Refusal(429, "insufficient_quota", "insufficient_quota", "pay first", 0), 429, "pay first",
+		},
+		"no answer": {modeltest.Raw(304, "text/plain", ""), 304, "not modified"},
 		"bad request mid-stream": {
 			modeltest.Raw(200, "text/event-stream", "data: {\"error\":{\"message\":\"too long\",\"code\":400}}\n\n"), 400,
 			"too long",

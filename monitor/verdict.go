@@ -260,8 +260,8 @@ func (c Condition) Judge(of *agents.Agent, all []agents.Agent) Verdict {
 		v.Why = append(v.Why, Reason{Text: "no process is running", Link: "/lanes", Since: c.lease})
 		return v
 	}
-	found := slices.Concat(c.failing(concerns), c.outOfService(of), c.dead(concerns), c.stuckOf(concerns), c.brokenChannels(concerns),
-		c.overspent(of))
+	found := slices.Concat(c.failing(concerns), c.outOfService(of), c.dead(concerns), c.stuckOf(concerns),
+		c.brokenChannels(concerns), c.overspent(of))
 	var count []finding
 	for _, f := range found {
 		if known, is := c.known[f.keys[0]]; is {

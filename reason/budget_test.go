@@ -214,8 +214,10 @@ func TestTroubleOfTheProvider(t *testing.T) {
 		"error in the middle":     {[]modeltest.Reply{modeltest.MidStreamError("Fi", "overloaded"), ok}, ""},
 		"reset":                   {[]modeltest.Reply{modeltest.Reset(), ok}, ""},
 		"no usage":                {[]modeltest.Reply{ok.NoUsage()}, ""},
-		"down":                    {[]modeltest.Reply{modeltest.Status(500, 0), modeltest.Status(500, 0), modeltest.Status(500, 0)}, "500"},
-		"too many, for long":      {[]modeltest.Reply{modeltest.Status(429, time.Hour)}, "429"},
+		"down": {
+			[]modeltest.Reply{modeltest.Status(500, 0), modeltest.Status(500, 0), modeltest.Status(500, 0)}, "500",
+		},
+		"too many, for long": {[]modeltest.Reply{modeltest.Status(429, time.Hour)}, "429"},
 		"bad key": {[]modeltest.Reply{modeltest.Refusal(401, "invalid_request_error", "",
 			"Incorrect API key provided", 0)}, "Incorrect API key"},
 	} {

@@ -354,8 +354,10 @@ func TestDeclarationsNeedTheSecretsOfTheirMode(t *testing.T) {
 		secrets, settings map[string]string
 		want              string
 	}{
-		"socket":       {map[string]string{"token": "${A}", "app_token": "${B}"}, nil, ""},
-		"events":       {map[string]string{"token": "${A}", "signing_secret": "${B}"}, map[string]string{"mode": "events"}, ""},
+		"socket": {map[string]string{"token": "${A}", "app_token": "${B}"}, nil, ""},
+		"events": {
+			map[string]string{"token": "${A}", "signing_secret": "${B}"}, map[string]string{"mode": "events"}, "",
+		},
 		"no app token": {map[string]string{"token": "${A}", "signing_secret": "${B}"}, nil, "needs app_token"},
 		"no signature": {
 			map[string]string{"token": "${A}", "app_token": "${B}"}, map[string]string{"mode": "events"}, "needs signing_secret",

@@ -298,7 +298,9 @@ func TestWebhookCommands(t *testing.T) {
 		  '{"X-Shop": ["a"]}',
 		        '{"id": 7, "password": "hunter2", "text": "\\u001b[2J"}', 'abc', 'action 1: it failed')`)
 	for command, wants := range map[string][]string{
-		"endpoints":                        {"shop", "standard", "/webhooks/shop", "set the environment variable SHOP_SECRET"},
+		"endpoints": {
+			"shop", "standard", "/webhooks/shop", "set the environment variable SHOP_SECRET",
+		},
 		"targets":                          {"ops", "https://example.com/hook", "execution.failed"},
 		"ls --status dead --endpoint shop": {"msg_1", "action 1: it failed"},
 		"ls --json":                        {`"delivery_id": "msg_1"`, `"next_cursor": null`},

@@ -135,7 +135,9 @@ func TestUsageErrors(t *testing.T) {
 			[]string{"lanes", "run", "x", "--ttl", "999999d", "--", "echo"},
 			`"--ttl" flag: longer than 100 years`,
 		},
-		"no such state":             {[]string{"executions", "ls", "--status", "done"}, "not one of pending, running, waiting"},
+		"no such state": {
+			[]string{"executions", "ls", "--status", "done"}, "not one of pending, running, waiting",
+		},
 		"no such state of a trace":  {[]string{"trace", "ls", "--status", "done"}, "not one of pending, running, waiting"},
 		"no such state of activity": {[]string{"activity", "ls", "--status", "completed"}, "not one of running, success"},
 		"no such surface":           {[]string{"activity", "ls", "--surface", "moon"}, `"moon": not one of heartbeat, operate`},
@@ -143,10 +145,12 @@ func TestUsageErrors(t *testing.T) {
 		"no rows":                   {[]string{"activity", "ls", "--limit", "0"}, "not a number from 1 to 500"},
 		"too many rows":             {[]string{"trace", "ls", "--limit", "501"}, "not a number from 1 to 500"},
 		"rows of no number":         {[]string{"executions", "ls", "--limit", "many"}, "not a number from 1 to 500"},
-		"no such wait":              {[]string{"executions", "waiting", "--for", "godot"}, "not one of response, agent, document"},
-		"no such request":           {[]string{"requests", "ls", "--kind", "favour"}, "not one of document, signature, test"},
-		"requests of no execution":  {[]string{"requests", "ls", "--execution", "zz"}, "not an execution id (uuid)"},
-		"cursor of nothing":         {[]string{"executions", "ls", "--cursor", "zz"}, "not a cursor"},
+		"no such wait": {
+			[]string{"executions", "waiting", "--for", "godot"}, "not one of response, agent, document",
+		},
+		"no such request":          {[]string{"requests", "ls", "--kind", "favour"}, "not one of document, signature, test"},
+		"requests of no execution": {[]string{"requests", "ls", "--execution", "zz"}, "not an execution id (uuid)"},
+		"cursor of nothing":        {[]string{"executions", "ls", "--cursor", "zz"}, "not a cursor"},
 		"show of no id": {
 			[]string{"executions", "show", "zz"},
 			`"zz" is not the id (uuid) of an execution; see agent executions ls`,

@@ -382,7 +382,9 @@ func TestDotEnvRestrictions(t *testing.T) {
 			[]string{"AGENT_MODEL"},
 			[]string{"AGENT_PG_BIN", "HOME", "LANG", "PATH"},
 		},
-		"files":                {"OPENAI_API_KEY_FILE=/etc/passwd\nMY_FILE=/x", "", 0, nil, []string{"MY_FILE", "OPENAI_API_KEY_FILE"}},
+		"files": {
+			"OPENAI_API_KEY_FILE=/etc/passwd\nMY_FILE=/x", "", 0, nil, []string{"MY_FILE", "OPENAI_API_KEY_FILE"},
+		},
 		"a misspelt setting":   {"AGENT_MODELL=m", "", 0, nil, []string{"AGENT_MODELL"}},
 		"a reference":          {"LD_PRELOAD=x\nMY_SECRET=y", "", 0, []string{"LD_PRELOAD", "MY_SECRET"}, nil},
 		"model, key elsewhere": {"OPENAI_BASE_URL=" + foreign, "OPENAI_API_KEY=k", 1, []string{"OPENAI_BASE_URL"}, nil},

@@ -41,10 +41,14 @@ func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
 			"postgres://u:" + secret + "#x@h:port/db",
 			[]string{"cannot read the connection string", "percent-encoded"},
 		},
-		"a bare @":    {"postgres://u:p@" + secret + "/x@127.0.0.1:1/db", []string{"cannot read the connection string", "%40"}},
+		"a bare @": {
+			"postgres://u:p@" + secret + "/x@127.0.0.1:1/db", []string{"cannot read the connection string", "%40"},
+		},
 		"two of them": {"postgres://u:p@" + secret + "@127.0.0.1:1/db", []string{"cannot read the connection string", "%40"}},
 		"a bare /":    {"postgres://u:1/" + secret + "@127.0.0.1:1/db", []string{"cannot read the connection string", "%2F"}},
-		"a bare #":    {"postgres://u:p@" + secret + "#x@127.0.0.1:1/db", []string{"cannot read the connection string", "%23"}},
+		"a bare #": {
+			"postgres://u:p@" + secret + "#x@127.0.0.1:1/db", []string{"cannot read the connection string", "%23"},
+		},
 		"a bare ?": {
 			"postgresql://u:p@" + secret + "?x@127.0.0.1:1/db",
 			[]string{"cannot read the connection string", "%3F"},

@@ -94,7 +94,9 @@ func TestTextByLook(t *testing.T) {
 		"header":         {"Authorization: Basic dXNlcjpwYXNz\nHost: a", "Authorization: [redacted]\nHost: a"},
 		"basic":          {"with Basic dXNlcjpwYXNz.", "with Basic [redacted]."},
 		"basic in prose": {"Basic authentication is off", "Basic authentication is off"},
-		"openai":         {"Incorrect API key provided: sk-proj-abcDEF1234567890.", "Incorrect API key provided: [redacted]."},
+		"openai": {
+			"Incorrect API key provided: sk-proj-abcDEF1234567890.", "Incorrect API key provided: [redacted].",
+		},
 		"stripe":         {"sk_live_abcdefgh1234", "[redacted]"},
 		"github":         {"ghp_abcdefghijklmnop1234, github_pat_11ABCDEFG0123456", "[redacted], [redacted]"},
 		"slack":          {"xoxb-123456789012-abc", "[redacted]"},

@@ -145,8 +145,10 @@ func TestAFailedCheckNamesTheSettingThatHelps(t *testing.T) {
 			"AGENT_MODEL_EXTRA", nil,
 		},
 		"blind model": {"colour", modeltest.Text("Blue"), "image", "fail", "Blue", "AGENT_MODEL", nil},
-		"no images":   {"image_url", refusal(400, "image input is not supported"), "image", "skipped", "refused one", "", nil},
-		"no price":    {"x", modeltest.Text("ok"), "price", "skipped", "do not bound", "AGENT_PRICES", unpriced},
+		"no images": {
+			"image_url", refusal(400, "image input is not supported"), "image", "skipped", "refused one", "", nil,
+		},
+		"no price": {"x", modeltest.Text("ok"), "price", "skipped", "do not bound", "AGENT_PRICES", unpriced},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

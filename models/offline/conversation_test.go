@@ -123,8 +123,10 @@ func TestConversations(t *testing.T) {
 		"use objective_advance":                  {nil, []string{"it needs objective, step, result"}},
 		"run drop_tables":                        {nil, []string{"I may call table_sizes"}},
 		"¡Hola!":                                 {nil, []string{"¡Hola! Soy el modelo sin conexión", "table_sizes"}},
-		"¿Qué puedes hacer?":                     {nil, []string{"Estas son las herramientas", "vacuum_table (si se ordena)"}},
-		"¿Qué hiciste hoy?":                      {[]string{`recent_activity {"limit":50}`}, nil},
+		"¿Qué puedes hacer?": {
+			nil, []string{"Estas son las herramientas", "vacuum_table (si se ordena)"},
+		},
+		"¿Qué hiciste hoy?": {[]string{`recent_activity {"limit":50}`}, nil},
 		"Recuerda que el café es a las 9": {
 			[]string{`memory_write {"key":"cafe","value":"el café es a las 9"}`},
 			[]string{"Recordado como general / k."},

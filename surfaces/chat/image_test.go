@@ -95,7 +95,9 @@ func TestAnImageThatCannotBeTakenIsRefused(t *testing.T) {
 		"no base64":    {"data:image/png;base64,###", "base64"},
 		"no data":      {"data:image/png,abc", "form"},
 		"another type": {strings.Replace(pixel("a"), "png", "gif", 1), "its data is image/png"},
-		"a page":       {"data:image/png;base64," + base64.StdEncoding.EncodeToString([]byte("<html>")), "png, jpeg, gif or webp"},
+		"a page": {
+			"data:image/png;base64," + base64.StdEncoding.EncodeToString([]byte("<html>")), "png, jpeg, gif or webp",
+		},
 		"a drawing": {
 			"data:image/svg+xml;base64," + base64.StdEncoding.EncodeToString([]byte("<svg/>")),
 			"png, jpeg, gif or webp",

@@ -113,8 +113,10 @@ func TestObjectiveNoteReplacesPromptValue(t *testing.T) {
 		script    []modeltest.Reply
 		want      string
 	}{
-		"nobody wrote":         {"", []modeltest.Reply{update}, "half of it is done"},
-		"somebody wrote":       {"look at b first, says the admin", []modeltest.Reply{update}, "look at b first, says the admin"},
+		"nobody wrote": {"", []modeltest.Reply{update}, "half of it is done"},
+		"somebody wrote": {
+			"look at b first, says the admin", []modeltest.Reply{update}, "look at b first, says the admin",
+		},
 		"decided by the model": {"look at b first, says the admin", []modeltest.Reply{update, update}, "half of it is done"},
 	} {
 		t.Run(name, func(t *testing.T) {
