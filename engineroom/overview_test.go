@@ -136,6 +136,9 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	waitsForPeople(t, pool, "some text")
+	pgtest.Exec(t, pool, `
+		insert into agent_channels (name, type, state, error, state_at)
+		values ('mail', 'email', 'failing', 'some text', clock_timestamp() - interval '5 minutes')`)
 	texts := []string{
 		"by self-heal: some text", "/approvals?status=pending", "/deliveries?status=dead",
 		"/objectives?status=proposed", "/threads/t1", "/skills/fetch",
@@ -157,7 +160,7 @@ func TestWhatNeedsAPersonIsCountedAndLinked(t *testing.T) {
 	_, part, _ := strings.Cut(body, `<section id="needs"`)
 	part, _, _ = strings.Cut(part, "</section>")
 	links := regexp.MustCompile(`href="([^"]+)"`).FindAllStringSubmatch(part, -1)
-	assert.Equal(t, 23, len(links))
+	assert.Equal(t, 25, len(links))
 	for _, link := range links {
 		if strings.HasPrefix(link[1], "/skills") || strings.HasPrefix(link[1], "/traces") {
 			continue // of a page that has its own tests; nothing happened in the trace
