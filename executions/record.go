@@ -237,10 +237,10 @@ func (r *run) writeResult(
 		if s.entry != nil && effect != nil {
 			activity.CloseIn(ctx, b, effect.ActivityID, *s.entry, out)
 		}
-		if effect != nil && effect.OnResult != nil {
+		r.queueCheckpoint(b, s, output, failed)
+		if effect != nil && effect.OnResult != nil { // last: it may lock what many runs share, such as a budget
 			effect.OnResult(b)
 		}
-		r.queueCheckpoint(b, s, output, failed)
 	})
 }
 

@@ -171,11 +171,15 @@ func (p *Record) Amend(ctx context.Context, log *slog.Logger, b *pgx.Batch, acti
 	if a.messages = a.parts(sent.Messages); slices.EqualFunc(a.messages, p.messages, bytes.Equal) {
 		a.messages = nil
 	}
+	options := optionsOf(sent)
+	if a.messages == nil && bytes.Equal(options, p.options) {
+		return
+	}
 	b.Queue(`
 		select problem from lanekeeper.record_agent_prompt(@activity_id, null, @messages, @options, @digests, @bodies,
 		  @truncated, true)`,
 		postgres.Strict{
-			"activity_id": activityID, "messages": a.messages, "options": optionsOf(sent),
+			"activity_id": activityID, "messages": a.messages, "options": options,
 			"digests": a.digests, "bodies": a.bodies, "truncated": a.truncated,
 		}).QueryRow(func(row pgx.Row) error {
 		var problem *string

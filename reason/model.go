@@ -133,11 +133,13 @@ func (l *Loop) callDurably(ctx context.Context, c modelCall) (reply, error) {
 		},
 		Idempotent: true, // a repeated call costs money and changes nothing
 		OnIntent: func(b *pgx.Batch, step string) {
-			r.Reserve(b, step)
 			if c.prompt == nil {
-				c.prompt = l.prompts.Prepare(l.Model.Prepared(c.request))
+				asked := c.request
+				asked.MaxTokens = int(r.Need.Wanted) // the grant, unless a budget is short
+				c.prompt = l.prompts.Prepare(l.Model.Prepared(asked))
 			}
 			c.prompt.Add(b, r.ExecutionID, r.Claim, step)
+			r.Reserve(b, step) // last: all turns of a day lock the same budget until they commit
 		},
 	}, func(ctx context.Context, effect *executions.Effect) (reply, error) {
 		c.prompt.Committed(ctx, l.log())
@@ -195,8 +197,8 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 	response, err := l.Model.Complete(ctx, c.request)
 	settle := effect.OnResult
 	effect.OnResult = func(b *pgx.Batch) {
-		settle(b)
 		c.prompt.Amend(ctx, l.log(), b, effect.ActivityID, response.Sent)
+		settle(b)
 	}
 	l.Model.ObserveUsage(r.estimated, response.Usage) // before settling frees budget for others
 	used, cost := r.used(response)

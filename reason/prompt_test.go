@@ -230,10 +230,20 @@ func TestAPromptIsRecordedInTheFormThatTheServerTook(t *testing.T) {
 	assert.Truef(t, len(found) == 0, "logged: %v", found)
 }
 
-func TestAPromptThatCannotBeAmendedFailsNoTurn(t *testing.T) {
+// A request that was sent as prepared is recorded once.
+func TestAPromptThatWasSentAsPreparedIsNotAmended(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Done."))
-	pgtest.Exec(t, w.pool, `alter table agent_prompts add constraint unamended check (not options ? 'max_tokens')`)
+	w.completed(t)
+	pgtest.Equal(t, w.pool, "(0,1)", `select ctid::text from agent_prompts`)
+}
+
+func TestAPromptThatCannotBeAmendedFailsNoTurn(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Refusal(400, "invalid_request_error", "", "response_format is not supported", 0),
+		modeltest.Text(`{"n":1}`))
+	w.turn.Form = &reason.Form{Name: "count", Schema: `{"type":"object","properties":{"n":{"type":"integer"}}}`}
+	pgtest.Exec(t, w.pool, `alter table agent_prompts add constraint unamended check (options ? 'response_format')`)
 	x, _ := w.completed(t)
 	assert.True(t, w.prompted(t, x).Calls[0].Recorded, "what was recorded before the call is gone")
 	found := w.log.Records(t, "prompt not amended")
