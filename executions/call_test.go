@@ -68,6 +68,28 @@ func TestActivitiesOfAThreadRunNameTheThread(t *testing.T) {
 	}
 }
 
+// The record of a plain step commits with the intent of the call after it. A step whose delay is over is written alone.
+func TestAStepIsRecordedWithTheIntentOfTheNextCall(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		if _, err := executions.Step(ctx, "read", func(context.Context) (int, error) { return 1, nil }); err != nil {
+			return executions.Result{}, err
+		}
+		return ends(executions.Do(ctx, "act", executions.Call{Entry: activity.Entry{Skill: "act"}, Idempotent: true},
+			func(ctx context.Context, effect *executions.Effect) (together bool, err error) {
+				x, _ := executions.Current(ctx)
+				return together, pool.QueryRow(ctx, `
+					select c.xmin = a.xmin from agent_checkpoints c, agent_activity a
+					 where c.execution_id = @id and c.step = 'read' and a.id = @activity`,
+					postgres.Strict{"id": x.ID, "activity": effect.ActivityID}).Scan(&together)
+			}))
+	}))
+	pgtest.Eventually(t, timeout, func() bool {
+		return string(until(t, pool, p.begin(t, "flow"), executions.Completed).Result) == "true"
+	}, "step and intent in one commit")
+}
+
 func TestACallIsARunningRowBeforeItActs(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

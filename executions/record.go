@@ -32,8 +32,10 @@ func recordedResult[T any](ctx context.Context, r *run, s stepSpec) (bool, T, er
 	checkpoint, ok := r.checkpoints[s.key]
 	r.mu.Unlock()
 	if !ok {
-		if err := r.flushDeferred(ctx); err != nil {
-			return true, value, err
+		if s.entry == nil || r.replay != nil { // else openActivity takes it along
+			if err := r.flushDeferred(ctx); err != nil {
+				return true, value, err
+			}
 		}
 		if r.e.stopping() {
 			r.stop(ErrDraining)
@@ -107,12 +109,30 @@ func (r *run) openActivity(ctx context.Context, s stepSpec, effect *Effect) erro
 	r.e.log.InfoContext(ctx, "action started", "action", s.entry.Skill, "step", s.key)
 	detached, end := r.untilRunEnds(ctx)
 	defer end()
-	err := r.write(detached, func(b *pgx.Batch) {
-		activity.OpenIn(ctx, b, *s.entry, &effect.ActivityID)
-		if s.onIntent != nil {
-			s.onIntent(b, s.key)
+	deferred := r.takeDeferred()
+	open := func() error {
+		return r.write(detached, func(b *pgx.Batch) {
+			if deferred != nil {
+				deferred.write(r).queue(b)
+			}
+			activity.OpenIn(ctx, b, *s.entry, &effect.ActivityID)
+			if s.onIntent != nil {
+				s.onIntent(b, s.key)
+			}
+		})
+	}
+	err := open()
+	switch {
+	case deferred == nil:
+	case err == nil:
+		r.e.log.InfoContext(ctx, "checkpoint saved", "step", deferred.s.key)
+	default: // the error may be that of the deferred checkpoint
+		if err := r.recordDeferred(detached, deferred); err != nil {
+			return err
 		}
-	})
+		deferred = nil
+		err = open()
+	}
 	return r.handleWriteError(ctx, s, err, activity.Outcome{Status: activity.Running})
 }
 
