@@ -36,6 +36,9 @@ func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error)
 	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
 		for pause := minLendPause; ; pause = min(2*pause, maxLendPause) {
 			lease, err := r.e.keeper.AcquireAs(detached, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name, opts...)
+			if err == nil {
+				return lease, r.fenceLease(detached, lease)
+			}
 			busy, ok := errors.AsType[*lanes.BusyError](err)
 			if !ok || !busy.WillLend || time.Now().After(deadline) || !sleep(ctx, pause) {
 				return lease, err
@@ -83,10 +86,11 @@ func acquireLane(
 	detached := withGrace(ctx, 5*time.Second)
 	lease, err := RetryTransient(ctx, func(context.Context) (*lanes.Lease, error) {
 		lease, err := acquire(r, detached)
-		if err != nil {
-			return nil, err
+		if postgres.IsCode(err, "LK001") {
+			r.stop(ErrStale)
+			err = ErrStale
 		}
-		return lease, r.fenceLease(detached, lease)
+		return lease, err
 	})
 	switch {
 	case ctx.Err() != nil:
@@ -113,10 +117,6 @@ func (r *run) fenceLease(ctx context.Context, lease *lanes.Lease) error {
 		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
 	if err == nil {
 		return nil
-	}
-	if postgres.IsCode(err, "LK001") {
-		r.stop(ErrStale)
-		err = ErrStale
 	}
 	if back := lease.Release(ctx); back != nil {
 		r.e.log.WarnContext(ctx, "lane of a lost claim not released", "lane", lease.Lane(), "error", back)

@@ -403,8 +403,8 @@ func leaveQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) e
 		args).Scan(&released)
 }
 
-// tryOrEnqueue acquires the lane, or queues for it when it is busy. A listening waiter may get a handover. Claims of
-// executions do not, because they may have ended by then.
+// tryOrEnqueue acquires the lane, or queues for it when it is busy. A listening waiter may get a handover. A claim of an
+// execution must be live (LK001), and gets no handover, because it may have ended by then.
 func (w *waiter) tryOrEnqueue(
 	ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration,
 ) (acquireResult, error) {
@@ -413,9 +413,12 @@ func (w *waiter) tryOrEnqueue(
 		select acquired, coalesce(fencing_token, 0) as fencing_token, coalesce(expires_at, 'epoch') as expires_at,
 		  coalesce(locked_by, '') as holder,
 		       coalesce(was_holder, '') as was_holder, coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now
-		  from lanekeeper.acquire_or_enqueue_agent_lock(@lane, @owner, @ttl, @place, @handed)`,
+		  from (select case when @claim then fence_agent_execution(split_part(@owner, '#', 1)::uuid,
+		          split_part(@owner, '#', 2)::bigint) end as fenced offset 0) f
+		 cross join lateral lanekeeper.acquire_or_enqueue_agent_lock(@lane, @owner, @ttl, @place, @handed)`,
 		postgres.Strict{
-			"lane": lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlaceTTL),
+			"claim": owner.claim,
+			"lane":  lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlaceTTL),
 			"handed": w.notifications != nil && !owner.claim,
 		})
 	if err != nil {

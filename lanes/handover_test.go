@@ -325,13 +325,21 @@ func TestABatchHandsManyLanesOver(t *testing.T) {
 	assert.Truef(t, !g.acquired && g.holder == "d", "a newcomer got %+v, want busy by d", g)
 }
 
-// The claim of an execution may be over at the handover, so it acquires lanes itself.
+// The claim of an execution may be over at the handover, so it acquires lanes itself, and only while it is live.
 func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k := listeningKeeper(t, db)
 	token := mustTry(t, db, "x", "a", 60)
-	owner := lanes.ClaimOwner("00000000-0000-7000-8000-000000000001", 1)
+	pgtest.Exec(t, db, `
+		insert into agent_workers (id, name, expires_at) values (gen_random_uuid(), 'w', clock_timestamp() + interval '1 hour');
+		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim)
+		select 'fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'f', 'running', id, 1 from agent_workers`)
+	id := pgtest.Value[string](t, db, `select id::text from agent_executions`)
+	_, err := k.AcquireWaitAs(t.Context(), lanes.ClaimOwner(id, 2), "y")
+	wantCode(t, err, "LK001")
+	pgtest.Equal(t, db, false, `select is_agent_lock_held('y')`)
+	owner := lanes.ClaimOwner(id, 1)
 	got := make(chan *lanes.Lease, 1)
 	go func() {
 		lease, err := k.AcquireWaitAs(t.Context(), owner, "x")
