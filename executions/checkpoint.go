@@ -424,6 +424,8 @@ func (r *run) write(ctx context.Context, queue func(b *pgx.Batch)) error {
 	err := r.withVariables(ctx, text, func(text json.RawMessage) error {
 		return r.e.write(ctx, func(b *pgx.Batch) {
 			queueLockTimeout(b)
+			// The log is partitioned: PostgreSQL would plan the update of its row anew each time.
+			b.Queue(`set local plan_cache_mode = force_generic_plan`)
 			r.queueVariables(b, text)
 			queue(b)
 		})
