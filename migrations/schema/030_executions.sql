@@ -246,6 +246,12 @@ begin
   if new.trace_id = '' or new.flow = '' then
     raise exception 'an execution has a trace and a flow' using errcode = 'check_violation';
   end if;
+  if new.surface = 'eval' or new.trace_id like 'ev\_%' then  -- a trial of an eval is one execution of its own, in no thread
+    if new.surface <> 'eval' or new.trace_id not like 'ev\_%' or new.flow !~ '^eval(:[0-9a-f]+)?$' or new.thread_id is not null then
+      raise exception 'a trial of an eval cannot write to agent_executions' using errcode = 'LK009',
+        hint = 'Give the skill a stub in the case of the eval.';
+    end if;
+  end if;
   new.outside := new.flow = 'external' or new.flow like 'external:%';
   if new.outside then
     if new.status <> 'pending' then

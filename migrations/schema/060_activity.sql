@@ -502,16 +502,19 @@ begin
   if new.claim is not null then
     perform fence_agent_execution(new.execution_id, new.claim);
   end if;
+  if new.trace_id like 'ev\_%' and new.surface <> 'eval' then   -- the log of a trial counts nowhere, because of its surface
+    raise exception 'a trial of an eval cannot write to agent_activity of the surface %', quote_literal(new.surface) using errcode = 'LK009';
+  end if;
   if new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '5 seconds') then
     insert into agent_activity_uncounted values (new.id) on conflict do nothing;
   end if;
   return null;
 end $$;
 comment on function lanekeeper.agent_activity_written is
-  'Refuse a row of the log whose claim is not the live one of its execution (SQLSTATE LK001), and list a row with an '
-  'old id, which the count may have passed.';
+  'Refuse a row of the log whose claim is not the live one of its execution (SQLSTATE LK001), or of a trial under '
+  'another surface (LK009), and list a row with an old id, which the count may have passed.';
 
 -- After the insert: by then its transaction has an xid.
+-- A condition of the trigger would be parsed for each statement, at the price of several calls.
 create or replace trigger agent_activity_written after insert on agent_activity for each row
-  when (new.claim is not null or new.id < lanekeeper.agent_uuid7_floor(clock_timestamp() - interval '5 seconds'))
   execute function lanekeeper.agent_activity_written();

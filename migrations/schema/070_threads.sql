@@ -533,7 +533,7 @@ comment on function lanekeeper.return_agent_threads is
 create or replace function lanekeeper.agent_thread_id(p_kind text, p_owner text, p_visitor text, p_name text) returns text
 language plpgsql stable as $$
 begin
-  return case when p_kind in ('flow', 'channel', 'admin') or p_name ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$' then p_name
+  return case when p_kind in ('flow', 'channel', 'admin') or starts_with(p_name, 'th_') and p_name ~ '^th_[0-9A-HJKMNP-TV-Z]{26}$' then p_name
          else 'th_' || substr(encode(sha256((select s.value from agent_secrets s where s.name = 'thread ids')
                 || convert_to(jsonb_build_array(p_kind, p_owner, p_visitor, p_name)::text, 'UTF8')), 'hex'), 1, 32) end;
 end $$;

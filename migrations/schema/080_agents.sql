@@ -315,7 +315,8 @@ create or replace trigger agent_memory_revise before update on agent_memory for 
   execute function lanekeeper.agent_revise();
 
 -- Evals. A trial of an eval runs under a trace of the prefix ev. Whatever the code does, the database refuses what would
--- leave, wake something or be remembered. The condition stands in the trigger, so other rows run no function.
+-- leave, wake something or be remembered. The condition stands in the trigger, so other rows run no function; for executions
+-- and the log it stands in the functions of their own triggers.
 create or replace function lanekeeper.refuse_agent_eval() returns trigger language plpgsql as $$
 begin
   raise exception 'a trial of an eval cannot write to %', tg_table_name
@@ -324,17 +325,8 @@ end $$;
 comment on function lanekeeper.refuse_agent_eval is
   'Refuse a row of a trial of an eval (SQLSTATE LK009). A trial runs one execution and writes its log, nothing else.';
 
-create or replace trigger agent_executions_no_eval before insert on agent_executions for each row
-  when (new.trace_id like 'ev\_%' and (new.flow !~ '^eval(:[0-9a-f]+)?$' or new.surface <> 'eval' or new.thread_id is not null)
-        or new.surface = 'eval' and new.trace_id not like 'ev\_%')
-  execute function lanekeeper.refuse_agent_eval();
-
 create or replace trigger agent_executions_no_eval_wait before update of waiting_for on agent_executions for each row
   when (new.surface = 'eval' and new.waiting_for is not null) execute function lanekeeper.refuse_agent_eval();
-
--- Its log counts nowhere, because its surface is eval.
-create or replace trigger agent_activity_no_eval before insert on agent_activity for each row
-  when (new.trace_id like 'ev\_%' and new.surface <> 'eval') execute function lanekeeper.refuse_agent_eval();
 
 -- Tables without a trace refuse every write of a transaction that has fenced the claim of a trial. Change 0267 makes the
 -- table of these transactions and its triggers. Nothing in the transaction can remove its row, except the rollback of the
@@ -376,6 +368,9 @@ create or replace function lanekeeper.check_agent_trial_budget() returns trigger
 declare
   foreign_ text;
 begin
+  if not exists (select from agent_executions x where x.id = new.execution_id and x.surface = 'eval') then
+    return new;
+  end if;
   select s.scope into foreign_ from agent_executions x cross join unnest(new.scopes) s (scope)
    where x.id = new.execution_id and x.surface = 'eval' and s.scope <> 'run:' || x.trace_id
      and s.scope is distinct from (select 'eval:' || coalesce(r.control_id, r.id) from agent_eval_runs r
