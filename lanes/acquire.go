@@ -403,8 +403,8 @@ func leaveQueue(ctx context.Context, db postgres.DB, lane string, owner Owner) e
 		args).Scan(&released)
 }
 
-// tryOrEnqueue acquires the lane, or queues for it when it is busy. A listening waiter may get a handover. A claim of an
-// execution must be live (LK001), and gets no handover, because it may have ended by then.
+// tryOrEnqueue acquires the lane, or queues for it when it is busy. A listening waiter may get a handover. The claim of
+// an execution must be live (LK001), and gets no handover, because it may have ended by then.
 func (w *waiter) tryOrEnqueue(
 	ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration,
 ) (acquireResult, error) {

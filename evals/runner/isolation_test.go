@@ -82,7 +82,8 @@ var fenced = map[string]string{
 	"suite":               `delete from agent_evals`,
 }
 
-// loopholes are what a transaction may try after it has fenced the claim of a trial, to write to tables without a trace.
+// loopholes are what a transaction may try, after it has fenced the claim of a trial, to write to tables without a
+// trace.
 var loopholes = map[string]string{
 	"setting":     `select set_config('lanekeeper.trial', v, true) from unnest('{on,off,""}'::text[]) v`,
 	"all reset":   `reset all`,
@@ -148,8 +149,8 @@ func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) 
 	}
 	for way, sql := range loopholes {
 		t.Run(way, func(t *testing.T) {
-			_, err := pool.Exec(t.Context(), `begin; select fence_agent_execution(id, 1) from agent_executions where surface = 'eval';`+
-				sql+`; insert into agent_threads (id, channel) values ('new', 'chat'); rollback`, pgx.QueryExecModeSimpleProtocol)
+			_, err := pool.Exec(t.Context(),
+				`begin; select fence_agent_execution(id, 1) from agent_executions where surface = 'eval';`+sql+`; insert into agent_threads (id, channel) values ('new', 'chat'); rollback`, pgx.QueryExecModeSimpleProtocol)
 			if !postgres.IsCode(err, "LK009") {
 				t.Errorf("the write of a trial was not refused as such: %v", err)
 			}
