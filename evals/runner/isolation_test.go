@@ -166,7 +166,7 @@ func TestTheDatabaseRefusesWhatATrialWouldSendWakeCountOrRemember(t *testing.T) 
 	}
 }
 
-// What is written after a fence was rolled back is no write of a trial. Notes of transactions that are over are removed.
+// What is written after a fence was rolled back is no write of a trial. Notes of ended transactions are removed.
 func TestAFenceRolledBackIsForgotten(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -315,8 +315,8 @@ create or replace trigger agent_memory_revise before update on agent_memory for 
   execute function lanekeeper.agent_revise();
 
 -- Evals. A trial of an eval runs under a trace of the prefix ev. Whatever the code does, the database refuses what would
--- leave, wake something or be remembered. The condition stands in the trigger, so other rows run no function; for executions
--- and the log it stands in the functions of their own triggers.
+-- leave, wake something or be remembered. The condition stands in the trigger, so other rows run no function. For
+-- executions and the log it stands in the functions of their own triggers.
 create or replace function lanekeeper.refuse_agent_eval() returns trigger language plpgsql as $$
 begin
   raise exception 'a trial of an eval cannot write to %', tg_table_name
