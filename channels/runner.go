@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/http"
 	"reflect"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -171,8 +173,8 @@ func (r *Runner) open(c Channel) (Transport, error) {
 		return nil, fmt.Errorf("this program has no channels of the type %s", c.Type)
 	}
 	secrets := make(map[string]string, len(c.Secrets))
-	for name, reference := range c.Secrets {
-		got, err := webhooks.Secrets([]string{reference}, r.Getenv)
+	for _, name := range slices.Sorted(maps.Keys(c.Secrets)) { // so that the error is always the same
+		got, err := webhooks.Secrets([]string{c.Secrets[name]}, r.Getenv)
 		if err != nil {
 			return nil, fmt.Errorf("secrets.%s cannot be read: %w", name, err) // not "password:", whose value is redacted
 		}

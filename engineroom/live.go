@@ -162,8 +162,8 @@ const (
 	maxConcurrentReads = 3
 )
 
-// hub has a topic for each viewed URL, and one more for viewers who may not read what a page quotes. A topic lives while
-// it has viewers.
+// hub has a topic for each viewed URL, and one more for viewers who may not read what a page quotes. A topic lives
+// while it has viewers.
 type hub struct {
 	room          *Room
 	reading       chan struct{} // a semaphore of maxConcurrentReads

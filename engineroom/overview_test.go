@@ -457,3 +457,14 @@ func TestTheReasonsOfADegradedVerdictAreAcknowledged(t *testing.T) {
 		"ana: the shop &lt;moves&gt;")
 	assert.True(t, !strings.Contains(body, "/act/v1/monitor/acknowledge"), "there is something to acknowledge")
 }
+
+func TestABrokenChannelNeedsAttention(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	pgtest.Exec(t, pool, `
+		insert into agent_channels (name, type, state, error, state_at)
+		values ('mail', 'email', 'failing', 'set the environment variable SMTP_PASSWORD', now() - interval '5 minutes')`)
+	shows(t, server.URL+"/", "Broken channel", `href="/channels#channel-mail"`,
+		"failing: set the environment variable SMTP_PASSWORD")
+	shows(t, server.URL+"/channels", `id="channel-mail"`, "set the environment variable SMTP_PASSWORD")
+}

@@ -18,6 +18,7 @@ import (
 	"github.com/slack-go/slack/socketmode"
 
 	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // logger is the log of a channel.
@@ -145,13 +146,14 @@ func (b *batch) Known(ctx context.Context, conversation string) (bool, error) {
 }
 
 // take commits an event and those that wait behind it in one transaction, then acknowledges them. So a burst keeps
-// Slack's three seconds. What cannot be stored is not acknowledged: Slack sends it again. It returns the first event
-// that is about the connection; the zero event without one.
+// Slack's three seconds. What cannot be stored is not acknowledged: Slack sends it again. If the transaction fails for
+// a message, each event has one of its own. It returns the first event that is about the connection; the zero event
+// without one.
 func (t *Transport) take(
 	ctx context.Context, client *socketmode.Client, e socketmode.Event, in channels.Inbox,
 ) (rest socketmode.Event) {
 	b := &batch{Inbox: in}
-	var envelopes []string
+	var events []taken
 	for n := 1; ; n++ {
 		var envelope socketmode.Request
 		switch e.Type {
@@ -166,10 +168,11 @@ func (t *Transport) take(
 		default:
 		}
 		if envelope.EnvelopeID != "" {
+			before := len(b.messages)
 			if err := t.store(ctx, envelope.Payload, b); err != nil {
 				t.log.WarnContext(ctx, "message of Slack not read, it comes again", "error", err)
 			} else {
-				envelopes = append(envelopes, envelope.EnvelopeID)
+				events = append(events, taken{envelope.EnvelopeID, b.messages[before:len(b.messages):len(b.messages)]})
 			}
 		}
 		if rest.Type != "" || n == maxBatch || len(client.Events) == 0 { // nobody else reads them
@@ -177,18 +180,45 @@ func (t *Transport) take(
 		}
 		e = <-client.Events
 	}
-	if len(b.messages) > 0 {
-		if err := in.Receive(ctx, "", b.messages...); err != nil {
-			t.log.WarnContext(ctx, "messages of Slack not stored, they come again", "messages", len(b.messages), "error", err)
-			return rest
-		}
-	}
-	for _, id := range envelopes {
-		if err := client.AckCtx(ctx, id, nil); err != nil && ctx.Err() == nil {
+	for _, e := range t.commit(ctx, b.messages, events, in) {
+		if err := client.AckCtx(ctx, e.envelope, nil); err != nil && ctx.Err() == nil {
 			t.log.WarnContext(ctx, "message of Slack not acknowledged, it comes again", "error", err)
 		}
 	}
 	return rest
+}
+
+// taken is an event with its messages.
+type taken struct {
+	envelope string
+	messages []channels.Incoming
+}
+
+// commit stores the messages of events, together if possible, and returns the events that are stored.
+func (t *Transport) commit(
+	ctx context.Context, all []channels.Incoming, events []taken, in channels.Inbox,
+) (stored []taken) {
+	if len(all) == 0 {
+		return events
+	}
+	err := in.Receive(ctx, "", all...)
+	if err == nil {
+		return events
+	}
+	t.log.WarnContext(ctx, "messages of Slack not stored together", "messages", len(all), "error", err)
+	if len(events) == 1 || ctx.Err() != nil || postgres.Broken(err) || postgres.Unreachable(err) {
+		return nil // they come again
+	}
+	for _, e := range events {
+		if len(e.messages) > 0 {
+			if err := in.Receive(ctx, "", e.messages...); err != nil {
+				t.log.WarnContext(ctx, "message of Slack not stored, it comes again", "error", err)
+				continue
+			}
+		}
+		stored = append(stored, e)
+	}
+	return stored
 }
 
 // Hook implements [channels.Hook]: events and clicks by HTTP. The signature is checked before the body is parsed.

@@ -31,6 +31,8 @@ type memory struct {
 	got       []channels.Incoming
 	known     []string
 	broken    int
+	poison    string // no message with this text can be stored
+	stored    func() // called after each store; may be nil
 	connected int
 	calls     int // of Receive
 }
@@ -43,10 +45,16 @@ func (m *memory) Receive(_ context.Context, _ string, all ...channels.Incoming) 
 		m.broken--
 		return errors.New("the database is away")
 	}
+	if slices.ContainsFunc(all, func(one channels.Incoming) bool { return m.poison != "" && one.Text == m.poison }) {
+		return errors.New("a message cannot be stored")
+	}
 	for _, one := range all {
 		if !slices.ContainsFunc(m.got, func(other channels.Incoming) bool { return other.ExternalID == one.ExternalID }) {
 			m.got = append(m.got, one)
 		}
+	}
+	if m.stored != nil {
+		m.stored()
 	}
 	return nil
 }
@@ -190,6 +198,39 @@ func TestABurstIsStoredAtOnce(t *testing.T) {
 	assert.NoDiff(t, []string{"U1 C1:1 hello", "U1 C1:1 hello"}, w.in.texts())
 	assert.Equal(t, 1, w.in.calls)
 	assert.Equal(t, 1, len(client.Events))
+}
+
+// Of a burst the first hundred events are stored together, and the next one after them. A message that cannot be stored
+// fails no other, and comes again.
+func TestABurstIsBoundedAndSurvivesABadMessage(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, "socket")
+	client := socketmode.New(w.api)
+	client.Events = make(chan socketmode.Event, 200)
+	event := func(n int, text string) socketmode.Event {
+		return socketmode.Event{Type: socketmode.EventTypeEventsAPI, Request: &socketmode.Request{
+			EnvelopeID: fmt.Sprint(n), Payload: fmt.Appendf(nil, `{"type": "event_callback", "team_id": %q, "event": {"type": "message",
+				"channel": "D1", "channel_type": "im", "user": "U1", "text": %q, "ts": "%d"}}`, slacktest.Team, text, n),
+		}}
+	}
+	for n := 2; n <= 101; n++ {
+		client.Events <- event(n, "hello")
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	w.in.stored = cancel // nobody takes 100 acknowledgements
+	w.take(ctx, client, event(1, "hello"), w.in)
+	w.in.stored = nil
+	assert.Equal(t, 1, w.in.calls)
+	assert.Equal(t, 100, len(w.in.texts()))
+	w.take(t.Context(), socketmode.New(w.api), <-client.Events, w.in)
+	assert.Equal(t, 101, len(w.in.texts()))
+
+	client, w.in.poison = socketmode.New(w.api), "bad"
+	for n := 103; n <= 105; n++ {
+		client.Events <- event(n, map[bool]string{true: "bad", false: "good"}[n == 104])
+	}
+	w.take(t.Context(), client, event(102, "good"), w.in)
+	assert.Equal(t, 104, len(w.in.texts()))
 }
 
 // What other bots write, what is edited or deleted, and people of other workspaces.
