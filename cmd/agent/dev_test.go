@@ -207,7 +207,7 @@ func checkNothingLeft(t *testing.T, url, said string) {
 	require.NoError(t, db.QueryRow(t.Context(), `
 		select exists (select from pg_database where datname = $1),
 		       (select count(*)::int from agent_threads) + (select count(*)::int from agent_flows)`, name).Scan(&left, &rows))
-	assert.Truef(t, name != "" && !left && rows <= 0,
+	assert.Truef(t, name != "" && !left && rows == 0,
 		"database %q is left: %v; %d rows in the given one", name, left, rows)
 }
 

@@ -228,7 +228,7 @@ func (x *ledger) equal() {
 	x.t.Helper()
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	assert.Truef(x.t, x.requests != 0 && x.unbound <= 0,
+	assert.Truef(x.t, x.requests != 0 && x.unbound == 0,
 		"%d of %d requests do not bound the answer", x.unbound, x.requests)
 	rows, err := x.db.Query(x.ctx(), `
 		select idempotency_key, coalesce(sum((token_usage ->> 'total_tokens')::bigint), 0)::bigint,
