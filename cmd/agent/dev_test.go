@@ -280,7 +280,7 @@ func TestDemoText(t *testing.T) {
 	p := newProgram(t, pgtest.URL(t))
 	assert.Contains(t, p.must("demo"), "STORY", "onboarding", "independent", "chained", "hung")
 	assert.Equal(t, p.must("demo"), p.must("demo", "list"), "list is not the same")
-	p.fails(exitUsage, "see agent demo list", "demo", "nobody")
+	p.fails(exitFailed, "see agent demo list", "demo", "nobody")
 	before := time.Now()
 	shown := p.must("demo", "hung", "--fast")
 	assert.Contains(t, shown, "14:11  agente_a     has been silent for too long: lane stale, clearing", "SEQ  WHO",

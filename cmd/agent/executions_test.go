@@ -153,7 +153,7 @@ func TestInvalidExecutionCommands(t *testing.T) {
 		args []string
 	}{
 		{2, "agent heartbeat", []string{"start", "heartbeat"}},
-		{2, "agent flows ls", []string{"start", "greeet"}},
+		{1, "agent flows ls", []string{"start", "greeet"}},
 		{2, "is not JSON", []string{"start", "external", "--input", "{"}},
 		{2, "cannot be found", []string{"start", "external", "--input", "@nothing.json"}},
 		{2, "external executions accept", []string{"start", "external", "--on-lost", "resume"}},

@@ -116,7 +116,7 @@ func TestRemoteCommandsEqualLocalOnes(t *testing.T) {
 		{[]string{"operate", "hello", "--json"}, 75},
 		{[]string{"documents", "add", filepath.Join(dir, "orders.csv")}, 0},
 		{[]string{"documents", "add", filepath.Join(dir, "nowhere")}, 1},
-		{[]string{"executions", "start", "nope", "--input", "@" + filepath.Join(dir, "input.json")}, 2},
+		{[]string{"executions", "start", "nope", "--input", "@" + filepath.Join(dir, "input.json")}, 1},
 		{[]string{"executions", "event", "nope", "x", "--data", "@" + filepath.Join(dir, "nowhere")}, 2},
 		{[]string{"activity", "audit", "--json"}, 0},
 		{[]string{"memory", "get", "tone"}, 0},
