@@ -90,6 +90,52 @@ func TestAStepIsRecordedWithTheIntentOfTheNextCall(t *testing.T) {
 	}, "step and intent in one commit")
 }
 
+// A step of another branch may build on a step whose record is under way with the intent of a call.
+func TestABranchWaitsForTheRecordThatACallTakesAlong(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	lock, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	blocked, seen := make(chan struct{}), make(chan int, 1)
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		if _, err := executions.Step(ctx, "read", func(context.Context) (int, error) { return 1, nil }); err != nil {
+			return executions.Result{}, err
+		}
+		var branches errgroup.Group
+		branches.Go(func() error {
+			_, err := executions.Do(executions.Scope(ctx, "call"), "act", executions.Call{Entry: activity.Entry{Skill: "act"}},
+				func(context.Context, *executions.Effect) (int, error) { return 1, nil })
+			return err
+		})
+		branches.Go(func() error {
+			<-blocked
+			_, err := executions.Step(executions.Scope(ctx, "step"), "use", func(ctx context.Context) (n int, err error) {
+				err = pool.QueryRow(ctx, `select count(*)::int from agent_checkpoints where step = 'read'`).Scan(&n)
+				seen <- n
+				return n, err
+			})
+			return err
+		})
+		return executions.Result{}, branches.Wait()
+	}))
+	_, err = lock.Exec(t.Context(), `lock table agent_activity_open in share mode`)
+	require.NoError(t, err)
+	id := p.begin(t, "flow")
+	pgtest.Eventually(t, timeout, func() bool {
+		return pgtest.Value[bool](t, pool, `select exists (select from pg_locks where not granted
+			and relation = 'agent_activity_open'::regclass)`)
+	}, "the intent waits")
+	close(blocked)
+	select {
+	case n := <-seen:
+		seen <- n
+	case <-time.After(200 * time.Millisecond):
+	}
+	require.NoError(t, lock.Rollback(t.Context()))
+	until(t, pool, id, executions.Completed)
+	assert.Equal(t, 1, <-seen)
+}
+
 func TestACallIsARunningRowBeforeItActs(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

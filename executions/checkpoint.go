@@ -225,6 +225,33 @@ func (r *run) takeDeferred() *deferredCheckpoint {
 	return p
 }
 
+// writeWithDeferred writes in one transaction with the deferred checkpoint. Other branches, which may build on that
+// step, wait meanwhile. If the write fails, the checkpoint is written alone; unrecorded is its error, which has stopped the
+// run.
+func (r *run) writeWithDeferred(ctx context.Context, queue func(b *pgx.Batch)) (unrecorded, err error) {
+	r.recordMu.Lock()
+	p := r.deferred
+	if p == nil {
+		r.recordMu.Unlock()
+		return nil, r.write(ctx, queue)
+	}
+	defer r.recordMu.Unlock()
+	r.deferred = nil
+	r.deferTimer.Stop()
+	err = r.write(ctx, func(b *pgx.Batch) {
+		p.write(r).queue(b)
+		queue(b)
+	})
+	if err == nil {
+		r.e.log.InfoContext(ctx, "checkpoint saved", "step", p.s.key)
+		return nil, nil
+	}
+	if unrecorded = r.recordDeferred(ctx, p); unrecorded != nil {
+		return unrecorded, nil
+	}
+	return nil, r.write(ctx, queue)
+}
+
 // flushDeferredLocked is flushDeferred. The caller holds r.recordMu.
 func (r *run) flushDeferredLocked(ctx context.Context) error {
 	p := r.deferred

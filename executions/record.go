@@ -109,29 +109,14 @@ func (r *run) openActivity(ctx context.Context, s stepSpec, effect *Effect) erro
 	r.e.log.InfoContext(ctx, "action started", "action", s.entry.Skill, "step", s.key)
 	detached, end := r.untilRunEnds(ctx)
 	defer end()
-	deferred := r.takeDeferred()
-	open := func() error {
-		return r.write(detached, func(b *pgx.Batch) {
-			if deferred != nil {
-				deferred.write(r).queue(b)
-			}
-			activity.OpenIn(ctx, b, *s.entry, &effect.ActivityID)
-			if s.onIntent != nil {
-				s.onIntent(b, s.key)
-			}
-		})
-	}
-	err := open()
-	switch {
-	case deferred == nil:
-	case err == nil:
-		r.e.log.InfoContext(ctx, "checkpoint saved", "step", deferred.s.key)
-	default: // the error may be that of the deferred checkpoint
-		if err := r.recordDeferred(detached, deferred); err != nil {
-			return err
+	unrecorded, err := r.writeWithDeferred(detached, func(b *pgx.Batch) {
+		activity.OpenIn(ctx, b, *s.entry, &effect.ActivityID)
+		if s.onIntent != nil {
+			s.onIntent(b, s.key)
 		}
-		deferred = nil
-		err = open()
+	})
+	if unrecorded != nil {
+		return unrecorded
 	}
 	return r.handleWriteError(ctx, s, err, activity.Outcome{Status: activity.Running})
 }
