@@ -315,7 +315,7 @@ func (h *hub) readPulse(ctx context.Context) (now [2]pulse) {
 	return now
 }
 
-// pulse has texts that change with what they are named after, and the time of the newest failure.
+// pulse has the state of each kind of change as a text, and the time of the newest failure.
 type pulse struct {
 	log, open, runs, asks string
 	failing               string // the newest runs and calls of what fails
@@ -351,8 +351,8 @@ var pulseSQL string
 //go:embed pulse_failing.sql
 var pulseFailingSQL string
 
-// pulseOf reads a pulse. Failures are searched among the newest activities and failed executions: older ones that fail
-// late are seen when their part is read the next time.
+// pulseOf reads a pulse. Failures are searched among the newest activities and failed executions: an older one that
+// fails late is seen when the shared failures are read again.
 func pulseOf(ctx context.Context, db postgres.DB, failing *monitor.Failing) (p pulse) {
 	err := db.QueryRow(ctx, pulseSQL).Scan(&p.log, &p.open, &p.runs, &p.asks, &p.failure)
 	if err != nil {

@@ -283,6 +283,24 @@ func TestAnApprovalIsDecidedWhereItIsShown(t *testing.T) {
 	p.Until("a void approval is not offered", `document.querySelector('#needs [value="approve"]') === null`)
 }
 
+// A new approval takes the first place. It must not come under the pointer that is about to approve another one.
+func TestAButtonStaysUnderThePointer(t *testing.T) {
+	t.Parallel()
+	pool, server := deciding(t)
+	first := asked(t, pool, "pending", `{"order": "A-17"}`, 5)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/")
+	p.Until("the page is live", `document.body.innerText.includes("Live")`)
+	p.Hover("#decide-" + first + ` [value="approve"]`)
+	second := asked(t, pool, "pending", `{"order": "A-18"}`, 5)
+	p.Until("the change is known", `document.title.includes("2")`)
+	var under string
+	p.Eval(`document.querySelector("form.decide:hover").closest("li").id`, &under)
+	assert.Equal(t, "decide-"+first, under)
+	p.Hover("h1")
+	p.Until("the new one is shown", `document.getElementById("decide-`+second+`") !== null`)
+}
+
 // Five tasks of somebody who has just come, from the overview, with the clicks they take. docs/five-tasks.md has the
 // counts; make pictures makes its pictures.
 func TestFiveTasksFromTheOverview(t *testing.T) {

@@ -54,7 +54,7 @@ type part struct {
 	every time.Duration // least refresh interval while viewed; 0 for never
 	// idleRefresh parts are refreshed on activity, or every half minute.
 	calm   bool
-	about  changes // that refresh it at once while viewed; 0 for any, if every is short
+	about  changes // it is refreshed at once after these, while viewed; 0: after any, if every is short
 	shared bool    // shared by all pages, with a template of its own name
 	load   func(ctx context.Context, v *visit) (any, error)
 }

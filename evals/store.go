@@ -105,9 +105,10 @@ type Run struct {
 	Background   bool       `json:"background,omitempty"` // servers play it
 }
 
-// runColumns has the status interrupted for a run that no server and, for a while, no process plays.
+// runColumns has the status interrupted for a run that no server and, for a while, no process plays. The control of a
+// shadow has no turn of its own to play for a while.
 const runColumns = `id::text, kind, coalesce(control_id::text, ''), suite, version, agent, agent_version, model, trials,
-	case when status = 'running' and served_until is null
+	case when status = 'running' and served_until is null and kind <> 'shadow'
 	      and greatest(began_at, created_at) < clock_timestamp() - interval '30 seconds' and not exists (
 	        select from agent_eval_trials t
 	         where t.run_id in (id, control_id) and t.finished_at > clock_timestamp() - interval '30 seconds')
@@ -501,6 +502,9 @@ func Outcomes(ctx context.Context, db postgres.DB, runs []Run) ([]Report, error)
 }
 
 // recorded reports whether a run plays recorded turns again: it comes to the comparison with its control.
+// Control reports whether another run of recorded turns is compared with this one and plays it.
+func (r Run) Control() bool { return r.Kind != OfSuite && r.ControlID == "" }
+
 func (r Run) recorded() bool { return r.Kind != OfSuite && r.ControlID != "" }
 
 // State is what a run came to, in a word. A run without trials passed nothing, and one of recorded turns is as good as

@@ -43,6 +43,10 @@ func TestARunWithoutAProcessIsInterrupted(t *testing.T) {
 	status(gone, evals.Interrupted)
 	pgtest.Exec(t, pool, `update agent_eval_trials set verdict = 'pass', finished_at = now() where run_id::text = '`+gone+`'`)
 	status(gone, evals.Running) // between two trials
+	pgtest.Exec(t, pool, `update agent_eval_trials set finished_at = now() - interval '1 hour'`)
+	status(gone, evals.Interrupted)
+	pgtest.Exec(t, pool, `update agent_eval_runs set kind = 'shadow'`) // its control is played by another run
+	status(gone, evals.Running)
 }
 
 // A list and a report of a run of recorded turns say the same.

@@ -226,8 +226,8 @@ func (r *run) takeDeferred() *deferredCheckpoint {
 }
 
 // writeWithDeferred writes in one transaction with the deferred checkpoint. Other branches, which may build on that
-// step, wait meanwhile. If the write fails, the checkpoint is written alone; unrecorded is its error, which has stopped the
-// run.
+// step, wait meanwhile. If the write fails, the checkpoint is written alone; unrecorded is its error, which has stopped
+// the run.
 func (r *run) writeWithDeferred(ctx context.Context, queue func(b *pgx.Batch)) (unrecorded, err error) {
 	r.recordMu.Lock()
 	p := r.deferred

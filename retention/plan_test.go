@@ -123,7 +123,8 @@ func readsLittle(t *testing.T, pool postgres.Beginner, what string, least int,
 		assert.Truef(t, removed >= int64(least/4), "%s: %d rows", what, removed)
 		after, err := reads(t, tx)
 		for table, n := range after {
-			if seq, rows := n.Seq-before[table].Seq, n.Rows-before[table].Rows; seq > 0 && rows > 0 || rows > 4000 {
+			seq, rows := n.Seq-before[table].Seq, n.Rows-before[table].Rows
+			if seq > 0 && table != "agent_trial_transactions" || rows > 4000 { // that one has a row for each open trial
 				t.Errorf("%s reads %s from end to end %d times, and %d rows of it", what, table, seq, rows)
 			}
 		}

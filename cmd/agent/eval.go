@@ -436,7 +436,7 @@ func writeEvalReport(w io.Writer, r evals.Report) {
 
 // writeContinue says how an interrupted run goes on.
 func writeContinue(w io.Writer, r evals.Run) {
-	if r.Status == evals.Interrupted {
+	if r.Status == evals.Interrupted && !r.Control() {
 		fmt.Fprintln(w, "interrupted; "+resumeCommand(r)+" goes on")
 	}
 }

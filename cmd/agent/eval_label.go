@@ -31,7 +31,8 @@ calibrated against. The Engine Room has a key for each.`,
 			}
 			l.Run, l.Case, l.Word = args[0], args[1], args[2]
 			ctx := cmd.Context()
-			if principals.From(ctx) == nil { // one person has one label, here and on the page without a login
+			who := principals.From(ctx)
+			if who == nil { // one person has one label, here and on the page without a login
 				ctx = activity.WithActor(ctx, activity.Actor{Name: principals.Root, Via: "cli"})
 			}
 			got, _, err := evals.PutLabel(ctx, s.Pool, l)
@@ -44,6 +45,9 @@ calibrated against. The Engine Room has a key for each.`,
 				return hint(err, "wait for the end of the run")
 			case err != nil:
 				return err
+			}
+			if who != nil && !who.May(principals.ThreadsRead) {
+				got.Answer = ""
 			}
 			return c.printf(got, "trial %d of %q: %s\n", got.Trial, got.Case, l.Word)
 		}),

@@ -166,6 +166,9 @@ func suggestFlag(err error, cmd *cobra.Command) error {
 	invalid, is := errors.AsType[*pflag.InvalidValueError](err)
 	if _, number := errors.AsType[*strconv.NumError](err); is && number {
 		want := map[bool]string{true: "true or false", false: "a number"}[invalid.GetFlag().Value.Type() == "bool"]
+		if errors.Is(err, strconv.ErrRange) {
+			want = "a number within bounds"
+		}
 		return fmt.Errorf("invalid argument %q for --%s: not %s", invalid.GetValue(), invalid.GetFlag().Name, want)
 	}
 	missing, ok := errors.AsType[*pflag.NotExistError](err)

@@ -3,7 +3,6 @@ package main
 import (
 	"archive/zip"
 	"bytes"
-	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -70,7 +69,7 @@ var remoteCommands = map[string]principals.Scope{
 	"eval":               principals.Operate,
 	"eval add":           principals.ThreadsRead,
 	"eval label":         principals.RunsWrite,
-	"eval labels":        principals.RunsRead,
+	"eval labels":        principals.ThreadsRead,
 	"eval ls":            principals.RunsRead,
 	"eval shadow ls":     principals.RunsRead,
 	"eval show":          principals.RunsRead,
@@ -592,7 +591,9 @@ func (r *remoteCall) print(body io.Reader, alive func()) error {
 			return hint(fmt.Errorf("%s: the connection ended before the command", r.server.Host), unknownEnd)
 		}
 		alive()
-		r.interrupted = cmp.Or(f.Interrupted, r.interrupted)
+		if f.Interrupted != "" {
+			r.interrupted = f.Interrupted
+		}
 		if f.Version != "" && f.Version != buildVersion() && !r.told {
 			r.told = true
 			r.infof("agent: the server runs %s, this is %s", printable(f.Version), buildVersion())

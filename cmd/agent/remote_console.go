@@ -96,13 +96,16 @@ func (r *remoteCall) turn(
 			}
 			return err
 		case <-interrupts:
+			if asked != "" && answers != nil {
+				return stop(leftOpen)
+			}
 			return stop("cancelled")
 		case asked = <-r.asks:
 			answers = lines
 			fmt.Fprint(r.out, approvalQuestion)
 		case line, more := <-answers:
 			if line = strings.TrimSpace(line); line == "" || !more {
-				return stop("left open; decide later with /approve or /reject")
+				return stop(leftOpen)
 			}
 			if answers = nil; !r.decide(ctx, asked, line) {
 				r.asks <- asked // four eyes, or another reason that the next answer may avoid
@@ -111,6 +114,9 @@ func (r *remoteCall) turn(
 	}
 }
 
+// leftOpen is said when the caller goes while an approval is asked.
+const leftOpen = "left open; decide later with /approve or /reject"
+
 // decide runs the decision of an approval as a command of its own, and reports whether it was made.
 func (r *remoteCall) decide(ctx context.Context, id, answer string) bool {
 	approve, reason := readDecision(answer)
@@ -118,8 +124,7 @@ func (r *remoteCall) decide(ctx context.Context, id, answer string) bool {
 	if !approve {
 		req.Args = []string{"approvals", "reject", id, "--reason", reason}
 	}
-	other := *r // its frames have nothing to do with the turn's
-	other.asks = nil
+	other := remoteCall{cli: r.cli, server: r.server, token: r.token} // the turn's frames change r
 	return other.run(ctx, req, false) == nil
 }
 

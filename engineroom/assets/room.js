@@ -91,6 +91,9 @@
     const s = getSelection();
     return s && !s.isCollapsed && part.contains(s.anchorNode);
   };
+  // A button must not move away under a pointer that is about to decide: its part waits, up to ten seconds of rest.
+  let pointed = -Infinity, waits = 0;
+  const aims = (part) => performance.now() - pointed < 10000 && part.querySelector("form.decide:hover");
   const parsed = (html) => {
     const t = document.createElement("template");
     t.innerHTML = html;
@@ -134,6 +137,7 @@
       const part = $(id);
       if (!part || !list.at(-1)) pending.delete(id);
       else if (paused) news(part, list.at(-1));
+      else if (aims(part)) { clearTimeout(waits); waits = setTimeout(apply, 250); }
       else if (!selectsIn(part)) { pending.delete(id); for (const html of list) morph($(id) || part, html); }
     }
     show();
@@ -225,6 +229,7 @@
   if (state) {
     $("live-pause").addEventListener("click", pause);
     document.addEventListener("selectionchange", () => { if (pending.size && !paused) apply(); });
+    document.addEventListener("pointermove", (e) => { pointed = e.timeStamp; }, { passive: true });
     // Of the pages that nobody sees, one keeps its stream for the titles and notifications of all: a browser has few
     // connections to a server.
     let away = 0, waiting = null, release = null;

@@ -22,6 +22,7 @@ import (
 
 	"github.com/chromedp/cdproto/cdp"
 	"github.com/chromedp/cdproto/emulation"
+	"github.com/chromedp/cdproto/input"
 	cdplog "github.com/chromedp/cdproto/log"
 	"github.com/chromedp/cdproto/network"
 	"github.com/chromedp/cdproto/performance"
@@ -152,6 +153,17 @@ func (p *Page) Go(address string) {
 func (p *Page) Click(selector string) {
 	p.tb.Helper()
 	p.do("click "+selector, chromedp.Click(selector, chromedp.ByQuery, chromedp.NodeVisible))
+}
+
+// Hover moves the pointer over what a CSS selector finds.
+func (p *Page) Hover(selector string) {
+	p.tb.Helper()
+	var at [2]float64
+	p.Eval(fmt.Sprintf(`(() => { const e = document.querySelector(%q);
+		e.scrollIntoView({ block: "center", behavior: "instant" });
+		const r = e.getBoundingClientRect();
+		return [r.x + r.width / 2, r.y + r.height / 2]; })()`, selector), &at)
+	p.do("point at "+selector, chromedp.MouseEvent(input.MouseMoved, at[0], at[1]))
 }
 
 // Type types into what a CSS selector finds.

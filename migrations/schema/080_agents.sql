@@ -329,8 +329,8 @@ create or replace trigger agent_executions_no_eval_wait before update of waiting
   when (new.surface = 'eval' and new.waiting_for is not null) execute function lanekeeper.refuse_agent_eval();
 
 -- Tables without a trace refuse every write of a transaction that has fenced the claim of a trial. Change 0267 makes the
--- table of these transactions and its triggers. Nothing in the transaction can remove its row, except the rollback of the
--- savepoint in which it fenced. The names are qualified, because a transaction may set its search path.
+-- table of these transactions and its triggers. No statement that writes rows can remove it; the rollback of the savepoint in
+-- which it fenced can, and so can the owner's changes of the schema. The names are qualified, because a transaction may set its search path.
 create or replace function lanekeeper.mark_agent_trial() returns void language plpgsql as $$
 begin
   insert into lanekeeper.agent_trial_transactions values (pg_current_xact_id()) on conflict do nothing;
@@ -355,7 +355,7 @@ comment on function lanekeeper.refuse_agent_trial is 'Refuse a write under the c
 
 create or replace function lanekeeper.check_agent_trial() returns trigger language plpgsql security definer as $$
 begin
-  if tg_table_name = 'agent_trial_transactions' then
+  if tg_table_name operator(pg_catalog.=) 'agent_trial_transactions' then
     raise exception 'a transaction of a trial stays one' using errcode = 'LK009';
   end if;
   perform lanekeeper.refuse_agent_trial(tg_table_name);

@@ -125,6 +125,7 @@ begin
          expires_at = case when l.parked then l.expires_at else least(l.expires_at, clock_timestamp()) end
    where l.locked_by <> '';
   get diagnostics lanes = row_count;
+  delete from lanekeeper.agent_trial_transactions;           -- their ids are those of the other server
 end $$;
 comment on function void_agent_leases is
   'Prepare a restored copy, before any process works on it: void every lease, claim and token. A process of the '
