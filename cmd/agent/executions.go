@@ -36,7 +36,11 @@ func (c *cli) executionsListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return printRows(c, got, next, "no matching executions; `agent heartbeat` starts one",
+			none := "no matching executions"
+			if cmd.Flags().NFlag() == 0 {
+				none = "no executions; `agent heartbeat` starts one"
+			}
+			return printRows(c, got, next, none,
 				[]string{"EXECUTION", "FLOW", "STATUS", "CREATED", "TRACE", "ABOUT"}, func(x executions.Execution) []string {
 					about := x.ResultSummary
 					if x.Status == executions.Waiting {

@@ -54,7 +54,7 @@ var listings = map[string]struct {
 	"executions": {
 		[]string{"executions", "ls"},
 		"EXECUTION FLOW STATUS CREATED TRACE ABOUT",
-		"no matching executions; `agent heartbeat` starts one",
+		"no executions; `agent heartbeat` starts one",
 	},
 	"skills": {
 		[]string{"skills", "ls"},

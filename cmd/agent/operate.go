@@ -234,7 +234,7 @@ func (o *operator) askApproval(ctx context.Context, a operate.Approval) bool {
 	return true
 }
 
-const approvalQuestion = "approve? [y/N/reason, empty leaves it open] "
+const approvalQuestion = "approve? [y, n, or why not; empty leaves it open] "
 
 // readDecision reads the answer to approvalQuestion. What is neither yes nor no is the reason of a rejection.
 func readDecision(answer string) (approve bool, reason string) {
