@@ -126,8 +126,8 @@ func TestApproveOnPage(t *testing.T) {
 	w.Until("the overview asks for it", `document.querySelector("#need-approval li a")`)
 	w.checkNotReloaded()
 	w.Click("#need-approval li a")
-	w.Until("its page is there", `location.pathname.startsWith("/approvals/") && document.querySelector(".actions")`)
-	w.submitForm(".actions details:nth-of-type(1)")
+	w.Until("its page is there", `location.pathname.startsWith("/approvals/") && document.querySelector("form.decide")`)
+	w.Click(`form.decide [value="approve"]`)
 	w.Shows("The decision is recorded")
 	w.Click(`#decision a[href^="/executions/"]`)
 	w.Until("its execution is completed",

@@ -329,8 +329,9 @@ create or replace trigger agent_executions_no_eval_wait before update of waiting
   when (new.surface = 'eval' and new.waiting_for is not null) execute function lanekeeper.refuse_agent_eval();
 
 -- Tables without a trace refuse every write of a transaction that has fenced the claim of a trial. Change 0267 makes the
--- table of these transactions and its triggers. No statement that writes rows can remove it; the rollback of the savepoint in
--- which it fenced can, and so can the owner's changes of the schema. The names are qualified, because a transaction may set its search path.
+-- table of these transactions and its triggers. No statement that writes rows can remove a transaction's row; the
+-- rollback of the savepoint in which it fenced can, and so can the owner's changes of the schema. The names are
+-- qualified, because a transaction may set its search path.
 create or replace function lanekeeper.mark_agent_trial() returns void language plpgsql as $$
 begin
   insert into lanekeeper.agent_trial_transactions values (pg_current_xact_id()) on conflict do nothing;
