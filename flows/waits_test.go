@@ -7,6 +7,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
@@ -149,9 +150,8 @@ func TestWithoutAThreadNothingIsSaid(t *testing.T) {
 		x, _, err := w.Start(t.Context(), w.pool, executions.Spec{Flow: name, Surface: "flow"})
 		require.NoError(t, err)
 		got := enginetest.Await(t, w.pool, x.ID, want)
-		if want == executions.Failed && testkit.Deref(got.ErrorMessage) != "action hi (send_message): this execution has "+
-			"no thread to talk in; start it with one" {
-			t.Errorf("%q", testkit.Deref(got.ErrorMessage))
+		if want == executions.Failed {
+			assert.Equal(t, "action hi (send_message): "+flows.NoThread, testkit.Deref(got.ErrorMessage))
 		}
 	}
 	assert.Equal(t, 1, pgtest.Value[int](t, w.pool, `select count(*) from agent_requests where kind = @kind`,
