@@ -210,7 +210,7 @@ func (c *cli) principalsLoginLinkCommand() *cobra.Command {
 			}
 			path := "/login?link=" + secret
 			return c.printf(map[string]any{"path": path, "expires_at": until.UTC()},
-				"%s, once, until %s; append it to the address of the Engine Room\n", path, formatTime(until))
+				"%s\nappend it to the address of the Engine Room; it works once, until %s\n", path, formatTime(until))
 		}),
 	}
 	reasonFlag(cmd, &reason)
