@@ -402,8 +402,9 @@ begin
             where c.skill_name between r.name and r.name and c.status = 'success' and c.id >= r.live_id and r.failed > e.failed
             order by c.skill_name desc, c.id desc limit 1) ok on true
      cross join lateral (
-           select count(*) as streak from agent_skill_calls c
-            where c.skill_name = r.name and c.status = 'error' and c.id >= coalesce(ok.id, r.live_id) and r.failed > e.failed
+           select count(*) as streak from agent_skill_calls c   -- two columns, because id alone would take its own index
+            where c.skill_name <= r.name and (c.skill_name, c.id) >= (r.name, coalesce(ok.id, r.live_id))
+              and c.status = 'error' and r.failed > e.failed
               and c.created_at >= r.since and c.created_at > r.enabled_at) k)
   select x.name, x.calls, x.failed, x.streak, x.p50_ms, x.p95_ms, nullif(left(x.slowest, 13), '')::bigint, substr(x.slowest, 14)
     from (select l.* from little l
