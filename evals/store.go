@@ -501,10 +501,10 @@ func Outcomes(ctx context.Context, db postgres.DB, runs []Run) ([]Report, error)
 	return reports[:len(runs)], nil
 }
 
-// recorded reports whether a run plays recorded turns again: it comes to the comparison with its control.
 // Control reports whether another run of recorded turns is compared with this one and plays it.
 func (r Run) Control() bool { return r.Kind != OfSuite && r.ControlID == "" }
 
+// recorded reports whether a run plays recorded turns again: it comes to the comparison with its control.
 func (r Run) recorded() bool { return r.Kind != OfSuite && r.ControlID != "" }
 
 // State is what a run came to, in a word. A run without trials passed nothing, and one of recorded turns is as good as
