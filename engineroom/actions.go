@@ -261,7 +261,8 @@ func actions() []action {
 		{"POST", "/v1/pause", reasonField, "Autonomous work is paused."},
 		{"POST", "/v1/resume", reasonField, "Autonomous work is resumed."},
 		{
-			"POST", "/v1/executions", append([]field{{"flow", asText}, {"input", asJSON}, {"thread_id", asText}}, reasonField...),
+			"POST", "/v1/executions", append(
+				[]field{{"flow", asText}, {"input", asJSON}, {"thread_id", asText}}, reasonField...),
 			"The execution is started.",
 		},
 		{"POST", "/v1/executions/{id}/cancel", reasonField, "The execution is cancelled."},
