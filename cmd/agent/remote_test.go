@@ -252,6 +252,7 @@ func TestRemoteCommandsNeedTheScopeOfTheirRoute(t *testing.T) {
 		{"skills", "disable", "recall"},
 		{"threads", "ls"},
 		{"trace", "last", "--prompts"},
+		{"eval", "labels"},
 		{"approvals", "approve", "01890000-0000-7000-8000-000000000000"},
 		{"memory", "ls"},
 		{"operate", "hello"},

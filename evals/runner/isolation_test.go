@@ -181,6 +181,8 @@ func TestAFenceRolledBackIsForgotten(t *testing.T) {
 		pgtest.Exec(t, pool, fence)
 	}
 	pgtest.Equal(t, pool, 1, `select count(*)::int from lanekeeper.agent_trial_transactions`)
+	pgtest.Exec(t, pool, `select void_agent_leases()`) // a restored copy counts its transactions anew
+	pgtest.Equal(t, pool, 0, `select count(*)::int from lanekeeper.agent_trial_transactions`)
 }
 
 // What no row shows is refused by the code that a trial would have to pass: every skill, and lanes.
