@@ -209,7 +209,7 @@ func TestInternalErrorHidesCause(t *testing.T) {
 	pgtest.Exec(t, a.pool, `alter view agent_locks_live rename to gone`)
 	w := a.raw("GET", "/v1/lanes", "", asAdmin())
 	a.checkProblem(w, http.StatusInternalServerError, "the log has the cause")
-	assert.Truef(t, !strings.Contains(w.Body.String(), "agent_locks_live"), "the client is told %s", w.Body)
+	assert.Truef(t, !strings.Contains(w.Body.String(), "agent_locks_live"), "the client gets %s", w.Body)
 	assert.Truef(t, strings.Contains(a.log.String(), `agent_locks_live`), "the log does not have the cause: %s", a.log)
 }
 

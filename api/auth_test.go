@@ -599,7 +599,7 @@ func TestLoginCookieReplacesToken(t *testing.T) {
 		withCookie(c, "Authorization", "Bearer wrong")).Code)
 	w = a.raw("GET", "/login?next=/lanes", "", withCookie(c))
 	assert.Truef(t, w.Code == http.StatusSeeOther && w.Header().Get("Location") == "/lanes#",
-		"the login page for who is logged in: %d %s", w.Code, w.Body)
+		"the login page, while logged in: %d %s", w.Code, w.Body)
 	w = a.raw("GET", "/live/lanes", "", withCookie(c))
 	assert.Truef(t, w.Body.String() == "true true", "a stream of a login ends with it, but: %s", w.Body)
 	w = a.raw("GET", "/live/lanes", "", asAdmin())

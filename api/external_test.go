@@ -391,7 +391,7 @@ func TestStatusStreamResumesWithoutGap(t *testing.T) {
 		assert.Truef(t, slices.Equal(again, want[i+1:]), "after %s it sees %v", id, again)
 	}
 	again, _ := a.followStatus(url, "")
-	assert.Truef(t, slices.Equal(again, []string{"failed"}), "who is new sees %v", again)
+	assert.Truef(t, slices.Equal(again, []string{"failed"}), "a new reader gets %v", again)
 }
 
 func TestWrongFieldTypeProblem(t *testing.T) {

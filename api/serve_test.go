@@ -58,7 +58,7 @@ func TestPanicIsProblem(t *testing.T) {
 	assert.Truef(t, w.Code == http.StatusInternalServerError &&
 		w.Header().Get("Content-Type") == "application/problem+json", "answer is %d %v", w.Code, w.Header())
 	assert.Truef(t, !strings.Contains(w.Body.String(), "secret") && !strings.Contains(w.Body.String(), "goroutine"),
-		"the client is told %s", w.Body)
+		"the client gets %s", w.Body)
 	assert.Truef(t, strings.Contains(log.String(), "the secret inside") && strings.Contains(log.String(), "goroutine"),
 		"the log says %s", log.String())
 }

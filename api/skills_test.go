@@ -332,5 +332,5 @@ func TestSetRetention(t *testing.T) {
 		a.checkProblem(a.raw("PUT", "/v1/retention", body, asAdmin()), 400, says)
 	}
 	got = keep()
-	assert.Truef(t, got["messages"] == "forever", "part of what was refused was done: %v", got)
+	assert.Truef(t, got["messages"] == "forever", "the refused change was stored in part: %v", got)
 }

@@ -275,7 +275,7 @@ func TestStatusStreamEndsWithExecution(t *testing.T) {
 	assert.Truef(t, strings.Contains(again.Body.String(), "cancelled"), "later: %d %s", again.Code, again.Body)
 	header.Set("Last-Event-Id", last["id"])
 	again = a.raw("GET", "/v1/executions/"+x.ID+"/events", "", header)
-	assert.Truef(t, again.Code == http.StatusNoContent, "to who has seen the end: %d %s", again.Code, again.Body)
+	assert.Truef(t, again.Code == http.StatusNoContent, "a reader that has the end gets: %d %s", again.Code, again.Body)
 	a.checkProblem(a.raw("GET", "/v1/executions/x/events", "", asAdmin()), 400, "uuid")
 	a.checkProblem(a.raw("GET", "/v1/executions/018f0000-0000-7000-8000-000000000000/events", "", asAdmin()),
 		404, "no such execution")

@@ -124,7 +124,7 @@ func TestOneDenialEndsIt(t *testing.T) {
 	p := park(t, `{}`)
 	id, approval := p.begin()
 	_, err := p.pool.Exec(t.Context(), `update agent_approvals set arguments = '{"table":"y"}' where id = $1`, approval)
-	assert.Truef(t, approvals.IsUsed(err), "what is asked for can be changed: %v", err)
+	assert.Truef(t, approvals.IsUsed(err), "the arguments of a pending approval changed: %v", err)
 	_, err = approvals.Decide(t.Context(), p.pool, approval, false, "admin", "not today")
 	require.NoError(t, err)
 	x := enginetest.Await(p.t, p.pool, id, executions.Completed)

@@ -389,7 +389,7 @@ func TestNoAutomationIsInServiceWhileItsSkillIsNot(t *testing.T) {
 		insert into agent_skills (name, tool_definition, handler, enabled, disabled_by)
 		values ('broken', '{}', 'builtin:x', false, 'admin'), ('fine', '{}', 'builtin:x', true, '')`)
 	a := put(t, pool, automations.Definition{Name: "a", Cron: "@daily", Skill: "broken"})
-	assert.Truef(t, !a.Enabled && a.PausedFor == "broken", "one that is new runs: %+v", a)
+	assert.Truef(t, !a.Enabled && a.PausedFor == "broken", "the new automation runs: %+v", a)
 	if ok, err := automations.Enable(t.Context(), pool, "a"); ok || !errors.Is(err, automations.ErrSkillDisabled) {
 		t.Errorf("enable: %v, %v", ok, err)
 	}

@@ -124,7 +124,7 @@ const busySeed = `
 	select lanekeeper.agent_uuid7(now() - n * interval '4 minutes'), 'ch_SALT3' || lpad(n::text, 6, '0'),
 	       (select e.id from agent_executions e where e.trace_id = 'ch_SALT3' || lpad(n::text, 6, '0')), 'issue_refund', 1,
 	       jsonb_build_object('order', 'A-' || 1000 + n, 'amount', 120.5 + n, 'currency', 'EUR', 'reason',
-	         'the parcel never arrived; the carrier confirmed the loss'),
+	         'the goods never arrived; the carrier confirmed the loss'),
 	       'h' || n, now() + interval '20 hours', now() - n * interval '4 minutes' from generate_series(1, 20) n;
 	insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, execution_id)
 	select 'thread:customer-with-a-long-name-' || n, e.id || '#1', n, now() - n * interval '20 s',
@@ -270,11 +270,11 @@ func TestAnApprovalIsDecidedWhereItIsShown(t *testing.T) {
 	p.Go(server.URL + "/")
 	p.Until("what is not shown whole is not approved here", `document.querySelector('`+inPlace+`') === null`)
 	noComplaint(t, p)
-	p.Type("#decide-"+refund+" input[name=reason]", "the parcel came")
+	p.Type("#decide-"+refund+" input[name=reason]", "the goods came")
 	p.Click("#decide-" + refund + ` [value="reject"]`)
 	p.Shows("The decision is recorded")
 	p.Until("it needs nobody any more", `document.getElementById("decide-`+refund+`") === null`)
-	assert.Equal(t, "rejected by ana: the parcel came", pgtest.Value[string](t, pool,
+	assert.Equal(t, "rejected by ana: the goods came", pgtest.Value[string](t, pool,
 		`select status || ' by ' || decided_by || ': ' || reason from agent_approvals where id = $1::text::uuid`, refund))
 	pgtest.Exec(t, pool, `update agent_skills set revision = 2`)
 	asked(t, pool, "pending", `{"n": 1}`, 5)

@@ -296,7 +296,7 @@ func TestAPauseInTheMiddleOfAClaim(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), timeout)
 	defer cancel()
 	_, err = conn.WaitForNotification(ctx)
-	assert.NoError(t, err, "nobody is told")
+	assert.NoError(t, err, "no notification came")
 	until(t, pool, id, executions.Completed)
 }
 

@@ -528,7 +528,7 @@ func TestTheLogHasEveryTransition(t *testing.T) {
 			until(t, pool, id, executions.Waiting)
 			pgtest.Exec(t, pool, wake)
 			until(t, pool, id, executions.Completed)
-			pgtest.Eventually(t, timeout, func() bool { return len(l.Records(t, "locks released")) > 0 }, "the end is told")
+			pgtest.Eventually(t, timeout, func() bool { return len(l.Records(t, "locks released")) > 0 }, "the end is logged")
 			var told []string
 			for _, record := range l.Records(t, "execution started", "action requires wait",
 				"execution waiting", "execution resumed",

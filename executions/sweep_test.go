@@ -287,7 +287,7 @@ func TestStuckExecutionsAreLogged(t *testing.T) {
 	said := l.Records(t, "lost executions not taken over yet, their rows are locked")
 	assert.Truef(t, len(said) == 1 && said[0]["worker"] == "test" && said[0]["executions"] == 1.0 &&
 		strings.Contains(fmt.Sprint(said[0]["open_transactions"]), fmt.Sprintf("pid %d of ", pid)),
-		"after two sweeps it is told %v, want once, with the worker and session %d", said, pid)
+		"after two sweeps the log has %v, want once, with the worker and session %d", said, pid)
 	require.NoError(t, tx.Rollback(t.Context()))
 	require.NoError(t, p.Sweep(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`))
@@ -309,7 +309,7 @@ func TestExecutionsAboutToMoveAreNotLogged(t *testing.T) {
 	require.NoError(t, p.Sweep(t.Context()))
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `select count(*) from agent_executions where claimed_by is not null`))
 	said := l.Records(t, "lost executions not taken over yet, their rows are locked")
-	assert.Truef(t, len(said) == 0, "it is told %v", said)
+	assert.Truef(t, len(said) == 0, "the log has %v", said)
 }
 
 func nothing(context.Context) (executions.Result, error) { return executions.Result{}, nil }

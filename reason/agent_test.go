@@ -353,7 +353,7 @@ func TestAConflictGivesTheModelBothValues(t *testing.T) {
 	}
 	err := json.Unmarshal([]byte(said), &both)
 	assert.Truef(t, err == nil && both.Error == "conflict" && both.Yours == "mine" &&
-		string(both.Theirs.Value) == `"theirs"` && both.Theirs.Revision == 3, "the model is told %s", said)
+		string(both.Theirs.Value) == `"theirs"` && both.Theirs.Revision == 3, "the model gets %s", said)
 }
 
 func TestWhatATurnHasReadSurvivesItsProcess(t *testing.T) {

@@ -285,7 +285,7 @@ func TestEventsAreWrittenWithWhatCausesThem(t *testing.T) {
 		}
 		got := pgtest.Value[string](t, tx, `select coalesce(string_agg(event || ' ' || trace_id || ' ' || payload, ''), '')
 			from agent_webhook_outbox`)
-		assert.Truef(t, wanted || got == "", "%s is told though nobody wants it: %s", event, got)
+		assert.Truef(t, wanted || got == "", "%s is sent without a subscription: %s", event, got)
 		assert.Truef(t, !wanted || strings.HasPrefix(got, event+" ") && strings.Contains(got, `"type": "`+event) &&
 			!strings.Contains(got, "iban"), "%s: %q", event, got)
 	}

@@ -34,8 +34,8 @@ func TestMain(m *testing.M) { pgtest.Main(m) }
 
 const ops = "C0OPS"
 
-// desk is an agent whose requests for approval are shown in a channel of a fake Slack.
-type desk struct {
+// approvalTest is an agent whose requests for approval are shown in a channel of a fake Slack.
+type approvalTest struct {
 	*testing.T
 	fake  *slacktest.Server
 	pool  *pgxpool.Pool
@@ -63,9 +63,9 @@ func (linked) Approver(ctx context.Context, issuer, subject, via, message string
 	return nil, "", channels.ErrNotLinked
 }
 
-func newDesk(t *testing.T, mode string) *desk {
+func newApprovalTest(t *testing.T, mode string) *approvalTest {
 	t.Helper()
-	d := &desk{T: t, fake: slacktest.New(), pool: pgtest.DB(t)}
+	d := &approvalTest{T: t, fake: slacktest.New(), pool: pgtest.DB(t)}
 	d.fake.RetryAfter = 2 * time.Second
 	t.Cleanup(d.fake.Close)
 	_, err := channels.Put(t.Context(), d.pool, channels.Definition{
@@ -104,7 +104,7 @@ func newDesk(t *testing.T, mode string) *desk {
 }
 
 // request asks for an approval and returns its id.
-func (d *desk) request() (id string) {
+func (d *approvalTest) request() (id string) {
 	d.Helper()
 	d.asked++
 	e := enginetest.New(d.T, d.pool)
@@ -123,7 +123,7 @@ func (d *desk) request() (id string) {
 }
 
 // shown waits for the message that shows a request.
-func (d *desk) shown(order int) (shown slacktest.Message) {
+func (d *approvalTest) shown(order int) (shown slacktest.Message) {
 	d.Helper()
 	pgtest.Eventually(d.T, 30*time.Second, func() bool {
 		for _, m := range d.fake.Messages(ops) {
@@ -137,14 +137,14 @@ func (d *desk) shown(order int) (shown slacktest.Message) {
 }
 
 // click presses a button and returns what the person was told.
-func (d *desk) click(user string, shown slacktest.Message, label string) string {
+func (d *approvalTest) click(user string, shown slacktest.Message, label string) string {
 	d.Helper()
 	before := len(d.fake.Messages(ops))
 	require.NoError(d.T, d.fake.Click(user, ops, shown.TS, label))
 	return d.told(before)
 }
 
-func (d *desk) told(before int) (said string) {
+func (d *approvalTest) told(before int) (said string) {
 	d.Helper()
 	pgtest.Eventually(d.T, 30*time.Second, func() bool {
 		for _, m := range d.fake.Messages(ops)[before:] {
@@ -157,7 +157,7 @@ func (d *desk) told(before int) (said string) {
 	return said
 }
 
-func (d *desk) expect(what, said, want, id, status string) {
+func (d *approvalTest) expect(what, said, want, id, status string) {
 	d.Helper()
 	got, err := approvals.Get(d.Context(), d.pool, id)
 	require.NoError(d.T, err)
@@ -174,7 +174,7 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 	for _, mode := range []string{"socket", "events"} {
 		t.Run(mode, func(t *testing.T) {
 			t.Parallel()
-			d := newDesk(t, mode)
+			d := newApprovalTest(t, mode)
 			var ids [5]string
 			for i := range ids {
 				ids[i] = d.request()
@@ -209,7 +209,7 @@ func TestApprovalsBySlackButtons(t *testing.T) {
 }
 
 // serve gives the fake the address of the channel.
-func (d *desk) serve(r *channels.Runner) {
+func (d *approvalTest) serve(r *channels.Runner) {
 	d.Helper()
 	mux := http.NewServeMux()
 	mux.Handle("POST /channels/{name}", r)

@@ -31,7 +31,7 @@ type memory struct {
 	got       []channels.Incoming
 	known     []string
 	broken    int
-	poison    string // no message with this text can be stored
+	rejected  string // no message with this text can be stored
 	stored    func() // called after each store; may be nil
 	connected int
 	calls     int // of Receive
@@ -45,7 +45,7 @@ func (m *memory) Receive(_ context.Context, _ string, all ...channels.Incoming) 
 		m.broken--
 		return errors.New("the database is away")
 	}
-	if slices.ContainsFunc(all, func(one channels.Incoming) bool { return m.poison != "" && one.Text == m.poison }) {
+	if slices.ContainsFunc(all, func(one channels.Incoming) bool { return m.rejected != "" && one.Text == m.rejected }) {
 		return errors.New("a message cannot be stored")
 	}
 	for _, one := range all {
@@ -225,7 +225,7 @@ func TestABurstIsBoundedAndSurvivesABadMessage(t *testing.T) {
 	w.take(t.Context(), socketmode.New(w.api), <-client.Events, w.in)
 	assert.Equal(t, 101, len(w.in.texts()))
 
-	client, w.in.poison = socketmode.New(w.api), "bad"
+	client, w.in.rejected = socketmode.New(w.api), "bad"
 	for n := 103; n <= 105; n++ {
 		client.Events <- event(n, map[bool]string{true: "bad", false: "good"}[n == 104])
 	}
