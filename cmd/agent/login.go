@@ -37,7 +37,10 @@ standard input. agent --server URL then needs no AGENT_TOKEN. The file login.jso
 			}
 			check := *c
 			check.out = &discardWriter{}
-			call := remoteCall{cli: &check, server: server, token: token}
+			call := remoteCall{
+				cli: &check, server: server, token: token, tokenAdvice: "nothing was stored; use the server's AGENT_ADMIN_TOKEN, " +
+					"or a token that agent tokens create prints there",
+			}
 			if err := call.run(cmd.Context(), commandRequest{Args: []string{"version"}}, false); err != nil {
 				return err
 			}

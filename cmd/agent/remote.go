@@ -3,6 +3,7 @@ package main
 import (
 	"archive/zip"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -477,6 +478,8 @@ type remoteCall struct {
 	// replace allows output to exist.
 	replace bool
 	told    bool // of another version
+	// tokenAdvice says what to do if the server refuses the token; empty: log in.
+	tokenAdvice string
 	// interrupted is printed after an interrupt.
 	interrupted string
 	asks        chan string // ids of approvals to ask about; nil for none
@@ -570,7 +573,8 @@ func (r *remoteCall) refused(resp *http.Response) error {
 	err := fmt.Errorf("%s: %s", r.server, said)
 	switch {
 	case resp.StatusCode == http.StatusUnauthorized:
-		return &exitError{exitUsage, hint(err, "set AGENT_TOKEN, or run agent login %s", r.server)}
+		advice := cmp.Or(r.tokenAdvice, "set AGENT_TOKEN, or run agent login "+r.server.String())
+		return &exitError{exitUsage, hint(err, "%s", advice)}
 	case resp.StatusCode == http.StatusForbidden:
 		return hint(err, "ask an admin for a token with this right")
 	case resp.StatusCode == http.StatusNotFound || resp.StatusCode == http.StatusMethodNotAllowed:

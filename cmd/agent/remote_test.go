@@ -405,13 +405,20 @@ func TestLoginStoresATokenPerServer(t *testing.T) {
 	login := func(typed string) commandResult {
 		return p.runWith(t.Context(), strings.NewReader(typed), "login", base)
 	}
-	got := login("wrong\n")
-	assert.Truef(t, got.code == 2 && strings.Contains(got.err, "401"), "a wrong token: %+v", got)
-	got = login("\n")
+	refused := func() {
+		t.Helper()
+		got := login("wrong\n")
+		assert.Truef(t, got.code == 2 && got.out == "", "a wrong token: %+v", got)
+		assert.Contains(t, got.err, "401", "nothing was stored", "AGENT_ADMIN_TOKEN", "agent tokens create")
+		assert.Truef(t, !strings.Contains(got.err, "agent login"), "the advice is to do the same again: %s", got.err)
+	}
+	refused()
+	got := login("\n")
 	assert.Truef(t, got.code == 2 && strings.Contains(got.err, "empty"), "no token: %+v", got)
 	p.fails(2, "there is no token", "--server", base, "skills", "ls")
 	got = login(secret + "\n")
 	assert.Truef(t, got.code == 0 && !strings.Contains(got.out+got.err, secret), "login: %+v", got)
+	refused() // and the stored one stays
 	assert.Contains(t, p.must("--server", base, "skills", "ls"), "memory_search")
 	p.fails(2, "there is no token", "--server", "http://127.0.0.1:2", "skills", "ls")
 	file := filepath.Join(home, ".config", "lanekeeper", "login.json")
