@@ -109,9 +109,13 @@ func (n *Node) line(branch string) line {
 	if n.Model != "" {
 		name += " (" + plainText(n.Model) + ")"
 	}
+	name = truncate(name, nameMost)
+	if round := Round(n.Step); round != "" {
+		name += ", round " + round
+	}
 	word, tint := statusMark(string(n.Status))
 	l := line{cells: [5]string{
-		branch + truncate(name, nameMost), word, "", formatTokens(int64(n.TokenUsage.TotalTokens)),
+		branch + name, word, "", formatTokens(int64(n.TokenUsage.TotalTokens)),
 		formatUSD(n.CostUSD),
 	}}
 	if n.DurationMS != nil {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -261,12 +262,22 @@ var sortLabels = map[string]string{
 	"wait": "wait", "lane": "lane wait", "more": "not shown", "queue": "in the queue", "failed": "failed",
 }
 
-// Label is the node's sort for people.
+// Label is the node's sort for people, with the round of its loop.
 func (n *tracedNode) Label() string {
-	if n.Sort == "retry" && n.Row != nil {
-		return "attempt " + strconv.Itoa(n.Row.Try)
+	label, step := sortLabels[n.Sort], ""
+	switch {
+	case n.Row != nil:
+		step = n.Row.Step
+	case n.Wait != nil:
+		step = n.Wait.Step
 	}
-	return sortLabels[n.Sort]
+	if n.Sort == "retry" && n.Row != nil {
+		label = "attempt " + strconv.Itoa(n.Row.Try)
+	}
+	if round := activity.Round(step); round != "" {
+		label += ", round " + round
+	}
+	return label
 }
 
 // Depth is the drawn depth.

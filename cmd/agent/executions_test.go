@@ -2,7 +2,10 @@ package main
 
 import (
 	"encoding/json"
+	"net/http"
 	"path/filepath"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -117,6 +120,45 @@ func TestExecutionFromStartToReplay(t *testing.T) {
 	assert.Equal(t, "cancelled "+forked.ID+"\n", p.must("executions", "cancel", forked.ID, "--reason", "enough"))
 	assert.Contains(t, p.must("executions", "show", forked.ID), "cancelled", "admin", "enough")
 	assert.Contains(t, p.must("executions", "retry", forked.ID), "after the last checkpoint")
+}
+
+// The steps of a loop differ by their round, in the trace and on its page.
+func TestStepsOfALoopShowTheirRound(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	testkit.WriteFile(t, filepath.Join(dir, "climb.yaml"), `kind: flow
+name: climb
+variables: {n: 0}
+actions:
+  - {id: before, actionType: set, parameters: {variables: {text: x}}}
+  - id: loop
+    actionType: while
+    parameters:
+      condition: n < 3
+      actions:
+        - {id: up, actionType: set, parameters: {expressions: {n: n + 1}}}
+        - {id: pause, actionType: delay, when: n == 3, parameters: {duration: 1ms}}
+        - {id: items, actionType: for_each, when: n == 3, parameters: {items: [a, b], actions: [{id: end, actionType: end, when: index == 1}]}}
+`)
+	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_HEARTBEAT_CRON=0 0 1 1 *")
+	p.must("apply", dir)
+	base := program{t, append(slices.Clone(p.environ), "AGENT_LOG_LEVEL=info")}.start("serve").find(t, `msg=serving listen=(\S+)`)
+	var started struct {
+		TraceID string `json:"trace_id"`
+	}
+	p.mustJSON(&started, "executions", "start", "climb", "--wait")
+	shown := p.must("trace", started.TraceID)
+	rounds := regexp.MustCompile(`(set|delay|end|while|for_each)(, round [0-9.]+)? `).FindAllString(shown, -1)
+	assert.NoDiff(t, []string{
+		"set ", "while ", "set, round 1 ", "delay, round 1 ", "for_each, round 1 ", "set, round 2 ", "delay, round 2 ",
+		"for_each, round 2 ", "set, round 3 ", "delay, round 3 ", "for_each, round 3 ", "end, round 3.1 ", "end, round 3.2 ",
+	}, rounds)
+	for _, view := range []string{"", "?view=table"} {
+		page, err := testkit.Do(t.Context(), http.DefaultClient, "GET", base+"/traces/"+started.TraceID+view, "",
+			testkit.Bearer(strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")))
+		require.NoError(t, err)
+		assert.Contains(t, string(page.Body), `kind-phase">phase, round 1<`, `kind-phase">phase, round 3<`, `kind-phase">phase, round 3.2<`)
+	}
 }
 
 func TestStartWait(t *testing.T) {
