@@ -217,3 +217,43 @@ func (d *approvalTest) serve(r *channels.Runner) {
 	d.Cleanup(server.Close)
 	d.fake.EventsURL = server.URL + "/channels/ops"
 }
+
+// A message that the database cannot take yet keeps its place before later ones of its conversation. One that the
+// database refuses for its content is given up, and holds up none.
+func TestMessagesThatAreStoredLateKeepTheirOrder(t *testing.T) {
+	t.Parallel()
+	d := newApprovalTest(t, "socket")
+	content := func() string {
+		return pgtest.Value[string](t, d.pool, `select coalesce(string_agg(content, ' ' order by id), '') from agent_channel_messages`)
+	}
+	d.fake.Say("U1", "D1", "refused", "", slacktest.File{ID: "F1", Name: "a\x00b", Mimetype: "text/plain"})
+	d.fake.Wait()
+	d.fake.Say("U1", "D1", "zero", "")
+	d.fake.Wait()
+	assert.Equal(t, 0, d.fake.Retries())
+	assert.Equal(t, "zero", content())
+	pgtest.Exec(t, d.pool, `
+		create sequence tries;
+		create table held ();
+		create function hold() returns trigger language plpgsql as $$
+		begin
+		  if new.content = 'one' and to_regclass('held') is not null then
+		    perform nextval('tries');
+		    raise exception 'not yet' using errcode = 'lock_not_available';
+		  end if;
+		  return new;
+		end $$;
+		create trigger hold before insert on agent_channel_messages for each row execute function hold()`)
+	tried := func(times int) {
+		pgtest.Eventually(t, 30*time.Second, func() bool {
+			return pgtest.Value[int](t, d.pool, `select case when is_called then last_value else 0 end from tries`) >= times
+		}, "the message is tried")
+	}
+	d.fake.Say("U1", "D1", "one", "")
+	tried(2)
+	d.fake.Say("U1", "D1", "two", "")
+	tried(4)
+	pgtest.Exec(t, d.pool, `drop table held`)
+	d.fake.Wait()
+	assert.Equal(t, "zero one two", content())
+}
