@@ -163,6 +163,9 @@ func TestUUID7(t *testing.T) {
 		  and lanekeeper.agent_uuid7(at - interval '1 ms') < lanekeeper.agent_uuid7_floor(at))
 		  from (select '2026-01-02 03:04:05.678'::timestamptz + n * interval '1 ms' as at
 		    from generate_series(1, 500) n) t`), "agent_uuid7_floor is not between two milliseconds")
+	plan := strings.Join(pgtest.Column[string](t, db,
+		"explain (verbose, costs off) select lanekeeper.agent_uuid7_floor(clock_timestamp())"), "\n")
+	assert.True(t, !strings.Contains(plan, "agent_uuid7_floor"), "the planner does not inline agent_uuid7_floor:", plan)
 }
 
 func TestTraceIDsMadeInSQLAreTraceIDs(t *testing.T) {

@@ -53,9 +53,10 @@ language sql volatile parallel safe as $$
 $$;
 comment on function lanekeeper.agent_uuid7 is 'A time-ordered uuid (version 7) with sub-millisecond order.';
 
+-- The epoch of a timestamptz is stable, that of an interval immutable. A stable body would not be inlined.
 create or replace function lanekeeper.agent_uuid7_floor(p_at timestamptz) returns uuid
 language sql immutable parallel safe as $$
-  select (encode(substring(int8send(floor(extract(epoch from p_at) * 1000)::bigint) from 3 for 6), 'hex')
+  select (encode(substring(int8send(floor(extract(epoch from p_at - timestamptz '1970-01-01 00:00:00+00') * 1000)::bigint) from 3 for 6), 'hex')
           || '70008000000000000000')::uuid
 $$;
 comment on function lanekeeper.agent_uuid7_floor is
