@@ -261,6 +261,9 @@ func (s *server) startExecution(r request) (response, error) {
 			spec.ThreadID = deref(parent.ThreadID)
 		}
 	}
+	if err := startError(flows.CheckThread(r.Context(), s.pool, b.Flow, spec.ThreadID)); err != nil {
+		return response{}, err
+	}
 	if b.ThreadID != "" { // an execution may create its thread
 		if err := s.openForFlow(r.Context(), b, spec.Agent); err != nil {
 			return response{}, err
@@ -354,7 +357,7 @@ func (s *server) startable(ctx context.Context, flow string, input json.RawMessa
 		Kind("unknown-flow", "Unknown flow")
 }
 
-// startError maps the errors of flows.CheckStart to problems.
+// startError maps the errors of flows.CheckStart and flows.CheckThread to problems.
 func startError(err error) error {
 	_, wrong := errors.AsType[*flows.InvalidInput](err)
 	switch {
@@ -362,6 +365,9 @@ func startError(err error) error {
 		return problem.New(http.StatusUnprocessableEntity, "input: %s", err).Kind("invalid-input", "Invalid input")
 	case errors.Is(err, flows.ErrRemoved):
 		return problem.New(http.StatusUnprocessableEntity, "%s", err).Kind("removed-flow", "Removed flow")
+	case errors.Is(err, flows.ErrNoThread):
+		return problem.New(http.StatusUnprocessableEntity, "thread_id is missing: %s; a new thread_id begins a thread", err).
+			Kind("no-thread", "No thread")
 	}
 	return err
 }

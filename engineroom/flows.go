@@ -225,6 +225,7 @@ type startForm struct {
 	flowRow
 	Input, From string // From says where Input comes from
 	Schema      string
+	Talks       bool // it needs a thread
 }
 
 // flowStart prefills the form: with the input of the newest execution, or with an example of the schema.
@@ -237,6 +238,7 @@ func (room *Room) flowStart(ctx context.Context, v *visit) (any, error) {
 		if err != nil {
 			return nil, err
 		}
+		form.Talks = flows.Talks(flow.Definition)
 		if schema = flow.Definition.Input; len(schema) > 0 {
 			text, err := json.Marshal(schema)
 			if err != nil {

@@ -86,6 +86,24 @@ func TestFlowsAreListedWithTheirRunsAndStarted(t *testing.T) {
 	turnsAway(t, list+"/flows?x=1", http.StatusBadRequest, "there is no filter")
 }
 
+func TestThePageOfATalkingFlowDemandsAThread(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	for name, action := range map[string]string{"silent": "end", "talks": "wait_for_response"} {
+		_, err := flows.Put(t.Context(), pool, flows.Definition{
+			Name: name, Actions: []any{map[string]any{"actionType": action}},
+		}, "workspace")
+		require.NoError(t, err)
+	}
+	field := func(name string) string {
+		return regexp.MustCompile(`<label>Thread, .*`).FindString(shows(t, server.URL+"/flows/"+name))
+	}
+	assert.Contains(t, field("talks"), "because the flow talks", " required>")
+	if silent := field("silent"); !strings.Contains(silent, "if the flow talks") || strings.Contains(silent, "required") {
+		t.Errorf("the field of a silent flow: %s", silent)
+	}
+}
+
 func TestAFlowIsStartedFromItsPage(t *testing.T) {
 	t.Parallel()
 	calls, server, client := pulled(t, func(w http.ResponseWriter, _ *http.Request) {

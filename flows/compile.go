@@ -57,6 +57,21 @@ func (a *action) walk(fn func(*action)) {
 	}
 }
 
+// talks reports whether an action fails without a thread. A request fails only with a message of its own.
+func (a *action) talks() bool {
+	return slices.Contains([]string{"send_message", "open_thread", "wait_for_response"}, a.Type) ||
+		a.Waits != "" && a.given["message"] != nil
+}
+
+// reads reports whether an expression of an action names a variable.
+func (a *action) reads(variable string) bool {
+	all := append(slices.Collect(maps.Values(a.exprs)), a.when)
+	for _, c := range a.cases {
+		all = append(all, c.condition)
+	}
+	return slices.ContainsFunc(all, func(e *expression) bool { return e != nil && strings.Contains(e.text, variable) })
+}
+
 // flag returns a boolean parameter.
 func (a *action) flag(name string, fallback bool) bool {
 	if value, ok := a.given[name].(bool); ok {

@@ -58,6 +58,8 @@ var (
 	ErrNotFound = errors.New("no such flow")
 	// ErrRemoved reports a flow that was removed from the workspace and cannot start.
 	ErrRemoved = errors.New("the flow was removed")
+	// ErrNoThread reports the start of a flow that talks, without a thread.
+	ErrNoThread = errors.New("the flow talks in a thread, and none is named")
 )
 
 var flowName = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
@@ -104,6 +106,19 @@ func Skills(d Definition) map[string]string {
 // Agents lists the agents that d names, by the path of each reference.
 func Agents(d Definition) map[string]string {
 	return references(d, func(a *action) map[string]string { return a.agents })
+}
+
+// Talks reports whether d needs a thread: an action sends a message, opens the thread or waits for a response. A flow
+// whose conditions read threadId decides by itself, and needs none.
+func Talks(d Definition) bool {
+	talks, decides := false, false
+	for _, a := range (&compiler{}).actions(d.Actions, "actions", 0) {
+		a.walk(func(a *action) {
+			talks = talks || a.talks()
+			decides = decides || a.reads("threadId")
+		})
+	}
+	return talks && !decides
 }
 
 // references collects what all actions refer to, nested ones included.

@@ -110,6 +110,23 @@ func CheckStart(ctx context.Context, db postgres.DB, name string, input json.Raw
 	return err
 }
 
+// CheckThread returns [ErrNoThread] if a flow talks and the thread is empty. A flow in Go declares nothing and passes.
+func CheckThread(ctx context.Context, db postgres.DB, name, thread string) error {
+	if thread != "" {
+		return nil
+	}
+	flow, err := Get(ctx, db, name)
+	switch {
+	case errors.Is(err, ErrNotFound):
+		return nil
+	case err != nil:
+		return err
+	case Talks(flow.Definition):
+		return fmt.Errorf("flow %s: %w", name, ErrNoThread)
+	}
+	return nil
+}
+
 // startSchema reads a flow's input schema.
 func startSchema(ctx context.Context, db postgres.DB, name string) (schema map[string]any, err error) {
 	var current bool

@@ -158,6 +158,32 @@ func TestWithoutAThreadNothingIsSaid(t *testing.T) {
 		postgres.Strict{"kind": "test"}))
 }
 
+func TestAFlowTalksIfAnActionNeedsAThread(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		actions string
+		talks   bool
+	}{
+		"message":       {`{actionType: send_message, parameters: {message: hi}}`, true},
+		"invitation":    {`{actionType: open_thread}`, true},
+		"response":      {`{actionType: wait_for_response}`, true},
+		"own words":     {`{actionType: assign_test, parameters: {test: sql, message: hi}}`, true},
+		"request":       {`{actionType: assign_test, parameters: {test: sql}}`, false},
+		"failure":       {`{actionType: fail, parameters: {message: hi}}`, false},
+		"in a branch":   {`{actionType: if, parameters: {condition: "1 > 2", then: [{actionType: open_thread}]}}`, true},
+		"at a timeout":  {`{actionType: assign_test, parameters: {test: sql}, timeoutActions: [{actionType: open_thread}]}`, true},
+		"if it has one": {`{actionType: open_thread, when: threadId != nil}`, false},
+		"in a case": {
+			`{actionType: switch, parameters: {cases: [{condition: threadId != nil, actions: [{actionType: open_thread}]}]}}`,
+			false,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			assert.Equal(t, test.talks, flows.Talks(read(t, "name: a\nactions: ["+test.actions+"]")))
+		})
+	}
+}
+
 func TestAConversationOfMessagesAndResponses(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, `

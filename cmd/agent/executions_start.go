@@ -145,7 +145,7 @@ func (b startOptions) openThread(ctx context.Context, s *session, id string) err
 	return err
 }
 
-// startable validates flow, input and on_lost before the start.
+// startable validates flow, input, thread and on_lost before the start.
 func startable(ctx context.Context, a *app.App, spec *executions.Spec) error {
 	if executions.IsExternal(spec.Flow) {
 		if spec.OnLost == "resume" {
@@ -169,7 +169,11 @@ func startable(ctx context.Context, a *app.App, spec *executions.Spec) error {
 	if err := flows.CheckStart(ctx, a.Pool, spec.Flow, input); err != nil {
 		return &exitError{exitUsage, hint(err, "see agent flows show %s", spec.Flow)}
 	}
-	return nil
+	err = flows.CheckThread(ctx, a.Pool, spec.Flow, spec.ThreadID)
+	if errors.Is(err, flows.ErrNoThread) {
+		err = &exitError{exitUsage, hint(err, "name one with --thread ID; a new ID begins a thread")}
+	}
+	return err
 }
 
 func startableFlows(ctx context.Context, a *app.App) ([]string, error) {

@@ -186,6 +186,32 @@ func TestStartWait(t *testing.T) {
 		strings.Contains(fault.Error.Hint, "agent executions retry"), "stderr %q", failing.err.String())
 }
 
+// A flow that talks cannot start without a thread: not by the command, here or on a server, nor over HTTP.
+func TestATalkingFlowStartsOnlyWithAThread(t *testing.T) {
+	t.Parallel()
+	p := newProgram(t, pgtest.URL(t))
+	dir := t.TempDir()
+	testkit.WriteFile(t, filepath.Join(dir, "talks.yaml"), `kind: flow
+name: talks
+actions:
+  - {actionType: delay, parameters: {duration: 1ms}}
+  - {actionType: send_message, parameters: {message: hello}}
+`)
+	p.must("apply", dir)
+	far, _ := p.remote()
+	for _, one := range []program{p, far} {
+		one.fails(2, "talks in a thread, and none is named; name one with --thread ID", "executions", "start", "talks")
+	}
+	base, admin := strings.TrimPrefix(far.environ[0], "AGENT_SERVER="), strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN=")
+	got := send(t.Context(), "POST", base+"/v1/executions", admin, `{"flow": "talks"}`)
+	assert.Equal(t, 422, got.status, got.body)
+	assert.Contains(t, got.body, "thread_id is missing", "talks in a thread")
+	assert.Contains(t, p.must("executions", "ls"), "no executions")
+	assert.Contains(t, p.must("executions", "start", "talks", "--thread", "ana", "--wait"), "completed")
+	got = send(t.Context(), "POST", base+"/v1/executions", admin, `{"flow": "talks", "thread_id": "eva"}`)
+	assert.Equal(t, 201, got.status, got.body)
+}
+
 func TestInvalidExecutionCommands(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
