@@ -160,7 +160,7 @@ type operator struct {
 	// decided elsewhere.
 	ask func(ctx context.Context, question string) (answer string, heard bool)
 	// askCaller, if set, is used instead: it asks a caller elsewhere, who decides by a command of its own.
-	askCaller func(a operate.Approval)
+	askCaller func(a operate.Approval, execution string)
 	// onEvent, if set, is called before each event is printed.
 	onEvent func()
 }
@@ -204,7 +204,7 @@ func (o *operator) runTurn(ctx context.Context, t turn, show func(operate.Event)
 		case operate.Approval:
 			if o.askCaller != nil {
 				asked.Store(true)
-				o.askCaller(data)
+				o.askCaller(data, execution)
 			} else if !o.askApproval(turnCtx, data) {
 				o.openApprovals[data.ID] = execution
 				cancel(operate.ErrDetach)

@@ -244,7 +244,8 @@ type commandFrame struct {
 	Created bool   `json:"created,omitempty"` // the file is complete
 	// Interrupted is what the caller prints if it interrupts the command from now on.
 	Interrupted string `json:"interrupted,omitempty"`
-	Ask         string `json:"ask,omitempty"` // the id of an approval that the command waits for
+	Ask         string `json:"ask,omitempty"`       // the id of an approval that the command waits for
+	Execution   string `json:"execution,omitempty"` // the execution that waits for it
 	Exit        *int   `json:"exit,omitempty"`
 }
 
@@ -482,7 +483,7 @@ type remoteCall struct {
 	tokenAdvice string
 	// interrupted is printed after an interrupt.
 	interrupted string
-	asks        chan string // ids of approvals to ask about; nil for none
+	asks        chan commandFrame // frames with an approval to ask about; nil for none
 }
 
 // run sends a command and prints its output. The exit code is the command's.
@@ -603,7 +604,7 @@ func (r *remoteCall) print(body io.Reader, alive func()) error {
 			r.infof("agent: the server runs %s, this is %s", printable(f.Version), buildVersion())
 		}
 		if f.Ask != "" && r.asks != nil {
-			r.asks <- f.Ask
+			r.asks <- f
 		}
 		if _, err := r.out.Write(f.Out); err != nil {
 			return fmt.Errorf("print result: %w", err)

@@ -8,8 +8,11 @@ import (
 	"os"
 	"os/signal"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
+
+	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
 // interact sends each line as one command of the same conversation, and shows its output while it comes. ^C cancels the
@@ -76,18 +79,18 @@ func (r *remoteCall) interact(cmd *cobra.Command) error {
 func (r *remoteCall) turn(
 	ctx context.Context, interrupts <-chan os.Signal, lines <-chan string, req commandRequest,
 ) error {
+	outer := ctx
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	r.asks = make(chan string, 100) // a turn asks about one approval at a time
+	r.asks = make(chan commandFrame, 100) // a turn asks about one approval at a time
 	ended := make(chan error, 1)
 	go func() { ended <- r.run(ctx, req, false) }()
-	stop := func(note string) error {
+	stop := func() {
 		cancel()
 		<-ended //nolint:errcheck // it was interrupted
-		r.infof("%s", note)
-		return nil
 	}
-	asked, answers := "", (<-chan string)(nil)
+	var asked commandFrame
+	var answers <-chan string
 	for {
 		select {
 		case err := <-ended:
@@ -96,18 +99,26 @@ func (r *remoteCall) turn(
 			}
 			return err
 		case <-interrupts:
-			if asked != "" && answers != nil {
-				return stop(leftOpen)
+			stop()
+			switch {
+			case asked.Execution != "": // the turn would wait for the decision without its caller
+				r.cancelTurn(outer, asked.Execution)
+			case answers != nil: // an older server names no execution
+				r.infof("%s", leftOpen)
+			default:
+				r.infof("cancelled")
 			}
-			return stop("cancelled")
+			return nil
 		case asked = <-r.asks:
 			answers = lines
 			fmt.Fprint(r.out, approvalQuestion)
 		case line, more := <-answers:
 			if line = strings.TrimSpace(line); line == "" || !more {
-				return stop(leftOpen)
+				stop()
+				r.infof("%s", leftOpen)
+				return nil
 			}
-			if answers = nil; !r.decide(ctx, asked, line) {
+			if answers = nil; !r.decide(ctx, asked.Ask, line) {
 				r.asks <- asked // four eyes, or another reason that the next answer may avoid
 			}
 		}
@@ -116,6 +127,28 @@ func (r *remoteCall) turn(
 
 // leftOpen is said when the caller goes while an approval is asked.
 const leftOpen = "left open; decide later with /approve or /reject"
+
+// cancelTimeout bounds the cancel of a turn.
+const cancelTimeout = 10 * time.Second
+
+// cancelTurn cancels a turn by a command of its own, whose output says so.
+func (r *remoteCall) cancelTurn(ctx context.Context, execution string) {
+	ctx, cancel := context.WithTimeout(ctx, cancelTimeout)
+	defer cancel()
+	other := remoteCall{cli: r.cli, server: r.server, token: r.token}
+	err := other.run(ctx, commandRequest{Args: []string{
+		"executions", "cancel", execution, "--reason", operate.ErrInterrupt.Error(),
+	}}, false)
+	switch exit, is := errors.AsType[*exitError](err); {
+	case err == nil:
+		return
+	case ctx.Err() != nil:
+		r.infof("agent: the cancel was not confirmed within %s", cancelTimeout)
+	case !is || exit.cause != nil: // not printed by the server
+		r.infof("agent: %s", printable(err.Error()))
+	}
+	r.infof("%s", leftOpen)
+}
 
 // decide runs the decision of an approval as a command of its own, and reports whether it was made.
 func (r *remoteCall) decide(ctx context.Context, id, answer string) bool {

@@ -7,12 +7,16 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
+
+	"github.com/creack/pty"
 
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -482,6 +486,40 @@ func TestRemoteTurnsAreStreamedAndCancelled(t *testing.T) {
 	pgtest.Until(t, d.pool, "cancelled", `select status::text from agent_executions where flow = 'operate'`)
 	require.NoError(t, call.turn(t.Context(), interrupts, nil, args("Are you there?")))
 	assert.Contains(t, shown.String(), "Here.")
+}
+
+// ^C at the question about an approval cancels the turn on the server, and the conversation goes on.
+func TestInterruptAtAnApprovalCancelsTheRemoteTurn(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Still here."))
+	far, _ := d.remote()
+	cmd := exec.Command(os.Args[0], "operate")
+	cmd.Env = append(os.Environ(), append(far.environ, asAgent+"=1")...)
+	keys, err := pty.Start(cmd)
+	if err != nil {
+		t.Skipf("there are no pseudo-terminals here: %v", err)
+	}
+	s := &terminalTest{t: t, keys: keys}
+	var reading sync.WaitGroup
+	reading.Go(func() { _, _ = io.Copy(&s.shown, keys) }) // ends with an error when the process has ended
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+		reading.Wait()
+		_ = keys.Close()
+	})
+	s.waitFor(`(>) `)
+	s.typeKeys("Wipe.\n")
+	s.waitFor(`(approve\?) \[y, n, or why not`)
+	s.typeKeys("\x03")
+	id := s.waitFor(`cancelled ([0-9a-f-]{36})`)
+	pgtest.Equal(t, d.pool, "cancelled by root: interrupted by the admin", `
+		select status || ' by ' || cancelled_by || ': ' || cancel_reason from agent_executions where id::text = '`+id+`'`)
+	pgtest.Equal(t, d.pool, "expired", `select string_agg(status, ' ') from agent_approvals`)
+	s.waitFor(`(>) `)
+	s.typeKeys("Are you there?\n")
+	s.waitFor(`(Still here\.)`)
+	assert.Truef(t, !strings.Contains(s.shown.String(), "left open"), "the screen: %s", s.shown.String())
 }
 
 // The console of a server asks about an approval in place, if its caller may decide.

@@ -225,10 +225,10 @@ func (c *cli) onInterrupt(text string) {
 	}
 }
 
-// askCaller asks a caller elsewhere about an approval.
-func (c *cli) askCaller(a operate.Approval) {
+// askCaller asks a caller elsewhere about an approval of an execution.
+func (c *cli) askCaller(a operate.Approval, execution string) {
 	if out, far := c.out.(*callerStream); far {
-		_ = out.frames.send(commandFrame{Ask: a.ID}) // a caller that is gone ends the command
+		_ = out.frames.send(commandFrame{Ask: a.ID, Execution: execution}) // a caller that is gone ends the command
 	}
 }
 
