@@ -14,11 +14,11 @@ import (
 )
 
 // WriteStory writes a trace for people: a header, the activities as a tree, and a total. Each line has status (a sign
-// and a word, so colour is never the only carrier), duration and cost; errors follow below it. Columns fit their
-// content, and empty ones are left out. External text is shown without control characters, so it cannot steer a
-// terminal. colour adds ANSI colours to the states.
+// and a word, so colour is never the only carrier), duration and cost; errors follow below it. A request for approval
+// has the state of the decision. Columns fit their content, and empty ones are left out. External text is shown
+// without control characters, so it cannot steer a terminal. colour adds ANSI colours to the states.
 func WriteStory(w io.Writer, t Trace, colour bool) error {
-	s := story{colour: colour}
+	s := story{colour: colour, decisions: t.Decisions}
 	s.add(Tree(t.Activities), "", true)
 	s.lines = append(s.lines, line{rule: true}, t.total())
 	s.measure()
@@ -53,6 +53,8 @@ type story struct {
 	colour bool
 	lines  []line
 	widths [5]int
+
+	decisions map[string]Decision
 }
 
 // header writes the trace's name and result.
@@ -76,19 +78,22 @@ func (s *story) add(nodes []*Node, branch string, top bool) {
 		if top {
 			joint, below = "", ""
 		}
-		s.lines = append(s.lines, n.line(branch+joint))
+		s.lines = append(s.lines, s.line(n, branch+joint))
 		s.addNote(n, below)
 		s.add(n.Children, below, false)
 	}
 }
 
-// addNote appends the error below its activity.
+// addNote appends the error, or who decided, below its activity.
 func (s *story) addNote(n *Node, below string) {
-	if n.Status != Error && n.Status != Unknown {
+	decision, decided := s.decisions[n.ID]
+	if n.Status != Error && n.Status != Unknown && !decided {
 		return
 	}
 	text := plainText(n.ErrorClass)
-	if n.ErrorMessage != nil && *n.ErrorMessage != "" {
+	if decided {
+		text = plainText(decision.String())
+	} else if n.ErrorMessage != nil && *n.ErrorMessage != "" {
 		text = strings.TrimPrefix(text+": "+plainText(*n.ErrorMessage), ": ")
 	}
 	if text == "" {
@@ -104,7 +109,7 @@ func (s *story) addNote(n *Node, below string) {
 }
 
 // line is the activity's line.
-func (n *Node) line(branch string) line {
+func (s *story) line(n *Node, branch string) line {
 	name := plainText(n.SkillName)
 	if n.Model != "" {
 		name += " (" + plainText(n.Model) + ")"
@@ -113,7 +118,11 @@ func (n *Node) line(branch string) line {
 	if round := Round(n.Step); round != "" {
 		name += ", round " + round
 	}
-	word, tint := statusMark(string(n.Status))
+	status := string(n.Status)
+	if decision, decided := s.decisions[n.ID]; decided {
+		status = decision.Status
+	}
+	word, tint := statusMark(status)
 	l := line{cells: [5]string{
 		branch + name, word, "", formatTokens(int64(n.TokenUsage.TotalTokens)),
 		formatUSD(n.CostUSD),
@@ -228,17 +237,19 @@ const (
 func statusMark(status string) (word, tint string) {
 	sign := "·"
 	switch status {
-	case "success", "completed":
+	case "success", "completed", "approved":
 		sign, tint = "✓", green
 	case "error", "failed", "timeout":
 		sign, tint = "✗", red
+	case "rejected":
+		sign, tint = "✗", yellow
 	case "unknown":
 		sign, tint = "?", yellow
 	case "pending_approval", "waiting":
 		sign, tint = "‖", yellow
 	case "running", "pending":
 		sign, tint = "▸", cyan
-	case "skipped", "cancelled":
+	case "skipped", "cancelled", "expired":
 		sign, tint = "–", grey
 	}
 	return sign + " " + plainText(status), tint

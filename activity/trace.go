@@ -21,6 +21,8 @@ type Trace struct {
 	CostUSD     float64    `json:"cost_usd"`
 	RootCause   *RootCause `json:"root_cause"` // of a failed trace
 	Activities  []Row      `json:"activities"` // by created_at, id
+	// Decisions of the approvals that activities asked for, by the id of the activity.
+	Decisions map[string]Decision `json:"decisions,omitempty"`
 }
 
 // TraceOf reads a trace by its id in any form: prefixed, a bare ULID, or the 32 hex digits of OpenTelemetry. The
@@ -42,6 +44,15 @@ func TraceOf(ctx context.Context, db postgres.DB, id string) (Trace, error) {
 		return Trace{}, fmt.Errorf("read trace %s: %w", id, ErrNotFound)
 	}
 	t := assemble(roots, rows)
+	var asked []string
+	for _, row := range rows {
+		if row.Status == PendingApproval {
+			asked = append(asked, row.ID)
+		}
+	}
+	if t.Decisions, err = Decisions(ctx, db, asked); err != nil {
+		return Trace{}, fmt.Errorf("read trace %s: %w", id, err)
+	}
 	if t.Status != "failed" && t.Status != "timeout" {
 		return t, nil
 	}

@@ -45,6 +45,7 @@ type tracedRow struct {
 	FinishedAt                            *time.Time
 	Try                                   int    `db:"-"` // number of the attempt at its step, from 1
 	ApprovalID, ApprovalStatus            string `db:"-"`
+	Decision                              string `db:"-"` // who decided on the approval that it asked for, and why
 	TraceID                               string `db:"-"`
 	InputCut, OutputCut, MessageCut       bool   `db:"-"`
 }
@@ -99,7 +100,7 @@ func (room *Room) firstRowsOf(ctx context.Context, id string) ([]tracedRow, erro
 		select `+lineColumns+`
 		  from agent_activity a where a.trace_id = @id order by a.created_at, a.id limit @most`,
 		postgres.Strict{"id": id, "most": traceFirst + traceLast + 1})
-	return collectTraced(rows, err, id)
+	return room.collectTraced(ctx, rows, err, id)
 }
 
 // rowsOf reads the activities of the waterfall: all of them, or the first, the last, and the failed ones.
@@ -121,7 +122,7 @@ func (room *Room) rowsOf(ctx context.Context, h *tracedHead) ([]tracedRow, error
 		 order by a.created_at, a.id`, freshPlan, postgres.Strict{
 		"id": h.ID, "first": traceFirst, "last": traceLast, "failed": traceFailed, "scan": traceSummed,
 	})
-	return collectTraced(rows, err, h.ID)
+	return room.collectTraced(ctx, rows, err, h.ID)
 }
 
 // pageOf reads a page of the table in order of the start, after a row.
@@ -137,7 +138,7 @@ func (room *Room) pageOf(ctx context.Context, id, after string) ([]tracedRow, er
 		 order by a.created_at, a.id limit @limit::int + 1`, freshPlan, postgres.Strict{
 		"id": id, "after": after, "limit": tracePerPage,
 	})
-	return collectTraced(rows, err, id)
+	return room.collectTraced(ctx, rows, err, id)
 }
 
 // rowOf reads one activity of a trace, almost uncut; none if it is unknown.
@@ -146,25 +147,36 @@ func (room *Room) rowOf(ctx context.Context, id, row string) ([]tracedRow, error
 		select `+tracedColumns+`
 		  from agent_activity a where a.id = @row::text::uuid and a.trace_id = @id`,
 		freshPlan, postgres.Strict{"id": id, "row": row, "text": traceWhole})
-	return collectTraced(rows, err, id)
+	return room.collectTraced(ctx, rows, err, id)
 }
 
-// collectTraced reads rows, numbers the attempts at each step, and formats the texts.
-func collectTraced(rows pgx.Rows, err error, id string) ([]tracedRow, error) {
+// collectTraced reads rows, numbers the attempts at each step, and formats the texts. A request for approval gets the
+// status of the decision.
+func (room *Room) collectTraced(ctx context.Context, rows pgx.Rows, err error, id string) ([]tracedRow, error) {
 	list, err := postgres.Collect(rows, err, "list activities of trace", pgx.RowToStructByNameLax[tracedRow])
 	if err != nil {
 		return nil, err
 	}
 	tries := map[[2]string]int{}
+	var asked []string
 	for i := range list {
 		r := &list[i]
 		r.show(id)
+		if r.Status == string(activity.PendingApproval) {
+			asked = append(asked, r.ID)
+		}
 		if r.Try = 1; r.ExecutionID != nil && r.Step != "" && r.acts() {
 			tries[[2]string{*r.ExecutionID, r.Step}]++
 			r.Try = tries[[2]string{*r.ExecutionID, r.Step}]
 		}
 	}
-	return list, nil
+	decisions, err := activity.Decisions(ctx, room.Read, asked)
+	for i := range list {
+		if d, decided := decisions[list[i].ID]; decided {
+			list[i].Status, list[i].Decision = d.Status, d.String()
+		}
+	}
+	return list, err
 }
 
 // acts reports a call of a skill or model, which can be retried.
@@ -594,11 +606,11 @@ func (n *tracedNode) Halted() bool {
 	return false
 }
 
-// Message is the beginning of its error.
+// Message is the beginning of its error, or who decided.
 func (n *tracedNode) Message() string {
 	switch {
 	case n.Row != nil:
-		return n.Row.Message
+		return cmp.Or(n.Row.Message, n.Row.Decision)
 	case n.Run != nil && n.Bad():
 		return n.Run.Error
 	}

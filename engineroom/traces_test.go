@@ -249,6 +249,35 @@ func TestThePanelShowsASpan(t *testing.T) {
 	}
 }
 
+func TestATraceShowsTheDecisionOnAnApproval(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id, run := seedTrace(t, pool)
+	approval := put(t, pool, `
+		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash, expires_at)
+		values ($1, $2::text::uuid, 'drop', 1, '{}', 'x', clock_timestamp() + interval '1 hour') returning id::text`,
+		string(id), run)
+	row := put(t, pool, `
+		insert into agent_activity (trace_id, execution_id, kind, skill_name, status, output, finished_at)
+		values ($1, $2::text::uuid, 'call', 'drop', 'pending_approval', jsonb_build_object('approval_id', $3::text),
+		        clock_timestamp()) returning id::text`, string(id), run, approval)
+	base := server.URL + "/traces/" + string(id)
+	shows(t, base, "◷</span>pending approval")
+	for _, test := range []struct{ change, state, who string }{
+		{`expires_at = clock_timestamp() - interval '1 hour'`, "expired", ""},
+		{`decided_by = 'ana', decided_via = 'slack', decided_at = now(), reason = 'not <now>', status = 'rejected'`,
+			"rejected", "by ana via slack: not &lt;now&gt;"},
+		{`reason = '', status = 'approved', expires_at = clock_timestamp() + interval '1 hour'`, "approved", "by ana via slack"},
+		{`status = 'consumed'`, "approved", "by ana via slack"},
+	} {
+		quiet(t, pool, `update agent_approvals set `+test.change+` where id = $1::text::uuid`, approval)
+		for _, view := range []string{"", "?view=table", "?span=" + row} {
+			body := shows(t, base+view, "</span>"+test.state+"</span>", test.who)
+			assert.Truef(t, !strings.Contains(body, "pending approval"), "%s%s: %s", test.state, view, body)
+		}
+	}
+}
+
 func TestLinesOfATraceAreFiltered(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)

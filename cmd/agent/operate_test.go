@@ -16,6 +16,7 @@ import (
 	"github.com/creack/pty"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -207,6 +208,38 @@ func TestTerminalApprovals(t *testing.T) {
 			s.waitExit()
 		})
 	}
+}
+
+// The row of a request for approval says what became of it, wherever its trace is read.
+func TestATraceShowsTheDecisionOnAnApproval(t *testing.T) {
+	t.Parallel()
+	wipe := modeltest.ToolCall("wipe", `{}`)
+	d := newOperateTest(t, wipe, wipe)
+	ask := func() (id string) {
+		t.Helper()
+		assert.Equal(t, exitFailed, d.run("operate", "Wipe.").code)
+		assert.Contains(t, d.must("trace", "last", "--surface", "operate"), "‖ pending_approval")
+		return pgtest.Value[string](t, d.pool, `select id::text from agent_approvals where status = 'pending'`)
+	}
+	id := ask()
+	d.must("approvals", "reject", id, "--reason", "not on a Friday")
+	of := pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals`) // the decision has a trace of its own
+	shown := d.must("trace", of)
+	assert.Contains(t, shown, "✗ rejected", "by admin via cli: not on a Friday")
+	assert.Truef(t, !strings.Contains(shown, "pending_approval"), "the trace: %s", shown)
+	assert.Contains(t, d.must("why", of), "approval of wipe: rejected by admin via cli")
+	var story activity.Trace
+	d.mustJSON(&story, "trace", of)
+	require.Equal(t, 1, len(story.Decisions))
+	for activityID, got := range story.Decisions {
+		assert.True(t, got.ApprovalID == id && got.Status == "rejected" && got.Reason == "not on a Friday")
+		assert.Equal(t, "pending_approval", pgtest.Value[string](t, d.pool,
+			`select status from agent_activity where id::text = $1`, activityID))
+	}
+	id = ask()
+	d.must("approvals", "approve", id)
+	of = pgtest.Value[string](t, d.pool, `select trace_id from agent_approvals where status = 'approved'`)
+	assert.Contains(t, d.must("trace", of), "✓ approved", "by admin via cli")
 }
 
 func TestTerminalApprovalDecidedLater(t *testing.T) {
