@@ -1,16 +1,16 @@
 package browser
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"os"
-	"os/exec"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/chromedp/chromedp"
+
+	"github.com/lanekeeper/lanekeeper/internal/debian"
 )
 
 // started is the one browser of this test binary. It is never closed: it ends with the process that started it,
@@ -46,7 +46,10 @@ func process(tb testing.TB) context.Context {
 
 // start runs the browser. Without the flags about the background it calls its maker's hosts.
 func start() (context.Context, func(), error) {
-	binary, err := find()
+	binary, err := debian.Program{
+		Package: "chromium", Setting: "AGENT_TEST_BROWSER",
+		Names: []string{"chromium", "chromium-browser", "google-chrome"},
+	}.Find(context.Background(), func(string) {})
 	if err != nil {
 		return nil, nil, err
 	}
@@ -73,68 +76,4 @@ func start() (context.Context, func(), error) {
 		return nil, nil, fmt.Errorf("%s: %w", binary, err)
 	}
 	return ctx, stop, nil
-}
-
-// find is where the browser is; it is installed when it is missing and can be.
-func find() (string, error) {
-	if set := os.Getenv("AGENT_TEST_BROWSER"); set != "" {
-		return set, nil
-	}
-	if path := onPath(); path != "" {
-		return path, nil
-	}
-	apt, err := exec.LookPath("apt-get")
-	if err != nil || os.Geteuid() != 0 {
-		return "", fmt.Errorf("no Chromium here; install it (sudo apt-get install -y chromium) or name one in " +
-			"AGENT_TEST_BROWSER")
-	}
-	if err := install(apt); err != nil {
-		return "", err
-	}
-	if path := onPath(); path != "" {
-		return path, nil
-	}
-	return "", fmt.Errorf("chromium was installed, but is not on the PATH; name it in AGENT_TEST_BROWSER")
-}
-
-func onPath() string {
-	for _, name := range []string{"chromium", "chromium-browser", "google-chrome"} {
-		if path, err := exec.LookPath(name); err == nil {
-			return path
-		}
-	}
-	return ""
-}
-
-// install has Debian's package installed. Other tests may be installing something else: it waits for them, and
-// tries again when they held the lock that cannot be waited for.
-func install(apt string) error {
-	ctx, cancel := context.WithTimeout(context.Background(), 8*time.Minute)
-	defer cancel()
-	var last error
-	for ctx.Err() == nil {
-		if last = aptGet(ctx, apt, "install", "-y", "--no-install-recommends", "chromium"); last == nil {
-			return nil
-		}
-		if err := aptGet(ctx, apt, "update"); err != nil {
-			last = err
-		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(2 * time.Second):
-		}
-	}
-	return fmt.Errorf("install Chromium (apt-get install -y chromium): %w", last)
-}
-
-func aptGet(ctx context.Context, apt string, args ...string) error {
-	cmd := exec.CommandContext(ctx, apt, append([]string{"-o", "DPkg::Lock::Timeout=300"}, args...)...)
-	cmd.Env = append(os.Environ(), "DEBIAN_FRONTEND=noninteractive")
-	var out bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, &out
-	if err := cmd.Run(); err != nil {
-		text := out.Bytes()
-		return fmt.Errorf("apt-get %s: %w: %s", args[0], err, text[max(0, len(text)-500):])
-	}
-	return nil
 }

@@ -1,7 +1,6 @@
 package pgbouncer
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"errors"
@@ -15,9 +14,9 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
-	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/child"
+	"github.com/lanekeeper/lanekeeper/internal/debian"
 )
 
 const (
@@ -124,12 +123,6 @@ func (p *Pooler) launch(binary string, user *owner) error {
 	return nil
 }
 
-const (
-	installLimit = 8 * time.Minute
-	installAgain = 2 * time.Second
-	advice       = "install it (sudo apt-get install -y pgbouncer) or name it in AGENT_TEST_PGBOUNCER"
-)
-
 // version is that of the program.
 type version struct{ major, minor, patch int }
 
@@ -165,69 +158,11 @@ func readVersion(text string) (v version, err error) {
 	return v, nil
 }
 
-// find is where the program is; it is installed when it is missing and can be.
+// find is where the program is; it is installed when it is missing and can be. A user's PATH often lacks the folders
+// for administrators.
 func find(ctx context.Context, progress func(string)) (string, error) {
-	if set := os.Getenv("AGENT_TEST_PGBOUNCER"); set != "" {
-		return set, nil
-	}
-	if path := known(); path != "" {
-		return path, nil
-	}
-	apt, err := exec.LookPath("apt-get")
-	if err != nil || os.Geteuid() != 0 {
-		return "", errors.New("there is no pgbouncer here; " + advice)
-	}
-	progress("no PgBouncer found: installing Debian's package pgbouncer (apt-get)")
-	if err := install(ctx, apt); err != nil {
-		return "", fmt.Errorf("%w; %s", err, advice)
-	}
-	if path := known(); path != "" {
-		return path, nil
-	}
-	return "", errors.New("the package pgbouncer was installed, but its program is not on the PATH; " + advice)
-}
-
-// known is where the program is, or "". A user's PATH often lacks the folders for administrators.
-func known() string {
-	for _, name := range []string{
-		"pgbouncer", "/usr/sbin/pgbouncer", "/usr/local/sbin/pgbouncer",
-		"/opt/homebrew/bin/pgbouncer",
-	} {
-		if path, err := exec.LookPath(name); err == nil {
-			return path
-		}
-	}
-	return ""
-}
-
-// install has Debian's package installed. Other tests may be installing something else: it waits for them, and
-// tries again when they held the lock that cannot be waited for.
-func install(ctx context.Context, apt string) error {
-	ctx, cancel := context.WithTimeout(ctx, installLimit)
-	defer cancel()
-	var last error
-	for ctx.Err() == nil {
-		if last = aptGet(ctx, apt, "install", "-y", "--no-install-recommends", "pgbouncer"); last == nil {
-			return nil
-		}
-		if err := aptGet(ctx, apt, "update"); err != nil {
-			last = err
-		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(installAgain):
-		}
-	}
-	return fmt.Errorf("install PgBouncer: %w", last)
-}
-
-func aptGet(ctx context.Context, apt string, args ...string) error {
-	cmd := exec.CommandContext(ctx, apt, append([]string{"-o", "DPkg::Lock::Timeout=300"}, args...)...)
-	cmd.Env = append(os.Environ(), "DEBIAN_FRONTEND=noninteractive")
-	var out bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, &out
-	if err := cmd.Run(); err != nil {
-		return fmt.Errorf("apt-get %s: %w: %s", args[0], err, lastLines(out.String(), 5))
-	}
-	return nil
+	return debian.Program{
+		Package: "pgbouncer", Setting: "AGENT_TEST_PGBOUNCER",
+		Names: []string{"pgbouncer", "/usr/sbin/pgbouncer", "/usr/local/sbin/pgbouncer", "/opt/homebrew/bin/pgbouncer"},
+	}.Find(ctx, progress)
 }

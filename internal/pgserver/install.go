@@ -15,6 +15,8 @@ import (
 	"slices"
 	"strconv"
 	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/debian"
 )
 
 const (
@@ -100,9 +102,7 @@ func aptInstall(ctx context.Context, config Config, apt, name string) error {
 }
 
 func aptGet(ctx context.Context, config Config, apt string, args ...string) error {
-	cmd := exec.CommandContext(ctx, apt, append([]string{"-o", "DPkg::Lock::Timeout=120"}, args...)...)
-	cmd.Env = append(os.Environ(), "DEBIAN_FRONTEND=noninteractive")
-	return runTelling(cmd, config.Progress, "apt-get "+args[0])
+	return runTelling(debian.AptGet(ctx, apt, args...), config.Progress, "apt-get "+args[0])
 }
 
 // runTelling runs cmd, hands its output to progress line by line, and puts the end of it into the error.
