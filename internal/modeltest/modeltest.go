@@ -210,6 +210,20 @@ func Said(m openai.ChatCompletionMessage) string {
 	return m.Content
 }
 
+// Turn returns the last words of the user, and how many answers of the model follow them.
+func Turn(req openai.ChatCompletionRequest) (words string, answers int) {
+	last := len(req.Messages) - 1
+	for last > 0 && req.Messages[last].Role != openai.ChatMessageRoleUser {
+		last--
+	}
+	for _, m := range req.Messages[last+1:] {
+		if m.Role == openai.ChatMessageRoleAssistant {
+			answers++
+		}
+	}
+	return Said(req.Messages[last]), answers
+}
+
 // lastWords returns the end of the last message, which identifies a request.
 func lastWords(req Request) string {
 	if len(req.Messages) == 0 {

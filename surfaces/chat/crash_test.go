@@ -65,12 +65,7 @@ func surviveLoss(t *testing.T, table string, k int) bool {
 		modeltest.Text("Nine, and it is sunny."),
 	}
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		answers := 0
-		for _, m := range req.Messages {
-			if m.Role == openai.ChatMessageRoleAssistant {
-				answers++
-			}
-		}
+		_, answers := modeltest.Turn(req)
 		return script[answers]
 	})
 	first, _ := w.silent(t)

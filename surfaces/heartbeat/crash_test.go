@@ -68,12 +68,7 @@ func TestHeartbeatSurvivesCrashes(t *testing.T) {
 
 // answer selects the reply by task and number of answers.
 func answer(scripts map[string][]modeltest.Reply, req openai.ChatCompletionRequest) modeltest.Reply {
-	answers := 0
-	for _, m := range req.Messages {
-		if m.Role == openai.ChatMessageRoleAssistant {
-			answers++
-		}
-	}
+	_, answers := modeltest.Turn(req)
 	for word, replies := range scripts {
 		if strings.Contains(req.Messages[1].Content, word) && answers < len(replies) {
 			return replies[answers]

@@ -105,24 +105,7 @@ func (w *testHeartbeat) replyNothing() {
 
 // setReplies scripts the model by task and number of answers in this turn. A word of the prompt identifies the task.
 func (w *testHeartbeat) setReplies(script map[string][]modeltest.Reply) {
-	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		for word, replies := range script {
-			if !strings.Contains(req.Messages[1].Content, word) {
-				continue
-			}
-			answers := 0
-			for _, m := range req.Messages {
-				if m.Role == openai.ChatMessageRoleAssistant {
-					answers++
-				}
-			}
-			if answers < len(replies) {
-				return replies[answers]
-			}
-			break
-		}
-		return modeltest.Text("Done.")
-	})
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply { return answer(script, req) })
 }
 
 // addSkill declares a skill that is a builtin of the same name.

@@ -212,8 +212,8 @@ func TestADenialWhileNobodyWorks(t *testing.T) {
 			})
 			s.settled(before)
 			s.answered(b, "th", nil, who.words)
-			for _, c := range s.skills {
-				assert.Truef(t, c.skill != "order", "the call was made: %+v", c)
+			for _, c := range s.skills.Calls() {
+				assert.Truef(t, c.Skill != "order", "the call was made: %+v", c)
 			}
 			assert.True(t, s.told("too dear"), "the model was not told why")
 			assert.Equal(t, "rejected", pgtest.Value[string](s.t, s.db, `select string_agg(status, ' ') from agent_approvals`))

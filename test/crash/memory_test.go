@@ -50,7 +50,7 @@ func TestNoMemoryIsLostWhateverDies(t *testing.T) {
 const wordsYAML = `
 kind: skill
 name: look
-handler: "http:GET %[1]s/look"
+handler: "http:GET %s/look"
 ---
 kind: objective
 name: notes

@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgproxy"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
 // TestAPausedWorkerWakesToNothing: a process is stopped in the middle of a step until its lease has ended
@@ -105,14 +106,10 @@ func TestAWriteThatComesTooLate(t *testing.T) {
 
 // adminComes has an admin take the lane operate when the heartbeat's first call is made.
 func (s *scene) adminComes() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.atSkill = func(call) {
-		s.mu.Lock()
-		s.atSkill = nil
-		s.mu.Unlock()
+	s.skills.Before(func(bills.Call) {
+		s.skills.Before(nil)
 		pgtest.Exec(s.t, s.db, `select try_acquire_agent_lock('operate', 'admin', 300)`)
-	}
+	})
 }
 
 // token is the fencing token of the heartbeat's lane.

@@ -3,15 +3,10 @@ package crash_test
 import (
 	"cmp"
 	"context"
-	"fmt"
-	"io"
-	"net/http"
-	"regexp"
 	"slices"
 	"strings"
-	"sync"
+	"sync/atomic"
 	"testing"
-	"testing/fstest"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -20,9 +15,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
-	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
-	"github.com/lanekeeper/lanekeeper/workspace"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
 // never is a heartbeat schedule that no test lives to see.
@@ -31,22 +25,15 @@ const never = "0 0 29 2 *"
 // scene is a database with a workspace in which every phase of a heartbeat has something to do, the model
 // that it talks to, and the skills that it calls.
 type scene struct {
-	t     testing.TB
-	url   string
-	db    *pgxpool.Pool
-	model *modeltest.Server
-	dir   string
-	more  []string // of the environment of its processes
+	t      testing.TB
+	url    string
+	db     *pgxpool.Pool
+	model  *modeltest.Server
+	skills *bills.Skills
+	dir    string
+	more   []string // of the environment of its processes
 
-	mu      sync.Mutex
-	skills  []call                             // as they arrived
-	atModel func(openai.ChatCompletionRequest) // before the model answers; may block
-	atSkill func(call)                         // before the skill answers; may block
-}
-
-// call is one HTTP request that a skill made.
-type call struct {
-	skill, key, args string
+	atModel atomic.Pointer[stop] // before the model answers
 }
 
 // newScene makes the whole of it.
@@ -58,123 +45,25 @@ func newScene(t testing.TB) *scene {
 // newSceneOn is newScene on a database of the caller's, which has the schema.
 func newSceneOn(t testing.TB, database string) *scene {
 	t.Helper()
-	s := newStage(t, database, workspaceYAML)
+	s := newStage(t, database, bills.YAML)
 	s.model.Handle(s.think)
-	// An automation that is due, an approved call, and a skill that has failed three times.
-	pgtest.Exec(s.t, s.db, `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`)
-	pgtest.Exec(s.t, s.db, `
-		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
-		select 'op_0', name, revision, '{"amount": 3}', 'hash', 'approved', clock_timestamp() + interval '1 day'
-		  from agent_skills where name = 'pay'`)
-	pgtest.Exec(s.t, s.db, `
-		insert into agent_activity (trace_id, skill_name, skill_id, status, error_class, error_message, finished_at)
-		select 'op_0', name, id, 'error', 'http_status', 'broken', clock_timestamp()
-		  from agent_skills, generate_series(1, 3) where name = 'broken'`)
+	bills.MakeDue(t, s.db)
 	return s
 }
 
-// newStage is a scene with a workspace and nothing in it, and a model that has nothing to say yet. The workspace is a
-// format for the address of its skills.
+// newStage is a scene with a workspace and nothing in it, and a model that has nothing to say yet.
 func newStage(t testing.TB, database, declared string) *scene {
 	t.Helper()
 	s := &scene{t: t, url: database, model: modeltest.New(t), dir: t.TempDir()}
 	s.db = pgtest.Pool(t, s.url, postgres.Options{MaxConns: 4, ApplicationName: "crash"})
-	served := testkit.Serve(t, http.HandlerFunc(s.serveSkill))
-	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: fmt.Appendf(nil, declared, served)}})
-	require.NoError(t, err)
-	_, err = workspace.Apply(t.Context(), s.db, files, workspace.Options{})
-	require.NoError(t, err)
+	s.skills = bills.Apply(t, s.db, declared)
 	return s
 }
 
-const workspaceYAML = `
-kind: skill
-name: look
-description: See what is due.
-handler: "http:GET %[1]s/look"
-idempotent: true
----
-kind: skill
-name: pay
-description: Pay an amount.
-handler: "http:POST %[1]s/pay"
-parameters:
-  type: object
-  required: [amount]
-  properties:
-    amount: {type: integer}
----
-kind: skill
-name: broken
-handler: "http:GET %[1]s/broken"
----
-kind: objective
-name: bills
-goal: Pay what is due.
-steps: [Look at what is due and pay it]
----
-kind: automation
-name: nightly
-cron: "@daily"
-skill: pay
-arguments: {amount: 7}
-max_attempts: 1
-`
-
-// serveSkill answers the skills' requests and remembers them.
-func (s *scene) serveSkill(w http.ResponseWriter, r *http.Request) {
-	body, err := io.ReadAll(r.Body)
-	if err != nil {
-		return // the client was killed
-	}
-	c := call{strings.TrimPrefix(r.URL.Path, "/"), r.Header.Get("Idempotency-Key"), string(body)}
-	s.mu.Lock()
-	s.skills = append(s.skills, c)
-	at := s.atSkill
-	s.mu.Unlock()
-	if at != nil {
-		at(c)
-	}
-	w.Header().Set("Content-Type", "application/json")
-	if _, err := fmt.Fprintf(w, `{"done": %q}`, c.skill+c.args); err != nil {
-		return // the client was killed
-	}
-}
-
-var stepID = regexp.MustCompile(`step ([0-9a-f-]{36}): `)
-
-// think is the model. What it says depends only on what it is shown, so that a request that is made again
-// gets the same answer.
+// think is the model of a heartbeat.
 func (s *scene) think(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-	s.mu.Lock()
-	at := s.atModel
-	s.mu.Unlock()
-	if at != nil {
-		at(req)
-	}
-	said := 0
-	for _, m := range req.Messages {
-		if m.Role == openai.ChatMessageRoleAssistant {
-			said++
-		}
-	}
-	pursues := strings.Contains(req.Messages[0].Content, "You pursue one objective")
-	switch {
-	case pursues && said == 0:
-		return modeltest.ToolCall("look", `{}`).AndCall("pay", `{"amount": 1}`)
-	case pursues && said == 1:
-		id := stepID.FindStringSubmatch(req.Messages[1].Content)
-		if id == nil {
-			return modeltest.Text("There is no step.")
-		}
-		return modeltest.ToolCall("complete_step", modeltest.Arguments(map[string]string{"step_id": id[1], "result": "paid"}))
-	case pursues:
-		return modeltest.Text("The bills are paid.")
-	case said == 0:
-		return modeltest.ToolCall("remember", `{"key": "lesson", "value": "bills come daily"}`)
-	default:
-		return modeltest.Text("It went well.")
-	}
+	s.atModel.Load().pass()
+	return bills.Model(req)
 }
 
 // ctx is the test's; what cleans up has none of its own.
@@ -283,11 +172,9 @@ func (s *scene) asked() map[string]int {
 
 // called counts the requests that skills made, by idempotency key.
 func (s *scene) called() map[string]int {
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	counts := map[string]int{}
-	for _, c := range s.skills {
-		counts[c.key]++
+	for _, c := range s.skills.Calls() {
+		counts[c.Key]++
 	}
 	return counts
 }

@@ -7,11 +7,10 @@ import (
 	"testing"
 	"time"
 
-	openai "github.com/sashabaranov/go-openai"
-
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
 // stop holds up calls that arrive at it, as an answer that does not come would.
@@ -32,8 +31,11 @@ func newStop(t testing.TB, n int) *stop {
 	return x
 }
 
-// pass is where a call is held up.
+// pass is where a call is held up. A nil stop holds up none.
 func (x *stop) pass() {
+	if x == nil {
+		return
+	}
 	x.mu.Lock()
 	mine := x.left > 0
 	x.left--
@@ -61,13 +63,11 @@ func (x *stop) free() { x.once.Do(func() { close(x.freed) }) }
 func (s *scene) holdSkill(skill string, n int) *stop {
 	s.t.Helper()
 	x := newStop(s.t, n)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.atSkill = func(c call) {
-		if c.skill == skill {
+	s.skills.Before(func(c bills.Call) {
+		if c.Skill == skill {
 			x.pass()
 		}
-	}
+	})
 	return x
 }
 
@@ -75,9 +75,7 @@ func (s *scene) holdSkill(skill string, n int) *stop {
 func (s *scene) holdModel(n int) *stop {
 	s.t.Helper()
 	x := newStop(s.t, n)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.atModel = func(openai.ChatCompletionRequest) { x.pass() }
+	s.atModel.Store(x)
 	return x
 }
 
@@ -151,13 +149,11 @@ func TestKillTwiceInTheSameCall(t *testing.T) {
 func (s *scene) holdPay(amount, n int) *stop {
 	s.t.Helper()
 	x := newStop(s.t, n)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.atSkill = func(c call) {
-		if c.skill == "pay" && strings.Contains(c.args, string(rune('0'+amount))) {
+	s.skills.Before(func(c bills.Call) {
+		if c.Skill == "pay" && strings.Contains(c.Args, string(rune('0'+amount))) {
 			x.pass()
 		}
-	}
+	})
 	return x
 }
 

@@ -29,18 +29,18 @@ const (
 const talkYAML = `
 kind: skill
 name: look
-handler: "http:GET %[1]s/look"
+handler: "http:GET %s/look"
 scope: both
 idempotent: true
 ---
 kind: skill
 name: tell
-handler: "http:POST %[1]s/tell"
+handler: "http:POST %s/tell"
 scope: both
 ---
 kind: skill
 name: order
-handler: "http:POST %[1]s/order"
+handler: "http:POST %s/order"
 scope: both
 trust: approve
 parameters:
@@ -78,23 +78,8 @@ func newTalk(t testing.TB) *scene {
 // converse is the model of a conversation. What it says depends only on what it is shown: on the last thing that the
 // user said, and how often it has answered that.
 func (s *scene) converse(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-	s.mu.Lock()
-	at := s.atModel
-	s.mu.Unlock()
-	if at != nil {
-		at(req)
-	}
-	last := len(req.Messages) - 1
-	for last > 0 && req.Messages[last].Role != openai.ChatMessageRoleUser {
-		last--
-	}
-	said := 0
-	for _, m := range req.Messages[last+1:] {
-		if m.Role == openai.ChatMessageRoleAssistant {
-			said++
-		}
-	}
-	words := modeltest.Said(req.Messages[last])
+	s.atModel.Load().pass()
+	words, said := modeltest.Turn(req)
 	orders := strings.Contains(words, "order")
 	switch {
 	case said == 0:

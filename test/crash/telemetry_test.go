@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/telemetry/otlptest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -26,13 +27,13 @@ const tracedYAML = `
 kind: skill
 name: look
 description: See what is due.
-handler: "http:GET %[1]s/look"
+handler: "http:GET %s/look"
 idempotent: true
 ---
 kind: skill
 name: pay
 description: Pay an amount.
-handler: "http:POST %[1]s/pay"
+handler: "http:POST %s/pay"
 parameters:
   type: object
   required: [amount]
@@ -62,23 +63,8 @@ func newTraced(t *testing.T) (*scene, *otlptest.Server) {
 	t.Helper()
 	s := newStage(t, pgtest.URL(t), tracedYAML)
 	s.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		said := 0
-		for _, m := range req.Messages {
-			if m.Role == openai.ChatMessageRoleAssistant {
-				said++
-			}
-		}
-		switch pursues := strings.Contains(req.Messages[0].Content, "You pursue one objective"); {
-		case pursues && said == 0:
-			return modeltest.ToolCall("look", `{}`).AndCall("pay", `{"amount": 1}`)
-		case pursues && said == 1:
-			return modeltest.ToolCall("settle", `{}`)
-		case pursues && said == 2:
-			id := stepID.FindStringSubmatch(req.Messages[1].Content)
-			return modeltest.ToolCall("complete_step",
-				modeltest.Arguments(map[string]string{"step_id": id[1], "result": "paid"}))
-		case pursues:
-			return modeltest.Text("The bills are paid.")
+		if strings.Contains(req.Messages[0].Content, "You pursue one objective") {
+			return bills.Model(req, modeltest.ToolCall("settle", `{}`))
 		}
 		return modeltest.Text("It went well.")
 	})

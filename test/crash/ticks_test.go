@@ -8,6 +8,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
 // TestTwoServersMakeOneHeartbeatPerTick runs two processes on a schedule that is faster than some of its
@@ -63,18 +64,16 @@ func (s *scene) atLeast(how string, n int) {
 func (s *scene) holdSkillOf(a *agent, skill string) *stop {
 	s.t.Helper()
 	x := newStop(s.t, 1)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.atSkill = func(c call) {
+	s.skills.Before(func(c bills.Call) {
 		var its bool
 		err := s.db.QueryRow(s.ctx(), `
 			select exists (select from agent_activity v
 			   join agent_executions e on e.id = v.execution_id join agent_workers w on w.id = e.claimed_by
-			 where v.idempotency_key = $1 and v.status = 'running' and w.name like '%pid ' || $2)`, c.key, a.pid()).Scan(&its)
-		if err == nil && its && c.skill == skill {
+			 where v.idempotency_key = $1 and v.status = 'running' and w.name like '%pid ' || $2)`, c.Key, a.pid()).Scan(&its)
+		if err == nil && its && c.Skill == skill {
 			x.pass()
 		}
-	}
+	})
 	return x
 }
 

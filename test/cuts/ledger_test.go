@@ -249,8 +249,8 @@ func effects(w *world) []string {
 		keys[what][key] = true
 		calls[what]++
 	}
-	for _, c := range w.calls() {
-		note(c.skill+" "+c.args, c.key)
+	for _, c := range w.skills.Calls() {
+		note(c.Skill+" "+c.Args, c.Key)
 	}
 	for _, r := range w.model.Requests() {
 		note("the model", r.IdempotencyKey())

@@ -4,8 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"os"
-	"regexp"
-	"strings"
 	"testing"
 	"time"
 
@@ -13,11 +11,12 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
 // stories are all of them.
 var stories = []story{
-	{name: "heartbeat", declared: billsYAML, begin: due, tell: beat},
+	{name: "heartbeat", declared: bills.YAML, begin: due, tell: beat},
 	{name: "chat", declared: shopYAML, begin: converse, tell: order},
 	{name: "flow", declared: flowYAML, begin: func(*world) {}, tell: onboard},
 	{
@@ -26,53 +25,10 @@ var stories = []story{
 	},
 }
 
-// billsYAML gives each phase of a heartbeat something to do.
-const billsYAML = `
-kind: skill
-name: look
-description: See what is due.
-handler: "http:GET %s/look"
-idempotent: true
----
-kind: skill
-name: pay
-description: Pay an amount.
-handler: "http:POST %s/pay"
-parameters:
-  type: object
-  required: [amount]
-  properties:
-    amount: {type: integer}
----
-kind: skill
-name: broken
-handler: "http:GET %s/broken"
----
-kind: objective
-name: bills
-goal: Pay what is due.
-steps: [Look at what is due and pay it]
----
-kind: automation
-name: nightly
-cron: "@daily"
-skill: pay
-arguments: {amount: 7}
-max_attempts: 1
-`
-
-// due makes an automation due, a call approved, a skill one that has failed three times, and a heartbeat due.
+// due gives each phase of a heartbeat something to do.
 func due(w *world) {
-	w.model.Handle(pursue)
-	pgtest.Exec(w.t, w.db, `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`)
-	pgtest.Exec(w.t, w.db, `
-		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
-		select 'op_0', name, revision, '{"amount": 3}', 'hash', 'approved', clock_timestamp() + interval '1 day'
-		  from agent_skills where name = 'pay'`)
-	pgtest.Exec(w.t, w.db, `
-		insert into agent_activity (trace_id, skill_name, skill_id, status, error_class, error_message, finished_at)
-		select 'op_0', name, id, 'error', 'http_status', 'broken', clock_timestamp()
-		  from agent_skills, generate_series(1, 3) where name = 'broken'`)
+	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply { return bills.Model(req) })
+	bills.MakeDue(w.t, w.db)
 }
 
 // beat makes a heartbeat due and waits for its end.
@@ -82,44 +38,6 @@ func beat(ctx context.Context, w *world) {
 	}
 	w.eventually("the heartbeat has ended",
 		`select exists (select from agent_executions where flow = 'heartbeat' and completed_at is not null)`)
-}
-
-var stepID = regexp.MustCompile(`step ([0-9a-f-]{36}): `)
-
-// answers counts what the model has said since the last of the other's words.
-func answers(req openai.ChatCompletionRequest) (words string, n int) {
-	last := len(req.Messages) - 1
-	for last > 0 && req.Messages[last].Role != openai.ChatMessageRoleUser {
-		last--
-	}
-	for _, m := range req.Messages[last+1:] {
-		if m.Role == openai.ChatMessageRoleAssistant {
-			n++
-		}
-	}
-	return modeltest.Said(req.Messages[last]), n
-}
-
-// pursue is the model of a heartbeat. What it says depends only on what it is shown.
-func pursue(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-	_, said := answers(req)
-	pursues := strings.Contains(req.Messages[0].Content, "You pursue one objective")
-	switch {
-	case pursues && said == 0:
-		return modeltest.ToolCall("look", `{}`).AndCall("pay", `{"amount": 1}`)
-	case pursues && said == 1:
-		id := stepID.FindStringSubmatch(req.Messages[1].Content)
-		if id == nil {
-			return modeltest.Text("There is no step.")
-		}
-		return modeltest.ToolCall("complete_step", modeltest.Arguments(map[string]string{"step_id": id[1], "result": "paid"}))
-	case pursues:
-		return modeltest.Text("The bills are paid.")
-	case said == 0:
-		return modeltest.ToolCall("remember", `{"key": "lesson", "value": "bills come daily"}`)
-	default:
-		return modeltest.Text("It went well.")
-	}
 }
 
 // shopYAML is what a visitor's order needs: a call that may be repeated, one that must not be, one that an admin has to
@@ -151,7 +69,7 @@ parameters:
 // converse sets the model of a conversation.
 func converse(w *world) {
 	w.model.Handle(func(_ int, req openai.ChatCompletionRequest) modeltest.Reply {
-		switch _, said := answers(req); said {
+		switch _, said := modeltest.Turn(req); said {
 		case 0:
 			return modeltest.Text("Let me look.").AndCall("look", `{}`).AndCall("tell", `{}`)
 		case 1:
@@ -171,9 +89,7 @@ func order(ctx context.Context, w *world) {
 	w.ask(ctx, "POST", "/v1/approvals/"+id, `{"decision": "approve"}`, "decision")
 	select {
 	case text := <-heard:
-		w.mu.Lock()
-		w.skills = append(w.skills, call{"the visitor heard", "1", text})
-		w.mu.Unlock()
+		w.skills.Add(bills.Call{Skill: "the visitor heard", Key: "1", Args: text})
 	case <-time.After(patience):
 		w.t.Errorf("the visitor has no answer\n%s", w.log.String())
 	}

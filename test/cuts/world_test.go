@@ -4,14 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
-	"net/http"
 	"net/http/httptest"
-	"strings"
 	"sync"
 	"testing"
-	"testing/fstest"
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -23,58 +19,35 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
-	"github.com/lanekeeper/lanekeeper/workspace"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
 // world is a database of which a story is told, the model and the skills that it needs, and the process that tells it.
 type world struct {
-	t     testing.TB
-	db    *pgxpool.Pool // the test's own, without the proxy
-	model *modeltest.Server
-	url   string // of the process's HTTP
-	agent *agent
+	t      testing.TB
+	db     *pgxpool.Pool // the test's own, without the proxy
+	model  *modeltest.Server
+	skills *bills.Skills
+	url    string // of the process's HTTP
+	agent  *agent
 
 	ledger  *ledger
 	cutting bool // there are cuts to be made
 
 	mu        sync.Mutex
-	skills    []call
 	incidents []string // what somebody outside was told, other than what they asked for
 	log       testkit.Log
 }
 
-// call is one HTTP request that a skill made.
-type call struct{ skill, key, args string }
-
-// newWorld makes a database with a workspace, which is a format for the address of its skills.
+// newWorld makes a database with a workspace.
 func newWorld(t testing.TB, database, declared string, cuts []cut) *world {
 	t.Helper()
 	w := &world{t: t, model: modeltest.New(t), ledger: newLedger(cuts), cutting: len(cuts) > 0}
 	w.db = pgtest.Pool(t, database, postgres.Options{MaxConns: 3, ApplicationName: "cuts"})
-	served := testkit.Serve(t, http.HandlerFunc(w.serveSkill))
 	_, err := builtins.Put(t.Context(), w.db)
 	require.NoError(t, err)
-	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(strings.ReplaceAll(declared, "%s", served))}})
-	require.NoError(t, err)
-	_, err = workspace.Apply(t.Context(), w.db, files, workspace.Options{})
-	require.NoError(t, err)
+	w.skills = bills.Apply(t, w.db, declared)
 	return w
-}
-
-// serveSkill answers the skills' requests and remembers them.
-func (w *world) serveSkill(rw http.ResponseWriter, r *http.Request) {
-	body, err := io.ReadAll(r.Body)
-	if err != nil {
-		return // the client has gone
-	}
-	c := call{strings.TrimPrefix(r.URL.Path, "/"), r.Header.Get("Idempotency-Key"), string(body)}
-	w.mu.Lock()
-	w.skills = append(w.skills, c)
-	w.mu.Unlock()
-	rw.Header().Set("Content-Type", "application/json")
-	if _, err := fmt.Fprintf(rw, `{"done": %q}`, c.skill+c.args); err != nil {
-		return // the client has gone
-	}
 }
 
 // run works with the parts of a process, whose connections go through the proxy, while fn does.
@@ -162,13 +135,6 @@ func (w *world) told() []string {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return append([]string(nil), w.incidents...)
-}
-
-// calls are the requests that skills made.
-func (w *world) calls() []call {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return append([]call(nil), w.skills...)
 }
 
 // eventually waits for a condition; where it does not come, the log tells why.

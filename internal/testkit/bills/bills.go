@@ -1,0 +1,161 @@
+// Package bills has what tests of whole processes share: a server of skills that remembers its calls, and a workspace
+// in which each phase of a heartbeat has something to do, with its model.
+package bills
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/fstest"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/workspace"
+)
+
+// Call is one HTTP request of a skill.
+type Call struct{ Skill, Key, Args string }
+
+// Skills is a server of skills. It remembers their calls.
+type Skills struct {
+	mu     sync.Mutex
+	calls  []Call
+	before func(Call)
+}
+
+// Apply applies a workspace, in which %s stands for the address of its skills, and serves them.
+func Apply(t testing.TB, db *pgxpool.Pool, declared string) *Skills {
+	t.Helper()
+	s := &Skills{}
+	text := strings.ReplaceAll(declared, "%s", testkit.Serve(t, s))
+	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(text)}})
+	require.NoError(t, err)
+	_, err = workspace.Apply(t.Context(), db, files, workspace.Options{})
+	require.NoError(t, err)
+	return s
+}
+
+// ServeHTTP remembers a call and answers it.
+func (s *Skills) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	body, err := io.ReadAll(r.Body)
+	if err != nil {
+		return // the client has gone
+	}
+	c := Call{strings.TrimPrefix(r.URL.Path, "/"), r.Header.Get("Idempotency-Key"), string(body)}
+	s.Add(c)
+	s.mu.Lock()
+	before := s.before
+	s.mu.Unlock()
+	if before != nil {
+		before(c)
+	}
+	w.Header().Set("Content-Type", "application/json")
+	if _, err := fmt.Fprintf(w, `{"done": %q}`, c.Skill+c.Args); err != nil {
+		return // the client has gone
+	}
+}
+
+// Before sets what is done before a call is answered. It may block. nil is nothing.
+func (s *Skills) Before(f func(Call)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.before = f
+}
+
+// Add adds a call to those remembered.
+func (s *Skills) Add(c Call) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.calls = append(s.calls, c)
+}
+
+// Calls returns the calls as they arrived.
+func (s *Skills) Calls() []Call {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.calls)
+}
+
+// YAML is the workspace.
+const YAML = `
+kind: skill
+name: look
+description: See what is due.
+handler: "http:GET %s/look"
+idempotent: true
+---
+kind: skill
+name: pay
+description: Pay an amount.
+handler: "http:POST %s/pay"
+parameters:
+  type: object
+  required: [amount]
+  properties:
+    amount: {type: integer}
+---
+kind: skill
+name: broken
+handler: "http:GET %s/broken"
+---
+kind: objective
+name: bills
+goal: Pay what is due.
+steps: [Look at what is due and pay it]
+---
+kind: automation
+name: nightly
+cron: "@daily"
+skill: pay
+arguments: {amount: 7}
+max_attempts: 1
+`
+
+// MakeDue makes the automation due, approves a call, and lets a skill have failed three times.
+func MakeDue(t testing.TB, db *pgxpool.Pool) {
+	t.Helper()
+	pgtest.Exec(t, db, `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(t, db, `
+		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
+		select 'op_0', name, revision, '{"amount": 3}', 'hash', 'approved', clock_timestamp() + interval '1 day'
+		  from agent_skills where name = 'pay'`)
+	pgtest.Exec(t, db, `
+		insert into agent_activity (trace_id, skill_name, skill_id, status, error_class, error_message, finished_at)
+		select 'op_0', name, id, 'error', 'http_status', 'broken', clock_timestamp()
+		  from agent_skills, generate_series(1, 3) where name = 'broken'`)
+}
+
+// Model is the model of a heartbeat. What it says depends only on what it is shown, so a repeated request gets the
+// same answer. The steps are calls that it makes one after the other before it completes its step.
+func Model(req openai.ChatCompletionRequest, steps ...modeltest.Reply) modeltest.Reply {
+	_, said := modeltest.Turn(req)
+	pursues := strings.Contains(req.Messages[0].Content, "You pursue one objective")
+	steps = append([]modeltest.Reply{modeltest.ToolCall("look", `{}`).AndCall("pay", `{"amount": 1}`)}, steps...)
+	switch {
+	case pursues && said < len(steps):
+		return steps[said]
+	case pursues && said == len(steps):
+		id := stepID.FindStringSubmatch(req.Messages[1].Content)
+		if id == nil {
+			return modeltest.Text("There is no step.")
+		}
+		return modeltest.ToolCall("complete_step", modeltest.Arguments(map[string]string{"step_id": id[1], "result": "paid"}))
+	case pursues:
+		return modeltest.Text("The bills are paid.")
+	case said == 0:
+		return modeltest.ToolCall("remember", `{"key": "lesson", "value": "bills come daily"}`)
+	}
+	return modeltest.Text("It went well.")
+}
+
+var stepID = regexp.MustCompile(`step ([0-9a-f-]{36}): `)
