@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	jsonschema "github.com/lanekeeper/lanekeeper/internal/schema"
 )
 
 const (
@@ -275,15 +276,8 @@ const maxExampleDepth = 6
 // exampleOf returns an example of a JSON schema: its default, its first example or value, or an empty value of its
 // type.
 func exampleOf(schema map[string]any, depth int) any {
-	for _, name := range []string{"const", "default"} {
-		if value, has := schema[name]; has {
-			return value
-		}
-	}
-	for _, name := range []string{"examples", "enum"} {
-		if list, is := schema[name].([]any); is && len(list) > 0 {
-			return list[0]
-		}
+	if value, has := jsonschema.Given(schema); has {
+		return value
 	}
 	kind, _ := schema["type"].(string)
 	if list, is := schema["type"].([]any); is && len(list) > 0 {

@@ -47,6 +47,21 @@ func WithDefaults(s *jsonschema.Schema, object map[string]any) map[string]any {
 	return full
 }
 
+// Given returns the value that a schema names: its constant, its default, or its first example or enumerated value.
+func Given(s map[string]any) (value any, has bool) {
+	for _, name := range []string{"const", "default"} {
+		if value, has = s[name]; has {
+			return value, true
+		}
+	}
+	for _, name := range []string{"examples", "enum"} {
+		if list, _ := s[name].([]any); len(list) > 0 {
+			return list[0], true
+		}
+	}
+	return nil, false
+}
+
 // OneLine returns the text of a validation error without its headline.
 func OneLine(err error) string {
 	lines := strings.Split(err.Error(), "\n")

@@ -6,8 +6,8 @@ import (
 	"fmt"
 	"maps"
 	"os"
-	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 
 	openai "github.com/sashabaranov/go-openai"
@@ -30,10 +30,8 @@ func (t turn) answer() string {
 		return text
 	}
 	schema := map[string]any{}
-	if t.format.JSONSchema != nil && t.format.JSONSchema.Schema != nil {
-		if raw, err := t.format.JSONSchema.Schema.MarshalJSON(); err == nil {
-			_ = json.Unmarshal(raw, &schema) // an unreadable schema binds nobody
-		}
+	if wanted := t.format.JSONSchema; wanted != nil && wanted.Schema != nil {
+		_ = json.Unmarshal([]byte(encode(wanted.Schema)), &schema) // an unreadable schema binds nobody
 	}
 	if len(schema) == 0 {
 		return encode(map[string]any{"summary": text})
@@ -49,17 +47,17 @@ func (t turn) conversationSummary() string {
 		Before   *string `json:"summary_so_far"`
 		Messages []struct{ Role, Text string }
 	}
-	if !strings.HasPrefix(t.prompt, "{") || json.Unmarshal([]byte(t.prompt), &request) != nil || request.Before == nil {
+	if json.Unmarshal([]byte(t.prompt), &request) != nil || request.Before == nil {
 		return ""
 	}
-	lines := strings.Split(*request.Before, "\n")
+	text := *request.Before
 	for _, m := range request.Messages {
-		lines = append(lines, m.Role+": "+truncate(oneLine(m.Text), 200))
+		text += "\n" + m.Role + ": " + truncate(oneLine(m.Text), 200)
 	}
-	for len(strings.Join(lines, "\n")) > maxSummary {
-		lines = lines[1:]
+	for len(text) > maxSummary {
+		_, text, _ = strings.Cut(text, "\n")
 	}
-	return strings.TrimSpace(strings.Join(lines, "\n"))
+	return strings.TrimSpace(text)
 }
 
 // findings says what the calls found, what failed and what was recorded. The first line stands alone.
@@ -68,11 +66,11 @@ func (t turn) findings() string {
 	for _, c := range t.calls {
 		switch {
 		case c.failed:
-			failed = append(failed, t.failure(c))
-		case bookkeeping.MatchString(c.name):
+			failed = append(failed, t.outcome(c))
+		case listed("bookkeeping", c.name):
 			recorded = append(recorded, c.name)
-		case !navigation.MatchString(c.name):
-			found = append(found, t.finding(c))
+		case !listed("navigation", c.name):
+			found = append(found, t.outcome(c))
 		}
 	}
 	var first string
@@ -81,14 +79,13 @@ func (t turn) findings() string {
 	case len(lines)+len(recorded) == 0:
 		return t.withoutCalls()
 	case len(lines) == 0:
-		first = fmt.Sprintf(t.texts["recorded"], t.count(len(recorded), "item"),
-			truncate(append(factLines(t.prompt), oneLine(t.prompt))[0], 150))
+		first = t.summary("recorded", recorded, truncate(append(factLines(t.prompt), oneLine(t.prompt))[0], 150))
 	case len(lines)+len(recorded) == 1:
 		first, lines = strings.TrimRight(lines[0], ".")+".", nil
 	case len(found) == 0:
-		first = fmt.Sprintf(t.texts["all_failed"], t.count(len(failed), "call"))
+		first = t.summary("all_failed", failed, "")
 	default:
-		first = fmt.Sprintf(t.texts["found"], t.count(len(found), "call"), truncate(strings.Join(found, "; "), 170))
+		first = t.summary("found", found, truncate(strings.Join(found, "; "), 170))
 	}
 	for _, s := range t.steps {
 		if s.open && !t.reported(s) {
@@ -98,75 +95,81 @@ func (t turn) findings() string {
 	return strings.Join(append([]string{first}, lines...), "\n- ")
 }
 
-func (t turn) count(n int, noun string) string {
-	if n != 1 {
-		noun += "s"
+// summary returns a text about some calls, in the singular or the plural.
+func (t turn) summary(key string, calls []string, facts string) string {
+	plural := "s"
+	if len(calls) == 1 {
+		plural = ""
 	}
-	return fmt.Sprintf("%d %s", n, t.texts[noun])
+	return t.text(key, "$n", strconv.Itoa(len(calls)), "$s", plural, "$facts", facts)
+}
+
+// text returns a text of the lexicon with some values in it.
+func (t turn) text(key string, values ...string) string {
+	return strings.NewReplacer(values...).Replace(t.texts[key])
 }
 
 // withoutCalls answers from the message alone.
 func (t turn) withoutCalls() string {
-	for _, tl := range t.tools {
-		if _, ordered := t.ordered(tl.name); ordered {
-			return t.needs(tl)
-		}
+	if i := slices.IndexFunc(t.tools, func(tl tool) bool { return tl.ordered }); i >= 0 {
+		return t.needs(t.tools[i])
 	}
 	if lines := factLines(t.prompt); len(lines) > 0 && (len(t.tools) == 0 || t.isTask()) {
 		return "From what I was given: " + truncate(strings.Join(lines[:min(len(lines), 3)], "; "), 400) + "."
 	}
-	return t.fixedText("")
+	return t.say("about")
 }
 
+// needs says which arguments a tool requires.
 func (t turn) needs(tl tool) string {
-	return fmt.Sprintf(t.texts["needs"], tl.name, strings.Join(required(tl.schema), ", "))
+	return t.text("needs", "$tool", tl.name, "$parameters", strings.Join(required(tl.schema), ", "))
 }
 
-// fixedText returns a text of the lexicon, followed by the tools where it introduces the model.
-func (t turn) fixedText(key string) string {
-	var names, descriptions []string
-	for _, tl := range t.tools {
-		line := tl.name
-		if tl.changes() {
-			line += t.texts["when_ordered"]
-		}
-		names, descriptions = append(names, tl.name),
-			append(descriptions, line+": "+truncate(oneLine(tl.description), maxDescription))
-	}
+// say returns a text of the lexicon, with the offered tools where it names them.
+func (t turn) say(key string) string {
 	switch {
 	case key == "identity" && t.identity != "":
 		return t.identity
-	case key == "welcome":
-		return t.texts[key]
-	case len(names) == 0:
-		return t.texts["about"] + t.texts["none"]
-	case key == "help":
-		return strings.Join(append([]string{t.texts[key]}, descriptions...), "\n- ") + "\n" + t.texts["hint"]
+	case key != "welcome" && len(t.tools) == 0:
+		key = "alone"
 	}
-	return t.texts[key] + t.texts["about"] + fmt.Sprintf(t.texts["may"], strings.Join(names, ", "))
+	var names []string
+	var help strings.Builder
+	for _, tl := range t.tools {
+		names = append(names, tl.name)
+		help.WriteString("\n- " + tl.name)
+		if tl.changes() {
+			help.WriteString(t.texts["when_ordered"])
+		}
+		help.WriteString(": " + truncate(oneLine(tl.description), maxDescription))
+	}
+	return t.text(key, "$tools", strings.Join(names, ", "), "$help", help.String())
 }
 
-// finding describes a call that succeeded.
-func (t turn) finding(c call) string {
-	key := map[string]string{"memory_write": "remembered", "memory_forget": "forgotten"}[c.name]
-	if c.object["forgotten"] == false {
-		key = "not_forgotten"
-	}
-	if text := t.texts[key]; text != "" {
-		return fmt.Sprintf(text, plain(c.object["category"]), plain(c.object["key"]))
-	}
-	return c.facts()
-}
-
-// failure describes a call that did not succeed.
-func (t turn) failure(c call) string {
+// outcome describes an answered call.
+func (t turn) outcome(c call) string {
+	key := "did " + c.name
 	switch {
 	case c.pending:
-		return fmt.Sprintf(t.texts["pending"], c.name, plain(c.object["approval_id"]))
-	case strings.EqualFold(plain(c.object["error"]), "denied"):
-		return fmt.Sprintf(t.texts["denied"], c.name, plain(c.object["reason"])+plain(c.object["message"]))
+		key = "pending"
+	case c.failed && strings.EqualFold(plain(c.object["error"]), "denied"):
+		key = "denied"
+	case c.failed:
+		key = "failed"
+	case c.object["forgotten"] == false:
+		key = "not_forgotten"
+	case t.texts[key] == "":
+		return c.facts()
 	}
-	return fmt.Sprintf(t.texts["failed"], c.failure())
+	return os.Expand(t.texts[key], func(name string) string {
+		switch name {
+		case "tool":
+			return c.name
+		case "failure":
+			return c.failure()
+		}
+		return plain(c.object[name])
+	})
 }
 
 // failure names a failed call and the reason.
@@ -227,9 +230,6 @@ func describe(v any, row func(map[string]any) string) string {
 	return strings.Join(lines, ", ")
 }
 
-// volatile matches times and UUIDs.
-var volatile = regexp.MustCompile(`^\d{4}-\d\d-\d\d[T ]|^[0-9a-f]{8}-[0-9a-f]{4}-`)
-
 // describeRow returns the row's names, and its first figures.
 func describeRow(row map[string]any) string {
 	var names, figures []string
@@ -237,7 +237,7 @@ func describeRow(row map[string]any) string {
 		text := truncate(plain(row[key]), 160)
 		_, isText := row[key].(string)
 		switch {
-		case text == "" || volatile.MatchString(text) || listed("technical_columns", key):
+		case text == "" || pattern("volatile").MatchString(text) || listed("technical_columns", key):
 		case isText && !hasDigit(text) || listed("name_columns", key):
 			names = append(names, text)
 		case len(figures) < 3:
@@ -257,5 +257,3 @@ func plain(v any) string {
 	}
 	return encode(v)
 }
-
-func oneLine(text string) string { return strings.Join(strings.Fields(text), " ") }

@@ -23,10 +23,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/sha256"
-	"encoding/binary"
-	"encoding/hex"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -45,7 +42,7 @@ const Model = "offline"
 const (
 	shutdownTimeout = 2 * time.Second
 	maxBody         = 16 << 20
-	epoch           = 1_700_000_000 // earliest creation time in an answer
+	created         = 1_700_000_000 // the time of every answer
 	owner           = "lanekeeper"
 	bytesPerToken   = 4
 )
@@ -53,25 +50,23 @@ const (
 // Start serves on a free loopback port until ctx ends or stop is called. url is the base URL for a client.
 // stop waits for the server's end. It may be called repeatedly.
 func Start(ctx context.Context) (url string, stop func(), err error) {
-	var config net.ListenConfig
-	listener, err := config.Listen(ctx, "tcp", "127.0.0.1:0")
+	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {
 		return "", nil, fmt.Errorf("listen on loopback: %w", err)
 	}
 	server := &http.Server{Handler: Handler(), ReadHeaderTimeout: 10 * time.Second}
-	stopped := make(chan struct{})
-	go func() {
-		defer close(stopped)
+	var serving sync.WaitGroup
+	serving.Go(func() {
 		_ = server.Serve(listener) // the next request reports a broken listener as an unreachable model
-	}()
-	stop = sync.OnceFunc(func() {
+	})
+	stop = func() {
 		last, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTimeout)
 		defer cancel()
 		if server.Shutdown(last) != nil {
 			_ = server.Close() // answers that outlast the timeout are cut off
 		}
-		<-stopped
-	})
+		serving.Wait()
+	}
 	context.AfterFunc(ctx, stop)
 	return "http://" + listener.Addr().String() + "/v1", stop, nil
 }
@@ -81,50 +76,38 @@ func Handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST /v1/chat/completions", complete)
 	mux.HandleFunc("GET /v1/models", func(w http.ResponseWriter, _ *http.Request) {
-		ignore(chatwire.WriteModels(w, epoch, owner, chatwire.Model{ID: Model}))
-	})
-	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
-		refuse(w, http.StatusNotFound, "unknown_url", "no route for "+r.Method+" "+r.URL.Path)
+		_ = chatwire.WriteModels(w, created, owner, chatwire.Model{ID: Model})
 	})
 	return mux
 }
 
 func complete(w http.ResponseWriter, r *http.Request) {
-	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
-	if _, tooLarge := errors.AsType[*http.MaxBytesError](err); tooLarge {
-		refuse(w, http.StatusRequestEntityTooLarge, "", "the request is larger than 16 MiB")
-		return
-	}
-	if err != nil {
-		return // the client closed the connection
-	}
 	var req openai.ChatCompletionRequest
-	if err := json.Unmarshal(body, &req); err != nil {
-		refuse(w, http.StatusBadRequest, "", "decode request: "+err.Error())
-		return
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
+	if err == nil {
+		err = json.Unmarshal(body, &req)
 	}
-	if len(req.Messages) == 0 {
-		refuse(w, http.StatusBadRequest, "", "the request has no messages")
-		return
+	switch {
+	case err != nil:
+		refuse(w, "decode request: "+err.Error())
+	case len(req.Messages) == 0:
+		refuse(w, "the request has no messages")
+	case req.Stream:
+		usage := req.StreamOptions != nil && req.StreamOptions.IncludeUsage
+		_ = chatwire.WriteStream(w, answerTo(req, body), usage) // the client closed the connection
+	default:
+		_ = chatwire.WriteJSON(w, answerTo(req, body)) // the client closed the connection
 	}
-	answer := answerTo(req, body)
-	if req.Stream {
-		ignore(chatwire.WriteStream(w, answer, req.StreamOptions != nil && req.StreamOptions.IncludeUsage))
-		return
-	}
-	ignore(chatwire.WriteJSON(w, answer))
 }
 
-// answerTo answers a request. The hash of its body yields the id and the creation time.
+// answerTo answers a request. The hash of its body yields the ids.
 func answerTo(req openai.ChatCompletionRequest, body []byte) chatwire.Answer {
 	next := plan(parse(req))
-	hash := sha256.Sum256(body)
-	id := hex.EncodeToString(hash[:])
+	id := fmt.Sprintf("%x", sha256.Sum256(body))
 	answer := chatwire.Answer{
-		ID: "chatcmpl-" + id[:24], Model: req.Model, Created: epoch + int64(binary.BigEndian.Uint16(hash[24:])),
+		ID: "chatcmpl-" + id[:24], Model: cmp.Or(req.Model, Model), Created: created,
 		Text: next.text, Finish: openai.FinishReasonStop,
 	}
-	answer.Model = cmp.Or(answer.Model, Model)
 	size := len(next.text)
 	for i, c := range next.calls {
 		size += len(c.name) + len(c.arguments)
@@ -138,17 +121,16 @@ func answerTo(req openai.ChatCompletionRequest, body []byte) chatwire.Answer {
 	if limit > 0 && len(answer.Text) > limit {
 		answer.Text, answer.Finish = truncate(answer.Text, limit), openai.FinishReasonLength
 	}
+	prompt, completion := tokens(len(body)), tokens(size)
 	answer.Usage = &openai.Usage{
-		PromptTokens: tokens(len(body)), CompletionTokens: tokens(size), TotalTokens: tokens(len(body)) + tokens(size),
+		PromptTokens: prompt, CompletionTokens: completion, TotalTokens: prompt + completion,
 	}
 	return answer
 }
 
 func tokens(bytes int) int { return (bytes + bytesPerToken - 1) / bytesPerToken }
 
-func refuse(w http.ResponseWriter, status int, code, message string) {
-	ignore(chatwire.WriteFailure(w, status, chatwire.Failure{Message: message, Type: "invalid_request_error", Code: code}))
+func refuse(w http.ResponseWriter, why string) {
+	failure := chatwire.Failure{Message: why, Type: "invalid_request_error"}
+	_ = chatwire.WriteFailure(w, http.StatusBadRequest, failure) // the client closed the connection
 }
-
-// ignore drops an error of sending: the client closed the connection.
-func ignore(error) {}

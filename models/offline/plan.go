@@ -2,7 +2,6 @@ package offline
 
 import (
 	"cmp"
-	"fmt"
 	"regexp"
 	"slices"
 	"strings"
@@ -10,22 +9,10 @@ import (
 )
 
 const (
-	maxParallel = 4  // read-only calls in one reply
-	maxReads    = 10 // in one turn
-)
-
-const orderVerbs = `(?i)(?:^|\W)(?:call|run|use|execute|invoke|try|ejecuta|ejecutar|corre|usa|usar|llama(?:\s+a)?|llamar(?:\s+a)?|lanza|invoca)` +
-	`\s+(?:(?:the|la|el)\s+)?(?:(?:tool|skill|herramienta|habilidad)\s+)?["'` + "`" + `]?`
-
-var (
-	anyOrder   = regexp.MustCompile(orderVerbs + `([a-z][a-z0-9]*_[a-z0-9_]+)`)
-	negated    = regexp.MustCompile(`(?i)\b(?:not|never|don't|without|no|nunca|sin)\s*$`)
-	quoted     = regexp.MustCompile(`"(?:[^"\\]|\\.)*(?:"|$)`)
-	jsonObject = regexp.MustCompile(
-		"(?i)^[\"'`]?\\s*(?:(?:with|using|con|arguments?|args|argumentos)\\s*)*[:(]?\\s*(?:```(?:json)?)?\\s*(\\{(?s:.*))$")
-	discouraged = regexp.MustCompile(`(?i)\bbroken\b|always fails|deprecated|do not (?:use|call)`)
-	bookkeeping = regexp.MustCompile(`^(?:complete_step|fail_step|add_steps|remember)$`)
-	navigation  = regexp.MustCompile(`^(?:skill_search|read_result)$`) // leads to other tools or to the rest of a result
+	maxParallel = 4   // read-only calls in one reply
+	maxReads    = 10  // in one turn
+	maxReports  = 6   // bookkeeping calls in one reply
+	maxFacts    = 400 // bytes of a step's result or a remembered fact
 )
 
 // reply is either calls or a text.
@@ -37,9 +24,9 @@ type reply struct {
 // plan applies the rules of the package comment, in their order.
 func plan(t turn) reply {
 	answer, matched := t.matchIntent()
-	rules := []func() []call{func() []call { return answer.calls }, t.orders, t.reads, t.reports}
+	rules := []func() []call{t.orders, t.reads, t.reports}
 	if matched {
-		rules = rules[:1]
+		rules = []func() []call{func() []call { return answer.calls }}
 	}
 	for _, rule := range rules {
 		calls := slices.DeleteFunc(rule(), func(next call) bool {
@@ -57,132 +44,6 @@ func plan(t turn) reply {
 	return reply{text: t.answer()}
 }
 
-// ordered returns the text behind an order of a tool: "run NAME …", or the name and its arguments. A negated order
-// and a quoted sentence order nothing.
-func (t turn) ordered(name string) (rest string, ok bool) {
-	masked := quoted.ReplaceAllStringFunc(t.message, func(q string) string {
-		if strings.ContainsAny(q, " \t\n\\") {
-			return strings.Repeat("-", len(q))
-		}
-		return q
-	})
-	at := regexp.MustCompile(orderVerbs + `(` + regexp.QuoteMeta(name) + `)(?:\W|$)`).FindStringSubmatchIndex(masked)
-	if at != nil && !negated.MatchString(masked[:at[0]]) {
-		return t.message[at[3]:], true
-	}
-	rest, ok = strings.CutPrefix(t.message, name)
-	return rest, ok && strings.HasPrefix(strings.TrimLeft(rest, " :"), "{")
-}
-
-// orders calls the tools ordered by name. It invents no argument for a tool that changes something.
-func (t turn) orders() []call {
-	var calls []call
-	for _, tl := range t.tools {
-		rest, ordered := t.ordered(tl.name)
-		if !ordered || t.called(tl.name) || len(calls) == maxParallel {
-			continue
-		}
-		c, known := t.fill(tl, nil)
-		if m := jsonObject.FindStringSubmatch(rest); m != nil {
-			if arguments, isObject := decode(m[1]).(map[string]any); isObject {
-				c, known = call{name: tl.name, arguments: encode(arguments)}, true
-			}
-		}
-		if known || !tl.changes() {
-			calls = append(calls, c)
-		}
-	}
-	return calls
-}
-
-func (t turn) hasOrder() bool {
-	return slices.ContainsFunc(t.tools, func(tl tool) bool { _, ordered := t.ordered(tl.name); return ordered })
-}
-
-// reads calls the next relevant read-only tools. A call with invented arguments comes only where nothing else does.
-// Without a relevant tool, it searches for more tools.
-func (t turn) reads() []call {
-	if t.hasOrder() && !t.isTask() {
-		return nil
-	}
-	relevant := t.relevant()
-	if anyOrder.MatchString(t.message) && !t.isTask() {
-		relevant = nil // it orders a tool that was not offered
-	}
-	var known, invented []call
-	for _, tl := range relevant {
-		if c, ok := t.fill(tl, nil); t.called(tl.name) {
-			continue
-		} else if ok {
-			known = append(known, c)
-		} else {
-			invented = append(invented, c)
-		}
-	}
-	if len(known) == 0 && len(t.calls) == 0 {
-		known = invented
-	}
-	if words := keywords(t.message); len(known)+len(t.calls) == 0 && len(words) > 0 {
-		return t.callFirst("skill_search", map[string]any{"query": strings.Join(words, " ")}).calls
-	}
-	return known[:max(0, min(maxParallel, maxReads-len(t.work()), len(known)))]
-}
-
-// score rates how well a tool matches some stems. A word of its name counts three times.
-func (tl tool) score(subject []string) int {
-	return 3*overlap(subject, stems(tl.name)) + overlap(subject, stems(tl.description))
-}
-
-// relevant returns the read-only tools close to the message, and the closest one of each open step. The closest come
-// first.
-func (t turn) relevant() []tool {
-	scores, best := map[string]int{}, 0
-	reads := slices.DeleteFunc(slices.Clone(t.tools), func(tl tool) bool {
-		return bookkeeping.MatchString(tl.name) || navigation.MatchString(tl.name) || tl.changes() ||
-			discouraged.MatchString(tl.description)
-	})
-	rank := func(text string) {
-		subject := stems(text)
-		slices.SortFunc(reads, func(a, b tool) int {
-			return cmp.Or(cmp.Compare(b.score(subject), a.score(subject)), cmp.Compare(a.name, b.name))
-		})
-		for _, tl := range reads {
-			scores[tl.name] = tl.score(subject)
-		}
-	}
-	wanted := map[string]bool{}
-	for _, s := range t.steps {
-		if rank(s.title); s.open && len(reads) > 0 && scores[reads[0].name] > 0 {
-			wanted[reads[0].name] = true
-		}
-	}
-	if rank(t.message); len(reads) > 0 {
-		best = scores[reads[0].name]
-	}
-	return slices.DeleteFunc(reads, func(tl tool) bool {
-		return !wanted[tl.name] && (scores[tl.name] == 0 || scores[tl.name]*4 < best)
-	})
-}
-
-// changes reports whether a tool seems to change something. The sign is a verb of change at the beginning or end of
-// its name, or at the beginning of its description. "Read-only" in the description decides against it.
-func (tl tool) changes() bool {
-	description := strings.ToLower(strings.TrimSpace(tl.description))
-	if strings.Contains(description, "read-only") || strings.Contains(description, "read only") {
-		return false
-	}
-	isVerb := func(word string) bool {
-		return word != "" && (listed("change_verbs", word) || listed("change_verbs", strings.TrimSuffix(word, "s")) ||
-			listed("change_verbs", strings.TrimSuffix(word, "es")))
-	}
-	first, _, _ := strings.Cut(description, " ")
-	parts := strings.FieldsFunc(strings.ToLower(tl.name), func(r rune) bool { return !unicode.IsLetter(r) })
-	if isVerb(first) || len(parts) == 0 || listed("read_nouns", parts[len(parts)-1]) {
-		return isVerb(first)
-	}
-	return isVerb(parts[0]) || isVerb(parts[len(parts)-1])
-}
-
 // matchIntent answers a known phrase of a person. The lexicon has the patterns. An order takes precedence.
 func (t turn) matchIntent() (reply, bool) {
 	if t.isTask() || t.message == "" && t.document == "" {
@@ -190,16 +51,16 @@ func (t turn) matchIntent() (reply, bool) {
 	}
 	for _, in := range lexicon.Intents {
 		m := in.Pattern.FindStringSubmatch(t.message)
-		if m == nil || in.Document && (t.document == "" || !t.offers(in.Tools)) || len(m) == 1 && t.hasOrder() {
+		if m == nil || in.Document && (t.document == "" || t.index(in.Tools) < 0) || len(m) == 1 && t.hasOrder() {
 			continue
 		}
 		if in.Text != "" {
-			return reply{text: t.fixedText(in.Text)}, true
+			return reply{text: t.say(in.Text)}, true
 		}
 		m = append(m, "", "") // absent groups
 		subject := strings.TrimSpace(m[1])
-		values := strings.NewReplacer("$key", memoryKey(subject), "$words", strings.Join(keywords(subject), " "), "$1",
-			subject, "$2", m[2], "$document", t.document)
+		values := strings.NewReplacer("$key", memoryKey(subject), "$words", strings.Join(keywords(subject), " "),
+			"$1", subject, "$2", m[2], "$document", t.document)
 		arguments := map[string]any{}
 		for parameter, value := range in.Arguments {
 			if text, isText := value.(string); isText {
@@ -215,22 +76,241 @@ func (t turn) matchIntent() (reply, bool) {
 // callFirst calls the first offered tool of some, without inventing arguments. If it cannot, the text says why.
 func (t turn) callFirst(names string, arguments map[string]any) reply {
 	for name := range strings.FieldsSeq(names) {
-		if i := slices.IndexFunc(t.tools, func(tl tool) bool { return tl.name == name }); i >= 0 {
+		if i := t.index(name); i >= 0 {
 			if c, ok := t.fill(t.tools[i], arguments); ok {
 				return reply{calls: []call{c}}
 			}
 			return reply{text: t.needs(t.tools[i])}
 		}
 	}
-	return reply{text: fmt.Sprintf(t.texts["not_offered"], strings.Fields(names)[0])}
+	return reply{text: t.text("not_offered", "$tool", strings.Fields(names)[0])}
+}
+
+// index returns the place of a tool among those offered, or -1.
+func (t turn) index(name string) int {
+	return slices.IndexFunc(t.tools, func(tl tool) bool { return tl.name == name })
 }
 
 // memoryKey returns a stable key for a fact: backup_window for "the backup window is 3 to 4".
 func memoryKey(fact string) string {
-	for _, verb := range []string{" is ", " are ", " es ", " son ", ": ", " = "} {
-		if before, _, has := strings.Cut(fact, verb); has && len(keywords(before)) > 0 {
-			fact = before
-		}
+	if m := pattern("fact").FindStringSubmatch(fact); m != nil && len(keywords(m[1])) > 0 {
+		fact = m[1]
 	}
 	return cmp.Or(strings.Join(keywords(fact), "_"), "note")
+}
+
+// orders calls the tools ordered by name. It invents no argument for a tool that changes something.
+func (t turn) orders() []call {
+	var calls []call
+	for _, tl := range t.tools {
+		if !tl.ordered || t.called(tl.name) || len(calls) == maxParallel {
+			continue
+		}
+		c, known := t.fill(tl, nil)
+		if m := pattern("arguments").FindStringSubmatch(tl.order); m != nil {
+			if arguments, isObject := decode(m[1]).(map[string]any); isObject {
+				c, known = call{name: tl.name, arguments: encode(arguments)}, true
+			}
+		}
+		if known || !tl.changes() {
+			calls = append(calls, c)
+		}
+	}
+	return calls
+}
+
+func (t turn) hasOrder() bool {
+	return slices.ContainsFunc(t.tools, func(tl tool) bool { return tl.ordered })
+}
+
+// reads calls the next relevant read-only tools. A call with invented arguments comes only where nothing else does.
+// Without a relevant tool, it searches for more tools.
+func (t turn) reads() []call {
+	var relevant []tool
+	switch {
+	case t.isTask():
+		relevant = t.relevant()
+	case t.hasOrder():
+		return nil
+	case !orderPattern(`[a-z][a-z0-9]*_[a-z0-9_]+`).MatchString(t.message): // it orders no tool that was not offered
+		relevant = t.relevant()
+	}
+	var known, invented []call
+	for _, tl := range relevant {
+		c, ok := t.fill(tl, nil)
+		switch {
+		case t.called(tl.name):
+		case ok:
+			known = append(known, c)
+		default:
+			invented = append(invented, c)
+		}
+	}
+	if len(known) == 0 && len(t.calls) == 0 {
+		known = invented
+	}
+	if words := keywords(t.message); len(known)+len(t.calls) == 0 && len(words) > 0 {
+		return t.callFirst("skill_search", map[string]any{"query": strings.Join(words, " ")}).calls
+	}
+	return known[:max(0, min(maxParallel, maxReads-len(t.work()), len(known)))]
+}
+
+// relevant returns the read-only tools close to the message, and the closest one of each open step. The closest come
+// first.
+func (t turn) relevant() []tool {
+	reads := slices.DeleteFunc(slices.Clone(t.tools), func(tl tool) bool {
+		return listed("bookkeeping", tl.name) || listed("navigation", tl.name) || tl.changes() ||
+			pattern("discouraged").MatchString(tl.description)
+	})
+	if len(reads) == 0 {
+		return nil
+	}
+	rank := func(text string) (scores map[string]int) { // the closest tool comes first
+		scores, subject := map[string]int{}, stems(text)
+		for _, tl := range reads {
+			scores[tl.name] = 3*overlap(subject, stems(tl.name)) + overlap(subject, stems(tl.description))
+		}
+		slices.SortFunc(reads, func(a, b tool) int {
+			return cmp.Or(cmp.Compare(scores[b.name], scores[a.name]), cmp.Compare(a.name, b.name))
+		})
+		return scores
+	}
+	wanted := map[string]bool{}
+	for _, s := range t.steps {
+		if scores := rank(s.title); s.open && scores[reads[0].name] > 0 {
+			wanted[reads[0].name] = true
+		}
+	}
+	scores := rank(t.message)
+	best := scores[reads[0].name]
+	return slices.DeleteFunc(reads, func(tl tool) bool {
+		return !wanted[tl.name] && (scores[tl.name] == 0 || scores[tl.name]*4 < best)
+	})
+}
+
+// changes reports whether a tool seems to change something. The sign is a verb of change at the beginning or end of
+// its name, or at the beginning of its description. "Read-only" in the description decides against it.
+func (tl tool) changes() bool {
+	description := strings.ToLower(strings.TrimSpace(tl.description))
+	if strings.Contains(description, "read-only") || strings.Contains(description, "read only") {
+		return false
+	}
+	isVerb := pattern("change").MatchString
+	first, _, _ := strings.Cut(description, " ")
+	parts := strings.FieldsFunc(strings.ToLower(tl.name), func(r rune) bool { return !unicode.IsLetter(r) })
+	if isVerb(first) || len(parts) == 0 || listed("read_nouns", parts[len(parts)-1]) {
+		return isVerb(first)
+	}
+	return isVerb(parts[0]) || isVerb(parts[len(parts)-1])
+}
+
+// reports returns the bookkeeping: outcomes of steps, a plan where there is none, and facts to remember.
+func (t turn) reports() []call {
+	var calls []call
+	add := func(name string, arguments map[string]any) {
+		calls = append(calls, t.callFirst(name, arguments).calls...)
+	}
+	remember := func(key, fact string) {
+		add("remember", map[string]any{"key": key, "category": "observation", "value": truncate(fact, maxFacts)})
+	}
+	evidence := t.evidence()
+	for _, s := range t.steps {
+		c, found := evidence[s.id]
+		switch {
+		case !found || t.reported(s):
+		case c.failed:
+			add("fail_step", map[string]any{"step_id": s.id, "reason": c.failure()})
+		default:
+			facts := c.facts()
+			for _, other := range t.work() {
+				if s.names(other.name) && !other.failed && other.name != c.name {
+					facts += "; " + other.facts()
+				}
+			}
+			add("complete_step", map[string]any{"step_id": s.id, "result": truncate(facts, maxFacts)})
+		}
+	}
+	if pattern("no_steps").MatchString(t.prompt) && !t.called("add_steps") {
+		var titles []any
+		for _, tl := range t.relevant() {
+			titles = append(titles, "Look at "+strings.ReplaceAll(tl.name, "_", " ")+" with "+tl.name)
+		}
+		if len(titles) > 0 {
+			add("add_steps", map[string]any{"titles": titles[:min(len(titles), maxParallel)]})
+		}
+	}
+	if !t.called("remember") {
+		for _, c := range t.work() {
+			if facts := c.facts(); !c.failed && hasDigit(facts) && !strings.HasSuffix(facts, nothing) {
+				remember(c.name, facts)
+			}
+		}
+		if len(t.work()) == 0 {
+			for _, line := range factLines(t.prompt) {
+				subject, _, _ := strings.Cut(line, "(")
+				remember(memoryKey(subject), line)
+			}
+		}
+	}
+	return calls[:min(len(calls), maxReports)]
+}
+
+// evidence pairs each open step with a call of its own, as the runtime demands: one that the title names, else a
+// related one. A successful call comes before a failed one. A step that sums up accepts any successful call.
+func (t turn) evidence() map[string]call {
+	pairs := map[string]call{}
+	free := slices.DeleteFunc(t.work(), func(c call) bool { return pattern("no_evidence").MatchString(c.name) })
+	related := func(s step, c call) bool { return overlap(stems(s.title), stems(c.name)) > 0 }
+	for _, matches := range []func(s step, c call) bool{
+		func(s step, c call) bool { return s.names(c.name) && !c.failed },
+		func(s step, c call) bool { return related(s, c) && !c.failed },
+		related,
+		func(s step, c call) bool { return pattern("sums_up").MatchString(s.title) && !c.failed },
+	} {
+		for _, s := range t.steps {
+			i := slices.IndexFunc(free, func(c call) bool { return matches(s, c) })
+			if _, paired := pairs[s.id]; paired || !s.open || i < 0 {
+				continue
+			}
+			pairs[s.id] = free[i]
+			free = slices.DeleteFunc(free, func(c call) bool { return c.name == pairs[s.id].name || s.names(c.name) })
+		}
+	}
+	return pairs
+}
+
+// names reports whether a step's title names a tool.
+func (s step) names(tool string) bool {
+	return regexp.MustCompile(`(?:^|[^\w-])` + regexp.QuoteMeta(tool) + `(?:[^\w-]|$)`).MatchString(s.title)
+}
+
+// reported reports whether a step was completed or failed in this turn.
+func (t turn) reported(s step) bool {
+	return slices.ContainsFunc(t.calls, func(c call) bool {
+		return (c.name == "complete_step" || c.name == "fail_step") && strings.Contains(c.arguments, `"`+s.id+`"`)
+	})
+}
+
+// factLines returns the list items of a text with figures, with trouble first. Without items it returns the other
+// lines.
+func factLines(text string) []string {
+	var items, others []string
+	for line := range strings.Lines(text) {
+		line = strings.TrimSpace(line)
+		item, isItem := strings.CutPrefix(line, "- ")
+		switch {
+		case !hasDigit(line) || pattern("step").MatchString(line):
+		case isItem:
+			items = append(items, item)
+		default:
+			others = append(others, line)
+		}
+	}
+	if len(items) == 0 {
+		return others
+	}
+	slices.SortStableFunc(items, func(a, b string) int {
+		return len(pattern("trouble").FindAllString(b, -1)) - len(pattern("trouble").FindAllString(a, -1))
+	})
+	return items
 }
