@@ -253,7 +253,7 @@ func (l action) makesSecret() bool {
 
 // actions lists all actions. Other routes cannot be called through the Engine Room.
 func actions() []action {
-	return append(accessActions(), []action{
+	return slices.Concat(accessActions(), triggerActions(), []action{
 		{
 			"POST", "/v1/monitor/acknowledge", append([]field{{"mark", asText}}, reasonField...),
 			"The reasons are acknowledged. They count again when they change.",
@@ -276,11 +276,6 @@ func actions() []action {
 		{"POST", "/v1/lanes/{lane}/break", reasonField, "Lane {lane} is released."},
 		{"POST", "/v1/approvals/{id}", []field{{"decision", asText}, {"reason", asText}}, "The decision is recorded. The " +
 			"waiting run resumes."},
-		{
-			"POST", "/v1/events",
-			[]field{{"event", asText}, {"key", asText}, {"data", asJSON}, {"id", asText}},
-			"The event was emitted.",
-		},
 		{"POST", "/v1/objectives/{id}/accept", versionedFields, "The objective is accepted."},
 		{"POST", "/v1/objectives/{id}/reject", versionedFields, "The objective is rejected."},
 		{"POST", "/v1/objectives/{id}/pause", versionedFields, "The objective is paused."},
@@ -289,6 +284,29 @@ func actions() []action {
 		{
 			"POST", "/v1/memory/conflicts/{id}/decide", append([]field{{"decision", asText}}, versionedFields...),
 			"The conflict is decided.",
+		},
+		{
+			"POST", "/v1/evals/runs",
+			[]field{{"suite", asText}, {"model", asText}, {"trials", asNumber}},
+			"The run is started. Its results appear as they come.",
+		},
+		{
+			"POST", "/v1/evals/labels", []field{
+				{"run", asText}, {"case", asText}, {"trial", asNumber}, {"label", asText}, {"note", asText},
+			}, "The label is stored.",
+		},
+		{"PATCH", "/v1/threads/{id}", []field{{"title", asText}}, "The name is changed."},
+		{"POST", "/v1/threads/{id}/messages", []field{{"content", asText}}, "The message was sent, or waits for its turn."},
+	})
+}
+
+// triggerActions lists the actions on what starts executions: automations, events and webhooks.
+func triggerActions() []action {
+	return []action{
+		{
+			"POST", "/v1/events",
+			[]field{{"event", asText}, {"key", asText}, {"data", asJSON}, {"id", asText}},
+			"The event was emitted.",
 		},
 		{"POST", "/v1/automations/{id}/enable", versionedFields, "Automation {id} is enabled."},
 		{"POST", "/v1/automations/{id}/disable", versionedFields, "Automation {id} is disabled."},
@@ -304,19 +322,7 @@ func actions() []action {
 		{"POST", "/v1/webhooks/endpoints/{id}/enable", reasonField, "Endpoint {id} is enabled."},
 		{"POST", "/v1/webhooks/endpoints/{id}/disable", reasonField, "Endpoint {id} is disabled."},
 		{"POST", "/v1/automations/runs/{id}/redrive", reasonField, "The run gets one more attempt."},
-		{
-			"POST", "/v1/evals/runs",
-			[]field{{"suite", asText}, {"model", asText}, {"trials", asNumber}},
-			"The run is started. Its results appear as they come.",
-		},
-		{
-			"POST", "/v1/evals/labels", []field{
-				{"run", asText}, {"case", asText}, {"trial", asNumber}, {"label", asText}, {"note", asText},
-			}, "The label is stored.",
-		},
-		{"PATCH", "/v1/threads/{id}", []field{{"title", asText}}, "The name is changed."},
-		{"POST", "/v1/threads/{id}/messages", []field{{"content", asText}}, "The message was sent, or waits for its turn."},
-	}...)
+	}
 }
 
 // accessActions lists the actions that say who may do what, and who may write.

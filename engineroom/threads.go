@@ -216,8 +216,21 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 	if f.Channel == "" && f.Agent == "" && f.Name == "" && len(f.owners) < 2 {
 		return got, nil
 	}
-	var end threadPlace
-	rows, err = room.Read.Query(ctx, `
+	end, farther, err := room.searchEnd(ctx, f, at, id)
+	if err != nil {
+		return nil, fmt.Errorf("read end of thread search: %w", err)
+	}
+	if farther {
+		got.Older, got.Farther = f.link(end), true
+	}
+	return got, nil
+}
+
+// searchEnd returns the last thread that a bounded search looks at. farther is false where the search reaches all.
+func (room *Room) searchEnd(
+	ctx context.Context, f threadFilter, at *time.Time, before string,
+) (end threadPlace, farther bool, err error) {
+	err = room.Read.QueryRow(ctx, `
 		select w.* from ((select x.updated_at, x.id from agent_threads x
 		  where @owner <> '' and x.owner = @owner and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
 		  order by x.updated_at desc, x.id desc offset @looked - 1 limit 1)
@@ -225,18 +238,11 @@ func (room *Room) listThreads(ctx context.Context, v *visit) (any, error) {
 		(select x.updated_at, x.id from agent_threads x
 		  where @owner = '' and (@at::timestamptz is null or (x.updated_at, x.id) < (@at, @before))
 		  order by x.updated_at desc, x.id desc offset @looked - 1 limit 1)) w`, freshPlan,
-		postgres.Strict{"owner": f.oneOwner(), "at": at, "before": id, "looked": maxSearched})
-	if err != nil {
-		return nil, fmt.Errorf("look how far threads were looked at: %w", err)
+		postgres.Strict{"owner": f.oneOwner(), "at": at, "before": before, "looked": maxSearched}).Scan(&end.At, &end.ID)
+	if errors.Is(err, pgx.ErrNoRows) {
+		return end, false, nil
 	}
-	_, err = pgx.ForEachRow(rows, []any{&end.At, &end.ID}, func() error {
-		got.Older, got.Farther = f.link(end), true
-		return nil
-	})
-	if err != nil {
-		return nil, fmt.Errorf("look how far threads were looked at: %w", err)
-	}
-	return got, nil
+	return end, err == nil, err
 }
 
 // listBusyThreads reads the held threads, the longest held first, or those with queued messages.

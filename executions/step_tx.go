@@ -86,23 +86,8 @@ func tryTx[T any](
 	var text json.RawMessage
 	var done *completionResult
 	err = postgres.InTx(ctx, r.e.pool, func(tx pgx.Tx) error {
-		setup := &pgx.Batch{}
-		if s.complete != nil {
-			r.queueCompletionLock(setup)
-		}
-		setup.Queue(`
-			select set_config('lock_timeout', @patience, true), fence_agent_execution(@id, @claim),
-			  set_config('lock_timeout', o.was, true),
-			       pg_advisory_xact_lock(hashtextextended('step ' || @id::text || @step, 0))
-			  from (select current_setting('lock_timeout') as was offset 0) o`,
-			postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "step": s.key, "patience": lockTimeout})
-		if err := tx.SendBatch(ctx, setup).Close(); err != nil {
+		if err := r.beginStep(ctx, tx, s, retry); err != nil {
 			return err
-		}
-		if retry {
-			if err := r.reloadStep(ctx, tx, s.key); err != nil {
-				return err
-			}
 		}
 		var altered bool
 		var out []byte
@@ -140,6 +125,24 @@ func tryTx[T any](
 		r.e.log.InfoContext(ctx, "checkpoint saved", "step", s.key)
 	}
 	return value, err
+}
+
+// beginStep fences the execution and locks the step. A retry reads what an earlier attempt has committed.
+func (r *run) beginStep(ctx context.Context, tx pgx.Tx, s stepSpec, retry bool) error {
+	b := &pgx.Batch{}
+	if s.complete != nil {
+		r.queueCompletionLock(b)
+	}
+	b.Queue(`
+		select set_config('lock_timeout', @patience, true), fence_agent_execution(@id, @claim),
+		  set_config('lock_timeout', o.was, true),
+		       pg_advisory_xact_lock(hashtextextended('step ' || @id::text || @step, 0))
+		  from (select current_setting('lock_timeout') as was offset 0) o`,
+		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim, "step": s.key, "patience": lockTimeout})
+	if err := tx.SendBatch(ctx, b).Close(); err != nil || !retry {
+		return err
+	}
+	return r.reloadStep(ctx, tx, s.key)
 }
 
 type inTxKey struct{}

@@ -271,29 +271,11 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a UserMessage) (got insert
 		return got, err
 	}
 	if asked.waiter != "" || to != "" {
-		if err := a.checkRelay(); err != nil {
-			return got, err
-		}
-		if err := c.ensureThread(ctx, tx, a); err != nil {
-			return got, err
-		}
 		if known {
 			a.unseen = &words
 		}
-		if asked.waiter != "" {
-			got.exec, got.created, err = c.relayDocuments(ctx, tx, a, asked)
-		} else {
-			got.exec, got.created, err = c.relayMessage(ctx, tx, a, to)
-		}
-		if err != nil || !got.created || a.retry == nil {
-			return got, err
-		}
-		b := &pgx.Batch{}
-		a.retry.queueRecord(b, got.exec.ID)
-		if err := tx.SendBatch(ctx, b).Close(); err != nil {
-			return got, fmt.Errorf("note request: %w", err)
-		}
-		return got, nil
+		got.exec, got.created, err = c.insertRelay(ctx, tx, a, asked, to)
+		return got, err
 	}
 	a.unseen = &words
 	if got.exec, got.created, err = c.insertTurn(ctx, tx, a, a.spec()); err != nil || !got.created {
@@ -301,6 +283,32 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a UserMessage) (got insert
 	}
 	got.cut, got.stored, err = c.storeMessage(ctx, tx, a, got.exec, asked)
 	return got, err
+}
+
+// insertRelay stores the message with a relay to the execution that listens, or that has requested documents.
+func (c *Chat) insertRelay(
+	ctx context.Context, tx pgx.Tx, a UserMessage, asked documentRequest, to string,
+) (x executions.Execution, created bool, err error) {
+	if err := a.checkRelay(); err != nil {
+		return x, false, err
+	}
+	if err := c.ensureThread(ctx, tx, a); err != nil {
+		return x, false, err
+	}
+	if asked.waiter != "" {
+		x, created, err = c.relayDocuments(ctx, tx, a, asked)
+	} else {
+		x, created, err = c.relayMessage(ctx, tx, a, to)
+	}
+	if err != nil || !created || a.retry == nil {
+		return x, created, err
+	}
+	b := &pgx.Batch{}
+	a.retry.queueRecord(b, x.ID)
+	if err := tx.SendBatch(ctx, b).Close(); err != nil {
+		return x, created, fmt.Errorf("note request: %w", err)
+	}
+	return x, created, nil
 }
 
 // lockThread serialises the transactions that store messages of a thread.

@@ -192,15 +192,21 @@ func relayAnswer(f *feed, notice string, through int64) answer {
 // readRelay reads the messages after the relayed one, and those since the end of the previous relay, which no client
 // has seen. It reads first whether more may follow, so no message is missed.
 func (c *Chat) readRelay(ctx context.Context, x executions.Execution, in input, last int64) (h relayState, err error) {
-	var after *int64
-	if in.Unseen != nil {
-		after = &in.Unseen.After
-	}
 	b := &pgx.Batch{}
 	b.Queue(`
 		update agent_threads set watched_until = clock_timestamp() + make_interval(secs => @watch)
 		 where id = @thread and watched_until < clock_timestamp() + make_interval(secs => @watch) / 2`,
 		postgres.Strict{"thread": in.Thread, "watch": watchDuration.Seconds()})
+	c.queueRelayState(b, x, in, &h)
+	queueSaid(b, x, in, last, &h)
+	if err := c.Pool.SendBatch(ctx, b).Close(); err != nil {
+		return relayState{}, fmt.Errorf("read relayed thread: %w", err)
+	}
+	return h, nil
+}
+
+// queueRelayState reads whether the execution that the message was relayed to, or one that acts for it, is busy.
+func (c *Chat) queueRelayState(b *pgx.Batch, x executions.Execution, in input, h *relayState) {
 	b.Queue(`
 		with recursive line as (                             -- the execution, and those that act for it
 		  select @to::uuid as id
@@ -226,6 +232,14 @@ func (c *Chat) readRelay(ctx context.Context, x executions.Execution, in input, 
 		       coalesce((select max(q.seq) from agent_messages q where q.execution_id = @id and q.role = 'user'), 0)`,
 		postgres.Strict{"thread": in.Thread, "to": in.To, "own": ownFlows(), "id": x.ID, "patience": c.RelayWait.Seconds()}).
 		QueryRow(func(row pgx.Row) error { return row.Scan(&h.Busy, &h.Over, &h.Own) })
+}
+
+// queueSaid reads the messages that no client has seen.
+func queueSaid(b *pgx.Batch, x executions.Execution, in input, last int64, h *relayState) {
+	var after *int64
+	if in.Unseen != nil {
+		after = &in.Unseen.After
+	}
 	b.Queue(`
 		with asked as (select max(q.seq) as seq from agent_messages q where q.execution_id = @id and q.role = 'user'),
 		before as (
@@ -252,10 +266,6 @@ func (c *Chat) readRelay(ctx context.Context, x executions.Execution, in input, 
 			h.Said, err = pgx.CollectRows(rows, pgx.RowToStructByPos[relayedMessage])
 			return err
 		})
-	if err := c.Pool.SendBatch(ctx, b).Close(); err != nil {
-		return relayState{}, fmt.Errorf("read relayed thread: %w", err)
-	}
-	return h, nil
 }
 
 // maxSummary bounds a summary, in characters.
