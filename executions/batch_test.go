@@ -87,7 +87,7 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	server.Start()
 	pool = open()
 	p = prepare(t, pool, p.flows, lease)
-	x, err := p.RunClaimed(t.Context(), lost[0])
+	x, err := p.RunClaimed(t.Context(), &lost[0])
 	assert.Truef(t, errors.Is(err, executions.ErrNotFound) && strings.Contains(err.Error(), "database crash"),
 		"a run whose start is lost: %v, %v", x.Status, err)
 	assert.Equal(t, 0, pgtest.Value[int](t, pool, `

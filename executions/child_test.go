@@ -82,7 +82,7 @@ func TestAnInsertOfACallersTransactionRunsAfterItsCommit(t *testing.T) {
 		})
 		require.NoError(t, err)
 	}
-	x, err := p.RunClaimed(t.Context(), claimed)
+	x, err := p.RunClaimed(t.Context(), &claimed)
 	assert.Truef(t, err == nil && x.Status == executions.Completed && x.ResultSummary == "ran",
 		"%s %q, %v", x.Status, x.ResultSummary, err)
 }

@@ -103,24 +103,24 @@ func (r *run) stopCause() error {
 // executeSync runs an execution whose checkpoints are not loaded yet. It returns the final row where that is known
 // without a query. With cancels, the execution is cancelled when ctx ends first.
 func (e *Engine) executeSync(
-	ctx context.Context, x Execution, worker string, cancels bool,
+	ctx context.Context, x *Execution, worker string, cancels bool,
 ) (completed *Execution, err error) {
-	claim := claimedExecution{Execution: x, onCompleted: func(row *Execution) { completed = row }}
+	claim := claimedExecution{Execution: *x, onCompleted: func(row *Execution) { completed = row }}
 	if cancels {
 		claim.callerLeft = func() bool { return ctx.Err() != nil }
 	}
-	err = e.execute(ctx, claim, worker, func() {})
+	err = e.execute(ctx, &claim, worker, func() {})
 	return completed, err
 }
 
 // execute runs a claimed execution until it ends, waits, is lost or is released. It calls returned when the flow has
 // returned, before the end is written.
-func (e *Engine) execute(ctx context.Context, claim claimedExecution, worker string, returned func()) error {
+func (e *Engine) execute(ctx context.Context, claim *claimedExecution, worker string, returned func()) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	claimed := claim.Execution
+	claimed := &claim.Execution
 	r := &run{
-		e: e, exec: claimed, worker: worker, startedAt: time.Now(), ctx: ctx, cancel: cancel,
+		e: e, exec: *claimed, worker: worker, startedAt: time.Now(), ctx: ctx, cancel: cancel,
 		occurrences: map[string]int{}, latestStep: map[string]int{}, checkpoints: claim.checkpoints,
 		interrupted: claim.interrupted, onCompleted: claim.onCompleted, callerLeft: claim.callerLeft,
 	}
@@ -151,7 +151,7 @@ func (e *Engine) execute(ctx context.Context, claim claimedExecution, worker str
 	}
 	defer e.removeRun(r)
 	e.opts.Observer.RunStarted(r.exec)
-	defer e.opts.Observer.RunFinished(r.exec)
+	defer func() { e.opts.Observer.RunFinished(r.exec) }()
 	r.logStart(ctx)
 	result, err := r.callFlow(ctx, flow)
 	r.mu.Lock()

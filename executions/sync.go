@@ -39,7 +39,7 @@ func (e *Engine) RunSync(ctx context.Context, s Spec) (Execution, error) {
 		return claimed, nil
 	}
 	if claimed.ClaimedBy != nil {
-		return e.RunClaimed(ctx, claimed)
+		return e.RunClaimed(ctx, &claimed)
 	}
 	// The lease of this process ended meanwhile, so the execution is queued.
 	if err := e.ClaimAndRun(ctx, claimed.ID); err != nil {
@@ -91,7 +91,7 @@ func (e *Engine) InsertClaimed(ctx context.Context, tx pgx.Tx, s Spec) (Executio
 // RunClaimed runs an inserted execution in the calling goroutine until it ends, waits or is lost, and returns the
 // row. When ctx ends first, it cancels the execution. Pass a ctx that outlives the caller's connection to let it
 // finish.
-func (e *Engine) RunClaimed(ctx context.Context, claimed Execution) (Execution, error) {
+func (e *Engine) RunClaimed(ctx context.Context, claimed *Execution) (Execution, error) {
 	if claimed.ClaimedBy == nil {
 		return Execution{}, fmt.Errorf("run %s: execution %s has no claim; insert it with InsertClaimed",
 			claimed.Flow, claimed.ID)
@@ -152,7 +152,7 @@ func (e *Engine) ClaimAndRun(ctx context.Context, id string) error {
 	case err != nil:
 		return fmt.Errorf("claim execution %s: %w", id, err)
 	}
-	if _, err = e.executeSync(ctx, claimed, worker, false); errors.Is(err, errClaimTooLow) {
+	if _, err = e.executeSync(ctx, &claimed, worker, false); errors.Is(err, errClaimTooLow) {
 		return e.ClaimAndRun(ctx, id)
 	}
 	return err

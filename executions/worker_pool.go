@@ -221,7 +221,7 @@ func (c *workerPool) startUnreserved(runCtx context.Context, x claimedExecution,
 func (c *workerPool) startReserved(runCtx context.Context, x claimedExecution, worker string) {
 	go func() {
 		free := sync.OnceValue(c.flowReturned)
-		err := c.e.execute(runCtx, x, worker, func() { free() })
+		err := c.e.execute(runCtx, &x, worker, func() { free() })
 		if err != nil && !errors.Is(err, errClaimTooLow) {
 			c.e.log.WarnContext(runCtx, "execution not run to its end here", "execution", x.ID, "error", err)
 		}

@@ -48,7 +48,7 @@ type account struct {
 }
 
 // open returns the scopes of a turn: the day, the surface's day, the run, the delegating turns and the agent's day.
-func (l *Loop) open(ctx context.Context, t Turn, b Budget, a agents.Agent) *account {
+func (l *Loop) open(ctx context.Context, t *Turn, b Budget, a agents.Agent) *account {
 	span, _ := trace.From(ctx)
 	others := append(slices.Clone(t.above), t.scope(span.TraceID, b))
 	if l.Sandbox != nil {
@@ -64,7 +64,7 @@ func (l *Loop) open(ctx context.Context, t Turn, b Budget, a agents.Agent) *acco
 }
 
 // scope returns the turn's own scope.
-func (t Turn) scope(id trace.ID, b Budget) budgets.Scope {
+func (t *Turn) scope(id trace.ID, b Budget) budgets.Scope {
 	return budgets.Scope{Name: cmp.Or(t.BudgetScope, budgets.RunScope(id)), Limit: b.limit()}
 }
 

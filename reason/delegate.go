@@ -133,7 +133,7 @@ func (w *turn) bind() {
 }
 
 // allowed removes the skills that the agent or the delegation excludes.
-func (t Turn) allowed(a agents.Agent, all []skills.Skill) []skills.Skill {
+func (t *Turn) allowed(a agents.Agent, all []skills.Skill) []skills.Skill {
 	remembers := a.Memory != agents.MemoryNone
 	return slices.DeleteFunc(all, func(s skills.Skill) bool {
 		return !a.May(s.Name) || !remembers && builtins.OnMemory(s) ||

@@ -60,11 +60,11 @@ type modelCall struct {
 	prompt  *prompts.Record
 }
 
-func (w *turn) callModel(ctx context.Context) (reply, error) {
+func (w *turn) callModel(ctx context.Context) (*reply, error) {
 	fresh := min(w.fresh, len(w.messages))
 	w.fresh = 0
 	if w.account == nil {
-		w.account = w.open(ctx, w.Turn, w.budget, w.agent)
+		w.account = w.open(ctx, &w.Turn, w.budget, w.agent)
 	}
 	request := models.Request{
 		Messages: w.messages, Tools: w.definitions(), Effort: w.agent.Effort, Temperature: w.temperature(),
@@ -73,22 +73,22 @@ func (w *turn) callModel(ctx context.Context) (reply, error) {
 	shown := callInput{
 		Messages: models.Shown(w.messages[len(w.messages)-fresh:]), Earlier: len(w.messages) - fresh, Tools: w.names(),
 	}
-	got, err := w.withFallback(ctx, func(model string, more bool) (reply, error) {
+	got, err := w.withFallback(ctx, func(model string, more bool) (*reply, error) {
 		request.Model = model
-		return w.callDurably(ctx, modelCall{
+		return w.callDurably(ctx, &modelCall{
 			purpose: w.Purpose, shown: shown, request: request, account: w.account, time: w.budget.Time, used: w.used,
 			skill: w.isSkill, more: more,
 		})
 	})
 	if err != nil {
-		return reply{}, err
+		return nil, err
 	}
 	w.spent, w.mark = got.Spent, time.Now()
 	return got, nil
 }
 
 // withFallback tries the turn's models in order. It drops an unavailable one for the rest of the turn.
-func (w *turn) withFallback(ctx context.Context, ask func(model string, more bool) (reply, error)) (reply, error) {
+func (w *turn) withFallback(ctx context.Context, ask func(model string, more bool) (*reply, error)) (*reply, error) {
 	for {
 		got, err := ask(w.models[0], len(w.models) > 1)
 		failure, ok := errors.AsType[*executions.StepError](err)
@@ -120,10 +120,10 @@ func (w *turn) used() time.Duration { return w.spent + time.Since(w.mark) }
 // callDurably makes one model call as a durable step; all model calls go through it. The transaction of the intent
 // reserves the worst case, and that of the result settles the usage. A limit returns an *executions.StepError for
 // endedBy.
-func (l *Loop) callDurably(ctx context.Context, c modelCall) (reply, error) {
+func (l *Loop) callDurably(ctx context.Context, c *modelCall) (*reply, error) {
 	r, err := c.account.reservation(ctx, l.Model, c.request)
 	if err != nil {
-		return reply{}, fmt.Errorf("ask the model: %w", err)
+		return nil, fmt.Errorf("ask the model: %w", err)
 	}
 	got, err := executions.Do(ctx, "model", executions.Call{
 		Entry: activity.Entry{
@@ -141,12 +141,12 @@ func (l *Loop) callDurably(ctx context.Context, c modelCall) (reply, error) {
 			c.prompt.Add(b, r.ExecutionID, r.Claim, step)
 			r.Reserve(b, step) // last: all turns of a day lock the same budget until they commit
 		},
-	}, func(ctx context.Context, effect *executions.Effect) (reply, error) {
+	}, func(ctx context.Context, effect *executions.Effect) (*reply, error) {
 		c.prompt.Committed(ctx, l.log())
 		return l.complete(ctx, c, r, effect)
 	})
 	if err != nil {
-		return reply{}, fmt.Errorf("ask the model: %w", err)
+		return nil, fmt.Errorf("ask the model: %w", err)
 	}
 	if got.Unknown == nil {
 		l.Model.ObserveUsage(r.estimated, got.Usage) // also for an answer of another process
@@ -155,7 +155,7 @@ func (l *Loop) callDurably(ctx context.Context, c modelCall) (reply, error) {
 }
 
 // complete sends the request within the remaining time.
-func (l *Loop) complete(ctx context.Context, c modelCall, r *reservation, effect *executions.Effect) (reply, error) {
+func (l *Loop) complete(ctx context.Context, c *modelCall, r *reservation, effect *executions.Effect) (*reply, error) {
 	limited := ctx
 	if c.time > 0 {
 		var cancel context.CancelFunc
@@ -167,32 +167,32 @@ func (l *Loop) complete(ctx context.Context, c modelCall, r *reservation, effect
 	var limit *executions.StepError
 	switch {
 	case err != nil && errors.Is(limited.Err(), context.DeadlineExceeded) && ctx.Err() == nil:
-		return reply{}, &executions.StepError{
+		return nil, &executions.StepError{
 			Class:   classBudget,
 			Message: fmt.Sprintf("the turn's time of %s has run out", c.time),
 		}
 	case errors.As(err, &limit):
-		return reply{}, limit
+		return nil, limit
 	case errors.As(err, &refused) && refused.Retryable && c.more:
-		return reply{}, &executions.StepError{Class: classUnavailable, Message: err.Error()}
+		return nil, &executions.StepError{Class: classUnavailable, Message: err.Error()}
 	case errors.As(err, &refused):
-		return reply{}, &executions.StepError{Class: "model", Message: err.Error()}
+		return nil, &executions.StepError{Class: "model", Message: err.Error()}
 	}
 	return got, err
 }
 
 // send sends the request within the granted tokens, and completes the activity.
-func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *executions.Effect) (reply, error) {
+func (l *Loop) send(ctx context.Context, c *modelCall, r *reservation, effect *executions.Effect) (*reply, error) {
 	limit, err := r.grant(ctx, l.Pool, effect)
 	if err != nil {
-		return reply{}, err
+		return nil, err
 	}
 	c.request.MaxTokens, c.request.IdempotencyKey = limit, effect.Key
 	c.request.BeforeRetry = func(ctx context.Context) (int, error) { return r.renew(ctx, l.Pool) }
 	effect.Usage, effect.CostUSD = r.used(models.Response{Unknown: true})
 	if ctx.Err() != nil {
 		effect.Usage, effect.CostUSD = r.used(models.Response{})
-		return reply{}, ctx.Err()
+		return nil, ctx.Err()
 	}
 	response, err := l.Model.Complete(ctx, c.request)
 	settle := effect.OnResult
@@ -204,10 +204,10 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 	used, cost := r.used(response)
 	effect.Usage, effect.CostUSD, effect.Model = used, cost, response.Model
 	if err != nil {
-		return reply{}, err
+		return nil, err
 	}
 	effect.LedTo = c.countSkillCalls(response.Message.ToolCalls)
-	got := reply{Usage: models.Usage{
+	got := &reply{Usage: models.Usage{
 		PromptTokens: used.PromptTokens, CompletionTokens: used.CompletionTokens, TotalTokens: used.TotalTokens,
 		CachedTokens: used.CachedTokens, CacheWriteTokens: used.CacheWriteTokens, Estimated: used.Estimated,
 	}, CostUSD: cost, Activity: effect.ActivityID}
@@ -228,7 +228,7 @@ func (l *Loop) send(ctx context.Context, c modelCall, r *reservation, effect *ex
 }
 
 // countSkillCalls counts the skills that an answer calls; the call is charged to them.
-func (c modelCall) countSkillCalls(made []models.ToolCall) map[string]int {
+func (c *modelCall) countSkillCalls(made []models.ToolCall) map[string]int {
 	called := map[string]int{}
 	for _, m := range made {
 		if c.skill != nil && c.skill(m.Name) {
@@ -245,7 +245,7 @@ func (w *turn) isSkill(name string) bool {
 }
 
 // shown returns the usage for the activity log.
-func (r reply) shown() activity.Usage {
+func (r *reply) shown() activity.Usage {
 	u := activity.Usage{
 		PromptTokens: r.Usage.PromptTokens, CachedTokens: r.Usage.CachedTokens,
 		CacheWriteTokens: r.Usage.CacheWriteTokens,
@@ -258,7 +258,7 @@ func (r reply) shown() activity.Usage {
 }
 
 // markTruncated appends a note to an answer that was cut at its limit. Cut calls fail their validation instead.
-func (l *Loop) markTruncated(ctx context.Context, response *models.Response, c modelCall) {
+func (l *Loop) markTruncated(ctx context.Context, response *models.Response, c *modelCall) {
 	l.log().WarnContext(ctx, "answer cut at its limit", "max_tokens", c.request.MaxTokens,
 		"completion_tokens", response.Usage.CompletionTokens)
 	if len(response.Message.ToolCalls) > 0 {

@@ -56,9 +56,9 @@ type pinnedEntry struct {
 }
 
 // prepare chooses the agent and the offered skills, once.
-func (l *Loop) prepare(ctx context.Context, t Turn) (prepared, error) {
+func (l *Loop) prepare(ctx context.Context, t *Turn) (*prepared, error) {
 	p, err := executions.Step(ctx, "tools",
-		func(ctx context.Context) (prepared, error) { return l.choose(ctx, l.Pool, t) })
+		func(ctx context.Context) (*prepared, error) { return l.choose(ctx, l.Pool, t) })
 	if err != nil {
 		return p, fmt.Errorf("choose tools: %w", err)
 	}
@@ -74,7 +74,7 @@ func (l *Loop) prepare(ctx context.Context, t Turn) (prepared, error) {
 }
 
 // choose reads the agent and the offered skills.
-func (l *Loop) choose(ctx context.Context, db postgres.DB, t Turn) (p prepared, err error) {
+func (l *Loop) choose(ctx context.Context, db postgres.DB, t *Turn) (*prepared, error) {
 	if l.Sandbox != nil {
 		return l.chooseSandboxed(ctx, db, t)
 	}
@@ -88,8 +88,9 @@ func (l *Loop) choose(ctx context.Context, db postgres.DB, t Turn) (p prepared, 
 		skills.QueueCallable(b, t.Scopes, &callable)
 	}
 	if err := db.SendBatch(ctx, b).Close(); err != nil {
-		return p, fmt.Errorf("read agents and skills: %w", err)
+		return nil, fmt.Errorf("read agents and skills: %w", err)
 	}
+	p, err := &prepared{}, error(nil)
 	if l.Agents != nil {
 		if p.who, err = actingAgent(ctx, all, t); err != nil {
 			return p, err
@@ -105,7 +106,7 @@ func (l *Loop) choose(ctx context.Context, db postgres.DB, t Turn) (p prepared, 
 }
 
 // actingAgent returns the turn's named agent, or the execution's.
-func actingAgent(ctx context.Context, all []agents.Agent, t Turn) (agents.Agent, error) {
+func actingAgent(ctx context.Context, all []agents.Agent, t *Turn) (agents.Agent, error) {
 	if t.Agent != "" {
 		return agents.Find(all, t.Agent)
 	}
@@ -150,7 +151,7 @@ func pinnedNames(a agents.Agent) []memory.Name {
 
 // system composes the system message. It is equal for all turns of an agent on a surface, until the document or a
 // pinned entry changes.
-func (p prepared) system(rules string) string {
+func (p *prepared) system(rules string) string {
 	if p.Agent == nil {
 		return rules
 	}
@@ -204,7 +205,7 @@ const (
 )
 
 // request returns the prompt with its preface.
-func (p prepared) request(t Turn) string {
+func (p *prepared) request(t *Turn) string {
 	if p.Agent == nil {
 		if t.Context != "" {
 			return strings.TrimSpace(t.Context) + "\n\n" + t.Prompt
@@ -220,7 +221,7 @@ func (p prepared) request(t Turn) string {
 }
 
 // sights returns the revisions of the pinned entries.
-func (p prepared) sights() []memory.Sight {
+func (p *prepared) sights() []memory.Sight {
 	list := make([]memory.Sight, len(p.Pinned))
 	for i, e := range p.Pinned {
 		list[i] = memory.Sight{Name: e.Name, Revision: e.Revision}
@@ -243,7 +244,7 @@ func (b Budget) limitedBy(l agents.Limits) Budget {
 }
 
 // candidates returns the agent's model and its fallbacks.
-func (p prepared) candidates() []string {
+func (p *prepared) candidates() []string {
 	return append([]string{p.who.Model}, slices.Clone(p.who.Fallback)...)
 }
 
@@ -262,7 +263,7 @@ type offer struct {
 
 // offered chooses the offered skills: all in scope or, of many, those most similar to the prompt.
 func (l *Loop) offered(
-	ctx context.Context, db postgres.DB, t Turn, a agents.Agent, callable []skills.Skill,
+	ctx context.Context, db postgres.DB, t *Turn, a agents.Agent, callable []skills.Skill,
 ) (offer, error) {
 	all, trials := l.Skills.Split(ctx, callable)
 	all, err := l.also(ctx, db, t, all)
@@ -280,7 +281,7 @@ func (l *Loop) offered(
 }
 
 // also adds the skills that Turn.Also names.
-func (l *Loop) also(ctx context.Context, db postgres.DB, t Turn, all []skills.Skill) ([]skills.Skill, error) {
+func (l *Loop) also(ctx context.Context, db postgres.DB, t *Turn, all []skills.Skill) ([]skills.Skill, error) {
 	if len(t.Scopes) == 0 {
 		return nil, nil
 	}
@@ -327,12 +328,12 @@ func (w *turn) findSkills(ctx context.Context, args json.RawMessage) (any, error
 	}, func(ctx context.Context, effect *executions.Effect) ([]skills.Skill, error) {
 		all, err := executions.RetryTransient(ctx, func(ctx context.Context) ([]skills.Skill, error) {
 			if w.Sandbox != nil {
-				_, all, err := w.sandboxWorld(ctx, w.Pool, w.Turn)
+				_, all, err := w.sandboxWorld(ctx, w.Pool, &w.Turn)
 				return w.allowed(w.agent, all), err
 			}
 			all, err := w.Skills.Available(ctx, w.Pool, w.Scopes...)
 			if err == nil {
-				all, err = w.also(ctx, w.Pool, w.Turn, all)
+				all, err = w.also(ctx, w.Pool, &w.Turn, all)
 			}
 			return w.allowed(w.agent, all), err
 		})

@@ -146,7 +146,7 @@ func (t Turn) Using(names ...string) Turn {
 }
 
 // budget returns the turn's budget, or the loop's.
-func (t Turn) budget(loop Budget) Budget {
+func (t *Turn) budget(loop Budget) Budget {
 	if t.Budget != nil {
 		return t.Budget.withDefaults()
 	}

@@ -59,8 +59,9 @@ type Requested struct {
 }
 
 // chooseSandboxed is choose in a sandbox. Disabled skills are offered, because the state of a skill is not the agent's.
-func (l *Loop) chooseSandboxed(ctx context.Context, db postgres.DB, t Turn) (p prepared, err error) {
+func (l *Loop) chooseSandboxed(ctx context.Context, db postgres.DB, t *Turn) (p *prepared, err error) {
 	s := l.Sandbox
+	p = &prepared{}
 	if p.who, err = l.sandboxAgent(ctx, db); err != nil {
 		return p, err
 	}
@@ -80,7 +81,7 @@ func (l *Loop) chooseSandboxed(ctx context.Context, db postgres.DB, t Turn) (p p
 	return p, nil
 }
 
-func (l *Loop) sandboxWorld(ctx context.Context, db postgres.DB, t Turn) ([]agents.Agent, []skills.Skill, error) {
+func (l *Loop) sandboxWorld(ctx context.Context, db postgres.DB, t *Turn) ([]agents.Agent, []skills.Skill, error) {
 	if w := l.Sandbox.World; w != nil {
 		return w.Delegates, slices.DeleteFunc(slices.Clone(w.Skills), func(s skills.Skill) bool {
 			return len(t.Scopes) == 0 || s.Scope != skills.ScopeBoth && !slices.Contains(t.Scopes, s.Scope)

@@ -49,9 +49,9 @@ type turn struct {
 }
 
 // newTurn begins the transcript.
-func (l *Loop) newTurn(t Turn, p prepared) *turn {
+func (l *Loop) newTurn(t *Turn, p *prepared) *turn {
 	w := &turn{
-		Loop: l, Turn: t, budget: t.budget(l.Budget).limitedBy(p.who.Limits), denied: map[string]string{},
+		Loop: l, Turn: *t, budget: t.budget(l.Budget).limitedBy(p.who.Limits), denied: map[string]string{},
 		seen: memory.Seen{}, mark: time.Now(), agent: p.who, models: p.candidates(),
 		delegates: p.Delegates, skills: p.Skills, first: len(p.Skills), more: p.More,
 	}
@@ -77,12 +77,12 @@ func (l *Loop) newTurn(t Turn, p prepared) *turn {
 // Run runs a turn inside an execution. It returns executions.ErrParked and similar errors unchanged; other errors are
 // permanent failures of the model.
 func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
-	if err := l.validate(t); err != nil {
+	if err := l.validate(&t); err != nil {
 		return Outcome{}, fmt.Errorf("begin turn: %w", err)
 	}
 	view := l.queueCallbacks(ctx, &t)
 	defer view.close(ctx)
-	p, err := l.prepare(ctx, t)
+	p, err := l.prepare(ctx, &t)
 	if err != nil {
 		return Outcome{}, err
 	}
@@ -90,7 +90,7 @@ func (l *Loop) Run(ctx context.Context, t Turn) (Outcome, error) {
 	if p.Agent != nil {
 		ctx = agents.With(ctx, p.who)
 	}
-	w := l.newTurn(t, p)
+	w := l.newTurn(&t, p)
 	w.view = view
 	if w.more > 0 {
 		w.Tools = append(w.Tools, w.skillSearch())
@@ -183,7 +183,7 @@ func (w *turn) answer(ctx context.Context, text string) error {
 
 // finishForm ends the turn with a valid answer in its form. It requests one correction, except for a cut or withheld
 // answer.
-func (w *turn) finishForm(ctx context.Context, reply reply) error {
+func (w *turn) finishForm(ctx context.Context, reply *reply) error {
 	text := strings.TrimSpace(reply.Message.Content)
 	if text == "" && reply.Message.Refusal == "" && reply.Cut == "" {
 		return w.answer(ctx, "")

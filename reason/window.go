@@ -213,7 +213,7 @@ func (l *Loop) Summarise(ctx context.Context, purpose, previous string, messages
 	if err != nil {
 		return "", fmt.Errorf("summarise: %w", err)
 	}
-	w := l.newTurn(Turn{Purpose: purpose, System: summariser, Prompt: prompt}, prepared{})
+	w := l.newTurn(&Turn{Purpose: purpose, System: summariser, Prompt: prompt}, &prepared{})
 	got, err := w.callModel(ctx)
 	if err != nil {
 		return "", fmt.Errorf("summarise: %w", err)
@@ -400,7 +400,7 @@ func (w *turn) long(id string) (r *longResult, known bool) {
 var toolName = regexp.MustCompile(`^[a-zA-Z0-9_-]{1,64}$`)
 
 // validate rejects an invalid turn: a bug of the caller, which the model must not be blamed for.
-func (l *Loop) validate(t Turn) error {
+func (l *Loop) validate(t *Turn) error {
 	if l.Pool == nil || l.Model == nil || l.Skills == nil {
 		return errors.New("a Loop needs Pool, Model and Skills")
 	}

@@ -66,7 +66,7 @@ type UserMessage struct {
 }
 
 // principal is the sender.
-func (a UserMessage) principal() threads.Principal {
+func (a *UserMessage) principal() threads.Principal {
 	if a.Secret != "" {
 		return threads.Visitor(a.Owner, a.Secret)
 	}
@@ -74,7 +74,7 @@ func (a UserMessage) principal() threads.Principal {
 }
 
 // input returns the input of the turn, or of the relay to an execution.
-func (a UserMessage) input(to string) input {
+func (a *UserMessage) input(to string) input {
 	return input{
 		Owner: a.Owner, Visitor: a.principal().Proof, Thread: a.thread, Name: a.Name, Model: a.Model, MaxTokens: a.MaxTokens,
 		Hash: a.Hash, To: to, Channel: a.Channel, Target: a.Target,
@@ -115,7 +115,7 @@ func (in input) principal() threads.Principal {
 // name returns the visitor's name for the thread.
 func (in input) name() string { return cmp.Or(in.Name, in.Thread) }
 
-func inputOf(x executions.Execution) (in input, err error) {
+func inputOf(x *executions.Execution) (in input, err error) {
 	if err := json.Unmarshal(x.Input, &in); err != nil {
 		return in, fmt.Errorf("read input of execution %s: %w", x.ID, err)
 	}
@@ -125,7 +125,7 @@ func inputOf(x executions.Execution) (in input, err error) {
 func entropy() io.Reader { return rand.Reader }
 
 // spec describes the execution of a turn.
-func (a UserMessage) spec() executions.Spec {
+func (a *UserMessage) spec() executions.Spec {
 	s := executions.Spec{
 		Flow: Flow, Surface: trace.Chat, TraceID: a.TraceID, Agent: agentName(a.agent), ThreadID: a.thread,
 		Queue: executions.Interactive, Priority: 1, Input: a.input(""),
@@ -151,7 +151,7 @@ type startedTurn struct {
 
 // startTurn stores the message together with its turn, or its relay, and runs that in this process. The caller calls
 // release when it no longer reads the feed. Errors for the visitor are *Refusal.
-func (c *Chat) startTurn(ctx context.Context, a UserMessage) (startedTurn, error) {
+func (c *Chat) startTurn(ctx context.Context, a *UserMessage) (*startedTurn, error) {
 	var x executions.Execution
 	var created bool
 	var cut []string
@@ -161,7 +161,7 @@ func (c *Chat) startTurn(ctx context.Context, a UserMessage) (startedTurn, error
 		a.Name = NewThreadID()
 	}
 	err := postgres.Again(ctx, func() error {
-		err := c.resolveThread(ctx, &a)
+		err := c.resolveThread(ctx, a)
 		if err == nil {
 			err = c.intake.Do(ctx, c.Front, a.thread, func(tx pgx.Tx) (err error) {
 				var got inserted
@@ -179,7 +179,7 @@ func (c *Chat) startTurn(ctx context.Context, a UserMessage) (startedTurn, error
 		return err
 	})
 	if err != nil {
-		return startedTurn{}, threadError(err)
+		return nil, threadError(err)
 	}
 	if broke && !created && a.own && x.TraceID == string(a.TraceID) {
 		created = true // by the try whose answer was lost; nobody else runs it
@@ -191,7 +191,7 @@ func (c *Chat) startTurn(ctx context.Context, a UserMessage) (startedTurn, error
 	}
 	switch {
 	case a.headless(): // any process runs it
-		return startedTurn{exec: x, name: a.Name}, nil
+		return &startedTurn{exec: x, name: a.Name}, nil
 	case a.retry != nil && a.retry.attached:
 		return c.attachRetry(x)
 	case !created:
@@ -240,11 +240,12 @@ type storedMessages struct {
 }
 
 // insert stores the message together with its turn, or with a relay, in one transaction.
-func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a UserMessage) (got inserted, err error) {
+func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a *UserMessage) (got inserted, err error) {
 	// Lock order: the thread's advisory lock, executions, the thread's row. An answer locks in the same order.
 	var words span
 	var known bool
 	var again, to string
+	a.unseen = nil // of an earlier try
 	b := &pgx.Batch{}
 	if a.retry != nil {
 		a.retry.queueFind(b, &again)
@@ -328,7 +329,7 @@ func queueThreadLock(b *pgx.Batch, thread string) {
 // runTurn runs an inserted turn in this process. The turn does not end with ctx and holds its admission.
 func (c *Chat) runTurn(
 	ctx context.Context, x executions.Execution, place *admission.Hold, stored *storedMessages,
-) startedTurn {
+) *startedTurn {
 	if place != nil {
 		place.Keep()
 	}
@@ -342,7 +343,7 @@ func (c *Chat) runTurn(
 		if place != nil {
 			defer place.Release()
 		}
-		got, err := c.Engine.RunClaimed(detached, x)
+		got, err := c.Engine.RunClaimed(detached, &x)
 		switch {
 		case err != nil:
 			c.Logger.ErrorContext(detached, "chat turn not finished here", "execution", x.ID, "error", err)
@@ -353,27 +354,27 @@ func (c *Chat) runTurn(
 			runner.detach(x.Claim)
 		}
 	})
-	return startedTurn{exec: x, feed: f, release: release}
+	return &startedTurn{exec: x, feed: f, release: release}
 }
 
 // replay answers a message whose idempotency key was used before.
-func (c *Chat) replay(ctx context.Context, a UserMessage, x executions.Execution) (startedTurn, error) {
-	first, err := inputOf(x)
+func (c *Chat) replay(ctx context.Context, a *UserMessage, x executions.Execution) (*startedTurn, error) {
+	first, err := inputOf(&x)
 	if err != nil {
-		return startedTurn{}, err
+		return nil, err
 	}
 	if first.isOf(a.principal()) && first.Thread != "" {
 		switch may, err := c.hasAccess(ctx, first); {
 		case err != nil:
-			return startedTurn{}, err
+			return nil, err
 		case !may: // it was revoked since
-			return startedTurn{}, threadError(threads.ErrNotFound)
+			return nil, threadError(threads.ErrNotFound)
 		}
 	}
 	id := CompletionID(x.ID)
 	switch {
 	case x.Flow != Flow && x.Flow != RelayFlow || !first.isOf(a.principal()) || first.Hash != a.Hash:
-		return startedTurn{}, &Refusal{
+		return nil, &Refusal{
 			Status: http.StatusUnprocessableEntity, Type: "invalid_request_error", Code: "idempotency_key_reused",
 			Param: "Idempotency-Key", Message: "This Idempotency-Key was used for another request.",
 		}
@@ -381,15 +382,15 @@ func (c *Chat) replay(ctx context.Context, a UserMessage, x executions.Execution
 		r := conflict("still_running", "The first request with this Idempotency-Key is still being answered; attach to it "+
 			"with GET /v1/chat/completions/%s.", id)
 		r.CompletionID, r.RetryAfter = id, retrySoon
-		return startedTurn{}, r
+		return nil, r
 	}
 	f, release := c.feeds.join(x.ID)
 	f.finish(x)
-	return startedTurn{exec: x, name: first.name(), feed: f, release: release}, nil
+	return &startedTurn{exec: x, name: first.name(), feed: f, release: release}, nil
 }
 
 // newThread returns the thread that the message creates.
-func (a UserMessage) newThread() threads.Thread {
+func (a *UserMessage) newThread() threads.Thread {
 	return threads.Thread{
 		ID: a.thread, Name: a.Name, Channel: cmp.Or(a.Channel, channel), Target: a.Target, Agent: agentName(a.agent),
 		Participant: truncate(a.Participant, 200),
@@ -397,7 +398,7 @@ func (a UserMessage) newThread() threads.Thread {
 }
 
 // ensureThread creates the thread if it is missing, and checks the access of the visitor.
-func (c *Chat) ensureThread(ctx context.Context, tx pgx.Tx, a UserMessage) error {
+func (c *Chat) ensureThread(ctx context.Context, tx pgx.Tx, a *UserMessage) error {
 	got, _, err := threads.Open(ctx, tx, a.principal(), a.newThread())
 	if err == nil && got.ID != a.thread {
 		err = threads.ErrForeign // the access changed since it was read
@@ -410,7 +411,7 @@ func (c *Chat) ensureThread(ctx context.Context, tx pgx.Tx, a UserMessage) error
 
 // storeMessage stores the message and applies double texting to the active turns. cut are the cancelled ones.
 func (c *Chat) storeMessage(
-	ctx context.Context, tx pgx.Tx, a UserMessage, x executions.Execution, asked documentRequest,
+	ctx context.Context, tx pgx.Tx, a *UserMessage, x executions.Execution, asked documentRequest,
 ) (cut []string, stored *storedMessages, err error) {
 	from := cmp.Or(a.Channel, channel)
 	if cut, err = c.applyDoubleTexting(ctx, tx, a, x); err != nil {
@@ -466,7 +467,7 @@ func (c *Chat) storeMessage(
 }
 
 // importHistory returns the greeting, or the history that the client sent, as the first messages of a new thread.
-func importHistory(a UserMessage, from string) []threads.NewMessage {
+func importHistory(a *UserMessage, from string) []threads.NewMessage {
 	drafts := make([]threads.NewMessage, 0, len(a.Earlier)+len(a.Texts)+1)
 	if a.agent.Greeting != "" && len(a.Earlier) == 0 && !a.headless() {
 		drafts = append(drafts, threads.NewMessage{
@@ -516,7 +517,7 @@ type documentRequest struct {
 
 // findDocumentRequest finds and locks the request that the files of a message answer. Its id is "" without files or
 // without a request.
-func (c *Chat) findDocumentRequest(ctx context.Context, tx pgx.Tx, a UserMessage) (r documentRequest, err error) {
+func (c *Chat) findDocumentRequest(ctx context.Context, tx pgx.Tx, a *UserMessage) (r documentRequest, err error) {
 	if len(slices.Concat(a.Files...)) == 0 {
 		return r, nil
 	}
@@ -576,7 +577,7 @@ func (r documentRequest) deliver(ctx context.Context, c *Chat, tx pgx.Tx, x exec
 
 // relayDocuments stores a message whose files an execution waits for, resumes that, and relays its messages.
 func (c *Chat) relayDocuments(
-	ctx context.Context, tx pgx.Tx, a UserMessage, r documentRequest,
+	ctx context.Context, tx pgx.Tx, a *UserMessage, r documentRequest,
 ) (x executions.Execution, created bool, err error) {
 	s := a.spec()
 	s.Flow, s.Input = RelayFlow, a.input(r.waiter)
@@ -658,7 +659,7 @@ func (c *Chat) Say(ctx context.Context, a UserMessage, show func(piece string)) 
 	if a.agent, err = c.Agents.Find(ctx, c.Front, a.Model); err != nil {
 		return Answer{}, err
 	}
-	b, err := c.startTurn(ctx, a)
+	b, err := c.startTurn(ctx, &a)
 	if err != nil {
 		return Answer{}, err
 	}

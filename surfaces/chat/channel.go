@@ -18,11 +18,11 @@ import (
 
 // headless reports whether the message came by a channel of people. No connection waits for its answer, which leaves by
 // the outbox of the channel.
-func (a UserMessage) headless() bool { return a.Target != "" }
+func (a *UserMessage) headless() bool { return a.Target != "" }
 
 // insertTurn inserts an execution, claimed by this process if a connection waits for it.
 func (c *Chat) insertTurn(
-	ctx context.Context, tx pgx.Tx, a UserMessage, s executions.Spec,
+	ctx context.Context, tx pgx.Tx, a *UserMessage, s executions.Spec,
 ) (executions.Execution, bool, error) {
 	if !a.headless() {
 		return c.Engine.InsertClaimed(ctx, tx, s)
@@ -37,7 +37,7 @@ func (c *Chat) Accept(ctx context.Context, v channels.Visit) (channels.Accepted,
 	if pause := c.limits.reserve(owner+"\x00"+v.Sender, 1); pause > 0 {
 		return channels.Accepted{}, &channels.LaterError{Err: errors.New("the sender writes too fast"), Pause: pause}
 	}
-	a := UserMessage{
+	a := &UserMessage{
 		Owner: owner, Name: v.Conversation, Participant: v.SenderName, Channel: v.Channel.Type, Target: v.Channel.Name,
 		Texts: []string{truncate(v.Text, c.MaxMessage)}, Model: v.Channel.Agent, Key: v.Key, TraceID: trace.New(trace.Chat),
 	}

@@ -296,7 +296,7 @@ func (c *Chat) allow(r *http.Request, owner, user, token string) error {
 
 // admit admits a turn to the active ones of this process. Its shares are those of the key, of the address, and of the
 // visitor or else the thread, so none of them gets all. The turn counts until it ends, even if its client leaves.
-func (c *Chat) admit(r *http.Request, a UserMessage) (*admission.Hold, error) {
+func (c *Chat) admit(r *http.Request, a *UserMessage) (*admission.Hold, error) {
 	turns := int64(c.Turns)
 	perVisitor := min(turns/16, 16)
 	shares := []admission.Share{
@@ -394,7 +394,7 @@ func agentName(a agents.Agent) string {
 }
 
 // sameAgent refuses a message to another agent than the thread's. An undeclared agent counts as the default agent.
-func (c *Chat) sameAgent(ctx context.Context, tx pgx.Tx, thread string, a UserMessage) error {
+func (c *Chat) sameAgent(ctx context.Context, tx pgx.Tx, thread string, a *UserMessage) error {
 	if thread == agentName(a.agent) {
 		return nil
 	}

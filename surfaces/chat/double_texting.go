@@ -67,7 +67,7 @@ func queueActiveTurns(b *pgx.Batch, thread string, before int64, list *[]activeT
 // applyDoubleTexting enqueues or refuses the message, or interrupts the active turns. The text of an interrupted turn
 // is stored as a message, so the next turn reads it.
 func (c *Chat) applyDoubleTexting(
-	ctx context.Context, tx pgx.Tx, a UserMessage, x executions.Execution,
+	ctx context.Context, tx pgx.Tx, a *UserMessage, x executions.Execution,
 ) (cut []string, err error) {
 	if c.DoubleTexting == Enqueue {
 		return nil, nil
@@ -119,7 +119,7 @@ func (c *Chat) storePartialAnswer(ctx context.Context, tx pgx.Tx, thread, traceI
 	if err != nil {
 		return err
 	}
-	in, err := inputOf(x)
+	in, err := inputOf(&x)
 	if err != nil {
 		return err
 	}

@@ -47,7 +47,7 @@ func (c *Chat) upload(w http.ResponseWriter, r *http.Request, id trace.ID) error
 	if err != nil {
 		return fileError(err)
 	}
-	who := UserMessage{Owner: c.Visitor(r), Secret: secret}.principal()
+	who := (&UserMessage{Owner: c.Visitor(r), Secret: secret}).principal()
 	u := form.Upload
 	u.By, u.TraceID = who, string(id)
 	if name := r.Header.Get(threadHeader); name != "" {
@@ -102,7 +102,7 @@ func (p conversation) hasLongDocument() bool {
 // attachFiles attaches the files of the messages to the thread and stores the included ones. texts are the messages
 // with the part of each file that the model reads; docs are the documents of each message.
 func (c *Chat) attachFiles(
-	ctx context.Context, tx pgx.Tx, a UserMessage,
+	ctx context.Context, tx pgx.Tx, a *UserMessage,
 ) (texts []string, docs [][]documents.Document, err error) {
 	texts, docs = slices.Clone(a.Texts), make([][]documents.Document, len(a.Texts))
 	for i, files := range a.Files {
@@ -132,7 +132,7 @@ func idsOf(docs [][]documents.Document) (ids []string) {
 // imagesWith returns the images of each message, including those among its files if the model takes images. Larger
 // images are left out.
 func (c *Chat) imagesWith(
-	ctx context.Context, tx pgx.Tx, a UserMessage, docs [][]documents.Document,
+	ctx context.Context, tx pgx.Tx, a *UserMessage, docs [][]documents.Document,
 ) ([][]threads.Image, error) {
 	images := make([][]threads.Image, len(a.Texts))
 	copy(images, a.Images)
@@ -158,7 +158,7 @@ func (c *Chat) imagesWith(
 }
 
 // attachFile attaches a document to the thread, or stores the included file there.
-func (c *Chat) attachFile(ctx context.Context, tx pgx.Tx, a UserMessage, f File) (documents.Document, error) {
+func (c *Chat) attachFile(ctx context.Context, tx pgx.Tx, a *UserMessage, f File) (documents.Document, error) {
 	if f.ID != "" {
 		return documents.Attach(ctx, tx, a.principal(), a.thread, f.ID)
 	}
@@ -467,12 +467,12 @@ func imageInside(rest, detail string) (threads.Image, error) {
 func imageTypes() []string { return []string{"image/png", "image/jpeg", "image/gif", "image/webp"} }
 
 // agentTakesImages reports whether the agent's model takes images.
-func (c *Chat) agentTakesImages(a UserMessage) bool {
+func (c *Chat) agentTakesImages(a *UserMessage) bool {
 	return c.Loop.Model.TakesImages(cmp.Or(a.agent.Model, c.Loop.Model.Model()))
 }
 
 // checkImages refuses images if the agent's model takes none.
-func (c *Chat) checkImages(a UserMessage) error {
+func (c *Chat) checkImages(a *UserMessage) error {
 	if len(slices.Concat(a.Images...)) == 0 && !slices.ContainsFunc(a.Earlier,
 		func(l Line) bool { return len(l.Images) > 0 }) {
 		return nil

@@ -73,7 +73,7 @@ func (f *follower) follow(ctx context.Context) (answer, error) {
 	for {
 		v := f.feed.snapshot(f.show != nil)
 		if v.end != nil {
-			return f.result(ctx, *v.end)
+			return f.result(ctx, v.end)
 		}
 		if len(v.text) > len(f.shown) {
 			idle.Reset(f.KeepAlive)
@@ -260,7 +260,7 @@ func (f *follower) shuttingDown() error {
 }
 
 // result converts the end of an execution to an answer or a *Refusal.
-func (f *follower) result(ctx context.Context, x executions.Execution) (answer, error) {
+func (f *follower) result(ctx context.Context, x *executions.Execution) (answer, error) {
 	if x.Status == executions.Completed {
 		var a answer
 		if err := json.Unmarshal(x.Result, &a); err != nil {

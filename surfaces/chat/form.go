@@ -100,7 +100,7 @@ func nullIfEmpty(s string) any {
 }
 
 // checkRelay refuses a format and images in a thread whose messages go to an execution, which uses text alone.
-func (a UserMessage) checkRelay() error {
+func (a *UserMessage) checkRelay() error {
 	if len(slices.Concat(a.Images...)) > 0 {
 		return bad("messages", "image_not_supported",
 			"This thread's messages go to an execution, which takes no images.")

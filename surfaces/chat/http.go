@@ -98,7 +98,7 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 	stream := req.Stream != nil && *req.Stream
 	a, b, err := c.accept(w, r, chatRequest{
 		trace: id, user: user, hash: hash, stream: stream,
-		read: func(secret string) (UserMessage, error) { return c.completionMessage(r, req, secret) },
+		read: func(secret string) (*UserMessage, error) { return c.completionMessage(r, req, secret) },
 	})
 	if err != nil {
 		return err
@@ -115,16 +115,16 @@ func (c *Chat) complete(w http.ResponseWriter, r *http.Request, id trace.ID) err
 
 // show sends the answer of a turn, as a stream or complete.
 func (c *Chat) show(
-	w http.ResponseWriter, r *http.Request, b startedTurn, model string, stream bool, opts streamOptions,
+	w http.ResponseWriter, r *http.Request, b *startedTurn, model string, stream bool, opts streamOptions,
 ) error {
 	stamp(w, b.exec.TraceID, b.name)
-	in, err := inputOf(b.exec)
+	in, err := inputOf(&b.exec)
 	if err != nil {
 		return err
 	}
 	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
 	if stream {
-		return c.stream(w, r, f, b.exec, model, opts)
+		return c.stream(w, r, f, &b.exec, model, opts)
 	}
 	got, err := f.follow(r.Context())
 	if err != nil {
@@ -138,7 +138,7 @@ func (c *Chat) show(
 
 // stream streams an answer. An error after the first byte is sent as an event of the stream.
 func (c *Chat) stream(
-	w http.ResponseWriter, r *http.Request, f *follower, x executions.Execution, model string, opts streamOptions,
+	w http.ResponseWriter, r *http.Request, f *follower, x *executions.Execution, model string, opts streamOptions,
 ) error {
 	s := chatwire.Open(w, CompletionID(x.ID), model, x.CreatedAt.Unix())
 	s.Role()
@@ -180,7 +180,7 @@ func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error 
 	}
 	feed, release := c.feeds.join(x.ID)
 	defer release()
-	b := startedTurn{exec: x, name: in.name(), feed: feed, release: release}
+	b := &startedTurn{exec: x, name: in.name(), feed: feed, release: release}
 	if x.Status.Ended() {
 		feed.finish(x)
 	}
@@ -196,7 +196,7 @@ func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error 
 }
 
 // sendUnfinished sends 202 and the text so far. The client polls.
-func (c *Chat) sendUnfinished(w http.ResponseWriter, r *http.Request, b startedTurn, model string) error {
+func (c *Chat) sendUnfinished(w http.ResponseWriter, r *http.Request, b *startedTurn, model string) error {
 	stamp(w, b.exec.TraceID, b.name)
 	v, err := c.partialText(r, b)
 	if err != nil {
@@ -210,7 +210,7 @@ func (c *Chat) sendUnfinished(w http.ResponseWriter, r *http.Request, b startedT
 }
 
 // partialText returns the text of an active turn.
-func (c *Chat) partialText(r *http.Request, b startedTurn) (view, error) {
+func (c *Chat) partialText(r *http.Request, b *startedTurn) (view, error) {
 	v := b.feed.snapshot(false)
 	if v.runsHere {
 		return v, nil
@@ -237,7 +237,7 @@ func (c *Chat) find(ctx context.Context, who threads.Principal, id string) (exec
 	if err != nil {
 		return executions.Execution{}, input{}, err
 	}
-	in, err := inputOf(x)
+	in, err := inputOf(&x)
 	if x.Flow != Flow && x.Flow != RelayFlow || err != nil || !in.isOf(who) || x.ThreadID == nil {
 		return executions.Execution{}, input{}, missing
 	}

@@ -102,13 +102,13 @@ func TestMessagesWithoutAThreadShareNone(t *testing.T) {
 	c := at(1, 32)
 	r := httptest.NewRequestWithContext(t.Context(), http.MethodPost, "/", nil)
 	for i := range 16 { // half are an address's
-		_, err := c.admit(r, UserMessage{Owner: "site"})
+		_, err := c.admit(r, &UserMessage{Owner: "site"})
 		require.NoError(t, err, "message", i+1)
 	}
 	for range 2 {
-		_, _ = c.admit(r, UserMessage{Owner: "site", Name: "one"})
+		_, _ = c.admit(r, &UserMessage{Owner: "site", Name: "one"})
 	}
-	_, err := c.admit(r, UserMessage{Owner: "site"})
+	_, err := c.admit(r, &UserMessage{Owner: "site"})
 	assert.Error(t, err, "one more of the address")
 }
 

@@ -58,7 +58,7 @@ func queueListener(b *pgx.Batch, thread string, into *string) {
 // relayMessage stores a message for an execution, resumes it, and inserts the relay of its messages. created is false
 // when the key was used before.
 func (c *Chat) relayMessage(
-	ctx context.Context, tx pgx.Tx, a UserMessage, to string,
+	ctx context.Context, tx pgx.Tx, a *UserMessage, to string,
 ) (x executions.Execution, created bool, err error) {
 	s := a.spec()
 	s.Flow = RelayFlow

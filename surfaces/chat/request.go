@@ -47,9 +47,9 @@ type streamOptions struct {
 	IncludeActivity bool `json:"include_activity"` // not OpenAI's
 }
 
-func (c *Chat) decode(w http.ResponseWriter, r *http.Request) (request, string, error) {
-	var req request
-	hash, err := c.readJSON(w, r, &req)
+func (c *Chat) decode(w http.ResponseWriter, r *http.Request) (*request, string, error) {
+	req := new(request)
+	hash, err := c.readJSON(w, r, req)
 	if err != nil {
 		return req, "", err
 	}
@@ -113,49 +113,49 @@ func threadOf(owner, user string) string {
 	return owner + ":" + user
 }
 
-func (c *Chat) completionMessage(r *http.Request, req request, secret string) (UserMessage, error) {
+func (c *Chat) completionMessage(r *http.Request, req *request, secret string) (*UserMessage, error) {
 	a, err := c.newMessage(r, req, secret)
 	if err != nil {
 		return a, err
 	}
 	a.formParam = "response_format"
 	if a.form, err = formOf(a.formParam, req.Format, true); err != nil {
-		return UserMessage{}, err
+		return nil, err
 	}
 	for name, bound := range map[string]*int{"max_tokens": req.MaxTokens, "max_completion_tokens": req.MaxCompletion} {
 		if bound == nil {
 			continue
 		}
 		if *bound < 1 {
-			return UserMessage{}, bad(name, "invalid_value", "%s must be at least 1.", name)
+			return nil, bad(name, "invalid_value", "%s must be at least 1.", name)
 		}
 		if a.MaxTokens == 0 || *bound < a.MaxTokens {
 			a.MaxTokens = *bound
 		}
 	}
-	if err := c.readMessages(&a, req.Messages); err != nil {
+	if err := c.readMessages(a, req.Messages); err != nil {
 		return a, err
 	}
 	return a, c.checkImages(a)
 }
 
 // newMessage returns a message with its sender, agent and thread, and without content.
-func (c *Chat) newMessage(r *http.Request, req request, secret string) (UserMessage, error) {
+func (c *Chat) newMessage(r *http.Request, req *request, secret string) (*UserMessage, error) {
 	model, ok := text(req.Model)
 	switch {
 	case !ok || model == "":
-		return UserMessage{}, bad("model", "missing_model", "Name a model: one of GET /v1/models, or %s.", agents.Alias)
+		return nil, bad("model", "missing_model", "Name a model: one of GET /v1/models, or %s.", agents.Alias)
 	case req.N != nil && *req.N != 1:
-		return UserMessage{}, bad("n", "unsupported_value", "n must be 1: a message has one answer.")
+		return nil, bad("n", "unsupported_value", "n must be 1: a message has one answer.")
 	}
 	if err := req.refuse(); err != nil {
-		return UserMessage{}, err
+		return nil, err
 	}
 	user, ok := text(req.User)
 	if !ok {
-		return UserMessage{}, bad("user", "invalid_type", "The parameter user must be a string.")
+		return nil, bad("user", "invalid_type", "The parameter user must be a string.")
 	}
-	a := UserMessage{
+	a := &UserMessage{
 		Owner: c.Visitor(r), Secret: secret, Model: model, Participant: cmp.Or(user, "visitor"),
 		Channel: channel,
 	}
@@ -164,14 +164,14 @@ func (c *Chat) newMessage(r *http.Request, req request, secret string) (UserMess
 		a.Name = threadOf(a.Owner, user)
 	}
 	if a.Name != "" && threads.CheckID(a.Name) != nil {
-		return UserMessage{}, bad("thread_id", "invalid_thread_id",
+		return nil, bad("thread_id", "invalid_thread_id",
 			"A thread id (X-Thread-Id, metadata.thread_id or user) is 1 to %d printable characters.", threads.MaxID)
 	}
 	if a.Key = r.Header.Get("Idempotency-Key"); len(a.Key) > 255 || strings.TrimSpace(a.Key) != a.Key ||
 		!utf8.ValidString(a.Key) {
-		return UserMessage{}, bad("Idempotency-Key", "invalid_value", "An Idempotency-Key is UTF-8 of at most 255 bytes.")
+		return nil, bad("Idempotency-Key", "invalid_value", "An Idempotency-Key is UTF-8 of at most 255 bytes.")
 	}
-	return a, c.lookUp(r.Context(), &a)
+	return a, c.lookUp(r.Context(), a)
 }
 
 // lookUp reads the agent of the model id and the thread of the visitor's name. It retries when the connection breaks.
@@ -470,13 +470,13 @@ type chatRequest struct {
 	user   string // the user that the client names
 	hash   string // of the body
 	stream bool
-	read   func(secret string) (UserMessage, error) // converts the request to a message
+	read   func(secret string) (*UserMessage, error) // converts the request to a message
 }
 
 // accept admits a message and starts its turn, or finds the turn of a retry. The caller calls release.
 func (c *Chat) accept(
 	w http.ResponseWriter, r *http.Request, in chatRequest,
-) (a UserMessage, b startedTurn, err error) {
+) (a *UserMessage, b *startedTurn, err error) {
 	if utf8.RuneCountInString(in.user) > threads.MaxID {
 		return a, b, bad("user", "invalid_value", "The parameter user may have at most %d characters.", threads.MaxID)
 	}
@@ -553,5 +553,5 @@ func (c *Chat) visitorToken(r *http.Request) (secret string, isNew bool, err err
 // principal returns the sender of a request.
 func (c *Chat) principal(r *http.Request) (threads.Principal, error) {
 	secret, _, err := c.visitorToken(r)
-	return UserMessage{Owner: c.Visitor(r), Secret: secret}.principal(), err
+	return (&UserMessage{Owner: c.Visitor(r), Secret: secret}).principal(), err
 }

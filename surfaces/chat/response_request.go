@@ -120,8 +120,8 @@ func readItem(dec *json.Decoder, n int) (wireMessage, error) {
 		"Items of the type %q are not supported: client tools are not called.", truncate(it.Type, 40))
 }
 
-func (c *Chat) responseMessage(r *http.Request, q responseRequest, secret string) (UserMessage, error) {
-	req := request{Model: q.Model, User: json.RawMessage("null")}
+func (c *Chat) responseMessage(r *http.Request, q responseRequest, secret string) (*UserMessage, error) {
+	req := &request{Model: q.Model, User: json.RawMessage("null")}
 	a, err := c.newMessage(r, req, secret)
 	if err != nil {
 		return a, err
@@ -144,7 +144,7 @@ func (c *Chat) responseMessage(r *http.Request, q responseRequest, secret string
 	if echo.Metadata, err = metadata(q.Metadata); err != nil {
 		return a, err
 	}
-	if err := c.resolveResponseThread(r.Context(), &a, q); err != nil {
+	if err := c.resolveResponseThread(r.Context(), a, q); err != nil {
 		return a, err
 	}
 	if a.Name != "" && threads.CheckID(a.Name) != nil {
@@ -154,7 +154,7 @@ func (c *Chat) responseMessage(r *http.Request, q responseRequest, secret string
 	if err := c.dereference(r.Context(), a, q.Input.latest); err != nil {
 		return a, err
 	}
-	if err := c.readMessages(&a, q.Input.history); err != nil {
+	if err := c.readMessages(a, q.Input.history); err != nil {
 		return a, renameParam(err)
 	}
 	return a, renameParam(c.checkImages(a))
@@ -212,7 +212,7 @@ func metadata(raw json.RawMessage) (map[string]string, error) {
 }
 
 // dereference replaces references to the caller's answers by their text. Only a new thread needs it.
-func (c *Chat) dereference(ctx context.Context, a UserMessage, items []wireMessage) error {
+func (c *Chat) dereference(ctx context.Context, a *UserMessage, items []wireMessage) error {
 	left := maxReferences
 	if a.Name != "" {
 		left = 0

@@ -71,14 +71,14 @@ func (c *Chat) respond(w http.ResponseWriter, r *http.Request, id trace.ID) erro
 	stream := req.Stream != nil && *req.Stream
 	a, b, err := c.accept(w, r, chatRequest{
 		trace: id, user: user, hash: hash, stream: stream,
-		read: func(secret string) (UserMessage, error) { return c.responseMessage(r, req, secret) },
+		read: func(secret string) (*UserMessage, error) { return c.responseMessage(r, req, secret) },
 	})
 	if err != nil {
 		return err
 	}
 	defer b.release()
 	return c.sendAnswer(w, r, a.retry, func(w http.ResponseWriter) error {
-		in, err := inputOf(b.exec)
+		in, err := inputOf(&b.exec)
 		switch {
 		case err != nil:
 			return err
@@ -92,7 +92,7 @@ func (c *Chat) respond(w http.ResponseWriter, r *http.Request, id trace.ID) erro
 }
 
 // awaitResponse waits for the answer and sends the complete response.
-func (c *Chat) awaitResponse(w http.ResponseWriter, r *http.Request, b startedTurn, in input) error {
+func (c *Chat) awaitResponse(w http.ResponseWriter, r *http.Request, b *startedTurn, in input) error {
 	stamp(w, b.exec.TraceID, b.name)
 	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
 	got, err := f.follow(r.Context())
@@ -103,7 +103,7 @@ func (c *Chat) awaitResponse(w http.ResponseWriter, r *http.Request, b startedTu
 }
 
 // currentResponse sends the current state of a response.
-func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, b startedTurn, in input) error {
+func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, b *startedTurn, in input) error {
 	stamp(w, b.exec.TraceID, b.name)
 	x, head := b.exec, newResponse(b.exec, in)
 	switch {
@@ -115,7 +115,7 @@ func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, b started
 		return responsewire.Write(w, answered(head, got))
 	case x.Status.Ended():
 		f := &follower{Chat: c, id: x.ID, in: in, feed: b.feed}
-		_, err := f.result(r.Context(), x)
+		_, err := f.result(r.Context(), &x)
 		return responsewire.Write(w, failed(head, x, err))
 	}
 	v, err := c.partialText(r, b)
@@ -126,7 +126,7 @@ func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, b started
 	return responsewire.Write(w, head)
 }
 
-func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b startedTurn, in input) error {
+func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b *startedTurn, in input) error {
 	stamp(w, b.exec.TraceID, b.name)
 	head := newResponse(b.exec, in)
 	s := responsewire.Open(w, head)
@@ -148,16 +148,16 @@ func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b startedT
 }
 
 // response finds the turn of the id in the request's path.
-func (c *Chat) response(r *http.Request) (startedTurn, input, error) {
+func (c *Chat) response(r *http.Request) (*startedTurn, input, error) {
 	who, err := c.principal(r)
 	if err != nil {
-		return startedTurn{}, input{}, err
+		return nil, input{}, err
 	}
 	x, in, err := c.find(r.Context(), who, r.PathValue("id"))
 	if err != nil {
-		return startedTurn{}, input{}, err
+		return nil, input{}, err
 	}
-	return startedTurn{exec: x, name: in.name()}, in, nil
+	return &startedTurn{exec: x, name: in.name()}, in, nil
 }
 
 func (c *Chat) showResponse(w http.ResponseWriter, r *http.Request, _ trace.ID) error {
@@ -324,7 +324,7 @@ func answerOf(x executions.Execution) (a answer, err error) {
 }
 
 // checkLast refuses a message to a response that is not the last of its thread. The thread is locked.
-func (a UserMessage) checkLast(ctx context.Context, tx pgx.Tx) error {
+func (a *UserMessage) checkLast(ctx context.Context, tx pgx.Tx) error {
 	var id *string
 	err := tx.QueryRow(ctx, `
 		select m.execution_id::text from agent_messages m

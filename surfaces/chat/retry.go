@@ -52,7 +52,7 @@ type retry struct {
 }
 
 // newRetry describes a request for recognition. It returns nil when the visitor is new, so there is no earlier request.
-func (c *Chat) newRetry(r *http.Request, a UserMessage, digest string, newVisitor, stream bool) (*retry, error) {
+func (c *Chat) newRetry(r *http.Request, a *UserMessage, digest string, newVisitor, stream bool) (*retry, error) {
 	if newVisitor {
 		return nil, nil
 	}
@@ -140,16 +140,16 @@ func (c *Chat) recordDelivery(ctx context.Context, t *retry, delivered bool) {
 }
 
 // attachRetry attaches a retry to the turn of the first request.
-func (c *Chat) attachRetry(x executions.Execution) (startedTurn, error) {
-	in, err := inputOf(x)
+func (c *Chat) attachRetry(x executions.Execution) (*startedTurn, error) {
+	in, err := inputOf(&x)
 	if err != nil {
-		return startedTurn{}, err
+		return nil, err
 	}
 	f, release := c.feeds.join(x.ID)
 	if x.Status.Ended() {
 		f.finish(x)
 	}
-	return startedTurn{exec: x, name: in.name(), feed: f, release: release}, nil
+	return &startedTurn{exec: x, name: in.name(), feed: f, release: release}, nil
 }
 
 // recordingWriter keeps the first error of its writes.

@@ -421,7 +421,7 @@ type span struct {
 // queueUnseen queues the search for the messages of flows since the last answer. It runs under the lock of lockThread,
 // so one turn shows them. A failed, cancelled or refused turn has shown nothing. A formatted answer shows none, and a
 // running relay shows its own; known is false then, and when the thread has no earlier message.
-func (c *Chat) queueUnseen(b *pgx.Batch, a UserMessage, s *span, known *bool) {
+func (c *Chat) queueUnseen(b *pgx.Batch, a *UserMessage, s *span, known *bool) {
 	if a.fresh && a.Join == "" {
 		return
 	}

@@ -264,7 +264,7 @@ func (s *Session) follow(
 	}()
 	runCtx := context.WithoutCancel(ctx)
 	if x.ClaimedBy != nil {
-		if _, err := s.o.Engine.RunClaimed(runCtx, x); err != nil {
+		if _, err := s.o.Engine.RunClaimed(runCtx, &x); err != nil {
 			return x, "", err
 		}
 	}
