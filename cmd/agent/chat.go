@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"regexp"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -29,8 +30,8 @@ func (c *cli) chatCommand() *cobra.Command {
 		Use:   "chat [MESSAGE]",
 		Short: "Talk to the agent as a visitor",
 		Long: `Talk to the agent as a visitor, with visitor skills only. MESSAGE runs one turn; a pipe runs one turn per
-		line; a terminal is interactive. The answer goes to stdout, the thread id to stderr; continue with --thread. ^C cancels
-		the turn; at the prompt, ^C or ^D exits. --file attaches files to the first message.`,
+		line; a terminal is interactive (/help lists commands). The answer goes to stdout, the thread id to stderr; continue
+		with --thread. ^C cancels the turn; at the prompt, ^C or ^D exits. --file attaches files to the first message.`,
 		Example: "  agent chat\n  agent chat 'when do you open?'\n  agent chat --thread th_… 'and on Sundays?' --json\n  " +
 			"agent chat --thread th_… --file damage.jpg 'here it is'",
 		Args: messageArg,
@@ -183,11 +184,11 @@ func (v *chatSession) interact(ctx context.Context) error {
 			fmt.Fprintln(v.out)
 			return &exitError{exitInterrupted, nil}
 		case line, more := <-lines:
-			if !more {
+			if !more || strings.TrimSpace(line) == "/quit" {
 				fmt.Fprintln(v.out)
 				return failed()
 			}
-			if strings.TrimSpace(line) == "" {
+			if strings.TrimSpace(line) == "" || v.chatSlash(line) {
 				continue
 			}
 			if err := v.sendInterruptible(ctx, interrupts, line); err != nil {
@@ -195,6 +196,27 @@ func (v *chatSession) interact(ctx context.Context) error {
 			}
 		}
 	}
+}
+
+const chatHelp = `/help                 show this list
+/quit                 leave, like ^D; ^C cancels a turn
+`
+
+// slashCommand matches a line that is meant for a console, unlike a path.
+var slashCommand = regexp.MustCompile(`^/[a-z]+(\s|$)`)
+
+// chatSlash runs a slash command of a console of agent chat, and reports whether the line is one.
+func (c *cli) chatSlash(line string) bool {
+	line = strings.TrimSpace(line)
+	if !slashCommand.MatchString(line) {
+		return false
+	}
+	if name := strings.Fields(line)[0]; name == "/help" {
+		fmt.Fprint(c.out, chatHelp)
+	} else {
+		c.infof("agent: unknown command %s; see /help", name)
+	}
+	return true
 }
 
 // printGreeting prints the agent's greeting of a new conversation. The first message stores it in the thread.

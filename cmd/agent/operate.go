@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/builtins"
+	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/lanes"
@@ -23,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 	"github.com/lanekeeper/lanekeeper/threads"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 func (c *cli) operateCommand() *cobra.Command {
@@ -107,8 +109,10 @@ func (c *cli) operate(ctx context.Context, s *session, a *app.App, which operate
 	if err := c.acquireLane(ctx, a, admin, which.wait); err != nil {
 		return err
 	}
-	o := &operator{cli: c, s: s, app: a, admin: admin, openApprovals: map[string]string{}}
+	o := &operator{cli: c, s: s, app: a, admin: admin}
 	switch {
+	case len(args) > 0 && c.host != nil && c.sent.Asks:
+		return o.runCallersLine(ctx, args[0])
 	case len(args) > 0:
 		return o.runOnce(ctx, args[0])
 	case !c.json && terminal(c.in) && terminal(c.out):
@@ -119,6 +123,15 @@ func (c *cli) operate(ctx context.Context, s *session, a *app.App, which operate
 
 // acquireLane acquires the lane operate, or reports its holder.
 func (c *cli) acquireLane(ctx context.Context, a *app.App, admin *operate.Session, wait bool) error {
+	if c.host != nil && c.sent.Asks { // a turn that the caller's console has cancelled may still be ending
+		holder, err := a.Operate.Holder(ctx)
+		if err != nil {
+			return err
+		}
+		if holder.SessionID == admin.ID() {
+			return admin.Hold(ctx, true)
+		}
+	}
 	err := admin.Hold(ctx, false)
 	busy, ok := errors.AsType[*lanes.BusyError](err)
 	if !ok {
@@ -151,18 +164,17 @@ func (c *cli) watchOperate(ctx context.Context, a *app.App) error {
 // operator is an admin's session on the command line.
 type operator struct {
 	*cli
-	s             *session
-	app           *app.App
-	admin         *operate.Session
-	lastTrace     string            // of the latest turn
-	openApprovals map[string]string // approval id to the waiting execution
+	s         *session
+	app       *app.App
+	admin     *operate.Session
+	lastTrace string // of the latest turn
 	// ask asks the admin a question; nil means nobody can answer. heard is false when the input ended or the call was
 	// decided elsewhere.
 	ask func(ctx context.Context, question string) (answer string, heard bool)
 	// askCaller, if set, is used instead: it asks a caller elsewhere, who decides by a command of its own.
 	askCaller func(a operate.Approval, execution string)
 	// onEvent, if set, is called before each event is printed.
-	onEvent func()
+	onEvent func(e operate.Event)
 }
 
 // turn is Session.Turn or Session.Resume.
@@ -189,7 +201,7 @@ func (o *operator) runTurn(ctx context.Context, t turn, show func(operate.Event)
 		defer close(events)
 		done, err = t(turnCtx, func(e operate.Event) {
 			if o.onEvent != nil {
-				o.onEvent()
+				o.onEvent(e)
 			}
 			events <- e
 		})
@@ -206,7 +218,6 @@ func (o *operator) runTurn(ctx context.Context, t turn, show func(operate.Event)
 				asked.Store(true)
 				o.askCaller(data, execution)
 			} else if !o.askApproval(turnCtx, data) {
-				o.openApprovals[data.ID] = execution
 				cancel(operate.ErrDetach)
 			}
 		}
@@ -228,7 +239,7 @@ func (o *operator) askApproval(ctx context.Context, a operate.Approval) bool {
 		return false
 	}
 	approve, reason := readDecision(answer)
-	if err := o.recordDecision(ctx, a.ID, approve, reason); err != nil {
+	if _, err := o.recordDecision(ctx, a.ID, approve, reason); err != nil {
 		o.infof("agent: %s", printable(err.Error()))
 	}
 	return true
@@ -247,10 +258,12 @@ func readDecision(answer string) (approve bool, reason string) {
 	return false, answer
 }
 
-func (o *operator) recordDecision(ctx context.Context, id string, approve bool, reason string) error {
-	_, err := approvals.Decide(ctx, o.s.Pool, id, approve, actor(ctx), reason)
+func (o *operator) recordDecision(
+	ctx context.Context, id string, approve bool, reason string,
+) (approvals.Approval, error) {
+	decided, err := approvals.Decide(ctx, o.s.Pool, id, approve, actor(ctx), reason)
 	o.admin.Wake()
-	return err
+	return decided, err
 }
 
 // turnError returns the error that ends the command after a turn, or nil for an answered turn.
@@ -290,11 +303,8 @@ var limitSettings = map[string]string{
 }
 
 func (o *operator) runOnce(ctx context.Context, text string) error {
-	switch {
-	case terminal(o.in) && terminal(o.err):
+	if terminal(o.in) && terminal(o.err) {
 		o.ask = o.askTerminal
-	case o.host != nil && o.sent.Asks && mayRun(ctx, principals.ApprovalsDecide):
-		o.askCaller = o.cli.askCaller
 	}
 	if o.json {
 		return o.runOnceJSON(ctx, text)
@@ -372,18 +382,34 @@ const slashHelp = `/trace [ID]           show a turn's trace; default the latest
 /quit                 leave, like ^D; ^C cancels a turn
 `
 
+// slashScopes are the scopes that slash commands need on a server: those of the commands that do the same.
+var slashScopes = map[string]principals.Scope{
+	"/trace": principals.RunsRead, "/lanes": principals.RunsRead, "/objectives": principals.RunsRead,
+	"/memory": principals.ThreadsRead, "/approvals": principals.ApprovalsRead,
+	"/approve": principals.ApprovalsDecide, "/reject": principals.ApprovalsDecide,
+}
+
 // runCommand runs a slash command.
 func (o *operator) runCommand(ctx context.Context, line string, show func(operate.Event)) error {
 	name, rest, _ := strings.Cut(strings.TrimSpace(line), " ")
 	rest = strings.TrimSpace(rest)
+	if scope := slashScopes[name]; o.host != nil && scope != "" && !mayRun(ctx, scope) {
+		return forbidden(ctx, name, scope)
+	}
 	switch name {
 	case "/help":
 		_, err := fmt.Fprint(o.out, slashHelp)
 		return err
 	case "/trace":
-		rest = cmp.Or(rest, o.lastTrace)
-		if rest == "" {
-			return errors.New("no turn yet; name a trace")
+		if rest = cmp.Or(rest, o.lastTrace); rest == "" {
+			latest, err := threads.Messages(ctx, o.s.Pool, threads.MessageFilter{ThreadID: o.admin.ID(), Limit: 1})
+			if err != nil {
+				return err
+			}
+			if len(latest) == 0 {
+				return errors.New("no turn yet; name a trace")
+			}
+			rest = latest[0].TraceID
 		}
 		return o.showTrace(ctx, o.s, rest)
 	case "/lanes":
@@ -408,17 +434,22 @@ func (o *operator) decideApproval(
 	if id == "" {
 		return errors.New("name an approval; /approvals lists them")
 	}
-	if err := o.recordDecision(ctx, id, approve, reason); err != nil {
+	decided, err := o.recordDecision(ctx, id, approve, reason)
+	if err != nil {
 		return err
 	}
-	execution := o.openApprovals[id]
-	delete(o.openApprovals, id)
-	if execution == "" {
+	turns, err := executions.List(ctx, o.s.Pool, executions.Filter{
+		TraceIDs: []trace.ID{trace.ID(decided.TraceID)}, Flow: operate.Flow, Limit: 1,
+	})
+	if err != nil {
+		return err
+	}
+	if len(turns) == 0 || deref(turns[0].ThreadID) != o.admin.ID() || turns[0].Status.Ended() {
 		_, err := fmt.Fprintf(o.out, "%s %s\n", map[bool]string{true: "approved", false: "rejected"}[approve], printable(id))
 		return err
 	}
 	done, err := o.runTurn(ctx, func(ctx context.Context, emit func(operate.Event)) (operate.Done, error) {
-		return o.admin.Resume(ctx, execution, emit)
+		return o.admin.Resume(ctx, turns[0].ID, emit)
 	}, show)
 	return o.turnError(ctx, done, err)
 }

@@ -16,9 +16,11 @@ import (
 
 	"golang.org/x/term"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
 
@@ -152,8 +154,11 @@ func (o *operator) withOutput(w io.Writer) *operator {
 	return &same
 }
 
+// consoleGreeting begins a console, with the id of its session.
+const consoleGreeting = "session %s; /help lists commands, ^C cancels a turn, ^D leaves"
+
 func (c *console) run(ctx context.Context) error {
-	c.infof("session %s; /help lists commands, ^C cancels a turn, ^D leaves", c.admin.ID())
+	c.infof(consoleGreeting, c.admin.ID())
 	show := c.newEventPrinter()
 	show.live, show.colour = true, c.colour()
 	for {
@@ -189,7 +194,7 @@ func (c *console) read(prompt string) (string, error) {
 	return line, err
 }
 
-// execute runs one line. ^C cancels it. An error is printed and the session continues.
+// execute runs one line. ^C cancels it.
 func (c *console) execute(ctx context.Context, line string, show *eventPrinter) {
 	lineCtx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -200,29 +205,70 @@ func (c *console) execute(ctx context.Context, line string, show *eventPrinter) 
 		}
 	})
 	defer c.keyboard.onInterrupt(nil)
-	before := c.lastTrace
+	c.executeLine(ctx, lineCtx, line, show)
+}
+
+// executeLine runs one line of a console, here or of a caller elsewhere. An error is printed and the session continues.
+// lineCtx ends when the line is cancelled, ctx with the console.
+func (o *operator) executeLine(ctx, lineCtx context.Context, line string, show *eventPrinter) {
+	before := o.lastTrace
 	var err error
 	if strings.HasPrefix(line, "/") {
-		err = c.runCommand(lineCtx, line, show.print)
+		err = o.runCommand(lineCtx, line, show.print)
 	} else {
 		var done operate.Done
-		done, err = c.runTurn(lineCtx, c.message(line), show.print)
+		done, err = o.runTurn(lineCtx, o.message(line), show.print)
 		if err == nil && done.Ended == operate.WaitingApproval {
-			c.infof("left open; decide later with /approve or /reject")
+			o.infof(leftOpen)
 		}
 	}
 	show.endLine()
 	switch busy, isBusy := errors.AsType[*lanes.BusyError](err); {
-	case lineCtx.Err() != nil && ctx.Err() == nil && c.lastTrace != before:
-		c.infof("%s  cancelled", c.lastTrace)
+	case lineCtx.Err() != nil && ctx.Err() == nil && o.lastTrace != before:
+		o.infof("%s", cancelledLine(o.lastTrace))
 	case lineCtx.Err() != nil && ctx.Err() == nil:
-		c.infof("cancelled")
+		o.infof("cancelled")
 	case isBusy:
-		c.infof("agent: %s", printable(c.app.Operate.Explain(ctx, busy)))
+		o.infof("agent: %s", printable(o.app.Operate.Explain(ctx, busy)))
 	case err != nil:
-		c.infof("agent: %s", printable(err.Error()))
+		o.infof("agent: %s", printable(err.Error()))
 	}
 }
+
+// runCallersLine runs one line of a caller's console. It prints what the console of this machine does.
+func (o *operator) runCallersLine(ctx context.Context, line string) error {
+	caller := o.cli
+	same := o.withOutput(struct{ io.Writer }{o.out})
+	show := same.newEventPrinter()
+	show.live, show.colour = true, same.colour()
+	same.onEvent = func(e operate.Event) {
+		if data, is := e.Data.(operate.Start); is {
+			caller.onInterrupt(cancelledLine(data.TraceID))
+		}
+	}
+	if mayRun(ctx, principals.ApprovalsDecide) {
+		same.askCaller = func(a operate.Approval, execution string) {
+			caller.askCaller(a, execution, same.leftOpenLines(ctx))
+		}
+	}
+	same.executeLine(ctx, ctx, line, show)
+	return show.err
+}
+
+// leftOpen is said when the admin leaves an approval undecided.
+const leftOpen = "left open; decide later with /approve or /reject"
+
+// leftOpenLines are the lines of a turn whose approval is left open.
+func (o *operator) leftOpenLines(ctx context.Context) string {
+	used, costUSD, err := activity.Spent(ctx, o.s.Pool, o.lastTrace)
+	if err != nil {
+		o.s.log.WarnContext(ctx, "what a turn has used so far is not known", "trace", o.lastTrace, "error", err)
+	}
+	done := operate.Done{TraceID: o.lastTrace, Ended: operate.WaitingApproval, Usage: used, CostUSD: costUSD}
+	return doneLine(done) + "\n" + leftOpen
+}
+
+func cancelledLine(traceID string) string { return traceID + "  cancelled" }
 
 // question asks about an approval. It has no answer when the turn was cancelled or somebody else decided.
 func (c *console) question(ctx context.Context, question string) (string, bool) {
@@ -237,7 +283,7 @@ func (c *console) question(ctx context.Context, question string) (string, bool) 
 }
 
 // cancelQuestion ends a question that the turn no longer waits for.
-func (c *console) cancelQuestion() {
+func (c *console) cancelQuestion(operate.Event) {
 	if c.asking.Load() {
 		c.resumed.Store(true)
 		c.keyboard.typeKeys(emptyLine + "\r")
@@ -329,12 +375,16 @@ func (s *eventPrinter) printCall(c operate.ToolCall) {
 }
 
 func (s *eventPrinter) printDone(d operate.Done) {
-	s.endLine()
+	s.printNote("2", doneLine(d))
+}
+
+// doneLine describes a turn that has ended or was left open.
+func doneLine(d operate.Done) string {
 	line := fmt.Sprintf("%s  %s  %d tokens", d.TraceID, d.Ended, d.Usage.TotalTokens)
 	if d.CostUSD > 0 {
 		line += "  " + human.Money(d.CostUSD)
 	}
-	s.printNote("2", line)
+	return line
 }
 
 // printHolder prints the current admin for a watcher.

@@ -72,6 +72,12 @@ type terminalTest struct {
 }
 
 func (d *operateTest) startTerminal(args ...string) *terminalTest {
+	d.t.Helper()
+	return d.startConsole(append([]string{"operate"}, args...)...)
+}
+
+// startConsole runs a command on a terminal.
+func (d *operateTest) startConsole(args ...string) *terminalTest {
 	t := d.t
 	t.Helper()
 	keys, tty, err := pty.Open()
@@ -84,7 +90,7 @@ func (d *operateTest) startTerminal(args ...string) *terminalTest {
 	var reading, running sync.WaitGroup
 	reading.Go(func() { _, _ = io.Copy(&s.shown, keys) }) // ends with an error when the terminal is closed
 	running.Go(func() {
-		s.ended <- run(ctx, append([]string{"operate"}, args...), d.environ, tty, tty, tty)
+		s.ended <- run(ctx, args, d.environ, tty, tty, tty)
 		_ = tty.Close()
 	})
 	t.Cleanup(func() {

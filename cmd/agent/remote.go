@@ -193,7 +193,7 @@ func (c *cli) routeCommands(cmd *cobra.Command) {
 		case c.host != nil && !remote:
 			return usageError("%s runs only on the machine of the caller", cmd.CommandPath())
 		case c.host != nil && !mayRun(cmd.Context(), scope):
-			return forbidden(cmd, scope)
+			return forbidden(cmd.Context(), cmd.CommandPath(), scope)
 		case c.host != nil || c.server == "" || onlyHelp || !remote && reason == "":
 			return local(cmd, args)
 		case !remote:
@@ -210,12 +210,12 @@ func mayRun(ctx context.Context, scope principals.Scope) bool {
 	return caller != nil && caller.May(scope)
 }
 
-func forbidden(cmd *cobra.Command, scope principals.Scope) error {
+func forbidden(ctx context.Context, what string, scope principals.Scope) error {
 	who := "the caller"
-	if caller := principals.From(cmd.Context()); caller != nil {
+	if caller := principals.From(ctx); caller != nil {
 		who = fmt.Sprintf("%s (role %s)", caller.Name, caller.Role)
 	}
-	return fmt.Errorf("%s needs the scope %s, which %s does not have here", cmd.CommandPath(), scope, who)
+	return fmt.Errorf("%s needs the scope %s, which %s does not have here", what, scope, who)
 }
 
 // commandRequest is the body of a command: its arguments, and what it needs of the caller's machine.
@@ -246,6 +246,7 @@ type commandFrame struct {
 	Interrupted string `json:"interrupted,omitempty"`
 	Ask         string `json:"ask,omitempty"`       // the id of an approval that the command waits for
 	Execution   string `json:"execution,omitempty"` // the execution that waits for it
+	LeftOpen    string `json:"left_open,omitempty"` // what the caller prints if it leaves the approval open
 	Exit        *int   `json:"exit,omitempty"`
 }
 
@@ -505,7 +506,7 @@ func (r *remoteCall) run(ctx context.Context, req commandRequest, watching bool)
 	case outer.Err() != nil && watching:
 		return nil
 	case outer.Err() != nil:
-		if r.interrupted != "" {
+		if r.interrupted != "" && r.asks == nil { // a console says what follows
 			r.infof("%s", printableText(r.interrupted))
 		}
 		return &exitError{exitInterrupted, errors.New("interrupted")}

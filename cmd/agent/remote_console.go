@@ -1,10 +1,12 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
 	"strings"
@@ -25,8 +27,13 @@ func (r *remoteCall) interact(cmd *cobra.Command) error {
 		flag, id = "session", "ses_"+strings.ToLower(rand.Text()[:16])
 	}
 	prefix := append([]string{}, r.args...)
-	if cmd.Flags().Lookup(flag).Value.String() == "" {
+	if given := cmd.Flags().Lookup(flag).Value.String(); given != "" {
+		id = given
+	} else {
 		prefix = append(prefix, "--"+flag, id)
+	}
+	if operates {
+		r.infof(consoleGreeting, id)
 	}
 	signal.Reset(os.Interrupt)
 	interrupts := make(chan os.Signal, 1)
@@ -43,30 +50,22 @@ func (r *remoteCall) interact(cmd *cobra.Command) error {
 			fmt.Fprintln(r.out)
 			return &exitError{exitInterrupted, nil}
 		case line, more := <-lines:
-			if line = strings.TrimSpace(line); !more || operates && line == "/quit" {
+			if line = strings.TrimSpace(line); !more || line == "/quit" {
 				fmt.Fprintln(r.out)
 				return failed()
 			}
-			if line == "" {
+			if line == "" || !operates && r.chatSlash(line) {
 				continue
 			}
 			req, err := r.commandRequest(cmd, []string{line})
 			if err != nil {
 				return err
 			}
-			if operates && line[0] == '/' {
-				req.Files = nil
-				if req.Args, err = slashArgs(line); err != nil {
-					fmt.Fprintln(r.out, err)
-					continue
-				}
-			} else {
-				req.Args = append(append([]string{}, prefix...), "--", line)
-				if !first {
-					req.Args, req.Files = withoutFiles(req.Args), nil
-				}
-				first = false
+			req.Args = append(append([]string{}, prefix...), "--", line)
+			if !first {
+				req.Args, req.Files = withoutFiles(req.Args), nil
 			}
+			first = false
 			req.Asks = operates
 			if err := r.turn(cmd.Context(), interrupts, lines, req); err != nil {
 				return err
@@ -82,12 +81,13 @@ func (r *remoteCall) turn(
 	outer := ctx
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	r.asks = make(chan commandFrame, 100) // a turn asks about one approval at a time
+	r.asks, r.interrupted = make(chan commandFrame, 100), "" // a turn asks about one approval at a time
 	ended := make(chan error, 1)
 	go func() { ended <- r.run(ctx, req, false) }()
-	stop := func() {
+	stop := func() (interrupted string) {
 		cancel()
 		<-ended //nolint:errcheck // it was interrupted
+		return printableText(cmp.Or(r.interrupted, "cancelled"))
 	}
 	var asked commandFrame
 	var answers <-chan string
@@ -99,15 +99,14 @@ func (r *remoteCall) turn(
 			}
 			return err
 		case <-interrupts:
-			stop()
+			said := stop()
 			switch {
 			case asked.Execution != "": // the turn would wait for the decision without its caller
-				r.cancelTurn(outer, asked.Execution)
+				said = r.cancelTurn(outer, asked, said)
 			case answers != nil: // an older server names no execution
-				r.infof("%s", leftOpen)
-			default:
-				r.infof("cancelled")
+				said = leftOpen
 			}
+			r.infof("%s", said)
 			return nil
 		case asked = <-r.asks:
 			answers = lines
@@ -115,7 +114,7 @@ func (r *remoteCall) turn(
 		case line, more := <-answers:
 			if line = strings.TrimSpace(line); line == "" || !more {
 				stop()
-				r.infof("%s", leftOpen)
+				r.infof("%s", printableText(cmp.Or(asked.LeftOpen, leftOpen)))
 				return nil
 			}
 			if answers = nil; !r.decide(ctx, asked.Ask, line) {
@@ -125,71 +124,41 @@ func (r *remoteCall) turn(
 	}
 }
 
-// leftOpen is said when the caller goes while an approval is asked.
-const leftOpen = "left open; decide later with /approve or /reject"
-
 // cancelTimeout bounds the cancel of a turn.
 const cancelTimeout = 10 * time.Second
 
-// cancelTurn cancels a turn by a command of its own, whose output says so.
-func (r *remoteCall) cancelTurn(ctx context.Context, execution string) {
+// cancelTurn cancels a turn by a command of its own. It returns what to say: said, or that its approval is left open.
+func (r *remoteCall) cancelTurn(ctx context.Context, asked commandFrame, said string) string {
 	ctx, cancel := context.WithTimeout(ctx, cancelTimeout)
 	defer cancel()
-	other := remoteCall{cli: r.cli, server: r.server, token: r.token}
-	err := other.run(ctx, commandRequest{Args: []string{
-		"executions", "cancel", execution, "--reason", operate.ErrInterrupt.Error(),
-	}}, false)
+	err := r.aside(ctx, "executions", "cancel", asked.Execution, "--reason", operate.ErrInterrupt.Error())
 	switch exit, is := errors.AsType[*exitError](err); {
 	case err == nil:
-		return
+		return said
 	case ctx.Err() != nil:
 		r.infof("agent: the cancel was not confirmed within %s", cancelTimeout)
 	case !is || exit.cause != nil: // not printed by the server
 		r.infof("agent: %s", printable(err.Error()))
 	}
-	r.infof("%s", leftOpen)
+	return leftOpen
+}
+
+// aside runs a command during a turn, or after it, and prints its errors only.
+func (r *remoteCall) aside(ctx context.Context, args ...string) error {
+	silent := *r.cli
+	silent.out = io.Discard
+	other := remoteCall{cli: &silent, server: r.server, token: r.token} // the turn's frames change r
+	return other.run(ctx, commandRequest{Args: args}, false)
 }
 
 // decide runs the decision of an approval as a command of its own, and reports whether it was made.
 func (r *remoteCall) decide(ctx context.Context, id, answer string) bool {
 	approve, reason := readDecision(answer)
-	req := commandRequest{Args: []string{"approvals", "approve", id}}
+	args := []string{"approvals", "approve", id}
 	if !approve {
-		req.Args = []string{"approvals", "reject", id, "--reason", reason}
+		args = []string{"approvals", "reject", id, "--reason", reason}
 	}
-	other := remoteCall{cli: r.cli, server: r.server, token: r.token} // the turn's frames change r
-	return other.run(ctx, req, false) == nil
-}
-
-// slashCommands are the commands of agent operate's console as a server runs them.
-var slashCommands = map[string][]string{
-	"/trace": {"trace"}, "/lanes": {"lanes", "ls"}, "/approvals": {"approvals", "ls"}, "/objectives": {"objectives", "ls"},
-	"/approve": {"approvals", "approve"}, "/reject": {"approvals", "reject"}, "/memory": {"memory", "search"},
-}
-
-// slashArgs translates a line of the console. The error is what to show instead of running it.
-func slashArgs(line string) (args []string, err error) {
-	name, rest, _ := strings.Cut(line, " ")
-	args, known := slashCommands[name]
-	switch rest = strings.TrimSpace(rest); {
-	case name == "/help":
-		return nil, errors.New(strings.TrimSpace(slashHelp))
-	case !known:
-		return nil, fmt.Errorf("unknown command %s; see /help", printable(name))
-	case name == "/trace" && rest == "":
-		return []string{"trace", "last"}, nil
-	case name == "/memory" && rest == "":
-		return []string{"memory", "ls"}, nil
-	case name == "/reject":
-		id, reason, _ := strings.Cut(rest, " ")
-		if args = append(append([]string{}, args...), id); reason != "" {
-			args = append(args, "--reason", strings.TrimSpace(reason))
-		}
-		return args, nil
-	case rest != "":
-		return append(append([]string{}, args...), rest), nil
-	}
-	return args, nil
+	return r.aside(ctx, args...) == nil
 }
 
 // withoutFiles removes --file and its value: only the first message has attachments.

@@ -452,8 +452,8 @@ func TestRemoteConversationOnATerminal(t *testing.T) {
 	s.waitFor(`(Two\.)`)
 	s.waitFor(`\n(>) `)
 	for line, shown := range map[string]string{
-		"/help": `(session|/approve ID)`, "/lanes": `(no lane is held)`, "/approvals": `(no )`, "/nothing": `(unknown command)`,
-		"/trace": `(operate)`, "/approve 7": `(agent approvals ls --all)`,
+		"/help": `(session|/approve ID)`, "/lanes": `(HELD BY)`, "/approvals": `(no pending approvals)`,
+		"/nothing": `(unknown command)`, "/trace": `(operate)`, "/approve 7": `(agent: decide approval 7)`,
 	} {
 		s.typeKeys(line + "\n")
 		s.waitFor(shown)
@@ -462,6 +462,101 @@ func TestRemoteConversationOnATerminal(t *testing.T) {
 	s.typeKeys("/quit\n")
 	assert.Equal(t, 0, s.waitExit())
 	pgtest.Equal(t, d.pool, 1, `select count(distinct thread_id) from agent_executions where flow = 'operate'`)
+}
+
+// The console of a server prints what the local one prints, without the server's log.
+func TestARemoteConsolePrintsWhatALocalOneDoes(t *testing.T) {
+	t.Parallel()
+	unlogged := func(environ []string) []string {
+		return slices.DeleteFunc(slices.Clone(environ), func(s string) bool { return strings.HasPrefix(s, "AGENT_LOG_LEVEL=") })
+	}
+	resumed := regexp.MustCompile(`(?m)^[·✓] wipe .*\n`) // shown by the process that runs the approved call
+	var screens [2]string
+	for i := range screens {
+		d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."), modeltest.ToolCall("wipe", `{}`),
+			modeltest.Text("Over."), modeltest.ToolCall("wipe", `{}`), modeltest.Text("Over again."),
+			modeltest.Refusal(401, "invalid_request_error", "", "Incorrect API key provided", 0))
+		there := *d
+		there.environ = unlogged(d.environ)
+		if i == 1 {
+			far, _ := d.remote()
+			there.environ = append(unlogged(far.environ), "TERM=xterm")
+		}
+		s := there.startTerminal("--session", "ses_1")
+		enter := func(line, until string) {
+			s.typeKeys(line + "\n")
+			s.waitFor(until)
+		}
+		s.waitFor(`(> )`)
+		enter("How many?", `answered.*\s+(> )`)
+		enter("Wipe.", `(approve\?) `)
+		enter("y", `answered.*\s+(> )`)
+		enter("Wipe.", `(approve\?) `)
+		enter("", `left open.*\s+(> )`)
+		for _, line := range []string{
+			"/approvals", "/lanes", "/trace", "/objectives", "/memory", "/help", "/nope", "/approve", "/approve 7", "/trace 7",
+		} {
+			enter(line, `\n(> )`)
+		}
+		enter("/approve "+pgtest.Value[string](t, d.pool, `select id::text from agent_approvals where status = 'pending'`),
+			`answered.*\s+(> )`)
+		enter("Fail.", `agent: .*\s+(> )`)
+		s.typeKeys("\x04")
+		assert.Equal(t, 0, s.waitExit())
+		screen := resumed.ReplaceAllString(strings.ReplaceAll(escapes.ReplaceAllString(s.shown.String(), ""), "\r", ""), "")
+		screen = volatile.ReplaceAllString(regexp.MustCompile(`op_\S+@\S+|─+|[0-9a-f]{32}`).ReplaceAllString(screen, "#"), "#")
+		screens[i] = strings.TrimRight(screen, "\n> ")
+	}
+	assert.NoDiff(t, strings.Split(screens[0], "\n"), strings.Split(screens[1], "\n"))
+	assert.True(t, !strings.Contains(screens[1], "level="), "the log of the server is shown")
+}
+
+// A console of agent chat keeps its commands from the model, here and of a server. A path is no command.
+func TestAChatConsoleKnowsItsCommands(t *testing.T) {
+	t.Parallel()
+	for _, where := range []string{"here", "on a server"} {
+		t.Run(where, func(t *testing.T) {
+			d := newOperateTest(t, modeltest.Text("A table of hosts."))
+			there := *d
+			if where != "here" {
+				far, _ := d.remote()
+				there.environ = far.environ
+			}
+			s := there.startConsole("chat")
+			s.waitFor(`(> )`)
+			for line, shown := range map[string]string{
+				"/help": `/quit +leave`, "/lanes": `agent: unknown command /lanes; see /help`, "/nope now": `unknown command /nope`,
+			} {
+				s.typeKeys(line + "\n")
+				s.waitFor(shown)
+				s.waitFor(`(> )`)
+			}
+			s.typeKeys("/etc/hosts is what?\n")
+			s.waitFor(`A table of hosts\.`)
+			s.typeKeys("/quit\n")
+			assert.Equal(t, 0, s.waitExit())
+			assert.Equal(t, 1, len(d.model.Requests()))
+		})
+	}
+}
+
+// Who may not decide approvals cannot do so by a command of the console either.
+func TestSlashCommandsNeedTheirScopes(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
+	d.fails(1, "waits for approval", "operate", "Wipe.")
+	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
+	far, _ := d.remote()
+	d.must("principals", "add", "olga", "--role", "operator")
+	far.environ = append(far.environ, "AGENT_TOKEN="+strings.TrimSpace(d.must("tokens", "create", "olga")))
+	for _, decision := range []string{"/approve " + id, "/reject " + id + " no"} {
+		got := far.runWith(t.Context(), strings.NewReader(decision+"\n"), "operate")
+		assert.Equal(t, exitFailed, got.code)
+		assert.Contains(t, got.err, "needs the scope approvals:decide, which olga (role operator) does not have")
+	}
+	pgtest.Equal(t, d.pool, "pending", `select status from agent_approvals`)
+	got := far.runWith(t.Context(), strings.NewReader("/approvals\n"), "operate")
+	assert.Contains(t, got.out, id)
 }
 
 // The output of a turn comes while it runs, and ^C ends the turn on the server, not the conversation.
@@ -475,7 +570,7 @@ func TestRemoteTurnsAreStreamedAndCancelled(t *testing.T) {
 	require.NoError(t, err)
 	call := &remoteCall{cli: c, server: server, token: c.environ["AGENT_TOKEN"]}
 	args := func(text string) commandRequest {
-		return commandRequest{Args: []string{"operate", "--session", "ses_1", text}, ErrTerminal: true}
+		return commandRequest{Args: []string{"operate", "--session", "ses_1", text}, ErrTerminal: true, Asks: true}
 	}
 	interrupts, ended := make(chan os.Signal, 1), make(chan error, 1)
 	go func() { ended <- call.turn(t.Context(), interrupts, nil, args("Be slow.")) }()
@@ -512,9 +607,9 @@ func TestInterruptAtAnApprovalCancelsTheRemoteTurn(t *testing.T) {
 	s.typeKeys("Wipe.\n")
 	s.waitFor(`(approve\?) \[y, n, or why not`)
 	s.typeKeys("\x03")
-	id := s.waitFor(`cancelled ([0-9a-f-]{36})`)
+	id := s.waitFor(`(op_[0-9A-Z]{26})  cancelled`)
 	pgtest.Equal(t, d.pool, "cancelled by root: interrupted by the admin", `
-		select status || ' by ' || cancelled_by || ': ' || cancel_reason from agent_executions where id::text = '`+id+`'`)
+		select status || ' by ' || cancelled_by || ': ' || cancel_reason from agent_executions where trace_id = '`+id+`'`)
 	pgtest.Equal(t, d.pool, "expired", `select string_agg(status, ' ') from agent_approvals`)
 	s.waitFor(`(>) `)
 	s.typeKeys("Are you there?\n")

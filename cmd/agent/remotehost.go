@@ -225,10 +225,11 @@ func (c *cli) onInterrupt(text string) {
 	}
 }
 
-// askCaller asks a caller elsewhere about an approval of an execution.
-func (c *cli) askCaller(a operate.Approval, execution string) {
+// askCaller asks a caller elsewhere about an approval of an execution. leftOpen is said if the caller leaves it open.
+func (c *cli) askCaller(a operate.Approval, execution, leftOpen string) {
 	if out, far := c.out.(*callerStream); far {
-		_ = out.frames.send(commandFrame{Ask: a.ID, Execution: execution}) // a caller that is gone ends the command
+		frame := commandFrame{Ask: a.ID, Execution: execution, LeftOpen: leftOpen}
+		_ = out.frames.send(frame) // a caller that is gone ends the command
 	}
 }
 
