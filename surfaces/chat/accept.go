@@ -288,7 +288,7 @@ func (c *Chat) insert(ctx context.Context, tx pgx.Tx, a *UserMessage) (got inser
 
 // insertRelay stores the message with a relay to the execution that listens, or that has requested documents.
 func (c *Chat) insertRelay(
-	ctx context.Context, tx pgx.Tx, a UserMessage, asked documentRequest, to string,
+	ctx context.Context, tx pgx.Tx, a *UserMessage, asked documentRequest, to string,
 ) (x executions.Execution, created bool, err error) {
 	if err := a.checkRelay(); err != nil {
 		return x, false, err
