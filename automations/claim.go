@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -243,13 +244,7 @@ func (r Result) encode() (*json.RawMessage, error) {
 	return (*json.RawMessage)(&raw), nil
 }
 
-func truncate(text string) string {
-	text = strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD")
-	if len(text) > maxMessage {
-		text = strings.ToValidUTF8(text[:maxMessage], "") + "…"
-	}
-	return text
-}
+func truncate(text string) string { return textcut.Stored(text, maxMessage) }
 
 // Channel is the notification channel for due runs.
 const Channel = "agent_automations"

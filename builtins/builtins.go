@@ -370,11 +370,3 @@ func activityStates() []activity.Status {
 		activity.Running, activity.Success, activity.Error, activity.PendingApproval, activity.Skipped, activity.Unknown,
 	}
 }
-
-// truncate returns the beginning of a text.
-func truncate(s string, most int) string {
-	if len(s) <= most {
-		return s
-	}
-	return strings.ToValidUTF8(s[:most], "") + "…"
-}

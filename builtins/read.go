@@ -10,6 +10,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -129,7 +130,7 @@ func objectivesList(ctx context.Context, db postgres.DB, args objectivesArgs) (a
 	for i, o := range all {
 		list[i] = objectiveViewOf(o)
 		list[i].NoteCut = len(o.Note) > maxGoal
-		list[i].Note = truncate(o.Note, maxGoal)
+		list[i].Note = textcut.Text(o.Note, maxGoal)
 	}
 	return map[string]any{"objectives": list}, nil
 }
@@ -138,7 +139,7 @@ func objectiveViewOf(o objectives.Objective) objectiveView {
 	return objectiveView{
 		ID: o.ID, Name: o.Name, Status: o.Status, Done: o.Done, Failed: o.Failed, Pending: o.Pending, Round: o.Round,
 		Priority: o.Priority,
-		DueAt:    o.DueAt, Goal: truncate(o.Goal, maxGoal), Note: o.Note, Revision: o.Revision, TraceID: o.LastTraceID,
+		DueAt:    o.DueAt, Goal: textcut.Text(o.Goal, maxGoal), Note: o.Note, Revision: o.Revision, TraceID: o.LastTraceID,
 	}
 }
 
@@ -154,7 +155,7 @@ func oneObjective(ctx context.Context, db postgres.DB, name string) (any, error)
 	}
 	one := objectiveViewOf(o)
 	for _, s := range steps {
-		one.Steps = append(one.Steps, stepView{s.Title, s.Status, truncate(s.Result, maxGoal)})
+		one.Steps = append(one.Steps, stepView{s.Title, s.Status, textcut.Text(s.Result, maxGoal)})
 	}
 	return map[string]any{"objectives": []objectiveView{one}}, nil
 }
@@ -187,7 +188,7 @@ func skillList(ctx context.Context, db postgres.DB, args skillsArgs) (any, error
 		case len(list) == maxSkills:
 			left++
 		default:
-			list = append(list, skillView{s.Name, truncate(s.Description, maxError), s.Scope, s.Trust, s.Enabled})
+			list = append(list, skillView{s.Name, textcut.Text(s.Description, maxError), s.Scope, s.Trust, s.Enabled})
 		}
 	}
 	slices.SortFunc(list, func(a, b skillView) int { return strings.Compare(a.Name, b.Name) })
@@ -226,7 +227,7 @@ func recentActivity(ctx context.Context, db postgres.DB, args activityArgs) (any
 			DurationMS: r.DurationMS,
 		}
 		if r.ErrorMessage != nil {
-			list[i].Error = truncate(*r.ErrorMessage, maxError)
+			list[i].Error = textcut.Text(*r.ErrorMessage, maxError)
 		}
 	}
 	return map[string]any{"activities": list}, nil

@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/automations"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/objectives"
@@ -162,9 +163,9 @@ func IsConflict(s skills.Skill, answer json.RawMessage) (why string, is bool) {
 	there := "nothing is there any more"
 	if t := c.Theirs; t != nil {
 		there = fmt.Sprintf("revision %d of trace %s is there: %s", t.Revision, cmp.Or(t.TraceID, t.LastTraceID),
-			truncate(cmp.Or(string(t.Value), t.Note), maxError))
+			textcut.Text(cmp.Or(string(t.Value), t.Note), maxError))
 	}
-	yours := cmp.Or(truncate(string(c.Yours), maxError), "to forget it")
+	yours := cmp.Or(textcut.Text(string(c.Yours), maxError), "to forget it")
 	return fmt.Sprintf("nothing was changed: it is not at the revision that was read; %s; wanted was %s", there, yours),
 		true
 }
@@ -441,7 +442,7 @@ func findStep(
 		titles = append(titles, fmt.Sprintf("%q", s.Title))
 	}
 	return o, objectives.Step{}, invalid(fmt.Sprintf("objective %q has no step %q; its steps are %s", o.Name,
-		truncate(args.Step, maxGoal), strings.Join(titles, ", ")))
+		textcut.Text(args.Step, maxGoal), strings.Join(titles, ", ")))
 }
 
 type automationProposeArgs struct {

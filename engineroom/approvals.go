@@ -179,7 +179,7 @@ const maxArguments = 1 << 20
 func (room *Room) approvalPage() page {
 	return page{
 		path: "/approvals/{id}", name: "approval", title: "Approval",
-		open: room.openApproval,
+		open: room.opener("approval", "Approval of ", `select skill_name from agent_approvals where id = @id`),
 		parts: []part{
 			{name: "decision", every: 2 * time.Second, load: room.approvalDecision},
 			{name: "arguments", load: room.approvalArguments},
@@ -187,21 +187,6 @@ func (room *Room) approvalPage() page {
 			{name: "after", every: 2 * time.Second, load: room.approvalAfter},
 		},
 	}
-}
-
-func (room *Room) openApproval(ctx context.Context, v *visit) (string, error) {
-	id := strings.ToLower(v.path("id"))
-	if !uuidShape.MatchString(id) {
-		return "", missing("there is no approval %.60q", id)
-	}
-	var skill string
-	err := room.Read.QueryRow(ctx, `select skill_name from agent_approvals where id = @id`,
-		postgres.Strict{"id": id}).Scan(&skill)
-	if errors.Is(err, pgx.ErrNoRows) {
-		return "", missing("there is no approval %s", id)
-	}
-	v.About = id
-	return "Approval of " + cut(80, skill), err
 }
 
 // approvalFacts is an approval with its skill's current state.

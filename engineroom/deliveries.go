@@ -2,11 +2,9 @@ package engineroom
 
 import (
 	"context"
-	"errors"
 	"net/http"
 	"regexp"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -219,28 +217,13 @@ const maxAttempts = 100
 func (room *Room) deliveryPage() page {
 	return page{
 		path: "/deliveries/{id}", name: "delivery", title: "Delivery",
-		open: room.openDelivery,
+		open: room.opener("delivery", "Delivery to ", `select endpoint from agent_webhook_deliveries where id = @id`),
 		parts: []part{
 			{name: "facts", every: 2 * time.Second, load: room.deliveryFacts},
 			{name: "attempts", every: 2 * time.Second, load: room.deliveryAttempts},
 			{name: "content", load: room.deliveryContent},
 		},
 	}
-}
-
-func (room *Room) openDelivery(ctx context.Context, v *visit) (string, error) {
-	id := strings.ToLower(v.path("id"))
-	if !uuidShape.MatchString(id) {
-		return "", missing("there is no delivery %.60q", id)
-	}
-	var endpoint string
-	err := room.Read.QueryRow(ctx, `select endpoint from agent_webhook_deliveries where id = @id`,
-		postgres.Strict{"id": id}).Scan(&endpoint)
-	if errors.Is(err, pgx.ErrNoRows) {
-		return "", missing("there is no delivery %s", id)
-	}
-	v.About = id
-	return "Delivery to " + cut(80, endpoint), err
 }
 
 // deliveryDetail is a delivery without its body.
@@ -423,20 +406,7 @@ func (room *Room) deadMessages(ctx context.Context, want messageFilter) ([]messa
 func (room *Room) messagePage() page {
 	return page{
 		path: "/outgoing/{id}", name: "message", title: "Outgoing delivery",
-		open: func(ctx context.Context, v *visit) (string, error) {
-			id := strings.ToLower(v.path("id"))
-			if !uuidShape.MatchString(id) {
-				return "", missing("there is no outgoing delivery %.60q", id)
-			}
-			var event string
-			err := room.Read.QueryRow(ctx, `select event from agent_webhook_outbox where id = @id`,
-				postgres.Strict{"id": id}).Scan(&event)
-			if errors.Is(err, pgx.ErrNoRows) {
-				return "", missing("there is no outgoing delivery %s", id)
-			}
-			v.About = id
-			return "Outgoing " + cut(80, event), err
-		},
+		open:  room.opener("outgoing delivery", "Outgoing ", `select event from agent_webhook_outbox where id = @id`),
 		parts: []part{{name: "facts", every: 2 * time.Second, load: room.messageFacts}},
 	}
 }

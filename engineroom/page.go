@@ -7,6 +7,7 @@ import (
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"html/template"
 	"net/http"
@@ -25,8 +26,10 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
@@ -440,6 +443,23 @@ func missing(format string, args ...any) error {
 	return problem.New(http.StatusNotFound, format, args...)
 }
 
+// opener opens a page by the id in its path. The query returns what the title names.
+func (room *Room) opener(kind, title, query string) func(ctx context.Context, v *visit) (string, error) {
+	return func(ctx context.Context, v *visit) (string, error) {
+		id := strings.ToLower(v.path("id"))
+		if !uuidShape.MatchString(id) {
+			return "", missing("there is no %s %.60q", kind, id)
+		}
+		var name string
+		err := room.Read.QueryRow(ctx, query, postgres.Strict{"id": id}).Scan(&name)
+		if errors.Is(err, pgx.ErrNoRows) {
+			return "", missing("there is no %s %s", kind, id)
+		}
+		v.About = id
+		return title + cut(80, name), err
+	}
+}
+
 // onPage returns the first n items, and whether there are more.
 func onPage[T any](list []T, n int) ([]T, bool) { return list[:min(len(list), n)], len(list) > n }
 
@@ -568,9 +588,7 @@ type flash struct {
 
 // setFlash stores a message for the next page.
 func (room *Room) setFlash(w http.ResponseWriter, r *http.Request, f flash) {
-	if len(f.Text) > maxFlash {
-		f.Text = strings.ToValidUTF8(f.Text[:maxFlash], "") + "…"
-	}
+	f.Text = textcut.Text(f.Text, maxFlash)
 	text, err := json.Marshal(f)
 	if err != nil {
 		room.Logger.ErrorContext(r.Context(), "flash message not stored", "error", err)

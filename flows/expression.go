@@ -17,6 +17,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/exactjson"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 // Bounds of an expression. Its cost is at most the expression's length times the size of the variables. Predicates
@@ -466,13 +467,7 @@ func fill(tree any, vars map[string]any) (any, error) {
 }
 
 // shorten cuts a message to a readable length.
-func shorten(text string) string {
-	const longest = 60
-	if len(text) <= longest {
-		return text
-	}
-	return strings.ToValidUTF8(text[:longest], "") + "…"
-}
+func shorten(text string) string { return textcut.Text(text, 60) }
 
 // CheckCondition returns why a text is no condition: an expression of flows over variables.
 func CheckCondition(text string) error {

@@ -36,6 +36,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 var (
@@ -99,13 +100,7 @@ func (e *ConflictError) Error() string {
 func (e *ConflictError) Is(target error) bool { return target == ErrConflict }
 
 // clip cuts a value for a message.
-func clip(value json.RawMessage) string {
-	const most = 200
-	if len(value) <= most {
-		return string(value)
-	}
-	return strings.ToValidUTF8(string(value[:most]), "") + "…"
-}
+func clip(value json.RawMessage) string { return textcut.Text(string(value), 200) }
 
 // Entry is a row of agent_memory.
 type Entry struct {

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 const maxStepResult = 8 << 10
@@ -108,13 +109,7 @@ func addSteps(ctx context.Context, tx pgx.Tx, objectiveID string, titles []strin
 }
 
 // truncate cuts a text to its stored length.
-func truncate(text string) string {
-	text = strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD")
-	if len(text) > maxStepResult {
-		text = strings.ToValidUTF8(text[:maxStepResult], "") + "…"
-	}
-	return text
-}
+func truncate(text string) string { return textcut.Stored(text, maxStepResult) }
 
 // Advanced records that a run worked on an objective under traceID, settles it if none of its steps is
 // pending any more, and returns it as it is then:

@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"github.com/lanekeeper/lanekeeper/internal/exactjson"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 const (
@@ -130,22 +131,13 @@ func Misconfigured(format string, args ...any) *CallError {
 }
 
 func newCallError(class, format string, args ...any) *CallError {
-	return &CallError{Class: class, Message: clip(fmt.Sprintf(format, args...))}
+	return &CallError{Class: class, Message: textcut.Stored(fmt.Sprintf(format, args...), maxMessage)}
 }
 
 // ClassBusy marks a call that was skipped, because another holder has its lane. It is no failure of the skill.
 const ClassBusy = "lane_busy"
 
 const maxMessage = 1000
-
-// clip truncates a message and replaces what PostgreSQL cannot store.
-func clip(s string) string {
-	s = strings.ReplaceAll(strings.ToValidUTF8(s, "\uFFFD"), "\x00", "\uFFFD")
-	if len(s) <= maxMessage {
-		return s
-	}
-	return strings.ToValidUTF8(s[:maxMessage], "") + "…"
-}
 
 // classify maps err to a CallError. If outer, the caller's context, has ended, its cause is returned unclassified: the
 // skill did not fail. inner is the context of the call, with its timeout.

@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 // Action is the effect of an apply on one row.
@@ -152,14 +153,7 @@ func diffLines(before, after []string) (removed, added []string) {
 	return before, after
 }
 
-func shorten(value json.RawMessage) string {
-	const longest = 100
-	text := string(value)
-	if len(text) <= longest {
-		return text
-	}
-	return strings.ToValidUTF8(text[:longest], "") + "…"
-}
+func shorten(value json.RawMessage) string { return textcut.Text(string(value), 100) }
 
 // changes lists the different fields by name.
 func changes(before, after map[string]any) []Change {

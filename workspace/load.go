@@ -19,6 +19,8 @@ import (
 	"time"
 
 	"go.yaml.in/yaml/v3"
+
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 // maxFile bounds a file in bytes.
@@ -562,12 +564,7 @@ func describeNode(node *yaml.Node) string {
 	if node.ShortTag() == "!!null" {
 		return "empty"
 	}
-	const longest = 40
-	text := node.Value
-	if len(text) > longest {
-		text = strings.ToValidUTF8(text[:longest], "") + "…"
-	}
-	return fmt.Sprintf("%q", text)
+	return fmt.Sprintf("%q", textcut.Text(node.Value, 40))
 }
 
 func fieldsOf(t reflect.Type) []string {

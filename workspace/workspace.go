@@ -36,6 +36,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 	"github.com/lanekeeper/lanekeeper/mcp"
 	"github.com/lanekeeper/lanekeeper/objectives"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -197,9 +198,7 @@ const longestName = 80
 // message.
 func unknownName(what, shown, name string, known []string) string {
 	known = slices.DeleteFunc(slices.Clone(known), func(k string) bool { return k == "" || k == "-" })
-	if len(shown) > longestName {
-		shown = strings.ToValidUTF8(shown[:longestName], "") + "…"
-	}
+	shown = textcut.Text(shown, longestName)
 	if near := suggestion(name, known); near != "" {
 		return fmt.Sprintf("unknown %s %q%s", what, shown, near)
 	}

@@ -12,6 +12,7 @@ import (
 	oteltrace "go.opentelemetry.io/otel/trace"
 
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -251,11 +252,7 @@ func redacted(raw json.RawMessage) string {
 
 // spanName joins an operation and its target, truncated. Names have low cardinality, as the conventions require.
 func spanName(operation, target string) string {
-	name := strings.TrimSpace(operation + " " + strings.ToValidUTF8(target, "\uFFFD"))
-	if len(name) > maxName {
-		name = strings.ToValidUTF8(name[:maxName], "") + "…"
-	}
-	return name
+	return textcut.Text(strings.TrimSpace(operation+" "+strings.ToValidUTF8(target, "\uFFFD")), maxName)
 }
 
 // text returns a string attribute. [set] drops empty ones.

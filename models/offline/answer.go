@@ -11,6 +11,8 @@ import (
 	"strings"
 
 	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 const (
@@ -52,7 +54,7 @@ func (t turn) conversationSummary() string {
 	}
 	text := *request.Before
 	for _, m := range request.Messages {
-		text += "\n" + m.Role + ": " + truncate(oneLine(m.Text), 200)
+		text += "\n" + m.Role + ": " + textcut.Text(oneLine(m.Text), 200)
 	}
 	for len(text) > maxSummary {
 		_, text, _ = strings.Cut(text, "\n")
@@ -79,17 +81,17 @@ func (t turn) findings() string {
 	case len(lines)+len(recorded) == 0:
 		return t.withoutCalls()
 	case len(lines) == 0:
-		first = t.summary("recorded", recorded, truncate(append(factLines(t.prompt), oneLine(t.prompt))[0], 150))
+		first = t.summary("recorded", recorded, textcut.Text(append(factLines(t.prompt), oneLine(t.prompt))[0], 150))
 	case len(lines)+len(recorded) == 1:
 		first, lines = strings.TrimRight(lines[0], ".")+".", nil
 	case len(found) == 0:
 		first = t.summary("all_failed", failed, "")
 	default:
-		first = t.summary("found", found, truncate(strings.Join(found, "; "), 170))
+		first = t.summary("found", found, textcut.Text(strings.Join(found, "; "), 170))
 	}
 	for _, s := range t.steps {
 		if s.open && !t.reported(s) {
-			lines = append(lines, "not done: "+truncate(s.title, 100)+" (no call of its own shows it)")
+			lines = append(lines, "not done: "+textcut.Text(s.title, 100)+" (no call of its own shows it)")
 		}
 	}
 	return strings.Join(append([]string{first}, lines...), "\n- ")
@@ -115,7 +117,7 @@ func (t turn) withoutCalls() string {
 		return t.needs(t.tools[i])
 	}
 	if lines := factLines(t.prompt); len(lines) > 0 && (len(t.tools) == 0 || t.isTask()) {
-		return "From what I was given: " + truncate(strings.Join(lines[:min(len(lines), 3)], "; "), 400) + "."
+		return "From what I was given: " + textcut.Text(strings.Join(lines[:min(len(lines), 3)], "; "), 400) + "."
 	}
 	return t.say("about")
 }
@@ -141,7 +143,7 @@ func (t turn) say(key string) string {
 		if tl.changes() {
 			help.WriteString(t.texts["when_ordered"])
 		}
-		help.WriteString(": " + truncate(oneLine(tl.description), maxDescription))
+		help.WriteString(": " + textcut.Text(oneLine(tl.description), maxDescription))
 	}
 	return t.text(key, "$tools", strings.Join(names, ", "), "$help", help.String())
 }
@@ -178,7 +180,7 @@ func (c call) failure() string {
 	if c.object != nil {
 		text = strings.Trim(plain(c.object["error"])+": "+plain(c.object["message"])+plain(c.object["reason"]), ": ")
 	}
-	return c.name + ": " + truncate(oneLine(text), 160)
+	return c.name + ": " + textcut.Text(oneLine(text), 160)
 }
 
 // facts quotes a result: its first rows with their figures.
@@ -188,10 +190,10 @@ func (c call) facts() string {
 		limit = 3000
 		row = func(object map[string]any) string {
 			text := os.Expand(format, func(column string) string { return plain(object[column]) })
-			return truncate(strings.TrimSuffix(text, " ()"), 160)
+			return textcut.Text(strings.TrimSuffix(text, " ()"), 160)
 		}
 	}
-	return c.name + ": " + truncate(cmp.Or(describe(decode(c.result), row), oneLine(c.result)), limit)
+	return c.name + ": " + textcut.Text(cmp.Or(describe(decode(c.result), row), oneLine(c.result)), limit)
 }
 
 // describe puts a value into a line. It counts equal rows and shows the first ten others.
@@ -234,7 +236,7 @@ func describe(v any, row func(map[string]any) string) string {
 func describeRow(row map[string]any) string {
 	var names, figures []string
 	for _, key := range slices.Sorted(maps.Keys(row)) {
-		text := truncate(plain(row[key]), 160)
+		text := textcut.Text(plain(row[key]), 160)
 		_, isText := row[key].(string)
 		switch {
 		case text == "" || pattern("volatile").MatchString(text) || listed("technical_columns", key):

@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	jsonschema "github.com/lanekeeper/lanekeeper/internal/schema"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 const maxValues = 1000 // in one call's arguments
@@ -24,7 +25,7 @@ type filler struct {
 
 // fill makes a call of a tool. known is false if a required argument had to be invented.
 func (t turn) fill(tl tool, given map[string]any) (c call, known bool) {
-	f := filler{turn: t, text: truncate(oneLine(t.prompt), 200)}
+	f := filler{turn: t, text: textcut.Text(oneLine(t.prompt), 200)}
 	return call{name: tl.name, arguments: encode(f.object(tl.schema, given))}, !f.invented
 }
 

@@ -118,11 +118,3 @@ func overlap(a, b []string) (n int) {
 func oneLine(text string) string { return strings.Join(strings.Fields(text), " ") }
 
 func hasDigit(text string) bool { return strings.ContainsAny(text, "0123456789") }
-
-// truncate bounds a text in bytes at a whole character.
-func truncate(text string, limit int) string {
-	if len(text) <= limit {
-		return text
-	}
-	return strings.ToValidUTF8(text[:limit], "") + "…"
-}

@@ -34,6 +34,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 // Model is the listed name of the offline model. Its default price is zero. The server accepts every name.
@@ -119,7 +120,7 @@ func answerTo(req openai.ChatCompletionRequest, body []byte) chatwire.Answer {
 	}
 	limit := max(req.MaxTokens, req.MaxCompletionTokens) * bytesPerToken //nolint:staticcheck // clients send the old name too
 	if limit > 0 && len(answer.Text) > limit {
-		answer.Text, answer.Finish = truncate(answer.Text, limit), openai.FinishReasonLength
+		answer.Text, answer.Finish = textcut.Text(answer.Text, limit), openai.FinishReasonLength
 	}
 	prompt, completion := tokens(len(body)), tokens(size)
 	answer.Usage = &openai.Usage{

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 	"unicode"
+
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 const (
@@ -211,7 +213,7 @@ func (t turn) reports() []call {
 		calls = append(calls, t.callFirst(name, arguments).calls...)
 	}
 	remember := func(key, fact string) {
-		add("remember", map[string]any{"key": key, "category": "observation", "value": truncate(fact, maxFacts)})
+		add("remember", map[string]any{"key": key, "category": "observation", "value": textcut.Text(fact, maxFacts)})
 	}
 	evidence := t.evidence()
 	for _, s := range t.steps {
@@ -227,7 +229,7 @@ func (t turn) reports() []call {
 					facts += "; " + other.facts()
 				}
 			}
-			add("complete_step", map[string]any{"step_id": s.id, "result": truncate(facts, maxFacts)})
+			add("complete_step", map[string]any{"step_id": s.id, "result": textcut.Text(facts, maxFacts)})
 		}
 	}
 	if pattern("no_steps").MatchString(t.prompt) && !t.called("add_steps") {

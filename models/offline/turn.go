@@ -9,6 +9,7 @@ import (
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/exactjson"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 // turn is a request as the planner reads it.
@@ -52,7 +53,7 @@ func parse(req openai.ChatCompletionRequest) turn {
 	for i, m := range req.Messages {
 		text := content(m)
 		if found := pattern("identity").FindStringSubmatch(text); m.Role == openai.ChatMessageRoleSystem && found != nil {
-			t.identity = "I am " + truncate(cmp.Or(found[2], found[1]), maxDescription) + "."
+			t.identity = "I am " + textcut.Text(cmp.Or(found[2], found[1]), maxDescription) + "."
 		}
 		if m.Role != openai.ChatMessageRoleUser {
 			continue

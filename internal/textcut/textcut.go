@@ -1,0 +1,17 @@
+// Package textcut bounds texts at whole characters.
+package textcut
+
+import "strings"
+
+// Text returns a text of at most limit bytes, or its beginning and an ellipsis.
+func Text(text string, limit int) string {
+	if len(text) <= limit {
+		return text
+	}
+	return strings.ToValidUTF8(text[:limit], "") + "…"
+}
+
+// Stored is [Text] with U+FFFD in place of what PostgreSQL cannot store: broken characters and NUL.
+func Stored(text string, limit int) string {
+	return Text(strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD"), limit)
+}
