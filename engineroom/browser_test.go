@@ -26,6 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // rowList is a page with a list whose rows a test sets. Its server can be cut off from its viewers.
@@ -197,7 +198,7 @@ func TestAFormThatIsRefusedHasAgainWhatWasWritten(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	p := browser.Open(t, browser.Look{})
-	p.Go(server.URL + "/executions/" + execution(t, pool, "failed", "flow", "import"))
+	p.Go(server.URL + "/executions/" + rows.Execution(t, pool, "failed", "flow", "import"))
 	p.Type("#fork input[name=from]", "pay")
 	p.Eval(`document.querySelector("#fork textarea").value = ""`, nil)
 	p.Type("#fork textarea", `{"rows": 7`)
@@ -259,9 +260,9 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 	id, run := seedTrace(t, pool)
 	spend(t, pool, text, "model-one", "0.75", "0")
 	spend(t, pool, "reflect", "model-two", "0.25", "2 days")
-	waiting := execution(t, pool, "waiting", "flow", "onboarding")
+	waiting := rows.Execution(t, pool, "waiting", "flow", "onboarding")
 	for _, status := range []string{"pending", "running", "completed", "failed", "timeout", "cancelled"} {
-		execution(t, pool, status, "chat", text)
+		rows.Execution(t, pool, status, "chat", text)
 	}
 	asked(t, pool, "consumed", `{"table": "orders", "limit": 10}`, 5)
 	approval := asked(t, pool, "pending", fmt.Sprintf(`{"table": "orders", "limit": 20, "why": %s}`, quoted(t, text)), 5)
@@ -277,23 +278,24 @@ func populated(t *testing.T, pool *pgxpool.Pool, text string) map[string]string 
 		Keys: []string{"web"},
 	})
 	acts(t, pool, agents.Definition{Name: "billing", Memory: "own", Instructions: text})
-	called(t, pool, "fetch", "error", text, 3)
-	called(t, pool, "fetch", "success", "", 9)
+	rows.Calls(t, pool, "fetch", "error", text, 3)
+	rows.Calls(t, pool, "fetch", "success", "", 9)
 	spoken(t, pool, text, text, "completed")
-	quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq)
+	rows.Quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq)
 		values ('talk', 'chat', 'key1', $1, 3)`, text)
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status)
 		  values ('talk', 1, 1, 'user', $1, 'received'),
 		       ('talk', 2, 1, 'assistant', $1, 'sent'), ('talk', null, null, 'assistant', $1, 'queued')`, text)
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values
 		       ('thread:talk', 'x', 1, now() + interval '1 hour', $1::uuid),
 		         ('pipeline:prices', 'somebody', 2, now() + interval '1 hour', null)`, waiting)
 	model := pgtest.Value[string](t, pool, `select id::text from agent_activity where trace_id = $1 and kind = 'model'`,
 		string(id))
 	older, newer := tried(t, pool, text)
-	quiet(t, pool, `insert into agent_eval_labels (run_id, suite, case_name, trial, principal, answer, answer_digest, good, note)
+	rows.Quiet(t, pool, `
+		insert into agent_eval_labels (run_id, suite, case_name, trial, principal, answer, answer_digest, good, note)
 		values ($1::uuid, 'returns', 'late', 2, 'anna', $2, 'x', false, left($2, 2000))`, newer, text)
 	return map[string]string{
 		"span": model, "run span": run,

@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // bulks are the ids that a page offers to act on, by the action.
@@ -31,12 +32,12 @@ func bulks(body string) map[string]string {
 func TestWhatAFilterMatchesIsRetriedOrCancelledTogether(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	first, second := execution(t, pool, "failed", "flow", "ship"), execution(t, pool, "timeout", "flow", "ship")
-	retried := execution(t, pool, "failed", "flow", "ship")
-	fork := execution(t, pool, "running", "flow", "ship")
-	quiet(t, pool, `update agent_executions set forked_from = $1::uuid where id = $2::uuid`, retried, fork)
-	execution(t, pool, "completed", "flow", "ship")
-	other := execution(t, pool, "waiting", "chat", "talk")
+	first, second := rows.Execution(t, pool, "failed", "flow", "ship"), rows.Execution(t, pool, "timeout", "flow", "ship")
+	retried := rows.Execution(t, pool, "failed", "flow", "ship")
+	fork := rows.Execution(t, pool, "running", "flow", "ship")
+	rows.Quiet(t, pool, `update agent_executions set forked_from = $1::uuid where id = $2::uuid`, retried, fork)
+	rows.Execution(t, pool, "completed", "flow", "ship")
+	other := rows.Execution(t, pool, "waiting", "chat", "talk")
 	trace := put(t, pool, `select trace_id from agent_executions where id = $1::uuid`, first)
 	for query, want := range map[string]map[string]string{
 		"":                           {},
@@ -56,10 +57,10 @@ func TestWhatAFilterMatchesIsRetriedOrCancelledTogether(t *testing.T) {
 			"%q offers %v, want %v", query, got, want)
 	}
 	shows(t, server.URL+"/executions?failed=1", "Retry all 2", `name="reason" required`)
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status) select 'fl_' || n, 'flow', 'many', 'pending'
 		  from generate_series(1, 201) n`)
-	quiet(t, pool, `update agent_executions set error_message = 'no answer' where status in ('failed', 'timeout')`)
+	rows.Quiet(t, pool, `update agent_executions set error_message = 'no answer' where status in ('failed', 'timeout')`)
 	body := shows(t, server.URL+"/executions?flow=many", "Cancel the newest 200")
 	assert.Equal(t, 200, len(strings.Fields(bulks(body)["cancel"])))
 	links := regexp.MustCompile(`href="(/executions\?failed=1&amp;since=[^"]*)"`).FindStringSubmatch(shows(t, server.URL+"/"))

@@ -11,12 +11,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // twoDays puts two days of runs, model calls and skill calls into the database and counts them.
 func twoDays(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, wait_number, created_at, started_at,
 		  completed_at)
 		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), 'flow',

@@ -17,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
@@ -180,7 +181,8 @@ func TestATraceBecomesACase(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	const id = "ch_01J8052XG1XHJAZ95GX5TCNBAZ"
-	quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage, input) values
+	rows.Quiet(t, pool, `
+		insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage, input) values
 		($1, 'chat', 'model_call', 'model', 'success', '{"total_tokens": 9}', '{"messages": [{"role": "user", "content": "<b>Order</b> 7?"}]}')`, id)
 	shows(t, server.URL+"/traces/"+id, `href="/evals/from/`+id+`"`)
 	shows(t, server.URL+"/evals/from/"+id, "name: from-traces", "&lt;b&gt;Order&lt;/b&gt; 7?", `class="copy"`, "agent eval add "+id)
@@ -188,7 +190,7 @@ func TestATraceBecomesACase(t *testing.T) {
 	shows(t, server.URL+"/evals/from/"+id+"?suite=returns", "<code>name: returns</code>", "/case.yaml?suite=returns")
 	status, text := testkit.Get(t, server.URL+"/evals/from/"+id+"/case.yaml?suite=returns")
 	assert.Truef(t, status == http.StatusOK && strings.HasPrefix(text, "  - name: from "+id+"\n"), "%d %s", status, text)
-	quiet(t, pool, `update agent_activity set input = '{}'`)
+	rows.Quiet(t, pool, `update agent_activity set input = '{}'`)
 	shows(t, server.URL+"/evals/from/"+id, "No case can be made")
 }
 
@@ -240,7 +242,7 @@ func TestEvalButtonsDependOnTheRole(t *testing.T) {
 	t.Cleanup(server.Close)
 	_, newer := tried(t, pool, "Money back!")
 	const trace = "ch_01J8052XG1XHJAZ95GX5TCNBAZ"
-	quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage) values
+	rows.Quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name, kind, status, token_usage) values
 		($1, 'chat', 'model_call', 'model', 'success', '{"total_tokens": 9}')`, trace)
 	p := browser.Open(t, browser.Look{})
 	for _, c := range []struct {
@@ -307,7 +309,7 @@ func TestSpendOfEvalsIsASurfaceOfItsOwn(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	spend(t, pool, "advance_plan", "model-one", "0.75", "0")
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_activity (trace_id, kind, skill_name, purpose, model, surface, cost_usd, token_usage, led_to)
 		values ('ev_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'model', 'model_call', 'eval', 'model-one', 'eval', 0.25,
 		  '{"prompt_tokens": 400, "completion_tokens": 100, "total_tokens": 500}', '{"check_order": 1}'),

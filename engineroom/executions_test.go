@@ -11,41 +11,12 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/jackc/pgx/v5/pgxpool"
-
 	"github.com/lanekeeper/lanekeeper/internal/assert"
-	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
-
-// quiet runs statements without triggers, so that a test can write rows in any state.
-func quiet(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
-	t.Helper()
-	tx := pgtest.Begin(t, pool)
-	pgtest.Exec(t, tx, `set local session_replication_role = replica`)
-	pgtest.Exec(t, tx, sql, args...)
-	require.NoError(t, tx.Commit(t.Context()))
-}
-
-// execution makes one in a state.
-func execution(t *testing.T, pool *pgxpool.Pool, status, surface, flow string) string {
-	t.Helper()
-	id := put(t, pool, `select lanekeeper.agent_uuid7()::text`)
-	quiet(t, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, outside, status, waiting_for, waiting_key, waiting_until,
-		  waiting_step, updated_at, completed_at)
-		select @id::uuid, lanekeeper.agent_trace_id('fl'), @surface, @flow, @flow like 'external%', @status::text, x.kind,
-		  x.key, x.until, x.step, x.at, x.ended
-		  from (select case when @status = 'waiting' then 'event' end as kind, case when @status = 'waiting' then 'news' end
-		    as key,
-		               case when @status = 'waiting' then clock_timestamp() + interval '1 hour' end as until,
-		               case when @status = 'waiting' then 'wait for news' end as step, clock_timestamp() as at,
-		               case when @status not in ('pending', 'running', 'waiting') then clock_timestamp() end as ended) x`,
-		postgres.Strict{"id": id, "status": status, "surface": surface, "flow": flow})
-	return id
-}
 
 // Completed ones are in no index of states: they are counted among the newest, and where there are others, the count
 // says that it is not all.
@@ -53,12 +24,12 @@ func TestCompletedExecutionsAreCountedAmongTheNewest(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	for range 3 {
-		execution(t, pool, "completed", "chat", "flow")
+		rows.Execution(t, pool, "completed", "chat", "flow")
 	}
 	shows(t, server.URL+"/executions", "completed")
 	counts, err := (&Room{Options: Options{Read: replica.Primary(pool)}}).countStates(t.Context())
 	assert.Truef(t, err == nil && counts["completed"] == "3" && counts["failed"] == "0", "counted %v, %v", counts, err)
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, outside, status, completed_at)
 		select lanekeeper.agent_uuid7(clock_timestamp() - interval '1 hour'), 'fl_1', 'flow', 'flow', false, 'failed',
 		  clock_timestamp()
@@ -85,10 +56,10 @@ func TestExecutionsAreListedByState(t *testing.T) {
 	shows(t, server.URL+"/executions", "No execution yet", "The queue is empty")
 	ids := map[string]string{}
 	for i, status := range executionStatuses() {
-		ids[status] = execution(t, pool, status, []string{"chat", "webhook"}[i%2], "flow_"+status)
+		ids[status] = rows.Execution(t, pool, status, []string{"chat", "webhook"}[i%2], "flow_"+status)
 	}
 	// One that a worker has is in no index of its flow.
-	quiet(t, pool, `update agent_executions set claimed_by = lanekeeper.agent_uuid7() where status = 'running'`)
+	rows.Quiet(t, pool, `update agent_executions set claimed_by = lanekeeper.agent_uuid7() where status = 'running'`)
 	trace := put(t, pool, `select trace_id from agent_executions where id = $1`, ids["failed"])
 	for query, want := range map[string]string{
 		"":                                       "pending running waiting completed failed timeout cancelled",
@@ -141,7 +112,7 @@ func TestExecutionsAreListedByState(t *testing.T) {
 		assert.Truef(t, !strings.Contains(body, flows[1]),
 			"/traces?surface=%s shows %s, which is of another", surface, flows[1])
 	}
-	quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours',
+	rows.Quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours',
 		updated_at = now() - interval '2 hours' where status = 'waiting'`)
 	assert.Equal(t, "waiting", listed(shows(t, server.URL+"/executions?view=stuck"), ids))
 	for query, why := range map[string]string{
@@ -165,7 +136,7 @@ func next(body, after string) string {
 func TestARareCombinationIsLookedForInSteps(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status)
 		select lanekeeper.agent_uuid7(clock_timestamp() - n * interval '1 second'), 'fl_' || n, case
 		  when n > @looked then 'chat' else 'flow' end, 'f',
@@ -187,16 +158,16 @@ func TestARareCombinationIsLookedForInSteps(t *testing.T) {
 func TestTheQueueAndItsLimitsAreShown(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	execution(t, pool, "pending", "chat", "greet")
-	execution(t, pool, "pending", "chat", "greet")
-	quiet(t, pool, `insert into agent_limits values ('flow', 'greet', 0), ('surface', 'chat', 3)`)
+	rows.Execution(t, pool, "pending", "chat", "greet")
+	rows.Execution(t, pool, "pending", "chat", "greet")
+	rows.Quiet(t, pool, `insert into agent_limits values ('flow', 'greet', 0), ('surface', 'chat', 3)`)
 	shows(t, server.URL+"/executions", `aria-label="2 ready, flow greet, surface chat`, "full", "surface=chat")
 }
 
 func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	id := execution(t, pool, "waiting", "flow", "greet")
+	id := rows.Execution(t, pool, "waiting", "flow", "greet")
 	body := shows(t, server.URL+"/executions/"+id, "Waits for event", "EVENT_COMPLETED", `name="key" value="news"`,
 		`action="/act/v1/events"`,
 		"wait for news", `action="/act/v1/executions/`+id+`/cancel"`, `action="/act/v1/executions/`+id+`/fork"`,
@@ -207,13 +178,13 @@ func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
 		"approval": `href="/approvals/news"`, "agent": `href="/executions/news"`, "lane": `href="/lanes"`,
 		"delay": "the clock",
 	} {
-		quiet(t, pool, `update agent_executions set waiting_for = $2 where id = $1`, id, kind)
+		rows.Quiet(t, pool, `update agent_executions set waiting_for = $2 where id = $1`, id, kind)
 		body := shows(t, server.URL+"/executions/"+id, want)
 		assert.Truef(t, !strings.Contains(body, "/act/v1/events"), "the end of a wait for %s can be raised by hand", kind)
 	}
 	// a form would send another key
 	for _, key := range []string{"password=hunter22", "\u202eyek", strings.Repeat("k", maxEventKey+1)} {
-		quiet(t, pool, `update agent_executions set waiting_for = 'event', waiting_key = $2 where id = $1`, id, key)
+		rows.Quiet(t, pool, `update agent_executions set waiting_for = 'event', waiting_key = $2 where id = $1`, id, key)
 		body := shows(t, server.URL+"/executions/"+id)
 		assert.Truef(t, !strings.Contains(body, "/act/v1/events") && !strings.Contains(body, "hunter22"),
 			"%.20q is a field of a form", key)
@@ -227,8 +198,9 @@ func TestAnExecutionThatWaitsSaysForWhat(t *testing.T) {
 func TestAnExecutionThatFailedCanBeRetried(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	id := execution(t, pool, "failed", "flow", "greet")
-	quiet(t, pool, `update agent_executions set error_message = 'the roof is off', failed_step = 'lift' where id = $1`, id)
+	id := rows.Execution(t, pool, "failed", "flow", "greet")
+	rows.Quiet(t, pool, `
+		update agent_executions set error_message = 'the roof is off', failed_step = 'lift' where id = $1`, id)
 	body := shows(t, server.URL+"/executions/"+id, `action="/act/v1/executions/`+id+`/retry"`, "the roof is off",
 		"Failed step", "Ended: failed")
 	assert.True(t, !strings.Contains(body, "/cancel") && !strings.Contains(body, "Emit the event"),
@@ -238,15 +210,15 @@ func TestAnExecutionThatFailedCanBeRetried(t *testing.T) {
 func TestTheTimelineGoesOnOverPages(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	id := execution(t, pool, "waiting", "flow", "greet")
-	quiet(t, pool, `
+	id := rows.Execution(t, pool, "waiting", "flow", "greet")
+	rows.Quiet(t, pool, `
 		insert into agent_checkpoints (execution_id, step, claim, failed, output, created_at)
 		select @id::uuid, 'step ' || n, 1 + n / 50, n = 60, case
 		  when n = 61 then '{"event": "EVENT_COMPLETED", "timed_out": false}'::jsonb
 		         when n = 62 then '{"event": "EVENT_COMPLETED", "timed_out": true}'::jsonb else to_jsonb(n) end,
 		           now() - (100 - n / 2) * interval '1 second'
 		  from generate_series(1, 90) n`, postgres.Strict{"id": id})
-	quiet(t, pool, `update agent_executions set created_at = now() - interval '1 hour',
+	rows.Quiet(t, pool, `update agent_executions set created_at = now() - interval '1 hour',
 		started_at = now() - interval '1 hour', wait_number = 3 where id = $1`, id)
 	path, seen := "/executions/"+id, map[string]int{}
 	for pages := 0; path != ""; pages++ {
@@ -275,21 +247,22 @@ func TestTheTimelineGoesOnOverPages(t *testing.T) {
 func TestAnExecutionShowsItsFamily(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	root, here, child, fork := execution(t, pool, "waiting", "flow", "root"),
-		execution(t, pool, "running", "flow", "here"),
-		execution(t, pool, "completed", "flow", "child"), execution(t, pool, "pending", "flow", "forked")
-	quiet(t, pool, `update agent_executions set parent_id = $1 where id = $2`, root, here)
-	quiet(t, pool, `update agent_executions set parent_id = $1 where id = $2`, here, child)
-	quiet(t, pool, `update agent_executions set forked_from = $1, forked_step = 'pay' where id = $2`, here, fork)
-	quiet(t, pool, `insert into agent_checkpoints (execution_id, step, claim, created_at)
+	root, here, child, fork := rows.Execution(t, pool, "waiting", "flow", "root"),
+		rows.Execution(t, pool, "running", "flow", "here"),
+		rows.Execution(t, pool, "completed", "flow", "child"), rows.Execution(t, pool, "pending", "flow", "forked")
+	rows.Quiet(t, pool, `update agent_executions set parent_id = $1 where id = $2`, root, here)
+	rows.Quiet(t, pool, `update agent_executions set parent_id = $1 where id = $2`, here, child)
+	rows.Quiet(t, pool, `update agent_executions set forked_from = $1, forked_step = 'pay' where id = $2`, here, fork)
+	rows.Quiet(t, pool, `insert into agent_checkpoints (execution_id, step, claim, created_at)
 		values ($1, 'before', 1, now() - interval '1 day')`, fork)
 	shows(t, server.URL+"/executions/"+here, "(this one)", `id="relative-`+root, `id="relative-`+child, `id="fork-`+fork,
 		"from step", "Started by")
 	shows(t, server.URL+"/executions/"+fork, "Forked from", "before step", "taken over")
 	shows(t, server.URL+"/executions", "child of", ">parent</span>", "fork of")
-	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id) select 'x', 'flow', 'many',
+	rows.Quiet(t, pool, `
+		insert into agent_executions (trace_id, surface, flow, status, parent_id) select 'x', 'flow', 'many',
 		'pending', $1 from generate_series(1, 120)`, child)
-	quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id)
+	rows.Quiet(t, pool, `insert into agent_executions (trace_id, surface, flow, status, parent_id)
 		select 'x', 'flow', 'more', 'pending', id from agent_executions where flow = 'many'`)
 	body := shows(t, server.URL+"/executions/"+here, "The list is cut")
 	assert.Equal(t, maxTree+2, strings.Count(body, `id="relative-`))
@@ -298,20 +271,21 @@ func TestAnExecutionShowsItsFamily(t *testing.T) {
 func TestAnExecutionShowsWhoRunsItAndItsLanes(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	id, other := execution(t, pool, "running", "flow", "external:crawler"), execution(t, pool, "running", "flow", "other")
-	quiet(t, pool, `
+	id, other := rows.Execution(t, pool, "running", "flow", "external:crawler"),
+		rows.Execution(t, pool, "running", "flow", "other")
+	rows.Quiet(t, pool, `
 		with w as (insert into agent_workers (name, kind, owner, lock_id, expires_at)
 		  values ('w', 'outside', 'the crawler', 'a secret of a lock', now() + interval '1 minute') returning id)
 		update agent_executions set claimed_by = w.id, claim = 7, started_at = now() from w
 		  where agent_executions.id = $1`, id)
-	quiet(t, pool, `insert into agent_status_changes (execution_id, n, status) values ($1, 1, 'pending'),
+	rows.Quiet(t, pool, `insert into agent_status_changes (execution_id, n, status) values ($1, 1, 'pending'),
 		($1, 2, 'running')`, id)
-	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values
+	rows.Quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id) values
 		('pipeline:prices', 'x', 1, now() + interval '1 hour', $1), ('thread:t1', 'x', 2, now() + interval '1 hour', $1),
 		('pipeline:lent', 'y', 3, now() + interval '1 hour', $2)`, id, other)
-	quiet(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
+	rows.Quiet(t, pool, `insert into agent_lock_loans (lane, depth, lender, borrower, ttl_seconds)
 		values ('thread:t1', 1, $2, $1, 60), ('pipeline:lent', 1, $1, $2, 60)`, id, other)
-	quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id)
+	rows.Quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status, execution_id)
 		values ('t1', 1, 1, 'assistant', 'here it is', 'sent', $1)`, id)
 	body := shows(t, server.URL+"/executions/"+id, "the crawler", "number 7", "pipeline:prices", "borrowed from",
 		"lent to", "here it is", "Became running")
@@ -321,13 +295,13 @@ func TestAnExecutionShowsWhoRunsItAndItsLanes(t *testing.T) {
 func TestValuesAreShownWithoutSecrets(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	id := execution(t, pool, "completed", "flow", "greet")
-	quiet(t, pool, `update agent_executions set input = '{"password": "hunter22", "n": 9007199254740993}',
+	id := rows.Execution(t, pool, "completed", "flow", "greet")
+	rows.Quiet(t, pool, `update agent_executions set input = '{"password": "hunter22", "n": 9007199254740993}',
 		result = '{"ok": true}' where id = $1`, id)
 	body := shows(t, server.URL+"/executions/"+id, "[redacted]", "9007199254740993", "&#34;ok&#34;: true",
 		"has values that are not shown")
 	assert.True(t, !strings.Contains(body, "hunter22"), "a secret is shown")
-	quiet(t, pool, `update agent_executions set input = '{"n": 9007199254740993}' where id = $1`, id)
+	rows.Quiet(t, pool, `update agent_executions set input = '{"n": 9007199254740993}' where id = $1`, id)
 	body = shows(t, server.URL+"/executions/"+id)
 	_, form, _ := strings.Cut(body, `<textarea name="input"`)
 	assert.True(t, strings.Contains(form[:300], "9007199254740993"), "the form does not begin with the input")
@@ -335,7 +309,7 @@ func TestValuesAreShownWithoutSecrets(t *testing.T) {
 		"long": fmt.Sprintf(`{"a": %q}`, strings.Repeat("a", 9000)), "turned": "{\"a\": \"\u202e\"}",
 		"deep": strings.Repeat("[", 1500) + strings.Repeat("]", 1500),
 	} {
-		quiet(t, pool, `update agent_executions set input = $2::jsonb where id = $1`, id, input)
+		rows.Quiet(t, pool, `update agent_executions set input = $2::jsonb where id = $1`, id, input)
 		body = shows(t, server.URL+"/executions/"+id, "The input is not shown here")
 		assert.Truef(t, len(body) <= 100_000, "%s: the page has %d bytes", name, len(body))
 	}
@@ -377,10 +351,11 @@ func pulls(t *testing.T, body string) []string {
 func TestExecutionsAndThreadsHaveActionsOfTheTable(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	waiting, failed := execution(t, pool, "waiting", "flow", "greet"), execution(t, pool, "failed", "flow", "greet")
-	quiet(t, pool, `update agent_executions set flow_version = 2`)
-	quiet(t, pool, `insert into agent_threads (id, channel) values ('a/b:ü ?#%', 'chat')`)
-	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
+	waiting, failed := rows.Execution(t, pool, "waiting", "flow", "greet"),
+		rows.Execution(t, pool, "failed", "flow", "greet")
+	rows.Quiet(t, pool, `update agent_executions set flow_version = 2`)
+	rows.Quiet(t, pool, `insert into agent_threads (id, channel) values ('a/b:ü ?#%', 'chat')`)
+	rows.Quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
 		values ('thread:a/b:ü ?#%', 'x', 1, now() + interval '1 hour')`)
 	for path, want := range map[string]string{
 		"/executions/" + waiting:            "events executions/{id}/cancel executions/{id}/fork",
@@ -397,14 +372,14 @@ func TestThreadsAreListed(t *testing.T) {
 	shows(t, server.URL+"/threads", "No conversation yet")
 	shows(t, server.URL+"/threads?view=held", "No thread is held")
 	shows(t, server.URL+"/threads?view=queue", "No message is queued")
-	x := execution(t, pool, "running", "chat", "chat")
-	quiet(t, pool, `
+	x := rows.Execution(t, pool, "running", "chat", "chat")
+	rows.Quiet(t, pool, `
 		insert into agent_threads (id, channel, owner, participant, next_seq) values ('a/b c', 'chat', 'key1', 'Ana', 3),
 		  ('other', 'log', 'key2', 'Ben', 1)`)
-	quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status)
+	rows.Quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status)
 		values ('a/b c', 1, 1, 'user', 'a question', 'received'),
 		('a/b c', 2, 1, 'assistant', 'an answer', 'sent'), ('a/b c', null, null, 'assistant', 'later', 'queued')`)
-	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
+	rows.Quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
 		values ('thread:a/b c', 'x', 1, now() + interval '1 hour', $1)`, x)
 	for query, want := range map[string]string{
 		"": "Ana Ben", "?channel=log": "Ben", "?owner=key1": "Ana", "?owner=key1&channel=log": "", "?view=held": "Ana",
@@ -427,23 +402,23 @@ func TestThreadsAreListed(t *testing.T) {
 func TestAConversationIsShown(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	x := execution(t, pool, "running", "chat", "chat")
-	quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq, summary, summary_through)
+	x := rows.Execution(t, pool, "running", "chat", "chat")
+	rows.Quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, next_seq, summary, summary_through)
 		values ('a/b', 'chat', 'key1', 'Ana', 121, 'of prices', 3)`)
 	address := server.URL + "/threads/" + url.PathEscape("a/b")
 	shows(t, address, "Thread with Ana", "No messages yet", "No message is queued",
 		"nobody; the next speaker takes it", "of prices")
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, status, trace_id)
 		select 'a/b', n, n - (n + 1) % 2, case n % 2 when 1 then 'user' else 'assistant' end, 'words ' || n || '.', case n % 2
 		  when 1 then 'received' else 'sent' end, 'ch_1'
 		  from generate_series(1, 121) n`)
-	quiet(t, pool, `insert into agent_messages (thread_id, role, content, status, execution_id, error_message) values
+	rows.Quiet(t, pool, `insert into agent_messages (thread_id, role, content, status, execution_id, error_message) values
 		('a/b', 'assistant', 'first in line', 'queued', $1, null), ('a/b', 'assistant', 'second in line', 'queued', $1, null),
 		('a/b', 'assistant', 'never mind', 'withdrawn', $1, 'taken back')`, x)
-	quiet(t, pool, `update agent_executions set thread_id = 'a/b' where id = $1`, x)
-	quiet(t, pool, `insert into agent_message_drafts (execution_id, claim, content) values ($1, 1, 'I am just')`, x)
-	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
+	rows.Quiet(t, pool, `update agent_executions set thread_id = 'a/b' where id = $1`, x)
+	rows.Quiet(t, pool, `insert into agent_message_drafts (execution_id, claim, content) values ($1, 1, 'I am just')`, x)
+	rows.Quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at, execution_id)
 		values ('thread:a/b', 'x', 1, now() + interval '1 hour', $1)`, x)
 	body := shows(t, address, "words 121.", "words 72.", "place 1 in the queue", "place 2 in the queue", "never mind",
 		"taken back", "I am just",

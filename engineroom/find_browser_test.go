@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // lands follows redirects and returns where an address leads to, with its text.
@@ -36,13 +37,13 @@ const (
 func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	quiet(t, pool, `insert into agent_executions (id, trace_id, surface, flow, status)
+	rows.Quiet(t, pool, `insert into agent_executions (id, trace_id, surface, flow, status)
 		values ($1, $2, 'chat', 'refund_order', 'completed')`,
 		fragmentRun, fragmentTrace)
-	quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name) values ($1, 'chat', 'pay_back')`,
+	rows.Quiet(t, pool, `insert into agent_activity (trace_id, surface, skill_name) values ($1, 'chat', 'pay_back')`,
 		fragmentTrace)
 	for range 3 {
-		execution(t, pool, "completed", "flow", "other")
+		rows.Execution(t, pool, "completed", "flow", "other")
 	}
 	for _, part := range []string{
 		"88e6e4f1c345", "f1c345", "01a2d7d3", "01a2d7d3-9f52", "01A2D7D3-9F52-7E3C-B8AB-88E6E4F1C345", "01a2d7d3…c345",
@@ -72,7 +73,7 @@ func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
 	}
 
 	// Several are listed, and none says what was searched.
-	quiet(t, pool, `insert into agent_executions (id, trace_id, surface, flow, status)
+	rows.Quiet(t, pool, `insert into agent_executions (id, trace_id, surface, flow, status)
 		values ('01a2d7d3-9f53-7e3c-b8ab-88e6e4f1c345', 'hb_01JD3V7K8ZQ6W2M5T9X44YGH90', 'chat', 'second', 'completed')`)
 	path, body := lands(t, server.URL+"/executions/88e6e4f1c345")
 	assert.Equal(t, "/find", path)
@@ -90,12 +91,12 @@ func TestAPartOfAnIDIsFoundWhereverItIsPasted(t *testing.T) {
 func TestNamesAreFoundByAPart(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	skill(t, pool, "fetch_price", "Fetches what oil costs.", "", "")
+	rows.Skill(t, pool, "fetch_price", "Fetches what oil costs.", "", "")
 	scheduled(t, pool, "weekly_report")
 	aims(t, pool, "grow_sales")
 	keeps(t, pool, "facts", "Price_of_oil", "90")
-	execution(t, pool, "failed", "flow", "import_orders")
-	quiet(t, pool, `insert into agent_threads (id, channel, participant) values ('talk-7', 'chat', 'Ana Müller')`)
+	rows.Execution(t, pool, "failed", "flow", "import_orders")
+	rows.Quiet(t, pool, `insert into agent_threads (id, channel, participant) values ('talk-7', 'chat', 'Ana Müller')`)
 	for text, want := range map[string]string{
 		"FETCH": "/skills/fetch_price", "oil costs": "/skills/fetch_price", "week": "/automations/weekly_report",
 		"SALES": "/objectives/grow_sales", "price_of": "/memory/Price_of_oil", "IMPORT": "/executions?flow=import_orders",
@@ -119,8 +120,8 @@ func TestNamesAreFoundByAPart(t *testing.T) {
 func TestFindIsOpenedByKeysAndLeadsOn(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	skill(t, pool, "fetch_price", "Fetches.", "", "")
-	skill(t, pool, "fetch_news", "Fetches.", "", "")
+	rows.Skill(t, pool, "fetch_price", "Fetches.", "", "")
+	rows.Skill(t, pool, "fetch_news", "Fetches.", "", "")
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/skills/fetch_price")
 	p.Go(server.URL + "/lanes")
@@ -183,7 +184,7 @@ func TestAPhoneHasCardsAndItsPagesAtTheLowerEdge(t *testing.T) {
 func TestAnApprovalIsDecidedWithOneThumb(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	skill(t, pool, "refund", "Refunds.", "", "")
+	rows.Skill(t, pool, "refund", "Refunds.", "", "")
 	asked(t, pool, "pending", `{"order": 1042, "amount": "12.50"}`, 5)
 	for _, width := range []int64{390, 320} {
 		p := browser.Open(t, browser.Look{Width: width, Height: 844})
@@ -202,7 +203,7 @@ func TestFiltersAreChipsAndViewsAreKept(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	for _, flow := range []string{"import_orders", "import_orders", "import_prices", "other"} {
-		execution(t, pool, "failed", "flow", flow)
+		rows.Execution(t, pool, "failed", "flow", flow)
 	}
 	body := shows(t, server.URL+"/executions?flow=IMPORT&failed=1", "import_orders", "import_prices",
 		`<option value="import_orders" label="2">`)
@@ -259,7 +260,7 @@ func plenty(t *testing.T, pool *pgxpool.Pool) {
 	for _, name := range []string{"sales", "billing", "support_for_large_customers"} {
 		acts(t, pool, agents.Definition{Name: name, Description: "Answers what customers of " + name + " ask."})
 	}
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, agent, status, attempt, created_at, started_at, updated_at,
 		  completed_at,
 		  result_summary, error_message, waiting_for, waiting_key, waiting_until, waiting_step)
@@ -281,7 +282,7 @@ func plenty(t *testing.T, pool *pgxpool.Pool) {
 		          (array['completed', 'completed', 'failed', 'running', 'waiting', 'completed', 'timeout',
 		            'cancelled'])[1 + n % 8] as status
 		          from generate_series(1, 60) n) x`)
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_activity (id, trace_id, execution_id, surface, agent, kind, skill_name, purpose, status,
 		  error_message, error_class,
 		  cost_usd, duration_ms, token_usage, created_at)
@@ -299,14 +300,14 @@ func plenty(t *testing.T, pool *pgxpool.Pool) {
 		ran(t, pool, scheduled(t, pool, name), []string{"success", "dead", "error"}[n%3])
 		aims(t, pool, "goal_"+name)
 		keeps(t, pool, []string{"facts", "lessons"}[n%2], "price_of_"+name, "It costs 12 EUR since Monday.")
-		skill(t, pool, "skill_"+name, "Makes the report of the week and sends it.", "", "")
+		rows.Skill(t, pool, "skill_"+name, "Makes the report of the week and sends it.", "", "")
 		asked(t, pool, "pending", fmt.Sprintf(`{"order": %d, "amount": "12.50", "reason": "broken on arrival"}`, n), 5)
-		quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, agent, next_seq)
+		rows.Quiet(t, pool, `insert into agent_threads (id, channel, owner, participant, agent, next_seq)
 			values ($1, 'chat', 'shop', 'Customer ' || $1, 'sales', 2)`, fmt.Sprintf("visitor:%d", n))
-		quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status)
+		rows.Quiet(t, pool, `insert into agent_messages (thread_id, seq, turn, role, content, status)
 			values ($1, 1, 1, 'user', 'Where is my order 1042? I was told on Monday that it is on its way.',
 			'received')`, fmt.Sprintf("visitor:%d", n))
-		quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
+		rows.Quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at)
 			values ($1, 'somebody', 1, now() + interval '1 hour')`,
 			fmt.Sprintf("pipeline:prices:%d", n))
 	}

@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // process is a process that runs flows in Go, with a lease of so many seconds.
@@ -26,8 +27,8 @@ func process(t *testing.T, pool *pgxpool.Pool, name string, lease int, inGo ...s
 // lockedOutside is an execution that a worker outside has locked.
 func lockedOutside(t *testing.T, pool *pgxpool.Pool, flow, owner string) {
 	t.Helper()
-	id := execution(t, pool, "running", "flow", flow)
-	quiet(t, pool, `
+	id := rows.Execution(t, pool, "running", "flow", flow)
+	rows.Quiet(t, pool, `
 		with w as (insert into agent_workers (kind, owner, lock_id, execution_id, claim, expires_at)
 		  values ('outside', $2, 'lock-Zq81xLm0', $1::uuid, 1, clock_timestamp() + interval '1 minute') returning id)
 		update agent_executions x set claimed_by = w.id, claim = 1 from w where x.id = $1::uuid`, id, owner)
@@ -54,11 +55,11 @@ func TestFlowsAreListedWithTheirRunsAndStarted(t *testing.T) {
 	require.NoError(t, err)
 	process(t, pool, "host-1", 60, "ship", "heartbeat")
 	for _, status := range []string{"completed", "failed", "timeout"} {
-		execution(t, pool, status, "flow", "ship")
+		rows.Execution(t, pool, status, "flow", "ship")
 	}
-	id := execution(t, pool, "completed", "flow", "external:sum")
-	quiet(t, pool, `update agent_executions set input = '{"start": 10}' where id = $1::uuid`, id)
-	quiet(t, pool, `update agent_executions set input = '{"password": "hunter2-Zq81xLm0Kk77"}' where flow = 'ship'`)
+	id := rows.Execution(t, pool, "completed", "flow", "external:sum")
+	rows.Quiet(t, pool, `update agent_executions set input = '{"start": 10}' where id = $1::uuid`, id)
+	rows.Quiet(t, pool, `update agent_executions set input = '{"password": "hunter2-Zq81xLm0Kk77"}' where flow = 'ship'`)
 	room, err := New(Options{Pool: pool, Agent: "agent"}) // it has kept no suggestions
 	require.NoError(t, err)
 	list := served(t, room).URL
@@ -128,13 +129,13 @@ func TestProcessesAndWorkersAreListed(t *testing.T) {
 	gone := process(t, pool, "host-2 pid 8", -60, "bill")
 	process(t, pool, "host-3 pid 9", -3600, "old")
 	lockedOutside(t, pool, "external:sum", "sum <worker>")
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_executions (trace_id, surface, flow, status, claimed_by) select 'fl_3', 'flow', 'ship', 'running', $1::uuid
 		  from generate_series(1, 2)`, live)
 	for name, left := range map[string]string{
 		"idle one": "1 minute", "sum <worker>": "1 minute", "gone home": "-1 second",
 	} {
-		quiet(t, pool, `insert into agent_idle_workers (owner, flows, expires_at)
+		rows.Quiet(t, pool, `insert into agent_idle_workers (owner, flows, expires_at)
 			values ($1, '{external:mul}', clock_timestamp() + $2::text::interval)`, name, left)
 	}
 	body := shows(t, server.URL+"/lanes")
@@ -159,8 +160,9 @@ func TestAPendingExecutionSaysThatNothingRunsIt(t *testing.T) {
 	require.NoError(t, err)
 	says := func(status, flow, text string) {
 		t.Helper()
-		id := execution(t, pool, status, "flow", flow)
-		quiet(t, pool, `update agent_executions set updated_at = updated_at - interval '1 minute' where id = $1::uuid`, id)
+		id := rows.Execution(t, pool, status, "flow", flow)
+		rows.Quiet(t, pool, `
+			update agent_executions set updated_at = updated_at - interval '1 minute' where id = $1::uuid`, id)
 		body := shows(t, server.URL+"/executions/"+id)
 		if has := strings.Contains(body, `href="/lanes#workers"`); has != (text != "") || !strings.Contains(body, text) {
 			t.Errorf("%s %s: says that nothing runs it: %t, want %q", status, flow, has, text)

@@ -9,6 +9,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // A part of an id finds it wherever the part begins, also within a byte.
@@ -17,7 +18,7 @@ func TestAnyPartOfAnIDFindsItsExecutionAndTrace(t *testing.T) {
 	pool := pgtest.DB(t)
 	room := &Room{Options: Options{Read: replica.Primary(pool)}}
 	const id, trace = "01a2f0c3-7b1d-7e58-8096-4a5b6c7d8e9f", "fl_01J8052XG1XHJAZ95GX5TCNBAZ"
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow) values
 		  ($1, '`+trace+`', 'flow', 'wanted'),
 		  ('01a2f0c3-7b1d-7e58-8096-4a5b6c7d8e90', 'fl_01J8052XG1XHJAZ95GX5TCNBAY', 'flow', 'other')`, id)

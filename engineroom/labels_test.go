@@ -7,12 +7,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 func TestExecutionsAreFoundByLabelAtAnyAge(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, created_at, completed_at)
 		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), 'flow', 'sales', 'flow_' || n % 2, 'completed', at, at
 		  from (select n, now() - n * interval '1 hour' as at from generate_series(1, 1200) n) x`)

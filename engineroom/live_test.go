@@ -23,6 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/ssetest"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // patience is how long a test waits for what has to come.
@@ -343,7 +344,8 @@ func TestAPartIsReadAtOnceForWhatItIsAbout(t *testing.T) {
 	l.until("calm is")
 	for n := range 2 { // the first may be due because the pulse begins
 		s.set("calm", fmt.Sprint("asked ", n))
-		quiet(t, room.Pool, `insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash,
+		rows.Quiet(t, room.Pool, `
+			insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash,
 			expires_at) values ('op_1', 'x', 1, '{}', $1, clock_timestamp() + interval '1 hour')`, fmt.Sprint(n))
 		l.until(fmt.Sprint("calm is asked ", n))
 	}
@@ -399,7 +401,7 @@ func TestThePulseTellsWhatChanged(t *testing.T) {
 		{`alter table agent_activity rename to away`, anyChange},
 		{`alter table away rename to agent_activity`, anyChange},
 	} {
-		quiet(t, pool, c.statement)
+		rows.Quiet(t, pool, c.statement)
 		now := pulseOf(t.Context(), pool, nil)
 		if got := now.since(last); got != c.want {
 			t.Errorf("%s: changes are %b, want %b", c.statement, got, c.want)
@@ -435,7 +437,8 @@ func TestStreamsShareFailuresUntilThePulseTellsOfAnother(t *testing.T) {
 	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
 	require.NoError(t, err)
 	run := func(status string) {
-		quiet(t, room.Pool, `insert into agent_executions (trace_id, surface, flow, status, error_message, created_at, started_at,
+		rows.Quiet(t, room.Pool, `
+			insert into agent_executions (trace_id, surface, flow, status, error_message, created_at, started_at,
 			completed_at) select 'fl_1', 'flow', 'nightly', $1::text, case when $1::text = 'failed' then 'no such table' end, m.at, m.at, m.at
 			from (select clock_timestamp() as at) m`, status)
 	}

@@ -27,6 +27,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 func TestMain(m *testing.M) {
@@ -121,7 +122,7 @@ func TestRowsThatNobodyChecked(t *testing.T) {
 		insert into agent_webhook_targets (name, url, secrets, events)
 		values ('odd', 'https://user:hunter2hunter2@ops.example/?token=hunter2hunter2', '{"s"}', '{null,"*"}')
 		  returning id::text`)
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_agents (name, version, digest, definition, is_default, source, created_at)
 		select 'odd', 1, 'x', jsonb_build_object('name', w.text, 'model', w.text, 'memory', w.text, 'description', w.text,
 		  'instructions', w.text,
@@ -246,7 +247,7 @@ var olderLink = regexp.MustCompile(
 func TestListsGoOnOverPages(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, status, waiting_for, waiting_key, waiting_until,
 		  claimed_by, created_at)
 		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), 'flow', 'f', 'waiting', 'event', 'k',
@@ -623,7 +624,7 @@ func TestPagesAreFoundByIndexes(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			pool := pgtest.DB(t)
-			quiet(t, pool, c.seed)
+			rows.Quiet(t, pool, c.seed)
 			tables := strings.Fields(c.tables)
 			pgtest.Exec(t, pool, "analyze")
 			if slices.Contains(tables, "agent_activity") { // an empty partition is best read as it is

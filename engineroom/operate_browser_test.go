@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // console serves the room with an API of the test's own.
@@ -230,9 +231,11 @@ func waitingTurn(t *testing.T, pool *pgxpool.Pool) (approval string) {
 		trace, id)
 	require.True(t, did != "", "no call")
 	asked := asked(t, pool, "pending", `{"order": "A-1001", "amount": 120.50}`, 5)
-	quiet(t, pool, fmt.Sprintf(`update agent_approvals set execution_id = '%s', trace_id = '%s', parked = true, step = 's'
+	rows.Quiet(t, pool, fmt.Sprintf(`
+		update agent_approvals set execution_id = '%s', trace_id = '%s', parked = true, step = 's'
 		where id = '%s'`, id, trace, asked))
-	quiet(t, pool, fmt.Sprintf(`update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = '%s',
+	rows.Quiet(t, pool, fmt.Sprintf(`
+		update agent_executions set status = 'waiting', waiting_for = 'approval', waiting_key = '%s',
 		waiting_until = now() + interval '1 day' where id = '%s'`, asked, id))
 	return asked
 }

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // deciding serves the room with a budget of $5 a day, over an API that decides approvals.
@@ -53,7 +54,7 @@ func busy(t *testing.T, pool *pgxpool.Pool) {
 	t.Helper()
 	acts(t, pool, agents.Definition{Name: "sales", Default: true, Description: "Answers customers."})
 	acts(t, pool, agents.Definition{Name: "billing", Heartbeat: &agents.Heartbeat{Cron: "*/30 * * * *"}})
-	quiet(t, pool, strings.ReplaceAll(busySeed, "SALT", "0000000000000000000"))
+	rows.Quiet(t, pool, strings.ReplaceAll(busySeed, "SALT", "0000000000000000000"))
 	for _, purpose := range []string{"advance_plan", "reflect"} {
 		spend(t, pool, purpose, "model-one", "0.75", "0")
 		spend(t, pool, purpose, "model-two", "1.25", "1 day")

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/replica"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -269,7 +270,8 @@ func TestFiltersOfTheLogCombine(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	did(t, pool, 120)
-	quiet(t, pool, `insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ('lane_1', '', 1, now())`)
+	rows.Quiet(t, pool, `
+		insert into agent_locks (lane, locked_by, fencing_token, expires_at) values ('lane_1', '', 1, now())`)
 	for query, want := range map[string]string{
 		"/?surface=chat&status=error":                             "120 105 90 75 60 45 30 15",
 		"/activity?surface=chat&status=error&skill=even":          "120 90 60 30",
@@ -445,7 +447,7 @@ func TestTheReasonsOfADegradedVerdictAreAcknowledged(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
-	skill(t, pool, "fetch_price", "Fetches a price.", "self_heal", "5 consecutive failures")
+	rows.Skill(t, pool, "fetch_price", "Fetches a price.", "self_heal", "5 consecutive failures")
 	room, err := New(Options{Pool: pool})
 	require.NoError(t, err)
 	s, err := room.monitor().Status(t.Context(), pool)

@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // acts makes an agent the current one of its name.
@@ -66,16 +67,16 @@ func TestListingsAreNarrowedToAnAgent(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	for _, agent := range []string{"sales", "billing"} {
-		quiet(t, pool, `
+		rows.Quiet(t, pool, `
 			insert into agent_executions (trace_id, surface, flow, agent, status, started_at, completed_at)
 			values (lanekeeper.agent_trace_id('fl'), 'flow', 'flow-of-' || $1::text, $1::text, 'completed', now(),
 			  now())`, agent)
-		quiet(t, pool, `
+		rows.Quiet(t, pool, `
 			insert into agent_executions (trace_id, surface, flow, agent, status, waiting_for, waiting_key, waiting_until,
 			  waiting_step)
 			values (lanekeeper.agent_trace_id('fl'), 'flow', 'wait-of-' || $1::text, $1::text, 'waiting', 'event', $1::text,
 			  now() + interval '1 hour', 's')`, agent)
-		quiet(t, pool, `insert into agent_threads (id, channel, agent, participant)
+		rows.Quiet(t, pool, `insert into agent_threads (id, channel, agent, participant)
 			values ('talk-' || $1::text, 'chat', $1::text, 'Ana')`, agent)
 	}
 	for path, has := range map[string]string{
@@ -219,13 +220,13 @@ func TestADeliveryShowsWhatCameAndWhatItLedTo(t *testing.T) {
 	for _, secret := range []string{"hunter22", "sk-abcdefghijklmnopqrstuvwxyz"} {
 		assert.Truef(t, !strings.Contains(body, secret), "the page has %s", secret)
 	}
-	quiet(t, pool, `update agent_webhook_deliveries set repeats = 1, body = convert_to($2, 'UTF8') where id = $1`, id,
+	rows.Quiet(t, pool, `update agent_webhook_deliveries set repeats = 1, body = convert_to($2, 'UTF8') where id = $1`, id,
 		"x"+strings.Repeat("é", 600_000))
 	body = shows(t, server.URL+"/deliveries/"+id, "The first 65 kB of it")
 	assert.True(t, !strings.Contains(body, "\ufffd"), "a character is cut in two")
 	shows(t, server.URL+"/deliveries/"+id, "then 1 more time (duplicates are not handled)")
 	shows(t, server.URL+"/deliveries", "received 1 more time<")
-	quiet(t, pool, `update agent_webhook_deliveries set repeats = 2 where id = $1`, id)
+	rows.Quiet(t, pool, `update agent_webhook_deliveries set repeats = 2 where id = $1`, id)
 	shows(t, server.URL+"/deliveries/"+id, "then 2 more times (duplicates are not handled)")
 	body = shows(t, server.URL+"/deliveries/"+delivered(t, pool, "running", `{}`))
 	assert.True(t, !strings.Contains(body, "/act/"), "what is being handled can be replayed")
@@ -466,36 +467,15 @@ func TestAnEntryOfMemoryIsShownWithWhoWroteIt(t *testing.T) {
 	turnsAway(t, server.URL+"/memory/%00", 404, "not found")
 }
 
-// skill declares a skill, in service or not.
-func skill(t *testing.T, pool *pgxpool.Pool, name, description, disabledBy, reason string) {
-	t.Helper()
-	put(t, pool, `
-		insert into agent_skills (name, description, tool_definition, handler, enabled, disabled_by, disabled_reason,
-		  disabled_at, evidence)
-		values ($1, $2, jsonb_build_object('name', $1::text, 'description', $2::text), 'builtin:x', $3 = '', $3, $4,
-		        case when $3 <> '' then clock_timestamp() end, '{}')
-		          returning id::text`, name, description, disabledBy, reason)
-}
-
-// called writes calls of a skill.
-func called(t *testing.T, pool *pgxpool.Pool, name, status, message string, n int) {
-	t.Helper()
-	pgtest.Exec(t, pool, `
-		insert into agent_activity (trace_id, surface, skill_name, status, error_class, error_message, duration_ms)
-		select 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', $1, $2, case when $2 = 'error' then 'timeout' else '' end,
-		  nullif($3, ''), 120
-		  from generate_series(1, $4::int)`, name, status, message, n)
-}
-
 func TestSkillsAreListedWithTheirHealth(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	shows(t, server.URL+"/skills", "agent apply DIR")
 	shows(t, server.URL+"/", "agent apply DIR")
-	skill(t, pool, "fetch_price", "Fetches a price.", "", "")
-	skill(t, pool, "post_tweet", "Posts.", "self-heal", "5 consecutive failures")
-	called(t, pool, "fetch_price", "success", "", 6)
-	called(t, pool, "fetch_price", "error", "no route", 2)
+	rows.Skill(t, pool, "fetch_price", "Fetches a price.", "", "")
+	rows.Skill(t, pool, "post_tweet", "Posts.", "self-heal", "5 consecutive failures")
+	rows.Calls(t, pool, "fetch_price", "success", "", 6)
+	rows.Calls(t, pool, "fetch_price", "error", "no route", 2)
 	for _, path := range []string{"/skills", "/"} {
 		body := shows(t, server.URL+path, "fetch_price", "75 %", "by self-heal", "5 consecutive failures", "120 ms")
 		assert.True(t, path != "/" || strings.Index(body, "post_tweet") <= strings.Index(body, "fetch_price"),
@@ -512,10 +492,10 @@ func TestSkillsAreListedWithTheirHealth(t *testing.T) {
 func TestASkillIsShownWithItsCalls(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
-	skill(t, pool, "fetch_price", "Fetches a price.", "", "")
+	rows.Skill(t, pool, "fetch_price", "Fetches a price.", "", "")
 	shows(t, server.URL+"/skills/fetch_price", "No call yet", "No call in this period", "No automation calls this skill")
-	called(t, pool, "fetch_price", "success", "", 3)
-	called(t, pool, "fetch_price", "error", "no route to host", 1)
+	rows.Calls(t, pool, "fetch_price", "success", "", 3)
+	rows.Calls(t, pool, "fetch_price", "error", "no route to host", 1)
 	put(t, pool, `insert into agent_automations (name, cron, skill_name) values ('prices', '0 * * * *', 'fetch_price')
 		returning id::text`)
 	shows(t, server.URL+"/skills/fetch_price", "Definition, as a model sees it", "75 %", "no route to host",

@@ -18,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -27,7 +28,7 @@ func failedNight(t *testing.T, pool *pgxpool.Pool) trace.ID {
 	t.Helper()
 	id := trace.New(trace.Flow)
 	const cause = `relation "caretaker_notes" does not exist (SQLSTATE 42P01)`
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		with base as (select clock_timestamp() - interval '5 minutes' as at, $1::text as trace),
 		parent as (
 		  insert into agent_executions (id, trace_id, surface, flow, status, failed_step, error_message, claim, wait_number,
@@ -235,7 +236,7 @@ func TestAStoppedActionDoesNotRunOn(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	id := trace.New(trace.Operate)
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		with w as (
 		  insert into agent_workers (name, expires_at) values ('web-1', clock_timestamp() - interval '4 minutes') returning id),
 		runs as (
@@ -293,7 +294,8 @@ func TestALiveTraceKeepsZoomCollapseSelectionAndFocus(t *testing.T) {
 	p.Eval(set, &before)
 	assert.Equal(t, "nightly_child false 1 answer the visitor 2  answer the visitor", before)
 	for n := range 2 {
-		quiet(t, pool, `insert into agent_activity (trace_id, skill_name, status, finished_at) values ($1, 'note_' || $2::int, 'success',
+		rows.Quiet(t, pool, `
+			insert into agent_activity (trace_id, skill_name, status, finished_at) values ($1, 'note_' || $2::int, 'success',
 			clock_timestamp())`, string(id), n)
 		p.Shows(fmt.Sprintf("note_%d", n))
 		p.Eval(set, &after)
@@ -377,7 +379,7 @@ func TestATraceOfTwoThousandSpansIsLight(t *testing.T) {
 func wideTrace(t *testing.T, pool *pgxpool.Pool, n int) trace.ID {
 	t.Helper()
 	id := trace.New(trace.Flow)
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		with e as (
 		  insert into agent_executions (trace_id, surface, flow, status, created_at, started_at, completed_at)
 		  select $1, 'flow', 'import', 'completed', at, at, at + interval '5 minutes'

@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -270,7 +271,7 @@ func TestATraceShowsTheDecisionOnAnApproval(t *testing.T) {
 		{`reason = '', status = 'approved', expires_at = clock_timestamp() + interval '1 hour'`, "approved", "by ana via slack"},
 		{`status = 'consumed'`, "approved", "by ana via slack"},
 	} {
-		quiet(t, pool, `update agent_approvals set `+test.change+` where id = $1::text::uuid`, approval)
+		rows.Quiet(t, pool, `update agent_approvals set `+test.change+` where id = $1::text::uuid`, approval)
 		for _, view := range []string{"", "?view=table", "?span=" + row} {
 			body := shows(t, base+view, "</span>"+test.state+"</span>", test.who)
 			assert.Truef(t, !strings.Contains(body, "pending approval"), "%s%s: %s", test.state, view, body)

@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // F14: the server and the browser write a value alike.
@@ -123,7 +124,7 @@ func within(t *testing.T, p *browser.Page, limit time.Duration, what, condition 
 func TestADeadServerIsShownAndItsReturnToo(t *testing.T) {
 	t.Parallel()
 	pool, m := mortalRoom(t)
-	running := execution(t, pool, "waiting", "flow", "onboarding")
+	running := rows.Execution(t, pool, "waiting", "flow", "onboarding")
 	p := browser.Open(t, browser.Look{})
 	p.Expect("ERR_") // connections fail: that is the test
 	p.Go("http://" + m.address + "/executions/" + running)
@@ -253,7 +254,8 @@ func TestTitlesAndIconsShowWhatWaitsForAPerson(t *testing.T) {
 	id := asked(t, pool, "pending", `{"amount": 5}`, 5)
 	within(t, p, 5*time.Second, "one waits", `document.title === "(1) Memory · agent" && document.getElementById("icon").href.includes("icon-waits")`)
 	assert.Contains(t, shows(t, server.URL+"/skills"), "<title>(1) Skills · agent</title>")
-	quiet(t, pool, `update agent_approvals set status = 'rejected', decided_at = now(), decided_by = 'admin' where id = $1::uuid`, id)
+	rows.Quiet(t, pool, `
+		update agent_approvals set status = 'rejected', decided_at = now(), decided_by = 'admin' where id = $1::uuid`, id)
 	p.Until("nothing waits", `document.title === "Memory · agent" && document.getElementById("icon").href.includes("/icon.svg")`)
 	noComplaint(t, p)
 }
@@ -352,7 +354,8 @@ func TestAPlannedRunThatHasPassedIsDue(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
 	scheduled(t, pool, "weekly")
-	quiet(t, pool, `update agent_automations set next_run_at = now() - interval '3 minutes' where name = $1`, "weekly")
+	rows.Quiet(t, pool, `
+		update agent_automations set next_run_at = now() - interval '3 minutes' where name = $1`, "weekly")
 	assert.Contains(t, shows(t, server.URL+"/automations"), `">due</time>`)
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/automations")
@@ -368,7 +371,8 @@ func TestAnActionWhoseExecutionEndedOrWhoseWorkerIsLostDoesNotRun(t *testing.T) 
 	t.Parallel()
 	pool, server := open(t)
 	begin := func(name, execution string) {
-		quiet(t, pool, `insert into agent_activity (trace_id, surface, kind, skill_name, status, execution_id, claim, created_at)
+		rows.Quiet(t, pool, `
+			insert into agent_activity (trace_id, surface, kind, skill_name, status, execution_id, claim, created_at)
 			select trace_id, surface, 'call', $2, 'running', id, claim, clock_timestamp() - interval '90 seconds'
 			  from agent_executions where id = $1::text::uuid`, execution, name)
 	}
@@ -377,11 +381,12 @@ func TestAnActionWhoseExecutionEndedOrWhoseWorkerIsLostDoesNotRun(t *testing.T) 
 			values (gen_random_uuid(), 'a worker', clock_timestamp() + $1::text::interval) returning id::text`, left)
 	}
 	claimed := func(left string) string {
-		id := execution(t, pool, "running", "flow", "onboarding")
-		quiet(t, pool, `update agent_executions set claimed_by = $1::text::uuid, claim = 1 where id = $2::text::uuid`, worker(left), id)
+		id := rows.Execution(t, pool, "running", "flow", "onboarding")
+		rows.Quiet(t, pool, `
+			update agent_executions set claimed_by = $1::text::uuid, claim = 1 where id = $2::text::uuid`, worker(left), id)
 		return id
 	}
-	over, lost, works := execution(t, pool, "cancelled", "flow", "stopped"), claimed("-20 seconds"), claimed("1 hour")
+	over, lost, works := rows.Execution(t, pool, "cancelled", "flow", "stopped"), claimed("-20 seconds"), claimed("1 hour")
 	begin("stopped_tool", over)
 	begin("lost_tool", lost)
 	begin("working_tool", works)

@@ -14,8 +14,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
 // written is a verdict as text, without times.
@@ -156,58 +156,11 @@ func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 
 func TestMain(m *testing.M) { pgtest.Main(m) }
 
-// quiet writes past the triggers.
-func quiet(t *testing.T, pool *pgxpool.Pool, sql string, args ...any) {
-	t.Helper()
-	tx := pgtest.Begin(t, pool)
-	pgtest.Exec(t, tx, `set local session_replication_role = replica`)
-	pgtest.Exec(t, tx, sql, args...)
-	require.NoError(t, tx.Commit(t.Context()))
-}
-
-// execution makes one in a state.
-func execution(t *testing.T, pool *pgxpool.Pool, status, surface, flow string) string {
-	t.Helper()
-	id := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7()::text`)
-	quiet(t, pool, `
-		insert into agent_executions (id, trace_id, surface, flow, outside, status, waiting_for, waiting_key, waiting_until,
-		  waiting_step, updated_at, completed_at)
-		select @id::uuid, lanekeeper.agent_trace_id('fl'), @surface, @flow, @flow like 'external%', @status::text, x.kind,
-		  x.key, x.until, x.step, x.at, x.ended
-		  from (select case when @status = 'waiting' then 'event' end as kind, case when @status = 'waiting' then 'news' end
-		    as key,
-		               case when @status = 'waiting' then clock_timestamp() + interval '1 hour' end as until,
-		               case when @status = 'waiting' then 'wait for news' end as step, clock_timestamp() as at,
-		               case when @status not in ('pending', 'running', 'waiting') then clock_timestamp() end as ended) x`,
-		postgres.Strict{"id": id, "status": status, "surface": surface, "flow": flow})
-	return id
-}
-
-func skill(t *testing.T, pool *pgxpool.Pool, name, description, disabledBy, reason string) {
-	t.Helper()
-	pgtest.Value[string](t, pool, `
-		insert into agent_skills (name, description, tool_definition, handler, enabled, disabled_by, disabled_reason,
-		  disabled_at, evidence)
-		values ($1, $2, jsonb_build_object('name', $1::text, 'description', $2::text), 'builtin:x', $3 = '', $3, $4,
-		        case when $3 <> '' then clock_timestamp() end, '{}')
-		          returning id::text`, name, description, disabledBy, reason)
-}
-
-// called writes calls of a skill.
-func called(t *testing.T, pool *pgxpool.Pool, name, status, message string, n int) {
-	t.Helper()
-	pgtest.Exec(t, pool, `
-		insert into agent_activity (trace_id, surface, skill_name, status, error_class, error_message, duration_ms)
-		select 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', $1, $2, case when $2 = 'error' then 'timeout' else '' end,
-		  nullif($3, ''), 120
-		  from generate_series(1, $4::int)`, name, status, message, n)
-}
-
 // ended writes an execution that ended some minutes ago.
 func ended(t *testing.T, pool *pgxpool.Pool, agent, flow, status, message string, minutes int, parent string) string {
 	t.Helper()
 	id := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7(now() - make_interval(mins => $1))::text`, minutes)
-	quiet(t, pool, `
+	rows.Quiet(t, pool, `
 		insert into agent_executions (id, trace_id, surface, agent, flow, status, error_message, parent_id, created_at,
 		  completed_at)
 		select $1::text::uuid, 'fl_' || upper(left(translate($1, '-ilou', ''), 26)), 'flow', $2, $3, $4, nullif($5, ''),
@@ -244,18 +197,19 @@ func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
 	pgtest.Exec(t, pool, `delete from agent_executions where flow = 'heartbeat' and status = 'completed'`)
 	ended(t, pool, "agent", "heartbeat", "cancelled", "", 60, "")
 	skipped := ended(t, pool, "agent", "heartbeat", "completed", "", 65, "")
-	quiet(t, pool, `update agent_executions set result_summary = 'skipped: an admin is at work' where id = $1::text::uuid`,
+	rows.Quiet(t, pool, `
+		update agent_executions set result_summary = 'skipped: an admin is at work' where id = $1::text::uuid`,
 		skipped)
 	assert.Equal(t, "degraded: flow heartbeat failing </executions?failed=1&flow=heartbeat>", judged(t, pool))
 	pgtest.Exec(t, pool, `delete from agent_executions`)
 
 	// Calls of skills, of other actions and of models.
-	skill(t, pool, "fetch", "", "", "")
-	called(t, pool, "fetch", "success", "", 9)
-	called(t, pool, "fetch", "error", "no route", 2)
+	rows.Skill(t, pool, "fetch", "", "", "")
+	rows.Calls(t, pool, "fetch", "success", "", 9)
+	rows.Calls(t, pool, "fetch", "error", "no route", 2)
 	assert.Equal(t, "working", judged(t, pool))
-	called(t, pool, "fetch", "error", "no route", 1)
-	called(t, pool, "webhook_send", "error", "refused", 3)
+	rows.Calls(t, pool, "fetch", "error", "no route", 1)
+	rows.Calls(t, pool, "webhook_send", "error", "refused", 3)
 	pgtest.Exec(t, pool, `insert into agent_activity (trace_id, kind, skill_name, status, error_message)
 		select 'hb_1', 'model', 'model_call', 'error', 'overloaded' from generate_series(1, 3)`)
 	assert.Equal(t, "degraded: skill fetch failing </skills/fetch>, "+
@@ -270,8 +224,8 @@ func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
 	// Heartbeats, stuck executions and lanes.
 	pgtest.Exec(t, pool, `insert into agent_schedules (name, flow, surface, agent, cron, timezone, next_run_at)
 		values ('heartbeat', 'heartbeat', 'heartbeat', 'agent', '@hourly', 'UTC', now() - interval '3 minutes')`)
-	execution(t, pool, "waiting", "flow", "onboarding")
-	quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours',
+	rows.Execution(t, pool, "waiting", "flow", "onboarding")
+	rows.Quiet(t, pool, `update agent_executions set waiting_until = now() - interval '2 hours',
 		updated_at = now() - interval '2 hours'`)
 	pgtest.Exec(t, pool, `
 		insert into agent_locks (lane, locked_by, fencing_token, locked_at, expires_at, parked)
@@ -300,7 +254,7 @@ func TestFailuresAreGroupedByRootError(t *testing.T) {
 			error_message)
 			values ('hb_1', $1::text::uuid, 'fetch', 'error', 'network', $2)`, child, message)
 	}
-	skill(t, pool, "fetch", "", "", "")
+	rows.Skill(t, pool, "fetch", "", "", "")
 	ended(t, pool, "agent", "sync", "failed", "customer 7919 has no address", 40, "")
 	ended(t, pool, "agent", "sync", "failed", "customer 104729 has no address", 30, "")
 	ended(t, pool, "agent", "sync", "completed", "", 10, "")
@@ -352,7 +306,7 @@ func TestEachChangeIsToldOnceByAllProcesses(t *testing.T) {
 		require.NoError(t, m.Check(t.Context(), pool, 0))
 	}
 	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
-	skill(t, pool, "fetch", "", "", "")
+	rows.Skill(t, pool, "fetch", "", "", "")
 	check() // nobody wants to know
 	pgtest.Exec(t, pool, `insert into agent_webhook_targets (name, url, secrets, events)
 		values ('ops', 'https://example.com', array['${S}'], '{verdict.changed,budget.reached}')`)

@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/internal/testkit/bills"
 )
 
 const (
@@ -24,31 +25,8 @@ const (
 	hookSecret = "a-long-random-text-of-the-shop"
 )
 
-// talkYAML is what conversations and webhooks need: a call that may be repeated, one that must not be, one that
-// an admin has to allow.
-const talkYAML = `
-kind: skill
-name: look
-handler: "http:GET %s/look"
-scope: both
-idempotent: true
----
-kind: skill
-name: tell
-handler: "http:POST %s/tell"
-scope: both
----
-kind: skill
-name: order
-handler: "http:POST %s/order"
-scope: both
-trust: approve
-parameters:
-  type: object
-  required: [item]
-  properties:
-    item: {type: integer}
----
+// talkYAML is what conversations and webhooks need.
+const talkYAML = bills.ShopYAML + `
 kind: automation
 name: ship
 cron: "0 0 29 2 *"

@@ -23,23 +23,7 @@ import (
 )
 
 // A heartbeat that pursues an objective: it looks, pays, and has a flow do the rest, as a child.
-const tracedYAML = `
-kind: skill
-name: look
-description: See what is due.
-handler: "http:GET %s/look"
-idempotent: true
----
-kind: skill
-name: pay
-description: Pay an amount.
-handler: "http:POST %s/pay"
-parameters:
-  type: object
-  required: [amount]
-  properties:
-    amount: {type: integer}
----
+const tracedYAML = bills.SkillsYAML + bills.ObjectiveYAML + `
 kind: skill
 name: settle
 description: Have the rest settled.
@@ -51,11 +35,6 @@ actions:
   - {actionType: delay, parameters: {duration: 1s}}
   - {actionType: skill, parameters: {name: look}}
   - {actionType: end, parameters: {summary: settled}}
----
-kind: objective
-name: bills
-goal: Pay what is due.
-steps: [Look at what is due and pay it]
 `
 
 // newTraced is a scene in which a heartbeat has a model call, skills, a wait and a child, and a receiver of its traces.

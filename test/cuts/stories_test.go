@@ -17,7 +17,7 @@ import (
 // stories are all of them.
 var stories = []story{
 	{name: "heartbeat", declared: bills.YAML, begin: due, tell: beat},
-	{name: "chat", declared: shopYAML, begin: converse, tell: order},
+	{name: "chat", declared: bills.ShopYAML, begin: converse, tell: order},
 	{name: "flow", declared: flowYAML, begin: func(*world) {}, tell: onboard},
 	{
 		name: "idle", declared: flowYAML, begin: func(*world) {}, tell: rest,
@@ -39,32 +39,6 @@ func beat(ctx context.Context, w *world) {
 	w.eventually("the heartbeat has ended",
 		`select exists (select from agent_executions where flow = 'heartbeat' and completed_at is not null)`)
 }
-
-// shopYAML is what a visitor's order needs: a call that may be repeated, one that must not be, one that an admin has to
-// allow.
-const shopYAML = `
-kind: skill
-name: look
-handler: "http:GET %s/look"
-scope: both
-idempotent: true
----
-kind: skill
-name: tell
-handler: "http:POST %s/tell"
-scope: both
----
-kind: skill
-name: order
-handler: "http:POST %s/order"
-scope: both
-trust: approve
-parameters:
-  type: object
-  required: [item]
-  properties:
-    item: {type: integer}
-`
 
 // converse sets the model of a conversation.
 func converse(w *world) {

@@ -86,8 +86,8 @@ func (s *Skills) Calls() []Call {
 	return slices.Clone(s.calls)
 }
 
-// YAML is the workspace.
-const YAML = `
+// SkillsYAML are the skills that look at bills and pay them.
+const SkillsYAML = `
 kind: skill
 name: look
 description: See what is due.
@@ -103,15 +103,21 @@ parameters:
   required: [amount]
   properties:
     amount: {type: integer}
----
-kind: skill
-name: broken
-handler: "http:GET %s/broken"
----
+---`
+
+// ObjectiveYAML is the objective of the heartbeat.
+const ObjectiveYAML = `
 kind: objective
 name: bills
 goal: Pay what is due.
 steps: [Look at what is due and pay it]
+---`
+
+// YAML is the workspace of the heartbeat.
+const YAML = SkillsYAML + ObjectiveYAML + `
+kind: skill
+name: broken
+handler: "http:GET %s/broken"
 ---
 kind: automation
 name: nightly
@@ -120,6 +126,31 @@ skill: pay
 arguments: {amount: 7}
 max_attempts: 1
 `
+
+// ShopYAML has the skills of a shop: a call that may be repeated, one that must not be, one that an admin approves.
+const ShopYAML = `
+kind: skill
+name: look
+handler: "http:GET %s/look"
+scope: both
+idempotent: true
+---
+kind: skill
+name: tell
+handler: "http:POST %s/tell"
+scope: both
+---
+kind: skill
+name: order
+handler: "http:POST %s/order"
+scope: both
+trust: approve
+parameters:
+  type: object
+  required: [item]
+  properties:
+    item: {type: integer}
+---`
 
 // MakeDue makes the automation due, approves a call, and lets a skill have failed three times.
 func MakeDue(t testing.TB, db *pgxpool.Pool) {
