@@ -17,6 +17,7 @@ import (
 func (room *Room) overviewPage() page {
 	return page{
 		path: "/", name: "overview", nav: "Overview", title: "Overview", open: openActivity, parallel: true,
+		quotes: true,
 		parts: []part{
 			{
 				name: "verdict", every: 3 * time.Second, calm: true, about: failureChanged | asksChanged,
@@ -61,6 +62,7 @@ type running struct {
 type currentWork struct {
 	Runs                      []running
 	More                      bool
+	Threads                   bool  // the viewer may open threads
 	Running, Pending, Waiting int64 // executions, counted up to beyond
 	Next                      *struct {
 		Name string
@@ -70,7 +72,7 @@ type currentWork struct {
 
 // runningNow reads the running work: claimed executions with a live worker, then other actions.
 func (room *Room) runningNow(ctx context.Context, v *visit) (any, error) {
-	var got currentWork
+	got := currentWork{Threads: v.texts}
 	agent, err := room.chosenName(ctx, v)
 	if err != nil {
 		return nil, err
@@ -199,6 +201,7 @@ type attentionKind struct {
 	Kind, Title string
 	List        string // URL of the list
 	item        string // URL of an item; its escaped id follows
+	Opens       bool   // the viewer may open both
 	Total       int64  // counted up to beyond
 	Items       []attentionItem
 }
@@ -252,7 +255,7 @@ func attentionKinds() []attentionKind {
 }
 
 // needs reads the items.
-func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
+func (room *Room) needs(ctx context.Context, v *visit) (any, error) {
 	found, err := postgres.Rows[attentionItem](ctx, room.Read, "list what needs a person", needsSQL,
 		postgres.Strict{"beyond": beyond, "most": maxPerKind})
 	if err != nil {
@@ -274,6 +277,7 @@ func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
 	}
 	var list []attentionKind
 	for _, kind := range attentionKinds() {
+		kind.Opens = v.opens(kind.List)
 		for _, n := range found {
 			if n.Kind == kind.Kind {
 				n.Call = calls[n.Target]

@@ -250,6 +250,12 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 	return v
 }
 
+// opens reports whether the viewer may open the page of a link.
+func (v *visit) opens(link string) bool {
+	at, err := url.Parse(link)
+	return v.texts || err == nil && (page{path: at.Path}).scope() != principals.ThreadsRead
+}
+
 // wildcard matches the names in a path.
 var wildcard = regexp.MustCompile(`\{(\w+)(?:\.\.\.)?\}`)
 

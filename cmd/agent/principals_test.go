@@ -2,6 +2,9 @@ package main
 
 import (
 	"encoding/json"
+	"html"
+	"net/http"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -41,4 +44,48 @@ func TestATokenOpensWhatItsRoleMay(t *testing.T) {
 	assert.Contains(t, p.must("activity", "audit"), "create_token", "new here")
 	got := p.run("principals", "role", "nobody", "viewer")
 	assert.Truef(t, got.code != 0 && strings.Contains(got.err, "agent principals ls"), "exit %d: %s", got.code, got.err)
+}
+
+// Each link of the overview leads to a page that its viewer may open, and no kind of trouble is left out.
+func TestTheOverviewLinksToWhatItsViewerMayOpen(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p := newProgram(t, url, token, "AGENT_LISTEN=127.0.0.1:0", "AGENT_LOG_LEVEL=info", "AGENT_HEARTBEAT_CRON=0 0 1 1 *")
+	pgtest.Exec(t, connect(t, url), `
+		insert into agent_channels (name, type, state, error, enabled, state_at)
+		values ('mail', 'email', 'failing', 'no route', true, clock_timestamp() - interval '5 minutes');
+		insert into agent_threads (id, channel) values ('t1', 'webhook');
+		insert into agent_messages (thread_id, seq, turn, role, content, status, error_message)
+		values ('t1', 1, 1, 'assistant', 'hello', 'failed', 'no route');
+		insert into agent_memory_conflicts (category, key, value, if_revision, found_revision, trace_id)
+		values ('general', 'tone', '"kind"', 0, 0, 'hb_1');
+		insert into agent_executions (trace_id, surface, flow, thread_id, status)
+		select lanekeeper.agent_trace_id('ch'), 'chat', 'chat', 't1', 'pending';
+		insert into agent_activity (trace_id, execution_id, thread_id, kind, skill_name, status)
+		select trace_id, id, 't1', 'phase', 'turn', 'running' from agent_executions`)
+	p.must("memory", "set", "tone", `"kind"`)
+	base := "http://" + p.start("serve").find(t, `listen=http://(\S+)`)
+	get := func(secret, path string) (int, string) {
+		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", base+path, "", testkit.Bearer(secret))
+		require.NoError(t, err)
+		return got.Status, string(got.Body)
+	}
+	for role, opens := range map[string]bool{"viewer": false, "operator": true} {
+		p.must("principals", "add", role, "--role", role)
+		secret := strings.TrimSpace(p.must("tokens", "create", role))
+		_, page := get(secret, "/")
+		_, page, _ = strings.Cut(page, "<main")
+		page, _, _ = strings.Cut(page, "</main>")
+		assert.Contains(t, page, "Broken channel", "mail", "Undelivered message", "t1", "Open memory conflict", "channel mail failing")
+		seen := map[string]bool{}
+		for _, link := range regexp.MustCompile(`<a [^>]*href="(/[^"#]*)`).FindAllStringSubmatch(page, -1) {
+			path := html.UnescapeString(link[1])
+			seen[path] = true
+			status, _ := get(secret, path)
+			assert.Truef(t, status == 200, "%s: the link %s is answered with %d", role, path, status)
+		}
+		for _, path := range []string{"/channels", "/threads/t1", "/memory", "/memory?category=general"} {
+			assert.Equal(t, opens, seen[path], role, path)
+		}
+	}
 }
