@@ -286,6 +286,8 @@ func TestACallThatIsNotApprovedIsNotMade(t *testing.T) {
 		!strings.Contains(said(r), "not on a Friday") {
 		t.Errorf("after the rejection: %q", said(r))
 	}
+	pgtest.Equal(t, h.pool, 1, `select count(*) from lanekeeper.agent_rejected_executions(10) r
+		join agent_executions x on x.id = r and x.status = 'failed'`)
 	assert.Equal(t, 0, h.made.Load())
 }
 

@@ -22,6 +22,8 @@ const (
 	outcomesRead = 100
 	// newestRead bounds the rows of the log that are searched for names the counts do not have yet.
 	newestRead = 500
+	// rejectionsRead bounds the rejected approvals whose executions are no failures.
+	rejectionsRead = 500
 	// FailingStreak is how many failures in a row make a flow or skill failing.
 	FailingStreak = 3
 )
@@ -67,7 +69,7 @@ func ReadFailures(ctx context.Context, db postgres.DB) (got Failures, err error)
 	since := time.Now().Add(-24 * time.Hour)
 	got.list, err = postgres.RowsGeneric[failure](ctx, db, "list failures", failingSQL, postgres.Strict{
 		"since": since, "most": failuresRead, "each": failuresOfCall, "subjects": failingNames, "walk": outcomesRead,
-		"newest": newestRead,
+		"newest": newestRead, "rejections": rejectionsRead,
 	})
 	if err != nil || len(got.list) == 0 {
 		return got, err
@@ -85,7 +87,7 @@ func ReadFailures(ctx context.Context, db postgres.DB) (got Failures, err error)
 	}
 	got.outcomes, err = postgres.RowsGeneric[outcome](ctx, db, "read outcomes", outcomesSQL, postgres.Strict{
 		"flows": flows, "calls": calls, "models": models, "walk": outcomesRead, "since": since,
-		"hour": time.Now().Add(-time.Hour),
+		"hour": time.Now().Add(-time.Hour), "rejections": rejectionsRead,
 	})
 	return got, err
 }

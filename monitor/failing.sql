@@ -1,6 +1,7 @@
 -- Failures since @since (the last day): executions that failed or timed out, at most @most of each, then calls of skills,
--- other actions and models, at most @each of a name. inner_message is the last error inside an execution, which is the
--- deepest one: an action begins after the action that it is a part of.
+-- other actions and models, at most @each of a name. An execution whose call a person rejected did not fail.
+-- inner_message is the last error inside an execution, which is the deepest one: an action begins after the action that
+-- it is a part of.
 with broken as materialized (
   select x.* from (
     (select e.id, e.parent_id, e.trace_id, e.agent, e.flow, e.failed_step, e.error_message, coalesce(e.completed_at, e.updated_at) as at
@@ -8,7 +9,7 @@ with broken as materialized (
     union all
     (select e.id, e.parent_id, e.trace_id, e.agent, e.flow, e.failed_step, coalesce(e.error_message, 'timed out'), coalesce(e.completed_at, e.updated_at)
        from agent_executions e where e.status = 'timeout' order by e.id desc limit @most::int)) x
-   where x.at > @since::timestamptz),
+   where x.at > @since::timestamptz and x.id not in (select lanekeeper.agent_rejected_executions(@rejections))),
 named as materialized (
   select n.name from (
     select c.skill as name, sum(c.failed) as failed from agent_activity_counts c

@@ -1,6 +1,6 @@
 -- How the newest @walk runs of some flows, by agent, and the newest @walk calls since @since of some names ended. The
--- streak is the failures after the last success. Heartbeats that were skipped say nothing. Only what failed last is
--- searched: of the others the newest row is enough.
+-- streak is the failures after the last success. Heartbeats that were skipped say nothing, nor do executions whose call
+-- a person rejected. Only what failed last is searched: of the others the newest row is enough.
 with ended as materialized (
   select 'flow' as kind, f.name, left(w.agent, 300) as agent, w.id, w.at, w.status <> 'completed' as failed
     from unnest(@flows::text[]) f(name)
@@ -10,6 +10,7 @@ with ended as materialized (
       where (x.flow, x.id) <= (f.name, 'ffffffff-ffff-ffff-ffff-ffffffffffff'::uuid) and x.claimed_by is null
       order by x.flow desc, x.id desc limit @walk::int) w
    where w.flow = f.name and w.status in ('completed', 'failed', 'timeout') and w.result_summary not like 'skipped:%'
+     and w.id not in (select lanekeeper.agent_rejected_executions(@rejections))
   union all
   select 'call', s.name, '', k.id, k.created_at, k.status = 'error'
     from unnest(@calls::text[]) s(name)

@@ -25,8 +25,9 @@ import (
 // Degraded, otherwise: at least one of
 //
 //   - A flow, a skill, another action or the model fails. Its newest finished run failed, in the last 24 hours, and so
-//     did the last 3, or more than half of those that finished in the last hour. Cancelled runs, skipped heartbeats
-//     and calls that say nothing about their skill (agent_skill_calls) are left out.
+//     did the last 3, or more than half of those that finished in the last hour. Cancelled runs, runs whose call a
+//     person rejected, skipped heartbeats, and calls that say nothing about their skill (agent_skill_calls), are left
+//     out.
 //   - A skill was disabled by self-heal, or is on trial.
 //   - A heartbeat is dead: it is due for more than 2 minutes, or it began since and none finished within 2 periods.
 //   - An execution is stuck (agent_executions_stuck).

@@ -242,6 +242,35 @@ func TestTheConditionIsReadFromTheDatabase(t *testing.T) {
 	assert.Equal(t, "stopped: paused by ana <#pause>", judged(t, pool))
 }
 
+func TestARejectionIsNoFailure(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
+	// failing writes three runs whose approval got a status, and which failed in the step r with a class of error.
+	failing := func(flow, approval, class string) {
+		for i := range 3 {
+			id := ended(t, pool, "agent", flow, "failed", "it was no", i, "")
+			rows.Quiet(t, pool, `update agent_executions set failed_step = 'r' where id = $1::text::uuid`, id)
+			pgtest.Exec(t, pool, `
+				insert into agent_activity (trace_id, execution_id, kind, skill_name, step, status, error_class)
+				values ('fl_1', $1::text::uuid, 'phase', 'skill', 'r', 'error', $2)`, id, class)
+			rows.Quiet(t, pool, `
+				insert into agent_approvals (trace_id, execution_id, step, parked, skill_name, skill_revision, arguments,
+				  arguments_hash, status, expires_at)
+				values ('fl_1', $1::text::uuid, 'r/ask drop', true, 'drop', 1, '{}', 'x', $2, now() + interval '1 day')`,
+				id, approval)
+		}
+	}
+	failing("rejected", "rejected", "denied")
+	f, err := ReadFailures(t.Context(), pool)
+	require.NoError(t, err)
+	assert.Equal(t, 0, len(f.Groups(func(string) bool { return true })))
+	assert.Equal(t, "working", judged(t, pool))
+	failing("late", "expired", "denied")      // nobody decided
+	failing("after", "rejected", "model_off") // the step went on after the rejection
+	assert.Equal(t, "degraded: 2 flows failing <#failing>", judged(t, pool))
+}
+
 func TestFailuresAreGroupedByRootError(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)

@@ -212,6 +212,60 @@ actions:
 	assert.Equal(t, 201, got.status, got.body)
 }
 
+// A rejection by a person ends a run, but neither its flow nor the skill fails.
+func TestARejectedRunDoesNotWorsenTheVerdict(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p, pool := newProgram(t, url), connect(t, url)
+	dir := t.TempDir()
+	testkit.WriteFile(t, filepath.Join(dir, "flows.yaml"), `kind: skill
+name: wipe
+description: wipes
+handler: "sql:select 1 as n"
+trust: approve
+---
+kind: flow
+name: asks
+actions:
+  - {actionType: for_each, parameters: {items: [1], actions: [{id: w, actionType: skill, parameters: {name: wipe}}]}}
+---
+kind: flow
+name: delegates
+actions:
+  - {id: child, actionType: trigger_agent, parameters: {flow: asks, onFailure: fail}}
+---
+kind: flow
+name: errs
+actions:
+  - {id: w, actionType: skill, parameters: {name: wipe, onRejection: continue}}
+  - {actionType: fail, parameters: {message: no route}}
+`)
+	p.must("apply", dir)
+	far, _ := p.remote()
+	verdict := func() string {
+		return send(t.Context(), "GET", strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")+"/v1/monitor/verdict",
+			strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="), "").body
+	}
+	reject := func(flow string) {
+		t.Helper()
+		for range 3 {
+			run := p.start("executions", "start", flow, "--wait")
+			waitQuery(t, pool, `select count(*) = 1 from agent_approvals where status = 'pending'`)
+			p.must("approvals", "reject", pgtest.Value[string](t, pool,
+				`select id::text from agent_approvals where status = 'pending'`), "--reason", "not today")
+			require.Equal(t, 1, <-run.ended, run.err.String())
+		}
+	}
+	reject("delegates") // and asks
+	pgtest.Equal(t, pool, 6, `select count(*) from agent_executions where status = 'failed'`)
+	assert.Contains(t, verdict(), `"state":"working"`, `"why":[]`)
+	pgtest.Equal(t, pool, 0, `select calls + streak from agent_skill_health where skill = 'wipe'`)
+	reject("errs") // it goes on after the rejection, and fails
+	got := verdict()
+	assert.Contains(t, got, `"state":"degraded"`, "flow errs failing")
+	assert.Truef(t, !strings.Contains(got, "asks") && !strings.Contains(got, "delegates"), "the verdict: %s", got)
+}
+
 func TestInvalidExecutionCommands(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))

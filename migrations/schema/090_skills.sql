@@ -234,6 +234,26 @@ create or replace function lanekeeper.agent_approval_decider(p_id uuid) returns 
 $$;
 comment on function lanekeeper.agent_approval_decider is 'Who decided an approval, for people.';
 
+create or replace function lanekeeper.agent_rejected_executions(p_most int) returns setof uuid language sql stable as $$
+  with recursive rejected as (
+    select x.id, x.parent_id, x.error_message
+      from (select n.execution_id, n.step, n.skill_name from agent_approvals n
+             where n.status = 'rejected' and n.parked order by n.id desc limit p_most) a
+      join agent_executions x on x.id = a.execution_id and x.status = 'failed'
+       and a.step = coalesce(nullif(x.failed_step, '') || '/', '') || 'ask ' || a.skill_name
+     -- Another failure of the same step, as of a model that was told of the rejection, has another class.
+     where x.flow = 'mcp.call' or exists (
+             select from agent_activity k where k.execution_id = x.id and k.id >= x.id and k.step = x.failed_step and k.error_class = 'denied')
+    union
+    select p.id, p.parent_id, p.error_message
+      from rejected r join agent_executions p on p.id = r.parent_id and p.status = 'failed'
+     where r.error_message <> '' and strpos(p.error_message, r.error_message) > 0)
+  select r.id from rejected r
+$$;
+comment on function lanekeeper.agent_rejected_executions is
+  'Executions that failed because a person rejected their call, and the parents that failed with their error. It reads '
+  'the newest p_most rejections.';
+
 create or replace function lanekeeper.use_agent_approval(p_id uuid, p_execution_id uuid, p_step text) returns void
 language plpgsql volatile as $$
 begin
