@@ -2,51 +2,34 @@ package api_test
 
 import (
 	"bufio"
-	"context"
+	_ "embed"
 	"io"
 	"net/http"
 	"net/http/cookiejar"
 	"net/http/httptest"
 	"net/url"
-	"os"
-	"os/exec"
-	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/api"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/npmtest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
+//go:embed testdata/provider.mjs
+var providerScript string
+
 // startIssuer runs npm oidc-provider for a callback, and returns its issuer.
 func startIssuer(t *testing.T, callback string) string {
 	t.Helper()
-	for _, tool := range []string{"npm", "node"} {
-		if _, err := exec.LookPath(tool); err != nil {
-			t.Skipf("%s is not installed: the login at an OIDC issuer is not tried", tool)
-		}
-	}
-	dir := t.TempDir()
-	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
-	defer cancel()
-	install := exec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefer-offline",
-		"--prefix", dir, "oidc-provider@9.13.3")
-	install.Dir = dir
-	if out, err := install.CombinedOutput(); err != nil {
-		t.Skipf("npm cannot install oidc-provider (offline?): %v\n%s", err, out)
-	}
-	script, err := os.ReadFile("testdata/provider.mjs")
-	require.NoError(t, err)
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "provider.mjs"), script, 0o600))
-	run := exec.CommandContext(t.Context(), "node", "provider.mjs")
-	run.Dir, run.Env = dir, append(os.Environ(), "CALLBACK="+callback)
+	run := npmtest.Command(t, providerScript, "oidc-provider@9.13.3")
+	run.Env = append(run.Env, "CALLBACK="+callback)
 	out, err := run.StdoutPipe()
 	require.NoError(t, err)
 	require.NoError(t, run.Start())

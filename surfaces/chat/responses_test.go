@@ -1,18 +1,13 @@
 package chat_test
 
 import (
-	"context"
 	_ "embed"
 	"encoding/json"
 	"errors"
 	"net/http"
-	"os"
-	osexec "os/exec"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/openai/openai-go/v3"
@@ -21,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/npmtest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
@@ -197,27 +193,13 @@ func TestHistoryOfAnInputIsTakenOverOnce(t *testing.T) {
 }
 
 //go:embed testdata/stock.mjs
-var stockScript []byte
+var stockScript string
 
-// TestTheStockClientsOfNodeWorkUnchanged installs OpenAI's client, the AI SDK and LangChain from npm. Each talks as it
-// does by default, and by its other protocol.
+// OpenAI's client, the AI SDK and LangChain talk as they do by default, and by their other protocol.
 func TestTheStockClientsOfNodeWorkUnchanged(t *testing.T) {
 	t.Parallel()
-	dir := t.TempDir()
-	for _, tool := range []string{"npm", "node"} {
-		if _, err := osexec.LookPath(tool); err != nil {
-			t.Skipf("%s is not installed: the clients for Node are not tried", tool)
-		}
-	}
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "try.mjs"), stockScript, 0o600))
-	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
-	defer cancel()
-	install := osexec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefix", dir,
-		"openai@6", "ai@6", "@ai-sdk/openai@3", "@langchain/openai@1", "@langchain/core@1")
-	install.Dir = dir
-	if out, err := install.CombinedOutput(); err != nil {
-		t.Skipf("npm cannot install the packages (offline?): the clients for Node are not tried: %v\n%s", err, out)
-	}
+	run := npmtest.Command(t, stockScript, openaiForNode, "ai@6.0.326", "@ai-sdk/openai@3.0.141",
+		"@langchain/openai@1.6.0", "@langchain/core@1.4.0")
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req gopenai.ChatCompletionRequest) modeltest.Reply {
 		if f := req.ResponseFormat; f != nil && f.JSONSchema != nil {
@@ -226,17 +208,9 @@ func TestTheStockClientsOfNodeWorkUnchanged(t *testing.T) {
 		return modeltest.Text("Hello to you.")
 	})
 	p := w.process(t)
-	run := osexec.CommandContext(ctx, "node", "try.mjs")
-	run.Dir = dir
-	run.Env = append(os.Environ(), "BASE="+p.url+"/v1", "AI_SDK_LOG_WARNINGS=false")
+	run.Env = append(run.Env, "BASE="+p.url+"/v1", "AI_SDK_LOG_WARNINGS=false")
 	out, err := run.Output()
-	if err != nil {
-		var stderr []byte
-		if e, is := err.(*osexec.ExitError); is { //nolint:errorlint // as Output documents it
-			stderr = e.Stderr
-		}
-		t.Fatalf("%v: %s\n%s", err, out, stderr)
-	}
+	require.NoError(t, err, out)
 	var got map[string]any
 	require.NoError(t, json.Unmarshal(out, &got), out)
 	want := map[string]any{"previous": true, "same": true, "stale": "409 previous_response_not_last", "tools": "400 tools"}

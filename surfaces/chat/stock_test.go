@@ -1,13 +1,9 @@
 package chat_test
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"net/http"
-	"os"
-	osexec "os/exec"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -18,6 +14,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/npmtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
@@ -129,24 +126,12 @@ try {
 console.log(JSON.stringify(out));
 `
 
-// TestTheNodeClientWorksUnchanged installs OpenAI's client for Node from npm.
+// openaiForNode is OpenAI's client for Node.
+const openaiForNode = "openai@6.49.0"
+
 func TestTheNodeClientWorksUnchanged(t *testing.T) {
 	t.Parallel()
-	dir := t.TempDir()
-	for _, tool := range []string{"npm", "node"} {
-		if _, err := osexec.LookPath(tool); err != nil {
-			t.Skipf("%s is not installed: the client for Node is not tried", tool)
-		}
-	}
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "try.mjs"), []byte(nodeScript), 0o600))
-	ctx, cancel := context.WithTimeout(t.Context(), 90*time.Second)
-	defer cancel()
-	install := osexec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save",
-		"--prefix", dir, "openai@6")
-	install.Dir = dir
-	if out, err := install.CombinedOutput(); err != nil {
-		t.Skipf("npm cannot install the package openai (offline?): the client for Node is not tried: %v\n%s", err, out)
-	}
+	run := npmtest.Command(t, nodeScript, openaiForNode)
 	w := newWorld(t)
 	w.model.Handle(func(_ int, req gopenai.ChatCompletionRequest) modeltest.Reply {
 		if req.Messages[len(req.Messages)-1].Content == "fail" {
@@ -155,9 +140,7 @@ func TestTheNodeClientWorksUnchanged(t *testing.T) {
 		return modeltest.Text("Hello to you.").Slowly(60 * time.Millisecond)
 	})
 	p := w.process(t, func(c *chat.Chat) { c.KeepAlive = 20 * time.Millisecond })
-	run := osexec.CommandContext(ctx, "node", "try.mjs")
-	run.Dir = dir
-	run.Env = append(os.Environ(), "BASE="+p.url+"/v1")
+	run.Env = append(run.Env, "BASE="+p.url+"/v1")
 	out, err := run.Output()
 	require.NoError(t, err, out)
 	var got struct {

@@ -2,7 +2,7 @@ package channels_test
 
 import (
 	"bufio"
-	"context"
+	_ "embed"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -11,19 +11,16 @@ import (
 	"net/http"
 	"net/http/httptest"
 	netmail "net/mail"
-	"os"
-	"os/exec"
-	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/npmtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
@@ -45,35 +42,15 @@ type postLine struct {
 	Port                    int
 }
 
-// installPost installs both clients.
-func installPost(t *testing.T) (dir string) {
-	t.Helper()
-	for _, tool := range []string{"npm", "node"} {
-		if _, err := exec.LookPath(tool); err != nil {
-			t.Skipf("%s is not installed: e-mail is not tried", tool)
-		}
-	}
-	dir = t.TempDir()
-	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
-	defer cancel()
-	out, err := exec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefer-offline",
-		"--prefix", dir, "smtp-server@3.21.6", "nodemailer@10.6.0").CombinedOutput()
-	if err != nil {
-		t.Skipf("npm cannot install nodemailer (offline?): e-mail is not tried: %v\n%s", err, out)
-	}
-	script, err := os.ReadFile("testdata/mail.mjs")
-	require.NoError(t, err)
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "mail.mjs"), script, 0o600))
-	return dir
-}
+//go:embed testdata/mail.mjs
+var mailScript string
 
 // newPost starts both clients and a database with a channel between them.
 func newPost(t *testing.T, model *modeltest.Server, faults, more string, settings ...string) *post {
 	t.Helper()
-	dir := installPost(t)
-	run := exec.CommandContext(t.Context(), "node", "mail.mjs")
-	run.Dir, run.Stderr, run.SysProcAttr = dir, os.Stderr, proctest.DieWithUs()
-	run.Env = append(os.Environ(), "FAULTS="+faults)
+	run := npmtest.Command(t, mailScript, "smtp-server@3.21.6", "nodemailer@10.6.0")
+	run.SysProcAttr = proctest.DieWithUs()
+	run.Env = append(run.Env, "FAULTS="+faults)
 	in, err := run.StdinPipe()
 	require.NoError(t, err)
 	out, err := run.StdoutPipe()

@@ -2,13 +2,10 @@ package slacktest_test
 
 import (
 	"bufio"
-	"context"
+	_ "embed"
 	"encoding/json"
 	"fmt"
 	"net/http"
-	"os"
-	"os/exec"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -16,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/channels/slack/slacktest"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/npmtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
@@ -29,37 +27,17 @@ type app struct {
 	seen  []string
 }
 
-// installBolt installs Slack's framework for Node.
-func installBolt(t *testing.T) string {
-	t.Helper()
-	for _, tool := range []string{"npm", "node"} {
-		if _, err := exec.LookPath(tool); err != nil {
-			t.Skipf("%s is not installed: Slack's client for Node is not tried", tool)
-		}
-	}
-	dir := t.TempDir()
-	ctx, cancel := context.WithTimeout(t.Context(), 4*time.Minute)
-	defer cancel()
-	install := exec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefer-offline",
-		"--prefix", dir, "@slack/bolt@5.1.0")
-	install.Dir = dir
-	if out, err := install.CombinedOutput(); err != nil {
-		t.Skipf("npm cannot install @slack/bolt (offline?): Slack's client for Node is not tried: %v\n%s", err, out)
-	}
-	script, err := os.ReadFile("testdata/bolt.mjs")
-	require.NoError(t, err)
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "app.mjs"), script, 0o600))
-	return dir
-}
+//go:embed testdata/bolt.mjs
+var boltScript string
 
-func startApp(t *testing.T, dir, mode string) *app {
+// startApp runs an app of Slack's framework for Node.
+func startApp(t *testing.T, mode string) *app {
 	t.Helper()
 	fake := slacktest.New()
 	fake.RetryAfter = 2 * time.Second
 	t.Cleanup(fake.Close)
-	run := exec.CommandContext(t.Context(), "node", "app.mjs")
-	run.Dir, run.Stderr = dir, os.Stderr
-	run.Env = append(os.Environ(), "FAKE="+fake.URL, "MODE="+mode, "TOKEN="+slacktest.Token,
+	run := npmtest.Command(t, boltScript, "@slack/bolt@5.1.0")
+	run.Env = append(run.Env, "FAKE="+fake.URL, "MODE="+mode, "TOKEN="+slacktest.Token,
 		"APP_TOKEN="+slacktest.AppToken, "SECRET="+slacktest.SigningSecret)
 	out, err := run.StdoutPipe()
 	require.NoError(t, err)
@@ -111,11 +89,10 @@ func (a *app) find(prefix string) string {
 // Slack's own framework works against the fake: messages, threads, buttons, retries, duplicates, files, limits.
 func TestBoltWorksAgainstTheFake(t *testing.T) {
 	t.Parallel()
-	dir := installBolt(t)
 	for _, mode := range []string{"socket", "http"} {
 		t.Run(mode, func(t *testing.T) {
 			t.Parallel()
-			a := startApp(t, dir, mode)
+			a := startApp(t, mode)
 			asked := a.fake.Say("U1", "D1", "ask", "")
 			a.find("message ask")
 			a.find("thread - 7")

@@ -2,50 +2,26 @@ package telegramtest_test
 
 import (
 	"bufio"
-	"context"
-	"os"
-	"os/exec"
-	"path/filepath"
+	_ "embed"
 	"testing"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/channels/telegram/telegramtest"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/npmtest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 )
 
-// installGrammy installs a client of the Bot API for Node, and returns the folder.
-func installGrammy(t *testing.T) string {
-	t.Helper()
-	for _, tool := range []string{"npm", "node"} {
-		if _, err := exec.LookPath(tool); err != nil {
-			t.Skipf("%s is not installed: grammY is not tried", tool)
-		}
-	}
-	dir := t.TempDir()
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
-	defer cancel()
-	install := exec.CommandContext(ctx, "npm", "install", "--no-audit", "--no-fund", "--no-save", "--prefer-offline",
-		"--prefix", dir, "grammy@1.46.0")
-	install.Dir = dir
-	if out, err := install.CombinedOutput(); err != nil {
-		t.Skipf("npm cannot install grammy (offline?): it is not tried: %v\n%s", err, out)
-	}
-	script, err := os.ReadFile("testdata/grammy.mjs")
-	require.NoError(t, err)
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "bot.mjs"), script, 0o600))
-	return dir
-}
+//go:embed testdata/grammy.mjs
+var grammyScript string
 
 // A real client finds in the fake what it finds in the Bot API.
 func TestGrammyDrivesTheFake(t *testing.T) {
 	t.Parallel()
-	dir := installGrammy(t)
 	fake := telegramtest.New(t)
-	run := exec.CommandContext(t.Context(), "node", "bot.mjs")
-	run.Dir, run.Stderr = dir, os.Stderr
-	run.Env = append(os.Environ(), "FAKE="+fake.URL(), "TOKEN="+telegramtest.Token)
+	run := npmtest.Command(t, grammyScript, "grammy@1.46.0")
+	run.Env = append(run.Env, "FAKE="+fake.URL(), "TOKEN="+telegramtest.Token)
 	out, err := run.StdoutPipe()
 	require.NoError(t, err)
 	require.NoError(t, run.Start())
