@@ -63,13 +63,9 @@ func (a *action) talks() bool {
 		a.Waits != "" && a.given["message"] != nil
 }
 
-// reads reports whether an expression of an action names a variable.
-func (a *action) reads(variable string) bool {
-	all := append(slices.Collect(maps.Values(a.exprs)), a.when)
-	for _, c := range a.cases {
-		all = append(all, c.condition)
-	}
-	return slices.ContainsFunc(all, func(e *expression) bool { return e != nil && strings.Contains(e.text, variable) })
+// branches reports whether an action may not run, or may lead elsewhere than to the next one.
+func (a *action) branches() bool {
+	return a.when != nil || len(a.nested)+len(a.cases)+len(a.timeoutActions) > 0
 }
 
 // flag returns a boolean parameter.

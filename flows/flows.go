@@ -108,17 +108,18 @@ func Agents(d Definition) map[string]string {
 	return references(d, func(a *action) map[string]string { return a.agents })
 }
 
-// Talks reports whether d needs a thread: an action sends a message, opens the thread or waits for a response. A flow
-// whose conditions read threadId decides by itself, and needs none.
+// Talks reports whether each run of d needs a thread: before its first branch it sends a message, opens the thread or
+// waits for a response. A flow that talks in a branch only may start without one.
 func Talks(d Definition) bool {
-	talks, decides := false, false
 	for _, a := range (&compiler{}).actions(d.Actions, "actions", 0) {
-		a.walk(func(a *action) {
-			talks = talks || a.talks()
-			decides = decides || a.reads("threadId")
-		})
+		if a.when == nil && a.talks() {
+			return true
+		}
+		if a.branches() {
+			break
+		}
 	}
-	return talks && !decides
+	return false
 }
 
 // references collects what all actions refer to, nested ones included.

@@ -164,17 +164,18 @@ func TestAFlowTalksIfAnActionNeedsAThread(t *testing.T) {
 		actions string
 		talks   bool
 	}{
-		"message":       {`{actionType: send_message, parameters: {message: hi}}`, true},
-		"invitation":    {`{actionType: open_thread}`, true},
-		"response":      {`{actionType: wait_for_response}`, true},
-		"own words":     {`{actionType: assign_test, parameters: {test: sql, message: hi}}`, true},
-		"request":       {`{actionType: assign_test, parameters: {test: sql}}`, false},
-		"failure":       {`{actionType: fail, parameters: {message: hi}}`, false},
-		"in a branch":   {`{actionType: if, parameters: {condition: "1 > 2", then: [{actionType: open_thread}]}}`, true},
-		"at a timeout":  {`{actionType: assign_test, parameters: {test: sql}, timeoutActions: [{actionType: open_thread}]}`, true},
-		"if it has one": {`{actionType: open_thread, when: threadId != nil}`, false},
-		"in a case": {
-			`{actionType: switch, parameters: {cases: [{condition: threadId != nil, actions: [{actionType: open_thread}]}]}}`,
+		"message":          {`{actionType: send_message, parameters: {message: hi}}`, true},
+		"invitation":       {`{actionType: open_thread}`, true},
+		"response":         {`{actionType: wait_for_response}`, true},
+		"own words":        {`{actionType: assign_test, parameters: {test: sql, message: hi}}`, true},
+		"request":          {`{actionType: assign_test, parameters: {test: sql}}`, false},
+		"failure":          {`{actionType: fail, parameters: {message: hi}}`, false},
+		"in a branch":      {`{actionType: if, parameters: {condition: "1 > 2", then: [{actionType: open_thread}]}}`, false},
+		"at a timeout":     {`{actionType: assign_test, parameters: {test: sql}, timeoutActions: [{actionType: open_thread}]}`, false},
+		"with a condition": {`{actionType: open_thread, when: threadId != nil}`, false},
+		"later":            {`{actionType: assign_test, parameters: {test: sql}}, {actionType: open_thread}`, true},
+		"after a branch": {
+			`{actionType: if, parameters: {condition: "1 > 2", then: [{actionType: fail, parameters: {message: hi}}]}}, {actionType: open_thread}`,
 			false,
 		},
 	} {
