@@ -46,8 +46,9 @@ func Install(t *testing.T, packages ...string) (dir string) {
 	t.Cleanup(func() { _ = os.RemoveAll(fresh) })
 	ctx, cancel := context.WithTimeout(t.Context(), installLimit)
 	defer cancel()
-	install := exec.CommandContext(ctx, "npm",
-		append([]string{"install", "--no-audit", "--no-fund", "--no-save", "--prefer-offline", "--prefix", fresh}, packages...)...)
+	install := exec.CommandContext(ctx, "npm", append([]string{
+		"install", "--no-audit", "--no-fund", "--no-save", "--prefer-offline", "--prefix", fresh,
+	}, packages...)...)
 	install.Dir = fresh
 	if out, err := install.CombinedOutput(); err != nil {
 		t.Skipf("npm cannot install %s (offline?): %v\n%s", packages[0], err, out)
