@@ -68,6 +68,68 @@ func TestFourEyesOnAServer(t *testing.T) {
 	carryTheirActor(t, d, ana, base, anas, anaToken)
 }
 
+// With four eyes, a principal who chats does not decide the calls of its own turns. The calls of a visitor, who is no
+// principal, are decided by each approver, and by no viewer.
+func TestFourEyesInAChat(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."),
+		modeltest.ToolCall("wipe", `{}`), modeltest.Text("Over again."))
+	_, err := skills.Put(t.Context(), d.pool, skills.Definition{
+		Name: "wipe", Handler: "sql:select 'wiped' as done", Trust: skills.TrustApprove, Description: "wipes",
+		Scope: skills.ScopeBoth, Approvals: skills.Approvals{FourEyes: true},
+	}, skills.SourceWorkspace)
+	require.NoError(t, err)
+	const key = "visitors-key-of-this-test"
+	far, _ := d.remote("AGENT_CHAT_KEY="+key, "AGENT_CHAT_APPROVAL_WAIT=1s")
+	base := strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")
+	as := func(name string, role principals.Role) (program, string) {
+		_, err := principals.Create(t.Context(), d.pool, principals.New{Name: name, Kind: principals.User, Role: role})
+		require.NoError(t, err)
+		_, secret, err := principals.MakeToken(t.Context(), d.pool, principals.NewToken{Principal: name, Scopes: []string{"*"}})
+		require.NoError(t, err)
+		return newProgramWithoutDatabase(t, far.environ[0], "AGENT_TOKEN="+secret), secret
+	}
+	ana, anas := as("ana", principals.Admin)
+	bob, bobs := as("bob", principals.Approver)
+	vera, _ := as("vera", principals.Viewer)
+	page := func(secret, id string) string {
+		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", base+"/approvals/"+id, "", testkit.Bearer(secret))
+		require.NoError(t, err)
+		return string(got.Body)
+	}
+	pending := func() string {
+		return pgtest.Value[string](t, d.pool, `select id::text from agent_approvals where status = 'pending'`)
+	}
+	answered := func(text string) {
+		pgtest.Until(t, d.pool, 1, `select count(*) from agent_messages where role = 'assistant' and content = '`+text+`'`)
+	}
+
+	ana.run("chat", "Wipe everything.")
+	id := pending()
+	ana.fails(1, "four eyes", "approvals", "approve", id)
+	ana.fails(1, "four eyes", "approvals", "reject", id)
+	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/approvals/"+id, `{"decision":"approve"}`,
+		testkit.Bearer(anas))
+	require.NoError(t, err)
+	assert.Equal(t, 403, got.Status)
+	assert.Contains(t, string(got.Body), "four eyes")
+	assert.Contains(t, page(anas, id), "Somebody else has to decide it", "ana")
+	assert.Contains(t, page(bobs, id), `action="/act/v1/approvals/`+id)
+	bob.must("approvals", "approve", id)
+	answered("It is over.")
+
+	got, err = testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/chat/completions",
+		`{"model": "agent", "messages": [{"role": "user", "content": "Wipe it."}]}`, testkit.Bearer(key))
+	require.NoError(t, err)
+	require.Truef(t, got.Status == 200 || got.Status == 503, "%d %s", got.Status, got.Body)
+	id = pending()
+	vera.fails(1, "needs the scope approvals:decide", "approvals", "approve", id)
+	ana.must("approvals", "approve", id)
+	answered("Over again.")
+	pgtest.Equal(t, d.pool, "ana by bob,  by ana", `
+		select string_agg(array_to_string(requested_by, ' ') || ' by ' || decided_by, ', ' order by id) from agent_approvals`)
+}
+
 // carryTheirActor expects pause, resume, retention, start and cancel to carry principal, token and way.
 func carryTheirActor(t *testing.T, d *operateTest, ana program, base, anas, anaToken string) {
 	t.Helper()
