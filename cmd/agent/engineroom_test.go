@@ -93,6 +93,48 @@ func (w *browserTest) pages() []string {
 	return list
 }
 
+// A deep page without a login, or whose login has expired, leads to the login and back to the same place.
+func TestALoginLeadsBackToItsPage(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	w := newBrowserTest(t, newProgram(t, url), connect(t, url))
+	const deep = "/executions?status=failed&flow=a%2Bb%26c"
+	logIn := func(p *browser.Page, place string) {
+		t.Helper()
+		p.Until("the login is asked for", `location.pathname === "/login" && document.querySelector("#token")`)
+		p.Type("#token", strings.TrimPrefix(token, "AGENT_ADMIN_TOKEN="))
+		p.Click("#login button")
+		p.Until("the login leads back", fmt.Sprintf(`location.pathname + location.search === %q`, place))
+	}
+	fresh := browser.Open(t, browser.Look{}) // it has no cookie
+	fresh.Go(w.base + deep)
+	fresh.Expect("401")
+	fresh.Type("#token", "wrong")
+	fresh.Click("#login button")
+	fresh.Shows("This is not the admin token.")
+	logIn(fresh, deep)
+	list := fresh.Problems()
+	assert.Truef(t, len(list) == 0, "the browser complains:\n%s", strings.Join(list, "\n"))
+
+	expire := func() {
+		pgtest.Exec(t, w.pool, `update agent_sessions set expires_at = clock_timestamp() - interval '1 second'`)
+	}
+	w.Expect("401")
+	w.Go(w.base + deep)
+	w.waitLive()
+	expire()
+	w.Until("the page says that the login has ended", `document.querySelector("#live-state").textContent.includes("The login has ended")`)
+	w.Click("#live-state a")
+	logIn(w.Page, deep)
+	expire()
+	w.Click(`nav[aria-label=Pages] a[href="/traces"]`)
+	logIn(w.Page, "/traces")
+	w.Go(w.base + deep)
+	expire()
+	w.Go(w.base + deep)
+	logIn(w.Page, deep)
+}
+
 func TestPageShowsCommands(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
