@@ -15,9 +15,7 @@ import (
 var lexiconYAML []byte
 
 // lexicon is the data of the rules, in English and Spanish.
-var lexicon = readLexicon()
-
-type lexiconData struct {
+var lexicon = func() (l struct {
 	Words    map[string]string
 	Stems    map[string]string
 	Patterns map[string]*regexp.Regexp
@@ -25,7 +23,12 @@ type lexiconData struct {
 	Intents  []intent
 	Rows     map[string]string
 	Texts    map[string]map[string]string
-}
+}) {
+	if err := yaml.Unmarshal(lexiconYAML, &l); err != nil {
+		panic("offline: lexicon.yaml: " + err.Error())
+	}
+	return l
+}()
 
 // intent is a phrase with a fixed answer: a text, or a call of the first offered tool.
 type intent struct {
@@ -36,13 +39,6 @@ type intent struct {
 	Document  bool // matches only a message about an attached document
 }
 
-func readLexicon() (l lexiconData) {
-	if err := yaml.Unmarshal(lexiconYAML, &l); err != nil {
-		panic("offline: lexicon.yaml: " + err.Error())
-	}
-	return l
-}
-
 func pattern(name string) *regexp.Regexp { return lexicon.Patterns[name] }
 
 func listed(list, word string) bool {
@@ -51,15 +47,8 @@ func listed(list, word string) bool {
 
 // textsFor returns the answers' texts in the language of a message.
 func textsFor(message string) map[string]string {
-	lead := 0 // of Spanish words
-	for _, word := range wordsOf(message) {
-		if listed("spanish", word) {
-			lead++
-		} else if listed("english", word) {
-			lead--
-		}
-	}
-	if strings.ContainsAny(message, "¿¡") || lead > 0 {
+	count := func(list string) int { return overlap(strings.Fields(lexicon.Words[list]), wordsOf(message)) }
+	if strings.ContainsAny(message, "¿¡") || count("spanish") > count("english") {
 		return lexicon.Texts["es"]
 	}
 	return lexicon.Texts["en"]
