@@ -30,6 +30,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -214,12 +215,10 @@ func callAll(ctx context.Context, callers, n int, fn func(ctx context.Context, i
 }
 
 func pause(ctx context.Context, d time.Duration) error {
-	select {
-	case <-time.After(d):
-		return nil
-	case <-ctx.Done():
+	if !sleep.For(ctx, d) {
 		return ctx.Err()
 	}
+	return nil
 }
 
 // callFor has so many callers call fn repeatedly. It returns the number of calls and their rate per second.

@@ -10,6 +10,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // Patience is the default bound of the wait for others' reservations.
@@ -122,7 +123,7 @@ func (r *Reservation) Await(ctx context.Context, db postgres.DB) (int64, error) 
 		case r.answer.Kind == nil: // Reserve was not sent
 		case *r.answer.Kind == Spent || last:
 			return 0, r.answer.refusal()
-		case !sleep(ctx, min(pause/2+rand.N(pause), time.Until(deadline))):
+		case !sleep.For(ctx, min(pause/2+rand.N(pause), time.Until(deadline))):
 			return 0, context.Cause(ctx)
 		}
 		enough := r.enough()
@@ -209,16 +210,4 @@ func (v *verdict) scan(row pgx.Row) error {
 
 func (v *verdict) refusal() *Error {
 	return &Error{Scope: *v.Scope, Unit: *v.Unit, Kind: *v.Kind, Limit: *v.Bound, Spent: *v.Spent, Reserved: *v.Reserved}
-}
-
-// sleep waits; false when ctx ended first.
-func sleep(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
 }

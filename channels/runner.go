@@ -19,6 +19,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/outbox"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/webhooks"
 )
@@ -134,7 +135,7 @@ func (r *Runner) runChannel(ctx context.Context, c Channel) {
 		if err != nil {
 			if _, busy := errors.AsType[*lanes.BusyError](err); !busy && ctx.Err() == nil {
 				r.Logger.WarnContext(ctx, "channel not run, trying again", "channel", c.Name, "error", err)
-				wait(ctx, time.Second)
+				sleep.For(ctx, time.Second)
 			}
 			continue
 		}
@@ -142,15 +143,6 @@ func (r *Runner) runChannel(ctx context.Context, c Channel) {
 		if err := lease.Release(context.WithoutCancel(ctx)); err != nil && !errors.Is(err, lanes.ErrLost) {
 			r.Logger.WarnContext(ctx, "lane of channel not released", "channel", c.Name, "error", err)
 		}
-	}
-}
-
-func wait(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-	case <-timer.C:
 	}
 }
 
@@ -189,7 +181,7 @@ func (r *Runner) work(ctx context.Context, c Channel, lease *lanes.Lease) {
 	transport, err := r.open(c)
 	if err != nil {
 		state.set(ctx, err)
-		wait(ctx, time.Minute) // a changed declaration ends ctx
+		sleep.For(ctx, time.Minute) // a changed declaration ends ctx
 		return
 	}
 	w := &worker{
@@ -272,7 +264,7 @@ func (w *worker) receive(ctx context.Context) {
 		case is && failure.RetryAfter > 0:
 			pause = failure.RetryAfter
 		}
-		wait(ctx, outbox.Jitter(pause))
+		sleep.For(ctx, outbox.Jitter(pause))
 		pause = min(2*pause, time.Minute)
 	}
 }

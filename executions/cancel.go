@@ -9,6 +9,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // cancelTimeout bounds how long a cancel waits for a step that has its execution locked.
@@ -99,7 +100,7 @@ func cancel(
 			case err == nil:
 				requested = true
 				status, err = statusOf(ctx, db, id)
-			case postgres.IsCode(err, "55P03") && time.Now().Before(until) && sleep(ctx, pause):
+			case postgres.IsCode(err, "55P03") && time.Now().Before(until) && sleep.For(ctx, pause):
 				continue // another transaction completes an earlier request
 			default:
 				_, err = cancelResult(id, nil, err)
@@ -108,7 +109,7 @@ func cancel(
 		if err == nil {
 			notify()
 		}
-		if err != nil || status.Ended() || time.Now().After(until) || !sleep(ctx, pause) {
+		if err != nil || status.Ended() || time.Now().After(until) || !sleep.For(ctx, pause) {
 			return status, err
 		}
 	}
@@ -170,7 +171,7 @@ func (e *Engine) completeCancel(ctx context.Context, id string) {
 	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), cancelTimeout)
 	defer stop()
 	for pause := 2 * time.Millisecond; ; pause = min(2*pause, 50*time.Millisecond) {
-		if done, err := e.tryCompleteCancel(ctx, id); done || err != nil && ctx.Err() != nil || !sleep(ctx, pause) {
+		if done, err := e.tryCompleteCancel(ctx, id); done || err != nil && ctx.Err() != nil || !sleep.For(ctx, pause) {
 			return
 		}
 	}

@@ -21,6 +21,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -266,7 +267,7 @@ func (e *Engine) retryStartup(ctx context.Context, start func() error) error {
 			return err
 		}
 		e.warnUnavailable(ctx, err)
-		if !sleep(ctx, time.Second) {
+		if !sleep.For(ctx, time.Second) {
 			return err
 		}
 	}
@@ -345,7 +346,7 @@ func (e *Engine) waitIdle(ctx context.Context) bool {
 		if n == 0 && e.pools[Background].idle() && e.pools[Interactive].idle() {
 			return true
 		}
-		if !sleep(ctx, 5*time.Millisecond) {
+		if !sleep.For(ctx, 5*time.Millisecond) {
 			return false
 		}
 	}

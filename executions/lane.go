@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -40,7 +41,7 @@ func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error)
 				return lease, r.fenceLease(detached, lease)
 			}
 			busy, ok := errors.AsType[*lanes.BusyError](err)
-			if !ok || !busy.WillLend || time.Now().After(deadline) || !sleep(ctx, pause) {
+			if !ok || !busy.WillLend || time.Now().After(deadline) || !sleep.For(ctx, pause) {
 				return lease, err
 			}
 		}

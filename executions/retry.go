@@ -13,6 +13,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // lockTimeout bounds how long a statement waits for a lock and keeps its connection. SQL functions use the same
@@ -54,7 +55,7 @@ func retryLocked[T any](ctx context.Context, e *Engine, write func(ctx context.C
 	value, err := write(ctx)
 	pause := minBackoff
 	for n := 1; postgres.IsCode(err, "55P03") && time.Now().Before(until); n++ {
-		if !sleep(ctx, pause+rand.N(pause)) {
+		if !sleep.For(ctx, pause+rand.N(pause)) {
 			return value, err
 		}
 		if pause = min(2*pause, maxLockPause); n <= unqueuedRetries {

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // workerLease is this process's lease. An expired lease never revives: the process registers a new one.
@@ -110,7 +111,7 @@ func (e *Engine) renewLoop(ctx context.Context) {
 			e.log.WarnContext(ctx, "worker lease not renewed", "error", err)
 			wait = min(every, time.Second)
 		}
-		if !sleep(ctx, e.clampToDeadline(wait)) {
+		if !sleep.For(ctx, e.clampToDeadline(wait)) {
 			return
 		}
 	}
@@ -226,18 +227,6 @@ func (e *Engine) stopLostRun(ctx context.Context, r *run) {
 	case err == nil && now.Status.Ended() && now.Claim == r.exec.Claim: // it has just finished
 	default:
 		r.stop(ErrLost)
-	}
-}
-
-// sleep waits for d; false when ctx ended first.
-func sleep(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return true
-	case <-ctx.Done():
-		return false
 	}
 }
 

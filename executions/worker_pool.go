@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 const (
@@ -97,7 +98,7 @@ const gatherDelay = 100 * time.Microsecond
 // dispatch claims for the free workers, and reports whether more may be ready.
 func (c *workerPool) dispatch(runCtx context.Context) bool {
 	free := c.freeWorkers()
-	if c.backlog && free > 0 && free < c.size && sleep(runCtx, gatherDelay) {
+	if c.backlog && free > 0 && free < c.size && sleep.For(runCtx, gatherDelay) {
 		free = c.freeWorkers()
 	}
 	if free == 0 {
@@ -288,7 +289,7 @@ func (c *workerPool) notifyLoop(ctx context.Context) {
 			postgres.Strict{"queue": c.queue}); err != nil && ctx.Err() == nil {
 			c.e.log.WarnContext(ctx, "other processes not notified of ready executions", "queue", c.queue, "error", err)
 		}
-		if !sleep(ctx, notifyInterval) {
+		if !sleep.For(ctx, notifyInterval) {
 			return
 		}
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/jackc/puddle/v2"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 const (
@@ -92,7 +93,7 @@ func (r *releaseLoop) try(ctx context.Context) (released releaseResult, err erro
 			r.keeper.log.WarnContext(ctx, "lane not released yet, trying again", "lane", h.lane, "owner",
 				h.owner.name, "error", err)
 		}
-		if !sleep(ctx, pause) {
+		if !sleep.For(ctx, pause) {
 			return released, err
 		}
 	}
@@ -143,7 +144,7 @@ func (k *Keeper) retryInBackground(
 	ctx, stop := context.WithTimeout(context.WithoutCancel(ctx), lease)
 	go func() {
 		defer stop()
-		for sleep(ctx, maxRetryPause) {
+		for sleep.For(ctx, maxRetryPause) {
 			limited, cancel := context.WithTimeout(ctx, releaseTimeout)
 			done := try(limited)
 			cancel()
@@ -164,18 +165,6 @@ func retryable(err error) bool {
 
 // poolClosed reports the error of a closed pool, as at the end of the process.
 func poolClosed(err error) bool { return errors.Is(err, puddle.ErrClosedPool) }
-
-// sleep returns false when ctx ended first.
-func sleep(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-		return false
-	case <-timer.C:
-		return true
-	}
-}
 
 // detach removes l from its hold. last means that the hold is to be released now.
 func (k *Keeper) detach(l *Lease) (last bool, answer error) {

@@ -12,6 +12,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
@@ -61,12 +62,8 @@ func (x *Index) Run(ctx context.Context, db postgres.DB) error {
 				all = began.Add(embedAllEvery)
 			}
 		}
-		timer := time.NewTimer(pause)
-		select {
-		case <-ctx.Done():
-			timer.Stop()
+		if !sleep.For(ctx, pause) {
 			return nil
-		case <-timer.C:
 		}
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 const (
@@ -58,8 +59,8 @@ func (s step) apply(ctx context.Context, pool *pgxpool.Pool) error {
 	}
 	err := try(ctx, pool)
 	for i := 1; i < lockTries && postgres.IsCode(err, "55P03", "40P01"); i++ { // no lock in time, or a deadlock
-		if ended := pause(ctx, letPass); ended != nil {
-			return fmt.Errorf("apply %s: %w", s.what, errors.Join(ended, err))
+		if !sleep.For(ctx, letPass) {
+			return fmt.Errorf("apply %s: %w", s.what, errors.Join(ctx.Err(), err))
 		}
 		err = try(ctx, pool)
 	}
@@ -219,16 +220,4 @@ func unfinished(ctx context.Context, pool *pgxpool.Pool, index string) (table st
 		  '')`,
 		index).Scan(&table)
 	return table, err
-}
-
-// pause waits, unless ctx ends.
-func pause(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
 }

@@ -39,6 +39,8 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/riverqueue/river/riverdriver/riverpgxv5"
 	"github.com/riverqueue/river/rivermigrate"
+
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // RiverSchema is the schema that River's tables live in.
@@ -154,8 +156,8 @@ func alone(ctx context.Context, lock pgx.Tx) error {
 		if mine {
 			return nil
 		}
-		if err := pause(ctx, askEvery); err != nil {
-			return fmt.Errorf("wait for another process that migrates: %w", err)
+		if !sleep.For(ctx, askEvery) {
+			return fmt.Errorf("wait for another process that migrates: %w", ctx.Err())
 		}
 	}
 }

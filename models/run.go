@@ -18,6 +18,7 @@ import (
 
 	openai "github.com/sashabaranov/go-openai"
 
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -61,8 +62,8 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 		}
 		r.client.config.Logger.WarnContext(ctx, "model call repeated", slog.String("model", r.req.Model),
 			slog.Int("attempt", attempt), slog.Duration("wait", wait), slog.String("error", failure.Error()))
-		if err := sleep(ctx, wait); err != nil {
-			return answer{}, fmt.Errorf("complete with %s: %w", r.req.Model, errors.Join(err, failure))
+		if !sleep.For(ctx, wait) {
+			return answer{}, fmt.Errorf("complete with %s: %w", r.req.Model, errors.Join(contextError(ctx), failure))
 		}
 		if err := r.beforeRetry(ctx); err != nil {
 			return answer{}, fmt.Errorf("complete with %s again: %w", r.req.Model, err)
@@ -213,18 +214,6 @@ func cutOff(err error) error {
 		err = io.ErrUnexpectedEOF
 	}
 	return fmt.Errorf("the stream was cut off before its end: %w", err)
-}
-
-// sleep waits for d or the end of ctx.
-func sleep(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return nil
-	case <-ctx.Done():
-		return contextError(ctx)
-	}
 }
 
 // statusOverloaded is the status of some providers instead of 503.

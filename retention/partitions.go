@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // A whole month goes in three steps, each committed. A row of agent_activity_retired says that it is on its way
@@ -186,8 +187,8 @@ func drop(ctx context.Context, db postgres.Beginner, partition string) (said str
 		default:
 			return "others have it locked", nil
 		}
-		if err := rest(ctx, time.Duration(try)*50*time.Millisecond); err != nil {
-			return "", err
+		if !sleep.For(ctx, time.Duration(try)*50*time.Millisecond) {
+			return "", ctx.Err()
 		}
 	}
 }

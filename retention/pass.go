@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 const (
@@ -130,8 +131,8 @@ func (o Options) one(ctx context.Context, pool *pgxpool.Pool, d *Done) error {
 			return err
 		}
 		// As much rest as work, so that a backlog is not all that the database does.
-		if err := rest(ctx, time.Since(began)); err != nil {
-			return err
+		if !sleep.For(ctx, time.Since(began)) {
+			return ctx.Err()
 		}
 	}
 }
@@ -145,8 +146,8 @@ func pruneWithRetry(ctx context.Context, db postgres.Beginner, kind string, anew
 		if !postgres.IsCode(err, "55P03", "40P01") || try == tries {
 			return removed, more, err
 		}
-		if err := rest(ctx, time.Duration(try)*50*time.Millisecond); err != nil {
-			return 0, false, err
+		if !sleep.For(ctx, time.Duration(try)*50*time.Millisecond) {
+			return 0, false, ctx.Err()
 		}
 	}
 }
@@ -193,16 +194,4 @@ func (k kind) rowsOf(ctx context.Context, tx pgx.Tx, keys []string) (n int64, er
 	}
 	err = tx.QueryRow(ctx, k.count, postgres.Strict{"keys": keys}).Scan(&n)
 	return n, err
-}
-
-// rest waits, unless ctx ends.
-func rest(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
 }

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // demoTimeout bounds the wait for the next expected event.
@@ -104,12 +105,8 @@ func (s *storyPlayer) script(ctx context.Context) error {
 }
 
 func (s *storyPlayer) waitUntil(ctx context.Context, minute int) error {
-	timer := time.NewTimer(time.Until(s.startedAt.Add(time.Duration(minute) * s.minute)))
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
+	if !sleep.For(ctx, time.Until(s.startedAt.Add(time.Duration(minute)*s.minute))) {
 		return context.Cause(ctx)
-	case <-timer.C:
 	}
 	s.minuteNow = minute
 	return nil

@@ -8,6 +8,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 const (
@@ -78,12 +79,8 @@ func (r *Runner) workShadow(ctx context.Context, run evals.Run, onTrial func(eva
 				return r.decide(ctx, run, nil)
 			}
 		}
-		timer := time.NewTimer(shadowPoll)
-		select {
-		case <-ctx.Done():
-			timer.Stop()
+		if !sleep.For(ctx, shadowPoll) {
 			return context.Cause(ctx)
-		case <-timer.C:
 		}
 	}
 }

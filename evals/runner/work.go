@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // pollInterval is the pause between polls of a trial that another process runs.
@@ -124,12 +125,8 @@ func (r *Runner) follow(ctx context.Context, id string, over func() (bool, error
 		if err := r.Engine.Sweep(ctx); err != nil { // frees the claims of processes that died
 			return err
 		}
-		timer := time.NewTimer(pollInterval)
-		select {
-		case <-ctx.Done():
-			timer.Stop()
+		if !sleep.For(ctx, pollInterval) {
 			return context.Cause(ctx)
-		case <-timer.C:
 		}
 	}
 }

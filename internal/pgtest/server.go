@@ -24,6 +24,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 const (
@@ -178,7 +179,7 @@ func (s *server) create(ctx context.Context, database, template string) error {
 		if !postgres.IsCode(err, "55006") || ctx.Err() != nil {
 			return fmt.Errorf("create database %s: %w", database, err)
 		}
-		pause(ctx, 20*time.Millisecond)
+		sleep.For(ctx, 20*time.Millisecond)
 	}
 }
 
@@ -245,10 +246,3 @@ func (s *server) names(ctx context.Context, query string, args ...any) ([]string
 }
 
 func quote(name string) string { return pgx.Identifier{name}.Sanitize() }
-
-func pause(ctx context.Context, d time.Duration) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
-	}
-}

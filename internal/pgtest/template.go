@@ -12,6 +12,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 	"github.com/lanekeeper/lanekeeper/migrations"
 )
 
@@ -93,6 +94,6 @@ func (s *server) seal(ctx context.Context, building, template string) error {
 		if !postgres.IsCode(err, "55006") || ctx.Err() != nil {
 			return err
 		}
-		pause(ctx, 20*time.Millisecond)
+		sleep.For(ctx, 20*time.Millisecond)
 	}
 }

@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // A [KeyedTx] tries leastTries times at least, and for [LockPatience]. It waits for a lock for firstLockWait at
@@ -86,11 +88,7 @@ func again(ctx context.Context, patience time.Duration,
 			return err
 		}
 		wait = min(2*wait, maxLockWait)
-		timer := time.NewTimer(pause)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
+		if !sleep.For(ctx, pause) {
 			return err
 		}
 	}

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // Backoff pauses between two tries. The pause doubles from First to Max, and as much again is added at random at most.
@@ -24,14 +26,7 @@ type Backoff struct {
 func (b *Backoff) Wait(ctx context.Context) bool {
 	pause := max(b.next, b.First)
 	b.next = min(2*pause, b.Max)
-	timer := time.NewTimer(pause + rand.N(pause))
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
+	return sleep.For(ctx, pause+rand.N(pause))
 }
 
 // tries is how often [Again] calls, and firstPause how long it waits before the second time, at least.

@@ -27,6 +27,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // WriteFile writes a file that only its owner may read.
@@ -65,16 +66,7 @@ func Run(tb testing.TB, services ...func(ctx context.Context) error) (stop func(
 }
 
 // Wait waits for d. It reports false when ctx has ended.
-func Wait(ctx context.Context, d time.Duration) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return ctx.Err() == nil
-	case <-ctx.Done():
-		return false
-	}
-}
+func Wait(ctx context.Context, d time.Duration) bool { return sleep.For(ctx, d) && ctx.Err() == nil }
 
 // Response is an answer that was read to its end.
 type Response struct {

@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
@@ -378,12 +379,7 @@ func (o *Operate) waitsForApproval(ctx context.Context, id string, l *listener) 
 		if x.Status.Ended() || !l.awaitsApproval() {
 			return false
 		}
-		timer := time.NewTimer(retryInterval)
-		select {
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-		}
+		sleep.For(ctx, retryInterval)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 	"github.com/lanekeeper/lanekeeper/lanes"
 )
 
@@ -105,14 +106,10 @@ func (p player) one(ctx context.Context, o op, depth int, path string, value int
 
 // pause takes time, which somebody may end.
 func pause(ctx context.Context, lasts time.Duration) error {
-	timer := time.NewTimer(lasts)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-		return nil
-	case <-ctx.Done():
+	if !sleep.For(ctx, lasts) {
 		return context.Cause(ctx)
 	}
+	return nil
 }
 
 // note writes a row of the step it is in.
