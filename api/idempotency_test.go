@@ -300,24 +300,31 @@ func TestKeyIsReleasedAfterOutage(t *testing.T) {
 	}
 }
 
-// The key is released even if the claim's reply was lost.
-func TestKeyIsReleasedAfterLostClaimReply(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.DB(t)
-	var deaf lostReplies
+// losingPool is a pool whose replies are lost, and which cannot reconnect, while deaf says so.
+func losingPool(t *testing.T, pool *pgxpool.Pool, most int32) (losing *pgxpool.Pool, deaf *lostReplies) {
+	t.Helper()
+	deaf = &lostReplies{}
 	config := pool.Config()
 	dial := config.ConnConfig.DialFunc
-	config.MaxConns = 1
+	config.MaxConns = most
 	config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
 		if deaf.lost.Load() {
 			return nil, errors.New("away")
 		}
 		conn, err := dial(ctx, network, address)
-		return lostReplyConn{conn, &deaf}, err
+		return lostReplyConn{conn, deaf}, err
 	}
-	breaking, err := pgxpool.NewWithConfig(t.Context(), config)
+	losing, err := pgxpool.NewWithConfig(t.Context(), config)
 	require.NoError(t, err)
-	t.Cleanup(breaking.Close)
+	t.Cleanup(losing.Close)
+	return losing, deaf
+}
+
+// The key is released even if the claim's reply was lost.
+func TestKeyIsReleasedAfterLostClaimReply(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	breaking, deaf := losingPool(t, pool, 1)
 	a := newAgent(t, breaking, engine(t, pool))
 	start := `{"flow": "external:job"}`
 	got := a.postWithKey("/v1/executions", start, token, "before")
@@ -334,19 +341,7 @@ func TestKeyIsReleasedAfterLostClaimReply(t *testing.T) {
 func TestKeyIsReleasedForOtherProcesses(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	var deaf lostReplies
-	config := pool.Config()
-	dial := config.ConnConfig.DialFunc
-	config.ConnConfig.DialFunc = func(ctx context.Context, network, address string) (net.Conn, error) {
-		if deaf.lost.Load() {
-			return nil, errors.New("away")
-		}
-		conn, err := dial(ctx, network, address)
-		return lostReplyConn{conn, &deaf}, err
-	}
-	breaking, err := pgxpool.NewWithConfig(t.Context(), config)
-	require.NoError(t, err)
-	t.Cleanup(breaking.Close)
+	breaking, deaf := losingPool(t, pool, pool.Config().MaxConns)
 	var calls atomic.Int64
 	things := countingEndpoint(&calls, func(w http.ResponseWriter, r *http.Request, n int64) {
 		if n > 1 {

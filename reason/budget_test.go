@@ -552,6 +552,19 @@ func TestACallRepeatedAfterACrashIsCountedTwice(t *testing.T) {
 	w.agree(t, pgtest.Value[string](t, w.pool, `select id::text from agent_executions`))
 }
 
+// runTogether runs turns at once, spread over engines.
+func runTogether(t *testing.T, runs int, engines []*executions.Engine) {
+	t.Helper()
+	var group errgroup.Group
+	for i := range runs {
+		group.Go(func() error {
+			_, err := engines[i%len(engines)].RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
+			return err
+		})
+	}
+	require.NoError(t, group.Wait())
+}
+
 // 64 runs at once, of which the day's limit lets some through: no more than fit, and as many as fit.
 func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
 	t.Parallel()
@@ -563,14 +576,7 @@ func TestConcurrentRunsDoNotOverspendTogether(t *testing.T) {
 	w.loop.Budget = reason.Budget{Answer: 200}
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: limit}}
 	engines := []*executions.Engine{w.engine(t, false), w.engine(t, false), w.engine(t, false), w.engine(t, false)}
-	var group errgroup.Group
-	for i := range runs {
-		group.Go(func() error {
-			_, err := engines[i%len(engines)].RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
-			return err
-		})
-	}
-	require.NoError(t, group.Wait())
+	runTogether(t, runs, engines)
 	answered := 0
 	for _, got := range w.took {
 		switch got.Ended {
@@ -601,14 +607,7 @@ func TestConcurrentRunsLearnFromEachOtherHowTheServerCounts(t *testing.T) {
 	w.turn.Scopes = nil
 	w.loop.Limits = budgets.Limits{Day: budgets.Limit{Tokens: limit}}
 	engines := []*executions.Engine{w.engine(t, false), w.engine(t, false)}
-	var group errgroup.Group
-	for i := range runs {
-		group.Go(func() error {
-			_, err := engines[i%len(engines)].RunSync(t.Context(), executions.Spec{Flow: "turn", Surface: trace.Flow})
-			return err
-		})
-	}
-	require.NoError(t, group.Wait())
+	runTogether(t, runs, engines)
 	spent := w.book(t)
 	assert.Truef(t, spent.Spent <= limit && spent.Aside == 0 && spent.Spent >= limit-2*each,
 		"the day has %+v of %d", spent, limit)

@@ -19,12 +19,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/enginetest"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
+	"github.com/lanekeeper/lanekeeper/internal/looptest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/lanes"
-	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -51,15 +51,7 @@ func newWorld(t *testing.T) *world {
 	d := skills.Definition{Name: "look", Handler: "builtin:look", Idempotent: true}
 	_, err := skills.Put(t.Context(), w.pool, d, skills.SourceWorkspace)
 	require.NoError(t, err)
-	quiet := slog.New(slog.DiscardHandler)
-	client, err := models.New(models.Config{
-		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: quiet,
-		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
-	})
-	require.NoError(t, err)
-	registry, err := skills.New(skills.Options{Builtins: map[string]skills.Builtin{"look": w.called}, Pool: w.pool})
-	require.NoError(t, err)
-	w.loop = &reason.Loop{Pool: w.pool, Model: client, Skills: registry, Logger: quiet}
+	w.loop = looptest.New(t, w.pool, w.model, skills.Options{Builtins: map[string]skills.Builtin{"look": w.called}})
 	return w
 }
 

@@ -24,12 +24,12 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
+	"github.com/lanekeeper/lanekeeper/internal/looptest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
-	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
@@ -137,14 +137,7 @@ func (w *world) silent(t *testing.T, change ...func(*chat.Chat)) (*process, *lan
 
 func (w *world) loop(t *testing.T) *reason.Loop {
 	t.Helper()
-	client, err := models.New(models.Config{
-		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
-		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
-	})
-	require.NoError(t, err)
-	registry, err := skills.New(skills.Options{Builtins: w.builtins, Pool: w.pool})
-	require.NoError(t, err)
-	return &reason.Loop{Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
+	return looptest.New(t, w.pool, w.model, skills.Options{Builtins: w.builtins})
 }
 
 // serve listens; every test has a server with the routes as an API would have them, and the key as the owner.

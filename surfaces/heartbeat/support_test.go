@@ -18,15 +18,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
+	"github.com/lanekeeper/lanekeeper/internal/looptest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
-	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/objectives"
-	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/heartbeat"
@@ -78,22 +77,13 @@ func newTestHeartbeat(t *testing.T) *testHeartbeat {
 		return map[string]int{"rows": 42}, nil
 	}
 	w.addSkill(t, skills.Definition{Name: "look", Idempotent: true})
-	client, err := models.New(models.Config{
-		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
-		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
-	})
-	require.NoError(t, err)
-	registry, err := skills.New(skills.Options{Builtins: w.builtins, Pool: w.pool})
-	require.NoError(t, err)
+	loop := looptest.New(t, w.pool, w.model, skills.Options{Builtins: w.builtins})
+	loop.Admit = func(ctx context.Context, skill, owner string) (bool, error) {
+		return selfheal.Admit(ctx, w.pool, skill, owner)
+	}
+	loop.After = selfheal.After(w.pool)
 	w.beat = &heartbeat.Heartbeat{
-		Pool: w.pool, Heal: selfheal.Default(), Logger: slog.New(slog.DiscardHandler),
-		Loop: &reason.Loop{
-			Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler),
-			Admit: func(ctx context.Context, skill, owner string) (bool, error) {
-				return selfheal.Admit(ctx, w.pool, skill, owner)
-			},
-			After: selfheal.After(w.pool),
-		},
+		Pool: w.pool, Heal: selfheal.Default(), Logger: slog.New(slog.DiscardHandler), Loop: loop,
 	}
 	return w
 }

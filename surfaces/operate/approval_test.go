@@ -66,15 +66,24 @@ func TestInlineApprovalKeepsStreaming(t *testing.T) {
 	}
 }
 
+// sendGuarded sends a message that needs an approval, and waits until its turn waits for that.
+func (p *process) sendGuarded(
+	t *testing.T, w *testDatabase, s *operate.Session,
+) (b *runningTurn, asked operate.Approval, start operate.Start) {
+	t.Helper()
+	b = p.send(t, s, "Wipe orders.", false)
+	asked = waitEvent[operate.Approval](t, b, "approval")
+	start = waitEvent[operate.Start](t, b, "start")
+	w.waitStatus(t, start.ExecutionID, executions.Waiting)
+	return b, asked, start
+}
+
 func TestDetachedTurnFinishesHeadless(t *testing.T) {
 	t.Parallel()
 	w, called := withGuardedSkill(t)
 	p := w.process(t, false)
 	s := p.open(t, "")
-	b := p.send(t, s, "Wipe orders.", false)
-	asked := waitEvent[operate.Approval](t, b, "approval")
-	start := waitEvent[operate.Start](t, b, "start")
-	w.waitStatus(t, start.ExecutionID, executions.Waiting)
+	b, asked, start := p.sendGuarded(t, w, s)
 	b.leave(context.Canceled) // the connection is gone
 	done, err := b.wait(t)
 	assert.Truef(t, err == nil && done.Ended == operate.WaitingApproval, "the turn was left as %+v, %v", done, err)
@@ -93,10 +102,7 @@ func TestHeadlessTurnWaitsForLane(t *testing.T) {
 	t.Parallel()
 	w, called := withGuardedSkill(t)
 	p := w.process(t, true)
-	b := p.send(t, p.open(t, ""), "Wipe orders.", false)
-	asked := waitEvent[operate.Approval](t, b, "approval")
-	start := waitEvent[operate.Start](t, b, "start")
-	w.waitStatus(t, start.ExecutionID, executions.Waiting)
+	b, asked, start := p.sendGuarded(t, w, p.open(t, ""))
 	b.leave(context.Canceled)
 	_, err := b.wait(t)
 	require.NoError(t, err)
@@ -146,10 +152,7 @@ func TestApprovalDecidedLater(t *testing.T) {
 	w, called := withGuardedSkill(t)
 	p := w.process(t, false)
 	s := p.open(t, "")
-	b := p.send(t, s, "Wipe orders.", false)
-	asked := waitEvent[operate.Approval](t, b, "approval")
-	start := waitEvent[operate.Start](t, b, "start")
-	w.waitStatus(t, start.ExecutionID, executions.Waiting)
+	b, asked, start := p.sendGuarded(t, w, s)
 	b.leave(operate.ErrDetach)
 	if done, err := b.wait(t); err != nil || done.Ended != operate.WaitingApproval || w.laneHolder(t) == "" {
 		t.Errorf("left as %+v, %v; lane %q", done, err, w.laneHolder(t))
@@ -166,10 +169,7 @@ func TestInterruptCancelsWaitingTurn(t *testing.T) {
 	t.Parallel()
 	w, called := withGuardedSkill(t)
 	p := w.process(t, false)
-	b := p.send(t, p.open(t, ""), "Wipe orders.", false)
-	asked := waitEvent[operate.Approval](t, b, "approval")
-	start := waitEvent[operate.Start](t, b, "start")
-	w.waitStatus(t, start.ExecutionID, executions.Waiting)
+	b, asked, start := p.sendGuarded(t, w, p.open(t, ""))
 	b.leave(operate.ErrInterrupt)
 	_, err := b.wait(t)
 	assert.Error(t, err, "the turn has an answer")

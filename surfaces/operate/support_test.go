@@ -20,13 +20,13 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/leaks"
+	"github.com/lanekeeper/lanekeeper/internal/looptest"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
-	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/selfheal"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -49,14 +49,8 @@ type testDatabase struct {
 func newTestDatabase(t *testing.T, replies ...modeltest.Reply) *testDatabase {
 	t.Helper()
 	w := &testDatabase{pool: pgtest.DB(t), model: modeltest.New(t, replies...), builtins: map[string]skills.Builtin{}}
-	client, err := models.New(models.Config{
-		BaseURL: w.model.URL(), Model: "gpt-4o-mini", Logger: slog.New(slog.DiscardHandler),
-		Retry: models.Retry{Attempts: 2, Base: time.Millisecond, MaxWait: time.Second},
-	})
-	require.NoError(t, err)
-	registry, err := skills.New(skills.Options{Builtins: w.builtins, Pool: w.pool, AllowPrivate: []string{"127.0.0.1"}})
-	require.NoError(t, err)
-	w.loop = &reason.Loop{Pool: w.pool, Model: client, Skills: registry, Logger: slog.New(slog.DiscardHandler)}
+	w.loop = looptest.New(t, w.pool, w.model,
+		skills.Options{Builtins: w.builtins, AllowPrivate: []string{"127.0.0.1"}})
 	return w
 }
 

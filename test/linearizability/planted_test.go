@@ -245,53 +245,32 @@ var plants = map[string]struct {
 		},
 	},
 	"a hand-over leaves the token valid": {
-		fault: `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text,
-			p_fencing_token bigint, p_hand_over boolean,
-			p_wait boolean default true) returns text
-			language plpgsql volatile as $$
-			declare passed text;
-			begin
+		fault: handingOver(`
 			  update agent_locks l set locked_by = w.owner, expires_at = clock_timestamp() + interval '10 seconds'
 			    from agent_lock_waiters w where w.lane = l.lane and l.lane = p_lane
 			  returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token,
-			    (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
-			  return passed;
-			end $$`,
+			    (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;`),
 		script: func(g *stage) { g.handOver() },
 	},
 	"a hand-over that is only told": {
-		fault: `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text,
-			p_fencing_token bigint, p_hand_over boolean,
-			p_wait boolean default true) returns text
-			language plpgsql volatile as $$
-			declare passed text;
-			begin
+		fault: handingOver(`
 			  update agent_locks l set locked_by = '', fencing_token = l.fencing_token + 1, expires_at = clock_timestamp()
 			    from agent_lock_waiters w where w.lane = l.lane and l.lane = p_lane
 			  returning concat_ws(E'\t', l.lane, w.owner, l.fencing_token,
 			                      (extract(epoch from clock_timestamp() + interval '10 seconds') * 1000000)::bigint) into passed;
-			  delete from agent_lock_waiters;
-			  return passed;
-			end $$`,
+			  delete from agent_lock_waiters;`),
 		script: func(g *stage) {
 			g.handOver()
 			g.acquire(g.a, 600)
 		},
 	},
 	"a hand-over to who does not wait": {
-		fault: `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text,
-			p_fencing_token bigint, p_hand_over boolean,
-			p_wait boolean default true) returns text
-			language plpgsql volatile as $$
-			declare passed text;
-			begin
+		fault: handingOver(`
 			  update agent_locks l set locked_by = 'c', fencing_token = l.fencing_token + 1,
 			    expires_at = clock_timestamp() + interval '10 seconds'
 			   where l.lane = p_lane
 			  returning concat_ws(E'\t', l.lane, l.locked_by, l.fencing_token,
-			    (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;
-			  return passed;
-			end $$`,
+			    (extract(epoch from l.expires_at) * 1000000)::bigint) into passed;`),
 		script: func(g *stage) { g.handOver() },
 	},
 	"who leaves the queue keeps what was handed over": {
@@ -388,4 +367,14 @@ func (k *kin) park(g *stage, parent grant) (child string) {
 	child, err := k.parkOn(g.t.Context(), execution(parent.owner), 1)
 	require.Truef(g.t, err == nil && child != "", "the parent is not parked: %v", err)
 	return child
+}
+
+// handingOver is a release of a lane that runs a statement and returns what it passed on.
+func handingOver(statement string) string {
+	return `create or replace function lanekeeper.release_agent_lock(p_lane text, p_locked_by text,
+		p_fencing_token bigint, p_hand_over boolean, p_wait boolean default true) returns text
+		language plpgsql volatile as $$
+		declare passed text;
+		begin ` + statement + ` return passed;
+		end $$`
 }
