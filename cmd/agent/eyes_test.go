@@ -85,7 +85,9 @@ func TestFourEyesInAChat(t *testing.T) {
 	as := func(name string, role principals.Role) (program, string) {
 		_, err := principals.Create(t.Context(), d.pool, principals.New{Name: name, Kind: principals.User, Role: role})
 		require.NoError(t, err)
-		_, secret, err := principals.MakeToken(t.Context(), d.pool, principals.NewToken{Principal: name, Scopes: []string{"*"}})
+		_, secret, err := principals.MakeToken(t.Context(), d.pool, principals.NewToken{
+			Principal: name, Scopes: []string{"*"},
+		})
 		require.NoError(t, err)
 		return newProgramWithoutDatabase(t, far.environ[0], "AGENT_TOKEN="+secret), secret
 	}

@@ -76,7 +76,8 @@ func TestTheOverviewLinksToWhatItsViewerMayOpen(t *testing.T) {
 		_, page := get(secret, "/")
 		_, page, _ = strings.Cut(page, "<main")
 		page, _, _ = strings.Cut(page, "</main>")
-		assert.Contains(t, page, "Broken channel", "mail", "Undelivered message", "t1", "Open memory conflict", "channel mail failing")
+		assert.Contains(t, page, "Broken channel", "mail", "Undelivered message", "t1", "Open memory conflict",
+			"channel mail failing")
 		seen := map[string]bool{}
 		for _, link := range regexp.MustCompile(`<a [^>]*href="(/[^"#]*)`).FindAllStringSubmatch(page, -1) {
 			path := html.UnescapeString(link[1])

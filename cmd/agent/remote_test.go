@@ -468,7 +468,8 @@ func TestRemoteConversationOnATerminal(t *testing.T) {
 func TestARemoteConsolePrintsWhatALocalOneDoes(t *testing.T) {
 	t.Parallel()
 	unlogged := func(environ []string) []string {
-		return slices.DeleteFunc(slices.Clone(environ), func(s string) bool { return strings.HasPrefix(s, "AGENT_LOG_LEVEL=") })
+		set := func(s string) bool { return strings.HasPrefix(s, "AGENT_LOG_LEVEL=") }
+		return slices.DeleteFunc(slices.Clone(environ), set)
 	}
 	resumed := regexp.MustCompile(`(?m)^[·✓] wipe .*\n`) // shown by the process that runs the approved call
 	var screens [2]string
