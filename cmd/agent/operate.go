@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"strings"
 	"sync/atomic"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -121,15 +122,23 @@ func (c *cli) operate(ctx context.Context, s *session, a *app.App, which operate
 	return o.runLines(ctx)
 }
 
+// leavingPoll is the pause between two looks at a session that a caller has left.
+const leavingPoll = 20 * time.Millisecond
+
 // acquireLane acquires the lane operate, or reports its holder.
 func (c *cli) acquireLane(ctx context.Context, a *app.App, admin *operate.Session, wait bool) error {
-	if c.host != nil && c.sent.Asks { // a turn that the caller's console has cancelled may still be ending
+	for c.host != nil && c.sent.Asks { // a turn that the caller's console has left may still be ending
 		holder, err := a.Operate.Holder(ctx)
 		if err != nil {
 			return err
 		}
-		if holder.SessionID == admin.ID() {
-			return admin.Hold(ctx, true)
+		if holder.SessionID != admin.ID() {
+			break
+		}
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-time.After(leavingPoll):
 		}
 	}
 	err := admin.Hold(ctx, false)
