@@ -266,8 +266,10 @@ func TestATraceShowsTheDecisionOnAnApproval(t *testing.T) {
 	shows(t, base, "◷</span>pending approval")
 	for _, test := range []struct{ change, state, who string }{
 		{`expires_at = clock_timestamp() - interval '1 hour'`, "expired", ""},
-		{`decided_by = 'ana', decided_via = 'slack', decided_at = now(), reason = 'not <now>', status = 'rejected'`,
-			"rejected", "by ana via slack: not &lt;now&gt;"},
+		{
+			`decided_by = 'ana', decided_via = 'slack', decided_at = now(), reason = 'not <now>', status = 'rejected'`,
+			"rejected", "by ana via slack: not &lt;now&gt;",
+		},
 		{`reason = '', status = 'approved', expires_at = clock_timestamp() + interval '1 hour'`, "approved", "by ana via slack"},
 		{`status = 'consumed'`, "approved", "by ana via slack"},
 	} {

@@ -19,7 +19,8 @@ const (
 
 func TestTheReferenceServerIsMountedAndCalled(t *testing.T) {
 	t.Parallel()
-	program := filepath.Join(npmtest.Install(t, everything+"@"+everythingVersion), "node_modules", everything, "dist", "index.js")
+	dir := npmtest.Install(t, everything+"@"+everythingVersion)
+	program := filepath.Join(dir, "node_modules", everything, "dist", "index.js")
 	w := newWorld(t, nil)
 	w.put(mcp.Definition{Name: "test", Command: []string{"node", program, "stdio"}})
 	report := w.sync()

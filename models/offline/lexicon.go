@@ -23,7 +23,8 @@ var lexicon = func() (l struct {
 	Intents  []intent
 	Rows     map[string]string
 	Texts    map[string]map[string]string
-}) {
+},
+) {
 	if err := yaml.Unmarshal(lexiconYAML, &l); err != nil {
 		panic("offline: lexicon.yaml: " + err.Error())
 	}

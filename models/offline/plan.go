@@ -223,13 +223,13 @@ func (t turn) reports() []call {
 		case c.failed:
 			add("fail_step", map[string]any{"step_id": s.id, "reason": c.failure()})
 		default:
-			facts := c.facts()
+			facts := []string{c.facts()}
 			for _, other := range t.work() {
 				if s.names(other.name) && !other.failed && other.name != c.name {
-					facts += "; " + other.facts()
+					facts = append(facts, other.facts())
 				}
 			}
-			add("complete_step", map[string]any{"step_id": s.id, "result": textcut.Text(facts, maxFacts)})
+			add("complete_step", map[string]any{"step_id": s.id, "result": textcut.Text(strings.Join(facts, "; "), maxFacts)})
 		}
 	}
 	if pattern("no_steps").MatchString(t.prompt) && !t.called("add_steps") {

@@ -138,11 +138,12 @@ func (t *turn) readCalls(messages []openai.ChatCompletionMessage) {
 
 // content returns a message's text, including its parts.
 func content(m openai.ChatCompletionMessage) string {
-	text := m.Content
+	var text strings.Builder
+	text.WriteString(m.Content)
 	for _, part := range m.MultiContent {
-		text += part.Text
+		text.WriteString(part.Text)
 	}
-	return text
+	return text.String()
 }
 
 func (t turn) called(name string) bool {

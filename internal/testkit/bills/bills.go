@@ -34,14 +34,14 @@ type Skills struct {
 }
 
 // Apply applies a workspace, in which %s stands for the address of its skills, and serves them.
-func Apply(t testing.TB, db *pgxpool.Pool, declared string) *Skills {
-	t.Helper()
+func Apply(tb testing.TB, db *pgxpool.Pool, declared string) *Skills {
+	tb.Helper()
 	s := &Skills{}
-	text := strings.ReplaceAll(declared, "%s", testkit.Serve(t, s))
+	text := strings.ReplaceAll(declared, "%s", testkit.Serve(tb, s))
 	files, err := workspace.Load(fstest.MapFS{"all.yaml": {Data: []byte(text)}})
-	require.NoError(t, err)
-	_, err = workspace.Apply(t.Context(), db, files, workspace.Options{})
-	require.NoError(t, err)
+	require.NoError(tb, err)
+	_, err = workspace.Apply(tb.Context(), db, files, workspace.Options{})
+	require.NoError(tb, err)
 	return s
 }
 
@@ -153,14 +153,14 @@ parameters:
 ---`
 
 // MakeDue makes the automation due, approves a call, and lets a skill have failed three times.
-func MakeDue(t testing.TB, db *pgxpool.Pool) {
-	t.Helper()
-	pgtest.Exec(t, db, `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`)
-	pgtest.Exec(t, db, `
+func MakeDue(tb testing.TB, db *pgxpool.Pool) {
+	tb.Helper()
+	pgtest.Exec(tb, db, `update agent_automations set next_run_at = clock_timestamp() - interval '1 second'`)
+	pgtest.Exec(tb, db, `
 		insert into agent_approvals (trace_id, skill_name, skill_revision, arguments, arguments_hash, status, expires_at)
 		select 'op_0', name, revision, '{"amount": 3}', 'hash', 'approved', clock_timestamp() + interval '1 day'
 		  from agent_skills where name = 'pay'`)
-	pgtest.Exec(t, db, `
+	pgtest.Exec(tb, db, `
 		insert into agent_activity (trace_id, skill_name, skill_id, status, error_class, error_message, finished_at)
 		select 'op_0', name, id, 'error', 'http_status', 'broken', clock_timestamp()
 		  from agent_skills, generate_series(1, 3) where name = 'broken'`)

@@ -12,19 +12,19 @@ import (
 )
 
 // Quiet runs a statement without triggers, so that a test can write rows in any state.
-func Quiet(t testing.TB, pool *pgxpool.Pool, sql string, args ...any) {
-	t.Helper()
-	tx := pgtest.Begin(t, pool)
-	pgtest.Exec(t, tx, `set local session_replication_role = replica`)
-	pgtest.Exec(t, tx, sql, args...)
-	require.NoError(t, tx.Commit(t.Context()))
+func Quiet(tb testing.TB, pool *pgxpool.Pool, sql string, args ...any) {
+	tb.Helper()
+	tx := pgtest.Begin(tb, pool)
+	pgtest.Exec(tb, tx, `set local session_replication_role = replica`)
+	pgtest.Exec(tb, tx, sql, args...)
+	require.NoError(tb, tx.Commit(tb.Context()))
 }
 
 // Execution writes an execution in a state and returns its id.
-func Execution(t testing.TB, pool *pgxpool.Pool, status, surface, flow string) string {
-	t.Helper()
-	id := pgtest.Value[string](t, pool, `select lanekeeper.agent_uuid7()::text`)
-	Quiet(t, pool, `
+func Execution(tb testing.TB, pool *pgxpool.Pool, status, surface, flow string) string {
+	tb.Helper()
+	id := pgtest.Value[string](tb, pool, `select lanekeeper.agent_uuid7()::text`)
+	Quiet(tb, pool, `
 		insert into agent_executions (id, trace_id, surface, flow, outside, status, waiting_for, waiting_key, waiting_until,
 		  waiting_step, updated_at, completed_at)
 		select @id::uuid, lanekeeper.agent_trace_id('fl'), @surface, @flow, @flow like 'external%', @status::text, x.kind,
@@ -39,9 +39,9 @@ func Execution(t testing.TB, pool *pgxpool.Pool, status, surface, flow string) s
 }
 
 // Skill writes a skill, in service unless disabledBy says who disabled it.
-func Skill(t testing.TB, pool *pgxpool.Pool, name, description, disabledBy, reason string) {
-	t.Helper()
-	pgtest.Value[string](t, pool, `
+func Skill(tb testing.TB, pool *pgxpool.Pool, name, description, disabledBy, reason string) {
+	tb.Helper()
+	pgtest.Value[string](tb, pool, `
 		insert into agent_skills (name, description, tool_definition, handler, enabled, disabled_by, disabled_reason,
 		  disabled_at, evidence)
 		values ($1, $2, jsonb_build_object('name', $1::text, 'description', $2::text), 'builtin:x', $3 = '', $3, $4,
@@ -50,9 +50,9 @@ func Skill(t testing.TB, pool *pgxpool.Pool, name, description, disabledBy, reas
 }
 
 // Calls writes n calls of a skill.
-func Calls(t testing.TB, pool *pgxpool.Pool, name, status, message string, n int) {
-	t.Helper()
-	pgtest.Exec(t, pool, `
+func Calls(tb testing.TB, pool *pgxpool.Pool, name, status, message string, n int) {
+	tb.Helper()
+	pgtest.Exec(tb, pool, `
 		insert into agent_activity (trace_id, surface, skill_name, status, error_class, error_message, duration_ms)
 		select 'hb_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'heartbeat', $1, $2, case when $2 = 'error' then 'timeout' else '' end,
 		  nullif($3, ''), 120
