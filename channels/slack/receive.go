@@ -92,7 +92,6 @@ func (t *Transport) listen(ctx context.Context, in channels.Inbox) error {
 			if !up {
 				continue
 			}
-			t.settle(ctx, client, in)
 			if err := t.ask(ctx, in); err != nil {
 				return err
 			}
@@ -147,11 +146,14 @@ func (b *batch) Known(ctx context.Context, conversation string) (bool, error) {
 }
 
 // take commits an event and those that wait behind it in one transaction, then acknowledges them. So a burst keeps
-// Slack's three seconds. It returns the first event that is about the connection; the zero event without one.
+// Slack's three seconds. What cannot be stored is not acknowledged: Slack sends it again. If the transaction fails for
+// a message, each event has one of its own. It returns the first event that is about the connection; the zero event
+// without one.
 func (t *Transport) take(
 	ctx context.Context, client *socketmode.Client, e socketmode.Event, in channels.Inbox,
 ) (rest socketmode.Event) {
-	var came []taken
+	b := &batch{Inbox: in}
+	var events []taken
 	for n := 1; ; n++ {
 		var envelope socketmode.Request
 		switch e.Type {
@@ -166,98 +168,57 @@ func (t *Transport) take(
 		default:
 		}
 		if envelope.EnvelopeID != "" {
-			came = append(came, taken{envelope: envelope.EnvelopeID, payload: envelope.Payload})
+			before := len(b.messages)
+			if err := t.store(ctx, envelope.Payload, b); err != nil {
+				t.log.WarnContext(ctx, "message of Slack not read, it comes again", "error", err)
+			} else {
+				events = append(events, taken{envelope.EnvelopeID, b.messages[before:len(b.messages):len(b.messages)]})
+			}
 		}
 		if rest.Type != "" || n == maxBatch || len(client.Events) == 0 { // nobody else reads them
 			break
 		}
 		e = <-client.Events
 	}
-	t.settle(ctx, client, in, came...)
+	for _, e := range t.commit(ctx, b.messages, events, in) {
+		if err := client.AckCtx(ctx, e.envelope, nil); err != nil && ctx.Err() == nil {
+			t.log.WarnContext(ctx, "message of Slack not acknowledged, it comes again", "error", err)
+		}
+	}
 	return rest
 }
 
 // taken is an event with its messages.
 type taken struct {
 	envelope string
-	payload  json.RawMessage
 	messages []channels.Incoming
 }
 
-// maxLate bounds the events that wait for the database. Those beyond it come again from Slack.
-const maxLate = 1000
-
-// settle commits the events that are late, and those that came after them, and acknowledges what is committed. The
-// others are late: Slack sends them again, but their place in their conversation is before all that comes later.
-func (t *Transport) settle(ctx context.Context, client *socketmode.Client, in channels.Inbox, came ...taken) {
-	b := &batch{Inbox: in}
-	came = slices.Concat(t.late, came)
-	read := 0
-	for ; read < len(came); read++ {
-		before := len(b.messages)
-		if err := t.store(ctx, came[read].payload, b); err != nil {
-			t.log.WarnContext(ctx, "message of Slack not read, trying again", "error", err)
-			break
-		}
-		came[read].messages = b.messages[before:len(b.messages):len(b.messages)]
-	}
-	stored, late := t.commit(ctx, b.messages, came[:read], in)
-	late = slices.Concat(late, came[read:])
-	t.late = late[:min(len(late), maxLate)]
-	for _, e := range stored {
-		if err := client.AckCtx(ctx, e.envelope, nil); err != nil && ctx.Err() == nil {
-			t.log.WarnContext(ctx, "message of Slack not acknowledged, it comes again", "error", err)
-		}
-	}
-}
-
-// commit stores the messages of events, together if possible, else each event by itself. A message that the database
-// refuses is given up, and holds up no other. An event that fails otherwise is late, and so are those after it in its
-// conversation.
+// commit stores the messages of events, together if possible, and returns the events that are stored.
 func (t *Transport) commit(
 	ctx context.Context, all []channels.Incoming, events []taken, in channels.Inbox,
-) (stored, late []taken) {
+) (stored []taken) {
 	if len(all) == 0 {
-		return events, nil
+		return events
 	}
 	err := in.Receive(ctx, "", all...)
 	if err == nil {
-		return events, nil
+		return events
 	}
 	t.log.WarnContext(ctx, "messages of Slack not stored together", "messages", len(all), "error", err)
-	if ctx.Err() != nil || postgres.Broken(err) || postgres.Unreachable(err) {
-		return nil, events
+	if len(events) == 1 || ctx.Err() != nil || postgres.Broken(err) || postgres.Unreachable(err) {
+		return nil // they come again
 	}
-	held := map[string]bool{}
 	for _, e := range events {
-		if slices.ContainsFunc(e.messages, func(m channels.Incoming) bool { return held[m.Conversation] }) {
-			late = append(late, e)
-			continue
-		}
 		if len(e.messages) > 0 {
-			err = in.Receive(ctx, "", e.messages...)
-		}
-		switch {
-		case len(e.messages) == 0 || err == nil:
-		case refused(err):
-			t.log.ErrorContext(ctx, "message of Slack given up", "error", err)
-		default:
-			t.log.WarnContext(ctx, "message of Slack not stored, trying again", "error", err)
-			late = append(late, e)
-			for _, m := range e.messages {
-				held[m.Conversation] = true
+			if err := in.Receive(ctx, "", e.messages...); err != nil {
+				t.log.WarnContext(ctx, "message of Slack not stored, it comes again", "error", err)
+				continue
 			}
-			continue
 		}
 		stored = append(stored, e)
 	}
-	return stored, late
-}
-
-// refused reports that the database refuses a message for its content, so no other attempt can store it.
-func refused(err error) bool {
-	code := postgres.Code(err)
-	return code != "" && slices.Contains([]string{"22", "23", "54"}, code[:2]) // data, constraints, limits
+	return stored
 }
 
 // Hook implements [channels.Hook]: events and clicks by HTTP. The signature is checked before the body is parsed.

@@ -51,7 +51,6 @@ type Transport struct {
 	noStatus  atomic.Bool // Slack refused to show that an answer is being written
 	pingEvery time.Duration
 	probe     time.Duration
-	late      []taken // events that are not committed yet; for Run alone
 }
 
 // Open opens a transport. It implements [channels.Open].
