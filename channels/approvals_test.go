@@ -245,7 +245,7 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 		return w.Code
 	}
 	const update = `{"update_id": 1, "message": {"message_id": 5, "caption": "see this", "chat": {"id": 9},
-		"from": {"id": 9, "first_name": "Mara"}, "document": {"file_id": "file0", "file_name": "a.txt", "file_size": 7}}}`
+		"from": {"id": 9, "first_name": "Mara"}, "document": {"file_id": "file0", "file_name": "a\u0000.txt", "file_size": 7}}}`
 	assert.Equal(t, 401, post("", update))
 	assert.Equal(t, 401, post("wrong", update))
 	assert.Equal(t, 400, post("a secret", "no JSON"))

@@ -67,12 +67,14 @@ func (b *inbox) Receive(ctx context.Context, cursor string, messages ...Incoming
 }
 
 func (b *inbox) queue(batch *pgx.Batch, m Incoming) error {
-	files, err := json.Marshal(m.Files[:min(len(m.Files), maxFiles)])
+	kept := make([]File, min(len(m.Files), maxFiles))
+	for i := range kept {
+		kept[i] = m.Files[i]
+		kept[i].ID, kept[i].Name, kept[i].Type = postgres.Text(kept[i].ID), cut(kept[i].Name, 300), cut(kept[i].Type, 200)
+	}
+	files, err := json.Marshal(kept)
 	if err != nil {
 		return fmt.Errorf("encode files: %w", err)
-	}
-	if m.Files == nil {
-		files = []byte("[]")
 	}
 	batch.Queue(`
 		insert into agent_channel_messages (channel, external_id, conversation, sender, sender_name, content, files, click,

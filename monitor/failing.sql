@@ -2,14 +2,15 @@
 -- other actions and models, at most @each of a name. An execution whose call a person rejected did not fail.
 -- inner_message is the last error inside an execution, which is the deepest one: an action begins after the action that
 -- it is a part of.
-with broken as materialized (
+with rejected as materialized (select lanekeeper.agent_rejected_executions(@rejections) as id),
+broken as materialized (
   select x.* from (
     (select e.id, e.parent_id, e.trace_id, e.agent, e.flow, e.failed_step, e.error_message, coalesce(e.completed_at, e.updated_at) as at
-       from agent_executions e where e.status = 'failed' order by e.id desc limit @most::int)
+       from agent_executions e where e.status = 'failed' and e.id not in (select r.id from rejected r) order by e.id desc limit @most::int)
     union all
     (select e.id, e.parent_id, e.trace_id, e.agent, e.flow, e.failed_step, coalesce(e.error_message, 'timed out'), coalesce(e.completed_at, e.updated_at)
        from agent_executions e where e.status = 'timeout' order by e.id desc limit @most::int)) x
-   where x.at > @since::timestamptz and x.id not in (select lanekeeper.agent_rejected_executions(@rejections))),
+   where x.at > @since::timestamptz),
 named as materialized (
   select n.name from (
     select c.skill as name, sum(c.failed) as failed from agent_activity_counts c

@@ -246,9 +246,12 @@ func TestARejectionIsNoFailure(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	pgtest.Exec(t, pool, `insert into agent_workers (name, expires_at) values ('w', now() + interval '1 hour')`)
-	// failing writes three runs whose approval got a status, and which failed in the step r with a class of error.
-	failing := func(flow, approval, class string) {
-		for i := range 3 {
+	// failing writes n runs whose approval got a status, and which failed in the step r with a class of error.
+	failing := func(n int, flow, approval, class string) {
+		for i := range n {
+			if n > 3 {
+				i = 0 // newer than the others
+			}
 			id := ended(t, pool, "agent", flow, "failed", "it was no", i, "")
 			rows.Quiet(t, pool, `update agent_executions set failed_step = 'r' where id = $1::text::uuid`, id)
 			pgtest.Exec(t, pool, `
@@ -261,14 +264,16 @@ func TestARejectionIsNoFailure(t *testing.T) {
 				id, approval)
 		}
 	}
-	failing("rejected", "rejected", "denied")
+	failing(3, "rejected", "rejected", "denied")
 	f, err := ReadFailures(t.Context(), pool)
 	require.NoError(t, err)
 	assert.Equal(t, 0, len(f.Groups(func(string) bool { return true })))
 	assert.Equal(t, "working", judged(t, pool))
-	failing("late", "expired", "denied")      // nobody decided
-	failing("after", "rejected", "model_off") // the step went on after the rejection
+	failing(3, "late", "expired", "denied")      // nobody decided
+	failing(3, "after", "rejected", "model_off") // the step went on after the rejection
 	assert.Equal(t, "degraded: 2 flows failing <#failing>", judged(t, pool))
+	failing(failuresRead, "rejected", "rejected", "denied")
+	assert.Equal(t, "degraded: 2 flows failing <#failing>", judged(t, pool), "newer rejections hide the failures")
 }
 
 func TestFailuresAreGroupedByRootError(t *testing.T) {

@@ -234,7 +234,8 @@ create or replace function lanekeeper.agent_approval_decider(p_id uuid) returns 
 $$;
 comment on function lanekeeper.agent_approval_decider is 'Who decided an approval, for people.';
 
-create or replace function lanekeeper.agent_rejected_executions(p_most int) returns setof uuid language sql stable as $$
+create or replace function lanekeeper.agent_rejected_executions(p_most int) returns setof uuid language sql stable
+set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
   with recursive rejected as (
     select x.id, x.parent_id, x.error_message
       from (select n.execution_id, n.step, n.skill_name from agent_approvals n
