@@ -81,11 +81,11 @@ func rowsOfTraces(ctx context.Context, db postgres.DB, traceIDs []string) ([]Row
 		 where a.trace_id = any (@trace_ids)
 		 order by a.created_at, a.id`,
 		perQuery, postgres.Strict{"trace_ids": traceIDs})
-	return collect(rows, err, "list activities of trace "+strings.Join(traceIDs, " or "))
+	return collect(ctx, rows, err, "list activities of trace "+strings.Join(traceIDs, " or "))
 }
 
-// collect reads rows and puts their times into UTC.
-func collect(rows pgx.Rows, err error, verb string) ([]Row, error) {
+// collect reads rows, puts their times into UTC, and hides texts from callers without the scope.
+func collect(ctx context.Context, rows pgx.Rows, err error, verb string) ([]Row, error) {
 	list, err := postgres.Collect(rows, err, verb, pgx.RowToStructByName[Row])
 	if err != nil {
 		return nil, err
@@ -93,6 +93,7 @@ func collect(rows pgx.Rows, err error, verb string) ([]Row, error) {
 	for i := range list {
 		list[i].CreatedAt = list[i].CreatedAt.UTC()
 		list[i].FinishedAt = utc(list[i].FinishedAt)
+		list[i].hideTexts(ctx)
 	}
 	return list, nil
 }
@@ -212,7 +213,7 @@ func Recent(ctx context.Context, db postgres.DB, f Filter) (page []Row, next str
 		 order by a.id desc
 		 limit @limit::int + 1`,
 		perQuery, args)
-	page, err = collect(rows, err, "list activities")
+	page, err = collect(ctx, rows, err, "list activities")
 	if err != nil {
 		return nil, "", err
 	}

@@ -66,7 +66,7 @@ func (s *server) listExecutions(r request) (response, error) {
 		if r.csv { // it has none of these, and to redact them takes long
 			got.Items[i].Input, got.Items[i].Variables, got.Items[i].WaitingData, got.Items[i].Result = nil, nil, nil, nil
 		}
-		got.Items[i] = got.Items[i].Redacted()
+		got.Items[i] = got.Items[i].Redacted(r.Context())
 	}
 	return response{body: got}, err
 }
@@ -80,14 +80,14 @@ func (s *server) getExecution(r request) (response, error) {
 	if err != nil {
 		return response{trace: x.TraceID}, err
 	}
-	x = x.Redacted()
+	x = x.Redacted(r.Context())
 	labels, err := executions.LabelsOf(r.Context(), s.pool, []string{x.ID})
 	if err != nil {
 		return response{trace: x.TraceID}, err
 	}
 	detail := executionDetail{Execution: x, Labels: labels[x.ID].Redacted(), Waits: []wait{}}
 	if len(recorded) > 0 {
-		detail.Checkpoint = new(recorded[len(recorded)-1].Redacted())
+		detail.Checkpoint = new(recorded[len(recorded)-1].Redacted(r.Context(), x))
 	}
 	if x.Status == executions.Waiting {
 		w := wait{Number: x.WaitNumber, Until: x.WaitingUntil, Data: x.WaitingData}
@@ -569,7 +569,7 @@ func (s *server) listStuck(r request) (response, error) { return s.waitingRows(r
 func (s *server) waitingRows(r request, kind string, stuck bool) (response, error) {
 	got, err := executions.ListWaiting(r.Context(), s.pool, kind, stuck, 500)
 	for i := range got {
-		got[i] = got[i].Redacted()
+		got[i] = got[i].Redacted(r.Context())
 	}
 	return response{body: page[executions.WaitingRow]{Items: got}}, err
 }

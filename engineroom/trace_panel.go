@@ -274,7 +274,7 @@ func (room *Room) panelRaw(ctx context.Context, p *spanPanel) error {
 		if err != nil {
 			return err
 		}
-		raw, err := json.Marshal(x.Redacted())
+		raw, err := json.Marshal(x.Redacted(ctx))
 		if err != nil {
 			return fmt.Errorf("show execution: %w", err)
 		}

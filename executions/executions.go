@@ -279,11 +279,15 @@ type WaitingRow struct {
 	WaitingUntil time.Time       `json:"waiting_until"`
 	WaitingData  json.RawMessage `json:"waiting_data"`
 	Waited       float64         `json:"waited_seconds"`
+	ThreadID     *string         `json:"-"`
 }
 
 // Redacted returns the row without secrets; see [Execution.Redacted].
-func (w WaitingRow) Redacted() WaitingRow {
+func (w WaitingRow) Redacted(ctx context.Context) WaitingRow {
 	w.WaitingData = redactValue(w.WaitingData)
+	if activity.HidesTexts(ctx) && activity.IsConversation(w.Flow, w.Surface, w.ThreadID) {
+		w.WaitingData = activity.HiddenJSON(w.WaitingData)
+	}
 	return w
 }
 
@@ -293,7 +297,8 @@ func ListWaiting(ctx context.Context, db postgres.DB, kind string, stuck bool, l
 	rows, err := db.Query(ctx, `
 		select w.id::text, w.trace_id, w.surface, w.agent, w.flow, coalesce(w.waiting_for, ''), coalesce(w.waiting_key, ''),
 		  w.waiting_until,
-		       w.waiting_data, extract(epoch from w.waiting_time)::float8
+		       w.waiting_data, extract(epoch from w.waiting_time)::float8,
+		       (select x.thread_id from agent_executions x where x.id = w.id)
 		  from agent_executions_waiting w
 		 where (@kind = '' or w.waiting_for = @kind) and (not @stuck or w.id in (select s.id from agent_executions_stuck s))
 		 order by w.waiting_until, w.id limit @limit`,
@@ -323,11 +328,17 @@ func Relatives(ctx context.Context, db postgres.DB, id string) ([]Relative, erro
 // maxRedactedBytes bounds each value of a redacted row.
 const maxRedactedBytes = 64 << 10
 
-// Redacted returns the execution without secrets, each value cut at 64 KiB. Show this form only. The row keeps its
-// values, because a replay needs them.
-func (x Execution) Redacted() Execution {
+// Redacted returns the execution without secrets, each value cut at 64 KiB, and without the texts of a conversation
+// that ctx hides. Show this form only. The row keeps its values, because a replay needs them.
+func (x Execution) Redacted(ctx context.Context) Execution {
+	hide := x.hidesTexts(ctx)
 	for _, value := range []*json.RawMessage{&x.Input, &x.Variables, &x.WaitingData, &x.Result} {
-		*value = redactValue(*value)
+		if *value = redactValue(*value); hide {
+			*value = activity.HiddenJSON(*value)
+		}
+	}
+	if hide && x.ResultSummary != "" {
+		x.ResultSummary = activity.HiddenText
 	}
 	x.ResultSummary = redact.Text(x.ResultSummary, maxRedactedBytes)
 	for _, text := range []**string{&x.WaitingKey, &x.ErrorMessage, &x.FailedStep, &x.CancelReason, &x.DedupeKey} {
@@ -338,10 +349,16 @@ func (x Execution) Redacted() Execution {
 	return x
 }
 
-// Redacted returns the checkpoint without secrets; see [Execution.Redacted].
-func (c Checkpoint) Redacted() Checkpoint {
+func (x Execution) hidesTexts(ctx context.Context) bool {
+	return activity.HidesTexts(ctx) && activity.IsConversation(x.Flow, x.Surface, x.ThreadID)
+}
+
+// Redacted returns the checkpoint of an execution without secrets and hidden texts; see [Execution.Redacted].
+func (c Checkpoint) Redacted(ctx context.Context, of Execution) Checkpoint {
 	c.Step = redact.Text(c.Step, maxRedactedBytes)
-	c.Output = redactValue(c.Output)
+	if c.Output = redactValue(c.Output); of.hidesTexts(ctx) {
+		c.Output = activity.HiddenJSON(c.Output)
+	}
 	return c
 }
 

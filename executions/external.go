@@ -145,7 +145,7 @@ func lockRun(ctx context.Context, tx pgx.Tx, id, owner string, ttl time.Duration
 		return RunLock{}, nil, err
 	}
 	if why != nil {
-		return RunLock{}, lockRefusal(*why, got.Execution, holder, expires), nil
+		return RunLock{}, lockRefusal(ctx, *why, got.Execution, holder, expires), nil
 	}
 	got.LockID, got.ExpiresAt = *lockID, *expires
 	got.Checkpoints, err = Checkpoints(ctx, tx, id)
@@ -153,8 +153,8 @@ func lockRun(ctx context.Context, tx pgx.Tx, id, owner string, ttl time.Duration
 }
 
 // lockRefusal explains a refused lock.
-func lockRefusal(why string, x Execution, holder *string, expires *time.Time) error {
-	x = x.Redacted()
+func lockRefusal(ctx context.Context, why string, x Execution, holder *string, expires *time.Time) error {
+	x = x.Redacted(ctx)
 	refused := &RunError{TraceID: x.TraceID}
 	switch why {
 	case "held":
@@ -302,7 +302,7 @@ func (e *Engine) voidLockError(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	x = x.Redacted()
+	x = x.Redacted(ctx)
 	refused := &RunError{Err: ErrVoid, TraceID: x.TraceID}
 	var owner string
 	err = e.pool.QueryRow(ctx, `

@@ -201,9 +201,13 @@ func (c *Caller) Effective() []string {
 
 type callerKey struct{}
 
-// WithCaller has handlers below ctx know their caller, and the acts under it name it.
+// WithCaller has handlers below ctx know their caller, and the acts under it name it. Callers without [ThreadsRead]
+// are not shown the texts of conversations; see [activity.WithoutTexts].
 func WithCaller(ctx context.Context, c *Caller, via string) context.Context {
 	ctx = activity.WithActor(ctx, activity.Actor{Name: c.Name, TokenID: c.TokenID, Via: via})
+	if !c.May(ThreadsRead) {
+		ctx = activity.WithoutTexts(ctx)
+	}
 	return context.WithValue(ctx, callerKey{}, c)
 }
 

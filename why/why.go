@@ -22,6 +22,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
@@ -96,6 +97,9 @@ func Of(ctx context.Context, db postgres.DB, id string) (Answer, error) {
 	if len(reasons) == 0 {
 		return Answer{}, fmt.Errorf("ask why %s: %w", id, activity.ErrNotFound)
 	}
+	if err := hideTexts(ctx, db, reasons); err != nil {
+		return Answer{}, fmt.Errorf("ask why %s: %w", id, err)
+	}
 	for i := range reasons {
 		reasons[i].sanitize()
 	}
@@ -105,6 +109,47 @@ func Of(ctx context.Context, db postgres.DB, id string) (Answer, error) {
 		return Answer{}, fmt.Errorf("ask why %s: %w", id, err)
 	}
 	return a, nil
+}
+
+// ended comes in What between the flow and the duration of a completed execution. Its result follows the duration.
+const ended = " completed after "
+
+// hideTexts removes the results of conversations, if ctx hides them.
+func hideTexts(ctx context.Context, db postgres.DB, reasons []Reason) error {
+	if !activity.HidesTexts(ctx) {
+		return nil
+	}
+	var ids []string
+	for _, r := range reasons {
+		if r.ExecutionID != nil {
+			ids = append(ids, *r.ExecutionID)
+		}
+	}
+	type run struct {
+		ID, Flow, Surface string
+		ThreadID          *string
+	}
+	runs, err := postgres.Rows[run](ctx, db, "read executions of trace", `
+		select x.id::text, x.flow, x.surface, x.thread_id from agent_executions x where x.id = any (@ids::text[]::uuid[])`,
+		postgres.Strict{"ids": ids})
+	if err != nil {
+		return err
+	}
+	shown := map[string]bool{}
+	for _, x := range runs {
+		shown[x.ID] = !activity.IsConversation(x.Flow, x.Surface, x.ThreadID)
+	}
+	for i := range reasons {
+		r := &reasons[i]
+		before, after, found := strings.Cut(r.What, ended)
+		if !found || r.ExecutionID != nil && shown[*r.ExecutionID] {
+			continue
+		}
+		if took, _, has := strings.Cut(after, ": "); has {
+			r.What = before + ended + took + ": " + activity.HiddenText
+		}
+	}
+	return nil
 }
 
 // sanitize prepares a row for display: it may hold foreign text, such as keys of events and errors.

@@ -399,7 +399,7 @@ func (c *cli) runAutomation(ctx context.Context, s *session, a *app.App, name, r
 	if err != nil {
 		return err
 	}
-	return c.reportRun(context.WithoutCancel(ctx), s, run.ID, ended.Redacted())
+	return c.reportRun(context.WithoutCancel(ctx), s, run.ID, ended.Redacted(ctx))
 }
 
 // reportRun prints the result of a manual run. A failed run is an error.

@@ -265,7 +265,7 @@ func (c *cli) firstHeartbeat(ctx context.Context, s *session, a *app.App) error 
 	if err != nil || ctx.Err() != nil {
 		return err
 	}
-	x = x.Redacted()
+	x = x.Redacted(ctx)
 	story, err := activity.TraceOf(ctx, s.Pool, x.TraceID)
 	if err != nil {
 		return err

@@ -73,7 +73,7 @@ func listExecutions(
 	page, next, err = readPage(&f.Limit, func() ([]executions.Execution, error) { return executions.List(ctx, s.Pool, f) },
 		func(x executions.Execution) string { return x.ID })
 	for i := range page {
-		page[i] = page[i].Redacted()
+		page[i] = page[i].Redacted(ctx)
 	}
 	return page, next, err
 }
@@ -106,11 +106,11 @@ func (c *cli) executionsShowCommand() *cobra.Command {
 			}
 			shown := shownExecution{
 				Labels:    labels[x.ID].Redacted(),
-				Execution: x.Redacted(), Checkpoints: make([]executions.Checkpoint, len(recorded)), Waits: openWaits(x.Redacted()),
+				Execution: x.Redacted(cmd.Context()), Checkpoints: make([]executions.Checkpoint, len(recorded)), Waits: openWaits(x.Redacted(cmd.Context())),
 				Children: []executions.Relative{}, Forks: []executions.Relative{},
 			}
 			for i, p := range recorded {
-				shown.Checkpoints[i] = p.Redacted()
+				shown.Checkpoints[i] = p.Redacted(cmd.Context(), x)
 			}
 			relatives, err := executions.Relatives(cmd.Context(), s.Pool, x.ID)
 			if err != nil {
@@ -485,7 +485,7 @@ func (c *cli) listWaiting(cmd *cobra.Command, s *session, kind string, stuck boo
 		return err
 	}
 	for i := range got {
-		got[i] = got[i].Redacted()
+		got[i] = got[i].Redacted(cmd.Context())
 	}
 	return printRows(c, got, "", empty,
 		[]string{"EXECUTION", "FLOW", "WAITS FOR", "KEY", "UNTIL", "SINCE", "TRACE"}, func(r executions.WaitingRow) []string {

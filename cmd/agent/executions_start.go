@@ -211,7 +211,7 @@ func (c *cli) waitForEnd(ctx context.Context, s *session, x executions.Execution
 			return err
 		}
 		if now.Status.Ended() {
-			return c.printEnded(now)
+			return c.printEnded(ctx, now)
 		}
 		if is := statusText(now); is != said && !c.json {
 			said, pause = is, 20*time.Millisecond
@@ -236,8 +236,8 @@ func statusText(x executions.Execution) string {
 }
 
 // printEnded prints the result of an execution. Any status but completed is an error.
-func (c *cli) printEnded(x executions.Execution) error {
-	x = x.Redacted()
+func (c *cli) printEnded(ctx context.Context, x executions.Execution) error {
+	x = x.Redacted(ctx)
 	if x.Status != executions.Completed {
 		why := deref(x.ErrorMessage)
 		if x.Status == executions.Cancelled {

@@ -52,7 +52,7 @@ a process that runs agent serve or agent dev resumes it.`,
 // reportHeartbeat prints the trace of a heartbeat. A failed heartbeat is an error.
 func (c *cli) reportHeartbeat(ctx context.Context, s *session, x executions.Execution) error {
 	ctx = context.WithoutCancel(ctx)
-	x = x.Redacted()
+	x = x.Redacted(ctx)
 	story, err := activity.TraceOf(ctx, s.Pool, x.TraceID)
 	if err != nil {
 		return err

@@ -302,7 +302,7 @@ func (c *cli) callSkill(ctx context.Context, s *session, call app.SkillCall) err
 	if err != nil {
 		return err
 	}
-	ended = ended.Redacted()
+	ended = ended.Redacted(ctx)
 	if ended.Status != executions.Completed {
 		return &tracedError{hint(fmt.Errorf("call %s: %s: %s", skill.Name, ended.Status, deref(ended.ErrorMessage)),
 			"see agent trace %s", ended.TraceID), ended.TraceID}

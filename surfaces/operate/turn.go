@@ -173,7 +173,7 @@ func (s *Session) followTurn(ctx context.Context, x executions.Execution, emit f
 	}
 	done := Done{TraceID: x.TraceID, ExecutionID: x.ID, SessionID: s.id, Ended: left}
 	if left == "" {
-		if done, err = s.readOutcome(done, ended); err != nil {
+		if done, err = s.readOutcome(ctx, done, ended); err != nil {
 			l.send(Event{"error", toProblem(err, x.TraceID)})
 			return done, err
 		}
@@ -210,7 +210,7 @@ func toProblem(err error, traceID string) *problem.Problem {
 }
 
 // readOutcome returns the result of an ended turn.
-func (s *Session) readOutcome(done Done, x executions.Execution) (Done, error) {
+func (s *Session) readOutcome(ctx context.Context, done Done, x executions.Execution) (Done, error) {
 	switch x.Status {
 	case executions.Completed:
 		var o reason.Outcome
@@ -225,7 +225,7 @@ func (s *Session) readOutcome(done Done, x executions.Execution) (Done, error) {
 			Kind("turn-cancelled", "Turn cancelled").WithTrace(x.TraceID)
 	case executions.Failed, executions.Timeout, executions.Pending, executions.Running, executions.Waiting:
 	}
-	x = x.Redacted()
+	x = x.Redacted(ctx)
 	return done, problem.New(http.StatusInternalServerError, "the turn %s: %s", x.Status, deref(x.ErrorMessage)).
 		Kind("turn-failed", "Turn failed").WithTrace(x.TraceID)
 }

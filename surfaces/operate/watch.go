@@ -214,7 +214,7 @@ func (w *watcher) turn(ctx context.Context, x executions.Execution, first bool) 
 	}
 	if x.Status.Ended() {
 		w.turns[x.ID], w.open[x.TraceID] = false, false
-		w.sendOutcome(x)
+		w.sendOutcome(ctx, x)
 	}
 	return nil
 }
@@ -280,9 +280,9 @@ func (w *watcher) approvals(ctx context.Context, x executions.Execution) error {
 	return nil
 }
 
-func (w *watcher) sendOutcome(x executions.Execution) {
+func (w *watcher) sendOutcome(ctx context.Context, x executions.Execution) {
 	s := Session{o: w.o, id: deref(x.ThreadID)}
-	done, err := s.readOutcome(Done{TraceID: x.TraceID, ExecutionID: x.ID, SessionID: s.id}, x)
+	done, err := s.readOutcome(ctx, Done{TraceID: x.TraceID, ExecutionID: x.ID, SessionID: s.id}, x)
 	if err != nil {
 		w.emit(Event{"error", toProblem(err, x.TraceID)})
 		return

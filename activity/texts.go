@@ -1,0 +1,75 @@
+package activity
+
+import (
+	"context"
+	"encoding/json"
+
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// HiddenText stands for a text of a conversation that the caller may not read.
+const HiddenText = "[needs the scope threads:read]"
+
+type hiddenTextsKey struct{}
+
+// WithoutTexts hides the texts of conversations from what is shown under ctx. Package principals sets it for callers
+// without the scope.
+func WithoutTexts(ctx context.Context) context.Context {
+	return context.WithValue(ctx, hiddenTextsKey{}, true)
+}
+
+// HidesTexts reports whether the texts of conversations are hidden under ctx.
+func HidesTexts(ctx context.Context) bool {
+	hidden, _ := ctx.Value(hiddenTextsKey{}).(bool)
+	return hidden
+}
+
+// HiddenJSON returns the note in place of a JSON value, of the same type: an object, an array or a string. Numbers and
+// booleans become null.
+func HiddenJSON(value json.RawMessage) json.RawMessage {
+	for _, first := range value {
+		switch first {
+		case ' ', '\t', '\r', '\n':
+			continue
+		case '{':
+			return json.RawMessage(`{"note":"` + HiddenText + `"}`)
+		case '[':
+			return json.RawMessage(`["` + HiddenText + `"]`)
+		case '"':
+			return json.RawMessage(`"` + HiddenText + `"`)
+		}
+		return json.RawMessage(`null`)
+	}
+	return value
+}
+
+// HasTexts reports whether input and output of an activity are texts of a conversation: those of a model call and of
+// a delegated task. Kinds that this package does not know count as such.
+func HasTexts(kind Kind, skill string) bool {
+	switch kind {
+	case KindCall, KindPhase, KindNote:
+		return skill == "delegate"
+	case KindModel:
+	}
+	return true
+}
+
+// IsConversation reports whether an execution is part of a conversation, so that its values are texts: it has a
+// thread, or its surface is chat, eval or operate. A skill that an admin calls is no conversation.
+func IsConversation(flow, surface string, threadID *string) bool {
+	switch trace.Surface(surface) {
+	case trace.Chat, trace.Eval:
+		return true
+	case trace.Operate:
+		return flow != "skill_call" || threadID != nil
+	case trace.Heartbeat, trace.Webhook, trace.Flow:
+	}
+	return threadID != nil
+}
+
+// hideTexts hides the texts of a row under ctx.
+func (r *Row) hideTexts(ctx context.Context) {
+	if HidesTexts(ctx) && HasTexts(r.Kind, r.SkillName) {
+		r.Input, r.Output = HiddenJSON(r.Input), HiddenJSON(r.Output)
+	}
+}

@@ -1,0 +1,148 @@
+package main
+
+import (
+	"encoding/json"
+	"net/http"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/modeltest"
+	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/principals"
+)
+
+// conversations is a server on which a visitor and an admin have talked with the agent. All that was said has spoken in
+// it.
+type conversations struct {
+	*operateTest
+	far                program
+	base               string
+	traces, runs, rows []string
+}
+
+const spoken = "PURPLE"
+
+var pathPlaceholder = regexp.MustCompile(`\{[^}]*\}`)
+
+func newConversations(t *testing.T) *conversations {
+	t.Helper()
+	const key = "visitors-key-of-this-test"
+	c := &conversations{operateTest: newOperateTest(t, modeltest.Text(spoken+" answer"),
+		modeltest.ToolCall("delegate", `{"task": "`+spoken+` task"}`), modeltest.Text(spoken+" result"), modeltest.Text(spoken+" end"))}
+	c.far, _ = c.remote("AGENT_CHAT_KEY=" + key)
+	c.base = strings.TrimPrefix(c.far.environ[0], "AGENT_SERVER=")
+	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", c.base+"/v1/chat/completions",
+		`{"model": "agent", "messages": [{"role": "user", "content": "`+spoken+` question"}]}`, testkit.Bearer(key))
+	require.NoError(t, err)
+	require.Truef(t, strings.Contains(string(got.Body), spoken+" answer"), "%d %s", got.Status, got.Body)
+	c.far.must("operate", spoken+" order")
+	ids := func(column, table string) []string {
+		return pgtest.Value[[]string](t, c.pool, `select array_agg(distinct `+column+`::text) from `+table)
+	}
+	c.traces, c.runs = ids("trace_id", "agent_executions"), ids("id", "agent_executions")
+	c.rows = ids("id", "agent_activity")
+	require.Truef(t, len(c.traces) == 2 && len(c.runs) == 3, "traces %v, executions %v", c.traces, c.runs)
+	return c
+}
+
+// as returns the commands of a new principal, and what it gets of a path.
+func (c *conversations) as(t *testing.T, role principals.Role) (p program, get func(path string) string) {
+	t.Helper()
+	_, err := principals.Create(t.Context(), c.pool,
+		principals.New{Name: string(role), Kind: principals.User, Role: role})
+	require.NoError(t, err)
+	_, secret, err := principals.MakeToken(t.Context(), c.pool,
+		principals.NewToken{Principal: string(role), Scopes: []string{"*"}})
+	require.NoError(t, err)
+	return newProgramWithoutDatabase(t, c.far.environ[0], "AGENT_TOKEN="+secret), func(path string) string {
+		t.Helper()
+		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", c.base+path, "", testkit.Bearer(secret))
+		require.NoError(t, err)
+		return string(got.Body)
+	}
+}
+
+// compareTexts expects the operator to see what was said, and the viewer to see the note in its place.
+func compareTexts(t *testing.T, about, viewed, operated string) {
+	t.Helper()
+	assert.Truef(t, strings.Contains(operated, spoken), "%s shows an operator %s", about, operated)
+	assert.Truef(t, strings.Contains(viewed, activity.HiddenText) && !strings.Contains(viewed, spoken),
+		"%s shows a viewer %s", about, viewed)
+}
+
+// No route and no command shows a viewer what a visitor, an admin or the model said. The note names the scope.
+func TestTextsOfConversationsNeedThreadsRead(t *testing.T) {
+	t.Parallel()
+	c := newConversations(t)
+	viewer, viewed := c.as(t, principals.Viewer)
+	operator, operated := c.as(t, principals.Operator)
+
+	shown := []string{"/v1/activity", "/v1/executions", "/v1/executions?format=csv"}
+	commands := [][]string{{"executions", "ls"}, {"executions", "ls", "--json"}, {"activity", "ls", "--json"}}
+	for _, id := range c.traces {
+		shown = append(shown, "/v1/traces/"+id, "/v1/traces/"+id+"/why")
+		commands = append(commands, []string{"trace", id, "--json"}, []string{"why", id}, []string{"why", id, "--json"})
+	}
+	for _, id := range c.runs {
+		shown = append(shown, "/v1/executions/"+id)
+		commands = append(commands, []string{"executions", "show", id}, []string{"executions", "show", id, "--json"})
+	}
+	for _, path := range shown {
+		compareTexts(t, path, viewed(path), operated(path))
+	}
+	for _, args := range commands {
+		compareTexts(t, strings.Join(args, " "), viewer.must(args...), operator.must(args...))
+	}
+
+	var doc struct {
+		Paths map[string]map[string]json.RawMessage
+	}
+	require.NoError(t, json.Unmarshal([]byte(viewed("/openapi.json")), &doc))
+	tried := 0
+	for path, methods := range doc.Paths {
+		for _, id := range slices.Concat(c.traces, c.runs, c.rows) {
+			if methods["get"] == nil {
+				break
+			}
+			at := pathPlaceholder.ReplaceAllLiteralString(path, id)
+			got := viewed(at)
+			assert.Truef(t, !strings.Contains(got, spoken), "%s shows a viewer %s", at, got)
+			if tried++; at == path {
+				break
+			}
+		}
+	}
+	assert.Truef(t, tried > 100, "only %d requests", tried)
+}
+
+// A hidden text keeps the type of its field, and all else of the row is shown.
+func TestHiddenTextsKeepTheirTypes(t *testing.T) {
+	t.Parallel()
+	c := newConversations(t)
+	_, viewed := c.as(t, principals.Viewer)
+	for _, id := range c.traces {
+		var got activity.Trace
+		require.NoError(t, json.Unmarshal([]byte(viewed("/v1/traces/"+id)), &got))
+		assert.Truef(t, got.Tokens > 0 && len(got.Activities) > 0, "the trace is %+v", got)
+		for _, row := range got.Activities {
+			if row.Kind == activity.KindModel {
+				assert.Equal(t, `{"note":"[needs the scope threads:read]"}`, string(row.Input))
+				assert.Truef(t, row.Model == "scripted" && row.TokenUsage.TotalTokens > 0, "the row is %+v", row)
+			}
+		}
+	}
+	for _, id := range c.runs {
+		var got executions.Execution
+		require.NoError(t, json.Unmarshal([]byte(viewed("/v1/executions/"+id)), &got))
+		assert.Equal(t, activity.HiddenText, got.ResultSummary)
+		assert.Equal(t, `{"note":"[needs the scope threads:read]"}`, string(got.Input))
+		assert.Equal(t, executions.Completed, got.Status)
+	}
+}
