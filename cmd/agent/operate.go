@@ -107,12 +107,16 @@ func (c *cli) operate(ctx context.Context, s *session, a *app.App, which operate
 	if err := admin.SetAgent(ctx, which.agent); err != nil {
 		return err
 	}
+	o := &operator{cli: c, s: s, app: a, admin: admin}
+	calls := len(args) > 0 && c.host != nil && c.sent.Asks // a line of a remote console
+	if calls && strings.HasPrefix(args[0], "/") {
+		return o.runCallersLine(ctx, args[0]) // a command needs no lane
+	}
 	if err := c.acquireLane(ctx, a, admin, which.wait); err != nil {
 		return err
 	}
-	o := &operator{cli: c, s: s, app: a, admin: admin}
 	switch {
-	case len(args) > 0 && c.host != nil && c.sent.Asks:
+	case calls:
 		return o.runCallersLine(ctx, args[0])
 	case len(args) > 0:
 		return o.runOnce(ctx, args[0])
@@ -122,12 +126,15 @@ func (c *cli) operate(ctx context.Context, s *session, a *app.App, which operate
 	return o.runLines(ctx)
 }
 
-// leavingPoll is the pause between two looks at a session that a caller has left.
-const leavingPoll = 20 * time.Millisecond
+// A turn that the caller's console has left ends within a moment. Another console may hold the session's lane for long.
+const (
+	leavingLimit = 3 * time.Second
+	leavingPoll  = 50 * time.Millisecond
+)
 
 // acquireLane acquires the lane operate, or reports its holder.
 func (c *cli) acquireLane(ctx context.Context, a *app.App, admin *operate.Session, wait bool) error {
-	for c.host != nil && c.sent.Asks { // a turn that the caller's console has left may still be ending
+	for began := time.Now(); c.host != nil && c.sent.Asks && time.Since(began) < leavingLimit; {
 		holder, err := a.Operate.Holder(ctx)
 		if err != nil {
 			return err

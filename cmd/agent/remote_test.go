@@ -512,6 +512,28 @@ func TestARemoteConsolePrintsWhatALocalOneDoes(t *testing.T) {
 	assert.True(t, !strings.Contains(screens[1], "level="), "the log of the server is shown")
 }
 
+// A local console holds the lane of the session while it is open. A remote console of the session still takes
+// commands, and says for a turn that the lane is busy.
+func TestARemoteConsoleBesideALocalOne(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.Text("One."))
+	local := d.startTerminal("--session", "ses_1")
+	local.waitFor(`> `)
+	local.typeKeys("Hello.\n")
+	local.waitFor(`One\.`)
+	far, _ := d.remote()
+	there := *d
+	there.environ = append(far.environ, "TERM=xterm")
+	s := there.startTerminal("--session", "ses_1")
+	s.waitFor(`> `)
+	s.typeKeys("/lanes\n")
+	s.waitFor(`operate  `)
+	s.typeKeys("Are you there?\n")
+	s.waitFor(`lane busy`)
+	s.typeKeys("\x04")
+	s.waitExit()
+}
+
 // A console of agent chat keeps its commands from the model, here and of a server. A path is no command.
 func TestAChatConsoleKnowsItsCommands(t *testing.T) {
 	t.Parallel()

@@ -549,7 +549,8 @@ comment on view lanekeeper.agent_flow_threads is
   'Threads without a kind of owner that flows have used. Flows may go on with them.';
 
 create or replace function lanekeeper.agent_thread_for(p_kind text, p_owner text, p_visitor text, p_name text) returns text
-language plpgsql stable set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan as $$
+language plpgsql stable set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set plan_cache_mode = force_generic_plan
+set jit = off as $$
 declare
   t record;
 begin
