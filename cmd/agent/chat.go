@@ -202,8 +202,8 @@ const chatHelp = `/help                 show this list
 /quit                 leave, like ^D; ^C cancels a turn
 `
 
-// slashCommand matches a line that is meant for a console, unlike a path.
-var slashCommand = regexp.MustCompile(`^/[a-z]+(\s|$)`)
+// slashCommand matches a line that is meant for a console: one word, unlike a path or a sentence that begins with one.
+var slashCommand = regexp.MustCompile(`^/[a-z]+$`)
 
 // chatSlash runs a slash command of a console of agent chat, and reports whether the line is one.
 func (c *cli) chatSlash(line string) bool {
@@ -211,10 +211,10 @@ func (c *cli) chatSlash(line string) bool {
 	if !slashCommand.MatchString(line) {
 		return false
 	}
-	if name := strings.Fields(line)[0]; name == "/help" {
+	if line == "/help" {
 		fmt.Fprint(c.out, chatHelp)
 	} else {
-		c.infof("agent: unknown command %s; see /help", name)
+		c.infof("agent: unknown command %s; see /help", line)
 	}
 	return true
 }

@@ -422,7 +422,7 @@ func (o *operator) runCommand(ctx context.Context, line string, show func(operat
 			if err != nil {
 				return err
 			}
-			if len(latest) == 0 {
+			if len(latest) == 0 || latest[0].TraceID == "" {
 				return errors.New("no turn yet; name a trace")
 			}
 			rest = latest[0].TraceID

@@ -548,7 +548,7 @@ func TestAChatConsoleKnowsItsCommands(t *testing.T) {
 			s := there.startConsole("chat")
 			s.waitFor(`(> )`)
 			for line, shown := range map[string]string{
-				"/help": `/quit +leave`, "/lanes": `agent: unknown command /lanes; see /help`, "/nope now": `unknown command /nope`,
+				"/help": `/quit +leave`, "/lanes": `agent: unknown command /lanes; see /help`, "/nope": `unknown command /nope`,
 			} {
 				s.typeKeys(line + "\n")
 				s.waitFor(shown)
