@@ -139,6 +139,8 @@ func (f Filter) shortPage(ctx context.Context, db postgres.DB, lines []Line, arg
 // Details has the fields that a line leaves out, redacted as stored, each value cut at 4,000 characters.
 type Details struct {
 	ID           string
+	Kind         Kind
+	SkillName    string
 	Input        string // JSON
 	InputSize    int64  // bytes
 	Output       string // JSON; empty for none
@@ -156,7 +158,7 @@ type Details struct {
 // ReadDetails reads the fields that the line of an id leaves out; [ErrNoRow] for an unknown id.
 func ReadDetails(ctx context.Context, db postgres.DB, id string) (Details, error) {
 	rows, err := db.Query(ctx, `
-		select a.id::text, left(a.input::text, 4000) as input, octet_length(a.input::text) as input_size,
+		select a.id::text, a.kind, a.skill_name, left(a.input::text, 4000) as input, octet_length(a.input::text) as input_size,
 		       coalesce(left(a.output::text, 4000), '') as output, coalesce(octet_length(a.output::text), 0) as output_size,
 		       coalesce(left(a.error_message, 4000), '') as error_message, coalesce(octet_length(a.error_message), 0)
 		         as error_size,
@@ -164,5 +166,11 @@ func ReadDetails(ctx context.Context, db postgres.DB, id string) (Details, error
 		       lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens') as prompt_tokens,
 		       lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') as answer_tokens
 		  from agent_activity a where a.id = lanekeeper.agent_uuid(@id)`, postgres.Strict{"id": id})
-	return postgres.CollectOne(rows, err, ErrNoRow, fmt.Sprintf("read activity %.60q", id), pgx.RowToStructByName[Details])
+	d, err := postgres.CollectOne(rows, err, ErrNoRow, fmt.Sprintf("read activity %.60q", id),
+		pgx.RowToStructByName[Details])
+	if err == nil && HidesTexts(ctx) && HasTexts(d.Kind, d.SkillName) {
+		d.Input, d.Output = string(HiddenJSON([]byte(d.Input))), string(HiddenJSON([]byte(d.Output)))
+		d.InputSize, d.OutputSize = int64(len(d.Input)), int64(len(d.Output))
+	}
+	return d, err
 }

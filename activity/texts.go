@@ -18,6 +18,11 @@ func WithoutTexts(ctx context.Context) context.Context {
 	return context.WithValue(ctx, hiddenTextsKey{}, true)
 }
 
+// WithTexts has the texts again, for reads that the caller is not shown.
+func WithTexts(ctx context.Context) context.Context {
+	return context.WithValue(ctx, hiddenTextsKey{}, false)
+}
+
 // HidesTexts reports whether the texts of conversations are hidden under ctx.
 func HidesTexts(ctx context.Context) bool {
 	hidden, _ := ctx.Value(hiddenTextsKey{}).(bool)

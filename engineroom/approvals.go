@@ -297,7 +297,8 @@ type approvalOutcome struct {
 	Parked                                    bool
 	ConsumedAt                                *time.Time
 	ExecutionID, Flow, State, WaitingFor      string // of the requester; empty if it is deleted
-	Summary, Error                            string
+	Summary, Error, Surface                   string
+	ThreadID                                  *string
 	UsedBy, CallStatus, CallError, CallOutput string
 	CallTrace                                 string
 	CallMillis                                *int64
@@ -311,6 +312,7 @@ func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
 		       a.parked, a.consumed_at, coalesce(e.id::text, '') as execution_id, coalesce(e.flow, '') as flow,
 		         coalesce(e.status, '') as state,
 		       coalesce(e.waiting_for, '') as waiting_for, coalesce(left(e.result_summary, 2000), '') as summary,
+		       coalesce(e.surface, '') as surface, e.thread_id,
 		       coalesce(left(e.error_message, 2000), '') as error, coalesce(u.id::text, '') as used_by,
 		       coalesce(c.status, '') as call_status, coalesce(left(c.error_message, 2000), '') as call_error,
 		       coalesce(left(c.output::text, 4000), '') as call_output, coalesce(c.trace_id, '') as call_trace, c.duration_ms
@@ -328,6 +330,7 @@ func (room *Room) approvalAfter(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
+	hideResult(ctx, &came.Summary, came.Flow, came.Surface, came.ThreadID)
 	id, _ := v.About.(string)
 	asked, err := approvals.Get(ctx, room.Read, id)
 	came.AskedBy = asked.AskedBy()

@@ -9,6 +9,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -265,6 +266,7 @@ func (room *Room) deliveryFacts(ctx context.Context, v *visit) (any, error) {
 
 // deliveryAttempt is an action for a delivery, or an effect.
 type deliveryAttempt struct {
+	Kind                                       activity.Kind
 	ID, Step, SkillName, Status, Error, Output string
 	Millis                                     *int64
 	CreatedAt                                  time.Time
@@ -272,13 +274,17 @@ type deliveryAttempt struct {
 
 func (room *Room) deliveryAttempts(ctx context.Context, v *visit) (any, error) {
 	all, err := postgres.Rows[deliveryAttempt](ctx, room.Read, "list attempts", `
-		select a.id::text, left(a.step, 200) as step, a.skill_name, a.status, coalesce(left(a.error_message, 1000), '')
+		select a.id::text, left(a.step, 200) as step, a.skill_name, a.kind, a.status, coalesce(left(a.error_message, 1000), '')
 		  as error,
 		       coalesce(left(a.output::text, 2000), '') as output, a.duration_ms as millis, a.created_at
 		  from agent_webhook_deliveries d join agent_activity a on a.execution_id = d.execution_id
 		 where d.id = @id order by a.id limit @most + 1`, freshPlan, postgres.Strict{"id": v.About, "most": maxAttempts})
 	if err != nil {
 		return nil, err
+	}
+	for i := range all {
+		hide := activity.HidesTexts(ctx) && activity.HasTexts(all[i].Kind, all[i].SkillName)
+		hideJSON(hide, &all[i].Output, new(int64))
 	}
 	list, more := onPage(all, maxAttempts)
 	return map[string]any{"Attempts": list, "More": more}, nil

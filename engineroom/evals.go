@@ -49,7 +49,7 @@ func (room *Room) suitePage() page {
 // evalRunPage shows a run: its cases and its trials.
 func (room *Room) evalRunPage() page {
 	return page{
-		path: "/evals/runs/{id}", name: "evalrun", open: room.openEvalRun, quotes: true,
+		path: "/evals/runs/{id}", name: "evalrun", open: room.openEvalRun,
 		parts: []part{
 			{name: "facts", every: 2 * time.Second, load: room.evalRunFacts},
 			{name: "against", load: room.otherRuns}, // holds a form

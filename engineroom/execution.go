@@ -290,6 +290,11 @@ func (room *Room) executionWait(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read what the execution waits for: %w", err)
 	}
+	hide, err := room.hidesTextsOf(ctx, w.ID)
+	if err != nil {
+		return nil, err
+	}
+	hideJSON(hide, &data, &w.Data.Bytes)
 	w.Data = shownJSON(data, w.Data.Bytes)
 	switch w.For {
 	case "response", "document", "signature", "test", "event":
@@ -349,6 +354,16 @@ func (room *Room) executionValues(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the values of the execution: %w", err)
 	}
+	hide, err := room.hidesTextsOf(ctx, about.ID)
+	if err != nil {
+		return nil, err
+	}
+	hideJSON(hide, &input, &got.Input.Bytes)
+	hideJSON(hide, &variables, &got.Variables.Bytes)
+	hideJSON(hide, &result, &got.Result.Bytes)
+	if hide && summary != "" {
+		summary, got.Summary.Bytes = activity.HiddenText, int64(len(activity.HiddenText))
+	}
 	got.Input, got.Variables, got.Result = shownJSON(input, got.Input.Bytes), shownJSON(variables, got.Variables.Bytes),
 		shownJSON(result, got.Result.Bytes)
 	got.Summary, got.Error = shownText(summary, got.Summary.Bytes), shownText(failure, got.Error.Bytes)
@@ -357,11 +372,16 @@ func (room *Room) executionValues(ctx context.Context, v *visit) (any, error) {
 
 // latestCheckpoint reads the newest checkpoint of an execution as JSON.
 func (room *Room) latestCheckpoint(ctx context.Context, id string) (shownValue, error) {
+	hide, err := room.hidesTextsOf(ctx, id)
+	if err != nil {
+		return shownValue{}, err
+	}
 	rows, err := room.Read.Query(ctx, `
 		select left(j.text, 8192), octet_length(j.text) from (
-		  select to_jsonb(c)::text as text from (
-		    select k.* from agent_checkpoints k where k.execution_id = @id
-		     order by k.created_at desc, k.step desc limit 1) c) j`, freshPlan, postgres.Strict{"id": id})
+		  select case when @hide then jsonb_set(c.row, '{output}', to_jsonb(@note::text)) else c.row end::text as text from (
+		    select to_jsonb(k) as row from agent_checkpoints k where k.execution_id = @id
+		     order by k.created_at desc, k.step desc limit 1) c) j`, freshPlan,
+		postgres.Strict{"id": id, "hide": hide, "note": activity.HiddenText})
 	var body string
 	var size int64
 	if err == nil {
@@ -422,7 +442,14 @@ func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) 
 	if err != nil {
 		return nil, err
 	}
+	hide, err := room.hidesTextsOf(ctx, v.About.(executionVisit).ID)
+	if err != nil {
+		return nil, err
+	}
 	for i := range list {
+		if hide {
+			list[i].Text = activity.HiddenText
+		}
 		list[i].Text = clip(list[i].Text, list[i].Bytes, 300)
 	}
 	list, more := onPage(list, messagesShown)
@@ -451,7 +478,11 @@ func (room *Room) executionFork(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read the input of the execution: %w", err)
 	}
-	if f.Hidden = int64(len(f.Input)) < size || hides(f.Input); f.Hidden {
+	hide, err := room.hidesTextsOf(ctx, about.ID)
+	if err != nil {
+		return nil, err
+	}
+	if f.Hidden = hide || int64(len(f.Input)) < size || hides(f.Input); f.Hidden {
 		f.Input = ""
 	}
 	rows, err := room.Read.Query(ctx, `

@@ -48,6 +48,7 @@ type executionRow struct {
 	WaitingUntil                       *time.Time
 	About                              string
 	AboutBytes                         int64
+	Failed                             bool // About is an error, not a result
 	CreatedAt, UpdatedAt               time.Time
 	CompletedAt                        *time.Time
 	CostUSD                            float64 // of its first 500 model calls and other actions
@@ -58,7 +59,7 @@ type executionRow struct {
 const executionRowColumns = ` e.id::text, e.trace_id, e.surface, e.flow, e.status, left(e.agent, 200) as agent, e.parent_id::text, e.thread_id, e.forked_from::text,
 	coalesce((select c.parent_id = e.id from agent_executions c where c.parent_id >= e.id order by c.parent_id limit 1), false) as children, e.priority, e.attempt, e.max_attempts,
 	coalesce(e.waiting_for, '') as waiting_for, left(coalesce(e.waiting_key, ''), 600) as waiting_key, e.waiting_until,
-	left(coalesce(e.error_message, e.result_summary), 600) as about, octet_length(coalesce(e.error_message, e.result_summary)) as about_bytes,
+	left(coalesce(e.error_message, e.result_summary), 600) as about, octet_length(coalesce(e.error_message, e.result_summary)) as about_bytes, e.error_message is not null as failed,
 	e.created_at, e.updated_at, e.completed_at,
 	(select coalesce(sum(m.cost_usd), 0)::float8 from (select a.cost_usd from agent_activity a
 	   where a.execution_id = e.id and a.id >= e.id order by a.id limit 500) m) as cost_usd `
@@ -75,12 +76,15 @@ func (x executionRow) Took() int64 {
 func (x executionRow) TraceEnd() string { return "…" + x.TraceID[max(len(x.TraceID)-6, 0):] }
 
 // collectExecutions reads rows of a listing, redacted.
-func collectExecutions(rows pgx.Rows, err error) ([]executionRow, error) {
+func collectExecutions(ctx context.Context, rows pgx.Rows, err error) ([]executionRow, error) {
 	list, err := postgres.Collect(rows, err, "list executions", pgx.RowToStructByName[executionRow])
 	if err != nil {
 		return nil, err
 	}
 	for i := range list {
+		if x := &list[i]; !x.Failed {
+			hideResult(ctx, &x.About, x.Flow, x.Surface, x.ThreadID)
+		}
 		list[i].About = clip(redact.Text(list[i].About, maxValue), list[i].AboutBytes, 160)
 		list[i].WaitingKey = cut(120, redact.Text(list[i].WaitingKey, maxValue))
 	}
@@ -188,7 +192,7 @@ func (room *Room) listExecutions(ctx context.Context, v *visit) (any, error) {
 		 order by e.id desc`, freshPlan,
 		f.wanted(maxSearched, executionsShown))
 	got := executionList{executionFilter: f, Window: maxSearched}
-	if got.Rows, err = collectExecutions(rows, err); err == nil {
+	if got.Rows, err = collectExecutions(ctx, rows, err); err == nil {
 		err = haltRunning(ctx, room.Read, len(got.Rows), got.running, got.lose)
 	}
 	if err != nil {
@@ -237,7 +241,7 @@ func (room *Room) rankExecutions(ctx context.Context, f executionFilter) (any, e
 		select `+executionRowColumns+` from unnest(@ids::text[]::uuid[]) with ordinality p (id, place)
 		  join agent_executions e on e.id = p.id order by p.place`, freshPlan, postgres.Strict{"ids": ids})
 	got := executionList{executionFilter: f, Window: maxRanked}
-	if got.Rows, err = collectExecutions(rows, err); err == nil {
+	if got.Rows, err = collectExecutions(ctx, rows, err); err == nil {
 		err = haltRunning(ctx, room.Read, len(got.Rows), got.running, got.lose)
 	}
 	return got, err
@@ -334,7 +338,7 @@ func (room *Room) listWaiting(ctx context.Context, f executionFilter) (any, erro
 		 order by p.waiting_until, p.id`, freshPlan,
 		args)
 	got := executionList{executionFilter: f, Window: maxSearched}
-	if got.Rows, err = collectExecutions(rows, err); err == nil {
+	if got.Rows, err = collectExecutions(ctx, rows, err); err == nil {
 		err = haltRunning(ctx, room.Read, len(got.Rows), got.running, got.lose)
 	}
 	if err != nil {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/flows"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -258,8 +259,9 @@ func (room *Room) flowStart(ctx context.Context, v *visit) (any, error) {
 	err := room.Read.QueryRow(ctx, `
 		select left(coalesce(i.text, ''), 8192), coalesce(octet_length(i.text), 0)
 		  from (select e.input::text as text from agent_executions e
-		         where e.flow = @flow and e.claimed_by is null order by e.id desc limit 1) i`, freshPlan,
-		postgres.Strict{"flow": f.Name}).Scan(&input, &size)
+		         where e.flow = @flow and e.claimed_by is null and (not @hide or e.thread_id is null and e.surface = 'flow')
+		         order by e.id desc limit 1) i`, freshPlan,
+		postgres.Strict{"flow": f.Name, "hide": activity.HidesTexts(ctx)}).Scan(&input, &size)
 	switch {
 	case errors.Is(err, pgx.ErrNoRows):
 	case err != nil:

@@ -162,7 +162,7 @@ const (
 	maxConcurrentReads = 3
 )
 
-// hub has a topic for each viewed URL, and one more for viewers who may not read what a page quotes. A topic lives
+// hub has a topic for each viewed URL, and one more for viewers who may not read texts of conversations. A topic lives
 // while it has viewers.
 type hub struct {
 	room          *Room
@@ -205,7 +205,7 @@ func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), er
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	key := v.URL
-	if p.quotes && !v.texts {
+	if !v.texts {
 		key += " without texts"
 	}
 	t := h.topics[key]
@@ -622,7 +622,7 @@ func (t *topic) render(ctx context.Context, one part, v *visit, opened error) (h
 	err := opened
 	var data any
 	if err == nil {
-		data, err = one.load(ctx, v)
+		data, err = one.read(ctx, v)
 	}
 	if err == nil {
 		html, err = room.fill(t.page, one, data)

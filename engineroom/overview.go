@@ -17,7 +17,6 @@ import (
 func (room *Room) overviewPage() page {
 	return page{
 		path: "/", name: "overview", nav: "Overview", title: "Overview", open: openActivity, parallel: true,
-		quotes: true,
 		parts: []part{
 			{
 				name: "verdict", every: 3 * time.Second, calm: true, about: failureChanged | asksChanged,

@@ -47,8 +47,6 @@ type page struct {
 	follows bool
 	// parallel marks a page whose parts change nothing of the visit. They are read two at a time.
 	parallel bool
-	// quotes marks a page whose live parts depend on visit.texts.
-	quotes bool
 }
 
 // part is a part of a page.
@@ -344,7 +342,7 @@ func (s *show) named(p page) bool {
 
 // renderPart renders one part, or its error.
 func (room *Room) renderPart(ctx context.Context, p page, one part, v *visit) ([]byte, error) {
-	data, err := one.load(ctx, v)
+	data, err := one.read(ctx, v)
 	if err != nil {
 		return room.renderTrouble(ctx, p, one, err)
 	}

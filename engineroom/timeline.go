@@ -131,6 +131,13 @@ func (room *Room) recordedSteps(ctx context.Context, about executionVisit) (list
 	if err != nil {
 		return nil, false, err
 	}
+	hide, err := room.hidesTextsOf(ctx, about.ID)
+	if err != nil {
+		return nil, false, err
+	}
+	for i := range list {
+		hideJSON(hide, &list[i].Output, &list[i].Bytes)
+	}
 	list, more = onPage(list, stepsShown)
 	slices.Reverse(list)
 	return list, more, nil

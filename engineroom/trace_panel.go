@@ -280,11 +280,15 @@ func (room *Room) panelRaw(ctx context.Context, p *spanPanel) error {
 		}
 		p.Raw = rawValue(string(raw), int64(len(raw)))
 	case p.Row != nil:
+		hidden := "{}"
+		if activity.HidesTexts(ctx) && activity.HasTexts(activity.Kind(p.Row.Kind), p.Row.Skill) {
+			hidden = fmt.Sprintf(`{"input":{"note":%[1]q},"output":{"note":%[1]q}}`, activity.HiddenText)
+		}
 		rows, err := room.Read.Query(ctx, `
 			select left(j.text, @most::int), octet_length(j.text) from (
-			  select (to_jsonb(a) - 'conversation_id')::text as text from agent_activity a
+			  select ((to_jsonb(a) - 'conversation_id') || @hidden::text::jsonb)::text as text from agent_activity a
 			   where a.id = @row::text::uuid and a.trace_id = @id) j`,
-			freshPlan, postgres.Strict{"id": p.ID, "row": p.Row.ID, "most": traceWhole})
+			freshPlan, postgres.Strict{"id": p.ID, "row": p.Row.ID, "most": traceWhole, "hidden": hidden})
 		var body string
 		var size int64
 		if err == nil {

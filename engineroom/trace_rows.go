@@ -161,6 +161,9 @@ func (room *Room) collectTraced(ctx context.Context, rows pgx.Rows, err error, i
 	var asked []string
 	for i := range list {
 		r := &list[i]
+		hide := activity.HidesTexts(ctx) && activity.HasTexts(activity.Kind(r.Kind), r.Skill)
+		hideJSON(hide, &r.Input, &r.InputBytes)
+		hideJSON(hide, &r.Output, &r.OutputBytes)
 		r.show(id)
 		if r.Status == string(activity.PendingApproval) {
 			asked = append(asked, r.ID)

@@ -70,6 +70,9 @@ func (room *Room) runsOf(ctx context.Context, id string) (runs []tracedRun, more
 		return nil, false, err
 	}
 	runs, more = onPage(runs, traceRuns)
+	for i := range runs {
+		hideResult(ctx, &runs[i].Summary, runs[i].Flow, runs[i].Surface, runs[i].ThreadID)
+	}
 	return runs, more, nil
 }
 

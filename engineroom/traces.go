@@ -48,6 +48,8 @@ type traceFilter struct {
 type traceRow struct {
 	ExecutionID, TraceID, Surface, Flow, Summary, Status string
 	Agent                                                string
+	ThreadID                                             *string
+	Failed                                               bool // Summary is an error, not a result
 	StartedAt                                            time.Time
 	FinishedAt                                           *time.Time
 	Tokens, Rows, Errors                                 int64
@@ -149,14 +151,15 @@ func (room *Room) readTraces(ctx context.Context, w traceFilter, most int) ([]tr
 	status, notStatus := without(w.Status)
 	agent, notAgent := without(w.Agent)
 	list, err := postgres.Rows[traceRow](ctx, room.Read, "list traces", `
-		select r.id::text as execution_id, r.trace_id, r.surface, r.agent, r.flow, r.summary, r.status, r.started_at,
+		select r.id::text as execution_id, r.trace_id, r.surface, r.agent, r.flow, r.summary, r.failed, r.thread_id, r.status, r.started_at,
 		       r.completed_at as finished_at, t.tokens, t.cost_usd, t.rows, t.errors, t.rows > @most as more
-		  from (select e.id, e.trace_id, s.surface, e.agent, e.flow, e.summary, e.status, e.started_at, e.completed_at
+		  from (select e.id, e.trace_id, s.surface, e.agent, e.flow, e.summary, e.failed, e.thread_id, e.status, e.started_at, e.completed_at
 		          from unnest(@surfaces::text[]) s (surface)
 		         cross join lateral (
 		               select x.id, x.trace_id, left(x.agent, 200) as agent, left(x.flow, 200) as flow, x.status,
 		                 x.completed_at,
 		                      left(coalesce(nullif(x.error_message, ''), x.result_summary), 300) as summary,
+		                      coalesce(x.error_message, '') <> '' as failed, x.thread_id,
 		                      coalesce(x.started_at, x.created_at) as started_at
 		                 from ((select k.id from agent_executions k
 		                         where k.trace_id = any (@traces::text[]) and k.surface = s.surface and k.parent_id is null
@@ -197,6 +200,9 @@ func (room *Room) readTraces(ctx context.Context, w traceFilter, most int) ([]tr
 		"traces": w.ids, "from": from, "until": until, "limit": most, "most": tracesSummed, "looked": maxSearched,
 	})
 	for i := range list {
+		if w := &list[i]; !w.Failed {
+			hideResult(ctx, &w.Summary, w.Flow, w.Surface, w.ThreadID)
+		}
 		list[i].Summary = redact.Text(list[i].Summary, 1000)
 	}
 	return list, err

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"encoding/json"
 	"net/http"
 	"regexp"
@@ -24,6 +25,7 @@ type conversations struct {
 	*operateTest
 	far                program
 	base               string
+	secrets            map[principals.Role]string
 	traces, runs, rows []string
 }
 
@@ -35,7 +37,8 @@ func newConversations(t *testing.T) *conversations {
 	t.Helper()
 	const key = "visitors-key-of-this-test"
 	c := &conversations{operateTest: newOperateTest(t, modeltest.Text(spoken+" answer"),
-		modeltest.ToolCall("delegate", `{"task": "`+spoken+` task"}`), modeltest.Text(spoken+" result"), modeltest.Text(spoken+" end"))}
+		modeltest.ToolCall("delegate", `{"task": "`+spoken+` task"}`), modeltest.Text(spoken+" result"), modeltest.Text(spoken+" end")),
+		secrets: map[principals.Role]string{}}
 	c.far, _ = c.remote("AGENT_CHAT_KEY=" + key)
 	c.base = strings.TrimPrefix(c.far.environ[0], "AGENT_SERVER=")
 	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", c.base+"/v1/chat/completions",
@@ -61,6 +64,7 @@ func (c *conversations) as(t *testing.T, role principals.Role) (p program, get f
 	_, secret, err := principals.MakeToken(t.Context(), c.pool,
 		principals.NewToken{Principal: string(role), Scopes: []string{"*"}})
 	require.NoError(t, err)
+	c.secrets[role] = secret
 	return newProgramWithoutDatabase(t, c.far.environ[0], "AGENT_TOKEN="+secret), func(path string) string {
 		t.Helper()
 		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", c.base+path, "", testkit.Bearer(secret))
@@ -144,5 +148,67 @@ func TestHiddenTextsKeepTheirTypes(t *testing.T) {
 		assert.Equal(t, activity.HiddenText, got.ResultSummary)
 		assert.Equal(t, `{"note":"[needs the scope threads:read]"}`, string(got.Input))
 		assert.Equal(t, executions.Completed, got.Status)
+	}
+}
+
+// The Engine Room hides the same texts from a viewer, while an operator reads them on the same page.
+func TestPagesHideTextsWithoutThreadsRead(t *testing.T) {
+	t.Parallel()
+	c := newConversations(t)
+	_, viewed := c.as(t, principals.Viewer)
+	_, operated := c.as(t, principals.Operator)
+	shown, others := []string{"/traces", "/executions"}, []string{"/", "/audit", "/flows", "/spend"}
+	for _, id := range c.traces {
+		shown = append(shown, "/traces/"+id, "/traces/"+id+"?tab=why", "/traces?trace="+id)
+	}
+	for _, id := range c.runs {
+		shown = append(shown, "/executions/"+id)
+		others = append(others, "/executions/"+id+"?tab=checkpoint")
+		others = append(others, "/traces/"+c.traceOf(t, id)+"?tab=raw&span="+id)
+	}
+	for _, id := range c.rows {
+		at := "/traces/" + pgtest.Value[string](t, c.pool, `select trace_id from agent_activity where id::text = $1`, id)
+		if pgtest.Value[string](t, c.pool, `select kind from agent_activity where id::text = $1`, id) == "model" {
+			shown = append(shown, "/activity?row="+id, at+"?span="+id, at+"?tab=raw&span="+id)
+		}
+		others = append(others, "/activity?row="+id, at+"?span="+id, at+"?tab=raw&span="+id)
+	}
+	for _, path := range shown {
+		compareTexts(t, path, viewed(path), operated(path))
+	}
+	for _, path := range others {
+		got := viewed(path)
+		assert.Truef(t, strings.Contains(got, "<main") && !strings.Contains(got, spoken), "%s shows a viewer %s", path, got)
+	}
+	for _, id := range c.runs {
+		path := "/live/executions/" + id
+		operatorsStream := c.stream(t, principals.Operator, path)
+		compareTexts(t, path, c.stream(t, principals.Viewer, path)(), operatorsStream())
+	}
+}
+
+func (c *conversations) traceOf(t *testing.T, execution string) string {
+	t.Helper()
+	return pgtest.Value[string](t, c.pool, `select trace_id from agent_executions where id::text = $1`, execution)
+}
+
+// stream opens a live page. The result reads it until texts or the note come.
+func (c *conversations) stream(t *testing.T, role principals.Role, path string) (read func() string) {
+	t.Helper()
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, c.base+path, nil)
+	require.NoError(t, err)
+	r.Header.Set("Authorization", "Bearer "+c.secrets[role])
+	got, err := http.DefaultClient.Do(r)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = got.Body.Close() })
+	return func() string {
+		var read strings.Builder
+		for lines := bufio.NewScanner(got.Body); lines.Scan(); {
+			read.WriteString(lines.Text())
+			if strings.Contains(lines.Text(), spoken) || strings.Contains(lines.Text(), activity.HiddenText) {
+				break
+			}
+		}
+		return read.String()
 	}
 }
