@@ -331,6 +331,8 @@ type ToolEvent struct {
 	Result    string // of a done call, for the model
 	Error     string // of a failed or refused call
 	Duration  time.Duration
+	// ApprovalID is the approval that was requested for the call; empty for none.
+	ApprovalID string
 }
 
 // flushTimeout bounds the wait for callbacks.
@@ -476,7 +478,7 @@ func (w *turn) toolStarted(c *call) {
 	}
 	c.live, c.began = true, time.Now()
 	if w.OnTool != nil {
-		w.OnTool(ToolEvent{ID: c.id, Name: c.name, Arguments: c.args})
+		w.OnTool(c.event())
 	}
 }
 
@@ -485,10 +487,18 @@ func (w *turn) toolEnded(c *call, status, failure string) {
 	if !c.live || w.OnTool == nil {
 		return
 	}
-	w.OnTool(ToolEvent{
-		ID: c.id, Name: c.name, Arguments: c.args, Done: true,
-		Status: status, Result: c.result, Error: failure, Duration: time.Since(c.began),
-	})
+	e := c.event()
+	e.Done, e.Status, e.Result, e.Error, e.Duration = true, status, c.result, failure, time.Since(c.began)
+	w.OnTool(e)
+}
+
+// event is the start of a call.
+func (c *call) event() ToolEvent {
+	e := ToolEvent{ID: c.id, Name: c.name, Arguments: c.args}
+	if c.approval != nil {
+		e.ApprovalID = c.approval.row.ID
+	}
+	return e
 }
 
 // firstTime reports whether the turn reaches a place for the first time. Without callbacks it records nothing and

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/executions"
@@ -145,6 +146,42 @@ func TestHeadlessApprovalFreesLane(t *testing.T) {
 		"the turn that waits for a person frees the lane")
 	w.decide(t, second, true)
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
+}
+
+// Another process runs the decided calls, and asks again. The listener reports all of it as if it had run here.
+func TestCallsOfAnotherProcessAreReported(t *testing.T) {
+	t.Parallel()
+	w := newTestDatabase(t, modeltest.ToolCall("wipe", `{"table":"one"}`), modeltest.ToolCall("wipe", `{"table":"two"}`),
+		modeltest.Text("One of them."))
+	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
+	p := w.process(t, false, func(o *operate.Options) { o.Poll = time.Hour }) // it looks when it is woken
+	s := p.open(t, "")
+	b, first, start := p.sendGuarded(t, w, s)
+	w.process(t, true)
+	w.decide(t, first.ID, true)
+	pgtest.Until(t, w.pool, "lane", `select coalesce(waiting_for, '') from agent_executions`)
+	s.Wake() // it lends the lane
+	pgtest.Until(t, w.pool, 1, `select count(*) from agent_approvals where status = 'pending'`)
+	w.waitStatus(t, start.ExecutionID, executions.Waiting)
+	s.Wake()
+	pgtest.Eventually(t, waitLimit, func() bool { return strings.Count(b.names(), "approval") == 2 }, "it asks again")
+	second, _ := lastEvent[operate.Approval](&b.eventLog, "approval")
+	w.decide(t, second.ID, false)
+	w.waitStatus(t, start.ExecutionID, executions.Completed)
+	s.Wake()
+	done, err := b.wait(t)
+	assert.Truef(t, err == nil && done.Text == "One of them." && b.text() == done.Text, "done %+v, %v; %q", done, err, b.text())
+	assert.Equal(t, "start approval tool tool approval tool tool delta done", b.names())
+	var calls []string
+	for _, e := range b.events {
+		if c, is := e.Data.(operate.ToolCall); is {
+			calls = append(calls, c.Name+" "+string(c.Arguments)+" "+c.Status+" "+string(c.Result)+c.Error)
+		}
+	}
+	assert.NoDiff(t, []string{
+		`wipe {"table":"one"} started `, `wipe {"table":"one"} success "wiped"`,
+		`wipe {"table":"two"} started `, `wipe {"table":"two"} denied because`,
+	}, calls)
 }
 
 func TestApprovalDecidedLater(t *testing.T) {

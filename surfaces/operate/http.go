@@ -354,10 +354,11 @@ type ToolCall struct {
 	ID         string          `json:"id"`
 	Name       string          `json:"name"`
 	Arguments  json.RawMessage `json:"arguments"`
-	Status     string          `json:"status"` // started, success, error, unknown, skipped or pending_approval
+	Status     string          `json:"status"` // started, success, error, unknown, skipped, denied or pending_approval
 	Result     json.RawMessage `json:"result,omitempty"`
 	Error      string          `json:"error,omitempty"`
 	DurationMS *int64          `json:"duration_ms,omitempty"`
+	ApprovalID string          `json:"-"` // that was requested for the call; empty for none
 }
 
 // Approval is a pending call with its exact arguments.
@@ -387,6 +388,9 @@ const (
 	HandedOn        = "handed_on"
 )
 
+// denied is the status of a call whose approval was rejected.
+const denied = "denied"
+
 // maxEvent bounds each value of a tool event in bytes.
 const maxEvent = 16 << 10
 
@@ -394,7 +398,7 @@ const maxEvent = 16 << 10
 func toolCall(e reason.ToolEvent) ToolCall {
 	c := ToolCall{
 		ID: e.ID, Name: redact.Text(e.Name, 200), Arguments: redact.JSON(e.Arguments, maxEvent),
-		Status: "started",
+		Status: "started", ApprovalID: e.ApprovalID,
 	}
 	if !e.Done {
 		return c
@@ -413,15 +417,19 @@ func approvalOf(a approvals.Approval) Approval {
 	return Approval{ID: a.ID, Skill: a.SkillName, Arguments: a.Arguments, ExpiresAt: a.ExpiresAt.UTC()}
 }
 
-// listener receives the events of a turn in this process. It outlives a park: each run of the execution in this
-// process reports here.
+// listener receives the events of a turn. It outlives a park: each run of the execution in this process reports here,
+// and the runs in others are read from the database.
 type listener struct {
 	session *Session
-	emit    func(Event) // one at a time
+	emit    func(Event)                // one at a time
+	since   int64                      // the last claim before the listener
+	seen    map[string]activity.Status // activities of other processes
 
 	mu              sync.Mutex
 	text            string          // streamed since the last tool call
+	claims          map[int64]bool  // runs in this process
 	shownApprovals  map[string]bool // approvals that were shown
+	shownDenials    map[string]bool // approvals whose denied call was shown
 	lastWasApproval bool            // the last thing shown was an approval
 	stopCause       error           // why the run must stop although the database was not told
 	stopFuncs       []func(error)
@@ -436,6 +444,12 @@ func (l *listener) send(e Event) {
 		l.text += data.Text
 	case ToolCall:
 		l.text = ""
+		if l.shownDenials[data.ApprovalID] {
+			return
+		}
+		if data.Status == denied && data.ApprovalID != "" {
+			l.shownDenials[data.ApprovalID] = true
+		}
 	case Approval:
 		if l.shownApprovals[data.ID] {
 			return
@@ -445,6 +459,27 @@ func (l *listener) send(e Event) {
 		l.text = ""
 	}
 	l.emit(e)
+}
+
+// ranHere reports whether a claim ran in this process, or before the listener.
+func (l *listener) ranHere(claim int64) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return claim <= l.since || l.claims[claim]
+}
+
+// runsHere records that a claim runs in this process.
+func (l *listener) runsHere(claim int64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.claims[claim] = true
+}
+
+// wasShown reports whether an approval was shown.
+func (l *listener) wasShown(approval string) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.shownApprovals[approval]
 }
 
 // awaitsApproval reports whether the last event was an approval.

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -19,6 +20,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/sleep"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/models"
@@ -155,7 +157,13 @@ func (s *Session) insertTurn(ctx context.Context, message, key string) (claimed 
 
 // followTurn reports a turn from start to end.
 func (s *Session) followTurn(ctx context.Context, x executions.Execution, emit func(Event)) (Done, error) {
-	l := &listener{session: s, emit: emit, shownApprovals: map[string]bool{}}
+	l := &listener{
+		session: s, emit: emit, since: x.Claim, seen: map[string]activity.Status{}, claims: map[int64]bool{},
+		shownApprovals: map[string]bool{}, shownDenials: map[string]bool{},
+	}
+	if x.Status != executions.Waiting && x.Status != executions.Pending {
+		l.since-- // the present run is reported, too
+	}
 	s.o.mu.Lock()
 	s.o.listeners[x.ID] = l
 	s.o.mu.Unlock()
@@ -274,6 +282,9 @@ func (s *Session) follow(
 		if err != nil {
 			return x, "", err
 		}
+		if err := s.o.catchUp(runCtx, now, l); err != nil {
+			s.o.log.WarnContext(ctx, "calls of a turn in another process not shown", "execution", x.ID, "error", err)
+		}
 		if now.Status.Ended() {
 			return now, "", nil
 		}
@@ -294,6 +305,67 @@ func (s *Session) follow(
 		}
 		s.o.sleep(ctx, pause, s.wake)
 	}
+}
+
+// catchUp sends the events of a turn's runs in other processes. Their answer comes with the end of the turn.
+func (o *Operate) catchUp(ctx context.Context, x executions.Execution, l *listener) error {
+	if l.ranHere(x.Claim) {
+		return nil
+	}
+	asked, err := approvals.List(ctx, o.Pool, approvals.Filter{TraceIDs: []trace.ID{trace.ID(x.TraceID)}})
+	if err != nil {
+		return err
+	}
+	rows, _, err := activity.Recent(ctx, o.Pool, activity.Filter{
+		TraceID: x.TraceID, Kinds: []activity.Kind{activity.KindCall, activity.KindModel}, Limit: activity.MaxLimit,
+	})
+	if err != nil {
+		return err
+	}
+	for _, a := range slices.Backward(asked) {
+		if a.Status == "rejected" && l.wasShown(a.ID) {
+			l.sendCall(ToolCall{
+				ID: a.ID, Name: a.SkillName, Arguments: redact.JSON(a.Arguments, maxEvent), Status: denied,
+				Error: redact.Text(a.Reason, maxEvent), ApprovalID: a.ID,
+			})
+		}
+	}
+	for _, row := range slices.Backward(rows) {
+		if deref(row.ExecutionID) == x.ID && row.Purpose == Flow && row.Claim != nil && !l.ranHere(*row.Claim) {
+			l.sendRow(row)
+		}
+	}
+	for _, a := range slices.Backward(asked) {
+		if a.Status == "pending" && x.Status == executions.Waiting {
+			l.send(Event{"approval", approvalOf(a)})
+		}
+	}
+	return nil
+}
+
+// sendRow sends what is new of an activity of another process. A text without calls is the answer, which follows.
+func (l *listener) sendRow(row activity.Row) {
+	before, known := l.seen[row.ID]
+	l.seen[row.ID] = row.Status
+	switch {
+	case known && before == row.Status, row.Status == activity.PendingApproval:
+	case row.Kind == activity.KindModel:
+		if text := modelText(row); text != "" && len(row.LedTo) > 0 {
+			l.send(Event{"delta", Delta{text}})
+		}
+	case known || row.Status == activity.Running:
+		l.send(Event{"tool", toolCallOf(row)})
+	default:
+		l.sendCall(toolCallOf(row))
+	}
+}
+
+// sendCall sends the start and the end of a call.
+func (l *listener) sendCall(c ToolCall) {
+	l.send(Event{"tool", ToolCall{
+		ID: c.ID, Name: c.Name, Arguments: c.Arguments, Status: "started", ApprovalID: c.ApprovalID,
+	}})
+	l.send(Event{"tool", c})
 }
 
 // readExecution reads a turn's row. It retries while the database restarts.
@@ -359,7 +431,7 @@ func (o *Operate) interruptTurn(ctx context.Context, id string, l *listener) (le
 	if errors.Is(cause, ErrInterrupt) {
 		why = "interrupted"
 	}
-	if _, err := o.Engine.Cancel(detached, id, owner, why); err != nil {
+	if _, err := o.Engine.Cancel(detached, id, activity.ActorFrom(ctx).Name, why); err != nil {
 		o.log.ErrorContext(detached, "turn not cancelled, stopped in this process", "execution", id, "error", err)
 		l.stopRun(executions.ErrCancelled)
 	}
@@ -399,6 +471,9 @@ func (o *Operate) turn(ctx context.Context, raw json.RawMessage) (executions.Res
 	}
 	current, _ := executions.Current(ctx)
 	listener := o.listenerOf(current.ID)
+	if listener != nil {
+		listener.runsHere(current.Claim)
+	}
 	ctx, lane := o.guardLane(ctx, listener)
 	defer lane.cancel(nil)
 	history, err := o.history(ctx, current, in)

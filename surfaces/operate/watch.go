@@ -240,14 +240,27 @@ func (w *watcher) activities(ctx context.Context, x executions.Execution) error 
 
 func (w *watcher) activity(row activity.Row) {
 	if row.Kind == activity.KindModel {
-		var output struct {
-			Content string `json:"content"`
-		}
-		if row.Status == activity.Success && json.Unmarshal(row.Output, &output) == nil && output.Content != "" {
-			w.emit(Event{"delta", Delta{output.Content}})
+		if text := modelText(row); text != "" {
+			w.emit(Event{"delta", Delta{text}})
 		}
 		return
 	}
+	w.emit(Event{"tool", toolCallOf(row)})
+}
+
+// modelText is the text of a successful model call.
+func modelText(row activity.Row) string {
+	var output struct {
+		Content string `json:"content"`
+	}
+	if row.Status != activity.Success || json.Unmarshal(row.Output, &output) != nil {
+		return ""
+	}
+	return output.Content
+}
+
+// toolCallOf is the event of a call in the activity log.
+func toolCallOf(row activity.Row) ToolCall {
 	c := ToolCall{
 		ID: row.ID, Name: redact.Text(row.SkillName, 200), Arguments: redact.JSON(row.Input, maxEvent),
 		Status:     string(row.Status),
@@ -258,7 +271,7 @@ func (w *watcher) activity(row activity.Row) {
 	} else if c.Error == "" {
 		c.Result = redact.JSON(row.Output, maxEvent)
 	}
-	w.emit(Event{"tool", c})
+	return c
 }
 
 // approvals reports the turn's pending approvals.
