@@ -31,7 +31,7 @@ func (c *cli) chatCommand() *cobra.Command {
 		Short: "Talk to the agent as a visitor",
 		Long: `Talk to the agent as a visitor, with visitor skills only. MESSAGE runs one turn; a pipe runs one turn per
 		line; a terminal is interactive (/help lists commands). The answer goes to stdout, the thread id to stderr; continue
-		with --thread. ^C cancels the turn; at the prompt, ^C or ^D exits. --file attaches files to the first message.`,
+		with --thread. ^C cancels the turn; ^D leaves. --file attaches files to the first message.`,
 		Example: "  agent chat\n  agent chat 'when do you open?'\n  agent chat --thread th_… 'and on Sundays?' --json\n  " +
 			"agent chat --thread th_… --file damage.jpg 'here it is'",
 		Args: messageArg,
@@ -39,6 +39,7 @@ func (c *cli) chatCommand() *cobra.Command {
 			if thread != "" && threads.CheckID(thread) != nil {
 				return usageError("--thread: %w", threads.ErrInvalid)
 			}
+			c.talks = true
 			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) (err error) {
 				if err := grantCLIAccess(ctx, s, thread); err != nil {
 					return err
@@ -124,14 +125,23 @@ func (v *chatSession) fileIDs() (files []chat.File) {
 // send sends one message and prints the answer: streamed as text, or as one JSON document.
 func (v *chatSession) send(ctx context.Context, text string) error {
 	out := &errWriter{w: v.out}
-	show := func(piece string) { fmt.Fprint(out, printableText(piece)) }
+	midLine := false
+	show := func(piece string) {
+		midLine = terminal(v.out) && !strings.HasSuffix(piece, "\n")
+		fmt.Fprint(out, printableText(piece))
+	}
 	if v.json {
 		show = nil
 	}
 	got, err := v.chat.Say(ctx, chat.UserMessage{
 		Owner: cliVisitor, Name: v.thread, Participant: "command line", Texts: []string{text}, Model: v.agent,
 		Files: [][]chat.File{v.fileIDs()},
-	}, show)
+	}, show, func() {
+		if midLine {
+			fmt.Fprintln(out)
+		}
+		v.infof("the answer waits for an approval")
+	})
 	v.files = nil
 	if got.ThreadID != "" {
 		v.thread = got.ThreadID
@@ -164,7 +174,7 @@ func (v *chatSession) sendLines(ctx context.Context) error {
 	return err
 }
 
-// interact reads messages from a terminal. An interrupt cancels the current turn, or exits at the prompt.
+// interact reads messages from a terminal. An interrupt cancels the current turn, or clears the line.
 func (v *chatSession) interact(ctx context.Context) error {
 	signal.Reset(os.Interrupt)
 	interrupts := make(chan os.Signal, 1)
@@ -182,7 +192,6 @@ func (v *chatSession) interact(ctx context.Context) error {
 			return &exitError{exitInterrupted, nil}
 		case <-interrupts:
 			fmt.Fprintln(v.out)
-			return &exitError{exitInterrupted, nil}
 		case line, more := <-lines:
 			if !more || strings.TrimSpace(line) == "/quit" {
 				fmt.Fprintln(v.out)

@@ -26,19 +26,8 @@ func TestFourEyesOnAServer(t *testing.T) {
 	require.NoError(t, err)
 	far, _ := d.remote()
 	base := strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")
-	as := func(name string) (p program, secret, id string) {
-		_, err := principals.Create(t.Context(), d.pool, principals.New{
-			Name: name, Kind: principals.User, Role: principals.Admin,
-		})
-		require.NoError(t, err)
-		token, secret, err := principals.MakeToken(t.Context(), d.pool, principals.NewToken{
-			Principal: name, Scopes: []string{"*"},
-		})
-		require.NoError(t, err)
-		return newProgramWithoutDatabase(t, far.environ[0], "AGENT_TOKEN="+secret), secret, token.ID
-	}
-	ana, anas, anaToken := as("ana")
-	bob, bobs, bobToken := as("bob")
+	ana, anas, anaToken := d.principal(far, "ana", principals.Admin)
+	bob, bobs, bobToken := d.principal(far, "bob", principals.Admin)
 	ana.fails(1, "waits for approval", "operate", "Wipe everything.")
 	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
 	ana.fails(1, "four eyes", "approvals", "approve", id)
@@ -82,18 +71,9 @@ func TestFourEyesInAChat(t *testing.T) {
 	const key = "visitors-key-of-this-test"
 	far, _ := d.remote("AGENT_CHAT_KEY="+key, "AGENT_CHAT_APPROVAL_WAIT=1s")
 	base := strings.TrimPrefix(far.environ[0], "AGENT_SERVER=")
-	as := func(name string, role principals.Role) (program, string) {
-		_, err := principals.Create(t.Context(), d.pool, principals.New{Name: name, Kind: principals.User, Role: role})
-		require.NoError(t, err)
-		_, secret, err := principals.MakeToken(t.Context(), d.pool, principals.NewToken{
-			Principal: name, Scopes: []string{"*"},
-		})
-		require.NoError(t, err)
-		return newProgramWithoutDatabase(t, far.environ[0], "AGENT_TOKEN="+secret), secret
-	}
-	ana, anas := as("ana", principals.Admin)
-	bob, bobs := as("bob", principals.Approver)
-	vera, _ := as("vera", principals.Viewer)
+	ana, anas, _ := d.principal(far, "ana", principals.Admin)
+	bob, bobs, _ := d.principal(far, "bob", principals.Approver)
+	vera, _, _ := d.principal(far, "vera", principals.Viewer)
 	page := func(secret, id string) string {
 		got, err := testkit.Do(t.Context(), http.DefaultClient, "GET", base+"/approvals/"+id, "", testkit.Bearer(secret))
 		require.NoError(t, err)
@@ -182,16 +162,8 @@ func TestSkillsCallOnAServerNeedsTheRightToApprove(t *testing.T) {
 		require.NoError(t, err)
 	}
 	far, _ := d.remote()
-	as := func(name string, role principals.Role) program {
-		_, err := principals.Create(t.Context(), d.pool, principals.New{Name: name, Kind: principals.User, Role: role})
-		require.NoError(t, err)
-		_, secret, err := principals.MakeToken(t.Context(), d.pool, principals.NewToken{
-			Principal: name, Scopes: []string{"*"},
-		})
-		require.NoError(t, err)
-		return newProgramWithoutDatabase(t, far.environ[0], "AGENT_TOKEN="+secret)
-	}
-	olga, ana := as("olga", principals.Operator), as("ana", principals.Admin)
+	olga, _, _ := d.principal(far, "olga", principals.Operator)
+	ana, _, _ := d.principal(far, "ana", principals.Admin)
 	olga.fails(1, "needs the scope approvals:decide", "skills", "call", "refund")
 	assert.Contains(t, ana.must("skills", "call", "refund"), "gone")
 	for _, p := range []program{olga, ana} {
@@ -201,4 +173,31 @@ func TestSkillsCallOnAServerNeedsTheRightToApprove(t *testing.T) {
 	assert.Contains(t, d.must("skills", "call", "wipe"), "gone")
 	id := pgtest.Value[string](t, d.pool, `select id::text from agent_executions where flow = 'skill_call' limit 1`)
 	ana.fails(1, "agent skills call", "executions", "fork", id)
+}
+
+// A console does not ask the requester of a call with four eyes. The call waits for somebody else.
+func TestARemoteConsoleDoesNotAskTheRequester(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Still here."))
+	_, err := skills.Put(t.Context(), d.pool, skills.Definition{
+		Name: "wipe", Handler: "sql:select 'wiped' as done", Trust: skills.TrustApprove, Description: "wipes",
+		Approvals: skills.Approvals{FourEyes: true},
+	}, skills.SourceWorkspace)
+	require.NoError(t, err)
+	far, _ := d.remote()
+	ana, _, _ := d.principal(far, "ana", principals.Admin)
+	there := *d
+	there.environ = ana.environ
+	s := there.startTerminal()
+	s.waitFor(`(>) `)
+	s.typeKeys("Wipe.\n")
+	s.waitFor(`(You asked for this call\. Somebody else has to decide it\.)`)
+	s.waitFor(`(waiting_approval)`)
+	s.waitFor(`\n(>) `)
+	s.typeKeys("Are you there?\n")
+	s.waitFor(`(Still here\.)`)
+	assert.True(t, !strings.Contains(s.shown.String(), "approve?") && !strings.Contains(s.shown.String(), "left open"))
+	pgtest.Equal(t, d.pool, "pending", `select status from agent_approvals`)
+	s.typeKeys("\x04")
+	assert.Equal(t, 0, s.waitExit())
 }

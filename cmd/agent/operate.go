@@ -55,6 +55,7 @@ an answer: the model stalled, or a limit of tokens, money, time or model calls w
 			if id != "" && threads.CheckID(id) != nil {
 				return usageError("--session: %w", threads.ErrInvalid)
 			}
+			c.talks = true
 			return c.withApp(cmd.Context(), func(ctx context.Context, s *session, a *app.App) error {
 				if watch {
 					return c.watchOperate(ctx, a)
@@ -184,6 +185,7 @@ type operator struct {
 	app       *app.App
 	admin     *operate.Session
 	lastTrace string // of the latest turn
+	own       bool   // the latest approval is for somebody else to decide
 	// ask asks the admin a question; nil means nobody can answer. heard is false when the input ended or the call was
 	// decided elsewhere.
 	ask func(ctx context.Context, question string) (answer string, heard bool)
@@ -230,15 +232,34 @@ func (o *operator) runTurn(ctx context.Context, t turn, show func(operate.Event)
 		case operate.Start:
 			o.lastTrace, execution = data.TraceID, data.ExecutionID
 		case operate.Approval:
-			if o.askCaller != nil {
+			switch o.own = o.ownCall(turnCtx, data); {
+			case o.own:
+				o.infof(ownCallRefused)
+				cancel(operate.ErrDetach)
+			case o.askCaller != nil:
 				asked.Store(true)
 				o.askCaller(data, execution)
-			} else if !o.askApproval(turnCtx, data) {
+			case !o.askApproval(turnCtx, data):
 				cancel(operate.ErrDetach)
 			}
 		}
 	}
 	return done, err
+}
+
+const ownCallRefused = "You asked for this call. Somebody else has to decide it."
+
+// ownCall reports whether four eyes keep the admin, who could be asked, from deciding a call.
+func (o *operator) ownCall(ctx context.Context, a operate.Approval) bool {
+	who := principals.From(ctx)
+	if who == nil || who.Name == principals.Root || o.ask == nil && o.askCaller == nil {
+		return false
+	}
+	got, err := approvals.Get(ctx, o.s.Pool, a.ID)
+	if err != nil {
+		o.s.log.WarnContext(ctx, "the requesters of an approval are not known", "approval", a.ID, "error", err)
+	}
+	return got.Own(who.Name)
 }
 
 // askApproval asks the admin to approve a call. It returns false if the approval stays open.

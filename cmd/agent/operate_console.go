@@ -218,7 +218,7 @@ func (o *operator) executeLine(ctx, lineCtx context.Context, line string, show *
 	} else {
 		var done operate.Done
 		done, err = o.runTurn(lineCtx, o.message(line), show.print)
-		if err == nil && done.Ended == operate.WaitingApproval {
+		if err == nil && done.Ended == operate.WaitingApproval && !o.own {
 			o.infof(leftOpen)
 		}
 	}

@@ -29,6 +29,7 @@ type cli struct {
 	err        io.Writer
 	json       bool
 	noColor    bool
+	talks      bool         // the command is a conversation, which log lines would interrupt
 	server     string       // of --server; empty for commands on this machine
 	host       *commandHost // of a command that a caller sent to this server
 	sent       commandRequest

@@ -18,8 +18,8 @@ import (
 )
 
 // interact sends each line as one command of the same conversation, and shows its output while it comes. ^C cancels the
-// turn; at the prompt it ends the conversation, as ^D does. In agent operate it asks about each approval, as the local
-// console does, if the server lets the caller decide.
+// turn, or clears the line at the prompt. In agent operate it asks about each approval, as the local console does, if
+// the server lets the caller decide.
 func (r *remoteCall) interact(cmd *cobra.Command) error {
 	flag, id := "thread", "remote-"+strings.ToLower(rand.Text()[:12])
 	operates := commandName(cmd) == "operate"
@@ -48,7 +48,6 @@ func (r *remoteCall) interact(cmd *cobra.Command) error {
 			return &exitError{exitInterrupted, nil}
 		case <-interrupts:
 			fmt.Fprintln(r.out)
-			return &exitError{exitInterrupted, nil}
 		case line, more := <-lines:
 			if line = strings.TrimSpace(line); !more || line == "/quit" {
 				fmt.Fprintln(r.out)

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/creack/pty"
+	openai "github.com/sashabaranov/go-openai"
 
 	"github.com/lanekeeper/lanekeeper/documents"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
@@ -277,7 +278,8 @@ func TestRemoteInterruptCancelsTheTurn(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("slow", `{}`))
 	far, _ := d.remote()
-	s := far.start("operate", "Be slow.")
+	olga, _, id := d.principal(far, "olga", principals.Operator)
+	s := olga.start("operate", "Be slow.")
 	d.waitSlow()
 	s.stop()
 	if code := <-s.ended; code != exitInterrupted || !strings.Contains(s.err.String(), "interrupted") {
@@ -286,6 +288,11 @@ func TestRemoteInterruptCancelsTheTurn(t *testing.T) {
 	pgtest.Eventually(t, pgWait, func() bool {
 		return pgtest.Value[string](t, d.pool, `select status from agent_executions`) == "cancelled" && !d.laneHeld(t)
 	}, "the server cancels the turn")
+	pgtest.Equal(t, d.pool, "olga cli "+id,
+		`select concat_ws(' ', actor, via, token_id) from agent_audit where act = 'cancel_execution'`)
+	pgtest.Equal(t, d.pool, "olga", `select cancelled_by from agent_executions`)
+	why := d.must("why", pgtest.Value[string](t, d.pool, `select trace_id from agent_executions`))
+	assert.Contains(t, why, "by olga via cli with token "+id)
 	w := far.start("operate", "--watch")
 	pgtest.Eventually(t, pgWait, func() bool { return strings.Contains(w.err.String(), "no admin is active") },
 		"the watch begins")
@@ -464,14 +471,47 @@ func TestRemoteConversationOnATerminal(t *testing.T) {
 	pgtest.Equal(t, d.pool, 1, `select count(distinct thread_id) from agent_executions where flow = 'operate'`)
 }
 
+// unlogged removes AGENT_LOG_LEVEL.
+func unlogged(environ []string) []string {
+	set := func(s string) bool { return strings.HasPrefix(s, "AGENT_LOG_LEVEL=") }
+	return slices.DeleteFunc(slices.Clone(environ), set)
+}
+
+// A command that talks logs warnings only, to a pipe and of a server too, unless the level is set.
+func TestACommandThatTalksIsQuiet(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t)
+	d.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Hello.") })
+	far, _ := d.remote()
+	for _, p := range []program{d.program, far} {
+		p.environ = unlogged(p.environ)
+		for _, command := range []string{"operate", "chat"} {
+			got := p.run(command, "Hello?")
+			assert.Equal(t, "Hello.\n", got.out)
+			assert.True(t, !strings.Contains(got.err, "level="), "log lines:", got.err)
+			loud := program{t, append(slices.Clone(p.environ), "AGENT_LOG_LEVEL=info")}
+			assert.Contains(t, loud.run(command, "Hello?").err, "level=INFO")
+		}
+	}
+}
+
+// A visitor's command says once why the answer does not come yet.
+func TestAChatSaysThatItWaitsForAnApproval(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.ToolCall("wipe", `{}`))
+	pgtest.Exec(t, d.pool, `update agent_skills set scope = 'both'`)
+	d.environ = append(d.environ, "AGENT_CHAT_APPROVAL_WAIT=1s")
+	here := d.run("chat", "Wipe.")
+	far, _ := d.remote()
+	for where, got := range map[string]commandResult{"here": here, "on a server": far.run("chat", "Wipe.")} {
+		assert.Equal(t, 1, strings.Count(got.err, "the answer waits for an approval\n"), where, got.err)
+		assert.Contains(t, got.out, "An admin has to approve a step")
+	}
+}
+
 // The console of a server prints what the local one prints, without the server's log.
 func TestARemoteConsolePrintsWhatALocalOneDoes(t *testing.T) {
 	t.Parallel()
-	unlogged := func(environ []string) []string {
-		set := func(s string) bool { return strings.HasPrefix(s, "AGENT_LOG_LEVEL=") }
-		return slices.DeleteFunc(slices.Clone(environ), set)
-	}
-	resumed := regexp.MustCompile(`(?m)^[·✓] wipe .*\n`) // shown by the process that runs the approved call
 	var screens [2]string
 	for i := range screens {
 		d := newOperateTest(t, modeltest.ToolCall("look", `{}`), modeltest.Text("It is 42."), modeltest.ToolCall("wipe", `{}`),
@@ -504,7 +544,7 @@ func TestARemoteConsolePrintsWhatALocalOneDoes(t *testing.T) {
 		enter("Fail.", `agent: .*\s+(> )`)
 		s.typeKeys("\x04")
 		assert.Equal(t, 0, s.waitExit())
-		screen := resumed.ReplaceAllString(strings.ReplaceAll(escapes.ReplaceAllString(s.shown.String(), ""), "\r", ""), "")
+		screen := strings.ReplaceAll(escapes.ReplaceAllString(s.shown.String(), ""), "\r", "")
 		screen = volatile.ReplaceAllString(regexp.MustCompile(`op_\S+@\S+|─+|[0-9a-f]{32}`).ReplaceAllString(screen, "#"), "#")
 		screens[i] = strings.TrimRight(screen, "\n> ")
 	}
@@ -602,8 +642,72 @@ func TestRemoteTurnsAreStreamedAndCancelled(t *testing.T) {
 	require.NoError(t, <-ended)
 	assert.Contains(t, shown.String(), "cancelled")
 	pgtest.Until(t, d.pool, "cancelled", `select status::text from agent_executions where flow = 'operate'`)
+	pgtest.Equal(t, d.pool, "root cli",
+		`select concat_ws(' ', actor, via) from agent_audit where act = 'cancel_execution'`)
 	require.NoError(t, call.turn(t.Context(), interrupts, nil, args("Are you there?")))
 	assert.Contains(t, shown.String(), "Here.")
+}
+
+// principal makes a principal, and returns the program with its token.
+func (d *operateTest) principal(far program, name string, role principals.Role) (p program, secret, tokenID string) {
+	d.t.Helper()
+	_, err := principals.Create(d.t.Context(), d.pool, principals.New{Name: name, Kind: principals.User, Role: role})
+	require.NoError(d.t, err)
+	token, secret, err := principals.MakeToken(d.t.Context(), d.pool, principals.NewToken{
+		Principal: name, Scopes: []string{"*"},
+	})
+	require.NoError(d.t, err)
+	return newProgramWithoutDatabase(d.t, far.environ[0], "AGENT_TOKEN="+secret), secret, token.ID
+}
+
+// startProcess runs a command on a terminal in a process of its own, which stop interrupts.
+func (p program) startProcess(args ...string) *terminalTest {
+	t := p.t
+	t.Helper()
+	cmd := exec.Command(os.Args[0], args...) //nolint:gosec // itself
+	cmd.Env = append(os.Environ(), append(p.environ, asAgent+"=1")...)
+	keys, err := pty.Start(cmd)
+	if err != nil {
+		t.Skipf("there are no pseudo-terminals here: %v", err)
+	}
+	s := &terminalTest{t: t, keys: keys, ended: make(chan int, 1)}
+	s.stop = func() { assert.NoError(t, cmd.Process.Signal(os.Interrupt)) }
+	var reading sync.WaitGroup
+	reading.Go(func() { _, _ = io.Copy(&s.shown, keys) }) // ends with an error when the process has ended
+	reading.Go(func() {
+		_ = cmd.Wait() // the exit code says it
+		s.ended <- cmd.ProcessState.ExitCode()
+	})
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		reading.Wait()
+		_ = keys.Close()
+	})
+	return s
+}
+
+// An interrupt at the prompt begins a new line. Only ^D leaves. (TestTerminalInterruptCancelsTurn has agent operate.)
+func TestInterruptAtThePromptKeepsTheConsole(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t)
+	d.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Still here.") })
+	far, _ := d.remote()
+	for name, p := range map[string]program{"chat": d.program, "remote chat": far, "remote operate": far} {
+		t.Run(name, func(t *testing.T) {
+			p.t = t
+			s := p.startProcess(strings.TrimPrefix(name, "remote "))
+			s.waitFor(`(>) `)
+			s.stop()
+			s.waitFor(`\n(>) `)
+			s.typeKeys("Are you there?\r")
+			s.waitFor(`(Still here\.)`)
+			s.waitFor(`\n(>) `)
+			s.stop()
+			s.waitFor(`\n(>) `)
+			s.typeKeys("\x04")
+			assert.Equal(t, 0, s.waitExit())
+		})
+	}
 }
 
 // ^C at the question about an approval cancels the turn on the server, and the conversation goes on.
@@ -611,21 +715,7 @@ func TestInterruptAtAnApprovalCancelsTheRemoteTurn(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("Still here."))
 	far, _ := d.remote()
-	cmd := exec.Command(os.Args[0], "operate")
-	cmd.Env = append(os.Environ(), append(far.environ, asAgent+"=1")...)
-	keys, err := pty.Start(cmd)
-	if err != nil {
-		t.Skipf("there are no pseudo-terminals here: %v", err)
-	}
-	s := &terminalTest{t: t, keys: keys}
-	var reading sync.WaitGroup
-	reading.Go(func() { _, _ = io.Copy(&s.shown, keys) }) // ends with an error when the process has ended
-	t.Cleanup(func() {
-		_ = cmd.Process.Kill()
-		_ = cmd.Wait()
-		reading.Wait()
-		_ = keys.Close()
-	})
+	s := far.startProcess("operate")
 	s.waitFor(`(>) `)
 	s.typeKeys("Wipe.\n")
 	s.waitFor(`(approve\?) \[y, n, or why not`)

@@ -50,9 +50,9 @@ func (c *cli) loadSettings(
 	return cfg, log, nil
 }
 
-// quietLogs raises the log level to warn for a person at a terminal.
+// quietLogs raises the log level to warn for a conversation, or a person at a terminal.
 func (c *cli) quietLogs() {
-	if c.environ["AGENT_LOG_LEVEL"] == "" && terminal(c.err) {
+	if c.environ["AGENT_LOG_LEVEL"] == "" && (c.talks || terminal(c.err)) {
 		c.environ["AGENT_LOG_LEVEL"] = "warn"
 	}
 }

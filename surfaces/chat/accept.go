@@ -19,6 +19,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
+	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -648,10 +649,10 @@ type Answer struct {
 // cancelTimeout bounds how long Send waits for a cancelled turn to stop: the caller may close what the turn uses.
 const cancelTimeout = 5 * time.Second
 
-// Say sends a message without HTTP and returns the answer. show, where set, receives the text in pieces. The turn is
-// cancelled when ctx ends first. Errors for the visitor are *Refusal. Engine.Run or Engine.KeepAlive must keep the
-// engine's lease meanwhile.
-func (c *Chat) Say(ctx context.Context, a UserMessage, show func(piece string)) (Answer, error) {
+// Say sends a message without HTTP and returns the answer. show, where set, receives the text in pieces. onApproval is
+// called once when the turn waits for an approval. The turn is cancelled when ctx ends first. Errors for the visitor
+// are *Refusal. Engine.Run or Engine.KeepAlive must keep the engine's lease meanwhile.
+func (c *Chat) Say(ctx context.Context, a UserMessage, show func(piece string), onApproval func()) (Answer, error) {
 	if a.TraceID == "" {
 		a.TraceID, a.own = trace.New(trace.Chat), true
 	}
@@ -666,6 +667,13 @@ func (c *Chat) Say(ctx context.Context, a UserMessage, show func(piece string)) 
 	defer b.release()
 	answer := Answer{ID: CompletionID(b.exec.ID), ThreadID: b.name, TraceID: b.exec.TraceID}
 	f := &follower{Chat: c, id: b.exec.ID, feed: b.feed, show: show}
+	waited := false
+	f.activity = func(kind, _ string) {
+		if kind == chatwire.ActivityApproval && !waited {
+			waited = true
+			onApproval()
+		}
+	}
 	got, err := f.follow(ctx)
 	if ctx.Err() != nil {
 		if _, err := c.Engine.Cancel(context.WithoutCancel(ctx), b.exec.ID, "interrupt",
