@@ -170,7 +170,8 @@ func TestCallsOfAnotherProcessAreReported(t *testing.T) {
 	w.waitStatus(t, start.ExecutionID, executions.Completed)
 	s.Wake()
 	done, err := b.wait(t)
-	assert.Truef(t, err == nil && done.Text == "One of them." && b.text() == done.Text, "done %+v, %v; %q", done, err, b.text())
+	assert.Truef(t, err == nil && done.Text == "One of them." && b.text() == done.Text,
+		"done %+v, %v; %q", done, err, b.text())
 	assert.Equal(t, "start approval tool tool approval tool tool delta done", b.names())
 	var calls []string
 	for _, e := range b.events {
