@@ -12,6 +12,7 @@ import (
 
 	"github.com/expr-lang/expr"
 	"github.com/expr-lang/expr/ast"
+	"github.com/expr-lang/expr/conf"
 	"github.com/expr-lang/expr/file"
 	"github.com/expr-lang/expr/vm"
 
@@ -65,6 +66,9 @@ func compileExpression(text string) (*expression, error) {
 	for _, name := range allowedFunctions {
 		options = append(options, expr.EnableBuiltin(name))
 	}
+	// A name that is not called is a variable, also count. The checker has the functions only for such names: calls are
+	// nodes of their own.
+	options = append(options, func(c *conf.Config) { clear(c.Builtins) })
 	program, err := expr.Compile(text, options...)
 	if at, ok := errors.AsType[*file.Error](err); ok {
 		return nil, fmt.Errorf("%s (line %d, column %d)", at.Message, at.Line, at.Column+1)

@@ -331,6 +331,28 @@ actions:
 	assert.Equal(t, `{"sum": 50}`, string(x.Result), x.Result)
 }
 
+// A variable may have the name of a function of the expression language, offered (count, last) or not (now).
+func TestAVariableMayHaveTheNameOfAFunction(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, `
+name: named
+variables: {count: 0, now: 3, last: 0}
+actions:
+  - actionType: while
+    parameters:
+      condition: count < 2
+      actions: [{actionType: set, parameters: {expressions: {count: count + 1}}}]
+  - actionType: for_each
+    parameters: {items: [1, 2], as: len, actions: [{actionType: set, parameters: {expressions: {last: last + len}}}]}
+  - actionType: set
+    parameters: {expressions: {result: "count + count(input.filter, # > count) + now + input.filter[0] + (max ?? 100)"}}
+`)
+	id := w.begin(t, "named", map[string]any{"filter": []any{10, 1, 20}})
+	x := enginetest.Await(t, w.pool, id, executions.Completed)
+	want := map[string]any{"count": 2.0, "now": 3.0, "last": 3.0, "result": 117.0}
+	assert.NoDiff(t, want, variables(t, x))
+}
+
 // The condition of a while may be about index from the first look on, whatever an outer loop calls so.
 func TestAWhileCountsFromZero(t *testing.T) {
 	t.Parallel()
