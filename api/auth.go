@@ -533,7 +533,7 @@ func afterLogin(next string) string {
 	return next
 }
 
-// writeErrorPage renders an error, or redirects to the login.
+// writeErrorPage renders an error, or redirects to the login and from there to the page: that of a form is its referer.
 func (s *server) writeErrorPage(w http.ResponseWriter, r *http.Request, err error) {
 	p, _ := problem.Of(err)
 	if p.Status != http.StatusUnauthorized {
@@ -541,13 +541,12 @@ func (s *server) writeErrorPage(w http.ResponseWriter, r *http.Request, err erro
 		return
 	}
 	w.Header().Del("WWW-Authenticate")
-	if r.Method != http.MethodGet && r.Method != http.MethodHead {
-		s.pages.Refuse(w, r, problem.New(http.StatusUnauthorized, "no login; log in and try again"))
-		return
-	}
 	s.auth.sessions.clearCookie(w, r)
-	to := "/login"
-	if next := afterLogin(r.URL.RequestURI()); next != "/" {
+	to, page := "/login", r.URL.RequestURI()
+	if r.Method != http.MethodGet && r.Method != http.MethodHead {
+		page = local.Referer(r)
+	}
+	if next := afterLogin(page); next != "/" {
 		to += "?next=" + url.QueryEscape(next)
 	}
 	http.Redirect(w, r, to, http.StatusSeeOther)

@@ -57,11 +57,7 @@ func originPage(r *http.Request) string {
 	if given := r.PostForm.Get(backField); given != "" {
 		return local.Path(given)
 	}
-	from, err := url.Parse(r.Referer())
-	if err != nil || from.Host != r.Host {
-		return "/"
-	}
-	return local.Path(from.RequestURI())
+	return local.Referer(r)
 }
 
 // callRoute sends the body to the route within this process.

@@ -284,6 +284,7 @@ func TestTheLoginPageIsThereForEverybody(t *testing.T) {
 	for next, want := range map[string]string{
 		"/lanes?a=b":     `name="next" value="/lanes?a=b"`,
 		"//evil.example": `name="next" value="/"`,
+		"/":              "agent principals login-link NAME",
 	} {
 		status, body := testkit.Get(t, server.URL+"/login?next="+url.QueryEscape(next))
 		assert.Truef(t, status == 200 && strings.Contains(body, want), "next %s: %d\n%s", next, status, body)

@@ -209,8 +209,14 @@ func (c *cli) principalsLoginLinkCommand() *cobra.Command {
 				return principalError(err, "agent principals ls")
 			}
 			path := "/login?link=" + secret
-			return c.printf(map[string]any{"path": path, "expires_at": until.UTC()},
-				"%s\nappend it to the address of the Engine Room; it works once, until %s\n", path, formatTime(until))
+			value := map[string]any{"path": path, "expires_at": until.UTC()}
+			if s.config.PublicURL != "" {
+				link := strings.TrimRight(s.config.PublicURL, "/") + path
+				value["url"] = link
+				return c.printf(value, "%s\nit works once, until %s\n", link, formatTime(until))
+			}
+			return c.printf(value, "%s\nput the address of the Engine Room before it, as in http://localhost:8080/login?link=…; "+
+				"with AGENT_PUBLIC_URL the link is whole\nit works once, until %s\n", path, formatTime(until))
 		}),
 	}
 	reasonFlag(cmd, &reason)

@@ -38,6 +38,9 @@ func TestATokenOpensWhatItsRoleMay(t *testing.T) {
 	assert.Equal(t, 401, call(t, "GET", base+"/v1/me", text, "192.0.2.1"))
 	var link struct{ Path string }
 	require.NoError(t, json.Unmarshal([]byte(p.must("principals", "login-link", "anna", "--json")), &link))
+	assert.Contains(t, p.must("principals", "login-link", "anna"), "/login?link=", "http://localhost:8080/login?link=")
+	p.environ = append(p.environ, "AGENT_PUBLIC_URL=https://agent.example.com/")
+	assert.Contains(t, p.must("principals", "login-link", "anna"), "https://agent.example.com/login?link=")
 	if _, page := testkit.Get(t, base+link.Path); !strings.Contains(page, strings.TrimPrefix(link.Path, "/login?link=")) {
 		t.Errorf("the login page does not take the link: %s", page)
 	}

@@ -31,6 +31,15 @@ func Path(address string) string {
 	return u.RequestURI()
 }
 
+// Referer is the path of the page that a request came from; "/" for that of another site.
+func Referer(r *http.Request) string {
+	from, err := url.Parse(r.Referer())
+	if err != nil || from.Host != r.Host {
+		return "/"
+	}
+	return Path(from.RequestURI())
+}
+
 // CookieName is the name of a cookie with the port that the browser sees: it sends the cookies of a host to all of
 // its ports.
 func CookieName(r *http.Request, name string) string {
