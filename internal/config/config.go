@@ -123,7 +123,7 @@ type Operate struct {
 // Chat configures the chat for visitors.
 type Chat struct {
 	DoubleTexting string        `env:"AGENT_CHAT_DOUBLE_TEXTING" envDefault:"enqueue" help:"what a message means while another is answered: enqueue, reject or interrupt"`
-	Rate          int           `env:"AGENT_CHAT_RATE" envDefault:"30" help:"how many messages a visitor may send in a minute, from 1 to 100000"`
+	Rate          int           `env:"AGENT_CHAT_RATE" envDefault:"30" help:"how many messages a visitor may send in a minute, a third of them at once, from 1 to 100000"`
 	MaxBytes      int           `env:"AGENT_CHAT_MAX_BYTES" envDefault:"4194304" help:"how large a request may be, with the history that clients send along, in bytes from 1024 to 16777216"`
 	BrowserKeys   []string      `env:"AGENT_CHAT_BROWSER_KEYS" help:"names of the chat keys that browsers hold: each visitor of such a key gets a token of its own, so that they cannot read each other; for example site,shop (a key without a name is called visitor)"`
 	EmbedOrigins  []string      `env:"AGENT_CHAT_EMBED_ORIGINS" help:"sites that may show the chat page in a frame, for example https://example.com,https://shop.example.com"`
