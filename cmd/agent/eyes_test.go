@@ -121,7 +121,7 @@ func carryTheirActor(t *testing.T, d *operateTest, ana program, base, anas, anaT
 	require.NoError(t, err)
 	assert.Equal(t, 200, got.Status)
 	ana.must("retention", "set", "activity=400d", "--reason", "longer")
-	ana.must("executions", "start", "external:sum", "--reason", "a try")
+	ana.must("executions", "start", "external:sum", "--thread", "maria", "--reason", "a try")
 	run := pgtest.Value[string](t, d.pool, `select id::text from agent_executions where flow = 'external:sum'`)
 	ana.must("executions", "cancel", run, "--reason", "no more")
 	got, err = testkit.Do(t.Context(), http.DefaultClient, "POST", base+"/v1/events",
@@ -139,6 +139,15 @@ func carryTheirActor(t *testing.T, d *operateTest, ana program, base, anas, anaT
 		pgtest.Equal(t, d.pool, "ana "+via+" "+anaToken,
 			`select concat_ws(' ', actor, via, token_id) from agent_audit where act = '`+act+`'`)
 	}
+	_, err = d.pool.Exec(t.Context(), `
+		with child as (
+		 insert into agent_executions (trace_id, surface, flow, thread_id, status, parent_id)
+		 select trace_id, surface, 'child', thread_id, 'pending', id from agent_executions where id = $1 returning *)
+		insert into agent_activity (trace_id, surface, execution_id, thread_id, kind, skill_name, status)
+		select trace_id, surface, id, thread_id, 'call', 'add', 'success' from child`, run)
+	require.NoError(t, err)
+	pgtest.Equal(t, d.pool, "call ana", `
+		select string_agg(distinct kind || ' ' || on_behalf_of, ', ') from agent_audit where act = 'add'`)
 	trace := pgtest.Value[string](t, d.pool, `select trace_id from agent_executions where flow = 'external:sum'`)
 	assert.Contains(t, ana.must("why", trace), "by ana via cli with token "+anaToken+": no more",
 		"ana started external:sum")

@@ -234,6 +234,7 @@ create or replace view agent_audit as
          coalesce(o.what, '') as origin,
          case
            when a.surface = 'operate' and a.skill_name not in ('mcp_sync', 'close_approval') or a.agent = 'admin' then 'admin'
+           when b.name <> '' then b.name
            when t.participant <> '' then format('%s in thread %s', t.participant, t.id)
            when t.id is not null then format('visitor in thread %s', t.id)
            when a.surface = 'chat' then 'visitor'
@@ -251,7 +252,14 @@ create or replace view agent_audit as
     left join lateral (select u.skill_name from agent_activity u where u.id = a.parent_id offset 0) p on true
     left join lateral (select (c.cause).what, (c.cause).detail ->> 'endpoint' as endpoint
                          from (select u.cause from lanekeeper.agent_causes u where u.subject = 'execution' and u.id = a.execution_id offset 0) c
-                       offset 0) o on true;
+                       offset 0) o on true
+    left join lateral (  -- the principal that started the execution, or the first of its parents
+      with recursive line (id, parent_id, n) as (
+        select e.id, e.parent_id, 1 from agent_executions e where e.id = a.execution_id
+        union all
+        select e.id, e.parent_id, l.n + 1 from line l join agent_executions e on e.id = l.parent_id where l.n < 32)
+      select substr(k.cause, 11) as name from line l join agent_links k on k.effect = 'execution ' || l.id and k.kind = 'asked'
+       where k.cause like 'principal %' order by l.n desc limit 1) b on true;
 comment on view agent_audit is
   'Every action in the log: actor, object, time, reason, on whose behalf, result. Restrict it by a range of ids, a '
   'trace or a skill (act), which have indexes. reason: an admin''s reason, the purpose of a model call, or the '
