@@ -362,13 +362,11 @@ func (room *Room) pastWaits(ctx context.Context, runs []string) ([]tracedWait, e
 		Since                               *time.Time
 		Ended                               time.Time
 	}](ctx, room.Read, "list waits of trace", `
-		select c.execution_id::text, left(c.step, 300) as step, left(coalesce(c.output ->> 'event', ''), 100) as event,
-		       c.waited_for::text as kind, left(coalesce(c.waited_key, ''), 300) as key,
-		       coalesce(c.output ->> 'timed_out' = 'true', false) as timed_out, c.waited_since as since, c.created_at as ended
-		  from (select x.execution_id, x.step, x.output, x.waited_for, x.waited_key, x.waited_since, x.created_at
-		          from agent_checkpoints x where x.execution_id = any (@runs::text[]::uuid[]) limit @scan) c
-		 where c.waited_for is not null order by c.created_at limit @most`,
-		freshPlan, postgres.Strict{"runs": runs, "scan": tracePoints, "most": traceWaits})
+		select r.id::text as execution_id, left(c.step, 300) as step, left(coalesce(c.event, ''), 100) as event,
+		       c.kind, left(coalesce(c.key, ''), 300) as key, c.timed_out, c.since, c.until as ended
+		  from unnest(@runs::text[]::uuid[]) r (id) cross join lateral lanekeeper.agent_past_waits(r.id) c
+		 order by c.until limit @most`,
+		freshPlan, postgres.Strict{"runs": runs, "most": traceWaits})
 	if err != nil {
 		return nil, err
 	}

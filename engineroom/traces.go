@@ -344,7 +344,6 @@ const (
 	traceRuns    = 200    // executions
 	traceWaits   = 200    // waits that are over
 	traceSummed  = 20_000 // rows that are added up and looked through for errors
-	tracePoints  = 5000   // checkpoints that are looked through for waits
 	tracePerPage = 100    // rows of a page of the table
 	traceWhole   = 64_000 // characters of an input or an output
 	traceAllText = 600_000

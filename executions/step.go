@@ -396,8 +396,8 @@ func Loop[S any](
 	return current.State, nil
 }
 
-// snapshot replaces the checkpoints of the iterations by the loop's state, in one transaction. The fence is that of
-// the checkpoint.
+// snapshot replaces the checkpoints of the iterations by the loop's state and their waits, in one transaction. The
+// fence is that of the checkpoint.
 func (r *run) snapshot(ctx context.Context, s stepSpec, state any) (output json.RawMessage, altered bool, err error) {
 	if r.replay != nil {
 		return nil, false, r.replay.beyondRecord(r, s.key)
@@ -412,14 +412,28 @@ func (r *run) snapshot(ctx context.Context, s stepSpec, state any) (output json.
 	defer cancel()
 	err = r.write(bounded, func(b *pgx.Batch) {
 		b.Queue(`
-			insert into agent_checkpoints as c (execution_id, step, claim, output) values (@id, @step, @claim, @output)
+			with gone as (
+			  delete from agent_checkpoints
+			   where execution_id = @id and starts_with(step, @prefix) and substr(step, length(@prefix) + 1) ~ '^[0-9]+/'
+			  returning step, output, created_at, waited_for, waited_key, waited_since, waits),
+			waits as (
+			  select jsonb_agg(w.wait order by w.until) as all
+			    from (select g.created_at as until, jsonb_build_object('step', g.step, 'kind', g.waited_for, 'key', g.waited_key,
+			                   'since', g.waited_since, 'until', g.created_at, 'event_id', g.output ->> 'event_id',
+			                   'event', g.output ->> 'event', 'timed_out', g.output ->> 'timed_out') as wait
+			            from gone g where g.waited_for is not null
+			          union all
+			          select (l ->> 'until')::timestamptz, l from gone g, jsonb_array_elements(g.waits) l
+			          order by 1 limit 1000) w)
+			insert into agent_checkpoints as c (execution_id, step, claim, output, waits)
+			select @id, @step, @claim, @output, w.all from waits w
 			on conflict (execution_id, step) do update
-			   set claim = excluded.claim, output = excluded.output, created_at = clock_timestamp()`,
-			postgres.Strict{"id": r.exec.ID, "step": s.key, "claim": r.exec.Claim, "output": output})
-		b.Queue(`
-			delete from agent_checkpoints
-			 where execution_id = @id and starts_with(step, @prefix) and substr(step, length(@prefix) + 1) ~ '^[0-9]+/'`,
-			postgres.Strict{"id": r.exec.ID, "prefix": s.key + "@"})
+			   set claim = excluded.claim, output = excluded.output, created_at = clock_timestamp(),
+			       waits = case when excluded.waits is null or jsonb_array_length(c.waits) >= 1000 then c.waits
+			                    else jsonb_path_query_array(coalesce(c.waits, '[]') || excluded.waits, '$[0 to 999]') end`,
+			postgres.Strict{
+				"id": r.exec.ID, "step": s.key, "claim": r.exec.Claim, "output": output, "prefix": s.key + "@",
+			})
 	})
 	return output, altered, r.handleWriteError(ctx, s, err, activity.Outcome{Output: state})
 }

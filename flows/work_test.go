@@ -116,6 +116,33 @@ func TestAFlowGoesOnAfterARejection(t *testing.T) {
 		executions.Completed).ResultSummary)
 }
 
+// Waits within loops are told, also those of inner loops: a loop's snapshot replaces the steps of its iterations.
+func TestTheWaitsOfALoopAreTold(t *testing.T) {
+	t.Parallel()
+	w := clever(t, mute, flow("a", `
+  - actionType: for_each
+    parameters:
+      items: [1, 2]
+      actions:
+        - {actionType: skill, parameters: {name: careful, arguments: {n: "{{item}}"}}}
+        - {actionType: while, parameters: {condition: index < 1, actions: [{actionType: wait_for_response}]}}`))
+	id := w.begin(t, "a", nil)
+	for i := range 2 {
+		_, err := approvals.Decide(t.Context(), w.pool, *waits(t, w.pool, id, 2*i+1).WaitingKey, true, "ana", "")
+		require.NoError(t, err)
+		waits(t, w.pool, id, 2*i+2)
+		answer(t, w, "yes")
+	}
+	x := enginetest.Await(t, w.pool, id, executions.Completed)
+	pgtest.Equal(t, w.pool, 0, `select count(*)::int from agent_checkpoints where waited_for is not null`)
+	assert.NoDiff(t, []string{
+		"approval: approved by ana, used, true", "an answer in thread maria: somebody wrote in thread maria, true",
+		"approval: approved by ana, used, true", "an answer in thread maria: somebody wrote in thread maria, true",
+	}, pgtest.Column[string](t, w.pool, `
+		select regexp_replace(what, '^a waited .* for ', '') || ', ' || (from_ref ~ '^(approval|event) .')::text
+		  from why(@trace) where part = 'waits' order by seq`, postgres.Strict{"trace": x.TraceID}))
+}
+
 // A flow is an occasion for the trial too: a skill that only flows use would not come back otherwise.
 func TestASkillOnTrialIsTriedByAFlow(t *testing.T) {
 	t.Parallel()

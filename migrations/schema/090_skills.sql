@@ -234,6 +234,14 @@ create or replace function lanekeeper.agent_approval_decider(p_id uuid) returns 
 $$;
 comment on function lanekeeper.agent_approval_decider is 'Who decided an approval, for people.';
 
+create or replace function lanekeeper.agent_approval_outcome(p_approval agent_approvals) returns text language sql stable parallel safe as $$
+  select case p_approval.status when 'consumed' then 'approved' else p_approval.status end
+      || case when p_approval.decided_by <> '' then ' by ' || lanekeeper.agent_approval_decider(p_approval.id) else '' end
+      || case p_approval.status when 'consumed' then ', used' else '' end
+$$;
+comment on function lanekeeper.agent_approval_outcome is
+  'The state of an approval, for people: approved by ana via slack, used. A consumed one is an approved one that was used.';
+
 create or replace function lanekeeper.agent_rejected_executions(p_most int) returns setof uuid language sql stable
 set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
   with recursive rejected as (

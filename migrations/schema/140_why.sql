@@ -113,6 +113,22 @@ create or replace view lanekeeper.agent_causes as
 comment on view lanekeeper.agent_causes is
   'What caused each execution, run of an automation and event. Restrict it by subject and id.';
 
+create or replace function lanekeeper.agent_past_waits(p_id uuid)
+returns table (step text, kind text, key text, since timestamptz, until timestamptz, event_id uuid, event text, timed_out boolean)
+language sql stable as $$
+  select w.step, w.kind, w.key, w.since, w.until, lanekeeper.agent_uuid(w.output ->> 'event_id'), w.output ->> 'event',
+         coalesce(w.output ->> 'timed_out' = 'true', false)
+    from (select k.* from agent_checkpoints k where k.execution_id = p_id limit 5000) c
+   cross join lateral (
+     select c.step, c.waited_for as kind, c.waited_key as key, c.waited_since as since, c.created_at as until, c.output
+      where c.waited_for is not null
+     union all
+     select l ->> 'step', l ->> 'kind', l ->> 'key', (l ->> 'since')::timestamptz, (l ->> 'until')::timestamptz, l
+       from jsonb_array_elements(c.waits) l) w
+$$;
+comment on function lanekeeper.agent_past_waits is
+  'The ended waits of an execution: its checkpoints, and what snapshots of loops keep. It reads 5,000 checkpoints.';
+
 create or replace view lanekeeper.agent_why_of_runs as
   -- What it is, and where it has come to.
   select x.id as run, 2 as rank, 'did' as part, x.created_at as place_at, '' as place, 0 as n,
@@ -154,10 +170,7 @@ create or replace view lanekeeper.agent_why_of_runs as
          jsonb_strip_nulls(r.detail)
     from agent_executions x
    cross join lateral (
-      select k.kind, k.key, k.since, k.until, k.step, lanekeeper.agent_uuid(k.output ->> 'event_id') as event,
-             coalesce(k.output ->> 'timed_out' = 'true', false) as late
-        from (select c.waited_for as kind, c.waited_key as key, c.waited_since as since, c.created_at as until, c.step, c.output
-                from agent_checkpoints c where c.execution_id = x.id limit 5000) k where k.kind is not null
+      select k.kind, k.key, k.since, k.until, k.step, k.event_id as event, k.timed_out as late from lanekeeper.agent_past_waits(x.id) k
       union all
       select x.waiting_for, x.waiting_key, x.updated_at, null, x.waiting_step, null, false where (x.status = 'waiting') is true) w
     left join lateral (
@@ -166,8 +179,7 @@ create or replace view lanekeeper.agent_why_of_runs as
       union all
       select e.flow, e.trace_id, null from agent_executions e where w.kind = 'agent' and e.id = lanekeeper.agent_uuid(w.key)
       union all
-      select format('%s it', case when a.decided_by = '' then 'nobody decided'
-                           else lanekeeper.agent_approval_decider(a.id) || ' ' || a.status end), null, null
+      select case when a.decided_by = '' then 'nobody decided it' else lanekeeper.agent_approval_outcome(a) end, null, null
         from agent_approvals a where w.kind = 'approval' and w.until is not null and a.id = lanekeeper.agent_uuid(w.key)) c on true
    cross join lateral (
       select 0 as n, w.since as at, case when w.until is null then 'waits' when w.late then 'timed out' else 'waited' end as kind,
@@ -332,8 +344,7 @@ begin
       from models m order by m.usd desc, m.tokens desc, m.model limit p_most),
   asked as (
     (select 'led to', 4, a.created_at,
-            (a.created_at, 'asked', format('approval of %s: %s%s', a.skill_name, a.status, case when a.decided_by <> ''
-              then ' by ' || lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id, a.decided_message) else '' end),
+            (a.created_at, 'asked', format('approval of %s: %s', a.skill_name, lanekeeper.agent_approval_outcome(a)),
              coalesce('execution ' || a.execution_id, 'trace ' || p_trace), 'approval ' || a.id, p_trace, a.execution_id, jsonb_strip_nulls(
                jsonb_build_object('skill', a.skill_name, 'status', a.status, 'decided_by', nullif(a.decided_by, ''), 'decided_at', a.decided_at,
                  'token_id', nullif(a.decided_token_id, ''), 'via', nullif(a.decided_via, ''), 'message', nullif(a.decided_message, ''))))::agent_reason
@@ -379,9 +390,7 @@ begin
    cross join lateral (select v.consumed_by as id where v.consumed_by is not null
                        union select lanekeeper.agent_uuid(substr(l.effect, 11)) from agent_links l where l.cause = 'event ' || v.id and l.kind = 'woke') t
     join agent_executions x on x.id = t.id and x.trace_id <> p_trace
-    join lateral (select c.step, c.created_at
-                    from (select a.step, a.created_at, a.output, a.waited_for from agent_checkpoints a where a.execution_id = x.id limit 5000) c
-                   where c.waited_for is not null and c.output ->> 'event_id' = v.id::text limit p_most) k on true
+    join lateral (select c.step, c.until as created_at from lanekeeper.agent_past_waits(x.id) c where c.event_id = v.id limit p_most) k on true
    where v.id = any (events || ends) limit p_most + 1;
   -- Runs of automations: by its events, by its ends, and those that it asked for.
   made := array(select lanekeeper.agent_uuid(substr(l.effect, 5)) from agent_links l
