@@ -180,7 +180,7 @@ func (r Recorded) Case(traceID string) Case {
 
 // readTurn reads the first turn of an execution.
 func readTurn(ctx context.Context, db postgres.DB, of root) (Recorded, error) {
-	story, err := activity.TraceOf(ctx, db, of.TraceID)
+	story, err := activity.TraceOf(activity.WithTexts(ctx), db, of.TraceID)
 	if err != nil {
 		return Recorded{}, err
 	}

@@ -8,8 +8,10 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/evals"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
@@ -37,7 +39,7 @@ func newConversations(t *testing.T) *conversations {
 	t.Helper()
 	const key = "visitors-key-of-this-test"
 	c := &conversations{operateTest: newOperateTest(t, modeltest.Text(spoken+" answer"),
-		modeltest.ToolCall("delegate", `{"task": "`+spoken+` task"}`), modeltest.Text(spoken+" result"), modeltest.Text(spoken+" end")),
+		modeltest.ToolCall("look", `{}`), modeltest.ToolCall("delegate", `{"task": "`+spoken+` task"}`), modeltest.Text(spoken+" result"), modeltest.Text(spoken+" end")),
 		secrets: map[principals.Role]string{}}
 	c.far, _ = c.remote("AGENT_CHAT_KEY=" + key)
 	c.base = strings.TrimPrefix(c.far.environ[0], "AGENT_SERVER=")
@@ -211,4 +213,21 @@ func (c *conversations) stream(t *testing.T, role principals.Role, path string) 
 		}
 		return read.String()
 	}
+}
+
+// A sample of recorded turns is drawn whole, whoever asks for it. Who reads its answers is decided elsewhere.
+func TestRecordedTurnsKeepTheirTexts(t *testing.T) {
+	t.Parallel()
+	c := newConversations(t)
+	of := evals.SampleOf{Agent: "agent", All: true, Since: time.Hour, Size: 5}
+	_, whole, err := evals.Draw(t.Context(), c.pool, of)
+	require.NoError(t, err)
+	_, drawn, err := evals.Draw(activity.WithoutTexts(t.Context()), c.pool, of)
+	require.NoError(t, err)
+	assert.NoDiff(t, whole, drawn)
+	calls := 0
+	for _, turn := range drawn.Turns {
+		calls += len(turn.Calls)
+	}
+	assert.Truef(t, calls > 0, "the sample is %+v", drawn)
 }
