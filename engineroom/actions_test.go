@@ -7,7 +7,9 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/url"
+	"os"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -298,6 +300,26 @@ func TestTheLoginPageIsThereForEverybody(t *testing.T) {
 		}
 	}
 	assert.NoDiff(t, []string{"GET /assets/{file}", "GET /login"}, public)
+}
+
+// The stylesheet hides the forms that the viewer's scopes do not cover. It has a rule for each action.
+func TestTheFormOfEveryActionIsHiddenFromSomebody(t *testing.T) {
+	t.Parallel()
+	css, err := os.ReadFile("assets/room.css")
+	require.NoError(t, err)
+	prefixes := regexp.MustCompile(`data-may~="[a-z:]+"\]\) [^{]*?action\^?="(/act[^"]+)"`)
+	var hidden []string
+	for line := range strings.Lines(string(css)) {
+		if prefixes.MatchString(line) {
+			for _, m := range regexp.MustCompile(`action\^?="(/act[^"]+)"`).FindAllStringSubmatch(line, -1) {
+				hidden = append(hidden, m[1])
+			}
+		}
+	}
+	for _, l := range actions() {
+		assert.Truef(t, slices.ContainsFunc(hidden, func(h string) bool { return strings.HasPrefix("/act"+l.path, h) }),
+			"no rule hides the form of %s", l.path)
+	}
 }
 
 // A form whose route is missing in the table would only be found by the admin who sends it.
