@@ -38,10 +38,12 @@ var pathPlaceholder = regexp.MustCompile(`\{[^}]*\}`)
 func newConversations(t *testing.T) *conversations {
 	t.Helper()
 	const key = "visitors-key-of-this-test"
-	c := &conversations{operateTest: newOperateTest(t, modeltest.Text(spoken+" answer"),
-		modeltest.ToolCall("look", `{}`), modeltest.ToolCall("delegate", `{"task": "`+spoken+` task"}`),
-		modeltest.Text(spoken+" result"), modeltest.Text(spoken+" end")),
-		secrets: map[principals.Role]string{}}
+	c := &conversations{
+		operateTest: newOperateTest(t, modeltest.Text(spoken+" answer"),
+			modeltest.ToolCall("look", `{}`), modeltest.ToolCall("delegate", `{"task": "`+spoken+` task"}`),
+			modeltest.Text(spoken+" result"), modeltest.Text(spoken+" end")),
+		secrets: map[principals.Role]string{},
+	}
 	c.far, _ = c.remote("AGENT_CHAT_KEY=" + key)
 	c.base = strings.TrimPrefix(c.far.environ[0], "AGENT_SERVER=")
 	got, err := testkit.Do(t.Context(), http.DefaultClient, "POST", c.base+"/v1/chat/completions",
