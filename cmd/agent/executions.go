@@ -104,10 +104,11 @@ func (c *cli) executionsShowCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			visible := x.Redacted(cmd.Context())
 			shown := shownExecution{
-				Labels:    labels[x.ID].Redacted(),
-				Execution: x.Redacted(cmd.Context()), Checkpoints: make([]executions.Checkpoint, len(recorded)), Waits: openWaits(x.Redacted(cmd.Context())),
-				Children: []executions.Relative{}, Forks: []executions.Relative{},
+				Labels: labels[x.ID].Redacted(), Execution: visible, Waits: openWaits(visible),
+				Checkpoints: make([]executions.Checkpoint, len(recorded)), Children: []executions.Relative{},
+				Forks: []executions.Relative{},
 			}
 			for i, p := range recorded {
 				shown.Checkpoints[i] = p.Redacted(cmd.Context(), x)
