@@ -264,7 +264,7 @@ func TestWhoComesWithNewerStateIsNotSentTheOlder(t *testing.T) {
 	slow <- struct{}{}
 	_, body := testkit.Get(t, server.URL+"/watched")
 	s.set("one", "newer")
-	who, leave, err := room.hub.join(room.pages[0], &visit{URL: "/watched"}, seenBy(t, body))
+	who, leave, err := room.hub.join(room.pages[0], &visit{URL: "/watched", texts: true}, seenBy(t, body))
 	require.NoError(t, err)
 	defer leave()
 	first.next("one", "newer") // while the other part is still being read

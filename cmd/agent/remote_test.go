@@ -459,7 +459,7 @@ func TestRemoteConversationOnATerminal(t *testing.T) {
 	s.waitFor(`(Two\.)`)
 	s.waitFor(`\n(>) `)
 	for line, shown := range map[string]string{
-		"/help": `(session|/approve ID)`, "/lanes": `(HELD BY)`, "/approvals": `(no pending approvals)`,
+		"/help": `(session|/approve ID)`, "/lanes": `(no lane is held)`, "/approvals": `(no pending approvals)`,
 		"/nothing": `(unknown command)`, "/trace": `(operate)`, "/approve 7": `(agent: decide approval 7)`,
 	} {
 		s.typeKeys(line + "\n")
@@ -534,8 +534,9 @@ func TestARemoteConsolePrintsWhatALocalOneDoes(t *testing.T) {
 		enter("y", `answered.*\s+(> )`)
 		enter("Wipe.", `(approve\?) `)
 		enter("", `left open.*\s+(> )`)
+		// Without /lanes: a local console holds its lane between turns, a remote one does not.
 		for _, line := range []string{
-			"/approvals", "/lanes", "/trace", "/objectives", "/memory", "/help", "/nope", "/approve", "/approve 7", "/trace 7",
+			"/approvals", "/trace", "/objectives", "/memory", "/help", "/nope", "/approve", "/approve 7", "/trace 7",
 		} {
 			enter(line, `\n(> )`)
 		}

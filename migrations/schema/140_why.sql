@@ -124,7 +124,7 @@ language sql stable as $$
       where c.waited_for is not null
      union all
      select l ->> 'step', l ->> 'kind', l ->> 'key', (l ->> 'since')::timestamptz, (l ->> 'until')::timestamptz, l
-       from jsonb_array_elements(c.waits) l) w
+       from jsonb_array_elements(case jsonb_typeof(c.waits) when 'array' then c.waits else '[]' end) l) w
 $$;
 comment on function lanekeeper.agent_past_waits is
   'The ended waits of an execution: its checkpoints, and what snapshots of loops keep. It reads 5,000 checkpoints.';
