@@ -110,8 +110,13 @@ func (c *cli) operate(ctx context.Context, s *session, a *app.App, which operate
 	}
 	o := &operator{cli: c, s: s, app: a, admin: admin}
 	calls := len(args) > 0 && c.host != nil && c.sent.Asks // a line of a remote console
-	if calls && strings.HasPrefix(args[0], "/") {
-		return o.runCallersLine(ctx, args[0]) // a command needs no lane
+	if calls && strings.HasPrefix(args[0], "/") { // a command needs no lane
+		if decides(args[0]) { // with the lane, this process resumes the turn that waited, and shows it
+			if err := admin.Hold(ctx, false); err != nil && !errors.Is(err, lanes.ErrBusy) {
+				return err
+			}
+		}
+		return o.runCallersLine(ctx, args[0])
 	}
 	if err := c.acquireLane(ctx, a, admin, which.wait); err != nil {
 		return err
@@ -125,6 +130,12 @@ func (c *cli) operate(ctx context.Context, s *session, a *app.App, which operate
 		return o.interact(ctx)
 	}
 	return o.runLines(ctx)
+}
+
+// decides reports whether a line decides an approval.
+func decides(line string) bool {
+	name, _, _ := strings.Cut(line, " ")
+	return slashScopes[name] == principals.ApprovalsDecide
 }
 
 // A turn that the caller's console has left ends within a moment. Another console may hold the session's lane for long.
