@@ -110,8 +110,9 @@ func (c *cli) operate(ctx context.Context, s *session, a *app.App, which operate
 	}
 	o := &operator{cli: c, s: s, app: a, admin: admin}
 	calls := len(args) > 0 && c.host != nil && c.sent.Asks // a line of a remote console
-	if calls && strings.HasPrefix(args[0], "/") { // a command needs no lane
-		if decides(args[0]) { // with the lane, this process resumes the turn that waited, and shows it
+	if calls && strings.HasPrefix(args[0], "/") {
+		// A command needs no lane. With it, this process resumes the turn that waited for a decision, and shows it.
+		if decides(args[0]) {
 			if err := admin.Hold(ctx, false); err != nil && !errors.Is(err, lanes.ErrBusy) {
 				return err
 			}
