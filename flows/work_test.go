@@ -116,7 +116,7 @@ func TestAFlowGoesOnAfterARejection(t *testing.T) {
 		executions.Completed).ResultSummary)
 }
 
-// Waits within loops are told, also those of inner loops: a loop's snapshot replaces the steps of its iterations.
+// why lists the waits within loops, also of inner ones. A snapshot of a loop replaces the steps of its iterations.
 func TestTheWaitsOfALoopAreTold(t *testing.T) {
 	t.Parallel()
 	w := clever(t, mute, flow("a", `

@@ -57,8 +57,8 @@ func TestFourEyesOnAServer(t *testing.T) {
 	carryTheirActor(t, d, ana, base, anas, anaToken)
 }
 
-// With four eyes, a principal who chats does not decide the calls of its own turns. The calls of a visitor, who is no
-// principal, are decided by each approver, and by no viewer.
+// With four eyes, a principal cannot decide the calls of its own chat turns. A visitor is no principal: each approver
+// decides the calls of its turns, and no viewer does.
 func TestFourEyesInAChat(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`), modeltest.Text("It is over."),

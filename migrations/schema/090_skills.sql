@@ -240,7 +240,7 @@ create or replace function lanekeeper.agent_approval_outcome(p_approval agent_ap
       || case p_approval.status when 'consumed' then ', used' else '' end
 $$;
 comment on function lanekeeper.agent_approval_outcome is
-  'The state of an approval, for people: approved by ana via slack, used. A consumed one is an approved one that was used.';
+  'The state of an approval, for people: approved by ana via slack, used. The status consumed means approved and used.';
 
 create or replace function lanekeeper.agent_rejected_executions(p_most int) returns setof uuid language sql stable
 set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$

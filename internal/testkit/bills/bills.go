@@ -127,7 +127,7 @@ arguments: {amount: 7}
 max_attempts: 1
 `
 
-// ShopYAML has the skills of a shop: a call that may be repeated, one that must not be, one that an admin approves.
+// ShopYAML declares three skills of a shop: an idempotent one, one that is not, and one that needs approval.
 const ShopYAML = `
 kind: skill
 name: look
