@@ -752,7 +752,7 @@ func TestARemoteConsoleAsksForApproval(t *testing.T) {
 	s.typeKeys("\n")
 	s.waitFor(`(left open; decide later)`)
 	pgtest.Equal(t, d.pool, "consumed pending", `select string_agg(status, ' ' order by id) from agent_approvals`)
-	pgtest.Equal(t, d.pool, "completed waiting", `select string_agg(status, ' ' order by id) from agent_executions where flow = 'operate'`)
+	pgtest.Until(t, d.pool, "completed waiting", `select string_agg(status, ' ' order by id) from agent_executions where flow = 'operate'`)
 	s.typeKeys("\x04")
 	assert.Equal(t, 0, s.waitExit())
 }
