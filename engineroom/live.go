@@ -295,6 +295,9 @@ func (h *hub) pulse(ctx context.Context) {
 			if changed&failureChanged != 0 {
 				h.failures.forget()
 			}
+			if changed&asksChanged != 0 {
+				h.room.waits.forget()
+			}
 			h.notifyTopics(changed)
 			last = now
 		}
