@@ -258,7 +258,7 @@ func TestEvalButtonsDependOnTheRole(t *testing.T) {
 			selector string
 			seen     bool
 		}{
-			"/traces/" + trace: {`a[href^="/evals/from/"]`, c.adds},
+			"/traces/" + trace: {`#head .actions a:nth-last-child(2)`, c.adds},
 			"/evals/runs/" + newer + "/cases/late?trial=1": {"#label-form button", c.labels},
 			"/evals":         {`#list details.action`, c.starts},
 			"/evals/returns": {`#facts form button`, c.starts},

@@ -162,8 +162,8 @@ const (
 	maxConcurrentReads = 3
 )
 
-// hub has a topic for each viewed URL, and one more for viewers who may not read texts of conversations. A topic lives
-// while it has viewers.
+// hub has a topic for each viewed URL, and others for viewers who lack scopes of linked pages. A topic lives while it
+// has viewers.
 type hub struct {
 	room          *Room
 	reading       chan struct{} // a semaphore of maxConcurrentReads
@@ -204,10 +204,7 @@ func (h *hub) join(p page, v *visit, seen string) (who *viewer, leave func(), er
 	who = &viewer{news: make(chan struct{}, 1), since: time.Now(), marks: marks(seen, len(parts)), fresh: v.fresh}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	key := v.URL
-	if !v.texts {
-		key += " without texts"
-	}
+	key := v.URL + v.lacks
 	t := h.topics[key]
 	if h.viewers >= h.most.viewers || t == nil && len(h.topics) >= h.most.topics {
 		return nil, nil, problem.New(http.StatusServiceUnavailable, "too many pages are being watched; this one is not "+
@@ -628,7 +625,7 @@ func (t *topic) render(ctx context.Context, one part, v *visit, opened error) (h
 		data, err = one.read(ctx, v)
 	}
 	if err == nil {
-		html, err = room.fill(t.page, one, data)
+		html, err = room.fill(t.page, one, data, v)
 	}
 	if err == nil {
 		return html, false

@@ -39,7 +39,7 @@ type category struct {
 func (c category) Over() bool { return c.Entries >= beyond }
 
 // memoryUse sums up the memory by category.
-func (room *Room) memoryUse(ctx context.Context, v *visit) (any, error) {
+func (room *Room) memoryUse(ctx context.Context, _ *visit) (any, error) {
 	list, err := postgres.Rows[category](ctx, room.Read, "sum up memory", memoryUseSQL, postgres.Strict{
 		"categories": mostCategories + 1, "beyond": beyond, "window": maxGrown,
 	})
@@ -52,7 +52,7 @@ func (room *Room) memoryUse(ctx context.Context, v *visit) (any, error) {
 		grown += c.Week
 	}
 	return map[string]any{
-		"Categories": list, "More": more, "GrownOver": grown >= maxGrown, "Opens": v.opens("/memory"),
+		"Categories": list, "More": more, "GrownOver": grown >= maxGrown,
 	}, nil
 }
 

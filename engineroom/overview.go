@@ -61,7 +61,6 @@ type running struct {
 type currentWork struct {
 	Runs                      []running
 	More                      bool
-	Threads                   bool  // the viewer may open threads
 	Running, Pending, Waiting int64 // executions, counted up to beyond
 	Next                      *struct {
 		Name string
@@ -71,7 +70,7 @@ type currentWork struct {
 
 // runningNow reads the running work: claimed executions with a live worker, then other actions.
 func (room *Room) runningNow(ctx context.Context, v *visit) (any, error) {
-	got := currentWork{Threads: v.texts}
+	var got currentWork
 	agent, err := room.chosenName(ctx, v)
 	if err != nil {
 		return nil, err
@@ -200,7 +199,6 @@ type attentionKind struct {
 	Kind, Title string
 	List        string // URL of the list
 	item        string // URL of an item; its escaped id follows
-	Opens       bool   // the viewer may open both
 	Total       int64  // counted up to beyond
 	Items       []attentionItem
 }
@@ -254,7 +252,7 @@ func attentionKinds() []attentionKind {
 }
 
 // needs reads the items.
-func (room *Room) needs(ctx context.Context, v *visit) (any, error) {
+func (room *Room) needs(ctx context.Context, _ *visit) (any, error) {
 	found, err := postgres.Rows[attentionItem](ctx, room.Read, "list what needs a person", needsSQL,
 		postgres.Strict{"beyond": beyond, "most": maxPerKind})
 	if err != nil {
@@ -276,7 +274,6 @@ func (room *Room) needs(ctx context.Context, v *visit) (any, error) {
 	}
 	var list []attentionKind
 	for _, kind := range attentionKinds() {
-		kind.Opens = v.opens(kind.List)
 		for _, n := range found {
 			if n.Kind == kind.Kind {
 				n.Call = calls[n.Target]

@@ -9,6 +9,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"html"
 	"html/template"
 	"net/http"
 	"net/url"
@@ -71,6 +72,7 @@ type visit struct {
 	memo  *visitMemo               // shared by the parts of a page
 	zone  *time.Location           // of the reader
 	texts bool                     // the viewer may read threads, and what quotes them
+	lacks string                   // the scopes of linked pages that the viewer lacks, each behind a space
 }
 
 // show is the data of a page's template.
@@ -238,7 +240,12 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 		v.fresh = replica.JustWrote(r)
 	}
 	who := principals.From(r.Context())
-	v.texts = who == nil || who.May(principals.ThreadsRead)
+	for _, scope := range linkedScopes {
+		if who != nil && !who.May(scope) {
+			v.lacks += " " + string(scope)
+		}
+	}
+	v.texts = !strings.Contains(v.lacks, string(principals.ThreadsRead))
 	v.resolveTimes()
 	address := url.URL{
 		Path: strings.TrimPrefix(r.URL.Path, prefix), RawPath: strings.TrimPrefix(r.URL.RawPath, prefix),
@@ -248,10 +255,36 @@ func newVisit(r *http.Request, p page, prefix string) *visit {
 	return v
 }
 
-// opens reports whether the viewer may open the page of a link.
-func (v *visit) opens(link string) bool {
-	at, err := url.Parse(link)
-	return v.texts || err == nil && (page{path: at.Path}).scope() != principals.ThreadsRead
+// linkedScopes are the scopes of pages that others link to. Pages of principals are linked among themselves only.
+var linkedScopes = []principals.Scope{
+	principals.RunsRead, principals.ThreadsRead, principals.Operate, principals.ApprovalsRead,
+}
+
+// linkStart matches a link up to its address. Templates escape > in attributes.
+var linkStart = regexp.MustCompile(`(<a\b[^>]*?) href="([^"]*)"`)
+
+// unlink removes the addresses that the viewer may not open, so that their links are text.
+func (v *visit) unlink(body []byte) []byte {
+	if v.lacks == "" {
+		return body
+	}
+	return linkStart.ReplaceAllFunc(body, func(whole []byte) []byte {
+		parts := linkStart.FindSubmatch(whole)
+		if v.opens(html.UnescapeString(string(parts[2]))) {
+			return whole
+		}
+		return parts[1]
+	})
+}
+
+// opens reports whether the viewer may open the page or route of an address.
+func (v *visit) opens(address string) bool {
+	at, err := url.Parse(address)
+	if err != nil || at.Query().Get("tab") == "prompt" {
+		return v.texts
+	}
+	need := page{path: strings.TrimPrefix(at.Path, "/v1")}.scope()
+	return at.Path == "" || !strings.Contains(v.lacks, string(need))
 }
 
 // wildcard matches the names in a path.
@@ -293,7 +326,7 @@ func (room *Room) render(ctx context.Context, p page, s show) ([]byte, error) {
 	}
 	s.Arrangement = template.HTML(arranged) // made by a template of this package
 	layout, err := room.execute("layout", s)
-	return s.withParts(layout), err
+	return s.withParts(s.unlink(layout)), err
 }
 
 // renderParts renders the parts of a page in their order.
@@ -346,15 +379,17 @@ func (room *Room) renderPart(ctx context.Context, p page, one part, v *visit) ([
 	if err != nil {
 		return room.renderTrouble(ctx, p, one, err)
 	}
-	return room.fill(p, one, data)
+	return room.fill(p, one, data, v)
 }
 
-// fill executes a part's template.
-func (room *Room) fill(p page, one part, data any) ([]byte, error) {
-	if one.shared {
-		return room.execute(one.name, data)
+// fill executes a part's template for its viewers.
+func (room *Room) fill(p page, one part, data any, v *visit) ([]byte, error) {
+	name := one.name
+	if !one.shared {
+		name = p.name + "/" + name
 	}
-	return room.execute(p.name+"/"+one.name, data)
+	body, err := room.execute(name, data)
+	return v.unlink(body), err
 }
 
 // renderTrouble renders a part's error.

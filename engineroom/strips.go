@@ -84,25 +84,10 @@ func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
 	if len(all) == 1 {
 		each = nil
 	}
-	head.closeLinks(v)
-	for i := range each {
-		each[i].closeLinks(v)
-	}
 	shown, more := onPage(each, mostStrips)
 	chosen := head.Agent
 	hours, err := room.hoursOf(ctx, v, chosen)
 	return map[string]any{"Head": head, "Each": shown, "More": more, "All": v.at("agent", ""), "Hours": hours}, err
-}
-
-// closeLinks removes the links that the viewer may not open.
-func (s *agentStrip) closeLinks(v *visit) {
-	for _, list := range [][]monitor.Reason{s.Why, s.Known} {
-		for i := range list {
-			if !v.opens(list[i].Link) {
-				list[i].Link = ""
-			}
-		}
-	}
 }
 
 // mostStrips bounds the agents on the overview.

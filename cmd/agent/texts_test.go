@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"encoding/json"
+	"html"
 	"net/http"
 	"regexp"
 	"slices"
@@ -63,11 +64,19 @@ func newConversations(t *testing.T) *conversations {
 // as returns the commands of a new principal, and what it gets of a path.
 func (c *conversations) as(t *testing.T, role principals.Role) (p program, get func(path string) string) {
 	t.Helper()
-	_, err := principals.Create(t.Context(), c.pool,
-		principals.New{Name: string(role), Kind: principals.User, Role: role})
+	return c.narrowed(t, role, "*")
+}
+
+// narrowed is as with a token of one scope.
+func (c *conversations) narrowed(t *testing.T, role principals.Role, scope string) (p program,
+	get func(path string) string,
+) {
+	t.Helper()
+	name := string(role) + strings.ReplaceAll(scope, "*", "")
+	_, err := principals.Create(t.Context(), c.pool, principals.New{Name: name, Kind: principals.User, Role: role})
 	require.NoError(t, err)
 	_, secret, err := principals.MakeToken(t.Context(), c.pool,
-		principals.NewToken{Principal: string(role), Scopes: []string{"*"}})
+		principals.NewToken{Principal: name, Scopes: []string{scope}})
 	require.NoError(t, err)
 	c.secrets[role] = secret
 	return newProgramWithoutDatabase(t, c.far.environ[0], "AGENT_TOKEN="+secret), func(path string) string {
@@ -188,7 +197,49 @@ func TestPagesHideTextsWithoutThreadsRead(t *testing.T) {
 	for _, id := range c.runs {
 		path := "/live/executions/" + id
 		operatorsStream := c.stream(t, principals.Operator, path)
-		compareTexts(t, path, c.stream(t, principals.Viewer, path)(), operatorsStream())
+		viewersStream := c.stream(t, principals.Viewer, path)()
+		compareTexts(t, path, viewersStream, operatorsStream())
+		assert.Truef(t, !strings.Contains(viewersStream, `href=\"/threads/`), "%s links a thread for a viewer", path)
+	}
+}
+
+// Each link of a page opens for its viewer. The other links of an admin are text.
+func TestPagesLinkOnlyWhatTheViewerMayOpen(t *testing.T) {
+	t.Parallel()
+	c := newConversations(t)
+	pgtest.Exec(t, c.pool, `
+		insert into agent_approvals (trace_id, execution_id, skill_name, skill_revision, arguments, arguments_hash,
+		                             expires_at)
+		select e.trace_id, e.id, 'look', 1, '{}', e.id::text, now() + interval '1 hour' from agent_executions e`)
+	pages := []string{
+		"/", "/activity", "/traces?q=nothing+has+this", "/executions", "/flows", "/agents", "/skills/look", "/approvals",
+		"/threads", "/memory",
+	}
+	for _, id := range c.traces {
+		pages = append(pages, "/traces/"+id, "/traces/"+id+"?tab=raw")
+	}
+	for _, id := range c.runs {
+		pages = append(pages, "/executions/"+id, "/traces/"+c.traceOf(t, id)+"?tab=raw&span="+id)
+	}
+	const refused = "this needs the scope"
+	links := regexp.MustCompile(`<a [^>]*?href="(/[^"#]*)`)
+	for scope, role := range map[string]principals.Role{
+		"*": principals.Viewer, "runs:read": principals.Admin, "approvals:read": principals.Admin,
+		"threads:read": principals.Admin,
+	} {
+		_, get := c.narrowed(t, role, scope)
+		tried := map[string]bool{}
+		for _, page := range pages {
+			body := get(page)
+			for _, link := range links.FindAllStringSubmatch(body, -1) {
+				to := html.UnescapeString(link[1])
+				if !tried[to] && !strings.Contains(body, refused) {
+					tried[to] = true
+					assert.Truef(t, !strings.Contains(get(to), refused), "%s links %s for %s", page, to, scope)
+				}
+			}
+		}
+		assert.Truef(t, len(tried) > 0, "no link for %s", scope)
 	}
 }
 
