@@ -17,8 +17,9 @@
 // A skill may require four eyes: then the database refuses the decision of a principal that asked for the execution.
 // Requesters are the principal in the context of every start, fork, retry or manual run, the linked sender of a
 // channel's message, and the sender of an event that the execution waited for; also the requesters of the executions
-// that started it. A decision closes the list. Without a requester only root and the database decide, except for a
-// visitor's chat. Root may decide its own requests, and the audit records that.
+// that started it. Of a loop, the first 1,000 events count, and those of its last 16 iterations. A decision closes the
+// list. Without a requester only root and the database decide, except for a visitor's chat. Root may decide its own
+// requests, and the audit records that.
 package approvals
 
 import (
@@ -252,8 +253,11 @@ func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval,
 		         select substr(k.cause, 11) from line l
 		           join agent_links k on k.effect in ('execution ' || l.id, 'run ' || l.run) and k.kind = 'asked'
 		         union select substr(k.cause, 11) from line l
-		           join agent_checkpoints c on c.execution_id = l.id and c.waited_for <> ''
-		           join agent_links k on k.effect = 'event ' || (c.output ->> 'event_id') and k.kind = 'asked' order by 1)
+		           join agent_checkpoints c on c.execution_id = l.id
+		          cross join lateral (
+		            select c.output ->> 'event_id' as id where c.waited_for <> ''
+		             union all select e #>> '{}' from jsonb_path_query(c.waits, '$[*].event_id') e) v
+		           join agent_links k on k.effect = 'event ' || v.id and k.kind = 'asked' order by 1)
 		  from agent_skills s where s.name = @skill and s.revision = @revision for share
 		on conflict (skill_name, arguments_hash) where status in ('pending', 'approved') and not parked
 		do update set requested_by = case when agent_approvals.status = 'pending' then array(

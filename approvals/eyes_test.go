@@ -127,7 +127,7 @@ func TestTheSenderOfAnEventIsARequester(t *testing.T) {
 	t.Parallel()
 	pool, s := setUpFourEyes(t)
 	e := enginetest.New(t, pool)
-	for who, key := range map[string]string{"eve": "paid", "mallory": "other"} {
+	for who, key := range map[string]string{"eve": "paid", "leo": "in a loop", "mallory": "other"} {
 		require.NoError(t, postgres.InTx(t.Context(), pool, func(tx pgx.Tx) error {
 			sent, err := e.Deliver(t.Context(), tx, "EVENT_COMPLETED", key, nil, "")
 			if err != nil {
@@ -140,12 +140,19 @@ func TestTheSenderOfAnEventIsARequester(t *testing.T) {
 		if _, err := executions.Wait(ctx, "wait", executions.Event("paid", 0)); err != nil {
 			return err
 		}
-		_, err := approvals.Ask(ctx, approvals.Request{
+		_, err := executions.Loop(ctx, "loop", 0, func(ctx context.Context, n int) (int, bool, error) {
+			_, err := executions.Wait(ctx, "wait", executions.Event("in a loop", 0))
+			return n, true, err
+		})
+		if err != nil {
+			return err
+		}
+		_, err = approvals.Ask(ctx, approvals.Request{
 			Skill: s.Name, SkillID: s.ID, Revision: s.Revision, Args: json.RawMessage(`{}`),
 		})
 		return err
 	})
-	pgtest.Equal(t, pool, "ana eve", `select array_to_string(requested_by, ' ') from agent_approvals`)
+	pgtest.Equal(t, pool, "ana eve leo", `select array_to_string(requested_by, ' ') from agent_approvals`)
 }
 
 func TestAMissingGrantIsNotFourEyes(t *testing.T) {
