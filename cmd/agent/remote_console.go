@@ -103,7 +103,7 @@ func (r *remoteCall) turn(
 			case asked.Execution != "": // the turn would wait for the decision without its caller
 				said = r.cancelTurn(outer, asked, said)
 			case answers != nil: // an older server names no execution
-				said = leftOpen
+				said = notCancelled
 			}
 			r.infof("%s", said)
 			return nil
@@ -126,7 +126,10 @@ func (r *remoteCall) turn(
 // cancelTimeout bounds the cancel of a turn.
 const cancelTimeout = 10 * time.Second
 
-// cancelTurn cancels a turn by a command of its own. It returns what to say: said, or that its approval is left open.
+// notCancelled is said when an interrupt could not cancel the turn.
+const notCancelled = "not cancelled: the approval is " + leftOpen
+
+// cancelTurn cancels a turn by a command of its own. It returns what to say: said, or notCancelled.
 func (r *remoteCall) cancelTurn(ctx context.Context, asked commandFrame, said string) string {
 	ctx, cancel := context.WithTimeout(ctx, cancelTimeout)
 	defer cancel()
@@ -139,7 +142,7 @@ func (r *remoteCall) cancelTurn(ctx context.Context, asked commandFrame, said st
 	case !is || exit.cause != nil: // not printed by the server
 		r.infof("agent: %s", printable(err.Error()))
 	}
-	return leftOpen
+	return notCancelled
 }
 
 // aside runs a command during a turn, or after it, and prints its errors only.

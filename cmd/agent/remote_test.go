@@ -731,6 +731,23 @@ func TestInterruptAtAnApprovalCancelsTheRemoteTurn(t *testing.T) {
 	assert.Truef(t, !strings.Contains(s.shown.String(), "left open"), "the screen: %s", s.shown.String())
 }
 
+// The console says that a turn was not cancelled, and why: a cancel needs runs:write.
+func TestInterruptAtAnApprovalWithoutTheScopeSaysSo(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
+	far, _ := d.remote()
+	token := strings.TrimSpace(d.must("tokens", "create", "root", "--scope", "operate", "--scope", "approvals:decide"))
+	far.environ = append(far.environ, "AGENT_TOKEN="+token)
+	s := far.startProcess("operate")
+	s.waitFor(`(>) `)
+	s.typeKeys("Wipe.\n")
+	s.waitFor(`(approve\?) \[y, n, or why not`)
+	s.typeKeys("\x03")
+	s.waitFor(`executions cancel (needs the scope runs:write)`)
+	s.waitFor(`(not cancelled: the approval is left open; decide later with /approve or /reject)`)
+	pgtest.Equal(t, d.pool, "waiting", `select status::text from agent_executions where flow = 'operate'`)
+}
+
 // The console of a server asks about an approval in place, if its caller may decide.
 func TestARemoteConsoleAsksForApproval(t *testing.T) {
 	t.Parallel()
