@@ -23,6 +23,9 @@ type Request struct {
 	Effort      string   // of reasoning, in the model's words ("low", "high", …); the client's when empty
 	Schema      *Schema  // of a JSON answer, where the server supports it; nil for text
 	Temperature *float32 // the server's default when nil
+	// Fallback says that the caller has another model. Then a silent attempt is not repeated, and silence lasts at most
+	// half of the time until the context's deadline.
+	Fallback bool
 	// IdempotencyKey is sent as a header with every attempt.
 	IdempotencyKey string
 	// OnDelta receives the answer's text in pieces, on the goroutine of Complete.

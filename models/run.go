@@ -57,7 +57,7 @@ func (r *run) untilDone(ctx context.Context) (answer, error) {
 			failure.Advice = adviseResponses
 		}
 		wait, again := r.client.config.Retry.wait(attempt, failure)
-		if !again || !outlives(ctx, wait) {
+		if _, silent := errors.AsType[*idleError](failure); silent && r.req.Fallback || !again || !outlives(ctx, wait) {
 			return answer{}, failure
 		}
 		r.client.config.Logger.WarnContext(ctx, "model call repeated", slog.String("model", r.req.Model),
@@ -99,7 +99,11 @@ func (r *run) try(ctx context.Context, api API, d dialect) (answer, *Error) {
 	if err != nil {
 		return answer{}, &Error{Message: "encode request: " + err.Error(), cause: err}
 	}
-	link := newLink(r.client.config, r.req.IdempotencyKey, body, cancel)
+	config := r.client.config
+	if deadline, bounded := ctx.Deadline(); bounded && r.req.Fallback {
+		config.IdleTimeout = min(config.IdleTimeout, time.Until(deadline)/2)
+	}
+	link := newLink(config, r.req.IdempotencyKey, body, cancel)
 	defer link.close()
 
 	var parts assembler = &assembly{}
@@ -362,7 +366,7 @@ func (l *link) explain(ctx context.Context, err error) *Error {
 	var said *Error
 	switch {
 	case errors.As(context.Cause(ctx), &silent):
-		said = &Error{Message: silent.Error(), Retryable: true, cause: err}
+		said = &Error{Message: silent.Error(), Retryable: true, cause: silent}
 	case l.failure != nil:
 		said = l.failure
 	case !errors.As(err, &said):

@@ -115,6 +115,16 @@ func TestATurnFallsBackToTheNextModelAndStaysThere(t *testing.T) {
 		"the rows are %+v", calls)
 }
 
+func TestASilentModelLeavesTimeForTheNext(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Hang(), modeltest.Text("Done."))
+	w.loop.Budget = reason.Budget{Time: 6 * time.Second}
+	w.declare(t, agents.Definition{Name: "sales", Model: "first", Fallback: []string{"second"}})
+	_, got := w.completed(t)
+	assert.Truef(t, got.Text == "Done." && len(w.model.Requests()) == 2, "after %d requests the answer is %q",
+		len(w.model.Requests()), got.Text)
+}
+
 func TestARefusalOfTheRequestIsNoReasonToFallBack(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Status(http.StatusUnauthorized, 0))

@@ -74,7 +74,7 @@ func (w *turn) callModel(ctx context.Context) (*reply, error) {
 		Messages: models.Shown(w.messages[len(w.messages)-fresh:]), Earlier: len(w.messages) - fresh, Tools: w.names(),
 	}
 	got, err := w.withFallback(ctx, func(model string, more bool) (*reply, error) {
-		request.Model = model
+		request.Model, request.Fallback = model, more
 		return w.callDurably(ctx, &modelCall{
 			purpose: w.Purpose, shown: shown, request: request, account: w.account, time: w.budget.Time, used: w.used,
 			skill: w.isSkill, more: more,
