@@ -195,7 +195,7 @@ func interrupted(t *testing.T, idempotent bool) (executions.Execution, []row, []
 	var mu sync.Mutex
 	var keys []string
 	flows := flow(func(ctx context.Context) (executions.Result, error) {
-		v, err := executions.Do(ctx, "pay", executions.Call{Entry: activity.Entry{Skill: "pay"}, Idempotent: idempotent},
+		v, err := executions.Do(ctx, "pay", executions.Call{Entry: activity.Entry{Skill: "bank"}, Idempotent: idempotent},
 			func(ctx context.Context, effect *executions.Effect) (string, error) {
 				mu.Lock()
 				keys = append(keys, effect.Key)
@@ -206,7 +206,7 @@ func interrupted(t *testing.T, idempotent bool) (executions.Execution, []row, []
 				return "second", nil
 			})
 		if failure := (*executions.StepError)(nil); errors.As(err, &failure) && failure.Class == executions.ClassUnknown {
-			return executions.Result{Value: "told: " + failure.Class}, nil
+			return executions.Result{Value: failure.Message}, nil
 		}
 		return ends(v, err)
 	})
@@ -224,7 +224,7 @@ func interrupted(t *testing.T, idempotent bool) (executions.Execution, []row, []
 func TestAnIdempotentCallIsRepeatedUnderTheSameKey(t *testing.T) {
 	t.Parallel()
 	got, log, keys := interrupted(t, true)
-	want := []row{{"pay", "pay", "call", "unknown", "interrupted", ""}, {"pay", "pay", "call", "success", "", `"second"`}}
+	want := []row{{"bank", "pay", "call", "unknown", "interrupted", ""}, {"bank", "pay", "call", "success", "", `"second"`}}
 	assert.NoDiff(t, want, log)
 	assert.Truef(t, len(keys) == 2 && keys[0] == keys[1] && string(got.Result) == `"second"`,
 		"keys %q, result %s", keys, got.Result)
@@ -233,9 +233,9 @@ func TestAnIdempotentCallIsRepeatedUnderTheSameKey(t *testing.T) {
 func TestACallThatIsNotIdempotentEndsUnknown(t *testing.T) {
 	t.Parallel()
 	got, log, keys := interrupted(t, false)
-	want := []row{{"pay", "pay", "call", "unknown", "interrupted", ""}}
+	want := []row{{"bank", "pay", "call", "unknown", "interrupted", ""}}
 	assert.NoDiff(t, want, log)
-	assert.Truef(t, len(keys) == 1 && string(got.Result) == `"told: unknown"`, "keys %q, result %s", keys, got.Result)
+	assert.Truef(t, len(keys) == 1 && strings.Contains(string(got.Result), "the call of bank"), "keys %q, result %s", keys, got.Result)
 }
 
 func TestEachStepOfEachExecutionHasItsOwnKey(t *testing.T) {

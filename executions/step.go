@@ -204,9 +204,13 @@ func runStep[T any](
 		effect.Key = r.idempotencyKey(s.key)
 	}
 	if !s.repeatable && r.interrupted[s.key] {
+		called := s.name
+		if s.entry != nil {
+			called = cmp.Or(s.entry.Skill, called)
+		}
 		return recordResult(ctx, r, s, nil, zero, &StepError{Step: s.key, Class: ClassUnknown, Message: fmt.Sprintf(
 			"the process died during the call of %s; nobody knows whether it took effect, and it is not safe to repeat",
-			s.name)})
+			called)})
 	}
 	if err := r.openActivity(ctx, s, effect); err != nil {
 		return zero, err

@@ -159,10 +159,10 @@ func (o *Operate) busyProblem(ctx context.Context, session string, err error) er
 	if !ok {
 		return err
 	}
-	o.RecordSkipped(ctx, session, busy)
+	traceID := o.RecordSkipped(ctx, session, busy)
 	return problem.New(http.StatusConflict, "%s; send wait: true to wait, or follow GET /v1/operate/watch",
 		o.Explain(ctx, busy)).
-		Kind("lane-busy", "Lane busy").WithHolder(busy.Holder)
+		Kind("lane-busy", "Lane busy").WithHolder(busy.Holder).WithTrace(traceID)
 }
 
 // respondJSON responds with the whole turn at once.

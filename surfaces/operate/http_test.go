@@ -171,6 +171,8 @@ func TestBusyLaneProblem(t *testing.T) {
 		got := decode[problem.Problem](t, resp.Body)
 		assert.Truef(t, resp.StatusCode == http.StatusConflict && got.Holder == w.laneHolder(t) &&
 			resp.Header.Get("Content-Type") == problem.ContentType, "%d, %+v", resp.StatusCode, got)
+		assert.Equal(t, "skipped", pgtest.Value[string](t, w.pool,
+			`select max(status) from agent_activity where trace_id = $1`, resp.Header.Get("X-Trace-Id")))
 	}
 	resp := p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_two","wait":true}`, "")
 	require.Equal(t, http.StatusOK, resp.StatusCode)

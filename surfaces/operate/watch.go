@@ -72,18 +72,22 @@ func (o *Operate) Explain(ctx context.Context, busy *lanes.BusyError) string {
 	return text + fmt.Sprintf("; at work for %s", time.Duration(h.HeldFor*float64(time.Second)).Round(time.Second))
 }
 
-// RecordSkipped records a turn skipped because another admin holds the lane, under a separate trace.
-func (o *Operate) RecordSkipped(ctx context.Context, session string, busy *lanes.BusyError) {
+// RecordSkipped records a turn skipped because another admin holds the lane, under a separate trace. It returns the
+// trace, or nothing if the record failed.
+func (o *Operate) RecordSkipped(ctx context.Context, session string, busy *lanes.BusyError) (traceID string) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
+	traceID = string(trace.New(trace.Operate))
 	_, err := activity.Note(ctx, o.Pool, activity.Entry{
-		TraceID: string(trace.New(trace.Operate)), Surface: string(trace.Operate), Agent: o.Agent,
+		TraceID: traceID, Surface: string(trace.Operate), Agent: o.Agent,
 		Skill: Flow, Lane: busy.Lane,
 		Input: map[string]string{"session": session, "lane": busy.Lane, "holder": busy.Holder},
 	}, activity.Outcome{Status: activity.Skipped, Output: busy.Error()})
 	if err != nil {
 		o.log.WarnContext(ctx, "skipped turn not recorded", "session", session, "holder", busy.Holder, "error", err)
+		return ""
 	}
+	return traceID
 }
 
 // WatchHandler serves GET /v1/operate/watch: the events of Watch, until the client disconnects or the process shuts
