@@ -51,6 +51,8 @@ func (c *cli) chatCommand() *cobra.Command {
 				switch {
 				case len(args) > 0:
 					return chatting.send(ctx, args[0])
+				case c.sent.Asks: // a remote console begins
+					return chatting.printGreeting(ctx)
 				case !c.json && terminal(c.in) && terminal(c.out):
 					return chatting.interact(ctx)
 				}

@@ -231,7 +231,8 @@ type commandRequest struct {
 	Width       int  `json:"width,omitempty"`
 	OutTerminal bool `json:"out_terminal,omitempty"`
 	ErrTerminal bool `json:"err_terminal,omitempty"`
-	// Asks says that the caller can ask its user about approvals, while the command waits.
+	// Asks says that the caller is a console. In agent operate it asks its user about approvals while a line runs; agent
+	// chat without a message prints the greeting.
 	Asks bool `json:"asks,omitempty"`
 }
 

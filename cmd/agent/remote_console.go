@@ -34,6 +34,8 @@ func (r *remoteCall) interact(cmd *cobra.Command) error {
 	}
 	if operates {
 		r.infof(consoleGreeting, id)
+	} else if err := r.run(cmd.Context(), commandRequest{Args: withoutFiles(prefix), Asks: true}, false); err != nil {
+		return err
 	}
 	signal.Reset(os.Interrupt)
 	interrupts := make(chan os.Signal, 1)

@@ -649,6 +649,26 @@ func TestRemoteTurnsAreStreamedAndCancelled(t *testing.T) {
 	assert.Contains(t, shown.String(), "Here.")
 }
 
+// A visitor's turn that ^C cancels in a remote console is cancelled by the caller's principal.
+func TestAnInterruptedRemoteChatNamesThePrincipal(t *testing.T) {
+	t.Parallel()
+	asked := make(chan struct{})
+	d := newOperateTest(t, modeltest.Custom(func(_ http.ResponseWriter, r *http.Request) {
+		close(asked)
+		<-r.Context().Done()
+	}))
+	far, _ := d.remote()
+	ana, _, _ := d.principal(far, "ana", principals.Operator)
+	s := ana.startProcess("chat")
+	s.waitFor(`(>) `)
+	s.typeKeys("Hello.\n")
+	testkit.Receive(t, asked)
+	s.typeKeys("\x03")
+	s.waitFor(`(cancelled)`)
+	pgtest.Until(t, d.pool, "cancelled by ana", `
+		select status || coalesce(' by ' || cancelled_by, '') from agent_executions where flow = 'chat'`)
+}
+
 // principal makes a principal, and returns the program with its token.
 func (d *operateTest) principal(far program, name string, role principals.Role) (p program, secret, tokenID string) {
 	d.t.Helper()

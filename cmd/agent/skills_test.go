@@ -310,7 +310,10 @@ func TestChatGreeting(t *testing.T) {
 	t.Parallel()
 	p := newProgram(t, pgtest.URL(t))
 	p.must("apply", writeFolder(t, map[string]string{"a.yaml": "kind: agent\nname: nora\ngreeting: Hola, soy Nora.\n"}))
-	assert.Contains(t, p.onTerminal(t, "hello\n\x04", "chat", "--thread", "ana"), "Hola, soy Nora.\r\n> ")
-	screen := p.onTerminal(t, "\x04", "chat", "--thread", "ana")
-	assert.Truef(t, !strings.Contains(screen, "Hola"), "greeted again:\n%s", screen)
+	far, _ := p.remote()
+	for thread, p := range map[string]program{"here": p, "there": far} {
+		assert.Contains(t, p.onTerminal(t, "hello\n\x04", "chat", "--thread", thread), "Hola, soy Nora.\r\n> ")
+		screen := p.onTerminal(t, "\x04", "chat", "--thread", thread)
+		assert.Truef(t, !strings.Contains(screen, "Hola"), "greeted again:\n%s", screen)
+	}
 }

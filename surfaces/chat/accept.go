@@ -676,7 +676,7 @@ func (c *Chat) Say(ctx context.Context, a UserMessage, show func(piece string), 
 	}
 	got, err := f.follow(ctx)
 	if ctx.Err() != nil {
-		if _, err := c.Engine.Cancel(context.WithoutCancel(ctx), b.exec.ID, "interrupt",
+		if _, err := c.Engine.Cancel(context.WithoutCancel(ctx), b.exec.ID, activity.ActorFrom(ctx).Name,
 			"the visitor interrupted"); err != nil {
 			return answer, fmt.Errorf("cancel turn: %w", err)
 		}
