@@ -56,3 +56,14 @@ func Decisions(ctx context.Context, db postgres.DB, ids []string) (map[string]De
 	}
 	return found, nil
 }
+
+// DecisionsOf returns the decisions on rows; see [Decisions].
+func DecisionsOf(ctx context.Context, db postgres.DB, rows []Row) (map[string]Decision, error) {
+	var asked []string
+	for _, row := range rows {
+		if row.Status == PendingApproval {
+			asked = append(asked, row.ID)
+		}
+	}
+	return Decisions(ctx, db, asked)
+}

@@ -44,13 +44,7 @@ func TraceOf(ctx context.Context, db postgres.DB, id string) (Trace, error) {
 		return Trace{}, fmt.Errorf("read trace %s: %w", id, ErrNotFound)
 	}
 	t := assemble(roots, rows)
-	var asked []string
-	for _, row := range rows {
-		if row.Status == PendingApproval {
-			asked = append(asked, row.ID)
-		}
-	}
-	if t.Decisions, err = Decisions(ctx, db, asked); err != nil {
+	if t.Decisions, err = DecisionsOf(ctx, db, rows); err != nil {
 		return Trace{}, fmt.Errorf("read trace %s: %w", id, err)
 	}
 	if t.Status != "failed" && t.Status != "timeout" {

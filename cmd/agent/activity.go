@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -29,7 +30,11 @@ func (c *cli) activityListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return c.print(pageOf(rows, next), func(w io.Writer) { writeActivities(w, rows) })
+			decisions, err := activity.DecisionsOf(cmd.Context(), s.Read, rows)
+			if err != nil {
+				return err
+			}
+			return c.print(pageOf(rows, next), func(w io.Writer) { writeActivities(w, rows, decisions) })
 		}),
 	}
 	surfaceFlag(cmd.Flags(), &f.Surface)
@@ -44,11 +49,13 @@ func (c *cli) activityListCommand() *cobra.Command {
 	return cmd
 }
 
-func writeActivities(w io.Writer, rows []activity.Row) {
+// writeActivities prints rows. The decision stands beside the status of an approval's row, which never changes.
+func writeActivities(w io.Writer, rows []activity.Row, decisions map[string]activity.Decision) {
 	writeRows(w, "no matching activity; `agent heartbeat` creates some",
 		[]string{"TIME", "TRACE", "SKILL", "STATUS", "TOOK", "TOKENS", "ERROR"}, rows, func(r activity.Row) []string {
 			return []string{
-				formatTime(r.CreatedAt), r.TraceID, r.SkillName, string(r.Status), formatMillis(r.DurationMS),
+				formatTime(r.CreatedAt), r.TraceID, r.SkillName,
+				strings.TrimSuffix(string(r.Status)+", "+decisions[r.ID].Status, ", "), formatMillis(r.DurationMS),
 				fmt.Sprint(r.TokenUsage.TotalTokens),
 				truncate(deref(r.ErrorMessage), 60),
 			}

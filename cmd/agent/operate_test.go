@@ -234,6 +234,7 @@ func TestATraceShowsTheDecisionOnAnApproval(t *testing.T) {
 	assert.Contains(t, shown, "✗ rejected", "by admin via cli: not on a Friday")
 	assert.Truef(t, !strings.Contains(shown, "pending_approval"), "the trace: %s", shown)
 	assert.Contains(t, d.must("why", of), "approval of wipe: rejected by admin via cli")
+	assert.Contains(t, d.must("activity", "ls", "--status", "pending_approval"), "  pending_approval, rejected  ")
 	var story activity.Trace
 	d.mustJSON(&story, "trace", of)
 	require.Equal(t, 1, len(story.Decisions))
