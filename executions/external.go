@@ -229,8 +229,8 @@ func (e *Engine) renewLocks(ctx context.Context, lockIDs []string, id any) ([]Lo
 		return nil, err
 	}
 	for _, b := range got {
-		if id == nil && !b.Live && b.ExecutionID != nil {
-			e.recordStale(ctx, *b.ExecutionID, b.LockID, "beat", "", nil)
+		if id == nil && !b.Live && b.ExecutionID != nil && b.TraceID != nil {
+			e.recordStale(ctx, *b.TraceID, *b.ExecutionID, b.LockID, "beat", "", nil)
 		}
 	}
 	return got, nil
@@ -273,15 +273,15 @@ func (e *Engine) CheckpointRun(
 // rejectVoidLock explains a void lock, and records the rejected write.
 func (e *Engine) rejectVoidLock(ctx context.Context, id, lockID, write, step string, output json.RawMessage) error {
 	refused := e.voidLockError(ctx, id)
-	if errors.Is(refused, ErrVoid) {
-		e.recordStale(ctx, id, lockID, write, step, output)
+	if void, is := errors.AsType[*RunError](refused); is && errors.Is(void, ErrVoid) {
+		e.recordStale(ctx, void.TraceID, id, lockID, write, step, output)
 	}
 	return refused
 }
 
 // recordStale records a rejected write of an external worker in the activity log. The first few per lock have a row
 // each, and the last row counts the rest. So a stale worker cannot fill the log.
-func (e *Engine) recordStale(ctx context.Context, id, lockID, write, step string, output json.RawMessage) {
+func (e *Engine) recordStale(ctx context.Context, traceID, id, lockID, write, step string, output json.RawMessage) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
 	var kept any
@@ -290,10 +290,11 @@ func (e *Engine) recordStale(ctx context.Context, id, lockID, write, step string
 	}
 	if _, err := e.pool.Exec(ctx, `select record_stale_agent_write(@id, @lock, @write, @step, @output)`,
 		postgres.Strict{"id": id, "lock": lockID, "write": write, "step": step, "output": kept}); err != nil {
-		e.log.WarnContext(ctx, "stale write not recorded", "execution_id", id, "step", step, "error", err)
+		e.log.WarnContext(ctx, "stale write not recorded",
+			append(executionAttrs(traceID, id), "step", step, "error", err)...)
 		return
 	}
-	e.log.WarnContext(ctx, "stale write rejected", "execution_id", id, "write", write, "step", step)
+	e.log.WarnContext(ctx, "stale write rejected", append(executionAttrs(traceID, id), "write", write, "step", step)...)
 }
 
 // voidLockError explains why a lock is void.

@@ -476,7 +476,8 @@ func TestTheEndOfAnExternalExecutionResumesItsParent(t *testing.T) {
 func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
-	p := prepare(t, pool, nil)
+	l := &lines{}
+	p := prepare(t, pool, nil, l.into)
 	id := p.external(t, handOn)
 	late := p.lock(t, id, "late")
 	p.record(t, id, late.LockID, "first", `1`)
@@ -505,6 +506,11 @@ func TestRejectedWritesOfExternalWorkersAreRecorded(t *testing.T) {
 		got[5].Write == "beat" && got[0].Status == "error" && got[0].Class == "stale", "recorded %+v", got)
 	for _, r := range got {
 		assert.Truef(t, !strings.Contains(r.Output, "sk-secret"), "a secret is kept: %s", r.Output)
+	}
+	logged := l.Records(t, "stale write rejected")
+	assert.True(t, len(logged) > 0, "no line")
+	for _, record := range logged {
+		assert.Equal[any](t, late.Execution.TraceID, record["trace_id"])
 	}
 	n := pgtest.Value[int](t, pool, `select count(*) from agent_activity a where position(@lock in a::text) > 0`,
 		postgres.Strict{"lock": late.LockID})
