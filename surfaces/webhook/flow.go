@@ -46,8 +46,14 @@ func (s *Surface) run(ctx context.Context, raw json.RawMessage) (executions.Resu
 		return executions.Result{}, fmt.Errorf("read input: %w", err)
 	}
 	p, err := executions.Step(ctx, "plan", func(ctx context.Context) (plan, error) { return s.plan(ctx, in.Delivery) })
-	if err != nil {
-		return executions.Result{}, err // the delivery is dead with the execution
+	if err != nil { // the delivery is dead with the execution; its trace says why
+		_, said := executions.Phase(ctx, "webhook_action",
+			func(context.Context, *executions.Effect) (any, error) { return nil, err },
+			executions.Input(map[string]any{"delivery": in.Delivery}))
+		if executions.IsControl(said) {
+			return executions.Result{}, said
+		}
+		return executions.Result{}, err
 	}
 	hold, err := acquireLane(ctx, p.Delivery.Lane())
 	if err != nil {

@@ -119,6 +119,8 @@ func TestMissingPathFailsAndIsReplayable(t *testing.T) {
 	d := w.waitStatus(t, "msg_1", webhooks.Dead)
 	assert.Equal(t, `action 2: key: body.isue.number: the body has nothing at "isue"`, testkit.Deref(d.ErrorMessage))
 	pgtest.Equal(t, w.pool, 0, `select count(*) from agent_events where key = 'first'`)
+	pgtest.Equal(t, w.pool, "webhook_action error "+testkit.Deref(d.ErrorMessage), `
+		select skill_name || ' ' || status || ' ' || error_message from agent_activity where trace_id = $1`, first.TraceID)
 	define("issue-{body.issue.number}")
 	replayed, err := w.surface.Replay(t.Context(), d.ID, -1, "it was lost")
 	require.NoError(t, err)
