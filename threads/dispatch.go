@@ -113,7 +113,7 @@ func (d *Dispatcher) flush(ctx context.Context, thread string) {
 		n, err = flushAll(ctx, d.Pool)
 	} else {
 		d.cleanStale(ctx, thread)
-		n, err = Flush(ctx, d.Pool, thread)
+		n, err = Flush(ctx, d.Pool, d.Logger, thread)
 	}
 	if err != nil && ctx.Err() == nil {
 		d.Logger.WarnContext(ctx, "queued messages not sent yet", "thread_id", thread, "error", err)

@@ -12,6 +12,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/outbox"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // outboxMessage is one attempt to deliver a message.
@@ -138,19 +139,39 @@ const (
 
 // Flush sends the queued messages of a thread that may be sent, in order, and returns their number. A thread that
 // another transaction has locked is an error with SQLSTATE 55P03; the sweep sends its messages later.
-func Flush(ctx context.Context, db postgres.DB, thread string) (int, error) {
-	all := 0
-	for {
+func Flush(ctx context.Context, db postgres.DB, log *slog.Logger, thread string) (int, error) {
+	for all := 0; ; {
 		var n int
-		err := db.QueryRow(ctx, `
+		var before, after int64
+		var owner, execution, traceID string
+		var lender *string
+		b := &pgx.Batch{} // one transaction
+		b.Queue(`select coalesce(max(fencing_token), 0) from agent_locks where lane = @lane`,
+			postgres.Strict{"lane": postgres.Text(Lane(thread))}).QueryRow(func(r pgx.Row) error { return r.Scan(&before) })
+		b.Queue(`
 			select lanekeeper.flush_agent_thread(case when p <> '' then @thread end, @limit)
 			  from set_config('lock_timeout', @patience, true) p`,
-			postgres.Strict{"thread": postgres.Text(thread), "limit": flushBatch, "patience": postgres.LockTimeout}).Scan(&n)
+			postgres.Strict{"thread": postgres.Text(thread), "limit": flushBatch, "patience": postgres.LockTimeout}).
+			QueryRow(func(r pgx.Row) error { return r.Scan(&n) })
+		b.Queue(`
+			select l.fencing_token, l.locked_by, x.id::text, x.trace_id, (
+			  select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1)
+			  from agent_locks l join agent_executions x on x.id = l.execution_id
+			 where l.lane = @lane and l.expires_at > clock_timestamp()`,
+			postgres.Strict{"lane": postgres.Text(Lane(thread))}).Query(func(rows pgx.Rows) error {
+			_, err := pgx.ForEachRow(rows, []any{&after, &owner, &execution, &traceID, &lender}, func() error { return nil })
+			return err
+		})
+		err := db.SendBatch(ctx, b).Close()
 		if postgres.IsCode(err, "P0002") {
 			err = ErrNotFound
 		}
 		if err != nil {
 			return all, fmt.Errorf("send queued messages of thread %q: %w", thread, err)
+		}
+		if n > 0 && after > before {
+			SendResult{acquired: true, lender: lender}.Log(
+				trace.With(ctx, trace.Span{TraceID: trace.ID(traceID), ExecutionID: execution}), log, thread, owner)
 		}
 		if all += n; n < flushBatch {
 			return all, nil

@@ -165,8 +165,10 @@ func ends(t *testing.T, db postgres.DB, id, status string) {
 		from agent_executions x where x.id = $1`, id, status)
 }
 
-func flushes(t *testing.T, db postgres.DB) {
+func flushes(t *testing.T, db postgres.DB) *journal {
 	t.Helper()
-	_, err := threads.Flush(t.Context(), db, "t")
+	log := &journal{}
+	_, err := threads.Flush(t.Context(), db, slog.New(slog.NewTextHandler(log, nil)), "t")
 	require.NoError(t, err)
+	return log
 }

@@ -383,7 +383,8 @@ Waiting executions keep their threads.`,
 				return err
 			}
 			for _, f := range freed {
-				if _, err := threads.Flush(cmd.Context(), s.Pool, f.ThreadID); err != nil && !errors.Is(err, threads.ErrNotFound) {
+				_, err := threads.Flush(cmd.Context(), s.Pool, slog.New(slog.DiscardHandler), f.ThreadID)
+				if err != nil && !errors.Is(err, threads.ErrNotFound) {
 					return err
 				}
 			}
