@@ -303,7 +303,7 @@ func (c *cli) objectivesStatusCommand(use, short, verb, from, to string) *cobra.
 			if err != nil {
 				return objectiveHint(err)
 			}
-			return c.reportObjective(cmd.Context(), s, o.ID, changed, "done", "is not "+from)
+			return c.reportObjective(cmd.Context(), s, o.ID, changed, "changed", "is not "+from)
 		}),
 	}
 	based = revisionFlag(cmd, objectives.AtRevision)

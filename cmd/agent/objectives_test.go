@@ -47,7 +47,7 @@ func TestObjectiveCommands(t *testing.T) {
 	var got shownState
 	p.mustJSON(&got, "objectives", "pause", "tidy")
 	assert.Truef(t, got.Changed && got.Objective.Status == "paused", "got %+v", got)
-	p.must("objectives", "resume", "tidy")
+	assert.Equal(t, "tidy: changed; it is active\n", p.must("objectives", "resume", "tidy"))
 	var shown struct{ Steps []struct{ ID string } }
 	p.mustJSON(&shown, "objectives", "show", "tidy")
 	bad := p.run("objectives", "done", shown.Steps[0].ID)

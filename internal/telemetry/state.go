@@ -27,7 +27,7 @@ var (
 		"Executions that have not ended, by status, counted up to 100000.", []string{"status"}, nil)
 	oldestDesc = prometheus.NewDesc("agent_queue_oldest_seconds",
 		"Age of the oldest execution that has not begun; 0 when there is none.", nil, nil)
-	approvalsDesc = prometheus.NewDesc("agent_approvals_pending", "Calls that wait for an admin's leave.", nil, nil)
+	approvalsDesc = prometheus.NewDesc("agent_approvals_pending", "Calls that wait for an admin's approval.", nil, nil)
 	beatDesc      = prometheus.NewDesc("agent_heartbeat_last_success_timestamp_seconds",
 		"When the last heartbeat completed that was not skipped; 0 when none did.", nil, nil)
 	pausedDesc = prometheus.NewDesc("agent_paused", "1 while autonomous work is paused.", nil, nil)
