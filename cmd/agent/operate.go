@@ -476,7 +476,8 @@ func (o *operator) runCommand(ctx context.Context, line string, show func(operat
 	return fmt.Errorf("unknown command %s; see /help", printable(name))
 }
 
-// decideApproval decides an approval and resumes the turn of this session that waits for it.
+// decideApproval decides an approval and resumes the turn of this session that waits for it. It shows the end of a turn
+// that another process has finished since.
 func (o *operator) decideApproval(
 	ctx context.Context, id string, approve bool, reason string, show func(operate.Event),
 ) error {
@@ -493,7 +494,7 @@ func (o *operator) decideApproval(
 	if err != nil {
 		return err
 	}
-	if len(turns) == 0 || deref(turns[0].ThreadID) != o.admin.ID() || turns[0].Status.Ended() {
+	if len(turns) == 0 || deref(turns[0].ThreadID) != o.admin.ID() || endedBefore(turns[0], decided.DecidedAt) {
 		_, err := fmt.Fprintf(o.out, "%s %s\n", map[bool]string{true: "approved", false: "rejected"}[approve], printable(id))
 		return err
 	}
@@ -501,6 +502,10 @@ func (o *operator) decideApproval(
 		return o.admin.Resume(ctx, turns[0].ID, emit)
 	}, show)
 	return o.turnError(ctx, done, err)
+}
+
+func endedBefore(x executions.Execution, at *time.Time) bool {
+	return x.CompletedAt != nil && at != nil && x.CompletedAt.Before(*at)
 }
 
 // showRows prints a table on the console.

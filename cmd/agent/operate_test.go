@@ -282,6 +282,28 @@ func TestTerminalApprovalDecidedElsewhere(t *testing.T) {
 	assert.Equal(t, 0, s.waitExit())
 }
 
+// A decision shows the end of its turn also if another process finished the turn first. A trigger is that process.
+func TestADecisionShowsATurnThatEndedElsewhere(t *testing.T) {
+	t.Parallel()
+	d := newOperateTest(t, modeltest.ToolCall("wipe", `{}`))
+	d.fails(1, "waits for approval", "operate", "--session", "ses_1", "Wipe.")
+	pgtest.Exec(t, d.pool, `
+		create function finish_turn() returns trigger language plpgsql as $$ begin
+		  perform set_config('session_replication_role', 'replica', true);
+		  update agent_executions set status = 'completed', completed_at = clock_timestamp(), waiting_for = null,
+		         waiting_key = null, waiting_step = null, waiting_until = null, waiting_data = null, result_type = 'success',
+		         result = '{"ended": "answered", "text": "It is over."}'
+		   where id = new.execution_id;
+		  perform set_config('session_replication_role', 'origin', true);
+		  return null;
+		end $$;
+		create trigger finish_turn after update of status on agent_approvals for each row execute function finish_turn()`)
+	id := pgtest.Value[string](t, d.pool, `select id::text from agent_approvals`)
+	got := d.runWith(t.Context(), strings.NewReader("/approve "+id+"\n"), "operate", "--session", "ses_1")
+	assert.Equal(t, 0, got.code, got.err)
+	assert.Equal(t, "It is over.\n", got.out)
+}
+
 func TestOperateReportsHolder(t *testing.T) {
 	t.Parallel()
 	d := newOperateTest(t, modeltest.Text("One."))
