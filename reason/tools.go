@@ -358,7 +358,7 @@ func (l *Loop) admit(ctx context.Context, s skills.Skill, owner string) error {
 	case now.Trust == skills.TrustApprove && now.Revision != s.Revision:
 		return &executions.StepError{
 			Class:   classDisabled,
-			Message: "skill " + s.Name + " was changed during this turn and needs leave as it is now",
+			Message: "skill " + s.Name + " was changed during this turn, and needs approval as it is now",
 		}
 	case s.Enabled && now.Enabled:
 		return nil
