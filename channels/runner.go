@@ -48,7 +48,7 @@ type Runner struct {
 
 const (
 	laneTTL      = 10 * time.Second
-	laneWait     = 15 * time.Second
+	laneWait     = 24 * time.Hour // each wait logs "lane busy" once
 	rescanPeriod = 5 * time.Second
 )
 
