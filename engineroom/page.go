@@ -260,21 +260,27 @@ var linkedScopes = []principals.Scope{
 	principals.RunsRead, principals.ThreadsRead, principals.Operate, principals.ApprovalsRead,
 }
 
-// linkStart matches a link up to its address. Templates escape > in attributes.
-var linkStart = regexp.MustCompile(`(<a\b[^>]*?) href="([^"]*)"`)
-
-// unlink removes the addresses that the viewer may not open, so that their links are text.
+// unlink removes the addresses that the viewer may not open, so that their links are text. Templates escape > in
+// attributes.
 func (v *visit) unlink(body []byte) []byte {
 	if v.lacks == "" {
 		return body
 	}
-	return linkStart.ReplaceAllFunc(body, func(whole []byte) []byte {
-		parts := linkStart.FindSubmatch(whole)
-		if v.opens(html.UnescapeString(string(parts[2]))) {
-			return whole
+	kept := make([]byte, 0, len(body))
+	for {
+		text, rest, found := bytes.Cut(body, []byte("<a "))
+		if kept = append(kept, text...); !found {
+			return kept
 		}
-		return parts[1]
-	})
+		tag, rest, _ := bytes.Cut(rest, []byte(">"))
+		before, value, has := bytes.Cut(tag, []byte(`href="`))
+		address, after, _ := bytes.Cut(value, []byte(`"`))
+		if has && !v.opens(html.UnescapeString(string(address))) {
+			tag = slices.Concat(before, after)
+		}
+		kept = append(append(append(kept, "<a "...), tag...), '>')
+		body = rest
+	}
 }
 
 // opens reports whether the viewer may open the page or route of an address.
