@@ -327,6 +327,16 @@ func TestATurnReplacesWhatItHasRead(t *testing.T) {
 	}
 }
 
+func TestATurnWritesThroughASkillThatDoesNotKnowRevisions(t *testing.T) {
+	t.Parallel()
+	w := remembering(t, readK, writeK, bye)
+	w.put(t, skills.Definition{Name: "memory_write", Parameters: map[string]any{
+		"type": "object", "properties": map[string]any{"key": map[string]any{}, "value": map[string]any{}},
+	}})
+	w.completed(t)
+	assert.Equal(t, `"mine" at 3`, w.kept(t))
+}
+
 func TestATurnDoesNotReplaceWhatItHasNotRead(t *testing.T) {
 	t.Parallel()
 	for name, replies := range map[string][]modeltest.Reply{

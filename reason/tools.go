@@ -305,7 +305,7 @@ func (l *Loop) invoke(
 		if err := l.admit(ctx, s, effect.Key); err != nil {
 			return nil, err
 		}
-		value, err := l.Skills.Invoke(ctx, skills.Call{Skill: s, Args: guarded, IdempotencyKey: effect.Key})
+		value, err := l.Skills.Invoke(ctx, skills.Call{Skill: s, Args: args, Guarded: guarded, IdempotencyKey: effect.Key})
 		ended := err
 		if busy(err) {
 			effect.Status, ended = activity.Skipped, errSkipped
