@@ -89,6 +89,7 @@ comment on function lanekeeper.agent_trace_id is 'A trace id, prefix and ULID: a
 create or replace function lanekeeper.agent_uuid(p_text text) returns uuid language sql immutable as $$
   select case when p_text ~ '^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$' then p_text::uuid end
 $$;
+comment on function lanekeeper.agent_uuid is 'The text as a UUID; null where it is none, so that no text can break a statement.';
 
 create or replace function lanekeeper.agent_tokens(p_usage jsonb, p_kind text) returns bigint language sql immutable parallel safe as $$
   select case when jsonb_typeof(p_usage -> p_kind) = 'number' then least(greatest((p_usage ->> p_kind)::numeric, 0), 1e12)::bigint else 0 end
