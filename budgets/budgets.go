@@ -21,6 +21,7 @@ package budgets
 import (
 	"context"
 	"fmt"
+	"math"
 	"strconv"
 	"strings"
 	"time"
@@ -137,7 +138,7 @@ func scopeText(scope string) string {
 
 func amount(n float64, unit string) string {
 	if unit == USD {
-		return "$" + strconv.FormatFloat(n, 'f', -1, 64)
+		return "$" + strconv.FormatFloat(math.Round(n*1e6)/1e6, 'f', -1, 64) // without the noise of sums
 	}
 	return strconv.FormatFloat(n, 'f', 0, 64) + " tokens"
 }

@@ -338,3 +338,10 @@ func TestTodayIsTheDatabasesUTCDay(t *testing.T) {
 	assert.Truef(t, err == nil && len(got) == 2 && got[0].Scope == day && got[1].Scope == day+":chat" &&
 		got[1].ReservedTokens == 1100, "today is %+v (%v)", got, err)
 }
+
+func TestAnErrorRoundsDollars(t *testing.T) {
+	t.Parallel()
+	err := &budgets.Error{Scope: "run:op_1", Unit: budgets.USD, Limit: 0.002, Spent: 0.1 + 0.2 - 0.29837475}
+	assert.Equal(t, "the limit of $0.002 for the run op_1 leaves too little for another model call: $0.001625 spent",
+		err.Error())
+}
