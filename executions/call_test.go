@@ -235,7 +235,8 @@ func TestACallThatIsNotIdempotentEndsUnknown(t *testing.T) {
 	got, log, keys := interrupted(t, false)
 	want := []row{{"bank", "pay", "call", "unknown", "interrupted", ""}}
 	assert.NoDiff(t, want, log)
-	assert.Truef(t, len(keys) == 1 && strings.Contains(string(got.Result), "the call of bank"), "keys %q, result %s", keys, got.Result)
+	assert.Truef(t, len(keys) == 1 && strings.Contains(string(got.Result), "the call of bank"),
+		"keys %q, result %s", keys, got.Result)
 }
 
 func TestEachStepOfEachExecutionHasItsOwnKey(t *testing.T) {
