@@ -525,4 +525,10 @@ func TestDeliveryPages(t *testing.T) {
 		}
 	}
 	assert.Equal(t, all, len(seen))
+	for _, bad := range []string{"a%00b", "%ff"} {
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet,
+			w.server.URL+"/v1/webhooks/deliveries?endpoint="+bad, nil)
+		require.NoError(t, err)
+		assert.Equal(t, http.StatusBadRequest, w.do(t, r).status, bad)
+	}
 }
