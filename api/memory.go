@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net/http"
 	"time"
+	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
@@ -97,7 +98,7 @@ func (s *server) owner(r request) (memory.Owner, error) {
 func (s *server) pathEntry(r request) (owner memory.Owner, category, key string, err error) {
 	category, key = r.PathValue("category"), r.PathValue("key")
 	for _, text := range []string{category, key} {
-		if !hasNoNUL(text) || len(text) > maxText {
+		if !utf8.ValidString(text) || !hasNoNUL(text) || len(text) > maxText {
 			return "", "", "", memory.ErrNotFound
 		}
 	}

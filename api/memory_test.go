@@ -32,6 +32,7 @@ func TestConditionalMemoryWrites(t *testing.T) {
 		return w.Code, w.Header(), w.Body.Bytes()
 	}
 	a.checkProblem(a.raw("GET", path, "", asAdmin()), 404, "not found")
+	a.checkProblem(a.raw("GET", "/v1/memory/entries/facts/%ff", "", asAdmin()), 404, "not found")
 	a.checkProblem(a.raw("PUT", path, `{"value":1,"reason":"x"}`, asAdmin()), 428, "If-Match")
 	status, header, _ := put("one", withHeader("If-None-Match", "*"))
 	require.Truef(t, status == 200 && header.Get("ETag") == `"1"` && header.Get("X-Trace-Id") != "",
