@@ -105,6 +105,12 @@ func TestTextByLook(t *testing.T) {
 		"pem":            {"a\n-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nb", "a\n[redacted]\nb"},
 		"pem cut off":    {"-----BEGIN PRIVATE KEY-----\nMIIE", "[redacted]"},
 		"webhook secret": {"whsec_MfKQ9r8GKYqrTwjU", "[redacted]"},
+		"join token": {
+			"Join: https://h/chat#join=join_a1OITQ-IQxAP1am0hopscywGy-Fhs_mZ9R009ohjJFk, please",
+			"Join: https://h/chat#join=[redacted], please",
+		},
+		"visitor token": {"vis_AL7lpmnURdkBkIt9D6aOdAyYdYxRGsVmL4xRObSmdgE", "[redacted]"},
+		"a name":        {"join_orders_and_their_items_for_the_report", "join_orders_and_their_items_for_the_report"},
 		"dsn": {
 			"connect postgres://bob:p@ss/w:rd@db:5432/x?sslmode=off",
 			"connect postgres://bob:[redacted]@db:5432/x?sslmode=off",
