@@ -204,9 +204,16 @@ same name again changes goal and criteria and adds steps; --if-revision requires
 			if err != nil {
 				return err
 			}
+			did := "added"
 			changed, err := recordChange(cmd.Context(), s, "add_objective", map[string]any{"objective": d.Name, "definition": d},
 				func(tx pgx.Tx, _ string) (bool, error) {
 					if err := requireRevision(cmd.Context(), tx, d.Name, revision); err != nil {
+						return false, err
+					}
+					switch _, err := objectives.Get(cmd.Context(), tx, d.Name); {
+					case err == nil:
+						did = "changed"
+					case !errors.Is(err, objectives.ErrNotFound):
 						return false, err
 					}
 					return objectives.Put(cmd.Context(), tx, d, objectives.SourceAdmin)
@@ -214,7 +221,7 @@ same name again changes goal and criteria and adds steps; --if-revision requires
 			if err != nil {
 				return objectiveHint(err)
 			}
-			return c.reportObjective(cmd.Context(), s, d.Name, changed, "added", "unchanged")
+			return c.reportObjective(cmd.Context(), s, d.Name, changed, did, "unchanged")
 		}),
 	}
 	cmd.Flags().StringVar(&d.Goal, "goal", "", "the goal and its reason (required)")

@@ -2,6 +2,7 @@ package main
 
 import (
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/cookiejar"
@@ -43,7 +44,10 @@ func TestObjectiveCommands(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	p := newProgram(t, url)
-	p.must("objectives", "add", "tidy", "--goal", "be tidy", "--success", "no dust", "--step", "sweep")
+	for goal, did := range []string{"added", "changed"} {
+		assert.Equal(t, "tidy: "+did+"; it is active\n", p.must("objectives", "add", "tidy", "--goal",
+			fmt.Sprint("be tidy ", goal), "--success", "no dust", "--step", "sweep"))
+	}
 	var got shownState
 	p.mustJSON(&got, "objectives", "pause", "tidy")
 	assert.Truef(t, got.Changed && got.Objective.Status == "paused", "got %+v", got)
