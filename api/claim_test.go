@@ -138,6 +138,7 @@ func TestWrongClaimsAreNamed(t *testing.T) {
 		`{"owner":"w"}`:                                          "flows has 0 names",
 		`{"flows":["heartbeat"],"owner":"w"}`:                    "name external flows",
 		`{"flows":["external"]}`:                                 "owner is missing",
+		`{"flows":["external"],"owner":"w\u0000"}`:               "has control characters",
 		`{"flows":["external"],"owner":"w","max":0}`:             "max is 0",
 		`{"flows":["external"],"owner":"w","max":101}`:           "max is 101",
 		`{"flows":["external"],"owner":"w","wait_seconds":31}`:   "wait_seconds is 31",

@@ -108,7 +108,7 @@ type releaseRequest struct {
 func (l lockRequest) check() error {
 	switch {
 	case strings.TrimSpace(l.Owner) == "" || !storable(l.Owner):
-		return badBody("owner is missing: name one process of the worker")
+		return badBody("owner is missing or has control characters: name one process of the worker")
 	case l.TTLSeconds != nil && (*l.TTLSeconds < 1 || *l.TTLSeconds > 86400):
 		return badBody("ttl_seconds is %d; use 1 to 86400", *l.TTLSeconds)
 	}
