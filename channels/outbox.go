@@ -24,14 +24,6 @@ func schedule() []time.Duration {
 	}
 }
 
-// Of returns the type of the channel that a thread is on, and its name; "" for a thread of another kind.
-func Of(channel, target string) (kind, name string) {
-	if _, known := types()[channel]; known || channel == Slack || channel == Email {
-		return channel, target
-	}
-	return "", ""
-}
-
 // Enqueue adds a message of a thread, which is in the thread with the status sending, to the outbox of its channel.
 func Enqueue(ctx context.Context, tx postgres.DB, messageID string) error {
 	return exec(ctx, tx, "send message by channel", `
