@@ -190,8 +190,10 @@ func parseSpan(text string) (time.Duration, error) {
 	d, err := time.ParseDuration(number)
 	const longest = 100 * 366 * 24 * time.Hour
 	switch {
-	case err != nil || d <= 0:
+	case err != nil:
 		return 0, errors.New("not a duration; write 90m, 24h or 7d")
+	case d <= 0:
+		return 0, errors.New("not more than 0; write 90m, 24h or 7d")
 	case days && d > longest/24 || d > longest:
 		return 0, errors.New("longer than 100 years")
 	case days:

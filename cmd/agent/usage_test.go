@@ -114,7 +114,7 @@ func TestUsageErrors(t *testing.T) {
 		"run without command":  {[]string{"lanes", "run", "x", "--"}, "takes one lane, --, and a command"},
 		"run without lane":     {[]string{"lanes", "run", "--", "echo"}, "takes one lane, --, and a command"},
 		"run in two lanes":     {[]string{"lanes", "run", "x", "y", "--", "echo"}, "takes one lane, --, and a command"},
-		"no time to live":      {[]string{"lanes", "run", "x", "--ttl", "0", "--", "echo"}, `"--ttl" flag: not a duration`},
+		"no time to live":      {[]string{"lanes", "run", "x", "--ttl", "0", "--", "echo"}, `"--ttl" flag: not more than 0`},
 		"negative time to live": {
 			[]string{"lanes", "run", "x", "--ttl", "-1s", "--", "echo"},
 			`"--ttl" flag: not a duration`,
@@ -176,7 +176,7 @@ func TestUsageErrors(t *testing.T) {
 		"too many messages": {[]string{"threads", "show", "x", "--limit", "501"}, "not a number from 1 to 500"},
 		"trace of nothing":  {[]string{"executions", "ls", "--trace", long}, "not a trace id"},
 		"span of nothing":   {[]string{"activity", "spend", "--since", "yesterday"}, "not a duration; write 90m, 24h or 7d"},
-		"span until":        {[]string{"activity", "audit", "--until", "-2h"}, "not a duration; write 90m, 24h or 7d"},
+		"span until":        {[]string{"activity", "audit", "--until", "-2h"}, "not more than 0; write 90m, 24h or 7d"},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {

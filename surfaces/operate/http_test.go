@@ -180,6 +180,9 @@ func TestBusyLaneProblem(t *testing.T) {
 	if events, _ := readEvents(resp.Body, nil); eventNames(events) != "start delta done" {
 		t.Errorf("events are %s", eventNames(events))
 	}
+	resp = p.post(t, t.Context(), `{"message":"Hello.","session_id":"ses_three"}`, "")
+	got := decode[problem.Problem](t, resp.Body)
+	assert.Contains(t, got.Detail, "(session ses_two); its last turn ended", "keeps the lane for 5m0s after a turn")
 }
 
 func TestFailedTurnEvent(t *testing.T) {

@@ -23,13 +23,14 @@ const watchWindow = 10 * time.Minute
 
 // Holder describes the lane's holder.
 type Holder struct {
-	Lane      string   `json:"lane"`
-	Held      bool     `json:"held"`
-	Holder    string   `json:"holder,omitempty"`
-	TraceID   string   `json:"trace_id,omitempty"`
-	SessionID string   `json:"session_id,omitempty"`
-	HeldFor   float64  `json:"held_for,omitempty"`   // seconds
-	ExpiresIn *float64 `json:"expires_in,omitempty"` // seconds, unless it is renewed
+	Lane      string     `json:"lane"`
+	Held      bool       `json:"held"`
+	Holder    string     `json:"holder,omitempty"`
+	TraceID   string     `json:"trace_id,omitempty"`
+	SessionID string     `json:"session_id,omitempty"`
+	HeldFor   float64    `json:"held_for,omitempty"`   // seconds
+	ExpiresIn *float64   `json:"expires_in,omitempty"` // seconds, unless it is renewed
+	ended     *time.Time // of the session's last turn; nil while it runs
 }
 
 // Holder returns the current holder of the lane.
@@ -52,7 +53,7 @@ func (o *Operate) Holder(ctx context.Context) (Holder, error) {
 			Flow:     Flow, Limit: 1,
 		})
 		if err == nil && len(turns) > 0 {
-			h.SessionID = deref(turns[0].ThreadID)
+			h.SessionID, h.ended = deref(turns[0].ThreadID), turns[0].CompletedAt
 		}
 		return h, err
 	}
@@ -68,6 +69,10 @@ func (o *Operate) Explain(ctx context.Context, busy *lanes.BusyError) string {
 	}
 	if h.SessionID != "" {
 		text += " (session " + h.SessionID + ")"
+	}
+	if h.ended != nil {
+		return text + fmt.Sprintf("; its last turn ended %s ago, and it keeps the lane for %s after a turn",
+			time.Since(*h.ended).Round(time.Second), o.Idle)
 	}
 	return text + fmt.Sprintf("; at work for %s", time.Duration(h.HeldFor*float64(time.Second)).Round(time.Second))
 }
