@@ -155,6 +155,22 @@ func TestTheSenderOfADocumentIsRecorded(t *testing.T) {
 	p.expectRequester(t, "ana")
 }
 
+// The turn that brought a document is the cause of its event, so why leads from the flow to that turn.
+func TestWhyNamesTheTurnThatBroughtADocument(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p := w.process(t, asksForDocuments("photo"))
+	id := p.talks(t)
+	client := p.official("site", option.WithHeader("X-Thread-Id", "t"))
+	_, err := client.Chat.Completions.New(t.Context(), withFile(p.upload(t, "dent.txt", "a dent")))
+	require.NoError(t, err)
+	p.reaches(t, id, executions.Completed)
+	got := pgtest.Value[string](t, w.pool, `
+		select string_agg(y.what, '; ') from agent_executions x cross join lateral why(x.trace_id) y
+		 where x.id = $1 and y.part = 'waits'`, id)
+	assert.Contains(t, got, ": chat_relay raised event DOCUMENT_UPLOADED ")
+}
+
 // Words do not answer a request for documents: the visitor reads again what is asked for, and how to send it.
 func TestWordsAloneAreToldWhichDocumentIsMissing(t *testing.T) {
 	t.Parallel()
