@@ -117,7 +117,7 @@ func TestUsageErrors(t *testing.T) {
 		"no time to live":      {[]string{"lanes", "run", "x", "--ttl", "0", "--", "echo"}, `"--ttl" flag: not more than 0`},
 		"negative time to live": {
 			[]string{"lanes", "run", "x", "--ttl", "-1s", "--", "echo"},
-			`"--ttl" flag: not a duration`,
+			`"--ttl" flag: not more than 0`,
 		},
 		"time to live below 1 s": {
 			[]string{"lanes", "run", "x", "--ttl", "10ms", "--", "echo"},
