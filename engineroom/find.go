@@ -15,6 +15,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
+	"github.com/lanekeeper/lanekeeper/principals"
 )
 
 const (
@@ -571,9 +572,13 @@ func (room *Room) findActions(ctx context.Context, q findQuery) ([]hit, error) {
 }
 
 // findPages finds pages by their labels; all of them without a text.
-func (room *Room) findPages(_ context.Context, q findQuery) ([]hit, error) {
+func (room *Room) findPages(ctx context.Context, q findQuery) ([]hit, error) {
 	var list []hit
+	who := principals.From(ctx)
 	for _, p := range room.pages {
+		if who != nil && !who.May(p.scope()) {
+			continue
+		}
 		if p.nav != "" && q.matches(p.nav, p.path) {
 			list = append(list, hit{Href: p.path, Title: p.nav})
 		}

@@ -88,6 +88,11 @@ func TestTheOverviewLinksToWhatItsViewerMayOpen(t *testing.T) {
 			status, _ := get(secret, path)
 			assert.Truef(t, status == 200, "%s: the link %s is answered with %d", role, path, status)
 		}
+		if opens {
+			_, page = get(secret, "/find")
+			assert.Contains(t, page, `data-row="/channels"`)
+			assert.True(t, !strings.Contains(page, `data-row="/principals"`), "find leads an operator to the principals")
+		}
 		for _, path := range []string{"/channels", "/threads/t1", "/memory", "/memory?category=general"} {
 			assert.Equal(t, opens, seen[path], role, path)
 		}
