@@ -330,7 +330,10 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 			switch {
 			case postgres.Broken(unknown):
 				return unknown
+			case errors.Is(unknown, ErrNotFound):
+				err = ErrNotFound
 			case unknown != nil:
+				err = unknown
 			case broke && now.DecidedBy == by && now.Reason == reason && approve == (now.Status != "rejected"):
 				decided, err = now, nil // by the try whose answer was lost
 			default:
