@@ -84,7 +84,7 @@ func (r *run) afterCompletion(ctx context.Context, status Status, failure error,
 	if r.exec.ParentID != nil || done.awaited {
 		r.e.deliverCompletion(context.WithoutCancel(ctx), r.exec.ID)
 	}
-	r.e.logReleasedLanes(ctx, r.exec.ID, done.releasedLanes)
+	r.e.logReleasedLanes(ctx, r.laneOwner().String(), done.releasedLanes)
 	r.e.log.InfoContext(ctx, "locks released", "count", len(done.releasedLanes))
 }
 
@@ -414,9 +414,10 @@ func (e *Engine) logReleased(ctx context.Context, id string, n int, attrs ...any
 	e.log.InfoContext(ctx, "locks released", append(slices.Clip(attrs), "count", n)...)
 }
 
-func (e *Engine) logReleasedLanes(ctx context.Context, id string, released []releasedLane, attrs ...any) {
+// logReleasedLanes logs released lanes. For an execution that ended outside of its run, owner is the id alone.
+func (e *Engine) logReleasedLanes(ctx context.Context, owner string, released []releasedLane, attrs ...any) {
 	for _, f := range released {
-		line := append(slices.Clip(attrs), "lane", f.Lane, "owner", id, "fencing_token", f.Token)
+		line := append(slices.Clip(attrs), "lane", f.Lane, "owner", owner, "fencing_token", f.Token)
 		if f.Successor != "" {
 			line = append(line, "to", f.Successor)
 		}

@@ -558,6 +558,21 @@ func TestTheLogHasEveryTransition(t *testing.T) {
 	}
 }
 
+// A lane is released under the owner that it was acquired under.
+func TestTheLogNamesTheOwnerOfAReleasedLane(t *testing.T) {
+	t.Parallel()
+	l := &lines{}
+	flows := flow(func(ctx context.Context) (executions.Result, error) {
+		_, err := executions.Lane(ctx, "objective:7")
+		return executions.Result{}, err
+	})
+	p := prepare(t, pgtest.DB(t), flows, l.into)
+	x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+	require.NoError(t, err)
+	records := l.Records(t, "lane released")
+	assert.Truef(t, len(records) == 1 && records[0]["owner"] == x.ID+"#1", "%v, want the owner %s#1", records, x.ID)
+}
+
 // An end outside the run is logged once.
 func TestTheLogHasAnExternalEnd(t *testing.T) {
 	t.Parallel()
