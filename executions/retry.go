@@ -44,7 +44,8 @@ func queueLockTimeout(b *pgx.Batch) {
 // maxLockPause is the longest pause between attempts of a blocked write.
 const maxLockPause = 200 * time.Millisecond
 
-// unqueuedRetries is the number of retries without the retry slot. Most locks are released by then.
+// unqueuedRetries is the number of retries without the retry slot, and without a warning. Most locks are released by
+// then.
 const unqueuedRetries = 3
 
 // retryLocked retries a write while another transaction blocks it, for lockTimeout. It holds no connection between
@@ -210,7 +211,8 @@ func RetryTransient[T any](ctx context.Context, fn func(ctx context.Context) (T,
 	}
 	deadline := time.Now().Add(r.e.opts.LeaseTTL)
 	cancelled := 0
-	for backoff := newBackoff(); ; {
+	backoff := newBackoff()
+	for n := 1; ; n++ {
 		before := r.countSteps()
 		value, err := fn(ctx)
 		if postgres.IsCode(err, "57014") {
@@ -223,7 +225,9 @@ func RetryTransient[T any](ctx context.Context, fn func(ctx context.Context) (T,
 		case r.startedSince(scopeOf(ctx), before): // a repeated fn would give its steps other keys
 			return value, err
 		}
-		r.e.warnUnavailable(ctx, err)
+		if !postgres.Locked(err) || n > unqueuedRetries {
+			r.e.warnUnavailable(ctx, err)
+		}
 		if !backoff.Wait(ctx) {
 			return value, err
 		}

@@ -169,6 +169,28 @@ func TestACancelledQueryIsRetried(t *testing.T) {
 	}
 }
 
+// A lock that is soon released is no outage, and nobody is warned.
+func TestAShortLockIsRetriedInSilence(t *testing.T) {
+	t.Parallel()
+	for locked, warnings := range map[int]int{3: 0, 5: 2} {
+		l := &lines{}
+		tries := 0
+		p := prepare(t, pgtest.DB(t), flow(func(ctx context.Context) (executions.Result, error) {
+			_, err := executions.RetryTransient(ctx, func(context.Context) (bool, error) {
+				if tries++; tries > locked {
+					return true, nil
+				}
+				return false, &pgconn.PgError{Code: "55P03", Message: "canceling statement due to lock timeout"}
+			})
+			return executions.Result{}, err
+		}), l.into)
+		x, err := p.RunSync(t.Context(), executions.Spec{Flow: "flow", Surface: trace.Flow})
+		require.NoError(t, err)
+		assert.Equal(t, executions.Completed, x.Status)
+		assert.Equal(t, warnings, len(l.Records(t, "database unavailable, trying again")))
+	}
+}
+
 // A connection that breaks while a lane is released is no result of the flow: it is released over another one,
 // also where the one that broke had done it.
 func TestALaneIsReleasedAlthoughTheConnectionBreaks(t *testing.T) {
