@@ -66,7 +66,11 @@ func (n *tracedNode) write(b *strings.Builder, base string, selected bool) {
 		write(b, ` <span class="muted">level `, strconv.Itoa(n.Level), `</span>`)
 	}
 	if message := n.Message(); message != "" {
-		write(b, ` <span class="wf-why">`, esc(cut(90, message)), `</span>`)
+		class := "wf-why"
+		if n.Row != nil && n.Row.Message == "" {
+			class += " decision"
+		}
+		write(b, ` <span class="`, class, `">`, esc(cut(90, message)), `</span>`)
 	}
 	write(b, `</span><span role="gridcell" class="wf-time"><svg height="20" aria-hidden="true">`)
 	for _, bar := range n.Bars {

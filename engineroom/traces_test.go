@@ -277,6 +277,7 @@ func TestATraceShowsTheDecisionOnAnApproval(t *testing.T) {
 		for _, view := range []string{"", "?view=table", "?span=" + row} {
 			body := shows(t, base+view, "</span>"+test.state+"</span>", test.who)
 			assert.Truef(t, !strings.Contains(body, "pending approval"), "%s%s: %s", test.state, view, body)
+			assert.Truef(t, !strings.Contains(body, `class="wf-why">by ana`), "%s%s: a decision looks like an error", test.state, view)
 		}
 	}
 }
