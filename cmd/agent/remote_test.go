@@ -765,7 +765,7 @@ func TestInterruptAtAnApprovalWithoutTheScopeSaysSo(t *testing.T) {
 	s.typeKeys("\x03")
 	s.waitFor(`executions cancel (needs the scope runs:write)`)
 	s.waitFor(`(not cancelled: the approval is left open; decide later with /approve or /reject)`)
-	pgtest.Equal(t, d.pool, "waiting", `select status::text from agent_executions where flow = 'operate'`)
+	pgtest.Until(t, d.pool, "waiting", `select status::text from agent_executions where flow = 'operate'`)
 }
 
 // The console of a server asks about an approval in place, if its caller may decide.
