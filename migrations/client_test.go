@@ -60,6 +60,7 @@ func TestAWorkerOutsideNeedsOnlyTheContract(t *testing.T) {
 		{`select refused from lock_agent_execution($1::text::uuid, 'worker 2') where $2 <> ''`, "ended"},
 	}, id, second)
 	_, err := conn.Exec(t.Context(), `select read_agent_execution($1::text::uuid, $2)`, id, first)
+	assert.ErrorContains(t, err, "the lock of execution "+id+" is stale")
 	assert.Truef(t, postgres.IsCode(err, "LK001"), "read under a void lock: %v", err)
 }
 

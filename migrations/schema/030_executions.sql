@@ -477,8 +477,8 @@ begin
        select 1 from agent_workers w where w.id = e.claimed_by and w.expires_at > clock_timestamp()))) then
     return true;
   end if;
-  raise exception 'claim % of execution % is stale: the run was handed on, ended, or its worker''s lease expired',
-    p_claim, p_id using errcode = 'LK001', hint = 'Stop the work: it goes on elsewhere, or has ended.';
+  raise exception '% of execution % is stale: the run was handed on, ended, or its worker''s lease expired',
+    case when p_claim >= 0 then 'claim ' || p_claim else 'the lock' end, p_id using errcode = 'LK001', hint = 'Stop the work: it goes on elsewhere, or has ended.';
 end $$;
 comment on function fence_agent_execution is
   'Guard a write of a run: true while the claim is the live one of the execution, else LK001. A takeover waits for '
