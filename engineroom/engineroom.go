@@ -158,8 +158,8 @@ func (room *Room) Routes() []Route {
 // scope returns the scope that a page's viewer needs.
 func (p page) scope() principals.Scope {
 	first, _, _ := strings.Cut(strings.TrimPrefix(p.path, "/"), "/")
-	if strings.HasPrefix(p.path, "/evals/from/") || strings.Contains(p.path, "/cases/") ||
-		strings.HasSuffix(p.path, "/prompts") { // it shows what was said
+	if strings.HasPrefix(p.path, "/evals/from/") || first == "evals" && strings.Contains(p.path, "/cases/") ||
+		first == "traces" && strings.HasSuffix(p.path, "/prompts") { // it shows what was said
 		return principals.ThreadsRead
 	}
 	switch first {

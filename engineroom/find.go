@@ -236,7 +236,7 @@ func (room *Room) findResults(w http.ResponseWriter, r *http.Request) {
 		room.Refuse(w, r, err)
 		return
 	}
-	room.send(w, r, http.StatusOK, body)
+	room.send(w, r, http.StatusOK, v.unlink(body))
 }
 
 // recentItems are the newest traces and failures, open approvals and the pages.

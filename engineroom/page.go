@@ -286,8 +286,8 @@ func (v *visit) unlink(body []byte) []byte {
 // opens reports whether the viewer may open the page or route of an address.
 func (v *visit) opens(address string) bool {
 	at, err := url.Parse(address)
-	if err != nil || at.Query().Get("tab") == "prompt" {
-		return v.texts
+	if err != nil || at.Query().Get("tab") == "prompt" && !v.texts {
+		return false
 	}
 	need := page{path: strings.TrimPrefix(at.Path, "/v1")}.scope()
 	return at.Path == "" || !strings.Contains(v.lacks, string(need))

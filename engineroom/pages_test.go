@@ -504,3 +504,20 @@ func TestASkillIsShownWithItsCalls(t *testing.T) {
 	turnsAway(t, server.URL+"/skills/nothing", 404, "there is no skill")
 	turnsAway(t, server.URL+"/skills/%00", 404, "there is no skill")
 }
+
+func TestUnlinkRemovesOnlyWhatTheViewerMayNotOpen(t *testing.T) {
+	t.Parallel()
+	for lacks, links := range map[string]map[string]bool{
+		" threads:read": {
+			"/skills/prompts": true, "/flows/prompts": true, "?tab=events": true, "#main": true,
+			"/threads/t": false, "/traces/x?tab=prompt": false, "/v1/traces/x/prompts": false, "/evals/runs/r/cases/c": false,
+		},
+		" runs:read": {"/threads/t": true, "/traces/x?tab=prompt": false, "?tab=prompt": true},
+	} {
+		v := &visit{lacks: lacks, texts: !strings.Contains(lacks, "threads:read")}
+		for link, kept := range links {
+			tag := `<a class="x" href="` + link + `">x</a>`
+			assert.Equal(t, kept, string(v.unlink([]byte(tag))) == tag, link, lacks)
+		}
+	}
+}

@@ -213,7 +213,7 @@ func TestPagesLinkOnlyWhatTheViewerMayOpen(t *testing.T) {
 		select e.trace_id, e.id, 'look', 1, '{}', e.id::text, now() + interval '1 hour' from agent_executions e`)
 	pages := []string{
 		"/", "/activity", "/traces?q=nothing+has+this", "/executions", "/flows", "/agents", "/skills/look", "/approvals",
-		"/threads", "/memory",
+		"/threads", "/memory", "/find", "/find/results",
 	}
 	for _, id := range c.traces {
 		pages = append(pages, "/traces/"+id, "/traces/"+id+"?tab=raw")
