@@ -258,7 +258,13 @@ func newLink(config Config, idempotencyKey, body string, cancel context.CancelCa
 
 type idleError struct{ after time.Duration }
 
-func (e *idleError) Error() string { return fmt.Sprintf("the server was silent for %s", e.after) }
+func (e *idleError) Error() string {
+	after := e.after
+	if after > time.Second {
+		after = after.Round(time.Second)
+	}
+	return fmt.Sprintf("the server was silent for %s", after)
+}
 
 // close stops the timer and closes the body.
 func (l *link) close() {

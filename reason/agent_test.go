@@ -120,9 +120,11 @@ func TestASilentModelLeavesTimeForTheNext(t *testing.T) {
 	w := newWorld(t, modeltest.Hang(), modeltest.Text("Done."))
 	w.loop.Budget = reason.Budget{Time: 6 * time.Second}
 	w.declare(t, agents.Definition{Name: "sales", Model: "first", Fallback: []string{"second"}})
-	_, got := w.completed(t)
+	x, got := w.completed(t)
 	assert.Truef(t, got.Text == "Done." && len(w.model.Requests()) == 2, "after %d requests the answer is %q",
 		len(w.model.Requests()), got.Text)
+	said := named(w.rows(t, x), "model_call")[0].Message
+	assert.Truef(t, regexp.MustCompile(`silent for [1-3]s`).MatchString(said), "the row says %q", said)
 }
 
 func TestARefusalOfTheRequestIsNoReasonToFallBack(t *testing.T) {
