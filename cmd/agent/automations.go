@@ -164,7 +164,7 @@ func (c *cli) automationsShowCommand() *cobra.Command {
 }
 
 func writeAutomation(w io.Writer, a shownAutomation, runs []automations.Run) {
-	fmt.Fprintf(w, "%s\n\n", strings.TrimSpace(printable(a.Name)+"\n"+a.Description))
+	fmt.Fprintf(w, "%s\n\n", strings.TrimSpace(printable(a.Name)+"\n"+printableText(a.Description)))
 	var next []string
 	for _, t := range a.NextRuns {
 		next = append(next, t.Format("2006-01-02 15:04:05 MST"))

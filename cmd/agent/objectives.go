@@ -138,7 +138,7 @@ func idleText(runs int) string {
 }
 
 func writeObjective(w io.Writer, o shownObjective) {
-	fmt.Fprintf(w, "%s\n%s\n\n", printable(o.Name), o.Goal)
+	fmt.Fprintf(w, "%s\n%s\n\n", printable(o.Name), printableText(o.Goal))
 	every := ""
 	if o.ReviewEverySeconds > 0 {
 		every = human.Seconds(float64(o.ReviewEverySeconds))

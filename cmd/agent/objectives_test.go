@@ -73,9 +73,13 @@ func TestProposalCommands(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	p := newProgram(t, url)
-	p.must("skills", "call", "objective_propose", "--args", `{"name":"wish","goal":"g"}`)
+	p.must("skills", "call", "objective_propose", "--args", `{"name":"wish","goal":"g\u001b[2J"}`)
 	p.must("skills", "call", "automation_propose", "--args",
 		`{"name":"watch","cron":"0 9 * * 1-5","timezone":"Europe/Madrid","skill":"recent_activity"}`)
+	p.must("skills", "call", "automation_propose", "--args",
+		`{"name":"mail","cron":"0 9 * * 1-5","skill":"recent_activity","description":"d\u001b[2J"}`)
+	assert.Contains(t, p.must("objectives", "show", "wish"), "wish\ng[2J\n") // no escape sequence reaches the terminal
+	assert.Contains(t, p.must("automations", "show", "mail"), "mail\nd[2J\n")
 	assert.Contains(t, p.must("objectives", "ls", "--status", "proposed"), "wish")
 	assert.Contains(t, p.must("automations", "ls"), "watch", "proposed")
 	bad := p.run("automations", "enable", "watch")

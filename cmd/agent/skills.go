@@ -106,7 +106,7 @@ func writeSkill(w io.Writer, s skills.Skill) {
 	if !s.Enabled {
 		state = "disabled by " + s.DisabledBy + ": " + printable(s.DisabledReason)
 	}
-	fmt.Fprintf(w, "%s\n%s\n\n", s.Name, s.Description)
+	fmt.Fprintf(w, "%s\n%s\n\n", s.Name, printableText(s.Description))
 	for _, l := range [][2]string{
 		{"state", state},
 		{"scope", s.Scope},
