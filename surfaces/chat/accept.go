@@ -569,7 +569,8 @@ func (r documentRequest) deliver(ctx context.Context, c *Chat, tx pgx.Tx, x exec
 	if err != nil {
 		return fmt.Errorf("answer request: %w", err)
 	}
-	within := trace.With(ctx, trace.Span{TraceID: trace.ID(x.TraceID), ExecutionID: x.ID}) // why names the turn as the cause
+	// Why names the turn as the cause.
+	within := trace.With(ctx, trace.Span{TraceID: trace.ID(x.TraceID), ExecutionID: x.ID})
 	got, err := c.Engine.Deliver(within, tx, "DOCUMENT_UPLOADED", r.id, data, "chat "+x.ID)
 	if err == nil {
 		err = activity.Asked(ctx, tx, "event "+got.EventID)
