@@ -109,8 +109,11 @@ func TestTextByLook(t *testing.T) {
 			"Join: https://h/chat#join=join_a1OITQ-IQxAP1am0hopscywGy-Fhs_mZ9R009ohjJFk, please",
 			"Join: https://h/chat#join=[redacted], please",
 		},
-		"visitor token": {"vis_AL7lpmnURdkBkIt9D6aOdAyYdYxRGsVmL4xRObSmdgE", "[redacted]"},
-		"a name":        {"join_orders_and_their_items_for_the_report", "join_orders_and_their_items_for_the_report"},
+		"visitor token":  {"vis_AL7lpmnURdkBkIt9D6aOdAyYdYxRGsVmL4xRObSmdgE", "[redacted]"},
+		"a capital late": {"join_a1oitq-iqxap1am0hopscywgy-fhs_mZ9R009ohjJ-k.", "[redacted]."},
+		"a name": {
+			"join_orders_and_their_items_for_the_report_of_may", "join_orders_and_their_items_for_the_report_of_may",
+		},
 		"dsn": {
 			"connect postgres://bob:p@ss/w:rd@db:5432/x?sslmode=off",
 			"connect postgres://bob:[redacted]@db:5432/x?sslmode=off",
