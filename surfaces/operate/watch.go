@@ -72,7 +72,7 @@ func (o *Operate) Explain(ctx context.Context, busy *lanes.BusyError) string {
 	}
 	if h.ended != nil {
 		return text + fmt.Sprintf("; its last turn ended %s ago, and it keeps the lane for %s after a turn",
-			time.Since(*h.ended).Round(time.Second), o.Idle)
+			max(0, time.Since(*h.ended)).Round(time.Second), o.Idle)
 	}
 	return text + fmt.Sprintf("; at work for %s", time.Duration(h.HeldFor*float64(time.Second)).Round(time.Second))
 }
