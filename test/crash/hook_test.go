@@ -11,7 +11,7 @@ import (
 )
 
 // receives is the first thing that a delivery does in the database.
-var receives = regexp.MustCompile(`from agent_webhook_endpoints`)
+var receives = regexp.MustCompile(`from agent_webhook_endpoints where name`)
 
 // TestKillAtEveryBoundaryOfAWebhook kills the process that receives and handles a delivery with three actions before
 // each of its requests, and after each took effect. The sender sends it again, as senders do, whatever it has heard.
