@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"maps"
 	"net/http"
-	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
@@ -165,7 +164,7 @@ func (s *server) changeNamed(
 // whatever name a model chose.
 func pathName(r request, missing error) (string, error) {
 	name := r.PathValue("id")
-	if !utf8.ValidString(name) || !hasNoNUL(name) || len(name) > maxText {
+	if !postgres.IsText(name) || len(name) > maxText {
 		return "", missing
 	}
 	return name, nil

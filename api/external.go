@@ -188,7 +188,7 @@ func (r releaseRequest) check() error {
 		return badBody("error_message belongs to status failed, not %s", r.Status)
 	case len(r.ResultSummary) > maxSummary || len(r.ErrorMessage) > maxSummary:
 		return badBody("result_summary and error_message have at most %d bytes", maxSummary)
-	case !hasNoNUL(r.ResultSummary) || !hasNoNUL(r.ErrorMessage) || !storable(r.WaitingKey):
+	case !postgres.IsText(r.ResultSummary) || !postgres.IsText(r.ErrorMessage) || !storable(r.WaitingKey):
 		return badBody("result_summary, error_message or waiting_key has unstorable characters")
 	case waiting && r.WaitingFor == "agent" && r.WaitingKey != "" && !uuidForm.MatchString(r.WaitingKey):
 		return badBody("waiting_key is %.60q; for agent it must be the id of an execution", r.WaitingKey)
@@ -199,9 +199,6 @@ func (r releaseRequest) check() error {
 
 // isSet reports a value other than null.
 func isSet(v json.RawMessage) bool { return len(v) > 0 && string(v) != "null" }
-
-// hasNoNUL reports text that PostgreSQL can store. An error message may contain tabs and escapes.
-func hasNoNUL(s string) bool { return !strings.ContainsRune(s, 0) }
 
 func isLockID(id string) bool { return id != "" && len(id) <= maxLockID && storable(id) }
 

@@ -7,11 +7,11 @@ import (
 	"maps"
 	"net/http"
 	"time"
-	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/agents"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/memory"
 )
@@ -98,7 +98,7 @@ func (s *server) owner(r request) (memory.Owner, error) {
 func (s *server) pathEntry(r request) (owner memory.Owner, category, key string, err error) {
 	category, key = r.PathValue("category"), r.PathValue("key")
 	for _, text := range []string{category, key} {
-		if !utf8.ValidString(text) || !hasNoNUL(text) || len(text) > maxText {
+		if !postgres.IsText(text) || len(text) > maxText {
 			return "", "", "", memory.ErrNotFound
 		}
 	}

@@ -7,7 +7,6 @@ import (
 	"maps"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -139,7 +138,7 @@ type activityEntered struct{ Skill, Lane, Agent, ID string }
 // textFilter reads a text filter.
 func (v *visit) textFilter(name string) (string, error) {
 	value := strings.TrimSpace(v.Query.Get(name))
-	if len(value) > maxFilterBytes || !utf8.ValidString(value) || strings.ContainsRune(value, 0) {
+	if len(value) > maxFilterBytes || !postgres.IsText(value) {
 		return "", badFilter("%s is not text of at most %d bytes", name, maxFilterBytes)
 	}
 	return value, nil

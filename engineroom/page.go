@@ -372,7 +372,7 @@ func (s *show) find(ctx context.Context, p page) error {
 // named reports whether the path values are valid text for PostgreSQL.
 func (s *show) named(p page) bool {
 	for _, m := range wildcard.FindAllStringSubmatch(p.path, -1) {
-		if value := s.path(m[1]); !utf8.ValidString(value) || strings.ContainsRune(value, 0) {
+		if value := s.path(m[1]); !postgres.IsText(value) {
 			return false
 		}
 	}

@@ -29,7 +29,6 @@ import (
 	"fmt"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -216,7 +215,7 @@ func (n *Note) check() (json.RawMessage, error) {
 	n.Category = cmp.Or(n.Category, defaultCategory)
 	var problems []error
 	for field, text := range map[string]string{"category": n.Category, "key": n.Key} {
-		if strings.TrimSpace(text) == "" || len(text) > maxName || strings.ContainsRune(text, 0) || !utf8.ValidString(text) {
+		if strings.TrimSpace(text) == "" || len(text) > maxName || !postgres.IsText(text) {
 			problems = append(problems, fmt.Errorf("%s: must have 1 to %d bytes of UTF-8 and no NUL character", field, maxName))
 		}
 	}

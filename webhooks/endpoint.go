@@ -14,7 +14,6 @@ import (
 	"slices"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
@@ -397,7 +396,7 @@ func PutEndpoint(ctx context.Context, db postgres.DB, d EndpointDefinition, sour
 
 // GetEndpoint reads an endpoint by name; [ErrNotFound] for none.
 func GetEndpoint(ctx context.Context, db postgres.DB, name string) (Endpoint, error) {
-	if !utf8.ValidString(name) || strings.ContainsRune(name, 0) { // PostgreSQL cannot store such a text
+	if !postgres.IsText(name) {
 		return Endpoint{}, fmt.Errorf("read webhook %q: %w", name, ErrNotFound)
 	}
 	rows, err := db.Query(ctx, `

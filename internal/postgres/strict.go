@@ -94,6 +94,9 @@ func Text(s string) string {
 	return strings.ReplaceAll(strings.ToValidUTF8(s, "\ufffd"), "\x00", "")
 }
 
+// IsText reports whether a column of text can hold s: it is UTF-8 without NUL.
+func IsText(s string) bool { return Text(s) == s }
+
 // PostgreSQL knows more times than Go and JSON do: infinity, and years before 1 and after 9999. A row that has such a
 // time is read as having the nearest that everybody can tell, so that it does not keep the rows around it from being
 // read. The first is not the zero time, which means that there is none.

@@ -27,7 +27,7 @@ import (
 var composed = map[string]string{
 	"cmd/agent/demo.go":               "names a database",
 	"channels/inbox.go":               "runs the statements of its callers, which are checked where they stand",
-	"engineroom/find.go":              "joins statements that select ids with one that reads the rows",
+	"engineroom/find.go":              "joins queries for ids with a query for their rows",
 	"engineroom/fragment.go":          "names one of five tables",
 	"engineroom/suggest.go":           "names a column with its table and index; the test of indexes runs each",
 	"internal/pgserver/data.go":       "names a database",

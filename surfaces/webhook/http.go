@@ -13,7 +13,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -122,7 +121,7 @@ func filter(raw string) (webhooks.Filter, error) {
 		switch {
 		case len(all) > 1 || value == "":
 			return f, badParameter("parameter %.60q is empty or given twice", name)
-		case !utf8.ValidString(value) || strings.ContainsRune(value, 0):
+		case !postgres.IsText(value):
 			return f, badParameter("parameter %.60q has a NUL or is not UTF-8", name)
 		case name == "endpoint":
 			f.Endpoint = value

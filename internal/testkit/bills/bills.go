@@ -127,7 +127,7 @@ arguments: {amount: 7}
 max_attempts: 1
 `
 
-// ShopYAML declares three skills of a shop: an idempotent one, one that is not, and one that needs approval.
+// ShopYAML declares three skills of a shop. One is idempotent, one is not, and one needs approval.
 const ShopYAML = `
 kind: skill
 name: look
