@@ -22,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/browser"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/internal/testkit/rows"
 )
 
@@ -62,7 +63,7 @@ func mortalRoom(t *testing.T) (*pgxpool.Pool, *mortal) {
 	pool := pgtest.DB(t)
 	room, err := New(Options{Pool: pool, Agent: "agent"})
 	require.NoError(t, err)
-	m := &mortal{tb: t, handler: muxOf(room), address: "127.0.0.1:0"}
+	m := &mortal{tb: t, handler: muxOf(room), address: testkit.FreeAddress(t)}
 	m.start()
 	t.Cleanup(m.stop)
 	return pool, m
@@ -72,7 +73,6 @@ func (m *mortal) start() {
 	m.tb.Helper()
 	listener, err := net.Listen("tcp", m.address)
 	require.NoError(m.tb, err)
-	m.address = listener.Addr().String()
 	m.server = &http.Server{Handler: m.handler}
 	go m.server.Serve(&hangingListener{listener, m})
 }

@@ -152,20 +152,10 @@ func certificate(t *testing.T) (cert, key string) {
 	return cert, key
 }
 
-// freePort returns an address that nothing listens on.
-func freePort(t *testing.T) string {
-	t.Helper()
-	var config net.ListenConfig
-	l, err := config.Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer l.Close()
-	return l.Addr().String()
-}
-
 func TestTheListenerTakesMailForTheChannelOnly(t *testing.T) {
 	t.Parallel()
 	cert, key := certificate(t)
-	address := freePort(t)
+	address := testkit.FreeAddress(t)
 	mb := open(t, "listen", address, "tls_cert", cert, "tls_key", key, "smtp", address, "smtp_tls", "starttls",
 		"smtp_ca", cert, "max_bytes", "20000")
 	in := &inbox{state: make(chan error, 10)}

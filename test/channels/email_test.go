@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	netmail "net/mail"
@@ -23,6 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/npmtest"
 	"github.com/lanekeeper/lanekeeper/internal/proctest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // post is nodemailer and smtp-server: a client and a server of e-mail for Node.
@@ -73,11 +73,7 @@ func newPost(t *testing.T, model *modeltest.Server, faults, more string, setting
 			}
 		}
 	}()
-	var config net.ListenConfig
-	l, err := config.Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	p.agent = l.Addr().String()
-	l.Close()
+	p.agent = testkit.FreeAddress(t)
 	p.w = newWorld(t, model, fmt.Sprintf(`
 kind: channel
 name: mail

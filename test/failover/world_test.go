@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
@@ -271,7 +270,7 @@ type server struct {
 	t     testing.TB
 	bin   string
 	dir   string // of the data
-	port  int
+	port  string
 	cmd   *exec.Cmd
 	ended chan struct{} // closed when the postmaster is gone
 }
@@ -302,7 +301,7 @@ func replicaOf(t testing.TB, primary *server) *server {
 	t.Helper()
 	s := place(t)
 	s.run("pg_basebackup", "-D", s.dir, "-X", "stream", "-c", "fast", "-R", "--no-sync",
-		"-d", fmt.Sprintf("host=127.0.0.1 port=%d user=postgres application_name=standby", primary.port))
+		"-d", fmt.Sprintf("host=127.0.0.1 port=%s user=postgres application_name=standby", primary.port))
 	s.start()
 	return s
 }
@@ -321,28 +320,13 @@ func place(t testing.TB) *server {
 	t.Cleanup(func() {
 		assert.NoError(t, os.RemoveAll(dir))
 	})
-	s := &server{t: t, bin: found.Dir, dir: filepath.Join(dir, "data"), port: freePort(t)}
+	_, port, err := net.SplitHostPort(testkit.FreeAddress(t))
+	require.NoError(t, err)
+	s := &server{t: t, bin: found.Dir, dir: filepath.Join(dir, "data"), port: port}
 	if who := s.attributes().Credential; who != nil {
 		require.NoError(t, os.Chown(dir, int(who.Uid), int(who.Gid)))
 	}
 	return s
-}
-
-// freePort finds one below those that the system gives to whoever asks for any, so that it stays free while the
-// server is away.
-func freePort(t testing.TB) int {
-	t.Helper()
-	for range 100 {
-		port := 20000 + rand.IntN(10000)
-		listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port)))
-		if err != nil {
-			continue
-		}
-		require.NoError(t, listener.Close())
-		return port
-	}
-	t.Fatal("no port is free")
-	return 0
 }
 
 // attributes make a process end with this one, and not run as root, which PostgreSQL refuses.
@@ -389,7 +373,7 @@ func (s *server) start() {
 	log, err := os.OpenFile(s.dir+".log", os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	require.NoError(s.t, err)
 	defer log.Close()
-	cmd := s.command("postgres", "-D", s.dir, "-p", strconv.Itoa(s.port), "-c", "listen_addresses=127.0.0.1", "-c",
+	cmd := s.command("postgres", "-D", s.dir, "-p", s.port, "-c", "listen_addresses=127.0.0.1", "-c",
 		"unix_socket_directories=",
 		"-c", "shared_buffers=32MB", "-c", "max_connections=120", "-c", "dynamic_shared_memory_type=mmap", "-c",
 		"wal_keep_size=64MB")
@@ -435,7 +419,7 @@ func (s *server) promote() {
 func (s *server) try(database, sql string) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(s.t.Context()), 20*time.Second)
 	defer cancel()
-	conn, err := pgx.Connect(ctx, fmt.Sprintf("postgres://postgres@127.0.0.1:%d/%s?sslmode=disable&application_name=test",
+	conn, err := pgx.Connect(ctx, fmt.Sprintf("postgres://postgres@127.0.0.1:%s/%s?sslmode=disable&application_name=test",
 		s.port, database))
 	if err != nil {
 		return err
@@ -459,7 +443,7 @@ func (s *server) await(what, sql string) {
 func urlOf(servers ...*server) string {
 	hosts := make([]string, len(servers))
 	for i, s := range servers {
-		hosts[i] = fmt.Sprintf("127.0.0.1:%d", s.port)
+		hosts[i] = fmt.Sprintf("127.0.0.1:%s", s.port)
 	}
 	url := "postgres://postgres@" + strings.Join(hosts, ",") + "/agent?sslmode=disable"
 	if len(servers) > 1 {

@@ -5,7 +5,6 @@ import (
 	"crypto/rand"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -196,10 +195,7 @@ type shell struct {
 // newShell starts bash in a folder of its own.
 func newShell(t testing.TB, p page) *shell {
 	t.Helper()
-	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	s := &shell{t: t, dir: t.TempDir(), address: listener.Addr().String(), page: p, urls: map[string]string{}}
-	require.NoError(t, listener.Close())
+	s := &shell{t: t, dir: t.TempDir(), address: testkit.FreeAddress(t), page: p, urls: map[string]string{}}
 	for _, shown := range p.databases {
 		s.urls[shown] = pgtest.EmptyURL(t)
 	}
