@@ -307,6 +307,19 @@ func TestWhatIsNoTraceIsSaid(t *testing.T) {
 	}
 }
 
+// Tokens of a model without a price cost an unknown amount, not nothing.
+func TestSpendOfAModelWithoutAPriceSaysNoPrice(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.exec(`
+		insert into agent_activity (trace_id, kind, skill_name, model, cost_usd, token_usage)
+		values ('hb_1', 'model', 'model', 'priced', 0.000179, '{"prompt_tokens": 900, "completion_tokens": 8, "total_tokens": 908}'),
+		       ('hb_1', 'model', 'model', 'unpriced', 0, '{"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}'),
+		       ('hb_1', 'model', 'model', 'refused', 0, '{}')`)
+	assert.Equal(t, "priced: 1 call, 908 tokens, $0.000179\nrefused: 1 call, 0 tokens\nunpriced: 1 call, 3 tokens, no price",
+		value[string](w, `select string_agg(r.what, e'\n' order by r.what) from why('hb_1') r where r.part = 'spend'`))
+}
+
 // Secrets that stand in what others wrote are not shown, and lists end, saying how much is left.
 func TestALargeTraceIsBoundedAndSecretsAreNotShown(t *testing.T) {
 	t.Parallel()

@@ -337,8 +337,9 @@ begin
       from log m where m.kind = 'model' group by m.model),
   spent as (
     select 'spend', 2, m.at,
-           (m.at, 'spend', format('%s: %s, %s tokens, $%s', coalesce(nullif(m.model, ''), 'a model without a name'),
-              case when m.calls = 1 then '1 call' else m.calls || ' calls' end, to_char(m.tokens, 'FM999,999,999,999,990'), m.usd),
+           (m.at, 'spend', format('%s: %s, %s tokens%s', coalesce(nullif(m.model, ''), 'a model without a name'),
+              case when m.calls = 1 then '1 call' else m.calls || ' calls' end, to_char(m.tokens, 'FM999,999,999,999,990'),
+              case when m.usd <> 0 then ', $' || m.usd when m.tokens > 0 then ', no price' else '' end),
             'trace ' || p_trace, 'model ' || m.model, p_trace, null, jsonb_build_object('calls', m.calls, 'prompt_tokens', m.prompt,
               'completion_tokens', m.completion, 'tokens', m.tokens, 'cost_usd', m.usd))::agent_reason
       from models m order by m.usd desc, m.tokens desc, m.model limit p_most),
