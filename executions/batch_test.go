@@ -158,7 +158,7 @@ func TestACompletionMakesItsStartDurable(t *testing.T) {
 		defer cancel()
 		return p.StartSeveral(ctx, specs, here)
 	}
-	got, err := begin(true, true)
+	got, err := p.StartSeveral(t.Context(), specs, []bool{true, true})
 	require.NoError(t, err, "starts that are run here wait for the standby")
 	if got, err := begin(true, false); err == nil {
 		t.Errorf("%d starts, of which one is for others, did not wait for the standby", len(got))

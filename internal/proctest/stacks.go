@@ -9,7 +9,7 @@ import (
 )
 
 // dumpPatience is how long a process has to say where its goroutines are.
-const dumpPatience = 3 * time.Second
+const dumpPatience = 20 * time.Second
 
 // whereabouts ends a process that still runs and returns what its goroutines were doing; empty when it had ended, was
 // stopped, or does not say.

@@ -16,9 +16,9 @@ func TestStacks(t *testing.T) {
 		hang()
 	}
 	t.Parallel()
-	p := Start(t, 10*time.Second, t.TempDir(), append(Environ(), "PROCTEST_HANG=yes"), os.Args[0],
+	p := Start(t, time.Minute, t.TempDir(), append(Environ(), "PROCTEST_HANG=yes"), os.Args[0],
 		"-test.run=^TestStacks$", "-test.v")
-	pgtest.Eventually(t, 10*time.Second, func() bool { return strings.Contains(p.Out.String(), "hangs") },
+	pgtest.Eventually(t, 60*time.Second, func() bool { return strings.Contains(p.Out.String(), "hangs") },
 		"the process hangs")
 	got := p.whereabouts()
 	assert.Truef(t, strings.Contains(got, "proctest.hang < proctest.TestStacks") && strings.Contains(got, "1 × "),
