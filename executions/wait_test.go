@@ -440,7 +440,7 @@ func TestAWaitForDocumentsEndsWhenAllAreThere(t *testing.T) {
 			`{"document": "b", "url": "ub"}`, `{"document": "pet", "url": "up"}`,
 			`{"document": "a", "url": "ua"}`,
 		},
-		"at once": {`{"documents": [{"document": "b", "url": "ub"}, {"name": "a", "url": "ua"}, 7, {"url": "?"}]}`},
+		"at once": {`{"documents": [{"document": "b", "url": "ub"}, {"name": "a", "url": "ua"}]}`},
 		"one replaced": {
 			`{"document": "b", "url": "old"}`, `{"document": "b", "url": "ub"}`,
 			`{"document": "a", "url": "ua"}`,

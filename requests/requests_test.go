@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/documents"
@@ -88,10 +89,7 @@ func TestARequestIsAnsweredByItsEvents(t *testing.T) {
 		"all documents at once, in their order": {
 			requests.Request{Kind: requests.Document, Title: "Papers", Items: []string{"photo", "cv"}},
 			"DOCUMENT_UPLOADED",
-			[]string{
-				`{"documentUrls": ["u0"]}`, `{"document": "x", "documentUrls": ["u0", "u0"]}`,
-				`{"documentUrls": ["u2", "u1"]}`,
-			},
+			[]string{`{"documentUrls": ["u2", "u1"]}`},
 			map[string]any{"documentUrls": []any{"u2", "u1"}, "documents": []any{
 				map[string]any{"document": "photo", "url": "u2"}, map[string]any{"document": "cv", "url": "u1"},
 			}},
@@ -192,6 +190,29 @@ func TestARequestBelongsToItsTransaction(t *testing.T) {
 	require.NoError(t, err)
 	got, err := requests.List(t.Context(), pool, requests.Filter{})
 	assert.Truef(t, err == nil && len(got) == 0, "%d requests, %v", len(got), err)
+}
+
+// A document without a name or a URL would answer nothing, or a request for one document with an empty URL.
+func TestADocumentWithoutNameOrURLIsRefused(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	for _, items := range [][]string{{"cv"}, {"cv", "photo"}} {
+		engine, id := asks(t, pool, requests.Request{Kind: requests.Document, Title: "Papers", Items: items})
+		key := pgtest.Value[string](t, pool, `select id::text from agent_requests where execution_id = @id`,
+			postgres.Strict{"id": id})
+		for _, data := range []string{
+			`{}`, `{"file": "cv.pdf"}`, `{"document": "cv"}`, `{"document": "cv", "url": ""}`, `{"documents": []}`,
+			`{"documents": ["cv"]}`, `{"documents": {"cv": "u"}}`, `{"documentUrls": ["u", "u", "u"]}`,
+			`{"documents": [{"document": "cv", "url": "u"}, 7]}`, `{"document": "x", "documentUrls": ["u", "u"]}`,
+		} {
+			_, err := engine.Deliver(t.Context(), pool, "DOCUMENT_UPLOADED", key, json.RawMessage(data), "")
+			refused, is := errors.AsType[*pgconn.PgError](err)
+			assert.Truef(t, is && refused.Code == "22023" && strings.Contains(postgres.Told(refused), "is missing in") &&
+				strings.HasSuffix(refused.Detail, "asks for "+strings.Join(items, ", ")), "%s: %v", data, err)
+		}
+		got, err := requests.List(t.Context(), pool, requests.Filter{ExecutionID: id})
+		assert.Truef(t, err == nil && len(got[0].Received)+len(got[0].Unexpected) == 0, "%+v, %v", got, err)
+	}
 }
 
 // What would end the execution that waits is refused where it comes in, and changes nothing.
