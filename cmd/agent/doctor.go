@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
 	"github.com/lanekeeper/lanekeeper/channels"
@@ -17,6 +18,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/app"
 	"github.com/lanekeeper/lanekeeper/internal/config"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/migrations"
 	"github.com/lanekeeper/lanekeeper/models"
 	"github.com/lanekeeper/lanekeeper/models/modelcheck"
@@ -92,16 +94,34 @@ func (c *cli) diagnose(ctx context.Context) []finding {
 	return found
 }
 
-func (c *cli) diagnoseDatabase(ctx context.Context, s *session, add func(string, error, string) bool) {
+// diagnoseDatabase names who locks a table that a check reads, instead of waiting for that lock.
+func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(string, error, string) bool) {
+	pool, err := postgres.Reserve(ctx, open.Pool, 2)
+	if err != nil {
+		report("PostgreSQL", err, "")
+		return
+	}
+	defer pool.Close()
+	bounded := *open
+	s := &bounded
+	s.Pool = pool
+	add := func(check string, err error, detail string) bool {
+		if postgres.Locked(err) {
+			err = lockedTables(ctx, pool, err)
+		}
+		return report(check, err, detail)
+	}
 	var version, isolation string
-	err := s.Pool.QueryRow(ctx, `select current_setting('server_version'),
+	err = s.Pool.QueryRow(ctx, `select current_setting('server_version'),
 		current_setting('default_transaction_isolation')`).
 		Scan(&version, &isolation)
 	add("PostgreSQL", err, version+", "+isolation)
 	if !add("schema", migrations.Check(ctx, s.Pool), fmt.Sprintf("version %d", migrations.Version())) {
 		return
 	}
-	add("rights", migrations.Rights(ctx, s.Pool), "owner of the tables, with write access")
+	if add("rights", migrations.Rights(ctx, s.Pool), "owner of the tables, with write access") {
+		add("commits", tryCommit(ctx, s.Pool), "reach the disk, and the synchronous standbys if there are any")
+	}
 	var workers, stuck int
 	err = s.Pool.QueryRow(ctx, `
 		select (select count(*) from agent_workers where expires_at > clock_timestamp()),
@@ -128,6 +148,48 @@ func (c *cli) diagnoseDatabase(ctx context.Context, s *session, add func(string,
 	diagnoseChannels(ctx, s, add)
 	c.diagnoseNamed(ctx, s, add)
 	diagnoseEmbedding(ctx, s, add)
+}
+
+// commitLimit bounds a commit that is tried.
+const commitLimit = 5 * time.Second
+
+// tryCommit commits a record that changes no row, and waits for the disk and for synchronous standbys.
+func tryCommit(ctx context.Context, pool *pgxpool.Pool) error {
+	limited, cancel := context.WithTimeout(ctx, commitLimit)
+	defer cancel()
+	_, err := pool.Exec(limited, `select pg_logical_emit_message(true, 'lanekeeper', 'doctor')`)
+	if err == nil || limited.Err() == nil || ctx.Err() != nil {
+		return err
+	}
+	var standbys string
+	if err := pool.QueryRow(ctx, `select current_setting('synchronous_standby_names')`).Scan(&standbys); err != nil {
+		return fmt.Errorf("read synchronous_standby_names: %w", err)
+	}
+	if standbys != "" {
+		return hint(fmt.Errorf("a commit is not finished after %s", commitLimit), "check that the standbys of "+
+			"synchronous_standby_names (%s) are connected: select * from pg_stat_replication", standbys)
+	}
+	return hint(fmt.Errorf("a commit is not finished after %s", commitLimit), "check the disk of PostgreSQL's log (pg_wal)")
+}
+
+// lockedTables adds to err the sessions that keep readers from tables.
+func lockedTables(ctx context.Context, pool *pgxpool.Pool, err error) error {
+	var locks string
+	failed := pool.QueryRow(ctx, `
+		select coalesce(string_agg(format('session %s (%s, %s, its transaction is open for %s s) locks %s', a.pid,
+		         coalesce(nullif(a.application_name, ''), 'no name'), coalesce(a.state, 'hidden'),
+		         floor(extract(epoch from clock_timestamp() - a.xact_start)), l.relation::regclass), '; '), '')
+		  from pg_locks l join pg_stat_activity a on a.pid = l.pid
+		 where l.granted and l.locktype = 'relation' and l.mode = 'AccessExclusiveLock'
+		   and l.relation in (select c.oid from pg_class c where c.relkind in ('r', 'p') and c.relname ~ '^(agent|river)_')
+		   and l.database = (select d.oid from pg_database d where d.datname = current_database())`).Scan(&locks)
+	if failed != nil {
+		return errors.Join(err, failed)
+	}
+	if locks == "" {
+		return err
+	}
+	return hint(errors.New(locks), "it ends with its transaction, or by pg_terminate_backend")
 }
 
 // diagnoseChannels reports channels that do not work.

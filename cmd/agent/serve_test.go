@@ -26,6 +26,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
@@ -355,6 +356,33 @@ func TestDoctor(t *testing.T) {
 			!strings.Contains(got.out+got.err, "hunter2") && strings.Contains(got.out, "BAD  "+name),
 			"bad %s: exit %d, stderr %q, stdout:\n%s", name, got.code, got.err, got.out)
 	}
+}
+
+// A doctor that waits as long as everybody else tells nobody why.
+func TestDoctorNamesWhatHoldsTheDatabaseUp(t *testing.T) {
+	t.Parallel()
+	server := pgtest.Own(t)
+	pool := pgtest.Pool(t, server.URL(), postgres.Options{ApplicationName: "upkeep"})
+	p := newProgram(t, server.URL())
+	tx, err := pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	pgtest.Exec(t, tx, `lock table agent_workers in access exclusive mode`)
+	got := p.run("doctor")
+	assert.Equal(t, 1, got.code)
+	assert.Contains(t, got.out, "ok   commits", "BAD  workers        session ", "(upkeep, idle in transaction, ",
+		"locks agent_workers; it ends with its transaction, or by pg_terminate_backend")
+	require.NoError(t, tx.Rollback(t.Context()))
+	pgtest.Exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
+	pgtest.Exec(t, pool, `select pg_reload_conf()`)
+	pgtest.Eventually(t, pgWait, func() bool { // the checkpointer tells commits of the setting
+		got = p.run("doctor")
+		return got.code == 1
+	}, "commits wait for a standby")
+	assert.Contains(t, got.out, "BAD  commits        a commit is not finished after 5s; check that the standbys of "+
+		"synchronous_standby_names (nobody) are connected", "ok   workers")
+	pgtest.Exec(t, pool, `alter system reset synchronous_standby_names`)
+	pgtest.Exec(t, pool, `select pg_reload_conf()`)
 }
 
 var serving = regexp.MustCompile(`msg=serving listen=(\S+)`)
