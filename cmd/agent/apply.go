@@ -300,8 +300,8 @@ func applyFiles(
 	return diff, err
 }
 
-// agentWarnings reports models and chat keys unknown to the settings. The serving process may have other settings, so
-// they are no errors.
+// agentWarnings reports models and chat keys unknown to the settings, and delegates that visitors cannot reach. The
+// serving process may have other settings, so they are no errors.
 func agentWarnings(documents []workspace.Document[agents.Definition], cfg config.Config) (warnings []string) {
 	for _, d := range documents {
 		for _, model := range append([]string{d.Definition.Model}, d.Definition.Fallback...) {
@@ -317,6 +317,10 @@ func agentWarnings(documents []workspace.Document[agents.Definition], cfg config
 			if len(keys) > 0 && !slices.Contains(keys, key) {
 				warnings = append(warnings, fmt.Sprintf("%s: no chat key %q in AGENT_CHAT_KEY%s", d.At, key, suggestion(key, keys)))
 			}
+		}
+		if who := d.Definition; len(who.Delegates) > 0 && len(who.Keys) > 0 {
+			warnings = append(warnings, fmt.Sprintf("%s: delegates act in an admin's session only; "+
+				"visitors of %s get no tool delegate", d.At, strings.Join(who.Keys, ", ")))
 		}
 	}
 	return warnings

@@ -247,6 +247,19 @@ func TestApplyWarnsOfUnknownModelAndKey(t *testing.T) {
 	}
 }
 
+// Only an admin's session has the tool delegate.
+func TestApplyWarnsOfDelegatesOfVisitorsAgent(t *testing.T) {
+	t.Parallel()
+	dir := writeFolder(t, map[string]string{
+		"desk.yaml":  "kind: agent\nname: desk\ndefault: true\nkeys: [web]\ndelegates: [clerk]\n",
+		"clerk.yaml": "kind: agent\nname: clerk\ndelegates: [desk]\n",
+	})
+	got := newProgram(t, pgtest.URL(t)).run("apply", dir, "--dry-run")
+	assert.Equal(t, 0, got.code)
+	assert.Contains(t, got.err, "desk.yaml:1", "visitors of web get no tool delegate")
+	assert.Equal(t, 1, strings.Count(got.err, "warning: "), got.err)
+}
+
 // Each change applies the folder. An error is shown and keeps the last good state. SIGTERM is no failure.
 func TestApplyWatch(t *testing.T) {
 	t.Parallel()
