@@ -13,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/batch"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -338,11 +339,12 @@ func resultType(s Status) string {
 	return string(s)
 }
 
-// endedExecution is an execution that a transaction ended, and the number of lanes that freed.
+// endedExecution is an execution that a transaction ended, the number of lanes that freed, and the claim that had them.
 type endedExecution struct {
 	ID, TraceID string
 	Status      Status
 	Freed       int
+	Claim       int64
 }
 
 // queueEnded queries the executions that the batch's transaction ended: by a cancel or a sweep, where no run reports
@@ -350,7 +352,8 @@ type endedExecution struct {
 // in-progress transaction is one of them.
 func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
 	b.Queue(`
-		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0)
+		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0),
+		       x.claim - 1                                           -- its end made the claim void
 		  from agent_events v join agent_executions x on x.id = lanekeeper.agent_uuid(v.key)
 		 where v.id >= lanekeeper.agent_uuid7_floor(transaction_timestamp()) and v.event = 'AGENT_COMPLETED'
 		   and case when v.xmin::text::bigint >= mod(pg_current_xact_id_if_assigned()::text::bigint, 4294967296)
@@ -372,7 +375,7 @@ func (e *Engine) logEnded(ctx context.Context, ends []endedExecution) {
 		if trace.ID(x.TraceID).Surface() != trace.Eval {
 			e.log.InfoContext(ctx, "event emitted", append(attrs, "event", "AGENT_COMPLETED", "key", x.ID)...)
 		}
-		e.logReleased(ctx, x.ID, x.Freed, attrs...)
+		e.logReleased(ctx, x.ID, x.Claim, x.Freed, attrs...)
 	}
 }
 
@@ -399,7 +402,7 @@ func queueReleasedLanes(b *pgx.Batch, id string, dest *[]releasedLane) {
 }
 
 // logReleased logs the released lanes and their number.
-func (e *Engine) logReleased(ctx context.Context, id string, n int, attrs ...any) {
+func (e *Engine) logReleased(ctx context.Context, id string, claim int64, n int, attrs ...any) {
 	var released []releasedLane
 	if n > 0 {
 		queryCtx, cancel := context.WithTimeout(ctx, 5*time.Second)
@@ -410,11 +413,11 @@ func (e *Engine) logReleased(ctx context.Context, id string, n int, attrs ...any
 			e.log.WarnContext(ctx, "released lanes not read", append(slices.Clip(attrs), "error", err)...)
 		}
 	}
-	e.logReleasedLanes(ctx, id, released, attrs...)
+	e.logReleasedLanes(ctx, lanes.ClaimOwner(id, claim).String(), released, attrs...)
 	e.log.InfoContext(ctx, "locks released", append(slices.Clip(attrs), "count", n)...)
 }
 
-// logReleasedLanes logs released lanes. For an execution that ended outside of its run, owner is the id alone.
+// logReleasedLanes logs released lanes under the owner that they were acquired under.
 func (e *Engine) logReleasedLanes(ctx context.Context, owner string, released []releasedLane, attrs ...any) {
 	for _, f := range released {
 		line := append(slices.Clip(attrs), "lane", f.Lane, "owner", owner, "fencing_token", f.Token)

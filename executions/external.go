@@ -406,13 +406,15 @@ func (e *Engine) logUnlocked(ctx context.Context, id, traceID string, status Sta
 			"status", string(status))...)
 		e.log.InfoContext(ctx, "event emitted", append(attrs, "event", "AGENT_COMPLETED", "key", id)...)
 		var freed int
+		var claim int64
 		err := e.pool.QueryRow(ctx, `
-			select coalesce((data ->> 'locks_released')::int, 0) from agent_events where external_id = 'completed ' || @id`,
-			postgres.Strict{"id": id}).Scan(&freed)
+			select coalesce((v.data ->> 'locks_released')::int, 0), x.claim from agent_events v
+			  join agent_executions x on x.id = @id::uuid where v.external_id = 'completed ' || @id::text`,
+			postgres.Strict{"id": id}).Scan(&freed, &claim)
 		if err != nil {
 			e.log.WarnContext(ctx, "number of released lanes not read", append(attrs, "error", err)...)
 		}
-		e.logReleased(ctx, id, freed, attrs...)
+		e.logReleased(ctx, id, claim, freed, attrs...)
 		e.deliverCompletion(ctx, id)
 	}
 }

@@ -588,6 +588,12 @@ func TestTheLogHasAnExternalEnd(t *testing.T) {
 			expire(t, p.pool, id)
 			require.NoError(t, p.Sweep(t.Context()))
 		}},
+		"an unlock": {"failure", func(t *testing.T, p *process, id string) {
+			lock := pgtest.Value[string](t, p.pool, `select w.lock_id from agent_workers w where w.execution_id = @id`,
+				postgres.Strict{"id": id})
+			_, _, err := p.UnlockRun(t.Context(), id, lock, executions.UnlockParams{Status: executions.Failed, Error: "x"})
+			require.NoError(t, err)
+		}},
 		"a lock that settles the last": {"failure", func(t *testing.T, p *process, id string) {
 			expire(t, p.pool, id)
 			_, err := p.LockRun(t.Context(), id, "second", time.Minute)
@@ -617,6 +623,9 @@ func TestTheLogHasAnExternalEnd(t *testing.T) {
 				records := l.Records(t, message)
 				assert.Truef(t, len(records) == 1 && records[0]["execution_id"] == id &&
 					records[0][attribute[0].(string)] == attribute[1], "%s: %v, want %v", message, records, attribute)
+			}
+			for _, released := range l.Records(t, "lane released") {
+				assert.Truef(t, released["owner"] == id+"#1", "%v, want the owner %s#1", released, id)
 			}
 		})
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"sync"
 	"time"
 
@@ -12,6 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/lanes"
 	"github.com/lanekeeper/lanekeeper/migrations"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // leaderGrace is how long River's leader has for a tick. After its death, River elects a new leader only after some
@@ -257,41 +259,70 @@ const (
 		       extract(epoch from clock_timestamp() - s.expires_at + make_interval(secs => s.ttl_seconds))::bigint
 		         as idle_seconds
 		  from stale s, lanekeeper.return_agent_lock(s.lane, null, 'expired')`
-	// FlushThreads sends queued messages that may leave now, in at most @most threads. It waits for nobody. The order is
-	// random, so that a thread whose message cannot leave delays no other.
-	FlushThreads = `
+	flushThreads = `
 		with recursive queued as (
 		  (select m.thread_id from agent_messages m where m.status = 'queued' order by m.thread_id limit 1)
 		  union all
 		  select (select m.thread_id from agent_messages m where m.status = 'queued' and m.thread_id > q.thread_id
 		           order by m.thread_id limit 1) from queued q where q.thread_id is not null)
-		select coalesce(sum(lanekeeper.flush_agent_thread(d.thread_id, 100, false)), 0)::int from (
+		select coalesce(sum(f.n), 0)::int, coalesce(array_agg('thread:' || f.thread_id) filter (where f.n > 0), '{}'),
+		       (extract(epoch from transaction_timestamp()) * 1000000)::bigint
+		  from (select d.thread_id, lanekeeper.flush_agent_thread(d.thread_id, 100, false) as n from (
 		  select q.thread_id from queued q left join agent_locks l on l.lane = 'thread:' || q.thread_id
 		    and l.expires_at > clock_timestamp()
 		   where q.thread_id is not null
 		     and (l.lane is null or exists (
 		       select from agent_messages m join agent_executions x on x.id = m.execution_id
 		        where m.thread_id = q.thread_id and m.status = 'queued' and (x.id = l.execution_id or x.inherits)))
-		   order by random() limit @most) d`
+		   order by random() limit @most) d) f`
 )
+
+// FlushThreads sends queued messages that may leave now, in at most most threads, and logs the lanes that it acquires
+// for them. It waits for nobody. The order is random, so that a thread whose message cannot leave delays no other.
+func FlushThreads(ctx context.Context, db postgres.DB, log *slog.Logger, most int) (n int, err error) {
+	var lanes []string
+	var began int64 // tokens of lanes that are acquired from then on are larger
+	b := &pgx.Batch{}
+	queueLockTimeout(b)
+	b.Queue(flushThreads, postgres.Strict{"most": most}).QueryRow(func(row pgx.Row) error {
+		return row.Scan(&n, &lanes, &began)
+	})
+	if err := db.SendBatch(ctx, b).Close(); err != nil || n == 0 {
+		return 0, err
+	}
+	rows, err := db.Query(ctx, `
+		select l.lane, l.locked_by, l.execution_id::text, x.trace_id, coalesce((
+		  select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1), '')
+		  from agent_locks l join agent_executions x on x.id = l.execution_id
+		 where l.lane = any (@lanes) and l.fencing_token >= @began`, postgres.Strict{"lanes": lanes, "began": began})
+	if err != nil {
+		return n, err
+	}
+	var lane, owner, execution, traceID, lender string
+	_, err = pgx.ForEachRow(rows, []any{&lane, &owner, &execution, &traceID, &lender}, func() error {
+		ctx := trace.With(ctx, trace.Span{TraceID: trace.ID(traceID), ExecutionID: execution})
+		if lender != "" {
+			log.InfoContext(ctx, "lane inherited", "lane", lane, "from", lender, "to", owner)
+		} else {
+			log.InfoContext(ctx, "lane acquired", "lane", lane, "owner", owner)
+		}
+		return nil
+	})
+	return n, err
+}
 
 // sweepThreads ends the leases of abandoned threads, and delivers queued messages of free ones. The outbox usually
 // does both sooner. Locked rows are left to the next sweep.
 func (e *Engine) sweepThreads(ctx context.Context) error {
-	for _, queue := range []func(b *pgx.Batch){
-		func(b *pgx.Batch) {
-			b.Queue(ReleaseStaleThreads, postgres.Strict{"overdue": 10.0, "grace": 300.0})
-		},
-		func(b *pgx.Batch) {
-			b.Queue(FlushThreads, postgres.Strict{"most": sweepLimit})
-		},
-	} {
-		b := &pgx.Batch{}
-		queueLockTimeout(b)
-		queue(b)
-		if err := e.pool.SendBatch(ctx, b).Close(); err != nil && !postgres.IsCode(err, "55P03") {
-			return fmt.Errorf("sweep threads: %w", err)
-		}
+	b := &pgx.Batch{}
+	queueLockTimeout(b)
+	b.Queue(ReleaseStaleThreads, postgres.Strict{"overdue": 10.0, "grace": 300.0})
+	err := e.pool.SendBatch(ctx, b).Close()
+	if err == nil || postgres.IsCode(err, "55P03") {
+		_, err = FlushThreads(ctx, e.pool, e.log, sweepLimit)
+	}
+	if err != nil && !postgres.IsCode(err, "55P03") {
+		return fmt.Errorf("sweep threads: %w", err)
 	}
 	return nil
 }

@@ -110,7 +110,7 @@ func (d *Dispatcher) flush(ctx context.Context, thread string) {
 	var n int
 	var err error
 	if thread == "" {
-		n, err = flushAll(ctx, d.Pool)
+		n, err = flushAll(ctx, d.Pool, d.Logger)
 	} else {
 		d.cleanStale(ctx, thread)
 		n, err = Flush(ctx, d.Pool, d.Logger, thread)

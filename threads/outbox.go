@@ -180,10 +180,10 @@ func Flush(ctx context.Context, db postgres.DB, log *slog.Logger, thread string)
 }
 
 // flushAll sends the queued messages of all threads.
-func flushAll(ctx context.Context, db postgres.DB) (int, error) {
-	var n int
-	if err := db.QueryRow(ctx, executions.FlushThreads, postgres.Strict{"most": flushThreads}).Scan(&n); err != nil {
-		return 0, fmt.Errorf("send queued messages: %w", err)
+func flushAll(ctx context.Context, db postgres.DB, log *slog.Logger) (int, error) {
+	n, err := executions.FlushThreads(ctx, db, log, flushThreads)
+	if err != nil {
+		return n, fmt.Errorf("send queued messages: %w", err)
 	}
 	return n, nil
 }

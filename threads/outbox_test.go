@@ -39,8 +39,17 @@ func TestMessagesOfOthersQueueAndLeaveInTheirOrder(t *testing.T) {
 		t.Errorf("said (-want +got):\n%s", diff)
 	}
 	ends(t, db, b, "failed")
-	flushes(t, db)
-	assert.NoDiff(t, []string{"a1", "a2", "b1", "b2", "c1"}, spoken(t, db, "t"))
+	swept := &journal{}
+	sweep := func() {
+		_, err := executions.FlushThreads(t.Context(), db, slog.New(slog.NewTextHandler(swept, nil)), 10)
+		require.NoError(t, err)
+	}
+	sweep()
+	swept.want(t, "level=INFO", `msg="lane acquired"`, "lane=thread:t", "owner="+c+"#1")
+	saysAs(t, db, c, "c2")
+	sweep()
+	assert.Equal(t, 1, strings.Count(swept.String(), "lane acquired"), swept)
+	assert.NoDiff(t, []string{"a1", "a2", "b1", "b2", "c1", "c2"}, spoken(t, db, "t"))
 }
 
 // The thread is free, and those who stand in its queue have not been told yet.

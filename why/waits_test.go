@@ -3,6 +3,7 @@ package why_test
 import (
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"os"
 	"slices"
 	"strconv"
@@ -162,7 +163,8 @@ func (s *scenario) sweep(due *run) {
 	s.exec(`select lanekeeper.lose_agent_claims(id) from agent_workers where expires_at < clock_timestamp()`)
 	s.exec(`select lanekeeper.sweep_agent_waits()`)
 	s.exec(executions.ReleaseStaleThreads, postgres.Strict{"overdue": 10.0, "grace": 300.0})
-	s.exec(executions.FlushThreads, postgres.Strict{"most": 500})
+	_, err := executions.FlushThreads(s.t.Context(), s.pool, slog.New(slog.DiscardHandler), 500)
+	require.NoError(s.t, err)
 	if due != nil {
 		s.resumed(due, nil, map[bool]string{true: "waited", false: "timed out"}[due.wait.kind == "delay"], "timer")
 	}
