@@ -160,6 +160,7 @@ func TestAWorkerReachesItsFlowsOnly(t *testing.T) {
 		} {
 			code, said := send(c.method, c.path, c.body)
 			assert.Truef(t, code == want[c.name], "%s of %s: %d %s, want %d", c.name, flow, code, said, want[c.name])
+			assert.Truef(t, code != 403 || strings.Contains(said, `"scope":"work:external:other"`), "%s: %s", c.name, said)
 		}
 	}
 	code, said := send("POST", "/v1/threads/external:sum/messages", `{"content":"as an admin"}`)

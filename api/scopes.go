@@ -107,7 +107,7 @@ func (s *server) mayWork(ctx context.Context, executionID string, lockIDs ...str
 func mayWorkOn(who *principals.Caller, flows []string) error {
 	for _, flow := range flows {
 		if who != nil && !who.MayWork(flow) {
-			return missingScope(who, "work:GLOB")
+			return missingScope(who, string(principals.Work)+":"+flow)
 		}
 	}
 	return nil
