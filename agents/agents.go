@@ -23,6 +23,7 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode"
 
 	"golang.org/x/text/language"
 
@@ -414,7 +415,7 @@ func (v *validator) lists(d Definition) {
 	})
 	v.list("pinned", d.Pinned, "category/key", func(s string) bool {
 		category, key, ok := strings.Cut(s, "/")
-		return ok && category != "" && key != ""
+		return ok && category != "" && key != "" && !strings.ContainsFunc(s, unicode.IsControl)
 	})
 	v.list("delegates", d.Delegates, "a name of another agent", func(s string) bool {
 		return validName.MatchString(s) && s != d.Name

@@ -29,6 +29,7 @@ import (
 	"fmt"
 	"strings"
 	"time"
+	"unicode"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -217,6 +218,8 @@ func (n *Note) check() (json.RawMessage, error) {
 	for field, text := range map[string]string{"category": n.Category, "key": n.Key} {
 		if strings.TrimSpace(text) == "" || len(text) > maxName || !postgres.IsText(text) {
 			problems = append(problems, fmt.Errorf("%s: must have 1 to %d bytes of UTF-8 and no NUL character", field, maxName))
+		} else if strings.ContainsFunc(text, unicode.IsControl) {
+			problems = append(problems, fmt.Errorf("%s: %.60q has control characters; use none", field, text))
 		}
 	}
 	if n.TTL < 0 {
