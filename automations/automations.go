@@ -430,8 +430,8 @@ func Abandoned(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 }
 
 // Upcoming returns the next n times of an automation's schedule, from its next_run_at on, in its time zone. It
-// returns none for a disabled automation, another trigger, or an invalid schedule. The first may have passed; other
-// missed times are not run.
+// returns none for a disabled automation, another trigger, or an invalid schedule. The first may have passed: it is
+// due. Other missed times are not run, so the second is to come.
 func (a Automation) Upcoming(n int) []time.Time {
 	times := []time.Time{}
 	if a.Trigger != Cron || !a.Enabled || a.NextRunAt == nil {
@@ -445,7 +445,12 @@ func (a Automation) Upcoming(n int) []time.Time {
 	if err != nil {
 		return times
 	}
-	for next := a.NextRunAt.In(zone); len(times) < n && !next.IsZero(); next = s.Next(next) {
+	times = append(times, a.NextRunAt.In(zone))
+	later, err := timing{Cron: a.Cron, Timezone: a.Timezone, NextRunAt: a.NextRunAt, Now: time.Now()}.next()
+	if err != nil {
+		return times
+	}
+	for next := later.In(zone); len(times) < n && !next.IsZero(); next = s.Next(next) {
 		times = append(times, next)
 	}
 	return times

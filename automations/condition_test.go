@@ -142,6 +142,10 @@ func TestUpcomingTimesAreInTheAutomationsZone(t *testing.T) {
 	}
 	assert.Truef(t, len(got) == 3 && got[0] == "2027-03-27T02:30:00+01:00" && strings.HasSuffix(got[2], "+02:00"),
 		"got %v", got)
+	pgtest.Exec(t, pool, `update agent_automations set next_run_at = '2020-01-01T01:30:00Z'`)
+	missed := get(t, pool, "a").Upcoming(3) // run once
+	assert.Truef(t, len(missed) == 3 && missed[0].Year() == 2020 && missed[1].After(time.Now()) &&
+		missed[2].After(missed[1]), "missed times: %v", missed)
 	a.Enabled = false
 	assert.Equal(t, 0, len(a.Upcoming(3)))
 }

@@ -105,7 +105,7 @@ func (c *cli) automationsListCommand() *cobra.Command {
 			return printRows(c, got, next, "no automations; `agent apply DIR` creates some",
 				[]string{"AUTOMATION", "STATE", "TRIGGER", "NEXT", "LAST", "DOES"}, func(a shownAutomation) []string {
 					return []string{
-						a.Name, a.state(), truncate(a.trigger(), 50), firstOrDash(a.NextRuns), timeOrDash(a.LastRunAt),
+						a.Name, a.state(), truncate(a.trigger(), 50), a.next(), timeOrDash(a.LastRunAt),
 						actionText(a.Automation),
 					}
 				})
@@ -127,11 +127,15 @@ func actionText(a automations.Automation) string {
 	return truncate(a.Prompt, 40)
 }
 
-func firstOrDash(times []time.Time) string {
-	if len(times) == 0 {
+// next is the next run; due: the next heartbeat runs it.
+func (a shownAutomation) next() string {
+	switch {
+	case len(a.NextRuns) == 0:
 		return "–"
+	case a.NextRuns[0].After(time.Now()):
+		return formatTime(a.NextRuns[0])
 	}
-	return formatTime(times[0])
+	return "due"
 }
 
 func timeOrDash(t *time.Time) string {
@@ -168,6 +172,9 @@ func writeAutomation(w io.Writer, a shownAutomation, runs []automations.Run) {
 	var next []string
 	for _, t := range a.NextRuns {
 		next = append(next, t.Format("2006-01-02 15:04:05 MST"))
+	}
+	if a.next() == "due" {
+		next[0] = "due since " + next[0]
 	}
 	state := a.state()
 	if a.DisabledReason != "" {

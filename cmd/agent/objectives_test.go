@@ -8,6 +8,7 @@ import (
 	"net/http/cookiejar"
 	"net/url"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -96,6 +97,11 @@ func TestProposalCommands(t *testing.T) {
 	assert.Equal(t, "success", got.Run.Status, got)
 	assert.Equal(t, "manual", got.Run.Cause, got)
 	assert.Contains(t, p.must("automations", "show", "watch"), "result of ")
+	_, err := connect(t, url).Exec(t.Context(), `update agent_automations set next_run_at = now() - interval '1 minute'`)
+	require.NoError(t, err)
+	assert.Contains(t, p.must("automations", "show", "watch"), "due since ")
+	ls := p.must("automations", "ls")
+	assert.Truef(t, regexp.MustCompile(`watch +in service +0 9 \* \* 1-5 Europe/Madrid +due `).MatchString(ls), "%s", ls)
 	assert.Contains(t, p.must("automations", "runs", "watch"), "manual", "success")
 	assert.Contains(t, p.must("automations", "dead"), "no dead runs")
 	assert.Contains(t, p.must("automations", "disable", "watch"), "disabled by admin")
