@@ -94,14 +94,44 @@ func (c *cli) skillsShowCommand() *cobra.Command {
 			if err != nil {
 				return skillHint(err)
 			}
-			return c.print(skill, func(w io.Writer) {
-				writeSkill(w, skill)
+			shown := struct {
+				skills.Skill
+				LastFailure *lastFailure `json:"last_failure,omitempty"`
+			}{Skill: skill}
+			if shown.LastFailure, err = readLastFailure(cmd.Context(), s, skill.Name); err != nil {
+				return err
+			}
+			return c.print(shown, func(w io.Writer) {
+				writeSkill(w, skill, shown.LastFailure)
 			})
 		}),
 	}
 }
 
-func writeSkill(w io.Writer, s skills.Skill) {
+// lastFailure is the newest failed call of a skill in the last 7 days.
+type lastFailure struct {
+	At      time.Time `json:"at"`
+	Class   string    `json:"error_class"`
+	Message string    `json:"error_message"`
+	TraceID string    `json:"trace_id"`
+}
+
+func (f lastFailure) String() string {
+	return fmt.Sprintf("%s %s: %s (agent trace %s)", formatTime(f.At), f.Class, truncate(f.Message, 200), f.TraceID)
+}
+
+// readLastFailure returns nil for none.
+func readLastFailure(ctx context.Context, s *session, skill string) (*lastFailure, error) {
+	rows, _, err := activity.Recent(ctx, s.Pool, activity.Filter{
+		Skill: skill, Status: activity.Error, NoEvals: true, Since: time.Now().AddDate(0, 0, -7), Limit: 1,
+	})
+	if err != nil || len(rows) == 0 {
+		return nil, err
+	}
+	return &lastFailure{rows[0].CreatedAt, rows[0].ErrorClass, deref(rows[0].ErrorMessage), rows[0].TraceID}, nil
+}
+
+func writeSkill(w io.Writer, s skills.Skill, last *lastFailure) {
 	state := "in service"
 	if !s.Enabled {
 		state = "disabled by " + s.DisabledBy + ": " + printable(s.DisabledReason)
@@ -117,6 +147,9 @@ func writeSkill(w io.Writer, s skills.Skill) {
 		{"revision", fmt.Sprintf("%d (definition); %d with its state, for --if-revision", s.Revision, s.StateRevision)},
 	} {
 		fmt.Fprintf(w, "%-11s %s\n", l[0], l[1])
+	}
+	if last != nil {
+		fmt.Fprintf(w, "%-11s %s\n", "last failed", last)
 	}
 	writeJSON(w, "parameters", s.Parameters())
 	writeJSON(w, "config", s.Config)

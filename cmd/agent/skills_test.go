@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/json"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -64,6 +65,9 @@ func TestSelfHealDisablesAndRestores(t *testing.T) {
 		require.Equal(t, call, stateOf(t, db).calls)
 		got := stateOf(t, db)
 		require.Truef(t, call >= 3 || got.enabled, "disabled after %d failed calls: %+v", call, got)
+		shown := p.must("skills", "show", broken)
+		failed := regexp.MustCompile(`last failed 2\S+ \S+ \w+: .*caretaker_notes.* \(agent trace hb_`)
+		assert.Truef(t, failed.MatchString(shown), "after %d failed calls: %s", call, shown)
 	}
 	makeDue(t, db)
 	p.must("heartbeat")
