@@ -63,6 +63,9 @@ func (s *story) header(out *bufio.Writer, t Trace) {
 	when := t.StartedAt.UTC().Format("2006-01-02 15:04:05 UTC")
 	if t.FinishedAt != nil {
 		when += " to " + t.FinishedAt.UTC().Format("15:04:05")
+		if t.OpenChildren > 0 {
+			when += ", " + human.Count(t.OpenChildren) + " of its children not ended yet"
+		}
 	}
 	fmt.Fprintf(out, "%s  %s  %s\n", t.TraceID, plainText(t.Surface), s.paint(word, tint))
 	fmt.Fprintf(out, "%s  %s\n\n", t.OTelTraceID, when)

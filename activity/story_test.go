@@ -181,6 +181,26 @@ func TestTraceIsFoundByEveryFormOfItsID(t *testing.T) {
 	}
 }
 
+// The root's time is not the trace's while a child goes on.
+func TestTheHeadOfATraceSaysThatAChildGoesOn(t *testing.T) {
+	t.Parallel()
+	db := pgtest.DB(t)
+	id := trace.New(trace.Flow)
+	root := run(t, db, id, "completed", time.Minute, nil)
+	child := run(t, db, id, "running", 50*time.Second, root)
+	head := func() string {
+		got, err := activity.TraceOf(t.Context(), db, string(id))
+		require.NoError(t, err)
+		var b strings.Builder
+		require.NoError(t, activity.WriteStory(&b, got, false))
+		return b.String()
+	}
+	assert.Contains(t, head(), ", 1 of its children not ended yet\n")
+	pgtest.Exec(t, db, `update agent_executions set status = 'failed', completed_at = now() where id = @id`,
+		postgres.Strict{"id": child})
+	assert.Truef(t, !strings.Contains(head(), "not ended"), "%s", head())
+}
+
 func TestTraceThatIsNotThere(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)

@@ -23,6 +23,8 @@ type Trace struct {
 	Activities  []Row      `json:"activities"` // by created_at, id
 	// Decisions of the approvals that activities asked for, by the id of the activity.
 	Decisions map[string]Decision `json:"decisions,omitempty"`
+
+	OpenChildren int64 `json:"-"` // executions below the root that go on
 }
 
 // TraceOf reads a trace by its id in any form: prefixed, a bare ULID, or the 32 hex digits of OpenTelemetry. The
@@ -63,11 +65,14 @@ type root struct {
 	Status      string
 	StartedAt   time.Time
 	CompletedAt *time.Time
+	Open        int64 // children that go on
 }
 
 func rootsOf(ctx context.Context, db postgres.DB, traceIDs []string) ([]root, error) {
 	return postgres.Rows[root](ctx, db, "read roots of traces", `
-		select e.trace_id, e.surface, e.status, coalesce(e.started_at, e.created_at) as started_at, e.completed_at
+		select e.trace_id, e.surface, e.status, coalesce(e.started_at, e.created_at) as started_at, e.completed_at,
+		       (select count(*) from agent_executions c
+		         where c.trace_id = e.trace_id and c.parent_id is not null and c.completed_at is null) as open
 		  from agent_executions e
 		 where e.trace_id = any (@trace_ids) and e.parent_id is null
 		 order by e.id`,
@@ -81,7 +86,7 @@ func assemble(roots []root, rows []Row) Trace {
 		first, last := roots[0], roots[len(roots)-1]
 		t = Trace{
 			TraceID: first.TraceID, Surface: first.Surface, Status: last.Status, StartedAt: first.StartedAt.UTC(),
-			FinishedAt: utc(last.CompletedAt),
+			FinishedAt: utc(last.CompletedAt), OpenChildren: last.Open,
 		}
 	} else {
 		t = Trace{TraceID: rows[0].TraceID, Surface: rows[0].Surface, StartedAt: rows[0].CreatedAt}

@@ -334,6 +334,16 @@ func (h *tracedHead) Took() string {
 // Goes reports whether it is running.
 func (h *tracedHead) Goes() bool { return h.FinishedAt == nil && h.Status != stateLost }
 
+// OpenChildren counts the executions that go on after the root's end.
+func (h *tracedHead) OpenChildren() (n int64) {
+	for _, r := range h.Runs {
+		if h.FinishedAt != nil && r.ParentID != nil && r.CompletedAt == nil {
+			n++
+		}
+	}
+	return n
+}
+
 // Counted is the bounded number of rows.
 func (h *tracedHead) Counted() int64 { return min(h.Sums.Rows, traceSummed) }
 

@@ -177,6 +177,18 @@ func seedTrace(t *testing.T, pool *pgxpool.Pool) (id trace.ID, run string) {
 	return id, run
 }
 
+func TestTheHeadOfATraceSaysThatAChildGoesOn(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	id, run := seedTrace(t, pool)
+	page := server.URL + "/traces/" + string(id)
+	shows(t, page, "1 of its children not ended yet")
+	sql(t, pool, `update agent_executions set status = 'cancelled', completed_at = now()
+		where parent_id = @run::text::uuid`,
+		postgres.Strict{"run": run})
+	assert.True(t, !strings.Contains(shows(t, page, "no prices"), "not ended yet"), "the child has ended")
+}
+
 func TestATraceIsShownFromEveryFormOfItsID(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)
