@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -102,7 +103,28 @@ func (s *server) cancelExecution(r request) (response, error) {
 	if err != nil {
 		return response{}, err
 	}
+	if err := s.mayCancel(r.Context(), x); err != nil {
+		return response{trace: x.TraceID}, err
+	}
 	return s.cancel(r.Context(), x, r.body.(reasonRequest).Reason)
+}
+
+// mayCancel lets the scope operate cancel the operate turns that the caller has begun, and no others.
+func (s *server) mayCancel(ctx context.Context, x executions.Execution) error {
+	who := principals.From(ctx)
+	if who == nil || who.May(principals.RunsWrite) {
+		return nil
+	}
+	if x.Flow == "operate" {
+		var began bool
+		err := s.pool.QueryRow(ctx, `select exists (select from agent_links l
+			where l.cause = 'principal ' || @name and l.kind = 'asked' and l.effect = 'execution ' || @id)`,
+			postgres.Strict{"name": who.Name, "id": x.ID}).Scan(&began)
+		if err != nil || began {
+			return err
+		}
+	}
+	return missingScope(who, string(principals.RunsWrite))
 }
 
 func (s *server) cancel(ctx context.Context, x executions.Execution, reason string) (response, error) {

@@ -167,3 +167,28 @@ func TestAWorkerReachesItsFlowsOnly(t *testing.T) {
 	assert.Equal(t, http.StatusForbidden, code, "a message outside an execution", said)
 	pgtest.Equal(t, a.pool, "running", `select status from agent_executions where id::text = $1`, foreign)
 }
+
+// The scope operate cancels the turns of its caller, not those of others, nor other executions.
+func TestOperateCancelsOwnTurnsOnly(t *testing.T) {
+	t.Parallel()
+	a := start(t)
+	name, secret := a.key(principals.User, principals.Admin, 0, "operate")
+	_, other := a.key(principals.User, principals.Admin, 0, "operate")
+	_, writer := a.key(principals.User, principals.Operator, 0, "runs:write")
+	begun := func(flow string) string {
+		id := pgtest.Value[string](t, a.pool, `insert into agent_executions (trace_id, surface, flow)
+			values ('op_1', 'operate', $1) returning id::text`, flow)
+		pgtest.Exec(t, a.pool, `insert into agent_links (cause, kind, effect)
+			values ('principal ' || $1, 'asked', 'execution ' || $2)`, name, id)
+		return "/v1/executions/" + id + "/cancel"
+	}
+	turn, flow := begun("operate"), begun("external")
+	for _, c := range []struct {
+		path, secret string
+		code         int
+	}{{turn, other, 403}, {flow, secret, 403}, {turn, secret, 200}, {flow, writer, 200}, {begun("operate"), writer, 200}} {
+		w := a.raw("POST", c.path, `{"reason":"x"}`, bearer(c.secret))
+		assert.Truef(t, w.Code == c.code, "%s: %d %s, want %d", c.path, w.Code, w.Body, c.code)
+		assert.Truef(t, c.code != 403 || strings.Contains(w.Body.String(), `"scope":"runs:write"`), "%s", w.Body)
+	}
+}

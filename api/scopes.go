@@ -51,6 +51,7 @@ var routesByScope = map[principals.Scope][]string{
 		"POST /v1/webhooks/endpoints/{id}/enable", "POST /v1/webhooks/endpoints/{id}/disable",
 		"POST /v1/webhooks/outbox/{id}/resend", "POST /v1/channels/{id}/enable", "POST /v1/channels/{id}/disable",
 		"POST /v1/evals/runs",
+		"POST /v1/executions/{id}/cancel", // of a turn of one's own
 	},
 	principals.ApprovalsRead:   {"GET /v1/approvals", "GET /v1/approvals/{id}"},
 	principals.ApprovalsDecide: {"POST /v1/approvals/{id}"},
