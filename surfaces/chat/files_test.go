@@ -137,8 +137,8 @@ func TestFilesAnswerTheRequestOfAFlow(t *testing.T) {
 		"%+v, %v", second, err)
 	p.reaches(t, id, executions.Completed)
 	said := w.transcript(t, "t")
-	assert.Truef(t, len(said) == 5 && strings.Contains(said[1], "a dent") && strings.Contains(said[2], "yes"),
-		"the thread: %q", said)
+	assert.Truef(t, len(said) == 6 && strings.Contains(said[1], "a dent") && strings.Contains(said[2], missing) &&
+		strings.Contains(said[3], "yes"), "the thread: %q", said)
 	assert.Equal(t, 2, pgtest.Value[int](t, w.pool, `select count(*)::int from agent_documents where thread_id = 't'`))
 }
 
@@ -178,8 +178,16 @@ func TestWordsAloneAreToldWhichDocumentIsMissing(t *testing.T) {
 	p := w.process(t, asksForDocuments("photo", "form"))
 	id := p.talks(t)
 	const want = "Please send photo and form.\n\nStill missing: photo, form. Send each as a file with your next message."
-	assert.Equal(t, want, p.answerTo(t, "t", "it is broken"))
+	for range 2 { // the second is not shown the first's
+		assert.Equal(t, want, p.answerTo(t, "t", "it is broken"))
+	}
 	p.reaches(t, id, executions.Waiting)
+	said := w.transcript(t, "t")
+	require.Equal(t, 5, len(said), said)
+	assert.Contains(t, said[2], want)
+	assert.Contains(t, said[4], want)
+	pgtest.Equal(t, w.pool, 2, `select count(*)::int from agent_messages a join agent_messages u using (execution_id, turn)
+		where a.role = 'assistant' and u.role = 'user'`)
 }
 
 // A file that a visitor may not use answers nothing, and its message is not stored.

@@ -160,6 +160,9 @@ func (c *Chat) streamRelay(
 			continue
 		case !h.Busy || h.Over:
 			notice, err := c.emptyRelayAnswer(ctx, in, shown)
+			if err == nil && notice != "" && notice != passedOn && in.Target == "" {
+				err = storeNotice(ctx, x, in.Thread, notice)
+			}
 			if err != nil {
 				return answer{}, err
 			}
@@ -172,6 +175,24 @@ func (c *Chat) streamRelay(
 		case <-look.C:
 		}
 	}
+}
+
+// storeNotice adds what the relay says itself to the thread, in the turn of its message. Relays do not show it again.
+func storeNotice(ctx context.Context, x executions.Execution, thread, notice string) error {
+	_, err := executions.StepTx(ctx, "notice", func(ctx context.Context, tx pgx.Tx) (string, error) {
+		var turn int64
+		err := tx.QueryRow(ctx, `select coalesce(min(m.turn), 0) from agent_messages m
+			where m.execution_id = @id and m.role = 'user'`, postgres.Strict{"id": x.ID}).Scan(&turn)
+		if err != nil {
+			return "", fmt.Errorf("read turn of relay: %w", err)
+		}
+		m, err := threads.Post(ctx, tx, threads.NewMessage{
+			ThreadID: thread, Role: threads.Assistant, Content: notice, Channel: channel, ExecutionID: x.ID,
+			TraceID: x.TraceID, Status: threads.Sent, Turn: turn,
+		})
+		return m.ID, err
+	})
+	return err
 }
 
 // relayAnswer is the answer of a relay. The notice replaces an empty one.
