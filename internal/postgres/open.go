@@ -129,7 +129,8 @@ func parse(url string, opts Options) (*pgxpool.Config, error) {
 		// The parser's error can quote part of the password, so it is dropped.
 		return nil, errors.New("open database: cannot read the connection string: write " +
 			"postgres://user:password@host:5432/name, " +
-			"with special characters in the password percent-encoded (@ is %40, # is %23, / is %2F, ? is %3F)")
+			"with special characters in the password percent-encoded (@ is %40, # is %23, / is %2F, ? is %3F), " +
+			"and behind the ? only values that a parameter takes (pool_max_conns from 1, sslmode=require)")
 	}
 	if !strings.Contains(url, "pool_max_conns") {
 		config.MaxConns = defaultMaxConns

@@ -54,8 +54,8 @@ func TestOpenSaysWhatIsWrongAndNeverThePassword(t *testing.T) {
 			[]string{"cannot read the connection string", "%3F"},
 		},
 		"bad setting": {
-			"postgres://u:" + secret + "@h/db?pool_max_conns=many",
-			[]string{"cannot read the connection string"},
+			"postgres://u:" + secret + "@h/db?pool_max_conns=0",
+			[]string{"cannot read the connection string", "pool_max_conns from 1"},
 		},
 		"nobody listens": {
 			"postgres://u:" + secret + "@127.0.0.1:1/db",
