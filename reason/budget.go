@@ -31,7 +31,7 @@ const (
 	endedIterations = "iterations"
 	EndedTime       = "time"
 	EndedTokens     = "tokens"  // of the run
-	endedMoney      = "money"   // of the run
+	EndedMoney      = "money"   // of the run
 	EndedDay        = "day"     // of all runs
 	EndedSurface    = "surface" // of the surface's runs, or the agent's
 	EndedEval       = "eval"    // of the run of an eval
@@ -185,7 +185,7 @@ func endedByScope(refused *budgets.Error) string {
 	case kind == "day":
 		return EndedDay
 	case refused.Unit == budgets.USD:
-		return endedMoney
+		return EndedMoney
 	}
 	return EndedTokens
 }

@@ -236,7 +236,7 @@ func (w *turn) exhausted() string {
 	case w.outcome.Usage.TotalTokens >= w.budget.Tokens:
 		return EndedTokens
 	case w.budget.CostUSD > 0 && w.outcome.CostUSD >= w.budget.CostUSD:
-		return endedMoney
+		return EndedMoney
 	}
 	return ""
 }

@@ -21,6 +21,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/surfaces/chat"
 )
 
@@ -282,5 +283,23 @@ func TestALimitThatIsSpentInTheMiddleOfAnAnswerIsSaidInIt(t *testing.T) {
 	text := got.Choices[0].Message.Content
 	if !strings.HasPrefix(text, "Let me see.\n\nI have reached my limit for today. I can answer again from 20") {
 		t.Errorf("the answer is %q", text)
+	}
+}
+
+// Tokens and money bound the same thing, so a visitor reads the same of both.
+func TestALimitOfTheRunIsSaid(t *testing.T) {
+	t.Parallel()
+	for name, budget := range map[string]reason.Budget{"tokens": {Tokens: 2000}, "money": {CostUSD: 0.0001, Tokens: 1e7}} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, modeltest.ToolCall("opening", `{}`).WithUsage(1900, 90, 0))
+			p := w.process(t, func(c *chat.Chat) { c.Loop.Budget = budget })
+			client := p.official("site")
+			got, err := client.Chat.Completions.New(t.Context(), ask("When do you open?"))
+			require.NoError(t, err)
+			answer := got.Choices[0]
+			assert.Equal(t, "I had to stop here: this took more than I may use for one answer.", answer.Message.Content)
+			assert.Equal(t, "length", answer.FinishReason)
+		})
 	}
 }

@@ -275,7 +275,7 @@ func visibleAnswer(o reason.Outcome) (string, openai.FinishReason) {
 		return o.Text, openai.FinishReasonStop
 	case reason.Stalled:
 		return "I could not work this out. Please try again in other words.", openai.FinishReasonStop
-	case reason.EndedTokens:
+	case reason.EndedTokens, reason.EndedMoney:
 		return "I had to stop here: this took more than I may use for one answer.", openai.FinishReasonLength
 	case reason.EndedDay, reason.EndedSurface:
 		return "I have reached my limit for today" + retryAfterText(o.Until) + ".", openai.FinishReasonLength
