@@ -6,6 +6,9 @@ import { Worker as Thread } from "node:worker_threads";
 
 const environment = process.env;
 
+/** The server's limit. It may close the connection of a much larger body, as a server that is away does. */
+const maxBody = 1 << 20;
+
 export class FlowError extends Error {
   constructor(id, status, message) {
     super(`execution ${id}: ${status}: ${message}`);
@@ -46,6 +49,10 @@ class Connection {
 
   /** @param {{body?: unknown, signal?: AbortSignal, headers?: Record<string, string>, seconds?: number}} [options] */
   async call(method, path, { body, signal, headers, seconds = 15 } = {}) {
+    const data = body === undefined ? undefined : JSON.stringify(body);
+    if (data && Buffer.byteLength(data) > maxBody) {
+      throw new RequestError(413, `the body is larger than ${maxBody} bytes`);
+    }
     for (let wait = 100; ; wait = Math.min(wait * 2, 5000)) {
       signal?.throwIfAborted();
       const attempt = new AbortController();
@@ -56,7 +63,7 @@ class Connection {
         const answer = await fetch(this.url + path, {
           method,
           headers: { authorization: `Bearer ${this.token}`, "content-type": "application/json", ...headers },
-          body: body === undefined ? undefined : JSON.stringify(body),
+          body: data,
           signal: attempt.signal,
         });
         const text = await answer.text();
@@ -306,7 +313,13 @@ export class Worker {
       body = { status: "failed", error_message: String(error?.message || error || "unknown error") };
     }
     try {
-      if (!run.stopped) await run.end(body);
+      if (!run.stopped) {
+        await run.end(body).catch((error) => { // the server cannot store this end; without one the flow would run again
+          if (!(error instanceof RequestError)) throw error;
+          body = { status: "failed", error_message: `the end of the flow was refused: ${error.message}` };
+          return run.end(body);
+        });
+      }
     } catch (error) {
       this.#log(`execution ${run.id}: its end was refused: ${error.message}`);
       return;

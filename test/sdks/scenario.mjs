@@ -43,6 +43,9 @@ worker.flow("external:careless", async (input, run) => {
   return "done";
 });
 
+worker.flow("external:huge", () => "x".repeat(12 << 20));
+worker.flow("external:no-json", (input, run) => run.step("no json", () => 1n));
+
 // What a client does besides, from within a step.
 worker.flow("external:client", (input, run) => run.step("client", async ({ key }) => {
   const { client } = worker;

@@ -56,6 +56,16 @@ def careless(input, run):
     return "done"
 
 
+@worker.flow("external:huge")
+def huge(input, run):
+    return "x" * (12 << 20)
+
+
+@worker.flow("external:no-json")
+def no_json(input, run):
+    return run.step("no json", lambda step: float("nan"))
+
+
 # What a client does besides, from within a step.
 @worker.flow("external:client")
 def everything(input, run):

@@ -251,6 +251,19 @@ func TestWaitsSuspendAFlow(t *testing.T) {
 	})
 }
 
+// Otherwise the worker that still has the lock would run the flow again and again.
+func TestAnEndThatTheServerRefusesFailsTheFlow(t *testing.T) {
+	eachSDK(t, func(w *world) {
+		w.worker("first", w.base, 30)
+		w.expect(w.start("external:huge", `{}`), "failed",
+			"the end of the flow was refused: 413: the body is larger than 1048576 bytes")
+		if status, text := w.ended(w.start("external:no-json", `{}`)); status != "failed" || !strings.Contains(text, "JSON") &&
+			!strings.Contains(text, "serialize") {
+			w.Errorf("the step without JSON ended the flow %s: %q", status, text)
+		}
+	})
+}
+
 func TestACancelStopsTheWork(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		worker := w.worker("first", w.base, 3)

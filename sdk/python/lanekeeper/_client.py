@@ -15,6 +15,10 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 
+MAX_BODY = 1 << 20
+"""The server's limit. It may close the connection of a much larger body, as a server that is away does."""
+
+
 class RequestError(Exception):
     """The server refused a request."""
 
@@ -60,6 +64,8 @@ class Connection:
     ) -> Any:
         """Returns the JSON of a response. stop ends the repetition with Stopped, attempts with the last error."""
         data = None if body is None else json.dumps(body).encode()
+        if data is not None and len(data) > MAX_BODY:
+            raise RequestError(413, f"the body is larger than {MAX_BODY} bytes")
         wait = 0.1
         while True:
             if stop is not None and stop.is_set():

@@ -95,7 +95,7 @@ class Run:
         count = self._counts[name]
         step = name if count == 1 else f"{name} #{count}"
         if step not in self._recorded:
-            output = json.loads(json.dumps(work(Step(f"{self.id} {step}", self.cancelled))))
+            output = json.loads(json.dumps(work(Step(f"{self.id} {step}", self.cancelled)), allow_nan=False))
             self._check_own()
             self._call("POST", "/checkpoints", {"lock_id": self.lock_id, "step": step, "output": output})
             self._recorded[step] = output
@@ -248,7 +248,11 @@ class Worker:
         try:
             body = self._call_flow(run, execution)
             if run.stopped is None:
-                run.end(body)
+                try:
+                    run.end(body)
+                except RequestError as error:  # the server cannot store this end; without one the flow would run again
+                    body = {"status": "failed", "error_message": f"the end of the flow was refused: {error}"}
+                    run.end(body)
         except (Suspended, LostError):
             pass
         except Exception as error:
@@ -270,7 +274,7 @@ class Worker:
             result = self._flows[execution["flow"]](execution["input"], run)
             if not isinstance(result, Result):
                 result = Result(result, _summary(result))
-            json.dumps(result.value)
+            json.dumps(result.value, allow_nan=False)
             return {"status": "completed", "result": result.value, "result_summary": result.summary}
         except Exception as error:
             log.debug("execution %s failed", run.id, exc_info=True)
