@@ -130,6 +130,9 @@ func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn 
 			conn.redact(cleanText(refused, 500)))}
 	}
 	conn.stale.Store(true)
+	if conn.cut.Load() { // the SDK drops the error of the body
+		message += fmt.Sprintf(" (an answer of the server has more than %d bytes)", maxMessage)
+	}
 	return &skills.CallError{Class: skills.ClassUnavailable, Message: message}
 }
 

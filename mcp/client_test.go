@@ -165,6 +165,15 @@ func TestAServerThatIsDownIsUnavailableAndComesBack(t *testing.T) {
 		"the server is used again")
 }
 
+func TestAnAnswerThatIsTooLongIsNamed(t *testing.T) {
+	t.Parallel()
+	s := serve(t, tools("")...)
+	w := newWorld(t, nil)
+	w.put(httpServer(s.URL))
+	w.sync()
+	w.fails("echo", `{"text":"0123456789","times":1000000}`, skills.ClassUnavailable, "more than 8388608 bytes")
+}
+
 func TestPrivateAddressesAreNotDialledUnlessAllowed(t *testing.T) {
 	t.Parallel()
 	s := serve(t, tools("")...)

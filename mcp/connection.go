@@ -37,6 +37,7 @@ type connection struct {
 
 	stale    atomic.Bool  // the server announced a changed list
 	timeouts atomic.Int32 // consecutive
+	cut      atomic.Bool  // an HTTP answer was longer than maxMessage
 	ended    chan struct{}
 }
 
@@ -82,7 +83,7 @@ func (conn *connection) redactError(err error) error {
 func (c *Client) transport(conn *connection, values map[string]string) (sdk.Transport, error) {
 	r := conn.remote
 	if r.Transport == TransportHTTP {
-		return httpTransport(r, values, c.opts.AllowPrivate, c.opts.TLS)
+		return httpTransport(conn, values, c.opts.AllowPrivate, c.opts.TLS)
 	}
 	var err error
 	conn.child, err = startProcess(r.Command, childEnv(values, c.opts.Getenv), c.log.With("server", r.Name), conn.redact)
@@ -242,14 +243,16 @@ func childEnv(declared map[string]string, getenv func(string) string) []string {
 
 // httpTransport speaks streamable HTTP through the guarded dialer. It does not resume a broken stream: the call
 // fails.
-func httpTransport(r Remote, headers map[string]string, allow []string, tlsConfig *tls.Config) (sdk.Transport, error) {
+func httpTransport(conn *connection, headers map[string]string, allow []string, tlsConfig *tls.Config) (
+	sdk.Transport, error,
+) {
 	client, err := skills.NewGuardedClient(allow, tlsConfig)
 	if err != nil {
 		return nil, err
 	}
-	client.Transport = &bounded{next: client.Transport, headers: headers}
+	client.Transport = &bounded{next: client.Transport, headers: headers, cut: &conn.cut}
 	return &sdk.StreamableClientTransport{
-		Endpoint: r.URL, HTTPClient: client, MaxRetries: -1, DisableStandaloneSSE: true, MaxEventSize: maxMessage,
+		Endpoint: conn.remote.URL, HTTPClient: client, MaxRetries: -1, DisableStandaloneSSE: true, MaxEventSize: maxMessage,
 	}, nil
 }
 
@@ -257,6 +260,7 @@ func httpTransport(r Remote, headers map[string]string, allow []string, tlsConfi
 type bounded struct {
 	next    http.RoundTripper
 	headers map[string]string
+	cut     *atomic.Bool
 }
 
 func (b *bounded) RoundTrip(request *http.Request) (*http.Response, error) {
@@ -275,7 +279,7 @@ func (b *bounded) RoundTrip(request *http.Request) (*http.Response, error) {
 		cancel()
 		return nil, err
 	}
-	response.Body = &boundedBody{ReadCloser: response.Body, left: maxMessage, done: cancel}
+	response.Body = &boundedBody{ReadCloser: response.Body, left: maxMessage, cut: b.cut, done: cancel}
 	return response, nil
 }
 
@@ -283,6 +287,7 @@ func (b *bounded) RoundTrip(request *http.Request) (*http.Response, error) {
 type boundedBody struct {
 	io.ReadCloser
 	left int
+	cut  *atomic.Bool
 	done func()
 }
 
@@ -293,6 +298,7 @@ func (b *boundedBody) Close() error {
 
 func (b *boundedBody) Read(p []byte) (int, error) {
 	if b.left <= 0 {
+		b.cut.Store(true)
 		return 0, fmt.Errorf("the answer has more than %d bytes", maxMessage)
 	}
 	n, err := b.ReadCloser.Read(p[:min(len(p), b.left)])
