@@ -162,6 +162,7 @@ func TestWhatIsRefused(t *testing.T) {
 	}{
 		"no key":        {`{"model":"agent",` + user + `}`, "stranger", "", 401, "invalid_api_key", ""},
 		"no JSON":       {`{`, "", "", 400, "invalid_json", ""},
+		"no object":     {`[]`, "", "", 400, "invalid_type", ""},
 		"wrong type":    {`{"model":"agent","messages":"hi"}`, "", "", 400, "invalid_type", "messages"},
 		"no model":      {`{` + user + `}`, "", "", 400, "missing_model", "model"},
 		"unknown model": {`{"model":"gpt-4o",` + user + `}`, "", "", 404, "model_not_found", "model"},

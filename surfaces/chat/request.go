@@ -83,8 +83,11 @@ func (c *Chat) readJSON(w http.ResponseWriter, r *http.Request, into any) (strin
 		if refusal, is := errors.AsType[*Refusal](err); is {
 			return "", refusal
 		}
-		if errors.As(err, &kind) && kind.Field != "" {
+		switch {
+		case errors.As(err, &kind) && kind.Field != "":
 			return "", bad(kind.Field, "invalid_type", "The parameter %s must not be a %s.", kind.Field, kind.Value)
+		case json.Valid(body):
+			return "", bad("", "invalid_type", "The request's body must be a JSON object.")
 		}
 		return "", bad("", "invalid_json", "The request's body is not valid JSON.")
 	}
