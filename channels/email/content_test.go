@@ -201,6 +201,10 @@ func TestAnAnswerContinuesTheMailThreadAndIsMarkedAsAutomatic(t *testing.T) {
 	m.ID = "0198c0de-0000-7000-8000-000000000002"
 	other, _, _ := answer(t, m)
 	assert.True(t, other.Get("Message-Id") != h.Get("Message-Id"), "two messages have one Message-ID")
+	m.ReplyTo = reference{subject: "Order 12"}.String()
+	h, _, _ = answer(t, m)
+	assert.Equal(t, "Re: Order 12, auto-replied, ", // of a mail without Message-ID
+		h.Get("Subject")+", "+h.Get("Auto-Submitted")+", "+h.Get("In-Reply-To"))
 }
 
 func TestForeignTextAddsNoHeaderAndNoHTML(t *testing.T) {

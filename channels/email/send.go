@@ -176,7 +176,11 @@ func (t *transport) compose(m channels.Message, now time.Time) (to, id string, r
 	h.SetAddressList("Reply-To", []*mail.Address{
 		{Name: line(t.name, 100), Address: t.local + "+" + token + "@" + t.domain},
 	})
-	h.SetSubject(subject(ref, m.Markdown))
+	automatic := "auto-replied"
+	if m.ReplyTo == "" {
+		automatic = "auto-generated"
+	}
+	h.SetSubject(subject(ref, m.ReplyTo != "", m.Markdown))
 	id = t.messageID(m.ID, m.Part, token)
 	h.SetMessageID(id)
 	if ref.id != "" {
@@ -186,10 +190,8 @@ func (t *transport) compose(m channels.Message, now time.Time) (to, id string, r
 			chain = []string{ref.root, ref.id}
 		}
 		h.SetMsgIDList("References", chain)
-		h.Set("Auto-Submitted", "auto-replied")
-	} else {
-		h.Set("Auto-Submitted", "auto-generated")
 	}
+	h.Set("Auto-Submitted", automatic)
 	h.Set("X-Auto-Response-Suppress", "All")
 	var out bytes.Buffer
 	if err := writeBody(&out, h, m.Markdown); err != nil {
@@ -227,8 +229,8 @@ func writeBody(out io.Writer, h mail.Header, markdown string) error {
 }
 
 // subject continues that of the message that is answered; otherwise it is the first line of the text.
-func subject(ref reference, markdown string) string {
-	if ref.id != "" {
+func subject(ref reference, answers bool, markdown string) string {
+	if answers {
 		s := line(ref.subject, 200)
 		if len(s) >= 3 && strings.EqualFold(s[:3], "re:") {
 			return s
