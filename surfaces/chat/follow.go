@@ -20,6 +20,12 @@ const pollInterval = 200 * time.Millisecond
 // accessCheckInterval is the pause between two checks of a stream's access, for revocations without a notification.
 const accessCheckInterval = 15 * time.Second
 
+// Codes of a turn that was cancelled.
+const (
+	codeCancelled   = "cancelled"
+	codeInterrupted = "interrupted"
+)
+
 // approvalNotice ends a connection that waited too long for an approval. It is not stored in the thread.
 const approvalNotice = "An admin has to approve a step before I can go on. The answer will come into this " +
 	"conversation when that is done."
@@ -288,9 +294,9 @@ func (f *follower) result(ctx context.Context, x *executions.Execution) (answer,
 	var r *Refusal
 	switch {
 	case x.Status == executions.Cancelled && x.CancelledBy != nil && *x.CancelledBy == byInterrupt:
-		r = conflict("interrupted", "A newer message interrupted this answer.")
+		r = conflict(codeInterrupted, "A newer message interrupted this answer.")
 	case x.Status == executions.Cancelled:
-		r = conflict("cancelled", "This answer was cancelled.")
+		r = conflict(codeCancelled, "This answer was cancelled.")
 	default:
 		r = broken(http.StatusBadGateway, "answer_failed",
 			"The answer failed. The trace "+x.TraceID+" has the error.")

@@ -298,12 +298,13 @@ func answered(r responsewire.Response, got answer) responsewire.Response {
 // failed returns the response of a failed or cancelled turn.
 func failed(r responsewire.Response, x executions.Execution, why error) responsewire.Response {
 	r.Status = responsewire.Failed
-	if x.Status == executions.Cancelled {
-		r.Status = responsewire.Cancelled
+	refusal, refused := errors.AsType[*Refusal](why)
+	if x.Status == executions.Cancelled || refused && (refusal.Code == codeCancelled || refusal.Code == codeInterrupted) {
+		r.Status = responsewire.Cancelled // x may be older than the cancel
 		return r
 	}
 	r.Error = &responsewire.Error{Code: "server_error", Message: "The answer failed."}
-	if refusal, is := errors.AsType[*Refusal](why); is && refusal.Type == "insufficient_quota" {
+	if refused && refusal.Type == "insufficient_quota" {
 		r.Error.Code = "rate_limit_exceeded"
 	}
 	if why != nil {

@@ -173,6 +173,24 @@ func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 	assert.NoDiff(t, want, w.transcript(t, "c"))
 }
 
+func TestAStreamOfACancelledResponseEndsCancelled(t *testing.T) {
+	t.Parallel()
+	g, reply := gated()
+	p := newWorld(t, reply).process(t)
+	stream := make(chan string, 1)
+	go func() {
+		_, body := p.respond(t, "POST", "", `{"model":"agent","stream":true,"input":"slowly"}`)
+		stream <- body
+	}()
+	testkit.Receive(t, g.asked)
+	id := pgtest.Value[string](t, p.pool, `select id::text from agent_executions`)
+	_, body := p.respond(t, "POST", "/resp_"+id+"/cancel", "")
+	assert.Contains(t, body, `"status":"cancelled"`)
+	_, last, _ := strings.Cut(testkit.Receive(t, stream), "event: response.failed")
+	assert.Contains(t, last, `"status":"cancelled"`)
+	assert.Contains(t, last, `"error":null`)
+}
+
 func TestHistoryOfAnInputIsTakenOverOnce(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, modeltest.Text("Nine."), modeltest.Text("Five."))
