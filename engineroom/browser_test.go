@@ -429,7 +429,7 @@ func TestEveryPageShowsHostileTextAsText(t *testing.T) {
 	pool, server := open(t)
 	text := hostile + strings.Repeat("W", 2000)
 	list := addresses(t, pool, populated(t, pool, text))
-	soil(t, pool, text+strings.Repeat("W", 1<<17))
+	soil(t, pool, text+strings.Repeat("W", 1<<14))
 	for _, address := range list {
 		harmless(t, server.URL+address)
 	}
