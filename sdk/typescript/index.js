@@ -41,8 +41,12 @@ class Suspended extends Error {}
 
 /** A connection to the server. Every request may be sent twice, so it is repeated while the server is away. */
 class Connection {
-  constructor({ url, token } = {}) {
+  constructor({ url, token, log = () => {} } = {}) {
+    this.log = log;
     this.url = (url ?? environment.AGENT_URL ?? "http://127.0.0.1:8080").replace(/\/+$/, "");
+    if (!/^https?:\/\//.test(this.url)) {
+      throw new TypeError(`the URL ${this.url} does not begin with http:// or https://: pass url, or set AGENT_URL`);
+    }
     this.token = token ?? environment.AGENT_TOKEN ?? environment.AGENT_ADMIN_TOKEN;
     if (!this.token) throw new TypeError("a token is missing: pass token, or set AGENT_TOKEN");
   }
@@ -55,6 +59,7 @@ class Connection {
     }
     for (let wait = 100; ; wait = Math.min(wait * 2, 5000)) {
       signal?.throwIfAborted();
+      let failure;
       const attempt = new AbortController();
       const abort = () => attempt.abort(signal?.reason);
       const timer = setTimeout(abort, seconds * 1000);
@@ -69,13 +74,16 @@ class Connection {
         const text = await answer.text();
         if (answer.ok) return text ? JSON.parse(text) : undefined;
         if (answer.status < 500 && answer.status !== 429) throw problem(answer.status, text);
+        failure = `status ${answer.status}`;
       } catch (error) {
         if (error instanceof RequestError) throw error;
         signal?.throwIfAborted(); // else the server did not answer: again
+        failure = error.cause?.message ?? error.message;
       } finally {
         clearTimeout(timer);
         signal?.removeEventListener("abort", abort);
       }
+      if (wait === 100) this.log(`the request to ${this.url} failed and is tried again: ${failure}`);
       await pause(wait / 2 + (wait / 2) * Math.random(), undefined, { signal });
     }
   }
@@ -234,7 +242,7 @@ export class Worker {
   #log;
 
   constructor({ url, token, owner, ttlSeconds = 30, log = console.error } = {}) {
-    this.#connection = new Connection({ url, token });
+    this.#connection = new Connection({ url, token, log });
     this.client = new Client(this.#connection);
     this.#owner = owner ?? `${hostname()} ${process.pid} ${randomUUID()}`;
     this.#ttl = ttlSeconds;

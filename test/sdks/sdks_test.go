@@ -264,6 +264,13 @@ func TestAnEndThatTheServerRefusesFailsTheFlow(t *testing.T) {
 	})
 }
 
+func TestAServerThatIsNotThereIsNamed(t *testing.T) {
+	eachSDK(t, func(w *world) {
+		w.worker("first", "http://127.0.0.1:1", 30).Says("the request to http://127.0.0.1:1 failed and is tried again: ")
+		w.worker("second", "127.0.0.1:8080", 30).Says("the URL 127.0.0.1:8080 does not begin with http:// or https://")
+	})
+}
+
 func TestACancelStopsTheWork(t *testing.T) {
 	eachSDK(t, func(w *world) {
 		worker := w.worker("first", w.base, 3)

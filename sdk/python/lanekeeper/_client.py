@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import random
 import time
@@ -14,6 +15,8 @@ from threading import Event
 from typing import Any, Literal
 from urllib.parse import quote
 
+
+log = logging.getLogger("lanekeeper")
 
 MAX_BODY = 1 << 20
 """The server's limit. It may close the connection of a much larger body, as a server that is away does."""
@@ -46,6 +49,8 @@ class Connection:
 
     def __init__(self, url: str | None = None, token: str | None = None) -> None:
         self.url = (url or os.environ.get("AGENT_URL") or "http://127.0.0.1:8080").rstrip("/")
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"the URL {self.url} does not begin with http:// or https://: pass url, or set AGENT_URL")
         self.token = token or os.environ.get("AGENT_TOKEN") or os.environ.get("AGENT_ADMIN_TOKEN")
         if not self.token:
             raise ValueError("a token is missing: pass token, or set AGENT_TOKEN")
@@ -89,6 +94,8 @@ class Connection:
                 attempts -= 1
                 if attempts <= 0:
                     raise failure
+            if wait == 0.1:
+                log.warning("the request to %s failed and is tried again: %s", self.url, failure)
             pause = wait / 2 + wait / 2 * random.random()
             if stop is None:
                 time.sleep(pause)
