@@ -149,7 +149,7 @@ func (c *cli) decideCommand(approve bool) *cobra.Command {
 	}
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: rowID("an approval", "agent approvals ls --all"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			decided, err := approvals.Decide(cmd.Context(), s.Pool, args[0], approve, actor(cmd.Context()), reason)
 			if late, ok := errors.AsType[*approvals.DecidedError](err); ok {
 				return hint(err, "see agent approvals show %s", late.Approval.ID)

@@ -320,7 +320,7 @@ func (c *cli) automationsSwitchCommand(
 	var based *revisionCheck
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: positionalArgs(1, 1, "an automation's name"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			changed, err := recordChange(cmd.Context(), s, verb, map[string]any{"automation": args[0], "reason": reason},
 				func(tx pgx.Tx, _ string) (bool, error) {
 					if err := based.verify(cmd, tx, args[0]); err != nil {

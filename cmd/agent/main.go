@@ -28,6 +28,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
@@ -312,6 +313,23 @@ func (c *cli) withSession(
 		cmd.SetContext(acting(cmd.Context()))
 		return work(cmd, args, s)
 	}
+}
+
+// withPromptSession is withSession for what an admin does in an emergency: a transaction that stays open is an error
+// after a second, as over HTTP.
+func (c *cli) withPromptSession(
+	work func(cmd *cobra.Command, args []string, s *session) error,
+) func(*cobra.Command, []string) error {
+	return c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		pool, err := postgres.Reserve(cmd.Context(), s.Pool, 2)
+		if err != nil {
+			return err
+		}
+		defer pool.Close()
+		prompt := *s
+		prompt.Pool = pool
+		return work(cmd, args, &prompt)
+	})
 }
 
 // acting adds the actor of a command to ctx: the caller of a server, or the admin with access to the database.

@@ -199,7 +199,7 @@ func (c *cli) skillsSwitchCommand(enable bool) *cobra.Command {
 	}
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: positionalArgs(1, 1, "a skill's name"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.switchSkill(cmd.Context(), s, args[0], enable, reason,
 				func(tx pgx.Tx) error { return based.verify(cmd, tx, args[0]) })
 		}),

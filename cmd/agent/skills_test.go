@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"path/filepath"
 	"regexp"
@@ -144,6 +145,25 @@ func TestSelfHealReport(t *testing.T) {
 	p.fails(1, "line 1 of the set", "selfheal", "report", "--set", set+".bad")
 	p.fails(2, "exclude each other", "selfheal", "report", "--set", set, "--since", "30d")
 	assert.Contains(t, p.must("selfheal", "report", "--since", "30d"), ": 0 traces")
+}
+
+// A session that stays idle in its transaction must not silence an admin in an emergency.
+func TestSwitchesDoNotWaitForALockedRow(t *testing.T) {
+	t.Parallel()
+	url := pgtest.URL(t)
+	p := newProgram(t, url)
+	p.must("apply", caretaker)
+	tx, err := connect(t, url).Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
+	pgtest.Exec(t, tx, `set local idle_in_transaction_session_timeout = '30s'`) // who waits for it gets through
+	pgtest.Exec(t, tx, `select from agent_skills for update`)
+	pgtest.Exec(t, tx, `select from agent_automations for update`)
+	const why = "another transaction of the database has locked what is to be written"
+	p.fails(1, why, "skills", "disable", "table_sizes", "--reason", "it hurts")
+	p.fails(1, why, "automations", "disable", "broken on purpose")
+	require.NoError(t, tx.Rollback(t.Context()))
+	p.must("skills", "disable", "table_sizes")
 }
 
 func TestSkillsDisableAndEnable(t *testing.T) {

@@ -233,7 +233,7 @@ func (c *cli) webhooksSwitchCommand(enable bool) *cobra.Command {
 	}
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: positionalArgs(1, 1, "a name"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.switchWebhook(cmd.Context(), s, args[0], target, enable, reason)
 		}),
 	}
