@@ -79,7 +79,8 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	pgtest.Exec(t, pool, `alter system set wal_writer_delay = '10s'`)
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
 	pgtest.Until(t, pool, "10s", `show wal_writer_delay`)
-	time.Sleep(time.Second) // the pause that its writer was in is over
+	time.Sleep(time.Second)                        // the pause that its writer was in is over
+	pgtest.Exec(t, pool, `select pg_switch_wal()`) // the starts begin a page: a full one may be written at once
 	lost, err := p.StartSeveral(t.Context(), []executions.Spec{spec, spec}, []bool{true, true})
 	require.NoError(t, err)
 	server.Stop(true)
