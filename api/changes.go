@@ -3,7 +3,6 @@ package api
 import (
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"net/http"
 
@@ -303,10 +302,10 @@ func (s *server) decideApproval(r request) (response, error) {
 	got, err := approvals.Decide(ctx, s.pool, id, body.Decision == "approve", by(r.Context()), body.Reason)
 	if errors.Is(err, approvals.ErrDecided) {
 		late, unread := approvals.Get(r.Context(), s.pool, id)
-		return response{trace: late.TraceID}, errors.Join(fmt.Errorf("decide: %w", err), unread)
+		return response{trace: late.TraceID}, errors.Join(err, unread)
 	}
 	if err != nil {
-		return response{}, fmt.Errorf("decide: %w", err)
+		return response{}, err
 	}
 	return response{body: got, trace: string(audit)}, nil
 }

@@ -26,6 +26,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -87,7 +88,7 @@ func Set(ctx context.Context, db postgres.DB, keep map[string]string, by, reason
 	err = db.SendBatch(ctx, b).Close()
 	if refused, is := errors.AsType[*pgconn.PgError](err); is && postgres.IsCode(err, "22023") {
 		if refused.Hint != "" {
-			return Change{}, fmt.Errorf("%w: %s. %s", ErrInvalid, refused.Message, refused.Hint)
+			return Change{}, fmt.Errorf("%w: %s. %s", ErrInvalid, refused.Message, strings.TrimSuffix(refused.Hint, "."))
 		}
 		return Change{}, fmt.Errorf("%w: %s", ErrInvalid, refused.Message)
 	}

@@ -174,7 +174,7 @@ func (c *Chat) attach(w http.ResponseWriter, r *http.Request, _ trace.ID) error 
 	if err != nil {
 		return err
 	}
-	x, in, err := c.find(r.Context(), who, id)
+	x, in, err := c.find(r.Context(), who, "completion", id)
 	if err != nil {
 		return err
 	}
@@ -220,9 +220,12 @@ func (c *Chat) partialText(r *http.Request, b *startedTurn) (view, error) {
 	return v, err
 }
 
-// find returns the turn of a completion id. The turn of another visitor is refused as if it did not exist.
-func (c *Chat) find(ctx context.Context, who threads.Principal, id string) (executions.Execution, input, error) {
-	missing := unknown("completion_not_found", "There is no completion %q.", truncate(id, 100))
+// find returns the turn of the id of a completion or a response; noun says which. The turn of another visitor is
+// refused as if it did not exist.
+func (c *Chat) find(
+	ctx context.Context, who threads.Principal, noun, id string,
+) (executions.Execution, input, error) {
+	missing := unknown(noun+"_not_found", "There is no %s %q.", noun, truncate(id, 100))
 	execution, ok := strings.CutPrefix(id, idPrefix)
 	if !ok {
 		execution, ok = strings.CutPrefix(id, responsePrefix)

@@ -184,7 +184,7 @@ func (c *Chat) resolveResponseThread(ctx context.Context, a *UserMessage, q resp
 	case conversation != "":
 		a.Name = conversation
 	case previous != "":
-		x, in, err := c.find(ctx, a.principal(), previous)
+		x, in, err := c.find(ctx, a.principal(), "response", previous)
 		if _, refused := errors.AsType[*Refusal](err); refused {
 			return bad("previous_response_id", "previous_response_not_found", "Previous response with id %q not found.",
 				truncate(previous, 100))
@@ -227,7 +227,7 @@ func (c *Chat) dereference(ctx context.Context, a *UserMessage, items []wireMess
 		if left--; left < 0 {
 			continue
 		}
-		x, _, err := c.find(ctx, a.principal(), responsePrefix+strings.TrimPrefix(id, itemPrefix))
+		x, _, err := c.find(ctx, a.principal(), "response", responsePrefix+strings.TrimPrefix(id, itemPrefix))
 		if _, refused := errors.AsType[*Refusal](err); refused {
 			return bad(fmt.Sprintf("input[%d]", i), "item_not_found", "There is no item %q of yours.", truncate(id, 100))
 		}

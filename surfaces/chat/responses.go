@@ -153,7 +153,7 @@ func (c *Chat) response(r *http.Request) (*startedTurn, input, error) {
 	if err != nil {
 		return nil, input{}, err
 	}
-	x, in, err := c.find(r.Context(), who, r.PathValue("id"))
+	x, in, err := c.find(r.Context(), who, "response", r.PathValue("id"))
 	if err != nil {
 		return nil, input{}, err
 	}

@@ -79,6 +79,8 @@ func TestTheOfficialClientHoldsAConversationOfResponses(t *testing.T) {
 	for _, req := range w.model.Requests() {
 		assert.True(t, !strings.Contains(req.Body, "moo"), "a client's instructions reached the model")
 	}
+	_, err = client.Responses.Get(t.Context(), "resp_none", responses.ResponseGetParams{})
+	refusal(t, err, 404, "response_not_found")
 	stored, err := client.Responses.Get(t.Context(), last.ID, responses.ResponseGetParams{})
 	assert.Truef(t, err == nil && stored.OutputText() == said && stored.Status == "completed",
 		"stored %v, %v", stored, err)
