@@ -165,11 +165,12 @@ func tryCommit(ctx context.Context, pool *pgxpool.Pool) error {
 	if err := pool.QueryRow(ctx, `select current_setting('synchronous_standby_names')`).Scan(&standbys); err != nil {
 		return fmt.Errorf("read synchronous_standby_names: %w", err)
 	}
+	err = fmt.Errorf("a commit is not finished after %s", commitLimit)
 	if standbys != "" {
-		return hint(fmt.Errorf("a commit is not finished after %s", commitLimit), "check that the standbys of "+
-			"synchronous_standby_names (%s) are connected: select * from pg_stat_replication", standbys)
+		return hint(err, "check that the standbys of synchronous_standby_names (%s) are connected: "+
+			"select * from pg_stat_replication", standbys)
 	}
-	return hint(fmt.Errorf("a commit is not finished after %s", commitLimit), "check the disk of PostgreSQL's log (pg_wal)")
+	return hint(err, "check the disk of PostgreSQL's log (pg_wal)")
 }
 
 // lockedTables adds to err the sessions that keep readers from tables.
