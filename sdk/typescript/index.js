@@ -44,7 +44,7 @@ class Connection {
   constructor({ url, token, log = () => {} } = {}) {
     this.log = log;
     this.url = (url ?? environment.AGENT_URL ?? "http://127.0.0.1:8080").replace(/\/+$/, "");
-    if (!/^https?:\/\//.test(this.url)) {
+    if (!/^https?:\/\//i.test(this.url)) {
       throw new TypeError(`the URL ${this.url} does not begin with http:// or https://: pass url, or set AGENT_URL`);
     }
     this.token = token ?? environment.AGENT_TOKEN ?? environment.AGENT_ADMIN_TOKEN;
@@ -78,7 +78,7 @@ class Connection {
       } catch (error) {
         if (error instanceof RequestError) throw error;
         signal?.throwIfAborted(); // else the server did not answer: again
-        failure = error.cause?.message ?? error.message;
+        failure = error.cause?.message || error.cause?.code || error.message; // of several addresses: the code
       } finally {
         clearTimeout(timer);
         signal?.removeEventListener("abort", abort);

@@ -49,7 +49,7 @@ class Connection:
 
     def __init__(self, url: str | None = None, token: str | None = None) -> None:
         self.url = (url or os.environ.get("AGENT_URL") or "http://127.0.0.1:8080").rstrip("/")
-        if not self.url.startswith(("http://", "https://")):
+        if not self.url.lower().startswith(("http://", "https://")):
             raise ValueError(f"the URL {self.url} does not begin with http:// or https://: pass url, or set AGENT_URL")
         self.token = token or os.environ.get("AGENT_TOKEN") or os.environ.get("AGENT_ADMIN_TOKEN")
         if not self.token:
