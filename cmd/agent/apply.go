@@ -318,9 +318,9 @@ func agentWarnings(documents []workspace.Document[agents.Definition], cfg config
 				warnings = append(warnings, fmt.Sprintf("%s: no chat key %q in AGENT_CHAT_KEY%s", d.At, key, suggestion(key, keys)))
 			}
 		}
-		if who := d.Definition; len(who.Delegates) > 0 && len(who.Keys) > 0 {
+		if len(d.Definition.Delegates) > 0 && len(d.Definition.Keys) > 0 {
 			warnings = append(warnings, fmt.Sprintf("%s: delegates act in an admin's session only; "+
-				"visitors of %s get no tool delegate", d.At, strings.Join(who.Keys, ", ")))
+				"visitors of %s get no tool delegate", d.At, strings.Join(d.Definition.Keys, ", ")))
 		}
 	}
 	return warnings

@@ -94,7 +94,7 @@ func (c *cli) diagnose(ctx context.Context) []finding {
 	return found
 }
 
-// diagnoseDatabase names who locks a table that a check reads, instead of waiting for that lock.
+// diagnoseDatabase bounds each check's wait for a lock, and names the session that locks the table.
 func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(string, error, string) bool) {
 	pool, err := postgres.Reserve(ctx, open.Pool, 2)
 	if err != nil {
@@ -173,7 +173,7 @@ func tryCommit(ctx context.Context, pool *pgxpool.Pool) error {
 	return hint(err, "check the disk of PostgreSQL's log (pg_wal)")
 }
 
-// lockedTables adds to err the sessions that keep readers from tables.
+// lockedTables replaces err by the sessions that lock tables against readers. Without one it returns err.
 func lockedTables(ctx context.Context, pool *pgxpool.Pool, err error) error {
 	var locks string
 	failed := pool.QueryRow(ctx, `

@@ -269,7 +269,7 @@ func TestLanesRunStopsOnLostLane(t *testing.T) {
 	p := newProgram(t, url)
 	mark := filepath.Join(t.TempDir(), "mark")
 	done := make(chan commandResult, 1)
-	go func() { done <- p.run("lanes", "run", "pipeline:x", "--", "sh", "-c", "touch "+mark+"; exec sleep 60") }()
+	go func() { done <- p.run("lanes", "run", "pipeline:x", "--", "sh", "-c", "touch "+mark+"; exec sleep 99") }()
 	pgtest.Eventually(t, 30*time.Second, func() bool { _, err := os.Stat(mark); return err == nil }, "the command runs")
 	p.must("lanes", "release", "pipeline:x")
 	began := time.Now()

@@ -156,7 +156,7 @@ func TestSwitchesDoNotWaitForALockedRow(t *testing.T) {
 	tx, err := connect(t, url).Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
-	pgtest.Exec(t, tx, `set local idle_in_transaction_session_timeout = '30s'`) // who waits for it gets through
+	pgtest.Exec(t, tx, `set local idle_in_transaction_session_timeout = '30s'`) // a command that waits succeeds then
 	pgtest.Exec(t, tx, `select from agent_skills for update`)
 	pgtest.Exec(t, tx, `select from agent_automations for update`)
 	const why = "another transaction of the database has locked what is to be written"
