@@ -192,14 +192,16 @@ func TestARequestBelongsToItsTransaction(t *testing.T) {
 	assert.Truef(t, err == nil && len(got) == 0, "%d requests, %v", len(got), err)
 }
 
-// A document without a name would answer nothing. The only document of a request needs none, and whoever has no address
-// of one may say that it is there.
+// A document without a name answers nothing. The only document of a request needs no name. A client without a URL may
+// name the document alone.
 func TestADocumentWithoutANameIsRefused(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
 	for items, data := range map[string]map[string]bool{
 		"cv": {
 			`{"documentUrls": ["u", "u", "u"]}`: true, `{"documents": [7]}`: true, `{"document": "cv"}`: false,
+			`{"documents": []}`: true, `{"documents": {"cv": "u"}}`: true, `{"document": "cv", "documents": null}`: false,
+			`{"document": "cv", "documentUrls": null}`: false,
 		},
 		"cv, photo": {
 			`{}`: true, `{"file": "cv.pdf"}`: true, `{"documents": []}`: true, `{"documents": ["cv"]}`: true,

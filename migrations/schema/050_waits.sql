@@ -335,7 +335,7 @@ begin
         case when jsonb_typeof(data -> 'documents') = 'array' and data -> 'documents' <> '[]' then data -> 'documents' else jsonb_build_array(data) end) loop
       stored := '{}';
       name_ := coalesce(doc ->> 'document', doc ->> 'name', case when cardinality(r.items) = 1 then r.items[1] end, '');
-      if name_ = '' or jsonb_typeof(doc) <> 'object' or urls is not null and not doc ?| array['url', 'document_id'] then
+      if name_ = '' or jsonb_typeof(doc) <> 'object' or coalesce(urls, doc -> 'documents') <> 'null' and not doc ?| array['url', 'document_id'] then
         raise exception '% is missing in %', case when name_ = '' then 'document' else 'url' end, left(doc::text, 60) using errcode = '22023',
           detail = format('a document is {"document": "…", "url": "…"}, several are {"documents": […]}; the request asks for %s',
                           left(array_to_string(r.items, ', '), 300));
@@ -380,7 +380,7 @@ comment on function lanekeeper.answer_agent_request is
   'Record an answer to a request and return the request; null: the key is not a request. A document is {document, '
   'url} or {document, document_id}; several are {documents: [...]}, or {documentUrls: [url]} in the order of the '
   'request. A signature or a test needs one event. Later events change nothing. 22023: the document belongs to '
-  'somebody else, or it has no name.';
+  'somebody else, or it lacks its name or url.';
 
 create or replace function lanekeeper.resume_agent_waiters(p_kind text, p_key text, p_event_id uuid default null, p_wait boolean default true)
 returns table (id uuid, queue text)
