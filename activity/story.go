@@ -64,7 +64,7 @@ func (s *story) header(out *bufio.Writer, t Trace) {
 	if t.FinishedAt != nil {
 		when += " to " + t.FinishedAt.UTC().Format("15:04:05")
 		if t.OpenChildren > 0 {
-			when += ", " + human.Count(t.OpenChildren) + " of its children not ended yet"
+			when += ", children still open: " + human.Count(t.OpenChildren)
 		}
 	}
 	fmt.Fprintf(out, "%s  %s  %s\n", t.TraceID, plainText(t.Surface), s.paint(word, tint))

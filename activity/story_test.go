@@ -195,7 +195,7 @@ func TestTheHeadOfATraceSaysThatAChildGoesOn(t *testing.T) {
 		require.NoError(t, activity.WriteStory(&b, got, false))
 		return b.String()
 	}
-	assert.Contains(t, head(), ", 1 of its children not ended yet\n")
+	assert.Contains(t, head(), ", children still open: 1\n")
 	pgtest.Exec(t, db, `update agent_executions set status = 'failed', completed_at = now() where id = @id`,
 		postgres.Strict{"id": child})
 	assert.Truef(t, !strings.Contains(head(), "not ended"), "%s", head())

@@ -182,7 +182,7 @@ func TestTheHeadOfATraceSaysThatAChildGoesOn(t *testing.T) {
 	pool, server := open(t)
 	id, run := seedTrace(t, pool)
 	page := server.URL + "/traces/" + string(id)
-	shows(t, page, "1 of its children not ended yet")
+	shows(t, page, "children still open: 1")
 	sql(t, pool, `update agent_executions set status = 'cancelled', completed_at = now()
 		where parent_id = @run::text::uuid`,
 		postgres.Strict{"run": run})
