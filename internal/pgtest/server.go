@@ -102,6 +102,9 @@ func startServer() (*server, error) {
 	if err == nil {
 		s.strategy, err = s.fastest(ctx)
 	}
+	if err == nil && s.own != nil {
+		err = s.vacuum(ctx)
+	}
 	if err == nil && s.own != nil && !s.own.Adopted() {
 		err = s.sweep(ctx)
 	}
@@ -204,6 +207,15 @@ func (s *server) lend(tb testing.TB, database string) string {
 func (s *server) drop(ctx context.Context, database string) error {
 	if _, err := s.admin.Exec(ctx, "drop database if exists "+quote(database)+" with (force)"); err != nil {
 		return fmt.Errorf("drop database %s: %w", database, err)
+	}
+	return nil
+}
+
+// vacuum removes what dropped databases left in the catalogs that all databases share: 200 rows each. The server's
+// autovacuum is off, and it may serve for weeks.
+func (s *server) vacuum(ctx context.Context) error {
+	if _, err := s.admin.Exec(ctx, "vacuum (skip_locked, truncate false) pg_shdepend, pg_database"); err != nil {
+		return fmt.Errorf("vacuum shared catalogs: %w", err)
 	}
 	return nil
 }
