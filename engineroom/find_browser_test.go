@@ -146,7 +146,8 @@ func TestFindIsOpenedByKeysAndLeadsOn(t *testing.T) {
 	p.Type("#find-q", "fetch_n")
 	p.Until("one is chosen",
 		`document.getElementById("find-q").value === "fetch_n" && document.querySelector("#find-list [aria-selected=true]")?.textContent.includes("fetch_news")`)
-	p.PressUntil("\r", `location.pathname === "/skills/fetch_news"`)
+	p.PressUntil("\r", `!document.getElementById("find").open`) // a second Enter would open it again
+	p.Until("the skill is opened", `location.pathname === "/skills/fetch_news"`)
 
 	still := browser.Open(t, browser.Look{NoScript: true})
 	still.Go(server.URL + "/")
