@@ -280,12 +280,12 @@ const (
 // FlushThreads sends queued messages that may leave now, in at most most threads, and logs the lanes that it acquires
 // for them. It waits for nobody. The order is random, so that a thread whose message cannot leave delays no other.
 func FlushThreads(ctx context.Context, db postgres.DB, log *slog.Logger, most int) (n int, err error) {
-	var lanes []string
-	var began int64 // tokens of lanes that are acquired from then on are larger
+	var flushed []string // lanes
+	var began int64      // tokens of lanes that are acquired from then on are larger
 	b := &pgx.Batch{}
 	queueLockTimeout(b)
 	b.Queue(flushThreads, postgres.Strict{"most": most}).QueryRow(func(row pgx.Row) error {
-		return row.Scan(&n, &lanes, &began)
+		return row.Scan(&n, &flushed, &began)
 	})
 	if err := db.SendBatch(ctx, b).Close(); err != nil || n == 0 {
 		return 0, err
@@ -294,7 +294,7 @@ func FlushThreads(ctx context.Context, db postgres.DB, log *slog.Logger, most in
 		select l.lane, l.locked_by, l.execution_id::text, x.trace_id, coalesce((
 		  select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1), '')
 		  from agent_locks l join agent_executions x on x.id = l.execution_id
-		 where l.lane = any (@lanes) and l.fencing_token >= @began`, postgres.Strict{"lanes": lanes, "began": began})
+		 where l.lane = any (@lanes) and l.fencing_token >= @began`, postgres.Strict{"lanes": flushed, "began": began})
 	if err != nil {
 		return n, err
 	}

@@ -96,18 +96,15 @@ func (c *cli) diagnose(ctx context.Context) []finding {
 
 // diagnoseDatabase bounds each check's wait for a lock, and names the session that locks the table.
 func (c *cli) diagnoseDatabase(ctx context.Context, open *session, report func(string, error, string) bool) {
-	pool, err := postgres.Reserve(ctx, open.Pool, 2)
+	s, err := open.prompt(ctx)
 	if err != nil {
 		report("PostgreSQL", err, "")
 		return
 	}
-	defer pool.Close()
-	bounded := *open
-	s := &bounded
-	s.Pool = pool
+	defer s.Pool.Close()
 	add := func(check string, err error, detail string) bool {
 		if postgres.Locked(err) {
-			err = lockedTables(ctx, pool, err)
+			err = lockedTables(ctx, s.Pool, err)
 		}
 		return report(check, err, detail)
 	}

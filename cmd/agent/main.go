@@ -28,7 +28,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/pgserver"
-	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/principals"
 )
 
@@ -320,14 +319,12 @@ func (c *cli) withPromptSession(
 	work func(cmd *cobra.Command, args []string, s *session) error,
 ) func(*cobra.Command, []string) error {
 	return c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
-		pool, err := postgres.Reserve(cmd.Context(), s.Pool, 2)
+		prompt, err := s.prompt(cmd.Context())
 		if err != nil {
 			return err
 		}
-		defer pool.Close()
-		prompt := *s
-		prompt.Pool = pool
-		return work(cmd, args, &prompt)
+		defer prompt.Pool.Close()
+		return work(cmd, args, prompt)
 	})
 }
 

@@ -69,6 +69,18 @@ type session struct {
 	url       string
 }
 
+// prompt returns the session with a pool of its own, whose waits for locks fail after a second, as over HTTP. The
+// caller closes that pool.
+func (s *session) prompt(ctx context.Context) (*session, error) {
+	pool, err := postgres.Reserve(ctx, s.Pool, 2)
+	if err != nil {
+		return nil, err
+	}
+	prompt := *s
+	prompt.Pool = pool
+	return &prompt, nil
+}
+
 // close releases all connections and stops the local server.
 func (s *session) close(ctx context.Context) {
 	if s.shared {
