@@ -194,7 +194,8 @@ func (p *Page) Eval(script string, out any) {
 		func(e *runtime.EvaluateParams) *runtime.EvaluateParams { return e.WithAwaitPromise(true) }))
 }
 
-// Until waits until a JavaScript expression, which is no promise, is true. The page may go elsewhere meanwhile.
+// Until waits until a JavaScript expression, which is no promise, is true on a page that has loaded. The page may go
+// elsewhere meanwhile.
 func (p *Page) Until(what, condition string) {
 	p.tb.Helper()
 	p.until(what, condition, func() {})
@@ -213,7 +214,8 @@ func (p *Page) PressUntil(keys, condition string) {
 	})
 }
 
-// until waits for a condition, and calls between after each look.
+// until waits for a condition and for the end of loading. It calls between after each look at which the condition is
+// false: while the next page loads, its address is there and half of its elements.
 func (p *Page) until(what, condition string, between func()) {
 	p.tb.Helper()
 	ctx, cancel := context.WithTimeout(p.ctx, patience)
@@ -222,10 +224,11 @@ func (p *Page) until(what, condition string, between func()) {
 	defer tick.Stop()
 	var last error
 	for {
-		var holds bool
-		err := chromedp.Run(ctx, chromedp.Evaluate("Boolean("+condition+")", &holds))
+		var now struct{ Holds, Loaded bool }
+		err := chromedp.Run(ctx, chromedp.Evaluate(
+			`({Holds: Boolean(`+condition+`), Loaded: document.readyState === "complete"})`, &now))
 		switch {
-		case holds:
+		case now.Holds && now.Loaded:
 			return
 		case ctx.Err() == nil:
 			last = err // between two pages there may be nothing to evaluate it in
@@ -234,7 +237,9 @@ func (p *Page) until(what, condition string, between func()) {
 		case <-ctx.Done():
 			p.tb.Fatalf("wait until %s: it did not come (%v)\n%s", what, last, p.where())
 		case <-tick.C:
-			between()
+			if !now.Holds {
+				between()
+			}
 		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"os"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/browser"
@@ -56,6 +57,34 @@ func TestAxeFindsWhatIsInaccessible(t *testing.T) {
 	assert.Truef(t, len(list) == 0, "an accessible page has faults: %s", list)
 	p.Go(base + "/bad")
 	assert.Contains(t, strings.Join(p.Inaccessible(), "\n"), "label")
+}
+
+// A condition that half a page fulfils is not yet a page to judge.
+func TestUntilWaitsForTheWholePage(t *testing.T) {
+	t.Parallel()
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
+		_, err := w.Write([]byte(page + `<a href="/next">next</a></main></body></html>`))
+		assert.NoError(t, err)
+	})
+	mux.HandleFunc("GET /next", func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "text/html; charset=utf-8")
+		_, err := w.Write([]byte(page + strings.Repeat("<p>filled</p>", 1000)))
+		assert.NoError(t, err)
+		assert.NoError(t, http.NewResponseController(w).Flush())
+		time.Sleep(500 * time.Millisecond)
+		_, err = w.Write([]byte(`<p id="end">end</p></main></body></html>`))
+		assert.NoError(t, err)
+	})
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL)
+	p.Eval(`document.querySelector("a").click(); 1`, new(int))
+	p.Until("the next page is there", `location.pathname === "/next"`)
+	var ended bool
+	p.Eval(`document.getElementById("end") !== null`, &ended)
+	assert.Truef(t, ended, "only a part of the page was there")
 }
 
 func TestPagesDoNotShareCookies(t *testing.T) {
