@@ -67,7 +67,7 @@ state stays. It never asks, removes only with --prune, and warns where an eval w
 			if err != nil {
 				return err
 			}
-			return c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+			return c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
 				return c.printApply(cmd.Context(), s, files, opts)
 			})(cmd, args)
 		},

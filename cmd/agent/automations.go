@@ -271,7 +271,7 @@ func (c *cli) automationsRedriveCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
 		Use: "redrive RUN", Short: "Give a dead run one more attempt", Args: rowID("a run", "agent automations dead"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			input := map[string]any{"run": args[0], "reason": reason}
 			changed, err := recordChange(cmd.Context(), s, "redrive_automation", input,
 				func(tx pgx.Tx, _ string) (bool, error) {

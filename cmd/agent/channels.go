@@ -135,7 +135,7 @@ func (c *cli) pairCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "pair CODE", Short: "Let the sender who was shown a code write as a visitor",
 		Args: positionalArgs(1, 1, "a pairing code"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			var got channels.Identity
 			input := map[string]any{"reason": reason}
 			_, err := recordChange(cmd.Context(), s, "pair_sender", input, func(tx pgx.Tx, _ string) (_ bool, err error) {
@@ -163,7 +163,7 @@ func (c *cli) unpairCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "unpair CHANNEL SENDER", Short: "Forget a sender, who then needs a new code",
 		Args: positionalArgs(2, 2, "a channel's name and a sender's id"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			input := map[string]any{"channel": args[0], "sender": args[1], "reason": reason}
 			changed, err := recordChange(cmd.Context(), s, "unpair_sender", input, func(tx pgx.Tx, _ string) (bool, error) {
 				return channels.Unpair(cmd.Context(), tx, args[0], args[1])
@@ -189,7 +189,7 @@ func (c *cli) channelsSwitchCommand(enable bool) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: word + " NAME", Short: map[bool]string{true: "Enable", false: "Disable"}[enable] + " a channel",
 		Args: positionalArgs(1, 1, "a channel's name"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			input := map[string]any{"channel": args[0], "reason": reason}
 			changed, err := recordChange(cmd.Context(), s, word+"_channel", input, func(tx pgx.Tx, _ string) (bool, error) {
 				return channels.Set(cmd.Context(), tx, args[0], enable, actor(cmd.Context()), reason)

@@ -45,7 +45,7 @@ func (c *cli) documentsAddCommand() *cobra.Command {
 agent documents rm.`,
 		Example: "  agent documents add contract.pdf --thread maria\n  pg_dump --schema-only shop | agent documents add - " +
 			"--name schema.sql",
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			u.MaxBytes, u.By = int64(s.config.DocumentMaxBytes), threads.Admin
 			if err := c.readFile(&u, args[0]); err != nil {
 				return documentHint(err)
@@ -211,7 +211,7 @@ func (c *cli) documentsRemoveCommand() *cobra.Command {
 	var reason string
 	cmd := &cobra.Command{
 		Use: "rm ID", Short: "Delete a document permanently", Args: positionalArgs(1, 1, "the id of a document"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			var d documents.Document
 			output := map[string]any{}
 			_, err := recordChangeWith(cmd.Context(), s, "delete_document",

@@ -22,7 +22,7 @@ func (c *cli) evalLabelCommand() *cobra.Command {
 calibrated against. The Engine Room has a key for each.`,
 		Example: "  agent eval label 01a21abd-4de8-7876-b240-505ac1bc02d6 \"refund not due\" bad --trial 2 --note \"no reason given\"",
 		Args:    positionalArgs(3, 3, "a run's id, a case, and good, bad or none"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if l.Trial < 1 {
 				return usageError("%s", evals.ErrTrial)
 			}

@@ -71,7 +71,7 @@ func (c *cli) evalShadowListCommand() *cobra.Command {
 func (c *cli) evalShadowStopCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "stop RUN", Short: "Stop a shadow; its results stay", Args: rowID("a run", "agent eval shadow ls"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			err := evals.StopShadow(cmd.Context(), s.Pool, args[0])
 			if errors.Is(err, evals.ErrNotFound) {
 				return hint(fmt.Errorf("there is no shadow %s that runs", args[0]), "see agent eval shadow ls")

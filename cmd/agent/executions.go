@@ -257,7 +257,7 @@ one fails with an error. A process that runs agent serve runs the execution.`,
 				}
 				f.Input = text
 			}
-			return c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			return c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 				f.ID = args[0]
 				a, err := c.app(s, nil)
 				if err != nil {
@@ -287,7 +287,7 @@ func (c *cli) executionsRetryCommand() *cobra.Command {
 		Use: "retry ID", Short: "Retry an execution from its failure", Args: executionID,
 		Long: `Fork a failed, timed out or cancelled execution. The fork repeats the failed step, the expired wait or the failed child.
 A cancelled execution continues after its last checkpoint. The original stays unchanged.`,
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			a, err := c.app(s, nil)
 			if err != nil {
 				return err

@@ -114,7 +114,7 @@ func (c *cli) pauseCommand() *cobra.Command {
 		Long: `Pause all autonomous work in all processes until agent resume. No heartbeat, automation, webhook or flow starts; running
 ones stop before their next step. Scheduled times are recorded as skipped; deliveries, events and messages are stored.
 agent operate and the chat continue. In SQL: select pause_agent('why').`,
-		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := executions.PauseAll(cmd.Context(), s.Pool, actor(cmd.Context()), reason)
 			if err != nil {
 				return err
@@ -144,7 +144,7 @@ func (c *cli) resumeCommand() *cobra.Command {
 		Use: "resume", Short: "Resume autonomous work", Args: positionalArgs(0, 0, "no arguments"),
 		Long: `End the pause of agent pause. Ready work continues at once; missed scheduled times stay skipped. In SQL: select
 resume_agent().`,
-		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := executions.ResumeAll(cmd.Context(), s.Pool, actor(cmd.Context()), reason)
 			if err != nil {
 				return err

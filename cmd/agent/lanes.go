@@ -52,7 +52,7 @@ func (c *cli) lanesReleaseCommand() *cobra.Command {
 		Long: `Release a lane, whoever holds it. The holder's fencing token becomes invalid at once, and its writes are rejected. The
 break is recorded under the holder's trace with the reason.`,
 		Args: positionalArgs(1, 1, "a lane"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			broken, err := lanes.Break(cmd.Context(), s.Pool, args[0], reason)
 			if blocked, ok := errors.AsType[*lanes.BlockedError](err); ok {
 				return hint(err, "%s", blocked.Hint)

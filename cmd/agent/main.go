@@ -314,7 +314,7 @@ func (c *cli) withSession(
 	}
 }
 
-// withPromptSession is withSession for emergencies: a wait for a lock fails after a second, as over HTTP.
+// withPromptSession is withSession for changes: a wait for a lock fails after a second, as over HTTP.
 func (c *cli) withPromptSession(
 	work func(cmd *cobra.Command, args []string, s *session) error,
 ) func(*cobra.Command, []string) error {

@@ -185,7 +185,7 @@ func (c *cli) mcpSyncCommand() *cobra.Command {
 		Args: positionalArgs(0, 1, "at most one server"),
 		Long: `Connect to all MCP servers, or one, and mount their tools as skills. agent serve and agent dev do this at start and
 every 15 minutes. The exit code is 1 when a server is unreachable.`,
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.syncMCP(cmd.Context(), s, strings.Join(args, ""))
 		}),
 	}
@@ -259,7 +259,7 @@ func (c *cli) mcpAcceptCommand() *cobra.Command {
 		Args: positionalArgs(2, 2, "a server and a tool"),
 		Long: `Accept the changed version of a tool and enable its skill. Review it first with agent mcp show; --hash accepts only the
 version shown there.`,
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			t, err := mcp.Accept(cmd.Context(), s.Pool, args[0], args[1], hash, actor(cmd.Context()))
 			if err != nil {
 				return mcpHint(err)
@@ -278,7 +278,7 @@ func (c *cli) mcpOfferCommand(offer bool) *cobra.Command {
 	}
 	return &cobra.Command{
 		Use: use, Short: short, Args: positionalArgs(1, 1, "a skill's name"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			changed, err := act(cmd.Context(), s.Pool, args[0], actor(cmd.Context()), actor(cmd.Context()))
 			if errors.Is(err, skills.ErrNotFound) {
 				return skillHint(err)

@@ -171,7 +171,7 @@ the revision of agent memory get (0: new); otherwise it writes nothing and shows
 look like secrets.`,
 		Example: "  agent memory set contact '{\"name\": \"Ana\"}' --category admin --expires 30d\n  agent memory set " +
 			"contact Bea --if-revision 3",
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			var err error
 			if note.Revision, err = revisionOf(cmd, named); err != nil {
 				return err
@@ -258,7 +258,7 @@ func (c *cli) memoryForgetCommand() *cobra.Command {
 	var named int
 	cmd := &cobra.Command{
 		Use: "forget KEY", Short: "Delete one memory permanently", Args: positionalArgs(1, 1, "a key"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			revision, err := revisionOf(cmd, named)
 			if err != nil {
 				return err
@@ -391,7 +391,7 @@ func (c *cli) memoryConflictsResolveCommand() *cobra.Command {
 		Long: `Decide a memory conflict. "theirs" keeps the stored value. "mine" replaces it with the late value, if the key is still at
 the revision of the conflict, or at --if-revision. Otherwise nothing is written and the conflict stays open.`,
 		Example: "  agent memory conflicts resolve 0192f0c1-2b3c-7def-8a12-3456789abcde --take mine",
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if take == "" {
 				return usageError("choose a value: --take theirs or --take mine")
 			}

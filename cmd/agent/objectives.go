@@ -195,7 +195,7 @@ same name again changes goal and criteria and adds steps; --if-revision requires
 (0: new).`,
 		Example: `  agent objectives add "tidy logs" --goal "Keep the log tables under 10 GB" \
     --success "no log table above 2 GB" --step "measure the log tables" --step "report" --every 7d`,
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			d.Name = args[0]
 			if err := objectives.Validate(d); err != nil {
 				return &exitError{exitUsage, err}
@@ -271,7 +271,7 @@ func (c *cli) objectivesDecideCommand(
 	var based *revisionCheck
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: positionalArgs(1, 1, "an objective's name or id"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			changed, err := recordChange(cmd.Context(), s, verb, map[string]any{"objective": args[0], "reason": reason},
 				func(tx pgx.Tx, _ string) (bool, error) {
 					if err := based.verify(cmd, tx, args[0]); err != nil {
@@ -295,7 +295,7 @@ func (c *cli) objectivesStatusCommand(use, short, verb, from, to string) *cobra.
 	var reason string
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: positionalArgs(1, 1, "an objective's name or id"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			o, err := objectives.Get(cmd.Context(), s.Pool, args[0])
 			if err != nil {
 				return objectiveHint(err)
@@ -324,7 +324,7 @@ func (c *cli) objectivesDoneCommand() *cobra.Command {
 		Use: "done STEP", Short: "Confirm that a step is done", Args: rowID("a step", "agent objectives show NAME --json"),
 		Long: `Confirm that a step is done. The agent itself needs a successful call as evidence; your confirmation with its reason
 is stored as evidence instead.`,
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if strings.TrimSpace(reason) == "" {
 				return usageError("name the evidence with --reason")
 			}

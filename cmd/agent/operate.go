@@ -71,14 +71,20 @@ an answer: the model stalled, or a limit of tokens, money, time or model calls w
 	return cmd
 }
 
-// withApp runs a command that runs executions in its own process.
+// withApp runs a command that runs executions in its own process. What the command itself writes waits for locks for a
+// second, as in withPromptSession.
 func (c *cli) withApp(ctx context.Context, work func(context.Context, *session, *app.App) error) error {
 	s, err := c.session(ctx)
 	if err != nil {
 		return err
 	}
 	defer s.close(ctx)
-	if _, err := builtins.Put(ctx, s.Pool); err != nil {
+	prompt, err := s.prompt(ctx)
+	if err != nil {
+		return err
+	}
+	defer prompt.Pool.Close()
+	if _, err := builtins.Put(ctx, prompt.Pool); err != nil {
 		return err
 	}
 	model, _, stop, err := app.NewModel(ctx, s.config, s.log, models.Retry{})
@@ -90,7 +96,7 @@ func (c *cli) withApp(ctx context.Context, work func(context.Context, *session, 
 	if err != nil {
 		return err
 	}
-	return a.RunWithLeases(ctx, func(ctx context.Context) error { return work(acting(ctx), s, a) })
+	return a.RunWithLeases(ctx, func(ctx context.Context) error { return work(acting(ctx), prompt, a) })
 }
 
 type operateOptions struct {

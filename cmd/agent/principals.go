@@ -124,7 +124,7 @@ func (c *cli) principalsAddCommand() *cobra.Command {
 		Use: "add NAME", Short: "Create a principal", Args: positionalArgs(1, 1, "a name"),
 		Example: `  agent principals add anna --role approver
   agent principals add ci --kind service --role operator --reason "deploys"`,
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			n.Name = args[0]
 			return c.printPrincipal(principals.Create(cmd.Context(), s.Pool, n))
 		}),
@@ -142,7 +142,7 @@ func (c *cli) principalsRoleCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "role PRINCIPAL ROLE", Short: "Set the role of a principal", Args: positionalArgs(2, 2, "a name and a role"),
 		Long: "Set the role: " + strings.Join(principals.Roles(), ", ") + ". Tokens and sessions have it at once.",
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.printPrincipal(principals.SetRole(cmd.Context(), s.Pool, args[0], principals.Role(args[1]), reason))
 		}),
 	}
@@ -154,7 +154,7 @@ func (c *cli) principalsSwitchCommand(verb, short string, enabled bool) *cobra.C
 	var reason string
 	cmd := &cobra.Command{
 		Use: verb + " PRINCIPAL", Short: short, Args: positionalArgs(1, 1, "a name or id"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			return c.printPrincipal(principals.SetEnabled(cmd.Context(), s.Pool, args[0], enabled, reason))
 		}),
 	}
@@ -170,7 +170,7 @@ func (c *cli) principalsLinkCommand() *cobra.Command {
 		Long: "Link an account to a principal, whose role it has then. An issuer is that of OIDC, slack:TEAM or telegram:BOT.\n" +
 			"The subject is the id of the account there, never a name or an e-mail address.",
 		Example: "  agent principals link anna slack:T0123 U0456",
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if err := principals.LinkIdentity(cmd.Context(), s.Pool, args[0], args[1], args[2], reason); err != nil {
 				return principalError(err, "agent principals ls")
 			}
@@ -186,7 +186,7 @@ func (c *cli) principalsUnlinkCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "unlink PRINCIPAL ISSUER SUBJECT", Short: "Unlink an account from a principal",
 		Args: positionalArgs(3, 3, "a name, an issuer and a subject"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if err := principals.UnlinkIdentity(cmd.Context(), s.Pool, args[0], args[1], args[2], reason); err != nil {
 				return principalError(err, "agent principals show "+args[0])
 			}
@@ -203,7 +203,7 @@ func (c *cli) principalsLoginLinkCommand() *cobra.Command {
 		Use: "login-link PRINCIPAL", Short: "Create a link that logs in a user once",
 		Args: positionalArgs(1, 1, "a name or id"),
 		Long: "Create a link to the Engine Room that logs in a user once, within 15 minutes. Whoever has it is that user.",
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			secret, until, err := principals.MakeLink(cmd.Context(), s.Pool, args[0], reason)
 			if err != nil {
 				return principalError(err, "agent principals ls")
@@ -252,7 +252,7 @@ func (c *cli) tokensCreateCommand() *cobra.Command {
 principal: * for all of it, runs:read, runs:*, threads:read, operate, approvals:decide, admin, or work:GLOB for workers.`,
 		Example: `  agent tokens create ci --scope 'runs:*' --expires 90d
   agent tokens create sums --scope 'work:external:sum*'`,
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			n.Principal = args[0]
 			made, text, err := principals.MakeToken(cmd.Context(), s.Pool, n)
 			if err != nil {
@@ -300,7 +300,7 @@ func (c *cli) revokeCommand(use, short, what, lists string, revoke revoker) *cob
 	var reason string
 	cmd := &cobra.Command{
 		Use: use, Short: short, Args: positionalArgs(1, 1, what),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			changed, err := revoke(cmd.Context(), s.Pool, args[0], reason)
 			if err != nil {
 				return principalError(err, lists)

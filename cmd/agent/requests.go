@@ -168,7 +168,7 @@ it is complete when all documents are there.`,
 			if a.yes && a.no || (a.yes || a.no) && a.text != "" {
 				return usageError("--yes, --no and --text exclude each other")
 			}
-			return c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+			return c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 				return c.answerRequest(cmd, s, args[0], a)
 			})(cmd, args)
 		},

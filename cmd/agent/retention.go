@@ -62,7 +62,7 @@ The change is recorded. In SQL: select set_agent_retention('{"activity": "90 day
 			}
 			return nil
 		},
-		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			got, err := retention.Set(cmd.Context(), s.Pool, keep, actor(cmd.Context()), reason)
 			if errors.Is(err, retention.ErrInvalid) {
 				return &exitError{exitUsage, hint(err, "see agent retention show")}

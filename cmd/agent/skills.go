@@ -375,7 +375,7 @@ func (c *cli) selfhealCommand() *cobra.Command {
 		Long: `Disable skills that keep failing, and pause their automations. Every heartbeat does this too. AGENT_SELFHEAL_FAILURES,
 _WINDOW, _RATE, _RATE_CALLS and _COOLDOWN set the rule.`,
 		Args: positionalArgs(0, 0, "no arguments"),
-		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			report, err := heal(cmd.Context(), s)
 			if err != nil {
 				return err

@@ -147,21 +147,30 @@ func TestSelfHealReport(t *testing.T) {
 	assert.Contains(t, p.must("selfheal", "report", "--since", "30d"), ": 0 traces")
 }
 
-// A session that stays idle in its transaction must not silence an admin in an emergency.
-func TestSwitchesDoNotWaitForALockedRow(t *testing.T) {
+// A session that stays idle in its transaction must not silence an admin.
+func TestChangesDoNotWaitForALock(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
 	p := newProgram(t, url)
 	p.must("apply", caretaker)
+	p.must("objectives", "add", "tidy", "--goal", "less")
+	p.must("memory", "set", "contact", "Ana")
+	p.must("principals", "add", "anna")
 	tx, err := connect(t, url).Begin(t.Context())
 	require.NoError(t, err)
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `set local idle_in_transaction_session_timeout = '30s'`) // a command that waits succeeds then
-	pgtest.Exec(t, tx, `select from agent_skills for update`)
-	pgtest.Exec(t, tx, `select from agent_automations for update`)
-	const why = "another transaction of the database has locked what is to be written"
-	p.fails(1, why, "skills", "disable", "table_sizes", "--reason", "it hurts")
-	p.fails(1, why, "automations", "disable", "broken on purpose")
+	pgtest.Exec(t, tx, `lock agent_skills, agent_automations, agent_objectives, agent_memory, agent_principals,
+		agent_retention, agent_pauses in exclusive mode`)
+	for _, command := range [][]string{
+		{"skills", "disable", "table_sizes", "--reason", "it hurts"},
+		{"automations", "disable", "broken on purpose"}, {"automations", "run", "broken on purpose"}, {"heartbeat"},
+		{"apply", caretaker}, {"objectives", "pause", "tidy"}, {"memory", "set", "contact", "Bea"}, {"selfheal"},
+		{"principals", "role", "anna", "viewer"}, {"retention", "set", "activity=90d"}, {"pause", "--reason", "it hurts"},
+	} {
+		p.fails(1, "another transaction of the database has locked what is to be written", command...)
+		pgtest.Exec(t, tx, `select`) // it is idle anew
+	}
 	require.NoError(t, tx.Rollback(t.Context()))
 	p.must("skills", "disable", "table_sizes")
 }

@@ -179,7 +179,7 @@ func (c *cli) threadsInviteCommand() *cobra.Command {
 		Long: `Create a join token. A visitor joins the thread with the header X-Thread-Join or at /chat#join=TOKEN. It is printed
 once, is valid for one visitor or reusable until it expires, and can be revoked: agent threads revoke.`,
 		Args: positionalArgs(1, 1, "a thread's id"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			if in.Life <= 0 || in.Life > threads.MaxTokenLife {
 				return usageError("--expires %s: use more than 0 and at most %s", in.Life, threads.MaxTokenLife)
 			}
@@ -208,7 +208,7 @@ func (c *cli) threadsOpenCommand() *cobra.Command {
 		Use: "open THREAD", Short: "Open a thread to a chat key, a flow or a webhook endpoint",
 		Args:    positionalArgs(1, 1, "a thread's id"),
 		Example: "  agent threads open th_… --key shop --name maria\n  agent threads open th_… --flow support",
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			to := threads.Key(key)
 			switch {
 			case key+flow+webhook == "" || key != "" && flow+webhook != "" || flow != "" && webhook != "" ||
@@ -305,7 +305,7 @@ func (c *cli) threadsRevokeCommand() *cobra.Command {
 	return &cobra.Command{
 		Use: "revoke THREAD ACCESS", Short: "Revoke access to a thread; a join token takes its visitors' access with it",
 		Args: positionalArgs(2, 2, "the ids of a thread and of an access"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			err := recordThreadChange(cmd.Context(), s, "revoke_thread_access", "an access to a thread was revoked", args[0],
 				map[string]any{"access_id": args[1]}, func(tx pgx.Tx) (any, error) {
 					return map[string]any{"access_id": args[1]}, threads.Revoke(cmd.Context(), tx, args[0], args[1])
@@ -328,7 +328,7 @@ func (c *cli) threadsSendCommand() *cobra.Command {
 		Long: `Send a message to a thread. While an execution holds the thread, the message is queued until its release. The message
 is recorded.`,
 		Args: positionalArgs(2, 2, "a thread's id and a text"),
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			ctx := cmd.Context()
 			o.ThreadID, o.Content = args[0], args[1]
 			var sent threads.SendResult
@@ -368,7 +368,7 @@ func (c *cli) threadsCleanCommand() *cobra.Command {
 queued messages. A running agent does this itself: at once for threads with a queue, five minutes later for others.
 Waiting executions keep their threads.`,
 		Args: positionalArgs(0, 0, "no arguments"),
-		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
 			freed, err := threads.Clean(cmd.Context(), s.Pool, slog.New(slog.DiscardHandler))
 			if err != nil {
 				return err

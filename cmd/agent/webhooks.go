@@ -132,7 +132,7 @@ func (c *cli) webhooksReplayCommand() *cobra.Command {
 		Args: positionalArgs(1, 1, "a delivery's id, or the sender's"),
 		Long: `Process a delivery again with its endpoint's current definition, a new execution and a new trace. A delivery in progress
 stays untouched. A process that runs agent serve or agent dev does the work.`,
-		RunE: c.withSession(func(cmd *cobra.Command, args []string, s *session) error {
+		RunE: c.withPromptSession(func(cmd *cobra.Command, args []string, s *session) error {
 			keeper := lanes.NewKeeper(s.Pool, lanes.Options{Logger: s.log, Disabled: !s.config.LanesEnabled})
 			engine, err := executions.New(s.Pool, executions.Options{Keeper: keeper, Logger: s.log})
 			if err != nil {
