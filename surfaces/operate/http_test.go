@@ -81,6 +81,17 @@ func TestEventsOverHTTP(t *testing.T) {
 	}
 }
 
+// A client that hears of a database that is away would look for the cause in the wrong place.
+func TestALockedTableIsCalledLocked(t *testing.T) {
+	t.Parallel()
+	w := newTestDatabase(t)
+	p := w.process(t, false)
+	pgtest.Exec(t, pgtest.Begin(t, w.pool), `lock agent_messages in exclusive mode`)
+	refused := decode[problem.Problem](t, p.post(t, t.Context(), `{"message":"Hello."}`, "").Body)
+	assert.Truef(t, refused.Status == http.StatusServiceUnavailable && strings.HasSuffix(refused.Type, ":locked") &&
+		strings.Contains(refused.Detail, "is in use by another transaction of the database"), "got %+v", refused)
+}
+
 func TestStreamKeepAlive(t *testing.T) {
 	t.Parallel()
 	w := newTestDatabase(t, modeltest.ToolCall("slow", `{}`), modeltest.Text("Done."))

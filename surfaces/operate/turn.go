@@ -112,7 +112,7 @@ func (s *Session) insertTurn(ctx context.Context, message, key string) (claimed 
 	if err != nil {
 		return claimed, fmt.Errorf("begin turn: %w", err)
 	}
-	err = postgres.InTx(ctx, s.o.Pool, func(tx pgx.Tx) error {
+	err = new(postgres.KeyedTx).Do(ctx, s.o.Pool, s.id, func(tx pgx.Tx) error {
 		got, _, err := threads.Open(ctx, tx, threads.Admin, threads.Thread{
 			ID: s.id, Channel: Channel, Agent: acting, Participant: owner,
 		})
@@ -146,6 +146,7 @@ func (s *Session) insertTurn(ctx context.Context, message, key string) (claimed 
 		}
 		return activity.Link(ctx, tx, id)
 	})
+	err = postgres.ExplainLock(ctx, s.o.Pool, err, "session "+s.id, "agent_messages", "agent_threads", "agent_executions")
 	if errors.Is(err, threads.ErrForeign) {
 		return claimed, problem.New(http.StatusConflict, "session_id %s is the id of a thread that is no session", s.id)
 	}
