@@ -353,7 +353,8 @@ type endedExecution struct {
 func queueEnded(b *pgx.Batch, dest *[]endedExecution) {
 	b.Queue(`
 		select x.id::text, x.trace_id, x.status, coalesce((v.data ->> 'locks_released')::int, 0),
-		       x.claim - 1                                           -- its end made the claim void
+		       x.claim - 1 - (select count(*) from agent_claims_lost l  -- its end made the claim void, as did a loss before
+		         where l.execution_id = x.id and l.claim = x.claim - 2)
 		  from agent_events v join agent_executions x on x.id = lanekeeper.agent_uuid(v.key)
 		 where v.id >= lanekeeper.agent_uuid7_floor(transaction_timestamp()) and v.event = 'AGENT_COMPLETED'
 		   and case when v.xmin::text::bigint >= mod(pg_current_xact_id_if_assigned()::text::bigint, 4294967296)

@@ -584,6 +584,13 @@ func TestTheLogHasAnExternalEnd(t *testing.T) {
 			_, err := p.Cancel(t.Context(), id, "ana", "not wanted")
 			require.NoError(t, err)
 		}},
+		"a cancel after a lost claim": {"cancelled", func(t *testing.T, p *process, id string) {
+			pgtest.Exec(t, p.pool, `update agent_executions set on_lost = 'hand_on' where id = $1`, id)
+			expire(t, p.pool, id)
+			require.NoError(t, p.Sweep(t.Context()))
+			_, err := p.Cancel(t.Context(), id, "ana", "not wanted")
+			require.NoError(t, err)
+		}},
 		"a sweep": {"failure", func(t *testing.T, p *process, id string) {
 			expire(t, p.pool, id)
 			require.NoError(t, p.Sweep(t.Context()))
@@ -629,4 +636,18 @@ func TestTheLogHasAnExternalEnd(t *testing.T) {
 			}
 		})
 	}
+}
+
+func TestASweepLogsTheThreadsThatItFrees(t *testing.T) {
+	t.Parallel()
+	l := &lines{}
+	p := prepare(t, pgtest.DB(t), nil, l.into)
+	id := p.external(t)
+	pgtest.Exec(t, p.pool, `select acquire_agent_lock('thread:x', $1)`, id+"#1")
+	pgtest.Exec(t, p.pool, `update agent_locks set expires_at = clock_timestamp() - interval '1 hour'
+		where lane = 'thread:x'`)
+	require.NoError(t, p.Sweep(t.Context()))
+	freed := l.Records(t, "lane stale, clearing")
+	assert.Truef(t, len(freed) == 1 && freed[0]["lane"] == "thread:x" && freed[0]["holder"] == id+"#1" &&
+		freed[0]["age"] != nil, "%v", freed)
 }

@@ -265,8 +265,7 @@ const (
 		  union all
 		  select (select m.thread_id from agent_messages m where m.status = 'queued' and m.thread_id > q.thread_id
 		           order by m.thread_id limit 1) from queued q where q.thread_id is not null)
-		select coalesce(sum(f.n), 0)::int, coalesce(array_agg('thread:' || f.thread_id) filter (where f.n > 0), '{}'),
-		       (extract(epoch from transaction_timestamp()) * 1000000)::bigint
+		select coalesce(sum(f.n), 0)::int, coalesce(array_agg('thread:' || f.thread_id), '{}')
 		  from (select d.thread_id, lanekeeper.flush_agent_thread(d.thread_id, 100, false) as n from (
 		  select q.thread_id from queued q left join agent_locks l on l.lane = 'thread:' || q.thread_id
 		    and l.expires_at > clock_timestamp()
@@ -277,47 +276,74 @@ const (
 		   order by random() limit @most) d) f`
 )
 
+// Freed is a thread whose lane was released because its holder has ended, is gone, or was idle.
+type Freed struct {
+	ThreadID    string  `json:"thread_id"`
+	Holder      string  `json:"holder"`
+	ExecutionID *string `json:"execution_id"`
+	IdleSeconds int64   `json:"idle_seconds"`
+}
+
+// Log logs the release. Call it after the commit.
+func (f Freed) Log(ctx context.Context, log *slog.Logger) {
+	log.WarnContext(ctx, "lane stale, clearing", "lane", "thread:"+f.ThreadID, "holder", f.Holder,
+		"age", time.Duration(f.IdleSeconds)*time.Second)
+}
+
 // FlushThreads sends queued messages that may leave now, in at most most threads, and logs the lanes that it acquires
 // for them. It waits for nobody. The order is random, so that a thread whose message cannot leave delays no other.
-func FlushThreads(ctx context.Context, db postgres.DB, log *slog.Logger, most int) (n int, err error) {
-	var flushed []string // lanes
-	var began int64      // tokens of lanes that are acquired from then on are larger
-	b := &pgx.Batch{}
-	queueLockTimeout(b)
-	b.Queue(flushThreads, postgres.Strict{"most": most}).QueryRow(func(row pgx.Row) error {
-		return row.Scan(&n, &flushed, &began)
+func FlushThreads(ctx context.Context, db postgres.Beginner, log *slog.Logger, most int) (n int, err error) {
+	type acquiredLane struct {
+		Lane, Owner                  string
+		Token                        int64
+		ExecutionID, TraceID, Lender string
+	}
+	var acquired []acquiredLane
+	err = postgres.InTxWithin(ctx, db, func(tx pgx.Tx) error {
+		var tried []string // lanes
+		err := tx.QueryRow(ctx, flushThreads, postgres.Strict{"most": most}).Scan(&n, &tried)
+		if err != nil || len(tried) == 0 {
+			return err
+		}
+		rows, err := tx.Query(ctx, `
+			select l.lane, l.locked_by, l.fencing_token, l.execution_id::text, x.trace_id, coalesce((
+			  select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1), '')
+			  from agent_locks l join agent_executions x on x.id = l.execution_id
+			 where l.lane = any (@lanes) and l.xmin = pg_current_xact_id()::xid -- written by this transaction
+			 order by l.lane`, postgres.Strict{"lanes": tried})
+		acquired, err = postgres.Collect(rows, err, "read acquired threads", pgx.RowToStructByPos[acquiredLane])
+		return err
 	})
-	if err := db.SendBatch(ctx, b).Close(); err != nil || n == 0 {
+	if err != nil {
 		return 0, err
 	}
-	rows, err := db.Query(ctx, `
-		select l.lane, l.locked_by, l.execution_id::text, x.trace_id, coalesce((
-		  select o.lender::text from agent_lock_loans o where o.lane = l.lane order by o.depth desc limit 1), '')
-		  from agent_locks l join agent_executions x on x.id = l.execution_id
-		 where l.lane = any (@lanes) and l.fencing_token >= @began`, postgres.Strict{"lanes": flushed, "began": began})
-	if err != nil {
-		return n, err
-	}
-	var lane, owner, execution, traceID, lender string
-	_, err = pgx.ForEachRow(rows, []any{&lane, &owner, &execution, &traceID, &lender}, func() error {
-		ctx := trace.With(ctx, trace.Span{TraceID: trace.ID(traceID), ExecutionID: execution})
-		if lender != "" {
-			log.InfoContext(ctx, "lane inherited", "lane", lane, "from", lender, "to", owner)
+	for _, l := range acquired {
+		ctx := trace.With(ctx, trace.Span{TraceID: trace.ID(l.TraceID), ExecutionID: l.ExecutionID})
+		if l.Lender != "" {
+			log.InfoContext(ctx, "lane inherited", "lane", l.Lane, "from", l.Lender, "to", l.Owner, "fencing_token", l.Token)
 		} else {
-			log.InfoContext(ctx, "lane acquired", "lane", lane, "owner", owner)
+			log.InfoContext(ctx, "lane acquired", "lane", l.Lane, "owner", l.Owner, "fencing_token", l.Token)
 		}
-		return nil
-	})
-	return n, err
+	}
+	return n, nil
 }
 
 // sweepThreads ends the leases of abandoned threads, and delivers queued messages of free ones. The outbox usually
 // does both sooner. Locked rows are left to the next sweep.
 func (e *Engine) sweepThreads(ctx context.Context) error {
+	var freed []Freed
 	b := &pgx.Batch{}
 	queueLockTimeout(b)
-	b.Queue(ReleaseStaleThreads, postgres.Strict{"overdue": 10.0, "grace": 300.0})
+	b.Queue(ReleaseStaleThreads, postgres.Strict{"overdue": 10.0, "grace": 300.0}).Query(func(rows pgx.Rows) (err error) {
+		freed, err = pgx.CollectRows(rows, pgx.RowToStructByName[Freed])
+		return err
+	})
 	err := e.pool.SendBatch(ctx, b).Close()
+	for _, f := range freed {
+		if err == nil {
+			f.Log(ctx, e.log)
+		}
+	}
 	if err == nil || postgres.IsCode(err, "55P03") {
 		_, err = FlushThreads(ctx, e.pool, e.log, sweepLimit)
 	}

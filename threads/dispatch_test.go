@@ -282,7 +282,7 @@ func TestACourierSendsQueuesAndFreesThreads(t *testing.T) {
 	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, db, "t")) == 2 }, "b's message leaves")
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() where lane = 'thread:t'`)
 	pgtest.Eventually(t, patience, func() bool { return len(spoken(t, db, "t")) == 3 }, "c's message leaves")
-	// Nobody wants this one; it is freed some time later, and that is logged. Only couriers log, the sweep does not.
+	// Nobody wants this one; it is freed some time later, and that is logged.
 	pgtest.Exec(t, db, `update agent_locks set expires_at = clock_timestamp() - interval '10 minutes'
 		where lane = 'thread:t'`)
 	pgtest.Until(t, db, "", `select locked_by from agent_locks where lane = 'thread:t'`)

@@ -180,7 +180,7 @@ func Flush(ctx context.Context, db postgres.DB, log *slog.Logger, thread string)
 }
 
 // flushAll sends the queued messages of all threads.
-func flushAll(ctx context.Context, db postgres.DB, log *slog.Logger) (int, error) {
+func flushAll(ctx context.Context, db postgres.Beginner, log *slog.Logger) (int, error) {
 	n, err := executions.FlushThreads(ctx, db, log, flushThreads)
 	if err != nil {
 		return n, fmt.Errorf("send queued messages: %w", err)
@@ -188,13 +188,8 @@ func flushAll(ctx context.Context, db postgres.DB, log *slog.Logger) (int, error
 	return n, nil
 }
 
-// Freed is a thread whose lane was released because its holder has ended, is gone, or was idle.
-type Freed struct {
-	ThreadID    string  `json:"thread_id"`
-	Holder      string  `json:"holder"`
-	ExecutionID *string `json:"execution_id"`
-	IdleSeconds int64   `json:"idle_seconds"`
-}
+// Freed is a thread whose lane was released.
+type Freed = executions.Freed
 
 // idleGrace is how much longer an idle holder keeps a thread in which nothing is queued.
 const idleGrace = 5 * time.Minute
@@ -212,8 +207,7 @@ func clean(ctx context.Context, db postgres.DB, log *slog.Logger, grace time.Dur
 		return nil, err
 	}
 	for _, f := range got {
-		log.WarnContext(ctx, "lane stale, clearing", "lane", Lane(f.ThreadID), "holder", f.Holder,
-			"age", time.Duration(f.IdleSeconds)*time.Second)
+		f.Log(ctx, log)
 	}
 	if len(got) > 0 {
 		log.InfoContext(ctx, "locks released", "count", len(got))

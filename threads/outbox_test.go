@@ -45,7 +45,8 @@ func TestMessagesOfOthersQueueAndLeaveInTheirOrder(t *testing.T) {
 		require.NoError(t, err)
 	}
 	sweep()
-	swept.want(t, "level=INFO", `msg="lane acquired"`, "lane=thread:t", "owner="+c+"#1")
+	token := pgtest.Value[string](t, db, `select fencing_token::text from agent_locks where lane = 'thread:t'`)
+	swept.want(t, "level=INFO", `msg="lane acquired"`, "lane=thread:t", "owner="+c+"#1", "fencing_token="+token)
 	saysAs(t, db, c, "c2")
 	sweep()
 	assert.Equal(t, 1, strings.Count(swept.String(), "lane acquired"), swept)
