@@ -42,6 +42,8 @@ type Client struct {
 	slots   map[string]*slot
 	closed  bool
 	closing sync.WaitGroup // connections that are closing
+	life    context.Context
+	end     context.CancelFunc
 }
 
 // slot holds one server's connection.
@@ -60,7 +62,9 @@ func NewClient(o Options) *Client {
 		o.Getenv = os.Getenv
 	}
 	o.Version = cmp.Or(o.Version, "dev")
-	return &Client{opts: o, log: cmp.Or(o.Logger, slog.New(slog.DiscardHandler)), slots: map[string]*slot{}}
+	c := &Client{opts: o, log: cmp.Or(o.Logger, slog.New(slog.DiscardHandler)), slots: map[string]*slot{}}
+	c.life, c.end = context.WithCancel(context.Background())
+	return c
 }
 
 // errClosed reports a closed client.
@@ -136,7 +140,8 @@ func (c *Client) classifyFailure(ctx context.Context, t skills.RemoteTool, conn 
 	return &skills.CallError{Class: skills.ClassUnavailable, Message: message}
 }
 
-// connection returns the server's connection, or opens one if none is usable.
+// connection returns the server's connection, or opens one if none is usable. A start that takes longer than the call
+// goes on, and serves the next one.
 func (c *Client) connection(ctx context.Context, server string) (*connection, error) {
 	r, err := Get(ctx, c.opts.Pool, server)
 	if errors.Is(err, ErrNotFound) {
@@ -151,11 +156,26 @@ func (c *Client) connection(ctx context.Context, server string) (*connection, er
 	}
 	select {
 	case s.lock <- struct{}{}:
-		defer func() { <-s.lock }()
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
-	if s.conn != nil && s.conn.usable(r) {
+	var conn *connection
+	opened := make(chan struct{})
+	go func() { // ends at the latest with Close, which waits for the lock
+		defer func() { close(opened); <-s.lock }()
+		conn, err = c.locked(c.life, s, r)
+	}()
+	select {
+	case <-opened:
+		return conn, err
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// locked is connection for the holder of the slot's lock.
+func (c *Client) locked(ctx context.Context, s *slot, r Remote) (*connection, error) {
+	if s.conn != nil && s.conn.usable(ctx, r) {
 		return s.conn, nil
 	}
 	if s.conn != nil {
@@ -163,15 +183,15 @@ func (c *Client) connection(ctx context.Context, server string) (*connection, er
 		s.conn = nil
 	}
 	if wait := time.Until(s.retryAt); wait > 0 {
-		return nil, unavailable(server, fmt.Errorf("%w; the next try is in %s", s.failure, wait.Round(100*time.Millisecond)))
+		return nil, unavailable(r.Name, fmt.Errorf("%w; the next try is in %s", s.failure, wait.Round(100*time.Millisecond)))
 	}
 	conn, err := c.connect(ctx, r, c.closing.Go)
 	if err != nil {
-		return nil, s.recordFailure(ctx, server, err)
+		return nil, s.recordFailure(ctx, r.Name, err)
 	}
 	if !c.storeConnection(s, conn) {
 		conn.close()
-		return nil, unavailable(server, errClosed)
+		return nil, unavailable(r.Name, errClosed)
 	}
 	return conn, nil
 }
@@ -226,6 +246,7 @@ func unavailable(server string, err error) error {
 
 // Close ends all connections and their child processes, and waits for them. Later calls fail.
 func (c *Client) Close() {
+	c.end()
 	c.mu.Lock()
 	c.closed = true
 	slots := c.slots

@@ -3,6 +3,9 @@ package mcp_test
 import (
 	"context"
 	"encoding/json"
+	"io"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"slices"
 	"strings"
@@ -105,6 +108,44 @@ func TestAChildThatDoesNotReadCannotHoldACall(t *testing.T) {
 	took := time.Since(began)
 	assert.Truef(t, took <= 25*time.Second, "the call took %s", took)
 	assert.Equal(t, `"back"`, w.must("echo", `{"text":"back"}`))
+}
+
+// A child that starts or answers slowly fails calls, but is not ended for it.
+func TestASlowChildIsKept(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, nil)
+	d := stdioServer(t, map[string]any{childVariable: "slow"})
+	w.put(d)
+	w.sync()
+	d.TimeoutMS = 2000
+	w.put(d)
+	w.fails("echo", `{"text":"a","times":1}`, skills.ClassTimeout, "2s") // it starts
+	var first, last int
+	pgtest.Eventually(t, soon, func() bool {
+		_, err := w.call("pid", `{}`)
+		return err == nil
+	}, "the child has started")
+	first, _ = w.pid()
+	for range 4 {
+		w.fails("hang", `{}`, skills.ClassTimeout, "2s")
+	}
+	last, _ = w.pid()
+	assert.Equal(t, first, last, "the child was replaced by")
+}
+
+func TestASilentServerIsNamedWithItsTimeout(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, nil)
+	silent := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		_, _ = io.Copy(io.Discard, r.Body) // else the end of the connection is not noticed
+		<-r.Context().Done()
+	}))
+	t.Cleanup(silent.Close)
+	d := httpServer(silent.URL)
+	d.TimeoutMS = 1000
+	w.put(d)
+	_, err := w.client.Sync(t.Context(), "test")
+	assert.Truef(t, err != nil && strings.Contains(err.Error(), `"test": the server has not answered within 5s`), "%v", err)
 }
 
 // pid returns the process of the test's stdio server.

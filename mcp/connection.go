@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/skills"
 )
 
-// maxTimeouts is the number of consecutive timeouts after which a connection is replaced.
+// maxTimeouts is the number of consecutive timeouts after which a connection must answer a ping, or is replaced.
 const maxTimeouts = 3
 
 // connection is a session with a server, and the listed tools.
@@ -44,7 +44,11 @@ type connection struct {
 // connect opens a connection and lists the server's tools. ctx bounds both, but not the connection's life. tidy runs
 // the cleanup after a failure, now or in the background.
 func (c *Client) connect(ctx context.Context, r Remote, cleanup func(func())) (*connection, error) {
-	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
+	limit := connectTimeout
+	if r.Transport == TransportHTTP { // there is nothing to start
+		limit = min(limit, max(leastConnect, time.Duration(r.TimeoutMS)*time.Millisecond))
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("the server has not answered within %s", limit))
 	defer cancel()
 	declared := r.Headers
 	if r.Transport == TransportStdio {
@@ -64,6 +68,9 @@ func (c *Client) connect(ctx context.Context, r Remote, cleanup func(func())) (*
 			cleanup(conn.close)
 		} else if conn.child != nil {
 			cleanup(conn.child.stop)
+		}
+		if ctx.Err() != nil {
+			err = context.Cause(ctx)
 		}
 		return nil, conn.redactError(err)
 	}
@@ -146,7 +153,7 @@ func listTools(ctx context.Context, session *sdk.ClientSession) (map[string]snap
 }
 
 // usable reports whether the next call may use the connection. r is the current declaration.
-func (conn *connection) usable(r Remote) bool {
+func (conn *connection) usable(ctx context.Context, r Remote) bool {
 	select {
 	case <-conn.ended:
 		return false
@@ -156,7 +163,26 @@ func (conn *connection) usable(r Remote) bool {
 		return false
 	}
 	tooOld := conn.child == nil && time.Since(conn.made) > maxAge
-	return !tooOld && !conn.stale.Load() && conn.remote.Revision == r.Revision && conn.timeouts.Load() < maxTimeouts
+	return !tooOld && !conn.stale.Load() && conn.remote.Revision == r.Revision &&
+		(conn.timeouts.Load() < maxTimeouts || conn.answers(ctx))
+}
+
+// answers reports whether the server answers a ping. One that is merely slow must not be ended.
+func (conn *connection) answers(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
+	defer cancel()
+	answered := make(chan error, 1)
+	go func() { answered <- conn.session.Ping(ctx, nil) }() // ends with the connection
+	select {
+	case err := <-answered:
+		if _, refused := protocolError(err); err != nil && !refused {
+			return false
+		}
+		conn.timeouts.Store(0)
+		return true
+	case <-ctx.Done():
+		return false
+	}
 }
 
 // close ends the session with its pending calls, and the child.

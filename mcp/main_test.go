@@ -41,6 +41,9 @@ func TestMain(m *testing.M) {
 // child is a stdio server. The kind "deaf" never reads.
 func child(kind string) int {
 	fmt.Fprintln(os.Stderr, "child begins")
+	if kind == "slow" {
+		time.Sleep(4 * time.Second)
+	}
 	if kind == "deaf-later" {
 		in := &deafen{rest: 100_000}
 		t := &sdk.IOTransport{Reader: in, Writer: os.Stdout}

@@ -205,6 +205,9 @@ func (c *cli) syncMCP(ctx context.Context, s *session, server string) error {
 	reports := []mcp.Report{}
 	failed := 0
 	for _, r := range known.Servers {
+		if terminal(c.err) {
+			c.infof("syncing %s …", printable(r.Name))
+		}
 		report, err := a.MCPClient.Sync(ctx, r.Name)
 		if ctx.Err() != nil {
 			return ctx.Err()
