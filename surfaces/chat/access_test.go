@@ -189,6 +189,7 @@ func TestAMessageBehindAnApprovalIsNotWaitedForLonger(t *testing.T) {
 				if said[i] = answer.ID; !strings.Contains(answer.Choices[0].Message.Content, "admin") {
 					t.Errorf("%q is answered with %q", text, answer.Choices[0].Message.Content)
 				}
+				assert.Equal(t, i == 0, answer.Usage.TotalTokens > 0, text, "has used tokens")
 			}
 			open, err := approvals.Pending(t.Context(), w.pool, 10)
 			require.Truef(t, err == nil && len(open) == 1, "open are %+v, %v", open, err)

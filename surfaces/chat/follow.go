@@ -9,6 +9,9 @@ import (
 	"strings"
 	"time"
 
+	openai "github.com/sashabaranov/go-openai"
+
+	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/chatwire"
 	"github.com/lanekeeper/lanekeeper/threads"
@@ -107,7 +110,7 @@ func (f *follower) follow(ctx context.Context) (answer, error) {
 				return answer{}, err
 			}
 		case <-approvalTimeout:
-			return f.approvalTimeout(v.text)
+			return f.approvalTimeout(ctx, v.text)
 		case <-idle.C:
 			if f.keepAlive != nil {
 				f.keepAlive()
@@ -187,7 +190,7 @@ func (f *follower) divergedError() error {
 }
 
 // approvalTimeout ends a connection that has waited too long for an approval.
-func (f *follower) approvalTimeout(text string) (answer, error) {
+func (f *follower) approvalTimeout(ctx context.Context, text string) (answer, error) {
 	if f.in.Form != nil {
 		return answer{}, approvalPendingError(f.id)
 	}
@@ -195,7 +198,22 @@ func (f *follower) approvalTimeout(text string) (answer, error) {
 	if text != "" {
 		words = text + "\n\n" + approvalNotice
 	}
-	return answer{Text: words, Finish: "stop", Ended: "approval"}, f.showNew(words)
+	return answer{Text: words, Finish: "stop", Ended: "approval", Usage: f.usageSoFar(ctx)}, f.showNew(words)
+}
+
+// usageSoFar reads the usage of an active turn. A failure is only logged.
+func (f *follower) usageSoFar(ctx context.Context) openai.Usage {
+	var used activity.Usage
+	x, err := executions.Get(ctx, f.Front, f.id)
+	if err == nil {
+		used, _, err = activity.Spent(ctx, f.Front, x.TraceID)
+	}
+	if err != nil {
+		f.Logger.WarnContext(ctx, "what a turn has used so far is not known", "execution", f.id, "error", err)
+	}
+	return openai.Usage{
+		PromptTokens: used.PromptTokens, CompletionTokens: used.CompletionTokens, TotalTokens: used.TotalTokens,
+	}
 }
 
 // poll reads the state of a turn that another process runs, and checks whether this process shuts down.

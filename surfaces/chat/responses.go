@@ -115,8 +115,17 @@ func (c *Chat) currentResponse(w http.ResponseWriter, r *http.Request, b *starte
 		return responsewire.Write(w, answered(head, got))
 	case x.Status.Ended():
 		f := &follower{Chat: c, id: x.ID, in: in, feed: b.feed}
-		_, err := f.result(r.Context(), &x)
-		return responsewire.Write(w, failed(head, x, err))
+		_, why := f.result(r.Context(), &x)
+		said, err := threads.Messages(r.Context(), c.Front, threads.MessageFilter{ExecutionID: x.ID, Role: threads.Assistant})
+		if err != nil {
+			return err
+		}
+		for _, m := range said {
+			if m.Interrupted {
+				head.Text = m.Content
+			}
+		}
+		return responsewire.Write(w, failed(head, x, why))
 	}
 	v, err := c.partialText(r, b)
 	if err != nil {
@@ -286,7 +295,7 @@ func answered(r responsewire.Response, got answer) responsewire.Response {
 	}
 	switch {
 	case got.Ended == "approval":
-		r.Status, r.Reason, r.Usage = responsewire.Incomplete, reasonApproval, nil
+		r.Status, r.Reason = responsewire.Incomplete, reasonApproval
 	case got.Finish == openai.FinishReasonLength:
 		r.Status, r.Reason = responsewire.Incomplete, "max_output_tokens"
 	case got.Finish == openai.FinishReasonContentFilter:

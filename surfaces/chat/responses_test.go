@@ -169,7 +169,8 @@ func TestAResponseIsPolledCancelledAndSeenByItsOwnerOnly(t *testing.T) {
 	assert.Truef(t, strings.Contains(body, `"input_text"`) && strings.Contains(body, "slowly"), "input items: %s", body)
 	for range 2 {
 		_, body := p.respond(t, "POST", "/"+got.ID+"/cancel", "")
-		assert.Truef(t, strings.Contains(body, `"status":"cancelled"`), "cancelled: %s", body)
+		assert.Truef(t, strings.Contains(body, `"status":"cancelled"`) && strings.Contains(body, `"text":"Half of it"`),
+			"cancelled: %s", body)
 	}
 	want := []string{"user: slowly", "assistant: Half of it [interrupted]"}
 	assert.NoDiff(t, want, w.transcript(t, "c"))
