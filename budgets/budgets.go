@@ -138,7 +138,11 @@ func scopeText(scope string) string {
 
 func amount(n float64, unit string) string {
 	if unit == USD {
-		return "$" + strconv.FormatFloat(math.Round(n*1e6)/1e6, 'f', -1, 64) // without the noise of sums
+		places := 1e6 // without the noise of sums
+		for n > 0 && n*places < 10 {
+			places *= 10
+		}
+		return "$" + strconv.FormatFloat(math.Round(n*places)/places, 'f', -1, 64)
 	}
 	return strconv.FormatFloat(n, 'f', 0, 64) + " tokens"
 }

@@ -344,4 +344,7 @@ func TestAnErrorRoundsDollars(t *testing.T) {
 	err := &budgets.Error{Scope: "run:op_1", Unit: budgets.USD, Limit: 0.002, Spent: 0.1 + 0.2 - 0.29837475}
 	assert.Equal(t, "the limit of $0.002 for the run op_1 leaves too little for another model call: $0.001625 spent",
 		err.Error())
+	err = &budgets.Error{Scope: "run:op_1", Unit: budgets.USD, Limit: 0.0000005, Spent: 0.00000044}
+	assert.Equal(t, "the limit of $0.0000005 for the run op_1 leaves too little for another model call: $0.00000044 spent",
+		err.Error())
 }
