@@ -121,7 +121,30 @@ DATABASE_URL names the database. Without it, commands use the one of agent dev i
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.AddCommand(c.commands()...)
 	c.routeCommands(root)
+	refuseUnknownShells(root)
 	return root
+}
+
+// refuseUnknownShells makes an unknown shell of agent completion an error; else it prints help.
+func refuseUnknownShells(root *cobra.Command) {
+	root.InitDefaultCompletionCmd()
+	for _, cmd := range root.Commands() {
+		if cmd.Name() != "completion" {
+			continue
+		}
+		cmd.RunE = showHelp
+		cmd.Args = func(cmd *cobra.Command, got []string) error {
+			if len(got) == 0 {
+				return nil
+			}
+			var shells []string
+			for _, shell := range cmd.Commands() {
+				shells = append(shells, shell.Name())
+			}
+			return &exitError{exitUsage, helpHint(fmt.Errorf("unknown shell %q; name one of %s", got[0],
+				strings.Join(shells, ", ")), cmd)}
+		}
+	}
 }
 
 // positionalArgs checks the number of arguments.

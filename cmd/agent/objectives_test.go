@@ -335,6 +335,7 @@ func TestWebhookCommands(t *testing.T) {
 	for _, want := range []string{"endpoint shop is disabled\n", "endpoint shop is disabled already\n"} {
 		assert.Equal(t, want, p.must("webhooks", "disable", "shop"))
 	}
+	p.fails(1, "see agent webhooks endpoints; a target needs --target", "webhooks", "enable", "ops")
 	assert.Contains(t, p.must("webhooks", "replay", "msg_1"), "replay 1 of")
 	for command, code := range map[string]int{
 		"replay msg_1": 1, "show none": 1, "ls --status lost": 2, "enable none": 1, "replay": 2,

@@ -95,6 +95,10 @@ func TestUsageErrors(t *testing.T) {
 			"requests", "answer", "01890000-0000-7000-8000-000000000000", "--yes",
 			"--no",
 		}, "exclude each other"},
+		"no such shell": {
+			[]string{"completion", "fish2"},
+			`unknown shell "fish2"; name one of bash, fish, powershell, zsh; see agent completion --help`,
+		},
 		"too many arguments": {[]string{"lanes", "ls", "x"}, "agent lanes ls takes no arguments"},
 		"too few arguments":  {[]string{"executions", "show"}, "agent executions show takes an execution's id"},
 		"nothing said to the agent": {

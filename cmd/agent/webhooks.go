@@ -243,7 +243,7 @@ func (c *cli) webhooksSwitchCommand(enable bool) *cobra.Command {
 }
 
 func (c *cli) switchWebhook(ctx context.Context, s *session, name string, target, enable bool, reason string) error {
-	set, kind, list, verb := webhooks.SetEndpoint, "endpoint", "endpoints", "disable_webhook"
+	set, kind, list, verb := webhooks.SetEndpoint, "endpoint", "endpoints; a target needs --target", "disable_webhook"
 	if enable {
 		verb = "enable_webhook"
 	}
