@@ -202,6 +202,10 @@ func TestCommandsAreSuggestedAndCallTheirRoutes(t *testing.T) {
 	p.Type("#message", "ski")
 	p.Press("\r")
 	p.Until("the list has a link", `document.querySelector("#transcript a[href='/skills/fetch']") !== null`)
+	p.Eval(`document.body.dataset.may = "operate approvals:read"`, nil) // of a token with less than the role
+	p.Type("#message", "/skills\r")
+	p.Until("the second list has no link", `[...document.querySelectorAll("#transcript ul")].length === 2 &&
+		document.querySelectorAll("#transcript li a").length === 2 && document.querySelectorAll("#transcript li a[href]").length === 1`)
 	p.Type("#message", "/pause")
 	p.Press(kb.Tab)
 	p.Until("it is completed", `document.getElementById("message").value === "/pause " && document.getElementById("commands").hidden`)

@@ -26,9 +26,11 @@
   // Numbers that a script would round are kept as they were written: what is approved is shown exactly.
   const parse = (text) => JSON.parse(text, (key, value, from) =>
     typeof value === "number" && JSON.rawJSON && from.source !== String(value) ? JSON.rawJSON(from.source) : value);
+  // As the server does it: what the viewer may not open is no link.
+  const may = (scope) => (document.body.dataset.may || "").split(" ").includes(scope);
   const link = (href, text) => {
     const a = make("a", "mono", text);
-    a.href = href;
+    if (may(href.startsWith("/approvals/") ? "approvals:read" : "runs:read")) a.href = href;
     return a;
   };
   // The end of the transcript is read above the composer, which stays at the bottom of the window.
