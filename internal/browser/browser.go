@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"github.com/chromedp/cdproto/cdp"
+	"github.com/chromedp/cdproto/dom"
 	"github.com/chromedp/cdproto/emulation"
 	"github.com/chromedp/cdproto/input"
 	cdplog "github.com/chromedp/cdproto/log"
@@ -149,10 +150,48 @@ func (p *Page) Go(address string) {
 	p.do("open "+address, chromedp.Navigate(address))
 }
 
+// Reload loads the page again and waits until it has loaded.
+func (p *Page) Reload() {
+	p.tb.Helper()
+	p.do("load the page again", chromedp.Reload())
+}
+
 // Click clicks what a CSS selector finds, as soon as it can be seen.
 func (p *Page) Click(selector string) {
 	p.tb.Helper()
-	p.do("click "+selector, chromedp.Click(selector, chromedp.ByQuery, chromedp.NodeVisible))
+	var x, y float64
+	p.onSeen("click", selector, func(ctx context.Context, id cdp.NodeID) error {
+		if err := dom.ScrollIntoViewIfNeeded().WithNodeID(id).Do(ctx); err != nil {
+			return err
+		}
+		boxes, err := dom.GetContentQuads().WithNodeID(id).Do(ctx)
+		if err == nil && len(boxes) == 0 {
+			err = chromedp.ErrInvalidDimensions
+		}
+		if err == nil {
+			x, y = (boxes[0][0]+boxes[0][4])/2, (boxes[0][1]+boxes[0][5])/2
+		}
+		return err
+	})
+	p.do("click "+selector, chromedp.MouseClickXY(x, y))
+}
+
+// onSeen acts on the element that a CSS selector finds, as soon as it can be seen. It finds it again where a live update
+// or the next page has replaced it before the act.
+func (p *Page) onSeen(what, selector string, act func(context.Context, cdp.NodeID) error) {
+	p.tb.Helper()
+	for end := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
+		var failed error
+		p.do(what+" "+selector, chromedp.QueryAfter(selector,
+			func(ctx context.Context, _ runtime.ExecutionContextID, nodes ...*cdp.Node) error {
+				failed = act(ctx, nodes[0].NodeID)
+				return nil
+			}, chromedp.ByQuery, chromedp.NodeVisible))
+		if failed == nil {
+			return
+		}
+		require.Truef(p.tb, time.Now().Before(end), "%s %s: %v\n%s", what, selector, failed, p.where())
+	}
 }
 
 // Hover moves the pointer over what a CSS selector finds.
@@ -169,7 +208,9 @@ func (p *Page) Hover(selector string) {
 // Type types into what a CSS selector finds.
 func (p *Page) Type(selector, text string) {
 	p.tb.Helper()
-	p.do("type into "+selector, chromedp.SendKeys(selector, text, chromedp.ByQuery, chromedp.NodeVisible))
+	p.onSeen("type into", selector,
+		func(ctx context.Context, id cdp.NodeID) error { return dom.Focus().WithNodeID(id).Do(ctx) })
+	p.do("type into "+selector, chromedp.KeyEvent(text))
 }
 
 // Press presses keys, wherever the focus is; special ones are those of chromedp/kb.

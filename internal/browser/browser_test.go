@@ -87,6 +87,23 @@ func TestUntilWaitsForTheWholePage(t *testing.T) {
 	assert.Truef(t, ended, "only a part of the page was there")
 }
 
+// A live update may replace an element between the moment it is found and the moment it is clicked.
+func TestAnElementThatIsReplacedIsClicked(t *testing.T) {
+	t.Parallel()
+	base := serving(t, map[string]string{"/": page + `<button>one</button><input></main></body></html>`})
+	p := browser.Open(t, browser.Look{})
+	p.Go(base)
+	p.Eval(`window.clicks = 0; document.addEventListener("mousedown", () => clicks++);
+		setInterval(() => { for (const e of document.querySelectorAll("button")) e.replaceWith(e.cloneNode(true)); }, 3)`, nil)
+	const n = 20
+	for range n {
+		p.Click("button")
+	}
+	var clicks int
+	p.Eval(`clicks`, &clicks)
+	assert.Equal(t, n, clicks)
+}
+
 func TestPagesDoNotShareCookies(t *testing.T) {
 	t.Parallel()
 	base := serving(t, map[string]string{"/": page + `</main></body></html>`})
