@@ -147,7 +147,7 @@ func TestThePageSendsFiles(t *testing.T) {
 		sent = modeltest.Said(asked[0].Messages[len(asked[0].Messages)-1])
 	}
 	assert.Contains(t, sent, "How many?", `"orders.csv"`, "7,9.50")
-	page.Eval(`(location.reload(), 1)`, new(int))
+	page.Reload()
 	page.Until("the file is in the history", shown+` === "You How many? 📎 orders.csv | nora One order."`)
 	noProblems(t, page)
 }
@@ -217,7 +217,7 @@ func TestThePageShowsTheConversationAfterAReload(t *testing.T) {
 	page.Until("the first answer is shown", shown+`.endsWith("nora One.")`)
 	submit(page, "Second")
 	page.Until("the second answer has started", shown+`.includes("nora Two is")`)
-	page.Eval(`(location.reload(), 1)`, new(int))
+	page.Reload()
 	page.Until("the conversation and the answer in progress are shown",
 		shown+`.startsWith("You First | nora One. | You Second | nora Two is") && !document.querySelector("#stop").hidden`)
 	close(release)
@@ -241,7 +241,7 @@ func TestThePageLoadsEarlierMessages(t *testing.T) {
 		  when 1 then 'received' else 'sent' end
 		  from generate_series(3, 60) n`, thread)
 	pgtest.Exec(t, w.pool, `update agent_threads set next_seq = 61 where id = $1`, thread)
-	page.Eval(`(location.reload(), 1)`, new(int))
+	page.Reload()
 	page.Until("the latest messages are shown", `document.querySelectorAll(".message").length === 30 && `+shown+
 		`.endsWith("nora message 60")`)
 	page.Click("#earlier")
@@ -264,7 +264,7 @@ func TestThePageStopsAnAnswer(t *testing.T) {
 		`select status from agent_executions where flow = 'chat'`))
 	submit(page, "Enough?")
 	page.Until("the next message is answered", shown+`.endsWith("nora Fine.")`)
-	page.Eval(`(location.reload(), 1)`, new(int))
+	page.Reload()
 	page.Until("the history has the stopped answer", shown+
 		` === "You Talk | nora It goes on Stopped. | You Enough? | nora Fine."`)
 	noProblems(t, page)

@@ -224,7 +224,7 @@ func TestARelayEndsAfterAWhile(t *testing.T) {
 		case <-done:
 		case <-ctx.Done():
 		}
-	}, func(c *chat.Chat) { c.RelayWait = 2 * time.Second })
+	}, func(c *chat.Chat) { c.RelayWait = 8 * time.Second })
 	id := p.talks(t)
 	assert.Equal(t, "Let me see, Ada.", p.answerTo(t, "t", "Ada"))
 	p.reaches(t, id, executions.Running)

@@ -61,6 +61,9 @@ func (p *process) sendIn(ctx context.Context, body string, headers ...string) (s
 	}
 	defer response.Body.Close()
 	got, err := io.ReadAll(response.Body)
+	if err == nil && strings.Contains(string(got), `"thread_locked"`) { // nothing is stored
+		return p.sendIn(ctx, body, headers...)
+	}
 	if err == nil && response.StatusCode != http.StatusOK {
 		err = fmt.Errorf("status %d: %s", response.StatusCode, got)
 	}

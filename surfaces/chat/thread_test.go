@@ -136,12 +136,7 @@ func TestTurnsAreAnsweredInTheirOrder(t *testing.T) {
 	const n = 12
 	for i := range n {
 		group.Go(func() error {
-			client := processes[i%2].client(inThread("order")...)
-			got, err := client.CreateChatCompletion(t.Context(), says(fmt.Sprintf("m%d", i)))
-			var busy *openai.APIError
-			for errors.As(err, &busy) && busy.Code == "thread_locked" { // on a busy machine; nothing is stored
-				got, err = client.CreateChatCompletion(t.Context(), says(fmt.Sprintf("m%d", i)))
-			}
+			got, err := processes[i%2].insist(t.Context(), "order", fmt.Sprintf("m%d", i))
 			if err == nil && got.Choices[0].Message.Content != fmt.Sprintf("re m%d", i) {
 				err = fmt.Errorf("message %d got the answer %q", i, got.Choices[0].Message.Content)
 			}
