@@ -5,8 +5,8 @@
 // and it stops with the last one; it does not sync to disk. AGENT_TEST_DATABASE_URL names another
 // server instead, as a user that may create databases.
 //
-// The schema is migrated once per version of the migrations, into a template database named by
-// their hash. Each test gets a copy, dropped at its end with whatever is still connected. So tests
+// The schema is migrated once per version of the migrations and month, into a template database named by
+// them. Each test gets a copy, dropped at its end with whatever is still connected. So tests
 // may commit, use several connections, NOTIFY and run workers, in parallel, and see only what they
 // wrote themselves.
 //

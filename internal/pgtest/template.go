@@ -21,7 +21,8 @@ const templateLock = 0x6c6b7465
 
 // clone makes a database with the whole schema and returns its name.
 func (s *server) clone(ctx context.Context) (string, error) {
-	template := templatePrefix + migrations.Hash()[:16]
+	// The log has partitions by month, made when the schema is.
+	template := templatePrefix + migrations.Hash()[:16] + time.Now().UTC().Format("_200601")
 	name := newName()
 	for {
 		err := s.create(ctx, name, template)
