@@ -48,13 +48,14 @@ func listedPage(t *testing.T) *rowList {
 	room, err := New(Options{Pool: pgtest.DB(t), Agent: "agent"})
 	require.NoError(t, err)
 	l := &rowList{rows: []string{"a", "b"}}
+	at := time.Now().Add(-90 * time.Second)
 	room.pages = append(room.pages, page{
 		path: "/listed", name: "listed", title: "Listed",
 		parts: []part{
 			{name: "rows", every: 20 * time.Millisecond, load: func(context.Context, *visit) (any, error) {
 				l.mu.Lock()
 				defer l.mu.Unlock()
-				return map[string]any{"Rows": l.rows, "At": time.Now().Add(-90 * time.Second).Truncate(time.Hour)}, nil
+				return map[string]any{"Rows": l.rows, "At": at}, nil
 			}},
 			{name: "pause", load: func(context.Context, *visit) (any, error) { return nil, nil }},
 		},
@@ -150,6 +151,14 @@ func TestABrokenStreamGoesOn(t *testing.T) {
 	assert.Equal(t, "There are 3 rows. There are 4 rows. There are 5 rows. There are 6 rows.", all)
 }
 
+// copies clicks a button that says for a moment that it has copied, or could not.
+func copies(p *browser.Page, selector string) {
+	p.Eval(fmt.Sprintf(`window.said = ""; (b => new MutationObserver(() => { said += b.textContent; })
+		.observe(b, {childList: true}))(document.querySelector(%q))`, selector), nil)
+	p.Click(selector)
+	p.Until("the button says so", `/Copied|Not copied|Press/.test(said)`)
+}
+
 func TestKeysAndThemes(t *testing.T) {
 	t.Parallel()
 	l := listedPage(t)
@@ -186,12 +195,10 @@ func TestKeysAndThemes(t *testing.T) {
 	p.Go(l.url)
 	p.Until("the choice is kept",
 		`document.documentElement.dataset.theme === "dark" && document.getElementById("theme").textContent.includes("dark")`)
-	p.Click("button.copy")
-	p.Until("the button says so",
-		`document.querySelector("button.copy").textContent === "Copied" || document.querySelector("button.copy").textContent === "Not copied"`)
-	p.Eval(`document.getElementById("keys-on").click()`, nil)
-	p.Until("a chord opens a page", `document.dispatchEvent(new KeyboardEvent("keydown", {key: "g", bubbles: true})),
-		document.dispatchEvent(new KeyboardEvent("keydown", {key: "o", bubbles: true})), location.pathname === "/"`)
+	copies(p, "button.copy")
+	p.Eval(`document.getElementById("keys-on").click();
+		for (const key of ["g", "o"]) document.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}))`, nil)
+	p.Until("a chord opens a page", `location.pathname === "/"`)
 }
 
 func TestAFormThatIsRefusedHasAgainWhatWasWritten(t *testing.T) {
@@ -206,7 +213,7 @@ func TestAFormThatIsRefusedHasAgainWhatWasWritten(t *testing.T) {
 	p.Shows("input is not JSON")
 	const kept = `document.querySelector("#fork input[name=from]").value + " " + document.querySelector("#fork textarea").value`
 	p.Until("what was written stands there", kept+` === 'pay {"rows": 7'`)
-	p.Eval(`location.reload()`, nil)
+	p.Reload()
 	p.Until("it is asked for anew", `!document.querySelector(".flash-bad") && !(`+kept+`).includes("pay")`)
 	noComplaint(t, p)
 }
@@ -659,6 +666,7 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	assert.Truef(t, len(found) == 0, "not accessible:\n%s", strings.Join(found, "\n"))
 	p.Click(`#transcript .approval button[value=approve]`)
 	p.Shows("Dropped.")
+	p.Until("its turn has ended", `!document.getElementById("send").disabled`)
 	assert.Truef(t, f.has("POST /v1/approvals/a1", `"decision":"approve"`) &&
 		f.has("POST /v1/operate", `"session_id":"`+aSession+`"`, "approve"), "asked: %q", f.asked)
 

@@ -174,8 +174,7 @@ func TestAnswersOfASessionAreSafeMarkdown(t *testing.T) {
 	spoken(t, pool, "hello", text, "cancelled")
 	p.Go(url + "/operate?session=" + aSession)
 	p.Until("so is one that is read again", holds)
-	p.Click(".said .block button")
-	p.Until("code is copied", `document.querySelector(".said .block button").textContent !== "Copy"`)
+	copies(p, ".said .block button")
 	noComplaint(t, p)
 }
 

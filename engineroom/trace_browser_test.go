@@ -194,8 +194,8 @@ func TestLinesOfATraceCollapseZoomAndAreSearchedByKeys(t *testing.T) {
 	p.Press(kb.Backspace)
 	p.Click(".wf-tools input[name=errors]")
 	p.Until("only errors", shown+` === 9`)
-	p.Eval(`window.old = true; location.reload()`, nil)
-	p.Until("the address has the filter", `!window.old && document.readyState === "complete" && `+shown+` === 9`)
+	p.Reload()
+	p.Until("the address has the filter", shown+` === 9`)
 	noComplaint(t, p)
 }
 

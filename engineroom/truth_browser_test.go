@@ -364,8 +364,12 @@ func TestAPlannedRunThatHasPassedIsDue(t *testing.T) {
 	p := browser.Open(t, browser.Look{})
 	p.Go(server.URL + "/automations")
 	p.Until("it is due", `document.querySelector("#list time.next").textContent === "due"`)
-	p.Eval(`document.querySelector("#list time.next").dateTime = new Date(Date.now() + 1500).toISOString()`, nil)
-	p.Until("the moment is shown", `/^\d\d:\d\d:\d\d$/.test(document.querySelector("#list time.next").textContent)`)
+	next := func(ms int) { // from now
+		p.Eval(fmt.Sprintf(`document.querySelector("#list time.next").dateTime = new Date(Date.now() + %d).toISOString()`, ms), nil)
+	}
+	next(3_600_000)
+	p.Until("the moment is shown", `/\d\d:\d\d:\d\d$/.test(document.querySelector("#list time.next").textContent)`)
+	next(1500)
 	p.Until("it passes", `document.querySelector("#list time.next").textContent === "due"`)
 	noComplaint(t, p)
 }
@@ -417,7 +421,7 @@ func TestALiveChangeArrivesWithin300Milliseconds(t *testing.T) {
 	pool, server := open(t)
 	l := listen(t, server.URL+"/live/activity", "")
 	var median time.Duration
-	for round := range 4 { // the machine may be busy
+	for round := range 12 { // the machine may be busy
 		median = medianDelay(t, pool, l)
 		t.Logf("round %d: the median of the delays is %s", round, median)
 		if median <= 300*time.Millisecond {
