@@ -515,11 +515,7 @@ func TestCountedFiguresScanNoTable(t *testing.T) {
 		select current_date - d, 'skill_' || n, b, 1 from generate_series(0, 6) d, generate_series(0, 96) n,
 		  generate_series(0, 60) b on conflict do nothing;
 		analyze agent_activity_counts; analyze agent_activity_durations; analyze agent_activity`)
-	var tables []string
-	err := db.QueryRow(t.Context(), `
-		select array_agg(distinct a.tableoid::regclass::text) || array['agent_activity_counts', 'agent_activity_durations']
-		  from agent_activity a`).Scan(&tables)
-	require.NoError(t, err)
+	tables := append(largePartitions(t, db), "agent_activity_counts", "agent_activity_durations")
 	day := time.Now().Add(-24 * time.Hour)
 	for name, query := range map[string]func(postgres.Beginner) error{
 		"count": func(db postgres.Beginner) error {

@@ -333,12 +333,16 @@ func fill(t *testing.T, db postgres.DB) {
 		analyze agent_activity; analyze agent_executions; analyze agent_activity_open`)
 }
 
-// populated are the partitions that have rows: an empty one is best read as it is.
+// largePartitions are those that have many rows: one that has few, as at the beginning of a month, is best read whole.
+func largePartitions(t *testing.T, db postgres.DB) []string {
+	t.Helper()
+	return pgtest.Column[string](t, db,
+		"select tableoid::regclass::text from agent_activity group by tableoid having count(*) > 5000")
+}
+
 func populated(t *testing.T, db postgres.DB) *regexp.Regexp {
 	t.Helper()
-	names := pgtest.Column[string](t, db, "select distinct tableoid::regclass::text from agent_activity")
-	require.Truef(t, len(names) >= 2, "rows are in %v only: nothing could be left out", names)
-	return regexp.MustCompile(`Seq Scan on (agent_executions|` + strings.Join(names, "|") + ")")
+	return regexp.MustCompile(`Seq Scan on (agent_executions|` + strings.Join(largePartitions(t, db), "|") + ")")
 }
 
 func TestEveryQueryIsAnsweredByAnIndex(t *testing.T) {

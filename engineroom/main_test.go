@@ -627,9 +627,9 @@ func TestPagesAreFoundByIndexes(t *testing.T) {
 			rows.Quiet(t, pool, c.seed)
 			tables := strings.Fields(c.tables)
 			pgtest.Exec(t, pool, "analyze")
-			if slices.Contains(tables, "agent_activity") { // an empty partition is best read as it is
-				tables = append(tables, pgtest.Column[string](t, pool, `select distinct tableoid::regclass::text
-					from agent_activity`)...)
+			if slices.Contains(tables, "agent_activity") { // a partition with few rows is best read whole
+				tables = append(tables, pgtest.Column[string](t, pool, `select tableoid::regclass::text
+					from agent_activity group by tableoid having count(*) > 5000`)...)
 			}
 			for path := range strings.FieldsSeq(c.paths) {
 				planned(t, pool, path, tables, cmp.Or(c.most, math.MaxInt))
