@@ -121,7 +121,7 @@ func TestWaitersPollWithoutNotifications(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
-	mustTry(t, db, "x", "a run that dies", 3)
+	mustTry(t, db, "x", "a run that dies", 8)
 	ends := pgtest.Value[time.Time](t, db, `select expires_at from agent_locks`)
 	ctx, cancel := context.WithTimeout(t.Context(), soon)
 	defer cancel()

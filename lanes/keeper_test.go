@@ -40,7 +40,7 @@ func TestRunKeepsALeaseBeyondItsTTL(t *testing.T) {
 	db := pgtest.DB(t)
 	k, log := keeper(t, db)
 	run(t, k)
-	l := acquire(t, k, "x", lanes.WithTTL(4*time.Second))
+	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
 	first := l.ExpiresAt()
 	pgtest.Eventually(t, soon, func() bool {
 		return l.Context().Err() != nil || pgtest.Value[bool](t, db, `select clock_timestamp() > $1::timestamptz`, first)
@@ -64,12 +64,12 @@ func TestOneStatementRenewsEverything(t *testing.T) {
 	run(t, k)
 	const n = 20
 	for i := range n {
-		acquire(t, k, fmt.Sprint("x", i), lanes.WithTTL(6*time.Second))
+		acquire(t, k, fmt.Sprint("x", i), lanes.WithTTL(12*time.Second))
 	}
 	start, sent := time.Now(), w.count("renew_agent_locks")
 	pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") >= sent+3 }, "renewals go on")
-	if took := time.Since(start); took < 2500*time.Millisecond { // some are asked for early, together with the first
-		t.Errorf("3 renewals of %d leases within %s: want one every 2 s", n, took)
+	if took := time.Since(start); took < 5*time.Second { // some are asked for early, together with the first
+		t.Errorf("3 renewals of %d leases within %s: want one every 4 s", n, took)
 	}
 	assert.Equal(t, n, pgtest.Value[int](t, db, `select count(*) from agent_locks_live`))
 }
@@ -110,7 +110,8 @@ func TestWorkEndsWithTheLeaseWhenTheDatabaseIsGone(t *testing.T) {
 	retryWithin(t, 2400*time.Millisecond, func() time.Duration {
 		l := acquire(t, k, "x", lanes.WithTTL(2*time.Second))
 		renewed := w.count("renew_agent_locks")
-		pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") > renewed }, "a renewal")
+		pgtest.Eventually(t, soon, func() bool { return w.count("renew_agent_locks") > renewed || l.Context().Err() != nil },
+			"a renewal")
 		w.cut.Store(true)
 		start := time.Now()
 		took := ended(t, l, soon).Sub(start)
@@ -127,7 +128,7 @@ func TestALeaseSurvivesAShortOutage(t *testing.T) {
 	w := &wire{DB: pgtest.DB(t)}
 	k, log := keeper(t, w)
 	run(t, k)
-	l := acquire(t, k, "x", lanes.WithTTL(9*time.Second))
+	l := acquire(t, k, "x", lanes.WithTTL(20*time.Second))
 	w.cut.Store(true)
 	pgtest.Eventually(t, soon, func() bool { return len(log.Lines("lanes not renewed")) > 0 }, "a renewal fails")
 	w.cut.Store(false)

@@ -288,9 +288,9 @@ func TestDropForgetsTheLeasesOfAnExecution(t *testing.T) {
 	k, log := keeper(t, w)
 	run(t, k)
 	owner := lanes.ClaimOwner(execution, 2)
-	outer, err := k.AcquireAs(t.Context(), owner, "objective:1", lanes.WithTTL(2*time.Second))
+	outer, err := k.AcquireAs(t.Context(), owner, "objective:1", lanes.WithTTL(20*time.Second))
 	acquired(t, outer, err)
-	step, err := k.AcquireAs(t.Context(), owner, "objective:1", lanes.WithTTL(time.Second))
+	step, err := k.AcquireAs(t.Context(), owner, "objective:1", lanes.WithTTL(9*time.Second))
 	acquired(t, step, err)
 	if step.Token() != outer.Token() {
 		t.Errorf("token %d, want %d of the outer hold", step.Token(), outer.Token())

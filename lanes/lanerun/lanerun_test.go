@@ -124,7 +124,7 @@ func start(ctx context.Context, t *testing.T, k *lanes.Keeper, script string) (p
 	file := filepath.Join(t.TempDir(), "pid")
 	finished := make(chan result, 1)
 	go func() {
-		finished <- run(ctx, k, "job", 2*time.Second, "sh", "-c", "echo $$ > "+file+".new; mv "+file+".new "+file+"; "+script)
+		finished <- run(ctx, k, "job", 9*time.Second, "sh", "-c", "echo $$ > "+file+".new; mv "+file+".new "+file+"; "+script)
 	}()
 	pgtest.Eventually(t, soon, func() bool { _, err := os.Stat(file); return err == nil }, "the command runs")
 	text, err := os.ReadFile(file)
