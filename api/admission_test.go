@@ -297,7 +297,7 @@ func TestConcurrentProbesShareOneCheck(t *testing.T) {
 func sendWithoutReading(t *testing.T, rt route) net.Conn {
 	t.Helper()
 	s := &server{auth: &authenticator{}, classes: newClasses(), log: slog.New(slog.DiscardHandler), limits: limits{
-		request: 50 * time.Millisecond, body: 50 * time.Millisecond, send: 50 * time.Millisecond,
+		request: 250 * time.Millisecond, body: 250 * time.Millisecond, send: 250 * time.Millisecond,
 	}}
 	rt.access, rt.maxBody = Public, 100
 	server := httptest.NewUnstartedServer(nil)
@@ -364,6 +364,6 @@ func TestIdleConnectionIsReused(t *testing.T) {
 		_, err = io.Copy(io.Discard, answer.Body)
 		require.NoError(t, err)
 		_ = answer.Body.Close()
-		<-time.After(150 * time.Millisecond) // longer than every limit
+		<-time.After(600 * time.Millisecond) // longer than every limit
 	}
 }

@@ -43,7 +43,7 @@ func TestEachBudgetEndsATurnGracefully(t *testing.T) {
 			probe.WithUsage(100, 250_000, 0), 2,
 			"calls made: probe, probe",
 		},
-		"time": {reason.Budget{Time: 3 * time.Second}, modeltest.Hang(), 1, "nothing was done"},
+		"time": {reason.Budget{Time: 6 * time.Second}, modeltest.Hang(), 1, "nothing was done"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -79,12 +79,12 @@ func TestTimeThatRanOutDuringASkillEndsTheTurnBeforeTheNextRequest(t *testing.T)
 	t.Parallel()
 	w := newWorld(t, modeltest.ToolCall("probe", `{}`))
 	w.builtins["probe"] = func(ctx context.Context, _ skills.Call) (any, error) {
-		timer := time.NewTimer(3500 * time.Millisecond)
+		timer := time.NewTimer(6500 * time.Millisecond)
 		defer timer.Stop()
 		<-timer.C
 		return "slow", nil
 	}
-	w.loop.Budget = reason.Budget{Time: 3 * time.Second}
+	w.loop.Budget = reason.Budget{Time: 6 * time.Second}
 	x, got := w.completed(t)
 	assert.Truef(t, got.Ended == "time" && slices.Equal(got.Calls, []string{"probe"}), "outcome is %+v", got)
 	rows := named(w.rows(t, x), "model_call")
@@ -96,12 +96,12 @@ func TestTimeIsCountedOnce(t *testing.T) {
 	probe := modeltest.ToolCall("probe", `{}`)
 	w := newWorld(t, probe, probe, probe, modeltest.Text("Done."))
 	w.builtins["probe"] = func(context.Context, skills.Call) (any, error) {
-		timer := time.NewTimer(1200 * time.Millisecond)
+		timer := time.NewTimer(2500 * time.Millisecond)
 		defer timer.Stop()
 		<-timer.C
 		return "slow", nil
 	}
-	w.loop.Budget = reason.Budget{Time: 7 * time.Second}
+	w.loop.Budget = reason.Budget{Time: 14 * time.Second}
 	_, got := w.completed(t)
 	assert.Truef(t, got.Ended == reason.Answered, "outcome is %+v", got)
 }
@@ -473,7 +473,9 @@ func TestWhatMayBeBilledIsSpentAtItsWorstCase(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, test.replies...)
-			w.loop.Budget.Time = 2 * time.Second
+			if name == "out of time" {
+				w.loop.Budget.Time = 6 * time.Second
+			}
 			x, _ := w.run(t)
 			got := w.book(t)
 			assert.Truef(t, got.Aside == 0 && got.Spent == test.known+got.Unknown &&
