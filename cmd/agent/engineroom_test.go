@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/modeltest"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // browserTest is a browser at the Engine Room of a serving agent, and a terminal on the same database.
@@ -208,7 +209,7 @@ func TestPauseOnPage(t *testing.T) {
 func TestFeedAfterServerRestart(t *testing.T) {
 	t.Parallel()
 	url := pgtest.URL(t)
-	w := newBrowserTest(t, newProgram(t, url, "AGENT_LISTEN="+freeAddress(t)), connect(t, url))
+	w := newBrowserTest(t, newProgram(t, url, "AGENT_LISTEN="+testkit.FreeAddress(t)), connect(t, url))
 	w.Expect("net::ERR_") // while nobody answers
 	w.waitLive()
 	w.must("heartbeat")

@@ -546,7 +546,8 @@ func TestSystemdNotify(t *testing.T) {
 
 func TestHealthcheck(t *testing.T) {
 	t.Parallel()
-	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=0.0.0.0:0", "AGENT_LOG_LEVEL=info")
+	_, port, _ := strings.Cut(testkit.FreeAddress(t), ":") // nobody else gets it when the program has stopped
+	p := newProgram(t, pgtest.URL(t), token, "AGENT_LISTEN=0.0.0.0:"+port, "AGENT_LOG_LEVEL=info")
 	s := p.start("serve", "--migrate")
 	at, err := url.Parse(s.find(t, `msg=serving listen=(\S+)`))
 	require.NoError(t, err)

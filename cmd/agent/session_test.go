@@ -4,15 +4,12 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"math/rand/v2"
-	"net"
 	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -289,18 +286,4 @@ func TestMigrateWithoutCreateRole(t *testing.T) {
 	pgtest.Exec(t, importer, `select try_acquire_agent_lock('shelf', 'importer', 30); select * from agent_locks_live`)
 	_, err = importer.Exec(t.Context(), `select from agent_locks`)
 	assert.Error(t, err, "the role reads a table")
-}
-
-// freeAddress returns an address outside the ephemeral port range, so it stays free.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	for range 1000 {
-		at := net.JoinHostPort("127.0.0.1", strconv.Itoa(20000+rand.IntN(12000))) // any will do
-		if l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", at); err == nil {
-			_ = l.Close()
-			return at
-		}
-	}
-	t.Fatal("no port from 20000 to 31999 is free")
-	return ""
 }
