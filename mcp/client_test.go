@@ -100,11 +100,11 @@ func TestAChildThatDoesNotReadCannotHoldACall(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, nil)
 	d := stdioServer(t, map[string]any{childVariable: "deaf-later"})
-	d.TimeoutMS = 3000 // includes the start of the new child
+	d.TimeoutMS = 8000 // includes the start of the new child
 	w.put(d)
 	w.sync()
 	began := time.Now()
-	w.fails("echo", `{"text":"`+strings.Repeat("x", 200_000)+`","times":0}`, skills.ClassTimeout, "3s")
+	w.fails("echo", `{"text":"`+strings.Repeat("x", 200_000)+`","times":0}`, skills.ClassTimeout, "8s")
 	took := time.Since(began)
 	assert.Truef(t, took <= 25*time.Second, "the call took %s", took)
 	assert.Equal(t, `"back"`, w.must("echo", `{"text":"back"}`))

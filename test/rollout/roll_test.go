@@ -85,7 +85,7 @@ func newWorld(t testing.TB, program, at string, again bool, further ...string) *
 	skill := testkit.Serve(t, http.HandlerFunc(w.pay))
 	w.environ = append(testkit.Environ(at, model, "AGENT_ADMIN_TOKEN="+adminToken, "AGENT_CHAT_KEY=visitors="+visitorKey,
 		"AGENT_LOG_FORMAT=json", "AGENT_HEARTBEAT_CRON=@every 2s", "AGENT_WORKERS=6", "SHOP_SECRET="+shopSecret,
-		"AGENT_DRAIN_DELAY=500ms"), further...)
+		"AGENT_DRAIN_DELAY=3s"), further...)
 	w.migrate(program)
 	pgtest.Exec(t, db, `create table tally (n int not null); insert into tally values (0)`)
 	dir := t.TempDir()

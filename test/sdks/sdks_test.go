@@ -185,7 +185,7 @@ func eachSDK(t *testing.T, test func(w *world)) {
 
 func TestAFlowGoesOnAfterAKill(t *testing.T) {
 	eachSDK(t, func(w *world) {
-		first := w.worker("first", w.base, 2)
+		first := w.worker("first", w.base, 6)
 		id := w.start("external:scenario", `{"steps":4,"pause_ms":500}`)
 		w.await("add 2", 1)
 		first.Kill()
@@ -203,7 +203,7 @@ func TestAFlowGoesOnAfterAKill(t *testing.T) {
 
 func TestAWorkerThatWakesLateChangesNothing(t *testing.T) {
 	eachSDK(t, func(w *world) {
-		first := w.worker("first", w.base, 2)
+		first := w.worker("first", w.base, 6)
 		id := w.start("external:scenario", `{"steps":3,"pause_ms":1500}`)
 		w.await("add 1", 1)
 		first.Signal(syscall.SIGSTOP)
