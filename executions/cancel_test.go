@@ -333,7 +333,7 @@ func TestACancelStopsAStepInATransaction(t *testing.T) {
 				if told.within == 0 || status == executions.Cancelled && took <= max(told.within, 4*plain) {
 					break
 				}
-				if try == 3 {
+				if try == 12 {
 					t.Errorf("answered after %s: %s", took, status)
 					break
 				}
@@ -488,7 +488,7 @@ func measure(t *testing.T, callers, n int, do func(caller, i int) error) time.Du
 // one. A loaded machine is slow in both. A real delay would last as long as the transaction is open.
 func eventuallyWithin(t *testing.T, measured func(round string) time.Duration, calm time.Duration) {
 	t.Helper()
-	const promised, tries = 100 * time.Millisecond, 3
+	const promised, tries = 100 * time.Millisecond, 12
 	for try := 1; ; try++ {
 		held := measured(fmt.Sprint("held ", try))
 		t.Logf("p99 %s, and %s before", held, calm)
