@@ -176,8 +176,8 @@ func (p *Page) Click(selector string) {
 	p.do("click "+selector, chromedp.MouseClickXY(x, y))
 }
 
-// onSeen acts on the element that a CSS selector finds, as soon as it can be seen. It finds it again where a live update
-// or the next page has replaced it before the act.
+// onSeen acts on the element that a CSS selector finds, as soon as it can be seen. It finds it again where a live
+// update or the next page has replaced it before the act.
 func (p *Page) onSeen(what, selector string, act func(context.Context, cdp.NodeID) error) {
 	p.tb.Helper()
 	for end := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
