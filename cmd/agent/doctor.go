@@ -9,7 +9,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/spf13/cobra"
 
@@ -155,12 +154,7 @@ const commitLimit = 5 * time.Second
 func tryCommit(ctx context.Context, pool *pgxpool.Pool) error {
 	limited, cancel := context.WithTimeout(ctx, commitLimit)
 	defer cancel()
-	err := pgx.BeginFunc(limited, pool, func(tx pgx.Tx) error {
-		// A statement_timeout would end the wait for standbys, and the commit would count as done.
-		_, err := tx.Exec(limited, `select set_config('statement_timeout', '0', true),
-			pg_logical_emit_message(true, 'lanekeeper', 'doctor')`)
-		return err
-	})
+	_, err := pool.Exec(limited, `select pg_logical_emit_message(true, 'lanekeeper', 'doctor')`)
 	if err == nil || limited.Err() == nil || ctx.Err() != nil {
 		return err
 	}

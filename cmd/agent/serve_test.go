@@ -375,7 +375,6 @@ func TestDoctorNamesWhatHoldsTheDatabaseUp(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 	pgtest.Exec(t, pool, `alter system set synchronous_standby_names = 'nobody'`)
 	pgtest.Exec(t, pool, `select pg_reload_conf()`)
-	p = newProgram(t, server.URL()+"&statement_timeout=2000") // which would end the wait, and call the commit done
 	pgtest.Eventually(t, pgWait, func() bool { // the checkpointer tells commits of the setting
 		got = p.run("doctor")
 		return got.code == 1
