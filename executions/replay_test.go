@@ -4,7 +4,9 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -224,6 +226,41 @@ func TestParallelBranchesAreReplayed(t *testing.T) {
 		got := replay(t, p, id)
 		require.Truef(t, got.Equal, "%s: %+v", got.Status, got.Divergence)
 	}
+}
+
+// A step that its own limit of time ended is taken from the record, even if the limit passes again before its turn.
+func TestAReplayTakesAStepWhoseTimeIsUp(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	recorded := make(chan struct{})
+	var once sync.Once
+	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
+		var group errgroup.Group
+		group.Go(func() error {
+			time.Sleep(50 * time.Millisecond) // in a replay the other branch comes first
+			_, err := executions.Step(executions.Scope(ctx, "one"), "first", func(context.Context) (int, error) { return 1, nil })
+			once.Do(func() { close(recorded) })
+			return err
+		})
+		group.Go(func() error {
+			<-recorded
+			ctx, cancel := context.WithTimeout(executions.Scope(ctx, "other"), time.Millisecond)
+			defer cancel()
+			_, err := executions.Step(ctx, "bounded", func(ctx context.Context) (int, error) {
+				<-ctx.Done()
+				return 0, ctx.Err()
+			})
+			if _, ok := errors.AsType[*executions.StepError](err); ok {
+				return nil
+			}
+			return fmt.Errorf("the step has no recorded end: %w", err)
+		})
+		return executions.Result{}, group.Wait()
+	}))
+	id := p.begin(t, "flow")
+	until(t, pool, id, executions.Completed)
+	got := replay(t, p, id)
+	assert.Truef(t, got.Equal, "%+v", got.Divergence)
 }
 
 func TestAReplayOfAnUnknownFlow(t *testing.T) {
