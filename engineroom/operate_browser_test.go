@@ -269,3 +269,26 @@ func TestASessionIsWholeAfterAReloadAndWithoutScript(t *testing.T) {
 	noComplaint(t, p)
 	shows(t, url+"/operate?session="+aSession, "approval-"+approval)
 }
+
+// A network may forget a connection without a word: the page looks for the turn then.
+func TestASilentStreamOfATurnIsLeft(t *testing.T) {
+	t.Parallel()
+	_, url := console(t, map[string]http.HandlerFunc{
+		"POST /v1/operate":        turnOf(true, turnEvent(t, "delta", map[string]string{"text": "It is"})),
+		"GET /v1/executions/{id}": answer(`{"id": "x-1", "status": "completed", "result": {"text": "It is done."}}`),
+		"GET /v1/activity":        answer(`{"items": []}`),
+	})
+	p := browser.Open(t, browser.Look{})
+	p.Go(url + "/operate")
+	p.Eval(`(() => { // the patience of the page ends when the test says so
+		const real = setTimeout;
+		window.setTimeout = (f, ms) => ms === 35000 ? (window.patience = f, 0) : real(f, ms);
+		return 1;
+	})()`, new(int))
+	p.Type("#message", "is it?")
+	p.Click("#send")
+	p.Shows("It is")
+	p.Eval(`(patience(), 1)`, new(int))
+	p.Shows("It is done.")
+	p.Until("the turn has ended", `!document.getElementById("send").disabled`)
+}

@@ -66,13 +66,16 @@
     return item;
   };
 
-  // Events of a stream, whoever sends it: {event, data}.
+  // Events of a stream, whoever sends it: {event, data}. The server writes at least every 15 s: a connection that a
+  // network forgot reports no error.
   const events = async function* (response) {
     const reader = response.body.getReader(), decoder = new TextDecoder();
     let rest = "";
     try {
       for (;;) {
-        const { done, value } = await reader.read();
+        let silent;
+        const lost = new Promise((_, reject) => { silent = setTimeout(() => reject(new Error("the connection is lost")), 35000); });
+        const { done, value } = await Promise.race([reader.read(), lost]).finally(() => clearTimeout(silent));
         rest += done ? decoder.decode() : decoder.decode(value, { stream: true });
         const blocks = rest.split("\n\n");
         rest = blocks.pop();

@@ -3,12 +3,14 @@ package chat_test
 import (
 	"context"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
 	"net/url"
 	"path"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -30,12 +32,21 @@ const shown = `[...document.querySelectorAll("#messages .message")].map(e => e.i
 // site serves the page and the API of a process at one address.
 func site(t *testing.T, p *process) string {
 	t.Helper()
+	return siteBehind(t, p, nil)
+}
+
+// siteBehind is a site whose network changes the responses of the API.
+func siteBehind(t *testing.T, p *process, network func(*http.Response) error) string {
+	t.Helper()
 	target, err := url.Parse(p.url)
 	require.NoError(t, err)
+	proxy := httputil.NewSingleHostReverseProxy(target)
+	proxy.ModifyResponse = network
+	proxy.ErrorHandler = func(http.ResponseWriter, *http.Request, error) { panic(http.ErrAbortHandler) }
 	mux := http.NewServeMux()
 	mux.Handle("GET /chat", p.chat.PageHandler())
 	mux.Handle("GET /chat/{file}", p.chat.PageHandler())
-	mux.Handle("/v1/", httputil.NewSingleHostReverseProxy(target))
+	mux.Handle("/v1/", proxy)
 	server := httptest.NewServer(mux)
 	t.Cleanup(func() {
 		server.CloseClientConnections() // a page may still read a stream
@@ -223,6 +234,101 @@ func TestThePageShowsTheConversationAfterAReload(t *testing.T) {
 	close(release)
 	page.Until("the answer is complete", shown+
 		` === "You First | nora One. | You Second | nora Two is done." && document.querySelector("#stop").hidden`)
+	noProblems(t, page)
+}
+
+// lostBody is a response that ends after some words, with an error or in silence.
+type lostBody struct {
+	io.ReadCloser
+	ctx    context.Context
+	after  string
+	silent bool
+	read   string
+}
+
+func (b *lostBody) Read(p []byte) (int, error) {
+	if strings.Contains(b.read, b.after) {
+		if b.silent {
+			<-b.ctx.Done()
+		}
+		return 0, io.ErrUnexpectedEOF
+	}
+	n, err := b.ReadCloser.Read(p)
+	b.read += string(p[:n])
+	return n, err
+}
+
+func TestThePageLeavesASilentConnection(t *testing.T) {
+	t.Parallel()
+	release := make(chan struct{})
+	w := newWorld(t, held("One is ", "done.", release))
+	page := browser.Open(t, browser.Look{})
+	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+		if r.Request.Method == http.MethodPost {
+			r.Body = &lostBody{ReadCloser: r.Body, ctx: r.Request.Context(), after: "One is", silent: true}
+		}
+		return nil
+	}) + "/chat#key=site")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	page.Eval(`(() => { // the patience of the page ends when the test says so
+		const real = setTimeout;
+		window.patience = null;
+		window.setTimeout = (f, ms) => ms === maxSilence ? (window.patience = f, 0) : real(f, ms);
+		return 1;
+	})()`, new(int))
+	submit(page, "First")
+	page.Until("the answer has started", shown+`.includes("nora One is")`)
+	close(release)
+	page.Eval(`(patience(), 1)`, new(int))
+	page.Until("the answer is complete", shown+` === "You First | nora One is done." && document.querySelector("#stop").hidden`)
+	noProblems(t, page)
+}
+
+// A message whose answer was lost is not sent again: its turn went on without the page.
+func TestThePageFindsAnAnswerAgainAfterALongOutage(t *testing.T) {
+	t.Parallel()
+	release := make(chan struct{})
+	w := newWorld(t, held("One is ", "done.", release))
+	var connected atomic.Bool
+	page := browser.Open(t, browser.Look{})
+	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+		switch {
+		case r.Request.Method == http.MethodPost:
+			r.Body = &lostBody{ReadCloser: r.Body, after: "One is"}
+		case !connected.Load() && strings.HasPrefix(r.Request.URL.Path, "/v1/chat/completions/"):
+			return io.ErrUnexpectedEOF
+		}
+		return nil
+	}) + "/chat#key=site")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	page.Eval(`(() => { // it tries again at once
+		const real = setTimeout;
+		window.setTimeout = (f, ms) => real(f, ms === maxSilence ? ms : 0);
+		return 1;
+	})()`, new(int))
+	page.Expect("ERR_")
+	submit(page, "First")
+	page.Until("the page gives up", `document.querySelector("#stop").hidden &&
+		document.querySelector("#status").textContent === "The connection broke."`)
+	connected.Store(true)
+	close(release)
+	page.Click(".interrupted button")
+	page.Until("the answer is complete", shown+` === "You First | nora One is done." && document.querySelector("#stop").hidden`)
+	assert.Equal(t, 1, len(w.model.Requests()))
+	noProblems(t, page)
+}
+
+func TestThePageLeavesNoEmptyAnswerWhenItTriesAgain(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."))
+	page := openPage(t, w.process(t), browser.Look{})
+	page.Expect("ERR_INTERNET_DISCONNECTED")
+	page.Offline(true)
+	submit(page, "First")
+	page.Shows("The server cannot be reached.")
+	page.Offline(false)
+	page.Click(".interrupted button")
+	page.Until("the answer is complete", shown+` === "You First | nora One." && document.querySelector("#stop").hidden`)
 	noProblems(t, page)
 }
 

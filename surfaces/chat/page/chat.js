@@ -107,6 +107,11 @@ function headers() {
   return h;
 }
 
+// call is fetch with an error for people: that of a browser is "Failed to fetch".
+function call(path, init) {
+  return fetch(path, init).catch(() => { throw new Error("The server cannot be reached."); });
+}
+
 async function refusalOf(response) {
   let text = "The server answers " + response.status + ".", code = "";
   try {
@@ -124,7 +129,7 @@ let known = []; // the agents of the key
 
 async function loadAgents(current) {
   try {
-    const response = await fetch("/v1/models", { headers: headers() });
+    const response = await call("/v1/models", { headers: headers() });
     if (!response.ok || current !== generation) return; // the first message reports the error
     const { data } = await response.json();
     const own = data.filter((model) => model.id !== "agent");
@@ -143,7 +148,7 @@ async function loadAgents(current) {
 // preferred returns the agent that the alias agent means.
 async function preferred() {
   if (known.length < 2) return known[0];
-  const response = await fetch("/v1/models/agent", { headers: headers() }).catch(() => null);
+  const response = await call("/v1/models/agent", { headers: headers() }).catch(() => null);
   if (!response?.ok) return undefined;
   const { greeting, description } = await response.json();
   return known.find((model) => model.greeting === greeting && model.description === description);
@@ -219,7 +224,11 @@ function addMessage(role, where = "append") {
         button.type = "button";
         button.className = "quiet";
         button.textContent = action;
-        button.addEventListener("click", () => { note.remove(); run(); });
+        button.addEventListener("click", () => {
+          note.remove();
+          if (!text) box.remove();
+          run();
+        });
         note.append(button);
       }
       box.append(note);
@@ -272,7 +281,7 @@ let oldest = ""; // the id of the oldest item shown
 async function items(after) {
   const query = new URLSearchParams({ limit: 30, order: "desc" });
   if (after) query.set("after", after);
-  const response = await fetch("/v1/conversations/" + encodeURIComponent(store.getItem("thread")) + "/items?" + query, { headers: headers() });
+  const response = await call("/v1/conversations/" + encodeURIComponent(store.getItem("thread")) + "/items?" + query, { headers: headers() });
   if (!response.ok) throw await refusalOf(response);
   return response.json();
 }
@@ -326,6 +335,17 @@ byId("earlier").addEventListener("click", async () => {
 
 // --- Answers
 
+const maxSilence = 25000; // the server writes to a stream at least every 10 s
+
+// heard waits for a promise as long as the connection may be silent. A connection that a network forgot reports no error.
+function heard(promise, close) {
+  let timer;
+  const lost = new Promise((_, reject) => {
+    timer = setTimeout(() => { close(); reject(new Error("The connection broke.")); }, maxSilence);
+  });
+  return Promise.race([promise, lost]).finally(() => clearTimeout(timer));
+}
+
 // read shows a stream. It returns whether the answer is complete.
 async function read(response, turn, current) {
   if (response.headers.get("X-Visitor-Token")) store.setItem("visitor", response.headers.get("X-Visitor-Token"));
@@ -333,11 +353,12 @@ async function read(response, turn, current) {
   if (current === generation) {
     store.removeItem("join");
     if (response.headers.get("X-Thread-Id")) store.setItem("thread", response.headers.get("X-Thread-Id"));
+    if (!turn.stopped) setStatus("The agent is answering …");
   }
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "", text = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await heard(reader.read(), () => reader.cancel().catch(() => {}));
     if (done) return false;
     const lines = (rest + value).split("\n");
     rest = lines.pop();
@@ -370,7 +391,7 @@ async function attach(request, turn, current) {
       if (await read(await request(), turn, current)) return;
     } catch (problem) {
       const again = !(problem instanceof Refusal) || ["shutting_down", "answer_restarted"].includes(problem.code) || problem.status === 503;
-      if (!again || !turn.id || tries >= 8) throw problem;
+      if (!again || !turn.id) throw problem;
     }
     if (!turn.id || tries >= 8) throw new Error("The connection broke.");
     statusLine.textContent = "The connection broke; attaching again …";
@@ -380,7 +401,8 @@ async function attach(request, turn, current) {
 }
 
 function attachRequest(id) {
-  return fetch("/v1/chat/completions/" + encodeURIComponent(id) + "?stream=true&include_activity=true", { headers: headers() });
+  const c = new AbortController(), path = "/v1/chat/completions/" + encodeURIComponent(id) + "?stream=true&include_activity=true";
+  return heard(call(path, { headers: headers(), signal: c.signal }), () => c.abort());
 }
 
 // upload stores files and returns the content of a message with them.
@@ -392,7 +414,7 @@ async function upload(text, chosen) {
     form.append("purpose", "user_data");
     form.append("file", file);
     const { "Content-Type": _, ...as } = headers(); // the browser sets it
-    const response = await fetch("/v1/files", { method: "POST", headers: as, body: form });
+    const response = await call("/v1/files", { method: "POST", headers: as, body: form });
     if (!response.ok) throw await refusalOf(response);
     parts.push({ type: "file", file: { file_id: (await response.json()).id } });
   }
@@ -414,7 +436,8 @@ async function answer(request, current, retry) {
     await attach(request, turn, current);
     setStatus("");
   } catch (problem) {
-    ended(turn, problem, retry);
+    // The turn of a lost connection goes on: to send its message again would begin another one.
+    ended(turn, problem, turn.id && !(problem instanceof Refusal) ? () => start() : retry);
   } finally {
     turn.box.activity("");
     turn.box.flush();
@@ -471,7 +494,7 @@ function deliver(text, chosen, current) {
       model: model(), stream: true, stream_options: { include_activity: true },
       messages: [{ role: "user", content: await upload(text, chosen) }],
     });
-    return fetch("/v1/chat/completions", { method: "POST", headers: headers(), body });
+    return call("/v1/chat/completions", { method: "POST", headers: headers(), body });
   }, current, () => deliver(text, chosen, current));
 }
 
@@ -482,7 +505,7 @@ stop.addEventListener("click", async () => {
   setStatus("Stopping …");
   try {
     const id = turn.id.replace("chatcmpl-", "resp_");
-    const response = await fetch("/v1/responses/" + encodeURIComponent(id) + "/cancel", { method: "POST", headers: headers(), body: "{}" });
+    const response = await call("/v1/responses/" + encodeURIComponent(id) + "/cancel", { method: "POST", headers: headers(), body: "{}" });
     if (!response.ok) throw await refusalOf(response);
   } catch (problem) {
     turn.stopped = stop.disabled = false;
