@@ -14,13 +14,13 @@ import (
 
 // FailedSpan is a failed span of a trace: an activity or an execution.
 type FailedSpan struct {
-	ID          string    `json:"id"`           // of the activity, or of the execution
-	ExecutionID string    `json:"execution_id"` // of an execution its own id; empty for an activity without one
+	ID          string    `json:"id"`           // of the activity or execution
+	ExecutionID string    `json:"execution_id"` // an execution's own id; empty for an activity outside executions
 	IsExecution bool      `json:"is_execution"`
 	IsRoot      bool      `json:"-"` // an execution that no other execution of the trace started
-	ParentID    string    `json:"-"` // the activity that it is a part of, or the execution that started it
+	ParentID    string    `json:"-"` // the containing activity, or the parent execution
 	Name        string    `json:"name"`
-	Step        string    `json:"step"` // of an execution the step that failed
+	Step        string    `json:"step"` // an execution's failed step
 	Status      string    `json:"status"`
 	Class       string    `json:"error_class"`
 	Message     string    `json:"error_message"`
@@ -30,7 +30,7 @@ type FailedSpan struct {
 // RootCause is the failure that made a trace fail.
 type RootCause struct {
 	FailedSpan
-	Upstream int `json:"upstream"` // failures that only pass it on
+	Upstream int `json:"upstream"` // failures that pass it on
 	Attempts int `json:"attempts"` // failed attempts at its step
 }
 
@@ -49,13 +49,12 @@ func (c *RootCause) String() string {
 	return text
 }
 
-// Bounds of the reads of failures.
 const (
-	failuresRead    = 200    // failures of each kind
-	executionsRead  = 1000   // executions in which failures are searched
-	activitiesRead  = 20_000 // activities in which failures are searched
-	messageCompared = 300    // bytes of an error that another error must contain to pass it on
-	messageLeast    = 12     // bytes of an error that may stand anywhere in another one
+	maxFailures   = 200    // failures of each kind
+	maxExecutions = 1000   // executions in which failures are searched
+	maxActivities = 20_000 // activities in which failures are searched
+	comparedBytes = 300    // the part of a message that another message must contain to pass it on
+	minContained  = 12     // a shorter message must end the other message
 )
 
 // RootCauseOf reads the failures of a trace and returns their root cause; nil if the trace did not fail.
@@ -64,7 +63,7 @@ func RootCauseOf(ctx context.Context, db postgres.DB, traceID string) (*RootCaus
 	return redacted(FindRootCause(failures)), err
 }
 
-// redacted removes secrets from what is shown of a cause.
+// redacted removes secrets from a cause's message and converts its time to UTC; nil stays nil.
 func redacted(c *RootCause) *RootCause {
 	if c != nil {
 		c.Message, c.At = redact.Text(c.Message, 4000), c.At.UTC()
@@ -107,31 +106,28 @@ func failuresOf(ctx context.Context, db postgres.DB, traceID string) ([]FailedSp
 		          where x.status in ('error', 'unknown') order by x.created_at desc limit @most) f
 		   join agent_activity a on a.id = f.id)`,
 		postgres.Strict{
-			"id": traceID, "most": failuresRead, "executions": executionsRead, "activities": activitiesRead,
+			"id": traceID, "most": maxFailures, "executions": maxExecutions, "activities": maxActivities,
 		})
 }
 
 // FindRootCause returns the failure that made a trace fail; nil if none did.
 //
 // The search begins at the last root execution that failed. In a trace without a failed execution it begins at the
-// last failed activity outside of executions. A failure passes another one on if its message contains the other's
-// message, as wrapped errors do. The root cause is the innermost failure that is passed on this way: the one with the
-// shortest message, then one in the failed step, then the deepest, then the latest. If the message of an execution
-// contains no other one, its root cause is the deepest failure in its failed step; else the execution itself.
-// Failures that nobody passes on, such as handled errors and undelivered notifications, are no causes.
+// last failed activity outside executions. A failure passes another one on if its message contains the other's, as
+// wrapped errors do. If the first failure passes none on, the search goes on from the deepest failure in its failed
+// step. The root cause is the failure passed on with the shortest message. Ties go to a failure in the failed step,
+// then to the deepest, then to the latest. If none is passed on, the first failure itself is the root cause. Other
+// failures, such as handled errors, are no causes.
 func FindRootCause(failures []FailedSpan) *RootCause {
 	first := decisive(failures)
 	if first < 0 {
 		return nil
 	}
 	chain := passedOn(failures, first)
-	inner := chain[1:]
-	if len(inner) == 0 {
-		if of := innermostOfStep(failures, first); of >= 0 {
-			inner = passedOn(failures, of)
-			chain = append(chain, inner...)
-		}
+	if deepest := deepestOfStep(failures, first); len(chain) == 1 && deepest >= 0 {
+		chain = append(chain, passedOn(failures, deepest)...)
 	}
+	inner := chain[1:]
 	if len(inner) == 0 {
 		inner = chain
 	}
@@ -182,7 +178,7 @@ func decisive(failures []FailedSpan) int {
 	return last
 }
 
-// passedOn returns the failure and those whose messages it passes on, directly or through others.
+// passedOn returns the first failure and those that it passes on, directly or through others.
 func passedOn(failures []FailedSpan, first int) []int {
 	chain := []int{first}
 	for at := 0; at < len(chain); at++ {
@@ -195,21 +191,19 @@ func passedOn(failures []FailedSpan, first int) []int {
 	return chain
 }
 
-// contains reports whether f's message contains inner's. A short message must be the end of it, after a colon.
+// contains reports whether f's message contains inner's. A short message must be its end, after a colon.
 func (f FailedSpan) contains(inner FailedSpan) bool {
 	text := strings.TrimSpace(inner.Message)
 	if text == "" || f.IsRoot && inner.IsRoot {
 		return false
 	}
-	if len(text) > messageCompared {
-		text = text[:messageCompared]
-	}
+	text = text[:min(len(text), comparedBytes)]
 	return f.Message == inner.Message || strings.HasSuffix(f.Message, ": "+text) ||
-		len(text) >= messageLeast && strings.Contains(f.Message, text)
+		len(text) >= minContained && strings.Contains(f.Message, text)
 }
 
-// comparedLength is the length of the message as far as it is compared.
-func comparedLength(f FailedSpan) int { return min(len(strings.TrimSpace(f.Message)), messageCompared) }
+// comparedLength is the length of the compared part of a message.
+func comparedLength(f FailedSpan) int { return min(len(strings.TrimSpace(f.Message)), comparedBytes) }
 
 // failedIn reports whether inner is an activity in the failed step of execution f.
 func (f FailedSpan) failedIn(inner FailedSpan) bool {
@@ -223,8 +217,8 @@ func (f FailedSpan) sameStep(other FailedSpan) bool {
 		f.Step == other.Step
 }
 
-// innermostOfStep returns the deepest, then latest failure in the failed step of an execution; -1 for none.
-func innermostOfStep(failures []FailedSpan, execution int) int {
+// deepestOfStep returns the deepest, then latest failure in the failed step of an execution; -1 for none.
+func deepestOfStep(failures []FailedSpan, execution int) int {
 	best := -1
 	for i, f := range failures {
 		if !failures[execution].failedIn(f) {
@@ -237,7 +231,7 @@ func innermostOfStep(failures []FailedSpan, execution int) int {
 	return best
 }
 
-// depth counts the levels above a failure, as far as they failed, too. A step's name has the steps around it.
+// depth measures how deep a failure is: 100 for each failed execution above it, 1 for each enclosing step.
 func depth(failures []FailedSpan, i int) int {
 	levels := 0
 	if f := failures[i]; !f.IsExecution {

@@ -16,11 +16,10 @@ import (
 )
 
 // Every query is bounded by an index, so reads stay fast on a table of any size: a trace by (trace_id, created_at),
-// a skill by (skill_name, id), everything else by the time-ordered id, which also excludes partitions. One literal
-// serves all combinations of filters. It is planned with its arguments (perQuery), so an unset filter costs nothing
-// and a set one chooses its index.
+// a skill by (skill_name, id), everything else by the time-ordered id, which also excludes partitions.
 
-// perQuery plans each query for its own arguments.
+// perQuery plans each query for its own arguments. So one literal serves all filters: one that is unset costs nothing,
+// one that is set chooses its index.
 const perQuery = pgx.QueryExecModeCacheDescribe
 
 const (
@@ -72,11 +71,10 @@ type Row struct {
 // rowsOfTraces lists the rows of traces in the order in which they began.
 func rowsOfTraces(ctx context.Context, db postgres.DB, traceIDs []string) ([]Row, error) {
 	rows, err := db.Query(ctx, `
-		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind, a.agent,
-		  a.surface,
-		       a.skill_name, a.skill_id, a.purpose, a.status, a.input, a.output, a.error_message, a.error_class, a.model,
-		       a.token_usage, a.cost_usd::float8 as cost_usd, a.led_to, a.duration_ms, a.idempotency_key, a.thread_id, a.lane,
-		       a.created_at, a.finished_at
+		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind,
+		       a.agent, a.surface, a.skill_name, a.skill_id, a.purpose, a.status, a.input, a.output, a.error_message,
+		       a.error_class, a.model, a.token_usage, a.cost_usd::float8 as cost_usd, a.led_to, a.duration_ms,
+		       a.idempotency_key, a.thread_id, a.lane, a.created_at, a.finished_at
 		  from agent_activity a
 		 where a.trace_id = any (@trace_ids)
 		 order by a.created_at, a.id`,
@@ -107,7 +105,7 @@ func utc(t *time.Time) *time.Time {
 	return &at
 }
 
-// timeArg is a time bound for SQL: null for none. Ids begin with the epoch, so no bound is before it.
+// timeArg is a time bound for SQL: null for none, and the epoch for an earlier one, because ids have no time before it.
 func timeArg(t time.Time) any {
 	switch {
 	case t.IsZero():
@@ -118,21 +116,14 @@ func timeArg(t time.Time) any {
 	return t
 }
 
-// pageSize is the number of rows of a page with that limit.
-func pageSize(limit int) int {
-	if limit <= 0 {
-		return defaultLimit
-	}
-	return min(limit, MaxLimit)
-}
+func pageSize(limit int) int { return postgres.PageSize(limit, defaultLimit, MaxLimit) }
 
 // ToCursor encodes the id of the last row of a page. Clients treat it as opaque.
 func ToCursor(id string) string {
 	return base64.RawURLEncoding.EncodeToString([]byte(strings.ReplaceAll(id, "-", "")))
 }
 
-// CheckCursor reports a cursor that no listing gave out, with an error that wraps ErrCursor; the empty one is that of
-// the first page.
+// CheckCursor returns an error that wraps ErrCursor if c is not a cursor. The empty cursor is valid.
 func CheckCursor(c string) error {
 	_, err := FromCursor(c)
 	return err
@@ -167,11 +158,11 @@ type Filter struct {
 	Agent   string
 	// TraceIDs are whole ids, any of which matches; nil for all. TraceID is then not used.
 	TraceIDs []string
-	// SkillLike, LaneLike and AgentLike are LIKE patterns of [Lines], for upper and lower case.
+	// SkillLike, LaneLike and AgentLike are case-insensitive LIKE patterns. Only [Lines] reads them.
 	SkillLike, LaneLike, AgentLike string
 
 	Kinds []Kind
-	// NoEvals leaves out trials of evals, which are no work of the agent.
+	// NoEvals leaves out trials of evals.
 	NoEvals bool
 
 	Since  time.Time // inclusive, to the millisecond
@@ -191,11 +182,10 @@ func Recent(ctx context.Context, db postgres.DB, f Filter) (page []Row, next str
 		return nil, "", fmt.Errorf("list activities: %w", err)
 	}
 	rows, err := db.Query(ctx, `
-		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind, a.agent,
-		  a.surface,
-		       a.skill_name, a.skill_id, a.purpose, a.status, a.input, a.output, a.error_message, a.error_class, a.model,
-		       a.token_usage, a.cost_usd::float8 as cost_usd, a.led_to, a.duration_ms, a.idempotency_key, a.thread_id, a.lane,
-		       a.created_at, a.finished_at
+		select a.id, a.trace_id, a.conversation_id, a.execution_id, a.parent_id, a.cause_id, a.claim, a.step, a.kind,
+		       a.agent, a.surface, a.skill_name, a.skill_id, a.purpose, a.status, a.input, a.output, a.error_message,
+		       a.error_class, a.model, a.token_usage, a.cost_usd::float8 as cost_usd, a.led_to, a.duration_ms,
+		       a.idempotency_key, a.thread_id, a.lane, a.created_at, a.finished_at
 		  from agent_activity a
 		 where (@trace_ids::text[] is null or a.trace_id = any (@trace_ids))
 		   and (@skill::text = '' or a.skill_name = @skill)
@@ -254,7 +244,7 @@ func (f Filter) scans() bool {
 	return narrowed && !indexed
 }
 
-// open lists running actions for a filter on them. So the status needs no index, which would slow down every close.
+// open lists running actions for a filter on them. An index on the status would slow down the end of every action.
 func (f Filter) open(ctx context.Context, db postgres.DB) ([]string, error) {
 	if f.Status != Running {
 		return nil, nil
@@ -265,7 +255,7 @@ func (f Filter) open(ctx context.Context, db postgres.DB) ([]string, error) {
 	return postgres.Collect(rows, err, "list running activities", pgx.RowTo[string])
 }
 
-// traceIDs returns the possible ids of one in any form; nil for none.
+// traceIDs returns the ids that a trace id in any form may stand for; nil for none.
 func traceIDs(anyForm string) ([]string, error) {
 	if anyForm == "" {
 		return nil, nil
@@ -277,7 +267,7 @@ func traceIDs(anyForm string) ([]string, error) {
 	return words(ids), nil
 }
 
-// words are named strings as plain ones; nil for none.
+// words converts named strings to plain ones; nil for none.
 func words[S ~string](named []S) []string {
 	if len(named) == 0 {
 		return nil
@@ -289,8 +279,7 @@ func words[S ~string](named []S) []string {
 	return plain
 }
 
-// AuditEntry is a line of the view agent_audit: actor, act, object, time, reason, principal and result. Times are UTC,
-// and texts are cut at 300 characters.
+// AuditEntry is a row of the view agent_audit. Times are UTC; texts are truncated to 300 characters.
 type AuditEntry struct {
 	ID          string     `json:"id"`
 	At          time.Time  `json:"at"`
@@ -325,7 +314,7 @@ type AuditEntry struct {
 type AuditPage struct {
 	Rows []AuditEntry
 	Next string // cursor of the next page; empty after the last
-	// Partial says that the page is short because Window rows were read: Next continues after them.
+	// Partial says that the page is short because Window rows were read. Next continues after them.
 	Partial bool
 }
 
@@ -341,17 +330,15 @@ func Audit(ctx context.Context, db postgres.DB, f Filter) (AuditPage, error) {
 	}
 	list, err := postgres.Rows[AuditEntry](ctx, db, "read audit", `
 		select a.id::text, a.at, a.finished_at, a.actor, a.kind, left(a.act, 300) as act, left(a.object, 300) as object,
-		  left(a.reason, 300) as reason, left(a.origin, 300) as origin,
-		       left(a.on_behalf_of, 300) as on_behalf_of, a.status, left(a.error_class, 300) as error_class,
-		         left(a.error_message, 300) as error,
-		       left(a.model, 300) as model, a.tokens, a.cost_usd::float8 as cost_usd, a.duration_ms, left(a.surface, 300)
-		         as surface, a.trace_id,
-		       a.execution_id::text, a.parent_id::text, a.cause_id::text, left(a.thread_id, 300) as thread_id,
-		         left(a.lane, 300) as lane, left(a.token_id, 300) as token_id, left(a.via, 300) as via,
-		       left(a.message, 300) as message
+		       left(a.reason, 300) as reason, left(a.origin, 300) as origin, left(a.on_behalf_of, 300) as on_behalf_of,
+		       a.status, left(a.error_class, 300) as error_class, left(a.error_message, 300) as error,
+		       left(a.model, 300) as model, a.tokens, a.cost_usd::float8 as cost_usd, a.duration_ms,
+		       left(a.surface, 300) as surface, a.trace_id, a.execution_id::text, a.parent_id::text, a.cause_id::text,
+		       left(a.thread_id, 300) as thread_id, left(a.lane, 300) as lane, left(a.token_id, 300) as token_id,
+		       left(a.via, 300) as via, left(a.message, 300) as message
 		  from agent_audit a where a.id = any (@ids::uuid[]) order by a.id desc`, perQuery, postgres.Strict{"ids": ids})
 	if err != nil {
-		return AuditPage{}, fmt.Errorf("list what was done: %w", err)
+		return AuditPage{}, err
 	}
 	for i := range list {
 		list[i].At, list[i].FinishedAt = list[i].At.UTC(), utc(list[i].FinishedAt)
