@@ -37,7 +37,7 @@ func offerTrials(ctx context.Context, db postgres.DB, p Policy) error {
 	return nil
 }
 
-// Trials lists the skills that may be tried once, by name. [skills.OnTrial] offers the untaken ones to a model.
+// Trials lists the skills on trial, by name. [skills.OnTrial] offers those not taken to a model.
 func Trials(ctx context.Context, db postgres.DB) ([]Trial, error) {
 	list, err := postgres.Rows[Trial](ctx, db, "list trials", `
 		select s.name as skill, s.disabled_reason as reason, s.trial_at as offered_at,
@@ -56,9 +56,9 @@ func Trials(ctx context.Context, db postgres.DB) ([]Trial, error) {
 	return list, nil
 }
 
-// Admit reports whether the caller may make the trial call of a skill. One of several callers may. Call it after the
-// arguments were validated. owner identifies the call, for example by its idempotency key: the same owner is admitted
-// again, so a call that is repeated after a crash succeeds. Settle, After or Withdraw ends the trial.
+// Admit reports whether the caller may make the trial call of a skill. One of several callers may. Validate the
+// arguments first. owner identifies the call, for example by its idempotency key. The same owner is admitted again, so
+// a crashed call can be repeated. Settle, After or Withdraw ends the trial.
 func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, error) {
 	tag, err := db.Exec(ctx, `
 		update agent_skills s
@@ -77,7 +77,7 @@ func Admit(ctx context.Context, db postgres.DB, skill, owner string) (bool, erro
 }
 
 // Settle ends the trial of a skill. A success enables the skill and restores its paused automations. A failure
-// restarts the cool-down. If the skill is not on trial any more, nothing changes and Settled is false.
+// restarts the cool-down. If the skill is no longer on trial, nothing changes and Settled is false.
 func Settle(ctx context.Context, db postgres.Beginner, skill string, success bool) (Restored, error) {
 	restored := Restored{
 		Skill: skill, By: By, Reason: "the trial failed: the cool-down begins anew",
@@ -90,7 +90,7 @@ func Settle(ctx context.Context, db postgres.Beginner, skill string, success boo
 		}
 		restored.Settled, restored.WasReason = true, was
 		if !success {
-			_, err = skills.FailTrial(ctx, tx, skill, failedTrialReason(was))
+			_, err = skills.FailTrial(ctx, tx, skill, "failed its trial; disabled for: "+was)
 			return err
 		}
 		restored.Enabled, restored.Reason = true, "the trial succeeded"
@@ -101,7 +101,7 @@ func Settle(ctx context.Context, db postgres.Beginner, skill string, success boo
 		return err
 	})
 	if err != nil {
-		return Restored{Skill: skill, Automations: []string{}}, fmt.Errorf("settle the trial of skill %s: %w", skill, err)
+		return Restored{}, fmt.Errorf("settle the trial of skill %s: %w", skill, err)
 	}
 	return restored, nil
 }
@@ -118,11 +118,11 @@ func Withdraw(ctx context.Context, db postgres.DB, skill string) error {
 	return nil
 }
 
-// After is called with the outcome of each skill call. It settles trials and writes an activity (settle_trial). Only
-// a failure of the skill counts. A rejected call, or one whose run ended, returns the trial. When a trial enables the
-// skill again, each function of returned is called; an error of one does not disable the skill.
+// After returns a function to call with the outcome of each skill call. It settles trials and writes an activity
+// (settle_trial). Only a failure of the skill counts: a rejected call, or one whose run ended, withdraws the trial.
+// When a trial enables the skill again, onEnabled is called; its error does not disable the skill.
 func After(
-	db postgres.Beginner, returned ...func(ctx context.Context, skill string) error,
+	db postgres.Beginner, onEnabled ...func(ctx context.Context, skill string) error,
 ) func(ctx context.Context, skill skills.Skill, err error) error {
 	return func(ctx context.Context, skill skills.Skill, err error) error {
 		if skill.Enabled {
@@ -155,8 +155,8 @@ func After(
 			return err
 		}
 		var errs []error
-		for _, follow := range returned {
-			errs = append(errs, follow(ctx, skill.Name))
+		for _, call := range onEnabled {
+			errs = append(errs, call(ctx, skill.Name))
 		}
 		return errors.Join(errs...)
 	}
@@ -174,13 +174,10 @@ func onTrial(ctx context.Context, tx pgx.Tx, skill string) (reason string, found
 	return reason, err == nil, err
 }
 
-// failedTrialReason is the reason after a failed trial.
-func failedTrialReason(reason string) string { return "failed its trial; disabled for: " + reason }
-
-// Restored is the outcome of a re-enabling, for an activity row.
+// Restored is the outcome of Settle or Reenable, for an activity row.
 type Restored struct {
 	Skill       string   `json:"skill"`
-	Settled     bool     `json:"settled"` // this call decided it
+	Settled     bool     `json:"settled"` // this call changed the skill
 	Enabled     bool     `json:"enabled"`
 	By          string   `json:"by"`
 	Reason      string   `json:"reason"`
@@ -188,9 +185,8 @@ type Restored struct {
 	Automations []string `json:"automations"` // resumed
 }
 
-// Reenable enables a disabled skill, whoever disabled it, and resumes the automations paused for it. Earlier calls no
-// longer count. An enabled skill stays so. by and reason go into the caller's activity. The error wraps
-// skills.ErrNotFound.
+// Reenable enables a skill, whoever disabled it, and resumes the automations paused for it. Earlier calls no longer
+// count. The caller writes by and reason into its activity. The error wraps skills.ErrNotFound.
 func Reenable(ctx context.Context, db postgres.Beginner, skill, by, reason string) (Restored, error) {
 	restored := Restored{Skill: skill, Enabled: true, By: by, Reason: reason, Automations: []string{}}
 	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
@@ -206,7 +202,7 @@ func Reenable(ctx context.Context, db postgres.Beginner, skill, by, reason strin
 		return err
 	})
 	if err != nil {
-		return Restored{Skill: skill, Automations: []string{}}, fmt.Errorf("re-enable skill %s: %w", skill, err)
+		return Restored{}, fmt.Errorf("re-enable skill %s: %w", skill, err)
 	}
 	return restored, nil
 }
