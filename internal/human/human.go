@@ -1,14 +1,14 @@
 // Package human formats money, durations, sizes and counts for people. The Engine Room, the command line and the trace
-// story use it, so a value reads the same everywhere. The browser's twin is engineroom/assets/human.js; both are tested
-// against testdata/examples.json. Only the browser formats distances in time, because they change while a page is open.
+// story use it, so a value reads the same everywhere. engineroom/assets/human.js does the same in the browser; both are
+// tested against testdata/examples.json. Only the browser formats distances in time: they change while a page is open.
 //
 // The rules:
 //
-//   - Money has two decimals, as an invoice of Stripe has: $0.00, $0.05, $1,234.50. An amount below a cent has four, as
-//     Langfuse shows model costs: $0.0042. Below $0.0001 it is <$0.0001. Zero is always $0.00.
+//   - Money has two decimals: $0.00, $0.05, $1,234.50. An amount below a cent has four: $0.0042. Below $0.0001 it is
+//     <$0.0001. Zero is $0.00.
 //   - A number below ten has one decimal, without a trailing zero: 5.9 s, 6 s, 1.5 kB. From ten on it is whole.
-//   - A duration from a minute on has two units, without a zero one: 3 min 20 s, 2 h, 3 d 4 h.
-//   - Durations and sizes are cut, not rounded: a clock that counts and a duration that was stored agree.
+//   - A duration from a minute on has two units; a zero unit is left out: 3 min 20 s, 2 h, 3 d 4 h.
+//   - Durations and sizes are truncated, not rounded, so that a running clock and a stored duration agree.
 //   - A distance in time has one unit in the past ("3 min ago") and two in the future ("in 2 min 5 s", "due").
 package human
 
@@ -23,13 +23,13 @@ import (
 
 // Money formats dollars.
 func Money(usd float64) string {
-	switch abs := math.Abs(usd); {
+	switch {
 	case math.IsNaN(usd) || math.IsInf(usd, 0):
 		return "–"
 	case usd == 0:
 		return "$0.00"
 	case usd < 0:
-		return "-" + Money(abs)
+		return "-" + Money(-usd)
 	case usd < 0.00005:
 		return "<$0.0001"
 	case usd < 0.00995:
@@ -39,7 +39,7 @@ func Money(usd float64) string {
 	return "$" + group(whole) + "." + cents
 }
 
-// Cost formats the cost of tokens. Tokens that cost nothing are of a model without a price, or one that is free.
+// Cost formats the cost of tokens. Tokens without a cost mean that the model has no price, or is free.
 func Cost(usd float64, tokens int64) string {
 	switch {
 	case usd != 0:
@@ -52,7 +52,7 @@ func Cost(usd float64, tokens int64) string {
 
 // Count formats a number with separators: 12,345.
 func Count(n int64) string {
-	digits, negative := strings.CutPrefix(strconv.FormatInt(n, 10), "-") // -n overflows for the least number
+	digits, negative := strings.CutPrefix(strconv.FormatInt(n, 10), "-") // -n overflows for the smallest int64
 	if negative {
 		return "-" + group(digits)
 	}
@@ -128,25 +128,25 @@ func Millis(ms int64) string { return Duration(milliseconds(float64(ms))) }
 // Seconds formats a duration in seconds.
 func Seconds(s float64) string { return Duration(milliseconds(math.Round(s * 1000))) }
 
-// milliseconds avoids an overflow.
+// milliseconds converts to a duration between 0 and the largest one.
 func milliseconds(ms float64) time.Duration {
-	const most = float64(math.MaxInt64 / time.Millisecond)
+	const limit = float64(math.MaxInt64 / time.Millisecond)
 	if !(ms > 0) { // or not a number
 		return 0
 	}
-	return time.Duration(min(ms, most-1)) * time.Millisecond
+	return time.Duration(min(ms, limit-1)) * time.Millisecond
 }
 
-// pair formats a duration in two units, without a zero smaller one.
+// pair formats a duration in two units. It leaves the smaller one out if it is zero.
 func pair(d, big time.Duration, bigName string, small time.Duration, smallName string) string {
-	whole := Count(int64(d/big)) + " " + bigName
+	text := Count(int64(d/big)) + " " + bigName
 	if rest := d % big / small; rest > 0 {
-		return fmt.Sprintf("%s %d %s", whole, rest, smallName)
+		text += fmt.Sprintf(" %d %s", rest, smallName)
 	}
-	return whole
+	return text
 }
 
-// Cut returns at most n characters of a text, and how many are omitted.
+// Cut returns the first n characters of a text, and says how many it omits.
 func Cut(n int, s string) string {
 	if len(s) <= n {
 		return s
