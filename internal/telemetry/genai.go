@@ -7,8 +7,8 @@ import (
 )
 
 // The GenAI semantic conventions, which are under development: github.com/open-telemetry/semantic-conventions-genai
-// at commit 06ec68e722c45a7218e23ea1bc1339fe4e21ecae (2026-10). This is the only place that names them; names of a
-// later commit are changed here, and in the golden sets of the tests.
+// at commit 06ec68e722c45a7218e23ea1bc1339fe4e21ecae (2026-10). Only this file and the golden sets of the tests name
+// them.
 const (
 	opWorkflow = "invoke_workflow"
 	opAgent    = "invoke_agent"
@@ -27,29 +27,29 @@ const (
 	genToolName     = "gen_ai.tool.name"
 	genToolType     = "gen_ai.tool.type"
 
-	// Content, which is sent only where captureContent says so.
+	// Content is sent only if this environment variable allows it.
+	captureContent = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+
 	genInputMessages  = "gen_ai.input.messages"
 	genOutputMessages = "gen_ai.output.messages"
 	genToolArguments  = "gen_ai.tool.call.arguments"
 	genToolResult     = "gen_ai.tool.call.result"
 
-	captureContent = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
-
-	// Of the general conventions.
+	// From the general conventions.
 	errorType = "error.type"
 )
 
-// What the conventions have no name for. The prefix is the product's own.
+// Attributes of our own, where the conventions have none.
 const (
-	agentTraceRef   = "agent.trace_ref" // the id as people read it: hb_…
+	agentTraceRef   = "agent.trace_ref" // the trace id with its prefix: hb_…
 	agentSurface    = "agent.surface"
 	agentExecution  = "agent.execution.id"
 	agentFlow       = "agent.flow"
 	agentStatus     = "agent.status"
 	agentResult     = "agent.result_type"
 	agentClaim      = "agent.claim"
-	agentDetached   = "agent.detached"  // a child that nobody waits for, so it may outlive its parent
-	agentQueued     = "agent.queued_ms" // between creation and begin
+	agentDetached   = "agent.detached"  // a child that its parent does not wait for
+	agentQueued     = "agent.queued_ms" // from creation to start
 	agentActivity   = "agent.activity.id"
 	agentKind       = "agent.activity.kind"
 	agentStep       = "agent.step"
@@ -58,13 +58,13 @@ const (
 	agentIdempotent = "agent.idempotency_key"
 	agentCost       = "agent.llm.cost_usd"
 	agentEstimated  = "agent.llm.usage_estimated"
-	agentUnknown    = "agent.llm.unknown_tokens" // the part of the tokens that the provider did not report
+	agentUnknown    = "agent.llm.unknown_tokens" // tokens that the provider did not report
 	agentWaitFor    = "agent.wait.for"
 	agentTimedOut   = "agent.wait.timed_out"
 )
 
-// said is a message as OpenAI's protocol has it and the log keeps it.
-type said struct {
+// chatMessage is a message in the form of OpenAI's chat completions, as the log stores it.
+type chatMessage struct {
 	Role       string `json:"role"`
 	Content    any    `json:"content"`
 	ToolCallID string `json:"tool_call_id"`
@@ -77,39 +77,48 @@ type said struct {
 	} `json:"tool_calls"`
 }
 
-// message is one as the GenAI conventions have it.
-type message struct {
+// genMessage is a message in the form of the GenAI conventions.
+type genMessage struct {
 	Role  string           `json:"role"`
 	Parts []map[string]any `json:"parts"`
 }
 
-// messages turns the messages of a model call's row into those of the conventions, as JSON. What the row had to cut
-// is no list of messages any more, and is given as it is.
-func messages(raw json.RawMessage, asked bool) string {
+// inputMessages converts the messages that a model call sent. Input that the log truncated stays as it is.
+func inputMessages(raw json.RawMessage) string {
+	var input struct {
+		Messages []chatMessage `json:"messages"`
+	}
+	if json.Unmarshal(raw, &input) != nil || len(input.Messages) == 0 {
+		return unconverted(raw)
+	}
+	return convert(input.Messages)
+}
+
+// outputMessages converts the message that a model call returned, likewise.
+func outputMessages(raw json.RawMessage) string {
+	var answer chatMessage
+	if json.Unmarshal(raw, &answer) != nil || answer.Role == "" {
+		return unconverted(raw)
+	}
+	return convert([]chatMessage{answer})
+}
+
+func unconverted(raw json.RawMessage) string {
 	if len(raw) == 0 || string(raw) == "null" || string(raw) == "{}" {
 		return ""
 	}
-	var list []said
-	var input struct {
-		Messages []said `json:"messages"`
-	}
-	var answer said
-	switch {
-	case asked && json.Unmarshal(raw, &input) == nil && len(input.Messages) > 0:
-		list = input.Messages
-	case !asked && json.Unmarshal(raw, &answer) == nil && answer.Role != "":
-		list = []said{answer}
-	default:
-		return redacted(raw)
-	}
-	converted := make([]message, len(list))
+	return redacted(raw)
+}
+
+func convert(list []chatMessage) string {
+	converted := make([]genMessage, len(list))
 	for i, m := range list {
-		converted[i] = message{Role: m.Role, Parts: m.parts()}
+		converted[i] = genMessage{Role: m.Role, Parts: m.parts()}
 	}
 	return string(redact.JSON(converted, maxContent))
 }
 
-func (m said) parts() []map[string]any {
+func (m chatMessage) parts() []map[string]any {
 	parts := []map[string]any{}
 	switch {
 	case m.Role == "tool":
@@ -123,8 +132,7 @@ func (m said) parts() []map[string]any {
 			arguments = json.RawMessage(c.Function.Arguments)
 		}
 		parts = append(parts, map[string]any{
-			"type": "tool_call", "id": c.ID, "name": c.Function.Name,
-			"arguments": arguments,
+			"type": "tool_call", "id": c.ID, "name": c.Function.Name, "arguments": arguments,
 		})
 	}
 	return parts

@@ -235,7 +235,7 @@ func (a activityRow) describe() (name string, kind oteltrace.SpanKind, specific 
 func (a activityRow) content() []attribute.KeyValue {
 	switch a.Kind {
 	case "model":
-		return set(text(genInputMessages, messages(a.Input, true)), text(genOutputMessages, messages(a.Output, false)))
+		return set(text(genInputMessages, inputMessages(a.Input)), text(genOutputMessages, outputMessages(a.Output)))
 	case "call":
 		return set(text(genToolArguments, redacted(a.Input)), text(genToolResult, redacted(a.Output)))
 	}
