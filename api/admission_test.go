@@ -4,7 +4,6 @@ import (
 	"bufio"
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -16,6 +15,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/admission"
@@ -254,43 +254,31 @@ func TestPanicReleasesAdmission(t *testing.T) {
 	assert.Equal(t, 0, s.classes.intake.requests.budget.Used())
 }
 
-// Concurrent probes share one check.
 func TestConcurrentProbesShareOneCheck(t *testing.T) {
 	t.Parallel()
-	var p prober
-	var asked atomic.Int32
-	begun, end := make(chan struct{}), make(chan struct{})
-	probe := func(context.Context) readiness {
-		if asked.Add(1) == 1 {
-			close(begun)
+	synctest.Test(t, func(t *testing.T) {
+		var p prober
+		var probes, ready atomic.Int32
+		end := make(chan struct{})
+		probe := func(context.Context) readiness {
+			probes.Add(1)
 			<-end
+			return readiness{Status: "ready"}
 		}
-		return readiness{Status: "ready"}
-	}
-	var group sync.WaitGroup
-	var wrong atomic.Pointer[error]
-	ask := func() {
-		if got := p.run(t.Context(), probe); got.Status != "ready" {
-			err := errors.New(got.Status)
-			wrong.Store(&err)
+		var group sync.WaitGroup
+		for range 21 {
+			group.Go(func() {
+				if p.run(t.Context(), probe).Status == "ready" {
+					ready.Add(1)
+				}
+			})
 		}
-	}
-	group.Go(ask)
-	<-begun
-	var waiting sync.WaitGroup
-	for range 20 {
-		waiting.Add(1)
-		group.Go(func() {
-			waiting.Done()
-			ask()
-		})
-	}
-	waiting.Wait()
-	close(end)
-	group.Wait()
-	err := wrong.Load()
-	assert.Truef(t, err == nil && asked.Load() <= 21, "%d probes, %v", asked.Load(), err)
-	assert.True(t, p.running == nil, "a probe is left")
+		synctest.Wait()
+		close(end)
+		group.Wait()
+		assert.Equal(t, 1, probes.Load())
+		assert.Equal(t, 21, ready.Load())
+	})
 }
 
 // sendWithoutReading serves one route with short limits, and returns a connection to it.

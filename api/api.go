@@ -13,8 +13,9 @@
 //     "Authorization: Bearer". Neither opens the other's routes. Under /v1 even a 404 requires credentials. A missing
 //     scope is a 403 that names it. Wrong credentials are throttled (429) and logged by package internal/credentials,
 //     including those of the login.
-//   - A browser login (auth.go) is a session of a principal, in a cookie. Scripts cannot read it and other sites cannot
-//     send it. It ends after twelve hours, at logout, when it is revoked, or when the admin token that it used changes.
+//   - A browser login (login.go) is a session of a principal, in a cookie. Scripts cannot read it and other sites
+//     cannot send it. It ends after twelve hours, at logout, when it is revoked, or when the admin token that it used
+//     changes.
 //   - Cross-origin requests of browsers are rejected, except at webhooks. With a login cookie this includes reads.
 //   - Pages follow the same rules, but they are undocumented, and their errors are pages.
 //   - Admission limits each client before it costs (admission.go, internal/admission): concurrent requests by class,

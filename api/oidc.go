@@ -10,6 +10,7 @@ import (
 	"html"
 	"maps"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 
@@ -36,7 +37,7 @@ type ClaimRole struct {
 	Role         principals.Role
 }
 
-// oidcLogin is the login at the issuer. It is discovered at the first login, so an issuer that is down stops no start.
+// oidcLogin is the login at the issuer. It discovers the issuer at the first login, so the agent starts without it.
 type oidcLogin struct {
 	OIDC
 	mu       sync.Mutex
@@ -50,7 +51,7 @@ const (
 	oidcSeconds  = 600
 )
 
-// loginAttempt travels in a cookie of the browser that began the login. So nobody can finish another's.
+// loginAttempt is the content of a cookie. So only the browser that began a login can finish it.
 type loginAttempt struct{ State, Nonce, Verifier, Next string }
 
 func (s *server) oidcRoutes() []route {
@@ -116,8 +117,8 @@ func (s *server) beginOIDC(w http.ResponseWriter, r *http.Request) {
 		http.StatusSeeOther)
 }
 
-// finishOIDC checks the issuer's answer and starts a session. The page refreshes itself, because a browser that comes
-// from another site does not send the strict cookie along.
+// finishOIDC checks the issuer's answer and starts a session. It responds with a page that refreshes: a redirect from
+// another site would not send the strict cookie.
 func (s *server) finishOIDC(w http.ResponseWriter, r *http.Request) {
 	a, err := attemptOf(r)
 	if err != nil {
@@ -138,7 +139,7 @@ func (s *server) finishOIDC(w http.ResponseWriter, r *http.Request) {
 			"No role")
 	}
 	if err == nil {
-		err = s.auth.sessions.logIn(w, r, p.ID, principals.WithOIDC)
+		err = s.auth.sessions.start(w, r, p.ID, principals.WithOIDC)
 	}
 	if err != nil {
 		s.pages.Refuse(w, r, err)
@@ -151,12 +152,13 @@ func (s *server) finishOIDC(w http.ResponseWriter, r *http.Request) {
 
 // attemptOf returns the attempt that this browser began, if the answer belongs to it.
 func attemptOf(r *http.Request) (a loginAttempt, err error) {
+	var text []byte
 	c, err := r.Cookie(local.CookieName(r, oidcCookie))
 	if err == nil {
-		var text []byte
-		if text, err = base64.RawURLEncoding.DecodeString(c.Value); err == nil {
-			err = json.Unmarshal(text, &a)
-		}
+		text, err = base64.RawURLEncoding.DecodeString(c.Value)
+	}
+	if err == nil {
+		err = json.Unmarshal(text, &a)
 	}
 	state := r.URL.Query().Get("state")
 	if err != nil || a.State == "" || subtle.ConstantTimeCompare([]byte(a.State), []byte(state)) == 0 {
@@ -167,10 +169,10 @@ func attemptOf(r *http.Request) (a loginAttempt, err error) {
 	return a, nil
 }
 
-// errIssuer marks answers of the issuer that do not log in.
+// errIssuer reports that the issuer did not confirm the login.
 var errIssuer = errors.New("the issuer did not log in")
 
-// addClaims adds the claims of the user info that the id token leaves out.
+// addClaims adds the claims of the user info. Those of the id token win.
 func addClaims(claims map[string]any, info *oidc.UserInfo, subject string) error {
 	if info.Subject != subject {
 		return errors.New("it is of another subject")
@@ -231,10 +233,7 @@ func (o *oidcLogin) verify(r *http.Request, a loginAttempt) (subject, name strin
 func (o *oidcLogin) roleOf(claims map[string]any) principals.Role {
 	best := principals.None
 	for _, m := range o.Roles {
-		if !hasClaim(claims[m.Claim], m.Value) {
-			continue
-		}
-		if len(m.Role.Scopes()) > len(best.Scopes()) {
+		if hasClaim(claims[m.Claim], m.Value) && len(m.Role.Scopes()) > len(best.Scopes()) {
 			best = m.Role
 		}
 	}
@@ -246,11 +245,7 @@ func hasClaim(given any, want string) bool {
 	case string:
 		return v == want
 	case []any:
-		for _, one := range v {
-			if text, is := one.(string); is && text == want {
-				return true
-			}
-		}
+		return slices.Contains(v, any(want))
 	}
 	return false
 }

@@ -6,10 +6,10 @@ import (
 	"crypto/rand"
 	"errors"
 	"net/http"
-	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/singleflight"
 
 	"github.com/lanekeeper/lanekeeper/executions"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
@@ -19,7 +19,7 @@ import (
 // probeLimit bounds a probe.
 const probeLimit = time.Second
 
-// After a failed write, probes write probeWriteSize bytes every probeWriteInterval.
+// After a refused write, probes try to write probeWriteSize bytes every probeWriteInterval.
 const (
 	probeWriteInterval = 2 * time.Second
 	probeWriteSize     = 256 << 10
@@ -54,37 +54,17 @@ func (s *server) readyz(r request) (response, error) {
 
 // prober shares one probe among concurrent callers, because probes are public.
 type prober struct {
-	mu      sync.Mutex
-	running *probeCall
+	flight singleflight.Group
 
-	// State of the running probe.
-	lastWrite time.Time // last successful probe write after a failure
-	lastTry   time.Time
-}
-
-type probeCall struct {
-	done chan struct{}
-	got  readiness
+	// Only the running probe uses these.
+	lastWrite time.Time // the last successful probe write
+	lastTry   time.Time // the last probe write
 }
 
 // run returns the result of the running probe, or starts one.
 func (p *prober) run(ctx context.Context, probe func(context.Context) readiness) readiness {
-	p.mu.Lock()
-	running := p.running
-	if running != nil {
-		p.mu.Unlock()
-		<-running.done // within probeLimit
-		return running.got
-	}
-	running = &probeCall{done: make(chan struct{})}
-	p.running = running
-	p.mu.Unlock()
-	running.got = probe(context.WithoutCancel(ctx))
-	p.mu.Lock()
-	p.running = nil
-	p.mu.Unlock()
-	close(running.done)
-	return running.got
+	got, _, _ := p.flight.Do("", func() (any, error) { return probe(context.WithoutCancel(ctx)), nil })
+	return got.(readiness)
 }
 
 func (s *server) probe(ctx context.Context) readiness {
@@ -105,13 +85,13 @@ func (s *server) probe(ctx context.Context) readiness {
 	return got
 }
 
-// checkWrites reports whether the database accepts writes. It costs nothing until a statement of this process failed
-// because the disk is full or the database read-only. Then it occasionally tries a large write and rolls it back.
+// checkWrites reports whether the database accepts writes. It costs nothing until a statement of this process fails
+// because the disk is full or the database is read-only. Then it tries a large write now and then, and rolls it back.
 func (s *server) checkWrites(ctx context.Context) check {
-	taken := check{true, "accepted"}
+	accepted := check{true, "accepted"}
 	at, refused := postgres.LastRefusal(s.ready)
 	if refused == nil || at.Before(s.prober.lastWrite) {
-		return taken
+		return accepted
 	}
 	began := time.Now()
 	if began.Sub(s.prober.lastTry) >= probeWriteInterval {
@@ -119,7 +99,7 @@ func (s *server) checkWrites(ctx context.Context) check {
 		err := s.tryWrite(ctx)
 		if err == nil {
 			s.prober.lastWrite = began
-			return taken
+			return accepted
 		}
 		if what, _ := postgres.Trouble(err); what != "" {
 			refused = err
@@ -138,8 +118,8 @@ func (s *server) tryWrite(ctx context.Context) error {
 	err := postgres.InTx(ctx, s.ready, func(tx pgx.Tx) error {
 		_, err := tx.Exec(ctx, `
 			insert into agent_idempotency (scope, key, fingerprint, lease_until, body, expires_at)
-			values ('GET /readyz', gen_random_uuid()::text, '', clock_timestamp(), @body,
-			  clock_timestamp())`, postgres.Strict{"body": body})
+			values ('GET /readyz', gen_random_uuid()::text, '', clock_timestamp(), @body, clock_timestamp())`,
+			postgres.Strict{"body": body})
 		return cmp.Or(err, errRollback)
 	})
 	if errors.Is(err, errRollback) {
@@ -161,12 +141,12 @@ func (s *server) isDraining() bool {
 // log only.
 func (s *server) checkDatabase(ctx context.Context) (database, schema check) {
 	unknown := check{false, "unknown while the database does not answer"}
-	away := func(err error) check {
+	unreachable := func(err error) check {
 		s.log.WarnContext(ctx, "not ready: the database does not answer", "error", err)
 		return check{false, "no answer within " + probeLimit.String()}
 	}
 	if err := s.ready.Ping(ctx); err != nil {
-		return away(err), unknown
+		return unreachable(err), unknown
 	}
 	err := migrations.Check(ctx, s.ready)
 	if errors.Is(err, migrations.ErrNewer) { // an expansion migrated while this process served
@@ -178,7 +158,7 @@ func (s *server) checkDatabase(ctx context.Context) (database, schema check) {
 		}
 	}
 	if err != nil {
-		return away(err), unknown
+		return unreachable(err), unknown
 	}
 	return check{true, "answers"}, check{true, "current"}
 }

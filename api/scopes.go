@@ -9,7 +9,7 @@ import (
 
 var authenticated = []principals.Scope{principals.Authenticated}
 
-// routesByScope names the routes of each scope. A route without one needs principals.Administer, and fails a test.
+// routesByScope lists the routes of each scope. A route without one needs principals.Administer, and fails a test.
 var routesByScope = map[principals.Scope][]string{
 	principals.RunsRead: {
 		"GET /v1/traces", "GET /v1/traces/{id}", "GET /v1/traces/{id}/why", "GET /v1/activity", "GET /v1/activity/spend",
@@ -18,17 +18,14 @@ var routesByScope = map[principals.Scope][]string{
 		"GET /v1/monitor/stuck", "GET /v1/flows", "GET /v1/flows/{name}", "GET /v1/schemas/flow", "GET /v1/requests",
 		"GET /v1/requests/{id}", "GET /v1/lanes", "GET /v1/skills", "GET /v1/skills/{name}", "GET /v1/objectives",
 		"GET /v1/objectives/{id}", "GET /v1/automations", "GET /v1/automations/{id}", "GET /v1/agents",
-		"GET /v1/agents/{name}", "GET /v1/pause", "GET /v1/webhooks/targets",
-		"GET /v1/channels",
-		"GET /v1/monitor/verdict",
-		"GET /v1/evals", "GET /v1/evals/runs", "GET /v1/evals/runs/{id}",
+		"GET /v1/agents/{name}", "GET /v1/pause", "GET /v1/webhooks/targets", "GET /v1/channels",
+		"GET /v1/monitor/verdict", "GET /v1/evals", "GET /v1/evals/runs", "GET /v1/evals/runs/{id}",
 	},
 	principals.RunsWrite: {
 		"POST /v1/executions", "POST /v1/executions/bulk", "POST /v1/executions/{id}/cancel", "POST /v1/executions/{id}/fork",
 		"POST /v1/executions/{id}/retry", "POST /v1/executions/{id}/replay", "POST /v1/events",
 		"POST /v1/objectives/{id}/accept", "POST /v1/objectives/{id}/reject", "POST /v1/objectives/{id}/pause",
-		"POST /v1/objectives/{id}/resume",
-		"POST /v1/evals/labels",
+		"POST /v1/objectives/{id}/resume", "POST /v1/evals/labels",
 	},
 	principals.ThreadsRead: {
 		"GET /v1/traces/{id}/prompts", "GET /v1/threads", "GET /v1/threads/{id}", "GET /v1/threads/{id}/access",
@@ -44,14 +41,14 @@ var routesByScope = map[principals.Scope][]string{
 	},
 	principals.Operate: {
 		"POST /v1/monitor/acknowledge", "POST /v1/pause", "POST /v1/resume", "POST /v1/skills/{name}/enable",
-		"POST /v1/skills/{name}/disable",
-		"POST /v1/lanes/{lane}/break", "POST /v1/automations/{id}/enable", "POST /v1/automations/{id}/disable",
-		"POST /v1/automations/{id}/accept", "POST /v1/automations/{id}/run", "POST /v1/automations/runs/{id}/redrive",
+		"POST /v1/skills/{name}/disable", "POST /v1/lanes/{lane}/break", "POST /v1/automations/{id}/enable",
+		"POST /v1/automations/{id}/disable", "POST /v1/automations/{id}/accept", "POST /v1/automations/{id}/run",
+		"POST /v1/automations/runs/{id}/redrive",
 		"POST /v1/webhooks/targets/{id}/enable", "POST /v1/webhooks/targets/{id}/disable",
 		"POST /v1/webhooks/endpoints/{id}/enable", "POST /v1/webhooks/endpoints/{id}/disable",
 		"POST /v1/webhooks/outbox/{id}/resend", "POST /v1/channels/{id}/enable", "POST /v1/channels/{id}/disable",
 		"POST /v1/evals/runs",
-		"POST /v1/executions/{id}/cancel", // of a turn of one's own
+		"POST /v1/executions/{id}/cancel", // a turn that the caller started
 	},
 	principals.ApprovalsRead:   {"GET /v1/approvals", "GET /v1/approvals/{id}"},
 	principals.ApprovalsDecide: {"POST /v1/approvals/{id}"},
@@ -66,29 +63,29 @@ var routesByScope = map[principals.Scope][]string{
 		"POST /v1/executions/{id}/lock", "PUT /v1/executions/{id}/lock/{lock_id}",
 		"DELETE /v1/executions/{id}/lock/{lock_id}", "POST /v1/executions/{id}/lock/{lock_id}", "POST /v1/locks",
 		"PUT /v1/locks", "POST /v1/executions/{id}/checkpoints",
-		"POST /v1/threads/{id}/messages", // of an execution that the worker has locked
+		"POST /v1/threads/{id}/messages", // for an execution that the worker has locked
 	},
 }
 
-// scopes lists the scopes of each route, the one for people first.
-var scopes = func() map[string][]principals.Scope {
-	of := map[string][]principals.Scope{}
+// scopesByRoute lists the scopes of each route. An error names the first, so a scope for people comes before Work.
+var scopesByRoute = func() map[string][]principals.Scope {
+	byRoute := map[string][]principals.Scope{}
 	for _, scope := range append(principals.Admin.Scopes(), principals.Authenticated) {
 		for _, name := range routesByScope[scope] {
-			of[name] = append(of[name], scope)
+			byRoute[name] = append(byRoute[name], scope)
 		}
 	}
-	return of
+	return byRoute
 }()
 
 func scopesOf(method, path string) []principals.Scope {
-	if list := scopes[method+" "+path]; len(list) > 0 {
+	if list := scopesByRoute[method+" "+path]; len(list) > 0 {
 		return list
 	}
 	return []principals.Scope{principals.Administer}
 }
 
-// mayWork rejects executions, by id or lock, of flows that the caller's scope work:GLOB does not match.
+// mayWork rejects executions, by id or lock, whose flows the caller's scope work:GLOB does not match.
 func (s *server) mayWork(ctx context.Context, executionID string, lockIDs ...string) error {
 	who := principals.From(ctx)
 	if who == nil || who.AllFlows() {

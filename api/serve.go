@@ -27,7 +27,7 @@ type request struct {
 	*http.Request
 	query query
 	body  any
-	csv   bool // the rows become a table, which has no inputs and results
+	csv   bool // the response is a table, without inputs and results
 }
 
 // serve chains authorization, deadlines, idempotency and the handler.
@@ -88,9 +88,9 @@ func (s *server) handle(rt route, in request) (got response, from *replica.Sourc
 
 // invoke calls the route's function. It retries repeatable requests after a broken database connection.
 func (rt route) invoke(in request) (got response, err error) {
-	twice := in.Method == http.MethodGet || in.Method == http.MethodHead || rt.repeatable || rt.keyed &&
-		in.Header.Get(keyHeader) != ""
-	if !twice {
+	retryable := in.Method == http.MethodGet || in.Method == http.MethodHead || rt.repeatable ||
+		rt.keyed && in.Header.Get(keyHeader) != ""
+	if !retryable {
 		return rt.handle(in)
 	}
 	err = postgres.Again(in.Context(), func() error {
@@ -234,7 +234,7 @@ const maxBody = 1 << 20
 // maxReason bounds a reason in bytes.
 const maxReason = 1000
 
-// reasonRequest is the body of every change: its reason.
+// reasonRequest is the body of a change that needs only a reason.
 type reasonRequest struct {
 	Reason string `json:"reason"`
 }
@@ -326,7 +326,7 @@ func badBody(format string, args ...any) *problem.Problem {
 	return problem.New(http.StatusBadRequest, format, args...).Kind("bad-body", "Bad body")
 }
 
-// storable reports text that PostgreSQL can store and a terminal can print.
+// storable reports whether PostgreSQL can store a text and a terminal can print it.
 func storable(s string) bool {
 	return utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool {
 		return unicode.IsControl(r) && r != '\n' && r != '\t'
@@ -335,7 +335,7 @@ func storable(s string) bool {
 
 var timeType = reflect.TypeFor[time.Time]()
 
-// inUTC copies v with all times in UTC; the driver returns local times. Embedded structs must be exported.
+// inUTC copies v with all times in UTC, because the driver returns local times. Embedded structs must be exported.
 func inUTC(v any) any {
 	if v == nil {
 		return nil

@@ -34,7 +34,7 @@ type threadDetail struct {
 	NextCursor *string           `json:"next_cursor"`
 }
 
-// listThreads orders by the last message. A thread with a new message moves to the front during a listing.
+// listThreads lists threads by their last message. A thread with a new message moves to the front during a listing.
 func (s *server) listThreads(r request) (response, error) {
 	after, err := decodeCursor("threads", r.query["cursor"])
 	if err != nil {
@@ -65,16 +65,13 @@ func (s *server) listThreads(r request) (response, error) {
 }
 
 func (s *server) getThread(r request) (response, error) {
-	id := r.PathValue("id")
-	if err := threads.CheckID(id); err != nil {
-		return response{}, problem.New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id")
-	}
-	t, err := threads.Find(r.Context(), s.pool, id)
-	if errors.Is(err, threads.ErrNotFound) {
-		return response{}, problem.New(http.StatusNotFound, "%s", threads.ErrNotFound)
-	}
+	id, err := pathThread(r)
 	if err != nil {
 		return response{}, err
+	}
+	t, err := threads.Find(r.Context(), s.pool, id)
+	if err != nil {
+		return response{}, threadError(err)
 	}
 	messages, next, err := s.messages(r, t.ID)
 	if err != nil {
@@ -121,7 +118,7 @@ func (s *server) queued(r request, thread string) ([]threads.Message, error) {
 }
 
 type joinTokenRequest struct {
-	Reusable    bool            `json:"reusable,omitempty"`     // valid for any number of visitors; else for one
+	Reusable    bool            `json:"reusable,omitempty"`     // any number of visitors may join by it; else one
 	ExpiresIn   json.RawMessage `json:"expires_in,omitempty"`   // seconds, or text such as 24h or 7d; default 24h
 	ExecutionID string          `json:"execution_id,omitempty"` // expires with this execution
 }
@@ -140,7 +137,7 @@ func (i joinTokenRequest) check() error {
 	return nil
 }
 
-// accessRequest names a participant.
+// accessRequest names a participant by exactly one of Key, Flow and Webhook.
 type accessRequest struct {
 	Key     string `json:"key,omitempty"` // name of a chat key
 	Flow    string `json:"flow,omitempty"`
@@ -148,19 +145,19 @@ type accessRequest struct {
 	Name    string `json:"name,omitempty"`    // the thread's name for the key or endpoint; default its id
 }
 
-func (l accessRequest) principal() threads.Principal {
+func (b accessRequest) principal() threads.Principal {
 	switch {
-	case l.Key != "":
-		return threads.Key(l.Key)
-	case l.Flow != "":
-		return threads.Principal{Kind: threads.ByFlow, Owner: l.Flow}
+	case b.Key != "":
+		return threads.Key(b.Key)
+	case b.Flow != "":
+		return threads.Principal{Kind: threads.ByFlow, Owner: b.Flow}
 	}
-	return threads.Principal{Kind: threads.ByWebhook, Owner: l.Webhook}
+	return threads.Principal{Kind: threads.ByWebhook, Owner: b.Webhook}
 }
 
-func (l accessRequest) check() error {
+func (b accessRequest) check() error {
 	named := 0
-	for _, name := range []string{l.Key, l.Flow, l.Webhook} {
+	for _, name := range []string{b.Key, b.Flow, b.Webhook} {
 		if name != "" {
 			named++
 		}
@@ -171,14 +168,15 @@ func (l accessRequest) check() error {
 	switch {
 	case named != 1:
 		return badBody("name one of key, flow and webhook")
-	case l.Flow != "" && l.Name != "":
+	case b.Flow != "" && b.Name != "":
 		return badBody("name belongs to key and webhook; a flow uses the thread's id")
-	case l.Name != "" && threads.CheckID(l.Name) != nil:
+	case b.Name != "" && threads.CheckID(b.Name) != nil:
 		return badBody("name: %s", threads.ErrInvalid)
 	}
 	return nil
 }
 
+// pathThread returns the thread's id from the path.
 func pathThread(r request) (string, error) {
 	id := r.PathValue("id")
 	if err := threads.CheckID(id); err != nil {
@@ -189,11 +187,10 @@ func pathThread(r request) (string, error) {
 
 // threadError maps a missing thread or access to 404.
 func threadError(err error) error {
-	if errors.Is(err, threads.ErrNoAccess) {
-		return problem.New(http.StatusNotFound, "%s", threads.ErrNoAccess)
-	}
-	if errors.Is(err, threads.ErrNotFound) {
-		return problem.New(http.StatusNotFound, "%s", threads.ErrNotFound)
+	for _, missing := range []error{threads.ErrNoAccess, threads.ErrNotFound} {
+		if errors.Is(err, missing) {
+			return problem.New(http.StatusNotFound, "%s", missing)
+		}
 	}
 	return err
 }
@@ -278,13 +275,13 @@ func (s *server) revokeAccess(r request) (response, error) {
 
 // titleRequest names a thread.
 type titleRequest struct {
-	Title *string `json:"title"` // required; "" takes the name away
+	Title *string `json:"title"` // required; "" removes the title
 }
 
 func (b titleRequest) check() error {
 	switch {
 	case b.Title == nil:
-		return badBody("title is required; an empty one takes the name away")
+		return badBody("title is required; an empty one removes it")
 	case utf8.RuneCountInString(*b.Title) > threads.MaxTitle || !storable(*b.Title):
 		return badBody("title is not text of at most %d characters", threads.MaxTitle)
 	}
@@ -318,14 +315,12 @@ func (s *server) accessRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/threads/{id}/join_tokens", body: joinTokenRequest{}, response: threads.Token{},
-			status: http.StatusCreated,
-			handle: s.createJoinToken, repeatable: true,
+			status: http.StatusCreated, handle: s.createJoinToken, repeatable: true,
 			about: "Create a join token: a visitor joins the conversation by sending it as X-Thread-Join. It is " +
 				"valid for one visitor, or reusable until it expires, and is shown once.",
 		}, {
 			method: "POST", path: "/v1/threads/{id}/participants", body: accessRequest{}, response: accessResponse{},
-			status: http.StatusCreated, handle: s.grantAccess,
-			repeatable: true, conflicts: true,
+			status: http.StatusCreated, handle: s.grantAccess, repeatable: true, conflicts: true,
 			about: "Open a conversation to a chat key, a flow or a webhook endpoint. 409 if the participant has another one " +
 				"of that name.",
 		}, {
@@ -343,7 +338,7 @@ const (
 	maxIdle    = 30 * 24 * 60 * 60 // seconds
 )
 
-// messageRequest is a message of the admin, or of an execution that an external worker has locked.
+// messageRequest is a message from the admin, or from an execution that an external worker has locked.
 type messageRequest struct {
 	Content     string `json:"content"`
 	ExecutionID string `json:"execution_id,omitempty"`
@@ -376,8 +371,7 @@ type threadRequest struct {
 	Channel     string `json:"channel,omitempty"` // chat (default), webhook or log
 	Target      string `json:"target,omitempty"`  // the outgoing target of channel webhook
 	Participant string `json:"participant,omitempty"`
-	// a chat key with access under this id; empty: nobody until an access is granted
-	Owner       string `json:"owner,omitempty"`
+	Owner       string `json:"owner,omitempty"`        // a chat key with access; empty: nobody until access is granted
 	IdleSeconds *int   `json:"idle_seconds,omitempty"` // idle time after which others may send; default 600
 }
 
@@ -448,17 +442,16 @@ func (s *server) createThread(ctx context.Context, tx pgx.Tx, o threadRequest) (
 }
 
 func (s *server) sendMessage(r request) (response, error) {
-	b, id := r.body.(messageRequest), r.PathValue("id")
-	if err := threads.CheckID(id); err != nil {
-		return response{}, problem.New(http.StatusBadRequest, "%s", err).Kind("malformed-id", "Malformed id")
+	b := r.body.(messageRequest)
+	id, err := pathThread(r)
+	if err != nil {
+		return response{}, err
 	}
 	if err := s.mayMessage(r, b); err != nil {
 		return response{}, err
 	}
-	if _, err := threads.Get(r.Context(), s.pool, id); errors.Is(err, threads.ErrNotFound) {
-		return response{}, problem.New(http.StatusNotFound, "%s", threads.ErrNotFound)
-	} else if err != nil {
-		return response{}, err
+	if _, err := threads.Get(r.Context(), s.pool, id); err != nil {
+		return response{}, threadError(err)
 	}
 	o := threads.Outgoing{ThreadID: id, Content: b.Content, ExecutionID: b.ExecutionID, Key: messageKey(r.Request, id, b)}
 	if b.ExecutionID == "" {
@@ -492,12 +485,11 @@ func (s *server) sendMessage(r request) (response, error) {
 	}
 	sent.Log(r.Context(), s.log.With("trace_id", x.TraceID, "execution_id", x.ID), id, fmt.Sprintf("%s#%d", x.ID, o.Claim))
 	return response{
-		body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated,
-		trace: x.TraceID,
+		body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: x.TraceID,
 	}, nil
 }
 
-// mayMessage rejects a worker that would speak outside its executions.
+// mayMessage rejects a worker that sends for an execution that it may not work on.
 func (s *server) mayMessage(r request, b messageRequest) error {
 	who := principals.From(r.Context())
 	switch {
@@ -541,9 +533,9 @@ func (s *server) sendAsAdmin(r request, o threads.Outgoing) (response, error) {
 		c, err = s.record(ctx, "send_message", "an admin's own message", map[string]any{"thread_id": o.ThreadID},
 			func(tx pgx.Tx, _ string) (any, error) {
 				err := withFreshKey(ctx, tx, o.Key, func(key string) (_ string, err error) {
-					said := o
-					said.Key = key
-					sent, err = threads.SendTx(ctx, tx, said)
+					keyed := o
+					keyed.Key = key
+					sent, err = threads.SendTx(ctx, tx, keyed)
 					return sent.MessageID, err
 				})
 				return map[string]any{"message_id": sent.MessageID, "queued": sent.Queued}, err
@@ -555,8 +547,7 @@ func (s *server) sendAsAdmin(r request, o threads.Outgoing) (response, error) {
 	}
 	sent.Log(r.Context(), s.log.With("trace_id", c.TraceID), o.ThreadID, by(r.Context()))
 	return response{
-		body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated,
-		trace: c.TraceID,
+		body: messageResponse{true, sent.Queued, sent.MessageID}, status: http.StatusCreated, trace: c.TraceID,
 	}, nil
 }
 
@@ -567,8 +558,8 @@ func messageError(err error) error {
 	return err
 }
 
-// messageKey derives the message key from the Idempotency-Key. So the message is sent once even if the process dies
-// before it stores the response.
+// messageKey derives the message's key from the Idempotency-Key, so that the message is sent once even if the process
+// dies before it stores the response.
 func messageKey(r *http.Request, thread string, b messageRequest) string {
 	key := r.Header.Get(keyHeader)
 	if key == "" {
@@ -582,15 +573,13 @@ func (s *server) messageRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/threads", body: threadRequest{}, response: threads.Thread{}, status: http.StatusCreated,
-			handle:    s.openThread,
-			conflicts: true, about: "Create a conversation. 409 if the id exists.",
+			handle: s.openThread, conflicts: true, about: "Create a conversation. 409 if the id exists.",
 		}, {
 			method: "PATCH", path: "/v1/threads/{id}", body: titleRequest{}, response: threads.Thread{}, handle: s.nameThread,
 			about: "Name a conversation for people. The title is searched and listed; nothing is found by it.",
 		}, {
 			method: "POST", path: "/v1/threads/{id}/messages", body: messageRequest{}, response: messageResponse{},
-			status: http.StatusCreated,
-			handle: s.sendMessage, conflicts: true, keyed: true,
+			status: http.StatusCreated, handle: s.sendMessage, conflicts: true, keyed: true,
 			about: "Send a message to a conversation: for a locked external execution with execution_id and lock_id, " +
 				"else as the admin. The thread's holder sends at once; other messages are queued, first in, first out.",
 		},

@@ -1,0 +1,335 @@
+package api
+
+import (
+	"context"
+	"crypto/hkdf"
+	"crypto/hmac"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"mime"
+	"net/http"
+	"net/url"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/lanekeeper/lanekeeper/internal/clientip"
+	"github.com/lanekeeper/lanekeeper/internal/credentials"
+	"github.com/lanekeeper/lanekeeper/internal/local"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/problem"
+	"github.com/lanekeeper/lanekeeper/principals"
+)
+
+const (
+	sessionCookie = "lanekeeper_session"
+	// accessPoll is how often a stream checks its credential without a notification.
+	accessPoll = 15 * time.Second
+)
+
+// sessions issues and verifies login cookies. A cookie has the secret of a row of agent_sessions. For a login with the
+// admin token, the row's digest is keyed with that token. So the login ends when the token changes.
+type sessions struct {
+	key      []byte // derived from the admin token; nil without one
+	db       *pgxpool.Pool
+	listener *postgres.Listener // may be nil
+}
+
+func newSessions(o Options) (*sessions, error) {
+	s := &sessions{db: o.Pool, listener: o.Listener}
+	if o.AdminToken == "" {
+		return s, nil
+	}
+	var err error
+	if s.key, err = hkdf.Key(sha256.New, []byte(o.AdminToken), nil, "lanekeeper session 3", sha256.Size); err != nil {
+		return nil, fmt.Errorf("derive the key of sessions: %w", err)
+	}
+	return s, nil
+}
+
+// keyedDigest returns the digest for logins with the admin token; nil if there is no admin token.
+func (s *sessions) keyedDigest() func(secret string) []byte {
+	if s.key == nil {
+		return nil
+	}
+	return func(secret string) []byte {
+		mac := hmac.New(sha256.New, s.key)
+		mac.Write([]byte(secret))
+		return mac.Sum(nil)
+	}
+}
+
+// start starts a session and sets its cookie. It ends the browser's previous session.
+func (s *sessions) start(w http.ResponseWriter, r *http.Request, principal, method string) error {
+	if err := s.revoke(r); err != nil {
+		return err
+	}
+	n := principals.NewSession{
+		Principal: principal, Method: method, Address: clientip.Key(r), Browser: r.UserAgent(),
+	}
+	if principal == principals.Root {
+		n.Digest = s.keyedDigest()
+	}
+	var secret string
+	err := postgres.Again(r.Context(), func() (err error) {
+		secret, err = principals.LogIn(r.Context(), s.db, n)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	http.SetCookie(w, s.cookie(r, secret, int(principals.SessionTTL.Seconds())))
+	return nil
+}
+
+// logoutCookie deletes the cookie.
+func (s *sessions) logoutCookie(r *http.Request) *http.Cookie { return s.cookie(r, "", -1) }
+
+// clearCookie deletes an invalid cookie. Call it only for a page: a background request could delete the cookie of a
+// newer login.
+func (s *sessions) clearCookie(w http.ResponseWriter, r *http.Request) {
+	if _, err := r.Cookie(local.CookieName(r, sessionCookie)); err == nil {
+		http.SetCookie(w, s.logoutCookie(r))
+	}
+}
+
+func (s *sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
+	return &http.Cookie{
+		Name: local.CookieName(r, sessionCookie), Value: value, Path: "/", MaxAge: age, HttpOnly: true,
+		SameSite: http.SameSiteStrictMode, Secure: viaTLS(r),
+	}
+}
+
+// viaTLS reports whether the browser uses TLS, to this process or to a proxy.
+func viaTLS(r *http.Request) bool {
+	return r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https")
+}
+
+// secretForm matches the secrets of cookies, so that other values cost no query.
+var secretForm = regexp.MustCompile(`^[A-Z2-7]{26,40}$`)
+
+// current returns the caller of the request's session, or nil. An expired cookie counts as none.
+func (s *sessions) current(r *http.Request) (who *principals.Caller, err error) {
+	c, err := r.Cookie(local.CookieName(r, sessionCookie))
+	if err != nil || !secretForm.MatchString(c.Value) {
+		return nil, nil //nolint:nilerr // the only error is a missing cookie
+	}
+	err = postgres.Again(r.Context(), func() (err error) {
+		who, err = principals.BySession(r.Context(), s.db, c.Value, s.keyedDigest())
+		return err
+	})
+	if errors.Is(err, principals.ErrNotFound) {
+		return nil, nil
+	}
+	return who, err
+}
+
+// revoke ends the session of the request, if there is one.
+func (s *sessions) revoke(r *http.Request) error {
+	who, err := s.current(r)
+	if who == nil || err != nil {
+		return err
+	}
+	return postgres.Again(r.Context(), func() error { return principals.LogOut(r.Context(), s.db, who) })
+}
+
+// watch returns a context that ends with the caller's session or token. The caller must call release.
+func (s *sessions) watch(parent context.Context, who *principals.Caller) (ctx context.Context, release func()) {
+	if who == nil || who.SessionID == "" && who.TokenID == "" {
+		return parent, func() {}
+	}
+	ctx, cancel := context.WithCancel(parent)
+	if !who.Until.IsZero() {
+		ctx, cancel = context.WithDeadline(parent, who.Until)
+	}
+	var notified <-chan string
+	stop := func() {}
+	if s.listener != nil {
+		notified, stop = s.listener.SubscribeTo(principals.Channel, who.Concerns)
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		defer stop()
+		tick := time.NewTicker(accessPoll)
+		defer tick.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-notified:
+			case <-tick.C:
+			}
+			if valid, err := principals.Valid(ctx, s.db, who); err == nil && !valid { // on an error the next tick retries
+				cancel()
+			}
+		}
+	}()
+	return ctx, func() {
+		cancel()
+		<-done
+	}
+}
+
+// Pages render responses for browsers.
+type Pages interface {
+	// LogIn renders the login form. next is the local path to open afterwards; wrong is the error message, or empty.
+	LogIn(w http.ResponseWriter, r *http.Request, status int, next, wrong string)
+	// Refuse renders an error page.
+	Refuse(w http.ResponseWriter, r *http.Request, err error)
+}
+
+// maxForm bounds the login form in bytes.
+const maxForm = 16 << 10
+
+const loginPath = "/login"
+
+// loginRoutes set and delete the cookie. The login form itself is an endpoint.
+func (s *server) loginRoutes() []route {
+	if s.pages == nil {
+		return nil
+	}
+	return []route{
+		{
+			method: "POST", path: loginPath, access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logIn),
+			about: "Log in with the form of GET /login.",
+		},
+		{
+			method: "POST", path: "/logout", access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logOut),
+			about: "End the login.",
+		},
+	}
+}
+
+// logIn exchanges the admin token, or the secret of a login link, for a cookie.
+func (s *server) logIn(w http.ResponseWriter, r *http.Request) {
+	kind, _, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
+	if err != nil || kind != "application/x-www-form-urlencoded" || r.ParseForm() != nil {
+		s.pages.Refuse(w, r, problem.New(http.StatusUnsupportedMediaType, "send the form of GET /login"))
+		return
+	}
+	next := afterLogin(r.PostForm.Get("next"))
+	if link := strings.TrimSpace(r.PostForm.Get("link")); link != "" {
+		s.logInByLink(w, r, next, link)
+		return
+	}
+	right, err := s.auth.isAdminToken(r, strings.TrimSpace(r.PostForm.Get("token")))
+	switch {
+	case err != nil:
+		s.refuseLogin(w, r, next, "tokens", err)
+	case !right:
+		s.pages.LogIn(w, r, http.StatusUnauthorized, next, "This is not the admin token.")
+	default:
+		s.startSession(w, r, principals.Root, principals.WithToken, next)
+	}
+}
+
+// logInByLink exchanges a one-use link for a cookie.
+func (s *server) logInByLink(w http.ResponseWriter, r *http.Request, next, link string) {
+	var id string
+	err := postgres.Again(r.Context(), func() (err error) {
+		id, err = principals.UseLink(r.Context(), s.pool, link)
+		return err
+	})
+	if errors.Is(err, principals.ErrNotFound) {
+		if err = s.auth.guard.Judge(r, credentials.Token, false, true); err == nil {
+			s.pages.LogIn(w, r, http.StatusUnauthorized, next,
+				"This link was used, has expired, or never was one. Ask for another.")
+			return
+		}
+	}
+	if err != nil {
+		s.refuseLogin(w, r, next, "links", err)
+		return
+	}
+	s.startSession(w, r, id, principals.WithLink, next)
+}
+
+// refuseLogin responds to a login that is throttled or that failed.
+func (s *server) refuseLogin(w http.ResponseWriter, r *http.Request, next, what string, err error) {
+	wait, waits := errors.AsType[*credentials.Wait](err)
+	if !waits {
+		s.pages.Refuse(w, r, err)
+		return
+	}
+	w.Header().Set("Retry-After", strconv.Itoa(wait.Seconds()))
+	s.pages.LogIn(w, r, http.StatusTooManyRequests, next,
+		fmt.Sprintf("Too many wrong %s from this address. Try again in %d s.", what, wait.Seconds()))
+}
+
+// startSession starts a session and redirects to the next page.
+func (s *server) startSession(w http.ResponseWriter, r *http.Request, principal, method, next string) {
+	err := s.auth.sessions.start(w, r, principal, method)
+	if errors.Is(err, principals.ErrRefused) {
+		s.pages.LogIn(w, r, http.StatusForbidden, next, "This principal is disabled.")
+		return
+	}
+	if err != nil {
+		s.pages.Refuse(w, r, err)
+		return
+	}
+	http.Redirect(w, r, next, http.StatusSeeOther)
+}
+
+// redirectLoggedIn skips the login page for a browser that is logged in.
+func (s *server) redirectLoggedIn(page http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Add("Vary", "Cookie")
+		who, err := s.auth.sessions.current(r)
+		switch {
+		case err != nil: // the login state is unknown
+		case who != nil:
+			// The link may have the token in its fragment. Browsers keep a fragment unless the redirect has its own.
+			http.Redirect(w, r, afterLogin(r.URL.Query().Get("next"))+"#", http.StatusSeeOther)
+			return
+		default:
+			s.auth.sessions.clearCookie(w, r)
+		}
+		page.ServeHTTP(w, r)
+	})
+}
+
+// logOut ends the session and deletes the cookie. If the session cannot be ended, the cookie stays.
+func (s *server) logOut(w http.ResponseWriter, r *http.Request) {
+	if err := s.auth.sessions.revoke(r); err != nil {
+		s.pages.Refuse(w, r, err)
+		return
+	}
+	http.SetCookie(w, s.auth.sessions.logoutCookie(r))
+	http.Redirect(w, r, "/login", http.StatusSeeOther)
+}
+
+// afterLogin returns the local path to open after the login, never a login page.
+func afterLogin(next string) string {
+	next = local.Path(next)
+	if path, _, _ := strings.Cut(next, "?"); path == "/login" || path == "/logout" {
+		return "/"
+	}
+	return next
+}
+
+// writeErrorPage renders an error. Without a login it redirects to the login page, which leads back to the page or, for
+// a form, to its referer.
+func (s *server) writeErrorPage(w http.ResponseWriter, r *http.Request, err error) {
+	p, _ := problem.Of(err)
+	if p.Status != http.StatusUnauthorized {
+		s.pages.Refuse(w, r, err)
+		return
+	}
+	w.Header().Del("WWW-Authenticate")
+	s.auth.sessions.clearCookie(w, r)
+	to, page := "/login", r.URL.RequestURI()
+	if r.Method != http.MethodGet && r.Method != http.MethodHead {
+		page = local.Referer(r)
+	}
+	if next := afterLogin(page); next != "/" {
+		to += "?next=" + url.QueryEscape(next)
+	}
+	http.Redirect(w, r, to, http.StatusSeeOther)
+}
+
+func wantsPage(r *http.Request) bool { return strings.Contains(r.Header.Get("Accept"), "text/html") }
