@@ -19,27 +19,27 @@ import (
 // phrase", or, -not. If no entry has all words, it returns entries with any of them, unless the query excludes or
 // quotes something. A query without words is [Recent].
 func (o Owner) Search(ctx context.Context, db postgres.DB, query string, limit int) ([]Entry, error) {
-	form, err := parse(ctx, db, query)
+	form, err := parseQuery(ctx, db, query)
 	if err != nil {
 		return nil, err
 	}
 	return o.search(ctx, db, query, form, limit)
 }
 
-// queryForm is PostgreSQL's parse of a query.
+// queryForm is what PostgreSQL finds in a query.
 type queryForm struct {
-	words  int
-	plain  bool    // only words: no phrase, no or, no exclusion
-	vector *string // schema of the extension vector, quoted; nil if the database has none
+	words        int
+	plain        bool    // only words: no phrase, no or, no exclusion
+	vectorSchema *string // of the extension vector, quoted; nil if the database lacks it
 }
 
-func parse(ctx context.Context, db postgres.DB, query string) (f queryForm, err error) {
+func parseQuery(ctx context.Context, db postgres.DB, query string) (f queryForm, err error) {
 	err = db.QueryRow(ctx, `
 		select numnode(websearch_to_tsquery('simple', @query)),
 		       websearch_to_tsquery('simple', @query) = plainto_tsquery('simple', @query),
 		       (select quote_ident(n.nspname) from pg_extension x join pg_namespace n on n.oid = x.extnamespace
 		         where x.extname = 'vector')`,
-		pgx.StrictNamedArgs{"query": query}).Scan(&f.words, &f.plain, &f.vector)
+		pgx.StrictNamedArgs{"query": query}).Scan(&f.words, &f.plain, &f.vectorSchema)
 	if err != nil {
 		return f, fmt.Errorf("search memory: %w", err)
 	}
@@ -68,7 +68,9 @@ func (o Owner) matching(ctx context.Context, db postgres.DB, query string, anyWo
 		  from agent_memory m, q
 		 where m.owner = @owner and m.search @@ q.query and (m.expires_at is null or m.expires_at > clock_timestamp())
 		 order by ts_rank(m.search, q.query, 1) desc, m.updated_at desc, m.id desc
-		 limit @limit`, postgres.Strict{"owner": o, "query": query, "any_word": anyWord, "limit": postgres.PageSize(limit, defaultLimit, maxLimit)})
+		 limit @limit`, postgres.Strict{
+		"owner": o, "query": query, "any_word": anyWord, "limit": postgres.PageSize(limit, defaultLimit, maxLimit),
+	})
 }
 
 // Filter narrows [List]; the zero value lists the newest 20 of all owners.
@@ -89,7 +91,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Entry, error) {
 		 where (@owner::text is null or owner = @owner) and (@category = '' or category = @category)
 		   and (@prefix = '' or starts_with(key, @prefix))
 		   and (@trace_ids::text[] is null or trace_id = any (@trace_ids))
-		     and (@before = '' or id < nullif(@before, '')::uuid)
+		   and (@before = '' or id < nullif(@before, '')::uuid)
 		   and (expires_at is null or expires_at > clock_timestamp())
 		 order by id desc limit @limit`,
 		postgres.Strict{
@@ -112,10 +114,10 @@ func (o Owner) Recent(ctx context.Context, db postgres.DB, category string, limi
 
 const (
 	queryTimeout = 2 * time.Second  // for the embedding of a query
-	queryPause   = 30 * time.Second // pause after a failure
-	rankedDepth  = 50               // least number of ranked matches of each kind
+	retryPause   = 30 * time.Second // pause after a failed embedding
+	minRanked    = 50               // matches to rank of each kind, even for a smaller limit
 	rankConstant = 60               // of reciprocal rank fusion
-	maxScanned   = 50_000           // bound of the entries that a search compares, newest first
+	maxScanned   = 50_000           // newest entries whose vectors are compared
 )
 
 // Embedder computes vectors of texts. A [models.Client] is one.
@@ -130,9 +132,9 @@ type Index struct {
 	model Embedder
 	log   *slog.Logger
 
-	mu         sync.Mutex
-	searching  string    // why queries are not embedded; empty if they are
-	pausedTill time.Time // end of the pause
+	mu      sync.Mutex
+	problem string    // why searches use words alone; empty if they use vectors
+	retryAt time.Time // no query is embedded before
 }
 
 // NewIndex returns an Index over an embedding model. log may be nil.
@@ -144,42 +146,43 @@ func NewIndex(model Embedder, log *slog.Logger) *Index {
 // for a query that quotes or excludes something, without the extension vector, and while the embedding server fails.
 // It logs that once.
 func (x *Index) Search(ctx context.Context, db postgres.DB, o Owner, query string, limit int) ([]Entry, error) {
-	form, err := parse(ctx, db, query)
+	form, err := parseQuery(ctx, db, query)
 	if err != nil {
 		return nil, err
 	}
-	if x == nil || form.words == 0 || !form.plain {
-		return o.search(ctx, db, query, form, limit)
+	var vector []float32
+	if x != nil && form.words > 0 && form.plain {
+		vector = x.queryVector(ctx, form, query)
 	}
-	vector := x.queryVector(ctx, form, query)
 	if vector == nil {
 		return o.search(ctx, db, query, form, limit)
 	}
-	depth := max(postgres.PageSize(limit, defaultLimit, maxLimit), rankedDepth)
+	limit = postgres.PageSize(limit, defaultLimit, maxLimit)
+	depth := max(limit, minRanked)
 	byWords, err := o.search(ctx, db, query, form, depth)
 	if err != nil {
 		return nil, err
 	}
-	byMeaning, err := x.nearest(ctx, db, o, vector, depth, *form.vector)
+	byMeaning, err := x.nearest(ctx, db, o, vector, depth, *form.vectorSchema)
 	if err != nil {
 		return nil, err
 	}
 	found := fuse(byWords, byMeaning)
-	return found[:min(len(found), postgres.PageSize(limit, defaultLimit, maxLimit))], nil
+	return found[:min(len(found), limit)], nil
 }
 
 // queryVector returns the vector of a query; nil if none is available.
 func (x *Index) queryVector(ctx context.Context, form queryForm, query string) []float32 {
-	if form.vector == nil {
+	if form.vectorSchema == nil {
 		x.report(ctx, "the database has no extension vector", nil)
 		return nil
 	}
 	if x.paused() {
 		return nil
 	}
-	limited, cancel := context.WithTimeout(ctx, queryTimeout)
+	embedCtx, cancel := context.WithTimeout(ctx, queryTimeout)
 	defer cancel()
-	vectors, err := x.model.Embed(limited, []string{truncateBytes(query, maxEmbedded)})
+	vectors, err := x.model.Embed(embedCtx, []string{truncateBytes(query, maxEmbedded)})
 	if err != nil {
 		if ctx.Err() == nil {
 			x.report(ctx, "the embedding server does not answer", err)
@@ -193,30 +196,30 @@ func (x *Index) queryVector(ctx context.Context, form queryForm, query string) [
 func (x *Index) paused() bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	return time.Now().Before(x.pausedTill)
+	return time.Now().Before(x.retryAt)
 }
 
-// report logs a change of what keeps searches from using vectors.
-func (x *Index) report(ctx context.Context, wrong string, err error) {
+// report logs a new problem, or the end of one (""). After an error, searches use words alone until retryAt.
+func (x *Index) report(ctx context.Context, problem string, err error) {
 	x.mu.Lock()
-	before := x.searching
-	x.searching = wrong
+	before := x.problem
+	x.problem = problem
 	if err != nil {
-		x.pausedTill = time.Now().Add(queryPause)
+		x.retryAt = time.Now().Add(retryPause)
 	}
 	x.mu.Unlock()
-	switch wrong {
+	switch problem {
 	case before:
 	case "":
 		x.log.InfoContext(ctx, "semantic memory search resumed", "model", x.model.Model())
 	default:
 		x.log.WarnContext(ctx, "memory search uses words alone; run agent doctor",
-			"reason", wrong, "model", x.model.Model(), "error", err)
+			"reason", problem, "model", x.model.Model(), "error", err)
 	}
 }
 
-// nearest returns the entries nearest to a vector by cosine distance, nearest first, of the owner's newest. schema
-// has the extension's type and operator.
+// nearest returns the owner's entries nearest to a vector by cosine distance, nearest first. schema is that of the
+// extension vector.
 func (x *Index) nearest(
 	ctx context.Context, db postgres.DB, o Owner, vector []float32, limit int, schema string,
 ) ([]Entry, error) {
@@ -227,12 +230,13 @@ func (x *Index) nearest(
 		         order by n.updated_at desc limit @most) m
 		  join agent_memory_embeddings e on e.memory_id = m.id and e.revision = m.revision
 		 where e.model = @model and e.dimensions = cardinality(@vector::real[])
-		 order by e.vector::` + schema + `.vector operator(` + schema + `.<=>) @vector::real[]::` + schema + `.vector, m.id limit @limit`
+		 order by e.vector::` + schema + `.vector operator(` + schema + `.<=>) @vector::real[]::` + schema + `.vector, m.id
+		 limit @limit`
 	return postgres.Rows[Entry](ctx, db, "search memory by meaning", query,
 		postgres.Strict{"owner": o, "model": x.model.Model(), "vector": vector, "most": maxScanned, "limit": limit})
 }
 
-// fuse merges ranked lists: an entry scores 1 / (60 + rank) in each. Of equals, the first list's entry wins.
+// fuse merges ranked lists: an entry scores 1 / (60 + rank) in each. The first list wins ties.
 func fuse(lists ...[]Entry) []Entry {
 	scores := map[string]float64{}
 	var all []Entry
