@@ -8,8 +8,6 @@ import (
 	"fmt"
 	"maps"
 	"net/http"
-	"os"
-	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -17,7 +15,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/lanekeeper/lanekeeper/internal/credentials"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/skills"
@@ -25,9 +22,9 @@ import (
 
 // Bounds and defaults of an endpoint.
 const (
-	DefaultMaxBytes = 1 << 20
+	defaultMaxBytes = 1 << 20
 	MostMaxBytes    = 25 << 20 // bytes; the largest max_bytes
-	DefaultAttempts = 5
+	defaultAttempts = 5
 	mostAttempts    = 20
 	mostActions     = 32
 	maxText         = 8192
@@ -40,7 +37,7 @@ const (
 	FormatText = "text"
 )
 
-// Challenges by which a sender finds out whether an address is the receiver's.
+// Challenges by which a sender verifies the address of an endpoint.
 const (
 	ChallengeSlack = "slack" // a signed body {"type": "url_verification", "challenge": …}
 	ChallengeMeta  = "meta"  // GET with hub.mode, hub.verify_token and hub.challenge
@@ -57,7 +54,7 @@ type Settings struct {
 	Format           string  `json:"format"` // json, or text: UTF-8, not parsed
 	MaxBytes         int64   `json:"max_bytes"`
 	ToleranceSeconds float64 `json:"tolerance_seconds"`
-	ID               string  `json:"id"` // path of the delivery id, or digest; empty for the scheme's place
+	ID               string  `json:"id"` // path of the delivery id, or digest; empty: where the scheme has it
 	MaxAttempts      int     `json:"max_attempts"`
 	Header           string  `json:"header,omitempty"`
 	Encoding         string  `json:"encoding,omitempty"`
@@ -66,7 +63,7 @@ type Settings struct {
 	IDHeader         string  `json:"id_header,omitempty"`
 	Signed           string  `json:"signed,omitempty"`
 	Challenge        string  `json:"challenge,omitempty"`
-	VerifyToken      string  `json:"verify_token,omitempty"` // a reference
+	VerifyToken      string  `json:"verify_token,omitempty"` // reference
 }
 
 // Digest is the path of a delivery id that selects the SHA-256 of the body.
@@ -79,7 +76,7 @@ type HMAC struct {
 	Prefix          string `yaml:"prefix" json:"prefix,omitempty"`                     // such as sha256=
 	TimestampHeader string `yaml:"timestamp_header" json:"timestamp_header,omitempty"` // of the signed time
 	IDHeader        string `yaml:"id_header" json:"id_header,omitempty"`               // of the signed id
-	Signed          string `yaml:"signed" json:"signed,omitempty"`                     // {id}.{timestamp}.{body} when empty
+	Signed          string `yaml:"signed" json:"signed,omitempty"`                     // default {id}.{timestamp}.{body}
 }
 
 // EndpointDefinition declares an endpoint in a workspace file.
@@ -89,37 +86,33 @@ type EndpointDefinition struct {
 	Scheme      signature.Scheme `yaml:"scheme" json:"scheme"`
 	Secrets     []string         `yaml:"secrets" json:"secrets"` // references; several during a rotation
 	HMAC        HMAC             `yaml:"hmac" json:"hmac,omitzero"`
-	// of the signed time; 5 minutes when 0
-	Tolerance   time.Duration `yaml:"tolerance" json:"tolerance,omitempty"`
-	Format      string        `yaml:"format" json:"format,omitempty"`             // json (when empty) or text
-	MaxBytes    int64         `yaml:"max_bytes" json:"max_bytes,omitempty"`       // 1 MiB when 0, at most 25 MiB
-	ID          string        `yaml:"id" json:"id,omitempty"`                     // path of the delivery id, or digest
-	MaxAttempts int           `yaml:"max_attempts" json:"max_attempts,omitempty"` // 5 when 0, at most 20
-	Challenge   string        `yaml:"challenge" json:"challenge,omitempty"`       // slack or meta; none when empty
-	VerifyToken string        `yaml:"verify_token" json:"verify_token,omitempty"` // reference, of challenge meta
-	Actions     []Action      `yaml:"actions" json:"actions"`
+	Tolerance   time.Duration    `yaml:"tolerance" json:"tolerance,omitempty"`       // of its time; 5 minutes when 0
+	Format      string           `yaml:"format" json:"format,omitempty"`             // json (when empty) or text
+	MaxBytes    int64            `yaml:"max_bytes" json:"max_bytes,omitempty"`       // 1 MiB when 0, at most 25 MiB
+	ID          string           `yaml:"id" json:"id,omitempty"`                     // path of the delivery id, or digest
+	MaxAttempts int              `yaml:"max_attempts" json:"max_attempts,omitempty"` // 5 when 0, at most 20
+	Challenge   string           `yaml:"challenge" json:"challenge,omitempty"`       // slack or meta; none when empty
+	VerifyToken string           `yaml:"verify_token" json:"verify_token,omitempty"` // reference, of challenge meta
+	Actions     []Action         `yaml:"actions" json:"actions"`
 }
 
-// Action is a reaction to a delivery. It has exactly one of Event, Resume, Automation, Flow and Prompt. Every action
-// with a true When runs, in order.
+// Action is a reaction to a delivery. It has exactly one of Event, Resume, Automation, Flow and Prompt. Event and
+// Resume need Key and may have Data. Flow may have Data, its input, and Thread, its conversation. Every action with a
+// true When runs, in order.
 type Action struct {
-	// path: value, or a list of values; all must match
-	When  map[string]any `yaml:"when" json:"when,omitempty"`
-	Event string         `yaml:"event" json:"event,omitempty"` // such as EVENT_COMPLETED
-	// kind of a wait: document, signature, test, event, response
-	Resume string `yaml:"resume" json:"resume,omitempty"`
-	Key    string `yaml:"key" json:"key,omitempty"` // template, for event and resume
-	// field: path, for event, resume and flow; the body when empty
-	Data       map[string]any `yaml:"data" json:"data,omitempty"`
+	When       map[string]any `yaml:"when" json:"when,omitempty"`             // path: value or values; all must match
+	Event      string         `yaml:"event" json:"event,omitempty"`           // such as EVENT_COMPLETED
+	Resume     string         `yaml:"resume" json:"resume,omitempty"`         // kind of wait, a key of events
+	Key        string         `yaml:"key" json:"key,omitempty"`               // template
+	Data       map[string]any `yaml:"data" json:"data,omitempty"`             // field: path; the body when empty
 	Automation string         `yaml:"automation" json:"automation,omitempty"` // name
-	// name; it starts with the data as input, once per delivery
-	Flow   string   `yaml:"flow" json:"flow,omitempty"`
-	Thread string   `yaml:"thread" json:"thread,omitempty"` // template, for flow: its conversation, created if missing
-	Prompt string   `yaml:"prompt" json:"prompt,omitempty"` // template, for the model
-	Scopes []string `yaml:"scopes" json:"scopes,omitempty"` // scopes of the model's skills; external when empty
+	Flow       string         `yaml:"flow" json:"flow,omitempty"`             // name; starts once per delivery
+	Thread     string         `yaml:"thread" json:"thread,omitempty"`         // template; created if missing
+	Prompt     string         `yaml:"prompt" json:"prompt,omitempty"`         // template, for the model
+	Scopes     []string       `yaml:"scopes" json:"scopes,omitempty"`         // of the model's skills; external when empty
 }
 
-// events are the events that a webhook may emit, by the kind of wait that they end. External senders must not decide
+// events maps each kind of wait to the event that ends it. Other events are missing: external senders must not decide
 // approvals, end executions or fire timers.
 func events() map[string]string {
 	return map[string]string{
@@ -147,9 +140,9 @@ func (d EndpointDefinition) resolve() (Endpoint, error) {
 	e := Endpoint{
 		Name: d.Name, Description: d.Description, Scheme: d.Scheme, Secrets: d.Secrets, Actions: d.Actions,
 		Settings: Settings{
-			Format: cmp.Or(d.Format, FormatJSON), MaxBytes: cmp.Or(d.MaxBytes, DefaultMaxBytes), ID: d.ID,
+			Format: cmp.Or(d.Format, FormatJSON), MaxBytes: cmp.Or(d.MaxBytes, defaultMaxBytes), ID: d.ID,
 			ToleranceSeconds: cmp.Or(d.Tolerance, signature.DefaultTolerance).Seconds(),
-			MaxAttempts:      cmp.Or(d.MaxAttempts, DefaultAttempts),
+			MaxAttempts:      cmp.Or(d.MaxAttempts, defaultAttempts),
 			Header:           d.HMAC.Header, Encoding: d.HMAC.Encoding, Prefix: d.HMAC.Prefix,
 			TimestampHeader: d.HMAC.TimestampHeader, Signed: d.HMAC.Signed, IDHeader: d.HMAC.IDHeader,
 			Challenge: d.Challenge, VerifyToken: d.VerifyToken,
@@ -192,9 +185,7 @@ func (d EndpointDefinition) checkScheme() []error {
 		problems = append(problems, fmt.Errorf("hmac: is only for scheme hmac, not %s", d.Scheme))
 	}
 	for _, h := range []struct{ field, name string }{
-		{"header", d.HMAC.Header},
-		{"timestamp_header", d.HMAC.TimestampHeader},
-		{"id_header", d.HMAC.IDHeader},
+		{"header", d.HMAC.Header}, {"timestamp_header", d.HMAC.TimestampHeader}, {"id_header", d.HMAC.IDHeader},
 	} {
 		if h.name != "" && !headerForm.MatchString(h.name) {
 			problems = append(problems, fmt.Errorf("hmac.%s: %q is no name of a header", h.field, h.name))
@@ -213,18 +204,19 @@ func (d EndpointDefinition) checkScheme() []error {
 	return problems
 }
 
-// signsAll reports whether the signed text has each part exactly once.
+// signsAll reports whether the signed text has the body, and the time and id if they have a header, exactly once.
 func (h HMAC) signsAll() bool {
 	if h.Signed == "" {
 		return true
 	}
-	times := map[bool]int{true: 1}
-	return (h.TimestampHeader != "" || h.IDHeader != "") && strings.Count(h.Signed, "{body}") == 1 &&
-		strings.Count(h.Signed, "{timestamp}") == times[h.TimestampHeader != ""] &&
-		strings.Count(h.Signed, "{id}") == times[h.IDHeader != ""]
+	count := func(part string) int { return strings.Count(h.Signed, part) }
+	hasTime, hasID := h.TimestampHeader != "", h.IDHeader != ""
+	return (hasTime || hasID) && count("{body}") == 1 &&
+		count("{timestamp}") <= 1 && (count("{timestamp}") == 1) == hasTime &&
+		count("{id}") <= 1 && (count("{id}") == 1) == hasID
 }
 
-// checkChallenge reports a challenge that cannot be answered. A token is a reference, as a secret is.
+// checkChallenge reports a challenge that cannot be answered.
 func (s Settings) checkChallenge() []error {
 	switch {
 	case s.Challenge != "" && s.Challenge != ChallengeSlack && s.Challenge != ChallengeMeta:
@@ -281,20 +273,16 @@ func (a Action) check() []error {
 		if !isList {
 			options = []any{want}
 		}
-		if _, bad := firstBad(options); bad || len(options) == 0 {
+		if len(options) == 0 || slices.ContainsFunc(options, isNoScalar) {
 			problems = append(problems, fmt.Errorf("when: %s must be a text, a number, a truth value, or a list of those", path))
 		}
 	}
 	return append(append(problems, a.checkEvent()...), a.checkPrompt()...)
 }
 
-func firstBad(options []any) (any, bool) {
-	for _, o := range options {
-		if _, ok := scalar(o); !ok {
-			return o, true
-		}
-	}
-	return nil, false
+func isNoScalar(v any) bool {
+	_, is := scalar(v)
+	return !is
 }
 
 func (a Action) checkEvent() []error {
@@ -372,22 +360,15 @@ func (e Endpoint) SecretHeaders() []string {
 	}
 }
 
-// PutEndpoint stores the declaration d and reports whether it changed anything. An admin's enabling or disabling
-// stays.
+// PutEndpoint stores the declaration d and reports whether it changed anything. It does not enable or disable.
 func PutEndpoint(ctx context.Context, db postgres.DB, d EndpointDefinition, source string) (changed bool, err error) {
-	e, err := d.resolve()
-	if err != nil {
-		return false, fmt.Errorf("put webhook %q: %w", d.Name, err)
-	}
-	settings, err := json.Marshal(e.Settings)
-	if err != nil {
-		return false, fmt.Errorf("put webhook %q: %w", d.Name, err)
-	}
-	actions, err := json.Marshal(e.Actions)
-	if err != nil {
-		return false, fmt.Errorf("put webhook %q: %w", d.Name, err)
-	}
 	verb := fmt.Sprintf("put webhook %q", d.Name)
+	e, invalid := d.resolve()
+	settings, settingsErr := json.Marshal(e.Settings)
+	actions, actionsErr := json.Marshal(e.Actions)
+	if err := cmp.Or(invalid, settingsErr, actionsErr); err != nil {
+		return false, fmt.Errorf("%s: %w", verb, err)
+	}
 	return postgres.Upsert(ctx, db, verb, "agent_webhook_endpoints", "name", postgres.Strict{
 		"name": e.Name, "description": e.Description, "scheme": string(e.Scheme), "secrets": e.Secrets,
 		"settings": settings, "actions": actions, "source": source,
@@ -401,8 +382,7 @@ func GetEndpoint(ctx context.Context, db postgres.DB, name string) (Endpoint, er
 	}
 	rows, err := db.Query(ctx, `
 		select id::text, name, description, scheme, secrets, settings, actions, enabled, disabled_reason, disabled_by,
-		  disabled_at,
-		       source, created_at, updated_at
+		       disabled_at, source, created_at, updated_at
 		  from agent_webhook_endpoints where name = @name`, postgres.Strict{"name": name})
 	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read webhook %q", name),
 		pgx.RowToStructByName[Endpoint])
@@ -412,8 +392,7 @@ func GetEndpoint(ctx context.Context, db postgres.DB, name string) (Endpoint, er
 func Endpoints(ctx context.Context, db postgres.DB) ([]Endpoint, error) {
 	return postgres.Rows[Endpoint](ctx, db, "list webhooks", `
 		select id::text, name, description, scheme, secrets, settings, actions, enabled, disabled_reason, disabled_by,
-		  disabled_at,
-		       source, created_at, updated_at
+		       disabled_at, source, created_at, updated_at
 		  from agent_webhook_endpoints order by name`)
 }
 
@@ -441,97 +420,4 @@ func SetEndpoint(ctx context.Context, db postgres.DB, name string, enabled bool,
 	}
 	_, err = GetEndpoint(ctx, db, name)
 	return false, err
-}
-
-var envForm = regexp.MustCompile(`^\$\{[A-Za-z_][A-Za-z0-9_]*\}$`)
-
-// maxSecret bounds a secret's file, in bytes.
-const maxSecret = 64 << 10
-
-// checkSecrets reports invalid references. A message never repeats a literal.
-func checkSecrets(secrets []string) []error {
-	if len(secrets) == 0 {
-		return []error{errors.New("secrets: is empty; name at least one, as ${NAME} or file:/path")}
-	}
-	var problems []error
-	for i, s := range secrets {
-		if isReference(s) {
-			continue
-		}
-		problems = append(problems, fmt.Errorf(
-			"secrets[%d]: is no reference; a secret does not belong into a file that is shared: write ${NAME} of the environment or file:/absolute/path", i))
-	}
-	return problems
-}
-
-// isReference reports whether a text is ${NAME} or file:/path.
-func isReference(s string) bool {
-	path, isFile := strings.CutPrefix(s, "file:")
-	return envForm.MatchString(s) || isFile && filepath.IsAbs(path)
-}
-
-// Secrets resolves references now. The error for a missing one says what to set, and never contains a secret. A nil
-// getenv reads the process's environment.
-func Secrets(references []string, getenv func(string) string) ([]string, error) {
-	if getenv == nil {
-		getenv = os.Getenv
-	}
-	var problems []error
-	secrets := make([]string, len(references))
-	for i, r := range references {
-		var err error
-		if secrets[i], err = resolveSecret(r, getenv); err != nil {
-			problems = append(problems, err)
-		}
-	}
-	if err := errors.Join(problems...); err != nil {
-		return nil, fmt.Errorf("resolve references: %w", err) // not "secrets:", behind which logs are blotted out
-	}
-	return secrets, nil
-}
-
-// CheckTokens reports bearer tokens that are too weak: nothing else authenticates a request. An unresolvable
-// reference is no error, because files may be validated on another machine.
-func CheckTokens(scheme signature.Scheme, references []string, getenv func(string) string) error {
-	if scheme != signature.Bearer {
-		return nil
-	}
-	if getenv == nil {
-		getenv = os.Getenv
-	}
-	var problems []error
-	for _, r := range references {
-		secret, err := resolveSecret(r, getenv)
-		if err != nil {
-			continue
-		}
-		if why := credentials.Weak(secret); why != "" {
-			problems = append(problems, fmt.Errorf("%s is too weak for a bearer token: %s; set it to a random text, such as "+
-				"that of openssl rand -hex 32", r, why))
-		}
-	}
-	return errors.Join(problems...)
-}
-
-func resolveSecret(reference string, getenv func(string) string) (string, error) {
-	if path, isFile := strings.CutPrefix(reference, "file:"); isFile {
-		raw, err := os.ReadFile(path)
-		switch text := strings.TrimSpace(string(raw)); {
-		case err != nil:
-			return "", fmt.Errorf("read file %s: %w", path, err)
-		case text == "" || len(raw) > maxSecret:
-			return "", fmt.Errorf("file %s is empty or larger than %d bytes", path, maxSecret)
-		default:
-			return text, nil
-		}
-	}
-	if !envForm.MatchString(reference) {
-		return "", errors.New("a reference is ${NAME} or file:/path")
-	}
-	name := reference[2 : len(reference)-1]
-	value := getenv(name)
-	if value == "" {
-		return "", fmt.Errorf("set the environment variable %s", name)
-	}
-	return value, nil
 }

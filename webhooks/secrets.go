@@ -1,0 +1,102 @@
+package webhooks
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+
+	"github.com/lanekeeper/lanekeeper/internal/credentials"
+	"github.com/lanekeeper/lanekeeper/internal/signature"
+)
+
+var envForm = regexp.MustCompile(`^\$\{[A-Za-z_][A-Za-z0-9_]*\}$`)
+
+// maxSecret bounds a secret's file, in bytes.
+const maxSecret = 64 << 10
+
+// checkSecrets reports invalid references. Its errors never contain the text, which may be a secret.
+func checkSecrets(secrets []string) []error {
+	if len(secrets) == 0 {
+		return []error{errors.New("secrets: is empty; name at least one, as ${NAME} or file:/path")}
+	}
+	var problems []error
+	for i, s := range secrets {
+		if !isReference(s) {
+			problems = append(problems, fmt.Errorf("secrets[%d]: is no reference; a secret does not belong into a file that "+
+				"is shared: write ${NAME} of the environment or file:/absolute/path", i))
+		}
+	}
+	return problems
+}
+
+// isReference reports whether a text is ${NAME} or file:/path.
+func isReference(s string) bool {
+	path, isFile := strings.CutPrefix(s, "file:")
+	return envForm.MatchString(s) || isFile && filepath.IsAbs(path)
+}
+
+// Secrets resolves references. The error for a missing one says what to set, and never contains a secret. A nil getenv
+// reads the process's environment.
+func Secrets(references []string, getenv func(string) string) ([]string, error) {
+	if getenv == nil {
+		getenv = os.Getenv
+	}
+	var problems []error
+	secrets := make([]string, len(references))
+	for i, r := range references {
+		var err error
+		if secrets[i], err = resolveSecret(r, getenv); err != nil {
+			problems = append(problems, err)
+		}
+	}
+	if err := errors.Join(problems...); err != nil {
+		return nil, fmt.Errorf("resolve references: %w", err) // logs redact what follows "secrets:"
+	}
+	return secrets, nil
+}
+
+// CheckTokens reports weak bearer tokens, because nothing else authenticates a request. It skips references that it
+// cannot resolve, because files may be validated on another machine.
+func CheckTokens(scheme signature.Scheme, references []string, getenv func(string) string) error {
+	if scheme != signature.Bearer {
+		return nil
+	}
+	if getenv == nil {
+		getenv = os.Getenv
+	}
+	var problems []error
+	for _, r := range references {
+		secret, err := resolveSecret(r, getenv)
+		if why := credentials.Weak(secret); err == nil && why != "" {
+			problems = append(problems, fmt.Errorf("%s is too weak for a bearer token: %s; set it to a random text, such as "+
+				"that of openssl rand -hex 32", r, why))
+		}
+	}
+	return errors.Join(problems...)
+}
+
+func resolveSecret(reference string, getenv func(string) string) (string, error) {
+	if path, isFile := strings.CutPrefix(reference, "file:"); isFile {
+		raw, err := os.ReadFile(path)
+		switch text := strings.TrimSpace(string(raw)); {
+		case err != nil:
+			return "", fmt.Errorf("read file %s: %w", path, err)
+		case text == "" || len(raw) > maxSecret:
+			return "", fmt.Errorf("file %s is empty or larger than %d bytes", path, maxSecret)
+		default:
+			return text, nil
+		}
+	}
+	if !envForm.MatchString(reference) {
+		return "", errors.New("a reference is ${NAME} or file:/path")
+	}
+	name := reference[2 : len(reference)-1]
+	value := getenv(name)
+	if value == "" {
+		return "", fmt.Errorf("set the environment variable %s", name)
+	}
+	return value, nil
+}
