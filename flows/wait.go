@@ -6,8 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"regexp"
-	"strconv"
 	"strings"
 	"time"
 
@@ -32,7 +30,7 @@ type awaited struct {
 	end      *ending // a timeoutAction ended the flow
 }
 
-// await waits. At a timeout it runs the timeoutActions and applies onTimeout.
+// await waits for the event of an action. At a timeout it runs the timeoutActions and applies onTimeout.
 func (m *machine) await(ctx context.Context, r ready, w executions.WaitFor) (awaited, error) {
 	for try := 0; ; try++ {
 		out, err := executions.Wait(ctx, "wait", w.WithData(m.describeWait(r)))
@@ -88,14 +86,15 @@ func (m *machine) handleTimeout(ctx context.Context, r ready, try int) (again bo
 	return false, awaited{}, failure(classTimedOut, "no %s came within %s%s", r.Waits, timeout, times)
 }
 
-// settle returns the record of a waited action. It sets the variables of its kind, or null where the event has none.
+// settle returns the result of a waiting action. It sets the variables of its kind of wait; those that the event lacks
+// are null.
 func (a awaited) settle(r ready) (result, error) {
 	found, err := requests.Variables(r.Waits, a.out)
 	if err != nil {
 		return result{}, failure("answer", "%s", err)
 	}
 	set := map[string]any{"timedOut": a.timedOut}
-	for _, name := range sets[r.Waits] {
+	for _, name := range waitVariables[r.Waits] {
 		set[name] = found[name]
 	}
 	if r.save != "" {
@@ -104,9 +103,10 @@ func (a awaited) settle(r ready) (result, error) {
 	return result{Set: set, End: a.end}, nil
 }
 
-// sets are the variables that each kind of wait sets.
-var sets = map[string][]string{
-	"response": {"lastResponse"}, "document": {"documentUrls", "documents"},
+// waitVariables are the variables that each kind of wait sets.
+var waitVariables = map[string][]string{
+	"response":  {"lastResponse"},
+	"document":  {"documentUrls", "documents"},
 	"signature": {"signedDocumentUrl", "signedAt"},
 	"test":      {"testScore", "testResult"},
 }
@@ -123,12 +123,10 @@ func (m *machine) waitForResponse(ctx context.Context, r ready) (result, error) 
 	return got.settle(r)
 }
 
-// NoThread is the error of a flow that talks, in an execution without a thread. A retry has none either.
+// NoThread is the error of a flow that needs a thread, in an execution without one.
 const NoThread = "this execution has no thread to talk in; start the flow with one (--thread, or thread_id)"
 
-func noThread() error {
-	return failure("thread", NoThread)
-}
+func noThread() error { return failure("thread", NoThread) }
 
 func (m *machine) waitForEvent(ctx context.Context, r ready) (result, error) {
 	key := strings.TrimSpace(inText(r.args["key"]))
@@ -213,7 +211,7 @@ func (m *machine) sendMessage(ctx context.Context, r ready) (result, error) {
 	return result{Set: map[string]any{r.save: sent}}, nil
 }
 
-// openThread admits a visitor to the thread: by a join token, or by the key's name.
+// openThread gives a chat key access to the thread, or creates a join token for a visitor.
 func (m *machine) openThread(ctx context.Context, r ready) (result, error) {
 	if m.thread == "" {
 		return result{}, noThread()
@@ -294,17 +292,17 @@ func (r ready) requestSpec() (requests.Request, string) {
 		var items []string
 		if list, ok := r.args["documents"].([]any); ok {
 			for _, item := range list {
-				if inner, isList := item.([]any); isList { // documents: "{{wanted}}"
-					for _, one := range inner {
-						items = append(items, inText(one))
-					}
-					continue
+				inner, isList := item.([]any) // documents: "{{wanted}}"
+				if !isList {
+					inner = []any{item}
 				}
-				items = append(items, inText(item))
+				for _, one := range inner {
+					items = append(items, inText(one))
+				}
 			}
 		}
-		words := strings.Join(items, ", ")
-		return requests.Request{Kind: r.Waits, Title: words, Items: items}, "Please send us: " + words + "."
+		title := strings.Join(items, ", ")
+		return requests.Request{Kind: r.Waits, Title: title, Items: items}, "Please send us: " + title + "."
 	case requests.Signature:
 		document := inText(r.args["document"])
 		return requests.Request{Kind: r.Waits, Title: document, Details: map[string]any{"document": document}},
@@ -315,13 +313,13 @@ func (r ready) requestSpec() (requests.Request, string) {
 		"A test is waiting for you: " + test
 }
 
-// announceRequest announces a request in the thread. Without a thread and a message of the flow, the channel does it.
-func (m *machine) announceRequest(ctx context.Context, r ready, id, fallback string) error {
+// announceRequest posts the message of a request in the thread: that of the action, or content. Without a thread and a
+// message of the action, nothing is posted.
+func (m *machine) announceRequest(ctx context.Context, r ready, id, content string) error {
 	own, has := r.given["message"]
 	if !has && m.thread == "" {
 		return nil
 	}
-	content := fallback
 	if has {
 		vars := maps.Clone(m.vars)
 		vars["requestId"] = id
@@ -333,52 +331,4 @@ func (m *machine) announceRequest(ctx context.Context, r ready, id, fallback str
 	}
 	_, err := m.postMessage(ctx, r, content)
 	return err
-}
-
-var errNoLoop = errors.New("this process was built without a reasoning loop and calls no skills")
-
-// durationPattern is the syntax of a duration; JSONSchema uses it, too.
-const durationPattern = `^([0-9]+(\.[0-9]+)?(ms|s|m|h|d|w))+$`
-
-var (
-	lengthForm = regexp.MustCompile(durationPattern)
-	lengthPart = regexp.MustCompile(`([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d|w)`)
-)
-
-// parseDuration parses a duration such as 90m, 24h, 7d or 1d12h.
-func parseDuration(text string) (time.Duration, error) {
-	if !lengthForm.MatchString(text) {
-		return 0, fmt.Errorf("%q is not a duration: write 30s, 90m, 24h or 7d", text)
-	}
-	units := map[string]time.Duration{
-		"ms": time.Millisecond, "s": time.Second, "m": time.Minute, "h": time.Hour, "d": 24 * time.Hour,
-		"w": 7 * 24 * time.Hour,
-	}
-	total := 0.0
-	for _, part := range lengthPart.FindAllStringSubmatch(text, -1) {
-		n, err := strconv.ParseFloat(part[1], 64)
-		if err != nil {
-			return 0, fmt.Errorf("%q is not a duration: %w", text, err)
-		}
-		total += n * float64(units[part[2]])
-	}
-	const most = 100 * 365 * 24 * time.Hour
-	if total > float64(most) {
-		return 0, fmt.Errorf("%q is longer than a century", text)
-	}
-	return time.Duration(total), nil
-}
-
-// formatDuration formats a duration in its input syntax: 7d, 24h, 90m.
-func formatDuration(d time.Duration) string {
-	const day = 24 * time.Hour
-	switch {
-	case d > day && d%day == 0:
-		return fmt.Sprintf("%dd", d/day)
-	case d >= time.Hour && d%time.Hour == 0:
-		return fmt.Sprintf("%dh", d/time.Hour)
-	case d >= time.Minute && d%time.Minute == 0:
-		return fmt.Sprintf("%dm", d/time.Minute)
-	}
-	return d.String()
 }
