@@ -195,7 +195,7 @@ func (m Monitor) Acknowledge(
 				select c, @reason, @by from unnest(@causes::text[]) c
 				on conflict (cause) do update set reason = excluded.reason, acknowledged_by = excluded.acknowledged_by,
 				                                  acknowledged_at = clock_timestamp()`,
-				postgres.Strict{"causes": s.keys(s.Why), "reason": reason, "by": by})
+				postgres.Strict{"causes": keysOf(s.Why), "reason": reason, "by": by})
 			if err == nil {
 				s, err = m.Status(ctx, tx)
 			}

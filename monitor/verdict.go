@@ -43,7 +43,7 @@ import (
 type Verdict struct {
 	State string   `json:"state"` // working, degraded or stopped
 	Why   []Reason `json:"why"`
-	// Known are reasons that an admin acknowledged. They do not count until they change.
+	// Known are reasons that an admin acknowledged. A known reason counts again when it changes.
 	Known []Reason `json:"known"`
 }
 
@@ -74,18 +74,18 @@ func (v Verdict) String() string {
 	return text
 }
 
-// Mark stands for the reasons that count: it changes with them.
+// Mark identifies the reasons that count. It changes when they do.
 func (v Verdict) Mark() string {
 	sum := sha256.New()
-	for _, key := range v.keys(v.Why) {
+	for _, key := range keysOf(v.Why) {
 		fmt.Fprintf(sum, "%q", key)
 	}
 	return hex.EncodeToString(sum.Sum(nil)[:8])
 }
 
-// keys are what acknowledgements of the reasons name, in order.
-func (v Verdict) keys(of []Reason) (list []string) {
-	for _, r := range of {
+// keysOf lists what an acknowledgement of the reasons names, in order.
+func keysOf(reasons []Reason) (list []string) {
+	for _, r := range reasons {
 		list = append(list, r.keys...)
 	}
 	slices.Sort(list)
@@ -99,12 +99,11 @@ const (
 	Stopped  = "stopped"
 )
 
-// mostAgents bounds the heartbeats, and beyond is the first uncounted number: "1,000+".
-const mostAgents, beyond = 1000, 1001
-
 const (
-	// overdueAfter is how long a heartbeat may be due, and stuckAfter how long a holder may keep others waiting.
-	overdueAfter, stuckAfter = 2 * time.Minute, 15 * time.Minute
+	maxBeats     = 1000             // heartbeats that are read
+	uncounted    = 1001             // the first number that is written as "1,000+"
+	overdueAfter = 2 * time.Minute  // how long a heartbeat may be due
+	stuckAfter   = 15 * time.Minute // how long a holder may keep others waiting
 )
 
 // Beat is an agent's heartbeat: its schedule, and the newest one that ended.
@@ -114,7 +113,7 @@ type Beat struct {
 	Timezone  string     `json:"timezone"`
 	NextRunAt time.Time  `json:"next_run_at"`
 	LastRunAt *time.Time `json:"last_run_at"` // the last tick
-	// Of the newest one that ended; empty for none.
+	// The newest one that ended; empty for none.
 	ID      string     `json:"execution_id"`
 	TraceID string     `json:"trace_id"`
 	Status  string     `json:"status"`
@@ -150,17 +149,17 @@ func (b Beat) recent(now time.Time) bool {
 
 // problem says why the heartbeat is dead; empty if it is not.
 func (b Beat) problem(now time.Time) (text string, since time.Time) {
-	if period := b.period(); now.Sub(b.NextRunAt) > overdueAfter {
+	switch {
+	case now.Sub(b.NextRunAt) > overdueAfter:
 		return "heartbeat overdue", b.NextRunAt
-	} else if b.EndedAt != nil && b.LastRunAt != nil && b.LastRunAt.After(*b.EndedAt) &&
-		now.Sub(*b.EndedAt) > 2*period+overdueAfter {
+	case b.EndedAt != nil && b.LastRunAt != nil && b.LastRunAt.After(*b.EndedAt) &&
+		now.Sub(*b.EndedAt) > 2*b.period()+overdueAfter:
 		return "no heartbeat finished", *b.EndedAt
 	}
 	return "", time.Time{}
 }
 
-// skillOut is a disabled skill.
-type skillOut struct {
+type disabledSkill struct {
 	Name    string
 	ByAdmin bool // not by self-heal, so no reason
 	OnTrial bool
@@ -177,16 +176,16 @@ type stuckWork struct {
 // Condition is what verdicts are derived from.
 type Condition struct {
 	Failures
-	now     time.Time
-	pause   executions.Pause
-	workers int64 // processes with a live lease
-	lease   *time.Time
-	beats   []Beat
-	out     []skillOut
-	stuck   []stuckWork
-	broken  []channels.Broken
-	spent   map[string]bool // the agents whose budget of the day is spent; "" for the installation's
-	known   map[string]acknowledgement
+	now      time.Time
+	pause    executions.Pause
+	workers  int64 // processes with a live lease
+	lease    *time.Time
+	beats    []Beat
+	disabled []disabledSkill
+	stuck    []stuckWork
+	broken   []channels.Broken
+	spent    map[string]bool // the agents whose budget of the day is spent; "" for the installation's
+	known    map[string]acknowledgement
 	// Budgets are today's, and AgentBudgets those of agents by name.
 	Budgets      []Budget
 	AgentBudgets map[string]Budget
@@ -216,11 +215,11 @@ func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error)
 		      from (select e.* from agent_executions e where e.flow = 'heartbeat' and e.claimed_by is null
 		             order by e.id desc limit 2000) x
 		     where x.agent = s.agent and x.completed_at is not null order by x.id desc limit 1) h on true`,
-		postgres.Strict{"most": mostAgents})
+		postgres.Strict{"most": maxBeats})
 	if err != nil {
 		return c, err
 	}
-	c.out, err = postgres.Rows[skillOut](ctx, db, "list disabled skills", `
+	c.disabled, err = postgres.Rows[disabledSkill](ctx, db, "list disabled skills", `
 		select s.name, s.disabled_by <> 'self_heal' as by_admin, s.trial_at is not null as on_trial, s.disabled_at as at
 		  from agent_skills s where not s.enabled order by s.disabled_at limit 1000`)
 	if err != nil {
@@ -237,7 +236,7 @@ func readCondition(ctx context.Context, db postgres.DB) (c Condition, err error)
 		 cross join lateral (select q.since from agent_lock_waiters q
 		    where q.lane = l.lane and q.expires_at > clock_timestamp() order by q.ticket limit 1) w
 		 where l.locked_at < @before and w.since < @before`,
-		postgres.Strict{"most": beyond, "before": c.now.Add(-stuckAfter)})
+		postgres.Strict{"most": uncounted, "before": c.now.Add(-stuckAfter)})
 	if err != nil {
 		return c, err
 	}
@@ -261,7 +260,7 @@ func (c Condition) Judge(of *agents.Agent, all []agents.Agent) Verdict {
 		v.Why = append(v.Why, Reason{Text: "no process is running", Link: "/lanes", Since: c.lease})
 		return v
 	}
-	found := slices.Concat(c.failing(concerns), c.outOfService(of), c.dead(concerns), c.stuckOf(concerns),
+	found := slices.Concat(c.failing(concerns), c.disabledSkills(of), c.dead(concerns), c.stuckOf(concerns),
 		c.brokenChannels(concerns), c.overspent(of))
 	var count []finding
 	for _, f := range found {
@@ -272,46 +271,42 @@ func (c Condition) Judge(of *agents.Agent, all []agents.Agent) Verdict {
 			count = append(count, f)
 		}
 	}
-	if v.Why = append(v.Why, together(count)...); len(v.Why) > 0 {
+	if v.Why = append(v.Why, merge(count)...); len(v.Why) > 0 {
 		v.State = Degraded
 	}
 	return v
 }
 
-// finding is a reason of its own. Those of one class are told as one reason.
+// finding is a reason before it is merged with the others of its class.
 type finding struct {
 	Reason
-	class string                          // empty: always told alone
-	many  func(n int) (text, link string) // of n of the class
+	class string                          // empty: it is not merged
+	many  func(n int) (text, link string) // of the reason for n findings of the class
 }
 
-// together tells findings of a class as one reason.
-func together(found []finding) (why []Reason) {
-	for i, f := range found {
-		first := slices.IndexFunc(found, func(o finding) bool { return o.class == f.class })
-		if f.class != "" && first < i {
+// merge makes one reason of the findings of a class, at the place of the first one.
+func merge(found []finding) (why []Reason) {
+	places, counts := map[string]int{}, map[string]int{} // by class
+	for _, f := range found {
+		if counts[f.class]++; f.class == "" || counts[f.class] == 1 {
+			places[f.class] = len(why)
+			why = append(why, f.Reason)
 			continue
 		}
-		n := 0
-		r := f.Reason
-		for _, o := range found[i:] {
-			if n++; o.class != f.class || f.class == "" {
-				n--
-				continue
-			}
-			if n > 1 {
-				r.keys = append(slices.Clip(r.keys), o.keys...)
-				if r.Since == nil || o.Since != nil && o.Since.Before(*r.Since) {
-					r.Since = o.Since
-				}
-			}
-		}
-		if n > 1 {
-			r.Text, r.Link = f.many(n)
-		}
-		why = append(why, r)
+		r := &why[places[f.class]]
+		r.Text, r.Link = f.many(counts[f.class])
+		r.Since = earliest(r.Since, f.Since)
+		r.keys = append(slices.Clip(r.keys), f.keys...)
 	}
 	return why
+}
+
+// earliest returns the earlier of two times; nil is none.
+func earliest(a, b *time.Time) *time.Time {
+	if a == nil || b != nil && b.Before(*a) {
+		return b
+	}
+	return a
 }
 
 // dead are the findings of dead heartbeats.
@@ -387,16 +382,16 @@ func (c Condition) BeatsOf(concerns func(string) bool) (list []Beat) {
 
 // failing are the findings of flows, skills, actions and models that fail.
 func (c Condition) failing(concerns func(string) bool) (found []finding) {
-	out := map[string]bool{} // disabled skills are not called any more
-	for _, s := range c.out {
-		out[s.Name] = true
+	disabled := map[string]bool{} // these are not called any more
+	for _, s := range c.disabled {
+		disabled[s.Name] = true
 	}
 	var roots map[string]string
 	for _, kind := range []string{"flow", "skill", "action", "model"} {
 		at := map[string]int{}
 		for _, f := range c.list {
 			o := c.outcome(f)
-			if f.Kind != kind || !concerns(f.Agent) || !o.Failing() || kind == "skill" && out[f.Name] {
+			if f.Kind != kind || !concerns(f.Agent) || !o.Failing() || kind == "skill" && disabled[f.Name] {
 				continue
 			}
 			if roots == nil {
@@ -410,9 +405,7 @@ func (c Condition) failing(concerns func(string) bool) (found []finding) {
 				many := func(n int) (string, string) { return fmt.Sprintf("%d %ss failing", n, kind), "#failing" }
 				found = append(found, finding{Reason: failingReason(kind, f.Name, o.Since, key), class: kind, many: many})
 			}
-			if o.Since != nil && (found[i].Since == nil || o.Since.Before(*found[i].Since)) {
-				found[i].Since = o.Since
-			}
+			found[i].Since = earliest(found[i].Since, o.Since)
 			if !slices.Contains(found[i].keys, key) { // the newest failure comes first
 				found[i].keys = append(found[i].keys, key)
 			}
@@ -429,14 +422,14 @@ func failingReason(kind, name string, since *time.Time, key string) Reason {
 	return Reason{Text: text, Link: SubjectURL(kind, name), Since: since, keys: []string{key}}
 }
 
-// outOfService are the findings of skills that an agent may use and that self-heal disabled.
-func (c Condition) outOfService(of *agents.Agent) (found []finding) {
+// disabledSkills are the findings of skills that an agent may use and that self-heal disabled.
+func (c Condition) disabledSkills(of *agents.Agent) (found []finding) {
 	for _, trial := range []bool{false, true} {
 		text, link := "disabled by self-heal", "/skills?state=disabled"
 		if trial {
 			text, link = "on trial", "/skills?state=on+trial"
 		}
-		for _, s := range c.out {
+		for _, s := range c.disabled {
 			if s.OnTrial != trial || s.ByAdmin || of != nil && !of.May(s.Name) {
 				continue
 			}
@@ -461,45 +454,36 @@ func unix(at *time.Time) int64 {
 
 // stuckOf are the findings of stuck executions of an agent, and of stuck lanes.
 func (c Condition) stuckOf(concerns func(string) bool) (found []finding) {
-	var runs, lanes int64
-	var runsSince, lanesSince *time.Time
-	earliest := func(since **time.Time, at *time.Time) {
-		if *since == nil || at != nil && at.Before(**since) {
-			*since = at
-		}
-	}
+	var runs, lanes stuckWork
 	for _, s := range c.stuck {
-		switch {
-		case s.Lane != "":
-			lanes++
-			earliest(&lanesSince, s.Since)
-		case concerns(s.Agent):
-			runs += s.N
-			earliest(&runsSince, s.Since)
+		sum := &runs
+		if s.Lane != "" {
+			sum = &lanes
+		} else if !concerns(s.Agent) {
+			continue
 		}
+		sum.N, sum.Since = sum.N+s.N, earliest(sum.Since, s.Since)
 	}
-	for _, s := range []struct {
-		n          int64
-		noun, link string
-		since      *time.Time
-	}{{runs, "execution", "/executions?view=stuck", runsSince}, {lanes, "lane", "/lanes", lanesSince}} {
-		if s.n > 0 {
+	add := func(noun, link string, s stuckWork) {
+		if s.N > 0 {
 			found = append(found, finding{Reason: Reason{
-				Text: Counted(s.n, s.noun) + " stuck", Link: s.link, Since: s.since,
-				keys: []string{fmt.Sprintf("%d %s stuck %d", s.n, s.noun, unix(s.since))},
+				Text: Counted(s.N, noun) + " stuck", Link: link, Since: s.Since,
+				keys: []string{fmt.Sprintf("%d %s stuck %d", s.N, noun, unix(s.Since))},
 			}})
 		}
 	}
+	add("execution", "/executions?view=stuck", runs)
+	add("lane", "/lanes", lanes)
 	return found
 }
 
-// Counted writes a number of things, counted up to beyond.
+// Counted writes a number of things: "1 lane", "2 lanes", "1,000+ lanes".
 func Counted(n int64, noun string) string {
 	switch {
 	case n == 1:
 		return "1 " + noun
-	case n >= beyond:
-		return human.Count(beyond-1) + "+ " + noun + "s"
+	case n >= uncounted:
+		return human.Count(uncounted-1) + "+ " + noun + "s"
 	}
 	return human.Count(n) + " " + noun + "s"
 }

@@ -108,7 +108,7 @@ func TestAVerdictFollowsFromTheCondition(t *testing.T) {
 		"disabled skill": {
 			func(c *Condition) {
 				c.fails("skill", "fetch", "sales", 5, 5, 5)
-				c.out = []skillOut{{Name: "fetch"}, {Name: "pay", OnTrial: true}}
+				c.disabled = []disabledSkill{{Name: "fetch"}, {Name: "pay", OnTrial: true}}
 			},
 			"degraded: skill fetch disabled by self-heal </skills/fetch>, skill pay on trial </skills/pay>",
 			"degraded: skill fetch disabled by self-heal </skills/fetch>, skill pay on trial </skills/pay>",

@@ -70,7 +70,7 @@ func (m Monitor) check(ctx context.Context, tx pgx.Tx, every time.Duration) erro
 	v := c.Judge(nil, all)
 	if v.State != Stopped { // a pause hides the reasons
 		_, err = tx.Exec(ctx, `delete from agent_acknowledgements where cause <> all (@causes::text[])`,
-			postgres.Strict{"causes": append([]string{}, v.keys(slices.Concat(v.Why, v.Known))...)})
+			postgres.Strict{"causes": append([]string{}, keysOf(slices.Concat(v.Why, v.Known))...)})
 		if err != nil {
 			return err
 		}
