@@ -1,17 +1,15 @@
 // Package logging makes the program's logger.
 //
-// Every line written inside a run says which run: trace_id, execution_id and lane come from the
-// context (see [trace.From]), so the code that logs does not repeat them. They stand at the top
-// of the line also when the logger has groups, so that one search finds all lines of a trace.
-// A line that sets one of them itself keeps its own.
+// Lines written with the context of a run have its trace_id, execution_id and lane (see [trace.From]), so the code that
+// logs does not repeat them. They precede the groups of a logger, so one search finds all lines of a trace. A line that
+// sets one of them itself keeps its own.
 //
-// No line shows a secret: attributes under a secret's name and attributes and messages that look
-// like one are redacted as stored values are (see package redact), also inside groups, errors
-// and structured values. What a [slog.LogValuer] gives is looked at too.
+// No line shows a secret. Attributes under a secret's name, and attributes and messages that look like a secret, are
+// redacted as stored values are (see package redact), even inside groups, errors, structured values and the values of a
+// [slog.LogValuer].
 //
-// This holds for every logger that [New] makes and for every handler that [Handler] wraps, and for
-// what is derived from them. Both are safe for concurrent use, as far as their writer is written to
-// by them alone.
+// This applies to the loggers of [New], the handlers of [Handler] and all that derive from them. They are safe for
+// concurrent use if nothing else writes to their writer.
 package logging
 
 import (
@@ -26,14 +24,14 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// Formats and levels that [New] knows, as a message lists them.
+// formats and levels list what [New] accepts, for messages.
 const (
-	Formats = "text, json"
-	Levels  = "debug, info, warn, error"
+	formats = "text, json"
+	levels  = "debug, info, warn, error"
 )
 
-// New makes a logger that writes lines of the given format and at least the given level to w.
-// Empty means text and info. The error lists what is allowed.
+// New returns a logger that writes lines of at least the given level to w. Empty means text and info. The error lists
+// the accepted values.
 func New(w io.Writer, format, level string) (*slog.Logger, error) {
 	threshold, err := Level(level)
 	if err != nil {
@@ -46,10 +44,10 @@ func New(w io.Writer, format, level string) (*slog.Logger, error) {
 	case "json":
 		return slog.New(Handler(slog.NewJSONHandler(w, options))), nil
 	}
-	return nil, fmt.Errorf("log format %q: not one of %s", format, Formats)
+	return nil, fmt.Errorf("log format %q: not one of %s", format, formats)
 }
 
-// Level reads the name of a level; empty means info.
+// Level parses the name of a level; empty means info.
 func Level(name string) (slog.Level, error) {
 	switch strings.ToLower(name) {
 	case "debug":
@@ -61,23 +59,22 @@ func Level(name string) (slog.Level, error) {
 	case "error":
 		return slog.LevelError, nil
 	}
-	return 0, fmt.Errorf("log level %q: not one of %s", name, Levels)
+	return 0, fmt.Errorf("log level %q: not one of %s", name, levels)
 }
 
-// Handler wraps next so that its lines say which run they belong to and show no secret.
+// Handler wraps next so that its lines name their run and show no secret.
 func Handler(next slog.Handler) slog.Handler { return &handler{next: next} }
 
-// handler keeps the attributes and groups that were added to it, because what comes from the
-// context must stand before the first group.
+// handler keeps the groups that were added to it, because the attributes of the context must precede the first group.
 type handler struct {
-	next  slog.Handler
-	own   []string // which of the context's names the program has set, outside of groups
-	outer []layer  // what was added after the first WithGroup, in order
+	next   slog.Handler
+	own    []string // names of the attributes outside groups
+	groups []group  // in order
 }
 
-// layer is one WithGroup, with the attributes added inside it.
-type layer struct {
-	group string
+// group is one WithGroup, with the attributes added inside it.
+type group struct {
+	name  string
 	attrs []slog.Attr
 }
 
@@ -92,13 +89,13 @@ func (h *handler) WithAttrs(attrs []slog.Attr) slog.Handler {
 		return h
 	}
 	attrs = redactAll(attrs)
-	if len(h.outer) == 0 {
+	if len(h.groups) == 0 {
 		return &handler{next: h.next.WithAttrs(attrs), own: append(slices.Clip(h.own), names(attrs)...)}
 	}
-	outer := append(h.outer[:0:0], h.outer...)
-	last := &outer[len(outer)-1]
+	groups := slices.Clone(h.groups)
+	last := &groups[len(groups)-1]
 	last.attrs = append(slices.Clip(last.attrs), attrs...)
-	return &handler{next: h.next, own: h.own, outer: outer}
+	return &handler{next: h.next, own: h.own, groups: groups}
 }
 
 // WithGroup returns a handler that puts what follows into a group.
@@ -106,7 +103,7 @@ func (h *handler) WithGroup(name string) slog.Handler {
 	if name == "" {
 		return h
 	}
-	return &handler{next: h.next, own: h.own, outer: append(slices.Clip(h.outer), layer{group: name})}
+	return &handler{next: h.next, own: h.own, groups: append(slices.Clip(h.groups), group{name: name})}
 }
 
 // Handle writes one line.
@@ -116,9 +113,9 @@ func (h *handler) Handle(ctx context.Context, record slog.Record) error {
 		attrs = append(attrs, redactAttr(a))
 		return true
 	})
-	for _, l := range slices.Backward(h.outer) {
-		inside := append(slices.Clip(l.attrs), attrs...)
-		attrs = []slog.Attr{{Key: l.group, Value: slog.GroupValue(inside...)}}
+	for _, g := range slices.Backward(h.groups) {
+		inside := append(slices.Clip(g.attrs), attrs...)
+		attrs = []slog.Attr{{Key: g.name, Value: slog.GroupValue(inside...)}}
 	}
 	out := slog.NewRecord(record.Time, record.Level, redactText(record.Message), record.PC)
 	out.AddAttrs(h.missing(ctx, attrs)...)
@@ -128,15 +125,15 @@ func (h *handler) Handle(ctx context.Context, record slog.Record) error {
 
 // Names of the attributes that come from the context.
 const (
-	KeyTrace     = "trace_id"
-	KeyExecution = "execution_id"
-	KeyLane      = "lane"
+	keyTrace     = "trace_id"
+	keyExecution = "execution_id"
+	keyLane      = "lane"
 )
 
-// valueLimit is the number of bytes of the longest value in a line.
+// valueLimit bounds a value in a line, in bytes.
 const valueLimit = 8 << 10
 
-// missing gives what the context knows and neither the handler nor the line has set.
+// missing returns the attributes of the context that neither the handler nor the line sets.
 func (h *handler) missing(ctx context.Context, attrs []slog.Attr) []slog.Attr {
 	if ctx == nil {
 		return nil
@@ -144,7 +141,7 @@ func (h *handler) missing(ctx context.Context, attrs []slog.Attr) []slog.Attr {
 	span, _ := trace.From(ctx)
 	var out []slog.Attr
 	for _, known := range [...]struct{ key, value string }{
-		{KeyTrace, string(span.TraceID)}, {KeyExecution, span.ExecutionID}, {KeyLane, span.Lane},
+		{keyTrace, string(span.TraceID)}, {keyExecution, span.ExecutionID}, {keyLane, span.Lane},
 	} {
 		set := known.value == "" || slices.Contains(h.own, known.key) ||
 			slices.ContainsFunc(attrs, func(a slog.Attr) bool { return a.Key == known.key })
@@ -155,16 +152,14 @@ func (h *handler) missing(ctx context.Context, attrs []slog.Attr) []slog.Attr {
 	return out
 }
 
-// names lists the attributes' names.
 func names(attrs []slog.Attr) []string {
-	out := make([]string, 0, len(attrs))
-	for _, a := range attrs {
-		out = append(out, a.Key)
+	out := make([]string, len(attrs))
+	for i, a := range attrs {
+		out[i] = a.Key
 	}
 	return out
 }
 
-// redactAll redacts each attribute.
 func redactAll(attrs []slog.Attr) []slog.Attr {
 	out := make([]slog.Attr, len(attrs))
 	for i, a := range attrs {
@@ -192,7 +187,7 @@ func redactAttr(a slog.Attr) slog.Attr {
 	return slog.Attr{Key: a.Key, Value: redactValue(value)}
 }
 
-// redactValue redacts a string, an error or a structured value by its look.
+// redactValue redacts a string, an error or a structured value by its content.
 func redactValue(value slog.Value) slog.Value {
 	switch value.Kind() {
 	case slog.KindString:
@@ -226,5 +221,4 @@ func describe(method func() string) (s string) {
 	return method()
 }
 
-// redactText redacts a line's text.
 func redactText(s string) string { return redact.Text(s, valueLimit) }
