@@ -1,6 +1,6 @@
-// Package modelcheck asks a model real questions, to find out whether agents can work with it. Each check does what an
-// agent does: a turn, a call and its result, a correction, a stream, a bound, an image. Calls cost money; [Calls]
-// counts them.
+// Package modelcheck checks with real calls whether agents can work with a model. Each check does what an agent does: a
+// turn, a tool call and its result, a correction, a stream, a token limit, an image. Calls cost money; [Calls] counts
+// them.
 package modelcheck
 
 import (
@@ -23,7 +23,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/models"
 )
 
-// The checks, in the order in which they are made.
+// The checks, in order.
 const (
 	Answers    = "answers"
 	Tools      = "tools"
@@ -35,17 +35,17 @@ const (
 	Price      = "price"
 )
 
-// Status is what came of a check.
+// Status is the outcome of a check.
 type Status string
 
-// What can come of a check.
+// The outcomes.
 const (
 	Pass    Status = "pass"
 	Fail    Status = "fail"
 	Skipped Status = "skipped"
 )
 
-// Result is what a check found.
+// Result is the outcome of a check, with its figures.
 type Result struct {
 	Check   string  `json:"check"`
 	Status  Status  `json:"status"`
@@ -53,16 +53,16 @@ type Result struct {
 	Calls   int     `json:"calls"` // requests that were sent, refused ones included
 	CostUSD float64 `json:"cost_usd"`
 	Detail  string  `json:"detail,omitempty"`
-	Help    string  `json:"help,omitempty"` // the setting that helps
+	Help    string  `json:"help,omitempty"` // the setting to change
 }
 
-// Target is a model as an agent uses it.
+// Target is a model with the settings of an agent.
 type Target struct {
-	Model  string `json:"model"`            // the client's when empty
+	Model  string `json:"model"`            // the client's model when empty
 	Effort string `json:"effort,omitempty"` // AGENT_REASONING_EFFORT when empty
 }
 
-// String is the target as people read it.
+// String describes the target for people.
 func (t Target) String() string {
 	if t.Effort == "" {
 		return t.Model
@@ -70,19 +70,19 @@ func (t Target) String() string {
 	return t.Model + " (effort " + t.Effort + ")"
 }
 
-// longestCall is how long one call may take; models that reason take their time.
-const longestCall = 2 * time.Minute
+const (
+	callTimeout = 2 * time.Minute // models that reason are slow
+	maxTokens   = 2048            // of a short answer, with reasoning before it
+	fewTokens   = 16              // the smallest limit that every server accepts, because of the Responses API
+)
 
-// roomToAnswer bounds answers that are short, with room for reasoning before them.
-const roomToAnswer = 2048
-
-// of is the target with the client's model where it names none.
+// of adds the client's model if the target names none.
 func (t Target) of(client *models.Client) Target {
 	t.Model = cmp.Or(t.Model, client.Model())
 	return t
 }
 
-// Calls is how many calls [Run] makes of a model. Each part of the protocol that the server refuses adds one.
+// Calls returns how many calls [Run] makes. Each part of the protocol that the server refuses adds one.
 func Calls(client *models.Client, t Target) int {
 	if client.TakesImages(t.of(client).Model) {
 		return 7
@@ -90,8 +90,7 @@ func Calls(client *models.Client, t Target) int {
 	return 6
 }
 
-// Run makes all checks and reports each: by begin before its first call, by done when it has ended. It returns an
-// error only when ctx has ended.
+// Run makes all checks. It calls begin before each and done after it. It returns an error only when ctx has ended.
 func Run(ctx context.Context, client *models.Client, t Target, begin func(check string), done func(Result)) error {
 	t = t.of(client)
 	p := &probe{client: client, target: t}
@@ -123,7 +122,7 @@ func Run(ctx context.Context, client *models.Client, t Target, begin func(check 
 	return nil
 }
 
-// finding is a result without its figures.
+// finding is a [Result] without figures.
 type finding struct {
 	status       Status
 	detail, help string
@@ -139,25 +138,23 @@ func failed(help, format string, args ...any) finding {
 	return finding{Fail, fmt.Sprintf(format, args...), help}
 }
 
-// probe is the checks of one model.
+// probe checks one model.
 type probe struct {
 	client *models.Client
 	target Target
-	calls  int // of the check under way
+	calls  int // of the running check
 	cost   float64
 
-	asked  []models.Message // the conversation of the tool, with the call
-	called *models.ToolCall
-
-	refused bool // the server refused a request with a tool
+	history []models.Message // up to the model's tool call; nil before it
+	refused bool             // the server refused a request with a tool
 }
 
-// ask makes one call.
+// ask calls the model.
 func (p *probe) ask(ctx context.Context, req models.Request) (models.Response, error) {
-	ctx, cancel := context.WithTimeout(ctx, longestCall)
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	req.Model, req.Effort = p.target.Model, p.target.Effort
-	req.MaxTokens = cmp.Or(req.MaxTokens, roomToAnswer)
+	req.MaxTokens = cmp.Or(req.MaxTokens, maxTokens)
 	started := time.Now()
 	resp, err := p.client.Complete(ctx, req)
 	if errors.Is(err, context.DeadlineExceeded) {
@@ -169,8 +166,8 @@ func (p *probe) ask(ctx context.Context, req models.Request) (models.Response, e
 	return resp, err
 }
 
-// words is what a person asks.
-func words(text string) []models.Message {
+// prompt returns a conversation with one message of the user.
+func prompt(text string) []models.Message {
 	return []models.Message{
 		{Role: models.RoleSystem, Content: "You are checked for a first use. Be brief."},
 		{Role: models.RoleUser, Content: text},
@@ -178,12 +175,11 @@ func words(text string) []models.Message {
 }
 
 func (p *probe) answers(ctx context.Context) finding {
-	resp, err := p.ask(ctx, models.Request{Messages: words("Say ok.")})
-	return spoken(resp, err)
+	return answered(p.ask(ctx, models.Request{Messages: prompt("Say ok.")}))
 }
 
-// spoken is whether an answer has words.
-func spoken(resp models.Response, err error) finding {
+// answered passes for an answer with text.
+func answered(resp models.Response, err error) finding {
 	switch {
 	case err != nil:
 		return failed(Help(err), "%s", err)
@@ -200,7 +196,7 @@ func (p *probe) stream(ctx context.Context) finding {
 	started, first, pieces := time.Now(), time.Duration(0), 0
 	var shown strings.Builder
 	resp, err := p.ask(ctx, models.Request{
-		Messages: words("Write the numbers from one to thirty in words."),
+		Messages: prompt("Write the numbers from one to thirty in words."),
 		OnDelta: func(text string) {
 			if pieces == 0 {
 				first = time.Since(started)
@@ -213,7 +209,7 @@ func (p *probe) stream(ctx context.Context) finding {
 			shown.Reset()
 		},
 	})
-	if found := spoken(resp, err); found.status != Pass {
+	if found := answered(resp, err); found.status != Pass {
 		return found
 	}
 	switch {
@@ -225,12 +221,9 @@ func (p *probe) stream(ctx context.Context) finding {
 	return passed("%d pieces, the first after %s", pieces, first.Round(time.Millisecond))
 }
 
-// shortest is a bound that every server takes; the Responses API takes none below.
-const shortest = 16
-
 func (p *probe) limit(ctx context.Context) finding {
 	resp, err := p.ask(ctx, models.Request{
-		Messages: words("Write the numbers from one to three hundred in words, all of them."), MaxTokens: shortest,
+		Messages: prompt("Write the numbers from one to three hundred in words, all of them."), MaxTokens: fewTokens,
 	})
 	const help = "set AGENT_MODEL_EXTRA to the member that bounds answers at this server"
 	switch {
@@ -238,9 +231,9 @@ func (p *probe) limit(ctx context.Context) finding {
 		return failed(Help(err), "%s", err)
 	case resp.FinishReason != models.FinishLength:
 		return failed(help, "an answer bounded by %d tokens ended with %q after %d",
-			shortest, resp.FinishReason, resp.Usage.CompletionTokens)
+			fewTokens, resp.FinishReason, resp.Usage.CompletionTokens)
 	case resp.Unknown:
-		return failed(help, "the server goes beyond %d tokens; the answer was cut here, and may be billed whole", shortest)
+		return failed(help, "the server goes beyond %d tokens; the answer was cut here, and may be billed whole", fewTokens)
 	}
 	return passed("cut by the server after %d tokens", resp.Usage.CompletionTokens)
 }
@@ -264,7 +257,7 @@ func (p *probe) price(context.Context) finding {
 	return passed("%s per million tokens", price)
 }
 
-// Help names the setting that helps against a failed call.
+// Help names the setting to change after a failed call.
 func Help(err error) string {
 	failure, ok := errors.AsType[*models.Error](err)
 	switch {
@@ -299,7 +292,7 @@ func Help(err error) string {
 	case says("reasoning", "effort", "thinking"):
 		return "set AGENT_REASONING_EFFORT to a word that the model takes, or leave it out"
 	case says("tool", "function"):
-		return wantedTool
+		return toolHelp
 	case failure.Status == 0:
 		return "set OPENAI_BASE_URL to where the server listens"
 	case failure.Status >= http.StatusInternalServerError:
@@ -313,44 +306,44 @@ const (
 	toolSchema = `{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}`
 )
 
-// tool is what the model is to call.
-func tool() []models.Tool {
+// tools lists the one tool that the model may call.
+func tools() []models.Tool {
 	return []models.Tool{{
 		Name: toolName, Description: "Return the temperature of a city in degrees Celsius.",
 		Parameters: json.RawMessage(toolSchema),
 	}}
 }
 
-// wantedTool is the help where a model that answers calls no tool.
-const wantedTool = "set AGENT_MODEL to one that calls tools; a server of your own may need a flag for it " +
+// toolHelp is the help for a model that answers without calling the tool.
+const toolHelp = "set AGENT_MODEL to one that calls tools; a server of your own may need a flag for it " +
 	"(vLLM: --enable-auto-tool-choice --tool-call-parser; llama.cpp: --jinja)"
 
-// call asks for a call of the tool, and keeps it.
+// call asks for a call of the tool, and keeps the conversation.
 func (p *probe) call(ctx context.Context) finding {
-	history := words("What is the temperature in Madrid? Call the tool temperature.")
-	resp, err := p.ask(ctx, models.Request{Messages: history, Tools: tool()})
+	history := prompt("What is the temperature in Madrid? Call the tool temperature.")
+	resp, err := p.ask(ctx, models.Request{Messages: history, Tools: tools()})
 	if err != nil {
 		p.refused = refusesTools(err)
 		return failed(Help(err), "%s", err)
 	}
 	calls := resp.Message.ToolCalls
 	if len(calls) == 0 {
-		if found := spoken(resp, nil); found.status != Pass {
+		if found := answered(resp, nil); found.status != Pass {
 			return found
 		}
-		return failed(wantedTool, "the model answered in words, and called no tool")
+		return failed(toolHelp, "the model answered in words, and called no tool")
 	}
 	var arguments struct{ City string }
 	if err := json.Unmarshal([]byte(calls[0].Arguments), &arguments); err != nil || calls[0].Name != toolName {
-		return failed(wantedTool, "the model called %s with %s", calls[0].Name, calls[0].Arguments)
+		return failed(toolHelp, "the model called %s with %s", calls[0].Name, calls[0].Arguments)
 	}
-	p.asked, p.called = append(history, resp.Message), &calls[0]
+	p.history = append(history, resp.Message)
 	return passed("")
 }
 
-// results answers each call of the conversation.
+// results adds a result of each call to the conversation.
 func (p *probe) results(text string) []models.Message {
-	history := slices.Clone(p.asked)
+	history := slices.Clone(p.history)
 	for _, c := range history[len(history)-1].ToolCalls {
 		history = append(history, models.Message{
 			Role: models.RoleTool, ToolCallID: c.ID, Name: c.Name, Content: text,
@@ -363,27 +356,27 @@ func (p *probe) tools(ctx context.Context) finding {
 	if found := p.call(ctx); found.status != Pass {
 		return found
 	}
-	resp, err := p.ask(ctx, models.Request{Messages: p.results(`{"celsius":21}`), Tools: tool()})
+	resp, err := p.ask(ctx, models.Request{Messages: p.results(`{"celsius":21}`), Tools: tools()})
 	if err == nil && len(resp.Message.ToolCalls) > 0 {
 		return failed("set AGENT_MODEL to another model", "the model called the tool again in place of an answer")
 	}
-	return spoken(resp, err)
+	return answered(resp, err)
 }
 
-// correction follows a call whose arguments were refused, as agents say it.
+// correction refuses the arguments of the call in the words that agents use.
 func (p *probe) correction(ctx context.Context) finding {
-	if p.called == nil {
+	if p.history == nil {
 		return skipped("no tool was called", "")
 	}
 	history := append(p.results(`{"error":"INVALID_PARAMS"}`), models.Message{
 		Role: models.RoleSystem, Content: fmt.Sprintf(
 			"Tool call failed: INVALID_PARAMS. Schema: %s Errors: city: write it with its country", toolSchema),
 	})
-	resp, err := p.ask(ctx, models.Request{Messages: history, Tools: tool()})
+	resp, err := p.ask(ctx, models.Request{Messages: history, Tools: tools()})
 	if err == nil && len(resp.Message.ToolCalls) > 0 {
 		return passed("the call was corrected")
 	}
-	return spoken(resp, err)
+	return answered(resp, err)
 }
 
 const noImages = "this model takes no images"
@@ -396,10 +389,10 @@ func (p *probe) image(ctx context.Context) finding {
 	if err != nil {
 		return failed("", "%s", err)
 	}
-	history := words("What colour is this square? Answer in one English word.")
+	history := prompt("What colour is this square? Answer in one English word.")
 	history[1].Parts = []models.Part{{Image: &models.Image{URL: picture}}}
 	resp, err := p.ask(ctx, models.Request{Messages: history})
-	found := spoken(resp, err)
+	found := answered(resp, err)
 	switch {
 	case found.status != Pass:
 		return found
@@ -412,7 +405,7 @@ func (p *probe) image(ctx context.Context) finding {
 	return passed("")
 }
 
-// redSquare is an image as large as the smallest that models take.
+// redSquare is an image of the smallest size that models accept.
 func redSquare() (string, error) {
 	picture := image.NewRGBA(image.Rect(0, 0, 64, 64))
 	draw.Draw(picture, picture.Bounds(), image.NewUniform(color.RGBA{R: 255, A: 255}), image.Point{}, draw.Src)
@@ -423,19 +416,19 @@ func redSquare() (string, error) {
 	return "data:image/png;base64," + base64.StdEncoding.EncodeToString(out.Bytes()), nil
 }
 
-// Once makes a single call with a tool, and a plain one after it where the server refuses that. It returns the
-// results of [Answers] and [Tools].
+// Once makes one call with a tool and, if the server refuses it, one without. It returns the results of [Answers] and
+// [Tools].
 func Once(ctx context.Context, client *models.Client, t Target) (answers, tools Result) {
 	p := &probe{client: client, target: t.of(client)}
 	called := p.call(ctx)
-	said := called
+	answer := called
 	switch {
 	case p.refused:
-		said = p.answers(ctx)
-	case called.help == wantedTool:
-		said = passed("") // in words
+		answer = p.answers(ctx)
+	case called.help == toolHelp:
+		answer = passed("") // with text instead of a call
 	}
-	return Result{Check: Answers, Status: said.status, Detail: said.detail, Help: said.help},
+	return Result{Check: Answers, Status: answer.status, Detail: answer.detail, Help: answer.help},
 		Result{Check: Tools, Status: called.status, Detail: called.detail, Help: called.help}
 }
 
