@@ -1,9 +1,9 @@
 // Package app wires the components of an agent to one database, and runs them: the engine of executions, the surfaces,
-// the HTTP server and what works in the background. The command agent and package server build on it.
+// the HTTP server and the background work. The command agent and package server build on it.
 //
 // Serve stops in the stages of a graceful shutdown (serve.go). Leases are renewed until the last step has ended. Of a
-// serving process's connections, some are reserved for readiness, the admin and visitors (database.go), so that no
-// load of one kind starves another.
+// serving process's connections, some are reserved for readiness, the admin and visitors (database.go), so that one
+// kind of load cannot starve another.
 package app
 
 import (
@@ -98,14 +98,13 @@ func New(o Options, model *models.Client) (*App, error) {
 	}
 	a.listener = postgres.NewListener(postgres.Dialer(a.Sessions()), log)
 	a.Keeper = lanes.NewKeeper(pool, lanes.Options{
-		Listener: a.listener, Logger: log, Disabled: !cfg.LanesEnabled,
-		Observer: a.metrics,
+		Listener: a.listener, Logger: log, Disabled: !cfg.LanesEnabled, Observer: a.metrics,
 	})
 	var err error
 	a.Engine, err = executions.New(pool, executions.Options{
 		Keeper: a.Keeper, Listener: a.listener, Logger: log, Workers: cfg.Workers, StopTimeout: cfg.ShutdownTimeout,
-		LeaseTTL: cfg.WorkerLease, SweepEvery: min(cfg.WorkerLease/6, 5*time.Second),
-		Direct: a.Direct, Lease: a.reserved.system, Observer: a.metrics,
+		LeaseTTL: cfg.WorkerLease, SweepEvery: min(cfg.WorkerLease/6, 5*time.Second), Direct: a.Direct,
+		Lease: a.reserved.system, Observer: a.metrics,
 	})
 	if err != nil {
 		return nil, err
@@ -119,9 +118,7 @@ func New(o Options, model *models.Client) (*App, error) {
 	}
 	a.Registry, err = skills.New(skills.Options{
 		Builtins: builtins.New(pool, NewDirectory(a.Config), a.Index), Pool: pool, AllowPrivate: cfg.PrivateHTTP, Logger: log,
-		MCP:       a.MCPClient.Call,
-		Databases: a.Databases.Open, Getenv: a.Getenv,
-		Flow: skills.Flows(pool, a.Engine, cfg.Name),
+		MCP: a.MCPClient.Call, Databases: a.Databases.Open, Getenv: a.Getenv, Flow: skills.Flows(pool, a.Engine, cfg.Name),
 	})
 	if err != nil {
 		return nil, fmt.Errorf("prepare skills: %w", err)
@@ -281,10 +278,9 @@ type surfaces struct {
 // registerSurfaces builds the surfaces and registers their flows.
 func (a *App) registerSurfaces() (err error) {
 	cfg := a.Config
-	scopes := []string{skills.ScopeInternal, skills.ScopeExternal, skills.ScopeBoth}
 	a.Operate, err = operate.New(operate.Options{
 		Pool: a.Pool, Engine: a.Engine, Keeper: a.Keeper, Loop: a.Loop, Logger: a.Log, Agent: cfg.Name,
-		Idle: cfg.Operate.Idle, Tools: []reason.Tool{a.Loop.DelegateTool(a.Engine, scopes)},
+		Idle: cfg.Operate.Idle, Tools: []reason.Tool{a.Loop.DelegateTool(a.Engine, adminScopes())},
 	})
 	if err != nil {
 		return err
@@ -330,35 +326,38 @@ func (a *App) registerSurfaces() (err error) {
 	}
 	a.Evals = &evalrunner.Runner{
 		Pool: a.Pool, Engine: a.Engine, Model: a.Loop.Model, Skills: a.Registry, Agents: a.Loop.Agents, Budget: a.Loop.Budget,
-		Logger: a.Log, Surfaces: evalSurfaces(), Version: a.Version,
-		Setup: modelSetup(cfg),
+		Logger: a.Log, Surfaces: evalSurfaces(), Version: a.Version, Setup: modelSetup(cfg),
 	}
 	beat := &heartbeat.Heartbeat{Pool: a.Pool, Loop: a.Loop, Heal: HealPolicy(cfg), Logger: a.Log}
 	return errors.Join(beat.Register(a.Engine), a.Chat.Register(a.Engine), a.Webhook.Register(a.Engine),
 		a.Runner.Register(), a.MCPServer.Register(), a.Evals.Register())
 }
 
-// modelSetup identifies the settings that decide what model calls answer and cost.
+// modelSetup identifies the settings that determine the answers and costs of model calls.
 func modelSetup(cfg config.Config) string {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%q %q %q %v %v", cfg.OpenAIBaseURL, cfg.OpenAIKey.Reveal(), cfg.Model,
 		cfg.Prices, cfg.Budget.MaxCostUSD))
 	return hex.EncodeToString(sum[:4])
 }
 
-// evalSurfaces are the surfaces whose rules and skills suites of evals may borrow.
+// adminScopes are the scopes of the skills that an admin's agent may call: all.
+func adminScopes() []string {
+	return []string{skills.ScopeInternal, skills.ScopeExternal, skills.ScopeBoth}
+}
+
+// evalSurfaces are the surfaces whose rules and skills a suite of evals may use.
 func evalSurfaces() map[string]evalrunner.Surface {
 	return map[string]evalrunner.Surface{
-		"chat": {Rules: chat.Rules, Scopes: []string{skills.ScopeExternal}},
-		"operate": {
-			Rules: operate.Rules, Scopes: []string{skills.ScopeInternal, skills.ScopeExternal, skills.ScopeBoth},
-		},
+		"chat":    {Rules: chat.Rules, Scopes: []string{skills.ScopeExternal}},
+		"operate": {Rules: operate.Rules, Scopes: adminScopes()},
 	}
 }
 
-// EvalInstallation is what the subjects of evals depend on besides the database, as the runner has it.
+// EvalInstallation returns the same installation for evals as the runner of an [App], without an App.
 func EvalInstallation(cfg config.Config, version string) evals.Installation {
-	runner := evalrunner.Runner{Agents: NewDirectory(cfg), Surfaces: evalSurfaces(), Version: version}
-	runner.Setup = modelSetup(cfg)
+	runner := evalrunner.Runner{
+		Agents: NewDirectory(cfg), Surfaces: evalSurfaces(), Version: version, Setup: modelSetup(cfg),
+	}
 	model := cmp.Or(cfg.Model, DefaultModel)
 	if cfg.OpenAIBaseURL == "" && !cfg.OpenAIKey.IsSet() {
 		model = offline.Model
@@ -369,8 +368,7 @@ func EvalInstallation(cfg config.Config, version string) evals.Installation {
 // background lists the loops that run beside the engine.
 func (s *surfaces) background() []func(ctx context.Context) error {
 	return []func(ctx context.Context) error{
-		s.Chat.Run, s.Runner.Run, s.outgoing.Run, s.threads.Run, s.Channels.Run,
-		s.Evals.Serve,
+		s.Chat.Run, s.Runner.Run, s.outgoing.Run, s.threads.Run, s.Channels.Run, s.Evals.Serve,
 	}
 }
 
