@@ -13,7 +13,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
-// Settings are the defaults of the installation, and its agent without a declared one.
+// Settings are the defaults of the installation. Without declared agents, they are its only agent.
 type Settings struct {
 	Name          string // AGENT_NAME
 	Model         string // AGENT_MODEL
@@ -29,8 +29,8 @@ type Directory struct {
 	Settings Settings
 }
 
-// List returns the current agents: the default first, then by name. Without declared agents, it returns that of the
-// installation.
+// List returns the current agents: the default first, then by name. Without declared agents, it returns the agent of
+// the installation.
 func (d *Directory) List(ctx context.Context, db postgres.DB) ([]Agent, error) {
 	rows, err := current(ctx, db)
 	if err != nil {
@@ -101,7 +101,7 @@ func Acting(all []Agent, name string) Agent {
 	return all[max(i, 0)]
 }
 
-// Version returns one version of an agent, also of a removed one. Version 0 is the agent of the installation.
+// Version returns one version of an agent, even of a removed one. Version 0 is the agent of the installation.
 func (d *Directory) Version(ctx context.Context, db postgres.DB, name string, number int) (Agent, error) {
 	if number == 0 {
 		return d.undeclared(), nil
@@ -118,7 +118,7 @@ func (d *Directory) Of(declared Definition, version int) Agent {
 	return d.fill(row{Name: declared.Name, Version: version, Definition: declared})
 }
 
-// Reachable lists the agents of a chat key: those that name it, or else the default one.
+// Reachable lists the agents that a chat key may reach: those that name it, or else the default one.
 func (d *Directory) Reachable(ctx context.Context, db postgres.DB, key string) ([]Agent, error) {
 	all, err := d.List(ctx, db)
 	return ReachedBy(all, key), err
@@ -139,7 +139,7 @@ func (d *Directory) undeclared() Agent {
 
 // fill adds the defaults to a document.
 func (d *Directory) fill(r row) Agent {
-	r.Definition.Name = cmp.Or(r.Name, r.Definition.Name) // the row is found by its column
+	r.Definition.Name = cmp.Or(r.Name, r.Definition.Name) // the column wins
 	a := Agent{
 		Definition: r.Definition, Version: r.Version, Source: r.Source, CreatedAt: r.CreatedAt, declared: r.Definition,
 	}
@@ -167,7 +167,7 @@ func (l Limits) within(outer Limits) Limits {
 	}
 }
 
-// tighter is the smaller of two bounds, of which 0 is none.
+// tighter returns the smaller of two bounds; 0 is no bound.
 func tighter[N int | float64](a, b N) N {
 	if a == 0 || b == 0 {
 		return a + b
@@ -225,7 +225,7 @@ func queueCurrent(b *pgx.Batch, use func([]row)) {
 	})
 }
 
-// version reads one version of an agent, of a removed one, too.
+// version reads one version of an agent, even of a removed one.
 func version(ctx context.Context, db postgres.DB, name string, number int) (row, error) {
 	rows, err := db.Query(ctx, `
 		select name, version, definition, source, created_at from agent_agents
@@ -256,8 +256,8 @@ func With(ctx context.Context, a Agent) context.Context {
 	return context.WithValue(ctx, actingKey{}, a)
 }
 
-// ActingMemory returns the owner of the acting agent's memory. The agent is that of the context ([With]), or else that
-// of the name on the execution's row. It returns [ErrNoMemory] without a memory.
+// ActingMemory returns the owner of the acting agent's memory. The agent is that of the context ([With]), or else the
+// one with the name on the execution's row. It returns [ErrNoMemory] for an agent without memory.
 func (d *Directory) ActingMemory(ctx context.Context, db postgres.DB, name string) (string, error) {
 	a, known := ctx.Value(actingKey{}).(Agent)
 	if !known {
@@ -269,8 +269,8 @@ func (d *Directory) ActingMemory(ctx context.Context, db postgres.DB, name strin
 	return a.MemoryOwner()
 }
 
-// MemoryOf returns the owner of a named agent's memory; the shared one for "". It also finds removed agents. It
-// returns [ErrNotFound] for an unknown agent, and [ErrNoMemory] without a memory.
+// MemoryOf returns the owner of a named agent's memory, even of a removed agent; the shared one for "". It returns
+// [ErrNotFound] for an unknown agent, and [ErrNoMemory] for an agent without memory.
 func (d *Directory) MemoryOf(ctx context.Context, db postgres.DB, name string) (string, error) {
 	if name == "" {
 		return "", nil

@@ -14,12 +14,12 @@
 // consumes an approval in the transaction of the call's intent, for one step of one execution, so neither a crash nor
 // another run uses it twice. No output of a model reaches [Decide].
 //
-// A skill may require four eyes: then the database refuses the decision of a principal that asked for the execution.
+// A skill may require four eyes: then the database refuses the decision of a principal that requested the execution.
 // Requesters are the principal in the context of every start, fork, retry or manual run, the linked sender of a
-// channel's message, and the sender of an event that the execution waited for; also the requesters of the executions
-// that started it. Of a loop, the first 1,000 events count, and those of its last 16 iterations. A decision closes the
-// list. Without a requester only root and the database decide, except for a visitor's chat. Root may decide its own
-// requests, and the audit records that.
+// channel's message, the sender of an event that the execution waited for, and the requesters of its parents. Of a
+// loop, the first 1,000 events count, and those of its last 16 iterations. A decision closes the list. Without a
+// requester only root and the database decide, except for a visitor's chat. Root may decide its own requests, and the
+// audit records that.
 package approvals
 
 import (
@@ -83,12 +83,11 @@ type Approval struct {
 	ConsumedAt    *time.Time      `json:"consumed_at"`
 	ExpiresAt     time.Time       `json:"expires_at"`
 	CreatedAt     time.Time       `json:"created_at"`
-	// How the decision came: by a token of the API or without, and with a message of a channel or without.
-	TokenID     string   `json:"decided_token_id"`
-	Via         string   `json:"decided_via"` // page, http, cli, slack, telegram or sql
-	Message     string   `json:"decided_message"`
-	FourEyes    bool     `json:"four_eyes"`    // no principal of RequestedBy decides, except root
-	RequestedBy []string `json:"requested_by"` // principals, as far as they are known
+	TokenID       string          `json:"decided_token_id"` // the API token of the decision, if any
+	Via           string          `json:"decided_via"`      // page, http, cli, slack, telegram or sql
+	Message       string          `json:"decided_message"`  // the channel's message with the decision, if any
+	FourEyes      bool            `json:"four_eyes"`        // no principal of RequestedBy decides, except root
+	RequestedBy   []string        `json:"requested_by"`     // the known principals
 	// The requesting execution; empty after its deletion.
 	Surface     string `json:"surface"`
 	Agent       string `json:"agent"`
@@ -135,12 +134,12 @@ func (a Approval) Decider() string {
 	return said
 }
 
-// Own reports whether four eyes are wanted and a principal asked for the call. Then only root may decide as it.
+// Own reports whether four eyes are required and the principal requested the call. Then it decides only if it is root.
 func (a Approval) Own(principal string) bool {
 	return a.FourEyes && slices.Contains(a.RequestedBy, principal)
 }
 
-// RootOnly reports whether four eyes are wanted and no requester is known. A visitor of a chat counts as known.
+// RootOnly reports whether four eyes are required and no requester is known. A visitor of a chat counts as known.
 func (a Approval) RootOnly() bool {
 	return a.FourEyes && len(a.RequestedBy) == 0 && a.Surface != string(trace.Chat)
 }
@@ -179,7 +178,7 @@ func (e *DecidedError) Error() string {
 	return "the approval is for a skill that has changed since"
 }
 
-// columns are the columns of an [Approval]. One past its time is expired, whatever its row says.
+// columns are the columns of an [Approval]. An open one past its time counts as expired.
 const columns = `a.id::text, a.trace_id, a.execution_id::text, a.skill_name, a.skill_revision, a.arguments, a.parked,
 	case when a.status in ('pending', 'approved') and a.expires_at <= clock_timestamp() then 'expired' else a.status end,
 	a.decided_by, a.reason, a.decided_at, a.consumed_at, a.expires_at, a.created_at, a.decided_token_id, a.decided_via,
@@ -197,8 +196,7 @@ type Request struct {
 	SkillID  string
 	Revision int
 	Args     json.RawMessage
-	// Park means that the execution waits for the decision and makes the call.
-	Park bool
+	Park     bool // the execution waits for the decision and makes the call
 }
 
 // Ask requests an approval as a durable step. Without Park, a second request for the same call returns the open
@@ -210,7 +208,7 @@ func Ask(ctx context.Context, r Request) (Approval, error) {
 	}
 	return executions.StepTx(ctx, "ask "+r.Skill, func(ctx context.Context, tx pgx.Tx) (Approval, error) {
 		if !r.Park {
-			if err := lapse(ctx, tx, r, hash); err != nil {
+			if err := closeStale(ctx, tx, r, hash); err != nil {
 				return Approval{}, err
 			}
 		}
@@ -234,7 +232,7 @@ func Ask(ctx context.Context, r Request) (Approval, error) {
 	}, executions.Input(r.Args))
 }
 
-// insert adds the row; fresh is false if the same call has an open one.
+// insert adds the row. fresh is false if the same call has an open one; then the requesters are merged.
 func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval, fresh bool, err error) {
 	current, _ := executions.Current(ctx)
 	span, _ := trace.From(ctx)
@@ -280,8 +278,8 @@ func insert(ctx context.Context, tx pgx.Tx, r Request, hash string) (_ Approval,
 	return asked, fresh, err
 }
 
-// lapse closes an open approval of the same call that expired or is for another revision.
-func lapse(ctx context.Context, tx pgx.Tx, r Request, hash string) error {
+// closeStale closes an open approval of the same call that expired or is for another revision.
+func closeStale(ctx context.Context, tx pgx.Tx, r Request, hash string) error {
 	_, err := tx.Exec(ctx, `
 		update agent_approvals set status = 'expired'
 		 where skill_name = @skill and arguments_hash = @hash and status in ('pending', 'approved') and not parked
@@ -293,15 +291,15 @@ func lapse(ctx context.Context, tx pgx.Tx, r Request, hash string) error {
 	return nil
 }
 
-// Decide approves or rejects, and resumes the waiting execution. It records an activity under the trace of ctx, or a
-// new op_ trace. It returns [ErrDecided] if it is too late, [ErrFourEyes] if by asked for the call, and
-// [ErrNotFound] for an unknown id. by is the principal.
+// Decide approves or rejects for the principal by, and resumes the waiting execution. It records an activity under the
+// trace of ctx, or a new op_ trace. It returns [ErrDecided] if it is too late, [ErrFourEyes] if by requested the call,
+// and [ErrNotFound] for an unknown id.
 func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, by, reason string) (Approval, error) {
 	if span, ok := trace.From(ctx); !ok || span.TraceID == "" {
 		ctx = trace.With(ctx, trace.Span{TraceID: trace.New(trace.Operate), Surface: trace.Operate})
 	}
 	var decided Approval
-	broke := false
+	broken := false // a try lost its connection, perhaps after its commit
 	decide := func(tx pgx.Tx) error {
 		if err := activity.SetActor(ctx, tx); err != nil {
 			return err
@@ -326,21 +324,21 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 	err := postgres.Again(ctx, func() error {
 		err := postgres.InTx(ctx, db, decide)
 		if errors.Is(err, ErrNotFound) {
-			now, unknown := Get(ctx, db, id)
+			now, getErr := Get(ctx, db, id)
 			switch {
-			case postgres.Broken(unknown):
-				return unknown
-			case errors.Is(unknown, ErrNotFound):
+			case postgres.Broken(getErr):
+				return getErr
+			case errors.Is(getErr, ErrNotFound):
 				err = ErrNotFound
-			case unknown != nil:
-				err = unknown
-			case broke && now.DecidedBy == by && now.Reason == reason && approve == (now.Status != "rejected"):
-				decided, err = now, nil // by the try whose answer was lost
+			case getErr != nil:
+				err = getErr
+			case broken && now.DecidedBy == by && now.Reason == reason && approve == (now.Status != "rejected"):
+				decided, err = now, nil // by that try
 			default:
 				err = &DecidedError{now}
 			}
 		}
-		broke = broke || postgres.Broken(err)
+		broken = broken || postgres.Broken(err)
 		return err
 	})
 	if err != nil {
@@ -351,15 +349,15 @@ func Decide(ctx context.Context, db postgres.Beginner, id string, approve bool, 
 
 // recordDecision writes the row of the activity log.
 func recordDecision(ctx context.Context, tx pgx.Tx, a Approval, approve bool) error {
-	acted := map[string]any{
+	input := map[string]any{
 		"approval_id": a.ID, "skill": a.SkillName,
 		"decision": map[bool]string{true: "approve", false: "reject"}[approve], "by": a.DecidedBy, "reason": a.Reason,
 	}
 	if a.Own(a.DecidedBy) {
-		acted["four_eyes"] = "the requester decided"
+		input["four_eyes"] = "the requester decided"
 	}
 	_, err := activity.Note(ctx, tx, activity.Entry{
-		Skill: "decide_approval", Input: activity.Describe(ctx, acted),
+		Skill: "decide_approval", Input: activity.Describe(ctx, input),
 	}, activity.Outcome{Output: map[string]string{"status": a.Status, "trace_id": a.TraceID}})
 	return err
 }
@@ -371,7 +369,7 @@ type Decision struct {
 	TimedOut bool   `json:"-"` // nobody decided in time
 }
 
-// Await waits durably, in the wait name, for the decision on an approval.
+// Await waits durably for the decision on an approval. name is that of the wait's step.
 func Await(ctx context.Context, name, id string) (d Decision, err error) {
 	out, err := executions.Wait(ctx, name, executions.Approval(id, Lifetime))
 	switch {
@@ -389,7 +387,7 @@ func Await(ctx context.Context, name, id string) (d Decision, err error) {
 	return d, nil
 }
 
-// Grant returns what makes the approved call of the execution that ctx belongs to: the step, and its OnIntent.
+// Grant returns the step of the approved call in the execution of ctx, and its executions.Call.OnIntent.
 func Grant(ctx context.Context, id string) (step string, onIntent func(b *pgx.Batch, _ string)) {
 	current, _ := executions.Current(ctx)
 	step = "approved " + id
