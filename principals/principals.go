@@ -24,9 +24,9 @@
 //
 //   - Only digests of secrets are stored. A secret is returned once, by the function that makes it.
 //   - A revoked token or session, and those of a disabled principal, are refused from the commit on, by every process:
-//     each request reads its row. Open streams learn it by a notification on [Channel], and from a poll.
+//     each request reads its row. Open streams end by a notification on [Channel] or by a poll.
 //   - The database's clock decides what has expired.
-//   - An identity is an issuer with the id it gives an account. Names and e-mail addresses lead to nobody.
+//   - An identity is an issuer with the id of an account there. Names and e-mail addresses identify nobody.
 //   - The principal root stands for AGENT_ADMIN_TOKEN. It cannot be disabled, and its role stays admin.
 //   - Each change is an act in the activity log, in the same transaction.
 package principals
@@ -141,7 +141,7 @@ type Caller struct {
 	Until time.Time
 }
 
-// RootCaller is whoever has sent AGENT_ADMIN_TOKEN.
+// RootCaller returns the caller that has sent AGENT_ADMIN_TOKEN.
 func RootCaller() *Caller {
 	return &Caller{Principal: Principal{Name: Root, Kind: User, Role: Admin}, Scopes: []string{All}}
 }
@@ -201,8 +201,8 @@ func (c *Caller) Effective() []string {
 
 type callerKey struct{}
 
-// WithCaller has handlers below ctx know their caller, and the acts under it name it. Callers without [ThreadsRead]
-// are not shown the texts of conversations; see [activity.WithoutTexts].
+// WithCaller stores the caller for handlers, and as the actor of their activities. A caller without [ThreadsRead] gets
+// no texts of conversations; see [activity.WithoutTexts].
 func WithCaller(ctx context.Context, c *Caller, via string) context.Context {
 	ctx = activity.WithActor(ctx, activity.Actor{Name: c.Name, TokenID: c.TokenID, Via: via})
 	if !c.May(ThreadsRead) {
@@ -227,7 +227,7 @@ func Find(ctx context.Context, db postgres.DB, name string) (Principal, error) {
 }
 
 // ByIdentity returns the enabled principal of an account, such as (slack:TEAM, user id); ErrNotFound without one.
-// Ask its role before anything is decided for it: p.Role.May(ApprovalsDecide).
+// Before a decision of the principal, check its role: p.Role.May(ApprovalsDecide).
 func ByIdentity(ctx context.Context, db postgres.DB, issuer, subject string) (Principal, error) {
 	rows, err := db.Query(ctx, `
 		select `+columns+` from agent_identities i join agent_principals p on p.id = i.principal_id
@@ -251,10 +251,9 @@ func act(ctx context.Context, db postgres.Beginner, name, reason string, about m
 	return err
 }
 
-// reserved are names that the audit gives to others.
+// reserved are names of other actors in the audit.
 var reserved = []string{
-	Root, "admin", "agent", "sender", "visitor", "self-heal", "channel", "operate", "chat",
-	"heartbeat",
+	Root, "admin", "agent", "sender", "visitor", "self-heal", "channel", "operate", "chat", "heartbeat",
 }
 
 // New describes a principal.
@@ -285,7 +284,7 @@ func (r Role) check() error {
 
 func isOdd(r rune) bool { return r <= ' ' || r == 0x7f || r > 0x7f && !isPrintable(r) }
 
-// Create makes a principal.
+// Create creates a principal.
 func Create(ctx context.Context, db postgres.Beginner, n New) (p Principal, err error) {
 	if err := n.check(); err != nil {
 		return p, err
@@ -320,9 +319,9 @@ func SetRole(ctx context.Context, db postgres.Beginner, name string, role Role, 
 }
 
 // SetEnabled disables a principal, with its tokens and sessions, or enables it again.
-func SetEnabled(ctx context.Context, db postgres.Beginner, name string, enabled bool, reason string) (Principal,
-	error,
-) {
+func SetEnabled(
+	ctx context.Context, db postgres.Beginner, name string, enabled bool, reason string,
+) (Principal, error) {
 	verb := "disable_principal"
 	if enabled {
 		verb = "enable_principal"
@@ -335,7 +334,7 @@ func SetEnabled(ctx context.Context, db postgres.Beginner, name string, enabled 
 	})
 }
 
-// update changes a principal and tells open streams of it.
+// update changes a principal and notifies its open streams.
 func update(ctx context.Context, db postgres.Beginner, verb, name, reason string, about map[string]any,
 	change func(tx pgx.Tx, p Principal) error,
 ) (p Principal, err error) {
@@ -364,7 +363,7 @@ func update(ctx context.Context, db postgres.Beginner, verb, name, reason string
 	return p, err
 }
 
-// locked returns a principal and keeps others from changing it.
+// locked returns a principal and locks its row.
 func locked(ctx context.Context, tx pgx.Tx, name string) (Principal, error) {
 	rows, err := tx.Query(ctx, `
 		select `+columns+` from agent_principals p where p.name = @name or p.id::text = @name for update`,

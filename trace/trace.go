@@ -27,7 +27,7 @@ import (
 	"github.com/oklog/ulid/v2"
 )
 
-// ErrInvalid is in the chain of every error that [Parse] and [ParseAny] return.
+// ErrInvalid is wrapped by every error of [Parse] and [ParseAny].
 var ErrInvalid = errors.New("not a trace id")
 
 // Length is the number of bytes of every valid [ID].
@@ -45,7 +45,7 @@ type ID string
 func New(s Surface) ID {
 	prefix := s.Prefix()
 	if prefix == "" {
-		panic(fmt.Sprintf("trace: new id: surface %q is not one of %s", string(s), surfaceNames()))
+		panic(fmt.Sprintf("trace: new id: surface %q is not one of %s", string(s), list(Surface.String)))
 	}
 	return ID(prefix + "_" + ulid.MustNew(ulid.Now(), rand.Reader).String())
 }
@@ -61,7 +61,7 @@ func Parse(s string) (ID, error) {
 	}
 	surface, known := byPrefix(strings.ToLower(prefix))
 	if !known {
-		return "", invalid(s, "its prefix %q is not one of %s", prefix, prefixNames())
+		return "", invalid(s, "its prefix %q is not one of %s", prefix, list(Surface.Prefix))
 	}
 	u, err := parseULID(s, rest)
 	if err != nil {
@@ -70,10 +70,9 @@ func Parse(s string) (ID, error) {
 	return surface.id(u), nil
 }
 
-// ParseAny reads an id in any form a person may have at hand and returns the ids it can mean:
-// one for the prefixed form; one for each surface for the 32 hex digits that tracing tools
-// show, and for a ULID alone, because neither says which surface it was. At most one of them
-// exists, so a look-up is
+// ParseAny reads an id in any form and returns the ids that it may stand for: one for the prefixed form; one for each
+// surface for a ULID alone, and for the 32 hex digits of tracing tools, because neither has a surface. At most one of
+// them exists, so a query is
 //
 //	where trace_id = any(@ids)
 //
@@ -103,20 +102,19 @@ func ParseAny(s string) ([]ID, error) {
 	return []ID{id}, nil
 }
 
-// Surface is where the work began; empty when id is not valid.
+// Surface returns where the work began; empty for an invalid id.
 func (id ID) Surface() Surface {
 	surface, _, _ := id.split()
 	return surface
 }
 
-// ULID is the id without its surface; zero when id is not valid. Give [ID.Suffix], not this,
-// to a text column.
+// ULID returns the id without its surface; zero for an invalid id. Store [ID.Suffix], not this, in a text column.
 func (id ID) ULID() ulid.ULID {
 	_, u, _ := id.split()
 	return u
 }
 
-// Suffix is the ULID as 26 upper-case characters; empty when id is not valid.
+// Suffix returns the ULID as 26 upper-case characters; empty for an invalid id.
 func (id ID) Suffix() string {
 	_, u, ok := id.split()
 	if !ok {
@@ -125,8 +123,8 @@ func (id ID) Suffix() string {
 	return u.String()
 }
 
-// OTel is the same 16 bytes as 32 lower-case hex digits, the trace id of W3C Trace Context and
-// OpenTelemetry; empty when id is not valid.
+// OTel returns the ULID as 32 lower-case hex digits, the trace id of W3C Trace Context and OpenTelemetry; empty for an
+// invalid id.
 func (id ID) OTel() string {
 	_, u, ok := id.split()
 	if !ok {
@@ -135,8 +133,8 @@ func (id ID) OTel() string {
 	return hex.EncodeToString(u[:])
 }
 
-// Time is when the id was made, in UTC to the millisecond, by the clock of the process that
-// made it; the zero time when id is not valid.
+// Time returns when the id was made, in UTC to the millisecond, by the clock of its process; the zero time for an
+// invalid id.
 func (id ID) Time() time.Time {
 	_, u, ok := id.split()
 	if !ok {
@@ -194,15 +192,14 @@ func parseULID(whole, part string) (ulid.ULID, error) {
 	return u, nil
 }
 
-// invalid describes what is wrong with s, and shows no more of s than helps.
+// invalid describes what is wrong with s, of which it quotes the beginning.
 func invalid(s, format string, args ...any) error {
-	const most = 60
-	shown := s
-	if len(shown) > most {
-		shown = shown[:most] + "…"
+	const quoted = 60
+	if len(s) > quoted {
+		s = s[:quoted] + "…"
 	}
 	return fmt.Errorf("parse trace id %q: %w: %s; a trace id looks like %s",
-		shown, ErrInvalid, fmt.Sprintf(format, args...), example)
+		s, ErrInvalid, fmt.Sprintf(format, args...), example)
 }
 
 // Surface is an entry point: the start of a trace.
@@ -250,7 +247,7 @@ func ParseSurface(name string) (Surface, error) {
 			return s, nil
 		}
 	}
-	return "", fmt.Errorf("parse surface %q: not one of %s", name, surfaceNames())
+	return "", fmt.Errorf("parse surface %q: not one of %s", name, list(Surface.String))
 }
 
 func (s Surface) id(u ulid.ULID) ID { return ID(s.Prefix() + "_" + u.String()) }
@@ -264,20 +261,11 @@ func byPrefix(prefix string) (Surface, bool) {
 	return "", false
 }
 
-// surfaceNames lists the names for a message.
-func surfaceNames() string {
-	names := make([]string, 0, len(surfaces))
-	for _, s := range surfaces {
-		names = append(names, string(s))
+// list joins a property of all surfaces for a message.
+func list(property func(Surface) string) string {
+	all := make([]string, len(surfaces))
+	for i, s := range surfaces {
+		all[i] = property(s)
 	}
-	return strings.Join(names, ", ")
-}
-
-// prefixNames lists the prefixes for a message.
-func prefixNames() string {
-	names := make([]string, 0, len(surfaces))
-	for _, s := range surfaces {
-		names = append(names, s.Prefix())
-	}
-	return strings.Join(names, ", ")
+	return strings.Join(all, ", ")
 }

@@ -109,7 +109,7 @@ func (k *checker) embedding(c *Config) {
 func (k *checker) database(name string, dsn Secret) {
 	switch text := dsn.Reveal(); {
 	case !dsn.IsSet() || isDatabase(text):
-	case hasScheme(text): // what the parser says of it can quote the password
+	case hasScheme(text): // the parser's error may quote the password
 		k.report(name, "it is a URL that cannot be read; percent-encode special characters of the password "+
 			"(@ is %%40, # is %%23, / is %%2F, ? is %%3F, %% is %%25)")
 	default:
@@ -129,7 +129,7 @@ func (k *checker) token(name string, token Secret) {
 	}
 }
 
-// names validates names and words.
+// names validates the agent's name and the names of logging.
 func (k *checker) names(c *Config) {
 	const longest = 100
 	if len(c.Name) > longest || strings.ContainsFunc(c.Name, func(r rune) bool { return !unicode.IsPrint(r) }) {
@@ -382,7 +382,7 @@ func unsetProblem(name string) string {
 	return fmt.Sprintf("%s is not set; set it, or %s%s, to %s", name, name, fileSuffix, helpOf(name))
 }
 
-// problemsError returns nil without problems.
+// problemsError returns an [*Error], or nil without problems.
 func problemsError(problems []string) error {
 	if len(problems) == 0 {
 		return nil
