@@ -31,7 +31,7 @@ create domain agent_priority as smallint check (value between 1 and 4);
 create domain agent_on_lost as text check (value in ('resume', 'fail', 'hand_on'));
 create domain agent_positive as int check (value > 0);
 create domain agent_seconds as int check (value >= 0);
-comment on domain agent_surface is 'Where a run began: the clock, an admin, a visitor, another system, or another run.';
+comment on domain agent_surface is 'What began a run: a schedule, an admin, a visitor, another system, or another run.';
 comment on domain agent_execution_status is
   'Pending, running and waiting are under way; completed, failed, timeout and cancelled are ends.';
 comment on domain agent_result_type is 'How an execution ended, in one word; null before.';
@@ -39,13 +39,13 @@ comment on domain agent_wait_kind is 'What an execution can wait for.';
 comment on domain agent_queue is 'Interactive is for what a person waits for.';
 comment on domain agent_priority is '1 is first, 4 is last.';
 comment on domain agent_on_lost is
-  'What the loss of its worker means to a run: it is resumed, it fails, or another may take it on.';
+  'The effect of a lost worker on a run: it is resumed, it fails, or another worker may lock it.';
 comment on domain agent_positive is 'A number from 1 on.';
 comment on domain agent_seconds is 'A duration in whole seconds, from 0 on.';
 
 -- Code
 
--- As before, in a form that is expanded where it is called. Of the 60 bits of time the last 12 are the part of a millisecond.
+-- In SQL, so that the planner expands it in place. Of the 60 bits of time the last 12 are a fraction of a millisecond.
 create or replace function lanekeeper.agent_uuid7(p_at timestamptz default clock_timestamp()) returns uuid
 language sql volatile parallel safe as $$
   select (overlay(lpad(to_hex(floor(extract(epoch from p_at) * 4096000)::bigint), 15, '0') placing '7' from 13 for 0)
@@ -66,7 +66,7 @@ create or replace function lanekeeper.agent_actor() returns jsonb language sql s
   select coalesce(nullif(current_setting('lanekeeper.actor', true), ''), '{"via": "sql"}')::jsonb
 $$;
 comment on function lanekeeper.agent_actor is
-  'Who acts in this transaction, as the program says it (activity.SetActor): by, key_id, via and message. Without that it is SQL.';
+  'Who acts in this transaction, as activity.SetActor set it: by, key_id, via and message. Default: {"via": "sql"}.';
 
 create or replace function lanekeeper.agent_decider(p_by text, p_via text, p_token_id text, p_message text) returns text
 language sql immutable parallel safe as $$
@@ -89,13 +89,13 @@ comment on function lanekeeper.agent_trace_id is 'A trace id, prefix and ULID: a
 create or replace function lanekeeper.agent_uuid(p_text text) returns uuid language sql immutable as $$
   select case when p_text ~ '^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$' then p_text::uuid end
 $$;
-comment on function lanekeeper.agent_uuid is 'The text as a UUID; null where it is none, so that no text can break a statement.';
+comment on function lanekeeper.agent_uuid is 'The text as a UUID. Null where it is none: no text breaks a statement.';
 
 create or replace function lanekeeper.agent_tokens(p_usage jsonb, p_kind text) returns bigint language sql immutable parallel safe as $$
   select case when jsonb_typeof(p_usage -> p_kind) = 'number' then least(greatest((p_usage ->> p_kind)::numeric, 0), 1e12)::bigint else 0 end
 $$;
 comment on function lanekeeper.agent_tokens is
-  'A count of agent_activity.token_usage; 0 where it is not a number, so that no row can break a listing.';
+  'A count of agent_activity.token_usage. 0 where it is not a number, so no row breaks a listing.';
 
 -- In plpgsql, because a plan of it is kept: as SQL it is planned for each statement that calls it.
 create or replace function lanekeeper.agent_words(p_from timestamptz, p_to timestamptz) returns text language plpgsql immutable strict as $$

@@ -13,7 +13,7 @@ create type agent_lock_answer as (
   was_holder    text,                               -- whose lease had ended without a release; '' when it was free
   was_until     timestamptz                         -- when that ended
 );
-comment on type agent_lock_answer is 'The answer to a request for a lane: its new lease, or who holds it.';
+comment on type agent_lock_answer is 'The answer to a request for a lane: the new lease, or the holder.';
 
 create table agent_locks (
   lane text primary key, locked_by text not null default '', fencing_token bigint not null,
@@ -241,11 +241,11 @@ begin
   return true;
 end $$;
 comment on function break_agent_lock is
-  'Take a lane away from its holder, whose token is void from then on; recorded with the reason under the '
-  'holder''s trace. The holder is notified on agent_lanes. While a fenced write is under way it waits for about '
-  'a second, then raises 55P03 and says who is in the way.';
+  'Take a lane away from its holder and void its token. The reason is recorded under the holder''s trace, and the '
+  'holder is notified on agent_lanes. While a fenced write is under way it waits for about a second, then raises '
+  '55P03 and names the blocker.';
 
--- What the rules are made of
+-- Checks, and the lock of a row
 
 create or replace function lanekeeper.agent_lock_check(p_lane text, p_locked_by text, p_ttl_seconds int) returns boolean
 language plpgsql immutable as $$
@@ -402,8 +402,8 @@ begin
   return got;
 end $$;
 comment on function lanekeeper.acquire_agent_lock is
-  'The work of the contract''s function of this name. The answer also says whose ended lease was taken over. '
-  'Without a holder in it the lane is being changed right now.';
+  'Implements the contract''s function of this name. The answer also names the owner of an ended lease that was taken '
+  'over. An answer without a holder: another transaction is changing the lane.';
 
 create or replace function lanekeeper.acquire_agent_locks(p_lanes text[], p_owners text[], p_ttls int[])
 returns table (n bigint, acquired boolean, fencing_token bigint, expires_at timestamptz, locked_by text, was_holder text, was_until timestamptz)
@@ -635,7 +635,7 @@ begin
     line := case when held.expires_at > clock_timestamp() and held.execution_id <> p_borrower
                  then lanekeeper.agent_lenders(p_borrower, held.execution_id, p_lane like 'thread:%') end;
     exit when line is null or look = 2;
-    -- Neither the lane nor the borrower's row stands for those between. One that is locked begins or ends to wait.
+    -- The executions between holder and borrower need their own locks. One that is locked begins or ends its wait.
     seen := array(select x.id from agent_executions x where x.id = any (line[2 : cardinality(line) - 1]) order by x.id for share skip locked);
     exit when cardinality(seen) < cardinality(line) - 2;
     seen := line;
@@ -689,15 +689,15 @@ begin
   return next;
 end $$;
 comment on function lanekeeper.acquire_agent_execution_lock is
-  'acquire_agent_lock for an execution, to which a parent that waits for it lends the lane: then lender says who. soon: '
-  'it may not yet, but such a parent is about to wait; try again in a moment.';
+  'acquire_agent_lock for an execution, which may also borrow the lane from a parent that waits for it (lender). soon: '
+  'a parent that holds the lane is about to wait; try again in a moment.';
 
 create or replace function lanekeeper.return_agent_lock(p_lane text, p_lender uuid default null, p_ended text default null) returns uuid
 language plpgsql volatile set enable_seqscan = off set jit = off as $$
 declare
   loan record;
 begin
-  -- Without a lock: a lender that is being parked, claimed or ended now finds the lane when we have let go of its row.
+  -- Without a lock on the lender: its own transaction finds the lane once this one has released the lane's row.
   select n.depth, n.ttl_seconds, x.id, x.id || '#' || x.claim as owner, x.status = 'waiting' and n.lane ~ '^(thread|automation|objective):' as parked
     into loan from agent_lock_loans n join agent_executions x on x.id = n.lender
    where n.lane = p_lane and (n.lender = p_lender or p_lender is null and x.status in ('running', 'waiting'))
@@ -734,8 +734,8 @@ begin
   return loan.id;
 end $$;
 comment on function lanekeeper.return_agent_lock is
-  'End the last loan of a lane, whose row the caller has locked: it goes to the nearest live lender, or to p_lender. '
-  'Null when there is none. Then p_ended, where it is given, frees the lane: its token is void, and waiters are notified.';
+  'End the last loan of a lane: the lane returns to the nearest live lender, or to p_lender. The caller has locked the '
+  'row. Null: there is no such lender. Then p_ended, if given, frees the lane, voids its token and notifies waiters.';
 
 create or replace function lanekeeper.claim_agent_locks(p_execution_id uuid, p_parked boolean default false) returns void
 language plpgsql volatile as $$
@@ -796,7 +796,7 @@ comment on function lanekeeper.release_agent_execution_locks is
   'Release the lanes of an execution that has ended. Otherwise it is handed back and keeps its threads. Returns their '
   'number.';
 
--- The sweep walks through rows of many owners in one transaction. It passes over what a client has locked.
+-- The sweep visits rows of many owners in one transaction. It skips locked rows.
 
 create or replace function lanekeeper.agent_with_free_lanes(p_ids uuid[]) returns uuid[]
 language plpgsql volatile set enable_seqscan = off set jit = off as $$

@@ -83,7 +83,7 @@ comment on column agent_executions.waiting_data is 'Details of the wait.';
 comment on column agent_executions.waiting_step is 'The step that records the outcome of the wait.';
 comment on column agent_executions.wait_number is 'Counts the waits. An outcome names the number, so it ends one wait at most.';
 comment on column agent_executions.wake is 'Counts how often the run became ready again.';
-comment on column agent_executions.hinted_at is 'When other processes were last told that the run is ready. Nothing is decided by it.';
+comment on column agent_executions.hinted_at is 'When other processes were last notified of it. It decides nothing.';
 comment on column agent_executions.attempt is 'Claims lost since the last checkpoint.';
 comment on column agent_executions.max_attempts is 'How many lost claims without a checkpoint fail the run.';
 comment on column agent_executions.on_lost is
@@ -96,7 +96,7 @@ comment on column agent_executions.result is 'The outcome as data.';
 comment on column agent_executions.failed_step is 'The step that failed.';
 comment on column agent_executions.cancelled_by is 'The person or program that cancelled it.';
 comment on column agent_executions.cancel_reason is 'The reason that was given for the cancel.';
-comment on column agent_executions.dedupe_key is 'A start with a key that is there already begins nothing.';
+comment on column agent_executions.dedupe_key is 'A second start with the same key begins nothing.';
 comment on column agent_executions.started_at is 'When it was first claimed.';
 comment on column agent_executions.completed_at is 'When it ended.';
 comment on column agent_executions.inherits is 'It may borrow the lanes of its parent, which waits for it.';
@@ -143,8 +143,8 @@ create table agent_untold_ends (
   execution_id uuid primary key
 );
 comment on table agent_untold_ends is
-  'Ends that a parent waits for and has not been told of. The end only writes the row, so it waits for no lock of a '
-  'parent. The process that resumes the parent deletes it.';
+  'Ends whose waiting parents are not resumed yet. The end only writes the row, so it waits for no lock of a parent. '
+  'The process that resumes the parent deletes it.';
 
 create table agent_limits (
   kind text not null check (kind in ('flow', 'surface')), name text not null check (name <> ''),
@@ -443,7 +443,7 @@ begin
 end $$;
 comment on function lanekeeper.agent_executions_changed is
   'What follows an end, in its transaction: release what the execution holds, emit AGENT_COMPLETED once, list the '
-  'ends that a parent waits for. A free slot is announced.';
+  'ends that a parent waits for, announce a free slot.';
 
 create or replace trigger agent_executions_begins before insert on agent_executions
   for each row execute function lanekeeper.agent_executions_begins();
@@ -472,7 +472,7 @@ begin
   if e.surface = 'eval' then
     perform lanekeeper.mark_agent_trial();
   end if;
-  -- A fork is given what it begins with while it is pending; nobody writes as any other that is.
+  -- A fork receives its checkpoints while it is pending. No other pending execution may write.
   if found and (e.status = 'waiting' or e.status = 'pending' and e.forked_from is not null or (e.status = 'running' and exists (
        select 1 from agent_workers w where w.id = e.claimed_by and w.expires_at > clock_timestamp()))) then
     return true;
@@ -496,7 +496,7 @@ select x.id, x.queue, x.flow, x.surface, x.priority from agent_executions x
  where x.claimed_by is null and x.status in ('pending', 'running') and not x.outside
    and not exists (select from agent_cancel_requests q where q.execution_id = x.id);
 comment on view lanekeeper.agent_ready_executions is
-  'What may be claimed. One whose cancel is requested may not: whoever had it locked when the cancel came left it ready.';
+  'Executions that may be claimed. One with a requested cancel may not: it was locked when the cancel came.';
 
 create or replace view lanekeeper.agent_ready_kinds as
 with recursive kinds as (                                    -- one step of the index for each kind, however many are ready
@@ -512,8 +512,8 @@ select k.queue, k.flow, k.surface, (select min(f.places) from lanekeeper.agent_f
                                      where f.name = case f.kind when 'flow' then k.flow else k.surface end) as places from kinds k
  where k.surface in ('operate', 'chat') or not exists (select from agent_pauses p where p.resumed_at is null);
 comment on view lanekeeper.agent_ready_kinds is
-  'The flows and surfaces of which anything may be claimed, and for how many their limits have places (null: no limit). '
-  'While the agent is paused, those of attended surfaces.';
+  'The flows and surfaces with executions to claim, and the free places of their limits (null: no limit). While the '
+  'agent is paused: only attended surfaces.';
 
 create or replace function lanekeeper.start_agent_executions(p_traces text[], p_surfaces text[], p_flows text[], p_inputs jsonb[], p_options jsonb,
                                                   p_worker uuid, p_places int[], p_skip text[])
@@ -691,13 +691,13 @@ create or replace function lanekeeper.lose_agent_claims(p_worker uuid, p_id uuid
 language plpgsql volatile set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off set lock_timeout = '50ms' as $$
 declare
   lost uuid[];
-  left_ uuid[] := '{}';             -- whose end meets a lock
+  left_ uuid[] := '{}';             -- left to the next call, because a row is locked
   free uuid[];
   held int := 0;                    -- how often a lock was waited for
   process boolean;
   e record;
 begin
-  -- One that is written to at this moment comes next time: a sweep that waited for it would hold up all others.
+  -- Locked executions are left to the next sweep: waiting for one would hold up all others.
   lost := array(select x.id from agent_executions x where x.claimed_by = p_worker and (p_id is null or x.id = p_id) order by x.id for update skip locked);
   if p_id is not null then                                   -- a step may have been recorded before the row was locked
     lost := array(select s.id from lanekeeper.agent_stalled_executions s where s.id = any (lost));
@@ -752,8 +752,8 @@ comment on function lanekeeper.lose_agent_claims is
   'whether it runs again or fails. Locked executions are left to the next call. A worker without claims is deleted, '
   'and the lanes of its jobs are released. Returns the number of claims.';
 
--- Whoever takes a claim away waits for the writes under it, with the lock that it needs from the beginning. With a
--- weaker one it would deadlock with a write that wants more.
+-- Taking a claim away waits for the writes under it. It takes its strongest lock first: upgrading a weaker one could
+-- deadlock with a write that upgrades its own.
 create or replace function lanekeeper.release_agent_claim(p_id uuid, p_claim bigint) returns void
 language plpgsql volatile as $$
 declare
@@ -817,9 +817,8 @@ begin
   if exists (select from jsonb_array_elements(p_ends) e (v) where (e.v ->> 'status' in ('completed', 'failed', 'timeout')) is not true) then
     raise exception 'executions can finish as completed, failed or timeout' using errcode = '22023';
   end if;
-  -- For update: nothing is written under these claims afterwards. One with a write under way is passed over, and waits
-  -- for it by itself. A row that was changed before it was locked is compared again; the clock that ends a lease is
-  -- read after the locks.
+  -- For update: nothing is written under these claims afterwards. One with a write under way is skipped and ends alone.
+  -- A row that was changed before it was locked is compared again. The clock is read after the locks.
   select array_agg(x.id), array_agg(x.claim), array_agg(x.claimed_by), array_agg(x.ctid)
     into ending, claims, workers, places
     from (select y.* from (
@@ -828,14 +827,13 @@ begin
   if ending is null then
     return;
   end if;
-  -- Lanes and budgets have an order of their own, which is kept for one execution at a time: those that have any end by
-  -- themselves.
+  -- Lanes and budgets have a lock order of their own, so an execution that has any ends alone.
   select array(select k.id from agent_workers k where k.id = any (workers) and k.expires_at > clock_timestamp()),
          array(select l.execution_id from agent_locks l where l.execution_id = any (ending)
                union all select k.lender from agent_lock_loans k where k.lender = any (ending)
                union all select b.execution_id from agent_budget_reservations b where b.execution_id = any (ending))
     into alive, bound;
-  if bound <> '{}' or (ending = p_ids and claims = p_claims and workers <@ alive) is not true then    -- which one that does not run is not in
+  if bound <> '{}' or (ending = p_ids and claims = p_claims and workers <@ alive) is not true then    -- a null worker is not in alive
     places := array(
       select case when claims[t.x] = p_claims[t.i] and workers[t.x] = any (alive) and p_ids[t.i] <> all (bound)
                        and not exists (select from generate_series(1, t.i - 1) e where p_ids[e] = p_ids[t.i] and p_claims[e] = p_claims[t.i])
@@ -906,7 +904,7 @@ declare
   e record;
   actor_ jsonb;
 begin
-  for try in 1 .. 10 loop                                    -- what others write of it takes a moment
+  for try in 1 .. 10 loop                                    -- other writers lock it only for a moment
     exit when not lanekeeper.request_agent_cancel(p_id, null, '');
     if try = 10 then
       perform lanekeeper.request_agent_cancel(p_id, coalesce(p_cancelled_by, ''), p_reason, true);
@@ -957,7 +955,7 @@ begin
      where x.status = 'waiting' and x.waiting_until <= now_ and x.waiting_for = 'agent'
      order by x.waiting_until limit p_limit for no key update skip locked
   loop
-    exit when held >= 10;                                    -- a child that somebody works on comes next time
+    exit when held >= 10;                                    -- the others come next time
     if e.patient then                                        -- it lasts as long as the child itself waits, and an hour more
       with recursive line as (
         select c.*, 1 as depth from agent_executions c where c.id = e.child and c.status = 'waiting'
@@ -1005,7 +1003,8 @@ begin
   end loop;
 end $$;
 comment on function lanekeeper.sweep_agent_waits is
-  'Resume what waits for a time that has passed, or for a lane that is free. What meets a lock is left to the next sweep.';
+  'Resume executions that wait for a time that has passed, or for a lane that is free. The next sweep visits locked '
+  'ones.';
 
 -- The pause.
 
@@ -1018,7 +1017,7 @@ begin
     raise exception 'the reason is not valid: it has at most 1000 printable characters' using errcode = '22023';
   end if;
 end $$;
-comment on function lanekeeper.check_agent_reason is 'Refuse a name or a reason that no page can show.';
+comment on function lanekeeper.check_agent_reason is 'Refuse a name or reason that is unprintable or too long.';
 
 create or replace function pause_agent(p_reason text, p_by text default 'admin')
 returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, trace_id text, activity_id uuid)
@@ -1035,7 +1034,7 @@ begin
   begin
     perform pg_advisory_xact_lock(hashtextextended('agent pause', 0));
   exception when lock_not_available then
-    null;         -- somebody keeps a claim in an open transaction: what it claims stops before its first step
+    null;         -- an open transaction has claimed executions; they stop before their first step
   end;
   insert into agent_pauses as n (paused_by, reason, trace_id) values (p_by, p_reason, lanekeeper.agent_trace_id('op'))
   on conflict do nothing returning n.* into p;
@@ -1051,8 +1050,7 @@ begin
   return query select true, p.paused_at, p.paused_by, p.reason, p.trace_id, note_;
 end $$;
 comment on function pause_agent is
-  'Pause autonomous work, everywhere, until resume_agent. Of two at once one is the pause; the other gets it '
-  'with changed false.';
+  'Pause autonomous work, everywhere, until resume_agent. If a pause is on, return it with changed false.';
 
 create or replace function resume_agent(p_by text default 'admin', p_reason text default '')
 returns table (changed boolean, paused_at timestamptz, paused_by text, reason text, resumed_at timestamptz, trace_id text, activity_id uuid)
@@ -1080,7 +1078,7 @@ begin
   perform pg_notify('agent_automations', '');
   return query select true, p.paused_at, p.paused_by, p.reason, p.resumed_at, trace_, note_;
 end $$;
-comment on function resume_agent is 'End the pause; what is ready is taken at once. changed is false when the agent is not paused.';
+comment on function resume_agent is 'End the pause and announce ready work. changed is false where there is none.';
 
 -- Workers outside: an execution under a lock.
 

@@ -26,8 +26,8 @@ comment on column agent_checkpoints.waited_since is 'When that wait began.';
 
 -- Code
 
--- After the rows are written, which nobody sees before the commit: one look for all rows of a statement. Each execution
--- is locked, which waits for a takeover that is under way; then the clock decides about the worker's lease.
+-- It checks all rows of a statement after they are written: nobody sees them before the commit. The lock on each
+-- execution waits for a takeover under way. The clock is read after the lock.
 create or replace function lanekeeper.agent_checkpoints_fence() returns trigger
 language plpgsql security definer set search_path from current set enable_seqscan = off set jit = off as $$
 declare
@@ -72,9 +72,8 @@ comment on function checkpoint_agent_execution is
   'Record a step under a lock. created: recorded. same: it was there with this output. different: it was there with '
   'another, and stays. LK001: the lock is void.';
 
--- A batch of steps costs less where all of it counts, which is nearly always: its process sends it in the order of its
--- executions, which is the order in which rows are locked, and then one comparison does for all. Only those that are
--- not written are answered.
+-- Nearly always the whole batch is valid. Sent in the order of execution ids, which is the lock order, it needs one
+-- comparison for all. Only steps that are not written are returned.
 create or replace function lanekeeper.checkpoint_agent_executions(p_ids uuid[], p_claims bigint[], p_steps text[], p_prints text[], p_failed boolean[],
                                               p_outputs jsonb[], p_variables jsonb[])
 returns table (n int, verdict text)
@@ -84,15 +83,15 @@ set lock_timeout = '50ms' as $$
 #variable_conflict use_column
 declare
   several constant int := cardinality(p_ids);
-  showing uuid[] := '{}';           -- those whose variables are written beside the step, which needs a stronger lock
+  showing uuid[] := '{}';           -- those whose variables are written too, which needs a stronger lock
   locked uuid[];
-  claims bigint[];                  -- of what is locked, as are workers, of which only what runs has one
-  workers uuid[];
+  claims bigint[];                  -- of the locked executions
+  workers uuid[];                   -- likewise; null for one that does not run
   alive uuid[];
-  good int[];                       -- places of the steps that count; null: all do
+  good int[];                       -- places of the valid steps; null: all
 begin
-  -- Locked rows are passed over. One that was changed before it was locked is compared again; the clock that ends a
-  -- lease is read after the locks.
+  -- Locked rows are skipped. A row that was changed before it was locked is compared again. The clock is read after the
+  -- locks.
   if num_nonnulls(variadic p_variables) > 0 then
     showing := array(select p_ids[i] from generate_series(1, several) i where p_variables[i] is not null);
     select array_agg(x.id), array_agg(x.claim), array_agg(x.claimed_by) into locked, claims, workers

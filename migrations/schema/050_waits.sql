@@ -21,7 +21,7 @@ comment on column agent_events.event is 'The kind of event, such as MESSAGE_RECE
 comment on column agent_events.key is 'The subject of the event. Kind and key together find the waits that it ends.';
 comment on column agent_events.data is 'The content, which becomes the outcome of the wait.';
 comment on column agent_events.external_id is
-  'The id that the sender gave it. A second delivery with the id counts for nothing.';
+  'The id that the sender gave it. A second delivery with the id is ignored.';
 comment on column agent_events.execution_id is 'The execution that emitted it.';
 comment on column agent_events.consumed_by is 'The execution whose wait took it.';
 
@@ -85,7 +85,7 @@ begin
     return (select jsonb_build_object('event', (select k.event from lanekeeper.agent_wait_events k where k.kind = p_kind), 'event_id', r.event_id, 'data', r.answer, 'timed_out', false)
               from agent_requests r where r.id = lanekeeper.agent_uuid(p_key) and r.answer is not null);
   elsif p_kind = 'response' then
-    -- What came before the execution last spoke here, or before it began, cannot answer it.
+    -- A message from before the execution's last one here, or from before its start, cannot answer it.
     select coalesce((select m.sent_at from agent_messages m
                       where m.execution_id = p_id and m.thread_id = p_key and m.role = 'assistant' and m.sent_at is not null
                       order by m.id desc limit 1),
@@ -119,7 +119,7 @@ begin
   return jsonb_build_object('event', came.event, 'event_id', came.id, 'data', came.data, 'timed_out', false);
 end $$;
 comment on function lanekeeper.agent_wait_outcome is
-  'The outcome of a wait that is about to begin, when what it waits for has come already; the event is consumed.';
+  'The outcome of a wait that is about to begin, if its event has come; the event is consumed. Null: it has not.';
 
 create or replace function lanekeeper.wait_agent_execution(p_id uuid, p_claim bigint, p_step text, p_kind text, p_key text,
                                      p_timeout interval, p_data jsonb) returns jsonb
@@ -180,8 +180,8 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.wait_agent_execution is
-  'Wait durably: null when the execution is now waiting and needs no process; an outcome when what it waits for '
-  'has come already.';
+  'Wait durably. Null: the execution is now waiting and needs no process. Otherwise the outcome: the event has come '
+  'already.';
 
 create or replace function lanekeeper.wait_agent_executions(p_ids uuid[], p_claims bigint[], p_steps text[], p_kinds text[], p_keys text[], p_seconds float8[],
                                       p_data jsonb[], p_variables jsonb[]) returns setof int
@@ -191,13 +191,13 @@ declare
   ready uuid[];
   plain uuid[];
 begin
-  -- Those of the kinds that need nothing but an event or a time, and whose wait nobody else is about to end.
+  -- Waits that need only an event or a time, and whose advisory lock is free.
   ready := array(
     select t.id from unnest(p_ids, p_claims, p_steps, p_kinds, p_keys, p_seconds) with ordinality t (id, claim, step, kind, key, seconds, n)
      where t.kind in ('event', 'approval', 'delay') and t.step is not null and (t.key <> '' or t.kind = 'delay' and t.key is not null)
        and t.seconds between 0 and extract(epoch from interval '30 days') and t.n = array_position(p_ids, t.id)
        and (t.kind = 'delay' or pg_try_advisory_xact_lock(hashtextextended('wait ' || t.kind || ' ' || t.key, 0))));
-  -- For update, because the claim is part of the key. One whose row is locked waits for it by itself.
+  -- For update, because the claim is part of the key. One whose row is locked is left out.
   ready := array(select x.id from agent_executions x where x.id = any (ready) and x.claim = p_claims[array_position(p_ids, x.id)]
                     for update skip locked);
   plain := array(
@@ -221,7 +221,7 @@ begin
 end $$;
 comment on function lanekeeper.wait_agent_executions is
   'wait_agent_execution for several executions. Rows: places, from 1, of those that were not written: their event may '
-  'have come, they have lanes, are locked, or are not valid. Let each wait alone.';
+  'have come, they have lanes, are locked, or are not valid. Call wait_agent_execution for each.';
 
 create or replace function lanekeeper.resume_agent_executions(p_ids uuid[], p_outcomes jsonb[], p_claimed uuid[] default '{}', p_worker uuid default null,
                                                    p_child uuid default null)
@@ -235,7 +235,7 @@ declare
   id_ uuid;
   parent uuid;                      -- of a child that goes on without being waited for
 begin
-  -- No joins with what is given: a plan that was made while the table was small would go through it from the other side.
+  -- No join with the arrays: a plan made while the table was small would scan the whole table later.
   insert into agent_checkpoints (execution_id, step, claim, output, waited_for, waited_key, waited_since)
   select x.id, coalesce(x.waiting_step, 'wait ' || x.wait_number), x.claim, p_outcomes[array_position(p_ids, x.id)],
          x.waiting_for, x.waiting_key, x.updated_at
@@ -310,7 +310,7 @@ begin
   return kind;
 end $$;
 comment on function lanekeeper.check_agent_event is
-  'The kind of wait that an event ends. An event that would end whoever waits for it is refused with 22023.';
+  'The kind of wait that an event ends. Refuses with 22023 an event whose data would fail the execution that waits.';
 
 create or replace function lanekeeper.answer_agent_request(p_kind text, p_event agent_events) returns agent_requests
 language plpgsql volatile as $$
@@ -463,8 +463,8 @@ comment on function lanekeeper.agent_next_in_line is
   'Whether an execution that becomes ready now would be claimed next: no limit concerns it, and nothing else of '
   'its queue could be claimed.';
 
--- One event, and one execution that waits for it: nearly all are so. A statement costs more to begin than what it does
--- here, hence four: lock who waits; write the event, and look whether this process may claim; write the outcome; the claim.
+-- Nearly always one execution waits for an event. Starting a statement costs more than its work, so there are four:
+-- lock the execution; write the event and decide whether this process may claim; write the outcome; claim.
 create or replace function lanekeeper.deliver_agent_event(p_event text, p_key text, p_data jsonb default '{}', p_id text default null,
                                     p_worker uuid default null, p_queues text[] default '{}', p_skip text[] default '{}')
 returns table (n int, event_id uuid, execution_id uuid, queue text, execution agent_executions, held boolean, steps text[], claims bigint[],
@@ -473,7 +473,7 @@ language plpgsql volatile set enable_seqscan = off set plan_cache_mode = force_g
 #variable_conflict use_column
 declare
   kind constant text := lanekeeper.check_agent_event(p_event, p_key, p_data, p_id);
-  plain boolean := kind not in ('agent', 'document', 'signature', 'test');    -- these do more than to resume
+  plain boolean := kind not in ('agent', 'document', 'signature', 'test');    -- these do more than resume
   steady constant boolean := pg_try_advisory_xact_lock_shared(hashtextextended('agent pause', 0));    -- nobody pauses the agent meanwhile
   w record;                         -- who waits
   mine boolean;                     -- this process claims it
@@ -540,8 +540,8 @@ begin
   loop
     waiters[n] := execution_id;
   end loop;
-  -- Another that waits is one more, or somebody has locked it. Lanes have an order of their own. Without the offsets the
-  -- planner might read all who wait.
+  -- Left out: events for which a second execution waits, or one that is locked; executions with lanes, which have a
+  -- lock order of their own. Without the offsets the planner might read all waits.
   return query
   select t.n::int, t.id from unnest(p_kinds, p_keys, waiters) with ordinality t (kind, key, id, n)
    where t.n = any (free)
@@ -552,8 +552,8 @@ begin
      and not exists (select from agent_lock_loans k where k.lender = t.id offset 0);
 end $$;
 comment on function lanekeeper.lock_agent_events is
-  'Of several events those that wait for nobody, and that one execution at most waits for, with that: both are locked. '
-  'n is the place of the event, from 1.';
+  'Lock those of several events for which at most one execution waits, with that execution. It never waits. Rows: '
+  'the locked events (n: the place, from 1) and executions.';
 
 create or replace function lanekeeper.deliver_agent_events(p_events text[], p_keys text[], p_data jsonb[], p_ids text[], p_worker uuid, p_background int,
                                      p_interactive int, p_skip text[])
@@ -615,8 +615,8 @@ begin
   return query select d.event_id, d.execution_id from lanekeeper.deliver_agent_event(p_event, p_key, p_data, p_id) d;
 end $$;
 comment on function deliver_agent_event is
-  'Record an event and resume every execution that waits for it. Without one, the event is kept for the first that '
-  'will wait. The same p_id twice counts once. Rows: the event, with each execution that it resumed (null: none).';
+  'Record an event and resume every execution that waits for it. If none waits, the event is kept for the first that '
+  'does. The same p_id twice counts once. Rows: the event, with each execution that it resumed (null: none).';
 
 create or replace function raise_agent_event(p_event text, p_key text, p_data jsonb, p_id text, p_trace_id text)
 returns table (event_id uuid, execution_id uuid)

@@ -1,9 +1,9 @@
 -- Activity: the log of what the agent did.
 --
 -- One row for each action. The table is partitioned by its time-ordered id: a range of time is a range of ids, and
--- retention drops a partition. A call that is under way has a row in agent_activity_open as well, so that its end is a
--- HOT update. Counts by hour and day stand beside the log, so figures stay cheap however large the log is.
--- agent_prompts has the exact prompt of every model call, in parts that are stored once.
+-- retention drops a partition. An action under way is also listed in agent_activity_open, so that its end is a HOT
+-- update. The log is counted by hour and day, so figures stay cheap however large it is. agent_prompts has the exact
+-- prompt of every model call, in parts that are stored once.
 
 create table agent_activity (
   id uuid default lanekeeper.agent_uuid7() primary key, trace_id text not null check (trace_id <> ''),
@@ -45,7 +45,7 @@ comment on column agent_activity.skill_id is 'The skill, where there is one of t
 comment on column agent_activity.purpose is
   'The phase, skill or turn that a model was called for. Spend is counted there.';
 comment on column agent_activity.status is
-  'running: under way. unknown: it may have taken effect, and nobody can tell.';
+  'running: under way. unknown: it may or may not have taken effect.';
 comment on column agent_activity.input is 'The arguments, redacted.';
 comment on column agent_activity.output is 'The result, redacted.';
 comment on column agent_activity.error_class is 'The kind of error, such as timeout or invalid_params. Empty: none.';
@@ -248,7 +248,7 @@ create or replace function lanekeeper.agent_count_key(p_text text) returns text 
   select case when octet_length(p_text) <= 300 then p_text else left(p_text, 60) || '… ' || md5(p_text) end
 $$;
 comment on function lanekeeper.agent_count_key is
-  'A text that fits into an index. A model may call its tools what it likes.';
+  'The text, shortened to fit into an index. The names of tools that a model calls have any length.';
 
 create or replace function lanekeeper.agent_class_counts(p_class text) returns boolean language sql immutable parallel safe as $$
   select p_class not in ('invalid_params', 'unknown_tool', 'denied', 'stale', 'cancelled', 'interrupted', 'stall', 'disabled', 'on_trial', 'yielded',
@@ -292,9 +292,9 @@ language plpgsql stable security definer set search_path from current set enable
 set plan_cache_mode = force_generic_plan as $$
 #variable_conflict use_column
 begin
-  -- Its plan is kept: to plan it for each call took ten times as long as to run it.
+  -- Its plan is kept: planning took ten times as long as running.
   return query
-  -- Ids from counted_upto on are all rows of the log from there on; below it they are listed one by one.
+  -- fresh: all rows from counted_upto on. late: rows below it, which are listed one by one.
   with counted as materialized (
     select c.counted_upto from agent_activity_counted c),
   fresh as materialized (
@@ -373,7 +373,7 @@ begin
   ranked as materialized (
     select s.name, s.enabled_at, u.worked, u.failed, u.slowest, sum(u.calls) over (order by u.calls, s.name) <= p_read as few
       from sums u join agent_skills s on s.name = u.skill),
-  -- Of few calls: the rows.
+  -- Skills with few calls: from the rows.
   little as (
     select r.name, x.calls, x.failed, x.streak, x.p50_ms, x.p95_ms, x.slowest
       from ranked r
@@ -387,7 +387,8 @@ begin
                      from agent_activity_measured m
                     where m.skill_name = r.name and m.telling and m.id >= b.since_id and m.created_at >= b.since) c) x
      where r.few),
-  -- Of many: the counts, without the part of the first hour before p_since. A streak is read back to the last success.
+  -- Skills with many: from the counts, less the first hour's part before p_since. A streak is read back to the last
+  -- success.
   early as materialized (
     select c.skill_name, count(*) as worked, count(*) filter (where c.status = 'error') as failed
       from began b cross join agent_skill_calls c where c.id >= b.hour_id and c.id < b.since_id group by c.skill_name),
@@ -420,7 +421,7 @@ comment on function lanekeeper.read_agent_skill_figures is
 create or replace function record_stale_agent_write(p_id uuid, p_lock_id text, p_write text, p_step text default '', p_output jsonb default null) returns boolean
 language plpgsql volatile security definer set search_path from current set enable_seqscan = off set jit = off as $$
 declare
-  most constant int := 5;           -- rows of one lock, and of an execution ten times as many: the last one counts the rest
+  most constant int := 5;           -- rows of a lock; ten times as many of an execution
   lock_ text;
   n int;
   of_lock int;
@@ -471,8 +472,8 @@ begin
     problem := 'the model call has no open row';
     return;
   end if;
-  -- Parts that are in use are marked before any is inserted, in one order, so that two calls cannot deadlock; pruning skips
-  -- what is locked, and whatever was pruned before is inserted again.
+  -- Known parts are marked before new ones are inserted, in one order, so that two calls cannot deadlock. Pruning skips
+  -- locked parts. A part that was pruned before is inserted again.
   update agent_prompt_parts p set used_on = today
     from (select h.digest from agent_prompt_parts h where h.digest = any (parts) and h.used_on < today order by h.digest for update) u
    where p.digest = u.digest;
@@ -493,9 +494,8 @@ exception when others then
 end $$;
 comment on function lanekeeper.record_agent_prompt is
   'Record the prompt of a model call, with the parts that may be new, in the transaction that opens the call. '
-  'p_amend: record how it went out, in the transaction that ends the call: its options, and its messages where they '
-  'are not null. It never fails its transaction: problem says why nothing was recorded, missing how many parts are '
-  'not there.';
+  'p_amend: in the transaction that ends the call, record the options and messages that were sent; null messages stay. '
+  'It never fails its transaction: problem says why nothing was recorded, missing counts the parts that are not there.';
 
 create or replace function lanekeeper.agent_activity_written() returns trigger
 language plpgsql security definer set search_path from current as $$

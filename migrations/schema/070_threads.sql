@@ -177,8 +177,7 @@ create table agent_message_drafts (
   settled int not null default 0, updated_at timestamptz not null default clock_timestamp()
 ) with (fillfactor = 50);
 comment on table agent_message_drafts is
-  'The answer of a turn under way. Other processes show it; the turn goes on with it elsewhere; an interruption cuts '
-  'it.';
+  'The answer of a turn under way. Other processes show it. Another claim continues it. An interruption truncates it.';
 comment on column agent_message_drafts.claim is 'The claim that writes it.';
 comment on column agent_message_drafts.content is 'The text so far.';
 comment on column agent_message_drafts.settled is 'How many characters of it will not change.';
@@ -232,8 +231,7 @@ comment on column agent_chat_requests.expires_at is 'When the row goes.';
 
 -- Code
 
--- Nobody waits for the row of a lane under the advisory lock, unless the row was inserted in that moment: a write under
--- the token holds the row and then takes the advisory lock.
+-- Lock order: the row of the lane, then the advisory lock, as a write under the token takes them.
 
 create or replace function lanekeeper.lock_agent_thread(p_thread text, p_wait boolean default true) returns boolean
 language plpgsql volatile as $$
@@ -246,7 +244,7 @@ begin
     perform 1 from agent_locks l where l.lane = lane_ for update;
     if not found then
       perform pg_advisory_xact_lock(key_);
-      perform 1 from agent_locks l where l.lane = lane_ for update;    -- it may have come meanwhile
+      perform 1 from agent_locks l where l.lane = lane_ for update;    -- another may have inserted it meanwhile
     end if;
     perform 1 from agent_threads t where t.id = p_thread for no key update;
     if not found then
@@ -269,7 +267,7 @@ begin
   return found;
 end $$;
 comment on function lanekeeper.lock_agent_thread is
-  'Lock the lane and the row of a thread. Without waiting it answers false when somebody else works on them.';
+  'Lock the lane and the row of a thread. Without p_wait: false when another transaction has one locked.';
 
 create or replace function lanekeeper.append_agent_message(p_id uuid) returns bigint
 language plpgsql volatile as $$
@@ -287,7 +285,7 @@ begin
      set seq = place, sent_at = clock_timestamp(),
          turn = coalesce((select max(y.turn) from agent_messages y where y.thread_id = m.thread_id), place),
          status = case when carried or m.channel in ('telegram', 'slack', 'email') then 'sending' else 'sent' end,
-         -- It stands behind those of its thread that go the same way and are not settled yet.
+         -- It waits behind earlier messages of the thread to the same target that are still being sent.
          next_attempt_at = case when carried and not exists (
            select from agent_messages y where y.thread_id = m.thread_id and y.status = 'sending' and y.channel = m.channel
               and y.target = m.target) then clock_timestamp() end
@@ -323,7 +321,7 @@ begin
     perform 1 from agent_executions x where x.id = p_execution_id and x.inherits for no key update;    -- for a loan; before lanes
     perform fence_agent_execution(p_execution_id, p_claim);
     if not lanekeeper.agent_flow_may_join(p_thread, null, p_execution_id) then
-      raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';    -- another owner's is not told apart
+      raise exception 'there is no thread %', quote_literal(p_thread) using errcode = 'P0002';    -- as for another owner's thread
     end if;
   end if;
   perform lanekeeper.lock_agent_thread(p_thread);
@@ -369,10 +367,10 @@ begin
   return next;
 end $$;
 comment on function lanekeeper.send_agent_message is
-  'Say something in a thread, on behalf of an execution or, with null, of nobody who could hold it. The '
-  'execution that holds or may borrow the lane of the thread sends at once; anyone else''s message is queued '
-  'and leaves first-in-first-out. Without a channel it is the thread''s, or chat. lender is set when the lane '
-  'was borrowed just now, stale_holder when it was taken from one whose lease had ended.';
+  'Send a message to a thread for an execution or, with null, for a sender that cannot hold the lane. The execution '
+  'that holds or may borrow the lane of the thread sends at once. Other messages are queued, first in, first out. The '
+  'default channel is the thread''s, or chat. lender: the lane was borrowed now. stale_holder: it was taken over from '
+  'an ended lease.';
 
 create or replace view lanekeeper.agent_queued_messages as
 select m.id, m.thread_id, h.id as speaker from agent_messages m cross join lateral (
@@ -383,8 +381,8 @@ select m.id, m.thread_id, h.id as speaker from agent_messages m cross join later
   select l.id from line l) h
  where m.status = 'queued';
 comment on view lanekeeper.agent_queued_messages is
-  'In whose name a queued message leaves: that of its execution or, after the end of a child, of the parent that had '
-  'waited for it. Restrict it by thread.';
+  'The sender of each queued message: its execution or, after the end of a child, the parent that waited for it. '
+  'Restrict it by thread.';
 
 create or replace function lanekeeper.agent_thread_next(p_thread text, p_live boolean, p_holder uuid) returns uuid
 language sql volatile as $$
@@ -398,8 +396,8 @@ language sql volatile as $$
   end
 $$;
 comment on function lanekeeper.agent_thread_next is
-  'The message that leaves next: of a free thread the first one; of one that is held, the first in the name of '
-  'its holder, or of who may borrow from it.';
+  'The queued message to send next. A free thread: the first one. A held thread: the first of its holder, or of an '
+  'execution that may borrow from it.';
 
 create or replace function lanekeeper.flush_agent_thread(p_thread text, p_limit int default 100, p_wait boolean default true) returns int
 language plpgsql volatile as $$
@@ -437,7 +435,7 @@ begin
              fencing_token = greatest(l.fencing_token + 1, (extract(epoch from clock_timestamp()) * 1000000)::bigint)
        where l.lane = lane_ and who.status = 'waiting';
     end if;
-    -- An answer that comes in this moment must find the wait begun, or the question not yet out.
+    -- A concurrent answer must find either the wait begun or the question unsent.
     asks := who.status = 'waiting' and who.waiting_data ->> 'queued_message' = head::text;
     exit when asks and not pg_try_advisory_xact_lock(hashtextextended('wait response ' || p_thread, 0));
     perform lanekeeper.append_agent_message(head);
@@ -450,8 +448,8 @@ begin
   return n;
 end $$;
 comment on function lanekeeper.flush_agent_thread is
-  'Send what is queued in a thread and may leave now, in its order, at most p_limit messages. Called whenever '
-  'the thread changes hands. Without p_wait it does nothing where somebody else works on the thread.';
+  'Send the queued messages of a thread that may be sent now, in order, at most p_limit. Call it whenever the lane of '
+  'the thread changes hands. Without p_wait it does nothing when another transaction has the thread locked.';
 
 create or replace function lanekeeper.receive_agent_message(p_thread text, p_content text, p_channel text default 'chat', p_data jsonb default '{}',
                                       p_id text default null, p_execution_id uuid default null, p_tokens int default 0)
@@ -503,8 +501,8 @@ begin
   end loop;
 end $$;
 comment on function lanekeeper.receive_agent_message is
-  'Record what the other side said in a thread, and end the waits for it: MESSAGE_RECEIVED, its data p_data '
-  'with message_id, thread_id, content and channel. Rows: the message, and each execution it woke (null when '
+  'Record a message of the other side of a thread, and end the waits for it by MESSAGE_RECEIVED: its data is p_data '
+  'with message_id, thread_id, content and channel. Rows: the message with each execution that it resumed (null: '
   'none). The same p_id counts once.';
 
 create or replace function lanekeeper.return_agent_threads(p_parent uuid, p_child uuid) returns void
@@ -527,8 +525,8 @@ begin
   end loop;
 end $$;
 comment on function lanekeeper.return_agent_threads is
-  'Give a parent, which does not wait any longer for a child that goes on, the threads that it speaks in and '
-  'that the child has taken meanwhile.';
+  'Return threads to a parent that no longer waits for its child: those that the parent speaks in and the child has '
+  'acquired meanwhile.';
 
 create or replace function lanekeeper.agent_thread_id(p_kind text, p_owner text, p_visitor text, p_name text) returns text
 language plpgsql stable as $$
@@ -580,6 +578,5 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.agent_thread_for is
-  'The id of the thread that a principal means by a name. Null: it has none, whoever else may have one of that '
-  'name.';
+  'The id of a principal''s thread of a name. Null: it has none.';
 

@@ -231,7 +231,7 @@ select a.id, a.trace_id, a.execution_id, a.step, a.skill_name, a.created_at from
  where a.kind = 'call' and a.status = 'success' and a.surface <> 'chat'
    and a.skill_name !~ '^(objective_|automation_|skill_|complete_step$|fail_step$|add_steps$|objectives_list$|recent_activity$)';
 comment on view lanekeeper.agent_evidence is
-  'Actions that show that the agent acted: successful calls, without its own bookkeeping and what a visitor had it do.';
+  'Actions that count as evidence: successful calls, except of bookkeeping skills and of the surface chat.';
 
 create or replace function lanekeeper.agent_objectives_check() returns trigger language plpgsql volatile as $$
 begin
@@ -294,8 +294,8 @@ begin
   return new;
 end $$;
 comment on function lanekeeper.agent_revise is
-  'Count a change; the trigger says which columns make one. A key of the memory goes on counting after it was '
-  'forgotten: after the insert, which may have waited for a delete. An objective that is edited is due at once.';
+  'Increase the revision; the trigger says which columns count. A memory that was forgotten continues its revisions, '
+  'after the insert, which may have waited for a delete. An objective that is edited is due at once.';
 
 create or replace trigger agent_objective_evidence_check before insert or update or delete on agent_objective_evidence
   for each row execute function lanekeeper.agent_objectives_check();
@@ -314,9 +314,9 @@ create or replace trigger agent_memory_revise before update on agent_memory for 
   when (new.revision < old.revision or new.revision = old.revision and new.value is distinct from old.value)
   execute function lanekeeper.agent_revise();
 
--- Evals. A trial of an eval runs under a trace of the prefix ev. Whatever the code does, the database refuses what would
--- leave, wake something or be remembered. The condition stands in the trigger, so other rows run no function. For
--- executions and the log it stands in the functions of their own triggers.
+-- Evals. A trial of an eval runs under a trace of the prefix ev. Whatever the code does, the database refuses writes
+-- with an effect outside the trial. The trigger has the condition, so that other rows run no function. For executions
+-- and the log, the functions of their own triggers have it.
 create or replace function lanekeeper.refuse_agent_eval() returns trigger language plpgsql as $$
 begin
   raise exception 'a trial of an eval cannot write to %', tg_table_name
@@ -329,9 +329,9 @@ create or replace trigger agent_executions_no_eval_wait before update of waiting
   when (new.surface = 'eval' and new.waiting_for is not null) execute function lanekeeper.refuse_agent_eval();
 
 -- Tables without a trace refuse every write of a transaction that has fenced the claim of a trial. Change 0267 makes the
--- table of these transactions and its triggers. No statement that writes rows can remove a transaction's row; the
--- rollback of the savepoint in which it fenced can, and so can the owner's changes of the schema. The names are
--- qualified, because a transaction may set its search path.
+-- table of these transactions and its triggers. A transaction cannot delete its own row. Only a rollback to a savepoint
+-- before the fence removes it, or a change of the schema by its owner. Names are qualified, because a transaction may
+-- set its search path.
 create or replace function lanekeeper.mark_agent_trial() returns void language plpgsql as $$
 begin
   insert into lanekeeper.agent_trial_transactions values (pg_current_xact_id()) on conflict do nothing;
@@ -363,7 +363,7 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.check_agent_trial is
-  'Refuse a statement under the claim of a trial, and to forget that the transaction is one (SQLSTATE LK009).';
+  'Refuse a statement under the claim of a trial, and the removal of its own note (SQLSTATE LK009).';
 
 create or replace function lanekeeper.check_agent_trial_budget() returns trigger language plpgsql as $$
 declare

@@ -185,7 +185,7 @@ declare
   a agent_approvals;
   actor jsonb := lanekeeper.agent_actor();
 begin
-  -- Who waits before the approval, because the end of an execution voids its approvals.
+  -- The waiting execution is locked before the approval, because the end of an execution voids its approvals.
   perform pg_advisory_xact_lock(hashtextextended('wait approval ' || p_id, 0));
   perform 1 from agent_executions x
     where x.status = 'waiting' and x.waiting_for = 'approval' and x.waiting_key = p_id::text order by x.id for no key update;
@@ -226,8 +226,8 @@ begin
   return next a;
 end $$;
 comment on function decide_agent_approval is
-  'Approve or reject, once: the row when this call decided, no row when it was decided, expired or void before. '
-  'Who waits for it goes on. LK011: four eyes, and p_by asked for the call, or its requester is unknown.';
+  'Approve or reject, once, and resume the execution that waits. No row: it was decided, expired or void before. '
+  'LK011: four eyes, and p_by asked for the call, or its requester is unknown.';
 
 create or replace function lanekeeper.agent_approval_decider(p_id uuid) returns text language sql stable parallel safe as $$
   select lanekeeper.agent_decider(a.decided_by, a.decided_via, a.decided_token_id, a.decided_message) from agent_approvals a where a.id = p_id
@@ -250,7 +250,7 @@ set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off se
              where n.status = 'rejected' and n.parked order by n.id desc limit p_most) a
       join agent_executions x on x.id = a.execution_id and x.status = 'failed'
        and a.step = coalesce(nullif(x.failed_step, '') || '/', '') || 'ask ' || a.skill_name
-     -- Another failure of the same step, as of a model that was told of the rejection, has another class.
+     -- Another failure of the same step has another class, such as that of a model that read the rejection.
      where x.flow = 'mcp.call' or exists (
              select from agent_activity k where k.execution_id = x.id and k.id >= x.id and k.step = x.failed_step and k.error_class = 'denied')
     union
@@ -282,8 +282,8 @@ begin
   on conflict do nothing;
 end $$;
 comment on function lanekeeper.use_agent_approval is
-  'Use a grant for one step of one execution, in the transaction that writes the call''s intent; LK003 when it '
-  'is no live grant. The same step may ask again after a crash.';
+  'Use a grant for one step of one execution, in the transaction that writes the call''s intent. LK003: it is not a '
+  'live grant. The same step may use it again after a crash.';
 
 create or replace function lanekeeper.agent_approvals_check() returns trigger language plpgsql as $$
 declare
@@ -300,7 +300,7 @@ begin
     select x.id, x.trace_id, x.execution_id, x.parked from agent_approvals x
      where x.status in ('pending', 'approved') and x.skill_name = old.name and x.skill_revision is distinct from new.revision order by x.id
   loop
-    -- As a decision does: who waits before the approval.
+    -- As in decide_agent_approval: the waiting execution before the approval.
     perform pg_advisory_xact_lock(hashtextextended('wait approval ' || a.id, 0));
     perform 1 from agent_executions x
       where x.status = 'waiting' and x.waiting_for = 'approval' and x.waiting_key = a.id::text order by x.id for no key update;

@@ -1,7 +1,7 @@
 -- Automations: work that a clock, an event or a signal starts.
 --
--- Each run is a row before it begins, unique for its time or event. So an occurrence runs once, whichever process sees
--- it first.
+-- Each run is a row before it begins, unique for its time or event. So it runs once, whichever process sees its cause
+-- first.
 
 create table agent_automations (
   id uuid default lanekeeper.agent_uuid7() primary key, name text not null unique check (name <> ''),
@@ -143,7 +143,7 @@ begin
     names := case when new.event = 'EVENT_COMPLETED' then array[new.event, new.key] else array[new.event] end;
     continue when not exists (select from agent_automations a where a.enabled and a.trigger = 'event' and a.event = any (names));
     select x.flow, x.trace_id into emitter from agent_executions x where x.id = new.execution_id;
-    continue when emitter.flow = 'automation';               -- else the end of a run would cause the next one, without end
+    continue when emitter.flow = 'automation';               -- else the end of each run would start the next one
     with made_ as (
     insert into agent_automation_runs (automation_id, cause, scheduled_for, event_id, payload, status, trace_id)
     select a.id, 'event', new.created_at, new.id,
@@ -151,7 +151,7 @@ begin
            coalesce(nullif(current_setting('lanekeeper.trace_id', true), ''), emitter.trace_id, '')
       from agent_automations a
      where a.enabled and a.trigger = 'event' and a.event = any (names)
-       -- And the end of a flow that an automation started would start the next flow.
+       -- Likewise, the end of a flow that an automation started starts no flow.
        and (a.flow = '' or not exists (
               with recursive line as (
                 select x.id, x.parent_id, x.dedupe_key from agent_executions x where x.id = new.execution_id
@@ -174,8 +174,9 @@ comment on function lanekeeper.agent_events_start_automations is
   'An event makes a run due for each enabled automation that waits for it, in the event''s own transaction, '
   'whoever raised it.';
 
--- Lock order: a skill's row before its automations' rows. An insert, or a change of the skill, locks the skill: so it sees
--- the skill disabled, or the disabling sees the automation. A change of the skill first locks the rows of its automations.
+-- Lock order: a skill's row before its automations' rows. An insert, or a change of skill_name, locks the skill: so it
+-- sees the skill disabled, or the disabling sees the automation. A change of the skill first locks the rows of its
+-- automations.
 
 create or replace function lanekeeper.pause_agent_automations() returns trigger language plpgsql as $$
 declare
@@ -212,8 +213,8 @@ begin
   return new;
 end $$;
 comment on function lanekeeper.pause_agent_automations is
-  'Pause the automations of a skill that is disabled, and resume exactly those when it is enabled, or when they call it '
-  'no more. What an admin disabled stays disabled.';
+  'Pause the automations of a disabled skill. Resume exactly those when the skill is enabled, or when they no longer '
+  'call it. An automation that an admin disabled stays disabled.';
 
 create or replace trigger agent_events_start_automations after insert on agent_events
   referencing new table as came for each statement execute function lanekeeper.agent_events_start_automations();

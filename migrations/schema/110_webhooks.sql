@@ -102,7 +102,7 @@ create table agent_webhook_targets (
   updated_at timestamptz not null default clock_timestamp(),
   constraint agent_webhook_targets_check check (enabled = (disabled_by = ''))
 );
-comment on table agent_webhook_targets is 'URLs that are told of events.';
+comment on table agent_webhook_targets is 'URLs that receive events.';
 comment on column agent_webhook_targets.secrets is 'References to the secrets that sign; several while one is rotated.';
 comment on column agent_webhook_targets.events is 'Types such as execution.failed, families such as execution.*, or *.';
 comment on column agent_webhook_targets.max_failures is 'Failures in a row that disable the target.';
@@ -176,7 +176,7 @@ begin
   return n;
 end $$;
 comment on function lanekeeper.emit_agent_webhook is
-  'Tell every target that wants this type of event, with this transaction. Answers how many there are.';
+  'Write a message for each target of this type of event, in this transaction. Returns their number.';
 
 create or replace function lanekeeper.emit_agent_row() returns trigger language plpgsql as $$
 declare
@@ -188,7 +188,7 @@ begin
   return null;
 end $$;
 comment on function lanekeeper.emit_agent_row is
-  'Tell targets of a row: the type of event, the column of the trace (empty: none), and the columns that the message has.';
+  'Emit a row to targets. Arguments: the type of event, the column of the trace (empty: none), the columns to send.';
 
 create or replace trigger agent_approvals_emit after insert on agent_approvals
   for each row when (new.status = 'pending')

@@ -1,6 +1,6 @@
 -- Retention: how long rows are kept.
 --
--- Each kind of row has a policy (agent_retention). A row stays while it is under way, and while another row needs it.
+-- Each kind of row has a policy (agent_retention). A row stays while it is active, and while another row needs it.
 -- The statements that find and delete old rows are in the Go package retention.
 
 create table agent_retention (
@@ -11,7 +11,7 @@ create table agent_retention (
   constraint agent_retention_check check (keep >= "least")
 );
 comment on table agent_retention is
-  'How long rows are kept after they are over. Change it with set_agent_retention, which records who did and why.';
+  'How long rows are kept after their end. Change it with set_agent_retention, which records who did and why.';
 comment on column agent_retention.kind is 'The kind of row.';
 comment on column agent_retention.keep is 'How long its rows are kept. Null: for ever.';
 comment on column agent_retention.least is 'The shortest time that keep may be.';
@@ -25,7 +25,7 @@ create table agent_retention_passes (
   began_at timestamptz not null default clock_timestamp(), ended_at timestamptz, removed bigint not null default 0
 );
 comment on table agent_retention_passes is
-  'How far the pass over each kind has come. A new pass begins once a day, and comes to the rows that were needed '
+  'How far the pass over each kind has come. A new pass begins once a day, and visits again the rows that were needed '
   'before.';
 comment on column agent_retention_passes.kind is 'The kind of row.';
 comment on column agent_retention_passes.place_at is 'Rows before this time and key were visited in this pass.';
@@ -115,7 +115,7 @@ begin
   end if;
   update agent_workers w set expires_at = 'epoch';
   get diagnostics workers = row_count;
-  -- Further than any claim that the database had behind the copy.
+  -- Beyond any claim that the original database has given since the copy.
   update agent_executions x set claim = x.claim + 1000000 where x.status in ('pending', 'running', 'waiting');
   get diagnostics executions = row_count;
   update agent_locks l

@@ -22,8 +22,8 @@ comment on column agent_links.effect is 'A reference: event ID, execution ID, ru
 comment on column agent_links.at is 'When it happened.';
 
 -- Code
--- Every read goes by an index, whatever the statistics say: a limit of 1 keeps the planner from reading all of a table
--- that is small today. Every list has a bound. The settings of why() hold for the views and functions that it reads.
+-- Every read uses an index, whatever the statistics say: a limit of 1 keeps the planner from scanning a table that is
+-- small today. Every list has a bound. The settings of why() apply to the views and functions that it reads.
 
 create or replace view lanekeeper.agent_causes as
   select 'execution' as subject, x.id, case
@@ -130,7 +130,7 @@ comment on function lanekeeper.agent_past_waits is
   'The ended waits of an execution: its checkpoints, and what snapshots of loops keep. It reads 5,000 checkpoints.';
 
 create or replace view lanekeeper.agent_why_of_runs as
-  -- What it is, and where it has come to.
+  -- Its flow and status.
   select x.id as run, 2 as rank, 'did' as part, x.created_at as place_at, '' as place, 0 as n,
          x.created_at as at, case when p.id is null then 'run' else 'child' end as kind,
          x.flow || case x.status
@@ -153,7 +153,7 @@ create or replace view lanekeeper.agent_why_of_runs as
            'waits', x.wait_number, 'thread', x.thread_id, 'completed_at', x.completed_at)) as detail
     from agent_executions x left join agent_executions p on p.id = x.parent_id and p.trace_id = x.trace_id
   union all
-  -- Automations that it carried out beside what it is for, as the heartbeat does.
+  -- Runs of automations that it carried out, as the heartbeat does.
   select x.id, 2, 'did', l.at, '', 0, l.at, 'ran', format('%s carried out a run: %s', x.flow, coalesce(c.what, 'its automation is no longer kept')),
          l.cause, l.effect, 
          coalesce((select (u.cause).trace_id from lanekeeper.agent_causes u where u.subject = split_part(c.from_ref, ' ', 1)
@@ -165,7 +165,7 @@ create or replace view lanekeeper.agent_why_of_runs as
         select r.cause from lanekeeper.agent_causes r where r.subject = 'run' and r.id = lanekeeper.agent_uuid(substr(l.cause, 5)) offset 0) u) c on true
    where x.flow <> 'automation'
   union all
-  -- What it waited for, and who had the lane meanwhile that it waited for.
+  -- Its waits, and the holders of a lane that it waited for.
   select x.id, 3, 'waits', w.since, w.step, r.n, r.at, r.kind, r.what, r.from_ref, 'execution ' || x.id, r.trace_id, r.execution_id,
          jsonb_strip_nulls(r.detail)
     from agent_executions x
@@ -199,7 +199,7 @@ create or replace view lanekeeper.agent_why_of_runs as
                 case when h.held_until is null then ', and has it' else ', for ' || lanekeeper.agent_words(h.held_from, h.held_until) end),
               'execution ' || h.execution_id, e.trace_id, h.execution_id,
               jsonb_build_object('lane', w.key, 'from', h.held_from, 'until', h.held_until)
-         -- Holds of a lane follow one another: those that end after the wait began are read until one began after it.
+         -- Only holds that ended after the wait began can have blocked it.
          from ((select k.execution_id, k.held_from, k.held_until from agent_lane_holds k
                  where w.kind = 'lane' and k.lane = w.key and k.held_until > w.since order by k.held_until limit 50)
                union all
@@ -255,8 +255,8 @@ create or replace view lanekeeper.agent_why_of_runs as
               jsonb_build_object('kind', r.kind, 'status', r.status)
          from agent_requests r where r.execution_id = x.id limit 1001)) e;
 comment on view lanekeeper.agent_why_of_runs is
-  'What why() tells of executions by themselves: what they did, their waits, lanes and lost workers, and what they led to. '
-  'Restrict it by run.';
+  'The rows of why() about each execution: what it did, its waits, lanes and lost workers, what it led to. Restrict it '
+  'by run.';
 
 create or replace function lanekeeper.agent_why_because(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$
@@ -285,7 +285,7 @@ begin
         chain := (c.at, 'more', '… and what was before that', '', ref, null, null, jsonb_build_object('cycle', i <= hops))::agent_reason || chain;
         exit;
       end if;
-      -- What the trace caused itself is an effect of it.
+      -- A cause in the trace itself is one of its effects.
       inside := c.trace_id = p_trace;
       exit when inside or c.to_ref = any (shown);
       chain := c || chain;
@@ -364,7 +364,8 @@ begin
   select u.part, u.reason from (table wrong union all table spent union all table asked union all table beyond) u order by u.rank, u.at, (u.reason).to_ref;
 end $$;
 comment on function lanekeeper.agent_why_log is
-  'What the log and the approvals of a trace tell: stale writes, unknown effects, spend, calls that were asked for. It reads p_rows actions.';
+  'The rows of why() from the log and the approvals of a trace: stale writes, unknown effects, spend, requested calls. '
+  'It reads p_rows actions.';
 
 create or replace function lanekeeper.agent_why_events(p_trace text, p_runs uuid[], p_most int) returns setof agent_reason
 language plpgsql stable as $$

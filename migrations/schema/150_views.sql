@@ -54,7 +54,7 @@ create or replace view agent_executions_stuck as
    where e.status = 'waiting' and e.waiting_until < statement_timestamp()   -- stable, so an index serves
      and e.updated_at < clock_timestamp() - interval '1 hour';
 comment on view agent_executions_stuck is
-  'Executions whose wait is past its deadline, and which nothing has changed for an hour. There should be none.';
+  'Executions whose wait is past its deadline and that nothing has changed for an hour. There should be none.';
 
 -- Spend ---------------------------------------------------------------------------------------------
 
@@ -143,8 +143,9 @@ create or replace view agent_activity_measured as
               and lanekeeper.agent_class_counts(a.error_class) as telling) x
    where a.surface <> 'eval' or a.kind = 'model';
 comment on view agent_activity_measured is
-  'How each row of the log is counted. Of evals only model calls are, and at no skill. telling: it counts for the health of '
-  'its skill. slowest: its duration and trace, as a text whose greatest in the collation "C" is the slowest. bucket: as in agent_activity_durations.';
+  'How each row of the log is counted. Of evals only model calls are counted, and for no skill. telling: it counts for '
+  'the health of its skill. slowest: its duration and trace, as a text whose maximum in the collation "C" is the '
+  'slowest. bucket: as in agent_activity_durations.';
 
 -- Whole months of activity -------------------------------------------------------------------------
 

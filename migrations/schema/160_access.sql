@@ -1,8 +1,9 @@
 -- Access: what other programs may do.
 --
--- Functions and views beside the tables are the contract: the ways to take part without a line of Go. The role agent_client may
--- call and read them, and nothing else: no table, no function of the schema lanekeeper. What an admin decides is in the contract,
--- and not the role's. `agent migrate` makes the role where it may, and applies this file after every change.
+-- Functions and views beside the tables are the contract: the ways to take part without a line of Go. The role
+-- agent_client may call and read them, and nothing else: no table, no function of the schema lanekeeper. Functions for
+-- admins are in the contract, but not granted to the role. `agent migrate` makes the role where it may, and applies
+-- this file after every change.
 
 -- Code
 
@@ -39,7 +40,8 @@ begin
   for x in select c.oid::regclass as name from pg_class c where c.relnamespace = here and c.relkind = 'v' and c.relname = any (views) loop
     execute format('grant select on %s to agent_client', x.name);
   end loop;
-  -- A view asks its functions as who reads it. They cannot be called by name: the role has no right to their schema.
+  -- A view calls its functions with the rights of its reader. The role cannot call them by name: it may not use their
+  -- schema.
   for x in
     with recursive reads as (
       select c.oid from pg_class c where c.relnamespace = here and c.relkind = 'v' and c.relname = any (views)
