@@ -200,6 +200,24 @@ func TestAnApprovalIsDecidedWithOneThumb(t *testing.T) {
 	}
 }
 
+// Keys that are turned off in the dialog are off for approvals, too.
+func TestNoKeyLeadsToAButtonWhenKeysAreOff(t *testing.T) {
+	t.Parallel()
+	pool, server := open(t)
+	rows.Skill(t, pool, "refund", "Refunds.", "", "")
+	asked(t, pool, "pending", `{"order": 1042}`, 5)
+	p := browser.Open(t, browser.Look{})
+	p.Go(server.URL + "/approvals")
+	for _, want := range []string{"approve", ""} {
+		var chosen string
+		p.Press("a")
+		p.Eval(`document.activeElement.value || ""`, &chosen)
+		assert.Equal(t, want, chosen)
+		p.Eval(`document.getElementById("keys-on").click()`, nil)
+		p.Reload()
+	}
+}
+
 func TestFiltersAreChipsAndViewsAreKept(t *testing.T) {
 	t.Parallel()
 	pool, server := open(t)

@@ -2,7 +2,7 @@
 // Keys of the list of approvals: a and r go to the buttons of the request that has the focus, or of the first one.
 // Enter then decides, so that no single key approves.
 (() => {
-  const keys = () => localStorage.getItem("keys") !== "off";
+  const keys = () => localStorage.getItem("lanekeeper-keys") !== "off";
   const hint = document.getElementById("decide-keys");
   const show = () => { const h = document.getElementById("decide-keys"); if (h) h.hidden = !keys(); };
   if (hint) show();
