@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -76,11 +77,9 @@ func TestAStartLostInACrashNeverExisted(t *testing.T) {
 	spec := executions.Spec{Flow: "flow", Surface: trace.Flow}
 	durable, err := p.RunSync(t.Context(), spec) // which begins the lease
 	require.NoError(t, err)
-	pgtest.Exec(t, pool, `alter system set wal_writer_delay = '10s'`)
-	pgtest.Exec(t, pool, `select pg_reload_conf()`)
-	pgtest.Until(t, pool, "10s", `show wal_writer_delay`)
-	time.Sleep(time.Second)                        // the pause that its writer was in is over
-	pgtest.Exec(t, pool, `select pg_switch_wal()`) // the starts begin a page: a full one may be written at once
+	writer := pgtest.Value[int](t, pool, `select pid from pg_stat_activity where backend_type = 'walwriter'`)
+	require.NoError(t, syscall.Kill(writer, syscall.SIGSTOP)) // it would write the starts after a while
+	pgtest.Exec(t, pool, `select pg_switch_wal()`)            // the starts begin a page: a full one may be written at once
 	lost, err := p.StartSeveral(t.Context(), []executions.Spec{spec, spec}, []bool{true, true})
 	require.NoError(t, err)
 	server.Stop(true)

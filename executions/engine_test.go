@@ -66,7 +66,7 @@ func prepare(
 	opts := executions.Options{
 		Keeper:     lanes.NewKeeper(pool, lanes.Options{}),
 		SweepEvery: 100 * time.Millisecond,
-		LeaseTTL:   3 * time.Second,
+		LeaseTTL:   10 * time.Second,
 	}
 	for _, c := range change {
 		c(&opts)
