@@ -220,6 +220,9 @@ func Of(err error) (p *Problem, news bool) {
 		return New(http.StatusConflict, "%s", err).Kind("paused", "Autonomous work is paused"), false
 	case is(err, executions.ErrDraining):
 		return New(http.StatusServiceUnavailable, "this process shuts down; try again").Kind("draining", "Draining"), false
+	case postgres.Locked(err):
+		what, _ := postgres.Trouble(err)
+		return New(http.StatusServiceUnavailable, "%s; try again", what).Kind("locked", "Locked"), true
 	case Away(err):
 		what, _ := postgres.Trouble(err) // what to do about it is for the operator, and in the log
 		return New(http.StatusServiceUnavailable, "%s; try again", cmp.Or(what, "the database does not answer")).

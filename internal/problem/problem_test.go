@@ -67,6 +67,7 @@ func TestErrorsOfTheHouseHaveTheirStatus(t *testing.T) {
 		},
 		"client gone":   {context.Canceled, 503, "about:blank"},
 		"shutting down": {executions.ErrDraining, 503, "urn:lanekeeper:problem:draining"},
+		"locked":        {&pgconn.PgError{Code: "55P03"}, 503, "urn:lanekeeper:problem:locked"},
 		"too slow":      {context.DeadlineExceeded, 503, "urn:lanekeeper:problem:database-away"},
 		"pooler": {
 			&pgconn.PgError{Code: "08P01", Message: "server login has been failing"}, 503,
