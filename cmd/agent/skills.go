@@ -296,7 +296,13 @@ func mayCall(ctx context.Context, s skills.Skill) error {
 
 // callSkill validates the call before it records anything, then runs it.
 func (c *cli) callSkill(ctx context.Context, s *session, call app.SkillCall) error {
-	if _, err := builtins.Put(ctx, s.Pool); err != nil {
+	prompt, err := s.prompt(ctx)
+	if err != nil {
+		return err
+	}
+	_, err = builtins.Put(ctx, prompt.Pool)
+	prompt.Pool.Close()
+	if err != nil {
 		return err
 	}
 	skill, err := skills.Get(ctx, s.Pool, call.Skill)
