@@ -172,6 +172,7 @@ type hub struct {
 	retryInterval time.Duration // retry interval of a failed part
 	idleRefresh   time.Duration // refresh interval of a part without activity
 	readLimit     time.Duration // timeout of a part
+	pulseLimit    time.Duration // timeout of the check for changes, and of a part after a failed one
 	most          struct{ topics, viewers int }
 
 	mu      sync.Mutex
@@ -179,6 +180,7 @@ type hub struct {
 	rows    rowMemory
 	viewers int
 
+	away     atomic.Bool                     // the last check for changes failed
 	failures recent[monitor.Failures]        // of all streams
 	failing  atomic.Pointer[monitor.Failing] // as of the last read of them
 	stop     func()                          // stops the pulse goroutine and waits for it; nil without one
@@ -190,6 +192,7 @@ func newHub(room *Room) *hub {
 		heartbeat: heartbeat, pollInterval: 200 * time.Millisecond, retryInterval: 5 * time.Second,
 		idleRefresh: 30 * time.Second,
 		readLimit:   15 * time.Second,
+		pulseLimit:  5 * time.Second,
 	}
 	h.most.topics, h.most.viewers = mostTopics, mostViewers
 	return h
@@ -288,6 +291,7 @@ func (h *hub) pulse(ctx context.Context) {
 		if ctx.Err() != nil {
 			return
 		}
+		h.away.Store(now[0].away)
 		if changed := now[0].since(last[0]) | now[1].since(last[1]); changed != 0 {
 			if changed&failureChanged != 0 {
 				h.failures.forget()
@@ -304,7 +308,7 @@ func (h *hub) pulse(ctx context.Context) {
 // readPulse reads the pulse of the source of pages. With a replica the second one is that of the primary, because some
 // topics read from it nevertheless.
 func (h *hub) readPulse(ctx context.Context) (now [2]pulse) {
-	ctx, cancel := context.WithTimeout(ctx, h.readLimit)
+	ctx, cancel := context.WithTimeout(ctx, h.pulseLimit)
 	defer cancel()
 	read := h.room.Read
 	reading, from := read.Choose(ctx, false)
@@ -578,6 +582,9 @@ func (t *topic) refresh(ctx context.Context, due []int) {
 			return
 		}
 		t.store(i, html, failed, began)
+		if failed && opened == nil && t.hub.away.Load() {
+			opened = context.DeadlineExceeded // the other parts would wait as long, and then say the same
+		}
 	}
 	t.readFrom(from.Replica())
 }
@@ -616,7 +623,11 @@ func (t *topic) markReadStart(due []int) time.Time {
 
 // render renders one part, or its error.
 func (t *topic) render(ctx context.Context, one part, v *visit, opened error) (html []byte, failed bool) {
-	ctx, cancel := context.WithTimeout(ctx, t.hub.readLimit)
+	limit := t.hub.readLimit
+	if t.hub.away.Load() {
+		limit = min(limit, t.hub.pulseLimit)
+	}
+	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	room := t.hub.room
 	err := opened

@@ -625,6 +625,32 @@ func TestAPageThatIsNotThereHasNoStream(t *testing.T) {
 	assert.Equal(t, 0, s.reads["one"].Load(), "a part of what could not be found was read")
 }
 
+// A database may hang without an error. The check for changes finds it out; then one part waits for all that are due.
+func TestAPageDoesNotWaitWithEachPartForADatabaseThatHangs(t *testing.T) {
+	t.Parallel()
+	s, room, server := watchedWith(t, func(p *page) {
+		p.parts[0].load = func(ctx context.Context, _ *visit) (any, error) {
+			<-ctx.Done()
+			return nil, ctx.Err()
+		}
+	})
+	room.hub.pulseLimit, room.hub.readLimit = 100*time.Millisecond, time.Hour
+	room.hub.away.Store(true)
+	watched := room.pages[0]
+	both := newTopic(room.hub, watched, &visit{URL: "/watched"}, watched.live())
+	both.refresh(t.Context(), []int{0, 1})
+	for _, one := range both.parts[:2] {
+		assert.Contains(t, one.data, "the database does not answer")
+	}
+	assert.Equal(t, 0, s.reads["calm"].Load(), "a part was read after another had waited in vain")
+	room.hub.readLimit = 100 * time.Millisecond
+	listen(t, server.URL+"/live/watched", "")
+	pgtest.Eventually(t, patience, func() bool { return !room.hub.away.Load() }, "the check for changes succeeds")
+	lock := pgtest.Begin(t, room.Pool)
+	pgtest.Exec(t, lock, `lock table agent_activity in access exclusive mode`)
+	pgtest.Eventually(t, patience, room.hub.away.Load, "the check for changes fails")
+}
+
 // FuzzStream sends parts of a page with any text, and reads them as a browser does.
 func FuzzStream(f *testing.F) {
 	for _, text := range []string{
