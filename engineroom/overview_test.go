@@ -378,6 +378,9 @@ func TestTheBudgetSaysWhatIsLeft(t *testing.T) {
 		},
 	}
 	assert.NoDiff(t, any(want), got)
+	limited, err := New(Options{Pool: pool, Agent: "agent", Limits: budgets.Limits{Day: budgets.Limit{Tokens: 5000}}})
+	require.NoError(t, err)
+	shows(t, served(t, limited).URL+"/", "5,000 tokens</a> of 5,000 tokens")
 }
 
 func TestAHeartbeatHasItsPrice(t *testing.T) {

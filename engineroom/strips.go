@@ -68,8 +68,15 @@ func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
 		return nil, err
 	}
 	total := budgetLine{Spent: "nothing"}
-	if len(c.Budgets) > 0 {
-		total = budgetLineOf(c.Budgets[0])
+	closest := -2.0
+	for _, b := range c.Budgets { // the limit of the day of which most is spent; without limits what was spent
+		used := b.Share()
+		if b.Limit <= 0 {
+			used = -1
+		}
+		if b.Scope == "day" && used > closest {
+			closest, total = used, budgetLineOf(b)
+		}
 	}
 	head := agentStripOf(c, nil, all, total)
 	head.URL = v.at("agent", "")
