@@ -708,3 +708,15 @@ func TestTheConsoleInABrowser(t *testing.T) {
 	problems := p.Problems()
 	assert.Truef(t, len(problems) == 0, "the browser complains:\n%s", strings.Join(problems, "\n"))
 }
+
+// A background is not seen where the reader's system has its own colours: a border shows what is current.
+func TestForcedColoursShowWhatIsCurrent(t *testing.T) {
+	t.Parallel()
+	_, server := open(t)
+	p := browser.Open(t, browser.Look{Forced: true})
+	p.Go(server.URL + "/executions?status=failed")
+	p.Until("one tab has a line", `(tabs => tabs.filter(a => getComputedStyle(a).borderBottomColor ===
+		getComputedStyle(tabs.find(a => a.ariaCurrent)).borderBottomColor).length === 1)([...document.querySelectorAll("nav.tabs a")])`)
+	p.Until("one page is outlined", `[...document.querySelectorAll(".side nav a")]
+		.filter(a => getComputedStyle(a).outlineStyle !== "none").map(a => a.ariaCurrent).join() === "page"`)
+}

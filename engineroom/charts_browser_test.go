@@ -23,7 +23,7 @@ func twoDays(t *testing.T, pool *pgxpool.Pool) {
 		select lanekeeper.agent_uuid7(at), 'fl_' || lpad(n::text, 26, '0'), 'flow',
 		  (array['sales', 'billing', 'research'])[1 + n % 3], 'flow_' || n % 4,
 		       case when n % 11 = 0 then 'failed' when n % 17 = 0 then 'cancelled' else 'completed' end, (n % 6 = 0)::int, at,
-		       at + n % 9 * interval '90 ms', at + interval '2 seconds' + n % 40 * interval '1 second'
+		       at + n % 9 * interval '90 ms', at + interval '2 seconds' + n % 40 * interval '25 seconds'
 		  from (select n, now() - interval '5 minutes' - n * interval '4 minutes' as at from generate_series(1, 700) n) x;
 		insert into agent_checkpoints (execution_id, step, claim, waited_for, waited_since, created_at)
 		select id, 'lane', 1, 'lane', created_at, created_at + interval '700 ms' from agent_executions where wait_number = 1;
@@ -60,6 +60,8 @@ func TestChartsShowErrorsLatencyAndSpendWithTheirNumbers(t *testing.T) {
 	} {
 		p.Shows(words)
 	}
+	p.Until("no label of an axis is cut off", `[...document.querySelectorAll(".chart-axis text")]
+		.every(t => t.textContent && t.getBBox().x >= 0)`)
 	p.Until("values are named where one points", `document.querySelector(".chart-area title").textContent.includes("p95")`)
 	p.Click(".charts details > summary")
 	p.Until("a table has the numbers", `document.querySelector(".charts details[open] table td").textContent !== ""`)

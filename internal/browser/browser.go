@@ -42,6 +42,8 @@ type Look struct {
 	Width, Height int64  // of the window in CSS pixels; 1280 by 900 when 0
 	Dark          bool   // the reader prefers dark
 	Still         bool   // the reader prefers reduced motion
+	Forced        bool   // the reader's system has its own few colours
+	Print         bool   // the page is printed
 	NoScript      bool   // JavaScript is off
 	Zone          string // time zone; the machine's when empty
 }
@@ -83,18 +85,26 @@ func (p *Page) As(look Look) {
 		return
 	}
 	p.now = look
-	scheme, motion := "light", "no-preference"
+	scheme, motion, colors := "light", "no-preference", "none"
 	if look.Dark {
 		scheme = "dark"
 	}
 	if look.Still {
 		motion = "reduce"
 	}
+	if look.Forced {
+		colors = "active"
+	}
+	media := ""
+	if look.Print {
+		media = "print"
+	}
 	p.do("change the look", emulation.SetTimezoneOverride(look.Zone),
 		emulation.SetDeviceMetricsOverride(look.Width, look.Height, 1, false),
 		emulation.SetScriptExecutionDisabled(look.NoScript),
-		emulation.SetEmulatedMedia().WithFeatures([]*emulation.MediaFeature{
+		emulation.SetEmulatedMedia().WithMedia(media).WithFeatures([]*emulation.MediaFeature{
 			{Name: "prefers-color-scheme", Value: scheme}, {Name: "prefers-reduced-motion", Value: motion},
+			{Name: "forced-colors", Value: colors},
 		}))
 }
 

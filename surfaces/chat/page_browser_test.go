@@ -216,6 +216,9 @@ func TestThePageKeepsTheComposerInView(t *testing.T) {
 	submit(page, "And?")
 	page.Until("the next answer is in view", shown+`.endsWith("nora Short.") && document.querySelector("#latest").hidden`)
 	noProblems(t, page)
+	page.As(browser.Look{Width: 390, Height: 700, Print: true})
+	page.Until("paper has all messages and no composer", `document.body.scrollHeight > document.querySelector("#messages").scrollHeight &&
+		document.querySelector("#messages").scrollHeight > 700 && !document.querySelector("#send").offsetParent`)
 }
 
 func TestThePageShowsTheConversationAfterAReload(t *testing.T) {
