@@ -316,7 +316,8 @@ func TestThePageFindsAnAnswerAgainAfterALongOutage(t *testing.T) {
 	connected.Store(true)
 	close(release)
 	page.Click(".interrupted button")
-	page.Until("the answer is complete", shown+` === "You First | nora One is done." && document.querySelector("#stop").hidden`)
+	page.Until("the answer is complete", shown+` === "You First | nora One is done." &&
+		document.querySelector("#stop").hidden && document.querySelector("#status").textContent === ""`)
 	assert.Equal(t, 1, len(w.model.Requests()))
 	noProblems(t, page)
 }

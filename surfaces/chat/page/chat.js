@@ -81,6 +81,7 @@ function open() {
 async function start() {
   const current = ++generation;
   messages.replaceChildren();
+  setStatus("");
   byId("earlier").hidden = true;
   const listed = loadAgents(current);
   if (store.getItem("thread")) {
@@ -527,7 +528,7 @@ function fail(text, retry) {
   button.type = "button";
   button.className = "quiet";
   button.textContent = "Try again";
-  button.addEventListener("click", () => { setStatus(""); retry(); });
+  button.addEventListener("click", retry);
   statusLine.append(button);
 }
 
@@ -596,7 +597,6 @@ function startNew() {
   running = null;
   send.hidden = false;
   stop.hidden = true;
-  setStatus("");
   start();
   message.focus();
 }
