@@ -616,7 +616,7 @@ func TestNoStepStartsAfterALaneWasLost(t *testing.T) {
 		called := false
 		var stopped error
 		p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-			hold, err := executions.Lane(ctx, "objective:1", lanes.WithTTL(3*time.Second))
+			hold, err := executions.Lane(ctx, "objective:1", lanes.WithTTL(9*time.Second))
 			if err != nil {
 				return executions.Result{}, err
 			}
@@ -644,11 +644,11 @@ func TestNoStepStartsAfterAnOuterHoldWasLost(t *testing.T) {
 	pool := pgtest.DB(t)
 	called := false
 	p := start(t, pool, flow(func(ctx context.Context) (executions.Result, error) {
-		outer, err := executions.Lane(ctx, "objective:1", lanes.WithTTL(3*time.Second))
+		outer, err := executions.Lane(ctx, "objective:1", lanes.WithTTL(9*time.Second))
 		if err != nil {
 			return executions.Result{}, err
 		}
-		inner, err := executions.Lane(ctx, "objective:1", lanes.WithTTL(3*time.Second))
+		inner, err := executions.Lane(ctx, "objective:1", lanes.WithTTL(9*time.Second))
 		if err != nil {
 			return executions.Result{}, err
 		}

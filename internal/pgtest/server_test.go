@@ -33,7 +33,7 @@ func TestSweepDropsWhatKilledTestsLeft(t *testing.T) {
 func TestTemplateIsBuiltOnceByMany(t *testing.T) {
 	s, err := theServer.get()
 	require.NoError(t, err)
-	template := templatePrefix + "of_this_test"
+	template := templatePrefix + newName() // others may run this test beside it
 	s.lend(t, template)
 	var all sync.WaitGroup
 	for range 2 * adminConns {
