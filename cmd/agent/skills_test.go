@@ -163,10 +163,18 @@ func TestChangesDoNotWaitForALock(t *testing.T) {
 	pgtest.Exec(t, tx, `lock agent_skills, agent_automations, agent_objectives, agent_memory, agent_principals,
 		agent_retention, agent_pauses in exclusive mode`)
 	for _, command := range [][]string{
-		{"skills", "disable", "table_sizes", "--reason", "it hurts"}, {"skills", "call", "table_sizes"},
-		{"automations", "disable", "broken on purpose"}, {"automations", "run", "broken on purpose"}, {"heartbeat"},
-		{"apply", caretaker}, {"objectives", "pause", "tidy"}, {"memory", "set", "contact", "Bea"}, {"selfheal"},
-		{"principals", "role", "anna", "viewer"}, {"retention", "set", "activity=90d"}, {"pause", "--reason", "it hurts"},
+		{"skills", "disable", "table_sizes", "--reason", "it hurts"},
+		{"skills", "call", "table_sizes"},
+		{"automations", "disable", "broken on purpose"},
+		{"automations", "run", "broken on purpose"},
+		{"heartbeat"},
+		{"apply", caretaker},
+		{"objectives", "pause", "tidy"},
+		{"memory", "set", "contact", "Bea"},
+		{"selfheal"},
+		{"principals", "role", "anna", "viewer"},
+		{"retention", "set", "activity=90d"},
+		{"pause", "--reason", "it hurts"},
 	} {
 		p.fails(1, "another transaction of the database has locked what is to be written", command...)
 		pgtest.Exec(t, tx, `select`) // it is idle anew
