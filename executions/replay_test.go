@@ -238,7 +238,8 @@ func TestAReplayTakesAStepWhoseTimeIsUp(t *testing.T) {
 		var group errgroup.Group
 		group.Go(func() error {
 			time.Sleep(50 * time.Millisecond) // in a replay the other branch comes first
-			_, err := executions.Step(executions.Scope(ctx, "one"), "first", func(context.Context) (int, error) { return 1, nil })
+			_, err := executions.Step(executions.Scope(ctx, "one"), "first",
+				func(context.Context) (int, error) { return 1, nil })
 			once.Do(func() { close(recorded) })
 			return err
 		})
