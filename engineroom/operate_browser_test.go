@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/chromedp/chromedp/kb"
@@ -291,4 +292,34 @@ func TestASilentStreamOfATurnIsLeft(t *testing.T) {
 	p.Eval(`(patience(), 1)`, new(int))
 	p.Shows("It is done.")
 	p.Until("the turn has ended", `!document.getElementById("send").disabled`)
+	p.Until("half of the answer is gone", `document.querySelectorAll("#transcript .bubble-assistant").length === 1`)
+}
+
+// Another process answers again after a crash: half of the first answer does not stay beside the second.
+func TestAnAnswerThatBrokeOffIsShownOnce(t *testing.T) {
+	t.Parallel()
+	var asked atomic.Int64
+	_, url := console(t, map[string]http.HandlerFunc{
+		"POST /v1/operate": turnOf(false, turnEvent(t, "delta", map[string]string{"text": "It is ha"})),
+		"GET /v1/executions/{id}": func(w http.ResponseWriter, r *http.Request) {
+			status := "running"
+			if asked.Add(1) > 2 {
+				status = "completed"
+			}
+			answer(`{"status": "`+status+`", "result": {"text": "It is done."}}`)(w, r)
+		},
+		"GET /v1/activity": func(w http.ResponseWriter, r *http.Request) {
+			if asked.Load() < 2 {
+				answer(`{"items": []}`)(w, r)
+				return
+			}
+			answer(`{"items": [{"id": "m", "kind": "model", "status": "success", "output": {"content": "It is done."}}]}`)(w, r)
+		},
+	})
+	p := browser.Open(t, browser.Look{})
+	p.Go(url + "/operate")
+	p.Type("#message", "is it?")
+	p.Click("#send")
+	p.Until("the answer is there once", `!document.getElementById("send").disabled &&
+		[...document.querySelectorAll("#transcript .bubble-assistant .said")].map(e => e.innerText.trim()).join("|") === "It is done."`)
 }

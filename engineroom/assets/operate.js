@@ -165,7 +165,11 @@
         if (r.kind === "model") {
           if (rows.has(r.id) || r.status !== "success") return;
           rows.set(r.id, {});
-          if (r.output && r.output.content) { this.delta(r.output.content); finish(); }
+          if (!r.output || !r.output.content) return;
+          this.restart(); // the stream broke in the middle of this text
+          this.delta(r.output.content);
+          finish();
+          since = null;
           return;
         }
         if (r.kind !== "call") return;
@@ -431,7 +435,10 @@
   const conclude = (x, show) => {
     if (x.status === "completed") {
       const text = x.result && typeof x.result.text === "string" ? x.result.text : x.result_summary;
-      if (text && visible(text) !== show.said) bubble("assistant", "The agent", text);
+      if (text && visible(text) !== show.said) {
+        show.restart();
+        bubble("assistant", "The agent", text);
+      }
       return ended("Done. Trace ", show);
     }
     note(x.status === "cancelled" ? "The turn was cancelled: " + (x.cancel_reason || "no reason was given") : "The turn " + x.status + ": " + (x.error_message || ""));
