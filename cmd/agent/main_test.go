@@ -118,7 +118,7 @@ type started struct {
 // start runs a command in the background until the test ends.
 func (p program) start(args ...string) *started {
 	p.t.Helper()
-	ctx, cancel := context.WithCancel(p.t.Context())
+	ctx, cancel := context.WithCancel(context.WithoutCancel(p.t.Context())) // it outlives pages that look at it
 	s := &started{stop: cancel, ended: make(chan int, 1)}
 	var group sync.WaitGroup
 	group.Go(func() { s.ended <- run(ctx, args, p.environ, strings.NewReader(""), &s.out, &s.err) })
