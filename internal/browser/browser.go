@@ -32,6 +32,7 @@ import (
 	"github.com/chromedp/chromedp"
 
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // patience is how long a step may take before the test fails: machines that test are slow and shared.
@@ -103,7 +104,8 @@ func (p *Page) As(look Look) {
 		emulation.SetDeviceMetricsOverride(look.Width, look.Height, 1, false),
 		emulation.SetScriptExecutionDisabled(look.NoScript),
 		emulation.SetEmulatedMedia().WithMedia(media).WithFeatures([]*emulation.MediaFeature{
-			{Name: "prefers-color-scheme", Value: scheme}, {Name: "prefers-reduced-motion", Value: motion},
+			{Name: "prefers-color-scheme", Value: scheme},
+			{Name: "prefers-reduced-motion", Value: motion},
 			{Name: "forced-colors", Value: colors},
 		}))
 }
@@ -190,7 +192,7 @@ func (p *Page) Click(selector string) {
 // update or the next page has replaced it before the act.
 func (p *Page) onSeen(what, selector string, act func(context.Context, cdp.NodeID) error) {
 	p.tb.Helper()
-	for end := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
+	for end := time.Now().Add(patience); ; sleep.For(p.ctx, 50*time.Millisecond) {
 		var failed error
 		p.do(what+" "+selector, chromedp.QueryAfter(selector,
 			func(ctx context.Context, _ runtime.ExecutionContextID, nodes ...*cdp.Node) error {
