@@ -304,7 +304,7 @@ case "$1 $2" in
 "dev "*|"serve "*|"init "*|"migrate "*|"lanes run") exec %[1]s "$@";;
 esac
 case $AGENT_LISTEN in *:0) exec %[1]s "$@";; esac
-curl -sf http://%[2]s/readyz > %[3]s/ready || exec %[1]s "$@"
+curl -sf --retry 9 --retry-delay 1 http://%[2]s/readyz > %[3]s/ready || exec %[1]s "$@"
 mkdir -p %[3]s/elsewhere && ln -sfn "$PWD"/* %[3]s/elsewhere/ && cd %[3]s/elsewhere || exit 99
 echo "$@" >> %[4]s
 exec env -i PATH="$PATH" AGENT_SERVER=http://%[2]s AGENT_TOKEN="$AGENT_ADMIN_TOKEN" AGENT_LOG_LEVEL=warn %[1]s "$@"
