@@ -176,6 +176,8 @@ function greet() {
 
 // --- Messages
 
+const thinking = "Thinking …"; // until there is something to show
+
 // addMessage adds a message and returns functions that change it.
 function addMessage(role, where = "append") {
   const box = document.createElement("article"), author = document.createElement("span"), body = document.createElement("div");
@@ -198,6 +200,7 @@ function addMessage(role, where = "append") {
     box,
     get text() { return text; },
     show(next) {
+      if (next && line?.textContent === thinking) this.activity("");
       text = next;
       body.hidden = !text;
       frame ||= requestAnimationFrame(draw);
@@ -422,8 +425,8 @@ async function upload(text, chosen) {
   return parts;
 }
 
-// answer shows one answer: that of request, which may upload files first.
-async function answer(request, current, retry) {
+// answer shows one answer: that of request, which may upload files first. edit takes back a message that is refused.
+async function answer(request, current, retry, edit) {
   const turn = { id: "", box: addMessage("agent"), stopped: false };
   running = turn;
   send.hidden = true;
@@ -431,14 +434,14 @@ async function answer(request, current, retry) {
   stop.disabled = false;
   setStatus("The agent is answering …");
   turn.box.show("");
-  turn.box.activity("Thinking …");
+  turn.box.activity(thinking);
   turn.box.box.setAttribute("aria-busy", "true");
   try {
     await attach(request, turn, current);
     setStatus("");
   } catch (problem) {
     // The turn of a lost connection goes on: to send its message again would begin another one.
-    ended(turn, problem, turn.id && !(problem instanceof Refusal) ? () => start() : retry);
+    ended(turn, problem, turn.id && !(problem instanceof Refusal) ? () => start() : retry, edit);
   } finally {
     turn.box.activity("");
     turn.box.flush();
@@ -454,7 +457,7 @@ async function answer(request, current, retry) {
 }
 
 // ended shows why an answer is not complete.
-function ended(turn, problem, retry) {
+function ended(turn, problem, retry, edit) {
   if (turn.stopped && ["cancelled", "interrupted"].includes(problem.code)) {
     setStatus("");
     turn.box.note("Stopped.");
@@ -466,6 +469,10 @@ function ended(turn, problem, retry) {
   }
   if (problem.status === 401) return logout(problem.message);
   setStatus(problem.message, true);
+  if (edit && !turn.id && [400, 413, 415].includes(problem.status)) { // it would be refused again
+    turn.box.note("Not sent.", "Edit the message", edit);
+    return;
+  }
   turn.box.note("No complete answer.", retry ? "Try again" : "", retry);
 }
 
@@ -485,10 +492,17 @@ async function submit(event) {
   own.flush();
   own.files(chosen.map((file) => ({ name: file.name, url: file.type.startsWith("image/") ? URL.createObjectURL(file) : "" })));
   follow(true);
-  await deliver(text, chosen, generation);
+  await deliver(text, chosen, generation, () => {
+    own.remove();
+    message.value = [text, message.value].filter(Boolean).join("\n");
+    setFiles([...chosen, ...attached]);
+    setStatus("");
+    grow();
+    message.focus();
+  });
 }
 
-function deliver(text, chosen, current) {
+function deliver(text, chosen, current, edit) {
   let body;
   return answer(async () => {
     body ||= JSON.stringify({
@@ -496,7 +510,7 @@ function deliver(text, chosen, current) {
       messages: [{ role: "user", content: await upload(text, chosen) }],
     });
     return call("/v1/chat/completions", { method: "POST", headers: headers(), body });
-  }, current, () => deliver(text, chosen, current));
+  }, current, () => deliver(text, chosen, current, edit), edit);
 }
 
 stop.addEventListener("click", async () => {
