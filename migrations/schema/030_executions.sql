@@ -83,7 +83,7 @@ comment on column agent_executions.waiting_data is 'Details of the wait.';
 comment on column agent_executions.waiting_step is 'The step that records the outcome of the wait.';
 comment on column agent_executions.wait_number is 'Counts the waits. An outcome names the number, so it ends one wait at most.';
 comment on column agent_executions.wake is 'Counts how often the run became ready again.';
-comment on column agent_executions.hinted_at is 'When other processes were last notified of it. It decides nothing.';
+comment on column agent_executions.hinted_at is 'When other processes were last notified that the run is ready. It decides nothing.';
 comment on column agent_executions.attempt is 'Claims lost since the last checkpoint.';
 comment on column agent_executions.max_attempts is 'How many lost claims without a checkpoint fail the run.';
 comment on column agent_executions.on_lost is
@@ -1078,7 +1078,7 @@ begin
   perform pg_notify('agent_automations', '');
   return query select true, p.paused_at, p.paused_by, p.reason, p.resumed_at, trace_, note_;
 end $$;
-comment on function resume_agent is 'End the pause and announce ready work. changed is false where there is none.';
+comment on function resume_agent is 'End the pause and announce ready work. changed is false if the agent is not paused.';
 
 -- Workers outside: an execution under a lock.
 

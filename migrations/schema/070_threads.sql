@@ -231,7 +231,8 @@ comment on column agent_chat_requests.expires_at is 'When the row goes.';
 
 -- Code
 
--- Lock order: the row of the lane, then the advisory lock, as a write under the token takes them.
+-- Lock order: the row of the lane, then the advisory lock, as a write under the token takes them. Only a row that was
+-- inserted meanwhile is locked after it.
 
 create or replace function lanekeeper.lock_agent_thread(p_thread text, p_wait boolean default true) returns boolean
 language plpgsql volatile as $$
