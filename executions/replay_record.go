@@ -137,10 +137,10 @@ func (p *replayRecord) firstUnreached(before time.Time) (c Checkpoint, ok bool) 
 func (p *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 	checkpoint, recorded := p.checkpoints[s.key]
 	scope := s.key[:strings.LastIndex(s.key, s.name)]
-	waiting := r.ctx // a recorded step was reached, even if its own context ends before its turn comes here
+	waitCtx := r.ctx // a recorded step waits for its turn, even if its own context ends
 	if !recorded {
 		p.reachNested(s.key)
-		waiting = ctx
+		waitCtx = ctx
 	}
 	for {
 		p.mu.Lock()
@@ -161,9 +161,9 @@ func (p *replayRecord) reach(ctx context.Context, r *run, s stepSpec) error {
 		}
 		moved := p.progress
 		p.mu.Unlock()
-		if sibling, _ := splitKey(earlier.Step); sibling == scope || !awaitProgress(waiting, moved) {
-			if sibling != scope && waiting.Err() != nil {
-				return context.Cause(waiting) // another branch ended this one
+		if sibling, _ := splitKey(earlier.Step); sibling == scope || !awaitProgress(waitCtx, moved) {
+			if sibling != scope && waitCtx.Err() != nil {
+				return context.Cause(waitCtx) // another branch ended this one
 			}
 			if recorded {
 				return p.stopDiverged(r, s.key, DivergedOrder,

@@ -41,8 +41,8 @@ type Client struct {
 	mu      sync.Mutex
 	slots   map[string]*slot
 	closed  bool
-	closing sync.WaitGroup // connections that are closing
-	life    context.Context
+	closing sync.WaitGroup  // connections that are closing
+	life    context.Context // of connection attempts; ends with Close
 	end     context.CancelFunc
 }
 

@@ -120,16 +120,15 @@ func TestASlowChildIsKept(t *testing.T) {
 	d.TimeoutMS = 2000
 	w.put(d)
 	w.fails("echo", `{"text":"a","times":1}`, skills.ClassTimeout, "2s") // it starts
-	var first, last int
 	pgtest.Eventually(t, soon, func() bool {
 		_, err := w.call("pid", `{}`)
 		return err == nil
 	}, "the child has started")
-	first, _ = w.pid()
+	first, _ := w.pid()
 	for range 4 {
 		w.fails("hang", `{}`, skills.ClassTimeout, "2s")
 	}
-	last, _ = w.pid()
+	last, _ := w.pid()
 	assert.Equal(t, first, last, "the child was replaced by")
 }
 

@@ -41,12 +41,12 @@ type connection struct {
 	ended    chan struct{}
 }
 
-// connect opens a connection and lists the server's tools. ctx bounds both, but not the connection's life. tidy runs
-// the cleanup after a failure, now or in the background.
+// connect opens a connection and lists the server's tools. ctx bounds both, but not the connection's life. cleanup
+// runs a function after a failure, now or in the background.
 func (c *Client) connect(ctx context.Context, r Remote, cleanup func(func())) (*connection, error) {
 	limit := connectTimeout
 	if r.Transport == TransportHTTP { // there is nothing to start
-		limit = min(limit, max(leastConnect, time.Duration(r.TimeoutMS)*time.Millisecond))
+		limit = min(limit, max(minConnect, time.Duration(r.TimeoutMS)*time.Millisecond))
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, fmt.Errorf("the server has not answered within %s", limit))
 	defer cancel()

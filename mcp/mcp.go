@@ -73,7 +73,7 @@ const (
 // Times.
 const (
 	connectTimeout = 90 * time.Second // npx may fetch a package first
-	leastConnect   = 5 * time.Second  // over HTTP, where timeout_ms is shorter
+	minConnect     = 5 * time.Second  // over HTTP, if timeout_ms is shorter
 	listTimeout    = 30 * time.Second
 	maxAge         = 10 * time.Minute // of an HTTP connection and its list
 	syncEvery      = 15 * time.Minute
