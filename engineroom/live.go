@@ -172,7 +172,7 @@ type hub struct {
 	retryInterval time.Duration // retry interval of a failed part
 	idleRefresh   time.Duration // refresh interval of a part without activity
 	readLimit     time.Duration // timeout of a part
-	pulseLimit    time.Duration // timeout of the check for changes, and of a part after a failed one
+	pulseLimit    time.Duration // timeout of the check for changes, and of parts after it failed
 	most          struct{ topics, viewers int }
 
 	mu      sync.Mutex

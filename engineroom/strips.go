@@ -69,7 +69,7 @@ func (room *Room) verdictPart(ctx context.Context, v *visit) (any, error) {
 	}
 	total := budgetLine{Spent: "nothing"}
 	closest := -2.0
-	for _, b := range c.Budgets { // the limit of the day of which most is spent; without limits what was spent
+	for _, b := range c.Budgets { // the day's limit that is closest to its end; without one, today's usage
 		used := b.Share()
 		if b.Limit <= 0 {
 			used = -1

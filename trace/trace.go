@@ -192,7 +192,7 @@ func parseULID(whole, part string) (ulid.ULID, error) {
 	return u, nil
 }
 
-// invalid describes what is wrong with s, of which it quotes the beginning.
+// invalid describes what is wrong with s, and quotes its beginning.
 func invalid(s, format string, args ...any) error {
 	const quoted = 60
 	if len(s) > quoted {

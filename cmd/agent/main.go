@@ -125,7 +125,7 @@ DATABASE_URL names the database. Without it, commands use the one of agent dev i
 	return root
 }
 
-// refuseUnknownShells makes an unknown shell of agent completion an error; else it prints help.
+// refuseUnknownShells makes an unknown shell of agent completion an error. Cobra's default is to print help.
 func refuseUnknownShells(root *cobra.Command) {
 	root.InitDefaultCompletionCmd()
 	for _, cmd := range root.Commands() {

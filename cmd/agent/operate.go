@@ -71,8 +71,8 @@ an answer: the model stalled, or a limit of tokens, money, time or model calls w
 	return cmd
 }
 
-// withApp runs a command that runs executions in its own process. What the command itself writes waits for locks for a
-// second, as in withPromptSession.
+// withApp runs a command that runs executions in its own process. The session that work gets waits a second for a lock,
+// as in withPromptSession.
 func (c *cli) withApp(ctx context.Context, work func(context.Context, *session, *app.App) error) error {
 	s, err := c.session(ctx)
 	if err != nil {

@@ -267,8 +267,8 @@ func (p *Page) PressUntil(keys, condition string) {
 	})
 }
 
-// until waits for a condition and for the end of loading. It calls between after each look at which the condition is
-// false: while the next page loads, its address is there and half of its elements.
+// until waits for a condition on a page that has loaded: a page that loads has its address, but only some of its
+// elements. It calls between after each look at which the condition is false.
 func (p *Page) until(what, condition string, between func()) {
 	p.tb.Helper()
 	ctx, cancel := context.WithTimeout(p.ctx, patience)

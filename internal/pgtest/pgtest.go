@@ -5,10 +5,10 @@
 // and it stops with the last one; it does not sync to disk. AGENT_TEST_DATABASE_URL names another
 // server instead, as a user that may create databases.
 //
-// The schema is migrated once per version of the migrations and month, into a template database named by
-// them. Each test gets a copy, dropped at its end with whatever is still connected. So tests
-// may commit, use several connections, NOTIFY and run workers, in parallel, and see only what they
-// wrote themselves.
+// Once for each version of the migrations and month, the schema is migrated into a template
+// database, which is named by both. Each test gets a copy, dropped at its end with whatever is
+// still connected. So tests may commit, use several connections, NOTIFY and run workers, in
+// parallel, and see only what they wrote themselves.
 //
 // With AGENT_TEST_POOLER=1 in the environment the databases are reached through a PgBouncer in transaction mode
 // (internal/pgbouncer), one for each test binary: scripts/test --all runs the suites of lanes and executions a second
