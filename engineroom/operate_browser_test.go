@@ -295,31 +295,48 @@ func TestASilentStreamOfATurnIsLeft(t *testing.T) {
 	p.Until("half of the answer is gone", `document.querySelectorAll("#transcript .bubble-assistant").length === 1`)
 }
 
-// Another process answers again after a crash: half of the first answer does not stay beside the second.
-func TestAnAnswerThatBrokeOffIsShownOnce(t *testing.T) {
+// Another process goes on after a crash. It replaces half of an answer, and keeps a text before an approval.
+func TestATurnWhoseStreamBrokeIsShownOnce(t *testing.T) {
 	t.Parallel()
-	var asked atomic.Int64
-	_, url := console(t, map[string]http.HandlerFunc{
-		"POST /v1/operate": turnOf(false, turnEvent(t, "delta", map[string]string{"text": "It is ha"})),
-		"GET /v1/executions/{id}": func(w http.ResponseWriter, r *http.Request) {
-			status := "running"
-			if asked.Add(1) > 2 {
-				status = "completed"
-			}
-			answer(`{"status": "`+status+`", "result": {"text": "It is done."}}`)(w, r)
-		},
-		"GET /v1/activity": func(w http.ResponseWriter, r *http.Request) {
-			if asked.Load() < 2 {
-				answer(`{"items": []}`)(w, r)
-				return
-			}
-			answer(`{"items": [{"id": "m", "kind": "model", "status": "success", "output": {"content": "It is done."}}]}`)(w, r)
-		},
-	})
-	p := browser.Open(t, browser.Look{})
-	p.Go(url + "/operate")
-	p.Type("#message", "is it?")
-	p.Click("#send")
-	p.Until("the answer is there once", `!document.getElementById("send").disabled &&
-		[...document.querySelectorAll("#transcript .bubble-assistant .said")].map(e => e.innerText.trim()).join("|") === "It is done."`)
+	delta := func(text string) string { return turnEvent(t, "delta", map[string]string{"text": text}) }
+	row := func(text string) string {
+		return fmt.Sprintf(`{"id": %[1]q, "kind": "model", "status": "success", "output": {"content": %[1]q}}`, text)
+	}
+	for name, test := range map[string]struct {
+		stream, log []string
+		want        string
+	}{
+		"half answer": {[]string{delta("It is ha")}, nil, "It is done."},
+		"approval": {[]string{delta("May I?"), turnEvent(t, "approval", map[string]string{
+			"id": "a", "skill": "drop", "arguments": "{}", "expires_at": "2999-01-01T00:00:00Z",
+		})}, []string{row("May I?")}, "May I?|It is done."},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var asked atomic.Int64
+			_, url := console(t, map[string]http.HandlerFunc{
+				"POST /v1/operate": turnOf(false, test.stream...),
+				"GET /v1/executions/{id}": func(w http.ResponseWriter, r *http.Request) {
+					status := "running"
+					if asked.Add(1) > 2 {
+						status = "completed"
+					}
+					answer(`{"status": "`+status+`", "result": {"text": "It is done."}}`)(w, r)
+				},
+				"GET /v1/activity": func(w http.ResponseWriter, r *http.Request) {
+					items := test.log
+					if asked.Load() >= 2 { // newest first
+						items = append([]string{row("It is done.")}, items...)
+					}
+					answer(`{"items": [`+strings.Join(items, ", ")+`]}`)(w, r)
+				},
+			})
+			p := browser.Open(t, browser.Look{})
+			p.Go(url + "/operate")
+			p.Type("#message", "is it?")
+			p.Click("#send")
+			p.Until("each text is there once", `!document.getElementById("send").disabled &&
+				[...document.querySelectorAll("#transcript .bubble-assistant .said")].map(e => e.innerText.trim()).join("|") === "`+test.want+`"`)
+		})
+	}
 }

@@ -196,6 +196,8 @@
       },
       approval(a) {
         if ($("approval-" + a.id)) return;
+        finish();
+        since = null;
         const item = make("article", "approval"), title = make("h3", "", "Approval requested: ");
         item.id = "approval-" + a.id;
         item.dataset.approval = a.id;
