@@ -18,8 +18,8 @@ import (
 // Every query is bounded by an index, so reads stay fast on a table of any size: a trace by (trace_id, created_at),
 // a skill by (skill_name, id), everything else by the time-ordered id, which also excludes partitions.
 
-// perQuery plans each query for its own arguments. So one literal serves all filters: one that is unset costs nothing,
-// one that is set chooses its index.
+// perQuery plans each query for its own arguments. So one SQL text serves all filters: an unset filter costs nothing,
+// and a set filter chooses its index.
 const perQuery = pgx.QueryExecModeCacheDescribe
 
 const (

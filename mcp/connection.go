@@ -167,7 +167,7 @@ func (conn *connection) usable(ctx context.Context, r Remote) bool {
 		(conn.timeouts.Load() < maxTimeouts || conn.answers(ctx))
 }
 
-// answers reports whether the server answers a ping. One that is merely slow must not be ended.
+// answers reports whether the server answers a ping. A server that is only slow must not be ended.
 func (conn *connection) answers(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()

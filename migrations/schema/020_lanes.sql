@@ -635,7 +635,8 @@ begin
     line := case when held.expires_at > clock_timestamp() and held.execution_id <> p_borrower
                  then lanekeeper.agent_lenders(p_borrower, held.execution_id, p_lane like 'thread:%') end;
     exit when line is null or look = 2;
-    -- The executions between holder and borrower need their own locks. One that is locked begins or ends its wait.
+    -- The executions between holder and borrower need their own locks. An execution whose row is locked begins or ends
+    -- its wait.
     seen := array(select x.id from agent_executions x where x.id = any (line[2 : cardinality(line) - 1]) order by x.id for share skip locked);
     exit when cardinality(seen) < cardinality(line) - 2;
     seen := line;
