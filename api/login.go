@@ -142,8 +142,10 @@ func (s *sessions) watch(parent context.Context, who *principals.Caller) (ctx co
 	if who == nil || who.SessionID == "" && who.TokenID == "" {
 		return parent, func() {}
 	}
-	ctx, cancel := context.WithCancel(parent)
-	if !who.Until.IsZero() {
+	var cancel context.CancelFunc
+	if who.Until.IsZero() {
+		ctx, cancel = context.WithCancel(parent)
+	} else {
 		ctx, cancel = context.WithDeadline(parent, who.Until)
 	}
 	var notified <-chan string
@@ -186,7 +188,10 @@ type Pages interface {
 // maxForm bounds the login form in bytes.
 const maxForm = 16 << 10
 
-const loginPath = "/login"
+const (
+	loginPath  = "/login"
+	logoutPath = "/logout"
+)
 
 // loginRoutes set and delete the cookie. The login form itself is an endpoint.
 func (s *server) loginRoutes() []route {
@@ -199,7 +204,7 @@ func (s *server) loginRoutes() []route {
 			about: "Log in with the form of GET /login.",
 		},
 		{
-			method: "POST", path: "/logout", access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logOut),
+			method: "POST", path: logoutPath, access: Public, page: true, maxBody: maxForm, handler: http.HandlerFunc(s.logOut),
 			about: "End the login.",
 		},
 	}
@@ -300,13 +305,13 @@ func (s *server) logOut(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	http.SetCookie(w, s.auth.sessions.logoutCookie(r))
-	http.Redirect(w, r, "/login", http.StatusSeeOther)
+	http.Redirect(w, r, loginPath, http.StatusSeeOther)
 }
 
 // afterLogin returns the local path to open after the login, never a login page.
 func afterLogin(next string) string {
 	next = local.Path(next)
-	if path, _, _ := strings.Cut(next, "?"); path == "/login" || path == "/logout" {
+	if path, _, _ := strings.Cut(next, "?"); path == loginPath || path == logoutPath {
 		return "/"
 	}
 	return next
@@ -322,7 +327,7 @@ func (s *server) writeErrorPage(w http.ResponseWriter, r *http.Request, err erro
 	}
 	w.Header().Del("WWW-Authenticate")
 	s.auth.sessions.clearCookie(w, r)
-	to, page := "/login", r.URL.RequestURI()
+	to, page := loginPath, r.URL.RequestURI()
 	if r.Method != http.MethodGet && r.Method != http.MethodHead {
 		page = local.Referer(r)
 	}
