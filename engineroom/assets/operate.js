@@ -74,7 +74,9 @@
     try {
       for (;;) {
         let silent;
-        const lost = new Promise((_, reject) => { silent = setTimeout(() => reject(new Error("the connection is lost")), 35000); });
+        const lost = new Promise((_, reject) => {
+          silent = setTimeout(() => reject(new Error("the connection is lost")), 35000);
+        });
         const { done, value } = await Promise.race([reader.read(), lost]).finally(() => clearTimeout(silent));
         rest += done ? decoder.decode() : decoder.decode(value, { stream: true });
         const blocks = rest.split("\n\n");

@@ -341,7 +341,8 @@ byId("earlier").addEventListener("click", async () => {
 
 const maxSilence = 25000; // the server writes to a stream at least every 10 s
 
-// heard waits for a promise as long as the connection may be silent. A connection that a network forgot reports no error.
+// heard waits for a promise as long as the connection may be silent. A connection that a network forgot reports no
+// error.
 function heard(promise, close) {
   let timer;
   const lost = new Promise((_, reject) => {
