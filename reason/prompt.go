@@ -78,31 +78,48 @@ func (l *Loop) choose(ctx context.Context, db postgres.DB, t *Turn) (*prepared, 
 	if l.Sandbox != nil {
 		return l.chooseSandboxed(ctx, db, t)
 	}
-	var all []agents.Agent
-	var callable []skills.Skill
-	b := &pgx.Batch{}
+	from, err := l.available(ctx, db, t)
+	if err != nil {
+		return nil, err
+	}
+	p := &prepared{}
 	if l.Agents != nil {
-		l.Agents.QueueList(b, &all)
-	}
-	if len(t.Scopes) > 0 {
-		skills.QueueCallable(b, t.Scopes, &callable)
-	}
-	if err := db.SendBatch(ctx, b).Close(); err != nil {
-		return nil, fmt.Errorf("read agents and skills: %w", err)
-	}
-	p, err := &prepared{}, error(nil)
-	if l.Agents != nil {
-		if p.who, err = actingAgent(ctx, all, t); err != nil {
+		if p.who, err = actingAgent(ctx, from.Agents, t); err != nil {
 			return p, err
 		}
 		p.Agent, p.Now = &acting{p.who.Name, p.who.Version}, time.Now().UTC().Truncate(time.Second)
-		p.Delegates = delegateAgents(all, p.who)
+		p.Delegates = delegateAgents(from.Agents, p.who)
 		if p.Pinned, err = pinned(ctx, db, p.who); err != nil {
 			return p, err
 		}
 	}
-	p.offer, err = l.offered(ctx, db, t, p.who, callable)
+	p.offer, err = l.offered(ctx, db, t, p.who, from.Skills)
 	return p, err
+}
+
+// Available has the agents and the skills that a turn chooses from.
+type Available struct {
+	Agents []agents.Agent // of [agents.Directory.List]
+	Skills []skills.Skill // of [skills.QueueCallable], for the turn's scopes
+}
+
+// available returns what the caller of the turn has read, once, or reads it.
+func (l *Loop) available(ctx context.Context, db postgres.DB, t *Turn) (*Available, error) {
+	if from := t.Available; from != nil {
+		t.Available = nil // a retry reads anew, and the turn does not retain it
+		return from, nil
+	}
+	from, b := &Available{}, &pgx.Batch{}
+	if l.Agents != nil {
+		l.Agents.QueueList(b, &from.Agents)
+	}
+	if len(t.Scopes) > 0 {
+		skills.QueueCallable(b, t.Scopes, &from.Skills)
+	}
+	if err := db.SendBatch(ctx, b).Close(); err != nil {
+		return nil, fmt.Errorf("read agents and skills: %w", err)
+	}
+	return from, nil
 }
 
 // actingAgent returns the turn's named agent, or the execution's.

@@ -119,7 +119,9 @@ type Turn struct {
 	Seen    []memory.Sight // entries that the prompt shows
 	Scopes  []string       // of the offered skills; without scopes, only Tools are offered
 	Also    []string       // skills of other scopes, if the agent may use them
-	Tools   []Tool
+	// Available, if the caller has just read it, spares the turn the read.
+	Available *Available
+	Tools     []Tool
 	// Approvals decides whether the turn waits for an approval.
 	Approvals ApprovalMode
 	// Budget, if set, replaces the Loop's.

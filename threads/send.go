@@ -235,32 +235,36 @@ func Receive(ctx context.Context, e *executions.Engine, tx pgx.Tx, in Incoming) 
 func Window(
 	ctx context.Context, db postgres.DB, thread string, before int64, tokens int,
 ) (summary string, messages []Message, err error) {
-	t, err := Get(ctx, db, thread)
-	if err != nil {
-		return "", nil, err
-	}
-	rows, err := db.Query(ctx, `
+	id, b := postgres.Text(thread), &pgx.Batch{}
+	b.Queue(`
 		with latest as (
 		  select m.* from agent_messages m
-		   where m.thread_id = @thread and m.turn > @through and (@before::bigint = 0 or m.turn < @before)
-		     and m.status not in ('failed', 'withdrawn')
+		   where m.thread_id = @thread and m.turn > (select summary_through from agent_threads where id = @thread)
+		     and (@before::bigint = 0 or m.turn < @before) and m.status not in ('failed', 'withdrawn')
 		   order by m.turn desc, m.seq desc limit 400),
 		measured as (select l.*, sum(l.tokens) over (order by l.turn desc, l.seq desc) as running from latest l)
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
-		  interrupted,
-		       tokens, attempts, error_message, created_at, sent_at
+		       interrupted, tokens, attempts, error_message, created_at, sent_at,
+		       (select count(*) from agent_message_images i where i.message_id = measured.id) as images
 		  from measured where running <= @tokens order by turn, seq`,
-		postgres.Strict{"thread": t.ID, "through": t.SummaryThrough, "before": before, "tokens": tokens})
-	messages, err = postgres.Collect(rows, err, fmt.Sprintf("read thread %s", thread), pgx.RowToStructByNameLax[Message])
-	if err != nil {
-		return "", nil, err
+		postgres.Strict{"thread": id, "before": before, "tokens": tokens}).Query(func(rows pgx.Rows) (err error) {
+		messages, err = pgx.CollectRows(rows, pgx.RowToStructByName[Message])
+		return err
+	})
+	// The summary is read second: one that is stored in between repeats messages, and none is lost.
+	b.Queue(`select summary from agent_threads where id = @thread`, postgres.Strict{"thread": id}).
+		QueryRow(func(row pgx.Row) error { return row.Scan(&summary) })
+	if err := db.SendBatch(ctx, b).Close(); errors.Is(err, pgx.ErrNoRows) {
+		return "", nil, fmt.Errorf("read thread %s: %w", thread, ErrNotFound)
+	} else if err != nil {
+		return "", nil, fmt.Errorf("read thread %s: %w", thread, err)
 	}
 	// A turn that does not fit whole is left out.
 	whole := slices.IndexFunc(messages, func(m Message) bool { return *m.Turn == *m.Seq })
 	if whole < 0 {
 		whole = len(messages)
 	}
-	return t.Summary, messages[whole:], nil
+	return summary, messages[whole:], nil
 }
 
 // Backlog returns the turns to summarise, oldest first: those before the latest keep tokens, up to about most tokens.

@@ -49,21 +49,22 @@ type UserMessage struct {
 	Key         string            // the idempotency key; "": none
 	Hash        string            // of the body; a repeated key requires the same one
 	TraceID     trace.ID
-	Files       [][]File        // of each of Texts
-	Seen        int64           // the last place in the thread that the visitor has read
-	agent       agents.Agent    // the agent that answers
-	own         bool            // the trace belongs to this message alone
-	thread      string          // the id of the thread
-	known       bool            // the thread exists
-	resolved    string          // the name for which thread and known were read; "": none, or used
-	fresh       bool            // Name was generated
-	response    *responseEcho   // of a request to /v1/responses
-	form        *reason.Form    // the format of the answer; nil for text
-	formParam   string          // the parameter that names the format
-	unseen      *span           // the flows' messages that the answer shows first
-	last        string          // the execution that must be the thread's last; "": any
-	retry       *retry          // recognises a retry; nil when the request is none
-	place       *admission.Hold // admits the turn; nil for a message without HTTP
+	Files       [][]File          // of each of Texts
+	Seen        int64             // the last place in the thread that the visitor has read
+	agent       agents.Agent      // the agent that answers
+	available   *reason.Available // what the turn chooses from
+	own         bool              // the trace belongs to this message alone
+	thread      string            // the id of the thread
+	known       bool              // the thread exists
+	resolved    string            // the name for which thread and known were read; "": none, or used
+	fresh       bool              // Name was generated
+	response    *responseEcho     // of a request to /v1/responses
+	form        *reason.Form      // the format of the answer; nil for text
+	formParam   string            // the parameter that names the format
+	unseen      *span             // the flows' messages that the answer shows first
+	last        string            // the execution that must be the thread's last; "": any
+	retry       *retry            // recognises a retry; nil when the request is none
+	place       *admission.Hold   // admits the turn; nil for a message without HTTP
 }
 
 // principal is the sender.
@@ -236,8 +237,9 @@ type inserted struct {
 
 // storedMessages has what a turn that starts in this process need not read.
 type storedMessages struct {
-	messages []threads.Message // the turn answers; nil when they have images
-	alone    bool              // the thread has no earlier active turn
+	messages  []threads.Message // the turn answers; nil when they have images
+	alone     bool              // the thread has no earlier active turn
+	available *reason.Available // nil: not read
 }
 
 // insert stores the message together with its turn, or with a relay, in one transaction.
@@ -458,7 +460,10 @@ func (c *Chat) storeMessage(
 		return nil, nil, err
 	}
 	own := list[len(drafts)-len(texts):]
-	stored = &storedMessages{messages: own, alone: len(earlier) == 0}
+	stored = &storedMessages{messages: own}
+	if stored.alone = len(earlier) == 0; stored.alone {
+		stored.available = a.available
+	}
 	for _, some := range images {
 		if len(some) > 0 {
 			stored.messages = nil

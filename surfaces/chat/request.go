@@ -23,6 +23,8 @@ import (
 	"github.com/lanekeeper/lanekeeper/agents"
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/reason"
+	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/threads"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -177,12 +179,14 @@ func (c *Chat) newMessage(r *http.Request, req *request, secret string) (*UserMe
 	return a, c.lookUp(r.Context(), a)
 }
 
-// lookUp reads the agent of the model id and the thread of the visitor's name. It retries when the connection breaks.
+// lookUp reads the agents, their skills and the thread of the visitor's name, and chooses the agent of the model id. It
+// retries when the connection breaks.
 func (c *Chat) lookUp(ctx context.Context, a *UserMessage) error {
-	var all []agents.Agent
+	from := &reason.Available{}
 	err := postgres.Again(ctx, func() error {
 		b := &pgx.Batch{}
-		c.Agents.QueueList(b, &all)
+		c.Agents.QueueList(b, &from.Agents)
+		skills.QueueCallable(b, scopes, &from.Skills)
 		if a.Name != "" && a.Join == "" {
 			a.resolved = a.Name
 			threads.QueueResolve(b, a.principal(), a.Name, &a.thread, &a.known)
@@ -192,7 +196,8 @@ func (c *Chat) lookUp(ctx context.Context, a *UserMessage) error {
 	if err != nil {
 		return fmt.Errorf("find agent and thread: %w", err)
 	}
-	a.agent, err = selectAgent(agents.ReachedBy(all, a.Owner), a.Model)
+	a.available = from
+	a.agent, err = selectAgent(agents.ReachedBy(from.Agents, a.Owner), a.Model)
 	return err
 }
 

@@ -101,7 +101,7 @@ func (t *turn) answer(ctx context.Context) (answer, error) {
 	}
 	turn := reason.Turn{
 		Purpose: Flow, System: rules, History: earlier.messages, Prompt: t.prompt, Images: t.images,
-		Form: t.in.Form, Scopes: []string{skills.ScopeExternal}, Approvals: reason.Park, Budget: t.Budget,
+		Form: t.in.Form, Scopes: scopes, Approvals: reason.Park, Budget: t.Budget,
 		OnDelta: func(text string) { t.feed.append(text); t.saveDraft(held, false) },
 		OnRestart: func() {
 			t.feed.retryCall()
@@ -118,6 +118,9 @@ func (t *turn) answer(ctx context.Context) (answer, error) {
 			t.saveFinished(held)
 			t.feed.update(func() { t.feed.awaitsApproval = true })
 		},
+	}
+	if t.stored != nil {
+		turn.Available, t.stored.available = t.stored.available, nil
 	}
 	if earlier.hasLongDocument() || strings.Contains(t.prompt, documents.Continues) {
 		turn.Also = []string{builtins.DocumentRead}
@@ -213,8 +216,10 @@ func (t *turn) loadHistory(ctx context.Context) (conversation, error) {
 	if t.number == 1 {
 		return conversation{}, nil
 	}
-	b, err := executions.Step(ctx, "remember", func(ctx context.Context) (historyWindow, error) {
-		summary, messages, err := threads.Window(ctx, t.Pool, t.in.Thread, t.number, t.History)
+	var messages []threads.Message
+	b, err := executions.Step(ctx, "remember", func(ctx context.Context) (_ historyWindow, err error) {
+		var summary string
+		summary, messages, err = threads.Window(ctx, t.Pool, t.in.Thread, t.number, t.History)
 		if err != nil || len(messages) == 0 {
 			return historyWindow{Summary: summary}, err
 		}
@@ -238,13 +243,14 @@ func (t *turn) loadHistory(ctx context.Context) (conversation, error) {
 	if b.From == 0 {
 		return p, nil
 	}
-	var images map[string][]models.Part
-	messages, err := executions.RetryTransient(ctx, func(ctx context.Context) (list []threads.Message, err error) {
-		list, err = threads.Turns(ctx, t.Pool, t.in.Thread, b.From, t.number, b.Through)
-		if err == nil {
-			images, err = t.imagesOf(ctx, list)
+	images, err := executions.RetryTransient(ctx, func(ctx context.Context) (_ map[string][]models.Part, err error) {
+		if len(messages) == 0 { // recorded
+			messages, err = threads.Turns(ctx, t.Pool, t.in.Thread, b.From, t.number, b.Through)
 		}
-		return list, err
+		if err != nil {
+			return nil, err
+		}
+		return t.imagesOf(ctx, messages)
 	})
 	for _, m := range messages {
 		if m.Interrupted {
@@ -255,6 +261,9 @@ func (t *turn) loadHistory(ctx context.Context) (conversation, error) {
 	p.messages = startWithUser(p.messages)
 	return p, err
 }
+
+// scopes are those of a visitor's skills, beside skills.ScopeBoth.
+var scopes = []string{skills.ScopeExternal}
 
 // Rules are the rules of a visitor's turn, for evals.
 const Rules = rules
