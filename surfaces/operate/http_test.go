@@ -16,6 +16,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
+	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
@@ -167,6 +168,24 @@ func TestJSONResponse(t *testing.T) {
 		where trace_id = $1 and kind = 'model'`, got.TraceID)
 	assert.Truef(t, spent != 0 && got.Usage.TotalTokens == spent && got.Usage.TotalTokens == got.Usage.PromptTokens+
 		got.Usage.CompletionTokens, "the call before the wait used %d tokens, the answer says %+v", spent, got.Usage)
+	w.decide(t, got.Approvals[0].ID, true)
+	assert.Equal(t, "Later.", w.waitStatus(t, got.ExecutionID, executions.Completed).ResultSummary)
+}
+
+func TestJSONResponseWithDelegatedApproval(t *testing.T) {
+	t.Parallel()
+	w := newTestDatabase(t, modeltest.ToolCall("delegate", `{"task":"Wipe."}`), modeltest.ToolCall("wipe", `{}`),
+		modeltest.Text("Wiped."), modeltest.Text("Later."))
+	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
+	p := w.process(t, true, func(o *operate.Options) {
+		require.NoError(t, w.loop.RegisterDelegate(o.Engine))
+		o.Tools = []reason.Tool{w.loop.DelegateTool(o.Engine, []string{skills.ScopeInternal})}
+	})
+	resp := p.post(t, t.Context(), `{"message":"Have it wiped."}`, "application/json")
+	got := decode[operate.Answer](t, resp.Body)
+	require.Truef(t, resp.StatusCode == http.StatusAccepted && got.Ended == operate.WaitingApproval &&
+		len(got.Approvals) == 1, "%d, %+v", resp.StatusCode, got)
+	assert.Equal(t, "", w.laneHolder(t))
 	w.decide(t, got.Approvals[0].ID, true)
 	assert.Equal(t, "Later.", w.waitStatus(t, got.ExecutionID, executions.Completed).ResultSummary)
 }

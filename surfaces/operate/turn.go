@@ -439,17 +439,20 @@ func (o *Operate) interruptTurn(ctx context.Context, id string, l *listener) (le
 	return ""
 }
 
-// waitsForApproval reports whether a turn waits for approval. A turn that has just requested one is about to.
+// waitsForApproval reports whether a turn, or the delegated task that it waits for, waits for approval. A turn that has
+// just requested one is about to.
 func (o *Operate) waitsForApproval(ctx context.Context, id string, l *listener) bool {
 	for {
 		x, err := executions.Get(ctx, o.Pool, id)
-		if err != nil || ctx.Err() != nil {
+		for err == nil && x.Status == executions.Waiting && deref(x.WaitingFor) == "agent" {
+			x, err = executions.Get(ctx, o.Pool, deref(x.WaitingKey))
+		}
+		switch {
+		case err != nil || ctx.Err() != nil:
 			return false
-		}
-		if x.Status == executions.Waiting {
+		case x.Status == executions.Waiting:
 			return deref(x.WaitingFor) == "approval"
-		}
-		if x.Status.Ended() || !l.awaitsApproval() {
+		case x.ID == id && x.Status.Ended() || !l.awaitsApproval():
 			return false
 		}
 		sleep.For(ctx, retryInterval)
