@@ -261,6 +261,14 @@ func (b *lostBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// endPatience lets a test end the patience of the page.
+const endPatience = `(() => {
+	const real = setTimeout;
+	window.patience = null;
+	window.setTimeout = (f, ms) => ms === maxSilence ? (window.patience = f, 0) : real(f, ms);
+	return 1;
+})()`
+
 func TestThePageLeavesASilentConnection(t *testing.T) {
 	t.Parallel()
 	release := make(chan struct{})
@@ -273,17 +281,59 @@ func TestThePageLeavesASilentConnection(t *testing.T) {
 		return nil
 	}) + "/chat#key=site")
 	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
-	page.Eval(`(() => { // the patience of the page ends when the test says so
-		const real = setTimeout;
-		window.patience = null;
-		window.setTimeout = (f, ms) => ms === maxSilence ? (window.patience = f, 0) : real(f, ms);
-		return 1;
-	})()`, new(int))
+	page.Eval(endPatience, new(int))
 	submit(page, "First")
 	page.Until("the answer has started", shown+`.includes("nora One is")`)
 	close(release)
 	page.Eval(`(patience(), 1)`, new(int))
 	page.Until("the answer is complete", shown+` === "You First | nora One is done." && document.querySelector("#stop").hidden`)
+	noProblems(t, page)
+}
+
+// A message without any answer is sent again, and answered once.
+func TestThePageLeavesASilentRequest(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("One."))
+	var sent atomic.Int64
+	page := browser.Open(t, browser.Look{})
+	page.Go(siteBehind(t, w.process(t), func(r *http.Response) error {
+		if r.Request.Method == http.MethodPost && sent.Add(1) == 1 {
+			<-r.Request.Context().Done()
+			return r.Request.Context().Err()
+		}
+		return nil
+	}) + "/chat#key=site")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	page.Eval(endPatience, new(int))
+	submit(page, "First")
+	pgtest.Eventually(t, patience, func() bool { return sent.Load() == 1 }, "the request is not sent")
+	page.Eval(`(patience(), 1)`, new(int))
+	page.Shows("The connection broke.")
+	page.Click(".interrupted button")
+	page.Until("the answer is complete", shown+` === "You First | nora One." && document.querySelector("#stop").hidden`)
+	assert.Equal(t, 1, len(w.model.Requests()))
+	noProblems(t, page)
+}
+
+func TestThePageAsksForAnotherKey(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, modeltest.Text("Yes."))
+	p := w.process(t)
+	page := browser.Open(t, browser.Look{})
+	page.Expect("401")
+	page.Go(site(t, p) + "/chat#key=old")
+	page.Shows("This key is not valid, or no longer.")
+	page.Type("#key", "site")
+	page.Click("#login button")
+	page.Until("the page is open", `!document.querySelector("#conversation").hidden`)
+	page.Eval(`(sessionStorage.setItem("key", "old"), 1)`, new(int)) // it was revoked
+	submit(page, "Are you there?")
+	page.Until("the key is asked for", `!document.querySelector("#login").hidden`)
+	page.Type("#key", "site")
+	page.Click("#login button")
+	page.Until("the message waits", `document.querySelector("#message").value === "Are you there?"`)
+	page.Click("#send")
+	page.Until("it is answered", shown+` === "You Are you there? | nora Yes."`)
 	noProblems(t, page)
 }
 

@@ -131,6 +131,7 @@ let known = []; // the agents of the key
 async function loadAgents(current) {
   try {
     const response = await call("/v1/models", { headers: headers() });
+    if (response.status === 401 && current === generation) return logout();
     if (!response.ok || current !== generation) return; // the first message reports the error
     const { data } = await response.json();
     const own = data.filter((model) => model.id !== "agent");
@@ -301,7 +302,7 @@ async function showHistory(current, listed) {
     if (active) resume(active.id.replace("msg_", ""), current);
   } catch (problem) {
     if (current !== generation) return;
-    if (problem.status === 401) return logout(problem.message);
+    if (problem.status === 401) return logout();
     if (problem.status === 404) { // the conversation is gone
       store.removeItem("thread");
       return start();
@@ -468,7 +469,10 @@ function ended(turn, problem, retry, edit) {
     store.removeItem("thread");
     store.removeItem("join");
   }
-  if (problem.status === 401) return logout(problem.message);
+  if (problem.status === 401) {
+    edit?.(); // the message waits for a new key
+    return logout();
+  }
   setStatus(problem.message, true);
   if (edit && !turn.id && [400, 413, 415].includes(problem.status)) { // it would be refused again
     turn.box.note("Not sent.", "Edit the message", edit);
@@ -510,7 +514,8 @@ function deliver(text, chosen, current, edit) {
       model: model(), stream: true, stream_options: { include_activity: true },
       messages: [{ role: "user", content: await upload(text, chosen) }],
     });
-    return call("/v1/chat/completions", { method: "POST", headers: headers(), body });
+    const c = new AbortController(); // sent again, the same message is answered once
+    return heard(call("/v1/chat/completions", { method: "POST", headers: headers(), body, signal: c.signal }), () => c.abort());
   }, current, () => deliver(text, chosen, current, edit), edit);
 }
 
@@ -568,9 +573,9 @@ function setFiles(list) {
   }));
 }
 
-function logout(why) {
+function logout() {
   store.removeItem("key");
-  byId("login-error").textContent = why;
+  byId("login-error").textContent = "This key is not valid, or no longer. Whoever gave it to you has the current one.";
   open();
 }
 
