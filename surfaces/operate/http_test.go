@@ -3,6 +3,7 @@ package operate_test
 import (
 	"context"
 	"encoding/json"
+	"io"
 	"net/http"
 	"strings"
 	"testing"
@@ -181,11 +182,14 @@ func TestJSONResponseWithDelegatedApproval(t *testing.T) {
 		require.NoError(t, w.loop.RegisterDelegate(o.Engine))
 		o.Tools = []reason.Tool{w.loop.DelegateTool(o.Engine, []string{skills.ScopeInternal})}
 	})
+	watch := p.watch(t)
 	resp := p.post(t, t.Context(), `{"message":"Have it wiped."}`, "application/json")
 	got := decode[operate.Answer](t, resp.Body)
 	require.Truef(t, resp.StatusCode == http.StatusAccepted && got.Ended == operate.WaitingApproval &&
 		len(got.Approvals) == 1, "%d, %+v", resp.StatusCode, got)
 	assert.Equal(t, "", w.laneHolder(t))
+	events, _ := readEvents(watch, func(e sse) bool { return e.name == "approval" })
+	assert.Equal(t, got.Approvals[0].ID, read[operate.Approval](t, events, "approval").ID)
 	w.decide(t, got.Approvals[0].ID, true)
 	assert.Equal(t, "Later.", w.waitStatus(t, got.ExecutionID, executions.Completed).ResultSummary)
 }
@@ -268,21 +272,26 @@ func TestInvalidTurnRequests(t *testing.T) {
 	}
 }
 
+// watch follows the turns until the test ends.
+func (p *process) watch(t *testing.T) io.Reader {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, p.http.URL+"/v1/operate/watch", nil)
+	require.NoError(t, err)
+	resp, err := http.DefaultClient.Do(req)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = resp.Body.Close() })
+	return resp.Body
+}
+
 func TestWatchTurns(t *testing.T) {
 	t.Parallel()
 	w, _ := withGuardedSkill(t)
 	p := w.process(t, true)
 	other := w.process(t, false)
-	ctx, leave := context.WithCancel(t.Context())
-	defer leave()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, other.http.URL+"/v1/operate/watch", nil)
-	require.NoError(t, err)
-	resp, err := http.DefaultClient.Do(req)
-	require.NoError(t, err)
-	defer func() { _ = resp.Body.Close() }()
+	watch := other.watch(t)
 	s := p.open(t, "")
 	b := p.send(t, s, "Wipe orders.", false)
-	events, _ := readEvents(resp.Body, func(e sse) bool {
+	events, _ := readEvents(watch, func(e sse) bool {
 		if e.name == "approval" {
 			var a operate.Approval
 			assert.NoError(t, json.Unmarshal(e.data, &a))

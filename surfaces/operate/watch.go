@@ -283,9 +283,9 @@ func toolCallOf(row activity.Row) ToolCall {
 	return c
 }
 
-// approvals reports the turn's pending approvals.
+// approvals reports the pending approvals of the turn and of its delegated tasks.
 func (w *watcher) approvals(ctx context.Context, x executions.Execution) error {
-	if x.Status != executions.Waiting || deref(x.WaitingFor) != "approval" {
+	if kind := deref(x.WaitingFor); x.Status != executions.Waiting || kind != "approval" && kind != "agent" {
 		return nil
 	}
 	waiting, err := approvals.List(ctx, w.o.Pool,
