@@ -163,12 +163,13 @@ func (room *Room) approvalsIn(ctx context.Context, want approvalFilter, status, 
 		})
 }
 
-// approvalsOf reads what an execution waits for a decision of.
-func (room *Room) approvalsOf(ctx context.Context, execution, back string) ([]pendingApproval, error) {
+// approvalsOf lists the pending approvals of a trace: those of a turn and of its delegated tasks.
+func (room *Room) approvalsOf(ctx context.Context, trace, back string) ([]pendingApproval, error) {
 	rows, err := postgres.Rows[approvalRow](ctx, room.Pool, "list approvals of a turn", selectApproval+`
-		 where a.execution_id = @execution and a.parked and a.status = 'pending' and a.expires_at > now()
+		 where a.execution_id in (select x.id from agent_executions x where x.trace_id = @trace)
+		   and a.parked and a.status = 'pending' and a.expires_at > now()
 		 order by a.id limit @most`,
-		postgres.Strict{"execution": execution, "most": maxApprovals, "time": "live", "listed": maxListed})
+		postgres.Strict{"trace": trace, "most": maxApprovals, "time": "live", "listed": maxListed})
 	return cardsOf(rows, back), err
 }
 

@@ -152,7 +152,7 @@ func (room *Room) sessionMessages(ctx context.Context, v *visit) (any, error) {
 		if err != nil {
 			return nil, err
 		}
-		if got.Approvals, err = room.approvalsOf(ctx, got.Now.ExecutionID, v.URL); err != nil {
+		if got.Approvals, err = room.approvalsOf(ctx, got.Now.TraceID, v.URL); err != nil {
 			return nil, err
 		}
 	}
@@ -275,7 +275,11 @@ func (room *Room) operateSessions(ctx context.Context, v *visit) (any, error) {
 		           and (@q::text = '' or strpos(lower(coalesce(nullif(t.title, ''), m.content, '')), lower(@q)) > 0)
 		         order by t.updated_at desc, t.id desc limit @most) s
 		  left join lateral (
-		        select e.status, e.waiting_for from agent_executions e
+		        select e.status, coalesce((
+		               select c.waiting_for from agent_executions c
+		                where e.waiting_for = 'agent' and c.trace_id = e.trace_id and c.waiting_for = 'approval' limit 1),
+		               e.waiting_for) as waiting_for
+		          from agent_executions e
 		         where e.thread_id = s.id and e.completed_at is null order by e.id desc limit 1) x on true
 		 order by s.updated_at desc, s.id desc`, freshPlan, postgres.Strict{
 		"owner": threads.Admin.Owner, "walk": walkSessions, "q": about.Q, "most": maxSessions,

@@ -269,6 +269,12 @@ func TestASessionIsWholeAfterAReloadAndWithoutScript(t *testing.T) {
 	p.Shows("No match among the newest")
 	noComplaint(t, p)
 	shows(t, url+"/operate?session="+aSession, "approval-"+approval)
+	rows.Quiet(t, pool, fmt.Sprintf(`
+		with turn as (update agent_executions set waiting_for = 'agent' where waiting_for = 'approval' returning *),
+		     task as (insert into agent_executions (flow, surface, trace_id, parent_id, status, waiting_for, waiting_until)
+		              select 'delegate', surface, trace_id, id, status, 'approval', waiting_until from turn returning id)
+		update agent_approvals set execution_id = (select id from task) where id = '%s'`, approval))
+	shows(t, url+"/operate?session="+aSession, "approval-"+approval, "<strong>approval requested</strong>")
 }
 
 // A network may forget a connection without a word: the page looks for the turn then.

@@ -426,11 +426,13 @@
           await catchUp(show, streamed);
           streamed = false;
           if (["completed", "failed", "cancelled", "timeout"].includes(x.status)) return conclude(x, show);
-          if (x.status === "waiting" && x.waiting_for === "approval") {
-            tell("An approval is requested.");
+          let asked = [];
+          if (x.status === "waiting" && ["approval", "agent"].includes(x.waiting_for)) { // agent: a delegated task may ask
             const list = await api("GET", "/v1/approvals?status=pending&trace_id=" + encodeURIComponent(turn.trace));
-            if (list.ok) for (const a of parse(await list.text()).items) show.approval({ id: a.id, skill: a.skill_name, arguments: a.arguments, expires_at: a.expires_at });
-          } else tell("The turn continues …");
+            if (list.ok) asked = parse(await list.text()).items;
+            for (const a of asked) show.approval({ id: a.id, skill: a.skill_name, arguments: a.arguments, expires_at: a.expires_at });
+          }
+          tell(asked.length ? "An approval is requested." : "The turn continues …");
         } else tell("The server is busy; looking again …");
       } catch { tell("The server cannot be reached; looking again …"); }
       await pause(wait);
