@@ -22,6 +22,22 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
+// A client may leave while its turn waits for a delegated task. The turn's end is told, not the interrupted claim.
+func TestAdvanceOfLeftTurn(t *testing.T) {
+	t.Parallel()
+	pool := pgtest.DB(t)
+	keeper := lanes.NewKeeper(pool, lanes.Options{})
+	engine, err := executions.New(pool, executions.Options{Keeper: keeper})
+	require.NoError(t, err)
+	ctx, leave := context.WithCancel(t.Context())
+	leave()
+	s := &Session{o: &Operate{Options: Options{Engine: engine, Poll: time.Second}}}
+	_, err = s.advance(ctx, executions.Execution{
+		Status: executions.Waiting, WaitingFor: new("agent"), WaitingKey: new("01a224f5-41c3-71ca-b539-3b06ddc0fa0a"),
+	})
+	require.NoError(t, err)
+}
+
 // A resumed run that only waits for approval must free the lane it acquired, or the lane would be held until the
 // decision.
 func TestWaitingTurnFreesLane(t *testing.T) {

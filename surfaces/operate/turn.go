@@ -395,7 +395,9 @@ func (s *Session) advance(ctx context.Context, x executions.Execution) (time.Dur
 		s.mu.Unlock()
 		return s.o.Poll, s.releaseLane(runCtx)
 	case x.Status == executions.Waiting && kind == "agent":
-		return s.o.Poll, s.o.Engine.ClaimAndRun(ctx, key) // where no other process works
+		if err := s.o.Engine.ClaimAndRun(ctx, key); ctx.Err() == nil { // where no other process works
+			return s.o.Poll, err
+		}
 	}
 	return s.o.Poll, nil
 }
