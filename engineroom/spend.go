@@ -288,10 +288,10 @@ func periodsSince(since time.Time, per activity.Period, values func(time.Time) [
 	return list
 }
 
-// moneyTick formats dollars at an axis: a part of a cent has four decimals, so that no two ticks read alike.
+// moneyTick formats dollars at an axis. Parts of a cent have four decimals or more, so that no two ticks read alike.
 func moneyTick(f float64) string {
-	if cents := f * 100; math.Abs(cents-math.Round(cents)) > 1e-6 {
-		return fmt.Sprintf("$%.4f", f)
+	if cents := f * 100; math.Abs(cents-math.Round(cents)) > 1e-9 {
+		return fmt.Sprintf("$%.*f", max(4, 1+int(math.Ceil(-math.Log10(f)))), f)
 	}
 	return human.Money(f)
 }

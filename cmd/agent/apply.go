@@ -359,7 +359,7 @@ func (c *cli) applyAndWatch(cmd *cobra.Command, opts applyOptions) error {
 	if c.json {
 		return usageError("--watch and --json exclude each other: --json prints one document")
 	}
-	err = c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
+	err = c.withPromptSession(func(cmd *cobra.Command, _ []string, s *session) error {
 		w := &workspaceWatcher{cli: c, session: s, opts: opts, dir: watched, out: c.out}
 		w.apply(cmd.Context())
 		return w.run(cmd.Context())
