@@ -126,7 +126,12 @@ func (c *cli) startExecution(ctx context.Context, s *session, b startOptions) er
 
 // openThread gives the flow, and the named chat key, access to the thread.
 func (b startOptions) openThread(ctx context.Context, s *session, id string) error {
-	err := postgres.InTx(ctx, s.Pool, func(tx pgx.Tx) error {
+	prompt, err := s.prompt(ctx)
+	if err != nil {
+		return err
+	}
+	defer prompt.Pool.Close()
+	err = postgres.InTx(ctx, prompt.Pool, func(tx pgx.Tx) error {
 		err := threads.OpenForFlow(ctx, tx, id, b.spec.Flow, "", b.spec.Agent)
 		if err == nil && b.chatKey != "" {
 			_, err = threads.Grant(ctx, tx, id, threads.Key(b.chatKey), id, commandLine)

@@ -161,7 +161,7 @@ func TestChangesDoNotWaitForALock(t *testing.T) {
 	defer func() { _ = tx.Rollback(context.WithoutCancel(t.Context())) }()
 	pgtest.Exec(t, tx, `set local idle_in_transaction_session_timeout = '30s'`) // a command that waits succeeds then
 	pgtest.Exec(t, tx, `lock agent_skills, agent_automations, agent_objectives, agent_memory, agent_principals,
-		agent_retention, agent_pauses in exclusive mode`)
+		agent_retention, agent_pauses, agent_threads in exclusive mode`)
 	for _, command := range [][]string{
 		{"skills", "disable", "table_sizes", "--reason", "it hurts"},
 		{"skills", "call", "table_sizes"},
@@ -175,6 +175,7 @@ func TestChangesDoNotWaitForALock(t *testing.T) {
 		{"principals", "role", "anna", "viewer"},
 		{"retention", "set", "activity=90d"},
 		{"pause", "--reason", "it hurts"},
+		{"executions", "start", "external", "--thread", "desk"},
 	} {
 		p.fails(1, "another transaction of the database has locked what is to be written", command...)
 		pgtest.Exec(t, tx, `select`) // it is idle anew
