@@ -438,7 +438,9 @@ func TestAChartOfNothingIsEmpty(t *testing.T) {
 	t.Parallel()
 	c := chart{Series: []series{{"x", "bar-accent"}}, Points: []point{{"a", "a", []float64{0}}}, Write: moneyTick}
 	assert.True(t, c.Empty() && len(c.Bars()) == 0, "a chart without values has bars")
-	for v, want := range map[float64]string{0: "$0.00", 0.0123: "$0.0123", 0.00002: "$0.000020", 2.5: "$2.50", 20: "$20.00"} {
+	for v, want := range map[float64]string{
+		0: "$0.00", 0.00002: "$0.000020", 0.0123: "$0.0123", 2.5: "$2.50", 20: "$20.00",
+	} {
 		assert.Equal(t, want, moneyTick(v), v)
 	}
 	for v, want := range map[float64]string{950: "950", 9999: "9999", 15_000: "15k", 2_500_000: "2.5M", 3e9: "3G"} {
