@@ -28,6 +28,7 @@ import (
 	"golang.org/x/text/language"
 
 	"github.com/lanekeeper/lanekeeper/internal/config"
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
@@ -349,29 +350,25 @@ func Validate(d Definition) error {
 	v.lists(d)
 	v.limits(d.Limits)
 	v.schedule(d)
-	return errors.Join(v.problems...)
+	return errors.Join(v.List...)
 }
 
-type validator struct{ problems []error }
-
-func (v *validator) add(field, format string, args ...any) {
-	v.problems = append(v.problems, fmt.Errorf(field+": "+format, args...))
-}
+type validator struct{ fielderr.List }
 
 func (v *validator) name(d Definition) {
 	switch {
 	case d.Name == "":
-		v.add("name", "is empty")
+		v.Add("name", "is empty")
 	case !validName.MatchString(d.Name):
-		v.add("name", "%q must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -", d.Name)
+		v.Add("name", "%q must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -", d.Name)
 	case d.Name == Alias && !d.Default:
-		v.add("name", "%q is what clients call the default agent; take another name, or add default: true", d.Name)
+		v.Add("name", "%q is what clients call the default agent; take another name, or add default: true", d.Name)
 	}
 }
 
 func (v *validator) texts(d Definition) {
 	if d.Instructions != "" && d.InstructionsFile != "" {
-		v.add("instructions_file", "there are instructions, too; keep one of the two")
+		v.Add("instructions_file", "there are instructions, too; keep one of the two")
 	}
 	for _, text := range []struct {
 		field, value string
@@ -382,7 +379,7 @@ func (v *validator) texts(d Definition) {
 		{"greeting", d.Greeting, maxText},
 	} {
 		if len(text.value) > text.most || strings.ContainsRune(text.value, 0) {
-			v.add(text.field, "must have at most %d bytes and no NUL character", text.most)
+			v.Add(text.field, "must have at most %d bytes and no NUL character", text.most)
 		}
 	}
 }
@@ -394,17 +391,17 @@ func (v *validator) model(d Definition) {
 			field = fmt.Sprintf("fallback[%d]", i-1)
 		}
 		if (name != "" || i > 0) && !validModel.MatchString(name) {
-			v.add(field, "%q is not the name of a model: printable characters without blanks", name)
+			v.Add(field, "%q is not the name of a model: printable characters without blanks", name)
 		}
 	}
 	if d.Effort != "" && !slices.Contains(config.Efforts(), d.Effort) {
-		v.add("effort", "%q is none of %s", d.Effort, strings.Join(config.Efforts(), ", "))
+		v.Add("effort", "%q is none of %s", d.Effort, strings.Join(config.Efforts(), ", "))
 	}
 	if t := d.Temperature; t != nil && !(*t >= 0 && *t <= 2) {
-		v.add("temperature", "must be between 0 and 2")
+		v.Add("temperature", "must be between 0 and 2")
 	}
 	if d.Temperature != nil && d.Effort != "" && d.Effort != "none" {
-		v.add("temperature", "models that reason take none; keep effort or temperature")
+		v.Add("temperature", "models that reason take none; keep effort or temperature")
 	}
 }
 
@@ -426,23 +423,23 @@ func (v *validator) lists(d Definition) {
 		return err == nil
 	})
 	if d.Memory != "" && !slices.Contains([]string{MemoryShared, MemoryOwn, MemoryNone}, d.Memory) {
-		v.add("memory", "%q is none of %s, %s, %s", d.Memory, MemoryShared, MemoryOwn, MemoryNone)
+		v.Add("memory", "%q is none of %s, %s, %s", d.Memory, MemoryShared, MemoryOwn, MemoryNone)
 	}
 	if d.Memory == MemoryNone && len(d.Pinned) > 0 {
-		v.add("pinned", "an agent without memory has nothing to pin")
+		v.Add("pinned", "an agent without memory has nothing to pin")
 	}
 }
 
 func (v *validator) list(field string, values []string, wanted string, ok func(string) bool) {
 	if len(values) > maxList {
-		v.add(field, "has %d entries; at most %d are taken", len(values), maxList)
+		v.Add(field, "has %d entries; at most %d are taken", len(values), maxList)
 	}
 	for i, s := range values {
 		switch {
 		case len(s) > 600 || !ok(s):
-			v.add(fmt.Sprintf("%s[%d]", field, i), "%.60q is not %s", s, wanted)
+			v.Add(fmt.Sprintf("%s[%d]", field, i), "%.60q is not %s", s, wanted)
 		case slices.Contains(values[:i], s):
-			v.add(fmt.Sprintf("%s[%d]", field, i), "%q is there twice", s)
+			v.Add(fmt.Sprintf("%s[%d]", field, i), "%q is there twice", s)
 		}
 	}
 }
@@ -458,7 +455,7 @@ func (v *validator) limits(l Limits) {
 		{"day_usd", l.DayUSD},
 	} {
 		if limit.value < 0 {
-			v.add("limits."+limit.field, "must not be negative; leave it out for no limit of the agent's own")
+			v.Add("limits."+limit.field, "must not be negative; leave it out for no limit of the agent's own")
 		}
 	}
 }
@@ -466,18 +463,18 @@ func (v *validator) limits(l Limits) {
 func (v *validator) schedule(d Definition) {
 	zone, err := schedule.Location(d.Timezone)
 	if err != nil {
-		v.add("timezone", "%s", err)
+		v.Add("timezone", "%s", err)
 	}
 	if d.Heartbeat == nil {
 		return
 	}
 	if len(d.Heartbeat.Prompt) > maxText || strings.ContainsRune(d.Heartbeat.Prompt, 0) {
-		v.add("heartbeat.prompt", "must have at most %d bytes and no NUL character", maxText)
+		v.Add("heartbeat.prompt", "must have at most %d bytes and no NUL character", maxText)
 	}
 	if d.Heartbeat.Cron == "" || err != nil {
 		return
 	}
 	if _, err := schedule.Parse(d.Heartbeat.Cron, zone); err != nil {
-		v.add("heartbeat.cron", "%s", err)
+		v.Add("heartbeat.cron", "%s", err)
 	}
 }

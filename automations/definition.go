@@ -13,6 +13,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/schedule"
 )
@@ -85,15 +86,15 @@ func resolve(d Definition) (resolved, error) {
 	problems = append(problems, r.checkTrigger()...)
 	problems = append(problems, r.checkAction()...)
 	if r.MaxAttempts < 1 || r.MaxAttempts > maxAttempts {
-		problems = append(problems, fmt.Errorf("max_attempts: must be between 1 and %d", maxAttempts))
+		problems.Add("max_attempts", "must be between 1 and %d", maxAttempts)
 	}
 	return r, errors.Join(problems...)
 }
 
-func (r *resolved) checkTexts() []error {
-	var problems []error
+func (r *resolved) checkTexts() fielderr.List {
+	var problems fielderr.List
 	if strings.TrimSpace(r.Name) == "" {
-		problems = append(problems, errors.New("name: is empty"))
+		problems.Add("name", "is empty")
 	}
 	for _, text := range []struct {
 		field, value string
@@ -105,20 +106,20 @@ func (r *resolved) checkTexts() []error {
 		{"event", r.Event, maxName},
 	} {
 		if len(text.value) > text.most || strings.ContainsRune(text.value, 0) {
-			problems = append(problems, fmt.Errorf("%s: must have at most %d bytes and no NUL character", text.field, text.most))
+			problems.Add(text.field, "must have at most %d bytes and no NUL character", text.most)
 		}
 	}
 	return problems
 }
 
-func (r *resolved) checkTrigger() []error {
+func (r *resolved) checkTrigger() fielderr.List {
 	r.When, r.Signal = strings.TrimSpace(r.When), strings.TrimSpace(r.Signal)
-	var problems []error
+	var problems fielderr.List
 	for _, field := range []struct{ name, value, trigger string }{
 		{"cron", r.Cron, Cron}, {"event", r.Event, Event}, {"when", r.When, Event}, {"signal", r.Signal, Signal},
 	} {
 		if field.value != "" && r.Trigger != field.trigger && slices.Contains([]string{Cron, Event, Signal}, r.Trigger) {
-			problems = append(problems, fmt.Errorf("%s: an automation with trigger %s has none", field.name, r.Trigger))
+			problems.Add(field.name, "an automation with trigger %s has none", r.Trigger)
 		}
 	}
 	switch r.Trigger {
@@ -126,58 +127,58 @@ func (r *resolved) checkTrigger() []error {
 		problems = append(problems, r.checkSchedule()...)
 	case Event:
 		if strings.TrimSpace(r.Event) == "" {
-			problems = append(problems, errors.New("event: name the event it waits for"))
+			problems.Add("event", "name the event it waits for")
 		}
 		if r.When != "" {
 			problems = append(problems, checkCondition("when", r.When, Cause{})...)
 		}
 	case Signal:
 		if r.Signal == "" {
-			problems = append(problems, errors.New("signal: write the condition it waits for, such as pending_approvals > 3"))
+			problems.Add("signal", "write the condition it waits for, such as pending_approvals > 3")
 		}
 		if r.Signal != "" {
 			problems = append(problems, checkCondition("signal", r.Signal, Counters{})...)
 		}
 	default:
-		problems = append(problems, fmt.Errorf("trigger: %q is not one of cron, event, signal", r.Trigger))
+		problems.Add("trigger", "%q is not one of cron, event, signal", r.Trigger)
 	}
 	return problems
 }
 
-func (r *resolved) checkSchedule() (problems []error) {
+func (r *resolved) checkSchedule() (problems fielderr.List) {
 	zone, err := schedule.Location(r.Timezone)
 	if err != nil {
-		problems = append(problems, fmt.Errorf("timezone: %w", err))
+		problems.Add("timezone", "%w", err)
 	}
 	if r.schedule, err = schedule.Parse(r.Cron, zone); err != nil {
-		problems = append(problems, fmt.Errorf("cron: %w", err))
+		problems.Add("cron", "%w", err)
 	}
 	return problems
 }
 
-func checkCondition(field, text string, env any) []error {
+func checkCondition(field, text string, env any) fielderr.List {
 	if _, err := compile(text, env); err != nil {
 		return []error{fmt.Errorf("%s: %w", field, err)}
 	}
 	return nil
 }
 
-func (r *resolved) checkAction() []error {
-	var problems []error
+func (r *resolved) checkAction() fielderr.List {
+	var problems fielderr.List
 	r.Prompt = strings.TrimSpace(r.Prompt)
 	switch {
 	case r.Skill == "" && r.Prompt == "" && r.Flow == "":
-		problems = append(problems, errors.New("skill: name a skill or a flow, or write a prompt"))
+		problems.Add("skill", "name a skill or a flow, or write a prompt")
 	case r.Flow != "" && (r.Skill != "" || r.Prompt != ""):
-		problems = append(problems, errors.New("flow: there is a skill or a prompt too; keep one"))
+		problems.Add("flow", "there is a skill or a prompt too; keep one")
 	case r.Flow != "" && !flowName.MatchString(r.Flow):
-		problems = append(problems, fmt.Errorf("flow: %q must be a letter, then letters, digits and _ . : -", r.Flow))
+		problems.Add("flow", "%q must be a letter, then letters, digits and _ . : -", r.Flow)
 	case r.Skill != "" && r.Prompt != "":
-		problems = append(problems, errors.New("prompt: there is a skill too; keep one"))
+		problems.Add("prompt", "there is a skill too; keep one")
 	case r.Skill != "" && !skillName.MatchString(r.Skill):
-		problems = append(problems, fmt.Errorf("skill: %q must be 1 to 64 of the characters a-z A-Z 0-9 _ -", r.Skill))
+		problems.Add("skill", "%q must be 1 to 64 of the characters a-z A-Z 0-9 _ -", r.Skill)
 	case r.Prompt != "" && len(r.Arguments) > 0:
-		problems = append(problems, errors.New("arguments: only a skill and a flow have them"))
+		problems.Add("arguments", "only a skill and a flow have them")
 	}
 	r.arguments = json.RawMessage(`{}`)
 	if len(r.Arguments) > 0 {
@@ -186,7 +187,7 @@ func (r *resolved) checkAction() []error {
 			err = errors.New("has a NUL character")
 		}
 		if err != nil {
-			problems = append(problems, fmt.Errorf("arguments: %w", err))
+			problems.Add("arguments", "%w", err)
 		}
 		r.arguments = raw
 	}

@@ -42,6 +42,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -183,57 +184,56 @@ func webAddress(v string) string {
 
 // Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join].
 func Validate(d Definition) error {
-	var problems []error
-	add := func(format string, args ...any) { problems = append(problems, fmt.Errorf(format, args...)) }
+	var problems fielderr.List
 	if !nameForm.MatchString(d.Name) {
-		add("name: must be 1 to 64 of a-z, 0-9, _ and -, and begin with a letter or digit")
+		problems.Add("name", "must be 1 to 64 of a-z, 0-9, _ and -, and begin with a letter or digit")
 	}
 	kind, known := types()[d.Type]
 	if !known {
-		add("type: must be %s", strings.Join(slices.Sorted(maps.Keys(types())), ", "))
+		problems.Add("type", "must be %s", strings.Join(slices.Sorted(maps.Keys(types())), ", "))
 		return errors.Join(problems...)
 	}
 	if d.Pairing != "" && d.Pairing != PairingRequired && d.Pairing != PairingOpen {
-		add("pairing: must be %s or %s", PairingRequired, PairingOpen)
+		problems.Add("pairing", "must be %s or %s", PairingRequired, PairingOpen)
 	}
 	if len(d.ReportTo) > maxConversation {
-		add("report_to: has more than %d bytes", maxConversation)
+		problems.Add("report_to", "has more than %d bytes", maxConversation)
 	}
 	for _, name := range slices.Sorted(maps.Keys(kind.secrets)) {
 		if kind.secrets[name] && d.Secrets[name] == "" {
-			add("secrets: needs %s, as ${NAME} or file:/path", name)
+			problems.Add("secrets", "needs %s, as ${NAME} or file:/path", name)
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(d.Secrets)) {
 		path, isFile := strings.CutPrefix(d.Secrets[name], "file:")
 		switch _, has := kind.secrets[name]; {
 		case !has:
-			add("secrets: %q is unknown; a %s channel has %s", name, d.Type,
+			problems.Add("secrets", "%q is unknown; a %s channel has %s", name, d.Type,
 				strings.Join(slices.Sorted(maps.Keys(kind.secrets)), ", "))
 		case !envForm.MatchString(d.Secrets[name]) && (!isFile || !filepath.IsAbs(path)):
-			add("secrets: %s is no reference; a secret does not belong into a file that is shared: write ${NAME} of the "+
+			problems.Add("secrets", "%s is no reference; a secret does not belong into a file that is shared: write ${NAME} of the "+
 				"environment or file:/absolute/path", name)
 		}
 	}
 	for _, name := range kind.required {
 		if d.Settings[name] == "" {
-			add("settings: needs %s", name)
+			problems.Add("settings", "needs %s", name)
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(d.Settings)) {
 		check, has := kind.settings[name]
 		if !has {
-			add("settings: %q is unknown; a %s channel has %s", name, d.Type,
+			problems.Add("settings", "%q is unknown; a %s channel has %s", name, d.Type,
 				strings.Join(slices.Sorted(maps.Keys(kind.settings)), ", "))
 		} else if wrong := check(d.Settings[name]); wrong != "" {
-			add("settings: %s %s", name, wrong)
+			problems.Add("settings", "%s %s", name, wrong)
 		}
 	}
 	if d.Type == Telegram && d.Settings["mode"] == "webhook" && d.Secrets["webhook"] == "" {
-		add("secrets: needs webhook where settings.mode is webhook; it authenticates Telegram")
+		problems.Add("secrets", "needs webhook where settings.mode is webhook; it authenticates Telegram")
 	}
 	if need := slackSecret(d.Settings["mode"]); d.Type == Slack && d.Secrets[need] == "" {
-		add("secrets: needs %s for the mode %s", need, cmp.Or(d.Settings["mode"], "socket"))
+		problems.Add("secrets", "needs %s for the mode %s", need, cmp.Or(d.Settings["mode"], "socket"))
 	}
 	return errors.Join(problems...)
 }

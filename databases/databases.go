@@ -25,6 +25,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -66,27 +67,26 @@ var (
 
 // Validate returns all problems of d, each as "field path: problem".
 func Validate(d Definition) error {
-	var problems []error
+	var problems fielderr.List
 	if !namePattern.MatchString(d.Name) {
-		problems = append(problems,
-			fmt.Errorf("name: %q must be a letter, then letters, digits, _ and -, 64 at most", d.Name))
+		problems.Add("name", "%q must be a letter, then letters, digits, _ and -, 64 at most", d.Name)
 	}
 	switch {
 	case d.URLEnv == "":
-		problems = append(problems, errors.New("url_env: is missing; name the environment variable that has the URL"))
+		problems.Add("url_env", "is missing; name the environment variable that has the URL")
 	case !envPattern.MatchString(d.URLEnv):
 		// Not shown: it may be the URL itself, with a password.
-		problems = append(problems, errors.New("url_env: must be the name of an environment variable, "+
-			"like SHOP_DATABASE_URL; the URL itself does not belong into a file"))
+		problems.Add("url_env", "must be the name of an environment variable, like SHOP_DATABASE_URL; the URL itself "+
+			"does not belong into a file")
 	case d.URLEnv == "DATABASE_URL":
-		problems = append(problems, errors.New("url_env: DATABASE_URL is the agent's own database, "+
-			"which sql: skills without config.database query; name another variable"))
+		problems.Add("url_env", "DATABASE_URL is the agent's own database, which sql: skills without config.database "+
+			"query; name another variable")
 	}
 	if d.Access != "" && d.Access != AccessRead && d.Access != AccessWrite {
-		problems = append(problems, fmt.Errorf("access: %q is not one of read, write", d.Access))
+		problems.Add("access", "%q is not one of read, write", d.Access)
 	}
 	if len(d.Role) > 63 {
-		problems = append(problems, errors.New("role: must have at most 63 bytes"))
+		problems.Add("role", "must have at most 63 bytes")
 	}
 	return errors.Join(problems...)
 }

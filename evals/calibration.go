@@ -47,10 +47,10 @@ func (j JudgeRule) VotesOf() int { return cmp.Or(j.Votes, 3) }
 
 func (v *validator) judge(at string, j JudgeRule) {
 	if j.Rubric == "" || len(j.Rubric) > maxRubric {
-		v.add(at+".rubric", "must have 1 to %d bytes", maxRubric)
+		v.Add(at+".rubric", "must have 1 to %d bytes", maxRubric)
 	}
 	if n := j.VotesOf(); n < 1 || n > maxVotes || n%2 == 0 {
-		v.add(at+".votes", "must be odd, 1 to %d", maxVotes)
+		v.Add(at+".votes", "must be odd, 1 to %d", maxVotes)
 	}
 }
 

@@ -26,6 +26,7 @@ import (
 	"github.com/santhosh-tekuri/jsonschema/v6"
 
 	"github.com/lanekeeper/lanekeeper/flows"
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/schema"
 )
 
@@ -143,84 +144,80 @@ var validName = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9_-]{0,63}$`)
 func Validate(d Definition) error {
 	v := &validator{}
 	if !validName.MatchString(d.Name) {
-		v.add("name", "%q must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -", d.Name)
+		v.Add("name", "%q must begin with a letter and have 1 to 64 of the characters a-z A-Z 0-9 _ -", d.Name)
 	}
 	if !slices.Contains([]string{"", "chat", "operate"}, d.Surface) {
-		v.add("surface", "%.60q is none of chat, operate", d.Surface)
+		v.Add("surface", "%.60q is none of chat, operate", d.Surface)
 	}
 	if d.Trials < 0 || d.Trials > maxTrials {
-		v.add("trials", "must be 1 to %d", maxTrials)
+		v.Add("trials", "must be 1 to %d", maxTrials)
 	}
 	if d.Budget.CostUSD < 0 {
-		v.add("budget.cost_usd", "must not be negative")
+		v.Add("budget.cost_usd", "must not be negative")
 	}
 	v.duration("budget.timeout", d.Budget.Timeout)
 	if g := d.gate(); g.Margin < 0 || g.Margin >= 1 {
-		v.add("gate.margin", "must be from 0 to less than 1")
+		v.Add("gate.margin", "must be from 0 to less than 1")
 	} else if g.PassRate < 0 || g.PassRate > 1 {
-		v.add("gate.pass_rate", "must be from 0 to 1")
+		v.Add("gate.pass_rate", "must be from 0 to 1")
 	}
 	if len(d.Cases) == 0 || len(d.Cases) > maxCases {
-		v.add("cases", "has %d entries; write 1 to %d", len(d.Cases), maxCases)
+		v.Add("cases", "has %d entries; write 1 to %d", len(d.Cases), maxCases)
 	}
 	names := map[string]bool{}
 	for i, c := range d.Cases {
 		at := fmt.Sprintf("cases[%d]", i)
 		if names[c.Name] {
-			v.add(at+".name", "%.60q is there twice", c.Name)
+			v.Add(at+".name", "%.60q is there twice", c.Name)
 		}
 		names[c.Name] = true
 		v.theCase(at, c)
 	}
-	return errors.Join(v.problems...)
+	return errors.Join(v.List...)
 }
 
-type validator struct{ problems []error }
-
-func (v *validator) add(field, format string, args ...any) {
-	v.problems = append(v.problems, fmt.Errorf(field+": "+format, args...))
-}
+type validator struct{ fielderr.List }
 
 func (v *validator) duration(field, text string) {
 	if d, err := time.ParseDuration(text); text != "" && (err != nil || d <= 0) {
-		v.add(field, "%.60q must be a duration such as 500ms, 30s or 10m", text)
+		v.Add(field, "%.60q must be a duration such as 500ms, 30s or 10m", text)
 	}
 }
 
 func (v *validator) theCase(at string, c Case) {
 	if c.Name == "" || len(c.Name) > 100 || strings.ContainsFunc(c.Name, func(r rune) bool { return r < ' ' }) {
-		v.add(at+".name", "must have 1 to 100 bytes in one line")
+		v.Add(at+".name", "must have 1 to 100 bytes in one line")
 	}
 	if _, err := time.Parse(time.RFC3339, c.Now); c.Now != "" && err != nil {
-		v.add(at+".now", "%.60q must be a time such as 2026-11-24T10:00:00+01:00", c.Now)
+		v.Add(at+".now", "%.60q must be a time such as 2026-11-24T10:00:00+01:00", c.Now)
 	}
 	if len(c.Messages) == 0 || c.Messages[len(c.Messages)-1].User == "" {
-		v.add(at+".messages", "must end with a message of the user")
+		v.Add(at+".messages", "must end with a message of the user")
 	}
 	for i, m := range c.Messages {
 		if (m.User == "") == (m.Assistant == "") || len(m.User)+len(m.Assistant) > maxText {
-			v.add(fmt.Sprintf("%s.messages[%d]", at, i), "must have either user or assistant, of at most %d bytes", maxText)
+			v.Add(fmt.Sprintf("%s.messages[%d]", at, i), "must have either user or assistant, of at most %d bytes", maxText)
 		}
 	}
 	for name := range c.Memory {
 		if category, key, ok := strings.Cut(name, "/"); !ok || category == "" || key == "" {
-			v.add(at+".memory", "%.60q must be category/key", name)
+			v.Add(at+".memory", "%.60q must be category/key", name)
 		}
 	}
 	for skill, stubs := range c.Skills {
 		for i, s := range stubs {
 			if (s.Error == "") == (s.Returns == nil) {
-				v.add(fmt.Sprintf("%s.skills.%s[%d]", at, skill, i), "must have either returns or error")
+				v.Add(fmt.Sprintf("%s.skills.%s[%d]", at, skill, i), "must have either returns or error")
 			}
 		}
 	}
 	for skill, decision := range c.Approvals {
 		if decision != Approve && decision != Reject {
-			v.add(at+".approvals."+skill, "%.60q is none of %s, %s", decision, Approve, Reject)
+			v.Add(at+".approvals."+skill, "%.60q is none of %s, %s", decision, Approve, Reject)
 		}
 	}
 	if len(c.Expect) == 0 {
-		v.add(at+".expect", "is empty; a case without expectations always passes")
+		v.Add(at+".expect", "is empty; a case without expectations always passes")
 	}
 	for i, e := range c.Expect {
 		v.expectation(fmt.Sprintf("%s.expect[%d]", at, i), e)
@@ -239,18 +236,18 @@ func (v *validator) expectation(at string, e Expectation) {
 		}
 	}
 	if keys != 1 {
-		v.add(at, "must have exactly one key; write each expectation as an entry of its own")
+		v.Add(at, "must have exactly one key; write each expectation as an entry of its own")
 	}
 	if e.NotCalled != nil && len(e.NotCalled) == 0 || e.InOrder != nil && len(e.InOrder) == 0 {
-		v.add(at, "must name a skill; exact: [] expects no call at all")
+		v.Add(at, "must name a skill; exact: [] expects no call at all")
 	}
 	if e.Called != nil && (e.Called.Skill == "" || e.Called.Times < 0) {
-		v.add(at+".called", "must name a skill, and times must not be negative")
+		v.Add(at+".called", "must name a skill, and times must not be negative")
 	}
 	if e.Within != nil {
 		v.duration(at+".within.latency", e.Within.Latency)
 		if *e.Within == (Within{}) || e.Within.Iterations < 0 || e.Within.CostUSD < 0 {
-			v.add(at+".within", "must have a positive limit: iterations, cost_usd or latency")
+			v.Add(at+".within", "must have a positive limit: iterations, cost_usd or latency")
 		}
 	}
 	if a := e.Answer; a != nil {
@@ -263,22 +260,22 @@ func (v *validator) expectation(at string, e Expectation) {
 
 func (v *validator) answer(at string, a Answer) {
 	if a.Contains == "" && a.Lacks == "" && a.Regex == "" && a.MaxWords == 0 && a.Schema == nil && a.Expr == "" {
-		v.add(at, "is empty; write contains, lacks, regex, max_words, schema or expr")
+		v.Add(at, "is empty; write contains, lacks, regex, max_words, schema or expr")
 	}
 	if _, err := regexp.Compile(a.Regex); err != nil {
-		v.add(at+".regex", "%s", err)
+		v.Add(at+".regex", "%s", err)
 	}
 	if a.MaxWords < 0 {
-		v.add(at+".max_words", "must be positive")
+		v.Add(at+".max_words", "must be positive")
 	}
 	if a.Schema != nil {
 		if _, err := compile(a.Schema); err != nil {
-			v.add(at+".schema", "%s", err)
+			v.Add(at+".schema", "%s", err)
 		}
 	}
 	if a.Expr != "" {
 		if err := flows.CheckCondition(a.Expr); err != nil {
-			v.add(at+".expr", "%s", err)
+			v.Add(at+".expr", "%s", err)
 		}
 	}
 }

@@ -44,6 +44,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -125,10 +126,9 @@ var (
 // Validate reports everything that is wrong with d, each problem as "field path: what is wrong", joined as by
 // [errors.Join]. It resolves no secret and reaches no server.
 func Validate(d Definition) error {
-	var problems []error
-	add := func(format string, args ...any) { problems = append(problems, fmt.Errorf(format, args...)) }
+	var problems fielderr.List
 	if !serverName.MatchString(d.Name) {
-		add("name: %q must be 1 to 24 of the characters a-z 0-9 - and begin with a letter or digit", d.Name)
+		problems.Add("name", "%q must be 1 to 24 of the characters a-z 0-9 - and begin with a letter or digit", d.Name)
 	}
 	switch d.transport() {
 	case TransportHTTP:
@@ -136,16 +136,16 @@ func Validate(d Definition) error {
 	case TransportStdio:
 		problems = append(problems, d.checkStdio()...)
 	default:
-		add("transport: %q is not one of http, stdio", d.Transport)
+		problems.Add("transport", "%q is not one of http, stdio", d.Transport)
 	}
 	if scope := d.scope(); scope != skills.ScopeInternal && scope != skills.ScopeExternal && scope != skills.ScopeBoth {
-		add("scope: %q is not one of internal, external, both", scope)
+		problems.Add("scope", "%q is not one of internal, external, both", scope)
 	}
 	if trust := d.trust(); trust != skills.TrustAuto && trust != skills.TrustNotify && trust != skills.TrustApprove {
-		add("trust: %q is not one of auto, notify, approve", trust)
+		problems.Add("trust", "%q is not one of auto, notify, approve", trust)
 	}
 	if t := d.timeout(); t < 10*time.Millisecond || t > time.Hour {
-		add("timeout_ms: %d must be between 10 and 3600000", d.TimeoutMS)
+		problems.Add("timeout_ms", "%d must be between 10 and 3600000", d.TimeoutMS)
 	}
 	for field, patterns := range map[string][]string{
 		"auto": d.Auto, "include": d.Include, "exclude": d.Exclude,
@@ -153,7 +153,7 @@ func Validate(d Definition) error {
 	} {
 		for i, p := range patterns {
 			if _, err := path.Match(p, ""); err != nil || p == "" {
-				add("%s[%d]: %q is not a pattern; write a tool's name, or read_*", field, i, p)
+				problems.Add(fmt.Sprintf("%s[%d]", field, i), "%q is not a pattern; write a tool's name, or read_*", p)
 			}
 		}
 	}
@@ -161,27 +161,24 @@ func Validate(d Definition) error {
 	return errors.Join(problems...)
 }
 
-func (d Definition) checkHTTP() []error {
-	var problems []error
+func (d Definition) checkHTTP() fielderr.List {
+	var problems fielderr.List
 	u, err := url.Parse(d.URL)
 	switch {
 	case d.URL == "":
-		problems = append(problems,
-			errors.New("url: is empty; write the address of the server's MCP endpoint, or a command for stdio"))
+		problems.Add("url", "is empty; write the address of the server's MCP endpoint, or a command for stdio")
 	case err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https":
-		problems = append(problems, errors.New("url: must begin with https:// or http:// and a host"))
+		problems.Add("url", "must begin with https:// or http:// and a host")
 	case u.User != nil || u.Fragment != "" || secretQuery(u):
-		problems = append(problems, errors.New("url: must hold no user, password, key or fragment; put a secret into "+
-			"headers, as ${NAME}"))
+		problems.Add("url", "must hold no user, password, key or fragment; put a secret into headers, as ${NAME}")
 	}
 	if len(d.Command) > 0 || len(d.Env) > 0 {
-		problems = append(problems, errors.New("command: a server is reached over http or over stdio; keep url and "+
-			"headers, or command and env"))
+		problems.Add("command", "a server is reached over http or over stdio; keep url and headers, or command and env")
 	}
 	for name, value := range d.Headers {
 		field := "headers." + name
 		if !headerName.MatchString(name) || slices.Contains(ownHeaders, strings.ToLower(name)) {
-			problems = append(problems, fmt.Errorf("%s: is no header that may be set", field))
+			problems.Add(field, "is no header that may be set")
 		}
 		problems = append(problems, checkValue(field, name, value)...)
 	}
@@ -200,26 +197,24 @@ func secretQuery(u *url.URL) bool {
 	return false
 }
 
-func (d Definition) checkStdio() []error {
-	var problems []error
+func (d Definition) checkStdio() fielderr.List {
+	var problems fielderr.List
 	if len(d.Command) == 0 || d.Command[0] == "" {
-		problems = append(problems,
-			errors.New("command: is empty; write the program and its arguments as a list, or a url for http"))
+		problems.Add("command", "is empty; write the program and its arguments as a list, or a url for http")
 	}
 	if d.URL != "" || len(d.Headers) > 0 {
-		problems = append(problems,
-			errors.New("url: a server is reached over http or over stdio; keep url and headers, or command and env"))
+		problems.Add("url", "a server is reached over http or over stdio; keep url and headers, or command and env")
 	}
 	for i, arg := range d.Command {
 		if strings.ContainsRune(arg, 0) || redact.Text(arg, 10_000) != arg {
-			problems = append(problems, fmt.Errorf("command[%d]: looks like a secret, and everybody on the machine sees "+
-				"arguments; pass it in env, as ${NAME}", i))
+			problems.Add(fmt.Sprintf("command[%d]", i), "looks like a secret, and everybody on the machine "+
+				"sees arguments; pass it in env, as ${NAME}")
 		}
 	}
 	for name, value := range d.Env {
 		field := "env." + name
 		if !envName.MatchString(name) {
-			problems = append(problems, fmt.Errorf("%s: is not the name of an environment variable", field))
+			problems.Add(field, "is not the name of an environment variable")
 		}
 		problems = append(problems, checkValue(field, name, value)...)
 	}
@@ -274,7 +269,7 @@ const (
 var reference = regexp.MustCompile(`\$\{([a-zA-Z_][a-zA-Z0-9_]*)\}`)
 
 // checkValue wants a header or a variable to be a text that holds no secret, but may refer to one.
-func checkValue(field, name string, value any) []error {
+func checkValue(field, name string, value any) fielderr.List {
 	text, ok := value.(string)
 	switch {
 	case !ok:

@@ -34,6 +34,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/internal/textcut"
@@ -214,25 +215,25 @@ func conflict(
 
 func (n *Note) check() (json.RawMessage, error) {
 	n.Category = cmp.Or(n.Category, defaultCategory)
-	var problems []error
+	var problems fielderr.List
 	for field, text := range map[string]string{"category": n.Category, "key": n.Key} {
 		if strings.TrimSpace(text) == "" || len(text) > maxName || !postgres.IsText(text) {
-			problems = append(problems, fmt.Errorf("%s: must have 1 to %d bytes of UTF-8 and no NUL character", field, maxName))
+			problems.Add(field, "must have 1 to %d bytes of UTF-8 and no NUL character", maxName)
 		} else if strings.ContainsFunc(text, unicode.IsControl) {
-			problems = append(problems, fmt.Errorf("%s: %.60q has control characters; use none", field, text))
+			problems.Add(field, "%.60q has control characters; use none", text)
 		}
 	}
 	if n.TTL < 0 {
-		problems = append(problems, errors.New("ttl: must not be negative"))
+		problems.Add("ttl", "must not be negative")
 	}
 	value, err := json.Marshal(n.Value)
 	switch {
 	case err != nil:
-		problems = append(problems, fmt.Errorf("value: %w", err))
+		problems.Add("value", "%w", err)
 	case len(value) > maxValue:
-		problems = append(problems, fmt.Errorf("value: has %d bytes of JSON; at most %d are kept", len(value), maxValue))
+		problems.Add("value", "has %d bytes of JSON; at most %d are kept", len(value), maxValue)
 	case strings.Contains(strings.ReplaceAll(string(value), `\\`, ""), `\u0000`):
-		problems = append(problems, errors.New("value: has a NUL character"))
+		problems.Add("value", "has a NUL character")
 	}
 	if len(problems) > 0 {
 		return nil, fmt.Errorf("%w: %w", ErrInvalid, errors.Join(problems...))

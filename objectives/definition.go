@@ -13,6 +13,7 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -36,7 +37,7 @@ type Definition struct {
 
 // Validate returns all problems of d, each as "field path: problem", joined as by [errors.Join].
 func Validate(d Definition) error {
-	var problems []error
+	var problems fielderr.List
 	if err := checkText("name", d.Name, maxTitle); err != nil {
 		problems = append(problems, err)
 	}
@@ -49,7 +50,7 @@ func Validate(d Definition) error {
 		}
 	}
 	if d.Priority < 0 || d.Priority > maxPriority {
-		problems = append(problems, fmt.Errorf("priority: must be between 1 and %d", maxPriority))
+		problems.Add("priority", "must be between 1 and %d", maxPriority)
 	}
 	if _, err := parseReview(d.ReviewEvery); err != nil {
 		problems = append(problems, err)
@@ -57,10 +58,10 @@ func Validate(d Definition) error {
 	return errors.Join(append(problems, checkTitles(d.Steps)...)...)
 }
 
-func checkTitles(titles []string) []error {
-	var problems []error
+func checkTitles(titles []string) fielderr.List {
+	var problems fielderr.List
 	if len(titles) > maxSteps {
-		problems = append(problems, fmt.Errorf("steps: are %d; at most %d are taken", len(titles), maxSteps))
+		problems.Add("steps", "are %d; at most %d are taken", len(titles), maxSteps)
 	}
 	for i, title := range titles {
 		path := fmt.Sprintf("steps[%d]", i)
@@ -68,7 +69,7 @@ func checkTitles(titles []string) []error {
 			problems = append(problems, err)
 		}
 		if slices.Contains(titles[:i], title) {
-			problems = append(problems, fmt.Errorf("%s: %q is there twice", path, title))
+			problems.Add(path, "%q is there twice", title)
 		}
 	}
 	return problems

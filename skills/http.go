@@ -17,6 +17,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/lanekeeper/lanekeeper/internal/exactjson"
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -236,7 +237,7 @@ var (
 )
 
 // parseHTTP reads "POST https://host/path/{id}", "https://host/path", or a config with the same.
-func parseHTTP(rest string, config json.RawMessage, parameters []string) (handler, []error) {
+func parseHTTP(rest string, config json.RawMessage, parameters []string) (handler, fielderr.List) {
 	var c httpConfig
 	if err := decodeConfig(config, &c); err != nil {
 		return nil, []error{err}
@@ -252,13 +253,13 @@ func parseHTTP(rest string, config json.RawMessage, parameters []string) (handle
 	h.inURL = references(h.url)
 	h.inBody = templateReferences(h.body, nil)
 	if h.body != nil && !carriesBody(h.method) && h.method != http.MethodDelete {
-		problems = append(problems, fmt.Errorf("config.body: a %s request has none", h.method))
+		problems.Add("config.body", "a %s request has none", h.method)
 	}
 	problems = append(problems, h.checkArguments(parameters)...)
 	return h, problems
 }
 
-func mergeHandlerText(rest string, c *httpConfig) []error {
+func mergeHandlerText(rest string, c *httpConfig) fielderr.List {
 	if rest == "" {
 		return nil
 	}
@@ -276,7 +277,7 @@ func mergeHandlerText(rest string, c *httpConfig) []error {
 	return nil
 }
 
-func checkURL(text string) []error {
+func checkURL(text string) fielderr.List {
 	if text == "" {
 		return []error{errors.New("config.url: is empty; write http:GET https://host/path as the handler, or set it here")}
 	}
@@ -288,40 +289,40 @@ func checkURL(text string) []error {
 	if err != nil {
 		return []error{errors.New("config.url: is not a URL")}
 	}
-	var problems []error
+	var problems fielderr.List
 	if u.Scheme != "http" && u.Scheme != "https" || u.Host == "" {
-		problems = append(problems, errors.New("config.url: must begin with https:// or http:// and a host"))
+		problems.Add("config.url", "must begin with https:// or http:// and a host")
 	}
 	if u.User != nil {
-		problems = append(problems, errors.New("config.url: must not hold a user or password; use a header"))
+		problems.Add("config.url", "must not hold a user or password; use a header")
 	}
 	head, _, _ := strings.Cut(strings.TrimPrefix(strings.TrimPrefix(text, "https://"), "http://"), "/")
 	if head, _, _ = strings.Cut(head, "?"); strings.Contains(head, "{") {
-		problems = append(problems, errors.New("config.url: an argument must not choose the host"))
+		problems.Add("config.url", "an argument must not choose the host")
 	}
 	if u.Fragment != "" {
-		problems = append(problems, errors.New("config.url: must not have a fragment"))
+		problems.Add("config.url", "must not have a fragment")
 	}
 	return problems
 }
 
-func checkHeaders(headers map[string]string) []error {
-	var problems []error
+func checkHeaders(headers map[string]string) fielderr.List {
+	var problems fielderr.List
 	for name, value := range headers {
 		canonical := http.CanonicalHeaderKey(name)
 		path := "config.headers." + name
 		switch {
 		case !headerName.MatchString(name):
-			problems = append(problems, fmt.Errorf("config.headers: %q is not a header name", name))
+			problems.Add("config.headers", "%q is not a header name", name)
 		case slices.Contains(ownHeaders, canonical):
-			problems = append(problems, fmt.Errorf("%s: is set by the runtime", path))
+			problems.Add(path, "is set by the runtime")
 		case strings.ContainsAny(value, "\r\n\x00"):
-			problems = append(problems, fmt.Errorf("%s: must be one line", path))
+			problems.Add(path, "must be one line")
 		case strings.Contains(envReference.ReplaceAllString(value, ""), "${"):
-			problems = append(problems, fmt.Errorf("%s: write a reference as ${env:NAME}", path))
+			problems.Add(path, "write a reference as ${env:NAME}")
 		case slices.Contains(secretHeaders, canonical) && !envReference.MatchString(value):
-			problems = append(problems, fmt.Errorf("%s: do not write a secret here; put it into an environment variable and "+
-				"refer to it as ${env:NAME}", path))
+			problems.Add(path, "do not write a secret here; put it into an environment variable and refer to it as "+
+				"${env:NAME}")
 		}
 	}
 	slices.SortFunc(problems, func(a, b error) int { return strings.Compare(a.Error(), b.Error()) })
@@ -329,16 +330,16 @@ func checkHeaders(headers map[string]string) []error {
 }
 
 // checkArguments wants every reference to be a parameter, and every parameter to go somewhere.
-func (h httpHandler) checkArguments(parameters []string) []error {
-	var problems []error
+func (h httpHandler) checkArguments(parameters []string) fielderr.List {
+	var problems fielderr.List
 	for _, name := range h.inURL {
 		if !slices.Contains(parameters, name) {
-			problems = append(problems, fmt.Errorf("config.url: {%s} is not declared under parameters.properties", name))
+			problems.Add("config.url", "{%s} is not declared under parameters.properties", name)
 		}
 	}
 	for _, name := range h.inBody {
 		if !slices.Contains(parameters, name) {
-			problems = append(problems, fmt.Errorf("config.body: {%s} is not declared under parameters.properties", name))
+			problems.Add("config.body", "{%s} is not declared under parameters.properties", name)
 		}
 	}
 	if h.body == nil {
@@ -346,8 +347,7 @@ func (h httpHandler) checkArguments(parameters []string) []error {
 	}
 	for _, name := range parameters {
 		if !slices.Contains(h.inURL, name) && !slices.Contains(h.inBody, name) {
-			problems = append(problems, fmt.Errorf("parameters.properties.%s: neither config.url nor config.body uses {%s}",
-				name, name))
+			problems.Add("parameters.properties."+name, "neither config.url nor config.body uses {%s}", name)
 		}
 	}
 	return problems

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
@@ -45,7 +46,7 @@ type flowHandler struct {
 }
 
 // parseFlow reads flow:NAME and the option to wait.
-func parseFlow(name string, config json.RawMessage) (handler, []error) {
+func parseFlow(name string, config json.RawMessage) (handler, fielderr.List) {
 	var c struct {
 		Wait bool `json:"wait"`
 	}
@@ -169,23 +170,22 @@ var (
 type mcpHandler struct{ tool RemoteTool }
 
 // parseMCP reads mcp:SERVER/TOOL and the pin.
-func parseMCP(rest string, config json.RawMessage) (handler, []error) {
+func parseMCP(rest string, config json.RawMessage) (handler, fielderr.List) {
 	var c struct {
 		Pin string `json:"pin"`
 	}
 	if err := decodeConfig(config, &c); err != nil {
 		return nil, []error{err}
 	}
-	var problems []error
+	var problems fielderr.List
 	server, tool, _ := strings.Cut(rest, "/")
 	if !serverPattern.MatchString(server) || tool == "" || len(tool) > maxToolName ||
 		strings.ContainsAny(tool, "\x00\r\n") {
-		problems = append(problems, fmt.Errorf("handler: mcp:%s must name a server and one of its tools: mcp:server/tool",
-			rest))
+		problems.Add("handler", "mcp:%s must name a server and one of its tools: mcp:server/tool", rest)
 	}
 	if !pinPattern.MatchString(c.Pin) {
-		problems = append(problems, errors.New(
-			"config.pin: must be the hash of the accepted tool; declare the server with kind: mcp_server and run agent mcp sync, which mounts its tools"))
+		problems.Add("config.pin", "must be the hash of the accepted tool; declare the server with kind: mcp_server "+
+			"and run agent mcp sync, which mounts its tools")
 	}
 	return mcpHandler{RemoteTool{Server: server, Tool: tool, Pin: c.Pin}}, problems
 }

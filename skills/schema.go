@@ -11,6 +11,7 @@ import (
 
 	"github.com/santhosh-tekuri/jsonschema/v6"
 
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/schema"
 )
 
@@ -19,7 +20,7 @@ func compile(text json.RawMessage) (*jsonschema.Schema, error) {
 }
 
 // resolveParameters returns the stored schema and its property names.
-func resolveParameters(parameters map[string]any) (json.RawMessage, []string, []error) {
+func resolveParameters(parameters map[string]any) (json.RawMessage, []string, fielderr.List) {
 	full := make(map[string]any, len(parameters)+3)
 	maps.Copy(full, parameters)
 	if len(full) == 0 {
@@ -66,12 +67,12 @@ func closeSchema(schema map[string]any) {
 }
 
 // schemaProblems returns the problems of a schema, one error per place.
-func schemaProblems(err error) []error {
+func schemaProblems(err error) fielderr.List {
 	var invalid *jsonschema.ValidationError
 	if sv, ok := errors.AsType[*jsonschema.SchemaValidationError](err); ok && errors.As(sv.Err, &invalid) {
-		var problems []error
+		var problems fielderr.List
 		for _, v := range violations(invalid) {
-			problems = append(problems, fmt.Errorf("parameters%s: %s", strings.ReplaceAll(v.Path, "/", "."), v.Message))
+			problems.Add("parameters"+strings.ReplaceAll(v.Path, "/", "."), "%s", v.Message)
 		}
 		return problems
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/nearest"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
@@ -56,31 +57,29 @@ type sqlResult struct {
 	Truncated bool              `json:"truncated"` // further rows were dropped
 }
 
-func parseSQL(rest string, config json.RawMessage, parameters []string) (handler, []error) {
+func parseSQL(rest string, config json.RawMessage, parameters []string) (handler, fielderr.List) {
 	var c sqlConfig
 	if err := decodeConfig(config, &c); err != nil {
 		return nil, []error{err}
 	}
-	var problems []error
+	var problems fielderr.List
 	if rest != "" && c.Query != "" {
-		problems = append(problems, errors.New("handler: the query is here and in config.query; keep one"))
+		problems.Add("handler", "the query is here and in config.query; keep one")
 	}
 	query := strings.TrimRight(strings.TrimSpace(rest+c.Query), "; \t\r\n")
 	if query == "" {
-		problems = append(problems, errors.New("config.query: is empty; write one select"))
+		problems.Add("config.query", "is empty; write one select")
 	} else {
 		problems = append(problems, checkPlaceholders(query, parameters)...)
 	}
 	if c.RowLimit < 0 || c.RowLimit > maxRows {
-		problems = append(problems, fmt.Errorf("config.row_limit: must be between 1 and %d", maxRows))
+		problems.Add("config.row_limit", "must be between 1 and %d", maxRows)
 	}
 	if c.StatementTimeoutMS < 0 || c.StatementTimeoutMS > int(maxTimeout.Milliseconds()) {
-		problems = append(problems, fmt.Errorf("config.statement_timeout_ms: must be between 1 and %d",
-			maxTimeout.Milliseconds()))
+		problems.Add("config.statement_timeout_ms", "must be between 1 and %d", maxTimeout.Milliseconds())
 	}
 	if c.Writes && c.Database == "" {
-		problems = append(problems,
-			errors.New("config.writes: needs config.database; no skill writes to the agent's own database"))
+		problems.Add("config.writes", "needs config.database; no skill writes to the agent's own database")
 	}
 	c.RowLimit = cmp.Or(c.RowLimit, defaultRows)
 	return sqlHandler{
@@ -90,17 +89,17 @@ func parseSQL(rest string, config json.RawMessage, parameters []string) (handler
 }
 
 // checkPlaceholders requires the query's @names and the parameters to be the same set.
-func checkPlaceholders(query string, parameters []string) []error {
-	var problems []error
+func checkPlaceholders(query string, parameters []string) fielderr.List {
+	var problems fielderr.List
 	used := placeholders(query)
 	for _, name := range used {
 		if !slices.Contains(parameters, name) {
-			problems = append(problems, fmt.Errorf("config.query: @%s is not declared under parameters.properties", name))
+			problems.Add("config.query", "@%s is not declared under parameters.properties", name)
 		}
 	}
 	for _, name := range parameters {
 		if !slices.Contains(used, name) {
-			problems = append(problems, fmt.Errorf("parameters.properties.%s: the query does not use @%s", name, name))
+			problems.Add("parameters.properties."+name, "the query does not use @%s", name)
 		}
 	}
 	return problems

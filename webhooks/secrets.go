@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/lanekeeper/lanekeeper/internal/credentials"
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 )
 
@@ -18,15 +19,15 @@ var envForm = regexp.MustCompile(`^\$\{[A-Za-z_][A-Za-z0-9_]*\}$`)
 const maxSecret = 64 << 10
 
 // checkSecrets reports invalid references. Its errors never contain the text, which may be a secret.
-func checkSecrets(secrets []string) []error {
+func checkSecrets(secrets []string) fielderr.List {
 	if len(secrets) == 0 {
 		return []error{errors.New("secrets: is empty; name at least one, as ${NAME} or file:/path")}
 	}
-	var problems []error
+	var problems fielderr.List
 	for i, s := range secrets {
 		if !isReference(s) {
-			problems = append(problems, fmt.Errorf("secrets[%d]: is no reference; a secret does not belong into a file that "+
-				"is shared: write ${NAME} of the environment or file:/absolute/path", i))
+			problems.Add(fmt.Sprintf("secrets[%d]", i), "is no reference; a secret does not belong into a file that is "+
+				"shared: write ${NAME} of the environment or file:/absolute/path")
 		}
 	}
 	return problems

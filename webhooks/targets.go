@@ -45,27 +45,25 @@ func ValidateTarget(d TargetDefinition) error {
 		problems = append(problems, checkSecrets(d.Secrets)...)
 	}
 	if d.Format != "" && d.Format != FormatSlack {
-		problems = append(problems, fmt.Errorf("format: is %q; leave it out, or write %s", d.Format, FormatSlack))
+		problems.Add("format", "is %q; leave it out, or write %s", d.Format, FormatSlack)
 	}
 	switch u, err := url.Parse(d.URL); {
 	case isReference(d.URL):
 	case err != nil, u.Host == "", u.Scheme != "https" && u.Scheme != "http", len(d.URL) > maxURL:
-		problems = append(problems, errors.New("url: must be an https:// or http:// address, or ${NAME} or file:/path of one"))
+		problems.Add("url", "must be an https:// or http:// address, or ${NAME} or file:/path of one")
 	case u.User != nil:
-		problems = append(problems,
-			errors.New("url: has a user or a password in it; messages are signed with the secrets instead"))
+		problems.Add("url", "has a user or a password in it; messages are signed with the secrets instead")
 	}
 	if len(d.Events) == 0 {
-		problems = append(problems,
-			errors.New("events: is empty; name types such as execution.failed, families such as execution.*, or *"))
+		problems.Add("events", "is empty; name types such as execution.failed, families such as execution.*, or *")
 	}
 	for i, e := range d.Events {
 		if !eventForm.MatchString(e) || !matchesAny(e) {
-			problems = append(problems, fmt.Errorf("events[%d]: %q is no event of the agent; there are %v", i, e, EventTypes()))
+			problems.Add(fmt.Sprintf("events[%d]", i), "%q is no event of the agent; there are %v", e, EventTypes())
 		}
 	}
 	if d.MaxFailures < 0 || d.MaxFailures > mostFailures {
-		problems = append(problems, fmt.Errorf("max_failures: must be between 1 and %d", mostFailures))
+		problems.Add("max_failures", "must be between 1 and %d", mostFailures)
 	}
 	return errors.Join(problems...)
 }

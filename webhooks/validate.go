@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/lanekeeper/lanekeeper/internal/fielderr"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 	"github.com/lanekeeper/lanekeeper/skills"
 )
@@ -55,7 +56,7 @@ func (d EndpointDefinition) resolve() (Endpoint, error) {
 	problems = append(problems, d.checkScheme()...)
 	problems = append(problems, e.Settings.check()...)
 	if len(d.Actions) == 0 || len(d.Actions) > mostActions {
-		problems = append(problems, fmt.Errorf("actions: must have 1 to %d entries", mostActions))
+		problems.Add("actions", "must have 1 to %d entries", mostActions)
 	}
 	for i, a := range d.Actions {
 		for _, err := range a.check() {
@@ -65,43 +66,41 @@ func (d EndpointDefinition) resolve() (Endpoint, error) {
 	return e, errors.Join(problems...)
 }
 
-func checkName(name, description string) []error {
-	var problems []error
+func checkName(name, description string) fielderr.List {
+	var problems fielderr.List
 	if !nameForm.MatchString(name) {
-		problems = append(problems,
-			errors.New("name: must be 1 to 64 of the characters a-z 0-9 _ -, the first a letter or a digit"))
+		problems.Add("name", "must be 1 to 64 of the characters a-z 0-9 _ -, the first a letter or a digit")
 	}
 	if len(description) > maxText || strings.ContainsRune(description, 0) {
-		problems = append(problems, fmt.Errorf("description: must have at most %d bytes and no NUL character", maxText))
+		problems.Add("description", "must have at most %d bytes and no NUL character", maxText)
 	}
 	return problems
 }
 
-func (d EndpointDefinition) checkScheme() []error {
-	var problems []error
+func (d EndpointDefinition) checkScheme() fielderr.List {
+	var problems fielderr.List
 	if !slices.Contains(signature.Schemes(), d.Scheme) {
-		problems = append(problems, fmt.Errorf("scheme: %q is not one of standard, github, stripe, hmac, bearer",
-			string(d.Scheme)))
+		problems.Add("scheme", "%q is not one of standard, github, stripe, hmac, bearer", string(d.Scheme))
 	}
 	if d.Scheme != signature.HMAC && d.HMAC != (HMAC{}) {
-		problems = append(problems, fmt.Errorf("hmac: is only for scheme hmac, not %s", d.Scheme))
+		problems.Add("hmac", "is only for scheme hmac, not %s", d.Scheme)
 	}
 	for _, h := range []struct{ field, name string }{
 		{"header", d.HMAC.Header}, {"timestamp_header", d.HMAC.TimestampHeader}, {"id_header", d.HMAC.IDHeader},
 	} {
 		if h.name != "" && !headerForm.MatchString(h.name) {
-			problems = append(problems, fmt.Errorf("hmac.%s: %q is no name of a header", h.field, h.name))
+			problems.Add("hmac."+h.field, "%q is no name of a header", h.name)
 		}
 	}
 	if d.HMAC.Encoding != "" && d.HMAC.Encoding != "hex" && d.HMAC.Encoding != "base64" {
-		problems = append(problems, errors.New("hmac.encoding: must be hex or base64"))
+		problems.Add("hmac.encoding", "must be hex or base64")
 	}
 	if !d.HMAC.signsAll() {
-		problems = append(problems, errors.New("hmac.signed: needs timestamp_header or id_header, and {body}, {timestamp} "+
-			"and {id} once each, the last two where their header is set"))
+		problems.Add("hmac.signed", "needs timestamp_header or id_header, and {body}, {timestamp} and {id} once each, "+
+			"the last two where their header is set")
 	}
 	if d.Tolerance < 0 || d.Tolerance > maxTolerance {
-		problems = append(problems, fmt.Errorf("tolerance: must be at most %s", maxTolerance))
+		problems.Add("tolerance", "must be at most %s", maxTolerance)
 	}
 	return problems
 }
@@ -119,7 +118,7 @@ func (h HMAC) signsAll() bool {
 }
 
 // checkChallenge reports a challenge that cannot be answered.
-func (s Settings) checkChallenge() []error {
+func (s Settings) checkChallenge() fielderr.List {
 	switch {
 	case s.Challenge != "" && s.Challenge != ChallengeSlack && s.Challenge != ChallengeMeta:
 		return []error{errors.New("challenge: must be slack or meta")}
@@ -133,31 +132,31 @@ func (s Settings) checkChallenge() []error {
 	return nil
 }
 
-func (s Settings) check() []error {
+func (s Settings) check() fielderr.List {
 	problems := s.checkChallenge()
 	if s.Format != FormatJSON && s.Format != FormatText {
-		problems = append(problems, errors.New("format: must be json or text"))
+		problems.Add("format", "must be json or text")
 	}
 	if s.MaxBytes < 1 || s.MaxBytes > MostMaxBytes {
-		problems = append(problems, fmt.Errorf("max_bytes: must be between 1 and %d", MostMaxBytes))
+		problems.Add("max_bytes", "must be between 1 and %d", MostMaxBytes)
 	}
 	if s.MaxAttempts < 1 || s.MaxAttempts > mostAttempts {
-		problems = append(problems, fmt.Errorf("max_attempts: must be between 1 and %d", mostAttempts))
+		problems.Add("max_attempts", "must be between 1 and %d", mostAttempts)
 	}
 	if s.ID != "" && s.ID != Digest {
 		switch err := checkPath(s.ID); {
 		case err != nil:
-			problems = append(problems, fmt.Errorf("id: %w", err))
+			problems.Add("id", "%w", err)
 		case !strings.HasPrefix(s.ID, "header.") && (!strings.HasPrefix(s.ID, "body.") || s.Format != FormatJSON):
-			problems = append(problems, errors.New("id: must be a header, a field of a JSON body, or digest"))
+			problems.Add("id", "must be a header, a field of a JSON body, or digest")
 		}
 	}
 	return problems
 }
 
 // check returns the problems of an action, each as "field: problem".
-func (a Action) check() []error {
-	var problems []error
+func (a Action) check() fielderr.List {
+	var problems fielderr.List
 	chosen := 0
 	for _, what := range []string{a.Event, a.Resume, a.Automation, a.Flow, a.Prompt} {
 		if what != "" {
@@ -165,18 +164,18 @@ func (a Action) check() []error {
 		}
 	}
 	if chosen != 1 {
-		problems = append(problems, errors.New("event: have exactly one of event, resume, automation, flow and prompt"))
+		problems.Add("event", "have exactly one of event, resume, automation, flow and prompt")
 	}
 	for path, want := range a.When {
 		if err := checkPath(path); err != nil {
-			problems = append(problems, fmt.Errorf("when: %w", err))
+			problems.Add("when", "%w", err)
 		}
 		options, isList := want.([]any)
 		if !isList {
 			options = []any{want}
 		}
 		if len(options) == 0 || slices.ContainsFunc(options, isNoScalar) {
-			problems = append(problems, fmt.Errorf("when: %s must be a text, a number, a truth value, or a list of those", path))
+			problems.Add("when", "%s must be a text, a number, a truth value, or a list of those", path)
 		}
 	}
 	return append(append(problems, a.checkEvent()...), a.checkPrompt()...)
@@ -187,57 +186,54 @@ func isNoScalar(v any) bool {
 	return !is
 }
 
-func (a Action) checkEvent() []error {
-	var problems []error
+func (a Action) checkEvent() fielderr.List {
+	var problems fielderr.List
 	if a.EventName() == "" && a.Resume != "" {
-		problems = append(problems, fmt.Errorf("resume: %q is not one of document, event, response, signature, test",
-			a.Resume))
+		problems.Add("resume", "%q is not one of document, event, response, signature, test", a.Resume)
 	}
 	if raised := slices.Collect(maps.Values(events())); a.Event != "" && !slices.Contains(raised, a.Event) {
 		slices.Sort(raised)
-		problems = append(problems, fmt.Errorf("event: %q is not one that a webhook may raise: %s", a.Event,
-			strings.Join(raised, ", ")))
+		problems.Add("event", "%q is not one that a webhook may raise: %s", a.Event, strings.Join(raised, ", "))
 	}
 	raises := a.Event != "" || a.Resume != ""
 	switch err := checkTemplate(a.Key); {
 	case raises && strings.TrimSpace(a.Key) == "":
-		problems = append(problems, errors.New("key: is empty; write which wait the event is for, such as "+
-			"order-{body.order.id}"))
+		problems.Add("key", "is empty; write which wait the event is for, such as order-{body.order.id}")
 	case !raises && (a.Key != "" || a.Flow == "" && len(a.Data) > 0):
-		problems = append(problems, errors.New("key: only event and resume have a key and data, and a flow has data"))
+		problems.Add("key", "only event and resume have a key and data, and a flow has data")
 	case a.Flow != "" && !flowForm.MatchString(a.Flow):
-		problems = append(problems, fmt.Errorf("flow: %q must be a letter, then letters, digits and _ . : -", a.Flow))
+		problems.Add("flow", "%q must be a letter, then letters, digits and _ . : -", a.Flow)
 	case err != nil:
-		problems = append(problems, fmt.Errorf("key: %w", err))
+		problems.Add("key", "%w", err)
 	}
 	if err := checkTemplate(a.Thread); err != nil {
-		problems = append(problems, fmt.Errorf("thread: %w", err))
+		problems.Add("thread", "%w", err)
 	} else if a.Thread != "" && a.Flow == "" {
-		problems = append(problems, errors.New("thread: only a flow has one"))
+		problems.Add("thread", "only a flow has one")
 	}
 	for field, path := range a.Data {
 		text, _ := path.(string)
 		if err := checkPath(text); err != nil {
-			problems = append(problems, fmt.Errorf("data: %s: %w", field, err))
+			problems.Add("data", "%s: %w", field, err)
 		}
 	}
 	return problems
 }
 
-func (a Action) checkPrompt() []error {
-	var problems []error
+func (a Action) checkPrompt() fielderr.List {
+	var problems fielderr.List
 	if len(a.Prompt) > maxText || strings.ContainsRune(a.Prompt, 0) {
-		problems = append(problems, fmt.Errorf("prompt: must have at most %d bytes and no NUL character", maxText))
+		problems.Add("prompt", "must have at most %d bytes and no NUL character", maxText)
 	}
 	if err := checkTemplate(a.Prompt); err != nil {
-		problems = append(problems, fmt.Errorf("prompt: %w", err))
+		problems.Add("prompt", "%w", err)
 	}
 	if a.Prompt == "" && len(a.Scopes) > 0 {
-		problems = append(problems, errors.New("scopes: only a prompt has them"))
+		problems.Add("scopes", "only a prompt has them")
 	}
 	for _, s := range a.Scopes {
 		if s != skills.ScopeExternal && s != skills.ScopeInternal && s != skills.ScopeBoth {
-			problems = append(problems, fmt.Errorf("scopes: %q is not one of internal, external, both", s))
+			problems.Add("scopes", "%q is not one of internal, external, both", s)
 		}
 	}
 	return problems
