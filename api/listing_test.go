@@ -269,6 +269,13 @@ func TestForeignCursorIsRejected(t *testing.T) {
 	for _, path := range []string{"/v1/traces", "/v1/activity", "/v1/lanes", "/v1/skills"} {
 		a.checkProblem(a.raw("GET", path+"?cursor="+got.Next, "", asAdmin()), 400, "cursor")
 	}
+	a.get("/v1/traces?limit=1", &got)
+	for _, path := range []string{
+		"/v1/activity", "/v1/activity/audit", "/v1/activity/spend", "/v1/activity/slowest", "/v1/activity/failing",
+		"/v1/traces/fl_01J8052XG1XHJAZ95GX5TCNBAZ/prompts",
+	} {
+		a.checkProblem(a.raw("GET", path+"?cursor="+got.Next, "", asAdmin()), 400, "cursor")
+	}
 }
 
 type listed struct {

@@ -1,23 +1,26 @@
 package api
 
 import (
+	"context"
 	"errors"
 
 	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/prompts"
 	"github.com/lanekeeper/lanekeeper/retention"
 	"github.com/lanekeeper/lanekeeper/why"
 )
 
 func (s *server) listTraces(r request) (response, error) {
-	rows, next, err := activity.Traces(r.Context(), s.read, activity.TraceFilter{
-		Surface: r.query["surface"], Status: r.query["status"], Since: r.query.time("since"), Limit: r.query.limit(),
-		Agent: r.query["agent"], Cursor: r.query["cursor"],
-	})
+	cursor, err := decodeCursor("traces", r.query["cursor"])
 	if err != nil {
 		return response{}, err
 	}
-	return response{body: pageOf(rows, next)}, nil
+	rows, next, err := activity.Traces(r.Context(), s.read, activity.TraceFilter{
+		Surface: r.query["surface"], Status: r.query["status"], Since: r.query.time("since"), Limit: r.query.limit(),
+		Agent: r.query["agent"], Cursor: cursor,
+	})
+	return logPage("traces", rows, next, err)
 }
 
 func (s *server) getTrace(r request) (response, error) {
@@ -32,25 +35,33 @@ func (s *server) getTrace(r request) (response, error) {
 }
 
 func (s *server) getPrompts(r request) (response, error) {
+	cursor, err := decodeCursor("prompts", r.query["cursor"])
+	if err != nil {
+		return response{}, err
+	}
 	page, err := prompts.Of(r.Context(), s.read, r.PathValue("id"), prompts.Filter{
-		ActivityID: r.query["activity_id"], Limit: r.query.number("limit"), Cursor: r.query["cursor"],
+		ActivityID: r.query["activity_id"], Limit: r.query.number("limit"), Cursor: cursor,
 	})
 	if err != nil {
 		return response{}, err
+	}
+	if page.Next != nil {
+		*page.Next = encodeCursor("prompts", *page.Next)
 	}
 	return response{body: page, trace: page.TraceID}, nil
 }
 
 func (s *server) listActivity(r request) (response, error) {
-	rows, next, err := activity.Recent(r.Context(), s.read, activity.Filter{
-		Surface: r.query["surface"], Status: activity.Status(r.query["status"]), Skill: r.query["skill"],
-		Lane: r.query["lane"], TraceID: r.query["trace_id"], Agent: r.query["agent"], Since: r.query.time("since"),
-		Until: r.query.time("until"), Limit: r.query.limit(), Cursor: r.query["cursor"],
-	})
+	cursor, err := decodeCursor("activity", r.query["cursor"])
 	if err != nil {
 		return response{}, err
 	}
-	return response{body: pageOf(rows, next)}, nil
+	rows, next, err := activity.Recent(r.Context(), s.read, activity.Filter{
+		Surface: r.query["surface"], Status: activity.Status(r.query["status"]), Skill: r.query["skill"],
+		Lane: r.query["lane"], TraceID: r.query["trace_id"], Agent: r.query["agent"], Since: r.query.time("since"),
+		Until: r.query.time("until"), Limit: r.query.limit(), Cursor: cursor,
+	})
+	return logPage("activity", rows, next, err)
 }
 
 // reportRoutes answer frequent questions about the log. Their figures match the views agent_spend,
@@ -85,17 +96,29 @@ func (s *server) reportRoutes() []route {
 	}
 }
 
-func reportFilter(r request) activity.ReportFilter {
-	return activity.ReportFilter{
-		Since: r.query.time("since"), Until: r.query.time("until"), Skill: r.query["skill"], Surface: r.query["surface"],
-		Model: r.query["model"],
-		Limit: r.query.limit(), Cursor: r.query["cursor"],
-	}
-}
-
-func reportPage[T any](rows []T, next string, err error) (response, error) {
+// report reads a page of a report of package activity.
+func report[T any](
+	s *server, r request, listing string,
+	read func(context.Context, postgres.DB, activity.ReportFilter) ([]T, string, error),
+) (response, error) {
+	cursor, err := decodeCursor(listing, r.query["cursor"])
 	if err != nil {
 		return response{}, err
+	}
+	rows, next, err := read(r.Context(), s.read, activity.ReportFilter{
+		Since: r.query.time("since"), Until: r.query.time("until"), Skill: r.query["skill"], Surface: r.query["surface"],
+		Model: r.query["model"], Limit: r.query.limit(), Cursor: cursor,
+	})
+	return logPage(listing, rows, next, err)
+}
+
+// logPage puts the cursor of package activity, which names no listing, into one of the listing.
+func logPage[T any](listing string, rows []T, next string, err error) (response, error) {
+	if err != nil {
+		return response{}, err
+	}
+	if next != "" {
+		next = encodeCursor(listing, next)
 	}
 	return response{body: pageOf(rows, next)}, nil
 }
@@ -105,25 +128,29 @@ func (s *server) listSpend(r request) (response, error) {
 		if r.query["skill"] != "" {
 			return response{}, badParameter("%s", activity.ErrSkillOrPurpose)
 		}
-		return reportPage(activity.SpendByPurpose(r.Context(), s.read, reportFilter(r)))
+		return report(s, r, "spend by purpose", activity.SpendByPurpose)
 	}
-	return reportPage(activity.Spend(r.Context(), s.read, reportFilter(r)))
+	return report(s, r, "spend", activity.Spend)
 }
 
 func (s *server) listSlowest(r request) (response, error) {
-	return reportPage(activity.Slowest(r.Context(), s.read, reportFilter(r)))
+	return report(s, r, "slowest", activity.Slowest)
 }
 
 func (s *server) listFailing(r request) (response, error) {
-	return reportPage(activity.Failing(r.Context(), s.read, reportFilter(r)))
+	return report(s, r, "failing", activity.Failing)
 }
 
 func (s *server) listAudit(r request) (response, error) {
+	cursor, err := decodeCursor("audit", r.query["cursor"])
+	if err != nil {
+		return response{}, err
+	}
 	got, err := activity.Audit(r.Context(), s.read, activity.Filter{
 		Surface: r.query["surface"], Skill: r.query["skill"], TraceID: r.query["trace_id"], Since: r.query.time("since"),
-		Until: r.query.time("until"), Limit: r.query.limit(), Cursor: r.query["cursor"],
+		Until: r.query.time("until"), Limit: r.query.limit(), Cursor: cursor,
 	})
-	return reportPage(got.Rows, got.Next, err)
+	return logPage("audit", got.Rows, got.Next, err)
 }
 
 func (s *server) whyRoutes() []route {
