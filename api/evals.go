@@ -197,7 +197,7 @@ func (s *server) evalRoutes() []route {
 			params: listParams(suite), about: "Runs of suites, newest first.",
 		}, {
 			method: "POST", path: "/v1/evals/runs", body: newEvalRun{}, response: evals.Run{}, status: http.StatusCreated,
-			handle: s.startEvalRun, conflicts: true,
+			handle: s.startEvalRun, conflicts: true, missing: true,
 			about: "Start a run of a suite, which servers play in the background. 409 for a budget in dollars and a model " +
 				"without a price.",
 		}, {

@@ -398,7 +398,7 @@ func (s *server) executionRoutes() []route {
 		{
 			method: "POST", path: "/v1/executions", body: startRequest{}, response: executionStatus{},
 			status: http.StatusCreated,
-			handle: s.startExecution, conflicts: true, keyed: true,
+			handle: s.startExecution, conflicts: true, missing: true, keyed: true,
 			about: "Start an execution of a flow. An external worker locks and runs the flows external and external:NAME. " +
 				"422 for an unknown flow.",
 		}, {

@@ -245,6 +245,10 @@ func TestInvalidExternalRequests(t *testing.T) {
 				b := *a
 				b.t = t
 				b.checkProblem(b.raw(c.method, c.path, c.body, asAdmin()), c.status, c.words)
+				if path, plain := a.doc["paths"].(map[string]any)[c.path].(map[string]any); plain {
+					operation := path[strings.ToLower(c.method)].(map[string]any)
+					assert.Truef(t, isDocumented(operation, c.status), "%d is not documented", c.status)
+				}
 			})
 	}
 	again := a.lock(x.ID, "w", 30)

@@ -186,6 +186,9 @@ func (s *schemas) responses(rt route) object {
 	if rt.again {
 		all["200"] = object{"description": "Already done", "content": answer["content"]}
 	}
+	if rt.deferred {
+		all["202"] = object{"description": "Accepted", "content": answer["content"]}
+	}
 	if rt.unready {
 		all["503"] = object{"description": "Not ready", "content": answer["content"]}
 	}
@@ -255,7 +258,7 @@ func problems(rt route) []int {
 		list = append(list, http.StatusBadRequest, http.StatusUnauthorized, http.StatusForbidden,
 			http.StatusInternalServerError,
 			http.StatusServiceUnavailable)
-		if strings.Contains(rt.path, "{") {
+		if strings.Contains(rt.path, "{") || rt.missing {
 			list = append(list, http.StatusNotFound)
 		}
 	}

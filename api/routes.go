@@ -39,6 +39,8 @@ type route struct {
 	repeatable   bool                            // an idempotent POST: needs no Idempotency-Key
 	keyed        bool                            // derives a database key from the Idempotency-Key
 	conflicts    bool                            // may respond with 409
+	missing      bool                            // may respond with 404 for an id in the body
+	deferred     bool                            // may respond with 202
 	versioned    bool                            // the response has an ETag, the object's revision
 	guarded      bool                            // supports If-Match, may respond with 412
 	stream       bool                            // no deadline
@@ -218,7 +220,7 @@ func (s *server) actionRoutes() []route {
 	return []route{
 		{
 			method: "POST", path: "/v1/executions/{id}/cancel", body: reasonRequest{}, response: cancelResponse{},
-			handle: s.cancelExecution,
+			handle: s.cancelExecution, deferred: true,
 			about: "Cancel an execution now. An ended one keeps its status. 202 with cancel_requested if another " +
 				"transaction locks the row for more than a second: detail names the blocker, and the cancel follows when it ends.",
 		}, {
