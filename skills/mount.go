@@ -103,7 +103,7 @@ func Flows(db postgres.Beginner, e *executions.Engine, agent string) RunFlow {
 			return FlowAnswer{}, err
 		}
 		if r.Wait {
-			x, err = awaitEnd(ctx, e, x)
+			x, err = awaitEnd(ctx, db, e, x)
 		}
 		return flowAnswer(x), err
 	}
@@ -117,8 +117,10 @@ func canStart(ctx context.Context, e *executions.Engine, flow string) (bool, err
 	return e.HasFlow(ctx, flow)
 }
 
-// awaitEnd waits until an execution ends or the deadline is near.
-func awaitEnd(ctx context.Context, e *executions.Engine, x executions.Execution) (executions.Execution, error) {
+// awaitEnd waits until an execution ends or the deadline is near, and returns its present state.
+func awaitEnd(
+	ctx context.Context, db postgres.DB, e *executions.Engine, x executions.Execution,
+) (executions.Execution, error) {
 	waiting := ctx
 	if deadline, limited := ctx.Deadline(); limited {
 		left := time.Until(deadline)
@@ -133,7 +135,7 @@ func awaitEnd(ctx context.Context, e *executions.Engine, x executions.Execution)
 	case ctx.Err() != nil:
 		return x, context.Cause(ctx)
 	case waiting.Err() != nil:
-		return x, nil
+		return executions.Get(ctx, db, x.ID)
 	}
 	return x, err
 }
