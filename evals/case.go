@@ -20,22 +20,27 @@ import (
 // ErrNoCase reports a trace that no case can be made from.
 var ErrNoCase = errors.New("the trace has no message to a model")
 
-// FromTrace makes a case from a trace: the last message of its first model call, and stubs of the calls. The rows of a
-// trace are redacted. A redacted argument is left out of the stub, so that it matches any value.
+// FromTrace makes a case from a trace: the last message of its first model call, and stubs of the calls of that
+// execution. The rows of a trace are redacted. A redacted argument is left out of the stub, so that it matches any
+// value.
 func FromTrace(t activity.Trace, name string) (Case, error) {
 	c := Case{Name: name, From: t.TraceID, Skills: map[string][]Stub{}, Approvals: map[string]string{}}
 	if c.Name == "" {
 		c.Name = "from " + t.TraceID
 	}
 	order, iterations := []string{}, 0
+	first := slices.IndexFunc(t.Activities, func(row activity.Row) bool { return row.Kind == activity.KindModel })
 	for _, row := range t.Activities {
+		if first >= 0 && executionOf(row) != executionOf(t.Activities[first]) {
+			continue // of a delegated task, or of a flow that a skill started
+		}
 		if row.Kind == activity.KindModel {
 			iterations++
 		}
 		switch {
 		case row.Kind == activity.KindModel && c.Messages == nil:
 			c.Messages, c.Now = messagesOf(row.Input), row.CreatedAt.UTC().Format(time.RFC3339)
-		case row.Kind == activity.KindCall && (row.Status == activity.Success || row.Status == activity.Error):
+		case isCall(row) && (row.Status == activity.Success || row.Status == activity.Error):
 			if isRefusal(row.ErrorClass) {
 				continue
 			}
@@ -64,6 +69,18 @@ func (c Case) YAML() (string, error) {
 		out.WriteString("  " + line)
 	}
 	return out.String(), nil
+}
+
+func executionOf(row activity.Row) string {
+	if row.ExecutionID == nil {
+		return ""
+	}
+	return *row.ExecutionID
+}
+
+// isCall reports a call of a skill or of the tool delegate, whose activity is a phase.
+func isCall(row activity.Row) bool {
+	return row.Kind == activity.KindCall || row.Kind == activity.KindPhase && row.SkillName == "delegate"
 }
 
 // isRefusal reports the class of a call that was not made.
@@ -107,8 +124,11 @@ func stubOf(row activity.Row) Stub {
 	if json.Unmarshal(row.Input, &s.When) != nil {
 		s.When = nil
 	}
+	delegated := row.Kind == activity.KindPhase // its input has all parameters, also those that the model left out
 	for key, value := range s.When {
-		if text, err := json.Marshal(value); err != nil || strings.Contains(string(text), redact.Marker) {
+		text, err := json.Marshal(value)
+		if err != nil || strings.Contains(string(text), redact.Marker) ||
+			delegated && slices.Contains([]string{"null", "0", `""`}, string(text)) {
 			delete(s.When, key)
 		}
 	}
@@ -121,6 +141,9 @@ func stubOf(row activity.Row) Stub {
 	}
 	if json.Unmarshal(row.Output, &s.Returns) != nil || s.Returns == nil {
 		s.Returns = map[string]any{}
+	}
+	if output, ok := s.Returns.(map[string]any); ok && delegated {
+		s.Returns = map[string]any{"answer": output["answer"]}
 	}
 	return s
 }

@@ -125,6 +125,13 @@ func TestACaseOfATraceIsSelfContainedAndRedacted(t *testing.T) {
 			Input:        json.RawMessage(`{"order":8}`),
 		},
 		{Kind: activity.KindCall, Status: activity.Error, SkillName: "nope", ErrorClass: "unknown_tool"},
+		{Kind: activity.KindModel, Status: activity.Success, ExecutionID: new("the task")},
+		{Kind: activity.KindCall, Status: activity.Success, SkillName: "refund", ExecutionID: new("the task")},
+		{
+			Kind: activity.KindPhase, Status: activity.Success, SkillName: "delegate",
+			Input:  json.RawMessage(`{"task":"refund it","agent":"billing","skills":null,"tokens":0}`),
+			Output: json.RawMessage(`{"task":"refund it","execution_id":"the task","status":"completed","answer":"Done."}`),
+		},
 	}}
 	got, err := evals.FromTrace(story, "")
 	require.NoError(t, err)
@@ -132,7 +139,8 @@ func TestACaseOfATraceIsSelfContainedAndRedacted(t *testing.T) {
 	require.NoError(t, err)
 	want := `{"name":"from ch_01JD3V7K8ZQ6W2M5T9X4C1B0AE","from":"ch_01JD3V7K8ZQ6W2M5T9X4C1B0AE","now":"0001-01-01T00:00:00Z",` +
 		`"messages":[{"user":"Where is 7?"}],"skills":{"check_order":[{"when":{"order":7},"returns":{"due":false}},` +
-		`{"when":{"order":8},"error":"down","class":"timeout"}]},"expect":[{"in_order":["check_order","check_order"]}]}`
+		`{"when":{"order":8},"error":"down","class":"timeout"}],"delegate":[{"when":{"agent":"billing","task":"refund it"},` +
+		`"returns":{"answer":"Done."}}]},"expect":[{"in_order":["check_order","check_order","delegate"]}]}`
 	assert.Truef(t, string(text) == want, "the case is\n%s, want\n%s", text, want)
 	assert.NoError(t, evals.Validate(evals.Definition{Name: "a", Cases: []evals.Case{got}}), "the case is not valid")
 }
