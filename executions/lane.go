@@ -37,9 +37,6 @@ func Lane(ctx context.Context, name string, opts ...lanes.Option) (*Hold, error)
 	return acquireLane(ctx, name, func(r *run, detached context.Context) (*lanes.Lease, error) {
 		for pause := minLendPause; ; pause = min(2*pause, maxLendPause) {
 			lease, err := r.e.keeper.AcquireAs(detached, lanes.ClaimOwner(r.exec.ID, r.exec.Claim), name, opts...)
-			if err == nil {
-				return lease, r.fenceLease(detached, lease)
-			}
 			busy, ok := errors.AsType[*lanes.BusyError](err)
 			if !ok || !busy.WillLend || time.Now().After(deadline) || !sleep.For(ctx, pause) {
 				return lease, err
@@ -109,20 +106,6 @@ func acquireLane(
 	held, end := context.WithCancelCause(lease.Context())
 	context.AfterFunc(ctx, func() { end(context.Cause(ctx)) })
 	return &Hold{run: r, lease: lease, ctx: trace.WithLane(held, name)}, nil
-}
-
-// fenceLease releases a lane that a lost claim acquired: otherwise the next claim would find an unknown holder. A
-// claim lost after this check leaves the lane to the next claim.
-func (r *run) fenceLease(ctx context.Context, lease *lanes.Lease) error {
-	_, err := r.e.pool.Exec(ctx, `select fence_agent_execution(@id, @claim)`,
-		postgres.Strict{"id": r.exec.ID, "claim": r.exec.Claim})
-	if err == nil {
-		return nil
-	}
-	if back := lease.Release(ctx); back != nil {
-		r.e.log.WarnContext(ctx, "lane of a lost claim not released", "lane", lease.Lane(), "error", back)
-	}
-	return err
 }
 
 // withGrace returns a context that ends some time after ctx. It receives the answer to a statement although the run

@@ -233,8 +233,8 @@ func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl 
 	return t.result(), err
 }
 
-// tryExecutionLane is tryLane for the claim of an execution, which may borrow. The join reads the row as it was
-// before the function ran.
+// tryExecutionLane is tryLane for the claim of an execution, which may borrow and must be live (LK001). The join reads
+// the row as it was before the function ran.
 func tryExecutionLane(
 	ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration,
 ) (acquireResult, error) {
@@ -245,7 +245,9 @@ func tryExecutionLane(
 		       coalesce(was.locked_by, '') as was_holder,
 		       coalesce(extract(epoch from clock_timestamp() - was.expires_at), 0)::float8 as stale_for,
 		       coalesce(a.lender::text, '') as lender, a.soon as will_lend
-		  from lanekeeper.acquire_agent_execution_lock(@lane, @owner, @ttl) a
+		  from (select fence_agent_execution(split_part(@owner, '#', 1)::uuid,
+		          split_part(@owner, '#', 2)::bigint) as fenced offset 0) f
+		 cross join lateral lanekeeper.acquire_agent_execution_lock(@lane, @owner, @ttl) a
 		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
 		        and was.fencing_token < a.fencing_token`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})

@@ -331,15 +331,13 @@ func TestAnExecutionClaimGetsNoHandover(t *testing.T) {
 	db := pgtest.DB(t)
 	k := listeningKeeper(t, db)
 	token := mustTry(t, db, "x", "a", 60)
-	pgtest.Exec(t, db, `
-		insert into agent_workers (id, name, expires_at) values (gen_random_uuid(), 'w', clock_timestamp() + interval '1 hour');
-		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim)
-		select 'fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'f', 'running', id, 1 from agent_workers`)
-	id := pgtest.Value[string](t, db, `select id::text from agent_executions`)
-	_, err := k.AcquireWaitAs(t.Context(), lanes.ClaimOwner(id, 2), "y")
+	owner := liveClaim(t, db)
+	other := lanes.ClaimOwner(strings.TrimSuffix(owner.String(), "#1"), 2)
+	_, err := k.AcquireWaitAs(t.Context(), other, "y")
 	wantCode(t, err, "LK001")
-	pgtest.Equal(t, db, false, `select is_agent_lock_held('y')`)
-	owner := lanes.ClaimOwner(id, 1)
+	_, err = k.AcquireAs(t.Context(), other, "y")
+	wantCode(t, err, "LK001")
+	pgtest.Equal(t, db, 0, `select count(*) from agent_locks where lane = 'y'`)
 	got := make(chan *lanes.Lease, 1)
 	go func() {
 		lease, err := k.AcquireWaitAs(t.Context(), owner, "x")

@@ -133,7 +133,7 @@ func TestNestedHoldsAreCounted(t *testing.T) {
 	t.Parallel()
 	db := pgtest.DB(t)
 	k, _ := keeper(t, db)
-	owner := lanes.ClaimOwner(execution, 1)
+	owner := liveClaim(t, db)
 	outer, err := k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Hour))
 	acquired(t, outer, err)
 	inner, err := k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Second))
@@ -154,8 +154,9 @@ func TestNestedHoldsAreCounted(t *testing.T) {
 
 func TestAReleasedLeaseIsNotRenewed(t *testing.T) {
 	t.Parallel()
-	k, _ := keeper(t, pgtest.DB(t))
-	owner := lanes.ClaimOwner("01890000-0000-7000-8000-000000000009", 1)
+	db := pgtest.DB(t)
+	k, _ := keeper(t, db)
+	owner := liveClaim(t, db)
 	var outer, inner, other *lanes.Lease
 	for _, lease := range []**lanes.Lease{&outer, &inner, &other} {
 		var err error
@@ -287,7 +288,7 @@ func TestDropForgetsTheLeasesOfAnExecution(t *testing.T) {
 	w := &wire{DB: db}
 	k, log := keeper(t, w)
 	run(t, k)
-	owner := lanes.ClaimOwner(execution, 2)
+	owner := liveClaim(t, db)
 	outer, err := k.AcquireAs(t.Context(), owner, "objective:1", lanes.WithTTL(20*time.Second))
 	acquired(t, outer, err)
 	step, err := k.AcquireAs(t.Context(), owner, "objective:1", lanes.WithTTL(9*time.Second))

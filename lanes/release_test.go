@@ -84,7 +84,7 @@ func TestAReleaseInTheBackgroundLeavesALaterHoldAlone(t *testing.T) {
 	db := pgtest.DB(t)
 	w := &wire{DB: db}
 	k, _ := keeper(t, w)
-	owner := lanes.ClaimOwner(execution, 1)
+	owner := liveClaim(t, db)
 	l, err := k.AcquireAs(t.Context(), owner, "x", lanes.WithTTL(time.Hour))
 	acquired(t, l, err)
 	w.cut.Store(true)

@@ -546,7 +546,7 @@ func TestOneOwnerInManyGoroutinesIsOneHold(t *testing.T) {
 	t.Parallel()
 	db := wide(t)
 	k, log := keeper(t, db)
-	owner := lanes.ClaimOwner("018f0000-0000-7000-8000-000000000001", 1)
+	owner := liveClaim(t, db)
 	outer, err := k.AcquireAs(t.Context(), owner, "x")
 	acquired(t, outer, err)
 	var running sync.WaitGroup

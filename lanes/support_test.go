@@ -212,6 +212,15 @@ func run(t testing.TB, k *lanes.Keeper) {
 	t.Cleanup(func() { cancel(); running.Wait() })
 }
 
+// liveClaim is the first claim of an execution that runs.
+func liveClaim(t testing.TB, db postgres.DB) lanes.Owner {
+	t.Helper()
+	return lanes.ClaimOwner(pgtest.Value[string](t, db, `
+		with w as (insert into agent_workers (name, expires_at) values ('w', clock_timestamp() + interval '1 hour') returning id)
+		insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim)
+		select 'fl_01JD3V7K8ZQ6W2M5T9X4C1B0AE', 'flow', 'f', 'running', id, 1 from w returning id::text`), 1)
+}
+
 // acquire acquires a lane that has to be free, until the end of the test.
 func acquire(t testing.TB, k *lanes.Keeper, lane string, opts ...lanes.Option) *lanes.Lease {
 	t.Helper()

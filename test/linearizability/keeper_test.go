@@ -3,7 +3,6 @@ package linearizability_test
 import (
 	"context"
 	"errors"
-	"fmt"
 	"math/rand/v2"
 	"reflect"
 	"regexp"
@@ -18,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
 	"github.com/lanekeeper/lanekeeper/lanes"
+	"github.com/lanekeeper/lanekeeper/trace"
 )
 
 // recorded is a database that records every statement about lanes that package lanes sends, with its answer: so the
@@ -262,14 +262,18 @@ func (w *worker) acquire(ctx context.Context) (*lanes.Lease, error) {
 	case 0:
 		return w.keeper.AcquireWait(ctx, lane, ttl, lanes.WithTimeout(time.Duration(1+w.rand.IntN(400))*time.Millisecond))
 	case 1:
-		return w.keeper.AcquireAs(ctx, lanes.ClaimOwner(newUUID(w.rand), 1), lane, ttl)
+		var id string
+		err := w.pool.QueryRow(ctx, `
+			with w as (
+			  insert into agent_workers (name, expires_at) values ('w', clock_timestamp() + interval '1 hour') returning id)
+			insert into agent_executions (trace_id, surface, flow, status, claimed_by, claim)
+			select $1, 'flow', 'f', 'running', id, 1 from w returning id::text`, string(trace.New(trace.Flow))).Scan(&id)
+		if err != nil {
+			return nil, err
+		}
+		return w.keeper.AcquireAs(ctx, lanes.ClaimOwner(id, 1), lane, ttl)
 	}
 	return w.keeper.Acquire(ctx, lane, ttl)
-}
-
-func newUUID(r *rand.Rand) string {
-	return fmt.Sprintf("%08x-%04x-7%03x-8%03x-%012x", r.Uint32(), r.Uint32N(1<<16), r.Uint32N(1<<12), r.Uint32N(1<<12),
-		r.Uint64N(1<<48))
 }
 
 func (w *worker) work(ctx context.Context, lease *lanes.Lease) {
