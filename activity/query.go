@@ -249,10 +249,9 @@ func (f Filter) open(ctx context.Context, db postgres.DB) ([]string, error) {
 	if f.Status != Running {
 		return nil, nil
 	}
-	rows, err := db.Query(ctx, `
+	return postgres.Values[string](ctx, db, "list running activities", `
 		select o.activity_id::text from agent_activity_open o order by o.activity_id desc limit @most`,
 		postgres.Strict{"most": openLimit})
-	return postgres.Collect(rows, err, "list running activities", pgx.RowTo[string])
 }
 
 // traceIDs returns the ids that a trace id in any form may stand for; nil for none.

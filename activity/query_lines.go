@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
@@ -112,7 +110,7 @@ func (f Filter) shortPage(ctx context.Context, db postgres.DB, lines []Line, arg
 		f.SkillLike+f.LaneLike+f.AgentLike == "" {
 		return Listing{Lines: lines}, nil // every row that was looked at is on it
 	}
-	rows, err := db.Query(ctx, `
+	last, err := postgres.Values[string](ctx, db, "list activities", `
 		select a.id::text
 		  from agent_activity a where`+indexed+`
 		 order by a.id desc offset @window::int - 1 limit 1`,
@@ -121,7 +119,6 @@ func (f Filter) shortPage(ctx context.Context, db postgres.DB, lines []Line, arg
 			"until":  args["until"],
 			"before": args["before"], "window": args["window"],
 		})
-	last, err := postgres.Collect(rows, err, "list activities", pgx.RowTo[string])
 	if err != nil {
 		return Listing{}, err
 	}
@@ -157,7 +154,7 @@ type Details struct {
 
 // ReadDetails reads the fields that the line of an id leaves out; [ErrNoRow] for an unknown id.
 func ReadDetails(ctx context.Context, db postgres.DB, id string) (Details, error) {
-	rows, err := db.Query(ctx, `
+	d, err := postgres.RowOr[Details](ctx, db, ErrNoRow, fmt.Sprintf("read activity %.60q", id), `
 		select a.id::text, a.kind, a.skill_name, left(a.input::text, 4000) as input, octet_length(a.input::text) as input_size,
 		       coalesce(left(a.output::text, 4000), '') as output, coalesce(octet_length(a.output::text), 0) as output_size,
 		       coalesce(left(a.error_message, 4000), '') as error_message, coalesce(octet_length(a.error_message), 0)
@@ -166,8 +163,6 @@ func ReadDetails(ctx context.Context, db postgres.DB, id string) (Details, error
 		       lanekeeper.agent_tokens(a.token_usage, 'prompt_tokens') as prompt_tokens,
 		       lanekeeper.agent_tokens(a.token_usage, 'completion_tokens') as answer_tokens
 		  from agent_activity a where a.id = lanekeeper.agent_uuid(@id)`, postgres.Strict{"id": id})
-	d, err := postgres.CollectOne(rows, err, ErrNoRow, fmt.Sprintf("read activity %.60q", id),
-		pgx.RowToStructByName[Details])
 	if err == nil && HidesTexts(ctx) && HasTexts(d.Kind, d.SkillName) {
 		d.Input, d.Output = string(HiddenJSON([]byte(d.Input))), string(HiddenJSON([]byte(d.Output)))
 		d.InputSize, d.OutputSize = int64(len(d.Input)), int64(len(d.Output))

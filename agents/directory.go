@@ -227,19 +227,17 @@ func queueCurrent(b *pgx.Batch, use func([]row)) {
 
 // version reads one version of an agent, even of a removed one.
 func version(ctx context.Context, db postgres.DB, name string, number int) (row, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.RowOr[row](ctx, db, ErrNotFound, fmt.Sprintf("read version %d of agent %s", number, name), `
 		select name, version, definition, source, created_at from agent_agents
 		 where name = @name and version = @version`,
 		postgres.Strict{"name": name, "version": number})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read version %d of agent %s", number, name),
-		pgx.RowToStructByName[row])
 }
 
 // Versions lists the versions of an agent, the newest first, or returns [ErrNotFound].
 func Versions(ctx context.Context, db postgres.DB, name string) ([]int, error) {
-	rows, err := db.Query(ctx, `select version from agent_agents where name = @name order by version desc`,
+	all, err := postgres.Values[int](ctx, db, "list versions of agent "+name,
+		`select version from agent_agents where name = @name order by version desc`,
 		postgres.Strict{"name": name})
-	all, err := postgres.Collect(rows, err, "list versions of agent "+name, pgx.RowTo[int])
 	if err == nil && len(all) == 0 {
 		err = fmt.Errorf("list versions of agent %s: %w", name, ErrNotFound)
 	}

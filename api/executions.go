@@ -396,8 +396,8 @@ func startError(err error) error {
 
 // flowNames lists the startable flows.
 func (s *server) flowNames(ctx context.Context) ([]string, error) {
-	rows, err := s.pool.Query(ctx, `select name from agent_flows where current order by name limit 200`)
-	names, err := postgres.Collect(rows, err, "list flows", pgx.RowTo[string])
+	names, err := postgres.Values[string](ctx, s.pool, "list flows",
+		`select name from agent_flows where current order by name limit 200`)
 	if err != nil {
 		return nil, err
 	}

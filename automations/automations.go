@@ -361,12 +361,10 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Automation, error) {
 
 // Get returns one automation by name or id, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, nameOrID string) (Automation, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.RowOr[Automation](ctx, db, ErrNotFound, fmt.Sprintf("get automation %q", nameOrID), `
 		select `+automationColumns+`
 		  from agent_automations where name = @key or id::text = @key order by id::text = @key desc limit 1`,
 		pgx.StrictNamedArgs{"key": nameOrID})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get automation %q", nameOrID),
-		pgx.RowToStructByName[Automation])
 }
 
 // trialPredicate matches an automation a that self-heal has paused for its own skill, and whose next time or pending

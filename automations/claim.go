@@ -66,10 +66,9 @@ type timing struct {
 }
 
 func hold(ctx context.Context, tx pgx.Tx, automationID string) (timing, error) {
-	rows, err := tx.Query(ctx, `
+	return postgres.RowOr[timing](ctx, tx, ErrNotFound, "lock the automation", `
 		select trigger, cron, timezone, enabled or `+trialPredicate+` as enabled, next_run_at, clock_timestamp() as now
 		  from agent_automations a where id = @id for no key update`, pgx.StrictNamedArgs{"id": automationID})
-	return postgres.CollectOne(rows, err, ErrNotFound, "lock the automation", pgx.RowToStructByName[timing])
 }
 
 func (t timing) claimable(scheduledFor time.Time) bool {
@@ -372,10 +371,9 @@ func insertManualRun(ctx context.Context, db postgres.DB, nameOrID, traceID stri
 
 // GetRun returns one run, or [ErrRunNotFound].
 func GetRun(ctx context.Context, db postgres.DB, id string) (Run, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.RowOr[Run](ctx, db, ErrRunNotFound, "get automation run", `
 		select `+runColumns+`
 		  from agent_automation_runs where id::text = @id`, pgx.StrictNamedArgs{"id": id})
-	return postgres.CollectOne(rows, err, ErrRunNotFound, "get automation run", pgx.RowToStructByName[Run])
 }
 
 // Payload returns the cause of a run: {"event", "key", "data"}, or a signal's counters. It is not redacted; redact it

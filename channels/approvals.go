@@ -10,8 +10,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/approvals"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -239,12 +237,11 @@ var errNoButton = errors.New("there is no such button")
 
 // button reads the button of a click.
 func (w *worker) button(ctx context.Context, e entry) (button, error) {
-	rows, err := w.Pool.Query(ctx, `
+	return postgres.RowOr[button](ctx, w.Pool, errNoButton, "read button", `
 		select approval_id::text, approve, arguments_hash as hash, conversation, expires_at <= clock_timestamp() as expired,
 		       used_at is not null and used_by <> @entry as used
 		  from agent_channel_buttons where nonce = @nonce and channel = @channel`,
 		postgres.Strict{"nonce": e.Click, "channel": w.name, "entry": e.ID})
-	return postgres.CollectOne(rows, err, errNoButton, "read button", pgx.RowToStructByName[button])
 }
 
 // approver finds the principal of a click. refusal says why there is none.

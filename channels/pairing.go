@@ -56,13 +56,12 @@ func Identities(ctx context.Context, db postgres.DB, channel string, limit int) 
 
 // Pair confirms the sender with a code, who may then write as a visitor. [ErrCode]: no sender waits with it.
 func Pair(ctx context.Context, tx pgx.Tx, code, by string) (Identity, error) {
-	rows, err := tx.Query(ctx, `
+	return postgres.RowOr[Identity](ctx, tx, ErrCode, "pair sender", `
 		update agent_channel_identities
 		   set status = 'paired', expires_at = null, code_sha256 = '', paired_by = @by, paired_at = clock_timestamp()
 		 where status = 'pending' and expires_at > clock_timestamp() and code_sha256 = @code
 		returning `+identityColumns,
 		postgres.Strict{"code": digest(strings.ToUpper(strings.TrimSpace(code))), "by": by})
-	return postgres.CollectOne(rows, err, ErrCode, "pair sender", pgx.RowToStructByName[Identity])
 }
 
 // Unpair deletes a sender, who then has to be paired again. It returns false if there is none.

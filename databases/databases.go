@@ -22,7 +22,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/lanekeeper/lanekeeper/internal/fielderr"
@@ -208,11 +207,9 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 
 // Get returns one database, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Database, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.RowOr[Database](ctx, db, ErrNotFound, fmt.Sprintf("get database %q", name), `
 		select name, description, url_env, access, role, source, created_at, updated_at
 		  from agent_databases where name = @name`, postgres.Strict{"name": name})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get database %q", name),
-		pgx.RowToStructByName[Database])
 }
 
 // List returns the declared databases by name.

@@ -93,11 +93,10 @@ func (room *Room) deliveriesFor(ctx context.Context, text string) ([]string, err
 		}
 		ids = append(ids, found...)
 	}
-	rows, err := room.Read.Query(ctx, `
+	of, err := postgres.Values[string](ctx, room.Read, "find deliveries", `
 		select x.id::text from (select d.id, d.delivery_id from agent_webhook_deliveries d order by d.id desc limit @window) x
 		 where x.delivery_id ilike @like limit @most`, freshPlan,
 		postgres.Strict{"like": likePart(text), "window": maxOtherFragments, "most": maxMatches})
-	of, err := postgres.Collect(rows, err, "find deliveries", pgx.RowTo[string])
 	return append(ids, of...), err
 }
 

@@ -8,8 +8,6 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -146,7 +144,7 @@ func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, most
 		window = 0 // the range has all of them, or it is written as no uuid is shown
 	}
 	even, odd := f.wholeBytes()
-	rows, err := room.Read.Query(ctx, `
+	return postgres.Values[string](ctx, room.Read, "find ids", `
 		select x.id::text from (
 		  (select r.id from (select t.id from `+table+` t where @low <> '' and t.id between nullif(@low, '')::uuid and nullif(@high, '')::uuid
 		     order by t.id desc limit @looked) r
@@ -161,7 +159,6 @@ func (room *Room) matchUUIDs(ctx context.Context, table string, f fragment, most
 		"low": low, "high": high, "pattern": pattern, "cut": f.end != "", "most": most,
 		"looked": maxFragments, "window": window, "even": even, "odd": odd,
 	})
-	return postgres.Collect(rows, err, "find ids", pgx.RowTo[string])
 }
 
 // matchTraces returns the ids of traces with a part, or of runs, which are the executions with it, or of actions with
@@ -175,13 +172,12 @@ func (room *Room) matchTraces(ctx context.Context, f fragment, runs []string, mo
 	if len(hexDigits(f.begin)) < 8 {
 		low = "" // the beginnings of too many actions
 	}
-	rows, err := room.Read.Query(ctx, `
+	of, err := postgres.Values[string](ctx, room.Read, "find traces", `
 		(select e.trace_id from agent_executions e where e.id = any (@ids::text[]::uuid[]))
 		union
 		(select a.trace_id from agent_activity a
 		  where @low <> '' and a.id between nullif(@low, '')::uuid and nullif(@high, '')::uuid order by a.id desc limit @most)`,
 		freshPlan, postgres.Strict{"ids": runs, "low": low, "high": high, "most": most})
-	of, err := postgres.Collect(rows, err, "find traces", pgx.RowTo[string])
 	for _, id := range of {
 		if !slices.Contains(found, id) && len(found) < most {
 			found = append(found, id)
@@ -197,11 +193,10 @@ func (room *Room) matchTraceIDs(ctx context.Context, f fragment, most int) ([]st
 		for i, id := range ids {
 			list[i] = string(id)
 		}
-		rows, err := room.Read.Query(ctx, `
+		found, err := postgres.Values[string](ctx, room.Read, "find traces", `
 			select i.id from unnest(@ids::text[]) i (id)
 			 where exists (select from agent_executions e where e.trace_id = i.id)
 			    or exists (select from agent_activity a where a.trace_id = i.id)`, freshPlan, postgres.Strict{"ids": list})
-		found, err := postgres.Collect(rows, err, "find traces", pgx.RowTo[string])
 		if err != nil || len(found) > 0 {
 			return found, err
 		}
@@ -218,7 +213,7 @@ func (room *Room) matchTraceIDs(ctx context.Context, f fragment, most int) ([]st
 	if end := strings.ToUpper(f.end); len(end) > len(part) {
 		part = end
 	}
-	rows, err := room.Read.Query(ctx, `
+	return postgres.Values[string](ctx, room.Read, "find traces", `
 		select x.trace_id from unnest(@surfaces::text[]) s (surface) cross join lateral (
 		  (select r.trace_id from (select e.trace_id from agent_executions e
 		      where @ranged and e.trace_id between s.surface || '_' || @low and s.surface || '_' || @high
@@ -238,7 +233,6 @@ func (room *Room) matchTraceIDs(ctx context.Context, f fragment, most int) ([]st
 		"low": low, "high": high, "ranged": low != "", "pattern": pattern, "cut": f.end != "", "part": part, "most": most,
 		"looked": maxFragments, "window": window, "surfaces": f.surfaces(),
 	})
-	return postgres.Collect(rows, err, "find traces", pgx.RowTo[string])
 }
 
 // whole is the fragment as one text.

@@ -8,8 +8,6 @@ import (
 	"unicode"
 	"unicode/utf8"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/human"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
@@ -75,11 +73,10 @@ func (room *Room) lanesFor(ctx context.Context, text string) ([]string, error) {
 	if text == "" {
 		return nil, nil
 	}
-	rows, err := room.Read.Query(ctx, `
+	lanes, err := postgres.Values[string](ctx, room.Read, "find lanes", `
 		select x.lane from (select l.lane from agent_locks l order by l.lane limit @window) x
 		 where not exists (select from agent_locks o where o.lane = @text) and x.lane ilike @like limit @most`, freshPlan,
 		postgres.Strict{"text": text, "like": likePart(text), "window": maxSearched, "most": maxNamesLike})
-	lanes, err := postgres.Collect(rows, err, "find lanes", pgx.RowTo[string])
 	if len(lanes) == 0 {
 		lanes = []string{text}
 	}

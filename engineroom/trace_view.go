@@ -114,10 +114,9 @@ func spanBase(v *visit) string {
 
 // firstStep is the first recorded step of an execution; empty for none. A fork from there repeats all of it.
 func (room *Room) firstStep(ctx context.Context, id string) (step string, err error) {
-	rows, err := room.Read.Query(ctx, `
+	steps, err := postgres.Values[string](ctx, room.Read, "read first step", `
 		select c.step from agent_checkpoints c where c.execution_id = @id order by c.created_at, c.step limit 1`,
 		postgres.Strict{"id": id})
-	steps, err := postgres.Collect(rows, err, "read first step", pgx.RowTo[string])
 	if err != nil || len(steps) == 0 || len(steps[0]) > maxFilter {
 		return "", err
 	}

@@ -10,8 +10,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/redact"
@@ -94,7 +92,7 @@ type SampleOf struct {
 // roots reads the completed turns with a model call. The sample follows from the ids of the traces, so that it is the
 // same at each call.
 func (s SampleOf) roots(ctx context.Context, db postgres.DB) ([]root, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[root](ctx, db, "sample recorded turns", `
 		select e.trace_id, e.id::text as execution_id, e.surface::text as surface, m.purpose
 		  from agent_executions e
 		 cross join lateral (
@@ -113,7 +111,6 @@ func (s SampleOf) roots(ctx context.Context, db postgres.DB) ([]root, error) {
 		"after": s.After, "upto": s.Upto, "share": s.Share, "all": s.All,
 		"others": append([]string{}, s.Others...), "size": s.Size,
 	})
-	return postgres.Collect(rows, err, "sample recorded turns", pgx.RowToStructByName[root])
 }
 
 // Sample is the recorded part of a suite.
@@ -514,12 +511,11 @@ func PutSample(ctx context.Context, db postgres.DB, of Suite, s Sample) (Suite, 
 	if err != nil {
 		return Suite{}, fmt.Errorf("store a sample: %w", err)
 	}
-	rows, err := db.Query(ctx, `
+	return postgres.RowOr[Suite](ctx, db, ErrNotFound, "store a sample", `
 		insert into agent_evals (name, version, digest, definition, source, current)
 		values (@name, @version, encode(sha256(convert_to(@definition, 'utf8')), 'hex'), @definition::jsonb, @source, false)
 		returning name, version, definition - 'sample' as definition, source, created_at`,
 		postgres.Strict{"name": of.Name, "version": of.Version, "definition": string(raw), "source": of.Source})
-	return postgres.CollectOne(rows, err, ErrNotFound, "store a sample", pgx.RowToStructByName[Suite])
 }
 
 // RecordedTurn reads the turn of a case; nil if the case was written.

@@ -48,10 +48,9 @@ func PutShadow(ctx context.Context, db postgres.DB, run string, share float64, l
 
 // Shadows lists the newest shadows.
 func Shadows(ctx context.Context, db postgres.DB, limit int) ([]Shadow, error) {
-	rows, err := db.Query(ctx, `
+	list, err := postgres.Rows[Shadow](ctx, db, "list shadows", `
 		select `+shadowColumns+` from agent_eval_shadows s join agent_eval_runs r on r.id = s.run_id
 		 order by s.run_id desc limit @limit`, postgres.Strict{"limit": limit})
-	list, err := postgres.Collect(rows, err, "list shadows", pgx.RowToStructByName[Shadow])
 	if err != nil {
 		return nil, err
 	}
@@ -59,7 +58,7 @@ func Shadows(ctx context.Context, db postgres.DB, limit int) ([]Shadow, error) {
 	for i, s := range list {
 		ids[i] = s.RunID
 	}
-	rows, err = db.Query(ctx, `
+	rows, err := db.Query(ctx, `
 		select `+runColumns+` from agent_eval_runs where id = any (@ids::text[]::uuid[]) order by id desc`,
 		postgres.Strict{"ids": ids})
 	runs, err := postgres.Collect(rows, err, "read the runs of shadows", pgx.RowToStructByPos[Run])
@@ -75,10 +74,9 @@ func Shadows(ctx context.Context, db postgres.DB, limit int) ([]Shadow, error) {
 
 // GetShadow reads the shadow of a run, or returns [ErrNotFound].
 func GetShadow(ctx context.Context, db postgres.DB, run string) (Shadow, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.RowOr[Shadow](ctx, db, ErrNotFound, "read shadow "+run, `
 		select `+shadowColumns+` from agent_eval_shadows s join agent_eval_runs r on r.id = s.run_id where r.id = @run`,
 		postgres.Strict{"run": run})
-	return postgres.CollectOne(rows, err, ErrNotFound, "read shadow "+run, pgx.RowToStructByName[Shadow])
 }
 
 // StopShadow ends a shadow, and records who did. It returns [ErrNotFound] for a run that is no shadow or is over.

@@ -45,20 +45,17 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 
 // Get reads the current version of a suite, or returns [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Suite, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.RowOr[Suite](ctx, db, ErrNotFound, fmt.Sprintf("read eval %.100q", name), `
 		select name, version, definition, source, created_at from agent_evals where name = @name and current`,
 		postgres.Strict{"name": name})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read eval %.100q", name), pgx.RowToStructByName[Suite])
 }
 
 // Version reads one version of a suite, or returns [ErrNotFound].
 func Version(ctx context.Context, db postgres.DB, name string, version int) (Suite, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.RowOr[Suite](ctx, db, ErrNotFound, fmt.Sprintf("read version %d of eval %.100q", version, name), `
 		select name, version, definition - 'sample' as definition, source, created_at from agent_evals
 		 where name = @name and version = @version`,
 		postgres.Strict{"name": name, "version": version})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read version %d of eval %.100q", version, name),
-		pgx.RowToStructByName[Suite])
 }
 
 // List returns the current suites by name.

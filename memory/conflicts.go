@@ -131,9 +131,8 @@ func Conflicts(ctx context.Context, db postgres.DB, f ConflictFilter) ([]Conflic
 
 // GetConflict returns one conflict, or [ErrConflictNotFound].
 func GetConflict(ctx context.Context, db postgres.DB, id string) (Conflict, error) {
-	rows, err := db.Query(ctx, conflictColumns+` where c.id = lanekeeper.agent_uuid(@id)`, postgres.Strict{"id": id})
-	return postgres.CollectOne(rows, err, ErrConflictNotFound, fmt.Sprintf("get memory conflict %.60q", id),
-		pgx.RowToStructByName[Conflict])
+	return postgres.RowOr[Conflict](ctx, db, ErrConflictNotFound, fmt.Sprintf("get memory conflict %.60q", id),
+		conflictColumns+` where c.id = lanekeeper.agent_uuid(@id)`, postgres.Strict{"id": id})
 }
 
 // Decision decides a conflict.

@@ -270,13 +270,12 @@ func checkCapacity(ctx context.Context, db postgres.DB, n Note) error {
 
 // Get returns one entry, or [ErrNotFound].
 func (o Owner) Get(ctx context.Context, db postgres.DB, category, key string) (Entry, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.RowOr[Entry](ctx, db, ErrNotFound, fmt.Sprintf("get memory %q", key), `
 		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
 		  from agent_memory
 		 where owner = @owner and category = @category and key = @key
 		   and (expires_at is null or expires_at > clock_timestamp())`,
 		postgres.Strict{"owner": o, "category": category, "key": key})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get memory %q", key), pgx.RowToStructByName[Entry])
 }
 
 // Named returns the entries of names, in order. It omits missing ones.
@@ -475,11 +474,10 @@ func ForgetID(ctx context.Context, db postgres.DB, id string, revision int) (Ent
 
 // GetID returns the entry with an id, or [ErrNotFound].
 func GetID(ctx context.Context, db postgres.DB, id string) (Entry, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.RowOr[Entry](ctx, db, ErrNotFound, fmt.Sprintf("get memory %.60q", id), `
 		select id, owner, category, key, value, revision, trace_id, expires_at, created_at, updated_at
 		  from agent_memory where id = lanekeeper.agent_uuid(@id) and (expires_at is null or expires_at > clock_timestamp())`,
 		postgres.Strict{"id": id})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get memory %.60q", id), pgx.RowToStructByName[Entry])
 }
 
 // prune deletes the revisions of long gone keys, and old decided conflicts.

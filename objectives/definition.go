@@ -167,7 +167,7 @@ func putObjective(ctx context.Context, tx pgx.Tx, d Definition, source string) (
 // Remove retires the objectives of source except keep, and returns their names. It deletes one that was never
 // advanced, and pauses the others, because they hold results.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Values[string](ctx, db, fmt.Sprintf("remove objectives of source %s", source), `
 		with gone as (
 		  select o.id, o.round = 1 and not exists (
 		           select from agent_objective_steps s where s.objective_id = o.id
@@ -183,5 +183,4 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 		    from gone where o.id = gone.id and not gone.untouched and o.status = 'active' returning o.name)
 		select name from deleted union all select name from paused order by name`,
 		pgx.StrictNamedArgs{"source": source, "keep": append([]string{}, keep...)})
-	return postgres.Collect(rows, err, fmt.Sprintf("remove objectives of source %s", source), pgx.RowTo[string])
 }

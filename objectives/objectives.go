@@ -207,11 +207,9 @@ func Due(ctx context.Context, db postgres.DB, w AgentFilter, limit int) ([]Objec
 
 // Get returns one objective by name or id, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, nameOrID string) (Objective, error) {
-	rows, err := db.Query(ctx, selectObjectives+`
+	return postgres.RowOr[Objective](ctx, db, ErrNotFound, fmt.Sprintf("get objective %q", nameOrID), selectObjectives+`
 		 where o.name = @key or o.id::text = @key
 		 order by o.id::text = @key desc limit 1`, pgx.StrictNamedArgs{"key": nameOrID})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get objective %q", nameOrID),
-		pgx.RowToStructByName[Objective])
 }
 
 // Steps returns the steps of an objective in order.

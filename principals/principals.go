@@ -221,19 +221,18 @@ const columns = `p.id::text as id, p.name, p.kind, p.role, p.created_at, p.disab
 
 // Find returns a principal by its name or id.
 func Find(ctx context.Context, db postgres.DB, name string) (Principal, error) {
-	rows, err := db.Query(ctx, `select `+columns+` from agent_principals p where p.name = @name or p.id::text = @name`,
+	return postgres.RowOr[Principal](ctx, db, ErrNotFound, "find principal",
+		`select `+columns+` from agent_principals p where p.name = @name or p.id::text = @name`,
 		postgres.Strict{"name": name})
-	return postgres.CollectOne(rows, err, ErrNotFound, "find principal", pgx.RowToStructByName[Principal])
 }
 
 // ByIdentity returns the enabled principal of an account, such as (slack:TEAM, user id); ErrNotFound without one.
 // Before a decision of the principal, check its role: p.Role.May(ApprovalsDecide).
 func ByIdentity(ctx context.Context, db postgres.DB, issuer, subject string) (Principal, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.RowOr[Principal](ctx, db, ErrNotFound, "find identity", `
 		select `+columns+` from agent_identities i join agent_principals p on p.id = i.principal_id
 		 where i.issuer = @issuer and i.subject = @subject and p.disabled_at is null`,
 		postgres.Strict{"issuer": issuer, "subject": subject})
-	return postgres.CollectOne(rows, err, ErrNotFound, "find identity", pgx.RowToStructByName[Principal])
 }
 
 // List returns all principals by name.
@@ -365,10 +364,9 @@ func update(ctx context.Context, db postgres.Beginner, verb, name, reason string
 
 // locked returns a principal and locks its row.
 func locked(ctx context.Context, tx pgx.Tx, name string) (Principal, error) {
-	rows, err := tx.Query(ctx, `
+	return postgres.RowOr[Principal](ctx, tx, ErrNotFound, "find principal", `
 		select `+columns+` from agent_principals p where p.name = @name or p.id::text = @name for update`,
 		postgres.Strict{"name": name})
-	return postgres.CollectOne(rows, err, ErrNotFound, "find principal", pgx.RowToStructByName[Principal])
 }
 
 // Channel carries the ids of tokens, sessions and principals that have lost rights.

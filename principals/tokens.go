@@ -139,9 +139,8 @@ const tokenColumns = `t.id, p.name as principal, t.name, t.scopes, t.created_at,
 	t.revoked_at`
 
 func getToken(ctx context.Context, db postgres.DB, id string) (Token, error) {
-	rows, err := db.Query(ctx, `select `+tokenColumns+`
+	return postgres.RowOr[Token](ctx, db, ErrNotFound, "find token", `select `+tokenColumns+`
 		from agent_tokens t join agent_principals p on p.id = t.principal_id where t.id = @id`, postgres.Strict{"id": id})
-	return postgres.CollectOne(rows, err, ErrNotFound, "find token", pgx.RowToStructByName[Token])
 }
 
 // Tokens lists the tokens of a principal, or all for "", newest first.

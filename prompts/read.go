@@ -175,11 +175,10 @@ func find(ctx context.Context, db postgres.DB, anyForm string) (string, error) {
 	for i, id := range ids {
 		forms[i] = string(id)
 	}
-	rows, err := db.Query(ctx, `
+	found, err := postgres.Values[string](ctx, db, "find trace", `
 		select i.id from unnest(@ids::text[]) i (id)
 		 where exists (select from agent_executions e where e.trace_id = i.id)
 		    or exists (select from agent_activity a where a.trace_id = i.id) limit 1`, postgres.Strict{"ids": forms})
-	found, err := postgres.Collect(rows, err, "find trace", pgx.RowTo[string])
 	if err == nil && len(found) == 0 {
 		err = activity.ErrNotFound
 	}

@@ -123,7 +123,7 @@ func (p *piece) next(ctx context.Context, name string, anew bool) (removed int64
 // of 60 days and more goes by whole months, so that their partitions can be dropped. Prompts are kept no longer than
 // the rows that they belong to.
 func readState(ctx context.Context, db postgres.DB, name string, anew bool) (state, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Row[state](ctx, db, "read pass", `
 		with old as (
 		  select r.kind, case when r.kind = 'hour_counts' then date_trunc('hour', now() - r.keep)
 		                      when r.kind = 'activity' and r.keep >= interval '60 days'
@@ -142,7 +142,6 @@ func readState(ctx context.Context, db postgres.DB, name string, anew bool) (sta
 		       case when p.anew then clock_timestamp() else p.began_at end as began,
 		       p.anew or p.ended_at is null or p.began_at > p.ended_at as open
 		  from pass p join old o on o.kind = p.kind`, postgres.Strict{"kind": name, "anew": anew})
-	return postgres.CollectOne(rows, err, pgx.ErrNoRows, "read pass", pgx.RowToStructByName[state])
 }
 
 // page is the next rows of a kind behind a cursor.
@@ -184,8 +183,7 @@ func (p *piece) deleteRows(ctx context.Context, tx pgx.Tx, keys []string) ([]str
 	if len(keys) == 0 {
 		return nil, nil
 	}
-	rows, err := tx.Query(ctx, p.kind.remove, postgres.Strict{"keys": keys})
-	gone, err := postgres.Collect(rows, err, "delete rows", pgx.RowTo[string])
+	gone, err := postgres.Values[string](ctx, tx, "delete rows", p.kind.remove, postgres.Strict{"keys": keys})
 	if err != nil || p.kind.effect == "" {
 		return gone, err
 	}
@@ -286,11 +284,10 @@ func (p *piece) pruneCheckpoints(ctx context.Context) error {
 // answer.
 func pruneThreads(ctx context.Context, p *piece, ids []string) (removed int64, err error) {
 	return p.inHalves(ctx, ids, func(tx pgx.Tx, ids []string) (int64, error) {
-		rows, err := tx.Query(ctx, `
+		held, err := postgres.Values[string](ctx, tx, "lock threads", `
 			select t.id from agent_threads t where t.id = any (@ids) and t.updated_at < @before
 			 order by t.updated_at, t.id for update skip locked`,
 			postgres.Strict{"ids": ids, "before": p.before})
-		held, err := postgres.Collect(rows, err, "lock threads", pgx.RowTo[string])
 		if err != nil {
 			return 0, err
 		}

@@ -66,9 +66,9 @@ const columns = `id, name, description, tool_definition, handler, config, scope,
 
 // Get returns one skill, or [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Skill, error) {
-	rows, err := db.Query(ctx, `select `+columns+` from agent_skills where name = @name`,
+	return postgres.RowOr[Skill](ctx, db, ErrNotFound, fmt.Sprintf("get skill %q", name),
+		`select `+columns+` from agent_skills where name = @name`,
 		pgx.StrictNamedArgs{"name": name})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("get skill %q", name), pgx.RowToStructByName[Skill])
 }
 
 // Filter narrows [List]; the zero value lists the newest 100.
@@ -83,7 +83,7 @@ type Filter struct {
 
 // List returns skills, newest first.
 func List(ctx context.Context, db postgres.DB, f Filter) ([]Skill, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Skill](ctx, db, "list skills", `
 		select `+columns+` from agent_skills
 		 where (@enabled::boolean is null or enabled = @enabled)
 		   and (@scope = '' or scope = @scope)
@@ -95,7 +95,6 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Skill, error) {
 			"enabled": f.Enabled, "scope": f.Scope, "source": f.Source, "disabled_by": f.DisabledBy,
 			"before": f.Before, "limit": postgres.PageSize(f.Limit, 100, 1000),
 		})
-	return postgres.Collect(rows, err, "list skills", pgx.RowToStructByName[Skill])
 }
 
 // InScope returns the skills of the given scopes and of [ScopeBoth], disabled ones, too, by name. No scope means all.

@@ -192,12 +192,11 @@ func Grant(ctx context.Context, db postgres.DB, thread string, to Principal, nam
 
 // AccessOf lists the accesses and join tokens of a thread, oldest first.
 func AccessOf(ctx context.Context, db postgres.DB, thread string) ([]Access, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Access](ctx, db, "list access to thread", `
 		select id::text, thread_id, kind, owner, name, reusable, execution_id::text, expires_at, used_at, joined_with::text,
 		  created_by, created_at
 		  from agent_thread_access where thread_id = @thread
 		    order by id limit 500`, postgres.Strict{"thread": postgres.Text(thread)})
-	return postgres.Collect(rows, err, "list access to thread", pgx.RowToStructByName[Access])
 }
 
 // AccessChannel notifies of each revoked access, with the id of the thread.

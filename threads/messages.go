@@ -188,7 +188,7 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 	if f.ThreadID == "" && f.ExecutionID == "" {
 		return nil, errors.New("list messages: name a thread or an execution")
 	}
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[Message](ctx, db, "list messages", `
 		select id::text, thread_id, seq, turn, role, content, channel, target, execution_id::text, trace_id, status,
 		  interrupted,
 		       tokens, attempts, error_message, created_at, sent_at,
@@ -202,7 +202,6 @@ func Messages(ctx context.Context, db postgres.DB, f MessageFilter) ([]Message, 
 			"thread_id": postgres.Text(f.ThreadID), "execution_id": f.ExecutionID, "role": f.Role, "before": f.Before,
 			"limit": clampLimit(f.Limit),
 		})
-	return postgres.Collect(rows, err, "list messages", pgx.RowToStructByName[Message])
 }
 
 // Limits of the images of a message. The table enforces the size, too.
@@ -354,12 +353,12 @@ func Visible(ctx context.Context, db postgres.DB, thread, after string, ascendin
 	}
 	args := postgres.Strict{"thread": thread, "from": from, "limit": limit}
 	if ascending {
-		rows, err := db.Query(ctx, selectVisible+` and seq > @from::bigint order by seq limit @limit`, args)
-		return postgres.Collect(rows, err, "read messages", pgx.RowToStructByName[Message])
+		return postgres.Rows[Message](ctx, db, "read messages",
+			selectVisible+` and seq > @from::bigint order by seq limit @limit`, args)
 	}
-	rows, err := db.Query(ctx, selectVisible+` and (@from::bigint = 0 or seq < @from) order by seq desc limit @limit`,
+	return postgres.Rows[Message](ctx, db, "read messages",
+		selectVisible+` and (@from::bigint = 0 or seq < @from) order by seq desc limit @limit`,
 		args)
-	return postgres.Collect(rows, err, "read messages", pgx.RowToStructByName[Message])
 }
 
 const selectVisible = `

@@ -41,7 +41,7 @@ const maxDue = 200
 func claimDue(
 	ctx context.Context, db postgres.DB, limit int, full []string, hold time.Duration,
 ) ([]outboxMessage, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[outboxMessage](ctx, db, "claim outgoing messages", `
 		with due as (
 		  select m.id, m.target, m.channel, m.next_attempt_at from agent_messages m
 		   where m.status = 'sending' and m.next_attempt_at <= statement_timestamp()
@@ -71,7 +71,6 @@ func claimDue(
 		postgres.Strict{
 			"limit": limit, "each": outbox.PerTarget, "look": maxDue, "full": full, "hold": hold.Seconds(),
 		})
-	return postgres.Collect(rows, err, "claim outgoing messages", pgx.RowToStructByName[outboxMessage])
 }
 
 // untilDue returns the time until the next message is due, by the database's clock; outbox.MaxPause without one.
@@ -201,8 +200,8 @@ func Clean(ctx context.Context, db postgres.DB, log *slog.Logger) ([]Freed, erro
 
 // clean is Clean with a grace period for idle holders of threads in which nothing is queued.
 func clean(ctx context.Context, db postgres.DB, log *slog.Logger, grace time.Duration) ([]Freed, error) {
-	rows, err := db.Query(ctx, executions.ReleaseStaleThreads, postgres.Strict{"overdue": 0.0, "grace": grace.Seconds()})
-	got, err := postgres.Collect(rows, err, "clean threads", pgx.RowToStructByName[Freed])
+	got, err := postgres.Rows[Freed](ctx, db, "clean threads", executions.ReleaseStaleThreads,
+		postgres.Strict{"overdue": 0.0, "grace": grace.Seconds()})
 	if err != nil {
 		return nil, err
 	}

@@ -149,7 +149,7 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Thread, error) {
 	if !f.BeforeTime.IsZero() {
 		before = f.BeforeTime
 	}
-	rows, err := db.Query(ctx, selectThread+`
+	return postgres.Rows[Thread](ctx, db, "list threads", selectThread+`
 		 where (@channel = '' or channel = @channel) and (@owner = '' or owner = @owner) and (@agent = '' or agent = @agent)
 		   and (@before::timestamptz is null or (updated_at, id) < (@before, @before_id))
 		 order by updated_at desc, id desc limit @limit`,
@@ -157,7 +157,6 @@ func List(ctx context.Context, db postgres.DB, f Filter) ([]Thread, error) {
 			"channel": f.Channel, "owner": f.Owner, "agent": f.Agent, "before": before, "before_id": f.BeforeID,
 			"limit": clampLimit(f.Limit),
 		})
-	return postgres.Collect(rows, err, "list threads", pgx.RowToStructByName[Thread])
 }
 
 // clampLimit applies the default and the maximum of a listing.
@@ -183,11 +182,10 @@ type HeldThread struct {
 
 // Locks lists the held threads, the longest held first; with stale only those whose lease has ended.
 func Locks(ctx context.Context, db postgres.DB, stale bool) ([]HeldThread, error) {
-	rows, err := db.Query(ctx, `
+	return postgres.Rows[HeldThread](ctx, db, "list held threads", `
 		select thread_id, active_execution_id::text, execution_locked_at, lock_minutes, participant_name, parked, stale,
 		       holder, queued
 		  from agent_thread_locks where stale or not @stale order by execution_locked_at`, postgres.Strict{"stale": stale})
-	return postgres.Collect(rows, err, "list held threads", pgx.RowToStructByName[HeldThread])
 }
 
 // Kind is a kind of principal.
@@ -414,9 +412,8 @@ func Find(ctx context.Context, db postgres.DB, idOrName string) (Thread, error) 
 	if !errors.Is(err, ErrNotFound) {
 		return got, err
 	}
-	rows, err := db.Query(ctx, `select id from agent_threads where name = @name and name <> '' order by id limit 2`,
+	ids, err := postgres.Values[string](ctx, db, "find thread", `select id from agent_threads where name = @name and name <> '' order by id limit 2`,
 		postgres.Strict{"name": postgres.Text(idOrName)})
-	ids, err := postgres.Collect(rows, err, "find thread", pgx.RowTo[string])
 	switch {
 	case err != nil:
 		return Thread{}, err

@@ -8,8 +8,6 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/jackc/pgx/v5"
-
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/signature"
 )
@@ -145,12 +143,10 @@ func GetEndpoint(ctx context.Context, db postgres.DB, name string) (Endpoint, er
 	if !postgres.IsText(name) {
 		return Endpoint{}, fmt.Errorf("read webhook %q: %w", name, ErrNotFound)
 	}
-	rows, err := db.Query(ctx, `
+	return postgres.RowOr[Endpoint](ctx, db, ErrNotFound, fmt.Sprintf("read webhook %q", name), `
 		select id::text, name, description, scheme, secrets, settings, actions, enabled, disabled_reason, disabled_by,
 		       disabled_at, source, created_at, updated_at
 		  from agent_webhook_endpoints where name = @name`, postgres.Strict{"name": name})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read webhook %q", name),
-		pgx.RowToStructByName[Endpoint])
 }
 
 // Endpoints lists all endpoints by name.

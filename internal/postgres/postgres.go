@@ -113,6 +113,12 @@ func Rows[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([]T
 	return Collect(rows, err, verb, pgx.RowToStructByName[T])
 }
 
+// Values reads the single column of a query. It wraps an error in verb.
+func Values[T any](ctx context.Context, db DB, verb, sql string, args ...any) ([]T, error) {
+	rows, err := db.Query(ctx, sql, args...)
+	return Collect(rows, err, verb, pgx.RowTo[T])
+}
+
 // RowsGeneric is [Rows] with the generic plan of the query, which a connection makes once. It is for a long query whose
 // plan should not depend on its arguments: planning it anew takes as long as running it. Like the functions whose plan
 // is kept, it scans by indexes and is not compiled; in a transaction of the caller the settings last until its end.
@@ -136,18 +142,22 @@ func RowsGeneric[T any](ctx context.Context, db DB, verb, sql string, args ...an
 	return list, nil
 }
 
-// Names reads the single column of a query, sorted. It wraps an error in verb.
+// Names is [Values] of texts, sorted.
 func Names(ctx context.Context, db DB, verb, sql string, args ...any) ([]string, error) {
-	rows, err := db.Query(ctx, sql, args...)
-	names, err := Collect(rows, err, verb, pgx.RowTo[string])
+	names, err := Values[string](ctx, db, verb, sql, args...)
 	slices.Sort(names)
 	return names, err
 }
 
 // Row reads the one row of a query into a struct, by the names of the columns. It is [CollectOne] with pgx.ErrNoRows.
 func Row[T any](ctx context.Context, db DB, verb, sql string, args ...any) (T, error) {
+	return RowOr[T](ctx, db, pgx.ErrNoRows, verb, sql, args...)
+}
+
+// RowOr is [Row] with another error for no row, and for an id that is no UUID.
+func RowOr[T any](ctx context.Context, db DB, missing error, verb, sql string, args ...any) (T, error) {
 	rows, err := db.Query(ctx, sql, args...)
-	return CollectOne(rows, err, pgx.ErrNoRows, verb, pgx.RowToStructByName[T])
+	return CollectOne(rows, err, missing, verb, pgx.RowToStructByName[T])
 }
 
 // CollectOne reads the only row of a query with fn. Without a row, and for an id that is no UUID, it returns missing.
