@@ -32,6 +32,7 @@
 package mcp
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -231,25 +232,12 @@ func (d Definition) transport() string {
 	return TransportHTTP
 }
 
-func (d Definition) scope() string {
-	if d.Scope == "" {
-		return skills.ScopeInternal
-	}
-	return d.Scope
-}
+func (d Definition) scope() string { return cmp.Or(d.Scope, skills.ScopeInternal) }
 
-func (d Definition) trust() string {
-	if d.Trust == "" {
-		return skills.TrustApprove
-	}
-	return d.Trust
-}
+func (d Definition) trust() string { return cmp.Or(d.Trust, skills.TrustApprove) }
 
 func (d Definition) timeout() time.Duration {
-	if d.TimeoutMS == 0 {
-		return 30 * time.Second
-	}
-	return time.Duration(d.TimeoutMS) * time.Millisecond
+	return time.Duration(cmp.Or(d.TimeoutMS, 30_000)) * time.Millisecond
 }
 
 // matches reports whether one of the patterns fits a tool's name.

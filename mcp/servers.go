@@ -106,16 +106,14 @@ func Remove(ctx context.Context, db postgres.DB, source string, keep []string) (
 
 // Get reads one server, or returns [ErrNotFound].
 func Get(ctx context.Context, db postgres.DB, name string) (Remote, error) {
-	rows, err := db.Query(ctx, `select `+remoteColumns+` from agent_mcp_servers where name = @name`,
-		postgres.Strict{"name": name})
-	return postgres.CollectOne(rows, err, ErrNotFound, fmt.Sprintf("read MCP server %q", name),
-		pgx.RowToStructByPos[Remote])
+	return postgres.RowOr[Remote](ctx, db, ErrNotFound, fmt.Sprintf("read MCP server %q", name),
+		`select `+remoteColumns+` from agent_mcp_servers where name = @name`, postgres.Strict{"name": name})
 }
 
 // List reads all servers, by name.
 func List(ctx context.Context, db postgres.DB) ([]Remote, error) {
-	rows, err := db.Query(ctx, `select `+remoteColumns+` from agent_mcp_servers order by name limit 1000`)
-	return postgres.Collect(rows, err, "list MCP servers", pgx.RowToStructByPos[Remote])
+	return postgres.Rows[Remote](ctx, db, "list MCP servers",
+		`select `+remoteColumns+` from agent_mcp_servers order by name limit 1000`)
 }
 
 // Tool is a row of agent_mcp_tools: a tool and its mounted skill.

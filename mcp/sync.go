@@ -1,0 +1,270 @@
+package mcp
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/lanekeeper/lanekeeper/activity"
+	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/skills"
+	"github.com/lanekeeper/lanekeeper/trace"
+)
+
+// Report is the outcome of a sync. Its lists name the tools with a changed state.
+type Report struct {
+	Server      string   `json:"server"`
+	About       string   `json:"about"`
+	Tools       int      `json:"tools"` // listed by the server
+	Mounted     []string `json:"mounted"`
+	Quarantined []string `json:"quarantined"`
+	Gone        []string `json:"gone"`
+	Excluded    []string `json:"excluded"`
+	Refused     []string `json:"refused"`
+	Error       string   `json:"error,omitempty"` // why the sync failed
+}
+
+// changed reports whether any tool changed.
+func (r Report) changed() bool {
+	return len(r.Mounted)+len(r.Quarantined)+len(r.Gone)+len(r.Excluded)+len(r.Refused) > 0
+}
+
+// count counts a tool with a changed state.
+func (r *Report) count(t Tool) {
+	switch t.State {
+	case Mounted:
+		r.Mounted = append(r.Mounted, t.Tool)
+	case Quarantined:
+		r.Quarantined = append(r.Quarantined, t.Tool)
+	case Gone:
+		r.Gone = append(r.Gone, t.Tool)
+	case Excluded:
+		r.Excluded = append(r.Excluded, t.Tool)
+	case Refused:
+		r.Refused = append(r.Refused, t.Tool)
+	}
+}
+
+// reconcile updates the rows and skills of a server's tools to match its list, and records the changes.
+func reconcile(ctx context.Context, tx pgx.Tx, server, agent string, listed map[string]snapshot) (Report, error) {
+	report := Report{
+		Server: server, Tools: len(listed), Mounted: []string{}, Quarantined: []string{}, Gone: []string{},
+		Excluded: []string{}, Refused: []string{},
+	}
+	r, known, err := lock(ctx, tx, server)
+	if err != nil {
+		return report, err
+	}
+	rows := make(map[string]Tool, len(known))
+	for _, t := range known {
+		rows[t.Tool] = t
+	}
+	for name := range listed {
+		if _, ok := rows[name]; !ok {
+			rows[name] = Tool{Server: server, Tool: name, Skill: skillName(server, name), Definition: json.RawMessage(`{}`)}
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(rows)) { // a fixed lock order avoids deadlocks
+		old := rows[name]
+		var now *snapshot
+		if s, ok := listed[name]; ok {
+			now = &s
+		}
+		next, err := writeState(ctx, tx, r, nextState(r, old, now))
+		if err != nil {
+			return report, err
+		}
+		if next.State != old.State || next.SeenPin != old.SeenPin {
+			report.count(next)
+		}
+	}
+	if !report.changed() {
+		return report, nil
+	}
+	return report, record(ctx, tx, agent, "mcp_sync", map[string]any{"server": server}, report)
+}
+
+// lock locks a server's row, and reads it and its tools.
+func lock(ctx context.Context, tx pgx.Tx, server string) (r Remote, tools []Tool, err error) {
+	if _, err := tx.Exec(ctx, `select from agent_mcp_servers where name = @name for update`,
+		postgres.Strict{"name": server}); err != nil {
+		return r, nil, fmt.Errorf("lock MCP server %q: %w", server, err)
+	}
+	if r, err = Get(ctx, tx, server); err == nil {
+		tools, err = Tools(ctx, tx, server)
+	}
+	return r, tools, err
+}
+
+// writeState writes a tool's row and updates its skill accordingly.
+func writeState(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (Tool, error) {
+	if t.State == Mounted {
+		if problem, err := mountable(ctx, tx, r, t); err != nil {
+			return t, err
+		} else if problem != "" {
+			t.State, t.Reason = Refused, problem
+		}
+	}
+	if err := writeTool(ctx, tx, t); err != nil {
+		return t, err
+	}
+	switch t.State {
+	case Mounted:
+		return t, mount(ctx, tx, r, t)
+	case Quarantined, Gone:
+		return t, unmount(ctx, tx, t)
+	}
+	_, err := skills.Delete(ctx, tx, Source, t.Skill)
+	return t, err
+}
+
+// mountable returns why a tool cannot become a skill; empty if it can.
+func mountable(ctx context.Context, tx pgx.Tx, r Remote, t Tool) (string, error) {
+	d, err := t.accepted(r)
+	if err != nil {
+		return cleanText(err.Error(), 500), nil
+	}
+	if err := skills.Validate(d); err != nil {
+		return cleanText(err.Error(), 500), nil
+	}
+	switch s, err := skills.Get(ctx, tx, t.Skill); {
+	case errors.Is(err, skills.ErrNotFound):
+		return "", nil
+	case err != nil:
+		return "", err
+	case s.Source != Source:
+		return fmt.Sprintf("there is a skill %s of another source", t.Skill), nil
+	}
+	return "", nil
+}
+
+func (t Tool) accepted(r Remote) (skills.Definition, error) {
+	var d definition
+	if err := json.Unmarshal(t.Definition, &d); err != nil {
+		return skills.Definition{}, fmt.Errorf("read the definition of %s: %w", t.Tool, err)
+	}
+	return r.skill(t.Tool, t.Skill, t.Pin, d), nil
+}
+
+// mount stores the skill, and enables it if this package had disabled it.
+func mount(ctx context.Context, tx pgx.Tx, r Remote, t Tool) error {
+	d, err := t.accepted(r)
+	if err != nil {
+		return err
+	}
+	if _, err := skills.Put(ctx, tx, d, Source); err != nil {
+		return err
+	}
+	s, err := skills.Get(ctx, tx, t.Skill)
+	if err != nil || s.Enabled || s.DisabledBy != By {
+		return err
+	}
+	_, err = skills.Enable(ctx, tx, t.Skill, By, "the tool is as it was accepted")
+	return err
+}
+
+// unmount disables a skill and records both versions as evidence.
+func unmount(ctx context.Context, tx pgx.Tx, t Tool) error {
+	reason := fmt.Sprintf("tool %s of the MCP server %s: %s", t.Tool, t.Server, t.Reason)
+	if t.State == Quarantined {
+		reason += fmt.Sprintf("; see agent mcp show %s %s", t.Server, t.Tool)
+	}
+	_, err := skills.Disable(ctx, tx, t.Skill, By, reason, map[string]any{
+		"state": t.State, "pin": t.Pin, "accepted": t.Definition, "seen_pin": t.SeenPin, "seen": t.Seen,
+	})
+	if errors.Is(err, skills.ErrNotFound) {
+		return nil
+	}
+	return err
+}
+
+func writeTool(ctx context.Context, tx pgx.Tx, t Tool) error {
+	verb := fmt.Sprintf("write MCP tool %s/%s", t.Server, t.Tool)
+	_, err := postgres.Upsert(ctx, tx, verb, "agent_mcp_tools", "server, tool", postgres.Strict{
+		"server": t.Server, "tool": t.Tool, "skill_name": t.Skill, "state": t.State, "reason": t.Reason, "pin": t.Pin,
+		"definition": t.Definition, "seen_pin": t.SeenPin, "seen": t.Seen,
+	})
+	return err
+}
+
+// remount applies a changed declaration's scope, trust and timeout to a server's tools. A newly included tool without
+// an accepted version waits for the next sync.
+func remount(ctx context.Context, tx pgx.Tx, server string) error {
+	r, all, err := lock(ctx, tx, server)
+	if err != nil {
+		return err
+	}
+	for _, t := range all {
+		switch included := r.includes(t.Tool); {
+		case !included && t.State != Excluded:
+			t = nextState(r, t, nil)
+		case included && t.State == Mounted, included && t.State == Excluded && t.Pin != "":
+			t.State, t.Reason = Mounted, ""
+		default:
+			continue
+		}
+		if _, err := writeState(ctx, tx, r, t); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Accept accepts the current version of a quarantined tool and enables its skill. pin, if not empty, is the hash of
+// the version that the admin read. It returns [ErrNothingToAccept] if the hash differs or the tool is not in
+// quarantine, and [ErrNotFound] for an unknown tool. It records an activity.
+func Accept(ctx context.Context, db postgres.Beginner, server, tool, pin, agent string) (Tool, error) {
+	var accepted Tool
+	err := postgres.InTx(ctx, db, func(tx pgx.Tx) error {
+		r, all, err := lock(ctx, tx, server)
+		if err != nil {
+			return err
+		}
+		i := slices.IndexFunc(all, func(t Tool) bool { return t.Tool == tool || t.Skill == tool })
+		if i < 0 {
+			return ErrNotFound
+		}
+		old := all[i]
+		if old.State != Quarantined || old.SeenPin == "" || pin != "" && pin != old.SeenPin {
+			return ErrNothingToAccept
+		}
+		next := old
+		next.State, next.Reason, next.Pin, next.Definition = Mounted, "", old.SeenPin, old.Seen
+		next.SeenPin, next.Seen = "", json.RawMessage(`{}`)
+		if problem, err := mountable(ctx, tx, r, next); err != nil || problem != "" {
+			return errors.Join(err, fmt.Errorf("it cannot be a skill: %s", problem))
+		}
+		if accepted, err = writeState(ctx, tx, r, next); err != nil {
+			return err
+		}
+		return record(ctx, tx, agent, "mcp_accept",
+			map[string]any{"server": server, "tool": old.Tool, "pin": old.Pin, "accepted": next.Pin},
+			map[string]any{"was": old.Reason})
+	})
+	if err != nil {
+		return Tool{}, fmt.Errorf("accept MCP tool %s/%s: %w", server, tool, err)
+	}
+	return accepted, nil
+}
+
+// record writes the activity of a change to mounted tools, under the trace of ctx or a new one.
+func record(ctx context.Context, db postgres.DB, agent, skill string, input, output any) error {
+	e := activity.Entry{Skill: skill, Input: input}
+	if x, inside := executions.Current(ctx); inside {
+		e.Claim = x.Claim
+	}
+	span, _ := trace.From(ctx)
+	e.Agent = cmp.Or(span.Agent, agent)
+	if span.TraceID == "" {
+		e.TraceID, e.Surface = string(trace.New(trace.Operate)), string(trace.Operate)
+	}
+	_, err := activity.Note(ctx, db, e, activity.Outcome{Output: output})
+	return err
+}
