@@ -1,0 +1,131 @@
+package engineroom
+
+import (
+	"context"
+	_ "embed"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/monitor"
+)
+
+// changes are kinds of changes that the pulse tells apart.
+type changes uint8
+
+const (
+	logChanged     changes = 1 << iota // the log has another newest activity
+	openChanged                        // an activity began or ended
+	runsChanged                        // an execution began, was claimed, went on, or ended
+	failureChanged                     // an activity or an execution failed, or what fails ran again
+	asksChanged                        // another approval, request or pause stands open
+	anyChange      = 1<<iota - 1
+)
+
+// pulse polls for changes, once for all topics, and notifies them.
+func (h *hub) pulse(ctx context.Context) {
+	tick := time.NewTicker(h.pollInterval)
+	defer tick.Stop()
+	var last [2]pulse
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		now := h.readPulse(ctx)
+		if ctx.Err() != nil {
+			return
+		}
+		h.away.Store(now[0].away)
+		if changed := now[0].since(last[0]) | now[1].since(last[1]); changed != 0 {
+			if changed&failureChanged != 0 {
+				h.failures.forget()
+			}
+			if changed&asksChanged != 0 {
+				h.room.waits.forget()
+			}
+			h.notifyTopics(changed)
+			last = now
+		}
+	}
+}
+
+// readPulse reads the pulse of the source of pages. With a replica the second one is that of the primary, because some
+// topics read from it nevertheless.
+func (h *hub) readPulse(ctx context.Context) (now [2]pulse) {
+	ctx, cancel := context.WithTimeout(ctx, h.pulseLimit)
+	defer cancel()
+	read := h.room.Read
+	reading, from := read.Choose(ctx, false)
+	failing := h.failing.Load()
+	if now[0] = pulseOf(reading, read, failing); from.Replica() {
+		now[1] = pulseOf(ctx, read, failing)
+	}
+	return now
+}
+
+// pulse has the state of each kind of change as a text, and the time of the newest failure.
+type pulse struct {
+	log, open, runs, asks string
+	failing               string // the newest runs and calls of what fails
+	failure               time.Time
+	away                  bool // an outage is a change, too: parts show the failure, and later the recovery
+}
+
+// since tells what changed.
+func (p pulse) since(last pulse) (c changes) {
+	if p.away != last.away {
+		return anyChange
+	}
+	for _, one := range []struct {
+		is   bool
+		kind changes
+	}{
+		{p.log != last.log, logChanged},
+		{p.open != last.open, openChanged},
+		{p.runs != last.runs, runsChanged},
+		{p.asks != last.asks, asksChanged},
+		{p.failure.After(last.failure) || p.failing != last.failing, failureChanged},
+	} {
+		if one.is {
+			c |= one.kind
+		}
+	}
+	return c
+}
+
+//go:embed pulse.sql
+var pulseSQL string
+
+//go:embed pulse_failing.sql
+var pulseFailingSQL string
+
+// pulseOf reads a pulse. Failures are searched among the newest activities and failed executions: an older one that
+// fails late is seen when the shared failures are read again.
+func pulseOf(ctx context.Context, db postgres.DB, failing *monitor.Failing) (p pulse) {
+	err := db.QueryRow(ctx, pulseSQL).Scan(&p.log, &p.open, &p.runs, &p.asks, &p.failure)
+	if err != nil {
+		return pulse{away: true}
+	}
+	if failing == nil || len(failing.Flows)+len(failing.Calls) == 0 {
+		return p
+	}
+	newest, err := postgres.RowsGeneric[struct{ Newest string }](ctx, db, "read newest runs of what fails",
+		pulseFailingSQL, postgres.Strict{"flows": failing.Flows, "calls": failing.Calls})
+	if err != nil {
+		return pulse{away: true}
+	}
+	for _, n := range newest {
+		p.failing += n.Newest + "\n"
+	}
+	return p
+}
+
+// notifyTopics makes the parts of every topic due that depend on what changed.
+func (h *hub) notifyTopics(changed changes) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, t := range h.topics {
+		t.moved(changed)
+	}
+}
