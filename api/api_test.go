@@ -122,6 +122,8 @@ func TestBadRequestProblems(t *testing.T) {
 		"cursor of runs":      {"GET", "/v1/executions?cursor=!", "", 400, "cursor"},
 		"cursor of lanes":     {"GET", "/v1/lanes?cursor=eHg", "", 400, "cursor"},
 		"forged cursor":       {"GET", "/v1/skills?cursor=c2tpbGxzCm5vIGlk", "", 400, "cursor"},
+		"cursor with a NUL":   {"GET", "/v1/threads?cursor=dGhyZWFkcwoyMDI2LTAxLTAxVDAwOjAwOjAwWiBhAA", "", 400, "cursor"},
+		"cursor not in UTF-8": {"GET", "/v1/lanes?cursor=bGFuZXMKMSD_", "", 400, "cursor"},
 		"trace id":            {"GET", "/v1/traces/hb_nonsense", "", 400, "hb_nonsense"},
 		"no such trace":       {"GET", "/v1/traces/" + string(trace.New(trace.Chat)), "", 404, "no such trace"},
 		"execution id":        {"GET", "/v1/executions/42", "", 400, "42"},

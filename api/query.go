@@ -16,6 +16,7 @@ import (
 
 	"github.com/lanekeeper/lanekeeper/activity"
 	"github.com/lanekeeper/lanekeeper/executions"
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/memory"
 	"github.com/lanekeeper/lanekeeper/trace"
@@ -260,7 +261,7 @@ func decodeCursor(listing, cursor string) (string, error) {
 	}
 	raw, err := base64.RawURLEncoding.DecodeString(cursor)
 	key, ours := strings.CutPrefix(string(raw), listing+"\n")
-	if err != nil || !ours || key == "" {
+	if err != nil || !ours || key == "" || !postgres.IsText(key) {
 		return "", activity.ErrCursor
 	}
 	return key, nil
