@@ -145,6 +145,15 @@ func TestCancelExecutionOnce(t *testing.T) {
 	a.fail(done)
 	a.post("/v1/executions/"+done.ID+"/cancel", `{"reason":"too late"}`, &got)
 	assert.Equal(t, "failed", got.Status)
+	locked := a.start("beat", trace.New(trace.Flow))
+	tx, err := a.pool.Begin(t.Context())
+	require.NoError(t, err)
+	defer func() { assert.NoError(t, tx.Rollback(context.Background())) }()
+	_, err = tx.Exec(t.Context(), `select from agent_executions where id = $1 for update`, locked.ID)
+	require.NoError(t, err)
+	path := "/v1/executions/" + locked.ID + "/cancel"
+	a.checkResponse(a.raw("POST", path, `{"reason":"in the way"}`, asAdmin()), "POST", path, http.StatusAccepted, &got)
+	assert.Equal(t, "pending", got.Status)
 }
 
 func TestListSkillsWithHealth(t *testing.T) {
