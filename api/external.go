@@ -362,6 +362,15 @@ func (s *server) releaseLock(r request) (response, error) {
 	if b.WaitingFor == "agent" && strings.EqualFold(b.WaitingKey, id) {
 		return response{}, badBody("waiting_key is this execution; it cannot wait for itself")
 	}
+	if b.WaitingFor == "agent" && b.WaitingKey != "" {
+		_, err := executions.Get(r.Context(), s.pool, b.WaitingKey)
+		if errors.Is(err, executions.ErrNotFound) {
+			err = problem.New(http.StatusNotFound, "waiting_key: no execution %s", b.WaitingKey)
+		}
+		if err != nil {
+			return response{}, err
+		}
+	}
 	if b.WaitingFor == "response" && b.WaitingKey != "" { // only participants may read a thread
 		may, err := threads.MayJoin(r.Context(), s.pool, b.WaitingKey, id)
 		if err == nil && !may {

@@ -225,6 +225,10 @@ func TestInvalidExternalRequests(t *testing.T) {
 			"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"` + strings.ToUpper(x.ID) + `"}`, 400,
 			"cannot wait for itself",
 		},
+		{
+			"DELETE", held, `{"status":"waiting","waiting_for":"agent","waiting_key":"018f0000-0000-7000-8000-000000000000"}`,
+			404, "waiting_key: no execution",
+		},
 		{"DELETE", held, ``, 400, "JSON object"},
 		{"DELETE", held, `{"status":"cancelled"}`, 400, "completed, failed or waiting"},
 		{"DELETE", held, `{"status":"completed","waiting_for":"event"}`, 400, "status waiting"},
