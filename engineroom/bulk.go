@@ -3,6 +3,8 @@ package engineroom
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -71,7 +73,7 @@ func (room *Room) bulkActions(ctx context.Context, v *visit) (any, error) {
 		args := f.wanted(maxRanked, maxBulk)
 		delete(args, "by")
 		delete(args, "looked_flow")
-		args["retry"] = b.Action == "retry"
+		args["retry"], args["unforkable"] = b.Action == "retry", slices.Collect(maps.Keys(room.Unforkable()))
 		rows, err := room.Read.Query(ctx, `
 			select w.id::text from (
 			  (select x.* from unnest(array['failed', 'timeout', 'cancelled']) s (status) cross join lateral (
@@ -85,7 +87,8 @@ func (room *Room) bulkActions(ctx context.Context, v *visit) (any, error) {
 			       and x.id >= @from::uuid and x.id < @until::uuid order by x.id desc limit @looked) x)) w
 			 where `+executionWanted+`
 			   and (@traces::text[] is null or w.trace_id = any (@traces) or w.id = any (@ids::text[]::uuid[]))
-			   and (not @retry or not exists (select from agent_executions k where k.forked_from = w.id))
+			   and (not @retry or w.flow <> all (coalesce(@unforkable::text[], '{}'))
+			        and not exists (select from agent_executions k where k.forked_from = w.id))
 			 order by w.id desc limit @most + 1`, freshPlan, args)
 		if b.IDs, err = postgres.Collect(rows, err, "find executions of a bulk action", pgx.RowTo[string]); err != nil {
 			return nil, err

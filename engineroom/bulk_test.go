@@ -38,6 +38,7 @@ func TestWhatAFilterMatchesIsRetriedOrCancelledTogether(t *testing.T) {
 	rows.Quiet(t, pool, `update agent_executions set forked_from = $1::uuid where id = $2::uuid`, retried, fork)
 	rows.Execution(t, pool, "completed", "flow", "ship")
 	other := rows.Execution(t, pool, "waiting", "chat", "talk")
+	turn := rows.Execution(t, pool, "failed", "operate", "turn")
 	trace := put(t, pool, `select trace_id from agent_executions where id = $1::uuid`, first)
 	for query, want := range map[string]map[string]string{
 		"":                           {},
@@ -69,6 +70,10 @@ func TestWhatAFilterMatchesIsRetriedOrCancelledTogether(t *testing.T) {
 	group := strings.Fields(bulks(shows(t, server.URL+"/", "Retry all 2"))["retry"])
 	slices.Sort(group)
 	assert.Equal(t, first+" "+second, strings.Join(group, " "))
+	trace = put(t, pool, `select trace_id from agent_executions where id = $1::uuid`, turn)
+	body = shows(t, server.URL+"/executions/"+turn, "cannot be forked: say it again") +
+		shows(t, server.URL+"/traces/"+trace)
+	assert.True(t, !strings.Contains(body, "/retry"), "a turn is offered to be retried")
 }
 
 func TestABulkActionSaysHowManyItChanged(t *testing.T) {

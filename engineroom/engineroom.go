@@ -58,6 +58,8 @@ type Options struct {
 	Limits budgets.Limits
 	// PriceOf says where the price of a model is from, such as "list price of 2026-07-24: $2 in, $8 out"; nil knows none.
 	PriceOf func(model string) string
+	// Unforkable returns why the executions of a flow cannot be forked or retried, by flow; nil for no such flow.
+	Unforkable func() map[string]string
 	// OIDC says that the login page offers the login at an OIDC issuer.
 	OIDC bool
 	// Key signs flash messages in the browser. All processes of an agent need the same key. A random one when nil.
@@ -99,6 +101,9 @@ func New(o Options) (*Room, error) {
 	}
 	if o.Agents == nil {
 		o.Agents = &agents.Directory{Settings: agents.Settings{Name: o.Agent}}
+	}
+	if o.Unforkable == nil {
+		o.Unforkable = func() map[string]string { return nil }
 	}
 	if o.Key == nil {
 		o.Key = []byte(rand.Text())

@@ -150,7 +150,8 @@ type executionShown struct {
 
 	Labels executions.Labels
 
-	Missing *missingWorker // while it waits for a claim
+	Missing    *missingWorker // while it waits for a claim
+	Unforkable bool           // neither forked nor retried
 }
 
 // executionView reads the row, without the lock's secret, and its lines of the trace.
@@ -160,7 +161,7 @@ func (room *Room) executionView(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	shown := &executionShown{executionRecord: x}
+	shown := &executionShown{executionRecord: x, Unforkable: room.Unforkable()[x.Flow] != ""}
 	if shown.Missing, err = room.missingFor(ctx, x); err != nil {
 		return nil, err
 	}
@@ -460,7 +461,8 @@ func (room *Room) executionMessages(ctx context.Context, v *visit) (any, error) 
 type forkForm struct {
 	ID, From string
 	Flow     string
-	Data     bool // the flow is versioned data
+	Why      string // the reason if it cannot be forked
+	Data     bool   // the flow is versioned data
 	Input    string
 	Hidden   bool     // the input is not editable: it is long or redacted
 	Steps    []string // some of the possible steps
@@ -477,6 +479,9 @@ func (room *Room) executionFork(ctx context.Context, v *visit) (any, error) {
 		postgres.Strict{"id": about.ID}).Scan(&f.Flow, &f.Data, &f.Input, &size)
 	if err != nil {
 		return nil, fmt.Errorf("read the input of the execution: %w", err)
+	}
+	if f.Why = room.Unforkable()[f.Flow]; f.Why != "" {
+		return f, nil
 	}
 	hide, err := room.hidesTextsOf(ctx, about.ID)
 	if err != nil {

@@ -49,7 +49,7 @@ func (room *Room) failingNow(ctx context.Context, v *visit) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	groups := f.Groups(concerns)
+	groups := f.Groups(concerns, room.Unforkable())
 	failing := slices.IndexFunc(groups, func(g monitor.Group) bool { return !g.Failing })
 	if failing < 0 {
 		failing = len(groups)

@@ -445,7 +445,7 @@ func TestStreamsShareFailuresUntilThePulseTellsOfAnother(t *testing.T) {
 	groups := func(v *visit) int {
 		f, err := room.failures(t.Context(), v)
 		require.NoError(t, err)
-		return len(f.Groups(func(string) bool { return true }))
+		return len(f.Groups(func(string) bool { return true }, nil))
 	}
 	stream := &visit{live: true}
 	assert.Equal(t, 0, groups(stream))

@@ -39,7 +39,10 @@ func TestMain(m *testing.M) {
 func open(t *testing.T) (*pgxpool.Pool, *httptest.Server) {
 	t.Helper()
 	pool := pgtest.DB(t)
-	room, err := New(Options{Pool: pool, Agent: "agent"})
+	room, err := New(Options{
+		Pool: pool, Agent: "agent",
+		Unforkable: func() map[string]string { return map[string]string{"turn": "say it again"} },
+	})
 	require.NoError(t, err)
 	return pool, served(t, room)
 }

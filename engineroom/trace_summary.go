@@ -236,6 +236,7 @@ type tracedHead struct {
 	FinishedAt          *time.Time
 	Root                *tracedRun // the execution that the actions are about; nil for none
 	First               string     // its first recorded step
+	Unforkable          bool       // it is neither forked nor retried
 	Runs                []tracedRun
 	MoreRuns, MoreRows  bool
 	Threads             []string

@@ -98,6 +98,7 @@ func (room *Room) traceView(ctx context.Context, v *visit) (any, error) {
 		if err != nil || head.Root == nil {
 			return view, open, err
 		}
+		head.Unforkable = room.Unforkable()[head.Root.Flow] != ""
 		head.First, err = room.firstStep(ctx, head.Root.ID)
 		return view, open, err
 	})

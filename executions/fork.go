@@ -46,6 +46,9 @@ func (e *Engine) Unforkable(flow, why string) {
 	e.unforkable[flow] = why
 }
 
+// WhyUnforkable returns the reasons of Unforkable, by flow. Call it during Run, and do not change the map.
+func (e *Engine) WhyUnforkable() map[string]string { return e.unforkable }
+
 // Fork starts a new execution with its own trace. It copies the checkpoints before a step and runs the rest again:
 // steps, calls, children, messages and requests from there on are its own. The original execution is unchanged, and
 // neither notifies its parent of the fork.

@@ -215,8 +215,9 @@ func (f Failures) roots() map[string]string {
 	return roots
 }
 
-// Groups gathers the failures that concern an agent by root error: what still fails first, then the newest.
-func (f Failures) Groups(concerns func(string) bool) []Group {
+// Groups gathers the failures that concern an agent by root error: what still fails first, then the newest. unforkable
+// has the flows whose executions cannot be retried.
+func (f Failures) Groups(concerns func(string) bool, unforkable map[string]string) []Group {
 	roots := f.roots()
 	byKey, keys := map[string]*Group{}, []string{}
 	failed := map[string]bool{}
@@ -235,7 +236,8 @@ func (f Failures) Groups(concerns func(string) bool) []Group {
 			byKey[key], keys = g, append(keys, key)
 		}
 		g.add(one, root, f.outcome(one).Failing())
-		if one.Kind == "flow" && !one.Retried && !failed[one.Parent] && len(g.Retry) < MaxRetry {
+		if one.Kind == "flow" && !one.Retried && !failed[one.Parent] && unforkable[one.Name] == "" &&
+			len(g.Retry) < MaxRetry {
 			g.Retry = append(g.Retry, one.ID)
 		}
 	}

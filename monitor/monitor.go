@@ -163,7 +163,7 @@ func (m Monitor) Status(ctx context.Context, db postgres.DB) (Status, error) {
 		b.Result, b.Problem = redact.Text(b.Result, maxRead), redact.Text(b.Problem, maxRead)
 		s.Heartbeats = append(s.Heartbeats, b)
 	}
-	for _, g := range c.Groups(func(string) bool { return true }) {
+	for _, g := range c.Groups(func(string) bool { return true }, nil) {
 		if g.Failing {
 			s.Failing = append(s.Failing, g)
 		}

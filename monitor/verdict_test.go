@@ -267,7 +267,7 @@ func TestARejectionIsNoFailure(t *testing.T) {
 	failing(3, "rejected", "rejected", "denied")
 	f, err := ReadFailures(t.Context(), pool)
 	require.NoError(t, err)
-	assert.Equal(t, 0, len(f.Groups(func(string) bool { return true })))
+	assert.Equal(t, 0, len(f.Groups(func(string) bool { return true }, nil)))
 	assert.Equal(t, "working", judged(t, pool))
 	failing(3, "late", "expired", "denied")      // nobody decided
 	failing(3, "after", "rejected", "model_off") // the step went on after the rejection
@@ -295,7 +295,7 @@ func TestFailuresAreGroupedByRootError(t *testing.T) {
 	f, err := ReadFailures(t.Context(), pool)
 	require.NoError(t, err)
 	var got []string
-	for _, g := range f.Groups(func(string) bool { return true }) {
+	for _, g := range f.Groups(func(string) bool { return true }, nil) {
 		var subjects []string
 		for _, s := range g.Subjects {
 			subjects = append(subjects, s.Kind+" "+s.Name)

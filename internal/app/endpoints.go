@@ -37,9 +37,10 @@ func (a *App) engineRoom(routes func() http.Handler) (*engineroom.Room, []api.En
 	}
 	room, err := engineroom.New(engineroom.Options{
 		Pool: a.admin(), Read: a.Read, API: routes, Logger: a.Log, Agent: a.Config.Name, Key: key,
-		OIDC:   a.Config.OIDC.Issuer != "",
-		Limits: Limits(a.Config.Limits),
-		Agents: NewDirectory(a.Config), PriceOf: func(model string) string { return PriceOf(a.Config, model) },
+		OIDC:       a.Config.OIDC.Issuer != "",
+		Limits:     Limits(a.Config.Limits),
+		Unforkable: a.Engine.WhyUnforkable,
+		Agents:     NewDirectory(a.Config), PriceOf: func(model string) string { return PriceOf(a.Config, model) },
 	})
 	if err != nil {
 		return nil, nil, err
