@@ -164,7 +164,7 @@ func (c *cli) decideCommand(approve bool) *cobra.Command {
 				return err
 			}
 			return c.printf(decided, "%s %s: %s %s\n", decided.Status, decided.ID, decided.SkillName,
-				truncate(string(decided.Arguments), 200))
+				truncate(escapeJSON(string(decided.Arguments)), 200))
 		}),
 	}
 	cmd.Flags().StringVar(&reason, "reason", "", "reason for the audit log")

@@ -14,6 +14,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/pgtest"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
@@ -394,6 +395,12 @@ func TestUnprintableIsEscaped(t *testing.T) {
 		"{\n  \"a\": \"é\\u202e\\u200b\\udb40\\udc41\"\n}"; got != want {
 		t.Errorf("got %s, want %s", got, want)
 	}
+	var asked bytes.Buffer
+	show := eventPrinter{out: &asked, status: &asked}
+	show.print(operate.Event{Name: "approval", Data: operate.Approval{
+		Skill: "pay", Arguments: json.RawMessage(`{"to": "` + "\u202e" + `gnp.exe"}`),
+	}})
+	assert.Contains(t, asked.String(), `waits for approval: pay {"to": "\u202egnp.exe"}`)
 }
 
 // TestTableWidth expects truncated prose on a narrow terminal, whole ids, and no truncation without a terminal.

@@ -321,7 +321,7 @@ func (s *eventPrinter) print(e operate.Event) {
 	case operate.ToolCall:
 		s.printCall(data)
 	case operate.Approval:
-		s.printNote("33", "waits for approval: "+data.Skill+" "+printable(string(data.Arguments))+
+		s.printNote("33", "waits for approval: "+data.Skill+" "+escapeJSON(string(data.Arguments))+
 			"\n  "+data.ID+", until "+formatTime(data.ExpiresAt)+" UTC")
 	case operate.Done:
 		s.printDone(data)
