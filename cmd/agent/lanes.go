@@ -118,9 +118,11 @@ func (c *cli) runInLane(cmd *cobra.Command, s *session, lane string, ttl time.Du
 	var renewing errgroup.Group
 	renewing.Go(func() error { return keeper.Run(background) })
 	renewing.Go(func() error { return listener.Run(background) })
+	var skipped *lanes.BusyError
 	code, err := lanerun.RunCommand(cmd.Context(), keeper, lane, ttl, command, lanerun.Stdio{
 		In: c.in, Out: c.out, Err: c.err, Log: s.log,
 		Skipped: func(ctx context.Context, busy *lanes.BusyError) {
+			skipped = busy
 			s.recordSkipped(ctx, "run_in_lane", map[string]any{"command": command[0]}, busy)
 		},
 	})
@@ -131,6 +133,8 @@ func (c *cli) runInLane(cmd *cobra.Command, s *session, lane string, ttl time.Du
 		return err
 	case err != nil:
 		return &exitError{max(code, exitFailed), err}
+	case skipped != nil && c.json: // as text, the log's warning says it
+		return &exitError{exitBusy, skipped}
 	case code != 0:
 		return &exitError{code, nil}
 	}

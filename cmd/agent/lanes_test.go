@@ -128,9 +128,12 @@ func TestLanesRunSkipsWhenBusy(t *testing.T) {
 	assert.Contains(t, got.err, "level=WARN", "already running, skipped", "pipeline:x", "somebody")
 	assert.Contains(t, newProgram(t, url, "AGENT_LOG_FORMAT=json").run("lanes", "run", "pipeline:x", "--", "touch",
 		mark).err, `"level":"WARN","msg":"already running, skipped","lane":"pipeline:x"`)
+	asJSON := p.run("lanes", "run", "--json", "pipeline:x", "--", "touch", mark)
+	assert.Equal(t, 75, asJSON.code)
+	assert.Contains(t, asJSON.err, `{"error":{"code":"lane_busy"`)
 	_, err := os.Stat(mark)
 	assert.Error(t, err, "the command ran without the lane")
-	checkSkipped(t, db, "run_in_lane", "somebody", 2)
+	checkSkipped(t, db, "run_in_lane", "somebody", 3)
 	assert.Contains(t, p.must("lanes", "ls"), "pipeline:x", "somebody")
 	var page struct{ Items []map[string]any }
 	p.mustJSON(&page, "lanes", "ls")
