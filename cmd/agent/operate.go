@@ -349,12 +349,14 @@ func endReason(ended string) string {
 	return said
 }
 
-// limitSettings maps a limit to the settings that raise it.
+// limitSettings maps a limit to the settings that raise it. An agent's document may have a lower limit.
 var limitSettings = map[string]string{
-	"day": "AGENT_BUDGET_DAY_TOKENS and AGENT_BUDGET_DAY_USD", "surface": "AGENT_BUDGET_OPERATE_TOKENS and " +
-		"AGENT_BUDGET_OPERATE_USD",
-	"tokens": "AGENT_MAX_TOKENS", "money": "AGENT_MAX_COST_USD", "iterations": "AGENT_MAX_ITERATIONS",
-	"time": "AGENT_RUN_TIMEOUT",
+	"day":        "AGENT_BUDGET_DAY_TOKENS and AGENT_BUDGET_DAY_USD",
+	"surface":    "AGENT_BUDGET_OPERATE_TOKENS, AGENT_BUDGET_OPERATE_USD and limits.day_usd of the agent",
+	"tokens":     "AGENT_MAX_TOKENS and limits.tokens of the agent",
+	"money":      "AGENT_MAX_COST_USD and limits.cost_usd of the agent",
+	"iterations": "AGENT_MAX_ITERATIONS and limits.iterations of the agent",
+	"time":       "AGENT_RUN_TIMEOUT",
 }
 
 func (o *operator) runOnce(ctx context.Context, text string) error {

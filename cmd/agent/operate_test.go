@@ -494,6 +494,9 @@ func TestOperateWithoutAnswer(t *testing.T) {
 		says    []string
 	}{
 		"a spent budget": {nil, "AGENT_BUDGET_DAY_TOKENS=10", "day", []string{"its limit of day was reached"}},
+		"a small limit": {
+			nil, "AGENT_MAX_TOKENS=10", "tokens", []string{"see AGENT_MAX_TOKENS and limits.tokens of the agent"},
+		},
 		"a stalled model": {
 			[]modeltest.Reply{nothing, nothing, nothing, nothing},
 			"AGENT_TIMEZONE=UTC", reason.Stalled,
