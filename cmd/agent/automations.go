@@ -95,8 +95,7 @@ func (c *cli) automationsListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List automations with their next run, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			page, next, err := readPage(&f.Limit,
-				func() ([]automations.Automation, error) { return automations.List(cmd.Context(), s.Pool, f) },
+			page, next, err := readPage(cmd.Context(), s, automations.List, &f, &f.Limit,
 				func(a automations.Automation) string { return a.ID })
 			if err != nil {
 				return err
@@ -249,8 +248,7 @@ func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 				}
 				f.AutomationID = a.ID
 			}
-			got, next, err := readPage(&f.Limit,
-				func() ([]automations.Run, error) { return automations.Runs(cmd.Context(), s.Pool, f) },
+			got, next, err := readPage(cmd.Context(), s, automations.Runs, &f, &f.Limit,
 				func(r automations.Run) string { return r.ID })
 			if err != nil {
 				return err

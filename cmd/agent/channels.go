@@ -87,8 +87,7 @@ func (c *cli) channelSendsCommand() *cobra.Command {
 		Use: "sends", Short: "List messages that were maybe sent or given up, newest first",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(&f.Limit,
-				func() ([]channels.Sent, error) { return channels.Sends(cmd.Context(), s.Pool, f) },
+			got, next, err := readPage(cmd.Context(), s, channels.Sends, &f, &f.Limit,
 				func(x channels.Sent) string { return x.MessageID })
 			if err != nil {
 				return err

@@ -110,8 +110,7 @@ func (c *cli) documentsListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List documents, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(&f.Limit,
-				func() ([]documents.Document, error) { return documents.List(cmd.Context(), s.Pool, f) },
+			got, next, err := readPage(cmd.Context(), s, documents.List, &f, &f.Limit,
 				func(d documents.Document) string { return d.ID })
 			if err != nil {
 				return err

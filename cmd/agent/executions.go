@@ -70,7 +70,7 @@ func (c *cli) executionsListCommand() *cobra.Command {
 func listExecutions(
 	ctx context.Context, s *session, f executions.Filter,
 ) (page []executions.Execution, next string, err error) {
-	page, next, err = readPage(&f.Limit, func() ([]executions.Execution, error) { return executions.List(ctx, s.Pool, f) },
+	page, next, err = readPage(ctx, s, executions.List, &f, &f.Limit,
 		func(x executions.Execution) string { return x.ID })
 	for i := range page {
 		page[i] = page[i].Redacted(ctx)

@@ -79,7 +79,7 @@ func (c *cli) memoryListCommand() *cobra.Command {
 				}
 				f.Owner = &owner
 			}
-			got, next, err := readPage(&f.Limit, func() ([]memory.Entry, error) { return memory.List(cmd.Context(), s.Pool, f) },
+			got, next, err := readPage(cmd.Context(), s, memory.List, &f, &f.Limit,
 				func(e memory.Entry) string { return e.ID })
 			if err != nil {
 				return err
@@ -321,8 +321,7 @@ func (c *cli) memoryConflictsListCommand() *cobra.Command {
 		Use: "ls", Short: "List memory conflicts, newest first; default the open ones",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(&f.Limit,
-				func() ([]memory.Conflict, error) { return memory.Conflicts(cmd.Context(), s.Pool, f) },
+			got, next, err := readPage(cmd.Context(), s, memory.Conflicts, &f, &f.Limit,
 				func(x memory.Conflict) string { return x.ID })
 			if err != nil {
 				return err

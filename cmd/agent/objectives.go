@@ -71,8 +71,7 @@ func (c *cli) objectivesListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List objectives with their progress, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(&f.Limit,
-				func() ([]objectives.Objective, error) { return objectives.List(cmd.Context(), s.Pool, f) },
+			got, next, err := readPage(cmd.Context(), s, objectives.List, &f, &f.Limit,
 				func(o objectives.Objective) string { return o.ID })
 			if err != nil {
 				return err

@@ -16,6 +16,8 @@ import (
 	"unicode/utf8"
 
 	"golang.org/x/term"
+
+	"github.com/lanekeeper/lanekeeper/internal/postgres"
 )
 
 // cli holds the environment, streams and global flags of a command.
@@ -124,11 +126,15 @@ func printRows[T any](c *cli, items []T, next, empty string, heading []string, r
 	return c.print(pageOf(items, next), func(w io.Writer) { writeRows(w, empty, heading, items, row) })
 }
 
-// readPage reads one row more than limit, to learn whether a next page exists. It returns the page and its cursor.
-func readPage[T any](limit *int, read func() ([]T, error), id func(T) string) (page []T, next string, err error) {
+// readPage lists one row more than limit, which is a field of f, to learn whether a next page exists. It returns the
+// page and its cursor.
+func readPage[T, F any](
+	ctx context.Context, s *session, list func(context.Context, postgres.DB, F) ([]T, error), f *F, limit *int,
+	id func(T) string,
+) (page []T, next string, err error) {
 	most := *limit
 	*limit = most + 1
-	all, err := read()
+	all, err := list(ctx, s.Pool, *f)
 	if err != nil || len(all) <= most {
 		return all, "", err
 	}

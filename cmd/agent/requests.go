@@ -30,8 +30,7 @@ func (c *cli) requestsListCommand() *cobra.Command {
 		Long: `List requests to people, newest first. agent requests answer ID answers one. Over HTTP the request id is the
 event's key: POST /v1/events {"event": "SIGNATURE_COMPLETED", "key": "ID", "data": {"url": "https://…"}}`,
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(&f.Limit,
-				func() ([]requests.Record, error) { return requests.List(cmd.Context(), s.Pool, f) },
+			got, next, err := readPage(cmd.Context(), s, requests.List, &f, &f.Limit,
 				func(r requests.Record) string { return r.ID })
 			if err != nil {
 				return err

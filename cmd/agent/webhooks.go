@@ -30,8 +30,7 @@ func (c *cli) webhooksListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "ls", Short: "List deliveries, newest first", Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			got, next, err := readPage(&f.Limit,
-				func() ([]webhooks.Delivery, error) { return webhooks.List(cmd.Context(), s.Pool, f) },
+			got, next, err := readPage(cmd.Context(), s, webhooks.List, &f, &f.Limit,
 				func(d webhooks.Delivery) string { return d.ID })
 			if err != nil {
 				return err
