@@ -196,11 +196,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 
 // Remove retires the agents of source except keep, and returns their names. Their versions stay, for running turns.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.Names(ctx, db, "remove agents of source "+source, `
-		update agent_agents set current = false
-		 where current and source = @source and name <> all(@keep::text[])
-		returning name`,
-		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	return postgres.RetireOthers(ctx, db, "agents", "agent_agents", source, keep)
 }
 
 // current reads the current agents: the default first, then by name.

@@ -263,7 +263,5 @@ func firstTime(ctx context.Context, db postgres.DB, r resolved) (*time.Time, err
 
 // Remove deletes the automations of source except keep, with their runs, and returns their names.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.Names(ctx, db, "remove automations of source "+source, `
-		delete from agent_automations where source = @source and name <> all(@keep::text[]) returning name`,
-		pgx.StrictNamedArgs{"source": source, "keep": append([]string{}, keep...)})
+	return postgres.DeleteOthers(ctx, db, "automations", "agent_automations", source, keep)
 }

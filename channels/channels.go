@@ -375,9 +375,7 @@ func notNil(m map[string]string) map[string]string {
 
 // Remove deletes the channels of source except keep, and returns their names. Their messages stay.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	names, err := postgres.Names(ctx, db, "remove channels of source "+source, `
-		delete from agent_channels where source = @source and name <> all(@keep::text[]) returning name`,
-		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	names, err := postgres.DeleteOthers(ctx, db, "channels", "agent_channels", source, keep)
 	if err == nil && len(names) > 0 {
 		err = notify(ctx, db, "")
 	}

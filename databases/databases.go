@@ -200,9 +200,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 
 // Remove deletes the databases of source except keep, and returns their names.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.Names(ctx, db, "remove databases of source "+source, `
-		delete from agent_databases where source = @source and name <> all(@keep::text[]) returning name`,
-		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	return postgres.DeleteOthers(ctx, db, "databases", "agent_databases", source, keep)
 }
 
 // Get returns one database, or [ErrNotFound].

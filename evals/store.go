@@ -38,9 +38,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 
 // Remove retires the suites of source except keep, and returns their names. Their versions stay, for their runs.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.Names(ctx, db, "remove evals of source "+source, `
-		update agent_evals set current = false where current and source = @source and name <> all(@keep::text[])
-		returning name`, postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	return postgres.RetireOthers(ctx, db, "evals", "agent_evals", source, keep)
 }
 
 // Get reads the current version of a suite, or returns [ErrNotFound].

@@ -42,10 +42,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 // Remove retires the flows of source except keep, and returns their names. Their versions stay, for the executions
 // that started with them.
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.Names(ctx, db, "remove flows of source "+source, `
-		update agent_flows set current = false where current and source = @source and name <> all(@keep::text[])
-		  returning name`,
-		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	return postgres.RetireOthers(ctx, db, "flows", "agent_flows", source, keep)
 }
 
 // Get reads the current version of a flow; [ErrNotFound] for none.

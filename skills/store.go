@@ -48,9 +48,7 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 // Remove deletes the skills of source except keep, and returns their names. A builtin that a workspace overrode
 // returns with the binary's next [Put].
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.Names(ctx, db, "remove skills of source "+source, `
-		delete from agent_skills where source = @source and name <> all(@keep::text[]) returning name`,
-		pgx.StrictNamedArgs{"source": source, "keep": append([]string{}, keep...)})
+	return postgres.DeleteOthers(ctx, db, "skills", "agent_skills", source, keep)
 }
 
 // Delete removes the named skills of source and reports whether any existed.

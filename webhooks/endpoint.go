@@ -159,9 +159,7 @@ func Endpoints(ctx context.Context, db postgres.DB) ([]Endpoint, error) {
 
 // RemoveEndpoints deletes the endpoints of source except keep, and returns their names. Their deliveries stay.
 func RemoveEndpoints(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.Names(ctx, db, "remove webhooks of source "+source, `
-		delete from agent_webhook_endpoints where source = @source and name <> all(@keep::text[]) returning name`,
-		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	return postgres.DeleteOthers(ctx, db, "webhooks", "agent_webhook_endpoints", source, keep)
 }
 
 // SetEndpoint enables or disables an endpoint for an admin. It returns false if nothing changed.

@@ -129,9 +129,7 @@ func targets(ctx context.Context, db postgres.DB, name string) ([]Target, error)
 
 // RemoveTargets deletes the targets of source except keep, with their pending messages, and returns their names.
 func RemoveTargets(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
-	return postgres.Names(ctx, db, "remove webhook targets of source "+source, `
-		delete from agent_webhook_targets where source = @source and name <> all(@keep::text[]) returning name`,
-		postgres.Strict{"source": source, "keep": append([]string{}, keep...)})
+	return postgres.DeleteOthers(ctx, db, "webhook targets", "agent_webhook_targets", source, keep)
 }
 
 // SetTarget enables or disables a target for an admin. An enabled target receives its pending messages. It returns

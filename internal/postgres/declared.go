@@ -52,3 +52,19 @@ func PutVersion(
 		 where (select count(*) from before) >= 0 and not exists (select from same)`, row)
 	return Changed(tag, err, verb)
 }
+
+// DeleteOthers deletes the rows of source except those named keep, and returns their names. kind is for the error.
+func DeleteOthers(ctx context.Context, db DB, kind, table, source string, keep []string) ([]string, error) {
+	return removeOthers(ctx, db, kind, `delete from `+table+` where true`, source, keep)
+}
+
+// RetireOthers is [DeleteOthers] for a table of versions, which stay.
+func RetireOthers(ctx context.Context, db DB, kind, table, source string, keep []string) ([]string, error) {
+	return removeOthers(ctx, db, kind, `update `+table+` set current = false where current`, source, keep)
+}
+
+func removeOthers(ctx context.Context, db DB, kind, sql, source string, keep []string) ([]string, error) {
+	return Names(ctx, db, "remove "+kind+" of source "+source, sql+`
+		   and source = @source and name <> all(@keep::text[]) returning name`,
+		Strict{"source": source, "keep": append([]string{}, keep...)})
+}
