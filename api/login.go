@@ -100,13 +100,8 @@ func (s *sessions) clearCookie(w http.ResponseWriter, r *http.Request) {
 func (s *sessions) cookie(r *http.Request, value string, age int) *http.Cookie {
 	return &http.Cookie{
 		Name: local.CookieName(r, sessionCookie), Value: value, Path: "/", MaxAge: age, HttpOnly: true,
-		SameSite: http.SameSiteStrictMode, Secure: viaTLS(r),
+		SameSite: http.SameSiteStrictMode, Secure: local.ViaTLS(r),
 	}
-}
-
-// viaTLS reports whether the browser uses TLS, to this process or to a proxy.
-func viaTLS(r *http.Request) bool {
-	return r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https")
 }
 
 // secretForm matches the secrets of cookies, so that other values cost no query.

@@ -81,7 +81,7 @@ func (o *oidcLogin) config(ctx context.Context, r *http.Request) (*oauth2.Config
 	}
 	base := strings.TrimSuffix(o.PublicURL, "/")
 	if base == "" {
-		base = map[bool]string{true: "https://", false: "http://"}[viaTLS(r)] + r.Host
+		base = map[bool]string{true: "https://", false: "http://"}[local.ViaTLS(r)] + r.Host
 	}
 	return &oauth2.Config{
 		ClientID: o.ClientID, ClientSecret: o.ClientSecret, Endpoint: o.provider.Endpoint(), RedirectURL: base + callbackPath,
@@ -93,7 +93,7 @@ func (o *oidcLogin) config(ctx context.Context, r *http.Request) (*oauth2.Config
 func attemptCookie(r *http.Request, value string, age int) *http.Cookie {
 	return &http.Cookie{
 		Name: local.CookieName(r, oidcCookie), Value: value, Path: oidcPath, MaxAge: age, HttpOnly: true,
-		SameSite: http.SameSiteLaxMode, Secure: viaTLS(r),
+		SameSite: http.SameSiteLaxMode, Secure: local.ViaTLS(r),
 	}
 }
 

@@ -643,7 +643,7 @@ func (room *Room) setFlash(w http.ResponseWriter, r *http.Request, f flash) {
 	http.SetCookie(w, &http.Cookie{
 		Name: local.CookieName(r, flashCookie), Value: body + "." + room.sign(body), Path: "/",
 		MaxAge:   int(flashLasts.Seconds()),
-		HttpOnly: true, SameSite: http.SameSiteStrictMode, Secure: viaTLS(r),
+		HttpOnly: true, SameSite: http.SameSiteStrictMode, Secure: local.ViaTLS(r),
 	})
 }
 
@@ -655,7 +655,7 @@ func (room *Room) takeFlash(w http.ResponseWriter, r *http.Request) *flash {
 	}
 	http.SetCookie(w, &http.Cookie{
 		Name: local.CookieName(r, flashCookie), Path: "/", MaxAge: -1, HttpOnly: true, SameSite: http.SameSiteStrictMode,
-		Secure: viaTLS(r),
+		Secure: local.ViaTLS(r),
 	})
 	return room.readFlash(c.Value)
 }
@@ -684,9 +684,4 @@ func (room *Room) sign(text string) string {
 	mac := hmac.New(sha256.New, room.Key)
 	mac.Write([]byte("flash " + text))
 	return base64.RawURLEncoding.EncodeToString(mac.Sum(nil))
-}
-
-// viaTLS reports whether the browser used TLS, directly or to a proxy.
-func viaTLS(r *http.Request) bool {
-	return r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https")
 }

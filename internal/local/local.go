@@ -49,3 +49,8 @@ func CookieName(r *http.Request, name string) string {
 	}
 	return name + "_" + port
 }
+
+// ViaTLS reports whether the browser uses TLS, to this process or to a proxy.
+func ViaTLS(r *http.Request) bool {
+	return r.TLS != nil || strings.EqualFold(r.Header.Get("X-Forwarded-Proto"), "https")
+}
