@@ -26,6 +26,8 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 const (
@@ -124,9 +126,9 @@ func (p *Pooler) ready(ctx context.Context) error {
 		}
 		select {
 		case <-p.ended:
-			return fmt.Errorf("it ended (%w); the end of its log:\n%s", p.end, lastLines(p.Log(), 5))
+			return fmt.Errorf("it ended (%w); the end of its log:\n%s", p.end, textcut.LastLines(p.Log(), 5))
 		case <-ctx.Done():
-			return fmt.Errorf("it does not answer: %w; the end of its log:\n%s", err, lastLines(p.Log(), 5))
+			return fmt.Errorf("it does not answer: %w; the end of its log:\n%s", err, textcut.LastLines(p.Log(), 5))
 		case <-time.After(askEvery):
 		}
 	}
@@ -190,7 +192,7 @@ func (p *Pooler) Log() string {
 func (p *Pooler) Stop(ctx context.Context) error {
 	select {
 	case <-p.ended:
-		err := fmt.Errorf("it had ended before (%w); the end of its log:\n%s", p.end, lastLines(p.Log(), 20))
+		err := fmt.Errorf("it had ended before (%w); the end of its log:\n%s", p.end, textcut.LastLines(p.Log(), 20))
 		return errors.Join(fmt.Errorf("stop PgBouncer: %w", err), os.RemoveAll(p.dir))
 	default:
 	}
@@ -220,10 +222,4 @@ func (p *Pooler) kill() error {
 		<-p.ended
 	}
 	return err
-}
-
-// lastLines is the end of a text.
-func lastLines(text string, n int) string {
-	lines := strings.Split(strings.TrimSpace(text), "\n")
-	return strings.Join(lines[max(0, len(lines)-n):], "\n")
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/lanekeeper/lanekeeper/internal/postgres"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 // prepareData makes the data directory, or checks that the one that is there fits the binaries. A
@@ -54,7 +55,7 @@ func initdb(ctx context.Context, l layout, bin Binaries, durable bool) error {
 	cmd.Env = serverEnv()
 	cmd.SysProcAttr = l.user.attributes()
 	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("make the data directory %s: initdb: %w: %s", l.data(), err, lastLines(string(out), 8))
+		return fmt.Errorf("make the data directory %s: initdb: %w: %s", l.data(), err, textcut.LastLines(string(out), 8))
 	}
 	return os.Rename(unfinished, l.data())
 }
@@ -225,10 +226,5 @@ func tail(path string, lines int) string {
 	if err != nil {
 		return err.Error()
 	}
-	return lastLines(string(text), lines)
-}
-
-func lastLines(text string, n int) string {
-	lines := strings.Split(strings.TrimSpace(text), "\n")
-	return strings.Join(lines[max(0, len(lines)-n):], "\n")
+	return textcut.LastLines(string(text), lines)
 }

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/lanekeeper/lanekeeper/internal/debian"
+	"github.com/lanekeeper/lanekeeper/internal/textcut"
 )
 
 const (
@@ -124,7 +125,7 @@ func runTelling(cmd *exec.Cmd, progress func(string), name string) error {
 	_ = in.Close() // never fails
 	<-told
 	if err != nil {
-		return fmt.Errorf("%s: %w: %s", name, err, lastLines(all.String(), 5))
+		return fmt.Errorf("%s: %w: %s", name, err, textcut.LastLines(all.String(), 5))
 	}
 	return nil
 }

@@ -1,4 +1,4 @@
-// Package textcut bounds texts at whole characters.
+// Package textcut bounds texts.
 package textcut
 
 import "strings"
@@ -14,4 +14,10 @@ func Text(text string, limit int) string {
 // Stored is [Text] with U+FFFD in place of what PostgreSQL cannot store: broken characters and NUL.
 func Stored(text string, limit int) string {
 	return Text(strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD"), limit)
+}
+
+// LastLines returns the last n lines of a text.
+func LastLines(text string, n int) string {
+	lines := strings.Split(strings.TrimSpace(text), "\n")
+	return strings.Join(lines[max(0, len(lines)-n):], "\n")
 }
