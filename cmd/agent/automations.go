@@ -111,7 +111,7 @@ func (c *cli) automationsListCommand() *cobra.Command {
 		}),
 	}
 	cmd.Flags().StringVar(&f.Skill, "skill", "", "only those that call this skill")
-	executionCursor(cmd.Flags(), &f.Before)
+	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd
 }
@@ -260,7 +260,7 @@ func (c *cli) automationsRunsCommand(dead bool) *cobra.Command {
 		statusFlag(cmd.Flags(), &f.Status, "only this state", automations.DueNow, automations.Claimed, automations.Success,
 			automations.Error, automations.Dead, automations.Skipped)
 	}
-	executionCursor(cmd.Flags(), &f.Before)
+	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd
 }

@@ -120,7 +120,7 @@ func (c *cli) documentsListCommand() *cobra.Command {
 	}
 	cmd.Flags().StringVar(&f.ThreadID, "thread", "", "only this thread")
 	executionFlag(cmd.Flags(), &f.ExecutionID)
-	executionCursor(cmd.Flags(), &f.Before)
+	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 50)
 	return cmd
 }

@@ -61,7 +61,7 @@ func (c *cli) executionsListCommand() *cobra.Command {
 	traceFlag(cmd.Flags(), &f.TraceIDs)
 	agoFlag(cmd.Flags(), &f.Since, "since", "", "only those created within the last")
 	agoFlag(cmd.Flags(), &f.Until, "until", "", "only those created before the last")
-	executionCursor(cmd.Flags(), &f.Before)
+	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd
 }

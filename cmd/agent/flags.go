@@ -76,26 +76,24 @@ func traceFlag(flags *pflag.FlagSet, into *[]trace.ID) {
 }
 
 func executionFlag(flags *pflag.FlagSet, into *string) {
-	flags.Var(&checkedFlag{kind: "id", parse: func(text string) error {
-		var id pgtype.UUID
-		if err := id.Scan(text); err != nil {
-			return errors.New("not an execution id (uuid); see agent executions ls")
-		}
-		*into = text
-		return nil
-	}}, "execution", "only this execution")
+	uuidFlag(flags, into, "id", "execution", "only this execution", "not an execution id (uuid); see agent executions ls")
 }
 
-// executionCursor accepts the id after which a page begins.
-func executionCursor(flags *pflag.FlagSet, into *string) {
-	flags.Var(&checkedFlag{kind: "cursor", parse: func(text string) error {
+// cursorFlag accepts the id after which a page begins.
+func cursorFlag(flags *pflag.FlagSet, into *string) {
+	const about = "next_cursor of the previous page"
+	uuidFlag(flags, into, "cursor", "cursor", about, "not a cursor; use "+about)
+}
+
+func uuidFlag(flags *pflag.FlagSet, into *string, kind, name, about, problem string) {
+	flags.Var(&checkedFlag{kind: kind, parse: func(text string) error {
 		var id pgtype.UUID
 		if err := id.Scan(text); err != nil {
-			return errors.New("not a cursor; use next_cursor of the previous page")
+			return errors.New(problem)
 		}
 		*into = text
 		return nil
-	}}, "cursor", "next_cursor of the previous page")
+	}}, name, about)
 }
 
 // rowID validates one argument, the id of a row.

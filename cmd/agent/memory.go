@@ -93,7 +93,7 @@ func (c *cli) memoryListCommand() *cobra.Command {
 	cmd.Flags().StringVar(&f.Category, "category", "", "only this category")
 	cmd.Flags().StringVar(&f.Prefix, "prefix", "", "only keys with this prefix")
 	traceFlag(cmd.Flags(), &f.TraceIDs)
-	executionCursor(cmd.Flags(), &f.Before)
+	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd
 }
@@ -340,7 +340,7 @@ func (c *cli) memoryConflictsListCommand() *cobra.Command {
 	}
 	statusFlag(cmd.Flags(), &f.Status, "only this state, or all", memory.ConflictOpen, memory.ConflictKept,
 		memory.ConflictTaken, "all")
-	executionCursor(cmd.Flags(), &f.Before)
+	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd
 }

@@ -89,7 +89,7 @@ func (c *cli) objectivesListCommand() *cobra.Command {
 	}
 	statusFlag(cmd.Flags(), &f.Status, "only this state", objectives.Proposed, objectives.Active, objectives.Paused,
 		objectives.Completed, objectives.Failed, objectives.Rejected)
-	executionCursor(cmd.Flags(), &f.Before)
+	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd
 }

@@ -49,7 +49,7 @@ event's key: POST /v1/events {"event": "SIGNATURE_COMPLETED", "key": "ID", "data
 	wordFlag(cmd.Flags(), &f.Kind, "kind", "only this kind", requests.Document, requests.Signature, requests.Test)
 	cmd.Flags().StringVar(&f.ThreadID, "thread", "", "only this thread")
 	executionFlag(cmd.Flags(), &f.ExecutionID)
-	executionCursor(cmd.Flags(), &f.Before)
+	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 50)
 	return cmd
 }

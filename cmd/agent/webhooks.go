@@ -48,7 +48,7 @@ func (c *cli) webhooksListCommand() *cobra.Command {
 	}
 	cmd.Flags().StringVar(&f.Endpoint, "endpoint", "", "only this endpoint")
 	statusFlag(cmd.Flags(), &f.Status, "only this state", webhooks.Statuses()...)
-	executionCursor(cmd.Flags(), &f.Before)
+	cursorFlag(cmd.Flags(), &f.Before)
 	limitFlag(cmd.Flags(), &f.Limit, 20)
 	return cmd
 }
