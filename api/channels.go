@@ -42,7 +42,7 @@ func (s *server) listChannels(r request) (response, error) {
 }
 
 func (s *server) listPairings(r request) (response, error) {
-	got, err := channels.Identities(r.Context(), s.pool, "", 500)
+	got, err := channels.Identities(r.Context(), s.pool, 500)
 	return response{body: pageOf(got, "")}, err
 }
 

@@ -351,17 +351,14 @@ func Put(ctx context.Context, db postgres.DB, d Definition, source string) (chan
 	if err := Validate(d); err != nil {
 		return false, fmt.Errorf("put channel %q: %w", d.Name, err)
 	}
-	pairing := d.Pairing
-	if pairing == "" {
-		pairing = PairingRequired
-	}
 	verb := fmt.Sprintf("put channel %q", d.Name)
 	changed, err = postgres.Upsert(ctx, db, verb, "agent_channels", "name", postgres.Strict{
 		"name": d.Name, "description": d.Description, "type": d.Type, "agent": d.Agent, "secrets": notNil(d.Secrets),
-		"settings": notNil(d.Settings), "pairing": pairing, "report_to": d.ReportTo, "source": source,
+		"settings": notNil(d.Settings), "pairing": cmp.Or(d.Pairing, PairingRequired), "report_to": d.ReportTo,
+		"source": source,
 	})
 	if err == nil && changed {
-		err = notify(ctx, db, "")
+		err = notify(ctx, db)
 	}
 	return changed, err
 }
@@ -377,7 +374,7 @@ func notNil(m map[string]string) map[string]string {
 func Remove(ctx context.Context, db postgres.DB, source string, keep []string) ([]string, error) {
 	names, err := postgres.DeleteOthers(ctx, db, "channels", "agent_channels", source, keep)
 	if err == nil && len(names) > 0 {
-		err = notify(ctx, db, "")
+		err = notify(ctx, db)
 	}
 	return names, err
 }
@@ -410,10 +407,10 @@ const notifications = "agent_channels"
 // approvalRequested is the payload for a new request for approval. No channel can have this name.
 const approvalRequested = "approval requested"
 
-func notify(ctx context.Context, db postgres.DB, name string) error {
-	if _, err := db.Exec(ctx, `select pg_notify(@channel, @name)`,
-		postgres.Strict{"channel": notifications, "name": name}); err != nil {
-		return fmt.Errorf("wake channel %q: %w", name, err)
+// notify wakes the workers of all channels.
+func notify(ctx context.Context, db postgres.DB) error {
+	if _, err := db.Exec(ctx, `select pg_notify(@channel, '')`, postgres.Strict{"channel": notifications}); err != nil {
+		return fmt.Errorf("wake channels: %w", err)
 	}
 	return nil
 }

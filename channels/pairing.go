@@ -44,14 +44,13 @@ type Identity struct {
 const identityColumns = `id::text, channel, subject, name, conversation, status, expires_at, paired_by, paired_at,
 	created_at`
 
-// Identities lists the senders of a channel, those that wait first; of all channels without a name. Expired codes are
-// left out.
-func Identities(ctx context.Context, db postgres.DB, channel string, limit int) ([]Identity, error) {
+// Identities lists the senders of all channels, those that wait first. Expired codes are left out.
+func Identities(ctx context.Context, db postgres.DB, limit int) ([]Identity, error) {
 	return postgres.Rows[Identity](ctx, db, "list senders of channels", `
 		select `+identityColumns+` from agent_channel_identities
-		 where (@channel = '' or channel = @channel) and (status = 'paired' or expires_at > clock_timestamp())
+		 where status = 'paired' or expires_at > clock_timestamp()
 		 order by status desc, id desc limit @limit`,
-		postgres.Strict{"channel": channel, "limit": postgres.PageSize(limit, 50, 500)})
+		postgres.Strict{"limit": postgres.PageSize(limit, 50, 500)})
 }
 
 // Pair confirms the sender with a code, who may then write as a visitor. [ErrCode]: no sender waits with it.

@@ -28,7 +28,7 @@ func (room *Room) channelList(ctx context.Context, _ *visit) (any, error) {
 }
 
 func (room *Room) channelSenders(ctx context.Context, _ *visit) (any, error) {
-	got, err := channels.Identities(ctx, room.Read, "", mostSenders)
+	got, err := channels.Identities(ctx, room.Read, mostSenders)
 	return map[string]any{"Senders": got, "More": len(got) == mostSenders}, err
 }
 

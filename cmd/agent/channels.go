@@ -113,7 +113,7 @@ func (c *cli) pairingsCommand() *cobra.Command {
 		Use: "pairings", Short: "List the senders of channels, those that wait for an admin first",
 		Args: positionalArgs(0, 0, "no arguments"),
 		RunE: c.withSession(func(cmd *cobra.Command, _ []string, s *session) error {
-			all, err := channels.Identities(cmd.Context(), s.Pool, "", 500)
+			all, err := channels.Identities(cmd.Context(), s.Pool, 500)
 			if err != nil {
 				return err
 			}
