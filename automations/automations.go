@@ -412,9 +412,8 @@ func Runs(ctx context.Context, db postgres.DB, f RunFilter) ([]Run, error) {
 }
 
 // Abandoned returns claimed runs that nobody will finish, oldest first. Their execution has ended or is missing, or
-// they have none and were claimed over a day ago. Call [Finish] for each; one of several callers succeeds. limit is
-// 100 when 0.
-func Abandoned(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
+// they have none and were claimed over a day ago. Call [Finish] for each; one of several callers succeeds.
+func Abandoned(ctx context.Context, db postgres.DB) ([]Run, error) {
 	return postgres.Rows[Run](ctx, db, "list abandoned runs", `
 		select r.id, r.automation_id, r.cause, r.scheduled_for, r.event_id, r.status, r.attempt, r.retry_at, r.execution_id,
 		  r.trace_id,
@@ -424,7 +423,7 @@ func Abandoned(ctx context.Context, db postgres.DB, limit int) ([]Run, error) {
 		   and case when r.execution_id is null then r.claimed_at < clock_timestamp() - interval '1 day'
 		       else not exists (select from agent_executions e
 		                         where e.id = r.execution_id and e.status in ('pending', 'running', 'waiting')) end
-		 order by r.id limit @limit`, pgx.StrictNamedArgs{"limit": postgres.PageSize(limit, defaultPage, maxPage)})
+		 order by r.id limit @limit`, pgx.StrictNamedArgs{"limit": defaultPage})
 }
 
 // Upcoming returns the next n times of an automation's schedule, from its next_run_at on, in its time zone. It

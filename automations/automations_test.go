@@ -455,7 +455,7 @@ func execution(t *testing.T, pool *pgxpool.Pool, status string) (id string) {
 
 func abandoned(t *testing.T, pool *pgxpool.Pool) []automations.Run {
 	t.Helper()
-	runs, err := automations.Abandoned(t.Context(), pool, 0)
+	runs, err := automations.Abandoned(t.Context(), pool)
 	require.NoError(t, err)
 	return runs
 }
@@ -517,7 +517,7 @@ func TestAnAbandonedRunIsEndedOnce(t *testing.T) {
 	var group errgroup.Group
 	for range 8 {
 		group.Go(func() error {
-			runs, err := automations.Abandoned(t.Context(), pool, 0)
+			runs, err := automations.Abandoned(t.Context(), pool)
 			for _, r := range runs {
 				_, ok, err := automations.Finish(t.Context(), pool, r.ID, r.Attempt,
 					automations.Result{Error: "its execution ended"})

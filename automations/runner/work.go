@@ -94,7 +94,7 @@ func decide(
 
 // SettleAbandoned fails the claimed runs whose execution has ended. They are retried like others.
 func SettleAbandoned(ctx context.Context, db postgres.DB, log *slog.Logger) error {
-	abandoned, err := automations.Abandoned(ctx, db, 0)
+	abandoned, err := automations.Abandoned(ctx, db)
 	if err != nil {
 		return err
 	}
