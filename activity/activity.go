@@ -309,13 +309,13 @@ func LinkExecutions(ctx context.Context, db postgres.DB, ids []string) error {
 	return nil
 }
 
-// PruneLinks deletes links older than keep, and returns their number.
-func PruneLinks(ctx context.Context, db postgres.DB, keep time.Duration) (int64, error) {
-	tag, err := db.Exec(ctx, `delete from agent_trace_links
+// PruneLinks deletes links older than keep.
+func PruneLinks(ctx context.Context, db postgres.DB, keep time.Duration) error {
+	_, err := db.Exec(ctx, `delete from agent_trace_links
 		where created_at < statement_timestamp() - make_interval(secs => @seconds)`,
 		postgres.Strict{"seconds": keep.Seconds()})
 	if err != nil {
-		return 0, fmt.Errorf("delete links of traces: %w", err)
+		return fmt.Errorf("delete links of traces: %w", err)
 	}
-	return tag.RowsAffected(), nil
+	return nil
 }

@@ -24,7 +24,7 @@ import (
 const linkRetention = 60 * 24 * time.Hour
 
 func (a *App) pruneLinks(ctx context.Context) {
-	if _, err := activity.PruneLinks(ctx, a.Pool, linkRetention); err != nil && ctx.Err() == nil {
+	if err := activity.PruneLinks(ctx, a.Pool, linkRetention); err != nil && ctx.Err() == nil {
 		a.Log.WarnContext(ctx, "old trace links not pruned", "error", err)
 	}
 }

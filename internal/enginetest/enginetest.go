@@ -82,17 +82,6 @@ func Await(tb testing.TB, db postgres.DB, id string, want executions.Status) (x 
 	return x
 }
 
-// AwaitEnd waits for the end of an execution.
-func AwaitEnd(tb testing.TB, db postgres.DB, id string) (x executions.Execution) {
-	tb.Helper()
-	pgtest.Eventually(tb, timeout, func() bool {
-		var err error
-		x, err = executions.Get(tb.Context(), db, id)
-		return err == nil && x.Status.Ended()
-	}, "execution "+id+" ends")
-	return x
-}
-
 // message is the error of an execution, with its step.
 func message(x executions.Execution) (text string) {
 	for _, part := range []*string{x.FailedStep, x.ErrorMessage} {
