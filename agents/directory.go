@@ -124,10 +124,10 @@ func (d *Directory) Reachable(ctx context.Context, db postgres.DB, key string) (
 	return ReachedBy(all, key), err
 }
 
-// ReachedBy filters all by a chat key, like [Directory.Reachable]. It changes all.
+// ReachedBy filters all by a chat key, like [Directory.Reachable].
 func ReachedBy(all []Agent, key string) []Agent {
 	bound := slices.ContainsFunc(all, func(a Agent) bool { return slices.Contains(a.Keys, key) })
-	return slices.DeleteFunc(all, func(a Agent) bool { return !a.reachedBy(key, bound) })
+	return slices.DeleteFunc(slices.Clone(all), func(a Agent) bool { return !a.reachedBy(key, bound) })
 }
 
 // undeclared returns the agent of the installation.
