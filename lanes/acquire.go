@@ -233,8 +233,8 @@ func tryLane(ctx context.Context, db postgres.DB, lane string, owner Owner, ttl 
 	return t.result(), err
 }
 
-// tryExecutionLane is tryLane for the claim of an execution, which may borrow and must be live (LK001). The join reads
-// the row as it was before the function ran.
+// tryExecutionLane is tryLane for the claim of an execution, which may borrow and must be live (LK001). Executions are
+// locked before lanes, so the owner depends on the fence. The join reads the row as it was before the function ran.
 func tryExecutionLane(
 	ctx context.Context, db postgres.DB, lane string, owner Owner, ttl time.Duration,
 ) (acquireResult, error) {
@@ -247,7 +247,7 @@ func tryExecutionLane(
 		       coalesce(a.lender::text, '') as lender, a.soon as will_lend
 		  from (select fence_agent_execution(split_part(@owner, '#', 1)::uuid,
 		          split_part(@owner, '#', 2)::bigint) as fenced offset 0) f
-		 cross join lateral lanekeeper.acquire_agent_execution_lock(@lane, @owner, @ttl) a
+		 cross join lateral lanekeeper.acquire_agent_execution_lock(@lane, case when f.fenced then @owner end, @ttl) a
 		  left join agent_locks was on a.acquired and was.lane = @lane and was.locked_by <> ''
 		        and was.fencing_token < a.fencing_token`,
 		postgres.Strict{"lane": lane, "owner": owner.name, "ttl": seconds(ttl)})
@@ -417,7 +417,8 @@ func (w *waiter) tryOrEnqueue(
 		       coalesce(was_holder, '') as was_holder, coalesce(was_until, 'epoch') as was_until, clock_timestamp() as now
 		  from (select case when @claim then fence_agent_execution(split_part(@owner, '#', 1)::uuid,
 		          split_part(@owner, '#', 2)::bigint) end as fenced offset 0) f
-		 cross join lateral lanekeeper.acquire_or_enqueue_agent_lock(@lane, @owner, @ttl, @place, @handed)`,
+		 cross join lateral lanekeeper.acquire_or_enqueue_agent_lock(@lane, case when f.fenced is not false then @owner end,
+		         @ttl, @place, @handed)`,
 		postgres.Strict{
 			"claim": owner.claim,
 			"lane":  lane, "owner": owner.name, "ttl": seconds(ttl), "place": seconds(queuePlaceTTL),

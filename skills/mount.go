@@ -135,7 +135,10 @@ func awaitEnd(
 	case ctx.Err() != nil:
 		return x, context.Cause(ctx)
 	case waiting.Err() != nil:
-		return executions.Get(ctx, db, x.ID)
+		if now, err := executions.Get(ctx, db, x.ID); err == nil {
+			x = now
+		}
+		return x, nil // without its id, a model would start it again
 	}
 	return x, err
 }
