@@ -100,8 +100,8 @@ var pulseSQL string
 //go:embed pulse_failing.sql
 var pulseFailingSQL string
 
-// pulseOf reads a pulse. Failures are searched among the newest activities and failed executions: an older one that
-// fails late is seen when the shared failures are read again.
+// pulseOf reads a pulse. It searches for failures among the newest activities and failed executions. The next read of
+// the shared failures finds a late failure of an older execution.
 func pulseOf(ctx context.Context, db postgres.DB, failing *monitor.Failing) (p pulse) {
 	err := db.QueryRow(ctx, pulseSQL).Scan(&p.log, &p.open, &p.runs, &p.asks, &p.failure)
 	if err != nil {

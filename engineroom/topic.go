@@ -143,9 +143,9 @@ func (t *topic) due(now time.Time) (list []int, wait time.Duration) {
 	return list, wait
 }
 
-// A part is read as soon as what it is about has changed; one that names nothing, with an interval up to quickPart, as
-// soon as anything has. After such a read it rests restFactor times as long as the read took, so at most 3 % of the
-// time goes into these. Other changes wait for its interval.
+// A change of a part's topics triggers its read at once. Any change triggers the read of a part without topics if its
+// interval is at most quickPart. After such a read the part rests restFactor times as long as the read took, so these
+// reads take at most 3 % of the time. Other changes wait for the part's interval.
 const (
 	quickPart  = 2 * time.Second
 	minRest    = 100 * time.Millisecond

@@ -251,7 +251,7 @@ func Window(
 		messages, err = pgx.CollectRows(rows, pgx.RowToStructByName[Message])
 		return err
 	})
-	// The summary is read second: one that is stored in between repeats messages, and none is lost.
+	// The second statement reads the summary. A summary stored in between repeats messages, and loses none.
 	b.Queue(`select summary from agent_threads where id = @thread`, postgres.Strict{"thread": id}).
 		QueryRow(func(row pgx.Row) error { return row.Scan(&summary) })
 	if err := db.SendBatch(ctx, b).Close(); errors.Is(err, pgx.ErrNoRows) {

@@ -412,7 +412,8 @@ func Find(ctx context.Context, db postgres.DB, idOrName string) (Thread, error) 
 	if !errors.Is(err, ErrNotFound) {
 		return got, err
 	}
-	ids, err := postgres.Values[string](ctx, db, "find thread", `select id from agent_threads where name = @name and name <> '' order by id limit 2`,
+	ids, err := postgres.Values[string](ctx, db, "find thread",
+		`select id from agent_threads where name = @name and name <> '' order by id limit 2`,
 		postgres.Strict{"name": postgres.Text(idOrName)})
 	switch {
 	case err != nil:

@@ -175,7 +175,7 @@ func TestChangesDoNotWaitForALock(t *testing.T) {
 		{"principals", "role", "anna", "viewer"},
 		{"retention", "set", "activity=90d"},
 		{"pause", "--reason", "it hurts"},
-		{"executions", "start", "external", "--thread", "desk"},
+		{"executions", "start", "external", "--thread", "reception"},
 	} {
 		p.fails(1, "another transaction of the database has locked what is to be written", command...)
 		pgtest.Exec(t, tx, `select`) // it is idle anew

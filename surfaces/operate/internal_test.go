@@ -22,7 +22,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/trace"
 )
 
-// A client may leave while its turn waits for a delegated task. The turn's end is told, not the interrupted claim.
+// A client may leave while its turn waits for a delegated task. Its answer reports no error of the interrupted claim.
 func TestAdvanceOfLeftTurn(t *testing.T) {
 	t.Parallel()
 	pool := pgtest.DB(t)
