@@ -394,6 +394,7 @@ func TestThePageLoadsEarlierMessages(t *testing.T) {
 	w.model.Handle(func(int, openai.ChatCompletionRequest) modeltest.Reply { return modeltest.Text("Hello.") })
 	submit(page, "Hi")
 	page.Until("the answer is shown", shown+`.endsWith("nora Hello.")`)
+	pgtest.Until(t, w.pool, 1, `select count(*) from agent_executions where status = 'completed'`) // and stored
 	thread := pgtest.Value[string](t, w.pool, `select id from agent_threads`)
 	pgtest.Exec(t, w.pool, `
 		insert into agent_messages (thread_id, seq, turn, role, content, channel, trace_id, status)
