@@ -21,7 +21,6 @@ import (
 	"time"
 
 	"github.com/chromedp/cdproto/cdp"
-	"github.com/chromedp/cdproto/dom"
 	"github.com/chromedp/cdproto/emulation"
 	"github.com/chromedp/cdproto/input"
 	cdplog "github.com/chromedp/cdproto/log"
@@ -32,7 +31,6 @@ import (
 	"github.com/chromedp/chromedp"
 
 	"github.com/lanekeeper/lanekeeper/internal/require"
-	"github.com/lanekeeper/lanekeeper/internal/sleep"
 )
 
 // patience is how long a step may take before the test fails: machines that test are slow and shared.
@@ -171,39 +169,19 @@ func (p *Page) Reload() {
 // Click clicks what a CSS selector finds, as soon as it can be seen.
 func (p *Page) Click(selector string) {
 	p.tb.Helper()
-	var x, y float64
-	p.onSeen("click", selector, func(ctx context.Context, id cdp.NodeID) error {
-		if err := dom.ScrollIntoViewIfNeeded().WithNodeID(id).Do(ctx); err != nil {
-			return err
-		}
-		boxes, err := dom.GetContentQuads().WithNodeID(id).Do(ctx)
-		if err == nil && len(boxes) == 0 {
-			err = chromedp.ErrInvalidDimensions
-		}
-		if err == nil {
-			x, y = (boxes[0][0]+boxes[0][4])/2, (boxes[0][1]+boxes[0][5])/2
-		}
-		return err
-	})
-	p.do("click "+selector, chromedp.MouseClickXY(x, y))
+	at := p.onSeen("click "+selector, selector, `e.scrollIntoViewIfNeeded();
+		const r = e.getClientRects()[0];
+		return [r.x + r.width / 2, r.y + r.height / 2];`)
+	p.do("click "+selector, chromedp.MouseClickXY(at[0], at[1]))
 }
 
-// onSeen acts on the element that a CSS selector finds, as soon as it can be seen. It finds it again where a live
-// update or the next page has replaced it before the act.
-func (p *Page) onSeen(what, selector string, act func(context.Context, cdp.NodeID) error) {
+// onSeen runs a script with the element e that a CSS selector finds, as soon as it can be seen. The script returns a
+// point. The page cannot replace the element while it runs.
+func (p *Page) onSeen(what, selector, script string) (at []float64) {
 	p.tb.Helper()
-	for end := time.Now().Add(patience); ; sleep.For(p.ctx, 50*time.Millisecond) {
-		var failed error
-		p.do(what+" "+selector, chromedp.QueryAfter(selector,
-			func(ctx context.Context, _ runtime.ExecutionContextID, nodes ...*cdp.Node) error {
-				failed = act(ctx, nodes[0].NodeID)
-				return nil
-			}, chromedp.ByQuery, chromedp.NodeVisible))
-		if failed == nil {
-			return
-		}
-		require.Truef(p.tb, time.Now().Before(end), "%s %s: %v\n%s", what, selector, failed, p.where())
-	}
+	p.poll(what, fmt.Sprintf(`(e => { if (!e?.checkVisibility({ visibilityProperty: true })) return [];
+		%s })(document.querySelector(%q))`, script, selector), &at, func() bool { return len(at) == 2 })
+	return at
 }
 
 // Hover moves the pointer over what a CSS selector finds.
@@ -220,8 +198,7 @@ func (p *Page) Hover(selector string) {
 // Type types into what a CSS selector finds.
 func (p *Page) Type(selector, text string) {
 	p.tb.Helper()
-	p.onSeen("type into", selector,
-		func(ctx context.Context, id cdp.NodeID) error { return dom.Focus().WithNodeID(id).Do(ctx) })
+	p.onSeen("type into "+selector, selector, `e.focus(); return [0, 0];`)
 	p.do("type into "+selector, chromedp.KeyEvent(text))
 }
 
@@ -271,28 +248,36 @@ func (p *Page) PressUntil(keys, condition string) {
 // elements. It calls between after each look at which the condition is false.
 func (p *Page) until(what, condition string, between func()) {
 	p.tb.Helper()
+	var now struct{ Holds, Loaded bool }
+	p.poll("wait until "+what, `({Holds: Boolean(`+condition+`), Loaded: document.readyState === "complete"})`, &now,
+		func() bool {
+			if !now.Holds {
+				between()
+			}
+			return now.Holds && now.Loaded
+		})
+}
+
+// poll evaluates a script into now, again and again until done.
+func (p *Page) poll(what, script string, now any, done func() bool) {
+	p.tb.Helper()
 	ctx, cancel := context.WithTimeout(p.ctx, patience)
 	defer cancel()
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
 	var last error
 	for {
-		var now struct{ Holds, Loaded bool }
-		err := chromedp.Run(ctx, chromedp.Evaluate(
-			`({Holds: Boolean(`+condition+`), Loaded: document.readyState === "complete"})`, &now))
+		err := chromedp.Run(ctx, chromedp.Evaluate(script, now))
 		switch {
-		case now.Holds && now.Loaded:
+		case err == nil && done():
 			return
 		case ctx.Err() == nil:
 			last = err // between two pages there may be nothing to evaluate it in
 		}
 		select {
 		case <-ctx.Done():
-			p.tb.Fatalf("wait until %s: it did not come (%v)\n%s", what, last, p.where())
+			p.tb.Fatalf("%s: it did not come (%v)\n%s", what, last, p.where())
 		case <-tick.C:
-			if !now.Holds {
-				between()
-			}
 		}
 	}
 }
