@@ -280,6 +280,9 @@ func (w *turn) childEnd(ctx context.Context, e *executions.Engine, child string)
 	if w.Approvals != Park {
 		patience = min(patience, max(time.Hour, 2*w.budget.Time))
 	}
+	if w.OnDelegate != nil {
+		w.OnDelegate()
+	}
 	out, err := executions.Wait(ctx, "end", executions.Agent(child, patience))
 	if err != nil {
 		return childResult{}, err

@@ -122,10 +122,21 @@ func TestHeadlessTurnWaitsForLane(t *testing.T) {
 
 func TestHeadlessApprovalFreesLane(t *testing.T) {
 	t.Parallel()
-	ask := modeltest.ToolCall("wipe", `{"table":"one"}`)
-	w := newTestDatabase(t, ask, modeltest.ToolCall("wipe", `{"table":"two"}`), modeltest.Text("Both."))
+	ask := modeltest.ToolCall("wipe", `{"table":"two"}`)
+	for name, second := range map[string][]modeltest.Reply{
+		"own":       {ask},
+		"delegated": {modeltest.ToolCall("delegate", `{"task":"Wipe two."}`), ask, modeltest.Text("Two.")},
+	} {
+		t.Run(name, func(t *testing.T) { checkHeadlessApproval(t, second) })
+	}
+}
+
+func checkHeadlessApproval(t *testing.T, replies []modeltest.Reply) {
+	t.Helper()
+	w := newTestDatabase(t, modeltest.ToolCall("wipe", `{"table":"one"}`))
+	w.model.Add(append(replies, modeltest.Text("Both."))...)
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
-	p := w.process(t, true)
+	p := w.process(t, true, w.delegates(t))
 	b := p.send(t, p.open(t, ""), "Wipe both.", false)
 	first := waitEvent[operate.Approval](t, b, "approval")
 	start := waitEvent[operate.Start](t, b, "start")

@@ -17,7 +17,6 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/problem"
 	"github.com/lanekeeper/lanekeeper/internal/require"
 	"github.com/lanekeeper/lanekeeper/internal/testkit"
-	"github.com/lanekeeper/lanekeeper/reason"
 	"github.com/lanekeeper/lanekeeper/skills"
 	"github.com/lanekeeper/lanekeeper/surfaces/operate"
 )
@@ -178,10 +177,7 @@ func TestJSONResponseWithDelegatedApproval(t *testing.T) {
 	w := newTestDatabase(t, modeltest.ToolCall("delegate", `{"task":"Wipe."}`), modeltest.ToolCall("wipe", `{}`),
 		modeltest.Text("Wiped."), modeltest.Text("Later."))
 	w.builtin(t, "wipe", skills.TrustApprove, func(context.Context, skills.Call) (any, error) { return "wiped", nil })
-	p := w.process(t, true, func(o *operate.Options) {
-		require.NoError(t, w.loop.RegisterDelegate(o.Engine))
-		o.Tools = []reason.Tool{w.loop.DelegateTool(o.Engine, []string{skills.ScopeInternal})}
-	})
+	p := w.process(t, true, w.delegates(t))
 	watch := p.watch(t)
 	resp := p.post(t, t.Context(), `{"message":"Have it wiped."}`, "application/json")
 	got := decode[operate.Answer](t, resp.Body)

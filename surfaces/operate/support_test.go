@@ -248,6 +248,15 @@ func waitEvent[T any](t *testing.T, b *runningTurn, name string) (data T) {
 	return data
 }
 
+// delegates gives a process the tool that delegates.
+func (w *testDatabase) delegates(t *testing.T) func(*operate.Options) {
+	t.Helper()
+	return func(o *operate.Options) {
+		require.NoError(t, w.loop.RegisterDelegate(o.Engine))
+		o.Tools = []reason.Tool{w.loop.DelegateTool(o.Engine, []string{skills.ScopeInternal})}
+	}
+}
+
 // execution reads a turn's row.
 func (w *testDatabase) execution(t *testing.T, id string) executions.Execution {
 	t.Helper()

@@ -506,6 +506,11 @@ func (o *Operate) modelTurn(
 		Scopes: []string{skills.ScopeInternal, skills.ScopeBoth, skills.ScopeExternal}, Tools: o.Tools,
 		Approvals:  reason.Park,
 		OnApproval: func(approvals.Approval) { lane.release(ctx) },
+		OnDelegate: func() {
+			if lane.hold != nil { // a replayed wait has none
+				lane.release(ctx)
+			}
+		},
 	}
 	if listener == nil {
 		return t
@@ -642,7 +647,8 @@ func (p *laneGuard) acquire(ctx context.Context) error {
 	return nil
 }
 
-// release releases a headless run's lane before an approval, which may take days. A session's lease stays. A resumed
+// release releases a headless run's lane before an approval, which may take days, and before a delegated task, which
+// may need an approval. A session's lease stays. A resumed
 // run may arrive here without a hold; the lane of its predecessor belongs to the execution and is released.
 func (p *laneGuard) release(ctx context.Context) {
 	if !p.headless {
