@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -53,6 +54,7 @@ type stand struct {
 	exec string
 
 	runner *channels.Runner
+	env    sync.Map // the secrets
 }
 
 func newStand(
@@ -60,6 +62,8 @@ func newStand(
 ) *stand {
 	t.Helper()
 	s := &stand{t: t, pool: pgtest.DB(t), bot: telegramtest.New(t)}
+	s.env.Store("TOKEN", telegramtest.Token)
+	s.env.Store("WEBHOOK", "a secret")
 	d.Name, d.Type = "support", channels.Telegram
 	d.Secrets = map[string]string{"token": "${TOKEN}", "webhook": "${WEBHOOK}"}
 	if d.Settings == nil {
@@ -73,7 +77,8 @@ func newStand(
 	r := &channels.Runner{
 		Pool: s.pool, Keeper: keeper, Listener: listener, Logger: slog.New(slog.DiscardHandler),
 		Getenv: func(name string) string {
-			return map[string]string{"TOKEN": telegramtest.Token, "WEBHOOK": "a secret"}[name]
+			value, _ := s.env.Load(name)
+			return value.(string)
 		},
 		Open: map[string]channels.Open{channels.Telegram: telegram.Open}, Accept: accept,
 		Principals: linked{"telegram:4711 1": "mara", "telegram:4711 2": "viewer-bob"},
@@ -224,6 +229,21 @@ func TestTheStateSaysWhatIsWrong(t *testing.T) {
 	assert.Truef(t, !strings.Contains(c.Error, "secret-of-the-bot"), "the error shows the token: %s", c.Error)
 }
 
+// A channel runs with a rotated secret without a restart.
+func TestARotatedSecretIsUsed(t *testing.T) {
+	t.Parallel()
+	s := newStand(t, channels.Definition{}, nil)
+	pgtest.Until(t, s.pool, "connected", `select state from agent_channels`)
+	s.env.Store("TOKEN", "4711:of-before")
+	pgtest.Exec(t, s.pool, `select pg_notify('agent_channels', '')`)
+	pgtest.Until(t, s.pool, "failing", `select state from agent_channels`)
+	pgtest.Equal(t, s.pool, "the channel is misconfigured: Telegram does not know this token (telegram answered 404: "+
+		"Not Found)", `select error from agent_channels`)
+	s.env.Store("TOKEN", telegramtest.Token)
+	pgtest.Exec(t, s.pool, `select pg_notify('agent_channels', '')`)
+	pgtest.Until(t, s.pool, "connected", `select state from agent_channels`)
+}
+
 // Telegram's requests need the secret token. An update counts once, and enters its thread with its file.
 func TestTelegramPostsToTheWebhook(t *testing.T) {
 	t.Parallel()
@@ -248,9 +268,11 @@ func TestTelegramPostsToTheWebhook(t *testing.T) {
 		"from": {"id": 9, "first_name": "Mara"}, "document": {"file_id": "file0", "file_name": "a\u0000.txt", "file_size": 7}}}`
 	assert.Equal(t, 401, post("", update))
 	assert.Equal(t, 401, post("wrong", update))
-	assert.Equal(t, 400, post("a secret", "no JSON"))
-	assert.Equal(t, 200, post("a secret", update))
-	assert.Equal(t, 200, post("a secret", update))
+	s.env.Store("WEBHOOK", "a rotated secret")
+	assert.Equal(t, 401, post("a secret", update))
+	assert.Equal(t, 400, post("a rotated secret", "no JSON"))
+	assert.Equal(t, 200, post("a rotated secret", update))
+	assert.Equal(t, 200, post("a rotated secret", update))
 	v := testkit.Receive(t, visits)
 	assert.Truef(t, v.Text == "see this" && len(v.Files) == 1 && string(v.Files[0].Content) == "content" &&
 		v.Sender == "9", "got %+v", v)

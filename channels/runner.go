@@ -87,13 +87,15 @@ func (r *Runner) Run(ctx context.Context) error {
 	}
 }
 
-// started is a running worker and the declaration that it runs.
+// started is a running worker, with the declaration and the secrets that it runs.
 type started struct {
 	declared Channel
+	secrets  map[string]string
 	stop     context.CancelFunc
 }
 
-// start starts the workers of new and changed channels, and stops those of removed ones.
+// start starts the workers of new and changed channels, and stops those of removed ones. A secret that was rotated
+// changes its channel; one that cannot be read for a moment does not.
 func (r *Runner) start(ctx context.Context, list []Channel, workers map[string]*started, running *sync.WaitGroup) {
 	seen := map[string]bool{}
 	for _, c := range list {
@@ -102,14 +104,15 @@ func (r *Runner) start(ctx context.Context, list []Channel, workers map[string]*
 		}
 		seen[c.Name] = true
 		d := c.declared()
+		secrets, err := r.secrets(c)
 		if s := workers[c.Name]; s != nil {
-			if reflect.DeepEqual(s.declared, d) {
+			if reflect.DeepEqual(s.declared, d) && (err != nil || maps.Equal(s.secrets, secrets)) {
 				continue
 			}
 			s.stop()
 		}
 		inner, stop := context.WithCancel(ctx)
-		workers[c.Name] = &started{declared: d, stop: stop}
+		workers[c.Name] = &started{declared: d, secrets: secrets, stop: stop}
 		running.Go(func() { r.runChannel(inner, c) })
 	}
 	for name, s := range workers {
@@ -158,12 +161,8 @@ type worker struct {
 	watching  chan struct{}
 }
 
-// open resolves the secrets of a channel and opens its transport.
-func (r *Runner) open(c Channel) (Transport, error) {
-	open := r.Open[c.Type]
-	if open == nil {
-		return nil, fmt.Errorf("this program has no channels of the type %s", c.Type)
-	}
+// secrets resolves the secrets of a channel.
+func (r *Runner) secrets(c Channel) (map[string]string, error) {
 	secrets := make(map[string]string, len(c.Secrets))
 	for _, name := range slices.Sorted(maps.Keys(c.Secrets)) { // so that the error is always the same
 		got, err := webhooks.Secrets([]string{c.Secrets[name]}, r.Getenv)
@@ -172,16 +171,29 @@ func (r *Runner) open(c Channel) (Transport, error) {
 		}
 		secrets[name] = got[0]
 	}
+	return secrets, nil
+}
+
+// open opens the transport of a channel with its secrets.
+func (r *Runner) open(c Channel, secrets map[string]string) (Transport, error) {
+	open := r.Open[c.Type]
+	if open == nil {
+		return nil, fmt.Errorf("this program has no channels of the type %s", c.Type)
+	}
 	return open(Config{Channel: c, Secrets: secrets, Client: r.Client, Logger: r.Logger})
 }
 
 // work serves a channel while the lease holds.
 func (r *Runner) work(ctx context.Context, c Channel, lease *lanes.Lease) {
 	state := &stateWriter{pool: r.Pool, name: c.Name, log: r.Logger}
-	transport, err := r.open(c)
+	secrets, err := r.secrets(c)
+	var transport Transport
+	if err == nil {
+		transport, err = r.open(c, secrets)
+	}
 	if err != nil {
 		state.set(ctx, err)
-		sleep.For(ctx, time.Minute) // a changed declaration ends ctx
+		sleep.For(ctx, time.Minute) // a changed declaration or secret ends ctx
 		return
 	}
 	w := &worker{
@@ -313,6 +325,7 @@ func (s *stateWriter) set(ctx context.Context, cause error) {
 // hooked is a transport that requests of its provider use.
 type hooked struct {
 	declared  Channel
+	secrets   map[string]string
 	transport Transport
 }
 
@@ -334,21 +347,26 @@ func (r *Runner) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	})
 }
 
-// hookOf opens the transport of a channel once for all its requests.
+// hookOf opens the transport of a channel once for all its requests, until its declaration or a secret changes.
 func (r *Runner) hookOf(c Channel) (Transport, error) {
 	r.hooks.Lock()
 	defer r.hooks.Unlock()
 	d := c.declared()
-	if h := r.hooks.open[c.Name]; h != nil && reflect.DeepEqual(h.declared, d) {
+	secrets, err := r.secrets(c)
+	if h := r.hooks.open[c.Name]; h != nil && reflect.DeepEqual(h.declared, d) &&
+		(err != nil || maps.Equal(h.secrets, secrets)) {
 		return h.transport, nil
 	}
-	transport, err := r.open(c)
+	if err != nil {
+		return nil, err
+	}
+	transport, err := r.open(c, secrets)
 	if err != nil {
 		return nil, err
 	}
 	if r.hooks.open == nil {
 		r.hooks.open = map[string]*hooked{}
 	}
-	r.hooks.open[c.Name] = &hooked{d, transport}
+	r.hooks.open[c.Name] = &hooked{d, secrets, transport}
 	return transport, nil
 }

@@ -122,13 +122,21 @@ func (t *transport) Run(ctx context.Context, in channels.Inbox) error {
 		return err
 	}
 	offset, err := strconv.ParseInt(cmp.Or(cursor, "0"), 10, 64)
-	if err != nil || age > cursorLife { // ids are random after an idle week
+	if err != nil {
 		offset = 0
 	}
 	in.Connected(ctx)
+	received := time.Now().Add(-age)
 	for ctx.Err() == nil {
-		if offset, err = t.poll(ctx, in, offset); err != nil {
+		if time.Since(received) > cursorLife { // ids are random after an idle week
+			offset = 0
+		}
+		next, err := t.poll(ctx, in, offset)
+		if err != nil {
 			return err
+		}
+		if next != offset {
+			offset, received = next, time.Now()
 		}
 		in.Connected(ctx)
 	}
@@ -302,9 +310,14 @@ func (t *transport) Edit(ctx context.Context, externalID string, m channels.Mess
 	return err
 }
 
-// callText is call, once more as plain text if Telegram cannot parse the markup.
+// callText is call, once more as plain text if Telegram cannot parse the markup, and once more to the supergroup that
+// a group has become. Buttons do not move, because they work in the conversation for reports only.
 func (t *transport) callText(ctx context.Context, method string, p map[string]any, m channels.Message, into any) error {
 	err := t.call(ctx, method, p, into)
+	if refused, is := errors.AsType[*apiError](err); is && refused.MovedTo != 0 && len(m.Buttons) == 0 {
+		p["chat_id"] = refused.MovedTo
+		err = t.call(ctx, method, p, into)
+	}
 	if refused, is := errors.AsType[*apiError](err); is && strings.Contains(refused.Description, "can't parse entities") {
 		delete(p, "parse_mode")
 		p["text"] = m.Markdown
@@ -370,10 +383,15 @@ func (t *transport) Fetch(ctx context.Context, f channels.File, limit int64) ([]
 type apiError struct {
 	Code        int
 	Description string
+	MovedTo     int64 // the supergroup that a group has become
 }
 
 func (e *apiError) Error() string {
-	return fmt.Sprintf("telegram answered %d: %s", e.Code, e.Description)
+	text := fmt.Sprintf("telegram answered %d: %s", e.Code, e.Description)
+	if e.MovedTo != 0 {
+		text += fmt.Sprintf("; its id is %d now: write that into report_to", e.MovedTo)
+	}
+	return text
 }
 
 // hide takes the URL, which has the token, out of an error.
@@ -425,7 +443,8 @@ func (t *transport) call(ctx context.Context, method string, parameters map[stri
 		Code        int             `json:"error_code"`
 		Description string          `json:"description"`
 		Parameters  struct {
-			RetryAfter int `json:"retry_after"`
+			RetryAfter int   `json:"retry_after"`
+			MovedTo    int64 `json:"migrate_to_chat_id"`
 		} `json:"parameters"`
 	}
 	if err := json.Unmarshal(raw, &got); err != nil {
@@ -434,7 +453,8 @@ func (t *transport) call(ctx context.Context, method string, parameters map[stri
 		}
 	}
 	if !got.OK {
-		return refusal(cmp.Or(got.Code, answer.StatusCode), got.Description, got.Parameters.RetryAfter)
+		refused := &apiError{cmp.Or(got.Code, answer.StatusCode), got.Description, got.Parameters.MovedTo}
+		return refusal(refused, got.Parameters.RetryAfter)
 	}
 	if into == nil {
 		return nil
@@ -446,13 +466,13 @@ func (t *transport) call(ctx context.Context, method string, parameters map[stri
 }
 
 // refusal converts a refusal of the Bot API.
-func refusal(code int, description string, retryAfter int) error {
-	e := &channels.SendError{Err: &apiError{code, description}}
+func refusal(refused *apiError, retryAfter int) error {
+	e, code := &channels.SendError{Err: refused}, refused.Code
 	switch {
 	case code == http.StatusTooManyRequests:
 		e.RetryAfter = time.Duration(max(retryAfter, 1)) * time.Second
-	case code == http.StatusUnauthorized || code == http.StatusNotFound && description == "Not Found":
-		e.Err = fmt.Errorf("%w: Telegram does not know the token: %w", channels.ErrMisconfigured, e.Err)
+	case code == http.StatusUnauthorized || code == http.StatusNotFound && refused.Description == "Not Found":
+		e.Err = fmt.Errorf("%w: Telegram does not know this token (%w)", channels.ErrMisconfigured, e.Err) // no "token:"
 	case code == http.StatusConflict:
 		e.Err = fmt.Errorf("%w: another program polls this bot, or has set a webhook: %w", channels.ErrMisconfigured, e.Err)
 	case code >= http.StatusInternalServerError:

@@ -1,0 +1,87 @@
+package telegram_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/lanekeeper/lanekeeper/channels"
+	"github.com/lanekeeper/lanekeeper/channels/telegram"
+	"github.com/lanekeeper/lanekeeper/internal/assert"
+	"github.com/lanekeeper/lanekeeper/internal/require"
+)
+
+// api answers calls of the Bot API.
+type api func(method string, parameters map[string]any) string
+
+func (a api) RoundTrip(r *http.Request) (*http.Response, error) {
+	var parameters map[string]any
+	if err := json.NewDecoder(r.Body).Decode(&parameters); err != nil {
+		return nil, err
+	}
+	body := a(r.URL.Path[strings.LastIndexByte(r.URL.Path, '/')+1:], parameters)
+	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(strings.NewReader(body))}, nil
+}
+
+func open(t *testing.T, a api) channels.Transport {
+	t.Helper()
+	transport, err := telegram.Open(channels.Config{
+		Secrets: map[string]string{"token": "4711:secret"}, Client: &http.Client{Transport: a},
+	})
+	require.NoError(t, err)
+	return transport
+}
+
+// offsets is an inbox that has read the update 899 just now.
+type offsets struct{ channels.Inbox }
+
+func (offsets) Connected(context.Context) {}
+
+func (offsets) Cursor(context.Context) (string, time.Duration, error) { return "900", 0, nil }
+
+// Telegram forgets updates below the offset, and begins with a random id after an idle week.
+func TestAnIdleWeekForgetsTheOffset(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		ctx, stop := context.WithTimeout(t.Context(), 7*24*time.Hour)
+		defer stop()
+		var asked []string
+		transport := open(t, func(method string, p map[string]any) string {
+			if method != "getUpdates" {
+				return `{"ok": true, "result": true}`
+			}
+			if offset := fmt.Sprint(p["offset"]); len(asked) == 0 || asked[len(asked)-1] != offset {
+				asked = append(asked, offset)
+			}
+			time.Sleep(time.Hour)
+			return `{"ok": true, "result": []}`
+		})
+		require.NoError(t, transport.Run(ctx, offsets{}))
+		assert.Equal(t, "[900 <nil>]", fmt.Sprint(asked))
+	})
+}
+
+// A message reaches the supergroup that its group has become. A request with buttons says what to change.
+func TestAGroupThatBecameASupergroupIsFollowed(t *testing.T) {
+	t.Parallel()
+	transport := open(t, func(_ string, p map[string]any) string {
+		if fmt.Sprint(p["chat_id"]) == "-5" {
+			return `{"ok": false, "error_code": 400, "description": "Bad Request: group chat was upgraded to a supergroup chat",
+				"parameters": {"migrate_to_chat_id": -1005}}`
+		}
+		return `{"ok": true, "result": {"message_id": 7}}`
+	})
+	id, err := transport.Send(t.Context(), channels.Message{Conversation: "-5", Markdown: "hello"})
+	require.NoError(t, err)
+	assert.Equal(t, "7", id)
+	_, err = transport.Send(t.Context(), channels.Message{
+		Conversation: "-5", Markdown: "May I?", Buttons: []channels.Button{{Label: "Approve", Nonce: "n"}},
+	})
+	assert.Contains(t, fmt.Sprint(err), "its id is -1005 now")
+}
