@@ -349,7 +349,8 @@ func (c *Chat) runTurn(
 		got, err := c.Engine.RunClaimed(detached, &x)
 		switch {
 		case err != nil:
-			c.Logger.ErrorContext(detached, "chat turn not finished here", "execution", x.ID, "error", err)
+			c.Logger.ErrorContext(detached, "chat turn not finished here", "execution", x.ID, "trace_id", x.TraceID,
+				"error", err)
 			runner.detach(x.Claim)
 		case got.Status.Ended():
 			runner.finish(got)
@@ -673,7 +674,7 @@ func (c *Chat) Say(ctx context.Context, a UserMessage, show func(piece string), 
 	}
 	defer b.release()
 	answer := Answer{ID: CompletionID(b.exec.ID), ThreadID: b.name, TraceID: b.exec.TraceID}
-	f := &follower{Chat: c, id: b.exec.ID, feed: b.feed, show: show}
+	f := &follower{Chat: c, id: b.exec.ID, traceID: b.exec.TraceID, feed: b.feed, show: show}
 	waited := false
 	f.activity = func(kind, _ string) {
 		if kind == chatwire.ActivityApproval && !waited {

@@ -37,6 +37,7 @@ const approvalNotice = "An admin has to approve a step before I can go on. The a
 type follower struct {
 	*Chat
 	id            string
+	traceID       string
 	in            input // of the turn; access to its thread is checked unless it is the zero value
 	feed          *feed
 	show          func(piece string)      // nil: only the end is needed
@@ -44,6 +45,7 @@ type follower struct {
 	activity      func(kind, name string) // called when what the turn waits for changes; may be nil
 	shown         string
 	shownActivity string
+	readFailed    bool // the last poll failed
 }
 
 // stream writes an answer to a client in pieces.
@@ -209,7 +211,8 @@ func (f *follower) usageSoFar(ctx context.Context) openai.Usage {
 		used, _, err = activity.Spent(ctx, f.Front, x.TraceID)
 	}
 	if err != nil {
-		f.Logger.WarnContext(ctx, "what a turn has used so far is not known", "execution", f.id, "error", err)
+		f.Logger.WarnContext(ctx, "what a turn has used so far is not known", "execution", f.id, "trace_id", f.traceID,
+			"error", err)
 	}
 	return openai.Usage{
 		PromptTokens: used.PromptTokens, CompletionTokens: used.CompletionTokens, TotalTokens: used.TotalTokens,
@@ -245,6 +248,7 @@ func (f *follower) poll(ctx context.Context, v view) error {
 		text = draft.Final()
 	}
 	f.feed.setRemote(text, waits)
+	f.readFailed = false
 	return nil
 }
 
@@ -259,10 +263,11 @@ func (f *follower) awaitsApproval(ctx context.Context, x executions.Execution) (
 	return x.WaitingFor != nil && *x.WaitingFor == "approval", nil
 }
 
-// logReadError logs a failed read. The next poll reads again.
+// logReadError logs the first of failed reads in a row. The next poll reads again.
 func (f *follower) logReadError(ctx context.Context, err error) error {
-	if ctx.Err() == nil {
-		f.Logger.WarnContext(ctx, "turn not read, trying again", "execution", f.id, "error", err)
+	if ctx.Err() == nil && !f.readFailed {
+		f.readFailed = true
+		f.Logger.WarnContext(ctx, "turn not read, trying again", "execution", f.id, "trace_id", f.traceID, "error", err)
 	}
 	return nil
 }

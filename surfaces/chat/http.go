@@ -122,7 +122,7 @@ func (c *Chat) show(
 	if err != nil {
 		return err
 	}
-	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
+	f := &follower{Chat: c, id: b.exec.ID, traceID: b.exec.TraceID, in: in, feed: b.feed}
 	if stream {
 		return c.stream(w, r, f, &b.exec, model, opts)
 	}
@@ -154,7 +154,7 @@ func (c *Chat) stream(
 	case errors.As(err, &refusal):
 		s.Failure(refusal.failure())
 	case err != nil && ctx.Err() == nil:
-		c.Logger.ErrorContext(ctx, "stream broken off", "execution", x.ID, "error", err)
+		c.Logger.ErrorContext(ctx, "stream broken off", "execution", x.ID, "trace_id", x.TraceID, "error", err)
 		s.Failure(broken(http.StatusInternalServerError, "server_error",
 			"Something went wrong here. Trace: "+x.TraceID).failure())
 	case err == nil:

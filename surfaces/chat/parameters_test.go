@@ -1,7 +1,9 @@
 package chat
 
 import (
+	"errors"
 	"fmt"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"reflect"
@@ -15,6 +17,7 @@ import (
 	"github.com/lanekeeper/lanekeeper/internal/admission"
 	"github.com/lanekeeper/lanekeeper/internal/assert"
 	"github.com/lanekeeper/lanekeeper/internal/require"
+	"github.com/lanekeeper/lanekeeper/internal/testkit"
 )
 
 // namesIn lists the JSON names of a struct's fields.
@@ -134,4 +137,16 @@ func TestAClaimThatEndsLateDoesNotSendTheNextAway(t *testing.T) {
 	if v := f.snapshot(true); v.runsHere || v.text != "Let me look.\n\nIt is done. And" {
 		t.Errorf("after its end here: local %t, text %q", v.runsHere, v.text)
 	}
+}
+
+// While the database is away, a turn that a client follows is one line in the log, with its trace.
+func TestATurnThatCannotBeReadIsLoggedOnce(t *testing.T) {
+	t.Parallel()
+	log := &testkit.Log{}
+	f := &follower{Chat: &Chat{Logger: slog.New(slog.NewTextHandler(log, nil))}, id: "7", traceID: "ch_7"}
+	for range 3 {
+		assert.NoError(t, f.logReadError(t.Context(), errors.New("away")))
+	}
+	assert.Truef(t, strings.Count(log.String(), "turn not read") == 1 && strings.Contains(log.String(), "trace_id=ch_7"),
+		"the log says %s", log)
 }

@@ -94,7 +94,7 @@ func (c *Chat) respond(w http.ResponseWriter, r *http.Request, id trace.ID) erro
 // awaitResponse waits for the answer and sends the complete response.
 func (c *Chat) awaitResponse(w http.ResponseWriter, r *http.Request, b *startedTurn, in input) error {
 	stamp(w, b.exec.TraceID, b.name)
-	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
+	f := &follower{Chat: c, id: b.exec.ID, traceID: b.exec.TraceID, in: in, feed: b.feed}
 	got, err := f.follow(r.Context())
 	if err != nil {
 		return err
@@ -141,7 +141,7 @@ func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b *started
 	s := responsewire.Open(w, head)
 	ctx, stop := context.WithCancel(r.Context())
 	defer stop()
-	f := &follower{Chat: c, id: b.exec.ID, in: in, feed: b.feed}
+	f := &follower{Chat: c, id: b.exec.ID, traceID: b.exec.TraceID, in: in, feed: b.feed}
 	f.streamTo(s, stop)
 	got, err := f.follow(ctx)
 	switch refusal := (*Refusal)(nil); {
@@ -150,7 +150,8 @@ func (c *Chat) streamResponse(w http.ResponseWriter, r *http.Request, b *started
 	case errors.As(err, &refusal):
 		s.Finish(failed(head, b.exec, err))
 	case ctx.Err() == nil:
-		c.Logger.ErrorContext(ctx, "stream broken off", "execution", b.exec.ID, "error", err)
+		c.Logger.ErrorContext(ctx, "stream broken off", "execution", b.exec.ID, "trace_id", b.exec.TraceID, "error",
+			err)
 		s.Finish(failed(head, b.exec, errors.New("something went wrong here; trace "+b.exec.TraceID)))
 	}
 	return nil // the client is gone
